@@ -1,0 +1,1306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Call kernels written in Python (Numba, Numba CUDA, Warp) from JAX, at the cost of C++.
+
+One file to copy or to install.  It turns a kernel into a JAX operation through XLA's foreign function
+interface: the handler that XLA calls is compiled to machine code, so no Python runs on the call path.
+
+    import jax, jax.numpy as jnp
+    from xla_kernels import numba_kernel
+
+    @numba_kernel(outs=lambda x, y: x)
+    def add(x, y, out):
+        for i in range(x.size):
+            out[i] = x[i] + y[i]
+
+    add(jnp.arange(3.0), jnp.ones(3))            # works under jit, vmap, scan, shard_map, export
+
+`python -m xla_kernels` shows which backends work on this machine.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import enum
+import functools
+import hashlib
+import inspect
+import math
+import operator
+import os
+import re
+import sys
+import threading
+import types
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir, xla
+
+__version__ = "0.1.0"
+__all__ = [
+    "export_checks",
+    "numba_kernel",
+]
+
+# ======================================================================================================
+# JAX compatibility: every difference between versions, and every API that is not documented, is here.
+# Checked on jax 0.5.3, 0.7.2, 0.10.2 and 0.12.0.1.
+# ======================================================================================================
+
+Spec = jax.ShapeDtypeStruct
+
+
+def _varying_axes(aval: Any) -> frozenset:
+    """The manual mesh axes over which a value varies inside `shard_map` (none before jax 0.6)."""
+    if (axis_type := getattr(aval, "manual_axis_type", None)) is not None:  # jax >= 0.11
+        return axis_type.varying
+    return getattr(aval, "vma", None) or frozenset()
+
+
+def _out_aval(shape: tuple, dtype: Any, varying: frozenset) -> Any:
+    """The abstract value of a result: replicated on the current mesh, varying over `varying`."""
+    mesh = jax.sharding.get_abstract_mesh() if hasattr(jax.sharding, "get_abstract_mesh") else None
+    if mesh is None or mesh.empty:
+        return jax.core.ShapedArray(shape, dtype)
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*[None] * len(shape)))
+    if hasattr(jax.sharding, "ManualAxisType"):  # jax >= 0.11
+        axis_type = jax.sharding.ManualAxisType(varying=varying)
+        return jax.core.ShapedArray(shape, dtype, sharding=sharding, manual_axis_type=axis_type)
+    if hasattr(jax.core.ShapedArray, "vma") or "vma" in getattr(jax.core.ShapedArray, "__slots__", ()):
+        return jax.core.ShapedArray(shape, dtype, sharding=sharding, vma=varying)
+    return jax.core.ShapedArray(shape, dtype)
+
+
+def _make_varying(args: Sequence[Any]) -> list[Any]:
+    """Cast inputs to vary over the same mesh axes, as JAX's own operations do under `check_vma=True`.
+
+    The cast is what makes the transposed operation sum the cotangent of a replicated input.
+    """
+    if not hasattr(jax, "typeof"):  # jax < 0.6 tracks no axes
+        return list(args)
+    axes = [_varying_axes(jax.typeof(x)) for x in args]
+    union = frozenset().union(*axes)
+    return [_cast_varying(x, tuple(union - own)) if union - own else x for x, own in zip(args, axes, strict=True)]
+
+
+def _cast_varying(x: Any, axes: tuple) -> Any:
+    return jax.lax.pcast(x, axes, to="varying") if hasattr(jax.lax, "pcast") else jax.lax.pvary(x, axes)
+
+
+@functools.cache
+def _side_effect() -> frozenset:
+    """The effect of `jax.ffi.ffi_call(has_side_effect=True)`, which jax knows how to keep and to order."""
+    call = jax.ffi.ffi_call("xla_kernels.effect", Spec((), np.float32), has_side_effect=True)
+    return frozenset(jax.make_jaxpr(call)().effects)
+
+
+def _platforms(ctx: Any) -> tuple[str, ...]:
+    """The platforms that a lowering rule is asked for: "cpu", "cuda", "rocm", "tpu"."""
+    return tuple(getattr(ctx, "platforms", None) or ctx.module_context.platforms)
+
+
+# ======================================================================================================
+# The C structs of jaxlib/include/xla/ffi/api/c_api.h that a handler reads and writes.
+# Structs only ever grow at their end, so a mirror of the older one serves all; a test compares them.
+# ======================================================================================================
+
+_PTR, _I64, _I32, _SIZE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_size_t
+_STAGE_EXECUTE = 3
+_EXTENSION_METADATA = 1
+_ERROR_INVALID_ARGUMENT, _ERROR_INTERNAL = 3, 13
+_COMMAND_BUFFER_COMPATIBLE = 1
+
+
+def _struct(name: str, *, header: bool = True, **fields: Any) -> Any:
+    """A ctypes mirror of one C struct; nearly all begin with their size and an extension pointer."""
+    start = [("struct_size", _SIZE), ("extension_start", _PTR)] if header else []
+    return type(name, (ctypes.Structure,), {"_fields_": start + list(fields.items())})
+
+
+XLA_FFI_InternalExtension = _struct("XLA_FFI_InternalExtension", header=False, struct_size=_SIZE, type=_I32, next=_PTR)
+XLA_FFI_Api_Version = _struct("XLA_FFI_Api_Version", major_version=_I32, minor_version=_I32)
+XLA_FFI_Metadata = _struct(
+    "XLA_FFI_Metadata", header=False, struct_size=_SIZE, api_version=XLA_FFI_Api_Version, traits=ctypes.c_uint32
+)
+XLA_FFI_Metadata_Extension = _struct(
+    "XLA_FFI_Metadata_Extension", header=False, extension_base=XLA_FFI_InternalExtension, metadata=_PTR
+)
+XLA_FFI_Buffer = _struct("XLA_FFI_Buffer", dtype=_I32, data=_PTR, rank=_I64, dims=_PTR)
+XLA_FFI_Array = _struct("XLA_FFI_Array", header=False, dtype=_I32, size=_SIZE, data=_PTR)
+XLA_FFI_Args = _struct("XLA_FFI_Args", size=_I64, types=_PTR, args=_PTR)
+XLA_FFI_Rets = _struct("XLA_FFI_Rets", size=_I64, types=_PTR, rets=_PTR)
+XLA_FFI_Attrs = _struct("XLA_FFI_Attrs", size=_I64, types=_PTR, names=_PTR, attrs=_PTR)
+XLA_FFI_CallFrame = _struct(
+    "XLA_FFI_CallFrame", api=_PTR, ctx=_PTR, stage=_I32, args=XLA_FFI_Args, rets=XLA_FFI_Rets, attrs=XLA_FFI_Attrs
+)
+XLA_FFI_Error_Create_Args = _struct("XLA_FFI_Error_Create_Args", message=_PTR, errc=_I32)
+XLA_FFI_Stream_Get_Args = _struct("XLA_FFI_Stream_Get_Args", ctx=_PTR, stream=_PTR)
+XLA_FFI_DeviceOrdinal_Get_Args = _struct("XLA_FFI_DeviceOrdinal_Get_Args", ctx=_PTR, device_ordinal=_I32)
+_API_FUNCTIONS = (
+    "Error_Create Error_GetDetails Error_Destroy Handler_Register Stream_Get Type_Register InvokeContext_Get "
+    "State_Set State_Get DeviceMemory_Allocate DeviceMemory_Free ThreadPool_Schedule ThreadPool_NumThreads "
+    "Future_Create Future_SetAvailable Future_SetError RunId_Get DeviceOrdinal_Get"
+).split()
+XLA_FFI_Api = _struct(
+    "XLA_FFI_Api",
+    api_version=XLA_FFI_Api_Version,
+    internal_api=_PTR,
+    **{f"XLA_FFI_{name}": _PTR for name in _API_FUNCTIONS},
+)
+
+_XLA_FFI_DATA_TYPES = {
+    "bool": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint8": 6, "uint16": 7, "uint32": 8, "uint64": 9,
+    "float16": 10, "float32": 11, "float64": 12, "complex64": 15, "bfloat16": 16, "complex128": 18,
+}  # fmt: skip
+
+
+@functools.cache
+def _ffi_api_version() -> tuple[int, int]:
+    """The FFI version to report in the handshake: that of the installed jaxlib, which accepts no newer one.
+
+    Without its header, 0.1: the version of jaxlib 0.5.3, whose structs are the ones used here.
+    """
+    try:
+        with open(os.path.join(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h"), encoding="utf-8") as header:
+            text = header.read()
+        major, minor = (int(re.search(rf"#define XLA_FFI_API_{part} (\d+)", text)[1]) for part in ("MAJOR", "MINOR"))  # type: ignore[index]
+    except (OSError, TypeError):
+        return 0, 1
+    return major, minor
+
+
+# ======================================================================================================
+# Content digests: equal kernels (code, closures, globals, helpers, options) get equal names.
+# ======================================================================================================
+
+# Code in these packages does not change while a process runs: their name stands for their content.
+_STABLE_PACKAGES = frozenset(sys.stdlib_module_names) | {"jax", "jaxlib", "llvmlite", "numba", "numpy", "scipy", "warp"}
+
+
+def _digest(*objects: Any) -> str:
+    """A hash of the content of `objects` that is equal in every process, up to 96 bits.
+
+    Functions count by code, defaults, closure and the globals they read, helpers included.  An object
+    of unknown kind counts by identity: never mixed up with another, but not equal across processes.
+    """
+    return _Digester().add(tuple(objects)).hash.hexdigest()
+
+
+class _Digester:
+    def __init__(self) -> None:
+        self.hash = hashlib.blake2b(digest_size=12)
+        self.seen: dict[int, tuple[int, Any]] = {}  # id -> (order of visit, object kept alive)
+
+    def add(self, obj: Any) -> _Digester:
+        if isinstance(obj, (type(None), bool, int, float, complex, str, bytes, type(...), range, slice)):
+            return self.text(type(obj).__name__, repr(obj))
+        if id(obj) in self.seen:  # recursion, or the same helper again
+            return self.text("seen", str(self.seen[id(obj)][0]))
+        self.seen[id(obj)] = (len(self.seen), obj)
+        for kinds, feed in _FEEDERS:
+            if isinstance(obj, kinds):
+                feed(self, obj)
+                return self
+        return self.other(obj)
+
+    def text(self, *parts: str) -> _Digester:
+        for part in parts:
+            data = part.encode("utf-8", "surrogatepass")
+            self.hash.update(b"%d:" % len(data) + data)
+        return self
+
+    def sequence(self, obj: Any) -> None:
+        self.text(type(obj).__name__, str(len(obj)))
+        for item in obj:
+            self.add(item)
+
+    def unordered(self, obj: Any) -> None:
+        self.text(type(obj).__name__, *sorted(_digest(item) for item in obj))
+
+    def mapping(self, obj: Any) -> None:
+        self.sequence([pair for pair in obj.items()])
+
+    def array(self, obj: Any) -> None:
+        self.text("array", str(obj.dtype), str(np.shape(obj)))
+        if obj.dtype.hasobject:
+            self.sequence(obj.ravel().tolist())
+        else:
+            self.hash.update(np.ascontiguousarray(obj).tobytes())
+
+    def code(self, obj: types.CodeType) -> None:
+        self.text("code", obj.co_name, str((obj.co_argcount, obj.co_kwonlyargcount, obj.co_flags)))
+        self.text(repr((obj.co_names, obj.co_varnames, obj.co_freevars, obj.co_cellvars)))
+        self.hash.update(obj.co_code + getattr(obj, "co_exceptiontable", b""))
+        self.add(obj.co_consts)
+
+    def function(self, obj: types.FunctionType) -> None:
+        if _is_stable(obj):
+            self.text("function", obj.__module__, obj.__qualname__)
+            return
+        self.add(obj.__code__).add(obj.__defaults__).add(obj.__kwdefaults__)
+        for cell in obj.__closure__ or ():
+            self.add(cell.cell_contents if cell != types.CellType() else None)
+        for name in sorted(_names(obj.__code__) & obj.__globals__.keys()):
+            value = obj.__globals__[name]
+            self.text("global", name)
+            if isinstance(value, types.ModuleType):
+                self.module(value, _names(obj.__code__))
+            else:
+                self.add(value)
+
+    def module(self, obj: types.ModuleType, names: frozenset[str]) -> None:
+        self.text("module", obj.__name__)
+        if obj.__name__.partition(".")[0] not in _STABLE_PACKAGES:
+            for name in sorted(names & vars(obj).keys()):
+                self.text(name).add(vars(obj)[name])
+
+    def cls(self, obj: type) -> None:
+        self.text("class", obj.__module__, obj.__qualname__)
+        if issubclass(obj, enum.Enum):
+            self.sequence([(member.name, member.value) for member in obj])
+        elif hasattr(obj, "_fields"):
+            self.add(obj._fields)
+        elif not _is_stable(obj):
+            self.identity(obj)
+
+    def other(self, obj: Any) -> _Digester:
+        """Objects known by what they carry: Numba's dispatchers and types, Warp's kernels, plain callables."""
+        kind = type(obj)
+        self.text(kind.__module__, kind.__qualname__)
+        package = kind.__module__.partition(".")[0]
+        if package == "numba" and (parts := _numba_content(obj)) is not None:
+            return self.add(parts)
+        if isinstance(obj, (np.dtype, np.ufunc, types.BuiltinFunctionType)):
+            return self.text(
+                repr(obj) if isinstance(obj, np.dtype) else obj.__name__, str(getattr(obj, "__module__", ""))
+            )
+        return self.identity(obj)
+
+    def identity(self, obj: Any) -> _Digester:
+        with _LOCK:
+            token = _STORE.objects.setdefault(id(obj), (len(_STORE.objects), obj))[0]
+        return self.text("object", str(os.getpid()), str(token))
+
+
+_FEEDERS: tuple[tuple[Any, Callable[[_Digester, Any], Any]], ...] = (
+    (enum.Enum, lambda self, obj: self.add(type(obj)).text(obj.name)),
+    ((np.ndarray, np.generic), _Digester.array),
+    ((tuple, list), _Digester.sequence),
+    ((set, frozenset), _Digester.unordered),
+    ((dict, types.MappingProxyType), _Digester.mapping),
+    (types.CodeType, _Digester.code),
+    (types.FunctionType, _Digester.function),
+    (types.ModuleType, lambda self, obj: self.module(obj, frozenset())),
+    (type, _Digester.cls),
+)
+
+
+def _is_stable(obj: Any) -> bool:
+    return (getattr(obj, "__module__", None) or "").partition(".")[0] in _STABLE_PACKAGES
+
+
+@functools.lru_cache(maxsize=1024)
+def _names(code: types.CodeType) -> frozenset[str]:
+    """Every global or attribute name that the code reads, code nested in it included."""
+    nested = (_names(const) for const in code.co_consts if isinstance(const, types.CodeType))
+    return frozenset(code.co_names).union(*nested)
+
+
+# ======================================================================================================
+# Targets: what is registered with XLA, under which name.  XLA keeps raw pointers, so nothing is ever freed.
+# ======================================================================================================
+
+
+class _Store(types.ModuleType):
+    """What must outlive a reload of this module: XLA knows a target until the process ends."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.lock = threading.RLock()
+        self.targets: dict[tuple[str, str], Any] = {}  # (name, platform) -> what `make` returned
+        self.objects: dict[int, tuple[int, Any]] = {}  # objects known by identity, kept alive
+
+
+_STORE: Any = sys.modules.setdefault(f"{__name__}.targets", _Store(f"{__name__}.targets"))
+_LOCK: threading.RLock = _STORE.lock
+
+
+@dataclasses.dataclass(frozen=True)
+class _Compiled:
+    """A handler in memory: its address, what must stay alive with it, and what its wrapper should know."""
+
+    address: int
+    keep: Any = dataclasses.field(repr=False)
+    copy_inputs: bool = False
+
+
+def _register(name: str, platform: str, make: Callable[[], _Compiled]) -> _Compiled:
+    """Register the target once per process; `make` compiles its handler and runs only if the name is new."""
+    with _LOCK:
+        compiled = _STORE.targets.get((name, platform))
+        if compiled is None:
+            compiled = make()
+            capsule = jax.ffi.pycapsule(ctypes.c_void_p(compiled.address))
+            jax.ffi.register_ffi_target(name, capsule, platform={"cuda": "CUDA"}.get(platform, platform), api_version=1)
+            _STORE.targets[name, platform] = compiled
+        return compiled
+
+
+def export_checks() -> list[Any]:
+    """The safety checks to disable when a program that calls kernels is exported.
+
+    `jax.export` refuses custom calls that it does not know.  The names of kernels made here derive from
+    their content, so an exported program finds them again in every process that has traced the same
+    kernels (calling them, or `jax.eval_shape` of them, is enough).
+
+    Returns:
+      One `jax.export.DisabledSafetyCheck` for each kernel registered so far.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax import export
+      >>> @numba_kernel(outs=lambda x: x)
+      ... def double(x, out):
+      ...     out[:] = 2 * x
+      >>> spec = jax.ShapeDtypeStruct((3,), jnp.float32)
+      >>> _ = jax.eval_shape(double, spec)
+      >>> data = export.export(jax.jit(double), disabled_checks=export_checks())(spec).serialize()
+      >>> export.deserialize(data).call(jnp.arange(3.0)).tolist()
+      [0.0, 2.0, 4.0]
+    """
+    from jax import export
+
+    with _LOCK:
+        return [export.DisabledSafetyCheck.custom_call(name) for name in sorted({name for name, _ in _STORE.targets})]
+
+
+# ======================================================================================================
+# Specs and inputs: what comes in and what goes out, checked where the user's call is on the stack.
+# ======================================================================================================
+
+_VMAP_METHODS = (None, "sequential", "sequential_unrolled", "expand_dims", "broadcast_all", "legacy_vectorized")
+
+
+def _is_spec(x: Any) -> bool:
+    return hasattr(x, "shape") and hasattr(x, "dtype")
+
+
+def _flat_specs(specs: Any, what: str) -> tuple[list[Spec], Any]:
+    """The leaves of a pytree of specs as ShapeDtypeStructs with JAX's dtypes, and its structure."""
+    leaves, tree = jax.tree_util.tree_flatten(specs, is_leaf=_is_spec)
+    return [_spec(leaf, f"{what}[{i}]" if len(leaves) > 1 else what) for i, leaf in enumerate(leaves)], tree
+
+
+def _spec(x: Any, what: str) -> Spec:
+    if not _is_spec(x):
+        raise TypeError(
+            f"{what} must be specs with .shape and .dtype such as jax.ShapeDtypeStruct(shape, dtype), "
+            f"a pytree of them, or a callable of the inputs that returns them; got {x!r} of type {type(x).__name__}"
+        )
+    shape = tuple(d if not isinstance(d, (int, np.integer)) else operator.index(d) for d in x.shape)
+    if any(isinstance(d, int) and d < 0 for d in shape):
+        raise ValueError(f"{what} has a negative dimension in its shape {shape}")
+    return Spec(shape, _jax_dtype(x.dtype, what))
+
+
+def _jax_dtype(dtype: Any, what: str) -> np.dtype:
+    """The dtype that JAX gives to an array declared with `dtype`: 64 bits only where x64 is enabled."""
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        raise TypeError(f"{what} has the JAX-only dtype {dtype}, which has no memory layout for kernels; "
+                        "pass plain arrays, e.g. jax.random.key_data(key)")  # fmt: skip
+    dtype = np.dtype(dtype)
+    allowed = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
+    if allowed != dtype:
+        warnings.warn(
+            f"{what} asks for {dtype}, which JAX truncates to {allowed} unless jax_enable_x64 is set", stacklevel=2
+        )
+    return allowed
+
+
+def _input_spec(x: Any, i: int) -> Spec:
+    dtype = x.dtype if _is_spec(x) else jax.dtypes.result_type(x)
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        _jax_dtype(dtype, f"input {i}")
+    return Spec(np.shape(x), jax.dtypes.canonicalize_dtype(dtype))
+
+
+_ARRAY_TYPES: set[type] = {np.ndarray, bool, int, float, complex}  # grows by jax.Array, NumPy scalars
+
+
+def _as_inputs(args: Sequence[Any], name: str) -> tuple[Sequence[Any], bool]:
+    """The inputs as JAX can take them, and whether one of them is being traced."""
+    traced = False
+    for i, x in enumerate(args):
+        if type(x) not in _ARRAY_TYPES:
+            if isinstance(x, jax.core.Tracer):
+                traced = True
+            elif isinstance(x, (jax.Array, np.ndarray, np.generic)):
+                _ARRAY_TYPES.add(type(x))
+            else:
+                args = [*args[:i], _from_foreign(x, i, name), *args[i + 1 :]]
+    return args, traced
+
+
+def _from_foreign(x: Any, i: int, name: str) -> Any:
+    """Arrays of other libraries, without a copy where JAX can share their memory."""
+    if hasattr(x, "__jax_array__"):
+        return x.__jax_array__()
+    if hasattr(x, "__dlpack__"):
+        return jax.dlpack.from_dlpack(x)
+    hint = "pass its leaves one by one" if isinstance(x, (list, tuple, dict)) else "convert it with jnp.asarray"
+    raise TypeError(f"{name}: input {i} must be an array or a number; got {type(x).__name__} {x!r:.80}; {hint}")
+
+
+def _check_aliases(
+    aliases: Mapping[int, int], ins: Sequence[Spec], outs: Sequence[Spec]
+) -> tuple[tuple[int, int], ...]:
+    for i, j in aliases.items():
+        for what, k, specs in (("input", i, ins), ("output", j, outs)):
+            if not 0 <= k < len(specs):
+                raise ValueError(f"input_output_aliases={dict(aliases)}: there is no {what} {k}; "
+                                 f"the call has {len(specs)} {what}s, numbered from 0")  # fmt: skip
+        if (ins[i].shape, ins[i].dtype) != (outs[j].shape, outs[j].dtype):
+            raise ValueError(
+                f"input_output_aliases={dict(aliases)}: input {i} ({_show(ins[i])}) and output {j} ({_show(outs[j])}) "
+                "share memory, so shape and dtype must be equal"
+            )
+    if len(set(aliases.values())) < len(aliases):
+        raise ValueError(f"input_output_aliases={dict(aliases)}: an output can alias one input only")
+    return tuple(sorted(aliases.items()))
+
+
+def _show(spec: Any) -> str:
+    """A spec as people write it: float32[3,4]."""
+    return f"{np.dtype(spec.dtype).name}[{','.join(map(str, spec.shape))}]"
+
+
+# ======================================================================================================
+# The primitive behind every wrapper: one call of one target.
+# ======================================================================================================
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class _Target:
+    """What a call runs: a registered name, and the integers that this call's shapes and options give it.
+
+    `prepare(platform)` is called before the call is compiled for a platform: it registers the handler,
+    or raises an error that says what to use there.
+    """
+
+    name: str
+    attrs: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    copy_inputs: bool = False
+    prepare: Callable[[str], None] = dataclasses.field(compare=False, default=lambda platform: None)
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def _call_abstract_eval(*ins: Any, outs: Sequence[tuple], has_side_effect: bool, **_: Any) -> tuple[list, frozenset]:
+    varying = frozenset().union(*map(_varying_axes, ins))
+    return [
+        _out_aval(shape, dtype, varying) for shape, dtype in outs
+    ], _side_effect() if has_side_effect else frozenset()
+
+
+def _call_lowering(ctx: Any, *operands: Any, target: _Target, aliases: Any, has_side_effect: bool, **_: Any) -> Any:
+    for platform in _platforms(ctx):
+        target.prepare(platform)
+    rule = jax.ffi.ffi_lowering(target.name, operand_output_aliases=dict(aliases), has_side_effect=has_side_effect)
+    return rule(ctx, *operands, **{name: np.array(values, np.int64) for name, values in target.attrs})
+
+
+def _call_batching(args: Sequence[Any], dims: Sequence[Any], *, outs: Any, aliases: Any, **params: Any) -> tuple:
+    """One more leading dimension everywhere; size 1 says that an operand is the same for every slice."""
+    size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
+    shared = dict(aliases)  # an aliased operand is written to, so every slice needs its own
+    args = [
+        jax.lax.broadcast(x, (size if i in shared else 1,)) if d is None else jax.numpy.moveaxis(x, d, 0)
+        for i, (x, d) in enumerate(zip(args, dims, strict=True))
+    ]
+    outs = tuple(((size, *shape), dtype) for shape, dtype in outs)
+    return _call_p.bind(*args, outs=outs, aliases=aliases, **params), [0] * len(outs)
+
+
+def _call_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, target: _Target, outs: Any, **params: Any) -> tuple:
+    if any(jax.dtypes.issubdtype(dtype, np.inexact) for _, dtype in outs):
+        raise TypeError(
+            f"kernel {target.name!r} has no derivative: wrap it in jax.custom_vjp or jax.custom_jvp, or register it "
+            "with XLACustomKernel and give that a rule (def_jvp_rule, def_vjp_rule)"
+        )
+    results = _call_p.bind(*primals, target=target, outs=outs, **params)
+    return results, [ad.Zero(jax.core.get_aval(x).to_tangent_aval()) for x in results]
+
+
+_call_p = Primitive("xla_kernel")
+_call_p.multiple_results = True
+_call_p.def_impl(functools.partial(xla.apply_primitive, _call_p))
+_call_p.def_effectful_abstract_eval(_call_abstract_eval)
+ad.primitive_jvps[_call_p] = _call_jvp
+batching.primitive_batchers[_call_p] = _call_batching
+mlir.register_lowering(_call_p, _call_lowering)
+
+
+class _Wrapper:
+    """A kernel as a JAX function: checks a call, finds its target, binds the primitive."""
+
+    decorator: str  # the public function that made it, for error messages
+
+    def __init__(self, kernel: Any, outs: Any, *, vmap_method: str | None, input_output_aliases: Mapping[int, int] | None,
+                 has_side_effect: bool, scratch: Any) -> None:  # fmt: skip
+        if vmap_method not in _VMAP_METHODS:
+            raise ValueError(f"vmap_method must be one of {_VMAP_METHODS}, which all run the kernel once per slice; "
+                             f"got {vmap_method!r}")  # fmt: skip
+        self.kernel = kernel
+        self.outs = outs
+        self.scratch = scratch
+        self.aliases = {operator.index(i): operator.index(j) for i, j in (input_output_aliases or {}).items()}
+        self.has_side_effect = bool(has_side_effect)
+        self.__name__ = getattr(kernel, "__name__", None) or getattr(kernel, "key", None) or type(kernel).__name__
+        self.__doc__ = getattr(kernel, "__doc__", None)
+        self.__wrapped__ = kernel
+        if not callable(outs):
+            _flat_specs(outs, "outs")
+
+        def call(*args: Any) -> Any:
+            return self._trace(*args)
+
+        call.__name__ = call.__qualname__ = self.__name__
+        self._jitted = jax.jit(call)
+
+    def __call__(self, *args: Any) -> Any:
+        args, traced = _as_inputs(args, self.__name__)  # type: ignore[assignment]
+        return self._trace(*args) if traced else self._jitted(*args)
+
+    def __repr__(self) -> str:
+        return f"<{self.decorator} {self.__name__}>"
+
+    def _trace(self, *args: Any) -> Any:
+        ins = [_input_spec(x, i) for i, x in enumerate(args)]
+        outs, tree = _flat_specs(self.outs(*ins) if callable(self.outs) else self.outs, "outs")
+        scratch = _flat_specs(self.scratch(*ins) if callable(self.scratch) else self.scratch, "scratch")[0]
+        aliases = _check_aliases(self.aliases, ins, outs)
+        target = self._prepare(ins, outs + scratch)
+        hidden = outs + scratch
+        if target.copy_inputs:  # a hidden output in the place of each input: XLA copies what it must keep
+            free = [i for i in range(len(ins)) if i not in self.aliases]
+            aliases += tuple((i, len(hidden) + k) for k, i in enumerate(free))
+            hidden = hidden + [ins[i] for i in free]
+        results = _call_p.bind(
+            *_make_varying(args),
+            target=target,
+            outs=tuple((s.shape, s.dtype) for s in hidden),
+            aliases=aliases,
+            has_side_effect=self.has_side_effect,
+        )
+        return jax.tree_util.tree_unflatten(tree, results[: len(outs)])
+
+    def _prepare(self, ins: list[Spec], outs: list[Spec]) -> _Target:
+        """Check the kernel against the call and name its target; `outs` ends with the scratch buffers."""
+        raise NotImplementedError
+
+
+# ======================================================================================================
+# The native handler: LLVM for `XLA_FFI_Error* handler(XLA_FFI_CallFrame*)`, compiled by Numba.
+# ======================================================================================================
+
+
+@dataclasses.dataclass(frozen=True)
+class _Signature:
+    """The buffers that a handler expects, inputs then outputs, as the kernel sees them (without batch)."""
+
+    label: str
+    n_in: int
+    dtypes: tuple[np.dtype, ...]
+    ranks: tuple[int, ...]
+
+    @classmethod
+    def of(cls, label: str, ins: Sequence[Spec], outs: Sequence[Spec]) -> _Signature:
+        specs = [*ins, *outs]
+        return cls(label, len(ins), tuple(np.dtype(s.dtype) for s in specs), tuple(len(s.shape) for s in specs))
+
+    def __str__(self) -> str:
+        shown = [f"{dtype.name}[{','.join(':' * rank)}]" for dtype, rank in zip(self.dtypes, self.ranks, strict=True)]
+        return f"({', '.join(shown[: self.n_in])}) -> ({', '.join(shown[self.n_in :])})"
+
+
+class _Emitter:
+    """The part of a handler that differs between backends: how one slice is run."""
+
+    traits = 0
+    hidden_outputs = False  # True: more outputs may follow those of the signature, which the kernel does not see
+
+    def begin(self, handler: _Handler) -> None:
+        """Before the first slice."""
+
+    def call(self, handler: _Handler, pointers: list[Any], dims: list[list[Any]]) -> None:
+        """Run one slice: per buffer, the address (i8*) and the kernel's dimensions (i64)."""
+        raise NotImplementedError
+
+    def end(self, handler: _Handler) -> None:
+        """After the last slice, and before an error is returned."""
+
+
+def _compile_handler(signature: _Signature, emitter: _Emitter) -> tuple[int, Any]:
+    """Compile a handler; returns its address and the object that owns its machine code."""
+    from numba import cfunc
+    from numba import types as nbtypes
+    from numba.extending import intrinsic
+
+    @intrinsic
+    def body(typing_context: Any, frame: Any) -> Any:
+        def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            return builder.call(_Handler(context, builder.module, signature, emitter).function, args)
+
+        return nbtypes.voidptr(nbtypes.voidptr), codegen
+
+    def handler(frame: Any) -> Any:
+        return body(frame)
+
+    handler.__name__ = handler.__qualname__ = re.sub(r"\W", "_", signature.label)
+    compiled = cfunc(nbtypes.voidptr(nbtypes.voidptr))(handler)
+    return compiled.address, compiled
+
+
+class _Handler:
+    """Writes the LLVM function of one handler.
+
+    It answers XLA's handshake, checks the buffers against the signature, and runs the kernel for each
+    slice of the batch: dimensions in front of the kernel's own.  A buffer whose batch dimension has
+    size 1 gives the same slice to all.
+    """
+
+    def __init__(self, context: Any, module: Any, signature: _Signature, emitter: _Emitter) -> None:
+        from llvmlite import ir
+        from numba.core import cgutils
+
+        self.ir, self.cgutils, self.context = ir, cgutils, context
+        self.signature, self.emitter = signature, emitter
+        self.i8p, self.i64, self.i32 = ir.IntType(8).as_pointer(), ir.IntType(64), ir.IntType(32)
+        self.function = ir.Function(module, ir.FunctionType(self.i8p, [self.i8p]), f"xla_kernels_{id(self):x}")
+        self.function.linkage = "internal"
+        self.builder = ir.IRBuilder(self.function.append_basic_block("entry"))
+        self.frame = self.function.args[0]
+        self._answer_handshake()
+        self._skip_other_stages()
+        self._run_slices(self._read_buffers())
+        self.emitter.end(self)
+        self.builder.ret(self.null)
+
+    # -- small tools ------------------------------------------------------------------------------------
+
+    @property
+    def null(self) -> Any:
+        return self.ir.Constant(self.i8p, None)
+
+    def int64(self, value: int) -> Any:
+        return self.ir.Constant(self.i64, value)
+
+    def address(self, value: int) -> Any:
+        return self.builder.inttoptr(self.int64(value), self.i8p)
+
+    def field(self, pointer: Any, struct: Any, path: str) -> Any:
+        """A typed pointer to a (nested) field of a C struct; offsets come from the ctypes mirror."""
+        offset = 0
+        for name in path.split("."):
+            offset += getattr(struct, name).offset
+            struct = dict(struct._fields_)[name]
+        kind = self.i8p if struct is _PTR else self.ir.IntType(8 * ctypes.sizeof(struct))
+        return self.builder.bitcast(self.builder.gep(pointer, [self.int64(offset)]), kind.as_pointer())
+
+    def load(self, pointer: Any, struct: Any, path: str) -> Any:
+        return self.builder.load(self.field(pointer, struct, path))
+
+    def store(self, value: Any, pointer: Any, struct: Any, path: str) -> None:
+        slot = self.field(pointer, struct, path)
+        if isinstance(value, int):
+            value = self.ir.Constant(slot.type.pointee, value)
+        self.builder.store(value, slot)
+
+    def new_struct(self, struct: Any) -> Any:
+        """A struct on the stack, zeroed, with its size filled in."""
+        raw = self.cgutils.alloca_once(self.builder, self.ir.ArrayType(self.i64, -(-ctypes.sizeof(struct) // 8)))
+        self.builder.store(self.ir.Constant(raw.type.pointee, None), raw)
+        pointer = self.builder.bitcast(raw, self.i8p)
+        self.store(ctypes.sizeof(struct), pointer, struct, "struct_size")
+        return pointer
+
+    def item(self, pointer: Any, index: Any, kind: Any) -> Any:
+        """`((kind*)pointer)[index]`."""
+        index = self.int64(index) if isinstance(index, int) else index
+        return self.builder.load(self.builder.gep(self.builder.bitcast(pointer, kind.as_pointer()), [index]))
+
+    def call_c(self, function: Any, result: Any, args: Sequence[Any]) -> Any:
+        """Call a C function given by address (an int or an i8*)."""
+        kind = self.ir.FunctionType(result, [arg.type for arg in args])
+        pointer = self.address(function) if isinstance(function, int) else function
+        return self.builder.call(self.builder.bitcast(pointer, kind.as_pointer()), list(args))
+
+    def api(self, name: str, args: Any) -> Any:
+        """Call a function of XLA's API table; returns an XLA_FFI_Error* or null."""
+        table = self.load(self.frame, XLA_FFI_CallFrame, "api")
+        return self.call_c(self.load(table, XLA_FFI_Api, f"XLA_FFI_{name}"), self.i8p, [args])
+
+    def attr(self, index: int) -> Any:
+        """The data of the attribute at `index` in the order of names (XLA sorts them)."""
+        attrs = self.load(self.frame, XLA_FFI_CallFrame, "attrs.attrs")
+        return self.load(self.item(attrs, index, self.i8p), XLA_FFI_Array, "data")
+
+    def text(self, message: str) -> Any:
+        return self.context.insert_const_string(self.builder.module, message)
+
+    def fail(self, message: Any, code: int = _ERROR_INTERNAL) -> None:
+        """Return an error with `message` (str or char*); ends the current block."""
+        self.emitter.end(self)
+        args = self.new_struct(XLA_FFI_Error_Create_Args)
+        self.store(
+            self.text(message) if isinstance(message, str) else message, args, XLA_FFI_Error_Create_Args, "message"
+        )
+        self.store(code, args, XLA_FFI_Error_Create_Args, "errc")
+        self.builder.ret(self.api("Error_Create", args))
+
+    def fail_if(self, condition: Any, message: Any, code: int = _ERROR_INVALID_ARGUMENT) -> None:
+        with self.builder.if_then(condition, likely=False):
+            self.fail(message, code)
+
+    # -- the parts of the handler -----------------------------------------------------------------------
+
+    def _answer_handshake(self) -> None:
+        """On registration XLA asks for the API version and traits, through an extension of the frame."""
+        builder, extension = self.builder, XLA_FFI_InternalExtension
+        slot = self.cgutils.alloca_once_value(builder, self.load(self.frame, XLA_FFI_CallFrame, "extension_start"))
+        test, body, answer, done = (builder.append_basic_block(name) for name in ("test", "walk", "answer", "call"))
+        builder.branch(test)
+        builder.position_at_end(test)
+        current = builder.load(slot)
+        builder.cbranch(self.cgutils.is_null(builder, current), done, body)
+        builder.position_at_end(body)
+        builder.store(self.load(current, extension, "next"), slot)
+        kind = self.load(current, extension, "type")
+        builder.cbranch(builder.icmp_signed("==", kind, kind.type(_EXTENSION_METADATA)), answer, test)
+        builder.position_at_end(answer)
+        metadata = self.load(current, XLA_FFI_Metadata_Extension, "metadata")
+        major, minor = _ffi_api_version()
+        self.store(major, metadata, XLA_FFI_Metadata, "api_version.major_version")
+        self.store(minor, metadata, XLA_FFI_Metadata, "api_version.minor_version")
+        self.store(self.emitter.traits, metadata, XLA_FFI_Metadata, "traits")
+        builder.ret(self.null)
+        builder.position_at_end(done)
+
+    def _skip_other_stages(self) -> None:
+        stage = self.load(self.frame, XLA_FFI_CallFrame, "stage")
+        with self.builder.if_then(self.builder.icmp_signed("!=", stage, stage.type(_STAGE_EXECUTE)), likely=False):
+            self.builder.ret(self.null)
+
+    def _read_buffers(self) -> list[Any]:
+        """The XLA_FFI_Buffer* of inputs and outputs, after a check of their number."""
+        expected = {"args": self.signature.n_in, "rets": len(self.signature.ranks) - self.signature.n_in}
+        buffers = []
+        for kind, count in expected.items():
+            size = self.load(self.frame, XLA_FFI_CallFrame, f"{kind}.size")
+            relation = "<" if kind == "rets" and self.emitter.hidden_outputs else "!="
+            self.fail_if(
+                self.builder.icmp_signed(relation, size, self.int64(count)), self._mismatch("number of buffers")
+            )
+            array = self.load(self.frame, XLA_FFI_CallFrame, f"{kind}.{kind}")
+            buffers += [self.item(array, i, self.i8p) for i in range(count)]
+        return buffers
+
+    def _mismatch(self, what: str) -> str:
+        return f"kernel '{self.signature.label}' was called with another {what} than {self.signature}"
+
+    def _run_slices(self, buffers: list[Any]) -> None:
+        """Run the kernel on every slice: an outer loop over all batch dimensions but the last, and one over that."""
+        builder, zero, one = self.builder, self.int64(0), self.int64(1)
+        views = [
+            _View(self, buffer, *kind) for buffer, *kind in zip(buffers, self.signature.dtypes, self.signature.ranks)
+        ]
+        depth = views[0].depth if views else zero
+        wrong = [view.mismatch(depth) for view in views] + [builder.icmp_signed("<", depth, zero)]
+        self.fail_if(functools.reduce(builder.or_, wrong), self._mismatch("rank or dtype"))
+        batched = builder.icmp_signed(">", depth, zero)
+        last = builder.sub(depth, one)
+        for view in views:
+            view.read_dims(depth, last, batched)
+        inner = functools.reduce(self._joint_size, [builder.load(view.inner) for view in views], one)
+        outer = self.cgutils.alloca_once_value(builder, one)
+        with self.cgutils.for_range_slice(builder, zero, last, one) as (d, _):
+            builder.store(builder.mul(builder.load(outer), self._batch_size(views, d)), outer)
+        self.emitter.begin(self)
+        with self.cgutils.for_range(builder, builder.load(outer)) as loop:
+            self._seek(views, loop.index, last)
+            with self.cgutils.for_range(builder, inner):
+                self.emitter.call(self, [builder.load(view.pointer) for view in views], [view.dims for view in views])
+                for view in views:
+                    builder.store(builder.gep(builder.load(view.pointer), [view.step]), view.pointer)
+
+    def _joint_size(self, size: Any, dim: Any) -> Any:
+        """The size of a batch dimension given that of one more buffer: 1 goes with everything."""
+        return self.builder.select(self.builder.icmp_signed("==", dim, self.int64(1)), size, dim)
+
+    def _batch_size(self, views: list[_View], d: Any) -> Any:
+        return functools.reduce(self._joint_size, [view.dim(d) for view in views], self.int64(1))
+
+    def _seek(self, views: list[_View], index: Any, last: Any) -> None:
+        """Point every view at its first slice under the outer batch `index` (row-major over dims [0, last))."""
+        builder, one = self.builder, self.int64(1)
+        rest = self.cgutils.alloca_once_value(builder, index)
+        builder.store(index, rest)
+        for view in views:
+            builder.store(builder.load(view.inner), view.stride)
+            builder.store(self.int64(0), view.offset)
+        with self.cgutils.for_range_slice(builder, one, builder.add(last, one), one) as (i, _):
+            d = builder.sub(last, i)
+            size = self._batch_size(views, d)
+            position = builder.srem(builder.load(rest), size)
+            builder.store(builder.sdiv(builder.load(rest), size), rest)
+            for view in views:
+                view.advance(view.dim(d), position)
+        for view in views:
+            view.point()
+
+
+class _View:
+    """One buffer inside the handler: where the current slice lies and how to get to the next."""
+
+    def __init__(self, handler: _Handler, buffer: Any, dtype: np.dtype, rank: int) -> None:
+        self.handler, self.builder, self.buffer, self.rank = handler, handler.builder, buffer, rank
+        self.dtype = dtype
+        self.data = handler.load(buffer, XLA_FFI_Buffer, "data")
+        self.all_dims = handler.load(buffer, XLA_FFI_Buffer, "dims")
+        self.depth = self.builder.sub(handler.load(buffer, XLA_FFI_Buffer, "rank"), handler.int64(rank))
+        alloca = functools.partial(handler.cgutils.alloca_once_value, self.builder)
+        self.inner, self.stride, self.offset = (alloca(handler.int64(n)) for n in (1, 1, 0))
+        self.pointer = alloca(self.data)
+
+    def mismatch(self, depth: Any) -> Any:
+        kind = self.handler.load(self.buffer, XLA_FFI_Buffer, "dtype")
+        wrong_kind = self.builder.icmp_signed("!=", kind, kind.type(_XLA_FFI_DATA_TYPES[self.dtype.name]))
+        return self.builder.or_(wrong_kind, self.builder.icmp_signed("!=", self.depth, depth))
+
+    def dim(self, index: Any) -> Any:
+        return self.handler.item(self.all_dims, index, self.handler.i64)
+
+    def read_dims(self, depth: Any, last: Any, batched: Any) -> None:
+        """The kernel's dimensions, and the step in bytes along the last batch dimension."""
+        handler, builder = self.handler, self.builder
+        self.dims = [self.dim(builder.add(depth, handler.int64(j))) for j in range(self.rank)]
+        with builder.if_then(batched):
+            builder.store(self.dim(last), self.inner)
+        self.size = functools.reduce(builder.mul, self.dims, handler.int64(self.dtype.itemsize))
+        is_shared = builder.icmp_signed("==", builder.load(self.inner), handler.int64(1))
+        self.step = builder.select(is_shared, handler.int64(0), self.size)
+
+    def advance(self, dim: Any, position: Any) -> None:
+        """Add `position` steps along a batch dimension of size `dim` to the offset, counted in slices."""
+        builder, stride = self.builder, self.builder.load(self.stride)
+        is_shared = builder.icmp_signed("==", dim, self.handler.int64(1))
+        step = builder.select(is_shared, self.handler.int64(0), builder.mul(position, stride))
+        builder.store(builder.add(builder.load(self.offset), step), self.offset)
+        builder.store(builder.mul(stride, dim), self.stride)
+
+    def point(self) -> None:
+        offset = self.builder.mul(self.builder.load(self.offset), self.size)
+        self.builder.store(self.builder.gep(self.data, [offset]), self.pointer)
+
+
+class _CallbackEmitter(_Emitter):
+    """Runs a slice by calling Python: for what cannot be native.  Takes the GIL on every call.
+
+    `body(pointers, dims, context)` gets the addresses and dimensions of the slice's buffers, inputs
+    then outputs, and the address of the call frame's XLA_FFI_CallFrame.  What it raises becomes the
+    error that the user sees.
+    """
+
+    def __init__(self, label: str, ranks: Sequence[int], body: Callable[[list[int], list[tuple], int], None]) -> None:
+        self.ranks = ranks
+
+        def callback(frame: int, pointers: Any, dims: Any) -> int | None:
+            try:
+                sizes = iter(dims[: sum(ranks)])
+                body(pointers[: len(ranks)], [tuple(next(sizes) for _ in range(rank)) for rank in ranks], frame)
+            except BaseException as error:  # nothing may unwind into XLA
+                _LAST_ERROR.message = ctypes.create_string_buffer(_error_text(error, label))
+                return ctypes.addressof(_LAST_ERROR.message)
+            return None
+
+        kind = ctypes.CFUNCTYPE(_PTR, _PTR, ctypes.POINTER(_I64), ctypes.POINTER(_I64))
+        self.callback = kind(callback)
+
+    def call(self, handler: _Handler, pointers: list[Any], dims: list[list[Any]]) -> None:
+        builder = handler.builder
+        addresses = [builder.ptrtoint(pointer, handler.i64) for pointer in pointers]
+        args = [self._array(handler, addresses), self._array(handler, [n for shape in dims for n in shape])]
+        target = ctypes.cast(self.callback, _PTR).value
+        message = handler.call_c(target, handler.i8p, [handler.frame, *args])
+        handler.fail_if(handler.cgutils.is_not_null(builder, message), message, _ERROR_INTERNAL)
+
+    @staticmethod
+    def _array(handler: _Handler, values: list[Any]) -> Any:
+        array = handler.cgutils.alloca_once(handler.builder, handler.i64, size=max(1, len(values)))
+        for i, value in enumerate(values):
+            handler.builder.store(value, handler.builder.gep(array, [handler.int64(i)]))
+        return handler.builder.bitcast(array, handler.i8p)
+
+
+_LAST_ERROR = threading.local()  # the text must outlive the callback until XLA has copied it
+
+
+def _error_text(error: BaseException, label: str) -> bytes:
+    """The exception as the user should read it in JAX's error."""
+    return f"{type(error).__name__}: {error} (raised in kernel '{label}')".encode("utf-8", "replace")
+
+
+def _host_arrays(signature: _Signature, pointers: Sequence[int], dims: Sequence[tuple]) -> list[np.ndarray]:
+    """NumPy views of the slice's buffers in host memory; inputs are read-only."""
+    arrays = []
+    for i, (dtype, address, shape) in enumerate(zip(signature.dtypes, pointers, dims, strict=True)):
+        size = dtype.itemsize * math.prod(shape)
+        memory = (ctypes.c_char * size).from_address(address) if size else bytearray()
+        array = np.frombuffer(memory, np.uint8).view(dtype).reshape(shape)
+        array.flags.writeable = i >= signature.n_in
+        arrays.append(array)
+    return arrays
+
+
+# ======================================================================================================
+# Numba on CPU
+# ======================================================================================================
+
+_NUMBA_DTYPES = frozenset(
+    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float32 float64 complex64 complex128".split()
+)
+
+
+def numba_kernel(
+    kernel: Any = None,
+    outs: Any = None,
+    *,
+    vmap_method: str | None = None,
+    input_output_aliases: Mapping[int, int] | None = None,
+    has_side_effect: bool = False,
+    scratch: Any = None,
+) -> Any:
+    """Make a Numba CPU kernel a JAX function.
+
+    The kernel is called as `kernel(in..., out..., scratch...)` with C-contiguous NumPy arrays, writes its
+    outputs and returns nothing.  Inputs are read-only.  XLA calls machine code: no Python, no GIL.  The
+    result works under jit, scan, cond, vmap, shard_map and export; `vmap` runs the kernel once per slice
+    inside one call.  It has no derivative of its own: see `XLACustomKernel` and `jax.custom_vjp`.
+
+    Args:
+      kernel: a function decorated with `numba.njit` (any options), or a plain function, which is jitted.
+        Without it, `numba_kernel(outs=...)` is a decorator.
+      outs: the outputs: a `jax.ShapeDtypeStruct` (anything with `.shape` and `.dtype`), a pytree of them,
+        or a callable of the inputs' `ShapeDtypeStruct`s that returns one.  Outputs are not initialized.
+      vmap_method: accepted for compatibility; every method gives the same, per-slice result.
+      input_output_aliases: `{i: j}`: output j starts with the value of input i and, where XLA can, in its
+        memory.  The array that the caller holds is never changed.
+      has_side_effect: True keeps the call even where its results are not used.
+      scratch: like `outs`: uninitialized buffers passed after the outputs and not returned.
+
+    Returns:
+      A function of arrays whose result has the structure of `outs`.
+
+    Raises:
+      TypeError: dtypes that Numba has no CPU arithmetic for (float16, bfloat16, float8, sub-byte), a wrong
+        number of arguments, a kernel that returns a value, writes to an input or cannot be typed.
+      ValueError: aliases out of range or of unequal shape or dtype, an unknown `vmap_method`.
+      jax.errors.JaxRuntimeError: with the type and text of an exception that the kernel raised.
+
+    Example:
+      >>> import jax.numpy as jnp, numba
+      >>> @numba.njit
+      ... def cumulative(x, out):
+      ...     total = 0.0
+      ...     for i in range(x.size):
+      ...         total += x[i]
+      ...         out[i] = total
+      >>> cumsum = numba_kernel(cumulative, outs=lambda x: x)
+      >>> cumsum(jnp.array([1.0, 2.0, 3.0])).tolist()
+      [1.0, 3.0, 6.0]
+    """
+    options = {
+        "outs": outs,
+        "vmap_method": vmap_method,
+        "input_output_aliases": input_output_aliases,
+        "has_side_effect": has_side_effect,
+        "scratch": scratch,
+    }
+    return functools.partial(_NumbaKernel, **options) if kernel is None else _NumbaKernel(kernel, **options)
+
+
+class _NumbaKernel(_Wrapper):
+    decorator = "numba_kernel"
+
+    def __init__(self, kernel: Any, outs: Any, **options: Any) -> None:
+        if not isinstance(kernel, types.FunctionType) and not hasattr(kernel, "py_func"):
+            raise TypeError("numba_kernel takes a function decorated with numba.njit or a plain function; "
+                            f"got {type(kernel).__name__} {kernel!r}")  # fmt: skip
+        super().__init__(kernel, outs, **options)
+
+    def _prepare(self, ins: list[Spec], outs: list[Spec]) -> _Target:
+        numba = _import("numba", "numba_kernel", "pip install numba")
+        _check_arity(self.kernel, ins, outs, self.scratch is not None)
+        for what, specs in (("input", ins), ("output", outs)):
+            for i, spec in enumerate(specs):
+                if np.dtype(spec.dtype).name not in _NUMBA_DTYPES:
+                    raise TypeError(f"numba_kernel {self.__name__!r}: {what} {i} is {_show(spec)}, a dtype for which "
+                                    "Numba has no CPU arithmetic; cast it, e.g. x.astype(jnp.float32)")  # fmt: skip
+        signature = _Signature.of(self.__name__, ins, outs)
+        digest = _digest("numba", numba.__version__, self.kernel, numba.config.DISABLE_JIT, str(signature))
+        name = f"{__name__}.{self.__name__}.{digest}"
+        make = functools.partial(_compile_numba, self.kernel, signature)
+        compiled = _register(name, "cpu", make)
+        return _Target(name, copy_inputs=compiled.copy_inputs, prepare=self._check_platform)
+
+    def _check_platform(self, platform: str) -> None:
+        if platform != "cpu":
+            raise NotImplementedError(
+                f"numba_kernel {self.__name__!r} runs on the CPU, and this computation is compiled for {platform!r}: "
+                "move it with jax.device_put or jax.jit(..., device=...), or use numba_cuda_kernel or warp_kernel there"
+            )
+
+
+def _import(module: str, user: str, install: str) -> Any:
+    import importlib
+
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(f"{user} needs {module.partition('.')[0]}, which cannot be imported ({error}); "
+                          f"install it: {install}") from error  # fmt: skip
+
+
+def _check_arity(kernel: Any, ins: Sequence[Any], outs: Sequence[Any], has_scratch: bool) -> None:
+    function = getattr(kernel, "py_func", kernel)
+    parameters = inspect.signature(function)
+    try:
+        parameters.bind(*ins, *outs)
+    except TypeError:
+        scratch = " and scratch buffers" if has_scratch else ""
+        raise TypeError(
+            f"kernel {function.__name__!r} takes the parameters {parameters}, but this call gives it "
+            f"{len(ins)} inputs and {len(outs)} outputs{scratch}: kernel(in..., out...) must take them all"
+        ) from None
+
+
+def _numba_array_types(signature: _Signature, *, readonly: bool) -> tuple[Any, ...]:
+    from numba import from_dtype
+    from numba import types as nbtypes
+
+    return tuple(
+        nbtypes.Array(from_dtype(dtype), rank, "C", readonly=readonly and i < signature.n_in)
+        for i, (dtype, rank) in enumerate(zip(signature.dtypes, signature.ranks, strict=True))
+    )
+
+
+def _compile_numba(kernel: Any, signature: _Signature) -> _Compiled:
+    """Compile the kernel for the signature, and the handler that calls it."""
+    from numba import config
+
+    if config.DISABLE_JIT:  # plain Python, for prints and pdb
+        function = getattr(kernel, "py_func", kernel)
+        body = lambda pointers, dims, frame: function(*_host_arrays(signature, pointers, dims))
+        emitter: _Emitter = _CallbackEmitter(signature.label, signature.ranks, body)
+        return _Compiled(*_compile_handler(signature, emitter))
+    overload, argtypes, copy_inputs = _compile_overload(kernel, signature)
+    if str(overload.signature.return_type) != "none":
+        raise TypeError(f"kernel {signature.label!r} returns {overload.signature.return_type}; a kernel writes to its "
+                        "output arrays and returns nothing")  # fmt: skip
+    emitter = _NumbaEmitter(signature.label, overload, argtypes, hidden_outputs=copy_inputs)
+    return _Compiled(*_compile_handler(signature, emitter), copy_inputs=copy_inputs)
+
+
+def _compile_overload(kernel: Any, signature: _Signature) -> tuple[Any, Any, bool]:
+    """The kernel compiled by Numba, its array types, and whether it needs copies of its inputs.
+
+    Read-only inputs make Numba refuse a kernel that writes to one.  Explicit signatures (of the kernel, or of
+    a function it calls) name writable arrays and may refuse read-only ones: then it runs on copies.
+    """
+    readonly, plain = (_numba_array_types(signature, readonly=flag) for flag in (True, False))
+    explicit = not getattr(kernel, "_can_compile", True)
+    if explicit:  # Numba's own error if no signature fits
+        fallback = _typed(lambda: _compile_call(kernel, plain), signature)
+    try:
+        return _compile_call(_fresh_dispatcher(kernel), readonly), readonly, False
+    except Exception as error:
+        if "readonly array" in str(error) and "Cannot modify" in str(error):
+            raise TypeError(f"kernel {signature.label!r} writes to an input, which JAX may share; write to an output, "
+                            f"and use input_output_aliases to start it with the input's value\n{error}") from error  # fmt: skip
+        if not explicit:
+            try:
+                fallback = _compile_call(_fresh_dispatcher(kernel), plain)
+            except Exception:
+                fallback = _typed(functools.partial(_raise, error), signature)
+    return fallback, plain, True
+
+
+def _typed(compile_: Callable[[], Any], signature: _Signature) -> Any:
+    try:
+        return compile_()
+    except Exception as error:
+        raise TypeError(f"Numba cannot compile kernel {signature.label!r} for {signature}:\n{error}") from error
+
+
+def _raise(error: Exception) -> Any:
+    raise error
+
+
+def _fresh_dispatcher(kernel: Any) -> Any:
+    """A new dispatcher with the kernel's options, so that its globals and helpers are read as they are now."""
+    import numba
+
+    if isinstance(kernel, types.FunctionType):
+        return numba.njit(kernel)
+    pipeline = kernel._compiler.pipeline_class
+    fresh = type(kernel)(kernel.py_func, kernel.locals, dict(kernel.targetoptions), pipeline_class=pipeline)
+    if kernel.stats.cache_path is not None:
+        fresh.enable_caching()
+    return fresh
+
+
+def _compile_call(dispatcher: Any, argtypes: tuple) -> Any:
+    """Compile the call `dispatcher(*argtypes)`; defaults, `*args` and casts go through a small caller."""
+    import numba
+
+    kinds = [p.kind for p in inspect.signature(dispatcher.py_func).parameters.values()]
+    simple = len(kinds) == len(argtypes) and set(kinds) <= {inspect.Parameter.POSITIONAL_OR_KEYWORD}
+    if not simple or not dispatcher._can_compile:
+        names = ", ".join(f"a{i}" for i in range(len(argtypes)))
+        namespace = {"kernel": dispatcher}
+        exec(f"def call({names}):\n    return kernel({names})", namespace)
+        dispatcher = numba.njit(namespace["call"])
+    with warnings.catch_warnings():  # a kernel that parallel=True finds nothing to do in is no news here
+        warnings.simplefilter("ignore", numba.NumbaPerformanceWarning)
+        dispatcher.compile(argtypes)
+    return dispatcher.overloads[argtypes]
+
+
+def _numba_content(obj: Any) -> Any:
+    """What defines one of Numba's objects: the Python function and the options; None if unknown."""
+    if hasattr(obj, "py_func"):  # jit and cuda.jit
+        explicit = None if getattr(obj, "_can_compile", True) else [str(s) for s in obj.nopython_signatures]
+        return obj.py_func, getattr(obj, "targetoptions", None), explicit
+    if hasattr(obj, "gufunc_builder"):
+        builder = obj.gufunc_builder
+        return builder.py_func, str(builder.signature), builder.targetoptions, [str(s) for s in builder._sigs]
+    if hasattr(obj, "_dispatcher"):  # vectorize
+        return obj._dispatcher.py_func, obj._dispatcher.targetoptions, getattr(obj, "types", None)
+    if hasattr(obj, "_defn"):  # intrinsic
+        return (obj._defn,)
+    if hasattr(obj, "_pyfunc"):  # cfunc
+        return obj._pyfunc, str(obj._sig)
+    if hasattr(obj, "mangling_args"):  # a Numba type
+        return (str(obj),)
+    return None
+
+
+def _thread_lock(overload: Any) -> int:
+    """The lock to hold while the kernel runs, or 0.
+
+    Numba's workqueue threading layer aborts the process when two threads enter it; omp and tbb do not.
+    The lock is CPython's, which can be taken without the GIL.
+    """
+    import numba
+
+    try:
+        if numba.threading_layer() != "workqueue" or "numba_parallel_for" not in overload.library.get_llvm_str():
+            return 0
+    except ValueError:  # no threads were started: nothing parallel was compiled
+        return 0
+    if not hasattr(_STORE, "workqueue_lock"):
+        allocate = ctypes.pythonapi.PyThread_allocate_lock
+        allocate.restype = _PTR
+        _STORE.workqueue_lock = allocate()
+    return _STORE.workqueue_lock
+
+
+def _symbol(name: str) -> int:
+    return ctypes.cast(getattr(ctypes.pythonapi, name), _PTR).value or 0
+
+
+class _NumbaEmitter(_Emitter):
+    """Calls a function compiled by Numba, by address."""
+
+    def __init__(self, label: str, overload: Any, argtypes: tuple, *, hidden_outputs: bool) -> None:
+        self.overload, self.argtypes, self.hidden_outputs = overload, argtypes, hidden_outputs
+        self.entry = overload.library.get_pointer_to_function(overload.fndesc.llvm_func_name)
+        self.lock = _thread_lock(overload)
+
+        def report(error: BaseException) -> int:
+            _LAST_ERROR.message = ctypes.create_string_buffer(_error_text(error, label))
+            return ctypes.addressof(_LAST_ERROR.message)
+
+        self.report = ctypes.CFUNCTYPE(_PTR, ctypes.py_object)(report)
+
+    def begin(self, handler: _Handler) -> None:
+        if self.lock:
+            handler.call_c(_symbol("PyThread_acquire_lock"), handler.i32, [handler.address(self.lock), handler.i32(1)])
+
+    def end(self, handler: _Handler) -> None:
+        if self.lock:
+            handler.call_c(_symbol("PyThread_release_lock"), handler.ir.VoidType(), [handler.address(self.lock)])
+
+    def call(self, handler: _Handler, pointers: list[Any], dims: list[list[Any]]) -> None:
+        from numba.core import types as nbtypes
+
+        builder, conv = handler.builder, handler.context.call_conv
+        arrays = [self._array(handler, *parts) for parts in zip(self.argtypes, pointers, dims, strict=True)]
+        kind = conv.get_function_type(nbtypes.none, self.argtypes)
+        entry = builder.inttoptr(handler.int64(self.entry), kind.as_pointer())
+        status, _ = conv.call_function(builder, entry, nbtypes.none, self.argtypes, arrays)
+        with builder.if_then(status.is_error, likely=False):
+            handler.fail(self._message(handler, status))
+
+    @staticmethod
+    def _array(handler: _Handler, array_type: Any, pointer: Any, dims: list[Any]) -> Any:
+        from numba.np.arrayobj import populate_array
+
+        builder, context = handler.builder, handler.context
+        itemsize = handler.int64(context.get_abi_sizeof(context.get_data_type(array_type.dtype)))
+        strides = [itemsize]
+        for n in reversed(dims[1:]):
+            strides.insert(0, builder.mul(strides[0], n))
+        array = context.make_array(array_type)(context, builder)
+        data = builder.bitcast(pointer, array.data.type)
+        populate_array(array, data=data, shape=dims, strides=strides[: len(dims)], itemsize=itemsize, meminfo=None)
+        return array._getvalue()
+
+    def _message(self, handler: _Handler, status: Any) -> Any:
+        """Materialize the Python exception and let `report` turn it into text."""
+        builder, void = handler.builder, handler.ir.VoidType()
+        python = handler.context.get_python_api(builder)
+        gil = python.gil_ensure()
+        handler.context.call_conv.raise_error(builder, python, status)
+        parts = [handler.cgutils.alloca_once_value(builder, handler.null) for _ in range(3)]
+        handler.call_c(_symbol("PyErr_Fetch"), void, parts)
+        handler.call_c(_symbol("PyErr_NormalizeException"), void, parts)  # Python 3.11 may hand out bare values
+        report = ctypes.cast(self.report, _PTR).value
+        message = handler.call_c(report, handler.i8p, [builder.load(parts[1])])
+        for part in parts:
+            handler.call_c(_symbol("Py_DecRef"), void, [builder.load(part)])
+        python.gil_release(gil)
+        return message
+
+
+# ======================================================================================================
+# Numba CUDA
+# ======================================================================================================
+
+# ======================================================================================================
+# Warp
+# ======================================================================================================
+
+# ======================================================================================================
+# XLACustomKernel
+# ======================================================================================================
+
+# ======================================================================================================
+# Self-check: python -m xla_kernels
+# ======================================================================================================
