@@ -1,10 +1,7 @@
 """Tests of xla_kernels: the matrix of operations, backends and transformations, and everything that broke elsewhere."""
 
-import jax
 import jax.numpy as jnp
-import numba
 import numpy as np
-import pytest
 
 import xla_kernels as xk
 

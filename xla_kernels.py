@@ -33,12 +33,11 @@ import sys
 import threading
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
 __version__ = "0.1.0"
@@ -53,6 +52,8 @@ __all__ = [
 # ======================================================================================================
 
 Spec = jax.ShapeDtypeStruct
+_jax: Any = jax  # for names that not every version has
+Primitive: Any = type(jax.lax.add_p)  # jax.extend.core.Primitive, without the 36 ms that importing jax.extend takes
 
 
 def _varying_axes(aval: Any) -> frozenset:
@@ -72,7 +73,7 @@ def _out_aval(shape: tuple, dtype: Any, varying: frozenset) -> Any:
         axis_type = jax.sharding.ManualAxisType(varying=varying)
         return jax.core.ShapedArray(shape, dtype, sharding=sharding, manual_axis_type=axis_type)
     if hasattr(jax.core.ShapedArray, "vma") or "vma" in getattr(jax.core.ShapedArray, "__slots__", ()):
-        return jax.core.ShapedArray(shape, dtype, sharding=sharding, vma=varying)
+        return _jax.core.ShapedArray(shape, dtype, sharding=sharding, vma=varying)
     return jax.core.ShapedArray(shape, dtype)
 
 
@@ -89,7 +90,11 @@ def _make_varying(args: Sequence[Any]) -> list[Any]:
 
 
 def _cast_varying(x: Any, axes: tuple) -> Any:
-    return jax.lax.pcast(x, axes, to="varying") if hasattr(jax.lax, "pcast") else jax.lax.pvary(x, axes)
+    return jax.lax.pcast(x, axes, to="varying") if hasattr(jax.lax, "pcast") else _jax.lax.pvary(x, axes)
+
+
+def _typeof(x: Any) -> Any:
+    return jax.typeof(x) if hasattr(jax, "typeof") else _jax.core.get_aval(x)  # jax < 0.6
 
 
 @functools.cache
@@ -116,7 +121,7 @@ _ERROR_INVALID_ARGUMENT, _ERROR_INTERNAL = 3, 13
 _COMMAND_BUFFER_COMPATIBLE = 1
 
 
-def _struct(name: str, *, header: bool = True, **fields: Any) -> Any:
+def _struct(name: str, *, header: Any = True, **fields: Any) -> Any:
     """A ctypes mirror of one C struct; nearly all begin with their size and an extension pointer."""
     start = [("struct_size", _SIZE), ("extension_start", _PTR)] if header else []
     return type(name, (ctypes.Structure,), {"_fields_": start + list(fields.items())})
@@ -223,7 +228,7 @@ class _Digester:
         self.text(type(obj).__name__, *sorted(_digest(item) for item in obj))
 
     def mapping(self, obj: Any) -> None:
-        self.sequence([pair for pair in obj.items()])
+        self.sequence(list(obj.items()))
 
     def array(self, obj: Any) -> None:
         self.text("array", str(obj.dtype), str(np.shape(obj)))
@@ -411,8 +416,10 @@ def _spec(x: Any, what: str) -> Spec:
 def _jax_dtype(dtype: Any, what: str) -> np.dtype:
     """The dtype that JAX gives to an array declared with `dtype`: 64 bits only where x64 is enabled."""
     if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
-        raise TypeError(f"{what} has the JAX-only dtype {dtype}, which has no memory layout for kernels; "
-                        "pass plain arrays, e.g. jax.random.key_data(key)")  # fmt: skip
+        raise TypeError(
+            f"{what} has the JAX-only dtype {dtype}, which has no memory layout for kernels; "
+            "pass plain arrays, e.g. jax.random.key_data(key)"
+        )
     dtype = np.dtype(dtype)
     allowed = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
     if allowed != dtype:
@@ -462,8 +469,10 @@ def _check_aliases(
     for i, j in aliases.items():
         for what, k, specs in (("input", i, ins), ("output", j, outs)):
             if not 0 <= k < len(specs):
-                raise ValueError(f"input_output_aliases={dict(aliases)}: there is no {what} {k}; "
-                                 f"the call has {len(specs)} {what}s, numbered from 0")  # fmt: skip
+                raise ValueError(
+                    f"input_output_aliases={dict(aliases)}: there is no {what} {k}; "
+                    f"the call has {len(specs)} {what}s, numbered from 0"
+                )
         if (ins[i].shape, ins[i].dtype) != (outs[j].shape, outs[j].dtype):
             raise ValueError(
                 f"input_output_aliases={dict(aliases)}: input {i} ({_show(ins[i])}) and output {j} ({_show(outs[j])}) "
@@ -534,7 +543,7 @@ def _call_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, target: _Targe
             "with XLACustomKernel and give that a rule (def_jvp_rule, def_vjp_rule)"
         )
     results = _call_p.bind(*primals, target=target, outs=outs, **params)
-    return results, [ad.Zero(jax.core.get_aval(x).to_tangent_aval()) for x in results]
+    return results, [ad.Zero(_typeof(x).to_tangent_aval()) for x in results]
 
 
 _call_p = Primitive("xla_kernel")
@@ -551,11 +560,21 @@ class _Wrapper:
 
     decorator: str  # the public function that made it, for error messages
 
-    def __init__(self, kernel: Any, outs: Any, *, vmap_method: str | None, input_output_aliases: Mapping[int, int] | None,
-                 has_side_effect: bool, scratch: Any) -> None:  # fmt: skip
+    def __init__(
+        self,
+        kernel: Any,
+        outs: Any,
+        *,
+        vmap_method: str | None,
+        input_output_aliases: Mapping[int, int] | None,
+        has_side_effect: bool,
+        scratch: Any,
+    ) -> None:
         if vmap_method not in _VMAP_METHODS:
-            raise ValueError(f"vmap_method must be one of {_VMAP_METHODS}, which all run the kernel once per slice; "
-                             f"got {vmap_method!r}")  # fmt: skip
+            raise ValueError(
+                f"vmap_method must be one of {_VMAP_METHODS}, which all run the kernel once per slice; "
+                f"got {vmap_method!r}"
+            )
         self.kernel = kernel
         self.outs = outs
         self.scratch = scratch
@@ -647,24 +666,23 @@ class _Emitter:
 
 
 def _compile_handler(signature: _Signature, emitter: _Emitter) -> tuple[int, Any]:
-    """Compile a handler; returns its address and the object that owns its machine code."""
-    from numba import cfunc
-    from numba import types as nbtypes
-    from numba.extending import intrinsic
+    """Compile a handler; returns its address and the object that owns its machine code.
 
-    @intrinsic
-    def body(typing_context: Any, frame: Any) -> Any:
-        def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            return builder.call(_Handler(context, builder.module, signature, emitter).function, args)
+    The LLVM goes to Numba's code generator directly: `numba.cfunc` around an intrinsic would do, at twice the time.
+    """
+    from numba.core.compiler_lock import global_compiler_lock
+    from numba.core.registry import cpu_target
 
-        return nbtypes.voidptr(nbtypes.voidptr), codegen
-
-    def handler(frame: Any) -> Any:
-        return body(frame)
-
-    handler.__name__ = handler.__qualname__ = re.sub(r"\W", "_", signature.label)
-    compiled = cfunc(nbtypes.voidptr(nbtypes.voidptr))(handler)
-    return compiled.address, compiled
+    with global_compiler_lock:
+        context = cpu_target.target_context
+        context.refresh()
+        library = context.codegen().create_library(f"xla_kernels.{signature.label}")
+        module = library.create_ir_module(signature.label)
+        name = f"xla_kernels_{os.urandom(8).hex()}"  # symbols must differ within Numba's execution engine
+        _Handler(context, module, name, signature, emitter)
+        library.add_ir_module(module)
+        library.finalize()
+        return library.get_pointer_to_function(name), (library, emitter)
 
 
 class _Handler:
@@ -675,15 +693,14 @@ class _Handler:
     size 1 gives the same slice to all.
     """
 
-    def __init__(self, context: Any, module: Any, signature: _Signature, emitter: _Emitter) -> None:
+    def __init__(self, context: Any, module: Any, name: str, signature: _Signature, emitter: _Emitter) -> None:
         from llvmlite import ir
         from numba.core import cgutils
 
         self.ir, self.cgutils, self.context = ir, cgutils, context
         self.signature, self.emitter = signature, emitter
         self.i8p, self.i64, self.i32 = ir.IntType(8).as_pointer(), ir.IntType(64), ir.IntType(32)
-        self.function = ir.Function(module, ir.FunctionType(self.i8p, [self.i8p]), f"xla_kernels_{id(self):x}")
-        self.function.linkage = "internal"
+        self.function = ir.Function(module, ir.FunctionType(self.i8p, [self.i8p]), name)
         self.builder = ir.IRBuilder(self.function.append_basic_block("entry"))
         self.frame = self.function.args[0]
         self._answer_handshake()
@@ -817,9 +834,8 @@ class _Handler:
     def _run_slices(self, buffers: list[Any]) -> None:
         """Run the kernel on every slice: an outer loop over all batch dimensions but the last, and one over that."""
         builder, zero, one = self.builder, self.int64(0), self.int64(1)
-        views = [
-            _View(self, buffer, *kind) for buffer, *kind in zip(buffers, self.signature.dtypes, self.signature.ranks)
-        ]
+        kinds = zip(buffers, self.signature.dtypes, self.signature.ranks, strict=True)
+        views = [_View(self, buffer, dtype, rank) for buffer, dtype, rank in kinds]
         depth = views[0].depth if views else zero
         wrong = [view.mismatch(depth) for view in views] + [builder.icmp_signed("<", depth, zero)]
         self.fail_if(functools.reduce(builder.or_, wrong), self._mismatch("rank or dtype"))
@@ -1040,8 +1056,10 @@ class _NumbaKernel(_Wrapper):
 
     def __init__(self, kernel: Any, outs: Any, **options: Any) -> None:
         if not isinstance(kernel, types.FunctionType) and not hasattr(kernel, "py_func"):
-            raise TypeError("numba_kernel takes a function decorated with numba.njit or a plain function; "
-                            f"got {type(kernel).__name__} {kernel!r}")  # fmt: skip
+            raise TypeError(
+                "numba_kernel takes a function decorated with numba.njit or a plain function; "
+                f"got {type(kernel).__name__} {kernel!r}"
+            )
         super().__init__(kernel, outs, **options)
 
     def _prepare(self, ins: list[Spec], outs: list[Spec]) -> _Target:
@@ -1050,8 +1068,10 @@ class _NumbaKernel(_Wrapper):
         for what, specs in (("input", ins), ("output", outs)):
             for i, spec in enumerate(specs):
                 if np.dtype(spec.dtype).name not in _NUMBA_DTYPES:
-                    raise TypeError(f"numba_kernel {self.__name__!r}: {what} {i} is {_show(spec)}, a dtype for which "
-                                    "Numba has no CPU arithmetic; cast it, e.g. x.astype(jnp.float32)")  # fmt: skip
+                    raise TypeError(
+                        f"numba_kernel {self.__name__!r}: {what} {i} is {_show(spec)}, a dtype for which "
+                        "Numba has no CPU arithmetic; cast it, e.g. x.astype(jnp.float32)"
+                    )
         signature = _Signature.of(self.__name__, ins, outs)
         digest = _digest("numba", numba.__version__, self.kernel, numba.config.DISABLE_JIT, str(signature))
         name = f"{__name__}.{self.__name__}.{digest}"
@@ -1073,8 +1093,9 @@ def _import(module: str, user: str, install: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ImportError(f"{user} needs {module.partition('.')[0]}, which cannot be imported ({error}); "
-                          f"install it: {install}") from error  # fmt: skip
+        raise ImportError(
+            f"{user} needs {module.partition('.')[0]}, which cannot be imported ({error}); install it: {install}"
+        ) from error
 
 
 def _check_arity(kernel: Any, ins: Sequence[Any], outs: Sequence[Any], has_scratch: bool) -> None:
@@ -1102,17 +1123,19 @@ def _numba_array_types(signature: _Signature, *, readonly: bool) -> tuple[Any, .
 
 def _compile_numba(kernel: Any, signature: _Signature) -> _Compiled:
     """Compile the kernel for the signature, and the handler that calls it."""
-    from numba import config
+    import numba
 
-    if config.DISABLE_JIT:  # plain Python, for prints and pdb
+    if numba.config.DISABLE_JIT:  # plain Python, for prints and pdb
         function = getattr(kernel, "py_func", kernel)
         body = lambda pointers, dims, frame: function(*_host_arrays(signature, pointers, dims))
         emitter: _Emitter = _CallbackEmitter(signature.label, signature.ranks, body)
         return _Compiled(*_compile_handler(signature, emitter))
     overload, argtypes, copy_inputs = _compile_overload(kernel, signature)
     if str(overload.signature.return_type) != "none":
-        raise TypeError(f"kernel {signature.label!r} returns {overload.signature.return_type}; a kernel writes to its "
-                        "output arrays and returns nothing")  # fmt: skip
+        raise TypeError(
+            f"kernel {signature.label!r} returns {overload.signature.return_type}; a kernel writes to its "
+            "output arrays and returns nothing"
+        )
     emitter = _NumbaEmitter(signature.label, overload, argtypes, hidden_outputs=copy_inputs)
     return _Compiled(*_compile_handler(signature, emitter), copy_inputs=copy_inputs)
 
@@ -1131,8 +1154,10 @@ def _compile_overload(kernel: Any, signature: _Signature) -> tuple[Any, Any, boo
         return _compile_call(_fresh_dispatcher(kernel), readonly), readonly, False
     except Exception as error:
         if "readonly array" in str(error) and "Cannot modify" in str(error):
-            raise TypeError(f"kernel {signature.label!r} writes to an input, which JAX may share; write to an output, "
-                            f"and use input_output_aliases to start it with the input's value\n{error}") from error  # fmt: skip
+            raise TypeError(
+                f"kernel {signature.label!r} writes to an input, which JAX may share; write to an output, "
+                f"and use input_output_aliases to start it with the input's value\n{error}"
+            ) from error
         if not explicit:
             try:
                 fallback = _compile_call(_fresh_dispatcher(kernel), plain)
