@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import dis
 import enum
 import functools
 import hashlib
@@ -197,21 +198,31 @@ def _digest(*objects: Any) -> str:
 
 
 class _Digester:
-    def __init__(self) -> None:
+    """Feeds one object to a hash, and what it refers to by their own digests."""
+
+    def __init__(self, path: Mapping[int, int] | None = None, memo: dict[int, tuple[bytes, Any]] | None = None) -> None:
         self.hash = hashlib.blake2b(digest_size=12)
-        self.seen: dict[int, tuple[int, Any]] = {}  # id -> (order of visit, object kept alive)
+        self.path = path or {}  # id -> depth of the objects that are being visited, to end recursion
+        self.memo = {} if memo is None else memo  # id -> (digest, the object, kept alive)
 
     def add(self, obj: Any) -> _Digester:
         if isinstance(obj, (type(None), bool, int, float, complex, str, bytes, type(...), range, slice)):
             return self.text(type(obj).__name__, repr(obj))
-        if id(obj) in self.seen:  # recursion, or the same helper again
-            return self.text("seen", str(self.seen[id(obj)][0]))
-        self.seen[id(obj)] = (len(self.seen), obj)
+        if id(obj) in self.path:
+            return self.text("recursion", str(self.path[id(obj)]))
+        if id(obj) not in self.memo:
+            child = _Digester({**self.path, id(obj): len(self.path)}, self.memo)
+            child.visit(obj)
+            self.memo[id(obj)] = child.hash.digest(), obj
+        self.hash.update(self.memo[id(obj)][0])
+        return self
+
+    def visit(self, obj: Any) -> None:
         for kinds, feed in _FEEDERS:
             if isinstance(obj, kinds):
                 feed(self, obj)
-                return self
-        return self.other(obj)
+                return
+        self.other(obj)
 
     def text(self, *parts: str) -> _Digester:
         for part in parts:
@@ -249,19 +260,22 @@ class _Digester:
             return
         self.add(obj.__code__).add(obj.__defaults__).add(obj.__kwdefaults__)
         for cell in obj.__closure__ or ():
-            self.add(cell.cell_contents if cell != types.CellType() else None)
-        for name in sorted(_names(obj.__code__) & obj.__globals__.keys()):
+            try:
+                self.add(cell.cell_contents)
+            except ValueError:  # a cell that is not filled yet
+                self.text("empty")
+        for name in sorted(_global_names(obj.__code__) & obj.__globals__.keys()):
             value = obj.__globals__[name]
             self.text("global", name)
             if isinstance(value, types.ModuleType):
-                self.module(value, _names(obj.__code__))
+                self.module(value, obj.__code__.co_names)
             else:
                 self.add(value)
 
-    def module(self, obj: types.ModuleType, names: frozenset[str]) -> None:
+    def module(self, obj: types.ModuleType, names: Sequence[str]) -> None:
         self.text("module", obj.__name__)
         if obj.__name__.partition(".")[0] not in _STABLE_PACKAGES:
-            for name in sorted(names & vars(obj).keys()):
+            for name in sorted(vars(obj).keys() & set(names)):
                 self.text(name).add(vars(obj)[name])
 
     def cls(self, obj: type) -> None:
@@ -300,7 +314,7 @@ _FEEDERS: tuple[tuple[Any, Callable[[_Digester, Any], Any]], ...] = (
     ((dict, types.MappingProxyType), _Digester.mapping),
     (types.CodeType, _Digester.code),
     (types.FunctionType, _Digester.function),
-    (types.ModuleType, lambda self, obj: self.module(obj, frozenset())),
+    (types.ModuleType, lambda self, obj: self.module(obj, ())),
     (type, _Digester.cls),
 )
 
@@ -310,10 +324,11 @@ def _is_stable(obj: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _names(code: types.CodeType) -> frozenset[str]:
-    """Every global or attribute name that the code reads, code nested in it included."""
-    nested = (_names(const) for const in code.co_consts if isinstance(const, types.CodeType))
-    return frozenset(code.co_names).union(*nested)
+def _global_names(code: types.CodeType) -> frozenset[str]:
+    """Every global name that the code reads, code nested in it included."""
+    nested = (_global_names(const) for const in code.co_consts if isinstance(const, types.CodeType))
+    loads = (i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    return frozenset(loads).union(*nested)
 
 
 # ======================================================================================================
