@@ -1344,3 +1344,57 @@ class _NumbaEmitter(_Emitter):
 # ======================================================================================================
 # Self-check: python -m xla_kernels
 # ======================================================================================================
+
+
+def _check_numba() -> Callable:
+    def kernel(x: Any, y: Any, out: Any) -> None:
+        for i in range(x.size):
+            out[i] = 2 * x[i] + y[i]
+
+    return numba_kernel(kernel, outs=lambda x, y: x)
+
+
+_CHECKS: dict[str, tuple[str, str, Callable[[], Callable]]] = {
+    "numba": ("cpu", "pip install numba", _check_numba),
+}
+
+
+def _self_check() -> int:
+    """Run `2 * x + y` through every backend; returns 1 if one that is installed is wrong."""
+    print(f"xla_kernels {__version__}, Python {sys.version.split()[0]}, jax {jax.__version__}, NumPy {np.__version__}")
+    version = ".".join(map(str, _ffi_api_version()))
+    print(f"platform {jax.default_backend()}, {jax.device_count()} device(s), XLA FFI API {version}\n")
+    failed = False
+    for name, (platform, install, make) in _CHECKS.items():
+        try:
+            device = jax.devices(platform)[0]
+            call = make()
+        except (ImportError, RuntimeError) as error:
+            print(f"{name:12} {platform:4} not available: {str(error).splitlines()[0]}\n{'':18}to get it: {install}")
+            continue
+        try:
+            print(f"{name:12} {platform:4} works, {_cost_per_call(call, device):.2f} µs per call under jit")
+        except Exception as error:
+            failed = True
+            print(f"{name:12} {platform:4} FAILED: {type(error).__name__}: {error}")
+    return int(failed)
+
+
+def _cost_per_call(call: Callable, device: Any, steps: int = 10_000) -> float:
+    """Compare a call with NumPy, then time a loop of calls: microseconds for each, the best of five."""
+    import time
+
+    x, y = (jax.device_put(np.arange(n, n + 16, dtype=np.float32), device) for n in (1, 2))
+    np.testing.assert_array_equal(call(x, y), 2 * np.asarray(x) + np.asarray(y))
+    loop = jax.jit(lambda x, y: jax.lax.fori_loop(0, steps, lambda i, z: call(y, z), x))
+    loop(x, y).block_until_ready()
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        loop(x, y).block_until_ready()
+        times.append(time.perf_counter() - start)
+    return min(times) / steps * 1e6
+
+
+if __name__ == "__main__":
+    sys.exit(_self_check())
