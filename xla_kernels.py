@@ -197,13 +197,23 @@ def _digest(*objects: Any) -> str:
     return _Digester().add(tuple(objects)).hash.hexdigest()
 
 
+def _names_read(kernel: Any) -> frozenset[str]:
+    """Every attribute and global name that a function and its helpers read."""
+    digester = _Digester()
+    digester.add(kernel)
+    return frozenset(digester.names)
+
+
 class _Digester:
     """Feeds one object to a hash, and what it refers to by their own digests."""
 
-    def __init__(self, path: Mapping[int, int] | None = None, memo: dict[int, tuple[bytes, Any]] | None = None) -> None:
+    def __init__(self, parent: _Digester | None = None, obj: Any = None) -> None:
         self.hash = hashlib.blake2b(digest_size=12)
-        self.path = path or {}  # id -> depth of the objects that are being visited, to end recursion
-        self.memo = {} if memo is None else memo  # id -> (digest, the object, kept alive)
+        # id -> depth of the objects that are being visited, to end recursion
+        self.path: dict[int, int] = {**parent.path, id(obj): len(parent.path)} if parent else {}
+        # id -> (digest, the object, kept alive)
+        self.memo: dict[int, tuple[bytes, Any]] = parent.memo if parent else {}
+        self.names: set[str] = parent.names if parent else set()
 
     def add(self, obj: Any) -> _Digester:
         if isinstance(obj, (type(None), bool, int, float, complex, str, bytes, type(...), range, slice)):
@@ -211,7 +221,7 @@ class _Digester:
         if id(obj) in self.path:
             return self.text("recursion", str(self.path[id(obj)]))
         if id(obj) not in self.memo:
-            child = _Digester({**self.path, id(obj): len(self.path)}, self.memo)
+            child = _Digester(self, obj)
             child.visit(obj)
             self.memo[id(obj)] = child.hash.digest(), obj
         self.hash.update(self.memo[id(obj)][0])
@@ -236,10 +246,10 @@ class _Digester:
             self.add(item)
 
     def unordered(self, obj: Any) -> None:
-        self.text(type(obj).__name__, *sorted(_digest(item) for item in obj))
+        self.text(type(obj).__name__, *sorted(_Digester(self, obj).add(item).hash.hexdigest() for item in obj))
 
     def mapping(self, obj: Any) -> None:
-        self.sequence(list(obj.items()))
+        self.unordered(list(obj.items()))
 
     def array(self, obj: Any) -> None:
         self.text("array", str(obj.dtype), str(np.shape(obj)))
@@ -249,6 +259,9 @@ class _Digester:
             self.hash.update(np.ascontiguousarray(obj).tobytes())
 
     def code(self, obj: types.CodeType) -> None:
+        self.names.update(obj.co_names)
+        if "dot" in obj.co_names and max(_call_lengths(obj), default=0) > 2:
+            self.names.add("dot(out)")
         self.text("code", obj.co_name, str((obj.co_argcount, obj.co_kwonlyargcount, obj.co_flags)))
         self.text(repr((obj.co_names, obj.co_varnames, obj.co_freevars, obj.co_cellvars)))
         self.hash.update(obj.co_code + getattr(obj, "co_exceptiontable", b""))
@@ -321,6 +334,11 @@ _FEEDERS: tuple[tuple[Any, Callable[[_Digester, Any], Any]], ...] = (
 
 def _is_stable(obj: Any) -> bool:
     return (getattr(obj, "__module__", None) or "").partition(".")[0] in _STABLE_PACKAGES
+
+
+@functools.lru_cache(maxsize=1024)
+def _call_lengths(code: types.CodeType) -> frozenset[int]:
+    return frozenset(i.arg or 0 for i in dis.get_instructions(code) if i.opname.startswith("CALL"))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -1008,6 +1026,10 @@ _NUMBA_DTYPES = frozenset(
 )
 
 
+# Ways to write through a read-only array that Numba (0.60 to 0.68) does not refuse: kernels that name one get copies.
+_UNCHECKED_WRITERS = frozenset("asfortranarray ascontiguousarray dot(out) fill_diagonal flat List nditer".split())
+
+
 def numba_kernel(
     kernel: Any = None,
     outs: Any = None,
@@ -1146,6 +1168,7 @@ def _compile_numba(kernel: Any, signature: _Signature) -> _Compiled:
         emitter: _Emitter = _CallbackEmitter(signature.label, signature.ranks, body)
         return _Compiled(*_compile_handler(signature, emitter))
     overload, argtypes, copy_inputs = _compile_overload(kernel, signature)
+    copy_inputs |= not _UNCHECKED_WRITERS.isdisjoint(_names_read(kernel))
     if str(overload.signature.return_type) != "none":
         raise TypeError(
             f"kernel {signature.label!r} returns {overload.signature.return_type}; a kernel writes to its "
