@@ -274,22 +274,23 @@ class _Digester:
         self.add(obj.__code__).add(obj.__defaults__).add(obj.__kwdefaults__)
         for cell in obj.__closure__ or ():
             try:
-                self.add(cell.cell_contents)
+                self.reference(cell.cell_contents, obj.__code__)
             except ValueError:  # a cell that is not filled yet
                 self.text("empty")
         for name in sorted(_global_names(obj.__code__) & obj.__globals__.keys()):
-            value = obj.__globals__[name]
-            self.text("global", name)
-            if isinstance(value, types.ModuleType):
-                self.module(value, obj.__code__.co_names)
-            else:
-                self.add(value)
+            self.text("global", name).reference(obj.__globals__[name], obj.__code__)
 
-    def module(self, obj: types.ModuleType, names: Sequence[str]) -> None:
-        self.text("module", obj.__name__)
-        if obj.__name__.partition(".")[0] not in _STABLE_PACKAGES:
-            for name in sorted(vars(obj).keys() & set(names)):
-                self.text(name).add(vars(obj)[name])
+    def reference(self, value: Any, code: types.CodeType) -> None:
+        """A value that the code refers to; of a module, the attributes that the code may read."""
+        if not isinstance(value, types.ModuleType):
+            self.add(value)
+        elif value.__name__.partition(".")[0] in _STABLE_PACKAGES or id(value) in self.path:
+            self.text("module", value.__name__)
+        else:
+            child = _Digester(self, value).text("module", value.__name__)
+            for name in sorted(vars(value).keys() & _attribute_names(code)):
+                child.text(name).reference(vars(value)[name], code)
+            self.hash.update(child.hash.digest())
 
     def cls(self, obj: type) -> None:
         self.text("class", obj.__module__, obj.__qualname__)
@@ -306,6 +307,8 @@ class _Digester:
         self.text(kind.__module__, kind.__qualname__)
         package = kind.__module__.partition(".")[0]
         if package == "numba" and (parts := _numba_content(obj)) is not None:
+            if parts[-1]:
+                self.names.add("explicit signatures")
             return self.add(parts)
         if isinstance(obj, (np.dtype, np.ufunc, types.BuiltinFunctionType)):
             return self.text(
@@ -327,7 +330,7 @@ _FEEDERS: tuple[tuple[Any, Callable[[_Digester, Any], Any]], ...] = (
     ((dict, types.MappingProxyType), _Digester.mapping),
     (types.CodeType, _Digester.code),
     (types.FunctionType, _Digester.function),
-    (types.ModuleType, lambda self, obj: self.module(obj, ())),
+    (types.ModuleType, lambda self, obj: self.text("module", obj.__name__)),
     (type, _Digester.cls),
 )
 
@@ -339,6 +342,12 @@ def _is_stable(obj: Any) -> bool:
 @functools.lru_cache(maxsize=1024)
 def _call_lengths(code: types.CodeType) -> frozenset[int]:
     return frozenset(i.arg or 0 for i in dis.get_instructions(code) if i.opname.startswith("CALL"))
+
+
+@functools.lru_cache(maxsize=1024)
+def _attribute_names(code: types.CodeType) -> frozenset[str]:
+    nested = (_attribute_names(const) for const in code.co_consts if isinstance(const, types.CodeType))
+    return frozenset(code.co_names).union(*nested)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -736,6 +745,7 @@ class _Handler:
         self.function = ir.Function(module, ir.FunctionType(self.i8p, [self.i8p]), name)
         self.builder = ir.IRBuilder(self.function.append_basic_block("entry"))
         self.frame = self.function.args[0]
+        self.running = False  # whether the code that is being written lies between the emitter's begin and end
         self._answer_handshake()
         self._skip_other_stages()
         self._run_slices(self._read_buffers())
@@ -806,7 +816,8 @@ class _Handler:
 
     def fail(self, message: Any, code: int = _ERROR_INTERNAL) -> None:
         """Return an error with `message` (str or char*); ends the current block."""
-        self.emitter.end(self)
+        if self.running:
+            self.emitter.end(self)
         args = self.new_struct(XLA_FFI_Error_Create_Args)
         self.store(
             self.text(message) if isinstance(message, str) else message, args, XLA_FFI_Error_Create_Args, "message"
@@ -881,6 +892,7 @@ class _Handler:
         with self.cgutils.for_range_slice(builder, zero, last, one) as (d, _):
             builder.store(builder.mul(builder.load(outer), self._batch_size(views, d)), outer)
         self.emitter.begin(self)
+        self.running = True
         with self.cgutils.for_range(builder, builder.load(outer)) as loop:
             self._seek(views, loop.index, last)
             with self.cgutils.for_range(builder, inner):
@@ -974,8 +986,7 @@ class _CallbackEmitter(_Emitter):
                 sizes = iter(dims[: sum(ranks)])
                 body(pointers[: len(ranks)], [tuple(next(sizes) for _ in range(rank)) for rank in ranks], frame)
             except BaseException as error:  # nothing may unwind into XLA
-                _LAST_ERROR.message = ctypes.create_string_buffer(_error_text(error, label))
-                return ctypes.addressof(_LAST_ERROR.message)
+                return _keep_message(error, label)
             return None
 
         kind = ctypes.CFUNCTYPE(_PTR, _PTR, ctypes.POINTER(_I64), ctypes.POINTER(_I64))
@@ -997,12 +1008,20 @@ class _CallbackEmitter(_Emitter):
         return handler.builder.bitcast(array, handler.i8p)
 
 
-_LAST_ERROR = threading.local()  # the text must outlive the callback until XLA has copied it
+_MESSAGES: dict[int, Any] = {}  # by thread: a text must live until XLA has copied it
 
 
-def _error_text(error: BaseException, label: str) -> bytes:
-    """The exception as the user should read it in JAX's error."""
-    return f"{type(error).__name__}: {error} (raised in kernel '{label}')".encode("utf-8", "replace")
+def _keep_message(error: BaseException | None, label: str) -> int:
+    """The address of the text that the user should read in JAX's error.  Never raises: a C caller waits for it."""
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except BaseException:
+        text = f"{type(error).__name__} (its text cannot be shown)"
+    if error is None:  # Numba's object mode drops errors with the thread state
+        text = "an exception in object mode, whose text is lost"
+    text = f"{text[:10_000]} (raised in kernel '{label}')".replace("\0", "\\0")
+    _MESSAGES[threading.get_ident()] = message = ctypes.create_string_buffer(text.encode("utf-8", "replace"))
+    return ctypes.addressof(message)
 
 
 def _host_arrays(signature: _Signature, pointers: Sequence[int], dims: Sequence[tuple]) -> list[np.ndarray]:
@@ -1167,18 +1186,19 @@ def _compile_numba(kernel: Any, signature: _Signature) -> _Compiled:
         body = lambda pointers, dims, frame: function(*_host_arrays(signature, pointers, dims))
         emitter: _Emitter = _CallbackEmitter(signature.label, signature.ranks, body)
         return _Compiled(*_compile_handler(signature, emitter))
-    overload, argtypes, copy_inputs = _compile_overload(kernel, signature)
-    copy_inputs |= not _UNCHECKED_WRITERS.isdisjoint(_names_read(kernel))
+    names = _names_read(kernel)
+    overload, argtypes, copy_inputs = _compile_overload(kernel, signature, names)
     if str(overload.signature.return_type) != "none":
         raise TypeError(
             f"kernel {signature.label!r} returns {overload.signature.return_type}; a kernel writes to its "
             "output arrays and returns nothing"
         )
-    emitter = _NumbaEmitter(signature.label, overload, argtypes, hidden_outputs=copy_inputs)
+    emitter = _NumbaEmitter(signature.label, overload, argtypes)
+    emitter.hidden_outputs, emitter.uses_python = copy_inputs, "objmode" in names
     return _Compiled(*_compile_handler(signature, emitter), copy_inputs=copy_inputs)
 
 
-def _compile_overload(kernel: Any, signature: _Signature) -> tuple[Any, Any, bool]:
+def _compile_overload(kernel: Any, signature: _Signature, names: frozenset[str]) -> tuple[Any, Any, bool]:
     """The kernel compiled by Numba, its array types, and whether it needs copies of its inputs.
 
     Read-only inputs make Numba refuse a kernel that writes to one.  Explicit signatures (of the kernel, or of
@@ -1186,33 +1206,22 @@ def _compile_overload(kernel: Any, signature: _Signature) -> tuple[Any, Any, boo
     """
     readonly, plain = (_numba_array_types(signature, readonly=flag) for flag in (True, False))
     explicit = not getattr(kernel, "_can_compile", True)
-    if explicit:  # Numba's own error if no signature fits
-        fallback = _typed(lambda: _compile_call(kernel, plain), signature)
+    refused = f"Numba cannot compile kernel {signature.label!r} for {signature}"
     try:
-        return _compile_call(_fresh_dispatcher(kernel), readonly), readonly, False
+        if explicit:  # Numba's own error if no signature fits
+            _compile_call(kernel, plain)
+        return _compile_call(_fresh_dispatcher(kernel), readonly), readonly, bool(names & _UNCHECKED_WRITERS)
     except Exception as error:
-        if "readonly array" in str(error) and "Cannot modify" in str(error):
-            raise TypeError(
-                f"kernel {signature.label!r} writes to an input, which JAX may share; write to an output, "
-                f"and use input_output_aliases to start it with the input's value\n{error}"
-            ) from error
-        if not explicit:
-            try:
-                fallback = _compile_call(_fresh_dispatcher(kernel), plain)
-            except Exception:
-                fallback = _typed(functools.partial(_raise, error), signature)
-    return fallback, plain, True
-
-
-def _typed(compile_: Callable[[], Any], signature: _Signature) -> Any:
-    try:
-        return compile_()
-    except Exception as error:
-        raise TypeError(f"Numba cannot compile kernel {signature.label!r} for {signature}:\n{error}") from error
-
-
-def _raise(error: Exception) -> Any:
-    raise error
+        try:
+            overload = _compile_call(kernel if explicit else _fresh_dispatcher(kernel), plain)
+        except Exception:
+            raise TypeError(f"{refused}:\n{error}") from error
+        if "explicit signatures" in names and "Cannot modify readonly array" not in str(error):
+            return overload, plain, True
+        raise TypeError(
+            f"{refused}; its inputs are read-only, because JAX may share them: write to an output, and use "
+            f"input_output_aliases to start it with an input's value:\n{error}"
+        ) from error
 
 
 def _fresh_dispatcher(kernel: Any) -> Any:
@@ -1245,22 +1254,22 @@ def _compile_call(dispatcher: Any, argtypes: tuple) -> Any:
     return dispatcher.overloads[argtypes]
 
 
-def _numba_content(obj: Any) -> Any:
-    """What defines one of Numba's objects: the Python function and the options; None if unknown."""
+def _numba_content(obj: Any) -> tuple | None:
+    """What defines one of Numba's objects: the Python function, the options, and last its explicit signatures."""
     if hasattr(obj, "py_func"):  # jit and cuda.jit
-        explicit = None if getattr(obj, "_can_compile", True) else [str(s) for s in obj.nopython_signatures]
+        explicit = [] if getattr(obj, "_can_compile", True) else [str(s) for s in obj.nopython_signatures]
         return obj.py_func, getattr(obj, "targetoptions", None), explicit
-    if hasattr(obj, "gufunc_builder"):
+    if hasattr(obj, "gufunc_builder"):  # guvectorize
         builder = obj.gufunc_builder
         return builder.py_func, str(builder.signature), builder.targetoptions, [str(s) for s in builder._sigs]
     if hasattr(obj, "_dispatcher"):  # vectorize
-        return obj._dispatcher.py_func, obj._dispatcher.targetoptions, getattr(obj, "types", None)
+        return obj._dispatcher.py_func, obj._dispatcher.targetoptions, getattr(obj, "types", None), []
     if hasattr(obj, "_defn"):  # intrinsic
-        return (obj._defn,)
+        return obj._defn, []
     if hasattr(obj, "_pyfunc"):  # cfunc
-        return obj._pyfunc, str(obj._sig)
+        return obj._pyfunc, [str(obj._sig)]
     if hasattr(obj, "mangling_args"):  # a Numba type
-        return (str(obj),)
+        return str(obj), []
     return None
 
 
@@ -1273,7 +1282,7 @@ def _thread_lock(overload: Any) -> int:
     import numba
 
     try:
-        if numba.threading_layer() != "workqueue" or "numba_parallel_for" not in overload.library.get_llvm_str():
+        if numba.threading_layer() != "workqueue" or not _is_parallel(overload):
             return 0
     except ValueError:  # no threads were started: nothing parallel was compiled
         return 0
@@ -1284,6 +1293,15 @@ def _thread_lock(overload: Any) -> int:
     return _STORE.workqueue_lock
 
 
+def _is_parallel(overload: Any) -> bool:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        try:
+            return "numba_parallel_for" in overload.library.get_llvm_str()
+        except UserWarning:  # loaded from Numba's cache, which keeps no LLVM
+            return True
+
+
 def _symbol(name: str) -> int:
     return ctypes.cast(getattr(ctypes.pythonapi, name), _PTR).value or 0
 
@@ -1291,22 +1309,29 @@ def _symbol(name: str) -> int:
 class _NumbaEmitter(_Emitter):
     """Calls a function compiled by Numba, by address."""
 
-    def __init__(self, label: str, overload: Any, argtypes: tuple, *, hidden_outputs: bool) -> None:
-        self.overload, self.argtypes, self.hidden_outputs = overload, argtypes, hidden_outputs
+    uses_python = False  # object mode drops an exception with the thread's Python state, unless one is held for it
+
+    def __init__(self, label: str, overload: Any, argtypes: tuple) -> None:
+        self.overload, self.argtypes = overload, argtypes
         self.entry = overload.library.get_pointer_to_function(overload.fndesc.llvm_func_name)
         self.lock = _thread_lock(overload)
 
-        def report(error: BaseException) -> int:
-            _LAST_ERROR.message = ctypes.create_string_buffer(_error_text(error, label))
-            return ctypes.addressof(_LAST_ERROR.message)
+        def report(error: int | None) -> int:
+            return _keep_message(ctypes.cast(error, ctypes.py_object).value if error else None, label)
 
-        self.report = ctypes.CFUNCTYPE(_PTR, ctypes.py_object)(report)
+        self.report = ctypes.CFUNCTYPE(_PTR, _PTR)(report)
 
     def begin(self, handler: _Handler) -> None:
         if self.lock:
             handler.call_c(_symbol("PyThread_acquire_lock"), handler.i32, [handler.address(self.lock), handler.i32(1)])
+        if self.uses_python:
+            self.gil = handler.call_c(_symbol("PyGILState_Ensure"), handler.i32, [])
+            self.state = handler.call_c(_symbol("PyEval_SaveThread"), handler.i8p, [])
 
     def end(self, handler: _Handler) -> None:
+        if self.uses_python:
+            handler.call_c(_symbol("PyEval_RestoreThread"), handler.ir.VoidType(), [self.state])
+            handler.call_c(_symbol("PyGILState_Release"), handler.ir.VoidType(), [self.gil])
         if self.lock:
             handler.call_c(_symbol("PyThread_release_lock"), handler.ir.VoidType(), [handler.address(self.lock)])
 
