@@ -30,12 +30,14 @@ import math
 import operator
 import os
 import re
+import statistics
 import sys
 import threading
+import time
 import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -43,7 +45,11 @@ from jax.interpreters import ad, batching, mlir, xla
 
 __version__ = "0.1.0"
 __all__ = [
+    "KernelEntry",
+    "XLACustomKernel",
+    "defjvp",
     "export_checks",
+    "general_batching_rule",
     "numba_kernel",
 ]
 
@@ -103,6 +109,37 @@ def _side_effect() -> frozenset:
     """The effect of `jax.ffi.ffi_call(has_side_effect=True)`, which jax knows how to keep and to order."""
     call = jax.ffi.ffi_call("xla_kernels.effect", Spec((), np.float32), has_side_effect=True)
     return frozenset(jax.make_jaxpr(call)().effects)
+
+
+def _is_partitioned(ctx: Any) -> bool:
+    """Whether a lowering is for jax.jit, whose computations XLA may partition, and not for shard_map or pmap."""
+    return isinstance(ctx.module_context.axis_context, mlir.ShardingContext)
+
+
+def _eval_jaxpr(closed: Any, args: Sequence[Any]) -> list[Any]:
+    return jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *args)
+
+
+def _register_lowering(primitive: Any, rule: Callable[..., Any], platform: str | None) -> None:
+    """Register a lowering that no cache keyed by parameters may reuse: Python calls 1, 1.0 and True equal."""
+    options = {"cacheable": False} if "cacheable" in inspect.signature(mlir.register_lowering).parameters else {}
+    mlir.register_lowering(primitive, rule, platform=platform, **options)
+
+
+def _need_devices(primitive: Any) -> None:
+    """Have JAX tell the lowering of `primitive` its devices, as custom_partitioning inside of it needs them."""
+    from jax._src import dispatch
+
+    dispatch.prim_requires_devices_during_lowering.add(primitive)
+
+
+def _register_replication(primitive: Any) -> None:
+    """Tell the shard_map of jax < 0.6 that outputs are replicated where all inputs are."""
+    if not hasattr(jax, "shard_map"):
+        from jax.experimental import shard_map
+
+        shard_map.register_standard_check(primitive)  # type: ignore[attr-defined]
+        shard_map.register_standard_rewrite(primitive)  # type: ignore[attr-defined]
 
 
 def _platforms(ctx: Any) -> tuple[str, ...]:
@@ -490,7 +527,7 @@ def _as_inputs(args: Sequence[Any], name: str) -> tuple[Sequence[Any], bool]:
         if type(x) not in _ARRAY_TYPES:
             if isinstance(x, jax.core.Tracer):
                 traced = True
-            elif isinstance(x, (jax.Array, np.ndarray, np.generic)):
+            elif isinstance(x, (jax.Array, np.ndarray, np.generic, int, float, complex)):  # jax 0.12: TypedFloat
                 _ARRAY_TYPES.add(type(x))
             else:
                 args = [*args[:i], _from_foreign(x, i, name), *args[i + 1 :]]
@@ -1410,8 +1447,1289 @@ class _NumbaEmitter(_Emitter):
 # ======================================================================================================
 
 # ======================================================================================================
-# XLACustomKernel
+# XLACustomKernel: one operation, many backends, all of JAX's transformations.
 # ======================================================================================================
+
+_GPU_NAMES = ("gpu", "cuda", "rocm")
+_SPEC_TYPES = frozenset((Spec, jax.core.ShapedArray))
+_OPTIONAL_PARAMS = ("outs", "backend")  # what a rule or a generator may leave out of its signature
+_MAX_EAGER_CALLS = 1024
+_MAX_CHECKED = 4096
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class KernelEntry:
+    """One kernel of an :class:`XLACustomKernel`: what `op._kernels[platform][backend]` holds.
+
+    Entries are made by :meth:`XLACustomKernel.def_kernel` and are not changed afterwards: registering a backend again
+    puts a new entry in the place of the old one.
+
+    Attributes:
+      backend: the name of the backend, such as `"numba"`.
+      platform: `"cpu"`, `"gpu"` or `"tpu"`.
+      kernel_generator: called with `outs` (a tuple of `jax.ShapeDtypeStruct`) and the static parameters of the call, by
+        keyword; returns the function to trace.
+      fallback: whether the entry serves only where the platform has no other backend (Warp kernels on the CPU), unless
+        it is asked for by name.
+
+    Example:
+      >>> op = XLACustomKernel("negate")
+      >>> _ = op.def_kernel("jax", "cpu", lambda outs: lambda x: -x)
+      >>> op._kernels["cpu"]["jax"].backend
+      'jax'
+    """
+
+    backend: str
+    platform: str
+    kernel_generator: Callable[..., Any]
+    fallback: bool = False
+
+
+class XLACustomKernel:
+    """An operation with kernels for several backends that takes part in all of JAX's transformations.
+
+    The kernels are registered with the `def_*_kernel` methods. Each takes a *generator*, which is called with the static
+    parameters of the call and returns the function to trace, or a ready kernel (`@njit`, `@cuda.jit`, `@wp.kernel`).
+    The first kernel of a platform is its default; `asdefault=True`, :meth:`set_default` and `backend=` at the call
+    choose another. The platform is the one that the computation is lowered for.
+
+    `vmap` is handed to the backend's own batching rules. Derivatives come from :meth:`def_jvp_rule2` (one rule per
+    operand), :meth:`def_jvp_rule`, :meth:`def_transpose_rule` or :meth:`def_vjp_rule`; :meth:`def_sharding_rule` lets
+    `jax.jit` partition the op over a mesh.
+
+    Args:
+      name: shown in jaxprs and error messages; it need not be unique.
+      doc: the docstring of this op.
+
+    Calling the op, `op(*ins, outs=..., backend=None, **params)`:
+      ins: arrays, NumPy arrays, Python scalars, or anything with `__dlpack__` (Warp, PyTorch and CuPy arrays).
+      outs: what the op returns: a `jax.ShapeDtypeStruct` (or anything with `.shape` and `.dtype`), any pytree of them,
+        or a callable of the operands' abstract values that returns one. The result has its structure.
+      backend: a registered backend; by default that of the platform.
+      params: static, hashable parameters, handed to generators and rules.
+
+    Raises:
+      TypeError: a parameter is traced or not hashable, or an operand is no array.
+      ValueError: the backend is unknown, or a kernel returns something else than `outs` declares.
+      NotImplementedError: there is no kernel for the platform, or a derivative without a rule is asked for.
+      RuntimeError: a generator or kernel raised; its exception is chained.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> op = XLACustomKernel("axpy")
+      >>> @op.def_kernel("jax", "cpu")
+      ... def axpy_jax(outs, alpha):
+      ...     return lambda x, y: alpha * x + y
+      >>> def axpy(x, y, alpha):
+      ...     return op(x, y, outs=jax.ShapeDtypeStruct(x.shape, x.dtype), alpha=alpha)
+      >>> op.def_jvp_rule2(lambda t, x, y, alpha: alpha * t, lambda t, x, y, alpha: t)
+      >>> print(jax.grad(lambda x: axpy(x, x, 2.0).sum())(jnp.ones(3)))
+      [3. 3. 3.]
+    """
+
+    def __init__(self, name: str, doc: str | None = None) -> None:
+        self.name = name
+        self.primitive = Primitive(name)
+        self._lock = threading.RLock()
+        self._kernels: dict[str, dict[str, KernelEntry]] = {}
+        self._chosen: dict[str, str] = {}  # platform -> default set by asdefault=True or set_default
+        self._calls: dict[Any, _OpCall] = {}  # for eager calls of the op
+        self._impls: dict[Any, Callable[..., Any]] = {}  # for its primitive on arrays, as jvp binds it
+        self._rules: set[str] = set()
+        self._checked: set[Any] = set()
+        self._vjp: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+        self._sharding: _ShardingRule | None = None
+        self._call_fn: Callable[..., Any] | None = None
+        self._benchmark_data_fn: Callable[..., Any] | None = None
+        self._tags: set[str] = set()
+        if doc is not None:
+            self.__doc__ = doc
+        _install_op_rules(self)
+
+    def __call__(self, *ins: Any, outs: Any, backend: str | None = None, **params: Any) -> Any:
+        """Apply the op; see the class for the arguments."""
+        args, traced = _as_inputs(ins, self.name)
+        if callable(outs):
+            outs = outs(*[getattr(x, "aval", None) or _input_spec(x, i) for i, x in enumerate(args)])
+        if type(outs) in _SPEC_TYPES:  # the usual case, at half the price
+            key: Any = (outs.shape, outs.dtype, backend)
+        else:
+            leaves, tree = jax.tree_util.tree_flatten(outs, is_leaf=_is_spec)
+            key = (tree, tuple([(getattr(s, "shape", None), getattr(s, "dtype", None)) for s in leaves]), backend)
+        try:
+            if params:
+                key += _tagged_items(params)
+            call = self._calls.get(key)
+        except TypeError:  # something is not hashable: the checks in _new_call say what
+            call = None
+        if call is None:
+            call = self._new_call(key, outs, backend, params)
+        if not traced:
+            return call.jitted(*args)
+        call.check(args)
+        return call.bind(*args)
+
+    def _new_call(self, key: Any, outs: Any, backend: Any, params: dict) -> _OpCall:
+        """Validate what does not depend on the operands, and remember the call for eager use."""
+        _check_static_params(self, params)
+        _check_backend_name(self, backend)
+        _flat_specs(outs, f"XLACustomKernel {self.name!r}: outs")
+        leaves, tree = jax.tree_util.tree_flatten(outs, is_leaf=_is_spec)
+        call = _OpCall(self, tree, tuple(Spec(s.shape, s.dtype) for s in leaves), backend, params)
+        with self._lock:
+            while len(self._calls) >= _MAX_EAGER_CALLS:
+                self._calls.pop(next(iter(self._calls)))
+            self._calls[key] = call
+        return call
+
+    # Registration
+
+    def def_kernel(
+        self,
+        backend: str,
+        platform: str,
+        kg: Callable[..., Any] | None = None,
+        asdefault: bool = False,
+        **options: Any,
+    ) -> Any:
+        """Register a kernel for a backend and a platform; usable as a decorator.
+
+        Registering a backend again replaces its kernel, and takes effect on the next call, also of functions that were
+        compiled with the old one.
+
+        Args:
+          backend: any name; `"numba"`, `"warp"`, `"numba_cuda"`, `"pallas"`, `"triton"`, `"cuda_raw"` have shorthands.
+          platform: `"cpu"`, `"gpu"` or `"tpu"` (`"cuda"` and `"rocm"` mean `"gpu"`).
+          kg: a generator, `kg(outs=..., **params)`, that returns the function to trace (it may leave out `outs`), or a
+            ready Numba, Numba CUDA or Warp kernel.
+          asdefault: make this backend the platform's default; otherwise the first one registered is.
+          options: for a ready kernel, passed to `numba_kernel`, `numba_cuda_kernel` or `warp_kernel`.
+
+        Returns:
+          `kg`, or a decorator where `kg` is left out.
+
+        Raises:
+          TypeError: `backend` or `platform` is not a string, or `kg` is neither callable nor a ready kernel.
+          ValueError: `backend` or `platform` is empty.
+
+        Example:
+          >>> op = XLACustomKernel("double")
+          >>> @op.def_kernel("jax", "cpu", asdefault=True)
+          ... def double(outs):
+          ...     return lambda x: 2 * x
+          >>> op.defaults
+          {'cpu': 'jax'}
+        """
+        return self._define(backend, (platform,), kg, asdefault, options)
+
+    def def_numba_kernel(self, kg: Any = None, asdefault: bool = False, **options: Any) -> Any:
+        """Register a Numba kernel (a generator, or `@njit`) for the CPU; see :meth:`def_kernel`."""
+        return self._define("numba", ("cpu",), kg, asdefault, options)
+
+    def def_warp_kernel(self, kg: Any = None, asdefault: bool = False, **options: Any) -> Any:
+        """Register a Warp kernel for the GPU and, where it has no other kernel, the CPU; see :meth:`def_kernel`."""
+        return self._define("warp", ("gpu", "cpu"), kg, asdefault, options)
+
+    def def_numba_cuda_kernel(self, kg: Any = None, asdefault: bool = False, **options: Any) -> Any:
+        """Register a Numba CUDA kernel (a generator, or `@cuda.jit`) for the GPU; see :meth:`def_kernel`."""
+        return self._define("numba_cuda", ("gpu",), kg, asdefault, options)
+
+    def def_pallas_kernel(self, platform: str, kg: Any = None, asdefault: bool = False) -> Any:
+        """Register a Pallas kernel for `"gpu"`, `"tpu"`, or (in interpret mode) `"cpu"`; see :meth:`def_kernel`."""
+        if platform not in ("cpu", "gpu", "tpu"):
+            raise ValueError(f"def_pallas_kernel: platform must be 'gpu', 'tpu' or 'cpu', got {platform!r}")
+        return self._define("pallas", (platform,), kg, asdefault, {})
+
+    def def_triton_kernel(self, kg: Any = None, asdefault: bool = False) -> Any:
+        """Register a generator of a Triton kernel for the GPU; see :meth:`def_kernel`."""
+        return self._define("triton", ("gpu",), kg, asdefault, {})
+
+    def def_cuda_raw_kernel(self, kg: Any = None, asdefault: bool = False) -> Any:
+        """Register a generator of a kernel compiled from CUDA C++ for the GPU; see :meth:`def_kernel`."""
+        return self._define("cuda_raw", ("gpu",), kg, asdefault, {})
+
+    def _define(self, backend: str, platforms: tuple[str, ...], kg: Any, asdefault: bool, options: dict) -> Any:
+        """Register `kg` for `platforms`; beyond the first one it serves as a fallback."""
+        if kg is None:
+            return functools.partial(self._define, backend, platforms, asdefault=asdefault, options=options)
+        for i, platform in enumerate(platforms):
+            name = _platform_name(platform)
+            _check_names(backend, name)
+            entry = KernelEntry(backend, name, _as_generator(self, backend, kg, options), fallback=i > 0)
+            self._register(entry, asdefault and i == 0)
+        return kg
+
+    def _register(self, entry: KernelEntry, asdefault: bool) -> None:
+        with self._lock:
+            replaced = self._kernels.get(entry.platform, {}).get(entry.backend)
+            default = self._default_entry(entry.platform)
+            # a new dict, so that a thread that lowers at this moment reads a consistent one
+            self._kernels[entry.platform] = {**self._kernels.get(entry.platform, {}), entry.backend: entry}
+            if asdefault:
+                self._chosen[entry.platform] = entry.backend
+            stale: list[str | None] = [entry.backend] if replaced else []
+            stale += [None] if self._default_entry(entry.platform) is not default else []
+            _forget_lowerings(self, entry.platform, stale)
+
+    # Dispatch
+
+    @property
+    def defaults(self) -> dict[str, str]:
+        """The default backend of every platform that has a kernel (a copy)."""
+        found = {p: self._default_entry(p) for p in self._kernels}
+        return {p: entry.backend for p, entry in found.items() if entry is not None}
+
+    def get_default(self, platform: str) -> str | None:
+        """The default backend of `platform`, or None where it has no kernel."""
+        entry = self._default_entry(_platform_name(platform))
+        return None if entry is None else entry.backend
+
+    def set_default(self, platform: str, backend: str) -> None:
+        """Make `backend` the default of `platform`, from the next call on.
+
+        Functions that were compiled with the old default are compiled again when they are next called: JAX's caches
+        are cleared if, and only if, this op was lowered with the old default since they were last cleared.
+
+        Args:
+          platform: `"cpu"`, `"gpu"` or `"tpu"`.
+          backend: a backend registered for it.
+
+        Raises:
+          ValueError: the platform has no such backend.
+
+        Example:
+          >>> op = XLACustomKernel("f")
+          >>> _ = op.def_kernel("a", "cpu", lambda: lambda x: x)
+          >>> _ = op.def_kernel("b", "cpu", lambda: lambda x: x)
+          >>> op.set_default("cpu", "b")
+          >>> op.get_default("cpu")
+          'b'
+        """
+        with self._lock:
+            name = _platform_name(platform)
+            if backend not in self._kernels.get(name, {}):
+                raise ValueError(_unknown_backend(self, name, backend))
+            before = self._default_entry(name)
+            self._chosen[name] = backend
+            if self._default_entry(name) is not before:
+                _forget_lowerings(self, name, [None])
+
+    def available_backends(self, platform: str) -> list[str]:
+        """The backends registered for `platform`, in order of registration."""
+        return list(self._kernels.get(_platform_name(platform), {}))
+
+    def _default_entry(self, platform: str) -> KernelEntry | None:
+        entries = self._kernels.get(platform, {})
+        if platform in self._chosen:
+            return entries[self._chosen[platform]]
+        return min(entries.values(), key=lambda e: e.fallback, default=None)
+
+    def _entry(self, platform: str, backend: str | None) -> KernelEntry:
+        """The kernel that serves a call, or an error that says what is registered."""
+        entries = self._kernels.get(platform)
+        if not entries:
+            raise NotImplementedError(
+                f"XLACustomKernel {self.name!r} has no kernel for platform {platform!r}; registered: "
+                f"{_registered(self)}. Register one with def_kernel(backend, {platform!r}, ...), or run on a platform "
+                "that has one, for example under jax.default_device(jax.devices('cpu')[0])"
+            )
+        entry = self._default_entry(platform) if backend is None else entries.get(backend)
+        if entry is None:
+            raise ValueError(_unknown_backend(self, platform, backend))
+        return entry
+
+    # Rules
+
+    def def_batching_rule(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+        """Override batching: `fun(args, axes, **params) -> (outputs, output_axes)`; usable as a decorator.
+
+        `axes` holds the batched axis of each operand or None, `params` the call's `outs`, `backend` and static
+        parameters. :meth:`register_general_batching` restores the rule that every op starts with.
+        """
+        _set_batching_rule(self.primitive, fun)
+        return fun
+
+    def register_general_batching(self) -> None:
+        """Restore the batching rule that every op starts with (:func:`general_batching_rule`)."""
+        _set_batching_rule(self.primitive, None)
+
+    def def_jvp_rule(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+        """Define the derivative by one function, `fun(primals, tangents, **params) -> (outputs, tangents_out)`.
+
+        A tangent that is zero is a `jax.interpreters.ad.Zero`; outputs and their tangents are lists, and a tangent may
+        be None for zero. `params` holds `outs`, `backend` and the static parameters; `fun` may leave out the first
+        two. Usable as a decorator.
+        """
+        _set_jvp_rule(self.primitive, _tolerant(fun))
+        return fun
+
+    def def_jvp_rule2(self, *jvp_rules: Callable[..., Any] | None) -> None:
+        """Define the derivative by one rule per operand; see :func:`defjvp`."""
+        defjvp(self, *jvp_rules)
+
+    def def_transpose_rule(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+        """Define the transpose of an op that is linear in some operands; usable as a decorator.
+
+        `fun(cotangents, *operands, **params)` gets a list with one cotangent per output (`ad.Zero` where it is zero),
+        and an `ad.UndefinedPrimal` (`ad.is_undefined_primal`, `.aval`) for every operand that the op is linear in. It
+        returns one cotangent per operand: None for those that are known.
+        """
+        _set_transpose_rule(self, _tolerant(fun))
+        return fun
+
+    def def_vjp_rule(self, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> None:
+        """Define the reverse-mode derivative by a forward and a backward function.
+
+        For ops with a kernel for the backward pass. Forward-mode differentiation needs :meth:`def_jvp_rule2` instead.
+
+        Args:
+          fwd: `fwd(*ins, **params) -> (results, residuals)`; the results have the structure of the call's `outs`, and
+            are mostly those of the op itself.
+          bwd: `bwd(residuals, cotangents, **params)`, with cotangents in the structure of `outs`; returns one cotangent
+            per operand, None for zero.
+
+        Both get the static parameters of the call, and `outs` and `backend` if their signature has them.
+
+        Example:
+          >>> import jax, jax.numpy as jnp
+          >>> op = XLACustomKernel("square")
+          >>> _ = op.def_kernel("jax", "cpu", lambda: lambda x: x * x)
+          >>> op.def_vjp_rule(lambda x, outs: (op(x, outs=outs[0]), x), lambda x, ct: (2 * x * ct,))
+          >>> print(jax.grad(lambda x: op(x, outs=lambda x: x))(3.0))
+          6.0
+        """
+        _check_callables("def_vjp_rule", (fwd, bwd))
+        with self._lock:
+            self._vjp = (_tolerant(fwd), _tolerant(bwd))
+            _note_rule(self.primitive, "vjp")
+
+    def def_sharding_rule(self, rule: str) -> None:
+        """Say which dimensions the op treats independently, so that `jax.jit` can partition it over a mesh.
+
+        Args:
+          rule: names of the dimensions of every operand and output, as in `"i, i -> i"` (elementwise) or
+            `"b i, i j -> b j"`. A dimension that every output has may be sharded, and then each device runs the
+            kernel on its own shard: `outs` of the generator are those of the shard. Any other dimension is gathered
+            first, so reductions stay correct.
+
+        Raises:
+          ValueError: the rule cannot be read; at the call, it does not fit the number or the ranks of the arrays.
+
+        Example:
+          >>> op = XLACustomKernel("add")
+          >>> _ = op.def_kernel("jax", "cpu", lambda: lambda x, y: x + y)
+          >>> op.def_sharding_rule("i, i -> i")
+        """
+        with self._lock:
+            self._sharding = _ShardingRule.parse(self.name, rule)
+            _need_devices(self.primitive)
+            _note_rule(self.primitive, "sharding")
+
+    def _rules_changed(self) -> None:
+        """Drop what was traced and lowered with the old rules."""
+        self._calls.clear()
+        self._impls.clear()
+        _forget_lowerings(self, None, [])
+
+    # What BrainEvent's operators attach to an op
+
+    def def_call(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Attach the function that :meth:`call` calls: the op with its operands prepared and checked."""
+        self._call_fn = fn
+        return fn
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function attached by :meth:`def_call`."""
+        if self._call_fn is None:
+            raise ValueError(f"XLACustomKernel {self.name!r} has no call function; attach one with def_call(fn)")
+        return self._call_fn(*args, **kwargs)
+
+    def def_tags(self, *tags: str) -> None:
+        """Attach words to find the op by."""
+        self._tags = set(tags)
+
+    def def_benchmark_data(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Attach a function that makes benchmark data."""
+        self._benchmark_data_fn = fn
+        return fn
+
+    # Benchmark
+
+    def benchmark(self, *ins: Any, outs: Any, **params: Any) -> _OpBenchmark:
+        """Time every backend of the current platform on the same operands.
+
+        Args:
+          ins, outs, params: as in a call of the op.
+
+        Returns:
+          A result that prints as a table, with one row per backend in `.rows`: `backend`, `first_ms` (first call, with
+          compilation), `median_us`, `difference` (largest absolute difference from the first backend that ran) and
+          `error` (None unless the backend failed). Each backend runs under `jax.jit` for about a fifth of a second.
+
+        Raises:
+          NotImplementedError: the platform has no kernel.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> op = XLACustomKernel("double")
+          >>> _ = op.def_kernel("jax", "cpu", lambda: lambda x: 2 * x)
+          >>> result = op.benchmark(jnp.ones(8), outs=lambda x: x)
+          >>> [row.backend for row in result.rows]
+          ['jax']
+        """
+        args = tuple(_as_inputs(ins, self.name)[0])
+        platform = _platform_of(args)
+        self._entry(platform, None)
+        rows: list[_BenchmarkRow] = []
+        reference: Any = None
+        for backend in self.available_backends(platform):
+            run = jax.jit(functools.partial(self, outs=outs, backend=backend, **params))
+            row, results = _time_backend(backend, run, args, reference)
+            reference = results if reference is None else reference
+            rows.append(row)
+        return _OpBenchmark(self.name, platform, tuple(rows))
+
+    def __repr__(self) -> str:
+        lines = [f"XLACustomKernel({self.name!r})"]
+        for platform, entries in self._kernels.items():
+            default = self.get_default(platform)
+            names = [b + (" (default)" if b == default else "") for b in entries]
+            lines.append(f"  {platform}: {', '.join(names)}")
+        rules = f"  rules: {', '.join(sorted(self._rules))}"
+        return "\n".join([*lines, rules] if self._rules else lines)
+
+
+def defjvp(primitive: Any, *jvp_rules: Callable[..., Any] | None) -> None:
+    """Define the derivative of an op or primitive by one rule per operand.
+
+    Args:
+      primitive: an :class:`XLACustomKernel`, or a JAX primitive with one or several results.
+      jvp_rules: one per operand: `rule(tangent, *primals, **params)` returns the tangents of the outputs that this
+        operand's tangent causes, in any container (one array if there is one output; None for zero). None in place of
+        a rule: the operand contributes nothing. `params` holds `outs`, `backend` and the static parameters of the
+        call; a rule may leave out the first two.
+
+    A rule is only called for an operand that is differentiated: zero tangents are never materialized.
+
+    Raises:
+      TypeError: `primitive` is neither op nor primitive, or a rule is not callable.
+      ValueError: when differentiated, if the number of rules is not the number of operands, or if a rule returns
+        tangents that do not match the outputs.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> op = XLACustomKernel("multiply")
+      >>> _ = op.def_kernel("jax", "cpu", lambda: lambda x, y: x * y)
+      >>> defjvp(op, lambda t, x, y: t * y, lambda t, x, y: x * t)
+      >>> print(jax.grad(lambda x: op(x, 3.0, outs=lambda x, y: x))(2.0))
+      3.0
+    """
+    primitive = getattr(primitive, "primitive", primitive)
+    if not isinstance(primitive, Primitive):
+        raise TypeError(f"defjvp: expected an XLACustomKernel or a jax Primitive, got {primitive!r}")
+    _check_callables("defjvp", [r for r in jvp_rules if r is not None])
+    rules = [None if r is None else _tolerant(r) for r in jvp_rules]
+    _set_jvp_rule(primitive, functools.partial(_jvp_by_operand, primitive, rules))
+
+
+def general_batching_rule(prim: Any, args: Sequence[Any], axes: Sequence[int | None], **params: Any) -> tuple[Any, Any]:
+    """Batch an op or primitive without a rule of its own; what :class:`XLACustomKernel` uses by default.
+
+    An op is bound once, with the batch recorded, and its backend's own `vmap` does the work. For any other primitive
+    or function a `jax.lax.map` applies it to the slices.
+
+    Args:
+      prim: an :class:`XLACustomKernel`, its `primitive`, or any primitive or function of arrays.
+      args: the operands.
+      axes: the batched axis of each operand, or None.
+      params: the parameters, by keyword.
+
+    Returns:
+      The outputs and, in the same structure, their batched axes: 0, or None if no operand is batched.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> out, axis = general_batching_rule(lambda x, y: x @ y, (jnp.ones((5, 3)), jnp.ones(3)), (0, None))
+      >>> print(out.shape, axis)
+      (5,) 0
+    """
+    if not any(axis is not None for axis in axes):
+        out = _apply(prim, args, params)
+        return out, jax.tree_util.tree_map(lambda _: None, out)
+    moved = [x if axis in (0, None) else jax.numpy.moveaxis(x, axis, 0) for x, axis in zip(args, axes)]
+    flags = tuple(axis is not None for axis in axes)
+    primitive = getattr(prim, "primitive", prim)
+    if primitive in _OPS:
+        size = next(x.shape[0] for x, batched in zip(moved, flags) if batched)
+        batch = (*params.pop("_batch", ()), (size, flags))
+        specs, tree = jax.tree.flatten(params.pop("outs"))
+        options = {"backend": None, **params, "outs": tuple(specs), "_batch": batch}
+        out = primitive.bind(*_make_varying(moved), **options)
+        out = out if prim is primitive else jax.tree_util.tree_unflatten(tree, out)
+    else:
+        out = _sequential(lambda *xs: _apply(prim, xs, params), flags)(*moved)
+    return out, jax.tree.map(lambda _: 0, out)
+
+
+def _apply(prim: Any, args: Sequence[Any], params: dict) -> Any:
+    return prim.bind(*args, **params) if isinstance(prim, Primitive) else prim(*args, **params)
+
+
+# -- One call: operands, outs, static parameters
+
+
+class _OpCall:
+    """An op with fixed outs, backend and static parameters; eager calls go through its `jitted`."""
+
+    def __init__(self, op: XLACustomKernel, tree: Any, specs: tuple, backend: str | None, params: dict) -> None:
+        self.op, self.tree, self.specs, self.backend, self.params = op, tree, specs, backend, params
+        self.jitted = jax.jit(self.bind)
+        self._key = (specs, backend, _tagged_items(params))
+
+    def bind(self, *ins: Any) -> Any:
+        """The op on tracers (or, under disable_jit, on arrays)."""
+        if self.op._vjp is None:
+            return self._bind(*ins)
+        return self._bind_with_vjp(*self.op._vjp)(*ins)
+
+    def _bind(self, *ins: Any) -> Any:
+        if self.op._sharding is not None:
+            self.op._sharding.check([np.shape(x) for x in ins], [s.shape for s in self.specs])
+        results = self.op.primitive.bind(*_make_varying(ins), **self._options())
+        return jax.tree_util.tree_unflatten(self.tree, results)
+
+    def _options(self) -> dict:
+        # canonicalized here and not on construction: jax_enable_x64 can change between two calls
+        outs = tuple(Spec(s.shape, jax.dtypes.canonicalize_dtype(s.dtype)) for s in self.specs)
+        return {**self.params, "outs": outs, "backend": self.backend}
+
+    def _bind_with_vjp(self, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> Callable[..., Any]:
+        def backward(saved: Any, cotangents: Any) -> tuple:
+            count, residuals = saved[0].count, saved[1]
+            found = bwd(residuals, cotangents, **self._options())
+            found = tuple(found) if isinstance(found, (tuple, list)) else (found,)
+            if len(found) != count:
+                raise ValueError(
+                    f"the vjp rule of XLACustomKernel {self.op.name!r} returned {len(found)} cotangents for {count} "
+                    "operands; return one per operand, None for zero"
+                )
+            return found
+
+        def forward(*ins: Any) -> tuple:
+            results, residuals = fwd(*ins, **self._options())
+            return results, (_Static(len(ins)), residuals)
+
+        call = jax.custom_vjp(self._bind)
+        call.defvjp(forward, backward)
+        return call
+
+    def check(self, ins: Sequence[Any]) -> None:
+        """Run the generator abstractly, so that what is wrong with it is reported where the op is called."""
+        op, platform = self.op, _default_platform()
+        if op._kernels and platform not in op._kernels:
+            return  # it may be lowered for another platform; if not, the lowering reports it
+        entry = op._entry(platform, self.backend)
+        key = (entry, self._key, tuple(_input_spec(x, i) for i, x in enumerate(ins)))
+        if key in op._checked:
+            return
+        options = self._options()
+        try:
+            jax.eval_shape(_kernel_function(op, entry, options), *ins)
+        except RuntimeError:
+            # with several platforms on the machine, the guess may be wrong: leave it to the lowering
+            if jax.default_backend() == "cpu":
+                raise
+            return
+        if len(op._checked) >= _MAX_CHECKED:
+            op._checked.clear()
+        op._checked.add(key)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    """The number of operands, carried from the forward to the backward pass."""
+
+    count: int
+
+
+def _tagged_items(params: dict) -> tuple:
+    return tuple([(name, _tagged(value)) for name, value in params.items()])
+
+
+def _tagged(value: Any) -> tuple:
+    """A key that tells apart what Python calls equal: 1, 1.0 and True, 0.0 and -0.0."""
+    if type(value) is tuple:
+        return (tuple, *[_tagged(v) for v in value])
+    if isinstance(value, (float, complex, np.inexact)):
+        return type(value), repr(value)
+    return type(value), value
+
+
+def _check_static_params(op: XLACustomKernel, params: dict) -> None:
+    for name, value in params.items():
+        if name == "_batch":
+            raise TypeError(f"XLACustomKernel {op.name!r}: the parameter name '_batch' is reserved; use another one")
+        where = f"XLACustomKernel {op.name!r}: parameter {name!r}"
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
+            raise TypeError(
+                f"{where} is traced ({value}), but keyword parameters are static. Compile the caller with "
+                f"jax.jit(..., static_argnames={name!r}), or pass the value as an operand"
+            )
+        try:
+            hash(value)
+        except TypeError:
+            raise TypeError(
+                f"{where} must be hashable, got {value!r} of type {type(value).__name__}. Pass a number or a tuple, or "
+                "pass the array as an operand"
+            ) from None
+
+
+def _check_backend_name(op: XLACustomKernel, backend: Any) -> None:
+    if backend is None:
+        return
+    if not isinstance(backend, str):
+        raise TypeError(f"XLACustomKernel {op.name!r}: backend must be a string or None, got {backend!r}")
+    if not any(backend in entries for entries in op._kernels.values()):
+        raise ValueError(_unknown_backend(op, None, backend))
+
+
+def _unknown_backend(op: XLACustomKernel, platform: str | None, backend: Any) -> str:
+    where = f" for platform {platform!r}" if platform else ""
+    return (
+        f"XLACustomKernel {op.name!r} has no backend {backend!r}{where}; registered: {_registered(op)}. Use one of "
+        f"these, or None for the default; a new one is registered with def_kernel({backend!r}, platform, ...)"
+    )
+
+
+def _registered(op: XLACustomKernel) -> str:
+    listed = [f"{platform}: {', '.join(entries)}" for platform, entries in op._kernels.items() if entries]
+    return "; ".join(listed) or "nothing"
+
+
+def _default_platform() -> str:
+    """The platform that a computation traced now is expected to run on."""
+    device = jax.config.jax_default_device
+    if device is None:
+        return _platform_name(jax.default_backend())
+    return _platform_name(device if isinstance(device, str) else device.platform)
+
+
+def _platform_of(ins: Sequence[Any]) -> str:
+    """The platform on which jax.jit runs a function of `ins`."""
+    for x in ins:
+        if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
+            return _platform_name(next(iter(x.devices())).platform)
+    return _default_platform()
+
+
+def _platform_name(platform: str) -> str:
+    return "gpu" if platform in _GPU_NAMES else platform
+
+
+# -- Kernels: ready ones, and the function to trace
+
+_READY_KERNELS = {  # (package, class) -> backend; looked up by name, so that no package is imported for it
+    ("numba", "CUDADispatcher"): "numba_cuda",
+    ("numba_cuda", "CUDADispatcher"): "numba_cuda",
+    ("numba", "FakeCUDAKernel"): "numba_cuda",
+    ("numba_cuda", "FakeCUDAKernel"): "numba_cuda",
+    ("numba", "Dispatcher"): "numba",
+    ("warp", "Kernel"): "warp",
+}
+
+
+def _ready_kind(kernel: Any) -> str | None:
+    """The backend of a compiled kernel (`@njit`, `@cuda.jit`, `@wp.kernel`); None for anything else."""
+    for cls in type(kernel).__mro__:
+        kind = _READY_KERNELS.get((cls.__module__.partition(".")[0], cls.__name__))
+        if kind is not None:
+            return kind
+    return "wrapper" if isinstance(kernel, _Wrapper) else None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _ReadyKernel:
+    """The generator of a kernel that is registered ready: wraps it with the outs of the call."""
+
+    op_name: str
+    kind: str
+    kernel: Any
+    options: dict
+
+    def __call__(self, outs: tuple, **params: Any) -> Callable[..., Any]:
+        if params:
+            given = ", ".join(map(repr, params))
+            raise TypeError(
+                f"static parameters ({given}) need a generator, but the {self.kind} kernel of XLACustomKernel "
+                f"{self.op_name!r} was registered ready. Register a function of the parameters that returns the "
+                "kernel, or pass the values as operands"
+            )
+        if self.kind == "wrapper":
+            return self.kernel
+        return _wrap_ready(self.kind, self.kernel, outs, self.options)
+
+
+def _wrap_ready(kind: str, kernel: Any, outs: tuple, options: dict) -> Callable[..., Any]:
+    if kind == "numba":
+        return numba_kernel(kernel, outs, **options)
+    if kind == "warp":
+        return warp_kernel(kernel, outs, **options)
+    if not options.keys() & {"grid", "block", "launch_dims"}:
+        options = {**options, "launch_dims": outs[0].shape}  # one thread per element of the first output
+    return numba_cuda_kernel(kernel, outs, **options)
+
+
+def _as_generator(op: XLACustomKernel, backend: str, kg: Any, options: dict) -> Callable[..., Any]:
+    kind = _ready_kind(kg)
+    if kind is not None:
+        return _ReadyKernel(op.name, kind, kg, options)
+    if not callable(kg):
+        raise TypeError(
+            f"XLACustomKernel {op.name!r}: the kernel of backend {backend!r} must be callable (a generator, or a "
+            f"Numba, Numba CUDA or Warp kernel), got {kg!r}"
+        )
+    if options:
+        given = ", ".join(options)
+        raise TypeError(
+            f"XLACustomKernel {op.name!r}: {given} can be given with a ready kernel only; a generator passes them to "
+            "numba_kernel, numba_cuda_kernel or warp_kernel itself"
+        )
+    return _tolerant(kg)
+
+
+def _tolerant(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """`fun`, called without those of `outs` and `backend` that its signature does not take."""
+    try:
+        parameters = inspect.signature(fun).parameters.values()
+    except (TypeError, ValueError):
+        return fun
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return fun
+    dropped = set(_OPTIONAL_PARAMS) - {p.name for p in parameters}
+    if not dropped:
+        return fun
+
+    @functools.wraps(fun)
+    def call(*args: Any, **params: Any) -> Any:
+        return fun(*args, **{name: value for name, value in params.items() if name not in dropped})
+
+    return call
+
+
+def _kernel_function(op: XLACustomKernel, entry: KernelEntry, options: dict) -> Callable[..., list]:
+    """The kernel of `entry` as a function of one slice's operands that returns the flat, checked list of results."""
+    outs = options["outs"]
+    static = {name: value for name, value in options.items() if name not in ("backend", "_batch")}
+
+    def run(*ins: Any) -> list:
+        try:
+            kernel = entry.kernel_generator(**static)
+            kind = _ready_kind(kernel)
+            if kind not in (None, "wrapper"):
+                kernel = _wrap_ready(kind, kernel, outs, {})
+            elif not callable(kernel):
+                raise TypeError(f"the generator must return the function to trace, got {kernel!r}")
+            results = kernel(*ins)
+        except Exception as error:
+            raise RuntimeError(_kernel_failed(op, entry, error)) from error
+        return _checked_results(op, entry, results, outs)
+
+    return run
+
+
+def _kernel_failed(op: XLACustomKernel, entry: KernelEntry, error: Exception) -> str:
+    others = [b for b in op.available_backends(entry.platform) if b != entry.backend]
+    choice = (
+        f"other backends registered for {entry.platform!r}: {', '.join(others)}; choose one with backend="
+        if others
+        else f"no other backend is registered for {entry.platform!r}"
+    )
+    return (
+        f"XLACustomKernel {op.name!r}: the kernel of backend {entry.backend!r} for platform {entry.platform!r} raised "
+        f"{type(error).__name__}: {error} ({choice})"
+    )
+
+
+def _checked_results(op: XLACustomKernel, entry: KernelEntry, results: Any, outs: tuple) -> list:
+    found = [jax.numpy.asarray(leaf) for leaf in jax.tree.leaves(results)]
+    came = [_show(x) for x in found]
+    declared = [_show(s) for s in outs]
+    if came == declared:
+        return found
+    raise ValueError(
+        f"XLACustomKernel {op.name!r}: the kernel of backend {entry.backend!r} for platform {entry.platform!r} "
+        f"returned ({', '.join(came)}), but outs declares ({', '.join(declared)}). Return as many arrays as outs has, "
+        "each of the declared shape and dtype, or correct outs"
+    )
+
+
+def _batched_function(run: Callable[..., list], batch: tuple) -> Callable[..., list]:
+    """`run` under the recorded vmaps: by the backend's own rules, or slice by slice where it has none."""
+    if not batch:
+        return run
+
+    def staged(*ins: Any) -> list:  # the generator runs outside the vmaps, so that its errors stay its own
+        return _eval_jaxpr(jax.make_jaxpr(run)(*ins), ins)
+
+    def batched(*ins: Any) -> list:
+        native, mapped = staged, run
+        for size, flags in batch:
+            native = jax.vmap(native, in_axes=tuple(0 if b else None for b in flags), axis_size=size)
+            mapped = _sequential(mapped, flags)
+        try:
+            jaxpr = jax.make_jaxpr(native)(*ins)  # tried apart, so that a failure leaves nothing behind
+        except NotImplementedError:
+            return mapped(*ins)
+        return _eval_jaxpr(jaxpr, ins)
+
+    return batched
+
+
+def _sequential(run: Callable[..., Any], flags: tuple) -> Callable[..., Any]:
+    """`run` mapped over the first axis of the flagged operands, one slice at a time."""
+
+    def mapped(*ins: Any) -> Any:
+        def one(slices: tuple) -> Any:
+            rest = iter(slices)
+            return run(*[next(rest) if b else x for x, b in zip(ins, flags)])
+
+        return jax.lax.map(one, tuple(x for x, b in zip(ins, flags) if b))
+
+    return mapped
+
+
+# -- Caches: what was lowered with which choice
+
+_LOWERED: set[tuple[XLACustomKernel, str, str | None]] = set()  # backend None: the default of that moment
+
+
+def _forget_lowerings(op: XLACustomKernel, platform: str | None, backends: Sequence[str | None]) -> None:
+    """Clear JAX's caches if `op` was lowered for `platform` by a choice in `backends` (platform None: at all).
+
+    A compiled function keeps the kernel it was lowered with, and JAX can only drop all caches at once.
+    """
+    if any(o is op and (platform is None or (p == platform and b in backends)) for o, p, b in list(_LOWERED)):
+        _LOWERED.clear()
+        jax.clear_caches()
+
+
+# -- Hooks into JAX's interpreters: everything that is registered for an op's primitive
+
+_OPS: dict[Any, XLACustomKernel] = {}  # by primitive
+
+
+def _install_op_rules(op: XLACustomKernel) -> None:
+    primitive = op.primitive
+    _OPS[primitive] = op
+    primitive.multiple_results = True
+    primitive.def_impl(functools.partial(_op_impl, op))
+    primitive.def_abstract_eval(_op_abstract_eval)
+    ad.primitive_jvps[primitive] = functools.partial(_no_jvp, op)
+    ad.primitive_transposes[primitive] = functools.partial(_no_transpose, op)
+    _set_batching_rule(primitive, None)
+    for platform in (None, "cpu", "gpu", "tpu"):
+        _register_lowering(primitive, functools.partial(_op_lowering, op, platform), platform)
+    _register_replication(primitive)
+
+
+def _op_impl(op: XLACustomKernel, *ins: Any, **options: Any) -> list:
+    """Run the primitive on arrays: through a jit of its own, kept by parameters and by their types."""
+    key = _tagged_items(options)
+    call = op._impls.get(key)
+    if call is None:
+        call = op._impls[key] = jax.jit(functools.partial(op.primitive.bind, **options))
+    with jax.disable_jit(False):
+        return call(*ins)
+
+
+def _op_abstract_eval(*avals: Any, outs: tuple, _batch: tuple = (), **params: Any) -> list:
+    sizes = tuple(size for size, _ in reversed(_batch))
+    varying = frozenset().union(*map(_varying_axes, avals))
+    return [_out_aval((*sizes, *out.shape), out.dtype, varying) for out in outs]
+
+
+def _op_lowering(op: XLACustomKernel, platform: str | None, ctx: Any, *ins: Any, **options: Any) -> Any:
+    platform = platform or _platform_name(_platforms(ctx)[0])
+    backend = options.get("backend")
+    entry = op._entry(platform, backend)
+    _LOWERED.add((op, platform, backend))
+
+    def make(outs: tuple, batch: tuple) -> Callable[..., list]:
+        return _batched_function(_kernel_function(op, entry, {**options, "outs": outs}), batch)
+
+    outs, batch = options["outs"], options.get("_batch", ())
+    run = make(outs, batch)
+    if op._sharding is not None and _is_partitioned(ctx):
+        run = op._sharding.partitioned(make, outs, batch)
+    return mlir.lower_fun(run, multiple_results=True)(ctx, *ins)
+
+
+def _set_batching_rule(primitive: Any, fun: Callable[..., Any] | None) -> None:
+    rule = functools.partial(general_batching_rule, primitive) if fun is None else _tolerant(fun)
+    batching.primitive_batchers[primitive] = functools.partial(_batch, primitive, rule)
+    _note_rule(primitive, "batching", fun is not None)
+
+
+def _set_jvp_rule(primitive: Any, rule: Callable[..., Any]) -> None:
+    ad.primitive_jvps[primitive] = functools.partial(_batched_jvp, primitive, rule)
+    _note_rule(primitive, "jvp")
+
+
+def _set_transpose_rule(op: XLACustomKernel, rule: Callable[..., Any]) -> None:
+    ad.primitive_transposes[op.primitive] = functools.partial(_batched_transpose, op, rule)
+    _note_rule(op.primitive, "transpose")
+
+
+def _note_rule(primitive: Any, kind: str, defined: bool = True) -> None:
+    """Remember for the repr of an op which rules it has; a new rule must not meet what was traced without it."""
+    op = _OPS.get(primitive)
+    if op is not None:
+        (op._rules.add if defined else op._rules.discard)(kind)
+        op._rules_changed()
+
+
+def _batch(primitive: Any, rule: Callable[..., Any], args: Sequence[Any], axes: Sequence[Any], **params: Any) -> Any:
+    if "_batch" in params:  # recorded before: a user's rule is for the op on one slice
+        rule = functools.partial(general_batching_rule, primitive)
+    return rule(args, axes, **params)
+
+
+def _no_jvp(op: XLACustomKernel, primals: Any, tangents: Any, **params: Any) -> Any:
+    raise NotImplementedError(
+        f"XLACustomKernel {op.name!r} has no derivative: define one with def_jvp_rule2 (one rule per operand), "
+        "def_jvp_rule or def_vjp_rule, or keep it out of differentiation with jax.lax.stop_gradient"
+    )
+
+
+def _no_transpose(op: XLACustomKernel, cotangents: Any, *args: Any, **params: Any) -> Any:
+    raise NotImplementedError(
+        f"XLACustomKernel {op.name!r} has no transpose, which reverse-mode differentiation of its derivative needs: "
+        "define one with def_transpose_rule, write the derivative with jax.numpy, or use def_vjp_rule"
+    )
+
+
+# -- Derivatives
+
+
+def _jvp_by_operand(primitive: Any, rules: Sequence[Any], primals: Any, tangents: Any, **params: Any) -> tuple:
+    if len(rules) != len(primals):
+        raise ValueError(
+            f"{primitive.name!r} was given {len(rules)} jvp rules, but it has {len(primals)} operands; give one rule "
+            "per operand, None for zero"
+        )
+    results = primitive.bind(*primals, **params)
+    outputs = list(results) if primitive.multiple_results else [results]
+    totals = [_zero_tangent(y) for y in outputs]
+    for index, (rule, tangent) in enumerate(zip(rules, tangents)):
+        if rule is not None and type(tangent) is not ad.Zero:
+            parts = _tangents(primitive, index, rule(tangent, *primals, **params), outputs)
+            totals = [ad.add_tangents(*_vary_nonzero(a, b)) for a, b in zip(totals, parts)]
+    return (outputs, totals) if primitive.multiple_results else (outputs[0], totals[0])
+
+
+def _tangents(primitive: Any, index: int, found: Any, outputs: list) -> list:
+    """What the rule for operand `index` returned, as one tangent (or Zero) per output."""
+    leaves = jax.tree.leaves(found, is_leaf=lambda t: t is None or isinstance(t, ad.Zero))
+    where = f"the jvp rule of {primitive.name!r} for operand {index}"
+    if len(leaves) != len(outputs):
+        raise ValueError(
+            f"{where} returned {len(leaves)} tangents for {len(outputs)} outputs; return one per output, None for zero"
+        )
+    return [_tangent(where, t, y) for t, y in zip(leaves, outputs)]
+
+
+def _tangent(where: str, tangent: Any, output: Any) -> Any:
+    zero = _zero_tangent(output)
+    if tangent is None or isinstance(tangent, ad.Zero) or zero.aval.dtype == jax.dtypes.float0:
+        return zero
+    tangent = jax.numpy.asarray(tangent)
+    if _show(tangent) != _show(output):
+        raise ValueError(f"{where} returned {_show(tangent)} for an output {_show(output)}; the two must agree")
+    return tangent
+
+
+def _zero_tangent(x: Any) -> Any:
+    return ad.Zero(_typeof(x).to_tangent_aval())
+
+
+def _vary_nonzero(a: Any, b: Any) -> list:
+    return [a, b] if isinstance(a, ad.Zero) or isinstance(b, ad.Zero) else _make_varying((a, b))
+
+
+def _batched_jvp(primitive: Any, rule: Callable[..., Any], primals: Any, tangents: Any, **params: Any) -> tuple:
+    """Apply a rule written for one slice to the op under the recorded vmaps."""
+    batch = params.pop("_batch", ())
+    if not batch:
+        outputs, found = rule(primals, tangents, **params)
+        return outputs, _none_to_zero(outputs, found)
+    nonzero = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
+    kept: list[int] = []  # which outputs have a tangent: found while the rule is traced
+
+    def one(primals: tuple, given: tuple) -> tuple:
+        full = [_zero_tangent(x) for x in primals]
+        for i, t in zip(nonzero, given):
+            full[i] = t
+        outputs, found = rule(primals, full, **params)
+        found = _none_to_zero(outputs, found)
+        kept[:] = [i for i, t in enumerate(found) if type(t) is not ad.Zero]
+        return outputs, [found[i] for i in kept]
+
+    for size, flags in batch:
+        axes = [0 if b else None for b in flags]
+        one = jax.vmap(one, in_axes=(tuple(axes), tuple(axes[i] for i in nonzero)), axis_size=size)
+    outputs, found = one(tuple(primals), tuple(tangents[i] for i in nonzero))
+    full = [_zero_tangent(y) for y in outputs]
+    for i, t in zip(kept, found):
+        full[i] = t
+    return outputs, full
+
+
+def _none_to_zero(outputs: Any, tangents: Any) -> Any:
+    if not isinstance(tangents, (tuple, list)):
+        return tangents
+    return [_zero_tangent(y) if t is None else t for y, t in zip(outputs, tangents)]
+
+
+def _batched_transpose(
+    op: XLACustomKernel, rule: Callable[..., Any], cotangents: Any, *args: Any, **params: Any
+) -> Any:
+    """Apply a transpose rule written for one slice to the op under the recorded vmaps."""
+    batch = params.pop("_batch", ())
+    if not batch:
+        return _checked_cotangents(op, rule(cotangents, *args, **params), args)
+    linear = [i for i, x in enumerate(args) if ad.is_undefined_primal(x)]
+    known = [i for i in range(len(args)) if i not in linear]
+    nonzero = [i for i, ct in enumerate(cotangents) if type(ct) is not ad.Zero]
+    depth = [sum(flags[i] for _, flags in batch) for i in range(len(args))]
+    kept: list[int] = []
+
+    def one(values: list, cts: list) -> list:
+        full: list[Any] = [None] * len(args)
+        for i, x in zip(known, values):
+            full[i] = x
+        for i in linear:
+            full[i] = ad.UndefinedPrimal(_slice_aval(args[i].aval, depth[i]))
+        slices: list[Any] = [
+            ad.Zero(_slice_aval(ct.aval, len(batch))) if isinstance(ct, ad.Zero) else None for ct in cotangents
+        ]
+        for i, ct in zip(nonzero, cts):
+            slices[i] = ct
+        found = _checked_cotangents(op, rule(slices, *full, **params), full)
+        kept[:] = [i for i in linear if found[i] is not None and type(found[i]) is not ad.Zero]
+        return [found[i] for i in kept]
+
+    for size, flags in batch:
+        one = _transposed_vmap(one, size, flags, known, kept, len(nonzero))
+    found = one([args[i] for i in known], [cotangents[i] for i in nonzero])
+    full = [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in args]
+    for i, ct in zip(kept, found):
+        full[i] = ct
+    return full
+
+
+def _transposed_vmap(
+    one: Callable[..., list], size: int, flags: tuple, known: list[int], kept: list[int], count: int
+) -> Callable[..., list]:
+    """One level of vmap; an operand that all slices share gets the sum of their cotangents."""
+    axes = ([0 if flags[i] else None for i in known], [0] * count)
+
+    def level(values: list, cts: list) -> list:
+        found = jax.vmap(one, in_axes=axes, axis_size=size)(values, cts)
+        return [ct if flags[i] else ct.sum(0) for i, ct in zip(kept, found)]
+
+    return level
+
+
+def _slice_aval(aval: Any, depth: int) -> Any:
+    return _out_aval(aval.shape[depth:], aval.dtype, _varying_axes(aval))
+
+
+def _checked_cotangents(op: XLACustomKernel, found: Any, args: Sequence[Any]) -> list:
+    """One cotangent per operand; None for those that are known, whatever the rule returned for them."""
+    found = list(found) if isinstance(found, (tuple, list)) else [found]
+    if len(found) != len(args):
+        raise ValueError(
+            f"the transpose rule of XLACustomKernel {op.name!r} returned {len(found)} cotangents for {len(args)} "
+            "operands; return one per operand, None for those that are known"
+        )
+    return [_as_cotangent(ct, x) if ad.is_undefined_primal(x) else None for ct, x in zip(found, args)]
+
+
+def _as_cotangent(ct: Any, operand: Any) -> Any:
+    return ad.Zero(operand.aval) if ct is None or isinstance(ct, ad.Zero) else ct
+
+
+# -- Partitioning under jax.jit
+
+
+@dataclasses.dataclass(frozen=True)
+class _ShardingRule:
+    """The names of the dimensions of every operand and output, and what they allow."""
+
+    op_name: str
+    text: str
+    ins: tuple[tuple[str, ...], ...]
+    outs: tuple[tuple[str, ...], ...]
+
+    @classmethod
+    def parse(cls, op_name: str, text: str) -> _ShardingRule:
+        left, arrow, right = text.partition("->")
+        sides = [[tuple(part.split()) for part in side.split(",")] for side in (left, right)]
+        names = [name for side in sides for part in side for name in part]
+        if not arrow or not all(name.isidentifier() for name in names):
+            raise ValueError(
+                f"XLACustomKernel {op_name!r}: a sharding rule names the dimensions of every operand and output, "
+                f"separated by spaces, as in 'b i, i j -> b j'; got {text!r}"
+            )
+        repeated = [part for side in sides for part in side if len(set(part)) != len(part)]
+        if repeated:
+            raise ValueError(f"XLACustomKernel {op_name!r}: a dimension name occurs twice in one array: {text!r}")
+        ins = () if not left.strip() else tuple(sides[0])
+        return cls(op_name, text, ins, tuple(sides[1]))
+
+    def check(self, in_shapes: Sequence[tuple], out_shapes: Sequence[tuple]) -> None:
+        """Raise unless the rule fits the arrays of a call."""
+        for names, shapes, what in ((self.ins, in_shapes, "operands"), (self.outs, out_shapes, "outputs")):
+            ranks, found = [len(n) for n in names], [len(s) for s in shapes]
+            if ranks != found:
+                raise ValueError(
+                    f"XLACustomKernel {self.op_name!r}: the sharding rule {self.text!r} is for {what} of ranks "
+                    f"{ranks}, but the call has {what} of ranks {found}; correct the rule or the call"
+                )
+
+    def batched(self, batch: tuple) -> _ShardingRule:
+        """The rule of the op under the recorded vmaps."""
+        ins, outs = list(self.ins), list(self.outs)
+        for level, (_, flags) in enumerate(batch):
+            name = f"vmap{level}"
+            ins = [(name, *names) if flag else names for names, flag in zip(ins, flags)]
+            outs = [(name, *names) for names in outs]
+        text = ", ".join(map(" ".join, ins)) + " -> " + ", ".join(map(" ".join, outs))
+        return _ShardingRule(self.op_name, text, tuple(ins), tuple(outs))
+
+    def partitioned(self, make: Callable[..., Callable[..., list]], outs: tuple, batch: tuple) -> Callable[..., Any]:
+        """The function `make(outs, batch)`, with this rule for XLA's partitioner."""
+        from jax.experimental.custom_partitioning import custom_partitioning
+
+        rule = self.batched(batch)
+
+        def whole(*ins: Any) -> tuple:
+            return tuple(make(outs, batch)(*ins))
+
+        def partition(mesh: Any, args: Any, results: Any) -> tuple:
+            given, returned = rule.shardings(mesh, args, results)
+
+            def shard(*ins: Any) -> tuple:
+                local = [s.shard_shape(r.shape) for s, r in zip(returned, results)]
+                specs = tuple(Spec(n[len(batch) :], o.dtype) for n, o in zip(local, outs))
+                sizes = reversed(local[0][: len(batch)])
+                return tuple(make(specs, tuple((n, flags) for n, (_, flags) in zip(sizes, batch)))(*ins))
+
+            return mesh, shard, tuple(returned), tuple(given)
+
+        def infer(mesh: Any, args: Any, results: Any) -> tuple:
+            return tuple(rule.shardings(mesh, args, results)[1])
+
+        function = custom_partitioning(whole)
+        function.def_partition(partition=partition, infer_sharding_from_operands=infer, sharding_rule=rule.text)
+        return function
+
+    def shardings(self, mesh: Any, args: Any, results: Any) -> tuple[list, list]:
+        """The shardings of operands and outputs in which every dimension name has one meaning."""
+        axes: dict[str, Any] = {}
+        shared = set.intersection(*map(set, self.outs))  # a dimension that some output lacks is reduced: not sharded
+        for names, info in zip(self.ins + self.outs, (*args, *results)):
+            spec = tuple(getattr(info.sharding, "spec", ()) or ())
+            for name, size, entry in zip(names, info.shape, spec):
+                if name in shared and name not in axes and _divides(mesh, entry, size, axes.values()):
+                    axes[name] = entry
+
+        def place(names: tuple[str, ...]) -> Any:
+            return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*[axes.get(n) for n in names]))
+
+        return [place(n) for n in self.ins], [place(n) for n in self.outs]
+
+
+def _divides(mesh: Any, entry: Any, size: int, taken: Any) -> bool:
+    """Whether a dimension of `size` can be split evenly over the mesh axes `entry`, none of which is `taken`."""
+    if not entry:
+        return False
+    mine = set(_mesh_axes(entry))
+    if any(mine & set(_mesh_axes(other)) for other in taken):
+        return False
+    return size % math.prod(mesh.shape[axis] for axis in mine) == 0
+
+
+def _mesh_axes(entry: Any) -> tuple:
+    return entry if isinstance(entry, tuple) else (entry,)
+
+
+# -- Benchmark
+
+
+class _BenchmarkRow(NamedTuple):
+    backend: str
+    first_ms: float | None
+    median_us: float | None
+    difference: float | None
+    error: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _OpBenchmark:
+    """What :meth:`XLACustomKernel.benchmark` returns; prints as a table."""
+
+    name: str
+    platform: str
+    rows: tuple[_BenchmarkRow, ...]
+
+    def __repr__(self) -> str:
+        lines = [f"{self.name} on {self.platform}", f"{'backend':<14}{'first (ms)':>12}{'median (us)':>14}  difference"]
+        for row in self.rows:
+            if row.error is not None:
+                lines.append(f"{row.backend:<14}{'failed':>12}{'':>14}  {row.error}")
+            else:
+                lines.append(f"{row.backend:<14}{row.first_ms:>12.2f}{row.median_us:>14.2f}  {row.difference:.3g}")
+        return "\n".join(lines)
+
+
+def _time_backend(backend: str, run: Callable[..., Any], ins: tuple, reference: Any) -> tuple[_BenchmarkRow, Any]:
+    try:
+        start = time.perf_counter()
+        results = jax.block_until_ready(run(*ins))
+        first = time.perf_counter() - start
+        times: list[float] = []
+        while len(times) < 5 or (sum(times) < 0.2 and len(times) < 10_000):
+            start = time.perf_counter()
+            jax.block_until_ready(run(*ins))
+            times.append(time.perf_counter() - start)
+    except Exception as error:  # reported as the row of this backend
+        message = (str(error).splitlines() or [""])[0]
+        return _BenchmarkRow(backend, None, None, None, f"{type(error).__name__}: {message}"), None
+    difference = 0.0 if reference is None else _largest_difference(reference, results)
+    return _BenchmarkRow(backend, first * 1e3, statistics.median(times) * 1e6, difference, None), results
+
+
+def _largest_difference(a: Any, b: Any) -> float:
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b))
+    wide = [(np.asarray(x).astype(complex), np.asarray(y).astype(complex)) for x, y in pairs]
+    return max((float(np.max(np.abs(x - y), initial=0.0)) for x, y in wide), default=0.0)
+
+
+def _check_names(backend: Any, platform: Any) -> None:
+    for what, name in (("backend", backend), ("platform", platform)):
+        if not isinstance(name, str):
+            raise TypeError(f"def_kernel: {what} must be a string, got {name!r}")
+        if not name:
+            raise ValueError(f"def_kernel: {what} must not be empty")
+
+
+def _check_callables(where: str, functions: Sequence[Any]) -> None:
+    for fun in functions:
+        if not callable(fun):
+            raise TypeError(f"{where}: a rule must be callable, got {fun!r}")
+
 
 # ======================================================================================================
 # Self-check: python -m xla_kernels
