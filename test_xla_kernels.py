@@ -654,7 +654,7 @@ def custom_kernel(name):
         reference = functools.partial(OPS[name].reference, **OPS[name].params)
 
         def jvp(primals, tangents, **_):
-            outputs, derivatives = jax.jvp(reference, primals, [ad.instantiate_zeros(t) for t in tangents])
+            outputs, derivatives = jax.jvp(reference, primals, tuple(map(ad.instantiate_zeros, tangents)))
             return jax.tree.leaves(outputs), jax.tree.leaves(derivatives)
 
         op.def_jvp_rule(jvp)
