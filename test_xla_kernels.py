@@ -1,8 +1,16 @@
 """Tests of xla_kernels: the matrix of operations, backends and transformations, and everything that broke elsewhere."""
 
 import dataclasses
+import doctest
 import functools
 import math
+import os
+import pathlib
+import re
+import shutil
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
 
 import jax
@@ -751,6 +759,155 @@ def test_shard_map(cell):
     run = lambda f: jax.vmap(lambda x: f(x, *rest))
     sharded = jax.jit(shard_map(run(cell), mesh=mesh, in_specs=P("i"), out_specs=P("i")))
     cell.check(sharded(batch), run(cell.reference)(batch))
+
+
+# ======================================================================================================
+# The package: README, imports, vendored copies, several processes
+# ======================================================================================================
+
+ROOT = pathlib.Path(__file__).parent
+
+
+def run_python(*args, cwd=ROOT, timeout=300, **environment):
+    """Run Python in a fresh process; returns its output, or fails with it."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    command = [sys.executable, *map(str, args)]
+    result = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout, check=False)
+    assert result.returncode == 0, f"exit code {result.returncode}\n{result.stdout}\n{result.stderr}"
+    return result.stdout
+
+
+README_BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+
+
+@pytest.mark.parametrize("number", range(len(README_BLOCKS)))
+def test_readme_block(number, tmp_path):
+    code = README_BLOCKS[number]
+    if "warp" in code and wp is None:
+        pytest.skip("warp is not installed")
+    (tmp_path / "block.py").write_text(code, encoding="utf-8")
+    assert run_python(tmp_path / "block.py", cwd=tmp_path).strip()
+
+
+def test_readme_has_the_two_lines():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert 'pip install -e ".[warp]" && python -m xla_kernels\n' in text
+    assert 'pip install -e ".[test]" && pytest -n auto\n' in text
+
+
+LOADED = "import sys; print(sorted({m.partition('.')[0] for m in sys.modules} & {'numba', 'warp', 'llvmlite', 'cuda'}))"
+
+
+def test_import_loads_no_backend():
+    assert run_python("-c", f"import xla_kernels; {LOADED}").strip() == "[]"
+
+
+def test_import_check_can_fail():
+    assert "numba" in run_python("-c", f"import xla_kernels, numba; {LOADED}")
+
+
+def test_docstring_examples():
+    assert doctest.testmod(xk).attempted > 0
+    assert doctest.testmod(xk).failed == 0
+
+
+def test_self_check_runs(tmp_path):
+    """The file alone, under another name, in an empty folder, as a script and as a module."""
+    shutil.copy(ROOT / "xla_kernels.py", tmp_path / "my_kernels.py")
+    for args in (["my_kernels.py"], ["-m", "my_kernels"]):
+        report = run_python(*args, cwd=tmp_path, PYTHONPATH="")
+        assert re.search(r"^numba +cpu +works, [\d.]+ µs", report, re.MULTILINE), report
+
+
+def test_self_check_fails_for_a_wrong_backend(tmp_path):
+    text = (ROOT / "xla_kernels.py").read_text(encoding="utf-8")
+    assert "out[i] = 2 * x[i] + y[i]" in text
+    (tmp_path / "wrong.py").write_text(text.replace("out[i] = 2 * x[i] + y[i]", "out[i] = 3 * x[i] + y[i]"), "utf-8")
+    with pytest.raises(AssertionError, match=r"exit code 1\n(.*\n)*.*FAILED: AssertionError"):
+        run_python("wrong.py", cwd=tmp_path, PYTHONPATH="")
+
+
+def test_missing_numba_is_explained(tmp_path):
+    (tmp_path / "numba.py").write_text("raise ImportError('none here')")
+    code = "import jax.numpy as jnp, xla_kernels as xk; xk.numba_kernel(lambda x, out: None, lambda x: x)(jnp.ones(3))"
+    with pytest.raises(AssertionError, match=r"ImportError: numba_kernel needs numba.*pip install numba"):
+        run_python("-c", code, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
+
+
+# -- export: every operation of a backend, reloaded in a fresh process that traces the same kernels ----------
+
+
+def exported_cells(backend):
+    """(name, cell) of what `backend` can do, at float32."""
+    return [(op.name, Cell(op.name, backend, "float32")) for op in MATRIX if backend in op.kernels]
+
+
+def export_all(backend, folder):
+    from jax import export
+
+    for name, cell in exported_cells(backend):
+        specs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in cell.inputs]
+        jax.eval_shape(cell, *specs)  # registers the targets, so that they can be named
+        exported = export.export(jax.jit(cell), disabled_checks=xk.export_checks())(*specs)
+        (folder / f"{name}.bin").write_bytes(exported.serialize())
+
+
+def check_exported(backend, folder):
+    """In the fresh process."""
+    from jax import export
+
+    for name, cell in exported_cells(backend):
+        jax.jit(cell).lower(*cell.inputs)
+        run = export.deserialize(bytearray((pathlib.Path(folder) / f"{name}.bin").read_bytes())).call
+        cell.check(run(*cell.inputs), cell.reference(*cell.inputs))
+        print(name)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_export_and_reload(backend, tmp_path):
+    export_all(backend, tmp_path)
+    code = f"import conftest, test_xla_kernels as t; t.check_exported({backend!r}, {str(tmp_path)!r})"
+    checked = run_python("-c", code).split()
+    assert checked == [name for name, _ in exported_cells(backend)]
+
+
+# -- several processes ---------------------------------------------------------------------------------------
+
+DISTRIBUTED = """
+import sys
+import jax, numpy as np
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(f"localhost:{sys.argv[1]}", num_processes=2, process_id=int(sys.argv[2]))
+from jax.sharding import NamedSharding, PartitionSpec as P
+import numba, xla_kernels as xk
+square = xk.XLACustomKernel("square")
+square.def_sharding_rule("i -> i")
+@square.def_numba_kernel
+@numba.njit
+def kernel(x, out):
+    for i in range(x.size):
+        out[i] = x[i] * x[i]
+mesh = jax.sharding.Mesh(np.array(jax.devices()), "d")
+sharding = NamedSharding(mesh, P("d"))
+x = jax.make_array_from_callback((8,), sharding, lambda index: np.arange(8, dtype=np.float32)[index])
+total = jax.jit(lambda x: square(x, outs=x).sum())(x)
+print("devices", len(jax.devices()), "total", float(total))
+"""
+
+
+def test_two_processes_share_a_mesh(tmp_path):
+    (tmp_path / "worker.py").write_text(DISTRIBUTED)
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        port = str(s.getsockname()[1])
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    workers = [
+        subprocess.Popen([sys.executable, "worker.py", port, str(i)], cwd=tmp_path, env=env, stdout=subprocess.PIPE,
+                         stderr=subprocess.STDOUT, text=True)
+        for i in range(2)
+    ]  # fmt: skip
+    outputs = [worker.communicate(timeout=120)[0] for worker in workers]
+    assert all("devices 4 total 140.0" in output for output in outputs), "\n".join(outputs)
 
 
 # ======================================================================================================
