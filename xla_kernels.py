@@ -1494,11 +1494,15 @@ class XLACustomKernel:
         _flat_specs(outs, f"XLACustomKernel {self.name!r}: outs")
         leaves, tree = jax.tree_util.tree_flatten(outs, is_leaf=_is_spec)
         call = _OpCall(self, tree, tuple(Spec(s.shape, s.dtype) for s in leaves), backend, params)
+        return self._remember(self._calls, key, call)
+
+    def _remember(self, cache: dict, key: Any, value: Any) -> Any:
+        """Keep what serves eager calls; parameters that change on every call must not fill the memory."""
         with self._lock:
-            while len(self._calls) >= _MAX_EAGER_CALLS:
-                self._calls.pop(next(iter(self._calls)))
-            self._calls[key] = call
-        return call
+            while len(cache) >= _MAX_EAGER_CALLS:
+                del cache[next(iter(cache))]
+            cache[key] = value
+        return value
 
     # Registration
 
@@ -2281,7 +2285,7 @@ def _op_impl(op: XLACustomKernel, *ins: Any, **options: Any) -> list:
     key = _tagged_items(options)
     call = op._impls.get(key)
     if call is None:
-        call = op._impls[key] = jax.jit(functools.partial(op.primitive.bind, **options))
+        call = op._remember(op._impls, key, jax.jit(functools.partial(op.primitive.bind, **options)))
     with jax.disable_jit(False):
         return call(*ins)
 
