@@ -1,6 +1,97 @@
-"""Devices, markers and the header of the report."""
+"""Devices, what is available, and the header of the report."""
 
+import contextlib
+import functools
+import importlib.metadata
+import importlib.util
 import os
 
 # Several CPU devices, for shard_map and pmap; must be set before jax makes its backend.
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+
+import jax
+import pytest
+
+SIMULATOR = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0")
+
+
+def on_gpu():
+    return jax.default_backend() == "gpu"
+
+
+@functools.cache
+def missing(requirement):
+    """Why a backend or a package cannot be tested here, or None."""
+    package = {"warp": "warp", "pallas": "jax", "gpu": "jax"}.get(requirement, "numba")
+    if importlib.util.find_spec(package) is None:
+        return f"{package} is not installed"
+    if requirement == "gpu" and not on_gpu():
+        return "JAX has no GPU here"
+    if requirement in ("numba_cuda", "numba_cuda_callable", "cuda") and not (on_gpu() or SIMULATOR):
+        return "JAX has no GPU here (test_cuda_simulator runs it on the simulator)"
+    if requirement in ("numba", "numba_parallel") and on_gpu():
+        return "JAX computes on the GPU here"
+    return None
+
+
+REQUIREMENTS = ("numba", "numba_parallel", "numba_cuda", "numba_cuda_callable", "warp", "pallas", "gpu")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--require", default="", help="comma-separated: fail where one of these is missing, do not skip")
+
+
+def pytest_report_header(config):
+    packages = ("jax", "jaxlib", "numpy", "numba", "warp-lang", "numba-cuda", "brainevent")
+    installed = {d.name.lower().replace("_", "-") for d in importlib.metadata.distributions() if d.name}
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in packages if name in installed]
+    found = [name for name in REQUIREMENTS if missing(name) is None]
+    skipped = [f"skipped: {name} ({missing(name)})" for name in REQUIREMENTS if missing(name)]
+    simulator = ", Numba CUDA simulator" if SIMULATOR else ""
+    platform = f"platform {jax.default_backend()}, {jax.device_count()} devices{simulator}"
+    return [", ".join(versions), f"{platform}; testing: {', '.join(found)}", *skipped]
+
+
+def requirements_of(item):
+    """What a test needs: its parameter `backend`, the marks `gpu` and `needs(...)`."""
+    backend = getattr(item, "callspec", None) and item.callspec.params.get("backend")
+    marked = [arg for mark in item.iter_markers("needs") for arg in mark.args]
+    return [
+        *marked,
+        *(["gpu"] if item.get_closest_marker("gpu") else []),
+        *([backend] if backend in REQUIREMENTS else []),
+    ]
+
+
+def pytest_runtest_setup(item):
+    """The one place where something that is missing becomes a skip, or with --require a failure."""
+    required = {name.strip() for name in item.config.getoption("--require").split(",")} - {""}
+    for requirement in requirements_of(item):
+        if reason := missing(requirement):
+            if any(requirement.startswith(name) or name in requirement for name in required):
+                pytest.fail(f"--require={requirement}: {reason}")
+            pytest.skip(f"{requirement}: {reason}")
+
+
+def pytest_configure(config):
+    """`--require=warp,cuda` fails the whole run at once where nothing of it can run."""
+    for name in config.getoption("--require").split(","):
+        if name and name.strip() not in (*REQUIREMENTS, "cuda"):
+            raise pytest.UsageError(f"--require={name}: unknown; choose from {', '.join((*REQUIREMENTS, 'cuda'))}")
+
+
+@pytest.fixture
+def enable_x64():
+    """A context manager that sets 64-bit mode, in every version of JAX."""
+
+    @contextlib.contextmanager
+    def switch(on=True):
+        before = jax.config.jax_enable_x64
+        jax.config.update("jax_enable_x64", on)
+        try:
+            yield
+        finally:
+            jax.config.update("jax_enable_x64", before)
+
+    return switch
