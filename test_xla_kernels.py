@@ -11,7 +11,9 @@ import shutil
 import socket
 import subprocess
 import sys
+import timeit
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +21,8 @@ import numba
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
-from jax.interpreters import ad
+from jax.interpreters import ad, batching, mlir
+from jax.test_util import check_grads
 
 import xla_kernels as xk
 
@@ -936,3 +939,1012 @@ def test_numba_add():
 # ======================================================================================================
 # XLACustomKernel
 # ======================================================================================================
+
+Spec = jax.ShapeDtypeStruct
+X, Y = np.arange(1.0, 9.0, dtype=np.float32), np.linspace(-1.0, 1.0, 8, dtype=np.float32)
+_NEGATE = {"cpu": lambda: lambda x: -x}
+
+
+def _like(x, *rest):
+    return x
+
+
+def _kg_jax(outs):
+    return lambda x, y: x * y
+
+
+def _kg_numba(outs):
+    @numba.njit
+    def multiply(x, y, out):
+        for i in np.ndindex(out.shape):
+            out[i] = x[i] * y[i]
+
+    return xk.numba_kernel(multiply, outs)
+
+
+def _kg_pallas(outs):
+    from jax.experimental import pallas as pl
+
+    def multiply(x, y, out):
+        out[...] = x[...] * y[...]
+
+    return lambda x, y: (pl.pallas_call(multiply, out_shape=outs[0], interpret=True)(x, y),)
+
+
+def _kg_no_batching(outs):
+    """Code without a batching rule, as most hand-written primitives are."""
+    return lambda x, y: [_multiply_p.bind(x, y)]
+
+
+_multiply_p = xk.Primitive("multiply_without_batching_rule")
+_multiply_p.def_abstract_eval(lambda x, y: x)
+mlir.register_lowering(_multiply_p, mlir.lower_fun(lambda x, y: x * y, multiple_results=False))
+
+OP_BACKENDS = {"jax": _kg_jax, "numba": _kg_numba, "pallas": _kg_pallas, "no_batching": _kg_no_batching}
+
+
+def _product_op(backend="jax"):
+    """The elementwise product, with its derivative and transpose in terms of the op itself."""
+    op = xk.XLACustomKernel("product")
+    op.def_kernel(backend, "cpu", OP_BACKENDS[backend])
+    op.def_jvp_rule2(lambda t, x, y, outs: op(t, y, outs=outs), lambda t, x, y, outs: op(x, t, outs=outs))
+
+    @op.def_transpose_rule
+    def transpose(cotangents, x, y, outs):
+        (ct,) = cotangents
+        if ad.is_undefined_primal(x):
+            return op(ct, y, outs=outs[0]), y
+        return x, op(x, ct, outs=outs[0])
+
+    return op
+
+
+@pytest.fixture(params=OP_BACKENDS)
+def product(request):
+    if request.param == "pallas":
+        pytest.importorskip("jax.experimental.pallas", reason="Pallas needs more than jax here")
+        if "shard_map" in request.node.name:
+            pytest.skip("Pallas' interpreter does not run inside shard_map(check_vma=True)")
+    op = _product_op(request.param)
+    return lambda x, y: op(x, y, outs=_like)
+
+
+def _shard_map(f, in_specs, out_specs):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("d",))
+    if hasattr(jax, "shard_map"):
+        return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    from jax.experimental.shard_map import shard_map
+
+    return shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+
+
+def _scan(f, x, y):
+    return jax.lax.scan(lambda c, _: (f(c, y), c), x, None, length=3)
+
+
+def _while(f, x, y):
+    return jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, f(c[1], y)), (0, x))[1]
+
+
+def _constant(f, x, y):
+    with jax.ensure_compile_time_eval():
+        return np.asarray(f(x, y))  # a traced value could not become a NumPy array
+
+
+def _disable_jit(f, x, y):
+    with jax.disable_jit():
+        return f(x, y), jax.vmap(f)(x[:2, None], y[:2, None])
+
+
+def _hessian_vector(f, x, y):
+    return jax.jvp(jax.grad(lambda x: (f(x, x) * f(x, y)).sum()), (x,), (y,))
+
+
+ROWS = np.stack([X, X + 1, 2 * X])
+P = jax.sharding.PartitionSpec
+TRANSFORMS = {
+    "eager": lambda f: f(X, Y),
+    "jit": lambda f: jax.jit(f)(X, Y),
+    "scalars": lambda f: f(2.0, np.float32(3.0)),
+    "2d": lambda f: f(ROWS, ROWS),
+    "zero_size": lambda f: f(X[:0], Y[:0]),
+    "vmap": lambda f: jax.vmap(f)(ROWS, ROWS),
+    "vmap_jit": lambda f: jax.jit(jax.vmap(f))(ROWS, ROWS),
+    "vmap_unbatched": lambda f: jax.vmap(f, (0, None))(ROWS, Y),
+    "vmap_unbatched_first": lambda f: jax.vmap(f, (None, 0))(Y, ROWS),
+    "vmap_axis_1": lambda f: jax.vmap(f, (1, 0), out_axes=1)(ROWS.T, ROWS),
+    "vmap_axis_last": lambda f: jax.vmap(f, (-1, None))(ROWS.T, Y),
+    "vmap_of_one": lambda f: jax.vmap(f, (0, None))(ROWS[:1], Y),
+    "vmap_of_none": lambda f: jax.vmap(f, (0, None))(ROWS[:0], Y),
+    "vmap_nested": lambda f: jax.vmap(jax.vmap(f, (0, None)), (None, 0))(ROWS, ROWS),
+    "vmap_nested_deep": lambda f: jax.vmap(jax.vmap(jax.vmap(f, (None, 0)), (0, None)), (None, 1))(
+        ROWS, np.arange(64.0, dtype=np.float32).reshape(4, 2, 8)
+    ),
+    "grad": lambda f: jax.grad(lambda x, y: (f(x, y) ** 2).sum(), (0, 1))(X, Y),
+    "grad_jit": lambda f: jax.jit(jax.grad(lambda x: f(x, x).sum()))(X),
+    "jvp": lambda f: jax.jvp(f, (X, Y), (Y, X)),
+    "jvp_one": lambda f: jax.jvp(lambda x: f(x, Y), (X,), (Y,)),
+    "jvp_vmap": lambda f: jax.jvp(lambda x: jax.vmap(f, (0, None))(x, Y), (ROWS,), (ROWS,)),
+    "jacfwd": lambda f: jax.jacfwd(f, (0, 1))(X, Y),
+    "jacrev": lambda f: jax.jacrev(f, (0, 1))(X, Y),
+    "hessian_vector": lambda f: _hessian_vector(f, X, Y),
+    "vjp": lambda f: jax.vjp(f, X, Y)[1](X),
+    "grad_of_vmap": lambda f: jax.grad(lambda x, y: (jax.vmap(f, (0, None))(x, y) ** 2).sum(), (0, 1))(ROWS, Y),
+    "grad_of_nested_vmap": lambda f: jax.grad(
+        lambda x, y: (jax.vmap(jax.vmap(f, (0, None)), (None, 0))(x, y) ** 2).sum(), (0, 1)
+    )(ROWS, ROWS[:2]),
+    "vmap_of_grad": lambda f: jax.vmap(jax.grad(lambda x, y: (f(x, y) ** 2).sum(), (0, 1)), (0, None))(ROWS, Y),
+    "scan": lambda f: _scan(f, X, Y),
+    "while": lambda f: jax.jit(functools.partial(_while, f))(X, Y),
+    "cond": lambda f: jax.lax.cond(X[0] > 0, f, lambda x, y: x, X, Y),
+    "grad_of_scan": lambda f: jax.grad(lambda x, y: _scan(f, x, y)[1].sum(), (0, 1))(X, Y),
+    "vmap_of_scan": lambda f: jax.vmap(functools.partial(_scan, f), (0, None))(ROWS, Y),
+    "remat": lambda f: jax.grad(jax.checkpoint(lambda x: (f(x, Y) ** 2).sum()))(X),
+    "linear_transpose": lambda f: jax.linear_transpose(lambda x: f(x, Y), X)(X),
+    "linear_transpose_vmap": lambda f: jax.linear_transpose(lambda y: jax.vmap(f, (0, None))(ROWS, y), Y)(ROWS),
+    "donated": lambda f: jax.jit(f, donate_argnums=0)(jnp.array(X), Y),
+    "compile_time": lambda f: jax.jit(lambda: _constant(f, X, Y))(),
+    "disable_jit": lambda f: _disable_jit(f, X, Y),
+    "eval_shape": lambda f: np.zeros(jax.eval_shape(jax.vmap(f), ROWS, ROWS).shape),
+    "make_jaxpr": lambda f: jax.core.eval_jaxpr(jax.make_jaxpr(f)(X, Y).jaxpr, [], X, Y),
+    "shard_map": lambda f: jax.jit(_shard_map(f, (P("d"), P("d")), P("d")))(X, Y),
+    "shard_map_eager": lambda f: _shard_map(f, (P("d"), P("d")), P("d"))(X, Y),
+    "shard_map_replicated": lambda f: jax.jit(_shard_map(f, (P("d"), P()), P("d")))(X, Y[:2]),
+    "shard_map_vmap": lambda f: _shard_map(jax.vmap(f, (0, None)), (P(None, "d"), P("d")), P(None, "d"))(ROWS, Y),
+    "shard_map_scan": lambda f: jax.jit(_shard_map(lambda x, y: _scan(f, x, y)[0], (P("d"), P()), P("d")))(X, Y[:2]),
+    "grad_of_shard_map": lambda f: jax.grad(
+        lambda x, y: (_shard_map(f, (P("d"), P()), P("d"))(x, y) ** 2).sum(), (0, 1)
+    )(X, Y[:2]),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_op_under_transformations(product, name):
+    twin = lambda x, y: jnp.asarray(x) * y
+    got, want = TRANSFORMS[name](product), TRANSFORMS[name](twin)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), got, want)
+
+
+def test_op_shard_map_sums_the_cotangent_of_a_replicated_operand(product):
+    if not hasattr(jax, "shard_map"):
+        pytest.skip("the grad inside shard_map of jax < 0.6 sums nothing")
+    inside = jax.grad(lambda x, y: product(x, y).sum(), 1)
+    got = _shard_map(inside, (P("d"), P()), P())(X, Y[:2])
+    np.testing.assert_allclose(got, X.reshape(4, 2).sum(0))
+
+
+def test_op_vmap_runs_the_backend_natively():
+    lowered = jax.jit(jax.vmap(_product("numba"))).lower(ROWS, ROWS).as_text()
+    assert lowered.count("custom_call") == 1
+    assert "while" in jax.jit(jax.vmap(_product("no_batching"))).lower(ROWS, ROWS).as_text()
+
+
+def _product(backend):
+    op = _product_op(backend)
+    return lambda x, y: op(x, y, outs=_like)
+
+
+# -- outs, operands, parameters
+
+
+@pytest.mark.parametrize(
+    "outs",
+    [
+        Spec((8,), np.float32),
+        [Spec((8,), np.float32)],
+        (Spec((8,), np.float32),) * 2,
+        {"a": Spec((8,), np.float32), "b": [Spec((2, 3), np.int32), Spec((), bool)]},
+        jnp.zeros(8),
+        lambda x: (x, {"x": x}),
+    ],
+    ids=["spec", "list", "tuple", "nested", "array", "callable"],
+)
+def test_op_returns_the_structure_of_outs(outs):
+    op = xk.XLACustomKernel("zeros")
+    op.def_kernel("jax", "cpu", lambda outs: lambda x: [jnp.zeros(s.shape, s.dtype) for s in outs])
+    want = outs(Spec((8,), np.float32)) if callable(outs) else outs
+    for call in (op, jax.jit(functools.partial(op, outs=outs)), jax.disable_jit()(functools.partial(op, outs=outs))):
+        got = call(X, outs=outs) if call is op else call(X)
+        assert jax.tree.structure(got) == jax.tree.structure(want)
+        assert jax.tree.map(lambda s: (s.shape, s.dtype), got) == jax.tree.map(lambda s: (s.shape, s.dtype), want)
+
+
+@pytest.mark.parametrize(
+    "results",
+    [lambda x: x, lambda x: (x,), lambda x: [x], lambda x: {"a": x}, lambda x: np.asarray([1.0, 2.0], np.float32)],
+    ids=["bare", "tuple", "list", "dict", "numpy"],
+)
+def test_op_accepts_any_container_of_results(results):
+    op = xk.XLACustomKernel("any")
+    op.def_kernel("jax", "cpu", lambda outs: results)
+    assert op(X[:2], outs=Spec((2,), np.float32)).shape == (2,)
+
+
+class _WithDlpack:
+    def __init__(self, array):
+        self.array = array
+
+    def __dlpack__(self, **options):
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+
+class _WithJaxArray:
+    def __jax_array__(self):
+        return jnp.asarray(X)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        X,
+        jnp.asarray(X),
+        next(iter(X)),
+        3.0,
+        2,
+        True,
+        np.float32(2),
+        np.array(2.0),
+        _WithDlpack(jnp.asarray(X)),
+        _WithJaxArray(),
+    ],
+    ids=["numpy", "jax", "scalar", "float", "int", "bool", "np_scalar", "0d", "dlpack", "jax_array"],
+)
+def test_op_operands(x):
+    op = xk.XLACustomKernel("double")
+    op.def_kernel("jax", "cpu", lambda: lambda x: x + x)
+    want = np.asarray(x.__jax_array__() if hasattr(x, "__jax_array__") else getattr(x, "array", x))
+    outs = lambda x: x
+    if want.dtype == bool:
+        want, outs = want.astype(np.float32), lambda x: Spec(x.shape, np.float32)
+        op.def_kernel("jax", "cpu", lambda: lambda x: x.astype(np.float32) * 2)
+    np.testing.assert_allclose(op(x, outs=outs), want + want)
+    np.testing.assert_allclose(jax.jit(lambda: op(x, outs=outs))(), want + want)
+
+
+def test_op_without_operands():
+    op = xk.XLACustomKernel("seven")
+    op.def_kernel("jax", "cpu", lambda outs: lambda: jnp.full(outs[0].shape, 7.0, outs[0].dtype))
+    outs = Spec((2,), np.float32)
+    assert op(outs=outs).tolist() == jax.jit(lambda: op(outs=outs))().tolist() == [7.0, 7.0]
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_op_tells_equal_parameters_of_different_types_apart(jit):
+    op = xk.XLACustomKernel("type")
+    op.def_kernel("jax", "cpu", lambda k: lambda x: x + len(repr(k)))
+    f = lambda x: [op(x, outs=x, k=k) - x for k in (1, 1.0, True, (1,), (1.0,), 0.0, -0.0, np.float32(1))]
+    got = [int(y[0]) for y in (jax.jit(f) if jit else f)(jnp.asarray(X))]
+    assert got == [len(repr(k)) for k in (1, 1.0, True, (1,), (1.0,), 0.0, -0.0, np.float32(1))]
+
+
+def test_op_follows_jax_enable_x64():
+    op = xk.XLACustomKernel("wide")
+    op.def_kernel("jax", "cpu", lambda: lambda x: x)
+    outs = Spec((2,), np.float64)
+    with pytest.warns(UserWarning, match="float64"):
+        assert op(np.ones(2), outs=outs).dtype == np.float32
+    jax.config.update("jax_enable_x64", True)
+    try:
+        assert op(np.ones(2), outs=outs).dtype == np.float64
+    finally:
+        jax.config.update("jax_enable_x64", False)
+
+
+# -- registration and dispatch
+
+
+def _constant_op(**kernels):
+    op = xk.XLACustomKernel("constant")
+    for backend, value in kernels.items():
+        op.def_kernel(backend, "cpu", _adds(value))
+    return op
+
+
+def _adds(value):
+    return lambda: lambda x: x + value
+
+
+def _zero_plus(op, **options):
+    return float(op(0.0, outs=Spec((), np.float32), **options))
+
+
+def test_op_first_backend_is_the_default_and_others_can_be_chosen():
+    op = _constant_op(a=1, b=2)
+    assert (op.defaults, op.get_default("cpu"), op.available_backends("cpu")) == ({"cpu": "a"}, "a", ["a", "b"])
+    assert _zero_plus(op) == 1 and _zero_plus(op, backend="b") == 2
+    op.def_kernel("c", "cpu", _adds(3), asdefault=True)
+    assert _zero_plus(op) == 3 and op.get_default("cpu") == "c"
+    assert op.get_default("tpu") is None and op.available_backends("tpu") == []
+    entry = op._kernels["cpu"]["a"]
+    assert (entry.backend, entry.platform, entry.kernel_generator()(1)) == ("a", "cpu", 2)
+
+
+CHANGES = {
+    "set_default": (lambda op: op.set_default("cpu", "b"), 2),
+    "registered_again": (lambda op: op.def_kernel("a", "cpu", _adds(5)), 5),
+    "asdefault": (lambda op: op.def_kernel("c", "cpu", _adds(3), asdefault=True), 3),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_op_change_reaches_warm_functions(change):
+    op = _constant_op(a=1, b=2)
+    spec = Spec((), np.float32)
+    calls = {
+        "eager": lambda: op(0.0, outs=spec),
+        "jit": jax.jit(lambda: op(0.0, outs=spec)),
+        "vmap": jax.jit(lambda: jax.vmap(lambda x: op(x, outs=spec))(jnp.zeros(1))[0]),
+        "scan": jax.jit(lambda: jax.lax.scan(lambda c, _: (op(c, outs=spec), None), 0.0, None, length=1)[0]),
+    }
+    assert {name: float(call()) for name, call in calls.items()} == dict.fromkeys(calls, 1.0)
+    apply, want = CHANGES[change]
+    apply(op)
+    assert {name: float(call()) for name, call in calls.items()} == dict.fromkeys(calls, float(want))
+
+
+@pytest.mark.parametrize(
+    ("lowered", "change", "clears"),
+    [
+        ({}, lambda op: op.set_default("cpu", "b"), 1),
+        ({}, lambda op: op.set_default("cpu", "a"), 0),
+        ({}, lambda op: op.def_kernel("c", "cpu", _adds(3)), 0),
+        ({}, lambda op: op.def_kernel("a", "gpu", _adds(3)), 0),
+        ({}, lambda op: op.def_kernel("b", "cpu", _adds(3)), 0),
+        ({"backend": "b"}, lambda op: op.def_kernel("b", "cpu", _adds(3)), 1),
+        ({"backend": "b"}, lambda op: op.set_default("cpu", "b"), 0),
+        (None, lambda op: op.set_default("cpu", "b"), 0),
+    ],
+    ids=["new_default", "same", "another", "gpu", "b_unused", "b_used", "explicit", "never_called"],
+)
+def test_op_clears_caches_only_when_it_must(monkeypatch, lowered, change, clears):
+    op, other = _constant_op(a=1, b=2), _constant_op(a=1, b=2)
+    _zero_plus(other)
+    if lowered is not None:
+        _zero_plus(op, **lowered)
+    count = []
+    monkeypatch.setattr(jax, "clear_caches", lambda: count.append(1))
+    change(op)
+    assert len(count) == clears
+
+
+def test_op_warp_serves_the_cpu_only_where_nothing_else_does():
+    op = xk.XLACustomKernel("warp")
+    op.def_warp_kernel(_adds(1), asdefault=True)
+    assert op.defaults == {"gpu": "warp", "cpu": "warp"} and _zero_plus(op) == 1
+    op.def_numba_kernel(_adds(2))
+    assert op.defaults == {"gpu": "warp", "cpu": "numba"}
+    assert _zero_plus(op) == 2 and _zero_plus(op, backend="warp") == 1
+    op.set_default("cpu", "warp")
+    op.def_kernel("jax", "cpu", _adds(3))
+    assert _zero_plus(op) == 1
+
+
+SHORTHANDS = {
+    "def_numba_kernel": ("cpu", "numba", ()),
+    "def_warp_kernel": ("gpu", "warp", ()),
+    "def_numba_cuda_kernel": ("gpu", "numba_cuda", ()),
+    "def_pallas_kernel": ("tpu", "pallas", ("tpu",)),
+    "def_triton_kernel": ("gpu", "triton", ()),
+    "def_cuda_raw_kernel": ("gpu", "cuda_raw", ()),
+    "def_kernel": ("gpu", "mine", ("mine", "cuda")),
+}
+
+
+@pytest.mark.parametrize("name", SHORTHANDS)
+def test_op_shorthands_and_decorators(name):
+    platform, backend, args = SHORTHANDS[name]
+    op, kg = xk.XLACustomKernel("op"), _adds(1)
+    define = getattr(op, name)
+    assert define(*args, kg) is kg and op.defaults[platform] == backend
+    op.def_kernel("first", platform, kg, asdefault=True)
+    assert define(*args)(kg) is kg and op.defaults[platform] == "first"
+    assert define(*args, asdefault=True)(kg) is kg and op.defaults[platform] == backend
+    assert op._kernels[platform][backend].kernel_generator() is not None
+
+
+@pytest.mark.parametrize(
+    ("platforms", "adds"),
+    [(("cpu",), ["1.0"]), (("cuda",), ["2.0"]), (("tpu",), ["3.0"]), (("cpu", "cuda", "tpu"), ["1.0", "2.0", "3.0"])],
+    ids=lambda v: "+".join(v),
+)
+def test_op_platform_is_that_of_the_lowering(platforms, adds):
+    op = xk.XLACustomKernel("where")
+    for i, platform in enumerate(("cpu", "gpu", "tpu")):
+        op.def_kernel("jax", platform, _adds(1.0 + i))
+    f = jax.jit(lambda x: op(x, outs=x))
+    text = f.trace(X).lower(lowering_platforms=platforms).as_text()
+    assert [v for v in ("1.0", "2.0", "3.0") if f"dense<{v}" in text] == adds
+
+
+def test_op_names_may_repeat_and_ops_share_nothing():
+    first, second = _constant_op(a=1), _constant_op(a=2)
+    first.def_jvp_rule2(lambda t, x: 10 * t)
+    second.def_jvp_rule2(lambda t, x: 20 * t)
+    f = jax.jit(lambda x: (first(x, outs=x), second(x, outs=x)))
+    assert [float(y) for y in f(0.0)] == [1.0, 2.0]
+    assert [float(t) for t in jax.jvp(f, (0.0,), (1.0,))[1]] == [10.0, 20.0]
+
+
+def test_op_repr():
+    op = _constant_op(a=1, b=2)
+    op.def_kernel("c", "gpu", _adds(1))
+    assert repr(op) == "XLACustomKernel('constant')\n  cpu: a (default), b\n  gpu: c (default)"
+    op.def_jvp_rule2(None)
+    op.def_batching_rule(lambda args, axes: (args, axes))
+    op.def_sharding_rule("->")
+    assert repr(op).endswith("\n  rules: batching, jvp, sharding")
+    op.register_general_batching()
+    assert repr(op).endswith("\n  rules: jvp, sharding")
+
+
+def test_op_doc_tags_and_call():
+    op = xk.XLACustomKernel("op", doc="Adds one.")
+    assert op.__doc__ == "Adds one."
+    op.def_tags("csr", "binary")
+    assert op._tags == {"csr", "binary"}
+    with pytest.raises(ValueError, match="no call function"):
+        op.call(1)
+    op.def_call(lambda x, backend=None: (x, backend))
+    assert op.call(1, backend="numba") == (1, "numba")
+
+
+# -- ready kernels
+
+
+@numba.njit
+def _ready_add(x, y, out):
+    for i in range(x.size):
+        out[i] = x[i] + y[i]
+
+
+def _generator_of_ready(outs):
+    return _ready_add
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [_ready_add, xk.numba_kernel(_ready_add, _like), _generator_of_ready],
+    ids=["dispatcher", "wrapper", "generator_of_dispatcher"],
+)
+def test_op_takes_ready_kernels(kernel):
+    op = xk.XLACustomKernel("add")
+    assert op.def_numba_kernel(kernel) is kernel
+    np.testing.assert_allclose(op(X, Y, outs=_like), X + Y)
+    np.testing.assert_allclose(op(X, Y, outs=[Spec(X.shape, X.dtype)])[0], X + Y)
+    np.testing.assert_allclose(jax.vmap(lambda x: op(x, Y, outs=_like))(ROWS), ROWS + Y)
+
+
+def test_op_ready_kernel_with_options():
+    @numba.njit
+    def accumulate(total, x, out):
+        for i in range(x.size):
+            out[i] += x[i]
+
+    op = xk.XLACustomKernel("accumulate")
+    op.def_numba_kernel(input_output_aliases={0: 0})(accumulate)
+    np.testing.assert_allclose(op(X, Y, outs=_like), X + Y)
+
+
+@pytest.mark.parametrize("package", ["numba", "numba_cuda", "warp"])
+@pytest.mark.parametrize("name", ["CUDADispatcher", "FakeCUDAKernel", "Dispatcher", "Kernel"])
+def test_op_knows_ready_kernels_by_their_class(package, name):
+    expected = {
+        "numba": {"CUDADispatcher": "numba_cuda", "FakeCUDAKernel": "numba_cuda", "Dispatcher": "numba"},
+        "numba_cuda": {"CUDADispatcher": "numba_cuda", "FakeCUDAKernel": "numba_cuda"},
+        "warp": {"Kernel": "warp"},
+    }
+    base = type(name, (), {"__module__": f"{package}.somewhere"})
+    kernel = type("Derived", (base,), {"__module__": "mine"})()
+    assert xk._ready_kind(kernel) == expected[package].get(name)
+
+
+def test_op_registration_imports_no_backend():
+    code = """if True:
+        import sys, xla_kernels as xk
+        op = xk.XLACustomKernel("f")
+        for define in (op.def_numba_kernel, op.def_warp_kernel, op.def_numba_cuda_kernel):
+            define(lambda outs: lambda x: x)
+        op.def_jvp_rule2(None)
+        print(sorted({"numba", "warp", "numba_cuda", "cupy", "torch"} & set(sys.modules)))
+    """
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+# -- errors
+
+
+def _raises():
+    raise KeyError("boom")
+
+
+def _broken_op():
+    op = xk.XLACustomKernel("broken")
+    for backend, kg in {
+        "two": lambda: lambda x: (x, x),
+        "none": lambda: lambda x: None,
+        "shape": lambda: lambda x: jnp.zeros(2),
+        "dtype": lambda: lambda x: x.astype(np.int32),
+        "generator": _raises,
+        "kernel": lambda: lambda x: _raises(),
+        "nothing": lambda: None,
+    }.items():
+        op.def_kernel(backend, "cpu", kg)
+    op.def_kernel("far", "gpu", _adds(1))
+    op.def_numba_kernel(_ready_add)
+    return op
+
+
+_RETURNED = (
+    "XLACustomKernel 'broken': the kernel of backend '{}' for platform 'cpu' returned ({}), "
+    "but outs declares (float32[8]). Return as many arrays as outs has, each of the declared shape and dtype"
+)
+_RAISED = "XLACustomKernel 'broken': the kernel of backend '{}' for platform 'cpu' raised {} (other backends registered"
+OP_ERRORS: dict = {
+    "two": ({"backend": "two"}, ValueError, _RETURNED.format("two", "float32[8], float32[8]")),
+    "none": ({"backend": "none"}, ValueError, _RETURNED.format("none", "")),
+    "shape": ({"backend": "shape"}, ValueError, _RETURNED.format("shape", "float32[2]")),
+    "dtype": ({"backend": "dtype"}, ValueError, _RETURNED.format("dtype", "int32[8]")),
+    "generator": ({"backend": "generator"}, RuntimeError, _RAISED.format("generator", "KeyError: 'boom'")),
+    "kernel": ({"backend": "kernel"}, RuntimeError, _RAISED.format("kernel", "KeyError: 'boom'")),
+    "nothing": ({"backend": "nothing"}, RuntimeError, "the generator must return the function to trace, got None"),
+    "unknown": (
+        {"backend": "nmba"},
+        ValueError,
+        "XLACustomKernel 'broken' has no backend 'nmba'; registered: cpu: two, none, shape, dtype, generator, kernel, "
+        "nothing, numba; gpu: far. Use one of these, or backend=None for the default; register a new one with "
+        "def_kernel('nmba', 'cpu', ...)",
+    ),
+    "elsewhere": ({"backend": "far"}, ValueError, "'broken' has no backend 'far' for platform 'cpu'; registered: cpu:"),
+    "empty": ({"backend": ""}, ValueError, "has no backend ''; registered: cpu: two"),
+    "number": ({"backend": 3}, TypeError, "XLACustomKernel 'broken': backend must be a string or None, got 3"),
+    "list": (
+        {"backend": "two", "alpha": [1, 2]},
+        TypeError,
+        "XLACustomKernel 'broken': parameter 'alpha' must be hashable, got [1, 2] of type list. Pass a number or a "
+        "tuple, or pass the array as an operand",
+    ),
+    "array": ({"backend": "two", "alpha": np.ones(2)}, TypeError, "parameter 'alpha' must be hashable"),
+    "ready": (
+        {"backend": "numba", "alpha": 2},
+        RuntimeError,
+        "static parameters ('alpha') need a generator, but the numba kernel of XLACustomKernel 'broken' was registered "
+        "ready. Register a function of the parameters that returns the kernel, or pass the values as operands",
+    ),
+    "signature": ({"backend": "two", "alpha": 2}, RuntimeError, "unexpected keyword argument 'alpha'"),
+    "reserved": ({"backend": "two", "_batch": ()}, TypeError, "the parameter name '_batch' is reserved"),
+    "outs": (
+        {"backend": "two", "outs": (8,)},
+        TypeError,
+        "XLACustomKernel 'broken': outs must be specs with .shape and .dtype",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", ["eager", "jit", "trace", "vmap"])
+@pytest.mark.parametrize("name", OP_ERRORS)
+def test_op_errors(name, how):
+    options, kind, text = OP_ERRORS[name]
+    op = _broken_op()
+    call = functools.partial(op, **{"outs": Spec((8,), np.float32), **options})
+    run = {"eager": call, "jit": jax.jit(call), "trace": jax.make_jaxpr(call), "vmap": jax.vmap(call)}[how]
+    with pytest.raises(kind) as raised:
+        run(np.stack([X, X]) if how == "vmap" else X)
+    assert text in str(raised.value)
+    if name in ("generator", "kernel"):
+        assert isinstance(_root_cause(raised.value), KeyError)
+
+
+def _root_cause(error):
+    """The exception at the end of the chain, leaving out the tracebacks that jax inserts."""
+    found = error
+    while error is not None:
+        found = error if "Traceback" not in type(error).__name__ else found
+        error = error.__cause__
+    return found if not isinstance(found, RuntimeError) else found.__context__
+
+
+def test_op_traced_parameter():
+    op = xk.XLACustomKernel("axpy")
+    op.def_kernel("jax", "cpu", lambda alpha: lambda x: alpha * x)
+    f = lambda x, alpha: op(x, outs=x, alpha=alpha)
+    with pytest.raises(
+        TypeError, match=r"'axpy': parameter 'alpha' is traced .* jax.jit\(..., static_argnames='alpha'\)"
+    ):
+        jax.jit(f)(X, 2.0)
+    np.testing.assert_allclose(jax.jit(f, static_argnames="alpha")(X, alpha=2.0), 2 * X)
+
+
+def test_op_no_kernel_for_the_platform():
+    op = xk.XLACustomKernel("gpu_only")
+    with pytest.raises(NotImplementedError, match="no kernel for platform 'cpu'; registered: nothing"):
+        op(X, outs=X)
+    op.def_kernel("jax", "gpu", _adds(1))
+    for f in (op, jax.jit(op, static_argnames="outs")):
+        with pytest.raises(
+            NotImplementedError, match=r"'gpu_only' has no kernel for platform 'cpu'; registered: gpu: jax. Register"
+        ):
+            f(X, outs=Spec(X.shape, X.dtype))
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "text"),
+    [
+        (lambda op: op.def_kernel(1, "cpu", _adds(1)), TypeError, "backend must be a string"),
+        (lambda op: op.def_kernel("a", 1, _adds(1)), TypeError, "platform must be a string"),
+        (lambda op: op.def_kernel("", "cpu", _adds(1)), ValueError, "backend must not be empty"),
+        (
+            lambda op: op.def_kernel("a", "cpu", "kernel"),
+            TypeError,
+            "must be callable (a generator, or a Numba, Numba CUDA",
+        ),
+        (
+            lambda op: op.def_kernel("a", "cpu", _adds(1), grid=3),
+            TypeError,
+            "grid can be given with a ready kernel only",
+        ),
+        (
+            lambda op: op.def_pallas_kernel("gpus", _adds(1)),
+            ValueError,
+            "platform must be 'gpu', 'tpu' or 'cpu', got 'gpus'",
+        ),
+        (
+            lambda op: op.set_default("cpu", "c"),
+            ValueError,
+            "has no backend 'c' for platform 'cpu'; registered: cpu: a",
+        ),
+        (lambda op: op.def_vjp_rule(None, _like), TypeError, "def_vjp_rule: a rule must be callable, got None"),
+        (lambda op: op.def_jvp_rule2(3), TypeError, "defjvp: a rule must be callable, got 3"),
+        (lambda op: xk.defjvp(3), TypeError, "expected an XLACustomKernel or a jax Primitive, got 3"),
+        (lambda op: op.def_sharding_rule("i, i"), ValueError, "got 'i, i'"),
+        (lambda op: op.def_sharding_rule("... i -> i"), ValueError, "got '... i -> i'"),
+        (lambda op: op.def_sharding_rule("i i -> i"), ValueError, "occurs twice in one array: 'i i -> i'"),
+        (lambda op: op([1.0], outs=X), TypeError, "input 0 must be an array or a number"),
+        (
+            lambda op: jax.grad(lambda x: op(x, outs=x))(1.0),
+            NotImplementedError,
+            "'constant' has no derivative: define one",
+        ),
+        (lambda op: jax.linear_transpose(lambda x: op(x, outs=x), 1.0)(1.0), NotImplementedError, "has no transpose"),
+    ],
+)
+def test_op_misuse(call, kind, text):
+    with pytest.raises(kind) as raised:
+        call(_constant_op(a=1))
+    assert text in str(raised.value)
+
+
+# -- derivatives
+
+
+def _sin_cos_op():
+    """Two outputs of two dtypes: sin(a x) and, as integers, the signs."""
+    op = xk.XLACustomKernel("sine")
+    op.def_kernel("jax", "cpu", lambda outs, a: lambda x, n: (jnp.sin(a * x), jnp.sign(x).astype(np.int32) * n))
+    return op, lambda x, n=np.int32(1), a=2.0: op(x, n, outs=(x, Spec(x.shape, np.int32)), a=a)
+
+
+RULES = {
+    "jvp": lambda op: op.def_jvp_rule(
+        lambda primals, tangents, outs, a: (
+            op.primitive.bind(*primals, outs=outs, a=a),
+            [a * jnp.cos(a * primals[0]) * tangents[0], None],
+        )
+    ),
+    "jvp2": lambda op: op.def_jvp_rule2(lambda t, x, n, a: (a * jnp.cos(a * x) * t, None), None),
+    "jvp2_kwargs": lambda op: op.def_jvp_rule2(lambda t, x, n, **kw: [kw["a"] * jnp.cos(kw["a"] * x) * t, 0 * n], None),
+    "vjp": lambda op: op.def_vjp_rule(
+        lambda x, n, outs, a: (op(x, n, outs=outs, a=a), x), lambda x, ct, a: (a * jnp.cos(a * x) * ct[0], None)
+    ),
+}
+
+
+@pytest.mark.parametrize("how", ["grad", "jit_grad", "vmap_grad", "grad_vmap", "jvp", "second", "scan"])
+@pytest.mark.parametrize("rule", RULES)
+def test_op_derivative_rules(rule, how):
+    if rule == "vjp" and how == "jvp":
+        pytest.skip("a vjp rule has no forward mode")
+    op, f = _sin_cos_op()
+    RULES[rule](op)
+    twin = lambda x, n=1, a=2.0: (jnp.sin(a * x), jnp.sign(x).astype(np.int32) * n)
+
+    def run(f):
+        loss = lambda x: (f(x)[0] ** 2).sum()
+        return {
+            "grad": lambda: jax.grad(loss)(X),
+            "jit_grad": lambda: jax.jit(jax.value_and_grad(loss))(X),
+            "vmap_grad": lambda: jax.vmap(jax.grad(loss))(ROWS),
+            "grad_vmap": lambda: jax.grad(lambda x: (jax.vmap(f)(x)[0] ** 2).sum())(ROWS),
+            "jvp": lambda: jax.jvp(lambda x: f(x)[0], (X,), (Y,)),
+            "second": lambda: jax.grad(lambda x: jax.grad(loss)(x).sum())(X),
+            "scan": lambda: jax.grad(lambda x: jax.lax.scan(lambda c, _: (f(c)[0], None), x, None, length=3)[0].sum())(
+                X
+            ),
+        }[how]()
+
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), run(f), run(twin))
+
+
+def test_op_derivative_agrees_with_finite_differences():
+    op, f = _sin_cos_op()
+    RULES["jvp2"](op)
+    check_grads(lambda x: f(x)[0], (X,), order=2, modes=("fwd", "rev"), rtol=1e-2, atol=1e-2)
+
+
+def test_op_jvp_rules_see_no_zero_tangents():
+    op, seen = xk.XLACustomKernel("seen"), []
+    op.def_kernel("jax", "cpu", lambda: lambda x, y: x * y)
+    op.def_jvp_rule2(lambda t, x, y: seen.append("x") or t * y, lambda t, x, y: seen.append("y") or x * t)
+    jax.jvp(lambda x: op(x, Y, outs=x), (X,), (X,))
+    jax.grad(lambda y: op(X, y, outs=y).sum())(Y)
+    assert seen == ["x", "y"]
+
+
+def test_op_output_without_tangent_stays_symbolic():
+    op = _constant_op(a=1)
+    op.def_jvp_rule2(None)
+    jaxpr = jax.make_jaxpr(lambda x, t: jax.jvp(lambda x: op(x, outs=x) * 2, (x,), (t,)))(1.0, 1.0)
+    assert str(jaxpr).count("mul") == 1
+
+
+@pytest.mark.parametrize(
+    ("rules", "text"),
+    [
+        ([lambda t, x, y: t], "'product' was given 1 jvp rules, but it has 2 operands"),
+        ([None] * 3, "'product' was given 3 jvp rules, but it has 2 operands"),
+        ([lambda t, x, y: (t, t), None], "operand 0 returned 2 tangents for 1 outputs"),
+        ([lambda t, x, y: t[:2], None], "operand 0 returned float32[2] for an output float32[8]"),
+        ([lambda t, x, y: t.astype(np.float16), None], "operand 0 returned float16[8] for an output float32[8]"),
+    ],
+    ids=["few", "many", "two", "shape", "dtype"],
+)
+@pytest.mark.parametrize("vmap", [False, True])
+def test_op_jvp_rule_errors(rules, text, vmap):
+    op = _product_op()
+    op.def_jvp_rule2(*rules)
+    f = lambda x: op(x, Y, outs=x)
+    with pytest.raises(ValueError) as raised:
+        jax.jvp(jax.vmap(f) if vmap else f, (ROWS if vmap else X,), (ROWS if vmap else X,))
+    assert text in str(raised.value)
+
+
+def test_op_transpose_and_vjp_rules_count_their_cotangents():
+    op = _product_op()
+    op.def_transpose_rule(lambda ct, x, y: ct)
+    with pytest.raises(
+        ValueError, match="transpose rule of XLACustomKernel 'product' returned 1 cotangents for 2 operands"
+    ):
+        jax.linear_transpose(lambda x: op(x, Y, outs=x), X)(X)
+    op.def_vjp_rule(lambda x, y, outs: (op(x, y, outs=outs[0]), None), lambda res, ct: ct)
+    with pytest.raises(ValueError, match="vjp rule of XLACustomKernel 'product' returned 1 cotangents for 2 operands"):
+        jax.grad(lambda x: op(x, Y, outs=x).sum())(X)
+
+
+def test_op_vjp_rule_structures():
+    op = xk.XLACustomKernel("both")
+    op.def_kernel("jax", "cpu", lambda: lambda x, i: (2 * x, 3 * x))
+    outs = lambda x, i: {"a": x, "b": x}
+    op.def_vjp_rule(lambda x, i: (op(x, i, outs=outs), ()), lambda _, ct: [2 * ct["a"] + 3 * ct["b"], None])
+    loss = lambda x, i: (lambda r: (r["a"] * r["b"]).sum())(op(x, i, outs=outs))
+    np.testing.assert_allclose(jax.grad(loss)(X, np.int32(1)), 12 * X)
+    np.testing.assert_allclose(jax.grad(lambda x: jax.vmap(loss, (0, None))(x, np.int32(1)).sum())(ROWS), 12 * ROWS)
+
+
+def test_op_rule_defined_later_reaches_warm_functions():
+    op = _constant_op(a=1)
+    op.def_jvp_rule2(lambda t, x: t)
+    g = jax.jit(jax.grad(lambda x: op(x, outs=x)))
+    assert float(g(0.0)) == 1.0
+    op.def_vjp_rule(lambda x, outs: (op(x, outs=outs[0]), None), lambda _, ct: 5 * ct)
+    assert float(g(0.0)) == 5.0
+
+
+def test_defjvp_and_general_batching_rule_take_foreign_primitives():
+    single, double = xk.Primitive("single"), xk.Primitive("double")
+    double.multiple_results = True
+    for primitive, f in ((single, lambda x: x * x), (double, lambda x: (x * x, x))):
+        primitive.def_impl(f)
+        primitive.def_abstract_eval(lambda x, p=primitive: [x, x] if p.multiple_results else x)
+        mlir.register_lowering(primitive, mlir.lower_fun(f, multiple_results=primitive.multiple_results))
+        batching.primitive_batchers[primitive] = functools.partial(xk.general_batching_rule, primitive)
+    xk.defjvp(single, lambda t, x: 2 * x * t)
+    xk.defjvp(double, lambda t, x: (2 * x * t, t))
+    np.testing.assert_allclose(jax.jvp(single.bind, (X,), (Y,))[1], 2 * X * Y)
+    np.testing.assert_allclose(jax.jvp(double.bind, (X,), (Y,))[1][1], Y)
+    np.testing.assert_allclose(jax.vmap(single.bind, 1)(ROWS.T), ROWS * ROWS)
+    assert xk.general_batching_rule(lambda x: (x, x), (X,), (None,))[1] == (None, None)
+
+
+# -- batching overrides
+
+
+def test_op_batching_rules_as_brainevent_writes_them():
+    mv, mm = xk.XLACustomKernel("mv"), xk.XLACustomKernel("mm")
+    for op in (mv, mm):
+        op.def_kernel("jax", "cpu", lambda **kw: lambda a, v: (a @ v * kw["scale"],))
+    seen = []
+
+    def rule(args, axes, **kwargs):
+        seen.append(tuple(axes))
+        if tuple(axes) == (None, 0):
+            a, v = args
+            outs = (Spec((a.shape[0], v.shape[0]), v.dtype),)
+            return mm(a, v.T, outs=outs, backend=kwargs["backend"], scale=kwargs["scale"]), [1]
+        return xk.general_batching_rule(mv, args, axes, **kwargs)
+
+    mv.def_batching_rule(rule)
+    matrix = ROWS @ ROWS.T
+    f = lambda a, v: mv(a, v, outs=[Spec((3,), np.float32)], scale=2.0)[0]
+    np.testing.assert_allclose(jax.vmap(f, (None, 0))(matrix, matrix), 2 * matrix @ matrix.T, rtol=1e-5)
+    np.testing.assert_allclose(
+        jax.vmap(f, (0, None))(np.stack([matrix] * 2), matrix[0])[1], 2 * matrix @ matrix[0], rtol=1e-5
+    )
+    nested = jax.vmap(jax.vmap(f, (0, None)), (None, 0))(np.stack([matrix] * 2), matrix)
+    np.testing.assert_allclose(nested[1, 0], 2 * matrix @ matrix[1], rtol=1e-5)
+    assert seen == [(None, 0), (0, None), (0, None)]
+    mv.register_general_batching()
+    np.testing.assert_allclose(jax.vmap(f, (None, 0))(matrix, matrix), 2 * matrix @ matrix.T, rtol=1e-5)
+    assert len(seen) == 3
+
+
+def test_op_rules_can_be_called_and_primitives_bound_as_brainevent_does():
+    op = _product_op()
+    op.def_transpose_rule(lambda ct, x, y, **kw: (ct[0], x))
+    x = ad.UndefinedPrimal(xk._typeof(jnp.asarray(X)))
+    assert ad.primitive_transposes[op.primitive]([Y], x, Y, backend=None)[0] is Y
+    (out,) = op.primitive.bind(X, Y, outs=(Spec(X.shape, X.dtype),), backend=None)
+    np.testing.assert_allclose(out, X * Y)
+
+
+# -- sharding, export, threads, benchmark
+
+
+def _mesh_sharding(*spec):
+    return jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(jax.devices()[:4]), ("d",)), P(*spec))
+
+
+SHARDED = {
+    "elementwise": ("i, i -> i", lambda f: f, [("d",), ("d",)], ("d",)),
+    "operand_replicated": ("i, i -> i", lambda f: f, [("d",), ()], ("d",)),
+    "vmap": ("i, i -> i", lambda f: jax.vmap(f, (0, None)), [("d", None), (None,)], ("d", None)),
+    "vmap_inside": ("i, i -> i", lambda f: jax.vmap(f), [(None, "d"), (None, "d")], (None, "d")),
+}
+
+
+@pytest.mark.parametrize("backend", ["jax", "numba"])
+@pytest.mark.parametrize("name", SHARDED)
+def test_op_sharding_rule_partitions_without_gather(name, backend):
+    rule, transform, in_specs, out_spec = SHARDED[name]
+    op, shapes = xk.XLACustomKernel("product"), []
+    op.def_kernel(backend, "cpu", lambda outs: shapes.append(outs[0].shape) or OP_BACKENDS[backend](outs))
+    op.def_sharding_rule(rule)
+    shape = (8, 16)
+    args = [np.arange(1.0, 129.0, dtype=np.float32).reshape(shape)] * 2
+    args = [
+        a if len(spec) == 2 or name in ("elementwise", "operand_replicated") else a[0]
+        for a, spec in zip(args, in_specs)
+    ]
+    if name in ("elementwise", "operand_replicated"):
+        args = [a[0] for a in args]
+    f = transform(lambda x, y: op(x, y, outs=x))
+    placed = [jax.device_put(a, _mesh_sharding(*spec)) for a, spec in zip(args, in_specs)]
+    compiled = jax.jit(f).lower(*placed).compile()
+    got = compiled(*placed)
+    np.testing.assert_allclose(got, args[0] * args[1])
+    assert "all-gather" not in compiled.as_text()
+    assert got.sharding.is_equivalent_to(_mesh_sharding(*out_spec), got.ndim)
+    assert shapes[-1] == ((16,) if name == "vmap" else (4,))
+    assert got.addressable_shards[0].data.shape == tuple(n // 4 if s else n for n, s in zip(got.shape, out_spec))
+
+
+def test_op_sharding_rule_gathers_what_is_reduced():
+    op = xk.XLACustomKernel("matvec")
+    op.def_kernel("jax", "cpu", lambda: lambda a, v: a @ v)
+    op.def_sharding_rule("i j, j -> i")
+    a = np.arange(64.0, dtype=np.float32).reshape(8, 8)
+    f = jax.jit(lambda a, v: op(a, v, outs=lambda a, v: Spec(a.shape[:1], a.dtype)))
+    for spec in (("d",), (None, "d"), ()):
+        got = f(jax.device_put(a, _mesh_sharding(*spec)), jax.device_put(X, _mesh_sharding("d")))
+        np.testing.assert_allclose(got, a @ X)
+    uneven = jax.device_put(a[:6], _mesh_sharding())
+    np.testing.assert_allclose(f(uneven, X), a[:6] @ X)
+
+
+def test_op_sharding_rule_composes():
+    op = _product_op()
+    op.def_sharding_rule("i, i -> i")
+    f = lambda x, y: op(x, y, outs=x)
+    x, y = (jax.device_put(v, _mesh_sharding("d")) for v in (X, Y))
+    np.testing.assert_allclose(jax.jit(jax.grad(lambda x, y: (f(x, y) ** 2).sum()))(x, y), 2 * X * Y * Y, rtol=1e-6)
+    np.testing.assert_allclose(_shard_map(f, (P("d"), P("d")), P("d"))(X, Y), X * Y)
+    np.testing.assert_allclose(jax.jit(f)(X, Y), X * Y)
+    with pytest.raises(
+        ValueError, match=r"'i, i -> i' is for operands of ranks \[1, 1\], but the call has operands of ranks \[2, 2\]"
+    ):
+        f(ROWS, ROWS)
+
+
+def test_op_export():
+    export = pytest.importorskip("jax.export")
+    op = xk.XLACustomKernel("exported")
+    op.def_kernel("jax", "cpu", _adds(1))
+    op.def_kernel("jax", "gpu", _adds(2))
+    f = jax.jit(jax.vmap(lambda x: op(x, outs=x)))
+    exported = export.export(f, platforms=("cpu", "cuda"))(Spec((4,), np.float32))
+    assert exported.call(X[:4]).tolist() == (X[:4] + 1).tolist()
+
+
+def test_op_in_threads():
+    def work(i):
+        op = _constant_op(a=i, b=-i)
+        results = [_zero_plus(op, backend=b) for b in ("a", "b", None) for _ in range(20)]
+        op.def_jvp_rule2(lambda t, x: i * t)
+        return [*results, float(jax.jit(jax.grad(lambda x: op(x, outs=x)))(0.0))]
+
+    with ThreadPoolExecutor(16) as pool:
+        found = list(pool.map(work, range(16)))
+    assert found == [[float(i)] * 20 + [float(-i)] * 20 + [float(i)] * 21 for i in range(16)]
+
+
+def test_op_threads_share_one_op():
+    op = xk.XLACustomKernel("shared")
+    op.def_kernel("jax", "cpu", lambda k: lambda x: x + k)
+    f = lambda i: [float(op(0.0, outs=Spec((), np.float32), k=k)) for k in range(30)]
+    with ThreadPoolExecutor(16) as pool:
+        assert all(found == list(map(float, range(30))) for found in pool.map(f, range(16)))
+
+
+def test_op_caches_are_bounded():
+    op = xk.XLACustomKernel("many")
+    op.def_kernel("jax", "cpu", lambda k: lambda x: x)
+    for k in range(xk._MAX_EAGER_CALLS + 10):
+        op._new_call((k,), Spec((), np.float32), None, {"k": k})
+    assert len(op._calls) == xk._MAX_EAGER_CALLS
+
+
+def test_op_benchmark_compares_backends():
+    op = _constant_op(a=1, b=1.5)
+    op.def_kernel("bad", "cpu", _raises)
+    op.def_kernel("far", "gpu", _adds(1))
+    result = op.benchmark(X, outs=_like)
+    assert [row.backend for row in result.rows] == ["a", "b", "bad"]
+    a, b, bad = result.rows
+    assert a.difference == 0 and b.difference == 0.5 and a.first_ms > 0 and a.median_us > 0 and bad.error
+    header, columns, *lines = str(result).splitlines()
+    assert header == "constant on cpu" and columns.split() == [
+        "backend",
+        "first",
+        "(ms)",
+        "median",
+        "(us)",
+        "difference",
+    ]
+    assert len(lines) == 3 and "KeyError" in lines[2]
+    with pytest.raises(NotImplementedError, match="no kernel for platform 'cpu'"):
+        xk.XLACustomKernel("empty").benchmark(X, outs=_like)
+
+
+def _microseconds(f, number=2000, repeat=7):
+    f()
+    return min(timeit.repeat(f, number=number, repeat=repeat)) / number * 1e6
+
+
+@pytest.mark.bench
+def test_op_eager_call_costs_little_more_than_a_jitted_function():
+    op, x, spec = _product_op(), jnp.asarray(X), Spec(X.shape, X.dtype)
+    f = jax.jit(lambda x, y: x * y)
+    assert _microseconds(lambda: op(x, x, outs=spec)) < 2.5 * _microseconds(lambda: f(x, x))
+
+
+@pytest.mark.bench
+def test_op_vmap_costs_what_one_call_on_all_the_data_costs():
+    op = xk.XLACustomKernel("add")
+    op.def_numba_kernel(_ready_add)
+    rows = jnp.ones((1000, 16))
+    batched, flat = jax.jit(jax.vmap(lambda x, y: op(x, y, outs=x))), jax.jit(lambda x, y: op(x, y, outs=x))
+    slices = _microseconds(lambda: batched(rows, rows).block_until_ready(), 300)
+    assert slices < 4 * _microseconds(lambda: flat(rows.ravel(), rows.ravel()).block_until_ready(), 300)

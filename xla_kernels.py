@@ -120,10 +120,13 @@ def _eval_jaxpr(closed: Any, args: Sequence[Any]) -> list[Any]:
     return jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *args)
 
 
-def _register_lowering(primitive: Any, rule: Callable[..., Any], platform: str | None) -> None:
-    """Register a lowering that no cache keyed by parameters may reuse: Python calls 1, 1.0 and True equal."""
-    options = {"cacheable": False} if "cacheable" in inspect.signature(mlir.register_lowering).parameters else {}
-    mlir.register_lowering(primitive, rule, platform=platform, **options)
+def _varying_spec(spec: Spec, varying: frozenset) -> Spec:
+    """`spec` for code that makes arrays inside `shard_map`, such as Pallas, and must know how they vary."""
+    if not varying:
+        return spec
+    if hasattr(jax.sharding, "ManualAxisType"):  # jax >= 0.11
+        return Spec(spec.shape, spec.dtype, manual_axis_type=jax.sharding.ManualAxisType(varying=varying))
+    return _jax.ShapeDtypeStruct(spec.shape, spec.dtype, vma=varying)
 
 
 def _need_devices(primitive: Any) -> None:
@@ -1453,8 +1456,9 @@ class _NumbaEmitter(_Emitter):
 # ======================================================================================================
 
 _GPU_NAMES = ("gpu", "cuda", "rocm")
-_SPEC_TYPES = frozenset((Spec, jax.core.ShapedArray))
+_SPEC_TYPES: tuple[type, ...] = (Spec, jax.core.ShapedArray)
 _OPTIONAL_PARAMS = ("outs", "backend")  # what a rule or a generator may leave out of its signature
+_HIDDEN_PARAMS = ("_batch", "_types")  # what a rule never sees: the recorded vmaps, and the types of the parameters
 _MAX_EAGER_CALLS = 1024
 _MAX_CHECKED = 4096
 
@@ -1490,10 +1494,10 @@ class KernelEntry:
 class XLACustomKernel:
     """An operation with kernels for several backends that takes part in all of JAX's transformations.
 
-    The kernels are registered with the `def_*_kernel` methods. Each takes a *generator*, which is called with the static
-    parameters of the call and returns the function to trace, or a ready kernel (`@njit`, `@cuda.jit`, `@wp.kernel`).
-    The first kernel of a platform is its default; `asdefault=True`, :meth:`set_default` and `backend=` at the call
-    choose another. The platform is the one that the computation is lowered for.
+    The kernels are registered with the `def_*_kernel` methods. Each takes a *generator*, which is called with the
+    static parameters of the call and returns the function to trace, or a ready kernel (`@njit`, `@cuda.jit`,
+    `@wp.kernel`). The first kernel of a platform is its default; `asdefault=True`, :meth:`set_default` and `backend=`
+    at the call choose another. The platform is the one that the computation is lowered for.
 
     `vmap` is handed to the backend's own batching rules. Derivatives come from :meth:`def_jvp_rule2` (one rule per
     operand), :meth:`def_jvp_rule`, :meth:`def_transpose_rule` or :meth:`def_vjp_rule`; :meth:`def_sharding_rule` lets
@@ -1538,6 +1542,7 @@ class XLACustomKernel:
         self._calls: dict[Any, _OpCall] = {}  # for eager calls of the op
         self._impls: dict[Any, Callable[..., Any]] = {}  # for its primitive on arrays, as jvp binds it
         self._rules: set[str] = set()
+        self._traced = False
         self._checked: set[Any] = set()
         self._vjp: tuple[Callable[..., Any], Callable[..., Any]] | None = None
         self._sharding: _ShardingRule | None = None
@@ -1578,11 +1583,15 @@ class XLACustomKernel:
         _flat_specs(outs, f"XLACustomKernel {self.name!r}: outs")
         leaves, tree = jax.tree_util.tree_flatten(outs, is_leaf=_is_spec)
         call = _OpCall(self, tree, tuple(Spec(s.shape, s.dtype) for s in leaves), backend, params)
+        return self._remember(self._calls, key, call)
+
+    def _remember(self, cache: dict, key: Any, value: Any) -> Any:
+        """Keep what serves eager calls; parameters that change on every call must not fill the memory."""
         with self._lock:
-            while len(self._calls) >= _MAX_EAGER_CALLS:
-                self._calls.pop(next(iter(self._calls)))
-            self._calls[key] = call
-        return call
+            while len(cache) >= _MAX_EAGER_CALLS:
+                del cache[next(iter(cache))]
+            cache[key] = value
+        return value
 
     # Registration
 
@@ -1828,10 +1837,12 @@ class XLACustomKernel:
             _note_rule(self.primitive, "sharding")
 
     def _rules_changed(self) -> None:
-        """Drop what was traced and lowered with the old rules."""
+        """Drop what was traced with the old rules."""
         self._calls.clear()
         self._impls.clear()
-        _forget_lowerings(self, None, [])
+        if self._traced:
+            self._traced = False
+            _clear_caches()
 
     # What BrainEvent's operators attach to an op
 
@@ -1966,7 +1977,7 @@ def general_batching_rule(prim: Any, args: Sequence[Any], axes: Sequence[int | N
         batch = (*params.pop("_batch", ()), (size, flags))
         specs, tree = jax.tree.flatten(params.pop("outs"))
         options = {"backend": None, **params, "outs": tuple(specs), "_batch": batch}
-        out = primitive.bind(*_make_varying(moved), **options)
+        out = _bind(primitive, _make_varying(moved), options)
         out = out if prim is primitive else jax.tree_util.tree_unflatten(tree, out)
     else:
         out = _sequential(lambda *xs: _apply(prim, xs, params), flags)(*moved)
@@ -1974,7 +1985,20 @@ def general_batching_rule(prim: Any, args: Sequence[Any], axes: Sequence[int | N
 
 
 def _apply(prim: Any, args: Sequence[Any], params: dict) -> Any:
-    return prim.bind(*args, **params) if isinstance(prim, Primitive) else prim(*args, **params)
+    return _bind(prim, args, params) if isinstance(prim, Primitive) else prim(*args, **params)
+
+
+def _bind(primitive: Any, args: Sequence[Any], params: dict) -> Any:
+    """Bind a primitive; that of an op with the types of its parameters, as JAX's caches find 1, 1.0 and True equal."""
+    if primitive in _OPS:
+        hidden = (*_OPTIONAL_PARAMS, *_HIDDEN_PARAMS)
+        types_ = _tagged_items({name: value for name, value in params.items() if name not in hidden})
+        params = {**params, "_types": types_} if types_ else params
+    return primitive.bind(*args, **params)
+
+
+def _visible(params: dict) -> dict:
+    return {name: value for name, value in params.items() if name not in _HIDDEN_PARAMS}
 
 
 # -- One call: operands, outs, static parameters
@@ -1995,9 +2019,10 @@ class _OpCall:
         return self._bind_with_vjp(*self.op._vjp)(*ins)
 
     def _bind(self, *ins: Any) -> Any:
+        self.op._traced = True
         if self.op._sharding is not None:
             self.op._sharding.check([np.shape(x) for x in ins], [s.shape for s in self.specs])
-        results = self.op.primitive.bind(*_make_varying(ins), **self._options())
+        results = _bind(self.op.primitive, _make_varying(ins), self._options())
         return jax.tree_util.tree_unflatten(self.tree, results)
 
     def _options(self) -> dict:
@@ -2070,8 +2095,8 @@ def _tagged(value: Any) -> tuple:
 
 def _check_static_params(op: XLACustomKernel, params: dict) -> None:
     for name, value in params.items():
-        if name == "_batch":
-            raise TypeError(f"XLACustomKernel {op.name!r}: the parameter name '_batch' is reserved; use another one")
+        if name in _HIDDEN_PARAMS:
+            raise TypeError(f"XLACustomKernel {op.name!r}: the parameter name {name!r} is reserved; use another one")
         where = f"XLACustomKernel {op.name!r}: parameter {name!r}"
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
             raise TypeError(
@@ -2098,9 +2123,10 @@ def _check_backend_name(op: XLACustomKernel, backend: Any) -> None:
 
 def _unknown_backend(op: XLACustomKernel, platform: str | None, backend: Any) -> str:
     where = f" for platform {platform!r}" if platform else ""
+    new = f"; register a new one with def_kernel({backend!r}, {platform or 'cpu'!r}, ...)" if backend else ""
     return (
         f"XLACustomKernel {op.name!r} has no backend {backend!r}{where}; registered: {_registered(op)}. Use one of "
-        f"these, or None for the default; a new one is registered with def_kernel({backend!r}, platform, ...)"
+        f"these, or backend=None for the default{new}"
     )
 
 
@@ -2222,11 +2248,14 @@ def _tolerant(fun: Callable[..., Any]) -> Callable[..., Any]:
 def _kernel_function(op: XLACustomKernel, entry: KernelEntry, options: dict) -> Callable[..., list]:
     """The kernel of `entry` as a function of one slice's operands that returns the flat, checked list of results."""
     outs = options["outs"]
-    static = {name: value for name, value in options.items() if name not in ("backend", "_batch")}
+    static = {name: value for name, value in _visible(options).items() if name != "backend"}
 
     def run(*ins: Any) -> list:
+        if outs and all(0 in s.shape for s in outs):  # nothing to compute, and not every backend takes empty arrays
+            return [jax.numpy.zeros(s.shape, s.dtype) for s in outs]
         try:
-            kernel = entry.kernel_generator(**static)
+            varying = frozenset().union(*[_varying_axes(_typeof(x)) for x in ins])
+            kernel = entry.kernel_generator(**{**static, "outs": tuple(_varying_spec(s, varying) for s in outs)})
             kind = _ready_kind(kernel)
             if kind not in (None, "wrapper"):
                 kernel = _wrap_ready(kind, kernel, outs, {})
@@ -2243,7 +2272,7 @@ def _kernel_function(op: XLACustomKernel, entry: KernelEntry, options: dict) -> 
 def _kernel_failed(op: XLACustomKernel, entry: KernelEntry, error: Exception) -> str:
     others = [b for b in op.available_backends(entry.platform) if b != entry.backend]
     choice = (
-        f"other backends registered for {entry.platform!r}: {', '.join(others)}; choose one with backend="
+        f"other backends registered for {entry.platform!r}: {', '.join(others)}; choose one with backend={others[0]!r}"
         if others
         else f"no other backend is registered for {entry.platform!r}"
     )
@@ -2266,10 +2295,13 @@ def _checked_results(op: XLACustomKernel, entry: KernelEntry, results: Any, outs
     )
 
 
-def _batched_function(run: Callable[..., list], batch: tuple) -> Callable[..., list]:
+def _batched_function(run: Callable[..., list], outs: tuple, batch: tuple) -> Callable[..., list]:
     """`run` under the recorded vmaps: by the backend's own rules, or slice by slice where it has none."""
     if not batch:
         return run
+    sizes = tuple(size for size, _ in reversed(batch))
+    if 0 in sizes:
+        return lambda *ins: [jax.numpy.zeros((*sizes, *s.shape), s.dtype) for s in outs]
 
     def staged(*ins: Any) -> list:  # the generator runs outside the vmaps, so that its errors stay its own
         return _eval_jaxpr(jax.make_jaxpr(run)(*ins), ins)
@@ -2306,14 +2338,16 @@ def _sequential(run: Callable[..., Any], flags: tuple) -> Callable[..., Any]:
 _LOWERED: set[tuple[XLACustomKernel, str, str | None]] = set()  # backend None: the default of that moment
 
 
-def _forget_lowerings(op: XLACustomKernel, platform: str | None, backends: Sequence[str | None]) -> None:
-    """Clear JAX's caches if `op` was lowered for `platform` by a choice in `backends` (platform None: at all).
+def _forget_lowerings(op: XLACustomKernel, platform: str, backends: Sequence[str | None]) -> None:
+    """Clear JAX's caches if `op` was lowered for `platform` by one of the choices in `backends`."""
+    if any((op, platform, backend) in _LOWERED for backend in backends):
+        _clear_caches()
 
-    A compiled function keeps the kernel it was lowered with, and JAX can only drop all caches at once.
-    """
-    if any(o is op and (platform is None or (p == platform and b in backends)) for o, p, b in list(_LOWERED)):
-        _LOWERED.clear()
-        jax.clear_caches()
+
+def _clear_caches() -> None:
+    """Have every function traced and lowered again: JAX can only drop all its caches at once."""
+    _LOWERED.clear()
+    jax.clear_caches()
 
 
 # -- Hooks into JAX's interpreters: everything that is registered for an op's primitive
@@ -2331,7 +2365,7 @@ def _install_op_rules(op: XLACustomKernel) -> None:
     ad.primitive_transposes[primitive] = functools.partial(_no_transpose, op)
     _set_batching_rule(primitive, None)
     for platform in (None, "cpu", "gpu", "tpu"):
-        _register_lowering(primitive, functools.partial(_op_lowering, op, platform), platform)
+        mlir.register_lowering(primitive, functools.partial(_op_lowering, op, platform), platform=platform)
     _register_replication(primitive)
 
 
@@ -2340,7 +2374,7 @@ def _op_impl(op: XLACustomKernel, *ins: Any, **options: Any) -> list:
     key = _tagged_items(options)
     call = op._impls.get(key)
     if call is None:
-        call = op._impls[key] = jax.jit(functools.partial(op.primitive.bind, **options))
+        call = op._remember(op._impls, key, jax.jit(functools.partial(op.primitive.bind, **options)))
     with jax.disable_jit(False):
         return call(*ins)
 
@@ -2358,7 +2392,7 @@ def _op_lowering(op: XLACustomKernel, platform: str | None, ctx: Any, *ins: Any,
     _LOWERED.add((op, platform, backend))
 
     def make(outs: tuple, batch: tuple) -> Callable[..., list]:
-        return _batched_function(_kernel_function(op, entry, {**options, "outs": outs}), batch)
+        return _batched_function(_kernel_function(op, entry, {**options, "outs": outs}), outs, batch)
 
     outs, batch = options["outs"], options.get("_batch", ())
     run = make(outs, batch)
@@ -2393,8 +2427,8 @@ def _note_rule(primitive: Any, kind: str, defined: bool = True) -> None:
 
 def _batch(primitive: Any, rule: Callable[..., Any], args: Sequence[Any], axes: Sequence[Any], **params: Any) -> Any:
     if "_batch" in params:  # recorded before: a user's rule is for the op on one slice
-        rule = functools.partial(general_batching_rule, primitive)
-    return rule(args, axes, **params)
+        return general_batching_rule(primitive, args, axes, **params)
+    return rule(args, axes, **_visible(params))
 
 
 def _no_jvp(op: XLACustomKernel, primals: Any, tangents: Any, **params: Any) -> Any:
@@ -2420,7 +2454,7 @@ def _jvp_by_operand(primitive: Any, rules: Sequence[Any], primals: Any, tangents
             f"{primitive.name!r} was given {len(rules)} jvp rules, but it has {len(primals)} operands; give one rule "
             "per operand, None for zero"
         )
-    results = primitive.bind(*primals, **params)
+    results = _bind(primitive, primals, params)
     outputs = list(results) if primitive.multiple_results else [results]
     totals = [_zero_tangent(y) for y in outputs]
     for index, (rule, tangent) in enumerate(zip(rules, tangents)):
@@ -2461,7 +2495,7 @@ def _vary_nonzero(a: Any, b: Any) -> list:
 
 def _batched_jvp(primitive: Any, rule: Callable[..., Any], primals: Any, tangents: Any, **params: Any) -> tuple:
     """Apply a rule written for one slice to the op under the recorded vmaps."""
-    batch = params.pop("_batch", ())
+    batch, params = params.get("_batch", ()), _visible(params)
     if not batch:
         outputs, found = rule(primals, tangents, **params)
         return outputs, _none_to_zero(outputs, found)
@@ -2497,7 +2531,7 @@ def _batched_transpose(
     op: XLACustomKernel, rule: Callable[..., Any], cotangents: Any, *args: Any, **params: Any
 ) -> Any:
     """Apply a transpose rule written for one slice to the op under the recorded vmaps."""
-    batch = params.pop("_batch", ())
+    batch, params = params.get("_batch", ()), _visible(params)
     if not batch:
         return _checked_cotangents(op, rule(cotangents, *args, **params), args)
     linear = [i for i, x in enumerate(args) if ad.is_undefined_primal(x)]
