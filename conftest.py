@@ -1,10 +1,14 @@
-"""Devices, what is available, and the header of the report."""
+"""Devices, what is available, the header of the report, and the table of the benchmark."""
 
 import contextlib
+import datetime
 import functools
 import importlib.metadata
 import importlib.util
+import json
 import os
+import pathlib
+import platform
 
 # Several CPU devices, for shard_map and pmap; must be set before jax makes its backend.
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
@@ -40,6 +44,7 @@ REQUIREMENTS = ("numba", "numba_parallel", "numba_cuda", "numba_cuda_callable", 
 
 def pytest_addoption(parser):
     parser.addoption("--require", default="", help="comma-separated: fail where one of these is missing, do not skip")
+    parser.addoption("--bench-out", metavar="PREFIX", help="write the benchmark to PREFIX.json and PREFIX.md")
 
 
 def pytest_report_header(config):
@@ -49,8 +54,8 @@ def pytest_report_header(config):
     found = [name for name in REQUIREMENTS if missing(name) is None]
     skipped = [f"skipped: {name} ({missing(name)})" for name in REQUIREMENTS if missing(name)]
     simulator = ", Numba CUDA simulator" if SIMULATOR else ""
-    platform = f"platform {jax.default_backend()}, {jax.device_count()} devices{simulator}"
-    return [", ".join(versions), f"{platform}; testing: {', '.join(found)}", *skipped]
+    devices = f"platform {jax.default_backend()}, {jax.device_count()} devices{simulator}"
+    return [", ".join(versions), f"{devices}; testing: {', '.join(found)}", *skipped]
 
 
 def requirements_of(item):
@@ -95,3 +100,66 @@ def enable_x64():
             jax.config.update("jax_enable_x64", before)
 
     return switch
+
+
+# ======================================================================================================
+# The benchmark's report: printed at the end of `pytest -m bench`, written with --bench-out=PREFIX
+# ======================================================================================================
+
+TABLES = pytest.StashKey[dict]()
+
+
+@pytest.fixture
+def bench_table(request):
+    """A function that adds a table to the report: its title and its rows."""
+    return request.config.stash.setdefault(TABLES, {}).__setitem__
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if not (tables := config.stash.get(TABLES, {})):
+        return
+    report = {**machine(), "tables": tables}
+    text = markdown(report)
+    terminalreporter.section("benchmark")
+    terminalreporter.write(text)
+    if prefix := config.getoption("--bench-out"):
+        pathlib.Path(f"{prefix}.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        pathlib.Path(f"{prefix}.md").write_text(text, encoding="utf-8")
+
+
+def machine():
+    """Where and with what the figures were measured."""
+    cpu, info = platform.machine(), pathlib.Path("/proc/cpuinfo")
+    if info.exists():
+        cpu = next((line.split(": ")[1] for line in info.read_text().splitlines() if line.startswith("model n")), cpu)
+    gpu = f", {jax.devices()[0].device_kind}" if on_gpu() else ""
+    names = ("jax", "jaxlib", "numba", "numba-cuda", "warp-lang", "numpy", "scipy", "brainevent", "brian2")
+    installed = {d.name.lower().replace("_", "-"): d.version for d in importlib.metadata.distributions() if d.name}
+    return {
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{cpu}, {os.cpu_count()} cores{gpu}",
+        "load": f"{os.getloadavg()[2]:.1f}",
+        "versions": {"python": platform.python_version(), **{n: installed[n] for n in names if n in installed}},
+    }
+
+
+def markdown(report):
+    """One table of all comparisons: medians, smallest and largest, and the ratio to the first row of each."""
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    rows = [("path", "median", "range", "ratio")]
+    for title, measured in report["tables"].items():
+        rows.append((f"**{title}**", "", "", ""))
+        rows += [(f"{row['case']}: {row['path']}".removeprefix(": "), *figures(row)) for row in measured]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    rows.insert(1, tuple("-" * width for width in widths))
+    lines = ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in rows]
+    header = f"{report['date']}; {report['machine']}, mean load {report['load']}; {versions}"
+    return "\n".join([header, "", *lines]) + "\n"
+
+
+def figures(row):
+    """Median with unit, range and ratio of one row, or why there is none."""
+    if "value" not in row:
+        return row["note"], "", ""
+    extent = f"{row['min']:.3g} - {row['max']:.3g}" if "min" in row else ""
+    return f"{row['value']:.3g} {row['unit']}", extent, f"{row['ratio']:.3g}" if "ratio" in row else ""
