@@ -23,8 +23,7 @@ def on_gpu():
 @functools.cache
 def missing(requirement):
     """Why a backend or a package cannot be tested here, or None."""
-    package = {"numba_cuda": "numba", "cuda": "numba", "numba_parallel": "numba", "pallas": "jax"}.get(requirement, requirement)
-    package = {"numba_cuda_callable": "numba", "gpu": "jax"}.get(requirement, package)
+    package = {"warp": "warp", "pallas": "jax", "gpu": "jax"}.get(requirement, "numba")
     if importlib.util.find_spec(package) is None:
         return f"{package} is not installed"
     if requirement == "gpu" and not on_gpu():
@@ -58,7 +57,11 @@ def requirements_of(item):
     """What a test needs: its parameter `backend`, the marks `gpu` and `needs(...)`."""
     backend = getattr(item, "callspec", None) and item.callspec.params.get("backend")
     marked = [arg for mark in item.iter_markers("needs") for arg in mark.args]
-    return [*marked, *(["gpu"] if item.get_closest_marker("gpu") else []), *([backend] if backend in REQUIREMENTS else [])]
+    return [
+        *marked,
+        *(["gpu"] if item.get_closest_marker("gpu") else []),
+        *([backend] if backend in REQUIREMENTS else []),
+    ]
 
 
 def pytest_runtest_setup(item):

@@ -1107,7 +1107,7 @@ _NUMBA_DTYPES = frozenset(
 
 
 # Ways to write through a read-only array that Numba (0.60 to 0.68) does not refuse: kernels that name one get copies.
-_UNCHECKED_WRITERS = frozenset("asfortranarray ascontiguousarray dot(out) fill_diagonal flat List nditer".split())
+_UNCHECKED_WRITERS = frozenset("asfortranarray ascontiguousarray Dict dot(out) fill_diagonal flat List nditer".split())
 
 
 def numba_kernel(
@@ -1194,14 +1194,16 @@ class _NumbaKernel(_Wrapper):
         name = f"{__name__}.{self.__name__}.{digest}"
         make = functools.partial(_compile_numba, self.kernel, signature)
         compiled = _register(name, "cpu", make)
-        return _Target(name, copy_inputs=compiled.copy_inputs, prepare=self._check_platform)
+        return _Target(name, copy_inputs=compiled.copy_inputs, prepare=functools.partial(_check_cpu, self.__name__))
 
-    def _check_platform(self, platform: str) -> None:
-        if platform != "cpu":
-            raise NotImplementedError(
-                f"numba_kernel {self.__name__!r} runs on the CPU, and this computation is compiled for {platform!r}: "
-                "move it with jax.device_put or jax.jit(..., device=...), or use numba_cuda_kernel or warp_kernel there"
-            )
+
+def _check_cpu(label: str, platform: str) -> None:
+    """Knows no wrapper: JAX's caches hold it, and would keep alive the function that they are keyed by."""
+    if platform != "cpu":
+        raise NotImplementedError(
+            f"numba_kernel {label!r} runs on the CPU, and this computation is compiled for {platform!r}: "
+            "move it with jax.device_put or jax.jit(..., device=...), or use numba_cuda_kernel or warp_kernel there"
+        )
 
 
 def _import(module: str, user: str, install: str) -> Any:
