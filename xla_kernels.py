@@ -19,6 +19,7 @@ interface: the handler that XLA calls is compiled to machine code, so no Python 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import dis
@@ -36,7 +37,7 @@ import threading
 import time
 import types
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -50,6 +51,8 @@ __all__ = [
     "defjvp",
     "export_checks",
     "general_batching_rule",
+    "numba_cuda_callable",
+    "numba_cuda_kernel",
     "numba_kernel",
 ]
 
@@ -1446,6 +1449,642 @@ class _NumbaEmitter(_Emitter):
 # ======================================================================================================
 # Numba CUDA
 # ======================================================================================================
+
+_CUDA_DTYPES = _NUMBA_DTYPES | {"float16"}
+_CUDA_BLOCKS = {2: (16, 16), 3: (8, 8, 4)}  # threads per block over launch_dims of two and three dimensions
+_CUDA_LIMITS = {"grid": (2**31 - 1, 65535, 65535), "block": (1024, 1024, 64)}  # the same on every CUDA device
+_CUDA_INSTALL = "pip install 'xla_kernels[cuda13]' (CUDA 12: [cuda12]), or numba-cuda[cu13] beside jax[cuda13]"
+_CUDA_TEST_TARGET = (9, 0)  # compute capability to compile for where there is no GPU
+# The simulator keeps the running kernel in globals, also in those of the kernel's module.
+_CUDASIM_LOCK: threading.RLock = vars(_STORE).setdefault("cudasim_lock", threading.RLock())
+
+
+def numba_cuda_kernel(
+    kernel: Any = None,
+    outs: Any = None,
+    *,
+    grid: Any = None,
+    block: Any = None,
+    launch_dims: Any = None,
+    threads_per_block: int = 256,
+    shared_mem: int = 0,
+    vmap_method: str | None = None,
+    input_output_aliases: Mapping[int, int] | None = None,
+    has_side_effect: bool = False,
+    scratch: Any = None,
+) -> Any:
+    """Make a Numba CUDA kernel a JAX function.
+
+    The kernel is called as `kernel(in..., out..., scratch...)` with row-major device arrays (inputs
+    read-only), writes its outputs and returns nothing.  It is launched by machine code on XLA's stream: no
+    Python, no GIL, and XLA may capture the launch in a CUDA graph.  Kernels compiled with `debug=True` and
+    cooperative kernels are launched through Python.  `vmap` launches the kernel once per slice.
+
+    With NUMBA_ENABLE_CUDASIM=1 (set before Numba is imported) it runs in Python on JAX's CPU backend.
+
+    Args:
+      kernel: a function decorated with `numba.cuda.jit`, or a plain function, which is jitted.  Without it,
+        `numba_cuda_kernel(outs=..., launch_dims=...)` is a decorator.
+      outs, vmap_method, input_output_aliases, has_side_effect, scratch: as for `numba_kernel`.
+      grid, block: blocks in the grid and threads in a block: ints or tuples of up to three (x, y, z).
+      launch_dims: instead of both, the number of threads, an int or a tuple of up to three, or a callable of
+        the inputs' `ShapeDtypeStruct`s that returns one.  Whole blocks cover it, so the kernel must guard the
+        edge (`if i < out.size`).  With no threads at all nothing is launched, and outputs are zeros.
+      threads_per_block: block size over one-dimensional `launch_dims`; two dimensions have blocks of 16x16,
+        three of 8x8x4.
+      shared_mem: bytes of dynamic shared memory, up to the device's opt-in maximum.
+
+    Returns:
+      A function of arrays whose result has the structure of `outs`.
+
+    Raises:
+      TypeError: dtypes that Numba CUDA lacks, a wrong number of arguments, a kernel that writes to an input
+        or cannot be typed.
+      ValueError: neither or both launch forms, or one beyond CUDA's limits (1,024 threads in a block).
+      NotImplementedError: on a platform other than CUDA, without the simulator.
+      jax.errors.JaxRuntimeError: with CUDA's name for the error of a launch that failed.
+
+    Example:
+      >>> from numba import cuda
+      >>> @numba_cuda_kernel(outs=lambda x, y: x, launch_dims=lambda x, y: x.size)
+      ... def add(x, y, out):
+      ...     i = cuda.grid(1)
+      ...     if i < out.size:
+      ...         out[i] = x[i] + y[i]
+    """
+    options = {
+        "launch": _CudaLaunch(grid, block, launch_dims, threads_per_block, shared_mem),
+        "outs": outs,
+        "vmap_method": vmap_method,
+        "input_output_aliases": input_output_aliases,
+        "has_side_effect": has_side_effect,
+        "scratch": scratch,
+    }
+    return functools.partial(_CudaKernel, **options) if kernel is None else _CudaKernel(kernel, **options)
+
+
+def numba_cuda_callable(
+    func: Any = None,
+    outs: Any = None,
+    *,
+    vmap_method: str | None = None,
+    input_output_aliases: Mapping[int, int] | None = None,
+    has_side_effect: bool = False,
+    scratch: Any = None,
+    command_buffer: bool = False,
+) -> Any:
+    """Make a Python function that launches Numba CUDA kernels a JAX function.
+
+    `func(in..., out..., scratch..., stream)` runs on every call, with Numba device arrays on XLA's memory, a
+    Numba stream, and the right device current.  It launches any number of kernels on that stream
+    (`kernel[grid, block, stream](...)`), writes the outputs and not the inputs, keeps no array, calls no jax
+    function, and need not synchronize.  What it raises reaches the user.  `vmap` calls it once per slice.
+
+    Args:
+      func: the function.  Without it, `numba_cuda_callable(outs=...)` is a decorator.
+      outs, vmap_method, input_output_aliases, has_side_effect, scratch: as for `numba_kernel`; `scratch` gives
+        temporary buffers without an allocation.
+      command_buffer: True lets XLA capture the launches in a CUDA graph and replay them without calling
+        `func` again: only for functions that do nothing but launch kernels that are compiled already, the
+        same ones every time.
+
+    Returns:
+      A function of arrays whose result has the structure of `outs`.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as `numba_cuda_kernel`.
+      jax.errors.JaxRuntimeError: with the type and text of an exception that `func` raised.
+
+    Example:
+      >>> @numba_cuda_callable(outs=lambda x: x)
+      ... def scale_twice(x, out, stream):
+      ...     scale[out.size // 256 + 1, 256, stream](x, out)
+      ...     scale[out.size // 256 + 1, 256, stream](out, out)
+    """
+    options = {
+        "outs": outs,
+        "vmap_method": vmap_method,
+        "input_output_aliases": input_output_aliases,
+        "has_side_effect": has_side_effect,
+        "scratch": scratch,
+        "command_buffer": bool(command_buffer),
+    }
+    return functools.partial(_CudaCallable, **options) if func is None else _CudaCallable(func, **options)
+
+
+# -- launch configuration ------------------------------------------------------------------------------
+
+
+def _dim3(name: str, value: Any) -> tuple[int, int, int]:
+    """An int, or one to three of them, padded with ones."""
+    dims = value if isinstance(value, (tuple, list)) else (value,)
+    if not 1 <= len(dims) <= 3:
+        raise ValueError(f"{name} must be an int or a tuple of 1 to 3 ints; got {value!r}")
+    try:
+        x, y, z = (*map(operator.index, dims), 1, 1)[:3]
+    except TypeError:
+        raise TypeError(f"{name} must be an int or a tuple of 1 to 3 ints; got {value!r}") from None
+    return x, y, z
+
+
+def _check_dim3(name: str, dims: tuple[int, int, int]) -> None:
+    least = 0 if name == "grid" else 1
+    for axis, size, limit in zip("xyz", dims, _CUDA_LIMITS[name], strict=True):
+        if not least <= size <= limit:
+            raise ValueError(f"{name}.{axis} must be from {least} to {limit}; got {size} in {name}={dims}")
+    if name == "block" and math.prod(dims) > 1024:
+        raise ValueError(f"a CUDA block has at most 1024 threads; block={dims} has {math.prod(dims)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class _CudaLaunch:
+    """How a kernel is launched, as the user said it; checked at once where it does not depend on the inputs."""
+
+    grid: Any
+    block: Any
+    launch_dims: Any
+    threads_per_block: int
+    shared_mem: int
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("grid", "block", "launch_dims") if getattr(self, name) is not None]
+        if given not in (["grid", "block"], ["launch_dims"]):
+            raise ValueError(f"give either both grid and block, or launch_dims; got {' and '.join(given) or 'none'}")
+        if not 0 <= operator.index(self.shared_mem) < 2**31:
+            raise ValueError(f"shared_mem must be a number of bytes; got {self.shared_mem}")
+        if not isinstance(self.threads_per_block, (int, np.integer)):
+            raise TypeError(
+                f"threads_per_block must be an int; got {self.threads_per_block!r}; for blocks of another "
+                "shape give grid and block"
+            )
+        _check_dim3("block", _dim3("threads_per_block", self.threads_per_block))
+        if not callable(self.launch_dims):
+            self.resolve([])
+
+    def resolve(self, ins: Sequence[Spec]) -> tuple[int, ...]:
+        """Grid, block and shared memory as the seven integers that a handler reads."""
+        if self.launch_dims is None:
+            grid, block = _dim3("grid", self.grid), _dim3("block", self.block)
+        else:
+            dims = self.launch_dims(*ins) if callable(self.launch_dims) else self.launch_dims
+            sizes = _dim3("launch_dims", dims)
+            if min(sizes) < 0:
+                raise ValueError(f"launch_dims must not be negative; got {dims!r}")
+            rank = len(dims) if isinstance(dims, (tuple, list)) else 1
+            block = _dim3("threads_per_block", _CUDA_BLOCKS.get(rank, self.threads_per_block))
+            grid = tuple(-(-n // b) for n, b in zip(sizes, block, strict=True))  # type: ignore[assignment]
+        _check_dim3("grid", grid)
+        _check_dim3("block", block)
+        return (*grid, *block, operator.index(self.shared_mem))
+
+
+# -- wrappers ------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _CudaCode:
+    """What runs, and how it gets ready on each platform.  Knows no wrapper: see `_check_cpu`."""
+
+    user: str  # the public function, for error messages
+    label: str
+    function: Any
+    command_buffer: bool | None = None  # None: a kernel; else a callable, and what its trait is
+
+    def digest(self) -> str:
+        with _CUDASIM_LOCK:  # a simulated kernel may be running with its globals replaced
+            return _digest(
+                self.user,
+                self.function,
+                self.command_buffer,
+                _cudasim(),
+                str(getattr(_cuda(self.user), "implementation", "")),
+            )
+
+    def get_ready(self, name: str, signature: _Signature, platform: str) -> None:
+        """Register the target for a platform, or raise an error that says what to do there."""
+        where = f"{self.user} {self.label!r}: this computation is compiled for {platform!r}"
+        if _cudasim():
+            if platform != "cpu":
+                raise NotImplementedError(
+                    f"{where}, but NUMBA_ENABLE_CUDASIM=1 runs kernels on the CPU only; unset it, or move the "
+                    "computation with jax.device_put"
+                )
+            _register(name, "cpu", lambda: _Compiled(*_compile_handler(signature, self.emitter(signature, None))))
+        elif platform != "cuda":
+            raise NotImplementedError(
+                f"{where}, but it runs on NVIDIA GPUs ({_CUDA_INSTALL}); to run it in Python on the CPU set "
+                "NUMBA_ENABLE_CUDASIM=1 before Numba is imported, or use numba_kernel there"
+            )
+        elif _cuda_ordinals():
+            make = lambda: _Compiled(*_compile_handler(signature, self.emitter(signature, _CudaDriver())))
+            _register(name, "cuda", make)
+        else:  # lowering for a GPU on a machine without one: the target is registered where the program runs
+            self.check(signature)
+
+    def emitter(self, signature: _Signature, driver: _CudaDriver | None) -> _Emitter:
+        """The body of the handler; without a driver, for the simulator."""
+        if self.command_buffer is not None:
+            run = lambda arrays, stream, _: self.function(*arrays, stream)
+            emitter = _CudaCallback(signature, run, driver, launch=False)
+            emitter.traits = _COMMAND_BUFFER_COMPATIBLE if self.command_buffer else 0
+            return emitter
+        if driver is not None:
+            return _cuda_emitter(self.function, signature, driver)
+        simulated = _cuda(self.user).jit(_python(self.function))
+        return _CudaCallback(signature, _cuda_runner(simulated), None, launch=True)
+
+    def check(self, signature: _Signature) -> None:
+        """Raise if a kernel cannot be compiled, as far as that can be told without a GPU."""
+        if self.command_buffer is None:
+            options = {"device": False, "abi": "numba", "cc": _CUDA_TEST_TARGET}
+            compile_ = functools.partial(_cuda(self.user).compile, _python(self.function), _cuda_types(signature))
+            with contextlib.suppress(ImportError, OSError, RuntimeError):  # no NVVM either
+                _cuda_typed(functools.partial(compile_, **options), signature)
+
+
+class _CudaWrapper(_Wrapper):
+    """What kernels and callables share."""
+
+    code: _CudaCode
+
+    def _attrs(self, ins: list[Spec]) -> tuple:
+        return ()
+
+    def _prepare(self, ins: list[Spec], outs: list[Spec]) -> _Target:
+        _cuda(self.decorator)
+        self._check_call(ins, outs)
+        for what, specs in (("input", ins), ("output", outs)):
+            for i, spec in enumerate(specs):
+                if np.dtype(spec.dtype).name not in _CUDA_DTYPES:
+                    raise TypeError(
+                        f"{self.decorator} {self.__name__!r}: {what} {i} is {_show(spec)}, a dtype that Numba CUDA has "
+                        "no arrays of; cast it, e.g. x.astype(jnp.float32)"
+                    )
+        signature = _Signature.of(self.__name__, ins, outs)
+        name = f"{__name__}.{self.__name__}.{_digest(self.code.digest(), str(signature))}"
+        target = _Target(name, self._attrs(ins), prepare=functools.partial(self.code.get_ready, name, signature))
+        if _cudasim():
+            target.prepare("cpu")
+        elif jax.default_backend() == "gpu":  # so that a kernel that cannot be compiled fails at trace time
+            target.prepare("cuda")
+        else:  # a name for export_checks, to lower for GPUs that are elsewhere
+            _STORE.targets.setdefault((name, "cuda"), None)
+        return target
+
+    def _check_call(self, ins: list[Spec], outs: list[Spec]) -> None:
+        """Raise TypeError unless the Python function takes this call."""
+        raise NotImplementedError
+
+
+class _CudaKernel(_CudaWrapper):
+    decorator = "numba_cuda_kernel"
+
+    def __init__(self, kernel: Any, outs: Any, *, launch: _CudaLaunch, **options: Any) -> None:
+        is_dispatcher = ".cuda." in type(kernel).__module__ and hasattr(kernel, "py_func")
+        if not isinstance(kernel, types.FunctionType) and not is_dispatcher:
+            raise TypeError(
+                "numba_cuda_kernel takes a function decorated with numba.cuda.jit (without [grid, block]) or a plain "
+                f"function; got {type(kernel).__name__} {kernel!r}"
+            )
+        super().__init__(kernel, outs, **options)
+        self.launch = launch
+        self.code = _CudaCode(self.decorator, self.__name__, kernel)
+
+    def _check_call(self, ins: list[Spec], outs: list[Spec]) -> None:
+        _check_arity(self.kernel, ins, outs, self.scratch is not None)
+
+    def _attrs(self, ins: list[Spec]) -> tuple:
+        return (("launch", self.launch.resolve(ins)),)
+
+    def _trace(self, *args: Any) -> Any:
+        ins = [_input_spec(x, i) for i, x in enumerate(args)]
+        if all(self.launch.resolve(ins)[:3]):
+            return super()._trace(*args)
+        outs, tree = _flat_specs(self.outs(*ins) if callable(self.outs) else self.outs, "outs")
+        aliases = {j: i for i, j in _check_aliases(self.aliases, ins, outs)}
+        empty = [args[aliases[j]] if j in aliases else jax.numpy.zeros(s.shape, s.dtype) for j, s in enumerate(outs)]
+        return jax.tree_util.tree_unflatten(tree, [jax.numpy.asarray(x) for x in empty])
+
+
+class _CudaCallable(_CudaWrapper):
+    decorator = "numba_cuda_callable"
+
+    def __init__(self, func: Any, outs: Any, *, command_buffer: bool, **options: Any) -> None:
+        if not callable(func) or hasattr(func, "py_func"):
+            raise TypeError(
+                "numba_cuda_callable takes a Python function that launches kernels (for one kernel use "
+                f"numba_cuda_kernel); got {type(func).__name__} {func!r}"
+            )
+        super().__init__(func, outs, **options)
+        self.code = _CudaCode(self.decorator, self.__name__, func, command_buffer)
+
+    def _check_call(self, ins: list[Spec], outs: list[Spec]) -> None:
+        parameters = inspect.signature(self.kernel)
+        try:
+            parameters.bind(*ins, *outs, None)
+        except TypeError:
+            raise TypeError(
+                f"numba_cuda_callable {self.__name__!r} takes the parameters {parameters}, but this call gives it "
+                f"{len(ins)} inputs, {len(outs)} outputs and scratch buffers, and a stream: func(in..., out..., stream)"
+            ) from None
+
+
+# -- Numba's CUDA target and the driver ----------------------------------------------------------------
+
+
+def _cuda(user: str) -> Any:
+    return _import("numba.cuda", user, _CUDA_INSTALL)
+
+
+def _cudasim() -> bool:
+    """Whether Numba runs CUDA kernels in Python; it reads NUMBA_ENABLE_CUDASIM when it is imported."""
+    from numba.core import config
+
+    return bool(getattr(config, "ENABLE_CUDASIM", False))
+
+
+def _python(kernel: Any) -> Any:
+    return getattr(kernel, "py_func", kernel)
+
+
+def _cuda_ordinals() -> list[int]:
+    """The CUDA ordinals of this process's GPUs, empty where JAX has none."""
+    try:
+        return sorted(device.local_hardware_id for device in jax.local_devices(backend="cuda"))
+    except RuntimeError:  # JAX has no such backend
+        return []
+
+
+def _cuda_types(signature: _Signature) -> tuple[Any, ...]:
+    """Numba's types of the arguments: read-only inputs, then outputs, all row-major."""
+    from numba.core import types as core_types
+    from numba.cuda import types as cuda_types
+
+    nbtypes: Any = cuda_types if hasattr(cuda_types, "Array") else core_types  # numba-cuda has types of its own
+    scalars = {name: getattr(nbtypes, "boolean" if name == "bool" else name) for name in _CUDA_DTYPES}
+    return tuple(
+        nbtypes.Array(scalars[dtype.name], rank, "C", readonly=i < signature.n_in)
+        for i, (dtype, rank) in enumerate(zip(signature.dtypes, signature.ranks, strict=True))
+    )
+
+
+def _cuda_typed(compile_: Callable[[], Any], signature: _Signature) -> Any:
+    """Compile; what the kernel has wrong is a TypeError, what the machine lacks an ImportError."""
+    from numba.core.errors import NumbaError
+
+    try:
+        return compile_()
+    except (NumbaError, TypeError) as error:
+        refused = f"Numba CUDA cannot compile kernel {signature.label!r} for {signature}"
+        if "Cannot modify readonly array" in str(error):
+            refused += (
+                "; its inputs are read-only, because JAX may share them: write to an output, and use "
+                "input_output_aliases to start it with an input's value"
+            )
+        elif "must have void return type" in str(error) or "to none" in str(error):
+            refused += "; it returns a value: write to the output arrays and return nothing"
+        raise TypeError(f"{refused}:\n{error}") from error
+    except ImportError as error:  # Numba's CudaSupportError and NvvmSupportError are ImportErrors
+        raise ImportError(f"Numba CUDA cannot compile kernel {signature.label!r} on this machine: {error}; "
+                          f"{_CUDA_INSTALL}") from error  # fmt: skip
+
+
+class _CudaDriver:
+    """libcuda: called from Python here, and by address from handlers."""
+
+    overrides: Mapping[str, int] = {}  # addresses to call instead of functions of XLA's API table, in tests
+
+    def __init__(self) -> None:
+        self.library = ctypes.CDLL("libcuda.so.1")
+
+    def address(self, name: str) -> int:
+        return ctypes.cast(getattr(self.library, name), _PTR).value or 0
+
+    def describe(self, code: int) -> str:
+        """CUDA's name and text for an error."""
+        parts = [ctypes.c_char_p(), ctypes.c_char_p()]
+        self.library.cuGetErrorName(code, ctypes.byref(parts[0]))
+        self.library.cuGetErrorString(code, ctypes.byref(parts[1]))
+        return ": ".join(part.value.decode() for part in parts if part.value) or f"CUDA error {code}"
+
+    def call(self, name: str, *args: Any) -> None:
+        if code := getattr(self.library, name)(*args):
+            raise RuntimeError(f"{name} failed with {self.describe(code)}")
+
+    def load(self, cubin: bytes, entry: str, ordinal: int, carveout: int | None) -> int:
+        """The CUfunction `entry` in the current context, allowed all the shared memory that the device has."""
+        module, function, limit, static = _PTR(), _PTR(), _I32(), _I32()
+        self.call("cuModuleLoadData", ctypes.byref(module), cubin)
+        self.call("cuModuleGetFunction", ctypes.byref(function), module, entry.encode())
+        self.call("cuDeviceGetAttribute", ctypes.byref(limit), 97, ordinal)  # MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+        self.call("cuFuncGetAttribute", ctypes.byref(static), 1, function)  # SHARED_SIZE_BYTES
+        self.call("cuFuncSetAttribute", function, 8, limit.value - static.value)  # MAX_DYNAMIC_SHARED_SIZE_BYTES
+        if carveout is not None:
+            self.call("cuFuncSetAttribute", function, 9, carveout)  # PREFERRED_SHARED_MEMORY_CARVEOUT
+        return function.value or 0
+
+
+# -- from a kernel to a handler ------------------------------------------------------------------------
+
+
+def _cuda_emitter(kernel: Any, signature: _Signature, driver: _CudaDriver) -> _Emitter:
+    """Compile the kernel and load it for every GPU; a kernel that needs Numba's launch code gets Python's."""
+    cuda, ordinals = _cuda("numba_cuda_kernel"), _cuda_ordinals()
+    fresh = _fresh_cuda_dispatcher(cuda, kernel)
+    with cuda.gpus[ordinals[0]]:
+        compiled = _cuda_typed(lambda: _compile_cuda(fresh, _cuda_types(signature)), signature)
+        if not _is_native(fresh, compiled, signature.ranks):
+            return _CudaCallback(signature, _cuda_runner(fresh), driver, launch=True)
+    functions = (ctypes.c_uint64 * (ordinals[-1] + 1))()
+    for ordinal in ordinals:
+        with cuda.gpus[ordinal]:  # XLA's context too: the device's primary one
+            cubin = compiled._codelibrary.get_cubin()
+            carveout = getattr(compiled, "shared_memory_carveout", None)
+            functions[ordinal] = driver.load(getattr(cubin, "code", cubin), compiled.entry_name, ordinal, carveout)
+    return _CudaEmitter(signature, driver, functions, keep=compiled)
+
+
+def _compile_cuda(dispatcher: Any, argtypes: tuple) -> Any:
+    """Compile for the current device; atomics on inputs are refused here, as Numba does not."""
+    compiled = dispatcher.compile(argtypes)
+    typed = compiled._type_annotation  # None for a kernel from Numba's cache
+    for call, signature in typed.calltypes.items() if typed else ():
+        is_atomic = getattr(call, "op", None) == "call" and "atomic" in str(typed.typemap[call.func.name])
+        if is_atomic and not getattr(signature.args[0], "mutable", True):
+            raise TypeError(f"Cannot modify readonly array: an atomic operation on an input, at {call.loc}")
+    return compiled
+
+
+def _fresh_cuda_dispatcher(cuda: Any, kernel: Any) -> Any:
+    """A new dispatcher with the kernel's options, so that its globals are read as they are now, and types are ours."""
+    if isinstance(kernel, types.FunctionType):
+        return cuda.jit(kernel)
+    fresh = type(kernel)(kernel.py_func, dict(kernel.targetoptions))
+    if kernel.stats.cache_path is not None:
+        fresh.enable_caching()
+    return fresh
+
+
+def _is_native(dispatcher: Any, compiled: Any, ranks: Sequence[int]) -> bool:
+    """Whether a bare cuLaunchKernel with our parameters is all that a launch takes."""
+    library = compiled._codelibrary
+    special = (
+        compiled.debug,  # Numba reads an error code back after the launch
+        compiled.cooperative,
+        compiled.extensions,
+        getattr(library, "_setup_functions", None),  # callbacks on Numba's own module
+        getattr(compiled, "launch_config_sensitive", False),  # compiled anew for each grid
+        getattr(dispatcher.targetctx, "enable_nrt", False),
+    )
+    return not any(special) and _ptx_params(library.get_asm_str(), compiled.entry_name) == _cuda_params(ranks)
+
+
+def _cuda_params(ranks: Sequence[int]) -> list[str]:
+    """The parameters that a handler packs, per array: meminfo, parent, nitems, itemsize, data, shape, strides."""
+    return ["u64"] * sum(5 + 2 * rank for rank in ranks)
+
+
+def _ptx_params(ptx: str, entry: str) -> list[str]:
+    """The types of a kernel's parameters in the order of its declaration."""
+    found = re.search(rf"\.entry\s+{re.escape(entry)}\s*\(([^)]*)\)", ptx)
+    return re.findall(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)", found[1]) if found else []
+
+
+def _cuda_place(handler: _Handler, driver: _CudaDriver) -> tuple[Any, Any]:
+    """The stream (i8*) and the CUDA ordinal (i64) of the call."""
+    stream = _ask_xla(handler, driver, "Stream_Get", XLA_FFI_Stream_Get_Args, "stream")
+    if _ffi_api_version() >= (0, 2):
+        ordinal = _ask_xla(handler, driver, "DeviceOrdinal_Get", XLA_FFI_DeviceOrdinal_Get_Args, "device_ordinal")
+    else:  # jaxlib < 0.8 need not have the function; XLA's context is current while it calls handlers
+        slot = handler.cgutils.alloca_once_value(handler.builder, handler.i32(-1))
+        handler.call_c(driver.address("cuCtxGetDevice"), handler.i32, [slot])
+        ordinal = handler.builder.load(slot)
+    return stream, handler.builder.zext(ordinal, handler.i64)
+
+
+def _ask_xla(handler: _Handler, driver: _CudaDriver, name: str, struct: Any, result: str) -> Any:
+    args = handler.new_struct(struct)
+    handler.store(handler.load(handler.frame, XLA_FFI_CallFrame, "ctx"), args, struct, "ctx")
+    if name in driver.overrides:
+        error = handler.call_c(driver.overrides[name], handler.i8p, [args])
+    else:
+        error = handler.api(name, args)
+    with handler.builder.if_then(handler.cgutils.is_not_null(handler.builder, error), likely=False):
+        handler.builder.ret(error)
+    return handler.load(args, struct, result)
+
+
+class _CudaEmitter(_Emitter):
+    """Launches a CUfunction on XLA's stream; the attribute `launch` holds grid, block and shared memory."""
+
+    traits = _COMMAND_BUFFER_COMPATIBLE  # nothing but launches, the same ones whenever it is called
+    host_memory = False
+
+    def __init__(self, signature: _Signature, driver: _CudaDriver, functions: Any, keep: Any = None) -> None:
+        self.signature, self.driver, self.functions, self.keep = signature, driver, functions, keep
+
+        def report(code: int, launch: Any) -> int:
+            sizes = f"grid={tuple(launch[:3])}, block={tuple(launch[3:6])}, shared_mem={launch[6]}"
+            return _keep_message(RuntimeError(f"{driver.describe(code)}, from a launch with {sizes}"), signature.label)
+
+        self.report = ctypes.CFUNCTYPE(_PTR, _I32, ctypes.POINTER(_I64))(report)
+
+    def begin(self, handler: _Handler) -> None:
+        builder = handler.builder
+        self.stream, ordinal = _cuda_place(handler, self.driver)
+        known = builder.icmp_unsigned("<", ordinal, handler.int64(len(self.functions)))
+        lost = f"kernel '{self.signature.label}' is not loaded on this GPU, which JAX did not list as a local device"
+        handler.fail_if(builder.not_(known), lost, _ERROR_INTERNAL)
+        self.function = handler.item(handler.address(ctypes.addressof(self.functions)), ordinal, handler.i8p)
+        handler.fail_if(handler.cgutils.is_null(builder, self.function), lost, _ERROR_INTERNAL)
+        self.launch = handler.attr(0)
+        self.sizes = [builder.trunc(handler.item(self.launch, i, handler.i64), handler.i32) for i in range(7)]
+
+    def call(self, handler: _Handler, pointers: list[Any], dims: list[list[Any]]) -> None:
+        builder = handler.builder
+        parts = zip(pointers, dims, self.signature.dtypes, strict=True)
+        params = [value for part in parts for value in self._params(handler, *part)]
+        slots = handler.cgutils.alloca_once(builder, handler.i64, size=max(1, len(params)))
+        addresses = handler.cgutils.alloca_once(builder, handler.i64.as_pointer(), size=max(1, len(params)))
+        for i, value in enumerate(params):
+            slot = builder.gep(slots, [handler.int64(i)])
+            builder.store(value, slot)
+            builder.store(slot, builder.gep(addresses, [handler.int64(i)]))
+        args = [self.function, *self.sizes, self.stream, addresses, handler.null]
+        code = handler.call_c(self.driver.address("cuLaunchKernel"), handler.i32, args)
+        with builder.if_then(handler.cgutils.is_not_null(builder, code), likely=False):
+            report = ctypes.cast(self.report, _PTR).value
+            handler.fail(handler.call_c(report, handler.i8p, [code, self.launch]))
+
+    @staticmethod
+    def _params(handler: _Handler, pointer: Any, dims: list[Any], dtype: np.dtype) -> list[Any]:
+        """One array as Numba CUDA passes it: see `_cuda_params`."""
+        builder, itemsize = handler.builder, handler.int64(dtype.itemsize)
+        strides = [itemsize]
+        for n in reversed(dims[1:]):
+            strides.insert(0, builder.mul(strides[0], n))
+        items = functools.reduce(builder.mul, dims, handler.int64(1))
+        data = builder.ptrtoint(pointer, handler.i64)
+        return [handler.int64(0), handler.int64(0), items, itemsize, data, *dims, *strides[: len(dims)]]
+
+
+class _CudaCallback(_CallbackEmitter):
+    """Calls `run(arrays, stream, launch)` in Python for every slice: on a GPU, or without a driver simulated."""
+
+    def __init__(self, signature: _Signature, run: Callable[..., Any], driver: Any, *, launch: bool) -> None:
+        self.driver, self.has_launch, self.host_memory = driver, launch, driver is None
+
+        def body(pointers: list[int], dims: list[tuple], _: int) -> None:
+            *buffers, stream, ordinal, launch = pointers
+            enter = _enter_simulator if driver is None else _enter_gpu
+            with enter(signature, buffers, dims[:-3], stream, ordinal) as (arrays, numba_stream):
+                run(arrays, numba_stream, launch)
+
+        # the place and the launch attribute travel like three more buffers, of rank 0
+        super().__init__(signature.label, (*signature.ranks, 0, 0, 0), body)
+
+    def begin(self, handler: _Handler) -> None:
+        self.extra = [handler.null] * 3
+        if self.driver is not None:
+            stream, ordinal = _cuda_place(handler, self.driver)
+            self.extra[:2] = stream, handler.builder.inttoptr(ordinal, handler.i8p)
+        if self.has_launch:
+            self.extra[2] = handler.attr(0)
+
+    def call(self, handler: _Handler, pointers: list[Any], dims: list[list[Any]]) -> None:
+        super().call(handler, [*pointers, *self.extra], [*dims, [], [], []])
+
+
+@contextlib.contextmanager
+def _enter_gpu(signature: _Signature, buffers: list[int], dims: list[tuple], stream: int, ordinal: int) -> Iterator:
+    """Numba's arrays over the slice's buffers and its stream, with the call's device current."""
+    from numba import cuda
+
+    with cuda.gpus[ordinal]:
+        parts = zip(buffers, dims, signature.dtypes, strict=True)
+        views = [{"shape": n, "typestr": t.str, "data": (p, False), "version": 3} for p, n, t in parts]
+        yield [cuda.from_cuda_array_interface(view, sync=False) for view in views], cuda.external_stream(stream)
+
+
+@contextlib.contextmanager
+def _enter_simulator(signature: _Signature, buffers: list[int], dims: list[tuple], *_: int) -> Iterator:
+    """The same in host memory; one kernel at a time, for the simulator's sake."""
+    from numba import cuda
+    from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
+
+    with _CUDASIM_LOCK:
+        yield [FakeCUDAArray(array) for array in _host_arrays(signature, buffers, dims)], cuda.stream()
+
+
+def _cuda_runner(dispatcher: Any) -> Callable[[list, Any, int], None]:
+    """A function for `_CudaCallback` that launches the kernel through Numba."""
+
+    def run(arrays: list, stream: Any, launch: int) -> None:
+        numbers = tuple((_I64 * 7).from_address(launch))
+        dispatcher[numbers[:3], numbers[3:6], stream, numbers[6]](*arrays)
+
+    return run
+
 
 # ======================================================================================================
 # Warp
