@@ -4,6 +4,7 @@ import ast
 import atexit
 import collections
 import concurrent.futures
+import contextlib
 import ctypes
 import dataclasses
 import doctest
@@ -27,6 +28,7 @@ import textwrap
 import time
 import timeit
 import types
+import typing
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -1995,6 +1997,631 @@ def test_gpu_cooperative_kernel_goes_through_python():
 # ======================================================================================================
 # Warp
 # ======================================================================================================
+
+needs_warp = pytest.mark.needs("warp")
+F32, F64, I32 = np.float32, np.float64, np.int32
+
+
+def spec(*shape, dtype=F32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def sample(*shape, dtype=F32, seed=0):
+    return np.random.default_rng(seed).uniform(-2, 2, shape).astype(dtype)
+
+
+@functools.cache
+def warp_kernels():
+    """The kernels of the table below; made on first use, so that the file loads without Warp."""
+
+    @wp.struct
+    class Inner:
+        offset: wp.vec3
+
+    @wp.struct
+    class Config:
+        gain: wp.float64
+        flag: wp.bool
+        inner: Inner
+
+    @wp.kernel
+    def add(x: wp.array(dtype=float), y: wp.array(dtype=float), out: wp.array(dtype=float)):
+        i = wp.tid()
+        out[i] = x[i] + y[i]
+
+    @wp.kernel
+    def stencil(x: wp.array(dtype=float), out: wp.array(dtype=float)):
+        i = wp.tid()
+        n = x.shape[0]
+        out[i] = x[wp.max(i - 1, 0)] - 2.0 * x[i] + x[wp.min(i + 1, n - 1)]
+
+    @wp.kernel
+    def outer(x: wp.array(dtype=float), y: wp.array(dtype=float), out: wp.array2d(dtype=float)):
+        i, j = wp.tid()
+        out[i, j] = x[i] * y[j]
+
+    @wp.kernel
+    def total(x: wp.array2d(dtype=float), out: wp.array(dtype=float)):
+        s = float(0.0)  # noqa: UP018
+        for i in range(x.shape[0]):
+            for j in range(x.shape[1]):
+                s += x[i, j]
+        out[0] = s
+
+    @wp.kernel
+    def cross(x: wp.array(dtype=wp.vec3), y: wp.array(dtype=wp.vec3), out: wp.array(dtype=wp.vec3)):
+        i = wp.tid()
+        out[i] = wp.cross(x[i], y[i])
+
+    @wp.kernel
+    def matvec(m: wp.array2d(dtype=wp.mat22), v: wp.array2d(dtype=wp.vec2), out: wp.array2d(dtype=wp.vec2)):
+        i, j = wp.tid()
+        out[i, j] = m[i, j] * v[i, j]
+
+    @wp.kernel
+    def flip(x: wp.array4d(dtype=float), out: wp.array4d(dtype=float)):
+        i, j, k, n = wp.tid()
+        out[n, k, j, i] = x[i, j, k, n]
+
+    @wp.kernel
+    def moments(x: wp.array(dtype=float), mean: wp.array(dtype=float), above: wp.array(dtype=wp.int32)):
+        s = float(0.0)  # noqa: UP018
+        for i in range(x.shape[0]):
+            s += x[i]
+        mean[0] = s / float(x.shape[0])
+        for i in range(x.shape[0]):
+            if x[i] > mean[0]:
+                above[i] = 1
+            else:
+                above[i] = 0
+
+    @wp.kernel
+    def histogram(index: wp.array(dtype=wp.int32), weight: float, acc: wp.array(dtype=float)):
+        wp.atomic_add(acc, index[wp.tid()], weight)
+
+    @wp.kernel
+    def configured(
+        x: wp.array(dtype=wp.float64), c: Config, n: wp.int8, m: wp.mat22, v: wp.vec3h, out: wp.array(dtype=wp.float64)
+    ):
+        i = wp.tid()
+        if c.flag:
+            s = m[0, 1] + c.inner.offset[2] + float(v[1]) + float(n)
+            out[i] = c.gain * x[i] + wp.float64(s)
+        else:
+            out[i] = x[i]
+
+    @wp.kernel
+    def scratchy(x: wp.array(dtype=float), out: wp.array(dtype=float), buffer: wp.array(dtype=float)):
+        i = wp.tid()
+        buffer[i] = 3.0 * x[i]
+        out[i] = buffer[i] + 1.0
+
+    @wp.kernel
+    def smooth(x: wp.array(dtype=float), k: wp.array(dtype=wp.int32), a: float, sq: wp.array(dtype=float),
+               si: wp.array(dtype=float), count: wp.array(dtype=wp.int32)):  # fmt: skip
+        i = wp.tid()
+        sq[i] = a * x[i] * x[k[i]]
+        if i < si.shape[0]:
+            si[i] = wp.sin(x[i])
+        count[i] = 1
+
+    config = Config()
+    config.gain, config.flag, config.inner.offset = 2.5, True, wp.vec3(1.0, 2.0, 4.0)
+    return types.SimpleNamespace(**locals())
+
+
+def stencil_reference(x):
+    p = np.pad(x, 1, mode="edge")
+    return p[:-2] - 2 * x + p[2:]
+
+
+# name: (options of warp_kernel, arguments, NumPy reference)
+WARP_OPS = {
+    "add": ({"outs": lambda x, y: x}, (sample(5), sample(5, seed=1)), lambda x, y: x + y),
+    "stencil": ({"outs": lambda x: x}, (sample(6),), stencil_reference),
+    "outer": (
+        {"outs": lambda x, y: spec(*x.shape, *y.shape), "launch_dims": lambda x, y: (*x.shape, *y.shape)},
+        (sample(3), sample(4, seed=1)),
+        np.outer,
+    ),
+    "total": ({"outs": spec(1), "launch_dims": 1}, (sample(3, 4),), lambda x: x.sum()[None]),
+    "cross": ({"outs": lambda x, y: x}, (sample(4, 3), sample(4, 3, seed=1)), np.cross),
+    "matvec": (
+        {"outs": lambda m, v: v},
+        (sample(2, 3, 2, 2), sample(2, 3, 2, seed=1)),
+        lambda m, v: np.einsum("ijkl,ijl->ijk", m, v),
+    ),
+    "flip": ({"outs": lambda x: spec(*x.shape[::-1])}, (sample(2, 3, 4, 5),), lambda x: x.transpose(3, 2, 1, 0)),
+    "moments": (
+        {"outs": lambda x: {"mean": spec(1), "over": spec(*x.shape, dtype=I32)}, "launch_dims": (1,)},
+        (sample(7),),
+        lambda x: {"mean": x.mean()[None], "over": (x > x.mean()).astype(I32)},
+    ),
+    "scratchy": ({"outs": lambda x: x, "scratch": lambda x: x}, (sample(5),), lambda x: 3 * x + 1),
+}
+
+
+@pytest.fixture(params=[pytest.param(path, marks=needs_warp) for path in ("native", "replay")])
+def warp_path(request, monkeypatch):
+    """Both ways to run a Warp kernel on the CPU; other target names keep them apart.  GPUs have the second only."""
+    if request.param == "replay":
+        monkeypatch.setattr(xk, "__name__", "xk_replay")
+        monkeypatch.setattr(xk, "_warp_layout", lambda plan, launch: None)
+    return request.param
+
+
+def warp_op(name):
+    options, args, reference = WARP_OPS[name]
+    return xk.warp_kernel(getattr(warp_kernels(), name), **options), args, reference
+
+
+def check_equal(actual, expected, **tolerance):
+    jax.tree_util.tree_map(
+        lambda a, b: np.testing.assert_allclose(a, b, **(tolerance or {"rtol": 1e-5})), actual, expected
+    )
+
+
+def slices(f, axes, args, size):
+    """What vmap must equal: a Python loop."""
+    rows = [f(*(x if d is None else np.take(x, i, d) for x, d in zip(args, axes))) for i in range(size)]
+    return jax.tree_util.tree_map(lambda *leaves: np.stack(leaves), *rows)
+
+
+@pytest.mark.parametrize("name", WARP_OPS)
+def test_warp_ops(name, warp_path):
+    f, args, reference = warp_op(name)
+    expected = reference(*args)
+    check_equal(f(*args), expected)
+    check_equal(jax.jit(f)(*args), expected)
+    native = warp_path == "native" and jax.default_backend() == "cpu"
+    target = xk._WarpEmitter if native else xk._CallbackEmitter
+    kept = [c.keep for (key, _), c in xk._STORE.targets.items() if key.startswith(f"{xk.__name__}.{name}.")]
+    assert any(isinstance(keep, tuple) and isinstance(keep[1], target) for keep in kept)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("name", WARP_OPS)
+def test_warp_vmap(name, size, warp_path):
+    f, args, _ = warp_op(name)
+    batched = [np.stack([x * (i + 1) for i in range(size)], axis=min(1, x.ndim)) for x in args]
+    axes = [1] * len(args)
+    check_equal(jax.vmap(f, in_axes=axes)(*batched), slices(f, axes, batched, size))
+    if len(args) == 2:
+        axes, mixed = [1, None], [batched[0], args[1]]
+        check_equal(jax.jit(jax.vmap(f, in_axes=axes))(*mixed), slices(f, axes, mixed, size))
+    twice = [np.stack([x, -x]) for x in args]
+    nested = jax.vmap(jax.vmap(f, in_axes=[None] * (len(args) - 1) + [0]))
+    stacked = [*twice[:-1], np.stack([twice[-1]] * size, axis=1)]
+    inner = [slices(f, [None] * (len(args) - 1) + [0], [x[i] for x in stacked], size) for i in range(2)]
+    check_equal(nested(*stacked), jax.tree_util.tree_map(lambda *leaves: np.stack(leaves), *inner))
+
+
+def test_warp_vmap_of_nothing(warp_path):
+    f, (x, y), _ = warp_op("add")
+    assert jax.vmap(f)(x[None][:0], y[None][:0]).shape == (0, 5)
+
+
+def test_warp_values(warp_path):
+    k = warp_kernels()
+    f = xk.warp_kernel(k.configured, outs=lambda x, *values: x)
+    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
+        x = sample(4, dtype=F64)
+        m, v = [[1, 2], [3, 4]], np.array([1, 0.5, 2], np.float16)
+        expected = 2.5 * x + 2 + 4 + 0.5 - 7
+        check_equal(f(x, k.config, -7, m, v), expected)
+        check_equal(
+            jax.jit(lambda x: f(x, k.config, np.int8(-7), wp.mat22(1, 2, 3, 4), wp.vec3h(1, 0.5, 2)))(x), expected
+        )
+        check_equal(jax.vmap(lambda x: f(x, k.config, -7, m, v))(np.stack([x, x])), np.stack([expected] * 2))
+        k.config.gain = 4.0  # a changed struct is a changed value
+        try:
+            check_equal(f(x, k.config, -7, m, v), expected + 1.5 * x)
+        finally:
+            k.config.gain = 2.5
+        names = {name for name, _ in xk._STORE.targets if name.startswith(f"{xk.__name__}.configured.")}
+        assert len(names) == 1  # values are data, not code
+
+
+@pytest.mark.parametrize(
+    "name", "int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 bfloat16 float32 float64".split()
+)
+def test_warp_dtypes(name, warp_path):
+    dtype = np.dtype(getattr(jnp, name))
+    if not hasattr(wp, name):
+        with pytest.raises(ValueError, match=r"Warp has no scalar type for dtype .*it has bool, int8, .*float64"):
+            xk.jaxtype_to_warptype(dtype)
+        return
+    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
+        x = jnp.arange(6).reshape(2, 3).astype(dtype)
+        info = xk.jaxinfo_to_warpinfo(x)
+
+        @wp.kernel(module="unique")
+        def double(x: info, flag: wp.array(dtype=wp.bool), out: info):
+            i, j = wp.tid()
+            if flag[i]:
+                out[i, j] = x[i, j] + x[i, j]
+            else:
+                out[i, j] = x[i, j]
+
+        out = xk.warp_kernel(double, outs=lambda x, flag: x)(x, jnp.array([True, False]))
+        assert out.dtype == dtype
+        np.testing.assert_array_equal(out.astype(F64), np.arange(6).reshape(2, 3) * [[2], [1]])
+
+
+def test_warp_in_out(warp_path):
+    f = xk.warp_kernel(warp_kernels().histogram, lambda index, weight, acc: acc, in_out_argnames=["acc"],
+                       launch_dims=lambda index, weight, acc: index.shape)  # fmt: skip
+    index, acc = jnp.array([0, 2, 2, 1], jnp.int32), jnp.ones(3)
+    expected = 1 + 0.5 * np.array([1, 1, 2])
+    np.testing.assert_array_equal(f(index, 0.5, acc), expected)
+    np.testing.assert_array_equal(acc, np.ones(3))
+    np.testing.assert_array_equal(jax.jit(lambda a: f(index, 0.5, f(index, 0.5, a)))(acc), 2 * expected - 1)
+    rows = jnp.array([[0, 0, 0, 0], [1, 1, 1, 2]], jnp.int32)
+    np.testing.assert_array_equal(jax.vmap(f, (0, None, None))(rows, 0.5, acc), [[3, 1, 1], [1, 2.5, 1.5]])
+
+
+def test_warp_alias(warp_path):
+    @wp.kernel(module="unique")
+    def bump(x: wp.array(dtype=float), out: wp.array(dtype=float)):
+        if wp.tid() < 2:
+            out[wp.tid()] += 1.0
+
+    f = xk.warp_kernel(bump, lambda x: x, input_output_aliases={0: 0})
+    np.testing.assert_array_equal(f(jnp.zeros(4)), [1, 1, 0, 0])
+    np.testing.assert_array_equal(jax.vmap(f)(jnp.zeros((2, 4))), [[1, 1, 0, 0]] * 2)
+
+
+def test_warp_empty_launch(warp_path):
+    f = xk.warp_kernel(warp_kernels().add, spec(1000), launch_dims=0)
+    big = jnp.full(1000, 7.0)
+    for _ in range(5):
+        assert not jax.jit(lambda x: f(x, x))(big + 1).any()
+    g = xk.warp_kernel(warp_kernels().add, lambda x, y: x)
+    assert g(big[:0], big[:0]).shape == (0,)
+
+
+# -- derivatives
+
+
+def smooth_call(differentiable=True):
+    f = xk.warp_kernel(warp_kernels().smooth, lambda x, k, a: (x, spec(3), spec(*x.shape, dtype=I32)),
+                       launch_dims=lambda x, k, a: x.shape, differentiable=differentiable)  # fmt: skip
+    k = jnp.array([1, 1, 3, 0, 2], jnp.int32)
+    return lambda x: f(x, k, 1.5), lambda x: (1.5 * x * x[k], jnp.sin(x[:3]), jnp.ones(5, jnp.int32))
+
+
+def loss_of(f):
+    return lambda x: (f(x)[0] ** 2).sum() + (f(x)[1] * jnp.arange(3.0)).sum()
+
+
+def test_warp_grad(warp_path):
+    f, reference = smooth_call()
+    x = jnp.asarray(sample(5))
+    check_equal(f(x), reference(x))
+    expected = jax.grad(loss_of(reference))
+    check_equal(jax.grad(loss_of(f))(x), expected(x), rtol=1e-4)
+    check_equal(jax.jit(jax.grad(loss_of(f)))(x), expected(x), rtol=1e-4)
+    e, h = np.eye(5, dtype=F32), 1e-2
+    finite = [(loss_of(f)(x + h * d) - loss_of(f)(x - h * d)) / (2 * h) for d in e]
+    check_equal(jax.grad(loss_of(f))(x), np.array(finite), rtol=2e-2, atol=2e-2)
+    xs = jnp.stack([x, 2 * x, -x])
+    check_equal(jax.vmap(jax.grad(loss_of(f)))(xs), jax.vmap(expected)(xs), rtol=1e-4)
+    batched = lambda g: lambda xs: jax.vmap(loss_of(g))(xs).sum()
+    check_equal(jax.grad(batched(f))(xs), jax.grad(batched(reference))(xs), rtol=1e-4)
+    check_equal(jax.jacrev(lambda x: f(x)[0])(x), jax.jacrev(lambda x: reference(x)[0])(x), rtol=1e-4)
+
+
+@pytest.mark.parametrize("name, function", [("cross", jnp.cross), ("outer", jnp.outer)])
+def test_warp_grad_of_shapes(name, function, warp_path):
+    options, args, _ = WARP_OPS[name]
+    f = xk.warp_kernel(getattr(warp_kernels(), name), **options, differentiable=True)
+    args = [jnp.asarray(x) for x in args]
+    weight = jnp.asarray(sample(*f(*args).shape, seed=3))
+    grads = [jax.grad(lambda *a: (g(*a) * weight).sum(), (0, 1)) for g in (f, function)]
+    check_equal(grads[0](*args), grads[1](*args))
+    stacked = [jnp.stack([args[0], -args[0]]), args[1]]  # the gradient of an unbatched operand is summed
+    losses = [lambda *a: (jax.vmap(g, (0, None))(*a) * weight).sum() for g in (f, function)]
+    check_equal(*(jax.grad(loss, (0, 1))(*stacked) for loss in losses))
+
+
+def test_warp_cotangent_is_not_changed(warp_path):
+    @wp.kernel(module="unique")
+    def twice(x: wp.array(dtype=float), out: wp.array(dtype=float)):
+        i = wp.tid()
+        out[i] = 2.0 * x[i]
+
+    f = xk.warp_kernel(twice, lambda x: x, differentiable=True)
+    x, ct = jnp.arange(4.0), jnp.ones(4)
+    pullback = jax.vjp(f, x)[1]
+    for _ in range(2):
+        np.testing.assert_array_equal(pullback(ct)[0], 2 * np.ones(4))
+    np.testing.assert_array_equal(ct, np.ones(4))
+    zero = jax.grad(lambda k: xk.warp_kernel(warp_kernels().smooth, lambda x, k, a: (x, spec(3), spec(5, dtype=I32)),
+                    differentiable=True)(jnp.arange(5.0), k, 1.0)[0].sum(), allow_int=True)(jnp.arange(5))  # fmt: skip
+    assert zero.dtype == jax.dtypes.float0
+
+
+# -- names, lifetime, threads
+
+
+@needs_warp
+def test_warp_generators():
+    def generate(constant, info):
+        c = wp.constant(constant)
+
+        @wp.kernel(module=wp.get_module("generated"))
+        def scaled(x: info, out: info):
+            i = wp.tid()
+            out[i] = c * x[i]
+
+        return xk.warp_kernel(scaled, lambda x: x)
+
+    def names():
+        return {name for name, _ in xk._STORE.targets if ".scaled." in name}
+
+    x = jnp.arange(3.0)
+    first = generate(2.0, xk.jaxinfo_to_warpinfo(x))
+    np.testing.assert_array_equal(first(x), 2 * x)
+    before = names()
+    for _ in range(20):
+        jax.jit(lambda x: generate(2.0, xk.jaxinfo_to_warpinfo(x))(x)).trace(x)
+    assert names() == before
+    np.testing.assert_array_equal(generate(3.0, xk.jaxinfo_to_warpinfo(x))(x), 3 * x)
+    np.testing.assert_array_equal(first(x), 2 * x)  # its module was rebuilt, its code is still there
+    assert len(names()) == len(before) + 1
+
+
+@needs_warp
+def test_warp_names_are_stable():
+    source = """
+import jax, warp as wp, xla_kernels as xk
+@wp.struct
+class P:
+    a: float
+@wp.kernel
+def named(x: wp.array(dtype=float), p: P, out: wp.array(dtype=float)):
+    out[wp.tid()] = p.a * x[wp.tid()]
+f = xk.warp_kernel(named, lambda x, p: x)
+print(jax.jit(lambda x: f(x, P())).lower(jax.ShapeDtypeStruct((3,), "float32")).as_text())
+"""
+    root = pathlib.Path(xk.__file__).parent
+    with tempfile.TemporaryDirectory() as folder:
+        script = pathlib.Path(folder, "named.py")
+        script.write_text(source)
+        env = {**os.environ, "PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        runs = [
+            subprocess.Popen([sys.executable, script], env={**env, "PYTHONHASHSEED": seed}, **pipes) for seed in "12"
+        ]
+        texts = [run.communicate()[0] for run in runs]
+    assert texts[0] == texts[1] and texts[0].startswith("module @")  # Warp prints nothing either
+
+
+@needs_warp
+def test_warp_export():
+    pytest.importorskip("flatbuffers")
+    from jax import export
+
+    f, (x, y), _ = warp_op("add")
+    jax.eval_shape(f, x, y)
+    data = export.export(jax.jit(f), disabled_checks=xk.export_checks())(x, y).serialize()
+    np.testing.assert_array_equal(export.deserialize(data).call(x, y), x + y)
+
+
+@needs_warp
+def test_warp_threads():
+    def work(i):
+        @wp.kernel(module=wp.get_module("threaded"))
+        def shifted(x: wp.array(dtype=float), shift: float, out: wp.array(dtype=float)):
+            j = wp.tid()
+            out[j] = x[j] + shift
+
+        f = xk.warp_kernel(shifted, lambda x, shift: x)
+        x = jnp.arange(float(8 + i % 4))
+        return all((jax.jit(lambda x: f(f(x, float(i)), 1.0))(x) == x + i + 1).all() for _ in range(5))
+
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        assert all(pool.map(work, range(32)))
+
+
+@needs_warp
+def test_warp_tiles():
+    @wp.kernel(module="unique")
+    def tiled(x: wp.array(dtype=float), out: wp.array(dtype=float)):
+        i = wp.tid()
+        t = wp.tile_load(x, shape=64, offset=i * 64)
+        wp.tile_store(out, t * 2.0, offset=i * 64)
+
+    f = xk.warp_kernel(tiled, lambda x: x, launch_dims=lambda x: x.size // 64)
+    call = jax.jit(lambda x: jax.lax.fori_loop(0, 300, lambda _, y: 0.5 * f(y), x))
+    x = jnp.arange(64.0 * 32)
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        for out in pool.map(lambda i: call(x + i) - i, range(16)):
+            np.testing.assert_array_equal(out, x)
+
+
+@needs_warp
+def test_warp_settings_are_the_users():
+    settings = {name: value for name, value in vars(wp.config).items() if isinstance(value, (int, str))}
+    f, args, _ = warp_op("add")
+    f(*args)
+    assert settings == {name: vars(wp.config)[name] for name in settings}
+
+
+@needs_warp
+def test_warp_lowering_for_gpu():
+    f, args, _ = warp_op("outer")
+    text = jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert "xla_kernels.outer." in text and "dense<[3, 4, 1, 1, 2, 12]> : tensor<6xi64>" in text
+    with pytest.raises(NotImplementedError, match=r"Warp kernel 'outer' runs on CPUs and NVIDIA GPUs; .* 'tpu'"):
+        jax.jit(f).trace(*args).lower(lowering_platforms=("tpu",))
+
+
+@needs_warp
+def test_warp_launches_on_the_stream(monkeypatch):
+    """What the GPU path does around Warp's launch, with the CPU in the place of the GPU."""
+    if jax.default_backend() != "cpu":
+        pytest.skip("the real path is tested here")
+    streams = []
+    record = xk._WarpPlan.record
+    monkeypatch.setattr(xk, "__name__", "xk_stream")
+    monkeypatch.setattr(xk, "_warp_layout", lambda plan, launch: None)
+    monkeypatch.setattr(xk, "_cuda_context", lambda frame: (3, 1234))
+    monkeypatch.setattr(xk._WarpPlan, "record", lambda self, device: streams.append(device) or record(self, "cpu"))
+    init = xk._WarpReplay.__init__
+    monkeypatch.setattr(xk._WarpReplay, "__init__", lambda self, plan, sig, platform: init(self, plan, sig, "cuda"))
+    monkeypatch.setattr(wp, "Stream", lambda device, cuda_stream: streams.append(cuda_stream))
+    monkeypatch.setattr(wp, "ScopedStream", lambda stream, sync_enter: contextlib.nullcontext())
+    options, args, function = WARP_OPS["outer"]
+    f = xk.warp_kernel(warp_kernels().outer, **options, differentiable=True)
+    check_equal(jax.jit(f)(*args), function(*args))
+    check_equal(jax.grad(lambda x, y: f(x, y).sum())(*map(jnp.asarray, args)), np.full(3, args[1].sum()))
+    assert streams[:3] == ["cpu", "cuda:3", 1234]  # the first: to learn that the layout is unknown
+
+
+@needs_warp
+def test_warp_reads_the_context_of_a_call():
+    def answer(struct, field, value):
+        def function(args):
+            setattr(struct.from_address(args), field, value)
+
+        return ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(function)
+
+    stream = answer(xk.XLA_FFI_Stream_Get_Args, "stream", 77)
+    ordinal = answer(xk.XLA_FFI_DeviceOrdinal_Get_Args, "device_ordinal", 2)
+    api = xk.XLA_FFI_Api(
+        XLA_FFI_Stream_Get=ctypes.cast(stream, ctypes.c_void_p).value,
+        XLA_FFI_DeviceOrdinal_Get=ctypes.cast(ordinal, ctypes.c_void_p).value,
+    )
+    frame = xk.XLA_FFI_CallFrame(api=ctypes.addressof(api))
+    assert xk._cuda_context(ctypes.addressof(frame)) == (2, 77)
+
+
+@needs_warp
+def test_warp_interop():
+    assert callable(xk.jax_kernel) and callable(xk.jax_callable)
+    f = xk.jax_kernel(warp_kernels().add)
+    assert type(f).__module__.startswith("warp.")
+
+
+# -- errors
+
+# case: kernel, options, arguments (None: the wrapper itself is wrong), error, message
+WARP_ERRORS = {
+    "dtype": (
+        *("add", {}, (np.arange(3), sample(3)), TypeError),
+        r"'add': argument 'x' is a warp.array, float32\[:\] for JAX; got int\d+\[3\]: wrong dtype",
+    ),
+    "rank": ("add", {}, (sample(3), sample(3, 1)), TypeError, r"'y' .*got float32\[3,1\]: wrong number of dimensions"),
+    "0-d": ("add", {}, (F32(1), sample(3)), TypeError, r"'x' .* wrong number of dimensions; reshape it to \(1,\)"),
+    "inner": ("cross", {}, (sample(4, 3), sample(4, 2)), TypeError, r"'y' .*float32\[:,3\].*: wrong inner dimensions"),
+    "output": (
+        *("add", {"outs": spec(3, dtype=I32)}, (sample(3), sample(3)), TypeError),
+        r"'out' .*got int32\[3\]: wrong dtype",
+    ),
+    "few": ("add", {}, (sample(3),), TypeError, r"the parameters \(x, y, out\).* gives it 1 inputs and 1 outputs"),
+    "many": ("add", {}, (sample(3),) * 4, TypeError, r"gives it 4 inputs and 1 outputs"),
+    "value": ("histogram", {}, (np.arange(3, dtype=I32),), TypeError, r"1 arguments, but 'weight' is passed by value"),
+    "value type": (
+        *("histogram", {}, (np.arange(3, dtype=I32), "a", sample(3)), TypeError),
+        r"parameter 'weight' \(float32\) is passed by value; got str 'a'",
+    ),
+    "struct": (
+        *("configured", {}, (sample(3), 1, 1, [1, 2], [1, 2, 3]), TypeError),
+        r"parameter 'c' \(struct .*Config\) is passed by value; got int 1, not an instance",
+    ),
+    "negative": ("add", {"launch_dims": -1}, None, ValueError, r"1 to 4 numbers from 0 to 2147483647; got \(-1,\)"),
+    "huge": ("add", {"launch_dims": lambda *a: 2**31}, (sample(3),) * 2, ValueError, r"1 to 4 .*got \(2147483648,\)"),
+    "dims": ("add", {"launch_dims": (1,) * 5}, None, ValueError, r"launch_dims must be 1 to 4 numbers"),
+    "dims type": ("add", {"launch_dims": "3"}, None, TypeError, r"launch_dims must be an int or a tuple of ints; got"),
+    "block": ("add", {"block_dim": 2048}, None, ValueError, r"block_dim must be 1 to 1024 threads; got 2048"),
+    "in-out": ("add", {"in_out_argnames": ["z"]}, None, ValueError, r"\['z'\]: 'z' must be the name of an array param"),
+    "in-out grad": (
+        *("histogram", {"in_out_argnames": ["acc"], "differentiable": True}, None, ValueError),
+        r"differentiable=True does not go with in_out_argnames or input_output_aliases: the adjoint needs",
+    ),
+    "scratch": ("scratchy", {"scratch": spec(3), "differentiable": True}, None, ValueError, r"not go with scratch"),
+    "alias": ("histogram", {"input_output_aliases": {1: 0}}, None, ValueError, r"argument 1 is not an array"),
+    "outs": ("add", {"outs": None}, None, TypeError, r"outs is missing"),
+}
+
+
+@needs_warp
+@pytest.mark.parametrize("case", WARP_ERRORS)
+def test_warp_errors(case):
+    name, options, args, error, message = WARP_ERRORS[case]
+    with pytest.raises(error, match=message):
+        f = xk.warp_kernel(getattr(warp_kernels(), name), **{"outs": lambda x, *rest: x, **options})
+        assert args is not None, "this is an error of the wrapper, not of the call"
+        f(*args)
+
+
+@needs_warp
+def test_warp_traced_value():
+    f = xk.warp_kernel(warp_kernels().histogram, lambda i, w, acc: acc, in_out_argnames=["acc"])
+    with pytest.raises(TypeError, match=r"'weight' \(float32\) .* must be known when JAX traces.*static_argnames"):
+        jax.jit(f)(jnp.arange(3), 0.5, jnp.zeros(3))
+    with pytest.raises(ValueError, match=r"'n' \(int8\) is passed by value; 300 is out of its range"):
+        xk.warp_kernel(warp_kernels().configured, spec(3))(sample(3), warp_kernels().config, 300, np.eye(2), np.ones(3))
+
+
+@needs_warp
+def test_warp_unsupported_kernels():
+    def plain(x):
+        pass
+
+    with pytest.raises(TypeError, match=r"takes a function decorated with warp.kernel; got function"):
+        xk.warp_kernel(plain, spec(3))
+
+    @wp.kernel(module="unique")
+    def generic(x: wp.array(dtype=typing.Any), out: wp.array(dtype=typing.Any)):
+        out[wp.tid()] = x[wp.tid()]
+
+    with pytest.raises(TypeError, match=r"'generic' is generic; .* made by warp.overload\(generic"):
+        xk.warp_kernel(generic, lambda x: x)
+    concrete = wp.overload(generic, [wp.array(dtype=float), wp.array(dtype=float)])
+    np.testing.assert_array_equal(xk.warp_kernel(concrete, lambda x: x)(jnp.arange(3.0)), np.arange(3.0))
+
+    @wp.struct
+    class Holder:
+        values: wp.array(dtype=float)
+
+    @wp.kernel(module="unique")
+    def holding(h: Holder, out: wp.array(dtype=float)):
+        out[wp.tid()] = h.values[wp.tid()]
+
+    with pytest.raises(TypeError, match=r"parameter 'h' is .*; supported are arrays of .* and structs without arrays"):
+        xk.warp_kernel(holding, spec(3))
+
+    @wp.kernel(enable_backward=False, module="unique")
+    def forward_only(x: wp.array(dtype=float), out: wp.array(dtype=float)):
+        out[wp.tid()] = x[wp.tid()]
+
+    f = xk.warp_kernel(forward_only, lambda x: x, differentiable=True)
+    np.testing.assert_array_equal(f(jnp.arange(3.0)), np.arange(3.0))
+    with pytest.raises(RuntimeError, match="'forward_only' was built without its adjoint"):
+        jax.grad(lambda x: f(x).sum())(jnp.arange(3.0))
+
+
+@needs_warp
+def test_warp_types():
+    assert xk.jaxtype_to_warptype("float32") is wp.float32
+    assert xk.jaxtype_to_warptype(jnp.bool_) is wp.bool
+    for bad in (np.complex64, "nonsense", jnp.float8_e4m3fn):
+        with pytest.raises(ValueError, match=r"Warp has no scalar type for dtype .*; it has bool, int8"):
+            xk.jaxtype_to_warptype(bad)
+    with pytest.raises(ValueError, match=r"1 to 4 dimensions; got 0 in float32\[\]; reshape it to \(1,\)"):
+        xk.jaxinfo_to_warpinfo(spec())
+    with pytest.raises(ValueError, match=r"1 to 4 dimensions; got 5 in float32\[1,1,1,1,1\]"):
+        xk.jaxinfo_to_warpinfo(spec(1, 1, 1, 1, 1))
+
+
+@needs_warp
+def test_warp_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "warp", None)
+    with pytest.raises(ImportError, match=r"warp_kernel needs warp, .*install it: pip install warp-lang"):
+        xk.warp_kernel(lambda x: x, spec(3))
+
 
 # ======================================================================================================
 # XLACustomKernel

@@ -33,6 +33,7 @@ import os
 import re
 import statistics
 import sys
+import tempfile
 import threading
 import time
 import types
@@ -53,7 +54,12 @@ __all__ = [
     "general_batching_rule",
     "numba_cuda_callable",
     "numba_cuda_kernel",
+    "jax_callable",
+    "jax_kernel",
+    "jaxinfo_to_warpinfo",
+    "jaxtype_to_warptype",
     "numba_kernel",
+    "warp_kernel",
 ]
 
 # ======================================================================================================
@@ -2089,6 +2095,862 @@ def _cuda_runner(dispatcher: Any) -> Callable[[list, Any, int], None]:
 # ======================================================================================================
 # Warp
 # ======================================================================================================
+
+_WARP_DTYPES = (  # bfloat16 since Warp 1.13
+    *("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"),
+    *("float16", "bfloat16", "float32", "float64"),
+)
+_WARP_MAX_DIMS = 4
+_WARP_MAX_EXTENT = 2**31 - 1  # Warp keeps extents, strides in bytes and thread indices in 32-bit integers
+
+
+# -- Warp itself: import, silence, types. Every difference between Warp's versions is in this part and in
+# _warp_layout, which looks at what Warp does rather than at its version. Checked on 1.10, 1.12, 1.13, 1.15 and 1.19.
+
+
+@contextlib.contextmanager
+def _warp_session() -> Iterator[Any]:
+    """Warp, initialized, under the lock (its module loading is not thread-safe), and silent.
+
+    Its output stays where the user raised the verbosity, and the user's settings are put back.
+    """
+    wp = _import("warp", "warp_kernel", "pip install warp-lang")
+    # `log_level` replaced `quiet` and `verbose` in Warp 1.14; touching those there prints a deprecation.
+    name, silent = ("log_level", 30) if hasattr(wp.config, "log_level") else ("quiet", True)
+    with _LOCK:
+        before = getattr(wp.config, name)
+        wanted = before < 20 if name == "log_level" else wp.config.verbose
+        try:
+            if not wanted:
+                setattr(wp.config, name, max(before, silent))
+            _start_warp(wp, wanted)
+            yield wp
+        finally:
+            setattr(wp.config, name, before)
+
+
+@functools.lru_cache(maxsize=1)
+def _start_warp(wp: Any, wanted: bool) -> None:
+    """`wp.init()`, less one line: without a CUDA driver Warp's C++ says so on stderr, whatever its settings."""
+    try:
+        saved = os.dup(2)
+    except OSError:  # a process without stderr
+        return wp.init()
+    with tempfile.TemporaryFile() as caught:
+        os.dup2(caught.fileno(), 2)
+        try:
+            wp.init()
+        finally:
+            os.dup2(saved, 2)
+            os.close(saved)
+            caught.seek(0)
+            for line in caught:
+                if wanted or b"find or load the NVIDIA CUDA driver" not in line:
+                    os.write(2, line)
+
+
+def _warp_scalars(wp: Any) -> dict[np.dtype, Any]:
+    """NumPy dtype -> Warp scalar type, for those that the installed Warp has."""
+    kinds = {np.dtype(getattr(jax.numpy, {"bool": "bool_"}.get(name, name))): name for name in _WARP_DTYPES}
+    return {dtype: getattr(wp, name) for dtype, name in kinds.items() if hasattr(wp, name)}
+
+
+def jaxtype_to_warptype(dtype: Any) -> Any:
+    """The Warp scalar type of a JAX or NumPy dtype.
+
+    Args:
+      dtype: anything that NumPy reads as a dtype, e.g. `jnp.float32`, `"int64"` or `x.dtype`.
+
+    Raises:
+      ValueError: for a dtype that the installed Warp does not have.
+    """
+    scalars = _warp_scalars(_import("warp", "jaxtype_to_warptype", "pip install warp-lang"))
+    try:
+        return scalars[np.dtype(dtype)]
+    except (KeyError, TypeError):
+        names = ", ".join(key.name for key in scalars)
+        raise ValueError(f"Warp has no scalar type for dtype {dtype!r}; it has {names}") from None
+
+
+def jaxinfo_to_warpinfo(info: Any) -> Any:
+    """The Warp array type, for a kernel's annotation, of anything with `.shape` and `.dtype`.
+
+    Raises:
+      ValueError: for 0-d arrays, arrays of more than 4 dimensions, and dtypes that Warp does not have.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> jaxinfo_to_warpinfo(jax.ShapeDtypeStruct((3, 4), jnp.float32)).ndim
+      2
+    """
+    ndim = len(info.shape)
+    if not 1 <= ndim <= _WARP_MAX_DIMS:
+        hint = "; reshape it to (1,)" if ndim == 0 else ""
+        raise ValueError(f"Warp arrays have 1 to {_WARP_MAX_DIMS} dimensions; got {ndim} in {_show(info)}{hint}")
+    wp = _import("warp", "jaxinfo_to_warpinfo", "pip install warp-lang")
+    return wp.array(dtype=jaxtype_to_warptype(info.dtype), ndim=ndim)
+
+
+def _warp_interop(name: str) -> Any:
+    wp = _import("warp", name, "pip install warp-lang")
+    if not hasattr(wp, name):  # before Warp 1.14
+        wp = _import("warp.jax_experimental.ffi", name, "pip install warp-lang")
+    return getattr(wp, name)
+
+
+def jax_kernel(*args: Any, **options: Any) -> Any:
+    """Warp's own `jax_kernel`, from wherever the installed Warp keeps it."""
+    return _warp_interop("jax_kernel")(*args, **options)
+
+
+def jax_callable(*args: Any, **options: Any) -> Any:
+    """Warp's own `jax_callable`, from wherever the installed Warp keeps it."""
+    return _warp_interop("jax_callable")(*args, **options)
+
+
+# -- The parameters of a kernel
+
+
+@dataclasses.dataclass(frozen=True)
+class _WarpParam:
+    """One parameter: an array of `ndim` dimensions, or a value passed by value (`ndim` is None)."""
+
+    name: str
+    type: Any = dataclasses.field(compare=False)
+    dtype: np.dtype | None  # of the scalars; None for a struct
+    inner: tuple[int, ...]  # the shape of one element: () for scalars, (3,) for vec3
+    ndim: int | None
+
+    @property
+    def rank(self) -> int:
+        return (self.ndim or 0) + len(self.inner)
+
+    @property
+    def nbytes(self) -> int:
+        """The size of a value, or of one array element."""
+        return self.dtype.itemsize * math.prod(self.inner) if self.dtype else ctypes.sizeof(self.type.ctype)
+
+    def __str__(self) -> str:
+        kind = self.dtype.name if self.dtype else f"struct {self.type.key}"
+        dims = [":"] * (self.ndim or 0) + [str(n) for n in self.inner]
+        return f"{kind}[{','.join(dims)}]" if dims else kind
+
+
+def _is_warp_struct(kind: Any) -> bool:
+    return hasattr(kind, "ctype") and hasattr(kind, "vars")
+
+
+def _warp_params(kernel: Any) -> tuple[_WarpParam, ...]:
+    wp = _import("warp", "warp_kernel", "pip install warp-lang")
+    if not isinstance(kernel, wp.Kernel):
+        raise TypeError(
+            f"warp_kernel takes a function decorated with warp.kernel; got {type(kernel).__name__} {kernel!r}"
+        )
+    if kernel.is_generic:
+        name = kernel.func.__name__
+        raise TypeError(
+            f"Warp kernel {name!r} is generic; pass an instance of it, made by warp.overload({name}, [types])"
+        )
+    scalars = {scalar: dtype for dtype, scalar in _warp_scalars(wp).items()}
+    scalars |= {float: np.dtype("float32"), int: np.dtype("int32"), bool: np.dtype("bool")}
+    return tuple(_warp_param(wp, scalars, kernel.func.__name__, arg.label, arg.type) for arg in kernel.adj.args)
+
+
+def _warp_param(wp: Any, scalars: Mapping[Any, np.dtype], kernel: str, name: str, kind: Any) -> _WarpParam:
+    is_array = isinstance(kind, wp.array) or getattr(kind, "_concrete_cls", None) is wp.array  # Warp >= 1.12
+    element = kind.dtype if is_array else kind
+    dtype = scalars.get(getattr(element, "_wp_scalar_type_", element))
+    if dtype is None and (is_array or not _is_warp_struct(element) or _holds_arrays(element)):
+        raise TypeError(
+            f"Warp kernel {kernel!r}: parameter {name!r} is {kind!r}; supported are arrays of scalars, vectors and "
+            "matrices, and scalars, vectors, matrices and structs without arrays by value"
+        )
+    return _WarpParam(name, kind, dtype, tuple(getattr(element, "_shape_", ())), kind.ndim if is_array else None)
+
+
+def _holds_arrays(struct: Any) -> bool:
+    kinds = [var.type for var in struct.vars.values()]
+    return any(hasattr(k, "ndim") or (_is_warp_struct(k) and _holds_arrays(k)) for k in kinds)
+
+
+def _warp_content(kernel: Any) -> tuple[bytes, str]:
+    """What defines a kernel: Warp's hash (code, constants, functions, structs, types) and the options of its build."""
+
+    def read() -> bytes:
+        kernel.module.get_module_hash(1)  # also hashes the kernels
+        if kernel.hash is None:
+            raise KeyError(kernel.key)
+        return kernel.hash
+
+    options = {**kernel.module.options, **kernel.options, "block_dim": None}  # Warp 1.10 keeps the last launch's there
+    return _despite_changes(kernel.module, read), str(sorted(options.items()))
+
+
+def _despite_changes(module: Any, action: Callable[[], Any]) -> Any:
+    """`action()`, again if another thread was adding a kernel to the module, which Warp does not guard against."""
+    for _ in range(10):
+        try:
+            return action()
+        except Exception as error:
+            if type(error) not in (AttributeError, KeyError) and "changed size during iteration" not in str(error):
+                raise
+            module.mark_modified()
+    return action()
+
+
+def _pack_warp_value(kernel: str, param: _WarpParam, value: Any) -> bytes:
+    """The memory of a parameter that is passed by value."""
+    what = f"Warp kernel {kernel!r}: parameter {param.name!r} ({param}) is passed by value"
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(
+            f"{what}, so it must be known when JAX traces the call; got {value}. Pass a Python or NumPy value "
+            "(static_argnames in jax.jit), or make the parameter a warp.array of shape (1,)"
+        )
+    if param.dtype is None:
+        if not isinstance(getattr(value, "_ctype", None), param.type.ctype):
+            raise TypeError(f"{what}; got {type(value).__name__} {value!r:.80}, not an instance of that struct")
+        return bytes(value.__ctype__())
+    if isinstance(value, param.type) and isinstance(value, ctypes.Array):
+        return bytes(value)
+    array = np.asarray(getattr(value, "value", value))  # Warp's scalars keep theirs in `value`
+    allowed = {"b": "b", "i": "biu", "u": "biu"}.get(param.dtype.kind, "biuf")
+    if array.shape != param.inner or array.dtype.kind not in allowed:
+        raise TypeError(f"{what}; got {type(value).__name__} {value!r:.80}")
+    packed = array.astype(param.dtype)
+    if allowed != "biuf" and (packed != array).any():
+        raise ValueError(f"{what}; {value!r:.80} is out of its range")
+    return packed.tobytes()
+
+
+def _check_warp_array(kernel: str, param: _WarpParam, spec: Spec) -> None:
+    what = f"Warp kernel {kernel!r}: argument {param.name!r} is a warp.array, {param} for JAX; got {_show(spec)}"
+    if spec.dtype != param.dtype:
+        raise TypeError(f"{what}: wrong dtype; cast it, or annotate the parameter with jaxinfo_to_warpinfo(x)")
+    if len(spec.shape) != param.rank:
+        raise TypeError(f"{what}: wrong number of dimensions" + ("" if spec.shape else "; reshape it to (1,)"))
+    if param.inner and spec.shape[-len(param.inner) :] != param.inner:
+        raise TypeError(f"{what}: wrong inner dimensions, which hold the elements of the vector or matrix")
+    if not all(isinstance(n, int) for n in spec.shape):
+        raise NotImplementedError(f"{what}: a launch has known dimensions; export a program for each shape")
+    if max(*spec.shape, math.prod(spec.shape[1:]) * spec.dtype.itemsize) > _WARP_MAX_EXTENT:
+        raise ValueError(f"{what}: Warp counts extents and strides in 32 bits, at most {_WARP_MAX_EXTENT}")
+
+
+def _warp_launch_dims(kernel: str, dims: Any) -> tuple[int, ...]:
+    try:
+        dims = tuple(map(operator.index, dims if isinstance(dims, (tuple, list)) else (dims,)))
+    except TypeError:
+        raise TypeError(
+            f"Warp kernel {kernel!r}: launch_dims must be an int or a tuple of ints; got {dims!r}"
+        ) from None
+    if not 1 <= len(dims) <= _WARP_MAX_DIMS or min(dims) < 0 or max(dims) > _WARP_MAX_EXTENT:
+        raise ValueError(
+            f"Warp kernel {kernel!r}: launch_dims must be 1 to {_WARP_MAX_DIMS} numbers from 0 to "
+            f"{_WARP_MAX_EXTENT}; got {dims}"
+        )
+    return dims
+
+
+# -- One handler: which buffer of the call is which parameter
+
+
+@dataclasses.dataclass(frozen=True)
+class _WarpPlan:
+    """How a target runs a kernel: forward, or (with `adjoints`) its adjoint.
+
+    `buffers` and `adjoints` give, per parameter, the index among the call's buffers (inputs, then
+    outputs); None is a value, or no adjoint.
+    """
+
+    kernel: Any
+    params: tuple[_WarpParam, ...]
+    block_dim: int
+    buffers: tuple[int | None, ...]
+    adjoints: tuple[int | None, ...] | None
+    clear: tuple[int, ...]  # buffers to fill with zeros: before every adjoint launch, else if the launch is empty
+
+    @property
+    def tables(self) -> list[tuple[int | None, ...]]:
+        return [self.buffers] if self.adjoints is None else [self.buffers, self.adjoints]
+
+    @property
+    def values(self) -> list[tuple[int, _WarpParam, int]]:
+        """The by-value parameters: position, parameter, offset in the `values` attribute."""
+        result, offset = [], 0
+        for i, param in enumerate(self.params):
+            if param.ndim is None:
+                result.append((i, param, offset))
+                offset += -(-param.nbytes // 8) * 8
+        return result
+
+    def record(self, device: str) -> Any:
+        """Warp's recorded launch, with stand-ins for arrays and values; compiles and loads the kernel."""
+        with _warp_session() as wp:
+            stand_in = functools.partial(self._stand_in, wp, device=device)
+            args = [list(map(stand_in, self.params, table)) for table in self.tables]
+            options: dict[str, Any] = {} if self.adjoints is None else {"adjoint": True, "adj_inputs": args[1]}
+            block_dim = self.block_dim if device != "cpu" else 1  # a block on the CPU has one thread
+            options |= {"device": device, "block_dim": block_dim, "record_cmd": True}
+            what = f"kernel {self.kernel.func.__name__!r}"
+            try:
+                launch = _despite_changes(
+                    self.kernel.module, lambda: wp.launch(self.kernel, dim=(3, 2), inputs=args[0], **options)
+                )
+            except RuntimeError as error:
+                if "backward kernel" not in str(error):
+                    raise
+                raise RuntimeError(
+                    f"Warp {what} was built without its adjoint, which differentiable=True needs; set "
+                    "enable_backward=True in its options, its module's and warp.config"
+                ) from error
+            if launch is None:  # Warp 1.10 reports a failed build once only
+                raise RuntimeError(f"Warp cannot build the module of {what}: see its first error, or its log")
+            return launch
+
+    def _stand_in(self, wp: Any, param: _WarpParam, k: int | None, device: str) -> Any:
+        if param.ndim is None:
+            return param.type() if param.inner or param.dtype is None else 0
+        if k is None:
+            return None
+        return wp.array(ptr=4096 * (k + 1), shape=(2,) * param.ndim, dtype=param.type.dtype, device=device)
+
+
+# -- Native on the CPU
+
+
+class _WarpArray(ctypes.Structure):
+    """array_t of warp/native/array.h."""
+
+    _fields_ = (
+        ("data", ctypes.c_uint64),
+        ("grad", ctypes.c_uint64),
+        ("shape", _I32 * _WARP_MAX_DIMS),
+        ("strides", _I32 * _WARP_MAX_DIMS),
+        ("ndim", ctypes.c_uint16),
+        ("flags", ctypes.c_uint16),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _WarpLayout:
+    """How to call a kernel's CPU entry point: `void entry(bounds, args*[, adjoint_args*])`."""
+
+    entry: int
+    by_value: bool  # Warp < 1.13 passes the bounds by value
+    bounds: Any
+    args: tuple[Any, ...]
+
+
+def _warp_layout(plan: _WarpPlan, launch: Any) -> _WarpLayout | None:
+    """The layout, from the call that the recorded launch makes; None unless it is what we would pack."""
+    hooks, calls = launch.hooks, []
+    launch.hooks = types.SimpleNamespace(forward=lambda *args: calls.append(args))
+    launch.hooks.backward = launch.hooks.forward
+    try:
+        launch.launch()
+    finally:
+        launch.hooks = hooks
+    structs = [getattr(arg, "_obj", arg) for arg in calls[0]]
+    if not all(isinstance(struct, ctypes.Structure) for struct in structs):
+        return None
+    entry = ctypes.cast(hooks.forward if plan.adjoints is None else hooks.backward, _PTR).value or 0
+    layout = _WarpLayout(entry, calls[0][0] is structs[0], type(structs[0]), tuple(type(s) for s in structs[1:]))
+    return layout if _predict_warp_call(plan, layout) == [bytes(s) for s in structs] else None
+
+
+def _predict_warp_call(plan: _WarpPlan, layout: _WarpLayout) -> list[bytes] | None:
+    """The structs that `_WarpEmitter` would write for the recorded launch; None if it could not."""
+    packed = [_predict_warp_bounds(layout.bounds)]
+    for struct, table in zip(layout.args, plan.tables, strict=True):
+        memory = bytearray(ctypes.sizeof(struct))
+        for param, k, (name, kind) in zip(plan.params, table, struct._fields_, strict=True):
+            if ctypes.sizeof(kind) != (param.nbytes if param.ndim is None else ctypes.sizeof(_WarpArray)):
+                return None
+            if k is not None and param.ndim is not None:
+                strides = [param.nbytes * 2**j for j in reversed(range(param.ndim))]
+                array = _WarpArray(4096 * (k + 1), 0, (2,) * param.ndim, tuple(strides), param.ndim)
+                start = getattr(struct, name).offset
+                memory[start : start + len(bytes(array))] = bytes(array)
+        packed.append(bytes(memory))
+    return packed
+
+
+def _predict_warp_bounds(kind: Any) -> bytes:
+    """The bounds of the recorded launch, of (3, 2) threads; empty if its fields are unknown."""
+    bounds, fields = kind.__new__(kind), dict(kind._fields_)
+    kept = getattr(fields.get("shape"), "_length_", 0)
+    if not fields.keys() <= {"shape", "ndim", "size", "coord_mult"} or not 1 <= kept <= _WARP_MAX_DIMS:
+        return b""
+    shape = (3, 2, 1, 1)
+    bounds.shape[:] = shape[:kept]
+    for name, value in (("ndim", 2), ("size", 6), ("coord_mult", math.prod(shape[kept:]))):
+        if name in fields:
+            setattr(bounds, name, value)
+    return bytes(bounds)
+
+
+def _tile_lock(kernel: Any) -> int:
+    """The lock to hold while the kernel runs, or 0.
+
+    Warp keeps the CPU memory of tiles behind one static pointer (tile.h), so a module's tile kernels must not overlap.
+    """
+    if "tile" not in _warp_source(kernel.adj, set()):
+        return 0
+    if not hasattr(_STORE, "tile_lock"):
+        allocate = ctypes.pythonapi.PyThread_allocate_lock
+        allocate.restype = _PTR
+        _STORE.tile_lock = allocate()
+    return _STORE.tile_lock
+
+
+def _warp_source(adj: Any, seen: set) -> str:
+    """The source of a kernel or function and of those that it calls."""
+    if adj in seen:
+        return ""
+    seen.add(adj)
+    called = [f for f in adj.get_references()[2] if not f.is_builtin()]
+    overloads = [f for g in called for f in (*g.user_overloads.values(), *g.user_templates.values())]
+    return adj.source + "".join(_warp_source(f.adj, seen) for f in overloads)
+
+
+def _passed_in_memory() -> bool:
+    """Whether C passes a struct of more than 16 bytes on the stack (x86-64 but on Windows), not by address."""
+    return sys.platform != "win32" and os.uname().machine in ("x86_64", "amd64")
+
+
+class _WarpEmitter(_Emitter):
+    """Calls a kernel's CPU entry point, by address."""
+
+    def __init__(self, plan: _WarpPlan, layout: _WarpLayout) -> None:
+        self.plan, self.layout = plan, layout
+        self.lock = _tile_lock(plan.kernel)
+
+    def end(self, handler: _Handler) -> None:
+        if self.lock:
+            handler.call_c(_symbol("PyThread_release_lock"), handler.ir.VoidType(), [handler.address(self.lock)])
+
+    def begin(self, handler: _Handler) -> None:
+        """What is the same for every slice: the launch's bounds and the values."""
+        if self.lock:
+            handler.call_c(_symbol("PyThread_acquire_lock"), handler.i32, [handler.address(self.lock), handler.i32(1)])
+        *dims, self.ndim, self.size = (handler.item(handler.attr(0), i, handler.i64) for i in range(6))
+        self.bounds = self._new_bounds(handler, dims)
+        self.args = [self._new(handler, struct) for struct in self.layout.args]
+        for i, param, start in self.plan.values:
+            target = self._param(handler, 0, i)
+            source = handler.builder.gep(handler.attr(1), [handler.int64(start)])
+            handler.cgutils.raw_memcpy(handler.builder, target, source, handler.int64(param.nbytes), 1)
+
+    def _param(self, handler: _Handler, table: int, i: int) -> Any:
+        """The address of a parameter in the struct of arguments or of their adjoints."""
+        struct = self.layout.args[table]
+        offset = getattr(struct, struct._fields_[i][0]).offset
+        return handler.builder.gep(self.args[table], [handler.int64(offset)])
+
+    def _new(self, handler: _Handler, struct: Any) -> Any:
+        words = handler.ir.ArrayType(handler.i64, -(-ctypes.sizeof(struct) // 8))
+        memory = handler.cgutils.alloca_once(handler.builder, words)
+        handler.builder.store(handler.ir.Constant(words, None), memory)
+        return handler.builder.bitcast(memory, handler.i8p)
+
+    def _new_bounds(self, handler: _Handler, dims: list[Any]) -> Any:
+        struct, builder = self.layout.bounds, handler.builder
+        bounds, fields = self._new(handler, struct), dict(struct._fields_)
+        kept = fields["shape"]._length_
+        self._store_ints(handler, bounds, struct, "shape", dims[:kept])
+        rest = functools.reduce(builder.mul, dims[kept:], handler.int64(1))
+        for name, value in (("ndim", self.ndim), ("size", self.size), ("coord_mult", rest)):
+            if name in fields:
+                slot = handler.field(bounds, struct, name)
+                is_long = slot.type.pointee == handler.i64
+                builder.store(value if is_long else builder.trunc(value, slot.type.pointee), slot)
+        return bounds
+
+    def _store_ints(self, handler: _Handler, pointer: Any, struct: Any, name: str, values: list[Any]) -> None:
+        slots = handler.builder.bitcast(handler.field(pointer, struct, name), handler.i32.as_pointer())
+        for k, value in enumerate(values):
+            item = handler.builder.gep(slots, [handler.int64(k)])
+            handler.builder.store(handler.builder.trunc(value, handler.i32), item)
+
+    def call(self, handler: _Handler, pointers: list[Any], dims: list[list[Any]]) -> None:
+        builder, zero = handler.builder, handler.int64(0)
+        empty = builder.icmp_signed("==", self.size, zero)
+        clear = handler.ir.Constant(handler.ir.IntType(1), 1) if self.plan.adjoints is not None else empty
+        with builder.if_then(clear):
+            for n in self.plan.clear:
+                itemsize = handler.int64(handler.signature.dtypes[n].itemsize)
+                handler.cgutils.memset(builder, pointers[n], functools.reduce(builder.mul, dims[n], itemsize), 0)
+        with builder.if_then(builder.not_(empty)):
+            for t, table in enumerate(self.plan.tables):
+                for i, k in enumerate(table):
+                    if k is not None:
+                        array = self._param(handler, t, i)
+                        self._describe(handler, array, self.plan.params[i], pointers[k], dims[k])
+            self._enter(handler)
+
+    def _describe(self, handler: _Handler, array: Any, param: _WarpParam, pointer: Any, dims: list[Any]) -> None:
+        """Fill one array_t."""
+        shape, strides = dims[: param.ndim], [handler.int64(param.nbytes)]
+        for n in reversed(shape[1:]):
+            strides.insert(0, handler.builder.mul(strides[0], n))
+        data = handler.field(array, _WarpArray, "data")
+        handler.builder.store(handler.builder.ptrtoint(pointer, handler.i64), data)
+        self._store_ints(handler, array, _WarpArray, "shape", shape)
+        self._store_ints(handler, array, _WarpArray, "strides", strides)
+        handler.store(param.ndim, array, _WarpArray, "ndim")
+
+    def _enter(self, handler: _Handler) -> None:
+        void, builder = handler.ir.VoidType(), handler.builder
+        if not (self.layout.by_value and _passed_in_memory()):
+            handler.call_c(self.layout.entry, void, [self.bounds, *self.args])
+            return
+        # A struct passed on the stack lies where integers lie that no register is left for: fill all six.
+        registers = [builder.ptrtoint(pointer, handler.i64) for pointer in self.args]
+        registers += [handler.int64(0)] * (6 - len(registers))
+        words = [handler.item(self.bounds, i, handler.i64) for i in range(-(-ctypes.sizeof(self.layout.bounds) // 8))]
+        handler.call_c(self.layout.entry, void, registers + words)
+
+
+# -- Through Warp's own launch: on GPUs, and on the CPU where the layout is unknown
+
+
+class _WarpReplay:
+    """The body of a handler that calls Python: fills in Warp's recorded launch and replays it.
+
+    It launches on XLA's stream and device.  XLA does not capture it into CUDA graphs, so modules may be
+    loaded at any time.
+    """
+
+    lock = threading.Lock()  # of all replays, for the sake of tiles
+
+    def __init__(self, plan: _WarpPlan, signature: _Signature, platform: str) -> None:
+        self.plan, self.signature, self.platform = plan, signature, platform
+        self.launches: dict[str, Any] = {}
+        for device in ["cpu"] if platform == "cpu" else _local_cuda_devices():
+            self._launch(device)
+
+    def _launch(self, device: str) -> Any:
+        if device not in self.launches:
+            self.launches[device] = self.plan.record(device)
+        return self.launches[device]
+
+    def __call__(self, pointers: list[int], dims: list[tuple], frame: int) -> None:
+        import warp as wp
+
+        ordinal, address = (0, 0) if self.platform == "cpu" else _cuda_context(frame)
+        extents = (ctypes.c_int64 * 6).from_address(_frame_attr(frame, 0))
+        with self.lock, contextlib.ExitStack() as stack:
+            launch, stream = self._launch("cpu" if self.platform == "cpu" else f"cuda:{ordinal}"), None
+            if self.platform != "cpu":
+                stream = wp.Stream(launch.device, cuda_stream=address)
+                stack.enter_context(wp.ScopedStream(stream, sync_enter=False))
+            if self.plan.adjoints is not None or not extents[5]:
+                self._clear(wp, launch, pointers, dims)
+            if extents[5]:
+                self._fill(wp, launch, pointers, dims, frame)
+                launch.set_dim(tuple(extents[: extents[4]]))
+                launch.launch(stream=stream)
+
+    def _clear(self, wp: Any, launch: Any, pointers: list[int], dims: list[tuple]) -> None:
+        for k in self.plan.clear:
+            if nbytes := self.signature.dtypes[k].itemsize * math.prod(dims[k]):
+                wp.array(ptr=pointers[k], shape=nbytes, dtype=wp.uint8, device=launch.device).zero_()
+
+    def _fill(self, wp: Any, launch: Any, pointers: list[int], dims: list[tuple], frame: int) -> None:
+        for adjoint, table in enumerate(self.plan.tables):
+            for i, (param, k) in enumerate(zip(self.plan.params, table, strict=True)):
+                if k is not None:
+                    array = wp.array(
+                        ptr=pointers[k], shape=dims[k][: param.ndim], dtype=param.type.dtype, device=launch.device
+                    )
+                    launch.set_param_at_index(i, array, adjoint=bool(adjoint))
+        for i, param, start in self.plan.values:
+            ctypes.memmove(ctypes.addressof(launch.params[1 + i]), _frame_attr(frame, 1) + start, param.nbytes)
+
+
+def _frame_attr(frame: int, index: int) -> int:
+    """The address of the data of an attribute, as `_Handler.attr`."""
+    attrs = XLA_FFI_CallFrame.from_address(frame).attrs
+    return XLA_FFI_Array.from_address(_SIZE.from_address(attrs.attrs + 8 * index).value).data
+
+
+def _cuda_context(frame: int) -> tuple[int, int]:
+    """The device ordinal and the CUDA stream of a call."""
+    call = XLA_FFI_CallFrame.from_address(frame)
+    api = XLA_FFI_Api.from_address(call.api)
+
+    def ask(name: str, struct: Any) -> Any:
+        args = struct(struct_size=ctypes.sizeof(struct), ctx=call.ctx)
+        if ctypes.CFUNCTYPE(_PTR, _PTR)(getattr(api, f"XLA_FFI_{name}"))(ctypes.addressof(args)):
+            raise RuntimeError(f"XLA_FFI_{name} failed")
+        return args
+
+    ordinal = ask("DeviceOrdinal_Get", XLA_FFI_DeviceOrdinal_Get_Args).device_ordinal
+    return ordinal, ask("Stream_Get", XLA_FFI_Stream_Get_Args).stream or 0
+
+
+def _local_cuda_devices() -> list[str]:
+    """Warp's names of the GPUs that JAX has; none where a program is only lowered for them."""
+    try:
+        return [f"cuda:{device.local_hardware_id}" for device in jax.local_devices(backend="cuda")]
+    except RuntimeError:
+        return []
+
+
+def _prepare_warp(name: str, plan: _WarpPlan, signature: _Signature, platform: str) -> None:
+    if platform not in ("cpu", "cuda"):
+        raise NotImplementedError(
+            f"Warp kernel {signature.label!r} runs on CPUs and NVIDIA GPUs; this computation is "
+            f"compiled for {platform!r}: move it with jax.device_put or jax.jit(..., device=...)"
+        )
+    _register(name, platform, functools.partial(_compile_warp, plan, signature, platform))
+
+
+def _compile_warp(plan: _WarpPlan, signature: _Signature, platform: str) -> _Compiled:
+    _import("numba", "warp_kernel", "pip install numba")
+    launch = plan.record("cpu") if platform == "cpu" else None
+    layout = _warp_layout(plan, launch) if launch else None
+    if layout:
+        emitter: _Emitter = _WarpEmitter(plan, layout)
+    else:
+        emitter = _CallbackEmitter(signature.label, signature.ranks, _WarpReplay(plan, signature, platform))
+    address, keep = _compile_handler(signature, emitter)
+    return _Compiled(address, (keep, emitter, launch))  # the launch keeps Warp's module loaded
+
+
+# -- The wrapper
+
+
+def warp_kernel(
+    kernel: Any = None,
+    outs: Any = None,
+    *,
+    launch_dims: Any = None,
+    block_dim: int = 256,
+    vmap_method: str | None = None,
+    input_output_aliases: Mapping[int, int] | None = None,
+    in_out_argnames: Sequence[str] | None = None,
+    has_side_effect: bool = False,
+    scratch: Any = None,
+    differentiable: bool = False,
+) -> Any:
+    """Make an NVIDIA Warp kernel a JAX function, on CPUs and GPUs.
+
+    The kernel's parameters are the inputs, then the outputs, then the scratch buffers.  Arrays of vectors
+    and matrices are JAX arrays with the elements in trailing dimensions.  Parameters that are not arrays
+    (scalars, vectors, matrices, structs) take Python or NumPy values, known when JAX traces the call.
+    `vmap` launches once per slice inside one call.  On the CPU, XLA calls Warp's machine code directly.
+
+    Args:
+      kernel: a function decorated with `warp.kernel`; without it, `warp_kernel(outs=...)` is a decorator.
+      outs: the results, as for `numba_kernel`; a callable gets what the call got, values included.  Outputs
+        are not initialized, so kernels that add into one name it in `in_out_argnames`.  If the launch is
+        empty they are zero.
+      launch_dims: the number of threads: an int, a tuple of up to 4, or a callable of the inputs; by
+        default the shape of the kernel's first array (without the trailing dimensions of its elements).
+      block_dim: threads per block on a GPU; a block on the CPU has one.
+      vmap_method: accepted for compatibility; every method gives the same, per-slice result.
+      input_output_aliases: `{i: j}`: output j starts with the value of argument i.
+      in_out_argnames: names of array parameters that are given a value and returned.  They count as inputs
+        in the call and, in the kernel's order, as the first of `outs`.
+      has_side_effect: True keeps the call even where its results are not used.
+      scratch: like `outs`: uninitialized buffers passed after the outputs and not returned.
+      differentiable: True gives reverse mode through the kernel's own adjoint, for arrays of floats.
+
+    Returns:
+      A function whose result has the structure of `outs`.
+
+    Raises:
+      TypeError: arguments whose dtype, rank or inner dimensions are not the kernel's, a traced value for a
+        parameter passed by value, parameter types that JAX arrays cannot be.
+      ValueError: launch dimensions out of range; in-out arguments, aliases or scratch with `differentiable`.
+
+    Example:
+      >>> import jax.numpy as jnp, warp as wp
+      >>> @wp.kernel
+      ... def scale(x: wp.array(dtype=float), factor: float, out: wp.array(dtype=float)):
+      ...     i = wp.tid()
+      ...     out[i] = factor * x[i]
+      >>> warp_kernel(scale, outs=lambda x, factor: x)(jnp.arange(3.0), 2.0).tolist()
+      [0.0, 2.0, 4.0]
+    """
+    options = {name: value for name, value in locals().items() if name != "kernel"}
+    return functools.partial(warp_kernel, **options) if kernel is None else _WarpKernel(kernel, options, {})
+
+
+class _WarpKernel(_Wrapper):
+    decorator = "warp_kernel"
+
+    def __init__(self, kernel: Any, options: Mapping[str, Any], values: Mapping[int, tuple[Any, bytes]]) -> None:
+        self.params, self.options, self.values = _warp_params(kernel), options, values
+        if options["outs"] is None:
+            raise TypeError(f"warp_kernel({kernel.key}): outs is missing; give the results' shapes and dtypes")
+        outs, scratch, self.launch_dims = (
+            self._with_values(options[name]) for name in ("outs", "scratch", "launch_dims")
+        )
+        common = {name: options[name] for name in ("vmap_method", "has_side_effect")}
+        super().__init__(kernel, outs, scratch=scratch, input_output_aliases=None, **common)
+        self.by_value = [i for i, param in enumerate(self.params) if param.ndim is None]
+        self.variants: dict[tuple, _WarpKernel] = {}
+        self.in_outs = self._in_outs(options["in_out_argnames"] or ())
+        self.aliases = {self._array_index(i): j for i, j in (options["input_output_aliases"] or {}).items()}
+        self.aliases |= {self._array_index(i): j for j, i in enumerate(self.in_outs)}
+        self.block_dim, self.differentiable = operator.index(options["block_dim"]), options["differentiable"]
+        self._check_options()
+        self._vjp = jax.custom_vjp(super()._trace)
+        self._vjp.defvjp(self._forward, self._backward)
+
+    # -- parameters that are passed by value: one variant of the wrapper for each set of values
+
+    def __call__(self, *args: Any) -> Any:
+        if not self.by_value:
+            return super().__call__(*args)
+        values = {}
+        for i in self.by_value:
+            if i >= len(args):
+                raise self._wrong_arity(f"{len(args)} arguments, but {self.params[i].name!r} is passed by value")
+            values[i] = args[i], _pack_warp_value(self.__name__, self.params[i], args[i])
+        arrays = [x for i, x in enumerate(args) if i not in values]
+        return _Wrapper.__call__(self._variant(values), *arrays)
+
+    def _variant(self, values: dict[int, tuple[Any, bytes]]) -> _WarpKernel:
+        key = tuple(memory for _, memory in values.values())
+        with _LOCK:
+            if key not in self.variants:
+                if len(self.variants) >= 256:  # each holds a cache of compiled calls
+                    self.variants.pop(next(iter(self.variants)))
+                self.variants[key] = _WarpKernel(self.kernel, self.options, values)
+            return self.variants[key]
+
+    def _with_values(self, function: Any) -> Any:
+        """The user's callable of all inputs as one of the array inputs."""
+        if not callable(function) or not self.values:
+            return function
+        return lambda *arrays: function(*self._all_inputs(arrays))
+
+    def _all_inputs(self, arrays: Sequence[Any]) -> list[Any]:
+        rest = iter(arrays)
+        return [self.values[i][0] if i in self.values else next(rest) for i in range(len(arrays) + len(self.values))]
+
+    def _array_index(self, position: int) -> int:
+        """The number, among the array inputs, of the argument at a position."""
+        if not 0 <= position < len(self.params) or position in self.by_value:
+            raise ValueError(
+                f"warp_kernel({self.__name__}): argument {position} is not an array, so no output can alias it"
+            )
+        return position - sum(i < position for i in self.by_value)
+
+    # -- checks
+
+    def _in_outs(self, names: Sequence[str]) -> list[int]:
+        positions = {param.name: i for i, param in enumerate(self.params) if param.ndim is not None}
+        for name in names:
+            if name not in positions or list(names).count(name) > 1:
+                raise ValueError(
+                    f"in_out_argnames={list(names)}: {name!r} must be the name of an array parameter, given "
+                    f"once; kernel {self.__name__!r} has {', '.join(positions)}"
+                )
+        return sorted(positions[name] for name in names)
+
+    def _check_options(self) -> None:
+        if not 1 <= self.block_dim <= 1024:
+            raise ValueError(f"warp_kernel({self.__name__}): block_dim must be 1 to 1024 threads; got {self.block_dim}")
+        if not callable(self.launch_dims) and self.launch_dims is not None:
+            _warp_launch_dims(self.__name__, self.launch_dims)
+        reasons = {
+            "in_out_argnames or input_output_aliases": self.aliases and "the adjoint needs the values they overwrite",
+            "scratch": self.scratch is not None and "the adjoint needs its contents; return it as an output",
+        }
+        for what, reason in reasons.items():
+            if self.differentiable and reason:
+                raise ValueError(f"warp_kernel({self.__name__}): differentiable=True does not go with {what}: {reason}")
+
+    def _wrong_arity(self, given: str) -> TypeError:
+        names = ", ".join(param.name for param in self.params)
+        return TypeError(
+            f"Warp kernel {self.__name__!r} takes the parameters ({names}): inputs, then outputs and scratch; "
+            f"this call gives it {given}"
+        )
+
+    # -- from a call to a target
+
+    def _prepare(self, ins: list[Spec], outs: list[Spec]) -> _Target:
+        n_args, k = len(ins) + len(self.values), len(self.in_outs)
+        if len(self.params) != n_args + len(outs) - k or any(i >= n_args for i in (*self.by_value, *self.in_outs)):
+            raise self._wrong_arity(f"{n_args} inputs and {len(outs)} outputs (in-out arguments count as both)")
+        arrays = [i for i in range(n_args) if i not in self.values]
+        buffers: list[int | None] = [None] * len(self.params)
+        for j, i in enumerate(arrays):
+            buffers[i] = j
+        for j, i in enumerate([*self.in_outs, *range(n_args, len(self.params))]):
+            buffers[i] = len(ins) + j
+        for i, spec in zip([*arrays, *self.in_outs, *range(n_args, len(self.params))], ins + outs, strict=True):
+            _check_warp_array(self.__name__, self.params[i], spec)
+        aliased = set(self.aliases.values())
+        clear = tuple(len(ins) + j for j in range(len(outs)) if j not in aliased)
+        plan = _WarpPlan(self.kernel, self.params, self.block_dim, tuple(buffers), None, clear)
+        return self._target(plan, ins, outs, self._extents(plan, ins, outs))
+
+    def _extents(self, plan: _WarpPlan, ins: list[Spec], outs: list[Spec]) -> tuple[int, ...]:
+        dims = self.launch_dims(*ins) if callable(self.launch_dims) else self.launch_dims
+        if dims is None:
+            param, k = next((p, k) for p, k in zip(self.params, plan.buffers, strict=True) if k is not None)
+            dims = [*ins, *outs][k].shape[: param.ndim]
+        return _warp_launch_dims(self.__name__, dims)
+
+    def _target(self, plan: _WarpPlan, ins: list[Spec], outs: list[Spec], dims: tuple[int, ...]) -> _Target:
+        signature = _Signature.of(self.__name__, ins, outs)
+        with _warp_session() as wp:
+            content = (wp.__version__, *_warp_content(self.kernel), str(signature))
+        layout = (plan.block_dim, plan.buffers, plan.adjoints, plan.clear)
+        name = f"{__name__}.{self.__name__}.{_digest('warp', layout, *content)}"
+        extents = (*dims, *[1] * (_WARP_MAX_DIMS - len(dims)), len(dims), math.prod(dims))
+        attrs = [("dims", extents)]
+        if self.values:
+            memory = b"".join(packed.ljust(-(-len(packed) // 8) * 8, b"\0") for _, packed in self.values.values())
+            attrs.append(("values", tuple(np.frombuffer(memory, np.int64).tolist())))
+        prepare = functools.partial(_prepare_warp, name, plan, signature)
+        if jax.default_backend() in ("cpu", "gpu"):  # exported programs look the name up in processes that only trace
+            prepare({"gpu": "cuda"}.get(jax.default_backend(), "cpu"))
+        return _Target(name, tuple(attrs), prepare=prepare)
+
+    # -- derivatives
+
+    def _trace(self, *args: Any) -> Any:
+        return self._vjp(*_make_varying(args)) if self.differentiable else super()._trace(*args)
+
+    def _forward(self, *args: Any) -> tuple[Any, Any]:
+        results = super()._trace(*args)
+        return results, (args, results)
+
+    def _backward(self, residuals: Any, cotangents: Any) -> tuple:
+        """One adjoint launch: (inputs, outputs, cotangents) -> (cotangents, which Warp may change, and gradients)."""
+        args, outs = residuals[0], jax.tree_util.tree_leaves(residuals[1])
+        wrt = [i for i, x in enumerate(args) if jax.dtypes.issubdtype(x.dtype, np.floating)]
+        of = [j for j, x in enumerate(outs) if jax.dtypes.issubdtype(x.dtype, np.floating)]
+        leaves = jax.tree_util.tree_leaves(cotangents)
+        operands = _make_varying([*args, *outs, *(leaves[j] for j in of)])
+        ins = [_input_spec(x, i) for i, x in enumerate(operands)]
+        results = [ins[len(args) + j] for j in of] + [ins[i] for i in wrt]
+        aliases = tuple((len(args) + len(outs) + n, n) for n in range(len(of)))
+        target = self._adjoint_target(ins, results, len(args), wrt, of)
+        specs = tuple((s.shape, s.dtype) for s in results)
+        grads = _call_p.bind(*operands, target=target, outs=specs, aliases=aliases, has_side_effect=False)[len(of) :]
+        found = dict(zip(wrt, grads, strict=True))
+        return tuple(found[i] if i in found else np.zeros(x.shape, jax.dtypes.float0) for i, x in enumerate(args))
+
+    def _adjoint_target(self, ins: list[Spec], results: list[Spec], n: int, wrt: list[int], of: list[int]) -> _Target:
+        arrays = [i for i in range(len(self.params)) if i not in self.by_value]
+        buffers: list[int | None] = [None] * len(self.params)
+        adjoints: list[int | None] = [None] * len(self.params)
+        for k, i in enumerate(arrays):
+            buffers[i] = k
+        for k, j in enumerate([n + j for j in of] + wrt):
+            adjoints[arrays[j]] = len(ins) + k
+        clear = tuple(range(len(ins) + len(of), len(ins) + len(results)))
+        plan = _WarpPlan(self.kernel, self.params, self.block_dim, tuple(buffers), tuple(adjoints), clear)
+        return self._target(plan, ins, results, self._extents(plan, ins[:n], ins[n : len(arrays)]))
+
 
 # ======================================================================================================
 # XLACustomKernel: one operation, many backends, all of JAX's transformations.
