@@ -789,12 +789,13 @@ def test_shard_map(cell):
 ROOT = pathlib.Path(__file__).parent
 
 
-def run_python(*args, cwd=ROOT, timeout=300, **environment):
-    """Run Python in a fresh process; returns its output, or fails with it."""
+def run_python(*args, cwd=ROOT, timeout=300, rc=0, **environment):
+    """Run Python in a fresh process that must end with `rc`; returns its output, or fails with it."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     command = [sys.executable, *map(str, args)]
     result = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout, check=False)
-    assert result.returncode == 0, f"exit code {result.returncode}\n{result.stdout}\n{result.stderr}"
+    shown = f"{result.stdout[-4000:]}\n{result.stderr[-4000:]}"
+    assert result.returncode == rc, f"exit code {result.returncode}\n{shown}"
     return result.stdout
 
 
@@ -1647,7 +1648,7 @@ def cuda_scale(x, factor, out):
         out[i] = factor[()] * x[i]
 
 
-def stencil_reference(x):
+def neighbour_sum(x):
     padded = np.pad(np.asarray(x), [(0, 0)] * (x.ndim - 1) + [(1, 1)])
     return padded[..., :-2] + padded[..., 1:-1] + padded[..., 2:]
 
@@ -1727,10 +1728,10 @@ def test_cuda_atomics_into_an_aliased_output():
 def test_cuda_vmap_runs_the_kernel_per_slice():
     op = xk.numba_cuda_kernel(cuda_stencil, lambda x: x, launch_dims=launch_1d, threads_per_block=8)
     x = jnp.asarray(np.random.default_rng(1).integers(0, 9, (3, 2, 11)).astype("float32"))
-    np.testing.assert_array_equal(jax.vmap(jax.vmap(op))(x), stencil_reference(x))
-    np.testing.assert_array_equal(jax.jit(jax.vmap(op, in_axes=1, out_axes=1))(x[0].T), stencil_reference(x[0]).T)
+    np.testing.assert_array_equal(jax.vmap(jax.vmap(op))(x), neighbour_sum(x))
+    np.testing.assert_array_equal(jax.jit(jax.vmap(op, in_axes=1, out_axes=1))(x[0].T), neighbour_sum(x[0]).T)
     explicit = xk.numba_cuda_kernel(cuda_stencil, lambda x: x, grid=2, block=8)
-    np.testing.assert_array_equal(jax.vmap(explicit)(x[0]), stencil_reference(x[0]))
+    np.testing.assert_array_equal(jax.vmap(explicit)(x[0]), neighbour_sum(x[0]))
     assert jax.vmap(op)(x[:, 0][:0]).shape == (0, 11)
 
 
@@ -1865,7 +1866,7 @@ def test_cudasim_runs_one_kernel_at_a_time():
     x = jnp.asarray(np.random.default_rng(2).normal(size=(8, 12)).astype("float32"))
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         results = list(pool.map(lambda row: np.asarray(op(row)), x))
-    np.testing.assert_allclose(results, stencil_reference(x), rtol=1e-6)
+    np.testing.assert_allclose(results, neighbour_sum(x), rtol=1e-6)
 
 
 @simulated
@@ -1978,7 +1979,7 @@ def test_gpu_every_device():
     for k, device in enumerate(jax.local_devices(backend="cuda")):
         x = jax.device_put(jnp.arange(9.0) + k, device)
         assert op(x).devices() == {device}
-        np.testing.assert_array_equal(op(x), stencil_reference(x))
+        np.testing.assert_array_equal(op(x), neighbour_sum(x))
 
 
 @on_gpu
@@ -2110,7 +2111,7 @@ def warp_kernels():
     return types.SimpleNamespace(**locals())
 
 
-def stencil_reference(x):
+def second_difference(x):
     p = np.pad(x, 1, mode="edge")
     return p[:-2] - 2 * x + p[2:]
 
@@ -2118,7 +2119,7 @@ def stencil_reference(x):
 # name: (options of warp_kernel, arguments, NumPy reference)
 WARP_OPS = {
     "add": ({"outs": lambda x, y: x}, (sample(5), sample(5, seed=1)), lambda x, y: x + y),
-    "stencil": ({"outs": lambda x: x}, (sample(6),), stencil_reference),
+    "stencil": ({"outs": lambda x: x}, (sample(6),), second_difference),
     "outer": (
         {"outs": lambda x, y: spec(*x.shape, *y.shape), "launch_dims": lambda x, y: (*x.shape, *y.shape)},
         (sample(3), sample(4, seed=1)),
@@ -4310,7 +4311,7 @@ def refuse_negative(x, out):
         out[i] = x[i]
 
 
-def run_python(code, *argv, timeout=120, rc=0, **env):
+def run_code(code, *argv, timeout=120, rc=0, **env):
     """Run `code` in a fresh interpreter with this file's imports; returns its output."""
     start = """
         import os, sys, threading, warnings
@@ -4320,11 +4321,8 @@ def run_python(code, *argv, timeout=120, rc=0, **env):
             for i in range(x.size):
                 out[i] = x[i] + 1
         """
-    command = [sys.executable, "-c", textwrap.dedent(start) + textwrap.dedent(code), *map(str, argv)]
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.path.dirname(xk.__file__), **env}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=env)
-    assert done.returncode == rc, f"exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-    return done.stdout
+    return run_python("-c", textwrap.dedent(start) + textwrap.dedent(code), *argv, timeout=timeout, rc=rc,
+                      JAX_PLATFORMS="cpu", **env)
 
 
 def target_of(function, *specs):
@@ -5055,7 +5053,7 @@ def test_names_are_equal_in_another_process():
         jax.eval_shape(xk.numba_kernel(kernel, outs=lambda x: x), jax.ShapeDtypeStruct((4,), "f4"))
         print([check for check in xk.export_checks()])
         """
-    assert len({run_python(code, PYTHONHASHSEED=str(seed)) for seed in (1, 2)}) == 1
+    assert len({run_code(code, PYTHONHASHSEED=str(seed)) for seed in (1, 2)}) == 1
 
 
 def test_an_exported_program_runs_where_the_same_kernels_are_registered(tmp_path):
@@ -5074,9 +5072,9 @@ def test_an_exported_program_runs_where_the_same_kernels_are_registered(tmp_path
             except jax.errors.JaxRuntimeError as error:
                 print("No FFI handler" if "add_one" in str(error) else error)
         """
-    run_python(code, "write", tmp_path / "program")
-    assert run_python(code, "read", tmp_path / "program").strip() == str([[2.0] * 4] * 3)
-    assert "No FFI handler" in run_python(code, "unregistered", tmp_path / "program")
+    run_code(code, "write", tmp_path / "program")
+    assert run_code(code, "read", tmp_path / "program").strip() == str([[2.0] * 4] * 3)
+    assert "No FFI handler" in run_code(code, "unregistered", tmp_path / "program")
 
 
 def test_the_persistent_cache_hits_and_never_mixes_up_kernels(tmp_path):
@@ -5093,7 +5091,7 @@ def test_the_persistent_cache_hits_and_never_mixes_up_kernels(tmp_path):
         x = np.zeros(1, np.float32)
         print(f(x)[0], sum(hits))
         """
-    assert [run_python(code, tmp_path, n).split() for n in (1, 1, 2)] == [["1.0", "0"], ["1.0", "1"], ["2.0", "0"]]
+    assert [run_code(code, tmp_path, n).split() for n in (1, 1, 2)] == [["1.0", "0"], ["1.0", "1"], ["2.0", "0"]]
 
 
 def test_numba_cache_on_disk(tmp_path):
@@ -5115,7 +5113,7 @@ def test_numba_cache_on_disk(tmp_path):
         print("done")
         """
     for _ in range(2):
-        assert "done" in run_python(code, tmp_path, NUMBA_THREADING_LAYER="workqueue")
+        assert "done" in run_code(code, tmp_path, NUMBA_THREADING_LAYER="workqueue")
 
 
 def test_without_jit_the_kernel_is_plain_python():
@@ -5136,7 +5134,7 @@ def test_without_jit_the_kernel_is_plain_python():
             except jax.errors.JaxRuntimeError as error:
                 print("caught", text in str(error))
         """
-    output = run_python(code, NUMBA_DISABLE_JIT="1")
+    output = run_code(code, NUMBA_DISABLE_JIT="1")
     assert "x is [1. 1.] (2,) False" in output and output.count("caught True") == 2
 
 
@@ -5368,7 +5366,7 @@ CRASH = {
 
 @pytest.mark.parametrize("case", CRASH)
 def test_the_process_survives(case):
-    run_python(CRASH[case], NUMBA_THREADING_LAYER="workqueue" if "parallel" in case else "default", timeout=100)
+    run_code(CRASH[case], NUMBA_THREADING_LAYER="workqueue" if "parallel" in case else "default", timeout=100)
 
 
 # -- the C interface -----------------------------------------------------------------------------------
