@@ -1246,10 +1246,12 @@ def test_cuda_wrappers_can_be_freed():
 @compiled
 @pytest.mark.skipif(bool(GPUS), reason="shows what can be done without a GPU")
 def test_cuda_export_from_a_machine_without_gpu():
+    from jax import export
+
     op = jax.jit(xk.numba_cuda_kernel(cuda_copy, lambda x: x, launch_dims=lambda x: x.size))
     spec = jax.ShapeDtypeStruct((5,), jnp.float32)
     jax.eval_shape(op, spec)
-    exported = jax.export.export(op, platforms=["cuda"], disabled_checks=xk.export_checks())(spec)
+    exported = export.export(op, platforms=["cuda"], disabled_checks=xk.export_checks())(spec)
     assert exported.platforms == ("cuda",) and "xla_kernels.cuda_copy." in exported.mlir_module()
 
 

@@ -1657,14 +1657,9 @@ class _CudaCode:
     command_buffer: bool | None = None  # None: a kernel; else a callable, and what its trait is
 
     def digest(self) -> str:
+        target = getattr(_cuda(self.user), "implementation", None), _cudasim()
         with _CUDASIM_LOCK:  # a simulated kernel may be running with its globals replaced
-            return _digest(
-                self.user,
-                self.function,
-                self.command_buffer,
-                _cudasim(),
-                str(getattr(_cuda(self.user), "implementation", "")),
-            )
+            return _digest(self.user, self.function, self.command_buffer, target)
 
     def get_ready(self, name: str, signature: _Signature, platform: str) -> None:
         """Register the target for a platform, or raise an error that says what to do there."""
