@@ -4513,7 +4513,7 @@ def raising(*args):
 F32 = np.ones(4, np.float32)
 ERRORS = {
     "no kernel": (lambda: wrap(3), TypeError, "numba_kernel takes a function decorated with numba.njit or a plain "
-                                               "function; got int 3"),  # fmt: skip
+                                               "function; got int 3"),
     "vmap_method": (lambda: wrap(vmap_method="loop"), ValueError, "vmap_method must be one of .*got 'loop'"),
     "outs": (lambda: wrap(outs=3), TypeError, r"outs must be specs .*jax.ShapeDtypeStruct.*got 3 of type int"),
     "outs in a list": (lambda: wrap(outs=[FLOATS, "f4"]), TypeError, r"outs\[1\] must be specs .*got 'f4' of type str"),
@@ -4523,19 +4523,19 @@ ERRORS = {
     "a negative dimension": (lambda: wrap(outs=jax.ShapeDtypeStruct((-1,), "f4")), ValueError, r"negative.*\(-1,\)"),
     "too many outputs": (lambda: wrap(outs=[FLOATS] * 2)(F32), TypeError,
                          r"kernel 'add_one' takes the parameters \(x, out\), but this call gives it 1 inputs and 2 "
-                         r"outputs: kernel\(in..., out...\) must take them all"),  # fmt: skip
+                         r"outputs: kernel\(in..., out...\) must take them all"),
     "too many inputs": (lambda: wrap(outs=FLOATS)(F32, F32), TypeError, "2 inputs and 1 outputs"),
     "scratch counts": (lambda: wrap(scratch=FLOATS)(F32), TypeError, "1 inputs and 2 outputs and scratch buffers"),
     "a list": (lambda: add_one([1, 2]), TypeError, r"add_one: input 0 must be an array or a number; got list \[1, 2\]; "
-                                                   "pass its leaves one by one"),  # fmt: skip
+                                                   "pass its leaves one by one"),
     "a string": (lambda: add_one("ab"), TypeError, "input 0 must be an array or a number; got str 'ab'; convert it"),
     "a None": (lambda: add_one(None), TypeError, "input 0 must be an array or a number; got NoneType None"),
     "an array of text": (lambda: add_one(np.array(["a"])), TypeError, "<U1|str"),
     "a key": (lambda: add_one(jax.random.key(0)), TypeError, r"input 0 .*key<.*pass plain arrays.*key_data"),
     "returns": (lambda: wrap(returns)(F32), TypeError, "kernel 'returns' returns int64; a kernel writes to its output "
-                                                       "arrays and returns nothing"),  # fmt: skip
+                                                       "arrays and returns nothing"),
     "writes to an input": (lambda: wrap(writes_input)(F32), TypeError,
-                           "(?s)kernel 'writes_input' .*inputs? .*input_output_aliases"),  # fmt: skip
+                           "(?s)kernel 'writes_input' .*inputs? .*input_output_aliases"),
     "untypable": (lambda: wrap(untypable)(F32), TypeError,
                   r"(?s)Numba cannot compile kernel 'untypable' for \(float32\[:\]\) -> \(float32\[:\]\).*nothing"),
     "untypable on tracing": (lambda: jax.eval_shape(wrap(untypable), FLOATS), TypeError, "Numba cannot compile"),
@@ -4564,7 +4564,7 @@ ERRORS = {
     "half a surrogate": (lambda: fails_with("a\udc80b")(F32), jax.errors.JaxRuntimeError, "ArithmeticError: a"),
     "a NUL": (lambda: fails_with("a\0b")(F32), jax.errors.JaxRuntimeError, "ArithmeticError: a.*raised in kernel"),
     "a megabyte": (lambda: fails_with("x" * 1_000_000)(F32), jax.errors.JaxRuntimeError, "ArithmeticError: xxx"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", ERRORS)
@@ -4652,10 +4652,13 @@ def plus_one(a):
 
 WRITES = {
     name: f"def write(x, out):\n    {code}" for name, code in {
-        "item": "x[0] = 77", "slice": "x[1:] = 77", "mask": "x[x > 0] = 77", "all": "x[...] = 77", "in place": "x += 77",
-        "in place slice": "x[:2] -= 77", "sort": "x[::-1].sort()", "fill": "x.fill(77)", "swap": "x[0], x[1] = x[1], x[0]",
+        "item": "x[0] = 77", "slice": "x[1:] = 77", "mask": "x[x > 0] = 77", "all": "x[...] = 77",
+        "in place": "x += 77",
+        "in place slice": "x[:2] -= 77", "sort": "x[::-1].sort()", "fill": "x.fill(77)",
+        "swap": "x[0], x[1] = x[1], x[0]",
         "ufunc": "np.add(x, 77, x)", "sin": "np.sin(x, x)", "vectorize": "plus_one(x, x)",
-        "dot": "np.dot(np.ones((4, 4), np.float32), out, x)", "dot out": "np.dot(np.ones((4, 4), np.float32), out, out=x)",
+        "dot": "np.dot(np.ones((4, 4), np.float32), out, x)",
+        "dot out": "np.dot(np.ones((4, 4), np.float32), out, out=x)",
         "flat": "x.flat[0] = 77", "helper": "write_first(x)", "closure": "(lambda a: a.fill(77))(x)",
         "nditer": "for v in np.nditer(x):\n        v[()] = 77",
         "nditer of two": "for v, w in np.nditer((x, out)):\n        v[()] = 77",
@@ -4755,7 +4758,7 @@ def sharded(f, mesh, in_specs, out_specs):
 
 
 def mesh(*shape):
-    return jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(shape), "ij"[: len(shape)])
+    return jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(shape), tuple("ij")[: len(shape)])
 
 
 def scanned(f):
@@ -4774,7 +4777,8 @@ TRANSFORMED = {
     "vmapped cond": lambda x: jax.vmap(lambda y: jax.lax.cond(y[0] >= 0, add_one, lambda y: y, y))(x[:, None])[:, 0],
     "switch": lambda x: jax.lax.switch(1, [lambda x: x, add_one], x),
     "map": lambda x: jax.lax.map(add_one, x[:, None])[:, 0],
-    "associative scan": lambda x: jax.lax.associative_scan(lambda a, b: jax.vmap(add_one)(a) * 0 + b, x[:, None])[:, 0] + 1,
+    "associative scan": lambda x: jax.lax.associative_scan(
+        lambda a, b: jax.vmap(add_one)(a) * 0 + b, x[:, None])[:, 0] + 1,
     "checkpoint": lambda x: jax.checkpoint(add_one)(x),
     "pmap": lambda x: jax.pmap(add_one)(x.reshape(4, 2)).reshape(8),
     "shard_map": lambda x: sharded(add_one, mesh(4), P("i"), P("i"))(x),
@@ -4852,7 +4856,8 @@ def test_shard_map_sums_the_gradient_of_a_replicated_input():
     devices = mesh(4)
     loss = lambda w, x: jax.shard_map(
         lambda w, x: jax.lax.psum(scale(jax.lax.pcast(w, "i", to="varying") if hasattr(jax.lax, "pcast") else
-                                        jax.lax.pvary(w, "i"), x).sum(), "i"), mesh=devices, in_specs=(P(), P("i")), out_specs=P()
+                                        jax.lax.pvary(w, "i"), x).sum(), "i"),
+        mesh=devices, in_specs=(P(), P("i")), out_specs=P()
     )(w, x)  # fmt: skip
     np.testing.assert_allclose(jax.grad(loss)(jnp.ones(2), jnp.arange(8.0)), [12, 16])
 
@@ -4936,8 +4941,10 @@ SAME = {
     "helper of helper": lambda: with_helper(numba.njit(with_return(adder(1)))),
     "vectorize": lambda: with_helper(adder(1, numba.vectorize)),
     "module": lambda: with_module(module_of(adder(1))),
-    "nested function": lambda: kernel_from("def kernel(x, out):\n    def f(a):\n        return a + 1\n    out[0] = f(x[0])"),
-    "line moved": lambda lines=itertools.count(): kernel_from("\n" * next(lines) + "def kernel(x, out):\n    out[0] = 1"),
+    "nested function": lambda: kernel_from(
+        "def kernel(x, out):\n    def f(a):\n        return a + 1\n    out[0] = f(x[0])"),
+    "line moved": lambda lines=itertools.count(): kernel_from(
+        "\n" * next(lines) + "def kernel(x, out):\n    out[0] = 1"),
     "options": lambda: numba.njit(fastmath=True, error_model="numpy")(plain),
     "default argument": lambda: kernel_from("def kernel(x, out, n=3):\n    out[0] = x[0] + n"),
     "recursion": lambda: with_helper(kernel_from(
@@ -4962,11 +4969,14 @@ DIFFERENT = {
     "closure arrays": [add_first(v) for v in (np.arange(3), np.arange(3.0), np.arange(1, 4), np.arange(3)[::-1].copy(),
                                               np.arange(4), (0, 1), (0.0, 1.0), (1, 0))],
     "globals": [kernel_from("def kernel(x, out):\n    out[0] = x[0] + g", g=g) for g in (1, 2, 1.0, True)],
-    "global arrays": [kernel_from("def kernel(x, out):\n    out[0] = x[0] + g[0]", g=np.array([g])) for g in (1, 2, 1.0)],
+    "global arrays": [kernel_from("def kernel(x, out):\n    out[0] = x[0] + g[0]", g=np.array([g]))
+                      for g in (1, 2, 1.0)],
     "code": [kernel_from(f"def kernel(x, out):\n    out[0] = x[0] {op} 2") for op in "+-*/"],
-    "constants": [kernel_from(f"def kernel(x, out):\n    out[0] = x[0] + {c}") for c in ("1", "1.0", "True", "-0.0", "0.0")],
+    "constants": [kernel_from(f"def kernel(x, out):\n    out[0] = x[0] + {c}")
+                  for c in ("1", "1.0", "True", "-0.0", "0.0")],
     "defaults": [kernel_from(f"def kernel(x, out, n={n}):\n    out[0] = x[0] + n") for n in (1, 2)],
-    "nested functions": [kernel_from(f"def kernel(x, out):\n    f = lambda a: a + {n}\n    out[0] = f(x[0])") for n in (1, 2)],
+    "nested functions": [kernel_from(f"def kernel(x, out):\n    f = lambda a: a + {n}\n    out[0] = f(x[0])")
+                         for n in (1, 2)],
     "helpers": [with_helper(adder(n)) for n in (1, 2)],
     "helpers of helpers": [with_helper(numba.njit(with_return(adder(n)))) for n in (1, 2)],
     "helpers' options": [with_helper(adder(1, numba.njit(**{o: True}))) for o in ("fastmath", "boundscheck", "nogil")],
@@ -5015,7 +5025,7 @@ def test_explicit_signatures_keep_working(case):
     x = jnp.ones(4)
     np.testing.assert_array_equal(xk.numba_kernel(kernel, outs=lambda x: x)(x), F32 + 1)
     np.testing.assert_array_equal(jax.vmap(wrap(kernel))(jnp.ones((3, 4))), np.full((3, 4), 2.0))
-    with pytest.raises(TypeError, match="(?s)Numba cannot compile.*int32"):
+    with pytest.raises(TypeError, match=r"(?s)Numba cannot compile.*int32"):
         wrap(kernel)(np.ones(4, np.int32))
 
 
@@ -5130,7 +5140,8 @@ def test_without_jit_the_kernel_is_plain_python():
         assert jax.vmap(f)(np.ones((3, 2), np.float32)).shape == (3, 2)
         assert xk.numba_kernel(numba.njit(add_one), outs=lambda x: x)(np.ones(2, np.int8)).tolist() == [2, 2]
         def write(x, out): x[0] = 1
-        for call, text in ((f, "KeyError: ('negative', -1.0)"), (xk.numba_kernel(write, outs=lambda x: x), "read-only")):
+        for call, text in ((f, "KeyError: ('negative', -1.0)"),
+                           (xk.numba_kernel(write, outs=lambda x: x), "read-only")):
             try:
                 call(-np.ones(2, np.float32)).block_until_ready()
             except jax.errors.JaxRuntimeError as error:
@@ -5217,8 +5228,9 @@ CRASH = {
             else:
                 raise SystemExit(f"accepted {outs} {args}")
         assert jax.ffi.ffi_call(name, spec)(x)[0] == 2
-        for a, b in (((3, 4), (2, 4)), ((3, 4), (1, 4)), ((4,), (3,)), ((2, 3, 4), (2, 2, 4))):  # batches or shapes differ
-            try: jax.block_until_ready(jax.ffi.ffi_call(name, jax.ShapeDtypeStruct(b, jnp.float32))(np.ones(a, np.float32)))
+        for a, b in (((3, 4), (2, 4)), ((3, 4), (1, 4)), ((4,), (3,)), ((2, 3, 4), (2, 2, 4))):  # they differ in shape
+            spec = jax.ShapeDtypeStruct(b, jnp.float32)
+            try: jax.block_until_ready(jax.ffi.ffi_call(name, spec)(np.ones(a, np.float32)))
             except jax.errors.JaxRuntimeError: pass
         """,
     "collected wrappers": """
@@ -5374,7 +5386,8 @@ def test_the_process_survives(case):
 # -- the C interface -----------------------------------------------------------------------------------
 
 C_KINDS = {"size_t": 8, "int64_t": 8, "int": 4, "uint32_t": 4, "XLA_FFI_Handler_Traits": 4, "XLA_FFI_DataType": 4,
-           "XLA_FFI_ExecutionStage": 4, "XLA_FFI_Error_Code": 4, "XLA_FFI_Extension_Type": 4, "int32_t": 4}  # fmt: skip
+           "XLA_FFI_ExecutionStage": 4, "XLA_FFI_Error_Code": 4, "XLA_FFI_Extension_Type": 4,
+           "XLA_FFI_InternalExtension_Type": 4, "int32_t": 4}  # fmt: skip
 
 
 def c_header():
@@ -5387,7 +5400,8 @@ def c_header():
 def c_fields(text, name):
     """(name, type) of every field of a struct in the header; pointers have the type '*'."""
     body = re.search(rf"struct {name} \{{(.*?)\}}", text, re.DOTALL)[1]
-    fields = [re.fullmatch(r"(?:const |struct )?(\w+)\s*(\**)\s*(\w+)", " ".join(f.split())) for f in body.split(";")[:-1]]
+    pattern = r"(?:const |struct )?(\w+)\s*(\**)\s*(\w+)"
+    fields = [re.fullmatch(pattern, " ".join(field.split())) for field in body.split(";")[:-1]]
     return [(field[3], "*" if field[2] else field[1]) for field in fields]
 
 
@@ -5431,7 +5445,8 @@ def test_mirrored_numbers_equal_the_header():
     for name, number in xk._XLA_FFI_DATA_TYPES.items():
         c_name = short.get(name) or re.sub(r"(u?)int(\d+)", lambda m: ("U" if m[1] else "S") + m[2], name)
         assert re.search(rf"XLA_FFI_DataType_{c_name} = {number},", text), name
-    for c_name, number in (("ExecutionStage_EXECUTE", xk._STAGE_EXECUTE), ("Extension_Metadata", xk._EXTENSION_METADATA),
+    for c_name, number in (("ExecutionStage_EXECUTE", xk._STAGE_EXECUTE),
+                           ("Extension_Metadata", xk._EXTENSION_METADATA),
                            ("Error_Code_INTERNAL", xk._ERROR_INTERNAL),
                            ("Error_Code_INVALID_ARGUMENT", xk._ERROR_INVALID_ARGUMENT)):  # fmt: skip
         assert re.search(rf"XLA_FFI_{c_name} = {number}\b", text), c_name

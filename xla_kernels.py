@@ -1119,7 +1119,9 @@ _NUMBA_DTYPES = frozenset(
 
 
 # Ways to write through a read-only array that Numba (0.60 to 0.68) does not refuse: kernels that name one get copies.
-_UNCHECKED_WRITERS = frozenset("asfortranarray ascontiguousarray Dict dot(out) fill_diagonal flat List nditer".split())
+_UNCHECKED_WRITERS = frozenset(
+    "asfortranarray ascontiguousarray Dict dot(out) fill_diagonal flat List nditer".split()
+)
 
 
 def numba_kernel(
