@@ -2002,14 +2002,13 @@ def test_gpu_cooperative_kernel_goes_through_python():
 # ======================================================================================================
 
 needs_warp = pytest.mark.needs("warp")
-F32, F64, I32 = np.float32, np.float64, np.int32
 
 
-def spec(*shape, dtype=F32):
+def spec(*shape, dtype=np.float32):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def sample(*shape, dtype=F32, seed=0):
+def sample(*shape, dtype=np.float32, seed=0):
     return np.random.default_rng(seed).uniform(-2, 2, shape).astype(dtype)
 
 
@@ -2136,9 +2135,9 @@ WARP_OPS = {
     ),
     "flip": ({"outs": lambda x: spec(*x.shape[::-1])}, (sample(2, 3, 4, 5),), lambda x: x.transpose(3, 2, 1, 0)),
     "moments": (
-        {"outs": lambda x: {"mean": spec(1), "over": spec(*x.shape, dtype=I32)}, "launch_dims": (1,)},
+        {"outs": lambda x: {"mean": spec(1), "over": spec(*x.shape, dtype=np.int32)}, "launch_dims": (1,)},
         (sample(7),),
-        lambda x: {"mean": x.mean()[None], "over": (x > x.mean()).astype(I32)},
+        lambda x: {"mean": x.mean()[None], "over": (x > x.mean()).astype(np.int32)},
     ),
     "scratchy": ({"outs": lambda x: x, "scratch": lambda x: x}, (sample(5),), lambda x: 3 * x + 1),
 }
@@ -2208,7 +2207,7 @@ def test_warp_values(warp_path):
     k = warp_kernels()
     f = xk.warp_kernel(k.configured, outs=lambda x, *values: x)
     with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
-        x = sample(4, dtype=F64)
+        x = sample(4, dtype=np.float64)
         m, v = [[1, 2], [3, 4]], np.array([1, 0.5, 2], np.float16)
         expected = 2.5 * x + 2 + 4 + 0.5 - 7
         check_equal(f(x, k.config, -7, m, v), expected)
@@ -2248,7 +2247,7 @@ def test_warp_dtypes(name, warp_path):
 
         out = xk.warp_kernel(double, outs=lambda x, flag: x)(x, jnp.array([True, False]))
         assert out.dtype == dtype
-        np.testing.assert_array_equal(out.astype(F64), np.arange(6).reshape(2, 3) * [[2], [1]])
+        np.testing.assert_array_equal(out.astype(np.float64), np.arange(6).reshape(2, 3) * [[2], [1]])
 
 
 def test_warp_in_out(warp_path):
@@ -2287,7 +2286,7 @@ def test_warp_empty_launch(warp_path):
 
 
 def smooth_call(differentiable=True):
-    f = xk.warp_kernel(warp_kernels().smooth, lambda x, k, a: (x, spec(3), spec(*x.shape, dtype=I32)),
+    f = xk.warp_kernel(warp_kernels().smooth, lambda x, k, a: (x, spec(3), spec(*x.shape, dtype=np.int32)),
                        launch_dims=lambda x, k, a: x.shape, differentiable=differentiable)  # fmt: skip
     k = jnp.array([1, 1, 3, 0, 2], jnp.int32)
     return lambda x: f(x, k, 1.5), lambda x: (1.5 * x * x[k], jnp.sin(x[:3]), jnp.ones(5, jnp.int32))
@@ -2304,7 +2303,7 @@ def test_warp_grad(warp_path):
     expected = jax.grad(loss_of(reference))
     check_equal(jax.grad(loss_of(f))(x), expected(x), rtol=1e-4)
     check_equal(jax.jit(jax.grad(loss_of(f)))(x), expected(x), rtol=1e-4)
-    e, h = np.eye(5, dtype=F32), 1e-2
+    e, h = np.eye(5, dtype=np.float32), 1e-2
     finite = [(loss_of(f)(x + h * d) - loss_of(f)(x - h * d)) / (2 * h) for d in e]
     check_equal(jax.grad(loss_of(f))(x), np.array(finite), rtol=2e-2, atol=2e-2)
     xs = jnp.stack([x, 2 * x, -x])
@@ -2339,7 +2338,7 @@ def test_warp_cotangent_is_not_changed(warp_path):
     for _ in range(2):
         np.testing.assert_array_equal(pullback(ct)[0], 2 * np.ones(4))
     np.testing.assert_array_equal(ct, np.ones(4))
-    zero = jax.grad(lambda k: xk.warp_kernel(warp_kernels().smooth, lambda x, k, a: (x, spec(3), spec(5, dtype=I32)),
+    zero = jax.grad(lambda k: xk.warp_kernel(warp_kernels().smooth, lambda x, k, a: (x, spec(3), spec(5, dtype=np.int32)),
                     differentiable=True)(jnp.arange(5.0), k, 1.0)[0].sum(), allow_int=True)(jnp.arange(5))  # fmt: skip
     assert zero.dtype == jax.dtypes.float0
 
@@ -2516,17 +2515,17 @@ WARP_ERRORS = {
         r"'add': argument 'x' is a warp.array, float32\[:\] for JAX; got int\d+\[3\]: wrong dtype",
     ),
     "rank": ("add", {}, (sample(3), sample(3, 1)), TypeError, r"'y' .*got float32\[3,1\]: wrong number of dimensions"),
-    "0-d": ("add", {}, (F32(1), sample(3)), TypeError, r"'x' .* wrong number of dimensions; reshape it to \(1,\)"),
+    "0-d": ("add", {}, (np.float32(1), sample(3)), TypeError, r"'x' .* wrong number of dimensions; reshape it to \(1,\)"),
     "inner": ("cross", {}, (sample(4, 3), sample(4, 2)), TypeError, r"'y' .*float32\[:,3\].*: wrong inner dimensions"),
     "output": (
-        *("add", {"outs": spec(3, dtype=I32)}, (sample(3), sample(3)), TypeError),
+        *("add", {"outs": spec(3, dtype=np.int32)}, (sample(3), sample(3)), TypeError),
         r"'out' .*got int32\[3\]: wrong dtype",
     ),
     "few": ("add", {}, (sample(3),), TypeError, r"the parameters \(x, y, out\).* gives it 1 inputs and 1 outputs"),
     "many": ("add", {}, (sample(3),) * 4, TypeError, r"gives it 4 inputs and 1 outputs"),
-    "value": ("histogram", {}, (np.arange(3, dtype=I32),), TypeError, r"1 arguments, but 'weight' is passed by value"),
+    "value": ("histogram", {}, (np.arange(3, dtype=np.int32),), TypeError, r"1 arguments, but 'weight' is passed by value"),
     "value type": (
-        *("histogram", {}, (np.arange(3, dtype=I32), "a", sample(3)), TypeError),
+        *("histogram", {}, (np.arange(3, dtype=np.int32), "a", sample(3)), TypeError),
         r"parameter 'weight' \(float32\) is passed by value; got str 'a'",
     ),
     "struct": (
@@ -2604,6 +2603,21 @@ def test_warp_unsupported_kernels():
     np.testing.assert_array_equal(f(jnp.arange(3.0)), np.arange(3.0))
     with pytest.raises(RuntimeError, match="'forward_only' was built without its adjoint"):
         jax.grad(lambda x: f(x).sum())(jnp.arange(3.0))
+
+
+@needs_warp
+def test_warp_build_error_stays_an_error():
+    @wp.func
+    def helper(a: float):
+        return undefined_thing(a)  # noqa: F821
+
+    @wp.kernel(module="unique")
+    def broken(x: wp.array(dtype=float), out: wp.array(dtype=float)):
+        out[wp.tid()] = helper(x[wp.tid()])
+
+    for _ in range(3):
+        with pytest.raises(Exception, match="undefined_thing"):
+            xk.warp_kernel(broken, lambda x: x)(jnp.arange(3.0))
 
 
 @needs_warp

@@ -2280,19 +2280,35 @@ def _warp_content(kernel: Any) -> tuple[bytes, str]:
         return kernel.hash
 
     options = {**kernel.module.options, **kernel.options, "block_dim": None}  # Warp 1.10 keeps the last launch's there
-    return _despite_changes(kernel.module, read), str(sorted(options.items()))
+    return _despite_changes(kernel, read), str(sorted(options.items()))
 
 
-def _despite_changes(module: Any, action: Callable[[], Any]) -> Any:
+def _despite_changes(kernel: Any, action: Callable[[], Any]) -> Any:
     """`action()`, again if another thread was adding a kernel to the module, which Warp does not guard against."""
-    for _ in range(10):
+    for attempt in range(10):
+        for adjoint in _warp_adjoints(kernel.adj):
+            if getattr(adjoint, "skip_build", False):  # after a failed build Warp < 1.19 builds nothing, silently
+                adjoint.skip_build = False
+                kernel.module.mark_modified()
         try:
             return action()
         except Exception as error:
-            if type(error) not in (AttributeError, KeyError) and "changed size during iteration" not in str(error):
+            retry = type(error) in (AttributeError, KeyError, FileNotFoundError)  # Warp's own errors are subclasses
+            if attempt == 9 or not (retry or "changed size during iteration" in str(error)):
                 raise
-            module.mark_modified()
-    return action()
+            kernel.module.mark_modified()
+    return None
+
+
+def _warp_adjoints(adjoint: Any) -> list[Any]:
+    """Warp's record of a kernel's code, and those of the functions that it calls."""
+    found, todo = [], [adjoint]
+    while todo:
+        if (current := todo.pop()) not in found:
+            found.append(current)
+            called = [f for f in current.get_references()[2] if not f.is_builtin()]
+            todo += [f.adj for g in called for f in (*g.user_overloads.values(), *g.user_templates.values())]
+    return found
 
 
 def _pack_warp_value(kernel: str, param: _WarpParam, value: Any) -> bytes:
@@ -2391,7 +2407,7 @@ class _WarpPlan:
             what = f"kernel {self.kernel.func.__name__!r}"
             try:
                 launch = _despite_changes(
-                    self.kernel.module, lambda: wp.launch(self.kernel, dim=(3, 2), inputs=args[0], **options)
+                    self.kernel, lambda: wp.launch(self.kernel, dim=(3, 2), inputs=args[0], **options)
                 )
             except RuntimeError as error:
                 if "backward kernel" not in str(error):
@@ -2491,23 +2507,13 @@ def _tile_lock(kernel: Any) -> int:
 
     Warp keeps the CPU memory of tiles behind one static pointer (tile.h), so a module's tile kernels must not overlap.
     """
-    if "tile" not in _warp_source(kernel.adj, set()):
+    if not any("tile" in adjoint.source for adjoint in _warp_adjoints(kernel.adj)):
         return 0
     if not hasattr(_STORE, "tile_lock"):
         allocate = ctypes.pythonapi.PyThread_allocate_lock
         allocate.restype = _PTR
         _STORE.tile_lock = allocate()
     return _STORE.tile_lock
-
-
-def _warp_source(adj: Any, seen: set) -> str:
-    """The source of a kernel or function and of those that it calls."""
-    if adj in seen:
-        return ""
-    seen.add(adj)
-    called = [f for f in adj.get_references()[2] if not f.is_builtin()]
-    overloads = [f for g in called for f in (*g.user_overloads.values(), *g.user_templates.values())]
-    return adj.source + "".join(_warp_source(f.adj, seen) for f in overloads)
 
 
 def _passed_in_memory() -> bool:
@@ -2737,6 +2743,8 @@ def warp_kernel(
     and matrices are JAX arrays with the elements in trailing dimensions.  Parameters that are not arrays
     (scalars, vectors, matrices, structs) take Python or NumPy values, known when JAX traces the call.
     `vmap` launches once per slice inside one call.  On the CPU, XLA calls Warp's machine code directly.
+    Warp rebuilds a whole module for each kernel that is added to it: for kernels made by a generator,
+    `warp.kernel(module="unique")` saves that.
 
     Args:
       kernel: a function decorated with `warp.kernel`; without it, `warp_kernel(outs=...)` is a decorator.
