@@ -30,6 +30,11 @@ def missing(requirement):
     package = {"warp": "warp", "pallas": "jax", "gpu": "jax"}.get(requirement, "numba")
     if importlib.util.find_spec(package) is None:
         return f"{package} is not installed"
+    if requirement == "pallas":
+        try:
+            importlib.import_module("jax.experimental.pallas")
+        except ImportError as error:
+            return str(error)
     if requirement == "gpu" and not on_gpu():
         return "JAX has no GPU here"
     if requirement in ("numba_cuda", "numba_cuda_callable", "cuda") and not (on_gpu() or SIMULATOR):

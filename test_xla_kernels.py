@@ -38,7 +38,6 @@ import jax.numpy as jnp
 import numba
 import numpy as np
 import pytest
-from jax.experimental import pallas as pl
 from jax.interpreters import ad, batching, mlir
 from jax.test_util import check_grads
 
@@ -52,6 +51,10 @@ try:
     import warp as wp
 except ImportError:
     wp = None
+try:
+    from jax.experimental import pallas as pl
+except ImportError:  # it needs absl with jax 0.5.3
+    pl = None
 
 if hasattr(jax, "shard_map"):
     shard_map = functools.partial(jax.shard_map, check_vma=True)
@@ -773,6 +776,8 @@ def test_shard_map(cell):
     """Each of four devices runs its own shard of a batch, with JAX's check of varying axes."""
     if jax.device_count() < 4:
         pytest.skip("needs four devices")
+    if cell.backend == "pallas":
+        pytest.skip("Pallas does not interpret under check_vma=True")
     first, *rest = cell.inputs
     batch = np.stack([first * (i + 1) for i in range(8)])
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), "i")
@@ -2667,8 +2672,7 @@ def _kg_numba(outs):
 
 
 def _kg_pallas(outs):
-    from jax.experimental import pallas as pl
-
+    
     def multiply(x, y, out):
         out[...] = x[...] * y[...]
 

@@ -646,6 +646,7 @@ _call_p.def_effectful_abstract_eval(_call_abstract_eval)
 ad.primitive_jvps[_call_p] = _call_jvp
 batching.primitive_batchers[_call_p] = _call_batching
 mlir.register_lowering(_call_p, _call_lowering)
+_register_replication(_call_p)
 
 
 class _Wrapper:
@@ -3148,8 +3149,12 @@ class XLACustomKernel:
         return self._define("warp", ("gpu", "cpu"), kg, asdefault, options)
 
     def def_numba_cuda_kernel(self, kg: Any = None, asdefault: bool = False, **options: Any) -> Any:
-        """Register a Numba CUDA kernel (a generator, or `@cuda.jit`) for the GPU; see :meth:`def_kernel`."""
-        return self._define("numba_cuda", ("gpu",), kg, asdefault, options)
+        """Register a Numba CUDA kernel (a generator, or `@cuda.jit`) for the GPU; see :meth:`def_kernel`.
+
+        With Numba's CUDA simulator it also serves the CPU, where that has no other kernel.
+        """
+        platforms = ("gpu", "cpu") if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0") else ("gpu",)
+        return self._define("numba_cuda", platforms, kg, asdefault, options)
 
     def def_pallas_kernel(self, platform: str, kg: Any = None, asdefault: bool = False) -> Any:
         """Register a Pallas kernel for `"gpu"`, `"tpu"`, or (in interpret mode) `"cpu"`; see :meth:`def_kernel`."""
