@@ -5119,7 +5119,7 @@ def test_the_persistent_cache_hits_and_never_mixes_up_kernels(tmp_path):
             out[0] = x[0] + n
         f = jax.jit(lambda x: xk.numba_kernel(kernel, outs=lambda x: x)(x))
         x = np.zeros(1, np.float32)
-        print(f(x)[0], sum(hits))
+        print(np.asarray(f(x))[0], sum(hits))
         """
     assert [run_code(code, tmp_path, n).split() for n in (1, 1, 2)] == [["1.0", "0"], ["1.0", "1"], ["2.0", "0"]]
 
@@ -5162,7 +5162,7 @@ def test_without_jit_the_kernel_is_plain_python():
                            (xk.numba_kernel(write, outs=lambda x: x), "read-only")):
             try:
                 call(-np.ones(2, np.float32)).block_until_ready()
-            except jax.errors.JaxRuntimeError as error:
+            except (jax.errors.JaxRuntimeError, ValueError) as error:  # jaxlib's fast path may raise ValueError
                 print("caught", text in str(error))
         """
     output = run_code(code, NUMBA_DISABLE_JIT="1")
