@@ -234,8 +234,17 @@ def _ffi_api_version() -> tuple[int, int]:
 # Content digests: equal kernels (code, closures, globals, helpers, options) get equal names.
 # ======================================================================================================
 
-# Code in these packages does not change while a process runs: their name stands for their content.
-_STABLE_PACKAGES = frozenset(sys.stdlib_module_names) | {"jax", "jaxlib", "llvmlite", "numba", "numpy", "scipy", "warp"}
+# Code in these packages, and in the standard library, does not change while a process runs: names stand for content.
+_STABLE_PACKAGES = frozenset({"jax", "jaxlib", "llvmlite", "numba", "numpy", "scipy", "warp"})
+
+
+@functools.cache
+def _is_stable_module(name: str) -> bool:
+    package = name.partition(".")[0]
+    if package not in sys.stdlib_module_names:
+        return package in _STABLE_PACKAGES
+    file = getattr(sys.modules.get(package), "__file__", None)  # a user's code.py is not the library's
+    return file is None or os.path.abspath(file).startswith(os.path.dirname(os.path.abspath(os.__file__)))
 
 
 def _digest(*objects: Any) -> str:
@@ -334,7 +343,7 @@ class _Digester:
         """A value that the code refers to; of a module, the attributes that the code may read."""
         if not isinstance(value, types.ModuleType):
             self.add(value)
-        elif value.__name__.partition(".")[0] in _STABLE_PACKAGES or id(value) in self.path:
+        elif _is_stable_module(value.__name__) or id(value) in self.path:
             self.text("module", value.__name__)
         else:
             child = _Digester(self, value).text("module", value.__name__)
@@ -386,7 +395,7 @@ _FEEDERS: tuple[tuple[Any, Callable[[_Digester, Any], Any]], ...] = (
 
 
 def _is_stable(obj: Any) -> bool:
-    return (getattr(obj, "__module__", None) or "").partition(".")[0] in _STABLE_PACKAGES
+    return _is_stable_module(getattr(obj, "__module__", None) or "")
 
 
 @functools.lru_cache(maxsize=1024)
