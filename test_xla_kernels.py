@@ -2512,7 +2512,13 @@ WARP_ERRORS = {
         r"'add': argument 'x' is a warp.array, float32\[:\] for JAX; got int\d+\[3\]: wrong dtype",
     ),
     "rank": ("add", {}, (sample(3), sample(3, 1)), TypeError, r"'y' .*got float32\[3,1\]: wrong number of dimensions"),
-    "0-d": ("add", {}, (np.float32(1), sample(3)), TypeError, r"'x' .* wrong number of dimensions; reshape it to \(1,\)"),
+    "0-d": (
+        "add",
+        {},
+        (np.float32(1), sample(3)),
+        TypeError,
+        r"'x' .* wrong number of dimensions; reshape it to \(1,\)",
+    ),
     "inner": ("cross", {}, (sample(4, 3), sample(4, 2)), TypeError, r"'y' .*float32\[:,3\].*: wrong inner dimensions"),
     "output": (
         *("add", {"outs": spec(3, dtype=np.int32)}, (sample(3), sample(3)), TypeError),
@@ -2520,7 +2526,13 @@ WARP_ERRORS = {
     ),
     "few": ("add", {}, (sample(3),), TypeError, r"the parameters \(x, y, out\).* gives it 1 inputs and 1 outputs"),
     "many": ("add", {}, (sample(3),) * 4, TypeError, r"gives it 4 inputs and 1 outputs"),
-    "value": ("histogram", {}, (np.arange(3, dtype=np.int32),), TypeError, r"1 arguments, but 'weight' is passed by value"),
+    "value": (
+        "histogram",
+        {},
+        (np.arange(3, dtype=np.int32),),
+        TypeError,
+        r"1 arguments, but 'weight' is passed by value",
+    ),
     "value type": (
         *("histogram", {}, (np.arange(3, dtype=np.int32), "a", sample(3)), TypeError),
         r"parameter 'weight' \(float32\) is passed by value; got str 'a'",
