@@ -2343,8 +2343,9 @@ def test_warp_cotangent_is_not_changed(warp_path):
     for _ in range(2):
         np.testing.assert_array_equal(pullback(ct)[0], 2 * np.ones(4))
     np.testing.assert_array_equal(ct, np.ones(4))
-    zero = jax.grad(lambda k: xk.warp_kernel(warp_kernels().smooth, lambda x, k, a: (x, spec(3), spec(5, dtype=np.int32)),
-                    differentiable=True)(jnp.arange(5.0), k, 1.0)[0].sum(), allow_int=True)(jnp.arange(5))  # fmt: skip
+    outs = (spec(5), spec(3), spec(5, dtype=np.int32))
+    g = xk.warp_kernel(warp_kernels().smooth, outs, launch_dims=5, differentiable=True)
+    zero = jax.grad(lambda k: g(jnp.arange(5.0), k, 1.0)[0].sum(), allow_int=True)(jnp.arange(5))
     assert zero.dtype == jax.dtypes.float0
 
 
@@ -2520,7 +2521,13 @@ WARP_ERRORS = {
         r"'add': argument 'x' is a warp.array, float32\[:\] for JAX; got int\d+\[3\]: wrong dtype",
     ),
     "rank": ("add", {}, (sample(3), sample(3, 1)), TypeError, r"'y' .*got float32\[3,1\]: wrong number of dimensions"),
-    "0-d": ("add", {}, (np.float32(1), sample(3)), TypeError, r"'x' .* wrong number of dimensions; reshape it to \(1,\)"),
+    "0-d": (
+        "add",
+        {},
+        (np.float32(1), sample(3)),
+        TypeError,
+        r"'x' .* wrong number of dimensions; reshape it to \(1,\)",
+    ),
     "inner": ("cross", {}, (sample(4, 3), sample(4, 2)), TypeError, r"'y' .*float32\[:,3\].*: wrong inner dimensions"),
     "output": (
         *("add", {"outs": spec(3, dtype=np.int32)}, (sample(3), sample(3)), TypeError),
@@ -2528,7 +2535,13 @@ WARP_ERRORS = {
     ),
     "few": ("add", {}, (sample(3),), TypeError, r"the parameters \(x, y, out\).* gives it 1 inputs and 1 outputs"),
     "many": ("add", {}, (sample(3),) * 4, TypeError, r"gives it 4 inputs and 1 outputs"),
-    "value": ("histogram", {}, (np.arange(3, dtype=np.int32),), TypeError, r"1 arguments, but 'weight' is passed by value"),
+    "value": (
+        "histogram",
+        {},
+        (np.arange(3, dtype=np.int32),),
+        TypeError,
+        r"1 arguments, but 'weight' is passed by value",
+    ),
     "value type": (
         *("histogram", {}, (np.arange(3, dtype=np.int32), "a", sample(3)), TypeError),
         r"parameter 'weight' \(float32\) is passed by value; got str 'a'",
