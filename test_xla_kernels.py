@@ -26,7 +26,6 @@ import sys
 import tempfile
 import textwrap
 import time
-import timeit
 import types
 import typing
 import weakref
@@ -935,6 +934,241 @@ def test_two_processes_share_a_mesh(tmp_path):
     ]  # fmt: skip
     outputs = [worker.communicate(timeout=120)[0] for worker in workers]
     assert all("devices 4 total 140.0" in output for output in outputs), "\n".join(outputs)
+
+
+# ======================================================================================================
+# Programs: what tutorials of the public API do, as users write it
+# ======================================================================================================
+
+
+def sparse_connections(rng, rows, columns, probability=0.05):
+    """A random CSR matrix: data, indices, indptr, and the same dense."""
+    mask = rng.random((rows, columns)) < probability
+    dense = np.where(mask, rng.uniform(0.01, 0.5, mask.shape), 0).astype(np.float32)
+    indptr = np.r_[0, mask.sum(1).cumsum()].astype(np.int32)
+    return dense[mask], np.nonzero(mask)[1].astype(np.int32), indptr, dense
+
+
+def program_numba_lif():
+    """Five thousand neurons, one Euler step: two outputs of two dtypes from a parallel kernel."""
+
+    @numba.njit(parallel=True)
+    def lif(v, current, tau_inv, threshold, rest, dt, v_out, spikes):
+        for i in numba.prange(v.size):
+            u = v[i] + dt[0] * ((rest[0] - v[i]) * tau_inv[0] + current[i])
+            spikes[i] = u >= threshold[0]
+            v_out[i] = rest[0] if spikes[i] else u
+
+    n, rng = 5000, np.random.default_rng(0)
+    v, current = jnp.asarray(rng.uniform(-75, -50, n), jnp.float32), jnp.asarray(rng.uniform(0, 5, n), jnp.float32)
+    tau_inv, threshold, rest, dt = (jnp.array([x], jnp.float32) for x in (1 / 20, -55, -70, 0.1))
+    outs = [jax.ShapeDtypeStruct((n,), jnp.float32), jax.ShapeDtypeStruct((n,), jnp.int32)]
+    step = xk.numba_kernel(lif, outs=outs)
+    v_new, spikes = step(v, current, tau_inv, threshold, rest, dt)
+    u = v + dt * ((rest - v) * tau_inv + current)
+    np.testing.assert_array_equal(spikes, u >= threshold)
+    np.testing.assert_allclose(v_new, jnp.where(u >= threshold, rest, u), rtol=1e-5)
+    assert isinstance(step(v, current, tau_inv, threshold, rest, dt), list) and 0 < spikes.sum() < n
+
+
+def program_numba_stdp_traces():
+    """A generator, called under jit for 100 steps of exponential traces."""
+
+    def generator(**params):
+        (info,) = params["outs"]
+
+        @numba.njit
+        def trace(x, spikes, tau_inv, out):
+            decay = math.exp(-tau_inv[0])
+            for i in range(info_size):
+                out[i] = x[i] * decay + spikes[i]
+
+        info_size = info.shape[0]
+        return lambda x, spikes, tau_inv: xk.numba_kernel(trace, outs=info)(x, spikes, tau_inv)
+
+    op = xk.XLACustomKernel("traces")
+    op.def_numba_kernel(generator)
+    assert "numba" in op._kernels["cpu"]
+    n, tau_inv = 1000, jnp.array([0.05], jnp.float32)
+    update = jax.jit(lambda x, s: op(x, s, tau_inv, outs=[jax.ShapeDtypeStruct((n,), jnp.float32)])[0])
+    x, expected = jnp.zeros(n, jnp.float32), np.zeros(n)
+    for step in range(100):
+        spikes = np.random.default_rng(step).random(n) < 0.05
+        x = update(x, jnp.asarray(spikes, jnp.float32))
+        expected = expected * np.exp(-0.05) + spikes
+    np.testing.assert_allclose(x, expected, rtol=1e-4)
+
+
+def program_numba_csr_matvec():
+    """2,000 x 1,000 at 5%: a kernel made once, called through an op."""
+
+    @numba.njit(parallel=True)
+    def csr_matvec(data, indices, indptr, x, out):
+        for i in numba.prange(indptr.size - 1):
+            total = out.dtype.type(0)
+            for k in range(indptr[i], indptr[i + 1]):
+                total += data[k] * x[indices[k]]
+            out[i] = total
+
+    op = xk.XLACustomKernel("csr_matvec")
+    op.def_numba_kernel(lambda **params: xk.numba_kernel(csr_matvec, outs=params["outs"][0]))
+    rng = np.random.default_rng(42)
+    *csr, dense = sparse_connections(rng, 1000, 2000)
+    x = rng.random(2000).astype(np.float32)
+    (result,) = op(*csr, x, outs=[jax.ShapeDtypeStruct((1000,), jnp.float32)])
+    np.testing.assert_allclose(result, dense @ x, rtol=1e-4)
+
+
+def program_cuda_scale_add_and_lif():
+    """`numba_cuda_kernel` with grid and block and with launch_dims, and a callable with two kernels."""
+
+    @cuda.jit
+    def scale_add(a, b, c, out):
+        i = cuda.grid(1)
+        if i < out.size:
+            out[i] = a[i] * b[i] + c[i]
+
+    @cuda.jit
+    def integrate(v, current, u):
+        i = cuda.grid(1)
+        if i < v.size:
+            u[i] = v[i] + (current[i] - v[i]) * np.float32(0.1)
+
+    @cuda.jit
+    def fire(u, v_out, spikes):
+        i = cuda.grid(1)
+        if i < u.size:
+            spikes[i] = u[i] >= 1
+            v_out[i] = 0 if u[i] >= 1 else u[i]
+
+    def lif(v, current, v_out, spikes, u, stream):
+        blocks = (v.size + 127) // 128
+        integrate[blocks, 128, stream](v, current, u)
+        fire[blocks, 128, stream](u, v_out, spikes)
+
+    n, rng = 300, np.random.default_rng(0)
+    a, b, c = (jnp.asarray(rng.random(n), jnp.float32) for _ in range(3))
+    out = jax.ShapeDtypeStruct((n,), jnp.float32)
+    for launch in ({"grid": -(-n // 256), "block": 256}, {"launch_dims": n}):
+        result = xk.numba_cuda_kernel(scale_add, outs=out, **launch)(a, b, c)
+        np.testing.assert_allclose(result, a * b + c, rtol=1e-6)
+    step = xk.numba_cuda_callable(lif, outs=[out, jax.ShapeDtypeStruct((n,), jnp.bool_)], scratch=out)
+    v, spikes = jax.jit(step)(a, 20 * b)
+    u = a + (20 * b - a) * np.float32(0.1)
+    np.testing.assert_array_equal(spikes, u >= 1)
+    np.testing.assert_allclose(v, jnp.where(u >= 1, 0, u), rtol=1e-5)
+
+
+def program_cuda_csr_events():
+    """Events over 1,000 x 500: atomics into an output that starts as zeros, through an op."""
+
+    @cuda.jit
+    def events(indices, indptr, weight, spikes, _zeros, posts):
+        i = cuda.grid(1)
+        if i < spikes.size and spikes[i]:
+            for k in range(indptr[i], indptr[i + 1]):
+                cuda.atomic.add(posts, indices[k], weight[0])
+
+    def generator(outs, rows):
+        launch = xk.numba_cuda_kernel(events, outs=outs, launch_dims=rows, input_output_aliases={4: 0})
+        return lambda *args: launch(*args, jnp.zeros(outs[0].shape, outs[0].dtype))
+
+    op = xk.XLACustomKernel("events")
+    op.def_numba_cuda_kernel(generator)
+    rng = np.random.default_rng(1)
+    _, indices, indptr, dense = sparse_connections(rng, 1000, 500)
+    spikes = rng.random(1000) < 0.1
+    spec = jax.ShapeDtypeStruct((500,), jnp.float32)
+    (result,) = op(indices, indptr, np.float32([0.5]), spikes, outs=[spec], rows=1000)
+    np.testing.assert_allclose(result, np.float32(spikes) @ (dense > 0) * 0.5, rtol=1e-5)
+
+
+def program_warp_relu_and_types():
+    info = xk.jaxinfo_to_warpinfo(jax.ShapeDtypeStruct((1024,), jnp.float32))
+
+    @wp.kernel
+    def relu(x: info, out: info):
+        i = wp.tid()
+        out[i] = wp.max(x[i], wp.float32(0.0))
+
+    x = jnp.linspace(-2.0, 2.0, 1024, dtype=jnp.float32)
+    np.testing.assert_array_equal(xk.warp_kernel(relu, outs=lambda x: x)(x), jnp.maximum(x, 0))
+    if warp_has_cpu_jax_kernel():
+        (result,) = xk.jax_kernel(relu, launch_dims=[1024], num_outputs=1, output_dims={"out": (1024,)})(x)
+        np.testing.assert_array_equal(result, jnp.maximum(x, 0))
+
+
+def program_warp_scatter_add():
+    """An accumulator that is given a value and returned."""
+
+    @wp.kernel
+    def scatter(
+        values: wp.array(dtype=wp.float32),
+        targets: wp.array(dtype=wp.int32),
+        scale: wp.array(dtype=wp.float32),
+        total: wp.array(dtype=wp.float32),
+    ):
+        i = wp.tid()
+        wp.atomic_add(total, targets[i], values[i] * scale[0])
+
+    rng = np.random.default_rng(0)
+    values, targets = rng.random(512).astype(np.float32), rng.integers(0, 128, 512).astype(np.int32)
+    expected = np.ones(128, np.float32)
+    np.add.at(expected, targets, 2 * values)
+    args = jnp.asarray(values), jnp.asarray(targets), jnp.array([2.0], jnp.float32), jnp.ones(128, jnp.float32)
+    total = xk.warp_kernel(scatter, outs=lambda *ins: ins[3], launch_dims=512, in_out_argnames=["total"])(*args)
+    np.testing.assert_allclose(total, expected, rtol=1e-5)
+    if warp_has_cpu_jax_kernel():
+        call = xk.jax_kernel(scatter, launch_dims=[512], num_outputs=1, in_out_argnames=["total"])
+        np.testing.assert_allclose(call(*args)[0], expected, rtol=1e-5)
+
+
+def program_scale_add_on_several_backends():
+    """Warp serves where nothing else is registered, then Numba takes the CPU over."""
+
+    def with_warp(**params):
+        (out,) = params["outs"]
+        info = xk.jaxinfo_to_warpinfo(out)
+
+        @wp.kernel
+        def scale_add(a: info, b: info, c: info, d: info):
+            i = wp.tid()
+            d[i] = a[i] * b[i] + c[i]
+
+        return lambda a, b, c: xk.warp_kernel(scale_add, outs=[out], launch_dims=out.shape)(a, b, c)
+
+    @numba.njit(parallel=True)
+    def scale_add(a, b, c, d):
+        for i in numba.prange(d.size):
+            d[i] = a[i] * b[i] + c[i]
+
+    op = xk.XLACustomKernel("scale_add")
+    op.def_warp_kernel(with_warp)
+    a, b, c = jnp.arange(256.0), jnp.full(256, 2.0), jnp.ones(256)
+    call = jax.jit(lambda: op(a, b, c, outs=[jax.ShapeDtypeStruct(a.shape, a.dtype)])[0])
+    np.testing.assert_array_equal(call(), a * b + c)
+    if jax.default_backend() == "cpu":
+        assert op.get_default("cpu") == "warp"
+        op.def_numba_kernel(lambda **params: xk.numba_kernel(scale_add, outs=params["outs"]))
+        assert op.get_default("cpu") == "numba"
+        np.testing.assert_array_equal(call(), a * b + c)
+
+
+def warp_has_cpu_jax_kernel():
+    """Warp's own jax_kernel has run on the CPU since 1.16."""
+    return jax.default_backend() == "gpu" or tuple(map(int, wp.__version__.split(".")[:2])) >= (1, 16)
+
+
+PROGRAMS = {name.removeprefix("program_"): f for name, f in list(globals().items()) if name.startswith("program_")}
+PROGRAM_NEEDS = {"cuda": "numba_cuda", "warp": "warp", "scale": "warp", "numba": "numba"}
+
+
+@pytest.mark.parametrize(
+    "program",
+    [pytest.param(f, marks=pytest.mark.needs(PROGRAM_NEEDS[k.split("_")[0]]), id=k) for k, f in PROGRAMS.items()],
+)
+def test_program(program):
+    program()
 
 
 # ======================================================================================================
@@ -3647,28 +3881,6 @@ def test_op_benchmark_compares_backends():
     assert len(lines) == 3 and "KeyError" in lines[2]
     with pytest.raises(NotImplementedError, match="no kernel for platform 'cpu'"):
         xk.XLACustomKernel("empty").benchmark(X, outs=_like)
-
-
-def _microseconds(f, number=2000, repeat=7):
-    f()
-    return min(timeit.repeat(f, number=number, repeat=repeat)) / number * 1e6
-
-
-@pytest.mark.bench
-def test_op_eager_call_costs_little_more_than_a_jitted_function():
-    op, x, spec = _product_op(), jnp.asarray(X), Spec(X.shape, X.dtype)
-    f = jax.jit(lambda x, y: x * y)
-    assert _microseconds(lambda: op(x, x, outs=spec)) < 2.5 * _microseconds(lambda: f(x, x))
-
-
-@pytest.mark.bench
-def test_op_vmap_costs_what_one_call_on_all_the_data_costs():
-    op = xk.XLACustomKernel("add")
-    op.def_numba_kernel(_ready_add)
-    rows = jnp.ones((1000, 16))
-    batched, flat = jax.jit(jax.vmap(lambda x, y: op(x, y, outs=x))), jax.jit(lambda x, y: op(x, y, outs=x))
-    slices = _microseconds(lambda: batched(rows, rows).block_until_ready(), 300)
-    assert slices < 4 * _microseconds(lambda: flat(rows.ravel(), rows.ravel()).block_until_ready(), 300)
 
 
 # ======================================================================================================
