@@ -5049,25 +5049,40 @@ def bench_vmap():
 
 def bench_threads():
     """Python threads, each in a jitted loop of 16-element adds: total speed against one thread"""
-    return [row for count in (2, 4) for row in compare(over(adders(), scaling(count)), "x", f"{count} threads", 5)]
+    rows = []
+    for count in (2, 4):
+        paths = over(adders(), lambda make: scaling(count, jitted_loop(make)))
+        paths["Numba without the GIL and JAX (what the machine has free)"] = lambda: scaling(count, spin)
+        rows += compare(paths, "x", f"{count} threads", 5)
+    return rows
 
 
-def scaling(count):
-    def prepare(make):
-        x, y, spec = inputs(16)
-        f = make(spec)
-        steps = max(100, int(3e4 / timed_loop(f, x, y)()))
-        run = jax.jit(lambda x: jax.lax.fori_loop(0, steps, lambda _, a: f(a, y), x))
-        pool = ThreadPoolExecutor(count)
+def jitted_loop(make, seconds=0.03):
+    x, y, spec = inputs(16)
+    f = make(spec)
+    steps = max(100, int(seconds * 1e6 / timed_loop(f, x, y)()))
+    run = jax.jit(lambda x: jax.lax.fori_loop(0, steps, lambda _, a: f(a, y), x))
+    return lambda: run(x).block_until_ready()
 
-        def seconds(threads):
-            start = time.perf_counter()
-            list(pool.map(lambda _: run(x).block_until_ready(), range(threads)))
-            return time.perf_counter() - start
 
-        return lambda: count * seconds(1) / seconds(count)
+@numba.njit(nogil=True)
+def spin():
+    total = 0.0
+    for i in range(2_000_000):
+        total += math.sin(i)
+    return total
 
-    return prepare
+
+def scaling(count, work):
+    """A function that measures the speed of `count` threads that do `work` each, against one of them."""
+    pool = ThreadPoolExecutor(count)
+
+    def seconds(threads):
+        start = time.perf_counter()
+        list(pool.map(lambda _: work(), range(threads)))
+        return time.perf_counter() - start
+
+    return lambda: count * seconds(1) / seconds(count)
 
 
 def bench_first_call():
