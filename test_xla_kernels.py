@@ -3884,645 +3884,6 @@ def test_op_benchmark_compares_backends():
 
 
 # ======================================================================================================
-# Benchmarks: pytest -m bench [--bench-out=PREFIX].  They measure and assert no time.
-# Each comparison runs in a process of its own; its paths take turns, round by round.
-# ======================================================================================================
-
-ROUNDS = 7
-
-
-def missing(what, why):
-    """Raised by a path that cannot run here; its row says why."""
-    raise ImportError(f"{what}: {why}")
-
-
-def compare(paths, unit="µs", case="", rounds=ROUNDS):
-    """Rows of one table: `paths` maps a name to a function that prepares it and returns one that measures once."""
-    runs, rows = {}, {}
-    for name, prepare in paths.items():
-        rows[name] = {"case": case, "path": name, "unit": unit}
-        try:
-            run = prepare()
-            run()
-            runs[name] = (run, [])
-        except ImportError as error:
-            rows[name]["note"] = f"not installed ({error})"
-        except Exception as error:
-            rows[name]["note"] = f"fails: {type(error).__name__}: {str(error).splitlines()[0]:.100}"
-    for _ in range(rounds):
-        for run, samples in runs.values():
-            samples.append(run())
-    for name, (_, samples) in runs.items():
-        rows[name].update(summary(samples))
-    return with_ratios(list(rows.values()))
-
-
-def over(paths, measure):
-    """`paths` with every function handed to `measure` when its turn to be prepared comes."""
-    return {name: functools.partial(measure, make) for name, make in paths.items()}
-
-
-def summary(samples):
-    return {"value": statistics.median(samples), "min": min(samples), "max": max(samples), "rounds": len(samples)}
-
-
-def with_ratios(rows):
-    """How many times the cost of the first path, which is ours."""
-    ours = rows[0].get("value")
-    return [{**row, "ratio": row["value"] / ours} if ours and "value" in row else row for row in rows]
-
-
-def timed(function, seconds=0.02):
-    """A function that measures one call of `function` in µs, averaged over about `seconds`."""
-
-    def once(calls):
-        start = time.perf_counter()
-        for _ in range(calls):
-            result = function()
-        jax.block_until_ready(result)
-        return (time.perf_counter() - start) / calls
-
-    once(1)
-    calls = max(1, int(seconds / once(2)))
-    return lambda: once(calls) * 1e6
-
-
-def timed_loop(f, x, y, seconds=0.02):
-    """A function that measures one `f(x, y)` inside `lax.fori_loop`, in µs."""
-    run = jax.jit(lambda x, steps: jax.lax.fori_loop(0, steps, lambda _, a: f(a, y), x), static_argnums=1)
-
-    def once(steps):
-        start = time.perf_counter()
-        run(x, steps).block_until_ready()
-        return (time.perf_counter() - start) / steps
-
-    few = max(1, min(100, int(2e6 / x.size)))
-    once(few)
-    steps = max(1, int(seconds / once(few)))
-    once(steps)
-    return lambda: once(steps) * 1e6
-
-
-# -- one addition, along every path -------------------------------------------------------------------
-
-
-def add_loop(x, y, out):
-    for i in range(x.size):
-        out[i] = x[i] + y[i]
-
-
-def add_numba(spec):
-    return xk.numba_kernel(numba.njit(add_loop), spec)
-
-
-def add_numba_cuda(spec):
-    from numba import cuda
-
-    @cuda.jit
-    def add(x, y, out):
-        i = cuda.grid(1)
-        if i < x.size:
-            out[i] = x[i] + y[i]
-
-    return xk.numba_cuda_kernel(add, spec, launch_dims=spec.size)
-
-
-def warp_add(scale=1):
-    import warp as wp
-
-    wp.config.quiet = True
-
-    @wp.kernel(module="unique")
-    def add(x: wp.array(dtype=float), y: wp.array(dtype=float), out: wp.array(dtype=float)):
-        i = wp.tid()
-        out[i] = x[i] + y[i] * float(scale)
-
-    return add
-
-
-def add_warp(spec, scale=1):
-    return xk.warp_kernel(warp_add(scale), spec, launch_dims=spec.size)
-
-
-def add_warp_jax(spec, scale=1):
-    call = importlib.import_module("warp").jax_kernel(warp_add(scale))
-    return lambda x, y: call(x, y)[0]
-
-
-def add_op(spec):
-    op = xk.XLACustomKernel("bench_add")
-    op.def_numba_kernel(numba.njit(add_loop))
-    return lambda x, y: op(x, y, outs=spec)
-
-
-def add_brainevent(spec):
-    import brainevent
-
-    call = brainevent.numba_kernel(numba.njit(add_loop), outs=spec, vmap_method="sequential")
-    return lambda x, y: jax.tree.leaves(call(x, y))[0]
-
-
-def add_pure_callback(spec):
-    return lambda x, y: jax.pure_callback(np.add, spec, x, y, vmap_method="sequential")
-
-
-CPP_ADD = """
-#include "xla/ffi/api/ffi.h"
-namespace ffi = xla::ffi;
-using Array = ffi::Buffer<ffi::F32>;
-static ffi::Error Add(Array x, Array y, ffi::Result<Array> out) {
-  const float *a = x.typed_data(), *b = y.typed_data();
-  float *c = out->typed_data();
-  for (size_t i = 0, n = x.element_count(); i < n; ++i) c[i] = a[i] + b[i];
-  return ffi::Error::Success();
-}
-XLA_FFI_DEFINE_HANDLER_SYMBOL(add, Add, ffi::Ffi::Bind().Arg<Array>().Arg<Array>().Ret<Array>());
-"""
-
-
-def add_cpp(spec):
-    register_cpp_add()
-    return jax.ffi.ffi_call("bench_cpp_add", spec, vmap_method="sequential")
-
-
-@functools.cache
-def register_cpp_add():
-    compiler = shutil.which("g++") or missing("g++", "no C++ compiler on this machine")
-    with tempfile.TemporaryDirectory() as folder:
-        source, library = os.path.join(folder, "add.cc"), os.path.join(folder, "add.so")
-        with open(source, "w") as file:
-            file.write(CPP_ADD)
-        flags = ["-std=c++17", "-O3", "-march=native", "-shared", "-fPIC", "-w", f"-I{jax.ffi.include_dir()}"]
-        subprocess.run([compiler, *flags, source, "-o", library], check=True)
-        handler = ctypes.CDLL(library).add
-    jax.ffi.register_ffi_target("bench_cpp_add", jax.ffi.pycapsule(handler), platform="cpu")
-
-
-ADD = {
-    "cpu": {
-        "numba_kernel": add_numba,
-        "warp_kernel": add_warp,
-        "XLACustomKernel (Numba)": add_op,
-        "C++ FFI handler": add_cpp,
-        "brainevent.numba_kernel": add_brainevent,
-        "warp.jax_kernel": add_warp_jax,
-        "jax.pure_callback": add_pure_callback,
-        "jnp.add": lambda spec: jnp.add,
-    },
-    "gpu": {
-        "numba_cuda_kernel": add_numba_cuda,
-        "warp_kernel": add_warp,
-        "warp.jax_kernel": add_warp_jax,
-        "jax.pure_callback": add_pure_callback,
-        "jnp.add": lambda spec: jnp.add,
-    },
-}
-
-
-def adders(*left_out):
-    """The paths of the platform, as functions of the output's spec."""
-    paths = {name: make for name, make in ADD[jax.default_backend()].items() if name not in left_out}
-    return {name: functools.partial(checked, make) for name, make in paths.items()}
-
-
-def checked(make, spec):
-    """The path for `spec`, after a look at its answer: a fast wrong one is worth no row."""
-    f = make(spec)
-    x = jnp.arange(spec.size, dtype=spec.dtype)
-    np.testing.assert_array_equal(f(x, x), x + x)
-    return f
-
-
-def inputs(size):
-    return jnp.ones(size), jnp.full(size, 1e-3), jax.ShapeDtypeStruct((size,), jnp.float32)
-
-
-# -- the comparisons -----------------------------------------------------------------------------------
-
-
-def bench_per_call():
-    """One 16-element float32 add inside lax.fori_loop"""
-    x, y, spec = inputs(16)
-    return compare(over(adders(), lambda make: timed_loop(make(spec), x, y)))
-
-
-def bench_eager():
-    """One eager call, 16 elements"""
-    x, y, spec = inputs(16)
-    paths = over(adders("jnp.add", "jax.pure_callback"), lambda make: timed(functools.partial(make(spec), x, y)))
-    jitted = jax.jit(lambda x, y: x + y)
-    return compare({**paths, "a jitted x + y": lambda: timed(lambda: jitted(x, y))})
-
-
-def bench_vmap():
-    """vmap over 1,000 slices of 16 elements"""
-    x, y, _ = inputs(16_000)
-    spec = jax.ShapeDtypeStruct((16,), x.dtype)
-
-    def batched(make):
-        call, args = jax.jit(jax.vmap(make(spec))), (x.reshape(1000, 16), y.reshape(1000, 16))
-        return timed(lambda: call(*args))
-
-    def at_once(make):
-        call = jax.jit(make(jax.ShapeDtypeStruct(x.shape, x.dtype)))
-        return timed(lambda: call(x, y))
-
-    paths = adders("jax.pure_callback")
-    name, make = next(iter(paths.items()))
-    return compare({**over(paths, batched), f"{name}, one call on all the data": lambda: at_once(make)})
-
-
-def bench_threads():
-    """Python threads, each in a jitted loop of 16-element adds: total speed against one thread"""
-    return [row for count in (2, 4) for row in compare(over(adders(), scaling(count)), "x", f"{count} threads", 5)]
-
-
-def scaling(count):
-    def prepare(make):
-        x, y, spec = inputs(16)
-        f = make(spec)
-        steps = max(100, int(3e4 / timed_loop(f, x, y)()))
-        run = jax.jit(lambda x: jax.lax.fori_loop(0, steps, lambda _, a: f(a, y), x))
-        pool = ThreadPoolExecutor(count)
-
-        def seconds(threads):
-            start = time.perf_counter()
-            list(pool.map(lambda _: run(x).block_until_ready(), range(threads)))
-            return time.perf_counter() - start
-
-        return lambda: count * seconds(1) / seconds(count)
-
-    return prepare
-
-
-def bench_first_call():
-    """First call of a new kernel"""
-    x, y, spec = inputs(16)
-    constants = itertools.count(time.time_ns() % 2**20)  # Warp keeps compiled kernels on disk
-
-    def first(make):
-        start = time.perf_counter()
-        jax.jit(make(next(constants)))(x, y).block_until_ready()
-        return (time.perf_counter() - start) * 1e3
-
-    def fresh(constant):
-        return numba.njit(lambda x, y, out: add_scaled(x, y, np.float32(constant), out))
-
-    def compile_alone():
-        start = time.perf_counter()
-        read_only = numba.types.Array(numba.float32, 1, "C", readonly=True)
-        fresh(next(constants)).compile((read_only, read_only, numba.float32[::1]))
-        return (time.perf_counter() - start) * 1e3
-
-    def ours(constant):
-        return xk.numba_kernel(fresh(constant), spec)
-
-    def brainevent_(constant):
-        call = importlib.import_module("brainevent").numba_kernel(fresh(constant), outs=spec)
-        return lambda x, y: jax.tree.leaves(call(x, y))[0]
-
-    def plain(constant):
-        return lambda x, y: x + y * constant
-
-    firsts = {
-        "numba_kernel, all of it": ours,
-        "warp_kernel": lambda constant: add_warp(spec, constant),
-        "brainevent.numba_kernel": brainevent_,
-        "warp.jax_kernel": lambda constant: add_warp_jax(spec, constant),
-        "a jitted x + y": plain,
-    }
-    paths = {
-        "numba_kernel, on top of Numba and jit": lambda: lambda: first(ours) - compile_alone() - first(plain),
-        "Numba's compilation alone": lambda: compile_alone,
-    }
-    measured = over(firsts, lambda make: functools.partial(first, make))
-    return compare({**paths, **measured}, "ms", rounds=5)
-
-
-@numba.njit
-def add_scaled(x, y, scale, out):
-    for i in range(x.size):
-        out[i] = x[i] + y[i] * scale
-
-
-def bench_sizes():
-    """One add in lax.fori_loop, by size"""
-    rows = []
-    for size in (100, 1_000, 10_000, 100_000, 1_000_000, 10_000_000):
-        x, y, spec = inputs(size)
-        paths = over(adders("jax.pure_callback"), lambda make: timed_loop(make(spec), x, y, 0.01))
-        rows += compare(paths, case=f"{size:,} elements", rounds=5)
-    return rows
-
-
-def scale_loop(x, out):
-    for i in range(x.size):
-        out[i] = x[i] * np.float32(1.0001)
-
-
-def scale_prange(x, out):
-    for i in numba.prange(x.size):
-        out[i] = x[i] * np.float32(1.0001)
-
-
-def scale_in_place(_, x):
-    for i in numba.prange(x.size):
-        x[i] *= np.float32(1.0001)
-
-
-def bench_large():
-    """Bandwidth: read an array and write one (8 bytes per element)"""
-    return [row for size in (1_000_000, 10_000_000) for row in bandwidths(size)]
-
-
-def bandwidths(size):
-    x, source, target = jnp.ones(size), np.ones(size, np.float32), np.ones(size, np.float32)
-
-    def bandwidth(f):
-        once = timed(f)
-        return lambda: 8e-3 * size / once()
-
-    def new_memory(kernel, **options):
-        f = jax.jit(xk.numba_kernel(numba.njit(**options)(kernel), lambda x: x))
-        return lambda: bandwidth(lambda: f(x))
-
-    def in_place(**options):
-        def prepare():
-            kernel = numba.njit(**options)(scale_in_place)
-            f = jax.jit(xk.numba_kernel(kernel, lambda x: x, input_output_aliases={0: 0}), donate_argnums=0)
-            state = [jnp.ones(size)]
-
-            def run():
-                state[0] = f(state[0])
-                return state[0]
-
-            return bandwidth(run)
-
-        return prepare
-
-    def copyto(threads):
-        pool = ThreadPoolExecutor(threads)
-        parts = list(zip(np.array_split(target, threads), np.array_split(source, threads), strict=True))
-        return lambda: bandwidth(lambda: list(pool.map(lambda part: np.copyto(*part), parts)))
-
-    scaled = jax.jit(lambda x: x * np.float32(1.0001))
-    paths = {
-        "numba_kernel, parallel, in place": in_place(parallel=True),
-        "numba_kernel, serial, in place": in_place(),
-        "np.copyto": lambda: bandwidth(lambda: np.copyto(target, source)),
-        f"np.copyto, {os.cpu_count()} threads": copyto(os.cpu_count()),
-        "numba_kernel, parallel, new array": new_memory(scale_prange, parallel=True),
-        "numba_kernel, serial, new array": new_memory(scale_loop),
-        "x * 1.0001 in jnp, new array": lambda: bandwidth(lambda: scaled(x)),
-        "x.copy() in NumPy, new array": lambda: bandwidth(source.copy),
-    }
-    return compare(paths, "GB/s", f"{size:,} elements", 5)
-
-
-def event_csr(events, weights, indptr, indices, out):
-    out[:] = 0
-    for i in range(events.size):
-        if events[i]:
-            for k in range(indptr[i], indptr[i + 1]):
-                out[indices[k]] += weights[k]
-
-
-def bench_csr():
-    """Event-driven product events @ CSR, 10,000 x 10,000 with 1% connections, by activity"""
-    import scipy.sparse
-
-    n, rng = 10_000, np.random.default_rng(0)
-    matrix = scipy.sparse.random(n, n, 0.01, "csr", np.float32, rng)
-    return [row for activity in (0.01, 0.1, 1.0) for row in products(matrix, rng.random(n) < activity, activity)]
-
-
-def products(matrix, events, activity):
-    n = events.size
-    parts = [jnp.asarray(part) for part in (matrix.data, matrix.indptr, matrix.indices)]
-    weights, indptr, indices = parts
-    spikes, floats, expected = jnp.asarray(events), events.astype(np.float32), events @ matrix
-
-    def ours():
-        op = xk.numba_kernel(event_csr, jax.ShapeDtypeStruct((n,), jnp.float32))
-        return jitted(op, spikes, *parts)
-
-    def jitted(f, *args):
-        run = jax.jit(f)
-        np.testing.assert_allclose(run(*args), expected, rtol=1e-3)
-        return timed(lambda: run(*args))
-
-    def jax_sparse():
-        from jax.experimental import sparse
-
-        across = matrix.T.tocsr()
-        columns = sparse.BCSR(tuple(map(jnp.asarray, (across.data, across.indices, across.indptr))), shape=(n, n))
-        return jitted(lambda m, v: m @ v, columns, jnp.asarray(floats))
-
-    def brainevent_csr():
-        import brainevent
-
-        csr = brainevent.CSR((weights, indices, indptr), shape=(n, n))
-        return jitted(lambda events: brainevent.BinaryArray(events) @ csr, spikes)
-
-    paths = {
-        "numba_kernel": ours,
-        "brainevent BinaryArray @ CSR": brainevent_csr,
-        "SciPy vector @ CSR": lambda: timed(lambda: floats @ matrix),
-        "jax.experimental.sparse BCSR": jax_sparse,
-        "dense matmul": lambda: jitted(jnp.matmul, jnp.asarray(floats), jnp.asarray(matrix.toarray())),
-    }
-    return compare(paths, case=f"{activity:.0%} active", rounds=5)
-
-
-def readme_program(name):
-    """The functions of the README's example that defines `name`, without the lines that run it."""
-    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "README.md")
-    if not os.path.exists(path):
-        missing("README.md", "its example is what this runs")
-    with open(path, encoding="utf-8") as file:
-        blocks = re.findall(r"```python\n(.*?)```", file.read(), re.DOTALL)
-    source = next(block for block in blocks if f"\ndef {name}(" in block)
-    tree = ast.parse(source)
-    end = next(i for i, node in enumerate(tree.body) if getattr(node, "name", "") == name) + 1
-    namespace = {}
-    exec(compile(ast.Module(tree.body[:end], []), path, "exec"), namespace)
-    return namespace
-
-
-def bench_cuba():
-    """CUBA network (Brette et al. 2007), 80 synapses a neuron: one step of 0.1 ms"""
-    readme = readme_program("cuba")
-
-    def stepped(network, n, steps):
-        run, state = network(n, steps)
-        once = timed(lambda: run(*state), 0.1)
-        return lambda: once() / steps
-
-    def with_brainevent_kernel(kernel, outs, **options):
-        numba_kernel = importlib.import_module("brainevent").numba_kernel
-        return lambda *args: numba_kernel(numba.njit(kernel), outs=outs(*args), **options)(*args)
-
-    rows = []
-    for n, steps in ((4_000, 2_000), (40_000, 500)):
-        paths = {
-            "numba_kernel (the README's program)": (readme["cuba"], steps),
-            "the same with brainevent.numba_kernel": (
-                functools.partial(readme["cuba"], numba_kernel=with_brainevent_kernel), steps // 4),
-            "brainevent BinaryArray @ CSR, neurons in jnp": (functools.partial(cuba_brainevent, readme), steps // 4),
-        }  # fmt: skip
-        measured = {name: functools.partial(stepped, net, n, k) for name, (net, k) in paths.items()}
-        measured["Brian2 C++ standalone"] = functools.partial(cuba_brian2, n, 5 * steps, "float64")
-        if n == 4_000:  # it takes long to build
-            measured["Brian2 C++ standalone, float32"] = functools.partial(cuba_brian2, n, 5 * steps, "float32")
-        rows += compare(measured, case=f"{n:,} neurons", rounds=5)
-        rows += [spike_rate(readme["cuba"], n)]
-    return rows
-
-
-def spike_rate(cuba, n, steps=10_000):
-    run, state = cuba(n, steps)
-    rate = int(run(*state)[-1]) / n / (steps * 1e-4)
-    return {"case": f"{n:,} neurons", "path": "firing rate (numba_kernel)", "unit": "Hz", "value": rate}
-
-
-def cuba_brainevent(readme, n, steps):
-    """The network of the README as brainevent's users write it."""
-    import brainevent
-
-    rng = np.random.default_rng(1)
-    el, vt, vr = (readme[name] for name in ("EL", "VT", "VR"))
-
-    def synapses(rows, weight):
-        indptr = jnp.asarray(np.r_[0, rng.binomial(n, 80 / n, rows).cumsum()], jnp.int32)
-        indices = jnp.asarray(rng.integers(0, n, indptr[-1]), jnp.int32)
-        return brainevent.CSR((jnp.float32([weight]), indices, indptr), shape=(rows, n))
-
-    excitatory = n * 4 // 5
-    excite, inhibit = synapses(excitatory, 1.62), synapses(n - excitatory, -9)
-
-    def step(carry, _):
-        v, ge, gi, wait, total = carry
-        u = el + (v - el) * readme["DECAY_V"] + ge * readme["GAIN_E"] + gi * readme["GAIN_I"]
-        u = jnp.where(wait > 1, v, u)
-        spikes = u > vt
-        ge = ge * readme["DECAY_E"] + brainevent.BinaryArray(spikes[:excitatory]) @ excite
-        gi = gi * readme["DECAY_I"] + brainevent.BinaryArray(spikes[excitatory:]) @ inhibit
-        wait = jnp.where(spikes, readme["REFRACTORY"], wait - 1)
-        return (jnp.where(spikes, vr, u), ge, gi, wait, total + spikes.sum()), None
-
-    state = jnp.asarray(rng.uniform(vr, vt, n), jnp.float32), jnp.zeros(n), jnp.zeros(n), jnp.zeros(n, jnp.int32), 0
-    return jax.jit(lambda *state: jax.lax.scan(step, state, length=steps)[0]), state
-
-
-BRIAN2 = """
-import sys
-from brian2 import *
-n, steps, dtype, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
-set_device("cpp_standalone", build_on_run=False)
-prefs.core.default_float_dtype = getattr(np, dtype)
-equations = '''
-dv/dt = (ge + gi - (v + 49*mV)) / (20*ms) : volt (unless refractory)
-dge/dt = -ge / (5*ms) : volt
-dgi/dt = -gi / (10*ms) : volt
-'''
-neurons = NeuronGroup(n, equations, threshold="v > -50*mV", reset="v = -60*mV", refractory=5*ms, method="exact")
-neurons.v = "-60*mV + rand() * 10*mV"
-excitatory = Synapses(neurons[:n * 4 // 5], neurons, on_pre="ge += 1.62*mV")
-inhibitory = Synapses(neurons[n * 4 // 5:], neurons, on_pre="gi -= 9*mV")
-excitatory.connect(p=80 / n)
-inhibitory.connect(p=80 / n)
-run(steps * 0.1*ms)
-device.build(directory=folder, compile=True, run=False)
-"""
-
-
-def cuba_brian2(n, steps, dtype):
-    """A function that runs Brian2's compiled program and reads the time of a step that it reports."""
-    if importlib.util.find_spec("brian2") is None:
-        missing("brian2", "pip install brian2")
-    folder = tempfile.mkdtemp(prefix="bench_brian2_")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    command = [sys.executable, "-W", "ignore", "-c", BRIAN2, str(n), str(steps), dtype, folder]
-    subprocess.run(command, check=True, capture_output=True, cwd=folder)
-
-    def once():
-        subprocess.run([os.path.join(folder, "main")], check=True, capture_output=True, cwd=folder)
-        with open(os.path.join(folder, "results", "last_run_info.txt")) as file:
-            return float(file.read().split()[0]) / steps * 1e6
-
-    return once
-
-
-def bench_memory():
-    """Growth of the process's memory"""
-    x, y, spec = inputs(16)
-    f = next(iter(ADD[jax.default_backend()].values()))(spec)
-    loop = jax.jit(lambda steps: jax.lax.fori_loop(0, steps, lambda _, a: f(a, y), x))
-
-    def eager(count):
-        collections.deque((f(x, y) for _ in range(count)), maxlen=1)[0].block_until_ready()
-
-    def retraces(make):
-        return lambda count: [jax.jit(make(1.0)).lower(x, y) and None for _ in range(count)]
-
-    return [
-        growth("1,000,000 calls in a loop", lambda count: loop(count).block_until_ready(), 1_000_000),
-        growth("100,000 eager calls", eager, 100_000),
-        growth("1,000 retraces of equal closures", retraces(add_closure), 1_000),
-        growth("1,000 retraces of x + y in jnp", retraces(lambda k: lambda x, y: x + y + k), 1_000),
-    ]
-
-
-def add_closure(scale):
-    """A kernel that is a new closure each time, of equal content for equal `scale`."""
-
-    def add(x, y, out):
-        for i in range(x.size):
-            out[i] = x[i] + y[i] + scale
-
-    return xk.numba_kernel(add, lambda x, y: x)
-
-
-def growth(name, action, count):
-    """What the process grows by when `action` is repeated, after caches and arenas have filled."""
-    action(count // 10)
-    gc.collect()
-    before = resident()
-    action(count)
-    gc.collect()
-    return {"case": "", "path": name, "unit": "MB", "value": resident() - before}
-
-
-def resident():
-    """Resident memory of this process in MB (Linux)."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * resource.getpagesize() / 1e6
-
-
-CPU_ONLY = {"large", "csr", "cuba"}  # their kernels are written for Numba on the CPU
-BENCHMARKS = {name[6:]: function for name, function in list(globals().items()) if name.startswith("bench_")}
-
-
-@pytest.mark.bench
-@pytest.mark.parametrize("platform", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("name", BENCHMARKS)
-def test_bench(name, platform, bench_table):
-    if platform == "gpu" and (name in CPU_ONLY or jax.default_backend() != "gpu"):
-        pytest.skip("needs a GPU and kernels for it")
-    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-    environment["JAX_PLATFORMS"] = {"gpu": "cuda", "cpu": "cpu"}[platform]
-    command = [sys.executable, "-W", "ignore", os.path.abspath(__file__), name]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    title = f"{BENCHMARKS[name].__doc__}{' (GPU)' if platform == 'gpu' else ''}"
-    bench_table(title, json.loads(done.stdout.splitlines()[-1]))
-
-
-if __name__ == "__main__":  # one comparison, in a process of its own
-    print(json.dumps(BENCHMARKS[sys.argv[1]]()))
-
-
-# ======================================================================================================
 # Robustness
 # ======================================================================================================
 
@@ -5692,3 +5053,658 @@ def test_mirrored_numbers_equal_the_header():
                            ("Error_Code_INTERNAL", xk._ERROR_INTERNAL),
                            ("Error_Code_INVALID_ARGUMENT", xk._ERROR_INVALID_ARGUMENT)):  # fmt: skip
         assert re.search(rf"XLA_FFI_{c_name} = {number}\b", text), c_name
+
+
+# ======================================================================================================
+# Benchmarks: pytest -m bench [--bench-out=PREFIX].  They measure and assert no time.
+# Each comparison runs in a process of its own; its paths take turns, round by round.
+# ======================================================================================================
+
+ROUNDS = 7
+
+
+def missing(what, why):
+    """Raised by a path that cannot run here; its row says why."""
+    raise ImportError(f"{what}: {why}")
+
+
+def compare(paths, unit="µs", case="", rounds=ROUNDS):
+    """Rows of one table: `paths` maps a name to a function that prepares it and returns one that measures once."""
+    runs, rows = {}, {}
+    for name, prepare in paths.items():
+        rows[name] = {"case": case, "path": name, "unit": unit}
+        try:
+            run = prepare()
+            run()
+            runs[name] = (run, [])
+        except ImportError as error:
+            rows[name]["note"] = f"not installed ({error})"
+        except Exception as error:
+            rows[name]["note"] = f"fails: {type(error).__name__}: {str(error).splitlines()[0]:.100}"
+    for _ in range(rounds):
+        for run, samples in runs.values():
+            samples.append(run())
+    for name, (_, samples) in runs.items():
+        rows[name].update(summary(samples))
+    return with_ratios(list(rows.values()))
+
+
+def over(paths, measure):
+    """`paths` with every function handed to `measure` when its turn to be prepared comes."""
+    return {name: functools.partial(measure, make) for name, make in paths.items()}
+
+
+def summary(samples):
+    return {"value": statistics.median(samples), "min": min(samples), "max": max(samples), "rounds": len(samples)}
+
+
+def with_ratios(rows):
+    """How many times the cost of the first path, which is ours."""
+    ours = rows[0].get("value")
+    return [{**row, "ratio": row["value"] / ours} if ours and "value" in row else row for row in rows]
+
+
+def timed(function, seconds=0.02):
+    """A function that measures one call of `function` in µs, averaged over about `seconds`."""
+
+    def once(calls):
+        start = time.perf_counter()
+        for _ in range(calls):
+            result = function()
+        jax.block_until_ready(result)
+        return (time.perf_counter() - start) / calls
+
+    once(1)
+    calls = max(1, int(seconds / once(2)))
+    return lambda: once(calls) * 1e6
+
+
+def timed_loop(f, x, y, seconds=0.02):
+    """A function that measures one `f(x, y)` inside `lax.fori_loop`, in µs."""
+    run = jax.jit(lambda x, steps: jax.lax.fori_loop(0, steps, lambda _, a: f(a, y), x), static_argnums=1)
+
+    def once(steps):
+        start = time.perf_counter()
+        run(x, steps).block_until_ready()
+        return (time.perf_counter() - start) / steps
+
+    few = max(1, min(100, int(2e6 / x.size)))
+    once(few)
+    steps = max(1, int(seconds / once(few)))
+    once(steps)
+    return lambda: once(steps) * 1e6
+
+
+# -- one addition, along every path -------------------------------------------------------------------
+
+
+def add_loop(x, y, out):
+    for i in range(x.size):
+        out[i] = x[i] + y[i]
+
+
+def add_numba(spec):
+    return xk.numba_kernel(numba.njit(add_loop), spec)
+
+
+def add_numba_cuda(spec):
+    from numba import cuda
+
+    @cuda.jit
+    def add(x, y, out):
+        i = cuda.grid(1)
+        if i < x.size:
+            out[i] = x[i] + y[i]
+
+    return xk.numba_cuda_kernel(add, spec, launch_dims=spec.size)
+
+
+def warp_add(scale=1):
+    import warp as wp
+
+    wp.config.quiet = True
+
+    @wp.kernel(module="unique")
+    def add(x: wp.array(dtype=float), y: wp.array(dtype=float), out: wp.array(dtype=float)):
+        i = wp.tid()
+        out[i] = x[i] + y[i] * float(scale)
+
+    return add
+
+
+def add_warp(spec, scale=1):
+    return xk.warp_kernel(warp_add(scale), spec, launch_dims=spec.size)
+
+
+def add_warp_jax(spec, scale=1):
+    call = importlib.import_module("warp").jax_kernel(warp_add(scale))
+    return lambda x, y: call(x, y)[0]
+
+
+def add_op(spec):
+    op = xk.XLACustomKernel("bench_add")
+    op.def_numba_kernel(numba.njit(add_loop))
+    return lambda x, y: op(x, y, outs=spec)
+
+
+def add_brainevent(spec):
+    import brainevent
+
+    call = brainevent.numba_kernel(numba.njit(add_loop), outs=spec, vmap_method="sequential")
+    return lambda x, y: jax.tree.leaves(call(x, y))[0]
+
+
+def add_pure_callback(spec):
+    return lambda x, y: jax.pure_callback(np.add, spec, x, y, vmap_method="sequential")
+
+
+CPP_ADD = """
+#include "xla/ffi/api/ffi.h"
+namespace ffi = xla::ffi;
+using Array = ffi::Buffer<ffi::F32>;
+static ffi::Error Add(Array x, Array y, ffi::Result<Array> out) {
+  const float *a = x.typed_data(), *b = y.typed_data();
+  float *c = out->typed_data();
+  for (size_t i = 0, n = x.element_count(); i < n; ++i) c[i] = a[i] + b[i];
+  return ffi::Error::Success();
+}
+XLA_FFI_DEFINE_HANDLER_SYMBOL(add, Add, ffi::Ffi::Bind().Arg<Array>().Arg<Array>().Ret<Array>());
+"""
+
+
+def add_cpp(spec):
+    register_cpp_add()
+    return jax.ffi.ffi_call("bench_cpp_add", spec, vmap_method="sequential")
+
+
+@functools.cache
+def register_cpp_add():
+    compiler = shutil.which("g++") or missing("g++", "no C++ compiler on this machine")
+    with tempfile.TemporaryDirectory() as folder:
+        source, library = os.path.join(folder, "add.cc"), os.path.join(folder, "add.so")
+        with open(source, "w") as file:
+            file.write(CPP_ADD)
+        flags = ["-std=c++17", "-O3", "-march=native", "-shared", "-fPIC", "-w", f"-I{jax.ffi.include_dir()}"]
+        subprocess.run([compiler, *flags, source, "-o", library], check=True)
+        handler = ctypes.CDLL(library).add
+    jax.ffi.register_ffi_target("bench_cpp_add", jax.ffi.pycapsule(handler), platform="cpu")
+
+
+ADD = {
+    "cpu": {
+        "numba_kernel": add_numba,
+        "warp_kernel": add_warp,
+        "XLACustomKernel (Numba)": add_op,
+        "C++ FFI handler": add_cpp,
+        "brainevent.numba_kernel": add_brainevent,
+        "warp.jax_kernel": add_warp_jax,
+        "jax.pure_callback": add_pure_callback,
+        "jnp.add": lambda spec: jnp.add,
+    },
+    "gpu": {
+        "numba_cuda_kernel": add_numba_cuda,
+        "warp_kernel": add_warp,
+        "warp.jax_kernel": add_warp_jax,
+        "jax.pure_callback": add_pure_callback,
+        "jnp.add": lambda spec: jnp.add,
+    },
+}
+
+
+def adders(*left_out):
+    """The paths of the platform, as functions of the output's spec."""
+    paths = {name: make for name, make in ADD[jax.default_backend()].items() if name not in left_out}
+    return {name: functools.partial(checked, make) for name, make in paths.items()}
+
+
+def checked(make, spec):
+    """The path for `spec`, after a look at its answer: a fast wrong one is worth no row."""
+    f = make(spec)
+    x = jnp.arange(spec.size, dtype=spec.dtype)
+    np.testing.assert_array_equal(f(x, x), x + x)
+    return f
+
+
+def inputs(size):
+    return jnp.ones(size), jnp.full(size, 1e-3), jax.ShapeDtypeStruct((size,), jnp.float32)
+
+
+# -- the comparisons -----------------------------------------------------------------------------------
+
+
+def bench_per_call():
+    """One 16-element float32 add inside lax.fori_loop"""
+    x, y, spec = inputs(16)
+    return compare(over(adders(), lambda make: timed_loop(make(spec), x, y)))
+
+
+def bench_eager():
+    """One eager call, 16 elements"""
+    x, y, spec = inputs(16)
+    paths = over(adders("jnp.add", "jax.pure_callback"), lambda make: timed(functools.partial(make(spec), x, y)))
+    jitted = jax.jit(lambda x, y: x + y)
+    return compare({**paths, "a jitted x + y": lambda: timed(lambda: jitted(x, y))})
+
+
+def bench_vmap():
+    """vmap over 1,000 slices of 16 elements"""
+    x, y, _ = inputs(16_000)
+    spec = jax.ShapeDtypeStruct((16,), x.dtype)
+
+    def batched(make):
+        call, args = jax.jit(jax.vmap(make(spec))), (x.reshape(1000, 16), y.reshape(1000, 16))
+        return timed(lambda: call(*args))
+
+    def at_once(make):
+        call = jax.jit(make(jax.ShapeDtypeStruct(x.shape, x.dtype)))
+        return timed(lambda: call(x, y))
+
+    paths = adders("jax.pure_callback")
+    name, make = next(iter(paths.items()))
+    return compare({**over(paths, batched), f"{name}, one call on all the data": lambda: at_once(make)})
+
+
+def bench_threads():
+    """Python threads, each in a jitted loop of 16-element adds: total speed against one thread"""
+    rows = []
+    for count in (2, 4):
+        paths = over(adders(), lambda make: scaling(count, jitted_loop(make)))
+        paths["Numba without the GIL and JAX (what the machine has free)"] = lambda: scaling(count, spin)
+        rows += compare(paths, "x", f"{count} threads", 5)
+    return rows
+
+
+def jitted_loop(make, seconds=0.03):
+    x, y, spec = inputs(16)
+    f = make(spec)
+    steps = max(100, int(seconds * 1e6 / timed_loop(f, x, y)()))
+    run = jax.jit(lambda x: jax.lax.fori_loop(0, steps, lambda _, a: f(a, y), x))
+    return lambda: run(x).block_until_ready()
+
+
+@numba.njit(nogil=True)
+def spin():
+    total = 0.0
+    for i in range(2_000_000):
+        total += math.sin(i)
+    return total
+
+
+def scaling(count, work):
+    """A function that measures the speed of `count` threads that do `work` each, against one of them."""
+    pool = ThreadPoolExecutor(count)
+
+    def seconds(threads):
+        start = time.perf_counter()
+        list(pool.map(lambda _: work(), range(threads)))
+        return time.perf_counter() - start
+
+    return lambda: count * seconds(1) / seconds(count)
+
+
+def bench_first_call():
+    """First call of a new kernel"""
+    x, y, spec = inputs(16)
+    constants = itertools.count(time.time_ns() % 2**20)  # Warp keeps compiled kernels on disk
+
+    def first(make):
+        start = time.perf_counter()
+        jax.jit(make(next(constants)))(x, y).block_until_ready()
+        return (time.perf_counter() - start) * 1e3
+
+    def fresh(constant):
+        return numba.njit(lambda x, y, out: add_scaled(x, y, np.float32(constant), out))
+
+    def compile_alone():
+        start = time.perf_counter()
+        read_only = numba.types.Array(numba.float32, 1, "C", readonly=True)
+        fresh(next(constants)).compile((read_only, read_only, numba.float32[::1]))
+        return (time.perf_counter() - start) * 1e3
+
+    def ours(constant):
+        return xk.numba_kernel(fresh(constant), spec)
+
+    def brainevent_(constant):
+        call = importlib.import_module("brainevent").numba_kernel(fresh(constant), outs=spec)
+        return lambda x, y: jax.tree.leaves(call(x, y))[0]
+
+    def plain(constant):
+        return lambda x, y: x + y * constant
+
+    firsts = {
+        "numba_kernel, all of it": ours,
+        "warp_kernel": lambda constant: add_warp(spec, constant),
+        "brainevent.numba_kernel": brainevent_,
+        "warp.jax_kernel": lambda constant: add_warp_jax(spec, constant),
+        "a jitted x + y": plain,
+    }
+    paths = {
+        "numba_kernel, on top of Numba and jit": lambda: lambda: first(ours) - compile_alone() - first(plain),
+        "Numba's compilation alone": lambda: compile_alone,
+    }
+    measured = over(firsts, lambda make: functools.partial(first, make))
+    return compare({**paths, **measured}, "ms", rounds=5)
+
+
+@numba.njit
+def add_scaled(x, y, scale, out):
+    for i in range(x.size):
+        out[i] = x[i] + y[i] * scale
+
+
+def bench_sizes():
+    """One add in lax.fori_loop, by size"""
+    rows = []
+    for size in (100, 1_000, 10_000, 100_000, 1_000_000, 10_000_000):
+        x, y, spec = inputs(size)
+        paths = over(adders("jax.pure_callback"), lambda make: timed_loop(make(spec), x, y, 0.01))
+        rows += compare(paths, case=f"{size:,} elements", rounds=5)
+    return rows
+
+
+def scale_loop(x, out):
+    for i in range(x.size):
+        out[i] = x[i] * np.float32(1.0001)
+
+
+def scale_prange(x, out):
+    for i in numba.prange(x.size):
+        out[i] = x[i] * np.float32(1.0001)
+
+
+def scale_in_place(_, x):
+    for i in numba.prange(x.size):
+        x[i] *= np.float32(1.0001)
+
+
+def bench_large():
+    """Bandwidth: read an array and write one (8 bytes per element)"""
+    return [row for size in (1_000_000, 10_000_000) for row in bandwidths(size)]
+
+
+def bandwidths(size):
+    x, source, target = jnp.ones(size), np.ones(size, np.float32), np.ones(size, np.float32)
+
+    def bandwidth(f):
+        once = timed(f)
+        return lambda: 8e-3 * size / once()
+
+    def new_memory(kernel, **options):
+        f = jax.jit(xk.numba_kernel(numba.njit(**options)(kernel), lambda x: x))
+        return lambda: bandwidth(lambda: f(x))
+
+    def in_place(**options):
+        def prepare():
+            kernel = numba.njit(**options)(scale_in_place)
+            f = jax.jit(xk.numba_kernel(kernel, lambda x: x, input_output_aliases={0: 0}), donate_argnums=0)
+            state = [jnp.ones(size)]
+
+            def run():
+                state[0] = f(state[0])
+                return state[0]
+
+            return bandwidth(run)
+
+        return prepare
+
+    def copyto(threads):
+        pool = ThreadPoolExecutor(threads)
+        parts = list(zip(np.array_split(target, threads), np.array_split(source, threads), strict=True))
+        return lambda: bandwidth(lambda: list(pool.map(lambda part: np.copyto(*part), parts)))
+
+    scaled = jax.jit(lambda x: x * np.float32(1.0001))
+    paths = {
+        "numba_kernel, parallel, in place": in_place(parallel=True),
+        "numba_kernel, serial, in place": in_place(),
+        "np.copyto": lambda: bandwidth(lambda: np.copyto(target, source)),
+        f"np.copyto, {os.cpu_count()} threads": copyto(os.cpu_count()),
+        "numba_kernel, parallel, new array": new_memory(scale_prange, parallel=True),
+        "numba_kernel, serial, new array": new_memory(scale_loop),
+        "x * 1.0001 in jnp, new array": lambda: bandwidth(lambda: scaled(x)),
+        "x.copy() in NumPy, new array": lambda: bandwidth(source.copy),
+    }
+    return compare(paths, "GB/s", f"{size:,} elements", 5)
+
+
+def event_csr(events, weights, indptr, indices, out):
+    out[:] = 0
+    for i in range(events.size):
+        if events[i]:
+            for k in range(indptr[i], indptr[i + 1]):
+                out[indices[k]] += weights[k]
+
+
+def bench_csr():
+    """Event-driven product events @ CSR, 10,000 x 10,000 with 1% connections, by activity"""
+    import scipy.sparse
+
+    n, rng = 10_000, np.random.default_rng(0)
+    matrix = scipy.sparse.random(n, n, 0.01, "csr", np.float32, rng)
+    return [row for activity in (0.01, 0.1, 1.0) for row in products(matrix, rng.random(n) < activity, activity)]
+
+
+def products(matrix, events, activity):
+    n = events.size
+    parts = [jnp.asarray(part) for part in (matrix.data, matrix.indptr, matrix.indices)]
+    weights, indptr, indices = parts
+    spikes, floats, expected = jnp.asarray(events), events.astype(np.float32), events @ matrix
+
+    def ours():
+        op = xk.numba_kernel(event_csr, jax.ShapeDtypeStruct((n,), jnp.float32))
+        return jitted(op, spikes, *parts)
+
+    def jitted(f, *args):
+        run = jax.jit(f)
+        np.testing.assert_allclose(run(*args), expected, rtol=1e-3)
+        return timed(lambda: run(*args))
+
+    def jax_sparse():
+        from jax.experimental import sparse
+
+        across = matrix.T.tocsr()
+        columns = sparse.BCSR(tuple(map(jnp.asarray, (across.data, across.indices, across.indptr))), shape=(n, n))
+        return jitted(lambda m, v: m @ v, columns, jnp.asarray(floats))
+
+    def brainevent_csr():
+        import brainevent
+
+        csr = brainevent.CSR((weights, indices, indptr), shape=(n, n))
+        return jitted(lambda events: brainevent.BinaryArray(events) @ csr, spikes)
+
+    paths = {
+        "numba_kernel": ours,
+        "brainevent BinaryArray @ CSR": brainevent_csr,
+        "SciPy vector @ CSR": lambda: timed(lambda: floats @ matrix),
+        "jax.experimental.sparse BCSR": jax_sparse,
+        "dense matmul": lambda: jitted(jnp.matmul, jnp.asarray(floats), jnp.asarray(matrix.toarray())),
+    }
+    return compare(paths, case=f"{activity:.0%} active", rounds=5)
+
+
+def readme_program(name):
+    """The functions of the README's example that defines `name`, without the lines that run it."""
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "README.md")
+    if not os.path.exists(path):
+        missing("README.md", "its example is what this runs")
+    with open(path, encoding="utf-8") as file:
+        blocks = re.findall(r"```python\n(.*?)```", file.read(), re.DOTALL)
+    source = next(block for block in blocks if f"\ndef {name}(" in block)
+    tree = ast.parse(source)
+    end = next(i for i, node in enumerate(tree.body) if getattr(node, "name", "") == name) + 1
+    namespace = {}
+    exec(compile(ast.Module(tree.body[:end], []), path, "exec"), namespace)
+    return namespace
+
+
+def bench_cuba():
+    """CUBA network (Brette et al. 2007), 80 synapses a neuron: one step of 0.1 ms"""
+    readme = readme_program("cuba")
+
+    def stepped(network, n, steps):
+        run, state = network(n, steps)
+        once = timed(lambda: run(*state), 0.1)
+        return lambda: once() / steps
+
+    def with_brainevent_kernel(kernel, outs, **options):
+        numba_kernel = importlib.import_module("brainevent").numba_kernel
+        return lambda *args: numba_kernel(numba.njit(kernel), outs=outs(*args), **options)(*args)
+
+    rows = []
+    for n, steps in ((4_000, 2_000), (40_000, 500)):
+        paths = {
+            "numba_kernel (the README's program)": (readme["cuba"], steps),
+            "the same with brainevent.numba_kernel": (
+                functools.partial(readme["cuba"], numba_kernel=with_brainevent_kernel), steps // 4),
+            "brainevent BinaryArray @ CSR, neurons in jnp": (functools.partial(cuba_brainevent, readme), steps // 4),
+        }  # fmt: skip
+        measured = {name: functools.partial(stepped, net, n, k) for name, (net, k) in paths.items()}
+        measured["Brian2 C++ standalone"] = functools.partial(cuba_brian2, n, 5 * steps, "float64")
+        if n == 4_000:  # it takes long to build
+            measured["Brian2 C++ standalone, float32"] = functools.partial(cuba_brian2, n, 5 * steps, "float32")
+        rows += compare(measured, case=f"{n:,} neurons", rounds=5)
+        rows += [spike_rate(readme["cuba"], n)]
+    return rows
+
+
+def spike_rate(cuba, n, steps=10_000):
+    run, state = cuba(n, steps)
+    rate = int(run(*state)[-1]) / n / (steps * 1e-4)
+    return {"case": f"{n:,} neurons", "path": "firing rate (numba_kernel)", "unit": "Hz", "value": rate}
+
+
+def cuba_brainevent(readme, n, steps):
+    """The network of the README as brainevent's users write it."""
+    import brainevent
+
+    rng = np.random.default_rng(1)
+    el, vt, vr = (readme[name] for name in ("EL", "VT", "VR"))
+
+    def synapses(rows, weight):
+        indptr = jnp.asarray(np.r_[0, rng.binomial(n, 80 / n, rows).cumsum()], jnp.int32)
+        indices = jnp.asarray(rng.integers(0, n, indptr[-1]), jnp.int32)
+        return brainevent.CSR((jnp.float32([weight]), indices, indptr), shape=(rows, n))
+
+    excitatory = n * 4 // 5
+    excite, inhibit = synapses(excitatory, 1.62), synapses(n - excitatory, -9)
+
+    def step(carry, _):
+        v, ge, gi, wait, total = carry
+        u = el + (v - el) * readme["DECAY_V"] + ge * readme["GAIN_E"] + gi * readme["GAIN_I"]
+        u = jnp.where(wait > 1, v, u)
+        spikes = u > vt
+        ge = ge * readme["DECAY_E"] + brainevent.BinaryArray(spikes[:excitatory]) @ excite
+        gi = gi * readme["DECAY_I"] + brainevent.BinaryArray(spikes[excitatory:]) @ inhibit
+        wait = jnp.where(spikes, readme["REFRACTORY"], wait - 1)
+        return (jnp.where(spikes, vr, u), ge, gi, wait, total + spikes.sum()), None
+
+    state = jnp.asarray(rng.uniform(vr, vt, n), jnp.float32), jnp.zeros(n), jnp.zeros(n), jnp.zeros(n, jnp.int32), 0
+    return jax.jit(lambda *state: jax.lax.scan(step, state, length=steps)[0]), state
+
+
+BRIAN2 = """
+import sys
+from brian2 import *
+n, steps, dtype, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+set_device("cpp_standalone", build_on_run=False)
+prefs.core.default_float_dtype = getattr(np, dtype)
+equations = '''
+dv/dt = (ge + gi - (v + 49*mV)) / (20*ms) : volt (unless refractory)
+dge/dt = -ge / (5*ms) : volt
+dgi/dt = -gi / (10*ms) : volt
+'''
+neurons = NeuronGroup(n, equations, threshold="v > -50*mV", reset="v = -60*mV", refractory=5*ms, method="exact")
+neurons.v = "-60*mV + rand() * 10*mV"
+excitatory = Synapses(neurons[:n * 4 // 5], neurons, on_pre="ge += 1.62*mV")
+inhibitory = Synapses(neurons[n * 4 // 5:], neurons, on_pre="gi -= 9*mV")
+excitatory.connect(p=80 / n)
+inhibitory.connect(p=80 / n)
+run(steps * 0.1*ms)
+device.build(directory=folder, compile=True, run=False)
+"""
+
+
+def cuba_brian2(n, steps, dtype):
+    """A function that runs Brian2's compiled program and reads the time of a step that it reports."""
+    if importlib.util.find_spec("brian2") is None:
+        missing("brian2", "pip install brian2")
+    folder = tempfile.mkdtemp(prefix="bench_brian2_")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    command = [sys.executable, "-W", "ignore", "-c", BRIAN2, str(n), str(steps), dtype, folder]
+    subprocess.run(command, check=True, capture_output=True, cwd=folder)
+
+    def once():
+        subprocess.run([os.path.join(folder, "main")], check=True, capture_output=True, cwd=folder)
+        with open(os.path.join(folder, "results", "last_run_info.txt")) as file:
+            return float(file.read().split()[0]) / steps * 1e6
+
+    return once
+
+
+def bench_memory():
+    """Growth of the process's memory"""
+    x, y, spec = inputs(16)
+    f = next(iter(ADD[jax.default_backend()].values()))(spec)
+    loop = jax.jit(lambda steps: jax.lax.fori_loop(0, steps, lambda _, a: f(a, y), x))
+
+    def eager(count):
+        collections.deque((f(x, y) for _ in range(count)), maxlen=1)[0].block_until_ready()
+
+    def retraces(make):
+        return lambda count: [jax.jit(make(1.0)).lower(x, y) and None for _ in range(count)]
+
+    return [
+        growth("1,000,000 calls in a loop", lambda count: loop(count).block_until_ready(), 1_000_000),
+        growth("100,000 eager calls", eager, 100_000),
+        growth("1,000 retraces of equal closures", retraces(add_closure), 1_000),
+        growth("1,000 retraces of x + y in jnp", retraces(lambda k: lambda x, y: x + y + k), 1_000),
+    ]
+
+
+def add_closure(scale):
+    """A kernel that is a new closure each time, of equal content for equal `scale`."""
+
+    def add(x, y, out):
+        for i in range(x.size):
+            out[i] = x[i] + y[i] + scale
+
+    return xk.numba_kernel(add, lambda x, y: x)
+
+
+def growth(name, action, count):
+    """What the process grows by when `action` is repeated, after caches and arenas have filled."""
+    action(count // 2)
+    gc.collect()
+    before = resident()
+    action(count)
+    gc.collect()
+    return {"case": "", "path": name, "unit": "MB", "value": resident() - before}
+
+
+def resident():
+    """Resident memory of this process in MB (Linux)."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize() / 1e6
+
+
+CPU_ONLY = {"first_call", "large", "csr", "cuba", "memory"}  # their kernels are written for Numba on the CPU
+BENCHMARKS = {name[6:]: function for name, function in list(globals().items()) if name.startswith("bench_")}
+
+
+@pytest.mark.bench
+@pytest.mark.parametrize("platform", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_bench(name, platform, bench_table):
+    if platform == "gpu" and name in CPU_ONLY:
+        pytest.skip("compares kernels for the CPU")
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    environment["JAX_PLATFORMS"] = {"gpu": "cuda", "cpu": "cpu"}[platform]
+    environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # the GPU's memory is shared with this process
+    command = [sys.executable, "-W", "ignore", os.path.abspath(__file__), name]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    title = f"{BENCHMARKS[name].__doc__}{' (GPU)' if platform == 'gpu' else ''}"
+    bench_table(title, json.loads(done.stdout.splitlines()[-1]))
+
+
+if __name__ == "__main__":  # one comparison, in a process of its own
+    print(json.dumps(BENCHMARKS[sys.argv[1]]()))
