@@ -3927,8 +3927,9 @@ def run_code(code, *argv, timeout=120, rc=0, **env):
             for i in range(x.size):
                 out[i] = x[i] + 1
         """
-    return run_python("-c", textwrap.dedent(start) + textwrap.dedent(code), *argv, timeout=timeout, rc=rc,
-                      JAX_PLATFORMS="cpu", **env)
+    return run_python(
+        "-c", textwrap.dedent(start) + textwrap.dedent(code), *argv, timeout=timeout, rc=rc, JAX_PLATFORMS="cpu", **env
+    )
 
 
 def target_of(function, *specs):
@@ -4116,8 +4117,11 @@ def raising(*args):
 
 F32 = np.ones(4, np.float32)
 ERRORS = {
-    "no kernel": (lambda: wrap(3), TypeError, "numba_kernel takes a function decorated with numba.njit or a plain "
-                                               "function; got int 3"),
+    "no kernel": (
+        lambda: wrap(3),
+        TypeError,
+        "numba_kernel takes a function decorated with numba.njit or a plain function; got int 3",
+    ),
     "vmap_method": (lambda: wrap(vmap_method="loop"), ValueError, "vmap_method must be one of .*got 'loop'"),
     "outs": (lambda: wrap(outs=3), TypeError, r"outs must be specs .*jax.ShapeDtypeStruct.*got 3 of type int"),
     "outs in a list": (lambda: wrap(outs=[FLOATS, "f4"]), TypeError, r"outs\[1\] must be specs .*got 'f4' of type str"),
@@ -4125,46 +4129,91 @@ ERRORS = {
     "outs forgotten": (lambda: wrap(outs=None)(F32), TypeError, "outs|1 inputs and 0 outputs"),
     "outs with another count of inputs": (lambda: wrap()(F32, F32), TypeError, "positional argument"),
     "a negative dimension": (lambda: wrap(outs=jax.ShapeDtypeStruct((-1,), "f4")), ValueError, r"negative.*\(-1,\)"),
-    "too many outputs": (lambda: wrap(outs=[FLOATS] * 2)(F32), TypeError,
-                         r"kernel 'add_one' takes the parameters \(x, out\), but this call gives it 1 inputs and 2 "
-                         r"outputs: kernel\(in..., out...\) must take them all"),
+    "too many outputs": (
+        lambda: wrap(outs=[FLOATS] * 2)(F32),
+        TypeError,
+        r"kernel 'add_one' takes the parameters \(x, out\), but this call gives it 1 inputs and 2 "
+        r"outputs: kernel\(in..., out...\) must take them all",
+    ),
     "too many inputs": (lambda: wrap(outs=FLOATS)(F32, F32), TypeError, "2 inputs and 1 outputs"),
     "scratch counts": (lambda: wrap(scratch=FLOATS)(F32), TypeError, "1 inputs and 2 outputs and scratch buffers"),
-    "a list": (lambda: add_one([1, 2]), TypeError, r"add_one: input 0 must be an array or a number; got list \[1, 2\]; "
-                                                   "pass its leaves one by one"),
+    "a list": (
+        lambda: add_one([1, 2]),
+        TypeError,
+        r"add_one: input 0 must be an array or a number; got list \[1, 2\]; "
+        "pass its leaves one by one",
+    ),
     "a string": (lambda: add_one("ab"), TypeError, "input 0 must be an array or a number; got str 'ab'; convert it"),
     "a None": (lambda: add_one(None), TypeError, "input 0 must be an array or a number; got NoneType None"),
     "an array of text": (lambda: add_one(np.array(["a"])), TypeError, "<U1|str"),
     "a key": (lambda: add_one(jax.random.key(0)), TypeError, r"input 0 .*key<.*pass plain arrays.*key_data"),
-    "returns": (lambda: wrap(returns)(F32), TypeError, "kernel 'returns' returns int64; a kernel writes to its output "
-                                                       "arrays and returns nothing"),
-    "writes to an input": (lambda: wrap(writes_input)(F32), TypeError,
-                           "(?s)kernel 'writes_input' .*inputs? .*input_output_aliases"),
-    "untypable": (lambda: wrap(untypable)(F32), TypeError,
-                  r"(?s)Numba cannot compile kernel 'untypable' for \(float32\[:\]\) -> \(float32\[:\]\).*nothing"),
+    "returns": (
+        lambda: wrap(returns)(F32),
+        TypeError,
+        "kernel 'returns' returns int64; a kernel writes to its output arrays and returns nothing",
+    ),
+    "writes to an input": (
+        lambda: wrap(writes_input)(F32),
+        TypeError,
+        "(?s)kernel 'writes_input' .*inputs? .*input_output_aliases",
+    ),
+    "untypable": (
+        lambda: wrap(untypable)(F32),
+        TypeError,
+        r"(?s)Numba cannot compile kernel 'untypable' for \(float32\[:\]\) -> \(float32\[:\]\).*nothing",
+    ),
     "untypable on tracing": (lambda: jax.eval_shape(wrap(untypable), FLOATS), TypeError, "Numba cannot compile"),
-    "no such input": (lambda: wrap(input_output_aliases={1: 0})(F32), ValueError,
-                      r"input_output_aliases={1: 0}: there is no input 1; the call has 1 inputs, numbered from 0"),
+    "no such input": (
+        lambda: wrap(input_output_aliases={1: 0})(F32),
+        ValueError,
+        r"input_output_aliases={1: 0}: there is no input 1; the call has 1 inputs, numbered from 0",
+    ),
     "no such output": (lambda: wrap(input_output_aliases={0: -1})(F32), ValueError, "there is no output -1"),
-    "aliased shapes": (lambda: wrap(outs=jax.ShapeDtypeStruct((3,), np.float32), input_output_aliases={0: 0})(F32),
-                       ValueError, r"input 0 \(float32\[4\]\) and output 0 \(float32\[3\]\) share memory"),
-    "aliased dtypes": (lambda: wrap(outs=jax.ShapeDtypeStruct((4,), np.int32), input_output_aliases={0: 0})(F32),
-                       ValueError, r"input 0 \(float32\[4\]\) and output 0 \(int32\[4\]\) share memory"),
-    "aliased twice": (lambda: wrap(outs=FLOATS, input_output_aliases={0: 0, 1: 0})(F32, F32), ValueError,
-                      "an output can alias one input only"),
+    "aliased shapes": (
+        lambda: wrap(outs=jax.ShapeDtypeStruct((3,), np.float32), input_output_aliases={0: 0})(F32),
+        ValueError,
+        r"input 0 \(float32\[4\]\) and output 0 \(float32\[3\]\) share memory",
+    ),
+    "aliased dtypes": (
+        lambda: wrap(outs=jax.ShapeDtypeStruct((4,), np.int32), input_output_aliases={0: 0})(F32),
+        ValueError,
+        r"input 0 \(float32\[4\]\) and output 0 \(int32\[4\]\) share memory",
+    ),
+    "aliased twice": (
+        lambda: wrap(outs=FLOATS, input_output_aliases={0: 0, 1: 0})(F32, F32),
+        ValueError,
+        "an output can alias one input only",
+    ),
     "derivative": (lambda: jax.grad(lambda x: add_one(x).sum())(F32), TypeError, "no derivative.*jax.custom_vjp"),
-    **{f"input of {dtype}": (lambda dtype=dtype: add_one(jnp.ones(4, dtype)), TypeError,
-                             rf"numba_kernel 'add_one': input 0 is {dtype}\[4\], a dtype for which Numba has no CPU "
-                             r"arithmetic; cast it, e.g. x.astype\(jnp.float32\)")
-       for dtype in ("float16", "bfloat16", "float8_e4m3fn", "int4", "uint4")},
-    "output of bfloat16": (lambda: wrap(outs=jax.ShapeDtypeStruct((4,), jnp.bfloat16))(F32), TypeError,
-                           r"output 0 is bfloat16\[4\]"),
-    "raised": (lambda: refuse_negative(-F32), jax.errors.JaxRuntimeError,
-               r"ValueError: \('negative element', 0\) \(raised in kernel 'refuse_negative'\)"),
-    "raised in a slice": (lambda: jax.vmap(refuse_negative)(np.array([[1], [-1]], np.float32)),
-                          jax.errors.JaxRuntimeError, "ValueError.*'refuse_negative'"),
-    "not ascii": (lambda: fails_with("größe 日本 \U0001f600")(F32), jax.errors.JaxRuntimeError,
-                  "ArithmeticError: größe 日本 \U0001f600 .raised in kernel 'raiser'"),
+    **{
+        f"input of {dtype}": (
+            lambda dtype=dtype: add_one(jnp.ones(4, dtype)),
+            TypeError,
+            rf"numba_kernel 'add_one': input 0 is {dtype}\[4\], a dtype for which Numba has no CPU "
+            r"arithmetic; cast it, e.g. x.astype\(jnp.float32\)",
+        )
+        for dtype in ("float16", "bfloat16", "float8_e4m3fn", "int4", "uint4")
+    },
+    "output of bfloat16": (
+        lambda: wrap(outs=jax.ShapeDtypeStruct((4,), jnp.bfloat16))(F32),
+        TypeError,
+        r"output 0 is bfloat16\[4\]",
+    ),
+    "raised": (
+        lambda: refuse_negative(-F32),
+        jax.errors.JaxRuntimeError,
+        r"ValueError: \('negative element', 0\) \(raised in kernel 'refuse_negative'\)",
+    ),
+    "raised in a slice": (
+        lambda: jax.vmap(refuse_negative)(np.array([[1], [-1]], np.float32)),
+        jax.errors.JaxRuntimeError,
+        "ValueError.*'refuse_negative'",
+    ),
+    "not ascii": (
+        lambda: fails_with("größe 日本 \U0001f600")(F32),
+        jax.errors.JaxRuntimeError,
+        "ArithmeticError: größe 日本 \U0001f600 .raised in kernel 'raiser'",
+    ),
     "half a surrogate": (lambda: fails_with("a\udc80b")(F32), jax.errors.JaxRuntimeError, "ArithmeticError: a"),
     "a NUL": (lambda: fails_with("a\0b")(F32), jax.errors.JaxRuntimeError, "ArithmeticError: a.*raised in kernel"),
     "a megabyte": (lambda: fails_with("x" * 1_000_000)(F32), jax.errors.JaxRuntimeError, "ArithmeticError: xxx"),

@@ -1129,9 +1129,7 @@ _NUMBA_DTYPES = frozenset(
 
 
 # Ways to write through a read-only array that Numba (0.60 to 0.68) does not refuse: kernels that name one get copies.
-_UNCHECKED_WRITERS = frozenset(
-    "asfortranarray ascontiguousarray Dict dot(out) fill_diagonal flat List nditer".split()
-)
+_UNCHECKED_WRITERS = frozenset("asfortranarray ascontiguousarray Dict dot(out) fill_diagonal flat List nditer".split())
 
 
 def numba_kernel(
@@ -3112,12 +3110,7 @@ class XLACustomKernel:
     # Registration
 
     def def_kernel(
-        self,
-        backend: str,
-        platform: str,
-        kg: Callable[..., Any] | None = None,
-        asdefault: bool = False,
-        **options: Any,
+        self, backend: str, platform: str, kg: Callable[..., Any] | None = None, asdefault: bool = False, **options: Any
     ) -> Any:
         """Register a kernel for a backend and a platform; usable as a decorator.
 
@@ -4300,9 +4293,7 @@ def _check_numba() -> Callable:
     return numba_kernel(kernel, outs=lambda x, y: x)
 
 
-_CHECKS: dict[str, tuple[str, str, Callable[[], Callable]]] = {
-    "numba": ("cpu", "pip install numba", _check_numba),
-}
+_CHECKS: dict[str, tuple[str, str, Callable[[], Callable]]] = {"numba": ("cpu", "pip install numba", _check_numba)}
 
 
 def _self_check() -> int:
