@@ -4293,27 +4293,54 @@ def _check_numba() -> Callable:
     return numba_kernel(kernel, outs=lambda x, y: x)
 
 
-_CHECKS: dict[str, tuple[str, str, Callable[[], Callable]]] = {"numba": ("cpu", "pip install numba", _check_numba)}
+def _check_numba_cuda() -> Callable:
+    cuda = _cuda("the check of numba_cuda")
+
+    def kernel(x: Any, y: Any, out: Any) -> None:
+        i = cuda.grid(1)
+        if i < out.size:
+            out[i] = 2 * x[i] + y[i]
+
+    return numba_cuda_kernel(kernel, outs=lambda x, y: x, launch_dims=lambda x, y: x.shape)
+
+
+def _check_warp() -> Callable:
+    wp = _import("warp", "the check of warp", "pip install warp-lang")
+
+    def kernel(x, y, out):  # type: ignore[no-untyped-def]
+        i = wp.tid()
+        out[i] = 2.0 * x[i] + y[i]
+
+    kernel.__annotations__ = dict.fromkeys(("x", "y", "out"), wp.array(dtype=wp.float32))
+    return warp_kernel(wp.kernel(kernel), outs=lambda x, y: x)
+
+
+_CHECKS: tuple[tuple[str, str, str, Callable[[], Callable]], ...] = (
+    ("numba", "cpu", "pip install numba", _check_numba),
+    ("warp", "cpu", "pip install warp-lang", _check_warp),
+    ("warp", "gpu", 'an NVIDIA GPU, pip install "jax[cuda13]" warp-lang', _check_warp),
+    ("numba_cuda", "gpu", f"an NVIDIA GPU, {_CUDA_INSTALL}", _check_numba_cuda),
+)
 
 
 def _self_check() -> int:
     """Run `2 * x + y` through every backend; returns 1 if one that is installed is wrong."""
     print(f"xla_kernels {__version__}, Python {sys.version.split()[0]}, jax {jax.__version__}, NumPy {np.__version__}")
-    version = ".".join(map(str, _ffi_api_version()))
-    print(f"platform {jax.default_backend()}, {jax.device_count()} device(s), XLA FFI API {version}\n")
+    print(f"platform {jax.default_backend()}, {jax.device_count()} device(s), XLA FFI API {_ffi_api_version()}\n")
     failed = False
-    for name, (platform, install, make) in _CHECKS.items():
+    for name, platform, install, make in _CHECKS:
         try:
             device = jax.devices(platform)[0]
             call = make()
         except (ImportError, RuntimeError) as error:
-            print(f"{name:12} {platform:4} not available: {str(error).splitlines()[0]}\n{'':18}to get it: {install}")
+            reason = error if isinstance(error, ImportError) else f"JAX finds no {platform}"
+            print(f"{name:11} {platform:4} not available: {reason}\n{'':17}to get it: {install}")
             continue
         try:
-            print(f"{name:12} {platform:4} works, {_cost_per_call(call, device):.2f} µs per call under jit")
+            print(f"{name:11} {platform:4} works, {_cost_per_call(call, device):.2f} µs per call under jit")
         except Exception as error:
             failed = True
-            print(f"{name:12} {platform:4} FAILED: {type(error).__name__}: {error}")
+            print(f"{name:11} {platform:4} FAILED: {type(error).__name__}: {error}")
     return int(failed)
 
 
