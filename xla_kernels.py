@@ -31,7 +31,6 @@ import math
 import operator
 import os
 import re
-import statistics
 import sys
 import tempfile
 import threading
@@ -4257,7 +4256,7 @@ def _time_backend(backend: str, run: Callable[..., Any], ins: tuple, reference: 
         message = (str(error).splitlines() or [""])[0]
         return _BenchmarkRow(backend, None, None, None, f"{type(error).__name__}: {message}"), None
     difference = 0.0 if reference is None else _largest_difference(reference, results)
-    return _BenchmarkRow(backend, first * 1e3, statistics.median(times) * 1e6, difference, None), results
+    return _BenchmarkRow(backend, first * 1e3, np.median(times) * 1e6, difference, None), results
 
 
 def _largest_difference(a: Any, b: Any) -> float:
