@@ -3,12 +3,13 @@
 import contextlib
 import datetime
 import functools
+import importlib
 import importlib.metadata
-import importlib.util
 import json
 import os
 import pathlib
 import platform
+import shutil
 
 # Several CPU devices, for shard_map and pmap; must be set before jax makes its backend.
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
@@ -18,33 +19,42 @@ import jax
 import pytest
 
 SIMULATOR = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0")
+FAKE_DRIVER = "XLA_KERNELS_FAKE_CUDA" in os.environ
 
 
 def on_gpu():
     return jax.default_backend() == "gpu"
 
 
+BACKENDS = ("numba", "numba_parallel", "numba_cuda", "numba_cuda_callable", "warp", "pallas")
+PACKAGES = {"warp": "warp", "pallas": "jax.experimental.pallas", "flatbuffers": "flatbuffers"}  # the others: numba
+NO_DEVICE = "JAX has no GPU here (test_cuda_simulator runs it on the simulator)"
+CONDITIONS = {  # requirement: (whether it is met, the reason of the skip)
+    "gpu": (on_gpu, "JAX has no GPU here"),
+    "no gpu": (lambda: not on_gpu(), "shows what can be done without a GPU"),
+    "cuda": (lambda: on_gpu() or SIMULATOR, NO_DEVICE),
+    "numba_cuda": (lambda: on_gpu() or SIMULATOR, NO_DEVICE),
+    "numba_cuda_callable": (lambda: on_gpu() or SIMULATOR, NO_DEVICE),
+    "numba": (lambda: not on_gpu(), "JAX computes on the GPU here"),
+    "numba_parallel": (lambda: not on_gpu(), "JAX computes on the GPU here"),
+    "simulator": (lambda: SIMULATOR, "needs NUMBA_ENABLE_CUDASIM=1 (test_cuda_simulator runs it)"),
+    "compiler": (lambda: not SIMULATOR, "the simulator compiles nothing"),
+    "fake driver": (lambda: FAKE_DRIVER, "test_cuda_fake_driver runs it"),
+    "real driver": (lambda: not FAKE_DRIVER, "runs once, without the fake driver"),
+    "gcc": (lambda: shutil.which("gcc"), "no C compiler"),
+}
+
+
 @functools.cache
 def missing(requirement):
-    """Why a backend or a package cannot be tested here, or None."""
-    package = {"warp": "warp", "pallas": "jax", "gpu": "jax"}.get(requirement, "numba")
-    if importlib.util.find_spec(package) is None:
-        return f"{package} is not installed"
-    if requirement == "pallas":
-        try:
-            importlib.import_module("jax.experimental.pallas")
-        except ImportError as error:
-            return str(error)
-    if requirement == "gpu" and not on_gpu():
-        return "JAX has no GPU here"
-    if requirement in ("numba_cuda", "numba_cuda_callable", "cuda") and not (on_gpu() or SIMULATOR):
-        return "JAX has no GPU here (test_cuda_simulator runs it on the simulator)"
-    if requirement in ("numba", "numba_parallel") and on_gpu():
-        return "JAX computes on the GPU here"
-    return None
-
-
-REQUIREMENTS = ("numba", "numba_parallel", "numba_cuda", "numba_cuda_callable", "warp", "pallas", "gpu")
+    """Why something cannot be tested here, or None."""
+    package = PACKAGES.get(requirement, "numba")
+    try:
+        importlib.import_module(package)
+    except ImportError as error:
+        return f"{package} cannot be imported ({error})"
+    met, reason = CONDITIONS.get(requirement, (lambda: True, ""))
+    return None if met() else reason
 
 
 def pytest_addoption(parser):
@@ -56,8 +66,8 @@ def pytest_report_header(config):
     packages = ("jax", "jaxlib", "numpy", "numba", "warp-lang", "numba-cuda", "brainevent")
     installed = {d.name.lower().replace("_", "-") for d in importlib.metadata.distributions() if d.name}
     versions = [f"{name} {importlib.metadata.version(name)}" for name in packages if name in installed]
-    found = [name for name in REQUIREMENTS if missing(name) is None]
-    skipped = [f"skipped: {name} ({missing(name)})" for name in REQUIREMENTS if missing(name)]
+    found = [name for name in (*BACKENDS, "gpu") if missing(name) is None]
+    skipped = [f"skipped: {name} ({missing(name)})" for name in (*BACKENDS, "gpu") if missing(name)]
     simulator = ", Numba CUDA simulator" if SIMULATOR else ""
     devices = f"platform {jax.default_backend()}, {jax.device_count()} devices{simulator}"
     return [", ".join(versions), f"{devices}; testing: {', '.join(found)}", *skipped]
@@ -65,13 +75,12 @@ def pytest_report_header(config):
 
 def requirements_of(item):
     """What a test needs: its parameter `backend`, the marks `gpu` and `needs(...)`."""
-    backend = getattr(item, "callspec", None) and item.callspec.params.get("backend")
-    marked = [arg for mark in item.iter_markers("needs") for arg in mark.args]
-    return [
-        *marked,
-        *(["gpu"] if item.get_closest_marker("gpu") else []),
-        *([backend] if backend in REQUIREMENTS else []),
-    ]
+    needed = [arg for mark in item.iter_markers("needs") for arg in mark.args]
+    if item.get_closest_marker("gpu"):
+        needed.append("gpu")
+    if hasattr(item, "callspec") and item.callspec.params.get("backend") in BACKENDS:
+        needed.append(item.callspec.params["backend"])
+    return needed
 
 
 def pytest_runtest_setup(item):
@@ -85,10 +94,10 @@ def pytest_runtest_setup(item):
 
 
 def pytest_configure(config):
-    """`--require=warp,cuda` fails the whole run at once where nothing of it can run."""
+    """Refuse names that --require does not know, which would require nothing."""
     for name in config.getoption("--require").split(","):
-        if name and name.strip() not in (*REQUIREMENTS, "cuda"):
-            raise pytest.UsageError(f"--require={name}: unknown; choose from {', '.join((*REQUIREMENTS, 'cuda'))}")
+        if name and name.strip() not in (*BACKENDS, "cuda", "gpu"):
+            raise pytest.UsageError(f"--require={name}: unknown; choose from {', '.join((*BACKENDS, 'cuda', 'gpu'))}")
 
 
 @pytest.fixture

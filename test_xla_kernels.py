@@ -1190,10 +1190,8 @@ def test_numba_add():
 # Numba CUDA
 # ======================================================================================================
 
-CUDASIM = bool(int(os.environ.get("NUMBA_ENABLE_CUDASIM", "0")))
-simulated = pytest.mark.skipif(not CUDASIM, reason="runs in the subprocess of test_cuda_simulator")
-compiled = pytest.mark.skipif(CUDASIM, reason="the simulator compiles nothing")
-GPUS = [] if CUDASIM else xk._cuda_ordinals()
+simulated = pytest.mark.needs("simulator")
+compiled = pytest.mark.needs("compiler")
 
 
 def on_gpu(test):
@@ -1483,7 +1481,7 @@ def test_cuda_wrappers_can_be_freed():
 
 
 @compiled
-@pytest.mark.skipif(bool(GPUS), reason="shows what can be done without a GPU")
+@pytest.mark.needs("no gpu")
 def test_cuda_export_from_a_machine_without_gpu():
     from jax import export
 
@@ -1586,7 +1584,7 @@ def test_cuda_errors(call, kind, text):
         call()
 
 
-@pytest.mark.skipif(bool(GPUS) or CUDASIM, reason="there is somewhere to run")
+@pytest.mark.needs("no gpu", "compiler")
 def test_cuda_without_gpu_or_simulator():
     op = xk.numba_cuda_kernel(cuda_copy, lambda x: x, launch_dims=3)
     text = (
@@ -1695,16 +1693,13 @@ R cuGetProcAddress(const char *name, P *result, int version, D flags) {
 }
 """
 
-FAKE_CUDA = "XLA_KERNELS_FAKE_CUDA" in os.environ
-
 
 def faked(test):
     test = pytest.mark.filterwarnings("ignore:Grid size")(test)
-    return pytest.mark.skipif(not FAKE_CUDA, reason="runs in the subprocess of test_cuda_fake_driver")(test)
+    return pytest.mark.needs("fake driver")(test)
 
 
-@pytest.mark.skipif(CUDASIM or FAKE_CUDA, reason="runs once")
-@pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler")
+@pytest.mark.needs("compiler", "real driver", "gcc")
 def test_cuda_fake_driver(tmp_path):
     cuda_ptx(cuda_copy, cuda_signature(("float32", 1), ("float32", 1)))  # skips without NVVM
     library = tmp_path / "libcuda.so.1"
@@ -1856,10 +1851,22 @@ def test_fakecuda_transient_failure_is_not_remembered(fake_gpus, monkeypatch):
 # -- the simulator, and the same on a GPU
 
 
-@pytest.mark.skipif(CUDASIM, reason="this is the simulator")
-def test_cuda_simulator():
-    """The tests below in a process with the simulator, which Numba decides on when it is imported."""
-    assert run_pytest("-k", "cuda and not ptx", NUMBA_ENABLE_CUDASIM="1", JAX_PLATFORMS="cpu") >= 50
+SIMULATED = {  # what runs in a process with the simulator, which Numba decides on when it is imported
+    "tests": ("test_cuda and not ptx", 50),
+    "programs": ("test_program and cuda", 2),
+    "eager, jit": ("numba_cuda and (test_eager or test_jit)", 100),
+    "vmap": ("numba_cuda and test_vmap", 90),
+    "grad, scan": ("numba_cuda and (test_grad or test_scan)", 90),
+    "shard_map": ("numba_cuda and test_shard_map", 50),
+    "export": ("numba_cuda and test_export", 2),
+}
+
+
+@compiled
+@pytest.mark.parametrize("part", SIMULATED)
+def test_cuda_simulator(part):
+    tests, at_least = SIMULATED[part]
+    assert run_pytest("-k", tests, NUMBA_ENABLE_CUDASIM="1", JAX_PLATFORMS="cpu") >= at_least
 
 
 def launch_1d(x, *rest):
@@ -2639,9 +2646,8 @@ print(jax.jit(lambda x: f(x, P())).lower(jax.ShapeDtypeStruct((3,), "float32")).
     assert texts[0] == texts[1] and texts[0].startswith("module @")  # Warp prints nothing either
 
 
-@needs_warp
+@pytest.mark.needs("warp", "flatbuffers")
 def test_warp_export():
-    pytest.importorskip("flatbuffers")
     from jax import export
 
     f, (x, y), _ = warp_op("add")
@@ -2954,12 +2960,10 @@ def _product_op(backend="jax"):
     return op
 
 
-@pytest.fixture(params=OP_BACKENDS)
+@pytest.fixture(params=[pytest.param(b, marks=[pytest.mark.needs("pallas")] * (b == "pallas")) for b in OP_BACKENDS])
 def product(request):
-    if request.param == "pallas":
-        pytest.importorskip("jax.experimental.pallas", reason="Pallas needs more than jax here")
-        if "shard_map" in request.node.name:
-            pytest.skip("Pallas' interpreter does not run inside shard_map(check_vma=True)")
+    if request.param == "pallas" and "shard_map" in request.node.name:
+        pytest.skip("Pallas' interpreter does not run inside shard_map(check_vma=True)")
     op = _product_op(request.param)
     return lambda x, y: op(x, y, outs=_like)
 
@@ -3824,7 +3828,8 @@ def test_op_sharding_rule_composes():
 
 
 def test_op_export():
-    export = pytest.importorskip("jax.export")
+    from jax import export
+
     op = xk.XLACustomKernel("exported")
     op.def_kernel("jax", "cpu", _adds(1))
     op.def_kernel("jax", "gpu", _adds(2))
