@@ -1165,7 +1165,8 @@ def numba_kernel(
       TypeError: dtypes that Numba has no CPU arithmetic for (float16, bfloat16, float8, sub-byte), a wrong
         number of arguments, a kernel that returns a value, writes to an input or cannot be typed.
       ValueError: aliases out of range or of unequal shape or dtype, an unknown `vmap_method`.
-      jax.errors.JaxRuntimeError: with the type and text of an exception that the kernel raised.
+      jax.errors.JaxRuntimeError: with the type and text of an exception that the kernel raised; jaxlib's fast path
+        for a function that is compiled already raises it as ValueError.
 
     Example:
       >>> import jax.numpy as jnp, numba
