@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import dataclasses
 import doctest
+import enum
 import functools
 import gc
 import importlib.util
@@ -843,6 +844,10 @@ def test_self_check_runs(tmp_path):
     for args in (["my_kernels.py"], ["-m", "my_kernels"]):
         report = run_python(*args, cwd=tmp_path, PYTHONPATH="")
         assert re.search(r"^numba +cpu +works, [\d.]+ µs", report, re.MULTILINE), report
+
+
+def test_self_check_as_users_run_it():
+    assert "µs per call under jit" in run_python("-m", "xla_kernels")
 
 
 def test_self_check_fails_for_a_wrong_backend(tmp_path):
@@ -5121,6 +5126,89 @@ def test_mirrored_numbers_equal_the_header():
                            ("Error_Code_INTERNAL", xk._ERROR_INTERNAL),
                            ("Error_Code_INVALID_ARGUMENT", xk._ERROR_INVALID_ARGUMENT)):  # fmt: skip
         assert re.search(rf"XLA_FFI_{c_name} = {number}\b", text), c_name
+
+
+# -- what else a digest tells apart, and small promises --------------------------------------------------
+
+
+class Mode(enum.Enum):
+    SLOW = 1
+    FAST = 2
+
+
+class Pair(typing.NamedTuple):
+    first: int
+    second: int
+
+
+def with_constant(constant):
+    def kernel(x, out):
+        out[0] = x[0] + (constant == constant)
+
+    return kernel
+
+
+@numba.guvectorize(["void(float32[:], float32[:])"], "(n)->()")
+def gu_total(x, out):
+    out[0] = x.sum()
+
+
+def digests(make, *constants):
+    """Every constant twice: equal content gives equal digests, other content others."""
+    first, second = ([xk._digest(make(c)) for c in constants] for _ in range(2))
+    assert first == second and len(set(first)) == len(constants)
+
+
+def test_digest_of_enums_tuples_and_arrays():
+    digests(with_constant, Mode.SLOW, Mode.FAST, Mode, Pair(1, 2), Pair(2, 1), Pair, {1, 2}, {1, 3}, {"a": 1}, {"a": 2})
+    digests(
+        with_constant, np.array([1, "a"], object), np.array([2, "a"], object), np.float32, np.sin, math.sin, range(3)
+    )
+
+
+def test_digest_of_numba_objects():
+    @numba.cfunc("float64(float64)")
+    def callback(x):
+        return x
+
+    @numba.extending.intrinsic
+    def twice(context, x):
+        return x(x), lambda context, builder, signature, args: args[0]
+
+    digests(with_constant, gu_total, callback, twice, numba.float32, numba.float64[:])
+    values = [object(), object()]
+    assert xk._digest(values[0]) == xk._digest(values[0]) != xk._digest(values[1])
+
+
+def test_unfilled_cells_have_a_digest():
+    def outer():
+        def kernel(x, out):
+            out[0] = later
+
+        digest = xk._digest(kernel)
+        later = 1
+        return digest, xk._digest(kernel)
+
+    before, after = outer()
+    assert before != after
+
+
+def test_integer_outputs_need_no_derivative():
+    f = xk.numba_kernel(nb_sign, outs=lambda x: jax.ShapeDtypeStruct(x.shape, jnp.int32))
+    out, tangent = jax.jvp(f, (F32,), (F32,))
+    assert out.dtype == jnp.int32 and tangent.dtype == jax.dtypes.float0
+    assert repr(f) == "<numba_kernel nb_sign>"
+    np.testing.assert_array_equal(jax.grad(lambda x: (x * f(x)).sum())(F32), np.sign(F32))
+
+
+def nb_sign(x, out):
+    for i in range(x.size):
+        out[i] = np.sign(x[i])
+
+
+def test_another_platform_is_an_error_that_says_what_to_use():
+    with pytest.raises(NotImplementedError, match=r"runs on the CPU, .* compiled for 'cuda'.* numba_cuda_kernel"):
+        jax.jit(add_one).trace(F32).lower(lowering_platforms=("cuda",))
 
 
 # ======================================================================================================

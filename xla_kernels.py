@@ -1687,8 +1687,10 @@ class _CudaCode:
                 "NUMBA_ENABLE_CUDASIM=1 before Numba is imported, or use numba_kernel there"
             )
         elif _cuda_ordinals():
-            make = lambda: _Compiled(*_compile_handler(signature, self.emitter(signature, _CudaDriver())))
-            _register(name, "cuda", make)
+            make = lambda: _Compiled(
+                *_compile_handler(signature, self.emitter(signature, _CudaDriver()))
+            )  # needs a GPU
+            _register(name, "cuda", make)  # needs a GPU
         else:  # lowering for a GPU on a machine without one: the target is registered where the program runs
             self.check(signature)
 
@@ -1737,7 +1739,7 @@ class _CudaWrapper(_Wrapper):
         if _cudasim():
             target.prepare("cpu")
         elif jax.default_backend() == "gpu":  # so that a kernel that cannot be compiled fails at trace time
-            target.prepare("cuda")
+            target.prepare("cuda")  # needs a GPU
         else:  # a name for export_checks, to lower for GPUs that are elsewhere
             _STORE.targets.setdefault((name, "cuda"), None)
         return target
@@ -1979,7 +1981,7 @@ def _ask_xla(handler: _Handler, driver: _CudaDriver, name: str, struct: Any, res
     if name in driver.overrides:
         error = handler.call_c(driver.overrides[name], handler.i8p, [args])
     else:
-        error = handler.api(name, args)
+        error = handler.api(name, args)  # needs a GPU
     with handler.builder.if_then(handler.cgutils.is_not_null(handler.builder, error), likely=False):
         handler.builder.ret(error)
     return handler.load(args, struct, result)
