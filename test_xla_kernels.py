@@ -5304,15 +5304,7 @@ def add_numba(spec):
 
 
 def add_numba_cuda(spec):
-    from numba import cuda
-
-    @cuda.jit
-    def add(x, y, out):
-        i = cuda.grid(1)
-        if i < x.size:
-            out[i] = x[i] + y[i]
-
-    return xk.numba_cuda_kernel(add, spec, launch_dims=spec.size)
+    return xk.numba_cuda_kernel(cuda_add, spec, launch_dims=spec.size)
 
 
 def warp_add(scale=1):
@@ -5350,6 +5342,13 @@ def add_brainevent(spec):
     return lambda x, y: jax.tree.leaves(call(x, y))[0]
 
 
+def add_brainevent_cuda(spec):
+    import brainevent
+
+    call = brainevent.numba_cuda_kernel(cuda.jit(cuda_add), outs=spec, launch_dims=spec.size)
+    return lambda x, y: jax.tree.leaves(call(x, y))[0]
+
+
 def add_pure_callback(spec):
     return lambda x, y: jax.pure_callback(np.add, spec, x, y, vmap_method="sequential")
 
@@ -5368,22 +5367,94 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(add, Add, ffi::Ffi::Bind().Arg<Array>().Arg<Array>
 """
 
 
+PTX_ADD = """
+.version 7.0
+.target sm_52
+.address_size 64
+.visible .entry add(.param .u64 x, .param .u64 y, .param .u64 out, .param .u32 n) {
+  .reg .pred %p;
+  .reg .b32 %r<5>;
+  .reg .b64 %a<4>;
+  .reg .f32 %f<2>;
+  mov.u32 %r1, %ctaid.x;
+  mov.u32 %r2, %ntid.x;
+  mov.u32 %r3, %tid.x;
+  mad.lo.u32 %r4, %r1, %r2, %r3;
+  ld.param.u32 %r0, [n];
+  setp.ge.u32 %p, %r4, %r0;
+  @%p bra done;
+  mul.wide.u32 %a3, %r4, 4;
+  ld.param.u64 %a0, [x];
+  ld.param.u64 %a1, [y];
+  ld.param.u64 %a2, [out];
+  add.u64 %a0, %a0, %a3;
+  add.u64 %a1, %a1, %a3;
+  add.u64 %a2, %a2, %a3;
+  ld.global.f32 %f0, [%a0];
+  ld.global.f32 %f1, [%a1];
+  add.f32 %f0, %f0, %f1;
+  st.global.f32 [%a2], %f0;
+done:
+  ret;
+}
+"""
+CPP_CUDA_ADD = """
+#include "xla/ffi/api/ffi.h"
+namespace ffi = xla::ffi;
+using Array = ffi::Buffer<ffi::F32>;
+extern "C" {  // of libcuda
+int cuInit(unsigned); int cuDevicePrimaryCtxRetain(void**, int); int cuCtxSetCurrent(void*);
+int cuModuleLoadData(void**, const void*); int cuModuleGetFunction(void**, void*, const char*);
+int cuLaunchKernel(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
+static void* function;
+int prepare(const char* ptx) {  // before any capture
+  void *context, *module;
+  if (int code = cuInit(0)) return code;
+  if (int code = cuDevicePrimaryCtxRetain(&context, 0)) return code;
+  if (int code = cuCtxSetCurrent(context)) return code;
+  if (int code = cuModuleLoadData(&module, ptx)) return code;
+  return cuModuleGetFunction(&function, module, "add");
+}
+}
+static ffi::Error Add(void* stream, Array x, Array y, ffi::Result<Array> out) {
+  void *a = x.untyped_data(), *b = y.untyped_data(), *c = out->untyped_data();
+  unsigned n = x.element_count();
+  void* params[] = {&a, &b, &c, &n};
+  if (cuLaunchKernel(function, (n + 255) / 256, 1, 1, 256, 1, 1, 0, stream, params, nullptr))
+    return ffi::Error::Internal("cuLaunchKernel failed");
+  return ffi::Error::Success();
+}
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    add, Add, ffi::Ffi::Bind().Ctx<ffi::PlatformStream<void*>>().Arg<Array>().Arg<Array>().Ret<Array>(),
+    {ffi::Traits::kCmdBufferCompatible});
+"""
+
+
 def add_cpp(spec):
-    register_cpp_add()
+    register_cpp_add(jax.default_backend())
     return jax.ffi.ffi_call("bench_cpp_add", spec, vmap_method="sequential")
 
 
 @functools.cache
-def register_cpp_add():
+def register_cpp_add(backend):
+    if backend == "gpu":
+        ctypes.CDLL("libcuda.so.1", ctypes.RTLD_GLOBAL)
+    library = cpp_library(CPP_CUDA_ADD if backend == "gpu" else CPP_ADD)
+    if backend == "gpu" and (code := library.prepare(PTX_ADD.encode())):
+        raise RuntimeError(f"CUDA error {code}")
+    platform = {"gpu": "CUDA"}.get(backend, backend)
+    jax.ffi.register_ffi_target("bench_cpp_add", jax.ffi.pycapsule(library.add), platform=platform)
+
+
+def cpp_library(text):
     compiler = shutil.which("g++") or missing("g++", "no C++ compiler on this machine")
     with tempfile.TemporaryDirectory() as folder:
         source, library = os.path.join(folder, "add.cc"), os.path.join(folder, "add.so")
         with open(source, "w") as file:
-            file.write(CPP_ADD)
+            file.write(text)
         flags = ["-std=c++17", "-O3", "-march=native", "-shared", "-fPIC", "-w", f"-I{jax.ffi.include_dir()}"]
         subprocess.run([compiler, *flags, source, "-o", library], check=True)
-        handler = ctypes.CDLL(library).add
-    jax.ffi.register_ffi_target("bench_cpp_add", jax.ffi.pycapsule(handler), platform="cpu")
+        return ctypes.CDLL(library)
 
 
 ADD = {
@@ -5400,6 +5471,8 @@ ADD = {
     "gpu": {
         "numba_cuda_kernel": add_numba_cuda,
         "warp_kernel": add_warp,
+        "C++ FFI handler": add_cpp,
+        "brainevent.numba_cuda_kernel": add_brainevent_cuda,
         "warp.jax_kernel": add_warp_jax,
         "jax.pure_callback": add_pure_callback,
         "jnp.add": lambda spec: jnp.add,
