@@ -86,9 +86,11 @@ def requirements_of(item):
 def pytest_runtest_setup(item):
     """The one place where something that is missing becomes a skip, or with --require a failure."""
     required = {name.strip() for name in item.config.getoption("--require").split(",")} - {""}
+    if "cuda" in required:
+        required |= {"numba_cuda", "numba_cuda_callable", "gpu"}
     for requirement in requirements_of(item):
         if reason := missing(requirement):
-            if any(requirement.startswith(name) or name in requirement for name in required):
+            if requirement in required:
                 pytest.fail(f"--require={requirement}: {reason}")
             pytest.skip(f"{requirement}: {reason}")
 

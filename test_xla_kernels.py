@@ -673,7 +673,12 @@ MATRIX = [
 OPS = {op.name: op for op in MATRIX}
 BACKENDS = ["numba", "numba_parallel", "numba_cuda", "numba_cuda_callable", "warp", "pallas", "jax"]
 CELLS = [(op.name, b, dtype) for op in MATRIX for b in BACKENDS if b in op.kernels for dtype in op.dtypes]
-matrix = pytest.mark.parametrize("name, backend, dtype", CELLS, ids=["-".join(cell) for cell in CELLS])
+
+
+def matrix(transformation):
+    """Run a test on every cell, with ids like csr_event-warp-vmap-float32."""
+    ids = [f"{name}-{backend}-{transformation}-{dtype}" for name, backend, dtype in CELLS]
+    return pytest.mark.parametrize("name, backend, dtype", CELLS, ids=ids)
 
 
 @functools.cache
@@ -717,7 +722,7 @@ def cell(name, backend, dtype, enable_x64):
         yield Cell(name, backend, dtype)
 
 
-@matrix
+@matrix("eager")
 def test_eager(cell):
     before = [x.copy() for x in cell.inputs]
     cell.check(cell(*cell.inputs), cell.reference(*cell.inputs))
@@ -725,12 +730,12 @@ def test_eager(cell):
         np.testing.assert_array_equal(x, y)
 
 
-@matrix
+@matrix("jit")
 def test_jit(cell):
     cell.check(jax.jit(cell)(*cell.inputs), cell.reference(*cell.inputs))
 
 
-@matrix
+@matrix("vmap")
 def test_vmap(cell):
     """Over axis 0 of the first input, then over the last axis, with the other inputs unbatched; then nested."""
     first, *rest = cell.inputs
@@ -744,7 +749,7 @@ def test_vmap(cell):
     cell.check(twice(cell)(nest, *rest), twice(cell.reference)(nest, *rest))
 
 
-@matrix
+@matrix("vmap_all")
 def test_vmap_of_all_inputs(cell):
     if cell.op.name.startswith("csr"):
         pytest.skip("the sparsity pattern has another size in every sample")
@@ -752,7 +757,7 @@ def test_vmap_of_all_inputs(cell):
     cell.check(jax.vmap(cell)(*batch), jax.vmap(cell.reference)(*batch))
 
 
-@matrix
+@matrix("grad")
 def test_grad(cell):
     """Through the rule of the operation, against the gradient of the reference."""
     i = next(i for i, x in enumerate(cell.inputs) if x.dtype.kind == "f")
@@ -762,7 +767,7 @@ def test_grad(cell):
     cell.check(jax.grad(loss(cell), i)(*cell.inputs), jax.grad(loss(cell.reference), i)(*cell.inputs))
 
 
-@matrix
+@matrix("scan")
 def test_scan(cell):
     if not cell.op.scans:
         pytest.skip("its output is no input")
@@ -771,7 +776,7 @@ def test_scan(cell):
     cell.check(run(cell)(first), run(cell.reference)(first))
 
 
-@matrix
+@matrix("shard_map")
 def test_shard_map(cell):
     """Each of four devices runs its own shard of a batch, with JAX's check of varying axes."""
     if jax.device_count() < 4:
