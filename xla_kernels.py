@@ -547,11 +547,18 @@ def _as_inputs(args: Sequence[Any], name: str) -> tuple[Sequence[Any], bool]:
         if type(x) not in _ARRAY_TYPES:
             if isinstance(x, jax.core.Tracer):
                 traced = True
-            elif isinstance(x, (jax.Array, np.ndarray, np.generic, int, float, complex)):  # jax 0.12: TypedFloat
+            elif _is_jax_value(x) or isinstance(
+                x, (jax.Array, np.ndarray, np.generic, int, float, complex)
+            ):  # jax 0.12: TypedFloat
                 _ARRAY_TYPES.add(type(x))
             else:
                 args = [*args[:i], _from_foreign(x, i, name), *args[i + 1 :]]
     return args, traced
+
+
+def _is_jax_value(x: Any) -> bool:
+    """JAX's own kinds of constants, such as the LiteralArray of jax 0.7, are not all jax.Array."""
+    return type(x).__module__.partition(".")[0] in ("jax", "jaxlib") and _is_spec(x) and not isinstance(x, Spec)
 
 
 def _from_foreign(x: Any, i: int, name: str) -> Any:
