@@ -79,7 +79,6 @@ class Op:
     inputs: Callable  # (rng, dtype) -> NumPy arrays; those of dtype float32 become `dtype`
     reference: Callable  # the same in JAX
     kernels: dict
-    outs: Callable | None = None  # of the inputs; default: what the reference gives
     params: dict = dataclasses.field(default_factory=dict)
     dtypes: tuple = ("float32", "float64")
     scans: bool = False  # the first input can be replaced by the first output, again and again
@@ -687,14 +686,13 @@ def custom_kernel(name):
     op = xk.XLACustomKernel(name)
     for backend, generator in OPS[name].kernels.items():
         op.def_kernel(backend, jax.default_backend(), generator)
-    if OPS[name].reference is not None:
-        reference = functools.partial(OPS[name].reference, **OPS[name].params)
+    reference = functools.partial(OPS[name].reference, **OPS[name].params)
 
-        def jvp(primals, tangents, **_):
-            outputs, derivatives = jax.jvp(reference, primals, tuple(map(ad.instantiate_zeros, tangents)))
-            return jax.tree.leaves(outputs), jax.tree.leaves(derivatives)
+    @op.def_jvp_rule
+    def jvp(primals, tangents, **_):
+        outputs, derivatives = jax.jvp(reference, primals, tuple(map(ad.instantiate_zeros, tangents)))
+        return jax.tree.leaves(outputs), jax.tree.leaves(derivatives)
 
-        op.def_jvp_rule(jvp)
     return op
 
 
@@ -2914,7 +2912,6 @@ def test_warp_is_missing(monkeypatch):
 
 Spec = jax.ShapeDtypeStruct
 X, Y = np.arange(1.0, 9.0, dtype=np.float32), np.linspace(-1.0, 1.0, 8, dtype=np.float32)
-_NEGATE = {"cpu": lambda: lambda x: -x}
 
 
 def _like(x, *rest):
