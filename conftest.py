@@ -1,6 +1,7 @@
 """Devices, what is available, the header of the report, and the table of the benchmark."""
 
 import contextlib
+import ctypes
 import datetime
 import functools
 import importlib
@@ -18,31 +19,69 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 import jax
 import pytest
 
+
+def finds_gpu():
+    """Whether JAX will find an NVIDIA GPU: it has a plugin for it, and CUDA's driver lists one."""
+    plugins = [entry.name for entry in importlib.metadata.entry_points(group="jax_plugins")]
+    count = ctypes.c_int(0)
+    with contextlib.suppress(OSError):
+        driver = ctypes.CDLL("libcuda.so.1")
+        driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
+    return count.value > 0 and any("cuda" in name for name in plugins)
+
+
+# Here and in processes that tests start, the CPU is JAX's default also beside a GPU, which tests that need one choose.
+os.environ.setdefault("JAX_PLATFORMS", "cpu,cuda" if finds_gpu() else "cpu")
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # many processes share the GPU's memory
+jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
+
 SIMULATOR = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0")
 FAKE_DRIVER = "XLA_KERNELS_FAKE_CUDA" in os.environ
 
 
-def on_gpu():
-    return jax.default_backend() == "gpu"
+@functools.cache
+def gpu():
+    """The first GPU, or None."""
+    try:
+        return jax.devices("cuda")[0]
+    except RuntimeError:
+        return None
 
 
-BACKENDS = ("numba", "numba_parallel", "numba_cuda", "numba_cuda_callable", "warp", "pallas")
-PACKAGES = {"warp": "warp", "pallas": "jax.experimental.pallas", "flatbuffers": "flatbuffers"}  # the others: numba
-NO_DEVICE = "JAX has no GPU here (test_cuda_simulator runs it on the simulator)"
-CONDITIONS = {  # requirement: (whether it is met, the reason of the skip)
-    "gpu": (on_gpu, "JAX has no GPU here"),
-    "no gpu": (lambda: not on_gpu(), "shows what can be done without a GPU"),
-    "cuda": (lambda: on_gpu() or SIMULATOR, NO_DEVICE),
-    "numba_cuda": (lambda: on_gpu() or SIMULATOR, NO_DEVICE),
-    "numba_cuda_callable": (lambda: on_gpu() or SIMULATOR, NO_DEVICE),
-    "numba": (lambda: not on_gpu(), "JAX computes on the GPU here"),
-    "numba_parallel": (lambda: not on_gpu(), "JAX computes on the GPU here"),
+BACKENDS = ("numba", "numba_parallel", "numba_cuda", "numba_cuda_callable", "warp", "warp_gpu", "pallas")
+PACKAGES = {"warp": "warp", "warp_gpu": "warp", "pallas": "jax.experimental.pallas", "flatbuffers": "flatbuffers"}
+NO_GPU = "JAX has no GPU here"
+NO_DEVICE = f"{NO_GPU} (test_cuda_simulator runs it on the simulator)"
+CONDITIONS = {  # requirement: (whether it is met, the reason of the skip); for other names a package is all it takes
+    "gpu": (gpu, NO_GPU),
+    "no gpu": (lambda: not gpu(), "shows what can be done without a GPU"),
+    "cuda": (lambda: gpu() or SIMULATOR, NO_DEVICE),
+    "numba_cuda": (lambda: gpu() or SIMULATOR, NO_DEVICE),
+    "numba_cuda_callable": (lambda: gpu() or SIMULATOR, NO_DEVICE),
+    "warp_gpu": (gpu, NO_GPU),
     "simulator": (lambda: SIMULATOR, "needs NUMBA_ENABLE_CUDASIM=1 (test_cuda_simulator runs it)"),
     "compiler": (lambda: not SIMULATOR, "the simulator compiles nothing"),
     "fake driver": (lambda: FAKE_DRIVER, "test_cuda_fake_driver runs it"),
     "real driver": (lambda: not FAKE_DRIVER, "runs once, without the fake driver"),
     "gcc": (lambda: shutil.which("gcc"), "no C compiler"),
 }
+ON_GPU = {"gpu", "cuda", "numba_cuda", "numba_cuda_callable", "warp_gpu"}  # what computes on the GPU if there is one
+
+
+def platform_of(requirements):
+    """ "gpu" or "cpu": where a test with these requirements computes."""
+    return "gpu" if gpu() and ON_GPU & set(requirements) else "cpu"
+
+
+@contextlib.contextmanager
+def computing_for(requirements):
+    """Make the platform of a test JAX's default, in all threads."""
+    before = jax.config.jax_default_device
+    jax.config.update("jax_default_device", gpu() if platform_of(requirements) == "gpu" else before)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_default_device", before)
 
 
 @functools.cache
@@ -69,7 +108,7 @@ def pytest_report_header(config):
     found = [name for name in (*BACKENDS, "gpu") if missing(name) is None]
     skipped = [f"skipped: {name} ({missing(name)})" for name in (*BACKENDS, "gpu") if missing(name)]
     simulator = ", Numba CUDA simulator" if SIMULATOR else ""
-    devices = f"platform {jax.default_backend()}, {jax.device_count()} devices{simulator}"
+    devices = f"{jax.device_count('cpu')} CPU devices, {len(jax.devices('cuda')) if gpu() else 0} GPUs{simulator}"
     return [", ".join(versions), f"{devices}; testing: {', '.join(found)}", *skipped]
 
 
@@ -88,6 +127,8 @@ def pytest_runtest_setup(item):
     required = {name.strip() for name in item.config.getoption("--require").split(",")} - {""}
     if "cuda" in required:
         required |= {"numba_cuda", "numba_cuda_callable", "gpu"}
+    if required >= {"warp", "gpu"}:
+        required.add("warp_gpu")
     for requirement in requirements_of(item):
         if reason := missing(requirement):
             if requirement in required:
@@ -100,6 +141,13 @@ def pytest_configure(config):
     for name in config.getoption("--require").split(","):
         if name and name.strip() not in (*BACKENDS, "cuda", "gpu"):
             raise pytest.UsageError(f"--require={name}: unknown; choose from {', '.join((*BACKENDS, 'cuda', 'gpu'))}")
+
+
+@pytest.fixture(autouse=True)
+def computing(request):
+    """Tests that need a GPU compute there, all others on the CPU."""
+    with computing_for(requirements_of(request.node)):
+        yield
 
 
 @pytest.fixture
@@ -148,12 +196,12 @@ def machine():
     cpu, info = platform.machine(), pathlib.Path("/proc/cpuinfo")
     if info.exists():
         cpu = next((line.split(": ")[1] for line in info.read_text().splitlines() if line.startswith("model n")), cpu)
-    gpu = f", {jax.devices()[0].device_kind}" if on_gpu() else ""
+    kind = f", {gpu().device_kind}" if gpu() else ""
     names = ("jax", "jaxlib", "numba", "numba-cuda", "warp-lang", "numpy", "scipy", "brainevent", "brian2")
     installed = {d.name.lower().replace("_", "-"): d.version for d in importlib.metadata.distributions() if d.name}
     return {
         "date": datetime.date.today().isoformat(),
-        "machine": f"{cpu}, {os.cpu_count()} cores{gpu}",
+        "machine": f"{cpu}, {os.cpu_count()} cores{kind}",
         "load": f"{os.getloadavg()[2]:.1f}",
         "versions": {"python": platform.python_version(), **{n: installed[n] for n in names if n in installed}},
     }

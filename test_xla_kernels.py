@@ -41,6 +41,7 @@ import pytest
 from jax.interpreters import ad, batching, mlir
 from jax.test_util import check_grads
 
+import conftest
 import xla_kernels as xk
 
 try:
@@ -353,7 +354,7 @@ def warp_generator(make, dims=None, **options):
         kernel = make(xk.jaxtype_to_warptype(outs[0].dtype), **params)
         return xk.warp_kernel(kernel, outs, launch_dims=outs[0].shape if dims is None else dims, **options)
 
-    return {"warp": generator}
+    return {"warp": generator, "warp_gpu": generator}
 
 
 def wp_add(T):
@@ -632,7 +633,7 @@ MATRIX = [
         lambda data, indices, indptr, spikes: spikes.astype(data.dtype) @ csr_dense(data, indices, indptr, 9),
         nb=nb_csr_event,
         cu=cu_csr_event,
-        wp_={"warp": warp_csr_event},
+        wp_={"warp": warp_csr_event, "warp_gpu": warp_csr_event},
         dims=12,
         pallas=False,
     ),
@@ -670,7 +671,7 @@ MATRIX = [
     ),
 ]
 OPS = {op.name: op for op in MATRIX}
-BACKENDS = ["numba", "numba_parallel", "numba_cuda", "numba_cuda_callable", "warp", "pallas", "jax"]
+BACKENDS = [*conftest.BACKENDS, "jax"]
 CELLS = [(op.name, b, dtype) for op in MATRIX for b in BACKENDS if b in op.kernels for dtype in op.dtypes]
 
 
@@ -682,10 +683,10 @@ def matrix(transformation):
 
 @functools.cache
 def custom_kernel(name):
-    """The operation with every backend that this machine has, on the platform that JAX uses."""
+    """The operation with every backend, each for the platform on which this machine can run it."""
     op = xk.XLACustomKernel(name)
     for backend, generator in OPS[name].kernels.items():
-        op.def_kernel(backend, jax.default_backend(), generator)
+        op.def_kernel(backend, conftest.platform_of([backend]), generator)
     reference = functools.partial(OPS[name].reference, **OPS[name].params)
 
     @op.def_jvp_rule
@@ -777,13 +778,14 @@ def test_scan(cell):
 @matrix("shard_map")
 def test_shard_map(cell):
     """Each of four devices runs its own shard of a batch, with JAX's check of varying axes."""
-    if jax.device_count() < 4:
+    devices = jax.devices(conftest.platform_of([cell.backend]))
+    if len(devices) < 4:
         pytest.skip("needs four devices")
     if cell.backend == "pallas":
         pytest.skip("Pallas does not interpret under check_vma=True")
     first, *rest = cell.inputs
     batch = np.stack([first * (i + 1) for i in range(8)])
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), "i")
+    mesh = jax.sharding.Mesh(np.array(devices[:4]), "i")
     P = jax.sharding.PartitionSpec
     run = lambda f: jax.vmap(lambda x: f(x, *rest))
     sharded = jax.jit(shard_map(run(cell), mesh=mesh, in_specs=P("i"), out_specs=P("i")))
@@ -882,7 +884,8 @@ def export_all(backend, folder):
     for name, cell in exported_cells(backend):
         specs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in cell.inputs]
         jax.eval_shape(cell, *specs)  # registers the targets, so that they can be named
-        exported = export.export(jax.jit(cell), disabled_checks=xk.export_checks())(*specs)
+        platforms = {"cpu": ["cpu"], "gpu": ["cuda"]}[conftest.platform_of([backend])]
+        exported = export.export(jax.jit(cell), platforms=platforms, disabled_checks=xk.export_checks())(*specs)
         (folder / f"{name}.bin").write_bytes(exported.serialize())
 
 
@@ -900,7 +903,8 @@ def check_exported(backend, folder):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_export_and_reload(backend, tmp_path):
     export_all(backend, tmp_path)
-    code = f"import conftest, test_xla_kernels as t; t.check_exported({backend!r}, {str(tmp_path)!r})"
+    check = f"t.check_exported({backend!r}, {str(tmp_path)!r})"
+    code = f"import conftest, test_xla_kernels as t\nwith conftest.computing_for([{backend!r}]): {check}"
     checked = run_python("-c", code).split()
     assert checked == [name for name, _ in exported_cells(backend)]
 
@@ -1155,16 +1159,15 @@ def program_scale_add_on_several_backends():
     a, b, c = jnp.arange(256.0), jnp.full(256, 2.0), jnp.ones(256)
     call = jax.jit(lambda: op(a, b, c, outs=[jax.ShapeDtypeStruct(a.shape, a.dtype)])[0])
     np.testing.assert_array_equal(call(), a * b + c)
-    if jax.default_backend() == "cpu":
-        assert op.get_default("cpu") == "warp"
-        op.def_numba_kernel(lambda **params: xk.numba_kernel(scale_add, outs=params["outs"]))
-        assert op.get_default("cpu") == "numba"
-        np.testing.assert_array_equal(call(), a * b + c)
+    assert op.get_default("cpu") == "warp"
+    op.def_numba_kernel(lambda **params: xk.numba_kernel(scale_add, outs=params["outs"]))
+    assert op.get_default("cpu") == "numba"
+    np.testing.assert_array_equal(call(), a * b + c)
 
 
 def warp_has_cpu_jax_kernel():
     """Warp's own jax_kernel has run on the CPU since 1.16."""
-    return jax.default_backend() == "gpu" or tuple(map(int, wp.__version__.split(".")[:2])) >= (1, 16)
+    return tuple(map(int, wp.__version__.split(".")[:2])) >= (1, 16)
 
 
 PROGRAMS = {name.removeprefix("program_"): f for name, f in list(globals().items()) if name.startswith("program_")}
@@ -1393,6 +1396,16 @@ def test_cuda_handler_uses_the_function_of_its_device(monkeypatch):
     op, driver = record(monkeypatch, (1, 1), grid=1, block=1, ordinal=1)
     jax.block_until_ready(op(aligned((2,))))
     assert driver.launches[0][0] == 0xF1
+
+
+def test_cuda_handler_asks_xla_for_its_device(monkeypatch):
+    """By XLA's own function, which knows the CPU's devices too."""
+    op, driver = record(monkeypatch, (1, 1), grid=1, block=1, functions=range(0xF0, 0xF4))
+    del driver.overrides["DeviceOrdinal_Get"]
+    mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")), "i")
+    jax.block_until_ready(jax.jit(shard_map(op, mesh=mesh, in_specs=P("i"), out_specs=P("i")))(aligned((8,))))
+    known = xk._ffi_api_version() >= (0, 2)  # before, the handler asks CUDA
+    assert sorted(launch[0] for launch in driver.launches) == [0xF0 + i * known for i in range(4)]
 
 
 @pytest.mark.parametrize("ordinal", [-1, 1, 2, 1000])
@@ -1726,6 +1739,7 @@ def test_cuda_fake_driver(tmp_path):
     subprocess.run(command, check=True)
     paths = f"{tmp_path}:{os.environ.get('LD_LIBRARY_PATH', '')}"
     environment = {"XLA_KERNELS_FAKE_CUDA": "1", "LD_LIBRARY_PATH": paths, "NUMBA_CUDA_DRIVER": str(library)}
+    environment["JAX_PLATFORMS"] = "cpu"
     assert run_pytest("-k", "fakecuda", **environment) >= 8
 
 
@@ -2215,7 +2229,7 @@ def test_gpu_command_buffers(flags):
     """The tests above with CUDA graphs off, and on for every computation."""
     xla_flags = f"{os.environ.get('XLA_FLAGS', '')} {flags} --xla_gpu_graph_min_graph_size=1"
     only = "(test_cuda or stream_order) and not simulator and not fake"
-    assert run_pytest("-k", only, XLA_FLAGS=xla_flags, XLA_PYTHON_CLIENT_PREALLOCATE="false") >= 20
+    assert run_pytest("-k", only, XLA_FLAGS=xla_flags) >= 20
 
 
 @on_gpu
@@ -2397,9 +2411,12 @@ WARP_OPS = {
 }
 
 
-@pytest.fixture(params=[pytest.param(path, marks=needs_warp) for path in ("native", "replay")])
+WARP_PATHS = {"native": "warp", "replay": "warp", "gpu": "warp_gpu"}
+
+
+@pytest.fixture(params=[pytest.param(path, marks=pytest.mark.needs(need)) for path, need in WARP_PATHS.items()])
 def warp_path(request, monkeypatch):
-    """Both ways to run a Warp kernel on the CPU; other target names keep them apart.  GPUs have the second only."""
+    """Both ways to run a Warp kernel on the CPU, which other target names keep apart, and the one for GPUs."""
     if request.param == "replay":
         monkeypatch.setattr(xk, "__name__", "xk_replay")
         monkeypatch.setattr(xk, "_warp_layout", lambda plan, launch: None)
@@ -2429,8 +2446,7 @@ def test_warp_ops(name, warp_path):
     expected = reference(*args)
     check_equal(f(*args), expected)
     check_equal(jax.jit(f)(*args), expected)
-    native = warp_path == "native" and jax.default_backend() == "cpu"
-    target = xk._WarpEmitter if native else xk._CallbackEmitter
+    target = xk._WarpEmitter if warp_path == "native" else xk._CallbackEmitter
     kept = [c.keep for (key, _), c in xk._STORE.targets.items() if key.startswith(f"{xk.__name__}.{name}.")]
     assert any(isinstance(keep, tuple) and isinstance(keep[1], target) for keep in kept)
 
@@ -2716,41 +2732,23 @@ def test_warp_lowering_for_gpu():
 @needs_warp
 def test_warp_launches_on_the_stream(monkeypatch):
     """What the GPU path does around Warp's launch, with the CPU in the place of the GPU."""
-    if jax.default_backend() != "cpu":
-        pytest.skip("the real path is tested here")
     streams = []
     record = xk._WarpPlan.record
     monkeypatch.setattr(xk, "__name__", "xk_stream")
-    monkeypatch.setattr(xk, "_warp_layout", lambda plan, launch: None)
-    monkeypatch.setattr(xk, "_cuda_context", lambda frame: (3, 1234))
+    monkeypatch.setattr(xk, "_CudaDriver", lambda: RecordingDriver((), ordinal=3))
     monkeypatch.setattr(xk._WarpPlan, "record", lambda self, device: streams.append(device) or record(self, "cpu"))
-    init = xk._WarpReplay.__init__
-    monkeypatch.setattr(xk._WarpReplay, "__init__", lambda self, plan, sig, platform: init(self, plan, sig, "cuda"))
+
+    def prepare(name, plan, signature, platform):
+        xk._register(name, "cpu", lambda: xk._compile_warp(plan, signature, "cuda"))
+
+    monkeypatch.setattr(xk, "_prepare_warp", prepare)
     monkeypatch.setattr(wp, "Stream", lambda device, cuda_stream: streams.append(cuda_stream))
     monkeypatch.setattr(wp, "ScopedStream", lambda stream, sync_enter: contextlib.nullcontext())
     options, args, function = WARP_OPS["outer"]
     f = xk.warp_kernel(warp_kernels().outer, **options, differentiable=True)
     check_equal(jax.jit(f)(*args), function(*args))
     check_equal(jax.grad(lambda x, y: f(x, y).sum())(*map(jnp.asarray, args)), np.full(3, args[1].sum()))
-    assert streams[:3] == ["cpu", "cuda:3", 1234]  # the first: to learn that the layout is unknown
-
-
-@needs_warp
-def test_warp_reads_the_context_of_a_call():
-    def answer(struct, field, value):
-        def function(args):
-            setattr(struct.from_address(args), field, value)
-
-        return ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(function)
-
-    stream = answer(xk.XLA_FFI_Stream_Get_Args, "stream", 77)
-    ordinal = answer(xk.XLA_FFI_DeviceOrdinal_Get_Args, "device_ordinal", 2)
-    api = xk.XLA_FFI_Api(
-        XLA_FFI_Stream_Get=ctypes.cast(stream, ctypes.c_void_p).value,
-        XLA_FFI_DeviceOrdinal_Get=ctypes.cast(ordinal, ctypes.c_void_p).value,
-    )
-    frame = xk.XLA_FFI_CallFrame(api=ctypes.addressof(api))
-    assert xk._cuda_context(ctypes.addressof(frame)) == (2, 77)
+    assert streams[:2] == ["cuda:3", RecordingDriver.STREAM]
 
 
 @needs_warp
@@ -5935,7 +5933,6 @@ def test_bench(name, platform, bench_table):
         pytest.skip("compares kernels for the CPU")
     environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     environment["JAX_PLATFORMS"] = {"gpu": "cuda", "cpu": "cpu"}[platform]
-    environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # the GPU's memory is shared with this process
     command = [sys.executable, "-W", "ignore", os.path.abspath(__file__), name]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

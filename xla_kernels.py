@@ -1059,35 +1059,53 @@ class _View:
         self.builder.store(self.builder.gep(self.data, [offset]), self.pointer)
 
 
+class _Call(NamedTuple):
+    """A call of a handler, as Python sees it: its XLA_FFI_CallFrame and, on a GPU, its CUDA stream and device."""
+
+    frame: int
+    stream: int
+    ordinal: int
+
+    def attr(self, index: int) -> int:
+        """The address of the data of an attribute, as `_Handler.attr`."""
+        attrs = XLA_FFI_CallFrame.from_address(self.frame).attrs
+        return XLA_FFI_Array.from_address(_SIZE.from_address(attrs.attrs + 8 * index).value).data
+
+
 class _CallbackEmitter(_Emitter):
     """Runs a slice by calling Python: for what cannot be native.  Takes the GIL on every call.
 
-    `body(pointers, dims, context)` gets the addresses and dimensions of the slice's buffers, inputs
-    then outputs, and the address of the call frame's XLA_FFI_CallFrame.  What it raises becomes the
-    error that the user sees.
+    `body(pointers, dims, call)` gets the addresses and dimensions of the slice's buffers, inputs then
+    outputs; with a driver they are on a GPU.  What it raises becomes the error that the user sees.
     """
 
-    def __init__(self, label: str, ranks: Sequence[int], body: Callable[[list[int], list[tuple], int], None]) -> None:
-        self.ranks = ranks
+    def __init__(self, signature: _Signature, body: Callable[[list, list, _Call], None], driver: Any = None) -> None:
+        self.driver, self.host_memory = driver, driver is None
+        ranks = signature.ranks
 
         def callback(frame: int, pointers: Any, dims: Any) -> int | None:
             try:
+                *buffers, stream, ordinal = pointers[: len(ranks) + 2]
                 sizes = iter(dims[: sum(ranks)])
-                body(pointers[: len(ranks)], [tuple(next(sizes) for _ in range(rank)) for rank in ranks], frame)
+                shapes = [tuple(next(sizes) for _ in range(rank)) for rank in ranks]
+                body(buffers, shapes, _Call(frame, stream, ordinal))
             except BaseException as error:  # nothing may unwind into XLA
-                return _keep_message(error, label)
+                return _keep_message(error, signature.label)
             return None
 
         kind = ctypes.CFUNCTYPE(_PTR, _PTR, ctypes.POINTER(_I64), ctypes.POINTER(_I64))
         self.callback = kind(callback)
 
+    def begin(self, handler: _Handler) -> None:
+        self.place = _cuda_place(handler, self.driver) if self.driver else (handler.null, handler.int64(0))
+
     def call(self, handler: _Handler, pointers: list[Any], dims: list[list[Any]]) -> None:
-        builder = handler.builder
-        addresses = [builder.ptrtoint(pointer, handler.i64) for pointer in pointers]
+        stream, ordinal = self.place
+        addresses = [handler.builder.ptrtoint(pointer, handler.i64) for pointer in (*pointers, stream)] + [ordinal]
         args = [self._array(handler, addresses), self._array(handler, [n for shape in dims for n in shape])]
         target = ctypes.cast(self.callback, _PTR).value
         message = handler.call_c(target, handler.i8p, [handler.frame, *args])
-        handler.fail_if(handler.cgutils.is_not_null(builder, message), message, _ERROR_INTERNAL)
+        handler.fail_if(handler.cgutils.is_not_null(handler.builder, message), message, _ERROR_INTERNAL)
 
     @staticmethod
     def _array(handler: _Handler, values: list[Any]) -> Any:
@@ -1275,8 +1293,8 @@ def _compile_numba(kernel: Any, signature: _Signature) -> _Compiled:
 
     if numba.config.DISABLE_JIT:  # plain Python, for prints and pdb
         function = getattr(kernel, "py_func", kernel)
-        body = lambda pointers, dims, frame: function(*_host_arrays(signature, pointers, dims))
-        emitter: _Emitter = _CallbackEmitter(signature.label, signature.ranks, body)
+        body = lambda pointers, dims, call: function(*_host_arrays(signature, pointers, dims))
+        emitter: _Emitter = _CallbackEmitter(signature, body)
         return _Compiled(*_compile_handler(signature, emitter))
     names = _names_read(kernel)
     overload, argtypes, copy_inputs = _compile_overload(kernel, signature, names)
@@ -1704,14 +1722,14 @@ class _CudaCode:
     def emitter(self, signature: _Signature, driver: _CudaDriver | None) -> _Emitter:
         """The body of the handler; without a driver, for the simulator."""
         if self.command_buffer is not None:
-            run = lambda arrays, stream, _: self.function(*arrays, stream)
-            emitter = _CudaCallback(signature, run, driver, launch=False)
+            run = lambda arrays, stream, call: self.function(*arrays, stream)
+            emitter = _cuda_callback(signature, run, driver)
             emitter.traits = _COMMAND_BUFFER_COMPATIBLE if self.command_buffer else 0
             return emitter
         if driver is not None:
             return _cuda_emitter(self.function, signature, driver)
         simulated = _cuda(self.user).jit(_python(self.function))
-        return _CudaCallback(signature, _cuda_runner(simulated), None, launch=True)
+        return _cuda_callback(signature, _cuda_runner(simulated), None)
 
     def check(self, signature: _Signature) -> None:
         """Raise if a kernel cannot be compiled, as far as that can be told without a GPU."""
@@ -1745,7 +1763,7 @@ class _CudaWrapper(_Wrapper):
         target = _Target(name, self._attrs(ins), prepare=functools.partial(self.code.get_ready, name, signature))
         if _cudasim():
             target.prepare("cpu")
-        elif jax.default_backend() == "gpu":  # so that a kernel that cannot be compiled fails at trace time
+        elif _default_platform() == "gpu":  # so that a kernel that cannot be compiled fails at trace time
             target.prepare("cuda")  # needs a GPU
         else:  # a name for export_checks, to lower for GPUs that are elsewhere
             _STORE.targets.setdefault((name, "cuda"), None)
@@ -1914,7 +1932,7 @@ def _cuda_emitter(kernel: Any, signature: _Signature, driver: _CudaDriver) -> _E
     with cuda.gpus[ordinals[0]]:
         compiled = _cuda_typed(lambda: _compile_cuda(fresh, _cuda_types(signature)), signature)
         if not _is_native(fresh, compiled, signature.ranks):
-            return _CudaCallback(signature, _cuda_runner(fresh), driver, launch=True)
+            return _cuda_callback(signature, _cuda_runner(fresh), driver)
     functions = (ctypes.c_uint64 * (ordinals[-1] + 1))()
     for ordinal in ordinals:
         with cuda.gpus[ordinal]:  # XLA's context too: the device's primary one
@@ -2048,46 +2066,30 @@ class _CudaEmitter(_Emitter):
         return [handler.int64(0), handler.int64(0), items, itemsize, data, *dims, *strides[: len(dims)]]
 
 
-class _CudaCallback(_CallbackEmitter):
-    """Calls `run(arrays, stream, launch)` in Python for every slice: on a GPU, or without a driver simulated."""
+def _cuda_callback(signature: _Signature, run: Callable[[list, Any, _Call], None], driver: Any) -> _CallbackEmitter:
+    """Calls `run(arrays, stream, call)` in Python for every slice: on a GPU, or without a driver simulated."""
+    enter = _enter_simulator if driver is None else _enter_gpu
 
-    def __init__(self, signature: _Signature, run: Callable[..., Any], driver: Any, *, launch: bool) -> None:
-        self.driver, self.has_launch, self.host_memory = driver, launch, driver is None
+    def body(buffers: list[int], dims: list[tuple], call: _Call) -> None:
+        with enter(signature, buffers, dims, call) as (arrays, stream):
+            run(arrays, stream, call)
 
-        def body(pointers: list[int], dims: list[tuple], _: int) -> None:
-            *buffers, stream, ordinal, launch = pointers
-            enter = _enter_simulator if driver is None else _enter_gpu
-            with enter(signature, buffers, dims[:-3], stream, ordinal) as (arrays, numba_stream):
-                run(arrays, numba_stream, launch)
-
-        # the place and the launch attribute travel like three more buffers, of rank 0
-        super().__init__(signature.label, (*signature.ranks, 0, 0, 0), body)
-
-    def begin(self, handler: _Handler) -> None:
-        self.extra = [handler.null] * 3
-        if self.driver is not None:
-            stream, ordinal = _cuda_place(handler, self.driver)
-            self.extra[:2] = stream, handler.builder.inttoptr(ordinal, handler.i8p)
-        if self.has_launch:
-            self.extra[2] = handler.attr(0)
-
-    def call(self, handler: _Handler, pointers: list[Any], dims: list[list[Any]]) -> None:
-        super().call(handler, [*pointers, *self.extra], [*dims, [], [], []])
+    return _CallbackEmitter(signature, body, driver)
 
 
 @contextlib.contextmanager
-def _enter_gpu(signature: _Signature, buffers: list[int], dims: list[tuple], stream: int, ordinal: int) -> Iterator:
+def _enter_gpu(signature: _Signature, buffers: list[int], dims: list[tuple], call: _Call) -> Iterator:
     """Numba's arrays over the slice's buffers and its stream, with the call's device current."""
     from numba import cuda
 
-    with cuda.gpus[ordinal]:
+    with cuda.gpus[call.ordinal]:
         parts = zip(buffers, dims, signature.dtypes, strict=True)
         views = [{"shape": n, "typestr": t.str, "data": (p, False), "version": 3} for p, n, t in parts]
-        yield [cuda.from_cuda_array_interface(view, sync=False) for view in views], cuda.external_stream(stream)
+        yield [cuda.from_cuda_array_interface(view, sync=False) for view in views], cuda.external_stream(call.stream)
 
 
 @contextlib.contextmanager
-def _enter_simulator(signature: _Signature, buffers: list[int], dims: list[tuple], *_: int) -> Iterator:
+def _enter_simulator(signature: _Signature, buffers: list[int], dims: list[tuple], call: _Call) -> Iterator:
     """The same in host memory; one kernel at a time, for the simulator's sake."""
     from numba import cuda
     from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
@@ -2096,11 +2098,11 @@ def _enter_simulator(signature: _Signature, buffers: list[int], dims: list[tuple
         yield [FakeCUDAArray(array) for array in _host_arrays(signature, buffers, dims)], cuda.stream()
 
 
-def _cuda_runner(dispatcher: Any) -> Callable[[list, Any, int], None]:
-    """A function for `_CudaCallback` that launches the kernel through Numba."""
+def _cuda_runner(dispatcher: Any) -> Callable[[list, Any, _Call], None]:
+    """A function for `_cuda_callback` that launches the kernel through Numba, as the attribute `launch` says."""
 
-    def run(arrays: list, stream: Any, launch: int) -> None:
-        numbers = tuple((_I64 * 7).from_address(launch))
+    def run(arrays: list, stream: Any, call: _Call) -> None:
+        numbers = tuple((_I64 * 7).from_address(call.attr(0)))
         dispatcher[numbers[:3], numbers[3:6], stream, numbers[6]](*arrays)
 
     return run
@@ -2646,7 +2648,7 @@ class _WarpReplay:
     def __init__(self, plan: _WarpPlan, signature: _Signature, platform: str) -> None:
         self.plan, self.signature, self.platform = plan, signature, platform
         self.launches: dict[str, Any] = {}
-        for device in ["cpu"] if platform == "cpu" else _local_cuda_devices():
+        for device in ["cpu"] if platform == "cpu" else map("cuda:{}".format, _cuda_ordinals()):
             self._launch(device)
 
     def _launch(self, device: str) -> Any:
@@ -2654,20 +2656,19 @@ class _WarpReplay:
             self.launches[device] = self.plan.record(device)
         return self.launches[device]
 
-    def __call__(self, pointers: list[int], dims: list[tuple], frame: int) -> None:
+    def __call__(self, pointers: list[int], dims: list[tuple], call: _Call) -> None:
         import warp as wp
 
-        ordinal, address = (0, 0) if self.platform == "cpu" else _cuda_context(frame)
-        extents = (ctypes.c_int64 * 6).from_address(_frame_attr(frame, 0))
+        extents = (ctypes.c_int64 * 6).from_address(call.attr(0))
         with self.lock, contextlib.ExitStack() as stack:
-            launch, stream = self._launch("cpu" if self.platform == "cpu" else f"cuda:{ordinal}"), None
+            launch, stream = self._launch("cpu" if self.platform == "cpu" else f"cuda:{call.ordinal}"), None
             if self.platform != "cpu":
-                stream = wp.Stream(launch.device, cuda_stream=address)
+                stream = wp.Stream(launch.device, cuda_stream=call.stream)
                 stack.enter_context(wp.ScopedStream(stream, sync_enter=False))
             if self.plan.adjoints is not None or not extents[5]:
                 self._clear(wp, launch, pointers, dims)
             if extents[5]:
-                self._fill(wp, launch, pointers, dims, frame)
+                self._fill(wp, launch, pointers, dims, call)
                 launch.set_dim(tuple(extents[: extents[4]]))
                 launch.launch(stream=stream)
 
@@ -2676,7 +2677,7 @@ class _WarpReplay:
             if nbytes := self.signature.dtypes[k].itemsize * math.prod(dims[k]):
                 wp.array(ptr=pointers[k], shape=nbytes, dtype=wp.uint8, device=launch.device).zero_()
 
-    def _fill(self, wp: Any, launch: Any, pointers: list[int], dims: list[tuple], frame: int) -> None:
+    def _fill(self, wp: Any, launch: Any, pointers: list[int], dims: list[tuple], call: _Call) -> None:
         for adjoint, table in enumerate(self.plan.tables):
             for i, (param, k) in enumerate(zip(self.plan.params, table, strict=True)):
                 if k is not None:
@@ -2685,36 +2686,7 @@ class _WarpReplay:
                     )
                     launch.set_param_at_index(i, array, adjoint=bool(adjoint))
         for i, param, start in self.plan.values:
-            ctypes.memmove(ctypes.addressof(launch.params[1 + i]), _frame_attr(frame, 1) + start, param.nbytes)
-
-
-def _frame_attr(frame: int, index: int) -> int:
-    """The address of the data of an attribute, as `_Handler.attr`."""
-    attrs = XLA_FFI_CallFrame.from_address(frame).attrs
-    return XLA_FFI_Array.from_address(_SIZE.from_address(attrs.attrs + 8 * index).value).data
-
-
-def _cuda_context(frame: int) -> tuple[int, int]:
-    """The device ordinal and the CUDA stream of a call."""
-    call = XLA_FFI_CallFrame.from_address(frame)
-    api = XLA_FFI_Api.from_address(call.api)
-
-    def ask(name: str, struct: Any) -> Any:
-        args = struct(struct_size=ctypes.sizeof(struct), ctx=call.ctx)
-        if ctypes.CFUNCTYPE(_PTR, _PTR)(getattr(api, f"XLA_FFI_{name}"))(ctypes.addressof(args)):
-            raise RuntimeError(f"XLA_FFI_{name} failed")
-        return args
-
-    ordinal = ask("DeviceOrdinal_Get", XLA_FFI_DeviceOrdinal_Get_Args).device_ordinal
-    return ordinal, ask("Stream_Get", XLA_FFI_Stream_Get_Args).stream or 0
-
-
-def _local_cuda_devices() -> list[str]:
-    """Warp's names of the GPUs that JAX has; none where a program is only lowered for them."""
-    try:
-        return [f"cuda:{device.local_hardware_id}" for device in jax.local_devices(backend="cuda")]
-    except RuntimeError:
-        return []
+            ctypes.memmove(ctypes.addressof(launch.params[1 + i]), call.attr(1) + start, param.nbytes)
 
 
 def _prepare_warp(name: str, plan: _WarpPlan, signature: _Signature, platform: str) -> None:
@@ -2723,7 +2695,8 @@ def _prepare_warp(name: str, plan: _WarpPlan, signature: _Signature, platform: s
             f"Warp kernel {signature.label!r} runs on CPUs and NVIDIA GPUs; this computation is "
             f"compiled for {platform!r}: move it with jax.device_put or jax.jit(..., device=...)"
         )
-    _register(name, platform, functools.partial(_compile_warp, plan, signature, platform))
+    if platform == "cpu" or _cuda_ordinals():  # else lowered for GPUs elsewhere: registered where the program runs
+        _register(name, platform, functools.partial(_compile_warp, plan, signature, platform))
 
 
 def _compile_warp(plan: _WarpPlan, signature: _Signature, platform: str) -> _Compiled:
@@ -2733,7 +2706,8 @@ def _compile_warp(plan: _WarpPlan, signature: _Signature, platform: str) -> _Com
     if layout:
         emitter: _Emitter = _WarpEmitter(plan, layout)
     else:
-        emitter = _CallbackEmitter(signature.label, signature.ranks, _WarpReplay(plan, signature, platform))
+        driver = None if platform == "cpu" else _CudaDriver()
+        emitter = _CallbackEmitter(signature, _WarpReplay(plan, signature, platform), driver)
     address, keep = _compile_handler(signature, emitter)
     return _Compiled(address, (keep, emitter, launch))  # the launch keeps Warp's module loaded
 
@@ -2932,8 +2906,8 @@ class _WarpKernel(_Wrapper):
             memory = b"".join(packed.ljust(-(-len(packed) // 8) * 8, b"\0") for _, packed in self.values.values())
             attrs.append(("values", tuple(np.frombuffer(memory, np.int64).tolist())))
         prepare = functools.partial(_prepare_warp, name, plan, signature)
-        if jax.default_backend() in ("cpu", "gpu"):  # exported programs look the name up in processes that only trace
-            prepare({"gpu": "cuda"}.get(jax.default_backend(), "cpu"))
+        if _default_platform() in ("cpu", "gpu"):  # exported programs look the name up in processes that only trace
+            prepare({"gpu": "cuda"}.get(_default_platform(), "cpu"))
         return _Target(name, tuple(attrs), prepare=prepare)
 
     # -- derivatives
@@ -4355,8 +4329,6 @@ def _self_check() -> int:
 
 def _cost_per_call(call: Callable, device: Any, steps: int = 10_000) -> float:
     """Compare a call with NumPy, then time a loop of calls: microseconds for each, the best of five."""
-    import time
-
     x, y = (jax.device_put(np.arange(n, n + 16, dtype=np.float32), device) for n in (1, 2))
     np.testing.assert_array_equal(call(x, y), 2 * np.asarray(x) + np.asarray(y))
     loop = jax.jit(lambda x, y: jax.lax.fori_loop(0, steps, lambda i, z: call(y, z), x))
