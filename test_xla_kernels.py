@@ -358,7 +358,7 @@ def warp_generator(make, dims=None, **options):
 
 
 def wp_add(T):
-    @wp.kernel
+    @wp.kernel(module="unique")
     def add(x: wp.array(dtype=T), y: wp.array(dtype=T), out: wp.array(dtype=T)):
         i = wp.tid()
         out[i] = x[i] + y[i]
@@ -367,7 +367,7 @@ def wp_add(T):
 
 
 def wp_relu(T):
-    @wp.kernel
+    @wp.kernel(module="unique")
     def relu(x: wp.array(dtype=T), out: wp.array(dtype=T)):
         i = wp.tid()
         out[i] = wp.max(x[i], T(0.0))
@@ -376,7 +376,7 @@ def wp_relu(T):
 
 
 def wp_leaky_relu(T, alpha):
-    @wp.kernel
+    @wp.kernel(module="unique")
     def leaky_relu(x: wp.array(dtype=T), out: wp.array(dtype=T)):
         i = wp.tid()
         out[i] = wp.where(x[i] > T(0.0), x[i], T(alpha) * x[i])
@@ -385,7 +385,7 @@ def wp_leaky_relu(T, alpha):
 
 
 def wp_hadamard(T):
-    @wp.kernel
+    @wp.kernel(module="unique")
     def hadamard(x: wp.array2d(dtype=T), y: wp.array2d(dtype=T), out: wp.array2d(dtype=T)):
         i, j = wp.tid()
         out[i, j] = x[i, j] * y[i, j]
@@ -394,7 +394,7 @@ def wp_hadamard(T):
 
 
 def wp_sum(T):
-    @wp.kernel
+    @wp.kernel(module="unique")
     def total(x: wp.array(dtype=T), out: wp.array(dtype=T)):
         s = T(0.0)
         for i in range(x.shape[0]):
@@ -405,7 +405,7 @@ def wp_sum(T):
 
 
 def wp_mean_std(T):
-    @wp.kernel
+    @wp.kernel(module="unique")
     def mean_std(x: wp.array(dtype=T), mean: wp.array(dtype=T), std: wp.array(dtype=T)):
         m = T(0.0)
         for i in range(x.shape[0]):
@@ -420,7 +420,7 @@ def wp_mean_std(T):
 
 
 def wp_matvec(T):
-    @wp.kernel
+    @wp.kernel(module="unique")
     def matvec(a: wp.array2d(dtype=T), x: wp.array(dtype=T), out: wp.array(dtype=T)):
         i = wp.tid()
         s = T(0.0)
@@ -432,7 +432,7 @@ def wp_matvec(T):
 
 
 def wp_csr_matvec(T):
-    @wp.kernel
+    @wp.kernel(module="unique")
     def csr_matvec(
         data: wp.array(dtype=T),
         indices: wp.array(dtype=wp.int32),
@@ -453,7 +453,7 @@ def warp_csr_event(outs, **_):
     """Scatter-add with an accumulator that is given a value and returned."""
     T = xk.jaxtype_to_warptype(outs[0].dtype)
 
-    @wp.kernel
+    @wp.kernel(module="unique")
     def csr_event(
         data: wp.array(dtype=T),
         indices: wp.array(dtype=wp.int32),
@@ -474,7 +474,7 @@ def warp_csr_event(outs, **_):
 
 
 def wp_lif(T):
-    @wp.kernel
+    @wp.kernel(module="unique")
     def lif(
         v: wp.array(dtype=T), current: wp.array(dtype=T), new_v: wp.array(dtype=T), spikes: wp.array(dtype=wp.bool)
     ):
@@ -487,7 +487,7 @@ def wp_lif(T):
 
 
 def wp_trace(T):
-    @wp.kernel
+    @wp.kernel(module="unique")
     def trace(x: wp.array(dtype=T), spikes: wp.array(dtype=wp.bool), out: wp.array(dtype=T)):
         i = wp.tid()
         out[i] = x[i] * T(0.9) + wp.where(spikes[i], T(1.0), T(0.0))
@@ -496,7 +496,7 @@ def wp_trace(T):
 
 
 def wp_stencil(T):
-    @wp.kernel
+    @wp.kernel(module="unique")
     def stencil(x: wp.array(dtype=T), out: wp.array(dtype=T)):
         i = wp.tid()
         left = T(0.0)
@@ -511,7 +511,7 @@ def wp_stencil(T):
 
 
 def wp_prefix_sum(T):
-    @wp.kernel
+    @wp.kernel(module="unique")
     def prefix_sum(x: wp.array(dtype=T), out: wp.array(dtype=T)):
         s = T(0.0)
         for i in range(x.shape[0]):
@@ -522,7 +522,7 @@ def wp_prefix_sum(T):
 
 
 def wp_decay_in_place(T):
-    @wp.kernel
+    @wp.kernel(module="unique")
     def decay(v: wp.array(dtype=T), current: wp.array(dtype=T), out: wp.array(dtype=T)):
         i = wp.tid()
         out[i] = out[i] + (current[i] - out[i]) * T(0.1)
@@ -2617,8 +2617,7 @@ def test_warp_cotangent_is_not_changed(warp_path):
 # -- names, lifetime, threads
 
 
-@needs_warp
-def test_warp_generators():
+def test_warp_generators(warp_path):
     def generate(constant, info):
         c = wp.constant(constant)
 
@@ -2680,8 +2679,7 @@ def test_warp_export():
     np.testing.assert_array_equal(export.deserialize(data).call(x, y), x + y)
 
 
-@needs_warp
-def test_warp_threads():
+def test_warp_threads(warp_path):
     def work(i):
         @wp.kernel(module=wp.get_module("threaded"))
         def shifted(x: wp.array(dtype=float), shift: float, out: wp.array(dtype=float)):
@@ -2696,15 +2694,18 @@ def test_warp_threads():
         assert all(pool.map(work, range(32)))
 
 
-@needs_warp
-def test_warp_tiles():
+def tile_kernel():
     @wp.kernel(module="unique")
-    def tiled(x: wp.array(dtype=float), out: wp.array(dtype=float)):
+    def double(x: wp.array(dtype=float), out: wp.array(dtype=float)):
         i = wp.tid()
         t = wp.tile_load(x, shape=64, offset=i * 64)
         wp.tile_store(out, t * 2.0, offset=i * 64)
 
-    f = xk.warp_kernel(tiled, lambda x: x, launch_dims=lambda x: x.size // 64)
+    return double
+
+
+def test_warp_tiles(warp_path):
+    f = xk.warp_kernel(tile_kernel(), lambda x: x, launch_dims=lambda x: x.size // 64, block_dim=64, tiled=True)
     call = jax.jit(lambda x: jax.lax.fori_loop(0, 300, lambda _, y: 0.5 * f(y), x))
     x = jnp.arange(64.0 * 32)
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
@@ -2729,26 +2730,88 @@ def test_warp_lowering_for_gpu():
         jax.jit(f).trace(*args).lower(lowering_platforms=("tpu",))
 
 
-@needs_warp
-def test_warp_launches_on_the_stream(monkeypatch):
-    """What the GPU path does around Warp's launch, with the CPU in the place of the GPU."""
-    streams = []
-    record = xk._WarpPlan.record
-    monkeypatch.setattr(xk, "__name__", "xk_stream")
-    monkeypatch.setattr(xk, "_CudaDriver", lambda: RecordingDriver((), ordinal=3))
-    monkeypatch.setattr(xk._WarpPlan, "record", lambda self, device: streams.append(device) or record(self, "cpu"))
+def hook_address(launch):
+    """The machine code that a launch recorded by Warp starts."""
+    return ctypes.cast(launch.hooks.backward if launch.adjoint else launch.hooks.forward, ctypes.c_void_p).value
+
+
+class WarpDriver(RecordingDriver):
+    """Stands in for libcuda: memory is the host's, and kernels are Warp's for the CPU."""
+
+    def __init__(self, launches):
+        super().__init__((), ordinal=3)
+        self.recorded = launches
+
+    def keeping_context(self):
+        return contextlib.nullcontext()
+
+    def call(self, name, *args):
+        values = [getattr(arg, "value", arg) for arg in args]
+        if name == "cuMemsetD8Async":
+            *memory, stream = values
+            ctypes.memset(*memory)
+        else:
+            function, *sizes, stream, params, extra = values
+            assert name == "cuLaunchKernel" and params is extra is None  # the parameters of a launch on the CPU
+            launch = next(launch for launch in self.recorded if hook_address(launch) == function)
+            assert sizes == [-(-launch.bounds.size // 256), 1, 1, 256, 1, 1, 0]
+            launch.launch()
+        assert stream == self.STREAM
+
+
+@pytest.fixture(params=["through Warp", "through CUDA"])
+def warp_driver(request, monkeypatch):
+    """Warp kernels take the path for GPUs, with the CPU in the place of device 3; gives the list of their launches.
+
+    What Warp launches is checked for the stream; before Warp 1.15, and "through CUDA", it launches nothing.
+    """
+    launches = []
+    record, launch = xk._WarpPlan.record, wp.Launch.launch
+
+    def record_on_cpu(plan, device):
+        assert device == "cuda:3"
+        launches.append(record(plan, "cpu"))
+        launches[-1].block_dim = plan.block_dim
+        if request.param == "through CUDA":
+            vars(launches[-1]).pop("grid_stride", None)
+        return launches[-1]
+
+    def launch_on_cpu(self, stream=None):
+        assert stream is None or stream.cuda_stream == RecordingDriver.STREAM
+        assert (stream is None) == (not hasattr(self, "grid_stride"))
+        threads, self.block_dim = self.block_dim, 1
+        launch(self)
+        self.block_dim = threads
 
     def prepare(name, plan, signature, platform):
         xk._register(name, "cpu", lambda: xk._compile_warp(plan, signature, "cuda"))
 
+    monkeypatch.setattr(xk, "__name__", f"xk_{request.param.split()[1]}")
+    monkeypatch.setattr(xk, "_CudaDriver", lambda: WarpDriver(launches))
+    monkeypatch.setattr(xk, "_cuda_ordinals", lambda: [3])
     monkeypatch.setattr(xk, "_prepare_warp", prepare)
-    monkeypatch.setattr(wp, "Stream", lambda device, cuda_stream: streams.append(cuda_stream))
-    monkeypatch.setattr(wp, "ScopedStream", lambda stream, sync_enter: contextlib.nullcontext())
+    monkeypatch.setattr(xk._WarpPlan, "record", record_on_cpu)
+    monkeypatch.setattr(wp.Launch, "launch", launch_on_cpu)
+    return launches
+
+
+@needs_warp
+def test_warp_on_fake_gpu(warp_driver):
     options, args, function = WARP_OPS["outer"]
     f = xk.warp_kernel(warp_kernels().outer, **options, differentiable=True)
     check_equal(jax.jit(f)(*args), function(*args))
+    check_equal(jax.vmap(f, (None, 0))(args[0], np.stack([args[1]] * 2)), np.stack([function(*args)] * 2))
     check_equal(jax.grad(lambda x, y: f(x, y).sum())(*map(jnp.asarray, args)), np.full(3, args[1].sum()))
-    assert streams[:2] == ["cuda:3", RecordingDriver.STREAM]
+    assert len(warp_driver) == 2  # the kernel and its adjoint
+    empty = xk.warp_kernel(warp_kernels().outer, **{**options, "launch_dims": (0, 4)})
+    check_equal(empty(*args), np.zeros((3, 4)))
+
+
+@needs_warp
+def test_warp_tiles_on_fake_gpu(warp_driver):
+    f = xk.warp_kernel(tile_kernel(), lambda x: x, launch_dims=lambda x: x.size // 64, tiled=True)
+    np.testing.assert_array_equal(f(jnp.arange(128.0)), 2 * np.arange(128))
+    assert [launch.bounds.size for launch in warp_driver] == [2 * 256]
 
 
 @needs_warp
@@ -2801,6 +2864,14 @@ WARP_ERRORS = {
     "dims": ("add", {"launch_dims": (1,) * 5}, None, ValueError, r"launch_dims must be 1 to 4 numbers"),
     "dims type": ("add", {"launch_dims": "3"}, None, TypeError, r"launch_dims must be an int or a tuple of ints; got"),
     "block": ("add", {"block_dim": 2048}, None, ValueError, r"block_dim must be 1 to 1024 threads; got 2048"),
+    "tiles": ("add", {"tiled": True}, None, ValueError, r"tiled=True needs launch_dims, the number of blocks"),
+    "tiled dims": (
+        "add",
+        {"tiled": True, "launch_dims": (1,) * 4},
+        None,
+        ValueError,
+        r"tiled launch_dims must be 1 to 3",
+    ),
     "in-out": ("add", {"in_out_argnames": ["z"]}, None, ValueError, r"\['z'\]: 'z' must be the name of an array param"),
     "in-out grad": (
         *("histogram", {"in_out_argnames": ["acc"], "differentiable": True}, None, ValueError),

@@ -1909,6 +1909,16 @@ class _CudaDriver:
         if code := getattr(self.library, name)(*args):
             raise RuntimeError(f"{name} failed with {self.describe(code)}")
 
+    @contextlib.contextmanager
+    def keeping_context(self) -> Iterator:
+        """Make the context that is current now current again in the end."""
+        context = _PTR()
+        self.call("cuCtxGetCurrent", ctypes.byref(context))
+        try:
+            yield
+        finally:
+            self.call("cuCtxSetCurrent", context)
+
     def load(self, cubin: bytes, entry: str, ordinal: int, carveout: int | None) -> int:
         """The CUfunction `entry` in the current context, allowed all the shared memory that the device has."""
         module, function, limit, static = _PTR(), _PTR(), _I32(), _I32()
@@ -2292,8 +2302,11 @@ def _holds_arrays(struct: Any) -> bool:
 def _warp_content(kernel: Any) -> tuple[bytes, str]:
     """What defines a kernel: Warp's hash (code, constants, functions, structs, types) and the options of its build."""
 
+    parameters = inspect.signature(getattr(kernel.module, "resolve_options", lambda: None)).parameters
+    block_dim = 1 if "block_dim" in parameters else None  # Warp < 1.15 would file the hash of another size under 1
+
     def read() -> bytes:
-        kernel.module.get_module_hash(1)  # also hashes the kernels
+        kernel.module.get_module_hash(block_dim)  # also hashes the kernels
         if kernel.hash is None:
             raise KeyError(kernel.key)
         return kernel.hash
@@ -2368,19 +2381,20 @@ def _check_warp_array(kernel: str, param: _WarpParam, spec: Spec) -> None:
         raise ValueError(f"{what}: Warp counts extents and strides in 32 bits, at most {_WARP_MAX_EXTENT}")
 
 
-def _warp_launch_dims(kernel: str, dims: Any) -> tuple[int, ...]:
+def _warp_launch_dims(kernel: str, dims: Any, tiled: bool) -> tuple[int, ...]:
+    """The dimensions of a launch; if it is tiled, followed by 1 for the threads of a block."""
     try:
         dims = tuple(map(operator.index, dims if isinstance(dims, (tuple, list)) else (dims,)))
     except TypeError:
         raise TypeError(
             f"Warp kernel {kernel!r}: launch_dims must be an int or a tuple of ints; got {dims!r}"
         ) from None
-    if not 1 <= len(dims) <= _WARP_MAX_DIMS or min(dims) < 0 or max(dims) > _WARP_MAX_EXTENT:
+    most, what = (_WARP_MAX_DIMS - 1, "tiled launch_dims") if tiled else (_WARP_MAX_DIMS, "launch_dims")
+    if not 1 <= len(dims) <= most or min(dims) < 0 or max(dims) > _WARP_MAX_EXTENT:
         raise ValueError(
-            f"Warp kernel {kernel!r}: launch_dims must be 1 to {_WARP_MAX_DIMS} numbers from 0 to "
-            f"{_WARP_MAX_EXTENT}; got {dims}"
+            f"Warp kernel {kernel!r}: {what} must be 1 to {most} numbers from 0 to {_WARP_MAX_EXTENT}; got {dims}"
         )
-    return dims
+    return (*dims, 1) if tiled else dims
 
 
 # -- One handler: which buffer of the call is which parameter
@@ -2397,6 +2411,7 @@ class _WarpPlan:
     kernel: Any
     params: tuple[_WarpParam, ...]
     block_dim: int
+    tiled: bool  # the last launch dimension stands for the threads of a block
     buffers: tuple[int | None, ...]
     adjoints: tuple[int | None, ...] | None
     clear: tuple[int, ...]  # buffers to fill with zeros: before every adjoint launch, else if the launch is empty
@@ -2421,13 +2436,14 @@ class _WarpPlan:
             stand_in = functools.partial(self._stand_in, wp, device=device)
             args = [list(map(stand_in, self.params, table)) for table in self.tables]
             options: dict[str, Any] = {} if self.adjoints is None else {"adjoint": True, "adj_inputs": args[1]}
-            block_dim = self.block_dim if device != "cpu" else 1  # a block on the CPU has one thread
-            options |= {"device": device, "block_dim": block_dim, "record_cmd": True}
+            if device == "cpu":  # a block has one thread there; `_predict_warp_call` knows the dimensions
+                options |= {"dim": (3, 2), "block_dim": 1}
+            else:  # Warp checks that clusters, of up to 16 blocks, divide the grid
+                options |= {"dim": 720720 * self.block_dim, "block_dim": self.block_dim}
+            options |= {"device": device, "record_cmd": True}
             what = f"kernel {self.kernel.func.__name__!r}"
             try:
-                launch = _despite_changes(
-                    self.kernel, lambda: wp.launch(self.kernel, dim=(3, 2), inputs=args[0], **options)
-                )
+                launch = _despite_changes(self.kernel, lambda: wp.launch(self.kernel, inputs=args[0], **options))
             except RuntimeError as error:
                 if "backward kernel" not in str(error):
                     raise
@@ -2639,54 +2655,77 @@ class _WarpEmitter(_Emitter):
 class _WarpReplay:
     """The body of a handler that calls Python: fills in Warp's recorded launch and replays it.
 
-    It launches on XLA's stream and device.  XLA does not capture it into CUDA graphs, so modules may be
-    loaded at any time.
+    With a driver it launches on XLA's stream and device.  XLA does not capture it into CUDA graphs, so
+    modules may be loaded at any time.
     """
 
-    lock = threading.Lock()  # of all replays, for the sake of tiles
+    cpu_lock = threading.Lock()  # of all replays there, for the sake of tiles
 
-    def __init__(self, plan: _WarpPlan, signature: _Signature, platform: str) -> None:
-        self.plan, self.signature, self.platform = plan, signature, platform
-        self.launches: dict[str, Any] = {}
-        for device in ["cpu"] if platform == "cpu" else map("cuda:{}".format, _cuda_ordinals()):
-            self._launch(device)
+    def __init__(self, plan: _WarpPlan, signature: _Signature, driver: Any) -> None:
+        self.plan, self.signature, self.driver = plan, signature, driver
+        self.launches: dict[int, tuple[Any, Any]] = {}  # by the ordinal of the device: the launch, and its lock
+        with driver.keeping_context() if driver else contextlib.nullcontext():  # Warp leaves another one current
+            for ordinal in _cuda_ordinals() if driver else [0]:
+                self._launch(ordinal)
 
-    def _launch(self, device: str) -> Any:
-        if device not in self.launches:
-            self.launches[device] = self.plan.record(device)
-        return self.launches[device]
+    def _launch(self, ordinal: int) -> tuple[Any, Any]:
+        if ordinal not in self.launches:
+            launch = self.plan.record(f"cuda:{ordinal}" if self.driver else "cpu")
+            self.launches[ordinal] = launch, threading.Lock() if self.driver else self.cpu_lock
+        return self.launches[ordinal]
 
     def __call__(self, pointers: list[int], dims: list[tuple], call: _Call) -> None:
+        extents = (_I64 * 6).from_address(call.attr(0))
+        launch, lock = self._launch(call.ordinal)
+        with lock:
+            if self.plan.adjoints is not None or not extents[5]:
+                self._clear(pointers, dims, call)
+            if extents[5]:
+                self._fill(launch, pointers, dims, call)
+                sizes = tuple(extents[: extents[4]])
+                launch.set_dim((*sizes[:-1], self.plan.block_dim) if self.plan.tiled and self.driver else sizes)
+                self._run(launch, call)
+
+    def _clear(self, pointers: list[int], dims: list[tuple], call: _Call) -> None:
+        for k in self.plan.clear:
+            nbytes = self.signature.dtypes[k].itemsize * math.prod(dims[k])
+            if not self.driver:
+                ctypes.memset(pointers[k], 0, nbytes)
+            elif nbytes:
+                start, zero = ctypes.c_uint64(pointers[k]), ctypes.c_ubyte(0)
+                self.driver.call("cuMemsetD8Async", start, zero, _SIZE(nbytes), _PTR(call.stream))
+
+    def _fill(self, launch: Any, pointers: list[int], dims: list[tuple], call: _Call) -> None:
         import warp as wp
 
-        extents = (ctypes.c_int64 * 6).from_address(call.attr(0))
-        with self.lock, contextlib.ExitStack() as stack:
-            launch, stream = self._launch("cpu" if self.platform == "cpu" else f"cuda:{call.ordinal}"), None
-            if self.platform != "cpu":
-                stream = wp.Stream(launch.device, cuda_stream=call.stream)
-                stack.enter_context(wp.ScopedStream(stream, sync_enter=False))
-            if self.plan.adjoints is not None or not extents[5]:
-                self._clear(wp, launch, pointers, dims)
-            if extents[5]:
-                self._fill(wp, launch, pointers, dims, call)
-                launch.set_dim(tuple(extents[: extents[4]]))
-                launch.launch(stream=stream)
-
-    def _clear(self, wp: Any, launch: Any, pointers: list[int], dims: list[tuple]) -> None:
-        for k in self.plan.clear:
-            if nbytes := self.signature.dtypes[k].itemsize * math.prod(dims[k]):
-                wp.array(ptr=pointers[k], shape=nbytes, dtype=wp.uint8, device=launch.device).zero_()
-
-    def _fill(self, wp: Any, launch: Any, pointers: list[int], dims: list[tuple], call: _Call) -> None:
         for adjoint, table in enumerate(self.plan.tables):
             for i, (param, k) in enumerate(zip(self.plan.params, table, strict=True)):
                 if k is not None:
-                    array = wp.array(
-                        ptr=pointers[k], shape=dims[k][: param.ndim], dtype=param.type.dtype, device=launch.device
-                    )
+                    shape, dtype = dims[k][: param.ndim], param.type.dtype
+                    array = wp.array(ptr=pointers[k], shape=shape, dtype=dtype, device=launch.device)
                     launch.set_param_at_index(i, array, adjoint=bool(adjoint))
         for i, param, start in self.plan.values:
             ctypes.memmove(ctypes.addressof(launch.params[1 + i]), call.attr(1) + start, param.nbytes)
+
+    def _run(self, launch: Any, call: _Call) -> None:
+        """Warp's own launch; before Warp 1.15 it drops CUDA's error code, so there we launch what it recorded."""
+        import warp as wp
+
+        if not self.driver:
+            launch.launch()
+        elif hasattr(launch, "grid_stride"):
+            # no wp.Stream: that would register XLA's stream with Warp, and unregister it under the feet of others
+            stream = types.SimpleNamespace(device=launch.device, cuda_stream=call.stream)
+            is_plain = type(launch) is wp.Launch  # a deterministic one allocates, and on Warp's current stream
+            with contextlib.nullcontext() if is_plain else wp.ScopedStream(stream, sync_enter=False):
+                launch.launch(stream=stream)
+        else:
+            kind = "backward" if launch.adjoint else "forward"
+            function, shared = (getattr(launch.hooks, kind + end) for end in ("", "_smem_bytes"))
+            blocks = min(-(-launch.bounds.size // launch.block_dim), _CUDA_LIMITS["grid"][0])
+            sizes = map(ctypes.c_uint, (blocks, 1, 1, launch.block_dim, 1, 1, shared))
+            function = ctypes.cast(function, _PTR)
+            self.driver.call("cuLaunchKernel", function, *sizes, _PTR(call.stream), launch.params_addr, None)
 
 
 def _prepare_warp(name: str, plan: _WarpPlan, signature: _Signature, platform: str) -> None:
@@ -2707,7 +2746,7 @@ def _compile_warp(plan: _WarpPlan, signature: _Signature, platform: str) -> _Com
         emitter: _Emitter = _WarpEmitter(plan, layout)
     else:
         driver = None if platform == "cpu" else _CudaDriver()
-        emitter = _CallbackEmitter(signature, _WarpReplay(plan, signature, platform), driver)
+        emitter = _CallbackEmitter(signature, _WarpReplay(plan, signature, driver), driver)
     address, keep = _compile_handler(signature, emitter)
     return _Compiled(address, (keep, emitter, launch))  # the launch keeps Warp's module loaded
 
@@ -2721,6 +2760,7 @@ def warp_kernel(
     *,
     launch_dims: Any = None,
     block_dim: int = 256,
+    tiled: bool = False,
     vmap_method: str | None = None,
     input_output_aliases: Mapping[int, int] | None = None,
     in_out_argnames: Sequence[str] | None = None,
@@ -2745,6 +2785,8 @@ def warp_kernel(
       launch_dims: the number of threads: an int, a tuple of up to 4, or a callable of the inputs; by
         default the shape of the kernel's first array (without the trailing dimensions of its elements).
       block_dim: threads per block on a GPU; a block on the CPU has one.
+      tiled: True for kernels whose blocks work on tiles, as `warp.launch_tiled` starts them: `launch_dims`, up
+        to 3, counts blocks, of `block_dim` threads each.
       vmap_method: accepted for compatibility; every method gives the same, per-slice result.
       input_output_aliases: `{i: j}`: output j starts with the value of argument i.
       in_out_argnames: names of array parameters that are given a value and returned.  They count as inputs
@@ -2791,7 +2833,8 @@ class _WarpKernel(_Wrapper):
         self.in_outs = self._in_outs(options["in_out_argnames"] or ())
         self.aliases = {self._array_index(i): j for i, j in (options["input_output_aliases"] or {}).items()}
         self.aliases |= {self._array_index(i): j for j, i in enumerate(self.in_outs)}
-        self.block_dim, self.differentiable = operator.index(options["block_dim"]), options["differentiable"]
+        self.block_dim, self.tiled = operator.index(options["block_dim"]), bool(options["tiled"])
+        self.differentiable = options["differentiable"]
         self._check_options()
         self._vjp = jax.custom_vjp(super()._trace)
         self._vjp.defvjp(self._forward, self._backward)
@@ -2851,8 +2894,10 @@ class _WarpKernel(_Wrapper):
     def _check_options(self) -> None:
         if not 1 <= self.block_dim <= 1024:
             raise ValueError(f"warp_kernel({self.__name__}): block_dim must be 1 to 1024 threads; got {self.block_dim}")
+        if self.tiled and self.launch_dims is None:
+            raise ValueError(f"warp_kernel({self.__name__}): tiled=True needs launch_dims, the number of blocks")
         if not callable(self.launch_dims) and self.launch_dims is not None:
-            _warp_launch_dims(self.__name__, self.launch_dims)
+            _warp_launch_dims(self.__name__, self.launch_dims, self.tiled)
         reasons = {
             "in_out_argnames or input_output_aliases": self.aliases and "the adjoint needs the values they overwrite",
             "scratch": self.scratch is not None and "the adjoint needs its contents; return it as an output",
@@ -2884,7 +2929,7 @@ class _WarpKernel(_Wrapper):
             _check_warp_array(self.__name__, self.params[i], spec)
         aliased = set(self.aliases.values())
         clear = tuple(len(ins) + j for j in range(len(outs)) if j not in aliased)
-        plan = _WarpPlan(self.kernel, self.params, self.block_dim, tuple(buffers), None, clear)
+        plan = _WarpPlan(self.kernel, self.params, self.block_dim, self.tiled, tuple(buffers), None, clear)
         return self._target(plan, ins, outs, self._extents(plan, ins, outs))
 
     def _extents(self, plan: _WarpPlan, ins: list[Spec], outs: list[Spec]) -> tuple[int, ...]:
@@ -2892,13 +2937,13 @@ class _WarpKernel(_Wrapper):
         if dims is None:
             param, k = next((p, k) for p, k in zip(self.params, plan.buffers, strict=True) if k is not None)
             dims = [*ins, *outs][k].shape[: param.ndim]
-        return _warp_launch_dims(self.__name__, dims)
+        return _warp_launch_dims(self.__name__, dims, self.tiled)
 
     def _target(self, plan: _WarpPlan, ins: list[Spec], outs: list[Spec], dims: tuple[int, ...]) -> _Target:
         signature = _Signature.of(self.__name__, ins, outs)
         with _warp_session() as wp:
             content = (wp.__version__, *_warp_content(self.kernel), str(signature))
-        layout = (plan.block_dim, plan.buffers, plan.adjoints, plan.clear)
+        layout = (plan.block_dim, plan.tiled, plan.buffers, plan.adjoints, plan.clear)
         name = f"{__name__}.{self.__name__}.{_digest('warp', layout, *content)}"
         extents = (*dims, *[1] * (_WARP_MAX_DIMS - len(dims)), len(dims), math.prod(dims))
         attrs = [("dims", extents)]
@@ -2944,7 +2989,8 @@ class _WarpKernel(_Wrapper):
         for k, j in enumerate([n + j for j in of] + wrt):
             adjoints[arrays[j]] = len(ins) + k
         clear = tuple(range(len(ins) + len(of), len(ins) + len(results)))
-        plan = _WarpPlan(self.kernel, self.params, self.block_dim, tuple(buffers), tuple(adjoints), clear)
+        tables = tuple(buffers), tuple(adjoints)
+        plan = _WarpPlan(self.kernel, self.params, self.block_dim, self.tiled, *tables, clear)
         return self._target(plan, ins, results, self._extents(plan, ins[:n], ins[n : len(arrays)]))
 
 
