@@ -1533,7 +1533,7 @@ def numba_cuda_kernel(
         edge (`if i < out.size`).  With no threads at all nothing is launched, and outputs are zeros.
       threads_per_block: block size over one-dimensional `launch_dims`; two dimensions have blocks of 16x16,
         three of 8x8x4.
-      shared_mem: bytes of dynamic shared memory, up to the device's opt-in maximum.
+      shared_mem: bytes of dynamic shared memory, up to the device's opt-in maximum (48 KiB through Python).
 
     Returns:
       A function of arrays whose result has the structure of `outs`.
@@ -1722,7 +1722,7 @@ class _CudaCode:
     def emitter(self, signature: _Signature, driver: _CudaDriver | None) -> _Emitter:
         """The body of the handler; without a driver, for the simulator."""
         if self.command_buffer is not None:
-            run = lambda arrays, stream, call: self.function(*arrays, stream)
+            run = self._replayed if self.command_buffer else lambda arrays, stream, call: self.function(*arrays, stream)
             emitter = _cuda_callback(signature, run, driver)
             emitter.traits = _COMMAND_BUFFER_COMPATIBLE if self.command_buffer else 0
             return emitter
@@ -1730,6 +1730,11 @@ class _CudaCode:
             return _cuda_emitter(self.function, signature, driver)
         simulated = _cuda(self.user).jit(_python(self.function))
         return _cuda_callback(signature, _cuda_runner(simulated), None)
+
+    def _replayed(self, arrays: list, stream: Any, call: _Call) -> None:
+        """Call a function whose launches XLA may be capturing, when Numba must free no memory."""
+        with _cuda(self.user).defer_cleanup():
+            self.function(*arrays, stream)
 
     def check(self, signature: _Signature) -> None:
         """Raise if a kernel cannot be compiled, as far as that can be told without a GPU."""
@@ -1940,8 +1945,13 @@ def _cuda_emitter(kernel: Any, signature: _Signature, driver: _CudaDriver) -> _E
     cuda, ordinals = _cuda("numba_cuda_kernel"), _cuda_ordinals()
     fresh = _fresh_cuda_dispatcher(cuda, kernel)
     with cuda.gpus[ordinals[0]]:
-        compiled = _cuda_typed(lambda: _compile_cuda(fresh, _cuda_types(signature)), signature)
-        if not _is_native(fresh, compiled, signature.ranks):
+        try:
+            compiled = _cuda_typed(lambda: _compile_cuda(fresh, _cuda_types(signature)), signature)
+        except RuntimeError as error:
+            if "No launch config" not in str(error):
+                raise
+            compiled = None  # a kernel that is compiled anew for each grid
+        if not compiled or not _is_native(fresh, compiled, signature.ranks):
             return _cuda_callback(signature, _cuda_runner(fresh), driver)
     functions = (ctypes.c_uint64 * (ordinals[-1] + 1))()
     for ordinal in ordinals:
@@ -2094,7 +2104,8 @@ def _enter_gpu(signature: _Signature, buffers: list[int], dims: list[tuple], cal
 
     with cuda.gpus[call.ordinal]:
         parts = zip(buffers, dims, signature.dtypes, strict=True)
-        views = [{"shape": n, "typestr": t.str, "data": (p, False), "version": 3} for p, n, t in parts]
+        shared = {"version": 3, "stream": call.stream}  # copies and fills of the arrays run on it too
+        views = [{"shape": n, "typestr": t.str, "data": (p, False), **shared} for p, n, t in parts]
         yield [cuda.from_cuda_array_interface(view, sync=False) for view in views], cuda.external_stream(call.stream)
 
 
@@ -2111,8 +2122,14 @@ def _enter_simulator(signature: _Signature, buffers: list[int], dims: list[tuple
 def _cuda_runner(dispatcher: Any) -> Callable[[list, Any, _Call], None]:
     """A function for `_cuda_callback` that launches the kernel through Numba, as the attribute `launch` says."""
 
+    # After a launch Numba reads the error code of a debug kernel back on stream 0, which XLA's does not wait for.
+    is_debug = getattr(dispatcher, "targetoptions", {}).get("debug")
+
     def run(arrays: list, stream: Any, call: _Call) -> None:
         numbers = tuple((_I64 * 7).from_address(call.attr(0)))
+        if is_debug:
+            stream.synchronize()
+            stream = 0
         dispatcher[numbers[:3], numbers[3:6], stream, numbers[6]](*arrays)
 
     return run
