@@ -3280,6 +3280,33 @@ def test_op_follows_jax_enable_x64():
         jax.config.update("jax_enable_x64", False)
 
 
+def test_arrays_of_64_bits_keep_them_where_x64_is_disabled(enable_x64):
+    """JAX lets such arrays be, whether x64 was enabled when they were made or (jax >= 0.8) they were allowed."""
+    with enable_x64():
+        x = jnp.arange(5) + 2**40
+    kernel = xk.numba_kernel(_plus_one, lambda x: x)
+    op = xk.XLACustomKernel("plus_one")
+    op.def_numba_kernel(lambda outs: xk.numba_kernel(_plus_one, outs))
+    for f in (kernel, jax.jit(kernel), lambda x: op(x, outs=x), jax.jit(lambda x: op(x, outs=lambda x: x))):
+        got = np.asarray(f(x))
+        assert got.dtype == np.int64 and got[0] == 2**40 + 1
+    assert kernel(np.arange(3)).dtype == np.int32  # as everywhere in JAX
+    if hasattr(jax.config, "jax_explicit_x64_dtypes"):
+        asking = xk.numba_kernel(_plus_one, Spec((3,), np.int64))
+        with pytest.warns(UserWarning, match="outs asks for int64, which JAX truncates to int32"):
+            assert asking(np.arange(3)).dtype == np.int32
+        jax.config.update("jax_explicit_x64_dtypes", "allow")
+        try:
+            assert asking(np.arange(3)).dtype == np.int64
+        finally:
+            jax.config.update("jax_explicit_x64_dtypes", "warn")
+
+
+def _plus_one(x, out):
+    for i in range(x.size):
+        out[i] = x[i] + 1
+
+
 # -- registration and dispatch
 
 

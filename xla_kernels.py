@@ -496,13 +496,13 @@ def _is_spec(x: Any) -> bool:
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
-def _flat_specs(specs: Any, what: str) -> tuple[list[Spec], Any]:
-    """The leaves of a pytree of specs as ShapeDtypeStructs with JAX's dtypes, and its structure."""
+def _flat_specs(specs: Any, what: str, ins: Sequence[Spec] | None = None) -> tuple[list[Spec], Any]:
+    """The leaves of a pytree of specs as ShapeDtypeStructs, and its structure; with JAX's dtypes for these inputs."""
     leaves, tree = jax.tree_util.tree_flatten(specs, is_leaf=_is_spec)
-    return [_spec(leaf, f"{what}[{i}]" if len(leaves) > 1 else what) for i, leaf in enumerate(leaves)], tree
+    return [_spec(leaf, f"{what}[{i}]" if len(leaves) > 1 else what, ins) for i, leaf in enumerate(leaves)], tree
 
 
-def _spec(x: Any, what: str) -> Spec:
+def _spec(x: Any, what: str, ins: Sequence[Spec] | None) -> Spec:
     if not _is_spec(x):
         raise TypeError(
             f"{what} must be specs with .shape and .dtype such as jax.ShapeDtypeStruct(shape, dtype), "
@@ -511,30 +511,44 @@ def _spec(x: Any, what: str) -> Spec:
     shape = tuple(d if not isinstance(d, (int, np.integer)) else operator.index(d) for d in x.shape)
     if any(isinstance(d, int) and d < 0 for d in shape):
         raise ValueError(f"{what} has a negative dimension in its shape {shape}")
-    return Spec(shape, _jax_dtype(x.dtype, what))
+    _check_dtype(x.dtype, what)
+    dtype = np.dtype(x.dtype)
+    allowed = dtype if ins is None else _allowed_dtype(dtype, ins)
+    if allowed != dtype:
+        warnings.warn(
+            f"{what} asks for {dtype}, which JAX truncates to {allowed} unless jax_enable_x64 is set", stacklevel=2
+        )
+    return Spec(shape, allowed)
 
 
-def _jax_dtype(dtype: Any, what: str) -> np.dtype:
-    """The dtype that JAX gives to an array declared with `dtype`: 64 bits only where x64 is enabled."""
+def _check_dtype(dtype: Any, what: str) -> None:
     if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
         raise TypeError(
             f"{what} has the JAX-only dtype {dtype}, which has no memory layout for kernels; "
             "pass plain arrays, e.g. jax.random.key_data(key)"
         )
-    dtype = np.dtype(dtype)
-    allowed = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
-    if allowed != dtype:
-        warnings.warn(
-            f"{what} asks for {dtype}, which JAX truncates to {allowed} unless jax_enable_x64 is set", stacklevel=2
-        )
-    return allowed
+
+
+def _allowed_dtype(dtype: Any, ins: Sequence[Spec]) -> np.dtype:
+    """The dtype of an output that is declared with `dtype`.
+
+    64 bits only where x64 is enabled, or allowed when asked for, or an input has that dtype all the same.
+    """
+    dtype, asked_for = np.dtype(dtype), getattr(jax.config, "jax_explicit_x64_dtypes", None)  # jax >= 0.8
+    if getattr(asked_for, "name", "") == "ALLOW" or any(x.dtype == dtype for x in ins):
+        return dtype
+    return np.dtype(jax.dtypes.canonicalize_dtype(dtype))
 
 
 def _input_spec(x: Any, i: int) -> Spec:
     dtype = x.dtype if _is_spec(x) else jax.dtypes.result_type(x)
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
-        _jax_dtype(dtype, f"input {i}")
-    return Spec(np.shape(x), jax.dtypes.canonicalize_dtype(dtype))
+    _check_dtype(dtype, f"input {i}")
+    is_array = isinstance(x, jax.Array)  # or a tracer; of 64 bits, perhaps, also where x64 is disabled
+    return Spec(np.shape(x), dtype if is_array else jax.dtypes.canonicalize_dtype(dtype))
+
+
+def _input_specs(args: Sequence[Any]) -> list[Spec]:
+    return [_input_spec(x, i) for i, x in enumerate(args)]
 
 
 _ARRAY_TYPES: set[type] = {np.ndarray, bool, int, float, complex}  # grows by jax.Array, NumPy scalars
@@ -709,9 +723,9 @@ class _Wrapper:
         return f"<{self.decorator} {self.__name__}>"
 
     def _trace(self, *args: Any) -> Any:
-        ins = [_input_spec(x, i) for i, x in enumerate(args)]
-        outs, tree = _flat_specs(self.outs(*ins) if callable(self.outs) else self.outs, "outs")
-        scratch = _flat_specs(self.scratch(*ins) if callable(self.scratch) else self.scratch, "scratch")[0]
+        ins = _input_specs(args)
+        outs, tree = _flat_specs(self.outs(*ins) if callable(self.outs) else self.outs, "outs", ins)
+        scratch = _flat_specs(self.scratch(*ins) if callable(self.scratch) else self.scratch, "scratch", ins)[0]
         aliases = _check_aliases(self.aliases, ins, outs)
         target = self._prepare(ins, outs + scratch)
         hidden = outs + scratch
@@ -1800,10 +1814,10 @@ class _CudaKernel(_CudaWrapper):
         return (("launch", self.launch.resolve(ins)),)
 
     def _trace(self, *args: Any) -> Any:
-        ins = [_input_spec(x, i) for i, x in enumerate(args)]
+        ins = _input_specs(args)
         if all(self.launch.resolve(ins)[:3]):
             return super()._trace(*args)
-        outs, tree = _flat_specs(self.outs(*ins) if callable(self.outs) else self.outs, "outs")
+        outs, tree = _flat_specs(self.outs(*ins) if callable(self.outs) else self.outs, "outs", ins)
         aliases = {j: i for i, j in _check_aliases(self.aliases, ins, outs)}
         empty = [args[aliases[j]] if j in aliases else jax.numpy.zeros(s.shape, s.dtype) for j, s in enumerate(outs)]
         return jax.tree_util.tree_unflatten(tree, [jax.numpy.asarray(x) for x in empty])
@@ -2988,7 +3002,7 @@ class _WarpKernel(_Wrapper):
         of = [j for j, x in enumerate(outs) if jax.dtypes.issubdtype(x.dtype, np.floating)]
         leaves = jax.tree_util.tree_leaves(cotangents)
         operands = _make_varying([*args, *outs, *(leaves[j] for j in of)])
-        ins = [_input_spec(x, i) for i, x in enumerate(operands)]
+        ins = _input_specs(operands)
         results = [ins[len(args) + j] for j in of] + [ins[i] for i in wrt]
         aliases = tuple((len(args) + len(outs) + n, n) for n in range(len(of)))
         target = self._adjoint_target(ins, results, len(args), wrt, of)
@@ -3130,17 +3144,17 @@ class XLACustomKernel:
         except TypeError:  # something is not hashable: the checks in _new_call say what
             call = None
         if call is None:
-            call = self._new_call(key, outs, backend, params)
+            call = self._new_call(key, args, outs, backend, params)
         if not traced:
             return call.jitted(*args)
         call.check(args)
         return call.bind(*args)
 
-    def _new_call(self, key: Any, outs: Any, backend: Any, params: dict) -> _OpCall:
-        """Validate what does not depend on the operands, and remember the call for eager use."""
+    def _new_call(self, key: Any, args: Sequence[Any], outs: Any, backend: Any, params: dict) -> _OpCall:
+        """Validate what the call says, and remember it for eager use."""
         _check_static_params(self, params)
         _check_backend_name(self, backend)
-        _flat_specs(outs, f"XLACustomKernel {self.name!r}: outs")
+        _flat_specs(outs, f"XLACustomKernel {self.name!r}: outs", _input_specs(args))
         leaves, tree = jax.tree_util.tree_flatten(outs, is_leaf=_is_spec)
         call = _OpCall(self, tree, tuple(Spec(s.shape, s.dtype) for s in leaves), backend, params)
         return self._remember(self._calls, key, call)
@@ -3581,29 +3595,30 @@ class _OpCall:
         self.op._traced = True
         if self.op._sharding is not None:
             self.op._sharding.check([np.shape(x) for x in ins], [s.shape for s in self.specs])
-        results = _bind(self.op.primitive, _make_varying(ins), self._options())
+        results = _bind(self.op.primitive, _make_varying(ins), self._options(_input_specs(ins)))
         return jax.tree_util.tree_unflatten(self.tree, results)
 
-    def _options(self) -> dict:
-        # canonicalized here and not on construction: jax_enable_x64 can change between two calls
-        outs = tuple(Spec(s.shape, jax.dtypes.canonicalize_dtype(s.dtype)) for s in self.specs)
+    def _options(self, ins: Sequence[Spec]) -> dict:
+        # the dtypes are decided here and not on construction: jax_enable_x64 can change between two calls
+        outs = tuple(Spec(s.shape, _allowed_dtype(s.dtype, ins)) for s in self.specs)
         return {**self.params, "outs": outs, "backend": self.backend}
 
     def _bind_with_vjp(self, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> Callable[..., Any]:
         def backward(saved: Any, cotangents: Any) -> tuple:
-            count, residuals = saved[0].count, saved[1]
-            found = bwd(residuals, cotangents, **self._options())
+            ins, residuals = saved[0].ins, saved[1]
+            found = bwd(residuals, cotangents, **self._options(ins))
             found = tuple(found) if isinstance(found, (tuple, list)) else (found,)
-            if len(found) != count:
+            if len(found) != len(ins):
                 raise ValueError(
-                    f"the vjp rule of XLACustomKernel {self.op.name!r} returned {len(found)} cotangents for {count} "
+                    f"the vjp rule of XLACustomKernel {self.op.name!r} returned {len(found)} cotangents for {len(ins)} "
                     "operands; return one per operand, None for zero"
                 )
             return found
 
         def forward(*ins: Any) -> tuple:
-            results, residuals = fwd(*ins, **self._options())
-            return results, (_Static(len(ins)), residuals)
+            specs = _input_specs(ins)
+            results, residuals = fwd(*ins, **self._options(specs))
+            return results, (_Static(tuple(specs)), residuals)
 
         call = jax.custom_vjp(self._bind)
         call.defvjp(forward, backward)
@@ -3615,10 +3630,11 @@ class _OpCall:
         if op._kernels and platform not in op._kernels:
             return  # it may be lowered for another platform; if not, the lowering reports it
         entry = op._entry(platform, self.backend)
-        key = (entry, self._key, tuple(_input_spec(x, i) for i, x in enumerate(ins)))
+        specs = tuple(_input_specs(ins))
+        key = (entry, self._key, specs)
         if key in op._checked:
             return
-        options = self._options()
+        options = self._options(specs)
         try:
             jax.eval_shape(_kernel_function(op, entry, options), *ins)
         except RuntimeError:
@@ -3634,9 +3650,9 @@ class _OpCall:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Static:
-    """The number of operands, carried from the forward to the backward pass."""
+    """The operands' specs, carried from the forward to the backward pass."""
 
-    count: int
+    ins: tuple[Spec, ...]
 
 
 def _tagged_items(params: dict) -> tuple:
@@ -3842,7 +3858,8 @@ def _kernel_failed(op: XLACustomKernel, entry: KernelEntry, error: Exception) ->
 
 
 def _checked_results(op: XLACustomKernel, entry: KernelEntry, results: Any, outs: tuple) -> list:
-    found = [jax.numpy.asarray(leaf) for leaf in jax.tree.leaves(results)]
+    leaves = jax.tree.leaves(results)
+    found = [leaf if isinstance(leaf, jax.Array) else jax.numpy.asarray(leaf) for leaf in leaves]
     came = [_show(x) for x in found]
     declared = [_show(s) for s in outs]
     if came == declared:
