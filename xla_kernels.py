@@ -19,6 +19,7 @@ interface: the handler that XLA calls is compiled to machine code, so no Python 
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import ctypes
 import dataclasses
@@ -299,7 +300,7 @@ class _Digester:
         return self
 
     def sequence(self, obj: Any) -> None:
-        self.text(type(obj).__name__, str(len(obj)))
+        self.text(type(obj).__name__, str(len(obj)), str(getattr(obj, "_fields", "")))
         for item in obj:
             self.add(item)
 
@@ -327,9 +328,11 @@ class _Digester:
 
     def function(self, obj: types.FunctionType) -> None:
         if _is_stable(obj):
-            self.text("function", obj.__module__, obj.__qualname__)
+            self.stable(obj)
             return
         self.add(obj.__code__).add(obj.__defaults__).add(obj.__kwdefaults__)
+        for overload in _numba_overloads(obj):
+            self.add(overload)
         for cell in obj.__closure__ or ():
             try:
                 self.reference(cell.cell_contents, obj.__code__)
@@ -340,6 +343,8 @@ class _Digester:
 
     def reference(self, value: Any, code: types.CodeType) -> None:
         """A value that the code refers to; of a module, the attributes that the code may read."""
+        if value is np.dot and max(_call_lengths(code), default=0) > 2:  # perhaps under another name
+            self.names.add("dot(out)")
         if not isinstance(value, types.ModuleType):
             self.add(value)
         elif _is_stable_module(value.__name__) or id(value) in self.path:
@@ -352,12 +357,18 @@ class _Digester:
 
     def cls(self, obj: type) -> None:
         self.text("class", obj.__module__, obj.__qualname__)
+        self.names.update((obj.__name__, *(base.__name__ for base in (type(obj), *obj.__mro__))))
         if issubclass(obj, enum.Enum):
             self.sequence([(member.name, member.value) for member in obj])
         elif hasattr(obj, "_fields"):
             self.add(obj._fields)
         elif not _is_stable(obj):
             self.identity(obj)
+
+    def stable(self, obj: Any) -> _Digester:
+        """A function of a package that does not change, under whatever name the code knows it."""
+        self.names.add(obj.__name__)
+        return self.text("function", str(obj.__module__), obj.__qualname__)
 
     def other(self, obj: Any) -> _Digester:
         """Objects known by what they carry: Numba's dispatchers and types, Warp's kernels, plain callables."""
@@ -368,11 +379,15 @@ class _Digester:
             if parts[-1]:
                 self.names.add("explicit signatures")
             return self.add(parts)
-        if isinstance(obj, (np.dtype, np.ufunc, types.BuiltinFunctionType)):
-            return self.text(
-                repr(obj) if isinstance(obj, np.dtype) else obj.__name__, str(getattr(obj, "__module__", ""))
-            )
-        return self.identity(obj)
+        if isinstance(obj, np.dtype):
+            return self.text(repr(obj))
+        owner = type(getattr(obj, "__self__", None))  # functions of numpy.random and random are methods
+        if isinstance(obj, (types.MethodType, types.BuiltinMethodType)) and owner not in (type(None), types.ModuleType):
+            return self.text(owner.__module__, obj.__name__) if _is_stable(owner) else self.identity(obj)
+        if isinstance(obj, (np.ufunc, types.BuiltinFunctionType)):
+            self.names.add(obj.__name__)
+            return self.text(obj.__name__, str(getattr(obj, "__module__", "")))
+        return self.stable(obj) if hasattr(obj, "__qualname__") and _is_stable(obj) else self.identity(obj)
 
     def identity(self, obj: Any) -> _Digester:
         with _LOCK:
@@ -678,6 +693,17 @@ mlir.register_lowering(_call_p, _call_lowering)
 _register_replication(_call_p)
 
 
+def _input_signature(kernel: Any, outs: Any) -> inspect.Signature:
+    """The signature of a wrapper: the first parameters of the kernel, as many as `outs` takes, or any number."""
+    function = getattr(kernel, "py_func", None) or getattr(kernel, "func", kernel)
+    plain, default = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
+    with contextlib.suppress(TypeError, ValueError):
+        own, given = (list(inspect.signature(f).parameters.values()) for f in (function, outs))
+        if len(given) <= len(own) and all(p.kind == plain and p.default is default for p in [*own, *given]):
+            return inspect.Signature([inspect.Parameter(p.name, plain) for p in own[: len(given)]])
+    return inspect.Signature([inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)])
+
+
 class _Wrapper:
     """A kernel as a JAX function: checks a call, finds its target, binds the primitive."""
 
@@ -701,11 +727,18 @@ class _Wrapper:
         self.kernel = kernel
         self.outs = outs
         self.scratch = scratch
-        self.aliases = {operator.index(i): operator.index(j) for i, j in (input_output_aliases or {}).items()}
+        try:
+            self.aliases = {operator.index(i): operator.index(j) for i, j in (input_output_aliases or {}).items()}
+        except (AttributeError, TypeError):
+            raise TypeError(
+                "input_output_aliases must be a dict from the positions of inputs to those of outputs, {0: 0}; got "
+                f"{input_output_aliases!r}"
+            ) from None
         self.has_side_effect = bool(has_side_effect)
         self.__name__ = getattr(kernel, "__name__", None) or getattr(kernel, "key", None) or type(kernel).__name__
         self.__doc__ = getattr(kernel, "__doc__", None)
         self.__wrapped__ = kernel
+        self.__signature__ = _input_signature(kernel, outs)  # jax.custom_vjp and others bind arguments by it
         if not callable(outs):
             _flat_specs(outs, "outs")
 
@@ -721,6 +754,9 @@ class _Wrapper:
 
     def __repr__(self) -> str:
         return f"<{self.decorator} {self.__name__}>"
+
+    def __deepcopy__(self, memo: Any) -> _Wrapper:
+        return self  # it does not change
 
     def _trace(self, *args: Any) -> Any:
         ins = _input_specs(args)
@@ -1167,7 +1203,9 @@ _NUMBA_DTYPES = frozenset(
 
 
 # Ways to write through a read-only array that Numba (0.60 to 0.68) does not refuse: kernels that name one get copies.
-_UNCHECKED_WRITERS = frozenset("asfortranarray ascontiguousarray Dict dot(out) fill_diagonal flat List nditer".split())
+_UNCHECKED_WRITERS = frozenset(
+    "asfortranarray ascontiguousarray Dict dot(out) fill_diagonal flat JitClassType List nditer StructRefProxy".split()
+)
 
 
 def numba_kernel(
@@ -1339,7 +1377,7 @@ def _compile_overload(kernel: Any, signature: _Signature, names: frozenset[str])
         try:
             overload = _compile_call(kernel if explicit else _fresh_dispatcher(kernel), plain)
         except Exception:
-            raise TypeError(f"{refused}:\n{error}") from error
+            raise TypeError(f"{refused}:\n{str(error) or type(error).__name__}") from error
         if "explicit signatures" in names and "Cannot modify readonly array" not in str(error):
             return overload, plain, True
         raise TypeError(
@@ -1382,7 +1420,8 @@ def _numba_content(obj: Any) -> tuple | None:
     """What defines one of Numba's objects: the Python function, the options, and last its explicit signatures."""
     if hasattr(obj, "py_func"):  # jit and cuda.jit
         explicit = [] if getattr(obj, "_can_compile", True) else [str(s) for s in obj.nopython_signatures]
-        return obj.py_func, getattr(obj, "targetoptions", None), explicit
+        pipeline = getattr(getattr(obj, "_compiler", None), "pipeline_class", None)
+        return obj.py_func, getattr(obj, "targetoptions", None), getattr(obj, "locals", None), pipeline, explicit
     if hasattr(obj, "gufunc_builder"):  # guvectorize
         builder = obj.gufunc_builder
         return builder.py_func, str(builder.signature), builder.targetoptions, [str(s) for s in builder._sigs]
@@ -1395,6 +1434,23 @@ def _numba_content(obj: Any) -> tuple | None:
     if hasattr(obj, "mangling_args"):  # a Numba type
         return str(obj), []
     return None
+
+
+def _numba_overloads(function: Any) -> list[Any]:
+    """What `numba.extending.overload` gave a function, which kernels run in the place of its body."""
+    if "numba.extending" not in sys.modules:
+        return []
+    from numba.core.compiler_lock import global_compiler_lock
+    from numba.core.registry import cpu_target
+
+    context = cpu_target.typing_context
+    with global_compiler_lock:
+        context.refresh()
+        try:
+            templates = getattr(context.resolve_value_type(function), "templates", ())
+        except (TypeError, ValueError):  # a function like any other
+            return []
+    return [template._overload_func for template in templates if hasattr(template, "_overload_func")]
 
 
 def _thread_lock(overload: Any) -> int:
@@ -1820,7 +1876,8 @@ class _CudaKernel(_CudaWrapper):
         outs, tree = _flat_specs(self.outs(*ins) if callable(self.outs) else self.outs, "outs", ins)
         aliases = {j: i for i, j in _check_aliases(self.aliases, ins, outs)}
         empty = [args[aliases[j]] if j in aliases else jax.numpy.zeros(s.shape, s.dtype) for j, s in enumerate(outs)]
-        return jax.tree_util.tree_unflatten(tree, [jax.numpy.asarray(x) for x in empty])
+        varying = _make_varying([*map(jax.numpy.asarray, args), *map(jax.numpy.asarray, empty)])
+        return jax.tree_util.tree_unflatten(tree, varying[len(args) :])
 
 
 class _CudaCallable(_CudaWrapper):
@@ -2157,6 +2214,7 @@ _WARP_DTYPES = (  # bfloat16 since Warp 1.13
     *("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"),
     *("float16", "bfloat16", "float32", "float64"),
 )
+_WARP_WRITERS = re.compile(r"atomic_\w+|tile_store|tile_atomic_add")  # functions that write to their first argument
 _WARP_MAX_DIMS = 4
 _WARP_MAX_EXTENT = 2**31 - 1  # Warp keeps extents, strides in bytes and thread indices in 32-bit integers
 
@@ -2374,6 +2432,25 @@ def _warp_adjoints(adjoint: Any) -> list[Any]:
     return found
 
 
+def _warp_writes(kernel: Any) -> frozenset[str]:
+    """The parameters that the kernel's own code writes to, as far as its syntax tells."""
+    written: set[str | None] = set()
+    rebound: set[str | None] = set()
+    for node in ast.walk(kernel.adj.tree):
+        for target in getattr(node, "targets", None) or [getattr(node, "target", None)]:  # of assignments and loops
+            (rebound if isinstance(target, ast.Name) else written).add(_base_name(target))
+        if isinstance(node, ast.Call) and _WARP_WRITERS.fullmatch(getattr(node.func, "attr", "")) and node.args:
+            written.add(_base_name(node.args[0]))
+    return frozenset(name for name in written - rebound if name)
+
+
+def _base_name(node: Any) -> str | None:
+    """The name `x` of `x`, `x[i]`, `x[i].y` and the like."""
+    while isinstance(node, (ast.Attribute, ast.Subscript)):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else None
+
+
 def _pack_warp_value(kernel: str, param: _WarpParam, value: Any) -> bytes:
     """The memory of a parameter that is passed by value."""
     what = f"Warp kernel {kernel!r}: parameter {param.name!r} ({param}) is passed by value"
@@ -2450,6 +2527,10 @@ class _WarpPlan:
     @property
     def tables(self) -> list[tuple[int | None, ...]]:
         return [self.buffers] if self.adjoints is None else [self.buffers, self.adjoints]
+
+    def grad(self, table: int, i: int) -> int | None:
+        """The buffer that an adjoint launch names as the gradient of array `i` too, where views of it look."""
+        return self.adjoints[i] if self.adjoints is not None and table == 0 else None
 
     @property
     def values(self) -> list[tuple[int, _WarpParam, int]]:
@@ -2653,12 +2734,15 @@ class _WarpEmitter(_Emitter):
             for t, table in enumerate(self.plan.tables):
                 for i, k in enumerate(table):
                     if k is not None:
-                        array = self._param(handler, t, i)
+                        array, grad = self._param(handler, t, i), self.plan.grad(t, i)
                         self._describe(handler, array, self.plan.params[i], pointers[k], dims[k])
+                        if grad is not None:
+                            address = handler.builder.ptrtoint(pointers[grad], handler.i64)
+                            handler.builder.store(address, handler.field(array, _WarpArray, "grad"))
             self._enter(handler)
 
     def _describe(self, handler: _Handler, array: Any, param: _WarpParam, pointer: Any, dims: list[Any]) -> None:
-        """Fill one array_t."""
+        """Fill one array_t, but for its gradient."""
         shape, strides = dims[: param.ndim], [handler.int64(param.nbytes)]
         for n in reversed(shape[1:]):
             strides.insert(0, handler.builder.mul(strides[0], n))
@@ -2729,12 +2813,17 @@ class _WarpReplay:
     def _fill(self, launch: Any, pointers: list[int], dims: list[tuple], call: _Call) -> None:
         import warp as wp
 
-        for adjoint, table in enumerate(self.plan.tables):
-            for i, (param, k) in enumerate(zip(self.plan.params, table, strict=True)):
+        def array(i: int, k: int | None, grad: Any = None) -> Any:
+            if k is None:
+                return None
+            shape, dtype = dims[k][: self.plan.params[i].ndim], self.plan.params[i].type.dtype
+            return wp.array(ptr=pointers[k], shape=shape, dtype=dtype, device=launch.device, grad=grad)
+
+        for t, table in enumerate(self.plan.tables):
+            for i, k in enumerate(table):
                 if k is not None:
-                    shape, dtype = dims[k][: param.ndim], param.type.dtype
-                    array = wp.array(ptr=pointers[k], shape=shape, dtype=dtype, device=launch.device)
-                    launch.set_param_at_index(i, array, adjoint=bool(adjoint))
+                    value = array(i, k, array(i, self.plan.grad(t, i)))
+                    launch.set_param_at_index(i, value, adjoint=bool(t))
         for i, param, start in self.plan.values:
             ctypes.memmove(ctypes.addressof(launch.params[1 + i]), call.attr(1) + start, param.nbytes)
 
@@ -2852,6 +2941,7 @@ class _WarpKernel(_Wrapper):
 
     def __init__(self, kernel: Any, options: Mapping[str, Any], values: Mapping[int, tuple[Any, bytes]]) -> None:
         self.params, self.options, self.values = _warp_params(kernel), options, values
+        self.writes = _warp_writes(kernel)
         if options["outs"] is None:
             raise TypeError(f"warp_kernel({kernel.key}): outs is missing; give the results' shapes and dtypes")
         outs, scratch, self.launch_dims = (
@@ -2958,6 +3048,12 @@ class _WarpKernel(_Wrapper):
             buffers[i] = len(ins) + j
         for i, spec in zip([*arrays, *self.in_outs, *range(n_args, len(self.params))], ins + outs, strict=True):
             _check_warp_array(self.__name__, self.params[i], spec)
+        for j, i in enumerate(arrays):
+            if self.params[i].name in self.writes and i not in self.in_outs and j not in self.aliases:
+                raise TypeError(
+                    f"Warp kernel {self.__name__!r} writes to its input {self.params[i].name!r}, which JAX may share: "
+                    "name it in in_out_argnames, which returns it, or write to an output"
+                )
         aliased = set(self.aliases.values())
         clear = tuple(len(ins) + j for j in range(len(outs)) if j not in aliased)
         plan = _WarpPlan(self.kernel, self.params, self.block_dim, self.tiled, tuple(buffers), None, clear)
