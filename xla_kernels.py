@@ -138,6 +138,33 @@ def _varying_spec(spec: Spec, varying: frozenset) -> Spec:
     return _jax.ShapeDtypeStruct(spec.shape, spec.dtype, vma=varying)
 
 
+def _without_mesh() -> Any:
+    """A scope in which no mesh is current, for what is traced on one device of a partitioned computation."""
+    if not hasattr(jax.sharding, "use_abstract_mesh"):  # jax < 0.7: it comes with meshes of explicit axes
+        return contextlib.nullcontext()
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+
+
+def _sharded_like(x: Any, aval: Any) -> Any:
+    """`x` with the sharding of `aval`, where that is part of the type: on meshes of explicit axes."""
+    wanted = getattr(aval, "sharding", None)
+    kinds = getattr(getattr(wanted, "mesh", None), "axis_types", None) or ()
+    if not hasattr(jax.sharding, "reshard") or jax.sharding.AxisType.Explicit not in kinds:
+        return x
+    return jax.sharding.reshard(x, wanted)
+
+
+def _as_one_primitive(function: Any) -> Any:
+    """Keep `jax_debug_nans` from running a jitted function again piece by piece: it is one primitive."""
+    function._apply_primitive = True
+    return function
+
+
+def _zeros(shape: tuple, dtype: Any) -> Any:
+    """`jnp.zeros`, which truncates to 32 bits where x64 is disabled, without that."""
+    return ad.instantiate_zeros(ad.Zero(jax.core.ShapedArray(shape, dtype)))
+
+
 def _need_devices(primitive: Any) -> None:
     """Have JAX tell the lowering of `primitive` its devices, as custom_partitioning inside of it needs them."""
     from jax._src import dispatch
@@ -1875,7 +1902,7 @@ class _CudaKernel(_CudaWrapper):
             return super()._trace(*args)
         outs, tree = _flat_specs(self.outs(*ins) if callable(self.outs) else self.outs, "outs", ins)
         aliases = {j: i for i, j in _check_aliases(self.aliases, ins, outs)}
-        empty = [args[aliases[j]] if j in aliases else jax.numpy.zeros(s.shape, s.dtype) for j, s in enumerate(outs)]
+        empty = [args[aliases[j]] if j in aliases else _zeros(s.shape, s.dtype) for j, s in enumerate(outs)]
         varying = _make_varying([*map(jax.numpy.asarray, args), *map(jax.numpy.asarray, empty)])
         return jax.tree_util.tree_unflatten(tree, varying[len(args) :])
 
@@ -3129,6 +3156,14 @@ _GPU_NAMES = ("gpu", "cuda", "rocm")
 _SPEC_TYPES: tuple[type, ...] = (Spec, jax.core.ShapedArray)
 _OPTIONAL_PARAMS = ("outs", "backend")  # what a rule or a generator may leave out of its signature
 _HIDDEN_PARAMS = ("_batch", "_types")  # what a rule never sees: the recorded vmaps, and the types of the parameters
+_JAX_PARAMS = (
+    "avals_in",
+    "ctx",
+    "effects",
+    "eqn",
+    "primitive",
+    "self",
+)  # what JAX names the arguments of its own functions
 _MAX_EAGER_CALLS = 1024
 _MAX_CHECKED = 4096
 
@@ -3223,7 +3258,7 @@ class XLACustomKernel:
             self.__doc__ = doc
         _install_op_rules(self)
 
-    def __call__(self, *ins: Any, outs: Any, backend: str | None = None, **params: Any) -> Any:
+    def __call__(self, /, *ins: Any, outs: Any, backend: str | None = None, **params: Any) -> Any:
         """Apply the op; see the class for the arguments."""
         args, traced = _as_inputs(ins, self.name)
         if callable(outs):
@@ -3232,7 +3267,7 @@ class XLACustomKernel:
             key: Any = (outs.shape, outs.dtype, backend)
         else:
             leaves, tree = jax.tree_util.tree_flatten(outs, is_leaf=_is_spec)
-            key = (tree, tuple([(getattr(s, "shape", None), getattr(s, "dtype", None)) for s in leaves]), backend)
+            key = (tree, tuple([(tuple(getattr(s, "shape", ())), getattr(s, "dtype", None)) for s in leaves]), backend)
         try:
             if params:
                 key += _tagged_items(params)
@@ -3614,7 +3649,9 @@ def defjvp(primitive: Any, *jvp_rules: Callable[..., Any] | None) -> None:
     _set_jvp_rule(primitive, functools.partial(_jvp_by_operand, primitive, rules))
 
 
-def general_batching_rule(prim: Any, args: Sequence[Any], axes: Sequence[int | None], **params: Any) -> tuple[Any, Any]:
+def general_batching_rule(
+    prim: Any, args: Sequence[Any], axes: Sequence[int | None], /, **params: Any
+) -> tuple[Any, Any]:
     """Batch an op or primitive without a rule of its own; what :class:`XLACustomKernel` uses by default.
 
     An op is bound once, with the batch recorded, and its backend's own `vmap` does the work. For any other primitive
@@ -3688,7 +3725,6 @@ class _OpCall:
         return self._bind_with_vjp(*self.op._vjp)(*ins)
 
     def _bind(self, *ins: Any) -> Any:
-        self.op._traced = True
         if self.op._sharding is not None:
             self.op._sharding.check([np.shape(x) for x in ins], [s.shape for s in self.specs])
         results = _bind(self.op.primitive, _make_varying(ins), self._options(_input_specs(ins)))
@@ -3725,6 +3761,8 @@ class _OpCall:
         op, platform = self.op, _default_platform()
         if op._kernels and platform not in op._kernels:
             return  # it may be lowered for another platform; if not, the lowering reports it
+        if self.backend is not None and self.backend not in op._kernels.get(platform, {}):
+            return  # so may a call that names a backend of another platform
         entry = op._entry(platform, self.backend)
         specs = tuple(_input_specs(ins))
         key = (entry, self._key, specs)
@@ -3757,8 +3795,10 @@ def _tagged_items(params: dict) -> tuple:
 
 def _tagged(value: Any) -> tuple:
     """A key that tells apart what Python calls equal: 1, 1.0 and True, 0.0 and -0.0."""
-    if type(value) is tuple:
-        return (tuple, *[_tagged(v) for v in value])
+    if isinstance(value, tuple):
+        return (type(value), *[_tagged(v) for v in value])
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return (type(value), value, *[_tagged(getattr(value, f.name)) for f in dataclasses.fields(value) if f.compare])
     if isinstance(value, (float, complex, np.inexact)):
         return type(value), repr(value)
     return type(value), value
@@ -3766,7 +3806,7 @@ def _tagged(value: Any) -> tuple:
 
 def _check_static_params(op: XLACustomKernel, params: dict) -> None:
     for name, value in params.items():
-        if name in _HIDDEN_PARAMS:
+        if name in _HIDDEN_PARAMS or name in _JAX_PARAMS:
             raise TypeError(f"XLACustomKernel {op.name!r}: the parameter name {name!r} is reserved; use another one")
         where = f"XLACustomKernel {op.name!r}: parameter {name!r}"
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
@@ -3923,7 +3963,7 @@ def _kernel_function(op: XLACustomKernel, entry: KernelEntry, options: dict) -> 
 
     def run(*ins: Any) -> list:
         if outs and all(0 in s.shape for s in outs):  # nothing to compute, and not every backend takes empty arrays
-            return [jax.numpy.zeros(s.shape, s.dtype) for s in outs]
+            return [_zeros(s.shape, s.dtype) for s in outs]
         try:
             varying = frozenset().union(*[_varying_axes(_typeof(x)) for x in ins])
             kernel = entry.kernel_generator(**{**static, "outs": tuple(_varying_spec(s, varying) for s in outs)})
@@ -3973,7 +4013,7 @@ def _batched_function(run: Callable[..., list], outs: tuple, batch: tuple) -> Ca
         return run
     sizes = tuple(size for size, _ in reversed(batch))
     if 0 in sizes:
-        return lambda *ins: [jax.numpy.zeros((*sizes, *s.shape), s.dtype) for s in outs]
+        return lambda *ins: [_zeros((*sizes, *s.shape), s.dtype) for s in outs]
 
     def staged(*ins: Any) -> list:  # the generator runs outside the vmaps, so that its errors stay its own
         return _eval_jaxpr(jax.make_jaxpr(run)(*ins), ins)
@@ -4032,7 +4072,7 @@ def _install_op_rules(op: XLACustomKernel) -> None:
     _OPS[primitive] = op
     primitive.multiple_results = True
     primitive.def_impl(functools.partial(_op_impl, op))
-    primitive.def_abstract_eval(_op_abstract_eval)
+    primitive.def_abstract_eval(functools.partial(_op_abstract_eval, op))
     ad.primitive_jvps[primitive] = functools.partial(_no_jvp, op)
     ad.primitive_transposes[primitive] = functools.partial(_no_transpose, op)
     _set_batching_rule(primitive, None)
@@ -4041,23 +4081,28 @@ def _install_op_rules(op: XLACustomKernel) -> None:
     _register_replication(primitive)
 
 
-def _op_impl(op: XLACustomKernel, *ins: Any, **options: Any) -> list:
+def _op_impl(op: XLACustomKernel, /, *ins: Any, **options: Any) -> list:
     """Run the primitive on arrays: through a jit of its own, kept by parameters and by their types."""
     key = _tagged_items(options)
     call = op._impls.get(key)
     if call is None:
-        call = op._remember(op._impls, key, jax.jit(functools.partial(op.primitive.bind, **options)))
+
+        def run(*ins: Any) -> list:
+            return op.primitive.bind(*ins, **options)
+
+        call = op._remember(op._impls, key, jax.jit(_as_one_primitive(run)))
     with jax.disable_jit(False):
         return call(*ins)
 
 
-def _op_abstract_eval(*avals: Any, outs: tuple, _batch: tuple = (), **params: Any) -> list:
+def _op_abstract_eval(op: XLACustomKernel, /, *avals: Any, outs: tuple, _batch: tuple = (), **params: Any) -> list:
+    op._traced = True
     sizes = tuple(size for size, _ in reversed(_batch))
     varying = frozenset().union(*map(_varying_axes, avals))
     return [_out_aval((*sizes, *out.shape), out.dtype, varying) for out in outs]
 
 
-def _op_lowering(op: XLACustomKernel, platform: str | None, ctx: Any, *ins: Any, **options: Any) -> Any:
+def _op_lowering(op: XLACustomKernel, platform: str | None, ctx: Any, /, *ins: Any, **options: Any) -> Any:
     platform = platform or _platform_name(_platforms(ctx)[0])
     backend = options.get("backend")
     entry = op._entry(platform, backend)
@@ -4080,6 +4125,9 @@ def _set_batching_rule(primitive: Any, fun: Callable[..., Any] | None) -> None:
 
 
 def _set_jvp_rule(primitive: Any, rule: Callable[..., Any]) -> None:
+    if primitive in _OPS:  # the newest rule counts
+        _OPS[primitive]._vjp = None
+        _OPS[primitive]._rules.discard("vjp")
     ad.primitive_jvps[primitive] = functools.partial(_batched_jvp, primitive, rule)
     _note_rule(primitive, "jvp")
 
@@ -4097,20 +4145,20 @@ def _note_rule(primitive: Any, kind: str, defined: bool = True) -> None:
         op._rules_changed()
 
 
-def _batch(primitive: Any, rule: Callable[..., Any], args: Sequence[Any], axes: Sequence[Any], **params: Any) -> Any:
+def _batch(primitive: Any, rule: Callable[..., Any], args: Sequence[Any], axes: Sequence[Any], /, **params: Any) -> Any:
     if "_batch" in params:  # recorded before: a user's rule is for the op on one slice
         return general_batching_rule(primitive, args, axes, **params)
     return rule(args, axes, **_visible(params))
 
 
-def _no_jvp(op: XLACustomKernel, primals: Any, tangents: Any, **params: Any) -> Any:
+def _no_jvp(op: XLACustomKernel, primals: Any, tangents: Any, /, **params: Any) -> Any:
     raise NotImplementedError(
         f"XLACustomKernel {op.name!r} has no derivative: define one with def_jvp_rule2 (one rule per operand), "
         "def_jvp_rule or def_vjp_rule, or keep it out of differentiation with jax.lax.stop_gradient"
     )
 
 
-def _no_transpose(op: XLACustomKernel, cotangents: Any, *args: Any, **params: Any) -> Any:
+def _no_transpose(op: XLACustomKernel, cotangents: Any, /, *args: Any, **params: Any) -> Any:
     raise NotImplementedError(
         f"XLACustomKernel {op.name!r} has no transpose, which reverse-mode differentiation of its derivative needs: "
         "define one with def_transpose_rule, write the derivative with jax.numpy, or use def_vjp_rule"
@@ -4120,7 +4168,7 @@ def _no_transpose(op: XLACustomKernel, cotangents: Any, *args: Any, **params: An
 # -- Derivatives
 
 
-def _jvp_by_operand(primitive: Any, rules: Sequence[Any], primals: Any, tangents: Any, **params: Any) -> tuple:
+def _jvp_by_operand(primitive: Any, rules: Sequence[Any], primals: Any, tangents: Any, /, **params: Any) -> tuple:
     if len(rules) != len(primals):
         raise ValueError(
             f"{primitive.name!r} was given {len(rules)} jvp rules, but it has {len(primals)} operands; give one rule "
@@ -4165,7 +4213,7 @@ def _vary_nonzero(a: Any, b: Any) -> list:
     return [a, b] if isinstance(a, ad.Zero) or isinstance(b, ad.Zero) else _make_varying((a, b))
 
 
-def _batched_jvp(primitive: Any, rule: Callable[..., Any], primals: Any, tangents: Any, **params: Any) -> tuple:
+def _batched_jvp(primitive: Any, rule: Callable[..., Any], primals: Any, tangents: Any, /, **params: Any) -> tuple:
     """Apply a rule written for one slice to the op under the recorded vmaps."""
     batch, params = params.get("_batch", ()), _visible(params)
     if not batch:
@@ -4200,7 +4248,7 @@ def _none_to_zero(outputs: Any, tangents: Any) -> Any:
 
 
 def _batched_transpose(
-    op: XLACustomKernel, rule: Callable[..., Any], cotangents: Any, *args: Any, **params: Any
+    op: XLACustomKernel, rule: Callable[..., Any], cotangents: Any, /, *args: Any, **params: Any
 ) -> Any:
     """Apply a transpose rule written for one slice to the op under the recorded vmaps."""
     batch, params = params.get("_batch", ()), _visible(params)
@@ -4232,7 +4280,7 @@ def _batched_transpose(
     found = one([args[i] for i in known], [cotangents[i] for i in nonzero])
     full = [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in args]
     for i, ct in zip(kept, found):
-        full[i] = ct
+        full[i] = _as_cotangent(ct, args[i])
     return full
 
 
@@ -4244,7 +4292,7 @@ def _transposed_vmap(
 
     def level(values: list, cts: list) -> list:
         found = jax.vmap(one, in_axes=axes, axis_size=size)(values, cts)
-        return [ct if flags[i] else ct.sum(0) for i, ct in zip(kept, found)]
+        return [ct if flags[i] else jax.lax.reduce_sum(ct, (0,)) for i, ct in zip(kept, found)]
 
     return level
 
@@ -4265,7 +4313,7 @@ def _checked_cotangents(op: XLACustomKernel, found: Any, args: Sequence[Any]) ->
 
 
 def _as_cotangent(ct: Any, operand: Any) -> Any:
-    return ad.Zero(operand.aval) if ct is None or isinstance(ct, ad.Zero) else ct
+    return ad.Zero(operand.aval) if ct is None or isinstance(ct, ad.Zero) else _sharded_like(ct, operand.aval)
 
 
 # -- Partitioning under jax.jit
@@ -4305,6 +4353,13 @@ class _ShardingRule:
                     f"XLACustomKernel {self.op_name!r}: the sharding rule {self.text!r} is for {what} of ranks "
                     f"{ranks}, but the call has {what} of ranks {found}; correct the rule or the call"
                 )
+        sizes: dict[str, Any] = {}
+        for name, size in zip(sum(self.ins + self.outs, ()), sum(map(tuple, (*in_shapes, *out_shapes)), ())):
+            if sizes.setdefault(name, size) != size:
+                raise ValueError(
+                    f"XLACustomKernel {self.op_name!r}: in the sharding rule {self.text!r} the name {name!r} stands "
+                    f"for the sizes {sizes[name]} and {size}; give dimensions of different sizes different names"
+                )
 
     def batched(self, batch: tuple) -> _ShardingRule:
         """The rule of the op under the recorded vmaps."""
@@ -4316,32 +4371,45 @@ class _ShardingRule:
         text = ", ".join(map(" ".join, ins)) + " -> " + ", ".join(map(" ".join, outs))
         return _ShardingRule(self.op_name, text, tuple(ins), tuple(outs))
 
+    def with_constants(self, consts: Sequence[Any]) -> _ShardingRule:
+        """The rule with constants of the kernel as further operands, which every device gets whole."""
+        ins = (*self.ins, *[tuple(f"const{k}d{d}" for d in range(np.ndim(x))) for k, x in enumerate(consts)])
+        text = ", ".join(map(" ".join, ins)) + " -> " + ", ".join(map(" ".join, self.outs))
+        return _ShardingRule(self.op_name, text, ins, self.outs)
+
     def partitioned(self, make: Callable[..., Callable[..., list]], outs: tuple, batch: tuple) -> Callable[..., Any]:
         """The function `make(outs, batch)`, with this rule for XLA's partitioner."""
         from jax.experimental.custom_partitioning import custom_partitioning
 
-        rule = self.batched(batch)
+        def call(*ins: Any) -> tuple:
+            closed, n = jax.make_jaxpr(make(outs, batch))(*ins), len(ins)
+            rule = self.batched(batch).with_constants(closed.consts)
 
-        def whole(*ins: Any) -> tuple:
-            return tuple(make(outs, batch)(*ins))
+            def whole(*args: Any) -> tuple:
+                return tuple(jax.core.eval_jaxpr(closed.jaxpr, args[n:], *args[:n]))
 
-        def partition(mesh: Any, args: Any, results: Any) -> tuple:
-            given, returned = rule.shardings(mesh, args, results)
+            def partition(mesh: Any, args: Any, results: Any) -> tuple:
+                given, returned = rule.shardings(mesh, args, results)
 
-            def shard(*ins: Any) -> tuple:
-                local = [s.shard_shape(r.shape) for s, r in zip(returned, results)]
-                specs = tuple(Spec(n[len(batch) :], o.dtype) for n, o in zip(local, outs))
-                sizes = reversed(local[0][: len(batch)])
-                return tuple(make(specs, tuple((n, flags) for n, (_, flags) in zip(sizes, batch)))(*ins))
+                def shard(*args: Any) -> tuple:
+                    local = [s.shard_shape(r.shape) for s, r in zip(returned, results)]
+                    specs = tuple(Spec(n[len(batch) :], o.dtype) for n, o in zip(local, outs))
+                    sizes = reversed(local[0][: len(batch)])
+                    with _without_mesh():
+                        run = make(specs, tuple((size, flags) for size, (_, flags) in zip(sizes, batch)))
+                        jaxpr = jax.make_jaxpr(run)(*args[:n]).jaxpr
+                        return tuple(jax.core.eval_jaxpr(jaxpr, args[n:], *args[:n]))
 
-            return mesh, shard, tuple(returned), tuple(given)
+                return mesh, shard, tuple(returned), tuple(given)
 
-        def infer(mesh: Any, args: Any, results: Any) -> tuple:
-            return tuple(rule.shardings(mesh, args, results)[1])
+            def infer(mesh: Any, args: Any, results: Any) -> tuple:
+                return tuple(rule.shardings(mesh, args, results)[1])
 
-        function = custom_partitioning(whole)
-        function.def_partition(partition=partition, infer_sharding_from_operands=infer, sharding_rule=rule.text)
-        return function
+            function = custom_partitioning(whole)
+            function.def_partition(partition=partition, infer_sharding_from_operands=infer, sharding_rule=rule.text)
+            return function(*ins, *closed.consts)
+
+        return call
 
     def shardings(self, mesh: Any, args: Any, results: Any) -> tuple[list, list]:
         """The shardings of operands and outputs in which every dimension name has one meaning."""
