@@ -1780,6 +1780,7 @@ R cuCtxSetCurrent(P c) { stack[top ? top - 1 : top++] = (uintptr_t)c; return 0; 
 R cuCtxGetDevice(int *d) { if (!top) return 201; *d = (stack[top - 1] - 0x1000) / 16; return 0; }
 R cuStreamGetCtx(P s, P *c) { return cuCtxGetCurrent(c); }
 R cuStreamGetDevice(P s, int *d) { return cuCtxGetDevice(d); }
+R cuStreamSynchronize(P s) { return 0; }
 R cuMemGetInfo_v2(size_t *f, size_t *t) { *f = *t = 1ull << 37; return 0; }
 R cuModuleLoadData(P *m, const char *image) { *m = (P)(next_ += 16); return memcmp(image, "\177ELF", 4) ? 200 : 0; }
 R cuModuleLoadDataEx(P *m, P image, U n, P o, P v) { *m = (P)((next_ += 16) | 1u << 30); return 0; }  // Numba's way
@@ -3881,6 +3882,11 @@ def test_op_no_kernel_for_the_platform():
             lambda op: op.def_kernel("a", "cpu", _adds(1), grid=3),
             TypeError,
             "grid can be given with a ready kernel only",
+        ),
+        (
+            lambda op: op.def_numba_kernel(numba.njit(_plus_one), has_side_effect=True),
+            TypeError,
+            "XLACustomKernel 'constant': has_side_effect=True has no place here: a call of the op whose results nobody uses is",
         ),
         (
             lambda op: op.def_pallas_kernel("gpus", _adds(1)),
