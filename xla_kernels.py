@@ -3922,8 +3922,8 @@ def _wrap_ready(kind: str, kernel: Any, outs: tuple, options: dict) -> Callable[
 def _as_generator(op: XLACustomKernel, backend: str, kg: Any, options: dict) -> Callable[..., Any]:
     if options.get("has_side_effect"):
         raise TypeError(
-            f"XLACustomKernel {op.name!r}: has_side_effect=True has no place here: a call of the op whose results nobody "
-            "uses is dropped. Call numba_kernel(...), numba_cuda_kernel(...) or warp_kernel(...) itself for effects"
+            f"XLACustomKernel {op.name!r}: has_side_effect=True has no place here: a call of the op whose results "
+            "nobody uses is dropped; call numba_kernel, numba_cuda_kernel or warp_kernel themselves for effects"
         )
     kind = _ready_kind(kg)
     if kind is not None:
