@@ -4250,7 +4250,7 @@ def test_op_under_debug_nans(call):
             call(lambda x: op(x, outs=lambda x: x))(-jnp.ones(2))
 
 
-PARAMETER_NAMES = "args axes cotangents ins key name op platform primals prim rule rules tangents traced".split()
+PARAMETER_NAMES = "args axes cotangents ins name op platform primals prim rule rules tangents traced".split()
 
 
 @pytest.mark.parametrize("name", PARAMETER_NAMES)

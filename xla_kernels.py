@@ -3156,14 +3156,7 @@ _GPU_NAMES = ("gpu", "cuda", "rocm")
 _SPEC_TYPES: tuple[type, ...] = (Spec, jax.core.ShapedArray)
 _OPTIONAL_PARAMS = ("outs", "backend")  # what a rule or a generator may leave out of its signature
 _HIDDEN_PARAMS = ("_batch", "_types")  # what a rule never sees: the recorded vmaps, and the types of the parameters
-_JAX_PARAMS = (
-    "avals_in",
-    "ctx",
-    "effects",
-    "eqn",
-    "primitive",
-    "self",
-)  # what JAX names the arguments of its own functions
+_JAX_PARAMS = tuple("avals_in ctx effects eqn key primitive self".split())  # arguments of functions of JAX
 _MAX_EAGER_CALLS = 1024
 _MAX_CHECKED = 4096
 
