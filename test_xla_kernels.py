@@ -2927,13 +2927,13 @@ def warp_driver(request, monkeypatch):
         launch(self)
         self.block_dim = threads
 
-    def prepare(name, plan, signature, platform):
+    def register(name, plan, signature, platform):
         xk._register(name, "cpu", lambda: xk._compile_warp(plan, signature, "cuda"))
 
     monkeypatch.setattr(xk, "__name__", f"xk_{request.param.split()[1]}")
     monkeypatch.setattr(xk, "_CudaDriver", lambda: WarpDriver(launches))
     monkeypatch.setattr(xk, "_cuda_ordinals", lambda: [3])
-    monkeypatch.setattr(xk, "_prepare_warp", prepare)
+    monkeypatch.setattr(xk, "_register_warp", register)
     monkeypatch.setattr(xk._WarpPlan, "record", record_on_cpu)
     monkeypatch.setattr(wp.Launch, "launch", launch_on_cpu)
     return launches

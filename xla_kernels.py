@@ -661,14 +661,14 @@ def _show(spec: Any) -> str:
 class _Target:
     """What a call runs: a registered name, and the integers that this call's shapes and options give it.
 
-    `prepare(platform)` is called before the call is compiled for a platform: it registers the handler,
+    `register(platform)` is called before the call is compiled for a platform: it registers the handler,
     or raises an error that says what to use there.
     """
 
     name: str
     attrs: tuple[tuple[str, tuple[int, ...]], ...] = ()
     copy_inputs: bool = False
-    prepare: Callable[[str], None] = dataclasses.field(compare=False, default=lambda platform: None)
+    register: Callable[[str], None] = dataclasses.field(compare=False, default=lambda platform: None)
 
     def __repr__(self) -> str:
         return self.name
@@ -683,7 +683,7 @@ def _call_abstract_eval(*ins: Any, outs: Sequence[tuple], has_side_effect: bool,
 
 def _call_lowering(ctx: Any, *operands: Any, target: _Target, aliases: Any, has_side_effect: bool, **_: Any) -> Any:
     for platform in _platforms(ctx):
-        target.prepare(platform)
+        target.register(platform)
     rule = jax.ffi.ffi_lowering(target.name, operand_output_aliases=dict(aliases), has_side_effect=has_side_effect)
     return rule(ctx, *operands, **{name: np.array(values, np.int64) for name, values in target.attrs})
 
@@ -790,7 +790,7 @@ class _Wrapper:
         outs, tree = _flat_specs(self.outs(*ins) if callable(self.outs) else self.outs, "outs", ins)
         scratch = _flat_specs(self.scratch(*ins) if callable(self.scratch) else self.scratch, "scratch", ins)[0]
         aliases = _check_aliases(self.aliases, ins, outs)
-        target = self._prepare(ins, outs + scratch)
+        target = self._find_target(ins, outs + scratch)
         hidden = outs + scratch
         if target.copy_inputs:  # a hidden output in the place of each input: XLA copies what it must keep
             free = [i for i in range(len(ins)) if i not in self.aliases]
@@ -805,7 +805,7 @@ class _Wrapper:
         )
         return jax.tree_util.tree_unflatten(tree, results[: len(outs)])
 
-    def _prepare(self, ins: list[Spec], outs: list[Spec]) -> _Target:
+    def _find_target(self, ins: list[Spec], outs: list[Spec]) -> _Target:
         """Check the kernel against the call and name its target; `outs` ends with the scratch buffers."""
         raise NotImplementedError
 
@@ -1305,7 +1305,7 @@ class _NumbaKernel(_Wrapper):
             )
         super().__init__(kernel, outs, **options)
 
-    def _prepare(self, ins: list[Spec], outs: list[Spec]) -> _Target:
+    def _find_target(self, ins: list[Spec], outs: list[Spec]) -> _Target:
         numba = _import("numba", "numba_kernel", "pip install numba")
         _check_arity(self.kernel, ins, outs, self.scratch is not None)
         for what, specs in (("input", ins), ("output", outs)):
@@ -1320,7 +1320,7 @@ class _NumbaKernel(_Wrapper):
         name = f"{__name__}.{self.__name__}.{digest}"
         make = functools.partial(_compile_numba, self.kernel, signature)
         compiled = _register(name, "cpu", make)
-        return _Target(name, copy_inputs=compiled.copy_inputs, prepare=functools.partial(_check_cpu, self.__name__))
+        return _Target(name, copy_inputs=compiled.copy_inputs, register=functools.partial(_check_cpu, self.__name__))
 
 
 def _check_cpu(label: str, platform: str) -> None:
@@ -1850,7 +1850,7 @@ class _CudaWrapper(_Wrapper):
     def _attrs(self, ins: list[Spec]) -> tuple:
         return ()
 
-    def _prepare(self, ins: list[Spec], outs: list[Spec]) -> _Target:
+    def _find_target(self, ins: list[Spec], outs: list[Spec]) -> _Target:
         _cuda(self.decorator)
         self._check_call(ins, outs)
         for what, specs in (("input", ins), ("output", outs)):
@@ -1862,11 +1862,11 @@ class _CudaWrapper(_Wrapper):
                     )
         signature = _Signature.of(self.__name__, ins, outs)
         name = f"{__name__}.{self.__name__}.{_digest(self.code.digest(), str(signature))}"
-        target = _Target(name, self._attrs(ins), prepare=functools.partial(self.code.get_ready, name, signature))
+        target = _Target(name, self._attrs(ins), register=functools.partial(self.code.get_ready, name, signature))
         if _cudasim():
-            target.prepare("cpu")
+            target.register("cpu")
         elif _default_platform() == "gpu":  # so that a kernel that cannot be compiled fails at trace time
-            target.prepare("cuda")  # needs a GPU
+            target.register("cuda")  # needs a GPU
         else:  # a name for export_checks, to lower for GPUs that are elsewhere
             _STORE.targets.setdefault((name, "cuda"), None)
         return target
@@ -2875,7 +2875,7 @@ class _WarpReplay:
             self.driver.call("cuLaunchKernel", function, *sizes, _PTR(call.stream), launch.params_addr, None)
 
 
-def _prepare_warp(name: str, plan: _WarpPlan, signature: _Signature, platform: str) -> None:
+def _register_warp(name: str, plan: _WarpPlan, signature: _Signature, platform: str) -> None:
     if platform not in ("cpu", "cuda"):
         raise NotImplementedError(
             f"Warp kernel {signature.label!r} runs on CPUs and NVIDIA GPUs; this computation is "
@@ -3063,7 +3063,7 @@ class _WarpKernel(_Wrapper):
 
     # -- from a call to a target
 
-    def _prepare(self, ins: list[Spec], outs: list[Spec]) -> _Target:
+    def _find_target(self, ins: list[Spec], outs: list[Spec]) -> _Target:
         n_args, k = len(ins) + len(self.values), len(self.in_outs)
         if len(self.params) != n_args + len(outs) - k or any(i >= n_args for i in (*self.by_value, *self.in_outs)):
             raise self._wrong_arity(f"{n_args} inputs and {len(outs)} outputs (in-out arguments count as both)")
@@ -3104,10 +3104,10 @@ class _WarpKernel(_Wrapper):
         if self.values:
             memory = b"".join(packed.ljust(-(-len(packed) // 8) * 8, b"\0") for _, packed in self.values.values())
             attrs.append(("values", tuple(np.frombuffer(memory, np.int64).tolist())))
-        prepare = functools.partial(_prepare_warp, name, plan, signature)
+        register = functools.partial(_register_warp, name, plan, signature)
         if _default_platform() in ("cpu", "gpu"):  # exported programs look the name up in processes that only trace
-            prepare({"gpu": "cuda"}.get(_default_platform(), "cpu"))
-        return _Target(name, tuple(attrs), prepare=prepare)
+            register({"gpu": "cuda"}.get(_default_platform(), "cpu"))
+        return _Target(name, tuple(attrs), register=register)
 
     # -- derivatives
 
