@@ -56,15 +56,10 @@ except ImportError:
     wp = None
 try:
     from jax.experimental import pallas as pl
-except ImportError:  # it needs absl with jax 0.5.3
+except ImportError:  # it needs absl with old versions of jax
     pl = None
 
-if hasattr(jax, "shard_map"):
-    shard_map = functools.partial(jax.shard_map, check_vma=True)
-else:  # jax < 0.6
-    from jax.experimental.shard_map import shard_map as old_shard_map
-
-    shard_map = functools.partial(old_shard_map, check_rep=False)
+shard_map = functools.partial(jax.shard_map, check_vma=True)
 
 # ======================================================================================================
 # The matrix: every operation x backend x transformation
@@ -2973,7 +2968,7 @@ def check_view_gradients():
     a, b = np.arange(1.0, 5.0, dtype=np.float32), np.ones(4, np.float32)
     found = jax.grad(lambda a, b: g(a, b).sum(), (0, 1))(a, b)
     arrays = [wp.array(x, requires_grad=True, device="cpu") for x in (a, b, a)]
-    with wp.Tape() as tape:  # the reference: Warp 1.10 has another gradient than later ones here, which are right
+    with wp.Tape() as tape:
         wp.launch(pick, dim=4, inputs=arrays[:2], outputs=arrays[2:], device="cpu")
     tape.backward(grads={arrays[2]: wp.array(np.ones(4, np.float32), device="cpu")})
     for ours, theirs in zip(found, arrays):
@@ -3276,11 +3271,7 @@ def product(request):
 
 def _shard_map(f, in_specs, out_specs):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("d",))
-    if hasattr(jax, "shard_map"):
-        return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
-    from jax.experimental.shard_map import shard_map
-
-    return shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
 
 
 def _scan(f, x, y):
@@ -3372,8 +3363,6 @@ def test_op_under_transformations(product, name):
 
 
 def test_op_shard_map_sums_the_cotangent_of_a_replicated_operand(product):
-    if not hasattr(jax, "shard_map"):
-        pytest.skip("the grad inside shard_map of jax < 0.6 sums nothing")
     inside = jax.grad(lambda x, y: product(x, y).sum(), 1)
     got = _shard_map(inside, (P("d"), P()), P())(X, Y[:2])
     np.testing.assert_allclose(got, X.reshape(4, 2).sum(0))
@@ -4225,8 +4214,6 @@ def test_op_sharding_of_kernels_with_constants(sharded):
 
 @pytest.mark.parametrize("rule", [None, "i -> i"])
 def test_op_on_a_mesh_of_explicit_axes(rule):
-    if not hasattr(jax, "set_mesh"):
-        pytest.skip("this JAX has no meshes of explicit axes")
     op = xk.XLACustomKernel("double")
     op.def_kernel("jax", "cpu", lambda: lambda x: 2 * x)
     f = lambda x: op(x, outs=lambda x: x)
@@ -4985,9 +4972,6 @@ def test_grad_of_vmap_and_vmap_of_grad_through_custom_vjp():
 
 
 def test_shard_map_sums_the_gradient_of_a_replicated_input():
-    if not hasattr(jax, "shard_map"):
-        pytest.skip("jax < 0.6 tracks no varying axes")
-
     @jax.custom_vjp
     def scale(w, x):
         return multiply(w, x)
@@ -5489,7 +5473,7 @@ CRASH = {
         before, targets = rss(), len(xk.export_checks())
         for _ in range(1000): retrace()
         assert len(xk.export_checks()) == targets and rss() - before < 20, ("retraces", rss() - before)
-        def fail(x, out): raise ValueError("no")  # Numba 0.60 leaks where the text is made from values
+        def fail(x, out): raise ValueError("no")
         g = xk.numba_kernel(fail, outs=lambda x: x)
         def errors(n):
             for _ in range(n):
@@ -5540,7 +5524,7 @@ def c_header():
     return text.replace("XLA_FFI_Extension_Base", "XLA_FFI_InternalExtension")  # its name before jaxlib 0.10
 
 
-RENAMED = {  # since jaxlib 0.5.3; the functions kept their places
+RENAMED = {  # since jaxlib 0.7.2; the functions kept their places
     "XLA_FFI_Error_GetMessage": "XLA_FFI_Error_GetDetails",
     "XLA_FFI_TypeId_Register": "XLA_FFI_Type_Register",
     "XLA_FFI_ExecutionContext_Get": "XLA_FFI_InvokeContext_Get",

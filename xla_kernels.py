@@ -63,8 +63,8 @@ __all__ = [
 ]
 
 # ======================================================================================================
-# JAX compatibility: every difference between versions, and every API that is not documented, is here.
-# Checked on jax 0.5.3, 0.7.2, 0.10.2 and 0.12.0.1.
+# JAX compatibility: names that differ between the versions of jax, and APIs of it that are not documented.
+# Checked on jax 0.7.2, 0.10.2 and 0.12.0.1.
 # ======================================================================================================
 
 Spec = jax.ShapeDtypeStruct
@@ -73,7 +73,7 @@ Primitive: Any = type(jax.lax.add_p)  # jax.extend.core.Primitive, without the 3
 
 
 def _varying_axes(aval: Any) -> frozenset:
-    """The manual mesh axes over which a value varies inside `shard_map` (none before jax 0.6)."""
+    """The manual mesh axes over which a value varies inside `shard_map`."""
     if (axis_type := getattr(aval, "manual_axis_type", None)) is not None:  # jax >= 0.11
         return axis_type.varying
     return getattr(aval, "vma", None) or frozenset()
@@ -81,16 +81,14 @@ def _varying_axes(aval: Any) -> frozenset:
 
 def _out_aval(shape: tuple, dtype: Any, varying: frozenset) -> Any:
     """The abstract value of a result: replicated on the current mesh, varying over `varying`."""
-    mesh = jax.sharding.get_abstract_mesh() if hasattr(jax.sharding, "get_abstract_mesh") else None
-    if mesh is None or mesh.empty:
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
         return jax.core.ShapedArray(shape, dtype)
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*[None] * len(shape)))
     if hasattr(jax.sharding, "ManualAxisType"):  # jax >= 0.11
         axis_type = jax.sharding.ManualAxisType(varying=varying)
         return jax.core.ShapedArray(shape, dtype, sharding=sharding, manual_axis_type=axis_type)
-    if hasattr(jax.core.ShapedArray, "vma") or "vma" in getattr(jax.core.ShapedArray, "__slots__", ()):
-        return _jax.core.ShapedArray(shape, dtype, sharding=sharding, vma=varying)
-    return jax.core.ShapedArray(shape, dtype)
+    return _jax.core.ShapedArray(shape, dtype, sharding=sharding, vma=varying)
 
 
 def _make_varying(args: Sequence[Any]) -> list[Any]:
@@ -98,19 +96,13 @@ def _make_varying(args: Sequence[Any]) -> list[Any]:
 
     The cast is what makes the transposed operation sum the cotangent of a replicated input.
     """
-    if not hasattr(jax, "typeof"):  # jax < 0.6 tracks no axes
-        return list(args)
     axes = [_varying_axes(jax.typeof(x)) for x in args]
     union = frozenset().union(*axes)
     return [_cast_varying(x, tuple(union - own)) if union - own else x for x, own in zip(args, axes, strict=True)]
 
 
 def _cast_varying(x: Any, axes: tuple) -> Any:
-    return jax.lax.pcast(x, axes, to="varying") if hasattr(jax.lax, "pcast") else _jax.lax.pvary(x, axes)
-
-
-def _typeof(x: Any) -> Any:
-    return jax.typeof(x) if hasattr(jax, "typeof") else _jax.core.get_aval(x)  # jax < 0.6
+    return jax.lax.pcast(x, axes, to="varying") if hasattr(jax.lax, "pcast") else _jax.lax.pvary(x, axes)  # jax 0.7
 
 
 @functools.cache
@@ -140,8 +132,6 @@ def _varying_spec(spec: Spec, varying: frozenset) -> Spec:
 
 def _without_mesh() -> Any:
     """A scope in which no mesh is current, for what is traced on one device of a partitioned computation."""
-    if not hasattr(jax.sharding, "use_abstract_mesh"):  # jax < 0.7: it comes with meshes of explicit axes
-        return contextlib.nullcontext()
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
 
 
@@ -149,9 +139,7 @@ def _sharded_like(x: Any, aval: Any) -> Any:
     """`x` with the sharding of `aval`, where that is part of the type: on meshes of explicit axes."""
     wanted = getattr(aval, "sharding", None)
     kinds = getattr(getattr(wanted, "mesh", None), "axis_types", None) or ()
-    if not hasattr(jax.sharding, "reshard") or jax.sharding.AxisType.Explicit not in kinds:
-        return x
-    return jax.sharding.reshard(x, wanted)
+    return jax.sharding.reshard(x, wanted) if jax.sharding.AxisType.Explicit in kinds else x
 
 
 def _as_one_primitive(function: Any) -> Any:
@@ -170,15 +158,6 @@ def _need_devices(primitive: Any) -> None:
     from jax._src import dispatch
 
     dispatch.prim_requires_devices_during_lowering.add(primitive)
-
-
-def _register_replication(primitive: Any) -> None:
-    """Tell the shard_map of jax < 0.6 that outputs are replicated where all inputs are."""
-    if not hasattr(jax, "shard_map"):
-        from jax.experimental import shard_map
-
-        shard_map.register_standard_check(primitive)  # type: ignore[attr-defined]
-        shard_map.register_standard_rewrite(primitive)  # type: ignore[attr-defined]
 
 
 def _platforms(ctx: Any) -> tuple[str, ...]:
@@ -246,7 +225,7 @@ _XLA_FFI_DATA_TYPES = {
 def _ffi_api_version() -> tuple[int, int]:
     """The FFI version to report in the handshake: that of the installed jaxlib, which accepts no newer one.
 
-    Without its header, 0.1: the version of jaxlib 0.5.3, whose structs are the ones used here.
+    Without its header, 0.1: the version of jaxlib 0.7.2, whose structs are the ones used here.
     """
     try:
         with open(os.path.join(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h"), encoding="utf-8") as header:
@@ -707,7 +686,7 @@ def _call_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, target: _Targe
             "with XLACustomKernel and give that a rule (def_jvp_rule, def_vjp_rule)"
         )
     results = _call_p.bind(*primals, target=target, outs=outs, **params)
-    return results, [ad.Zero(_typeof(x).to_tangent_aval()) for x in results]
+    return results, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in results]
 
 
 _call_p = Primitive("xla_kernel")
@@ -717,7 +696,6 @@ _call_p.def_effectful_abstract_eval(_call_abstract_eval)
 ad.primitive_jvps[_call_p] = _call_jvp
 batching.primitive_batchers[_call_p] = _call_batching
 mlir.register_lowering(_call_p, _call_lowering)
-_register_replication(_call_p)
 
 
 def _input_signature(kernel: Any, outs: Any) -> inspect.Signature:
@@ -2237,7 +2215,7 @@ def _cuda_runner(dispatcher: Any) -> Callable[[list, Any, _Call], None]:
 # Warp
 # ======================================================================================================
 
-_WARP_DTYPES = (  # bfloat16 since Warp 1.13
+_WARP_DTYPES = (
     *("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"),
     *("float16", "bfloat16", "float32", "float64"),
 )
@@ -2247,7 +2225,7 @@ _WARP_MAX_EXTENT = 2**31 - 1  # Warp keeps extents, strides in bytes and thread 
 
 
 # -- Warp itself: import, silence, types. Every difference between Warp's versions is in this part and in
-# _warp_layout, which looks at what Warp does rather than at its version. Checked on 1.10, 1.12, 1.13, 1.15 and 1.19.
+# _warp_layout, which looks at what Warp does rather than at its version. Checked on 1.13, 1.15, 1.18 and 1.19.
 
 
 @contextlib.contextmanager
@@ -2399,7 +2377,7 @@ def _warp_params(kernel: Any) -> tuple[_WarpParam, ...]:
 
 
 def _warp_param(wp: Any, scalars: Mapping[Any, np.dtype], kernel: str, name: str, kind: Any) -> _WarpParam:
-    is_array = isinstance(kind, wp.array) or getattr(kind, "_concrete_cls", None) is wp.array  # Warp >= 1.12
+    is_array = isinstance(kind, wp.array) or getattr(kind, "_concrete_cls", None) is wp.array
     element = kind.dtype if is_array else kind
     dtype = scalars.get(getattr(element, "_wp_scalar_type_", element))
     if dtype is None and (is_array or not _is_warp_struct(element) or _holds_arrays(element)):
@@ -2427,7 +2405,7 @@ def _warp_content(kernel: Any) -> tuple[bytes, str]:
             raise KeyError(kernel.key)
         return kernel.hash
 
-    options = {**kernel.module.options, **kernel.options, "block_dim": None}  # Warp 1.10 keeps the last launch's there
+    options = {**kernel.module.options, **kernel.options, "block_dim": None}  # Warp 1.13 keeps the last launch's there
     return _despite_changes(kernel, read), str(sorted(options.items()))
 
 
@@ -2590,7 +2568,7 @@ class _WarpPlan:
                     f"Warp {what} was built without its adjoint, which differentiable=True needs; set "
                     "enable_backward=True in its options, its module's and warp.config"
                 ) from error
-            if launch is None:  # Warp 1.10 reports a failed build once only
+            if launch is None:  # some Warps report a failed build once only
                 raise RuntimeError(f"Warp cannot build the module of {what}: see its first error, or its log")
             return launch
 
@@ -2620,10 +2598,9 @@ class _WarpArray(ctypes.Structure):
 
 @dataclasses.dataclass(frozen=True)
 class _WarpLayout:
-    """How to call a kernel's CPU entry point: `void entry(bounds, args*[, adjoint_args*])`."""
+    """How to call a kernel's CPU entry point: `void entry(bounds*, args*[, adjoint_args*])`."""
 
     entry: int
-    by_value: bool  # Warp < 1.13 passes the bounds by value
     bounds: Any
     args: tuple[Any, ...]
 
@@ -2637,11 +2614,11 @@ def _warp_layout(plan: _WarpPlan, launch: Any) -> _WarpLayout | None:
         launch.launch()
     finally:
         launch.hooks = hooks
-    structs = [getattr(arg, "_obj", arg) for arg in calls[0]]
+    structs: list[Any] = [getattr(arg, "_obj", None) for arg in calls[0]]  # of pointers made by ctypes.byref
     if not all(isinstance(struct, ctypes.Structure) for struct in structs):
         return None
     entry = ctypes.cast(hooks.forward if plan.adjoints is None else hooks.backward, _PTR).value or 0
-    layout = _WarpLayout(entry, calls[0][0] is structs[0], type(structs[0]), tuple(type(s) for s in structs[1:]))
+    layout = _WarpLayout(entry, type(structs[0]), tuple(type(s) for s in structs[1:]))
     return layout if _predict_warp_call(plan, layout) == [bytes(s) for s in structs] else None
 
 
@@ -2688,11 +2665,6 @@ def _tile_lock(kernel: Any) -> int:
         allocate.restype = _PTR
         _STORE.tile_lock = allocate()
     return _STORE.tile_lock
-
-
-def _passed_in_memory() -> bool:
-    """Whether C passes a struct of more than 16 bytes on the stack (x86-64 but on Windows), not by address."""
-    return sys.platform != "win32" and os.uname().machine in ("x86_64", "amd64")
 
 
 class _WarpEmitter(_Emitter):
@@ -2766,7 +2738,7 @@ class _WarpEmitter(_Emitter):
                         if grad is not None:
                             address = handler.builder.ptrtoint(pointers[grad], handler.i64)
                             handler.builder.store(address, handler.field(array, _WarpArray, "grad"))
-            self._enter(handler)
+            handler.call_c(self.layout.entry, handler.ir.VoidType(), [self.bounds, *self.args])
 
     def _describe(self, handler: _Handler, array: Any, param: _WarpParam, pointer: Any, dims: list[Any]) -> None:
         """Fill one array_t, but for its gradient."""
@@ -2778,17 +2750,6 @@ class _WarpEmitter(_Emitter):
         self._store_ints(handler, array, _WarpArray, "shape", shape)
         self._store_ints(handler, array, _WarpArray, "strides", strides)
         handler.store(param.ndim, array, _WarpArray, "ndim")
-
-    def _enter(self, handler: _Handler) -> None:
-        void, builder = handler.ir.VoidType(), handler.builder
-        if not (self.layout.by_value and _passed_in_memory()):
-            handler.call_c(self.layout.entry, void, [self.bounds, *self.args])
-            return
-        # A struct passed on the stack lies where integers lie that no register is left for: fill all six.
-        registers = [builder.ptrtoint(pointer, handler.i64) for pointer in self.args]
-        registers += [handler.int64(0)] * (6 - len(registers))
-        words = [handler.item(self.bounds, i, handler.i64) for i in range(-(-ctypes.sizeof(self.layout.bounds) // 8))]
-        handler.call_c(self.layout.entry, void, registers + words)
 
 
 # -- Through Warp's own launch: on GPUs, and on the CPU where the layout is unknown
@@ -3963,7 +3924,7 @@ def _kernel_function(op: XLACustomKernel, entry: KernelEntry, options: dict) -> 
         if outs and all(0 in s.shape for s in outs):  # nothing to compute, and not every backend takes empty arrays
             return [_zeros(s.shape, s.dtype) for s in outs]
         try:
-            varying = frozenset().union(*[_varying_axes(_typeof(x)) for x in ins])
+            varying = frozenset().union(*[_varying_axes(jax.typeof(x)) for x in ins])
             kernel = entry.kernel_generator(**{**static, "outs": tuple(_varying_spec(s, varying) for s in outs)})
             kind = _ready_kind(kernel)
             if kind not in (None, "wrapper"):
@@ -4076,7 +4037,6 @@ def _install_op_rules(op: XLACustomKernel) -> None:
     _set_batching_rule(primitive, None)
     for platform in (None, "cpu", "gpu", "tpu"):
         mlir.register_lowering(primitive, functools.partial(_op_lowering, op, platform), platform=platform)
-    _register_replication(primitive)
 
 
 def _op_impl(op: XLACustomKernel, /, *ins: Any, **options: Any) -> list:
@@ -4204,7 +4164,7 @@ def _tangent(where: str, tangent: Any, output: Any) -> Any:
 
 
 def _zero_tangent(x: Any) -> Any:
-    return ad.Zero(_typeof(x).to_tangent_aval())
+    return ad.Zero(jax.typeof(x).to_tangent_aval())
 
 
 def _vary_nonzero(a: Any, b: Any) -> list:
