@@ -4331,12 +4331,12 @@ def test_op_threads_share_one_op():
         assert all(found == list(map(float, range(30))) for found in pool.map(f, range(16)))
 
 
-def test_op_caches_are_bounded():
+def test_op_caches_are_bounded(monkeypatch):
+    monkeypatch.setattr(xk, "_MAX_RECENT", 4)
     op = xk.XLACustomKernel("many")
-    op.def_kernel("jax", "cpu", lambda k: lambda x: x)
-    for k in range(xk._MAX_EAGER_CALLS + 10):
-        op._new_call((k,), (0.0,), Spec((), np.float32), None, {"k": k})
-    assert len(op._calls) == xk._MAX_EAGER_CALLS
+    op.def_kernel("jax", "cpu", lambda k: lambda x: x + k)
+    assert [_zero_plus(op, k=k) for k in range(10)] == list(range(10))
+    assert len(op._recent) == 4
 
 
 def test_op_benchmark_compares_backends():

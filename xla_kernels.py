@@ -3118,8 +3118,7 @@ _SPEC_TYPES: tuple[type, ...] = (Spec, jax.core.ShapedArray)
 _OPTIONAL_PARAMS = ("outs", "backend")  # what a rule or a generator may leave out of its signature
 _HIDDEN_PARAMS = ("_batch", "_types")  # what a rule never sees: the recorded vmaps, and the types of the parameters
 _JAX_PARAMS = tuple("avals_in ctx effects eqn key primitive self".split())  # arguments of functions of JAX
-_MAX_EAGER_CALLS = 1024
-_MAX_CHECKED = 4096
+_MAX_RECENT = 2048
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -3198,19 +3197,14 @@ class XLACustomKernel:
         self._lock = threading.RLock()
         self._kernels: dict[str, dict[str, KernelEntry]] = {}
         self._chosen: dict[str, str] = {}  # platform -> default set by asdefault=True or set_default
-        self._calls: dict[Any, _OpCall] = {}  # for eager calls of the op
-        self._impls: dict[Any, Callable[..., Any]] = {}  # for its primitive on arrays, as jvp binds it
-        self._rules: set[str] = set()
-        self._traced = False
-        self._checked: set[Any] = set()
-        self._vjp: tuple[Callable[..., Any], Callable[..., Any]] | None = None
-        self._sharding: _ShardingRule | None = None
+        self._rules: dict[str, Any] = {}  # "batching", "jvp", "transpose", "vjp", "sharding": the newest of each
+        self._recent = _Recent()
         self._call_fn: Callable[..., Any] | None = None
         self._benchmark_data_fn: Callable[..., Any] | None = None
         self._tags: set[str] = set()
         if doc is not None:
             self.__doc__ = doc
-        _install_op_rules(self)
+        _install_hooks(self)
 
     def __call__(self, /, *ins: Any, outs: Any, backend: str | None = None, **params: Any) -> Any:
         """Apply the op; see the class for the arguments."""
@@ -3218,14 +3212,15 @@ class XLACustomKernel:
         if callable(outs):
             outs = outs(*[getattr(x, "aval", None) or _input_spec(x, i) for i, x in enumerate(args)])
         if type(outs) in _SPEC_TYPES:  # the usual case, at half the price
-            key: Any = (outs.shape, outs.dtype, backend)
+            key: Any = ("call", outs.shape, outs.dtype, backend)
         else:
             leaves, tree = jax.tree_util.tree_flatten(outs, is_leaf=_is_spec)
-            key = (tree, tuple([(tuple(getattr(s, "shape", ())), getattr(s, "dtype", None)) for s in leaves]), backend)
+            shown = tuple([(tuple(getattr(s, "shape", ())), getattr(s, "dtype", None)) for s in leaves])
+            key = ("call", tree, shown, backend)
         try:
             if params:
                 key += _tagged_items(params)
-            call = self._calls.get(key)
+            call = self._recent.get(key)
         except TypeError:  # something is not hashable: the checks in _new_call say what
             call = None
         if call is None:
@@ -3242,15 +3237,7 @@ class XLACustomKernel:
         _flat_specs(outs, f"XLACustomKernel {self.name!r}: outs", _input_specs(args))
         leaves, tree = jax.tree_util.tree_flatten(outs, is_leaf=_is_spec)
         call = _OpCall(self, tree, tuple(Spec(s.shape, s.dtype) for s in leaves), backend, params)
-        return self._remember(self._calls, key, call)
-
-    def _remember(self, cache: dict, key: Any, value: Any) -> Any:
-        """Keep what serves eager calls; parameters that change on every call must not fill the memory."""
-        with self._lock:
-            while len(cache) >= _MAX_EAGER_CALLS:
-                del cache[next(iter(cache))]
-            cache[key] = value
-        return value
+        return self._recent.keep(key, call)
 
     # Registration
 
@@ -3338,7 +3325,7 @@ class XLACustomKernel:
                 self._chosen[entry.platform] = entry.backend
             stale: list[str | None] = [entry.backend] if replaced else []
             stale += [None] if self._default_entry(entry.platform) is not default else []
-            _forget_lowerings(self, entry.platform, stale)
+            _forget(*[(self, entry.platform, backend) for backend in stale])
 
     # Dispatch
 
@@ -3381,7 +3368,7 @@ class XLACustomKernel:
             before = self._default_entry(name)
             self._chosen[name] = backend
             if self._default_entry(name) is not before:
-                _forget_lowerings(self, name, [None])
+                _forget((self, name, None))
 
     def available_backends(self, platform: str) -> list[str]:
         """The backends registered for `platform`, in order of registration."""
@@ -3415,12 +3402,11 @@ class XLACustomKernel:
         `axes` holds the batched axis of each operand or None, `params` the call's `outs`, `backend` and static
         parameters. :meth:`register_general_batching` restores the rule that every op starts with.
         """
-        _set_batching_rule(self.primitive, fun)
-        return fun
+        return self._set_rule("batching", fun)
 
     def register_general_batching(self) -> None:
         """Restore the batching rule that every op starts with (:func:`general_batching_rule`)."""
-        _set_batching_rule(self.primitive, None)
+        self._set_rule("batching", None)
 
     def def_jvp_rule(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         """Define the derivative by one function, `fun(primals, tangents, **params) -> (outputs, tangents_out)`.
@@ -3429,8 +3415,7 @@ class XLACustomKernel:
         be None for zero. `params` holds `outs`, `backend` and the static parameters; `fun` may leave out the first
         two. Usable as a decorator.
         """
-        _set_jvp_rule(self.primitive, _tolerant(fun))
-        return fun
+        return self._set_rule("jvp", fun)
 
     def def_jvp_rule2(self, *jvp_rules: Callable[..., Any] | None) -> None:
         """Define the derivative by one rule per operand; see :func:`defjvp`."""
@@ -3443,8 +3428,7 @@ class XLACustomKernel:
         and an `ad.UndefinedPrimal` (`ad.is_undefined_primal`, `.aval`) for every operand that the op is linear in. It
         returns one cotangent per operand: None for those that are known.
         """
-        _set_transpose_rule(self, _tolerant(fun))
-        return fun
+        return self._set_rule("transpose", fun)
 
     def def_vjp_rule(self, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> None:
         """Define the reverse-mode derivative by a forward and a backward function.
@@ -3468,9 +3452,7 @@ class XLACustomKernel:
           6.0
         """
         _check_callables("def_vjp_rule", (fwd, bwd))
-        with self._lock:
-            self._vjp = (_tolerant(fwd), _tolerant(bwd))
-            _note_rule(self.primitive, "vjp")
+        self._set_rule("vjp", (_tolerant(fwd), _tolerant(bwd)))
 
     def def_sharding_rule(self, rule: str) -> None:
         """Say which dimensions the op treats independently, so that `jax.jit` can partition it over a mesh.
@@ -3489,18 +3471,18 @@ class XLACustomKernel:
           >>> _ = op.def_kernel("jax", "cpu", lambda: lambda x, y: x + y)
           >>> op.def_sharding_rule("i, i -> i")
         """
-        with self._lock:
-            self._sharding = _ShardingRule.parse(self.name, rule)
-            _need_devices(self.primitive)
-            _note_rule(self.primitive, "sharding")
+        self._set_rule("sharding", _ShardingRule.parse(self.name, rule))
+        _need_devices(self.primitive)
 
-    def _rules_changed(self) -> None:
-        """Drop what was traced with the old rules."""
-        self._calls.clear()
-        self._impls.clear()
-        if self._traced:
-            self._traced = False
-            _clear_caches()
+    def _set_rule(self, kind: str, rule: Any) -> Any:
+        """Replace a rule (by the default, where it is None), and drop what was traced with the old one."""
+        with self._lock:
+            stale = ("jvp", "vjp") if kind == "jvp" else (kind,)  # of the derivatives, the newest counts
+            kept = {k: r for k, r in self._rules.items() if k not in stale}
+            self._rules = kept if rule is None else {**kept, kind: _tolerant(rule) if callable(rule) else rule}
+            self._recent.clear()
+            _forget((self, "rules"))
+        return rule
 
     # What BrainEvent's operators attach to an op
 
@@ -3600,7 +3582,11 @@ def defjvp(primitive: Any, *jvp_rules: Callable[..., Any] | None) -> None:
         raise TypeError(f"defjvp: expected an XLACustomKernel or a jax Primitive, got {primitive!r}")
     _check_callables("defjvp", [r for r in jvp_rules if r is not None])
     rules = [None if r is None else _tolerant(r) for r in jvp_rules]
-    _set_jvp_rule(primitive, functools.partial(_jvp_by_operand, primitive, rules))
+    rule = functools.partial(_jvp_by_operand, primitive, rules)
+    if primitive in _OPS:
+        _OPS[primitive]._set_rule("jvp", rule)
+    else:
+        ad.primitive_jvps[primitive] = rule
 
 
 def general_batching_rule(
@@ -3674,13 +3660,12 @@ class _OpCall:
 
     def bind(self, *ins: Any) -> Any:
         """The op on tracers (or, under disable_jit, on arrays)."""
-        if self.op._vjp is None:
-            return self._bind(*ins)
-        return self._bind_with_vjp(*self.op._vjp)(*ins)
+        vjp = self.op._rules.get("vjp")
+        return self._bind(*ins) if vjp is None else self._bind_with_vjp(*vjp)(*ins)
 
     def _bind(self, *ins: Any) -> Any:
-        if self.op._sharding is not None:
-            self.op._sharding.check([np.shape(x) for x in ins], [s.shape for s in self.specs])
+        if "sharding" in self.op._rules:
+            self.op._rules["sharding"].check([np.shape(x) for x in ins], [s.shape for s in self.specs])
         results = _bind(self.op.primitive, _make_varying(ins), self._options(_input_specs(ins)))
         return jax.tree_util.tree_unflatten(self.tree, results)
 
@@ -3719,8 +3704,8 @@ class _OpCall:
             return  # so may a call that names a backend of another platform
         entry = op._entry(platform, self.backend)
         specs = tuple(_input_specs(ins))
-        key = (entry, self._key, specs)
-        if key in op._checked:
+        key = ("check", entry, self._key, specs)
+        if key in op._recent:
             return
         options = self._options(specs)
         try:
@@ -3730,9 +3715,7 @@ class _OpCall:
             if jax.default_backend() == "cpu":
                 raise
             return
-        if len(op._checked) >= _MAX_CHECKED:
-            op._checked.clear()
-        op._checked.add(key)
+        op._recent.keep(key, True)
 
 
 @jax.tree_util.register_static
@@ -3978,17 +3961,20 @@ def _batched_function(run: Callable[..., list], outs: tuple, batch: tuple) -> Ca
         return _eval_jaxpr(jax.make_jaxpr(run)(*ins), ins)
 
     def batched(*ins: Any) -> list:
-        native, mapped = staged, run
-        for size, flags in batch:
-            native = jax.vmap(native, in_axes=tuple(0 if b else None for b in flags), axis_size=size)
-            mapped = _sequential(mapped, flags)
         try:
-            jaxpr = jax.make_jaxpr(native)(*ins)  # tried apart, so that a failure leaves nothing behind
+            jaxpr = jax.make_jaxpr(_under_vmaps(staged, batch))(*ins)  # tried apart: a failure leaves nothing behind
         except NotImplementedError:
-            return mapped(*ins)
+            return functools.reduce(_sequential, [flags for _, flags in batch], run)(*ins)
         return _eval_jaxpr(jaxpr, ins)
 
     return batched
+
+
+def _under_vmaps(fun: Callable[..., Any], batch: Sequence[tuple]) -> Callable[..., Any]:
+    """`fun`, which is for one slice, under the recorded vmaps; a Zero or UndefinedPrimal has nothing to batch."""
+    for size, flags in batch:
+        fun = jax.vmap(fun, in_axes=tuple(0 if b else None for b in flags), axis_size=size)
+    return fun
 
 
 def _sequential(run: Callable[..., Any], flags: tuple) -> Callable[..., Any]:
@@ -4004,57 +3990,72 @@ def _sequential(run: Callable[..., Any], flags: tuple) -> Callable[..., Any]:
     return mapped
 
 
-# -- Caches: what was lowered with which choice
-
-_LOWERED: set[tuple[XLACustomKernel, str, str | None]] = set()  # backend None: the default of that moment
+# -- Caches: what serves eager calls, and what JAX's own caches hold
 
 
-def _forget_lowerings(op: XLACustomKernel, platform: str, backends: Sequence[str | None]) -> None:
-    """Clear JAX's caches if `op` was lowered for `platform` by one of the choices in `backends`."""
-    if any((op, platform, backend) in _LOWERED for backend in backends):
-        _clear_caches()
+class _Recent(dict):
+    """The newest entries only: parameters that change on every call must not fill the memory."""
+
+    def keep(self, key: Any, value: Any) -> Any:
+        with _LOCK:
+            while len(self) >= _MAX_RECENT:
+                del self[next(iter(self))]
+            self[key] = value
+        return value
 
 
-def _clear_caches() -> None:
-    """Have every function traced and lowered again: JAX can only drop all its caches at once."""
-    _LOWERED.clear()
-    jax.clear_caches()
+_IN_JAX_CACHES: set[tuple] = (
+    set()
+)  # (op, "rules") of what was traced; (op, platform, backend or None) of what was lowered
+
+
+def _forget(*stale: tuple) -> None:
+    """Have JAX trace and lower again what was made with a stale choice: it can only drop all its caches at once."""
+    if not _IN_JAX_CACHES.isdisjoint(stale):
+        _IN_JAX_CACHES.clear()
+        jax.clear_caches()
 
 
 # -- Hooks into JAX's interpreters: everything that is registered for an op's primitive
 
 _OPS: dict[Any, XLACustomKernel] = {}  # by primitive
+_NO_RULE = {
+    "jvp": "has no derivative: define one with def_jvp_rule2 (one rule per operand), def_jvp_rule or def_vjp_rule, or "
+    "keep it out of differentiation with jax.lax.stop_gradient",
+    "transpose": "has no transpose, which reverse-mode differentiation of its derivative needs: define one with "
+    "def_transpose_rule, write the derivative with jax.numpy, or use def_vjp_rule",
+}
 
 
-def _install_op_rules(op: XLACustomKernel) -> None:
+def _install_hooks(op: XLACustomKernel) -> None:
     primitive = op.primitive
     _OPS[primitive] = op
     primitive.multiple_results = True
     primitive.def_impl(functools.partial(_op_impl, op))
     primitive.def_abstract_eval(functools.partial(_op_abstract_eval, op))
-    ad.primitive_jvps[primitive] = functools.partial(_no_jvp, op)
-    ad.primitive_transposes[primitive] = functools.partial(_no_transpose, op)
-    _set_batching_rule(primitive, None)
+    ad.primitive_jvps[primitive] = functools.partial(_op_jvp, op)
+    ad.primitive_transposes[primitive] = functools.partial(_op_transpose, op)
+    batching.primitive_batchers[primitive] = functools.partial(_op_batching, op)
     for platform in (None, "cpu", "gpu", "tpu"):
         mlir.register_lowering(primitive, functools.partial(_op_lowering, op, platform), platform=platform)
 
 
 def _op_impl(op: XLACustomKernel, /, *ins: Any, **options: Any) -> list:
     """Run the primitive on arrays: through a jit of its own, kept by parameters and by their types."""
-    key = _tagged_items(options)
-    call = op._impls.get(key)
+    key = ("impl", _tagged_items(options))
+    call = op._recent.get(key)
     if call is None:
 
         def run(*ins: Any) -> list:
             return op.primitive.bind(*ins, **options)
 
-        call = op._remember(op._impls, key, jax.jit(_as_one_primitive(run)))
+        call = op._recent.keep(key, jax.jit(_as_one_primitive(run)))
     with jax.disable_jit(False):
         return call(*ins)
 
 
 def _op_abstract_eval(op: XLACustomKernel, /, *avals: Any, outs: tuple, _batch: tuple = (), **params: Any) -> list:
-    op._traced = True
+    _IN_JAX_CACHES.add((op, "rules"))
     sizes = tuple(size for size, _ in reversed(_batch))
     varying = frozenset().union(*map(_varying_axes, avals))
     return [_out_aval((*sizes, *out.shape), out.dtype, varying) for out in outs]
@@ -4064,63 +4065,60 @@ def _op_lowering(op: XLACustomKernel, platform: str | None, ctx: Any, /, *ins: A
     platform = platform or _platform_name(_platforms(ctx)[0])
     backend = options.get("backend")
     entry = op._entry(platform, backend)
-    _LOWERED.add((op, platform, backend))
+    _IN_JAX_CACHES.add((op, platform, backend))
 
     def make(outs: tuple, batch: tuple) -> Callable[..., list]:
         return _batched_function(_kernel_function(op, entry, {**options, "outs": outs}), outs, batch)
 
     outs, batch = options["outs"], options.get("_batch", ())
     run = make(outs, batch)
-    if op._sharding is not None and _is_partitioned(ctx):
-        run = op._sharding.partitioned(make, outs, batch)
+    if "sharding" in op._rules and _is_partitioned(ctx):
+        run = op._rules["sharding"].partitioned(make, outs, batch)
     return mlir.lower_fun(run, multiple_results=True)(ctx, *ins)
 
 
-def _set_batching_rule(primitive: Any, fun: Callable[..., Any] | None) -> None:
-    rule = functools.partial(general_batching_rule, primitive) if fun is None else _tolerant(fun)
-    batching.primitive_batchers[primitive] = functools.partial(_batch, primitive, rule)
-    _note_rule(primitive, "batching", fun is not None)
-
-
-def _set_jvp_rule(primitive: Any, rule: Callable[..., Any]) -> None:
-    if primitive in _OPS:  # the newest rule counts
-        _OPS[primitive]._vjp = None
-        _OPS[primitive]._rules.discard("vjp")
-    ad.primitive_jvps[primitive] = functools.partial(_batched_jvp, primitive, rule)
-    _note_rule(primitive, "jvp")
-
-
-def _set_transpose_rule(op: XLACustomKernel, rule: Callable[..., Any]) -> None:
-    ad.primitive_transposes[op.primitive] = functools.partial(_batched_transpose, op, rule)
-    _note_rule(op.primitive, "transpose")
-
-
-def _note_rule(primitive: Any, kind: str, defined: bool = True) -> None:
-    """Remember for the repr of an op which rules it has; a new rule must not meet what was traced without it."""
-    op = _OPS.get(primitive)
-    if op is not None:
-        (op._rules.add if defined else op._rules.discard)(kind)
-        op._rules_changed()
-
-
-def _batch(primitive: Any, rule: Callable[..., Any], args: Sequence[Any], axes: Sequence[Any], /, **params: Any) -> Any:
-    if "_batch" in params:  # recorded before: a user's rule is for the op on one slice
-        return general_batching_rule(primitive, args, axes, **params)
+def _op_batching(op: XLACustomKernel, args: Sequence[Any], axes: Sequence[Any], /, **params: Any) -> Any:
+    rule = op._rules.get("batching")
+    if rule is None or "_batch" in params:  # recorded before: a user's rule is for the op on one slice
+        return general_batching_rule(op.primitive, args, axes, **params)
     return rule(args, axes, **_visible(params))
 
 
-def _no_jvp(op: XLACustomKernel, primals: Any, tangents: Any, /, **params: Any) -> Any:
-    raise NotImplementedError(
-        f"XLACustomKernel {op.name!r} has no derivative: define one with def_jvp_rule2 (one rule per operand), "
-        "def_jvp_rule or def_vjp_rule, or keep it out of differentiation with jax.lax.stop_gradient"
-    )
+def _op_jvp(op: XLACustomKernel, primals: Any, tangents: Any, /, **params: Any) -> tuple:
+    """The op's jvp rule, which is for one slice, under the recorded vmaps."""
+    rule, count, visible = _rule(op, "jvp"), len(primals), _visible(params)
+
+    def one(*values: Any) -> tuple:
+        primals, tangents = values[:count], values[count:]
+        outputs, found = rule(primals, _with_zeros(tangents, primals), **visible)
+        return outputs, _with_zeros(found, outputs)
+
+    batch = [(size, flags * 2) for size, flags in params.get("_batch", ())]
+    outputs, found = _under_vmaps(one, batch)(*primals, *tangents)
+    return outputs, _with_zeros(found, outputs)
 
 
-def _no_transpose(op: XLACustomKernel, cotangents: Any, /, *args: Any, **params: Any) -> Any:
-    raise NotImplementedError(
-        f"XLACustomKernel {op.name!r} has no transpose, which reverse-mode differentiation of its derivative needs: "
-        "define one with def_transpose_rule, write the derivative with jax.numpy, or use def_vjp_rule"
-    )
+def _op_transpose(op: XLACustomKernel, cotangents: Any, /, *args: Any, **params: Any) -> list:
+    """The op's transpose rule, which is for one slice, under the recorded vmaps."""
+    rule, count, visible, batch = _rule(op, "transpose"), len(cotangents), _visible(params), params.get("_batch", ())
+
+    def one(*values: Any) -> list:
+        cts, operands = list(values[:count]), values[count:]
+        return _checked_cotangents(op, rule(cts, *operands, **visible), operands)
+
+    batched = _under_vmaps(one, [(size, (True,) * count + flags) for size, flags in batch])
+    cts = [_slice_of(ct, len(batch)) for ct in cotangents]
+    found = batched(*cts, *[_slice_of(x, sum(flags[i] for _, flags in batch)) for i, x in enumerate(args)])
+    shared = [[k for k, (_, flags) in enumerate(reversed(batch)) if not flags[i]] for i in range(len(args))]
+    return [
+        _as_cotangent(ct, x, axes) if ad.is_undefined_primal(x) else None for ct, x, axes in zip(found, args, shared)
+    ]
+
+
+def _rule(op: XLACustomKernel, kind: str) -> Callable[..., Any]:
+    if kind not in op._rules:
+        raise NotImplementedError(f"XLACustomKernel {op.name!r} {_NO_RULE[kind]}")
+    return op._rules[kind]
 
 
 # -- Derivatives
@@ -4171,92 +4169,16 @@ def _vary_nonzero(a: Any, b: Any) -> list:
     return [a, b] if isinstance(a, ad.Zero) or isinstance(b, ad.Zero) else _make_varying((a, b))
 
 
-def _batched_jvp(primitive: Any, rule: Callable[..., Any], primals: Any, tangents: Any, /, **params: Any) -> tuple:
-    """Apply a rule written for one slice to the op under the recorded vmaps."""
-    batch, params = params.get("_batch", ()), _visible(params)
-    if not batch:
-        outputs, found = rule(primals, tangents, **params)
-        return outputs, _none_to_zero(outputs, found)
-    nonzero = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
-    kept: list[int] = []  # which outputs have a tangent: found while the rule is traced
-
-    def one(primals: tuple, given: tuple) -> tuple:
-        full = [_zero_tangent(x) for x in primals]
-        for i, t in zip(nonzero, given):
-            full[i] = t
-        outputs, found = rule(primals, full, **params)
-        found = _none_to_zero(outputs, found)
-        kept[:] = [i for i, t in enumerate(found) if type(t) is not ad.Zero]
-        return outputs, [found[i] for i in kept]
-
-    for size, flags in batch:
-        axes = [0 if b else None for b in flags]
-        one = jax.vmap(one, in_axes=(tuple(axes), tuple(axes[i] for i in nonzero)), axis_size=size)
-    outputs, found = one(tuple(primals), tuple(tangents[i] for i in nonzero))
-    full = [_zero_tangent(y) for y in outputs]
-    for i, t in zip(kept, found):
-        full[i] = t
-    return outputs, full
+def _with_zeros(tangents: Sequence[Any], values: Sequence[Any]) -> list:
+    """The tangents of `values`; a Zero in the place of each None, and of each Zero of another shape."""
+    return [_zero_tangent(x) if t is None or type(t) is ad.Zero else t for t, x in zip(tangents, values)]
 
 
-def _none_to_zero(outputs: Any, tangents: Any) -> Any:
-    if not isinstance(tangents, (tuple, list)):
-        return tangents
-    return [_zero_tangent(y) if t is None else t for y, t in zip(outputs, tangents)]
-
-
-def _batched_transpose(
-    op: XLACustomKernel, rule: Callable[..., Any], cotangents: Any, /, *args: Any, **params: Any
-) -> Any:
-    """Apply a transpose rule written for one slice to the op under the recorded vmaps."""
-    batch, params = params.get("_batch", ()), _visible(params)
-    if not batch:
-        return _checked_cotangents(op, rule(cotangents, *args, **params), args)
-    linear = [i for i, x in enumerate(args) if ad.is_undefined_primal(x)]
-    known = [i for i in range(len(args)) if i not in linear]
-    nonzero = [i for i, ct in enumerate(cotangents) if type(ct) is not ad.Zero]
-    depth = [sum(flags[i] for _, flags in batch) for i in range(len(args))]
-    kept: list[int] = []
-
-    def one(values: list, cts: list) -> list:
-        full: list[Any] = [None] * len(args)
-        for i, x in zip(known, values):
-            full[i] = x
-        for i in linear:
-            full[i] = ad.UndefinedPrimal(_slice_aval(args[i].aval, depth[i]))
-        slices: list[Any] = [
-            ad.Zero(_slice_aval(ct.aval, len(batch))) if isinstance(ct, ad.Zero) else None for ct in cotangents
-        ]
-        for i, ct in zip(nonzero, cts):
-            slices[i] = ct
-        found = _checked_cotangents(op, rule(slices, *full, **params), full)
-        kept[:] = [i for i in linear if found[i] is not None and type(found[i]) is not ad.Zero]
-        return [found[i] for i in kept]
-
-    for size, flags in batch:
-        one = _transposed_vmap(one, size, flags, known, kept, len(nonzero))
-    found = one([args[i] for i in known], [cotangents[i] for i in nonzero])
-    full = [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in args]
-    for i, ct in zip(kept, found):
-        full[i] = _as_cotangent(ct, args[i])
-    return full
-
-
-def _transposed_vmap(
-    one: Callable[..., list], size: int, flags: tuple, known: list[int], kept: list[int], count: int
-) -> Callable[..., list]:
-    """One level of vmap; an operand that all slices share gets the sum of their cotangents."""
-    axes = ([0 if flags[i] else None for i in known], [0] * count)
-
-    def level(values: list, cts: list) -> list:
-        found = jax.vmap(one, in_axes=axes, axis_size=size)(values, cts)
-        return [ct if flags[i] else jax.lax.reduce_sum(ct, (0,)) for i, ct in zip(kept, found)]
-
-    return level
-
-
-def _slice_aval(aval: Any, depth: int) -> Any:
-    return _out_aval(aval.shape[depth:], aval.dtype, _varying_axes(aval))
+def _slice_of(x: Any, depth: int) -> Any:
+    """What is symbolic, as one slice under `depth` vmaps sees it; anything else as it is."""
+    if not depth or type(x) not in (ad.Zero, ad.UndefinedPrimal):
+        return x
+    return type(x)(_out_aval(x.aval.shape[depth:], x.aval.dtype, _varying_axes(x.aval)))
 
 
 def _checked_cotangents(op: XLACustomKernel, found: Any, args: Sequence[Any]) -> list:
@@ -4270,8 +4192,11 @@ def _checked_cotangents(op: XLACustomKernel, found: Any, args: Sequence[Any]) ->
     return [_as_cotangent(ct, x) if ad.is_undefined_primal(x) else None for ct, x in zip(found, args)]
 
 
-def _as_cotangent(ct: Any, operand: Any) -> Any:
-    return ad.Zero(operand.aval) if ct is None or isinstance(ct, ad.Zero) else _sharded_like(ct, operand.aval)
+def _as_cotangent(ct: Any, operand: Any, shared: Sequence[int] = ()) -> Any:
+    """The cotangent of an operand; one that slices share, along some axes, gets the sum of theirs."""
+    if ct is None or isinstance(ct, ad.Zero):
+        return ad.Zero(operand.aval)
+    return _sharded_like(jax.lax.reduce_sum(ct, shared) if shared else ct, operand.aval)
 
 
 # -- Partitioning under jax.jit
