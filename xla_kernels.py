@@ -709,43 +709,63 @@ def _input_signature(kernel: Any, outs: Any) -> inspect.Signature:
     return inspect.Signature([inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)])
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Options:
+    """What the user said about a kernel, checked at once where it does not depend on the inputs.
+
+    The fields are the parameters of the public function; `numba_kernel` documents those that all wrappers share.
+    """
+
+    outs: Any
+    vmap_method: str | None = None
+    input_output_aliases: Mapping[int, int] | None = None
+    has_side_effect: bool = False
+    scratch: Any = None
+
+    def __post_init__(self) -> None:
+        if self.vmap_method not in _VMAP_METHODS:
+            raise ValueError(
+                f"vmap_method must be one of {_VMAP_METHODS}, which all run the kernel once per slice; "
+                f"got {self.vmap_method!r}"
+            )
+        try:
+            self.aliases()
+        except (AttributeError, TypeError):
+            raise TypeError(
+                "input_output_aliases must be a dict from the positions of inputs to those of outputs, {0: 0}; got "
+                f"{self.input_output_aliases!r}"
+            ) from None
+        if not callable(self.outs):
+            _flat_specs(self.outs, "outs")
+
+    def aliases(self) -> dict[int, int]:
+        return {operator.index(i): operator.index(j) for i, j in (self.input_output_aliases or {}).items()}
+
+
+def _wrap(wrapper: type[_Wrapper], given: dict[str, Any]) -> Any:
+    """The wrapper that the arguments of a public function ask for, the kernel first; without one, a decorator."""
+    kernel, *values = given.values()
+    options = wrapper.options_type(**dict(zip([*given][1:], values, strict=True)))
+    return functools.partial(wrapper, options=options) if kernel is None else wrapper(kernel, options)
+
+
 class _Wrapper:
     """A kernel as a JAX function: checks a call, finds its target, binds the primitive."""
 
     decorator: str  # the public function that made it, for error messages
+    options_type: type[_Options] = _Options
 
-    def __init__(
-        self,
-        kernel: Any,
-        outs: Any,
-        *,
-        vmap_method: str | None,
-        input_output_aliases: Mapping[int, int] | None,
-        has_side_effect: bool,
-        scratch: Any,
-    ) -> None:
-        if vmap_method not in _VMAP_METHODS:
-            raise ValueError(
-                f"vmap_method must be one of {_VMAP_METHODS}, which all run the kernel once per slice; "
-                f"got {vmap_method!r}"
-            )
-        self.kernel = kernel
-        self.outs = outs
-        self.scratch = scratch
-        try:
-            self.aliases = {operator.index(i): operator.index(j) for i, j in (input_output_aliases or {}).items()}
-        except (AttributeError, TypeError):
-            raise TypeError(
-                "input_output_aliases must be a dict from the positions of inputs to those of outputs, {0: 0}; got "
-                f"{input_output_aliases!r}"
-            ) from None
-        self.has_side_effect = bool(has_side_effect)
+    def __init__(self, kernel: Any, options: Any) -> None:
+        self.kernel, self.options, self.aliases = kernel, options, options.aliases()
         self.__name__ = getattr(kernel, "__name__", None) or getattr(kernel, "key", None) or type(kernel).__name__
         self.__doc__ = getattr(kernel, "__doc__", None)
         self.__wrapped__ = kernel
-        self.__signature__ = _input_signature(kernel, outs)  # jax.custom_vjp and others bind arguments by it
-        if not callable(outs):
-            _flat_specs(outs, "outs")
+        self.__signature__ = _input_signature(kernel, options.outs)  # jax.custom_vjp and others bind arguments by it
+        if options.outs is None:
+            raise TypeError(
+                f"{self.decorator}({self.__name__}): outs is missing: the results' shapes and dtypes, such as "
+                f"@{self.decorator}(outs=lambda x: x) for one like the input, or () for none"
+            )
 
         def call(*args: Any) -> Any:
             return self._trace(*args)
@@ -765,8 +785,8 @@ class _Wrapper:
 
     def _trace(self, *args: Any) -> Any:
         ins = _input_specs(args)
-        outs, tree = _flat_specs(self.outs(*ins) if callable(self.outs) else self.outs, "outs", ins)
-        scratch = _flat_specs(self.scratch(*ins) if callable(self.scratch) else self.scratch, "scratch", ins)[0]
+        outs, tree = _flat_specs(self._for_inputs(self.options.outs, ins), "outs", ins)
+        scratch = _flat_specs(self._for_inputs(self.options.scratch, ins), "scratch", ins)[0]
         aliases = _check_aliases(self.aliases, ins, outs)
         target = self._find_target(ins, outs + scratch)
         hidden = outs + scratch
@@ -779,9 +799,13 @@ class _Wrapper:
             target=target,
             outs=tuple((s.shape, s.dtype) for s in hidden),
             aliases=aliases,
-            has_side_effect=self.has_side_effect,
+            has_side_effect=bool(self.options.has_side_effect),
         )
         return jax.tree_util.tree_unflatten(tree, results[: len(outs)])
+
+    def _for_inputs(self, option: Any, ins: Sequence[Spec]) -> Any:
+        """The value of an option that may be a callable of the inputs."""
+        return option(*ins) if callable(option) else option
 
     def _find_target(self, ins: list[Spec], outs: list[Spec]) -> _Target:
         """Check the kernel against the call and name its target; `outs` ends with the scratch buffers."""
@@ -1262,30 +1286,23 @@ def numba_kernel(
       >>> cumsum(jnp.array([1.0, 2.0, 3.0])).tolist()
       [1.0, 3.0, 6.0]
     """
-    options = {
-        "outs": outs,
-        "vmap_method": vmap_method,
-        "input_output_aliases": input_output_aliases,
-        "has_side_effect": has_side_effect,
-        "scratch": scratch,
-    }
-    return functools.partial(_NumbaKernel, **options) if kernel is None else _NumbaKernel(kernel, **options)
+    return _wrap(_NumbaKernel, locals())
 
 
 class _NumbaKernel(_Wrapper):
     decorator = "numba_kernel"
 
-    def __init__(self, kernel: Any, outs: Any, **options: Any) -> None:
+    def __init__(self, kernel: Any, options: _Options) -> None:
         if not isinstance(kernel, types.FunctionType) and not hasattr(kernel, "py_func"):
             raise TypeError(
                 "numba_kernel takes a function decorated with numba.njit or a plain function; "
                 f"got {type(kernel).__name__} {kernel!r}"
             )
-        super().__init__(kernel, outs, **options)
+        super().__init__(kernel, options)
 
     def _find_target(self, ins: list[Spec], outs: list[Spec]) -> _Target:
         numba = _import("numba", "numba_kernel", "pip install numba")
-        _check_arity(self.kernel, ins, outs, self.scratch is not None)
+        _check_arity(self.kernel, ins, outs, self.options.scratch is not None)
         for what, specs in (("input", ins), ("output", outs)):
             for i, spec in enumerate(specs):
                 if np.dtype(spec.dtype).name not in _NUMBA_DTYPES:
@@ -1628,15 +1645,7 @@ def numba_cuda_kernel(
       ...     if i < out.size:
       ...         out[i] = x[i] + y[i]
     """
-    options = {
-        "launch": _CudaLaunch(grid, block, launch_dims, threads_per_block, shared_mem),
-        "outs": outs,
-        "vmap_method": vmap_method,
-        "input_output_aliases": input_output_aliases,
-        "has_side_effect": has_side_effect,
-        "scratch": scratch,
-    }
-    return functools.partial(_CudaKernel, **options) if kernel is None else _CudaKernel(kernel, **options)
+    return _wrap(_CudaKernel, locals())
 
 
 def numba_cuda_callable(
@@ -1677,15 +1686,7 @@ def numba_cuda_callable(
       ...     scale[out.size // 256 + 1, 256, stream](x, out)
       ...     scale[out.size // 256 + 1, 256, stream](out, out)
     """
-    options = {
-        "outs": outs,
-        "vmap_method": vmap_method,
-        "input_output_aliases": input_output_aliases,
-        "has_side_effect": has_side_effect,
-        "scratch": scratch,
-        "command_buffer": bool(command_buffer),
-    }
-    return functools.partial(_CudaCallable, **options) if func is None else _CudaCallable(func, **options)
+    return _wrap(_CudaCallable, locals())
 
 
 # -- launch configuration ------------------------------------------------------------------------------
@@ -1712,9 +1713,9 @@ def _check_dim3(name: str, dims: tuple[int, int, int]) -> None:
         raise ValueError(f"a CUDA block has at most 1024 threads; block={dims} has {math.prod(dims)}")
 
 
-@dataclasses.dataclass(frozen=True)
-class _CudaLaunch:
-    """How a kernel is launched, as the user said it; checked at once where it does not depend on the inputs."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _CudaOptions(_Options):
+    """Also how a kernel is launched."""
 
     grid: Any
     block: Any
@@ -1723,6 +1724,7 @@ class _CudaLaunch:
     shared_mem: int
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         given = [name for name in ("grid", "block", "launch_dims") if getattr(self, name) is not None]
         if given not in (["grid", "block"], ["launch_dims"]):
             raise ValueError(f"give either both grid and block, or launch_dims; got {' and '.join(given) or 'none'}")
@@ -1856,46 +1858,52 @@ class _CudaWrapper(_Wrapper):
 
 class _CudaKernel(_CudaWrapper):
     decorator = "numba_cuda_kernel"
+    options_type = _CudaOptions
 
-    def __init__(self, kernel: Any, outs: Any, *, launch: _CudaLaunch, **options: Any) -> None:
+    def __init__(self, kernel: Any, options: _CudaOptions) -> None:
         is_dispatcher = ".cuda." in type(kernel).__module__ and hasattr(kernel, "py_func")
         if not isinstance(kernel, types.FunctionType) and not is_dispatcher:
             raise TypeError(
                 "numba_cuda_kernel takes a function decorated with numba.cuda.jit (without [grid, block]) or a plain "
                 f"function; got {type(kernel).__name__} {kernel!r}"
             )
-        super().__init__(kernel, outs, **options)
-        self.launch = launch
+        super().__init__(kernel, options)
         self.code = _CudaCode(self.decorator, self.__name__, kernel)
 
     def _check_call(self, ins: list[Spec], outs: list[Spec]) -> None:
-        _check_arity(self.kernel, ins, outs, self.scratch is not None)
+        _check_arity(self.kernel, ins, outs, self.options.scratch is not None)
 
     def _attrs(self, ins: list[Spec]) -> tuple:
-        return (("launch", self.launch.resolve(ins)),)
+        return (("launch", self.options.resolve(ins)),)
 
     def _trace(self, *args: Any) -> Any:
         ins = _input_specs(args)
-        if all(self.launch.resolve(ins)[:3]):
+        if all(self.options.resolve(ins)[:3]):
             return super()._trace(*args)
-        outs, tree = _flat_specs(self.outs(*ins) if callable(self.outs) else self.outs, "outs", ins)
+        outs, tree = _flat_specs(self._for_inputs(self.options.outs, ins), "outs", ins)
         aliases = {j: i for i, j in _check_aliases(self.aliases, ins, outs)}
         empty = [args[aliases[j]] if j in aliases else _zeros(s.shape, s.dtype) for j, s in enumerate(outs)]
         varying = _make_varying([*map(jax.numpy.asarray, args), *map(jax.numpy.asarray, empty)])
         return jax.tree_util.tree_unflatten(tree, varying[len(args) :])
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _CudaCallableOptions(_Options):
+    command_buffer: bool
+
+
 class _CudaCallable(_CudaWrapper):
     decorator = "numba_cuda_callable"
+    options_type = _CudaCallableOptions
 
-    def __init__(self, func: Any, outs: Any, *, command_buffer: bool, **options: Any) -> None:
+    def __init__(self, func: Any, options: _CudaCallableOptions) -> None:
         if not callable(func) or hasattr(func, "py_func"):
             raise TypeError(
                 "numba_cuda_callable takes a Python function that launches kernels (for one kernel use "
                 f"numba_cuda_kernel); got {type(func).__name__} {func!r}"
             )
-        super().__init__(func, outs, **options)
-        self.code = _CudaCode(self.decorator, self.__name__, func, command_buffer)
+        super().__init__(func, options)
+        self.code = _CudaCode(self.decorator, self.__name__, func, bool(options.command_buffer))
 
     def _check_call(self, ins: list[Spec], outs: list[Spec]) -> None:
         parameters = inspect.signature(self.kernel)
@@ -2920,30 +2928,32 @@ def warp_kernel(
       >>> warp_kernel(scale, outs=lambda x, factor: x)(jnp.arange(3.0), 2.0).tolist()
       [0.0, 2.0, 4.0]
     """
-    options = {name: value for name, value in locals().items() if name != "kernel"}
-    return functools.partial(warp_kernel, **options) if kernel is None else _WarpKernel(kernel, options, {})
+    return _wrap(_WarpKernel, locals())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _WarpOptions(_Options):
+    launch_dims: Any
+    block_dim: int
+    tiled: bool
+    in_out_argnames: Sequence[str] | None
+    differentiable: bool
 
 
 class _WarpKernel(_Wrapper):
     decorator = "warp_kernel"
+    options_type = _WarpOptions
 
-    def __init__(self, kernel: Any, options: Mapping[str, Any], values: Mapping[int, tuple[Any, bytes]]) -> None:
-        self.params, self.options, self.values = _warp_params(kernel), options, values
-        self.writes = _warp_writes(kernel)
-        if options["outs"] is None:
-            raise TypeError(f"warp_kernel({kernel.key}): outs is missing; give the results' shapes and dtypes")
-        outs, scratch, self.launch_dims = (
-            self._with_values(options[name]) for name in ("outs", "scratch", "launch_dims")
-        )
-        common = {name: options[name] for name in ("vmap_method", "has_side_effect")}
-        super().__init__(kernel, outs, scratch=scratch, input_output_aliases=None, **common)
+    def __init__(self, kernel: Any, options: _WarpOptions, values: Any = None) -> None:
+        self.params, self.writes = _warp_params(kernel), _warp_writes(kernel)
+        super().__init__(kernel, options)
+        self.values: dict[int, tuple[Any, bytes]] = values or {}
         self.by_value = [i for i, param in enumerate(self.params) if param.ndim is None]
         self.variants: dict[tuple, _WarpKernel] = {}
-        self.in_outs = self._in_outs(options["in_out_argnames"] or ())
-        self.aliases = {self._array_index(i): j for i, j in (options["input_output_aliases"] or {}).items()}
+        self.in_outs = self._in_outs(options.in_out_argnames or ())
+        self.aliases = {self._array_index(i): j for i, j in self.aliases.items()}
         self.aliases |= {self._array_index(i): j for j, i in enumerate(self.in_outs)}
-        self.block_dim, self.tiled = operator.index(options["block_dim"]), bool(options["tiled"])
-        self.differentiable = options["differentiable"]
+        self.block_dim, self.tiled = operator.index(options.block_dim), bool(options.tiled)
         self._check_options()
         self._vjp = jax.custom_vjp(super()._trace)
         self._vjp.defvjp(self._forward, self._backward)
@@ -2970,15 +2980,9 @@ class _WarpKernel(_Wrapper):
                 self.variants[key] = _WarpKernel(self.kernel, self.options, values)
             return self.variants[key]
 
-    def _with_values(self, function: Any) -> Any:
-        """The user's callable of all inputs as one of the array inputs."""
-        if not callable(function) or not self.values:
-            return function
-        return lambda *arrays: function(*self._all_inputs(arrays))
-
-    def _all_inputs(self, arrays: Sequence[Any]) -> list[Any]:
-        rest = iter(arrays)
-        return [self.values[i][0] if i in self.values else next(rest) for i in range(len(arrays) + len(self.values))]
+    def _for_inputs(self, option: Any, ins: Sequence[Spec]) -> Any:
+        rest, n = iter(ins), len(ins) + len(self.values)
+        return super()._for_inputs(option, [self.values[i][0] if i in self.values else next(rest) for i in range(n)])
 
     def _array_index(self, position: int) -> int:
         """The number, among the array inputs, of the argument at a position."""
@@ -3003,16 +3007,17 @@ class _WarpKernel(_Wrapper):
     def _check_options(self) -> None:
         if not 1 <= self.block_dim <= 1024:
             raise ValueError(f"warp_kernel({self.__name__}): block_dim must be 1 to 1024 threads; got {self.block_dim}")
-        if self.tiled and self.launch_dims is None:
+        launch_dims = self.options.launch_dims
+        if self.tiled and launch_dims is None:
             raise ValueError(f"warp_kernel({self.__name__}): tiled=True needs launch_dims, the number of blocks")
-        if not callable(self.launch_dims) and self.launch_dims is not None:
-            _warp_launch_dims(self.__name__, self.launch_dims, self.tiled)
+        if not callable(launch_dims) and launch_dims is not None:
+            _warp_launch_dims(self.__name__, launch_dims, self.tiled)
         reasons = {
             "in_out_argnames or input_output_aliases": self.aliases and "the adjoint needs the values they overwrite",
-            "scratch": self.scratch is not None and "the adjoint needs its contents; return it as an output",
+            "scratch": self.options.scratch is not None and "the adjoint needs its contents; return it as an output",
         }
         for what, reason in reasons.items():
-            if self.differentiable and reason:
+            if self.options.differentiable and reason:
                 raise ValueError(f"warp_kernel({self.__name__}): differentiable=True does not go with {what}: {reason}")
 
     def _wrong_arity(self, given: str) -> TypeError:
@@ -3048,7 +3053,7 @@ class _WarpKernel(_Wrapper):
         return self._target(plan, ins, outs, self._extents(plan, ins, outs))
 
     def _extents(self, plan: _WarpPlan, ins: list[Spec], outs: list[Spec]) -> tuple[int, ...]:
-        dims = self.launch_dims(*ins) if callable(self.launch_dims) else self.launch_dims
+        dims = self._for_inputs(self.options.launch_dims, ins)
         if dims is None:
             param, k = next((p, k) for p, k in zip(self.params, plan.buffers, strict=True) if k is not None)
             dims = [*ins, *outs][k].shape[: param.ndim]
@@ -3073,7 +3078,7 @@ class _WarpKernel(_Wrapper):
     # -- derivatives
 
     def _trace(self, *args: Any) -> Any:
-        return self._vjp(*_make_varying(args)) if self.differentiable else super()._trace(*args)
+        return self._vjp(*_make_varying(args)) if self.options.differentiable else super()._trace(*args)
 
     def _forward(self, *args: Any) -> tuple[Any, Any]:
         results = super()._trace(*args)
