@@ -4091,7 +4091,7 @@ def test_op_batching_rules_as_brainevent_writes_them():
 def test_op_rules_can_be_called_and_primitives_bound_as_brainevent_does():
     op = _product_op()
     op.def_transpose_rule(lambda ct, x, y, **kw: (ct[0], x))
-    x = ad.UndefinedPrimal(xk._typeof(jnp.asarray(X)))
+    x = ad.UndefinedPrimal(jax.typeof(jnp.asarray(X)))
     assert ad.primitive_transposes[op.primitive]([Y], x, Y, backend=None)[0] is Y
     (out,) = op.primitive.bind(X, Y, outs=(Spec(X.shape, X.dtype),), backend=None)
     np.testing.assert_allclose(out, X * Y)
