@@ -4604,7 +4604,11 @@ ERRORS = {
     "outs": (lambda: wrap(outs=3), TypeError, r"outs must be specs .*jax.ShapeDtypeStruct.*got 3 of type int"),
     "outs in a list": (lambda: wrap(outs=[FLOATS, "f4"]), TypeError, r"outs\[1\] must be specs .*got 'f4' of type str"),
     "outs from a callable": (lambda: wrap(outs=lambda x: 1.5)(F32), TypeError, "outs must be specs .*got 1.5 of type"),
-    "outs forgotten": (lambda: wrap(outs=None), TypeError, r"numba_kernel\(add_one\): outs is missing: .*outs=lambda x: x"),
+    "outs forgotten": (
+        lambda: wrap(outs=None),
+        TypeError,
+        r"numba_kernel\(add_one\): outs is missing: .*outs=lambda x: x",
+    ),
     "outs with another count of inputs": (lambda: wrap()(F32, F32), TypeError, "positional argument"),
     "a negative dimension": (lambda: wrap(outs=jax.ShapeDtypeStruct((-1,), "f4")), ValueError, r"negative.*\(-1,\)"),
     "too many outputs": (

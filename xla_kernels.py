@@ -193,6 +193,7 @@ XLA_FFI_Metadata_Extension = _struct(
     "XLA_FFI_Metadata_Extension", header=False, extension_base=XLA_FFI_InternalExtension, metadata=_PTR
 )
 XLA_FFI_Buffer = _struct("XLA_FFI_Buffer", dtype=_I32, data=_PTR, rank=_I64, dims=_PTR)
+XLA_FFI_ByteSpan = _struct("XLA_FFI_ByteSpan", header=False, ptr=_PTR, len=_SIZE)
 XLA_FFI_Array = _struct("XLA_FFI_Array", header=False, dtype=_I32, size=_SIZE, data=_PTR)
 XLA_FFI_Args = _struct("XLA_FFI_Args", size=_I64, types=_PTR, args=_PTR)
 XLA_FFI_Rets = _struct("XLA_FFI_Rets", size=_I64, types=_PTR, rets=_PTR)
@@ -836,22 +837,30 @@ class _Signature:
         return f"({', '.join(shown[: self.n_in])}) -> ({', '.join(shown[self.n_in :])})"
 
 
+class _Array(NamedTuple):
+    """One buffer of a slice, as LLVM values: its address (i8*), the kernel's dimensions, and strides in bytes (i64)."""
+
+    pointer: Any
+    dims: list[Any]
+    strides: list[Any]
+
+
 class _Emitter:
-    """The part of a handler that differs between backends: how one slice is run."""
+    """The part of a handler that differs between backends: how one slice is run.
+
+    with emitter.enter(handler) as run:  # writes what all slices share
+        run(arrays)                      # writes one slice, inside the handler's loop
+    # here it has written what is to be done after the last slice, and after a failed one
+    """
 
     traits = 0
+    lock = 0  # the address of a lock to hold while slices run
+    attributes: tuple[str, ...] = ()  # the names of those that calls have
     host_memory = True  # the buffers lie in the memory of the host
     hidden_outputs = False  # True: more outputs may follow those of the signature, which the kernel does not see
 
-    def begin(self, handler: _Handler) -> None:
-        """Before the first slice."""
-
-    def call(self, handler: _Handler, pointers: list[Any], dims: list[list[Any]]) -> None:
-        """Run one slice: per buffer, the address (i8*) and the kernel's dimensions (i64)."""
+    def enter(self, handler: _Handler) -> contextlib.AbstractContextManager[Callable[[list[_Array]], None]]:
         raise NotImplementedError
-
-    def end(self, handler: _Handler) -> None:
-        """After the last slice, and before an error is returned."""
 
 
 def _compile_handler(signature: _Signature, emitter: _Emitter) -> tuple[int, Any]:
@@ -895,12 +904,12 @@ class _Handler:
         self.function = ir.Function(module, ir.FunctionType(self.i8p, [self.i8p]), name)
         self.builder = ir.IRBuilder(self.function.append_basic_block("entry"))
         self.frame = self.function.args[0]
-        self.running = False  # whether the code that is being written lies between the emitter's begin and end
         self._answer_handshake()
         self._skip_other_stages()
-        self._run_slices(self._read_buffers())
-        self.emitter.end(self)
-        self.builder.ret(self.null)
+        self.error = cgutils.alloca_once_value(self.builder, self.null)
+        with self.scope():
+            self._run_slices(self._read_buffers())
+        self.builder.ret(self.builder.load(self.error))
 
     # -- small tools ------------------------------------------------------------------------------------
 
@@ -956,24 +965,54 @@ class _Handler:
         table = self.load(self.frame, XLA_FFI_CallFrame, "api")
         return self.call_c(self.load(table, XLA_FFI_Api, f"XLA_FFI_{name}"), self.i8p, [args])
 
-    def attr(self, index: int) -> Any:
-        """The data of the attribute at `index` in the order of names (XLA sorts them)."""
+    def attribute(self, name: str) -> Any:
+        """The address (i8*) of the integers of a call's attribute; XLA sorts attributes by name."""
         attrs = self.load(self.frame, XLA_FFI_CallFrame, "attrs.attrs")
+        index = sorted(self.emitter.attributes).index(name)
         return self.load(self.item(attrs, index, self.i8p), XLA_FFI_Array, "data")
+
+    def row_major(self, dims: list[Any], unit: int) -> list[Any]:
+        """The strides of an array whose elements are `unit` long."""
+        strides = [self.int64(unit)]
+        for n in reversed(dims[1:]):
+            strides.insert(0, self.builder.mul(strides[0], n))
+        return strides[: len(dims)]
 
     def text(self, message: str) -> Any:
         return self.context.insert_const_string(self.builder.module, message)
 
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """Code that a failure leaves for what follows the scope."""
+        outside = getattr(self, "end", None)
+        self.end = end = self.builder.append_basic_block("end")
+        yield
+        self.builder.branch(end)
+        self.builder.position_at_end(end)
+        self.end = outside
+
+    @contextlib.contextmanager
+    def locked(self, lock: int) -> Iterator[None]:
+        """Code that holds a lock of CPython, which can be taken without the GIL; 0 is none."""
+        if lock:
+            self.call_c(_symbol("PyThread_acquire_lock"), self.i32, [self.address(lock), self.i32(1)])
+        yield
+        if lock:
+            self.call_c(_symbol("PyThread_release_lock"), self.ir.VoidType(), [self.address(lock)])
+
+    def leave(self, error: Any) -> None:
+        """Return an XLA_FFI_Error*, past the end of every scope; ends the current block."""
+        self.builder.store(error, self.error)
+        self.builder.branch(self.end)
+
     def fail(self, message: Any, code: int = _ERROR_INTERNAL) -> None:
         """Return an error with `message` (str or char*); ends the current block."""
-        if self.running:
-            self.emitter.end(self)
         args = self.new_struct(XLA_FFI_Error_Create_Args)
         self.store(
             self.text(message) if isinstance(message, str) else message, args, XLA_FFI_Error_Create_Args, "message"
         )
         self.store(code, args, XLA_FFI_Error_Create_Args, "errc")
-        self.builder.ret(self.api("Error_Create", args))
+        self.leave(self.api("Error_Create", args))
 
     def fail_if(self, condition: Any, message: Any, code: int = _ERROR_INVALID_ARGUMENT) -> None:
         with self.builder.if_then(condition, likely=False):
@@ -1042,12 +1081,17 @@ class _Handler:
         with self.cgutils.for_range_slice(builder, zero, last, one) as (d, _):
             builder.store(builder.mul(builder.load(outer), self._batch_size(views, d)), outer)
         self._use_huge_pages(views, builder.mul(builder.load(outer), inner))
-        self.emitter.begin(self)
-        self.running = True
-        with self.cgutils.for_range(builder, builder.load(outer)) as loop:
+        strides = [self.row_major(view.dims, view.dtype.itemsize) for view in views]
+        with (
+            self.locked(self.emitter.lock),
+            self.scope(),
+            self.emitter.enter(self) as run,
+            self.scope(),
+            self.cgutils.for_range(builder, builder.load(outer)) as loop,
+        ):
             self._seek(views, loop.index, last)
             with self.cgutils.for_range(builder, inner):
-                self.emitter.call(self, [builder.load(view.pointer) for view in views], [view.dims for view in views])
+                run([_Array(builder.load(view.pointer), view.dims, n) for view, n in zip(views, strides, strict=True)])
                 for view in views:
                     builder.store(builder.gep(builder.load(view.pointer), [view.step]), view.pointer)
 
@@ -1145,9 +1189,11 @@ class _Call(NamedTuple):
     stream: int
     ordinal: int
 
-    def attr(self, index: int) -> int:
-        """The address of the data of an attribute, as `_Handler.attr`."""
+    def attribute(self, name: str) -> int:
+        """The address of the integers of an attribute, as `_Handler.attribute`."""
         attrs = XLA_FFI_CallFrame.from_address(self.frame).attrs
+        names = (ctypes.POINTER(XLA_FFI_ByteSpan) * attrs.size).from_address(attrs.names)
+        index = [ctypes.string_at(span[0].ptr, span[0].len).decode() for span in names].index(name)
         return XLA_FFI_Array.from_address(_SIZE.from_address(attrs.attrs + 8 * index).value).data
 
 
@@ -1175,13 +1221,15 @@ class _CallbackEmitter(_Emitter):
         kind = ctypes.CFUNCTYPE(_PTR, _PTR, ctypes.POINTER(_I64), ctypes.POINTER(_I64))
         self.callback = kind(callback)
 
-    def begin(self, handler: _Handler) -> None:
-        self.place = _cuda_place(handler, self.driver) if self.driver else (handler.null, handler.int64(0))
+    @contextlib.contextmanager
+    def enter(self, handler: _Handler) -> Iterator[Callable[[list[_Array]], None]]:
+        place = _cuda_place(handler, self.driver) if self.driver else (handler.null, handler.int64(0))
+        yield functools.partial(self._call, handler, *place)
 
-    def call(self, handler: _Handler, pointers: list[Any], dims: list[list[Any]]) -> None:
-        stream, ordinal = self.place
-        addresses = [handler.builder.ptrtoint(pointer, handler.i64) for pointer in (*pointers, stream)] + [ordinal]
-        args = [self._array(handler, addresses), self._array(handler, [n for shape in dims for n in shape])]
+    def _call(self, handler: _Handler, stream: Any, ordinal: Any, arrays: list[_Array]) -> None:
+        pointers = [*(array.pointer for array in arrays), stream]
+        addresses = [handler.builder.ptrtoint(pointer, handler.i64) for pointer in pointers] + [ordinal]
+        args = [self._array(handler, addresses), self._array(handler, [n for array in arrays for n in array.dims])]
         target = ctypes.cast(self.callback, _PTR).value
         message = handler.call_c(target, handler.i8p, [handler.frame, *args])
         handler.fail_if(handler.cgutils.is_not_null(handler.builder, message), message, _ERROR_INTERNAL)
@@ -1523,44 +1571,43 @@ class _NumbaEmitter(_Emitter):
 
         self.report = ctypes.CFUNCTYPE(_PTR, _PTR)(report)
 
-    def begin(self, handler: _Handler) -> None:
-        if self.lock:
-            handler.call_c(_symbol("PyThread_acquire_lock"), handler.i32, [handler.address(self.lock), handler.i32(1)])
+    @contextlib.contextmanager
+    def enter(self, handler: _Handler) -> Iterator[Callable[[list[_Array]], None]]:
         if self.uses_python:
-            self.gil = handler.call_c(_symbol("PyGILState_Ensure"), handler.i32, [])
-            self.state = handler.call_c(_symbol("PyEval_SaveThread"), handler.i8p, [])
-
-    def end(self, handler: _Handler) -> None:
+            gil = handler.call_c(_symbol("PyGILState_Ensure"), handler.i32, [])
+            state = handler.call_c(_symbol("PyEval_SaveThread"), handler.i8p, [])
+        yield functools.partial(self._call, handler)
         if self.uses_python:
-            handler.call_c(_symbol("PyEval_RestoreThread"), handler.ir.VoidType(), [self.state])
-            handler.call_c(_symbol("PyGILState_Release"), handler.ir.VoidType(), [self.gil])
-        if self.lock:
-            handler.call_c(_symbol("PyThread_release_lock"), handler.ir.VoidType(), [handler.address(self.lock)])
+            handler.call_c(_symbol("PyEval_RestoreThread"), handler.ir.VoidType(), [state])
+            handler.call_c(_symbol("PyGILState_Release"), handler.ir.VoidType(), [gil])
 
-    def call(self, handler: _Handler, pointers: list[Any], dims: list[list[Any]]) -> None:
+    def _call(self, handler: _Handler, arrays: list[_Array]) -> None:
         from numba.core import types as nbtypes
 
         builder, conv = handler.builder, handler.context.call_conv
-        arrays = [self._array(handler, *parts) for parts in zip(self.argtypes, pointers, dims, strict=True)]
+        values = [self._value(handler, kind, array) for kind, array in zip(self.argtypes, arrays, strict=True)]
         kind = conv.get_function_type(nbtypes.none, self.argtypes)
         entry = builder.inttoptr(handler.int64(self.entry), kind.as_pointer())
-        status, _ = conv.call_function(builder, entry, nbtypes.none, self.argtypes, arrays)
+        status, _ = conv.call_function(builder, entry, nbtypes.none, self.argtypes, values)
         with builder.if_then(status.is_error, likely=False):
             handler.fail(self._message(handler, status))
 
     @staticmethod
-    def _array(handler: _Handler, array_type: Any, pointer: Any, dims: list[Any]) -> Any:
-        from numba.np.arrayobj import populate_array
-
-        builder, context = handler.builder, handler.context
-        itemsize = handler.int64(context.get_abi_sizeof(context.get_data_type(array_type.dtype)))
-        strides = [itemsize]
-        for n in reversed(dims[1:]):
-            strides.insert(0, builder.mul(strides[0], n))
-        array = context.make_array(array_type)(context, builder)
-        data = builder.bitcast(pointer, array.data.type)
-        populate_array(array, data=data, shape=dims, strides=strides[: len(dims)], itemsize=itemsize, meminfo=None)
-        return array._getvalue()
+    def _value(handler: _Handler, array_type: Any, array: _Array) -> Any:
+        """Numba's value for an array, a struct that is built without memory."""
+        builder, ir, model = handler.builder, handler.ir, handler.context.data_model_manager[array_type]
+        kinds = dict(zip(model._fields, model.get_value_type().elements, strict=True))
+        fields = {name: ir.Constant(kinds[name], None) for name in ("meminfo", "parent")}
+        fields["itemsize"] = handler.int64(handler.context.get_abi_sizeof(kinds["data"].pointee))
+        fields["nitems"] = functools.reduce(builder.mul, array.dims, handler.int64(1))
+        fields["data"] = builder.bitcast(array.pointer, kinds["data"])
+        fields["shape"], fields["strides"] = (
+            handler.cgutils.pack_array(builder, values, ty=handler.i64) for values in (array.dims, array.strides)
+        )
+        value = ir.Constant(model.get_value_type(), ir.Undefined)
+        for name, field in fields.items():
+            value = model.set(builder, value, field, name)
+        return value
 
     def _message(self, handler: _Handler, status: Any) -> Any:
         """Materialize the Python exception and let `report` turn it into text."""
@@ -2112,7 +2159,7 @@ def _ask_xla(handler: _Handler, driver: _CudaDriver, name: str, struct: Any, res
     else:
         error = handler.api(name, args)  # needs a GPU
     with handler.builder.if_then(handler.cgutils.is_not_null(handler.builder, error), likely=False):
-        handler.builder.ret(error)
+        handler.leave(error)
     return handler.load(args, struct, result)
 
 
@@ -2120,6 +2167,7 @@ class _CudaEmitter(_Emitter):
     """Launches a CUfunction on XLA's stream; the attribute `launch` holds grid, block and shared memory."""
 
     traits = _COMMAND_BUFFER_COMPATIBLE  # nothing but launches, the same ones whenever it is called
+    attributes = ("launch",)
     host_memory = False
 
     def __init__(self, signature: _Signature, driver: _CudaDriver, functions: Any, keep: Any = None) -> None:
@@ -2131,43 +2179,44 @@ class _CudaEmitter(_Emitter):
 
         self.report = ctypes.CFUNCTYPE(_PTR, _I32, ctypes.POINTER(_I64))(report)
 
-    def begin(self, handler: _Handler) -> None:
+    @contextlib.contextmanager
+    def enter(self, handler: _Handler) -> Iterator[Callable[[list[_Array]], None]]:
         builder = handler.builder
-        self.stream, ordinal = _cuda_place(handler, self.driver)
+        stream, ordinal = _cuda_place(handler, self.driver)
         known = builder.icmp_unsigned("<", ordinal, handler.int64(len(self.functions)))
         lost = f"kernel '{self.signature.label}' is not loaded on this GPU, which JAX did not list as a local device"
         handler.fail_if(builder.not_(known), lost, _ERROR_INTERNAL)
-        self.function = handler.item(handler.address(ctypes.addressof(self.functions)), ordinal, handler.i8p)
-        handler.fail_if(handler.cgutils.is_null(builder, self.function), lost, _ERROR_INTERNAL)
-        self.launch = handler.attr(0)
-        self.sizes = [builder.trunc(handler.item(self.launch, i, handler.i64), handler.i32) for i in range(7)]
+        function = handler.item(handler.address(ctypes.addressof(self.functions)), ordinal, handler.i8p)
+        handler.fail_if(handler.cgutils.is_null(builder, function), lost, _ERROR_INTERNAL)
+        launch = handler.attribute("launch")
+        sizes = [builder.trunc(handler.item(launch, i, handler.i64), handler.i32) for i in range(7)]
+        yield functools.partial(self._launch, handler, function, launch, sizes, stream)
 
-    def call(self, handler: _Handler, pointers: list[Any], dims: list[list[Any]]) -> None:
+    def _launch(
+        self, handler: _Handler, function: Any, launch: Any, sizes: list[Any], stream: Any, arrays: list[_Array]
+    ) -> None:
         builder = handler.builder
-        parts = zip(pointers, dims, self.signature.dtypes, strict=True)
-        params = [value for part in parts for value in self._params(handler, *part)]
+        parts = zip(arrays, self.signature.dtypes, strict=True)
+        params = [value for array, dtype in parts for value in self._params(handler, array, dtype.itemsize)]
         slots = handler.cgutils.alloca_once(builder, handler.i64, size=max(1, len(params)))
         addresses = handler.cgutils.alloca_once(builder, handler.i64.as_pointer(), size=max(1, len(params)))
         for i, value in enumerate(params):
             slot = builder.gep(slots, [handler.int64(i)])
             builder.store(value, slot)
             builder.store(slot, builder.gep(addresses, [handler.int64(i)]))
-        args = [self.function, *self.sizes, self.stream, addresses, handler.null]
+        args = [function, *sizes, stream, addresses, handler.null]
         code = handler.call_c(self.driver.address("cuLaunchKernel"), handler.i32, args)
         with builder.if_then(handler.cgutils.is_not_null(builder, code), likely=False):
             report = ctypes.cast(self.report, _PTR).value
-            handler.fail(handler.call_c(report, handler.i8p, [code, self.launch]))
+            handler.fail(handler.call_c(report, handler.i8p, [code, launch]))
 
     @staticmethod
-    def _params(handler: _Handler, pointer: Any, dims: list[Any], dtype: np.dtype) -> list[Any]:
+    def _params(handler: _Handler, array: _Array, itemsize: int) -> list[Any]:
         """One array as Numba CUDA passes it: see `_cuda_params`."""
-        builder, itemsize = handler.builder, handler.int64(dtype.itemsize)
-        strides = [itemsize]
-        for n in reversed(dims[1:]):
-            strides.insert(0, builder.mul(strides[0], n))
-        items = functools.reduce(builder.mul, dims, handler.int64(1))
-        data = builder.ptrtoint(pointer, handler.i64)
-        return [handler.int64(0), handler.int64(0), items, itemsize, data, *dims, *strides[: len(dims)]]
+        items = functools.reduce(handler.builder.mul, array.dims, handler.int64(1))
+        data = handler.builder.ptrtoint(array.pointer, handler.i64)
+        zero = handler.int64(0)
+        return [zero, zero, items, handler.int64(itemsize), data, *array.dims, *array.strides]
 
 
 def _cuda_callback(signature: _Signature, run: Callable[[list, Any, _Call], None], driver: Any) -> _CallbackEmitter:
@@ -2210,7 +2259,7 @@ def _cuda_runner(dispatcher: Any) -> Callable[[list, Any, _Call], None]:
     is_debug = getattr(dispatcher, "targetoptions", {}).get("debug")
 
     def run(arrays: list, stream: Any, call: _Call) -> None:
-        numbers = tuple((_I64 * 7).from_address(call.attr(0)))
+        numbers = tuple((_I64 * 7).from_address(call.attribute("launch")))
         if is_debug:
             stream.synchronize()
             stream = 0
@@ -2546,6 +2595,10 @@ class _WarpPlan:
         return self.adjoints[i] if self.adjoints is not None and table == 0 else None
 
     @property
+    def attributes(self) -> tuple[str, ...]:
+        return ("dims", "values") if self.values else ("dims",)
+
+    @property
     def values(self) -> list[tuple[int, _WarpParam, int]]:
         """The by-value parameters: position, parameter, offset in the `values` attribute."""
         result, offset = [], 0
@@ -2679,24 +2732,19 @@ class _WarpEmitter(_Emitter):
     """Calls a kernel's CPU entry point, by address."""
 
     def __init__(self, plan: _WarpPlan, layout: _WarpLayout) -> None:
-        self.plan, self.layout = plan, layout
+        self.plan, self.layout, self.attributes = plan, layout, plan.attributes
         self.lock = _tile_lock(plan.kernel)
 
-    def end(self, handler: _Handler) -> None:
-        if self.lock:
-            handler.call_c(_symbol("PyThread_release_lock"), handler.ir.VoidType(), [handler.address(self.lock)])
-
-    def begin(self, handler: _Handler) -> None:
-        """What is the same for every slice: the launch's bounds and the values."""
-        if self.lock:
-            handler.call_c(_symbol("PyThread_acquire_lock"), handler.i32, [handler.address(self.lock), handler.i32(1)])
-        *dims, self.ndim, self.size = (handler.item(handler.attr(0), i, handler.i64) for i in range(6))
+    @contextlib.contextmanager
+    def enter(self, handler: _Handler) -> Iterator[Callable[[list[_Array]], None]]:
+        *dims, self.ndim, self.size = (handler.item(handler.attribute("dims"), i, handler.i64) for i in range(6))
         self.bounds = self._new_bounds(handler, dims)
         self.args = [self._new(handler, struct) for struct in self.layout.args]
         for i, param, start in self.plan.values:
             target = self._param(handler, 0, i)
-            source = handler.builder.gep(handler.attr(1), [handler.int64(start)])
+            source = handler.builder.gep(handler.attribute("values"), [handler.int64(start)])
             handler.cgutils.raw_memcpy(handler.builder, target, source, handler.int64(param.nbytes), 1)
+        yield functools.partial(self._call, handler)
 
     def _param(self, handler: _Handler, table: int, i: int) -> Any:
         """The address of a parameter in the struct of arguments or of their adjoints."""
@@ -2729,35 +2777,33 @@ class _WarpEmitter(_Emitter):
             item = handler.builder.gep(slots, [handler.int64(k)])
             handler.builder.store(handler.builder.trunc(value, handler.i32), item)
 
-    def call(self, handler: _Handler, pointers: list[Any], dims: list[list[Any]]) -> None:
+    def _call(self, handler: _Handler, arrays: list[_Array]) -> None:
         builder, zero = handler.builder, handler.int64(0)
         empty = builder.icmp_signed("==", self.size, zero)
         clear = handler.ir.Constant(handler.ir.IntType(1), 1) if self.plan.adjoints is not None else empty
         with builder.if_then(clear):
             for n in self.plan.clear:
                 itemsize = handler.int64(handler.signature.dtypes[n].itemsize)
-                handler.cgutils.memset(builder, pointers[n], functools.reduce(builder.mul, dims[n], itemsize), 0)
+                nbytes = functools.reduce(builder.mul, arrays[n].dims, itemsize)
+                handler.cgutils.memset(builder, arrays[n].pointer, nbytes, 0)
         with builder.if_then(builder.not_(empty)):
             for t, table in enumerate(self.plan.tables):
                 for i, k in enumerate(table):
                     if k is not None:
-                        array, grad = self._param(handler, t, i), self.plan.grad(t, i)
-                        self._describe(handler, array, self.plan.params[i], pointers[k], dims[k])
+                        target, grad = self._param(handler, t, i), self.plan.grad(t, i)
+                        self._describe(handler, target, self.plan.params[i], arrays[k])
                         if grad is not None:
-                            address = handler.builder.ptrtoint(pointers[grad], handler.i64)
-                            handler.builder.store(address, handler.field(array, _WarpArray, "grad"))
+                            address = handler.builder.ptrtoint(arrays[grad].pointer, handler.i64)
+                            handler.builder.store(address, handler.field(target, _WarpArray, "grad"))
             handler.call_c(self.layout.entry, handler.ir.VoidType(), [self.bounds, *self.args])
 
-    def _describe(self, handler: _Handler, array: Any, param: _WarpParam, pointer: Any, dims: list[Any]) -> None:
-        """Fill one array_t, but for its gradient."""
-        shape, strides = dims[: param.ndim], [handler.int64(param.nbytes)]
-        for n in reversed(shape[1:]):
-            strides.insert(0, handler.builder.mul(strides[0], n))
-        data = handler.field(array, _WarpArray, "data")
-        handler.builder.store(handler.builder.ptrtoint(pointer, handler.i64), data)
-        self._store_ints(handler, array, _WarpArray, "shape", shape)
-        self._store_ints(handler, array, _WarpArray, "strides", strides)
-        handler.store(param.ndim, array, _WarpArray, "ndim")
+    def _describe(self, handler: _Handler, target: Any, param: _WarpParam, array: _Array) -> None:
+        """Fill one array_t, but for its gradient; dimensions of its elements come last and are not counted."""
+        data = handler.field(target, _WarpArray, "data")
+        handler.builder.store(handler.builder.ptrtoint(array.pointer, handler.i64), data)
+        self._store_ints(handler, target, _WarpArray, "shape", array.dims[: param.ndim])
+        self._store_ints(handler, target, _WarpArray, "strides", array.strides[: param.ndim])
+        handler.store(param.ndim, target, _WarpArray, "ndim")
 
 
 # -- Through Warp's own launch: on GPUs, and on the CPU where the layout is unknown
@@ -2786,7 +2832,7 @@ class _WarpReplay:
         return self.launches[ordinal]
 
     def __call__(self, pointers: list[int], dims: list[tuple], call: _Call) -> None:
-        extents = (_I64 * 6).from_address(call.attr(0))
+        extents = (_I64 * 6).from_address(call.attribute("dims"))
         launch, lock = self._launch(call.ordinal)
         with lock:
             if self.plan.adjoints is not None or not extents[5]:
@@ -2821,7 +2867,7 @@ class _WarpReplay:
                     value = array(i, k, array(i, self.plan.grad(t, i)))
                     launch.set_param_at_index(i, value, adjoint=bool(t))
         for i, param, start in self.plan.values:
-            ctypes.memmove(ctypes.addressof(launch.params[1 + i]), call.attr(1) + start, param.nbytes)
+            ctypes.memmove(ctypes.addressof(launch.params[1 + i]), call.attribute("values") + start, param.nbytes)
 
     def _run(self, launch: Any, call: _Call) -> None:
         """Warp's own launch; before Warp 1.15 it drops CUDA's error code, so there we launch what it recorded."""
