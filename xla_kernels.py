@@ -3161,43 +3161,15 @@ class _WarpKernel(_Wrapper):
 
 
 # ======================================================================================================
-# XLACustomKernel: one operation, many backends, all of JAX's transformations.
+# 11. XLACustomKernel: one operation, many backends, all of JAX's transformations.
+# An op knows its kernels, the choice between them, and its rules (11.1).  How a call is bound (11.2), how a kernel
+# becomes a function to trace (11.3), and what JAX asks the primitive (11.4 to 11.7) lie in parts of their own.
 # ======================================================================================================
 
+# -- 11.1 The op: registration, dispatch, rules --------------------------------------------------------
+# Knows kernels by platform and backend, and rules by kind.  Traces nothing: a call of the op is a matter of 11.2.
+
 _GPU_NAMES = ("gpu", "cuda", "rocm")
-_SPEC_TYPES: tuple[type, ...] = (Spec, jax.core.ShapedArray)
-_OPTIONAL_PARAMS = ("outs", "backend")  # what a rule or a generator may leave out of its signature
-_HIDDEN_PARAMS = ("_batch", "_types")  # what a rule never sees: the recorded vmaps, and the types of the parameters
-_JAX_PARAMS = tuple("avals_in ctx effects eqn key primitive self".split())  # arguments of functions of JAX
-_MAX_RECENT = 2048
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class KernelEntry:
-    """One kernel of an :class:`XLACustomKernel`: what `op._kernels[platform][backend]` holds.
-
-    Entries are made by :meth:`XLACustomKernel.def_kernel` and are not changed afterwards: registering a backend again
-    puts a new entry in the place of the old one.
-
-    Attributes:
-      backend: the name of the backend, such as `"numba"`.
-      platform: `"cpu"`, `"gpu"` or `"tpu"`.
-      kernel_generator: called with `outs` (a tuple of `jax.ShapeDtypeStruct`) and the static parameters of the call, by
-        keyword; returns the function to trace.
-      fallback: whether the entry serves only where the platform has no other backend (Warp kernels on the CPU), unless
-        it is asked for by name.
-
-    Example:
-      >>> op = XLACustomKernel("negate")
-      >>> _ = op.def_kernel("jax", "cpu", lambda outs: lambda x: -x)
-      >>> op._kernels["cpu"]["jax"].backend
-      'jax'
-    """
-
-    backend: str
-    platform: str
-    kernel_generator: Callable[..., Any]
-    fallback: bool = False
 
 
 class XLACustomKernel:
@@ -3260,35 +3232,11 @@ class XLACustomKernel:
     def __call__(self, /, *ins: Any, outs: Any, backend: str | None = None, **params: Any) -> Any:
         """Apply the op; see the class for the arguments."""
         args, traced = _as_inputs(ins, self.name)
-        if callable(outs):
-            outs = outs(*[getattr(x, "aval", None) or _input_spec(x, i) for i, x in enumerate(args)])
-        if type(outs) in _SPEC_TYPES:  # the usual case, at half the price
-            key: Any = ("call", outs.shape, outs.dtype, backend)
-        else:
-            leaves, tree = jax.tree_util.tree_flatten(outs, is_leaf=_is_spec)
-            shown = tuple([(tuple(getattr(s, "shape", ())), getattr(s, "dtype", None)) for s in leaves])
-            key = ("call", tree, shown, backend)
-        try:
-            if params:
-                key += _tagged_items(params)
-            call = self._recent.get(key)
-        except TypeError:  # something is not hashable: the checks in _new_call say what
-            call = None
-        if call is None:
-            call = self._new_call(key, args, outs, backend, params)
+        call = _find_call(self, args, outs, backend, params)
         if not traced:
             return call.jitted(*args)
         call.check(args)
         return call.bind(*args)
-
-    def _new_call(self, key: Any, args: Sequence[Any], outs: Any, backend: Any, params: dict) -> _OpCall:
-        """Validate what the call says, and remember it for eager use."""
-        _check_static_params(self, params)
-        _check_backend_name(self, backend)
-        _flat_specs(outs, f"XLACustomKernel {self.name!r}: outs", _input_specs(args))
-        leaves, tree = jax.tree_util.tree_flatten(outs, is_leaf=_is_spec)
-        call = _OpCall(self, tree, tuple(Spec(s.shape, s.dtype) for s in leaves), backend, params)
-        return self._recent.keep(key, call)
 
     # Registration
 
@@ -3581,17 +3529,7 @@ class XLACustomKernel:
           >>> [row.backend for row in result.rows]
           ['jax']
         """
-        args = tuple(_as_inputs(ins, self.name)[0])
-        platform = _platform_of(args)
-        self._entry(platform, None)
-        rows: list[_BenchmarkRow] = []
-        reference: Any = None
-        for backend in self.available_backends(platform):
-            run = jax.jit(functools.partial(self, outs=outs, backend=backend, **params))
-            row, results = _time_backend(backend, run, args, reference)
-            reference = results if reference is None else reference
-            rows.append(row)
-        return _OpBenchmark(self.name, platform, tuple(rows))
+        return _benchmark(self, ins, outs, params)
 
     def __repr__(self) -> str:
         lines = [f"XLACustomKernel({self.name!r})"]
@@ -3603,102 +3541,118 @@ class XLACustomKernel:
         return "\n".join([*lines, rules] if self._rules else lines)
 
 
-def defjvp(primitive: Any, *jvp_rules: Callable[..., Any] | None) -> None:
-    """Define the derivative of an op or primitive by one rule per operand.
+@dataclasses.dataclass(frozen=True, eq=False)
+class KernelEntry:
+    """One kernel of an :class:`XLACustomKernel`: what `op._kernels[platform][backend]` holds.
 
-    Args:
-      primitive: an :class:`XLACustomKernel`, or a JAX primitive with one or several results.
-      jvp_rules: one per operand: `rule(tangent, *primals, **params)` returns the tangents of the outputs that this
-        operand's tangent causes, in any container (one array if there is one output; None for zero). None in place of
-        a rule: the operand contributes nothing. `params` holds `outs`, `backend` and the static parameters of the
-        call; a rule may leave out the first two.
+    Entries are made by :meth:`XLACustomKernel.def_kernel` and are not changed afterwards: registering a backend again
+    puts a new entry in the place of the old one.
 
-    A rule is only called for an operand that is differentiated: zero tangents are never materialized.
-
-    Raises:
-      TypeError: `primitive` is neither op nor primitive, or a rule is not callable.
-      ValueError: when differentiated, if the number of rules is not the number of operands, or if a rule returns
-        tangents that do not match the outputs.
+    Attributes:
+      backend: the name of the backend, such as `"numba"`.
+      platform: `"cpu"`, `"gpu"` or `"tpu"`.
+      kernel_generator: called with `outs` (a tuple of `jax.ShapeDtypeStruct`) and the static parameters of the call, by
+        keyword; returns the function to trace.
+      fallback: whether the entry serves only where the platform has no other backend (Warp kernels on the CPU), unless
+        it is asked for by name.
 
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> op = XLACustomKernel("multiply")
-      >>> _ = op.def_kernel("jax", "cpu", lambda: lambda x, y: x * y)
-      >>> defjvp(op, lambda t, x, y: t * y, lambda t, x, y: x * t)
-      >>> print(jax.grad(lambda x: op(x, 3.0, outs=lambda x, y: x))(2.0))
-      3.0
+      >>> op = XLACustomKernel("negate")
+      >>> _ = op.def_kernel("jax", "cpu", lambda outs: lambda x: -x)
+      >>> op._kernels["cpu"]["jax"].backend
+      'jax'
     """
-    primitive = getattr(primitive, "primitive", primitive)
-    if not isinstance(primitive, Primitive):
-        raise TypeError(f"defjvp: expected an XLACustomKernel or a jax Primitive, got {primitive!r}")
-    _check_callables("defjvp", [r for r in jvp_rules if r is not None])
-    rules = [None if r is None else _tolerant(r) for r in jvp_rules]
-    rule = functools.partial(_jvp_by_operand, primitive, rules)
-    if primitive in _OPS:
-        _OPS[primitive]._set_rule("jvp", rule)
+
+    backend: str
+    platform: str
+    kernel_generator: Callable[..., Any]
+    fallback: bool = False
+
+
+def _check_names(backend: Any, platform: Any) -> None:
+    for what, name in (("backend", backend), ("platform", platform)):
+        if not isinstance(name, str):
+            raise TypeError(f"def_kernel: {what} must be a string, got {name!r}")
+        if not name:
+            raise ValueError(f"def_kernel: {what} must not be empty")
+
+
+def _check_callables(where: str, functions: Sequence[Any]) -> None:
+    for fun in functions:
+        if not callable(fun):
+            raise TypeError(f"{where}: a rule must be callable, got {fun!r}")
+
+
+def _unknown_backend(op: XLACustomKernel, platform: str | None, backend: Any) -> str:
+    where = f" for platform {platform!r}" if platform else ""
+    new = f"; register a new one with def_kernel({backend!r}, {platform or 'cpu'!r}, ...)" if backend else ""
+    return (
+        f"XLACustomKernel {op.name!r} has no backend {backend!r}{where}; registered: {_registered(op)}. Use one of "
+        f"these, or backend=None for the default{new}"
+    )
+
+
+def _registered(op: XLACustomKernel) -> str:
+    listed = [f"{platform}: {', '.join(entries)}" for platform, entries in op._kernels.items() if entries]
+    return "; ".join(listed) or "nothing"
+
+
+def _default_platform() -> str:
+    """The platform that a computation traced now is expected to run on."""
+    device = jax.config.jax_default_device
+    if device is None:
+        return _platform_name(jax.default_backend())
+    return _platform_name(device if isinstance(device, str) else device.platform)
+
+
+def _platform_of(ins: Sequence[Any]) -> str:
+    """The platform on which jax.jit runs a function of `ins`."""
+    for x in ins:
+        if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
+            return _platform_name(next(iter(x.devices())).platform)
+    return _default_platform()
+
+
+def _platform_name(platform: str) -> str:
+    return "gpu" if platform in _GPU_NAMES else platform
+
+
+# -- 11.2 A call: from op(...) to its primitive --------------------------------------------------------
+# Knows operands, outs and static parameters, and checks them where the user's call is on the stack.
+# Does not know kernels, but for running a generator abstractly, so that its errors too are raised there.
+
+_SPEC_TYPES: tuple[type, ...] = (Spec, jax.core.ShapedArray)
+_OPTIONAL_PARAMS = ("outs", "backend")  # what a rule or a generator may leave out of its signature
+_HIDDEN_PARAMS = ("_batch", "_types")  # what a rule never sees: the recorded vmaps, and the types of the parameters
+_JAX_PARAMS = tuple("avals_in ctx effects eqn key primitive self".split())  # arguments of functions of JAX
+_MAX_RECENT = 2048
+
+
+def _find_call(op: XLACustomKernel, args: Sequence[Any], outs: Any, backend: Any, params: dict) -> _OpCall:
+    """What serves a call with these outs, backend and parameters: checked when it is new, then remembered."""
+    if callable(outs):
+        outs = outs(*[getattr(x, "aval", None) or _input_spec(x, i) for i, x in enumerate(args)])
+    if type(outs) in _SPEC_TYPES:  # the usual case, at half the price
+        key: Any = ("call", outs.shape, outs.dtype, backend)
     else:
-        ad.primitive_jvps[primitive] = rule
+        leaves, tree = jax.tree_util.tree_flatten(outs, is_leaf=_is_spec)
+        shown = tuple([(tuple(getattr(s, "shape", ())), getattr(s, "dtype", None)) for s in leaves])
+        key = ("call", tree, shown, backend)
+    try:
+        if params:
+            key += _tagged_items(params)
+        call = op._recent.get(key)
+    except TypeError:  # something is not hashable: the checks in _new_call say what
+        call = None
+    return call or op._recent.keep(key, _new_call(op, args, outs, backend, params))
 
 
-def general_batching_rule(
-    prim: Any, args: Sequence[Any], axes: Sequence[int | None], /, **params: Any
-) -> tuple[Any, Any]:
-    """Batch an op or primitive without a rule of its own; what :class:`XLACustomKernel` uses by default.
-
-    An op is bound once, with the batch recorded, and its backend's own `vmap` does the work. For any other primitive
-    or function a `jax.lax.map` applies it to the slices.
-
-    Args:
-      prim: an :class:`XLACustomKernel`, its `primitive`, or any primitive or function of arrays.
-      args: the operands.
-      axes: the batched axis of each operand, or None.
-      params: the parameters, by keyword.
-
-    Returns:
-      The outputs and, in the same structure, their batched axes: 0, or None if no operand is batched.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> out, axis = general_batching_rule(lambda x, y: x @ y, (jnp.ones((5, 3)), jnp.ones(3)), (0, None))
-      >>> print(out.shape, axis)
-      (5,) 0
-    """
-    if not any(axis is not None for axis in axes):
-        out = _apply(prim, args, params)
-        return out, jax.tree_util.tree_map(lambda _: None, out)
-    moved = [x if axis in (0, None) else jax.numpy.moveaxis(x, axis, 0) for x, axis in zip(args, axes)]
-    flags = tuple(axis is not None for axis in axes)
-    primitive = getattr(prim, "primitive", prim)
-    if primitive in _OPS:
-        size = next(x.shape[0] for x, batched in zip(moved, flags) if batched)
-        batch = (*params.pop("_batch", ()), (size, flags))
-        specs, tree = jax.tree.flatten(params.pop("outs"))
-        options = {"backend": None, **params, "outs": tuple(specs), "_batch": batch}
-        out = _bind(primitive, _make_varying(moved), options)
-        out = out if prim is primitive else jax.tree_util.tree_unflatten(tree, out)
-    else:
-        out = _sequential(lambda *xs: _apply(prim, xs, params), flags)(*moved)
-    return out, jax.tree.map(lambda _: 0, out)
-
-
-def _apply(prim: Any, args: Sequence[Any], params: dict) -> Any:
-    return _bind(prim, args, params) if isinstance(prim, Primitive) else prim(*args, **params)
-
-
-def _bind(primitive: Any, args: Sequence[Any], params: dict) -> Any:
-    """Bind a primitive; that of an op with the types of its parameters, as JAX's caches find 1, 1.0 and True equal."""
-    if primitive in _OPS:
-        hidden = (*_OPTIONAL_PARAMS, *_HIDDEN_PARAMS)
-        types_ = _tagged_items({name: value for name, value in params.items() if name not in hidden})
-        params = {**params, "_types": types_} if types_ else params
-    return primitive.bind(*args, **params)
-
-
-def _visible(params: dict) -> dict:
-    return {name: value for name, value in params.items() if name not in _HIDDEN_PARAMS}
-
-
-# -- One call: operands, outs, static parameters
+def _new_call(op: XLACustomKernel, args: Sequence[Any], outs: Any, backend: Any, params: dict) -> _OpCall:
+    _check_static_params(op, params)
+    _check_backend_name(op, backend)
+    _flat_specs(outs, f"XLACustomKernel {op.name!r}: outs", _input_specs(args))
+    leaves, tree = jax.tree_util.tree_flatten(outs, is_leaf=_is_spec)
+    return _OpCall(op, tree, tuple(Spec(s.shape, s.dtype) for s in leaves), backend, params)
 
 
 class _OpCall:
@@ -3777,6 +3731,30 @@ class _Static:
     ins: tuple[Spec, ...]
 
 
+def _bind(primitive: Any, args: Sequence[Any], params: dict) -> Any:
+    """Bind a primitive; that of an op with the types of its parameters, as JAX's caches find 1, 1.0 and True equal."""
+    if primitive in _OPS:
+        hidden = (*_OPTIONAL_PARAMS, *_HIDDEN_PARAMS)
+        types_ = _tagged_items({name: value for name, value in params.items() if name not in hidden})
+        params = {**params, "_types": types_} if types_ else params
+    return primitive.bind(*args, **params)
+
+
+def _visible(params: dict) -> dict:
+    return {name: value for name, value in params.items() if name not in _HIDDEN_PARAMS}
+
+
+class _Recent(dict):
+    """The newest entries only: parameters that change on every call must not fill the memory."""
+
+    def keep(self, key: Any, value: Any) -> Any:
+        with _LOCK:
+            while len(self) >= _MAX_RECENT:
+                del self[next(iter(self))]
+            self[key] = value
+        return value
+
+
 def _tagged_items(params: dict) -> tuple:
     return tuple([(name, _tagged(value)) for name, value in params.items()])
 
@@ -3820,41 +3798,8 @@ def _check_backend_name(op: XLACustomKernel, backend: Any) -> None:
         raise ValueError(_unknown_backend(op, None, backend))
 
 
-def _unknown_backend(op: XLACustomKernel, platform: str | None, backend: Any) -> str:
-    where = f" for platform {platform!r}" if platform else ""
-    new = f"; register a new one with def_kernel({backend!r}, {platform or 'cpu'!r}, ...)" if backend else ""
-    return (
-        f"XLACustomKernel {op.name!r} has no backend {backend!r}{where}; registered: {_registered(op)}. Use one of "
-        f"these, or backend=None for the default{new}"
-    )
-
-
-def _registered(op: XLACustomKernel) -> str:
-    listed = [f"{platform}: {', '.join(entries)}" for platform, entries in op._kernels.items() if entries]
-    return "; ".join(listed) or "nothing"
-
-
-def _default_platform() -> str:
-    """The platform that a computation traced now is expected to run on."""
-    device = jax.config.jax_default_device
-    if device is None:
-        return _platform_name(jax.default_backend())
-    return _platform_name(device if isinstance(device, str) else device.platform)
-
-
-def _platform_of(ins: Sequence[Any]) -> str:
-    """The platform on which jax.jit runs a function of `ins`."""
-    for x in ins:
-        if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
-            return _platform_name(next(iter(x.devices())).platform)
-    return _default_platform()
-
-
-def _platform_name(platform: str) -> str:
-    return "gpu" if platform in _GPU_NAMES else platform
-
-
-# -- Kernels: ready ones, and the function to trace
+# -- 11.3 A kernel: from a generator, or a ready kernel, to a function to trace ------------------------
+# Knows one slice and one backend.  Does not know vmap, nor what the call was traced for.
 
 _READY_KERNELS = {  # (package, class) -> backend; looked up by name, so that no package is imported for it
     ("numba", "CUDADispatcher"): "numba_cuda",
@@ -3866,13 +3811,27 @@ _READY_KERNELS = {  # (package, class) -> backend; looked up by name, so that no
 }
 
 
-def _ready_kind(kernel: Any) -> str | None:
-    """The backend of a compiled kernel (`@njit`, `@cuda.jit`, `@wp.kernel`); None for anything else."""
-    for cls in type(kernel).__mro__:
-        kind = _READY_KERNELS.get((cls.__module__.partition(".")[0], cls.__name__))
-        if kind is not None:
-            return kind
-    return "wrapper" if isinstance(kernel, _Wrapper) else None
+def _as_generator(op: XLACustomKernel, backend: str, kg: Any, options: dict) -> Callable[..., Any]:
+    if options.get("has_side_effect"):
+        raise TypeError(
+            f"XLACustomKernel {op.name!r}: has_side_effect=True has no place here: a call of the op whose results "
+            "nobody uses is dropped; call numba_kernel, numba_cuda_kernel or warp_kernel themselves for effects"
+        )
+    kind = _ready_kind(kg)
+    if kind is not None:
+        return _ReadyKernel(op.name, kind, kg, options)
+    if not callable(kg):
+        raise TypeError(
+            f"XLACustomKernel {op.name!r}: the kernel of backend {backend!r} must be callable (a generator, or a "
+            f"Numba, Numba CUDA or Warp kernel), got {kg!r}"
+        )
+    if options:
+        given = ", ".join(options)
+        raise TypeError(
+            f"XLACustomKernel {op.name!r}: {given} can be given with a ready kernel only; a generator passes them to "
+            "numba_kernel, numba_cuda_kernel or warp_kernel itself"
+        )
+    return _tolerant(kg)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -3897,6 +3856,15 @@ class _ReadyKernel:
         return _wrap_ready(self.kind, self.kernel, outs, self.options)
 
 
+def _ready_kind(kernel: Any) -> str | None:
+    """The backend of a compiled kernel (`@njit`, `@cuda.jit`, `@wp.kernel`); None for anything else."""
+    for cls in type(kernel).__mro__:
+        kind = _READY_KERNELS.get((cls.__module__.partition(".")[0], cls.__name__))
+        if kind is not None:
+            return kind
+    return "wrapper" if isinstance(kernel, _Wrapper) else None
+
+
 def _wrap_ready(kind: str, kernel: Any, outs: tuple, options: dict) -> Callable[..., Any]:
     if kind == "numba":
         return numba_kernel(kernel, outs, **options)
@@ -3905,29 +3873,6 @@ def _wrap_ready(kind: str, kernel: Any, outs: tuple, options: dict) -> Callable[
     if not options.keys() & {"grid", "block", "launch_dims"}:
         options = {**options, "launch_dims": outs[0].shape}  # one thread per element of the first output
     return numba_cuda_kernel(kernel, outs, **options)
-
-
-def _as_generator(op: XLACustomKernel, backend: str, kg: Any, options: dict) -> Callable[..., Any]:
-    if options.get("has_side_effect"):
-        raise TypeError(
-            f"XLACustomKernel {op.name!r}: has_side_effect=True has no place here: a call of the op whose results "
-            "nobody uses is dropped; call numba_kernel, numba_cuda_kernel or warp_kernel themselves for effects"
-        )
-    kind = _ready_kind(kg)
-    if kind is not None:
-        return _ReadyKernel(op.name, kind, kg, options)
-    if not callable(kg):
-        raise TypeError(
-            f"XLACustomKernel {op.name!r}: the kernel of backend {backend!r} must be callable (a generator, or a "
-            f"Numba, Numba CUDA or Warp kernel), got {kg!r}"
-        )
-    if options:
-        given = ", ".join(options)
-        raise TypeError(
-            f"XLACustomKernel {op.name!r}: {given} can be given with a ready kernel only; a generator passes them to "
-            "numba_kernel, numba_cuda_kernel or warp_kernel itself"
-        )
-    return _tolerant(kg)
 
 
 def _tolerant(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -4000,82 +3945,13 @@ def _checked_results(op: XLACustomKernel, entry: KernelEntry, results: Any, outs
     )
 
 
-def _batched_function(run: Callable[..., list], outs: tuple, batch: tuple) -> Callable[..., list]:
-    """`run` under the recorded vmaps: by the backend's own rules, or slice by slice where it has none."""
-    if not batch:
-        return run
-    sizes = tuple(size for size, _ in reversed(batch))
-    if 0 in sizes:
-        return lambda *ins: [_zeros((*sizes, *s.shape), s.dtype) for s in outs]
+# -- 11.4 The primitive: what JAX's interpreters ask ---------------------------------------------------
+# All hooks are installed once, when the op is made; each looks up the op's newest rule when JAX asks.
 
-    def staged(*ins: Any) -> list:  # the generator runs outside the vmaps, so that its errors stay its own
-        return _eval_jaxpr(jax.make_jaxpr(run)(*ins), ins)
-
-    def batched(*ins: Any) -> list:
-        try:
-            jaxpr = jax.make_jaxpr(_under_vmaps(staged, batch))(*ins)  # tried apart: a failure leaves nothing behind
-        except NotImplementedError:
-            return functools.reduce(_sequential, [flags for _, flags in batch], run)(*ins)
-        return _eval_jaxpr(jaxpr, ins)
-
-    return batched
-
-
-def _under_vmaps(fun: Callable[..., Any], batch: Sequence[tuple]) -> Callable[..., Any]:
-    """`fun`, which is for one slice, under the recorded vmaps; a Zero or UndefinedPrimal has nothing to batch."""
-    for size, flags in batch:
-        fun = jax.vmap(fun, in_axes=tuple(0 if b else None for b in flags), axis_size=size)
-    return fun
-
-
-def _sequential(run: Callable[..., Any], flags: tuple) -> Callable[..., Any]:
-    """`run` mapped over the first axis of the flagged operands, one slice at a time."""
-
-    def mapped(*ins: Any) -> Any:
-        def one(slices: tuple) -> Any:
-            rest = iter(slices)
-            return run(*[next(rest) if b else x for x, b in zip(ins, flags)])
-
-        return jax.lax.map(one, tuple(x for x, b in zip(ins, flags) if b))
-
-    return mapped
-
-
-# -- Caches: what serves eager calls, and what JAX's own caches hold
-
-
-class _Recent(dict):
-    """The newest entries only: parameters that change on every call must not fill the memory."""
-
-    def keep(self, key: Any, value: Any) -> Any:
-        with _LOCK:
-            while len(self) >= _MAX_RECENT:
-                del self[next(iter(self))]
-            self[key] = value
-        return value
-
-
+_OPS: dict[Any, XLACustomKernel] = {}  # by primitive
 _IN_JAX_CACHES: set[tuple] = (
     set()
 )  # (op, "rules") of what was traced; (op, platform, backend or None) of what was lowered
-
-
-def _forget(*stale: tuple) -> None:
-    """Have JAX trace and lower again what was made with a stale choice: it can only drop all its caches at once."""
-    if not _IN_JAX_CACHES.isdisjoint(stale):
-        _IN_JAX_CACHES.clear()
-        jax.clear_caches()
-
-
-# -- Hooks into JAX's interpreters: everything that is registered for an op's primitive
-
-_OPS: dict[Any, XLACustomKernel] = {}  # by primitive
-_NO_RULE = {
-    "jvp": "has no derivative: define one with def_jvp_rule2 (one rule per operand), def_jvp_rule or def_vjp_rule, or "
-    "keep it out of differentiation with jax.lax.stop_gradient",
-    "transpose": "has no transpose, which reverse-mode differentiation of its derivative needs: define one with "
-    "def_transpose_rule, write the derivative with jax.numpy, or use def_vjp_rule",
-}
 
 
 def _install_hooks(op: XLACustomKernel) -> None:
@@ -4128,11 +4004,164 @@ def _op_lowering(op: XLACustomKernel, platform: str | None, ctx: Any, /, *ins: A
     return mlir.lower_fun(run, multiple_results=True)(ctx, *ins)
 
 
+def _forget(*stale: tuple) -> None:
+    """Have JAX trace and lower again what was made with a stale choice: it can only drop all its caches at once."""
+    if not _IN_JAX_CACHES.isdisjoint(stale):
+        _IN_JAX_CACHES.clear()
+        jax.clear_caches()
+
+
+# -- 11.5 Batching -------------------------------------------------------------------------------------
+# A vmap of an op binds its primitive again, with (size, which operands are batched) added to the parameter `_batch`.
+# Specs, rules and generators stay those of one slice.  The lowering, which knows the platform and with it the backend,
+# applies the recorded vmaps to the kernel, innermost first: jax.vmap, by the rules of what the backend traces (a
+# wrapper loops natively, Pallas and JAX code have their own), or jax.lax.map where that has none.  Derivatives of
+# recorded calls apply a rule in the same way.  Nothing here is decided before the backend is known.
+
+
+def general_batching_rule(
+    prim: Any, args: Sequence[Any], axes: Sequence[int | None], /, **params: Any
+) -> tuple[Any, Any]:
+    """Batch an op or primitive without a rule of its own; what :class:`XLACustomKernel` uses by default.
+
+    An op is bound once, with the batch recorded, and its backend's own `vmap` does the work. For any other primitive
+    or function a `jax.lax.map` applies it to the slices.
+
+    Args:
+      prim: an :class:`XLACustomKernel`, its `primitive`, or any primitive or function of arrays.
+      args: the operands.
+      axes: the batched axis of each operand, or None.
+      params: the parameters, by keyword.
+
+    Returns:
+      The outputs and, in the same structure, their batched axes: 0, or None if no operand is batched.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> out, axis = general_batching_rule(lambda x, y: x @ y, (jnp.ones((5, 3)), jnp.ones(3)), (0, None))
+      >>> print(out.shape, axis)
+      (5,) 0
+    """
+    if not any(axis is not None for axis in axes):
+        out = _apply(prim, args, params)
+        return out, jax.tree_util.tree_map(lambda _: None, out)
+    moved = [x if axis in (0, None) else jax.numpy.moveaxis(x, axis, 0) for x, axis in zip(args, axes)]
+    flags = tuple(axis is not None for axis in axes)
+    if getattr(prim, "primitive", prim) in _OPS:
+        out = _record_vmap(prim, moved, flags, params)
+    else:
+        out = _sequential(lambda *xs: _apply(prim, xs, params), flags)(*moved)
+    return out, jax.tree.map(lambda _: 0, out)
+
+
 def _op_batching(op: XLACustomKernel, args: Sequence[Any], axes: Sequence[Any], /, **params: Any) -> Any:
     rule = op._rules.get("batching")
     if rule is None or "_batch" in params:  # recorded before: a user's rule is for the op on one slice
         return general_batching_rule(op.primitive, args, axes, **params)
     return rule(args, axes, **_visible(params))
+
+
+def _record_vmap(prim: Any, ins: Sequence[Any], flags: tuple, params: dict) -> Any:
+    """Bind an op or its primitive with one more vmap, over the first axis of the flagged operands."""
+    size = next(x.shape[0] for x, batched in zip(ins, flags) if batched)
+    specs, tree = jax.tree.flatten(params["outs"])
+    batch = (*params.get("_batch", ()), (size, flags))
+    options = {"backend": None, **params, "outs": tuple(specs), "_batch": batch}
+    results = _bind(getattr(prim, "primitive", prim), _make_varying(ins), options)
+    return results if isinstance(prim, Primitive) else jax.tree_util.tree_unflatten(tree, results)
+
+
+def _apply(prim: Any, args: Sequence[Any], params: dict) -> Any:
+    return _bind(prim, args, params) if isinstance(prim, Primitive) else prim(*args, **params)
+
+
+def _batched_function(run: Callable[..., list], outs: tuple, batch: tuple) -> Callable[..., list]:
+    """`run` under the recorded vmaps: by the backend's own rules, or slice by slice where it has none."""
+    if not batch:
+        return run
+    sizes = tuple(size for size, _ in reversed(batch))
+    if 0 in sizes:
+        return lambda *ins: [_zeros((*sizes, *s.shape), s.dtype) for s in outs]
+
+    def staged(*ins: Any) -> list:  # the generator runs outside the vmaps, so that its errors stay its own
+        return _eval_jaxpr(jax.make_jaxpr(run)(*ins), ins)
+
+    def batched(*ins: Any) -> list:
+        try:
+            jaxpr = jax.make_jaxpr(_under_vmaps(staged, batch))(*ins)  # tried apart: a failure leaves nothing behind
+        except NotImplementedError:
+            return functools.reduce(_sequential, [flags for _, flags in batch], run)(*ins)
+        return _eval_jaxpr(jaxpr, ins)
+
+    return batched
+
+
+def _under_vmaps(fun: Callable[..., Any], batch: Sequence[tuple]) -> Callable[..., Any]:
+    """`fun`, which is for one slice, under the recorded vmaps; a Zero or UndefinedPrimal has nothing to batch."""
+    for size, flags in batch:
+        fun = jax.vmap(fun, in_axes=tuple(0 if b else None for b in flags), axis_size=size)
+    return fun
+
+
+def _sequential(run: Callable[..., Any], flags: tuple) -> Callable[..., Any]:
+    """`run` mapped over the first axis of the flagged operands, one slice at a time."""
+
+    def mapped(*ins: Any) -> Any:
+        def one(slices: tuple) -> Any:
+            rest = iter(slices)
+            return run(*[next(rest) if b else x for x, b in zip(ins, flags)])
+
+        return jax.lax.map(one, tuple(x for x, b in zip(ins, flags) if b))
+
+    return mapped
+
+
+# -- 11.6 Derivatives ----------------------------------------------------------------------------------
+# Knows tangents and cotangents, symbolic zeros among them.  Rules are for one slice; 11.5 has them applied to batches.
+
+_NO_RULE = {
+    "jvp": "has no derivative: define one with def_jvp_rule2 (one rule per operand), def_jvp_rule or def_vjp_rule, or "
+    "keep it out of differentiation with jax.lax.stop_gradient",
+    "transpose": "has no transpose, which reverse-mode differentiation of its derivative needs: define one with "
+    "def_transpose_rule, write the derivative with jax.numpy, or use def_vjp_rule",
+}
+
+
+def defjvp(primitive: Any, *jvp_rules: Callable[..., Any] | None) -> None:
+    """Define the derivative of an op or primitive by one rule per operand.
+
+    Args:
+      primitive: an :class:`XLACustomKernel`, or a JAX primitive with one or several results.
+      jvp_rules: one per operand: `rule(tangent, *primals, **params)` returns the tangents of the outputs that this
+        operand's tangent causes, in any container (one array if there is one output; None for zero). None in place of
+        a rule: the operand contributes nothing. `params` holds `outs`, `backend` and the static parameters of the
+        call; a rule may leave out the first two.
+
+    A rule is only called for an operand that is differentiated: zero tangents are never materialized.
+
+    Raises:
+      TypeError: `primitive` is neither op nor primitive, or a rule is not callable.
+      ValueError: when differentiated, if the number of rules is not the number of operands, or if a rule returns
+        tangents that do not match the outputs.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> op = XLACustomKernel("multiply")
+      >>> _ = op.def_kernel("jax", "cpu", lambda: lambda x, y: x * y)
+      >>> defjvp(op, lambda t, x, y: t * y, lambda t, x, y: x * t)
+      >>> print(jax.grad(lambda x: op(x, 3.0, outs=lambda x, y: x))(2.0))
+      3.0
+    """
+    primitive = getattr(primitive, "primitive", primitive)
+    if not isinstance(primitive, Primitive):
+        raise TypeError(f"defjvp: expected an XLACustomKernel or a jax Primitive, got {primitive!r}")
+    _check_callables("defjvp", [r for r in jvp_rules if r is not None])
+    rules = [None if r is None else _tolerant(r) for r in jvp_rules]
+    rule = functools.partial(_jvp_by_operand, primitive, rules)
+    if primitive in _OPS:
+        _OPS[primitive]._set_rule("jvp", rule)
+    else:
+        ad.primitive_jvps[primitive] = rule
 
 
 def _op_jvp(op: XLACustomKernel, primals: Any, tangents: Any, /, **params: Any) -> tuple:
@@ -4170,9 +4199,6 @@ def _rule(op: XLACustomKernel, kind: str) -> Callable[..., Any]:
     if kind not in op._rules:
         raise NotImplementedError(f"XLACustomKernel {op.name!r} {_NO_RULE[kind]}")
     return op._rules[kind]
-
-
-# -- Derivatives
 
 
 def _jvp_by_operand(primitive: Any, rules: Sequence[Any], primals: Any, tangents: Any, /, **params: Any) -> tuple:
@@ -4216,13 +4242,13 @@ def _zero_tangent(x: Any) -> Any:
     return ad.Zero(jax.typeof(x).to_tangent_aval())
 
 
-def _vary_nonzero(a: Any, b: Any) -> list:
-    return [a, b] if isinstance(a, ad.Zero) or isinstance(b, ad.Zero) else _make_varying((a, b))
-
-
 def _with_zeros(tangents: Sequence[Any], values: Sequence[Any]) -> list:
     """The tangents of `values`; a Zero in the place of each None, and of each Zero of another shape."""
     return [_zero_tangent(x) if t is None or type(t) is ad.Zero else t for t, x in zip(tangents, values)]
+
+
+def _vary_nonzero(a: Any, b: Any) -> list:
+    return [a, b] if isinstance(a, ad.Zero) or isinstance(b, ad.Zero) else _make_varying((a, b))
 
 
 def _slice_of(x: Any, depth: int) -> Any:
@@ -4250,7 +4276,8 @@ def _as_cotangent(ct: Any, operand: Any, shared: Sequence[int] = ()) -> Any:
     return _sharded_like(jax.lax.reduce_sum(ct, shared) if shared else ct, operand.aval)
 
 
-# -- Partitioning under jax.jit
+# -- 11.7 Partitioning under jax.jit -------------------------------------------------------------------
+# Knows a mesh and the names of dimensions.  Kernels, and the vmaps around them, it takes as functions.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -4375,15 +4402,7 @@ def _mesh_axes(entry: Any) -> tuple:
     return entry if isinstance(entry, tuple) else (entry,)
 
 
-# -- Benchmark
-
-
-class _BenchmarkRow(NamedTuple):
-    backend: str
-    first_ms: float | None
-    median_us: float | None
-    difference: float | None
-    error: str | None
+# -- 11.8 Benchmark ------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -4402,6 +4421,28 @@ class _OpBenchmark:
             else:
                 lines.append(f"{row.backend:<14}{row.first_ms:>12.2f}{row.median_us:>14.2f}  {row.difference:.3g}")
         return "\n".join(lines)
+
+
+class _BenchmarkRow(NamedTuple):
+    backend: str
+    first_ms: float | None
+    median_us: float | None
+    difference: float | None
+    error: str | None
+
+
+def _benchmark(op: XLACustomKernel, ins: Sequence[Any], outs: Any, params: dict) -> _OpBenchmark:
+    args = tuple(_as_inputs(ins, op.name)[0])
+    platform = _platform_of(args)
+    op._entry(platform, None)
+    rows: list[_BenchmarkRow] = []
+    reference: Any = None
+    for backend in op.available_backends(platform):
+        run = jax.jit(functools.partial(op, outs=outs, backend=backend, **params))
+        row, results = _time_backend(backend, run, args, reference)
+        reference = results if reference is None else reference
+        rows.append(row)
+    return _OpBenchmark(op.name, platform, tuple(rows))
 
 
 def _time_backend(backend: str, run: Callable[..., Any], ins: tuple, reference: Any) -> tuple[_BenchmarkRow, Any]:
@@ -4425,20 +4466,6 @@ def _largest_difference(a: Any, b: Any) -> float:
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b))
     wide = [(np.asarray(x).astype(complex), np.asarray(y).astype(complex)) for x, y in pairs]
     return max((float(np.max(np.abs(x - y), initial=0.0)) for x, y in wide), default=0.0)
-
-
-def _check_names(backend: Any, platform: Any) -> None:
-    for what, name in (("backend", backend), ("platform", platform)):
-        if not isinstance(name, str):
-            raise TypeError(f"def_kernel: {what} must be a string, got {name!r}")
-        if not name:
-            raise ValueError(f"def_kernel: {what} must not be empty")
-
-
-def _check_callables(where: str, functions: Sequence[Any]) -> None:
-    for fun in functions:
-        if not callable(fun):
-            raise TypeError(f"{where}: a rule must be callable, got {fun!r}")
 
 
 # ======================================================================================================
