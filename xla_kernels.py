@@ -38,7 +38,7 @@ import threading
 import time
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -1274,6 +1274,7 @@ def _host_arrays(signature: _Signature, pointers: Sequence[int], dims: Sequence[
 # Numba on CPU
 # ======================================================================================================
 
+_NUMBA_INSTALL = "pip install numba"
 _NUMBA_DTYPES = frozenset(
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float32 float64 complex64 complex128".split()
 )
@@ -1349,7 +1350,7 @@ class _NumbaKernel(_Wrapper):
         super().__init__(kernel, options)
 
     def _find_target(self, ins: list[Spec], outs: list[Spec]) -> _Target:
-        numba = _import("numba", "numba_kernel", "pip install numba")
+        numba = _import("numba", "numba_kernel", _NUMBA_INSTALL)
         _check_arity(self.kernel, ins, outs, self.options.scratch is not None)
         for what, specs in (("input", ins), ("output", outs)):
             for i, spec in enumerate(specs):
@@ -2272,6 +2273,7 @@ def _cuda_runner(dispatcher: Any) -> Callable[[list, Any, _Call], None]:
 # Warp
 # ======================================================================================================
 
+_WARP_INSTALL = "pip install warp-lang"
 _WARP_DTYPES = (
     *("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"),
     *("float16", "bfloat16", "float32", "float64"),
@@ -2285,13 +2287,17 @@ _WARP_MAX_EXTENT = 2**31 - 1  # Warp keeps extents, strides in bytes and thread 
 # _warp_layout, which looks at what Warp does rather than at its version. Checked on 1.13, 1.15, 1.18 and 1.19.
 
 
+def _warp(user: str, module: str = "warp") -> Any:
+    return _import(module, user, _WARP_INSTALL)
+
+
 @contextlib.contextmanager
 def _warp_session() -> Iterator[Any]:
     """Warp, initialized, under the lock (its module loading is not thread-safe), and silent.
 
     Its output stays where the user raised the verbosity, and the user's settings are put back.
     """
-    wp = _import("warp", "warp_kernel", "pip install warp-lang")
+    wp = _warp("warp_kernel")
     # `log_level` replaced `quiet` and `verbose` in Warp 1.14; touching those there prints a deprecation.
     name, silent = ("log_level", 30) if hasattr(wp.config, "log_level") else ("quiet", True)
     with _LOCK:
@@ -2341,7 +2347,7 @@ def jaxtype_to_warptype(dtype: Any) -> Any:
     Raises:
       ValueError: for a dtype that the installed Warp does not have.
     """
-    scalars = _warp_scalars(_import("warp", "jaxtype_to_warptype", "pip install warp-lang"))
+    scalars = _warp_scalars(_warp("jaxtype_to_warptype"))
     try:
         return scalars[np.dtype(dtype)]
     except (KeyError, TypeError):
@@ -2364,14 +2370,14 @@ def jaxinfo_to_warpinfo(info: Any) -> Any:
     if not 1 <= ndim <= _WARP_MAX_DIMS:
         hint = "; reshape it to (1,)" if ndim == 0 else ""
         raise ValueError(f"Warp arrays have 1 to {_WARP_MAX_DIMS} dimensions; got {ndim} in {_show(info)}{hint}")
-    wp = _import("warp", "jaxinfo_to_warpinfo", "pip install warp-lang")
+    wp = _warp("jaxinfo_to_warpinfo")
     return wp.array(dtype=jaxtype_to_warptype(info.dtype), ndim=ndim)
 
 
 def _warp_interop(name: str) -> Any:
-    wp = _import("warp", name, "pip install warp-lang")
+    wp = _warp(name)
     if not hasattr(wp, name):  # before Warp 1.14
-        wp = _import("warp.jax_experimental.ffi", name, "pip install warp-lang")
+        wp = _warp(name, "warp.jax_experimental.ffi")
     return getattr(wp, name)
 
 
@@ -2418,7 +2424,7 @@ def _is_warp_struct(kind: Any) -> bool:
 
 
 def _warp_params(kernel: Any) -> tuple[_WarpParam, ...]:
-    wp = _import("warp", "warp_kernel", "pip install warp-lang")
+    wp = _warp("warp_kernel")
     if not isinstance(kernel, wp.Kernel):
         raise TypeError(
             f"warp_kernel takes a function decorated with warp.kernel; got {type(kernel).__name__} {kernel!r}"
@@ -2901,7 +2907,7 @@ def _register_warp(name: str, plan: _WarpPlan, signature: _Signature, platform: 
 
 
 def _compile_warp(plan: _WarpPlan, signature: _Signature, platform: str) -> _Compiled:
-    _import("numba", "warp_kernel", "pip install numba")
+    _import("numba", "warp_kernel", _NUMBA_INSTALL)
     launch = plan.record("cpu") if platform == "cpu" else None
     layout = _warp_layout(plan, launch) if launch else None
     if layout:
@@ -3271,39 +3277,39 @@ class XLACustomKernel:
           >>> op.defaults
           {'cpu': 'jax'}
         """
-        return self._define(backend, (platform,), kg, asdefault, options)
+        return self._define(backend, [platform], kg, asdefault, options)
 
     def def_numba_kernel(self, kg: Any = None, asdefault: bool = False, **options: Any) -> Any:
         """Register a Numba kernel (a generator, or `@njit`) for the CPU; see :meth:`def_kernel`."""
-        return self._define("numba", ("cpu",), kg, asdefault, options)
+        return self._define("numba", _BACKENDS["numba"].platforms, kg, asdefault, options)
 
     def def_warp_kernel(self, kg: Any = None, asdefault: bool = False, **options: Any) -> Any:
         """Register a Warp kernel for the GPU and, where it has no other kernel, the CPU; see :meth:`def_kernel`."""
-        return self._define("warp", ("gpu", "cpu"), kg, asdefault, options)
+        return self._define("warp", _BACKENDS["warp"].platforms, kg, asdefault, options)
 
     def def_numba_cuda_kernel(self, kg: Any = None, asdefault: bool = False, **options: Any) -> Any:
         """Register a Numba CUDA kernel (a generator, or `@cuda.jit`) for the GPU; see :meth:`def_kernel`.
 
         With Numba's CUDA simulator it also serves the CPU, where that has no other kernel.
         """
-        platforms = ("gpu", "cpu") if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0") else ("gpu",)
-        return self._define("numba_cuda", platforms, kg, asdefault, options)
+        simulator = ["cpu"] if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0") else []
+        return self._define("numba_cuda", [*_BACKENDS["numba_cuda"].platforms, *simulator], kg, asdefault, options)
 
     def def_pallas_kernel(self, platform: str, kg: Any = None, asdefault: bool = False) -> Any:
         """Register a Pallas kernel for `"gpu"`, `"tpu"`, or (in interpret mode) `"cpu"`; see :meth:`def_kernel`."""
         if platform not in ("cpu", "gpu", "tpu"):
             raise ValueError(f"def_pallas_kernel: platform must be 'gpu', 'tpu' or 'cpu', got {platform!r}")
-        return self._define("pallas", (platform,), kg, asdefault, {})
+        return self._define("pallas", [platform], kg, asdefault, {})
 
     def def_triton_kernel(self, kg: Any = None, asdefault: bool = False) -> Any:
         """Register a generator of a Triton kernel for the GPU; see :meth:`def_kernel`."""
-        return self._define("triton", ("gpu",), kg, asdefault, {})
+        return self._define("triton", ["gpu"], kg, asdefault, {})
 
     def def_cuda_raw_kernel(self, kg: Any = None, asdefault: bool = False) -> Any:
         """Register a generator of a kernel compiled from CUDA C++ for the GPU; see :meth:`def_kernel`."""
-        return self._define("cuda_raw", ("gpu",), kg, asdefault, {})
+        return self._define("cuda_raw", ["gpu"], kg, asdefault, {})
 
-    def _define(self, backend: str, platforms: tuple[str, ...], kg: Any, asdefault: bool, options: dict) -> Any:
+    def _define(self, backend: str, platforms: Iterable[str], kg: Any, asdefault: bool, options: dict) -> Any:
         """Register `kg` for `platforms`; beyond the first one it serves as a fallback."""
         if kg is None:
             return functools.partial(self._define, backend, platforms, asdefault=asdefault, options=options)
@@ -3801,15 +3807,6 @@ def _check_backend_name(op: XLACustomKernel, backend: Any) -> None:
 # -- 11.3 A kernel: from a generator, or a ready kernel, to a function to trace ------------------------
 # Knows one slice and one backend.  Does not know vmap, nor what the call was traced for.
 
-_READY_KERNELS = {  # (package, class) -> backend; looked up by name, so that no package is imported for it
-    ("numba", "CUDADispatcher"): "numba_cuda",
-    ("numba_cuda", "CUDADispatcher"): "numba_cuda",
-    ("numba", "FakeCUDAKernel"): "numba_cuda",
-    ("numba_cuda", "FakeCUDAKernel"): "numba_cuda",
-    ("numba", "Dispatcher"): "numba",
-    ("warp", "Kernel"): "warp",
-}
-
 
 def _as_generator(op: XLACustomKernel, backend: str, kg: Any, options: dict) -> Callable[..., Any]:
     if options.get("has_side_effect"):
@@ -3853,26 +3850,17 @@ class _ReadyKernel:
             )
         if self.kind == "wrapper":
             return self.kernel
-        return _wrap_ready(self.kind, self.kernel, outs, self.options)
+        return _BACKENDS[self.kind].wrap(self.kernel, outs, **self.options)
 
 
 def _ready_kind(kernel: Any) -> str | None:
     """The backend of a compiled kernel (`@njit`, `@cuda.jit`, `@wp.kernel`); None for anything else."""
     for cls in type(kernel).__mro__:
-        kind = _READY_KERNELS.get((cls.__module__.partition(".")[0], cls.__name__))
-        if kind is not None:
-            return kind
+        name = f"{cls.__module__.partition('.')[0]}.{cls.__name__}"
+        for backend, row in _BACKENDS.items():
+            if name in row.ready:
+                return backend
     return "wrapper" if isinstance(kernel, _Wrapper) else None
-
-
-def _wrap_ready(kind: str, kernel: Any, outs: tuple, options: dict) -> Callable[..., Any]:
-    if kind == "numba":
-        return numba_kernel(kernel, outs, **options)
-    if kind == "warp":
-        return warp_kernel(kernel, outs, **options)
-    if not options.keys() & {"grid", "block", "launch_dims"}:
-        options = {**options, "launch_dims": outs[0].shape}  # one thread per element of the first output
-    return numba_cuda_kernel(kernel, outs, **options)
 
 
 def _tolerant(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -3907,7 +3895,7 @@ def _kernel_function(op: XLACustomKernel, entry: KernelEntry, options: dict) -> 
             kernel = entry.kernel_generator(**{**static, "outs": tuple(_varying_spec(s, varying) for s in outs)})
             kind = _ready_kind(kernel)
             if kind not in (None, "wrapper"):
-                kernel = _wrap_ready(kind, kernel, outs, {})
+                kernel = _BACKENDS[kind].wrap(kernel, outs)
             elif not callable(kernel):
                 raise TypeError(f"the generator must return the function to trace, got {kernel!r}")
             results = kernel(*ins)
@@ -4469,8 +4457,25 @@ def _largest_difference(a: Any, b: Any) -> float:
 
 
 # ======================================================================================================
-# Self-check: python -m xla_kernels
+# 12. Backends: one row each; and the self-check, python -m xla_kernels
+# To add a backend takes a section like those of Numba and Warp (what it needs installed, its dtypes, a wrapper, an
+# emitter), a kernel to check it and a row here, and a `def_..._kernel` beside those of XLACustomKernel.
 # ======================================================================================================
+
+
+class _Backend(NamedTuple):
+    """What the rest of this file knows of a backend."""
+
+    platforms: dict[str, str]  # where it runs -> how to get it there; an op takes all but the first as a fallback
+    ready: tuple[str, ...]  # package and class of compiled kernels: as names, so that nothing is imported for them
+    wrap: Callable[..., Any]  # (ready kernel, outs, **options) -> function of arrays
+    check: Callable[[], Any]  # makes the function that the self-check calls: 2 * x + y
+
+
+def _wrap_numba_cuda(kernel: Any, outs: tuple, **options: Any) -> Any:
+    """By default, one thread per element of the first output."""
+    given = options.keys() & {"grid", "block", "launch_dims"}
+    return numba_cuda_kernel(kernel, outs, **(options if given else {**options, "launch_dims": outs[0].shape}))
 
 
 def _check_numba() -> Callable:
@@ -4493,7 +4498,7 @@ def _check_numba_cuda() -> Callable:
 
 
 def _check_warp() -> Callable:
-    wp = _import("warp", "the check of warp", "pip install warp-lang")
+    wp = _warp("the check of warp")
 
     def kernel(x, y, out):  # type: ignore[no-untyped-def]
         i = wp.tid()
@@ -4503,12 +4508,21 @@ def _check_warp() -> Callable:
     return warp_kernel(wp.kernel(kernel), outs=lambda x, y: x)
 
 
-_CHECKS: tuple[tuple[str, str, str, Callable[[], Callable]], ...] = (
-    ("numba", "cpu", "pip install numba", _check_numba),
-    ("warp", "cpu", "pip install warp-lang", _check_warp),
-    ("warp", "gpu", 'an NVIDIA GPU, pip install "jax[cuda13]" warp-lang', _check_warp),
-    ("numba_cuda", "gpu", f"an NVIDIA GPU, {_CUDA_INSTALL}", _check_numba_cuda),
-)
+_BACKENDS = {
+    "numba": _Backend({"cpu": _NUMBA_INSTALL}, ("numba.Dispatcher",), numba_kernel, _check_numba),
+    "warp": _Backend(
+        {"gpu": f"an NVIDIA GPU, jax[cuda13], {_WARP_INSTALL}", "cpu": _WARP_INSTALL},
+        ("warp.Kernel",),
+        warp_kernel,
+        _check_warp,
+    ),
+    "numba_cuda": _Backend(
+        {"gpu": f"an NVIDIA GPU, {_CUDA_INSTALL}"},
+        ("numba.CUDADispatcher", "numba.FakeCUDAKernel", "numba_cuda.CUDADispatcher", "numba_cuda.FakeCUDAKernel"),
+        _wrap_numba_cuda,
+        _check_numba_cuda,
+    ),
+}
 
 
 def _self_check() -> int:
@@ -4516,10 +4530,11 @@ def _self_check() -> int:
     print(f"xla_kernels {__version__}, Python {sys.version.split()[0]}, jax {jax.__version__}, NumPy {np.__version__}")
     print(f"platform {jax.default_backend()}, {jax.device_count()} device(s), XLA FFI API {_ffi_api_version()}\n")
     failed = False
-    for name, platform, install, make in _CHECKS:
+    rows = [(name, row, *where) for name, row in _BACKENDS.items() for where in reversed(row.platforms.items())]
+    for name, row, platform, install in rows:
         try:
             device = jax.devices(platform)[0]
-            call = make()
+            call = row.check()
         except (ImportError, RuntimeError) as error:
             reason = error if isinstance(error, ImportError) else f"JAX finds no {platform}"
             print(f"{name:11} {platform:4} not available: {reason}\n{'':17}to get it: {install}")
