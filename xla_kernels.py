@@ -3317,33 +3317,29 @@ class XLACustomKernel:
             name = _platform_name(platform)
             _check_names(backend, name)
             entry = KernelEntry(backend, name, _as_generator(self, backend, kg, options), fallback=i > 0)
-            self._register(entry, asdefault and i == 0)
+            self._change(name, {backend: entry}, backend if asdefault and i == 0 else None)
         return kg
 
-    def _register(self, entry: KernelEntry, asdefault: bool) -> None:
+    def _change(self, platform: str, entries: dict[str, KernelEntry], chosen: str | None) -> None:
+        """Add kernels, or choose a default; what was lowered by a choice that means another kernel now is forgotten."""
         with self._lock:
-            replaced = self._kernels.get(entry.platform, {}).get(entry.backend)
-            default = self._default_entry(entry.platform)
-            # a new dict, so that a thread that lowers at this moment reads a consistent one
-            self._kernels[entry.platform] = {**self._kernels.get(entry.platform, {}), entry.backend: entry}
-            if asdefault:
-                self._chosen[entry.platform] = entry.backend
-            stale: list[str | None] = [entry.backend] if replaced else []
-            stale += [None] if self._default_entry(entry.platform) is not default else []
-            _forget(*[(self, entry.platform, backend) for backend in stale])
+            before = self._choices(platform)
+            self._kernels[platform] = {**self._kernels.get(platform, {}), **entries}
+            if chosen is not None:
+                self._chosen[platform] = chosen
+            after = self._choices(platform)
+            _forget(*[(self, platform, backend) for backend, entry in before.items() if after[backend] is not entry])
 
     # Dispatch
 
     @property
     def defaults(self) -> dict[str, str]:
         """The default backend of every platform that has a kernel (a copy)."""
-        found = {p: self._default_entry(p) for p in self._kernels}
-        return {p: entry.backend for p, entry in found.items() if entry is not None}
+        return {platform: self._choices(platform)[None].backend for platform in self._kernels}
 
     def get_default(self, platform: str) -> str | None:
         """The default backend of `platform`, or None where it has no kernel."""
-        entry = self._default_entry(_platform_name(platform))
-        return None if entry is None else entry.backend
+        return self.defaults.get(_platform_name(platform))
 
     def set_default(self, platform: str, backend: str) -> None:
         """Make `backend` the default of `platform`, from the next call on.
@@ -3366,38 +3362,34 @@ class XLACustomKernel:
           >>> op.get_default("cpu")
           'b'
         """
-        with self._lock:
-            name = _platform_name(platform)
-            if backend not in self._kernels.get(name, {}):
-                raise ValueError(_unknown_backend(self, name, backend))
-            before = self._default_entry(name)
-            self._chosen[name] = backend
-            if self._default_entry(name) is not before:
-                _forget((self, name, None))
+        name = _platform_name(platform)
+        if backend not in self._kernels.get(name, {}):
+            raise ValueError(_unknown_backend(self, name, backend))
+        self._change(name, {}, backend)
 
     def available_backends(self, platform: str) -> list[str]:
         """The backends registered for `platform`, in order of registration."""
         return list(self._kernels.get(_platform_name(platform), {}))
 
-    def _default_entry(self, platform: str) -> KernelEntry | None:
-        entries = self._kernels.get(platform, {})
-        if platform in self._chosen:
-            return entries[self._chosen[platform]]
-        return min(entries.values(), key=lambda e: e.fallback, default=None)
+    def _choices(self, platform: str) -> dict[str | None, KernelEntry]:
+        """The kernel for each `backend` that a call may name; None is the default."""
+        chosen = self._chosen.get(platform)  # read first, as another thread may be at the end of `_change`
+        entries: dict[Any, KernelEntry] = self._kernels.get(platform, {})
+        default = chosen or min(entries, key=lambda backend: entries[backend].fallback, default=None)
+        return {None: entries[default], **entries} if default else {}
 
     def _entry(self, platform: str, backend: str | None) -> KernelEntry:
         """The kernel that serves a call, or an error that says what is registered."""
-        entries = self._kernels.get(platform)
-        if not entries:
+        choices = self._choices(platform)
+        if not choices:
             raise NotImplementedError(
                 f"XLACustomKernel {self.name!r} has no kernel for platform {platform!r}; registered: "
                 f"{_registered(self)}. Register one with def_kernel(backend, {platform!r}, ...), or run on a platform "
                 "that has one, for example under jax.default_device(jax.devices('cpu')[0])"
             )
-        entry = self._default_entry(platform) if backend is None else entries.get(backend)
-        if entry is None:
+        if backend not in choices:
             raise ValueError(_unknown_backend(self, platform, backend))
-        return entry
+        return choices[backend]
 
     # Rules
 
@@ -3709,10 +3701,8 @@ class _OpCall:
     def check(self, ins: Sequence[Any]) -> None:
         """Run the generator abstractly, so that what is wrong with it is reported where the op is called."""
         op, platform = self.op, _default_platform()
-        if op._kernels and platform not in op._kernels:
-            return  # it may be lowered for another platform; if not, the lowering reports it
-        if self.backend is not None and self.backend not in op._kernels.get(platform, {}):
-            return  # so may a call that names a backend of another platform
+        if op._kernels and self.backend not in op._choices(platform):
+            return  # it may be lowered for another platform, which has it; if not, the lowering reports it
         entry = op._entry(platform, self.backend)
         specs = tuple(_input_specs(ins))
         key = ("check", entry, self._key, specs)
@@ -3814,9 +3804,8 @@ def _as_generator(op: XLACustomKernel, backend: str, kg: Any, options: dict) -> 
             f"XLACustomKernel {op.name!r}: has_side_effect=True has no place here: a call of the op whose results "
             "nobody uses is dropped; call numba_kernel, numba_cuda_kernel or warp_kernel themselves for effects"
         )
-    kind = _ready_kind(kg)
-    if kind is not None:
-        return _ReadyKernel(op.name, kind, kg, options)
+    if _ready_kind(kg) is not None:
+        return _ready_generator(op, kg, options)
     if not callable(kg):
         raise TypeError(
             f"XLACustomKernel {op.name!r}: the kernel of backend {backend!r} must be callable (a generator, or a "
@@ -3831,26 +3820,25 @@ def _as_generator(op: XLACustomKernel, backend: str, kg: Any, options: dict) -> 
     return _tolerant(kg)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _ReadyKernel:
-    """The generator of a kernel that is registered ready: wraps it with the outs of the call."""
+def _ready_generator(op: XLACustomKernel, kernel: Any, options: dict) -> Callable[..., Any]:
+    """The generator of a kernel that is registered ready."""
 
-    op_name: str
-    kind: str
-    kernel: Any
-    options: dict
-
-    def __call__(self, outs: tuple, **params: Any) -> Callable[..., Any]:
+    def generate(outs: tuple, **params: Any) -> Callable[..., Any]:
         if params:
-            given = ", ".join(map(repr, params))
             raise TypeError(
-                f"static parameters ({given}) need a generator, but the {self.kind} kernel of XLACustomKernel "
-                f"{self.op_name!r} was registered ready. Register a function of the parameters that returns the "
-                "kernel, or pass the values as operands"
+                f"static parameters ({', '.join(map(repr, params))}) need a generator, but the {_ready_kind(kernel)} "
+                f"kernel of XLACustomKernel {op.name!r} was registered ready. Register a function of the parameters "
+                "that returns the kernel, or pass the values as operands"
             )
-        if self.kind == "wrapper":
-            return self.kernel
-        return _BACKENDS[self.kind].wrap(self.kernel, outs, **self.options)
+        return _wrap_ready(kernel, outs, options)
+
+    return generate
+
+
+def _wrap_ready(kernel: Any, outs: tuple, options: dict) -> Any:
+    """A ready kernel as a function of arrays; anything else as it is."""
+    row = _BACKENDS.get(_ready_kind(kernel) or "")
+    return row.wrap(kernel, outs, **options) if row else kernel
 
 
 def _ready_kind(kernel: Any) -> str | None:
@@ -3893,10 +3881,8 @@ def _kernel_function(op: XLACustomKernel, entry: KernelEntry, options: dict) -> 
         try:
             varying = frozenset().union(*[_varying_axes(jax.typeof(x)) for x in ins])
             kernel = entry.kernel_generator(**{**static, "outs": tuple(_varying_spec(s, varying) for s in outs)})
-            kind = _ready_kind(kernel)
-            if kind not in (None, "wrapper"):
-                kernel = _BACKENDS[kind].wrap(kernel, outs)
-            elif not callable(kernel):
+            kernel = _wrap_ready(kernel, outs, {})
+            if not callable(kernel):
                 raise TypeError(f"the generator must return the function to trace, got {kernel!r}")
             results = kernel(*ins)
         except Exception as error:
