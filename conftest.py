@@ -150,20 +150,15 @@ def computing(request):
         yield
 
 
-@pytest.fixture
-def enable_x64():
-    """A context manager that sets 64-bit mode, in every version of JAX."""
-
-    @contextlib.contextmanager
-    def switch(on=True):
-        before = jax.config.jax_enable_x64
-        jax.config.update("jax_enable_x64", on)
-        try:
-            yield
-        finally:
-            jax.config.update("jax_enable_x64", before)
-
-    return switch
+@contextlib.contextmanager
+def x64(on=True):
+    """Sets or clears 64-bit mode, in every version of JAX."""
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", on)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_x64", before)
 
 
 # ======================================================================================================

@@ -45,6 +45,7 @@ from jax.test_util import check_grads
 
 import conftest
 import xla_kernels as xk
+from conftest import x64
 
 try:
     from numba import cuda
@@ -713,8 +714,8 @@ class Cell:
 
 
 @pytest.fixture
-def cell(name, backend, dtype, enable_x64):
-    with enable_x64(dtype == "float64"):
+def cell(name, backend, dtype):
+    with x64(dtype == "float64"):
         yield Cell(name, backend, dtype)
 
 
@@ -2615,7 +2616,7 @@ def test_warp_vmap_of_nothing(warp_path):
 def test_warp_values(warp_path):
     k = warp_kernels()
     f = xk.warp_kernel(k.configured, outs=lambda x, *values: x)
-    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
+    with x64():
         x = sample(4, dtype=np.float64)
         m, v = [[1, 2], [3, 4]], np.array([1, 0.5, 2], np.float16)
         expected = 2.5 * x + 2 + 4 + 0.5 - 7
@@ -2642,7 +2643,7 @@ def test_warp_dtypes(name, warp_path):
         with pytest.raises(ValueError, match=r"Warp has no scalar type for dtype .*it has bool, int8, .*float64"):
             xk.jaxtype_to_warptype(dtype)
         return
-    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
+    with x64():
         x = jnp.arange(6).reshape(2, 3).astype(dtype)
         info = xk.jaxinfo_to_warpinfo(x)
 
@@ -3431,23 +3432,15 @@ class _WithJaxArray:
         return jnp.asarray(X)
 
 
-@pytest.mark.parametrize(
-    "x",
-    [
-        X,
-        jnp.asarray(X),
-        next(iter(X)),
-        3.0,
-        2,
-        True,
-        np.float32(2),
-        np.array(2.0),
-        _WithDlpack(jnp.asarray(X)),
-        _WithJaxArray(),
-    ],
-    ids=["numpy", "jax", "scalar", "float", "int", "bool", "np_scalar", "0d", "dlpack", "jax_array"],
-)
-def test_op_operands(x):
+OPERANDS = {
+    "numpy": X, "jax": jnp.asarray(X), "scalar": next(iter(X)), "float": 3.0, "int": 2, "bool": True,
+    "0d": np.array(2.0), "dlpack": _WithDlpack(jnp.asarray(X)), "jax_array": _WithJaxArray(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OPERANDS)
+def test_op_operands(kind):
+    x = OPERANDS[kind]
     op = xk.XLACustomKernel("double")
     op.def_kernel("jax", "cpu", lambda: lambda x: x + x)
     want = np.asarray(x.__jax_array__() if hasattr(x, "__jax_array__") else getattr(x, "array", x))
@@ -3466,13 +3459,23 @@ def test_op_without_operands():
     assert op(outs=outs).tolist() == jax.jit(lambda: op(outs=outs))().tolist() == [7.0, 7.0]
 
 
+@dataclasses.dataclass(frozen=True)
+class _Config:
+    scale: float
+
+
+class _Pair(typing.NamedTuple):
+    scale: float
+
+
 @pytest.mark.parametrize("jit", [False, True])
-def test_op_tells_equal_parameters_of_different_types_apart(jit):
+@pytest.mark.parametrize("make", [lambda k: k, lambda k: (k,), _Config, _Pair, lambda k: (_Config(k),)])
+def test_op_tells_equal_parameters_of_different_types_apart(make, jit):
     op = xk.XLACustomKernel("type")
     op.def_kernel("jax", "cpu", lambda k: lambda x: x + len(repr(k)))
-    f = lambda x: [op(x, outs=x, k=k) - x for k in (1, 1.0, True, (1,), (1.0,), 0.0, -0.0, np.float32(1))]
-    got = [int(y[0]) for y in (jax.jit(f) if jit else f)(jnp.asarray(X))]
-    assert got == [len(repr(k)) for k in (1, 1.0, True, (1,), (1.0,), 0.0, -0.0, np.float32(1))]
+    values = [make(k) for k in (1, 1.0, True, 0.0, -0.0, np.float32(1))]
+    f = lambda x: [op(x, outs=x, k=k) - x for k in values]
+    assert [int(y[0]) for y in (jax.jit(f) if jit else f)(jnp.asarray(X))] == [len(repr(k)) for k in values]
 
 
 def test_op_follows_jax_enable_x64():
@@ -3481,16 +3484,13 @@ def test_op_follows_jax_enable_x64():
     outs = Spec((2,), np.float64)
     with pytest.warns(UserWarning, match="float64"):
         assert op(np.ones(2), outs=outs).dtype == np.float32
-    jax.config.update("jax_enable_x64", True)
-    try:
+    with x64():
         assert op(np.ones(2), outs=outs).dtype == np.float64
-    finally:
-        jax.config.update("jax_enable_x64", False)
 
 
-def test_arrays_of_64_bits_keep_them_where_x64_is_disabled(enable_x64):
+def test_arrays_of_64_bits_keep_them_where_x64_is_disabled():
     """JAX lets such arrays be, whether x64 was enabled when they were made or (jax >= 0.8) they were allowed."""
-    with enable_x64():
+    with x64():
         x = jnp.arange(5) + 2**40
     kernel = xk.numba_kernel(_plus_one, lambda x: x)
     op = xk.XLACustomKernel("plus_one")
@@ -3863,53 +3863,42 @@ def test_op_no_kernel_for_the_platform():
             f(X, outs=Spec(X.shape, X.dtype))
 
 
-@pytest.mark.parametrize(
-    ("call", "kind", "text"),
-    [
-        (lambda op: op.def_kernel(1, "cpu", _adds(1)), TypeError, "backend must be a string"),
-        (lambda op: op.def_kernel("a", 1, _adds(1)), TypeError, "platform must be a string"),
-        (lambda op: op.def_kernel("", "cpu", _adds(1)), ValueError, "backend must not be empty"),
-        (
-            lambda op: op.def_kernel("a", "cpu", "kernel"),
-            TypeError,
-            "must be callable (a generator, or a Numba, Numba CUDA",
-        ),
-        (
-            lambda op: op.def_kernel("a", "cpu", _adds(1), grid=3),
-            TypeError,
-            "grid can be given with a ready kernel only",
-        ),
-        (
-            lambda op: op.def_numba_kernel(numba.njit(_plus_one), has_side_effect=True),
-            TypeError,
-            "XLACustomKernel 'constant': has_side_effect=True has no place here: a call of the op whose results",
-        ),
-        (
-            lambda op: op.def_pallas_kernel("gpus", _adds(1)),
-            ValueError,
-            "platform must be 'gpu', 'tpu' or 'cpu', got 'gpus'",
-        ),
-        (
-            lambda op: op.set_default("cpu", "c"),
-            ValueError,
-            "has no backend 'c' for platform 'cpu'; registered: cpu: a",
-        ),
-        (lambda op: op.def_vjp_rule(None, _like), TypeError, "def_vjp_rule: a rule must be callable, got None"),
-        (lambda op: op.def_jvp_rule2(3), TypeError, "defjvp: a rule must be callable, got 3"),
-        (lambda op: xk.defjvp(3), TypeError, "expected an XLACustomKernel or a jax Primitive, got 3"),
-        (lambda op: op.def_sharding_rule("i, i"), ValueError, "got 'i, i'"),
-        (lambda op: op.def_sharding_rule("... i -> i"), ValueError, "got '... i -> i'"),
-        (lambda op: op.def_sharding_rule("i i -> i"), ValueError, "occurs twice in one array: 'i i -> i'"),
-        (lambda op: op([1.0], outs=X), TypeError, "input 0 must be an array or a number"),
-        (
-            lambda op: jax.grad(lambda x: op(x, outs=x))(1.0),
-            NotImplementedError,
-            "'constant' has no derivative: define one",
-        ),
-        (lambda op: jax.linear_transpose(lambda x: op(x, outs=x), 1.0)(1.0), NotImplementedError, "has no transpose"),
-    ],
-)
-def test_op_misuse(call, kind, text):
+MISUSES = {
+    "backend": (lambda op: op.def_kernel(1, "cpu", _adds(1)), TypeError, "backend must be a string"),
+    "platform": (lambda op: op.def_kernel("a", 1, _adds(1)), TypeError, "platform must be a string"),
+    "no name": (lambda op: op.def_kernel("", "cpu", _adds(1)), ValueError, "backend must not be empty"),
+    "kernel": (lambda op: op.def_kernel("a", "cpu", "kernel"), TypeError, "must be callable (a generator, or a Numba"),
+    "option": (lambda op: op.def_kernel("a", "cpu", _adds(1), grid=3), TypeError, "grid can be given with a ready"),
+    "effect": (
+        lambda op: op.def_numba_kernel(numba.njit(_plus_one), has_side_effect=True),
+        TypeError,
+        "XLACustomKernel 'constant': has_side_effect=True has no place here: a call of the op whose results",
+    ),
+    "pallas": (lambda op: op.def_pallas_kernel("gpus", _adds(1)), ValueError, "'gpu', 'tpu' or 'cpu', got 'gpus'"),
+    "default": (
+        lambda op: op.set_default("cpu", "c"),
+        ValueError,
+        "no backend 'c' for platform 'cpu'; registered: cpu",
+    ),
+    "vjp": (lambda op: op.def_vjp_rule(None, _like), TypeError, "def_vjp_rule: a rule must be callable, got None"),
+    "jvp": (lambda op: op.def_jvp_rule2(3), TypeError, "defjvp: a rule must be callable, got 3"),
+    "defjvp": (lambda op: xk.defjvp(3), TypeError, "expected an XLACustomKernel or a jax Primitive, got 3"),
+    "no arrow": (lambda op: op.def_sharding_rule("i, i"), ValueError, "got 'i, i'"),
+    "no name in rule": (lambda op: op.def_sharding_rule("... i -> i"), ValueError, "got '... i -> i'"),
+    "twice": (lambda op: op.def_sharding_rule("i i -> i"), ValueError, "occurs twice in one array: 'i i -> i'"),
+    "list": (lambda op: op([1.0], outs=X), TypeError, "input 0 must be an array or a number"),
+    "grad": (lambda op: jax.grad(lambda x: op(x, outs=x))(1.0), NotImplementedError, "'constant' has no derivative: "),
+    "transpose": (
+        lambda op: jax.linear_transpose(lambda x: op(x, outs=x), 1.0)(1.0),
+        NotImplementedError,
+        "has no transpose",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISUSES)
+def test_op_misuse(case):
+    call, kind, text = MISUSES[case]
     with pytest.raises(kind) as raised:
         call(_constant_op(a=1))
     assert text in str(raised.value)
@@ -4031,13 +4020,25 @@ def test_op_vjp_rule_structures():
     np.testing.assert_allclose(jax.grad(lambda x: jax.vmap(loss, (0, None))(x, np.int32(1)).sum())(ROWS), 12 * ROWS)
 
 
-def test_op_rule_defined_later_reaches_warm_functions():
+NEWEST = {
+    "op": lambda op: lambda x: op(x, outs=lambda x: x),
+    "jit": lambda op: jax.jit(lambda x: op(x, outs=lambda x: x)),
+    "primitive": lambda op: jax.jit(lambda x: op.primitive.bind(x, outs=(Spec((), np.float32),))[0]),
+}
+
+
+@pytest.mark.parametrize("how", NEWEST)
+def test_op_newest_derivative_reaches_warm_functions(how):
     op = _constant_op(a=1)
+    g = jax.grad(NEWEST[how](op)) if how == "op" else jax.jit(jax.grad(NEWEST[how](op)))
     op.def_jvp_rule2(lambda t, x: t)
-    g = jax.jit(jax.grad(lambda x: op(x, outs=x)))
-    assert float(g(0.0)) == 1.0
+    assert g(0.0) == 1
     op.def_vjp_rule(lambda x, outs: (op(x, outs=outs[0]), None), lambda _, ct: 5 * ct)
-    assert float(g(0.0)) == 5.0
+    assert g(0.0) == (1 if how == "primitive" else 5)
+    op.def_jvp_rule2(lambda t, x: 9 * t)
+    assert g(0.0) == 9 and "vjp" not in repr(op)
+    op.def_vjp_rule(lambda x, outs: (op(x, outs=outs[0]), None), lambda _, ct: 7 * ct)
+    assert g(0.0) == (9 if how == "primitive" else 7)
 
 
 def test_defjvp_and_general_batching_rule_take_foreign_primitives():
@@ -4183,9 +4184,14 @@ def test_op_in_threads():
         op.def_jvp_rule2(lambda t, x: i * t)
         return [*results, float(jax.jit(jax.grad(lambda x: op(x, outs=x)))(0.0))]
 
+    shared = xk.XLACustomKernel("shared")
+    shared.def_kernel("jax", "cpu", lambda k: lambda x: x + k)
     with ThreadPoolExecutor(16) as pool:
         found = list(pool.map(work, range(16)))
-    assert found == [[float(i)] * 20 + [float(-i)] * 20 + [float(i)] * 21 for i in range(16)]
+        assert found == [[float(i)] * 20 + [float(-i)] * 20 + [float(i)] * 21 for i in range(16)]
+        assert set(pool.map(lambda i: tuple(_zero_plus(shared, k=k) for k in range(30)), range(16))) == {
+            tuple(range(30))
+        }
 
 
 def test_op_sharding_rule_names_one_size():
@@ -4257,50 +4263,10 @@ def test_op_parameters_that_jax_has_already(name):
         op(X, outs=X, **{name: 3.0})
 
 
-@dataclasses.dataclass(frozen=True)
-class _Config:
-    scale: float
-
-
-class _Pair(typing.NamedTuple):
-    scale: float
-
-
-@pytest.mark.parametrize("make", [_Config, _Pair, lambda x: (_Config(x),)])
-def test_op_parameters_equal_in_value_but_not_in_type(make):
-    op = xk.XLACustomKernel("kind")
-    op.def_kernel("jax", "cpu", lambda config: lambda x: x + len(repr(config)))
-    for f in (op, jax.jit(op, static_argnames=("outs", "config"))):
-        got = [int(op(jnp.zeros(()), outs=Spec((), np.float32), config=make(k))) for k in (1, 1.0, True)]
-        assert got == [len(repr(make(k))) for k in (1, 1.0, True)]
-
-
-def test_op_newest_derivative_counts():
-    op = xk.XLACustomKernel("f")
-    op.def_kernel("jax", "cpu", lambda: lambda x: x)
-    f = lambda x: op(x, outs=lambda x: x)
-    op.def_vjp_rule(lambda x: (f(x), None), lambda _, ct: 5 * ct)
-    assert jax.grad(f)(1.0) == 5
-    op.def_jvp_rule2(lambda t, x: 9 * t)
-    assert jax.grad(f)(1.0) == 9 and "vjp" not in repr(op)
-    op.def_vjp_rule(lambda x: (f(x), None), lambda _, ct: 7 * ct)
-    assert jax.grad(f)(1.0) == 7
-
-
-def test_op_new_rules_reach_functions_that_bind_its_primitive():
-    op = xk.XLACustomKernel("f")
-    op.def_kernel("jax", "cpu", lambda: lambda x: x)
-    f = jax.jit(jax.grad(lambda x: op.primitive.bind(x, outs=(Spec((), np.float32),))[0]))
-    op.def_jvp_rule2(lambda t, x: 5 * t)
-    assert f(1.0) == 5
-    op.def_jvp_rule2(lambda t, x: 9 * t)
-    assert f(1.0) == 9
-
-
-def test_op_arrays_of_64_bits_where_x64_is_disabled(enable_x64):
+def test_op_arrays_of_64_bits_where_x64_is_disabled():
     if not hasattr(jax.config, "jax_explicit_x64_dtypes"):
         pytest.skip("this JAX computes in 32 bits then")
-    with enable_x64():
+    with x64():
         x = jnp.arange(3.0) + 2**40
     op = xk.XLACustomKernel("double")
     op.def_kernel("jax", "cpu", lambda: lambda x, y: x + y)
@@ -4323,14 +4289,6 @@ def test_op_outs_of_any_kind():
     assert op(jnp.ones(3), outs=Described()).tolist() == [1, 1, 1]
 
 
-def test_op_threads_share_one_op():
-    op = xk.XLACustomKernel("shared")
-    op.def_kernel("jax", "cpu", lambda k: lambda x: x + k)
-    f = lambda i: [float(op(0.0, outs=Spec((), np.float32), k=k)) for k in range(30)]
-    with ThreadPoolExecutor(16) as pool:
-        assert all(found == list(map(float, range(30))) for found in pool.map(f, range(16)))
-
-
 def test_op_caches_are_bounded(monkeypatch):
     monkeypatch.setattr(xk, "_MAX_RECENT", 4)
     op = xk.XLACustomKernel("many")
@@ -4348,14 +4306,7 @@ def test_op_benchmark_compares_backends():
     a, b, bad = result.rows
     assert a.difference == 0 and b.difference == 0.5 and a.first_ms > 0 and a.median_us > 0 and bad.error
     header, columns, *lines = str(result).splitlines()
-    assert header == "constant on cpu" and columns.split() == [
-        "backend",
-        "first",
-        "(ms)",
-        "median",
-        "(us)",
-        "difference",
-    ]
+    assert header == "constant on cpu" and columns.split() == "backend first (ms) median (us) difference".split()
     assert len(lines) == 3 and "KeyError" in lines[2]
     with pytest.raises(NotImplementedError, match="no kernel for platform 'cpu'"):
         xk.XLACustomKernel("empty").benchmark(X, outs=_like)
@@ -4413,10 +4364,6 @@ def run_code(code, *argv, timeout=120, rc=0, **env):
 def target_of(function, *specs):
     """The name under which XLA finds the kernel."""
     return re.search(r"custom_call @\"?(xla_kernels[\w.]*)", jax.jit(function).lower(*specs).as_text())[1]
-
-
-def x64(enabled):
-    return jax.enable_x64(enabled) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64(enabled)
 
 
 FLOATS = jax.ShapeDtypeStruct((4,), jnp.float32)
