@@ -49,7 +49,8 @@ def gpu():
 
 
 BACKENDS = ("numba", "numba_parallel", "numba_cuda", "numba_cuda_callable", "warp", "warp_gpu", "pallas")
-PACKAGES = {"warp": "warp", "warp_gpu": "warp", "pallas": "jax.experimental.pallas", "flatbuffers": "flatbuffers"}
+PACKAGES = {"warp": "warp", "warp_gpu": "warp", "pallas": "jax.experimental.pallas"}
+PACKAGES |= {name: name for name in ("flatbuffers", "numpyro", "diffrax", "equinox", "optax")}
 NO_GPU = "JAX has no GPU here"
 NO_DEVICE = f"{NO_GPU} (test_cuda_simulator runs it on the simulator)"
 CONDITIONS = {  # requirement: (whether it is met, the reason of the skip); for other names a package is all it takes

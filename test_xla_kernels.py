@@ -1163,18 +1163,155 @@ def program_scale_add_on_several_backends():
     np.testing.assert_array_equal(call(), a * b + c)
 
 
+def program_numpyro_sampler():
+    """Bayesian exponential smoothing: a sequential likelihood and its gradient in one Numba pass, under NUTS."""
+    import numpyro
+    from numpyro import distributions as dist
+    from numpyro.infer import MCMC, NUTS
+
+    @numba.njit
+    def smooth(gain, scale, y, loss, gradient):  # level[t] = level[t-1] + gain * (y[t] - level[t-1])
+        level, slope, loss[()], gradient[:] = y[0], 0.0, 0.0, 0.0
+        for value in y[1:]:
+            z = (value - level) / scale[()]
+            loss[()] += 0.5 * z * z + math.log(scale[()])
+            gradient[0] -= z * slope / scale[()]
+            gradient[1] += (1 - z * z) / scale[()]
+            level, slope = level + gain[()] * (value - level), slope + value - level - gain[()] * slope
+
+    op = xk.XLACustomKernel("smoothing")
+    op.def_numba_kernel(smooth)
+    number, pair = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.float32)
+    op.def_vjp_rule(
+        lambda *ins, outs: ((found := op(*ins, outs=outs)), found[1]),
+        lambda gradient, cts: (cts[0] * gradient[0], cts[0] * gradient[1], None),
+    )
+    loss = lambda gain, scale, y: op(gain, scale, y, outs=(number, pair))[0]
+
+    def reference(gain, scale, y):
+        def step(level, value):
+            return level + gain * (value - level), 0.5 * ((value - level) / scale) ** 2 + jnp.log(scale)
+
+        return jax.lax.scan(step, y[0], y[1:])[1].sum()
+
+    noise = np.random.default_rng(0).normal(size=400)
+    y = jnp.asarray(np.cumsum(0.3 * noise) - 0.3 * noise + noise, jnp.float32)  # gain 0.3, scale 1
+    for found, wanted in zip(*(jax.value_and_grad(f, (0, 1))(0.4, 1.5, y) for f in (loss, reference))):
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4), found, wanted)
+
+    def model(y):
+        gain, scale = numpyro.sample("gain", dist.Uniform(0, 1)), numpyro.sample("scale", dist.LogNormal(0, 1))
+        numpyro.factor("likelihood", -loss(gain, scale, y))
+
+    chains = MCMC(
+        NUTS(model), num_warmup=200, num_samples=200, num_chains=2, chain_method="vectorized", progress_bar=False
+    )
+    chains.run(jax.random.key(0), y)
+    samples = chains.get_samples()
+    assert abs(samples["gain"].mean() - 0.3) < 0.1 and abs(samples["scale"].mean() - 1) < 0.1
+
+
+def program_diffrax_ode():
+    """Heat flow on a random graph in CSR form, integrated by diffrax with a Numba right-hand side, also under vmap."""
+    import diffrax
+
+    data, indices, indptr, dense = sparse_connections(np.random.default_rng(0), 60, 60, 0.1)
+
+    @numba.njit
+    def heat(y, data, indices, indptr, dy):
+        for i in range(y.size):
+            dy[i] = 0
+            for k in range(indptr[i], indptr[i + 1]):
+                dy[i] += data[k] * (y[indices[k]] - y[i])
+
+    flow = xk.numba_kernel(heat, outs=lambda y, *graph: y)
+
+    def solve(field, y):
+        solver, steps = diffrax.Tsit5(), diffrax.PIDController(rtol=1e-5, atol=1e-6)
+        return diffrax.diffeqsolve(diffrax.ODETerm(field), solver, 0, 2, 0.1, y, stepsize_controller=steps).ys[-1]
+
+    ours = jax.jit(functools.partial(solve, lambda t, y, _: flow(y, data, indices, indptr)))
+    theirs = jax.jit(functools.partial(solve, lambda t, y, _: dense @ y - dense.sum(1) * y))
+    ys = jnp.asarray(np.random.default_rng(1).normal(size=(3, 60)), jnp.float32)
+    np.testing.assert_allclose(ours(ys[0]), theirs(ys[0]), atol=1e-4)
+    np.testing.assert_allclose(jax.vmap(ours)(ys), jax.vmap(theirs)(ys), atol=1e-4)
+
+
+def program_equinox_warp_training():
+    """Springs of unknown stiffness: equinox and optax learn it through the adjoint of a Warp kernel, in a scan."""
+    import equinox as eqx
+    import optax
+
+    @wp.kernel
+    def pull(x: wp.array(dtype=float), stiffness: wp.array(dtype=float), force: wp.array(dtype=float)):
+        i = wp.tid()
+        force[i] = stiffness[i] * (x[i + 1] - x[i]) - stiffness[i] * (x[i + 1] - x[i]) ** 3.0
+
+    springs = xk.warp_kernel(pull, outs=lambda x, k: k, launch_dims=lambda x, k: k.shape, differentiable=True)
+
+    class Chain(eqx.Module):
+        stiffness: jax.Array
+
+        def __call__(self, x, force=springs):
+            def step(state, _):
+                x, v = state
+                tension = jnp.pad(force(x, self.stiffness), 1)
+                v = 0.99 * v + 0.1 * (tension[1:] - tension[:-1])
+                return (x + 0.1 * v, v), None
+
+            return jax.lax.scan(step, (x, jnp.zeros_like(x)), length=20)[0][0]
+
+    plain = lambda x, k: k * (d := jnp.diff(x)) - k * d**3
+    xs = jnp.asarray(np.random.default_rng(0).uniform(-0.5, 0.5, (16, 9)), jnp.float32)
+    truth = jnp.linspace(0.5, 1.5, 8)
+    targets = jax.vmap(functools.partial(Chain(truth), force=plain))(xs)
+
+    def loss(model, force=springs):
+        return jnp.mean((jax.vmap(functools.partial(model, force=force))(xs) - targets) ** 2)
+
+    model, optimizer = Chain(jnp.ones(8)), optax.adam(0.05)
+    gradients = [eqx.filter_grad(functools.partial(loss, force=f))(model).stiffness for f in (springs, plain)]
+    np.testing.assert_allclose(*gradients, rtol=1e-3, atol=1e-6)
+
+    @eqx.filter_jit
+    def train(model, state):
+        updates, state = optimizer.update(eqx.filter_grad(loss)(model), state)
+        return eqx.apply_updates(model, updates), state
+
+    state = optimizer.init(model)
+    for _ in range(200):
+        model, state = train(model, state)
+    np.testing.assert_allclose(model.stiffness, truth, atol=0.05)
+
+
+def program_cuba_batch():
+    """Networks of spiking neurons that differ in their first state, as one batch: each runs as it does alone."""
+    run, state = readme_program("cuba")["cuba"](400, 200)
+    states = [
+        jnp.stack([x + s for s in range(3)]) if i == 0 else jnp.stack([x] * 3)
+        for i, x in enumerate(map(jnp.asarray, state))
+    ]
+    together = jax.vmap(run)(*states)
+    for s in range(3):
+        jax.tree.map(np.testing.assert_array_equal, [x[s] for x in together], list(run(*[x[s] for x in states])))
+    assert len(set(together[-1].tolist())) > 1
+
+
 def warp_has_cpu_jax_kernel():
     """Warp's own jax_kernel has run on the CPU since 1.16."""
     return tuple(map(int, wp.__version__.split(".")[:2])) >= (1, 16)
 
 
 PROGRAMS = {name.removeprefix("program_"): f for name, f in list(globals().items()) if name.startswith("program_")}
-PROGRAM_NEEDS = {"cuda": "numba_cuda", "warp": "warp", "scale": "warp", "numba": "numba"}
+PROGRAM_NEEDS = {  # by the first word of the name
+    "cuda": ["numba_cuda"], "warp": ["warp"], "scale": ["warp"], "numba": ["numba"], "cuba": ["numba"],
+    "numpyro": ["numpyro"], "diffrax": ["diffrax"], "equinox": ["equinox", "optax", "warp"],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "program",
-    [pytest.param(f, marks=pytest.mark.needs(PROGRAM_NEEDS[k.split("_")[0]]), id=k) for k, f in PROGRAMS.items()],
+    [pytest.param(f, marks=pytest.mark.needs(*PROGRAM_NEEDS[k.split("_")[0]]), id=k) for k, f in PROGRAMS.items()],
 )
 def test_program(program):
     program()
