@@ -35,7 +35,7 @@ import re
 import sys
 import tempfile
 import threading
-import time
+import timeit
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -3664,39 +3664,18 @@ class _OpCall:
     def bind(self, *ins: Any) -> Any:
         """The op on tracers (or, under disable_jit, on arrays)."""
         vjp = self.op._rules.get("vjp")
-        return self._bind(*ins) if vjp is None else self._bind_with_vjp(*vjp)(*ins)
+        return self.bind_primitive(*ins) if vjp is None else _bind_with_vjp(self, ins, *vjp)
 
-    def _bind(self, *ins: Any) -> Any:
+    def bind_primitive(self, *ins: Any) -> Any:
         if "sharding" in self.op._rules:
             self.op._rules["sharding"].check([np.shape(x) for x in ins], [s.shape for s in self.specs])
-        results = _bind(self.op.primitive, _make_varying(ins), self._options(_input_specs(ins)))
+        results = _bind(self.op.primitive, _make_varying(ins), self.options(_input_specs(ins)))
         return jax.tree_util.tree_unflatten(self.tree, results)
 
-    def _options(self, ins: Sequence[Spec]) -> dict:
+    def options(self, ins: Sequence[Spec]) -> dict:
         # the dtypes are decided here and not on construction: jax_enable_x64 can change between two calls
         outs = tuple(Spec(s.shape, _allowed_dtype(s.dtype, ins)) for s in self.specs)
         return {**self.params, "outs": outs, "backend": self.backend}
-
-    def _bind_with_vjp(self, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> Callable[..., Any]:
-        def backward(saved: Any, cotangents: Any) -> tuple:
-            ins, residuals = saved[0].ins, saved[1]
-            found = bwd(residuals, cotangents, **self._options(ins))
-            found = tuple(found) if isinstance(found, (tuple, list)) else (found,)
-            if len(found) != len(ins):
-                raise ValueError(
-                    f"the vjp rule of XLACustomKernel {self.op.name!r} returned {len(found)} cotangents for {len(ins)} "
-                    "operands; return one per operand, None for zero"
-                )
-            return found
-
-        def forward(*ins: Any) -> tuple:
-            specs = _input_specs(ins)
-            results, residuals = fwd(*ins, **self._options(specs))
-            return results, (_Static(tuple(specs)), residuals)
-
-        call = jax.custom_vjp(self._bind)
-        call.defvjp(forward, backward)
-        return call
 
     def check(self, ins: Sequence[Any]) -> None:
         """Run the generator abstractly, so that what is wrong with it is reported where the op is called."""
@@ -3708,23 +3687,14 @@ class _OpCall:
         key = ("check", entry, self._key, specs)
         if key in op._recent:
             return
-        options = self._options(specs)
         try:
-            jax.eval_shape(_kernel_function(op, entry, options), *ins)
+            jax.eval_shape(_kernel_function(op, entry, self.options(specs)), *ins)
         except RuntimeError:
             # with several platforms on the machine, the guess may be wrong: leave it to the lowering
             if jax.default_backend() == "cpu":
                 raise
             return
         op._recent.keep(key, True)
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Static:
-    """The operands' specs, carried from the forward to the backward pass."""
-
-    ins: tuple[Spec, ...]
 
 
 def _bind(primitive: Any, args: Sequence[Any], params: dict) -> Any:
@@ -4152,6 +4122,25 @@ def _op_jvp(op: XLACustomKernel, primals: Any, tangents: Any, /, **params: Any) 
     return outputs, _with_zeros(found, outputs)
 
 
+def _bind_with_vjp(call: _OpCall, ins: Sequence[Any], fwd: Callable[..., Any], bwd: Callable[..., Any]) -> Any:
+    """Bind the op with its vjp rule, whose functions get the options of a call with these operands."""
+    options = call.options(_input_specs(ins))
+
+    def backward(residuals: Any, cotangents: Any) -> tuple:
+        found = bwd(residuals, cotangents, **options)
+        found = tuple(found) if isinstance(found, (tuple, list)) else (found,)
+        if len(found) != len(ins):
+            raise ValueError(
+                f"the vjp rule of XLACustomKernel {call.op.name!r} returned {len(found)} cotangents for {len(ins)} "
+                "operands; return one per operand, None for zero"
+            )
+        return found
+
+    bound = jax.custom_vjp(call.bind_primitive)
+    bound.defvjp(lambda *ins: fwd(*ins, **options), backward)
+    return bound(*ins)
+
+
 def _op_transpose(op: XLACustomKernel, cotangents: Any, /, *args: Any, **params: Any) -> list:
     """The op's transpose rule, which is for one slice, under the recorded vmaps."""
     rule, count, visible, batch = _rule(op, "transpose"), len(cotangents), _visible(params), params.get("_batch", ())
@@ -4420,15 +4409,10 @@ def _benchmark(op: XLACustomKernel, ins: Sequence[Any], outs: Any, params: dict)
 
 
 def _time_backend(backend: str, run: Callable[..., Any], ins: tuple, reference: Any) -> tuple[_BenchmarkRow, Any]:
+    timer = timeit.Timer(lambda: jax.block_until_ready(run(*ins)))
     try:
-        start = time.perf_counter()
-        results = jax.block_until_ready(run(*ins))
-        first = time.perf_counter() - start
-        times: list[float] = []
-        while len(times) < 5 or (sum(times) < 0.2 and len(times) < 10_000):
-            start = time.perf_counter()
-            jax.block_until_ready(run(*ins))
-            times.append(time.perf_counter() - start)
+        first, results = timer.timeit(1), run(*ins)
+        times = timer.repeat(min(10_000, max(5, int(0.2 / timer.timeit(1)))), 1)
     except Exception as error:  # reported as the row of this backend
         message = (str(error).splitlines() or [""])[0]
         return _BenchmarkRow(backend, None, None, None, f"{type(error).__name__}: {message}"), None
@@ -4538,13 +4522,9 @@ def _cost_per_call(call: Callable, device: Any, steps: int = 10_000) -> float:
     x, y = (jax.device_put(np.arange(n, n + 16, dtype=np.float32), device) for n in (1, 2))
     np.testing.assert_array_equal(call(x, y), 2 * np.asarray(x) + np.asarray(y))
     loop = jax.jit(lambda x, y: jax.lax.fori_loop(0, steps, lambda i, z: call(y, z), x))
-    loop(x, y).block_until_ready()
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        loop(x, y).block_until_ready()
-        times.append(time.perf_counter() - start)
-    return min(times) / steps * 1e6
+    timer = timeit.Timer(lambda: loop(x, y).block_until_ready())
+    timer.timeit(1)
+    return min(timer.repeat(5, 1)) / steps * 1e6
 
 
 if __name__ == "__main__":
