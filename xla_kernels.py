@@ -4172,7 +4172,7 @@ def _jvp_by_operand(primitive: Any, rules: Sequence[Any], primals: Any, tangents
         )
     results = _bind(primitive, primals, params)
     outputs = list(results) if primitive.multiple_results else [results]
-    totals = [_zero_tangent(y) for y in outputs]
+    totals = _with_zeros([None] * len(outputs), outputs)
     for index, (rule, tangent) in enumerate(zip(rules, tangents)):
         if rule is not None and type(tangent) is not ad.Zero:
             parts = _tangents(primitive, index, rule(tangent, *primals, **params), outputs)
@@ -4188,26 +4188,18 @@ def _tangents(primitive: Any, index: int, found: Any, outputs: list) -> list:
         raise ValueError(
             f"{where} returned {len(leaves)} tangents for {len(outputs)} outputs; return one per output, None for zero"
         )
-    return [_tangent(where, t, y) for t, y in zip(leaves, outputs)]
-
-
-def _tangent(where: str, tangent: Any, output: Any) -> Any:
-    zero = _zero_tangent(output)
-    if tangent is None or isinstance(tangent, ad.Zero) or zero.aval.dtype == jax.dtypes.float0:
-        return zero
-    tangent = jax.numpy.asarray(tangent)
-    if _show(tangent) != _show(output):
-        raise ValueError(f"{where} returned {_show(tangent)} for an output {_show(output)}; the two must agree")
-    return tangent
-
-
-def _zero_tangent(x: Any) -> Any:
-    return ad.Zero(jax.typeof(x).to_tangent_aval())
+    tangents = [t if type(t) is ad.Zero else jax.numpy.asarray(t) for t in _with_zeros(leaves, outputs)]
+    for t, y in zip(tangents, outputs):
+        if type(t) is not ad.Zero and _show(t) != _show(y):
+            raise ValueError(f"{where} returned {_show(t)} for an output {_show(y)}; the two must agree")
+    return tangents
 
 
 def _with_zeros(tangents: Sequence[Any], values: Sequence[Any]) -> list:
-    """The tangents of `values`; a Zero in the place of each None, and of each Zero of another shape."""
-    return [_zero_tangent(x) if t is None or type(t) is ad.Zero else t for t, x in zip(tangents, values)]
+    """The tangents of `values`: a new Zero for None, for a Zero (of another shape, perhaps), and for an integer's."""
+    zeros: list[Any] = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in values]
+    missing = [t is None or type(t) is ad.Zero or z.aval.dtype == jax.dtypes.float0 for t, z in zip(tangents, zeros)]
+    return [z if m else t for t, z, m in zip(tangents, zeros, missing)]
 
 
 def _vary_nonzero(a: Any, b: Any) -> list:
