@@ -849,10 +849,6 @@ def test_self_check_runs(tmp_path):
         assert re.search(r"^numba +cpu +works, [\d.]+ µs", report, re.MULTILINE), report
 
 
-def test_self_check_as_users_run_it():
-    assert "µs per call under jit" in run_python("-m", "xla_kernels")
-
-
 def test_self_check_fails_for_a_wrong_backend(tmp_path):
     text = (ROOT / "xla_kernels.py").read_text(encoding="utf-8")
     assert "out[i] = 2 * x[i] + y[i]" in text
@@ -1322,16 +1318,6 @@ def test_program(program):
 # ======================================================================================================
 
 
-def test_numba_add():
-    @xk.numba_kernel(outs=lambda x, y: x)
-    def add(x, y, out):
-        for i in range(x.size):
-            out[i] = x[i] + y[i]
-
-    x = jnp.arange(16.0)
-    np.testing.assert_array_equal(add(x, x), 2 * x)
-
-
 def _square(x, out):
     out[:] = x * x
 
@@ -1453,11 +1439,6 @@ def test_numba_inputs_are_safe_from_jitclasses():
 
     x = jnp.zeros(3)
     assert jax.block_until_ready(xk.numba_kernel(kernel, lambda x: x)(x))[0] == 9 and (x == 0).all()
-
-
-def test_numba_aliases_must_be_a_dict():
-    with pytest.raises(TypeError, match=r"input_output_aliases must be a dict from the positions .*; got \[\(0, 0\)\]"):
-        xk.numba_kernel(_square, lambda x: x, input_output_aliases=[(0, 0)])
 
 
 # ======================================================================================================
@@ -2944,16 +2925,6 @@ print(jax.jit(lambda x: f(x, P())).lower(jax.ShapeDtypeStruct((3,), "float32")).
         ]
         texts = [run.communicate()[0] for run in runs]
     assert texts[0] == texts[1] and texts[0].startswith("module @")  # Warp prints nothing either
-
-
-@pytest.mark.needs("warp", "flatbuffers")
-def test_warp_export():
-    from jax import export
-
-    f, (x, y), _ = warp_op("add")
-    jax.eval_shape(f, x, y)
-    data = export.export(jax.jit(f), disabled_checks=xk.export_checks())(x, y).serialize()
-    np.testing.assert_array_equal(export.deserialize(data).call(x, y), x + y)
 
 
 def test_warp_threads(warp_path):
@@ -4733,6 +4704,11 @@ ERRORS = {
         lambda: wrap(input_output_aliases={1: 0})(F32),
         ValueError,
         r"input_output_aliases={1: 0}: there is no input 1; the call has 1 inputs, numbered from 0",
+    ),
+    "aliases that are no dict": (
+        lambda: wrap(input_output_aliases=[(0, 0)]),
+        TypeError,
+        r"input_output_aliases must be a dict from the positions .*; got \[\(0, 0\)\]",
     ),
     "no such output": (lambda: wrap(input_output_aliases={0: -1})(F32), ValueError, "there is no output -1"),
     "aliased shapes": (
