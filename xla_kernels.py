@@ -28,6 +28,7 @@ import enum
 import functools
 import hashlib
 import inspect
+import itertools
 import math
 import operator
 import os
@@ -325,7 +326,7 @@ class _Digester:
             self.hash.update(np.ascontiguousarray(obj).tobytes())
 
     def code(self, obj: types.CodeType) -> None:
-        self.names.update(obj.co_names)
+        self.names.update(obj.co_names, (c for c in obj.co_consts if isinstance(c, str)))  # getattr(x, "flat")
         if "dot" in obj.co_names and max(_call_lengths(obj), default=0) > 2:
             self.names.add("dot(out)")
         self.text("code", obj.co_name, str((obj.co_argcount, obj.co_kwonlyargcount, obj.co_flags)))
@@ -383,8 +384,7 @@ class _Digester:
         self.text(kind.__module__, kind.__qualname__)
         package = kind.__module__.partition(".")[0]
         if package == "numba" and (parts := _numba_content(obj)) is not None:
-            if parts[-1]:
-                self.names.add("explicit signatures")
+            self.names.add(kind.__name__)
             return self.add(parts)
         if isinstance(obj, np.dtype):
             return self.text(repr(obj))
@@ -464,7 +464,7 @@ class _Compiled:
 
     address: int
     keep: Any = dataclasses.field(repr=False)
-    copy_inputs: bool = False
+    copy_inputs: tuple[int, ...] = ()
 
 
 def _register(name: str, platform: str, make: Callable[[], _Compiled]) -> _Compiled:
@@ -647,7 +647,7 @@ class _Target:
 
     name: str
     attrs: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    copy_inputs: bool = False
+    copy_inputs: tuple[int, ...] = ()  # those that the kernel may write to
     register: Callable[[str], None] = dataclasses.field(compare=False, default=lambda platform: None)
 
     def __repr__(self) -> str:
@@ -791,10 +791,10 @@ class _Wrapper:
         aliases = _check_aliases(self.aliases, ins, outs)
         target = self._find_target(ins, outs + scratch)
         hidden = outs + scratch
-        if target.copy_inputs:  # a hidden output in the place of each input: XLA copies what it must keep
-            free = [i for i in range(len(ins)) if i not in self.aliases]
-            aliases += tuple((i, len(hidden) + k) for k, i in enumerate(free))
-            hidden = hidden + [ins[i] for i in free]
+        for i in target.copy_inputs:  # a hidden output in the place of the input: XLA copies what it must keep
+            if i not in self.aliases:
+                aliases += ((i, len(hidden)),)
+                hidden = [*hidden, ins[i]]
         results = _call_p.bind(
             *_make_varying(args),
             target=target,
@@ -1280,10 +1280,14 @@ _NUMBA_DTYPES = frozenset(
 )
 
 
-# Ways to write through a read-only array that Numba (0.60 to 0.68) does not refuse: kernels that name one get copies.
+# Ways to write through a read-only array that Numba (0.61 to 0.68) does not refuse: functions, attributes, classes of
+# objects.  A kernel that names one gets copies of the inputs that LLVM does not find to be only read.
 _UNCHECKED_WRITERS = frozenset(
-    "asfortranarray ascontiguousarray Dict dot(out) fill_diagonal flat JitClassType List nditer StructRefProxy".split()
+    "asfortranarray ascontiguousarray ctypes Dict dot(out) fill_diagonal flat from_buffer GUFunc _Intrinsic "
+    "JitClassType List nan_to_num nditer StructRefProxy".split()
 )
+# In LLVM's text: Numba's threads, or a call of what the text does not hold: through a pointer, or of a Python function.
+_CALLS_OF_THREADS = re.compile(r"@numba_parallel_for\(|call [^@\n(]*(?:%[^\s(]+|inttoptr )\(|@PyObject_Call\w*\(")
 
 
 def numba_kernel(
@@ -1420,22 +1424,23 @@ def _compile_numba(kernel: Any, signature: _Signature) -> _Compiled:
         emitter: _Emitter = _CallbackEmitter(signature, body)
         return _Compiled(*_compile_handler(signature, emitter))
     names = _names_read(kernel)
-    overload, argtypes, copy_inputs = _compile_overload(kernel, signature, names)
+    overload, argtypes, unchecked = _compile_overload(kernel, signature, names)
     if str(overload.signature.return_type) != "none":
         raise TypeError(
             f"kernel {signature.label!r} returns {overload.signature.return_type}; a kernel writes to its "
             "output arrays and returns nothing"
         )
     emitter = _NumbaEmitter(signature.label, overload, argtypes)
-    emitter.hidden_outputs, emitter.uses_python = copy_inputs, "objmode" in names
+    emitter.hidden_outputs, emitter.uses_python = unchecked, "objmode" in names
+    copy_inputs = _not_only_read(overload, signature) if unchecked else ()
     return _Compiled(*_compile_handler(signature, emitter), copy_inputs=copy_inputs)
 
 
 def _compile_overload(kernel: Any, signature: _Signature, names: frozenset[str]) -> tuple[Any, Any, bool]:
-    """The kernel compiled by Numba, its array types, and whether it needs copies of its inputs.
+    """The kernel compiled by Numba, its array types, and whether these leave open that it writes to an input.
 
-    Read-only inputs make Numba refuse a kernel that writes to one.  Explicit signatures (of the kernel, or of
-    a function it calls) name writable arrays and may refuse read-only ones: then it runs on copies.
+    Read-only inputs make Numba refuse a kernel that writes to one.  What names writable arrays (explicit
+    signatures, `locals`, `overload`s) may refuse them for another reason: then the kernel gets those.
     """
     readonly, plain = (_numba_array_types(signature, readonly=flag) for flag in (True, False))
     explicit = not getattr(kernel, "_can_compile", True)
@@ -1449,12 +1454,24 @@ def _compile_overload(kernel: Any, signature: _Signature, names: frozenset[str])
             overload = _compile_call(kernel if explicit else _fresh_dispatcher(kernel), plain)
         except Exception:
             raise TypeError(f"{refused}:\n{str(error) or type(error).__name__}") from error
-        if "explicit signatures" in names and "Cannot modify readonly array" not in str(error):
+        if "Cannot modify readonly array" not in str(error):
             return overload, plain, True
         raise TypeError(
             f"{refused}; its inputs are read-only, because JAX may share them: write to an output, and use "
             f"input_output_aliases to start it with an input's value:\n{error}"
         ) from error
+
+
+def _not_only_read(overload: Any, signature: _Signature) -> tuple[int, ...]:
+    """The inputs that LLVM does not find to be only read: through what the kernel is given, as far as it can follow."""
+    try:
+        arguments = list(overload.library._final_module.get_function(overload.fndesc.llvm_func_name).arguments)
+    except (AttributeError, NameError):  # loaded from Numba's cache, which keeps no LLVM
+        return tuple(range(signature.n_in))
+    # the results' addresses, then per array: meminfo, parent, nitems, itemsize, data, shape, strides
+    data = itertools.accumulate((5 + 2 * rank for rank in signature.ranks), initial=6)
+    found = [arguments[position].attributes for _, position in zip(range(signature.n_in), data)]
+    return tuple(i for i, attributes in enumerate(found) if not {b"readonly", b"readnone"} & set(attributes))
 
 
 def _fresh_dispatcher(kernel: Any) -> Any:
@@ -1532,10 +1549,13 @@ def _thread_lock(overload: Any) -> int:
     """
     import numba
 
-    try:
-        if numba.threading_layer() != "workqueue" or not _is_parallel(overload):
+    with contextlib.suppress(ValueError):  # which layer it is, only the start of the threads decides
+        if numba.threading_layer() != "workqueue":
             return 0
-    except ValueError:  # no threads were started: nothing parallel was compiled
+    if not _may_use_threads(overload):
+        return 0
+    numba.get_num_threads()  # starts them
+    if numba.threading_layer() != "workqueue":
         return 0
     if not _STORE.workqueue_lock:
         allocate = ctypes.pythonapi.PyThread_allocate_lock
@@ -1544,13 +1564,16 @@ def _thread_lock(overload: Any) -> int:
     return _STORE.workqueue_lock
 
 
-def _is_parallel(overload: Any) -> bool:
+def _may_use_threads(overload: Any) -> bool:
+    """Whether the kernel, or anything that it calls, may run on Numba's threads."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         try:
-            return "numba_parallel_for" in overload.library.get_llvm_str()
+            functions = overload.library.get_llvm_str().split("\ndefine ")[1:]
         except UserWarning:  # loaded from Numba's cache, which keeps no LLVM
             return True
+    wrappers = re.compile(r'[^(]*@"?(_ZN7cpython|cfunc\.)')  # for calls from Python and C
+    return any(_CALLS_OF_THREADS.search(text) for text in functions if not wrappers.match(text))
 
 
 def _symbol(name: str) -> int:
