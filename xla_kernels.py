@@ -451,11 +451,20 @@ class _Store(types.ModuleType):
         self.lock = threading.RLock()
         self.targets: dict[tuple[str, str], Any] = {}  # (name, platform) -> what `make` returned
         self.objects: dict[int, tuple[int, Any]] = {}  # objects known by identity, kept alive
-        self.workqueue_lock = 0  # the native lock of `_thread_lock`, once made
 
 
 _STORE: Any = sys.modules.setdefault("_xla_kernels_store_1", _Store("_xla_kernels_store_1"))
 _LOCK: threading.RLock = _STORE.lock
+
+
+def _native_lock(name: str) -> int:
+    """A lock of the whole process, made when it is first asked for: CPython's, as it can be taken without the GIL."""
+    with _LOCK:
+        if not getattr(_STORE, name, 0):
+            allocate = ctypes.pythonapi.PyThread_allocate_lock
+            allocate.restype = _PTR
+            setattr(_STORE, name, allocate())
+        return getattr(_STORE, name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -1545,7 +1554,6 @@ def _thread_lock(overload: Any) -> int:
     """The lock to hold while the kernel runs, or 0.
 
     Numba's workqueue threading layer aborts the process when two threads enter it; omp and tbb do not.
-    The lock is CPython's, which can be taken without the GIL.
     """
     import numba
 
@@ -1557,11 +1565,7 @@ def _thread_lock(overload: Any) -> int:
     numba.get_num_threads()  # starts them
     if numba.threading_layer() != "workqueue":
         return 0
-    if not _STORE.workqueue_lock:
-        allocate = ctypes.pythonapi.PyThread_allocate_lock
-        allocate.restype = _PTR
-        _STORE.workqueue_lock = allocate()
-    return _STORE.workqueue_lock
+    return _native_lock("workqueue_lock")
 
 
 def _may_use_threads(overload: Any) -> bool:
@@ -2748,13 +2752,7 @@ def _tile_lock(kernel: Any) -> int:
 
     Warp keeps the CPU memory of tiles behind one static pointer (tile.h), so a module's tile kernels must not overlap.
     """
-    if not any("tile" in adjoint.source for adjoint in _warp_adjoints(kernel.adj)):
-        return 0
-    if not hasattr(_STORE, "tile_lock"):
-        allocate = ctypes.pythonapi.PyThread_allocate_lock
-        allocate.restype = _PTR
-        _STORE.tile_lock = allocate()
-    return _STORE.tile_lock
+    return _native_lock("tile_lock") if any("tile" in a.source for a in _warp_adjoints(kernel.adj)) else 0
 
 
 class _WarpEmitter(_Emitter):
