@@ -64,7 +64,7 @@ __all__ = [
 ]
 
 # ======================================================================================================
-# JAX compatibility: names that differ between the versions of jax, and APIs of it that are not documented.
+# 1. JAX: all that differs between its versions, and all that it does not document.
 # Checked on jax 0.7.2, 0.10.2 and 0.12.0.1.
 # ======================================================================================================
 
@@ -159,6 +159,16 @@ def _need_devices(primitive: Any) -> None:
     from jax._src import dispatch
 
     dispatch.prim_requires_devices_during_lowering.add(primitive)
+
+
+def _is_jax_value(x: Any) -> bool:
+    """JAX's own kinds of constants, such as the LiteralArray of jax 0.7, are not all jax.Array or numbers."""
+    return type(x).__module__.partition(".")[0] in ("jax", "jaxlib") and _is_spec(x) and not isinstance(x, Spec)
+
+
+def _allows_64_bits() -> bool:
+    """Whether 64 bits that are asked for are kept where x64 is disabled."""
+    return getattr(getattr(jax.config, "jax_explicit_x64_dtypes", None), "name", "") == "ALLOW"  # jax >= 0.8
 
 
 def _platforms(ctx: Any) -> tuple[str, ...]:
@@ -565,10 +575,9 @@ def _allowed_dtype(dtype: Any, ins: Sequence[Spec]) -> np.dtype:
 
     64 bits only where x64 is enabled, or allowed when asked for, or an input has that dtype all the same.
     """
-    dtype, asked_for = np.dtype(dtype), getattr(jax.config, "jax_explicit_x64_dtypes", None)  # jax >= 0.8
-    if getattr(asked_for, "name", "") == "ALLOW" or any(x.dtype == dtype for x in ins):
-        return dtype
-    return np.dtype(jax.dtypes.canonicalize_dtype(dtype))
+    dtype = np.dtype(dtype)
+    keep = _allows_64_bits() or any(x.dtype == dtype for x in ins)
+    return np.dtype(dtype if keep else jax.dtypes.canonicalize_dtype(dtype))
 
 
 def _input_spec(x: Any, i: int) -> Spec:
@@ -592,18 +601,11 @@ def _as_inputs(args: Sequence[Any], name: str) -> tuple[Sequence[Any], bool]:
         if type(x) not in _ARRAY_TYPES:
             if isinstance(x, jax.core.Tracer):
                 traced = True
-            elif _is_jax_value(x) or isinstance(
-                x, (jax.Array, np.ndarray, np.generic, int, float, complex)
-            ):  # jax 0.12: TypedFloat
+            elif _is_jax_value(x) or isinstance(x, (jax.Array, np.ndarray, np.generic, int, float, complex)):
                 _ARRAY_TYPES.add(type(x))
             else:
                 args = [*args[:i], _from_foreign(x, i, name), *args[i + 1 :]]
     return args, traced
-
-
-def _is_jax_value(x: Any) -> bool:
-    """JAX's own kinds of constants, such as the LiteralArray of jax 0.7, are not all jax.Array."""
-    return type(x).__module__.partition(".")[0] in ("jax", "jaxlib") and _is_spec(x) and not isinstance(x, Spec)
 
 
 def _from_foreign(x: Any, i: int, name: str) -> Any:
