@@ -1421,12 +1421,15 @@ on_device = pytest.mark.needs("cuda")  # on a GPU or, in the same way, in the si
 CUDA_DTYPES = sorted(xk._CUDA_DTYPES - {"int64", "uint64", "float64", "complex128"})  # without x64
 
 
-def cuda_ptx(function, signature, **options):
+def cuda_ptx(function, signature, package=xk._CUDA_PACKAGES["numba"]):
     """PTX for compute capability 9.0, which takes no driver."""
     try:
-        return cuda.compile(function, xk._cuda_types(signature), device=False, abi="numba", cc=(9, 0), **options)[0]
+        if package.name == "numba_cuda_mlir":  # asks for the capability of a GPU, whatever it compiles for
+            importlib.import_module("numba_cuda_mlir.tools")._cached_cc = (9, 0)
+        options = {"device": False, "abi": "numba", "cc": (9, 0)}
+        return package.typed(signature, lambda argtypes: package.cuda.compile(function, argtypes, **options)[0])
     except ImportError as error:
-        pytest.skip(f"Numba CUDA has no NVVM here: {error}")
+        pytest.skip(f"no PTX here: {error}")
 
 
 def run_pytest(*args, **environment):
@@ -1447,17 +1450,30 @@ def cuda_signature(*arrays, n_in=None):
 # -- without a GPU: the layout of parameters
 
 
+@pytest.fixture(params=xk._CUDA_PACKAGES)
+def package(request):
+    """Each package that compiles CUDA kernels."""
+    found = xk._CUDA_PACKAGES[request.param]
+    pytest.importorskip(found.module, exc_type=ImportError)
+    return found
+
+
+def written_for(package, function):
+    """The same kernel with the `cuda` of a package."""
+    return types.FunctionType(function.__code__, {**function.__globals__, "cuda": package.cuda}, function.__name__)
+
+
 @compiled
 @pytest.mark.parametrize("rank", range(5))
 @pytest.mark.parametrize("dtype", sorted(xk._CUDA_DTYPES))
-def test_cuda_layout_is_that_of_ptx(dtype, rank):
+def test_cuda_layout_is_that_of_ptx(dtype, rank, package):
     def kernel(x, y, out):
         pass
 
     signature = cuda_signature((dtype, rank), ("float32", 2), (dtype, rank))
-    ptx = cuda_ptx(kernel, signature)
+    ptx = cuda_ptx(kernel, signature, package)
     entry = re.search(r"\.entry\s+(\w+)", ptx)[1]
-    assert xk._ptx_params(ptx, entry) == xk._cuda_params(signature.ranks)
+    assert xk._ptx_params(ptx, entry) == ["u64"] * sum(map(package.n_params, signature.ranks))
 
 
 @compiled
@@ -1474,6 +1490,25 @@ def test_cuda_parameters_mean_what_the_handler_packs(index, expression):
     assert read == {9 + index, 9 + 11 + 4}  # after the 9 parameters of `a`; and the data pointer of `out`
 
 
+@compiled
+@pytest.mark.parametrize(
+    "expression, read",
+    [("[0, 0, 0]", {1, 2}), *((f".shape[{d}]", {3 + d}) for d in range(3)),
+     *((str([int(d == e) for e in range(3)]), {1, 2, 6 + d}) for d in range(3))],
+)  # fmt: skip
+def test_cuda_parameters_mean_what_the_handler_packs_for_the_successor(expression, read):
+    namespace, successor = {}, xk._CUDA_PACKAGES["numba_cuda_mlir"]
+    exec(f"def kernel(a, b, out): out[0] = b{expression}", namespace)
+    ptx = cuda_ptx(namespace["kernel"], cuda_signature(("float32", 2), ("int64", 3), ("int64", 1)), successor)
+    loaded = re.findall(r"ld\.param\.\w+\s+(%\w+), \[\w+_param_(\d+)\]", ptx)
+    assert {int(n) for _, n in loaded} == {7 + n for n in read} | {7 + 9 + 1, 7 + 9 + 2}  # `out`: its data and offset
+    if len(read) == 3:  # data + 8 * (offset + stride): strides count elements
+        register = {int(n) - 7: name for name, n in loaded}
+        stride, offset = register[max(read)], register[2]
+        total = re.search(rf"add\.s64\s+(%\w+), ({stride}, {offset}|{offset}, {stride});", ptx)[1]
+        assert re.search(rf"shl\.b64\s+%\w+, {total}, 3;", ptx)
+
+
 def test_ptx_params_sees_other_layouts():
     ptx = ".visible .entry k(\n .param .u64 k_param_0,\n .param .align 8 .b8 k_param_1[56],\n .param .u32 k_param_2\n)"
     assert xk._ptx_params(ptx, "k") == ["u64", "b8", "u32"]
@@ -1488,9 +1523,9 @@ class RecordingDriver:
 
     STREAM = 0x5EED
 
-    def __init__(self, ranks, code=0, ordinal=0):
+    def __init__(self, ranks, code=0, ordinal=0, package=xk._CUDA_PACKAGES["numba"]):
         self.launches, self.code, self.ordinal, self.callbacks = [], code, ordinal, {}
-        self.ranks = ranks
+        self.ranks, self.package = ranks, package
         pointer, number = ctypes.c_void_p, ctypes.c_uint32
         params = ctypes.POINTER(ctypes.POINTER(ctypes.c_int64))
         self.add("cuLaunchKernel", self.launch, ctypes.c_int32, pointer, *[number] * 7, pointer, params, pointer)
@@ -1509,10 +1544,14 @@ class RecordingDriver:
         return {1: "CUDA_ERROR_INVALID_VALUE: invalid argument"}[code]
 
     def launch(self, function, gx, gy, gz, bx, by, bz, shared, stream, params, extra):
-        values = iter([params[i][0] for i in range(sum(5 + 2 * rank for rank in self.ranks))])
-        arrays = [[next(values) for _ in range(5 + 2 * rank)] for rank in self.ranks]
-        assert extra is None and all(array[:2] == [0, 0] for array in arrays)  # meminfo, parent
-        self.launches.append((function, (gx, gy, gz), (bx, by, bz), shared, stream, [a[2:] for a in arrays]))
+        lengths = list(map(self.package.n_params, self.ranks))
+        values = iter([params[i][0] for i in range(sum(lengths))])
+        arrays = [[next(values) for _ in range(length)] for length in lengths]
+        if self.package.name == "Numba CUDA":
+            assert all(array[:2] == [0, 0] for array in arrays)  # meminfo, parent
+            arrays = [array[2:] for array in arrays]
+        assert extra is None
+        self.launches.append((function, (gx, gy, gz), (bx, by, bz), shared, stream, arrays))
         return self.code
 
     def device(self, result):
@@ -1528,7 +1567,7 @@ class RecordingDriver:
 
 def record(monkeypatch, ranks, outs=lambda *ins: ins[0], functions=(0xF0, 0xF1), n_args=None, aliases=None, **launch):
     """A wrapper whose launches on the CPU are recorded, and the recorder."""
-    options = {key: launch.pop(key) for key in ("code", "ordinal") if key in launch}
+    options = {key: launch.pop(key) for key in ("code", "ordinal", "package") if key in launch}
     driver = RecordingDriver(ranks, **options)
     names = [f"a{i}" for i in range(n_args or len(ranks))]
     namespace = {"token": object()}  # known by identity: every recorder has a target of its own
@@ -1537,8 +1576,8 @@ def record(monkeypatch, ranks, outs=lambda *ins: ins[0], functions=(0xF0, 0xF1),
     table = (ctypes.c_uint64 * len(functions))(*functions)
 
     def get_ready(self, name, signature, platform):
-        make = lambda: xk._Compiled(*xk._compile_handler(signature, xk._CudaEmitter(signature, driver, table)))
-        xk._register(name, "cpu", make)
+        emitter = xk._CudaEmitter(driver.package, signature, driver, table)
+        xk._register(name, "cpu", lambda: xk._Compiled(*xk._compile_handler(signature, emitter)))
 
     monkeypatch.setattr(xk._CudaCode, "get_ready", get_ready)
     return wrapper, driver
@@ -1547,6 +1586,18 @@ def record(monkeypatch, ranks, outs=lambda *ins: ins[0], functions=(0xF0, 0xF1),
 def aligned(shape, dtype="float32"):
     """An array that JAX takes over without a copy, so that its address is that of the handler's buffer."""
     return jax.device_put(np.zeros(shape, dtype))
+
+
+@pytest.mark.parametrize("dtype", CUDA_DTYPES)
+def test_cuda_handler_packs_arrays_for_the_successor(monkeypatch, dtype):
+    op, driver = record(monkeypatch, (3, 0, 2), outs=lambda x, s: jax.ShapeDtypeStruct((4, 5), "int16"), grid=1,
+                        block=1, package=xk._CUDA_PACKAGES["numba_cuda_mlir"])  # fmt: skip
+    x, s = aligned((2, 3, 4), dtype), aligned((), "float32")
+    jax.block_until_ready(op(x, s))
+    [(*_, (a, b, out))] = driver.launches
+    assert a == [*[x.unsafe_buffer_pointer()] * 2, 0, 2, 3, 4, 12, 4, 1]
+    assert b == [*[s.unsafe_buffer_pointer()] * 2, 0]
+    assert out[0] == out[1] and out[2:] == [0, 4, 5, 5, 1]
 
 
 @pytest.mark.parametrize("dtype", CUDA_DTYPES)
@@ -1642,7 +1693,8 @@ def test_cuda_handler_is_command_buffer_compatible():
     extension, metadata = xk.XLA_FFI_Metadata_Extension(), xk.XLA_FFI_Metadata()
     extension.extension_base.type, extension.metadata = xk._EXTENSION_METADATA, ctypes.addressof(metadata)
     signature = cuda_signature(("float32", 1), ("float32", 1))
-    emitter = xk._CudaEmitter(signature, RecordingDriver((1, 1)), (ctypes.c_uint64 * 1)(1))
+    driver = RecordingDriver((1, 1))
+    emitter = xk._CudaEmitter(driver.package, signature, driver, (ctypes.c_uint64 * 1)(1))
     address, keep = xk._compile_handler(signature, emitter)
     frame = xk.XLA_FFI_CallFrame(extension_start=ctypes.addressof(extension))
     assert ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(address)(ctypes.addressof(frame)) is None
@@ -1877,7 +1929,7 @@ R cuLibraryGetGlobal(D *p, size_t *n, P l, P s) { *p = 0x1234; *n = 4; return 0;
 R cuKernelGetFunction(P *f, P k) { *f = k; return 0; }
 R cuKernelGetAttribute(int *v, int a, P k, int d) { *v = 64; return 0; }
 R cuOccupancyMaxActiveBlocksPerMultiprocessor(int *n, P f, int b, size_t s) { *n = 4; return 0; }
-R cuPointerGetAttribute(D *data, int a, D p) { *data = p; return 0; }
+R cuPointerGetAttribute(D *data, int a, D p) { *data = a == 1 ? stack[top - 1] : p; return 0; }
 R cuGetErrorName(int e, const char **s) { *s = "CUDA_ERROR_INVALID_VALUE"; return 0; }
 R cuGetErrorString(int e, const char **s) { *s = "invalid argument"; return 0; }
 R cuMemsetD8(D p, unsigned char v, size_t n) { return 0; }
@@ -1981,9 +2033,12 @@ def fake_gpus(monkeypatch):
 
 
 @faked
-def test_fakecuda_native_launch_on_each_device(fake_gpus):
+@pytest.mark.parametrize("jitted", [False, True])
+def test_fakecuda_native_launch_on_each_device(fake_gpus, package, jitted):
     log, set_device = fake_gpus
-    op = xk.numba_cuda_kernel(cuda_stencil, lambda x: x, grid=(2, 3), block=8, shared_mem=64)
+    kernel = written_for(package, cuda_stencil)
+    kernel = package.cuda.jit(kernel) if jitted else kernel
+    op = xk.numba_cuda_kernel(kernel, lambda x: x, grid=(2, 3), block=8, shared_mem=64)
     jax.block_until_ready(op(jnp.arange(9.0)))
     # 227 KiB less the kernel's static shared memory are allowed on both
     assert log() == ["attribute 8=232320"] * 2 + ["launch native on device 0: 2,3,1 x 8,1,1 +64 stream 5eed"]
@@ -2009,18 +2064,20 @@ def cooperative_kernel(x, out):
 
 @faked
 @pytest.mark.parametrize("kind", ["debug", "cooperative", "layout", "compiled for each grid"])
-def test_fakecuda_python_launch(fake_gpus, monkeypatch, kind):
+def test_fakecuda_python_launch(fake_gpus, monkeypatch, kind, package):
     log, set_device = fake_gpus
     if kind == "compiled for each grid":
 
         def refuse(dispatcher, argtypes):
-            raise RuntimeError("No launch config set for this thread")  # as numba-cuda does
+            texts = {"numba.cuda": "No launch config set", "numba_cuda_mlir.cuda": "it requires launch metadata"}
+            raise RuntimeError(texts[package.module])
 
         monkeypatch.setattr(xk, "_compile_cuda", refuse)
     if kind == "layout":  # as if Numba had changed it
-        monkeypatch.setattr(xk, "_cuda_params", lambda ranks: ["u64"])
+        monkeypatch.setattr(type(package), "n_params", lambda self, rank: 1)
     options = {"debug": True, "opt": False} if kind == "debug" else {"fastmath": kind == "layout"}
-    kernel = cuda.jit(**options)(cooperative_kernel if kind == "cooperative" else cuda_copy)
+    kernel = written_for(package, cooperative_kernel if kind == "cooperative" else cuda_copy)
+    kernel = package.cuda.jit(**options)(kernel)
     op = xk.numba_cuda_kernel(kernel, lambda x: x, grid=(2, 3), block=8, shared_mem=64)
     set_device(1)
     jax.block_until_ready(jax.vmap(op)(jnp.ones((2, 9))))
@@ -2029,9 +2086,9 @@ def test_fakecuda_python_launch(fake_gpus, monkeypatch, kind):
 
 
 @faked
-def test_fakecuda_callable(fake_gpus):
+def test_fakecuda_callable(fake_gpus, package):
     log, set_device = fake_gpus
-    seen, kernel = [], cuda.jit(cuda_copy)
+    seen, kernel = [], package.cuda.jit(written_for(package, cuda_copy))
 
     @xk.numba_cuda_callable(outs=lambda x: jax.ShapeDtypeStruct((2, 3), "int8"), scratch=lambda x: x)
     def call(x, out, tmp, stream):
@@ -2049,8 +2106,8 @@ def test_fakecuda_callable(fake_gpus):
 
 
 @faked
-def test_fakecuda_explicit_signature_and_errors(fake_gpus):
-    explicit = cuda.jit("void(float32[:], float32[:])")(cuda_copy)
+def test_fakecuda_explicit_signature_and_errors(fake_gpus, package):
+    explicit = package.cuda.jit("void(float32[:], float32[:])")(written_for(package, cuda_copy))
     jax.block_until_ready(xk.numba_cuda_kernel(explicit, lambda x: x, grid=1, block=8)(jnp.ones(3)))
 
     def writes(x, out):
@@ -2059,7 +2116,7 @@ def test_fakecuda_explicit_signature_and_errors(fake_gpus):
     def adds(x, out):
         cuda.atomic.add(x[1:], 0, 1)
 
-    for kernel in (writes, adds):
+    for kernel in (package.cuda.jit(written_for(package, function)) for function in (writes, adds)):
         with pytest.raises(TypeError, match=f"kernel '{kernel.__name__}' .*; its inputs are read-only"):
             xk.numba_cuda_kernel(kernel, lambda x: x, grid=1, block=8)(jnp.ones(3))
 
@@ -3785,12 +3842,13 @@ def test_op_ready_kernel_with_options():
     np.testing.assert_allclose(op(X, Y, outs=_like), X + Y)
 
 
-@pytest.mark.parametrize("package", ["numba", "numba_cuda", "warp"])
-@pytest.mark.parametrize("name", ["CUDADispatcher", "FakeCUDAKernel", "Dispatcher", "Kernel"])
+@pytest.mark.parametrize("package", ["numba", "numba_cuda", "numba_cuda_mlir", "warp"])
+@pytest.mark.parametrize("name", ["CUDADispatcher", "FakeCUDAKernel", "MLIRDispatcher", "Dispatcher", "Kernel"])
 def test_op_knows_ready_kernels_by_their_class(package, name):
     expected = {
         "numba": {"CUDADispatcher": "numba_cuda", "FakeCUDAKernel": "numba_cuda", "Dispatcher": "numba"},
         "numba_cuda": {"CUDADispatcher": "numba_cuda", "FakeCUDAKernel": "numba_cuda"},
+        "numba_cuda_mlir": {"MLIRDispatcher": "numba_cuda"},
         "warp": {"Kernel": "warp"},
     }
     base = type(name, (), {"__module__": f"{package}.somewhere"})

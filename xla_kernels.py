@@ -253,7 +253,7 @@ def _ffi_api_version() -> tuple[int, int]:
 # ======================================================================================================
 
 # Code in these packages, and in the standard library, does not change while a process runs: names stand for content.
-_STABLE_PACKAGES = frozenset({"jax", "jaxlib", "llvmlite", "numba", "numpy", "scipy", "warp"})
+_STABLE_PACKAGES = frozenset({"jax", "jaxlib", "llvmlite", "numba", "numba_cuda_mlir", "numpy", "scipy", "warp"})
 
 
 @functools.cache
@@ -393,7 +393,7 @@ class _Digester:
         kind = type(obj)
         self.text(kind.__module__, kind.__qualname__)
         package = kind.__module__.partition(".")[0]
-        if package == "numba" and (parts := _numba_content(obj)) is not None:
+        if package in ("numba", "numba_cuda_mlir") and (parts := _numba_content(obj)) is not None:
             self.names.add(kind.__name__)
             return self.add(parts)
         if isinstance(obj, np.dtype):
@@ -1663,7 +1663,7 @@ class _NumbaEmitter(_Emitter):
 _CUDA_DTYPES = _NUMBA_DTYPES | {"float16"}
 _CUDA_BLOCKS = {2: (16, 16), 3: (8, 8, 4)}  # threads per block over launch_dims of two and three dimensions
 _CUDA_LIMITS = {"grid": (2**31 - 1, 65535, 65535), "block": (1024, 1024, 64)}  # the same on every CUDA device
-_CUDA_INSTALL = "pip install 'xla_kernels[cuda13]' (CUDA 12: [cuda12]), or numba-cuda[cu13] beside jax[cuda13]"
+_CUDA_INSTALL = "pip install 'xla_kernels[cuda13]' (CUDA 12: [cuda12]), or numba-cuda-mlir[cu13] beside jax[cuda13]"
 _CUDA_TEST_TARGET = (9, 0)  # compute capability to compile for where there is no GPU
 # The simulator keeps the running kernel in globals, also in those of the kernel's module.
 _CUDASIM_LOCK: threading.RLock = vars(_STORE).setdefault("cudasim_lock", threading.RLock())
@@ -1690,11 +1690,13 @@ def numba_cuda_kernel(
     Python, no GIL, and XLA may capture the launch in a CUDA graph.  Kernels compiled with `debug=True` and
     cooperative kernels are launched through Python.  `vmap` launches the kernel once per slice.
 
-    With NUMBA_ENABLE_CUDASIM=1 (set before Numba is imported) it runs in Python on JAX's CPU backend.
+    With NUMBA_ENABLE_CUDASIM=1 (set before Numba is imported) kernels that `numba.cuda` compiles run in Python on
+    JAX's CPU backend.
 
     Args:
-      kernel: a function decorated with `numba.cuda.jit`, or a plain function, which is jitted.  Without it,
-        `numba_cuda_kernel(outs=..., launch_dims=...)` is a decorator.
+      kernel: a function decorated with `cuda.jit` of `numba` (numba-cuda) or of its successor, `numba_cuda_mlir`, or
+        a plain function, which is jitted: by the one whose `cuda` it reads, else by the successor, else by `numba`.
+        Without it, `numba_cuda_kernel(outs=..., launch_dims=...)` is a decorator.
       outs, vmap_method, input_output_aliases, has_side_effect, scratch: as for `numba_kernel`.
       grid, block: blocks in the grid and threads in a block: ints or tuples of up to three (x, y, z).
       launch_dims: instead of both, the number of threads, an int or a tuple of up to three, or a callable of
@@ -1737,8 +1739,8 @@ def numba_cuda_callable(
 ) -> Any:
     """Make a Python function that launches Numba CUDA kernels a JAX function.
 
-    `func(in..., out..., scratch..., stream)` runs on every call, with Numba device arrays on XLA's memory, a
-    Numba stream, and the right device current.  It launches any number of kernels on that stream
+    `func(in..., out..., scratch..., stream)` runs on every call, with device arrays of `numba.cuda` (of
+    `numba_cuda_mlir` where it reads that) on XLA's memory, a stream, and the right device current.  It launches any number of kernels on that stream
     (`kernel[grid, block, stream](...)`), writes the outputs and not the inputs, keeps no array, calls no jax
     function, and need not synchronize.  What it raises reaches the user.  `vmap` calls it once per slice.
 
@@ -1845,8 +1847,12 @@ class _CudaCode:
     function: Any
     command_buffer: bool | None = None  # None: a kernel; else a callable, and what its trait is
 
+    @property
+    def packages(self) -> list[_NumbaCuda]:
+        return _cuda_packages(self.function, self.user)
+
     def digest(self) -> str:
-        target = getattr(_cuda(self.user), "implementation", None), _cudasim()
+        target = *(package.module for package in self.packages), _cudasim()
         with _CUDASIM_LOCK:  # a simulated kernel may be running with its globals replaced
             return _digest(self.user, self.function, self.command_buffer, target)
 
@@ -1877,26 +1883,39 @@ class _CudaCode:
         """The body of the handler; without a driver, for the simulator."""
         if self.command_buffer is not None:
             run = self._replayed if self.command_buffer else lambda arrays, stream, call: self.function(*arrays, stream)
-            emitter = _cuda_callback(signature, run, driver)
+            emitter = _cuda_callback(self.packages[0].cuda, signature, run, driver)
             emitter.traits = _COMMAND_BUFFER_COMPATIBLE if self.command_buffer else 0
             return emitter
         if driver is not None:
-            return _cuda_emitter(self.function, signature, driver)
-        simulated = _cuda(self.user).jit(_python(self.function))
-        return _cuda_callback(signature, _cuda_runner(simulated), None)
+            return self._compiled(lambda package: _cuda_emitter(package, self.function, signature, driver))
+        cuda = self.packages[0].cuda
+        return _cuda_callback(cuda, signature, _cuda_runner(cuda.jit(_python(self.function))), None)
+
+    def _compiled(self, compile_: Callable[[_NumbaCuda], Any]) -> Any:
+        """What the first package makes of the kernel that can compile it; else the first one's error."""
+        errors = []
+        for package in self.packages:
+            try:
+                return compile_(package)
+            except TypeError as error:
+                errors.append(error)
+        raise errors[0]
 
     def _replayed(self, arrays: list, stream: Any, call: _Call) -> None:
         """Call a function whose launches XLA may be capturing, when Numba must free no memory."""
-        with _cuda(self.user).defer_cleanup():
+        with self.packages[0].cuda.defer_cleanup():
             self.function(*arrays, stream)
 
     def check(self, signature: _Signature) -> None:
         """Raise if a kernel cannot be compiled, as far as that can be told without a GPU."""
         if self.command_buffer is None:
             options = {"device": False, "abi": "numba", "cc": _CUDA_TEST_TARGET}
-            compile_ = functools.partial(_cuda(self.user).compile, _python(self.function), _cuda_types(signature))
-            with contextlib.suppress(ImportError, OSError, RuntimeError):  # no NVVM either
-                _cuda_typed(functools.partial(compile_, **options), signature)
+            with contextlib.suppress(ImportError, OSError, RuntimeError):  # no NVVM; or a package that needs a GPU
+                self._compiled(
+                    lambda package: package.typed(
+                        signature, lambda argtypes: package.cuda.compile(_python(self.function), argtypes, **options)
+                    )
+                )
 
 
 class _CudaWrapper(_Wrapper):
@@ -1908,7 +1927,7 @@ class _CudaWrapper(_Wrapper):
         return ()
 
     def _find_target(self, ins: list[Spec], outs: list[Spec]) -> _Target:
-        _cuda(self.decorator)
+        self.code.packages  # noqa: B018 (raises where there is none)
         self._check_call(ins, outs)
         for what, specs in (("input", ins), ("output", outs)):
             for i, spec in enumerate(specs):
@@ -1938,8 +1957,7 @@ class _CudaKernel(_CudaWrapper):
     options_type = _CudaOptions
 
     def __init__(self, kernel: Any, options: _CudaOptions) -> None:
-        is_dispatcher = ".cuda." in type(kernel).__module__ and hasattr(kernel, "py_func")
-        if not isinstance(kernel, types.FunctionType) and not is_dispatcher:
+        if not isinstance(kernel, types.FunctionType) and _ready_kind(kernel) != "numba_cuda":
             raise TypeError(
                 "numba_cuda_kernel takes a function decorated with numba.cuda.jit (without [grid, block]) or a plain "
                 f"function; got {type(kernel).__name__} {kernel!r}"
@@ -1993,11 +2011,161 @@ class _CudaCallable(_CudaWrapper):
             ) from None
 
 
-# -- Numba's CUDA target and the driver ----------------------------------------------------------------
+# -- the packages that compile kernels, and the driver -------------------------------------------------
 
 
-def _cuda(user: str) -> Any:
-    return _import("numba.cuda", user, _CUDA_INSTALL)
+class _NumbaCuda:
+    """numba-cuda, or the CUDA target that Numba comes with: what differs between it and its successor, below."""
+
+    name, module = "Numba CUDA", "numba.cuda"
+
+    @property
+    def cuda(self) -> Any:
+        return _import(self.module, "numba_cuda_kernel", _CUDA_INSTALL)
+
+    def is_installed(self) -> bool:
+        try:
+            return bool(self.cuda)
+        except ImportError:
+            return False
+
+    def types(self) -> Any:
+        from numba.core import types as core_types
+        from numba.cuda import types as cuda_types
+
+        return cuda_types if hasattr(cuda_types, "Array") else core_types  # numba-cuda has types of its own
+
+    def errors(self) -> tuple[type[Exception], ...]:
+        """What its compiler raises for kernels that are wrong."""
+        from numba.core.errors import NumbaError
+
+        return NumbaError, TypeError
+
+    def dispatcher(self, kernel: Any) -> Any:
+        """A new dispatcher with the kernel's options, so that globals are read as they are now, and types are ours."""
+        if isinstance(kernel, types.FunctionType):
+            return self.cuda.jit(kernel)
+        fresh = type(kernel)(kernel.py_func, dict(kernel.targetoptions))
+        if kernel.stats.cache_path is not None:
+            fresh.enable_caching()
+        return fresh
+
+    def typed(self, signature: _Signature, compile_: Callable[[tuple], Any]) -> Any:
+        """Compile for read-only inputs and outputs, all row-major: what the kernel has wrong is a TypeError.
+
+        None is for a kernel that its package compiles anew for each grid.
+        """
+        nbtypes = self.types()
+        scalars = {name: getattr(nbtypes, "boolean" if name == "bool" else name) for name in _CUDA_DTYPES}
+        argtypes = tuple(
+            nbtypes.Array(scalars[dtype.name], rank, "C", readonly=i < signature.n_in)
+            for i, (dtype, rank) in enumerate(zip(signature.dtypes, signature.ranks, strict=True))
+        )
+        try:
+            return compile_(argtypes)
+        except ImportError as error:  # Numba's CudaSupportError and NvvmSupportError are ImportErrors
+            where = f"{self.name} cannot compile kernel {signature.label!r} on this machine"
+            raise ImportError(f"{where}: {error}; {_CUDA_INSTALL}") from error
+        except Exception as error:
+            if re.search("No launch config|requires launch metadata", str(error)):
+                return None
+            if not isinstance(error, self.errors()):
+                raise
+            raise TypeError(_cuda_refusal(self.name, signature, error)) from error
+
+    def needs_python(self, dispatcher: Any, compiled: Any) -> bool:
+        """Whether a launch takes more than cuLaunchKernel."""
+        special = (
+            compiled.debug,  # Numba reads an error code back after the launch
+            compiled.cooperative,
+            compiled.extensions,
+            getattr(compiled._codelibrary, "_setup_functions", None),  # callbacks on Numba's own module
+            getattr(compiled, "launch_config_sensitive", False),  # compiled anew for each grid
+            getattr(dispatcher.targetctx, "enable_nrt", False),
+        )
+        return any(special)
+
+    def code(self, compiled: Any) -> tuple[str, str, bytes, int | None]:
+        """PTX, the name of its entry, the machine code for the current device, and the carveout of shared memory."""
+        library = compiled._codelibrary
+        cubin = library.get_cubin()
+        carveout = getattr(compiled, "shared_memory_carveout", None)
+        return library.get_asm_str(), compiled.entry_name, getattr(cubin, "code", cubin), carveout
+
+    def params(self, handler: _Handler, array: _Array, itemsize: int) -> list[Any]:
+        """One array as kernels take it: meminfo, parent, nitems, itemsize, data, shape, strides in bytes."""
+        items = functools.reduce(handler.builder.mul, array.dims, handler.int64(1))
+        data, zero = handler.builder.ptrtoint(array.pointer, handler.i64), handler.int64(0)
+        return [zero, zero, items, handler.int64(itemsize), data, *array.dims, *array.strides]
+
+    def n_params(self, rank: int) -> int:
+        return 5 + 2 * rank
+
+
+class _NumbaCudaMlir(_NumbaCuda):
+    """numba-cuda-mlir, as of 0.6.0.  It has no simulator, and compiles for the GPU at hand only."""
+
+    name, module = "numba_cuda_mlir", "numba_cuda_mlir.cuda"
+
+    def types(self) -> Any:
+        return _import("numba_cuda_mlir.types", "numba_cuda_kernel", _CUDA_INSTALL)
+
+    def errors(self) -> tuple[type[Exception], ...]:
+        return (Exception,)  # what it cannot lower yet it reports in many ways, AttributeError among them
+
+    def needs_python(self, dispatcher: Any, compiled: Any) -> bool:
+        metadata, options = compiled.metadata, dispatcher.targetoptions
+        special = (
+            options.get("debug"),  # an error code is read back after the launch
+            metadata.get("use_cooperative"),
+            dispatcher.extensions,
+            dispatcher._module_setup_callbacks or metadata.get("setup_callbacks"),
+            metadata.get("required_dynamic_shared_memory"),
+            metadata.get("needs_nrt"),
+        )
+        return any(special)
+
+    def code(self, compiled: Any) -> tuple[str, str, bytes, int | None]:
+        carveout = compiled.metadata["targetoptions"].get("shared_memory_carveout")
+        percent = {"default": -1, "maxl1": 0, "maxshared": 100}.get(str(carveout).lower(), carveout)
+        return compiled.ptx, compiled.metadata["func_name"], compiled.metadata["cubin"], percent
+
+    def params(self, handler: _Handler, array: _Array, itemsize: int) -> list[Any]:
+        """One array as kernels take it: data, data again, offset, shape, strides in elements."""
+        data = handler.builder.ptrtoint(array.pointer, handler.i64)
+        return [data, data, handler.int64(0), *array.dims, *handler.row_major(array.dims, 1)]
+
+    def n_params(self, rank: int) -> int:
+        return 3 + 2 * rank
+
+
+_CUDA_PACKAGES = {"numba_cuda_mlir": _NumbaCudaMlir(), "numba": _NumbaCuda()}  # the successor first
+
+
+def _cuda_packages(function: Any, user: str) -> list[_NumbaCuda]:
+    """Who may compile a kernel (or, for a callable, gives it arrays): its own package, else who is installed."""
+    roots = _packages_read(function)
+    named = [package for root, package in _CUDA_PACKAGES.items() if root in roots]
+    if _cudasim():
+        if named == [_CUDA_PACKAGES["numba_cuda_mlir"]]:
+            raise NotImplementedError(
+                f"{user} {_python(function).__name__!r} is written for numba_cuda_mlir, which has no simulator: unset "
+                "NUMBA_ENABLE_CUDASIM to run it on a GPU, or write it with `from numba import cuda`"
+            )
+        return [_CUDA_PACKAGES["numba"]]
+    found = [package for package in named or _CUDA_PACKAGES.values() if package.is_installed()]
+    return found or [_import((named or [_CUDA_PACKAGES["numba"]])[0].module, user, _CUDA_INSTALL)]
+
+
+def _packages_read(function: Any) -> set[str]:
+    """The top-level packages of what a function refers to, or of a dispatcher's class."""
+    values = [function]
+    if isinstance(function, types.FunctionType):
+        values = [function.__globals__.get(name) for name in _global_names(function.__code__)]
+        values += [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
+    names = [value.__name__ if isinstance(value, types.ModuleType) else type(value).__module__ for value in values]
+    names += [str(getattr(value, "__module__", "")) for value in values]
+    return {name.partition(".")[0] for name in names}
 
 
 def _cudasim() -> bool:
@@ -2017,40 +2185,6 @@ def _cuda_ordinals() -> list[int]:
         return sorted(device.local_hardware_id for device in jax.local_devices(backend="cuda"))
     except RuntimeError:  # JAX has no such backend
         return []
-
-
-def _cuda_types(signature: _Signature) -> tuple[Any, ...]:
-    """Numba's types of the arguments: read-only inputs, then outputs, all row-major."""
-    from numba.core import types as core_types
-    from numba.cuda import types as cuda_types
-
-    nbtypes: Any = cuda_types if hasattr(cuda_types, "Array") else core_types  # numba-cuda has types of its own
-    scalars = {name: getattr(nbtypes, "boolean" if name == "bool" else name) for name in _CUDA_DTYPES}
-    return tuple(
-        nbtypes.Array(scalars[dtype.name], rank, "C", readonly=i < signature.n_in)
-        for i, (dtype, rank) in enumerate(zip(signature.dtypes, signature.ranks, strict=True))
-    )
-
-
-def _cuda_typed(compile_: Callable[[], Any], signature: _Signature) -> Any:
-    """Compile; what the kernel has wrong is a TypeError, what the machine lacks an ImportError."""
-    from numba.core.errors import NumbaError
-
-    try:
-        return compile_()
-    except (NumbaError, TypeError) as error:
-        refused = f"Numba CUDA cannot compile kernel {signature.label!r} for {signature}"
-        if "Cannot modify readonly array" in str(error):
-            refused += (
-                "; its inputs are read-only, because JAX may share them: write to an output, and use "
-                "input_output_aliases to start it with an input's value"
-            )
-        elif "must have void return type" in str(error) or "to none" in str(error):
-            refused += "; it returns a value: write to the output arrays and return nothing"
-        raise TypeError(f"{refused}:\n{error}") from error
-    except ImportError as error:  # Numba's CudaSupportError and NvvmSupportError are ImportErrors
-        raise ImportError(f"Numba CUDA cannot compile kernel {signature.label!r} on this machine: {error}; "
-                          f"{_CUDA_INSTALL}") from error  # fmt: skip
 
 
 class _CudaDriver:
@@ -2101,26 +2235,32 @@ class _CudaDriver:
 # -- from a kernel to a handler ------------------------------------------------------------------------
 
 
-def _cuda_emitter(kernel: Any, signature: _Signature, driver: _CudaDriver) -> _Emitter:
-    """Compile the kernel and load it for every GPU; a kernel that needs Numba's launch code gets Python's."""
-    cuda, ordinals = _cuda("numba_cuda_kernel"), _cuda_ordinals()
-    fresh = _fresh_cuda_dispatcher(cuda, kernel)
+def _cuda_refusal(compiler: str, signature: _Signature, error: BaseException) -> str:
+    """What a kernel that cannot be compiled has wrong."""
+    refused, text = f"{compiler} cannot compile kernel {signature.label!r} for {signature}", str(error)
+    if "Cannot modify readonly array" in text or "setitem(readonly array" in text:
+        refused += (
+            "; its inputs are read-only, because JAX may share them: write to an output, and use "
+            "input_output_aliases to start it with an input's value"
+        )
+    elif "must have void return type" in text or "to none" in text:
+        refused += "; it returns a value: write to the output arrays and return nothing"
+    return f"{refused}:\n{text}"
+
+
+def _cuda_emitter(package: _NumbaCuda, kernel: Any, signature: _Signature, driver: _CudaDriver) -> _Emitter:
+    """Compile the kernel and load it for every GPU; a kernel that needs its package's launch code gets Python's."""
+    cuda, ordinals, fresh = package.cuda, _cuda_ordinals(), package.dispatcher(kernel)
     with cuda.gpus[ordinals[0]]:
-        try:
-            compiled = _cuda_typed(lambda: _compile_cuda(fresh, _cuda_types(signature)), signature)
-        except RuntimeError as error:
-            if "No launch config" not in str(error):
-                raise
-            compiled = None  # a kernel that is compiled anew for each grid
-        if not compiled or not _is_native(fresh, compiled, signature.ranks):
-            return _cuda_callback(signature, _cuda_runner(fresh), driver)
+        compiled = package.typed(signature, functools.partial(_compile_cuda, fresh))
+        if not compiled or not _is_native(package, fresh, compiled, signature.ranks):
+            return _cuda_callback(cuda, signature, _cuda_runner(fresh), driver)
     functions = (ctypes.c_uint64 * (ordinals[-1] + 1))()
     for ordinal in ordinals:
         with cuda.gpus[ordinal]:  # XLA's context too: the device's primary one
-            cubin = compiled._codelibrary.get_cubin()
-            carveout = getattr(compiled, "shared_memory_carveout", None)
-            functions[ordinal] = driver.load(getattr(cubin, "code", cubin), compiled.entry_name, ordinal, carveout)
-    return _CudaEmitter(signature, driver, functions, keep=compiled)
+            _, entry, cubin, carveout = package.code(compiled)
+            functions[ordinal] = driver.load(cubin, entry, ordinal, carveout)
+    return _CudaEmitter(package, signature, driver, functions, keep=compiled)
 
 
 def _compile_cuda(dispatcher: Any, argtypes: tuple) -> Any:
@@ -2134,33 +2274,12 @@ def _compile_cuda(dispatcher: Any, argtypes: tuple) -> Any:
     return compiled
 
 
-def _fresh_cuda_dispatcher(cuda: Any, kernel: Any) -> Any:
-    """A new dispatcher with the kernel's options, so that its globals are read as they are now, and types are ours."""
-    if isinstance(kernel, types.FunctionType):
-        return cuda.jit(kernel)
-    fresh = type(kernel)(kernel.py_func, dict(kernel.targetoptions))
-    if kernel.stats.cache_path is not None:
-        fresh.enable_caching()
-    return fresh
-
-
-def _is_native(dispatcher: Any, compiled: Any, ranks: Sequence[int]) -> bool:
+def _is_native(package: _NumbaCuda, dispatcher: Any, compiled: Any, ranks: Sequence[int]) -> bool:
     """Whether a bare cuLaunchKernel with our parameters is all that a launch takes."""
-    library = compiled._codelibrary
-    special = (
-        compiled.debug,  # Numba reads an error code back after the launch
-        compiled.cooperative,
-        compiled.extensions,
-        getattr(library, "_setup_functions", None),  # callbacks on Numba's own module
-        getattr(compiled, "launch_config_sensitive", False),  # compiled anew for each grid
-        getattr(dispatcher.targetctx, "enable_nrt", False),
-    )
-    return not any(special) and _ptx_params(library.get_asm_str(), compiled.entry_name) == _cuda_params(ranks)
-
-
-def _cuda_params(ranks: Sequence[int]) -> list[str]:
-    """The parameters that a handler packs, per array: meminfo, parent, nitems, itemsize, data, shape, strides."""
-    return ["u64"] * sum(5 + 2 * rank for rank in ranks)
+    if package.needs_python(dispatcher, compiled):
+        return False
+    ptx, entry, *_ = package.code(compiled)
+    return _ptx_params(ptx, entry) == ["u64"] * sum(map(package.n_params, ranks))
 
 
 def _ptx_params(ptx: str, entry: str) -> list[str]:
@@ -2200,8 +2319,11 @@ class _CudaEmitter(_Emitter):
     attributes = ("launch",)
     host_memory = False
 
-    def __init__(self, signature: _Signature, driver: _CudaDriver, functions: Any, keep: Any = None) -> None:
-        self.signature, self.driver, self.functions, self.keep = signature, driver, functions, keep
+    def __init__(
+        self, package: _NumbaCuda, signature: _Signature, driver: _CudaDriver, functions: Any, keep: Any = None
+    ) -> None:
+        self.package, self.signature, self.driver = package, signature, driver
+        self.functions, self.keep = functions, keep
 
         def report(code: int, launch: Any) -> int:
             sizes = f"grid={tuple(launch[:3])}, block={tuple(launch[3:6])}, shared_mem={launch[6]}"
@@ -2227,7 +2349,7 @@ class _CudaEmitter(_Emitter):
     ) -> None:
         builder = handler.builder
         parts = zip(arrays, self.signature.dtypes, strict=True)
-        params = [value for array, dtype in parts for value in self._params(handler, array, dtype.itemsize)]
+        params = [n for array, dtype in parts for n in self.package.params(handler, array, dtype.itemsize)]
         slots = handler.cgutils.alloca_once(builder, handler.i64, size=max(1, len(params)))
         addresses = handler.cgutils.alloca_once(builder, handler.i64.as_pointer(), size=max(1, len(params)))
         for i, value in enumerate(params):
@@ -2240,31 +2362,23 @@ class _CudaEmitter(_Emitter):
             report = ctypes.cast(self.report, _PTR).value
             handler.fail(handler.call_c(report, handler.i8p, [code, launch]))
 
-    @staticmethod
-    def _params(handler: _Handler, array: _Array, itemsize: int) -> list[Any]:
-        """One array as Numba CUDA passes it: see `_cuda_params`."""
-        items = functools.reduce(handler.builder.mul, array.dims, handler.int64(1))
-        data = handler.builder.ptrtoint(array.pointer, handler.i64)
-        zero = handler.int64(0)
-        return [zero, zero, items, handler.int64(itemsize), data, *array.dims, *array.strides]
 
-
-def _cuda_callback(signature: _Signature, run: Callable[[list, Any, _Call], None], driver: Any) -> _CallbackEmitter:
+def _cuda_callback(
+    cuda: Any, signature: _Signature, run: Callable[[list, Any, _Call], None], driver: Any
+) -> _CallbackEmitter:
     """Calls `run(arrays, stream, call)` in Python for every slice: on a GPU, or without a driver simulated."""
     enter = _enter_simulator if driver is None else _enter_gpu
 
     def body(buffers: list[int], dims: list[tuple], call: _Call) -> None:
-        with enter(signature, buffers, dims, call) as (arrays, stream):
+        with enter(cuda, signature, buffers, dims, call) as (arrays, stream):
             run(arrays, stream, call)
 
     return _CallbackEmitter(signature, body, driver)
 
 
 @contextlib.contextmanager
-def _enter_gpu(signature: _Signature, buffers: list[int], dims: list[tuple], call: _Call) -> Iterator:
+def _enter_gpu(cuda: Any, signature: _Signature, buffers: list[int], dims: list[tuple], call: _Call) -> Iterator:
     """Numba's arrays over the slice's buffers and its stream, with the call's device current."""
-    from numba import cuda
-
     with cuda.gpus[call.ordinal]:
         parts = zip(buffers, dims, signature.dtypes, strict=True)
         shared = {"version": 3, "stream": call.stream}  # copies and fills of the arrays run on it too
@@ -2273,9 +2387,8 @@ def _enter_gpu(signature: _Signature, buffers: list[int], dims: list[tuple], cal
 
 
 @contextlib.contextmanager
-def _enter_simulator(signature: _Signature, buffers: list[int], dims: list[tuple], call: _Call) -> Iterator:
+def _enter_simulator(cuda: Any, signature: _Signature, buffers: list[int], dims: list[tuple], call: _Call) -> Iterator:
     """The same in host memory; one kernel at a time, for the simulator's sake."""
-    from numba import cuda
     from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
 
     with _CUDASIM_LOCK:
@@ -4472,7 +4585,7 @@ def _check_numba() -> Callable:
 
 
 def _check_numba_cuda() -> Callable:
-    cuda = _cuda("the check of numba_cuda")
+    cuda = _cuda_packages(None, "the check of numba_cuda")[0].cuda
 
     def kernel(x: Any, y: Any, out: Any) -> None:
         i = cuda.grid(1)
@@ -4503,7 +4616,10 @@ _BACKENDS = {
     ),
     "numba_cuda": _Backend(
         {"gpu": f"an NVIDIA GPU, {_CUDA_INSTALL}"},
-        ("numba.CUDADispatcher", "numba.FakeCUDAKernel", "numba_cuda.CUDADispatcher", "numba_cuda.FakeCUDAKernel"),
+        (
+            *("numba.CUDADispatcher", "numba.FakeCUDAKernel", "numba_cuda.CUDADispatcher", "numba_cuda.FakeCUDAKernel"),
+            "numba_cuda_mlir.MLIRDispatcher",
+        ),
         _wrap_numba_cuda,
         _check_numba_cuda,
     ),
@@ -4513,7 +4629,9 @@ _BACKENDS = {
 def _self_check() -> int:
     """Run `2 * x + y` through every backend; returns 1 if one that is installed is wrong."""
     print(f"xla_kernels {__version__}, Python {sys.version.split()[0]}, jax {jax.__version__}, NumPy {np.__version__}")
-    print(f"platform {jax.default_backend()}, {jax.device_count()} device(s), XLA FFI API {_ffi_api_version()}\n")
+    print(f"platform {jax.default_backend()}, {jax.device_count()} device(s), XLA FFI API {_ffi_api_version()}")
+    compilers = [package.name for package in _CUDA_PACKAGES.values() if package.is_installed()]
+    print(f"plain functions become CUDA kernels by {', else '.join(compilers) or 'nothing that is installed'}\n")
     failed = False
     rows = [(name, row, *where) for name, row in _BACKENDS.items() for where in reversed(row.platforms.items())]
     for name, row, platform, install in rows:
