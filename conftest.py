@@ -103,7 +103,7 @@ def pytest_addoption(parser):
 
 
 def pytest_report_header(config):
-    packages = ("jax", "jaxlib", "numpy", "numba", "warp-lang", "numba-cuda", "brainevent")
+    packages = ("jax", "jaxlib", "numpy", "numba", "warp-lang", "numba-cuda", "numba-cuda-mlir", "brainevent")
     installed = {d.name.lower().replace("_", "-") for d in importlib.metadata.distributions() if d.name}
     versions = [f"{name} {importlib.metadata.version(name)}" for name in packages if name in installed]
     found = [name for name in (*BACKENDS, "gpu") if missing(name) is None]
@@ -193,7 +193,7 @@ def machine():
     if info.exists():
         cpu = next((line.split(": ")[1] for line in info.read_text().splitlines() if line.startswith("model n")), cpu)
     kind = f", {gpu().device_kind}" if gpu() else ""
-    names = ("jax", "jaxlib", "numba", "numba-cuda", "warp-lang", "numpy", "scipy", "brainevent", "brian2")
+    names = "jax jaxlib numba numba-cuda numba-cuda-mlir warp-lang numpy scipy brainevent brian2".split()
     installed = {d.name.lower().replace("_", "-"): d.version for d in importlib.metadata.distributions() if d.name}
     return {
         "date": datetime.date.today().isoformat(),

@@ -49,8 +49,12 @@ from conftest import x64
 
 try:
     from numba import cuda
-except ImportError:
+except ImportError:  # numba-cuda is too old for NumPy
     cuda = None
+if not conftest.SIMULATOR and getattr(cuda, "implementation", "Built-in") == "Built-in":  # without numba-cuda
+    with contextlib.suppress(ImportError):
+        from numba_cuda_mlir import cuda
+cuda_float32 = np.float32 if "mlir" in getattr(cuda, "__name__", "") else numba.float32  # the simulator takes no dtype
 try:
     import warp as wp
 except ImportError:
@@ -2234,7 +2238,7 @@ def test_cuda_launch_dims_cover_ragged_edges(shape):
 def test_cuda_shared_memory_and_syncthreads(dynamic):
     @cuda.jit
     def reverse_blocks(x, out):
-        tile = cuda.shared.array(0 if dynamic else 8, numba.float32)
+        tile = cuda.shared.array(0 if dynamic else 8, cuda_float32)
         i, t = cuda.grid(1), cuda.threadIdx.x
         tile[t] = x[i]
         cuda.syncthreads()
@@ -2409,6 +2413,15 @@ def test_cudasim_runs_one_kernel_at_a_time():
 
 
 @simulated
+def test_cudasim_refuses_kernels_of_the_successor():
+    members = {"__module__": "numba_cuda_mlir.descriptor", "py_func": staticmethod(cuda_copy), "__name__": "cuda_copy"}
+    kernel = type("MLIRDispatcher", (), members)()
+    op = xk.numba_cuda_kernel(kernel, lambda x: x, launch_dims=3)
+    with pytest.raises(NotImplementedError, match="'cuda_copy' is written for numba_cuda_mlir, which has no simulator"):
+        op(jnp.ones(3))
+
+
+@pytest.mark.needs("simulator")
 def test_cudasim_runs_on_cpu_only():
     op = xk.numba_cuda_kernel(cuda_add, lambda x, y: x, launch_dims=launch_1d)
     spec = jax.ShapeDtypeStruct((3,), jnp.float32)
@@ -2437,7 +2450,7 @@ def test_gpu_failed_launch_is_the_users_error(debug):
 def test_gpu_large_shared_memory():
     @cuda.jit
     def kernel(x, out):
-        table = cuda.shared.array(0, numba.float32)
+        table = cuda.shared.array(0, cuda_float32)
         table[16_000 + cuda.threadIdx.x] = x[cuda.threadIdx.x]
         cuda.syncthreads()
         out[cuda.threadIdx.x] = table[16_000 + cuda.threadIdx.x]

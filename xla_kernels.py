@@ -1739,10 +1739,10 @@ def numba_cuda_callable(
 ) -> Any:
     """Make a Python function that launches Numba CUDA kernels a JAX function.
 
-    `func(in..., out..., scratch..., stream)` runs on every call, with device arrays of `numba.cuda` (of
-    `numba_cuda_mlir` where it reads that) on XLA's memory, a stream, and the right device current.  It launches any number of kernels on that stream
-    (`kernel[grid, block, stream](...)`), writes the outputs and not the inputs, keeps no array, calls no jax
-    function, and need not synchronize.  What it raises reaches the user.  `vmap` calls it once per slice.
+    `func(in..., out..., scratch..., stream)` runs on every call, with device arrays and a stream of the package
+    whose `cuda` it reads, on XLA's memory, and the right device current.  It launches any number of kernels on
+    that stream (`kernel[grid, block, stream](...)`), writes the outputs and not the inputs, keeps no array, calls
+    no jax function, and need not synchronize.  What it raises reaches the user.  `vmap` calls it once per slice.
 
     Args:
       func: the function.  Without it, `numba_cuda_callable(outs=...)` is a decorator.
