@@ -937,6 +937,12 @@ sharding = NamedSharding(mesh, P("d"))
 x = jax.make_array_from_callback((8,), sharding, lambda index: np.arange(8, dtype=np.float32)[index])
 total = jax.jit(lambda x: square(x, outs=x).sum())(x)
 print("devices", len(jax.devices()), "total", float(total))
+@numba.njit
+def loud(x, out):
+    print("slice", x)
+    out[()] = x
+kernel = jax.vmap(xk.numba_kernel(loud, lambda x: x, has_side_effect=True))
+jax.block_until_ready(jax.jit(lambda x: (kernel(x), x)[1])(x))
 """
 
 
@@ -953,6 +959,8 @@ def test_two_processes_share_a_mesh(tmp_path):
     ]  # fmt: skip
     outputs = [worker.communicate(timeout=120)[0] for worker in workers]
     assert all("devices 4 total 140.0" in output for output in outputs), "\n".join(outputs)
+    ran = [sorted(line for line in output.splitlines() if line.startswith("slice")) for output in outputs]
+    assert ran == [[f"slice {float(i)}" for i in half] for half in (range(4), range(4, 8))]
 
 
 # ======================================================================================================
@@ -4247,42 +4255,118 @@ def test_op_rules_can_be_called_and_primitives_bound_as_brainevent_does():
 # -- sharding, export, threads, benchmark
 
 
-def _mesh_sharding(*spec):
-    return jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(jax.devices()[:4]), ("d",)), P(*spec))
+def _mesh_sharding(*spec, shape=(4,), **options):
+    devices = np.array(jax.devices()[:4]).reshape(shape)
+    return jax.sharding.NamedSharding(jax.sharding.Mesh(devices, ("d", "e")[: len(shape)], **options), P(*spec))
 
 
-SHARDED = {
-    "elementwise": ("i, i -> i", lambda f: f, [("d",), ("d",)], ("d",)),
-    "operand_replicated": ("i, i -> i", lambda f: f, [("d",), ()], ("d",)),
-    "vmap": ("i, i -> i", lambda f: jax.vmap(f, (0, None)), [("d", None), (None,)], ("d", None)),
-    "vmap_inside": ("i, i -> i", lambda f: jax.vmap(f), [(None, "d"), (None, "d")], (None, "d")),
-}
+COLLECTIVES = re.compile(r"\b(all-gather|all-to-all|collective-permute|all-reduce)(?:-start)?\(")
 
 
-@pytest.mark.parametrize("backend", ["jax", "numba"])
-@pytest.mark.parametrize("name", SHARDED)
-def test_op_sharding_rule_partitions_without_gather(name, backend):
-    rule, transform, in_specs, out_spec = SHARDED[name]
-    op, shapes = xk.XLACustomKernel("product"), []
-    op.def_kernel(backend, "cpu", lambda outs: shapes.append(outs[0].shape) or OP_BACKENDS[backend](outs))
-    op.def_sharding_rule(rule)
-    shape = (8, 16)
-    args = [np.arange(1.0, 129.0, dtype=np.float32).reshape(shape)] * 2
-    args = [
-        a if len(spec) == 2 or name in ("elementwise", "operand_replicated") else a[0]
-        for a, spec in zip(args, in_specs)
-    ]
-    if name in ("elementwise", "operand_replicated"):
-        args = [a[0] for a in args]
-    f = transform(lambda x, y: op(x, y, outs=x))
-    placed = [jax.device_put(a, _mesh_sharding(*spec)) for a, spec in zip(args, in_specs)]
-    compiled = jax.jit(f).lower(*placed).compile()
-    got = compiled(*placed)
-    np.testing.assert_allclose(got, args[0] * args[1])
-    assert "all-gather" not in compiled.as_text()
-    assert got.sharding.is_equivalent_to(_mesh_sharding(*out_spec), got.ndim)
-    assert shapes[-1] == ((16,) if name == "vmap" else (4,))
-    assert got.addressable_shards[0].data.shape == tuple(n // 4 if s else n for n, s in zip(got.shape, out_spec))
+def split_product(kind, rule):
+    """x * y by a wrapper or an op: with derivatives, or `in place` with scratch, hidden copies and a second result."""
+
+    def in_place(x, y, out, more, work):
+        for i, v in enumerate(y.flat):  # which Numba would let write to y
+            work[i] = out[i] * v
+        out[:] = work
+        more[:] = work + 1
+
+    if kind == "in place":
+        options = {"input_output_aliases": {0: 0}, "scratch": lambda x, y: x}
+        return xk.numba_kernel(in_place, lambda x, y: [x, x], sharding_rule=rule and f"{rule}, i", **options)
+    if kind == "warp":
+        import warp as wp
+
+        @wp.kernel(module="unique")
+        def product(x: wp.array(dtype=float), y: wp.array(dtype=float), out: wp.array(dtype=float)):
+            i = wp.tid()
+            out[i] = x[i] * y[i]
+
+        return xk.warp_kernel(product, lambda x, y: x, differentiable=True, sharding_rule=rule)
+    if kind == "numba":
+        multiply = xk.numba_kernel(nb_multiply, lambda x, y: x, sharding_rule=rule)
+        function = jax.custom_vjp(lambda x, y: multiply(x, y))
+        function.defvjp(lambda x, y: (multiply(x, y), (x, y)), lambda xy, t: (multiply(t, xy[1]), multiply(t, xy[0])))
+        return function
+    op = _product_op(kind.removeprefix("op "))
+    if rule:
+        op.def_sharding_rule(rule)
+    return lambda x, y: op(x, y, outs=_like)
+
+
+def nb_multiply(x, y, out):
+    for i in range(x.size):
+        out[i] = x[i] * y[i]
+
+
+def squares_of(f):
+    return lambda x, y: (jax.vmap(f, (0, None))(x, y) ** 2).sum()
+
+
+CUBE = np.arange(128.0, dtype=np.float32).reshape(8, 4, 4)
+A, B = CUBE[:2]
+SPLIT = {  # program: (rule, what is done to the kernel, operands, their places, the result's, collectives allowed)
+    "vmap": (None, lambda f: jax.vmap(f, (0, None)), (A, B[0]), [("d",), ()], ("d",)),
+    "vmap, axis 1": (None, lambda f: jax.vmap(f, (1, 0)), (A, B), [(None, "d"), ("d",)], ("d",)),
+    "two axes": (None, lambda f: jax.vmap(jax.vmap(f)), (CUBE, CUBE), [("d", "e"), ("d",)], ("d", "e")),
+    "crossed": (None, lambda f: jax.vmap(jax.vmap(f, (None, 0)), (0, None)), (A, B), [("d",), ("e",)], ("d", "e")),
+    "inner": (None, lambda f: jax.vmap(jax.vmap(f, (0, None))), (CUBE, CUBE[:, 0]), [(None, ("e", "d")), ()],
+              (None, ("e", "d"))),
+    "disagreeing": (None, jax.vmap, (A, B), [("d",), (None, "d")], ("d",), {"all-gather", "all-to-all"}),
+    "kernel's own": (None, jax.vmap, (A, B), [(None, "d"), ()], (), {"all-gather"}),
+    "uneven": (None, lambda f: lambda x, y: jax.vmap(f)(x[:3], y[:3]), (A, B), [("d",), ()], (), {"all-gather"}),
+    "empty": (None, lambda f: jax.vmap(f), (A[:0], B[:0]), [("d",), ()], ()),
+    "rule": ("i, i -> i", lambda f: f, (A[0], B[0]), [(("d", "e"),), ()], (("d", "e"),)),
+    "rule and vmap": ("i, i -> i", lambda f: jax.vmap(f, (0, None)), (A, B[0]), [("d", "e"), ("e",)], ("d", "e")),
+    "rule of outputs": ("i, i -> j", lambda f: f, (A[0], B[0]), [("d",), ()], (), {"all-gather"}),
+    "scan": (None, lambda f: lambda x, y: jax.lax.scan(lambda c, _: (jax.vmap(f)(c, y), None), x, length=2)[0],
+             (A, B), [("d",), ("d",)], ("d",)),
+    "grad": (None, lambda f: jax.grad(squares_of(f)), (A, B[0]), [("d",), ()], ("d",)),
+    "grad, shared": (None, lambda f: jax.grad(squares_of(f), 1), (A, B[0]), [("d",), ()], (), {"all-reduce"}),
+}  # fmt: skip
+OF_ALL_KINDS = ("vmap", "crossed", "rule and vmap", "grad")
+WARP = pytest.param("warp", marks=pytest.mark.needs("warp"))
+
+
+@pytest.mark.parametrize("kind", ["numba", "gspmd", "explicit", "in place", WARP, "op numba", "op no_batching"])
+@pytest.mark.parametrize("program", SPLIT)
+def test_what_is_sharded_stays_sharded(program, kind):
+    if (kind != "numba" and program not in OF_ALL_KINDS) or (kind, program) == ("in place", "grad"):
+        pytest.skip("one kind is enough")
+    rule, transform, operands, places, place, *allowed = SPLIT[program]
+    explicit = {"axis_types": (jax.sharding.AxisType.Explicit,) * 2} if kind == "explicit" else {}
+    function = transform(split_product("numba" if kind in ("gspmd", "explicit") else kind, rule))
+    sharding = functools.partial(_mesh_sharding, shape=(2, 2), **explicit)
+    placed = [jax.device_put(x, sharding(*spec)) for x, spec in zip(operands, places)]
+    before = jax.config.jax_use_shardy_partitioner
+    jax.config.update("jax_use_shardy_partitioner", kind != "gspmd")
+    try:
+        compiled = jax.jit(function).lower(*placed).compile()
+    finally:
+        jax.config.update("jax_use_shardy_partitioner", before)
+    assert set(COLLECTIVES.findall(compiled.as_text())) <= set().union(*allowed)
+    for got, expected in zip(jax.tree.leaves(compiled(*placed)), jax.tree.leaves(jax.jit(function)(*operands))):
+        np.testing.assert_allclose(got, expected)
+        assert got.sharding.is_equivalent_to(sharding(*place), got.ndim)
+
+
+def test_effects_and_export_of_what_is_sharded(capfd):
+    from jax import export
+
+    @xk.numba_kernel(outs=lambda x: x, has_side_effect=True)
+    def loud(x, out):
+        print("slice")
+        out[:] = x
+
+    x = jax.device_put(A, _mesh_sharding("d"))
+    for f, count in ((jax.vmap(loud), 4), (lambda x: loud(x[0]), 4), (lambda x: (jax.vmap(loud)(x), 0)[1], 4)):
+        jax.block_until_ready(jax.jit(f)(x))
+        assert capfd.readouterr().out.count("slice") == count
+    exported = export.export(jax.jit(jax.vmap(split_product("op numba", None))), disabled_checks=xk.export_checks())(
+        x, x
+    )
+    np.testing.assert_array_equal(jax.jit(exported.call)(x, x), A * A)
 
 
 def test_op_sharding_rule_gathers_what_is_reduced():

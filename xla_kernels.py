@@ -80,12 +80,19 @@ def _varying_axes(aval: Any) -> frozenset:
     return getattr(aval, "vma", None) or frozenset()
 
 
-def _out_aval(shape: tuple, dtype: Any, varying: frozenset) -> Any:
-    """The abstract value of a result: replicated on the current mesh, varying over `varying`."""
-    mesh = jax.sharding.get_abstract_mesh()
+def _mesh_of(avals: Sequence[Any]) -> Any:
+    """The mesh that is part of a type (of an explicit mesh also where none is current), or the current one."""
+    meshes = [x.sharding.mesh for x in avals]
+    return next((mesh for mesh in meshes if not mesh.empty), jax.sharding.get_abstract_mesh())
+
+
+def _out_aval(shape: tuple, dtype: Any, ins: Sequence[Any], axes: Sequence[Any] = ()) -> Any:
+    """The abstract value of a result: where those of `ins` are, its first dimensions split over these mesh axes."""
+    varying, mesh = frozenset().union(*map(_varying_axes, ins)), _mesh_of(ins)
     if mesh.empty:
         return jax.core.ShapedArray(shape, dtype)
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*[None] * len(shape)))
+    axes = (*axes, *[None] * (len(shape) - len(axes)))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
     if hasattr(jax.sharding, "ManualAxisType"):  # jax >= 0.11
         axis_type = jax.sharding.ManualAxisType(varying=varying)
         return jax.core.ShapedArray(shape, dtype, sharding=sharding, manual_axis_type=axis_type)
@@ -114,8 +121,14 @@ def _side_effect() -> frozenset:
 
 
 def _is_partitioned(ctx: Any) -> bool:
-    """Whether a lowering is for jax.jit, whose computations XLA may partition, and not for shard_map or pmap."""
-    return isinstance(ctx.module_context.axis_context, mlir.ShardingContext)
+    """Whether XLA may split what is lowered over a mesh: under jax.jit, and not in shard_map or pmap.
+
+    Nor in what is exported, as custom_partitioning calls a Python function of this process.
+    """
+    context, parameters = ctx.module_context.axis_context, ctx.module_context.lowering_parameters
+    if not isinstance(context, mlir.ShardingContext) or parameters.for_export:
+        return False
+    return context.num_devices > 1 and context.abstract_mesh is not None
 
 
 def _eval_jaxpr(closed: Any, args: Sequence[Any]) -> list[Any]:
@@ -644,6 +657,160 @@ def _show(spec: Any) -> str:
 
 
 # ======================================================================================================
+# Partitioning under jax.jit: what XLA may split over a mesh, for wrappers and ops alike.
+# ======================================================================================================
+
+
+@dataclasses.dataclass(frozen=True)
+class _ShardingRule:
+    """The names of the dimensions of every operand and output: those of one name are split alike.
+
+    The name "" is that of a dimension that stays whole, an integer that of one which `vmap` put in front.
+    """
+
+    owner: str
+    text: str
+    ins: tuple[tuple[Any, ...], ...]
+    outs: tuple[tuple[Any, ...], ...]
+    depth: int = 0  # the number of vmaps
+
+    @classmethod
+    def parse(cls, owner: str, text: str) -> _ShardingRule:
+        left, arrow, right = str(text).partition("->")
+        sides = [[tuple(part.split()) for part in side.split(",")] for side in (left, right)]
+        names = [name for side in sides for part in side for name in part]
+        if not arrow or not all(name.isidentifier() for name in names):
+            raise ValueError(
+                f"{owner}: a sharding rule names the dimensions of every operand and output, "
+                f"separated by spaces, as in 'b i, i j -> b j'; got {text!r}"
+            )
+        repeated = [part for side in sides for part in side if len(set(part)) != len(part)]
+        if repeated:
+            raise ValueError(f"{owner}: a dimension name occurs twice in one array: {text!r}")
+        ins = () if not left.strip() else tuple(sides[0])
+        return cls(owner, text, ins, tuple(sides[1]))
+
+    @classmethod
+    def whole(cls, ins: Sequence[Any], outs: Sequence[Any]) -> _ShardingRule:
+        """The rule of a kernel that was given none."""
+        return cls("", "", *(tuple(("",) * len(x.shape) for x in side) for side in (ins, outs)))  # type: ignore[arg-type]
+
+    def check(self, ins: Sequence[Spec], outs: Sequence[Spec]) -> None:
+        """Raise unless the rule fits the arrays of a call."""
+        for names, specs, what in ((self.ins, ins, "operands"), (self.outs, outs, "outputs")):
+            ranks, found = [len(n) for n in names], [len(s.shape) for s in specs]
+            if ranks != found:
+                raise ValueError(
+                    f"{self.owner}: the sharding rule {self.text!r} is for {what} of ranks "
+                    f"{ranks}, but the call has {what} of ranks {found}; correct the rule or the call"
+                )
+        sizes: dict[str, Any] = {}
+        for name, size in zip(sum(self.ins + self.outs, ()), sum((s.shape for s in (*ins, *outs)), ())):
+            if sizes.setdefault(name, size) != size:
+                raise ValueError(
+                    f"{self.owner}: in the sharding rule {self.text!r} the name {name!r} stands "
+                    f"for the sizes {sizes[name]} and {size}; give dimensions of different sizes different names"
+                )
+
+    def batched(self, flags: Sequence[bool], shared: tuple = ()) -> _ShardingRule:
+        """The rule under one more vmap, where an operand without flag gets the dimensions `shared`."""
+        ins = tuple((*((self.depth,) if flag else shared), *names) for names, flag in zip(self.ins, flags))
+        outs = tuple((self.depth, *names) for names in self.outs)
+        return dataclasses.replace(self, ins=ins, outs=outs, depth=self.depth + 1)
+
+    def adjoint(self, wrt: Sequence[int], of: Sequence[int]) -> _ShardingRule:
+        """The rule of (operands, outputs, cotangents) -> (cotangents, gradients)."""
+        cts, grads = tuple(self.outs[j] for j in of), tuple(self.ins[i] for i in wrt)
+        return dataclasses.replace(self, ins=self.ins + self.outs + cts, outs=cts + grads)
+
+    def with_constants(self, consts: Sequence[Any]) -> _ShardingRule:
+        """The rule with constants of the kernel as further operands, which every device gets whole."""
+        return dataclasses.replace(self, ins=(*self.ins, *[("",) * np.ndim(x) for x in consts]))
+
+    @functools.cached_property
+    def split(self) -> frozenset:
+        """The names that may be split: what some output lacks is reduced, what no operand has is unknown to a shard."""
+        common = set.intersection(*map(set, self.outs)) if self.outs else set()
+        return frozenset(common & set().union(*self.ins)) - {""}
+
+    def shardy(self) -> str:
+        """The rule as custom_partitioning takes it, every name a number, and each dimension without one another."""
+        numbers, known = itertools.count(), {}  # type: ignore[var-annotated]
+
+        def factor(name: Any) -> str:
+            number = next(numbers)
+            return f"d{number if name == '' else known.setdefault(name, number)}"
+
+        return " -> ".join(", ".join(" ".join(map(factor, n)) for n in side) for side in (self.ins, self.outs))
+
+    def shardings(self, mesh: Any, args: Sequence[Any], results: Sequence[Any]) -> tuple[list, list]:
+        """The shardings of operands and outputs in which every dimension name has one meaning."""
+        axes: dict[Any, Any] = {}
+        for names, info in zip(self.ins + self.outs, (*args, *results)):
+            spec = tuple(getattr(info.sharding, "spec", ()) or ())
+            for name, size, entry in zip(names, info.shape, spec):
+                if name in self.split and name not in axes and _divides(mesh, entry, size, axes.values()):
+                    axes[name] = entry
+
+        def place(names: tuple) -> Any:
+            return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*[axes.get(n) for n in names]))
+
+        return [place(n) for n in self.ins], [place(n) for n in self.outs]
+
+    def out_avals(self, ins: Sequence[Any], outs: Sequence[tuple]) -> list[Any]:
+        """The abstract values of results of these shapes and dtypes; those that the rule does not know are last."""
+        mesh = _mesh_of(ins)
+        axes = [] if mesh.empty else [sharding.spec for sharding in self.shardings(mesh, ins, ())[1]]
+        axes += [()] * (len(outs) - len(axes))
+        return [_out_aval(shape, dtype, ins, own) for (shape, dtype), own in zip(outs, axes, strict=True)]
+
+    def partitioned(self, run: Callable[..., list], outs: Sequence[Spec]) -> Callable[..., Any]:
+        """`run(outs, *ins)` as a function of `ins` that XLA may run on shards of them, with the `outs` of a shard."""
+        from jax.experimental.custom_partitioning import custom_partitioning
+
+        def call(*ins: Any) -> tuple:
+            closed, n = jax.make_jaxpr(functools.partial(run, outs))(*ins), len(ins)
+            rule = self.with_constants(closed.consts)
+
+            def whole(*args: Any) -> tuple:
+                return tuple(jax.core.eval_jaxpr(closed.jaxpr, args[n:], *args[:n]))
+
+            def partition(mesh: Any, args: Any, results: Any) -> tuple:
+                given, returned = rule.shardings(mesh, args, results)
+                local = [Spec(s.shard_shape(out.shape), out.dtype) for s, out in zip(returned, outs)]
+
+                def shard(*args: Any) -> tuple:
+                    with _without_mesh():
+                        jaxpr = jax.make_jaxpr(functools.partial(run, local))(*args[:n]).jaxpr
+                        return tuple(jax.core.eval_jaxpr(jaxpr, args[n:], *args[:n]))
+
+                return mesh, shard, tuple(returned), tuple(given)
+
+            def infer(mesh: Any, args: Any, results: Any) -> tuple:
+                return tuple(rule.shardings(mesh, args, results)[1])
+
+            function = custom_partitioning(whole)
+            function.def_partition(partition=partition, infer_sharding_from_operands=infer, sharding_rule=rule.shardy())
+            return function(*ins, *closed.consts)
+
+        return call
+
+
+def _divides(mesh: Any, entry: Any, size: int, taken: Any) -> bool:
+    """Whether a dimension of `size` can be split evenly over the mesh axes `entry`, none of which is `taken`."""
+    if not entry:
+        return False
+    mine = set(_mesh_axes(entry))
+    if any(mine & set(_mesh_axes(other)) for other in taken):
+        return False
+    return size % math.prod(mesh.shape[axis] for axis in mine) == 0
+
+
+def _mesh_axes(entry: Any) -> tuple:
+    return entry if isinstance(entry, tuple) else (entry,)
+
+
+# ======================================================================================================
 # The primitive behind every wrapper: one call of one target.
 # ======================================================================================================
 
@@ -653,23 +820,28 @@ class _Target:
     """What a call runs: a registered name, and the integers that this call's shapes and options give it.
 
     `register(platform)` is called before the call is compiled for a platform: it registers the handler,
-    or raises an error that says what to use there.
+    or raises an error that says what to use there.  `localize(ins, outs)`, where XLA may split the kernel's own
+    dimensions, is the call on a shard: its target, all outputs and aliases.
     """
 
     name: str
     attrs: tuple[tuple[str, tuple[int, ...]], ...] = ()
     copy_inputs: tuple[int, ...] = ()  # those that the kernel may write to
     register: Callable[[str], None] = dataclasses.field(compare=False, default=lambda platform: None)
+    localize: Callable[..., tuple] | None = dataclasses.field(compare=False, default=None)
 
     def __repr__(self) -> str:
         return self.name
 
 
-def _call_abstract_eval(*ins: Any, outs: Sequence[tuple], has_side_effect: bool, **_: Any) -> tuple[list, frozenset]:
-    varying = frozenset().union(*map(_varying_axes, ins))
-    return [
-        _out_aval(shape, dtype, varying) for shape, dtype in outs
-    ], _side_effect() if has_side_effect else frozenset()
+def _bind_call(*args: Any, rule: _ShardingRule, has_side_effect: bool, **params: Any) -> list:
+    """Bind the primitive for a call: one of its own where XLA's partitioner must be told what to do with it."""
+    primitive = _split_call_p if rule.split or has_side_effect else _call_p
+    return primitive.bind(*args, rule=rule, has_side_effect=has_side_effect, **params)
+
+
+def _call_abstract_eval(*ins: Any, outs: Sequence[tuple], has_side_effect: bool, rule: Any, **_: Any) -> tuple:
+    return rule.out_avals(ins, outs), _side_effect() if has_side_effect else frozenset()
 
 
 def _call_lowering(ctx: Any, *operands: Any, target: _Target, aliases: Any, has_side_effect: bool, **_: Any) -> Any:
@@ -679,16 +851,49 @@ def _call_lowering(ctx: Any, *operands: Any, target: _Target, aliases: Any, has_
     return rule(ctx, *operands, **{name: np.array(values, np.int64) for name, values in target.attrs})
 
 
-def _call_batching(args: Sequence[Any], dims: Sequence[Any], *, outs: Any, aliases: Any, **params: Any) -> tuple:
+def _split_call_lowering(
+    ctx: Any, *operands: Any, rule: _ShardingRule, target: _Target, outs: tuple, aliases: Any, has_side_effect: bool
+) -> Any:
+    """Where XLA may split the call, it gets the call on a shard, which returns what the rule knows, not scratch."""
+    if not (rule.ins and rule.outs and _is_partitioned(ctx)):
+        return _call_lowering(ctx, *operands, target=target, aliases=aliases, has_side_effect=has_side_effect)
+    for platform in _platforms(ctx):
+        target.register(platform)
+    specs, n, depth = [Spec(*out) for out in outs], len(rule.outs), rule.depth
+
+    def run(results: Sequence[Spec], *ins: Any) -> list:
+        localize = target.localize or (lambda *_: (target, _slices(specs, depth), aliases))
+        local, every, shared = localize(_slices(ins, depth), _slices(results, depth))
+        hidden = [Spec((*results[0].shape[:depth], *s.shape), s.dtype) for s in every[n:]]
+        full = tuple((s.shape, s.dtype) for s in (*results, *hidden))
+        params = {"outs": full, "aliases": shared, "has_side_effect": has_side_effect, "rule": rule}
+        return _call_p.bind(*ins, target=local, **params)[:n]
+
+    def call(*ins: Any) -> list:
+        return [*rule.partitioned(run, specs[:n])(*ins), *[_zeros(s.shape, s.dtype) for s in specs[n:]]]
+
+    results = mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
+    if has_side_effect:
+        results[0].owner.attributes["has_side_effect"] = mlir.ir_attribute(True)
+    return results
+
+
+def _slices(arrays: Sequence[Any], depth: int) -> list[Spec]:
+    return [Spec(x.shape[depth:], x.dtype) for x in arrays]
+
+
+def _call_batching(
+    args: Sequence[Any], dims: Sequence[Any], *, outs: Any, aliases: Any, rule: Any, **params: Any
+) -> Any:
     """One more leading dimension everywhere; size 1 says that an operand is the same for every slice."""
     size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
-    shared = dict(aliases)  # an aliased operand is written to, so every slice needs its own
+    own = [d is not None or i in dict(aliases) for i, d in enumerate(dims)]  # what is written to is not shared
     args = [
-        jax.lax.broadcast(x, (size if i in shared else 1,)) if d is None else jax.numpy.moveaxis(x, d, 0)
+        jax.lax.broadcast(x, (size if own[i] else 1,)) if d is None else jax.numpy.moveaxis(x, d, 0)
         for i, (x, d) in enumerate(zip(args, dims, strict=True))
     ]
     outs = tuple(((size, *shape), dtype) for shape, dtype in outs)
-    return _call_p.bind(*args, outs=outs, aliases=aliases, **params), [0] * len(outs)
+    return _bind_call(*args, outs=outs, aliases=aliases, rule=rule.batched(own, ("",)), **params), [0] * len(outs)
 
 
 def _call_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, target: _Target, outs: Any, **params: Any) -> tuple:
@@ -697,17 +902,24 @@ def _call_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, target: _Targe
             f"kernel {target.name!r} has no derivative: wrap it in jax.custom_vjp or jax.custom_jvp, or register it "
             "with XLACustomKernel and give that a rule (def_jvp_rule, def_vjp_rule)"
         )
-    results = _call_p.bind(*primals, target=target, outs=outs, **params)
+    results = _bind_call(*primals, target=target, outs=outs, **params)
     return results, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in results]
 
 
-_call_p = Primitive("xla_kernel")
-_call_p.multiple_results = True
-_call_p.def_impl(functools.partial(xla.apply_primitive, _call_p))
-_call_p.def_effectful_abstract_eval(_call_abstract_eval)
-ad.primitive_jvps[_call_p] = _call_jvp
-batching.primitive_batchers[_call_p] = _call_batching
-mlir.register_lowering(_call_p, _call_lowering)
+def _call_primitive(lowering: Callable[..., Any]) -> Any:
+    primitive = Primitive("xla_kernel")
+    primitive.multiple_results = True
+    primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
+    primitive.def_effectful_abstract_eval(_call_abstract_eval)
+    ad.primitive_jvps[primitive] = _call_jvp
+    batching.primitive_batchers[primitive] = _call_batching
+    mlir.register_lowering(primitive, lowering)
+    return primitive
+
+
+_call_p = _call_primitive(_call_lowering)
+_split_call_p = _call_primitive(_split_call_lowering)
+_need_devices(_split_call_p)
 
 
 def _input_signature(kernel: Any, outs: Any) -> inspect.Signature:
@@ -733,6 +945,7 @@ class _Options:
     input_output_aliases: Mapping[int, int] | None = None
     has_side_effect: bool = False
     scratch: Any = None
+    sharding_rule: str | None = None
 
     def __post_init__(self) -> None:
         if self.vmap_method not in _VMAP_METHODS:
@@ -772,6 +985,8 @@ class _Wrapper:
         self.__name__ = getattr(kernel, "__name__", None) or getattr(kernel, "key", None) or type(kernel).__name__
         self.__doc__ = getattr(kernel, "__doc__", None)
         self.__wrapped__ = kernel
+        text = options.sharding_rule
+        self.rule = None if text is None else _ShardingRule.parse(f"{self.decorator} {self.__name__!r}", text)
         self.__signature__ = _input_signature(kernel, options.outs)  # jax.custom_vjp and others bind arguments by it
         if options.outs is None:
             raise TypeError(
@@ -798,22 +1013,41 @@ class _Wrapper:
     def _trace(self, *args: Any) -> Any:
         ins = _input_specs(args)
         outs, tree = _flat_specs(self._for_inputs(self.options.outs, ins), "outs", ins)
+        if self.rule:
+            self.rule.check(ins, outs)
+        effect = bool(self.options.has_side_effect)
+        return jax.tree_util.tree_unflatten(tree, self._bind(type(self)._resolve, args, ins, outs, self.rule, effect))
+
+    def _bind(
+        self, resolve: Callable[..., tuple], args: Any, ins: Any, outs: Any, rule: _ShardingRule | None, effect: bool
+    ) -> list:
+        """Bind the primitive for what `resolve(self, ins, outs)` finds: a target, its outputs and aliases."""
+        target, every, aliases = resolve(self, ins, outs)
+        if rule:  # JAX's caches will hold what a shard needs of this wrapper, but not the functions they are keyed by
+            bare = object.__new__(type(self))
+            vars(bare).update({name: x for name, x in vars(self).items() if name not in ("_jitted", "_vjp")})
+            target = dataclasses.replace(target, localize=functools.partial(resolve, bare))
+        results = _bind_call(
+            *_make_varying(args),
+            target=target,
+            outs=tuple((s.shape, s.dtype) for s in every),
+            aliases=aliases,
+            has_side_effect=effect,
+            rule=rule or _ShardingRule.whole(ins, outs),
+        )
+        return results[: len(outs)]
+
+    def _resolve(self, ins: list[Spec], outs: list[Spec]) -> tuple[_Target, list[Spec], tuple]:
+        """The target of a call, its outputs with those that are not returned, and its aliases."""
         scratch = _flat_specs(self._for_inputs(self.options.scratch, ins), "scratch", ins)[0]
         aliases = _check_aliases(self.aliases, ins, outs)
         target = self._find_target(ins, outs + scratch)
-        hidden = outs + scratch
+        every = outs + scratch
         for i in target.copy_inputs:  # a hidden output in the place of the input: XLA copies what it must keep
             if i not in self.aliases:
-                aliases += ((i, len(hidden)),)
-                hidden = [*hidden, ins[i]]
-        results = _call_p.bind(
-            *_make_varying(args),
-            target=target,
-            outs=tuple((s.shape, s.dtype) for s in hidden),
-            aliases=aliases,
-            has_side_effect=bool(self.options.has_side_effect),
-        )
-        return jax.tree_util.tree_unflatten(tree, results[: len(outs)])
+                aliases += ((i, len(every)),)
+                every = [*every, ins[i]]
+        return target, every, aliases
 
     def _for_inputs(self, option: Any, ins: Sequence[Spec]) -> Any:
         """The value of an option that may be a callable of the inputs."""
@@ -1309,6 +1543,7 @@ def numba_kernel(
     input_output_aliases: Mapping[int, int] | None = None,
     has_side_effect: bool = False,
     scratch: Any = None,
+    sharding_rule: str | None = None,
 ) -> Any:
     """Make a Numba CPU kernel a JAX function.
 
@@ -1327,6 +1562,10 @@ def numba_kernel(
         memory.  The array that the caller holds is never changed.
       has_side_effect: True keeps the call even where its results are not used.
       scratch: like `outs`: uninitialized buffers passed after the outputs and not returned.
+      sharding_rule: names of the dimensions of every input and output, as in `"i, i -> i"` or `"b i, i j -> b j"`:
+        under `jax.jit` over a mesh, a dimension that every output has may be split, and the kernel then runs on
+        each device with the inputs and outputs of its shard; see `XLACustomKernel.def_sharding_rule`.  Dimensions
+        that `vmap` adds are split with or without a rule, all others are gathered.
 
     Returns:
       A function of arrays whose result has the structure of `outs`.
@@ -1334,7 +1573,8 @@ def numba_kernel(
     Raises:
       TypeError: dtypes that Numba has no CPU arithmetic for (float16, bfloat16, float8, sub-byte), a wrong
         number of arguments, a kernel that returns a value, writes to an input or cannot be typed.
-      ValueError: aliases out of range or of unequal shape or dtype, an unknown `vmap_method`.
+      ValueError: aliases out of range or of unequal shape or dtype, an unknown `vmap_method`, a sharding rule
+        that cannot be read or does not fit the call.
       jax.errors.JaxRuntimeError: with the type and text of an exception that the kernel raised; jaxlib's fast path
         for a function that is compiled already raises it as ValueError.
 
@@ -1682,6 +1922,7 @@ def numba_cuda_kernel(
     input_output_aliases: Mapping[int, int] | None = None,
     has_side_effect: bool = False,
     scratch: Any = None,
+    sharding_rule: str | None = None,
 ) -> Any:
     """Make a Numba CUDA kernel a JAX function.
 
@@ -1697,7 +1938,7 @@ def numba_cuda_kernel(
       kernel: a function decorated with `cuda.jit` of `numba` (numba-cuda) or of its successor, `numba_cuda_mlir`, or
         a plain function, which is jitted: by the one whose `cuda` it reads, else by the successor, else by `numba`.
         Without it, `numba_cuda_kernel(outs=..., launch_dims=...)` is a decorator.
-      outs, vmap_method, input_output_aliases, has_side_effect, scratch: as for `numba_kernel`.
+      outs, vmap_method, input_output_aliases, has_side_effect, scratch, sharding_rule: as for `numba_kernel`.
       grid, block: blocks in the grid and threads in a block: ints or tuples of up to three (x, y, z).
       launch_dims: instead of both, the number of threads, an int or a tuple of up to three, or a callable of
         the inputs' `ShapeDtypeStruct`s that returns one.  Whole blocks cover it, so the kernel must guard the
@@ -1735,6 +1976,7 @@ def numba_cuda_callable(
     input_output_aliases: Mapping[int, int] | None = None,
     has_side_effect: bool = False,
     scratch: Any = None,
+    sharding_rule: str | None = None,
     command_buffer: bool = False,
 ) -> Any:
     """Make a Python function that launches Numba CUDA kernels a JAX function.
@@ -1746,8 +1988,8 @@ def numba_cuda_callable(
 
     Args:
       func: the function.  Without it, `numba_cuda_callable(outs=...)` is a decorator.
-      outs, vmap_method, input_output_aliases, has_side_effect, scratch: as for `numba_kernel`; `scratch` gives
-        temporary buffers without an allocation.
+      outs, vmap_method, input_output_aliases, has_side_effect, scratch, sharding_rule: as for `numba_kernel`;
+        `scratch` gives temporary buffers without an allocation.
       command_buffer: True lets XLA capture the launches in a CUDA graph and replay them without calling
         `func` again: only for functions that do nothing but launch kernels that are compiled already, the
         same ones every time.
@@ -3070,6 +3312,7 @@ def warp_kernel(
     in_out_argnames: Sequence[str] | None = None,
     has_side_effect: bool = False,
     scratch: Any = None,
+    sharding_rule: str | None = None,
     differentiable: bool = False,
 ) -> Any:
     """Make an NVIDIA Warp kernel a JAX function, on CPUs and GPUs.
@@ -3097,6 +3340,7 @@ def warp_kernel(
         in the call and, in the kernel's order, as the first of `outs`.
       has_side_effect: True keeps the call even where its results are not used.
       scratch: like `outs`: uninitialized buffers passed after the outputs and not returned.
+      sharding_rule: as for `numba_kernel`; `launch_dims`, where given, must then be a callable, as shards have less.
       differentiable: True gives reverse mode through the kernel's own adjoint, for arrays of floats.
 
     Returns:
@@ -3200,6 +3444,11 @@ class _WarpKernel(_Wrapper):
             raise ValueError(f"warp_kernel({self.__name__}): tiled=True needs launch_dims, the number of blocks")
         if not callable(launch_dims) and launch_dims is not None:
             _warp_launch_dims(self.__name__, launch_dims, self.tiled)
+            if self.rule:
+                raise ValueError(
+                    f"warp_kernel({self.__name__}): launch_dims={launch_dims!r} is for whole arrays, which "
+                    f"sharding_rule={self.rule.text!r} lets XLA split: give a callable of the inputs, or nothing"
+                )
         reasons = {
             "in_out_argnames or input_output_aliases": self.aliases and "the adjoint needs the values they overwrite",
             "scratch": self.options.scratch is not None and "the adjoint needs its contents; return it as an output",
@@ -3282,10 +3531,13 @@ class _WarpKernel(_Wrapper):
         ins = _input_specs(operands)
         results = [ins[len(args) + j] for j in of] + [ins[i] for i in wrt]
         aliases = tuple((len(args) + len(outs) + n, n) for n in range(len(of)))
-        target = self._adjoint_target(ins, results, len(args), wrt, of)
-        specs = tuple((s.shape, s.dtype) for s in results)
-        grads = _call_p.bind(*operands, target=target, outs=specs, aliases=aliases, has_side_effect=False)[len(of) :]
-        found = dict(zip(wrt, grads, strict=True))
+        n, rule = len(args), self.rule and self.rule.adjoint(wrt, of)
+
+        def resolve(self: _WarpKernel, ins: list[Spec], results: list[Spec]) -> tuple:
+            return self._adjoint_target(ins, results, n, wrt, of), results, aliases
+
+        grads = self._bind(resolve, operands, ins, results, rule, False)[len(of) :]
+        found = {i: _sharded_like(grad, jax.typeof(args[i])) for i, grad in zip(wrt, grads, strict=True)}
         return tuple(found[i] if i in found else np.zeros(x.shape, jax.dtypes.float0) for i, x in enumerate(args))
 
     def _adjoint_target(self, ins: list[Spec], results: list[Spec], n: int, wrt: list[int], of: list[int]) -> _Target:
@@ -3592,9 +3844,9 @@ class XLACustomKernel:
 
         Args:
           rule: names of the dimensions of every operand and output, as in `"i, i -> i"` (elementwise) or
-            `"b i, i j -> b j"`. A dimension that every output has may be sharded, and then each device runs the
-            kernel on its own shard: `outs` of the generator are those of the shard. Any other dimension is gathered
-            first, so reductions stay correct.
+            `"b i, i j -> b j"`. A dimension that every output and some operand has may be sharded, and then each
+            device runs the kernel on its own shard: `outs` of the generator are those of the shard. Any other
+            dimension is gathered first, so reductions stay correct. Those that `vmap` adds need no rule.
 
         Raises:
           ValueError: the rule cannot be read; at the call, it does not fit the number or the ranks of the arrays.
@@ -3604,7 +3856,7 @@ class XLACustomKernel:
           >>> _ = op.def_kernel("jax", "cpu", lambda: lambda x, y: x + y)
           >>> op.def_sharding_rule("i, i -> i")
         """
-        self._set_rule("sharding", _ShardingRule.parse(self.name, rule))
+        self._set_rule("sharding", _ShardingRule.parse(f"XLACustomKernel {self.name!r}", rule))
         _need_devices(self.primitive)
 
     def _set_rule(self, kind: str, rule: Any) -> Any:
@@ -3804,7 +4056,7 @@ class _OpCall:
 
     def bind_primitive(self, *ins: Any) -> Any:
         if "sharding" in self.op._rules:
-            self.op._rules["sharding"].check([np.shape(x) for x in ins], [s.shape for s in self.specs])
+            self.op._rules["sharding"].check(_input_specs(ins), self.specs)
         results = _bind(self.op.primitive, _make_varying(ins), self.options(_input_specs(ins)))
         return jax.tree_util.tree_unflatten(self.tree, results)
 
@@ -4064,8 +4316,17 @@ def _op_impl(op: XLACustomKernel, /, *ins: Any, **options: Any) -> list:
 def _op_abstract_eval(op: XLACustomKernel, /, *avals: Any, outs: tuple, _batch: tuple = (), **params: Any) -> list:
     _IN_JAX_CACHES.add((op, "rules"))
     sizes = tuple(size for size, _ in reversed(_batch))
-    varying = frozenset().union(*map(_varying_axes, avals))
-    return [_out_aval((*sizes, *out.shape), out.dtype, varying) for out in outs]
+    return _op_sharding(op, avals, outs, _batch).out_avals(avals, [((*sizes, *out.shape), out.dtype) for out in outs])
+
+
+def _op_sharding(op: XLACustomKernel, ins: Sequence[Any], outs: tuple, batch: tuple) -> _ShardingRule:
+    """The sharding rule of the op under the recorded vmaps."""
+    depths = [sum(flags[i] for _, flags in batch) for i in range(len(ins))]
+    slices = [_slices([x], depth)[0] for x, depth in zip(ins, depths)]
+    rule = op._rules.get("sharding") or _ShardingRule.whole(slices, outs)
+    for _, flags in batch:
+        rule = rule.batched(flags)
+    return rule
 
 
 def _op_lowering(op: XLACustomKernel, platform: str | None, ctx: Any, /, *ins: Any, **options: Any) -> Any:
@@ -4077,11 +4338,16 @@ def _op_lowering(op: XLACustomKernel, platform: str | None, ctx: Any, /, *ins: A
     def make(outs: tuple, batch: tuple) -> Callable[..., list]:
         return _batched_function(_kernel_function(op, entry, {**options, "outs": outs}), outs, batch)
 
+    def run(results: Sequence[Spec], *ins: Any) -> list:
+        sizes = reversed(results[0].shape[: len(batch)])
+        local = tuple((size, flags) for size, (_, flags) in zip(sizes, batch))
+        return make(tuple(_slices(results, len(batch))), local)(*ins)
+
     outs, batch = options["outs"], options.get("_batch", ())
-    run = make(outs, batch)
-    if "sharding" in op._rules and _is_partitioned(ctx):
-        run = op._rules["sharding"].partitioned(make, outs, batch)
-    return mlir.lower_fun(run, multiple_results=True)(ctx, *ins)
+    function, rule = make(outs, batch), _op_sharding(op, ctx.avals_in, outs, batch)
+    if rule.split and _is_partitioned(ctx):
+        function = rule.partitioned(run, _slices(ctx.avals_out, 0))
+    return mlir.lower_fun(function, multiple_results=True)(ctx, *ins)
 
 
 def _forget(*stale: tuple) -> None:
@@ -4146,6 +4412,7 @@ def _record_vmap(prim: Any, ins: Sequence[Any], flags: tuple, params: dict) -> A
     size = next(x.shape[0] for x, batched in zip(ins, flags) if batched)
     specs, tree = jax.tree.flatten(params["outs"])
     batch = (*params.get("_batch", ()), (size, flags))
+    _need_devices(getattr(prim, "primitive", prim))
     options = {"backend": None, **params, "outs": tuple(specs), "_batch": batch}
     results = _bind(getattr(prim, "primitive", prim), _make_varying(ins), options)
     return results if isinstance(prim, Primitive) else jax.tree_util.tree_unflatten(tree, results)
@@ -4346,7 +4613,7 @@ def _slice_of(x: Any, depth: int) -> Any:
     """What is symbolic, as one slice under `depth` vmaps sees it; anything else as it is."""
     if not depth or type(x) not in (ad.Zero, ad.UndefinedPrimal):
         return x
-    return type(x)(_out_aval(x.aval.shape[depth:], x.aval.dtype, _varying_axes(x.aval)))
+    return type(x)(_out_aval(x.aval.shape[depth:], x.aval.dtype, [x.aval], x.aval.sharding.spec[depth:]))
 
 
 def _checked_cotangents(op: XLACustomKernel, found: Any, args: Sequence[Any]) -> list:
@@ -4367,133 +4634,7 @@ def _as_cotangent(ct: Any, operand: Any, shared: Sequence[int] = ()) -> Any:
     return _sharded_like(jax.lax.reduce_sum(ct, shared) if shared else ct, operand.aval)
 
 
-# -- 11.7 Partitioning under jax.jit -------------------------------------------------------------------
-# Knows a mesh and the names of dimensions.  Kernels, and the vmaps around them, it takes as functions.
-
-
-@dataclasses.dataclass(frozen=True)
-class _ShardingRule:
-    """The names of the dimensions of every operand and output, and what they allow."""
-
-    op_name: str
-    text: str
-    ins: tuple[tuple[str, ...], ...]
-    outs: tuple[tuple[str, ...], ...]
-
-    @classmethod
-    def parse(cls, op_name: str, text: str) -> _ShardingRule:
-        left, arrow, right = text.partition("->")
-        sides = [[tuple(part.split()) for part in side.split(",")] for side in (left, right)]
-        names = [name for side in sides for part in side for name in part]
-        if not arrow or not all(name.isidentifier() for name in names):
-            raise ValueError(
-                f"XLACustomKernel {op_name!r}: a sharding rule names the dimensions of every operand and output, "
-                f"separated by spaces, as in 'b i, i j -> b j'; got {text!r}"
-            )
-        repeated = [part for side in sides for part in side if len(set(part)) != len(part)]
-        if repeated:
-            raise ValueError(f"XLACustomKernel {op_name!r}: a dimension name occurs twice in one array: {text!r}")
-        ins = () if not left.strip() else tuple(sides[0])
-        return cls(op_name, text, ins, tuple(sides[1]))
-
-    def check(self, in_shapes: Sequence[tuple], out_shapes: Sequence[tuple]) -> None:
-        """Raise unless the rule fits the arrays of a call."""
-        for names, shapes, what in ((self.ins, in_shapes, "operands"), (self.outs, out_shapes, "outputs")):
-            ranks, found = [len(n) for n in names], [len(s) for s in shapes]
-            if ranks != found:
-                raise ValueError(
-                    f"XLACustomKernel {self.op_name!r}: the sharding rule {self.text!r} is for {what} of ranks "
-                    f"{ranks}, but the call has {what} of ranks {found}; correct the rule or the call"
-                )
-        sizes: dict[str, Any] = {}
-        for name, size in zip(sum(self.ins + self.outs, ()), sum(map(tuple, (*in_shapes, *out_shapes)), ())):
-            if sizes.setdefault(name, size) != size:
-                raise ValueError(
-                    f"XLACustomKernel {self.op_name!r}: in the sharding rule {self.text!r} the name {name!r} stands "
-                    f"for the sizes {sizes[name]} and {size}; give dimensions of different sizes different names"
-                )
-
-    def batched(self, batch: tuple) -> _ShardingRule:
-        """The rule of the op under the recorded vmaps."""
-        ins, outs = list(self.ins), list(self.outs)
-        for level, (_, flags) in enumerate(batch):
-            name = f"vmap{level}"
-            ins = [(name, *names) if flag else names for names, flag in zip(ins, flags)]
-            outs = [(name, *names) for names in outs]
-        text = ", ".join(map(" ".join, ins)) + " -> " + ", ".join(map(" ".join, outs))
-        return _ShardingRule(self.op_name, text, tuple(ins), tuple(outs))
-
-    def with_constants(self, consts: Sequence[Any]) -> _ShardingRule:
-        """The rule with constants of the kernel as further operands, which every device gets whole."""
-        ins = (*self.ins, *[tuple(f"const{k}d{d}" for d in range(np.ndim(x))) for k, x in enumerate(consts)])
-        text = ", ".join(map(" ".join, ins)) + " -> " + ", ".join(map(" ".join, self.outs))
-        return _ShardingRule(self.op_name, text, ins, self.outs)
-
-    def partitioned(self, make: Callable[..., Callable[..., list]], outs: tuple, batch: tuple) -> Callable[..., Any]:
-        """The function `make(outs, batch)`, with this rule for XLA's partitioner."""
-        from jax.experimental.custom_partitioning import custom_partitioning
-
-        def call(*ins: Any) -> tuple:
-            closed, n = jax.make_jaxpr(make(outs, batch))(*ins), len(ins)
-            rule = self.batched(batch).with_constants(closed.consts)
-
-            def whole(*args: Any) -> tuple:
-                return tuple(jax.core.eval_jaxpr(closed.jaxpr, args[n:], *args[:n]))
-
-            def partition(mesh: Any, args: Any, results: Any) -> tuple:
-                given, returned = rule.shardings(mesh, args, results)
-
-                def shard(*args: Any) -> tuple:
-                    local = [s.shard_shape(r.shape) for s, r in zip(returned, results)]
-                    specs = tuple(Spec(n[len(batch) :], o.dtype) for n, o in zip(local, outs))
-                    sizes = reversed(local[0][: len(batch)])
-                    with _without_mesh():
-                        run = make(specs, tuple((size, flags) for size, (_, flags) in zip(sizes, batch)))
-                        jaxpr = jax.make_jaxpr(run)(*args[:n]).jaxpr
-                        return tuple(jax.core.eval_jaxpr(jaxpr, args[n:], *args[:n]))
-
-                return mesh, shard, tuple(returned), tuple(given)
-
-            def infer(mesh: Any, args: Any, results: Any) -> tuple:
-                return tuple(rule.shardings(mesh, args, results)[1])
-
-            function = custom_partitioning(whole)
-            function.def_partition(partition=partition, infer_sharding_from_operands=infer, sharding_rule=rule.text)
-            return function(*ins, *closed.consts)
-
-        return call
-
-    def shardings(self, mesh: Any, args: Any, results: Any) -> tuple[list, list]:
-        """The shardings of operands and outputs in which every dimension name has one meaning."""
-        axes: dict[str, Any] = {}
-        shared = set.intersection(*map(set, self.outs))  # a dimension that some output lacks is reduced: not sharded
-        for names, info in zip(self.ins + self.outs, (*args, *results)):
-            spec = tuple(getattr(info.sharding, "spec", ()) or ())
-            for name, size, entry in zip(names, info.shape, spec):
-                if name in shared and name not in axes and _divides(mesh, entry, size, axes.values()):
-                    axes[name] = entry
-
-        def place(names: tuple[str, ...]) -> Any:
-            return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*[axes.get(n) for n in names]))
-
-        return [place(n) for n in self.ins], [place(n) for n in self.outs]
-
-
-def _divides(mesh: Any, entry: Any, size: int, taken: Any) -> bool:
-    """Whether a dimension of `size` can be split evenly over the mesh axes `entry`, none of which is `taken`."""
-    if not entry:
-        return False
-    mine = set(_mesh_axes(entry))
-    if any(mine & set(_mesh_axes(other)) for other in taken):
-        return False
-    return size % math.prod(mesh.shape[axis] for axis in mine) == 0
-
-
-def _mesh_axes(entry: Any) -> tuple:
-    return entry if isinstance(entry, tuple) else (entry,)
-
-
-# -- 11.8 Benchmark ------------------------------------------------------------------------------------
+# -- 11.7 Benchmark ------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
