@@ -3004,6 +3004,25 @@ def test_warp_tiles(warp_path):
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         for out in pool.map(lambda i: call(x + i) - i, range(16)):
             np.testing.assert_array_equal(out, x)
+        if warp_path != "gpu":
+            with holding_tile_lock(warp_path):
+                late = pool.submit(lambda: jax.block_until_ready(f(x)))
+                with pytest.raises(concurrent.futures.TimeoutError):
+                    late.result(timeout=0.5)
+            np.testing.assert_array_equal(late.result(), 2 * x)
+
+
+@contextlib.contextmanager
+def holding_tile_lock(warp_path):
+    """As a kernel on tiles does while it runs."""
+    if warp_path == "replay":
+        with xk._WarpReplay.cpu_lock:
+            yield
+    else:
+        lock = ctypes.c_void_p(xk._native_lock("tile_lock"))
+        ctypes.pythonapi.PyThread_acquire_lock(lock, 1)
+        yield
+        ctypes.pythonapi.PyThread_release_lock(lock)
 
 
 @needs_warp
