@@ -1420,6 +1420,111 @@ def test_names_of_kernels_with_functions_of_numpy_are_stable():
     assert run_python("-c", STABLE_NAMES) == run_python("-c", STABLE_NAMES)
 
 
+def _axpy(a, x, y):
+    return a * x + y
+
+
+def _head(x, n, alpha, out):
+    out[:] = 0
+    for i in range(n):
+        out[i] = alpha * x[i]
+
+
+def _scaled_head(x, n, alpha):
+    return np.where(np.arange(x.size) < n, alpha * x, 0).astype(np.float32)
+
+
+@numba.guvectorize("(n),()->(n)")
+def _shifted(x, y, out):
+    for i in range(x.size):
+        out[i] = x[i] + y
+
+
+@numba.guvectorize(["void(float32[:], float32, float32[:])"], "(n),()->(n)")
+def _shifted32(x, y, out):
+    for i in range(x.size):
+        out[i] = x[i] + y
+
+
+def _running(x, total, out):
+    for i in range(x.size):
+        total[i] += x[i]
+        out[i] = 2 * total[i]
+
+
+def _increment(x):
+    x += 1
+
+
+def _window(x, n, weight=1.0, power=1.0):
+    return np.full(n, weight * x[0] ** power)
+
+
+def spec(*shape, dtype=np.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+S, V = (np.random.default_rng(0).uniform(1, 2, shape).astype(np.float32) for shape in (2, (2, 3)))
+N = np.full(2, 2, np.int32)
+# name: (function, options, two of each input, static arguments, the same function of two slices in Python)
+ONE_LINERS = {
+    "a scalar": (lambda x: x.mean(), {"outs": spec()}, [V], {}, lambda x: x.mean()),
+    "an array": (_axpy, {"outs": lambda a, x, y: x}, [S, V, V + 1], {}, _axpy),
+    "by keyword": (_axpy, {"outs": lambda a, x, y: x}, [S], {"y": V, "x": V + 1}, _axpy),
+    "another layout": (lambda x: x.T, {"outs": spec(3, 1)}, [V[:, None]], {}, np.transpose),
+    "a tuple": (
+        lambda x: (x.sum(), (2 * x, x.size)),
+        {"outs": lambda x: (spec(), (x, spec(dtype=np.int32)))},
+        [V],
+        {},
+        lambda x: (x.sum(), (2 * x, np.int32(3))),
+    ),
+    "vectorize": (numba.vectorize(_axpy), {"outs": lambda a, x, y: x}, [S, V, V + 1], {}, _axpy),
+    "typed vectorize": (numba.vectorize(["f4(f4,f4,f4)"])(_axpy), {"outs": spec(3)}, [S, V, V + 1], {}, _axpy),
+    "guvectorize": (_shifted, {"outs": spec(3)}, [V, S], {}, np.add),
+    "typed guvectorize": (_shifted32, {"outs": spec(3)}, [V, S], {}, np.add),
+    "a constant": (_window, {"outs": lambda x, n: spec(n)}, [V], {"n": 3}, lambda x, n: np.full(n, x[0])),
+    "past a default": (
+        _window,
+        {"outs": lambda x, p, *, n: spec(n)},
+        [V],
+        {"power": S, "n": 3},
+        lambda x, power, n: np.full(n, x[0] ** power),
+    ),
+    "scalars": (_head, {"outs": lambda x, *_: x, "scalars": True}, [V], {"alpha": S, "n": N}, _scaled_head),
+    "a named scalar": (_head, {"outs": spec(3), "scalars": ["alpha"]}, [V], {"alpha": 3.0, "n": 2}, _scaled_head),
+    "in-out": (
+        _running,
+        {"outs": lambda x, t: (t, x), "in_out_argnames": ["total"]},
+        [V],
+        {"total": V + 1},
+        lambda x, total: (x + total, 2 * (x + total)),
+    ),
+    "in place": (_increment, {"outs": spec(3), "in_out_argnames": ["x"]}, [V], {}, lambda x: x + 1),
+}
+
+
+@pytest.mark.parametrize("how", ["eager", "jit", "vmap", "scan"])
+@pytest.mark.parametrize("name", ONE_LINERS)
+def test_numba_functions_in_one_line(name, how):
+    function, options, args, named, expected = ONE_LINERS[name]
+    f, arrays = xk.numba_kernel(function, **options), {k: x for k, x in named.items() if isinstance(x, np.ndarray)}
+    static = {k: x for k, x in named.items() if k not in arrays}
+    call = lambda xs: f(*xs[0], **xs[1], **static)
+    slices = [jax.tree.map(lambda x: x[i], (args, arrays)) for i in range(2)]
+    got = {
+        "eager": lambda: [call(xs) for xs in slices],
+        "jit": lambda: [jax.jit(call)(xs) for xs in slices],
+        "vmap": lambda: jax.vmap(call)((args, arrays)),
+        "scan": lambda: jax.lax.scan(lambda c, xs: (c, call(xs)), 0, (args, arrays))[1],
+    }[how]()
+    got = got if isinstance(got, list) else [jax.tree.map(lambda x: x[i], got) for i in range(2)]
+    for result, xs in zip(got, slices, strict=True):
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, rtol=1e-6), result, expected(*xs[0], **xs[1], **static)
+        )
+
+
 # ======================================================================================================
 # Numba CUDA
 # ======================================================================================================
@@ -4829,6 +4934,39 @@ ERRORS = {
         TypeError,
         "kernel 'returns' returns int64; a kernel writes to its output arrays and returns nothing",
     ),
+    **{
+        f"teaches: {text}": (call, kind, text)
+        for call, kind, text in (
+            (lambda: wrap(_axpy)(F32), TypeError, "(?s)must take them all, or the inputs alone.*def adapter"),
+            (lambda: wrap(np.sin), TypeError, "numba_kernel takes a function"),
+            (lambda: wrap(outs=(3, 4)), TypeError, "a shape needs a dtype"),
+            (lambda: wrap(outs=jnp.float32), TypeError, "a dtype needs a shape"),
+            (lambda: wrap(_head, lambda x, n, a: x)(F32, 2, 3.0), TypeError, r"n\[\(\)\], or name it in scalars="),
+            (
+                lambda: wrap(_head, lambda x: x)(F32, n=[2], alpha=1.0),
+                TypeError,
+                "'n' is no array.* hashable; got list",
+            ),
+            (lambda: wrap(_head)(F32, m=2), TypeError, r"_head\(x, n, alpha, out\) got 'm' by keyword"),
+            (lambda: wrap(_head)(F32, x=F32), TypeError, r"got 'x' by keyword.*\(1 are\)"),
+            (lambda: wrap(_running, in_out_argnames=["t"]), ValueError, "'t' must be the name of an array parameter"),
+            (lambda: wrap(_running, in_out_argnames=["out"])(F32), ValueError, "'out' is not the name of an input"),
+            (lambda: wrap(numba.njit("f8(f8[:])")(lambda x: x[0]))(F32), TypeError, "jax_enable_x64 is set"),
+            (lambda: wrap(lambda x: x)(np.zeros(3, "f4,i4")), TypeError, "input 0 .*structured"),
+            (
+                lambda: wrap(lambda x: x.T, spec(2))(F32),
+                jax.errors.JaxRuntimeError,
+                r"shape', \(4,\), .* declares', \(2,\)",
+            ),
+            (
+                lambda: wrap(lambda x: x, spec(4, dtype=np.int32))(F32),
+                TypeError,
+                r"array\(float32.*declares int32\[:\]",
+            ),
+            (lambda: wrap(lambda x: (x, x))(F32), TypeError, r"returns UniTuple.* x 2.*declares float32\[:\]"),
+            (lambda: wrap(lambda x: "a")(F32), TypeError, r"returns .*str.*declares"),
+        )
+    },
     "writes to an input": (
         lambda: wrap(writes_input)(F32),
         TypeError,

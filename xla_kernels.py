@@ -547,7 +547,7 @@ _VMAP_METHODS = (None, "sequential", "sequential_unrolled", "expand_dims", "broa
 
 
 def _is_spec(x: Any) -> bool:
-    return hasattr(x, "shape") and hasattr(x, "dtype")
+    return hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, type)  # the class np.float32 has both
 
 
 def _flat_specs(specs: Any, what: str, ins: Sequence[Spec] | None = None) -> tuple[list[Spec], Any]:
@@ -561,6 +561,8 @@ def _spec(x: Any, what: str, ins: Sequence[Spec] | None) -> Spec:
         raise TypeError(
             f"{what} must be specs with .shape and .dtype such as jax.ShapeDtypeStruct(shape, dtype), "
             f"a pytree of them, or a callable of the inputs that returns them; got {x!r} of type {type(x).__name__}"
+            + ("; a shape needs a dtype with it" if isinstance(x, int) else "")
+            + ("; a dtype needs a shape with it" if isinstance(x, (type, np.dtype)) else "")
         )
     shape = tuple(d if not isinstance(d, (int, np.integer)) else operator.index(d) for d in x.shape)
     if any(isinstance(d, int) and d < 0 for d in shape):
@@ -580,6 +582,11 @@ def _check_dtype(dtype: Any, what: str) -> None:
         raise TypeError(
             f"{what} has the JAX-only dtype {dtype}, which has no memory layout for kernels; "
             "pass plain arrays, e.g. jax.random.key_data(key)"
+        )
+    if issubclass(np.dtype(dtype).type, (np.flexible, np.object_, np.datetime64, np.timedelta64)):
+        raise TypeError(
+            f"{what} has the dtype {dtype}; JAX has arrays of booleans, integers, floats and complex numbers: pass "
+            "each field of a structured array as an array of its own, and of objects what is numbers"
         )
 
 
@@ -922,12 +929,25 @@ _split_call_p = _call_primitive(_split_call_lowering)
 _need_devices(_split_call_p)
 
 
+def _python(kernel: Any) -> Any:
+    """The Python function of a kernel: of what Numba jitted or vectorized, or Warp decorated; a plain one is itself."""
+    function = getattr(getattr(kernel, "_dispatcher", kernel), "py_func", None)
+    return function or (kernel.func if hasattr(kernel, "adj") else kernel)
+
+
+def _parameters(kernel: Any) -> tuple[str, ...]:
+    """The names by which a kernel's arguments can be given, in order."""
+    with contextlib.suppress(TypeError, ValueError):
+        found = inspect.signature(_python(kernel)).parameters.values()
+        return tuple(p.name for p in found if p.kind is p.POSITIONAL_OR_KEYWORD)
+    return ()
+
+
 def _input_signature(kernel: Any, outs: Any) -> inspect.Signature:
     """The signature of a wrapper: the first parameters of the kernel, as many as `outs` takes, or any number."""
-    function = getattr(kernel, "py_func", None) or getattr(kernel, "func", kernel)
     plain, default = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
     with contextlib.suppress(TypeError, ValueError):
-        own, given = (list(inspect.signature(f).parameters.values()) for f in (function, outs))
+        own, given = (list(inspect.signature(f).parameters.values()) for f in (_python(kernel), outs))
         if len(given) <= len(own) and all(p.kind == plain and p.default is default for p in [*own, *given]):
             return inspect.Signature([inspect.Parameter(p.name, plain) for p in own[: len(given)]])
     return inspect.Signature([inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)])
@@ -942,7 +962,8 @@ class _Options:
 
     outs: Any
     vmap_method: str | None = None
-    input_output_aliases: Mapping[int, int] | None = None
+    input_output_aliases: Mapping[int | str, int] | None = None
+    in_out_argnames: Sequence[str] | None = None
     has_side_effect: bool = False
     scratch: Any = None
     sharding_rule: str | None = None
@@ -957,21 +978,23 @@ class _Options:
             self.aliases()
         except (AttributeError, TypeError):
             raise TypeError(
-                "input_output_aliases must be a dict from the positions of inputs to those of outputs, {0: 0}; got "
-                f"{self.input_output_aliases!r}"
+                "input_output_aliases must be a dict from the positions or names of inputs to the positions of "
+                f"outputs, {{0: 0}}; got {self.input_output_aliases!r}"
             ) from None
-        if not callable(self.outs):
+        if not callable(self.outs) or isinstance(self.outs, type):  # such as jnp.float32
             _flat_specs(self.outs, "outs")
 
-    def aliases(self) -> dict[int, int]:
-        return {operator.index(i): operator.index(j) for i, j in (self.input_output_aliases or {}).items()}
+    def aliases(self) -> dict[int | str, int]:
+        given = (self.input_output_aliases or {}).items()
+        return {i if isinstance(i, str) else operator.index(i): operator.index(j) for i, j in given}
 
 
 def _wrap(wrapper: type[_Wrapper], given: dict[str, Any]) -> Any:
     """The wrapper that the arguments of a public function ask for, the kernel first; without one, a decorator."""
     kernel, *values = given.values()
     options = wrapper.options_type(**dict(zip([*given][1:], values, strict=True)))
-    return functools.partial(wrapper, options=options) if kernel is None else wrapper(kernel, options)
+    make = lambda kernel: wrapper(kernel, options)
+    return make if kernel is None else make(kernel)
 
 
 class _Wrapper:
@@ -980,8 +1003,16 @@ class _Wrapper:
     decorator: str  # the public function that made it, for error messages
     options_type: type[_Options] = _Options
 
-    def __init__(self, kernel: Any, options: Any) -> None:
-        self.kernel, self.options, self.aliases = kernel, options, options.aliases()
+    def __init__(
+        self, kernel: Any, options: Any, keywords: tuple[str, ...] = (), static: Mapping[str, Any] | None = None
+    ) -> None:
+        self.kernel, self.options = kernel, options
+        self.parameters = _parameters(kernel)
+        self.keywords = keywords  # the parameters of the last inputs, where those do not follow the ones before
+        self.static = static or {}  # the arguments that are no arrays, by parameter
+        self.variants: dict[Any, _Wrapper] = {}  # this kernel with other keywords and static arguments
+        self._check_names("in_out_argnames", list(options.in_out_argnames or ()))
+        self._check_names("input_output_aliases", [i for i in options.aliases() if isinstance(i, str)])
         self.__name__ = getattr(kernel, "__name__", None) or getattr(kernel, "key", None) or type(kernel).__name__
         self.__doc__ = getattr(kernel, "__doc__", None)
         self.__wrapped__ = kernel
@@ -1000,9 +1031,66 @@ class _Wrapper:
         call.__name__ = call.__qualname__ = self.__name__
         self._jitted = jax.jit(call)
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        if named:
+            return self._call_by_name(args, named)
         args, traced = _as_inputs(args, self.__name__)  # type: ignore[assignment]
-        return self._trace(*args) if traced else self._jitted(*args)
+        try:
+            return self._trace(*args) if traced else self._jitted(*args)
+        except TypeError:
+            _input_specs(args)  # says more of a dtype that JAX does not have
+            raise
+
+    def _call_by_name(self, args: tuple, named: dict[str, Any]) -> Any:
+        """A call with arguments by keyword: arrays are inputs, and a Python value is static."""
+        static = {name: x for name, x in named.items() if not self._is_input(name, x)}
+        free = [name for name in self.parameters if name not in static]
+        if wrong := [name for name in named if name not in (*free[len(args) :], *(static.keys() & self.parameters))]:
+            raise TypeError(
+                f"{self.__name__}({', '.join(self.parameters)}) got {wrong[0]!r} by keyword, which is no parameter of "
+                f"it or is given by position already ({len(args)} are)"
+            )
+        last = [name for name in free if name in named]
+        follow_on = free[len(args) :][: len(last)] == last
+        variant = self._variant(() if follow_on else tuple(last), static)
+        return _Wrapper.__call__(variant, *args, *[named[name] for name in last])
+
+    def _array_parameters(self) -> Sequence[str]:
+        return self.parameters
+
+    def _check_names(self, option: str, names: list[str]) -> None:
+        for name in names:
+            if name not in (known := self._array_parameters()) or names.count(name) > 1:
+                raise ValueError(
+                    f"{option}={names}: {name!r} must be the name of an array parameter, given once; kernel "
+                    f"{_python(self.kernel).__name__!r} has {', '.join(known)}"
+                )
+
+    def _is_input(self, name: str, value: Any) -> bool:
+        return _is_spec(value) or hasattr(value, "__jax_array__") or hasattr(value, "__dlpack__")
+
+    def _variant(self, keywords: tuple[str, ...], static: dict[str, Any]) -> _Wrapper:
+        if not keywords and not static:
+            return self
+        key = keywords, self._static_key(static)
+        with _LOCK:
+            if key not in self.variants:
+                if len(self.variants) >= 256:  # each holds a cache of compiled calls
+                    self.variants.pop(next(iter(self.variants)))
+                self.variants[key] = type(self)(self.kernel, self.options, keywords, static)
+            return self.variants[key]
+
+    def _static_key(self, static: dict[str, Any]) -> Any:
+        """What tells one set of static arguments from another; raises for those that cannot be."""
+        for name, value in static.items():
+            try:
+                hash(value)
+            except TypeError:
+                raise TypeError(
+                    f"{self.__name__}: the keyword argument {name!r} is no array, so it is a constant of the compiled "
+                    f"kernel and must be hashable; got {type(value).__name__} {value!r:.80}: give a tuple, or an array"
+                ) from None
+        return frozenset(_tagged_items(static))
 
     def __repr__(self) -> str:
         return f"<{self.decorator} {self.__name__}>"
@@ -1025,7 +1113,9 @@ class _Wrapper:
         target, every, aliases = resolve(self, ins, outs)
         if rule:  # JAX's caches will hold what a shard needs of this wrapper, but not the functions they are keyed by
             bare = object.__new__(type(self))
-            vars(bare).update({name: x for name, x in vars(self).items() if name not in ("_jitted", "_vjp")})
+            vars(bare).update(
+                {name: x for name, x in vars(self).items() if name not in ("_jitted", "_vjp", "variants")}
+            )
             target = dataclasses.replace(target, localize=functools.partial(resolve, bare))
         results = _bind_call(
             *_make_varying(args),
@@ -1040,18 +1130,53 @@ class _Wrapper:
     def _resolve(self, ins: list[Spec], outs: list[Spec]) -> tuple[_Target, list[Spec], tuple]:
         """The target of a call, its outputs with those that are not returned, and its aliases."""
         scratch = _flat_specs(self._for_inputs(self.options.scratch, ins), "scratch", ins)[0]
-        aliases = _check_aliases(self.aliases, ins, outs)
+        shared = self._aliases(len(ins))
+        aliases = _check_aliases(shared, ins, outs)
         target = self._find_target(ins, outs + scratch)
         every = outs + scratch
         for i in target.copy_inputs:  # a hidden output in the place of the input: XLA copies what it must keep
-            if i not in self.aliases:
+            if i not in shared:
                 aliases += ((i, len(every)),)
                 every = [*every, ins[i]]
         return target, every, aliases
 
     def _for_inputs(self, option: Any, ins: Sequence[Spec]) -> Any:
-        """The value of an option that may be a callable of the inputs."""
-        return option(*ins) if callable(option) else option
+        """The value of an option that may be a callable of the inputs, and of the static arguments that it names."""
+        if not callable(option) or not self.static:
+            return option(*ins) if callable(option) else option
+        args, named = list(ins), {}
+        for i, parameter in enumerate(inspect.signature(option).parameters.values()):
+            if parameter.name in self.static and parameter.kind is parameter.KEYWORD_ONLY:
+                named[parameter.name] = self.static[parameter.name]
+            elif parameter.name in self.static:
+                args.insert(i, self.static[parameter.name])
+        return option(*args, **named)
+
+    def _input_names(self, n: int) -> list[str]:
+        """The parameters that the `n` inputs of a call go to, as far as they have names."""
+        free = [name for name in self.parameters if name not in self.static]
+        return [*free[: n - len(self.keywords)], *self.keywords]
+
+    def _input_number(self, option: str, name: str | int, n: int) -> int:
+        """The number, among the `n` inputs of a call, of the one that an option names."""
+        names: Sequence[str | int] = self._input_names(n)
+        if isinstance(name, int):
+            return name
+        if name not in names:
+            raise ValueError(
+                f"{option}: {name!r} is not the name of an input of {self.__name__!r}; this call has {names}"
+            )
+        return names.index(name)
+
+    def _in_outs(self, n: int) -> list[int]:
+        """The inputs that are returned too, in the kernel's order: the first outputs start with them."""
+        return sorted(self._input_number("in_out_argnames", name, n) for name in self.options.in_out_argnames or ())
+
+    def _aliases(self, n: int) -> dict[int, int]:
+        """Which output starts with which of `n` inputs."""
+        given = self.options.aliases()
+        numbers = {self._input_number("input_output_aliases", i, n): j for i, j in given.items()}
+        return numbers | {i: j for j, i in enumerate(self._in_outs(n))}
 
     def _find_target(self, ins: list[Spec], outs: list[Spec]) -> _Target:
         """Check the kernel against the call and name its target; `outs` ends with the scratch buffers."""
@@ -1540,7 +1665,9 @@ def numba_kernel(
     outs: Any = None,
     *,
     vmap_method: str | None = None,
-    input_output_aliases: Mapping[int, int] | None = None,
+    input_output_aliases: Mapping[int | str, int] | None = None,
+    in_out_argnames: Sequence[str] | None = None,
+    scalars: Sequence[str] | bool = False,
     has_side_effect: bool = False,
     scratch: Any = None,
     sharding_rule: str | None = None,
@@ -1548,18 +1675,28 @@ def numba_kernel(
     """Make a Numba CPU kernel a JAX function.
 
     The kernel is called as `kernel(in..., out..., scratch...)` with C-contiguous NumPy arrays, writes its
-    outputs and returns nothing.  Inputs are read-only.  XLA calls machine code: no Python, no GIL.  The
-    result works under jit, scan, cond, vmap, shard_map and export; `vmap` runs the kernel once per slice
-    inside one call.  It has no derivative of its own: see `XLACustomKernel` and `jax.custom_vjp`.
+    outputs and returns nothing; or it takes the inputs alone, 0-d ones as scalars, and returns the outputs.
+    Inputs are read-only.  XLA calls machine code: no Python, no GIL.  The result works under jit, scan, cond,
+    vmap, shard_map and export; `vmap` runs the kernel once per slice inside one call.  It has no derivative of
+    its own: see `XLACustomKernel` and `jax.custom_vjp`.
+
+    Arguments can be given by keyword.  One that is no array (`f(x, n=3)`) is a constant of the compiled kernel:
+    hashable, and each new value compiles again.  `outs` gets those that it has parameters for.
+
+    XLA may make equal calls once, also of a kernel that draws random numbers: `has_side_effect=True` keeps each.
+    What Numba keeps per thread (`np.random.seed`, `numba.set_num_threads`) is that of XLA's threads.
 
     Args:
-      kernel: a function decorated with `numba.njit` (any options), or a plain function, which is jitted.
-        Without it, `numba_kernel(outs=...)` is a decorator.
+      kernel: a function decorated with `numba.njit` (any options), `numba.vectorize` or `numba.guvectorize`, or a
+        plain function, which is jitted.  Without it, `numba_kernel(outs=...)` is a decorator.
       outs: the outputs: a `jax.ShapeDtypeStruct` (anything with `.shape` and `.dtype`), a pytree of them,
         or a callable of the inputs' `ShapeDtypeStruct`s that returns one.  Outputs are not initialized.
       vmap_method: accepted for compatibility; every method gives the same, per-slice result.
       input_output_aliases: `{i: j}`: output j starts with the value of input i and, where XLA can, in its
-        memory.  The array that the caller holds is never changed.
+        memory.  The array that the caller holds is never changed.  An input may be named instead.
+      in_out_argnames: names of parameters that are given a value, changed by the kernel and returned: they count as
+        inputs in the call and, in the kernel's order, as the first of `outs`.
+      scalars: the names of 0-d inputs that a kernel which writes takes as scalars, or True for all of them.
       has_side_effect: True keeps the call even where its results are not used.
       scratch: like `outs`: uninitialized buffers passed after the outputs and not returned.
       sharding_rule: names of the dimensions of every input and output, as in `"i, i -> i"` or `"b i, i j -> b j"`:
@@ -1572,11 +1709,13 @@ def numba_kernel(
 
     Raises:
       TypeError: dtypes that Numba has no CPU arithmetic for (float16, bfloat16, float8, sub-byte), a wrong
-        number of arguments, a kernel that returns a value, writes to an input or cannot be typed.
+        number of arguments, a kernel that writes to an input or cannot be typed, results of another dtype or rank
+        than `outs` (64 bits may be declared as 32 where x64 is disabled).
       ValueError: aliases out of range or of unequal shape or dtype, an unknown `vmap_method`, a sharding rule
         that cannot be read or does not fit the call.
       jax.errors.JaxRuntimeError: with the type and text of an exception that the kernel raised; jaxlib's fast path
-        for a function that is compiled already raises it as ValueError.
+        for a function that is compiled already raises it as ValueError.  Also for a result of another shape than
+        `outs`.
 
     Example:
       >>> import jax.numpy as jnp, numba
@@ -1589,24 +1728,36 @@ def numba_kernel(
       >>> cumsum = numba_kernel(cumulative, outs=lambda x: x)
       >>> cumsum(jnp.array([1.0, 2.0, 3.0])).tolist()
       [1.0, 3.0, 6.0]
+      >>> hypot = numba_kernel(numba.njit(lambda x, y: (x * x + y * y) ** 0.5), outs=lambda x, y: x)
+      >>> hypot(jnp.array([3.0, 5.0]), y=jnp.array([4.0, 12.0])).tolist()
+      [5.0, 13.0]
     """
     return _wrap(_NumbaKernel, locals())
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _NumbaOptions(_Options):
+    scalars: Sequence[str] | bool
+
+
 class _NumbaKernel(_Wrapper):
     decorator = "numba_kernel"
+    options_type = _NumbaOptions
 
-    def __init__(self, kernel: Any, options: _Options) -> None:
-        if not isinstance(kernel, types.FunctionType) and not hasattr(kernel, "py_func"):
+    def __init__(self, kernel: Any, *args: Any) -> None:
+        if not isinstance(_python(kernel), types.FunctionType):
             raise TypeError(
                 "numba_kernel takes a function decorated with numba.njit or a plain function; "
                 f"got {type(kernel).__name__} {kernel!r}"
             )
-        super().__init__(kernel, options)
+        super().__init__(kernel, *args)
+
+    def _is_input(self, name: str, value: Any) -> bool:
+        scalars = self.options.scalars
+        return super()._is_input(name, value) or (not isinstance(scalars, bool) and name in scalars)
 
     def _find_target(self, ins: list[Spec], outs: list[Spec]) -> _Target:
         numba = _import("numba", "numba_kernel", _NUMBA_INSTALL)
-        _check_arity(self.kernel, ins, outs, self.options.scratch is not None)
         for what, specs in (("input", ins), ("output", outs)):
             for i, spec in enumerate(specs):
                 if np.dtype(spec.dtype).name not in _NUMBA_DTYPES:
@@ -1615,11 +1766,81 @@ class _NumbaKernel(_Wrapper):
                         "Numba has no CPU arithmetic; cast it, e.g. x.astype(jnp.float32)"
                     )
         signature = _Signature.of(self.__name__, ins, outs)
-        digest = _digest("numba", numba.__version__, self.kernel, numba.config.DISABLE_JIT, str(signature))
-        name = f"{__name__}.{self.__name__}.{digest}"
-        make = functools.partial(_compile_numba, self.kernel, signature)
+        forms = self._forms(signature)
+        how = (numba.__version__, numba.config.DISABLE_JIT, str(signature), str(forms), tuple(self.static.items()))
+        name = f"{__name__}.{self.__name__}.{_digest('numba', self.kernel, *how)}"
+        make = functools.partial(_compile_numba, self.kernel, signature, forms, self.static)
         compiled = _register(name, "cpu", make)
         return _Target(name, copy_inputs=compiled.copy_inputs, register=functools.partial(_check_cpu, self.__name__))
+
+    def _forms(self, signature: _Signature) -> list[_Form]:
+        """The ways to call the function that its parameters allow: to write its outputs, or for what it returns."""
+        forms = [self._form(signature, returns=False)]
+        if self.options.scratch is None and len(signature.ranks) > signature.n_in + len(
+            self.options.in_out_argnames or ()
+        ):
+            forms.append(self._form(signature, returns=True))
+        fitting = [form for form in forms if form.fits(self.kernel)]
+        if not fitting:
+            raise TypeError(_wrong_arity(self, signature))
+        return fitting
+
+    def _form(self, signature: _Signature, returns: bool) -> _Form:
+        n, names, in_outs = signature.n_in, self._input_names(signature.n_in), self._in_outs(signature.n_in)
+        scalars = self.options.scalars
+        inputs = [f"b{i}" for i in range(n)]
+        for i, name in itertools.zip_longest(range(n), names):
+            if not signature.ranks[i] and (returns or scalars is True or (scalars and name in scalars)):
+                inputs[i] += "[()]"
+        for j, i in enumerate(in_outs):
+            inputs[i] = f"b{n + j}"
+        rest = range(n + len(in_outs), len(signature.ranks))
+        written = [] if returns else [f"b{k}" for k in rest]
+        results = tuple(rest) if returns else ()
+        if not self.keywords and not self.static:
+            return _Form((*inputs, *written), (), results)
+        named = dict(zip(names, inputs, strict=True)) | {name: f"static_{name}" for name in self.static}
+        free = [name for name in self.parameters if name not in named]
+        return _Form(tuple(written[len(free) :]), (*named.items(), *zip(free, written)), results)
+
+
+class _Form(NamedTuple):
+    """One way to call a function with the buffers b0, b1, ... of a call: inputs, then outputs and scratch."""
+
+    args: tuple[str, ...]
+    named: tuple[tuple[str, str], ...] = ()
+    results: tuple[int, ...] = ()  # the buffers for what it returns; without any it writes to its arguments
+
+    def fits(self, kernel: Any) -> bool:
+        with contextlib.suppress(TypeError):
+            inspect.signature(_python(kernel)).bind(*self.args, **dict(self.named))
+            return True
+        return False
+
+    def is_plain(self, n: int) -> bool:
+        return self == _Form(tuple(f"b{i}" for i in range(n)))
+
+    def caller(self, kernel: Any, static: Mapping[str, Any], n: int) -> Callable[..., Any]:
+        """`kernel` as a function of all `n` buffers."""
+        args = ", ".join([*self.args, *(f"{name}={value}" for name, value in self.named)])
+        return _function(f"return kernel({args})", n, kernel=kernel, **{f"static_{k}": v for k, v in static.items()})
+
+    def storer(self, call: Any, leaves: Sequence[tuple[str, int]], n: int) -> Callable[..., Any]:
+        """`call`, a function of all `n` buffers, with the leaves of what it returns stored into `results`."""
+        lines = ["result = call({buffers})"]
+        for (leaf, rank), k in zip(leaves, self.results, strict=True):
+            if rank:
+                text = f"'returned an array of shape', {leaf}.shape, 'where outs declares', b{k}.shape"
+                lines.append(f"if {leaf}.shape != b{k}.shape: raise ValueError({text})")
+            lines.append(f"b{k}[...] = {leaf}" if rank else f"b{k}[()] = {leaf}")
+        return _function("\n    ".join(lines), n, call=call)
+
+
+def _function(body: str, n: int, **namespace: Any) -> Callable[..., Any]:
+    """A function of the buffers b0, b1, ... with a body that may name them all as {buffers}."""
+    buffers = ", ".join(f"b{i}" for i in range(n))
+    exec(f"def adapter({buffers}):\n    {body.format(buffers=buffers)}", namespace)
+    return namespace["adapter"]
 
 
 def _check_cpu(label: str, platform: str) -> None:
@@ -1642,17 +1863,19 @@ def _import(module: str, user: str, install: str) -> Any:
         ) from error
 
 
-def _check_arity(kernel: Any, ins: Sequence[Any], outs: Sequence[Any], has_scratch: bool) -> None:
-    function = getattr(kernel, "py_func", kernel)
-    parameters = inspect.signature(function)
-    try:
-        parameters.bind(*ins, *outs)
-    except TypeError:
-        scratch = " and scratch buffers" if has_scratch else ""
-        raise TypeError(
-            f"kernel {function.__name__!r} takes the parameters {parameters}, but this call gives it "
-            f"{len(ins)} inputs and {len(outs)} outputs{scratch}: kernel(in..., out...) must take them all"
-        ) from None
+def _wrong_arity(wrapper: _Wrapper, signature: _Signature) -> str:
+    function, n_in = _python(wrapper.kernel), signature.n_in
+    scratch = " and scratch buffers" if wrapper.options.scratch is not None else ""
+    takes = "kernel(in..., out...) must take them all, or the inputs alone and return the outputs"
+    names = [*wrapper._input_names(n_in), *(f"in{i}" for i in range(n_in))][:n_in]
+    outs = [f"out{j}" for j in range(len(signature.ranks) - n_in)]
+    return (
+        f"kernel {wrapper.__name__!r} takes the parameters {inspect.signature(function)}, but this call gives it "
+        f"{n_in} inputs and {len(outs)} outputs{scratch}: {takes}. Give what is no array by keyword, "
+        f"name in in_out_argnames what is both, or pass a function that calls it:\n\n"
+        f"    @numba.njit\n    def adapter({', '.join([*names, *outs])}):\n"
+        f"        {', '.join(f'{out}[...]' for out in outs)} = {wrapper.__name__}(...)"
+    )
 
 
 def _numba_array_types(signature: _Signature, *, readonly: bool) -> tuple[Any, ...]:
@@ -1665,30 +1888,98 @@ def _numba_array_types(signature: _Signature, *, readonly: bool) -> tuple[Any, .
     )
 
 
-def _compile_numba(kernel: Any, signature: _Signature) -> _Compiled:
+def _compile_numba(kernel: Any, signature: _Signature, forms: list[_Form], static: Mapping[str, Any]) -> _Compiled:
     """Compile the kernel for the signature, and the handler that calls it."""
     import numba
 
     if numba.config.DISABLE_JIT:  # plain Python, for prints and pdb
-        function = getattr(kernel, "py_func", kernel)
+        function = _in_python(forms[0], forms[0].caller(_python(kernel), static, len(signature.ranks)))
         body = lambda pointers, dims, call: function(*_host_arrays(signature, pointers, dims))
         emitter: _Emitter = _CallbackEmitter(signature, body)
         return _Compiled(*_compile_handler(signature, emitter))
-    names = _names_read(kernel)
-    overload, argtypes, unchecked = _compile_overload(kernel, signature, names)
-    if str(overload.signature.return_type) != "none":
-        raise TypeError(
-            f"kernel {signature.label!r} returns {overload.signature.return_type}; a kernel writes to its "
-            "output arrays and returns nothing"
-        )
+    names = _names_read((kernel, *static.values()))
+    for form in forms:
+        try:
+            compile_ = functools.partial(_compile_call, form=form, static=static)
+            dispatcher, argtypes, unchecked = _compile_overload(kernel, signature, names, compile_)
+            overload = _compile_results(dispatcher, argtypes, signature, form)
+            break
+        except TypeError as error:
+            if form is forms[-1] and form.results:
+                n = len(signature.ranks) - signature.n_in
+                raise TypeError(
+                    f"kernel {signature.label!r} takes as many arguments as this call has inputs ({signature.n_in} "
+                    f"inputs and {n} outputs), so it must return the outputs, or have a parameter for each: {error}"
+                ) from error
+            if form is forms[-1]:
+                raise
     emitter = _NumbaEmitter(signature.label, overload, argtypes)
     emitter.hidden_outputs, emitter.uses_python = unchecked, "objmode" in names
     copy_inputs = _not_only_read(overload, signature) if unchecked else ()
     return _Compiled(*_compile_handler(signature, emitter), copy_inputs=copy_inputs)
 
 
-def _compile_overload(kernel: Any, signature: _Signature, names: frozenset[str]) -> tuple[Any, Any, bool]:
-    """The kernel compiled by Numba, its array types, and whether these leave open that it writes to an input.
+def _in_python(form: _Form, call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call` of all buffers as plain Python, with what it returns stored where its form says."""
+
+    def stored(*buffers: Any) -> None:
+        result = call(*buffers)
+        for k, leaf in zip(form.results, jax.tree_util.tree_leaves(result), strict=True):
+            if np.shape(leaf) != buffers[k].shape:
+                raise ValueError("returned an array of shape", np.shape(leaf), "where outs declares", buffers[k].shape)
+            buffers[k][...] = leaf
+
+    return stored if form.results else call
+
+
+def _compile_results(dispatcher: Any, argtypes: tuple, signature: _Signature, form: _Form) -> Any:
+    """What Numba compiled, after a check of what it returns, with that stored into the outputs."""
+    import numba
+
+    returned = dispatcher.overloads[argtypes].signature.return_type
+    if not form.results:
+        if str(returned) == "none":
+            return dispatcher.overloads[argtypes]
+        raise TypeError(
+            f"kernel {signature.label!r} returns {returned}; a kernel writes to its output arrays and returns nothing "
+            "(a function that returns takes the inputs alone)"
+        )
+    leaves = _returned_leaves(returned)
+    declared = [(signature.dtypes[k], signature.ranks[k]) for k in form.results]
+    if len(leaves) != len(declared) or not all(map(_is_declared, (kind for _, kind in leaves), declared)):
+        shown = ", ".join(f"{dtype.name}[{','.join(':' * rank)}]" for dtype, rank in declared)
+        raise TypeError(f"it returns {returned}, where outs declares {shown}: declare that, or convert there")
+    ranks = [(leaf, rank) for (leaf, _), (_, rank) in zip(leaves, declared, strict=True)]
+    stored = numba.njit(form.storer(dispatcher, ranks, len(argtypes)))
+    stored.compile(argtypes)
+    return stored.overloads[argtypes]
+
+
+def _returned_leaves(kind: Any, where: str = "result") -> list[tuple[str, Any]]:
+    """The scalars and arrays in what a function returns: an expression for each, and its Numba type."""
+    from numba import types as nbtypes
+
+    if isinstance(kind, nbtypes.BaseTuple):
+        return [leaf for i, item in enumerate(kind) for leaf in _returned_leaves(item, f"{where}[{i}]")]
+    return [(f"{where}[()]" if getattr(kind, "ndim", None) == 0 else where, nbtypes.unliteral(kind))]
+
+
+def _is_declared(kind: Any, declared: tuple[np.dtype, int]) -> bool:
+    """Whether a result has the declared dtype and rank; where x64 is disabled, 64 bits are declared as 32."""
+    from numba.core.errors import NumbaNotImplementedError
+    from numba.np.numpy_support import as_dtype
+
+    try:
+        dtype = np.dtype(as_dtype(getattr(kind, "dtype", kind)))
+    except (NotImplementedError, NumbaNotImplementedError):  # neither is the other
+        return False
+    return declared[0] in (dtype, jax.dtypes.canonicalize_dtype(dtype)) and declared[1] == getattr(kind, "ndim", 0)
+
+
+def _compile_overload(
+    kernel: Any, signature: _Signature, names: frozenset[str], compile_: Callable[[Any, tuple], Any]
+) -> tuple[Any, Any, bool]:
+    """The kernel's dispatcher, compiled, its array types, and whether these leave open that it writes to an input.
 
     Read-only inputs make Numba refuse a kernel that writes to one.  What names writable arrays (explicit
     signatures, `locals`, `overload`s) may refuse them for another reason: then the kernel gets those.
@@ -1698,18 +1989,18 @@ def _compile_overload(kernel: Any, signature: _Signature, names: frozenset[str])
     refused = f"Numba cannot compile kernel {signature.label!r} for {signature}"
     try:
         if explicit:  # Numba's own error if no signature fits
-            _compile_call(kernel, plain)
-        return _compile_call(_fresh_dispatcher(kernel), readonly), readonly, bool(names & _UNCHECKED_WRITERS)
+            compile_(kernel, plain)
+        return compile_(_fresh_dispatcher(kernel), readonly), readonly, bool(names & _UNCHECKED_WRITERS)
     except Exception as error:
         try:
-            overload = _compile_call(kernel if explicit else _fresh_dispatcher(kernel), plain)
+            dispatcher = compile_(kernel if explicit else _fresh_dispatcher(kernel), plain)
         except Exception:
-            raise TypeError(f"{refused}:\n{str(error) or type(error).__name__}") from error
+            raise TypeError(f"{refused}{_hint(kernel, error)}:\n{str(error) or type(error).__name__}") from error
         if "Cannot modify readonly array" not in str(error):
-            return overload, plain, True
+            return dispatcher, plain, True
         raise TypeError(
-            f"{refused}; its inputs are read-only, because JAX may share them: write to an output, and use "
-            f"input_output_aliases to start it with an input's value:\n{error}"
+            f"{refused}; its inputs are read-only, because JAX may share them: write to an output, name what it "
+            f"changes in in_out_argnames, or use input_output_aliases to start with an input's value:\n{error}"
         ) from error
 
 
@@ -1725,12 +2016,28 @@ def _not_only_read(overload: Any, signature: _Signature) -> tuple[int, ...]:
     return tuple(i for i, attributes in enumerate(found) if not {b"readonly", b"readnone"} & set(attributes))
 
 
+def _hint(kernel: Any, error: Exception) -> str:
+    """What to do about a kernel that Numba cannot type for arrays as JAX makes them."""
+    explicit = [str(s) for s in getattr(kernel, "nopython_signatures", ())]
+    if not getattr(kernel, "_can_compile", True) and not jax.config.jax_enable_x64 and "64" in str(explicit):
+        return f"; its signatures {explicit} have 64 bits, which JAX's arrays have where jax_enable_x64 is set"
+    if "0d, C" in str(error):
+        return "; a 0-d input is a 0-d array: read it as n[()], or name it in scalars="
+    return ""
+
+
 def _fresh_dispatcher(kernel: Any) -> Any:
     """A new dispatcher with the kernel's options, so that its globals and helpers are read as they are now."""
     import numba
 
     if isinstance(kernel, types.FunctionType):
         return numba.njit(kernel)
+    if builder := getattr(kernel, "gufunc_builder", None):
+        signatures = [] if kernel.is_dynamic else [builder._sigs]
+        return numba.guvectorize(*signatures, builder.signature, **builder.targetoptions)(builder.py_func)
+    if isinstance(kernel, np.ufunc) or not hasattr(kernel, "py_func"):  # numba.vectorize
+        signatures = [list(kernel._dispatcher.overloads)] if kernel._frozen else []
+        return numba.vectorize(*signatures, **kernel._dispatcher.targetoptions)(kernel._dispatcher.py_func)
     pipeline = kernel._compiler.pipeline_class
     fresh = type(kernel)(kernel.py_func, kernel.locals, dict(kernel.targetoptions), pipeline_class=pipeline)
     if kernel.stats.cache_path is not None:
@@ -1738,21 +2045,18 @@ def _fresh_dispatcher(kernel: Any) -> Any:
     return fresh
 
 
-def _compile_call(dispatcher: Any, argtypes: tuple) -> Any:
-    """Compile the call `dispatcher(*argtypes)`; defaults, `*args` and casts go through a small caller."""
+def _compile_call(dispatcher: Any, argtypes: tuple, form: _Form, static: Mapping[str, Any]) -> Any:
+    """Compile a call with buffers of these types: of the dispatcher itself where it takes them as they are."""
     import numba
 
-    kinds = [p.kind for p in inspect.signature(dispatcher.py_func).parameters.values()]
+    kinds = [p.kind for p in inspect.signature(_python(dispatcher)).parameters.values()]
     simple = len(kinds) == len(argtypes) and set(kinds) <= {inspect.Parameter.POSITIONAL_OR_KEYWORD}
-    if not simple or not dispatcher._can_compile:
-        names = ", ".join(f"a{i}" for i in range(len(argtypes)))
-        namespace = {"kernel": dispatcher}
-        exec(f"def call({names}):\n    return kernel({names})", namespace)
-        dispatcher = numba.njit(namespace["call"])
+    if not simple or not form.is_plain(len(argtypes)) or not getattr(dispatcher, "_can_compile", False):
+        dispatcher = numba.njit(form.caller(dispatcher, static, len(argtypes)))
     with warnings.catch_warnings():  # a kernel that parallel=True finds nothing to do in is no news here
         warnings.simplefilter("ignore", numba.NumbaPerformanceWarning)
         dispatcher.compile(argtypes)
-    return dispatcher.overloads[argtypes]
+    return dispatcher
 
 
 def _numba_content(obj: Any) -> tuple | None:
@@ -2208,7 +2512,9 @@ class _CudaKernel(_CudaWrapper):
         self.code = _CudaCode(self.decorator, self.__name__, kernel)
 
     def _check_call(self, ins: list[Spec], outs: list[Spec]) -> None:
-        _check_arity(self.kernel, ins, outs, self.options.scratch is not None)
+        signature = _Signature.of(self.__name__, ins, outs)
+        if not _Form(tuple(f"b{i}" for i in range(len(signature.ranks)))).fits(self.kernel):
+            raise TypeError(_wrong_arity(self, signature))
 
     def _attrs(self, ins: list[Spec]) -> tuple:
         return (("launch", self.options.resolve(ins)),)
@@ -2218,7 +2524,7 @@ class _CudaKernel(_CudaWrapper):
         if all(self.options.resolve(ins)[:3]):
             return super()._trace(*args)
         outs, tree = _flat_specs(self._for_inputs(self.options.outs, ins), "outs", ins)
-        aliases = {j: i for i, j in _check_aliases(self.aliases, ins, outs)}
+        aliases = {j: i for i, j in _check_aliases(self._aliases(len(ins)), ins, outs)}
         empty = [args[aliases[j]] if j in aliases else _zeros(s.shape, s.dtype) for j, s in enumerate(outs)]
         varying = _make_varying([*map(jax.numpy.asarray, args), *map(jax.numpy.asarray, empty)])
         return jax.tree_util.tree_unflatten(tree, varying[len(args) :])
@@ -2415,10 +2721,6 @@ def _cudasim() -> bool:
     from numba.core import config
 
     return bool(getattr(config, "ENABLE_CUDASIM", False))
-
-
-def _python(kernel: Any) -> Any:
-    return getattr(kernel, "py_func", kernel)
 
 
 def _cuda_ordinals() -> list[int]:
@@ -3368,7 +3670,6 @@ class _WarpOptions(_Options):
     launch_dims: Any
     block_dim: int
     tiled: bool
-    in_out_argnames: Sequence[str] | None
     differentiable: bool
 
 
@@ -3376,65 +3677,61 @@ class _WarpKernel(_Wrapper):
     decorator = "warp_kernel"
     options_type = _WarpOptions
 
-    def __init__(self, kernel: Any, options: _WarpOptions, values: Any = None) -> None:
+    def __init__(self, kernel: Any, *args: Any) -> None:
         self.params, self.writes = _warp_params(kernel), _warp_writes(kernel)
-        super().__init__(kernel, options)
-        self.values: dict[int, tuple[Any, bytes]] = values or {}
-        self.by_value = [i for i, param in enumerate(self.params) if param.ndim is None]
-        self.variants: dict[tuple, _WarpKernel] = {}
-        self.in_outs = self._in_outs(options.in_out_argnames or ())
-        self.aliases = {self._array_index(i): j for i, j in self.aliases.items()}
-        self.aliases |= {self._array_index(i): j for j, i in enumerate(self.in_outs)}
-        self.block_dim, self.tiled = operator.index(options.block_dim), bool(options.tiled)
+        self.by_value = {param.name: param for param in self.params if param.ndim is None}
+        super().__init__(kernel, *args)
+        self.values = {
+            i: _pack_warp_value(self.__name__, param, self.static[param.name])
+            for i, param in enumerate(self.params)
+            if param.name in self.static.keys() & self.by_value
+        }
+        self.block_dim, self.tiled = operator.index(self.options.block_dim), bool(self.options.tiled)
+        for i in self.options.aliases():
+            if isinstance(i, int) and (not 0 <= i < len(self.params) or self.params[i].ndim is None):
+                raise ValueError(
+                    f"warp_kernel({self.__name__}): argument {i} is not an array, so no output can alias it"
+                )
         self._check_options()
         self._vjp = jax.custom_vjp(super()._trace)
         self._vjp.defvjp(self._forward, self._backward)
 
-    # -- parameters that are passed by value: one variant of the wrapper for each set of values
+    # -- from a call to its inputs: values, and None for an array, are static
 
-    def __call__(self, *args: Any) -> Any:
-        if not self.by_value:
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        if not (named or self.by_value or type(None) in map(type, args)):
             return super().__call__(*args)
-        values = {}
-        for i in self.by_value:
-            if i >= len(args):
-                raise self._wrong_arity(f"{len(args)} arguments, but {self.params[i].name!r} is passed by value")
-            values[i] = args[i], _pack_warp_value(self.__name__, self.params[i], args[i])
-        arrays = [x for i, x in enumerate(args) if i not in values]
-        return _Wrapper.__call__(self._variant(values), *arrays)
+        given = {**dict(zip(self.parameters, args)), **named}
+        for name in self.by_value:
+            if name not in given:
+                raise self._wrong_arity(f"{len(given)} arguments, but {name!r} is passed by value")
+        if len(given) < len(args) + len(named) or given.keys() != {*self.parameters[: len(given)]}:
+            raise self._wrong_arity(f"{len(args)} arguments by position and {', '.join(named) or 'none'} by keyword")
+        return self._call_by_name((), given)
 
-    def _variant(self, values: dict[int, tuple[Any, bytes]]) -> _WarpKernel:
-        key = tuple(memory for _, memory in values.values())
-        with _LOCK:
-            if key not in self.variants:
-                if len(self.variants) >= 256:  # each holds a cache of compiled calls
-                    self.variants.pop(next(iter(self.variants)))
-                self.variants[key] = _WarpKernel(self.kernel, self.options, values)
-            return self.variants[key]
+    def _is_input(self, name: str, value: Any) -> bool:
+        return name not in self.by_value and value is not None
+
+    def _static_key(self, static: dict[str, Any]) -> Any:
+        pack = functools.partial(_pack_warp_value, self.__name__)
+        return frozenset(
+            (name, pack(self.by_value[name], x) if name in self.by_value else None) for name, x in static.items()
+        )
 
     def _for_inputs(self, option: Any, ins: Sequence[Spec]) -> Any:
-        rest, n = iter(ins), len(ins) + len(self.values)
-        return super()._for_inputs(option, [self.values[i][0] if i in self.values else next(rest) for i in range(n)])
+        """Callables get all that the call got, values included."""
+        rest, names = iter(ins), self.parameters[: len(ins) + len(self.static)]
+        args = [self.static[name] if name in self.static else next(rest) for name in names]
+        return option(*args) if callable(option) else option
 
-    def _array_index(self, position: int) -> int:
-        """The number, among the array inputs, of the argument at a position."""
-        if not 0 <= position < len(self.params) or position in self.by_value:
-            raise ValueError(
-                f"warp_kernel({self.__name__}): argument {position} is not an array, so no output can alias it"
-            )
-        return position - sum(i < position for i in self.by_value)
+    def _array_parameters(self) -> Sequence[str]:
+        return [param.name for param in self.params if param.ndim is not None]
+
+    def _input_number(self, option: str, name: str | int, n: int) -> int:
+        """Positions count all arguments of the call."""
+        return super()._input_number(option, self.parameters[name] if isinstance(name, int) else name, n)
 
     # -- checks
-
-    def _in_outs(self, names: Sequence[str]) -> list[int]:
-        positions = {param.name: i for i, param in enumerate(self.params) if param.ndim is not None}
-        for name in names:
-            if name not in positions or list(names).count(name) > 1:
-                raise ValueError(
-                    f"in_out_argnames={list(names)}: {name!r} must be the name of an array parameter, given "
-                    f"once; kernel {self.__name__!r} has {', '.join(positions)}"
-                )
-        return sorted(positions[name] for name in names)
 
     def _check_options(self) -> None:
         if not 1 <= self.block_dim <= 1024:
@@ -3450,7 +3747,8 @@ class _WarpKernel(_Wrapper):
                     f"sharding_rule={self.rule.text!r} lets XLA split: give a callable of the inputs, or nothing"
                 )
         reasons = {
-            "in_out_argnames or input_output_aliases": self.aliases and "the adjoint needs the values they overwrite",
+            "in_out_argnames or input_output_aliases": (self.options.aliases() or self.options.in_out_argnames)
+            and "the adjoint needs the values they overwrite",
             "scratch": self.options.scratch is not None and "the adjoint needs its contents; return it as an output",
         }
         for what, reason in reasons.items():
@@ -3467,25 +3765,25 @@ class _WarpKernel(_Wrapper):
     # -- from a call to a target
 
     def _find_target(self, ins: list[Spec], outs: list[Spec]) -> _Target:
-        n_args, k = len(ins) + len(self.values), len(self.in_outs)
-        if len(self.params) != n_args + len(outs) - k or any(i >= n_args for i in (*self.by_value, *self.in_outs)):
+        n_args, in_outs, shared = len(ins) + len(self.static), self._in_outs(len(ins)), self._aliases(len(ins))
+        if len(self.params) != n_args + len(outs) - len(in_outs) or not self.by_value.keys() <= {
+            *self.parameters[:n_args]
+        }:
             raise self._wrong_arity(f"{n_args} inputs and {len(outs)} outputs (in-out arguments count as both)")
-        arrays = [i for i in range(n_args) if i not in self.values]
+        arrays = [i for i in range(n_args) if self.params[i].name not in self.static]
+        results = [*(arrays[j] for j in in_outs), *range(n_args, len(self.params))]
         buffers: list[int | None] = [None] * len(self.params)
-        for j, i in enumerate(arrays):
-            buffers[i] = j
-        for j, i in enumerate([*self.in_outs, *range(n_args, len(self.params))]):
-            buffers[i] = len(ins) + j
-        for i, spec in zip([*arrays, *self.in_outs, *range(n_args, len(self.params))], ins + outs, strict=True):
+        for k, i in enumerate([*arrays, *results]):
+            buffers[i] = k
+        for i, spec in zip([*arrays, *results], ins + outs, strict=True):
             _check_warp_array(self.__name__, self.params[i], spec)
         for j, i in enumerate(arrays):
-            if self.params[i].name in self.writes and i not in self.in_outs and j not in self.aliases:
+            if self.params[i].name in self.writes and j not in shared:
                 raise TypeError(
                     f"Warp kernel {self.__name__!r} writes to its input {self.params[i].name!r}, which JAX may share: "
                     "name it in in_out_argnames, which returns it, or write to an output"
                 )
-        aliased = set(self.aliases.values())
-        clear = tuple(len(ins) + j for j in range(len(outs)) if j not in aliased)
+        clear = tuple(len(ins) + j for j in range(len(outs)) if j not in shared.values())
         plan = _WarpPlan(self.kernel, self.params, self.block_dim, self.tiled, tuple(buffers), None, clear)
         return self._target(plan, ins, outs, self._extents(plan, ins, outs))
 
@@ -3505,7 +3803,7 @@ class _WarpKernel(_Wrapper):
         extents = (*dims, *[1] * (_WARP_MAX_DIMS - len(dims)), len(dims), math.prod(dims))
         attrs = [("dims", extents)]
         if self.values:
-            memory = b"".join(packed.ljust(-(-len(packed) // 8) * 8, b"\0") for _, packed in self.values.values())
+            memory = b"".join(packed.ljust(-(-len(packed) // 8) * 8, b"\0") for packed in self.values.values())
             attrs.append(("values", tuple(np.frombuffer(memory, np.int64).tolist())))
         register = functools.partial(_register_warp, name, plan, signature)
         if _default_platform() in ("cpu", "gpu"):  # exported programs look the name up in processes that only trace
@@ -3541,7 +3839,7 @@ class _WarpKernel(_Wrapper):
         return tuple(found[i] if i in found else np.zeros(x.shape, jax.dtypes.float0) for i, x in enumerate(args))
 
     def _adjoint_target(self, ins: list[Spec], results: list[Spec], n: int, wrt: list[int], of: list[int]) -> _Target:
-        arrays = [i for i in range(len(self.params)) if i not in self.by_value]
+        arrays = [i for i, param in enumerate(self.params) if param.name not in self.static]
         buffers: list[int | None] = [None] * len(self.params)
         adjoints: list[int | None] = [None] * len(self.params)
         for k, i in enumerate(arrays):
