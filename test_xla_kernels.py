@@ -1692,11 +1692,11 @@ def record(monkeypatch, ranks, outs=lambda *ins: ins[0], functions=(0xF0, 0xF1),
     wrapper = xk.numba_cuda_kernel(namespace["kernel"], outs, input_output_aliases=aliases, **launch)
     table = (ctypes.c_uint64 * len(functions))(*functions)
 
-    def get_ready(self, name, signature, platform):
+    def target(self, name, attrs, signature):
         emitter = xk._CudaEmitter(driver.package, signature, driver, table)
-        xk._register(name, "cpu", lambda: xk._Compiled(*xk._compile_handler(signature, emitter)))
+        return xk._Target(name, attrs, makes={"cpu": lambda: xk._Compiled(*xk._compile_handler(signature, emitter))})
 
-    monkeypatch.setattr(xk._CudaCode, "get_ready", get_ready)
+    monkeypatch.setattr(xk._CudaCode, "target", target)
     return wrapper, driver
 
 
@@ -1982,16 +1982,14 @@ def test_cuda_errors(call, kind, text):
 def test_cuda_without_gpu_or_simulator():
     op = xk.numba_cuda_kernel(cuda_copy, lambda x: x, launch_dims=3)
     text = (
-        r"numba_cuda_kernel 'cuda_copy': this computation is compiled for 'cpu', but it runs on NVIDIA GPUs \(pip "
-        r"install .*\); to run it in Python on the CPU set NUMBA_ENABLE_CUDASIM=1 before .* or use numba_kernel"
+        r"numba_cuda_kernel 'cuda_copy' runs on NVIDIA GPUs \(pip install .*\), and in Python on the CPU where "
+        r"NUMBA_ENABLE_CUDASIM=1 is set before .* or use numba_kernel there; .* compiled for 'cpu'"
     )
     for _ in range(2):
         with pytest.raises(NotImplementedError, match=text):
             op(jnp.arange(3.0))
     call = xk.numba_cuda_callable(lambda x, out, stream: None, lambda x: x)
-    with pytest.raises(
-        NotImplementedError, match=r"numba_cuda_callable '<lambda>': this computation is compiled for 'cpu'"
-    ):
+    with pytest.raises(NotImplementedError, match=r"numba_cuda_callable '<lambda>' runs on .* compiled for 'cpu'"):
         jax.jit(call)(jnp.arange(3.0))
 
 
@@ -2134,9 +2132,9 @@ def fake_gpus(monkeypatch):
                 where.address(name) if name in where.callbacks and name != "cuLaunchKernel" else super().address(name)
             )
 
-    def get_ready(self, name, signature, platform):
+    def target(self, name, attrs, signature):
         make = lambda: xk._Compiled(*xk._compile_handler(signature, self.emitter(signature, xk._CudaDriver())))
-        xk._register(name, "cpu", make)
+        return xk._Target(name, attrs, makes={"cpu": make})
 
     where = PLACE
     where.ordinal = 0
@@ -2144,7 +2142,7 @@ def fake_gpus(monkeypatch):
     fake_log.restype = ctypes.c_char_p
     monkeypatch.setattr(xk, "_cuda_ordinals", lambda: [0, 1])
     monkeypatch.setattr(xk, "_CudaDriver", Driver)
-    monkeypatch.setattr(xk._CudaCode, "get_ready", get_ready)
+    monkeypatch.setattr(xk._CudaCode, "target", target)
     fake_log()
     return (lambda: fake_log().decode().splitlines()), functools.partial(setattr, where, "ordinal")
 
@@ -2538,9 +2536,7 @@ def test_cudasim_refuses_kernels_of_the_successor():
 def test_cudasim_runs_on_cpu_only():
     op = xk.numba_cuda_kernel(cuda_add, lambda x, y: x, launch_dims=launch_1d)
     spec = jax.ShapeDtypeStruct((3,), jnp.float32)
-    with pytest.raises(
-        NotImplementedError, match="compiled for 'cuda', but NUMBA_ENABLE_CUDASIM=1 runs kernels on the CPU"
-    ):
+    with pytest.raises(NotImplementedError, match=r"runs on the CPU only where NUMBA_ENABLE_CUDASIM=1 .* for 'cuda'"):
         lower_for_cuda(op, spec, spec)
 
 
@@ -3200,13 +3196,11 @@ def warp_driver(request, monkeypatch):
         launch(self)
         self.block_dim = threads
 
-    def register(name, plan, signature, platform):
-        xk._register(name, "cpu", lambda: xk._compile_warp(plan, signature, "cuda"))
-
+    compile_ = xk._compile_warp
     monkeypatch.setattr(xk, "__name__", f"xk_{request.param.split()[1]}")
     monkeypatch.setattr(xk, "_CudaDriver", lambda: WarpDriver(launches))
     monkeypatch.setattr(xk, "_cuda_ordinals", lambda: [3])
-    monkeypatch.setattr(xk, "_register_warp", register)
+    monkeypatch.setattr(xk, "_compile_warp", lambda plan, signature, platform: compile_(plan, signature, "cuda"))
     monkeypatch.setattr(xk._WarpPlan, "record", record_on_cpu)
     monkeypatch.setattr(wp.Launch, "launch", launch_on_cpu)
     return launches
@@ -6085,7 +6079,7 @@ def nb_sign(x, out):
 
 
 def test_another_platform_is_an_error_that_says_what_to_use():
-    with pytest.raises(NotImplementedError, match=r"runs on the CPU, .* compiled for 'cuda'.* numba_cuda_kernel"):
+    with pytest.raises(NotImplementedError, match=r"runs on the CPU; .* numba_cuda_kernel .* compiled for 'cuda'"):
         jax.jit(add_one).trace(F32).lower(lowering_platforms=("cuda",))
 
 

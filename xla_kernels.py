@@ -826,19 +826,44 @@ def _mesh_axes(entry: Any) -> tuple:
 class _Target:
     """What a call runs: a registered name, and the integers that this call's shapes and options give it.
 
-    `register(platform)` is called before the call is compiled for a platform: it registers the handler,
-    or raises an error that says what to use there.  `localize(ins, outs)`, where XLA may split the kernel's own
-    dimensions, is the call on a shard: its target, all outputs and aliases.
+    It knows no wrapper: JAX's caches hold it, and would keep alive the function that they are keyed by.
+    `localize(ins, outs)`, where XLA may split the kernel's own dimensions, is the call on a shard: its target, all
+    outputs and aliases.
     """
 
     name: str
     attrs: tuple[tuple[str, tuple[int, ...]], ...] = ()
     copy_inputs: tuple[int, ...] = ()  # those that the kernel may write to
-    register: Callable[[str], None] = dataclasses.field(compare=False, default=lambda platform: None)
+    makes: Mapping[str, Callable[[], _Compiled]] = dataclasses.field(compare=False, default_factory=dict)
+    runs: str = dataclasses.field(compare=False, default="")  # where it runs, for the error on another platform
+    check: Callable[[], None] = dataclasses.field(compare=False, default=lambda: None)  # as far as it can be, off a GPU
     localize: Callable[..., tuple] | None = dataclasses.field(compare=False, default=None)
 
     def __repr__(self) -> str:
         return self.name
+
+    def register(self, platform: str) -> Any:
+        """Register the handler, before a call is compiled for a platform."""
+        if platform not in self.makes:
+            raise NotImplementedError(
+                f"{self.runs}; this computation is compiled for {platform!r}: move it with jax.device_put or "
+                "jax.jit(..., device=...)"
+            )
+        if platform == "cpu" or _cuda_ordinals():
+            return _register(self.name, platform, self.makes[platform])
+        return self.check()  # lowered on a machine without a GPU: it is registered where the program runs
+
+    def announce(self) -> None:
+        """Register the handler for this machine, so that what cannot be compiled fails where it is traced.
+
+        An exported program finds the name in processes that only trace; `export_checks` names those of other machines.
+        """
+        platform = {"gpu": "cuda"}.get(_default_platform(), _default_platform())
+        if platform in self.makes:
+            self.register(platform)
+        else:
+            for elsewhere in self.makes:
+                _STORE.targets.setdefault((self.name, elsewhere), None)
 
 
 def _bind_call(*args: Any, rule: _ShardingRule, has_side_effect: bool, **params: Any) -> list:
@@ -1770,8 +1795,9 @@ class _NumbaKernel(_Wrapper):
         how = (numba.__version__, numba.config.DISABLE_JIT, str(signature), str(forms), tuple(self.static.items()))
         name = f"{__name__}.{self.__name__}.{_digest('numba', self.kernel, *how)}"
         make = functools.partial(_compile_numba, self.kernel, signature, forms, self.static)
-        compiled = _register(name, "cpu", make)
-        return _Target(name, copy_inputs=compiled.copy_inputs, register=functools.partial(_check_cpu, self.__name__))
+        runs = f"numba_kernel {self.__name__!r} runs on the CPU; for GPUs there are numba_cuda_kernel and warp_kernel"
+        target = _Target(name, makes={"cpu": make}, runs=runs)
+        return dataclasses.replace(target, copy_inputs=target.register("cpu").copy_inputs)
 
     def _forms(self, signature: _Signature) -> list[_Form]:
         """The ways to call the function that its parameters allow: to write its outputs, or for what it returns."""
@@ -1841,15 +1867,6 @@ def _function(body: str, n: int, **namespace: Any) -> Callable[..., Any]:
     buffers = ", ".join(f"b{i}" for i in range(n))
     exec(f"def adapter({buffers}):\n    {body.format(buffers=buffers)}", namespace)
     return namespace["adapter"]
-
-
-def _check_cpu(label: str, platform: str) -> None:
-    """Knows no wrapper: JAX's caches hold it, and would keep alive the function that they are keyed by."""
-    if platform != "cpu":
-        raise NotImplementedError(
-            f"numba_kernel {label!r} runs on the CPU, and this computation is compiled for {platform!r}: "
-            "move it with jax.device_put or jax.jit(..., device=...), or use numba_cuda_kernel or warp_kernel there"
-        )
 
 
 def _import(module: str, user: str, install: str) -> Any:
@@ -2386,7 +2403,7 @@ class _CudaOptions(_Options):
 
 @dataclasses.dataclass(frozen=True)
 class _CudaCode:
-    """What runs, and how it gets ready on each platform.  Knows no wrapper: see `_check_cpu`."""
+    """What runs, and how it gets ready on each platform.  Knows no wrapper: see `_Target`."""
 
     user: str  # the public function, for error messages
     label: str
@@ -2402,28 +2419,19 @@ class _CudaCode:
         with _CUDASIM_LOCK:  # a simulated kernel may be running with its globals replaced
             return _digest(self.user, self.function, self.command_buffer, target)
 
-    def get_ready(self, name: str, signature: _Signature, platform: str) -> None:
-        """Register the target for a platform, or raise an error that says what to do there."""
-        where = f"{self.user} {self.label!r}: this computation is compiled for {platform!r}"
-        if _cudasim():
-            if platform != "cpu":
-                raise NotImplementedError(
-                    f"{where}, but NUMBA_ENABLE_CUDASIM=1 runs kernels on the CPU only; unset it, or move the "
-                    "computation with jax.device_put"
-                )
-            _register(name, "cpu", lambda: _Compiled(*_compile_handler(signature, self.emitter(signature, None))))
-        elif platform != "cuda":
-            raise NotImplementedError(
-                f"{where}, but it runs on NVIDIA GPUs ({_CUDA_INSTALL}); to run it in Python on the CPU set "
-                "NUMBA_ENABLE_CUDASIM=1 before Numba is imported, or use numba_kernel there"
-            )
-        elif _cuda_ordinals():
-            make = lambda: _Compiled(
-                *_compile_handler(signature, self.emitter(signature, _CudaDriver()))
-            )  # needs a GPU
-            _register(name, "cuda", make)  # needs a GPU
-        else:  # lowering for a GPU on a machine without one: the target is registered where the program runs
-            self.check(signature)
+    def target(self, name: str, attrs: tuple, signature: _Signature) -> _Target:
+        simulated, who = _cudasim(), f"{self.user} {self.label!r} runs on"
+        make = lambda: _Compiled(
+            *_compile_handler(signature, self.emitter(signature, None if simulated else _CudaDriver()))
+        )
+        runs = (
+            f"{who} the CPU only where NUMBA_ENABLE_CUDASIM=1 is set; unset it"
+            if simulated
+            else f"{who} NVIDIA GPUs ({_CUDA_INSTALL}), and in Python on the CPU where NUMBA_ENABLE_CUDASIM=1 is set "
+            "before Numba is imported; or use numba_kernel there"
+        )
+        check = functools.partial(self.check, signature)
+        return _Target(name, attrs, makes={"cpu" if simulated else "cuda": make}, runs=runs, check=check)
 
     def emitter(self, signature: _Signature, driver: _CudaDriver | None) -> _Emitter:
         """The body of the handler; without a driver, for the simulator."""
@@ -2484,13 +2492,8 @@ class _CudaWrapper(_Wrapper):
                     )
         signature = _Signature.of(self.__name__, ins, outs)
         name = f"{__name__}.{self.__name__}.{_digest(self.code.digest(), str(signature))}"
-        target = _Target(name, self._attrs(ins), register=functools.partial(self.code.get_ready, name, signature))
-        if _cudasim():
-            target.register("cpu")
-        elif _default_platform() == "gpu":  # so that a kernel that cannot be compiled fails at trace time
-            target.register("cuda")  # needs a GPU
-        else:  # a name for export_checks, to lower for GPUs that are elsewhere
-            _STORE.targets.setdefault((name, "cuda"), None)
+        target = self.code.target(name, self._attrs(ins), signature)
+        target.announce()
         return target
 
     def _check_call(self, ins: list[Spec], outs: list[Spec]) -> None:
@@ -3576,16 +3579,6 @@ class _WarpReplay:
             self.driver.call("cuLaunchKernel", function, *sizes, _PTR(call.stream), launch.params_addr, None)
 
 
-def _register_warp(name: str, plan: _WarpPlan, signature: _Signature, platform: str) -> None:
-    if platform not in ("cpu", "cuda"):
-        raise NotImplementedError(
-            f"Warp kernel {signature.label!r} runs on CPUs and NVIDIA GPUs; this computation is "
-            f"compiled for {platform!r}: move it with jax.device_put or jax.jit(..., device=...)"
-        )
-    if platform == "cpu" or _cuda_ordinals():  # else lowered for GPUs elsewhere: registered where the program runs
-        _register(name, platform, functools.partial(_compile_warp, plan, signature, platform))
-
-
 def _compile_warp(plan: _WarpPlan, signature: _Signature, platform: str) -> _Compiled:
     _import("numba", "warp_kernel", _NUMBA_INSTALL)
     launch = plan.record("cpu") if platform == "cpu" else None
@@ -3805,10 +3798,11 @@ class _WarpKernel(_Wrapper):
         if self.values:
             memory = b"".join(packed.ljust(-(-len(packed) // 8) * 8, b"\0") for packed in self.values.values())
             attrs.append(("values", tuple(np.frombuffer(memory, np.int64).tolist())))
-        register = functools.partial(_register_warp, name, plan, signature)
-        if _default_platform() in ("cpu", "gpu"):  # exported programs look the name up in processes that only trace
-            register({"gpu": "cuda"}.get(_default_platform(), "cpu"))
-        return _Target(name, tuple(attrs), register=register)
+        makes = {platform: functools.partial(_compile_warp, plan, signature, platform) for platform in ("cpu", "cuda")}
+        runs = f"Warp kernel {self.__name__!r} runs on CPUs and NVIDIA GPUs"
+        target = _Target(name, tuple(attrs), makes=makes, runs=runs)
+        target.announce()
+        return target
 
     # -- derivatives
 
