@@ -1022,6 +1022,21 @@ def _wrap(wrapper: type[_Wrapper], given: dict[str, Any]) -> Any:
     return make if kernel is None else make(kernel)
 
 
+class _Recent(dict):
+    """The newest entries only: what changes on every call must not fill the memory."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most = most
+
+    def keep(self, key: Any, value: Any) -> Any:
+        with _LOCK:
+            while len(self) >= self.most:
+                del self[next(iter(self))]
+            self[key] = value
+        return value
+
+
 class _Wrapper:
     """A kernel as a JAX function: checks a call, finds its target, binds the primitive."""
 
@@ -1035,7 +1050,7 @@ class _Wrapper:
         self.parameters = _parameters(kernel)
         self.keywords = keywords  # the parameters of the last inputs, where those do not follow the ones before
         self.static = static or {}  # the arguments that are no arrays, by parameter
-        self.variants: dict[Any, _Wrapper] = {}  # this kernel with other keywords and static arguments
+        self.variants = _Recent(256)  # this kernel with other keywords and static arguments
         self._check_names("in_out_argnames", list(options.in_out_argnames or ()))
         self._check_names("input_output_aliases", [i for i in options.aliases() if isinstance(i, str)])
         self.__name__ = getattr(kernel, "__name__", None) or getattr(kernel, "key", None) or type(kernel).__name__
@@ -1098,23 +1113,14 @@ class _Wrapper:
         if not keywords and not static:
             return self
         key = keywords, self._static_key(static)
-        with _LOCK:
-            if key not in self.variants:
-                if len(self.variants) >= 256:  # each holds a cache of compiled calls
-                    self.variants.pop(next(iter(self.variants)))
-                self.variants[key] = type(self)(self.kernel, self.options, keywords, static)
-            return self.variants[key]
+        known = self.variants.get(key)
+        return known or self.variants.keep(key, type(self)(self.kernel, self.options, keywords, static))
 
     def _static_key(self, static: dict[str, Any]) -> Any:
         """What tells one set of static arguments from another; raises for those that cannot be."""
         for name, value in static.items():
-            try:
-                hash(value)
-            except TypeError:
-                raise TypeError(
-                    f"{self.__name__}: the keyword argument {name!r} is no array, so it is a constant of the compiled "
-                    f"kernel and must be hashable; got {type(value).__name__} {value!r:.80}: give a tuple, or an array"
-                ) from None
+            what = f"{self.__name__}: the keyword argument {name!r} is no array: a constant of the compiled kernel"
+            _check_hashable(value, what, "Pass a tuple, or an array")
         return frozenset(_tagged_items(static))
 
     def __repr__(self) -> str:
@@ -1206,6 +1212,15 @@ class _Wrapper:
     def _find_target(self, ins: list[Spec], outs: list[Spec]) -> _Target:
         """Check the kernel against the call and name its target; `outs` ends with the scratch buffers."""
         raise NotImplementedError
+
+    def _check_dtypes(self, ins: list[Spec], outs: list[Spec], allowed: frozenset[str], refused: str) -> None:
+        for what, specs in (("input", ins), ("output", outs)):
+            for i, spec in enumerate(specs):
+                if np.dtype(spec.dtype).name not in allowed:
+                    raise TypeError(
+                        f"{self.decorator} {self.__name__!r}: {what} {i} is {_show(spec)}, a dtype {refused}; cast it, "
+                        "e.g. x.astype(jnp.float32)"
+                    )
 
 
 # ======================================================================================================
@@ -1783,13 +1798,7 @@ class _NumbaKernel(_Wrapper):
 
     def _find_target(self, ins: list[Spec], outs: list[Spec]) -> _Target:
         numba = _import("numba", "numba_kernel", _NUMBA_INSTALL)
-        for what, specs in (("input", ins), ("output", outs)):
-            for i, spec in enumerate(specs):
-                if np.dtype(spec.dtype).name not in _NUMBA_DTYPES:
-                    raise TypeError(
-                        f"numba_kernel {self.__name__!r}: {what} {i} is {_show(spec)}, a dtype for which "
-                        "Numba has no CPU arithmetic; cast it, e.g. x.astype(jnp.float32)"
-                    )
+        self._check_dtypes(ins, outs, _NUMBA_DTYPES, "for which Numba has no CPU arithmetic")
         signature = _Signature.of(self.__name__, ins, outs)
         forms = self._forms(signature)
         how = (numba.__version__, numba.config.DISABLE_JIT, str(signature), str(forms), tuple(self.static.items()))
@@ -2483,13 +2492,7 @@ class _CudaWrapper(_Wrapper):
     def _find_target(self, ins: list[Spec], outs: list[Spec]) -> _Target:
         self.code.packages  # noqa: B018 (raises where there is none)
         self._check_call(ins, outs)
-        for what, specs in (("input", ins), ("output", outs)):
-            for i, spec in enumerate(specs):
-                if np.dtype(spec.dtype).name not in _CUDA_DTYPES:
-                    raise TypeError(
-                        f"{self.decorator} {self.__name__!r}: {what} {i} is {_show(spec)}, a dtype that Numba CUDA has "
-                        "no arrays of; cast it, e.g. x.astype(jnp.float32)"
-                    )
+        self._check_dtypes(ins, outs, _CUDA_DTYPES, "that Numba CUDA has no arrays of")
         signature = _Signature.of(self.__name__, ins, outs)
         name = f"{__name__}.{self.__name__}.{_digest(self.code.digest(), str(signature))}"
         target = self.code.target(name, self._attrs(ins), signature)
@@ -3907,7 +3910,7 @@ class XLACustomKernel:
         self._kernels: dict[str, dict[str, KernelEntry]] = {}
         self._chosen: dict[str, str] = {}  # platform -> default set by asdefault=True or set_default
         self._rules: dict[str, Any] = {}  # "batching", "jvp", "transpose", "vjp", "sharding": the newest of each
-        self._recent = _Recent()
+        self._recent = _Recent(2048)  # what serves calls: those of the op, of its primitive, and checked ones
         self._call_fn: Callable[..., Any] | None = None
         self._benchmark_data_fn: Callable[..., Any] | None = None
         self._tags: set[str] = set()
@@ -4303,7 +4306,6 @@ _SPEC_TYPES: tuple[type, ...] = (Spec, jax.core.ShapedArray)
 _OPTIONAL_PARAMS = ("outs", "backend")  # what a rule or a generator may leave out of its signature
 _HIDDEN_PARAMS = ("_batch", "_types")  # what a rule never sees: the recorded vmaps, and the types of the parameters
 _JAX_PARAMS = tuple("avals_in ctx effects eqn key primitive self".split())  # arguments of functions of JAX
-_MAX_RECENT = 2048
 
 
 def _find_call(op: XLACustomKernel, args: Sequence[Any], outs: Any, backend: Any, params: dict) -> _OpCall:
@@ -4390,17 +4392,6 @@ def _visible(params: dict) -> dict:
     return {name: value for name, value in params.items() if name not in _HIDDEN_PARAMS}
 
 
-class _Recent(dict):
-    """The newest entries only: parameters that change on every call must not fill the memory."""
-
-    def keep(self, key: Any, value: Any) -> Any:
-        with _LOCK:
-            while len(self) >= _MAX_RECENT:
-                del self[next(iter(self))]
-            self[key] = value
-        return value
-
-
 def _tagged_items(params: dict) -> tuple:
     return tuple([(name, _tagged(value)) for name, value in params.items()])
 
@@ -4426,13 +4417,14 @@ def _check_static_params(op: XLACustomKernel, params: dict) -> None:
                 f"{where} is traced ({value}), but keyword parameters are static. Compile the caller with "
                 f"jax.jit(..., static_argnames={name!r}), or pass the value as an operand"
             )
-        try:
-            hash(value)
-        except TypeError:
-            raise TypeError(
-                f"{where} must be hashable, got {value!r} of type {type(value).__name__}. Pass a number or a tuple, or "
-                "pass the array as an operand"
-            ) from None
+        _check_hashable(value, where, "Pass a number or a tuple, or pass the array as an operand")
+
+
+def _check_hashable(value: Any, what: str, fix: str) -> None:
+    try:
+        hash(value)
+    except TypeError:
+        raise TypeError(f"{what} must be hashable, got {value!r:.80} of type {type(value).__name__}. {fix}") from None
 
 
 def _check_backend_name(op: XLACustomKernel, backend: Any) -> None:
