@@ -672,13 +672,13 @@ def _show(spec: Any) -> str:
 class _ShardingRule:
     """The names of the dimensions of every operand and output: those of one name are split alike.
 
-    The name "" is that of a dimension that stays whole, an integer that of one which `vmap` put in front.
+    A name that one array alone has stays whole.  Names from this file begin with two underscores.
     """
 
     owner: str
     text: str
-    ins: tuple[tuple[Any, ...], ...]
-    outs: tuple[tuple[Any, ...], ...]
+    ins: tuple[tuple[str, ...], ...]
+    outs: tuple[tuple[str, ...], ...]
     depth: int = 0  # the number of vmaps
 
     @classmethod
@@ -700,7 +700,7 @@ class _ShardingRule:
     @classmethod
     def whole(cls, ins: Sequence[Any], outs: Sequence[Any]) -> _ShardingRule:
         """The rule of a kernel that was given none."""
-        return cls("", "", *(tuple(("",) * len(x.shape) for x in side) for side in (ins, outs)))  # type: ignore[arg-type]
+        return cls("", "", _own_names("in", ins), _own_names("out", outs))
 
     def check(self, ins: Sequence[Spec], outs: Sequence[Spec]) -> None:
         """Raise unless the rule fits the arrays of a call."""
@@ -719,10 +719,11 @@ class _ShardingRule:
                     f"for the sizes {sizes[name]} and {size}; give dimensions of different sizes different names"
                 )
 
-    def batched(self, flags: Sequence[bool], shared: tuple = ()) -> _ShardingRule:
-        """The rule under one more vmap, where an operand without flag gets the dimensions `shared`."""
-        ins = tuple((*((self.depth,) if flag else shared), *names) for names, flag in zip(self.ins, flags))
-        outs = tuple((self.depth, *names) for names in self.outs)
+    def batched(self, flags: Sequence[bool], shared: int = 0) -> _ShardingRule:
+        """The rule under one more vmap, which an operand without flag has `shared` dimensions of its own for."""
+        name = f"__vmap{self.depth}"
+        front = [(name,) if flag else (f"{name}_{i}",) * shared for i, flag in enumerate(flags)]
+        ins, outs = tuple(a + b for a, b in zip(front, self.ins)), tuple((name, *names) for names in self.outs)
         return dataclasses.replace(self, ins=ins, outs=outs, depth=self.depth + 1)
 
     def adjoint(self, wrt: Sequence[int], of: Sequence[int]) -> _ShardingRule:
@@ -730,39 +731,27 @@ class _ShardingRule:
         cts, grads = tuple(self.outs[j] for j in of), tuple(self.ins[i] for i in wrt)
         return dataclasses.replace(self, ins=self.ins + self.outs + cts, outs=cts + grads)
 
-    def with_constants(self, consts: Sequence[Any]) -> _ShardingRule:
-        """The rule with constants of the kernel as further operands, which every device gets whole."""
-        return dataclasses.replace(self, ins=(*self.ins, *[("",) * np.ndim(x) for x in consts]))
-
-    @functools.cached_property
-    def split(self) -> frozenset:
+    @property
+    def split(self) -> set[str]:
         """The names that may be split: what some output lacks is reduced, what no operand has is unknown to a shard."""
-        common = set.intersection(*map(set, self.outs)) if self.outs else set()
-        return frozenset(common & set().union(*self.ins)) - {""}
-
-    def shardy(self) -> str:
-        """The rule as custom_partitioning takes it, every name a number, and each dimension without one another."""
-        numbers, known = itertools.count(), {}  # type: ignore[var-annotated]
-
-        def factor(name: Any) -> str:
-            number = next(numbers)
-            return f"d{number if name == '' else known.setdefault(name, number)}"
-
-        return " -> ".join(", ".join(" ".join(map(factor, n)) for n in side) for side in (self.ins, self.outs))
+        return functools.reduce(operator.and_, map(set, self.outs), set().union(*self.ins))
 
     def shardings(self, mesh: Any, args: Sequence[Any], results: Sequence[Any]) -> tuple[list, list]:
-        """The shardings of operands and outputs in which every dimension name has one meaning."""
-        axes: dict[Any, Any] = {}
+        """The shardings of operands and outputs in which every dimension name has one meaning, and splits evenly."""
+        axes: dict[str, Any] = {}
+        free = self.split
+        taken: set[str] = set()
         for names, info in zip(self.ins + self.outs, (*args, *results)):
-            spec = tuple(getattr(info.sharding, "spec", ()) or ())
-            for name, size, entry in zip(names, info.shape, spec):
-                if name in self.split and name not in axes and _divides(mesh, entry, size, axes.values()):
+            for name, size, entry in zip(names, info.shape, getattr(info.sharding, "spec", None) or ()):
+                mine = entry if isinstance(entry, tuple) else (entry,) if entry else ()
+                count = math.prod(mesh.shape[axis] for axis in mine)
+                if mine and name in free and taken.isdisjoint(mine) and size % count == 0:
                     axes[name] = entry
-
-        def place(names: tuple) -> Any:
-            return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*[axes.get(n) for n in names]))
-
-        return [place(n) for n in self.ins], [place(n) for n in self.outs]
+                    free.remove(name)
+                    taken.update(mine)
+        specs = [jax.sharding.PartitionSpec(*map(axes.get, names)) for names in self.ins + self.outs]
+        places = [jax.sharding.NamedSharding(mesh, spec) for spec in specs]
+        return places[: len(self.ins)], places[len(self.ins) :]
 
     def out_avals(self, ins: Sequence[Any], outs: Sequence[tuple]) -> list[Any]:
         """The abstract values of results of these shapes and dtypes; those that the rule does not know are last."""
@@ -777,7 +766,8 @@ class _ShardingRule:
 
         def call(*ins: Any) -> tuple:
             closed, n = jax.make_jaxpr(functools.partial(run, outs))(*ins), len(ins)
-            rule = self.with_constants(closed.consts)
+            rule = dataclasses.replace(self, ins=self.ins + _own_names("const", closed.consts))
+            sides = [", ".join(" ".join(f"d{n}" for n in names) for names in side) for side in (rule.ins, rule.outs)]
 
             def whole(*args: Any) -> tuple:
                 return tuple(jax.core.eval_jaxpr(closed.jaxpr, args[n:], *args[:n]))
@@ -793,28 +783,20 @@ class _ShardingRule:
 
                 return mesh, shard, tuple(returned), tuple(given)
 
-            def infer(mesh: Any, args: Any, results: Any) -> tuple:
-                return tuple(rule.shardings(mesh, args, results)[1])
+            def infer(*on: Any) -> tuple:
+                return tuple(rule.shardings(*on)[1])
 
             function = custom_partitioning(whole)
-            function.def_partition(partition=partition, infer_sharding_from_operands=infer, sharding_rule=rule.shardy())
+            function.def_partition(
+                partition=partition, infer_sharding_from_operands=infer, sharding_rule=" -> ".join(sides)
+            )
             return function(*ins, *closed.consts)
 
         return call
 
 
-def _divides(mesh: Any, entry: Any, size: int, taken: Any) -> bool:
-    """Whether a dimension of `size` can be split evenly over the mesh axes `entry`, none of which is `taken`."""
-    if not entry:
-        return False
-    mine = set(_mesh_axes(entry))
-    if any(mine & set(_mesh_axes(other)) for other in taken):
-        return False
-    return size % math.prod(mesh.shape[axis] for axis in mine) == 0
-
-
-def _mesh_axes(entry: Any) -> tuple:
-    return entry if isinstance(entry, tuple) else (entry,)
+def _own_names(kind: str, arrays: Sequence[Any]) -> tuple[tuple[str, ...], ...]:
+    return tuple(tuple(f"__{kind}{i}_{d}" for d in range(np.ndim(x))) for i, x in enumerate(arrays))
 
 
 # ======================================================================================================
@@ -868,44 +850,42 @@ class _Target:
 
 def _bind_call(*args: Any, rule: _ShardingRule, has_side_effect: bool, **params: Any) -> list:
     """Bind the primitive for a call: one of its own where XLA's partitioner must be told what to do with it."""
-    primitive = _split_call_p if rule.split or has_side_effect else _call_p
-    return primitive.bind(*args, rule=rule, has_side_effect=has_side_effect, **params)
+    told = rule.ins and rule.outs and (rule.split or has_side_effect)
+    return (_split_call_p if told else _call_p).bind(*args, rule=rule, has_side_effect=has_side_effect, **params)
 
 
 def _call_abstract_eval(*ins: Any, outs: Sequence[tuple], has_side_effect: bool, rule: Any, **_: Any) -> tuple:
     return rule.out_avals(ins, outs), _side_effect() if has_side_effect else frozenset()
 
 
-def _call_lowering(ctx: Any, *operands: Any, target: _Target, aliases: Any, has_side_effect: bool, **_: Any) -> Any:
+def _call_lowering(ctx: Any, *operands: Any, **params: Any) -> Any:
+    target, aliases, has_side_effect = (params[name] for name in ("target", "aliases", "has_side_effect"))
     for platform in _platforms(ctx):
         target.register(platform)
+    if ctx.primitive is _split_call_p and _is_partitioned(ctx):
+        return _split_call_lowering(ctx, *operands, **params)
     rule = jax.ffi.ffi_lowering(target.name, operand_output_aliases=dict(aliases), has_side_effect=has_side_effect)
     return rule(ctx, *operands, **{name: np.array(values, np.int64) for name, values in target.attrs})
 
 
 def _split_call_lowering(
-    ctx: Any, *operands: Any, rule: _ShardingRule, target: _Target, outs: tuple, aliases: Any, has_side_effect: bool
+    ctx: Any, *operands: Any, rule: _ShardingRule, target: _Target, outs: Any, **params: Any
 ) -> Any:
-    """Where XLA may split the call, it gets the call on a shard, which returns what the rule knows, not scratch."""
-    if not (rule.ins and rule.outs and _is_partitioned(ctx)):
-        return _call_lowering(ctx, *operands, target=target, aliases=aliases, has_side_effect=has_side_effect)
-    for platform in _platforms(ctx):
-        target.register(platform)
+    """Give XLA the call on a shard: of the results that the rule knows, as nobody asks for those behind them."""
     specs, n, depth = [Spec(*out) for out in outs], len(rule.outs), rule.depth
 
     def run(results: Sequence[Spec], *ins: Any) -> list:
-        localize = target.localize or (lambda *_: (target, _slices(specs, depth), aliases))
-        local, every, shared = localize(_slices(ins, depth), _slices(results, depth))
+        localize = target.localize or (lambda *_: (target, _slices(specs, depth), params["aliases"]))
+        local, every, aliases = localize(_slices(ins, depth), _slices(results, depth))
         hidden = [Spec((*results[0].shape[:depth], *s.shape), s.dtype) for s in every[n:]]
         full = tuple((s.shape, s.dtype) for s in (*results, *hidden))
-        params = {"outs": full, "aliases": shared, "has_side_effect": has_side_effect, "rule": rule}
-        return _call_p.bind(*ins, target=local, **params)[:n]
+        return _call_p.bind(*ins, rule=rule, target=local, outs=full, **{**params, "aliases": aliases})[:n]
 
     def call(*ins: Any) -> list:
         return [*rule.partitioned(run, specs[:n])(*ins), *[_zeros(s.shape, s.dtype) for s in specs[n:]]]
 
     results = mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
-    if has_side_effect:
+    if params["has_side_effect"]:
         results[0].owner.attributes["has_side_effect"] = mlir.ir_attribute(True)
     return results
 
@@ -925,7 +905,7 @@ def _call_batching(
         for i, (x, d) in enumerate(zip(args, dims, strict=True))
     ]
     outs = tuple(((size, *shape), dtype) for shape, dtype in outs)
-    return _bind_call(*args, outs=outs, aliases=aliases, rule=rule.batched(own, ("",)), **params), [0] * len(outs)
+    return _bind_call(*args, outs=outs, aliases=aliases, rule=rule.batched(own, 1), **params), [0] * len(outs)
 
 
 def _call_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, target: _Target, outs: Any, **params: Any) -> tuple:
@@ -938,20 +918,15 @@ def _call_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, target: _Targe
     return results, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in results]
 
 
-def _call_primitive(lowering: Callable[..., Any]) -> Any:
-    primitive = Primitive("xla_kernel")
-    primitive.multiple_results = True
-    primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
-    primitive.def_effectful_abstract_eval(_call_abstract_eval)
-    ad.primitive_jvps[primitive] = _call_jvp
-    batching.primitive_batchers[primitive] = _call_batching
-    mlir.register_lowering(primitive, lowering)
-    return primitive
-
-
-_call_p = _call_primitive(_call_lowering)
-_split_call_p = _call_primitive(_split_call_lowering)
+_call_p, _split_call_p = Primitive("xla_kernel"), Primitive("xla_kernel")
 _need_devices(_split_call_p)
+for _primitive in (_call_p, _split_call_p):
+    _primitive.multiple_results = True
+    _primitive.def_impl(functools.partial(xla.apply_primitive, _primitive))
+    _primitive.def_effectful_abstract_eval(_call_abstract_eval)
+    ad.primitive_jvps[_primitive] = _call_jvp
+    batching.primitive_batchers[_primitive] = _call_batching
+    mlir.register_lowering(_primitive, _call_lowering)
 
 
 def _python(kernel: Any) -> Any:
@@ -1135,12 +1110,11 @@ class _Wrapper:
         if self.rule:
             self.rule.check(ins, outs)
         effect = bool(self.options.has_side_effect)
-        return jax.tree_util.tree_unflatten(tree, self._bind(type(self)._resolve, args, ins, outs, self.rule, effect))
+        return jax.tree_util.tree_unflatten(tree, self._bind(type(self)._resolve, args, outs, self.rule, effect))
 
-    def _bind(
-        self, resolve: Callable[..., tuple], args: Any, ins: Any, outs: Any, rule: _ShardingRule | None, effect: bool
-    ) -> list:
+    def _bind(self, resolve: Callable[..., tuple], args: Any, outs: Any, rule: Any, effect: bool = False) -> list:
         """Bind the primitive for what `resolve(self, ins, outs)` finds: a target, its outputs and aliases."""
+        ins = _input_specs(args)
         target, every, aliases = resolve(self, ins, outs)
         if rule:  # JAX's caches will hold what a shard needs of this wrapper, but not the functions they are keyed by
             bare = object.__new__(type(self))
@@ -1148,15 +1122,9 @@ class _Wrapper:
                 {name: x for name, x in vars(self).items() if name not in ("_jitted", "_vjp", "variants")}
             )
             target = dataclasses.replace(target, localize=functools.partial(resolve, bare))
-        results = _bind_call(
-            *_make_varying(args),
-            target=target,
-            outs=tuple((s.shape, s.dtype) for s in every),
-            aliases=aliases,
-            has_side_effect=effect,
-            rule=rule or _ShardingRule.whole(ins, outs),
-        )
-        return results[: len(outs)]
+        params = {"outs": tuple((s.shape, s.dtype) for s in every), "aliases": aliases, "has_side_effect": effect}
+        rule = rule or _ShardingRule.whole(ins, outs)
+        return _bind_call(*_make_varying(args), target=target, rule=rule, **params)[: len(outs)]
 
     def _resolve(self, ins: list[Spec], outs: list[Spec]) -> tuple[_Target, list[Spec], tuple]:
         """The target of a call, its outputs with those that are not returned, and its aliases."""
@@ -1739,10 +1707,8 @@ def numba_kernel(
       scalars: the names of 0-d inputs that a kernel which writes takes as scalars, or True for all of them.
       has_side_effect: True keeps the call even where its results are not used.
       scratch: like `outs`: uninitialized buffers passed after the outputs and not returned.
-      sharding_rule: names of the dimensions of every input and output, as in `"i, i -> i"` or `"b i, i j -> b j"`:
-        under `jax.jit` over a mesh, a dimension that every output has may be split, and the kernel then runs on
-        each device with the inputs and outputs of its shard; see `XLACustomKernel.def_sharding_rule`.  Dimensions
-        that `vmap` adds are split with or without a rule, all others are gathered.
+      sharding_rule: names of the dimensions of every input and output, as in `"i, i -> i"`, that lets `jax.jit`
+        split the call over a mesh: see `XLACustomKernel.def_sharding_rule`.  What `vmap` adds needs no rule.
 
     Returns:
       A function of arrays whose result has the structure of `outs`.
@@ -3831,7 +3797,7 @@ class _WarpKernel(_Wrapper):
         def resolve(self: _WarpKernel, ins: list[Spec], results: list[Spec]) -> tuple:
             return self._adjoint_target(ins, results, n, wrt, of), results, aliases
 
-        grads = self._bind(resolve, operands, ins, results, rule, False)[len(of) :]
+        grads = self._bind(resolve, operands, results, rule)[len(of) :]
         found = {i: _sharded_like(grad, jax.typeof(args[i])) for i, grad in zip(wrt, grads, strict=True)}
         return tuple(found[i] if i in found else np.zeros(x.shape, jax.dtypes.float0) for i, x in enumerate(args))
 
