@@ -1073,7 +1073,3158 @@ class _Wrapper:
     def _array_parameters(self) -> Sequence[str]:
         return self.parameters
 
-    def _check_callables(where: str, functions: Sequence[Any]) -> None:
+    def _check_names(self, option: str, names: list[str]) -> None:
+        for name in names:
+            if name not in (known := self._array_parameters()) or names.count(name) > 1:
+                raise ValueError(
+                    f"{option}={names}: {name!r} must be the name of an array parameter, given once; kernel "
+                    f"{_python(self.kernel).__name__!r} has {', '.join(known)}"
+                )
+
+    def _is_input(self, name: str, value: Any) -> bool:
+        return _is_spec(value) or hasattr(value, "__jax_array__") or hasattr(value, "__dlpack__")
+
+    def _variant(self, keywords: tuple[str, ...], static: dict[str, Any]) -> _Wrapper:
+        if not keywords and not static:
+            return self
+        key = keywords, self._static_key(static)
+        known = self.variants.get(key)
+        return known or self.variants.keep(key, type(self)(self.kernel, self.options, keywords, static))
+
+    def _static_key(self, static: dict[str, Any]) -> Any:
+        """What tells one set of static arguments from another; raises for those that cannot be."""
+        for name, value in static.items():
+            what = f"{self.__name__}: the keyword argument {name!r} is no array: a constant of the compiled kernel"
+            _check_hashable(value, what, "Pass a tuple, or an array")
+        return frozenset(_tagged_items(static))
+
+    def __repr__(self) -> str:
+        return f"<{self.decorator} {self.__name__}>"
+
+    def __deepcopy__(self, memo: Any) -> _Wrapper:
+        return self  # it does not change
+
+    def _trace(self, *args: Any) -> Any:
+        ins = _input_specs(args)
+        outs, tree = _flat_specs(self._for_inputs(self.options.outs, ins), "outs", ins)
+        if self.rule:
+            self.rule.check(ins, outs)
+        effect = bool(self.options.has_side_effect)
+        return jax.tree_util.tree_unflatten(tree, self._bind(type(self)._resolve, args, outs, self.rule, effect))
+
+    def _bind(self, resolve: Callable[..., tuple], args: Any, outs: Any, rule: Any, effect: bool = False) -> list:
+        """Bind the primitive for what `resolve(self, ins, outs)` finds: a target, its outputs and aliases."""
+        ins = _input_specs(args)
+        target, every, aliases = resolve(self, ins, outs)
+        if rule:  # JAX's caches will hold what a shard needs of this wrapper, but not the functions they are keyed by
+            bare = object.__new__(type(self))
+            vars(bare).update(
+                {name: x for name, x in vars(self).items() if name not in ("_jitted", "_vjp", "variants")}
+            )
+            target = dataclasses.replace(target, localize=functools.partial(resolve, bare))
+        params = {"outs": tuple((s.shape, s.dtype) for s in every), "aliases": aliases, "has_side_effect": effect}
+        rule = rule or _ShardingRule.whole(ins, outs)
+        return _bind_call(*_make_varying(args), target=target, rule=rule, **params)[: len(outs)]
+
+    def _resolve(self, ins: list[Spec], outs: list[Spec]) -> tuple[_Target, list[Spec], tuple]:
+        """The target of a call, its outputs with those that are not returned, and its aliases."""
+        scratch = _flat_specs(self._for_inputs(self.options.scratch, ins), "scratch", ins)[0]
+        shared = self._aliases(len(ins))
+        aliases = _check_aliases(shared, ins, outs)
+        target = self._find_target(ins, outs + scratch)
+        every = outs + scratch
+        for i in target.copy_inputs:  # a hidden output in the place of the input: XLA copies what it must keep
+            if i not in shared:
+                aliases += ((i, len(every)),)
+                every = [*every, ins[i]]
+        return target, every, aliases
+
+    def _for_inputs(self, option: Any, ins: Sequence[Spec]) -> Any:
+        """The value of an option that may be a callable of the inputs, and of the static arguments that it names."""
+        if not callable(option) or not self.static:
+            return option(*ins) if callable(option) else option
+        args, named = list(ins), {}
+        for i, parameter in enumerate(inspect.signature(option).parameters.values()):
+            if parameter.name in self.static and parameter.kind is parameter.KEYWORD_ONLY:
+                named[parameter.name] = self.static[parameter.name]
+            elif parameter.name in self.static:
+                args.insert(i, self.static[parameter.name])
+        return option(*args, **named)
+
+    def _input_names(self, n: int) -> list[str]:
+        """The parameters that the `n` inputs of a call go to, as far as they have names."""
+        free = [name for name in self.parameters if name not in self.static]
+        return [*free[: n - len(self.keywords)], *self.keywords]
+
+    def _input_number(self, option: str, name: str | int, n: int) -> int:
+        """The number, among the `n` inputs of a call, of the one that an option names."""
+        names: Sequence[str | int] = self._input_names(n)
+        if isinstance(name, int):
+            return name
+        if name not in names:
+            raise ValueError(
+                f"{option}: {name!r} is not the name of an input of {self.__name__!r}; this call has {names}"
+            )
+        return names.index(name)
+
+    def _in_outs(self, n: int) -> list[int]:
+        """The inputs that are returned too, in the kernel's order: the first outputs start with them."""
+        return sorted(self._input_number("in_out_argnames", name, n) for name in self.options.in_out_argnames or ())
+
+    def _aliases(self, n: int) -> dict[int, int]:
+        """Which output starts with which of `n` inputs."""
+        given = self.options.aliases()
+        numbers = {self._input_number("input_output_aliases", i, n): j for i, j in given.items()}
+        return numbers | {i: j for j, i in enumerate(self._in_outs(n))}
+
+    def _find_target(self, ins: list[Spec], outs: list[Spec]) -> _Target:
+        """Check the kernel against the call and name its target; `outs` ends with the scratch buffers."""
+        raise NotImplementedError
+
+    def _check_dtypes(self, ins: list[Spec], outs: list[Spec], allowed: frozenset[str], refused: str) -> None:
+        for what, specs in (("input", ins), ("output", outs)):
+            for i, spec in enumerate(specs):
+                if np.dtype(spec.dtype).name not in allowed:
+                    raise TypeError(
+                        f"{self.decorator} {self.__name__!r}: {what} {i} is {_show(spec)}, a dtype {refused}; cast it, "
+                        "e.g. x.astype(jnp.float32)"
+                    )
+
+
+# ======================================================================================================
+# The native handler: LLVM for `XLA_FFI_Error* handler(XLA_FFI_CallFrame*)`, compiled by Numba.
+# ======================================================================================================
+
+
+@dataclasses.dataclass(frozen=True)
+class _Signature:
+    """The buffers that a handler expects, inputs then outputs, as the kernel sees them (without batch)."""
+
+    label: str
+    n_in: int
+    dtypes: tuple[np.dtype, ...]
+    ranks: tuple[int, ...]
+
+    @classmethod
+    def of(cls, label: str, ins: Sequence[Spec], outs: Sequence[Spec]) -> _Signature:
+        specs = [*ins, *outs]
+        return cls(label, len(ins), tuple(np.dtype(s.dtype) for s in specs), tuple(len(s.shape) for s in specs))
+
+    def __str__(self) -> str:
+        shown = [f"{dtype.name}[{','.join(':' * rank)}]" for dtype, rank in zip(self.dtypes, self.ranks, strict=True)]
+        return f"({', '.join(shown[: self.n_in])}) -> ({', '.join(shown[self.n_in :])})"
+
+
+class _Array(NamedTuple):
+    """One buffer of a slice, as LLVM values: its address (i8*), the kernel's dimensions, and strides in bytes (i64)."""
+
+    pointer: Any
+    dims: list[Any]
+    strides: list[Any]
+
+
+class _Emitter:
+    """The part of a handler that differs between backends: how one slice is run.
+
+    with emitter.enter(handler) as run:  # writes what all slices share
+        run(arrays)                      # writes one slice, inside the handler's loop
+    # here it has written what is to be done after the last slice, and after a failed one
+    """
+
+    traits = 0
+    lock = 0  # the address of a lock to hold while slices run
+    attributes: tuple[str, ...] = ()  # the names of those that calls have
+    host_memory = True  # the buffers lie in the memory of the host
+    hidden_outputs = False  # True: more outputs may follow those of the signature, which the kernel does not see
+
+    def enter(self, handler: _Handler) -> contextlib.AbstractContextManager[Callable[[list[_Array]], None]]:
+        raise NotImplementedError
+
+
+def _compile_handler(signature: _Signature, emitter: _Emitter) -> tuple[int, Any]:
+    """Compile a handler; returns its address and the object that owns its machine code.
+
+    The LLVM goes to Numba's code generator directly: `numba.cfunc` around an intrinsic would do, at twice the time.
+    The passes that Numba runs on each function before those on the module are skipped: a fifth of the time, and
+    the module's passes give the same code without them.
+    """
+    from numba.core.compiler_lock import global_compiler_lock
+    from numba.core.registry import cpu_target
+
+    with global_compiler_lock:
+        context = cpu_target.target_context
+        context.refresh()
+        library = context.codegen().create_library(f"xla_kernels.{signature.label}")
+        library._optimize_functions = lambda module: None
+        module = library.create_ir_module(signature.label)
+        name = f"xla_kernels_{os.urandom(8).hex()}"  # symbols must differ within Numba's execution engine
+        _Handler(context, module, name, signature, emitter)
+        library.add_ir_module(module)
+        library.finalize()
+        return library.get_pointer_to_function(name), (library, emitter)
+
+
+class _Handler:
+    """Writes the LLVM function of one handler.
+
+    It answers XLA's handshake, checks the buffers against the signature, and runs the kernel for each
+    slice of the batch: dimensions in front of the kernel's own.  A buffer whose batch dimension has
+    size 1 gives the same slice to all.
+    """
+
+    def __init__(self, context: Any, module: Any, name: str, signature: _Signature, emitter: _Emitter) -> None:
+        from llvmlite import ir
+        from numba.core import cgutils
+
+        self.ir, self.cgutils, self.context = ir, cgutils, context
+        self.signature, self.emitter = signature, emitter
+        self.i8p, self.i64, self.i32 = ir.IntType(8).as_pointer(), ir.IntType(64), ir.IntType(32)
+        self.function = ir.Function(module, ir.FunctionType(self.i8p, [self.i8p]), name)
+        self.builder = ir.IRBuilder(self.function.append_basic_block("entry"))
+        self.frame = self.function.args[0]
+        self._answer_handshake()
+        self._skip_other_stages()
+        self.error = cgutils.alloca_once_value(self.builder, self.null)
+        with self.scope():
+            self._run_slices(self._read_buffers())
+        self.builder.ret(self.builder.load(self.error))
+
+    # -- small tools ------------------------------------------------------------------------------------
+
+    @property
+    def null(self) -> Any:
+        return self.ir.Constant(self.i8p, None)
+
+    def int64(self, value: int) -> Any:
+        return self.ir.Constant(self.i64, value)
+
+    def address(self, value: int) -> Any:
+        return self.builder.inttoptr(self.int64(value), self.i8p)
+
+    def field(self, pointer: Any, struct: Any, path: str) -> Any:
+        """A typed pointer to a (nested) field of a C struct; offsets come from the ctypes mirror."""
+        offset = 0
+        for name in path.split("."):
+            offset += getattr(struct, name).offset
+            struct = dict(struct._fields_)[name]
+        kind = self.i8p if struct is _PTR else self.ir.IntType(8 * ctypes.sizeof(struct))
+        return self.builder.bitcast(self.builder.gep(pointer, [self.int64(offset)]), kind.as_pointer())
+
+    def load(self, pointer: Any, struct: Any, path: str) -> Any:
+        return self.builder.load(self.field(pointer, struct, path))
+
+    def store(self, value: Any, pointer: Any, struct: Any, path: str) -> None:
+        slot = self.field(pointer, struct, path)
+        if isinstance(value, int):
+            value = self.ir.Constant(slot.type.pointee, value)
+        self.builder.store(value, slot)
+
+    def new_struct(self, struct: Any) -> Any:
+        """A struct on the stack, zeroed, with its size filled in."""
+        raw = self.cgutils.alloca_once(self.builder, self.ir.ArrayType(self.i64, -(-ctypes.sizeof(struct) // 8)))
+        self.builder.store(self.ir.Constant(raw.type.pointee, None), raw)
+        pointer = self.builder.bitcast(raw, self.i8p)
+        self.store(ctypes.sizeof(struct), pointer, struct, "struct_size")
+        return pointer
+
+    def item(self, pointer: Any, index: Any, kind: Any) -> Any:
+        """`((kind*)pointer)[index]`."""
+        index = self.int64(index) if isinstance(index, int) else index
+        return self.builder.load(self.builder.gep(self.builder.bitcast(pointer, kind.as_pointer()), [index]))
+
+    def call_c(self, function: Any, result: Any, args: Sequence[Any]) -> Any:
+        """Call a C function given by address (an int or an i8*)."""
+        kind = self.ir.FunctionType(result, [arg.type for arg in args])
+        pointer = self.address(function) if isinstance(function, int) else function
+        return self.builder.call(self.builder.bitcast(pointer, kind.as_pointer()), list(args))
+
+    def api(self, name: str, args: Any) -> Any:
+        """Call a function of XLA's API table; returns an XLA_FFI_Error* or null."""
+        table = self.load(self.frame, XLA_FFI_CallFrame, "api")
+        return self.call_c(self.load(table, XLA_FFI_Api, f"XLA_FFI_{name}"), self.i8p, [args])
+
+    def attribute(self, name: str) -> Any:
+        """The address (i8*) of the integers of a call's attribute; XLA sorts attributes by name."""
+        attrs = self.load(self.frame, XLA_FFI_CallFrame, "attrs.attrs")
+        index = sorted(self.emitter.attributes).index(name)
+        return self.load(self.item(attrs, index, self.i8p), XLA_FFI_Array, "data")
+
+    def row_major(self, dims: list[Any], unit: int) -> list[Any]:
+        """The strides of an array whose elements are `unit` long."""
+        strides = [self.int64(unit)]
+        for n in reversed(dims[1:]):
+            strides.insert(0, self.builder.mul(strides[0], n))
+        return strides[: len(dims)]
+
+    def text(self, message: str) -> Any:
+        return self.context.insert_const_string(self.builder.module, message)
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """Code that a failure leaves for what follows the scope."""
+        outside = getattr(self, "end", None)
+        self.end = end = self.builder.append_basic_block("end")
+        yield
+        self.builder.branch(end)
+        self.builder.position_at_end(end)
+        self.end = outside
+
+    @contextlib.contextmanager
+    def locked(self, lock: int) -> Iterator[None]:
+        """Code that holds a lock of CPython, which can be taken without the GIL; 0 is none."""
+        if lock:
+            self.call_c(_symbol("PyThread_acquire_lock"), self.i32, [self.address(lock), self.i32(1)])
+        yield
+        if lock:
+            self.call_c(_symbol("PyThread_release_lock"), self.ir.VoidType(), [self.address(lock)])
+
+    def leave(self, error: Any) -> None:
+        """Return an XLA_FFI_Error*, past the end of every scope; ends the current block."""
+        self.builder.store(error, self.error)
+        self.builder.branch(self.end)
+
+    def fail(self, message: Any, code: int = _ERROR_INTERNAL) -> None:
+        """Return an error with `message` (str or char*); ends the current block."""
+        args = self.new_struct(XLA_FFI_Error_Create_Args)
+        self.store(
+            self.text(message) if isinstance(message, str) else message, args, XLA_FFI_Error_Create_Args, "message"
+        )
+        self.store(code, args, XLA_FFI_Error_Create_Args, "errc")
+        self.leave(self.api("Error_Create", args))
+
+    def fail_if(self, condition: Any, message: Any, code: int = _ERROR_INVALID_ARGUMENT) -> None:
+        with self.builder.if_then(condition, likely=False):
+            self.fail(message, code)
+
+    # -- the parts of the handler -----------------------------------------------------------------------
+
+    def _answer_handshake(self) -> None:
+        """On registration XLA asks for the API version and traits, through an extension of the frame."""
+        builder, extension = self.builder, XLA_FFI_InternalExtension
+        slot = self.cgutils.alloca_once_value(builder, self.load(self.frame, XLA_FFI_CallFrame, "extension_start"))
+        test, body, answer, done = (builder.append_basic_block(name) for name in ("test", "walk", "answer", "call"))
+        builder.branch(test)
+        builder.position_at_end(test)
+        current = builder.load(slot)
+        builder.cbranch(self.cgutils.is_null(builder, current), done, body)
+        builder.position_at_end(body)
+        builder.store(self.load(current, extension, "next"), slot)
+        kind = self.load(current, extension, "type")
+        builder.cbranch(builder.icmp_signed("==", kind, kind.type(_EXTENSION_METADATA)), answer, test)
+        builder.position_at_end(answer)
+        metadata = self.load(current, XLA_FFI_Metadata_Extension, "metadata")
+        major, minor = _ffi_api_version()
+        self.store(major, metadata, XLA_FFI_Metadata, "api_version.major_version")
+        self.store(minor, metadata, XLA_FFI_Metadata, "api_version.minor_version")
+        self.store(self.emitter.traits, metadata, XLA_FFI_Metadata, "traits")
+        builder.ret(self.null)
+        builder.position_at_end(done)
+
+    def _skip_other_stages(self) -> None:
+        stage = self.load(self.frame, XLA_FFI_CallFrame, "stage")
+        with self.builder.if_then(self.builder.icmp_signed("!=", stage, stage.type(_STAGE_EXECUTE)), likely=False):
+            self.builder.ret(self.null)
+
+    def _read_buffers(self) -> list[Any]:
+        """The XLA_FFI_Buffer* of inputs and outputs, after a check of their number."""
+        expected = {"args": self.signature.n_in, "rets": len(self.signature.ranks) - self.signature.n_in}
+        buffers = []
+        for kind, count in expected.items():
+            size = self.load(self.frame, XLA_FFI_CallFrame, f"{kind}.size")
+            relation = "<" if kind == "rets" and self.emitter.hidden_outputs else "!="
+            self.fail_if(
+                self.builder.icmp_signed(relation, size, self.int64(count)), self._mismatch("number of buffers")
+            )
+            array = self.load(self.frame, XLA_FFI_CallFrame, f"{kind}.{kind}")
+            buffers += [self.item(array, i, self.i8p) for i in range(count)]
+        return buffers
+
+    def _mismatch(self, what: str) -> str:
+        return f"kernel '{self.signature.label}' was called with another {what} than {self.signature}"
+
+    def _run_slices(self, buffers: list[Any]) -> None:
+        """Run the kernel on every slice: an outer loop over all batch dimensions but the last, and one over that."""
+        builder, zero, one = self.builder, self.int64(0), self.int64(1)
+        kinds = zip(buffers, self.signature.dtypes, self.signature.ranks, strict=True)
+        views = [_View(self, buffer, dtype, rank) for buffer, dtype, rank in kinds]
+        depth = views[0].depth if views else zero
+        wrong = [view.mismatch(depth) for view in views] + [builder.icmp_signed("<", depth, zero)]
+        self.fail_if(functools.reduce(builder.or_, wrong), self._mismatch("rank or dtype"))
+        batched = builder.icmp_signed(">", depth, zero)
+        last = builder.sub(depth, one)
+        for view in views:
+            view.read_dims(depth, last, batched)
+        inner = functools.reduce(self._joint_size, [builder.load(view.inner) for view in views], one)
+        outer = self.cgutils.alloca_once_value(builder, one)
+        with self.cgutils.for_range_slice(builder, zero, last, one) as (d, _):
+            builder.store(builder.mul(builder.load(outer), self._batch_size(views, d)), outer)
+        self._use_huge_pages(views, builder.mul(builder.load(outer), inner))
+        strides = [self.row_major(view.dims, view.dtype.itemsize) for view in views]
+        with (
+            self.locked(self.emitter.lock),
+            self.scope(),
+            self.emitter.enter(self) as run,
+            self.scope(),
+            self.cgutils.for_range(builder, builder.load(outer)) as loop,
+        ):
+            self._seek(views, loop.index, last)
+            with self.cgutils.for_range(builder, inner):
+                run([_Array(builder.load(view.pointer), view.dims, n) for view, n in zip(views, strides, strict=True)])
+                for view in views:
+                    builder.store(builder.gep(builder.load(view.pointer), [view.step]), view.pointer)
+
+    def _use_huge_pages(self, views: list[_View], count: Any) -> None:
+        """Ask Linux for huge pages under large outputs, as NumPy does for its arrays.
+
+        XLA maps fresh memory for them; to fault it in by 4 KiB pages took 40 ms of the 43 ms of an add of
+        1e7 float32, with JAX's own operations as well.
+        """
+        if sys.platform != "linux" or not self.emitter.host_memory:
+            return
+        builder, page = self.builder, self.int64(4096)
+        for view in views[self.signature.n_in :]:
+            size = builder.mul(count, view.size)
+            with builder.if_then(builder.icmp_signed(">=", size, self.int64(_HUGE_PAGE_MIN)), likely=False):
+                start = builder.ptrtoint(view.data, self.i64)
+                skip = builder.sub(page, builder.urem(start, page))  # the range must start at a page
+                args = [builder.inttoptr(builder.add(start, skip), self.i8p), builder.sub(size, skip)]
+                self.call_c(_symbol("madvise"), self.i32, [*args, self.i32(_MADV_HUGEPAGE)])
+
+    def _joint_size(self, size: Any, dim: Any) -> Any:
+        """The size of a batch dimension given that of one more buffer: 1 goes with everything."""
+        return self.builder.select(self.builder.icmp_signed("==", dim, self.int64(1)), size, dim)
+
+    def _batch_size(self, views: list[_View], d: Any) -> Any:
+        return functools.reduce(self._joint_size, [view.dim(d) for view in views], self.int64(1))
+
+    def _seek(self, views: list[_View], index: Any, last: Any) -> None:
+        """Point every view at its first slice under the outer batch `index` (row-major over dims [0, last))."""
+        builder, one = self.builder, self.int64(1)
+        rest = self.cgutils.alloca_once_value(builder, index)
+        builder.store(index, rest)
+        for view in views:
+            builder.store(builder.load(view.inner), view.stride)
+            builder.store(self.int64(0), view.offset)
+        with self.cgutils.for_range_slice(builder, one, builder.add(last, one), one) as (i, _):
+            d = builder.sub(last, i)
+            size = self._batch_size(views, d)
+            position = builder.srem(builder.load(rest), size)
+            builder.store(builder.sdiv(builder.load(rest), size), rest)
+            for view in views:
+                view.advance(view.dim(d), position)
+        for view in views:
+            view.point()
+
+
+class _View:
+    """One buffer inside the handler: where the current slice lies and how to get to the next."""
+
+    def __init__(self, handler: _Handler, buffer: Any, dtype: np.dtype, rank: int) -> None:
+        self.handler, self.builder, self.buffer, self.rank = handler, handler.builder, buffer, rank
+        self.dtype = dtype
+        self.data = handler.load(buffer, XLA_FFI_Buffer, "data")
+        self.all_dims = handler.load(buffer, XLA_FFI_Buffer, "dims")
+        self.depth = self.builder.sub(handler.load(buffer, XLA_FFI_Buffer, "rank"), handler.int64(rank))
+        alloca = functools.partial(handler.cgutils.alloca_once_value, self.builder)
+        self.inner, self.stride, self.offset = (alloca(handler.int64(n)) for n in (1, 1, 0))
+        self.pointer = alloca(self.data)
+
+    def mismatch(self, depth: Any) -> Any:
+        kind = self.handler.load(self.buffer, XLA_FFI_Buffer, "dtype")
+        wrong_kind = self.builder.icmp_signed("!=", kind, kind.type(_XLA_FFI_DATA_TYPES[self.dtype.name]))
+        return self.builder.or_(wrong_kind, self.builder.icmp_signed("!=", self.depth, depth))
+
+    def dim(self, index: Any) -> Any:
+        return self.handler.item(self.all_dims, index, self.handler.i64)
+
+    def read_dims(self, depth: Any, last: Any, batched: Any) -> None:
+        """The kernel's dimensions, and the step in bytes along the last batch dimension."""
+        handler, builder = self.handler, self.builder
+        self.dims = [self.dim(builder.add(depth, handler.int64(j))) for j in range(self.rank)]
+        with builder.if_then(batched):
+            builder.store(self.dim(last), self.inner)
+        self.size = functools.reduce(builder.mul, self.dims, handler.int64(self.dtype.itemsize))
+        is_shared = builder.icmp_signed("==", builder.load(self.inner), handler.int64(1))
+        self.step = builder.select(is_shared, handler.int64(0), self.size)
+
+    def advance(self, dim: Any, position: Any) -> None:
+        """Add `position` steps along a batch dimension of size `dim` to the offset, counted in slices."""
+        builder, stride = self.builder, self.builder.load(self.stride)
+        is_shared = builder.icmp_signed("==", dim, self.handler.int64(1))
+        step = builder.select(is_shared, self.handler.int64(0), builder.mul(position, stride))
+        builder.store(builder.add(builder.load(self.offset), step), self.offset)
+        builder.store(builder.mul(stride, dim), self.stride)
+
+    def point(self) -> None:
+        offset = self.builder.mul(self.builder.load(self.offset), self.size)
+        self.builder.store(self.builder.gep(self.data, [offset]), self.pointer)
+
+
+class _Call(NamedTuple):
+    """A call of a handler, as Python sees it: its XLA_FFI_CallFrame and, on a GPU, its CUDA stream and device."""
+
+    frame: int
+    stream: int
+    ordinal: int
+
+    def attribute(self, name: str) -> int:
+        """The address of the integers of an attribute, as `_Handler.attribute`."""
+        attrs = XLA_FFI_CallFrame.from_address(self.frame).attrs
+        names = (ctypes.POINTER(XLA_FFI_ByteSpan) * attrs.size).from_address(attrs.names)
+        index = [ctypes.string_at(span[0].ptr, span[0].len).decode() for span in names].index(name)
+        return XLA_FFI_Array.from_address(_SIZE.from_address(attrs.attrs + 8 * index).value).data
+
+
+class _CallbackEmitter(_Emitter):
+    """Runs a slice by calling Python: for what cannot be native.  Takes the GIL on every call.
+
+    `body(pointers, dims, call)` gets the addresses and dimensions of the slice's buffers, inputs then
+    outputs; with a driver they are on a GPU.  What it raises becomes the error that the user sees.
+    """
+
+    def __init__(self, signature: _Signature, body: Callable[[list, list, _Call], None], driver: Any = None) -> None:
+        self.driver, self.host_memory = driver, driver is None
+        ranks = signature.ranks
+
+        def callback(frame: int, pointers: Any, dims: Any) -> int | None:
+            try:
+                *buffers, stream, ordinal = pointers[: len(ranks) + 2]
+                sizes = iter(dims[: sum(ranks)])
+                shapes = [tuple(next(sizes) for _ in range(rank)) for rank in ranks]
+                body(buffers, shapes, _Call(frame, stream, ordinal))
+            except BaseException as error:  # nothing may unwind into XLA
+                return _keep_message(error, signature.label)
+            return None
+
+        kind = ctypes.CFUNCTYPE(_PTR, _PTR, ctypes.POINTER(_I64), ctypes.POINTER(_I64))
+        self.callback = kind(callback)
+
+    @contextlib.contextmanager
+    def enter(self, handler: _Handler) -> Iterator[Callable[[list[_Array]], None]]:
+        place = _cuda_place(handler, self.driver) if self.driver else (handler.null, handler.int64(0))
+        yield functools.partial(self._call, handler, *place)
+
+    def _call(self, handler: _Handler, stream: Any, ordinal: Any, arrays: list[_Array]) -> None:
+        pointers = [*(array.pointer for array in arrays), stream]
+        addresses = [handler.builder.ptrtoint(pointer, handler.i64) for pointer in pointers] + [ordinal]
+        args = [self._array(handler, addresses), self._array(handler, [n for array in arrays for n in array.dims])]
+        target = ctypes.cast(self.callback, _PTR).value
+        message = handler.call_c(target, handler.i8p, [handler.frame, *args])
+        handler.fail_if(handler.cgutils.is_not_null(handler.builder, message), message, _ERROR_INTERNAL)
+
+    @staticmethod
+    def _array(handler: _Handler, values: list[Any]) -> Any:
+        array = handler.cgutils.alloca_once(handler.builder, handler.i64, size=max(1, len(values)))
+        for i, value in enumerate(values):
+            handler.builder.store(value, handler.builder.gep(array, [handler.int64(i)]))
+        return handler.builder.bitcast(array, handler.i8p)
+
+
+_MESSAGES: dict[int, Any] = {}  # by thread: a text must live until XLA has copied it
+
+
+def _keep_message(error: BaseException | None, label: str) -> int:
+    """The address of the text that the user should read in JAX's error.  Never raises: a C caller waits for it."""
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except BaseException:
+        text = f"{type(error).__name__} (its text cannot be shown)"
+    if error is None:  # Numba's object mode drops errors with the thread state
+        text = "an exception in object mode, whose text is lost"
+    text = f"{text[:10_000]} (raised in kernel '{label}')".replace("\0", "\\0")
+    _MESSAGES[threading.get_ident()] = message = ctypes.create_string_buffer(text.encode("utf-8", "replace"))
+    return ctypes.addressof(message)
+
+
+def _host_arrays(signature: _Signature, pointers: Sequence[int], dims: Sequence[tuple]) -> list[np.ndarray]:
+    """NumPy views of the slice's buffers in host memory; inputs are read-only."""
+    arrays = []
+    for i, (dtype, address, shape) in enumerate(zip(signature.dtypes, pointers, dims, strict=True)):
+        size = dtype.itemsize * math.prod(shape)
+        memory = (ctypes.c_char * size).from_address(address) if size else bytearray()
+        array = np.frombuffer(memory, np.uint8).view(dtype).reshape(shape)
+        array.flags.writeable = i >= signature.n_in
+        arrays.append(array)
+    return arrays
+
+
+# ======================================================================================================
+# Numba on CPU
+# ======================================================================================================
+
+_NUMBA_INSTALL = "pip install numba"
+_NUMBA_DTYPES = frozenset(
+    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float32 float64 complex64 complex128".split()
+)
+
+
+# Ways to write through a read-only array that Numba (0.61 to 0.68) does not refuse: functions, attributes, classes of
+# objects.  A kernel that names one gets copies of the inputs that LLVM does not find to be only read.
+_UNCHECKED_WRITERS = frozenset(
+    "asfortranarray ascontiguousarray ctypes Dict dot(out) fill_diagonal flat from_buffer GUFunc _Intrinsic "
+    "JitClassType List nan_to_num nditer StructRefProxy".split()
+)
+# In LLVM's text: Numba's threads, or a call of what the text does not hold: through a pointer, or of a Python function.
+_CALLS_OF_THREADS = re.compile(r"@numba_parallel_for\(|call [^@\n(]*(?:%[^\s(]+|inttoptr )\(|@PyObject_Call\w*\(")
+
+
+def numba_kernel(
+    kernel: Any = None,
+    outs: Any = None,
+    *,
+    vmap_method: str | None = None,
+    input_output_aliases: Mapping[int | str, int] | None = None,
+    in_out_argnames: Sequence[str] | None = None,
+    scalars: Sequence[str] | bool = False,
+    has_side_effect: bool = False,
+    scratch: Any = None,
+    sharding_rule: str | None = None,
+) -> Any:
+    """Make a Numba CPU kernel a JAX function.
+
+    The kernel is called as `kernel(in..., out..., scratch...)` with C-contiguous NumPy arrays, writes its
+    outputs and returns nothing; or it takes the inputs alone, 0-d ones as scalars, and returns the outputs.
+    Inputs are read-only.  XLA calls machine code: no Python, no GIL.  The result works under jit, scan, cond,
+    vmap, shard_map and export; `vmap` runs the kernel once per slice inside one call.  It has no derivative of
+    its own: see `XLACustomKernel` and `jax.custom_vjp`.
+
+    Arguments can be given by keyword.  One that is no array (`f(x, n=3)`) is a constant of the compiled kernel:
+    hashable, and each new value compiles again.  `outs` gets those that it has parameters for.
+
+    XLA may make equal calls once, also of a kernel that draws random numbers: `has_side_effect=True` keeps each.
+    What Numba keeps per thread (`np.random.seed`, `numba.set_num_threads`) is that of XLA's threads.
+
+    Args:
+      kernel: a function decorated with `numba.njit` (any options), `numba.vectorize` or `numba.guvectorize`, or a
+        plain function, which is jitted.  Without it, `numba_kernel(outs=...)` is a decorator.
+      outs: the outputs: a `jax.ShapeDtypeStruct` (anything with `.shape` and `.dtype`), a pytree of them,
+        or a callable of the inputs' `ShapeDtypeStruct`s that returns one.  Outputs are not initialized.
+      vmap_method: accepted for compatibility; every method gives the same, per-slice result.
+      input_output_aliases: `{i: j}`: output j starts with the value of input i and, where XLA can, in its
+        memory.  The array that the caller holds is never changed.  An input may be named instead.
+      in_out_argnames: names of parameters that are given a value, changed by the kernel and returned: they count as
+        inputs in the call and, in the kernel's order, as the first of `outs`.
+      scalars: the names of 0-d inputs that a kernel which writes takes as scalars, or True for all of them.
+      has_side_effect: True keeps the call even where its results are not used.
+      scratch: like `outs`: uninitialized buffers passed after the outputs and not returned.
+      sharding_rule: names of the dimensions of every input and output, as in `"i, i -> i"`, that lets `jax.jit`
+        split the call over a mesh: see `XLACustomKernel.def_sharding_rule`.  What `vmap` adds needs no rule.
+
+    Returns:
+      A function of arrays whose result has the structure of `outs`.
+
+    Raises:
+      TypeError: dtypes that Numba has no CPU arithmetic for (float16, bfloat16, float8, sub-byte), a wrong
+        number of arguments, a kernel that writes to an input or cannot be typed, results of another dtype or rank
+        than `outs` (64 bits may be declared as 32 where x64 is disabled).
+      ValueError: aliases out of range or of unequal shape or dtype, an unknown `vmap_method`, a sharding rule
+        that cannot be read or does not fit the call.
+      jax.errors.JaxRuntimeError: with the type and text of an exception that the kernel raised; jaxlib's fast path
+        for a function that is compiled already raises it as ValueError.  Also for a result of another shape than
+        `outs`.
+
+    Example:
+      >>> import jax.numpy as jnp, numba
+      >>> @numba.njit
+      ... def cumulative(x, out):
+      ...     total = 0.0
+      ...     for i in range(x.size):
+      ...         total += x[i]
+      ...         out[i] = total
+      >>> cumsum = numba_kernel(cumulative, outs=lambda x: x)
+      >>> cumsum(jnp.array([1.0, 2.0, 3.0])).tolist()
+      [1.0, 3.0, 6.0]
+      >>> hypot = numba_kernel(numba.njit(lambda x, y: (x * x + y * y) ** 0.5), outs=lambda x, y: x)
+      >>> hypot(jnp.array([3.0, 5.0]), y=jnp.array([4.0, 12.0])).tolist()
+      [5.0, 13.0]
+    """
+    return _wrap(_NumbaKernel, locals())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _NumbaOptions(_Options):
+    scalars: Sequence[str] | bool
+
+
+class _NumbaKernel(_Wrapper):
+    decorator = "numba_kernel"
+    options_type = _NumbaOptions
+
+    def __init__(self, kernel: Any, *args: Any) -> None:
+        if not isinstance(_python(kernel), types.FunctionType):
+            raise TypeError(
+                "numba_kernel takes a function decorated with numba.njit or a plain function; "
+                f"got {type(kernel).__name__} {kernel!r}"
+            )
+        super().__init__(kernel, *args)
+
+    def _is_input(self, name: str, value: Any) -> bool:
+        scalars = self.options.scalars
+        return super()._is_input(name, value) or (not isinstance(scalars, bool) and name in scalars)
+
+    def _find_target(self, ins: list[Spec], outs: list[Spec]) -> _Target:
+        numba = _import("numba", "numba_kernel", _NUMBA_INSTALL)
+        self._check_dtypes(ins, outs, _NUMBA_DTYPES, "for which Numba has no CPU arithmetic")
+        signature = _Signature.of(self.__name__, ins, outs)
+        forms = self._forms(signature)
+        how = (numba.__version__, numba.config.DISABLE_JIT, str(signature), str(forms), tuple(self.static.items()))
+        name = f"{__name__}.{self.__name__}.{_digest('numba', self.kernel, *how)}"
+        make = functools.partial(_compile_numba, self.kernel, signature, forms, self.static)
+        runs = f"numba_kernel {self.__name__!r} runs on the CPU; for GPUs there are numba_cuda_kernel and warp_kernel"
+        target = _Target(name, makes={"cpu": make}, runs=runs)
+        return dataclasses.replace(target, copy_inputs=target.register("cpu").copy_inputs)
+
+    def _forms(self, signature: _Signature) -> list[_Form]:
+        """The ways to call the function that its parameters allow: to write its outputs, or for what it returns."""
+        forms = [self._form(signature, returns=False)]
+        if self.options.scratch is None and len(signature.ranks) > signature.n_in + len(
+            self.options.in_out_argnames or ()
+        ):
+            forms.append(self._form(signature, returns=True))
+        fitting = [form for form in forms if form.fits(self.kernel)]
+        if not fitting:
+            raise TypeError(_wrong_arity(self, signature))
+        return fitting
+
+    def _form(self, signature: _Signature, returns: bool) -> _Form:
+        n, names, in_outs = signature.n_in, self._input_names(signature.n_in), self._in_outs(signature.n_in)
+        scalars = self.options.scalars
+        inputs = [f"b{i}" for i in range(n)]
+        for i, name in itertools.zip_longest(range(n), names):
+            if not signature.ranks[i] and (returns or scalars is True or (scalars and name in scalars)):
+                inputs[i] += "[()]"
+        for j, i in enumerate(in_outs):
+            inputs[i] = f"b{n + j}"
+        rest = range(n + len(in_outs), len(signature.ranks))
+        written = [] if returns else [f"b{k}" for k in rest]
+        results = tuple(rest) if returns else ()
+        if not self.keywords and not self.static:
+            return _Form((*inputs, *written), (), results)
+        named = dict(zip(names, inputs, strict=True)) | {name: f"static_{name}" for name in self.static}
+        free = [name for name in self.parameters if name not in named]
+        return _Form(tuple(written[len(free) :]), (*named.items(), *zip(free, written)), results)
+
+
+class _Form(NamedTuple):
+    """One way to call a function with the buffers b0, b1, ... of a call: inputs, then outputs and scratch."""
+
+    args: tuple[str, ...]
+    named: tuple[tuple[str, str], ...] = ()
+    results: tuple[int, ...] = ()  # the buffers for what it returns; without any it writes to its arguments
+
+    def fits(self, kernel: Any) -> bool:
+        with contextlib.suppress(TypeError):
+            inspect.signature(_python(kernel)).bind(*self.args, **dict(self.named))
+            return True
+        return False
+
+    def is_plain(self, n: int) -> bool:
+        return self == _Form(tuple(f"b{i}" for i in range(n)))
+
+    def caller(self, kernel: Any, static: Mapping[str, Any], n: int) -> Callable[..., Any]:
+        """`kernel` as a function of all `n` buffers."""
+        args = ", ".join([*self.args, *(f"{name}={value}" for name, value in self.named)])
+        return _function(f"return kernel({args})", n, kernel=kernel, **{f"static_{k}": v for k, v in static.items()})
+
+    def storer(self, call: Any, leaves: Sequence[tuple[str, int]], n: int) -> Callable[..., Any]:
+        """`call`, a function of all `n` buffers, with the leaves of what it returns stored into `results`."""
+        lines = ["result = call({buffers})"]
+        for (leaf, rank), k in zip(leaves, self.results, strict=True):
+            if rank:
+                text = f"'returned an array of shape', {leaf}.shape, 'where outs declares', b{k}.shape"
+                lines.append(f"if {leaf}.shape != b{k}.shape: raise ValueError({text})")
+            lines.append(f"b{k}[...] = {leaf}" if rank else f"b{k}[()] = {leaf}")
+        return _function("\n    ".join(lines), n, call=call)
+
+
+def _function(body: str, n: int, **namespace: Any) -> Callable[..., Any]:
+    """A function of the buffers b0, b1, ... with a body that may name them all as {buffers}."""
+    buffers = ", ".join(f"b{i}" for i in range(n))
+    exec(f"def adapter({buffers}):\n    {body.format(buffers=buffers)}", namespace)
+    return namespace["adapter"]
+
+
+def _import(module: str, user: str, install: str) -> Any:
+    import importlib
+
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f"{user} needs {module.partition('.')[0]}, which cannot be imported ({error}); install it: {install}"
+        ) from error
+
+
+def _wrong_arity(wrapper: _Wrapper, signature: _Signature) -> str:
+    function, n_in = _python(wrapper.kernel), signature.n_in
+    scratch = " and scratch buffers" if wrapper.options.scratch is not None else ""
+    takes = "kernel(in..., out...) must take them all, or the inputs alone and return the outputs"
+    names = [*wrapper._input_names(n_in), *(f"in{i}" for i in range(n_in))][:n_in]
+    outs = [f"out{j}" for j in range(len(signature.ranks) - n_in)]
+    return (
+        f"kernel {wrapper.__name__!r} takes the parameters {inspect.signature(function)}, but this call gives it "
+        f"{n_in} inputs and {len(outs)} outputs{scratch}: {takes}. Give what is no array by keyword, "
+        f"name in in_out_argnames what is both, or pass a function that calls it:\n\n"
+        f"    @numba.njit\n    def adapter({', '.join([*names, *outs])}):\n"
+        f"        {', '.join(f'{out}[...]' for out in outs)} = {wrapper.__name__}(...)"
+    )
+
+
+def _numba_array_types(signature: _Signature, *, readonly: bool) -> tuple[Any, ...]:
+    from numba import from_dtype
+    from numba import types as nbtypes
+
+    return tuple(
+        nbtypes.Array(from_dtype(dtype), rank, "C", readonly=readonly and i < signature.n_in)
+        for i, (dtype, rank) in enumerate(zip(signature.dtypes, signature.ranks, strict=True))
+    )
+
+
+def _compile_numba(kernel: Any, signature: _Signature, forms: list[_Form], static: Mapping[str, Any]) -> _Compiled:
+    """Compile the kernel for the signature, and the handler that calls it."""
+    import numba
+
+    if numba.config.DISABLE_JIT:  # plain Python, for prints and pdb
+        function = _in_python(forms[0], forms[0].caller(_python(kernel), static, len(signature.ranks)))
+        body = lambda pointers, dims, call: function(*_host_arrays(signature, pointers, dims))
+        emitter: _Emitter = _CallbackEmitter(signature, body)
+        return _Compiled(*_compile_handler(signature, emitter))
+    names = _names_read((kernel, *static.values()))
+    for form in forms:
+        try:
+            compile_ = functools.partial(_compile_call, form=form, static=static)
+            dispatcher, argtypes, unchecked = _compile_overload(kernel, signature, names, compile_)
+            overload = _compile_results(dispatcher, argtypes, signature, form)
+            break
+        except TypeError as error:
+            if form is forms[-1] and form.results:
+                n = len(signature.ranks) - signature.n_in
+                raise TypeError(
+                    f"kernel {signature.label!r} takes as many arguments as this call has inputs ({signature.n_in} "
+                    f"inputs and {n} outputs), so it must return the outputs, or have a parameter for each: {error}"
+                ) from error
+            if form is forms[-1]:
+                raise
+    emitter = _NumbaEmitter(signature.label, overload, argtypes)
+    emitter.hidden_outputs, emitter.uses_python = unchecked, "objmode" in names
+    copy_inputs = _not_only_read(overload, signature) if unchecked else ()
+    return _Compiled(*_compile_handler(signature, emitter), copy_inputs=copy_inputs)
+
+
+def _in_python(form: _Form, call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call` of all buffers as plain Python, with what it returns stored where its form says."""
+
+    def stored(*buffers: Any) -> None:
+        result = call(*buffers)
+        for k, leaf in zip(form.results, jax.tree_util.tree_leaves(result), strict=True):
+            if np.shape(leaf) != buffers[k].shape:
+                raise ValueError("returned an array of shape", np.shape(leaf), "where outs declares", buffers[k].shape)
+            buffers[k][...] = leaf
+
+    return stored if form.results else call
+
+
+def _compile_results(dispatcher: Any, argtypes: tuple, signature: _Signature, form: _Form) -> Any:
+    """What Numba compiled, after a check of what it returns, with that stored into the outputs."""
+    import numba
+
+    returned = dispatcher.overloads[argtypes].signature.return_type
+    if not form.results:
+        if str(returned) == "none":
+            return dispatcher.overloads[argtypes]
+        raise TypeError(
+            f"kernel {signature.label!r} returns {returned}; a kernel writes to its output arrays and returns nothing "
+            "(a function that returns takes the inputs alone)"
+        )
+    leaves = _returned_leaves(returned)
+    declared = [(signature.dtypes[k], signature.ranks[k]) for k in form.results]
+    if len(leaves) != len(declared) or not all(map(_is_declared, (kind for _, kind in leaves), declared)):
+        shown = ", ".join(f"{dtype.name}[{','.join(':' * rank)}]" for dtype, rank in declared)
+        raise TypeError(f"it returns {returned}, where outs declares {shown}: declare that, or convert there")
+    ranks = [(leaf, rank) for (leaf, _), (_, rank) in zip(leaves, declared, strict=True)]
+    stored = numba.njit(form.storer(dispatcher, ranks, len(argtypes)))
+    stored.compile(argtypes)
+    return stored.overloads[argtypes]
+
+
+def _returned_leaves(kind: Any, where: str = "result") -> list[tuple[str, Any]]:
+    """The scalars and arrays in what a function returns: an expression for each, and its Numba type."""
+    from numba import types as nbtypes
+
+    if isinstance(kind, nbtypes.BaseTuple):
+        return [leaf for i, item in enumerate(kind) for leaf in _returned_leaves(item, f"{where}[{i}]")]
+    return [(f"{where}[()]" if getattr(kind, "ndim", None) == 0 else where, nbtypes.unliteral(kind))]
+
+
+def _is_declared(kind: Any, declared: tuple[np.dtype, int]) -> bool:
+    """Whether a result has the declared dtype and rank; where x64 is disabled, 64 bits are declared as 32."""
+    from numba.core.errors import NumbaNotImplementedError
+    from numba.np.numpy_support import as_dtype
+
+    try:
+        dtype = np.dtype(as_dtype(getattr(kind, "dtype", kind)))
+    except (NotImplementedError, NumbaNotImplementedError):  # neither is the other
+        return False
+    return declared[0] in (dtype, jax.dtypes.canonicalize_dtype(dtype)) and declared[1] == getattr(kind, "ndim", 0)
+
+
+def _compile_overload(
+    kernel: Any, signature: _Signature, names: frozenset[str], compile_: Callable[[Any, tuple], Any]
+) -> tuple[Any, Any, bool]:
+    """The kernel's dispatcher, compiled, its array types, and whether these leave open that it writes to an input.
+
+    Read-only inputs make Numba refuse a kernel that writes to one.  What names writable arrays (explicit
+    signatures, `locals`, `overload`s) may refuse them for another reason: then the kernel gets those.
+    """
+    readonly, plain = (_numba_array_types(signature, readonly=flag) for flag in (True, False))
+    explicit = not getattr(kernel, "_can_compile", True)
+    refused = f"Numba cannot compile kernel {signature.label!r} for {signature}"
+    try:
+        if explicit:  # Numba's own error if no signature fits
+            compile_(kernel, plain)
+        return compile_(_fresh_dispatcher(kernel), readonly), readonly, bool(names & _UNCHECKED_WRITERS)
+    except Exception as error:
+        try:
+            dispatcher = compile_(kernel if explicit else _fresh_dispatcher(kernel), plain)
+        except Exception:
+            raise TypeError(f"{refused}{_hint(kernel, error)}:\n{str(error) or type(error).__name__}") from error
+        if "Cannot modify readonly array" not in str(error):
+            return dispatcher, plain, True
+        raise TypeError(
+            f"{refused}; its inputs are read-only, because JAX may share them: write to an output, name what it "
+            f"changes in in_out_argnames, or use input_output_aliases to start with an input's value:\n{error}"
+        ) from error
+
+
+def _not_only_read(overload: Any, signature: _Signature) -> tuple[int, ...]:
+    """The inputs that LLVM does not find to be only read: through what the kernel is given, as far as it can follow."""
+    try:
+        arguments = list(overload.library._final_module.get_function(overload.fndesc.llvm_func_name).arguments)
+    except (AttributeError, NameError):  # loaded from Numba's cache, which keeps no LLVM
+        return tuple(range(signature.n_in))
+    # the results' addresses, then per array: meminfo, parent, nitems, itemsize, data, shape, strides
+    data = itertools.accumulate((5 + 2 * rank for rank in signature.ranks), initial=6)
+    found = [arguments[position].attributes for _, position in zip(range(signature.n_in), data)]
+    return tuple(i for i, attributes in enumerate(found) if not {b"readonly", b"readnone"} & set(attributes))
+
+
+def _hint(kernel: Any, error: Exception) -> str:
+    """What to do about a kernel that Numba cannot type for arrays as JAX makes them."""
+    explicit = [str(s) for s in getattr(kernel, "nopython_signatures", ())]
+    if not getattr(kernel, "_can_compile", True) and not jax.config.jax_enable_x64 and "64" in str(explicit):
+        return f"; its signatures {explicit} have 64 bits, which JAX's arrays have where jax_enable_x64 is set"
+    if "0d, C" in str(error):
+        return "; a 0-d input is a 0-d array: read it as n[()], or name it in scalars="
+    return ""
+
+
+def _fresh_dispatcher(kernel: Any) -> Any:
+    """A new dispatcher with the kernel's options, so that its globals and helpers are read as they are now."""
+    import numba
+
+    if isinstance(kernel, types.FunctionType):
+        return numba.njit(kernel)
+    if builder := getattr(kernel, "gufunc_builder", None):
+        signatures = [] if kernel.is_dynamic else [builder._sigs]
+        return numba.guvectorize(*signatures, builder.signature, **builder.targetoptions)(builder.py_func)
+    if isinstance(kernel, np.ufunc) or not hasattr(kernel, "py_func"):  # numba.vectorize
+        signatures = [list(kernel._dispatcher.overloads)] if kernel._frozen else []
+        return numba.vectorize(*signatures, **kernel._dispatcher.targetoptions)(kernel._dispatcher.py_func)
+    pipeline = kernel._compiler.pipeline_class
+    fresh = type(kernel)(kernel.py_func, kernel.locals, dict(kernel.targetoptions), pipeline_class=pipeline)
+    if kernel.stats.cache_path is not None:
+        fresh.enable_caching()
+    return fresh
+
+
+def _compile_call(dispatcher: Any, argtypes: tuple, form: _Form, static: Mapping[str, Any]) -> Any:
+    """Compile a call with buffers of these types: of the dispatcher itself where it takes them as they are."""
+    import numba
+
+    kinds = [p.kind for p in inspect.signature(_python(dispatcher)).parameters.values()]
+    simple = len(kinds) == len(argtypes) and set(kinds) <= {inspect.Parameter.POSITIONAL_OR_KEYWORD}
+    if not simple or not form.is_plain(len(argtypes)) or not getattr(dispatcher, "_can_compile", False):
+        dispatcher = numba.njit(form.caller(dispatcher, static, len(argtypes)))
+    with warnings.catch_warnings():  # a kernel that parallel=True finds nothing to do in is no news here
+        warnings.simplefilter("ignore", numba.NumbaPerformanceWarning)
+        dispatcher.compile(argtypes)
+    return dispatcher
+
+
+def _numba_content(obj: Any) -> tuple | None:
+    """What defines one of Numba's objects: the Python function, the options, and last its explicit signatures."""
+    if hasattr(obj, "py_func"):  # jit and cuda.jit
+        explicit = [] if getattr(obj, "_can_compile", True) else [str(s) for s in obj.nopython_signatures]
+        pipeline = getattr(getattr(obj, "_compiler", None), "pipeline_class", None)
+        return obj.py_func, getattr(obj, "targetoptions", None), getattr(obj, "locals", None), pipeline, explicit
+    if hasattr(obj, "gufunc_builder"):  # guvectorize
+        builder = obj.gufunc_builder
+        return builder.py_func, str(builder.signature), builder.targetoptions, [str(s) for s in builder._sigs]
+    if hasattr(obj, "_dispatcher"):  # vectorize
+        return obj._dispatcher.py_func, obj._dispatcher.targetoptions, getattr(obj, "types", None), []
+    if hasattr(obj, "_defn"):  # intrinsic
+        return obj._defn, []
+    if hasattr(obj, "_pyfunc"):  # cfunc
+        return obj._pyfunc, [str(obj._sig)]
+    if hasattr(obj, "mangling_args"):  # a Numba type
+        return str(obj), []
+    return None
+
+
+def _numba_overloads(function: Any) -> list[Any]:
+    """What `numba.extending.overload` gave a function, which kernels run in the place of its body."""
+    if "numba.extending" not in sys.modules:
+        return []
+    from numba.core.compiler_lock import global_compiler_lock
+    from numba.core.registry import cpu_target
+
+    context = cpu_target.typing_context
+    with global_compiler_lock:
+        context.refresh()
+        try:
+            templates = getattr(context.resolve_value_type(function), "templates", ())
+        except (TypeError, ValueError):  # a function like any other
+            return []
+    return [template._overload_func for template in templates if hasattr(template, "_overload_func")]
+
+
+def _thread_lock(overload: Any) -> int:
+    """The lock to hold while the kernel runs, or 0.
+
+    Numba's workqueue threading layer aborts the process when two threads enter it; omp and tbb do not.
+    """
+    import numba
+
+    with contextlib.suppress(ValueError):  # which layer it is, only the start of the threads decides
+        if numba.threading_layer() != "workqueue":
+            return 0
+    if not _may_use_threads(overload):
+        return 0
+    numba.get_num_threads()  # starts them
+    if numba.threading_layer() != "workqueue":
+        return 0
+    return _native_lock("workqueue_lock")
+
+
+def _may_use_threads(overload: Any) -> bool:
+    """Whether the kernel, or anything that it calls, may run on Numba's threads."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        try:
+            functions = overload.library.get_llvm_str().split("\ndefine ")[1:]
+        except UserWarning:  # loaded from Numba's cache, which keeps no LLVM
+            return True
+    wrappers = re.compile(r'[^(]*@"?(_ZN7cpython|cfunc\.)')  # for calls from Python and C
+    return any(_CALLS_OF_THREADS.search(text) for text in functions if not wrappers.match(text))
+
+
+def _symbol(name: str) -> int:
+    return ctypes.cast(getattr(ctypes.pythonapi, name), _PTR).value or 0
+
+
+class _NumbaEmitter(_Emitter):
+    """Calls a function compiled by Numba, by address."""
+
+    uses_python = False  # object mode drops an exception with the thread's Python state, unless one is held for it
+
+    def __init__(self, label: str, overload: Any, argtypes: tuple) -> None:
+        self.overload, self.argtypes = overload, argtypes
+        self.entry = overload.library.get_pointer_to_function(overload.fndesc.llvm_func_name)
+        self.lock = _thread_lock(overload)
+
+        def report(error: int | None) -> int:
+            return _keep_message(ctypes.cast(error, ctypes.py_object).value if error else None, label)
+
+        self.report = ctypes.CFUNCTYPE(_PTR, _PTR)(report)
+
+    @contextlib.contextmanager
+    def enter(self, handler: _Handler) -> Iterator[Callable[[list[_Array]], None]]:
+        if self.uses_python:
+            gil = handler.call_c(_symbol("PyGILState_Ensure"), handler.i32, [])
+            state = handler.call_c(_symbol("PyEval_SaveThread"), handler.i8p, [])
+        yield functools.partial(self._call, handler)
+        if self.uses_python:
+            handler.call_c(_symbol("PyEval_RestoreThread"), handler.ir.VoidType(), [state])
+            handler.call_c(_symbol("PyGILState_Release"), handler.ir.VoidType(), [gil])
+
+    def _call(self, handler: _Handler, arrays: list[_Array]) -> None:
+        from numba.core import types as nbtypes
+
+        builder, conv = handler.builder, handler.context.call_conv
+        values = [self._value(handler, kind, array) for kind, array in zip(self.argtypes, arrays, strict=True)]
+        kind = conv.get_function_type(nbtypes.none, self.argtypes)
+        entry = builder.inttoptr(handler.int64(self.entry), kind.as_pointer())
+        status, _ = conv.call_function(builder, entry, nbtypes.none, self.argtypes, values)
+        with builder.if_then(status.is_error, likely=False):
+            handler.fail(self._message(handler, status))
+
+    @staticmethod
+    def _value(handler: _Handler, array_type: Any, array: _Array) -> Any:
+        """Numba's value for an array, a struct that is built without memory."""
+        builder, ir, model = handler.builder, handler.ir, handler.context.data_model_manager[array_type]
+        kinds = dict(zip(model._fields, model.get_value_type().elements, strict=True))
+        fields = {name: ir.Constant(kinds[name], None) for name in ("meminfo", "parent")}
+        fields["itemsize"] = handler.int64(handler.context.get_abi_sizeof(kinds["data"].pointee))
+        fields["nitems"] = functools.reduce(builder.mul, array.dims, handler.int64(1))
+        fields["data"] = builder.bitcast(array.pointer, kinds["data"])
+        fields["shape"], fields["strides"] = (
+            handler.cgutils.pack_array(builder, values, ty=handler.i64) for values in (array.dims, array.strides)
+        )
+        value = ir.Constant(model.get_value_type(), ir.Undefined)
+        for name, field in fields.items():
+            value = model.set(builder, value, field, name)
+        return value
+
+    def _message(self, handler: _Handler, status: Any) -> Any:
+        """Materialize the Python exception and let `report` turn it into text."""
+        builder, void = handler.builder, handler.ir.VoidType()
+        python = handler.context.get_python_api(builder)
+        gil = python.gil_ensure()
+        handler.context.call_conv.raise_error(builder, python, status)
+        parts = [handler.cgutils.alloca_once_value(builder, handler.null) for _ in range(3)]
+        handler.call_c(_symbol("PyErr_Fetch"), void, parts)
+        handler.call_c(_symbol("PyErr_NormalizeException"), void, parts)  # Python 3.11 may hand out bare values
+        report = ctypes.cast(self.report, _PTR).value
+        message = handler.call_c(report, handler.i8p, [builder.load(parts[1])])
+        for part in parts:
+            handler.call_c(_symbol("Py_DecRef"), void, [builder.load(part)])
+        python.gil_release(gil)
+        return message
+
+
+# ======================================================================================================
+# Numba CUDA
+# ======================================================================================================
+
+_CUDA_DTYPES = _NUMBA_DTYPES | {"float16"}
+_CUDA_BLOCKS = {2: (16, 16), 3: (8, 8, 4)}  # threads per block over launch_dims of two and three dimensions
+_CUDA_LIMITS = {"grid": (2**31 - 1, 65535, 65535), "block": (1024, 1024, 64)}  # the same on every CUDA device
+_CUDA_INSTALL = "pip install 'xla_kernels[cuda13]' (CUDA 12: [cuda12]), or numba-cuda-mlir[cu13] beside jax[cuda13]"
+_CUDA_TEST_TARGET = (9, 0)  # compute capability to compile for where there is no GPU
+# The simulator keeps the running kernel in globals, also in those of the kernel's module.
+_CUDASIM_LOCK: threading.RLock = vars(_STORE).setdefault("cudasim_lock", threading.RLock())
+
+
+def numba_cuda_kernel(
+    kernel: Any = None,
+    outs: Any = None,
+    *,
+    grid: Any = None,
+    block: Any = None,
+    launch_dims: Any = None,
+    threads_per_block: int = 256,
+    shared_mem: int = 0,
+    vmap_method: str | None = None,
+    input_output_aliases: Mapping[int, int] | None = None,
+    has_side_effect: bool = False,
+    scratch: Any = None,
+    sharding_rule: str | None = None,
+) -> Any:
+    """Make a Numba CUDA kernel a JAX function.
+
+    The kernel is called as `kernel(in..., out..., scratch...)` with row-major device arrays (inputs
+    read-only), writes its outputs and returns nothing.  It is launched by machine code on XLA's stream: no
+    Python, no GIL, and XLA may capture the launch in a CUDA graph.  Kernels compiled with `debug=True` and
+    cooperative kernels are launched through Python.  `vmap` launches the kernel once per slice.
+
+    With NUMBA_ENABLE_CUDASIM=1 (set before Numba is imported) kernels that `numba.cuda` compiles run in Python on
+    JAX's CPU backend.
+
+    Args:
+      kernel: a function decorated with `cuda.jit` of `numba` (numba-cuda) or of its successor, `numba_cuda_mlir`, or
+        a plain function, which is jitted: by the one whose `cuda` it reads, else by the successor, else by `numba`.
+        Without it, `numba_cuda_kernel(outs=..., launch_dims=...)` is a decorator.
+      outs, vmap_method, input_output_aliases, has_side_effect, scratch, sharding_rule: as for `numba_kernel`.
+      grid, block: blocks in the grid and threads in a block: ints or tuples of up to three (x, y, z).
+      launch_dims: instead of both, the number of threads, an int or a tuple of up to three, or a callable of
+        the inputs' `ShapeDtypeStruct`s that returns one.  Whole blocks cover it, so the kernel must guard the
+        edge (`if i < out.size`).  With no threads at all nothing is launched, and outputs are zeros.
+      threads_per_block: block size over one-dimensional `launch_dims`; two dimensions have blocks of 16x16,
+        three of 8x8x4.
+      shared_mem: bytes of dynamic shared memory, up to the device's opt-in maximum (48 KiB through Python).
+
+    Returns:
+      A function of arrays whose result has the structure of `outs`.
+
+    Raises:
+      TypeError: dtypes that Numba CUDA lacks, a wrong number of arguments, a kernel that writes to an input
+        or cannot be typed.
+      ValueError: neither or both launch forms, or one beyond CUDA's limits (1,024 threads in a block).
+      NotImplementedError: on a platform other than CUDA, without the simulator.
+      jax.errors.JaxRuntimeError: with CUDA's name for the error of a launch that failed.
+
+    Example:
+      >>> from numba import cuda
+      >>> @numba_cuda_kernel(outs=lambda x, y: x, launch_dims=lambda x, y: x.size)
+      ... def add(x, y, out):
+      ...     i = cuda.grid(1)
+      ...     if i < out.size:
+      ...         out[i] = x[i] + y[i]
+    """
+    return _wrap(_CudaKernel, locals())
+
+
+def numba_cuda_callable(
+    func: Any = None,
+    outs: Any = None,
+    *,
+    vmap_method: str | None = None,
+    input_output_aliases: Mapping[int, int] | None = None,
+    has_side_effect: bool = False,
+    scratch: Any = None,
+    sharding_rule: str | None = None,
+    command_buffer: bool = False,
+) -> Any:
+    """Make a Python function that launches Numba CUDA kernels a JAX function.
+
+    `func(in..., out..., scratch..., stream)` runs on every call, with device arrays and a stream of the package
+    whose `cuda` it reads, on XLA's memory, and the right device current.  It launches any number of kernels on
+    that stream (`kernel[grid, block, stream](...)`), writes the outputs and not the inputs, keeps no array, calls
+    no jax function, and need not synchronize.  What it raises reaches the user.  `vmap` calls it once per slice.
+
+    Args:
+      func: the function.  Without it, `numba_cuda_callable(outs=...)` is a decorator.
+      outs, vmap_method, input_output_aliases, has_side_effect, scratch, sharding_rule: as for `numba_kernel`;
+        `scratch` gives temporary buffers without an allocation.
+      command_buffer: True lets XLA capture the launches in a CUDA graph and replay them without calling
+        `func` again: only for functions that do nothing but launch kernels that are compiled already, the
+        same ones every time.
+
+    Returns:
+      A function of arrays whose result has the structure of `outs`.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as `numba_cuda_kernel`.
+      jax.errors.JaxRuntimeError: with the type and text of an exception that `func` raised.
+
+    Example:
+      >>> @numba_cuda_callable(outs=lambda x: x)
+      ... def scale_twice(x, out, stream):
+      ...     scale[out.size // 256 + 1, 256, stream](x, out)
+      ...     scale[out.size // 256 + 1, 256, stream](out, out)
+    """
+    return _wrap(_CudaCallable, locals())
+
+
+# -- launch configuration ------------------------------------------------------------------------------
+
+
+def _dim3(name: str, value: Any) -> tuple[int, int, int]:
+    """An int, or one to three of them, padded with ones."""
+    dims = value if isinstance(value, (tuple, list)) else (value,)
+    if not 1 <= len(dims) <= 3:
+        raise ValueError(f"{name} must be an int or a tuple of 1 to 3 ints; got {value!r}")
+    try:
+        x, y, z = (*map(operator.index, dims), 1, 1)[:3]
+    except TypeError:
+        raise TypeError(f"{name} must be an int or a tuple of 1 to 3 ints; got {value!r}") from None
+    return x, y, z
+
+
+def _check_dim3(name: str, dims: tuple[int, int, int]) -> None:
+    least = 0 if name == "grid" else 1
+    for axis, size, limit in zip("xyz", dims, _CUDA_LIMITS[name], strict=True):
+        if not least <= size <= limit:
+            raise ValueError(f"{name}.{axis} must be from {least} to {limit}; got {size} in {name}={dims}")
+    if name == "block" and math.prod(dims) > 1024:
+        raise ValueError(f"a CUDA block has at most 1024 threads; block={dims} has {math.prod(dims)}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _CudaOptions(_Options):
+    """Also how a kernel is launched."""
+
+    grid: Any
+    block: Any
+    launch_dims: Any
+    threads_per_block: int
+    shared_mem: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = [name for name in ("grid", "block", "launch_dims") if getattr(self, name) is not None]
+        if given not in (["grid", "block"], ["launch_dims"]):
+            raise ValueError(f"give either both grid and block, or launch_dims; got {' and '.join(given) or 'none'}")
+        if not 0 <= operator.index(self.shared_mem) < 2**31:
+            raise ValueError(f"shared_mem must be a number of bytes; got {self.shared_mem}")
+        if not isinstance(self.threads_per_block, (int, np.integer)):
+            raise TypeError(
+                f"threads_per_block must be an int; got {self.threads_per_block!r}; for blocks of another "
+                "shape give grid and block"
+            )
+        _check_dim3("block", _dim3("threads_per_block", self.threads_per_block))
+        if not callable(self.launch_dims):
+            self.resolve([])
+
+    def resolve(self, ins: Sequence[Spec]) -> tuple[int, ...]:
+        """Grid, block and shared memory as the seven integers that a handler reads."""
+        if self.launch_dims is None:
+            grid, block = _dim3("grid", self.grid), _dim3("block", self.block)
+        else:
+            dims = self.launch_dims(*ins) if callable(self.launch_dims) else self.launch_dims
+            sizes = _dim3("launch_dims", dims)
+            if min(sizes) < 0:
+                raise ValueError(f"launch_dims must not be negative; got {dims!r}")
+            rank = len(dims) if isinstance(dims, (tuple, list)) else 1
+            block = _dim3("threads_per_block", _CUDA_BLOCKS.get(rank, self.threads_per_block))
+            grid = tuple(-(-n // b) for n, b in zip(sizes, block, strict=True))  # type: ignore[assignment]
+        _check_dim3("grid", grid)
+        _check_dim3("block", block)
+        return (*grid, *block, operator.index(self.shared_mem))
+
+
+# -- wrappers ------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _CudaCode:
+    """What runs, and how it gets ready on each platform.  Knows no wrapper: see `_Target`."""
+
+    user: str  # the public function, for error messages
+    label: str
+    function: Any
+    command_buffer: bool | None = None  # None: a kernel; else a callable, and what its trait is
+
+    @property
+    def packages(self) -> list[_NumbaCuda]:
+        return _cuda_packages(self.function, self.user)
+
+    def digest(self) -> str:
+        target = *(package.module for package in self.packages), _cudasim()
+        with _CUDASIM_LOCK:  # a simulated kernel may be running with its globals replaced
+            return _digest(self.user, self.function, self.command_buffer, target)
+
+    def target(self, name: str, attrs: tuple, signature: _Signature) -> _Target:
+        simulated, who = _cudasim(), f"{self.user} {self.label!r} runs on"
+        make = lambda: _Compiled(
+            *_compile_handler(signature, self.emitter(signature, None if simulated else _CudaDriver()))
+        )
+        runs = (
+            f"{who} the CPU only where NUMBA_ENABLE_CUDASIM=1 is set; unset it"
+            if simulated
+            else f"{who} NVIDIA GPUs ({_CUDA_INSTALL}), and in Python on the CPU where NUMBA_ENABLE_CUDASIM=1 is set "
+            "before Numba is imported; or use numba_kernel there"
+        )
+        check = functools.partial(self.check, signature)
+        return _Target(name, attrs, makes={"cpu" if simulated else "cuda": make}, runs=runs, check=check)
+
+    def emitter(self, signature: _Signature, driver: _CudaDriver | None) -> _Emitter:
+        """The body of the handler; without a driver, for the simulator."""
+        if self.command_buffer is not None:
+            run = self._replayed if self.command_buffer else lambda arrays, stream, call: self.function(*arrays, stream)
+            emitter = _cuda_callback(self.packages[0].cuda, signature, run, driver)
+            emitter.traits = _COMMAND_BUFFER_COMPATIBLE if self.command_buffer else 0
+            return emitter
+        if driver is not None:
+            return self._compiled(lambda package: _cuda_emitter(package, self.function, signature, driver))
+        cuda = self.packages[0].cuda
+        return _cuda_callback(cuda, signature, _cuda_runner(cuda.jit(_python(self.function))), None)
+
+    def _compiled(self, compile_: Callable[[_NumbaCuda], Any]) -> Any:
+        """What the first package makes of the kernel that can compile it; else the first one's error."""
+        errors = []
+        for package in self.packages:
+            try:
+                return compile_(package)
+            except TypeError as error:
+                errors.append(error)
+        raise errors[0]
+
+    def _replayed(self, arrays: list, stream: Any, call: _Call) -> None:
+        """Call a function whose launches XLA may be capturing, when Numba must free no memory."""
+        with self.packages[0].cuda.defer_cleanup():
+            self.function(*arrays, stream)
+
+    def check(self, signature: _Signature) -> None:
+        """Raise if a kernel cannot be compiled, as far as that can be told without a GPU."""
+        if self.command_buffer is None:
+            options = {"device": False, "abi": "numba", "cc": _CUDA_TEST_TARGET}
+            with contextlib.suppress(ImportError, OSError, RuntimeError):  # no NVVM; or a package that needs a GPU
+                self._compiled(
+                    lambda package: package.typed(
+                        signature, lambda argtypes: package.cuda.compile(_python(self.function), argtypes, **options)
+                    )
+                )
+
+
+class _CudaWrapper(_Wrapper):
+    """What kernels and callables share."""
+
+    code: _CudaCode
+
+    def _attrs(self, ins: list[Spec]) -> tuple:
+        return ()
+
+    def _find_target(self, ins: list[Spec], outs: list[Spec]) -> _Target:
+        self.code.packages  # noqa: B018 (raises where there is none)
+        self._check_call(ins, outs)
+        self._check_dtypes(ins, outs, _CUDA_DTYPES, "that Numba CUDA has no arrays of")
+        signature = _Signature.of(self.__name__, ins, outs)
+        name = f"{__name__}.{self.__name__}.{_digest(self.code.digest(), str(signature))}"
+        target = self.code.target(name, self._attrs(ins), signature)
+        target.announce()
+        return target
+
+    def _check_call(self, ins: list[Spec], outs: list[Spec]) -> None:
+        """Raise TypeError unless the Python function takes this call."""
+        raise NotImplementedError
+
+
+class _CudaKernel(_CudaWrapper):
+    decorator = "numba_cuda_kernel"
+    options_type = _CudaOptions
+
+    def __init__(self, kernel: Any, options: _CudaOptions) -> None:
+        if not isinstance(kernel, types.FunctionType) and _ready_kind(kernel) != "numba_cuda":
+            raise TypeError(
+                "numba_cuda_kernel takes a function decorated with numba.cuda.jit (without [grid, block]) or a plain "
+                f"function; got {type(kernel).__name__} {kernel!r}"
+            )
+        super().__init__(kernel, options)
+        self.code = _CudaCode(self.decorator, self.__name__, kernel)
+
+    def _check_call(self, ins: list[Spec], outs: list[Spec]) -> None:
+        signature = _Signature.of(self.__name__, ins, outs)
+        if not _Form(tuple(f"b{i}" for i in range(len(signature.ranks)))).fits(self.kernel):
+            raise TypeError(_wrong_arity(self, signature))
+
+    def _attrs(self, ins: list[Spec]) -> tuple:
+        return (("launch", self.options.resolve(ins)),)
+
+    def _trace(self, *args: Any) -> Any:
+        ins = _input_specs(args)
+        if all(self.options.resolve(ins)[:3]):
+            return super()._trace(*args)
+        outs, tree = _flat_specs(self._for_inputs(self.options.outs, ins), "outs", ins)
+        aliases = {j: i for i, j in _check_aliases(self._aliases(len(ins)), ins, outs)}
+        empty = [args[aliases[j]] if j in aliases else _zeros(s.shape, s.dtype) for j, s in enumerate(outs)]
+        varying = _make_varying([*map(jax.numpy.asarray, args), *map(jax.numpy.asarray, empty)])
+        return jax.tree_util.tree_unflatten(tree, varying[len(args) :])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _CudaCallableOptions(_Options):
+    command_buffer: bool
+
+
+class _CudaCallable(_CudaWrapper):
+    decorator = "numba_cuda_callable"
+    options_type = _CudaCallableOptions
+
+    def __init__(self, func: Any, options: _CudaCallableOptions) -> None:
+        if not callable(func) or hasattr(func, "py_func"):
+            raise TypeError(
+                "numba_cuda_callable takes a Python function that launches kernels (for one kernel use "
+                f"numba_cuda_kernel); got {type(func).__name__} {func!r}"
+            )
+        super().__init__(func, options)
+        self.code = _CudaCode(self.decorator, self.__name__, func, bool(options.command_buffer))
+
+    def _check_call(self, ins: list[Spec], outs: list[Spec]) -> None:
+        parameters = inspect.signature(self.kernel)
+        try:
+            parameters.bind(*ins, *outs, None)
+        except TypeError:
+            raise TypeError(
+                f"numba_cuda_callable {self.__name__!r} takes the parameters {parameters}, but this call gives it "
+                f"{len(ins)} inputs, {len(outs)} outputs and scratch buffers, and a stream: func(in..., out..., stream)"
+            ) from None
+
+
+# -- the packages that compile kernels, and the driver -------------------------------------------------
+
+
+class _NumbaCuda:
+    """numba-cuda, or the CUDA target that Numba comes with: what differs between it and its successor, below."""
+
+    name, module = "Numba CUDA", "numba.cuda"
+
+    @property
+    def cuda(self) -> Any:
+        return _import(self.module, "numba_cuda_kernel", _CUDA_INSTALL)
+
+    def is_installed(self) -> bool:
+        try:
+            return bool(self.cuda)
+        except ImportError:
+            return False
+
+    def types(self) -> Any:
+        from numba.core import types as core_types
+        from numba.cuda import types as cuda_types
+
+        return cuda_types if hasattr(cuda_types, "Array") else core_types  # numba-cuda has types of its own
+
+    def errors(self) -> tuple[type[Exception], ...]:
+        """What its compiler raises for kernels that are wrong."""
+        from numba.core.errors import NumbaError
+
+        return NumbaError, TypeError
+
+    def dispatcher(self, kernel: Any) -> Any:
+        """A new dispatcher with the kernel's options, so that globals are read as they are now, and types are ours."""
+        if isinstance(kernel, types.FunctionType):
+            return self.cuda.jit(kernel)
+        fresh = type(kernel)(kernel.py_func, dict(kernel.targetoptions))
+        if kernel.stats.cache_path is not None:
+            fresh.enable_caching()
+        return fresh
+
+    def typed(self, signature: _Signature, compile_: Callable[[tuple], Any]) -> Any:
+        """Compile for read-only inputs and outputs, all row-major: what the kernel has wrong is a TypeError.
+
+        None is for a kernel that its package compiles anew for each grid.
+        """
+        nbtypes = self.types()
+        scalars = {name: getattr(nbtypes, "boolean" if name == "bool" else name) for name in _CUDA_DTYPES}
+        argtypes = tuple(
+            nbtypes.Array(scalars[dtype.name], rank, "C", readonly=i < signature.n_in)
+            for i, (dtype, rank) in enumerate(zip(signature.dtypes, signature.ranks, strict=True))
+        )
+        try:
+            return compile_(argtypes)
+        except ImportError as error:  # Numba's CudaSupportError and NvvmSupportError are ImportErrors
+            where = f"{self.name} cannot compile kernel {signature.label!r} on this machine"
+            raise ImportError(f"{where}: {error}; {_CUDA_INSTALL}") from error
+        except Exception as error:
+            if re.search("No launch config|requires launch metadata", str(error)):
+                return None
+            if not isinstance(error, self.errors()):
+                raise
+            raise TypeError(_cuda_refusal(self.name, signature, error)) from error
+
+    def needs_python(self, dispatcher: Any, compiled: Any) -> bool:
+        """Whether a launch takes more than cuLaunchKernel."""
+        special = (
+            compiled.debug,  # Numba reads an error code back after the launch
+            compiled.cooperative,
+            compiled.extensions,
+            getattr(compiled._codelibrary, "_setup_functions", None),  # callbacks on Numba's own module
+            getattr(compiled, "launch_config_sensitive", False),  # compiled anew for each grid
+            getattr(dispatcher.targetctx, "enable_nrt", False),
+        )
+        return any(special)
+
+    def code(self, compiled: Any) -> tuple[str, str, bytes, int | None]:
+        """PTX, the name of its entry, the machine code for the current device, and the carveout of shared memory."""
+        library = compiled._codelibrary
+        cubin = library.get_cubin()
+        carveout = getattr(compiled, "shared_memory_carveout", None)
+        return library.get_asm_str(), compiled.entry_name, getattr(cubin, "code", cubin), carveout
+
+    def params(self, handler: _Handler, array: _Array, itemsize: int) -> list[Any]:
+        """One array as kernels take it: meminfo, parent, nitems, itemsize, data, shape, strides in bytes."""
+        items = functools.reduce(handler.builder.mul, array.dims, handler.int64(1))
+        data, zero = handler.builder.ptrtoint(array.pointer, handler.i64), handler.int64(0)
+        return [zero, zero, items, handler.int64(itemsize), data, *array.dims, *array.strides]
+
+    def n_params(self, rank: int) -> int:
+        return 5 + 2 * rank
+
+
+class _NumbaCudaMlir(_NumbaCuda):
+    """numba-cuda-mlir, as of 0.6.0.  It has no simulator, and compiles for the GPU at hand only."""
+
+    name, module = "numba_cuda_mlir", "numba_cuda_mlir.cuda"
+
+    def types(self) -> Any:
+        return _import("numba_cuda_mlir.types", "numba_cuda_kernel", _CUDA_INSTALL)
+
+    def errors(self) -> tuple[type[Exception], ...]:
+        return (Exception,)  # what it cannot lower yet it reports in many ways, AttributeError among them
+
+    def needs_python(self, dispatcher: Any, compiled: Any) -> bool:
+        metadata, options = compiled.metadata, dispatcher.targetoptions
+        special = (
+            options.get("debug"),  # an error code is read back after the launch
+            metadata.get("use_cooperative"),
+            dispatcher.extensions,
+            dispatcher._module_setup_callbacks or metadata.get("setup_callbacks"),
+            metadata.get("required_dynamic_shared_memory"),
+            metadata.get("needs_nrt"),
+        )
+        return any(special)
+
+    def code(self, compiled: Any) -> tuple[str, str, bytes, int | None]:
+        carveout = compiled.metadata["targetoptions"].get("shared_memory_carveout")
+        percent = {"default": -1, "maxl1": 0, "maxshared": 100}.get(str(carveout).lower(), carveout)
+        return compiled.ptx, compiled.metadata["func_name"], compiled.metadata["cubin"], percent
+
+    def params(self, handler: _Handler, array: _Array, itemsize: int) -> list[Any]:
+        """One array as kernels take it: data, data again, offset, shape, strides in elements."""
+        data = handler.builder.ptrtoint(array.pointer, handler.i64)
+        return [data, data, handler.int64(0), *array.dims, *handler.row_major(array.dims, 1)]
+
+    def n_params(self, rank: int) -> int:
+        return 3 + 2 * rank
+
+
+_CUDA_PACKAGES = {"numba_cuda_mlir": _NumbaCudaMlir(), "numba": _NumbaCuda()}  # the successor first
+
+
+def _cuda_packages(function: Any, user: str) -> list[_NumbaCuda]:
+    """Who may compile a kernel (or, for a callable, gives it arrays): its own package, else who is installed."""
+    roots = _packages_read(function)
+    named = [package for root, package in _CUDA_PACKAGES.items() if root in roots]
+    if _cudasim():
+        if named == [_CUDA_PACKAGES["numba_cuda_mlir"]]:
+            raise NotImplementedError(
+                f"{user} {_python(function).__name__!r} is written for numba_cuda_mlir, which has no simulator: unset "
+                "NUMBA_ENABLE_CUDASIM to run it on a GPU, or write it with `from numba import cuda`"
+            )
+        return [_CUDA_PACKAGES["numba"]]
+    found = [package for package in named or _CUDA_PACKAGES.values() if package.is_installed()]
+    return found or [_import((named or [_CUDA_PACKAGES["numba"]])[0].module, user, _CUDA_INSTALL)]
+
+
+def _packages_read(function: Any) -> set[str]:
+    """The top-level packages of what a function refers to, or of a dispatcher's class."""
+    values = [function]
+    if isinstance(function, types.FunctionType):
+        values = [function.__globals__.get(name) for name in _global_names(function.__code__)]
+        values += [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
+    names = [value.__name__ if isinstance(value, types.ModuleType) else type(value).__module__ for value in values]
+    names += [str(getattr(value, "__module__", "")) for value in values]
+    return {name.partition(".")[0] for name in names}
+
+
+def _cudasim() -> bool:
+    """Whether Numba runs CUDA kernels in Python; it reads NUMBA_ENABLE_CUDASIM when it is imported."""
+    from numba.core import config
+
+    return bool(getattr(config, "ENABLE_CUDASIM", False))
+
+
+def _cuda_ordinals() -> list[int]:
+    """The CUDA ordinals of this process's GPUs, empty where JAX has none."""
+    try:
+        return sorted(device.local_hardware_id for device in jax.local_devices(backend="cuda"))
+    except RuntimeError:  # JAX has no such backend
+        return []
+
+
+class _CudaDriver:
+    """libcuda: called from Python here, and by address from handlers."""
+
+    overrides: Mapping[str, int] = {}  # addresses to call instead of functions of XLA's API table, in tests
+
+    def __init__(self) -> None:
+        self.library = ctypes.CDLL("libcuda.so.1")
+
+    def address(self, name: str) -> int:
+        return ctypes.cast(getattr(self.library, name), _PTR).value or 0
+
+    def describe(self, code: int) -> str:
+        """CUDA's name and text for an error."""
+        parts = [ctypes.c_char_p(), ctypes.c_char_p()]
+        self.library.cuGetErrorName(code, ctypes.byref(parts[0]))
+        self.library.cuGetErrorString(code, ctypes.byref(parts[1]))
+        return ": ".join(part.value.decode() for part in parts if part.value) or f"CUDA error {code}"
+
+    def call(self, name: str, *args: Any) -> None:
+        if code := getattr(self.library, name)(*args):
+            raise RuntimeError(f"{name} failed with {self.describe(code)}")
+
+    @contextlib.contextmanager
+    def keeping_context(self) -> Iterator:
+        """Make the context that is current now current again in the end."""
+        context = _PTR()
+        self.call("cuCtxGetCurrent", ctypes.byref(context))
+        try:
+            yield
+        finally:
+            self.call("cuCtxSetCurrent", context)
+
+    def load(self, cubin: bytes, entry: str, ordinal: int, carveout: int | None) -> int:
+        """The CUfunction `entry` in the current context, allowed all the shared memory that the device has."""
+        module, function, limit, static = _PTR(), _PTR(), _I32(), _I32()
+        self.call("cuModuleLoadData", ctypes.byref(module), cubin)
+        self.call("cuModuleGetFunction", ctypes.byref(function), module, entry.encode())
+        self.call("cuDeviceGetAttribute", ctypes.byref(limit), 97, ordinal)  # MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+        self.call("cuFuncGetAttribute", ctypes.byref(static), 1, function)  # SHARED_SIZE_BYTES
+        self.call("cuFuncSetAttribute", function, 8, limit.value - static.value)  # MAX_DYNAMIC_SHARED_SIZE_BYTES
+        if carveout is not None:
+            self.call("cuFuncSetAttribute", function, 9, carveout)  # PREFERRED_SHARED_MEMORY_CARVEOUT
+        return function.value or 0
+
+
+# -- from a kernel to a handler ------------------------------------------------------------------------
+
+
+def _cuda_refusal(compiler: str, signature: _Signature, error: BaseException) -> str:
+    """What a kernel that cannot be compiled has wrong."""
+    refused, text = f"{compiler} cannot compile kernel {signature.label!r} for {signature}", str(error)
+    if "Cannot modify readonly array" in text or "setitem(readonly array" in text:
+        refused += (
+            "; its inputs are read-only, because JAX may share them: write to an output, and use "
+            "input_output_aliases to start it with an input's value"
+        )
+    elif "must have void return type" in text or "to none" in text:
+        refused += "; it returns a value: write to the output arrays and return nothing"
+    return f"{refused}:\n{text}"
+
+
+def _cuda_emitter(package: _NumbaCuda, kernel: Any, signature: _Signature, driver: _CudaDriver) -> _Emitter:
+    """Compile the kernel and load it for every GPU; a kernel that needs its package's launch code gets Python's."""
+    cuda, ordinals, fresh = package.cuda, _cuda_ordinals(), package.dispatcher(kernel)
+    with cuda.gpus[ordinals[0]]:
+        compiled = package.typed(signature, functools.partial(_compile_cuda, fresh))
+        if not compiled or not _is_native(package, fresh, compiled, signature.ranks):
+            return _cuda_callback(cuda, signature, _cuda_runner(fresh), driver)
+    functions = (ctypes.c_uint64 * (ordinals[-1] + 1))()
+    for ordinal in ordinals:
+        with cuda.gpus[ordinal]:  # XLA's context too: the device's primary one
+            _, entry, cubin, carveout = package.code(compiled)
+            functions[ordinal] = driver.load(cubin, entry, ordinal, carveout)
+    return _CudaEmitter(package, signature, driver, functions, keep=compiled)
+
+
+def _compile_cuda(dispatcher: Any, argtypes: tuple) -> Any:
+    """Compile for the current device; atomics on inputs are refused here, as Numba does not."""
+    compiled = dispatcher.compile(argtypes)
+    typed = compiled._type_annotation  # None for a kernel from Numba's cache
+    for call, signature in typed.calltypes.items() if typed else ():
+        is_atomic = getattr(call, "op", None) == "call" and "atomic" in str(typed.typemap[call.func.name])
+        if is_atomic and not getattr(signature.args[0], "mutable", True):
+            raise TypeError(f"Cannot modify readonly array: an atomic operation on an input, at {call.loc}")
+    return compiled
+
+
+def _is_native(package: _NumbaCuda, dispatcher: Any, compiled: Any, ranks: Sequence[int]) -> bool:
+    """Whether a bare cuLaunchKernel with our parameters is all that a launch takes."""
+    if package.needs_python(dispatcher, compiled):
+        return False
+    ptx, entry, *_ = package.code(compiled)
+    return _ptx_params(ptx, entry) == ["u64"] * sum(map(package.n_params, ranks))
+
+
+def _ptx_params(ptx: str, entry: str) -> list[str]:
+    """The types of a kernel's parameters in the order of its declaration."""
+    found = re.search(rf"\.entry\s+{re.escape(entry)}\s*\(([^)]*)\)", ptx)
+    return re.findall(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)", found[1]) if found else []
+
+
+def _cuda_place(handler: _Handler, driver: _CudaDriver) -> tuple[Any, Any]:
+    """The stream (i8*) and the CUDA ordinal (i64) of the call."""
+    stream = _ask_xla(handler, driver, "Stream_Get", XLA_FFI_Stream_Get_Args, "stream")
+    if _ffi_api_version() >= (0, 2):
+        ordinal = _ask_xla(handler, driver, "DeviceOrdinal_Get", XLA_FFI_DeviceOrdinal_Get_Args, "device_ordinal")
+    else:  # jaxlib < 0.8 need not have the function; XLA's context is current while it calls handlers
+        slot = handler.cgutils.alloca_once_value(handler.builder, handler.i32(-1))
+        handler.call_c(driver.address("cuCtxGetDevice"), handler.i32, [slot])
+        ordinal = handler.builder.load(slot)
+    return stream, handler.builder.zext(ordinal, handler.i64)
+
+
+def _ask_xla(handler: _Handler, driver: _CudaDriver, name: str, struct: Any, result: str) -> Any:
+    args = handler.new_struct(struct)
+    handler.store(handler.load(handler.frame, XLA_FFI_CallFrame, "ctx"), args, struct, "ctx")
+    if name in driver.overrides:
+        error = handler.call_c(driver.overrides[name], handler.i8p, [args])
+    else:
+        error = handler.api(name, args)  # needs a GPU
+    with handler.builder.if_then(handler.cgutils.is_not_null(handler.builder, error), likely=False):
+        handler.leave(error)
+    return handler.load(args, struct, result)
+
+
+class _CudaEmitter(_Emitter):
+    """Launches a CUfunction on XLA's stream; the attribute `launch` holds grid, block and shared memory."""
+
+    traits = _COMMAND_BUFFER_COMPATIBLE  # nothing but launches, the same ones whenever it is called
+    attributes = ("launch",)
+    host_memory = False
+
+    def __init__(
+        self, package: _NumbaCuda, signature: _Signature, driver: _CudaDriver, functions: Any, keep: Any = None
+    ) -> None:
+        self.package, self.signature, self.driver = package, signature, driver
+        self.functions, self.keep = functions, keep
+
+        def report(code: int, launch: Any) -> int:
+            sizes = f"grid={tuple(launch[:3])}, block={tuple(launch[3:6])}, shared_mem={launch[6]}"
+            return _keep_message(RuntimeError(f"{driver.describe(code)}, from a launch with {sizes}"), signature.label)
+
+        self.report = ctypes.CFUNCTYPE(_PTR, _I32, ctypes.POINTER(_I64))(report)
+
+    @contextlib.contextmanager
+    def enter(self, handler: _Handler) -> Iterator[Callable[[list[_Array]], None]]:
+        builder = handler.builder
+        stream, ordinal = _cuda_place(handler, self.driver)
+        known = builder.icmp_unsigned("<", ordinal, handler.int64(len(self.functions)))
+        lost = f"kernel '{self.signature.label}' is not loaded on this GPU, which JAX did not list as a local device"
+        handler.fail_if(builder.not_(known), lost, _ERROR_INTERNAL)
+        function = handler.item(handler.address(ctypes.addressof(self.functions)), ordinal, handler.i8p)
+        handler.fail_if(handler.cgutils.is_null(builder, function), lost, _ERROR_INTERNAL)
+        launch = handler.attribute("launch")
+        sizes = [builder.trunc(handler.item(launch, i, handler.i64), handler.i32) for i in range(7)]
+        yield functools.partial(self._launch, handler, function, launch, sizes, stream)
+
+    def _launch(
+        self, handler: _Handler, function: Any, launch: Any, sizes: list[Any], stream: Any, arrays: list[_Array]
+    ) -> None:
+        builder = handler.builder
+        parts = zip(arrays, self.signature.dtypes, strict=True)
+        params = [n for array, dtype in parts for n in self.package.params(handler, array, dtype.itemsize)]
+        slots = handler.cgutils.alloca_once(builder, handler.i64, size=max(1, len(params)))
+        addresses = handler.cgutils.alloca_once(builder, handler.i64.as_pointer(), size=max(1, len(params)))
+        for i, value in enumerate(params):
+            slot = builder.gep(slots, [handler.int64(i)])
+            builder.store(value, slot)
+            builder.store(slot, builder.gep(addresses, [handler.int64(i)]))
+        args = [function, *sizes, stream, addresses, handler.null]
+        code = handler.call_c(self.driver.address("cuLaunchKernel"), handler.i32, args)
+        with builder.if_then(handler.cgutils.is_not_null(builder, code), likely=False):
+            report = ctypes.cast(self.report, _PTR).value
+            handler.fail(handler.call_c(report, handler.i8p, [code, launch]))
+
+
+def _cuda_callback(
+    cuda: Any, signature: _Signature, run: Callable[[list, Any, _Call], None], driver: Any
+) -> _CallbackEmitter:
+    """Calls `run(arrays, stream, call)` in Python for every slice: on a GPU, or without a driver simulated."""
+    enter = _enter_simulator if driver is None else _enter_gpu
+
+    def body(buffers: list[int], dims: list[tuple], call: _Call) -> None:
+        with enter(cuda, signature, buffers, dims, call) as (arrays, stream):
+            run(arrays, stream, call)
+
+    return _CallbackEmitter(signature, body, driver)
+
+
+@contextlib.contextmanager
+def _enter_gpu(cuda: Any, signature: _Signature, buffers: list[int], dims: list[tuple], call: _Call) -> Iterator:
+    """Numba's arrays over the slice's buffers and its stream, with the call's device current."""
+    with cuda.gpus[call.ordinal]:
+        parts = zip(buffers, dims, signature.dtypes, strict=True)
+        shared = {"version": 3, "stream": call.stream}  # copies and fills of the arrays run on it too
+        views = [{"shape": n, "typestr": t.str, "data": (p, False), **shared} for p, n, t in parts]
+        yield [cuda.from_cuda_array_interface(view, sync=False) for view in views], cuda.external_stream(call.stream)
+
+
+@contextlib.contextmanager
+def _enter_simulator(cuda: Any, signature: _Signature, buffers: list[int], dims: list[tuple], call: _Call) -> Iterator:
+    """The same in host memory; one kernel at a time, for the simulator's sake."""
+    from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
+
+    with _CUDASIM_LOCK:
+        yield [FakeCUDAArray(array) for array in _host_arrays(signature, buffers, dims)], cuda.stream()
+
+
+def _cuda_runner(dispatcher: Any) -> Callable[[list, Any, _Call], None]:
+    """A function for `_cuda_callback` that launches the kernel through Numba, as the attribute `launch` says."""
+
+    # After a launch Numba reads the error code of a debug kernel back on stream 0, which XLA's does not wait for.
+    is_debug = getattr(dispatcher, "targetoptions", {}).get("debug")
+
+    def run(arrays: list, stream: Any, call: _Call) -> None:
+        numbers = tuple((_I64 * 7).from_address(call.attribute("launch")))
+        if is_debug:
+            stream.synchronize()
+            stream = 0
+        dispatcher[numbers[:3], numbers[3:6], stream, numbers[6]](*arrays)
+
+    return run
+
+
+# ======================================================================================================
+# Warp
+# ======================================================================================================
+
+_WARP_INSTALL = "pip install warp-lang"
+_WARP_DTYPES = (
+    *("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"),
+    *("float16", "bfloat16", "float32", "float64"),
+)
+_WARP_WRITERS = re.compile(r"atomic_\w+|tile_store|tile_atomic_add")  # functions that write to their first argument
+_WARP_MAX_DIMS = 4
+_WARP_MAX_EXTENT = 2**31 - 1  # Warp keeps extents, strides in bytes and thread indices in 32-bit integers
+
+
+# -- Warp itself: import, silence, types. Every difference between Warp's versions is in this part and in
+# _warp_layout, which looks at what Warp does rather than at its version. Checked on 1.13, 1.15, 1.18 and 1.19.
+
+
+def _warp(user: str, module: str = "warp") -> Any:
+    return _import(module, user, _WARP_INSTALL)
+
+
+@contextlib.contextmanager
+def _warp_session() -> Iterator[Any]:
+    """Warp, initialized, under the lock (its module loading is not thread-safe), and silent.
+
+    Its output stays where the user raised the verbosity, and the user's settings are put back.
+    """
+    wp = _warp("warp_kernel")
+    # `log_level` replaced `quiet` and `verbose` in Warp 1.14; touching those there prints a deprecation.
+    name, silent = ("log_level", 30) if hasattr(wp.config, "log_level") else ("quiet", True)
+    with _LOCK:
+        before = getattr(wp.config, name)
+        wanted = before < 20 if name == "log_level" else wp.config.verbose
+        try:
+            if not wanted:
+                setattr(wp.config, name, max(before, silent))
+            _start_warp(wp, wanted)
+            yield wp
+        finally:
+            setattr(wp.config, name, before)
+
+
+@functools.lru_cache(maxsize=1)
+def _start_warp(wp: Any, wanted: bool) -> None:
+    """`wp.init()`, less one line: without a CUDA driver Warp's C++ says so on stderr, whatever its settings."""
+    try:
+        saved = os.dup(2)
+    except OSError:  # a process without stderr
+        return wp.init()
+    with tempfile.TemporaryFile() as caught:
+        os.dup2(caught.fileno(), 2)
+        try:
+            wp.init()
+        finally:
+            os.dup2(saved, 2)
+            os.close(saved)
+            caught.seek(0)
+            for line in caught:
+                if wanted or b"find or load the NVIDIA CUDA driver" not in line:
+                    os.write(2, line)
+
+
+def _warp_scalars(wp: Any) -> dict[np.dtype, Any]:
+    """NumPy dtype -> Warp scalar type, for those that the installed Warp has."""
+    kinds = {np.dtype(getattr(jax.numpy, {"bool": "bool_"}.get(name, name))): name for name in _WARP_DTYPES}
+    return {dtype: getattr(wp, name) for dtype, name in kinds.items() if hasattr(wp, name)}
+
+
+def jaxtype_to_warptype(dtype: Any) -> Any:
+    """The Warp scalar type of a JAX or NumPy dtype.
+
+    Args:
+      dtype: anything that NumPy reads as a dtype, e.g. `jnp.float32`, `"int64"` or `x.dtype`.
+
+    Raises:
+      ValueError: for a dtype that the installed Warp does not have.
+    """
+    scalars = _warp_scalars(_warp("jaxtype_to_warptype"))
+    try:
+        return scalars[np.dtype(dtype)]
+    except (KeyError, TypeError):
+        names = ", ".join(key.name for key in scalars)
+        raise ValueError(f"Warp has no scalar type for dtype {dtype!r}; it has {names}") from None
+
+
+def jaxinfo_to_warpinfo(info: Any) -> Any:
+    """The Warp array type, for a kernel's annotation, of anything with `.shape` and `.dtype`.
+
+    Raises:
+      ValueError: for 0-d arrays, arrays of more than 4 dimensions, and dtypes that Warp does not have.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> jaxinfo_to_warpinfo(jax.ShapeDtypeStruct((3, 4), jnp.float32)).ndim
+      2
+    """
+    ndim = len(info.shape)
+    if not 1 <= ndim <= _WARP_MAX_DIMS:
+        hint = "; reshape it to (1,)" if ndim == 0 else ""
+        raise ValueError(f"Warp arrays have 1 to {_WARP_MAX_DIMS} dimensions; got {ndim} in {_show(info)}{hint}")
+    wp = _warp("jaxinfo_to_warpinfo")
+    return wp.array(dtype=jaxtype_to_warptype(info.dtype), ndim=ndim)
+
+
+def _warp_interop(name: str) -> Any:
+    wp = _warp(name)
+    if not hasattr(wp, name):  # before Warp 1.14
+        wp = _warp(name, "warp.jax_experimental.ffi")
+    return getattr(wp, name)
+
+
+def jax_kernel(*args: Any, **options: Any) -> Any:
+    """Warp's own `jax_kernel`, from wherever the installed Warp keeps it."""
+    return _warp_interop("jax_kernel")(*args, **options)
+
+
+def jax_callable(*args: Any, **options: Any) -> Any:
+    """Warp's own `jax_callable`, from wherever the installed Warp keeps it."""
+    return _warp_interop("jax_callable")(*args, **options)
+
+
+# -- The parameters of a kernel
+
+
+@dataclasses.dataclass(frozen=True)
+class _WarpParam:
+    """One parameter: an array of `ndim` dimensions, or a value passed by value (`ndim` is None)."""
+
+    name: str
+    type: Any = dataclasses.field(compare=False)
+    dtype: np.dtype | None  # of the scalars; None for a struct
+    inner: tuple[int, ...]  # the shape of one element: () for scalars, (3,) for vec3
+    ndim: int | None
+
+    @property
+    def rank(self) -> int:
+        return (self.ndim or 0) + len(self.inner)
+
+    @property
+    def nbytes(self) -> int:
+        """The size of a value, or of one array element."""
+        return self.dtype.itemsize * math.prod(self.inner) if self.dtype else ctypes.sizeof(self.type.ctype)
+
+    def __str__(self) -> str:
+        kind = self.dtype.name if self.dtype else f"struct {self.type.key}"
+        dims = [":"] * (self.ndim or 0) + [str(n) for n in self.inner]
+        return f"{kind}[{','.join(dims)}]" if dims else kind
+
+
+def _is_warp_struct(kind: Any) -> bool:
+    return hasattr(kind, "ctype") and hasattr(kind, "vars")
+
+
+def _warp_params(kernel: Any) -> tuple[_WarpParam, ...]:
+    wp = _warp("warp_kernel")
+    if not isinstance(kernel, wp.Kernel):
+        raise TypeError(
+            f"warp_kernel takes a function decorated with warp.kernel; got {type(kernel).__name__} {kernel!r}"
+        )
+    if kernel.is_generic:
+        name = kernel.func.__name__
+        raise TypeError(
+            f"Warp kernel {name!r} is generic; pass an instance of it, made by warp.overload({name}, [types])"
+        )
+    scalars = {scalar: dtype for dtype, scalar in _warp_scalars(wp).items()}
+    scalars |= {float: np.dtype("float32"), int: np.dtype("int32"), bool: np.dtype("bool")}
+    return tuple(_warp_param(wp, scalars, kernel.func.__name__, arg.label, arg.type) for arg in kernel.adj.args)
+
+
+def _warp_param(wp: Any, scalars: Mapping[Any, np.dtype], kernel: str, name: str, kind: Any) -> _WarpParam:
+    is_array = isinstance(kind, wp.array) or getattr(kind, "_concrete_cls", None) is wp.array
+    element = kind.dtype if is_array else kind
+    dtype = scalars.get(getattr(element, "_wp_scalar_type_", element))
+    if dtype is None and (is_array or not _is_warp_struct(element) or _holds_arrays(element)):
+        raise TypeError(
+            f"Warp kernel {kernel!r}: parameter {name!r} is {kind!r}; supported are arrays of scalars, vectors and "
+            "matrices, and scalars, vectors, matrices and structs without arrays by value"
+        )
+    return _WarpParam(name, kind, dtype, tuple(getattr(element, "_shape_", ())), kind.ndim if is_array else None)
+
+
+def _holds_arrays(struct: Any) -> bool:
+    kinds = [var.type for var in struct.vars.values()]
+    return any(hasattr(k, "ndim") or (_is_warp_struct(k) and _holds_arrays(k)) for k in kinds)
+
+
+def _warp_content(kernel: Any) -> tuple[bytes, str]:
+    """What defines a kernel: Warp's hash (code, constants, functions, structs, types) and the options of its build."""
+
+    parameters = inspect.signature(getattr(kernel.module, "resolve_options", lambda: None)).parameters
+    block_dim = 1 if "block_dim" in parameters else None  # Warp < 1.15 would file the hash of another size under 1
+
+    def read() -> bytes:
+        kernel.module.get_module_hash(block_dim)  # also hashes the kernels
+        if kernel.hash is None:
+            raise KeyError(kernel.key)
+        return kernel.hash
+
+    options = {**kernel.module.options, **kernel.options, "block_dim": None}  # Warp 1.13 keeps the last launch's there
+    return _despite_changes(kernel, read), str(sorted(options.items()))
+
+
+def _despite_changes(kernel: Any, action: Callable[[], Any]) -> Any:
+    """`action()`, again if another thread was adding a kernel to the module, which Warp does not guard against."""
+    for attempt in range(10):
+        for adjoint in _warp_adjoints(kernel.adj):
+            if getattr(adjoint, "skip_build", False):  # after a failed build Warp < 1.19 builds nothing, silently
+                adjoint.skip_build = False
+                kernel.module.mark_modified()
+        try:
+            return action()
+        except Exception as error:
+            retry = type(error) in (AttributeError, KeyError, FileNotFoundError)  # Warp's own errors are subclasses
+            if attempt == 9 or not (retry or "changed size during iteration" in str(error)):
+                raise
+            kernel.module.mark_modified()
+    return None
+
+
+def _warp_adjoints(adjoint: Any) -> list[Any]:
+    """Warp's record of a kernel's code, and those of the functions that it calls."""
+    found, todo = [], [adjoint]
+    while todo:
+        if (current := todo.pop()) not in found:
+            found.append(current)
+            called = [f for f in current.get_references()[2] if not f.is_builtin()]
+            todo += [f.adj for g in called for f in (*g.user_overloads.values(), *g.user_templates.values())]
+    return found
+
+
+def _warp_writes(kernel: Any) -> frozenset[str]:
+    """The parameters that the kernel's own code writes to, as far as its syntax tells."""
+    written: set[str | None] = set()
+    rebound: set[str | None] = set()
+    for node in ast.walk(kernel.adj.tree):
+        for target in getattr(node, "targets", None) or [getattr(node, "target", None)]:  # of assignments and loops
+            (rebound if isinstance(target, ast.Name) else written).add(_base_name(target))
+        if isinstance(node, ast.Call) and _WARP_WRITERS.fullmatch(getattr(node.func, "attr", "")) and node.args:
+            written.add(_base_name(node.args[0]))
+    return frozenset(name for name in written - rebound if name)
+
+
+def _base_name(node: Any) -> str | None:
+    """The name `x` of `x`, `x[i]`, `x[i].y` and the like."""
+    while isinstance(node, (ast.Attribute, ast.Subscript)):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def _pack_warp_value(kernel: str, param: _WarpParam, value: Any) -> bytes:
+    """The memory of a parameter that is passed by value."""
+    what = f"Warp kernel {kernel!r}: parameter {param.name!r} ({param}) is passed by value"
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(
+            f"{what}, so it must be known when JAX traces the call; got {value}. Pass a Python or NumPy value "
+            "(static_argnames in jax.jit), or make the parameter a warp.array of shape (1,)"
+        )
+    if param.dtype is None:
+        if not isinstance(getattr(value, "_ctype", None), param.type.ctype):
+            raise TypeError(f"{what}; got {type(value).__name__} {value!r:.80}, not an instance of that struct")
+        return bytes(value.__ctype__())
+    if isinstance(value, param.type) and isinstance(value, ctypes.Array):
+        return bytes(value)
+    array = np.asarray(getattr(value, "value", value))  # Warp's scalars keep theirs in `value`
+    allowed = {"b": "b", "i": "biu", "u": "biu"}.get(param.dtype.kind, "biuf")
+    if array.shape != param.inner or array.dtype.kind not in allowed:
+        raise TypeError(f"{what}; got {type(value).__name__} {value!r:.80}")
+    packed = array.astype(param.dtype)
+    if allowed != "biuf" and (packed != array).any():
+        raise ValueError(f"{what}; {value!r:.80} is out of its range")
+    return packed.tobytes()
+
+
+def _check_warp_array(kernel: str, param: _WarpParam, spec: Spec) -> None:
+    what = f"Warp kernel {kernel!r}: argument {param.name!r} is a warp.array, {param} for JAX; got {_show(spec)}"
+    if spec.dtype != param.dtype:
+        raise TypeError(f"{what}: wrong dtype; cast it, or annotate the parameter with jaxinfo_to_warpinfo(x)")
+    if len(spec.shape) != param.rank:
+        raise TypeError(f"{what}: wrong number of dimensions" + ("" if spec.shape else "; reshape it to (1,)"))
+    if param.inner and spec.shape[-len(param.inner) :] != param.inner:
+        raise TypeError(f"{what}: wrong inner dimensions, which hold the elements of the vector or matrix")
+    if not all(isinstance(n, int) for n in spec.shape):
+        raise NotImplementedError(f"{what}: a launch has known dimensions; export a program for each shape")
+    if max(*spec.shape, math.prod(spec.shape[1:]) * spec.dtype.itemsize) > _WARP_MAX_EXTENT:
+        raise ValueError(f"{what}: Warp counts extents and strides in 32 bits, at most {_WARP_MAX_EXTENT}")
+
+
+def _warp_launch_dims(kernel: str, dims: Any, tiled: bool) -> tuple[int, ...]:
+    """The dimensions of a launch; if it is tiled, followed by 1 for the threads of a block."""
+    try:
+        dims = tuple(map(operator.index, dims if isinstance(dims, (tuple, list)) else (dims,)))
+    except TypeError:
+        raise TypeError(
+            f"Warp kernel {kernel!r}: launch_dims must be an int or a tuple of ints; got {dims!r}"
+        ) from None
+    most, what = (_WARP_MAX_DIMS - 1, "tiled launch_dims") if tiled else (_WARP_MAX_DIMS, "launch_dims")
+    if not 1 <= len(dims) <= most or min(dims) < 0 or max(dims) > _WARP_MAX_EXTENT:
+        raise ValueError(
+            f"Warp kernel {kernel!r}: {what} must be 1 to {most} numbers from 0 to {_WARP_MAX_EXTENT}; got {dims}"
+        )
+    return (*dims, 1) if tiled else dims
+
+
+# -- One handler: which buffer of the call is which parameter
+
+
+@dataclasses.dataclass(frozen=True)
+class _WarpPlan:
+    """How a target runs a kernel: forward, or (with `adjoints`) its adjoint.
+
+    `buffers` and `adjoints` give, per parameter, the index among the call's buffers (inputs, then
+    outputs); None is a value, or no adjoint.
+    """
+
+    kernel: Any
+    params: tuple[_WarpParam, ...]
+    block_dim: int
+    tiled: bool  # the last launch dimension stands for the threads of a block
+    buffers: tuple[int | None, ...]
+    adjoints: tuple[int | None, ...] | None
+    clear: tuple[int, ...]  # buffers to fill with zeros: before every adjoint launch, else if the launch is empty
+
+    @property
+    def tables(self) -> list[tuple[int | None, ...]]:
+        return [self.buffers] if self.adjoints is None else [self.buffers, self.adjoints]
+
+    def grad(self, table: int, i: int) -> int | None:
+        """The buffer that an adjoint launch names as the gradient of array `i` too, where views of it look."""
+        return self.adjoints[i] if self.adjoints is not None and table == 0 else None
+
+    @property
+    def attributes(self) -> tuple[str, ...]:
+        return ("dims", "values") if self.values else ("dims",)
+
+    @property
+    def values(self) -> list[tuple[int, _WarpParam, int]]:
+        """The by-value parameters: position, parameter, offset in the `values` attribute."""
+        result, offset = [], 0
+        for i, param in enumerate(self.params):
+            if param.ndim is None:
+                result.append((i, param, offset))
+                offset += -(-param.nbytes // 8) * 8
+        return result
+
+    def record(self, device: str) -> Any:
+        """Warp's recorded launch, with stand-ins for arrays and values; compiles and loads the kernel."""
+        with _warp_session() as wp:
+            stand_in = functools.partial(self._stand_in, wp, device=device)
+            args = [list(map(stand_in, self.params, table)) for table in self.tables]
+            options: dict[str, Any] = {} if self.adjoints is None else {"adjoint": True, "adj_inputs": args[1]}
+            if device == "cpu":  # a block has one thread there; `_predict_warp_call` knows the dimensions
+                options |= {"dim": (3, 2), "block_dim": 1}
+            else:  # Warp checks that clusters, of up to 16 blocks, divide the grid
+                options |= {"dim": 720720 * self.block_dim, "block_dim": self.block_dim}
+            options |= {"device": device, "record_cmd": True}
+            what = f"kernel {self.kernel.func.__name__!r}"
+            try:
+                launch = _despite_changes(self.kernel, lambda: wp.launch(self.kernel, inputs=args[0], **options))
+            except RuntimeError as error:
+                if "backward kernel" not in str(error):
+                    raise
+                raise RuntimeError(
+                    f"Warp {what} was built without its adjoint, which differentiable=True needs; set "
+                    "enable_backward=True in its options, its module's and warp.config"
+                ) from error
+            if launch is None:  # some Warps report a failed build once only
+                raise RuntimeError(f"Warp cannot build the module of {what}: see its first error, or its log")
+            return launch
+
+    def _stand_in(self, wp: Any, param: _WarpParam, k: int | None, device: str) -> Any:
+        if param.ndim is None:
+            return param.type() if param.inner or param.dtype is None else 0
+        if k is None:
+            return None
+        return wp.array(ptr=4096 * (k + 1), shape=(2,) * param.ndim, dtype=param.type.dtype, device=device)
+
+
+# -- Native on the CPU
+
+
+class _WarpArray(ctypes.Structure):
+    """array_t of warp/native/array.h."""
+
+    _fields_ = (
+        ("data", ctypes.c_uint64),
+        ("grad", ctypes.c_uint64),
+        ("shape", _I32 * _WARP_MAX_DIMS),
+        ("strides", _I32 * _WARP_MAX_DIMS),
+        ("ndim", ctypes.c_uint16),
+        ("flags", ctypes.c_uint16),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _WarpLayout:
+    """How to call a kernel's CPU entry point: `void entry(bounds*, args*[, adjoint_args*])`."""
+
+    entry: int
+    bounds: Any
+    args: tuple[Any, ...]
+
+
+def _warp_layout(plan: _WarpPlan, launch: Any) -> _WarpLayout | None:
+    """The layout, from the call that the recorded launch makes; None unless it is what we would pack."""
+    hooks, calls = launch.hooks, []
+    launch.hooks = types.SimpleNamespace(forward=lambda *args: calls.append(args))
+    launch.hooks.backward = launch.hooks.forward
+    try:
+        launch.launch()
+    finally:
+        launch.hooks = hooks
+    structs: list[Any] = [getattr(arg, "_obj", None) for arg in calls[0]]  # of pointers made by ctypes.byref
+    if not all(isinstance(struct, ctypes.Structure) for struct in structs):
+        return None
+    entry = ctypes.cast(hooks.forward if plan.adjoints is None else hooks.backward, _PTR).value or 0
+    layout = _WarpLayout(entry, type(structs[0]), tuple(type(s) for s in structs[1:]))
+    return layout if _predict_warp_call(plan, layout) == [bytes(s) for s in structs] else None
+
+
+def _predict_warp_call(plan: _WarpPlan, layout: _WarpLayout) -> list[bytes] | None:
+    """The structs that `_WarpEmitter` would write for the recorded launch; None if it could not."""
+    packed = [_predict_warp_bounds(layout.bounds)]
+    for struct, table in zip(layout.args, plan.tables, strict=True):
+        memory = bytearray(ctypes.sizeof(struct))
+        for param, k, (name, kind) in zip(plan.params, table, struct._fields_, strict=True):
+            if ctypes.sizeof(kind) != (param.nbytes if param.ndim is None else ctypes.sizeof(_WarpArray)):
+                return None
+            if k is not None and param.ndim is not None:
+                strides = [param.nbytes * 2**j for j in reversed(range(param.ndim))]
+                array = _WarpArray(4096 * (k + 1), 0, (2,) * param.ndim, tuple(strides), param.ndim)
+                start = getattr(struct, name).offset
+                memory[start : start + len(bytes(array))] = bytes(array)
+        packed.append(bytes(memory))
+    return packed
+
+
+def _predict_warp_bounds(kind: Any) -> bytes:
+    """The bounds of the recorded launch, of (3, 2) threads; empty if its fields are unknown."""
+    bounds, fields = kind.__new__(kind), dict(kind._fields_)
+    kept = getattr(fields.get("shape"), "_length_", 0)
+    if not fields.keys() <= {"shape", "ndim", "size", "coord_mult"} or not 1 <= kept <= _WARP_MAX_DIMS:
+        return b""
+    shape = (3, 2, 1, 1)
+    bounds.shape[:] = shape[:kept]
+    for name, value in (("ndim", 2), ("size", 6), ("coord_mult", math.prod(shape[kept:]))):
+        if name in fields:
+            setattr(bounds, name, value)
+    return bytes(bounds)
+
+
+def _tile_lock(kernel: Any) -> int:
+    """The lock to hold while the kernel runs, or 0.
+
+    Warp keeps the CPU memory of tiles behind one static pointer (tile.h), so a module's tile kernels must not overlap.
+    """
+    return _native_lock("tile_lock") if any("tile" in a.source for a in _warp_adjoints(kernel.adj)) else 0
+
+
+class _WarpEmitter(_Emitter):
+    """Calls a kernel's CPU entry point, by address."""
+
+    def __init__(self, plan: _WarpPlan, layout: _WarpLayout) -> None:
+        self.plan, self.layout, self.attributes = plan, layout, plan.attributes
+        self.lock = _tile_lock(plan.kernel)
+
+    @contextlib.contextmanager
+    def enter(self, handler: _Handler) -> Iterator[Callable[[list[_Array]], None]]:
+        *dims, self.ndim, self.size = (handler.item(handler.attribute("dims"), i, handler.i64) for i in range(6))
+        self.bounds = self._new_bounds(handler, dims)
+        self.args = [self._new(handler, struct) for struct in self.layout.args]
+        for i, param, start in self.plan.values:
+            target = self._param(handler, 0, i)
+            source = handler.builder.gep(handler.attribute("values"), [handler.int64(start)])
+            handler.cgutils.raw_memcpy(handler.builder, target, source, handler.int64(param.nbytes), 1)
+        yield functools.partial(self._call, handler)
+
+    def _param(self, handler: _Handler, table: int, i: int) -> Any:
+        """The address of a parameter in the struct of arguments or of their adjoints."""
+        struct = self.layout.args[table]
+        offset = getattr(struct, struct._fields_[i][0]).offset
+        return handler.builder.gep(self.args[table], [handler.int64(offset)])
+
+    def _new(self, handler: _Handler, struct: Any) -> Any:
+        words = handler.ir.ArrayType(handler.i64, -(-ctypes.sizeof(struct) // 8))
+        memory = handler.cgutils.alloca_once(handler.builder, words)
+        handler.builder.store(handler.ir.Constant(words, None), memory)
+        return handler.builder.bitcast(memory, handler.i8p)
+
+    def _new_bounds(self, handler: _Handler, dims: list[Any]) -> Any:
+        struct, builder = self.layout.bounds, handler.builder
+        bounds, fields = self._new(handler, struct), dict(struct._fields_)
+        kept = fields["shape"]._length_
+        self._store_ints(handler, bounds, struct, "shape", dims[:kept])
+        rest = functools.reduce(builder.mul, dims[kept:], handler.int64(1))
+        for name, value in (("ndim", self.ndim), ("size", self.size), ("coord_mult", rest)):
+            if name in fields:
+                slot = handler.field(bounds, struct, name)
+                is_long = slot.type.pointee == handler.i64
+                builder.store(value if is_long else builder.trunc(value, slot.type.pointee), slot)
+        return bounds
+
+    def _store_ints(self, handler: _Handler, pointer: Any, struct: Any, name: str, values: list[Any]) -> None:
+        slots = handler.builder.bitcast(handler.field(pointer, struct, name), handler.i32.as_pointer())
+        for k, value in enumerate(values):
+            item = handler.builder.gep(slots, [handler.int64(k)])
+            handler.builder.store(handler.builder.trunc(value, handler.i32), item)
+
+    def _call(self, handler: _Handler, arrays: list[_Array]) -> None:
+        builder, zero = handler.builder, handler.int64(0)
+        empty = builder.icmp_signed("==", self.size, zero)
+        clear = handler.ir.Constant(handler.ir.IntType(1), 1) if self.plan.adjoints is not None else empty
+        with builder.if_then(clear):
+            for n in self.plan.clear:
+                itemsize = handler.int64(handler.signature.dtypes[n].itemsize)
+                nbytes = functools.reduce(builder.mul, arrays[n].dims, itemsize)
+                handler.cgutils.memset(builder, arrays[n].pointer, nbytes, 0)
+        with builder.if_then(builder.not_(empty)):
+            for t, table in enumerate(self.plan.tables):
+                for i, k in enumerate(table):
+                    if k is not None:
+                        target, grad = self._param(handler, t, i), self.plan.grad(t, i)
+                        self._describe(handler, target, self.plan.params[i], arrays[k])
+                        if grad is not None:
+                            address = handler.builder.ptrtoint(arrays[grad].pointer, handler.i64)
+                            handler.builder.store(address, handler.field(target, _WarpArray, "grad"))
+            handler.call_c(self.layout.entry, handler.ir.VoidType(), [self.bounds, *self.args])
+
+    def _describe(self, handler: _Handler, target: Any, param: _WarpParam, array: _Array) -> None:
+        """Fill one array_t, but for its gradient; dimensions of its elements come last and are not counted."""
+        data = handler.field(target, _WarpArray, "data")
+        handler.builder.store(handler.builder.ptrtoint(array.pointer, handler.i64), data)
+        self._store_ints(handler, target, _WarpArray, "shape", array.dims[: param.ndim])
+        self._store_ints(handler, target, _WarpArray, "strides", array.strides[: param.ndim])
+        handler.store(param.ndim, target, _WarpArray, "ndim")
+
+
+# -- Through Warp's own launch: on GPUs, and on the CPU where the layout is unknown
+
+
+class _WarpReplay:
+    """The body of a handler that calls Python: fills in Warp's recorded launch and replays it.
+
+    With a driver it launches on XLA's stream and device.  XLA does not capture it into CUDA graphs, so
+    modules may be loaded at any time.
+    """
+
+    cpu_lock = threading.Lock()  # of all replays there, for the sake of tiles
+
+    def __init__(self, plan: _WarpPlan, signature: _Signature, driver: Any) -> None:
+        self.plan, self.signature, self.driver = plan, signature, driver
+        self.launches: dict[int, tuple[Any, Any]] = {}  # by the ordinal of the device: the launch, and its lock
+        with driver.keeping_context() if driver else contextlib.nullcontext():  # Warp leaves another one current
+            for ordinal in _cuda_ordinals() if driver else [0]:
+                self._launch(ordinal)
+
+    def _launch(self, ordinal: int) -> tuple[Any, Any]:
+        if ordinal not in self.launches:
+            launch = self.plan.record(f"cuda:{ordinal}" if self.driver else "cpu")
+            self.launches[ordinal] = launch, threading.Lock() if self.driver else self.cpu_lock
+        return self.launches[ordinal]
+
+    def __call__(self, pointers: list[int], dims: list[tuple], call: _Call) -> None:
+        extents = (_I64 * 6).from_address(call.attribute("dims"))
+        launch, lock = self._launch(call.ordinal)
+        with lock:
+            if self.plan.adjoints is not None or not extents[5]:
+                self._clear(pointers, dims, call)
+            if extents[5]:
+                self._fill(launch, pointers, dims, call)
+                sizes = tuple(extents[: extents[4]])
+                launch.set_dim((*sizes[:-1], self.plan.block_dim) if self.plan.tiled and self.driver else sizes)
+                self._run(launch, call)
+
+    def _clear(self, pointers: list[int], dims: list[tuple], call: _Call) -> None:
+        for k in self.plan.clear:
+            nbytes = self.signature.dtypes[k].itemsize * math.prod(dims[k])
+            if not self.driver:
+                ctypes.memset(pointers[k], 0, nbytes)
+            elif nbytes:
+                start, zero = ctypes.c_uint64(pointers[k]), ctypes.c_ubyte(0)
+                self.driver.call("cuMemsetD8Async", start, zero, _SIZE(nbytes), _PTR(call.stream))
+
+    def _fill(self, launch: Any, pointers: list[int], dims: list[tuple], call: _Call) -> None:
+        import warp as wp
+
+        def array(i: int, k: int | None, grad: Any = None) -> Any:
+            if k is None:
+                return None
+            shape, dtype = dims[k][: self.plan.params[i].ndim], self.plan.params[i].type.dtype
+            return wp.array(ptr=pointers[k], shape=shape, dtype=dtype, device=launch.device, grad=grad)
+
+        for t, table in enumerate(self.plan.tables):
+            for i, k in enumerate(table):
+                if k is not None:
+                    value = array(i, k, array(i, self.plan.grad(t, i)))
+                    launch.set_param_at_index(i, value, adjoint=bool(t))
+        for i, param, start in self.plan.values:
+            ctypes.memmove(ctypes.addressof(launch.params[1 + i]), call.attribute("values") + start, param.nbytes)
+
+    def _run(self, launch: Any, call: _Call) -> None:
+        """Warp's own launch; before Warp 1.15 it drops CUDA's error code, so there we launch what it recorded."""
+        import warp as wp
+
+        if not self.driver:
+            launch.launch()
+        elif hasattr(launch, "grid_stride"):
+            # no wp.Stream: that would register XLA's stream with Warp, and unregister it under the feet of others
+            stream = types.SimpleNamespace(device=launch.device, cuda_stream=call.stream)
+            is_plain = type(launch) is wp.Launch  # a deterministic one allocates, and on Warp's current stream
+            with contextlib.nullcontext() if is_plain else wp.ScopedStream(stream, sync_enter=False):
+                launch.launch(stream=stream)
+        else:
+            kind = "backward" if launch.adjoint else "forward"
+            function, shared = (getattr(launch.hooks, kind + end) for end in ("", "_smem_bytes"))
+            blocks = min(-(-launch.bounds.size // launch.block_dim), _CUDA_LIMITS["grid"][0])
+            sizes = map(ctypes.c_uint, (blocks, 1, 1, launch.block_dim, 1, 1, shared))
+            function = ctypes.cast(function, _PTR)
+            self.driver.call("cuLaunchKernel", function, *sizes, _PTR(call.stream), launch.params_addr, None)
+
+
+def _compile_warp(plan: _WarpPlan, signature: _Signature, platform: str) -> _Compiled:
+    _import("numba", "warp_kernel", _NUMBA_INSTALL)
+    launch = plan.record("cpu") if platform == "cpu" else None
+    layout = _warp_layout(plan, launch) if launch else None
+    if layout:
+        emitter: _Emitter = _WarpEmitter(plan, layout)
+    else:
+        driver = None if platform == "cpu" else _CudaDriver()
+        emitter = _CallbackEmitter(signature, _WarpReplay(plan, signature, driver), driver)
+    address, keep = _compile_handler(signature, emitter)
+    return _Compiled(address, (keep, emitter, launch))  # the launch keeps Warp's module loaded
+
+
+# -- The wrapper
+
+
+def warp_kernel(
+    kernel: Any = None,
+    outs: Any = None,
+    *,
+    launch_dims: Any = None,
+    block_dim: int = 256,
+    tiled: bool = False,
+    vmap_method: str | None = None,
+    input_output_aliases: Mapping[int, int] | None = None,
+    in_out_argnames: Sequence[str] | None = None,
+    has_side_effect: bool = False,
+    scratch: Any = None,
+    sharding_rule: str | None = None,
+    differentiable: bool = False,
+) -> Any:
+    """Make an NVIDIA Warp kernel a JAX function, on CPUs and GPUs.
+
+    The kernel's parameters are the inputs, then the outputs, then the scratch buffers.  Arrays of vectors
+    and matrices are JAX arrays with the elements in trailing dimensions.  Parameters that are not arrays
+    (scalars, vectors, matrices, structs) take Python or NumPy values, known when JAX traces the call.
+    `vmap` launches once per slice inside one call.  On the CPU, XLA calls Warp's machine code directly.
+    Warp rebuilds a whole module for each kernel that is added to it: for kernels made by a generator,
+    `warp.kernel(module="unique")` saves that.
+
+    Args:
+      kernel: a function decorated with `warp.kernel`; without it, `warp_kernel(outs=...)` is a decorator.
+      outs: the results, as for `numba_kernel`; a callable gets what the call got, values included.  Outputs
+        are not initialized, so kernels that add into one name it in `in_out_argnames`.  If the launch is
+        empty they are zero.
+      launch_dims: the number of threads: an int, a tuple of up to 4, or a callable of the inputs; by
+        default the shape of the kernel's first array (without the trailing dimensions of its elements).
+      block_dim: threads per block on a GPU; a block on the CPU has one.
+      tiled: True for kernels whose blocks work on tiles, as `warp.launch_tiled` starts them: `launch_dims`, up
+        to 3, counts blocks, of `block_dim` threads each.
+      vmap_method: accepted for compatibility; every method gives the same, per-slice result.
+      input_output_aliases: `{i: j}`: output j starts with the value of argument i.
+      in_out_argnames: names of array parameters that are given a value and returned.  They count as inputs
+        in the call and, in the kernel's order, as the first of `outs`.
+      has_side_effect: True keeps the call even where its results are not used.
+      scratch: like `outs`: uninitialized buffers passed after the outputs and not returned.
+      sharding_rule: as for `numba_kernel`; `launch_dims`, where given, must then be a callable, as shards have less.
+      differentiable: True gives reverse mode through the kernel's own adjoint, for arrays of floats.
+
+    Returns:
+      A function whose result has the structure of `outs`.
+
+    Raises:
+      TypeError: arguments whose dtype, rank or inner dimensions are not the kernel's, a traced value for a
+        parameter passed by value, parameter types that JAX arrays cannot be.
+      ValueError: launch dimensions out of range; in-out arguments, aliases or scratch with `differentiable`.
+
+    Example:
+      >>> import jax.numpy as jnp, warp as wp
+      >>> @wp.kernel
+      ... def scale(x: wp.array(dtype=float), factor: float, out: wp.array(dtype=float)):
+      ...     i = wp.tid()
+      ...     out[i] = factor * x[i]
+      >>> warp_kernel(scale, outs=lambda x, factor: x)(jnp.arange(3.0), 2.0).tolist()
+      [0.0, 2.0, 4.0]
+    """
+    return _wrap(_WarpKernel, locals())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _WarpOptions(_Options):
+    launch_dims: Any
+    block_dim: int
+    tiled: bool
+    differentiable: bool
+
+
+class _WarpKernel(_Wrapper):
+    decorator = "warp_kernel"
+    options_type = _WarpOptions
+
+    def __init__(self, kernel: Any, *args: Any) -> None:
+        self.params, self.writes = _warp_params(kernel), _warp_writes(kernel)
+        self.by_value = {param.name: param for param in self.params if param.ndim is None}
+        super().__init__(kernel, *args)
+        self.values = {
+            i: _pack_warp_value(self.__name__, param, self.static[param.name])
+            for i, param in enumerate(self.params)
+            if param.name in self.static.keys() & self.by_value
+        }
+        self.block_dim, self.tiled = operator.index(self.options.block_dim), bool(self.options.tiled)
+        for i in self.options.aliases():
+            if isinstance(i, int) and (not 0 <= i < len(self.params) or self.params[i].ndim is None):
+                raise ValueError(
+                    f"warp_kernel({self.__name__}): argument {i} is not an array, so no output can alias it"
+                )
+        self._check_options()
+        self._vjp = jax.custom_vjp(super()._trace)
+        self._vjp.defvjp(self._forward, self._backward)
+
+    # -- from a call to its inputs: values, and None for an array, are static
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        if not (named or self.by_value or type(None) in map(type, args)):
+            return super().__call__(*args)
+        given = {**dict(zip(self.parameters, args)), **named}
+        for name in self.by_value:
+            if name not in given:
+                raise self._wrong_arity(f"{len(given)} arguments, but {name!r} is passed by value")
+        if len(given) < len(args) + len(named) or given.keys() != {*self.parameters[: len(given)]}:
+            raise self._wrong_arity(f"{len(args)} arguments by position and {', '.join(named) or 'none'} by keyword")
+        return self._call_by_name((), given)
+
+    def _is_input(self, name: str, value: Any) -> bool:
+        return name not in self.by_value and value is not None
+
+    def _static_key(self, static: dict[str, Any]) -> Any:
+        pack = functools.partial(_pack_warp_value, self.__name__)
+        return frozenset(
+            (name, pack(self.by_value[name], x) if name in self.by_value else None) for name, x in static.items()
+        )
+
+    def _for_inputs(self, option: Any, ins: Sequence[Spec]) -> Any:
+        """Callables get all that the call got, values included."""
+        rest, names = iter(ins), self.parameters[: len(ins) + len(self.static)]
+        args = [self.static[name] if name in self.static else next(rest) for name in names]
+        return option(*args) if callable(option) else option
+
+    def _array_parameters(self) -> Sequence[str]:
+        return [param.name for param in self.params if param.ndim is not None]
+
+    def _input_number(self, option: str, name: str | int, n: int) -> int:
+        """Positions count all arguments of the call."""
+        return super()._input_number(option, self.parameters[name] if isinstance(name, int) else name, n)
+
+    # -- checks
+
+    def _check_options(self) -> None:
+        if not 1 <= self.block_dim <= 1024:
+            raise ValueError(f"warp_kernel({self.__name__}): block_dim must be 1 to 1024 threads; got {self.block_dim}")
+        launch_dims = self.options.launch_dims
+        if self.tiled and launch_dims is None:
+            raise ValueError(f"warp_kernel({self.__name__}): tiled=True needs launch_dims, the number of blocks")
+        if not callable(launch_dims) and launch_dims is not None:
+            _warp_launch_dims(self.__name__, launch_dims, self.tiled)
+            if self.rule:
+                raise ValueError(
+                    f"warp_kernel({self.__name__}): launch_dims={launch_dims!r} is for whole arrays, which "
+                    f"sharding_rule={self.rule.text!r} lets XLA split: give a callable of the inputs, or nothing"
+                )
+        reasons = {
+            "in_out_argnames or input_output_aliases": (self.options.aliases() or self.options.in_out_argnames)
+            and "the adjoint needs the values they overwrite",
+            "scratch": self.options.scratch is not None and "the adjoint needs its contents; return it as an output",
+        }
+        for what, reason in reasons.items():
+            if self.options.differentiable and reason:
+                raise ValueError(f"warp_kernel({self.__name__}): differentiable=True does not go with {what}: {reason}")
+
+    def _wrong_arity(self, given: str) -> TypeError:
+        names = ", ".join(param.name for param in self.params)
+        return TypeError(
+            f"Warp kernel {self.__name__!r} takes the parameters ({names}): inputs, then outputs and scratch; "
+            f"this call gives it {given}"
+        )
+
+    # -- from a call to a target
+
+    def _find_target(self, ins: list[Spec], outs: list[Spec]) -> _Target:
+        n_args, in_outs, shared = len(ins) + len(self.static), self._in_outs(len(ins)), self._aliases(len(ins))
+        if len(self.params) != n_args + len(outs) - len(in_outs) or not self.by_value.keys() <= {
+            *self.parameters[:n_args]
+        }:
+            raise self._wrong_arity(f"{n_args} inputs and {len(outs)} outputs (in-out arguments count as both)")
+        arrays = [i for i in range(n_args) if self.params[i].name not in self.static]
+        results = [*(arrays[j] for j in in_outs), *range(n_args, len(self.params))]
+        buffers: list[int | None] = [None] * len(self.params)
+        for k, i in enumerate([*arrays, *results]):
+            buffers[i] = k
+        for i, spec in zip([*arrays, *results], ins + outs, strict=True):
+            _check_warp_array(self.__name__, self.params[i], spec)
+        for j, i in enumerate(arrays):
+            if self.params[i].name in self.writes and j not in shared:
+                raise TypeError(
+                    f"Warp kernel {self.__name__!r} writes to its input {self.params[i].name!r}, which JAX may share: "
+                    "name it in in_out_argnames, which returns it, or write to an output"
+                )
+        clear = tuple(len(ins) + j for j in range(len(outs)) if j not in shared.values())
+        plan = _WarpPlan(self.kernel, self.params, self.block_dim, self.tiled, tuple(buffers), None, clear)
+        return self._target(plan, ins, outs, self._extents(plan, ins, outs))
+
+    def _extents(self, plan: _WarpPlan, ins: list[Spec], outs: list[Spec]) -> tuple[int, ...]:
+        dims = self._for_inputs(self.options.launch_dims, ins)
+        if dims is None:
+            param, k = next((p, k) for p, k in zip(self.params, plan.buffers, strict=True) if k is not None)
+            dims = [*ins, *outs][k].shape[: param.ndim]
+        return _warp_launch_dims(self.__name__, dims, self.tiled)
+
+    def _target(self, plan: _WarpPlan, ins: list[Spec], outs: list[Spec], dims: tuple[int, ...]) -> _Target:
+        signature = _Signature.of(self.__name__, ins, outs)
+        with _warp_session() as wp:
+            content = (wp.__version__, *_warp_content(self.kernel), str(signature))
+        layout = (plan.block_dim, plan.tiled, plan.buffers, plan.adjoints, plan.clear)
+        name = f"{__name__}.{self.__name__}.{_digest('warp', layout, *content)}"
+        extents = (*dims, *[1] * (_WARP_MAX_DIMS - len(dims)), len(dims), math.prod(dims))
+        attrs = [("dims", extents)]
+        if self.values:
+            memory = b"".join(packed.ljust(-(-len(packed) // 8) * 8, b"\0") for packed in self.values.values())
+            attrs.append(("values", tuple(np.frombuffer(memory, np.int64).tolist())))
+        makes = {platform: functools.partial(_compile_warp, plan, signature, platform) for platform in ("cpu", "cuda")}
+        runs = f"Warp kernel {self.__name__!r} runs on CPUs and NVIDIA GPUs"
+        target = _Target(name, tuple(attrs), makes=makes, runs=runs)
+        target.announce()
+        return target
+
+    # -- derivatives
+
+    def _trace(self, *args: Any) -> Any:
+        return self._vjp(*_make_varying(args)) if self.options.differentiable else super()._trace(*args)
+
+    def _forward(self, *args: Any) -> tuple[Any, Any]:
+        results = super()._trace(*args)
+        return results, (args, results)
+
+    def _backward(self, residuals: Any, cotangents: Any) -> tuple:
+        """One adjoint launch: (inputs, outputs, cotangents) -> (cotangents, which Warp may change, and gradients)."""
+        args, outs = residuals[0], jax.tree_util.tree_leaves(residuals[1])
+        wrt = [i for i, x in enumerate(args) if jax.dtypes.issubdtype(x.dtype, np.floating)]
+        of = [j for j, x in enumerate(outs) if jax.dtypes.issubdtype(x.dtype, np.floating)]
+        leaves = jax.tree_util.tree_leaves(cotangents)
+        operands = _make_varying([*args, *outs, *(leaves[j] for j in of)])
+        ins = _input_specs(operands)
+        results = [ins[len(args) + j] for j in of] + [ins[i] for i in wrt]
+        aliases = tuple((len(args) + len(outs) + n, n) for n in range(len(of)))
+        n, rule = len(args), self.rule and self.rule.adjoint(wrt, of)
+
+        def resolve(self: _WarpKernel, ins: list[Spec], results: list[Spec]) -> tuple:
+            return self._adjoint_target(ins, results, n, wrt, of), results, aliases
+
+        grads = self._bind(resolve, operands, results, rule)[len(of) :]
+        found = {i: _sharded_like(grad, jax.typeof(args[i])) for i, grad in zip(wrt, grads, strict=True)}
+        return tuple(found[i] if i in found else np.zeros(x.shape, jax.dtypes.float0) for i, x in enumerate(args))
+
+    def _adjoint_target(self, ins: list[Spec], results: list[Spec], n: int, wrt: list[int], of: list[int]) -> _Target:
+        arrays = [i for i, param in enumerate(self.params) if param.name not in self.static]
+        buffers: list[int | None] = [None] * len(self.params)
+        adjoints: list[int | None] = [None] * len(self.params)
+        for k, i in enumerate(arrays):
+            buffers[i] = k
+        for k, j in enumerate([n + j for j in of] + wrt):
+            adjoints[arrays[j]] = len(ins) + k
+        clear = tuple(range(len(ins) + len(of), len(ins) + len(results)))
+        tables = tuple(buffers), tuple(adjoints)
+        plan = _WarpPlan(self.kernel, self.params, self.block_dim, self.tiled, *tables, clear)
+        return self._target(plan, ins, results, self._extents(plan, ins[:n], ins[n : len(arrays)]))
+
+
+# ======================================================================================================
+# 11. XLACustomKernel: one operation, many backends, all of JAX's transformations.
+# An op knows its kernels, the choice between them, and its rules (11.1).  How a call is bound (11.2), how a kernel
+# becomes a function to trace (11.3), and what JAX asks the primitive (11.4 to 11.7) lie in parts of their own.
+# ======================================================================================================
+
+# -- 11.1 The op: registration, dispatch, rules --------------------------------------------------------
+# Knows kernels by platform and backend, and rules by kind.  Traces nothing: a call of the op is a matter of 11.2.
+
+_GPU_NAMES = ("gpu", "cuda", "rocm")
+
+
+class XLACustomKernel:
+    """An operation with kernels for several backends that takes part in all of JAX's transformations.
+
+    The kernels are registered with the `def_*_kernel` methods. Each takes a *generator*, which is called with the
+    static parameters of the call and returns the function to trace, or a ready kernel (`@njit`, `@cuda.jit`,
+    `@wp.kernel`). The first kernel of a platform is its default; `asdefault=True`, :meth:`set_default` and `backend=`
+    at the call choose another. The platform is the one that the computation is lowered for.
+
+    `vmap` is handed to the backend's own batching rules. Derivatives come from :meth:`def_jvp_rule2` (one rule per
+    operand), :meth:`def_jvp_rule`, :meth:`def_transpose_rule` or :meth:`def_vjp_rule`; :meth:`def_sharding_rule` lets
+    `jax.jit` partition the op over a mesh.
+
+    Args:
+      name: shown in jaxprs and error messages; it need not be unique.
+      doc: the docstring of this op.
+
+    Calling the op, `op(*ins, outs=..., backend=None, **params)`:
+      ins: arrays, NumPy arrays, Python scalars, or anything with `__dlpack__` (Warp, PyTorch and CuPy arrays).
+      outs: what the op returns: a `jax.ShapeDtypeStruct` (or anything with `.shape` and `.dtype`), any pytree of them,
+        or a callable of the operands' abstract values that returns one. The result has its structure.
+      backend: a registered backend; by default that of the platform.
+      params: static, hashable parameters, handed to generators and rules.
+
+    Raises:
+      TypeError: a parameter is traced or not hashable, or an operand is no array.
+      ValueError: the backend is unknown, or a kernel returns something else than `outs` declares.
+      NotImplementedError: there is no kernel for the platform, or a derivative without a rule is asked for.
+      RuntimeError: a generator or kernel raised; its exception is chained.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> op = XLACustomKernel("axpy")
+      >>> @op.def_kernel("jax", "cpu")
+      ... def axpy_jax(outs, alpha):
+      ...     return lambda x, y: alpha * x + y
+      >>> def axpy(x, y, alpha):
+      ...     return op(x, y, outs=jax.ShapeDtypeStruct(x.shape, x.dtype), alpha=alpha)
+      >>> op.def_jvp_rule2(lambda t, x, y, alpha: alpha * t, lambda t, x, y, alpha: t)
+      >>> print(jax.grad(lambda x: axpy(x, x, 2.0).sum())(jnp.ones(3)))
+      [3. 3. 3.]
+    """
+
+    def __init__(self, name: str, doc: str | None = None) -> None:
+        self.name = name
+        self.primitive = Primitive(name)
+        self._lock = threading.RLock()
+        self._kernels: dict[str, dict[str, KernelEntry]] = {}
+        self._chosen: dict[str, str] = {}  # platform -> default set by asdefault=True or set_default
+        self._rules: dict[str, Any] = {}  # "batching", "jvp", "transpose", "vjp", "sharding": the newest of each
+        self._recent = _Recent(2048)  # what serves calls: those of the op, of its primitive, and checked ones
+        self._call_fn: Callable[..., Any] | None = None
+        self._benchmark_data_fn: Callable[..., Any] | None = None
+        self._tags: set[str] = set()
+        if doc is not None:
+            self.__doc__ = doc
+        _install_hooks(self)
+
+    def __call__(self, /, *ins: Any, outs: Any, backend: str | None = None, **params: Any) -> Any:
+        """Apply the op; see the class for the arguments."""
+        args, traced = _as_inputs(ins, self.name)
+        call = _find_call(self, args, outs, backend, params)
+        if not traced:
+            return call.jitted(*args)
+        call.check(args)
+        return call.bind(*args)
+
+    # Registration
+
+    def def_kernel(
+        self, backend: str, platform: str, kg: Callable[..., Any] | None = None, asdefault: bool = False, **options: Any
+    ) -> Any:
+        """Register a kernel for a backend and a platform; usable as a decorator.
+
+        Registering a backend again replaces its kernel, and takes effect on the next call, also of functions that were
+        compiled with the old one.
+
+        Args:
+          backend: any name; `"numba"`, `"warp"`, `"numba_cuda"`, `"pallas"`, `"triton"`, `"cuda_raw"` have shorthands.
+          platform: `"cpu"`, `"gpu"` or `"tpu"` (`"cuda"` and `"rocm"` mean `"gpu"`).
+          kg: a generator, `kg(outs=..., **params)`, that returns the function to trace (it may leave out `outs`), or a
+            ready Numba, Numba CUDA or Warp kernel.
+          asdefault: make this backend the platform's default; otherwise the first one registered is.
+          options: for a ready kernel, passed to `numba_kernel`, `numba_cuda_kernel` or `warp_kernel`.
+
+        Returns:
+          `kg`, or a decorator where `kg` is left out.
+
+        Raises:
+          TypeError: `backend` or `platform` is not a string, or `kg` is neither callable nor a ready kernel.
+          ValueError: `backend` or `platform` is empty.
+
+        Example:
+          >>> op = XLACustomKernel("double")
+          >>> @op.def_kernel("jax", "cpu", asdefault=True)
+          ... def double(outs):
+          ...     return lambda x: 2 * x
+          >>> op.defaults
+          {'cpu': 'jax'}
+        """
+        return self._define(backend, [platform], kg, asdefault, options)
+
+    def def_numba_kernel(self, kg: Any = None, asdefault: bool = False, **options: Any) -> Any:
+        """Register a Numba kernel (a generator, or `@njit`) for the CPU; see :meth:`def_kernel`."""
+        return self._define("numba", _BACKENDS["numba"].platforms, kg, asdefault, options)
+
+    def def_warp_kernel(self, kg: Any = None, asdefault: bool = False, **options: Any) -> Any:
+        """Register a Warp kernel for the GPU and, where it has no other kernel, the CPU; see :meth:`def_kernel`."""
+        return self._define("warp", _BACKENDS["warp"].platforms, kg, asdefault, options)
+
+    def def_numba_cuda_kernel(self, kg: Any = None, asdefault: bool = False, **options: Any) -> Any:
+        """Register a Numba CUDA kernel (a generator, or `@cuda.jit`) for the GPU; see :meth:`def_kernel`.
+
+        With Numba's CUDA simulator it also serves the CPU, where that has no other kernel.
+        """
+        simulator = ["cpu"] if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0") else []
+        return self._define("numba_cuda", [*_BACKENDS["numba_cuda"].platforms, *simulator], kg, asdefault, options)
+
+    def def_pallas_kernel(self, platform: str, kg: Any = None, asdefault: bool = False) -> Any:
+        """Register a Pallas kernel for `"gpu"`, `"tpu"`, or (in interpret mode) `"cpu"`; see :meth:`def_kernel`."""
+        if platform not in ("cpu", "gpu", "tpu"):
+            raise ValueError(f"def_pallas_kernel: platform must be 'gpu', 'tpu' or 'cpu', got {platform!r}")
+        return self._define("pallas", [platform], kg, asdefault, {})
+
+    def def_triton_kernel(self, kg: Any = None, asdefault: bool = False) -> Any:
+        """Register a generator of a Triton kernel for the GPU; see :meth:`def_kernel`."""
+        return self._define("triton", ["gpu"], kg, asdefault, {})
+
+    def def_cuda_raw_kernel(self, kg: Any = None, asdefault: bool = False) -> Any:
+        """Register a generator of a kernel compiled from CUDA C++ for the GPU; see :meth:`def_kernel`."""
+        return self._define("cuda_raw", ["gpu"], kg, asdefault, {})
+
+    def _define(self, backend: str, platforms: Iterable[str], kg: Any, asdefault: bool, options: dict) -> Any:
+        """Register `kg` for `platforms`; beyond the first one it serves as a fallback."""
+        if kg is None:
+            return functools.partial(self._define, backend, platforms, asdefault=asdefault, options=options)
+        for i, platform in enumerate(platforms):
+            name = _platform_name(platform)
+            _check_names(backend, name)
+            entry = KernelEntry(backend, name, _as_generator(self, backend, kg, options), fallback=i > 0)
+            self._change(name, {backend: entry}, backend if asdefault and i == 0 else None)
+        return kg
+
+    def _change(self, platform: str, entries: dict[str, KernelEntry], chosen: str | None) -> None:
+        """Add kernels, or choose a default; what was lowered by a choice that means another kernel now is forgotten."""
+        with self._lock:
+            before = self._choices(platform)
+            self._kernels[platform] = {**self._kernels.get(platform, {}), **entries}
+            if chosen is not None:
+                self._chosen[platform] = chosen
+            after = self._choices(platform)
+            _forget(*[(self, platform, backend) for backend, entry in before.items() if after[backend] is not entry])
+
+    # Dispatch
+
+    @property
+    def defaults(self) -> dict[str, str]:
+        """The default backend of every platform that has a kernel (a copy)."""
+        return {platform: self._choices(platform)[None].backend for platform in self._kernels}
+
+    def get_default(self, platform: str) -> str | None:
+        """The default backend of `platform`, or None where it has no kernel."""
+        return self.defaults.get(_platform_name(platform))
+
+    def set_default(self, platform: str, backend: str) -> None:
+        """Make `backend` the default of `platform`, from the next call on.
+
+        Functions that were compiled with the old default are compiled again when they are next called: JAX's caches
+        are cleared if, and only if, this op was lowered with the old default since they were last cleared.
+
+        Args:
+          platform: `"cpu"`, `"gpu"` or `"tpu"`.
+          backend: a backend registered for it.
+
+        Raises:
+          ValueError: the platform has no such backend.
+
+        Example:
+          >>> op = XLACustomKernel("f")
+          >>> _ = op.def_kernel("a", "cpu", lambda: lambda x: x)
+          >>> _ = op.def_kernel("b", "cpu", lambda: lambda x: x)
+          >>> op.set_default("cpu", "b")
+          >>> op.get_default("cpu")
+          'b'
+        """
+        name = _platform_name(platform)
+        if backend not in self._kernels.get(name, {}):
+            raise ValueError(_unknown_backend(self, name, backend))
+        self._change(name, {}, backend)
+
+    def available_backends(self, platform: str) -> list[str]:
+        """The backends registered for `platform`, in order of registration."""
+        return list(self._kernels.get(_platform_name(platform), {}))
+
+    def _choices(self, platform: str) -> dict[str | None, KernelEntry]:
+        """The kernel for each `backend` that a call may name; None is the default."""
+        chosen = self._chosen.get(platform)  # read first, as another thread may be at the end of `_change`
+        entries: dict[Any, KernelEntry] = self._kernels.get(platform, {})
+        default = chosen or min(entries, key=lambda backend: entries[backend].fallback, default=None)
+        return {None: entries[default], **entries} if default else {}
+
+    def _entry(self, platform: str, backend: str | None) -> KernelEntry:
+        """The kernel that serves a call, or an error that says what is registered."""
+        choices = self._choices(platform)
+        if not choices:
+            raise NotImplementedError(
+                f"XLACustomKernel {self.name!r} has no kernel for platform {platform!r}; registered: "
+                f"{_registered(self)}. Register one with def_kernel(backend, {platform!r}, ...), or run on a platform "
+                "that has one, for example under jax.default_device(jax.devices('cpu')[0])"
+            )
+        if backend not in choices:
+            raise ValueError(_unknown_backend(self, platform, backend))
+        return choices[backend]
+
+    # Rules
+
+    def def_batching_rule(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+        """Override batching: `fun(args, axes, **params) -> (outputs, output_axes)`; usable as a decorator.
+
+        `axes` holds the batched axis of each operand or None, `params` the call's `outs`, `backend` and static
+        parameters. :meth:`register_general_batching` restores the rule that every op starts with.
+        """
+        return self._set_rule("batching", fun)
+
+    def register_general_batching(self) -> None:
+        """Restore the batching rule that every op starts with (:func:`general_batching_rule`)."""
+        self._set_rule("batching", None)
+
+    def def_jvp_rule(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+        """Define the derivative by one function, `fun(primals, tangents, **params) -> (outputs, tangents_out)`.
+
+        A tangent that is zero is a `jax.interpreters.ad.Zero`; outputs and their tangents are lists, and a tangent may
+        be None for zero. `params` holds `outs`, `backend` and the static parameters; `fun` may leave out the first
+        two. Usable as a decorator.
+        """
+        return self._set_rule("jvp", fun)
+
+    def def_jvp_rule2(self, *jvp_rules: Callable[..., Any] | None) -> None:
+        """Define the derivative by one rule per operand; see :func:`defjvp`."""
+        defjvp(self, *jvp_rules)
+
+    def def_transpose_rule(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+        """Define the transpose of an op that is linear in some operands; usable as a decorator.
+
+        `fun(cotangents, *operands, **params)` gets a list with one cotangent per output (`ad.Zero` where it is zero),
+        and an `ad.UndefinedPrimal` (`ad.is_undefined_primal`, `.aval`) for every operand that the op is linear in. It
+        returns one cotangent per operand: None for those that are known.
+        """
+        return self._set_rule("transpose", fun)
+
+    def def_vjp_rule(self, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> None:
+        """Define the reverse-mode derivative by a forward and a backward function.
+
+        For ops with a kernel for the backward pass. Forward-mode differentiation needs :meth:`def_jvp_rule2` instead.
+
+        Args:
+          fwd: `fwd(*ins, **params) -> (results, residuals)`; the results have the structure of the call's `outs`, and
+            are mostly those of the op itself.
+          bwd: `bwd(residuals, cotangents, **params)`, with cotangents in the structure of `outs`; returns one cotangent
+            per operand, None for zero.
+
+        Both get the static parameters of the call, and `outs` and `backend` if their signature has them.
+
+        Example:
+          >>> import jax, jax.numpy as jnp
+          >>> op = XLACustomKernel("square")
+          >>> _ = op.def_kernel("jax", "cpu", lambda: lambda x: x * x)
+          >>> op.def_vjp_rule(lambda x, outs: (op(x, outs=outs[0]), x), lambda x, ct: (2 * x * ct,))
+          >>> print(jax.grad(lambda x: op(x, outs=lambda x: x))(3.0))
+          6.0
+        """
+        _check_callables("def_vjp_rule", (fwd, bwd))
+        self._set_rule("vjp", (_tolerant(fwd), _tolerant(bwd)))
+
+    def def_sharding_rule(self, rule: str) -> None:
+        """Say which dimensions the op treats independently, so that `jax.jit` can partition it over a mesh.
+
+        Args:
+          rule: names of the dimensions of every operand and output, as in `"i, i -> i"` (elementwise) or
+            `"b i, i j -> b j"`. A dimension that every output and some operand has may be sharded, and then each
+            device runs the kernel on its own shard: `outs` of the generator are those of the shard. Any other
+            dimension is gathered first, so reductions stay correct. Those that `vmap` adds need no rule.
+
+        Raises:
+          ValueError: the rule cannot be read; at the call, it does not fit the number or the ranks of the arrays.
+
+        Example:
+          >>> op = XLACustomKernel("add")
+          >>> _ = op.def_kernel("jax", "cpu", lambda: lambda x, y: x + y)
+          >>> op.def_sharding_rule("i, i -> i")
+        """
+        self._set_rule("sharding", _ShardingRule.parse(f"XLACustomKernel {self.name!r}", rule))
+        _need_devices(self.primitive)
+
+    def _set_rule(self, kind: str, rule: Any) -> Any:
+        """Replace a rule (by the default, where it is None), and drop what was traced with the old one."""
+        with self._lock:
+            stale = ("jvp", "vjp") if kind == "jvp" else (kind,)  # of the derivatives, the newest counts
+            kept = {k: r for k, r in self._rules.items() if k not in stale}
+            self._rules = kept if rule is None else {**kept, kind: _tolerant(rule) if callable(rule) else rule}
+            self._recent.clear()
+            _forget((self, "rules"))
+        return rule
+
+    # What BrainEvent's operators attach to an op
+
+    def def_call(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Attach the function that :meth:`call` calls: the op with its operands prepared and checked."""
+        self._call_fn = fn
+        return fn
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function attached by :meth:`def_call`."""
+        if self._call_fn is None:
+            raise ValueError(f"XLACustomKernel {self.name!r} has no call function; attach one with def_call(fn)")
+        return self._call_fn(*args, **kwargs)
+
+    def def_tags(self, *tags: str) -> None:
+        """Attach words to find the op by."""
+        self._tags = set(tags)
+
+    def def_benchmark_data(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Attach a function that makes benchmark data."""
+        self._benchmark_data_fn = fn
+        return fn
+
+    # Benchmark
+
+    def benchmark(self, *ins: Any, outs: Any, **params: Any) -> _OpBenchmark:
+        """Time every backend of the current platform on the same operands.
+
+        Args:
+          ins, outs, params: as in a call of the op.
+
+        Returns:
+          A result that prints as a table, with one row per backend in `.rows`: `backend`, `first_ms` (first call, with
+          compilation), `median_us`, `difference` (largest absolute difference from the first backend that ran) and
+          `error` (None unless the backend failed). Each backend runs under `jax.jit` for about a fifth of a second.
+
+        Raises:
+          NotImplementedError: the platform has no kernel.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> op = XLACustomKernel("double")
+          >>> _ = op.def_kernel("jax", "cpu", lambda: lambda x: 2 * x)
+          >>> result = op.benchmark(jnp.ones(8), outs=lambda x: x)
+          >>> [row.backend for row in result.rows]
+          ['jax']
+        """
+        return _benchmark(self, ins, outs, params)
+
+    def __repr__(self) -> str:
+        lines = [f"XLACustomKernel({self.name!r})"]
+        for platform, entries in self._kernels.items():
+            default = self.get_default(platform)
+            names = [b + (" (default)" if b == default else "") for b in entries]
+            lines.append(f"  {platform}: {', '.join(names)}")
+        rules = f"  rules: {', '.join(sorted(self._rules))}"
+        return "\n".join([*lines, rules] if self._rules else lines)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class KernelEntry:
+    """One kernel of an :class:`XLACustomKernel`: what `op._kernels[platform][backend]` holds.
+
+    Entries are made by :meth:`XLACustomKernel.def_kernel` and are not changed afterwards: registering a backend again
+    puts a new entry in the place of the old one.
+
+    Attributes:
+      backend: the name of the backend, such as `"numba"`.
+      platform: `"cpu"`, `"gpu"` or `"tpu"`.
+      kernel_generator: called with `outs` (a tuple of `jax.ShapeDtypeStruct`) and the static parameters of the call, by
+        keyword; returns the function to trace.
+      fallback: whether the entry serves only where the platform has no other backend (Warp kernels on the CPU), unless
+        it is asked for by name.
+
+    Example:
+      >>> op = XLACustomKernel("negate")
+      >>> _ = op.def_kernel("jax", "cpu", lambda outs: lambda x: -x)
+      >>> op._kernels["cpu"]["jax"].backend
+      'jax'
+    """
+
+    backend: str
+    platform: str
+    kernel_generator: Callable[..., Any]
+    fallback: bool = False
+
+
+def _check_names(backend: Any, platform: Any) -> None:
+    for what, name in (("backend", backend), ("platform", platform)):
+        if not isinstance(name, str):
+            raise TypeError(f"def_kernel: {what} must be a string, got {name!r}")
+        if not name:
+            raise ValueError(f"def_kernel: {what} must not be empty")
+
+
+def _check_callables(where: str, functions: Sequence[Any]) -> None:
     for fun in functions:
         if not callable(fun):
             raise TypeError(f"{where}: a rule must be callable, got {fun!r}")
