@@ -2675,10 +2675,6 @@ def test_gpu_cooperative_kernel_goes_through_python():
 needs_warp = pytest.mark.needs("warp")
 
 
-def spec(*shape, dtype=np.float32):
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
 def sample(*shape, dtype=np.float32, seed=0):
     return np.random.default_rng(seed).uniform(-2, 2, shape).astype(dtype)
 
@@ -2770,6 +2766,10 @@ def warp_kernels():
         out[i] = buffer[i] + 1.0
 
     @wp.kernel
+    def tally(x: wp.array(dtype=float), out: wp.array(dtype=float)):
+        wp.atomic_add(out, 0, x[wp.tid()])
+
+    @wp.kernel
     def smooth(x: wp.array(dtype=float), k: wp.array(dtype=wp.int32), a: float, sq: wp.array(dtype=float),
                si: wp.array(dtype=float), count: wp.array(dtype=wp.int32)):  # fmt: skip
         i = wp.tid()
@@ -2810,6 +2810,7 @@ WARP_OPS = {
         (sample(7),),
         lambda x: {"mean": x.mean()[None], "over": (x > x.mean()).astype(np.int32)},
     ),
+    "tally": ({"outs": spec(1), "zero_outputs": True}, (sample(5),), lambda x: x.sum()[None]),
     "scratchy": ({"outs": lambda x: x, "scratch": lambda x: x}, (sample(5),), lambda x: 3 * x + 1),
 }
 
@@ -5256,6 +5257,19 @@ def test_a_donated_array_is_updated_in_place():
     before = acc.unsafe_buffer_pointer()
     result = jax.jit(accumulate, donate_argnums=0)(acc, jnp.ones(5))
     assert result[0] == 5 and acc.is_deleted() and result.unsafe_buffer_pointer() == before
+
+
+def test_zero_outputs_start_every_slice_from_zeros():
+    def adds(x, kept, out):
+        for i in range(x.size):
+            out[i] += x[i]
+            kept[i] += x[i]
+
+    f = xk.numba_kernel(adds, lambda x, y: (y, x), zero_outputs=True, in_out_argnames=["kept"])
+    x = jnp.ones((2, 300_000))  # memory that was used before is likely to be found again
+    for _ in range(3):
+        for kept, out in (jax.vmap(f)(x, x), jax.jit(jax.vmap(f))(x, x), f(x[0], x[1])):
+            assert (out == 1).all() and (kept == 2).all()
 
 
 def test_scratch_is_passed_and_not_returned():

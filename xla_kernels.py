@@ -816,6 +816,7 @@ class _Target:
     name: str
     attrs: tuple[tuple[str, tuple[int, ...]], ...] = ()
     copy_inputs: tuple[int, ...] = ()  # those that the kernel may write to
+    zero: tuple[int, ...] = ()  # the outputs that start from zeros
     makes: Mapping[str, Callable[[], _Compiled]] = dataclasses.field(compare=False, default_factory=dict)
     runs: str = dataclasses.field(compare=False, default="")  # where it runs, for the error on another platform
     check: Callable[[], None] = dataclasses.field(compare=False, default=lambda: None)  # as far as it can be, off a GPU
@@ -864,6 +865,12 @@ def _call_lowering(ctx: Any, *operands: Any, **params: Any) -> Any:
         target.register(platform)
     if ctx.primitive is _split_call_p and _is_partitioned(ctx):
         return _split_call_lowering(ctx, *operands, **params)
+    zeroed = [ctx.avals_out[j] for j in target.zero]
+    if zeroed:  # an operand of zeros in the place of each, after those that the handler knows
+        clear = mlir.lower_fun(lambda: [_zeros(a.shape, a.dtype) for a in zeroed], multiple_results=True)
+        aliases += tuple((len(operands) + n, j) for n, j in enumerate(target.zero))
+        operands += tuple(clear(ctx.replace(avals_in=[], avals_out=zeroed)))
+        ctx = ctx.replace(avals_in=[*ctx.avals_in, *zeroed])
     rule = jax.ffi.ffi_lowering(target.name, operand_output_aliases=dict(aliases), has_side_effect=has_side_effect)
     return rule(ctx, *operands, **{name: np.array(values, np.int64) for name, values in target.attrs})
 
@@ -966,6 +973,7 @@ class _Options:
     in_out_argnames: Sequence[str] | None = None
     has_side_effect: bool = False
     scratch: Any = None
+    zero_outputs: bool = False
     sharding_rule: str | None = None
 
     def __post_init__(self) -> None:
@@ -1137,7 +1145,8 @@ class _Wrapper:
             if i not in shared:
                 aliases += ((i, len(every)),)
                 every = [*every, ins[i]]
-        return target, every, aliases
+        zero = [j for j in range(len(outs)) if j not in shared.values()] if self.options.zero_outputs else []
+        return dataclasses.replace(target, zero=tuple(zero)), every, aliases
 
     def _for_inputs(self, option: Any, ins: Sequence[Spec]) -> Any:
         """The value of an option that may be a callable of the inputs, and of the static arguments that it names."""
@@ -1431,7 +1440,7 @@ class _Handler:
         buffers = []
         for kind, count in expected.items():
             size = self.load(self.frame, XLA_FFI_CallFrame, f"{kind}.size")
-            relation = "<" if kind == "rets" and self.emitter.hidden_outputs else "!="
+            relation = "<" if kind == "args" or self.emitter.hidden_outputs else "!="  # zeros may follow the inputs
             self.fail_if(
                 self.builder.icmp_signed(relation, size, self.int64(count)), self._mismatch("number of buffers")
             )
@@ -1678,6 +1687,7 @@ def numba_kernel(
     scalars: Sequence[str] | bool = False,
     has_side_effect: bool = False,
     scratch: Any = None,
+    zero_outputs: bool = False,
     sharding_rule: str | None = None,
 ) -> Any:
     """Make a Numba CPU kernel a JAX function.
@@ -1707,6 +1717,7 @@ def numba_kernel(
       scalars: the names of 0-d inputs that a kernel which writes takes as scalars, or True for all of them.
       has_side_effect: True keeps the call even where its results are not used.
       scratch: like `outs`: uninitialized buffers passed after the outputs and not returned.
+      zero_outputs: True starts every output but the aliased ones from zeros, in each slice of a `vmap`.
       sharding_rule: names of the dimensions of every input and output, as in `"i, i -> i"`, that lets `jax.jit`
         split the call over a mesh: see `XLACustomKernel.def_sharding_rule`.  What `vmap` adds needs no rule.
 
@@ -2218,6 +2229,7 @@ def numba_cuda_kernel(
     input_output_aliases: Mapping[int, int] | None = None,
     has_side_effect: bool = False,
     scratch: Any = None,
+    zero_outputs: bool = False,
     sharding_rule: str | None = None,
 ) -> Any:
     """Make a Numba CUDA kernel a JAX function.
@@ -2234,7 +2246,8 @@ def numba_cuda_kernel(
       kernel: a function decorated with `cuda.jit` of `numba` (numba-cuda) or of its successor, `numba_cuda_mlir`, or
         a plain function, which is jitted: by the one whose `cuda` it reads, else by the successor, else by `numba`.
         Without it, `numba_cuda_kernel(outs=..., launch_dims=...)` is a decorator.
-      outs, vmap_method, input_output_aliases, has_side_effect, scratch, sharding_rule: as for `numba_kernel`.
+      outs, vmap_method, input_output_aliases, has_side_effect, scratch, zero_outputs, sharding_rule: as for
+        `numba_kernel`.
       grid, block: blocks in the grid and threads in a block: ints or tuples of up to three (x, y, z).
       launch_dims: instead of both, the number of threads, an int or a tuple of up to three, or a callable of
         the inputs' `ShapeDtypeStruct`s that returns one.  Whole blocks cover it, so the kernel must guard the
@@ -2272,6 +2285,7 @@ def numba_cuda_callable(
     input_output_aliases: Mapping[int, int] | None = None,
     has_side_effect: bool = False,
     scratch: Any = None,
+    zero_outputs: bool = False,
     sharding_rule: str | None = None,
     command_buffer: bool = False,
 ) -> Any:
@@ -2284,8 +2298,8 @@ def numba_cuda_callable(
 
     Args:
       func: the function.  Without it, `numba_cuda_callable(outs=...)` is a decorator.
-      outs, vmap_method, input_output_aliases, has_side_effect, scratch, sharding_rule: as for `numba_kernel`;
-        `scratch` gives temporary buffers without an allocation.
+      outs, vmap_method, input_output_aliases, has_side_effect, scratch, zero_outputs, sharding_rule: as for
+        `numba_kernel`; `scratch` gives temporary buffers without an allocation.
       command_buffer: True lets XLA capture the launches in a CUDA graph and replay them without calling
         `func` again: only for functions that do nothing but launch kernels that are compiled already, the
         same ones every time.
@@ -3576,6 +3590,7 @@ def warp_kernel(
     in_out_argnames: Sequence[str] | None = None,
     has_side_effect: bool = False,
     scratch: Any = None,
+    zero_outputs: bool = False,
     sharding_rule: str | None = None,
     differentiable: bool = False,
 ) -> Any:
@@ -3591,8 +3606,8 @@ def warp_kernel(
     Args:
       kernel: a function decorated with `warp.kernel`; without it, `warp_kernel(outs=...)` is a decorator.
       outs: the results, as for `numba_kernel`; a callable gets what the call got, values included.  Outputs
-        are not initialized, so kernels that add into one name it in `in_out_argnames`.  If the launch is
-        empty they are zero.
+        are not initialized: kernels that add into one say `zero_outputs=True`, or name it in
+        `in_out_argnames`.  If the launch is empty they are zero.
       launch_dims: the number of threads: an int, a tuple of up to 4, or a callable of the inputs; by
         default the shape of the kernel's first array (without the trailing dimensions of its elements).
       block_dim: threads per block on a GPU; a block on the CPU has one.
@@ -3604,6 +3619,7 @@ def warp_kernel(
         in the call and, in the kernel's order, as the first of `outs`.
       has_side_effect: True keeps the call even where its results are not used.
       scratch: like `outs`: uninitialized buffers passed after the outputs and not returned.
+      zero_outputs: True starts every output but the aliased ones from zeros, in each slice of a `vmap`.
       sharding_rule: as for `numba_kernel`; `launch_dims`, where given, must then be a callable, as shards have less.
       differentiable: True gives reverse mode through the kernel's own adjoint, for arrays of floats.
 
