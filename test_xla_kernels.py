@@ -2,6 +2,7 @@
 
 import ast
 import atexit
+import builtins
 import collections
 import concurrent.futures
 import contextlib
@@ -1354,49 +1355,6 @@ def test_wrappers_show_the_signature_of_their_inputs(tmp_path):
         g = jax.custom_jvp(kernel)
         g.defjvps(lambda t, y, x: 2 * x * t)
         np.testing.assert_array_equal(jax.grad(lambda x: g(x).sum())(jnp.arange(3.0)), 2 * np.arange(3))
-
-
-def test_numba_locals_make_another_kernel():
-    def total(x, out):
-        acc = 0
-        for i in range(x.size):
-            acc = acc + x[i]
-        out[0] = acc
-
-    x = jnp.full(3, 100, jnp.int32)
-    narrow, wide = (numba.njit(locals={"acc": kind})(total) for kind in (numba.int8, numba.int64))
-    got = [int(xk.numba_kernel(kernel, jax.ShapeDtypeStruct((1,), np.int32))(x)[0]) for kernel in (narrow, wide)]
-    assert got == [44, 300]
-
-
-def test_numba_overloads_make_another_kernel():
-    def make(n):
-        def helper(v):
-            pass
-
-        numba.extending.overload(helper)(lambda v: lambda v: v + n)
-
-        @xk.numba_kernel(outs=lambda x: x)
-        def kernel(x, out):
-            for i in range(x.size):
-                out[i] = helper(x[i])
-
-        return kernel
-
-    assert [float(make(n)(jnp.zeros(1))[0]) for n in (1, 2, 1)] == [1, 2, 1]
-
-
-def test_numba_named_tuples_make_another_kernel():
-    def make(fields):
-        pair = collections.namedtuple("Pair", fields)(1.0, 2.0)
-
-        @xk.numba_kernel(outs=lambda x: x)
-        def kernel(x, out):
-            out[0] = pair.a
-
-        return kernel
-
-    assert [float(make(fields)(jnp.zeros(1))[0]) for fields in ("a b", "b a")] == [1, 2]
 
 
 STABLE_NAMES = """
@@ -5489,7 +5447,14 @@ SAME = {
     "default argument": lambda: kernel_from("def kernel(x, out, n=3):\n    out[0] = x[0] + n"),
     "recursion": lambda: with_helper(kernel_from(
         "@numba.njit\ndef fact(a):\n    if a < 2:\n        return a\n    return a * fact(a - 1)", name="fact")),
+    "vectorize again": lambda helper=functools.cache(lambda: adder(7, numba.vectorize)): with_helper(helper()),
+    "functions with signatures": lambda functions=functools.cache(lambda: (adder(1, SIGNED), adder(2, SIGNED))): reads(
+        "functions[int(x[0])](x[1])", functions=functions()),
+    "overload": lambda: next(overloads(1)),
+    "object mode": lambda: kernel_from(
+        "def kernel(x, out):\n    with numba.objmode():\n        print()\n    out[0] = 1"),
 }  # fmt: skip
+SIGNED = numba.njit("float32(float32)")
 
 
 def with_return(helper):
@@ -5499,9 +5464,12 @@ def with_return(helper):
     return function
 
 
+@pytest.mark.filterwarnings("ignore:First-class function type")
 @pytest.mark.parametrize("case", SAME)
 def test_equal_content_is_one_target(case):
-    assert len({lowered_name(SAME[case]()) for _ in range(3)}) == 1
+    names = {lowered_name(SAME[case]()) for _ in range(2)}
+    with ThreadPoolExecutor(1) as pool:
+        assert len(names | {pool.submit(lambda: lowered_name(SAME[case]())).result()}) == 1
 
 
 DIFFERENT = {
@@ -5538,18 +5506,177 @@ def test_different_content_is_another_target(case):
     assert len({lowered_name(kernel) for kernel in kernels}) == len(kernels)
 
 
+def reads(expression, **values):
+    return kernel_from(f"def kernel(x, out):\n    out[0] = {expression}", **values)
+
+
+def hidden(base, *values):
+    """Values of a subclass that does not show what it holds."""
+    return map(type("Hidden", (base,), {"__repr__": lambda self: "0", "__str__": base.__repr__}), values)
+
+
+class OwnRepr(enum.IntEnum):
+    A = 1
+    B = 2
+    __repr__ = lambda self: "0"
+
+
+def claims(module):
+    """Functions that say that they are of a module."""
+    for n in (1, 2):
+        helper = kernel_from("def helper(a):\n    return a + n", name="helper", n=n, __name__=module)
+        assert helper.__module__ == module
+        yield with_helper(numba.njit(helper))
+
+
+def modules(expression, make=module_of):
+    """Modules whose `constant` differs, where the code does not read it as a plain attribute."""
+    for n in (1, 2):
+        module = make(None)
+        module.__dict__["hidden" if make is lazy_module else "constant"] = n
+        get, first = numba.njit(lambda m=module: m), numba.njit(lambda pair: pair[0].constant)
+        yield reads(expression, module=module, get=get, first=first)
+
+
+def lazy_module(_):
+    class Lazy(types.ModuleType):
+        constant = property(lambda self: self.hidden)
+
+    return Lazy("lazy")
+
+
+def module_with_getattr():
+    for n in (1, 2):
+        module = types.ModuleType("module_with_getattr")
+        module.__getattr__ = types.SimpleNamespace(constant=n).__getattribute__
+        yield reads("module.constant", module=module)
+
+
+def is_nan(a):
+    return 1.0 if a != a else 0.0
+
+
+def options(decorate):
+    """A helper that tells whether NaNs count, compiled with options that say so or not."""
+    for flags in (set(), {"nnan"}):
+        helper = types.FunctionType(is_nan.__code__, globals(), "is_nan")
+        helper = decorate(helper, flags) or helper
+        yield reads("call(helper, x[0] + np.nan)", helper=helper, call=numba.njit(lambda f, a: f(a)))
+
+
+def overloaded(helper, flags):
+    numba.extending.overload(helper, jit_options={"fastmath": flags})(lambda a: is_nan)
+
+
+def overloads(*values):
+    for n in values:
+        helper = kernel_from("def helper(a):\n    pass", name="helper")
+        numba.extending.overload(helper)(kernel_from("def typed(a):\n    return lambda a: a + n", name="typed", n=n))
+        yield with_helper(helper)
+
+
+def overload_methods():
+    for n in (1, 2):
+        typed = kernel_from("def typed(a):\n    return lambda a: a[0] + n", name="typed", n=n)
+        numba.extending.overload_method(numba.types.Array, "plus_something")(typed)
+        yield reads("x.plus_something()")
+
+
+def foreign(*restypes):
+    function = ctypes.CDLL(None).labs
+    for function.restype in restypes:
+        function.argtypes = [ctypes.c_long]
+        yield reads("function(300)", function=function)
+
+
+def narrow_locals():
+    for kind in (numba.int8, numba.int64):
+        yield numba.njit(locals={"total": kind})(
+            kernel_from("def kernel(x, out):\n    total = 300\n    out[0] = total")
+        )
+
+
+def named_tuples():
+    for fields in ("a b", "b a"):
+        yield reads("pair.a", pair=collections.namedtuple("Named", fields)(1, 2))
+
+
+def added_to_builtins():
+    for builtins.added in (1, 2):
+        yield reads("added")
+
+
+def edited_module():
+    module = module_of(None)
+    for n in (1, 10):
+        module.helper = adder(n)
+        yield with_module(module)
+
+
+def recursive(second):
+    """f calls g, which calls f, or itself."""
+    return kernel_from(f"""
+        @numba.njit
+        def f(n):
+            return 0 if n < 1 else 1 + g(n - 1)
+        @numba.njit
+        def g(n):
+            return 0 if n < 1 else 10 + {second}(n - 1)
+        def kernel(x, out):
+            out[0] = f(5)""")
+
+
+RESULTS = {
+    "subclass of float": lambda: [reads("v", v=v) for v in hidden(float, 1, 2)],
+    "subclass of int": lambda: [reads("v", v=v) for v in hidden(int, 1, 2)],
+    "subclass of str": lambda: [reads("len(v)", v=v) for v in hidden(str, "a", "ab")],
+    "enum members": lambda: [reads("v.value", v=v) for v in OwnRepr],
+    "strides": lambda: [reads("v.strides[0]", v=np.ones(12)[::n]) for n in (1, 2, 3)],
+    "order": lambda: [reads("v.strides[0]", v=np.ones((2, 3), order=order)) for order in "CF"],
+    "function claims to be of numpy": lambda: claims("numpy"),
+    "function claims to be of math": lambda: claims("math"),
+    "module handed to a helper": lambda: modules("get(module).constant"),
+    "module returned by a helper": lambda: modules("get().constant"),
+    "module in a tuple": lambda: modules("first((module, 1))"),
+    "module and getattr": lambda: modules('getattr(module, "constant")'),
+    "module with a property": lambda: modules("module.constant", lazy_module),
+    "module with __getattr__": module_with_getattr,
+    "edited module": edited_module,
+    "added to builtins": added_to_builtins,
+    "register_jitable": lambda: options(lambda f, flags: numba.extending.register_jitable(fastmath=flags)(f)),
+    "cfunc": lambda: options(lambda f, flags: numba.cfunc("float64(float64)", fastmath=flags)(f)),
+    "jit_options of overload": lambda: options(overloaded),
+    "overload": lambda: overloads(1, 2),
+    "overload_method": overload_methods,
+    "ctypes": lambda: foreign(ctypes.c_long, ctypes.c_int8),
+    "locals": narrow_locals,
+    "named tuples": named_tuples,
+    "recursion": lambda: map(recursive, "fg"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", RESULTS)
+def test_kernels_that_differ_give_different_results(case):
+    x = jnp.zeros(1)
+    results = [float(wrap(kernel, lambda x: x)(x)[0]) for kernel in RESULTS[case]()]
+    assert len(set(results)) == len(results) > 1, results
+
+
+@pytest.mark.parametrize("make", [lambda: np.ones(200_000), lambda: np.ones(4)[::2], lambda: np.ones(4)])
+def test_an_array_that_changes_is_its_own(make):
+    """Numba reads large arrays where they are: a kernel over another one must not see this one change."""
+    array = make()
+    assert wrap(add_first(array))(F32)[0] == F32[0] + 1
+    array[:] = 2
+    assert wrap(add_first(array))(F32)[0] == F32[0] + 2
+    assert wrap(add_first(make()))(F32)[0] == F32[0] + 1
+
+
 def test_different_signatures_are_different_targets():
     f, shapes = wrap(copy.__wrapped__), [((4,), "f4"), ((4,), "i4"), ((2, 2), "f4"), ((), "f4")]
     assert len({target_of(f, jax.ShapeDtypeStruct(*spec)) for spec in shapes}) == 4
     assert target_of(f, jax.ShapeDtypeStruct((9,), "f4")) == target_of(f, FLOATS)
     assert target_of(jax.vmap(f), jax.ShapeDtypeStruct((3, 4), "f4")) == target_of(f, FLOATS)
-
-
-def test_an_edited_helper_in_a_module_is_seen():
-    module = module_of(adder(1))
-    for n in (1, 10):
-        module.helper = adder(n)
-        assert xk.numba_kernel(with_module(module), outs=lambda x: x)(F32)[0] == 1 + n
 
 
 def test_an_edited_global_of_a_jitted_kernel_is_seen():

@@ -20,6 +20,7 @@ interface: the handler that XLA calls is compiled to machine code, so no Python 
 from __future__ import annotations
 
 import ast
+import builtins
 import contextlib
 import ctypes
 import dataclasses
@@ -262,11 +263,19 @@ def _ffi_api_version() -> tuple[int, int]:
 
 
 # ======================================================================================================
-# Content digests: equal kernels (code, closures, globals, helpers, options) get equal names.
+# Content digests: equal kernels get equal names, in every process; kernels that differ never share one.
+#
+# One walk over all that the code can reach, written to one hash.  An object counts
+# 1. by its content, if its exact type is listed here and nothing is left out that Numba can see of it;
+# 2. by its name, if a package that does not change while a process runs holds this very object under it;
+# 3. else by its identity: kept alive and never taken for another, but not equal in other processes.
+# What may lead back to itself gets a number when it is met first, and counts by that from then on.  Of a module
+# that may change and of Numba's extensions, that part counts whose name stands anywhere in the code.
 # ======================================================================================================
 
-# Code in these packages, and in the standard library, does not change while a process runs: names stand for content.
-_STABLE_PACKAGES = frozenset({"jax", "jaxlib", "llvmlite", "numba", "numba_cuda_mlir", "numpy", "scipy", "warp"})
+_STABLE_PACKAGES = frozenset(
+    {"jax", "jaxlib", "llvmlite", "ml_dtypes", "numba", "numba_cuda_mlir", "numpy", "scipy", "warp"}
+)
 
 
 @functools.cache
@@ -278,187 +287,214 @@ def _is_stable_module(name: str) -> bool:
     return file is None or os.path.abspath(file).startswith(os.path.dirname(os.path.abspath(os.__file__)))
 
 
-def _digest(*objects: Any) -> str:
-    """A hash of the content of `objects` that is equal in every process, up to 96 bits.
+def _home(obj: Any) -> tuple[str, str] | None:
+    """The stable module that holds this very object, and its name there."""
+    owner = type(obj.__self__).__module__ if isinstance(obj, types.BuiltinFunctionType) else None
+    for module in (getattr(obj, "__module__", None) or owner, "scipy.special"):  # its ufuncs name no module
+        if type(module) is str and _is_stable_module(module):
+            for name, value in list(vars(sys.modules.get(module, types)).items()):
+                if value is obj:
+                    return module, name
+    return None
 
-    Functions count by code, defaults, closure and the globals they read, helpers included.  An object
-    of unknown kind counts by identity: never mixed up with another, but not equal across processes.
-    """
-    return _Digester().add(tuple(objects)).hash.hexdigest()
+
+def _identity(obj: Any) -> tuple:
+    with _LOCK:
+        return "identity", os.getpid(), _STORE.objects.setdefault(id(obj), (len(_STORE.objects), obj))[0]
+
+
+def _digest(*objects: Any, live_arrays: bool = False) -> str:
+    """A hash of `objects`, of 96 bits; with `live_arrays` for code that reads large arrays where they are."""
+    return _Digester(live_arrays).walk(*objects).hash.hexdigest()
 
 
 def _names_read(kernel: Any) -> frozenset[str]:
-    """Every attribute and global name that a function and its helpers read."""
-    digester = _Digester()
-    digester.add(kernel)
-    return frozenset(digester.names)
+    """Every name that a function and its helpers read, every string that may be one, and the classes of objects."""
+    names = _Digester(live_arrays=True).walk(kernel).names
+    return frozenset(names | {"dot(out)"} if {"dot", "(,,)"} <= names else names)
 
 
 class _Digester:
-    """Feeds one object to a hash, and what it refers to by their own digests."""
+    """Writes objects to a hash, and notes the names that stand in their code."""
 
-    def __init__(self, parent: _Digester | None = None, obj: Any = None) -> None:
+    def __init__(self, live_arrays: bool = False) -> None:
         self.hash = hashlib.blake2b(digest_size=12)
-        # id -> depth of the objects that are being visited, to end recursion
-        self.path: dict[int, int] = {**parent.path, id(obj): len(parent.path)} if parent else {}
-        # id -> (digest, the object, kept alive)
-        self.memo: dict[int, tuple[bytes, Any]] = parent.memo if parent else {}
-        self.names: set[str] = parent.names if parent else set()
+        self.live_arrays = live_arrays
+        self.seen: dict[int, tuple[bytes, Any]] = {}  # id -> (number, the object, kept alive)
+        self.names = {""}  # which stands for the operators
+        self.modules: list[types.ModuleType] = []
+        self.extensions = _numba_extensions()
 
-    def add(self, obj: Any) -> _Digester:
-        if isinstance(obj, (type(None), bool, int, float, complex, str, bytes, type(...), range, slice)):
-            return self.text(type(obj).__name__, repr(obj))
-        if id(obj) in self.path:
-            return self.text("recursion", str(self.path[id(obj)]))
-        if id(obj) not in self.memo:
-            child = _Digester(self, obj)
-            child.visit(obj)
-            self.memo[id(obj)] = child.hash.digest(), obj
-        self.hash.update(self.memo[id(obj)][0])
+    def walk(self, *objects: Any) -> _Digester:
+        """Write objects, and what is read by name until no new names turn up."""
+        self.add(*objects)
+        done: set[tuple] = set()
+        while new := [item for item in self._read_by_name() if item[:2] not in done]:
+            done.update(item[:2] for item in new)
+            self.add(*new)
         return self
 
-    def visit(self, obj: Any) -> None:
-        for kinds, feed in _FEEDERS:
-            if isinstance(obj, kinds):
-                feed(self, obj)
-                return
-        self.other(obj)
+    def _read_by_name(self) -> Iterator[tuple]:
+        for i, module in enumerate(self.modules):
+            plain = type(module) is types.ModuleType and "__getattr__" not in vars(module)
+            for name in sorted(self.names & vars(module).keys() if plain else self.names):
+                with contextlib.suppress(Exception):  # what cannot be read does not count
+                    yield i, name, getattr(module, name)
+        for name in sorted(self.names & self.extensions.keys()):
+            yield -1, name, self.extensions[name]
 
-    def text(self, *parts: str) -> _Digester:
-        for part in parts:
-            data = part.encode("utf-8", "surrogatepass")
-            self.hash.update(b"%d:" % len(data) + data)
+    def add(self, *objects: Any) -> _Digester:
+        for obj in objects:
+            kind = type(obj)
+            if kind in _ATOMS:
+                self._write(kind.__name__, _ATOMS[kind](obj))
+                self.names.update([obj] if kind is str and obj.isidentifier() else [])
+            elif id(obj) in self.seen:
+                self._write("seen", self.seen[id(obj)][0])
+            else:
+                self._add_parts(obj, _family(kind))
         return self
 
-    def sequence(self, obj: Any) -> None:
-        self.text(type(obj).__name__, str(len(obj)), str(getattr(obj, "_fields", "")))
-        for item in obj:
-            self.add(item)
+    def _write(self, kind: str, data: bytes) -> None:
+        self.hash.update(b"%s %d:%s" % (kind.encode(), len(data), data))
 
-    def unordered(self, obj: Any) -> None:
-        self.text(type(obj).__name__, *sorted(_Digester(self, obj).add(item).hash.hexdigest() for item in obj))
+    def _add_parts(self, obj: Any, family: Any) -> None:
+        parts = _VALUES[family](self, obj) if family in _VALUES else None
+        if parts is None:
+            self.seen[id(obj)] = b"%d" % len(self.seen), obj
+            parts = *self._node(obj, family), self.extensions.get(id(obj), ())
+        self._write(getattr(family, "__name__", "object"), b"%d" % len(parts))
+        self.add(*parts)
 
-    def mapping(self, obj: Any) -> None:
-        self.unordered(list(obj.items()))
+    def _node(self, obj: Any, family: Any) -> tuple:
+        if isinstance(obj, type):
+            self.names.update((obj.__name__, *(base.__name__ for base in (type(obj), *obj.__mro__))))
+        parts: Any = _home(obj) if family is not types.ModuleType else None
+        if parts:
+            self.names.add(getattr(obj, "__name__", parts[1]))
+        elif family in _NODES:
+            parts = _NODES[family](self, obj)
+        elif (kind := _home(type(obj))) and kind[0].partition(".")[0] in ("numba", "numba_cuda_mlir"):
+            self.names.add(type(obj).__name__)
+            parts = (content := _numba_content(obj)) and (*kind, *content)
+        return parts or _identity(obj)
 
-    def array(self, obj: Any) -> None:
-        self.text("array", str(obj.dtype), str(np.shape(obj)))
-        if obj.dtype.hasobject:
-            self.sequence(obj.ravel().tolist())
-        else:
-            self.hash.update(np.ascontiguousarray(obj).tobytes())
+    def _array(self, obj: np.ndarray) -> tuple:
+        """Numba keeps the address of an array of over 1 MB, or not contiguous, and else its content."""
+        base: Any = obj
+        while type(base) is np.ndarray:
+            base = base.base
+        address = obj.__array_interface__["data"][0]
+        header = obj.dtype, obj.shape, obj.strides, obj.flags.writeable, obj.flags.aligned
+        if type(base) is bytes:  # NumPy never lets it change
+            return *header, address - np.frombuffer(base, np.uint8).ctypes.data, _bytes_digest(base)
+        live = self.live_arrays and (obj.nbytes > 10**6 or not obj.flags.forc)
+        return *header, *((address, *_identity(obj)) if live or obj.dtype.hasobject else (obj.tobytes(),))
 
-    def code(self, obj: types.CodeType) -> None:
-        self.names.update(obj.co_names, (c for c in obj.co_consts if isinstance(c, str)))  # getattr(x, "flat")
-        if "dot" in obj.co_names and max(_call_lengths(obj), default=0) > 2:
-            self.names.add("dot(out)")
-        self.text("code", obj.co_name, str((obj.co_argcount, obj.co_kwonlyargcount, obj.co_flags)))
-        self.text(repr((obj.co_names, obj.co_varnames, obj.co_freevars, obj.co_cellvars)))
-        self.hash.update(obj.co_code + getattr(obj, "co_exceptiontable", b""))
-        self.add(obj.co_consts)
+    def _code(self, obj: types.CodeType) -> tuple:
+        digest, names, _ = _code_facts(obj)
+        self.names |= names
+        return (digest,)
 
-    def function(self, obj: types.FunctionType) -> None:
-        if _is_stable(obj):
-            self.stable(obj)
-            return
-        self.add(obj.__code__).add(obj.__defaults__).add(obj.__kwdefaults__)
-        for overload in _numba_overloads(obj):
-            self.add(overload)
-        for cell in obj.__closure__ or ():
-            try:
-                self.reference(cell.cell_contents, obj.__code__)
-            except ValueError:  # a cell that is not filled yet
-                self.text("empty")
-        for name in sorted(_global_names(obj.__code__) & obj.__globals__.keys()):
-            self.text("global", name).reference(obj.__globals__[name], obj.__code__)
+    def _function(self, obj: types.FunctionType) -> tuple:
+        namespaces = obj.__globals__, vars(builtins)  # as Numba looks names up
+        reads = tuple((name, *(n[name] for n in namespaces if name in n)) for name in _code_facts(obj.__code__)[2])
+        cells = tuple(map(_cell, obj.__closure__ or ()))
+        keywords = tuple((obj.__kwdefaults__ or {}).items()), tuple(vars(obj).items())
+        return obj.__code__, obj.__defaults__, keywords, cells, reads
 
-    def reference(self, value: Any, code: types.CodeType) -> None:
-        """A value that the code refers to; of a module, the attributes that the code may read."""
-        if value is np.dot and max(_call_lengths(code), default=0) > 2:  # perhaps under another name
-            self.names.add("dot(out)")
-        if not isinstance(value, types.ModuleType):
-            self.add(value)
-        elif _is_stable_module(value.__name__) or id(value) in self.path:
-            self.text("module", value.__name__)
-        else:
-            child = _Digester(self, value).text("module", value.__name__)
-            for name in sorted(vars(value).keys() & _attribute_names(code)):
-                child.text(name).reference(vars(value)[name], code)
-            self.hash.update(child.hash.digest())
+    def _class(self, obj: Any) -> tuple | None:
+        """All that Numba sees of an enum or a named tuple is the members, and the defaults."""
+        where = obj.__module__, obj.__qualname__, obj.__bases__
+        if type(obj) is enum.EnumMeta:
+            return *where, tuple((name, obj[name].value) for name in obj.__members__)
+        if obj.__bases__ != (tuple,) or "_fields" not in vars(obj):
+            return None
+        return *where, obj._fields, getattr(obj.__new__, "__defaults__", None)
 
-    def cls(self, obj: type) -> None:
-        self.text("class", obj.__module__, obj.__qualname__)
-        self.names.update((obj.__name__, *(base.__name__ for base in (type(obj), *obj.__mro__))))
-        if issubclass(obj, enum.Enum):
-            self.sequence([(member.name, member.value) for member in obj])
-        elif hasattr(obj, "_fields"):
-            self.add(obj._fields)
-        elif not _is_stable(obj):
-            self.identity(obj)
-
-    def stable(self, obj: Any) -> _Digester:
-        """A function of a package that does not change, under whatever name the code knows it."""
-        self.names.add(obj.__name__)
-        return self.text("function", str(obj.__module__), obj.__qualname__)
-
-    def other(self, obj: Any) -> _Digester:
-        """Objects known by what they carry: Numba's dispatchers and types, Warp's kernels, plain callables."""
-        kind = type(obj)
-        self.text(kind.__module__, kind.__qualname__)
-        package = kind.__module__.partition(".")[0]
-        if package in ("numba", "numba_cuda_mlir") and (parts := _numba_content(obj)) is not None:
-            self.names.add(kind.__name__)
-            return self.add(parts)
-        if isinstance(obj, np.dtype):
-            return self.text(repr(obj))
-        owner = type(getattr(obj, "__self__", None))  # functions of numpy.random and random are methods
-        if isinstance(obj, (types.MethodType, types.BuiltinMethodType)) and owner not in (type(None), types.ModuleType):
-            return self.text(owner.__module__, obj.__name__) if _is_stable(owner) else self.identity(obj)
-        if isinstance(obj, (np.ufunc, types.BuiltinFunctionType)):
-            self.names.add(obj.__name__)
-            return self.text(obj.__name__, str(getattr(obj, "__module__", "")))
-        return self.stable(obj) if hasattr(obj, "__qualname__") and _is_stable(obj) else self.identity(obj)
-
-    def identity(self, obj: Any) -> _Digester:
-        with _LOCK:
-            token = _STORE.objects.setdefault(id(obj), (len(_STORE.objects), obj))[0]
-        return self.text("object", str(os.getpid()), str(token))
+    def _module(self, obj: types.ModuleType) -> tuple | None:
+        name = str(vars(obj).get("__name__"))
+        stable = sys.modules.get(name) is obj and _is_stable_module(name)
+        self.modules += [] if stable else [obj]
+        return name, stable
 
 
-_FEEDERS: tuple[tuple[Any, Callable[[_Digester, Any], Any]], ...] = (
-    (enum.Enum, lambda self, obj: self.add(type(obj)).text(obj.name)),
-    ((np.ndarray, np.generic), _Digester.array),
-    ((tuple, list), _Digester.sequence),
-    ((set, frozenset), _Digester.unordered),
-    ((dict, types.MappingProxyType), _Digester.mapping),
-    (types.CodeType, _Digester.code),
-    (types.FunctionType, _Digester.function),
-    (types.ModuleType, lambda self, obj: self.text("module", obj.__name__)),
-    (type, _Digester.cls),
-)
+_ATOMS: dict[type, Callable[[Any], bytes]] = {
+    type(None): lambda x: b"",
+    type(...): lambda x: b"",
+    bool: lambda x: b"%d" % x,
+    int: lambda x: b"%x" % x,
+    float: lambda x: np.float64(x).tobytes(),  # tells NaNs apart
+    complex: lambda x: np.complex128(x).tobytes(),
+    str: lambda x: x.encode("utf-8", "surrogatepass"),
+    bytes: bytes,
+}
+# Values hold nothing that may lead back to them.
+_VALUES: dict[Any, Callable[[_Digester, Any], tuple | None]] = {
+    tuple: lambda self, x: x,
+    NamedTuple: lambda self, x: (type(x), *x),
+    frozenset: lambda self, x: tuple(sorted(x, key=repr)),
+    range: lambda self, x: (x.start, x.stop, x.step),
+    slice: lambda self, x: (x.start, x.stop, x.step),
+    enum.Enum: lambda self, x: (type(x), x.name, x.value),
+    types.CodeType: _Digester._code,
+    np.ndarray: _Digester._array,
+    np.generic: lambda self, x: (x.dtype, x.tobytes()) if type(x) is x.dtype.type and not x.dtype.hasobject else None,
+    np.dtype: lambda self, x: (x.str, x.type, x.itemsize, x.alignment, x.isalignedstruct, x.subdtype, x.names,
+                               x.fields and tuple(x.fields[name] for name in x.names)),
+}  # fmt: skip
+_NODES: dict[Any, Callable[[_Digester, Any], tuple | None]] = {
+    types.FunctionType: _Digester._function,
+    types.MethodType: lambda self, x: (x.__func__, x.__self__),
+    types.ModuleType: _Digester._module,
+    type: _Digester._class,
+    enum.EnumMeta: _Digester._class,
+    ctypes._CFuncPtr: lambda self, x: (*_identity(x), x.restype, x.argtypes, ctypes.cast(x, _PTR).value),  # type: ignore
+}  # fmt: skip
 
 
-def _is_stable(obj: Any) -> bool:
-    return _is_stable_module(getattr(obj, "__module__", None) or "")
+def _family(kind: type) -> Any:
+    """The row of the tables for a type: its own, or that of a base whose subclasses add nothing that Numba sees."""
+    if kind in _VALUES or kind in _NODES:
+        return kind
+    if type(kind) is enum.EnumMeta:
+        return enum.Enum
+    if issubclass(kind, tuple) and hasattr(kind, "_fields"):
+        return NamedTuple
+    bases = (np.generic, np.dtype, types.ModuleType, ctypes._CFuncPtr)  # type: ignore[attr-defined]
+    return next((base for base in bases if issubclass(kind, base)), None)
+
+
+def _cell(cell: types.CellType) -> tuple:
+    try:
+        return (cell.cell_contents,)
+    except ValueError:  # not filled yet
+        return ()
+
+
+@functools.lru_cache(maxsize=8)
+def _bytes_digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data).digest()
 
 
 @functools.lru_cache(maxsize=1024)
-def _call_lengths(code: types.CodeType) -> frozenset[int]:
-    return frozenset(i.arg or 0 for i in dis.get_instructions(code) if i.opname.startswith("CALL"))
-
-
-@functools.lru_cache(maxsize=1024)
-def _attribute_names(code: types.CodeType) -> frozenset[str]:
-    nested = (_attribute_names(const) for const in code.co_consts if isinstance(const, types.CodeType))
-    return frozenset(code.co_names).union(*nested)
-
-
-@functools.lru_cache(maxsize=1024)
-def _global_names(code: types.CodeType) -> frozenset[str]:
-    """Every global name that the code reads, code nested in it included."""
-    nested = (_global_names(const) for const in code.co_consts if isinstance(const, types.CodeType))
-    loads = (i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
-    return frozenset(loads).union(*nested)
+def _code_facts(code: types.CodeType) -> tuple[bytes, frozenset[str], tuple[str, ...]]:
+    """What code counts by, the names that stand in it, and the globals that it reads; code nested in it included."""
+    nested = [_code_facts(const) for const in code.co_consts if isinstance(const, types.CodeType)]
+    digester = _Digester().add(
+        (code.co_name, code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags),
+        (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars),
+        (code.co_code, code.co_exceptiontable, code.co_consts),
+    )
+    instructions = list(dis.get_instructions(code))
+    if any(i.opname.startswith("CALL") and (i.arg or 0) > 2 for i in instructions):
+        digester.names.add("(,,)")  # a call of three arguments
+    reads = {i.argval for i in instructions if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return (
+        digester.hash.digest(),
+        frozenset(digester.names),
+        tuple(sorted(reads.union(*(facts[2] for facts in nested)))),
+    )
 
 
 # ======================================================================================================
@@ -1677,6 +1713,10 @@ _UNCHECKED_WRITERS = frozenset(
 _CALLS_OF_THREADS = re.compile(r"@numba_parallel_for\(|call [^@\n(]*(?:%[^\s(]+|inttoptr )\(|@PyObject_Call\w*\(")
 
 
+# Digest of a kernel after it was compiled -> before: a `vectorize` function gains the types that it is called with.
+_RENAMED: dict[str, str] = vars(_STORE).setdefault("renamed", {})
+
+
 def numba_kernel(
     kernel: Any = None,
     outs: Any = None,
@@ -1778,9 +1818,19 @@ class _NumbaKernel(_Wrapper):
         self._check_dtypes(ins, outs, _NUMBA_DTYPES, "for which Numba has no CPU arithmetic")
         signature = _Signature.of(self.__name__, ins, outs)
         forms = self._forms(signature)
-        how = (numba.__version__, numba.config.DISABLE_JIT, str(signature), str(forms), tuple(self.static.items()))
-        name = f"{__name__}.{self.__name__}.{_digest('numba', self.kernel, *how)}"
-        make = functools.partial(_compile_numba, self.kernel, signature, forms, self.static)
+        kernel = _identity(self.kernel) if numba.config.DISABLE_JIT else self.kernel  # Python reads all where it is
+        how = (numba.__version__, _numba_settings(), str(signature), str(forms), tuple(self.static.items()))
+        digest_now = functools.partial(_digest, "numba", kernel, *how, live_arrays=True)
+        compile_ = functools.partial(_compile_numba, self.kernel, signature, forms, self.static)
+        digest = digest_now()
+        digest = _RENAMED.get(digest, digest)
+        name = f"{__name__}.{self.__name__}.{digest}"
+
+        def make() -> _Compiled:  # knows no wrapper
+            compiled = compile_()
+            _RENAMED.setdefault(digest_now(), digest)
+            return compiled
+
         runs = f"numba_kernel {self.__name__!r} runs on the CPU; for GPUs there are numba_cuda_kernel and warp_kernel"
         target = _Target(name, makes={"cpu": make}, runs=runs)
         return dataclasses.replace(target, copy_inputs=target.register("cpu").copy_inputs)
@@ -2063,40 +2113,75 @@ def _compile_call(dispatcher: Any, argtypes: tuple, form: _Form, static: Mapping
 
 
 def _numba_content(obj: Any) -> tuple | None:
-    """What defines one of Numba's objects: the Python function, the options, and last its explicit signatures."""
+    """What defines one of Numba's objects: its Python function, its signatures if they are explicit, its options."""
     if hasattr(obj, "py_func"):  # jit and cuda.jit
-        explicit = [] if getattr(obj, "_can_compile", True) else [str(s) for s in obj.nopython_signatures]
+        explicit = None if getattr(obj, "_can_compile", True) else tuple(obj.nopython_signatures)
         pipeline = getattr(getattr(obj, "_compiler", None), "pipeline_class", None)
-        return obj.py_func, getattr(obj, "targetoptions", None), getattr(obj, "locals", None), pipeline, explicit
+        return obj.py_func, explicit, _frozen(obj.targetoptions), _frozen(getattr(obj, "locals", None)), pipeline
     if hasattr(obj, "gufunc_builder"):  # guvectorize
-        builder = obj.gufunc_builder
-        return builder.py_func, str(builder.signature), builder.targetoptions, [str(s) for s in builder._sigs]
+        made = obj.gufunc_builder
+        options = str(made.signature), made.identity, _frozen(made.targetoptions), made.writable_args
+        return made.py_func, tuple(made._sigs), *options, obj._is_dynamic, obj._frozen
     if hasattr(obj, "_dispatcher"):  # vectorize
-        return obj._dispatcher.py_func, obj._dispatcher.targetoptions, getattr(obj, "types", None), []
+        return obj._dispatcher, tuple(obj.types), obj.identity, obj._frozen
     if hasattr(obj, "_defn"):  # intrinsic
-        return obj._defn, []
+        return obj._defn, obj._prefer_literal, _frozen(obj._ctor_kwargs)
     if hasattr(obj, "_pyfunc"):  # cfunc
-        return obj._pyfunc, [str(obj._sig)]
-    if hasattr(obj, "mangling_args"):  # a Numba type
-        return str(obj), []
-    return None
+        made = obj._compiler
+        return obj._pyfunc, obj._sig, _frozen(made.targetoptions), _frozen(made.locals), made.pipeline_class
+    if hasattr(obj, "recvr"):  # a signature
+        return obj.return_type, obj.args
+    # a type: two that print alike may differ
+    return (obj.key,) if hasattr(obj, "mangling_args") and not isinstance(obj, type) else None
 
 
-def _numba_overloads(function: Any) -> list[Any]:
-    """What `numba.extending.overload` gave a function, which kernels run in the place of its body."""
-    if "numba.extending" not in sys.modules:
-        return []
-    from numba.core.compiler_lock import global_compiler_lock
-    from numba.core.registry import cpu_target
+def _frozen(options: Any) -> Any:
+    """Options as tuples."""
+    if isinstance(options, dict):
+        return tuple((name, _frozen(options[name])) for name in sorted(options))
+    return tuple(sorted(options, key=str)) if isinstance(options, (set, list)) else options
 
-    context = cpu_target.typing_context
-    with global_compiler_lock:
-        context.refresh()
-        try:
-            templates = getattr(context.resolve_value_type(function), "templates", ())
-        except (TypeError, ValueError):  # a function like any other
-            return []
-    return [template._overload_func for template in templates if hasattr(template, "_overload_func")]
+
+def _numba_registries() -> list[list[Any]]:
+    modules: Any = (sys.modules.get(f"numba.{part}.typing.templates") for part in ("core", "cuda"))
+    registries = [module.builtin_registry for module in modules if hasattr(module, "builtin_registry")]
+    return [templates for registry in registries for templates in (registry.functions, registry.attributes)]
+
+
+def _numba_extensions() -> Mapping[Any, tuple]:
+    """What users gave to `numba.extending`: id of their function, or name -> overloads and their options."""
+    return _indexed_extensions(tuple(map(len, _numba_registries())))  # which only ever grow
+
+
+@functools.lru_cache(maxsize=1)
+def _indexed_extensions(sizes: tuple[int, ...]) -> Mapping[Any, tuple]:
+    found: dict[Any, tuple] = {}
+    for template in itertools.chain(*_numba_registries()):
+        key, name = template.key, getattr(template, "_attr", None)
+        function, home = getattr(template, "_overload_func", key), _home(key)
+        numbas = _is_numbas(function) and (name or home or _is_numbas(key))  # register_jitable takes users' functions
+        if isinstance(function, types.FunctionType) and not numbas:
+            options = (getattr(template, o, None) for o in ("_jit_options", "_strict", "prefer_literal", "metadata"))
+            inline = getattr(getattr(template, "_inline", None), "_inline", None)
+            content = key, getattr(template, "_overload_func", template), *map(_frozen, options), inline
+            where = name or (id(key) if home is None else "" if home[0] == "_operator" else home[1])
+            found[where] = (*found.get(where, ()), content)
+    return found
+
+
+def _is_numbas(function: Any) -> bool:
+    """Whether a function, whatever it says of itself, was defined in a module of Numba."""
+    namespace = getattr(function, "__globals__", {})
+    name = namespace.get("__name__", "")
+    return name.startswith("numba.") and vars(sys.modules.get(name, types)) is namespace
+
+
+def _numba_settings() -> str:
+    """Numba's settings but for those that differ between machines and do not change code."""
+    import numba
+
+    local = re.compile("^[^A-Z]|NUM_THREADS|CACHE|PATH|BINARY")
+    return repr(sorted(item for item in vars(numba.config).items() if not local.search(item[0])))
 
 
 def _thread_lock(overload: Any) -> int:
@@ -2695,7 +2780,7 @@ def _packages_read(function: Any) -> set[str]:
     """The top-level packages of what a function refers to, or of a dispatcher's class."""
     values = [function]
     if isinstance(function, types.FunctionType):
-        values = [function.__globals__.get(name) for name in _global_names(function.__code__)]
+        values = [function.__globals__.get(name) for name in _code_facts(function.__code__)[2]]
         values += [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
     names = [value.__name__ if isinstance(value, types.ModuleType) else type(value).__module__ for value in values]
     names += [str(getattr(value, "__module__", "")) for value in values]
