@@ -4108,7 +4108,7 @@ def test_op_no_kernel_for_the_platform():
 MISUSES = {
     "backend": (lambda op: op.def_kernel(1, "cpu", _adds(1)), TypeError, "backend must be a string"),
     "platform": (lambda op: op.def_kernel("a", 1, _adds(1)), TypeError, "platform must be a string"),
-    "no name": (lambda op: op.def_kernel("", "cpu", _adds(1)), ValueError, "backend must not be empty"),
+    "no name": (lambda op: op.def_kernel("", "cpu", _adds(1)), ValueError, "must be a string that is not empty"),
     "kernel": (lambda op: op.def_kernel("a", "cpu", "kernel"), TypeError, "must be callable (a generator, or a Numba"),
     "option": (lambda op: op.def_kernel("a", "cpu", _adds(1), grid=3), TypeError, "grid can be given with a ready"),
     "effect": (

@@ -3994,7 +3994,7 @@ class XLACustomKernel:
         call.check(args)
         return call.bind(*args)
 
-    # Registration
+    # -- registration ----------------------------------------------------------------------------------
 
     def def_kernel(
         self, backend: str, platform: str, kg: Callable[..., Any] | None = None, asdefault: bool = False, **options: Any
@@ -4065,7 +4065,10 @@ class XLACustomKernel:
             return functools.partial(self._define, backend, platforms, asdefault=asdefault, options=options)
         for i, platform in enumerate(platforms):
             name = _platform_name(platform)
-            _check_names(backend, name)
+            for what, given in (("backend", backend), ("platform", name)):
+                if not isinstance(given, str) or not given:
+                    kind = ValueError if isinstance(given, str) else TypeError
+                    raise kind(f"def_kernel: {what} must be a string that is not empty, got {given!r}")
             entry = KernelEntry(backend, name, _as_generator(self, backend, kg, options), fallback=i > 0)
             self._change(name, {backend: entry}, backend if asdefault and i == 0 else None)
         return kg
@@ -4080,7 +4083,7 @@ class XLACustomKernel:
             after = self._choices(platform)
             _forget(*[(self, platform, backend) for backend, entry in before.items() if after[backend] is not entry])
 
-    # Dispatch
+    # -- dispatch --------------------------------------------------------------------------------------
 
     @property
     def defaults(self) -> dict[str, str]:
@@ -4141,7 +4144,7 @@ class XLACustomKernel:
             raise ValueError(_unknown_backend(self, platform, backend))
         return choices[backend]
 
-    # Rules
+    # -- rules -----------------------------------------------------------------------------------------
 
     def def_batching_rule(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         """Override batching: `fun(args, axes, **params) -> (outputs, output_axes)`; usable as a decorator.
@@ -4231,7 +4234,7 @@ class XLACustomKernel:
             _forget((self, "rules"))
         return rule
 
-    # What BrainEvent's operators attach to an op
+    # -- what BrainEvent's operators attach to an op ---------------------------------------------------
 
     def def_call(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Attach the function that :meth:`call` calls: the op with its operands prepared and checked."""
@@ -4253,7 +4256,7 @@ class XLACustomKernel:
         self._benchmark_data_fn = fn
         return fn
 
-    # Benchmark
+    # -- benchmark -------------------------------------------------------------------------------------
 
     def benchmark(self, *ins: Any, outs: Any, **params: Any) -> _OpBenchmark:
         """Time every backend of the current platform on the same operands.
@@ -4291,18 +4294,13 @@ class XLACustomKernel:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class KernelEntry:
-    """One kernel of an :class:`XLACustomKernel`: what `op._kernels[platform][backend]` holds.
-
-    Entries are made by :meth:`XLACustomKernel.def_kernel` and are not changed afterwards: registering a backend again
-    puts a new entry in the place of the old one.
+    """One kernel of an :class:`XLACustomKernel`: what `op._kernels[platform][backend]` holds, made by `def_kernel`.
 
     Attributes:
-      backend: the name of the backend, such as `"numba"`.
-      platform: `"cpu"`, `"gpu"` or `"tpu"`.
+      backend, platform: as registered; the platform is `"cpu"`, `"gpu"` or `"tpu"`.
       kernel_generator: called with `outs` (a tuple of `jax.ShapeDtypeStruct`) and the static parameters of the call, by
         keyword; returns the function to trace.
-      fallback: whether the entry serves only where the platform has no other backend (Warp kernels on the CPU), unless
-        it is asked for by name.
+      fallback: whether it serves, unless asked for by name, only where the platform has no other (Warp on the CPU).
 
     Example:
       >>> op = XLACustomKernel("negate")
@@ -4315,14 +4313,6 @@ class KernelEntry:
     platform: str
     kernel_generator: Callable[..., Any]
     fallback: bool = False
-
-
-def _check_names(backend: Any, platform: Any) -> None:
-    for what, name in (("backend", backend), ("platform", platform)):
-        if not isinstance(name, str):
-            raise TypeError(f"def_kernel: {what} must be a string, got {name!r}")
-        if not name:
-            raise ValueError(f"def_kernel: {what} must not be empty")
 
 
 def _check_callables(where: str, functions: Sequence[Any]) -> None:
