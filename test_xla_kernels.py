@@ -6599,6 +6599,32 @@ def scaling(works):
     return lambda: sum(seconds(work) for work in works) / seconds(*works)
 
 
+def bench_mesh():
+    """jit(vmap) of 16 slices of 1 ms over two CPU devices, slices one after another: speed against one device"""
+    mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:2]), "d")
+    places = jax.devices("cpu")[0], jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
+
+    def heavy(x, out):
+        for i in range(x.size):
+            out[i] = 0
+            for j in range(10_000):
+                out[i] += math.sin(x[i] + j)
+
+    def speedup():
+        run = jax.jit(jax.vmap(xk.numba_kernel(heavy, lambda x: x, vmap_method="sequential")))
+        one, two = (functools.partial(run, jax.device_put(jnp.ones((16, 8)), place)) for place in places)
+
+        def seconds(work):
+            start = time.perf_counter()
+            work().block_until_ready()
+            return time.perf_counter() - start
+
+        return lambda: min(seconds(one) for _ in range(3)) / min(seconds(two) for _ in range(3))
+
+    free = "Numba without the GIL and JAX (what the machine has free)"
+    return compare({"numba_kernel": speedup, free: lambda: scaling([spin] * 2)}, "x", rounds=9)
+
+
 def bench_first_call():
     """First call of a new kernel"""
     x, y, spec = inputs(16)
@@ -6945,7 +6971,7 @@ def resident():
         return int(file.read().split()[1]) * resource.getpagesize() / 1e6
 
 
-CPU_ONLY = {"first_call", "large", "csr", "cuba", "memory"}  # their kernels are written for Numba on the CPU
+CPU_ONLY = {"mesh", "first_call", "large", "csr", "cuba", "memory"}  # their kernels are written for Numba on the CPU
 BENCHMARKS = {name[6:]: function for name, function in list(globals().items()) if name.startswith("bench_")}
 
 

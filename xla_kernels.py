@@ -928,8 +928,10 @@ def _split_call_lowering(
         return [*rule.partitioned(run, specs[:n])(*ins), *[_zeros(s.shape, s.dtype) for s in specs[n:]]]
 
     results = mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
-    if params["has_side_effect"]:
-        results[0].owner.attributes["has_side_effect"] = mlir.ir_attribute(True)
+    attributes = results[0].owner.attributes
+    attributes["has_side_effect"] = mlir.ir_attribute(params["has_side_effect"])
+    # for keys of the persistent cache: what custom_partitioning writes there is an address, which can recur
+    attributes["mhlo.frontend_attributes"] = mlir.ir_attribute({"xla_kernel": f"{target} {target.attrs}"})
     return results
 
 
