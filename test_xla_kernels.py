@@ -17,6 +17,7 @@ import inspect
 import itertools
 import json
 import math
+import operator
 import os
 import pathlib
 import re
@@ -869,6 +870,15 @@ def test_self_check_fails_for_a_wrong_backend(tmp_path):
     (tmp_path / "wrong.py").write_text(text.replace("out[i] = 2 * x[i] + y[i]", "out[i] = 3 * x[i] + y[i]"), "utf-8")
     with pytest.raises(AssertionError, match=r"exit code 1\n(.*\n)*.*FAILED: AssertionError"):
         run_python("wrong.py", cwd=tmp_path, PYTHONPATH="")
+
+
+def test_map_names_what_is_there():
+    text = (ROOT / "xla_kernels.py").read_text(encoding="utf-8")
+    named = re.findall(r"`(_?[A-Za-z]\w+(?:\.\w+)*)`", xk.__doc__.partition("A map of this file")[2])
+    assert len(named) > 20 and not [name for name in named if not operator.attrgetter(name)(xk)]
+    numbers = [int(n) for n in re.findall(r"^# =+\n# (\d+)\. ", text, re.MULTILINE)]
+    listed = re.findall(r"^    (\d+) |, (\d+) ", xk.__doc__, re.MULTILINE)
+    assert numbers == [int(a or b) for a, b in listed] == list(range(1, len(numbers) + 1))
 
 
 def test_missing_numba_is_explained(tmp_path):

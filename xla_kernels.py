@@ -15,6 +15,30 @@ interface: the handler that XLA calls is compiled to machine code, so no Python 
     add(jnp.arange(3.0), jnp.ones(3))            # works under jit, vmap, scan, shard_map, export
 
 `python -m xla_kernels` shows which backends work on this machine.
+
+A map of this file.  The sections, each under a line of `=` with its number:
+
+    1  JAX               what differs between its versions, and what it does not document
+    2  C structs         those of XLA that a handler reads and writes: what a new jaxlib may change
+    3  Digests           names that equal kernels share, in every process, and that no others have
+    4  Targets           what is registered with XLA under these names
+    5  Specs and inputs  what comes in and goes out, checked where the user's call is on the stack
+    6  Partitioning      what XLA may split over a mesh
+    7  The primitive     one call of one target, and `_Wrapper`, which all backends share
+    8  The handler       machine code that XLA calls: it runs a kernel for each slice of a batch
+    9  Numba on CPU, 10 Numba CUDA, 11 Warp: a wrapper each, and what runs one slice
+    12 XLACustomKernel   one operation, many backends, all of JAX's transformations
+    13 Backends          one row each, and the self-check
+
+A call, from Python to machine code: `numba_kernel` -> `_Wrapper.__call__` -> `_Wrapper._trace` ->
+`_NumbaKernel._find_target`, which names it (`_digest`) and registers it (`_compile_numba`, `_compile_handler`,
+`_register`) -> `_bind_call` -> `_call_lowering` -> XLA -> the handler -> `_NumbaEmitter`.
+An op under vmap and grad: `XLACustomKernel.__call__` -> `_find_call` -> `_OpCall.bind` -> `_op_batching`, which
+records the vmap -> `_op_jvp`, `_op_transpose`, the user's rules under it -> `_op_lowering`, which knows the platform
+-> `_kernel_function` -> `_batched_function` -> the call of a wrapper, as above.
+The order of a kernel's arguments: `_Wrapper._resolve`, `_NumbaKernel._form`, `_WarpKernel._find_target`.
+A new backend takes four places: a section like 9 to 11 (what to install, dtypes, a `_Wrapper`, an `_Emitter`), its
+row in `_BACKENDS`, a `_check_numba` of its own, and a `def_..._kernel` of `XLACustomKernel`.
 """
 
 from __future__ import annotations
@@ -191,7 +215,7 @@ def _platforms(ctx: Any) -> tuple[str, ...]:
 
 
 # ======================================================================================================
-# The C structs of jaxlib/include/xla/ffi/api/c_api.h that a handler reads and writes.
+# 2. The C structs of jaxlib/include/xla/ffi/api/c_api.h that a handler reads and writes.
 # Structs only ever grow at their end, so a mirror of the older one serves all; a test compares them.
 # ======================================================================================================
 
@@ -263,7 +287,7 @@ def _ffi_api_version() -> tuple[int, int]:
 
 
 # ======================================================================================================
-# Content digests: equal kernels get equal names, in every process; kernels that differ never share one.
+# 3. Content digests: equal kernels get equal names, in every process; kernels that differ never share one.
 #
 # One walk over all that the code can reach, written to one hash.  An object counts
 # 1. by its content, if its exact type is listed here and nothing is left out that Numba can see of it;
@@ -498,8 +522,38 @@ def _code_facts(code: types.CodeType) -> tuple[bytes, frozenset[str], tuple[str,
 
 
 # ======================================================================================================
-# Targets: what is registered with XLA, under which name.  XLA keeps raw pointers, so nothing is ever freed.
+# 4. Targets: what is registered with XLA, under which name.
+# XLA keeps raw pointers, so nothing is ever freed; all copies of this file share one store.  Knows names, platforms
+# and addresses; does not know what is behind an address, nor how a name came about.
 # ======================================================================================================
+
+
+def export_checks() -> list[Any]:
+    """The safety checks to disable when a program that calls kernels is exported.
+
+    `jax.export` refuses custom calls that it does not know.  The names of kernels made here derive from
+    their content, so an exported program finds them again in every process that has traced the same
+    kernels (calling them, or `jax.eval_shape` of them, is enough).
+
+    Returns:
+      One `jax.export.DisabledSafetyCheck` for each kernel registered so far.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax import export
+      >>> @numba_kernel(outs=lambda x: x)
+      ... def double(x, out):
+      ...     out[:] = 2 * x
+      >>> spec = jax.ShapeDtypeStruct((3,), jnp.float32)
+      >>> _ = jax.eval_shape(double, spec)
+      >>> data = export.export(jax.jit(double), disabled_checks=export_checks())(spec).serialize()
+      >>> export.deserialize(data).call(jnp.arange(3.0)).tolist()
+      [0.0, 2.0, 4.0]
+    """
+    from jax import export
+
+    with _LOCK:
+        return [export.DisabledSafetyCheck.custom_call(name) for name in sorted({name for name, _ in _STORE.targets})]
 
 
 class _Store(types.ModuleType):
@@ -547,36 +601,9 @@ def _register(name: str, platform: str, make: Callable[[], _Compiled]) -> _Compi
         return compiled
 
 
-def export_checks() -> list[Any]:
-    """The safety checks to disable when a program that calls kernels is exported.
-
-    `jax.export` refuses custom calls that it does not know.  The names of kernels made here derive from
-    their content, so an exported program finds them again in every process that has traced the same
-    kernels (calling them, or `jax.eval_shape` of them, is enough).
-
-    Returns:
-      One `jax.export.DisabledSafetyCheck` for each kernel registered so far.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from jax import export
-      >>> @numba_kernel(outs=lambda x: x)
-      ... def double(x, out):
-      ...     out[:] = 2 * x
-      >>> spec = jax.ShapeDtypeStruct((3,), jnp.float32)
-      >>> _ = jax.eval_shape(double, spec)
-      >>> data = export.export(jax.jit(double), disabled_checks=export_checks())(spec).serialize()
-      >>> export.deserialize(data).call(jnp.arange(3.0)).tolist()
-      [0.0, 2.0, 4.0]
-    """
-    from jax import export
-
-    with _LOCK:
-        return [export.DisabledSafetyCheck.custom_call(name) for name in sorted({name for name, _ in _STORE.targets})]
-
-
 # ======================================================================================================
-# Specs and inputs: what comes in and what goes out, checked where the user's call is on the stack.
+# 5. Specs and inputs: what comes in and what goes out, checked where the user's call is on the stack.
+# Knows shapes, dtypes and foreign arrays; does not know kernels.
 # ======================================================================================================
 
 _VMAP_METHODS = (None, "sequential", "sequential_unrolled", "expand_dims", "broadcast_all", "legacy_vectorized")
@@ -700,7 +727,8 @@ def _show(spec: Any) -> str:
 
 
 # ======================================================================================================
-# Partitioning under jax.jit: what XLA may split over a mesh, for wrappers and ops alike.
+# 6. Partitioning under jax.jit: what XLA may split over a mesh, for wrappers and ops alike.
+# Knows a mesh and the names of dimensions; kernels, and the vmaps around them, it takes as functions.
 # ======================================================================================================
 
 
@@ -836,8 +864,13 @@ def _own_names(kind: str, arrays: Sequence[Any]) -> tuple[tuple[str, ...], ...]:
 
 
 # ======================================================================================================
-# The primitive behind every wrapper: one call of one target.
+# 7. The primitive behind every wrapper: one call of one target.
+# Knows calls, and the rules that JAX asks for (7.1), and what the user said of a kernel (7.2).  Does not know a
+# backend: each derives from `_Wrapper` and finds the target of a call.
 # ======================================================================================================
+
+# -- 7.1 The primitive and its rules -------------------------------------------------------------------
+# Knows a target, avals and aliases.  Does not know kernels, nor where a target comes from.
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -972,6 +1005,10 @@ for _primitive in (_call_p, _split_call_p):
     ad.primitive_jvps[_primitive] = _call_jvp
     batching.primitive_batchers[_primitive] = _call_batching
     mlir.register_lowering(_primitive, _call_lowering)
+
+
+# -- 7.2 Wrappers: options, arguments by name, variants ------------------------------------------------
+# Knows what the user said and what a call got.  Does not know what a kernel is, nor how it runs.
 
 
 def _python(kernel: Any) -> Any:
@@ -1239,7 +1276,7 @@ class _Wrapper:
 
 
 # ======================================================================================================
-# The native handler: LLVM for `XLA_FFI_Error* handler(XLA_FFI_CallFrame*)`, compiled by Numba.
+# 8. The native handler: LLVM for `XLA_FFI_Error* handler(XLA_FFI_CallFrame*)`, compiled by Numba.
 # ======================================================================================================
 
 
@@ -1696,7 +1733,8 @@ def _host_arrays(signature: _Signature, pointers: Sequence[int], dims: Sequence[
 
 
 # ======================================================================================================
-# Numba on CPU
+# 9. Numba on CPU: a wrapper, and an emitter that calls what Numba compiled.
+# Knows one slice of a call; the handler finds the slices.
 # ======================================================================================================
 
 _NUMBA_INSTALL = "pip install numba"
@@ -1792,6 +1830,10 @@ def numba_kernel(
       [5.0, 13.0]
     """
     return _wrap(_NumbaKernel, locals())
+
+
+# -- 9.1 The wrapper, and the forms in which it may call a function ------------------------------------
+# Knows which buffer goes to which parameter.  Does not compile.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -1907,17 +1949,6 @@ def _function(body: str, n: int, **namespace: Any) -> Callable[..., Any]:
     return namespace["adapter"]
 
 
-def _import(module: str, user: str, install: str) -> Any:
-    import importlib
-
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ImportError(
-            f"{user} needs {module.partition('.')[0]}, which cannot be imported ({error}); install it: {install}"
-        ) from error
-
-
 def _wrong_arity(wrapper: _Wrapper, signature: _Signature) -> str:
     function, n_in = _python(wrapper.kernel), signature.n_in
     scratch = " and scratch buffers" if wrapper.options.scratch is not None else ""
@@ -1931,6 +1962,10 @@ def _wrong_arity(wrapper: _Wrapper, signature: _Signature) -> str:
         f"    @numba.njit\n    def adapter({', '.join([*names, *outs])}):\n"
         f"        {', '.join(f'{out}[...]' for out in outs)} = {wrapper.__name__}(...)"
     )
+
+
+# -- 9.2 Compiling -------------------------------------------------------------------------------------
+# Knows Numba's types, what its compiler refuses and which inputs its code may write to.  Does not know XLA.
 
 
 def _numba_array_types(signature: _Signature, *, readonly: bool) -> tuple[Any, ...]:
@@ -2114,6 +2149,10 @@ def _compile_call(dispatcher: Any, argtypes: tuple, form: _Form, static: Mapping
     return dispatcher
 
 
+# -- 9.3 Numba's objects, for digests ------------------------------------------------------------------
+# Knows what defines them.  Does not know how that becomes a name.
+
+
 def _numba_content(obj: Any) -> tuple | None:
     """What defines one of Numba's objects: its Python function, its signatures if they are explicit, its options."""
     if hasattr(obj, "py_func"):  # jit and cuda.jit
@@ -2185,6 +2224,10 @@ def _numba_settings() -> str:
 
     local = re.compile("^[^A-Z]|NUM_THREADS|CACHE|PATH|BINARY")
     return repr(sorted(item for item in vars(numba.config).items() if not local.search(item[0])))
+
+
+# -- 9.4 The emitter -----------------------------------------------------------------------------------
+# Knows Numba's calling convention, exceptions and threads.  Does not know where arrays come from.
 
 
 def _thread_lock(overload: Any) -> int:
@@ -2292,7 +2335,8 @@ class _NumbaEmitter(_Emitter):
 
 
 # ======================================================================================================
-# Numba CUDA
+# 10. Numba CUDA: wrappers, launch configurations, and an emitter that calls cuLaunchKernel.
+# Knows one slice of a call; the handler finds the slices.
 # ======================================================================================================
 
 _CUDA_DTYPES = _NUMBA_DTYPES | {"float16"}
@@ -2408,7 +2452,8 @@ def numba_cuda_callable(
     return _wrap(_CudaCallable, locals())
 
 
-# -- launch configuration ------------------------------------------------------------------------------
+# -- 10.1 Launch configuration -------------------------------------------------------------------------
+# Knows CUDA's limits.  Does not know kernels.
 
 
 def _dim3(name: str, value: Any) -> tuple[int, int, int]:
@@ -2475,7 +2520,8 @@ class _CudaOptions(_Options):
         return (*grid, *block, operator.index(self.shared_mem))
 
 
-# -- wrappers ------------------------------------------------------------------------------------------
+# -- 10.2 Wrappers -------------------------------------------------------------------------------------
+# Knows what is to run, and how it gets ready where there is a GPU, a simulator or neither.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -2633,7 +2679,8 @@ class _CudaCallable(_CudaWrapper):
             ) from None
 
 
-# -- the packages that compile kernels, and the driver -------------------------------------------------
+# -- 10.3 The packages that compile kernels, and the driver --------------------------------------------
+# All that differs between numba-cuda and its successor.  Does not know handlers, but for the layout of parameters.
 
 
 class _NumbaCuda:
@@ -2850,7 +2897,8 @@ class _CudaDriver:
         return function.value or 0
 
 
-# -- from a kernel to a handler ------------------------------------------------------------------------
+# -- 10.4 From a kernel to a handler -------------------------------------------------------------------
+# Knows streams, devices and launches, native or through Python.  Does not know what compiled the kernel.
 
 
 def _cuda_refusal(compiler: str, signature: _Signature, error: BaseException) -> str:
@@ -3030,7 +3078,7 @@ def _cuda_runner(dispatcher: Any) -> Callable[[list, Any, _Call], None]:
 
 
 # ======================================================================================================
-# Warp
+# 11. Warp
 # ======================================================================================================
 
 _WARP_INSTALL = "pip install warp-lang"
@@ -3920,13 +3968,13 @@ class _WarpKernel(_Wrapper):
 
 
 # ======================================================================================================
-# 11. XLACustomKernel: one operation, many backends, all of JAX's transformations.
-# An op knows its kernels, the choice between them, and its rules (11.1).  How a call is bound (11.2), how a kernel
-# becomes a function to trace (11.3), and what JAX asks the primitive (11.4 to 11.7) lie in parts of their own.
+# 12. XLACustomKernel: one operation, many backends, all of JAX's transformations.
+# An op knows its kernels, the choice between them, and its rules (12.1).  How a call is bound (12.2), how a kernel
+# becomes a function to trace (12.3), and what JAX asks the primitive (12.4 to 12.7) lie in parts of their own.
 # ======================================================================================================
 
-# -- 11.1 The op: registration, dispatch, rules --------------------------------------------------------
-# Knows kernels by platform and backend, and rules by kind.  Traces nothing: a call of the op is a matter of 11.2.
+# -- 12.1 The op: registration, dispatch, rules --------------------------------------------------------
+# Knows kernels by platform and backend, and rules by kind.  Traces nothing: a call of the op is a matter of 12.2.
 
 _GPU_NAMES = ("gpu", "cuda", "rocm")
 
@@ -4358,7 +4406,7 @@ def _platform_name(platform: str) -> str:
     return "gpu" if platform in _GPU_NAMES else platform
 
 
-# -- 11.2 A call: from op(...) to its primitive --------------------------------------------------------
+# -- 12.2 A call: from op(...) to its primitive --------------------------------------------------------
 # Knows operands, outs and static parameters, and checks them where the user's call is on the stack.
 # Does not know kernels, but for running a generator abstractly, so that its errors too are raised there.
 
@@ -4496,7 +4544,7 @@ def _check_backend_name(op: XLACustomKernel, backend: Any) -> None:
         raise ValueError(_unknown_backend(op, None, backend))
 
 
-# -- 11.3 A kernel: from a generator, or a ready kernel, to a function to trace ------------------------
+# -- 12.3 A kernel: from a generator, or a ready kernel, to a function to trace ------------------------
 # Knows one slice and one backend.  Does not know vmap, nor what the call was traced for.
 
 
@@ -4621,7 +4669,7 @@ def _checked_results(op: XLACustomKernel, entry: KernelEntry, results: Any, outs
     )
 
 
-# -- 11.4 The primitive: what JAX's interpreters ask ---------------------------------------------------
+# -- 12.4 The primitive: what JAX's interpreters ask ---------------------------------------------------
 # All hooks are installed once, when the op is made; each looks up the op's newest rule when JAX asks.
 
 _OPS: dict[Any, XLACustomKernel] = {}  # by primitive
@@ -4701,7 +4749,7 @@ def _forget(*stale: tuple) -> None:
         jax.clear_caches()
 
 
-# -- 11.5 Batching -------------------------------------------------------------------------------------
+# -- 12.5 Batching -------------------------------------------------------------------------------------
 # A vmap of an op binds its primitive again, with (size, which operands are batched) added to the parameter `_batch`.
 # Specs, rules and generators stay those of one slice.  The lowering, which knows the platform and with it the backend,
 # applies the recorded vmaps to the kernel, innermost first: jax.vmap, by the rules of what the backend traces (a
@@ -4807,8 +4855,8 @@ def _sequential(run: Callable[..., Any], flags: tuple) -> Callable[..., Any]:
     return mapped
 
 
-# -- 11.6 Derivatives ----------------------------------------------------------------------------------
-# Knows tangents and cotangents, symbolic zeros among them.  Rules are for one slice; 11.5 has them applied to batches.
+# -- 12.6 Derivatives ----------------------------------------------------------------------------------
+# Knows tangents and cotangents, symbolic zeros among them.  Rules are for one slice; 12.5 has them applied to batches.
 
 _NO_RULE = {
     "jvp": "has no derivative: define one with def_jvp_rule2 (one rule per operand), def_jvp_rule or def_vjp_rule, or "
@@ -4978,7 +5026,7 @@ def _as_cotangent(ct: Any, operand: Any, shared: Sequence[int] = ()) -> Any:
     return _sharded_like(jax.lax.reduce_sum(ct, shared) if shared else ct, operand.aval)
 
 
-# -- 11.7 Benchmark ------------------------------------------------------------------------------------
+# -- 12.7 Benchmark ------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -5040,7 +5088,7 @@ def _largest_difference(a: Any, b: Any) -> float:
 
 
 # ======================================================================================================
-# 12. Backends: one row each; and the self-check, python -m xla_kernels
+# 13. Backends: one row each; and the self-check, python -m xla_kernels.
 # To add a backend takes a section like those of Numba and Warp (what it needs installed, its dtypes, a wrapper, an
 # emitter), a kernel to check it and a row here, and a `def_..._kernel` beside those of XLACustomKernel.
 # ======================================================================================================
@@ -5053,6 +5101,17 @@ class _Backend(NamedTuple):
     ready: tuple[str, ...]  # package and class of compiled kernels: as names, so that nothing is imported for them
     wrap: Callable[..., Any]  # (ready kernel, outs, **options) -> function of arrays
     check: Callable[[], Any]  # makes the function that the self-check calls: 2 * x + y
+
+
+def _import(module: str, user: str, install: str) -> Any:
+    import importlib
+
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f"{user} needs {module.partition('.')[0]}, which cannot be imported ({error}); install it: {install}"
+        ) from error
 
 
 def _wrap_numba_cuda(kernel: Any, outs: tuple, **options: Any) -> Any:
