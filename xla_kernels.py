@@ -2158,8 +2158,8 @@ def _numba_content(obj: Any) -> tuple | None:
     if hasattr(obj, "py_func"):  # jit and cuda.jit
         explicit = None if getattr(obj, "_can_compile", True) else tuple(obj.nopython_signatures)
         pipeline = getattr(getattr(obj, "_compiler", None), "pipeline_class", None)
-        options = (_frozen(getattr(obj, name, None)) for name in ("targetoptions", "locals"))
-        return obj.py_func, explicit, *options, pipeline
+        given = [_frozen(getattr(obj, name, None)) for name in ("targetoptions", "locals")]
+        return obj.py_func, explicit, *given, pipeline
     if hasattr(obj, "gufunc_builder"):  # guvectorize
         made = obj.gufunc_builder
         options = str(made.signature), made.identity, _frozen(made.targetoptions), made.writable_args
