@@ -20,6 +20,7 @@ import math
 import operator
 import os
 import pathlib
+import pickle
 import re
 import resource
 import shutil
@@ -35,6 +36,7 @@ import typing
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy as shallow_copy
 from copy import deepcopy
 
 import jax
@@ -1355,7 +1357,7 @@ def _square(x, out):
 
 def test_wrappers_show_the_signature_of_their_inputs(tmp_path):
     square = xk.numba_kernel(_square, lambda x: x)
-    assert str(inspect.signature(square)) == "(x)" and deepcopy(square) is square
+    assert str(inspect.signature(square)) == "(x)"
     fixed = xk.numba_kernel(_square, jax.ShapeDtypeStruct((3,), jnp.float32))
     assert str(inspect.signature(fixed)) == "(*args)"
     for kernel in (square, fixed):
@@ -3917,7 +3919,11 @@ def test_op_knows_ready_kernels_by_their_class(package, name):
     }
     base = type(name, (), {"__module__": f"{package}.somewhere"})
     kernel = type("Derived", (base,), {"__module__": "mine"})()
-    assert xk._ready_kind(kernel) == expected[package].get(name)
+    kind = expected[package].get(name)
+    assert xk._ready_kind(kernel) == kind
+    other = functools.partial(xk.numba_cuda_kernel, grid=1, block=1) if kind == "numba" else xk.numba_kernel
+    with pytest.raises(TypeError, match="got Derived .*" + (f"for this one there is {kind}_kernel" if kind else "")):
+        other(kernel, lambda x: x)
 
 
 def test_op_registration_imports_no_backend():
@@ -4214,6 +4220,11 @@ def test_op_transpose_and_vjp_rules_count_their_cotangents():
     op.def_vjp_rule(lambda x, y, outs: (op(x, y, outs=outs[0]), None), lambda res, ct: ct)
     with pytest.raises(ValueError, match="vjp rule of XLACustomKernel 'product' returned 1 cotangents for 2 operands"):
         jax.grad(lambda x: op(x, Y, outs=x).sum())(X)
+    for ct in (X[:2], X.astype(np.float16), 0.0, X.astype(int)):
+        op.def_vjp_rule(lambda x, y, outs: (op(x, y, outs=outs[0]), None), lambda res, _, ct=ct: (None, ct))
+        text = r"vjp rule of XLACustomKernel 'product' returned the cotangent \w+\[\d?\] for operand 1, float32\[8\]"
+        with pytest.raises(ValueError, match=text):
+            jax.grad(lambda y: op(X, y, outs=X).sum())(Y)
 
 
 def test_op_vjp_rule_structures():
@@ -5634,6 +5645,21 @@ def test_an_array_that_changes_is_its_own(make):
     array[:] = 2
     assert wrap(add_first(array))(F32)[0] == F32[0] + 2
     assert wrap(add_first(make()))(F32)[0] == F32[0] + 1
+
+
+KEPT_OP = xk.XLACustomKernel("kept")
+
+
+@pytest.mark.parametrize("name", ["add_one", "KEPT_OP"])
+def test_copies_and_pickles_are_the_object_itself(name, monkeypatch):
+    kept = globals()[name]
+    data = pickle.dumps([kept])
+    assert [kept] == deepcopy([kept]) == shallow_copy([kept]) == pickle.loads(data) and shallow_copy(kept) is kept
+    monkeypatch.setitem(globals(), name, None)
+    with pytest.raises(TypeError, match=f"cannot unpickle the kernel .*{name}: it is None in this process"):
+        pickle.loads(data)
+    with pytest.raises(TypeError, match=r"cannot pickle .* no module keeps it in a global variable"):
+        pickle.dumps(kept)
 
 
 def test_different_signatures_are_different_targets():

@@ -52,6 +52,7 @@ import dis
 import enum
 import functools
 import hashlib
+import importlib
 import inspect
 import itertools
 import math
@@ -1095,7 +1096,32 @@ class _Recent(dict):
         return value
 
 
-class _Wrapper:
+class _Kept:
+    """An object whose copies are itself, and whose pickles say which module keeps it, and under which name."""
+
+    def __deepcopy__(self, memo: Any = None) -> Any:
+        return self
+
+    __copy__ = __deepcopy__
+
+    def __reduce__(self) -> tuple:
+        for module in sorted(sys.modules, key=lambda name: name == "__main__"):  # which others do not have
+            for name, value in list(getattr(sys.modules[module], "__dict__", {}).items()):
+                if value is self:
+                    return _unpickle, (module, name)
+        raise TypeError(
+            f"cannot pickle {self!r}: it is found again by name, and no module keeps it in a global variable"
+        )
+
+
+def _unpickle(module: str, name: str) -> Any:
+    found = getattr(importlib.import_module(module), name, None)
+    if not isinstance(found, _Kept):
+        raise TypeError(f"cannot unpickle the kernel {module}.{name}: it is {found!r} in this process")
+    return found
+
+
+class _Wrapper(_Kept):
     """A kernel as a JAX function: checks a call, finds its target, binds the primitive."""
 
     decorator: str  # the public function that made it, for error messages
@@ -1183,9 +1209,6 @@ class _Wrapper:
 
     def __repr__(self) -> str:
         return f"<{self.decorator} {self.__name__}>"
-
-    def __deepcopy__(self, memo: Any) -> _Wrapper:
-        return self  # it does not change
 
     def _trace(self, *args: Any) -> Any:
         ins = _input_specs(args)
@@ -1846,11 +1869,8 @@ class _NumbaKernel(_Wrapper):
     options_type = _NumbaOptions
 
     def __init__(self, kernel: Any, *args: Any) -> None:
-        if not isinstance(_python(kernel), types.FunctionType):
-            raise TypeError(
-                "numba_kernel takes a function decorated with numba.njit or a plain function; "
-                f"got {type(kernel).__name__} {kernel!r}"
-            )
+        if not isinstance(_python(kernel), types.FunctionType) or _ready_kind(kernel) not in (None, "numba"):
+            raise _wrong_kernel("numba_kernel", "a function decorated with numba.njit or a plain function", kernel)
         super().__init__(kernel, *args)
 
     def _is_input(self, name: str, value: Any) -> bool:
@@ -2624,10 +2644,8 @@ class _CudaKernel(_CudaWrapper):
 
     def __init__(self, kernel: Any, options: _CudaOptions) -> None:
         if not isinstance(kernel, types.FunctionType) and _ready_kind(kernel) != "numba_cuda":
-            raise TypeError(
-                "numba_cuda_kernel takes a function decorated with numba.cuda.jit (without [grid, block]) or a plain "
-                f"function; got {type(kernel).__name__} {kernel!r}"
-            )
+            takes = "a function decorated with numba.cuda.jit (without [grid, block]) or a plain function"
+            raise _wrong_kernel("numba_cuda_kernel", takes, kernel)
         super().__init__(kernel, options)
         self.code = _CudaCode(self.decorator, self.__name__, kernel)
 
@@ -3234,9 +3252,7 @@ def _is_warp_struct(kind: Any) -> bool:
 def _warp_params(kernel: Any) -> tuple[_WarpParam, ...]:
     wp = _warp("warp_kernel")
     if not isinstance(kernel, wp.Kernel):
-        raise TypeError(
-            f"warp_kernel takes a function decorated with warp.kernel; got {type(kernel).__name__} {kernel!r}"
-        )
+        raise _wrong_kernel("warp_kernel", "a function decorated with warp.kernel", kernel)
     if kernel.is_generic:
         name = kernel.func.__name__
         raise TypeError(
@@ -3979,7 +3995,7 @@ class _WarpKernel(_Wrapper):
 _GPU_NAMES = ("gpu", "cuda", "rocm")
 
 
-class XLACustomKernel:
+class XLACustomKernel(_Kept):
     """An operation with kernels for several backends that takes part in all of JAX's transformations.
 
     The kernels are registered with the `def_*_kernel` methods. Each takes a *generator*, which is called with the
@@ -4601,6 +4617,12 @@ def _ready_kind(kernel: Any) -> str | None:
     return "wrapper" if isinstance(kernel, _Wrapper) else None
 
 
+def _wrong_kernel(user: str, takes: str, kernel: Any) -> TypeError:
+    kind = _ready_kind(kernel)
+    hint = f"; for this one there is {kind}_kernel" if kind in _BACKENDS else ""
+    return TypeError(f"{user} takes {takes}; got {type(kernel).__name__} {kernel!r}{hint}")
+
+
 def _tolerant(fun: Callable[..., Any]) -> Callable[..., Any]:
     """`fun`, called without those of `outs` and `backend` that its signature does not take."""
     try:
@@ -4919,17 +4941,11 @@ def _op_jvp(op: XLACustomKernel, primals: Any, tangents: Any, /, **params: Any) 
 
 def _bind_with_vjp(call: _OpCall, ins: Sequence[Any], fwd: Callable[..., Any], bwd: Callable[..., Any]) -> Any:
     """Bind the op with its vjp rule, whose functions get the options of a call with these operands."""
-    options = call.options(_input_specs(ins))
+    options, avals = call.options(_input_specs(ins)), [*map(jax.typeof, ins)]
 
     def backward(residuals: Any, cotangents: Any) -> tuple:
         found = bwd(residuals, cotangents, **options)
-        found = tuple(found) if isinstance(found, (tuple, list)) else (found,)
-        if len(found) != len(ins):
-            raise ValueError(
-                f"the vjp rule of XLACustomKernel {call.op.name!r} returned {len(found)} cotangents for {len(ins)} "
-                "operands; return one per operand, None for zero"
-            )
-        return found
+        return tuple(_checked_cotangents(call.op, "vjp", found, avals))
 
     bound = jax.custom_vjp(call.bind_primitive)
     bound.defvjp(lambda *ins: fwd(*ins, **options), backward)
@@ -4942,7 +4958,9 @@ def _op_transpose(op: XLACustomKernel, cotangents: Any, /, *args: Any, **params:
 
     def one(*values: Any) -> list:
         cts, operands = list(values[:count]), values[count:]
-        return _checked_cotangents(op, rule(cts, *operands, **visible), operands)
+        avals = [x.aval if ad.is_undefined_primal(x) else None for x in operands]
+        found = _checked_cotangents(op, "transpose", rule(cts, *operands, **visible), avals)
+        return [_as_cotangent(ct, x) if a else None for ct, x, a in zip(found, operands, avals)]
 
     batched = _under_vmaps(one, [(size, (True,) * count + flags) for size, flags in batch])
     cts = [_slice_of(ct, len(batch)) for ct in cotangents]
@@ -5008,15 +5026,28 @@ def _slice_of(x: Any, depth: int) -> Any:
     return type(x)(_out_aval(x.aval.shape[depth:], x.aval.dtype, [x.aval], x.aval.sharding.spec[depth:]))
 
 
-def _checked_cotangents(op: XLACustomKernel, found: Any, args: Sequence[Any]) -> list:
-    """One cotangent per operand; None for those that are known, whatever the rule returned for them."""
+def _checked_cotangents(op: XLACustomKernel, kind: str, found: Any, avals: Sequence[Any]) -> list:
+    """What a rule returned, as one cotangent (None for zero) per operand; of those that are known `avals` has None."""
+    where = f"the {kind} rule of XLACustomKernel {op.name!r}"
     found = list(found) if isinstance(found, (tuple, list)) else [found]
-    if len(found) != len(args):
+    if len(found) != len(avals):
         raise ValueError(
-            f"the transpose rule of XLACustomKernel {op.name!r} returned {len(found)} cotangents for {len(args)} "
-            "operands; return one per operand, None for those that are known"
+            f"{where} returned {len(found)} cotangents for {len(avals)} operands; return one per operand, None for "
+            "zero and for those that are known"
         )
-    return [_as_cotangent(ct, x) if ad.is_undefined_primal(x) else None for ct, x in zip(found, args)]
+    for i, (ct, aval) in enumerate(zip(found, avals)):
+        if (
+            aval is not None
+            and ct is not None
+            and type(ct) is not ad.Zero
+            and jax.dtypes.issubdtype(aval.dtype, np.inexact)
+        ):
+            found[i] = jax.numpy.asarray(ct)
+            if _show(found[i]) != _show(aval):
+                raise ValueError(
+                    f"{where} returned the cotangent {_show(found[i])} for operand {i}, {_show(aval)}; they must agree"
+                )
+    return found
 
 
 def _as_cotangent(ct: Any, operand: Any, shared: Sequence[int] = ()) -> Any:
@@ -5104,8 +5135,6 @@ class _Backend(NamedTuple):
 
 
 def _import(module: str, user: str, install: str) -> Any:
-    import importlib
-
     try:
         return importlib.import_module(module)
     except ImportError as error:
