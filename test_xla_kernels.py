@@ -3254,13 +3254,7 @@ WARP_ERRORS = {
         r"'add': argument 'x' is a warp.array, float32\[:\] for JAX; got int\d+\[3\]: wrong dtype",
     ),
     "rank": ("add", {}, (sample(3), sample(3, 1)), TypeError, r"'y' .*got float32\[3,1\]: wrong number of dimensions"),
-    "0-d": (
-        "add",
-        {},
-        (np.float32(1), sample(3)),
-        TypeError,
-        r"'x' .* wrong number of dimensions; reshape it to \(1,\)",
-    ),
+    "0-d": ("add", {}, (np.float32(1), sample(3)), TypeError, r"'x' .* wrong number of .*; reshape it to \(1,\)"),
     "inner": ("cross", {}, (sample(4, 3), sample(4, 2)), TypeError, r"'y' .*float32\[:,3\].*: wrong inner dimensions"),
     "output": (
         *("add", {"outs": spec(3, dtype=np.int32)}, (sample(3), sample(3)), TypeError),
@@ -3268,13 +3262,7 @@ WARP_ERRORS = {
     ),
     "few": ("add", {}, (sample(3),), TypeError, r"the parameters \(x, y, out\).* gives it 1 inputs and 1 outputs"),
     "many": ("add", {}, (sample(3),) * 4, TypeError, r"gives it 4 inputs and 1 outputs"),
-    "value": (
-        "histogram",
-        {},
-        (np.arange(3, dtype=np.int32),),
-        TypeError,
-        r"1 arguments, but 'weight' is passed by value",
-    ),
+    "value": ("histogram", {}, (np.arange(3),), TypeError, r"1 arguments, but 'weight' is passed by value"),
     "value type": (
         *("histogram", {}, (np.arange(3, dtype=np.int32), "a", sample(3)), TypeError),
         r"parameter 'weight' \(float32\) is passed by value; got str 'a'",
@@ -3289,13 +3277,7 @@ WARP_ERRORS = {
     "dims type": ("add", {"launch_dims": "3"}, None, TypeError, r"launch_dims must be an int or a tuple of ints; got"),
     "block": ("add", {"block_dim": 2048}, None, ValueError, r"block_dim must be 1 to 1024 threads; got 2048"),
     "tiles": ("add", {"tiled": True}, None, ValueError, r"tiled=True needs launch_dims, the number of blocks"),
-    "tiled dims": (
-        "add",
-        {"tiled": True, "launch_dims": (1,) * 4},
-        None,
-        ValueError,
-        r"tiled launch_dims must be 1 to 3",
-    ),
+    "tiled dims": ("add", {"tiled": True, "launch_dims": (1,) * 4}, None, ValueError, r"tiled launch_dims .* 1 to 3"),
     "in-out": ("add", {"in_out_argnames": ["z"]}, None, ValueError, r"\['z'\]: 'z' must be the name of an array param"),
     "in-out grad": (
         *("histogram", {"in_out_argnames": ["acc"], "differentiable": True}, None, ValueError),
