@@ -825,39 +825,59 @@ class _ShardingRule:
         axes += [()] * (len(outs) - len(axes))
         return [_out_aval(shape, dtype, ins, own) for (shape, dtype), own in zip(outs, axes, strict=True)]
 
-    def partitioned(self, run: Callable[..., list], outs: Sequence[Spec]) -> Callable[..., Any]:
-        """`run(outs, *ins)` as a function of `ins` that XLA may run on shards of them, with the `outs` of a shard."""
+    def lower(
+        self,
+        ctx: Any,
+        operands: Any,
+        run: Callable[..., list],
+        outs: Any,
+        rest: Any = (),
+        has_side_effect: bool = False,
+    ) -> Any:
+        """Lower `run(outs, *ins)`, for XLA to run with the `outs` of a shard on each device, and zeros for the rest."""
+        programs: list[str] = []
+
+        def call(*ins: Any) -> list:
+            closed = jax.make_jaxpr(functools.partial(run, outs))(*ins)
+            programs.append(str(closed.jaxpr))
+            results = self._partitioned(closed, run, outs, len(ins))(*ins, *closed.consts)
+            return [*results, *[_zeros(s.shape, s.dtype) for s in rest]]
+
+        results = mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
+        attributes = results[0].owner.attributes
+        attributes["has_side_effect"] = mlir.ir_attribute(has_side_effect)
+        # for keys of the persistent cache: what custom_partitioning writes there is an address, which can recur
+        digest = hashlib.sha256(programs[0].encode()).hexdigest()
+        attributes["mhlo.frontend_attributes"] = mlir.ir_attribute({"xla_kernel": digest})
+        return results
+
+    def _partitioned(self, closed: Any, run: Callable[..., list], outs: Any, n: int) -> Callable[..., Any]:
+        """`closed`, which is `run` with these `outs`, as a function of its `n` operands and its constants."""
         from jax.experimental.custom_partitioning import custom_partitioning
 
-        def call(*ins: Any) -> tuple:
-            closed, n = jax.make_jaxpr(functools.partial(run, outs))(*ins), len(ins)
-            rule = dataclasses.replace(self, ins=self.ins + _own_names("const", closed.consts))
-            sides = [", ".join(" ".join(f"d{n}" for n in names) for names in side) for side in (rule.ins, rule.outs)]
+        rule = dataclasses.replace(self, ins=self.ins + _own_names("const", closed.consts))
+        sides = [", ".join(" ".join(f"d{n}" for n in names) for names in side) for side in (rule.ins, rule.outs)]
 
-            def whole(*args: Any) -> tuple:
-                return tuple(jax.core.eval_jaxpr(closed.jaxpr, args[n:], *args[:n]))
+        def whole(*args: Any) -> tuple:
+            return tuple(jax.core.eval_jaxpr(closed.jaxpr, args[n:], *args[:n]))
 
-            def partition(mesh: Any, args: Any, results: Any) -> tuple:
-                given, returned = rule.shardings(mesh, args, results)
-                local = [Spec(s.shard_shape(out.shape), out.dtype) for s, out in zip(returned, outs)]
+        def partition(mesh: Any, args: Any, results: Any) -> tuple:
+            given, returned = rule.shardings(mesh, args, results)
+            local = [Spec(s.shard_shape(out.shape), out.dtype) for s, out in zip(returned, outs)]
 
-                def shard(*args: Any) -> tuple:
-                    with _without_mesh():
-                        jaxpr = jax.make_jaxpr(functools.partial(run, local))(*args[:n]).jaxpr
-                        return tuple(jax.core.eval_jaxpr(jaxpr, args[n:], *args[:n]))
+            def shard(*args: Any) -> tuple:
+                with _without_mesh():
+                    jaxpr = jax.make_jaxpr(functools.partial(run, local))(*args[:n]).jaxpr
+                    return tuple(jax.core.eval_jaxpr(jaxpr, args[n:], *args[:n]))
 
-                return mesh, shard, tuple(returned), tuple(given)
+            return mesh, shard, tuple(returned), tuple(given)
 
-            def infer(*on: Any) -> tuple:
-                return tuple(rule.shardings(*on)[1])
+        def infer(*on: Any) -> tuple:
+            return tuple(rule.shardings(*on)[1])
 
-            function = custom_partitioning(whole)
-            function.def_partition(
-                partition=partition, infer_sharding_from_operands=infer, sharding_rule=" -> ".join(sides)
-            )
-            return function(*ins, *closed.consts)
-
-        return call
+        function = custom_partitioning(whole)
+        function.def_partition(partition, infer, sharding_rule=" -> ".join(sides))
+        return function
 
 
 def _own_names(kind: str, arrays: Sequence[Any]) -> tuple[tuple[str, ...], ...]:
@@ -893,7 +913,7 @@ class _Target:
     localize: Callable[..., tuple] | None = dataclasses.field(compare=False, default=None)
 
     def __repr__(self) -> str:
-        return self.name
+        return f"{self.name}{self.attrs or ''}"
 
     def register(self, platform: str) -> Any:
         """Register the handler, before a call is compiled for a platform."""
@@ -958,15 +978,7 @@ def _split_call_lowering(
         full = tuple((s.shape, s.dtype) for s in (*results, *hidden))
         return _call_p.bind(*ins, rule=rule, target=local, outs=full, **{**params, "aliases": aliases})[:n]
 
-    def call(*ins: Any) -> list:
-        return [*rule.partitioned(run, specs[:n])(*ins), *[_zeros(s.shape, s.dtype) for s in specs[n:]]]
-
-    results = mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
-    attributes = results[0].owner.attributes
-    attributes["has_side_effect"] = mlir.ir_attribute(params["has_side_effect"])
-    # for keys of the persistent cache: what custom_partitioning writes there is an address, which can recur
-    attributes["mhlo.frontend_attributes"] = mlir.ir_attribute({"xla_kernel": f"{target} {target.attrs}"})
-    return results
+    return rule.lower(ctx, operands, run, specs[:n], specs[n:], params["has_side_effect"])
 
 
 def _slices(arrays: Sequence[Any], depth: int) -> list[Spec]:
@@ -4760,7 +4772,7 @@ def _op_lowering(op: XLACustomKernel, platform: str | None, ctx: Any, /, *ins: A
     outs, batch = options["outs"], options.get("_batch", ())
     function, rule = make(outs, batch), _op_sharding(op, ctx.avals_in, outs, batch)
     if rule.split and _is_partitioned(ctx):
-        function = rule.partitioned(run, _slices(ctx.avals_out, 0))
+        return rule.lower(ctx, ins, run, _slices(ctx.avals_out, 0))
     return mlir.lower_fun(function, multiple_results=True)(ctx, *ins)
 
 
