@@ -1639,7 +1639,7 @@ def record(monkeypatch, ranks, outs=lambda *ins: ins[0], functions=(0xF0, 0xF1),
     namespace = {"token": object()}  # known by identity: every recorder has a target of its own
     exec(f"def kernel({', '.join(names)}): token", namespace)
     wrapper = xk.numba_cuda_kernel(namespace["kernel"], outs, input_output_aliases=aliases, **launch)
-    table = (ctypes.c_uint64 * len(functions))(*functions)
+    table = dict(enumerate(functions))
 
     def target(self, name, attrs, signature):
         emitter = xk._CudaEmitter(driver.package, signature, driver, table)
@@ -1760,7 +1760,7 @@ def test_cuda_handler_is_command_buffer_compatible():
     extension.extension_base.type, extension.metadata = xk._EXTENSION_METADATA, ctypes.addressof(metadata)
     signature = cuda_signature(("float32", 1), ("float32", 1))
     driver = RecordingDriver((1, 1))
-    emitter = xk._CudaEmitter(driver.package, signature, driver, (ctypes.c_uint64 * 1)(1))
+    emitter = xk._CudaEmitter(driver.package, signature, driver, {0: 1})
     address, keep = xk._compile_handler(signature, emitter)
     frame = xk.XLA_FFI_CallFrame(extension_start=ctypes.addressof(extension))
     assert ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(address)(ctypes.addressof(frame)) is None
@@ -2773,7 +2773,7 @@ def warp_path(request, monkeypatch):
     """Both ways to run a Warp kernel on the CPU, which other target names keep apart, and the one for GPUs."""
     if request.param == "replay":
         monkeypatch.setattr(xk, "__name__", "xk_replay")
-        monkeypatch.setattr(xk, "_warp_layout", lambda plan, launch: None)
+        monkeypatch.setattr(xk, "_warp_layout", lambda *args: None)
     return request.param
 
 
@@ -3076,61 +3076,63 @@ def hook_address(launch):
 
 
 class WarpDriver(RecordingDriver):
-    """Stands in for libcuda: memory is the host's, and kernels are Warp's for the CPU."""
+    """Stands in for libcuda: memory is the host's, and a launch is Warp's on the CPU, with the parameters it got."""
 
-    def __init__(self, launches):
+    def __init__(self, recorded):
         super().__init__((), ordinal=3)
-        self.recorded = launches
+        self.recorded = recorded
+        number, pointer = ctypes.c_uint64, ctypes.c_void_p
+        self.add("cuMemsetD8Async", self.clear, ctypes.c_int32, number, ctypes.c_ubyte, number, pointer)
 
     def keeping_context(self):
         return contextlib.nullcontext()
 
-    def call(self, name, *args):
-        values = [getattr(arg, "value", arg) for arg in args]
-        if name == "cuMemsetD8Async":
-            *memory, stream = values
-            ctypes.memset(*memory)
-        else:
-            function, *sizes, stream, params, extra = values
-            assert name == "cuLaunchKernel" and params is extra is None  # the parameters of a launch on the CPU
-            launch = next(launch for launch in self.recorded if hook_address(launch) == function)
-            assert sizes == [-(-launch.bounds.size // 256), 1, 1, 256, 1, 1, 0]
-            launch.launch()
-        assert stream == self.STREAM
+    def clear(self, start, value, nbytes, stream):
+        assert stream == self.STREAM and nbytes > 0
+        ctypes.memset(start, value, nbytes)
+        return self.code
+
+    def call(self, name, start, value, nbytes, stream):
+        assert name == "cuMemsetD8Async"
+        self.clear(start.value, value.value, nbytes.value, stream.value)
+
+    def launch(self, function, gx, gy, gz, bx, by, bz, shared, stream, params, extra):
+        launch = next(launch for launch in self.recorded if hook_address(launch) == function)
+        sizes = [ctypes.sizeof(param) for param in launch.params]
+        packed = [ctypes.string_at(params[i], size) for i, size in enumerate(sizes)]
+        self.launches.append(((gx, gy, gz), (bx, by, bz), shared, stream, packed))
+        for param, memory in zip(launch.params, packed):
+            ctypes.memmove(ctypes.addressof(param), memory, len(memory))
+        launch.launch(types.SimpleNamespace(cuda_stream=stream))
+        return self.code
 
 
-@pytest.fixture(params=["through Warp", "through CUDA"])
+@pytest.fixture(params=["native", "replay"])
 def warp_driver(request, monkeypatch):
-    """Warp kernels take the path for GPUs, with the CPU in the place of device 3; gives the list of their launches.
-
-    What Warp launches is checked for the stream; before Warp 1.15, and "through CUDA", it launches nothing.
-    """
-    launches = []
-    record, launch = xk._WarpPlan.record, wp.Launch.launch
+    """Warp kernels take the path for GPUs, with the CPU in the place of device 3; gives the driver."""
+    driver = WarpDriver([])
+    record, launch, layout = xk._WarpPlan.record, wp.Launch.launch, xk._warp_layout
 
     def record_on_cpu(plan, device):
         assert device == "cuda:3"
-        launches.append(record(plan, "cpu"))
-        launches[-1].block_dim = plan.block_dim
-        if request.param == "through CUDA":
-            vars(launches[-1]).pop("grid_stride", None)
-        return launches[-1]
+        driver.recorded.append(record(plan, "cpu"))
+        driver.recorded[-1].hooks.forward_smem_bytes = 48
+        return driver.recorded[-1]
 
     def launch_on_cpu(self, stream=None):
         assert stream is None or stream.cuda_stream == RecordingDriver.STREAM
-        assert (stream is None) == (not hasattr(self, "grid_stride"))
-        threads, self.block_dim = self.block_dim, 1
         launch(self)
-        self.block_dim = threads
 
     compile_ = xk._compile_warp
-    monkeypatch.setattr(xk, "__name__", f"xk_{request.param.split()[1]}")
-    monkeypatch.setattr(xk, "_CudaDriver", lambda: WarpDriver(launches))
+    monkeypatch.setattr(xk, "__name__", f"xk_{request.param}_{os.urandom(4).hex()}")
+    monkeypatch.setattr(xk, "_CudaDriver", lambda: driver)
     monkeypatch.setattr(xk, "_cuda_ordinals", lambda: [3])
     monkeypatch.setattr(xk, "_compile_warp", lambda plan, signature, platform: compile_(plan, signature, "cuda"))
+    monkeypatch.setattr(xk, "_warp_layout", lambda *args: layout(*args) if request.param == "native" else None)
     monkeypatch.setattr(xk._WarpPlan, "record", record_on_cpu)
     monkeypatch.setattr(wp.Launch, "launch", launch_on_cpu)
-    return launches
+    yield driver
+    assert bool(driver.launches) == (request.param == "native")
 
 
 @functools.cache
@@ -3226,7 +3228,8 @@ def test_warp_on_fake_gpu(warp_driver):
     check_equal(jax.jit(f)(*args), function(*args))
     check_equal(jax.vmap(f, (None, 0))(args[0], np.stack([args[1]] * 2)), np.stack([function(*args)] * 2))
     check_equal(jax.grad(lambda x, y: f(x, y).sum())(*map(jnp.asarray, args)), np.full(3, args[1].sum()))
-    assert len(warp_driver) == 2  # the kernel and its adjoint
+    assert len(warp_driver.recorded) == 2  # the kernel and its adjoint
+    assert all(launch[:4] == ((1, 1, 1), (256, 1, 1), 48, 0x5EED) for launch in warp_driver.launches[:3])
     empty = xk.warp_kernel(warp_kernels().outer, **{**options, "launch_dims": (0, 4)})
     check_equal(empty(*args), np.zeros((3, 4)))
 
@@ -3235,7 +3238,73 @@ def test_warp_on_fake_gpu(warp_driver):
 def test_warp_tiles_on_fake_gpu(warp_driver):
     f = xk.warp_kernel(tile_kernel(), lambda x: x, launch_dims=lambda x: x.size // 64, tiled=True)
     np.testing.assert_array_equal(f(jnp.arange(128.0)), 2 * np.arange(128))
-    assert [launch.bounds.size for launch in warp_driver] == [2 * 256]
+    assert [launch.params[0].size for launch in warp_driver.recorded] == [2 * 256]
+
+
+@functools.cache
+def kernel_of_every_kind():
+    @wp.struct
+    class Settings:
+        gain: float
+        axis: wp.vec3
+        precise: wp.float64
+        on: bool
+
+    @wp.kernel(module="unique")
+    def every(x: wp.array(dtype=wp.vec3), h: wp.float16, on: bool, i: wp.int8, v: wp.vec3, m: wp.mat33, s: Settings,
+              n: wp.uint64, w: wp.array2d(dtype=float), out: wp.array2d(dtype=float)):  # fmt: skip
+        r, c = wp.tid()
+        if on and s.on:
+            out[r, c] = x[r][0] * w[r, c] + float(h) + float(i) + v[1] + m[2, 1] + s.gain + s.axis[2] + float(n)
+
+    settings = Settings()
+    settings.gain, settings.axis, settings.precise, settings.on = 1.5, wp.vec3(1.0, 2.0, 3.0), wp.float64(0.1), True
+    return every, [1.5, True, -3, wp.vec3(4.0, 5.0, 6.0), wp.mat33(*range(9)), settings, 2**40]
+
+
+@needs_warp
+@pytest.mark.parametrize("differentiable", [False, True])
+def test_warp_passes_on_a_gpu_what_warp_packs(warp_driver, differentiable):
+    """Byte for byte, with the arrays that the launch names."""
+    every, values = kernel_of_every_kind()
+    x, w = (jax.device_put(np.random.default_rng(0).random(n).astype(np.float32)) for n in ((5, 3), (5, 7)))
+    options = {"block_dim": 8, "differentiable": differentiable}
+    f = lambda x, w: xk.warp_kernel(every, lambda *args: args[-1], launch_dims=(5, 7), **options)(x, *values, w)
+    found = jax.grad(lambda *args: f(*args).sum(), (0, 1))(x, w) if differentiable else f(x, w)
+    if differentiable:
+        check_equal(found[1], np.repeat(np.asarray(x)[:, :1], 7, 1))
+        check_equal(found[0][:, 0], np.asarray(w).sum(1))
+    else:
+        check_equal(found, np.asarray(x)[:, :1] * np.asarray(w) + 2**40)
+    for grid, block, _, _, (bounds, *params) in warp_driver.launches:
+        assert (grid, block) == ((5, 1, 1), (8, 1, 1))
+        for t in range(len(params) // 10):
+            part, inputs = params[10 * t :][:10], [x, *values, w, w]
+            for n in (0, 8, 9):  # the arrays: where they lie, and what they are
+                data, grad = map(int, np.frombuffer(part[n], np.uint64)[:2])
+                shape, kind = inputs[n].shape[: every.adj.args[n].type.ndim], every.adj.args[n].type.dtype
+                array = lambda address: wp.array(ptr=address, shape=shape, dtype=kind, device="cpu")
+                inputs[n] = wp.array(
+                    ptr=data, shape=shape, dtype=kind, device="cpu", grad=array(grad) if grad else None
+                )
+                assert bool(grad) == (len(params) == 20 and not t)  # in an adjoint launch
+            wanted = wp.launch(every, dim=(5, 7), inputs=inputs, device="cpu", record_cmd=True).params
+            assert bounds == bytes(wanted[0])
+            for n, (packed, param) in enumerate(zip(part, wanted[1:])):
+                assert packed == (bytes(len(packed)) if t and n not in (0, 8, 9) else bytes(param))
+
+
+@needs_warp
+@pytest.mark.parametrize(
+    "size, block, grid_stride, grid",
+    [
+        (1, 256, True, (1, 1, 1)), (257, 256, True, (2, 1, 1)), (2**40, 256, True, (2**31 - 1, 1, 1)),
+        (2**24, 256, False, (2**16, 1, 1)), (2**24 + 1, 256, False, (2**16, 2, 1)),
+        (2**24 * 65535 + 1, 32, False, (2**19, 65535, 2)), (1, 1024, False, (1, 1, 1)), (0, 8, False, (1, 1, 1)),
+    ],
+)  # fmt: skip
+def test_warp_grid_is_that_of_wp_cuda_launch_kernel(size, block, grid_stride, grid):
+    assert xk._warp_grid("kernel", size, block, grid_stride) == grid
 
 
 @needs_warp

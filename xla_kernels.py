@@ -1440,16 +1440,27 @@ class _Handler:
 
     def new_struct(self, struct: Any) -> Any:
         """A struct on the stack, zeroed, with its size filled in."""
-        raw = self.cgutils.alloca_once(self.builder, self.ir.ArrayType(self.i64, -(-ctypes.sizeof(struct) // 8)))
-        self.builder.store(self.ir.Constant(raw.type.pointee, None), raw)
-        pointer = self.builder.bitcast(raw, self.i8p)
+        pointer = self.zeros(ctypes.sizeof(struct))
         self.store(ctypes.sizeof(struct), pointer, struct, "struct_size")
         return pointer
+
+    def zeros(self, nbytes: int) -> Any:
+        """The address (i8*) of zeroed memory on the stack."""
+        raw = self.cgutils.alloca_once(self.builder, self.ir.ArrayType(self.i64, -(-nbytes // 8)))
+        self.builder.store(self.ir.Constant(raw.type.pointee, None), raw)
+        return self.builder.bitcast(raw, self.i8p)
 
     def item(self, pointer: Any, index: Any, kind: Any) -> Any:
         """`((kind*)pointer)[index]`."""
         index = self.int64(index) if isinstance(index, int) else index
         return self.builder.load(self.builder.gep(self.builder.bitcast(pointer, kind.as_pointer()), [index]))
+
+    def array(self, values: list[Any]) -> Any:
+        """The address (i8*) of 64-bit values in a row on the stack."""
+        array = self.cgutils.alloca_once(self.builder, self.i64, size=max(1, len(values)))
+        for i, value in enumerate(values):
+            self.builder.store(value, self.builder.gep(array, [self.int64(i)]))
+        return self.builder.bitcast(array, self.i8p)
 
     def call_c(self, function: Any, result: Any, args: Sequence[Any]) -> Any:
         """Call a C function given by address (an int or an i8*)."""
@@ -1726,17 +1737,10 @@ class _CallbackEmitter(_Emitter):
     def _call(self, handler: _Handler, stream: Any, ordinal: Any, arrays: list[_Array]) -> None:
         pointers = [*(array.pointer for array in arrays), stream]
         addresses = [handler.builder.ptrtoint(pointer, handler.i64) for pointer in pointers] + [ordinal]
-        args = [self._array(handler, addresses), self._array(handler, [n for array in arrays for n in array.dims])]
+        args = [handler.array(addresses), handler.array([n for array in arrays for n in array.dims])]
         target = ctypes.cast(self.callback, _PTR).value
         message = handler.call_c(target, handler.i8p, [handler.frame, *args])
         handler.fail_if(handler.cgutils.is_not_null(handler.builder, message), message, _ERROR_INTERNAL)
-
-    @staticmethod
-    def _array(handler: _Handler, values: list[Any]) -> Any:
-        array = handler.cgutils.alloca_once(handler.builder, handler.i64, size=max(1, len(values)))
-        for i, value in enumerate(values):
-            handler.builder.store(value, handler.builder.gep(array, [handler.int64(i)]))
-        return handler.builder.bitcast(array, handler.i8p)
 
 
 _MESSAGES: dict[int, Any] = {}  # by thread: a text must live until XLA has copied it
@@ -2951,7 +2955,7 @@ def _cuda_emitter(package: _NumbaCuda, kernel: Any, signature: _Signature, drive
         compiled = package.typed(signature, functools.partial(_compile_cuda, fresh))
         if not compiled or not _is_native(package, fresh, compiled, signature.ranks):
             return _cuda_callback(cuda, signature, _cuda_runner(fresh), driver)
-    functions = (ctypes.c_uint64 * (ordinals[-1] + 1))()
+    functions = {}
     for ordinal in ordinals:
         with cuda.gpus[ordinal]:  # XLA's context too: the device's primary one
             _, entry, cubin, carveout = package.code(compiled)
@@ -3008,55 +3012,75 @@ def _ask_xla(handler: _Handler, driver: _CudaDriver, name: str, struct: Any, res
     return handler.load(args, struct, result)
 
 
+class _CudaLauncher:
+    """cuLaunchKernel, from a handler: on XLA's stream, with what was loaded for the call's device.
+
+    `functions` gives, by CUDA ordinal, a CUfunction and the dynamic shared memory that it takes beyond that of the
+    call.  The attribute `launch` starts with grid, block and shared memory.
+    """
+
+    def __init__(self, label: str, driver: _CudaDriver, functions: Mapping[int, tuple[int, int]]) -> None:
+        self.label, self.driver, self.n_ordinals = label, driver, max(functions) + 1
+        rows = [functions.get(ordinal, (0, 0)) for ordinal in range(self.n_ordinals)]
+        self.table = (ctypes.c_uint64 * (2 * len(rows)))(*(n for row in rows for n in row))
+
+        def report(code: int, launch: Any, shared: int) -> int:
+            sizes = f"grid={tuple(launch[:3])}, block={tuple(launch[3:6])}, shared_mem={shared}"
+            return _keep_message(RuntimeError(f"{driver.describe(code)}, from a launch with {sizes}"), label)
+
+        self.report = ctypes.CFUNCTYPE(_PTR, _I32, ctypes.POINTER(_I64), _I32)(report)
+
+    def enter(self, handler: _Handler) -> tuple[Any, Callable[[list[Any]], None]]:
+        """The stream of the call, and what writes a launch with parameters that lie at some addresses (i64)."""
+        builder = handler.builder
+        stream, ordinal = _cuda_place(handler, self.driver)
+        known = builder.icmp_unsigned("<", ordinal, handler.int64(self.n_ordinals))
+        lost = f"kernel '{self.label}' is not loaded on this GPU, which JAX did not list as a local device"
+        handler.fail_if(builder.not_(known), lost, _ERROR_INTERNAL)
+        table, row = handler.address(ctypes.addressof(self.table)), builder.shl(ordinal, handler.int64(1))
+        function, shared = (handler.item(table, builder.add(row, handler.int64(i)), handler.i64) for i in range(2))
+        handler.fail_if(builder.icmp_unsigned("==", function, handler.int64(0)), lost, _ERROR_INTERNAL)
+        launch = handler.attribute("launch")
+        sizes = [builder.trunc(handler.item(launch, i, handler.i64), handler.i32) for i in range(7)]
+        sizes[6] = builder.add(sizes[6], builder.trunc(shared, handler.i32))
+        return stream, functools.partial(self._launch, handler, [function, *sizes, stream], launch)
+
+    def _launch(self, handler: _Handler, config: list[Any], launch: Any, addresses: list[Any]) -> None:
+        args = [*config, handler.array(addresses), handler.null]
+        code = handler.call_c(self.driver.address("cuLaunchKernel"), handler.i32, args)
+        with handler.builder.if_then(handler.cgutils.is_not_null(handler.builder, code), likely=False):
+            report = ctypes.cast(self.report, _PTR).value
+            handler.fail(handler.call_c(report, handler.i8p, [code, launch, config[7]]))
+
+
 class _CudaEmitter(_Emitter):
-    """Launches a CUfunction on XLA's stream; the attribute `launch` holds grid, block and shared memory."""
+    """Launches a kernel of Numba CUDA."""
 
     traits = _COMMAND_BUFFER_COMPATIBLE  # nothing but launches, the same ones whenever it is called
     attributes = ("launch",)
     host_memory = False
 
     def __init__(
-        self, package: _NumbaCuda, signature: _Signature, driver: _CudaDriver, functions: Any, keep: Any = None
+        self,
+        package: _NumbaCuda,
+        signature: _Signature,
+        driver: _CudaDriver,
+        functions: Mapping[int, int],
+        keep: Any = None,
     ) -> None:
-        self.package, self.signature, self.driver = package, signature, driver
-        self.functions, self.keep = functions, keep
-
-        def report(code: int, launch: Any) -> int:
-            sizes = f"grid={tuple(launch[:3])}, block={tuple(launch[3:6])}, shared_mem={launch[6]}"
-            return _keep_message(RuntimeError(f"{driver.describe(code)}, from a launch with {sizes}"), signature.label)
-
-        self.report = ctypes.CFUNCTYPE(_PTR, _I32, ctypes.POINTER(_I64))(report)
+        self.package, self.signature, self.keep = package, signature, keep
+        self.launcher = _CudaLauncher(signature.label, driver, {n: (f, 0) for n, f in functions.items()})
 
     @contextlib.contextmanager
     def enter(self, handler: _Handler) -> Iterator[Callable[[list[_Array]], None]]:
-        builder = handler.builder
-        stream, ordinal = _cuda_place(handler, self.driver)
-        known = builder.icmp_unsigned("<", ordinal, handler.int64(len(self.functions)))
-        lost = f"kernel '{self.signature.label}' is not loaded on this GPU, which JAX did not list as a local device"
-        handler.fail_if(builder.not_(known), lost, _ERROR_INTERNAL)
-        function = handler.item(handler.address(ctypes.addressof(self.functions)), ordinal, handler.i8p)
-        handler.fail_if(handler.cgutils.is_null(builder, function), lost, _ERROR_INTERNAL)
-        launch = handler.attribute("launch")
-        sizes = [builder.trunc(handler.item(launch, i, handler.i64), handler.i32) for i in range(7)]
-        yield functools.partial(self._launch, handler, function, launch, sizes, stream)
+        _, launch = self.launcher.enter(handler)
+        yield functools.partial(self._call, handler, launch)
 
-    def _launch(
-        self, handler: _Handler, function: Any, launch: Any, sizes: list[Any], stream: Any, arrays: list[_Array]
-    ) -> None:
-        builder = handler.builder
+    def _call(self, handler: _Handler, launch: Callable[[list[Any]], None], arrays: list[_Array]) -> None:
         parts = zip(arrays, self.signature.dtypes, strict=True)
         params = [n for array, dtype in parts for n in self.package.params(handler, array, dtype.itemsize)]
-        slots = handler.cgutils.alloca_once(builder, handler.i64, size=max(1, len(params)))
-        addresses = handler.cgutils.alloca_once(builder, handler.i64.as_pointer(), size=max(1, len(params)))
-        for i, value in enumerate(params):
-            slot = builder.gep(slots, [handler.int64(i)])
-            builder.store(value, slot)
-            builder.store(slot, builder.gep(addresses, [handler.int64(i)]))
-        args = [function, *sizes, stream, addresses, handler.null]
-        code = handler.call_c(self.driver.address("cuLaunchKernel"), handler.i32, args)
-        with builder.if_then(handler.cgutils.is_not_null(builder, code), likely=False):
-            report = ctypes.cast(self.report, _PTR).value
-            handler.fail(handler.call_c(report, handler.i8p, [code, launch]))
+        first = handler.builder.ptrtoint(handler.array(params), handler.i64)
+        launch([handler.builder.add(first, handler.int64(8 * i)) for i in range(len(params))])
 
 
 def _cuda_callback(
@@ -3438,7 +3462,7 @@ class _WarpPlan:
 
     @property
     def attributes(self) -> tuple[str, ...]:
-        return ("dims", "values") if self.values else ("dims",)
+        return ("dims", "launch", "values") if self.values else ("dims", "launch")
 
     @property
     def values(self) -> list[tuple[int, _WarpParam, int]]:
@@ -3450,20 +3474,27 @@ class _WarpPlan:
                 offset += -(-param.nbytes // 8) * 8
         return result
 
+    @property
+    def arguments(self) -> list[tuple[_WarpParam, int, int, int | None]]:
+        """Each parameter, and for an adjoint launch its adjoint: the parameter, table, position and buffer."""
+        return [(self.params[i], t, i, k) for t, table in enumerate(self.tables) for i, k in enumerate(table)]
+
+    @property
+    def stand_in_dims(self) -> tuple[int, int]:
+        """The dimensions of a recorded launch: Warp checks that clusters, of up to 16 blocks, divide the grid."""
+        return 720720, self.block_dim
+
     def record(self, device: str) -> Any:
         """Warp's recorded launch, with stand-ins for arrays and values; compiles and loads the kernel."""
         with _warp_session() as wp:
-            stand_in = functools.partial(self._stand_in, wp, device=device)
-            args = [list(map(stand_in, self.params, table)) for table in self.tables]
-            options: dict[str, Any] = {} if self.adjoints is None else {"adjoint": True, "adj_inputs": args[1]}
-            if device == "cpu":  # a block has one thread there; `_predict_warp_call` knows the dimensions
-                options |= {"dim": (3, 2), "block_dim": 1}
-            else:  # Warp checks that clusters, of up to 16 blocks, divide the grid
-                options |= {"dim": 720720 * self.block_dim, "block_dim": self.block_dim}
+            values = [self._stand_in(wp, device, param, k, self.grad(t, i)) for param, t, i, k in self.arguments]
+            args, adjoints = values[: len(self.params)], values[len(self.params) :]
+            options: dict[str, Any] = {} if self.adjoints is None else {"adjoint": True, "adj_inputs": adjoints}
+            options |= {"dim": self.stand_in_dims, "block_dim": 1 if device == "cpu" else self.block_dim}
             options |= {"device": device, "record_cmd": True}
             what = f"kernel {self.kernel.func.__name__!r}"
             try:
-                launch = _despite_changes(self.kernel, lambda: wp.launch(self.kernel, inputs=args[0], **options))
+                launch = _despite_changes(self.kernel, lambda: wp.launch(self.kernel, inputs=args, **options))
             except RuntimeError as error:
                 if "backward kernel" not in str(error):
                     raise
@@ -3475,15 +3506,21 @@ class _WarpPlan:
                 raise RuntimeError(f"Warp cannot build the module of {what}: see its first error, or its log")
             return launch
 
-    def _stand_in(self, wp: Any, param: _WarpParam, k: int | None, device: str) -> Any:
+    def _stand_in(self, wp: Any, device: str, param: _WarpParam, k: int | None, grad: int | None = None) -> Any:
         if param.ndim is None:
             return param.type() if param.inner or param.dtype is None else 0
         if k is None:
             return None
-        return wp.array(ptr=4096 * (k + 1), shape=(2,) * param.ndim, dtype=param.type.dtype, device=device)
+        inner = None if grad is None else self._stand_in(wp, device, param, grad)
+        address, shape = self.stand_in_address(k), (2,) * param.ndim
+        return wp.array(ptr=address, shape=shape, dtype=param.type.dtype, device=device, grad=inner)
+
+    @staticmethod
+    def stand_in_address(k: int) -> int:
+        return 4096 * (k + 1)
 
 
-# -- Native on the CPU
+# -- What a launch passes, and native launches
 
 
 class _WarpArray(ctypes.Structure):
@@ -3499,17 +3536,82 @@ class _WarpArray(ctypes.Structure):
     )
 
 
+class _Word(NamedTuple):
+    """A number (in Python, or of LLVM) that a launch writes into a block of memory."""
+
+    block: int
+    offset: int
+    size: int
+    value: Any
+
+
 @dataclasses.dataclass(frozen=True)
 class _WarpLayout:
-    """How to call a kernel's CPU entry point: `void entry(bounds*, args*[, adjoint_args*])`."""
+    """Where a kernel reads its parameters: in blocks of memory, the first with the bounds of the launch.
 
-    entry: int
+    On the CPU the others hold all arguments, and all adjoints: `void entry(bounds*, arguments*[, adjoints*])`.
+    On a GPU each holds one argument or adjoint.
+    """
+
     bounds: Any
-    args: tuple[Any, ...]
+    sizes: tuple[int, ...]  # of the blocks
+    places: tuple[tuple[int, int, int], ...]  # block, offset and size of each argument, then of each adjoint
+
+    def bounds_stores(self, extents: Sequence[Any], mul: Callable[[Any, Any], Any]) -> Iterator[_Word]:
+        """What a launch writes for its extents: four, how many of them count, and their product."""
+        *dims, ndim, size = extents
+        kept = self.bounds.shape.size // 4  # as many as the kernel asks for; threads along others share coordinates
+        for i in range(kept):
+            yield _Word(0, self.bounds.shape.offset + 4 * i, 4, dims[i])
+        rest = functools.reduce(mul, dims[kept:]) if dims[kept:] else 1
+        for name, value in (("ndim", ndim), ("size", size), ("coord_mult", rest)):
+            if field := getattr(self.bounds, name, None):
+                yield _Word(0, field.offset, field.size, value)
+
+    def array_stores(self, plan: _WarpPlan, arrays: Any) -> Iterator[_Word]:
+        """What it writes for the arrays of one slice, by buffer; the dimensions of their elements are left out."""
+        for n, (param, t, i, k) in enumerate(plan.arguments):
+            if k is None or param.ndim is None:
+                continue
+            (block, start, _), grad = self.places[n], plan.grad(t, i)
+            values = {"data": [arrays[k].pointer], "grad": [] if grad is None else [arrays[grad].pointer]}
+            values |= {"shape": arrays[k].dims[: param.ndim], "strides": arrays[k].strides[: param.ndim]}
+            for name, numbers in {**values, "ndim": [param.ndim]}.items():
+                field, width = getattr(_WarpArray, name), {"data": 8, "grad": 8, "ndim": 2}.get(name, 4)
+                for j, value in enumerate(numbers):
+                    yield _Word(block, start + field.offset + width * j, width, value)
+
+    def predict(self, plan: _WarpPlan) -> list[bytes]:
+        """The blocks of the recorded launch, whose arrays and values are stand-ins."""
+        dims, arrays, memory = plan.stand_in_dims, {}, [bytearray(size) for size in self.sizes]
+        for param, _, _, k in plan.arguments:
+            if k is not None and param.ndim is not None:
+                strides = [param.nbytes * 2**j for j in reversed(range(param.ndim))]
+                arrays[k] = _Array(plan.stand_in_address(k), [2] * param.ndim, strides)
+        bounds = self.bounds_stores((*dims, 1, 1, len(dims), math.prod(dims)), operator.mul)
+        for block, offset, size, value in (*bounds, *self.array_stores(plan, arrays)):
+            memory[block][offset : offset + size] = value.to_bytes(size, "little")
+        return [bytes(block) for block in memory]
 
 
-def _warp_layout(plan: _WarpPlan, launch: Any) -> _WarpLayout | None:
-    """The layout, from the call that the recorded launch makes; None unless it is what we would pack."""
+def _warp_layout(plan: _WarpPlan, launch: Any, on_cpu: bool) -> _WarpLayout | None:
+    """The layout of what the recorded launch passes; None unless that is what we would pass, to a plain launch."""
+    blocks = _warp_cpu_blocks(launch) if on_cpu else launch.params
+    if on_cpu:
+        fields = [(b, getattr(type(s), name)) for b, s in enumerate(blocks[1:], 1) for name, *_ in s._fields_]
+        places = tuple((b, field.offset, field.size) for b, field in fields)
+    else:
+        places = tuple((b, 0, ctypes.sizeof(block)) for b, block in enumerate(blocks[1:], 1))
+    expected = [p.nbytes if p.ndim is None else ctypes.sizeof(_WarpArray) for p, *_ in plan.arguments]
+    known = {name for name, *_ in getattr(blocks[0], "_fields_", ())} <= {"shape", "ndim", "size", "coord_mult"}
+    if not known or [size for *_, size in places] != expected or not _is_plain_warp_launch(launch):
+        return None
+    layout = _WarpLayout(type(blocks[0]), tuple(map(ctypes.sizeof, blocks)), places)
+    return layout if layout.predict(plan) == [bytes(block) for block in blocks] else None
+
+
+def _warp_cpu_blocks(launch: Any) -> list[Any]:
+    """The structs whose addresses a recorded launch on the CPU passes."""
     hooks, calls = launch.hooks, []
     launch.hooks = types.SimpleNamespace(forward=lambda *args: calls.append(args))
     launch.hooks.backward = launch.hooks.forward
@@ -3517,43 +3619,37 @@ def _warp_layout(plan: _WarpPlan, launch: Any) -> _WarpLayout | None:
         launch.launch()
     finally:
         launch.hooks = hooks
-    structs: list[Any] = [getattr(arg, "_obj", None) for arg in calls[0]]  # of pointers made by ctypes.byref
-    if not all(isinstance(struct, ctypes.Structure) for struct in structs):
-        return None
-    entry = ctypes.cast(hooks.forward if plan.adjoints is None else hooks.backward, _PTR).value or 0
-    layout = _WarpLayout(entry, type(structs[0]), tuple(type(s) for s in structs[1:]))
-    return layout if _predict_warp_call(plan, layout) == [bytes(s) for s in structs] else None
+    return [getattr(arg, "_obj", arg) for arg in calls[0]]  # of pointers made by ctypes.byref
 
 
-def _predict_warp_call(plan: _WarpPlan, layout: _WarpLayout) -> list[bytes] | None:
-    """The structs that `_WarpEmitter` would write for the recorded launch; None if it could not."""
-    packed = [_predict_warp_bounds(layout.bounds)]
-    for struct, table in zip(layout.args, plan.tables, strict=True):
-        memory = bytearray(ctypes.sizeof(struct))
-        for param, k, (name, kind) in zip(plan.params, table, struct._fields_, strict=True):
-            if ctypes.sizeof(kind) != (param.nbytes if param.ndim is None else ctypes.sizeof(_WarpArray)):
-                return None
-            if k is not None and param.ndim is not None:
-                strides = [param.nbytes * 2**j for j in reversed(range(param.ndim))]
-                array = _WarpArray(4096 * (k + 1), 0, (2,) * param.ndim, tuple(strides), param.ndim)
-                start = getattr(struct, name).offset
-                memory[start : start + len(bytes(array))] = bytes(array)
-        packed.append(bytes(memory))
-    return packed
+def _is_plain_warp_launch(launch: Any) -> bool:
+    """Whether it takes no more than the entry point (on the CPU), or cuLaunchKernel with one grid."""
+    import warp as wp
+
+    special = (
+        type(launch) is not wp.Launch,  # a deterministic one, which allocates memory
+        getattr(launch, "cluster_dim", 1) != 1,
+        launch.max_blocks,
+        getattr(launch.hooks, f"{_warp_direction(launch)}_smem_shortfall", None),  # it fails, and Warp says why
+    )
+    return not any(special)
 
 
-def _predict_warp_bounds(kind: Any) -> bytes:
-    """The bounds of the recorded launch, of (3, 2) threads; empty if its fields are unknown."""
-    bounds, fields = kind.__new__(kind), dict(kind._fields_)
-    kept = getattr(fields.get("shape"), "_length_", 0)
-    if not fields.keys() <= {"shape", "ndim", "size", "coord_mult"} or not 1 <= kept <= _WARP_MAX_DIMS:
-        return b""
-    shape = (3, 2, 1, 1)
-    bounds.shape[:] = shape[:kept]
-    for name, value in (("ndim", 2), ("size", 6), ("coord_mult", math.prod(shape[kept:]))):
-        if name in fields:
-            setattr(bounds, name, value)
-    return bytes(bounds)
+def _warp_direction(launch: Any) -> str:
+    return "backward" if launch.adjoint else "forward"
+
+
+def _warp_grid(kernel: str, size: int, block_dim: int, grid_stride: bool) -> tuple[int, int, int]:
+    """The grid of `wp_cuda_launch_kernel` (warp.cu): without a loop in the kernel, blocks spread over three axes."""
+    blocks = max(1, -(-size // block_dim))
+    if grid_stride:
+        return min(blocks, _CUDA_LIMITS["grid"][0]), 1, 1
+    x = min(blocks, 2**24 // block_dim)
+    y = min(-(-blocks // x), 65535)
+    z = -(-blocks // (x * y))
+    if z > 65535:
+        raise ValueError(f"Warp kernel {kernel!r}: {size} threads are too many for one launch without a grid stride")
+    return x, y, z
 
 
 def _tile_lock(kernel: Any) -> int:
@@ -3567,82 +3663,85 @@ def _tile_lock(kernel: Any) -> int:
 class _WarpEmitter(_Emitter):
     """Calls a kernel's CPU entry point, by address."""
 
-    def __init__(self, plan: _WarpPlan, layout: _WarpLayout) -> None:
-        self.plan, self.layout, self.attributes = plan, layout, plan.attributes
+    extents = "dims", 0  # the attribute with the extents of the launch, and where they start there
+
+    def __init__(self, plan: _WarpPlan, layout: _WarpLayout, launches: Mapping[int, Any]) -> None:
+        self.plan, self.layout, self.attributes, self.launches = plan, layout, plan.attributes, launches
         self.lock = _tile_lock(plan.kernel)
+
+    def _machine(self, handler: _Handler) -> tuple[Callable, Callable]:
+        """What clears a number of bytes at an address, and what runs the kernel on some blocks."""
+        hook = getattr(self.launches[0].hooks, _warp_direction(self.launches[0]))
+        entry, void = ctypes.cast(hook, _PTR).value or 0, handler.ir.VoidType()
+        clear = lambda pointer, nbytes: handler.cgutils.memset(handler.builder, pointer, nbytes, 0)
+        return clear, lambda blocks: handler.call_c(entry, void, blocks)
 
     @contextlib.contextmanager
     def enter(self, handler: _Handler) -> Iterator[Callable[[list[_Array]], None]]:
-        *dims, self.ndim, self.size = (handler.item(handler.attribute("dims"), i, handler.i64) for i in range(6))
-        self.bounds = self._new_bounds(handler, dims)
-        self.args = [self._new(handler, struct) for struct in self.layout.args]
+        clear, run = self._machine(handler)
+        attribute, first = self.extents
+        extents = [handler.item(handler.attribute(attribute), first + i, handler.i64) for i in range(6)]
+        blocks = [handler.zeros(size) for size in self.layout.sizes]
+        self._store(handler, blocks, self.layout.bounds_stores(extents, handler.builder.mul))
         for i, param, start in self.plan.values:
-            target = self._param(handler, 0, i)
+            block, offset, _ = self.layout.places[i]
+            target = handler.builder.gep(blocks[block], [handler.int64(offset)])
             source = handler.builder.gep(handler.attribute("values"), [handler.int64(start)])
             handler.cgutils.raw_memcpy(handler.builder, target, source, handler.int64(param.nbytes), 1)
-        yield functools.partial(self._call, handler)
+        yield functools.partial(self._call, handler, extents[5], blocks, clear, run)
 
-    def _param(self, handler: _Handler, table: int, i: int) -> Any:
-        """The address of a parameter in the struct of arguments or of their adjoints."""
-        struct = self.layout.args[table]
-        offset = getattr(struct, struct._fields_[i][0]).offset
-        return handler.builder.gep(self.args[table], [handler.int64(offset)])
-
-    def _new(self, handler: _Handler, struct: Any) -> Any:
-        words = handler.ir.ArrayType(handler.i64, -(-ctypes.sizeof(struct) // 8))
-        memory = handler.cgutils.alloca_once(handler.builder, words)
-        handler.builder.store(handler.ir.Constant(words, None), memory)
-        return handler.builder.bitcast(memory, handler.i8p)
-
-    def _new_bounds(self, handler: _Handler, dims: list[Any]) -> Any:
-        struct, builder = self.layout.bounds, handler.builder
-        bounds, fields = self._new(handler, struct), dict(struct._fields_)
-        kept = fields["shape"]._length_
-        self._store_ints(handler, bounds, struct, "shape", dims[:kept])
-        rest = functools.reduce(builder.mul, dims[kept:], handler.int64(1))
-        for name, value in (("ndim", self.ndim), ("size", self.size), ("coord_mult", rest)):
-            if name in fields:
-                slot = handler.field(bounds, struct, name)
-                is_long = slot.type.pointee == handler.i64
-                builder.store(value if is_long else builder.trunc(value, slot.type.pointee), slot)
-        return bounds
-
-    def _store_ints(self, handler: _Handler, pointer: Any, struct: Any, name: str, values: list[Any]) -> None:
-        slots = handler.builder.bitcast(handler.field(pointer, struct, name), handler.i32.as_pointer())
-        for k, value in enumerate(values):
-            item = handler.builder.gep(slots, [handler.int64(k)])
-            handler.builder.store(handler.builder.trunc(value, handler.i32), item)
-
-    def _call(self, handler: _Handler, arrays: list[_Array]) -> None:
-        builder, zero = handler.builder, handler.int64(0)
-        empty = builder.icmp_signed("==", self.size, zero)
-        clear = handler.ir.Constant(handler.ir.IntType(1), 1) if self.plan.adjoints is not None else empty
-        with builder.if_then(clear):
+    def _call(
+        self, handler: _Handler, size: Any, blocks: list[Any], clear: Callable, run: Callable, arrays: list[_Array]
+    ) -> None:
+        builder = handler.builder
+        empty = builder.icmp_signed("==", size, handler.int64(0))
+        always = handler.ir.Constant(handler.ir.IntType(1), 1)
+        with builder.if_then(empty if self.plan.adjoints is None else always):
             for n in self.plan.clear:
                 itemsize = handler.int64(handler.signature.dtypes[n].itemsize)
-                nbytes = functools.reduce(builder.mul, arrays[n].dims, itemsize)
-                handler.cgutils.memset(builder, arrays[n].pointer, nbytes, 0)
+                clear(arrays[n].pointer, functools.reduce(builder.mul, arrays[n].dims, itemsize))
         with builder.if_then(builder.not_(empty)):
-            for t, table in enumerate(self.plan.tables):
-                for i, k in enumerate(table):
-                    if k is not None:
-                        target, grad = self._param(handler, t, i), self.plan.grad(t, i)
-                        self._describe(handler, target, self.plan.params[i], arrays[k])
-                        if grad is not None:
-                            address = handler.builder.ptrtoint(arrays[grad].pointer, handler.i64)
-                            handler.builder.store(address, handler.field(target, _WarpArray, "grad"))
-            handler.call_c(self.layout.entry, handler.ir.VoidType(), [self.bounds, *self.args])
+            self._store(handler, blocks, self.layout.array_stores(self.plan, arrays))
+            run(blocks)
 
-    def _describe(self, handler: _Handler, target: Any, param: _WarpParam, array: _Array) -> None:
-        """Fill one array_t, but for its gradient; dimensions of its elements come last and are not counted."""
-        data = handler.field(target, _WarpArray, "data")
-        handler.builder.store(handler.builder.ptrtoint(array.pointer, handler.i64), data)
-        self._store_ints(handler, target, _WarpArray, "shape", array.dims[: param.ndim])
-        self._store_ints(handler, target, _WarpArray, "strides", array.strides[: param.ndim])
-        handler.store(param.ndim, target, _WarpArray, "ndim")
+    @staticmethod
+    def _store(handler: _Handler, blocks: list[Any], stores: Iterator[_Word]) -> None:
+        for block, offset, size, value in stores:
+            kind = handler.ir.IntType(8 * size)
+            slot = handler.builder.gep(blocks[block], [handler.int64(offset)])
+            if isinstance(value, int):
+                value = kind(value)
+            elif value.type == handler.i8p:
+                value = handler.builder.ptrtoint(value, kind)
+            handler.builder.store(handler.builder.trunc(value, kind), handler.builder.bitcast(slot, kind.as_pointer()))
 
 
-# -- Through Warp's own launch: on GPUs, and on the CPU where the layout is unknown
+class _WarpCudaEmitter(_WarpEmitter):
+    """Launches on a GPU what Warp's recorded launches hold for each."""
+
+    traits = _COMMAND_BUFFER_COMPATIBLE  # nothing but launches and memset, the same ones whenever it is called
+    host_memory = False
+    extents = "launch", 7
+
+    def __init__(self, plan: _WarpPlan, layout: _WarpLayout, launches: Mapping[int, Any], launcher: _CudaLauncher):
+        super().__init__(plan, layout, launches)
+        self.launcher, self.lock = launcher, 0
+
+    def _machine(self, handler: _Handler) -> tuple[Callable, Callable]:
+        stream, launch = self.launcher.enter(handler)
+        builder, address = handler.builder, functools.partial(handler.builder.ptrtoint, typ=handler.i64)
+
+        def clear(pointer: Any, nbytes: Any) -> None:
+            with builder.if_then(builder.icmp_signed(">", nbytes, handler.int64(0))):
+                args = [address(pointer), handler.ir.IntType(8)(0), nbytes, stream]
+                code = handler.call_c(self.launcher.driver.address("cuMemsetD8Async"), handler.i32, args)
+                failed = handler.cgutils.is_not_null(builder, code)
+                handler.fail_if(failed, f"cuMemsetD8Async failed in kernel '{self.launcher.label}'", _ERROR_INTERNAL)
+
+        return clear, lambda blocks: launch(list(map(address, blocks)))
+
+
+# -- Through Warp's own launch, where it is more than that
 
 
 class _WarpReplay:
@@ -3654,23 +3753,14 @@ class _WarpReplay:
 
     cpu_lock = threading.Lock()  # of all replays there, for the sake of tiles
 
-    def __init__(self, plan: _WarpPlan, signature: _Signature, driver: Any) -> None:
-        self.plan, self.signature, self.driver = plan, signature, driver
-        self.launches: dict[int, tuple[Any, Any]] = {}  # by the ordinal of the device: the launch, and its lock
-        with driver.keeping_context() if driver else contextlib.nullcontext():  # Warp leaves another one current
-            for ordinal in _cuda_ordinals() if driver else [0]:
-                self._launch(ordinal)
-
-    def _launch(self, ordinal: int) -> tuple[Any, Any]:
-        if ordinal not in self.launches:
-            launch = self.plan.record(f"cuda:{ordinal}" if self.driver else "cpu")
-            self.launches[ordinal] = launch, threading.Lock() if self.driver else self.cpu_lock
-        return self.launches[ordinal]
+    def __init__(self, plan: _WarpPlan, signature: _Signature, launches: Mapping[int, Any], driver: Any) -> None:
+        self.plan, self.signature, self.launches, self.driver = plan, signature, launches, driver
+        self.locks = {n: threading.Lock() if driver else self.cpu_lock for n in launches}
 
     def __call__(self, pointers: list[int], dims: list[tuple], call: _Call) -> None:
         extents = (_I64 * 6).from_address(call.attribute("dims"))
-        launch, lock = self._launch(call.ordinal)
-        with lock:
+        launch = self.launches[call.ordinal]
+        with self.locks[call.ordinal]:
             if self.plan.adjoints is not None or not extents[5]:
                 self._clear(pointers, dims, call)
             if extents[5]:
@@ -3706,37 +3796,40 @@ class _WarpReplay:
             ctypes.memmove(ctypes.addressof(launch.params[1 + i]), call.attribute("values") + start, param.nbytes)
 
     def _run(self, launch: Any, call: _Call) -> None:
-        """Warp's own launch; before Warp 1.15 it drops CUDA's error code, so there we launch what it recorded."""
         import warp as wp
 
         if not self.driver:
-            launch.launch()
-        elif hasattr(launch, "grid_stride"):
-            # no wp.Stream: that would register XLA's stream with Warp, and unregister it under the feet of others
-            stream = types.SimpleNamespace(device=launch.device, cuda_stream=call.stream)
-            is_plain = type(launch) is wp.Launch  # a deterministic one allocates, and on Warp's current stream
-            with contextlib.nullcontext() if is_plain else wp.ScopedStream(stream, sync_enter=False):
-                launch.launch(stream=stream)
-        else:
-            kind = "backward" if launch.adjoint else "forward"
-            function, shared = (getattr(launch.hooks, kind + end) for end in ("", "_smem_bytes"))
-            blocks = min(-(-launch.bounds.size // launch.block_dim), _CUDA_LIMITS["grid"][0])
-            sizes = map(ctypes.c_uint, (blocks, 1, 1, launch.block_dim, 1, 1, shared))
-            function = ctypes.cast(function, _PTR)
-            self.driver.call("cuLaunchKernel", function, *sizes, _PTR(call.stream), launch.params_addr, None)
+            return launch.launch()
+        # no wp.Stream: that would register XLA's stream with Warp, and unregister it under the feet of others
+        stream = types.SimpleNamespace(device=launch.device, cuda_stream=call.stream)
+        is_plain = type(launch) is wp.Launch  # a deterministic one allocates, and on Warp's current stream
+        with contextlib.nullcontext() if is_plain else wp.ScopedStream(stream, sync_enter=False):
+            launch.launch(stream=stream)
 
 
 def _compile_warp(plan: _WarpPlan, signature: _Signature, platform: str) -> _Compiled:
     _import("numba", "warp_kernel", _NUMBA_INSTALL)
-    launch = plan.record("cpu") if platform == "cpu" else None
-    layout = _warp_layout(plan, launch) if launch else None
-    if layout:
-        emitter: _Emitter = _WarpEmitter(plan, layout)
-    else:
-        driver = None if platform == "cpu" else _CudaDriver()
-        emitter = _CallbackEmitter(signature, _WarpReplay(plan, signature, driver), driver)
+    driver = _CudaDriver() if platform == "cuda" else None
+    devices = {n: f"cuda:{n}" for n in _cuda_ordinals()} if driver else {0: "cpu"}
+    with driver.keeping_context() if driver else contextlib.nullcontext():  # Warp leaves another one current
+        launches = {n: plan.record(device) for n, device in devices.items()}
+    emitter = _warp_emitter(plan, signature, launches, driver)
     address, keep = _compile_handler(signature, emitter)
-    return _Compiled(address, (keep, emitter, launch))  # the launch keeps Warp's module loaded
+    return _Compiled(address, (keep, emitter, launches))  # launches keep Warp's modules loaded
+
+
+def _warp_emitter(plan: _WarpPlan, signature: _Signature, launches: Mapping[int, Any], driver: Any) -> _Emitter:
+    """Native where the layout of every device's launch is known, and the same."""
+    layout, *others = {_warp_layout(plan, launch, not driver) for launch in launches.values()}
+    if not layout or others:
+        return _CallbackEmitter(signature, _WarpReplay(plan, signature, launches, driver), driver)
+    if not driver:
+        return _WarpEmitter(plan, layout, launches)
+    direction = _warp_direction(launches[min(launches)])
+    hooks = {n: launch.hooks for n, launch in launches.items()}
+    entry = lambda hook: ctypes.cast(getattr(hook, direction), _PTR).value or 0
+    functions = {n: (entry(hook), getattr(hook, f"{direction}_smem_bytes")) for n, hook in hooks.items()}
+    return _WarpCudaEmitter(plan, layout, launches, _CudaLauncher(signature.label, driver, functions))
 
 
 # -- The wrapper
@@ -3942,8 +4035,12 @@ class _WarpKernel(_Wrapper):
             content = (wp.__version__, *_warp_content(self.kernel), str(signature))
         layout = (plan.block_dim, plan.tiled, plan.buffers, plan.adjoints, plan.clear)
         name = f"{__name__}.{self.__name__}.{_digest('warp', layout, *content)}"
-        extents = (*dims, *[1] * (_WARP_MAX_DIMS - len(dims)), len(dims), math.prod(dims))
-        attrs = [("dims", extents)]
+        extents = self._padded(dims)
+        grid_stride = getattr(self.kernel, "grid_stride", True)  # known once the content is; False since Warp 1.15
+        if plan.tiled:
+            dims = (*dims[:-1], plan.block_dim)
+        grid = _warp_grid(self.__name__, math.prod(dims), plan.block_dim, grid_stride)
+        attrs = [("dims", extents), ("launch", (*grid, plan.block_dim, 1, 1, 0, *self._padded(dims)))]
         if self.values:
             memory = b"".join(packed.ljust(-(-len(packed) // 8) * 8, b"\0") for packed in self.values.values())
             attrs.append(("values", tuple(np.frombuffer(memory, np.int64).tolist())))
@@ -3952,6 +4049,11 @@ class _WarpKernel(_Wrapper):
         target = _Target(name, tuple(attrs), makes=makes, runs=runs)
         target.announce()
         return target
+
+    @staticmethod
+    def _padded(dims: tuple[int, ...]) -> tuple[int, ...]:
+        """Four dimensions, how many of them count, and their product."""
+        return (*dims, *[1] * (_WARP_MAX_DIMS - len(dims)), len(dims), math.prod(dims))
 
     # -- derivatives
 
