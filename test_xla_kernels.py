@@ -1539,7 +1539,7 @@ def test_cuda_layout_is_that_of_ptx(dtype, rank, package):
     signature = cuda_signature((dtype, rank), ("float32", 2), (dtype, rank))
     ptx = cuda_ptx(kernel, signature, package)
     entry = re.search(r"\.entry\s+(\w+)", ptx)[1]
-    assert xk._ptx_params(ptx, entry) == ["u64"] * sum(map(package.n_params, signature.ranks))
+    assert xk._ptx_params(ptx, entry) == ["u64"] * sum(package.n_params + 2 * rank for rank in signature.ranks)
 
 
 @compiled
@@ -1610,7 +1610,7 @@ class RecordingDriver:
         return {1: "CUDA_ERROR_INVALID_VALUE: invalid argument"}[code]
 
     def launch(self, function, gx, gy, gz, bx, by, bz, shared, stream, params, extra):
-        lengths = list(map(self.package.n_params, self.ranks))
+        lengths = [self.package.n_params + 2 * rank for rank in self.ranks]
         values = iter([params[i][0] for i in range(sum(lengths))])
         arrays = [[next(values) for _ in range(length)] for length in lengths]
         if self.package.name == "Numba CUDA":
@@ -1639,10 +1639,10 @@ def record(monkeypatch, ranks, outs=lambda *ins: ins[0], functions=(0xF0, 0xF1),
     namespace = {"token": object()}  # known by identity: every recorder has a target of its own
     exec(f"def kernel({', '.join(names)}): token", namespace)
     wrapper = xk.numba_cuda_kernel(namespace["kernel"], outs, input_output_aliases=aliases, **launch)
-    table = dict(enumerate(functions))
+    table = {ordinal: (function, 0) for ordinal, function in enumerate(functions)}
 
     def target(self, name, attrs, signature):
-        emitter = xk._CudaEmitter(driver.package, signature, driver, table)
+        emitter = xk._CudaEmitter(driver.package, signature, xk._CudaLauncher(signature.label, driver, table))
         return xk._Target(name, attrs, makes={"cpu": lambda: xk._Compiled(*xk._compile_handler(signature, emitter))})
 
     monkeypatch.setattr(xk._CudaCode, "target", target)
@@ -1760,7 +1760,7 @@ def test_cuda_handler_is_command_buffer_compatible():
     extension.extension_base.type, extension.metadata = xk._EXTENSION_METADATA, ctypes.addressof(metadata)
     signature = cuda_signature(("float32", 1), ("float32", 1))
     driver = RecordingDriver((1, 1))
-    emitter = xk._CudaEmitter(driver.package, signature, driver, {0: 1})
+    emitter = xk._CudaEmitter(driver.package, signature, xk._CudaLauncher("kernel", driver, {0: (1, 0)}))
     address, keep = xk._compile_handler(signature, emitter)
     frame = xk.XLA_FFI_CallFrame(extension_start=ctypes.addressof(extension))
     assert ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(address)(ctypes.addressof(frame)) is None
@@ -2138,7 +2138,7 @@ def test_fakecuda_python_launch(fake_gpus, monkeypatch, kind, package):
 
         monkeypatch.setattr(xk, "_compile_cuda", refuse)
     if kind == "layout":  # as if Numba had changed it
-        monkeypatch.setattr(type(package), "n_params", lambda self, rank: 1)
+        monkeypatch.setattr(type(package), "n_params", 4)
     options = {"debug": True, "opt": False} if kind == "debug" else {"fastmath": kind == "layout"}
     kernel = written_for(package, cooperative_kernel if kind == "cooperative" else cuda_copy)
     kernel = package.cuda.jit(**options)(kernel)

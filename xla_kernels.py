@@ -2721,6 +2721,7 @@ class _NumbaCuda:
     """numba-cuda, or the CUDA target that Numba comes with: what differs between it and its successor, below."""
 
     name, module = "Numba CUDA", "numba.cuda"
+    n_params = 5  # per array, before shape and strides
 
     @property
     def cuda(self) -> Any:
@@ -2732,17 +2733,14 @@ class _NumbaCuda:
         except ImportError:
             return False
 
-    def types(self) -> Any:
+    def typing(self) -> tuple[Any, tuple[type[Exception], ...]]:
+        """Its types, and what its compiler raises for kernels that are wrong."""
+        from numba.core import errors
         from numba.core import types as core_types
         from numba.cuda import types as cuda_types
 
-        return cuda_types if hasattr(cuda_types, "Array") else core_types  # numba-cuda has types of its own
-
-    def errors(self) -> tuple[type[Exception], ...]:
-        """What its compiler raises for kernels that are wrong."""
-        from numba.core.errors import NumbaError
-
-        return NumbaError, TypeError
+        own = hasattr(cuda_types, "Array")  # numba-cuda has types of its own
+        return cuda_types if own else core_types, (errors.NumbaError, TypeError)
 
     def dispatcher(self, kernel: Any) -> Any:
         """A new dispatcher with the kernel's options, so that globals are read as they are now, and types are ours."""
@@ -2758,7 +2756,7 @@ class _NumbaCuda:
 
         None is for a kernel that its package compiles anew for each grid.
         """
-        nbtypes = self.types()
+        nbtypes, refusals = self.typing()
         scalars = {name: getattr(nbtypes, "boolean" if name == "bool" else name) for name in _CUDA_DTYPES}
         argtypes = tuple(
             nbtypes.Array(scalars[dtype.name], rank, "C", readonly=i < signature.n_in)
@@ -2772,13 +2770,13 @@ class _NumbaCuda:
         except Exception as error:
             if re.search("No launch config|requires launch metadata", str(error)):
                 return None
-            if not isinstance(error, self.errors()):
+            if not isinstance(error, refusals):
                 raise
             raise TypeError(_cuda_refusal(self.name, signature, error)) from error
 
-    def needs_python(self, dispatcher: Any, compiled: Any) -> bool:
-        """Whether a launch takes more than cuLaunchKernel."""
-        special = (
+    def extras(self, dispatcher: Any, compiled: Any) -> tuple:
+        """What makes a launch more than cuLaunchKernel, where it is true."""
+        return (
             compiled.debug,  # Numba reads an error code back after the launch
             compiled.cooperative,
             compiled.extensions,
@@ -2786,7 +2784,6 @@ class _NumbaCuda:
             getattr(compiled, "launch_config_sensitive", False),  # compiled anew for each grid
             getattr(dispatcher.targetctx, "enable_nrt", False),
         )
-        return any(special)
 
     def code(self, compiled: Any) -> tuple[str, str, bytes, int | None]:
         """PTX, the name of its entry, the machine code for the current device, and the carveout of shared memory."""
@@ -2801,32 +2798,22 @@ class _NumbaCuda:
         data, zero = handler.builder.ptrtoint(array.pointer, handler.i64), handler.int64(0)
         return [zero, zero, items, handler.int64(itemsize), data, *array.dims, *array.strides]
 
-    def n_params(self, rank: int) -> int:
-        return 5 + 2 * rank
-
 
 class _NumbaCudaMlir(_NumbaCuda):
     """numba-cuda-mlir, as of 0.6.0.  It has no simulator, and compiles for the GPU at hand only."""
 
     name, module = "numba_cuda_mlir", "numba_cuda_mlir.cuda"
+    n_params = 3
 
-    def types(self) -> Any:
-        return _import("numba_cuda_mlir.types", "numba_cuda_kernel", _CUDA_INSTALL)
+    def typing(self) -> tuple[Any, tuple[type[Exception], ...]]:
+        import numba_cuda_mlir.types
 
-    def errors(self) -> tuple[type[Exception], ...]:
-        return (Exception,)  # what it cannot lower yet it reports in many ways, AttributeError among them
+        return numba_cuda_mlir.types, (Exception,)  # what it cannot lower it reports in many ways
 
-    def needs_python(self, dispatcher: Any, compiled: Any) -> bool:
-        metadata, options = compiled.metadata, dispatcher.targetoptions
-        special = (
-            options.get("debug"),  # an error code is read back after the launch
-            metadata.get("use_cooperative"),
-            dispatcher.extensions,
-            dispatcher._module_setup_callbacks or metadata.get("setup_callbacks"),
-            metadata.get("required_dynamic_shared_memory"),
-            metadata.get("needs_nrt"),
-        )
-        return any(special)
+    def extras(self, dispatcher: Any, compiled: Any) -> tuple:
+        names = ("use_cooperative", "setup_callbacks", "required_dynamic_shared_memory", "needs_nrt")
+        callbacks = dispatcher.extensions, dispatcher._module_setup_callbacks
+        return dispatcher.targetoptions.get("debug"), *callbacks, *map(compiled.metadata.get, names)
 
     def code(self, compiled: Any) -> tuple[str, str, bytes, int | None]:
         carveout = compiled.metadata["targetoptions"].get("shared_memory_carveout")
@@ -2838,17 +2825,14 @@ class _NumbaCudaMlir(_NumbaCuda):
         data = handler.builder.ptrtoint(array.pointer, handler.i64)
         return [data, data, handler.int64(0), *array.dims, *handler.row_major(array.dims, 1)]
 
-    def n_params(self, rank: int) -> int:
-        return 3 + 2 * rank
-
 
 _CUDA_PACKAGES = {"numba_cuda_mlir": _NumbaCudaMlir(), "numba": _NumbaCuda()}  # the successor first
 
 
 def _cuda_packages(function: Any, user: str) -> list[_NumbaCuda]:
     """Who may compile a kernel (or, for a callable, gives it arrays): its own package, else who is installed."""
-    roots = _packages_read(function)
-    named = [package for root, package in _CUDA_PACKAGES.items() if root in roots]
+    with _CUDASIM_LOCK:  # a simulated kernel may be running with its globals replaced
+        named = [package for root, package in _CUDA_PACKAGES.items() if root in _packages_read(function)]
     if _cudasim():
         if named == [_CUDA_PACKAGES["numba_cuda_mlir"]]:
             raise NotImplementedError(
@@ -2861,14 +2845,11 @@ def _cuda_packages(function: Any, user: str) -> list[_NumbaCuda]:
 
 
 def _packages_read(function: Any) -> set[str]:
-    """The top-level packages of what a function refers to, or of a dispatcher's class."""
-    values = [function]
-    if isinstance(function, types.FunctionType):
-        values = [function.__globals__.get(name) for name in _code_facts(function.__code__)[2]]
-        values += [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
-    names = [value.__name__ if isinstance(value, types.ModuleType) else type(value).__module__ for value in values]
-    names += [str(getattr(value, "__module__", "")) for value in values]
-    return {name.partition(".")[0] for name in names}
+    """The top-level packages of a dispatcher's class, or of all that a plain function refers to."""
+    is_plain = isinstance(function, types.FunctionType)
+    objects = [obj for _, obj in _Digester().walk(function).seen.values()] if is_plain else [function]
+    names = [obj.__name__ if isinstance(obj, types.ModuleType) else type(obj).__module__ for obj in objects]
+    return {str(name).partition(".")[0] for name in (*names, *(getattr(obj, "__module__", "") for obj in objects))}
 
 
 def _cudasim() -> bool:
@@ -2959,8 +2940,8 @@ def _cuda_emitter(package: _NumbaCuda, kernel: Any, signature: _Signature, drive
     for ordinal in ordinals:
         with cuda.gpus[ordinal]:  # XLA's context too: the device's primary one
             _, entry, cubin, carveout = package.code(compiled)
-            functions[ordinal] = driver.load(cubin, entry, ordinal, carveout)
-    return _CudaEmitter(package, signature, driver, functions, keep=compiled)
+            functions[ordinal] = driver.load(cubin, entry, ordinal, carveout), 0
+    return _CudaEmitter(package, signature, _CudaLauncher(signature.label, driver, functions, keep=compiled))
 
 
 def _compile_cuda(dispatcher: Any, argtypes: tuple) -> Any:
@@ -2976,10 +2957,9 @@ def _compile_cuda(dispatcher: Any, argtypes: tuple) -> Any:
 
 def _is_native(package: _NumbaCuda, dispatcher: Any, compiled: Any, ranks: Sequence[int]) -> bool:
     """Whether a bare cuLaunchKernel with our parameters is all that a launch takes."""
-    if package.needs_python(dispatcher, compiled):
-        return False
     ptx, entry, *_ = package.code(compiled)
-    return _ptx_params(ptx, entry) == ["u64"] * sum(map(package.n_params, ranks))
+    expected = ["u64"] * sum(package.n_params + 2 * rank for rank in ranks)
+    return not any(package.extras(dispatcher, compiled)) and _ptx_params(ptx, entry) == expected
 
 
 def _ptx_params(ptx: str, entry: str) -> list[str]:
@@ -3019,8 +2999,8 @@ class _CudaLauncher:
     call.  The attribute `launch` starts with grid, block and shared memory.
     """
 
-    def __init__(self, label: str, driver: _CudaDriver, functions: Mapping[int, tuple[int, int]]) -> None:
-        self.label, self.driver, self.n_ordinals = label, driver, max(functions) + 1
+    def __init__(self, label: str, driver: Any, functions: Mapping[int, tuple[int, int]], keep: Any = None) -> None:
+        self.label, self.driver, self.n_ordinals, self.keep = label, driver, max(functions) + 1, keep
         rows = [functions.get(ordinal, (0, 0)) for ordinal in range(self.n_ordinals)]
         self.table = (ctypes.c_uint64 * (2 * len(rows)))(*(n for row in rows for n in row))
 
@@ -3030,8 +3010,8 @@ class _CudaLauncher:
 
         self.report = ctypes.CFUNCTYPE(_PTR, _I32, ctypes.POINTER(_I64), _I32)(report)
 
-    def enter(self, handler: _Handler) -> tuple[Any, Callable[[list[Any]], None]]:
-        """The stream of the call, and what writes a launch with parameters that lie at some addresses (i64)."""
+    def enter(self, handler: _Handler) -> tuple[Callable[[Any, Any], None], Callable[[list[Any]], None]]:
+        """What clears some bytes (i64) at an address (i8*), and what launches on parameters at some addresses."""
         builder = handler.builder
         stream, ordinal = _cuda_place(handler, self.driver)
         known = builder.icmp_unsigned("<", ordinal, handler.int64(self.n_ordinals))
@@ -3043,10 +3023,19 @@ class _CudaLauncher:
         launch = handler.attribute("launch")
         sizes = [builder.trunc(handler.item(launch, i, handler.i64), handler.i32) for i in range(7)]
         sizes[6] = builder.add(sizes[6], builder.trunc(shared, handler.i32))
-        return stream, functools.partial(self._launch, handler, [function, *sizes, stream], launch)
+        clear = functools.partial(self._clear, handler, stream)
+        return clear, functools.partial(self._launch, handler, [function, *sizes, stream], launch)
+
+    def _clear(self, handler: _Handler, stream: Any, pointer: Any, nbytes: Any) -> None:
+        builder = handler.builder
+        with builder.if_then(builder.icmp_signed(">", nbytes, handler.int64(0))):
+            args = [builder.ptrtoint(pointer, handler.i64), handler.ir.IntType(8)(0), nbytes, stream]
+            code = handler.call_c(self.driver.address("cuMemsetD8Async"), handler.i32, args)
+            failed = handler.cgutils.is_not_null(builder, code)
+            handler.fail_if(failed, f"cuMemsetD8Async failed in kernel '{self.label}'", _ERROR_INTERNAL)
 
     def _launch(self, handler: _Handler, config: list[Any], launch: Any, addresses: list[Any]) -> None:
-        args = [*config, handler.array(addresses), handler.null]
+        args = [*config, handler.array([handler.builder.ptrtoint(a, handler.i64) for a in addresses]), handler.null]
         code = handler.call_c(self.driver.address("cuLaunchKernel"), handler.i32, args)
         with handler.builder.if_then(handler.cgutils.is_not_null(handler.builder, code), likely=False):
             report = ctypes.cast(self.report, _PTR).value
@@ -3060,16 +3049,8 @@ class _CudaEmitter(_Emitter):
     attributes = ("launch",)
     host_memory = False
 
-    def __init__(
-        self,
-        package: _NumbaCuda,
-        signature: _Signature,
-        driver: _CudaDriver,
-        functions: Mapping[int, int],
-        keep: Any = None,
-    ) -> None:
-        self.package, self.signature, self.keep = package, signature, keep
-        self.launcher = _CudaLauncher(signature.label, driver, {n: (f, 0) for n, f in functions.items()})
+    def __init__(self, package: _NumbaCuda, signature: _Signature, launcher: _CudaLauncher) -> None:
+        self.package, self.signature, self.launcher = package, signature, launcher
 
     @contextlib.contextmanager
     def enter(self, handler: _Handler) -> Iterator[Callable[[list[_Array]], None]]:
@@ -3079,8 +3060,8 @@ class _CudaEmitter(_Emitter):
     def _call(self, handler: _Handler, launch: Callable[[list[Any]], None], arrays: list[_Array]) -> None:
         parts = zip(arrays, self.signature.dtypes, strict=True)
         params = [n for array, dtype in parts for n in self.package.params(handler, array, dtype.itemsize)]
-        first = handler.builder.ptrtoint(handler.array(params), handler.i64)
-        launch([handler.builder.add(first, handler.int64(8 * i)) for i in range(len(params))])
+        first = handler.array(params)
+        launch([handler.builder.gep(first, [handler.int64(8 * i)]) for i in range(len(params))])
 
 
 def _cuda_callback(
@@ -3480,6 +3461,13 @@ class _WarpPlan:
         return [(self.params[i], t, i, k) for t, table in enumerate(self.tables) for i, k in enumerate(table)]
 
     @property
+    def stand_ins(self) -> dict[int, _Array]:
+        """The arrays of a recorded launch, by buffer."""
+        strides = lambda param: [param.nbytes * 2**j for j in reversed(range(param.ndim))]
+        used = [(param, k) for param, _, _, k in self.arguments if k is not None]
+        return {k: _Array(4096 * (k + 1), [2] * param.ndim, strides(param)) for param, k in used}  # type: ignore
+
+    @property
     def stand_in_dims(self) -> tuple[int, int]:
         """The dimensions of a recorded launch: Warp checks that clusters, of up to 16 blocks, divide the grid."""
         return 720720, self.block_dim
@@ -3512,12 +3500,8 @@ class _WarpPlan:
         if k is None:
             return None
         inner = None if grad is None else self._stand_in(wp, device, param, grad)
-        address, shape = self.stand_in_address(k), (2,) * param.ndim
-        return wp.array(ptr=address, shape=shape, dtype=param.type.dtype, device=device, grad=inner)
-
-    @staticmethod
-    def stand_in_address(k: int) -> int:
-        return 4096 * (k + 1)
+        address, shape, _ = self.stand_ins[k]
+        return wp.array(ptr=address, shape=tuple(shape), dtype=param.type.dtype, device=device, grad=inner)
 
 
 # -- What a launch passes, and native launches
@@ -3536,15 +3520,6 @@ class _WarpArray(ctypes.Structure):
     )
 
 
-class _Word(NamedTuple):
-    """A number (in Python, or of LLVM) that a launch writes into a block of memory."""
-
-    block: int
-    offset: int
-    size: int
-    value: Any
-
-
 @dataclasses.dataclass(frozen=True)
 class _WarpLayout:
     """Where a kernel reads its parameters: in blocks of memory, the first with the bounds of the launch.
@@ -3557,39 +3532,40 @@ class _WarpLayout:
     sizes: tuple[int, ...]  # of the blocks
     places: tuple[tuple[int, int, int], ...]  # block, offset and size of each argument, then of each adjoint
 
-    def bounds_stores(self, extents: Sequence[Any], mul: Callable[[Any, Any], Any]) -> Iterator[_Word]:
-        """What a launch writes for its extents: four, how many of them count, and their product."""
+    def bounds_stores(self, extents: Sequence[Any], mul: Callable[[Any, Any], Any]) -> Iterator[tuple]:
+        """The bounds of a launch of some extents (four, how many count, their product): block, offset, size, number.
+
+        The numbers are Python's, or LLVM's with a `mul` that writes a multiplication.
+        """
         *dims, ndim, size = extents
         kept = self.bounds.shape.size // 4  # as many as the kernel asks for; threads along others share coordinates
-        for i in range(kept):
-            yield _Word(0, self.bounds.shape.offset + 4 * i, 4, dims[i])
+        yield from ((0, self.bounds.shape.offset + 4 * i, 4, dims[i]) for i in range(kept))
         rest = functools.reduce(mul, dims[kept:]) if dims[kept:] else 1
         for name, value in (("ndim", ndim), ("size", size), ("coord_mult", rest)):
             if field := getattr(self.bounds, name, None):
-                yield _Word(0, field.offset, field.size, value)
+                yield 0, field.offset, field.size, value
 
-    def array_stores(self, plan: _WarpPlan, arrays: Any) -> Iterator[_Word]:
-        """What it writes for the arrays of one slice, by buffer; the dimensions of their elements are left out."""
-        for n, (param, t, i, k) in enumerate(plan.arguments):
-            if k is None or param.ndim is None:
-                continue
-            (block, start, _), grad = self.places[n], plan.grad(t, i)
-            values = {"data": [arrays[k].pointer], "grad": [] if grad is None else [arrays[grad].pointer]}
-            values |= {"shape": arrays[k].dims[: param.ndim], "strides": arrays[k].strides[: param.ndim]}
-            for name, numbers in {**values, "ndim": [param.ndim]}.items():
-                field, width = getattr(_WarpArray, name), {"data": 8, "grad": 8, "ndim": 2}.get(name, 4)
-                for j, value in enumerate(numbers):
-                    yield _Word(block, start + field.offset + width * j, width, value)
+    def array_stores(self, plan: _WarpPlan, arrays: Any) -> Iterator[tuple]:
+        """The same for the arrays of one slice, given by buffer; dimensions of their elements come last, uncounted."""
+        for (param, t, i, k), (block, start, _) in zip(plan.arguments, self.places, strict=True):
+            if k is not None:
+                array, grad = arrays[k], plan.grad(t, i)
+                fields = {
+                    "data": (8, [array.pointer]),
+                    "grad": (8, [] if grad is None else [arrays[grad].pointer]),
+                    "shape": (4, array.dims[: param.ndim]),
+                    "strides": (4, array.strides[: param.ndim]),
+                    "ndim": (2, [param.ndim]),
+                }
+                for name, (size, values) in fields.items():
+                    first = start + getattr(_WarpArray, name).offset
+                    yield from ((block, first + size * j, size, value) for j, value in enumerate(values))
 
     def predict(self, plan: _WarpPlan) -> list[bytes]:
         """The blocks of the recorded launch, whose arrays and values are stand-ins."""
-        dims, arrays, memory = plan.stand_in_dims, {}, [bytearray(size) for size in self.sizes]
-        for param, _, _, k in plan.arguments:
-            if k is not None and param.ndim is not None:
-                strides = [param.nbytes * 2**j for j in reversed(range(param.ndim))]
-                arrays[k] = _Array(plan.stand_in_address(k), [2] * param.ndim, strides)
+        dims, memory = plan.stand_in_dims, [bytearray(size) for size in self.sizes]
         bounds = self.bounds_stores((*dims, 1, 1, len(dims), math.prod(dims)), operator.mul)
-        for block, offset, size, value in (*bounds, *self.array_stores(plan, arrays)):
+        for block, offset, size, value in (*bounds, *self.array_stores(plan, plan.stand_ins)):
             memory[block][offset : offset + size] = value.to_bytes(size, "little")
         return [bytes(block) for block in memory]
 
@@ -3602,9 +3578,15 @@ def _warp_layout(plan: _WarpPlan, launch: Any, on_cpu: bool) -> _WarpLayout | No
         places = tuple((b, field.offset, field.size) for b, field in fields)
     else:
         places = tuple((b, 0, ctypes.sizeof(block)) for b, block in enumerate(blocks[1:], 1))
-    expected = [p.nbytes if p.ndim is None else ctypes.sizeof(_WarpArray) for p, *_ in plan.arguments]
-    known = {name for name, *_ in getattr(blocks[0], "_fields_", ())} <= {"shape", "ndim", "size", "coord_mult"}
-    if not known or [size for *_, size in places] != expected or not _is_plain_warp_launch(launch):
+    expected = [param.nbytes if param.ndim is None else ctypes.sizeof(_WarpArray) for param, *_ in plan.arguments]
+    unknown = {name for name, _ in blocks[0]._fields_} - {"shape", "ndim", "size", "coord_mult"}
+    special = (
+        type(launch).__name__ != "Launch",  # a deterministic one allocates memory
+        getattr(launch, "cluster_dim", 1) != 1,
+        launch.max_blocks,
+        getattr(launch.hooks, "forward_smem_shortfall", None) or getattr(launch.hooks, "backward_smem_shortfall", None),
+    )
+    if unknown or any(special) or [size for *_, size in places] != expected:
         return None
     layout = _WarpLayout(type(blocks[0]), tuple(map(ctypes.sizeof, blocks)), places)
     return layout if layout.predict(plan) == [bytes(block) for block in blocks] else None
@@ -3622,21 +3604,11 @@ def _warp_cpu_blocks(launch: Any) -> list[Any]:
     return [getattr(arg, "_obj", arg) for arg in calls[0]]  # of pointers made by ctypes.byref
 
 
-def _is_plain_warp_launch(launch: Any) -> bool:
-    """Whether it takes no more than the entry point (on the CPU), or cuLaunchKernel with one grid."""
-    import warp as wp
-
-    special = (
-        type(launch) is not wp.Launch,  # a deterministic one, which allocates memory
-        getattr(launch, "cluster_dim", 1) != 1,
-        launch.max_blocks,
-        getattr(launch.hooks, f"{_warp_direction(launch)}_smem_shortfall", None),  # it fails, and Warp says why
-    )
-    return not any(special)
-
-
-def _warp_direction(launch: Any) -> str:
-    return "backward" if launch.adjoint else "forward"
+def _warp_entry(launch: Any) -> tuple[int, int]:
+    """The machine code that a recorded launch runs (on a GPU a CUfunction), and its dynamic shared memory in bytes."""
+    kind = "backward" if launch.adjoint else "forward"
+    entry = ctypes.cast(getattr(launch.hooks, kind), _PTR).value or 0
+    return entry, getattr(launch.hooks, f"{kind}_smem_bytes")
 
 
 def _warp_grid(kernel: str, size: int, block_dim: int, grid_stride: bool) -> tuple[int, int, int]:
@@ -3661,24 +3633,21 @@ def _tile_lock(kernel: Any) -> int:
 
 
 class _WarpEmitter(_Emitter):
-    """Calls a kernel's CPU entry point, by address."""
+    """Writes a kernel's parameters and runs it: on the CPU by its entry point, on a GPU by a launch.
 
-    extents = "dims", 0  # the attribute with the extents of the launch, and where they start there
+    `machine(handler)` gives what clears some bytes at an address, and what runs the kernel on the addresses of blocks.
+    """
 
-    def __init__(self, plan: _WarpPlan, layout: _WarpLayout, launches: Mapping[int, Any]) -> None:
-        self.plan, self.layout, self.attributes, self.launches = plan, layout, plan.attributes, launches
-        self.lock = _tile_lock(plan.kernel)
-
-    def _machine(self, handler: _Handler) -> tuple[Callable, Callable]:
-        """What clears a number of bytes at an address, and what runs the kernel on some blocks."""
-        hook = getattr(self.launches[0].hooks, _warp_direction(self.launches[0]))
-        entry, void = ctypes.cast(hook, _PTR).value or 0, handler.ir.VoidType()
-        clear = lambda pointer, nbytes: handler.cgutils.memset(handler.builder, pointer, nbytes, 0)
-        return clear, lambda blocks: handler.call_c(entry, void, blocks)
+    def __init__(self, plan: _WarpPlan, layout: _WarpLayout, machine: Callable[[_Handler], tuple], on_cpu: bool):
+        self.plan, self.layout, self.machine, self.host_memory = plan, layout, machine, on_cpu
+        self.attributes = plan.attributes
+        self.extents = ("dims", 0) if on_cpu else ("launch", 7)  # an attribute, and where they start there
+        self.traits = 0 if on_cpu else _COMMAND_BUFFER_COMPATIBLE  # it only launches and clears, always the same
+        self.lock = _tile_lock(plan.kernel) if on_cpu else 0
 
     @contextlib.contextmanager
     def enter(self, handler: _Handler) -> Iterator[Callable[[list[_Array]], None]]:
-        clear, run = self._machine(handler)
+        clear, run = self.machine(handler)
         attribute, first = self.extents
         extents = [handler.item(handler.attribute(attribute), first + i, handler.i64) for i in range(6)]
         blocks = [handler.zeros(size) for size in self.layout.sizes]
@@ -3705,7 +3674,7 @@ class _WarpEmitter(_Emitter):
             run(blocks)
 
     @staticmethod
-    def _store(handler: _Handler, blocks: list[Any], stores: Iterator[_Word]) -> None:
+    def _store(handler: _Handler, blocks: list[Any], stores: Iterator[tuple]) -> None:
         for block, offset, size, value in stores:
             kind = handler.ir.IntType(8 * size)
             slot = handler.builder.gep(blocks[block], [handler.int64(offset)])
@@ -3716,29 +3685,9 @@ class _WarpEmitter(_Emitter):
             handler.builder.store(handler.builder.trunc(value, kind), handler.builder.bitcast(slot, kind.as_pointer()))
 
 
-class _WarpCudaEmitter(_WarpEmitter):
-    """Launches on a GPU what Warp's recorded launches hold for each."""
-
-    traits = _COMMAND_BUFFER_COMPATIBLE  # nothing but launches and memset, the same ones whenever it is called
-    host_memory = False
-    extents = "launch", 7
-
-    def __init__(self, plan: _WarpPlan, layout: _WarpLayout, launches: Mapping[int, Any], launcher: _CudaLauncher):
-        super().__init__(plan, layout, launches)
-        self.launcher, self.lock = launcher, 0
-
-    def _machine(self, handler: _Handler) -> tuple[Callable, Callable]:
-        stream, launch = self.launcher.enter(handler)
-        builder, address = handler.builder, functools.partial(handler.builder.ptrtoint, typ=handler.i64)
-
-        def clear(pointer: Any, nbytes: Any) -> None:
-            with builder.if_then(builder.icmp_signed(">", nbytes, handler.int64(0))):
-                args = [address(pointer), handler.ir.IntType(8)(0), nbytes, stream]
-                code = handler.call_c(self.launcher.driver.address("cuMemsetD8Async"), handler.i32, args)
-                failed = handler.cgutils.is_not_null(builder, code)
-                handler.fail_if(failed, f"cuMemsetD8Async failed in kernel '{self.launcher.label}'", _ERROR_INTERNAL)
-
-        return clear, lambda blocks: launch(list(map(address, blocks)))
+def _enter_warp_on_cpu(entry: int, handler: _Handler) -> tuple[Callable, Callable]:
+    clear = lambda pointer, nbytes: handler.cgutils.memset(handler.builder, pointer, nbytes, 0)
+    return clear, functools.partial(handler.call_c, entry, handler.ir.VoidType())
 
 
 # -- Through Warp's own launch, where it is more than that
@@ -3823,13 +3772,10 @@ def _warp_emitter(plan: _WarpPlan, signature: _Signature, launches: Mapping[int,
     layout, *others = {_warp_layout(plan, launch, not driver) for launch in launches.values()}
     if not layout or others:
         return _CallbackEmitter(signature, _WarpReplay(plan, signature, launches, driver), driver)
-    if not driver:
-        return _WarpEmitter(plan, layout, launches)
-    direction = _warp_direction(launches[min(launches)])
-    hooks = {n: launch.hooks for n, launch in launches.items()}
-    entry = lambda hook: ctypes.cast(getattr(hook, direction), _PTR).value or 0
-    functions = {n: (entry(hook), getattr(hook, f"{direction}_smem_bytes")) for n, hook in hooks.items()}
-    return _WarpCudaEmitter(plan, layout, launches, _CudaLauncher(signature.label, driver, functions))
+    entries = {n: _warp_entry(launch) for n, launch in launches.items()}
+    if driver:
+        return _WarpEmitter(plan, layout, _CudaLauncher(signature.label, driver, entries).enter, on_cpu=False)
+    return _WarpEmitter(plan, layout, functools.partial(_enter_warp_on_cpu, entries[0][0]), on_cpu=True)
 
 
 # -- The wrapper
