@@ -266,7 +266,7 @@ XLA_FFI_Api = _struct(
     **{f"XLA_FFI_{name}": _PTR for name in _API_FUNCTIONS},
 )
 
-_XLA_FFI_DATA_TYPES = {
+_XLA_FFI_DATA_TYPES = {  # for a new dtype: its number here, and its name in what backends take: _CUDA_DTYPES and so on
     "bool": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint8": 6, "uint16": 7, "uint32": 8, "uint64": 9,
     "float16": 10, "float32": 11, "float64": 12, "complex64": 15, "bfloat16": 16, "complex128": 18,
 }  # fmt: skip
@@ -1300,6 +1300,10 @@ class _Wrapper(_Kept):
         """Check the kernel against the call and name its target; `outs` ends with the scratch buffers."""
         raise NotImplementedError
 
+    def _target_name(self, digest: str) -> str:
+        """Begins with the name of this module, so that the copies of this file in a process do not meet."""
+        return f"{__name__}.{self.__name__}.{digest}"
+
     def _check_dtypes(self, ins: list[Spec], outs: list[Spec], allowed: frozenset[str], refused: str) -> None:
         for what, specs in (("input", ins), ("output", outs)):
             for i, spec in enumerate(specs):
@@ -1904,7 +1908,7 @@ class _NumbaKernel(_Wrapper):
         compile_ = functools.partial(_compile_numba, self.kernel, signature, forms, self.static)
         digest = digest_now()
         digest = _RENAMED.get(digest, digest)
-        name = f"{__name__}.{self.__name__}.{digest}"
+        name = self._target_name(digest)
 
         def make() -> _Compiled:  # knows no wrapper
             compiled = compile_()
@@ -2644,7 +2648,7 @@ class _CudaWrapper(_Wrapper):
         self._check_call(ins, outs)
         self._check_dtypes(ins, outs, _CUDA_DTYPES, "that Numba CUDA has no arrays of")
         signature = _Signature.of(self.__name__, ins, outs)
-        name = f"{__name__}.{self.__name__}.{_digest(self.code.digest(), str(signature))}"
+        name = self._target_name(_digest(self.code.digest(), str(signature)))
         target = self.code.target(name, self._attrs(ins), signature)
         target.announce()
         return target
@@ -3980,7 +3984,7 @@ class _WarpKernel(_Wrapper):
         with _warp_session() as wp:
             content = (wp.__version__, *_warp_content(self.kernel), str(signature))
         layout = (plan.block_dim, plan.tiled, plan.buffers, plan.adjoints, plan.clear)
-        name = f"{__name__}.{self.__name__}.{_digest('warp', layout, *content)}"
+        name = self._target_name(_digest("warp", layout, *content))
         extents = self._padded(dims)
         grid_stride = getattr(self.kernel, "grid_stride", True)  # known once the content is; False since Warp 1.15
         if plan.tiled:
