@@ -4759,9 +4759,8 @@ def _checked_results(op: XLACustomKernel, entry: KernelEntry, results: Any, outs
 # All hooks are installed once, when the op is made; each looks up the op's newest rule when JAX asks.
 
 _OPS: dict[Any, XLACustomKernel] = {}  # by primitive
-_IN_JAX_CACHES: set[tuple] = (
-    set()
-)  # (op, "rules") of what was traced; (op, platform, backend or None) of what was lowered
+# (op, "rules") of what was traced; (op, platform, backend or None) of what was lowered
+_IN_JAX_CACHES: set[tuple] = set()
 
 
 def _install_hooks(op: XLACustomKernel) -> None:
@@ -4822,10 +4821,10 @@ def _op_lowering(op: XLACustomKernel, platform: str | None, ctx: Any, /, *ins: A
         return make(tuple(_slices(results, len(batch))), local)(*ins)
 
     outs, batch = options["outs"], options.get("_batch", ())
-    function, rule = make(outs, batch), _op_sharding(op, ctx.avals_in, outs, batch)
+    rule = _op_sharding(op, ctx.avals_in, outs, batch)
     if rule.split and _is_partitioned(ctx):
         return rule.lower(ctx, ins, run, _slices(ctx.avals_out, 0))
-    return mlir.lower_fun(function, multiple_results=True)(ctx, *ins)
+    return mlir.lower_fun(make(outs, batch), multiple_results=True)(ctx, *ins)
 
 
 def _forget(*stale: tuple) -> None:
