@@ -3345,6 +3345,7 @@ WARP_ERRORS = {
     "dims": ("add", {"launch_dims": (1,) * 5}, None, ValueError, r"launch_dims must be 1 to 4 numbers"),
     "dims type": ("add", {"launch_dims": "3"}, None, TypeError, r"launch_dims must be an int or a tuple of ints; got"),
     "block": ("add", {"block_dim": 2048}, None, ValueError, r"block_dim must be 1 to 1024 threads; got 2048"),
+    "sharding": (*("add", {"launch_dims": 4, "sharding_rule": "i -> i"}, None, ValueError), r"4 is for whole arrays"),
     "tiles": ("add", {"tiled": True}, None, ValueError, r"tiled=True needs launch_dims, the number of blocks"),
     "tiled dims": ("add", {"tiled": True, "launch_dims": (1,) * 4}, None, ValueError, r"tiled launch_dims .* 1 to 3"),
     "in-out": ("add", {"in_out_argnames": ["z"]}, None, ValueError, r"\['z'\]: 'z' must be the name of an array param"),
@@ -4948,6 +4949,8 @@ ERRORS_OF = {
     },
     ValueError: {
         "vmap_method": (lambda: wrap(vmap_method="loop"), "vmap_method must be one of .*got 'loop'"),
+        "sharding rule": (lambda: wrap(sharding_rule=3), "numba_kernel 'add_one': a sharding rule names .*; got 3"),
+        "its ranks": (lambda: wrap(sharding_rule="i j -> i")(F32), r"for operands of ranks \[2\], but"),
         "a negative dimension": (lambda: wrap(outs=spec(-1)), r"negative.*\(-1,\)"),
         "no such input": (
             lambda: wrap(input_output_aliases={1: 0})(F32),
