@@ -3185,33 +3185,78 @@ def test_warp_gradients_through_views_on_fake_gpu(warp_driver):
     check_view_gradients()
 
 
+WARP_WRITES = {  # how: the statement that writes to the input, and the copies that the kernel gets; None: it is refused
+    "item": ("x[i] = wp.vec2(1.0, 2.0)", None),
+    "part": ("x[i][0] = 1.0", None),
+    "augmented": ("x[i] += wp.vec2(1.0, 2.0)", None),
+    "atomic": ("wp.atomic_add(x, i, wp.vec2(1.0, 2.0))", None),
+    "function": ("put(x, i)", 1),
+    "keyword": ("put(i=i, a=x)", 1),
+    "function of a function": ("put_by_name(x, i)", 1),
+    "view": ("part = x[1:]\n    part[0] = wp.vec2(1.0, 2.0)", 1),
+    "C": ("poke(x)", 1),
+    "reads": ("y = x[1:]\n    s = x[i][0] + get(y, 0)[0] + get(a=x, i=i).x + float(x.shape[0])", 0),
+}
+
+
 @needs_warp
-@pytest.mark.parametrize("how", ["item", "part", "augmented", "atomic"])
-def test_warp_writes_to_an_input_are_refused(how):
-    body = {
-        "item": "x[i] = wp.vec2(1.0, 2.0)",
-        "part": "x[i][0] = 1.0",
-        "augmented": "x[i] += wp.vec2(1.0, 2.0)",
-        "atomic": "wp.atomic_add(x, i, wp.vec2(1.0, 2.0))",
-    }[how]
+@pytest.mark.parametrize("how", WARP_WRITES)
+def test_warp_inputs_are_never_changed(how, tmp_path):
+    """A kernel that writes to one by name is refused; one that may, through a function or a view, gets a copy."""
+    body, copies = WARP_WRITES[how]
     source = f"""
 import warp as wp
+@wp.func
+def put(a: wp.array(dtype=wp.vec2), i: int):
+    a[i] = wp.vec2(1.0, 2.0)
+@wp.func
+def put_by_name(a: wp.array(dtype=wp.vec2), i: int):
+    put(i=i, a=a)
+@wp.func
+def get(a: wp.array(dtype=wp.vec2), i: int):
+    return a[i]
+@wp.func_native("a.data[0][0] = 1.0f;")
+def poke(a: wp.array(dtype=wp.vec2)): ...
 @wp.kernel(module="unique")
 def writes(x: wp.array(dtype=wp.vec2), out: wp.array(dtype=wp.vec2)):
     i = wp.tid()
     {body}
     out[i] = x[i]
 """
-    with tempfile.TemporaryDirectory() as folder:  # Warp reads the source
-        path = pathlib.Path(folder) / f"writes_{how}.py"
-        path.write_text(source)
-        kernel = import_file(path).writes
+    path = tmp_path / f"writes_{how.replace(' ', '_')}.py"  # Warp reads the source
+    path.write_text(source)
+    kernel = import_file(path).writes
     x = jnp.zeros((3, 2))
     f = xk.warp_kernel(kernel, lambda x: x, launch_dims=3)
-    with pytest.raises(TypeError, match="Warp kernel 'writes' writes to its input 'x', which JAX may share: name"):
-        f(x)
-    accumulate = xk.warp_kernel(kernel, lambda x: (x, x), launch_dims=3, in_out_argnames=["x"])
-    assert accumulate(x)[0][0, 0] == 1 and (x == 0).all()
+    if copies is None:
+        with pytest.raises(TypeError, match="Warp kernel 'writes' writes to its input 'x', which JAX may share: name"):
+            f(x)
+        f = xk.warp_kernel(kernel, lambda x: (x, x), launch_dims=3, in_out_argnames=["x"])
+    else:
+        assert len(jax.make_jaxpr(f)(x).eqns[0].params["aliases"]) == copies
+    assert all(result.any() == (copies != 0) for result in jax.tree.leaves((f(x), jax.vmap(f)(x[None]))))
+    assert (x == 0).all()
+
+
+@needs_warp
+def test_warp_adjoints_change_no_outputs(tmp_path):
+    """Warp runs the functions that a kernel calls again in the adjoint."""
+    path = tmp_path / "adds_by_function.py"
+    path.write_text("""
+import warp as wp
+@wp.func
+def add(a: wp.array(dtype=float), i: int, v: float):
+    wp.atomic_add(a, i, v)
+@wp.kernel(module="unique")
+def squares(x: wp.array(dtype=float), out: wp.array(dtype=float)):
+    i = wp.tid()
+    out[i] = 0.0
+    add(out, i, x[i] * x[i])
+""")
+    f = xk.warp_kernel(import_file(path).squares, lambda x: x, differentiable=True)
+    out, vjp = jax.vjp(f, jnp.arange(3.0))
+    np.testing.assert_array_equal(vjp(jnp.ones(3))[0], [0, 2, 4])
+    np.testing.assert_array_equal(out, [0, 1, 4])
 
 
 def import_file(path):

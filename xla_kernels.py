@@ -1117,6 +1117,12 @@ class _Recent(dict):
         return value
 
 
+def _with_copies(target: _Target, ins: list[Spec], outs: list[Spec], aliases: tuple) -> tuple[list[Spec], tuple]:
+    """Outputs and aliases, with a hidden output in the place of an input to copy: XLA copies what it must keep."""
+    copied = [i for i in target.copy_inputs if i not in dict(aliases)]
+    return outs + [ins[i] for i in copied], (*aliases, *((i, len(outs) + k) for k, i in enumerate(copied)))
+
+
 class _Kept:
     """An object whose copies are itself, and whose pickles say which module keeps it, and under which name."""
 
@@ -1259,13 +1265,8 @@ class _Wrapper(_Kept):
         shared = self._aliases(len(ins))
         aliases = _check_aliases(shared, ins, outs)
         target = self._find_target(ins, outs + scratch)
-        every = outs + scratch
-        for i in target.copy_inputs:  # a hidden output in the place of the input: XLA copies what it must keep
-            if i not in shared:
-                aliases += ((i, len(every)),)
-                every = [*every, ins[i]]
         zero = [j for j in range(len(outs)) if j not in shared.values()] if self.options.zero_outputs else []
-        return dataclasses.replace(target, zero=tuple(zero)), every, aliases
+        return dataclasses.replace(target, zero=tuple(zero)), *_with_copies(target, ins, outs + scratch, aliases)
 
     def _for_inputs(self, option: Any, ins: Sequence[Spec]) -> Any:
         """The value of an option that may be a callable of the inputs, and of the static arguments that it names."""
@@ -3519,6 +3520,8 @@ _WARP_DTYPES = (
     *("float16", "bfloat16", "float32", "float64"),
 )
 _WARP_WRITERS = re.compile(r"atomic_\w+|tile_store|tile_atomic_add")  # functions that write to their first argument
+_WARP_READERS = frozenset({"len", "lower_bound", "tile_load", "tile_load_indexed"})  # those that only read an array
+_WARP_PROPERTIES = frozenset({"dtype", "ndim", "shape", "size", "strides"})
 _WARP_MAX_DIMS = 4
 _WARP_MAX_EXTENT = 2**31 - 1  # Warp keeps extents, strides in bytes and thread indices in 32-bit integers
 
@@ -3750,6 +3753,73 @@ def _warp_writes(kernel: Any) -> frozenset[str]:
     return frozenset(name for name in written - rebound if name)
 
 
+@functools.lru_cache(maxsize=64)
+def _users(tree: Any) -> tuple[dict[Any, Any], dict[str, list]]:
+    """What each node of a syntax tree is a part of, and the nodes that read each name."""
+    users = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    names: dict[str, list] = {}
+    for node in users:
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            names.setdefault(node.id, []).append(node)
+    return users, names
+
+
+class _WarpReads:
+    """Whether code only reads an array, as far as its syntax and that of the functions it calls show.
+
+    An adjoint runs these functions again, but not what the kernel itself (`replayed`) stores.
+    """
+
+    def __init__(self, replayed: Any = None) -> None:
+        self.replayed, self.seen = replayed, set[tuple]()
+
+    def all(self, adjoint: Any, name: str, ndim: int) -> bool:
+        """Whether every use of `name`, of `ndim` dimensions, reads; `adjoint` is Warp's record of the code."""
+        if (key := (id(adjoint), name, ndim)) in self.seen:
+            return True  # unless another use does not
+        self.seen.add(key)
+        users, names = _users(adjoint.tree)
+        return all(self._one(adjoint, users, node, ndim) for node in names.get(name, ()))
+
+    def _one(self, adjoint: Any, users: dict, node: Any, ndim: int) -> bool:
+        user = users[node]
+        if isinstance(user, ast.Subscript) and user.value is node:
+            indices = user.slice.elts if isinstance(user.slice, ast.Tuple) else [user.slice]
+            ndim -= sum(not isinstance(index, ast.Slice) for index in indices)
+            return self._may(adjoint, user) and self._one(adjoint, users, user, ndim)
+        if isinstance(user, ast.Attribute):
+            of_element = ndim <= 0 and self._may(adjoint, user) and self._one(adjoint, users, user, ndim)
+            return of_element or (ndim > 0 and user.attr in _WARP_PROPERTIES)
+        if isinstance(user, ast.Assign) and ndim > 0:  # another name for a view
+            return all(isinstance(x, ast.Name) and self.all(adjoint, x.id, ndim) for x in user.targets)
+        if isinstance(user, ast.keyword):
+            return self._call(adjoint, users[user], user.arg, ndim)
+        if isinstance(user, ast.Call):
+            return node in user.args and self._call(adjoint, user, user.args.index(node), ndim)
+        return ndim <= 0
+
+    def _may(self, adjoint: Any, node: Any) -> bool:
+        return isinstance(node.ctx, ast.Load) or adjoint is self.replayed
+
+    def _call(self, adjoint: Any, call: ast.Call, place: Any, ndim: int) -> bool:
+        """Whether a call reads the argument at a place, a position or a keyword."""
+        function = adjoint.resolve_static_expression(call.func, eval_types=False)[0]
+        if not hasattr(function, "user_overloads") or function.is_builtin():
+            return ndim <= 0 or getattr(call.func, "attr", getattr(call.func, "id", "")) in _WARP_READERS
+        passed = getattr(call.func, "id", None) in [arg.label for arg in adjoint.args]  # the function is an argument
+        if passed or any(isinstance(arg, ast.Starred) for arg in call.args):
+            return False
+        overloads = [*function.user_overloads.values(), *function.user_templates.values()]
+        if self.replayed:
+            overloads += [g for f in overloads for g in (f.custom_replay_func, f.custom_grad_func) if g]
+        return all(self._function(f, place, ndim) for f in overloads)
+
+    def _function(self, function: Any, place: Any, ndim: int) -> bool:
+        args = [arg for k, arg in enumerate(function.adj.args) if place in (k, arg.label)]
+        plain = not function.native_snippet and not any(hasattr(arg.type, "value_type") for arg in args)  # no wp.ref
+        return plain and all(self.all(function.adj, arg.label, ndim) for arg in args)
+
+
 def _base_name(node: Any) -> str | None:
     """The name `x` of `x`, `x[i]`, `x[i].y` and the like."""
     while isinstance(node, (ast.Attribute, ast.Subscript)):
@@ -3834,6 +3904,12 @@ class _WarpPlan:
     @property
     def tables(self) -> list[tuple[int | None, ...]]:
         return [self.buffers] if self.adjoints is None else [self.buffers, self.adjoints]
+
+    def may_write(self, n_in: int) -> tuple[int, ...]:
+        """Those of the first `n_in` buffers, the inputs, that the launch is not seen to only read."""
+        code, replayed = self.kernel.adj, self.kernel.adj if self.adjoints is not None else None
+        read = [_WarpReads(replayed).all(code, param.name, param.ndim or 0) for param in self.params]
+        return tuple(k for k, reads in zip(self.buffers, read, strict=True) if k is not None and k < n_in and not reads)
 
     def grad(self, table: int, i: int) -> int | None:
         """The buffer that an adjoint launch names as the gradient of array `i` too, where views of it look."""
@@ -4162,6 +4238,7 @@ def _compile_warp(plan: _WarpPlan, signature: _Signature, platform: str) -> _Com
     with driver.keeping_context() if driver else contextlib.nullcontext():  # Warp leaves another one current
         launches = {n: plan.record(device) for n, device in devices.items()}
     emitter = _warp_emitter(plan, signature, launches, driver)
+    emitter.hidden_outputs = bool(plan.may_write(signature.n_in))
     address, keep = _compile_handler(signature, emitter)
     return _Compiled(address, (keep, emitter, launches))  # launches keep Warp's modules loaded
 
@@ -4394,7 +4471,7 @@ class _WarpKernel(_Wrapper):
             attrs.append(("values", tuple(np.frombuffer(memory, np.int64).tolist())))
         makes = {platform: functools.partial(_compile_warp, plan, signature, platform) for platform in ("cpu", "cuda")}
         runs = f"Warp kernel {self.__name__!r} runs on CPUs and NVIDIA GPUs"
-        target = _Target(name, tuple(attrs), makes=makes, runs=runs)
+        target = _Target(name, tuple(attrs), plan.may_write(len(ins)), makes=makes, runs=runs)
         target.announce()
         return target
 
@@ -4425,7 +4502,8 @@ class _WarpKernel(_Wrapper):
         n, rule = len(args), self.rule and self.rule.adjoint(wrt, of)
 
         def resolve(self: _WarpKernel, ins: list[Spec], results: list[Spec]) -> tuple:
-            return self._adjoint_target(ins, results, n, wrt, of), results, aliases
+            target = self._adjoint_target(ins, results, n, wrt, of)
+            return target, *_with_copies(target, ins, results, aliases)
 
         grads = self._bind(resolve, operands, results, rule)[len(of) :]
         found = {i: _sharded_like(grad, jax.typeof(args[i])) for i, grad in zip(wrt, grads, strict=True)}
