@@ -3368,7 +3368,6 @@ WARP_ERRORS = {
         r"'add': argument 'x' is a warp.array, float32\[:\] for JAX; got int\d+\[3\]: wrong dtype",
     ),
     "rank": ("add", {}, (sample(3), sample(3, 1)), TypeError, r"'y' .*got float32\[3,1\]: wrong number of dimensions"),
-    "0-d": ("add", {}, (np.float32(1), sample(3)), TypeError, r"'x' .* wrong number of .*; reshape it to \(1,\)"),
     "inner": ("cross", {}, (sample(4, 3), sample(4, 2)), TypeError, r"'y' .*float32\[:,3\].*: wrong inner dimensions"),
     "output": (
         *("add", {"outs": spec(3, dtype=np.int32)}, (sample(3), sample(3)), TypeError),
@@ -3414,13 +3413,54 @@ def test_warp_errors(case):
         f(*args)
 
 
-@needs_warp
-def test_warp_traced_value():
+def test_warp_traced_values(warp_path):
     f = xk.warp_kernel(warp_kernels().histogram, lambda i, w, acc: acc, in_out_argnames=["acc"])
-    with pytest.raises(TypeError, match=r"'weight' \(float32\) .* must be known when JAX traces.*static_argnames"):
-        jax.jit(f)(jnp.arange(3), 0.5, jnp.zeros(3))
+    index, weights, zeros = jnp.array([0, 2, 2]), jnp.array([0.5, 2.0]), jnp.zeros(3)
+    want = np.outer(weights, [1, 0, 2])
+    ways = {
+        "eager": lambda: jnp.stack([f(index, w, zeros) for w in weights]),
+        "jit": lambda: jnp.stack([jax.jit(f)(index, w, acc=zeros) for w in weights.tolist()]),
+        "vmap": lambda: jax.vmap(f, (None, 0, None))(index, weights, zeros),
+        "vmap of integers": lambda: jax.vmap(f, (None, 0, None))(index, (2 * weights).astype(int), zeros) / 2,
+        "scan": lambda: jax.lax.scan(lambda c, w: (c, f(index, w, zeros)), 0, weights)[1],
+    }
+    for name, way in ways.items():
+        if warp_path == "gpu" and name != "eager":
+            with pytest.raises(
+                NotImplementedError, match=r"traced values for \['weight'\].* warp.array of shape \(1,\)"
+            ):
+                way()
+        else:
+            np.testing.assert_array_equal(way(), want, name)
+    g = xk.warp_kernel(warp_kernels().configured, spec(3, dtype=np.float64))
+    with pytest.raises(TypeError, match=r"'m' \(float32\[2,2\]\) is passed by value; got"):
+        jax.eval_shape(lambda m: g(jnp.ones(3), warp_kernels().config, 3, m, np.ones(3)), spec(2))
     with pytest.raises(ValueError, match=r"'n' \(int8\) is passed by value; 300 is out of its range"):
-        xk.warp_kernel(warp_kernels().configured, spec(3))(sample(3), warp_kernels().config, 300, np.eye(2), np.ones(3))
+        g(sample(3), warp_kernels().config, 300, np.eye(2), np.ones(3))
+
+
+def test_warp_arguments_as_kernels_take_them(warp_path):
+    @wp.kernel
+    def scaled(x: wp.array(dtype=float), factor: wp.array(dtype=float), kind: int, on: wp.bool, h: wp.handle,
+               out: wp.array(dtype=float)):  # fmt: skip
+        i = wp.tid()
+        out[i] = x[i] + float(kind) + float(h)
+        if on and factor:
+            out[i] *= factor[0]
+
+    kind, x = enum.IntFlag("Kind", "A B").B, jnp.arange(3.0)
+    f = xk.warp_kernel(scaled, lambda x, *_: x)
+    for factor, expected in ((jnp.float32(2), 2 * (x + 3)), (None, x + 3), (jnp.zeros(0), x + 3), (jnp.ones(1), x + 3)):
+        np.testing.assert_array_equal(f(x, factor, kind, 1, 1), expected)
+        np.testing.assert_array_equal(f(x, h=1, on=True, kind=kind, factor=factor), expected)
+    with pytest.raises(
+        TypeError, match=r"takes the parameters \(x, factor, .*5 arguments by position and x by keyword"
+    ):
+        f(x, x, 1, True, 1, x=x)
+    with pytest.raises(TypeError, match="2 arguments, but 'kind' is passed by value"):
+        f(x, x)
+    g = xk.warp_kernel(warp_kernels().add, lambda x, y: x, input_output_aliases={"x": 0})
+    np.testing.assert_array_equal(g(x, y=x), 2 * x)
 
 
 @needs_warp
@@ -3435,8 +3475,11 @@ def test_warp_unsupported_kernels():
     def generic(x: wp.array(dtype=typing.Any), out: wp.array(dtype=typing.Any)):
         out[wp.tid()] = x[wp.tid()]
 
-    with pytest.raises(TypeError, match=r"'generic' is generic; .* made by warp.overload\(generic"):
-        xk.warp_kernel(generic, lambda x: x)
+    f = xk.warp_kernel(generic, lambda x, *_: x)
+    for x in (jnp.arange(3), jnp.arange(3.0), jnp.ones((3, 2)), jnp.ones((3, 2, 2))):  # numbers, vectors, matrices
+        np.testing.assert_array_equal(jax.vmap(f)(x=jnp.stack([x, 2 * x])), jnp.stack([x, 2 * x]))
+    with pytest.raises(TypeError, match=r"generic Warp kernel 'generic' takes \('x', 'out'\); this call gives"):
+        f(x, x)
     concrete = wp.overload(generic, [wp.array(dtype=float), wp.array(dtype=float)])
     np.testing.assert_array_equal(xk.warp_kernel(concrete, lambda x: x)(jnp.arange(3.0)), np.arange(3.0))
 
@@ -3450,6 +3493,9 @@ def test_warp_unsupported_kernels():
 
     with pytest.raises(TypeError, match=r"parameter 'h' is .*; supported are arrays of .* and structs without arrays"):
         xk.warp_kernel(holding, spec(3))
+    configured = xk.warp_kernel(warp_kernels().configured, spec(3))
+    with pytest.raises(TypeError, match=r"with jax.enable_x64\(True\): x = jnp.asarray\(x, jnp.float64\)"):
+        configured(sample(3), warp_kernels().config, 3, np.eye(2), np.ones(3))
 
     @wp.kernel(enable_backward=False, module="unique")
     def forward_only(x: wp.array(dtype=float), out: wp.array(dtype=float)):

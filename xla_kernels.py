@@ -1098,7 +1098,7 @@ def _wrap(wrapper: type[_Wrapper], given: dict[str, Any]) -> Any:
     """The wrapper that the arguments of a public function ask for, the kernel first; without one, a decorator."""
     kernel, *values = given.values()
     options = wrapper.options_type(**dict(zip([*given][1:], values, strict=True)))
-    make = lambda kernel: wrapper(kernel, options)
+    make = functools.partial(wrapper.make, options=options)
     return make if kernel is None else make(kernel)
 
 
@@ -1153,6 +1153,10 @@ class _Wrapper(_Kept):
 
     decorator: str  # the public function that made it, for error messages
     options_type: type[_Options] = _Options
+
+    @classmethod
+    def make(cls, kernel: Any, options: Any) -> _Wrapper:
+        return cls(kernel, options)
 
     def __init__(
         self, kernel: Any, options: Any, keywords: tuple[str, ...] = (), static: Mapping[str, Any] | None = None
@@ -3656,6 +3660,11 @@ class _WarpParam:
         """The size of a value, or of one array element."""
         return self.dtype.itemsize * math.prod(self.inner) if self.dtype else ctypes.sizeof(self.type.ctype)
 
+    def takes(self, array: Any) -> bool:
+        """Whether an array can be given by value: of the right shape, and integers for integers and booleans."""
+        allowed = "biu" if self.dtype is None or self.dtype.kind in "biu" else "biuf"
+        return array.shape == self.inner and (array.dtype.kind in allowed or array.dtype == self.dtype)
+
     def __str__(self) -> str:
         kind = self.dtype.name if self.dtype else f"struct {self.type.key}"
         dims = [":"] * (self.ndim or 0) + [str(n) for n in self.inner]
@@ -3670,24 +3679,25 @@ def _warp_params(kernel: Any) -> tuple[_WarpParam, ...]:
     wp = _warp("warp_kernel")
     if not isinstance(kernel, wp.Kernel):
         raise _wrong_kernel("warp_kernel", "a function decorated with warp.kernel", kernel)
-    if kernel.is_generic:
-        name = kernel.func.__name__
-        raise TypeError(
-            f"Warp kernel {name!r} is generic; pass an instance of it, made by warp.overload({name}, [types])"
-        )
+    return tuple(_warp_param(wp, kernel.func.__name__, arg.label, arg.type) for arg in kernel.adj.args)
+
+
+def _warp_param(wp: Any, kernel: str, name: str, kind: Any) -> _WarpParam:
     scalars = {scalar: dtype for dtype, scalar in _warp_scalars(wp).items()}
-    scalars |= {float: np.dtype("float32"), int: np.dtype("int32"), bool: np.dtype("bool")}
-    return tuple(_warp_param(wp, scalars, kernel.func.__name__, arg.label, arg.type) for arg in kernel.adj.args)
-
-
-def _warp_param(wp: Any, scalars: Mapping[Any, np.dtype], kernel: str, name: str, kind: Any) -> _WarpParam:
+    scalars |= {
+        float: np.dtype("float32"),
+        int: np.dtype("int32"),
+        bool: np.dtype("bool"),
+        wp.handle: np.dtype("uint64"),
+    }
     is_array = isinstance(kind, wp.array) or getattr(kind, "_concrete_cls", None) is wp.array
     element = kind.dtype if is_array else kind
     dtype = scalars.get(getattr(element, "_wp_scalar_type_", element))
     if dtype is None and (is_array or not _is_warp_struct(element) or _holds_arrays(element)):
         raise TypeError(
             f"Warp kernel {kernel!r}: parameter {name!r} is {kind!r}; supported are arrays of scalars, vectors and "
-            "matrices, and scalars, vectors, matrices and structs without arrays by value"
+            "matrices, and scalars, vectors, matrices and structs without arrays by value; of an array of structs make "
+            "one array for each field"
         )
     return _WarpParam(name, kind, dtype, tuple(getattr(element, "_shape_", ())), kind.ndim if is_array else None)
 
@@ -3830,11 +3840,6 @@ def _base_name(node: Any) -> str | None:
 def _pack_warp_value(kernel: str, param: _WarpParam, value: Any) -> bytes:
     """The memory of a parameter that is passed by value."""
     what = f"Warp kernel {kernel!r}: parameter {param.name!r} ({param}) is passed by value"
-    if isinstance(value, jax.core.Tracer):
-        raise TypeError(
-            f"{what}, so it must be known when JAX traces the call; got {value}. Pass a Python or NumPy value "
-            "(static_argnames in jax.jit), or make the parameter a warp.array of shape (1,)"
-        )
     if param.dtype is None:
         if not isinstance(getattr(value, "_ctype", None), param.type.ctype):
             raise TypeError(f"{what}; got {type(value).__name__} {value!r:.80}, not an instance of that struct")
@@ -3842,26 +3847,30 @@ def _pack_warp_value(kernel: str, param: _WarpParam, value: Any) -> bytes:
     if isinstance(value, param.type) and isinstance(value, ctypes.Array):
         return bytes(value)
     array = np.asarray(getattr(value, "value", value))  # Warp's scalars keep theirs in `value`
-    allowed = {"b": "b", "i": "biu", "u": "biu"}.get(param.dtype.kind, "biuf")
-    if array.shape != param.inner or array.dtype.kind not in allowed:
+    if not param.takes(array):
         raise TypeError(f"{what}; got {type(value).__name__} {value!r:.80}")
     packed = array.astype(param.dtype)
-    if allowed != "biuf" and (packed != array).any():
+    if param.dtype.kind in "biu" and (packed != array).any():
         raise ValueError(f"{what}; {value!r:.80} is out of its range")
     return packed.tobytes()
 
 
 def _check_warp_array(kernel: str, param: _WarpParam, spec: Spec) -> None:
     what = f"Warp kernel {kernel!r}: argument {param.name!r} is a warp.array, {param} for JAX; got {_show(spec)}"
+    if spec.dtype != param.dtype and np.dtype(spec.dtype).itemsize == 4 and str(param.dtype).endswith("64"):
+        raise TypeError(
+            f"{what}: wrong dtype; JAX makes arrays of 64 bits where x64 is enabled, and they keep them elsewhere: "
+            f"with jax.enable_x64(True): x = jnp.asarray(x, jnp.{param.dtype})"
+        )
     if spec.dtype != param.dtype:
         raise TypeError(f"{what}: wrong dtype; cast it, or annotate the parameter with jaxinfo_to_warpinfo(x)")
-    if len(spec.shape) != param.rank:
-        raise TypeError(f"{what}: wrong number of dimensions" + ("" if spec.shape else "; reshape it to (1,)"))
+    if len(spec.shape) != param.rank and spec.shape != param.inner:  # one element
+        raise TypeError(f"{what}: wrong number of dimensions")
     if param.inner and spec.shape[-len(param.inner) :] != param.inner:
         raise TypeError(f"{what}: wrong inner dimensions, which hold the elements of the vector or matrix")
     if not all(isinstance(n, int) for n in spec.shape):
         raise NotImplementedError(f"{what}: a launch has known dimensions; export a program for each shape")
-    if max(*spec.shape, math.prod(spec.shape[1:]) * spec.dtype.itemsize) > _WARP_MAX_EXTENT:
+    if max(1, *spec.shape, math.prod(spec.shape[1:]) * spec.dtype.itemsize) > _WARP_MAX_EXTENT:
         raise ValueError(f"{what}: Warp counts extents and strides in 32 bits, at most {_WARP_MAX_EXTENT}")
 
 
@@ -3921,10 +3930,10 @@ class _WarpPlan:
 
     @property
     def values(self) -> list[tuple[int, _WarpParam, int]]:
-        """The by-value parameters: position, parameter, offset in the `values` attribute."""
+        """The parameters that are constants: position, parameter, offset in the `values` attribute."""
         result, offset = [], 0
         for i, param in enumerate(self.params):
-            if param.ndim is None:
+            if param.ndim is None and self.buffers[i] is None:
                 result.append((i, param, offset))
                 offset += -(-param.nbytes // 8) * 8
         return result
@@ -3938,8 +3947,8 @@ class _WarpPlan:
     def stand_ins(self) -> dict[int, _Array]:
         """The arrays of a recorded launch, by buffer."""
         strides = lambda param: [param.nbytes * 2**j for j in reversed(range(param.ndim))]
-        used = [(param, k) for param, _, _, k in self.arguments if k is not None]
-        return {k: _Array(4096 * (k + 1), [2] * param.ndim, strides(param)) for param, k in used}  # type: ignore
+        used = [(param, k) for param, _, _, k in self.arguments if k is not None and param.ndim is not None]
+        return {k: _Array(4096 * (k + 1), [2] * p.ndim + [*p.inner], strides(p)) for p, k in used}  # type: ignore
 
     @property
     def stand_in_dims(self) -> tuple[int, int]:
@@ -3975,7 +3984,9 @@ class _WarpPlan:
             return None
         inner = None if grad is None else self._stand_in(wp, device, param, grad)
         address, shape, _ = self.stand_ins[k]
-        return wp.array(ptr=address, shape=tuple(shape), dtype=param.type.dtype, device=device, grad=inner)
+        return wp.array(
+            ptr=address, shape=tuple(shape[: param.ndim]), dtype=param.type.dtype, device=device, grad=inner
+        )
 
 
 # -- What a launch passes, and native launches
@@ -4022,13 +4033,13 @@ class _WarpLayout:
     def array_stores(self, plan: _WarpPlan, arrays: Any) -> Iterator[tuple]:
         """The same for the arrays of one slice, given by buffer; dimensions of their elements come last, uncounted."""
         for (param, t, i, k), (block, start, _) in zip(plan.arguments, self.places, strict=True):
-            if k is not None:
-                array, grad = arrays[k], plan.grad(t, i)
+            if k is not None and param.ndim is not None:
+                array, grad, ndim = arrays[k], plan.grad(t, i), len(arrays[k].dims) - len(param.inner)
                 fields = {
                     "data": (8, [array.pointer]),
                     "grad": (8, [] if grad is None else [arrays[grad].pointer]),
-                    "shape": (4, array.dims[: param.ndim]),
-                    "strides": (4, array.strides[: param.ndim]),
+                    "shape": (4, array.dims[:ndim] or [1]),  # a 0-d array is one of one element
+                    "strides": (4, array.strides[:ndim] or [param.nbytes]),
                     "ndim": (2, [param.ndim]),
                 }
                 for name, (size, values) in fields.items():
@@ -4145,8 +4156,20 @@ class _WarpEmitter(_Emitter):
                 itemsize = handler.int64(handler.signature.dtypes[n].itemsize)
                 clear(arrays[n].pointer, functools.reduce(builder.mul, arrays[n].dims, itemsize))
         with builder.if_then(builder.not_(empty)):
-            self._store(handler, blocks, self.layout.array_stores(self.plan, arrays))
+            given = [self._null_if_empty(handler, array) for array in arrays]
+            self._store(handler, blocks, self.layout.array_stores(self.plan, given))
+            for (param, _, _, k), (block, offset, size) in zip(self.plan.arguments, self.layout.places, strict=True):
+                if k is not None and param.ndim is None:  # a traced value
+                    target = builder.gep(blocks[block], [handler.int64(offset)])
+                    handler.cgutils.raw_memcpy(builder, target, arrays[k].pointer, handler.int64(size), 1)
             run(blocks)
+
+    @staticmethod
+    def _null_if_empty(handler: _Handler, array: _Array) -> _Array:
+        """As Warp's own empty arrays, which kernels test for."""
+        size = functools.reduce(handler.builder.mul, array.dims, handler.int64(1))
+        is_empty = handler.builder.icmp_signed("==", size, handler.int64(0))
+        return array._replace(pointer=handler.builder.select(is_empty, handler.null, array.pointer))
 
     @staticmethod
     def _store(handler: _Handler, blocks: list[Any], stores: Iterator[tuple]) -> None:
@@ -4208,12 +4231,16 @@ class _WarpReplay:
         def array(i: int, k: int | None, grad: Any = None) -> Any:
             if k is None:
                 return None
-            shape, dtype = dims[k][: self.plan.params[i].ndim], self.plan.params[i].type.dtype
-            return wp.array(ptr=pointers[k], shape=shape, dtype=dtype, device=launch.device, grad=grad)
+            param = self.plan.params[i]
+            shape = dims[k][: len(dims[k]) - len(param.inner)] or (1,)
+            pointer = pointers[k] if math.prod(shape) else 0
+            return wp.array(ptr=pointer, shape=shape, dtype=param.type.dtype, device=launch.device, grad=grad)
 
         for t, table in enumerate(self.plan.tables):
             for i, k in enumerate(table):
-                if k is not None:
+                if k is not None and self.plan.params[i].ndim is None:
+                    ctypes.memmove(ctypes.addressof(launch.params[1 + i]), pointers[k], self.plan.params[i].nbytes)
+                elif k is not None:
                     value = array(i, k, array(i, self.plan.grad(t, i)))
                     launch.set_param_at_index(i, value, adjoint=bool(t))
         for i, param, start in self.plan.values:
@@ -4323,6 +4350,45 @@ def warp_kernel(
     return _wrap(_WarpKernel, locals())
 
 
+class _GenericWarpKernel(_Wrapper):
+    """A generic kernel: a call runs the instance for its dtypes, and `dtype=Any` may stand for vectors and matrices."""
+
+    decorator = "warp_kernel"
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        given = {**dict(zip(self.parameters, args)), **named}
+        values = [
+            _input_spec(x, i) if isinstance(x, (jax.Array, np.ndarray)) else x for i, x in enumerate(given.values())
+        ]
+        outs, scratch = (
+            _flat_specs(self._for_inputs(getattr(self.options, what), values), what)[0] for what in ("outs", "scratch")
+        )
+        values += [*outs[len(self.options.in_out_argnames or ()) :], *scratch]
+        kinds = [arg.type for arg in self.kernel.adj.args]
+        if len(kinds) != len(values) or [*given] != [*self.parameters[: len(given)]]:
+            raise TypeError(f"generic Warp kernel {self.__name__!r} takes {self.parameters}; this call gives {values}")
+        wp = _warp("warp_kernel")
+        instance = wp.overload(
+            self.kernel, [_warp_instance_type(wp, *pair) for pair in zip(kinds, values, strict=True)]
+        )
+        with _LOCK:
+            return self.variants.setdefault(instance, _WarpKernel(instance, self.options))(*args, **named)
+
+
+def _warp_instance_type(wp: Any, kind: Any, value: Any) -> Any:
+    """The type of a parameter, for what a call gives where it is generic."""
+    with contextlib.suppress(TypeError):
+        return _warp_param(wp, "", "", kind) and kind
+    if isinstance(value, (bool, int, float)):
+        return {bool: wp.bool, int: wp.int32, float: wp.float32}[type(value)]
+    if not isinstance(value, (Spec, np.generic)):
+        return type(value)
+    scalar, ndim = jaxtype_to_warptype(value.dtype), getattr(kind, "ndim", len(value.shape))
+    inner = value.shape[ndim:]
+    element = {0: lambda: scalar, 1: lambda: wp.types.vector(*inner, scalar), 2: lambda: wp.types.matrix(inner, scalar)}
+    return wp.array(dtype=element[len(inner)](), ndim=ndim) if ndim else scalar
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _WarpOptions(_Options):
     launch_dims: Any
@@ -4334,6 +4400,10 @@ class _WarpOptions(_Options):
 class _WarpKernel(_Wrapper):
     decorator = "warp_kernel"
     options_type = _WarpOptions
+
+    @classmethod
+    def make(cls, kernel: Any, options: Any) -> _Wrapper:
+        return (_GenericWarpKernel if getattr(kernel, "is_generic", False) else cls)(kernel, options)
 
     def __init__(self, kernel: Any, *args: Any) -> None:
         self.params, self.writes = _warp_params(kernel), _warp_writes(kernel)
@@ -4365,10 +4435,25 @@ class _WarpKernel(_Wrapper):
                 raise self._wrong_arity(f"{len(given)} arguments, but {name!r} is passed by value")
         if len(given) < len(args) + len(named) or given.keys() != {*self.parameters[: len(given)]}:
             raise self._wrong_arity(f"{len(args)} arguments by position and {', '.join(named) or 'none'} by keyword")
-        return self._call_by_name((), given)
+        return self._call_by_name((), {name: self._as_value(name, x) for name, x in given.items()})
 
     def _is_input(self, name: str, value: Any) -> bool:
-        return name not in self.by_value and value is not None
+        return isinstance(value, jax.Array) if name in self.by_value else value is not None
+
+    def _as_value(self, name: str, value: Any) -> Any:
+        """The argument; for a by-value parameter JAX's values get its dtype, and those on a GPU become NumPy's."""
+        param = self.by_value.get(name)
+        if param is None or not isinstance(value, jax.Array):
+            return value
+        if not isinstance(value, jax.core.Tracer) and any(device.platform != "cpu" for device in value.devices()):
+            return np.asarray(value)
+        if self.options.differentiable or not param.takes(value):
+            why = "; with differentiable=True it must be known when JAX traces" if self.options.differentiable else ""
+            raise TypeError(
+                f"Warp kernel {self.__name__!r}: parameter {name!r} ({param}) is passed by value; got {value}{why}: "
+                "make the parameter a warp.array of shape (1,)"
+            )
+        return value if value.dtype == param.dtype else value.astype(param.dtype)
 
     def _static_key(self, static: dict[str, Any]) -> Any:
         pack = functools.partial(_pack_warp_value, self.__name__)
@@ -4434,7 +4519,8 @@ class _WarpKernel(_Wrapper):
         for k, i in enumerate([*arrays, *results]):
             buffers[i] = k
         for i, spec in zip([*arrays, *results], ins + outs, strict=True):
-            _check_warp_array(self.__name__, self.params[i], spec)
+            if self.params[i].ndim is not None:
+                _check_warp_array(self.__name__, self.params[i], spec)
         for j, i in enumerate(arrays):
             if self.params[i].name in self.writes and j not in shared:
                 raise TypeError(
@@ -4450,8 +4536,10 @@ class _WarpKernel(_Wrapper):
     def _extents(self, plan: _WarpPlan, ins: list[Spec], outs: list[Spec]) -> tuple[int, ...]:
         dims = self._for_inputs(self.options.launch_dims, ins)
         if dims is None:
-            param, k = next((p, k) for p, k in zip(self.params, plan.buffers, strict=True) if k is not None)
-            dims = [*ins, *outs][k].shape[: param.ndim]
+            tables = zip(self.params, plan.buffers, strict=True)
+            param, k = next((p, k) for p, k in tables if k is not None and p.ndim is not None)
+            shape = [*ins, *outs][k].shape
+            dims = shape[: len(shape) - len(param.inner)] or (1,)
         return _warp_launch_dims(self.__name__, dims, self.tiled)
 
     def _target(self, plan: _WarpPlan, ins: list[Spec], outs: list[Spec], dims: tuple[int, ...]) -> _Target:
@@ -4471,6 +4559,14 @@ class _WarpKernel(_Wrapper):
             attrs.append(("values", tuple(np.frombuffer(memory, np.int64).tolist())))
         makes = {platform: functools.partial(_compile_warp, plan, signature, platform) for platform in ("cpu", "cuda")}
         runs = f"Warp kernel {self.__name__!r} runs on CPUs and NVIDIA GPUs"
+        if traced := [
+            p.name for p, k in zip(plan.params, plan.buffers, strict=True) if p.ndim is None and k is not None
+        ]:
+            makes.pop("cuda")  # a launch there takes host values
+            runs = (
+                f"Warp kernel {self.__name__!r} has traced values for {traced}, which are passed by value, so it runs "
+                "on CPUs alone; make each a warp.array of shape (1,)"
+            )
         target = _Target(name, tuple(attrs), plan.may_write(len(ins)), makes=makes, runs=runs)
         target.announce()
         return target
