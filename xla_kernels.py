@@ -478,7 +478,7 @@ _NODES: dict[Any, Callable[[_Digester, Any], tuple | None]] = {
     types.ModuleType: _Digester._module,
     type: _Digester._class,
     enum.EnumMeta: _Digester._class,
-    ctypes._CFuncPtr: lambda self, x: (*_identity(x), x.restype, x.argtypes, ctypes.cast(x, _PTR).value),  # type: ignore
+    ctypes._CFuncPtr: lambda self, x: (*_identity(x), x.restype, *(x.argtypes or ())),  # type: ignore[attr-defined]
 }  # fmt: skip
 
 
