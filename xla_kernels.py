@@ -334,7 +334,8 @@ def _identity(obj: Any) -> tuple:
 
 def _digest(*objects: Any, live_arrays: bool = False) -> str:
     """A hash of `objects`, of 96 bits; with `live_arrays` for code that reads large arrays where they are."""
-    return _Digester(live_arrays).walk(*objects).hash.hexdigest()
+    digest = _Digester(live_arrays).walk(*objects).hash.hexdigest()
+    return _RENAMED.get(digest, digest)
 
 
 def _names_read(kernel: Any) -> frozenset[str]:
@@ -409,16 +410,10 @@ class _Digester:
         return parts or _identity(obj)
 
     def _array(self, obj: np.ndarray) -> tuple:
-        """Numba keeps the address of an array of over 1 MB, or not contiguous, and else its content."""
-        base: Any = obj
-        while type(base) is np.ndarray:
-            base = base.base
-        address = obj.__array_interface__["data"][0]
-        header = obj.dtype, obj.shape, obj.strides, obj.flags.writeable, obj.flags.aligned
-        if type(base) is bytes:  # NumPy never lets it change
-            return *header, address - np.frombuffer(base, np.uint8).ctypes.data, _bytes_digest(base)
-        live = self.live_arrays and (obj.nbytes > 10**6 or not obj.flags.forc)
-        return *header, *((address, *_identity(obj)) if live or obj.dtype.hasobject else (obj.tobytes(),))
+        """Numba reads an array of over 1 MB, or not contiguous, where it is: it is known by that, and not hashed."""
+        live = obj.dtype.hasobject or (self.live_arrays and (obj.nbytes > 10**6 or not obj.flags.forc))
+        content = (obj.ctypes.data, *_identity(obj)) if live else (obj.tobytes(),)
+        return obj.dtype, obj.shape, obj.strides, obj.flags.writeable, obj.flags.aligned, *content
 
     def _code(self, obj: types.CodeType) -> tuple:
         digest, names, _ = _code_facts(obj)
@@ -484,14 +479,10 @@ _NODES: dict[Any, Callable[[_Digester, Any], tuple | None]] = {
 
 def _family(kind: type) -> Any:
     """The row of the tables for a type: its own, or that of a base whose subclasses add nothing that Numba sees."""
-    if kind in _VALUES or kind in _NODES:
-        return kind
-    if type(kind) is enum.EnumMeta:
-        return enum.Enum
     if issubclass(kind, tuple) and hasattr(kind, "_fields"):
         return NamedTuple
-    bases = (np.generic, np.dtype, types.ModuleType, ctypes._CFuncPtr)  # type: ignore[attr-defined]
-    return next((base for base in bases if issubclass(kind, base)), None)
+    bases = (kind, enum.Enum, np.generic, np.dtype, types.ModuleType, ctypes._CFuncPtr)  # type: ignore[attr-defined]
+    return next((base for base in bases if issubclass(kind, base) and (base in _VALUES or base in _NODES)), None)
 
 
 def _cell(cell: types.CellType) -> tuple:
@@ -499,11 +490,6 @@ def _cell(cell: types.CellType) -> tuple:
         return (cell.cell_contents,)
     except ValueError:  # not filled yet
         return ()
-
-
-@functools.lru_cache(maxsize=8)
-def _bytes_digest(data: bytes) -> bytes:
-    return hashlib.blake2b(data).digest()
 
 
 @functools.lru_cache(maxsize=1024)
@@ -573,6 +559,8 @@ class _Store(types.ModuleType):
 
 _STORE: Any = sys.modules.setdefault("_xla_kernels_store_1", _Store("_xla_kernels_store_1"))
 _LOCK: threading.RLock = _STORE.lock
+# Digest of a kernel after it was compiled -> before: a `vectorize` function gains the types that it is called with.
+_RENAMED: dict[str, str] = vars(_STORE).setdefault("renamed", {})
 
 
 def _native_lock(name: str) -> int:
@@ -2193,10 +2181,6 @@ _UNCHECKED_WRITERS = frozenset(
 _CALLS_OF_THREADS = re.compile(r"@numba_parallel_for\(|call [^@\n(]*(?:%[^\s(]+|inttoptr )\(|@PyObject_Call\w*\(")
 
 
-# Digest of a kernel after it was compiled -> before: a `vectorize` function gains the types that it is called with.
-_RENAMED: dict[str, str] = vars(_STORE).setdefault("renamed", {})
-
-
 def numba_kernel(
     kernel: Any = None,
     outs: Any = None,
@@ -2303,15 +2287,13 @@ class _NumbaKernel(_Wrapper):
         kernel = _identity(self.kernel) if numba.config.DISABLE_JIT else self.kernel  # Python reads all where it is
         in_order, static = self.options.in_order, tuple(self.static.items())
         how = (numba.__version__, _numba_settings(), str(signature), str(forms), static, in_order)
-        digest_now = functools.partial(_digest, "numba", kernel, *how, live_arrays=True)
+        digest = functools.partial(_digest, "numba", kernel, *how, live_arrays=True)
         compile_ = functools.partial(_compile_numba, self.kernel, signature, forms, self.static, in_order)
-        digest = digest_now()
-        digest = _RENAMED.get(digest, digest)
-        name = self._target_name(digest)
+        name = self._target_name(digest())
 
         def make() -> _Compiled:  # knows no wrapper
-            compiled = compile_()
-            _RENAMED.setdefault(digest_now(), digest)
+            before, compiled = digest(), compile_()
+            _RENAMED.setdefault(digest(), before)
             return compiled
 
         runs = f"numba_kernel {self.__name__!r} runs on the CPU; for GPUs there are numba_cuda_kernel and warp_kernel"
@@ -2626,21 +2608,17 @@ def _frozen(options: Any) -> Any:
     return tuple(sorted(options, key=str)) if isinstance(options, (set, list)) else options
 
 
-def _numba_registries() -> list[list[Any]]:
-    modules: Any = (sys.modules.get(f"numba.{part}.typing.templates") for part in ("core", "cuda"))
-    registries = [module.builtin_registry for module in modules if hasattr(module, "builtin_registry")]
-    return [templates for registry in registries for templates in (registry.functions, registry.attributes)]
-
-
 def _numba_extensions() -> Mapping[Any, tuple]:
     """What users gave to `numba.extending`: id of their function, or name -> overloads and their options."""
-    return _indexed_extensions(tuple(map(len, _numba_registries())))  # which only ever grow
+    modules: Any = (sys.modules.get(f"numba.{part}.typing.templates") for part in ("core", "cuda"))
+    registries = [module.builtin_registry for module in modules if hasattr(module, "builtin_registry")]
+    return _indexed_extensions(*((r, len(r.functions), len(r.attributes)) for r in registries))
 
 
 @functools.lru_cache(maxsize=1)
-def _indexed_extensions(sizes: tuple[int, ...]) -> Mapping[Any, tuple]:
+def _indexed_extensions(*registries: tuple[Any, int, int]) -> Mapping[Any, tuple]:
     found: dict[Any, tuple] = {}
-    for template in itertools.chain(*_numba_registries()):
+    for template in [template for r, *_ in registries for template in (*r.functions, *r.attributes)]:
         key, name = template.key, getattr(template, "_attr", None)
         function, home = getattr(template, "_overload_func", key), _home(key)
         numbas = _is_numbas(function) and (name or home or _is_numbas(key))  # register_jitable takes users' functions
@@ -2662,10 +2640,15 @@ def _is_numbas(function: Any) -> bool:
 
 def _numba_settings() -> str:
     """Numba's settings but for those that differ between machines and do not change code."""
-    import numba
+    from numba import config
 
+    return repr([getattr(config, name) for name in _numba_setting_names(len(vars(config)))])
+
+
+@functools.lru_cache(maxsize=1)
+def _numba_setting_names(count: int) -> list[str]:
     local = re.compile("^[^A-Z]|NUM_THREADS|CACHE|PATH|BINARY")
-    return repr(sorted(item for item in vars(numba.config).items() if not local.search(item[0])))
+    return sorted(name for name in vars(sys.modules["numba"].config) if not local.search(name))
 
 
 # -- 9.4 The emitter -----------------------------------------------------------------------------------
