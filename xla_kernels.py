@@ -3734,27 +3734,27 @@ def _warp_adjoints(adjoint: Any) -> list[Any]:
     return found
 
 
+@functools.lru_cache(maxsize=64)
+def _users(tree: Any) -> dict[Any, Any]:
+    """What each node of a syntax tree is a part of."""
+    return {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+
+
 def _warp_writes(kernel: Any) -> frozenset[str]:
     """The parameters that the kernel's own code writes to, as far as its syntax tells."""
-    written: set[str | None] = set()
-    rebound: set[str | None] = set()
-    for node in ast.walk(kernel.adj.tree):
-        for target in getattr(node, "targets", None) or [getattr(node, "target", None)]:  # of assignments and loops
-            (rebound if isinstance(target, ast.Name) else written).add(_base_name(target))
-        if isinstance(node, ast.Call) and _WARP_WRITERS.fullmatch(getattr(node.func, "attr", "")) and node.args:
-            written.add(_base_name(node.args[0]))
-    return frozenset(name for name in written - rebound if name)
+    users = _users(kernel.adj.tree)
+    names = [node for node in users if isinstance(node, ast.Name)]
+    rebound = {node.id for node in names if isinstance(node.ctx, ast.Store)}
+    return frozenset(node.id for node in names if node.id not in rebound and _is_written(users, node))
 
 
-@functools.lru_cache(maxsize=64)
-def _users(tree: Any) -> tuple[dict[Any, Any], dict[str, list]]:
-    """What each node of a syntax tree is a part of, and the nodes that read each name."""
-    users = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-    names: dict[str, list] = {}
-    for node in users:
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-            names.setdefault(node.id, []).append(node)
-    return users, names
+def _is_written(users: dict, node: Any) -> bool:
+    """Whether the code writes to `x` of `x[i] = y`, `x[i].y = z` and the like."""
+    user = users[node]
+    if isinstance(user, (ast.Subscript, ast.Attribute)) and user.value is node:
+        return isinstance(user.ctx, ast.Store) or _is_written(users, user)
+    writes = isinstance(user, ast.Call) and _WARP_WRITERS.fullmatch(getattr(user.func, "attr", ""))
+    return bool(writes) and user.args[:1] == [node]
 
 
 class _WarpReads:
@@ -3771,18 +3771,20 @@ class _WarpReads:
         if (key := (id(adjoint), name, ndim)) in self.seen:
             return True  # unless another use does not
         self.seen.add(key)
-        users, names = _users(adjoint.tree)
-        return all(self._one(adjoint, users, node, ndim) for node in names.get(name, ()))
+        users = _users(adjoint.tree)
+        uses = [node for node in users if isinstance(node, ast.Name) and node.id == name]
+        return all(isinstance(node.ctx, ast.Store) or self._one(adjoint, users, node, ndim) for node in uses)
 
     def _one(self, adjoint: Any, users: dict, node: Any, ndim: int) -> bool:
         user = users[node]
-        if isinstance(user, ast.Subscript) and user.value is node:
-            indices = user.slice.elts if isinstance(user.slice, ast.Tuple) else [user.slice]
-            ndim -= sum(not isinstance(index, ast.Slice) for index in indices)
-            return self._may(adjoint, user) and self._one(adjoint, users, user, ndim)
-        if isinstance(user, ast.Attribute):
-            of_element = ndim <= 0 and self._may(adjoint, user) and self._one(adjoint, users, user, ndim)
-            return of_element or (ndim > 0 and user.attr in _WARP_PROPERTIES)
+        if isinstance(user, (ast.Subscript, ast.Attribute)) and user.value is node:
+            if isinstance(user, ast.Subscript):
+                indices = user.slice.elts if isinstance(user.slice, ast.Tuple) else [user.slice]
+                ndim -= sum(not isinstance(index, ast.Slice) for index in indices)
+            elif ndim > 0:
+                return user.attr in _WARP_PROPERTIES
+            may = isinstance(user.ctx, ast.Load) or adjoint is self.replayed
+            return may and self._one(adjoint, users, user, ndim)
         if isinstance(user, ast.Assign) and ndim > 0:  # another name for a view
             return all(isinstance(x, ast.Name) and self.all(adjoint, x.id, ndim) for x in user.targets)
         if isinstance(user, ast.keyword):
@@ -3790,9 +3792,6 @@ class _WarpReads:
         if isinstance(user, ast.Call):
             return node in user.args and self._call(adjoint, user, user.args.index(node), ndim)
         return ndim <= 0
-
-    def _may(self, adjoint: Any, node: Any) -> bool:
-        return isinstance(node.ctx, ast.Load) or adjoint is self.replayed
 
     def _call(self, adjoint: Any, call: ast.Call, place: Any, ndim: int) -> bool:
         """Whether a call reads the argument at a place, a position or a keyword."""
@@ -3811,13 +3810,6 @@ class _WarpReads:
         args = [arg for k, arg in enumerate(function.adj.args) if place in (k, arg.label)]
         plain = not function.native_snippet and not any(hasattr(arg.type, "value_type") for arg in args)  # no wp.ref
         return plain and all(self.all(function.adj, arg.label, ndim) for arg in args)
-
-
-def _base_name(node: Any) -> str | None:
-    """The name `x` of `x`, `x[i]`, `x[i].y` and the like."""
-    while isinstance(node, (ast.Attribute, ast.Subscript)):
-        node = node.value
-    return node.id if isinstance(node, ast.Name) else None
 
 
 def _pack_warp_value(kernel: str, param: _WarpParam, value: Any) -> bytes:
