@@ -6498,6 +6498,26 @@ def add_warp_jax(spec, scale=1):
     return lambda x, y: call(x, y)[0]
 
 
+def add_warp_graph(mode, spec):
+    wp, add = importlib.import_module("warp"), warp_add()
+    array = wp.array(dtype=float)
+
+    def launch(x: array, y: array, out: array):
+        wp.launch(add, dim=x.shape, inputs=[x, y], outputs=[out])
+
+    call = wp.jax_callable(launch, graph_mode=wp.JaxCallableGraphMode[mode])
+    return lambda x, y: call(x, y)[0]
+
+
+def add_pallas(spec):
+    def add(x, y, out):
+        out[...] = x[...] + y[...]
+
+    block = pl.BlockSpec((min(spec.size, 1024),), lambda i: i)
+    options = {"grid": -(-spec.size // 1024), "in_specs": [block] * 2, "out_specs": block}
+    return pl.pallas_call(add, spec, interpret=jax.default_backend() == "cpu", **options)
+
+
 def add_op(spec):
     op = xk.XLACustomKernel("bench_add")
     op.def_numba_kernel(numba.njit(add_loop))
@@ -6643,6 +6663,9 @@ ADD = {
         "C++ FFI handler": add_cpp,
         "brainevent.numba_cuda_kernel": add_brainevent_cuda,
         "warp.jax_kernel": add_warp_jax,
+        "warp.jax_callable, captured by JAX": functools.partial(add_warp_graph, "JAX"),
+        "warp.jax_callable, captured by Warp": functools.partial(add_warp_graph, "WARP"),
+        "Pallas": add_pallas,
         "jax.pure_callback": add_pure_callback,
         "jnp.add": lambda spec: jnp.add,
     },
@@ -6674,6 +6697,27 @@ def bench_per_call():
     """One 16-element float32 add inside lax.fori_loop"""
     x, y, spec = inputs(16)
     return compare(over(adders(), lambda make: timed_loop(make(spec), x, y)))
+
+
+def bench_captured():
+    """One 16-element float32 add, 50 of them in a row in lax.fori_loop, in CUDA graphs"""
+    return adds_in_a_row()
+
+
+def bench_uncaptured():
+    """One 16-element float32 add, 50 of them in a row in lax.fori_loop, without CUDA graphs"""
+    return adds_in_a_row()
+
+
+def adds_in_a_row(count=50):
+    x, y, spec = inputs(16)
+
+    def measured(make):
+        add = make(spec)
+        once = timed_loop(lambda x, y: functools.reduce(lambda a, _: add(a, y), range(count), x), x, y)
+        return lambda: once() / count
+
+    return compare(over(adders("jax.pure_callback"), measured))
 
 
 def bench_eager():
@@ -6894,6 +6938,36 @@ def bandwidths(size):
         "x.copy() in NumPy, new array": lambda: bandwidth(source.copy),
     }
     return compare(paths, "GB/s", f"{size:,} elements", 5)
+
+
+def bench_copy():
+    """Bandwidth of a copy (8 bytes per element)"""
+    return [row for size in (1_000_000, 100_000_000) for row in copies(size)]
+
+
+def copies(size):
+    x, spec = jnp.arange(float(size)), jax.ShapeDtypeStruct((size,), jnp.float32)
+
+    def warp_copy():
+        wp = importlib.import_module("warp")
+        array = wp.array(dtype=float)
+
+        @wp.kernel(module="unique")
+        def copy(x: array, out: array):
+            i = wp.tid()
+            out[i] = x[i]
+
+        return xk.warp_kernel(copy, spec)
+
+    def bandwidth(make):
+        run = jax.jit(make())
+        np.testing.assert_array_equal(run(x), x)
+        once = timed(lambda: run(x))
+        return lambda: 8e-3 * size / once()
+
+    ours = lambda: xk.numba_cuda_kernel(cuda_copy, spec, launch_dims=size)
+    paths = {"numba_cuda_kernel": ours, "warp_kernel": warp_copy, "the card's copy": lambda: jnp.copy}
+    return compare(over(paths, bandwidth), "GB/s", f"{size:,} elements", 5)
 
 
 def event_csr(events, weights, indptr, indices, out):
@@ -7117,6 +7191,11 @@ def resident():
 
 
 CPU_ONLY = {"mesh", "first_call", "large", "csr", "cuba", "memory"}  # their kernels are written for Numba on the CPU
+GPU_ONLY = {  # and XLA's flags for them
+    "copy": "",
+    "captured": "--xla_gpu_enable_command_buffer=FUSION,CUSTOM_CALL --xla_gpu_graph_min_graph_size=1",
+    "uncaptured": "--xla_gpu_enable_command_buffer=",
+}
 BENCHMARKS = {name[6:]: function for name, function in list(globals().items()) if name.startswith("bench_")}
 
 
@@ -7126,8 +7205,11 @@ BENCHMARKS = {name[6:]: function for name, function in list(globals().items()) i
 def test_bench(name, platform, bench_table):
     if platform == "gpu" and name in CPU_ONLY:
         pytest.skip("compares kernels for the CPU")
+    if platform == "cpu" and name in GPU_ONLY:
+        pytest.skip("is about GPUs")
     environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     environment["JAX_PLATFORMS"] = {"gpu": "cuda,cpu", "cpu": "cpu"}[platform]  # pure_callback needs the CPU
+    environment["XLA_FLAGS"] = GPU_ONLY.get(name, "")
     command = [sys.executable, "-W", "ignore", os.path.abspath(__file__), name]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
