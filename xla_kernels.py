@@ -32,7 +32,8 @@ A map of this file.  The sections, each under a line of `=` with its number:
 
 A call, from Python to machine code: `numba_kernel` -> `_Wrapper.__call__` -> `_Wrapper._trace` ->
 `_NumbaKernel._find_target`, which names it (`_digest`) and registers it (`_compile_numba`, `_compile_handler`,
-`_register`) -> `_bind_call` -> `_call_lowering` -> XLA -> the handler -> `_NumbaEmitter`.
+`_register`) -> `_Wrapper._bind` -> `_call_lowering` -> XLA -> the handler (`_Handler`, and `_Driver` for a batch)
+-> `_NumbaEmitter`.
 An op under vmap and grad: `XLACustomKernel.__call__` -> `_find_call` -> `_OpCall.bind` -> `_op_batching`, which
 records the vmap -> `_op_jvp`, `_op_transpose`, the user's rules under it -> `_op_lowering`, which knows the platform
 -> `_kernel_function` -> `_batched_function` -> the call of a wrapper, as above.
@@ -1317,8 +1318,19 @@ class _Wrapper(_Kept):
 
 
 # ======================================================================================================
-# 8. The native handler: LLVM for `XLA_FFI_Error* handler(XLA_FFI_CallFrame*)`, compiled by Numba.
+# 8. The native handler: LLVM for `XLA_FFI_Error* handler(XLA_FFI_CallFrame*)`.
+# For each kernel two functions are compiled, and what all have in common once per process, in `_Driver`:
+#   1. `handler(frame)`, which XLA calls, checks the buffers; a call without a batch runs its one slice at once.
+#   2. `slices(frame, slots, count)` runs the kernel on slices; a slot says where a buffer's first is, and the next.
+#   3. `drive` finds the batch, the dimensions before the kernel's own; a short batch of one dimension runs at once.
+#   4. `run` takes a range of slices row by row, a row being those that differ in the last batch dimension only.
+#   5. `start` times the first slices; if it pays, XLA's threads and this one `share` the rest, range by range.
+# The first slice that fails gives the call its error, and no further piece of the batch is begun.
+# Knows buffers, batches and threads.  Does not know a kernel: an emitter writes the code that runs one slice.
 # ======================================================================================================
+
+# -- 8.1 What a backend gives: a signature, and an emitter ---------------------------------------------
+# Knows one slice: its buffers and dimensions.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -1367,12 +1379,8 @@ class _Emitter:
         raise NotImplementedError
 
 
-# For each kernel two functions are compiled, and what all have in common once per process, in `_Driver`:
-#   1. `handler(frame)`, which XLA calls, checks the buffers; a call without a batch runs its one slice at once.
-#   2. `slices(frame, slots, count)` runs the kernel on slices; a slot says where a buffer's first is, and the next.
-#   3. `drive` finds the batch, the dimensions before the kernel's own; a short batch of one dimension runs at once.
-#   4. `run` takes a range of slices row by row, a row being those that differ in the last batch dimension only.
-#   5. `start` times the first slices; if it pays, XLA's threads and this one `share` the rest, range by range.
+# -- 8.2 Writing LLVM ----------------------------------------------------------------------------------
+# Knows integers, addresses, structs and control flow.  Does not know XLA's calls.
 
 
 class _Word:
@@ -1462,7 +1470,7 @@ class _Code:
         engine.finalize_object()
         return {name: engine.get_function_address(function.name) for name, function in self.functions.items()}
 
-    # -- words
+    # -- words -----------------------------------------------------------------------------------------
 
     def word(self, value: Any) -> _Word:
         return value if isinstance(value, _Word) else _Word(self, self.ir.Constant(self.i64, value))
@@ -1559,6 +1567,10 @@ class _Code:
         values = (self.word(value).value for value in (old, new))
         result = self.builder.cmpxchg(self.pointer(address, 8), *values, "seq_cst")
         return _Word(self, self.builder.zext(self.builder.extract_value(result, 1), self.i64))
+
+
+# -- 8.3 The driver: which slices, and on which threads ------------------------------------------------
+# Knows XLA's table of functions and its threads.  Does not know dtypes, nor what a slice does.
 
 
 _Slot = _struct(
@@ -1881,6 +1893,10 @@ def _engine() -> Any:
     return llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
 
 
+# -- 8.4 A handler -------------------------------------------------------------------------------------
+# Knows one signature and one emitter, and the tools that emitters write with.  Does not know batches.
+
+
 def _compile_handler(signature: _Signature, emitter: _Emitter) -> tuple[int, Any]:
     """Compile a handler; returns its address and what must stay alive with it."""
     handler = _Handler(signature, emitter)
@@ -1963,7 +1979,7 @@ class _Handler(_Code):
         message = _Word(self, self.builder.ptrtoint(text, self.i64))
         self.give(self.call(_driver()["fail"], frame, message, _ERROR_INVALID_ARGUMENT))
 
-    # -- small tools ------------------------------------------------------------------------------------
+    # -- small tools -----------------------------------------------------------------------------------
 
     @property
     def null(self) -> Any:
@@ -2077,6 +2093,10 @@ class _Handler(_Code):
     def fail_if(self, condition: Any, message: Any, code: int = _ERROR_INVALID_ARGUMENT) -> None:
         with self.builder.if_then(condition, likely=False):
             self.fail(message, code)
+
+
+# -- 8.5 Slices that run in Python ---------------------------------------------------------------------
+# Knows the GIL, arrays and messages of errors.  Does not know what runs.
 
 
 class _Call(NamedTuple):
@@ -3498,7 +3518,8 @@ def _cuda_runner(dispatcher: Any) -> Callable[[list, Any, _Call], None]:
 
 
 # ======================================================================================================
-# 11. Warp
+# 11. Warp: a wrapper with a derivative, and emitters that call Warp's code on CPUs and GPUs.
+# Knows one slice of a call; the handler finds the slices.
 # ======================================================================================================
 
 _WARP_INSTALL = "pip install warp-lang"
@@ -3513,8 +3534,348 @@ _WARP_MAX_DIMS = 4
 _WARP_MAX_EXTENT = 2**31 - 1  # Warp keeps extents, strides in bytes and thread indices in 32-bit integers
 
 
-# -- Warp itself: import, silence, types. Every difference between Warp's versions is in this part and in
-# _warp_layout, which looks at what Warp does rather than at its version. Checked on 1.13, 1.15, 1.18 and 1.19.
+# -- 11.1 The wrapper ----------------------------------------------------------------------------------
+# Knows which buffer goes to which parameter, and the adjoint launch.  Does not know how a launch is made.
+
+
+def warp_kernel(
+    kernel: Any = None,
+    outs: Any = None,
+    *,
+    launch_dims: Any = None,
+    block_dim: int = 256,
+    tiled: bool = False,
+    vmap_method: str | None = None,
+    input_output_aliases: Mapping[int, int] | None = None,
+    in_out_argnames: Sequence[str] | None = None,
+    has_side_effect: bool = False,
+    scratch: Any = None,
+    zero_outputs: bool = False,
+    sharding_rule: str | None = None,
+    differentiable: bool = False,
+) -> Any:
+    """Make an NVIDIA Warp kernel a JAX function, on CPUs and GPUs.
+
+    The kernel's parameters are the inputs, then the outputs, then the scratch buffers.  Arrays of vectors
+    and matrices are JAX arrays with the elements in trailing dimensions.  Parameters that are not arrays
+    (scalars, vectors, matrices, structs) take Python or NumPy values, known when JAX traces the call.
+    `vmap` launches once per slice inside one call.  On the CPU, XLA calls Warp's machine code directly.
+    Warp rebuilds a whole module for each kernel that is added to it: for kernels made by a generator,
+    `warp.kernel(module="unique")` saves that.
+
+    Args:
+      kernel: a function decorated with `warp.kernel`; without it, `warp_kernel(outs=...)` is a decorator.
+      outs: the results, as for `numba_kernel`; a callable gets what the call got, values included.  Outputs
+        are not initialized: kernels that add into one say `zero_outputs=True`, or name it in
+        `in_out_argnames`.  If the launch is empty they are zero.
+      launch_dims: the number of threads: an int, a tuple of up to 4, or a callable of the inputs; by
+        default the shape of the kernel's first array (without the trailing dimensions of its elements).
+      block_dim: threads per block on a GPU; a block on the CPU has one.
+      tiled: True for kernels whose blocks work on tiles, as `warp.launch_tiled` starts them: `launch_dims`, up
+        to 3, counts blocks, of `block_dim` threads each.
+      vmap_method: "sequential" and "sequential_unrolled" run the slices of a batch in order on one thread; with
+        any other, XLA's threads share the slices of a batch for which that pays.  The results are the same.
+      input_output_aliases: `{i: j}`: output j starts with the value of argument i.
+      in_out_argnames: names of array parameters that are given a value and returned.  They count as inputs
+        in the call and, in the kernel's order, as the first of `outs`.
+      has_side_effect: True keeps the call even where its results are not used.
+      scratch: like `outs`: uninitialized buffers passed after the outputs and not returned.
+      zero_outputs: True starts every output but the aliased ones from zeros, in each slice of a `vmap`.
+      sharding_rule: as for `numba_kernel`; `launch_dims`, where given, must then be a callable, as shards have less.
+      differentiable: True gives reverse mode through the kernel's own adjoint, for arrays of floats.
+
+    Returns:
+      A function whose result has the structure of `outs`.
+
+    Raises:
+      TypeError: arguments whose dtype, rank or inner dimensions are not the kernel's, a traced value for a
+        parameter passed by value, parameter types that JAX arrays cannot be.
+      ValueError: launch dimensions out of range; in-out arguments, aliases or scratch with `differentiable`.
+
+    Example:
+      >>> import jax.numpy as jnp, warp as wp
+      >>> @wp.kernel
+      ... def scale(x: wp.array(dtype=float), factor: float, out: wp.array(dtype=float)):
+      ...     i = wp.tid()
+      ...     out[i] = factor * x[i]
+      >>> warp_kernel(scale, outs=lambda x, factor: x)(jnp.arange(3.0), 2.0).tolist()
+      [0.0, 2.0, 4.0]
+    """
+    return _wrap(_WarpKernel, locals())
+
+
+class _GenericWarpKernel(_Wrapper):
+    """A generic kernel: a call runs the instance for its dtypes, and `dtype=Any` may stand for vectors and matrices."""
+
+    decorator = "warp_kernel"
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        given = {**dict(zip(self.parameters, args)), **named}
+        values = [
+            _input_spec(x, i) if isinstance(x, (jax.Array, np.ndarray)) else x for i, x in enumerate(given.values())
+        ]
+        outs, scratch = (
+            _flat_specs(self._for_inputs(getattr(self.options, what), values), what)[0] for what in ("outs", "scratch")
+        )
+        values += [*outs[len(self.options.in_out_argnames or ()) :], *scratch]
+        kinds = [arg.type for arg in self.kernel.adj.args]
+        if len(kinds) != len(values) or [*given] != [*self.parameters[: len(given)]]:
+            raise TypeError(f"generic Warp kernel {self.__name__!r} takes {self.parameters}; this call gives {values}")
+        wp = _warp("warp_kernel")
+        instance = wp.overload(
+            self.kernel, [_warp_instance_type(wp, *pair) for pair in zip(kinds, values, strict=True)]
+        )
+        with _LOCK:
+            return self.variants.setdefault(instance, _WarpKernel(instance, self.options))(*args, **named)
+
+
+def _warp_instance_type(wp: Any, kind: Any, value: Any) -> Any:
+    """The type of a parameter, for what a call gives where it is generic."""
+    with contextlib.suppress(TypeError):
+        return _warp_param(wp, "", "", kind) and kind
+    if isinstance(value, (bool, int, float)):
+        return {bool: wp.bool, int: wp.int32, float: wp.float32}[type(value)]
+    if not isinstance(value, (Spec, np.generic)):
+        return type(value)
+    scalar, ndim = jaxtype_to_warptype(value.dtype), getattr(kind, "ndim", len(value.shape))
+    inner = value.shape[ndim:]
+    element = {0: lambda: scalar, 1: lambda: wp.types.vector(*inner, scalar), 2: lambda: wp.types.matrix(inner, scalar)}
+    return wp.array(dtype=element[len(inner)](), ndim=ndim) if ndim else scalar
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _WarpOptions(_Options):
+    launch_dims: Any
+    block_dim: int
+    tiled: bool
+    differentiable: bool
+
+
+class _WarpKernel(_Wrapper):
+    decorator = "warp_kernel"
+    options_type = _WarpOptions
+
+    @classmethod
+    def make(cls, kernel: Any, options: Any) -> _Wrapper:
+        return (_GenericWarpKernel if getattr(kernel, "is_generic", False) else cls)(kernel, options)
+
+    def __init__(self, kernel: Any, *args: Any) -> None:
+        self.params, self.writes = _warp_params(kernel), _warp_writes(kernel)
+        self.by_value = {param.name: param for param in self.params if param.ndim is None}
+        super().__init__(kernel, *args)
+        self.values = {
+            i: _pack_warp_value(self.__name__, param, self.static[param.name])
+            for i, param in enumerate(self.params)
+            if param.name in self.static.keys() & self.by_value
+        }
+        self.block_dim, self.tiled = operator.index(self.options.block_dim), bool(self.options.tiled)
+        for i in self.options.aliases():
+            if isinstance(i, int) and (not 0 <= i < len(self.params) or self.params[i].ndim is None):
+                raise ValueError(
+                    f"warp_kernel({self.__name__}): argument {i} is not an array, so no output can alias it"
+                )
+        self._check_options()
+        self._vjp = jax.custom_vjp(super()._trace)
+        self._vjp.defvjp(self._forward, self._backward)
+
+    # -- from a call to its inputs: values, and None for an array, are static --------------------------
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        if not (named or self.by_value or type(None) in map(type, args)):
+            return super().__call__(*args)
+        given = {**dict(zip(self.parameters, args)), **named}
+        for name in self.by_value:
+            if name not in given:
+                raise self._wrong_arity(f"{len(given)} arguments, but {name!r} is passed by value")
+        if len(given) < len(args) + len(named) or given.keys() != {*self.parameters[: len(given)]}:
+            raise self._wrong_arity(f"{len(args)} arguments by position and {', '.join(named) or 'none'} by keyword")
+        return self._call_by_name((), {name: self._as_value(name, x) for name, x in given.items()})
+
+    def _is_input(self, name: str, value: Any) -> bool:
+        return isinstance(value, jax.Array) if name in self.by_value else value is not None
+
+    def _as_value(self, name: str, value: Any) -> Any:
+        """The argument; for a by-value parameter JAX's values get its dtype, and those on a GPU become NumPy's."""
+        param = self.by_value.get(name)
+        if param is None or not isinstance(value, jax.Array):
+            return value
+        if not isinstance(value, jax.core.Tracer) and any(device.platform != "cpu" for device in value.devices()):
+            return np.asarray(value)
+        if self.options.differentiable or not param.takes(value):
+            why = "; with differentiable=True it must be known when JAX traces" if self.options.differentiable else ""
+            raise TypeError(
+                f"Warp kernel {self.__name__!r}: parameter {name!r} ({param}) is passed by value; got {value}{why}: "
+                "make the parameter a warp.array of shape (1,)"
+            )
+        return value if value.dtype == param.dtype else value.astype(param.dtype)
+
+    def _static_key(self, static: dict[str, Any]) -> Any:
+        pack = functools.partial(_pack_warp_value, self.__name__)
+        return frozenset(
+            (name, pack(self.by_value[name], x) if name in self.by_value else None) for name, x in static.items()
+        )
+
+    def _for_inputs(self, option: Any, ins: Sequence[Spec]) -> Any:
+        """Callables get all that the call got, values included."""
+        rest, names = iter(ins), self.parameters[: len(ins) + len(self.static)]
+        args = [self.static[name] if name in self.static else next(rest) for name in names]
+        return option(*args) if callable(option) else option
+
+    def _array_parameters(self) -> Sequence[str]:
+        return [param.name for param in self.params if param.ndim is not None]
+
+    def _input_number(self, option: str, name: str | int, n: int) -> int:
+        """Positions count all arguments of the call."""
+        return super()._input_number(option, self.parameters[name] if isinstance(name, int) else name, n)
+
+    # -- checks ----------------------------------------------------------------------------------------
+
+    def _check_options(self) -> None:
+        if not 1 <= self.block_dim <= 1024:
+            raise ValueError(f"warp_kernel({self.__name__}): block_dim must be 1 to 1024 threads; got {self.block_dim}")
+        launch_dims = self.options.launch_dims
+        if self.tiled and launch_dims is None:
+            raise ValueError(f"warp_kernel({self.__name__}): tiled=True needs launch_dims, the number of blocks")
+        if not callable(launch_dims) and launch_dims is not None:
+            _warp_launch_dims(self.__name__, launch_dims, self.tiled)
+            if self.rule:
+                raise ValueError(
+                    f"warp_kernel({self.__name__}): launch_dims={launch_dims!r} is for whole arrays, which "
+                    f"sharding_rule={self.rule.text!r} lets XLA split: give a callable of the inputs, or nothing"
+                )
+        reasons = {
+            "in_out_argnames or input_output_aliases": (self.options.aliases() or self.options.in_out_argnames)
+            and "the adjoint needs the values they overwrite",
+            "scratch": self.options.scratch is not None and "the adjoint needs its contents; return it as an output",
+        }
+        for what, reason in reasons.items():
+            if self.options.differentiable and reason:
+                raise ValueError(f"warp_kernel({self.__name__}): differentiable=True does not go with {what}: {reason}")
+
+    def _wrong_arity(self, given: str) -> TypeError:
+        names = ", ".join(param.name for param in self.params)
+        return TypeError(
+            f"Warp kernel {self.__name__!r} takes the parameters ({names}): inputs, then outputs and scratch; "
+            f"this call gives it {given}"
+        )
+
+    # -- from a call to a target -----------------------------------------------------------------------
+
+    def _find_target(self, ins: list[Spec], outs: list[Spec]) -> _Target:
+        n_args, in_outs, shared = len(ins) + len(self.static), self._in_outs(len(ins)), self._aliases(len(ins))
+        if len(self.params) != n_args + len(outs) - len(in_outs) or not self.by_value.keys() <= {
+            *self.parameters[:n_args]
+        }:
+            raise self._wrong_arity(f"{n_args} inputs and {len(outs)} outputs (in-out arguments count as both)")
+        arrays = [i for i in range(n_args) if self.params[i].name not in self.static]
+        results = [*(arrays[j] for j in in_outs), *range(n_args, len(self.params))]
+        buffers: list[int | None] = [None] * len(self.params)
+        for k, i in enumerate([*arrays, *results]):
+            buffers[i] = k
+        for i, spec in zip([*arrays, *results], ins + outs, strict=True):
+            if self.params[i].ndim is not None:
+                _check_warp_array(self.__name__, self.params[i], spec)
+        for j, i in enumerate(arrays):
+            if self.params[i].name in self.writes and j not in shared:
+                raise TypeError(
+                    f"Warp kernel {self.__name__!r} writes to its input {self.params[i].name!r}, which JAX may share: "
+                    "name it in in_out_argnames, which returns it, or write to an output"
+                )
+        clear = tuple(len(ins) + j for j in range(len(outs)) if j not in shared.values())
+        plan = _WarpPlan(
+            self.kernel, self.params, self.block_dim, self.tiled, tuple(buffers), None, clear, self.options.in_order
+        )
+        return self._target(plan, ins, outs, self._extents(plan, ins, outs))
+
+    def _extents(self, plan: _WarpPlan, ins: list[Spec], outs: list[Spec]) -> tuple[int, ...]:
+        dims = self._for_inputs(self.options.launch_dims, ins)
+        if dims is None:
+            tables = zip(self.params, plan.buffers, strict=True)
+            param, k = next((p, k) for p, k in tables if k is not None and p.ndim is not None)
+            shape = [*ins, *outs][k].shape
+            dims = shape[: len(shape) - len(param.inner)] or (1,)
+        return _warp_launch_dims(self.__name__, dims, self.tiled)
+
+    def _target(self, plan: _WarpPlan, ins: list[Spec], outs: list[Spec], dims: tuple[int, ...]) -> _Target:
+        signature = _Signature.of(self.__name__, ins, outs)
+        with _warp_session() as wp:
+            content = (wp.__version__, *_warp_content(self.kernel), str(signature))
+        layout = (plan.block_dim, plan.tiled, plan.buffers, plan.adjoints, plan.clear, plan.in_order)
+        name = self._target_name(_digest("warp", layout, *content))
+        extents = self._padded(dims)
+        grid_stride = getattr(self.kernel, "grid_stride", True)  # known once the content is; False since Warp 1.15
+        if plan.tiled:
+            dims = (*dims[:-1], plan.block_dim)
+        grid = _warp_grid(self.__name__, math.prod(dims), plan.block_dim, grid_stride)
+        attrs = [("dims", extents), ("launch", (*grid, plan.block_dim, 1, 1, 0, *self._padded(dims)))]
+        if self.values:
+            memory = b"".join(packed.ljust(-(-len(packed) // 8) * 8, b"\0") for packed in self.values.values())
+            attrs.append(("values", tuple(np.frombuffer(memory, np.int64).tolist())))
+        makes = {platform: functools.partial(_compile_warp, plan, signature, platform) for platform in ("cpu", "cuda")}
+        runs = f"Warp kernel {self.__name__!r} runs on CPUs and NVIDIA GPUs"
+        if traced := [
+            p.name for p, k in zip(plan.params, plan.buffers, strict=True) if p.ndim is None and k is not None
+        ]:
+            makes.pop("cuda")  # a launch there takes host values
+            runs = (
+                f"Warp kernel {self.__name__!r} has traced values for {traced}, which are passed by value, so it runs "
+                "on CPUs alone; make each a warp.array of shape (1,)"
+            )
+        target = _Target(name, tuple(attrs), plan.may_write(len(ins)), makes=makes, runs=runs)
+        target.announce()
+        return target
+
+    @staticmethod
+    def _padded(dims: tuple[int, ...]) -> tuple[int, ...]:
+        """Four dimensions, how many of them count, and their product."""
+        return (*dims, *[1] * (_WARP_MAX_DIMS - len(dims)), len(dims), math.prod(dims))
+
+    # -- derivatives -----------------------------------------------------------------------------------
+
+    def _trace(self, *args: Any) -> Any:
+        return self._vjp(*_make_varying(args)) if self.options.differentiable else super()._trace(*args)
+
+    def _forward(self, *args: Any) -> tuple[Any, Any]:
+        results = super()._trace(*args)
+        return results, (args, results)
+
+    def _backward(self, residuals: Any, cotangents: Any) -> tuple:
+        """One adjoint launch: (inputs, outputs, cotangents) -> (cotangents, which Warp may change, and gradients)."""
+        args, outs = residuals[0], jax.tree_util.tree_leaves(residuals[1])
+        wrt = [i for i, x in enumerate(args) if jax.dtypes.issubdtype(x.dtype, np.floating)]
+        of = [j for j, x in enumerate(outs) if jax.dtypes.issubdtype(x.dtype, np.floating)]
+        leaves = jax.tree_util.tree_leaves(cotangents)
+        operands = _make_varying([*args, *outs, *(leaves[j] for j in of)])
+        ins = _input_specs(operands)
+        results = [ins[len(args) + j] for j in of] + [ins[i] for i in wrt]
+        aliases = tuple((len(args) + len(outs) + n, n) for n in range(len(of)))
+        n, rule = len(args), self.rule and self.rule.adjoint(wrt, of)
+
+        def resolve(self: _WarpKernel, ins: list[Spec], results: list[Spec]) -> tuple:
+            target = self._adjoint_target(ins, results, n, wrt, of)
+            return target, *_with_copies(target, ins, results, aliases)
+
+        grads = self._bind(resolve, operands, results, rule)[len(of) :]
+        found = {i: _sharded_like(grad, jax.typeof(args[i])) for i, grad in zip(wrt, grads, strict=True)}
+        return tuple(found[i] if i in found else np.zeros(x.shape, jax.dtypes.float0) for i, x in enumerate(args))
+
+    def _adjoint_target(self, ins: list[Spec], results: list[Spec], n: int, wrt: list[int], of: list[int]) -> _Target:
+        arrays = [i for i, param in enumerate(self.params) if param.name not in self.static]
+        buffers: list[int | None] = [None] * len(self.params)
+        adjoints: list[int | None] = [None] * len(self.params)
+        for k, i in enumerate(arrays):
+            buffers[i] = k
+        for k, j in enumerate([n + j for j in of] + wrt):
+            adjoints[arrays[j]] = len(ins) + k
+        clear = tuple(range(len(ins) + len(of), len(ins) + len(results)))
+        tables = tuple(buffers), tuple(adjoints)
+        plan = _WarpPlan(self.kernel, self.params, self.block_dim, self.tiled, *tables, clear, self.options.in_order)
+        return self._target(plan, ins, results, self._extents(plan, ins[:n], ins[n : len(arrays)]))
+
+
+# -- 11.2 Warp itself: import, silence, types ----------------------------------------------------------
+# All that differs between Warp's versions is here and in _warp_layout, which looks at what Warp does rather than at
+# its version.  Checked on 1.13, 1.15, 1.18 and 1.19.
 
 
 def _warp(user: str, module: str = "warp") -> Any:
@@ -3621,7 +3982,8 @@ def jax_callable(*args: Any, **options: Any) -> Any:
     return _warp_interop("jax_callable")(*args, **options)
 
 
-# -- The parameters of a kernel
+# -- 11.3 The parameters of a kernel, and its content --------------------------------------------------
+# Knows types and values.  Does not know calls.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -3865,7 +4227,8 @@ def _warp_launch_dims(kernel: str, dims: Any, tiled: bool) -> tuple[int, ...]:
     return (*dims, 1) if tiled else dims
 
 
-# -- One handler: which buffer of the call is which parameter
+# -- 11.4 One handler: which buffer of the call is which parameter -------------------------------------
+# Knows how Warp records a launch.  Does not run it.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -3964,7 +4327,8 @@ class _WarpPlan:
         )
 
 
-# -- What a launch passes, and native launches
+# -- 11.5 What a launch passes, and native launches ----------------------------------------------------
+# Knows the memory of Warp's structs, as long as it is what Warp packs.  Does not call Python.
 
 
 class _WarpArray(ctypes.Structure):
@@ -4163,7 +4527,8 @@ def _enter_warp_on_cpu(entry: int, handler: _Handler) -> tuple[Callable, Callabl
     return clear, functools.partial(handler.call_c, entry, handler.ir.VoidType())
 
 
-# -- Through Warp's own launch, where it is more than that
+# -- 11.6 Through Warp's own launch, where it is more than that ----------------------------------------
+# Knows how to fill in and replay what was recorded.  Does not know its memory.
 
 
 class _WarpReplay:
@@ -4254,344 +4619,6 @@ def _warp_emitter(plan: _WarpPlan, signature: _Signature, launches: Mapping[int,
     if driver:
         return _WarpEmitter(plan, layout, _CudaLauncher(signature.label, driver, entries).enter, on_cpu=False)
     return _WarpEmitter(plan, layout, functools.partial(_enter_warp_on_cpu, entries[0][0]), on_cpu=True)
-
-
-# -- The wrapper
-
-
-def warp_kernel(
-    kernel: Any = None,
-    outs: Any = None,
-    *,
-    launch_dims: Any = None,
-    block_dim: int = 256,
-    tiled: bool = False,
-    vmap_method: str | None = None,
-    input_output_aliases: Mapping[int, int] | None = None,
-    in_out_argnames: Sequence[str] | None = None,
-    has_side_effect: bool = False,
-    scratch: Any = None,
-    zero_outputs: bool = False,
-    sharding_rule: str | None = None,
-    differentiable: bool = False,
-) -> Any:
-    """Make an NVIDIA Warp kernel a JAX function, on CPUs and GPUs.
-
-    The kernel's parameters are the inputs, then the outputs, then the scratch buffers.  Arrays of vectors
-    and matrices are JAX arrays with the elements in trailing dimensions.  Parameters that are not arrays
-    (scalars, vectors, matrices, structs) take Python or NumPy values, known when JAX traces the call.
-    `vmap` launches once per slice inside one call.  On the CPU, XLA calls Warp's machine code directly.
-    Warp rebuilds a whole module for each kernel that is added to it: for kernels made by a generator,
-    `warp.kernel(module="unique")` saves that.
-
-    Args:
-      kernel: a function decorated with `warp.kernel`; without it, `warp_kernel(outs=...)` is a decorator.
-      outs: the results, as for `numba_kernel`; a callable gets what the call got, values included.  Outputs
-        are not initialized: kernels that add into one say `zero_outputs=True`, or name it in
-        `in_out_argnames`.  If the launch is empty they are zero.
-      launch_dims: the number of threads: an int, a tuple of up to 4, or a callable of the inputs; by
-        default the shape of the kernel's first array (without the trailing dimensions of its elements).
-      block_dim: threads per block on a GPU; a block on the CPU has one.
-      tiled: True for kernels whose blocks work on tiles, as `warp.launch_tiled` starts them: `launch_dims`, up
-        to 3, counts blocks, of `block_dim` threads each.
-      vmap_method: "sequential" and "sequential_unrolled" run the slices of a batch in order on one thread; with
-        any other, XLA's threads share the slices of a batch for which that pays.  The results are the same.
-      input_output_aliases: `{i: j}`: output j starts with the value of argument i.
-      in_out_argnames: names of array parameters that are given a value and returned.  They count as inputs
-        in the call and, in the kernel's order, as the first of `outs`.
-      has_side_effect: True keeps the call even where its results are not used.
-      scratch: like `outs`: uninitialized buffers passed after the outputs and not returned.
-      zero_outputs: True starts every output but the aliased ones from zeros, in each slice of a `vmap`.
-      sharding_rule: as for `numba_kernel`; `launch_dims`, where given, must then be a callable, as shards have less.
-      differentiable: True gives reverse mode through the kernel's own adjoint, for arrays of floats.
-
-    Returns:
-      A function whose result has the structure of `outs`.
-
-    Raises:
-      TypeError: arguments whose dtype, rank or inner dimensions are not the kernel's, a traced value for a
-        parameter passed by value, parameter types that JAX arrays cannot be.
-      ValueError: launch dimensions out of range; in-out arguments, aliases or scratch with `differentiable`.
-
-    Example:
-      >>> import jax.numpy as jnp, warp as wp
-      >>> @wp.kernel
-      ... def scale(x: wp.array(dtype=float), factor: float, out: wp.array(dtype=float)):
-      ...     i = wp.tid()
-      ...     out[i] = factor * x[i]
-      >>> warp_kernel(scale, outs=lambda x, factor: x)(jnp.arange(3.0), 2.0).tolist()
-      [0.0, 2.0, 4.0]
-    """
-    return _wrap(_WarpKernel, locals())
-
-
-class _GenericWarpKernel(_Wrapper):
-    """A generic kernel: a call runs the instance for its dtypes, and `dtype=Any` may stand for vectors and matrices."""
-
-    decorator = "warp_kernel"
-
-    def __call__(self, *args: Any, **named: Any) -> Any:
-        given = {**dict(zip(self.parameters, args)), **named}
-        values = [
-            _input_spec(x, i) if isinstance(x, (jax.Array, np.ndarray)) else x for i, x in enumerate(given.values())
-        ]
-        outs, scratch = (
-            _flat_specs(self._for_inputs(getattr(self.options, what), values), what)[0] for what in ("outs", "scratch")
-        )
-        values += [*outs[len(self.options.in_out_argnames or ()) :], *scratch]
-        kinds = [arg.type for arg in self.kernel.adj.args]
-        if len(kinds) != len(values) or [*given] != [*self.parameters[: len(given)]]:
-            raise TypeError(f"generic Warp kernel {self.__name__!r} takes {self.parameters}; this call gives {values}")
-        wp = _warp("warp_kernel")
-        instance = wp.overload(
-            self.kernel, [_warp_instance_type(wp, *pair) for pair in zip(kinds, values, strict=True)]
-        )
-        with _LOCK:
-            return self.variants.setdefault(instance, _WarpKernel(instance, self.options))(*args, **named)
-
-
-def _warp_instance_type(wp: Any, kind: Any, value: Any) -> Any:
-    """The type of a parameter, for what a call gives where it is generic."""
-    with contextlib.suppress(TypeError):
-        return _warp_param(wp, "", "", kind) and kind
-    if isinstance(value, (bool, int, float)):
-        return {bool: wp.bool, int: wp.int32, float: wp.float32}[type(value)]
-    if not isinstance(value, (Spec, np.generic)):
-        return type(value)
-    scalar, ndim = jaxtype_to_warptype(value.dtype), getattr(kind, "ndim", len(value.shape))
-    inner = value.shape[ndim:]
-    element = {0: lambda: scalar, 1: lambda: wp.types.vector(*inner, scalar), 2: lambda: wp.types.matrix(inner, scalar)}
-    return wp.array(dtype=element[len(inner)](), ndim=ndim) if ndim else scalar
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _WarpOptions(_Options):
-    launch_dims: Any
-    block_dim: int
-    tiled: bool
-    differentiable: bool
-
-
-class _WarpKernel(_Wrapper):
-    decorator = "warp_kernel"
-    options_type = _WarpOptions
-
-    @classmethod
-    def make(cls, kernel: Any, options: Any) -> _Wrapper:
-        return (_GenericWarpKernel if getattr(kernel, "is_generic", False) else cls)(kernel, options)
-
-    def __init__(self, kernel: Any, *args: Any) -> None:
-        self.params, self.writes = _warp_params(kernel), _warp_writes(kernel)
-        self.by_value = {param.name: param for param in self.params if param.ndim is None}
-        super().__init__(kernel, *args)
-        self.values = {
-            i: _pack_warp_value(self.__name__, param, self.static[param.name])
-            for i, param in enumerate(self.params)
-            if param.name in self.static.keys() & self.by_value
-        }
-        self.block_dim, self.tiled = operator.index(self.options.block_dim), bool(self.options.tiled)
-        for i in self.options.aliases():
-            if isinstance(i, int) and (not 0 <= i < len(self.params) or self.params[i].ndim is None):
-                raise ValueError(
-                    f"warp_kernel({self.__name__}): argument {i} is not an array, so no output can alias it"
-                )
-        self._check_options()
-        self._vjp = jax.custom_vjp(super()._trace)
-        self._vjp.defvjp(self._forward, self._backward)
-
-    # -- from a call to its inputs: values, and None for an array, are static
-
-    def __call__(self, *args: Any, **named: Any) -> Any:
-        if not (named or self.by_value or type(None) in map(type, args)):
-            return super().__call__(*args)
-        given = {**dict(zip(self.parameters, args)), **named}
-        for name in self.by_value:
-            if name not in given:
-                raise self._wrong_arity(f"{len(given)} arguments, but {name!r} is passed by value")
-        if len(given) < len(args) + len(named) or given.keys() != {*self.parameters[: len(given)]}:
-            raise self._wrong_arity(f"{len(args)} arguments by position and {', '.join(named) or 'none'} by keyword")
-        return self._call_by_name((), {name: self._as_value(name, x) for name, x in given.items()})
-
-    def _is_input(self, name: str, value: Any) -> bool:
-        return isinstance(value, jax.Array) if name in self.by_value else value is not None
-
-    def _as_value(self, name: str, value: Any) -> Any:
-        """The argument; for a by-value parameter JAX's values get its dtype, and those on a GPU become NumPy's."""
-        param = self.by_value.get(name)
-        if param is None or not isinstance(value, jax.Array):
-            return value
-        if not isinstance(value, jax.core.Tracer) and any(device.platform != "cpu" for device in value.devices()):
-            return np.asarray(value)
-        if self.options.differentiable or not param.takes(value):
-            why = "; with differentiable=True it must be known when JAX traces" if self.options.differentiable else ""
-            raise TypeError(
-                f"Warp kernel {self.__name__!r}: parameter {name!r} ({param}) is passed by value; got {value}{why}: "
-                "make the parameter a warp.array of shape (1,)"
-            )
-        return value if value.dtype == param.dtype else value.astype(param.dtype)
-
-    def _static_key(self, static: dict[str, Any]) -> Any:
-        pack = functools.partial(_pack_warp_value, self.__name__)
-        return frozenset(
-            (name, pack(self.by_value[name], x) if name in self.by_value else None) for name, x in static.items()
-        )
-
-    def _for_inputs(self, option: Any, ins: Sequence[Spec]) -> Any:
-        """Callables get all that the call got, values included."""
-        rest, names = iter(ins), self.parameters[: len(ins) + len(self.static)]
-        args = [self.static[name] if name in self.static else next(rest) for name in names]
-        return option(*args) if callable(option) else option
-
-    def _array_parameters(self) -> Sequence[str]:
-        return [param.name for param in self.params if param.ndim is not None]
-
-    def _input_number(self, option: str, name: str | int, n: int) -> int:
-        """Positions count all arguments of the call."""
-        return super()._input_number(option, self.parameters[name] if isinstance(name, int) else name, n)
-
-    # -- checks
-
-    def _check_options(self) -> None:
-        if not 1 <= self.block_dim <= 1024:
-            raise ValueError(f"warp_kernel({self.__name__}): block_dim must be 1 to 1024 threads; got {self.block_dim}")
-        launch_dims = self.options.launch_dims
-        if self.tiled and launch_dims is None:
-            raise ValueError(f"warp_kernel({self.__name__}): tiled=True needs launch_dims, the number of blocks")
-        if not callable(launch_dims) and launch_dims is not None:
-            _warp_launch_dims(self.__name__, launch_dims, self.tiled)
-            if self.rule:
-                raise ValueError(
-                    f"warp_kernel({self.__name__}): launch_dims={launch_dims!r} is for whole arrays, which "
-                    f"sharding_rule={self.rule.text!r} lets XLA split: give a callable of the inputs, or nothing"
-                )
-        reasons = {
-            "in_out_argnames or input_output_aliases": (self.options.aliases() or self.options.in_out_argnames)
-            and "the adjoint needs the values they overwrite",
-            "scratch": self.options.scratch is not None and "the adjoint needs its contents; return it as an output",
-        }
-        for what, reason in reasons.items():
-            if self.options.differentiable and reason:
-                raise ValueError(f"warp_kernel({self.__name__}): differentiable=True does not go with {what}: {reason}")
-
-    def _wrong_arity(self, given: str) -> TypeError:
-        names = ", ".join(param.name for param in self.params)
-        return TypeError(
-            f"Warp kernel {self.__name__!r} takes the parameters ({names}): inputs, then outputs and scratch; "
-            f"this call gives it {given}"
-        )
-
-    # -- from a call to a target
-
-    def _find_target(self, ins: list[Spec], outs: list[Spec]) -> _Target:
-        n_args, in_outs, shared = len(ins) + len(self.static), self._in_outs(len(ins)), self._aliases(len(ins))
-        if len(self.params) != n_args + len(outs) - len(in_outs) or not self.by_value.keys() <= {
-            *self.parameters[:n_args]
-        }:
-            raise self._wrong_arity(f"{n_args} inputs and {len(outs)} outputs (in-out arguments count as both)")
-        arrays = [i for i in range(n_args) if self.params[i].name not in self.static]
-        results = [*(arrays[j] for j in in_outs), *range(n_args, len(self.params))]
-        buffers: list[int | None] = [None] * len(self.params)
-        for k, i in enumerate([*arrays, *results]):
-            buffers[i] = k
-        for i, spec in zip([*arrays, *results], ins + outs, strict=True):
-            if self.params[i].ndim is not None:
-                _check_warp_array(self.__name__, self.params[i], spec)
-        for j, i in enumerate(arrays):
-            if self.params[i].name in self.writes and j not in shared:
-                raise TypeError(
-                    f"Warp kernel {self.__name__!r} writes to its input {self.params[i].name!r}, which JAX may share: "
-                    "name it in in_out_argnames, which returns it, or write to an output"
-                )
-        clear = tuple(len(ins) + j for j in range(len(outs)) if j not in shared.values())
-        plan = _WarpPlan(
-            self.kernel, self.params, self.block_dim, self.tiled, tuple(buffers), None, clear, self.options.in_order
-        )
-        return self._target(plan, ins, outs, self._extents(plan, ins, outs))
-
-    def _extents(self, plan: _WarpPlan, ins: list[Spec], outs: list[Spec]) -> tuple[int, ...]:
-        dims = self._for_inputs(self.options.launch_dims, ins)
-        if dims is None:
-            tables = zip(self.params, plan.buffers, strict=True)
-            param, k = next((p, k) for p, k in tables if k is not None and p.ndim is not None)
-            shape = [*ins, *outs][k].shape
-            dims = shape[: len(shape) - len(param.inner)] or (1,)
-        return _warp_launch_dims(self.__name__, dims, self.tiled)
-
-    def _target(self, plan: _WarpPlan, ins: list[Spec], outs: list[Spec], dims: tuple[int, ...]) -> _Target:
-        signature = _Signature.of(self.__name__, ins, outs)
-        with _warp_session() as wp:
-            content = (wp.__version__, *_warp_content(self.kernel), str(signature))
-        layout = (plan.block_dim, plan.tiled, plan.buffers, plan.adjoints, plan.clear, plan.in_order)
-        name = self._target_name(_digest("warp", layout, *content))
-        extents = self._padded(dims)
-        grid_stride = getattr(self.kernel, "grid_stride", True)  # known once the content is; False since Warp 1.15
-        if plan.tiled:
-            dims = (*dims[:-1], plan.block_dim)
-        grid = _warp_grid(self.__name__, math.prod(dims), plan.block_dim, grid_stride)
-        attrs = [("dims", extents), ("launch", (*grid, plan.block_dim, 1, 1, 0, *self._padded(dims)))]
-        if self.values:
-            memory = b"".join(packed.ljust(-(-len(packed) // 8) * 8, b"\0") for packed in self.values.values())
-            attrs.append(("values", tuple(np.frombuffer(memory, np.int64).tolist())))
-        makes = {platform: functools.partial(_compile_warp, plan, signature, platform) for platform in ("cpu", "cuda")}
-        runs = f"Warp kernel {self.__name__!r} runs on CPUs and NVIDIA GPUs"
-        if traced := [
-            p.name for p, k in zip(plan.params, plan.buffers, strict=True) if p.ndim is None and k is not None
-        ]:
-            makes.pop("cuda")  # a launch there takes host values
-            runs = (
-                f"Warp kernel {self.__name__!r} has traced values for {traced}, which are passed by value, so it runs "
-                "on CPUs alone; make each a warp.array of shape (1,)"
-            )
-        target = _Target(name, tuple(attrs), plan.may_write(len(ins)), makes=makes, runs=runs)
-        target.announce()
-        return target
-
-    @staticmethod
-    def _padded(dims: tuple[int, ...]) -> tuple[int, ...]:
-        """Four dimensions, how many of them count, and their product."""
-        return (*dims, *[1] * (_WARP_MAX_DIMS - len(dims)), len(dims), math.prod(dims))
-
-    # -- derivatives
-
-    def _trace(self, *args: Any) -> Any:
-        return self._vjp(*_make_varying(args)) if self.options.differentiable else super()._trace(*args)
-
-    def _forward(self, *args: Any) -> tuple[Any, Any]:
-        results = super()._trace(*args)
-        return results, (args, results)
-
-    def _backward(self, residuals: Any, cotangents: Any) -> tuple:
-        """One adjoint launch: (inputs, outputs, cotangents) -> (cotangents, which Warp may change, and gradients)."""
-        args, outs = residuals[0], jax.tree_util.tree_leaves(residuals[1])
-        wrt = [i for i, x in enumerate(args) if jax.dtypes.issubdtype(x.dtype, np.floating)]
-        of = [j for j, x in enumerate(outs) if jax.dtypes.issubdtype(x.dtype, np.floating)]
-        leaves = jax.tree_util.tree_leaves(cotangents)
-        operands = _make_varying([*args, *outs, *(leaves[j] for j in of)])
-        ins = _input_specs(operands)
-        results = [ins[len(args) + j] for j in of] + [ins[i] for i in wrt]
-        aliases = tuple((len(args) + len(outs) + n, n) for n in range(len(of)))
-        n, rule = len(args), self.rule and self.rule.adjoint(wrt, of)
-
-        def resolve(self: _WarpKernel, ins: list[Spec], results: list[Spec]) -> tuple:
-            target = self._adjoint_target(ins, results, n, wrt, of)
-            return target, *_with_copies(target, ins, results, aliases)
-
-        grads = self._bind(resolve, operands, results, rule)[len(of) :]
-        found = {i: _sharded_like(grad, jax.typeof(args[i])) for i, grad in zip(wrt, grads, strict=True)}
-        return tuple(found[i] if i in found else np.zeros(x.shape, jax.dtypes.float0) for i, x in enumerate(args))
-
-    def _adjoint_target(self, ins: list[Spec], results: list[Spec], n: int, wrt: list[int], of: list[int]) -> _Target:
-        arrays = [i for i, param in enumerate(self.params) if param.name not in self.static]
-        buffers: list[int | None] = [None] * len(self.params)
-        adjoints: list[int | None] = [None] * len(self.params)
-        for k, i in enumerate(arrays):
-            buffers[i] = k
-        for k, j in enumerate([n + j for j in of] + wrt):
-            adjoints[arrays[j]] = len(ins) + k
-        clear = tuple(range(len(ins) + len(of), len(ins) + len(results)))
-        tables = tuple(buffers), tuple(adjoints)
-        plan = _WarpPlan(self.kernel, self.params, self.block_dim, self.tiled, *tables, clear, self.options.in_order)
-        return self._target(plan, ins, results, self._extents(plan, ins[:n], ins[n : len(arrays)]))
 
 
 # ======================================================================================================
