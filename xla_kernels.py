@@ -5372,12 +5372,11 @@ def _op_abstract_eval(op: XLACustomKernel, /, *avals: Any, outs: tuple, _batch: 
 
 def _op_sharding(op: XLACustomKernel, ins: Sequence[Any], outs: tuple, batch: tuple) -> _ShardingRule:
     """The sharding rule of the op under the recorded vmaps."""
-    depths = [sum(flags[i] for _, flags in batch) for i in range(len(ins))]
-    slices = [_slices([x], depth)[0] for x, depth in zip(ins, depths)]
-    rule = op._rules.get("sharding") or _ShardingRule.whole(slices, outs)
-    for _, flags in batch:
-        rule = rule.batched(flags)
-    return rule
+    levels = [flags for _, flags in batch]
+    slices = [Spec(x.shape[sum(flags[i] for flags in levels) :], x.dtype) for i, x in enumerate(ins)]
+    return functools.reduce(
+        _ShardingRule.batched, levels, op._rules.get("sharding") or _ShardingRule.whole(slices, outs)
+    )
 
 
 def _op_lowering(op: XLACustomKernel, platform: str | None, ctx: Any, /, *ins: Any, **options: Any) -> Any:
