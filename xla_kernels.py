@@ -333,24 +333,24 @@ def _identity(obj: Any) -> tuple:
         return "identity", os.getpid(), _STORE.objects.setdefault(id(obj), (len(_STORE.objects), obj))[0]
 
 
-def _digest(*objects: Any, live_arrays: bool = False) -> str:
-    """A hash of `objects`, of 96 bits; with `live_arrays` for code that reads large arrays where they are."""
-    digest = _Digester(live_arrays).walk(*objects).hash.hexdigest()
+def _digest(*objects: Any, live_above: float = math.inf) -> str:
+    """A hash of `objects`, of 96 bits, for code that reads arrays of more bytes than `live_above` where they are."""
+    digest = _Digester(live_above).walk(*objects).hash.hexdigest()
     return _RENAMED.get(digest, digest)
 
 
 def _names_read(kernel: Any) -> frozenset[str]:
     """Every name that a function and its helpers read, every string that may be one, and the classes of objects."""
-    names = _Digester(live_arrays=True).walk(kernel).names
+    names = _Digester(_NUMBA_LIVE_ABOVE).walk(kernel).names
     return frozenset(names | {"dot(out)"} if {"dot", "(,,)"} <= names else names)
 
 
 class _Digester:
     """Writes objects to a hash, and notes the names that stand in their code."""
 
-    def __init__(self, live_arrays: bool = False) -> None:
+    def __init__(self, live_above: float = math.inf) -> None:
         self.hash = hashlib.blake2b(digest_size=12)
-        self.live_arrays = live_arrays
+        self.live_above = live_above
         self.seen: dict[int, tuple[bytes, Any]] = {}  # id -> (number, the object, kept alive)
         self.names = {""}  # which stands for the operators
         self.modules: list[types.ModuleType] = []
@@ -411,9 +411,9 @@ class _Digester:
         return parts or _identity(obj)
 
     def _array(self, obj: np.ndarray) -> tuple:
-        """Numba reads an array of over 1 MB, or not contiguous, where it is: it is known by that, and not hashed."""
-        live = obj.dtype.hasobject or (self.live_arrays and (obj.nbytes > 10**6 or not obj.flags.forc))
-        content = (obj.ctypes.data, *_identity(obj)) if live else (obj.tobytes(),)
+        """What is read where it is, as Numba reads all that is not contiguous, is known by that and not hashed."""
+        live = obj.nbytes > self.live_above or (self.live_above < math.inf and not obj.flags.forc)
+        content = (obj.ctypes.data, *_identity(obj)) if live or obj.dtype.hasobject else (obj.tobytes(),)
         return obj.dtype, obj.shape, obj.strides, obj.flags.writeable, obj.flags.aligned, *content
 
     def _code(self, obj: types.CodeType) -> tuple:
@@ -484,6 +484,20 @@ def _family(kind: type) -> Any:
         return NamedTuple
     bases = (kind, enum.Enum, np.generic, np.dtype, types.ModuleType, ctypes._CFuncPtr)  # type: ignore[attr-defined]
     return next((base for base in bases if issubclass(kind, base) and (base in _VALUES or base in _NODES)), None)
+
+
+def _settings(config: types.ModuleType) -> str:
+    """A package's settings, but for those that differ between machines or only say what is printed."""
+    return repr([(name, vars(config)[name]) for name in _setting_names(config, len(vars(config)))])
+
+
+@functools.lru_cache(maxsize=4)
+def _setting_names(config: types.ModuleType, count: int) -> list[str]:
+    local = re.compile("^_|NUM_THREADS|CACHE|PATH|_DIR$|BINARY|QUIET|VERBOSE|LOG_LEVEL|PRINT|VERSION")
+    plain = [
+        name for name, value in vars(config).items() if not (callable(value) or isinstance(value, types.ModuleType))
+    ]
+    return sorted(name for name in plain if not local.search(name.upper()))
 
 
 def _cell(cell: types.CellType) -> tuple:
@@ -2186,6 +2200,7 @@ def _host_arrays(signature: _Signature, pointers: Sequence[int], dims: Sequence[
 # ======================================================================================================
 
 _NUMBA_INSTALL = "pip install numba"
+_NUMBA_LIVE_ABOVE = 10**6  # bytes, above which Numba's code reads an array of its globals where it is
 _NUMBA_DTYPES = frozenset(
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float32 float64 complex64 complex128".split()
 )
@@ -2306,8 +2321,8 @@ class _NumbaKernel(_Wrapper):
         forms = self._forms(signature)
         kernel = _identity(self.kernel) if numba.config.DISABLE_JIT else self.kernel  # Python reads all where it is
         in_order, static = self.options.in_order, tuple(self.static.items())
-        how = (numba.__version__, _numba_settings(), str(signature), str(forms), static, in_order)
-        digest = functools.partial(_digest, "numba", kernel, *how, live_arrays=True)
+        how = (numba.__version__, _settings(numba.config), str(signature), str(forms), static, in_order)
+        digest = functools.partial(_digest, "numba", kernel, *how, live_above=_NUMBA_LIVE_ABOVE)
         compile_ = functools.partial(_compile_numba, self.kernel, signature, forms, self.static, in_order)
         name = self._target_name(digest())
 
@@ -2658,19 +2673,6 @@ def _is_numbas(function: Any) -> bool:
     return name.startswith("numba.") and vars(sys.modules.get(name, types)) is namespace
 
 
-def _numba_settings() -> str:
-    """Numba's settings but for those that differ between machines and do not change code."""
-    from numba import config
-
-    return repr([getattr(config, name) for name in _numba_setting_names(len(vars(config)))])
-
-
-@functools.lru_cache(maxsize=1)
-def _numba_setting_names(count: int) -> list[str]:
-    local = re.compile("^[^A-Z]|NUM_THREADS|CACHE|PATH|BINARY")
-    return sorted(name for name in vars(sys.modules["numba"].config) if not local.search(name))
-
-
 # -- 9.4 The emitter -----------------------------------------------------------------------------------
 # Knows Numba's calling convention, exceptions and threads.  Does not know where arrays come from.
 
@@ -2979,9 +2981,10 @@ class _CudaCode:
         return _cuda_packages(self.function, self.user)
 
     def digest(self) -> str:
-        target = *(package.module for package in self.packages), _cudasim()
+        target = *(package.module for package in self.packages), _settings(sys.modules["numba"].config)
+        live_above = math.inf if self.command_buffer is None and not _cudasim() else -1  # Python reads all where it is
         with _CUDASIM_LOCK:  # a simulated kernel may be running with its globals replaced
-            return _digest(self.user, self.function, self.command_buffer, target)
+            return _digest(self.user, self.function, self.command_buffer, target, live_above=live_above)
 
     def target(self, name: str, attrs: tuple, signature: _Signature) -> _Target:
         simulated, who = _cudasim(), f"{self.user} {self.label!r} runs on"
@@ -3799,7 +3802,7 @@ class _WarpKernel(_Wrapper):
     def _target(self, plan: _WarpPlan, ins: list[Spec], outs: list[Spec], dims: tuple[int, ...]) -> _Target:
         signature = _Signature.of(self.__name__, ins, outs)
         with _warp_session() as wp:
-            content = (wp.__version__, *_warp_content(self.kernel), str(signature))
+            content = (wp.__version__, _settings(wp.config), *_warp_content(self.kernel), str(signature))
         layout = (plan.block_dim, plan.tiled, plan.buffers, plan.adjoints, plan.clear, plan.in_order)
         name = self._target_name(_digest("warp", layout, *content))
         extents = self._padded(dims)
