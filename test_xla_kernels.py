@@ -1347,8 +1347,1095 @@ def test_program(program):
 
 
 # ======================================================================================================
-# Numba on CPU
+# Numba on CPU, and with it what all wrappers share: the C interface, names, inputs, the primitive, the handler
 # ======================================================================================================
+
+
+@xk.numba_kernel(outs=lambda x, y: (x, jax.ShapeDtypeStruct((), x.dtype)))
+def running_sum(x, y, out, total):
+    """Couples all elements of a slice, so any mix-up of rows, batches or strides changes the result."""
+    acc = x.size * y[()]
+    for i in np.ndindex(x.shape):
+        acc += x[i]
+        out[i] = acc
+    total[()] = acc
+
+
+def running_sum_reference(x, y):
+    out = (x.size * y + np.cumsum(x.ravel())).astype(x.dtype).reshape(x.shape)
+    return out, np.asarray(out.ravel()[-1] if x.size else 0, x.dtype)
+
+
+@xk.numba_kernel(outs=lambda x: x)
+def add_one(x, out):
+    for i in range(x.size):
+        out[i] = x[i] + 1
+
+
+@xk.numba_kernel(outs=lambda x: x)
+def refuse_negative(x, out):
+    for i in range(x.size):
+        if x[i] < 0:
+            raise ValueError("negative element", i)
+        out[i] = x[i]
+
+
+def run_code(code, *argv, rc=0, **env):
+    """Run `code` in a fresh interpreter with this file's imports; returns its output."""
+    start = """
+        import os, sys, threading, warnings
+        import jax, jax.numpy as jnp, numba, numpy as np
+        import xla_kernels as xk
+        def add_one(x, out):
+            for i in range(x.size):
+                out[i] = x[i] + 1
+        """
+    code = textwrap.dedent(start) + textwrap.dedent(code)
+    return run_python("-c", code, *argv, idle=100, rc=rc, JAX_PLATFORMS="cpu", **env)
+
+
+def target_of(function, *specs):
+    """The name under which XLA finds the kernel."""
+    return re.search(r"custom_call @\"?(xla_kernels[\w.]*)", jax.jit(function).lower(*specs).as_text())[1]
+
+
+FLOATS = jax.ShapeDtypeStruct((4,), jnp.float32)
+
+# -- the C interface -----------------------------------------------------------------------------------
+
+C_KINDS = {"size_t": 8, "int64_t": 8, "int": 4, "uint32_t": 4, "XLA_FFI_Handler_Traits": 4, "XLA_FFI_DataType": 4,
+           "XLA_FFI_ExecutionStage": 4, "XLA_FFI_Error_Code": 4, "XLA_FFI_Extension_Type": 4,
+           "XLA_FFI_InternalExtension_Type": 4, "int32_t": 4}  # fmt: skip
+
+
+def c_header():
+    with open(os.path.join(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h"), encoding="utf-8") as header:
+        text = re.sub(r"//.*", "", header.read())
+    text = re.sub(r"_XLA_FFI_API_STRUCT_FIELD\((\w+)\)", r"void* \1", text)
+    return text.replace("XLA_FFI_Extension_Base", "XLA_FFI_InternalExtension")  # its name before jaxlib 0.10
+
+
+RENAMED = {  # since jaxlib 0.7.2; the functions kept their places
+    "XLA_FFI_Error_GetMessage": "XLA_FFI_Error_GetDetails",
+    "XLA_FFI_TypeId_Register": "XLA_FFI_Type_Register",
+    "XLA_FFI_ExecutionContext_Get": "XLA_FFI_InvokeContext_Get",
+    "XLA_FFI_Extension_Base": "XLA_FFI_InternalExtension",
+}
+
+
+def c_fields(text, name):
+    """(name, type) of every field of a struct in the header; pointers have the type '*'."""
+    for old, new in RENAMED.items():
+        text = text.replace(old, new)
+    body = re.search(rf"struct {name} \{{(.*?)\}}", text, re.DOTALL)[1]
+    pattern = r"(?:const |struct )?(\w+)\s*(\**)\s*(\w+)"
+    fields = [re.fullmatch(pattern, " ".join(field.split())) for field in body.split(";")[:-1]]
+    return [(field[3], "*" if field[2] else field[1]) for field in fields]
+
+
+def abi_differences(struct, text):
+    """How a ctypes mirror differs from the header; the header may have more fields at the end."""
+    found, expected = [], c_fields(text, struct.__name__)[: len(struct._fields_)]
+    for (name, kind), (c_name, c_kind) in itertools.zip_longest(struct._fields_, expected, fillvalue=("missing", "")):
+        if issubclass(kind, ctypes.Structure):
+            same = kind.__name__ == c_kind
+        else:
+            same = ctypes.sizeof(kind) == (8 if c_kind == "*" else C_KINDS.get(c_kind, 0))
+        if name != c_name or not same:
+            found.append(f"{struct.__name__}.{name}: {kind.__name__}, in the header {c_name}: {c_kind}")
+    return found
+
+
+MIRRORS = [value for name, value in vars(xk).items() if name.startswith("XLA_FFI_") and isinstance(value, type)]
+
+
+@pytest.mark.parametrize("struct", MIRRORS, ids=lambda struct: struct.__name__)
+def test_mirrored_struct_equals_the_header(struct):
+    text = c_header()
+    if f"struct {struct.__name__} " not in text and "DeviceOrdinal" in struct.__name__:
+        pytest.skip("this jaxlib does not tell the device")
+    later = ("DeviceOrdinal_Get",) * ("XLA_FFI_DeviceOrdinal_Get_Args" not in text)
+    assert [found for found in abi_differences(struct, text) if not any(name in found for name in later)] == []
+
+
+def test_the_comparison_with_the_header_can_fail():
+    class XLA_FFI_Buffer(ctypes.Structure):
+        _fields_ = [(n, t) for n, t in xk.XLA_FFI_Buffer._fields_ if n != "rank"]
+
+    class XLA_FFI_Error_Create_Args(ctypes.Structure):
+        _fields_ = [(n, ctypes.c_int64 if n == "errc" else t) for n, t in xk.XLA_FFI_Error_Create_Args._fields_]
+
+    assert any("rank" in text for text in abi_differences(XLA_FFI_Buffer, c_header()))
+    assert any("errc" in text for text in abi_differences(XLA_FFI_Error_Create_Args, c_header()))
+    assert abi_differences(xk.XLA_FFI_Array, c_header().replace("size_t size;", "int32_t size;"))
+
+
+def test_mirrored_numbers_equal_the_header():
+    text = c_header()
+    short = {"bool": "PRED", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64",
+             "complex64": "C64", "complex128": "C128"}  # fmt: skip
+    for name, number in xk._XLA_FFI_DATA_TYPES.items():
+        c_name = short.get(name) or re.sub(r"(u?)int(\d+)", lambda m: ("U" if m[1] else "S") + m[2], name)
+        assert re.search(rf"XLA_FFI_DataType_{c_name} = {number},", text), name
+    for c_name, number in (("ExecutionStage_EXECUTE", xk._STAGE_EXECUTE),
+                           ("Extension_Metadata", xk._EXTENSION_METADATA),
+                           ("Error_Code_INTERNAL", xk._ERROR_INTERNAL),
+                           ("Error_Code_INVALID_ARGUMENT", xk._ERROR_INVALID_ARGUMENT)):  # fmt: skip
+        assert re.search(rf"XLA_FFI_{c_name} = {number}\b", text), c_name
+
+
+# -- names and digests ---------------------------------------------------------------------------------
+
+
+def kernel_from(source, *, name="kernel", **values):
+    namespace = {"np": np, "numba": numba, "math": math, **values}
+    exec(textwrap.dedent(source), namespace)
+    return namespace[name]
+
+
+def add_value(value):
+    def kernel(x, out):
+        out[0] = x[0] + np.float32(value)
+
+    return kernel
+
+
+def add_first(values):
+    def kernel(x, out):
+        out[0] = x[0] + values[0]
+
+    return kernel
+
+
+def with_helper(helper):
+    def kernel(x, out):
+        out[0] = helper(x[0])
+
+    return kernel
+
+
+def with_module(module):
+    def kernel(x, out):
+        out[0] = module.helper(x[0])
+
+    return kernel
+
+
+def with_submodule(helper):
+    package, module = types.ModuleType("package"), types.ModuleType("package.module")
+    package.module, module.helper = module, helper
+    return kernel_from("def kernel(x, out):\n    out[0] = package.module.helper(x[0])", package=package)
+
+
+def module_of(helper):
+    module = types.ModuleType("module_of_helpers")
+    module.helper = helper
+    return module
+
+
+def adder(n, jit=numba.njit):
+    return jit(kernel_from(f"def helper(a):\n    return a + {n}", name="helper"))
+
+
+def lowered_name(kernel):
+    return target_of(xk.numba_kernel(kernel, outs=lambda x: x), FLOATS)
+
+
+def plain(x, out):
+    out[0] = x[0] / 3
+
+
+SAME = {
+    "closure value": lambda: add_value(2.5),
+    "closure array": lambda: add_first(np.arange(3.0)),
+    "helper": lambda: with_helper(adder(1)),
+    "helper of helper": lambda: with_helper(numba.njit(with_return(adder(1)))),
+    "vectorize": lambda: with_helper(adder(1, numba.vectorize)),
+    "module": lambda: with_module(module_of(adder(1))),
+    "nested function": lambda: kernel_from(
+        "def kernel(x, out):\n    def f(a):\n        return a + 1\n    out[0] = f(x[0])"),
+    "line moved": lambda lines=itertools.count(): kernel_from(
+        "\n" * next(lines) + "def kernel(x, out):\n    out[0] = 1"),
+    "options": lambda: numba.njit(fastmath=True, error_model="numpy")(plain),
+    "default argument": lambda: kernel_from("def kernel(x, out, n=3):\n    out[0] = x[0] + n"),
+    "recursion": lambda: with_helper(kernel_from(
+        "@numba.njit\ndef fact(a):\n    if a < 2:\n        return a\n    return a * fact(a - 1)", name="fact")),
+    "vectorize again": lambda helper=functools.cache(lambda: adder(7, numba.vectorize)): with_helper(helper()),
+    "functions with signatures": lambda functions=functools.cache(lambda: (adder(1, SIGNED), adder(2, SIGNED))): reads(
+        "functions[int(x[0])](x[1])", functions=functions()),
+    "overload": lambda: next(overloads(1)),
+    "object mode": lambda: kernel_from(
+        "def kernel(x, out):\n    with numba.objmode():\n        print()\n    out[0] = 1"),
+}  # fmt: skip
+SIGNED = numba.njit("float32(float32)")
+
+
+def with_return(helper):
+    def function(a):
+        return helper(a) * 2
+
+    return function
+
+
+@pytest.mark.filterwarnings("ignore:First-class function type")
+@pytest.mark.parametrize("case", SAME)
+def test_equal_content_is_one_target(case):
+    names = {lowered_name(SAME[case]()) for _ in range(2)}
+    with ThreadPoolExecutor(1) as pool:
+        assert len(names | {pool.submit(lambda: lowered_name(SAME[case]())).result()}) == 1
+
+
+DIFFERENT = {
+    "closure constants": [add_value(v) for v in (1, True, 1.0, 0.0, -0.0, math.nan, math.inf, 2, np.float64(2), 2**40)],
+    "closure arrays": [add_first(v) for v in (np.arange(3), np.arange(3.0), np.arange(1, 4), np.arange(3)[::-1].copy(),
+                                              np.arange(4), (0, 1), (0.0, 1.0), (1, 0))],
+    "globals": [kernel_from("def kernel(x, out):\n    out[0] = x[0] + g", g=g) for g in (1, 2, 1.0, True)],
+    "global arrays": [kernel_from("def kernel(x, out):\n    out[0] = x[0] + g[0]", g=np.array([g]))
+                      for g in (1, 2, 1.0)],
+    "code": [kernel_from(f"def kernel(x, out):\n    out[0] = x[0] {op} 2") for op in "+-*/"],
+    "constants": [kernel_from(f"def kernel(x, out):\n    out[0] = x[0] + {c}")
+                  for c in ("1", "1.0", "True", "-0.0", "0.0")],
+    "defaults": [kernel_from(f"def kernel(x, out, n={n}):\n    out[0] = x[0] + n") for n in (1, 2)],
+    "nested functions": [kernel_from(f"def kernel(x, out):\n    f = lambda a: a + {n}\n    out[0] = f(x[0])")
+                         for n in (1, 2)],
+    "helpers": [with_helper(adder(n)) for n in (1, 2)],
+    "helpers of helpers": [with_helper(numba.njit(with_return(adder(n)))) for n in (1, 2)],
+    "helpers' options": [with_helper(adder(1, numba.njit(**{o: True}))) for o in ("fastmath", "boundscheck", "nogil")],
+    "vectorize": [with_helper(adder(n, numba.vectorize)) for n in (1, 2)],
+    "vectorize with signatures": [with_helper(adder(n, numba.vectorize(["float32(float32)"]))) for n in (1, 2)],
+    "modules in closures": [with_module(module_of(adder(n))) for n in (1, 2)],
+    "modules in modules": [with_submodule(adder(n)) for n in (1, 2)],
+    "fastmath": [numba.njit(fastmath=f)(plain) for f in (False, True, {"nnan"}, {"ninf"})],
+    "error_model": [numba.njit(error_model=m)(plain) for m in ("python", "numpy")],
+    "boundscheck": [numba.njit(boundscheck=b)(plain) for b in (False, True)],
+    "parallel": [numba.njit(parallel=b)(plain) for b in (False, True)],
+    "functions": [kernel_from(f"def kernel(x, out):\n    out[0] = math.{f}(x[0])") for f in ("sin", "cos")],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_different_content_is_another_target(case):
+    kernels = DIFFERENT[case]
+    assert len({lowered_name(kernel) for kernel in kernels}) == len(kernels)
+
+
+def reads(expression, **values):
+    return kernel_from(f"def kernel(x, out):\n    out[0] = {expression}", **values)
+
+
+def hidden(base, *values):
+    """Values of a subclass that does not show what it holds."""
+    return map(type("Hidden", (base,), {"__repr__": lambda self: "0", "__str__": base.__repr__}), values)
+
+
+class OwnRepr(enum.IntEnum):
+    A = 1
+    B = 2
+    __repr__ = lambda self: "0"
+
+
+def claims(module):
+    """Functions that say that they are of a module."""
+    for n in (1, 2):
+        helper = kernel_from("def helper(a):\n    return a + n", name="helper", n=n, __name__=module)
+        assert helper.__module__ == module
+        yield with_helper(numba.njit(helper))
+
+
+def modules(expression, make=module_of):
+    """Modules whose `constant` differs, where the code does not read it as a plain attribute."""
+    for n in (1, 2):
+        module = make(None)
+        module.__dict__["hidden" if make is lazy_module else "constant"] = n
+        get, first = numba.njit(lambda m=module: m), numba.njit(lambda pair: pair[0].constant)
+        yield reads(expression, module=module, get=get, first=first)
+
+
+def lazy_module(_):
+    class Lazy(types.ModuleType):
+        constant = property(lambda self: self.hidden)
+
+    return Lazy("lazy")
+
+
+def module_with_getattr():
+    for n in (1, 2):
+        module = types.ModuleType("module_with_getattr")
+        module.__getattr__ = types.SimpleNamespace(constant=n).__getattribute__
+        yield reads("module.constant", module=module)
+
+
+def is_nan(a):
+    return 1.0 if a != a else 0.0
+
+
+def options(decorate):
+    """A helper that tells whether NaNs count, compiled with options that say so or not."""
+    for flags in (set(), {"nnan"}):
+        helper = types.FunctionType(is_nan.__code__, globals(), "is_nan")
+        helper = decorate(helper, flags) or helper
+        yield reads("call(helper, x[0] + np.nan)", helper=helper, call=numba.njit(lambda f, a: f(a)))
+
+
+def overloaded(helper, flags):
+    numba.extending.overload(helper, jit_options={"fastmath": flags})(lambda a: is_nan)
+
+
+def overloads(*values):
+    for n in values:
+        helper = kernel_from("def helper(a):\n    pass", name="helper")
+        numba.extending.overload(helper)(kernel_from("def typed(a):\n    return lambda a: a + n", name="typed", n=n))
+        yield with_helper(helper)
+
+
+def overload_methods():
+    for n in (1, 2):
+        typed = kernel_from("def typed(a):\n    return lambda a: a[0] + n", name="typed", n=n)
+        numba.extending.overload_method(numba.types.Array, "plus_something")(typed)
+        yield reads("x.plus_something()")
+
+
+def foreign(*restypes):
+    function = ctypes.CDLL(None).labs
+    for function.restype in restypes:
+        function.argtypes = [ctypes.c_long]
+        yield reads("function(300)", function=function)
+
+
+def narrow_locals():
+    for kind in (numba.int8, numba.int64):
+        yield numba.njit(locals={"total": kind})(
+            kernel_from("def kernel(x, out):\n    total = 300\n    out[0] = total")
+        )
+
+
+def named_tuples():
+    for fields in ("a b", "b a"):
+        yield reads("pair.a", pair=collections.namedtuple("Named", fields)(1, 2))
+
+
+def added_to_builtins():
+    for builtins.added in (1, 2):
+        yield reads("added")
+
+
+def edited_module():
+    module = module_of(None)
+    for n in (1, 10):
+        module.helper = adder(n)
+        yield with_module(module)
+
+
+def recursive(second):
+    """f calls g, which calls f, or itself."""
+    return kernel_from(f"""
+        @numba.njit
+        def f(n):
+            return 0 if n < 1 else 1 + g(n - 1)
+        @numba.njit
+        def g(n):
+            return 0 if n < 1 else 10 + {second}(n - 1)
+        def kernel(x, out):
+            out[0] = f(5)""")
+
+
+RESULTS = {
+    "subclass of float": lambda: [reads("v", v=v) for v in hidden(float, 1, 2)],
+    "subclass of int": lambda: [reads("v", v=v) for v in hidden(int, 1, 2)],
+    "subclass of str": lambda: [reads("len(v)", v=v) for v in hidden(str, "a", "ab")],
+    "enum members": lambda: [reads("v.value", v=v) for v in OwnRepr],
+    "strides": lambda: [reads("v.strides[0]", v=np.ones(12)[::n]) for n in (1, 2, 3)],
+    "order": lambda: [reads("v.strides[0]", v=np.ones((2, 3), order=order)) for order in "CF"],
+    "function claims to be of numpy": lambda: claims("numpy"),
+    "function claims to be of math": lambda: claims("math"),
+    "module handed to a helper": lambda: modules("get(module).constant"),
+    "module returned by a helper": lambda: modules("get().constant"),
+    "module in a tuple": lambda: modules("first((module, 1))"),
+    "module and getattr": lambda: modules('getattr(module, "constant")'),
+    "module with a property": lambda: modules("module.constant", lazy_module),
+    "module with __getattr__": module_with_getattr,
+    "edited module": edited_module,
+    "added to builtins": added_to_builtins,
+    "register_jitable": lambda: options(lambda f, flags: numba.extending.register_jitable(fastmath=flags)(f)),
+    "cfunc": lambda: options(lambda f, flags: numba.cfunc("float64(float64)", fastmath=flags)(f)),
+    "jit_options of overload": lambda: options(overloaded),
+    "overload": lambda: overloads(1, 2),
+    "overload_method": overload_methods,
+    "ctypes": lambda: foreign(ctypes.c_long, ctypes.c_int8),
+    "locals": narrow_locals,
+    "named tuples": named_tuples,
+    "recursion": lambda: map(recursive, "fg"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", RESULTS)
+def test_kernels_that_differ_give_different_results(case):
+    x = jnp.zeros(1)
+    results = [float(wrap(kernel, lambda x: x)(x)[0]) for kernel in RESULTS[case]()]
+    assert len(set(results)) == len(results) > 1, results
+
+
+@pytest.mark.parametrize("make", [lambda: np.ones(200_000), lambda: np.ones(4)[::2], lambda: np.ones(4)])
+def test_an_array_that_changes_is_its_own(make):
+    """Numba reads large arrays where they are: a kernel over another one must not see this one change."""
+    array = make()
+    assert wrap(add_first(array))(F32)[0] == F32[0] + 1
+    array[:] = 2
+    assert wrap(add_first(array))(F32)[0] == F32[0] + 2
+    assert wrap(add_first(make()))(F32)[0] == F32[0] + 1
+
+
+KEPT_OP = xk.XLACustomKernel("kept")
+
+
+@pytest.mark.parametrize("name", ["add_one", "KEPT_OP"])
+def test_copies_and_pickles_are_the_object_itself(name, monkeypatch):
+    kept = globals()[name]
+    data = pickle.dumps([kept])
+    assert [kept] == deepcopy([kept]) == shallow_copy([kept]) == pickle.loads(data) and shallow_copy(kept) is kept
+    monkeypatch.setitem(globals(), name, None)
+    with pytest.raises(TypeError, match=f"cannot unpickle the kernel .*{name}: it is None in this process"):
+        pickle.loads(data)
+    with pytest.raises(TypeError, match=r"cannot pickle .* no module keeps it in a global variable"):
+        pickle.dumps(kept)
+
+
+def test_different_signatures_are_different_targets():
+    f, shapes = wrap(copy.__wrapped__), [((4,), "f4"), ((4,), "i4"), ((2, 2), "f4"), ((), "f4")]
+    assert len({target_of(f, jax.ShapeDtypeStruct(*spec)) for spec in shapes}) == 4
+    assert target_of(f, jax.ShapeDtypeStruct((9,), "f4")) == target_of(f, FLOATS)
+    assert target_of(jax.vmap(f), jax.ShapeDtypeStruct((3, 4), "f4")) == target_of(f, FLOATS)
+
+
+def test_an_edited_global_of_a_jitted_kernel_is_seen():
+    kernel = numba.njit(kernel_from("def kernel(x, out):\n    out[0] = x[0] + g", g=1))
+    for n in (1, 10):
+        kernel.py_func.__globals__["g"] = n
+        assert wrap(kernel)(F32)[0] == 1 + n
+
+
+EXPLICIT = {
+    "exact": ["void(float32[::1], float32[::1])"],
+    "any layout": ["void(float32[:], float32[:])"],
+    "second of two": ["void(float64[:], float64[:])", "void(float32[:], float32[:])"],
+}
+
+
+@pytest.mark.parametrize("case", EXPLICIT)
+def test_explicit_signatures_keep_working(case):
+    kernel = numba.njit(EXPLICIT[case])(add_one.__wrapped__)
+    x = jnp.ones(4)
+    np.testing.assert_array_equal(xk.numba_kernel(kernel, outs=lambda x: x)(x), F32 + 1)
+    np.testing.assert_array_equal(jax.vmap(wrap(kernel))(jnp.ones((3, 4))), np.full((3, 4), 2.0))
+    with pytest.raises(TypeError, match=r"(?s)Numba cannot compile.*int32"):
+        wrap(kernel)(np.ones(4, np.int32))
+
+
+def add_by_overload(x, out):
+    """Has an overload that takes writable arrays only."""
+
+
+@numba.extending.overload(add_by_overload)
+def _(x, out):
+    return add_one.__wrapped__ if x == numba.float32[::1] else None
+
+
+def test_a_kernel_may_read_what_it_calls_writable():
+    def of_a_local(x, out):
+        a = x
+        out[:] = a + np.float32(1)
+
+    signature = "void(float32[::1], float32[::1])"
+    for helper in (numba.njit(signature)(add_one.__wrapped__), add_by_overload,
+                   numba.njit(locals={"a": numba.float32[::1]})(of_a_local)):  # fmt: skip
+        np.testing.assert_array_equal(wrap(with_call(helper))(F32), F32 + 1)
+
+
+def with_call(helper):
+    def kernel(x, out):
+        helper(x, out)
+
+    return kernel
+
+
+def test_star_args_and_keyword_defaults():
+    def scaled(x, out, factor=3):
+        out[:] = factor * x
+
+    def first(*arrays):
+        arrays[-1][:] = arrays[0]
+
+    np.testing.assert_array_equal(wrap(first, lambda x, y: x)(F32, 2 * F32), F32)
+    np.testing.assert_array_equal(wrap(scaled)(F32), 3 * F32)
+
+
+class Mode(enum.Enum):
+    SLOW = 1
+    FAST = 2
+
+
+class Pair(typing.NamedTuple):
+    first: int
+    second: int
+
+
+def with_constant(constant):
+    def kernel(x, out):
+        out[0] = x[0] + (constant == constant)
+
+    return kernel
+
+
+@numba.guvectorize(["void(float32[:], float32[:])"], "(n)->()")
+def gu_total(x, out):
+    out[0] = x.sum()
+
+
+def digests(make, *constants):
+    """Every constant twice: equal content gives equal digests, other content others."""
+    first, second = ([xk._digest(make(c)) for c in constants] for _ in range(2))
+    assert first == second and len(set(first)) == len(constants)
+
+
+def test_digest_of_enums_tuples_and_arrays():
+    digests(with_constant, Mode.SLOW, Mode.FAST, Mode, Pair(1, 2), Pair(2, 1), Pair, {1, 2}, {1, 3}, {"a": 1}, {"a": 2})
+    digests(
+        with_constant, np.array([1, "a"], object), np.array([2, "a"], object), np.float32, np.sin, math.sin, range(3)
+    )
+
+
+def test_digest_of_numba_objects():
+    @numba.cfunc("float64(float64)")
+    def callback(x):
+        return x
+
+    @numba.extending.intrinsic
+    def twice(context, x):
+        return x(x), lambda context, builder, signature, args: args[0]
+
+    digests(with_constant, gu_total, callback, twice, numba.float32, numba.float64[:])
+    values = [object(), object()]
+    assert xk._digest(values[0]) == xk._digest(values[0]) != xk._digest(values[1])
+
+
+def test_unfilled_cells_have_a_digest():
+    def outer():
+        def kernel(x, out):
+            out[0] = later
+
+        digest = xk._digest(kernel)
+        later = 1
+        return digest, xk._digest(kernel)
+
+    before, after = outer()
+    assert before != after
+
+
+# -- errors --------------------------------------------------------------------------------------------
+
+
+def writes_input(x, out):
+    x[0] = 1
+
+
+def untypable(x, out):
+    out[0] = x.nothing
+
+
+def returns(x, out):
+    return x.size
+
+
+def wrap(kernel=None, outs=lambda x: x, **options):
+    return xk.numba_kernel(kernel or add_one.__wrapped__, outs, **options)
+
+
+def fails_with(text):
+    return wrap(raising(text))
+
+
+def raising(*args):
+    arg = args[0]
+
+    def raiser(x, out):
+        raise ArithmeticError(arg)
+
+    return raiser
+
+
+F32 = np.ones(4, np.float32)
+ERRORS_OF = {
+    TypeError: {
+        "no kernel": (lambda: wrap(3), "numba_kernel takes a function .*numba.njit or a plain function; got int 3"),
+        "a ufunc of NumPy": (lambda: wrap(np.sin), "numba_kernel takes a function"),
+        "outs": (lambda: wrap(outs=3), r"outs must be specs .*jax.ShapeDtypeStruct.*got 3 of type int"),
+        "outs in a list": (lambda: wrap(outs=[FLOATS, "f4"]), r"outs\[1\] must be specs .*got 'f4' of type str"),
+        "outs from a callable": (lambda: wrap(outs=lambda x: 1.5)(F32), "outs must be specs .*got 1.5 of type"),
+        "outs forgotten": (lambda: wrap(outs=None), r"numba_kernel\(add_one\): outs is missing: .*outs=lambda x: x"),
+        "outs with another count of inputs": (lambda: wrap()(F32, F32), "positional argument"),
+        "outs of a shape": (lambda: wrap(outs=(3, 4)), "a shape needs a dtype"),
+        "outs of a dtype": (lambda: wrap(outs=jnp.float32), "a dtype needs a shape"),
+        "too many outputs": (
+            lambda: wrap(outs=[FLOATS] * 2)(F32),
+            r"kernel 'add_one' takes the parameters \(x, out\), but this call gives it 1 inputs and 2 outputs: kernel",
+        ),
+        "too many inputs": (lambda: wrap(outs=FLOATS)(F32, F32), "2 inputs and 1 outputs"),
+        "too few inputs": (lambda: wrap(_axpy)(F32), "(?s)must take them all, or the inputs alone.*def adapter"),
+        "scratch counts": (lambda: wrap(scratch=FLOATS)(F32), "1 inputs and 2 outputs and scratch buffers"),
+        "a list": (
+            lambda: add_one([1, 2]),
+            r"add_one: input 0 must be an array .*; got list \[1, 2\]; pass its leaves",
+        ),
+        "a string": (lambda: add_one("ab"), "input 0 must be an array or a number; got str 'ab'; convert it"),
+        "a None": (lambda: add_one(None), "input 0 must be an array or a number; got NoneType None"),
+        "an array of text": (lambda: add_one(np.array(["a"])), "<U1|str"),
+        "an array of records": (lambda: wrap(lambda x: x)(np.zeros(3, "f4,i4")), "input 0 .*structured"),
+        "a key": (lambda: add_one(jax.random.key(0)), r"input 0 .*key<.*pass plain arrays.*key_data"),
+        "a 0-d array": (lambda: wrap(_head, lambda x, n, a: x)(F32, 2, 3.0), r"n\[\(\)\], or name it in scalars="),
+        "a list by keyword": (
+            lambda: wrap(_head, lambda x: x)(F32, n=[2], alpha=1.0),
+            "'n' is no array.* must be hashable, got .* of type list",
+        ),
+        "no such parameter": (lambda: wrap(_head)(F32, m=2), r"_head\(x, n, alpha, out\) got 'm' by keyword"),
+        "a parameter twice": (lambda: wrap(_head)(F32, x=F32), r"got 'x' by keyword.*\(1 are\)"),
+        "returns": (lambda: wrap(returns)(F32), "kernel 'returns' returns int64; a kernel writes to its output arrays"),
+        "returns a dtype": (
+            lambda: wrap(lambda x: x, spec(4, dtype=np.int32))(F32),
+            r"array\(float32.*declares int32\[:\]",
+        ),
+        "returns two": (lambda: wrap(lambda x: (x, x))(F32), r"returns UniTuple.* x 2.*declares float32\[:\]"),
+        "returns text": (lambda: wrap(lambda x: "a")(F32), r"returns .*str.*declares"),
+        "writes to an input": (lambda: wrap(writes_input)(F32), "(?s)'writes_input' .*inputs? .*input_output_aliases"),
+        "untypable": (
+            lambda: wrap(untypable)(F32),
+            r"(?s)Numba cannot compile kernel 'untypable' for \(float32\[:\]\) -> \(float32\[:\]\).*nothing",
+        ),
+        "untypable on tracing": (lambda: jax.eval_shape(wrap(untypable), FLOATS), "Numba cannot compile"),
+        "typed for 64 bits": (lambda: wrap(numba.njit("f8(f8[:])")(lambda x: x[0]))(F32), "jax_enable_x64 is set"),
+        "aliases that are no dict": (
+            lambda: wrap(input_output_aliases=[(0, 0)]),
+            r"input_output_aliases must be a dict from the positions .*; got \[\(0, 0\)\]",
+        ),
+        "derivative": (lambda: jax.grad(lambda x: add_one(x).sum())(F32), "no derivative.*jax.custom_vjp"),
+        "output of bfloat16": (lambda: wrap(outs=spec(4, dtype=jnp.bfloat16))(F32), r"output 0 is bfloat16\[4\]"),
+        **{
+            f"input of {dtype}": (
+                lambda dtype=dtype: add_one(jnp.ones(4, dtype)),
+                rf"numba_kernel 'add_one': input 0 is {dtype}\[4\], a dtype for which Numba has no CPU arithmetic",
+            )
+            for dtype in ("float16", "bfloat16", "float8_e4m3fn", "int4", "uint4")
+        },
+    },
+    ValueError: {
+        "vmap_method": (lambda: wrap(vmap_method="loop"), "vmap_method must be one of .*got 'loop'"),
+        "sharding rule": (lambda: wrap(sharding_rule=3), "numba_kernel 'add_one': a sharding rule names .*; got 3"),
+        "its ranks": (lambda: wrap(sharding_rule="i j -> i")(F32), r"for operands of ranks \[2\], but"),
+        "a negative dimension": (lambda: wrap(outs=spec(-1)), r"negative.*\(-1,\)"),
+        "no such input": (
+            lambda: wrap(input_output_aliases={1: 0})(F32),
+            r"input_output_aliases={1: 0}: there is no input 1; the call has 1 inputs, numbered from 0",
+        ),
+        "no such output": (lambda: wrap(input_output_aliases={0: -1})(F32), "there is no output -1"),
+        "aliased shapes": (
+            lambda: wrap(outs=spec(3), input_output_aliases={0: 0})(F32),
+            r"input 0 \(float32\[4\]\) and output 0 \(float32\[3\]\) share memory",
+        ),
+        "aliased dtypes": (
+            lambda: wrap(outs=spec(4, dtype=np.int32), input_output_aliases={0: 0})(F32),
+            r"input 0 \(float32\[4\]\) and output 0 \(int32\[4\]\) share memory",
+        ),
+        "aliased twice": (
+            lambda: wrap(outs=FLOATS, input_output_aliases={0: 0, 1: 0})(F32, F32),
+            "an output can alias one input only",
+        ),
+        "in-out, no parameter": (
+            lambda: wrap(_running, in_out_argnames=["t"]),
+            "'t' must be the name of an array para",
+        ),
+        "in-out, no input": (lambda: wrap(_running, in_out_argnames=["out"])(F32), "'out' is not the name of an input"),
+    },
+    jax.errors.JaxRuntimeError: {
+        "returns a shape": (lambda: wrap(lambda x: x.T, spec(2))(F32), r"shape', \(4,\), .* declares', \(2,\)"),
+        "raised": (
+            lambda: refuse_negative(-F32),
+            r"ValueError: \('negative element', 0\) \(raised in kernel 'refuse_negative'\)",
+        ),
+        "raised in a slice": (
+            lambda: jax.vmap(refuse_negative)(np.array([[1], [-1]], np.float32)),
+            "ValueError.*'refuse_negative'",
+        ),
+        "not ascii": (
+            lambda: fails_with("größe 日本 \U0001f600")(F32),
+            "ArithmeticError: größe 日本 \U0001f600 .raised in kernel 'raiser'",
+        ),
+        "half a surrogate": (lambda: fails_with("a\udc80b")(F32), "ArithmeticError: a"),
+        "a NUL": (lambda: fails_with("a\0b")(F32), "ArithmeticError: a.*raised in kernel"),
+        "a megabyte": (lambda: fails_with("x" * 1_000_000)(F32), "ArithmeticError: xxx"),
+    },
+}
+ERRORS = {name: (call, kind, text) for kind, rows in ERRORS_OF.items() for name, (call, text) in rows.items()}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_error_names_the_rule_and_the_value(case):
+    call, kind, text = ERRORS[case]
+    with pytest.raises(kind, match=text):
+        jax.block_until_ready(call())
+    np.testing.assert_array_equal(add_one(F32), F32 + 1)  # the process goes on
+
+
+class ErrorWithoutText(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+class OwnError(LookupError):
+    pass
+
+
+def raise_division(x, out):
+    out[0] = 1 // int(x[0] - 1)
+
+
+def raise_own(x, out):
+    raise OwnError("mine", 3)
+
+
+def raise_without_text(x, out):
+    raise ErrorWithoutText()
+
+
+def raise_class(x, out):
+    raise StopIteration
+
+
+def raise_assertion(x, out):
+    if not x[0] > 1:  # not an assert statement, which pytest rewrites
+        raise AssertionError("too small")
+
+
+@numba.njit(boundscheck=True)
+def raise_bounds(x, out):
+    out[0] = x[x.size]
+
+
+def fail_in_python():
+    raise KeyError("from Python")
+
+
+@numba.njit
+def raise_in_objmode(x, out):
+    with numba.objmode():
+        fail_in_python()
+
+
+RAISED = {
+    raise_division: "ZeroDivisionError: integer division by zero",
+    raise_own: r"OwnError: \('mine', 3\)",
+    raise_without_text: "ErrorWithoutText",
+    raise_class: "StopIteration",
+    raise_assertion: "AssertionError: too small",
+    raise_bounds: "IndexError",
+    raise_in_objmode: "KeyError: 'from Python'",
+}
+
+
+@pytest.mark.parametrize("kernel", RAISED, ids=lambda kernel: kernel.__name__)
+def test_exception_in_a_kernel_becomes_an_error(kernel):
+    for f in (wrap(kernel), jax.jit(wrap(kernel)), lambda x: jax.vmap(wrap(kernel))(x[None])):
+        text = f"^INTERNAL: {RAISED[kernel]}.*raised in kernel '{kernel.__name__}'"
+        with pytest.raises(jax.errors.JaxRuntimeError, match=text):
+            jax.block_until_ready(f(F32))
+
+
+def test_messages_of_threads_do_not_overwrite_each_other():
+    keep = lambda text: xk._keep_message(ValueError(text * 5000), "kernel")
+    first = keep("a")
+    with ThreadPoolExecutor(1) as pool:
+        for text in "bcdef":
+            pool.submit(keep, text).result()
+    assert ctypes.string_at(first).startswith(b"ValueError: aaa")
+
+
+def test_another_platform_is_an_error_that_says_what_to_use():
+    with pytest.raises(NotImplementedError, match=r"runs on the CPU; .* numba_cuda_kernel .* compiled for 'cuda'"):
+        jax.jit(add_one).trace(F32).lower(lowering_platforms=("cuda",))
+
+
+# -- transformations -----------------------------------------------------------------------------------
+
+
+def sharded(f, mesh, in_specs, out_specs):
+    return shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+
+
+def mesh(*shape):
+    return jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(shape), tuple("ij")[: len(shape)])
+
+
+def scanned(f):
+    return lambda x: jax.lax.scan(lambda c, _: (f(c), f(c).sum()), x, None, length=3)[0]
+
+
+P = jax.sharding.PartitionSpec
+TRANSFORMED = {
+    "jit": lambda x: jax.jit(add_one)(x),
+    "disable_jit": lambda x: with_jit_off(add_one, x),
+    "scan": lambda x: scanned(add_one)(x) - 2,
+    "scan with disable_jit": lambda x: with_jit_off(scanned(add_one), x) - 2,
+    "while": lambda x: jax.lax.while_loop(lambda c: c[0] < 5, add_one, x) - 4,
+    "fori": lambda x: jax.lax.fori_loop(0, 2, lambda i, c: add_one(c), x) - 1,
+    "cond": lambda x: jax.lax.cond(x[0] == 0, add_one, lambda x: x, x),
+    "vmapped cond": lambda x: jax.vmap(lambda y: jax.lax.cond(y[0] >= 0, add_one, lambda y: y, y))(x[:, None])[:, 0],
+    "switch": lambda x: jax.lax.switch(1, [lambda x: x, add_one], x),
+    "map": lambda x: jax.lax.map(add_one, x[:, None])[:, 0],
+    "associative scan": lambda x: jax.lax.associative_scan(
+        lambda a, b: jax.vmap(add_one)(a) + b - 1, x[:, None] * 0 + 1)[:, 0],
+    "checkpoint": lambda x: jax.checkpoint(add_one)(x),
+    "pmap": lambda x: jax.pmap(add_one)(x.reshape(4, 2)).reshape(8),
+    "shard_map": lambda x: sharded(add_one, mesh(4), P("i"), P("i"))(x),
+    "shard_map of scan": lambda x: sharded(scanned(add_one), mesh(4), P("i"), P("i"))(x) - 2,
+    "jitted shard_map": lambda x: jax.jit(sharded(add_one, mesh(2, 2), P(("i", "j")), P(("i", "j"))))(x),
+    "shard_map, replicated": lambda x: sharded(add_one, mesh(4), P(), P())(x),
+    "vmap of shard_map": lambda x: jax.vmap(sharded(add_one, mesh(4), P("i"), P("i")))(x[None])[0],
+    "jit over a mesh": lambda x: jax.jit(add_one)(jax.device_put(x, jax.sharding.NamedSharding(mesh(4), P("i")))),
+    "jit over an explicit mesh": lambda x: jax.jit(add_one)(
+        jax.device_put(x, jax.sharding.NamedSharding(jax.make_mesh((4,), ("i",)), P("i")))),
+    "another device": lambda x: add_one(jax.device_put(x, jax.devices()[3])),
+    "custom_vjp forward": lambda x: halve(x) * 2 + 1,
+    "pure compile": lambda x: jax.jit(add_one).lower(x).compile()(x),
+    "committed jit inside vmap": lambda x: jax.vmap(jax.jit(add_one))(x[None])[0],
+    "dlpack": lambda x: add_one(np.asarray(x)),
+}  # fmt: skip
+
+
+def with_jit_off(f, x):
+    with jax.disable_jit():
+        return f(x)
+
+
+@jax.custom_vjp
+def halve(x):
+    return half_kernel(x)
+
+
+@xk.numba_kernel(outs=lambda x: x)
+def half_kernel(x, out):
+    for i in np.ndindex(x.shape):
+        out[i] = x[i] / 2
+
+
+halve.defvjp(lambda x: (halve(x), None), lambda _, ct: (half_kernel(ct),))
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_transformed_call_gives_the_same_answer(name):
+    x = jnp.arange(8.0)
+    np.testing.assert_array_equal(TRANSFORMED[name](x), np.arange(8.0) + 1)
+
+
+def test_devices_run_at_once():
+    arrays = [jax.device_put(jnp.arange(1000.0) + i, device) for i, device in enumerate(jax.devices())]
+    for _ in range(20):
+        results = [add_one(x) for x in arrays]
+    for i, (result, device) in enumerate(zip(results, jax.devices())):
+        assert result.devices() == {device}
+        np.testing.assert_array_equal(result, np.arange(1000.0) + i + 1)
+
+
+def test_grad_of_vmap_and_vmap_of_grad_through_custom_vjp():
+    x = jnp.arange(6.0).reshape(2, 3)
+    loss = lambda x: (halve(x) ** 2).sum()
+    for gradient in (jax.grad(loss)(x), jax.vmap(jax.grad(loss))(x), jax.grad(lambda x: jax.vmap(loss)(x).sum())(x),
+                     jax.grad(jax.checkpoint(loss))(x), jax.jit(jax.grad(loss))(x)):  # fmt: skip
+        np.testing.assert_allclose(gradient, x / 2)
+
+
+def test_shard_map_sums_the_gradient_of_a_replicated_input():
+    @jax.custom_vjp
+    def scale(w, x):
+        return multiply(w, x)
+
+    @xk.numba_kernel(outs=lambda w, x: x)
+    def multiply(w, x, out):
+        for i in range(x.size):
+            out[i] = w[i] * x[i]
+
+    scale.defvjp(lambda w, x: (scale(w, x), (w, x)), lambda saved, ct: (multiply(ct, saved[1]), multiply(ct, saved[0])))
+    devices = mesh(4)
+    loss = lambda w, x: jax.shard_map(
+        lambda w, x: jax.lax.psum(scale(jax.lax.pcast(w, "i", to="varying") if hasattr(jax.lax, "pcast") else
+                                        jax.lax.pvary(w, "i"), x).sum(), "i"),
+        mesh=devices, in_specs=(P(), P("i")), out_specs=P()
+    )(w, x)  # fmt: skip
+    np.testing.assert_allclose(jax.grad(loss)(jnp.ones(2), jnp.arange(8.0)), [12, 16])
+
+
+def test_symbolic_shapes_are_exported():
+    from jax import export
+
+    (n,) = export.symbolic_shape("n")
+    spec = jax.ShapeDtypeStruct((n,), np.float32)
+    jax.eval_shape(add_one, FLOATS)
+    program = export.export(jax.jit(add_one), disabled_checks=xk.export_checks())(spec)
+    for size in (1, 5, 8):
+        np.testing.assert_array_equal(program.call(np.ones(size, np.float32)), np.full(size, 2.0))
+
+
+def test_integer_outputs_need_no_derivative():
+    f = xk.numba_kernel(nb_sign, outs=lambda x: jax.ShapeDtypeStruct(x.shape, jnp.int32))
+    out, tangent = jax.jvp(f, (F32,), (F32,))
+    assert out.dtype == jnp.int32 and tangent.dtype == jax.dtypes.float0
+    assert repr(f) == "<numba_kernel nb_sign>"
+    np.testing.assert_array_equal(jax.grad(lambda x: (x * f(x)).sum())(F32), np.sign(F32))
+
+
+def nb_sign(x, out):
+    for i in range(x.size):
+        out[i] = np.sign(x[i])
+
+
+# -- any shape, layout and batch -----------------------------------------------------------------------
+
+SHAPE_DTYPES = ["float32", "int32", "uint32", "complex64"]
+
+
+def random_shape(rng, rank):
+    return tuple(int(n) for n in rng.choice([0, 1, 2, 3, 5, 7], rank, p=[0.06, 0.2, 0.2, 0.2, 0.2, 0.14]))
+
+
+def random_array(rng, shape, dtype):
+    return rng.integers(0, 4, shape).astype(dtype)
+
+
+def random_layout(rng, x):
+    """A transposed, reversed or strided way to read x, for NumPy and JAX alike."""
+    perm = tuple(int(i) for i in rng.permutation(x.ndim))
+    index = tuple(slice(None, None, int(rng.choice([1, 1, -1, 2]))) for _ in perm)
+    return lambda a: a.transpose(perm)[index]
+
+
+@pytest.mark.parametrize("dtype", SHAPE_DTYPES)
+@pytest.mark.parametrize("rank", range(5))
+def test_any_shape_and_layout_matches_numpy(dtype, rank):
+    rng = np.random.default_rng([rank, SHAPE_DTYPES.index(dtype)])
+    for _ in range(2):
+        shapes = [random_shape(rng, rank) for _ in range(50)] + [{1: (70_000,), 2: (300, 200)}.get(rank, (2,) * rank)]
+        arrays = [random_array(rng, shape, dtype) for shape in shapes]
+        layouts = [random_layout(rng, x) for x in arrays]
+        y = random_array(rng, (), dtype)
+        results = jax.jit(lambda xs: [running_sum(f(x), y) for f, x in zip(layouts, xs)])(arrays)
+        for x, layout, result in zip(arrays, layouts, results):
+            expected = running_sum_reference(layout(x), y)
+            jax.tree.map(np.testing.assert_array_equal, result, expected)
+
+
+def test_numpy_views_are_taken_as_they_are():
+    base = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+    for view in (base.T, base[:, ::-1, ::2], np.asfortranarray(base), base[1:1], base.astype(">f4").astype("f4")):
+        jax.tree.map(np.testing.assert_array_equal, running_sum(view, 1), running_sum_reference(view, np.float32(1)))
+
+
+def nest_reference(x, y, nest):
+    """What nested vmaps mean: loops over slices."""
+    if not nest:
+        return running_sum_reference(x, y)
+    (size, x_axis, y_axis), inner = nest[0], nest[1:]
+    take = lambda a, axis, i: a if axis is None else np.take(a, i, axis)
+    slices = [nest_reference(take(x, x_axis, i), take(y, y_axis, i), inner) for i in range(size)]
+    if slices:
+        return tuple(np.stack(parts) for parts in zip(*slices))
+    zeros = lambda a, axis: a if axis is None else np.zeros(a.shape[:axis] + a.shape[axis + 1 :], a.dtype)
+    return tuple(np.zeros((0, *a.shape), a.dtype) for a in nest_reference(zeros(x, x_axis), zeros(y, y_axis), inner))
+
+
+def random_nest(rng, rank, dtype):
+    """Operands, and for every vmap from the outermost in: its size and in_axes."""
+    x_shape, y_shape, nest = [*random_shape(rng, rank)], [], []
+    for size in rng.choice([0, 1, 2, 3], rng.integers(0, 4), p=[0.08, 0.22, 0.35, 0.35]):
+        axes = []
+        batched = rng.integers(1, 4)
+        for shape, bit in ((x_shape, 1), (y_shape, 2)):
+            axes.append(int(rng.integers(0, len(shape) + 1)) if batched & bit else None)
+            if batched & bit:
+                shape.insert(axes[-1], int(size))
+        nest.insert(0, (int(size), *axes))
+    return random_array(rng, x_shape, dtype), random_array(rng, y_shape, dtype), nest
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int32"])
+@pytest.mark.parametrize("rank", range(3))
+def test_any_nest_of_vmaps_is_a_loop_over_slices(dtype, rank):
+    rng = np.random.default_rng([7, rank, len(dtype)])
+    for _ in range(5):
+        cases = [random_nest(rng, rank, dtype) for _ in range(40)]
+
+        def run(operands):
+            results = []
+            for (x, y), (_, _, nest) in zip(operands, cases):
+                f = running_sum
+                for _, *axes in reversed(nest):
+                    f = jax.vmap(f, in_axes=tuple(axes))
+                results.append(f(x, y))
+            return results
+
+        for (x, y, nest), result in zip(cases, jax.jit(run)([case[:2] for case in cases])):
+            jax.tree.map(np.testing.assert_array_equal, result, nest_reference(x, y, nest))
+
+
+@pytest.mark.parametrize("method", ["sequential", "sequential_unrolled", "expand_dims", "broadcast_all", None])
+def test_every_vmap_method_gives_the_same_answer(method):
+    total = xk.numba_kernel(outs=lambda x: jax.ShapeDtypeStruct((), x.dtype), vmap_method=method)(sum_kernel)
+    x = np.arange(24.0, dtype=np.float32).reshape(2, 3, 4)
+    np.testing.assert_array_equal(jax.vmap(jax.vmap(total, 1), 0)(x), x.sum(1))
+
+
+def sum_kernel(x, out):
+    out[()] = x.sum()
+
+
+def test_a_very_deep_nest_of_vmaps():
+    f = add_one
+    for _ in range(12):
+        f = jax.vmap(f)
+    np.testing.assert_array_equal(f(np.ones((1, 2) * 6 + (3,), np.float32)), 2 * np.ones((1, 2) * 6 + (3,)))
+
+
+def test_thirty_arguments_and_none():
+    names = [f"a{i}" for i in range(30)]
+    namespace = {}
+    exec(f"def add_all({', '.join(names)}, out):\n    out[:] = {' + '.join(names)}", namespace)
+    f = xk.numba_kernel(namespace["add_all"], outs=lambda *xs: xs[0])
+    np.testing.assert_array_equal(f(*[np.full(3, i, np.float32) for i in range(30)]), [435.0] * 3)
+
+    @xk.numba_kernel(outs=[jax.ShapeDtypeStruct((3,), np.int32)])
+    def count(out):
+        for i in range(out.size):
+            out[i] = i
+
+    np.testing.assert_array_equal(count()[0], [0, 1, 2])
+    np.testing.assert_array_equal(jax.vmap(lambda x: x + count()[0])(np.zeros(2, np.int32)), [[0, 1, 2]] * 2)
+
+
+@pytest.mark.parametrize("enabled", [True, False], ids=["x64", "x32"])
+@pytest.mark.parametrize("dtype", "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float32 float64 complex64 "
+                                  "complex128".split())  # fmt: skip
+def test_every_dtype_in_and_out(dtype, enabled):
+    with x64(enabled):
+        x = np.array([[0, 1, 1], [1, 0, 1]]).astype(dtype)
+        result = copy(x)
+        assert result.dtype == jax.dtypes.canonicalize_dtype(dtype)
+        np.testing.assert_array_equal(result, x)
+        np.testing.assert_array_equal(jax.vmap(copy)(x[:, :, None])[..., 0], x)
+
+
+@xk.numba_kernel(outs=lambda x: x)
+def copy(x, out):
+    for i in np.ndindex(x.shape):
+        out[i] = x[i]
+
+
+# -- kernels -------------------------------------------------------------------------------------------
 
 
 def _square(x, out):
@@ -1472,6 +2559,546 @@ def test_numba_functions_in_one_line(name, how):
         jax.tree.map(
             functools.partial(np.testing.assert_allclose, rtol=1e-6), result, expected(*xs[0], **xs[1], **static)
         )
+
+
+# -- inputs are never changed --------------------------------------------------------------------------
+
+
+@numba.njit
+def write_first(a):
+    a.flat[0] = 77
+
+
+@numba.vectorize(["float32(float32)"])
+def plus_one(a):
+    return a + 1
+
+
+@numba.guvectorize(["void(float32[:], float32[:])"], "(n)->(n)")
+def gu_swap(a, out):
+    a[0], out[0] = 77, a[0]
+
+
+@numba.extending.intrinsic
+def poke(typing, a):
+    def write(context, builder, signature, args):
+        array = context.make_array(a)(context, builder, args[0])
+        builder.store(context.get_constant(a.dtype, 77), array.data)
+        return context.get_dummy_value()
+
+    return numba.void(a), write
+
+
+@numba.experimental.jitclass([("a", numba.float32[::1])])
+class Holder:
+    def __init__(self, a):
+        self.a = a
+
+    def put(self, value):
+        self.a[0] = value
+
+
+contiguous, fill, elements = np.ascontiguousarray, np.fill_diagonal, np.nditer
+memset = ctypes.CDLL(None).memset
+memset.argtypes, memset.restype = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t], ctypes.c_void_p
+
+WRITES = {
+    name: f"def write(x, out):\n    {code}" for name, code in {
+        "item": "x[0] = 77", "slice": "x[1:] = 77", "mask": "x[x > 0] = 77", "all": "x[...] = 77",
+        "in place": "x += 77",
+        "in place slice": "x[:2] -= 77", "sort": "x[::-1].sort()", "fill": "x.fill(77)",
+        "swap": "x[0], x[1] = x[1], x[0]",
+        "ufunc": "np.add(x, 77, x)", "sin": "np.sin(x, x)", "vectorize": "plus_one(x, x)",
+        "dot": "np.dot(np.ones((4, 4), np.float32), out, x)",
+        "dot out": "np.dot(np.ones((4, 4), np.float32), out, out=x)",
+        "flat": "x.flat[0] = 77", "helper": "write_first(x)", "closure": "(lambda a: a.fill(77))(x)",
+        "nditer": "for v in np.nditer(x):\n        v[()] = 77",
+        "nditer of two": "for v, w in np.nditer((x, out)):\n        v[()] = 77",
+        "view": "x.view(np.int32)[0] = 77", "reshape": "x.reshape((2, 2))[0, 0] = 77", "ravel": "x.ravel()[0] = 77",
+        "transpose": "x.T[0] = 77", "ascontiguousarray": "np.ascontiguousarray(x)[0] = 77",
+        "asfortranarray": "np.asfortranarray(x)[0] = 77", "asarray": "np.asarray(x)[0] = 77",
+        "fill_diagonal": "np.fill_diagonal(x.reshape((2, 2)), 77)", "shuffle": "np.random.shuffle(x)",
+        "list": "l = [out, x]\n    l[1][0] = 77", "tuple": "for a in (x, out):\n        a[0] = 77",
+        "typed list": "l = numba.typed.List()\n    l.append(out)\n    l.append(x)\n    l[1][0] = 77",
+        "typed dict": "d = numba.typed.Dict()\n    d[0] = out\n    d[1] = x\n    d[1][0] = 77",
+        "either": "a = out if out.size == 0 else x\n    a[0] = 77",
+        "ascontiguousarray, renamed": "contiguous(x)[0] = 77", "jitclass": "Holder(x).put(77)",
+        "fill_diagonal, renamed": "fill(x.reshape((2, 2)), 77)",
+        "nditer, renamed": "for v in elements(x):\n        v[()] = 77",
+        "guvectorize": "gu_swap(x, out)", "intrinsic": "poke(x)", "nan_to_num": "np.nan_to_num(x, False)",
+        "address": "memset(x.ctypes, 77, 4)", "getattr": "memset(getattr(x, 'ctypes'), 77, 4)",
+        "object mode": "with numba.objmode():\n        x[0] = 77",
+    }.items()
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [*WRITES, "parallel in place", "parallel ufunc", "parallel flat"])
+def test_an_input_is_never_changed(case):
+    """Numba refuses the kernel, or it runs on a copy."""
+    parallel, case = case.startswith("parallel"), case.removeprefix("parallel ")
+    exec(WRITES[case], globals() | {"numba": numba}, namespace := {})
+    x = jnp.array([4.0, np.nan, 2.0, 1.0], jnp.float32)
+    try:
+        jax.block_until_ready(wrap(numba.njit(parallel=parallel)(namespace["write"]))(x))
+    except (TypeError, jax.errors.JaxRuntimeError) as error:
+        assert re.search("input|Numba cannot compile|read-only", str(error))
+    np.testing.assert_array_equal(x, [4, np.nan, 2, 1])
+
+
+READS = {  # code: the inputs that get a copy
+    "out[:] = x + y": "",
+    "for i, v in enumerate(x.flat): out[i] = v + y[i]": "",
+    "for i in range(4): out[i] = x[i] + y[i]\n    memset(y.ctypes, 0, 0)": "y",
+}
+
+
+@pytest.mark.parametrize("code", READS)
+def test_a_kernel_that_only_reads_gets_no_copies(code):
+    exec(f"def read(x, y, out):\n    {code}", globals(), namespace := {})
+    f = wrap(namespace["read"], lambda x, y: x)
+    np.testing.assert_array_equal(f(F32, 2 * F32), 3 * F32)
+    copied = jax.make_jaxpr(f)(F32, F32).eqns[0].params["aliases"]
+    assert "".join("xy"[i] for i, _ in copied) == READS[code]
+
+
+# -- aliases, scratch, effects -------------------------------------------------------------------------
+
+
+@xk.numba_kernel(outs=lambda acc, x: acc, input_output_aliases={0: 0})
+def accumulate(acc, x, out):
+    for i in range(x.size):
+        out[0] += x[i]
+
+
+def test_an_aliased_output_starts_with_the_input_and_the_caller_keeps_its_array():
+    acc, x = jnp.array([10.0, 5.0]), jnp.arange(4.0)
+    for f in (accumulate, jax.jit(accumulate)):
+        np.testing.assert_array_equal(f(acc, x), [16, 5])
+        np.testing.assert_array_equal(acc, [10, 5])
+    looped = jax.lax.fori_loop(0, 3, lambda i, a: accumulate(a, x), acc)
+    np.testing.assert_array_equal(looped, [28, 5])
+
+
+def test_an_aliased_operand_under_vmap_belongs_to_each_slice():
+    acc, x = jnp.array([10.0, 5.0]), jnp.arange(6.0).reshape(3, 2)
+    np.testing.assert_array_equal(jax.vmap(accumulate, (None, 0))(acc, x), [[11, 5], [15, 5], [19, 5]])
+    np.testing.assert_array_equal(jax.vmap(accumulate, (0, None))(jnp.stack([acc, acc + 1]), x[1]), [[15, 5], [16, 6]])
+    np.testing.assert_array_equal(acc, [10, 5])
+
+
+def test_a_donated_array_is_updated_in_place():
+    acc = jnp.zeros(1000)
+    before = acc.unsafe_buffer_pointer()
+    result = jax.jit(accumulate, donate_argnums=0)(acc, jnp.ones(5))
+    assert result[0] == 5 and acc.is_deleted() and result.unsafe_buffer_pointer() == before
+
+
+def test_zero_outputs_start_every_slice_from_zeros():
+    def adds(x, kept, out):
+        for i in range(x.size):
+            out[i] += x[i]
+            kept[i] += x[i]
+
+    f = xk.numba_kernel(adds, lambda x, y: (y, x), zero_outputs=True, in_out_argnames=["kept"])
+    x = jnp.ones((2, 300_000))  # memory that was used before is likely to be found again
+    for _ in range(3):
+        for kept, out in (jax.vmap(f)(x, x), jax.jit(jax.vmap(f))(x, x), f(x[0], x[1])):
+            assert (out == 1).all() and (kept == 2).all()
+
+
+def test_scratch_is_passed_and_not_returned():
+    @xk.numba_kernel(outs=lambda x: x, scratch=lambda x: {"twice": x, "n": jax.ShapeDtypeStruct((), np.int32)})
+    def reverse(x, out, n, work):
+        n[()] = x.size
+        work[:] = x
+        for i in range(n[()]):
+            out[i] = work[x.size - 1 - i]
+
+    x = jnp.arange(6.0).reshape(2, 3)
+    np.testing.assert_array_equal(reverse(x[0]), [2, 1, 0])
+    np.testing.assert_array_equal(jax.vmap(reverse)(x), x[:, ::-1])
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_side_effect_keeps_an_unused_call(kept):
+    f = wrap(has_side_effect=kept)
+    hlo = jax.jit(lambda x: (f(x), x * 2)[1]).lower(FLOATS).compile().as_text()
+    assert ("custom-call" in hlo) == kept
+    jax.lax.scan(lambda c, _: (f(c), None), jnp.ones(4), None, length=3)[0].block_until_ready()
+
+
+# -- processes -----------------------------------------------------------------------------------------
+
+
+STABLE = {
+    "numba": """
+import math
+table = np.arange(4.0)
+@numba.vectorize
+def up(a): return a + 1
+def kernel(x, out, scale=2.0):
+    f = lambda a: a * scale
+    for i in range(x.size):
+        if i in (1, 2, 3): out[i] = up(f(x[i])) + table[i] + math.sin(x[i]) + np.pi
+f = xk.numba_kernel(kernel, outs=lambda x: x)
+""",
+    "scipy": """
+from numpy import argsort, dot, sum, where
+from numpy.linalg import norm
+from numpy.random import normal
+from random import gauss
+def kernel(x, out):
+    out[0] = sum(x) + dot(x, x) + where(x > 0, 1, 0)[0] + argsort(x)[0] + norm(x) + 0 * normal() + 0 * gauss(0, 1)
+f = xk.numba_kernel(kernel, lambda x: x)
+""",
+    "warp": """
+import warp as wp
+@wp.struct
+class P:
+    a: float
+@wp.kernel
+def named(x: wp.array(dtype=float), p: P, out: wp.array(dtype=float)):
+    out[wp.tid()] = p.a * x[wp.tid()]
+kernel = xk.warp_kernel(named, lambda x, p: x)
+f = lambda x: kernel(x, P())
+""",
+}
+
+
+@pytest.mark.parametrize("package", STABLE)
+def test_names_are_equal_in_another_process(package, tmp_path):
+    pytest.importorskip(package)  # scipy is what Numba has numpy.linalg from
+    start = "import jax, numba, numpy as np, xla_kernels as xk\n"
+    end = "print(jax.jit(f).lower(jax.ShapeDtypeStruct((4,), 'float32')).as_text())"
+    (tmp_path / "stable.py").write_text(start + STABLE[package] + end)  # Warp reads the source
+    first, second = (run_python("stable.py", cwd=tmp_path, PYTHONHASHSEED=seed) for seed in "12")
+    assert first == second and first.startswith("module @")  # Warp prints nothing either
+
+
+def test_an_exported_program_runs_where_the_same_kernels_are_registered(tmp_path):
+    code = """
+        from jax import export
+        spec, path = jax.ShapeDtypeStruct((4,), jnp.float32), sys.argv[2]
+        f = xk.numba_kernel(add_one, outs=lambda x: x)
+        if sys.argv[1] != "unregistered": jax.eval_shape(f, spec)
+        if sys.argv[1] == "write":
+            program = export.export(jax.jit(jax.vmap(f)), disabled_checks=xk.export_checks())
+            open(path, "wb").write(program(jax.ShapeDtypeStruct((3, 4), jnp.float32)).serialize())
+        else:
+            program = export.deserialize(bytearray(open(path, "rb").read()))
+            try:
+                print(program.call(jnp.ones((3, 4))).tolist())
+            except jax.errors.JaxRuntimeError as error:
+                print("No FFI handler" if "add_one" in str(error) else error)
+        """
+    run_code(code, "write", tmp_path / "program")
+    assert run_code(code, "read", tmp_path / "program").strip() == str([[2.0] * 4] * 3)
+    assert "No FFI handler" in run_code(code, "unregistered", tmp_path / "program")
+
+
+def test_the_persistent_cache_hits_and_never_mixes_up_kernels(tmp_path):
+    code = """
+        hits = []
+        jax.monitoring.register_event_listener(lambda event, **_: hits.append(event.endswith("/cache_hits")))
+        jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+        n = float(sys.argv[2])
+        def kernel(x, out):
+            out[0] = x[0] + n
+        f = jax.jit(lambda x: xk.numba_kernel(kernel, outs=lambda x: x)(x))
+        x = np.zeros(1, np.float32)
+        print(np.asarray(f(x))[0], sum(hits))
+        """
+    assert [run_code(code, tmp_path, n).split() for n in (1, 1, 2)] == [["1.0", "0"], ["1.0", "1"], ["2.0", "0"]]
+
+
+def test_numba_cache_on_disk(tmp_path):
+    (tmp_path / "cached.py").write_text(
+        "import numba\n@numba.njit(cache=True, parallel=True)\ndef kernel(x, out):\n"
+        "    for i in numba.prange(x.size):\n        out[i] = x[i] + 1\n        if x[i] < 0: out[i] = 0\n"
+    )
+    code = """
+        warnings.simplefilter("error")
+        sys.path.insert(0, sys.argv[1])
+        import cached
+        f = xk.numba_kernel(cached.kernel, outs=lambda x: x)
+        def work():
+            for _ in range(200):
+                assert f(np.ones(10000, np.float32))[-1] == 2
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for t in threads: t.start()
+        for t in threads: t.join()
+        print("done")
+        """
+    for _ in range(2):
+        assert "done" in run_code(code, tmp_path, NUMBA_THREADING_LAYER="workqueue")
+
+
+def test_without_jit_the_kernel_is_plain_python():
+    code = """
+        def kernel(x, out):
+            print("x is", x, out.shape, x.flags.writeable)
+            if x.ndim and x[0] < 0: raise KeyError("negative", x[0].item())
+            out[...] = x + 1
+        f = xk.numba_kernel(kernel, outs=lambda x: x)
+        assert f(np.ones(2, np.float32)).tolist() == [2, 2] and f(np.float32(1)) == 2
+        assert f(np.ones((2, 0), np.float32)).shape == (2, 0) and f(np.array([], np.complex64)).shape == (0,)
+        assert jax.vmap(f)(np.ones((3, 2), np.float32)).shape == (3, 2)
+        assert xk.numba_kernel(numba.njit(add_one), outs=lambda x: x)(np.ones(2, np.int8)).tolist() == [2, 2]
+        def write(x, out): x[0] = 1
+        for call, text in ((f, "KeyError: ('negative', -1.0)"),
+                           (xk.numba_kernel(write, outs=lambda x: x), "read-only")):
+            try:
+                call(-np.ones(2, np.float32)).block_until_ready()
+            except (jax.errors.JaxRuntimeError, ValueError) as error:  # jaxlib's fast path may raise ValueError
+                print("caught", text in str(error))
+        """
+    output = run_code(code, NUMBA_DISABLE_JIT="1")
+    assert "x is [1. 1.] (2,) False" in output and output.count("caught True") == 2
+
+
+CRASH = {
+    "raising in a loop": """
+        def fail(x, out):
+            if x[0] < 0: raise ValueError("negative", x[0])
+            out[0] = x[0]
+        f = xk.numba_kernel(fail, outs=lambda x: x)
+        def work(n):
+            for i in range(n):
+                try:
+                    assert f(np.array([i % 2 - 1], np.float32)).block_until_ready()[0] == 0
+                except jax.errors.JaxRuntimeError as error:
+                    assert "('negative', -1.0)" in str(error) and i % 2 == 0
+        work(1000)
+        threads = [threading.Thread(target=work, args=(300,)) for _ in range(8)]
+        for t in threads: t.start()
+        for t in threads: t.join()
+        for _ in range(20):
+            try: jax.pmap(f)(-np.ones((4, 1), np.float32)).block_until_ready()
+            except jax.errors.JaxRuntimeError as error: assert "negative" in str(error) or "Event" in str(error), error
+        """,
+    "raising in object mode on XLA's threads": """
+        def fail(): raise KeyError("in Python")
+        @numba.njit
+        def kernel(x, out):
+            with numba.objmode(): fail()
+        f = xk.numba_kernel(kernel, outs=lambda x: x)
+        for _ in range(20):
+            try: jax.pmap(f)(np.ones((4, 8), np.float32)).block_until_ready()
+            except jax.errors.JaxRuntimeError: pass
+            else: raise SystemExit(3)
+        """,
+    "exception without text on XLA's threads": """
+        class Bad(Exception):
+            def __str__(self): raise RuntimeError("no text")
+        def kernel(x, out): raise Bad()
+        f = xk.numba_kernel(kernel, outs=lambda x: x)
+        try: jax.pmap(f)(np.ones((4, 8), np.float32)).block_until_ready()
+        except jax.errors.JaxRuntimeError: pass
+        """,
+    "parallel kernels entered at once": """
+        @numba.njit(parallel=True)
+        def helper(x, out):
+            for i in numba.prange(x.size): out[i] = x[i] + 1
+            if x[0] < 0: raise ValueError("negative")
+        @numba.njit
+        def direct(x, out): helper(x, out)
+        jit = numba.njit("void(float32[::1], float32[::1])", parallel=True)
+        functions = (jit(helper.py_func), jit(lambda x, out: helper(x, out)))
+        def through_tuple(x, out):
+            for i in range(2): functions[i](x, out)
+        @numba.cfunc("void(CPointer(float32), CPointer(float32), int64)")
+        def callback(x, out, n): helper(numba.carray(x, (n,)), numba.carray(out, (n,)))
+        def through_pointer(x, out): callback(x.ctypes, out.ctypes, x.size)
+        later = numba.njit(parallel=True)(helper.py_func)  # compiled by the first call
+        def in_python(x, out): later(x, out)
+        def through_python(x, out):
+            with numba.objmode(): in_python(x, out)
+        warnings.simplefilter("ignore")  # functions in tuples are experimental
+        def work(kernel):
+            f = xk.numba_kernel(kernel, outs=lambda x: x)
+            two = jax.jit(lambda x, y: (f(x), f(y)))
+            for i in range(100 if kernel is direct else 3):
+                assert f(np.ones(5000, np.float32))[-1] == 2
+                assert two(np.ones(5000, np.float32), np.zeros(5000, np.float32))[1][0] == 1
+                try: f(-np.ones(10, np.float32)).block_until_ready()
+                except jax.errors.JaxRuntimeError: pass
+                assert (jax.pmap(f)(np.ones((4, 1000), np.float32)) == 2).all()
+        kernels = [through_python, direct, through_tuple, through_pointer]
+        threads = [threading.Thread(target=work, args=(kernel,)) for kernel in kernels * 2]
+        for t in threads: t.start()
+        for t in threads: t.join()
+        """,
+    "buffers of another count, rank or dtype": """
+        spec = jax.ShapeDtypeStruct((4,), jnp.float32)
+        jax.eval_shape(xk.numba_kernel(add_one, outs=lambda x: x), spec)
+        name = str(xk.export_checks()[0]).split("'")[1] if "'" in str(xk.export_checks()[0]) else None
+        name = name or xk.export_checks()[0].is_custom_call()
+        x = np.ones(4, np.float32)
+        calls = [(spec, ()), (spec, (x, x)), ([spec, spec], (x,)), (spec, (x.astype(np.int32),)), (spec, (x[0],)),
+                 (jax.ShapeDtypeStruct((4,), jnp.int32), (x,)), (jax.ShapeDtypeStruct((2, 4), jnp.float32), (x,)),
+                 (jax.ShapeDtypeStruct((), jnp.float32), (x[0],)), (spec, (x[None],)),
+                 (spec, (x.astype(jnp.bfloat16),))]
+        for outs, args in calls:
+            try:
+                jax.block_until_ready(jax.ffi.ffi_call(name, outs)(*args))
+            except jax.errors.JaxRuntimeError as error:
+                assert "INVALID_ARGUMENT" in str(error) and "add_one" in str(error), error
+            else:
+                raise SystemExit(f"accepted {outs} {args}")
+        assert jax.ffi.ffi_call(name, spec)(x)[0] == 2
+        for a, b in (((3, 4), (2, 4)), ((3, 4), (1, 4)), ((4,), (3,)), ((2, 3, 4), (2, 2, 4))):  # they differ in shape
+            spec = jax.ShapeDtypeStruct(b, jnp.float32)
+            try: jax.block_until_ready(jax.ffi.ffi_call(name, spec)(np.ones(a, np.float32)))
+            except jax.errors.JaxRuntimeError: pass
+        """,
+    "collected wrappers": """
+        import gc
+        def make(n):
+            def kernel(x, out): out[0] = x[0] + n
+            return xk.numba_kernel(kernel, outs=lambda x: x)
+        x = np.ones(1, np.float32)
+        compiled = [jax.jit(make(n)).lower(x).compile() for n in range(20)]
+        gc.collect(); jax.clear_caches(); gc.collect()
+        for _ in range(3):
+            assert [float(c(x)[0]) for c in compiled] == [n + 1 for n in range(20)]
+        """,
+    "interpreter exit with work in flight": """
+        def slow(x, out):
+            for j in range(100_000_000): out[0] += np.sin(x[0] + j)
+        f = jax.jit(xk.numba_kernel(slow, outs=lambda x: x))
+        x = np.ones(1, np.float32)
+        f.lower(x).compile()
+        pending = [f(jax.device_put(x, device)) for device in jax.devices()]
+        """,
+    "fork after registration": """
+        import multiprocessing
+        f = xk.numba_kernel(add_one, outs=lambda x: x)
+        jax.eval_shape(f, jax.ShapeDtypeStruct((4,), jnp.float32))  # registered, the backend not yet started
+        def work(): assert f(np.ones(4, np.float32))[3] == 2
+        child = multiprocessing.get_context("fork").Process(target=work)
+        child.start()
+        work()
+        child.join()
+        assert child.exitcode == 0
+        """,
+    "registering before the backend starts": """
+        f = xk.numba_kernel(add_one, outs=lambda x: x)
+        jax.eval_shape(f, jax.ShapeDtypeStruct((4,), jnp.float32))
+        jax.config.update("jax_platforms", "cpu")
+        assert f(np.ones(4, np.float32))[3] == 2
+        """,
+    "reload, import again, purge": """
+        import importlib
+        x = np.ones(4, np.float32)
+        old = xk.numba_kernel(add_one, outs=lambda x: x)
+        held = jax.jit(old)
+        def check(module):
+            new = module.numba_kernel(add_one, outs=lambda x: x)
+            for f in (old, held, new, jax.vmap(new)):
+                assert f(x[None] if f is not old and f is not held and f is not new else x).ravel()[3] == 2
+        check(xk)
+        check(importlib.reload(xk))
+        del sys.modules["xla_kernels"]
+        check(importlib.import_module("xla_kernels"))
+        for name in [name for name in sys.modules if name.startswith("xla_kernels")]: del sys.modules[name]
+        check(importlib.import_module("xla_kernels"))
+        """,
+    "two copies": """
+        import importlib.util
+        x = np.ones(4, np.float32)
+        def load(name):
+            spec = importlib.util.spec_from_file_location(name, xk.__file__)
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[name] = module
+            spec.loader.exec_module(module)
+            return module
+        copies = [xk, load("vendored_a"), load("package.vendored_b"), load("xla_kernels"), load("xla_kernels")]
+        functions = [copy.numba_kernel(add_one, outs=lambda x: x) for copy in copies]
+        for f in functions: assert f(x)[3] == 2
+        @jax.jit
+        def chain(x):
+            for f in functions: x = f(x)
+            return x
+        assert chain(x)[0] == 6
+        """,
+    "sixteen threads": """
+        import time
+        shared = xk.numba_kernel(add_one, outs=lambda x: x)
+        wrong, start = [], threading.Barrier(16)
+        def work(k):
+            rng = np.random.default_rng(k)
+            start.wait()
+            for i in range(12):
+                n = int(rng.integers(1, 30))
+                value = int(rng.integers(0, 6))
+                def kernel(x, out):
+                    for i in range(x.size): out[i] = x[i] + value
+                x = np.arange(n, dtype=rng.choice(["float32", "int32"]))
+                f = xk.numba_kernel(kernel, outs=lambda x: x)
+                results = [(shared(x), x + 1), (f(x), x + value), (jax.jit(lambda x: f(shared(x)))(x), x + value + 1),
+                           (jax.vmap(f)(x[None]), x[None] + value)]
+                wrong.extend(1 for a, b in results if not np.array_equal(a, b))
+        threads = [threading.Thread(target=work, args=(k,)) for k in range(16)]
+        for t in threads: t.start()
+        for t in threads: t.join()
+        assert not wrong
+        assert len(xk.export_checks()) <= 2 + 12
+        """,
+    "memory of calls, retraces and errors": """
+        import resource
+        def rss(): return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize() / 2**20
+        f = xk.numba_kernel(add_one, outs=lambda x: x)
+        x = np.zeros(16, np.float32)
+        loop = jax.jit(lambda x, n: jax.lax.fori_loop(0, n, lambda i, x: f(x) * 0.5, x))
+        loop(x, 1000).block_until_ready()
+        before = rss()
+        loop(x, 1_000_000).block_until_ready()
+        assert rss() - before < 5, ("calls", rss() - before)
+        def closure(n):
+            def kernel(x, out): out[0] = x[0] + n
+            return xk.numba_kernel(kernel, outs=lambda x: x)
+        retrace = lambda: jax.make_jaxpr(closure(2.5))(x)
+        for _ in range(100): retrace()
+        before, targets = rss(), len(xk.export_checks())
+        for _ in range(1000): retrace()
+        assert len(xk.export_checks()) == targets and rss() - before < 20, ("retraces", rss() - before)
+        def fail(x, out): raise ValueError("no")
+        g = xk.numba_kernel(fail, outs=lambda x: x)
+        def errors(n):
+            for _ in range(n):
+                try: g(x).block_until_ready()
+                except jax.errors.JaxRuntimeError: pass
+        errors(500)
+        before = rss()
+        errors(3000)
+        assert rss() - before < 8, ("errors", rss() - before)
+        """,
+    "kernels of every origin": """
+        exec("def kernel(x, out): out[0] = x[0] + 1", anonymous := {})
+        exec("def kernel(x, out): out[0] = x[0] + 2", other := {})
+        x = np.ones(1, np.float32)
+        run = lambda kernel: xk.numba_kernel(kernel, outs=lambda x: x)(x)[0]
+        assert (run(anonymous["kernel"]), run(other["kernel"])) == (2, 3)
+        @numba.njit
+        def allocate(x, out):
+            d = numba.typed.Dict()
+            l = numba.typed.List()
+            for i in range(100):
+                l.append(np.full(10, i))
+                d[i] = l[i].sum()
+            print("from the kernel", d[99])
+            out[0] = d[99]
+        assert run(allocate) == 990
+        assert (jax.pmap(xk.numba_kernel(allocate, outs=lambda x: x))(np.ones((4, 1), np.float32)) == 990).all()
+        """,
+}
+
+
+@pytest.mark.parametrize("case", CRASH)
+def test_the_process_survives(case):
+    run_code(CRASH[case], NUMBA_THREADING_LAYER="workqueue" if "parallel" in case else "default")
 
 
 # ======================================================================================================
@@ -4746,1638 +6373,6 @@ def test_op_benchmark_compares_backends():
     assert len(lines) == 3 and "KeyError" in lines[2]
     with pytest.raises(NotImplementedError, match="no kernel for platform 'cpu'"):
         xk.XLACustomKernel("empty").benchmark(X, outs=_like)
-
-
-# ======================================================================================================
-# Robustness
-# ======================================================================================================
-
-
-@xk.numba_kernel(outs=lambda x, y: (x, jax.ShapeDtypeStruct((), x.dtype)))
-def running_sum(x, y, out, total):
-    """Couples all elements of a slice, so any mix-up of rows, batches or strides changes the result."""
-    acc = x.size * y[()]
-    for i in np.ndindex(x.shape):
-        acc += x[i]
-        out[i] = acc
-    total[()] = acc
-
-
-def running_sum_reference(x, y):
-    out = (x.size * y + np.cumsum(x.ravel())).astype(x.dtype).reshape(x.shape)
-    return out, np.asarray(out.ravel()[-1] if x.size else 0, x.dtype)
-
-
-@xk.numba_kernel(outs=lambda x: x)
-def add_one(x, out):
-    for i in range(x.size):
-        out[i] = x[i] + 1
-
-
-@xk.numba_kernel(outs=lambda x: x)
-def refuse_negative(x, out):
-    for i in range(x.size):
-        if x[i] < 0:
-            raise ValueError("negative element", i)
-        out[i] = x[i]
-
-
-def run_code(code, *argv, rc=0, **env):
-    """Run `code` in a fresh interpreter with this file's imports; returns its output."""
-    start = """
-        import os, sys, threading, warnings
-        import jax, jax.numpy as jnp, numba, numpy as np
-        import xla_kernels as xk
-        def add_one(x, out):
-            for i in range(x.size):
-                out[i] = x[i] + 1
-        """
-    code = textwrap.dedent(start) + textwrap.dedent(code)
-    return run_python("-c", code, *argv, idle=100, rc=rc, JAX_PLATFORMS="cpu", **env)
-
-
-def target_of(function, *specs):
-    """The name under which XLA finds the kernel."""
-    return re.search(r"custom_call @\"?(xla_kernels[\w.]*)", jax.jit(function).lower(*specs).as_text())[1]
-
-
-FLOATS = jax.ShapeDtypeStruct((4,), jnp.float32)
-
-# -- any shape, layout and batch -----------------------------------------------------------------------
-
-SHAPE_DTYPES = ["float32", "int32", "uint32", "complex64"]
-
-
-def random_shape(rng, rank):
-    return tuple(int(n) for n in rng.choice([0, 1, 2, 3, 5, 7], rank, p=[0.06, 0.2, 0.2, 0.2, 0.2, 0.14]))
-
-
-def random_array(rng, shape, dtype):
-    return rng.integers(0, 4, shape).astype(dtype)
-
-
-def random_layout(rng, x):
-    """A transposed, reversed or strided way to read x, for NumPy and JAX alike."""
-    perm = tuple(int(i) for i in rng.permutation(x.ndim))
-    index = tuple(slice(None, None, int(rng.choice([1, 1, -1, 2]))) for _ in perm)
-    return lambda a: a.transpose(perm)[index]
-
-
-@pytest.mark.parametrize("dtype", SHAPE_DTYPES)
-@pytest.mark.parametrize("rank", range(5))
-def test_any_shape_and_layout_matches_numpy(dtype, rank):
-    rng = np.random.default_rng([rank, SHAPE_DTYPES.index(dtype)])
-    for _ in range(2):
-        shapes = [random_shape(rng, rank) for _ in range(50)] + [{1: (70_000,), 2: (300, 200)}.get(rank, (2,) * rank)]
-        arrays = [random_array(rng, shape, dtype) for shape in shapes]
-        layouts = [random_layout(rng, x) for x in arrays]
-        y = random_array(rng, (), dtype)
-        results = jax.jit(lambda xs: [running_sum(f(x), y) for f, x in zip(layouts, xs)])(arrays)
-        for x, layout, result in zip(arrays, layouts, results):
-            expected = running_sum_reference(layout(x), y)
-            jax.tree.map(np.testing.assert_array_equal, result, expected)
-
-
-def test_numpy_views_are_taken_as_they_are():
-    base = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
-    for view in (base.T, base[:, ::-1, ::2], np.asfortranarray(base), base[1:1], base.astype(">f4").astype("f4")):
-        jax.tree.map(np.testing.assert_array_equal, running_sum(view, 1), running_sum_reference(view, np.float32(1)))
-
-
-def nest_reference(x, y, nest):
-    """What nested vmaps mean: loops over slices."""
-    if not nest:
-        return running_sum_reference(x, y)
-    (size, x_axis, y_axis), inner = nest[0], nest[1:]
-    take = lambda a, axis, i: a if axis is None else np.take(a, i, axis)
-    slices = [nest_reference(take(x, x_axis, i), take(y, y_axis, i), inner) for i in range(size)]
-    if slices:
-        return tuple(np.stack(parts) for parts in zip(*slices))
-    zeros = lambda a, axis: a if axis is None else np.zeros(a.shape[:axis] + a.shape[axis + 1 :], a.dtype)
-    return tuple(np.zeros((0, *a.shape), a.dtype) for a in nest_reference(zeros(x, x_axis), zeros(y, y_axis), inner))
-
-
-def random_nest(rng, rank, dtype):
-    """Operands, and for every vmap from the outermost in: its size and in_axes."""
-    x_shape, y_shape, nest = [*random_shape(rng, rank)], [], []
-    for size in rng.choice([0, 1, 2, 3], rng.integers(0, 4), p=[0.08, 0.22, 0.35, 0.35]):
-        axes = []
-        batched = rng.integers(1, 4)
-        for shape, bit in ((x_shape, 1), (y_shape, 2)):
-            axes.append(int(rng.integers(0, len(shape) + 1)) if batched & bit else None)
-            if batched & bit:
-                shape.insert(axes[-1], int(size))
-        nest.insert(0, (int(size), *axes))
-    return random_array(rng, x_shape, dtype), random_array(rng, y_shape, dtype), nest
-
-
-@pytest.mark.parametrize("dtype", ["float32", "int32"])
-@pytest.mark.parametrize("rank", range(3))
-def test_any_nest_of_vmaps_is_a_loop_over_slices(dtype, rank):
-    rng = np.random.default_rng([7, rank, len(dtype)])
-    for _ in range(5):
-        cases = [random_nest(rng, rank, dtype) for _ in range(40)]
-
-        def run(operands):
-            results = []
-            for (x, y), (_, _, nest) in zip(operands, cases):
-                f = running_sum
-                for _, *axes in reversed(nest):
-                    f = jax.vmap(f, in_axes=tuple(axes))
-                results.append(f(x, y))
-            return results
-
-        for (x, y, nest), result in zip(cases, jax.jit(run)([case[:2] for case in cases])):
-            jax.tree.map(np.testing.assert_array_equal, result, nest_reference(x, y, nest))
-
-
-@pytest.mark.parametrize("method", ["sequential", "sequential_unrolled", "expand_dims", "broadcast_all", None])
-def test_every_vmap_method_gives_the_same_answer(method):
-    total = xk.numba_kernel(outs=lambda x: jax.ShapeDtypeStruct((), x.dtype), vmap_method=method)(sum_kernel)
-    x = np.arange(24.0, dtype=np.float32).reshape(2, 3, 4)
-    np.testing.assert_array_equal(jax.vmap(jax.vmap(total, 1), 0)(x), x.sum(1))
-
-
-def sum_kernel(x, out):
-    out[()] = x.sum()
-
-
-def test_a_very_deep_nest_of_vmaps():
-    f = add_one
-    for _ in range(12):
-        f = jax.vmap(f)
-    np.testing.assert_array_equal(f(np.ones((1, 2) * 6 + (3,), np.float32)), 2 * np.ones((1, 2) * 6 + (3,)))
-
-
-def test_thirty_arguments_and_none():
-    names = [f"a{i}" for i in range(30)]
-    namespace = {}
-    exec(f"def add_all({', '.join(names)}, out):\n    out[:] = {' + '.join(names)}", namespace)
-    f = xk.numba_kernel(namespace["add_all"], outs=lambda *xs: xs[0])
-    np.testing.assert_array_equal(f(*[np.full(3, i, np.float32) for i in range(30)]), [435.0] * 3)
-
-    @xk.numba_kernel(outs=[jax.ShapeDtypeStruct((3,), np.int32)])
-    def count(out):
-        for i in range(out.size):
-            out[i] = i
-
-    np.testing.assert_array_equal(count()[0], [0, 1, 2])
-    np.testing.assert_array_equal(jax.vmap(lambda x: x + count()[0])(np.zeros(2, np.int32)), [[0, 1, 2]] * 2)
-
-
-@pytest.mark.parametrize("enabled", [True, False], ids=["x64", "x32"])
-@pytest.mark.parametrize("dtype", "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float32 float64 complex64 "
-                                  "complex128".split())  # fmt: skip
-def test_every_dtype_in_and_out(dtype, enabled):
-    with x64(enabled):
-        x = np.array([[0, 1, 1], [1, 0, 1]]).astype(dtype)
-        result = copy(x)
-        assert result.dtype == jax.dtypes.canonicalize_dtype(dtype)
-        np.testing.assert_array_equal(result, x)
-        np.testing.assert_array_equal(jax.vmap(copy)(x[:, :, None])[..., 0], x)
-
-
-@xk.numba_kernel(outs=lambda x: x)
-def copy(x, out):
-    for i in np.ndindex(x.shape):
-        out[i] = x[i]
-
-
-# -- errors --------------------------------------------------------------------------------------------
-
-
-def writes_input(x, out):
-    x[0] = 1
-
-
-def untypable(x, out):
-    out[0] = x.nothing
-
-
-def returns(x, out):
-    return x.size
-
-
-def wrap(kernel=None, outs=lambda x: x, **options):
-    return xk.numba_kernel(kernel or add_one.__wrapped__, outs, **options)
-
-
-def fails_with(text):
-    return wrap(raising(text))
-
-
-def raising(*args):
-    arg = args[0]
-
-    def raiser(x, out):
-        raise ArithmeticError(arg)
-
-    return raiser
-
-
-F32 = np.ones(4, np.float32)
-ERRORS_OF = {
-    TypeError: {
-        "no kernel": (lambda: wrap(3), "numba_kernel takes a function .*numba.njit or a plain function; got int 3"),
-        "a ufunc of NumPy": (lambda: wrap(np.sin), "numba_kernel takes a function"),
-        "outs": (lambda: wrap(outs=3), r"outs must be specs .*jax.ShapeDtypeStruct.*got 3 of type int"),
-        "outs in a list": (lambda: wrap(outs=[FLOATS, "f4"]), r"outs\[1\] must be specs .*got 'f4' of type str"),
-        "outs from a callable": (lambda: wrap(outs=lambda x: 1.5)(F32), "outs must be specs .*got 1.5 of type"),
-        "outs forgotten": (lambda: wrap(outs=None), r"numba_kernel\(add_one\): outs is missing: .*outs=lambda x: x"),
-        "outs with another count of inputs": (lambda: wrap()(F32, F32), "positional argument"),
-        "outs of a shape": (lambda: wrap(outs=(3, 4)), "a shape needs a dtype"),
-        "outs of a dtype": (lambda: wrap(outs=jnp.float32), "a dtype needs a shape"),
-        "too many outputs": (
-            lambda: wrap(outs=[FLOATS] * 2)(F32),
-            r"kernel 'add_one' takes the parameters \(x, out\), but this call gives it 1 inputs and 2 outputs: kernel",
-        ),
-        "too many inputs": (lambda: wrap(outs=FLOATS)(F32, F32), "2 inputs and 1 outputs"),
-        "too few inputs": (lambda: wrap(_axpy)(F32), "(?s)must take them all, or the inputs alone.*def adapter"),
-        "scratch counts": (lambda: wrap(scratch=FLOATS)(F32), "1 inputs and 2 outputs and scratch buffers"),
-        "a list": (
-            lambda: add_one([1, 2]),
-            r"add_one: input 0 must be an array .*; got list \[1, 2\]; pass its leaves",
-        ),
-        "a string": (lambda: add_one("ab"), "input 0 must be an array or a number; got str 'ab'; convert it"),
-        "a None": (lambda: add_one(None), "input 0 must be an array or a number; got NoneType None"),
-        "an array of text": (lambda: add_one(np.array(["a"])), "<U1|str"),
-        "an array of records": (lambda: wrap(lambda x: x)(np.zeros(3, "f4,i4")), "input 0 .*structured"),
-        "a key": (lambda: add_one(jax.random.key(0)), r"input 0 .*key<.*pass plain arrays.*key_data"),
-        "a 0-d array": (lambda: wrap(_head, lambda x, n, a: x)(F32, 2, 3.0), r"n\[\(\)\], or name it in scalars="),
-        "a list by keyword": (
-            lambda: wrap(_head, lambda x: x)(F32, n=[2], alpha=1.0),
-            "'n' is no array.* must be hashable, got .* of type list",
-        ),
-        "no such parameter": (lambda: wrap(_head)(F32, m=2), r"_head\(x, n, alpha, out\) got 'm' by keyword"),
-        "a parameter twice": (lambda: wrap(_head)(F32, x=F32), r"got 'x' by keyword.*\(1 are\)"),
-        "returns": (lambda: wrap(returns)(F32), "kernel 'returns' returns int64; a kernel writes to its output arrays"),
-        "returns a dtype": (
-            lambda: wrap(lambda x: x, spec(4, dtype=np.int32))(F32),
-            r"array\(float32.*declares int32\[:\]",
-        ),
-        "returns two": (lambda: wrap(lambda x: (x, x))(F32), r"returns UniTuple.* x 2.*declares float32\[:\]"),
-        "returns text": (lambda: wrap(lambda x: "a")(F32), r"returns .*str.*declares"),
-        "writes to an input": (lambda: wrap(writes_input)(F32), "(?s)'writes_input' .*inputs? .*input_output_aliases"),
-        "untypable": (
-            lambda: wrap(untypable)(F32),
-            r"(?s)Numba cannot compile kernel 'untypable' for \(float32\[:\]\) -> \(float32\[:\]\).*nothing",
-        ),
-        "untypable on tracing": (lambda: jax.eval_shape(wrap(untypable), FLOATS), "Numba cannot compile"),
-        "typed for 64 bits": (lambda: wrap(numba.njit("f8(f8[:])")(lambda x: x[0]))(F32), "jax_enable_x64 is set"),
-        "aliases that are no dict": (
-            lambda: wrap(input_output_aliases=[(0, 0)]),
-            r"input_output_aliases must be a dict from the positions .*; got \[\(0, 0\)\]",
-        ),
-        "derivative": (lambda: jax.grad(lambda x: add_one(x).sum())(F32), "no derivative.*jax.custom_vjp"),
-        "output of bfloat16": (lambda: wrap(outs=spec(4, dtype=jnp.bfloat16))(F32), r"output 0 is bfloat16\[4\]"),
-        **{
-            f"input of {dtype}": (
-                lambda dtype=dtype: add_one(jnp.ones(4, dtype)),
-                rf"numba_kernel 'add_one': input 0 is {dtype}\[4\], a dtype for which Numba has no CPU arithmetic",
-            )
-            for dtype in ("float16", "bfloat16", "float8_e4m3fn", "int4", "uint4")
-        },
-    },
-    ValueError: {
-        "vmap_method": (lambda: wrap(vmap_method="loop"), "vmap_method must be one of .*got 'loop'"),
-        "sharding rule": (lambda: wrap(sharding_rule=3), "numba_kernel 'add_one': a sharding rule names .*; got 3"),
-        "its ranks": (lambda: wrap(sharding_rule="i j -> i")(F32), r"for operands of ranks \[2\], but"),
-        "a negative dimension": (lambda: wrap(outs=spec(-1)), r"negative.*\(-1,\)"),
-        "no such input": (
-            lambda: wrap(input_output_aliases={1: 0})(F32),
-            r"input_output_aliases={1: 0}: there is no input 1; the call has 1 inputs, numbered from 0",
-        ),
-        "no such output": (lambda: wrap(input_output_aliases={0: -1})(F32), "there is no output -1"),
-        "aliased shapes": (
-            lambda: wrap(outs=spec(3), input_output_aliases={0: 0})(F32),
-            r"input 0 \(float32\[4\]\) and output 0 \(float32\[3\]\) share memory",
-        ),
-        "aliased dtypes": (
-            lambda: wrap(outs=spec(4, dtype=np.int32), input_output_aliases={0: 0})(F32),
-            r"input 0 \(float32\[4\]\) and output 0 \(int32\[4\]\) share memory",
-        ),
-        "aliased twice": (
-            lambda: wrap(outs=FLOATS, input_output_aliases={0: 0, 1: 0})(F32, F32),
-            "an output can alias one input only",
-        ),
-        "in-out, no parameter": (
-            lambda: wrap(_running, in_out_argnames=["t"]),
-            "'t' must be the name of an array para",
-        ),
-        "in-out, no input": (lambda: wrap(_running, in_out_argnames=["out"])(F32), "'out' is not the name of an input"),
-    },
-    jax.errors.JaxRuntimeError: {
-        "returns a shape": (lambda: wrap(lambda x: x.T, spec(2))(F32), r"shape', \(4,\), .* declares', \(2,\)"),
-        "raised": (
-            lambda: refuse_negative(-F32),
-            r"ValueError: \('negative element', 0\) \(raised in kernel 'refuse_negative'\)",
-        ),
-        "raised in a slice": (
-            lambda: jax.vmap(refuse_negative)(np.array([[1], [-1]], np.float32)),
-            "ValueError.*'refuse_negative'",
-        ),
-        "not ascii": (
-            lambda: fails_with("größe 日本 \U0001f600")(F32),
-            "ArithmeticError: größe 日本 \U0001f600 .raised in kernel 'raiser'",
-        ),
-        "half a surrogate": (lambda: fails_with("a\udc80b")(F32), "ArithmeticError: a"),
-        "a NUL": (lambda: fails_with("a\0b")(F32), "ArithmeticError: a.*raised in kernel"),
-        "a megabyte": (lambda: fails_with("x" * 1_000_000)(F32), "ArithmeticError: xxx"),
-    },
-}
-ERRORS = {name: (call, kind, text) for kind, rows in ERRORS_OF.items() for name, (call, text) in rows.items()}
-
-
-@pytest.mark.parametrize("case", ERRORS)
-def test_error_names_the_rule_and_the_value(case):
-    call, kind, text = ERRORS[case]
-    with pytest.raises(kind, match=text):
-        jax.block_until_ready(call())
-    np.testing.assert_array_equal(add_one(F32), F32 + 1)  # the process goes on
-
-
-class ErrorWithoutText(Exception):
-    def __str__(self):
-        raise RuntimeError("no text")
-
-
-class OwnError(LookupError):
-    pass
-
-
-def raise_division(x, out):
-    out[0] = 1 // int(x[0] - 1)
-
-
-def raise_own(x, out):
-    raise OwnError("mine", 3)
-
-
-def raise_without_text(x, out):
-    raise ErrorWithoutText()
-
-
-def raise_class(x, out):
-    raise StopIteration
-
-
-def raise_assertion(x, out):
-    if not x[0] > 1:  # not an assert statement, which pytest rewrites
-        raise AssertionError("too small")
-
-
-@numba.njit(boundscheck=True)
-def raise_bounds(x, out):
-    out[0] = x[x.size]
-
-
-def fail_in_python():
-    raise KeyError("from Python")
-
-
-@numba.njit
-def raise_in_objmode(x, out):
-    with numba.objmode():
-        fail_in_python()
-
-
-RAISED = {
-    raise_division: "ZeroDivisionError: integer division by zero",
-    raise_own: r"OwnError: \('mine', 3\)",
-    raise_without_text: "ErrorWithoutText",
-    raise_class: "StopIteration",
-    raise_assertion: "AssertionError: too small",
-    raise_bounds: "IndexError",
-    raise_in_objmode: "KeyError: 'from Python'",
-}
-
-
-@pytest.mark.parametrize("kernel", RAISED, ids=lambda kernel: kernel.__name__)
-def test_exception_in_a_kernel_becomes_an_error(kernel):
-    for f in (wrap(kernel), jax.jit(wrap(kernel)), lambda x: jax.vmap(wrap(kernel))(x[None])):
-        text = f"^INTERNAL: {RAISED[kernel]}.*raised in kernel '{kernel.__name__}'"
-        with pytest.raises(jax.errors.JaxRuntimeError, match=text):
-            jax.block_until_ready(f(F32))
-
-
-def test_messages_of_threads_do_not_overwrite_each_other():
-    keep = lambda text: xk._keep_message(ValueError(text * 5000), "kernel")
-    first = keep("a")
-    with ThreadPoolExecutor(1) as pool:
-        for text in "bcdef":
-            pool.submit(keep, text).result()
-    assert ctypes.string_at(first).startswith(b"ValueError: aaa")
-
-
-# -- inputs are never changed --------------------------------------------------------------------------
-
-
-@numba.njit
-def write_first(a):
-    a.flat[0] = 77
-
-
-@numba.vectorize(["float32(float32)"])
-def plus_one(a):
-    return a + 1
-
-
-@numba.guvectorize(["void(float32[:], float32[:])"], "(n)->(n)")
-def gu_swap(a, out):
-    a[0], out[0] = 77, a[0]
-
-
-@numba.extending.intrinsic
-def poke(typing, a):
-    def write(context, builder, signature, args):
-        array = context.make_array(a)(context, builder, args[0])
-        builder.store(context.get_constant(a.dtype, 77), array.data)
-        return context.get_dummy_value()
-
-    return numba.void(a), write
-
-
-@numba.experimental.jitclass([("a", numba.float32[::1])])
-class Holder:
-    def __init__(self, a):
-        self.a = a
-
-    def put(self, value):
-        self.a[0] = value
-
-
-contiguous, fill, elements = np.ascontiguousarray, np.fill_diagonal, np.nditer
-memset = ctypes.CDLL(None).memset
-memset.argtypes, memset.restype = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t], ctypes.c_void_p
-
-WRITES = {
-    name: f"def write(x, out):\n    {code}" for name, code in {
-        "item": "x[0] = 77", "slice": "x[1:] = 77", "mask": "x[x > 0] = 77", "all": "x[...] = 77",
-        "in place": "x += 77",
-        "in place slice": "x[:2] -= 77", "sort": "x[::-1].sort()", "fill": "x.fill(77)",
-        "swap": "x[0], x[1] = x[1], x[0]",
-        "ufunc": "np.add(x, 77, x)", "sin": "np.sin(x, x)", "vectorize": "plus_one(x, x)",
-        "dot": "np.dot(np.ones((4, 4), np.float32), out, x)",
-        "dot out": "np.dot(np.ones((4, 4), np.float32), out, out=x)",
-        "flat": "x.flat[0] = 77", "helper": "write_first(x)", "closure": "(lambda a: a.fill(77))(x)",
-        "nditer": "for v in np.nditer(x):\n        v[()] = 77",
-        "nditer of two": "for v, w in np.nditer((x, out)):\n        v[()] = 77",
-        "view": "x.view(np.int32)[0] = 77", "reshape": "x.reshape((2, 2))[0, 0] = 77", "ravel": "x.ravel()[0] = 77",
-        "transpose": "x.T[0] = 77", "ascontiguousarray": "np.ascontiguousarray(x)[0] = 77",
-        "asfortranarray": "np.asfortranarray(x)[0] = 77", "asarray": "np.asarray(x)[0] = 77",
-        "fill_diagonal": "np.fill_diagonal(x.reshape((2, 2)), 77)", "shuffle": "np.random.shuffle(x)",
-        "list": "l = [out, x]\n    l[1][0] = 77", "tuple": "for a in (x, out):\n        a[0] = 77",
-        "typed list": "l = numba.typed.List()\n    l.append(out)\n    l.append(x)\n    l[1][0] = 77",
-        "typed dict": "d = numba.typed.Dict()\n    d[0] = out\n    d[1] = x\n    d[1][0] = 77",
-        "either": "a = out if out.size == 0 else x\n    a[0] = 77",
-        "ascontiguousarray, renamed": "contiguous(x)[0] = 77", "jitclass": "Holder(x).put(77)",
-        "fill_diagonal, renamed": "fill(x.reshape((2, 2)), 77)",
-        "nditer, renamed": "for v in elements(x):\n        v[()] = 77",
-        "guvectorize": "gu_swap(x, out)", "intrinsic": "poke(x)", "nan_to_num": "np.nan_to_num(x, False)",
-        "address": "memset(x.ctypes, 77, 4)", "getattr": "memset(getattr(x, 'ctypes'), 77, 4)",
-        "object mode": "with numba.objmode():\n        x[0] = 77",
-    }.items()
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", [*WRITES, "parallel in place", "parallel ufunc", "parallel flat"])
-def test_an_input_is_never_changed(case):
-    """Numba refuses the kernel, or it runs on a copy."""
-    parallel, case = case.startswith("parallel"), case.removeprefix("parallel ")
-    exec(WRITES[case], globals() | {"numba": numba}, namespace := {})
-    x = jnp.array([4.0, np.nan, 2.0, 1.0], jnp.float32)
-    try:
-        jax.block_until_ready(wrap(numba.njit(parallel=parallel)(namespace["write"]))(x))
-    except (TypeError, jax.errors.JaxRuntimeError) as error:
-        assert re.search("input|Numba cannot compile|read-only", str(error))
-    np.testing.assert_array_equal(x, [4, np.nan, 2, 1])
-
-
-READS = {  # code: the inputs that get a copy
-    "out[:] = x + y": "",
-    "for i, v in enumerate(x.flat): out[i] = v + y[i]": "",
-    "for i in range(4): out[i] = x[i] + y[i]\n    memset(y.ctypes, 0, 0)": "y",
-}
-
-
-@pytest.mark.parametrize("code", READS)
-def test_a_kernel_that_only_reads_gets_no_copies(code):
-    exec(f"def read(x, y, out):\n    {code}", globals(), namespace := {})
-    f = wrap(namespace["read"], lambda x, y: x)
-    np.testing.assert_array_equal(f(F32, 2 * F32), 3 * F32)
-    copied = jax.make_jaxpr(f)(F32, F32).eqns[0].params["aliases"]
-    assert "".join("xy"[i] for i, _ in copied) == READS[code]
-
-
-# -- aliases, scratch, effects -------------------------------------------------------------------------
-
-
-@xk.numba_kernel(outs=lambda acc, x: acc, input_output_aliases={0: 0})
-def accumulate(acc, x, out):
-    for i in range(x.size):
-        out[0] += x[i]
-
-
-def test_an_aliased_output_starts_with_the_input_and_the_caller_keeps_its_array():
-    acc, x = jnp.array([10.0, 5.0]), jnp.arange(4.0)
-    for f in (accumulate, jax.jit(accumulate)):
-        np.testing.assert_array_equal(f(acc, x), [16, 5])
-        np.testing.assert_array_equal(acc, [10, 5])
-    looped = jax.lax.fori_loop(0, 3, lambda i, a: accumulate(a, x), acc)
-    np.testing.assert_array_equal(looped, [28, 5])
-
-
-def test_an_aliased_operand_under_vmap_belongs_to_each_slice():
-    acc, x = jnp.array([10.0, 5.0]), jnp.arange(6.0).reshape(3, 2)
-    np.testing.assert_array_equal(jax.vmap(accumulate, (None, 0))(acc, x), [[11, 5], [15, 5], [19, 5]])
-    np.testing.assert_array_equal(jax.vmap(accumulate, (0, None))(jnp.stack([acc, acc + 1]), x[1]), [[15, 5], [16, 6]])
-    np.testing.assert_array_equal(acc, [10, 5])
-
-
-def test_a_donated_array_is_updated_in_place():
-    acc = jnp.zeros(1000)
-    before = acc.unsafe_buffer_pointer()
-    result = jax.jit(accumulate, donate_argnums=0)(acc, jnp.ones(5))
-    assert result[0] == 5 and acc.is_deleted() and result.unsafe_buffer_pointer() == before
-
-
-def test_zero_outputs_start_every_slice_from_zeros():
-    def adds(x, kept, out):
-        for i in range(x.size):
-            out[i] += x[i]
-            kept[i] += x[i]
-
-    f = xk.numba_kernel(adds, lambda x, y: (y, x), zero_outputs=True, in_out_argnames=["kept"])
-    x = jnp.ones((2, 300_000))  # memory that was used before is likely to be found again
-    for _ in range(3):
-        for kept, out in (jax.vmap(f)(x, x), jax.jit(jax.vmap(f))(x, x), f(x[0], x[1])):
-            assert (out == 1).all() and (kept == 2).all()
-
-
-def test_scratch_is_passed_and_not_returned():
-    @xk.numba_kernel(outs=lambda x: x, scratch=lambda x: {"twice": x, "n": jax.ShapeDtypeStruct((), np.int32)})
-    def reverse(x, out, n, work):
-        n[()] = x.size
-        work[:] = x
-        for i in range(n[()]):
-            out[i] = work[x.size - 1 - i]
-
-    x = jnp.arange(6.0).reshape(2, 3)
-    np.testing.assert_array_equal(reverse(x[0]), [2, 1, 0])
-    np.testing.assert_array_equal(jax.vmap(reverse)(x), x[:, ::-1])
-
-
-@pytest.mark.parametrize("kept", [True, False])
-def test_a_side_effect_keeps_an_unused_call(kept):
-    f = wrap(has_side_effect=kept)
-    hlo = jax.jit(lambda x: (f(x), x * 2)[1]).lower(FLOATS).compile().as_text()
-    assert ("custom-call" in hlo) == kept
-    jax.lax.scan(lambda c, _: (f(c), None), jnp.ones(4), None, length=3)[0].block_until_ready()
-
-
-# -- transformations -----------------------------------------------------------------------------------
-
-
-def sharded(f, mesh, in_specs, out_specs):
-    return shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
-
-
-def mesh(*shape):
-    return jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(shape), tuple("ij")[: len(shape)])
-
-
-def scanned(f):
-    return lambda x: jax.lax.scan(lambda c, _: (f(c), f(c).sum()), x, None, length=3)[0]
-
-
-P = jax.sharding.PartitionSpec
-TRANSFORMED = {
-    "jit": lambda x: jax.jit(add_one)(x),
-    "disable_jit": lambda x: with_jit_off(add_one, x),
-    "scan": lambda x: scanned(add_one)(x) - 2,
-    "scan with disable_jit": lambda x: with_jit_off(scanned(add_one), x) - 2,
-    "while": lambda x: jax.lax.while_loop(lambda c: c[0] < 5, add_one, x) - 4,
-    "fori": lambda x: jax.lax.fori_loop(0, 2, lambda i, c: add_one(c), x) - 1,
-    "cond": lambda x: jax.lax.cond(x[0] == 0, add_one, lambda x: x, x),
-    "vmapped cond": lambda x: jax.vmap(lambda y: jax.lax.cond(y[0] >= 0, add_one, lambda y: y, y))(x[:, None])[:, 0],
-    "switch": lambda x: jax.lax.switch(1, [lambda x: x, add_one], x),
-    "map": lambda x: jax.lax.map(add_one, x[:, None])[:, 0],
-    "associative scan": lambda x: jax.lax.associative_scan(
-        lambda a, b: jax.vmap(add_one)(a) + b - 1, x[:, None] * 0 + 1)[:, 0],
-    "checkpoint": lambda x: jax.checkpoint(add_one)(x),
-    "pmap": lambda x: jax.pmap(add_one)(x.reshape(4, 2)).reshape(8),
-    "shard_map": lambda x: sharded(add_one, mesh(4), P("i"), P("i"))(x),
-    "shard_map of scan": lambda x: sharded(scanned(add_one), mesh(4), P("i"), P("i"))(x) - 2,
-    "jitted shard_map": lambda x: jax.jit(sharded(add_one, mesh(2, 2), P(("i", "j")), P(("i", "j"))))(x),
-    "shard_map, replicated": lambda x: sharded(add_one, mesh(4), P(), P())(x),
-    "vmap of shard_map": lambda x: jax.vmap(sharded(add_one, mesh(4), P("i"), P("i")))(x[None])[0],
-    "jit over a mesh": lambda x: jax.jit(add_one)(jax.device_put(x, jax.sharding.NamedSharding(mesh(4), P("i")))),
-    "jit over an explicit mesh": lambda x: jax.jit(add_one)(
-        jax.device_put(x, jax.sharding.NamedSharding(jax.make_mesh((4,), ("i",)), P("i")))),
-    "another device": lambda x: add_one(jax.device_put(x, jax.devices()[3])),
-    "custom_vjp forward": lambda x: halve(x) * 2 + 1,
-    "pure compile": lambda x: jax.jit(add_one).lower(x).compile()(x),
-    "committed jit inside vmap": lambda x: jax.vmap(jax.jit(add_one))(x[None])[0],
-    "dlpack": lambda x: add_one(np.asarray(x)),
-}  # fmt: skip
-
-
-def with_jit_off(f, x):
-    with jax.disable_jit():
-        return f(x)
-
-
-@jax.custom_vjp
-def halve(x):
-    return half_kernel(x)
-
-
-@xk.numba_kernel(outs=lambda x: x)
-def half_kernel(x, out):
-    for i in np.ndindex(x.shape):
-        out[i] = x[i] / 2
-
-
-halve.defvjp(lambda x: (halve(x), None), lambda _, ct: (half_kernel(ct),))
-
-
-@pytest.mark.parametrize("name", TRANSFORMED)
-def test_transformed_call_gives_the_same_answer(name):
-    x = jnp.arange(8.0)
-    np.testing.assert_array_equal(TRANSFORMED[name](x), np.arange(8.0) + 1)
-
-
-def test_devices_run_at_once():
-    arrays = [jax.device_put(jnp.arange(1000.0) + i, device) for i, device in enumerate(jax.devices())]
-    for _ in range(20):
-        results = [add_one(x) for x in arrays]
-    for i, (result, device) in enumerate(zip(results, jax.devices())):
-        assert result.devices() == {device}
-        np.testing.assert_array_equal(result, np.arange(1000.0) + i + 1)
-
-
-def test_grad_of_vmap_and_vmap_of_grad_through_custom_vjp():
-    x = jnp.arange(6.0).reshape(2, 3)
-    loss = lambda x: (halve(x) ** 2).sum()
-    for gradient in (jax.grad(loss)(x), jax.vmap(jax.grad(loss))(x), jax.grad(lambda x: jax.vmap(loss)(x).sum())(x),
-                     jax.grad(jax.checkpoint(loss))(x), jax.jit(jax.grad(loss))(x)):  # fmt: skip
-        np.testing.assert_allclose(gradient, x / 2)
-
-
-def test_shard_map_sums_the_gradient_of_a_replicated_input():
-    @jax.custom_vjp
-    def scale(w, x):
-        return multiply(w, x)
-
-    @xk.numba_kernel(outs=lambda w, x: x)
-    def multiply(w, x, out):
-        for i in range(x.size):
-            out[i] = w[i] * x[i]
-
-    scale.defvjp(lambda w, x: (scale(w, x), (w, x)), lambda saved, ct: (multiply(ct, saved[1]), multiply(ct, saved[0])))
-    devices = mesh(4)
-    loss = lambda w, x: jax.shard_map(
-        lambda w, x: jax.lax.psum(scale(jax.lax.pcast(w, "i", to="varying") if hasattr(jax.lax, "pcast") else
-                                        jax.lax.pvary(w, "i"), x).sum(), "i"),
-        mesh=devices, in_specs=(P(), P("i")), out_specs=P()
-    )(w, x)  # fmt: skip
-    np.testing.assert_allclose(jax.grad(loss)(jnp.ones(2), jnp.arange(8.0)), [12, 16])
-
-
-def test_symbolic_shapes_are_exported():
-    from jax import export
-
-    (n,) = export.symbolic_shape("n")
-    spec = jax.ShapeDtypeStruct((n,), np.float32)
-    jax.eval_shape(add_one, FLOATS)
-    program = export.export(jax.jit(add_one), disabled_checks=xk.export_checks())(spec)
-    for size in (1, 5, 8):
-        np.testing.assert_array_equal(program.call(np.ones(size, np.float32)), np.full(size, 2.0))
-
-
-# -- names and digests ---------------------------------------------------------------------------------
-
-
-def kernel_from(source, *, name="kernel", **values):
-    namespace = {"np": np, "numba": numba, "math": math, **values}
-    exec(textwrap.dedent(source), namespace)
-    return namespace[name]
-
-
-def add_value(value):
-    def kernel(x, out):
-        out[0] = x[0] + np.float32(value)
-
-    return kernel
-
-
-def add_first(values):
-    def kernel(x, out):
-        out[0] = x[0] + values[0]
-
-    return kernel
-
-
-def with_helper(helper):
-    def kernel(x, out):
-        out[0] = helper(x[0])
-
-    return kernel
-
-
-def with_module(module):
-    def kernel(x, out):
-        out[0] = module.helper(x[0])
-
-    return kernel
-
-
-def with_submodule(helper):
-    package, module = types.ModuleType("package"), types.ModuleType("package.module")
-    package.module, module.helper = module, helper
-    return kernel_from("def kernel(x, out):\n    out[0] = package.module.helper(x[0])", package=package)
-
-
-def module_of(helper):
-    module = types.ModuleType("module_of_helpers")
-    module.helper = helper
-    return module
-
-
-def adder(n, jit=numba.njit):
-    return jit(kernel_from(f"def helper(a):\n    return a + {n}", name="helper"))
-
-
-def lowered_name(kernel):
-    return target_of(xk.numba_kernel(kernel, outs=lambda x: x), FLOATS)
-
-
-def plain(x, out):
-    out[0] = x[0] / 3
-
-
-SAME = {
-    "closure value": lambda: add_value(2.5),
-    "closure array": lambda: add_first(np.arange(3.0)),
-    "helper": lambda: with_helper(adder(1)),
-    "helper of helper": lambda: with_helper(numba.njit(with_return(adder(1)))),
-    "vectorize": lambda: with_helper(adder(1, numba.vectorize)),
-    "module": lambda: with_module(module_of(adder(1))),
-    "nested function": lambda: kernel_from(
-        "def kernel(x, out):\n    def f(a):\n        return a + 1\n    out[0] = f(x[0])"),
-    "line moved": lambda lines=itertools.count(): kernel_from(
-        "\n" * next(lines) + "def kernel(x, out):\n    out[0] = 1"),
-    "options": lambda: numba.njit(fastmath=True, error_model="numpy")(plain),
-    "default argument": lambda: kernel_from("def kernel(x, out, n=3):\n    out[0] = x[0] + n"),
-    "recursion": lambda: with_helper(kernel_from(
-        "@numba.njit\ndef fact(a):\n    if a < 2:\n        return a\n    return a * fact(a - 1)", name="fact")),
-    "vectorize again": lambda helper=functools.cache(lambda: adder(7, numba.vectorize)): with_helper(helper()),
-    "functions with signatures": lambda functions=functools.cache(lambda: (adder(1, SIGNED), adder(2, SIGNED))): reads(
-        "functions[int(x[0])](x[1])", functions=functions()),
-    "overload": lambda: next(overloads(1)),
-    "object mode": lambda: kernel_from(
-        "def kernel(x, out):\n    with numba.objmode():\n        print()\n    out[0] = 1"),
-}  # fmt: skip
-SIGNED = numba.njit("float32(float32)")
-
-
-def with_return(helper):
-    def function(a):
-        return helper(a) * 2
-
-    return function
-
-
-@pytest.mark.filterwarnings("ignore:First-class function type")
-@pytest.mark.parametrize("case", SAME)
-def test_equal_content_is_one_target(case):
-    names = {lowered_name(SAME[case]()) for _ in range(2)}
-    with ThreadPoolExecutor(1) as pool:
-        assert len(names | {pool.submit(lambda: lowered_name(SAME[case]())).result()}) == 1
-
-
-DIFFERENT = {
-    "closure constants": [add_value(v) for v in (1, True, 1.0, 0.0, -0.0, math.nan, math.inf, 2, np.float64(2), 2**40)],
-    "closure arrays": [add_first(v) for v in (np.arange(3), np.arange(3.0), np.arange(1, 4), np.arange(3)[::-1].copy(),
-                                              np.arange(4), (0, 1), (0.0, 1.0), (1, 0))],
-    "globals": [kernel_from("def kernel(x, out):\n    out[0] = x[0] + g", g=g) for g in (1, 2, 1.0, True)],
-    "global arrays": [kernel_from("def kernel(x, out):\n    out[0] = x[0] + g[0]", g=np.array([g]))
-                      for g in (1, 2, 1.0)],
-    "code": [kernel_from(f"def kernel(x, out):\n    out[0] = x[0] {op} 2") for op in "+-*/"],
-    "constants": [kernel_from(f"def kernel(x, out):\n    out[0] = x[0] + {c}")
-                  for c in ("1", "1.0", "True", "-0.0", "0.0")],
-    "defaults": [kernel_from(f"def kernel(x, out, n={n}):\n    out[0] = x[0] + n") for n in (1, 2)],
-    "nested functions": [kernel_from(f"def kernel(x, out):\n    f = lambda a: a + {n}\n    out[0] = f(x[0])")
-                         for n in (1, 2)],
-    "helpers": [with_helper(adder(n)) for n in (1, 2)],
-    "helpers of helpers": [with_helper(numba.njit(with_return(adder(n)))) for n in (1, 2)],
-    "helpers' options": [with_helper(adder(1, numba.njit(**{o: True}))) for o in ("fastmath", "boundscheck", "nogil")],
-    "vectorize": [with_helper(adder(n, numba.vectorize)) for n in (1, 2)],
-    "vectorize with signatures": [with_helper(adder(n, numba.vectorize(["float32(float32)"]))) for n in (1, 2)],
-    "modules in closures": [with_module(module_of(adder(n))) for n in (1, 2)],
-    "modules in modules": [with_submodule(adder(n)) for n in (1, 2)],
-    "fastmath": [numba.njit(fastmath=f)(plain) for f in (False, True, {"nnan"}, {"ninf"})],
-    "error_model": [numba.njit(error_model=m)(plain) for m in ("python", "numpy")],
-    "boundscheck": [numba.njit(boundscheck=b)(plain) for b in (False, True)],
-    "parallel": [numba.njit(parallel=b)(plain) for b in (False, True)],
-    "functions": [kernel_from(f"def kernel(x, out):\n    out[0] = math.{f}(x[0])") for f in ("sin", "cos")],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", DIFFERENT)
-def test_different_content_is_another_target(case):
-    kernels = DIFFERENT[case]
-    assert len({lowered_name(kernel) for kernel in kernels}) == len(kernels)
-
-
-def reads(expression, **values):
-    return kernel_from(f"def kernel(x, out):\n    out[0] = {expression}", **values)
-
-
-def hidden(base, *values):
-    """Values of a subclass that does not show what it holds."""
-    return map(type("Hidden", (base,), {"__repr__": lambda self: "0", "__str__": base.__repr__}), values)
-
-
-class OwnRepr(enum.IntEnum):
-    A = 1
-    B = 2
-    __repr__ = lambda self: "0"
-
-
-def claims(module):
-    """Functions that say that they are of a module."""
-    for n in (1, 2):
-        helper = kernel_from("def helper(a):\n    return a + n", name="helper", n=n, __name__=module)
-        assert helper.__module__ == module
-        yield with_helper(numba.njit(helper))
-
-
-def modules(expression, make=module_of):
-    """Modules whose `constant` differs, where the code does not read it as a plain attribute."""
-    for n in (1, 2):
-        module = make(None)
-        module.__dict__["hidden" if make is lazy_module else "constant"] = n
-        get, first = numba.njit(lambda m=module: m), numba.njit(lambda pair: pair[0].constant)
-        yield reads(expression, module=module, get=get, first=first)
-
-
-def lazy_module(_):
-    class Lazy(types.ModuleType):
-        constant = property(lambda self: self.hidden)
-
-    return Lazy("lazy")
-
-
-def module_with_getattr():
-    for n in (1, 2):
-        module = types.ModuleType("module_with_getattr")
-        module.__getattr__ = types.SimpleNamespace(constant=n).__getattribute__
-        yield reads("module.constant", module=module)
-
-
-def is_nan(a):
-    return 1.0 if a != a else 0.0
-
-
-def options(decorate):
-    """A helper that tells whether NaNs count, compiled with options that say so or not."""
-    for flags in (set(), {"nnan"}):
-        helper = types.FunctionType(is_nan.__code__, globals(), "is_nan")
-        helper = decorate(helper, flags) or helper
-        yield reads("call(helper, x[0] + np.nan)", helper=helper, call=numba.njit(lambda f, a: f(a)))
-
-
-def overloaded(helper, flags):
-    numba.extending.overload(helper, jit_options={"fastmath": flags})(lambda a: is_nan)
-
-
-def overloads(*values):
-    for n in values:
-        helper = kernel_from("def helper(a):\n    pass", name="helper")
-        numba.extending.overload(helper)(kernel_from("def typed(a):\n    return lambda a: a + n", name="typed", n=n))
-        yield with_helper(helper)
-
-
-def overload_methods():
-    for n in (1, 2):
-        typed = kernel_from("def typed(a):\n    return lambda a: a[0] + n", name="typed", n=n)
-        numba.extending.overload_method(numba.types.Array, "plus_something")(typed)
-        yield reads("x.plus_something()")
-
-
-def foreign(*restypes):
-    function = ctypes.CDLL(None).labs
-    for function.restype in restypes:
-        function.argtypes = [ctypes.c_long]
-        yield reads("function(300)", function=function)
-
-
-def narrow_locals():
-    for kind in (numba.int8, numba.int64):
-        yield numba.njit(locals={"total": kind})(
-            kernel_from("def kernel(x, out):\n    total = 300\n    out[0] = total")
-        )
-
-
-def named_tuples():
-    for fields in ("a b", "b a"):
-        yield reads("pair.a", pair=collections.namedtuple("Named", fields)(1, 2))
-
-
-def added_to_builtins():
-    for builtins.added in (1, 2):
-        yield reads("added")
-
-
-def edited_module():
-    module = module_of(None)
-    for n in (1, 10):
-        module.helper = adder(n)
-        yield with_module(module)
-
-
-def recursive(second):
-    """f calls g, which calls f, or itself."""
-    return kernel_from(f"""
-        @numba.njit
-        def f(n):
-            return 0 if n < 1 else 1 + g(n - 1)
-        @numba.njit
-        def g(n):
-            return 0 if n < 1 else 10 + {second}(n - 1)
-        def kernel(x, out):
-            out[0] = f(5)""")
-
-
-RESULTS = {
-    "subclass of float": lambda: [reads("v", v=v) for v in hidden(float, 1, 2)],
-    "subclass of int": lambda: [reads("v", v=v) for v in hidden(int, 1, 2)],
-    "subclass of str": lambda: [reads("len(v)", v=v) for v in hidden(str, "a", "ab")],
-    "enum members": lambda: [reads("v.value", v=v) for v in OwnRepr],
-    "strides": lambda: [reads("v.strides[0]", v=np.ones(12)[::n]) for n in (1, 2, 3)],
-    "order": lambda: [reads("v.strides[0]", v=np.ones((2, 3), order=order)) for order in "CF"],
-    "function claims to be of numpy": lambda: claims("numpy"),
-    "function claims to be of math": lambda: claims("math"),
-    "module handed to a helper": lambda: modules("get(module).constant"),
-    "module returned by a helper": lambda: modules("get().constant"),
-    "module in a tuple": lambda: modules("first((module, 1))"),
-    "module and getattr": lambda: modules('getattr(module, "constant")'),
-    "module with a property": lambda: modules("module.constant", lazy_module),
-    "module with __getattr__": module_with_getattr,
-    "edited module": edited_module,
-    "added to builtins": added_to_builtins,
-    "register_jitable": lambda: options(lambda f, flags: numba.extending.register_jitable(fastmath=flags)(f)),
-    "cfunc": lambda: options(lambda f, flags: numba.cfunc("float64(float64)", fastmath=flags)(f)),
-    "jit_options of overload": lambda: options(overloaded),
-    "overload": lambda: overloads(1, 2),
-    "overload_method": overload_methods,
-    "ctypes": lambda: foreign(ctypes.c_long, ctypes.c_int8),
-    "locals": narrow_locals,
-    "named tuples": named_tuples,
-    "recursion": lambda: map(recursive, "fg"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", RESULTS)
-def test_kernels_that_differ_give_different_results(case):
-    x = jnp.zeros(1)
-    results = [float(wrap(kernel, lambda x: x)(x)[0]) for kernel in RESULTS[case]()]
-    assert len(set(results)) == len(results) > 1, results
-
-
-@pytest.mark.parametrize("make", [lambda: np.ones(200_000), lambda: np.ones(4)[::2], lambda: np.ones(4)])
-def test_an_array_that_changes_is_its_own(make):
-    """Numba reads large arrays where they are: a kernel over another one must not see this one change."""
-    array = make()
-    assert wrap(add_first(array))(F32)[0] == F32[0] + 1
-    array[:] = 2
-    assert wrap(add_first(array))(F32)[0] == F32[0] + 2
-    assert wrap(add_first(make()))(F32)[0] == F32[0] + 1
-
-
-KEPT_OP = xk.XLACustomKernel("kept")
-
-
-@pytest.mark.parametrize("name", ["add_one", "KEPT_OP"])
-def test_copies_and_pickles_are_the_object_itself(name, monkeypatch):
-    kept = globals()[name]
-    data = pickle.dumps([kept])
-    assert [kept] == deepcopy([kept]) == shallow_copy([kept]) == pickle.loads(data) and shallow_copy(kept) is kept
-    monkeypatch.setitem(globals(), name, None)
-    with pytest.raises(TypeError, match=f"cannot unpickle the kernel .*{name}: it is None in this process"):
-        pickle.loads(data)
-    with pytest.raises(TypeError, match=r"cannot pickle .* no module keeps it in a global variable"):
-        pickle.dumps(kept)
-
-
-def test_different_signatures_are_different_targets():
-    f, shapes = wrap(copy.__wrapped__), [((4,), "f4"), ((4,), "i4"), ((2, 2), "f4"), ((), "f4")]
-    assert len({target_of(f, jax.ShapeDtypeStruct(*spec)) for spec in shapes}) == 4
-    assert target_of(f, jax.ShapeDtypeStruct((9,), "f4")) == target_of(f, FLOATS)
-    assert target_of(jax.vmap(f), jax.ShapeDtypeStruct((3, 4), "f4")) == target_of(f, FLOATS)
-
-
-def test_an_edited_global_of_a_jitted_kernel_is_seen():
-    kernel = numba.njit(kernel_from("def kernel(x, out):\n    out[0] = x[0] + g", g=1))
-    for n in (1, 10):
-        kernel.py_func.__globals__["g"] = n
-        assert wrap(kernel)(F32)[0] == 1 + n
-
-
-EXPLICIT = {
-    "exact": ["void(float32[::1], float32[::1])"],
-    "any layout": ["void(float32[:], float32[:])"],
-    "second of two": ["void(float64[:], float64[:])", "void(float32[:], float32[:])"],
-}
-
-
-@pytest.mark.parametrize("case", EXPLICIT)
-def test_explicit_signatures_keep_working(case):
-    kernel = numba.njit(EXPLICIT[case])(add_one.__wrapped__)
-    x = jnp.ones(4)
-    np.testing.assert_array_equal(xk.numba_kernel(kernel, outs=lambda x: x)(x), F32 + 1)
-    np.testing.assert_array_equal(jax.vmap(wrap(kernel))(jnp.ones((3, 4))), np.full((3, 4), 2.0))
-    with pytest.raises(TypeError, match=r"(?s)Numba cannot compile.*int32"):
-        wrap(kernel)(np.ones(4, np.int32))
-
-
-def add_by_overload(x, out):
-    """Has an overload that takes writable arrays only."""
-
-
-@numba.extending.overload(add_by_overload)
-def _(x, out):
-    return add_one.__wrapped__ if x == numba.float32[::1] else None
-
-
-def test_a_kernel_may_read_what_it_calls_writable():
-    def of_a_local(x, out):
-        a = x
-        out[:] = a + np.float32(1)
-
-    signature = "void(float32[::1], float32[::1])"
-    for helper in (numba.njit(signature)(add_one.__wrapped__), add_by_overload,
-                   numba.njit(locals={"a": numba.float32[::1]})(of_a_local)):  # fmt: skip
-        np.testing.assert_array_equal(wrap(with_call(helper))(F32), F32 + 1)
-
-
-def with_call(helper):
-    def kernel(x, out):
-        helper(x, out)
-
-    return kernel
-
-
-def test_star_args_and_keyword_defaults():
-    def scaled(x, out, factor=3):
-        out[:] = factor * x
-
-    def first(*arrays):
-        arrays[-1][:] = arrays[0]
-
-    np.testing.assert_array_equal(wrap(first, lambda x, y: x)(F32, 2 * F32), F32)
-    np.testing.assert_array_equal(wrap(scaled)(F32), 3 * F32)
-
-
-# -- processes -----------------------------------------------------------------------------------------
-
-
-STABLE = {
-    "numba": """
-import math
-table = np.arange(4.0)
-@numba.vectorize
-def up(a): return a + 1
-def kernel(x, out, scale=2.0):
-    f = lambda a: a * scale
-    for i in range(x.size):
-        if i in (1, 2, 3): out[i] = up(f(x[i])) + table[i] + math.sin(x[i]) + np.pi
-f = xk.numba_kernel(kernel, outs=lambda x: x)
-""",
-    "scipy": """
-from numpy import argsort, dot, sum, where
-from numpy.linalg import norm
-from numpy.random import normal
-from random import gauss
-def kernel(x, out):
-    out[0] = sum(x) + dot(x, x) + where(x > 0, 1, 0)[0] + argsort(x)[0] + norm(x) + 0 * normal() + 0 * gauss(0, 1)
-f = xk.numba_kernel(kernel, lambda x: x)
-""",
-    "warp": """
-import warp as wp
-@wp.struct
-class P:
-    a: float
-@wp.kernel
-def named(x: wp.array(dtype=float), p: P, out: wp.array(dtype=float)):
-    out[wp.tid()] = p.a * x[wp.tid()]
-kernel = xk.warp_kernel(named, lambda x, p: x)
-f = lambda x: kernel(x, P())
-""",
-}
-
-
-@pytest.mark.parametrize("package", STABLE)
-def test_names_are_equal_in_another_process(package, tmp_path):
-    pytest.importorskip(package)  # scipy is what Numba has numpy.linalg from
-    start = "import jax, numba, numpy as np, xla_kernels as xk\n"
-    end = "print(jax.jit(f).lower(jax.ShapeDtypeStruct((4,), 'float32')).as_text())"
-    (tmp_path / "stable.py").write_text(start + STABLE[package] + end)  # Warp reads the source
-    first, second = (run_python("stable.py", cwd=tmp_path, PYTHONHASHSEED=seed) for seed in "12")
-    assert first == second and first.startswith("module @")  # Warp prints nothing either
-
-
-def test_an_exported_program_runs_where_the_same_kernels_are_registered(tmp_path):
-    code = """
-        from jax import export
-        spec, path = jax.ShapeDtypeStruct((4,), jnp.float32), sys.argv[2]
-        f = xk.numba_kernel(add_one, outs=lambda x: x)
-        if sys.argv[1] != "unregistered": jax.eval_shape(f, spec)
-        if sys.argv[1] == "write":
-            program = export.export(jax.jit(jax.vmap(f)), disabled_checks=xk.export_checks())
-            open(path, "wb").write(program(jax.ShapeDtypeStruct((3, 4), jnp.float32)).serialize())
-        else:
-            program = export.deserialize(bytearray(open(path, "rb").read()))
-            try:
-                print(program.call(jnp.ones((3, 4))).tolist())
-            except jax.errors.JaxRuntimeError as error:
-                print("No FFI handler" if "add_one" in str(error) else error)
-        """
-    run_code(code, "write", tmp_path / "program")
-    assert run_code(code, "read", tmp_path / "program").strip() == str([[2.0] * 4] * 3)
-    assert "No FFI handler" in run_code(code, "unregistered", tmp_path / "program")
-
-
-def test_the_persistent_cache_hits_and_never_mixes_up_kernels(tmp_path):
-    code = """
-        hits = []
-        jax.monitoring.register_event_listener(lambda event, **_: hits.append(event.endswith("/cache_hits")))
-        jax.config.update("jax_compilation_cache_dir", sys.argv[1])
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-        n = float(sys.argv[2])
-        def kernel(x, out):
-            out[0] = x[0] + n
-        f = jax.jit(lambda x: xk.numba_kernel(kernel, outs=lambda x: x)(x))
-        x = np.zeros(1, np.float32)
-        print(np.asarray(f(x))[0], sum(hits))
-        """
-    assert [run_code(code, tmp_path, n).split() for n in (1, 1, 2)] == [["1.0", "0"], ["1.0", "1"], ["2.0", "0"]]
-
-
-def test_numba_cache_on_disk(tmp_path):
-    (tmp_path / "cached.py").write_text(
-        "import numba\n@numba.njit(cache=True, parallel=True)\ndef kernel(x, out):\n"
-        "    for i in numba.prange(x.size):\n        out[i] = x[i] + 1\n        if x[i] < 0: out[i] = 0\n"
-    )
-    code = """
-        warnings.simplefilter("error")
-        sys.path.insert(0, sys.argv[1])
-        import cached
-        f = xk.numba_kernel(cached.kernel, outs=lambda x: x)
-        def work():
-            for _ in range(200):
-                assert f(np.ones(10000, np.float32))[-1] == 2
-        threads = [threading.Thread(target=work) for _ in range(4)]
-        for t in threads: t.start()
-        for t in threads: t.join()
-        print("done")
-        """
-    for _ in range(2):
-        assert "done" in run_code(code, tmp_path, NUMBA_THREADING_LAYER="workqueue")
-
-
-def test_without_jit_the_kernel_is_plain_python():
-    code = """
-        def kernel(x, out):
-            print("x is", x, out.shape, x.flags.writeable)
-            if x.ndim and x[0] < 0: raise KeyError("negative", x[0].item())
-            out[...] = x + 1
-        f = xk.numba_kernel(kernel, outs=lambda x: x)
-        assert f(np.ones(2, np.float32)).tolist() == [2, 2] and f(np.float32(1)) == 2
-        assert f(np.ones((2, 0), np.float32)).shape == (2, 0) and f(np.array([], np.complex64)).shape == (0,)
-        assert jax.vmap(f)(np.ones((3, 2), np.float32)).shape == (3, 2)
-        assert xk.numba_kernel(numba.njit(add_one), outs=lambda x: x)(np.ones(2, np.int8)).tolist() == [2, 2]
-        def write(x, out): x[0] = 1
-        for call, text in ((f, "KeyError: ('negative', -1.0)"),
-                           (xk.numba_kernel(write, outs=lambda x: x), "read-only")):
-            try:
-                call(-np.ones(2, np.float32)).block_until_ready()
-            except (jax.errors.JaxRuntimeError, ValueError) as error:  # jaxlib's fast path may raise ValueError
-                print("caught", text in str(error))
-        """
-    output = run_code(code, NUMBA_DISABLE_JIT="1")
-    assert "x is [1. 1.] (2,) False" in output and output.count("caught True") == 2
-
-
-CRASH = {
-    "raising in a loop": """
-        def fail(x, out):
-            if x[0] < 0: raise ValueError("negative", x[0])
-            out[0] = x[0]
-        f = xk.numba_kernel(fail, outs=lambda x: x)
-        def work(n):
-            for i in range(n):
-                try:
-                    assert f(np.array([i % 2 - 1], np.float32)).block_until_ready()[0] == 0
-                except jax.errors.JaxRuntimeError as error:
-                    assert "('negative', -1.0)" in str(error) and i % 2 == 0
-        work(1000)
-        threads = [threading.Thread(target=work, args=(300,)) for _ in range(8)]
-        for t in threads: t.start()
-        for t in threads: t.join()
-        for _ in range(20):
-            try: jax.pmap(f)(-np.ones((4, 1), np.float32)).block_until_ready()
-            except jax.errors.JaxRuntimeError as error: assert "negative" in str(error) or "Event" in str(error), error
-        """,
-    "raising in object mode on XLA's threads": """
-        def fail(): raise KeyError("in Python")
-        @numba.njit
-        def kernel(x, out):
-            with numba.objmode(): fail()
-        f = xk.numba_kernel(kernel, outs=lambda x: x)
-        for _ in range(20):
-            try: jax.pmap(f)(np.ones((4, 8), np.float32)).block_until_ready()
-            except jax.errors.JaxRuntimeError: pass
-            else: raise SystemExit(3)
-        """,
-    "exception without text on XLA's threads": """
-        class Bad(Exception):
-            def __str__(self): raise RuntimeError("no text")
-        def kernel(x, out): raise Bad()
-        f = xk.numba_kernel(kernel, outs=lambda x: x)
-        try: jax.pmap(f)(np.ones((4, 8), np.float32)).block_until_ready()
-        except jax.errors.JaxRuntimeError: pass
-        """,
-    "parallel kernels entered at once": """
-        @numba.njit(parallel=True)
-        def helper(x, out):
-            for i in numba.prange(x.size): out[i] = x[i] + 1
-            if x[0] < 0: raise ValueError("negative")
-        @numba.njit
-        def direct(x, out): helper(x, out)
-        jit = numba.njit("void(float32[::1], float32[::1])", parallel=True)
-        functions = (jit(helper.py_func), jit(lambda x, out: helper(x, out)))
-        def through_tuple(x, out):
-            for i in range(2): functions[i](x, out)
-        @numba.cfunc("void(CPointer(float32), CPointer(float32), int64)")
-        def callback(x, out, n): helper(numba.carray(x, (n,)), numba.carray(out, (n,)))
-        def through_pointer(x, out): callback(x.ctypes, out.ctypes, x.size)
-        later = numba.njit(parallel=True)(helper.py_func)  # compiled by the first call
-        def in_python(x, out): later(x, out)
-        def through_python(x, out):
-            with numba.objmode(): in_python(x, out)
-        warnings.simplefilter("ignore")  # functions in tuples are experimental
-        def work(kernel):
-            f = xk.numba_kernel(kernel, outs=lambda x: x)
-            two = jax.jit(lambda x, y: (f(x), f(y)))
-            for i in range(100 if kernel is direct else 3):
-                assert f(np.ones(5000, np.float32))[-1] == 2
-                assert two(np.ones(5000, np.float32), np.zeros(5000, np.float32))[1][0] == 1
-                try: f(-np.ones(10, np.float32)).block_until_ready()
-                except jax.errors.JaxRuntimeError: pass
-                assert (jax.pmap(f)(np.ones((4, 1000), np.float32)) == 2).all()
-        kernels = [through_python, direct, through_tuple, through_pointer]
-        threads = [threading.Thread(target=work, args=(kernel,)) for kernel in kernels * 2]
-        for t in threads: t.start()
-        for t in threads: t.join()
-        """,
-    "buffers of another count, rank or dtype": """
-        spec = jax.ShapeDtypeStruct((4,), jnp.float32)
-        jax.eval_shape(xk.numba_kernel(add_one, outs=lambda x: x), spec)
-        name = str(xk.export_checks()[0]).split("'")[1] if "'" in str(xk.export_checks()[0]) else None
-        name = name or xk.export_checks()[0].is_custom_call()
-        x = np.ones(4, np.float32)
-        calls = [(spec, ()), (spec, (x, x)), ([spec, spec], (x,)), (spec, (x.astype(np.int32),)), (spec, (x[0],)),
-                 (jax.ShapeDtypeStruct((4,), jnp.int32), (x,)), (jax.ShapeDtypeStruct((2, 4), jnp.float32), (x,)),
-                 (jax.ShapeDtypeStruct((), jnp.float32), (x[0],)), (spec, (x[None],)),
-                 (spec, (x.astype(jnp.bfloat16),))]
-        for outs, args in calls:
-            try:
-                jax.block_until_ready(jax.ffi.ffi_call(name, outs)(*args))
-            except jax.errors.JaxRuntimeError as error:
-                assert "INVALID_ARGUMENT" in str(error) and "add_one" in str(error), error
-            else:
-                raise SystemExit(f"accepted {outs} {args}")
-        assert jax.ffi.ffi_call(name, spec)(x)[0] == 2
-        for a, b in (((3, 4), (2, 4)), ((3, 4), (1, 4)), ((4,), (3,)), ((2, 3, 4), (2, 2, 4))):  # they differ in shape
-            spec = jax.ShapeDtypeStruct(b, jnp.float32)
-            try: jax.block_until_ready(jax.ffi.ffi_call(name, spec)(np.ones(a, np.float32)))
-            except jax.errors.JaxRuntimeError: pass
-        """,
-    "collected wrappers": """
-        import gc
-        def make(n):
-            def kernel(x, out): out[0] = x[0] + n
-            return xk.numba_kernel(kernel, outs=lambda x: x)
-        x = np.ones(1, np.float32)
-        compiled = [jax.jit(make(n)).lower(x).compile() for n in range(20)]
-        gc.collect(); jax.clear_caches(); gc.collect()
-        for _ in range(3):
-            assert [float(c(x)[0]) for c in compiled] == [n + 1 for n in range(20)]
-        """,
-    "interpreter exit with work in flight": """
-        def slow(x, out):
-            for j in range(100_000_000): out[0] += np.sin(x[0] + j)
-        f = jax.jit(xk.numba_kernel(slow, outs=lambda x: x))
-        x = np.ones(1, np.float32)
-        f.lower(x).compile()
-        pending = [f(jax.device_put(x, device)) for device in jax.devices()]
-        """,
-    "fork after registration": """
-        import multiprocessing
-        f = xk.numba_kernel(add_one, outs=lambda x: x)
-        jax.eval_shape(f, jax.ShapeDtypeStruct((4,), jnp.float32))  # registered, the backend not yet started
-        def work(): assert f(np.ones(4, np.float32))[3] == 2
-        child = multiprocessing.get_context("fork").Process(target=work)
-        child.start()
-        work()
-        child.join()
-        assert child.exitcode == 0
-        """,
-    "registering before the backend starts": """
-        f = xk.numba_kernel(add_one, outs=lambda x: x)
-        jax.eval_shape(f, jax.ShapeDtypeStruct((4,), jnp.float32))
-        jax.config.update("jax_platforms", "cpu")
-        assert f(np.ones(4, np.float32))[3] == 2
-        """,
-    "reload, import again, purge": """
-        import importlib
-        x = np.ones(4, np.float32)
-        old = xk.numba_kernel(add_one, outs=lambda x: x)
-        held = jax.jit(old)
-        def check(module):
-            new = module.numba_kernel(add_one, outs=lambda x: x)
-            for f in (old, held, new, jax.vmap(new)):
-                assert f(x[None] if f is not old and f is not held and f is not new else x).ravel()[3] == 2
-        check(xk)
-        check(importlib.reload(xk))
-        del sys.modules["xla_kernels"]
-        check(importlib.import_module("xla_kernels"))
-        for name in [name for name in sys.modules if name.startswith("xla_kernels")]: del sys.modules[name]
-        check(importlib.import_module("xla_kernels"))
-        """,
-    "two copies": """
-        import importlib.util
-        x = np.ones(4, np.float32)
-        def load(name):
-            spec = importlib.util.spec_from_file_location(name, xk.__file__)
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[name] = module
-            spec.loader.exec_module(module)
-            return module
-        copies = [xk, load("vendored_a"), load("package.vendored_b"), load("xla_kernels"), load("xla_kernels")]
-        functions = [copy.numba_kernel(add_one, outs=lambda x: x) for copy in copies]
-        for f in functions: assert f(x)[3] == 2
-        @jax.jit
-        def chain(x):
-            for f in functions: x = f(x)
-            return x
-        assert chain(x)[0] == 6
-        """,
-    "sixteen threads": """
-        import time
-        shared = xk.numba_kernel(add_one, outs=lambda x: x)
-        wrong, start = [], threading.Barrier(16)
-        def work(k):
-            rng = np.random.default_rng(k)
-            start.wait()
-            for i in range(12):
-                n = int(rng.integers(1, 30))
-                value = int(rng.integers(0, 6))
-                def kernel(x, out):
-                    for i in range(x.size): out[i] = x[i] + value
-                x = np.arange(n, dtype=rng.choice(["float32", "int32"]))
-                f = xk.numba_kernel(kernel, outs=lambda x: x)
-                results = [(shared(x), x + 1), (f(x), x + value), (jax.jit(lambda x: f(shared(x)))(x), x + value + 1),
-                           (jax.vmap(f)(x[None]), x[None] + value)]
-                wrong.extend(1 for a, b in results if not np.array_equal(a, b))
-        threads = [threading.Thread(target=work, args=(k,)) for k in range(16)]
-        for t in threads: t.start()
-        for t in threads: t.join()
-        assert not wrong
-        assert len(xk.export_checks()) <= 2 + 12
-        """,
-    "memory of calls, retraces and errors": """
-        import resource
-        def rss(): return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize() / 2**20
-        f = xk.numba_kernel(add_one, outs=lambda x: x)
-        x = np.zeros(16, np.float32)
-        loop = jax.jit(lambda x, n: jax.lax.fori_loop(0, n, lambda i, x: f(x) * 0.5, x))
-        loop(x, 1000).block_until_ready()
-        before = rss()
-        loop(x, 1_000_000).block_until_ready()
-        assert rss() - before < 5, ("calls", rss() - before)
-        def closure(n):
-            def kernel(x, out): out[0] = x[0] + n
-            return xk.numba_kernel(kernel, outs=lambda x: x)
-        retrace = lambda: jax.make_jaxpr(closure(2.5))(x)
-        for _ in range(100): retrace()
-        before, targets = rss(), len(xk.export_checks())
-        for _ in range(1000): retrace()
-        assert len(xk.export_checks()) == targets and rss() - before < 20, ("retraces", rss() - before)
-        def fail(x, out): raise ValueError("no")
-        g = xk.numba_kernel(fail, outs=lambda x: x)
-        def errors(n):
-            for _ in range(n):
-                try: g(x).block_until_ready()
-                except jax.errors.JaxRuntimeError: pass
-        errors(500)
-        before = rss()
-        errors(3000)
-        assert rss() - before < 8, ("errors", rss() - before)
-        """,
-    "kernels of every origin": """
-        exec("def kernel(x, out): out[0] = x[0] + 1", anonymous := {})
-        exec("def kernel(x, out): out[0] = x[0] + 2", other := {})
-        x = np.ones(1, np.float32)
-        run = lambda kernel: xk.numba_kernel(kernel, outs=lambda x: x)(x)[0]
-        assert (run(anonymous["kernel"]), run(other["kernel"])) == (2, 3)
-        @numba.njit
-        def allocate(x, out):
-            d = numba.typed.Dict()
-            l = numba.typed.List()
-            for i in range(100):
-                l.append(np.full(10, i))
-                d[i] = l[i].sum()
-            print("from the kernel", d[99])
-            out[0] = d[99]
-        assert run(allocate) == 990
-        assert (jax.pmap(xk.numba_kernel(allocate, outs=lambda x: x))(np.ones((4, 1), np.float32)) == 990).all()
-        """,
-}
-
-
-@pytest.mark.parametrize("case", CRASH)
-def test_the_process_survives(case):
-    run_code(CRASH[case], NUMBA_THREADING_LAYER="workqueue" if "parallel" in case else "default")
-
-
-# -- the C interface -----------------------------------------------------------------------------------
-
-C_KINDS = {"size_t": 8, "int64_t": 8, "int": 4, "uint32_t": 4, "XLA_FFI_Handler_Traits": 4, "XLA_FFI_DataType": 4,
-           "XLA_FFI_ExecutionStage": 4, "XLA_FFI_Error_Code": 4, "XLA_FFI_Extension_Type": 4,
-           "XLA_FFI_InternalExtension_Type": 4, "int32_t": 4}  # fmt: skip
-
-
-def c_header():
-    with open(os.path.join(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h"), encoding="utf-8") as header:
-        text = re.sub(r"//.*", "", header.read())
-    text = re.sub(r"_XLA_FFI_API_STRUCT_FIELD\((\w+)\)", r"void* \1", text)
-    return text.replace("XLA_FFI_Extension_Base", "XLA_FFI_InternalExtension")  # its name before jaxlib 0.10
-
-
-RENAMED = {  # since jaxlib 0.7.2; the functions kept their places
-    "XLA_FFI_Error_GetMessage": "XLA_FFI_Error_GetDetails",
-    "XLA_FFI_TypeId_Register": "XLA_FFI_Type_Register",
-    "XLA_FFI_ExecutionContext_Get": "XLA_FFI_InvokeContext_Get",
-    "XLA_FFI_Extension_Base": "XLA_FFI_InternalExtension",
-}
-
-
-def c_fields(text, name):
-    """(name, type) of every field of a struct in the header; pointers have the type '*'."""
-    for old, new in RENAMED.items():
-        text = text.replace(old, new)
-    body = re.search(rf"struct {name} \{{(.*?)\}}", text, re.DOTALL)[1]
-    pattern = r"(?:const |struct )?(\w+)\s*(\**)\s*(\w+)"
-    fields = [re.fullmatch(pattern, " ".join(field.split())) for field in body.split(";")[:-1]]
-    return [(field[3], "*" if field[2] else field[1]) for field in fields]
-
-
-def abi_differences(struct, text):
-    """How a ctypes mirror differs from the header; the header may have more fields at the end."""
-    found, expected = [], c_fields(text, struct.__name__)[: len(struct._fields_)]
-    for (name, kind), (c_name, c_kind) in itertools.zip_longest(struct._fields_, expected, fillvalue=("missing", "")):
-        if issubclass(kind, ctypes.Structure):
-            same = kind.__name__ == c_kind
-        else:
-            same = ctypes.sizeof(kind) == (8 if c_kind == "*" else C_KINDS.get(c_kind, 0))
-        if name != c_name or not same:
-            found.append(f"{struct.__name__}.{name}: {kind.__name__}, in the header {c_name}: {c_kind}")
-    return found
-
-
-MIRRORS = [value for name, value in vars(xk).items() if name.startswith("XLA_FFI_") and isinstance(value, type)]
-
-
-@pytest.mark.parametrize("struct", MIRRORS, ids=lambda struct: struct.__name__)
-def test_mirrored_struct_equals_the_header(struct):
-    text = c_header()
-    if f"struct {struct.__name__} " not in text and "DeviceOrdinal" in struct.__name__:
-        pytest.skip("this jaxlib does not tell the device")
-    later = ("DeviceOrdinal_Get",) * ("XLA_FFI_DeviceOrdinal_Get_Args" not in text)
-    assert [found for found in abi_differences(struct, text) if not any(name in found for name in later)] == []
-
-
-def test_the_comparison_with_the_header_can_fail():
-    class XLA_FFI_Buffer(ctypes.Structure):
-        _fields_ = [(n, t) for n, t in xk.XLA_FFI_Buffer._fields_ if n != "rank"]
-
-    class XLA_FFI_Error_Create_Args(ctypes.Structure):
-        _fields_ = [(n, ctypes.c_int64 if n == "errc" else t) for n, t in xk.XLA_FFI_Error_Create_Args._fields_]
-
-    assert any("rank" in text for text in abi_differences(XLA_FFI_Buffer, c_header()))
-    assert any("errc" in text for text in abi_differences(XLA_FFI_Error_Create_Args, c_header()))
-    assert abi_differences(xk.XLA_FFI_Array, c_header().replace("size_t size;", "int32_t size;"))
-
-
-def test_mirrored_numbers_equal_the_header():
-    text = c_header()
-    short = {"bool": "PRED", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64",
-             "complex64": "C64", "complex128": "C128"}  # fmt: skip
-    for name, number in xk._XLA_FFI_DATA_TYPES.items():
-        c_name = short.get(name) or re.sub(r"(u?)int(\d+)", lambda m: ("U" if m[1] else "S") + m[2], name)
-        assert re.search(rf"XLA_FFI_DataType_{c_name} = {number},", text), name
-    for c_name, number in (("ExecutionStage_EXECUTE", xk._STAGE_EXECUTE),
-                           ("Extension_Metadata", xk._EXTENSION_METADATA),
-                           ("Error_Code_INTERNAL", xk._ERROR_INTERNAL),
-                           ("Error_Code_INVALID_ARGUMENT", xk._ERROR_INVALID_ARGUMENT)):  # fmt: skip
-        assert re.search(rf"XLA_FFI_{c_name} = {number}\b", text), c_name
-
-
-# -- what else a digest tells apart, and small promises --------------------------------------------------
-
-
-class Mode(enum.Enum):
-    SLOW = 1
-    FAST = 2
-
-
-class Pair(typing.NamedTuple):
-    first: int
-    second: int
-
-
-def with_constant(constant):
-    def kernel(x, out):
-        out[0] = x[0] + (constant == constant)
-
-    return kernel
-
-
-@numba.guvectorize(["void(float32[:], float32[:])"], "(n)->()")
-def gu_total(x, out):
-    out[0] = x.sum()
-
-
-def digests(make, *constants):
-    """Every constant twice: equal content gives equal digests, other content others."""
-    first, second = ([xk._digest(make(c)) for c in constants] for _ in range(2))
-    assert first == second and len(set(first)) == len(constants)
-
-
-def test_digest_of_enums_tuples_and_arrays():
-    digests(with_constant, Mode.SLOW, Mode.FAST, Mode, Pair(1, 2), Pair(2, 1), Pair, {1, 2}, {1, 3}, {"a": 1}, {"a": 2})
-    digests(
-        with_constant, np.array([1, "a"], object), np.array([2, "a"], object), np.float32, np.sin, math.sin, range(3)
-    )
-
-
-def test_digest_of_numba_objects():
-    @numba.cfunc("float64(float64)")
-    def callback(x):
-        return x
-
-    @numba.extending.intrinsic
-    def twice(context, x):
-        return x(x), lambda context, builder, signature, args: args[0]
-
-    digests(with_constant, gu_total, callback, twice, numba.float32, numba.float64[:])
-    values = [object(), object()]
-    assert xk._digest(values[0]) == xk._digest(values[0]) != xk._digest(values[1])
-
-
-def test_unfilled_cells_have_a_digest():
-    def outer():
-        def kernel(x, out):
-            out[0] = later
-
-        digest = xk._digest(kernel)
-        later = 1
-        return digest, xk._digest(kernel)
-
-    before, after = outer()
-    assert before != after
-
-
-def test_integer_outputs_need_no_derivative():
-    f = xk.numba_kernel(nb_sign, outs=lambda x: jax.ShapeDtypeStruct(x.shape, jnp.int32))
-    out, tangent = jax.jvp(f, (F32,), (F32,))
-    assert out.dtype == jnp.int32 and tangent.dtype == jax.dtypes.float0
-    assert repr(f) == "<numba_kernel nb_sign>"
-    np.testing.assert_array_equal(jax.grad(lambda x: (x * f(x)).sum())(F32), np.sign(F32))
-
-
-def nb_sign(x, out):
-    for i in range(x.size):
-        out[i] = np.sign(x[i])
-
-
-def test_another_platform_is_an_error_that_says_what_to_use():
-    with pytest.raises(NotImplementedError, match=r"runs on the CPU; .* numba_cuda_kernel .* compiled for 'cuda'"):
-        jax.jit(add_one).trace(F32).lower(lowering_platforms=("cuda",))
 
 
 # ======================================================================================================
