@@ -6100,8 +6100,9 @@ def split_product(kind, rule):
     """x * y by a wrapper or an op: with derivatives, or `in place` with scratch, hidden copies and a second result."""
 
     def in_place(x, y, out, more, work):
-        for i, v in enumerate(y.flat):  # which Numba would let write to y
-            work[i] = out[i] * v
+        memset(y.ctypes, 0, 0)  # which could write to y
+        for i in range(y.size):
+            work[i] = out[i] * y[i]
         out[:] = work
         more[:] = work + 1
 
@@ -6211,8 +6212,8 @@ def test_op_sharding_rule_gathers_what_is_reduced():
     for spec in (("d",), (None, "d"), ()):
         got = f(jax.device_put(a, _mesh_sharding(*spec)), jax.device_put(X, _mesh_sharding("d")))
         np.testing.assert_allclose(got, a @ X)
-    uneven = jax.device_put(a[:6], _mesh_sharding())
-    np.testing.assert_allclose(f(uneven, X), a[:6] @ X)
+    uneven = jax.jit(lambda a, v: f(a[:6], v))  # XLA would split 6 rows among 4 devices
+    np.testing.assert_allclose(uneven(jax.device_put(a, _mesh_sharding("d")), X), a[:6] @ X)
 
 
 def test_op_sharding_rule_composes():
