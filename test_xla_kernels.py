@@ -113,7 +113,7 @@ def csr_dense(data, indices, indptr, columns):
     return jnp.zeros((indptr.size - 1, columns), data.dtype).at[rows, indices].add(data)
 
 
-# -- Numba: one source, jitted with and without parallel=True ---------------------------------------------
+# -- Numba: one source, jitted with and without parallel=True ------------------------------------------
 
 
 def numba_generators(kernel, **options):
@@ -220,7 +220,7 @@ def nb_decay_in_place(v, current, out):  # out starts as v
         out[i] += (current[i] - out[i]) * out.dtype.type(0.1)
 
 
-# -- Numba CUDA: on a GPU, or on the simulator -------------------------------------------------------------
+# -- Numba CUDA: on a GPU, or on the simulator ---------------------------------------------------------
 
 
 def cuda_generators(kernel, dims=None, **options):
@@ -352,7 +352,7 @@ def cu_decay_in_place(v, current, out):
         out[i] += (current[i] - out[i]) * out.dtype.type(0.1)
 
 
-# -- Warp: kernels are typed, so each is made for a dtype --------------------------------------------------
+# -- Warp: kernels are typed, so each is made for a dtype ----------------------------------------------
 
 
 def warp_generator(make, dims=None, **options):
@@ -536,7 +536,7 @@ def wp_decay_in_place(T):
     return decay
 
 
-# -- Pallas, in interpret mode -----------------------------------------------------------------------------
+# -- Pallas, in interpret mode -------------------------------------------------------------------------
 
 
 def pallas_generator(reference):
@@ -553,7 +553,7 @@ def pallas_generator(reference):
     return {"pallas": generator}
 
 
-# -- the table ---------------------------------------------------------------------------------------------
+# -- the table -----------------------------------------------------------------------------------------
 
 
 def matrix_op(name, inputs, reference, *, nb, cu=None, wp_=None, dims=None, pallas=True, options=None, **fields):
@@ -890,7 +890,7 @@ def test_missing_numba_is_explained(tmp_path):
         run_python("-c", code, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
 
 
-# -- export: every operation of a backend, reloaded in a fresh process that traces the same kernels ----------
+# -- export: every operation of a backend, reloaded in a fresh process that traces the same kernels ----
 
 
 def exported_cells(backend):
@@ -929,7 +929,7 @@ def test_export_and_reload(backend, tmp_path):
     assert checked == [name for name, _ in exported_cells(backend)]
 
 
-# -- several processes ---------------------------------------------------------------------------------------
+# -- several processes ---------------------------------------------------------------------------------
 
 DISTRIBUTED = """
 import sys
@@ -3140,7 +3140,7 @@ def cuda_signature(*arrays, n_in=None):
     return xk._Signature("kernel", n_in, tuple(s.dtype for s in specs), tuple(len(s.shape) for s in specs))
 
 
-# -- without a GPU: the layout of parameters
+# -- without a GPU: the layout of parameters -----------------------------------------------------------
 
 
 @pytest.fixture(params=xk._CUDA_PACKAGES)
@@ -3208,7 +3208,7 @@ def test_ptx_params_sees_other_layouts():
     assert xk._ptx_params(ptx, "other") == []
 
 
-# -- without a GPU: what the handler gives to cuLaunchKernel
+# -- without a GPU: what the handler gives to cuLaunchKernel -------------------------------------------
 
 
 class RecordingDriver:
@@ -3411,7 +3411,7 @@ def test_cuda_empty_launch_gives_zeros_and_keeps_aliases(monkeypatch):
     assert driver.launches == []
 
 
-# -- without a GPU: what XLA is told
+# -- without a GPU: what XLA is told -------------------------------------------------------------------
 
 
 def cuda_copy(x, out):
@@ -3830,7 +3830,7 @@ def test_fakecuda_transient_failure_is_not_remembered(fake_gpus, monkeypatch):
         xk._CudaDriver().load(b"no cubin", "kernel", 0, None)
 
 
-# -- the simulator, and the same on a GPU
+# -- the simulator, and the same on a GPU --------------------------------------------------------------
 
 
 SIMULATED = {  # what runs in a process with the simulator, which Numba decides on when it is imported
@@ -4116,7 +4116,7 @@ def test_cudasim_runs_on_cpu_only():
         lower_for_cuda(op, spec, spec)
 
 
-# -- with a GPU
+# -- with a GPU ----------------------------------------------------------------------------------------
 
 
 @on_gpu
@@ -4533,7 +4533,7 @@ def test_warp_empty_launch(warp_path):
     assert g(big[:0], big[:0]).shape == (0,)
 
 
-# -- derivatives
+# -- derivatives ---------------------------------------------------------------------------------------
 
 
 def smooth_call(differentiable=True):
@@ -4595,7 +4595,7 @@ def test_warp_cotangent_is_not_changed(warp_path):
     assert zero.dtype == jax.dtypes.float0
 
 
-# -- names, lifetime, threads
+# -- names, lifetime, threads --------------------------------------------------------------------------
 
 
 def test_warp_generators(warp_path):
@@ -4986,7 +4986,7 @@ def test_warp_interop():
     assert type(f).__module__.startswith("warp.")
 
 
-# -- errors
+# -- errors --------------------------------------------------------------------------------------------
 
 # case: kernel, options, arguments (None: the wrapper itself is wrong), error, message
 WARP_ERRORS = {
@@ -5348,7 +5348,7 @@ def _product(backend):
     return lambda x, y: op(x, y, outs=_like)
 
 
-# -- outs, operands, parameters
+# -- outs, operands, parameters ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -5483,7 +5483,7 @@ def _plus_one(x, out):
         out[i] = x[i] + 1
 
 
-# -- registration and dispatch
+# -- registration and dispatch -------------------------------------------------------------------------
 
 
 def _constant_op(**kernels):
@@ -5641,7 +5641,7 @@ def test_op_doc_tags_and_call():
     assert op.call(1, backend="numba") == (1, "numba")
 
 
-# -- ready kernels
+# -- ready kernels -------------------------------------------------------------------------------------
 
 
 @numba.njit
@@ -5709,7 +5709,7 @@ def test_op_registration_imports_no_backend():
     assert found.stdout.strip() == "[]"
 
 
-# -- errors
+# -- errors --------------------------------------------------------------------------------------------
 
 
 def _raises():
@@ -5886,7 +5886,7 @@ def test_op_misuse(case):
     assert text in str(raised.value)
 
 
-# -- derivatives
+# -- derivatives ---------------------------------------------------------------------------------------
 
 
 def _sin_cos_op():
@@ -6044,7 +6044,7 @@ def test_defjvp_and_general_batching_rule_take_foreign_primitives():
     assert xk.general_batching_rule(lambda x: (x, x), (X,), (None,))[1] == (None, None)
 
 
-# -- batching overrides
+# -- batching overrides --------------------------------------------------------------------------------
 
 
 def test_op_batching_rules_as_brainevent_writes_them():
@@ -6085,7 +6085,7 @@ def test_op_rules_can_be_called_and_primitives_bound_as_brainevent_does():
     np.testing.assert_allclose(out, X * Y)
 
 
-# -- sharding, export, threads, benchmark
+# -- sharding, export, threads, benchmark --------------------------------------------------------------
 
 
 def _mesh_sharding(*spec, shape=(4,), **options):
@@ -6456,7 +6456,7 @@ def timed_loop(f, x, y, seconds=0.02):
     return lambda: once(steps) * 1e6
 
 
-# -- one addition, along every path -------------------------------------------------------------------
+# -- one addition, along every path --------------------------------------------------------------------
 
 
 def add_loop(x, y, out):
