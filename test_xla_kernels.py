@@ -1493,6 +1493,16 @@ def kernel_from(source, *, name="kernel", **values):
     return namespace[name]
 
 
+def reads(expression, **values):
+    return kernel_from(f"def kernel(x, out):\n    out[0] = {expression}", **values)
+
+
+class OwnRepr(enum.IntEnum):
+    A = 1
+    B = 2
+    __repr__ = lambda self: "0"
+
+
 def add_value(value):
     def kernel(x, out):
         out[0] = x[0] + np.float32(value)
@@ -1586,12 +1596,6 @@ def test_equal_content_is_one_target(case):
 
 
 DIFFERENT = {
-    "closure constants": [add_value(v) for v in (1, True, 1.0, 0.0, -0.0, math.nan, math.inf, 2, np.float64(2), 2**40)],
-    "closure arrays": [add_first(v) for v in (np.arange(3), np.arange(3.0), np.arange(1, 4), np.arange(3)[::-1].copy(),
-                                              np.arange(4), (0, 1), (0.0, 1.0), (1, 0))],
-    "globals": [kernel_from("def kernel(x, out):\n    out[0] = x[0] + g", g=g) for g in (1, 2, 1.0, True)],
-    "global arrays": [kernel_from("def kernel(x, out):\n    out[0] = x[0] + g[0]", g=np.array([g]))
-                      for g in (1, 2, 1.0)],
     "code": [kernel_from(f"def kernel(x, out):\n    out[0] = x[0] {op} 2") for op in "+-*/"],
     "constants": [kernel_from(f"def kernel(x, out):\n    out[0] = x[0] + {c}")
                   for c in ("1", "1.0", "True", "-0.0", "0.0")],
@@ -1614,24 +1618,62 @@ DIFFERENT = {
 
 
 @pytest.mark.parametrize("case", DIFFERENT)
-def test_different_content_is_another_target(case):
+def test_different_content_is_another_digest(case):
     kernels = DIFFERENT[case]
-    assert len({lowered_name(kernel) for kernel in kernels}) == len(kernels)
+    assert len({xk._digest(kernel) for kernel in kernels}) == len(kernels)
 
 
-def reads(expression, **values):
-    return kernel_from(f"def kernel(x, out):\n    out[0] = {expression}", **values)
+def changed(array, **flags):
+    array.setflags(**flags)
+    return array
+
+
+@numba.guvectorize(["void(float32[:], float32[:])"], "(n)->()")
+def gu_total(x, out):
+    out[0] = x.sum()
+
+
+@numba.extending.intrinsic
+def nb_twice(context, x):
+    return x(x), lambda context, builder, signature, args: args[0]
+
+
+Mode = enum.Enum("Mode", "SLOW FAST")
+PAIRS = [collections.namedtuple("Pair", names, defaults=d) for names, *d in (["a b"], ["b a"], ["a b", 1], ["a b", 2])]
+VALUES = {
+    "numbers": [1, True, 1.0, 0.0, -0.0, math.nan, -math.nan, math.inf, 2, 2**40, 10**5000, 1j, -0.0j, None, ...,
+                np.float64(2), np.float32(2), np.int64(2), np.longlong(2), np.bool_(True)],
+    "text": ["a", b"a", np.str_("a"), "a" * 2],
+    "tuples": [(0, 1), (0.0, 1.0), (1, 0), (0, (1,)), frozenset({0, 1}), range(3), slice(3), *(p(1, 2) for p in PAIRS)],
+    "arrays": [np.arange(3), np.arange(3.0), np.arange(1, 4), np.arange(3)[::-1].copy(), np.arange(4), np.eye(2),
+               np.arange(4).reshape(2, 2), changed(np.arange(3), write=False), np.arange(3, dtype=">i8")],
+    "dtypes": [np.float32, np.dtype("f4"), np.dtype(">f4"),
+               *(np.dtype([("a", "f4"), ("b", "f8")], align=align) for align in (False, True))],
+    "classes": [Mode, Mode.SLOW, Mode.FAST, OwnRepr, OwnRepr.A, *PAIRS, ValueError],
+    "functions": [np.sin, math.sin, len, np.random.normal, operator.add, numba.objmode, numba.prange, gu_total,
+                  nb_twice],
+    "types of Numba": [numba.float32, numba.float64[:], numba.float32(numba.float64), numba.typed.List,
+                       *(numba.types.NamedUniTuple(numba.float64, 2, pair) for pair in PAIRS)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", VALUES)
+def test_values_count_by_all_they_are(case):
+    kernels, known = [reads("v", v=v) for v in VALUES[case]], len(xk._STORE.objects)
+    first, second = ([xk._digest(kernel) for kernel in kernels] for _ in range(2))
+    assert first == second and len(set(first)) == len(kernels) and len(xk._STORE.objects) == known  # none by identity
+
+
+@pytest.mark.parametrize("setting, value", [("BOUNDSCHECK", 1), ("DEBUGINFO_DEFAULT", 1), ("LOOP_VECTORIZE", 0)])
+def test_settings_of_numba_make_another_target(setting, value, monkeypatch):
+    before = lowered_name(plain)
+    monkeypatch.setattr(numba.config, setting, value)
+    assert lowered_name(plain) != before
 
 
 def hidden(base, *values):
     """Values of a subclass that does not show what it holds."""
     return map(type("Hidden", (base,), {"__repr__": lambda self: "0", "__str__": base.__repr__}), values)
-
-
-class OwnRepr(enum.IntEnum):
-    A = 1
-    B = 2
-    __repr__ = lambda self: "0"
 
 
 def claims(module):
@@ -1702,18 +1744,6 @@ def foreign(*restypes):
         yield reads("function(300)", function=function)
 
 
-def narrow_locals():
-    for kind in (numba.int8, numba.int64):
-        yield numba.njit(locals={"total": kind})(
-            kernel_from("def kernel(x, out):\n    total = 300\n    out[0] = total")
-        )
-
-
-def named_tuples():
-    for fields in ("a b", "b a"):
-        yield reads("pair.a", pair=collections.namedtuple("Named", fields)(1, 2))
-
-
 def added_to_builtins():
     for builtins.added in (1, 2):
         yield reads("added")
@@ -1762,8 +1792,9 @@ RESULTS = {
     "overload": lambda: overloads(1, 2),
     "overload_method": overload_methods,
     "ctypes": lambda: foreign(ctypes.c_long, ctypes.c_int8),
-    "locals": narrow_locals,
-    "named tuples": named_tuples,
+    "locals": lambda: [numba.njit(locals={"total": kind})(kernel_from(
+        "def kernel(x, out):\n    total = 300\n    out[0] = total")) for kind in (numba.int8, numba.int64)],
+    "named tuples": lambda: [reads("pair.a", pair=pair(1, 2)) for pair in PAIRS[:2]],
     "recursion": lambda: map(recursive, "fg"),
 }  # fmt: skip
 
@@ -1867,55 +1898,6 @@ def test_star_args_and_keyword_defaults():
 
     np.testing.assert_array_equal(wrap(first, lambda x, y: x)(F32, 2 * F32), F32)
     np.testing.assert_array_equal(wrap(scaled)(F32), 3 * F32)
-
-
-class Mode(enum.Enum):
-    SLOW = 1
-    FAST = 2
-
-
-class Pair(typing.NamedTuple):
-    first: int
-    second: int
-
-
-def with_constant(constant):
-    def kernel(x, out):
-        out[0] = x[0] + (constant == constant)
-
-    return kernel
-
-
-@numba.guvectorize(["void(float32[:], float32[:])"], "(n)->()")
-def gu_total(x, out):
-    out[0] = x.sum()
-
-
-def digests(make, *constants):
-    """Every constant twice: equal content gives equal digests, other content others."""
-    first, second = ([xk._digest(make(c)) for c in constants] for _ in range(2))
-    assert first == second and len(set(first)) == len(constants)
-
-
-def test_digest_of_enums_tuples_and_arrays():
-    digests(with_constant, Mode.SLOW, Mode.FAST, Mode, Pair(1, 2), Pair(2, 1), Pair, {1, 2}, {1, 3}, {"a": 1}, {"a": 2})
-    digests(
-        with_constant, np.array([1, "a"], object), np.array([2, "a"], object), np.float32, np.sin, math.sin, range(3)
-    )
-
-
-def test_digest_of_numba_objects():
-    @numba.cfunc("float64(float64)")
-    def callback(x):
-        return x
-
-    @numba.extending.intrinsic
-    def twice(context, x):
-        return x(x), lambda context, builder, signature, args: args[0]
-
-    digests(with_constant, gu_total, callback, twice, numba.float32, numba.float64[:])
-    values = [object(), object()]
-    assert xk._digest(values[0]) == xk._digest(values[0]) != xk._digest(values[1])
 
 
 def test_unfilled_cells_have_a_digest():
