@@ -2526,7 +2526,11 @@ ONE_LINERS = {
 @pytest.mark.parametrize("name", ONE_LINERS)
 def test_numba_functions_in_one_line(name, how):
     function, options, args, named, expected = ONE_LINERS[name]
-    f, arrays = xk.numba_kernel(function, **options), {k: x for k, x in named.items() if isinstance(x, np.ndarray)}
+    check_one_line(xk.numba_kernel(function, **options), args, named, expected, how)
+
+
+def check_one_line(f, args, named, expected, how):
+    arrays = {k: x for k, x in named.items() if isinstance(x, np.ndarray)}
     static = {k: x for k, x in named.items() if k not in arrays}
     call = lambda xs: f(*xs[0], **xs[1], **static)
     slices = [jax.tree.map(lambda x: x[i], (args, arrays)) for i in range(2)]
@@ -2538,9 +2542,35 @@ def test_numba_functions_in_one_line(name, how):
     }[how]()
     got = got if isinstance(got, list) else [jax.tree.map(lambda x: x[i], got) for i in range(2)]
     for result, xs in zip(got, slices, strict=True):
-        jax.tree.map(
-            functools.partial(np.testing.assert_allclose, rtol=1e-6), result, expected(*xs[0], **xs[1], **static)
-        )
+        want = expected(*xs[0], **xs[1], **static)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), result, want)
+
+
+X, Y = np.random.default_rng(1).uniform(0.1, 1, (2, 2, 8))
+# function of a library: its outs, two of each input, constants; double precision, as these libraries are made for
+LIBRARY_FUNCTIONS = {
+    "pynndescent.distances.euclidean": (spec(dtype=float), [X, Y], {}),
+    "pynndescent.distances.canberra": (spec(dtype=float), [X, Y], {}),
+    "umap.distances.hellinger": (spec(dtype=float), [X, Y], {}),
+    "umap.distances.minkowski": (spec(dtype=float), [X, Y], {"p": 3}),
+    "stumpy.core._rolling_nanstd_1d": (spec(6, dtype=float), [X], {"w": 3}),
+    "quantecon.gini_coefficient": (spec(dtype=float), [X], {}),
+    "quantecon.lorenz_curve": ((spec(9, dtype=float),) * 2, [X], {}),
+    "quantecon.util.searchsorted": (spec(dtype=int), [np.sort(X), Y[:, 0]], {}),
+    "numba_stats.norm._cdf": (spec(8, dtype=float), [X, Y[:, 0], Y[:, 1]], {}),
+    "interpolation.interp": (lambda x, y, u: u, [np.sort(X), Y, (X + Y) / 2], {}),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("how", ["jit", "vmap", "scan"])
+@pytest.mark.parametrize("name", LIBRARY_FUNCTIONS)
+def test_library_functions_in_one_line(name, how):
+    module, _, function = name.rpartition(".")
+    function = getattr(pytest.importorskip(module, exc_type=ImportError), function)
+    outs, args, static = LIBRARY_FUNCTIONS[name]
+    with x64():
+        check_one_line(xk.numba_kernel(function, outs), args, static, function, how)
 
 
 # -- inputs are never changed --------------------------------------------------------------------------
