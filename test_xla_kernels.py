@@ -6223,7 +6223,7 @@ def test_what_is_sharded_stays_sharded(program, kind):
         assert got.sharding.is_equivalent_to(sharding(*place), got.ndim)
 
 
-def test_effects_and_export_of_what_is_sharded(capfd):
+def test_effects_donation_and_export_of_what_is_sharded(capfd):
     from jax import export
 
     @xk.numba_kernel(outs=lambda x: x, has_side_effect=True)
@@ -6235,10 +6235,14 @@ def test_effects_and_export_of_what_is_sharded(capfd):
     for f, count in ((jax.vmap(loud), 4), (lambda x: loud(x[0]), 4), (lambda x: (jax.vmap(loud)(x), 0)[1], 4)):
         jax.block_until_ready(jax.jit(f)(x))
         assert capfd.readouterr().out.count("slice") == count
-    exported = export.export(jax.jit(jax.vmap(split_product("op numba", None))), disabled_checks=xk.export_checks())(
-        x, x
-    )
+    product = jax.jit(jax.vmap(split_product("op numba", None)))
+    np.testing.assert_array_equal(product(x, x), A * A)  # and export_checks knows its kernel
+    exported = export.export(product, disabled_checks=xk.export_checks())(x, x)
     np.testing.assert_array_equal(jax.jit(exported.call)(x, x), A * A)
+    places = lambda array: [shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards]
+    x, y = jax.jit(jnp.negative)(x), jax.device_put(B, x.sharding)  # x: no view of NumPy's memory
+    before = places(x)
+    assert places(jax.jit(jax.vmap(split_product("in place", None)), donate_argnums=0)(x, y)[0]) == before
 
 
 def test_op_sharding_rule_gathers_what_is_reduced():
