@@ -970,7 +970,7 @@ def test_two_processes_share_a_mesh(tmp_path):
                          stderr=subprocess.STDOUT, text=True)
         for i in range(2)
     ]  # fmt: skip
-    outputs = [worker.communicate(timeout=120)[0] for worker in workers]
+    outputs = [worker.communicate(timeout=900)[0] for worker in workers]
     assert all("devices 4 total 140.0" in output for output in outputs), "\n".join(outputs)
     assert [output.count("slice") for output in outputs] == [4, 4]  # the lines of two devices may mix
 

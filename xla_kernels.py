@@ -57,6 +57,7 @@ import importlib
 import inspect
 import itertools
 import math
+import mmap
 import operator
 import os
 import re
@@ -1725,7 +1726,7 @@ class _Driver(_Code):
             shared = self.struct(_Shared, address)
             with self.when(self.add_at_once(shared.place("holders"), -1) == 1):
                 self.call(_symbol("PyThread_free_lock"), shared.idle)
-                self.call(_symbol("free"), address)
+                self.call(_symbol("PyMem_RawFree"), address)
             self.give(0)
         with self.function("task", 1) as (address,):
             shared = self.struct(_Shared, address)
@@ -1747,7 +1748,7 @@ class _Driver(_Code):
         with self.function("share", 3) as (address, first, helpers):
             batch = self.struct(_Batch, address)
             frame = self.struct(XLA_FFI_CallFrame, batch.frame)
-            memory = self.call(_symbol("malloc"), ctypes.sizeof(_Shared))
+            memory = self.call(_symbol("PyMem_RawMalloc"), ctypes.sizeof(_Shared))
             shared = self.struct(_Shared, memory)
             shared.batch, shared.next, shared.count, shared.error = address, first, batch.count, 0
             piece = (batch.count - first) // (helpers * 8 + 8)
@@ -1836,12 +1837,9 @@ class _Driver(_Code):
             with self.when(depth > 1):
                 self._read_sizes(batch)
             batch.nbytes = batch.nbytes * batch.count
-            with (
-                self.when((batch.nbytes > _HUGE_PAGE_MIN - 1) & kernel.maps_pages),
-                self.loop(kernel.n_in, batch.n) as k,
-            ):
-                slot = self.at(_Slot, slots, k)
-                self._use_huge_pages(slot.data, slot.nbytes * batch.count)
+            if sys.platform == "linux":
+                with self.when((batch.nbytes > _HUGE_PAGE_MIN - 1) & kernel.maps_pages):
+                    self._use_huge_pages(batch)
             is_brief = (kernel.trusted > 0) & (batch.nbytes < kernel.brief + 1)
             with self.when((batch.count < 2) | kernel.in_order | is_brief):
                 kernel.trusted = kernel.trusted - 1
@@ -1861,15 +1859,18 @@ class _Driver(_Code):
                 self.write(self.choose(own == 1, self.read(place), own), place)
             batch.count = batch.count * self.read(place)
 
-    def _use_huge_pages(self, data: Any, nbytes: Any) -> None:
+    def _use_huge_pages(self, batch: Any) -> None:
         """Ask Linux for huge pages under large outputs, as NumPy does for its arrays.
 
         XLA maps fresh memory for them; to fault it in by 4 KiB pages took 40 ms of the 43 ms of an add of
         1e7 float32, with JAX's own operations as well.
         """
-        with self.when(nbytes > _HUGE_PAGE_MIN - 1):
-            skip = self.word(4096) - data % 4096  # the range must start at a page
-            self.call(_symbol("madvise"), data + skip, nbytes - skip, _MADV_HUGEPAGE)
+        with self.loop(self.struct(_Kernel, batch.kernel).n_in, batch.n) as k:
+            slot = self.at(_Slot, batch.slots, k)
+            nbytes = slot.nbytes * batch.count
+            with self.when(nbytes > _HUGE_PAGE_MIN - 1):
+                skip = self.word(mmap.PAGESIZE) - slot.data % mmap.PAGESIZE  # the range must start at a page
+                self.call(_symbol("madvise"), slot.data + skip, nbytes - skip, _MADV_HUGEPAGE)
 
 
 @functools.cache
