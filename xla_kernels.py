@@ -1572,6 +1572,11 @@ class _Code:
         yield
         self.builder.branch(body)
 
+    def api(self, frame: Any, name: str, args: Any) -> Any:
+        """Call a function of XLA's API table; it gives an XLA_FFI_Error* or 0."""
+        table = self.struct(XLA_FFI_Api, self.struct(XLA_FFI_CallFrame, frame).api)
+        return self.call(getattr(table, f"XLA_FFI_{name}"), args.address)
+
     def add_at_once(self, address: Any, value: Any) -> _Word:
         """Add to a word in one step that no other thread sees half of; returns what it was."""
         value = self.word(value).value
@@ -1648,11 +1653,6 @@ class _Driver(_Code):
         with self.function("fail", 3) as (frame, message, code):
             args = self.new(XLA_FFI_Error_Create_Args, message=message, errc=code)
             self.give(self.api(frame, "Error_Create", args))
-
-    def api(self, frame: Any, name: str, args: Any) -> Any:
-        """Call a function of XLA's API table; it gives an XLA_FFI_Error* or 0."""
-        table = self.struct(XLA_FFI_Api, self.struct(XLA_FFI_CallFrame, frame).api)
-        return self.call(getattr(table, f"XLA_FFI_{name}"), args.address)
 
     def _seek(self) -> None:
         """Point `slots` at the slice `index` and, with their steps, at the rest of its row; gives its place there.
@@ -1935,7 +1935,7 @@ class _Handler(_Code):
 
     def _write_slices(self) -> None:
         with self.function("slices", 3) as (frame, slots, count):
-            self.frame = self.builder.inttoptr(frame.value, self.i8p)
+            self.frame, self.call_frame = self.pointer(frame), self.struct(XLA_FFI_CallFrame, frame)
             self.error = self.cgutils.alloca_once_value(self.builder, self.null)
             places = [self.at(_Slot, slots, k) for k in range(len(self.signature.ranks))]
             ranks = zip(places, self.signature.ranks, strict=True)
@@ -2006,30 +2006,6 @@ class _Handler(_Code):
     def address(self, value: int) -> Any:
         return self.builder.inttoptr(self.int64(value), self.i8p)
 
-    def field(self, pointer: Any, struct: Any, path: str) -> Any:
-        """A typed pointer to a (nested) field of a C struct; offsets come from the ctypes mirror."""
-        offset = 0
-        for name in path.split("."):
-            offset += getattr(struct, name).offset
-            struct = dict(struct._fields_)[name]
-        kind = self.i8p if struct is _PTR else self.ir.IntType(8 * ctypes.sizeof(struct))
-        return self.builder.bitcast(self.builder.gep(pointer, [self.int64(offset)]), kind.as_pointer())
-
-    def load(self, pointer: Any, struct: Any, path: str) -> Any:
-        return self.builder.load(self.field(pointer, struct, path))
-
-    def store(self, value: Any, pointer: Any, struct: Any, path: str) -> None:
-        slot = self.field(pointer, struct, path)
-        if isinstance(value, int):
-            value = self.ir.Constant(slot.type.pointee, value)
-        self.builder.store(value, slot)
-
-    def new_struct(self, struct: Any) -> Any:
-        """A struct on the stack, zeroed, with its size filled in."""
-        pointer = self.zeros(ctypes.sizeof(struct))
-        self.store(ctypes.sizeof(struct), pointer, struct, "struct_size")
-        return pointer
-
     def zeros(self, nbytes: int) -> Any:
         """The address (i8*) of zeroed memory on the stack."""
         raw = self.cgutils.alloca_once(self.builder, self.ir.ArrayType(self.i64, -(-nbytes // 8)))
@@ -2054,16 +2030,11 @@ class _Handler(_Code):
         pointer = self.address(function) if isinstance(function, int) else function
         return self.builder.call(self.builder.bitcast(pointer, kind.as_pointer()), list(args))
 
-    def api(self, name: str, args: Any) -> Any:
-        """Call a function of XLA's API table; returns an XLA_FFI_Error* or null."""
-        table = self.load(self.frame, XLA_FFI_CallFrame, "api")
-        return self.call_c(self.load(table, XLA_FFI_Api, f"XLA_FFI_{name}"), self.i8p, [args])
-
     def attribute(self, name: str) -> Any:
         """The address (i8*) of the integers of a call's attribute; XLA sorts attributes by name."""
-        attrs = self.load(self.frame, XLA_FFI_CallFrame, "attrs.attrs")
         index = sorted(self.emitter.attributes).index(name)
-        return self.load(self.item(attrs, index, self.i8p), XLA_FFI_Array, "data")
+        array = self.struct(XLA_FFI_Array, self.read(self.call_frame.attrs.attrs + 8 * index))
+        return self.builder.inttoptr(array.data.value, self.i8p)
 
     def row_major(self, dims: list[Any], unit: int) -> list[Any]:
         """The strides of an array whose elements are `unit` long."""
@@ -3379,26 +3350,28 @@ def _ptx_params(ptx: str, entry: str) -> list[str]:
 
 def _cuda_place(handler: _Handler, driver: _CudaDriver) -> tuple[Any, Any]:
     """The stream (i8*) and the CUDA ordinal (i64) of the call."""
-    stream = _ask_xla(handler, driver, "Stream_Get", XLA_FFI_Stream_Get_Args, "stream")
+    stream = _ask_xla(handler, driver, "Stream_Get", XLA_FFI_Stream_Get_Args).stream.value
     if _ffi_api_version() >= (0, 2):
-        ordinal = _ask_xla(handler, driver, "DeviceOrdinal_Get", XLA_FFI_DeviceOrdinal_Get_Args, "device_ordinal")
+        place = _ask_xla(handler, driver, "DeviceOrdinal_Get", XLA_FFI_DeviceOrdinal_Get_Args)
+        ordinal = place.device_ordinal.value
     else:  # jaxlib < 0.8 need not have the function; XLA's context is current while it calls handlers
         slot = handler.cgutils.alloca_once_value(handler.builder, handler.i32(-1))
         handler.call_c(driver.address("cuCtxGetDevice"), handler.i32, [slot])
-        ordinal = handler.builder.load(slot)
-    return stream, handler.builder.zext(ordinal, handler.i64)
+        ordinal = handler.builder.sext(handler.builder.load(slot), handler.i64)
+    return handler.builder.inttoptr(stream, handler.i8p), ordinal
 
 
-def _ask_xla(handler: _Handler, driver: _CudaDriver, name: str, struct: Any, result: str) -> Any:
-    args = handler.new_struct(struct)
-    handler.store(handler.load(handler.frame, XLA_FFI_CallFrame, "ctx"), args, struct, "ctx")
+def _ask_xla(handler: _Handler, driver: _CudaDriver, name: str, kind: Any) -> Any:
+    """The arguments of a function of XLA's that says something of the call, with the answer in them."""
+    frame = handler.call_frame
+    args = handler.new(kind, ctx=frame.ctx)
     if name in driver.overrides:
-        error = handler.call_c(driver.overrides[name], handler.i8p, [args])
+        error = handler.call(driver.overrides[name], args.address)
     else:
-        error = handler.api(name, args)  # needs a GPU
-    with handler.builder.if_then(handler.cgutils.is_not_null(handler.builder, error), likely=False):
-        handler.leave(error)
-    return handler.load(args, struct, result)
+        error = handler.api(frame.address, name, args)  # needs a GPU
+    with handler.when(error != 0):
+        handler.leave(handler.pointer(error))
+    return args
 
 
 class _CudaLauncher:
