@@ -1845,6 +1845,16 @@ def test_an_edited_global_of_a_jitted_kernel_is_seen():
         assert wrap(kernel)(F32)[0] == 1 + n
 
 
+def test_a_helper_that_was_compiled_before_an_edit_is_its_own():
+    """Numba keeps what a helper read when it was compiled: who uses a new one must not get its code."""
+    make = lambda n: numba.njit(kernel_from("def helper(a):\n    return a + n", name="helper", n=n))
+    helper, results = make(1), []
+    for edit in (1, 2):
+        helper.py_func.__globals__["n"] = edit
+        results += [float(wrap(with_helper(h))(F32)[0]) for h in (helper, make(edit))]
+    assert results == [F32[0] + n for n in (1, 1, 1, 2)]
+
+
 EXPLICIT = {
     "exact": ["void(float32[::1], float32[::1])"],
     "any layout": ["void(float32[:], float32[:])"],

@@ -408,7 +408,11 @@ class _Digester:
             parts = _NODES[family](self, obj)
         elif (kind := _home(type(obj))) and kind[0].partition(".")[0] in ("numba", "numba_cuda_mlir"):
             self.names.add(type(obj).__name__)
-            parts = (content := _numba_content(obj)) and (*kind, *content)
+            parts = (content := _numba_content(obj)) and (
+                *kind,
+                *content,
+                *(_identity(obj) if id(obj) in _DRIFTED else ()),
+            )
         return parts or _identity(obj)
 
     def _array(self, obj: np.ndarray) -> tuple:
@@ -577,6 +581,8 @@ _STORE: Any = sys.modules.setdefault("_xla_kernels_store_1", _Store("_xla_kernel
 _LOCK: threading.RLock = _STORE.lock
 # Digest of a kernel after it was compiled -> before: a `vectorize` function gains the types that it is called with.
 _RENAMED: dict[str, str] = vars(_STORE).setdefault("renamed", {})
+_HELPERS: dict[int, tuple[str, Any]] = vars(_STORE).setdefault("helpers", {})  # id -> content when compiled, the helper
+_DRIFTED: set[int] = vars(_STORE).setdefault("drifted", set())  # ids of those that have read something else since
 
 
 def _native_lock(name: str) -> int:
@@ -2297,6 +2303,8 @@ class _NumbaKernel(_Wrapper):
         digest = functools.partial(_digest, "numba", kernel, *how, live_above=_NUMBA_LIVE_ABOVE)
         compile_ = functools.partial(_compile_numba, self.kernel, signature, forms, self.static, in_order)
         name = self._target_name(digest())
+        if (name, "cpu") not in _STORE.targets and _has_drifted((self.kernel, static), self.kernel):
+            name = self._target_name(digest())
 
         def make() -> _Compiled:  # knows no wrapper
             before, compiled = digest(), compile_()
@@ -2545,6 +2553,22 @@ def _hint(kernel: Any, error: Exception) -> str:
     if "0d, C" in str(error):
         return "; a 0-d input is a 0-d array: read it as n[()], or name it in scalars="
     return ""
+
+
+def _has_drifted(reads: Any, kernel: Any) -> bool:
+    """Whether a helper was compiled when what it reads was not as now: Numba keeps that, so it counts by identity."""
+    import numba
+
+    before = len(_DRIFTED)
+    for _, helper in list(_Digester(_NUMBA_LIVE_ABOVE).walk(reads).seen.values()):
+        is_jitted = type(helper).__module__.startswith("numba.") and hasattr(helper, "overloads")
+        if is_jitted and hasattr(helper, "py_func") and helper is not kernel:
+            content = _digest(helper.py_func, _settings(numba.config), live_above=_NUMBA_LIVE_ABOVE)
+            if not helper.overloads or id(helper) not in _HELPERS:
+                _HELPERS[id(helper)] = content, helper
+            elif _HELPERS[id(helper)][0] != content:
+                _DRIFTED.add(id(helper))
+    return len(_DRIFTED) > before
 
 
 def _fresh_dispatcher(kernel: Any) -> Any:
