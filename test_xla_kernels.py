@@ -2386,6 +2386,60 @@ def sum_kernel(x, out):
     out[()] = x.sum()
 
 
+@numba.extending.intrinsic
+def thread_id(typing_context):
+    from llvmlite import ir
+
+    def write(context, builder, signature, args):
+        function = numba.core.cgutils.get_or_insert_function(builder.module, kind, "pthread_self")
+        return builder.call(function, [])
+
+    kind = ir.FunctionType(ir.IntType(64), [])
+    return numba.types.uint64(), write
+
+
+def spin_on_a_thread(x, out):  # some 50 µs; and says where
+    total = 0.0
+    for i in range(5000):
+        total += math.sin(x[0] + i)
+    out[0], out[1] = total, thread_id()
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2 or sys.platform == "win32", reason="needs cores that share")
+@pytest.mark.parametrize("method", ["sequential", "sequential_unrolled", "expand_dims", None])
+def test_slices_of_a_batch_run_on_all_threads_unless_in_order(method):
+    f = xk.numba_kernel(spin_on_a_thread, lambda x: jax.ShapeDtypeStruct((2,), "float64"), vmap_method=method)
+    x = np.arange(128.0).reshape(2, 64, 1)
+    in_order = method in ("sequential", "sequential_unrolled")
+    with x64(True):
+        batched = jax.jit(jax.vmap(jax.vmap(f)))
+        want = np.array([[f(value)[0] for value in row] for row in x])
+        for _ in range(100):  # a busy machine may leave the caller alone
+            found = np.asarray(batched(x))
+            np.testing.assert_array_equal(found[..., 0], want)
+            if in_order or len(set(found[..., 1].flat)) > 1:
+                break
+    assert (len(set(found[..., 1].flat)) > 1) != in_order
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 3, 64])
+def test_warp_batches_on_all_threads(size):
+    wp = pytest.importorskip("warp")
+
+    @wp.kernel(module="unique")
+    def spin(x: wp.array(dtype=float), shared: wp.array(dtype=float), out: wp.array(dtype=float)):
+        total = x[0] * 0.0
+        for i in range(5000):
+            total += wp.sin(x[0] + float(i)) * shared[0]
+        out[0] = total
+
+    x, y = np.arange(size, dtype=np.float32).reshape(size, 1), np.ones((3, 1), np.float32)
+    calls = [xk.warp_kernel(spin, lambda x, y: x, vmap_method=method) for method in (None, "sequential")]
+    found, want = (jax.vmap(jax.vmap(call, (0, None)), (None, 0))(x, y) for call in calls)
+    assert found.shape == (3, size, 1)
+    np.testing.assert_array_equal(found, want)
+
+
 def test_a_very_deep_nest_of_vmaps():
     f = add_one
     for _ in range(12):
@@ -2880,6 +2934,36 @@ def test_without_jit_the_kernel_is_plain_python():
     assert "x is [1. 1.] (2,) False" in output and output.count("caught True") == 2
 
 
+SHARED_BATCHES = """
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+    if sys.argv[1:]: os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])  # a pool of one thread
+    def spin(x, y, out):
+        total = 0.0
+        for i in range(300): total += np.sin(x[0] * y[0] + i)
+        if x[1] < 0: raise ValueError("bad slice")
+        out[0], out[1] = total, x[1]
+    def nest(method):
+        kernel = xk.numba_kernel(spin, lambda x, y: x, vmap_method=method)
+        return jax.vmap(jax.vmap(kernel, (0, 0)), (0, None))
+    x, y = np.arange(8 * 5 * 6 * 2, dtype=np.float32).reshape(8, 5, 6, 2), np.arange(1, 7, dtype=np.float32)[:, None]
+    bad = x.copy(); bad[3, 2, 2, 1] = bad[5, 4, 1, 1] = -1
+    want = np.asarray(jax.vmap(nest("sequential"), (0, None))(x, y))
+    call, pmapped = jax.jit(jax.vmap(nest(None), (0, None))), jax.pmap(nest(None), in_axes=(0, None))
+    mesh, P = jax.make_mesh((8,), ("i",)), jax.P if hasattr(jax, "P") else jax.sharding.PartitionSpec
+    batched = jax.vmap(nest(None), (0, None))
+    sharded = jax.jit(jax.shard_map(batched, mesh=mesh, in_specs=(P("i"), P()), out_specs=P("i")))
+    def work(count):
+        for _ in range(count):
+            for f in (call, pmapped, sharded): np.testing.assert_array_equal(f(x, y), want)
+            try: call(bad, y).block_until_ready()
+            except (ValueError, jax.errors.JaxRuntimeError) as error: assert "bad slice" in str(error), error
+            else: sys.exit(3)
+    threads = [threading.Thread(target=work, args=(40,)) for _ in range(16)]
+    for t in threads: t.start()
+    for t in threads: t.join()
+    running = [pmapped(x + i, y) for i in range(100)]  # when the process ends
+    """
+
 CRASH = {
     "raising in a loop": """
         def fail(x, out):
@@ -3121,6 +3205,13 @@ CRASH = {
 @pytest.mark.parametrize("case", CRASH)
 def test_the_process_survives(case):
     run_code(CRASH[case], NUMBA_THREADING_LAYER="workqueue" if "parallel" in case else "default")
+
+
+@pytest.mark.parametrize("threads", [(), ("one",)], ids=["all threads", "one thread"])
+def test_batches_of_many_callers_on_many_devices(threads):
+    if threads and not hasattr(os, "sched_setaffinity"):
+        pytest.skip("the number of XLA's threads is that of the cores, which only Linux restricts")
+    run_code(SHARED_BATCHES, *threads)
 
 
 # ======================================================================================================
@@ -6768,6 +6859,13 @@ def adds_in_a_row(count=50):
     return compare(over(adders("jax.pure_callback"), measured))
 
 
+def bench_small_batch():
+    """vmap over 8 slices of 16 elements inside lax.fori_loop"""
+    (x, _, _), spec = inputs(128), jax.ShapeDtypeStruct((16,), np.float32)
+    paths = {name: make for name, make in adders().items() if name in ("numba_kernel", "warp_kernel", "jnp.add")}
+    return compare(over(paths, lambda make: timed_loop(jax.vmap(make(spec)), *[x.reshape(8, 16)] * 2)))
+
+
 def bench_eager():
     """One eager call, 16 elements"""
     x, y, spec = inputs(16)
@@ -6792,6 +6890,47 @@ def bench_vmap():
     paths = adders("jax.pure_callback")
     name, make = next(iter(paths.items()))
     return compare({**over(paths, batched), f"{name}, one call on all the data": lambda: at_once(make)})
+
+
+def bench_slices():
+    """vmap over 64 slices of about 100 µs, by the threads that XLA has"""
+    code = "import json, sys; sys.path.insert(0, {!r}); import test_xla_kernels as t; print(json.dumps(t.batches({})))"
+    cores, rows = sorted(os.sched_getaffinity(0)), []
+    for count in sorted({len(cores), *(2**i for i in range(len(cores).bit_length()))}):
+        command = [sys.executable, "-W", "ignore", "-c", code.format(str(ROOT), count)]
+        chosen = functools.partial(os.sched_setaffinity, 0, cores[:count])
+        done = subprocess.run(command, capture_output=True, text=True, check=True, preexec_fn=chosen)
+        rows += json.loads(done.stdout.splitlines()[-1])
+    return rows
+
+
+def batches(threads):
+    import warp as wp
+
+    wp.config.quiet = True
+
+    @wp.kernel(module="unique")
+    def spin_warp(x: wp.array(dtype=float), out: wp.array(dtype=float)):
+        total = x[0] * 0.0
+        for i in range(10_000):
+            total += wp.sin(x[0] + float(i))
+        out[0] = total
+
+    def spin(x, out):
+        total = np.float32(0)
+        for i in range(10_000):
+            total += math.sin(x[0] + np.float32(i))
+        out[0] = total
+
+    def batched(make, kernel, method):
+        call, x = jax.jit(jax.vmap(make(kernel, lambda x: x, vmap_method=method))), jnp.arange(64.0).reshape(64, 1)
+        return timed(lambda: call(x))
+
+    makes = {"numba_kernel": (xk.numba_kernel, spin), "warp_kernel": (xk.warp_kernel, spin_warp)}
+    methods = {"": None, ", in order": "sequential"} if threads > 1 else {"": None}
+    cases = {name + how: (*make, method) for name, make in makes.items() for how, method in methods.items()}
+    paths = {name: functools.partial(batched, *case) for name, case in cases.items()}
+    return compare(paths, case=f"{threads} threads" if threads > 1 else "1 thread")
 
 
 def bench_threads():
@@ -7211,10 +7350,25 @@ def bench_memory():
     def retraces(make):
         return lambda count: [jax.jit(make(1.0)).lower(x, y) and None for _ in range(count)]
 
+    constants = itertools.count(1)
+
+    def different(count):
+        for _ in range(count):
+            jax.eval_shape(add_closure(next(constants) / 7), x, y)
+
+    def compiled(count):
+        read_only = numba.types.Array(numba.float32, 1, "C", readonly=True)
+        for _ in range(count):
+            kernels.append(numba.njit(add_closure(next(constants) / 7).kernel))
+            kernels[-1].compile((read_only, read_only, numba.float32[::1]))
+
+    kernels: list = []
     return [
         growth("1,000,000 calls in a loop", lambda count: loop(count).block_until_ready(), 1_000_000),
         growth("100,000 eager calls", eager, 100_000),
         growth("1,000 retraces of equal closures", retraces(add_closure), 1_000),
+        growth("100 more kernels", different, 100),
+        growth("100 more kernels, compiled by Numba alone", compiled, 100),
         growth("1,000 retraces of x + y in jnp", retraces(lambda k: lambda x, y: x + y + k), 1_000),
     ]
 
