@@ -1599,21 +1599,16 @@ class _Code:
 # Knows XLA's table of functions and its threads.  Does not know dtypes, nor what a slice does.
 
 
-_Slot = _struct(
-    "_Slot", header=False, data=_I64, step=_I64, dims=_I64, nbytes=_I64
-)  # a slice's buffer; step to the next
-_Range = _struct("_Range", header=False, first=_I64, count=_I64)
-_Kernel = _struct(
-    "_Kernel", header=False, slices=_I64, n_in=_I64, n=_I64, in_order=_I64, maps_pages=_I64, brief=_I64, trusted=_I64
-)  # fmt: skip
-_Batch = _struct(
-    "_Batch", header=False, frame=_I64, kernel=_I64, n=_I64, slots=_I64, depth=_I64, sizes=_I64, row=_I64, count=_I64,
-    nbytes=_I64,
-)  # fmt: skip
-_Shared = _struct(
-    "_Shared", header=False, batch=_I64, next=_I64, count=_I64, piece=_I64, inside=_I64, holders=_I64,
-    error=_I64, idle=_I64,
-)  # fmt: skip
+def _words(name: str, fields: str) -> Any:
+    """A struct of 64-bit words."""
+    return _struct(name, header=False, **dict.fromkeys(fields.split(), _I64))
+
+
+_Slot = _words("_Slot", "data step dims nbytes")  # a slice's buffer; step to the next
+_Range = _words("_Range", "first count")
+_Kernel = _words("_Kernel", "slices n_in n in_order maps_pages brief trusted")
+_Batch = _words("_Batch", "frame kernel n slots depth sizes row count nbytes")
+_Shared = _words("_Shared", "batch next count piece inside holders error idle")
 # Microseconds of work: what is too short to be timed often, to be measured, to be shared, to wake a thread for.
 _BRIEF, _MEASURABLE, _WORTH_SHARING, _WORTH_A_THREAD = 4, 1, 40, 15
 _TICKS = _I64()  # of the driver's clock in a microsecond
@@ -1624,19 +1619,9 @@ class _Driver(_Code):
 
     def __init__(self) -> None:
         super().__init__()
-        for write in (
-            self._answer,
-            self._fail,
-            self._seek,
-            self._run,
-            self._work,
-            self._task,
-            self._share,
-            self._now,
-            self._start,
-        ):
+        parts = self._answer, self._fail, self._seek, self._run, self._work, self._task, self._share, self._now
+        for write in (*parts, self._start, self._drive):
             write()
-        self._drive()
 
     def _answer(self) -> None:
         """On registration XLA asks for the API version and traits, through an extension of the frame."""
