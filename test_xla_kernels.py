@@ -1972,6 +1972,10 @@ ERRORS_OF = {
             r"kernel 'add_one' takes the parameters \(x, out\), but this call gives it 1 inputs and 2 outputs: kernel",
         ),
         "too many inputs": (lambda: wrap(outs=FLOATS)(F32, F32), "2 inputs and 1 outputs"),
+        "a constant for CUDA": (
+            lambda: xk.numba_cuda_kernel(_head, lambda x: x, launch_dims=1)(F32, n=3),
+            r"numba_cuda_kernel '_head' takes arrays; got {'n': 3} by keyword",
+        ),
         "too few inputs": (lambda: wrap(_axpy)(F32), "(?s)must take them all, or the inputs alone.*def adapter"),
         "scratch counts": (lambda: wrap(scratch=FLOATS)(F32), "1 inputs and 2 outputs and scratch buffers"),
         "a list": (

@@ -1163,6 +1163,7 @@ class _Wrapper(_Kept):
 
     decorator: str  # the public function that made it, for error messages
     options_type: type[_Options] = _Options
+    takes_constants = True  # by keyword
 
     @classmethod
     def make(cls, kernel: Any, options: Any) -> _Wrapper:
@@ -1210,6 +1211,11 @@ class _Wrapper(_Kept):
         """A call with arguments by keyword: arrays are inputs, and a Python value is static."""
         static = {name: x for name, x in named.items() if not self._is_input(name, x)}
         free = [name for name in self.parameters if name not in static]
+        if static and not self.takes_constants:
+            raise TypeError(
+                f"{self.decorator} {self.__name__!r} takes arrays; got {static} by keyword: pass an array, or make the "
+                "kernel by a function that is called with its constants"
+            )
         if wrong := [name for name in named if name not in (*free[len(args) :], *(static.keys() & self.parameters))]:
             raise TypeError(
                 f"{self.__name__}({', '.join(self.parameters)}) got {wrong[0]!r} by keyword, which is no parameter of "
@@ -2272,10 +2278,12 @@ class _NumbaKernel(_Wrapper):
         if not isinstance(_python(kernel), types.FunctionType) or _ready_kind(kernel) not in (None, "numba"):
             raise _wrong_kernel("numba_kernel", "a function decorated with numba.njit or a plain function", kernel)
         super().__init__(kernel, *args)
+        scalars = self.options.scalars
+        self.scalars = self.parameters if scalars is True else list(scalars or ())
+        self._check_names("scalars", list(self.scalars))
 
     def _is_input(self, name: str, value: Any) -> bool:
-        scalars = self.options.scalars
-        return super()._is_input(name, value) or (not isinstance(scalars, bool) and name in scalars)
+        return super()._is_input(name, value) or (name in self.scalars and self.options.scalars is not True)
 
     def _find_target(self, ins: list[Spec], outs: list[Spec]) -> _Target:
         numba = _import("numba", "numba_kernel", _NUMBA_INSTALL)
@@ -2314,10 +2322,9 @@ class _NumbaKernel(_Wrapper):
 
     def _form(self, signature: _Signature, returns: bool) -> _Form:
         n, names, in_outs = signature.n_in, self._input_names(signature.n_in), self._in_outs(signature.n_in)
-        scalars = self.options.scalars
         inputs = [f"b{i}" for i in range(n)]
         for i, name in itertools.zip_longest(range(n), names):
-            if not signature.ranks[i] and (returns or scalars is True or (scalars and name in scalars)):
+            if not signature.ranks[i] and (returns or self.options.scalars is True or name in self.scalars):
                 inputs[i] += "[()]"
         for j, i in enumerate(in_outs):
             inputs[i] = f"b{n + j}"
@@ -3023,6 +3030,7 @@ class _CudaCode:
 class _CudaWrapper(_Wrapper):
     """What kernels and callables share."""
 
+    takes_constants = False
     code: _CudaCode
 
     def _attrs(self, ins: list[Spec]) -> tuple:
@@ -3612,7 +3620,9 @@ class _GenericWarpKernel(_Wrapper):
             self.kernel, [_warp_instance_type(wp, *pair) for pair in zip(kinds, values, strict=True)]
         )
         with _LOCK:
-            return self.variants.setdefault(instance, _WarpKernel(instance, self.options))(*args, **named)
+            known = self.variants.get(instance)
+            wrapper = known or self.variants.keep(instance, _WarpKernel(instance, self.options))
+        return wrapper(*args, **named)
 
 
 def _warp_instance_type(wp: Any, kind: Any, value: Any) -> Any:
