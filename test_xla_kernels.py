@@ -3268,6 +3268,21 @@ def package(request):
     return found
 
 
+@compiled
+def test_cuda_dispatchers_count_by_content(package):
+    def make(n, **options):
+        def kernel(x, out):
+            out[0] = n * x[0]
+
+        return package.cuda.jit(**options)(kernel)
+
+    used = make(2)
+    if package.name == "numba_cuda_mlir":
+        used.targetoptions["chip"] = "sm_90"  # as it does when it compiles
+    same, *others = (xk._digest(kernel) for kernel in (make(2), make(3), make(2, fastmath=True), make(2).py_func))
+    assert same == xk._digest(used) and same not in others
+
+
 def written_for(package, function):
     """The same kernel with the `cuda` of a package."""
     return types.FunctionType(function.__code__, {**function.__globals__, "cuda": package.cuda}, function.__name__)

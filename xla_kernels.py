@@ -2605,8 +2605,10 @@ def _numba_content(obj: Any) -> tuple | None:
     if hasattr(obj, "py_func"):  # jit and cuda.jit
         explicit = None if getattr(obj, "_can_compile", True) else tuple(obj.nopython_signatures)
         pipeline = getattr(getattr(obj, "_compiler", None), "pipeline_class", None)
-        given = [_frozen(getattr(obj, name, None)) for name in ("targetoptions", "locals")]
-        return obj.py_func, explicit, *given, pipeline
+        given = dict(getattr(obj, "targetoptions", None) or {})
+        if type(obj).__module__.startswith("numba_cuda_mlir"):  # makes a class for each dispatcher, and names the GPU
+            pipeline, given["chip"] = None, None
+        return obj.py_func, explicit, _frozen(given), _frozen(getattr(obj, "locals", None)), pipeline
     if hasattr(obj, "gufunc_builder"):  # guvectorize
         made = obj.gufunc_builder
         options = str(made.signature), made.identity, _frozen(made.targetoptions), made.writable_args
@@ -2964,7 +2966,7 @@ class _CudaCode:
     function: Any
     command_buffer: bool | None = None  # None: a kernel; else a callable, and what its trait is
 
-    @property
+    @functools.cached_property
     def packages(self) -> list[_NumbaCuda]:
         return _cuda_packages(self.function, self.user)
 
@@ -3001,14 +3003,14 @@ class _CudaCode:
         return _cuda_callback(cuda, signature, _cuda_runner(cuda.jit(_python(self.function))), None)
 
     def _compiled(self, compile_: Callable[[_NumbaCuda], Any]) -> Any:
-        """What the first package makes of the kernel that can compile it; else the first one's error."""
-        errors = []
+        """What the first package that can compile the kernel makes of it; else what it has wrong, or they lack."""
+        errors: list[Exception] = []
         for package in self.packages:
             try:
                 return compile_(package)
-            except TypeError as error:
+            except (TypeError, ImportError) as error:
                 errors.append(error)
-        raise errors[0]
+        raise min(errors, key=lambda error: isinstance(error, ImportError))
 
     def _replayed(self, arrays: list, stream: Any, call: _Call) -> None:
         """Call a function whose launches XLA may be capturing, when Numba must free no memory."""
@@ -3796,7 +3798,7 @@ class _WarpKernel(_Wrapper):
         signature = _Signature.of(self.__name__, ins, outs)
         with _warp_session() as wp:
             content = (wp.__version__, _settings(wp.config), *_warp_content(self.kernel), str(signature))
-        layout = (plan.block_dim, plan.tiled, plan.buffers, plan.adjoints, plan.clear, plan.in_order)
+        layout = (plan.block_dim, plan.tiled, plan.buffers, plan.adjoints, plan.clear, plan.in_order, plan.attributes)
         name = self._target_name(_digest("warp", layout, *content))
         extents = self._padded(dims)
         grid_stride = getattr(self.kernel, "grid_stride", True)  # known once the content is; False since Warp 1.15
@@ -4392,6 +4394,14 @@ class _WarpLayout:
 
 def _warp_layout(plan: _WarpPlan, launch: Any, on_cpu: bool) -> _WarpLayout | None:
     """The layout of what the recorded launch passes; None unless that is what we would pass, to a plain launch."""
+    special = (
+        type(launch).__name__ != "Launch",  # a deterministic one allocates memory
+        getattr(launch, "cluster_dim", 1) != 1,
+        launch.max_blocks,
+        getattr(launch.hooks, "forward_smem_shortfall", None) or getattr(launch.hooks, "backward_smem_shortfall", None),
+    )
+    if any(special):
+        return None
     blocks = _warp_cpu_blocks(launch) if on_cpu else launch.params
     if on_cpu:
         fields = [(b, getattr(type(s), name)) for b, s in enumerate(blocks[1:], 1) for name, *_ in s._fields_]
@@ -4400,13 +4410,7 @@ def _warp_layout(plan: _WarpPlan, launch: Any, on_cpu: bool) -> _WarpLayout | No
         places = tuple((b, 0, ctypes.sizeof(block)) for b, block in enumerate(blocks[1:], 1))
     expected = [param.nbytes if param.ndim is None else ctypes.sizeof(_WarpArray) for param, *_ in plan.arguments]
     unknown = {name for name, _ in blocks[0]._fields_} - {"shape", "ndim", "size", "coord_mult"}
-    special = (
-        type(launch).__name__ != "Launch",  # a deterministic one allocates memory
-        getattr(launch, "cluster_dim", 1) != 1,
-        launch.max_blocks,
-        getattr(launch.hooks, "forward_smem_shortfall", None) or getattr(launch.hooks, "backward_smem_shortfall", None),
-    )
-    if unknown or any(special) or [size for *_, size in places] != expected:
+    if unknown or [size for *_, size in places] != expected:
         return None
     layout = _WarpLayout(type(blocks[0]), tuple(map(ctypes.sizeof, blocks)), places)
     return layout if layout.predict(plan) == [bytes(block) for block in blocks] else None
