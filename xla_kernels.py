@@ -483,6 +483,7 @@ _NODES: dict[Any, Callable[[_Digester, Any], tuple | None]] = {
 }  # fmt: skip
 
 
+@functools.lru_cache(maxsize=1024)
 def _family(kind: type) -> Any:
     """The row of the tables for a type: its own, or that of a base whose subclasses add nothing that Numba sees."""
     if issubclass(kind, tuple) and hasattr(kind, "_fields"):
