@@ -6343,6 +6343,15 @@ def test_what_is_sharded_stays_sharded(program, kind):
         assert got.sharding.is_equivalent_to(sharding(*place), got.ndim)
 
 
+@pytest.mark.parametrize("kind", ["numba", "op no_batching"])
+def test_a_batch_is_split_over_the_current_mesh(kind):
+    product = jax.vmap(split_product(kind, None))
+    with jax.set_mesh(_mesh_sharding().mesh):  # which JAX's search for concrete shardings does not find
+        compiled = jax.jit(lambda x, y: product(jax.lax.with_sharding_constraint(x, P("d")), y)).lower(A, B).compile()
+        assert not COLLECTIVES.search(compiled.as_text())
+        np.testing.assert_array_equal(compiled(A, B), A * B)
+
+
 def test_effects_donation_and_export_of_what_is_sharded(capfd):
     from jax import export
 

@@ -149,15 +149,19 @@ def _side_effect() -> frozenset:
     return frozenset(jax.make_jaxpr(call)().effects)
 
 
-def _is_partitioned(ctx: Any) -> bool:
-    """Whether XLA may split what is lowered over a mesh: under jax.jit, and not in shard_map or pmap.
+def _on_mesh(ctx: Any) -> Any:
+    """`ctx` with the mesh over which XLA may split what is lowered, under jax.jit; None in shard_map and pmap.
 
-    Nor in what is exported, as custom_partitioning calls a Python function of this process.
+    Also None in what is exported, as custom_partitioning calls a Python function of this process.
     """
-    context, parameters = ctx.module_context.axis_context, ctx.module_context.lowering_parameters
-    if not isinstance(context, mlir.ShardingContext) or parameters.for_export:
-        return False
-    return context.num_devices > 1 and context.abstract_mesh is not None
+    module = ctx.module_context
+    context = module.axis_context
+    if not isinstance(context, mlir.ShardingContext) or module.lowering_parameters.for_export:
+        return None
+    mesh = context.abstract_mesh or _mesh_of(ctx.avals_in)  # JAX looks for it in concrete shardings only
+    if context.num_devices == 1 or mesh.size != context.num_devices or not context.device_assignment:
+        return None
+    return ctx.replace(module_context=module.replace(axis_context=dataclasses.replace(context, abstract_mesh=mesh)))
 
 
 def _eval_jaxpr(closed: Any, args: Sequence[Any]) -> list[Any]:
@@ -968,8 +972,8 @@ def _call_lowering(ctx: Any, *operands: Any, **params: Any) -> Any:
     target, aliases, has_side_effect = (params[name] for name in ("target", "aliases", "has_side_effect"))
     for platform in _platforms(ctx):
         target.register(platform)
-    if ctx.primitive is _split_call_p and _is_partitioned(ctx):
-        return _split_call_lowering(ctx, *operands, **params)
+    if ctx.primitive is _split_call_p and (on_mesh := _on_mesh(ctx)):
+        return _split_call_lowering(on_mesh, *operands, **params)
     zeroed = [ctx.avals_out[j] for j in target.zero]
     if zeroed:  # an operand of zeros in the place of each, after those that the handler knows
         clear = mlir.lower_fun(lambda: [_zeros(a.shape, a.dtype) for a in zeroed], multiple_results=True)
@@ -5396,8 +5400,8 @@ def _op_lowering(op: XLACustomKernel, platform: str | None, ctx: Any, /, *ins: A
 
     outs, batch = options["outs"], options.get("_batch", ())
     rule = _op_sharding(op, ctx.avals_in, outs, batch)
-    if rule.split and _is_partitioned(ctx):
-        return rule.lower(ctx, ins, run, _slices(ctx.avals_out, 0))
+    if rule.split and (on_mesh := _on_mesh(ctx)):
+        return rule.lower(on_mesh, ins, run, _slices(ctx.avals_out, 0))
     return mlir.lower_fun(make(outs, batch), multiple_results=True)(ctx, *ins)
 
 
