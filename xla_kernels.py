@@ -5677,12 +5677,8 @@ def _checked_cotangents(op: XLACustomKernel, kind: str, found: Any, avals: Seque
             "zero and for those that are known"
         )
     for i, (ct, aval) in enumerate(zip(found, avals)):
-        if (
-            aval is not None
-            and ct is not None
-            and type(ct) is not ad.Zero
-            and jax.dtypes.issubdtype(aval.dtype, np.inexact)
-        ):
+        is_array = aval is not None and ct is not None and type(ct) is not ad.Zero
+        if is_array and jax.dtypes.issubdtype(aval.dtype, np.inexact):
             found[i] = jax.numpy.asarray(ct)
             if _show(found[i]) != _show(aval):
                 raise ValueError(
