@@ -381,7 +381,7 @@ class _Digester:
 
     def add(self, *objects: Any) -> _Digester:
         for obj in objects:
-            kind = type(obj)
+            kind: Any = type(obj)
             if kind in _ATOMS:
                 self._write(kind.__name__, _ATOMS[kind](obj))
                 self.names.update([obj] if kind is str and obj.isidentifier() else [])
