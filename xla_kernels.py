@@ -438,8 +438,10 @@ class _Digester:
         return obj.__code__, obj.__defaults__, keywords, cells, reads
 
     def _class(self, obj: Any) -> tuple | None:
-        """All that Numba sees of an enum or a named tuple is the members, and the defaults."""
+        """All that Numba sees of an enum or a named tuple is the members, and the defaults; others must be empty."""
         where = obj.__module__, obj.__qualname__, obj.__bases__
+        if vars(obj).keys() <= _EMPTY_CLASS:  # as exceptions mostly are
+            return where
         if type(obj) is enum.EnumMeta:
             return *where, tuple((name, obj[name].value) for name in obj.__members__)
         if obj.__bases__ != (tuple,) or "_fields" not in vars(obj):
@@ -453,6 +455,7 @@ class _Digester:
         return name, stable
 
 
+_EMPTY_CLASS = frozenset("__dict__ __doc__ __firstlineno__ __module__ __static_attributes__ __weakref__".split())
 _ATOMS: dict[type, Callable[[Any], bytes]] = {
     type(None): lambda x: b"",
     type(...): lambda x: b"",
