@@ -52,13 +52,22 @@ BACKENDS = ("numba", "numba_parallel", "numba_cuda", "numba_cuda_callable", "war
 PACKAGES = {"warp": "warp", "warp_gpu": "warp", "pallas": "jax.experimental.pallas"}
 PACKAGES |= {name: name for name in ("flatbuffers", "numpyro", "diffrax", "equinox", "optax")}
 NO_GPU = "JAX has no GPU here"
-NO_DEVICE = f"{NO_GPU} (test_cuda_simulator runs it on the simulator)"
+NO_DEVICE = f"{NO_GPU}, or nothing that compiles for it (test_cuda_simulator runs it on the simulator)"
+
+
+def runs_cuda():
+    """Whether Numba CUDA kernels run here: on a GPU, with a package that compiles them, or on the simulator."""
+    import xla_kernels as xk
+
+    return SIMULATOR or (gpu() and any(package.is_installed() for package in xk._CUDA_PACKAGES.values()))
+
+
 CONDITIONS = {  # requirement: (whether it is met, the reason of the skip); for other names a package is all it takes
     "gpu": (gpu, NO_GPU),
     "no gpu": (lambda: not gpu(), "shows what can be done without a GPU"),
-    "cuda": (lambda: gpu() or SIMULATOR, NO_DEVICE),
-    "numba_cuda": (lambda: gpu() or SIMULATOR, NO_DEVICE),
-    "numba_cuda_callable": (lambda: gpu() or SIMULATOR, NO_DEVICE),
+    "cuda": (runs_cuda, NO_DEVICE),
+    "numba_cuda": (runs_cuda, NO_DEVICE),
+    "numba_cuda_callable": (runs_cuda, NO_DEVICE),
     "warp_gpu": (gpu, NO_GPU),
     "simulator": (lambda: SIMULATOR, "needs NUMBA_ENABLE_CUDASIM=1 (test_cuda_simulator runs it)"),
     "compiler": (lambda: not SIMULATOR, "the simulator compiles nothing"),

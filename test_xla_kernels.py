@@ -5053,6 +5053,8 @@ def test_warp_on_fake_gpu(warp_driver):
     check_equal(jax.vmap(f, (None, 0))(args[0], np.stack([args[1]] * 2)), np.stack([function(*args)] * 2))
     check_equal(jax.grad(lambda x, y: f(x, y).sum())(*map(jnp.asarray, args)), np.full(3, args[1].sum()))
     assert len(warp_driver.recorded) == 4  # the kernel and its adjoint, for each GPU
+    made = [compiled for (name, _), compiled in xk._STORE.targets.items() if name.startswith(xk.__name__)]
+    assert {compiled.keep[1].traits for compiled in made if compiled} == {int(bool(warp_driver.launches))}
     assert all(launch[:4] == ((1, 1, 1), (256, 1, 1), 48, 0x5EED) for launch in warp_driver.launches[:3])
     empty = xk.warp_kernel(warp_kernels().outer, **{**options, "launch_dims": (0, 4)})
     check_equal(empty(*args), np.zeros((3, 4)))

@@ -3364,9 +3364,10 @@ def _compile_cuda(dispatcher: Any, argtypes: tuple) -> Any:
 
 def _is_native(package: _NumbaCuda, dispatcher: Any, compiled: Any, ranks: Sequence[int]) -> bool:
     """Whether a bare cuLaunchKernel with our parameters is all that a launch takes."""
+    if any(package.extras(dispatcher, compiled)):
+        return False
     ptx, entry, *_ = package.code(compiled)
-    expected = ["u64"] * sum(package.n_params + 2 * rank for rank in ranks)
-    return not any(package.extras(dispatcher, compiled)) and _ptx_params(ptx, entry) == expected
+    return _ptx_params(ptx, entry) == ["u64"] * sum(package.n_params + 2 * rank for rank in ranks)
 
 
 def _ptx_params(ptx: str, entry: str) -> list[str]:
