@@ -3562,8 +3562,13 @@ def warp_kernel(
     """Make an NVIDIA Warp kernel a JAX function, on CPUs and GPUs.
 
     The kernel's parameters are the inputs, then the outputs, then the scratch buffers.  Arrays of vectors
-    and matrices are JAX arrays with the elements in trailing dimensions.  Parameters that are not arrays
-    (scalars, vectors, matrices, structs) take Python or NumPy values, known when JAX traces the call.
+    and matrices are JAX arrays with the elements in trailing dimensions; an array of one element may be 0-d,
+    and None is a null array.  Arguments can be given by keyword, and a generic kernel runs as the call's dtypes say.
+
+    Parameters that are not arrays (scalars, vectors, matrices, structs) take Python or NumPy values as constants,
+    and each new one compiles again: give what changes, such as a time step, as a JAX scalar.  That is read when
+    the kernel runs, also where it is traced, on the CPU alone: for a GPU make it a `warp.array` of shape (1,).
+
     `vmap` launches once per slice inside one call.  On the CPU, XLA calls Warp's machine code directly.
     Warp rebuilds a whole module for each kernel that is added to it: for kernels made by a generator,
     `warp.kernel(module="unique")` saves that.
@@ -3580,7 +3585,7 @@ def warp_kernel(
         to 3, counts blocks, of `block_dim` threads each.
       vmap_method: "sequential" and "sequential_unrolled" run the slices of a batch in order on one thread; with
         any other, XLA's threads share the slices of a batch for which that pays.  The results are the same.
-      input_output_aliases: `{i: j}`: output j starts with the value of argument i.
+      input_output_aliases: `{i: j}`: output j starts with the value of argument i, a position or a name.
       in_out_argnames: names of array parameters that are given a value and returned.  They count as inputs
         in the call and, in the kernel's order, as the first of `outs`.
       has_side_effect: True keeps the call even where its results are not used.
@@ -3593,9 +3598,10 @@ def warp_kernel(
       A function whose result has the structure of `outs`.
 
     Raises:
-      TypeError: arguments whose dtype, rank or inner dimensions are not the kernel's, a traced value for a
-        parameter passed by value, parameter types that JAX arrays cannot be.
+      TypeError: arguments whose dtype, rank or inner dimensions are not the kernel's, parameter types that JAX
+        arrays cannot be, a traced value with `differentiable`.
       ValueError: launch dimensions out of range; in-out arguments, aliases or scratch with `differentiable`.
+      NotImplementedError: a traced value for a parameter passed by value, on a GPU.
 
     Example:
       >>> import jax.numpy as jnp, warp as wp
