@@ -1215,6 +1215,8 @@ class _Wrapper(_Kept):
             _input_specs(args)  # says more of a dtype that JAX does not have
             raise
 
+    # -- arguments by name; those that are no arrays are static, and a variant has them ----------------
+
     def _call_by_name(self, args: tuple, named: dict[str, Any]) -> Any:
         """A call with arguments by keyword: arrays are inputs, and a Python value is static."""
         static = {name: x for name, x in named.items() if not self._is_input(name, x)}
@@ -1265,6 +1267,8 @@ class _Wrapper(_Kept):
     def __repr__(self) -> str:
         return f"<{self.decorator} {self.__name__}>"
 
+    # -- from inputs to the primitive ------------------------------------------------------------------
+
     def _trace(self, *args: Any) -> Any:
         ins = _input_specs(args)
         outs, tree = _flat_specs(self._for_inputs(self.options.outs, ins), "outs", ins)
@@ -1295,6 +1299,8 @@ class _Wrapper(_Kept):
         target = self._find_target(ins, outs + scratch)
         zero = [j for j in range(len(outs)) if j not in shared.values()] if self.options.zero_outputs else []
         return dataclasses.replace(target, zero=tuple(zero)), *_with_copies(target, ins, outs + scratch, aliases)
+
+    # -- options that are computed from inputs, or name them -------------------------------------------
 
     def _for_inputs(self, option: Any, ins: Sequence[Spec]) -> Any:
         """The value of an option that may be a callable of the inputs, and of the static arguments that it names."""
@@ -1333,6 +1339,8 @@ class _Wrapper(_Kept):
         given = self.options.aliases()
         numbers = {self._input_number("input_output_aliases", i, n): j for i, j in given.items()}
         return numbers | {i: j for j, i in enumerate(self._in_outs(n))}
+
+    # -- what a backend says of a call -----------------------------------------------------------------
 
     def _find_target(self, ins: list[Spec], outs: list[Spec]) -> _Target:
         """Check the kernel against the call and name its target; `outs` ends with the scratch buffers."""
