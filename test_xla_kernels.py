@@ -1602,17 +1602,15 @@ DIFFERENT = {
     "defaults": [kernel_from(f"def kernel(x, out, n={n}):\n    out[0] = x[0] + n") for n in (1, 2)],
     "nested functions": [kernel_from(f"def kernel(x, out):\n    f = lambda a: a + {n}\n    out[0] = f(x[0])")
                          for n in (1, 2)],
-    "helpers": [with_helper(adder(n)) for n in (1, 2)],
-    "helpers of helpers": [with_helper(numba.njit(with_return(adder(n)))) for n in (1, 2)],
+    "helpers": [with_helper(helper) for n in (1, 2) for helper in (adder(n), numba.njit(with_return(adder(n))))],
     "helpers' options": [with_helper(adder(1, numba.njit(**{o: True}))) for o in ("fastmath", "boundscheck", "nogil")],
-    "vectorize": [with_helper(adder(n, numba.vectorize)) for n in (1, 2)],
-    "vectorize with signatures": [with_helper(adder(n, numba.vectorize(["float32(float32)"]))) for n in (1, 2)],
-    "modules in closures": [with_module(module_of(adder(n))) for n in (1, 2)],
-    "modules in modules": [with_submodule(adder(n)) for n in (1, 2)],
-    "fastmath": [numba.njit(fastmath=f)(plain) for f in (False, True, {"nnan"}, {"ninf"})],
-    "error_model": [numba.njit(error_model=m)(plain) for m in ("python", "numpy")],
-    "boundscheck": [numba.njit(boundscheck=b)(plain) for b in (False, True)],
-    "parallel": [numba.njit(parallel=b)(plain) for b in (False, True)],
+    "vectorize": [with_helper(adder(n, decorator)) for n in (1, 2)
+                  for decorator in (numba.vectorize, numba.vectorize(["float32(float32)"]))],
+    "modules": [make(helper) for helper in (adder(1), adder(2))
+                for make in (lambda helper: with_module(module_of(helper)), with_submodule)],
+    "options": [numba.njit(**{name: value})(plain) for name, value in (
+        ("fastmath", False), ("fastmath", True), ("fastmath", {"nnan"}), ("fastmath", {"ninf"}),
+        ("error_model", "numpy"), ("boundscheck", True), ("parallel", True))],
     "functions": [kernel_from(f"def kernel(x, out):\n    out[0] = math.{f}(x[0])") for f in ("sin", "cos")],
 }  # fmt: skip
 

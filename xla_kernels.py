@@ -412,11 +412,10 @@ class _Digester:
             parts = _NODES[family](self, obj)
         elif (kind := _home(type(obj))) and kind[0].partition(".")[0] in ("numba", "numba_cuda_mlir"):
             self.names.add(type(obj).__name__)
-            parts = (content := _numba_content(obj)) and (
-                *kind,
-                *content,
-                *(_identity(obj) if id(obj) in _DRIFTED else ()),
-            )
+            with contextlib.suppress(AttributeError):  # a Numba that keeps it elsewhere
+                parts = (content := _numba_content(obj)) and (*kind, *content)
+            if parts and id(obj) in _DRIFTED:
+                parts += _identity(obj)
         return parts or _identity(obj)
 
     def _array(self, obj: np.ndarray) -> tuple:
