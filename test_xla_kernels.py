@@ -6365,6 +6365,9 @@ def test_effects_donation_and_export_of_what_is_sharded(capfd):
     for f, count in ((jax.vmap(loud), 4), (lambda x: loud(x[0]), 4), (lambda x: (jax.vmap(loud)(x), 0)[1], 4)):
         jax.block_until_ready(jax.jit(f)(x))
         assert capfd.readouterr().out.count("slice") == count
+    silent = xk.numba_kernel(lambda x: None, (), has_side_effect=True)
+    with pytest.raises(NotImplementedError, match="cannot tell on which devices: over several, give it an input"):
+        jax.jit(lambda x: (silent(x), x)[1])(x)
     product = jax.jit(jax.vmap(split_product("op numba", None)))
     np.testing.assert_array_equal(product(x, x), A * A)  # and export_checks knows its kernel
     exported = export.export(product, disabled_checks=xk.export_checks())(x, x)

@@ -976,6 +976,11 @@ def _call_lowering(ctx: Any, *operands: Any, **params: Any) -> Any:
         target.register(platform)
     if ctx.primitive is _split_call_p and (on_mesh := _on_mesh(ctx)):
         return _split_call_lowering(on_mesh, *operands, **params)
+    if has_side_effect and getattr(ctx.module_context.axis_context, "num_devices", 1) > 1:
+        raise NotImplementedError(
+            f"kernel {target.name!r} has side effects, and XLA cannot tell on which devices: over several, give it an "
+            "input and an output, and the program a mesh (jax.set_mesh), or call it inside jax.shard_map"
+        )
     zeroed = [ctx.avals_out[j] for j in target.zero]
     if zeroed:  # an operand of zeros in the place of each, after those that the handler knows
         clear = mlir.lower_fun(lambda: [_zeros(a.shape, a.dtype) for a in zeroed], multiple_results=True)
