@@ -1493,7 +1493,7 @@ class _Code:
         self.ir, self.cgutils = ir, cgutils
         self.i8p, self.i64, self.i32 = ir.IntType(8).as_pointer(), ir.IntType(64), ir.IntType(32)
         self.module = ir.Module()
-        self.module.triple, self.module.data_layout = llvm.get_process_triple(), str(_engine().target_data)
+        self.module.triple, self.module.data_layout = llvm.get_process_triple(), str(_engine()[0].target_data)
         self.functions: dict[str, Any] = {}
         self.suffix = os.urandom(8).hex()  # names must differ within the execution engine
         self.builder: Any = None
@@ -1510,10 +1510,11 @@ class _Code:
         """The addresses of the functions; their machine code stays until the process ends, as XLA wants it."""
         import llvmlite.binding as llvm
 
-        engine = _engine()
+        engine, machine = _engine()
         module = llvm.parse_assembly(str(self.module))
         module.verify()
-        engine.add_module(module)
+        code = machine.emit_object(module)  # without the module, which the engine would keep
+        engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         engine.finalize_object()
         return {name: engine.get_function_address(function.name) for name, function in self.functions.items()}
 
@@ -1839,21 +1840,18 @@ class _Driver(_Code):
         return found.first
 
     def _drive(self) -> None:
-        """Run a call of which `slots` hold the buffers, with the size of a slice in bytes as step."""
-        with self.function("drive", 4) as (frame, kernel_at, slots, depth):
+        """Run a call of which `slots` hold the first slice, of `nbytes` in all; `row` slices are one step apart."""
+        with self.function("drive", 6) as (frame, kernel_at, slots, depth, row, nbytes):
             kernel = self.struct(_Kernel, kernel_at)
-            batch = self.new(_Batch, frame=frame, kernel=kernel_at, n=kernel.n, slots=slots, depth=depth, nbytes=0)
-            batch.row = batch.count = 1
-            with self.loop(0, batch.n) as k:
-                slot = self.at(_Slot, slots, k)
-                batch.nbytes = batch.nbytes + slot.nbytes
-                with self.when(depth > 0):
-                    own = self.read(slot.dims - 8)
-                    slot.step = self.choose(own == 1, 0, slot.nbytes)
-                    batch.row = batch.count = self.choose(own == 1, batch.row, own)
+            is_small = (nbytes * row < self.least(kernel.brief + 1, _HUGE_PAGE_MIN)) & (depth == 1)
+            with self.when(is_small & (kernel.trusted > 0)):
+                kernel.trusted = kernel.trusted - 1
+                self.give(self.call(kernel.slices, frame, slots, row))
+            batch = self.new(_Batch, frame=frame, kernel=kernel_at, n=kernel.n, slots=slots, depth=depth, row=row)
+            batch.count = row
             with self.when(depth > 1):
                 self._read_sizes(batch)
-            batch.nbytes = batch.nbytes * batch.count
+            batch.nbytes = nbytes * batch.count
             if sys.platform == "linux":
                 with self.when((batch.nbytes > _HUGE_PAGE_MIN - 1) & kernel.maps_pages):
                     self._use_huge_pages(batch)
@@ -1911,8 +1909,8 @@ def _numba_context() -> Any:
 
 
 @functools.cache
-def _engine() -> Any:
-    """Keeps machine code.  A code generation of its own, as Numba's always optimizes."""
+def _engine() -> tuple[Any, Any]:
+    """Keeps machine code, and makes it.  A code generation of its own, as Numba's always optimizes."""
     import llvmlite.binding as llvm
     from numba.core.registry import cpu_target
 
@@ -1922,7 +1920,7 @@ def _engine() -> Any:
     machine = arch.create_target_machine(
         cpu=llvm.get_host_cpu_name(), opt=1, reloc=reloc, codemodel="jitdefault", jit=True
     )
-    return llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+    return llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine), machine
 
 
 # -- 8.4 A handler -------------------------------------------------------------------------------------
@@ -1994,17 +1992,27 @@ class _Handler(_Code):
             wrong += [b.dtype != _XLA_FFI_DATA_TYPES[t.name] for b, t in zip(buffers, signature.dtypes, strict=True)]
             with self.when(functools.reduce(operator.or_, wrong)):
                 self._give_mismatch(address, "rank or dtype")
-            slots, large = self.slots(n), depths[0]
+            slots, large, total, row = self.slots(n), depths[0], self.word(0), self.word(1)
             for k, (buffer, rank) in enumerate(zip(buffers, signature.ranks, strict=True)):
                 slot, dims = self.at(_Slot, slots, k), buffer.dims + depths[0] * 8
                 sizes = [self.read(dims + 8 * j) for j in range(rank)]
                 nbytes = math.prod(sizes, start=self.word(signature.dtypes[k].itemsize))
                 slot.data, slot.nbytes, slot.dims = buffer.data, nbytes, dims
+                total = total + nbytes
                 if k >= n_in and self.maps_pages:
                     large = large | (nbytes > _HUGE_PAGE_MIN - 1)
             with self.when(large == 0):
                 self.give(self.call("slices", address, slots, 1))
-            self.give(self.call(driver["drive"], address, ctypes.addressof(self.kernel), slots, depths[0]))
+            call = functools.partial(
+                self.call, driver["drive"], address, ctypes.addressof(self.kernel), slots, depths[0]
+            )
+            with self.when(depths[0] == 0):
+                self.give(call(1, total))
+            for k in range(n):  # a size of 1 goes with every other
+                slot = self.at(_Slot, slots, k)
+                own = self.read(slot.dims - 8)
+                slot.step, row = self.choose(own == 1, 0, slot.nbytes), self.choose(own == 1, row, own)
+            self.give(call(row, total))
 
     def _give_mismatch(self, frame: Any, what: str) -> None:
         text = self.text(f"kernel '{self.signature.label}' was called with another {what} than {self.signature}")
