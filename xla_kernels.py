@@ -1973,28 +1973,17 @@ class _Handler(_Code):
     def _write_handler(self) -> None:
         """Run a call without a batch at once, and leave others to the driver."""
         signature, driver = self.signature, _driver()
-        n_in, n, hidden = signature.n_in, len(signature.ranks), self.emitter.hidden_outputs
+        n_in, n = signature.n_in, len(signature.ranks)
         with self.function("handler", 1) as (address,):
             frame = self.struct(XLA_FFI_CallFrame, address)
             with self.when(frame.extension_start != 0):
                 self.give(self.call(driver["answer"], frame.extension_start, self.emitter.traits))
             with self.when(frame.stage != _STAGE_EXECUTE):
                 self.give(0)
-            too_many = self.word(0) if hidden else frame.rets.size > n - n_in
-            too_few = (frame.args.size < n_in) | (frame.rets.size < n - n_in)  # zeros may follow the inputs
-            with self.when(too_few | too_many):
-                self._give_mismatch(address, "number of buffers")
-            places = [self.read(frame.args.args + 8 * k) for k in range(n_in)]
-            places += [self.read(frame.rets.rets + 8 * k) for k in range(n - n_in)]
-            buffers = [self.struct(XLA_FFI_Buffer, place) for place in places]
-            depths = [b.rank - rank for b, rank in zip(buffers, signature.ranks, strict=True)] or [self.word(0)]
-            wrong = [depth != depths[0] for depth in depths] + [depths[0] < 0]
-            wrong += [b.dtype != _XLA_FFI_DATA_TYPES[t.name] for b, t in zip(buffers, signature.dtypes, strict=True)]
-            with self.when(functools.reduce(operator.or_, wrong)):
-                self._give_mismatch(address, "rank or dtype")
-            slots, large, total, row = self.slots(n), depths[0], self.word(0), self.word(1)
+            buffers, depth = self._read_buffers(frame)
+            slots, large, total, row = self.slots(n), depth, self.word(0), self.word(1)
             for k, (buffer, rank) in enumerate(zip(buffers, signature.ranks, strict=True)):
-                slot, dims = self.at(_Slot, slots, k), buffer.dims + depths[0] * 8
+                slot, dims = self.at(_Slot, slots, k), buffer.dims + depth * 8
                 sizes = [self.read(dims + 8 * j) for j in range(rank)]
                 nbytes = math.prod(sizes, start=self.word(signature.dtypes[k].itemsize))
                 slot.data, slot.nbytes, slot.dims = buffer.data, nbytes, dims
@@ -2003,16 +1992,31 @@ class _Handler(_Code):
                     large = large | (nbytes > _HUGE_PAGE_MIN - 1)
             with self.when(large == 0):
                 self.give(self.call("slices", address, slots, 1))
-            call = functools.partial(
-                self.call, driver["drive"], address, ctypes.addressof(self.kernel), slots, depths[0]
-            )
-            with self.when(depths[0] == 0):
+            call = functools.partial(self.call, driver["drive"], address, ctypes.addressof(self.kernel), slots, depth)
+            with self.when(depth == 0):
                 self.give(call(1, total))
             for k in range(n):  # a size of 1 goes with every other
                 slot = self.at(_Slot, slots, k)
                 own = self.read(slot.dims - 8)
                 slot.step, row = self.choose(own == 1, 0, slot.nbytes), self.choose(own == 1, row, own)
             self.give(call(row, total))
+
+    def _read_buffers(self, frame: Any) -> tuple[list[Any], Any]:
+        """The buffers, after a check of their number, dtypes and ranks, and how many batch dimensions they have."""
+        n_in, n, hidden = self.signature.n_in, len(self.signature.ranks), self.emitter.hidden_outputs
+        too_many = self.word(0) if hidden else frame.rets.size > n - n_in
+        too_few = (frame.args.size < n_in) | (frame.rets.size < n - n_in)  # zeros may follow the inputs
+        with self.when(too_few | too_many):
+            self._give_mismatch(frame.address, "number of buffers")
+        places = [self.read(frame.args.args + 8 * k) for k in range(n_in)]
+        places += [self.read(frame.rets.rets + 8 * k) for k in range(n - n_in)]
+        buffers = [self.struct(XLA_FFI_Buffer, place) for place in places]
+        depths = [b.rank - rank for b, rank in zip(buffers, self.signature.ranks, strict=True)] or [self.word(0)]
+        wrong = [depth != depths[0] for depth in depths] + [depths[0] < 0]
+        wrong += [b.dtype != _XLA_FFI_DATA_TYPES[t.name] for b, t in zip(buffers, self.signature.dtypes, strict=True)]
+        with self.when(functools.reduce(operator.or_, wrong)):
+            self._give_mismatch(frame.address, "rank or dtype")
+        return buffers, depths[0]
 
     def _give_mismatch(self, frame: Any, what: str) -> None:
         text = self.text(f"kernel '{self.signature.label}' was called with another {what} than {self.signature}")
@@ -2708,12 +2712,16 @@ def _thread_lock() -> int:
 
 def _may_use_threads(overload: Any) -> bool:
     """Whether the kernel, or anything that it calls, may run on Numba's threads."""
+    library = overload.library
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         try:
-            functions = overload.library.get_llvm_str().split("\ndefine ")[1:]
-        except UserWarning:  # loaded from Numba's cache, which keeps no LLVM
-            return True
+            text = library.get_llvm_str()
+        except UserWarning:  # loaded from Numba's cache, which keeps what other functions link with
+            if not hasattr(library, "_get_module_for_linking"):
+                return True
+            text = str(library._get_module_for_linking())
+    functions = text.split("\ndefine ")[1:]
     wrappers = re.compile(r'[^(]*@"?(_ZN7cpython|cfunc\.)')  # for calls from Python and C
     return any(_CALLS_OF_THREADS.search(text) for text in functions if not wrappers.match(text))
 
