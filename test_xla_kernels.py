@@ -1386,6 +1386,10 @@ def run_code(code, *argv, rc=0, **env):
         import os, sys, threading, warnings
         import jax, jax.numpy as jnp, numba, numpy as np
         import xla_kernels as xk
+        def failed(args):
+            threading.__excepthook__(args)
+            os._exit(3)
+        threading.excepthook = failed  # a test whose thread fails must not pass
         def add_one(x, out):
             for i in range(x.size):
                 out[i] = x[i] + 1
@@ -2895,7 +2899,7 @@ def test_the_persistent_cache_hits_and_never_mixes_up_kernels(tmp_path):
 def test_numba_cache_on_disk(tmp_path):
     (tmp_path / "cached.py").write_text(
         "import numba\n@numba.njit(cache=True, parallel=True)\ndef kernel(x, out):\n"
-        "    for i in numba.prange(x.size):\n        out[i] = x[i] + 1\n        if x[i] < 0: out[i] = 0\n"
+        "    for i in numba.prange(x.size):\n        out[i] = x[i] + 1\n        if x.flat[i] < 0: out[i] = 0\n"
     )
     code = """
         warnings.simplefilter("error")
