@@ -75,7 +75,7 @@ import jax
 import numpy as np
 from jax.interpreters import ad, batching, mlir, xla
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "KernelEntry",
     "XLACustomKernel",
@@ -1767,13 +1767,15 @@ class _Driver(_Code):
             batch = self.struct(_Batch, address)
             frame = self.struct(XLA_FFI_CallFrame, batch.frame)
             memory = self.call(_symbol("PyMem_RawMalloc"), ctypes.sizeof(_Shared))
+            idle = self.call(_symbol("PyThread_allocate_lock"))
+            with self.when((memory == 0) | (idle == 0)):  # out of memory, which one thread does not need
+                self.give(self.call("run", address, first, batch.count))
             shared = self.struct(_Shared, memory)
             shared.batch, shared.next, shared.count, shared.error = address, first, batch.count, 0
             piece = (batch.count - first) // (helpers * 8 + 8)
             shared.piece = self.choose(piece < 1, 1, piece)
-            shared.inside, shared.holders = 1, helpers + 1
-            shared.idle = self.call(_symbol("PyThread_allocate_lock"))
-            self.call(_symbol("PyThread_acquire_lock"), shared.idle, 1)
+            shared.inside, shared.holders, shared.idle = 1, helpers + 1, idle
+            self.call(_symbol("PyThread_acquire_lock"), idle, 1)
             task = _Word(self, self.builder.ptrtoint(self.functions["task"], self.i64))
             args = self.new(XLA_FFI_ThreadPool_Schedule_Args, ctx=frame.ctx, task=task, data=memory)
             with self.loop(0, helpers):
