@@ -1388,15 +1388,17 @@ class _Signature:
     n_in: int
     dtypes: tuple[np.dtype, ...]
     ranks: tuple[int, ...]
+    from_zeros: bool = False  # the inputs are followed by zeros that outputs start from
 
     @classmethod
-    def of(cls, label: str, ins: Sequence[Spec], outs: Sequence[Spec]) -> _Signature:
-        specs = [*ins, *outs]
-        return cls(label, len(ins), tuple(np.dtype(s.dtype) for s in specs), tuple(len(s.shape) for s in specs))
+    def of(cls, label: str, ins: Sequence[Spec], outs: Sequence[Spec], from_zeros: bool = False) -> _Signature:
+        dtypes, ranks = zip(*((np.dtype(s.dtype), len(s.shape)) for s in (*ins, *outs))) if (*ins, *outs) else ((), ())
+        return cls(label, len(ins), dtypes, ranks, from_zeros)
 
     def __str__(self) -> str:
         shown = [f"{dtype.name}[{','.join(':' * rank)}]" for dtype, rank in zip(self.dtypes, self.ranks, strict=True)]
-        return f"({', '.join(shown[: self.n_in])}) -> ({', '.join(shown[self.n_in :])})"
+        zeros = " from zeros" if self.from_zeros else ""
+        return f"({', '.join(shown[: self.n_in])}) -> ({', '.join(shown[self.n_in :])}){zeros}"
 
 
 class _Array(NamedTuple):
@@ -2006,8 +2008,9 @@ class _Handler(_Code):
     def _read_buffers(self, frame: Any) -> tuple[list[Any], Any]:
         """The buffers, after a check of their number, dtypes and ranks, and how many batch dimensions they have."""
         n_in, n, hidden = self.signature.n_in, len(self.signature.ranks), self.emitter.hidden_outputs
-        too_many = self.word(0) if hidden else frame.rets.size > n - n_in
-        too_few = (frame.args.size < n_in) | (frame.rets.size < n - n_in)  # zeros may follow the inputs
+        too_many = frame.args.size > (n if self.signature.from_zeros else n_in)
+        too_many = too_many if hidden else too_many | (frame.rets.size > n - n_in)
+        too_few = (frame.args.size < n_in) | (frame.rets.size < n - n_in)
         with self.when(too_few | too_many):
             self._give_mismatch(frame.address, "number of buffers")
         places = [self.read(frame.args.args + 8 * k) for k in range(n_in)]
@@ -2322,7 +2325,7 @@ class _NumbaKernel(_Wrapper):
     def _find_target(self, ins: list[Spec], outs: list[Spec]) -> _Target:
         numba = _import("numba", "numba_kernel", _NUMBA_INSTALL)
         self._check_dtypes(ins, outs, _NUMBA_DTYPES, "for which Numba has no CPU arithmetic")
-        signature = _Signature.of(self.__name__, ins, outs)
+        signature = _Signature.of(self.__name__, ins, outs, self.options.zero_outputs)
         forms = self._forms(signature)
         kernel = _identity(self.kernel) if numba.config.DISABLE_JIT else self.kernel  # Python reads all where it is
         in_order, static = self.options.in_order, tuple(self.static.items())
@@ -3080,7 +3083,7 @@ class _CudaWrapper(_Wrapper):
         self.code.packages  # noqa: B018 (raises where there is none)
         self._check_call(ins, outs)
         self._check_dtypes(ins, outs, _CUDA_DTYPES, "that Numba CUDA has no arrays of")
-        signature = _Signature.of(self.__name__, ins, outs)
+        signature = _Signature.of(self.__name__, ins, outs, self.options.zero_outputs)
         name = self._target_name(_digest(self.code.digest(), str(signature)))
         target = self.code.target(name, self._attrs(ins), signature)
         target.announce()
@@ -3840,7 +3843,7 @@ class _WarpKernel(_Wrapper):
         return _warp_launch_dims(self.__name__, dims, self.tiled)
 
     def _target(self, plan: _WarpPlan, ins: list[Spec], outs: list[Spec], dims: tuple[int, ...]) -> _Target:
-        signature = _Signature.of(self.__name__, ins, outs)
+        signature = _Signature.of(self.__name__, ins, outs, self.options.zero_outputs)
         with _warp_session() as wp:
             content = (wp.__version__, _settings(wp.config), *_warp_content(self.kernel), str(signature))
         layout = (plan.block_dim, plan.tiled, plan.buffers, plan.adjoints, plan.clear, plan.in_order, plan.attributes)
