@@ -1976,8 +1976,8 @@ ERRORS_OF = {
         ),
         "too many inputs": (lambda: wrap(outs=FLOATS)(F32, F32), "2 inputs and 1 outputs"),
         "a constant for CUDA": (
-            lambda: xk.numba_cuda_kernel(_head, lambda x: x, launch_dims=1)(F32, n=3),
-            r"numba_cuda_kernel '_head' takes arrays; got {'n': 3} by keyword",
+            lambda: xk.numba_cuda_callable(_head, lambda x: x)(F32, n=3),
+            r"numba_cuda_callable '_head' takes arrays; got {'n': 3} by keyword",
         ),
         "too few inputs": (lambda: wrap(_axpy)(F32), "(?s)must take them all, or the inputs alone.*def adapter"),
         "scratch counts": (lambda: wrap(scratch=FLOATS)(F32), "1 inputs and 2 outputs and scratch buffers"),
@@ -3288,7 +3288,8 @@ def test_cuda_dispatchers_count_by_content(package):
 
 def written_for(package, function):
     """The same kernel with the `cuda` of a package."""
-    return types.FunctionType(function.__code__, {**function.__globals__, "cuda": package.cuda}, function.__name__)
+    names = {"cuda": package.cuda, "cuda_float32": np.float32 if "mlir" in package.module else numba.float32}
+    return types.FunctionType(function.__code__, {**function.__globals__, **names}, function.__name__)
 
 
 @compiled
@@ -3616,8 +3617,7 @@ def test_cuda_targets_derive_from_content():
 
 @compiled
 @pytest.mark.parametrize("body, text", [
-    ("x[0] = out[0]", "; its inputs are read-only, because JAX may share them: write to an output, and use "
-     "input_output_aliases to start it with an input's value:\n"),
+    ("x[0] = out[0]", f"{xk._READ_ONLY}:\n"),
     ("out[0] = x.nope", ":\n"),
     ("return 1", "; it returns a value: write to the output arrays and return nothing:\n"),
 ])  # fmt: skip
@@ -3942,9 +3942,28 @@ def test_fakecuda_explicit_signature_and_errors(fake_gpus, package):
     def adds(x, out):
         cuda.atomic.add(x[1:], 0, 1)
 
-    for kernel in (package.cuda.jit(written_for(package, function)) for function in (writes, adds)):
-        with pytest.raises(TypeError, match=f"kernel '{kernel.__name__}' .*; its inputs are read-only"):
-            xk.numba_cuda_kernel(kernel, lambda x: x, grid=1, block=8)(jnp.ones(3))
+    def returns(x, out):
+        return 1.0
+
+    for function, refused in ((writes, "its inputs are read-only"), (adds, "its inputs are"), (returns, "it returns")):
+        kernel = package.cuda.jit(written_for(package, function))
+        for static in {}, {"out": 3}:  # launched, or called by what is launched
+            call = xk.numba_cuda_kernel(kernel, () if static else lambda x: x, grid=1, block=8)
+            with pytest.raises(TypeError, match=f"kernel '{kernel.__name__}' .*; {refused}"):
+                call(jnp.ones(3), **static)
+
+
+@faked
+@pytest.mark.filterwarnings("ignore:Could not find source for function")  # Numba 0.61 wants a file
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("name", ["scalars", "constants", "in-out"])
+def test_fakecuda_kernel_that_does_not_take_buffers(fake_gpus, package, name, jitted):
+    (options, arguments), kernel = AXPY[name], written_for(package, cuda_axpy)
+    kernel = package.cuda.jit(fastmath=True, lineinfo=True)(kernel) if jitted else kernel
+    args, named = arguments(5, jnp.ones(8))
+    launch = {"launch_dims": (lambda x, y, *_, n: n) if "n" in named else 5, "threads_per_block": 8}
+    jax.block_until_ready(xk.numba_cuda_kernel(kernel, jax.typeof(args[-1]), **launch, **options)(*args, **named))
+    assert fake_gpus[0]()[-1] == "launch native on device 0: 1,1,1 x 8,1,1 +0 stream 5eed"
 
 
 @faked
@@ -4011,6 +4030,37 @@ def cuda_scale(x, factor, out):
     i = cuda.grid(1)
     if i < out.size:
         out[i] = factor[()] * x[i]
+
+
+def cuda_axpy(n, a, x, y, out):
+    tile, i = cuda.shared.array(8, cuda_float32), cuda.grid(1)
+    tile[i] = x[i]
+    cuda.syncthreads()
+    if i < n:
+        out[i] += a * tile[i] + y[i]
+
+
+AXPY = {  # options, arguments before and by keyword
+    "scalars": ({"scalars": ("n", "a"), "zero_outputs": True}, lambda n, x: ((n, 2.0, x, 3 * x), {})),
+    "all scalars": ({"scalars": True, "zero_outputs": True}, lambda n, x: ((n, 2.0, x, 3 * x), {})),
+    "constants": ({"zero_outputs": True}, lambda n, x: ((x, 3 * x), {"a": 2.0, "n": n})),
+    "in-out": ({"in_out_argnames": ["out"]}, lambda n, x: ((x, 3 * x, 0 * x), {"a": 2.0, "n": n})),
+}
+
+
+@on_device
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("name", AXPY)
+def test_cuda_kernel_that_does_not_take_buffers(name, jitted):
+    options, arguments = AXPY[name]
+    kernel, x = cuda.jit(cuda_axpy) if jitted else cuda_axpy, jnp.arange(8.0)
+    call = xk.numba_cuda_kernel(kernel, jax.ShapeDtypeStruct((8,), "float32"), grid=1, block=8, **options)
+    for n in 5, 3:
+        args, named = arguments(n, x)
+        expected = jnp.where(x < n, 5 * x, 0)
+        np.testing.assert_array_equal(call(*args, **named), expected)
+        slices = jax.jit(jax.vmap(lambda last: call(*args[:-1], last, **named)))(jnp.stack([args[-1]] * 2))
+        np.testing.assert_array_equal(slices, [expected] * 2)
 
 
 def neighbour_sum(x):

@@ -56,6 +56,7 @@ import hashlib
 import importlib
 import inspect
 import itertools
+import linecache
 import math
 import mmap
 import operator
@@ -2218,6 +2219,10 @@ _UNCHECKED_WRITERS = frozenset(
     "asfortranarray ascontiguousarray ctypes Dict dot(out) fill_diagonal flat from_buffer GUFunc _Intrinsic "
     "JitClassType List nan_to_num nditer StructRefProxy".split()
 )
+_READ_ONLY = (
+    "; its inputs are read-only, because JAX may share them: write to an output, name what it changes in "
+    "in_out_argnames, or use input_output_aliases to start with an input's value"
+)
 # In LLVM's text: Numba's threads, or a call of what the text does not hold: through a pointer, or of a Python function.
 _CALLS_OF_THREADS = re.compile(r"@numba_parallel_for\(|call [^@\n(]*(?:%[^\s(]+|inttoptr )\(|@PyObject_Call\w*\(")
 
@@ -2307,13 +2312,10 @@ class _NumbaOptions(_Options):
     scalars: Sequence[str] | bool
 
 
-class _NumbaKernel(_Wrapper):
-    decorator = "numba_kernel"
-    options_type = _NumbaOptions
+class _NumbaWrapper(_Wrapper):
+    """What kernels for CPUs and GPUs share: which of their parameters gets what of a call."""
 
     def __init__(self, kernel: Any, *args: Any) -> None:
-        if not isinstance(_python(kernel), types.FunctionType) or _ready_kind(kernel) not in (None, "numba"):
-            raise _wrong_kernel("numba_kernel", "a function decorated with numba.njit or a plain function", kernel)
         super().__init__(kernel, *args)
         scalars = self.options.scalars
         self.scalars = self.parameters if scalars is True else list(scalars or ())
@@ -2321,6 +2323,33 @@ class _NumbaKernel(_Wrapper):
 
     def _is_input(self, name: str, value: Any) -> bool:
         return super()._is_input(name, value) or (name in self.scalars and self.options.scalars is not True)
+
+    def _form(self, signature: _Signature, returns: bool) -> _Form:
+        n, names, in_outs = signature.n_in, self._input_names(signature.n_in), self._in_outs(signature.n_in)
+        inputs = [f"b{i}" for i in range(n)]
+        for i, name in itertools.zip_longest(range(n), names):
+            if not signature.ranks[i] and (returns or self.options.scalars is True or name in self.scalars):
+                inputs[i] += "[()]"
+        for j, i in enumerate(in_outs):
+            inputs[i] = f"b{n + j}"
+        rest = range(n + len(in_outs), len(signature.ranks))
+        written = [] if returns else [f"b{k}" for k in rest]
+        results = tuple(rest) if returns else ()
+        if not self.keywords and not self.static:
+            return _Form((*inputs, *written), (), results)
+        named = dict(zip(names, inputs, strict=True)) | {name: f"static_{name}" for name in self.static}
+        free = [name for name in self.parameters if name not in named]
+        return _Form(tuple(written[len(free) :]), (*named.items(), *zip(free, written)), results)
+
+
+class _NumbaKernel(_NumbaWrapper):
+    decorator = "numba_kernel"
+    options_type = _NumbaOptions
+
+    def __init__(self, kernel: Any, *args: Any) -> None:
+        if not isinstance(_python(kernel), types.FunctionType) or _ready_kind(kernel) not in (None, "numba"):
+            raise _wrong_kernel("numba_kernel", "a function decorated with numba.njit or a plain function", kernel)
+        super().__init__(kernel, *args)
 
     def _find_target(self, ins: list[Spec], outs: list[Spec]) -> _Target:
         numba = _import("numba", "numba_kernel", _NUMBA_INSTALL)
@@ -2357,23 +2386,6 @@ class _NumbaKernel(_Wrapper):
             raise TypeError(_wrong_arity(self, signature))
         return fitting
 
-    def _form(self, signature: _Signature, returns: bool) -> _Form:
-        n, names, in_outs = signature.n_in, self._input_names(signature.n_in), self._in_outs(signature.n_in)
-        inputs = [f"b{i}" for i in range(n)]
-        for i, name in itertools.zip_longest(range(n), names):
-            if not signature.ranks[i] and (returns or self.options.scalars is True or name in self.scalars):
-                inputs[i] += "[()]"
-        for j, i in enumerate(in_outs):
-            inputs[i] = f"b{n + j}"
-        rest = range(n + len(in_outs), len(signature.ranks))
-        written = [] if returns else [f"b{k}" for k in rest]
-        results = tuple(rest) if returns else ()
-        if not self.keywords and not self.static:
-            return _Form((*inputs, *written), (), results)
-        named = dict(zip(names, inputs, strict=True)) | {name: f"static_{name}" for name in self.static}
-        free = [name for name in self.parameters if name not in named]
-        return _Form(tuple(written[len(free) :]), (*named.items(), *zip(free, written)), results)
-
 
 class _Form(NamedTuple):
     """One way to call a function with the buffers b0, b1, ... of a call: inputs, then outputs and scratch."""
@@ -2391,10 +2403,15 @@ class _Form(NamedTuple):
     def is_plain(self, n: int) -> bool:
         return self == _Form(tuple(f"b{i}" for i in range(n)))
 
-    def caller(self, kernel: Any, static: Mapping[str, Any], n: int) -> Callable[..., Any]:
+    def by_position(self, kernel: Any) -> _Form:
+        """The same call with as few keywords as can be: CUDA's device functions take none."""
+        bound = inspect.signature(_python(kernel)).bind(*self.args, **dict(self.named))
+        return _Form(bound.args, tuple(bound.kwargs.items()), self.results)
+
+    def caller(self, kernel: Any, static: Mapping[str, Any], n: int, keep: str = "return") -> Callable[..., Any]:
         """`kernel` as a function of all `n` buffers."""
         args = ", ".join([*self.args, *(f"{name}={value}" for name, value in self.named)])
-        return _function(f"return kernel({args})", n, kernel=kernel, **{f"static_{k}": v for k, v in static.items()})
+        return _function(f"{keep} kernel({args})", n, kernel=kernel, **{f"static_{k}": v for k, v in static.items()})
 
     def storer(self, call: Any, leaves: Sequence[tuple[str, int]], n: int) -> Callable[..., Any]:
         """`call`, a function of all `n` buffers, with the leaves of what it returns stored into `results`."""
@@ -2410,7 +2427,10 @@ class _Form(NamedTuple):
 def _function(body: str, n: int, **namespace: Any) -> Callable[..., Any]:
     """A function of the buffers b0, b1, ... with a body that may name them all as {buffers}."""
     buffers = ", ".join(f"b{i}" for i in range(n))
-    exec(f"def adapter({buffers}):\n    {body.format(buffers=buffers)}", namespace)
+    text = f"def adapter({buffers}):\n    {body.format(buffers=buffers)}\n"
+    file = f"<adapter {_digest(text)}>"
+    linecache.cache[file] = len(text), None, text.splitlines(True), file  # Numba (not 0.61) finds lines there
+    exec(compile(text, file, "exec"), namespace)
     return namespace["adapter"]
 
 
@@ -2556,10 +2576,7 @@ def _compile_overload(
             raise TypeError(f"{refused}{_hint(kernel, error)}:\n{str(error) or type(error).__name__}") from error
         if "Cannot modify readonly array" not in str(error):
             return dispatcher, plain, True
-        raise TypeError(
-            f"{refused}; its inputs are read-only, because JAX may share them: write to an output, name what it "
-            f"changes in in_out_argnames, or use input_output_aliases to start with an input's value:\n{error}"
-        ) from error
+        raise TypeError(f"{refused}{_READ_ONLY}:\n{error}") from error
 
 
 def _not_only_read(overload: Any, signature: _Signature) -> tuple[int, ...]:
@@ -2574,7 +2591,7 @@ def _not_only_read(overload: Any, signature: _Signature) -> tuple[int, ...]:
     return tuple(i for i, attributes in enumerate(found) if not {b"readonly", b"readnone"} & set(attributes))
 
 
-def _hint(kernel: Any, error: Exception) -> str:
+def _hint(kernel: Any, error: BaseException) -> str:
     """What to do about a kernel that Numba cannot type for arrays as JAX makes them."""
     explicit = [str(s) for s in getattr(kernel, "nopython_signatures", ())]
     if not getattr(kernel, "_can_compile", True) and not jax.config.jax_enable_x64 and "64" in str(explicit):
@@ -2818,6 +2835,7 @@ _CUDA_BLOCKS = {2: (16, 16), 3: (8, 8, 4)}  # threads per block over launch_dims
 _CUDA_LIMITS = {"grid": (2**31 - 1, 65535, 65535), "block": (1024, 1024, 64)}  # the same on every CUDA device
 _CUDA_INSTALL = "pip install 'xla_kernels[cuda13]' (CUDA 12: [cuda12]), or numba-cuda-mlir[cu13] beside jax[cuda13]"
 _CUDA_TEST_TARGET = (9, 0)  # compute capability to compile for where there is no GPU
+_RETURNED = "returned_by_kernel"  # in code that calls it; numba_cuda_mlir 0.6.0 cannot compile `return kernel()`
 # The simulator keeps the running kernel in globals, also in those of the kernel's module.
 _CUDASIM_LOCK: threading.RLock = vars(_STORE).setdefault("cudasim_lock", threading.RLock())
 
@@ -2832,7 +2850,9 @@ def numba_cuda_kernel(
     threads_per_block: int = 256,
     shared_mem: int = 0,
     vmap_method: str | None = None,
-    input_output_aliases: Mapping[int, int] | None = None,
+    input_output_aliases: Mapping[int | str, int] | None = None,
+    in_out_argnames: Sequence[str] | None = None,
+    scalars: Sequence[str] | bool = False,
     has_side_effect: bool = False,
     scratch: Any = None,
     zero_outputs: bool = False,
@@ -2845,6 +2865,9 @@ def numba_cuda_kernel(
     Python, no GIL, and XLA may capture the launch in a CUDA graph.  Kernels compiled with `debug=True` and
     cooperative kernels are launched through Python.  `vmap` launches the kernel once per slice.
 
+    Arguments can be given by keyword.  One that is no array (`f(x, n=3)`) is a constant, as for `numba_kernel`;
+    `launch_dims` gets those that it has parameters for, too.
+
     With NUMBA_ENABLE_CUDASIM=1 (set before Numba is imported) kernels that `numba.cuda` compiles run in Python on
     JAX's CPU backend.
 
@@ -2852,8 +2875,9 @@ def numba_cuda_kernel(
       kernel: a function decorated with `cuda.jit` of `numba` (numba-cuda) or of its successor, `numba_cuda_mlir`, or
         a plain function, which is jitted: by the one whose `cuda` it reads, else by the successor, else by `numba`.
         Without it, `numba_cuda_kernel(outs=..., launch_dims=...)` is a decorator.
-      outs, vmap_method, input_output_aliases, has_side_effect, scratch, zero_outputs, sharding_rule: as for
-        `numba_kernel`.
+      outs, vmap_method, input_output_aliases, in_out_argnames, scalars, has_side_effect, scratch, zero_outputs,
+        sharding_rule: as for `numba_kernel`.  With `in_out_argnames`, `scalars` or constants the kernel is compiled
+        as a device function of one that passes them.
       grid, block: blocks in the grid and threads in a block: ints or tuples of up to three (x, y, z).
       launch_dims: instead of both, the number of threads, an int or a tuple of up to three, or a callable of
         the inputs' `ShapeDtypeStruct`s that returns one.  Whole blocks cover it, so the kernel must guard the
@@ -2952,7 +2976,7 @@ def _check_dim3(name: str, dims: tuple[int, int, int]) -> None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _CudaOptions(_Options):
+class _CudaOptions(_NumbaOptions):
     """Also how a kernel is launched."""
 
     grid: Any
@@ -2975,14 +2999,13 @@ class _CudaOptions(_Options):
             )
         _check_dim3("block", _dim3("threads_per_block", self.threads_per_block))
         if not callable(self.launch_dims):
-            self.resolve([])
+            self.resolve(self.launch_dims)
 
-    def resolve(self, ins: Sequence[Spec]) -> tuple[int, ...]:
-        """Grid, block and shared memory as the seven integers that a handler reads."""
-        if self.launch_dims is None:
+    def resolve(self, dims: Any) -> tuple[int, ...]:
+        """Grid, block and shared memory for `launch_dims`, as the seven integers that a handler reads."""
+        if dims is None:
             grid, block = _dim3("grid", self.grid), _dim3("block", self.block)
         else:
-            dims = self.launch_dims(*ins) if callable(self.launch_dims) else self.launch_dims
             sizes = _dim3("launch_dims", dims)
             if min(sizes) < 0:
                 raise ValueError(f"launch_dims must not be negative; got {dims!r}")
@@ -3006,6 +3029,8 @@ class _CudaCode:
     label: str
     function: Any
     command_buffer: bool | None = None  # None: a kernel; else a callable, and what its trait is
+    form: _Form | None = None  # how to call a kernel that does not take a call's buffers as they are
+    static: tuple = ()  # the constants that it gets, by name
 
     @functools.cached_property
     def packages(self) -> list[_NumbaCuda]:
@@ -3015,7 +3040,21 @@ class _CudaCode:
         target = *(package.module for package in self.packages), _settings(sys.modules["numba"].config)
         live_above = math.inf if self.command_buffer is None and not _cudasim() else -1  # Python reads all where it is
         with _CUDASIM_LOCK:  # a simulated kernel may be running with its globals replaced
-            return _digest(self.user, self.function, self.command_buffer, target, live_above=live_above)
+            how = self.command_buffer, str(self.form), self.static, target
+            return _digest(self.user, self.function, *how, live_above=live_above)
+
+    def written(self, package: _NumbaCuda, signature: _Signature) -> Callable[..., Any]:
+        """The function to compile: the kernel's own, or one of all buffers that calls it on the device."""
+        function = _python(self.function)
+        if self.form is None:
+            return function
+        inner = function if _cudasim() else package.dispatcher(self.function, function, **package.device_options)
+        call = self.form.caller(inner, dict(self.static), len(signature.ranks), f"{_RETURNED} =")
+        if not _cudasim():
+            return call
+        outer = lambda *buffers: call(*buffers)
+        # The simulator replaces `cuda` in the globals of what it launches: these must be the kernel's.
+        return types.FunctionType(outer.__code__, function.__globals__, function.__name__, closure=outer.__closure__)
 
     def target(self, name: str, attrs: tuple, signature: _Signature) -> _Target:
         simulated, who = _cudasim(), f"{self.user} {self.label!r} runs on"
@@ -3039,9 +3078,13 @@ class _CudaCode:
             emitter.traits = _COMMAND_BUFFER_COMPATIBLE if self.command_buffer else 0
             return emitter
         if driver is not None:
-            return self._compiled(lambda package: _cuda_emitter(package, self.function, signature, driver))
+            return self._compiled(lambda package: self._emitter_of(package, signature, driver))
         cuda = self.packages[0].cuda
-        return _cuda_callback(cuda, signature, _cuda_runner(cuda.jit(_python(self.function))), None)
+        return _cuda_callback(cuda, signature, _cuda_runner(cuda.jit(self.written(self.packages[0], signature))), None)
+
+    def _emitter_of(self, package: _NumbaCuda, signature: _Signature, driver: _CudaDriver) -> _Emitter:
+        fresh = package.dispatcher(self.function, self.written(package, signature))
+        return _cuda_emitter(package, fresh, signature, driver)
 
     def _compiled(self, compile_: Callable[[_NumbaCuda], Any]) -> Any:
         """What the first package that can compile the kernel makes of it; else what it has wrong, or they lack."""
@@ -3065,7 +3108,8 @@ class _CudaCode:
             with contextlib.suppress(ImportError, OSError, RuntimeError):  # no NVVM; or a package that needs a GPU
                 self._compiled(
                     lambda package: package.typed(
-                        signature, lambda argtypes: package.cuda.compile(_python(self.function), argtypes, **options)
+                        signature,
+                        lambda argtypes: package.cuda.compile(self.written(package, signature), argtypes, **options),
                     )
                 )
 
@@ -3073,7 +3117,6 @@ class _CudaCode:
 class _CudaWrapper(_Wrapper):
     """What kernels and callables share."""
 
-    takes_constants = False
     code: _CudaCode
 
     def _attrs(self, ins: list[Spec]) -> tuple:
@@ -3081,41 +3124,46 @@ class _CudaWrapper(_Wrapper):
 
     def _find_target(self, ins: list[Spec], outs: list[Spec]) -> _Target:
         self.code.packages  # noqa: B018 (raises where there is none)
-        self._check_call(ins, outs)
-        self._check_dtypes(ins, outs, _CUDA_DTYPES, "that Numba CUDA has no arrays of")
         signature = _Signature.of(self.__name__, ins, outs, self.options.zero_outputs)
-        name = self._target_name(_digest(self.code.digest(), str(signature)))
-        target = self.code.target(name, self._attrs(ins), signature)
+        code = self._code_for(signature)
+        self._check_dtypes(ins, outs, _CUDA_DTYPES, "that Numba CUDA has no arrays of")
+        name = self._target_name(_digest(code.digest(), str(signature)))
+        target = code.target(name, self._attrs(ins), signature)
         target.announce()
         return target
 
-    def _check_call(self, ins: list[Spec], outs: list[Spec]) -> None:
-        """Raise TypeError unless the Python function takes this call."""
+    def _code_for(self, signature: _Signature) -> _CudaCode:
+        """What a call runs; raises TypeError unless the Python function takes it."""
         raise NotImplementedError
 
 
-class _CudaKernel(_CudaWrapper):
+class _CudaKernel(_NumbaWrapper, _CudaWrapper):
     decorator = "numba_cuda_kernel"
     options_type = _CudaOptions
 
-    def __init__(self, kernel: Any, options: _CudaOptions) -> None:
+    def __init__(self, kernel: Any, *args: Any) -> None:
         if not isinstance(kernel, types.FunctionType) and _ready_kind(kernel) != "numba_cuda":
             takes = "a function decorated with numba.cuda.jit (without [grid, block]) or a plain function"
             raise _wrong_kernel("numba_cuda_kernel", takes, kernel)
-        super().__init__(kernel, options)
+        super().__init__(kernel, *args)
         self.code = _CudaCode(self.decorator, self.__name__, kernel)
 
-    def _check_call(self, ins: list[Spec], outs: list[Spec]) -> None:
-        signature = _Signature.of(self.__name__, ins, outs)
-        if not _Form(tuple(f"b{i}" for i in range(len(signature.ranks)))).fits(self.kernel):
+    def _code_for(self, signature: _Signature) -> _CudaCode:
+        if not (form := self._form(signature, returns=False)).fits(self.kernel):
             raise TypeError(_wrong_arity(self, signature))
+        form, static = form.by_position(self.kernel), tuple(self.static.items())
+        plain = form.is_plain(len(signature.ranks))
+        return self.code if plain else dataclasses.replace(self.code, form=form, static=static)
+
+    def _launch(self, ins: list[Spec]) -> tuple[int, ...]:
+        return self.options.resolve(self._for_inputs(self.options.launch_dims, ins))
 
     def _attrs(self, ins: list[Spec]) -> tuple:
-        return (("launch", self.options.resolve(ins)),)
+        return (("launch", self._launch(ins)),)
 
     def _trace(self, *args: Any) -> Any:
         ins = _input_specs(args)
-        if all(self.options.resolve(ins)[:3]):
+        if all(self._launch(ins)[:3]):
             return super()._trace(*args)
         outs, tree = _flat_specs(self._for_inputs(self.options.outs, ins), "outs", ins)
         aliases = {j: i for i, j in _check_aliases(self._aliases(len(ins)), ins, outs)}
@@ -3132,6 +3180,7 @@ class _CudaCallableOptions(_Options):
 class _CudaCallable(_CudaWrapper):
     decorator = "numba_cuda_callable"
     options_type = _CudaCallableOptions
+    takes_constants = False
 
     def __init__(self, func: Any, options: _CudaCallableOptions) -> None:
         if not callable(func) or hasattr(func, "py_func"):
@@ -3142,14 +3191,16 @@ class _CudaCallable(_CudaWrapper):
         super().__init__(func, options)
         self.code = _CudaCode(self.decorator, self.__name__, func, bool(options.command_buffer))
 
-    def _check_call(self, ins: list[Spec], outs: list[Spec]) -> None:
-        parameters = inspect.signature(self.kernel)
+    def _code_for(self, signature: _Signature) -> _CudaCode:
+        parameters, n_in = inspect.signature(self.kernel), signature.n_in
         try:
-            parameters.bind(*ins, *outs, None)
+            parameters.bind(*signature.ranks, None)
+            return self.code
         except TypeError:
             raise TypeError(
                 f"numba_cuda_callable {self.__name__!r} takes the parameters {parameters}, but this call gives it "
-                f"{len(ins)} inputs, {len(outs)} outputs and scratch buffers, and a stream: func(in..., out..., stream)"
+                f"{n_in} inputs, {len(signature.ranks) - n_in} outputs and scratch buffers, and a stream: "
+                "func(in..., out..., stream)"
             ) from None
 
 
@@ -3162,6 +3213,7 @@ class _NumbaCuda:
 
     name, module = "Numba CUDA", "numba.cuda"
     n_params = 5  # per array, before shape and strides
+    device_options: Mapping[str, Any] = types.MappingProxyType({"device": True})
 
     @property
     def cuda(self) -> Any:
@@ -3182,12 +3234,12 @@ class _NumbaCuda:
         own = hasattr(cuda_types, "Array")  # numba-cuda has types of its own
         return cuda_types if own else core_types, (errors.NumbaError, TypeError)
 
-    def dispatcher(self, kernel: Any) -> Any:
+    def dispatcher(self, kernel: Any, function: Any, **more: Any) -> Any:
         """A new dispatcher with the kernel's options, so that globals are read as they are now, and types are ours."""
         if isinstance(kernel, types.FunctionType):
-            return self.cuda.jit(kernel)
-        fresh = type(kernel)(kernel.py_func, dict(kernel.targetoptions))
-        if kernel.stats.cache_path is not None:
+            return self.cuda.jit(**more)(function)
+        fresh = type(kernel)(function, {**kernel.targetoptions, **more})
+        if kernel.stats.cache_path is not None and function is kernel.py_func and not more:
             fresh.enable_caching()
         return fresh
 
@@ -3244,6 +3296,7 @@ class _NumbaCudaMlir(_NumbaCuda):
 
     name, module = "numba_cuda_mlir", "numba_cuda_mlir.cuda"
     n_params = 3
+    device_options = types.MappingProxyType({"device": True, "inline": "always"})  # else it has no shared memory
 
     def typing(self) -> tuple[Any, tuple[type[Exception], ...]]:
         import numba_cuda_mlir.types
@@ -3360,18 +3413,15 @@ def _cuda_refusal(compiler: str, signature: _Signature, error: BaseException) ->
     """What a kernel that cannot be compiled has wrong."""
     refused, text = f"{compiler} cannot compile kernel {signature.label!r} for {signature}", str(error)
     if "Cannot modify readonly array" in text or "setitem(readonly array" in text:
-        refused += (
-            "; its inputs are read-only, because JAX may share them: write to an output, and use "
-            "input_output_aliases to start it with an input's value"
-        )
+        refused += _READ_ONLY
     elif "must have void return type" in text or "to none" in text:
         refused += "; it returns a value: write to the output arrays and return nothing"
-    return f"{refused}:\n{text}"
+    return f"{refused}{_hint(None, error)}:\n{text}"
 
 
-def _cuda_emitter(package: _NumbaCuda, kernel: Any, signature: _Signature, driver: _CudaDriver) -> _Emitter:
+def _cuda_emitter(package: _NumbaCuda, fresh: Any, signature: _Signature, driver: _CudaDriver) -> _Emitter:
     """Compile the kernel and load it for every GPU; a kernel that needs its package's launch code gets Python's."""
-    cuda, ordinals, fresh = package.cuda, _cuda_ordinals(), package.dispatcher(kernel)
+    cuda, ordinals = package.cuda, _cuda_ordinals()
     with cuda.gpus[ordinals[0]]:
         compiled = package.typed(signature, functools.partial(_compile_cuda, fresh))
         if not compiled or not _is_native(package, fresh, compiled, signature.ranks):
@@ -3387,11 +3437,18 @@ def _cuda_emitter(package: _NumbaCuda, kernel: Any, signature: _Signature, drive
 def _compile_cuda(dispatcher: Any, argtypes: tuple) -> Any:
     """Compile for the current device; atomics on inputs are refused here, as Numba does not."""
     compiled = dispatcher.compile(argtypes)
-    typed = compiled._type_annotation  # None for a kernel from Numba's cache
-    for call, signature in typed.calltypes.items() if typed else ():
-        is_atomic = getattr(call, "op", None) == "call" and "atomic" in str(typed.typemap[call.func.name])
-        if is_atomic and not getattr(signature.args[0], "mutable", True):
-            raise TypeError(f"Cannot modify readonly array: an atomic operation on an input, at {call.loc}")
+    known = [compiled._type_annotation]  # None for a kernel from Numba's cache; then those of the functions it calls
+    for typed in known:
+        for call, signature in typed.calltypes.items() if typed else ():
+            called = typed.typemap[call.func.name] if getattr(call, "op", None) == "call" else None
+            if device := getattr(called, "dispatcher", None):
+                found = getattr(device.overloads.get(signature.args), "type_annotation", None)
+                known += [found] if found not in known else []
+            elif "atomic" in str(called) and not getattr(signature.args[0], "mutable", True):
+                raise TypeError(f"Cannot modify readonly array: an atomic operation on an input, at {call.loc}")
+    for name, kind in known[0].typemap.items() if known[0] else ():
+        if name.startswith(_RETURNED) and str(kind) != "none":
+            raise TypeError(f"cannot cast {kind} to none")
     return compiled
 
 
