@@ -1811,7 +1811,7 @@ class _Driver(_Code):
                 left, now = batch.count - stop, self.call("now")
                 with self.when(left < 1):
                     with self.when(now - began < rate * _BRIEF):
-                        kernel.brief, kernel.trusted = batch.nbytes, 15
+                        kernel.brief, kernel.trusted = self.least(batch.nbytes + 1, _HUGE_PAGE_MIN), 15
                     self.give(0)
                 took = (now - time_.first) // rate
                 work = took * left // at.count
@@ -1848,10 +1848,6 @@ class _Driver(_Code):
         """Run a call of which `slots` hold the first slice, of `nbytes` in all; `row` slices are one step apart."""
         with self.function("drive", 6) as (frame, kernel_at, slots, depth, row, nbytes):
             kernel = self.struct(_Kernel, kernel_at)
-            is_small = (nbytes * row < self.least(kernel.brief + 1, _HUGE_PAGE_MIN)) & (depth == 1)
-            with self.when(is_small & (kernel.trusted > 0)):
-                kernel.trusted = kernel.trusted - 1
-                self.give(self.call(kernel.slices, frame, slots, row))
             batch = self.new(_Batch, frame=frame, kernel=kernel_at, n=kernel.n, slots=slots, depth=depth, row=row)
             batch.count = row
             with self.when(depth > 1):
@@ -1860,7 +1856,7 @@ class _Driver(_Code):
             if sys.platform == "linux":
                 with self.when((batch.nbytes > _HUGE_PAGE_MIN - 1) & kernel.maps_pages):
                     self._use_huge_pages(batch)
-            is_brief = (kernel.trusted > 0) & (batch.nbytes < kernel.brief + 1)
+            is_brief = (kernel.trusted > 0) & (batch.nbytes < kernel.brief)
             with self.when((batch.count < 2) | kernel.in_order | is_brief):
                 kernel.trusted = kernel.trusted - 1
                 with self.when(batch.count == batch.row):
@@ -1986,24 +1982,29 @@ class _Handler(_Code):
             with self.when(frame.stage != _STAGE_EXECUTE):
                 self.give(0)
             buffers, depth = self._read_buffers(frame)
-            slots, large, total, row = self.slots(n), depth, self.word(0), self.word(1)
+            slots, large, total, row, parts = self.slots(n), depth, self.word(0), self.word(1), []
             for k, (buffer, rank) in enumerate(zip(buffers, signature.ranks, strict=True)):
                 slot, dims = self.at(_Slot, slots, k), buffer.dims + depth * 8
                 sizes = [self.read(dims + 8 * j) for j in range(rank)]
                 nbytes = math.prod(sizes, start=self.word(signature.dtypes[k].itemsize))
                 slot.data, slot.nbytes, slot.dims = buffer.data, nbytes, dims
                 total = total + nbytes
+                parts.append((slot, dims, nbytes))
                 if k >= n_in and self.maps_pages:
                     large = large | (nbytes > _HUGE_PAGE_MIN - 1)
             with self.when(large == 0):
                 self.give(self.call("slices", address, slots, 1))
-            call = functools.partial(self.call, driver["drive"], address, ctypes.addressof(self.kernel), slots, depth)
+            kernel = self.struct(_Kernel, self.word(ctypes.addressof(self.kernel)))
+            call = functools.partial(self.call, driver["drive"], address, kernel.address, slots, depth)
             with self.when(depth == 0):
                 self.give(call(1, total))
-            for k in range(n):  # a size of 1 goes with every other
-                slot = self.at(_Slot, slots, k)
-                own = self.read(slot.dims - 8)
-                slot.step, row = self.choose(own == 1, 0, slot.nbytes), self.choose(own == 1, row, own)
+            for slot, dims, nbytes in parts:  # a size of 1 goes with every other
+                own = self.read(dims - 8)
+                slot.step, row = self.choose(own == 1, 0, nbytes), self.choose(own == 1, row, own)
+            trusted = kernel.trusted
+            with self.when((depth == 1) & (trusted > 0) & (total * row < kernel.brief)):
+                kernel.trusted = trusted - 1
+                self.give(self.call("slices", address, slots, row))
             self.give(call(row, total))
 
     def _read_buffers(self, frame: Any) -> tuple[list[Any], Any]:
