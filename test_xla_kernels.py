@@ -7062,7 +7062,7 @@ def scaling(works):
 
 
 def bench_mesh():
-    """jit(vmap) of 16 slices of 1 ms over two CPU devices, slices one after another: speed against one device"""
+    """jit(vmap) of 16 slices of 10 ms over two CPU devices, slices one after another: speed against one device"""
     mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:2]), "d")
     places = jax.devices("cpu")[0], jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
     usleep = ctypes.CDLL(None).usleep
@@ -7071,11 +7071,11 @@ def bench_mesh():
     def heavy(x, out):
         for i in range(x.size):
             out[i] = 0
-            for j in range(10_000):
+            for j in range(100_000):
                 out[i] += math.sin(x[i] + j)
 
     def sleepy(x, out):
-        usleep(1000)
+        usleep(10_000)
         out[:] = x
 
     def speedup(kernel):
