@@ -1393,7 +1393,8 @@ class _Signature:
 
     @classmethod
     def of(cls, label: str, ins: Sequence[Spec], outs: Sequence[Spec], from_zeros: bool = False) -> _Signature:
-        dtypes, ranks = zip(*((np.dtype(s.dtype), len(s.shape)) for s in (*ins, *outs))) if (*ins, *outs) else ((), ())
+        specs = [*ins, *outs]
+        dtypes, ranks = tuple(np.dtype(s.dtype) for s in specs), tuple(len(s.shape) for s in specs)
         return cls(label, len(ins), dtypes, ranks, from_zeros)
 
     def __str__(self) -> str:
