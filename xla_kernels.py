@@ -1640,8 +1640,9 @@ _Range = _words("_Range", "first count")
 _Kernel = _words("_Kernel", "slices n_in n in_order maps_pages brief trusted")
 _Batch = _words("_Batch", "frame kernel n slots depth sizes row count nbytes")
 _Shared = _words("_Shared", "batch next count piece inside holders error idle")
-# Microseconds of work: what is too short to be timed often, to be measured, to be shared, to wake a thread for.
-_BRIEF, _MEASURABLE, _WORTH_SHARING, _WORTH_A_THREAD = 4, 1, 40, 15
+# Microseconds of work: what is too short to be timed often, to be measured, to be shared, to wake a thread for; and
+# what a thread takes at a time: as little as costs nothing, as cores may differ in speed.
+_BRIEF, _MEASURABLE, _WORTH_SHARING, _WORTH_A_THREAD, _PIECE = 4, 1, 40, 15, 20
 _TICKS = _I64()  # of the driver's clock in a microsecond
 
 
@@ -1763,11 +1764,11 @@ class _Driver(_Code):
                     self.give(self.call("drop", address))
 
     def _share(self) -> None:
-        """Run the slices [first, count) on this thread and on those of XLA that come to help.
+        """Run the slices [first, count) on this thread and on those of XLA that come to help, in pieces of so many.
 
         What is waited for is only the tasks that have started: those in the queue may stand behind callers that wait.
         """
-        with self.function("share", 3) as (address, first, helpers):
+        with self.function("share", 4) as (address, first, helpers, piece):
             batch = self.struct(_Batch, address)
             frame = self.struct(XLA_FFI_CallFrame, batch.frame)
             memory = self.call(_symbol("PyMem_RawMalloc"), ctypes.sizeof(_Shared))
@@ -1776,9 +1777,7 @@ class _Driver(_Code):
                 self.give(self.call("run", address, first, batch.count))
             shared = self.struct(_Shared, memory)
             shared.batch, shared.next, shared.count, shared.error = address, first, batch.count, 0
-            piece = (batch.count - first) // (helpers * 8 + 8)
-            shared.piece = self.choose(piece < 1, 1, piece)
-            shared.inside, shared.holders, shared.idle = 1, helpers + 1, idle
+            shared.piece, shared.inside, shared.holders, shared.idle = piece, 1, helpers + 1, idle
             self.call(_symbol("PyThread_acquire_lock"), idle, 1)
             task = _Word(self, self.builder.ptrtoint(self.functions["task"], self.i64))
             args = self.new(XLA_FFI_ThreadPool_Schedule_Args, ctx=frame.ctx, task=task, data=memory)
@@ -1818,8 +1817,9 @@ class _Driver(_Code):
                 work = took * left // at.count
                 with self.when((took > _MEASURABLE) & (work > _WORTH_SHARING)):
                     helpers = self.least(self.threads(batch.frame) - 1, left - 1, work // _WORTH_A_THREAD)
+                    piece = left * _PIECE // work
                     with self.when(helpers > 0):
-                        self.give(self.call("share", address, stop, helpers))
+                        self.give(self.call("share", address, stop, helpers, self.choose(piece < 1, 1, piece)))
                     self.give(self.call("run", address, stop, batch.count))
                 at.first, at.count, time_.first = stop, self.least(at.count * 8, left), now
 
