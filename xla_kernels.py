@@ -1075,30 +1075,21 @@ def _input_signature(kernel: Any, outs: Any) -> inspect.Signature:
     return inspect.Signature([inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)])
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Options:
-    """What the user said about a kernel, checked at once where it does not depend on the inputs.
+class _Options(types.SimpleNamespace):
+    """The arguments of a public function, checked at once where that does not depend on inputs."""
 
-    The fields are the parameters of the public function; `numba_kernel` documents those that all wrappers share.
-    """
+    in_out_argnames: Sequence[str] | None = None  # of a function that has no such parameter
 
-    outs: Any
-    vmap_method: str | None = None
-    input_output_aliases: Mapping[int | str, int] | None = None
-    in_out_argnames: Sequence[str] | None = None
-    has_side_effect: bool = False
-    scratch: Any = None
-    zero_outputs: bool = False
-    sharding_rule: str | None = None
-
-    def __post_init__(self) -> None:
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
         if self.vmap_method not in _VMAP_METHODS:
             raise ValueError(
                 f"vmap_method must be one of {_VMAP_METHODS}, which all run the kernel once per slice; "
                 f"got {self.vmap_method!r}"
             )
         try:
-            self.aliases()
+            pairs = (self.input_output_aliases or {}).items()
+            self.aliases = {i if isinstance(i, str) else operator.index(i): operator.index(j) for i, j in pairs}
         except (AttributeError, TypeError):
             raise TypeError(
                 "input_output_aliases must be a dict from the positions or names of inputs to the positions of "
@@ -1112,16 +1103,11 @@ class _Options:
         """Whether the slices of a batch run one after another on one thread."""
         return str(self.vmap_method).startswith("sequential")
 
-    def aliases(self) -> dict[int | str, int]:
-        given = (self.input_output_aliases or {}).items()
-        return {i if isinstance(i, str) else operator.index(i): operator.index(j) for i, j in given}
-
 
 def _wrap(wrapper: type[_Wrapper], given: dict[str, Any]) -> Any:
     """The wrapper that the arguments of a public function ask for, the kernel first; without one, a decorator."""
-    kernel, *values = given.values()
-    options = wrapper.options_type(**dict(zip([*given][1:], values, strict=True)))
-    make = functools.partial(wrapper.make, options=options)
+    kernel = given.pop(next(iter(given)))
+    make = functools.partial(wrapper.make, options=wrapper.options_type(**given))
     return make if kernel is None else make(kernel)
 
 
@@ -1191,7 +1177,7 @@ class _Wrapper(_Kept):
         self.static = static or {}  # the arguments that are no arrays, by parameter
         self.variants = _Recent(256)  # this kernel with other keywords and static arguments
         self._check_names("in_out_argnames", list(options.in_out_argnames or ()))
-        self._check_names("input_output_aliases", [i for i in options.aliases() if isinstance(i, str)])
+        self._check_names("input_output_aliases", [i for i in options.aliases if isinstance(i, str)])
         self.__name__ = getattr(kernel, "__name__", None) or getattr(kernel, "key", None) or type(kernel).__name__
         self.__doc__ = getattr(kernel, "__doc__", None)
         self.__wrapped__ = kernel
@@ -1341,7 +1327,7 @@ class _Wrapper(_Kept):
 
     def _aliases(self, n: int) -> dict[int, int]:
         """Which output starts with which of `n` inputs."""
-        given = self.options.aliases()
+        given = self.options.aliases
         numbers = {self._input_number("input_output_aliases", i, n): j for i, j in given.items()}
         return numbers | {i: j for j, i in enumerate(self._in_outs(n))}
 
@@ -2309,11 +2295,6 @@ def numba_kernel(
 # Knows which buffer goes to which parameter.  Does not compile.
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _NumbaOptions(_Options):
-    scalars: Sequence[str] | bool
-
-
 class _NumbaWrapper(_Wrapper):
     """What kernels for CPUs and GPUs share: which of their parameters gets what of a call."""
 
@@ -2346,7 +2327,6 @@ class _NumbaWrapper(_Wrapper):
 
 class _NumbaKernel(_NumbaWrapper):
     decorator = "numba_kernel"
-    options_type = _NumbaOptions
 
     def __init__(self, kernel: Any, *args: Any) -> None:
         if not isinstance(_python(kernel), types.FunctionType) or _ready_kind(kernel) not in (None, "numba"):
@@ -2977,21 +2957,14 @@ def _check_dim3(name: str, dims: tuple[int, int, int]) -> None:
         raise ValueError(f"a CUDA block has at most 1024 threads; block={dims} has {math.prod(dims)}")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _CudaOptions(_NumbaOptions):
+class _CudaOptions(_Options):
     """Also how a kernel is launched."""
 
-    grid: Any
-    block: Any
-    launch_dims: Any
-    threads_per_block: int
-    shared_mem: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        given = [name for name in ("grid", "block", "launch_dims") if getattr(self, name) is not None]
-        if given not in (["grid", "block"], ["launch_dims"]):
-            raise ValueError(f"give either both grid and block, or launch_dims; got {' and '.join(given) or 'none'}")
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        forms = [name for name in ("grid", "block", "launch_dims") if getattr(self, name) is not None]
+        if forms not in (["grid", "block"], ["launch_dims"]):
+            raise ValueError(f"give either both grid and block, or launch_dims; got {' and '.join(forms) or 'none'}")
         if not 0 <= operator.index(self.shared_mem) < 2**31:
             raise ValueError(f"shared_mem must be a number of bytes; got {self.shared_mem}")
         if not isinstance(self.threads_per_block, (int, np.integer)):
@@ -3174,17 +3147,11 @@ class _CudaKernel(_NumbaWrapper, _CudaWrapper):
         return jax.tree_util.tree_unflatten(tree, varying[len(args) :])
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _CudaCallableOptions(_Options):
-    command_buffer: bool
-
-
 class _CudaCallable(_CudaWrapper):
     decorator = "numba_cuda_callable"
-    options_type = _CudaCallableOptions
     takes_constants = False
 
-    def __init__(self, func: Any, options: _CudaCallableOptions) -> None:
+    def __init__(self, func: Any, options: _Options) -> None:
         if not callable(func) or hasattr(func, "py_func"):
             raise TypeError(
                 "numba_cuda_callable takes a Python function that launches kernels (for one kernel use "
@@ -3748,17 +3715,8 @@ def _warp_instance_type(wp: Any, kind: Any, value: Any) -> Any:
     return wp.array(dtype=element[len(inner)](), ndim=ndim) if ndim else scalar
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _WarpOptions(_Options):
-    launch_dims: Any
-    block_dim: int
-    tiled: bool
-    differentiable: bool
-
-
 class _WarpKernel(_Wrapper):
     decorator = "warp_kernel"
-    options_type = _WarpOptions
 
     @classmethod
     def make(cls, kernel: Any, options: Any) -> _Wrapper:
@@ -3774,7 +3732,7 @@ class _WarpKernel(_Wrapper):
             if param.name in self.static.keys() & self.by_value
         }
         self.block_dim, self.tiled = operator.index(self.options.block_dim), bool(self.options.tiled)
-        for i in self.options.aliases():
+        for i in self.options.aliases:
             if isinstance(i, int) and (not 0 <= i < len(self.params) or self.params[i].ndim is None):
                 raise ValueError(
                     f"warp_kernel({self.__name__}): argument {i} is not an array, so no output can alias it"
@@ -3849,7 +3807,7 @@ class _WarpKernel(_Wrapper):
                     f"sharding_rule={self.rule.text!r} lets XLA split: give a callable of the inputs, or nothing"
                 )
         reasons = {
-            "in_out_argnames or input_output_aliases": (self.options.aliases() or self.options.in_out_argnames)
+            "in_out_argnames or input_output_aliases": (self.options.aliases or self.options.in_out_argnames)
             and "the adjoint needs the values they overwrite",
             "scratch": self.options.scratch is not None and "the adjoint needs its contents; return it as an output",
         }
