@@ -3176,11 +3176,16 @@ def run_pytest(*args, **environment):
     return int(re.search(r"(\d+) passed", result.stdout)[1])
 
 
-def cuda_signature(*arrays, n_in=None):
+def cuda_signature(*arrays):
     """A signature from pairs (dtype, rank); the last one is the output."""
-    specs = [jax.ShapeDtypeStruct((1,) * rank, np.dtype(dtype)) for dtype, rank in arrays]
-    n_in = len(specs) - 1 if n_in is None else n_in
-    return xk._Signature("kernel", n_in, tuple(s.dtype for s in specs), tuple(len(s.shape) for s in specs))
+    dtypes, ranks = zip(*((np.dtype(dtype), rank) for dtype, rank in arrays))
+    return xk._Signature("kernel", len(arrays) - 1, dtypes, ranks)
+
+
+def kernel_of(source, **names):
+    """The function `kernel` that a line of source defines."""
+    exec(source, names)
+    return names["kernel"]
 
 
 # -- without a GPU: the layout of parameters -----------------------------------------------------------
@@ -3192,21 +3197,6 @@ def package(request):
     found = xk._CUDA_PACKAGES[request.param]
     pytest.importorskip(found.module, exc_type=ImportError)
     return found
-
-
-@compiled
-def test_cuda_dispatchers_count_by_content(package):
-    def make(n, **options):
-        def kernel(x, out):
-            out[0] = n * x[0]
-
-        return package.cuda.jit(**options)(kernel)
-
-    used = make(2)
-    if package.name == "numba_cuda_mlir":
-        used.targetoptions["chip"] = "sm_90"  # as it does when it compiles
-    same, *others = (xk._digest(kernel) for kernel in (make(2), make(3), make(2, fastmath=True), make(2).py_func))
-    assert same == xk._digest(used) and same not in others
 
 
 def written_for(package, function):
@@ -3228,35 +3218,33 @@ def test_cuda_layout_is_that_of_ptx(dtype, rank, package):
     assert xk._ptx_params(ptx, entry) == ["u64"] * sum(package.n_params + 2 * rank for rank in signature.ranks)
 
 
-@compiled
-@pytest.mark.parametrize(
-    "index, expression",
-    [(2, ".size"), (3, ".itemsize"), (4, "[0, 0, 0]"), *((5 + d, f".shape[{d}]") for d in range(3)),
-     *((8 + d, f".strides[{d}]") for d in range(3))],
-)  # fmt: skip
-def test_cuda_parameters_mean_what_the_handler_packs(index, expression):
-    namespace = {}
-    exec(f"def kernel(a, b, out): out[0] = b{expression}", namespace)
-    ptx = cuda_ptx(namespace["kernel"], cuda_signature(("float32", 2), ("int64", 3), ("int64", 1)))
-    read = {int(n) for n in re.findall(r"ld\.param\.\w+\s+%\w+, \[\w+_param_(\d+)\]", ptx)}
-    assert read == {9 + index, 9 + 11 + 4}  # after the 9 parameters of `a`; and the data pointer of `out`
+READS = {  # package: which parameters of an array of rank 3 an expression reads, and which of `out` writing to it
+    "numba": (
+        {".size": {2}, ".itemsize": {3}, "[0, 0, 0]": {4}}
+        | {f".shape[{d}]": {5 + d} for d in range(3)}
+        | {f".strides[{d}]": {8 + d} for d in range(3)},
+        {4},
+    ),
+    "numba_cuda_mlir": (
+        {"[0, 0, 0]": {1, 2}}
+        | {f".shape[{d}]": {3 + d} for d in range(3)}
+        | {str([int(d == e) for e in range(3)]): {1, 2, 6 + d} for d in range(3)},
+        {1, 2},
+    ),
+}
 
 
 @compiled
-@pytest.mark.parametrize(
-    "expression, read",
-    [("[0, 0, 0]", {1, 2}), *((f".shape[{d}]", {3 + d}) for d in range(3)),
-     *((str([int(d == e) for e in range(3)]), {1, 2, 6 + d}) for d in range(3))],
-)  # fmt: skip
-def test_cuda_parameters_mean_what_the_handler_packs_for_the_successor(expression, read):
-    namespace, successor = {}, xk._CUDA_PACKAGES["numba_cuda_mlir"]
-    exec(f"def kernel(a, b, out): out[0] = b{expression}", namespace)
-    ptx = cuda_ptx(namespace["kernel"], cuda_signature(("float32", 2), ("int64", 3), ("int64", 1)), successor)
-    loaded = re.findall(r"ld\.param\.\w+\s+(%\w+), \[\w+_param_(\d+)\]", ptx)
-    assert {int(n) for _, n in loaded} == {7 + n for n in read} | {7 + 9 + 1, 7 + 9 + 2}  # `out`: its data and offset
-    if len(read) == 3:  # data + 8 * (offset + stride): strides count elements
-        register = {int(n) - 7: name for name, n in loaded}
-        stride, offset = register[max(read)], register[2]
+@pytest.mark.parametrize("name, expression", [(name, text) for name, (cases, _) in READS.items() for text in cases])
+def test_cuda_parameters_mean_what_the_handler_packs(name, expression):
+    package, (cases, written) = xk._CUDA_PACKAGES[name], READS[name]
+    kernel = kernel_of(f"def kernel(a, b, out): out[0] = b{expression}")
+    ptx = cuda_ptx(kernel, cuda_signature(("float32", 2), ("int64", 3), ("int64", 1)), package)
+    found = {int(n): name for name, n in re.findall(r"ld\.param\.\w+\s+(%\w+), \[\w+_param_(\d+)\]", ptx)}
+    b, out = package.n_params + 4, 2 * package.n_params + 10
+    assert set(found) == {b + n for n in cases[expression]} | {out + n for n in written}
+    if len(cases[expression]) == 3:  # data + 8 * (offset + stride): strides count elements
+        stride, offset = found[b + max(cases[expression])], found[b + 2]
         total = re.search(rf"add\.s64\s+(%\w+), ({stride}, {offset}|{offset}, {stride});", ptx)[1]
         assert re.search(rf"shl\.b64\s+%\w+, {total}, 3;", ptx)
 
@@ -3322,9 +3310,8 @@ def record(monkeypatch, ranks, outs=lambda *ins: ins[0], functions=(0xF0, 0xF1),
     options = {key: launch.pop(key) for key in ("code", "ordinal", "package") if key in launch}
     driver = RecordingDriver(ranks, **options)
     names = [f"a{i}" for i in range(n_args or len(ranks))]
-    namespace = {"token": object()}  # known by identity: every recorder has a target of its own
-    exec(f"def kernel({', '.join(names)}): token", namespace)
-    wrapper = xk.numba_cuda_kernel(namespace["kernel"], outs, input_output_aliases=aliases, **launch)
+    kernel = kernel_of(f"def kernel({', '.join(names)}): token", token=object())  # each recorder has its own target
+    wrapper = xk.numba_cuda_kernel(kernel, outs, input_output_aliases=aliases, **launch)
     table = {ordinal: (function, 0) for ordinal, function in enumerate(functions)}
 
     def target(self, name, attrs, signature):
@@ -3341,29 +3328,23 @@ def aligned(shape, dtype="float32"):
 
 
 @pytest.mark.parametrize("dtype", CUDA_DTYPES)
-def test_cuda_handler_packs_arrays_for_the_successor(monkeypatch, dtype):
-    op, driver = record(monkeypatch, (3, 0, 2), outs=lambda x, s: jax.ShapeDtypeStruct((4, 5), "int16"), grid=1,
-                        block=1, package=xk._CUDA_PACKAGES["numba_cuda_mlir"])  # fmt: skip
+@pytest.mark.parametrize("package", xk._CUDA_PACKAGES)
+def test_cuda_handler_packs_arrays(monkeypatch, package, dtype):
+    launch = {"grid": (2, 3), "block": (4, 5, 6), "shared_mem": 128, "package": xk._CUDA_PACKAGES[package]}
+    op, driver = record(monkeypatch, (3, 0, 2), lambda x, s: spec(4, 5, dtype="int16"), **launch)
     x, s = aligned((2, 3, 4), dtype), aligned((), "float32")
     jax.block_until_ready(op(x, s))
-    [(*_, (a, b, out))] = driver.launches
-    assert a == [*[x.unsafe_buffer_pointer()] * 2, 0, 2, 3, 4, 12, 4, 1]
-    assert b == [*[s.unsafe_buffer_pointer()] * 2, 0]
-    assert out[0] == out[1] and out[2:] == [0, 4, 5, 5, 1]
-
-
-@pytest.mark.parametrize("dtype", CUDA_DTYPES)
-def test_cuda_handler_packs_arrays(monkeypatch, dtype):
-    op, driver = record(monkeypatch, (3, 0, 2), outs=lambda x, s: jax.ShapeDtypeStruct((4, 5), "int16"), grid=(2, 3),
-                        block=(4, 5, 6), shared_mem=128)  # fmt: skip
-    x, s = aligned((2, 3, 4), dtype), aligned((), "float32")
-    jax.block_until_ready(op(x, s))
-    [(function, grid, block, shared, stream, (a, b, out))] = driver.launches
-    n = np.dtype(dtype).itemsize
-    assert (function, grid, block, shared, stream) == (0xF0, (2, 3, 1), (4, 5, 6), 128, driver.STREAM)
-    assert a == [24, n, x.unsafe_buffer_pointer(), 2, 3, 4, 12 * n, 4 * n, n]
-    assert b == [1, 4, s.unsafe_buffer_pointer()]
-    assert out[:2] == [20, 2] and out[3:] == [4, 5, 10, 2]
+    [(*launched, (a, b, out))] = driver.launches
+    assert launched == [0xF0, (2, 3, 1), (4, 5, 6), 128, driver.STREAM]
+    x_data, s_data, n = x.unsafe_buffer_pointer(), s.unsafe_buffer_pointer(), x.dtype.itemsize
+    if package == "numba":
+        assert a == [24, n, x_data, 2, 3, 4, 12 * n, 4 * n, n]
+        assert b == [1, 4, s_data]
+        assert out[:2] == [20, 2] and out[3:] == [4, 5, 10, 2]
+    else:
+        assert a == [x_data, x_data, 0, 2, 3, 4, 12, 4, 1]
+        assert b == [s_data, s_data, 0]
+        assert out[0] == out[1] and out[2:] == [0, 4, 5, 5, 1]
 
 
 def test_cuda_handler_serves_every_shape(monkeypatch):
@@ -3378,31 +3359,15 @@ def test_cuda_handler_serves_every_shape(monkeypatch):
 
 def test_cuda_handler_launches_once_per_slice(monkeypatch):
     op, driver = record(monkeypatch, (1, 1, 1), grid=7, block=32)
-    x, y = aligned((3, 5)), aligned((5,))
-    jax.block_until_ready(jax.vmap(op, in_axes=(0, None))(x, y))
-    assert [launch[1:5] for launch in driver.launches] == [((7, 1, 1), (32, 1, 1), 0, driver.STREAM)] * 3
-    starts = [[array[2] for array in launch[5]] for launch in driver.launches]
-    assert [s[0] - starts[0][0] for s in starts] == [0, 20, 40]
-    assert [s[1] - starts[0][1] for s in starts] == [0, 0, 0]  # unbatched: not copied
-    assert [s[2] - starts[0][2] for s in starts] == [0, 20, 40]
-    assert all(launch[5][0][3:] == [5, 4] for launch in driver.launches)
-
-
-def test_cuda_handler_launches_nested_batches(monkeypatch):
-    op, driver = record(monkeypatch, (1, 1, 1), grid=1, block=1)
     nested = jax.vmap(jax.vmap(op, in_axes=(0, None)), in_axes=(None, 0))
     jax.block_until_ready(nested(aligned((3, 5)), aligned((2, 5))))
+    assert [launch[1:5] for launch in driver.launches] == [((7, 1, 1), (32, 1, 1), 0, driver.STREAM)] * 6
+    assert all(array[3:] == [5, 4] for launch in driver.launches for array in launch[5])
     starts = [[array[2] for array in launch[5]] for launch in driver.launches]
     offsets = [[(a - b) // 20 for a, b in zip(s, starts[0], strict=True)] for s in starts]
-    assert offsets == [[j, i, 3 * i + j] for i in range(2) for j in range(3)]
+    assert offsets == [[j, i, 3 * i + j] for i in range(2) for j in range(3)]  # unbatched operands are not copied
     jax.block_until_ready(jax.vmap(op)(aligned((0, 5)), aligned((0, 5))))
     assert len(driver.launches) == 6
-
-
-def test_cuda_handler_uses_the_function_of_its_device(monkeypatch):
-    op, driver = record(monkeypatch, (1, 1), grid=1, block=1, ordinal=1)
-    jax.block_until_ready(op(aligned((2,))))
-    assert driver.launches[0][0] == 0xF1
 
 
 def test_cuda_handler_asks_xla_for_its_device(monkeypatch):
@@ -3415,12 +3380,14 @@ def test_cuda_handler_asks_xla_for_its_device(monkeypatch):
     assert sorted(launch[0] for launch in driver.launches) == [0xF0 + i * known for i in range(4)]
 
 
-@pytest.mark.parametrize("ordinal", [-1, 1, 2, 1000])
-def test_cuda_handler_refuses_a_device_it_was_not_loaded_for(monkeypatch, ordinal):
-    op, driver = record(monkeypatch, (1, 1), grid=1, block=1, ordinal=ordinal, functions=(0xF0, 0))
-    with pytest.raises(Exception, match="kernel 'kernel' is not loaded on this GPU"):
-        jax.block_until_ready(op(aligned((2,))))
-    assert driver.launches == []
+def test_cuda_handler_refuses_a_device_it_was_not_loaded_for(monkeypatch):
+    op, driver = record(monkeypatch, (1, 1), grid=1, block=1, functions=(0, 0xF1))
+    for driver.ordinal in (-1, 0, 2, 1000):
+        with pytest.raises(Exception, match="kernel 'kernel' is not loaded on this GPU"):
+            jax.block_until_ready(op(aligned((2,))))
+    driver.ordinal = 1
+    jax.block_until_ready(op(aligned((2,))))
+    assert [launch[0] for launch in driver.launches] == [0xF1]
 
 
 def test_cuda_launch_failure_is_the_users_error(monkeypatch):
@@ -3522,20 +3489,22 @@ def test_cuda_export_from_a_machine_without_gpu():
 
 
 @compiled
-def test_cuda_targets_derive_from_content():
-    def name(factor, dtype=jnp.float32, **options):
+def test_cuda_targets_derive_from_content(package):
+    def jitted(factor, **options):
         def kernel(x, out):
             out[0] = factor * x[0]
 
-        kernel = cuda.jit(**options)(kernel) if options else kernel
-        text = lower_for_cuda(
-            xk.numba_cuda_kernel(kernel, lambda x: x, grid=1, block=1), jax.ShapeDtypeStruct((1,), dtype)
-        )
+        return package.cuda.jit(**options)(kernel)
+
+    def name(kernel, dtype="float32"):
+        text = lower_for_cuda(xk.numba_cuda_kernel(kernel, lambda x: x, grid=1, block=1), spec(1, dtype=dtype))
         return re.search(r"custom_call @([\w.]+)", text)[1]
 
-    names = [name(2), name(3), name(2, jnp.int32), name(2, fastmath=False), name(2, fastmath=True)]
-    assert len(set(names)) == 5
-    assert name(2) == names[0] and name(2, fastmath=True) == names[4]
+    used = jitted(2)
+    if package.name == "numba_cuda_mlir":
+        used.targetoptions["chip"] = "sm_90"  # as it does when it compiles
+    names = [name(used), name(used, "int32"), *map(name, (jitted(3), jitted(2, fastmath=True), jitted(2).py_func))]
+    assert len(set(names)) == 5 and names[0] == name(jitted(2)) and names[4] == name(jitted(2).py_func)
 
 
 @compiled
@@ -3546,12 +3515,10 @@ def test_cuda_targets_derive_from_content():
 ])  # fmt: skip
 def test_cuda_kernel_that_cannot_be_compiled(body, text):
     cuda_ptx(cuda_copy, cuda_signature(("float32", 1), ("float32", 1)))  # skips without NVVM
-    namespace = {}
-    exec(f"def kernel(x, out): {body}", namespace)
-    op = xk.numba_cuda_kernel(namespace["kernel"], lambda x: x, grid=1, block=1)
+    op = xk.numba_cuda_kernel(kernel_of(f"def kernel(x, out): {body}"), lambda x: x, grid=1, block=1)
     refused = re.escape(f" cannot compile kernel 'kernel' for (float32[:]) -> (float32[:]){text}")
     with pytest.raises(TypeError, match=f"(Numba CUDA|numba_cuda_mlir){refused}"):
-        lower_for_cuda(op, jax.ShapeDtypeStruct((1,), jnp.float32))
+        lower_for_cuda(op, spec(1))
 
 
 def cuda_error_cases():
