@@ -3315,7 +3315,7 @@ def record(monkeypatch, ranks, outs=lambda *ins: ins[0], functions=(0xF0, 0xF1),
     table = {ordinal: (function, 0) for ordinal, function in enumerate(functions)}
 
     def target(self, name, attrs, signature):
-        emitter = xk._CudaEmitter(driver.package, signature, xk._CudaLauncher(signature.label, driver, table))
+        emitter = xk._CudaEmitter(driver.package, xk._CudaLauncher(signature.label, driver, table))
         return xk._Target(name, attrs, makes={"cpu": lambda: xk._Compiled(*xk._compile_handler(signature, emitter))})
 
     monkeypatch.setattr(xk._CudaCode, "target", target)
@@ -3413,7 +3413,7 @@ def test_cuda_handler_is_command_buffer_compatible():
     extension.extension_base.type, extension.metadata = xk._EXTENSION_METADATA, ctypes.addressof(metadata)
     signature = cuda_signature(("float32", 1), ("float32", 1))
     driver = RecordingDriver((1, 1))
-    emitter = xk._CudaEmitter(driver.package, signature, xk._CudaLauncher("kernel", driver, {0: (1, 0)}))
+    emitter = xk._CudaEmitter(driver.package, xk._CudaLauncher("kernel", driver, {0: (1, 0)}))
     address, keep = xk._compile_handler(signature, emitter)
     frame = xk.XLA_FFI_CallFrame(extension_start=ctypes.addressof(extension))
     assert ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(address)(ctypes.addressof(frame)) is None

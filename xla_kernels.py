@@ -1390,29 +1390,32 @@ class _Signature:
 
 
 class _Array(NamedTuple):
-    """One buffer of a slice, as LLVM values: its address (i8*), the kernel's dimensions, and strides in bytes (i64)."""
+    """One buffer of a slice: its address, the kernel's dimensions, strides in bytes and the size of an element."""
 
     pointer: Any
     dims: list[Any]
     strides: list[Any]
+    itemsize: int
+
+
+def _row_major(dims: Sequence[Any], unit: int) -> list[Any]:
+    """The strides of an array whose elements are `unit` long."""
+    return list(itertools.accumulate(reversed(dims), operator.mul, initial=unit))[-2::-1]
 
 
 class _Emitter:
-    """The part of a handler that differs between backends: how one slice is run.
-
-    with emitter.enter(handler) as run:  # writes what all slices share
-        run(arrays)                      # writes one slice, inside the handler's loop
-    # here it has written what is to be done after the last slice, and after a failed one
-    """
+    """The part of a handler that differs between backends: how one slice is run."""
 
     traits = 0
-    lock = 0  # the address of a lock to hold while slices run
+    lock = 0  # the address of a lock of CPython to hold while slices run, which can be taken without the GIL
+    uses_python = False  # slices take the GIL: their thread has a state of Python's all along, where exceptions wait
     attributes: tuple[str, ...] = ()  # the names of those that calls have
     in_order = True  # slices run one after another, on the thread that XLA calls
     host_memory = True  # the buffers lie in the memory of the host
     hidden_outputs = False  # True: more outputs may follow those of the signature, which the kernel does not see
 
-    def enter(self, handler: _Handler) -> contextlib.AbstractContextManager[Callable[[list[_Array]], None]]:
+    def enter(self, handler: _Handler) -> Callable[[list[_Array]], None]:
+        """Write what all slices share; returns what writes one slice, inside the handler's loop."""
         raise NotImplementedError
 
 
@@ -1435,7 +1438,7 @@ class _Word:
 
     __add__ = functools.partialmethod(_calculate, "add")
     __sub__ = functools.partialmethod(_calculate, "sub")
-    __mul__ = functools.partialmethod(_calculate, "mul")
+    __mul__ = __rmul__ = functools.partialmethod(_calculate, "mul")
     __floordiv__ = functools.partialmethod(_calculate, "sdiv")
     __mod__ = functools.partialmethod(_calculate, "srem")
     __and__ = functools.partialmethod(_calculate, "and_")
@@ -1481,7 +1484,7 @@ class _Code:
         from numba.core import cgutils
 
         self.ir, self.cgutils = ir, cgutils
-        self.i8p, self.i64, self.i32 = ir.IntType(8).as_pointer(), ir.IntType(64), ir.IntType(32)
+        self.i64 = ir.IntType(64)
         self.module = ir.Module()
         self.module.triple, self.module.data_layout = llvm.get_process_triple(), str(_engine()[0].target_data)
         self.functions: dict[str, Any] = {}
@@ -1511,7 +1514,7 @@ class _Code:
     # -- words -----------------------------------------------------------------------------------------
 
     def word(self, value: Any) -> _Word:
-        return value if isinstance(value, _Word) else _Word(self, self.ir.Constant(self.i64, value))
+        return value if isinstance(value, _Word) else _Word(self, self.ir.Constant(self.i64, int(value)))
 
     def pointer(self, address: Any, size: int = 1) -> Any:
         kind = self.ir.IntType(8 * size).as_pointer()
@@ -1526,27 +1529,39 @@ class _Code:
         value = value if size == 8 else self.builder.trunc(value, self.ir.IntType(8 * size))
         self.builder.store(value, self.pointer(address, size))
 
-    def struct(self, kind: Any, address: Any) -> Any:
-        return _Struct(self, kind, address)
+    def copy(self, source: Any, target: Any, nbytes: int) -> None:
+        pointers = self.pointer(target), self.pointer(source)
+        self.cgutils.raw_memcpy(self.builder, *pointers, self.word(nbytes).value, 1)
 
-    def stack(self, words: Any) -> _Word:
-        """The address of so many words on the stack."""
-        memory = self.builder.alloca(self.i64, self.word(words).value)
+    def clear(self, address: Any, nbytes: Any) -> None:
+        self.cgutils.memset(self.builder, self.pointer(address), self.word(nbytes).value, 0)
+
+    def struct(self, kind: Any, address: Any) -> Any:
+        return _Struct(self, kind, self.word(address))
+
+    def stack(self, kind: Any, count: Any = 1) -> _Word:
+        """The address of so many structs or words on the stack: if the number is known, of the same ones in a loop."""
+        words = count * (ctypes.sizeof(kind) // 8)
+        fixed = isinstance(count, int)
+        with self.builder.goto_entry_block() if fixed else contextlib.nullcontext():
+            memory = self.builder.alloca(self.i64, words if fixed else words.value)
         return _Word(self, self.builder.ptrtoint(memory, self.i64))
+
+    def array(self, values: Sequence[Any]) -> _Word:
+        """The address of these words in a row on the stack."""
+        first = self.stack(_I64, len(values))
+        for i, value in enumerate(values):
+            self.write(value, first + 8 * i)
+        return first
 
     def new(self, kind: Any, **fields: Any) -> Any:
         """A struct on the stack, with its size filled in if it is one of XLA's."""
-        memory = self.cgutils.alloca_once(self.builder, self.i64, ctypes.sizeof(kind) // 8)
-        new = self.struct(kind, _Word(self, self.builder.ptrtoint(memory, self.i64)))
-        header = (
-            {"struct_size": ctypes.sizeof(kind), "extension_start": 0} if kind._fields_[0][0] == "struct_size" else {}
-        )
-        for name, value in (header | fields).items():
+        new = self.struct(kind, self.stack(kind))
+        if kind._fields_[0][0] == "struct_size":
+            fields = {"struct_size": ctypes.sizeof(kind), "extension_start": 0} | fields
+        for name, value in fields.items():
             setattr(new, name, value)
         return new
-
-    def slots(self, count: Any) -> _Word:
-        return self.stack(self.word(count) * (ctypes.sizeof(_Slot) // 8))
 
     def at(self, kind: Any, array: Any, index: Any) -> Any:
         """A struct in an array of them."""
@@ -1574,11 +1589,11 @@ class _Code:
         """Return from the function."""
         self.builder.ret(self.word(value).value)
 
-    def when(self, condition: Any) -> Any:
-        return self.builder.if_then(self._is_true(condition))
+    def when(self, condition: Any, likely: bool | None = None) -> Any:
+        return self.builder.if_then(self._is_true(condition), likely)
 
     def _is_true(self, condition: Any) -> Any:
-        return self.builder.icmp_signed("!=", condition.value, self.ir.Constant(self.i64, 0))
+        return self.builder.icmp_signed("!=", self.word(condition).value, self.word(0).value)
 
     @contextlib.contextmanager
     def loop(self, start: Any, stop: Any) -> Iterator[_Word]:
@@ -1679,7 +1694,7 @@ class _Driver(_Code):
                 slot.data = slot.data + slot.step * index
             with self.when((batch.depth == 1) | (index == 0)):
                 self.give(index)
-            strides = self.stack(batch.n)
+            strides = self.stack(_I64, batch.n)
             with self.loop(0, batch.n) as k:
                 self.write(self.at(_Slot, batch.slots, k).nbytes, strides + k * 8)
             with self.loop(0, batch.depth) as i:
@@ -1699,7 +1714,7 @@ class _Driver(_Code):
         """Run the slices [first, stop), row by row, unless one fails; gives its XLA_FFI_Error*."""
         with self.function("run", 3) as (address, first, stop):
             batch, at = self.struct(_Batch, address), self.new(_Range, first=first)
-            slots = self.slots(batch.n)
+            slots = self.stack(_Slot, batch.n)
             with self.forever():
                 first = at.first
                 with self.when((stop > first) == 0):
@@ -1853,7 +1868,7 @@ class _Driver(_Code):
 
     def _read_sizes(self, batch: Any) -> None:
         """The sizes of all batch dimensions, where that of a buffer counts unless it is 1, and their product."""
-        batch.sizes, batch.count = self.stack(batch.depth), 1
+        batch.sizes, batch.count = self.stack(_I64, batch.depth), 1
         with self.loop(0, batch.depth) as d:
             place = batch.sizes + d * 8
             self.write(1, place)
@@ -1885,15 +1900,6 @@ def _driver() -> dict[str, int]:
     time.sleep(0.001)
     _TICKS.value = max(1, int((now() - ticks) / (time.perf_counter() - start) / 1e6))
     return addresses
-
-
-def _numba_context() -> Any:
-    from numba.core.compiler_lock import global_compiler_lock
-    from numba.core.registry import cpu_target
-
-    with global_compiler_lock:
-        cpu_target.target_context.refresh()
-    return cpu_target.target_context
 
 
 @functools.cache
@@ -1929,47 +1935,58 @@ class _Handler(_Code):
     def __init__(self, signature: _Signature, emitter: _Emitter) -> None:
         super().__init__()
         self.signature, self.emitter = signature, emitter
-        self.context = _numba_context()
         self.maps_pages = sys.platform == "linux" and emitter.host_memory
         n = len(signature.ranks)
         self.kernel = _Kernel(0, signature.n_in, n, emitter.in_order, self.maps_pages)
-        self._write_slices()
+        if emitter.lock or emitter.uses_python:
+            self._write_slices("loop")
+            self._write_guarded("loop")
+        else:
+            self._write_slices("slices")
         self._write_handler()
 
-    def _write_slices(self) -> None:
-        with self.function("slices", 3) as (frame, slots, count):
-            self.frame, self.call_frame = self.pointer(frame), self.struct(XLA_FFI_CallFrame, frame)
-            self.error = self.cgutils.alloca_once_value(self.builder, self.null)
-            places = [self.at(_Slot, slots, k) for k in range(len(self.signature.ranks))]
-            ranks = zip(places, self.signature.ranks, strict=True)
-            starts, steps = [slot.data for slot in places], [slot.step for slot in places]
-            dims = [[self.read(slot.dims + 8 * j).value for j in range(rank)] for slot, rank in ranks]
-            items = [dtype.itemsize for dtype in self.signature.dtypes]
-            strides = [self.row_major(*parts) for parts in zip(dims, items, strict=True)]
-            with (
-                self.locked(self.emitter.lock),
-                self.scope(),
-                self.emitter.enter(self) as run,
-                self.scope(),
-                self.loop(0, count) as i,
-            ):
-                addresses = [start + step * i for start, step in zip(starts, steps, strict=True)]
-                pointers = [self.builder.inttoptr(address.value, self.i8p) for address in addresses]
-                run(list(map(_Array, pointers, dims, strides)))
-            self.builder.ret(self.builder.ptrtoint(self.builder.load(self.error), self.i64))
+    def _write_slices(self, name: str) -> None:
+        with self.function(name, 3) as (frame, slots, count):
+            self.frame = self.struct(XLA_FFI_CallFrame, frame)
+            arrays, steps = [], []
+            for k, (dtype, rank) in enumerate(zip(self.signature.dtypes, self.signature.ranks, strict=True)):
+                slot = self.at(_Slot, slots, k)
+                dims = [self.read(slot.dims + 8 * j) for j in range(rank)]
+                arrays.append(_Array(slot.data, dims, _row_major(dims, dtype.itemsize), dtype.itemsize))
+                steps.append(slot.step)
+            run = self.emitter.enter(self)
+            with self.loop(0, count) as i:
+                run([x._replace(pointer=x.pointer + step * i) for x, step in zip(arrays, steps, strict=True)])
+            self.give(0)
+
+    def _write_guarded(self, function: str) -> None:
+        """The slices as another function runs them, with what the emitter has to hold, also if one fails."""
+        with self.function("slices", 3) as args:
+            if self.emitter.lock:
+                self.call(_symbol("PyThread_acquire_lock"), self.emitter.lock, 1)
+            if self.emitter.uses_python:
+                gil = self.call(_symbol("PyGILState_Ensure"))
+                state = self.call(_symbol("PyEval_SaveThread"))
+            error = self.call(function, *args)
+            if self.emitter.uses_python:
+                self.call(_symbol("PyEval_RestoreThread"), state)
+                self.call(_symbol("PyGILState_Release"), gil)
+            if self.emitter.lock:
+                self.call(_symbol("PyThread_release_lock"), self.emitter.lock)
+            self.give(error)
 
     def _write_handler(self) -> None:
         """Run a call without a batch at once, and leave others to the driver."""
         signature, driver = self.signature, _driver()
         n_in, n = signature.n_in, len(signature.ranks)
         with self.function("handler", 1) as (address,):
-            frame = self.struct(XLA_FFI_CallFrame, address)
+            self.frame = frame = self.struct(XLA_FFI_CallFrame, address)
             with self.when(frame.extension_start != 0):
                 self.give(self.call(driver["answer"], frame.extension_start, self.emitter.traits))
             with self.when(frame.stage != _STAGE_EXECUTE):
                 self.give(0)
-            buffers, depth = self._read_buffers(frame)
-            slots, large, total, row, parts = self.slots(n), depth, self.word(0), self.word(1), []
+            buffers, depth = self._read_buffers()
+            slots, large, total, row, parts = self.stack(_Slot, n), depth, self.word(0), self.word(1), []
             for k, (buffer, rank) in enumerate(zip(buffers, signature.ranks, strict=True)):
                 slot, dims = self.at(_Slot, slots, k), buffer.dims + depth * 8
                 sizes = [self.read(dims + 8 * j) for j in range(rank)]
@@ -1981,7 +1998,7 @@ class _Handler(_Code):
                     large = large | (nbytes > _HUGE_PAGE_MIN - 1)
             with self.when(large == 0):
                 self.give(self.call("slices", address, slots, 1))
-            kernel = self.struct(_Kernel, self.word(ctypes.addressof(self.kernel)))
+            kernel = self.struct(_Kernel, ctypes.addressof(self.kernel))
             call = functools.partial(self.call, driver["drive"], address, kernel.address, slots, depth)
             with self.when(depth == 0):
                 self.give(call(1, total))
@@ -1994,14 +2011,14 @@ class _Handler(_Code):
                 self.give(self.call("slices", address, slots, row))
             self.give(call(row, total))
 
-    def _read_buffers(self, frame: Any) -> tuple[list[Any], Any]:
+    def _read_buffers(self) -> tuple[list[Any], Any]:
         """The buffers, after a check of their number, dtypes and ranks, and how many batch dimensions they have."""
-        n_in, n, hidden = self.signature.n_in, len(self.signature.ranks), self.emitter.hidden_outputs
+        frame, n_in, n, hidden = self.frame, self.signature.n_in, len(self.signature.ranks), self.emitter.hidden_outputs
         too_many = frame.args.size > (n if self.signature.from_zeros else n_in)
         too_many = too_many if hidden else too_many | (frame.rets.size > n - n_in)
         too_few = (frame.args.size < n_in) | (frame.rets.size < n - n_in)
         with self.when(too_few | too_many):
-            self._give_mismatch(frame.address, "number of buffers")
+            self._fail_on("number of buffers")
         places = [self.read(frame.args.args + 8 * k) for k in range(n_in)]
         places += [self.read(frame.rets.rets + 8 * k) for k in range(n - n_in)]
         buffers = [self.struct(XLA_FFI_Buffer, place) for place in places]
@@ -2009,99 +2026,25 @@ class _Handler(_Code):
         wrong = [depth != depths[0] for depth in depths] + [depths[0] < 0]
         wrong += [b.dtype != _XLA_FFI_DATA_TYPES[t.name] for b, t in zip(buffers, self.signature.dtypes, strict=True)]
         with self.when(functools.reduce(operator.or_, wrong)):
-            self._give_mismatch(frame.address, "rank or dtype")
+            self._fail_on("rank or dtype")
         return buffers, depths[0]
 
-    def _give_mismatch(self, frame: Any, what: str) -> None:
-        text = self.text(f"kernel '{self.signature.label}' was called with another {what} than {self.signature}")
-        message = _Word(self, self.builder.ptrtoint(text, self.i64))
-        self.give(self.call(_driver()["fail"], frame, message, _ERROR_INVALID_ARGUMENT))
+    def _fail_on(self, what: str) -> None:
+        text = f"kernel '{self.signature.label}' was called with another {what} than {self.signature}"
+        self.fail(text, _ERROR_INVALID_ARGUMENT)
 
-    # -- small tools -----------------------------------------------------------------------------------
+    def fail(self, message: str | _Word, code: int = _ERROR_INTERNAL) -> None:
+        """Return an error from the function; the message is a text or, when the code runs, the address of one."""
+        if isinstance(message, str):
+            text = self.cgutils.make_bytearray(message.encode() + b"\0")
+            constant = self.cgutils.global_constant(self.module, self.module.get_unique_name("text"), text)
+            message = _Word(self, self.builder.ptrtoint(constant, self.i64))
+        self.give(self.call(_driver()["fail"], self.frame.address, message, code))
 
-    @property
-    def null(self) -> Any:
-        return self.ir.Constant(self.i8p, None)
-
-    def int64(self, value: int) -> Any:
-        return self.ir.Constant(self.i64, value)
-
-    def address(self, value: int) -> Any:
-        return self.builder.inttoptr(self.int64(value), self.i8p)
-
-    def zeros(self, nbytes: int) -> Any:
-        """The address (i8*) of zeroed memory on the stack."""
-        raw = self.cgutils.alloca_once(self.builder, self.ir.ArrayType(self.i64, -(-nbytes // 8)))
-        self.builder.store(self.ir.Constant(raw.type.pointee, None), raw)
-        return self.builder.bitcast(raw, self.i8p)
-
-    def item(self, pointer: Any, index: Any, kind: Any) -> Any:
-        """`((kind*)pointer)[index]`."""
-        index = self.int64(index) if isinstance(index, int) else index
-        return self.builder.load(self.builder.gep(self.builder.bitcast(pointer, kind.as_pointer()), [index]))
-
-    def array(self, values: list[Any]) -> Any:
-        """The address (i8*) of 64-bit values in a row on the stack."""
-        array = self.cgutils.alloca_once(self.builder, self.i64, size=max(1, len(values)))
-        for i, value in enumerate(values):
-            self.builder.store(value, self.builder.gep(array, [self.int64(i)]))
-        return self.builder.bitcast(array, self.i8p)
-
-    def call_c(self, function: Any, result: Any, args: Sequence[Any]) -> Any:
-        """Call a C function given by address (an int or an i8*)."""
-        kind = self.ir.FunctionType(result, [arg.type for arg in args])
-        pointer = self.address(function) if isinstance(function, int) else function
-        return self.builder.call(self.builder.bitcast(pointer, kind.as_pointer()), list(args))
-
-    def attribute(self, name: str) -> Any:
-        """The address (i8*) of the integers of a call's attribute; XLA sorts attributes by name."""
+    def attribute(self, name: str) -> _Word:
+        """The address of the integers of a call's attribute; XLA sorts attributes by name."""
         index = sorted(self.emitter.attributes).index(name)
-        array = self.struct(XLA_FFI_Array, self.read(self.call_frame.attrs.attrs + 8 * index))
-        return self.builder.inttoptr(array.data.value, self.i8p)
-
-    def row_major(self, dims: list[Any], unit: int) -> list[Any]:
-        """The strides of an array whose elements are `unit` long."""
-        strides = [self.int64(unit)]
-        for n in reversed(dims[1:]):
-            strides.insert(0, self.builder.mul(strides[0], n))
-        return strides[: len(dims)]
-
-    def text(self, message: str) -> Any:
-        return self.context.insert_const_string(self.builder.module, message)
-
-    @contextlib.contextmanager
-    def scope(self) -> Iterator[None]:
-        """Code that a failure leaves for what follows the scope."""
-        outside = getattr(self, "end", None)
-        self.end = end = self.builder.append_basic_block("end")
-        yield
-        self.builder.branch(end)
-        self.builder.position_at_end(end)
-        self.end = outside
-
-    @contextlib.contextmanager
-    def locked(self, lock: int) -> Iterator[None]:
-        """Code that holds a lock of CPython, which can be taken without the GIL; 0 is none."""
-        if lock:
-            self.call_c(_symbol("PyThread_acquire_lock"), self.i32, [self.address(lock), self.i32(1)])
-        yield
-        if lock:
-            self.call_c(_symbol("PyThread_release_lock"), self.ir.VoidType(), [self.address(lock)])
-
-    def leave(self, error: Any) -> None:
-        """Return an XLA_FFI_Error*, past the end of every scope; ends the current block."""
-        self.builder.store(error, self.error)
-        self.builder.branch(self.end)
-
-    def fail(self, message: Any, code: int = _ERROR_INTERNAL) -> None:
-        """Return an error with `message` (str or char*); ends the current block."""
-        message = self.text(message) if isinstance(message, str) else message
-        words = (_Word(self, self.builder.ptrtoint(pointer, self.i64)) for pointer in (self.frame, message))
-        self.leave(self.builder.inttoptr(self.call(_driver()["fail"], *words, code).value, self.i8p))
-
-    def fail_if(self, condition: Any, message: Any, code: int = _ERROR_INVALID_ARGUMENT) -> None:
-        with self.builder.if_then(condition, likely=False):
-            self.fail(message, code)
+        return self.struct(XLA_FFI_Array, self.read(self.frame.attrs.attrs + 8 * index)).data
 
 
 # -- 8.5 Slices that run in Python ---------------------------------------------------------------------
@@ -2147,18 +2090,17 @@ class _CallbackEmitter(_Emitter):
         kind = ctypes.CFUNCTYPE(_PTR, _PTR, ctypes.POINTER(_I64), ctypes.POINTER(_I64))
         self.callback = kind(callback)
 
-    @contextlib.contextmanager
-    def enter(self, handler: _Handler) -> Iterator[Callable[[list[_Array]], None]]:
-        place = _cuda_place(handler, self.driver) if self.driver else (handler.null, handler.int64(0))
-        yield functools.partial(self._call, handler, *place)
+    def enter(self, handler: _Handler) -> Callable[[list[_Array]], None]:
+        place = _cuda_place(handler, self.driver) if self.driver else (0, 0)
 
-    def _call(self, handler: _Handler, stream: Any, ordinal: Any, arrays: list[_Array]) -> None:
-        pointers = [*(array.pointer for array in arrays), stream]
-        addresses = [handler.builder.ptrtoint(pointer, handler.i64) for pointer in pointers] + [ordinal]
-        args = [handler.array(addresses), handler.array([n for array in arrays for n in array.dims])]
-        target = ctypes.cast(self.callback, _PTR).value
-        message = handler.call_c(target, handler.i8p, [handler.frame, *args])
-        handler.fail_if(handler.cgutils.is_not_null(handler.builder, message), message, _ERROR_INTERNAL)
+        def run(arrays: list[_Array]) -> None:
+            pointers = handler.array([*(x.pointer for x in arrays), *place])
+            dims = handler.array([n for x in arrays for n in x.dims])
+            message = handler.call(ctypes.cast(self.callback, _PTR).value, handler.frame.address, pointers, dims)
+            with handler.when(message != 0, likely=False):
+                handler.fail(message)
+
+        return run
 
 
 _MESSAGES: dict[int, Any] = {}  # by thread: a text must live until XLA has copied it
@@ -2743,66 +2685,56 @@ class _NumbaEmitter(_Emitter):
         uses_threads = _may_use_threads(overload)  # of Numba's, on all cores
         self.lock = _thread_lock() if uses_threads else 0
         self.in_order = in_order or uses_threads or uses_python
-        self.uses_python = (
-            uses_python  # object mode drops an exception with the thread's Python state unless it is held
-        )
+        self.uses_python = uses_python  # object mode drops an exception with the thread's state of Python
 
         def report(error: int | None) -> int:
             return _keep_message(ctypes.cast(error, ctypes.py_object).value if error else None, label)
 
         self.report = ctypes.CFUNCTYPE(_PTR, _PTR)(report)
 
-    @contextlib.contextmanager
-    def enter(self, handler: _Handler) -> Iterator[Callable[[list[_Array]], None]]:
-        if self.uses_python:
-            gil = handler.call_c(_symbol("PyGILState_Ensure"), handler.i32, [])
-            state = handler.call_c(_symbol("PyEval_SaveThread"), handler.i8p, [])
-        yield functools.partial(self._call, handler)
-        if self.uses_python:
-            handler.call_c(_symbol("PyEval_RestoreThread"), handler.ir.VoidType(), [state])
-            handler.call_c(_symbol("PyGILState_Release"), handler.ir.VoidType(), [gil])
-
-    def _call(self, handler: _Handler, arrays: list[_Array]) -> None:
+    def enter(self, handler: _Handler) -> Callable[[list[_Array]], None]:
         from numba.core import types as nbtypes
 
-        builder, conv = handler.builder, handler.context.call_conv
-        values = [self._value(handler, kind, array) for kind, array in zip(self.argtypes, arrays, strict=True)]
+        conv, builder = self.overload.target_context.call_conv, handler.builder
         kind = conv.get_function_type(nbtypes.none, self.argtypes)
-        entry = builder.inttoptr(handler.int64(self.entry), kind.as_pointer())
-        status, _ = conv.call_function(builder, entry, nbtypes.none, self.argtypes, values)
-        with builder.if_then(status.is_error, likely=False):
-            handler.fail(self._message(handler, status))
 
-    @staticmethod
-    def _value(handler: _Handler, array_type: Any, array: _Array) -> Any:
+        def run(arrays: list[_Array]) -> None:
+            values = [self._value(handler, *parts) for parts in zip(self.argtypes, arrays, strict=True)]
+            entry = builder.inttoptr(handler.word(self.entry).value, kind.as_pointer())
+            status, _ = conv.call_function(builder, entry, nbtypes.none, self.argtypes, values)
+            with builder.if_then(status.is_error, likely=False):
+                handler.fail(self._message(handler, status))
+
+        return run
+
+    def _value(self, handler: _Handler, array_type: Any, array: _Array) -> Any:
         """Numba's value for an array, a struct that is built without memory."""
-        builder, ir, model = handler.builder, handler.ir, handler.context.data_model_manager[array_type]
-        kinds = dict(zip(model._fields, model.get_value_type().elements, strict=True))
-        fields = {name: ir.Constant(kinds[name], None) for name in ("meminfo", "parent")}
-        fields["itemsize"] = handler.int64(handler.context.get_abi_sizeof(kinds["data"].pointee))
-        fields["nitems"] = functools.reduce(builder.mul, array.dims, handler.int64(1))
-        fields["data"] = builder.bitcast(array.pointer, kinds["data"])
-        fields["shape"], fields["strides"] = (
-            handler.cgutils.pack_array(builder, values, ty=handler.i64) for values in (array.dims, array.strides)
-        )
+        ir, model = handler.ir, self.overload.target_context.data_model_manager[array_type]
+        fields: dict[str, Any] = {"meminfo": 0, "parent": 0, "itemsize": array.itemsize, "data": array.pointer}
+        fields |= {"nitems": math.prod(array.dims), "shape": array.dims, "strides": array.strides}
         value = ir.Constant(model.get_value_type(), ir.Undefined)
-        for name, field in fields.items():
-            value = model.set(builder, value, field, name)
+        for name, kind in zip(model._fields, model.get_value_type().elements, strict=True):
+            if isinstance(kind, ir.ArrayType):
+                words = [handler.word(word).value for word in fields[name]]
+                field = handler.cgutils.pack_array(handler.builder, words, ty=handler.i64)
+            else:
+                word = handler.word(fields[name]).value
+                field = handler.builder.inttoptr(word, kind) if kind.is_pointer else word
+            value = model.set(handler.builder, value, field, name)
         return value
 
-    def _message(self, handler: _Handler, status: Any) -> Any:
+    def _message(self, handler: _Handler, status: Any) -> _Word:
         """Materialize the Python exception and let `report` turn it into text."""
-        builder, void = handler.builder, handler.ir.VoidType()
-        python = handler.context.get_python_api(builder)
+        context = self.overload.target_context
+        python = context.get_python_api(handler.builder)
         gil = python.gil_ensure()
-        handler.context.call_conv.raise_error(builder, python, status)
-        parts = [handler.cgutils.alloca_once_value(builder, handler.null) for _ in range(3)]
-        handler.call_c(_symbol("PyErr_Fetch"), void, parts)
-        handler.call_c(_symbol("PyErr_NormalizeException"), void, parts)  # Python 3.11 may hand out bare values
-        report = ctypes.cast(self.report, _PTR).value
-        message = handler.call_c(report, handler.i8p, [builder.load(parts[1])])
-        for part in parts:
-            handler.call_c(_symbol("Py_DecRef"), void, [builder.load(part)])
+        context.call_conv.raise_error(handler.builder, python, status)
+        parts = handler.stack(_I64, 3)
+        for function in ("PyErr_Fetch", "PyErr_NormalizeException"):  # Python 3.11 may hand out bare values
+            handler.call(_symbol(function), parts, parts + 8, parts + 16)
+        message = handler.call(ctypes.cast(self.report, _PTR).value, handler.read(parts + 8))
+        for i in range(3):
+            handler.call(_symbol("Py_DecRef"), handler.read(parts + 8 * i))
         python.gil_release(gil)
         return message
 
@@ -3253,11 +3185,9 @@ class _NumbaCuda:
         carveout = getattr(compiled, "shared_memory_carveout", None)
         return library.get_asm_str(), compiled.entry_name, getattr(cubin, "code", cubin), carveout
 
-    def params(self, handler: _Handler, array: _Array, itemsize: int) -> list[Any]:
+    def params(self, array: _Array) -> list[Any]:
         """One array as kernels take it: meminfo, parent, nitems, itemsize, data, shape, strides in bytes."""
-        items = functools.reduce(handler.builder.mul, array.dims, handler.int64(1))
-        data, zero = handler.builder.ptrtoint(array.pointer, handler.i64), handler.int64(0)
-        return [zero, zero, items, handler.int64(itemsize), data, *array.dims, *array.strides]
+        return [0, 0, math.prod(array.dims), array.itemsize, array.pointer, *array.dims, *array.strides]
 
 
 class _NumbaCudaMlir(_NumbaCuda):
@@ -3282,10 +3212,9 @@ class _NumbaCudaMlir(_NumbaCuda):
         percent = {"default": -1, "maxl1": 0, "maxshared": 100}.get(str(carveout).lower(), carveout)
         return compiled.ptx, compiled.metadata["func_name"], compiled.metadata["cubin"], percent
 
-    def params(self, handler: _Handler, array: _Array, itemsize: int) -> list[Any]:
+    def params(self, array: _Array) -> list[Any]:
         """One array as kernels take it: data, data again, offset, shape, strides in elements."""
-        data = handler.builder.ptrtoint(array.pointer, handler.i64)
-        return [data, data, handler.int64(0), *array.dims, *handler.row_major(array.dims, 1)]
+        return [array.pointer, array.pointer, 0, *array.dims, *_row_major(array.dims, 1)]
 
 
 _CUDA_PACKAGES = {"numba_cuda_mlir": _NumbaCudaMlir(), "numba": _NumbaCuda()}  # the successor first
@@ -3400,7 +3329,7 @@ def _cuda_emitter(package: _NumbaCuda, fresh: Any, signature: _Signature, driver
         with cuda.gpus[ordinal]:  # XLA's context too: the device's primary one
             _, entry, cubin, carveout = package.code(compiled)
             functions[ordinal] = driver.load(cubin, entry, ordinal, carveout), 0
-    return _CudaEmitter(package, signature, _CudaLauncher(signature.label, driver, functions, keep=compiled))
+    return _CudaEmitter(package, _CudaLauncher(signature.label, driver, functions, keep=compiled))
 
 
 def _compile_cuda(dispatcher: Any, argtypes: tuple) -> Any:
@@ -3435,30 +3364,29 @@ def _ptx_params(ptx: str, entry: str) -> list[str]:
     return re.findall(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)", found[1]) if found else []
 
 
-def _cuda_place(handler: _Handler, driver: _CudaDriver) -> tuple[Any, Any]:
-    """The stream (i8*) and the CUDA ordinal (i64) of the call."""
-    stream = _ask_xla(handler, driver, "Stream_Get", XLA_FFI_Stream_Get_Args).stream.value
+def _cuda_place(handler: _Handler, driver: _CudaDriver) -> tuple[_Word, _Word]:
+    """The stream and the CUDA ordinal of the call."""
+    stream = _ask_xla(handler, driver, "Stream_Get", XLA_FFI_Stream_Get_Args).stream
     if _ffi_api_version() >= (0, 2):
-        place = _ask_xla(handler, driver, "DeviceOrdinal_Get", XLA_FFI_DeviceOrdinal_Get_Args)
-        ordinal = place.device_ordinal.value
-    else:  # jaxlib < 0.8 need not have the function; XLA's context is current while it calls handlers
-        slot = handler.cgutils.alloca_once_value(handler.builder, handler.i32(-1))
-        handler.call_c(driver.address("cuCtxGetDevice"), handler.i32, [slot])
-        ordinal = handler.builder.sext(handler.builder.load(slot), handler.i64)
-    return handler.builder.inttoptr(stream, handler.i8p), ordinal
+        return stream, _ask_xla(handler, driver, "DeviceOrdinal_Get", XLA_FFI_DeviceOrdinal_Get_Args).device_ordinal
+    ordinal = handler.array([-1])  # jaxlib < 0.8 need not have that; XLA's context is current while it calls handlers
+    handler.call(driver.address("cuCtxGetDevice"), ordinal)
+    return stream, handler.read(ordinal, 4)
 
 
 def _ask_xla(handler: _Handler, driver: _CudaDriver, name: str, kind: Any) -> Any:
     """The arguments of a function of XLA's that says something of the call, with the answer in them."""
-    frame = handler.call_frame
-    args = handler.new(kind, ctx=frame.ctx)
+    args = handler.new(kind, ctx=handler.frame.ctx)
     if name in driver.overrides:
         error = handler.call(driver.overrides[name], args.address)
     else:
-        error = handler.api(frame.address, name, args)  # needs a GPU
+        error = handler.api(handler.frame.address, name, args)  # needs a GPU
     with handler.when(error != 0):
-        handler.leave(handler.pointer(error))
+        handler.give(error)
     return args
+
+
+_C_INT = 2**32 - 1  # the part of a word in which C returns an int
 
 
 class _CudaLauncher:
@@ -3470,7 +3398,7 @@ class _CudaLauncher:
 
     def __init__(self, label: str, driver: Any, functions: Mapping[int, tuple[int, int]], keep: Any = None) -> None:
         self.label, self.driver, self.n_ordinals, self.keep = label, driver, max(functions) + 1, keep
-        rows = [functions.get(ordinal, (0, 0)) for ordinal in range(self.n_ordinals)]
+        rows = [functions.get(ordinal, (0, 0)) for ordinal in range(self.n_ordinals + 1)]  # the last for all others
         self.table = (ctypes.c_uint64 * (2 * len(rows)))(*(n for row in rows for n in row))
 
         def report(code: int, launch: Any, shared: int) -> int:
@@ -3479,36 +3407,31 @@ class _CudaLauncher:
 
         self.report = ctypes.CFUNCTYPE(_PTR, _I32, ctypes.POINTER(_I64), _I32)(report)
 
-    def enter(self, handler: _Handler) -> tuple[Callable[[Any, Any], None], Callable[[list[Any]], None]]:
-        """What clears some bytes (i64) at an address (i8*), and what launches on parameters at some addresses."""
-        builder = handler.builder
+    def enter(self, handler: _Handler) -> tuple[Callable[[Any, Any], None], Callable[[Sequence[Any]], None]]:
+        """What clears some bytes at an address, and what launches on parameters at some addresses."""
         stream, ordinal = _cuda_place(handler, self.driver)
-        known = builder.icmp_unsigned("<", ordinal, handler.int64(self.n_ordinals))
-        lost = f"kernel '{self.label}' is not loaded on this GPU, which JAX did not list as a local device"
-        handler.fail_if(builder.not_(known), lost, _ERROR_INTERNAL)
-        table, row = handler.address(ctypes.addressof(self.table)), builder.shl(ordinal, handler.int64(1))
-        function, shared = (handler.item(table, builder.add(row, handler.int64(i)), handler.i64) for i in range(2))
-        handler.fail_if(builder.icmp_unsigned("==", function, handler.int64(0)), lost, _ERROR_INTERNAL)
+        is_known = (ordinal > -1) & (ordinal < self.n_ordinals)
+        row = handler.choose(is_known, ordinal, self.n_ordinals) * 16 + ctypes.addressof(self.table)
+        function, shared = handler.read(row), handler.read(row + 8)
+        with handler.when(function == 0, likely=False):
+            handler.fail(f"kernel '{self.label}' is not loaded on this GPU, which JAX did not list as a local device")
         launch = handler.attribute("launch")
-        sizes = [builder.trunc(handler.item(launch, i, handler.i64), handler.i32) for i in range(7)]
-        sizes[6] = builder.add(sizes[6], builder.trunc(shared, handler.i32))
+        *sizes, own_shared = (handler.read(launch + 8 * i) for i in range(7))
+        config = [function, *sizes, own_shared + shared, stream]
         clear = functools.partial(self._clear, handler, stream)
-        return clear, functools.partial(self._launch, handler, [function, *sizes, stream], launch)
+        return clear, functools.partial(self._launch, handler, config, launch)
 
-    def _clear(self, handler: _Handler, stream: Any, pointer: Any, nbytes: Any) -> None:
-        builder = handler.builder
-        with builder.if_then(builder.icmp_signed(">", nbytes, handler.int64(0))):
-            args = [builder.ptrtoint(pointer, handler.i64), handler.ir.IntType(8)(0), nbytes, stream]
-            code = handler.call_c(self.driver.address("cuMemsetD8Async"), handler.i32, args)
-            failed = handler.cgutils.is_not_null(builder, code)
-            handler.fail_if(failed, f"cuMemsetD8Async failed in kernel '{self.label}'", _ERROR_INTERNAL)
+    def _clear(self, handler: _Handler, stream: _Word, address: _Word, nbytes: Any) -> None:
+        with handler.when(handler.word(nbytes) > 0):
+            code = handler.call(self.driver.address("cuMemsetD8Async"), address, 0, nbytes, stream)
+            with handler.when(code & _C_INT, likely=False):
+                handler.fail(f"cuMemsetD8Async failed in kernel '{self.label}'")
 
-    def _launch(self, handler: _Handler, config: list[Any], launch: Any, addresses: list[Any]) -> None:
-        args = [*config, handler.array([handler.builder.ptrtoint(a, handler.i64) for a in addresses]), handler.null]
-        code = handler.call_c(self.driver.address("cuLaunchKernel"), handler.i32, args)
-        with handler.builder.if_then(handler.cgutils.is_not_null(handler.builder, code), likely=False):
+    def _launch(self, handler: _Handler, config: list[_Word], launch: _Word, addresses: Sequence[Any]) -> None:
+        code = handler.call(self.driver.address("cuLaunchKernel"), *config, handler.array(addresses), 0)
+        with handler.when(code & _C_INT, likely=False):
             report = ctypes.cast(self.report, _PTR).value
-            handler.fail(handler.call_c(report, handler.i8p, [code, launch, config[7]]))
+            handler.fail(handler.call(report, code, launch, config[7]))
 
 
 class _CudaEmitter(_Emitter):
@@ -3518,19 +3441,18 @@ class _CudaEmitter(_Emitter):
     attributes = ("launch",)
     host_memory = False
 
-    def __init__(self, package: _NumbaCuda, signature: _Signature, launcher: _CudaLauncher) -> None:
-        self.package, self.signature, self.launcher = package, signature, launcher
+    def __init__(self, package: _NumbaCuda, launcher: _CudaLauncher) -> None:
+        self.package, self.launcher = package, launcher
 
-    @contextlib.contextmanager
-    def enter(self, handler: _Handler) -> Iterator[Callable[[list[_Array]], None]]:
+    def enter(self, handler: _Handler) -> Callable[[list[_Array]], None]:
         _, launch = self.launcher.enter(handler)
-        yield functools.partial(self._call, handler, launch)
 
-    def _call(self, handler: _Handler, launch: Callable[[list[Any]], None], arrays: list[_Array]) -> None:
-        parts = zip(arrays, self.signature.dtypes, strict=True)
-        params = [n for array, dtype in parts for n in self.package.params(handler, array, dtype.itemsize)]
-        first = handler.array(params)
-        launch([handler.builder.gep(first, [handler.int64(8 * i)]) for i in range(len(params))])
+        def run(arrays: list[_Array]) -> None:
+            params = [word for array in arrays for word in self.package.params(array)]
+            first = handler.array(params)
+            launch([first + 8 * i for i in range(len(params))])
+
+        return run
 
 
 def _cuda_callback(
@@ -4347,9 +4269,12 @@ class _WarpPlan:
     @property
     def stand_ins(self) -> dict[int, _Array]:
         """The arrays of a recorded launch, by buffer."""
-        strides = lambda param: [param.nbytes * 2**j for j in reversed(range(param.ndim))]
-        used = [(param, k) for param, _, _, k in self.arguments if k is not None and param.ndim is not None]
-        return {k: _Array(4096 * (k + 1), [2] * p.ndim + [*p.inner], strides(p)) for p, k in used}  # type: ignore
+        found = {}
+        for param, _, _, k in self.arguments:
+            if k is not None and param.ndim is not None:
+                dims, strides = [2] * param.ndim, _row_major([2] * param.ndim, param.nbytes)
+                found[k] = _Array(4096 * (k + 1), [*dims, *param.inner], strides, param.nbytes)
+        return found
 
     @property
     def stand_in_dims(self) -> tuple[int, int]:
@@ -4384,7 +4309,7 @@ class _WarpPlan:
         if k is None:
             return None
         inner = None if grad is None else self._stand_in(wp, device, param, grad)
-        address, shape, _ = self.stand_ins[k]
+        address, shape, *_ = self.stand_ins[k]
         return wp.array(
             ptr=address, shape=tuple(shape[: param.ndim]), dtype=param.type.dtype, device=device, grad=inner
         )
@@ -4419,16 +4344,12 @@ class _WarpLayout:
     sizes: tuple[int, ...]  # of the blocks
     places: tuple[tuple[int, int, int], ...]  # block, offset and size of each argument, then of each adjoint
 
-    def bounds_stores(self, extents: Sequence[Any], mul: Callable[[Any, Any], Any]) -> Iterator[tuple]:
-        """The bounds of a launch of some extents (four, how many count, their product): block, offset, size, number.
-
-        The numbers are Python's, or LLVM's with a `mul` that writes a multiplication.
-        """
+    def bounds_stores(self, extents: Sequence[Any]) -> Iterator[tuple]:
+        """The bounds of a launch of some extents (four, how many count, their product): block, offset, size, number."""
         *dims, ndim, size = extents
         kept = self.bounds.shape.size // 4  # as many as the kernel asks for; threads along others share coordinates
         yield from ((0, self.bounds.shape.offset + 4 * i, 4, dims[i]) for i in range(kept))
-        rest = functools.reduce(mul, dims[kept:]) if dims[kept:] else 1
-        for name, value in (("ndim", ndim), ("size", size), ("coord_mult", rest)):
+        for name, value in (("ndim", ndim), ("size", size), ("coord_mult", math.prod(dims[kept:]))):
             if field := getattr(self.bounds, name, None):
                 yield 0, field.offset, field.size, value
 
@@ -4451,7 +4372,7 @@ class _WarpLayout:
     def predict(self, plan: _WarpPlan) -> list[bytes]:
         """The blocks of the recorded launch, whose arrays and values are stand-ins."""
         dims, memory = plan.stand_in_dims, [bytearray(size) for size in self.sizes]
-        bounds = self.bounds_stores((*dims, 1, 1, len(dims), math.prod(dims)), operator.mul)
+        bounds = self.bounds_stores((*dims, 1, 1, len(dims), math.prod(dims)))
         for block, offset, size, value in (*bounds, *self.array_stores(plan, plan.stand_ins)):
             memory[block][offset : offset + size] = value.to_bytes(size, "little")
         return [bytes(block) for block in memory]
@@ -4524,72 +4445,55 @@ def _tile_lock(kernel: Any) -> int:
 class _WarpEmitter(_Emitter):
     """Writes a kernel's parameters and runs it: on the CPU by its entry point, on a GPU by a launch.
 
-    `machine(handler)` gives what clears some bytes at an address, and what runs the kernel on the addresses of blocks.
+    `machine(handler)` gives what clears some bytes at an address, and what runs the kernel on blocks at some addresses.
     """
 
     def __init__(self, plan: _WarpPlan, layout: _WarpLayout, machine: Callable[[_Handler], tuple], on_cpu: bool):
         self.plan, self.layout, self.machine, self.host_memory = plan, layout, machine, on_cpu
         self.attributes = plan.attributes
-        self.extents = ("dims", 0) if on_cpu else ("launch", 7)  # an attribute, and where they start there
+        self.extents = ("dims", 0) if on_cpu else ("launch", 8 * 7)  # an attribute, and where they start there
         self.traits = 0 if on_cpu else _COMMAND_BUFFER_COMPATIBLE  # it only launches and clears, always the same
         self.lock = _tile_lock(plan.kernel) if on_cpu else 0
         self.in_order = plan.in_order or not on_cpu or bool(self.lock)
 
-    @contextlib.contextmanager
-    def enter(self, handler: _Handler) -> Iterator[Callable[[list[_Array]], None]]:
-        clear, run = self.machine(handler)
-        attribute, first = self.extents
-        extents = [handler.item(handler.attribute(attribute), first + i, handler.i64) for i in range(6)]
-        blocks = [handler.zeros(size) for size in self.layout.sizes]
-        self._store(handler, blocks, self.layout.bounds_stores(extents, handler.builder.mul))
+    def enter(self, handler: _Handler) -> Callable[[list[_Array]], None]:
+        clear, launch = self.machine(handler)
+        attribute, start = self.extents
+        extents = [handler.read(handler.attribute(attribute) + start + 8 * i) for i in range(6)]
+        blocks = []
+        for size in self.layout.sizes:
+            blocks.append(handler.stack(_I64, -(-size // 8)))
+            handler.clear(blocks[-1], size)
+        self._store(handler, blocks, self.layout.bounds_stores(extents))
         for i, param, start in self.plan.values:
             block, offset, _ = self.layout.places[i]
-            target = handler.builder.gep(blocks[block], [handler.int64(offset)])
-            source = handler.builder.gep(handler.attribute("values"), [handler.int64(start)])
-            handler.cgutils.raw_memcpy(handler.builder, target, source, handler.int64(param.nbytes), 1)
-        yield functools.partial(self._call, handler, extents[5], blocks, clear, run)
+            handler.copy(handler.attribute("values") + start, blocks[block] + offset, param.nbytes)
 
-    def _call(
-        self, handler: _Handler, size: Any, blocks: list[Any], clear: Callable, run: Callable, arrays: list[_Array]
-    ) -> None:
-        builder = handler.builder
-        empty = builder.icmp_signed("==", size, handler.int64(0))
-        always = handler.ir.Constant(handler.ir.IntType(1), 1)
-        with builder.if_then(empty if self.plan.adjoints is None else always):
-            for n in self.plan.clear:
-                itemsize = handler.int64(handler.signature.dtypes[n].itemsize)
-                clear(arrays[n].pointer, functools.reduce(builder.mul, arrays[n].dims, itemsize))
-        with builder.if_then(builder.not_(empty)):
-            given = [self._null_if_empty(handler, array) for array in arrays]
-            self._store(handler, blocks, self.layout.array_stores(self.plan, given))
-            for (param, _, _, k), (block, offset, size) in zip(self.plan.arguments, self.layout.places, strict=True):
-                if k is not None and param.ndim is None:  # a traced value
-                    target = builder.gep(blocks[block], [handler.int64(offset)])
-                    handler.cgutils.raw_memcpy(builder, target, arrays[k].pointer, handler.int64(size), 1)
-            run(blocks)
+        def run(arrays: list[_Array]) -> None:
+            always = self.plan.adjoints is not None
+            with contextlib.nullcontext() if always else handler.when(extents[5] == 0):
+                for k in self.plan.clear:
+                    clear(arrays[k].pointer, math.prod(arrays[k].dims) * arrays[k].itemsize)
+            with handler.when(extents[5] != 0):
+                self._fill(handler, blocks, arrays)
+                launch(blocks)
 
-    @staticmethod
-    def _null_if_empty(handler: _Handler, array: _Array) -> _Array:
-        """As Warp's own empty arrays, which kernels test for."""
-        size = functools.reduce(handler.builder.mul, array.dims, handler.int64(1))
-        is_empty = handler.builder.icmp_signed("==", size, handler.int64(0))
-        return array._replace(pointer=handler.builder.select(is_empty, handler.null, array.pointer))
+        return run
+
+    def _fill(self, handler: _Handler, blocks: list[_Word], arrays: list[_Array]) -> None:
+        given = []
+        for array in arrays:  # an empty one as Warp's own, which kernels test for
+            pointer = handler.choose(handler.word(math.prod(array.dims)) == 0, 0, array.pointer)
+            given.append(array._replace(pointer=pointer))
+        self._store(handler, blocks, self.layout.array_stores(self.plan, given))
+        for (param, _, _, k), (block, offset, size) in zip(self.plan.arguments, self.layout.places, strict=True):
+            if k is not None and param.ndim is None:  # a traced value
+                handler.copy(arrays[k].pointer, blocks[block] + offset, size)
 
     @staticmethod
-    def _store(handler: _Handler, blocks: list[Any], stores: Iterator[tuple]) -> None:
+    def _store(handler: _Handler, blocks: list[_Word], stores: Iterator[tuple]) -> None:
         for block, offset, size, value in stores:
-            kind = handler.ir.IntType(8 * size)
-            slot = handler.builder.gep(blocks[block], [handler.int64(offset)])
-            if isinstance(value, int):
-                value = kind(value)
-            elif value.type == handler.i8p:
-                value = handler.builder.ptrtoint(value, kind)
-            handler.builder.store(handler.builder.trunc(value, kind), handler.builder.bitcast(slot, kind.as_pointer()))
-
-
-def _enter_warp_on_cpu(entry: int, handler: _Handler) -> tuple[Callable, Callable]:
-    clear = lambda pointer, nbytes: handler.cgutils.memset(handler.builder, pointer, nbytes, 0)
-    return clear, functools.partial(handler.call_c, entry, handler.ir.VoidType())
+            handler.write(value, blocks[block] + offset, size)
 
 
 # -- 11.6 Through Warp's own launch, where it is more than that ----------------------------------------
@@ -4683,7 +4587,8 @@ def _warp_emitter(plan: _WarpPlan, signature: _Signature, launches: Mapping[int,
     entries = {n: _warp_entry(launch) for n, launch in launches.items()}
     if driver:
         return _WarpEmitter(plan, layout, _CudaLauncher(signature.label, driver, entries).enter, on_cpu=False)
-    return _WarpEmitter(plan, layout, functools.partial(_enter_warp_on_cpu, entries[0][0]), on_cpu=True)
+    machine = lambda handler: (handler.clear, lambda blocks: handler.call(entries[0][0], *blocks))
+    return _WarpEmitter(plan, layout, machine, on_cpu=True)
 
 
 # ======================================================================================================
