@@ -341,8 +341,7 @@ def _identity(obj: Any) -> tuple:
 
 def _digest(*objects: Any, live_above: float = math.inf) -> str:
     """A hash of `objects`, of 96 bits, for code that reads arrays of more bytes than `live_above` where they are."""
-    digest = _Digester(live_above).walk(*objects).hash.hexdigest()
-    return _RENAMED.get(digest, digest)
+    return _Digester(live_above).walk(*objects).hash.hexdigest()
 
 
 def _names_read(kernel: Any) -> frozenset[str]:
@@ -587,8 +586,6 @@ class _Store(types.ModuleType):
 
 _STORE: Any = sys.modules.setdefault("_xla_kernels_store_1", _Store("_xla_kernels_store_1"))
 _LOCK: threading.RLock = _STORE.lock
-# Digest of a kernel after it was compiled -> before: a `vectorize` function gains the types that it is called with.
-_RENAMED: dict[str, str] = vars(_STORE).setdefault("renamed", {})
 _HELPERS: dict[int, tuple[str, Any]] = vars(_STORE).setdefault("helpers", {})  # id -> content when compiled, the helper
 _DRIFTED: set[int] = vars(_STORE).setdefault("drifted", set())  # ids of those that have read something else since
 
@@ -2149,10 +2146,12 @@ _UNCHECKED_WRITERS = frozenset(
     "asfortranarray ascontiguousarray ctypes Dict dot(out) fill_diagonal flat from_buffer GUFunc _Intrinsic "
     "JitClassType List nan_to_num nditer StructRefProxy".split()
 )
+_WRITES = "Cannot modify readonly array"  # in what Numba says
 _READ_ONLY = (
     "; its inputs are read-only, because JAX may share them: write to an output, name what it changes in "
     "in_out_argnames, or use input_output_aliases to start with an input's value"
 )
+_RETURNED = "returned_by_kernel"  # in code that calls it; numba_cuda_mlir 0.6.0 cannot compile `return kernel()`
 # In LLVM's text: Numba's threads, or a call of what the text does not hold: through a pointer, or of a Python function.
 _CALLS_OF_THREADS = re.compile(r"@numba_parallel_for\(|call [^@\n(]*(?:%[^\s(]+|inttoptr )\(|@PyObject_Call\w*\(")
 
@@ -2249,7 +2248,21 @@ class _NumbaWrapper(_Wrapper):
     def _is_input(self, name: str, value: Any) -> bool:
         return super()._is_input(name, value) or (name in self.scalars and self.options.scalars is not True)
 
-    def _form(self, signature: _Signature, returns: bool) -> _Form:
+    def _forms(self, signature: _Signature, *ways: bool) -> list[_Form]:
+        """The ways to call the function that its parameters allow: to write its outputs, or for what it returns."""
+        forms = [form for returns in ways if (form := self._form(signature, returns))]
+        if not forms:
+            n_in, takes = signature.n_in, inspect.signature(_python(self.kernel))
+            scratch = " and scratch buffers" if self.options.scratch is not None else ""
+            raise TypeError(
+                f"kernel {self.__name__!r} takes the parameters {takes}, but this call gives it {n_in} inputs and "
+                f"{len(signature.ranks) - n_in} outputs{scratch}: kernel(in..., out...) must take them all, or the "
+                "inputs alone and return the outputs. Give what is no array by keyword, name in in_out_argnames what "
+                "is both, or pass a function of them all that calls it"
+            )
+        return forms
+
+    def _form(self, signature: _Signature, returns: bool) -> _Form | None:
         n, names, in_outs = signature.n_in, self._input_names(signature.n_in), self._in_outs(signature.n_in)
         inputs = [f"b{i}" for i in range(n)]
         for i, name in itertools.zip_longest(range(n), names):
@@ -2257,14 +2270,19 @@ class _NumbaWrapper(_Wrapper):
                 inputs[i] += "[()]"
         for j, i in enumerate(in_outs):
             inputs[i] = f"b{n + j}"
-        rest = range(n + len(in_outs), len(signature.ranks))
-        written = [] if returns else [f"b{k}" for k in rest]
-        results = tuple(rest) if returns else ()
-        if not self.keywords and not self.static:
-            return _Form((*inputs, *written), (), results)
-        named = dict(zip(names, inputs, strict=True)) | {name: f"static_{name}" for name in self.static}
-        free = [name for name in self.parameters if name not in named]
-        return _Form(tuple(written[len(free) :]), (*named.items(), *zip(free, written)), results)
+        results = range(n + len(in_outs), len(signature.ranks))
+        if returns and (self.options.scratch is not None or not results):
+            return None
+        written, named = [] if returns else [f"b{k}" for k in results], {}
+        args = [*inputs, *written]
+        if self.keywords or self.static:
+            named = dict(zip(names, inputs, strict=True)) | {name: f"static_{name}" for name in self.static}
+            free = [name for name in self.parameters if name not in named]
+            args, named = written[len(free) :], named | dict(zip(free, written))
+        with contextlib.suppress(TypeError):
+            bound = inspect.signature(_python(self.kernel)).bind(*args, **named)
+            return _Form(bound.args, tuple(bound.kwargs.items()), tuple(results) if returns else ())
+        return None
 
 
 class _NumbaKernel(_NumbaWrapper):
@@ -2279,36 +2297,18 @@ class _NumbaKernel(_NumbaWrapper):
         numba = _import("numba", "numba_kernel", _NUMBA_INSTALL)
         self._check_dtypes(ins, outs, _NUMBA_DTYPES, "for which Numba has no CPU arithmetic")
         signature = _Signature.of(self.__name__, ins, outs, self.options.zero_outputs)
-        forms = self._forms(signature)
+        forms = self._forms(signature, False, True)
         kernel = _identity(self.kernel) if numba.config.DISABLE_JIT else self.kernel  # Python reads all where it is
         in_order, static = self.options.in_order, tuple(self.static.items())
         how = (numba.__version__, _settings(numba.config), str(signature), str(forms), static, in_order)
         digest = functools.partial(_digest, "numba", kernel, *how, live_above=_NUMBA_LIVE_ABOVE)
-        compile_ = functools.partial(_compile_numba, self.kernel, signature, forms, self.static, in_order)
         name = self._target_name(digest())
         if (name, "cpu") not in _STORE.targets and _has_drifted((self.kernel, static), self.kernel):
             name = self._target_name(digest())
-
-        def make() -> _Compiled:  # knows no wrapper
-            before, compiled = digest(), compile_()
-            _RENAMED.setdefault(digest(), before)
-            return compiled
-
+        make = functools.partial(_compile_numba, self.kernel, signature, forms, self.static, in_order)
         runs = f"numba_kernel {self.__name__!r} runs on the CPU; for GPUs there are numba_cuda_kernel and warp_kernel"
         target = _Target(name, makes={"cpu": make}, runs=runs)
         return dataclasses.replace(target, copy_inputs=target.register("cpu").copy_inputs)
-
-    def _forms(self, signature: _Signature) -> list[_Form]:
-        """The ways to call the function that its parameters allow: to write its outputs, or for what it returns."""
-        forms = [self._form(signature, returns=False)]
-        if self.options.scratch is None and len(signature.ranks) > signature.n_in + len(
-            self.options.in_out_argnames or ()
-        ):
-            forms.append(self._form(signature, returns=True))
-        fitting = [form for form in forms if form.fits(self.kernel)]
-        if not fitting:
-            raise TypeError(_wrong_arity(self, signature))
-        return fitting
 
 
 class _Form(NamedTuple):
@@ -2318,59 +2318,20 @@ class _Form(NamedTuple):
     named: tuple[tuple[str, str], ...] = ()
     results: tuple[int, ...] = ()  # the buffers for what it returns; without any it writes to its arguments
 
-    def fits(self, kernel: Any) -> bool:
-        with contextlib.suppress(TypeError):
-            inspect.signature(_python(kernel)).bind(*self.args, **dict(self.named))
-            return True
-        return False
+    @classmethod
+    def plain(cls, n: int) -> _Form:
+        return cls(tuple(f"b{i}" for i in range(n)))
 
-    def is_plain(self, n: int) -> bool:
-        return self == _Form(tuple(f"b{i}" for i in range(n)))
-
-    def by_position(self, kernel: Any) -> _Form:
-        """The same call with as few keywords as can be: CUDA's device functions take none."""
-        bound = inspect.signature(_python(kernel)).bind(*self.args, **dict(self.named))
-        return _Form(bound.args, tuple(bound.kwargs.items()), self.results)
-
-    def caller(self, kernel: Any, static: Mapping[str, Any], n: int, keep: str = "return") -> Callable[..., Any]:
-        """`kernel` as a function of all `n` buffers."""
+    def adapter(self, kernel: Any, static: Mapping[str, Any], n: int, *ends: str) -> Callable[..., Any]:
+        """A function of all `n` buffers that calls `kernel`, and goes on with these lines."""
         args = ", ".join([*self.args, *(f"{name}={value}" for name, value in self.named)])
-        return _function(f"{keep} kernel({args})", n, kernel=kernel, **{f"static_{k}": v for k, v in static.items()})
-
-    def storer(self, call: Any, leaves: Sequence[tuple[str, int]], n: int) -> Callable[..., Any]:
-        """`call`, a function of all `n` buffers, with the leaves of what it returns stored into `results`."""
-        lines = ["result = call({buffers})"]
-        for (leaf, rank), k in zip(leaves, self.results, strict=True):
-            if rank:
-                text = f"'returned an array of shape', {leaf}.shape, 'where outs declares', b{k}.shape"
-                lines.append(f"if {leaf}.shape != b{k}.shape: raise ValueError({text})")
-            lines.append(f"b{k}[...] = {leaf}" if rank else f"b{k}[()] = {leaf}")
-        return _function("\n    ".join(lines), n, call=call)
-
-
-def _function(body: str, n: int, **namespace: Any) -> Callable[..., Any]:
-    """A function of the buffers b0, b1, ... with a body that may name them all as {buffers}."""
-    buffers = ", ".join(f"b{i}" for i in range(n))
-    text = f"def adapter({buffers}):\n    {body.format(buffers=buffers)}\n"
-    file = f"<adapter {_digest(text)}>"
-    linecache.cache[file] = len(text), None, text.splitlines(True), file  # Numba (not 0.61) finds lines there
-    exec(compile(text, file, "exec"), namespace)
-    return namespace["adapter"]
-
-
-def _wrong_arity(wrapper: _Wrapper, signature: _Signature) -> str:
-    function, n_in = _python(wrapper.kernel), signature.n_in
-    scratch = " and scratch buffers" if wrapper.options.scratch is not None else ""
-    takes = "kernel(in..., out...) must take them all, or the inputs alone and return the outputs"
-    names = [*wrapper._input_names(n_in), *(f"in{i}" for i in range(n_in))][:n_in]
-    outs = [f"out{j}" for j in range(len(signature.ranks) - n_in)]
-    return (
-        f"kernel {wrapper.__name__!r} takes the parameters {inspect.signature(function)}, but this call gives it "
-        f"{n_in} inputs and {len(outs)} outputs{scratch}: {takes}. Give what is no array by keyword, "
-        f"name in in_out_argnames what is both, or pass a function that calls it:\n\n"
-        f"    @numba.njit\n    def adapter({', '.join([*names, *outs])}):\n"
-        f"        {', '.join(f'{out}[...]' for out in outs)} = {wrapper.__name__}(...)"
-    )
+        start = f"def adapter({', '.join(_Form.plain(n).args)}):"
+        text = "\n    ".join([start, f"{_RETURNED} = kernel({args})", *ends]) + "\n"
+        file = f"<adapter {_digest(text)}>"
+        linecache.cache[file] = len(text), None, text.splitlines(True), file  # Numba (not 0.61) finds lines there
+        namespace = {"kernel": kernel, **{f"static_{name}": value for name, value in static.items()}}
+        exec(compile(text, file, "exec"), namespace)
+        return namespace["adapter"]
 
 
 # -- 9.2 Compiling -------------------------------------------------------------------------------------
@@ -2394,113 +2355,144 @@ def _compile_numba(
     import numba
 
     if numba.config.DISABLE_JIT:  # plain Python, for prints and pdb
-        function = _in_python(forms[0], forms[0].caller(_python(kernel), static, len(signature.ranks)))
-        body = lambda pointers, dims, call: function(*_host_arrays(signature, pointers, dims))
-        emitter: _Emitter = _CallbackEmitter(signature, body)
-        return _Compiled(*_compile_handler(signature, emitter))
+        python = _CallbackEmitter(signature, _in_python(kernel, signature, forms[0], static))
+        return _Compiled(*_compile_handler(signature, python))
     names = _names_read((kernel, *static.values()))
-    for form in forms:
-        try:
-            compile_ = functools.partial(_compile_call, form=form, static=static)
-            dispatcher, argtypes, unchecked = _compile_overload(kernel, signature, names, compile_)
-            overload = _compile_results(dispatcher, argtypes, signature, form)
-            break
-        except TypeError as error:
-            if form is forms[-1] and form.results:
-                n = len(signature.ranks) - signature.n_in
-                raise TypeError(
-                    f"kernel {signature.label!r} takes as many arguments as this call has inputs ({signature.n_in} "
-                    f"inputs and {n} outputs), so it must return the outputs, or have a parameter for each: {error}"
-                ) from error
-            if form is forms[-1]:
-                raise
-    uses_python = "objmode" in names
-    emitter = _NumbaEmitter(signature.label, overload, argtypes, uses_python, in_order)
+    compile_ = functools.partial(_compile_form, kernel, signature, names, static)
+    overload, argtypes, unchecked = _first_that_compiles(compile_, forms)
+    emitter = _NumbaEmitter(signature.label, overload, argtypes, "objmode" in names, in_order)
     emitter.hidden_outputs = unchecked
     copy_inputs = _not_only_read(overload, signature) if unchecked else ()
     return _Compiled(*_compile_handler(signature, emitter), copy_inputs=copy_inputs)
 
 
-def _in_python(form: _Form, call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call` of all buffers as plain Python, with what it returns stored where its form says."""
+def _first_that_compiles(compile_: Callable[[Any], Any], candidates: Iterable[Any]) -> Any:
+    """What `compile_` makes of the first that it does not refuse; else what is wrong, before what is not installed."""
+    errors: list[Exception] = []
+    for candidate in candidates:
+        try:
+            return compile_(candidate)
+        except (TypeError, ImportError) as error:
+            errors.append(error)
+    raise min(errors, key=lambda error: isinstance(error, ImportError))
 
-    def stored(*buffers: Any) -> None:
-        result = call(*buffers)
-        for k, leaf in zip(form.results, jax.tree_util.tree_leaves(result), strict=True):
+
+def _in_python(kernel: Any, signature: _Signature, form: _Form, static: Mapping[str, Any]) -> Callable[..., None]:
+    """A slice in plain Python, with what the kernel returns stored where its form says."""
+    call = form.adapter(_python(kernel), static, len(signature.ranks), f"return {_RETURNED}")
+
+    def body(pointers: list[int], dims: list[tuple], _: _Call) -> None:
+        buffers = _host_arrays(signature, pointers, dims)
+        returned = call(*buffers)
+        for k, leaf in zip(form.results, jax.tree_util.tree_leaves(returned if form.results else ()), strict=True):
             if np.shape(leaf) != buffers[k].shape:
                 raise ValueError("returned an array of shape", np.shape(leaf), "where outs declares", buffers[k].shape)
             buffers[k][...] = leaf
 
-    return stored if form.results else call
+    return body
+
+
+def _compile_form(
+    kernel: Any, signature: _Signature, names: frozenset[str], static: Mapping[str, Any], form: _Form
+) -> tuple[Any, Any, bool]:
+    """What Numba compiled, its array types, and whether these leave open that the kernel writes to an input.
+
+    Read-only inputs make Numba refuse a kernel that writes to one.  What names writable arrays (explicit
+    signatures, `locals`, `overload`s) may refuse them for another reason: then the kernel gets those.
+    """
+    readonly, plain = (_numba_array_types(signature, readonly=flag) for flag in (True, False))
+    compile_ = functools.partial(_compile_call, form=form, static=static)
+    explicit = not getattr(kernel, "_can_compile", True)
+    try:
+        if explicit:  # Numba's own error if no signature fits
+            compile_(kernel, plain)
+        found: Any = compile_(_fresh_dispatcher(kernel), readonly), readonly, bool(names & _UNCHECKED_WRITERS)
+    except Exception as error:
+        found = None
+        with contextlib.suppress(Exception):
+            if _WRITES not in str(error):
+                found = compile_(kernel if explicit else _fresh_dispatcher(kernel), plain), plain, True
+        if not found:
+            raise _refusal("Numba", signature, error, kernel, bool(form.results)) from error
+    dispatcher, argtypes, unchecked = found
+    return _compile_results(dispatcher, argtypes, signature, form), argtypes, unchecked
+
+
+def _compile_call(dispatcher: Any, argtypes: tuple, form: _Form, static: Mapping[str, Any]) -> Any:
+    """Compile a call with buffers of these types: of the dispatcher itself where it takes them as they are."""
+    import numba
+
+    n, parameters = len(argtypes), inspect.signature(_python(dispatcher)).parameters
+    simple = form == _Form.plain(n) and n == len(parameters) == len(_parameters(dispatcher))
+    if not simple or not getattr(dispatcher, "_can_compile", False):
+        dispatcher = numba.njit(form.adapter(dispatcher, static, n, f"return {_RETURNED}"))
+    with warnings.catch_warnings():  # a kernel that parallel=True finds nothing to do in is no news here
+        warnings.simplefilter("ignore", numba.NumbaPerformanceWarning)
+        dispatcher.compile(argtypes)
+    return dispatcher
 
 
 def _compile_results(dispatcher: Any, argtypes: tuple, signature: _Signature, form: _Form) -> Any:
     """What Numba compiled, after a check of what it returns, with that stored into the outputs."""
     import numba
 
-    returned = dispatcher.overloads[argtypes].signature.return_type
-    if not form.results:
-        if str(returned) == "none":
-            return dispatcher.overloads[argtypes]
-        raise TypeError(
-            f"kernel {signature.label!r} returns {returned}; a kernel writes to its output arrays and returns nothing "
-            "(a function that returns takes the inputs alone)"
-        )
-    leaves = _returned_leaves(returned)
+    overload = dispatcher.overloads[argtypes]
+    leaves = _returned_leaves(overload.signature.return_type)
     declared = [(signature.dtypes[k], signature.ranks[k]) for k in form.results]
-    if len(leaves) != len(declared) or not all(map(_is_declared, (kind for _, kind in leaves), declared)):
+    if len(leaves) != len(declared) or not all(map(_is_declared, leaves.values(), declared)):
         shown = ", ".join(f"{dtype.name}[{','.join(':' * rank)}]" for dtype, rank in declared)
-        raise TypeError(f"it returns {returned}, where outs declares {shown}: declare that, or convert there")
-    ranks = [(leaf, rank) for (leaf, _), (_, rank) in zip(leaves, declared, strict=True)]
-    stored = numba.njit(form.storer(dispatcher, ranks, len(argtypes)))
+        raise TypeError(
+            f"kernel {signature.label!r} returns {overload.signature.return_type}, not {shown or 'nothing'}: with "
+            "parameters for its outputs it writes to them, and with the inputs alone it returns what outs declares"
+        )
+    stores = []
+    for leaf, k in zip(leaves, form.results, strict=True):
+        if signature.ranks[k]:
+            text = f"'returned an array of shape', {leaf}.shape, 'where outs declares', b{k}.shape"
+            stores.append(f"if {leaf}.shape != b{k}.shape: raise ValueError({text})")
+        stores.append(f"b{k}[...] = {leaf}" if signature.ranks[k] else f"b{k}[()] = {leaf}")
+    if not stores:
+        return overload
+    stored = numba.njit(_Form.plain(len(argtypes)).adapter(dispatcher, {}, len(argtypes), *stores))
     stored.compile(argtypes)
     return stored.overloads[argtypes]
 
 
-def _returned_leaves(kind: Any, where: str = "result") -> list[tuple[str, Any]]:
-    """The scalars and arrays in what a function returns: an expression for each, and its Numba type."""
+def _returned_leaves(kind: Any, where: str = _RETURNED) -> dict[str, Any]:
+    """The scalars and arrays in what a function returns: an expression for each -> its Numba type."""
     from numba import types as nbtypes
 
     if isinstance(kind, nbtypes.BaseTuple):
-        return [leaf for i, item in enumerate(kind) for leaf in _returned_leaves(item, f"{where}[{i}]")]
-    return [(f"{where}[()]" if getattr(kind, "ndim", None) == 0 else where, nbtypes.unliteral(kind))]
+        return {k: v for i, item in enumerate(kind) for k, v in _returned_leaves(item, f"{where}[{i}]").items()}
+    where += "[()]" if getattr(kind, "ndim", None) == 0 else ""
+    return {} if kind == nbtypes.none else {where: nbtypes.unliteral(kind)}
 
 
 def _is_declared(kind: Any, declared: tuple[np.dtype, int]) -> bool:
     """Whether a result has the declared dtype and rank; where x64 is disabled, 64 bits are declared as 32."""
-    from numba.core.errors import NumbaNotImplementedError
-    from numba.np.numpy_support import as_dtype
+    from numba import from_dtype
 
-    try:
-        dtype = np.dtype(as_dtype(getattr(kind, "dtype", kind)))
-    except (NotImplementedError, NumbaNotImplementedError):  # neither is the other
-        return False
-    return declared[0] in (dtype, jax.dtypes.canonicalize_dtype(dtype)) and declared[1] == getattr(kind, "ndim", 0)
+    dtypes = [np.dtype(name) for name in _NUMBA_DTYPES]
+    dtypes = [dtype for dtype in dtypes if declared[0] in (dtype, jax.dtypes.canonicalize_dtype(dtype))]
+    return getattr(kind, "dtype", kind) in map(from_dtype, dtypes) and getattr(kind, "ndim", 0) == declared[1]
 
 
-def _compile_overload(
-    kernel: Any, signature: _Signature, names: frozenset[str], compile_: Callable[[Any, tuple], Any]
-) -> tuple[Any, Any, bool]:
-    """The kernel's dispatcher, compiled, its array types, and whether these leave open that it writes to an input.
-
-    Read-only inputs make Numba refuse a kernel that writes to one.  What names writable arrays (explicit
-    signatures, `locals`, `overload`s) may refuse them for another reason: then the kernel gets those.
-    """
-    readonly, plain = (_numba_array_types(signature, readonly=flag) for flag in (True, False))
-    explicit = not getattr(kernel, "_can_compile", True)
-    refused = f"Numba cannot compile kernel {signature.label!r} for {signature}"
-    try:
-        if explicit:  # Numba's own error if no signature fits
-            compile_(kernel, plain)
-        return compile_(_fresh_dispatcher(kernel), readonly), readonly, bool(names & _UNCHECKED_WRITERS)
-    except Exception as error:
-        try:
-            dispatcher = compile_(kernel if explicit else _fresh_dispatcher(kernel), plain)
-        except Exception:
-            raise TypeError(f"{refused}{_hint(kernel, error)}:\n{str(error) or type(error).__name__}") from error
-        if "Cannot modify readonly array" not in str(error):
-            return dispatcher, plain, True
-        raise TypeError(f"{refused}{_READ_ONLY}:\n{error}") from error
+def _refusal(
+    compiler: str, signature: _Signature, error: BaseException, kernel: Any = None, returns: bool = False
+) -> TypeError:
+    """What a kernel that cannot be compiled has wrong, and what to do about it."""
+    text = str(error) or type(error).__name__
+    hint = f"; it takes the {signature.n_in} inputs alone, so it must return the outputs" if returns else ""
+    explicit = [str(s) for s in getattr(kernel, "nopython_signatures", ())]
+    if _WRITES in text or "setitem(readonly array" in text:
+        hint += _READ_ONLY
+    elif "must have void return type" in text or "to none" in text:
+        hint += "; it returns a value: write to the output arrays and return nothing"
+    elif not getattr(kernel, "_can_compile", True) and not jax.config.jax_enable_x64 and "64" in str(explicit):
+        hint += f"; its signatures {explicit} have 64 bits, which JAX's arrays have where jax_enable_x64 is set"
+    elif "0d, C" in text:
+        hint += "; a 0-d input is a 0-d array: read it as n[()], or name it in scalars="
+    return TypeError(f"{compiler} cannot compile kernel {signature.label!r} for {signature}{hint}:\n{text}")
 
 
 def _not_only_read(overload: Any, signature: _Signature) -> tuple[int, ...]:
@@ -2515,24 +2507,14 @@ def _not_only_read(overload: Any, signature: _Signature) -> tuple[int, ...]:
     return tuple(i for i, attributes in enumerate(found) if not {b"readonly", b"readnone"} & set(attributes))
 
 
-def _hint(kernel: Any, error: BaseException) -> str:
-    """What to do about a kernel that Numba cannot type for arrays as JAX makes them."""
-    explicit = [str(s) for s in getattr(kernel, "nopython_signatures", ())]
-    if not getattr(kernel, "_can_compile", True) and not jax.config.jax_enable_x64 and "64" in str(explicit):
-        return f"; its signatures {explicit} have 64 bits, which JAX's arrays have where jax_enable_x64 is set"
-    if "0d, C" in str(error):
-        return "; a 0-d input is a 0-d array: read it as n[()], or name it in scalars="
-    return ""
-
-
 def _has_drifted(reads: Any, kernel: Any) -> bool:
     """Whether a helper was compiled when what it reads was not as now: Numba keeps that, so it counts by identity."""
     import numba
 
     before = len(_DRIFTED)
     for _, helper in list(_Digester(_NUMBA_LIVE_ABOVE).walk(reads).seen.values()):
-        is_jitted = type(helper).__module__.startswith("numba.") and hasattr(helper, "overloads")
-        if is_jitted and hasattr(helper, "py_func") and helper is not kernel:
+        is_jitted = type(helper).__module__.startswith("numba.") and hasattr(helper, "py_func")
+        if is_jitted and hasattr(helper, "overloads") and helper is not kernel:
             content = _digest(helper.py_func, _settings(numba.config), live_above=_NUMBA_LIVE_ABOVE)
             if not helper.overloads or id(helper) not in _HELPERS:
                 _HELPERS[id(helper)] = content, helper
@@ -2560,20 +2542,6 @@ def _fresh_dispatcher(kernel: Any) -> Any:
     return fresh
 
 
-def _compile_call(dispatcher: Any, argtypes: tuple, form: _Form, static: Mapping[str, Any]) -> Any:
-    """Compile a call with buffers of these types: of the dispatcher itself where it takes them as they are."""
-    import numba
-
-    kinds = [p.kind for p in inspect.signature(_python(dispatcher)).parameters.values()]
-    simple = len(kinds) == len(argtypes) and set(kinds) <= {inspect.Parameter.POSITIONAL_OR_KEYWORD}
-    if not simple or not form.is_plain(len(argtypes)) or not getattr(dispatcher, "_can_compile", False):
-        dispatcher = numba.njit(form.caller(dispatcher, static, len(argtypes)))
-    with warnings.catch_warnings():  # a kernel that parallel=True finds nothing to do in is no news here
-        warnings.simplefilter("ignore", numba.NumbaPerformanceWarning)
-        dispatcher.compile(argtypes)
-    return dispatcher
-
-
 # -- 9.3 Numba's objects, for digests ------------------------------------------------------------------
 # Knows what defines them.  Does not know how that becomes a name.
 
@@ -2587,12 +2555,13 @@ def _numba_content(obj: Any) -> tuple | None:
         if type(obj).__module__.startswith("numba_cuda_mlir"):  # makes a class for each dispatcher, and names the GPU
             pipeline, given["chip"] = None, None
         return obj.py_func, explicit, _frozen(given), _frozen(getattr(obj, "locals", None)), pipeline
+    # Functions that take any types gain those of their calls: each has code of its own, so these do not count.
     if hasattr(obj, "gufunc_builder"):  # guvectorize
-        made = obj.gufunc_builder
-        options = str(made.signature), made.identity, _frozen(made.targetoptions), made.writable_args
-        return made.py_func, tuple(made._sigs), *options, obj._is_dynamic, obj._frozen
+        made, signatures = obj.gufunc_builder, tuple(obj.gufunc_builder._sigs) if obj._frozen else None
+        options = str(made.signature), made.identity, _frozen(made.targetoptions)
+        return made.py_func, signatures, *options, made.writable_args
     if hasattr(obj, "_dispatcher"):  # vectorize
-        return obj._dispatcher, tuple(obj.types), obj.identity, obj._frozen
+        return obj._dispatcher, tuple(obj.types) if obj._frozen else None, obj.identity
     if hasattr(obj, "_defn"):  # intrinsic
         return obj._defn, obj._prefer_literal, _frozen(obj._ctor_kwargs)
     if hasattr(obj, "_pyfunc"):  # cfunc
@@ -2749,7 +2718,6 @@ _CUDA_BLOCKS = {2: (16, 16), 3: (8, 8, 4)}  # threads per block over launch_dims
 _CUDA_LIMITS = {"grid": (2**31 - 1, 65535, 65535), "block": (1024, 1024, 64)}  # the same on every CUDA device
 _CUDA_INSTALL = "pip install 'xla_kernels[cuda13]' (CUDA 12: [cuda12]), or numba-cuda-mlir[cu13] beside jax[cuda13]"
 _CUDA_TEST_TARGET = (9, 0)  # compute capability to compile for where there is no GPU
-_RETURNED = "returned_by_kernel"  # in code that calls it; numba_cuda_mlir 0.6.0 cannot compile `return kernel()`
 # The simulator keeps the running kernel in globals, also in those of the kernel's module.
 _CUDASIM_LOCK: threading.RLock = vars(_STORE).setdefault("cudasim_lock", threading.RLock())
 
@@ -2956,7 +2924,7 @@ class _CudaCode:
         if self.form is None:
             return function
         inner = function if _cudasim() else package.dispatcher(self.function, function, **package.device_options)
-        call = self.form.caller(inner, dict(self.static), len(signature.ranks), f"{_RETURNED} =")
+        call = self.form.adapter(inner, dict(self.static), len(signature.ranks))
         if not _cudasim():
             return call
         outer = lambda *buffers: call(*buffers)
@@ -2995,13 +2963,7 @@ class _CudaCode:
 
     def _compiled(self, compile_: Callable[[_NumbaCuda], Any]) -> Any:
         """What the first package that can compile the kernel makes of it; else what it has wrong, or they lack."""
-        errors: list[Exception] = []
-        for package in self.packages:
-            try:
-                return compile_(package)
-            except (TypeError, ImportError) as error:
-                errors.append(error)
-        raise min(errors, key=lambda error: isinstance(error, ImportError))
+        return _first_that_compiles(compile_, self.packages)
 
     def _replayed(self, arrays: list, stream: Any, call: _Call) -> None:
         """Call a function whose launches XLA may be capturing, when Numba must free no memory."""
@@ -3056,10 +3018,8 @@ class _CudaKernel(_NumbaWrapper, _CudaWrapper):
         self.code = _CudaCode(self.decorator, self.__name__, kernel)
 
     def _code_for(self, signature: _Signature) -> _CudaCode:
-        if not (form := self._form(signature, returns=False)).fits(self.kernel):
-            raise TypeError(_wrong_arity(self, signature))
-        form, static = form.by_position(self.kernel), tuple(self.static.items())
-        plain = form.is_plain(len(signature.ranks))
+        [form], static = self._forms(signature, False), tuple(self.static.items())
+        plain = form == _Form.plain(len(signature.ranks))
         return self.code if plain else dataclasses.replace(self.code, form=form, static=static)
 
     def _launch(self, ins: list[Spec]) -> tuple[int, ...]:
@@ -3165,7 +3125,7 @@ class _NumbaCuda:
                 return None
             if not isinstance(error, refusals):
                 raise
-            raise TypeError(_cuda_refusal(self.name, signature, error)) from error
+            raise _refusal(self.name, signature, error) from error
 
     def extras(self, dispatcher: Any, compiled: Any) -> tuple:
         """What makes a launch more than cuLaunchKernel, where it is true."""
@@ -3307,16 +3267,6 @@ class _CudaDriver:
 # Knows streams, devices and launches, native or through Python.  Does not know what compiled the kernel.
 
 
-def _cuda_refusal(compiler: str, signature: _Signature, error: BaseException) -> str:
-    """What a kernel that cannot be compiled has wrong."""
-    refused, text = f"{compiler} cannot compile kernel {signature.label!r} for {signature}", str(error)
-    if "Cannot modify readonly array" in text or "setitem(readonly array" in text:
-        refused += _READ_ONLY
-    elif "must have void return type" in text or "to none" in text:
-        refused += "; it returns a value: write to the output arrays and return nothing"
-    return f"{refused}{_hint(None, error)}:\n{text}"
-
-
 def _cuda_emitter(package: _NumbaCuda, fresh: Any, signature: _Signature, driver: _CudaDriver) -> _Emitter:
     """Compile the kernel and load it for every GPU; a kernel that needs its package's launch code gets Python's."""
     cuda, ordinals = package.cuda, _cuda_ordinals()
@@ -3343,7 +3293,7 @@ def _compile_cuda(dispatcher: Any, argtypes: tuple) -> Any:
                 found = getattr(device.overloads.get(signature.args), "type_annotation", None)
                 known += [found] if found not in known else []
             elif "atomic" in str(called) and not getattr(signature.args[0], "mutable", True):
-                raise TypeError(f"Cannot modify readonly array: an atomic operation on an input, at {call.loc}")
+                raise TypeError(f"{_WRITES}: an atomic operation on an input, at {call.loc}")
     for name, kind in known[0].typemap.items() if known[0] else ():
         if name.startswith(_RETURNED) and str(kind) != "none":
             raise TypeError(f"cannot cast {kind} to none")
