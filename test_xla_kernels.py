@@ -290,7 +290,7 @@ HEADS = {  # what precedes the lines of a kernel, of `element` for elements i an
 
 
 @functools.cache
-def kernel_of(op, language, dtype, **params):
+def matrix_kernel(op, language, dtype, **params):
     """The operation's kernel in "numba", "cuda" or "warp"."""
     inputs = op.inputs(np.random.default_rng(0), dtype)
     outs = jax.tree.leaves(jax.eval_shape(functools.partial(op.reference, **params), *inputs))
@@ -342,7 +342,7 @@ def generate(op, backend, outs, **params):
         reference = functools.partial(op.reference, **params)
         return in_pallas(reference, outs) if backend == "pallas" else reference
     language = next(name for name in ("cuda", "warp", "numba") if name in backend)
-    kernel, dims = kernel_of(op, language, outs[0].dtype, **params), op.threads or outs[0].shape
+    kernel, dims = matrix_kernel(op, language, outs[0].dtype, **params), op.threads or outs[0].shape
     if language == "numba":
         return xk.numba_kernel(numba.njit(parallel="parallel" in backend)(kernel), outs, **op.options)
     if backend == "numba_cuda_callable":
@@ -6232,7 +6232,7 @@ def add_numba(spec):
 
 
 def add_numba_cuda(spec):
-    return xk.numba_cuda_kernel(cu_add, spec, launch_dims=spec.size)
+    return xk.numba_cuda_kernel(cuda_add, spec, launch_dims=spec.size)
 
 
 def warp_add(scale=1):
@@ -6293,7 +6293,7 @@ def add_brainevent(spec):
 def add_brainevent_cuda(spec):
     import brainevent
 
-    call = brainevent.numba_cuda_kernel(cuda.jit(cu_add), outs=spec, launch_dims=spec.size)
+    call = brainevent.numba_cuda_kernel(cuda.jit(cuda_add), outs=spec, launch_dims=spec.size)
     return lambda x, y: jax.tree.leaves(call(x, y))[0]
 
 
