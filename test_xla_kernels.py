@@ -1646,8 +1646,8 @@ ERRORS_OF = {
         ("outs must be specs .*got 1.5 of type", lambda: wrap(outs=lambda x: 1.5)(F32)),
         (r"numba_kernel\(add_one\): outs is missing: .*outs=lambda x: x", lambda: wrap(outs=None)),
         ("positional argument", lambda: wrap()(F32, F32)),
-        ("a shape needs a dtype", lambda: wrap(outs=(3, 4))),
-        ("a dtype needs a shape", lambda: wrap(outs=jnp.float32)),
+        (r"outs\[0\] must be specs with both .shape and .dtype.* got 3", lambda: wrap(outs=(3, 4))),
+        ("outs must be specs with both .shape and .dtype.* got .*float32", lambda: wrap(outs=jnp.float32)),
         (r"'add_one' takes .* \(x, out\), but .* 1 inputs and 2 outputs", lambda: wrap(outs=[FLOATS] * 2)(F32)),
         ("takes the 2 inputs alone, so it must return the outputs", lambda: wrap(outs=FLOATS)(F32, F32)),
         ("'_head' takes arrays; got {'n': 3} by keyword", lambda: xk.numba_cuda_callable(_head, add_one)(F32, n=3)),
@@ -5521,7 +5521,7 @@ OP_ERRORS: dict = {
     "outs": (
         {"backend": "two", "outs": (8,)},
         TypeError,
-        "XLACustomKernel 'broken': outs must be specs with .shape and .dtype",
+        "XLACustomKernel 'broken': outs must be specs with both .shape and .dtype",
     ),
 }
 

@@ -32,8 +32,8 @@ A map of this file.  The sections, each under a line of `=` with its number:
 
 A call, from Python to machine code: `numba_kernel` -> `_Wrapper.__call__` -> `_Wrapper._trace` ->
 `_NumbaKernel._find_target`, which names it (`_digest`) and registers it (`_compile_numba`, `_compile_handler`,
-`_register`) -> `_Wrapper._bind` -> `_call_lowering` -> XLA -> the handler (`_Handler`, and `_Driver` for a batch)
--> `_NumbaEmitter`.
+`_Target.register`) -> `_Wrapper._bind` -> `_call_lowering` -> XLA -> the handler (`_Handler`, and `_Driver` for a
+batch) -> `_NumbaEmitter`.
 An op under vmap and grad: `XLACustomKernel.__call__` -> `_find_call` -> `_OpCall.bind` -> `_op_batching`, which
 records the vmap -> `_op_jvp`, `_op_transpose`, the user's rules under it -> `_op_lowering`, which knows the platform
 -> `_kernel_function` -> `_batched_function` -> the call of a wrapper, as above.
@@ -116,17 +116,26 @@ def _mesh_of(avals: Sequence[Any]) -> Any:
     return next((mesh for mesh in meshes if not mesh.empty), jax.sharding.get_abstract_mesh())
 
 
+def _varying(axes: frozenset) -> dict[str, Any]:
+    """What says in an abstract value, or in a spec, that a value varies over these axes."""
+    if hasattr(jax.sharding, "ManualAxisType"):  # jax >= 0.11
+        return {"manual_axis_type": jax.sharding.ManualAxisType(varying=axes)}
+    return {"vma": axes}
+
+
+def _varying_spec(spec: Spec, axes: frozenset) -> Spec:
+    """`spec` for code that makes arrays inside `shard_map`, such as Pallas, and must know how they vary."""
+    return Spec(spec.shape, spec.dtype, **_varying(axes)) if axes else spec
+
+
 def _out_aval(shape: tuple, dtype: Any, ins: Sequence[Any], axes: Sequence[Any] = ()) -> Any:
     """The abstract value of a result: where those of `ins` are, its first dimensions split over these mesh axes."""
     varying, mesh = frozenset().union(*map(_varying_axes, ins)), _mesh_of(ins)
     if mesh.empty:
         return jax.core.ShapedArray(shape, dtype)
-    axes = (*axes, *[None] * (len(shape) - len(axes)))
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
-    if hasattr(jax.sharding, "ManualAxisType"):  # jax >= 0.11
-        axis_type = jax.sharding.ManualAxisType(varying=varying)
-        return jax.core.ShapedArray(shape, dtype, sharding=sharding, manual_axis_type=axis_type)
-    return _jax.core.ShapedArray(shape, dtype, sharding=sharding, vma=varying)
+    spec = jax.sharding.PartitionSpec(*axes, *[None] * (len(shape) - len(axes)))
+    sharding = jax.sharding.NamedSharding(mesh, spec)
+    return jax.core.ShapedArray(shape, dtype, sharding=sharding, **_varying(varying))
 
 
 def _make_varying(args: Sequence[Any]) -> list[Any]:
@@ -136,11 +145,8 @@ def _make_varying(args: Sequence[Any]) -> list[Any]:
     """
     axes = [_varying_axes(jax.typeof(x)) for x in args]
     union = frozenset().union(*axes)
-    return [_cast_varying(x, tuple(union - own)) if union - own else x for x, own in zip(args, axes, strict=True)]
-
-
-def _cast_varying(x: Any, axes: tuple) -> Any:
-    return jax.lax.pcast(x, axes, to="varying") if hasattr(jax.lax, "pcast") else _jax.lax.pvary(x, axes)  # jax 0.7
+    cast = functools.partial(jax.lax.pcast, to="varying") if hasattr(jax.lax, "pcast") else _jax.lax.pvary  # jax 0.7
+    return [cast(x, tuple(union - own)) if union - own else x for x, own in zip(args, axes, strict=True)]
 
 
 @functools.cache
@@ -169,25 +175,10 @@ def _eval_jaxpr(closed: Any, args: Sequence[Any]) -> list[Any]:
     return jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *args)
 
 
-def _varying_spec(spec: Spec, varying: frozenset) -> Spec:
-    """`spec` for code that makes arrays inside `shard_map`, such as Pallas, and must know how they vary."""
-    if not varying:
-        return spec
-    if hasattr(jax.sharding, "ManualAxisType"):  # jax >= 0.11
-        return Spec(spec.shape, spec.dtype, manual_axis_type=jax.sharding.ManualAxisType(varying=varying))
-    return _jax.ShapeDtypeStruct(spec.shape, spec.dtype, vma=varying)
-
-
-def _without_mesh() -> Any:
-    """A scope in which no mesh is current, for what is traced on one device of a partitioned computation."""
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
-
-
 def _sharded_like(x: Any, aval: Any) -> Any:
     """`x` with the sharding of `aval`, where that is part of the type: on meshes of explicit axes."""
-    wanted = getattr(aval, "sharding", None)
-    kinds = getattr(getattr(wanted, "mesh", None), "axis_types", None) or ()
-    return jax.sharding.reshard(x, wanted) if jax.sharding.AxisType.Explicit in kinds else x
+    explicit = jax.sharding.AxisType.Explicit in (aval.sharding.mesh.axis_types or ())
+    return jax.sharding.reshard(x, aval.sharding) if explicit else x
 
 
 def _as_one_primitive(function: Any) -> Any:
@@ -213,9 +204,11 @@ def _is_jax_value(x: Any) -> bool:
     return type(x).__module__.partition(".")[0] in ("jax", "jaxlib") and _is_spec(x) and not isinstance(x, Spec)
 
 
-def _allows_64_bits() -> bool:
-    """Whether 64 bits that are asked for are kept where x64 is disabled."""
-    return getattr(getattr(jax.config, "jax_explicit_x64_dtypes", None), "name", "") == "ALLOW"  # jax >= 0.8
+def _allowed_dtype(dtype: Any, ins: Sequence[Spec]) -> np.dtype:
+    """The dtype of a declared output: of 64 bits where x64 is enabled, or these are allowed, or an input has them."""
+    allowed = getattr(getattr(jax.config, "jax_explicit_x64_dtypes", None), "name", "") == "ALLOW"  # jax >= 0.8
+    keep = allowed or any(x.dtype == dtype for x in ins)
+    return np.dtype(dtype if keep else jax.dtypes.canonicalize_dtype(dtype))
 
 
 def _platforms(ctx: Any) -> tuple[str, ...]:
@@ -292,10 +285,10 @@ def _ffi_api_version() -> tuple[int, int]:
     try:
         with open(os.path.join(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h"), encoding="utf-8") as header:
             text = header.read()
-        major, minor = (int(re.search(rf"#define XLA_FFI_API_{part} (\d+)", text)[1]) for part in ("MAJOR", "MINOR"))  # type: ignore[index]
-    except (OSError, TypeError):
+    except OSError:
         return 0, 1
-    return major, minor
+    found = dict(re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", text))
+    return int(found.get("MAJOR", 0)), int(found.get("MINOR", 1))
 
 
 # ======================================================================================================
@@ -336,7 +329,7 @@ def _home(obj: Any) -> tuple[str, str] | None:
 
 def _identity(obj: Any) -> tuple:
     with _LOCK:
-        return "identity", os.getpid(), _STORE.objects.setdefault(id(obj), (len(_STORE.objects), obj))[0]
+        return "identity", os.getpid(), _OBJECTS.setdefault(id(obj), (len(_OBJECTS), obj))[0]
 
 
 def _digest(*objects: Any, live_above: float = math.inf) -> str:
@@ -549,9 +542,8 @@ def _code_facts(code: types.CodeType) -> tuple[bytes, frozenset[str], tuple[str,
 def export_checks() -> list[Any]:
     """The safety checks to disable when a program that calls kernels is exported.
 
-    `jax.export` refuses custom calls that it does not know.  The names of kernels made here derive from
-    their content, so an exported program finds them again in every process that has traced the same
-    kernels (calling them, or `jax.eval_shape` of them, is enough).
+    Their names derive from their content, so an exported program finds them again in every process that has traced
+    the same kernels (calling them, or `jax.eval_shape` of them, is enough).
 
     Returns:
       One `jax.export.DisabledSafetyCheck` for each kernel registered so far.
@@ -559,9 +551,7 @@ def export_checks() -> list[Any]:
     Example:
       >>> import jax, jax.numpy as jnp
       >>> from jax import export
-      >>> @numba_kernel(outs=lambda x: x)
-      ... def double(x, out):
-      ...     out[:] = 2 * x
+      >>> double = numba_kernel(lambda x: 2 * x, outs=lambda x: x)
       >>> spec = jax.ShapeDtypeStruct((3,), jnp.float32)
       >>> _ = jax.eval_shape(double, spec)
       >>> data = export.export(jax.jit(double), disabled_checks=export_checks())(spec).serialize()
@@ -571,21 +561,14 @@ def export_checks() -> list[Any]:
     from jax import export
 
     with _LOCK:
-        return [export.DisabledSafetyCheck.custom_call(name) for name in sorted({name for name, _ in _STORE.targets})]
+        return [export.DisabledSafetyCheck.custom_call(name) for name in sorted({name for name, _ in _TARGETS})]
 
 
-class _Store(types.ModuleType):
-    """What all copies of this file share, and what outlives a reload: XLA knows a target until the process ends."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.lock = threading.RLock()
-        self.targets: dict[tuple[str, str], Any] = {}  # (name, platform) -> what `make` returned
-        self.objects: dict[int, tuple[int, Any]] = {}  # objects known by identity, kept alive
-
-
-_STORE: Any = sys.modules.setdefault("_xla_kernels_store_1", _Store("_xla_kernels_store_1"))
-_LOCK: threading.RLock = _STORE.lock
+# What all copies of this file share, and what outlives a reload: XLA knows a target until the process ends.
+_STORE: Any = sys.modules.setdefault("_xla_kernels_store_1", types.ModuleType("_xla_kernels_store_1"))
+_LOCK: threading.RLock = vars(_STORE).setdefault("lock", threading.RLock())
+_TARGETS: dict[tuple[str, str], Any] = vars(_STORE).setdefault("targets", {})  # (name, platform) -> handler
+_OBJECTS: dict[int, tuple[int, Any]] = vars(_STORE).setdefault("objects", {})  # known by identity, kept alive
 _HELPERS: dict[int, tuple[str, Any]] = vars(_STORE).setdefault("helpers", {})  # id -> content when compiled, the helper
 _DRIFTED: set[int] = vars(_STORE).setdefault("drifted", set())  # ids of those that have read something else since
 
@@ -593,10 +576,9 @@ _DRIFTED: set[int] = vars(_STORE).setdefault("drifted", set())  # ids of those t
 def _native_lock(name: str) -> int:
     """A lock of the whole process, made when it is first asked for: CPython's, as it can be taken without the GIL."""
     with _LOCK:
-        if not getattr(_STORE, name, 0):
-            allocate = ctypes.pythonapi.PyThread_allocate_lock
-            allocate.restype = _PTR
-            setattr(_STORE, name, allocate())
+        if not hasattr(_STORE, name):
+            ctypes.pythonapi.PyThread_allocate_lock.restype = _PTR
+            setattr(_STORE, name, ctypes.pythonapi.PyThread_allocate_lock())
         return getattr(_STORE, name)
 
 
@@ -609,16 +591,58 @@ class _Compiled:
     copy_inputs: tuple[int, ...] = ()
 
 
-def _register(name: str, platform: str, make: Callable[[], _Compiled]) -> _Compiled:
-    """Register the target once per process; `make` compiles its handler and runs only if the name is new."""
-    with _LOCK:
-        compiled = _STORE.targets.get((name, platform))
-        if compiled is None:
-            compiled = make()
-            capsule = jax.ffi.pycapsule(ctypes.c_void_p(compiled.address))
-            jax.ffi.register_ffi_target(name, capsule, platform={"cuda": "CUDA"}.get(platform, platform), api_version=1)
-            _STORE.targets[name, platform] = compiled
-        return compiled
+@dataclasses.dataclass(frozen=True, repr=False)
+class _Target:
+    """What a call runs: a registered name, and the integers that this call's shapes and options give it.
+
+    It knows no wrapper: JAX's caches hold it, and would keep alive the function that they are keyed by.
+    """
+
+    name: str
+    attrs: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    copy_inputs: tuple[int, ...] = ()  # those that the kernel may write to
+    zero: tuple[int, ...] = ()  # the outputs that start from zeros
+    makes: Mapping[str, Callable[[], _Compiled]] = dataclasses.field(compare=False, default_factory=dict)
+    runs: str = dataclasses.field(compare=False, default="")  # where it runs, for the error on another platform
+    check: Callable[[], None] = dataclasses.field(compare=False, default=lambda: None)  # as far as it can be, off a GPU
+    # the call on a shard, where XLA may split the kernel's own dimensions: (ins, outs) -> target, all outputs, aliases
+    localize: Callable[..., tuple] | None = dataclasses.field(compare=False, default=None)
+
+    def __repr__(self) -> str:
+        return f"{self.name}{self.attrs or ''}"
+
+    def register(self, platform: str) -> Any:
+        """Register the handler once per process, compiled only if its name is new."""
+        if platform not in self.makes:
+            raise NotImplementedError(
+                f"{self.runs}; this computation is compiled for {platform!r}: move it with jax.device_put or "
+                "jax.jit(..., device=...)"
+            )
+        if platform == "cuda" and not _cuda_ordinals():
+            return self.check()  # lowered on a machine without a GPU: it is registered where the program runs
+        with _LOCK:
+            compiled = _TARGETS.get((self.name, platform))
+            if compiled is None:
+                compiled = self.makes[platform]()
+                capsule, xla_name = (
+                    jax.ffi.pycapsule(ctypes.c_void_p(compiled.address)),
+                    platform.replace("cuda", "CUDA"),
+                )
+                jax.ffi.register_ffi_target(self.name, capsule, platform=xla_name, api_version=1)
+                _TARGETS[self.name, platform] = compiled
+            return compiled
+
+    def announce(self) -> None:
+        """Register the handler for this machine, so that what cannot be compiled fails where it is traced.
+
+        An exported program finds the name in processes that only trace; `export_checks` names those of other machines.
+        """
+        platform = _default_platform().replace("gpu", "cuda")
+        if platform in self.makes:
+            self.register(platform)
+        else:
+            for elsewhere in self.makes:
+                _TARGETS.setdefault((self.name, elsewhere), None)
 
 
 # ======================================================================================================
@@ -642,10 +666,8 @@ def _flat_specs(specs: Any, what: str, ins: Sequence[Spec] | None = None) -> tup
 def _spec(x: Any, what: str, ins: Sequence[Spec] | None) -> Spec:
     if not _is_spec(x):
         raise TypeError(
-            f"{what} must be specs with .shape and .dtype such as jax.ShapeDtypeStruct(shape, dtype), "
-            f"a pytree of them, or a callable of the inputs that returns them; got {x!r} of type {type(x).__name__}"
-            + ("; a shape needs a dtype with it" if isinstance(x, int) else "")
-            + ("; a dtype needs a shape with it" if isinstance(x, (type, np.dtype)) else "")
+            f"{what} must be specs with both .shape and .dtype, such as jax.ShapeDtypeStruct(shape, dtype), or a "
+            f"callable of the inputs that returns them; got {x!r} of type {type(x).__name__}"
         )
     shape = tuple(d if not isinstance(d, (int, np.integer)) else operator.index(d) for d in x.shape)
     if any(isinstance(d, int) and d < 0 for d in shape):
@@ -668,19 +690,9 @@ def _check_dtype(dtype: Any, what: str) -> None:
         )
     if issubclass(np.dtype(dtype).type, (np.flexible, np.object_, np.datetime64, np.timedelta64)):
         raise TypeError(
-            f"{what} has the dtype {dtype}; JAX has arrays of booleans, integers, floats and complex numbers: pass "
-            "each field of a structured array as an array of its own, and of objects what is numbers"
+            f"{what} has the dtype {dtype}, which JAX has not: pass numbers, each field of a structured array as an "
+            "array of its own"
         )
-
-
-def _allowed_dtype(dtype: Any, ins: Sequence[Spec]) -> np.dtype:
-    """The dtype of an output that is declared with `dtype`.
-
-    64 bits only where x64 is enabled, or allowed when asked for, or an input has that dtype all the same.
-    """
-    dtype = np.dtype(dtype)
-    keep = _allows_64_bits() or any(x.dtype == dtype for x in ins)
-    return np.dtype(dtype if keep else jax.dtypes.canonicalize_dtype(dtype))
 
 
 def _input_spec(x: Any, i: int) -> Spec:
@@ -721,23 +733,19 @@ def _from_foreign(x: Any, i: int, name: str) -> Any:
     raise TypeError(f"{name}: input {i} must be an array or a number; got {type(x).__name__} {x!r:.80}; {hint}")
 
 
-def _check_aliases(
-    aliases: Mapping[int, int], ins: Sequence[Spec], outs: Sequence[Spec]
-) -> tuple[tuple[int, int], ...]:
+def _check_aliases(aliases: Mapping[int, int], ins: Sequence[Spec], outs: Sequence[Spec]) -> tuple:
+    given = f"input_output_aliases={dict(aliases)}"
     for i, j in aliases.items():
-        for what, k, specs in (("input", i, ins), ("output", j, outs)):
-            if not 0 <= k < len(specs):
-                raise ValueError(
-                    f"input_output_aliases={dict(aliases)}: there is no {what} {k}; "
-                    f"the call has {len(specs)} {what}s, numbered from 0"
-                )
-        if (ins[i].shape, ins[i].dtype) != (outs[j].shape, outs[j].dtype):
+        for what, k, count in (("input", i, len(ins)), ("output", j, len(outs))):
+            if not 0 <= k < count:
+                raise ValueError(f"{given}: there is no {what} {k}; the call has {count} {what}s, numbered from 0")
+        if _show(ins[i]) != _show(outs[j]):
             raise ValueError(
-                f"input_output_aliases={dict(aliases)}: input {i} ({_show(ins[i])}) and output {j} ({_show(outs[j])}) "
-                "share memory, so shape and dtype must be equal"
+                f"{given}: input {i} ({_show(ins[i])}) and output {j} ({_show(outs[j])}) share memory, so shape and "
+                "dtype must be equal"
             )
     if len(set(aliases.values())) < len(aliases):
-        raise ValueError(f"input_output_aliases={dict(aliases)}: an output can alias one input only")
+        raise ValueError(f"{given}: an output can alias one input only")
     return tuple(sorted(aliases.items()))
 
 
@@ -768,18 +776,15 @@ class _ShardingRule:
     @classmethod
     def parse(cls, owner: str, text: str) -> _ShardingRule:
         left, arrow, right = str(text).partition("->")
-        sides = [[tuple(part.split()) for part in side.split(",")] for side in (left, right)]
-        names = [name for side in sides for part in side for name in part]
-        if not arrow or not all(name.isidentifier() for name in names):
+        ins, outs = (tuple(tuple(part.split()) for part in side.split(",")) for side in (left, right))
+        if not arrow or not all(name.isidentifier() for name in sum(ins + outs, ())):
             raise ValueError(
-                f"{owner}: a sharding rule names the dimensions of every operand and output, "
-                f"separated by spaces, as in 'b i, i j -> b j'; got {text!r}"
+                f"{owner}: a sharding rule names the dimensions of every operand and output, separated by spaces, "
+                f"as in 'b i, i j -> b j'; got {text!r}"
             )
-        repeated = [part for side in sides for part in side if len(set(part)) != len(part)]
-        if repeated:
+        if any(len(set(part)) < len(part) for part in ins + outs):
             raise ValueError(f"{owner}: a dimension name occurs twice in one array: {text!r}")
-        ins = () if not left.strip() else tuple(sides[0])
-        return cls(owner, text, ins, tuple(sides[1]))
+        return cls(owner, text, ins if left.strip() else (), outs)
 
     @classmethod
     def whole(cls, ins: Sequence[Any], outs: Sequence[Any]) -> _ShardingRule:
@@ -792,15 +797,15 @@ class _ShardingRule:
             ranks, found = [len(n) for n in names], [len(s.shape) for s in specs]
             if ranks != found:
                 raise ValueError(
-                    f"{self.owner}: the sharding rule {self.text!r} is for {what} of ranks "
-                    f"{ranks}, but the call has {what} of ranks {found}; correct the rule or the call"
+                    f"{self.owner}: the sharding rule {self.text!r} is for {what} of ranks {ranks}, but the call has "
+                    f"{what} of ranks {found}; correct the rule or the call"
                 )
         sizes: dict[str, Any] = {}
         for name, size in zip(sum(self.ins + self.outs, ()), sum((s.shape for s in (*ins, *outs)), ())):
             if sizes.setdefault(name, size) != size:
                 raise ValueError(
-                    f"{self.owner}: in the sharding rule {self.text!r} the name {name!r} stands "
-                    f"for the sizes {sizes[name]} and {size}; give dimensions of different sizes different names"
+                    f"{self.owner}: in the sharding rule {self.text!r} the name {name!r} stands for the sizes "
+                    f"{sizes[name]} and {size}; give dimensions of different sizes different names"
                 )
 
     def batched(self, flags: Sequence[bool], shared: int = 0) -> _ShardingRule:
@@ -837,64 +842,52 @@ class _ShardingRule:
         places = [jax.sharding.NamedSharding(mesh, spec) for spec in specs]
         return places[: len(self.ins)], places[len(self.ins) :]
 
-    def out_avals(self, ins: Sequence[Any], outs: Sequence[tuple]) -> list[Any]:
-        """The abstract values of results of these shapes and dtypes; those that the rule does not know are last."""
+    def out_avals(self, ins: Sequence[Any], outs: Sequence[Spec]) -> list[Any]:
+        """The abstract values of results with these specs; those that the rule does not know are last."""
         mesh = _mesh_of(ins)
         axes = [] if mesh.empty else [sharding.spec for sharding in self.shardings(mesh, ins, ())[1]]
         axes += [()] * (len(outs) - len(axes))
-        return [_out_aval(shape, dtype, ins, own) for (shape, dtype), own in zip(outs, axes, strict=True)]
+        return [_out_aval(out.shape, out.dtype, ins, own) for out, own in zip(outs, axes, strict=True)]
 
     def lower(
-        self,
-        ctx: Any,
-        operands: Any,
-        run: Callable[..., list],
-        outs: Any,
-        rest: Any = (),
-        has_side_effect: bool = False,
+        self, ctx: Any, operands: Any, run: Callable[..., list], outs: Any, rest: Any = (), effect: bool = False
     ) -> Any:
         """Lower `run(outs, *ins)`, for XLA to run with the `outs` of a shard on each device, and zeros for the rest."""
-        programs: list[str] = []
+        closed = jax.make_jaxpr(functools.partial(run, outs))(*ctx.avals_in)
+        partitioned = self._partitioned(closed, run, outs)
 
         def call(*ins: Any) -> list:
-            closed = jax.make_jaxpr(functools.partial(run, outs))(*ins)
-            programs.append(str(closed.jaxpr))
-            results = self._partitioned(closed, run, outs, len(ins))(*ins, *closed.consts)
-            return [*results, *[_zeros(s.shape, s.dtype) for s in rest]]
+            return [*partitioned(*ins, *closed.consts), *[_zeros(s.shape, s.dtype) for s in rest]]
 
         results = mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
         attributes = results[0].owner.attributes
-        attributes["has_side_effect"] = mlir.ir_attribute(has_side_effect)
+        attributes["has_side_effect"] = mlir.ir_attribute(effect)
         # for keys of the persistent cache: what custom_partitioning writes there is an address, which can recur
-        digest = hashlib.sha256(programs[0].encode()).hexdigest()
+        digest = hashlib.sha256(str(closed.jaxpr).encode()).hexdigest()
         attributes["mhlo.frontend_attributes"] = mlir.ir_attribute({"xla_kernel": digest})
         return results
 
-    def _partitioned(self, closed: Any, run: Callable[..., list], outs: Any, n: int) -> Callable[..., Any]:
-        """`closed`, which is `run` with these `outs`, as a function of its `n` operands and its constants."""
+    def _partitioned(self, closed: Any, run: Callable[..., list], outs: Any) -> Callable[..., Any]:
+        """`closed`, which is `run` with these `outs`, as a function of its operands and its constants."""
         from jax.experimental.custom_partitioning import custom_partitioning
 
-        rule = dataclasses.replace(self, ins=self.ins + _own_names("const", closed.consts))
-        sides = [", ".join(" ".join(f"d{n}" for n in names) for names in side) for side in (rule.ins, rule.outs)]
-
-        def whole(*args: Any) -> tuple:
-            return tuple(jax.core.eval_jaxpr(closed.jaxpr, args[n:], *args[:n]))
+        n, rule = len(self.ins), dataclasses.replace(self, ins=self.ins + _own_names("const", closed.consts))
+        sides = [", ".join(" ".join(f"d{name}" for name in names) for names in side) for side in (rule.ins, rule.outs)]
+        whole = lambda *args: tuple(jax.core.eval_jaxpr(closed.jaxpr, args[n:], *args[:n]))
 
         def partition(mesh: Any, args: Any, results: Any) -> tuple:
             given, returned = rule.shardings(mesh, args, results)
             local = [Spec(s.shard_shape(out.shape), out.dtype) for s, out in zip(returned, outs)]
 
             def shard(*args: Any) -> tuple:
-                with _without_mesh():
+                with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):  # one device has no mesh
                     jaxpr = jax.make_jaxpr(functools.partial(run, local))(*args[:n]).jaxpr
                     return tuple(jax.core.eval_jaxpr(jaxpr, args[n:], *args[:n]))
 
             return mesh, shard, tuple(returned), tuple(given)
 
-        def infer(*on: Any) -> tuple:
-            return tuple(rule.shardings(*on)[1])
-
         function = custom_partitioning(whole)
+        infer = lambda *on: tuple(rule.shardings(*on)[1])
         function.def_partition(partition, infer, sharding_rule=" -> ".join(sides))
         return function
 
@@ -913,67 +906,23 @@ def _own_names(kind: str, arrays: Sequence[Any]) -> tuple[tuple[str, ...], ...]:
 # Knows a target, avals and aliases.  Does not know kernels, nor where a target comes from.
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
-class _Target:
-    """What a call runs: a registered name, and the integers that this call's shapes and options give it.
-
-    It knows no wrapper: JAX's caches hold it, and would keep alive the function that they are keyed by.
-    `localize(ins, outs)`, where XLA may split the kernel's own dimensions, is the call on a shard: its target, all
-    outputs and aliases.
-    """
-
-    name: str
-    attrs: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    copy_inputs: tuple[int, ...] = ()  # those that the kernel may write to
-    zero: tuple[int, ...] = ()  # the outputs that start from zeros
-    makes: Mapping[str, Callable[[], _Compiled]] = dataclasses.field(compare=False, default_factory=dict)
-    runs: str = dataclasses.field(compare=False, default="")  # where it runs, for the error on another platform
-    check: Callable[[], None] = dataclasses.field(compare=False, default=lambda: None)  # as far as it can be, off a GPU
-    localize: Callable[..., tuple] | None = dataclasses.field(compare=False, default=None)
-
-    def __repr__(self) -> str:
-        return f"{self.name}{self.attrs or ''}"
-
-    def register(self, platform: str) -> Any:
-        """Register the handler, before a call is compiled for a platform."""
-        if platform not in self.makes:
-            raise NotImplementedError(
-                f"{self.runs}; this computation is compiled for {platform!r}: move it with jax.device_put or "
-                "jax.jit(..., device=...)"
-            )
-        if platform == "cpu" or _cuda_ordinals():
-            return _register(self.name, platform, self.makes[platform])
-        return self.check()  # lowered on a machine without a GPU: it is registered where the program runs
-
-    def announce(self) -> None:
-        """Register the handler for this machine, so that what cannot be compiled fails where it is traced.
-
-        An exported program finds the name in processes that only trace; `export_checks` names those of other machines.
-        """
-        platform = {"gpu": "cuda"}.get(_default_platform(), _default_platform())
-        if platform in self.makes:
-            self.register(platform)
-        else:
-            for elsewhere in self.makes:
-                _STORE.targets.setdefault((self.name, elsewhere), None)
-
-
 def _bind_call(*args: Any, rule: _ShardingRule, has_side_effect: bool, **params: Any) -> list:
     """Bind the primitive for a call: one of its own where XLA's partitioner must be told what to do with it."""
     told = rule.ins and rule.outs and (rule.split or has_side_effect)
     return (_split_call_p if told else _call_p).bind(*args, rule=rule, has_side_effect=has_side_effect, **params)
 
 
-def _call_abstract_eval(*ins: Any, outs: Sequence[tuple], has_side_effect: bool, rule: Any, **_: Any) -> tuple:
+def _call_abstract_eval(*ins: Any, outs: Sequence[Spec], has_side_effect: bool, rule: Any, **_: Any) -> tuple:
     return rule.out_avals(ins, outs), _side_effect() if has_side_effect else frozenset()
 
 
-def _call_lowering(ctx: Any, *operands: Any, **params: Any) -> Any:
-    target, aliases, has_side_effect = (params[name] for name in ("target", "aliases", "has_side_effect"))
+def _call_lowering(
+    ctx: Any, *operands: Any, target: _Target, aliases: tuple, has_side_effect: bool, **params: Any
+) -> Any:
     for platform in _platforms(ctx):
         target.register(platform)
     if ctx.primitive is _split_call_p and (on_mesh := _on_mesh(ctx)):
-        return _split_call_lowering(on_mesh, *operands, **params)
+        return _lower_on_shards(on_mesh, operands, target, aliases, has_side_effect, **params)
     if has_side_effect and getattr(ctx.module_context.axis_context, "num_devices", 1) > 1:
         raise NotImplementedError(
             f"kernel {target.name!r} has side effects, and XLA cannot tell on which devices: over several, give it an "
@@ -989,20 +938,21 @@ def _call_lowering(ctx: Any, *operands: Any, **params: Any) -> Any:
     return rule(ctx, *operands, **{name: np.array(values, np.int64) for name, values in target.attrs})
 
 
-def _split_call_lowering(
-    ctx: Any, *operands: Any, rule: _ShardingRule, target: _Target, outs: Any, **params: Any
+def _lower_on_shards(
+    ctx: Any, operands: Any, target: _Target, aliases: tuple, effect: bool, rule: _ShardingRule, outs: tuple
 ) -> Any:
     """Give XLA the call on a shard: of the results that the rule knows, as nobody asks for those behind them."""
-    specs, n, depth = [Spec(*out) for out in outs], len(rule.outs), rule.depth
+    n, depth = len(rule.outs), rule.depth
 
     def run(results: Sequence[Spec], *ins: Any) -> list:
-        localize = target.localize or (lambda *_: (target, _slices(specs, depth), params["aliases"]))
-        local, every, aliases = localize(_slices(ins, depth), _slices(results, depth))
+        local, every, shared = target, _slices(outs, depth), aliases
+        if target.localize:
+            local, every, shared = target.localize(_slices(ins, depth), _slices(results, depth))
         hidden = [Spec((*results[0].shape[:depth], *s.shape), s.dtype) for s in every[n:]]
-        full = tuple((s.shape, s.dtype) for s in (*results, *hidden))
-        return _call_p.bind(*ins, rule=rule, target=local, outs=full, **{**params, "aliases": aliases})[:n]
+        params = {"rule": rule, "outs": (*results, *hidden), "aliases": shared, "has_side_effect": effect}
+        return _call_p.bind(*ins, target=local, **params)[:n]
 
-    return rule.lower(ctx, operands, run, specs[:n], specs[n:], params["has_side_effect"])
+    return rule.lower(ctx, operands, run, outs[:n], outs[n:], effect)
 
 
 def _slices(arrays: Sequence[Any], depth: int) -> list[Spec]:
@@ -1015,16 +965,13 @@ def _call_batching(
     """One more leading dimension everywhere; size 1 says that an operand is the same for every slice."""
     size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
     own = [d is not None or i in dict(aliases) for i, d in enumerate(dims)]  # what is written to is not shared
-    args = [
-        jax.lax.broadcast(x, (size if own[i] else 1,)) if d is None else jax.numpy.moveaxis(x, d, 0)
-        for i, (x, d) in enumerate(zip(args, dims, strict=True))
-    ]
-    outs = tuple(((size, *shape), dtype) for shape, dtype in outs)
+    args = [batching.bdim_at_front(x, d, size if mine else 1) for x, d, mine in zip(args, dims, own, strict=True)]
+    outs = tuple(Spec((size, *s.shape), s.dtype) for s in outs)
     return _bind_call(*args, outs=outs, aliases=aliases, rule=rule.batched(own, 1), **params), [0] * len(outs)
 
 
 def _call_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, target: _Target, outs: Any, **params: Any) -> tuple:
-    if any(jax.dtypes.issubdtype(dtype, np.inexact) for _, dtype in outs):
+    if any(jax.dtypes.issubdtype(out.dtype, np.inexact) for out in outs):
         raise TypeError(
             f"kernel {target.name!r} has no derivative: wrap it in jax.custom_vjp or jax.custom_jvp, or register it "
             "with XLACustomKernel and give that a rule (def_jvp_rule, def_vjp_rule)"
@@ -1275,7 +1222,7 @@ class _Wrapper(_Kept):
                 {name: x for name, x in vars(self).items() if name not in ("_jitted", "_vjp", "variants")}
             )
             target = dataclasses.replace(target, localize=functools.partial(resolve, bare))
-        params = {"outs": tuple((s.shape, s.dtype) for s in every), "aliases": aliases, "has_side_effect": effect}
+        params = {"outs": tuple(every), "aliases": aliases, "has_side_effect": effect}
         rule = rule or _ShardingRule.whole(ins, outs)
         return _bind_call(*_make_varying(args), target=target, rule=rule, **params)[: len(outs)]
 
@@ -2303,7 +2250,7 @@ class _NumbaKernel(_NumbaWrapper):
         how = (numba.__version__, _settings(numba.config), str(signature), str(forms), static, in_order)
         digest = functools.partial(_digest, "numba", kernel, *how, live_above=_NUMBA_LIVE_ABOVE)
         name = self._target_name(digest())
-        if (name, "cpu") not in _STORE.targets and _has_drifted((self.kernel, static), self.kernel):
+        if (name, "cpu") not in _TARGETS and _has_drifted((self.kernel, static), self.kernel):
             name = self._target_name(digest())
         make = functools.partial(_compile_numba, self.kernel, signature, forms, self.static, in_order)
         runs = f"numba_kernel {self.__name__!r} runs on the CPU; for GPUs there are numba_cuda_kernel and warp_kernel"
@@ -5287,7 +5234,7 @@ def _op_impl(op: XLACustomKernel, /, *ins: Any, **options: Any) -> list:
 def _op_abstract_eval(op: XLACustomKernel, /, *avals: Any, outs: tuple, _batch: tuple = (), **params: Any) -> list:
     _IN_JAX_CACHES.add((op, "rules"))
     sizes = tuple(size for size, _ in reversed(_batch))
-    return _op_sharding(op, avals, outs, _batch).out_avals(avals, [((*sizes, *out.shape), out.dtype) for out in outs])
+    return _op_sharding(op, avals, outs, _batch).out_avals(avals, [Spec((*sizes, *s.shape), s.dtype) for s in outs])
 
 
 def _op_sharding(op: XLACustomKernel, ins: Sequence[Any], outs: tuple, batch: tuple) -> _ShardingRule:
