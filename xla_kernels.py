@@ -3415,6 +3415,9 @@ _WARP_READERS = frozenset({"len", "lower_bound", "tile_load", "tile_load_indexed
 _WARP_PROPERTIES = frozenset({"dtype", "ndim", "shape", "size", "strides"})
 _WARP_MAX_DIMS = 4
 _WARP_MAX_EXTENT = 2**31 - 1  # Warp keeps extents, strides in bytes and thread indices in 32-bit integers
+# In the attribute `launch`: where the extents of a launch on a CPU start, those on a GPU, and constants.
+_WARP_CPU_EXTENTS, _WARP_GPU_EXTENTS, _WARP_CONSTANTS = 13, 7, 19
+_STAND_IN_DIMS = (720720, 1024)  # of a recorded launch: Warp checks that clusters, of up to 16 blocks, divide the grid
 
 
 # -- 11.1 The wrapper ----------------------------------------------------------------------------------
@@ -3439,37 +3442,28 @@ def warp_kernel(
 ) -> Any:
     """Make an NVIDIA Warp kernel a JAX function, on CPUs and GPUs.
 
-    The kernel's parameters are the inputs, then the outputs, then the scratch buffers.  Arrays of vectors
-    and matrices are JAX arrays with the elements in trailing dimensions; an array of one element may be 0-d,
-    and None is a null array.  Arguments can be given by keyword, and a generic kernel runs as the call's dtypes say.
+    The kernel's parameters are the inputs, then the outputs, then the scratch buffers.  Arrays of vectors and
+    matrices are JAX arrays with the elements in trailing dimensions; an array of one element may be 0-d, and None is a
+    null array.  A generic kernel runs as the call's dtypes say.
 
     Parameters that are not arrays (scalars, vectors, matrices, structs) take Python or NumPy values as constants,
     and each new one compiles again: give what changes, such as a time step, as a JAX scalar.  That is read when
     the kernel runs, also where it is traced, on the CPU alone: for a GPU make it a `warp.array` of shape (1,).
 
-    `vmap` launches once per slice inside one call.  On the CPU, XLA calls Warp's machine code directly.
     Warp rebuilds a whole module for each kernel that is added to it: for kernels made by a generator,
     `warp.kernel(module="unique")` saves that.
 
-    Args:
+    Args (the others are those of `numba_kernel`):
       kernel: a function decorated with `warp.kernel`; without it, `warp_kernel(outs=...)` is a decorator.
       outs: the results, as for `numba_kernel`; a callable gets what the call got, values included.  Outputs
         are not initialized: kernels that add into one say `zero_outputs=True`, or name it in
         `in_out_argnames`.  If the launch is empty they are zero.
       launch_dims: the number of threads: an int, a tuple of up to 4, or a callable of the inputs; by
         default the shape of the kernel's first array (without the trailing dimensions of its elements).
+        With `sharding_rule` it must be a callable, where it is given, as shards have less.
       block_dim: threads per block on a GPU; a block on the CPU has one.
       tiled: True for kernels whose blocks work on tiles, as `warp.launch_tiled` starts them: `launch_dims`, up
         to 3, counts blocks, of `block_dim` threads each.
-      vmap_method: "sequential" and "sequential_unrolled" run the slices of a batch in order on one thread; with
-        any other, XLA's threads share the slices of a batch for which that pays.  The results are the same.
-      input_output_aliases: `{i: j}`: output j starts with the value of argument i, a position or a name.
-      in_out_argnames: names of array parameters that are given a value and returned.  They count as inputs
-        in the call and, in the kernel's order, as the first of `outs`.
-      has_side_effect: True keeps the call even where its results are not used.
-      scratch: like `outs`: uninitialized buffers passed after the outputs and not returned.
-      zero_outputs: True starts every output but the aliased ones from zeros, in each slice of a `vmap`.
-      sharding_rule: as for `numba_kernel`; `launch_dims`, where given, must then be a callable, as shards have less.
       differentiable: True gives reverse mode through the kernel's own adjoint, for arrays of floats.
 
     Returns:
@@ -3493,6 +3487,41 @@ def warp_kernel(
     return _wrap(_WarpKernel, locals())
 
 
+class _WarpOptions(_Options):
+    """Also how a kernel is launched."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        if not 1 <= operator.index(self.block_dim) <= 1024:
+            raise ValueError(f"block_dim must be 1 to 1024 threads; got {self.block_dim}")
+        if self.tiled and self.launch_dims is None:
+            raise ValueError("tiled=True needs launch_dims, the number of blocks")
+        if self.launch_dims is not None and not callable(self.launch_dims):
+            self.resolve(self.launch_dims)
+            if self.sharding_rule:
+                raise ValueError(
+                    f"launch_dims={self.launch_dims!r} is for whole arrays, which sharding_rule={self.sharding_rule!r} "
+                    "lets XLA split: give a callable of the inputs, or nothing"
+                )
+        overwritten = self.aliases or self.in_out_argnames
+        if self.differentiable and (overwritten or self.scratch is not None):
+            raise ValueError(
+                "differentiable=True does not go with in_out_argnames, input_output_aliases or scratch: the adjoint "
+                "needs the values that a kernel overwrites, and scratch's contents; return those as an output"
+            )
+
+    def resolve(self, dims: Any) -> tuple[int, ...]:
+        """The dimensions of a launch; if it is tiled, followed by 1 for the threads of a block."""
+        try:
+            dims = tuple(map(operator.index, dims if isinstance(dims, (tuple, list)) else (dims,)))
+        except TypeError:
+            raise TypeError(f"launch_dims must be an int or a tuple of ints; got {dims!r}") from None
+        most, what = (_WARP_MAX_DIMS - 1, "tiled launch_dims") if self.tiled else (_WARP_MAX_DIMS, "launch_dims")
+        if not 1 <= len(dims) <= most or min(dims) < 0 or max(dims) > _WARP_MAX_EXTENT:
+            raise ValueError(f"{what} must be 1 to {most} numbers from 0 to {_WARP_MAX_EXTENT}; got {dims}")
+        return (*dims, 1) if self.tiled else dims
+
+
 class _GenericWarpKernel(_Wrapper):
     """A generic kernel: a call runs the instance for its dtypes, and `dtype=Any` may stand for vectors and matrices."""
 
@@ -3500,63 +3529,49 @@ class _GenericWarpKernel(_Wrapper):
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         given = {**dict(zip(self.parameters, args)), **named}
-        values = [
-            _input_spec(x, i) if isinstance(x, (jax.Array, np.ndarray)) else x for i, x in enumerate(given.values())
-        ]
+        ins = [_input_spec(x, i) if isinstance(x, (jax.Array, np.ndarray)) else x for i, x in enumerate(given.values())]
         outs, scratch = (
-            _flat_specs(self._for_inputs(getattr(self.options, what), values), what)[0] for what in ("outs", "scratch")
+            _flat_specs(self._for_inputs(getattr(self.options, what), ins), what)[0] for what in ("outs", "scratch")
         )
-        values += [*outs[len(self.options.in_out_argnames or ()) :], *scratch]
+        values = [*ins, *outs[len(self.options.in_out_argnames or ()) :], *scratch]
         kinds = [arg.type for arg in self.kernel.adj.args]
         if len(kinds) != len(values) or [*given] != [*self.parameters[: len(given)]]:
             raise TypeError(f"generic Warp kernel {self.__name__!r} takes {self.parameters}; this call gives {values}")
         wp = _warp("warp_kernel")
-        instance = wp.overload(
-            self.kernel, [_warp_instance_type(wp, *pair) for pair in zip(kinds, values, strict=True)]
-        )
-        with _LOCK:
-            known = self.variants.get(instance)
-            wrapper = known or self.variants.keep(instance, _WarpKernel(instance, self.options))
-        return wrapper(*args, **named)
+        instance = wp.overload(self.kernel, [*map(functools.partial(_warp_instance_type, wp), kinds, values)])
+        known = self.variants.get(instance)
+        return (known or self.variants.keep(instance, _WarpKernel(instance, self.options)))(*args, **named)
 
 
 def _warp_instance_type(wp: Any, kind: Any, value: Any) -> Any:
     """The type of a parameter, for what a call gives where it is generic."""
     with contextlib.suppress(TypeError):
         return _warp_param(wp, "", "", kind) and kind
-    if isinstance(value, (bool, int, float)):
-        return {bool: wp.bool, int: wp.int32, float: wp.float32}[type(value)]
     if not isinstance(value, (Spec, np.generic)):
         return type(value)
-    scalar, ndim = jaxtype_to_warptype(value.dtype), getattr(kind, "ndim", len(value.shape))
-    inner = value.shape[ndim:]
-    element = {0: lambda: scalar, 1: lambda: wp.types.vector(*inner, scalar), 2: lambda: wp.types.matrix(inner, scalar)}
-    return wp.array(dtype=element[len(inner)](), ndim=ndim) if ndim else scalar
+    element, ndim = jaxtype_to_warptype(value.dtype), getattr(kind, "ndim", len(value.shape))
+    if inner := value.shape[ndim:]:
+        element = wp.types.vector(*inner, element) if len(inner) == 1 else wp.types.matrix(inner, element)
+    return wp.array(dtype=element, ndim=ndim) if ndim else element
 
 
 class _WarpKernel(_Wrapper):
     decorator = "warp_kernel"
+    options_type = _WarpOptions
 
     @classmethod
     def make(cls, kernel: Any, options: Any) -> _Wrapper:
         return (_GenericWarpKernel if getattr(kernel, "is_generic", False) else cls)(kernel, options)
 
     def __init__(self, kernel: Any, *args: Any) -> None:
-        self.params, self.writes = _warp_params(kernel), _warp_writes(kernel)
+        self.params = _warp_params(kernel)
         self.by_value = {param.name: param for param in self.params if param.ndim is None}
         super().__init__(kernel, *args)
-        self.values = {
-            i: _pack_warp_value(self.__name__, param, self.static[param.name])
-            for i, param in enumerate(self.params)
-            if param.name in self.static.keys() & self.by_value
-        }
-        self.block_dim, self.tiled = operator.index(self.options.block_dim), bool(self.options.tiled)
-        for i in self.options.aliases:
-            if isinstance(i, int) and (not 0 <= i < len(self.params) or self.params[i].ndim is None):
-                raise ValueError(
-                    f"warp_kernel({self.__name__}): argument {i} is not an array, so no output can alias it"
-                )
-        self._check_options()
+        self.constants, self.starts = b"", dict[str, int]()  # the memory of constants, and where in it each starts
+        for name in (name for name in self.by_value if name in self.static):
+            self.starts[name] = 8 * _WARP_CONSTANTS + len(self.constants)
+            packed = self.by_value[name].pack(self.static[name])
+            self.constants += packed.ljust(-(-len(packed) // 8) * 8, b"\0")
         self._vjp = jax.custom_vjp(super()._trace)
         self._vjp.defvjp(self._forward, self._backward)
 
@@ -3566,9 +3581,8 @@ class _WarpKernel(_Wrapper):
         if not (named or self.by_value or type(None) in map(type, args)):
             return super().__call__(*args)
         given = {**dict(zip(self.parameters, args)), **named}
-        for name in self.by_value:
-            if name not in given:
-                raise self._wrong_arity(f"{len(given)} arguments, but {name!r} is passed by value")
+        if missing := [name for name in self.by_value if name not in given]:
+            raise self._wrong_arity(f"{len(given)} arguments, but {missing[0]!r} is passed by value")
         if len(given) < len(args) + len(named) or given.keys() != {*self.parameters[: len(given)]}:
             raise self._wrong_arity(f"{len(args)} arguments by position and {', '.join(named) or 'none'} by keyword")
         return self._call_by_name((), {name: self._as_value(name, x) for name, x in given.items()})
@@ -3584,18 +3598,12 @@ class _WarpKernel(_Wrapper):
         if not isinstance(value, jax.core.Tracer) and any(device.platform != "cpu" for device in value.devices()):
             return np.asarray(value)
         if self.options.differentiable or not param.takes(value):
-            why = "; with differentiable=True it must be known when JAX traces" if self.options.differentiable else ""
-            raise TypeError(
-                f"Warp kernel {self.__name__!r}: parameter {name!r} ({param}) is passed by value; got {value}{why}: "
-                "make the parameter a warp.array of shape (1,)"
-            )
-        return value if value.dtype == param.dtype else value.astype(param.dtype)
+            why = " and, with differentiable=True, when JAX traces" if self.options.differentiable else ""
+            raise TypeError(f"{param.by_value}{why}; got {value}: make the parameter a warp.array of shape (1,)")
+        return value.astype(param.dtype)
 
     def _static_key(self, static: dict[str, Any]) -> Any:
-        pack = functools.partial(_pack_warp_value, self.__name__)
-        return frozenset(
-            (name, pack(self.by_value[name], x) if name in self.by_value else None) for name, x in static.items()
-        )
+        return frozenset((name, name in self.by_value and self.by_value[name].pack(x)) for name, x in static.items())
 
     def _for_inputs(self, option: Any, ins: Sequence[Spec]) -> Any:
         """Callables get all that the call got, values included."""
@@ -3608,109 +3616,91 @@ class _WarpKernel(_Wrapper):
 
     def _input_number(self, option: str, name: str | int, n: int) -> int:
         """Positions count all arguments of the call."""
-        return super()._input_number(option, self.parameters[name] if isinstance(name, int) else name, n)
-
-    # -- checks ----------------------------------------------------------------------------------------
-
-    def _check_options(self) -> None:
-        if not 1 <= self.block_dim <= 1024:
-            raise ValueError(f"warp_kernel({self.__name__}): block_dim must be 1 to 1024 threads; got {self.block_dim}")
-        launch_dims = self.options.launch_dims
-        if self.tiled and launch_dims is None:
-            raise ValueError(f"warp_kernel({self.__name__}): tiled=True needs launch_dims, the number of blocks")
-        if not callable(launch_dims) and launch_dims is not None:
-            _warp_launch_dims(self.__name__, launch_dims, self.tiled)
-            if self.rule:
-                raise ValueError(
-                    f"warp_kernel({self.__name__}): launch_dims={launch_dims!r} is for whole arrays, which "
-                    f"sharding_rule={self.rule.text!r} lets XLA split: give a callable of the inputs, or nothing"
-                )
-        reasons = {
-            "in_out_argnames or input_output_aliases": (self.options.aliases or self.options.in_out_argnames)
-            and "the adjoint needs the values they overwrite",
-            "scratch": self.options.scratch is not None and "the adjoint needs its contents; return it as an output",
-        }
-        for what, reason in reasons.items():
-            if self.options.differentiable and reason:
-                raise ValueError(f"warp_kernel({self.__name__}): differentiable=True does not go with {what}: {reason}")
+        return super()._input_number(option, dict(enumerate(self.parameters)).get(name, name), n)  # type: ignore
 
     def _wrong_arity(self, given: str) -> TypeError:
-        names = ", ".join(param.name for param in self.params)
         return TypeError(
-            f"Warp kernel {self.__name__!r} takes the parameters ({names}): inputs, then outputs and scratch; "
-            f"this call gives it {given}"
+            f"Warp kernel {self.__name__!r} takes the parameters ({', '.join(self.parameters)}): inputs, then outputs "
+            f"and scratch; this call gives it {given}"
         )
 
     # -- from a call to a target -----------------------------------------------------------------------
 
     def _find_target(self, ins: list[Spec], outs: list[Spec]) -> _Target:
         n_args, in_outs, shared = len(ins) + len(self.static), self._in_outs(len(ins)), self._aliases(len(ins))
-        if len(self.params) != n_args + len(outs) - len(in_outs) or not self.by_value.keys() <= {
-            *self.parameters[:n_args]
-        }:
+        if len(self.params) != n_args + len(outs) - len(in_outs):
             raise self._wrong_arity(f"{n_args} inputs and {len(outs)} outputs (in-out arguments count as both)")
-        arrays = [i for i in range(n_args) if self.params[i].name not in self.static]
-        results = [*(arrays[j] for j in in_outs), *range(n_args, len(self.params))]
-        buffers: list[int | None] = [None] * len(self.params)
-        for k, i in enumerate([*arrays, *results]):
-            buffers[i] = k
-        for i, spec in zip([*arrays, *results], ins + outs, strict=True):
-            if self.params[i].ndim is not None:
-                _check_warp_array(self.__name__, self.params[i], spec)
-        for j, i in enumerate(arrays):
-            if self.params[i].name in self.writes and j not in shared:
+        given = [param for param in self.params[:n_args] if param.name not in self.static]
+        params = [*given, *(given[j] for j in in_outs), *self.params[n_args:]]  # that the buffers go to
+        for param, spec in zip(params, ins + outs, strict=True):
+            param.check(spec)
+        for j, param in enumerate(given):
+            if j not in shared and param.use(self.kernel.adj) == 2:
                 raise TypeError(
-                    f"Warp kernel {self.__name__!r} writes to its input {self.params[i].name!r}, which JAX may share: "
+                    f"Warp kernel {self.__name__!r} writes to its input {param.name!r}, which JAX may share: "
                     "name it in in_out_argnames, which returns it, or write to an output"
                 )
-        clear = tuple(len(ins) + j for j in range(len(outs)) if j not in shared.values())
-        plan = _WarpPlan(
-            self.kernel, self.params, self.block_dim, self.tiled, tuple(buffers), None, clear, self.options.in_order
-        )
-        return self._target(plan, ins, outs, self._extents(plan, ins, outs))
+        clear = range(len(ins), len(ins) + len(outs))
+        plan = self._plan(params, None, len(ins), tuple(k for k in clear if k - len(ins) not in shared.values()))
+        return self._target(plan, ins, outs, self._extents(params, ins, outs))
 
-    def _extents(self, plan: _WarpPlan, ins: list[Spec], outs: list[Spec]) -> tuple[int, ...]:
+    def _extents(self, params: list[_WarpParam], ins: list[Spec], outs: list[Spec]) -> tuple[int, ...]:
         dims = self._for_inputs(self.options.launch_dims, ins)
         if dims is None:
-            tables = zip(self.params, plan.buffers, strict=True)
-            param, k = next((p, k) for p, k in tables if k is not None and p.ndim is not None)
-            shape = [*ins, *outs][k].shape
-            dims = shape[: len(shape) - len(param.inner)] or (1,)
-        return _warp_launch_dims(self.__name__, dims, self.tiled)
+            specs = dict(zip((param.name for param in params), ins + outs))
+            first = next(param for param in self.params if param.ndim is not None and param.name in specs)
+            shape = specs[first.name].shape
+            dims = shape[: len(shape) - len(first.inner)] or (1,)
+        return self.options.resolve(dims)
+
+    def _plan(
+        self, params: list[_WarpParam], adjoints: Mapping[str, int] | None, n_in: int, clear: tuple[int, ...]
+    ) -> _WarpPlan:
+        """A launch that gets the call's buffers for these parameters, and those of `adjoints` for the adjoints."""
+        buffers, grads = {param.name: k for k, param in enumerate(params)}, adjoints or {}
+        arguments = [
+            _WarpArgument(param, buffers.get(param.name), grads.get(param.name), self.starts.get(param.name))
+            for param in self.params
+        ]
+        code, replayed = self.kernel.adj, self.kernel.adj if adjoints is not None else None
+        may_write = [k for param, k, *_ in arguments if k is not None and k < n_in and param.use(code, replayed)]
+        if adjoints is not None:
+            arguments += [_WarpArgument(param, grads.get(param.name)) for param in self.params]
+        options = self.options
+        return _WarpPlan(self.kernel, tuple(arguments), options.block_dim, clear, tuple(may_write), options.in_order)
 
     def _target(self, plan: _WarpPlan, ins: list[Spec], outs: list[Spec], dims: tuple[int, ...]) -> _Target:
         signature = _Signature.of(self.__name__, ins, outs, self.options.zero_outputs)
         with _warp_session() as wp:
             content = (wp.__version__, _settings(wp.config), *_warp_content(self.kernel), str(signature))
-        layout = (plan.block_dim, plan.tiled, plan.buffers, plan.adjoints, plan.clear, plan.in_order, plan.attributes)
-        name = self._target_name(_digest("warp", layout, *content))
-        extents = self._padded(dims)
-        grid_stride = getattr(self.kernel, "grid_stride", True)  # known once the content is; False since Warp 1.15
-        if plan.tiled:
-            dims = (*dims[:-1], plan.block_dim)
-        grid = _warp_grid(self.__name__, math.prod(dims), plan.block_dim, grid_stride)
-        attrs = [("dims", extents), ("launch", (*grid, plan.block_dim, 1, 1, 0, *self._padded(dims)))]
-        if self.values:
-            memory = b"".join(packed.ljust(-(-len(packed) // 8) * 8, b"\0") for packed in self.values.values())
-            attrs.append(("values", tuple(np.frombuffer(memory, np.int64).tolist())))
-        makes = {platform: functools.partial(_compile_warp, plan, signature, platform) for platform in ("cpu", "cuda")}
+        name = self._target_name(_digest("warp", plan.layout, *content))
+        traced = [argument.param.name for argument in plan.arguments if argument.traced is not None]
         runs = f"Warp kernel {self.__name__!r} runs on CPUs and NVIDIA GPUs"
-        if traced := [
-            p.name for p, k in zip(plan.params, plan.buffers, strict=True) if p.ndim is None and k is not None
-        ]:
-            makes.pop("cuda")  # a launch there takes host values
+        if traced:
             runs = (
                 f"Warp kernel {self.__name__!r} has traced values for {traced}, which are passed by value, so it runs "
                 "on CPUs alone; make each a warp.array of shape (1,)"
             )
-        target = _Target(name, tuple(attrs), plan.may_write(len(ins)), makes=makes, runs=runs)
+        makes = {
+            platform: functools.partial(_compile_warp, plan, signature, platform)
+            for platform in (("cpu",) if traced else ("cpu", "cuda"))  # a launch there takes host values
+        }
+        target = _Target(name, (("launch", self._launch(dims)),), plan.may_write, makes=makes, runs=runs)
         target.announce()
         return target
 
-    @staticmethod
-    def _padded(dims: tuple[int, ...]) -> tuple[int, ...]:
-        """Four dimensions, how many of them count, and their product."""
-        return (*dims, *[1] * (_WARP_MAX_DIMS - len(dims)), len(dims), math.prod(dims))
+    def _launch(self, dims: tuple[int, ...]) -> tuple[int, ...]:
+        """The attribute of a call: grid, block and shared memory; the extents for GPUs and for CPUs; constants.
+
+        Extents are four dimensions, how many of them count, and their product.
+        """
+        block_dim = operator.index(self.options.block_dim)
+        threads = (*dims[:-1], block_dim) if self.options.tiled else dims
+        extents = [(*d, *[1] * (_WARP_MAX_DIMS - len(d)), len(d), math.prod(d)) for d in (threads, dims)]
+        grid_stride = getattr(self.kernel, "grid_stride", True)  # known once the content is; False since Warp 1.15
+        grid = _warp_grid(self.__name__, math.prod(threads), block_dim, grid_stride)
+        constants = np.frombuffer(self.constants, np.int64).tolist()
+        return (*grid, block_dim, 1, 1, 0, *extents[0], *extents[1], *constants)
 
     # -- derivatives -----------------------------------------------------------------------------------
 
@@ -3719,40 +3709,31 @@ class _WarpKernel(_Wrapper):
 
     def _forward(self, *args: Any) -> tuple[Any, Any]:
         results = super()._trace(*args)
-        return results, (args, results)
+        return results, (args, jax.tree_util.tree_leaves(results))
 
     def _backward(self, residuals: Any, cotangents: Any) -> tuple:
         """One adjoint launch: (inputs, outputs, cotangents) -> (cotangents, which Warp may change, and gradients)."""
-        args, outs = residuals[0], jax.tree_util.tree_leaves(residuals[1])
-        wrt = [i for i, x in enumerate(args) if jax.dtypes.issubdtype(x.dtype, np.floating)]
-        of = [j for j, x in enumerate(outs) if jax.dtypes.issubdtype(x.dtype, np.floating)]
+        args, outs = residuals
+        n, params = len(args), [param for param in self.params if param.name not in self.static]
+        floats = [i for i, x in enumerate([*args, *outs]) if jax.dtypes.issubdtype(x.dtype, np.floating)]
+        wrt, of = [i for i in floats if i < n], [i for i in floats if i >= n]
         leaves = jax.tree_util.tree_leaves(cotangents)
-        operands = _make_varying([*args, *outs, *(leaves[j] for j in of)])
-        ins = _input_specs(operands)
-        results = [ins[len(args) + j] for j in of] + [ins[i] for i in wrt]
-        aliases = tuple((len(args) + len(outs) + n, n) for n in range(len(of)))
-        n, rule = len(args), self.rule and self.rule.adjoint(wrt, of)
+        operands = _make_varying([*args, *outs, *(leaves[i - n] for i in of)])
+        rule = self.rule and self.rule.adjoint(wrt, [i - n for i in of])
 
         def resolve(self: _WarpKernel, ins: list[Spec], results: list[Spec]) -> tuple:
-            target = self._adjoint_target(ins, results, n, wrt, of)
+            adjoints = {params[i].name: len(ins) + k for k, i in enumerate([*of, *wrt])}
+            clear = tuple(range(len(ins) + len(of), len(ins) + len(results)))
+            plan = self._plan(params, adjoints, len(ins), clear)
+            target = self._target(plan, ins, results, self._extents(params, ins[:n], ins[n : len(params)]))
+            aliases = tuple((len(params) + k, k) for k in range(len(of)))
             return target, *_with_copies(target, ins, results, aliases)
 
+        ins = _input_specs(operands)
+        results = ins[len(params) :] + [ins[i] for i in wrt]
         grads = self._bind(resolve, operands, results, rule)[len(of) :]
         found = {i: _sharded_like(grad, jax.typeof(args[i])) for i, grad in zip(wrt, grads, strict=True)}
         return tuple(found[i] if i in found else np.zeros(x.shape, jax.dtypes.float0) for i, x in enumerate(args))
-
-    def _adjoint_target(self, ins: list[Spec], results: list[Spec], n: int, wrt: list[int], of: list[int]) -> _Target:
-        arrays = [i for i, param in enumerate(self.params) if param.name not in self.static]
-        buffers: list[int | None] = [None] * len(self.params)
-        adjoints: list[int | None] = [None] * len(self.params)
-        for k, i in enumerate(arrays):
-            buffers[i] = k
-        for k, j in enumerate([n + j for j in of] + wrt):
-            adjoints[arrays[j]] = len(ins) + k
-        clear = tuple(range(len(ins) + len(of), len(ins) + len(results)))
-        tables = tuple(buffers), tuple(adjoints)
-        plan = _WarpPlan(self.kernel, self.params, self.block_dim, self.tiled, *tables, clear, self.options.in_order)
-        return self._target(plan, ins, results, self._extents(plan, ins[:n], ins[n : len(arrays)]))
 
 
 # -- 11.2 Warp itself: import, silence, types ----------------------------------------------------------
@@ -3872,6 +3853,7 @@ def jax_callable(*args: Any, **options: Any) -> Any:
 class _WarpParam:
     """One parameter: an array of `ndim` dimensions, or a value passed by value (`ndim` is None)."""
 
+    kernel: str
     name: str
     type: Any = dataclasses.field(compare=False)
     dtype: np.dtype | None  # of the scalars; None for a struct
@@ -3879,23 +3861,65 @@ class _WarpParam:
     ndim: int | None
 
     @property
-    def rank(self) -> int:
-        return (self.ndim or 0) + len(self.inner)
-
-    @property
     def nbytes(self) -> int:
         """The size of a value, or of one array element."""
         return self.dtype.itemsize * math.prod(self.inner) if self.dtype else ctypes.sizeof(self.type.ctype)
+
+    @property
+    def by_value(self) -> str:
+        return f"Warp kernel {self.kernel!r}: parameter {self.name!r} ({self}) is passed by value"
+
+    def __str__(self) -> str:
+        kind = self.dtype.name if self.dtype else f"struct {self.type.key}"
+        dims = [":"] * (self.ndim or 0) + [str(n) for n in self.inner]
+        return f"{kind}[{','.join(dims)}]" if dims else kind
 
     def takes(self, array: Any) -> bool:
         """Whether an array can be given by value: of the right shape, and integers for integers and booleans."""
         allowed = "biu" if self.dtype is None or self.dtype.kind in "biu" else "biuf"
         return array.shape == self.inner and (array.dtype.kind in allowed or array.dtype == self.dtype)
 
-    def __str__(self) -> str:
-        kind = self.dtype.name if self.dtype else f"struct {self.type.key}"
-        dims = [":"] * (self.ndim or 0) + [str(n) for n in self.inner]
-        return f"{kind}[{','.join(dims)}]" if dims else kind
+    def pack(self, value: Any) -> bytes:
+        """The memory of a value; nothing for an array, which is null then."""
+        if self.ndim is not None:
+            return b""
+        got = f"{type(value).__name__} {value!r:.80}"
+        if self.dtype is None:
+            if not isinstance(getattr(value, "_ctype", None), self.type.ctype):
+                raise TypeError(f"{self.by_value}; got {got}, not an instance of that struct")
+            return bytes(value.__ctype__())
+        if isinstance(value, self.type) and isinstance(value, ctypes.Array):
+            return bytes(value)
+        array = np.asarray(getattr(value, "value", value))  # Warp's scalars keep theirs in `value`
+        if not self.takes(array):
+            raise TypeError(f"{self.by_value}; got {got}")
+        packed = array.astype(self.dtype)
+        if packed.dtype.kind in "biu" and (packed != array).any():
+            raise ValueError(f"{self.by_value}; {value!r:.80} is out of its range")
+        return packed.tobytes()
+
+    def check(self, spec: Spec) -> None:
+        """Raise unless an array like this can be passed."""
+        if self.ndim is None:
+            return
+        what = f"Warp kernel {self.kernel!r}: argument {self.name!r} is a warp.array, {self} for JAX; got {_show(spec)}"
+        if spec.dtype != self.dtype:
+            hint = "cast it, or annotate the parameter with jaxinfo_to_warpinfo(x)"
+            if np.dtype(spec.dtype).itemsize == 4 and str(self.dtype).endswith("64"):
+                hint = f"JAX keeps 64 bits `with jax.enable_x64(True): x = jnp.asarray(x, jnp.{self.dtype})`"
+            raise TypeError(f"{what}: wrong dtype; {hint}")
+        if len(spec.shape) != self.ndim + len(self.inner) and spec.shape != self.inner:  # one element
+            raise TypeError(f"{what}: wrong number of dimensions")
+        if self.inner and spec.shape[-len(self.inner) :] != self.inner:
+            raise TypeError(f"{what}: wrong inner dimensions, which hold the elements of the vector or matrix")
+        if not all(isinstance(n, int) for n in spec.shape):
+            raise NotImplementedError(f"{what}: a launch has known dimensions; export a program for each shape")
+        if max(1, *spec.shape, math.prod(spec.shape[1:]) * spec.dtype.itemsize) > _WARP_MAX_EXTENT:
+            raise ValueError(f"{what}: Warp counts extents and strides in 32 bits, at most {_WARP_MAX_EXTENT}")
+
+    def use(self, code: Any, replayed: Any = None) -> int:
+        """What the kernel does to it, as `_WarpUses` says."""
+        return 0 if self.ndim is None else _WarpUses(replayed).of(code, self.name, self.ndim)
 
 
 def _is_warp_struct(kind: Any) -> bool:
@@ -3911,22 +3935,18 @@ def _warp_params(kernel: Any) -> tuple[_WarpParam, ...]:
 
 def _warp_param(wp: Any, kernel: str, name: str, kind: Any) -> _WarpParam:
     scalars = {scalar: dtype for dtype, scalar in _warp_scalars(wp).items()}
-    scalars |= {
-        float: np.dtype("float32"),
-        int: np.dtype("int32"),
-        bool: np.dtype("bool"),
-        wp.handle: np.dtype("uint64"),
-    }
+    plain = {float: "float32", int: "int32", bool: "bool", wp.handle: "uint64"}
     is_array = isinstance(kind, wp.array) or getattr(kind, "_concrete_cls", None) is wp.array
     element = kind.dtype if is_array else kind
-    dtype = scalars.get(getattr(element, "_wp_scalar_type_", element))
+    scalar = getattr(element, "_wp_scalar_type_", element)
+    dtype = np.dtype(plain[scalar]) if scalar in plain else scalars.get(scalar)
     if dtype is None and (is_array or not _is_warp_struct(element) or _holds_arrays(element)):
         raise TypeError(
-            f"Warp kernel {kernel!r}: parameter {name!r} is {kind!r}; supported are arrays of scalars, vectors and "
-            "matrices, and scalars, vectors, matrices and structs without arrays by value; of an array of structs make "
-            "one array for each field"
+            f"Warp kernel {kernel!r}: parameter {name!r} is {kind!r}; supported are scalars, vectors and matrices, "
+            "arrays of those, and structs without arrays; of an array of structs make one array for each field"
         )
-    return _WarpParam(name, kind, dtype, tuple(getattr(element, "_shape_", ())), kind.ndim if is_array else None)
+    inner = tuple(getattr(element, "_shape_", ()))
+    return _WarpParam(kernel, name, kind, dtype, inner, kind.ndim if is_array else None)
 
 
 def _holds_arrays(struct: Any) -> bool:
@@ -3984,211 +4004,144 @@ def _users(tree: Any) -> dict[Any, Any]:
     return {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
 
 
-def _warp_writes(kernel: Any) -> frozenset[str]:
-    """The parameters that the kernel's own code writes to, as far as its syntax tells."""
-    users = _users(kernel.adj.tree)
-    names = [node for node in users if isinstance(node, ast.Name)]
-    rebound = {node.id for node in names if isinstance(node.ctx, ast.Store)}
-    return frozenset(node.id for node in names if node.id not in rebound and _is_written(users, node))
+class _WarpUses:
+    """What code does to an array: 0, it only reads; 1, it may write; 2, it writes under the array's own name.
 
-
-def _is_written(users: dict, node: Any) -> bool:
-    """Whether the code writes to `x` of `x[i] = y`, `x[i].y = z` and the like."""
-    user = users[node]
-    if isinstance(user, (ast.Subscript, ast.Attribute)) and user.value is node:
-        return isinstance(user.ctx, ast.Store) or _is_written(users, user)
-    writes = isinstance(user, ast.Call) and _WARP_WRITERS.fullmatch(getattr(user.func, "attr", ""))
-    return bool(writes) and user.args[:1] == [node]
-
-
-class _WarpReads:
-    """Whether code only reads an array, as far as its syntax and that of the functions it calls show.
-
-    An adjoint runs these functions again, but not what the kernel itself (`replayed`) stores.
+    As far as its syntax and that of the functions it calls show.  An adjoint runs these functions again, but not what
+    the kernel itself (`replayed`) stores.
     """
 
     def __init__(self, replayed: Any = None) -> None:
         self.replayed, self.seen = replayed, set[tuple]()
 
-    def all(self, adjoint: Any, name: str, ndim: int) -> bool:
-        """Whether every use of `name`, of `ndim` dimensions, reads; `adjoint` is Warp's record of the code."""
+    def of(self, adjoint: Any, name: str, ndim: int) -> int:
+        """The worst of the uses of `name`, of `ndim` dimensions; `adjoint` is Warp's record of the code."""
         if (key := (id(adjoint), name, ndim)) in self.seen:
-            return True  # unless another use does not
+            return 0  # unless another use does more
         self.seen.add(key)
         users = _users(adjoint.tree)
         uses = [node for node in users if isinstance(node, ast.Name) and node.id == name]
-        return all(isinstance(node.ctx, ast.Store) or self._one(adjoint, users, node, ndim) for node in uses)
+        loads = [node for node in uses if isinstance(node.ctx, ast.Load)]
+        worst = max((self._one(adjoint, users, node, ndim) for node in loads), default=0)
+        return worst if uses == loads else min(worst, 1)  # the name may stand for another array
 
-    def _one(self, adjoint: Any, users: dict, node: Any, ndim: int) -> bool:
+    def _one(self, adjoint: Any, users: dict, node: Any, ndim: int) -> int:
         user = users[node]
         if isinstance(user, (ast.Subscript, ast.Attribute)) and user.value is node:
+            if not isinstance(user.ctx, ast.Load) and adjoint is not self.replayed:
+                return 2
             if isinstance(user, ast.Subscript):
                 indices = user.slice.elts if isinstance(user.slice, ast.Tuple) else [user.slice]
                 ndim -= sum(not isinstance(index, ast.Slice) for index in indices)
             elif ndim > 0:
-                return user.attr in _WARP_PROPERTIES
-            may = isinstance(user.ctx, ast.Load) or adjoint is self.replayed
-            return may and self._one(adjoint, users, user, ndim)
+                return int(user.attr not in _WARP_PROPERTIES)
+            return self._one(adjoint, users, user, ndim)
         if isinstance(user, ast.Assign) and ndim > 0:  # another name for a view
-            return all(isinstance(x, ast.Name) and self.all(adjoint, x.id, ndim) for x in user.targets)
+            found = [self.of(adjoint, x.id, ndim) if isinstance(x, ast.Name) else 1 for x in user.targets]
+            return min(max(found), 1)
         if isinstance(user, ast.keyword):
             return self._call(adjoint, users[user], user.arg, ndim)
-        if isinstance(user, ast.Call):
-            return node in user.args and self._call(adjoint, user, user.args.index(node), ndim)
-        return ndim <= 0
+        if isinstance(user, ast.Call) and node in user.args:
+            return self._call(adjoint, user, user.args.index(node), ndim)
+        return int(ndim > 0 or isinstance(user, ast.Call))
 
-    def _call(self, adjoint: Any, call: ast.Call, place: Any, ndim: int) -> bool:
-        """Whether a call reads the argument at a place, a position or a keyword."""
+    def _call(self, adjoint: Any, call: ast.Call, place: Any, ndim: int) -> int:
+        """What a call does to the argument at a place, a position or a keyword."""
         function = adjoint.resolve_static_expression(call.func, eval_types=False)[0]
         if not hasattr(function, "user_overloads") or function.is_builtin():
-            return ndim <= 0 or getattr(call.func, "attr", getattr(call.func, "id", "")) in _WARP_READERS
+            name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+            writes = place == 0 and _WARP_WRITERS.fullmatch(name)
+            return 2 if writes else int(ndim > 0 and name not in _WARP_READERS)
         passed = getattr(call.func, "id", None) in [arg.label for arg in adjoint.args]  # the function is an argument
         if passed or any(isinstance(arg, ast.Starred) for arg in call.args):
-            return False
+            return 1
         overloads = [*function.user_overloads.values(), *function.user_templates.values()]
         if self.replayed:
             overloads += [g for f in overloads for g in (f.custom_replay_func, f.custom_grad_func) if g]
-        return all(self._function(f, place, ndim) for f in overloads)
+        return min(max((self._function(f, place, ndim) for f in overloads), default=0), 1)
 
-    def _function(self, function: Any, place: Any, ndim: int) -> bool:
+    def _function(self, function: Any, place: Any, ndim: int) -> int:
         args = [arg for k, arg in enumerate(function.adj.args) if place in (k, arg.label)]
-        plain = not function.native_snippet and not any(hasattr(arg.type, "value_type") for arg in args)  # no wp.ref
-        return plain and all(self.all(function.adj, arg.label, ndim) for arg in args)
-
-
-def _pack_warp_value(kernel: str, param: _WarpParam, value: Any) -> bytes:
-    """The memory of a parameter that is passed by value."""
-    what = f"Warp kernel {kernel!r}: parameter {param.name!r} ({param}) is passed by value"
-    if param.dtype is None:
-        if not isinstance(getattr(value, "_ctype", None), param.type.ctype):
-            raise TypeError(f"{what}; got {type(value).__name__} {value!r:.80}, not an instance of that struct")
-        return bytes(value.__ctype__())
-    if isinstance(value, param.type) and isinstance(value, ctypes.Array):
-        return bytes(value)
-    array = np.asarray(getattr(value, "value", value))  # Warp's scalars keep theirs in `value`
-    if not param.takes(array):
-        raise TypeError(f"{what}; got {type(value).__name__} {value!r:.80}")
-    packed = array.astype(param.dtype)
-    if param.dtype.kind in "biu" and (packed != array).any():
-        raise ValueError(f"{what}; {value!r:.80} is out of its range")
-    return packed.tobytes()
-
-
-def _check_warp_array(kernel: str, param: _WarpParam, spec: Spec) -> None:
-    what = f"Warp kernel {kernel!r}: argument {param.name!r} is a warp.array, {param} for JAX; got {_show(spec)}"
-    if spec.dtype != param.dtype and np.dtype(spec.dtype).itemsize == 4 and str(param.dtype).endswith("64"):
-        raise TypeError(
-            f"{what}: wrong dtype; JAX makes arrays of 64 bits where x64 is enabled, and they keep them elsewhere: "
-            f"with jax.enable_x64(True): x = jnp.asarray(x, jnp.{param.dtype})"
-        )
-    if spec.dtype != param.dtype:
-        raise TypeError(f"{what}: wrong dtype; cast it, or annotate the parameter with jaxinfo_to_warpinfo(x)")
-    if len(spec.shape) != param.rank and spec.shape != param.inner:  # one element
-        raise TypeError(f"{what}: wrong number of dimensions")
-    if param.inner and spec.shape[-len(param.inner) :] != param.inner:
-        raise TypeError(f"{what}: wrong inner dimensions, which hold the elements of the vector or matrix")
-    if not all(isinstance(n, int) for n in spec.shape):
-        raise NotImplementedError(f"{what}: a launch has known dimensions; export a program for each shape")
-    if max(1, *spec.shape, math.prod(spec.shape[1:]) * spec.dtype.itemsize) > _WARP_MAX_EXTENT:
-        raise ValueError(f"{what}: Warp counts extents and strides in 32 bits, at most {_WARP_MAX_EXTENT}")
-
-
-def _warp_launch_dims(kernel: str, dims: Any, tiled: bool) -> tuple[int, ...]:
-    """The dimensions of a launch; if it is tiled, followed by 1 for the threads of a block."""
-    try:
-        dims = tuple(map(operator.index, dims if isinstance(dims, (tuple, list)) else (dims,)))
-    except TypeError:
-        raise TypeError(
-            f"Warp kernel {kernel!r}: launch_dims must be an int or a tuple of ints; got {dims!r}"
-        ) from None
-    most, what = (_WARP_MAX_DIMS - 1, "tiled launch_dims") if tiled else (_WARP_MAX_DIMS, "launch_dims")
-    if not 1 <= len(dims) <= most or min(dims) < 0 or max(dims) > _WARP_MAX_EXTENT:
-        raise ValueError(
-            f"Warp kernel {kernel!r}: {what} must be 1 to {most} numbers from 0 to {_WARP_MAX_EXTENT}; got {dims}"
-        )
-    return (*dims, 1) if tiled else dims
+        if function.native_snippet or any(hasattr(arg.type, "value_type") for arg in args):  # a wp.ref
+            return 1
+        return max((self.of(function.adj, arg.label, ndim) for arg in args), default=0)
 
 
 # -- 11.4 One handler: which buffer of the call is which parameter -------------------------------------
 # Knows how Warp records a launch.  Does not run it.
 
 
+class _WarpArgument(NamedTuple):
+    """What a launch passes for a parameter, or as its adjoint: a buffer of the call, a constant, or nothing."""
+
+    param: _WarpParam
+    buffer: int | None  # among the inputs, then the outputs
+    grad: int | None = None  # the buffer where views of this array find its gradient, in an adjoint launch
+    constant: int | None = None  # where its memory starts in the attribute `launch`
+
+    @property
+    def traced(self) -> int | None:
+        """The buffer, where it holds what is passed by value."""
+        return self.buffer if self.param.ndim is None else None
+
+
 @dataclasses.dataclass(frozen=True)
 class _WarpPlan:
-    """How a target runs a kernel: forward, or (with `adjoints`) its adjoint.
-
-    `buffers` and `adjoints` give, per parameter, the index among the call's buffers (inputs, then
-    outputs); None is a value, or no adjoint.
-    """
+    """How a target runs a kernel: forward or, where the arguments are followed by their adjoints, backward."""
 
     kernel: Any
-    params: tuple[_WarpParam, ...]
+    arguments: tuple[_WarpArgument, ...]
     block_dim: int
-    tiled: bool  # the last launch dimension stands for the threads of a block
-    buffers: tuple[int | None, ...]
-    adjoints: tuple[int | None, ...] | None
     clear: tuple[int, ...]  # buffers to fill with zeros: before every adjoint launch, else if the launch is empty
+    may_write: tuple[int, ...]  # the inputs that the launch is not seen to only read
     in_order: bool  # on the CPU, the slices of a batch
 
     @property
-    def tables(self) -> list[tuple[int | None, ...]]:
-        return [self.buffers] if self.adjoints is None else [self.buffers, self.adjoints]
-
-    def may_write(self, n_in: int) -> tuple[int, ...]:
-        """Those of the first `n_in` buffers, the inputs, that the launch is not seen to only read."""
-        code, replayed = self.kernel.adj, self.kernel.adj if self.adjoints is not None else None
-        read = [_WarpReads(replayed).all(code, param.name, param.ndim or 0) for param in self.params]
-        return tuple(k for k, reads in zip(self.buffers, read, strict=True) if k is not None and k < n_in and not reads)
-
-    def grad(self, table: int, i: int) -> int | None:
-        """The buffer that an adjoint launch names as the gradient of array `i` too, where views of it look."""
-        return self.adjoints[i] if self.adjoints is not None and table == 0 else None
+    def layout(self) -> tuple:
+        """What is compiled, besides the kernel's code."""
+        return self.block_dim, self.clear, self.in_order, tuple(argument[1:] for argument in self.arguments)
 
     @property
-    def attributes(self) -> tuple[str, ...]:
-        return ("dims", "launch", "values") if self.values else ("dims", "launch")
-
-    @property
-    def values(self) -> list[tuple[int, _WarpParam, int]]:
-        """The parameters that are constants: position, parameter, offset in the `values` attribute."""
-        result, offset = [], 0
-        for i, param in enumerate(self.params):
-            if param.ndim is None and self.buffers[i] is None:
-                result.append((i, param, offset))
-                offset += -(-param.nbytes // 8) * 8
-        return result
-
-    @property
-    def arguments(self) -> list[tuple[_WarpParam, int, int, int | None]]:
-        """Each parameter, and for an adjoint launch its adjoint: the parameter, table, position and buffer."""
-        return [(self.params[i], t, i, k) for t, table in enumerate(self.tables) for i, k in enumerate(table)]
+    def is_adjoint(self) -> bool:
+        return len(self.arguments) > len(self.kernel.adj.args)
 
     @property
     def stand_ins(self) -> dict[int, _Array]:
         """The arrays of a recorded launch, by buffer."""
         found = {}
-        for param, _, _, k in self.arguments:
+        for param, k, *_ in self.arguments:
             if k is not None and param.ndim is not None:
                 dims, strides = [2] * param.ndim, _row_major([2] * param.ndim, param.nbytes)
                 found[k] = _Array(4096 * (k + 1), [*dims, *param.inner], strides, param.nbytes)
         return found
 
-    @property
-    def stand_in_dims(self) -> tuple[int, int]:
-        """The dimensions of a recorded launch: Warp checks that clusters, of up to 16 blocks, divide the grid."""
-        return 720720, self.block_dim
+    def values(self, arrays: Mapping[int, _Array] | Sequence[_Array], device: Any) -> Iterator[Any]:
+        """What Warp is given: these arrays, null arrays, and zeros by value."""
+        import warp as wp
+
+        def array(param: _WarpParam, k: int | None, grad: Any = None) -> Any:
+            if k is None:
+                return None
+            shape = arrays[k].dims[: len(arrays[k].dims) - len(param.inner)] or (1,)
+            pointer = arrays[k].pointer if math.prod(shape) else 0
+            return wp.array(ptr=pointer, shape=tuple(shape), dtype=param.type.dtype, device=device, grad=grad)
+
+        for param, k, grad, _ in self.arguments:
+            if param.ndim is None:
+                yield param.type() if param.inner or param.dtype is None else 0
+            else:
+                yield array(param, k, array(param, grad))
 
     def record(self, device: str) -> Any:
         """Warp's recorded launch, with stand-ins for arrays and values; compiles and loads the kernel."""
         with _warp_session() as wp:
-            values = [self._stand_in(wp, device, param, k, self.grad(t, i)) for param, t, i, k in self.arguments]
-            args, adjoints = values[: len(self.params)], values[len(self.params) :]
-            options: dict[str, Any] = {} if self.adjoints is None else {"adjoint": True, "adj_inputs": adjoints}
-            options |= {"dim": self.stand_in_dims, "block_dim": 1 if device == "cpu" else self.block_dim}
-            options |= {"device": device, "record_cmd": True}
-            what = f"kernel {self.kernel.func.__name__!r}"
+            values = list(self.values(self.stand_ins, device))
+            n, what = len(self.kernel.adj.args), f"kernel {self.kernel.func.__name__!r}"
+            options = {"adjoint": True, "adj_inputs": values[n:]} if self.is_adjoint else {}
+            options |= {"dim": _STAND_IN_DIMS, "block_dim": 1 if device == "cpu" else self.block_dim}
+            launch = functools.partial(wp.launch, inputs=values[:n], device=device, record_cmd=True, **options)
             try:
-                launch = _despite_changes(self.kernel, lambda: wp.launch(self.kernel, inputs=args, **options))
+                recorded = _despite_changes(self.kernel, lambda: launch(self.kernel))
             except RuntimeError as error:
                 if "backward kernel" not in str(error):
                     raise
@@ -4196,20 +4149,9 @@ class _WarpPlan:
                     f"Warp {what} was built without its adjoint, which differentiable=True needs; set "
                     "enable_backward=True in its options, its module's and warp.config"
                 ) from error
-            if launch is None:  # some Warps report a failed build once only
+            if recorded is None:  # some Warps report a failed build once only
                 raise RuntimeError(f"Warp cannot build the module of {what}: see its first error, or its log")
-            return launch
-
-    def _stand_in(self, wp: Any, device: str, param: _WarpParam, k: int | None, grad: int | None = None) -> Any:
-        if param.ndim is None:
-            return param.type() if param.inner or param.dtype is None else 0
-        if k is None:
-            return None
-        inner = None if grad is None else self._stand_in(wp, device, param, grad)
-        address, shape, *_ = self.stand_ins[k]
-        return wp.array(
-            ptr=address, shape=tuple(shape[: param.ndim]), dtype=param.type.dtype, device=device, grad=inner
-        )
+            return recorded
 
 
 # -- 11.5 What a launch passes, and native launches ----------------------------------------------------
@@ -4252,9 +4194,9 @@ class _WarpLayout:
 
     def array_stores(self, plan: _WarpPlan, arrays: Any) -> Iterator[tuple]:
         """The same for the arrays of one slice, given by buffer; dimensions of their elements come last, uncounted."""
-        for (param, t, i, k), (block, start, _) in zip(plan.arguments, self.places, strict=True):
+        for (param, k, grad, _), (block, start, _) in zip(plan.arguments, self.places, strict=True):
             if k is not None and param.ndim is not None:
-                array, grad, ndim = arrays[k], plan.grad(t, i), len(arrays[k].dims) - len(param.inner)
+                array, ndim = arrays[k], len(arrays[k].dims) - len(param.inner)
                 fields = {
                     "data": (8, [array.pointer]),
                     "grad": (8, [] if grad is None else [arrays[grad].pointer]),
@@ -4268,8 +4210,8 @@ class _WarpLayout:
 
     def predict(self, plan: _WarpPlan) -> list[bytes]:
         """The blocks of the recorded launch, whose arrays and values are stand-ins."""
-        dims, memory = plan.stand_in_dims, [bytearray(size) for size in self.sizes]
-        bounds = self.bounds_stores((*dims, 1, 1, len(dims), math.prod(dims)))
+        memory = [bytearray(size) for size in self.sizes]
+        bounds = self.bounds_stores((*_STAND_IN_DIMS, 1, 1, 2, math.prod(_STAND_IN_DIMS)))
         for block, offset, size, value in (*bounds, *self.array_stores(plan, plan.stand_ins)):
             memory[block][offset : offset + size] = value.to_bytes(size, "little")
         return [bytes(block) for block in memory]
@@ -4345,30 +4287,28 @@ class _WarpEmitter(_Emitter):
     `machine(handler)` gives what clears some bytes at an address, and what runs the kernel on blocks at some addresses.
     """
 
+    attributes = ("launch",)
+
     def __init__(self, plan: _WarpPlan, layout: _WarpLayout, machine: Callable[[_Handler], tuple], on_cpu: bool):
         self.plan, self.layout, self.machine, self.host_memory = plan, layout, machine, on_cpu
-        self.attributes = plan.attributes
-        self.extents = ("dims", 0) if on_cpu else ("launch", 8 * 7)  # an attribute, and where they start there
+        self.extents = 8 * (_WARP_CPU_EXTENTS if on_cpu else _WARP_GPU_EXTENTS)
         self.traits = 0 if on_cpu else _COMMAND_BUFFER_COMPATIBLE  # it only launches and clears, always the same
-        self.lock = _tile_lock(plan.kernel) if on_cpu else 0
-        self.in_order = plan.in_order or not on_cpu or bool(self.lock)
+        self.in_order = plan.in_order or not on_cpu
 
     def enter(self, handler: _Handler) -> Callable[[list[_Array]], None]:
         clear, launch = self.machine(handler)
-        attribute, start = self.extents
-        extents = [handler.read(handler.attribute(attribute) + start + 8 * i) for i in range(6)]
-        blocks = []
+        attribute, blocks = handler.attribute("launch"), []
+        extents = [handler.read(attribute + self.extents + 8 * i) for i in range(6)]
         for size in self.layout.sizes:
             blocks.append(handler.stack(_I64, -(-size // 8)))
             handler.clear(blocks[-1], size)
         self._store(handler, blocks, self.layout.bounds_stores(extents))
-        for i, param, start in self.plan.values:
-            block, offset, _ = self.layout.places[i]
-            handler.copy(handler.attribute("values") + start, blocks[block] + offset, param.nbytes)
+        for argument, (block, offset, size) in zip(self.plan.arguments, self.layout.places, strict=True):
+            if argument.constant is not None:
+                handler.copy(attribute + argument.constant, blocks[block] + offset, size)
 
         def run(arrays: list[_Array]) -> None:
-            always = self.plan.adjoints is not None
-            with contextlib.nullcontext() if always else handler.when(extents[5] == 0):
+            with contextlib.nullcontext() if self.plan.is_adjoint else handler.when(extents[5] == 0):
                 for k in self.plan.clear:
                     clear(arrays[k].pointer, math.prod(arrays[k].dims) * arrays[k].itemsize)
             with handler.when(extents[5] != 0):
@@ -4383,9 +4323,9 @@ class _WarpEmitter(_Emitter):
             pointer = handler.choose(handler.word(math.prod(array.dims)) == 0, 0, array.pointer)
             given.append(array._replace(pointer=pointer))
         self._store(handler, blocks, self.layout.array_stores(self.plan, given))
-        for (param, _, _, k), (block, offset, size) in zip(self.plan.arguments, self.layout.places, strict=True):
-            if k is not None and param.ndim is None:  # a traced value
-                handler.copy(arrays[k].pointer, blocks[block] + offset, size)
+        for argument, (block, offset, size) in zip(self.plan.arguments, self.layout.places, strict=True):
+            if argument.traced is not None:
+                handler.copy(arrays[argument.traced].pointer, blocks[block] + offset, size)
 
     @staticmethod
     def _store(handler: _Handler, blocks: list[_Word], stores: Iterator[tuple]) -> None:
@@ -4397,71 +4337,50 @@ class _WarpEmitter(_Emitter):
 # Knows how to fill in and replay what was recorded.  Does not know its memory.
 
 
-class _WarpReplay:
-    """The body of a handler that calls Python: fills in Warp's recorded launch and replays it.
+def _warp_replay(plan: _WarpPlan, signature: _Signature, launches: Mapping[int, Any], driver: Any) -> Callable:
+    """What a `_CallbackEmitter` calls: fills in Warp's recorded launch and runs it, on XLA's stream and device.
 
-    With a driver it launches on XLA's stream and device.  XLA does not capture it into CUDA graphs, so
-    modules may be loaded at any time.
+    XLA does not capture it into CUDA graphs, so modules may be loaded at any time.
     """
+    wp, lock, n = _warp("warp_kernel"), threading.Lock(), len(plan.kernel.adj.args)
+    first = _WARP_GPU_EXTENTS if driver else _WARP_CPU_EXTENTS
 
-    cpu_lock = threading.Lock()  # of all replays there, for the sake of tiles
+    def clear(pointer: int, nbytes: int, call: _Call) -> None:
+        if not driver:
+            ctypes.memset(pointer, 0, nbytes)
+        elif nbytes:
+            start, zero = ctypes.c_uint64(pointer), ctypes.c_ubyte(0)
+            driver.call("cuMemsetD8Async", start, zero, _SIZE(nbytes), _PTR(call.stream))
 
-    def __init__(self, plan: _WarpPlan, signature: _Signature, launches: Mapping[int, Any], driver: Any) -> None:
-        self.plan, self.signature, self.launches, self.driver = plan, signature, launches, driver
-        self.locks = {n: threading.Lock() if driver else self.cpu_lock for n in launches}
+    def fill(launch: Any, pointers: list[int], dims: list[tuple], call: _Call) -> None:
+        arrays = [_Array(pointer, [*shape], [], 0) for pointer, shape in zip(pointers, dims, strict=True)]
+        for i, (value, argument) in enumerate(zip(plan.values(arrays, launch.device), plan.arguments, strict=True)):
+            if value is not None:
+                launch.set_param_at_index(i % n, value, adjoint=i >= n)
+            sources = [] if argument.traced is None else [pointers[argument.traced]]
+            sources += [] if argument.constant is None else [call.attribute("launch") + argument.constant]
+            for source in sources:
+                ctypes.memmove(ctypes.addressof(launch.params[1 + i]), source, argument.param.nbytes)
 
-    def __call__(self, pointers: list[int], dims: list[tuple], call: _Call) -> None:
-        extents = (_I64 * 6).from_address(call.attribute("dims"))
-        launch = self.launches[call.ordinal]
-        with self.locks[call.ordinal]:
-            if self.plan.adjoints is not None or not extents[5]:
-                self._clear(pointers, dims, call)
-            if extents[5]:
-                self._fill(launch, pointers, dims, call)
-                sizes = tuple(extents[: extents[4]])
-                launch.set_dim((*sizes[:-1], self.plan.block_dim) if self.plan.tiled and self.driver else sizes)
-                self._run(launch, call)
-
-    def _clear(self, pointers: list[int], dims: list[tuple], call: _Call) -> None:
-        for k in self.plan.clear:
-            nbytes = self.signature.dtypes[k].itemsize * math.prod(dims[k])
-            if not self.driver:
-                ctypes.memset(pointers[k], 0, nbytes)
-            elif nbytes:
-                start, zero = ctypes.c_uint64(pointers[k]), ctypes.c_ubyte(0)
-                self.driver.call("cuMemsetD8Async", start, zero, _SIZE(nbytes), _PTR(call.stream))
-
-    def _fill(self, launch: Any, pointers: list[int], dims: list[tuple], call: _Call) -> None:
-        import warp as wp
-
-        def array(i: int, k: int | None, grad: Any = None) -> Any:
-            if k is None:
+    def run(pointers: list[int], dims: list[tuple], call: _Call) -> None:
+        *extents, ndim, size = (_I64 * 6).from_address(call.attribute("launch") + 8 * first)
+        launch = launches[call.ordinal]
+        with lock:
+            for k in plan.clear if plan.is_adjoint or not size else ():
+                clear(pointers[k], signature.dtypes[k].itemsize * math.prod(dims[k]), call)
+            if not size:
                 return None
-            param = self.plan.params[i]
-            shape = dims[k][: len(dims[k]) - len(param.inner)] or (1,)
-            pointer = pointers[k] if math.prod(shape) else 0
-            return wp.array(ptr=pointer, shape=shape, dtype=param.type.dtype, device=launch.device, grad=grad)
+            fill(launch, pointers, dims, call)
+            launch.set_dim(tuple(extents[:ndim]))
+            if not driver:
+                return launch.launch()
+            # no wp.Stream: that would register XLA's stream with Warp, and unregister it under the feet of others
+            stream = types.SimpleNamespace(device=launch.device, cuda_stream=call.stream)
+            is_plain = type(launch) is wp.Launch  # a deterministic one allocates, and on Warp's current stream
+            with contextlib.nullcontext() if is_plain else wp.ScopedStream(stream, sync_enter=False):
+                return launch.launch(stream=stream)
 
-        for t, table in enumerate(self.plan.tables):
-            for i, k in enumerate(table):
-                if k is not None and self.plan.params[i].ndim is None:
-                    ctypes.memmove(ctypes.addressof(launch.params[1 + i]), pointers[k], self.plan.params[i].nbytes)
-                elif k is not None:
-                    value = array(i, k, array(i, self.plan.grad(t, i)))
-                    launch.set_param_at_index(i, value, adjoint=bool(t))
-        for i, param, start in self.plan.values:
-            ctypes.memmove(ctypes.addressof(launch.params[1 + i]), call.attribute("values") + start, param.nbytes)
-
-    def _run(self, launch: Any, call: _Call) -> None:
-        import warp as wp
-
-        if not self.driver:
-            return launch.launch()
-        # no wp.Stream: that would register XLA's stream with Warp, and unregister it under the feet of others
-        stream = types.SimpleNamespace(device=launch.device, cuda_stream=call.stream)
-        is_plain = type(launch) is wp.Launch  # a deterministic one allocates, and on Warp's current stream
-        with contextlib.nullcontext() if is_plain else wp.ScopedStream(stream, sync_enter=False):
-            launch.launch(stream=stream)
+    return run
 
 
 def _compile_warp(plan: _WarpPlan, signature: _Signature, platform: str) -> _Compiled:
@@ -4471,7 +4390,9 @@ def _compile_warp(plan: _WarpPlan, signature: _Signature, platform: str) -> _Com
     with driver.keeping_context() if driver else contextlib.nullcontext():  # Warp leaves another one current
         launches = {n: plan.record(device) for n, device in devices.items()}
     emitter = _warp_emitter(plan, signature, launches, driver)
-    emitter.hidden_outputs = bool(plan.may_write(signature.n_in))
+    emitter.hidden_outputs = bool(plan.may_write)
+    if not driver and (lock := _tile_lock(plan.kernel)):
+        emitter.lock, emitter.in_order = lock, True
     address, keep = _compile_handler(signature, emitter)
     return _Compiled(address, (keep, emitter, launches))  # launches keep Warp's modules loaded
 
@@ -4480,7 +4401,7 @@ def _warp_emitter(plan: _WarpPlan, signature: _Signature, launches: Mapping[int,
     """Native where the layout of every device's launch is known, and the same."""
     layout, *others = {_warp_layout(plan, launch, not driver) for launch in launches.values()}
     if not layout or others:
-        return _CallbackEmitter(signature, _WarpReplay(plan, signature, launches, driver), driver)
+        return _CallbackEmitter(signature, _warp_replay(plan, signature, launches, driver), driver)
     entries = {n: _warp_entry(launch) for n, launch in launches.items()}
     if driver:
         return _WarpEmitter(plan, layout, _CudaLauncher(signature.label, driver, entries).enter, on_cpu=False)
