@@ -36,7 +36,7 @@ A call, from Python to machine code: `numba_kernel` -> `_Wrapper.__call__` -> `_
 batch) -> `_NumbaEmitter`.
 An op under vmap and grad: `XLACustomKernel.__call__` -> `_find_call` -> `_OpCall.bind` -> `_op_batching`, which
 records the vmap -> `_op_jvp`, `_op_transpose`, the user's rules under it -> `_op_lowering`, which knows the platform
--> `_kernel_function` -> `_batched_function` -> the call of a wrapper, as above.
+-> `_run_batch` -> `_run_slice` -> the call of a wrapper, as above.
 The order of a kernel's arguments: `_Wrapper._resolve`, `_NumbaKernel._form`, `_WarpKernel._find_target`.
 A new backend takes four places: a section like 9 to 11 (what to install, dtypes, a `_Wrapper`, an `_Emitter`), its
 row in `_BACKENDS`, a `_check_numba` of its own, and a `def_..._kernel` of `XLACustomKernel`.
@@ -69,7 +69,7 @@ import time
 import timeit
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -4412,22 +4412,20 @@ def _warp_emitter(plan: _WarpPlan, signature: _Signature, launches: Mapping[int,
 # ======================================================================================================
 # 12. XLACustomKernel: one operation, many backends, all of JAX's transformations.
 # An op knows its kernels, the choice between them, and its rules (12.1).  How a call is bound (12.2), how a kernel
-# becomes a function to trace (12.3), and what JAX asks the primitive (12.4 to 12.7) lie in parts of their own.
+# becomes a function to trace (12.3), and what JAX asks the primitive (12.4 to 12.6) lie in parts of their own.
 # ======================================================================================================
 
 # -- 12.1 The op: registration, dispatch, rules --------------------------------------------------------
 # Knows kernels by platform and backend, and rules by kind.  Traces nothing: a call of the op is a matter of 12.2.
 
-_GPU_NAMES = ("gpu", "cuda", "rocm")
-
 
 class XLACustomKernel(_Kept):
     """An operation with kernels for several backends that takes part in all of JAX's transformations.
 
-    The kernels are registered with the `def_*_kernel` methods. Each takes a *generator*, which is called with the
-    static parameters of the call and returns the function to trace, or a ready kernel (`@njit`, `@cuda.jit`,
-    `@wp.kernel`). The first kernel of a platform is its default; `asdefault=True`, :meth:`set_default` and `backend=`
-    at the call choose another. The platform is the one that the computation is lowered for.
+    Kernels are registered with the `def_*_kernel` methods, each as a *generator*, which is called with the static
+    parameters of a call and returns the function to trace, or ready-made (`@njit`, `@cuda.jit`, `@wp.kernel`). The
+    first one of a platform is its default; `asdefault=True`, :meth:`set_default` and `backend=` at the call choose
+    another. The platform is the one that the computation is lowered for.
 
     `vmap` is handed to the backend's own batching rules. Derivatives come from :meth:`def_jvp_rule2` (one rule per
     operand), :meth:`def_jvp_rule`, :meth:`def_transpose_rule` or :meth:`def_vjp_rule`; :meth:`def_sharding_rule` lets
@@ -4439,7 +4437,7 @@ class XLACustomKernel(_Kept):
 
     Calling the op, `op(*ins, outs=..., backend=None, **params)`:
       ins: arrays, NumPy arrays, Python scalars, or anything with `__dlpack__` (Warp, PyTorch and CuPy arrays).
-      outs: what the op returns: a `jax.ShapeDtypeStruct` (or anything with `.shape` and `.dtype`), any pytree of them,
+      outs: what the op returns: a `jax.ShapeDtypeStruct` (or anything with `.shape` and `.dtype`), a pytree of them,
         or a callable of the operands' abstract values that returns one. The result has its structure.
       backend: a registered backend; by default that of the platform.
       params: static, hashable parameters, handed to generators and rules.
@@ -4456,27 +4454,24 @@ class XLACustomKernel(_Kept):
       >>> @op.def_kernel("jax", "cpu")
       ... def axpy_jax(outs, alpha):
       ...     return lambda x, y: alpha * x + y
-      >>> def axpy(x, y, alpha):
-      ...     return op(x, y, outs=jax.ShapeDtypeStruct(x.shape, x.dtype), alpha=alpha)
       >>> op.def_jvp_rule2(lambda t, x, y, alpha: alpha * t, lambda t, x, y, alpha: t)
-      >>> print(jax.grad(lambda x: axpy(x, x, 2.0).sum())(jnp.ones(3)))
+      >>> print(jax.grad(lambda x: op(x, x, outs=lambda x, y: x, alpha=2.0).sum())(jnp.ones(3)))
       [3. 3. 3.]
     """
 
     def __init__(self, name: str, doc: str | None = None) -> None:
         self.name = name
-        self.primitive = Primitive(name)
+        self.primitive = _OpPrimitive(self)
         self._lock = threading.RLock()
         self._kernels: dict[str, dict[str, KernelEntry]] = {}
         self._chosen: dict[str, str] = {}  # platform -> default set by asdefault=True or set_default
         self._rules: dict[str, Any] = {}  # "batching", "jvp", "transpose", "vjp", "sharding": the newest of each
-        self._recent = _Recent(2048)  # what serves calls: those of the op, of its primitive, and checked ones
+        self._recent = _Recent(2048)  # what serves calls, and which of them were checked
         self._call_fn: Callable[..., Any] | None = None
         self._benchmark_data_fn: Callable[..., Any] | None = None
         self._tags: set[str] = set()
         if doc is not None:
             self.__doc__ = doc
-        _install_hooks(self)
 
     def __call__(self, /, *ins: Any, outs: Any, backend: str | None = None, **params: Any) -> Any:
         """Apply the op; see the class for the arguments."""
@@ -4487,6 +4482,13 @@ class XLACustomKernel(_Kept):
         call.check(args)
         return call.bind(*args)
 
+    def __repr__(self) -> str:
+        lines = [f"XLACustomKernel({self.name!r})"]
+        for platform, default in self.defaults.items():
+            names = [name + " (default)" * (name == default) for name in self._kernels[platform]]
+            lines.append(f"  {platform}: {', '.join(names)}")
+        return "\n".join(lines + [f"  rules: {', '.join(sorted(self._rules))}"] * bool(self._rules))
+
     # -- registration ----------------------------------------------------------------------------------
 
     def def_kernel(
@@ -4494,8 +4496,7 @@ class XLACustomKernel(_Kept):
     ) -> Any:
         """Register a kernel for a backend and a platform; usable as a decorator.
 
-        Registering a backend again replaces its kernel, and takes effect on the next call, also of functions that were
-        compiled with the old one.
+        It replaces the backend's kernel from the next call on, also in functions that were compiled with the old one.
 
         Args:
           backend: any name; `"numba"`, `"warp"`, `"numba_cuda"`, `"pallas"`, `"triton"`, `"cuda_raw"` have shorthands.
@@ -4514,29 +4515,28 @@ class XLACustomKernel(_Kept):
 
         Example:
           >>> op = XLACustomKernel("double")
-          >>> @op.def_kernel("jax", "cpu", asdefault=True)
-          ... def double(outs):
-          ...     return lambda x: 2 * x
-          >>> op.defaults
-          {'cpu': 'jax'}
+          >>> _ = op.def_kernel("a", "cpu", lambda outs: lambda x: 2 * x)
+          >>> _ = op.def_kernel("b", "cpu", lambda: lambda x: x + x, asdefault=True)
+          >>> op.available_backends("cpu"), op.get_default("cpu")
+          (['a', 'b'], 'b')
         """
         return self._define(backend, [platform], kg, asdefault, options)
 
     def def_numba_kernel(self, kg: Any = None, asdefault: bool = False, **options: Any) -> Any:
         """Register a Numba kernel (a generator, or `@njit`) for the CPU; see :meth:`def_kernel`."""
-        return self._define("numba", _BACKENDS["numba"].platforms, kg, asdefault, options)
+        return self._define("numba", ["cpu"], kg, asdefault, options)
 
     def def_warp_kernel(self, kg: Any = None, asdefault: bool = False, **options: Any) -> Any:
         """Register a Warp kernel for the GPU and, where it has no other kernel, the CPU; see :meth:`def_kernel`."""
-        return self._define("warp", _BACKENDS["warp"].platforms, kg, asdefault, options)
+        return self._define("warp", ["gpu", "cpu"], kg, asdefault, options)
 
     def def_numba_cuda_kernel(self, kg: Any = None, asdefault: bool = False, **options: Any) -> Any:
         """Register a Numba CUDA kernel (a generator, or `@cuda.jit`) for the GPU; see :meth:`def_kernel`.
 
         With Numba's CUDA simulator it also serves the CPU, where that has no other kernel.
         """
-        simulator = ["cpu"] if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0") else []
-        return self._define("numba_cuda", [*_BACKENDS["numba_cuda"].platforms, *simulator], kg, asdefault, options)
+        simulated = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0")
+        return self._define("numba_cuda", ["gpu", "cpu"][: 1 + simulated], kg, asdefault, options)
 
     def def_pallas_kernel(self, platform: str, kg: Any = None, asdefault: bool = False) -> Any:
         """Register a Pallas kernel for `"gpu"`, `"tpu"`, or (in interpret mode) `"cpu"`; see :meth:`def_kernel`."""
@@ -4552,18 +4552,18 @@ class XLACustomKernel(_Kept):
         """Register a generator of a kernel compiled from CUDA C++ for the GPU; see :meth:`def_kernel`."""
         return self._define("cuda_raw", ["gpu"], kg, asdefault, {})
 
-    def _define(self, backend: str, platforms: Iterable[str], kg: Any, asdefault: bool, options: dict) -> Any:
+    def _define(self, backend: str, platforms: Sequence[str], kg: Any, asdefault: bool, options: dict) -> Any:
         """Register `kg` for `platforms`; beyond the first one it serves as a fallback."""
         if kg is None:
             return functools.partial(self._define, backend, platforms, asdefault=asdefault, options=options)
-        for i, platform in enumerate(platforms):
-            name = _platform_name(platform)
-            for what, given in (("backend", backend), ("platform", name)):
-                if not isinstance(given, str) or not given:
-                    kind = ValueError if isinstance(given, str) else TypeError
-                    raise kind(f"def_kernel: {what} must be a string that is not empty, got {given!r}")
-            entry = KernelEntry(backend, name, _as_generator(self, backend, kg, options), fallback=i > 0)
-            self._change(name, {backend: entry}, backend if asdefault and i == 0 else None)
+        for what, given in (("backend", backend), ("platform", platforms[0])):
+            if not isinstance(given, str) or not given:
+                kind = ValueError if given == "" else TypeError
+                raise kind(f"def_kernel: {what} must be a string that is not empty, got {given!r}")
+        generator = _as_generator(f"XLACustomKernel {self.name!r}: the kernel of backend {backend!r}", kg, options)
+        for i, platform in enumerate(map(_platform_name, platforms)):
+            entry = KernelEntry(backend, platform, generator, fallback=i > 0)
+            self._change(platform, {backend: entry}, backend if asdefault and i == 0 else None)
         return kg
 
     def _change(self, platform: str, entries: dict[str, KernelEntry], chosen: str | None) -> None:
@@ -4588,30 +4588,14 @@ class XLACustomKernel(_Kept):
         return self.defaults.get(_platform_name(platform))
 
     def set_default(self, platform: str, backend: str) -> None:
-        """Make `backend` the default of `platform`, from the next call on.
+        """Make `backend`, which must be registered for it (ValueError), the default of `platform`.
 
         Functions that were compiled with the old default are compiled again when they are next called: JAX's caches
         are cleared if, and only if, this op was lowered with the old default since they were last cleared.
-
-        Args:
-          platform: `"cpu"`, `"gpu"` or `"tpu"`.
-          backend: a backend registered for it.
-
-        Raises:
-          ValueError: the platform has no such backend.
-
-        Example:
-          >>> op = XLACustomKernel("f")
-          >>> _ = op.def_kernel("a", "cpu", lambda: lambda x: x)
-          >>> _ = op.def_kernel("b", "cpu", lambda: lambda x: x)
-          >>> op.set_default("cpu", "b")
-          >>> op.get_default("cpu")
-          'b'
         """
-        name = _platform_name(platform)
-        if backend not in self._kernels.get(name, {}):
-            raise ValueError(_unknown_backend(self, name, backend))
-        self._change(name, {}, backend)
+        if backend not in self.available_backends(platform):
+            raise ValueError(self._no_kernel(_platform_name(platform), backend))
+        self._change(_platform_name(platform), {}, backend)
 
     def available_backends(self, platform: str) -> list[str]:
         """The backends registered for `platform`, in order of registration."""
@@ -4627,15 +4611,17 @@ class XLACustomKernel(_Kept):
     def _entry(self, platform: str, backend: str | None) -> KernelEntry:
         """The kernel that serves a call, or an error that says what is registered."""
         choices = self._choices(platform)
-        if not choices:
-            raise NotImplementedError(
-                f"XLACustomKernel {self.name!r} has no kernel for platform {platform!r}; registered: "
-                f"{_registered(self)}. Register one with def_kernel(backend, {platform!r}, ...), or run on a platform "
-                "that has one, for example under jax.default_device(jax.devices('cpu')[0])"
-            )
         if backend not in choices:
-            raise ValueError(_unknown_backend(self, platform, backend))
+            raise (ValueError if choices else NotImplementedError)(self._no_kernel(platform, backend))
         return choices[backend]
+
+    def _no_kernel(self, platform: str, backend: Any) -> str:
+        what = f"backend {backend!r}" if backend is not None else "kernel"
+        listed = "; ".join(f"{name}: {', '.join(entries)}" for name, entries in self._kernels.items()) or "nothing"
+        return (
+            f"XLACustomKernel {self.name!r} has no {what} for platform {platform!r}; registered: {listed}; "
+            "choose one of these (backend=, jax.default_device), or register another with def_kernel"
+        )
 
     # -- rules -----------------------------------------------------------------------------------------
 
@@ -4643,7 +4629,7 @@ class XLACustomKernel(_Kept):
         """Override batching: `fun(args, axes, **params) -> (outputs, output_axes)`; usable as a decorator.
 
         `axes` holds the batched axis of each operand or None, `params` the call's `outs`, `backend` and static
-        parameters. :meth:`register_general_batching` restores the rule that every op starts with.
+        parameters.
         """
         return self._set_rule("batching", fun)
 
@@ -4674,9 +4660,7 @@ class XLACustomKernel(_Kept):
         return self._set_rule("transpose", fun)
 
     def def_vjp_rule(self, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> None:
-        """Define the reverse-mode derivative by a forward and a backward function.
-
-        For ops with a kernel for the backward pass. Forward-mode differentiation needs :meth:`def_jvp_rule2` instead.
+        """Define the reverse-mode derivative by two functions, such as an op with a kernel for the backward pass has.
 
         Args:
           fwd: `fwd(*ins, **params) -> (results, residuals)`; the results have the structure of the call's `outs`, and
@@ -4687,15 +4671,13 @@ class XLACustomKernel(_Kept):
         Both get the static parameters of the call, and `outs` and `backend` if their signature has them.
 
         Example:
-          >>> import jax, jax.numpy as jnp
           >>> op = XLACustomKernel("square")
           >>> _ = op.def_kernel("jax", "cpu", lambda: lambda x: x * x)
           >>> op.def_vjp_rule(lambda x, outs: (op(x, outs=outs[0]), x), lambda x, ct: (2 * x * ct,))
           >>> print(jax.grad(lambda x: op(x, outs=lambda x: x))(3.0))
           6.0
         """
-        _check_callables("def_vjp_rule", (fwd, bwd))
-        self._set_rule("vjp", (_tolerant(fwd), _tolerant(bwd)))
+        self._set_rule("vjp", tuple(_tolerant(fun, "def_vjp_rule: a rule") for fun in (fwd, bwd)))
 
     def def_sharding_rule(self, rule: str) -> None:
         """Say which dimensions the op treats independently, so that `jax.jit` can partition it over a mesh.
@@ -4719,10 +4701,12 @@ class XLACustomKernel(_Kept):
 
     def _set_rule(self, kind: str, rule: Any) -> Any:
         """Replace a rule (by the default, where it is None), and drop what was traced with the old one."""
+        is_function = kind in ("batching", "jvp", "transpose") and rule is not None
+        made = _tolerant(rule, f"XLACustomKernel {self.name!r}: a {kind} rule") if is_function else rule
         with self._lock:
             stale = ("jvp", "vjp") if kind == "jvp" else (kind,)  # of the derivatives, the newest counts
             kept = {k: r for k, r in self._rules.items() if k not in stale}
-            self._rules = kept if rule is None else {**kept, kind: _tolerant(rule) if callable(rule) else rule}
+            self._rules = kept if rule is None else {**kept, kind: made}
             self._recent.clear()
             _forget((self, "rules"))
         return rule
@@ -4752,10 +4736,7 @@ class XLACustomKernel(_Kept):
     # -- benchmark -------------------------------------------------------------------------------------
 
     def benchmark(self, *ins: Any, outs: Any, **params: Any) -> _OpBenchmark:
-        """Time every backend of the current platform on the same operands.
-
-        Args:
-          ins, outs, params: as in a call of the op.
+        """Time every backend of the operands' platform on a call, `op(*ins, outs=outs, **params)`.
 
         Returns:
           A result that prints as a table, with one row per backend in `.rows`: `backend`, `first_ms` (first call, with
@@ -4766,23 +4747,61 @@ class XLACustomKernel(_Kept):
           NotImplementedError: the platform has no kernel.
 
         Example:
-          >>> import jax.numpy as jnp
           >>> op = XLACustomKernel("double")
           >>> _ = op.def_kernel("jax", "cpu", lambda: lambda x: 2 * x)
-          >>> result = op.benchmark(jnp.ones(8), outs=lambda x: x)
+          >>> result = op.benchmark(np.ones(8), outs=lambda x: x)
           >>> [row.backend for row in result.rows]
           ['jax']
         """
-        return _benchmark(self, ins, outs, params)
+        args = jax.device_put(tuple(_as_inputs(ins, self.name)[0]))
+        devices = [device for x in args for device in x.devices()]
+        platform = _platform_name(devices[0].platform) if devices else _default_platform()
+        self._entry(platform, None)
+        rows, reference = [], None
+        for backend in self.available_backends(platform):
+            call = jax.jit(functools.partial(self, outs=outs, backend=backend, **params))
+            row, results = _time_backend(backend, functools.partial(call, *args), reference)
+            reference = results if reference is None else reference
+            rows.append(row)
+        return _OpBenchmark(self.name, platform, rows)
+
+
+class _BenchmarkRow(NamedTuple):
+    backend: str
+    first_ms: float | None = None
+    median_us: float | None = None
+    difference: float | None = None
+    error: str | None = None
+
+
+class _OpBenchmark(NamedTuple):
+    """What :meth:`XLACustomKernel.benchmark` returns; prints as a table."""
+
+    name: str
+    platform: str
+    rows: list[_BenchmarkRow]
 
     def __repr__(self) -> str:
-        lines = [f"XLACustomKernel({self.name!r})"]
-        for platform, entries in self._kernels.items():
-            default = self.get_default(platform)
-            names = [b + (" (default)" if b == default else "") for b in entries]
-            lines.append(f"  {platform}: {', '.join(names)}")
-        rules = f"  rules: {', '.join(sorted(self._rules))}"
-        return "\n".join([*lines, rules] if self._rules else lines)
+        lines = [f"{self.name} on {self.platform}", f"{'backend':<14}{'first (ms)':>12}{'median (us)':>14}  difference"]
+        for backend, first_ms, median_us, difference, error in self.rows:
+            figures = f"{'failed':>12}{'':>14}  {error}"
+            if error is None:
+                figures = f"{first_ms:>12.2f}{median_us:>14.2f}  {difference:.3g}"
+            lines.append(f"{backend:<14}{figures}")
+        return "\n".join(lines)
+
+
+def _time_backend(backend: str, run: Callable[[], Any], reference: Any) -> tuple[_BenchmarkRow, Any]:
+    timer = timeit.Timer(lambda: jax.block_until_ready(run()))
+    try:
+        first, results = timer.timeit(1), run()
+        times = timer.repeat(min(10_000, max(5, int(0.2 / timer.timeit(1)))), 1)
+    except Exception as error:  # reported as the row of this backend
+        return _BenchmarkRow(backend, error=f"{type(error).__name__}: {error}".partition("\n")[0]), None
+    pairs = zip(jax.tree.leaves(results if reference is None else reference), jax.tree.leaves(results))
+    gaps = [np.abs(np.asarray(x).astype(complex) - np.asarray(y).astype(complex)) for x, y in pairs]
+    difference = max((float(np.max(gap, initial=0.0)) for gap in gaps), default=0.0)
+    return _BenchmarkRow(backend, first * 1e3, float(np.median(times)) * 1e6, difference), results
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -4794,12 +4813,6 @@ class KernelEntry:
       kernel_generator: called with `outs` (a tuple of `jax.ShapeDtypeStruct`) and the static parameters of the call, by
         keyword; returns the function to trace.
       fallback: whether it serves, unless asked for by name, only where the platform has no other (Warp on the CPU).
-
-    Example:
-      >>> op = XLACustomKernel("negate")
-      >>> _ = op.def_kernel("jax", "cpu", lambda outs: lambda x: -x)
-      >>> op._kernels["cpu"]["jax"].backend
-      'jax'
     """
 
     backend: str
@@ -4808,44 +4821,14 @@ class KernelEntry:
     fallback: bool = False
 
 
-def _check_callables(where: str, functions: Sequence[Any]) -> None:
-    for fun in functions:
-        if not callable(fun):
-            raise TypeError(f"{where}: a rule must be callable, got {fun!r}")
-
-
-def _unknown_backend(op: XLACustomKernel, platform: str | None, backend: Any) -> str:
-    where = f" for platform {platform!r}" if platform else ""
-    new = f"; register a new one with def_kernel({backend!r}, {platform or 'cpu'!r}, ...)" if backend else ""
-    return (
-        f"XLACustomKernel {op.name!r} has no backend {backend!r}{where}; registered: {_registered(op)}. Use one of "
-        f"these, or backend=None for the default{new}"
-    )
-
-
-def _registered(op: XLACustomKernel) -> str:
-    listed = [f"{platform}: {', '.join(entries)}" for platform, entries in op._kernels.items() if entries]
-    return "; ".join(listed) or "nothing"
-
-
 def _default_platform() -> str:
     """The platform that a computation traced now is expected to run on."""
-    device = jax.config.jax_default_device
-    if device is None:
-        return _platform_name(jax.default_backend())
+    device = jax.config.jax_default_device or jax.default_backend()
     return _platform_name(device if isinstance(device, str) else device.platform)
 
 
-def _platform_of(ins: Sequence[Any]) -> str:
-    """The platform on which jax.jit runs a function of `ins`."""
-    for x in ins:
-        if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
-            return _platform_name(next(iter(x.devices())).platform)
-    return _default_platform()
-
-
 def _platform_name(platform: str) -> str:
-    return "gpu" if platform in _GPU_NAMES else platform
+    return "gpu" if platform in ("cuda", "rocm") else platform
 
 
 # -- 12.2 A call: from op(...) to its primitive --------------------------------------------------------
@@ -4853,9 +4836,8 @@ def _platform_name(platform: str) -> str:
 # Does not know kernels, but for running a generator abstractly, so that its errors too are raised there.
 
 _SPEC_TYPES: tuple[type, ...] = (Spec, jax.core.ShapedArray)
-_OPTIONAL_PARAMS = ("outs", "backend")  # what a rule or a generator may leave out of its signature
-_HIDDEN_PARAMS = ("_batch", "_types")  # what a rule never sees: the recorded vmaps, and the types of the parameters
-_JAX_PARAMS = tuple("avals_in ctx effects eqn key primitive self".split())  # arguments of functions of JAX
+_OWN_PARAMS = ("outs", "backend", "_batch", "_types")  # of the primitive, besides the static parameters
+_RESERVED = "_batch _types avals_in ctx effects eqn key primitive self".split()  # arguments of functions of JAX
 
 
 def _find_call(op: XLACustomKernel, args: Sequence[Any], outs: Any, backend: Any, params: dict) -> _OpCall:
@@ -4863,35 +4845,29 @@ def _find_call(op: XLACustomKernel, args: Sequence[Any], outs: Any, backend: Any
     if callable(outs):
         outs = outs(*[getattr(x, "aval", None) or _input_spec(x, i) for i, x in enumerate(args)])
     if type(outs) in _SPEC_TYPES:  # the usual case, at half the price
-        key: Any = ("call", outs.shape, outs.dtype, backend)
+        key: Any = (outs.shape, outs.dtype, backend)
     else:
         leaves, tree = jax.tree_util.tree_flatten(outs, is_leaf=_is_spec)
         shown = tuple([(tuple(getattr(s, "shape", ())), getattr(s, "dtype", None)) for s in leaves])
-        key = ("call", tree, shown, backend)
+        key = (tree, shown, backend)
     try:
         if params:
             key += _tagged_items(params)
         call = op._recent.get(key)
-    except TypeError:  # something is not hashable: the checks in _new_call say what
+    except TypeError:  # something is not hashable: the checks of a new call say what
         call = None
-    return call or op._recent.keep(key, _new_call(op, args, outs, backend, params))
-
-
-def _new_call(op: XLACustomKernel, args: Sequence[Any], outs: Any, backend: Any, params: dict) -> _OpCall:
-    _check_static_params(op, params)
-    _check_backend_name(op, backend)
-    _flat_specs(outs, f"XLACustomKernel {op.name!r}: outs", _input_specs(args))
-    leaves, tree = jax.tree_util.tree_flatten(outs, is_leaf=_is_spec)
-    return _OpCall(op, tree, tuple(Spec(s.shape, s.dtype) for s in leaves), backend, params)
+    return call or op._recent.keep(key, _OpCall(op, outs, backend, params))
 
 
 class _OpCall:
     """An op with fixed outs, backend and static parameters; eager calls go through its `jitted`."""
 
-    def __init__(self, op: XLACustomKernel, tree: Any, specs: tuple, backend: str | None, params: dict) -> None:
-        self.op, self.tree, self.specs, self.backend, self.params = op, tree, specs, backend, params
+    def __init__(self, op: XLACustomKernel, outs: Any, backend: str | None, params: dict) -> None:
+        _check_static_params(f"XLACustomKernel {op.name!r}", {"backend": backend, **params})
+        self.what = f"XLACustomKernel {op.name!r}: outs"
+        self.specs, self.tree = _flat_specs(outs, self.what)
+        self.op, self.backend, self.params = op, backend, params
         self.jitted = jax.jit(self.bind)
-        self._key = (specs, backend, _tagged_items(params))
 
     def bind(self, *ins: Any) -> Any:
         """The op on tracers (or, under disable_jit, on arrays)."""
@@ -4899,47 +4875,32 @@ class _OpCall:
         return self.bind_primitive(*ins) if vjp is None else _bind_with_vjp(self, ins, *vjp)
 
     def bind_primitive(self, *ins: Any) -> Any:
-        if "sharding" in self.op._rules:
-            self.op._rules["sharding"].check(_input_specs(ins), self.specs)
-        results = _bind(self.op.primitive, _make_varying(ins), self.options(_input_specs(ins)))
+        specs = _input_specs(ins)
+        if rule := self.op._rules.get("sharding"):
+            rule.check(specs, self.specs)
+        results = self.op.primitive.bind(*_make_varying(ins), **self.options(specs))
         return jax.tree_util.tree_unflatten(self.tree, results)
 
     def options(self, ins: Sequence[Spec]) -> dict:
         # the dtypes are decided here and not on construction: jax_enable_x64 can change between two calls
-        outs = tuple(Spec(s.shape, _allowed_dtype(s.dtype, ins)) for s in self.specs)
-        return {**self.params, "outs": outs, "backend": self.backend}
+        outs, _ = _flat_specs(self.specs, self.what, ins)
+        return {**self.params, "outs": tuple(outs), "backend": self.backend}
 
     def check(self, ins: Sequence[Any]) -> None:
         """Run the generator abstractly, so that what is wrong with it is reported where the op is called."""
         op, platform = self.op, _default_platform()
-        if op._kernels and self.backend not in op._choices(platform):
+        places = [place for place in op._kernels if self.backend in op._choices(place)]
+        if places and platform not in places:
             return  # it may be lowered for another platform, which has it; if not, the lowering reports it
-        entry = op._entry(platform, self.backend)
-        specs = tuple(_input_specs(ins))
-        key = ("check", entry, self._key, specs)
-        if key in op._recent:
+        entry, specs = op._entry(platform, self.backend), tuple(_input_specs(ins))
+        if (key := (self, entry, specs)) in op._recent:
             return
         try:
-            jax.eval_shape(_kernel_function(op, entry, self.options(specs)), *ins)
+            jax.eval_shape(functools.partial(_run_batch, op, entry, self.params, (), self.options(specs)["outs"]), *ins)
         except RuntimeError:
-            # with several platforms on the machine, the guess may be wrong: leave it to the lowering
-            if jax.default_backend() == "cpu":
+            if jax.default_backend() == "cpu":  # else the platform may be another one: the lowering reports it
                 raise
-            return
         op._recent.keep(key, True)
-
-
-def _bind(primitive: Any, args: Sequence[Any], params: dict) -> Any:
-    """Bind a primitive; that of an op with the types of its parameters, as JAX's caches find 1, 1.0 and True equal."""
-    if primitive in _OPS:
-        hidden = (*_OPTIONAL_PARAMS, *_HIDDEN_PARAMS)
-        types_ = _tagged_items({name: value for name, value in params.items() if name not in hidden})
-        params = {**params, "_types": types_} if types_ else params
-    return primitive.bind(*args, **params)
-
-
-def _visible(params: dict) -> dict:
-    return {name: value for name, value in params.items() if name not in _HIDDEN_PARAMS}
 
 
 def _tagged_items(params: dict) -> tuple:
@@ -4952,22 +4913,19 @@ def _tagged(value: Any) -> tuple:
         return (type(value), *[_tagged(v) for v in value])
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return (type(value), value, *[_tagged(getattr(value, f.name)) for f in dataclasses.fields(value) if f.compare])
-    if isinstance(value, (float, complex, np.inexact)):
-        return type(value), repr(value)
-    return type(value), value
+    return type(value), repr(value) if isinstance(value, (float, complex, np.inexact)) else value
 
 
-def _check_static_params(op: XLACustomKernel, params: dict) -> None:
+def _check_static_params(op: str, params: dict) -> None:
     for name, value in params.items():
-        if name in _HIDDEN_PARAMS or name in _JAX_PARAMS:
-            raise TypeError(f"XLACustomKernel {op.name!r}: the parameter name {name!r} is reserved; use another one")
-        where = f"XLACustomKernel {op.name!r}: parameter {name!r}"
+        if name in _RESERVED:
+            raise TypeError(f"{op}: the parameter name {name!r} is reserved; use another one")
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
             raise TypeError(
-                f"{where} is traced ({value}), but keyword parameters are static. Compile the caller with "
-                f"jax.jit(..., static_argnames={name!r}), or pass the value as an operand"
+                f"{op}: parameter {name!r} is traced ({value}), but keyword parameters are static: pass it as an "
+                f"operand, or compile the caller with jax.jit(..., static_argnames={name!r})"
             )
-        _check_hashable(value, where, "Pass a number or a tuple, or pass the array as an operand")
+        _check_hashable(value, f"{op}: parameter {name!r}", "Pass a number or a tuple, or pass the array as an operand")
 
 
 def _check_hashable(value: Any, what: str, fix: str) -> None:
@@ -4977,70 +4935,42 @@ def _check_hashable(value: Any, what: str, fix: str) -> None:
         raise TypeError(f"{what} must be hashable, got {value!r:.80} of type {type(value).__name__}. {fix}") from None
 
 
-def _check_backend_name(op: XLACustomKernel, backend: Any) -> None:
-    if backend is None:
-        return
-    if not isinstance(backend, str):
-        raise TypeError(f"XLACustomKernel {op.name!r}: backend must be a string or None, got {backend!r}")
-    if not any(backend in entries for entries in op._kernels.values()):
-        raise ValueError(_unknown_backend(op, None, backend))
-
-
-# -- 12.3 A kernel: from a generator, or a ready kernel, to a function to trace ------------------------
+# -- 12.3 A kernel: from a generator, or a ready kernel, to its results --------------------------------
 # Knows one slice and one backend.  Does not know vmap, nor what the call was traced for.
 
 
-def _as_generator(op: XLACustomKernel, backend: str, kg: Any, options: dict) -> Callable[..., Any]:
+def _as_generator(kernel: str, kg: Any, options: dict) -> Callable[..., Any]:
     if options.get("has_side_effect"):
         raise TypeError(
-            f"XLACustomKernel {op.name!r}: has_side_effect=True has no place here: a call of the op whose results "
-            "nobody uses is dropped; call numba_kernel, numba_cuda_kernel or warp_kernel themselves for effects"
+            f"{kernel} cannot have side effects, as a call of an op whose results nobody uses is dropped; call "
+            "numba_kernel, numba_cuda_kernel or warp_kernel themselves"
         )
     if _ready_kind(kg) is not None:
-        return _ready_generator(op, kg, options)
-    if not callable(kg):
-        raise TypeError(
-            f"XLACustomKernel {op.name!r}: the kernel of backend {backend!r} must be callable (a generator, or a "
-            f"Numba, Numba CUDA or Warp kernel), got {kg!r}"
-        )
+        return functools.partial(_wrap_ready, kg, options)
     if options:
-        given = ", ".join(options)
         raise TypeError(
-            f"XLACustomKernel {op.name!r}: {given} can be given with a ready kernel only; a generator passes them to "
-            "numba_kernel, numba_cuda_kernel or warp_kernel itself"
+            f"{kernel} is a generator, but {', '.join(options)} can be given with a ready kernel only; a generator "
+            "passes them to numba_kernel, numba_cuda_kernel or warp_kernel itself"
         )
-    return _tolerant(kg)
+    return _tolerant(kg, f"{kernel} (a generator, or a Numba, Numba CUDA or Warp kernel)")
 
 
-def _ready_generator(op: XLACustomKernel, kernel: Any, options: dict) -> Callable[..., Any]:
-    """The generator of a kernel that is registered ready."""
-
-    def generate(outs: tuple, **params: Any) -> Callable[..., Any]:
-        if params:
-            raise TypeError(
-                f"static parameters ({', '.join(map(repr, params))}) need a generator, but the {_ready_kind(kernel)} "
-                f"kernel of XLACustomKernel {op.name!r} was registered ready. Register a function of the parameters "
-                "that returns the kernel, or pass the values as operands"
-            )
-        return _wrap_ready(kernel, outs, options)
-
-    return generate
-
-
-def _wrap_ready(kernel: Any, outs: tuple, options: dict) -> Any:
-    """A ready kernel as a function of arrays; anything else as it is."""
-    row = _BACKENDS.get(_ready_kind(kernel) or "")
-    return row.wrap(kernel, outs, **options) if row else kernel
+def _wrap_ready(kernel: Any, options: dict, /, outs: tuple, **params: Any) -> Any:
+    """The generator of a ready kernel: it as a function of arrays; anything else as it is."""
+    kind = _ready_kind(kernel)
+    if params:
+        raise TypeError(
+            f"static parameters ({', '.join(map(repr, params))}) need a generator, but this {kind} kernel was "
+            "registered ready: register a function of the parameters that returns it, or pass the values as operands"
+        )
+    return _BACKENDS[kind].wrap(kernel, outs, **options) if kind in _BACKENDS else kernel
 
 
 def _ready_kind(kernel: Any) -> str | None:
     """The backend of a compiled kernel (`@njit`, `@cuda.jit`, `@wp.kernel`); None for anything else."""
-    for cls in type(kernel).__mro__:
-        name = f"{cls.__module__.partition('.')[0]}.{cls.__name__}"
-        for backend, row in _BACKENDS.items():
-            if name in row.ready:
-                return backend
-    return "wrapper" if isinstance(kernel, _Wrapper) else None
+    names = {f"{cls.__module__.partition('.')[0]}.{cls.__name__}" for cls in type(kernel).__mro__}
+    kinds = [backend for backend, row in _BACKENDS.items() if not names.isdisjoint(row.ready)]
+    return kinds[0] if kinds else "wrapper" if isinstance(kernel, _Wrapper) else None
 
 
 def _wrong_kernel(user: str, takes: str, kernel: Any) -> TypeError:
@@ -5049,17 +4979,15 @@ def _wrong_kernel(user: str, takes: str, kernel: Any) -> TypeError:
     return TypeError(f"{user} takes {takes}; got {type(kernel).__name__} {kernel!r}{hint}")
 
 
-def _tolerant(fun: Callable[..., Any]) -> Callable[..., Any]:
+def _tolerant(fun: Callable[..., Any], what: str) -> Callable[..., Any]:
     """`fun`, called without those of `outs` and `backend` that its signature does not take."""
-    try:
+    if not callable(fun):
+        raise TypeError(f"{what} must be callable, got {fun!r}")
+    dropped: set[str] = set()
+    with contextlib.suppress(TypeError, ValueError):  # no signature
         parameters = inspect.signature(fun).parameters.values()
-    except (TypeError, ValueError):
-        return fun
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return fun
-    dropped = set(_OPTIONAL_PARAMS) - {p.name for p in parameters}
-    if not dropped:
-        return fun
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            dropped = {"outs", "backend"} - {p.name for p in parameters}
 
     @functools.wraps(fun)
     def call(*args: Any, **params: Any) -> Any:
@@ -5068,124 +4996,101 @@ def _tolerant(fun: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _kernel_function(op: XLACustomKernel, entry: KernelEntry, options: dict) -> Callable[..., list]:
-    """The kernel of `entry` as a function of one slice's operands that returns the flat, checked list of results."""
-    outs = options["outs"]
-    static = {name: value for name, value in _visible(options).items() if name != "backend"}
-
-    def run(*ins: Any) -> list:
-        if outs and all(0 in s.shape for s in outs):  # nothing to compute, and not every backend takes empty arrays
-            return [_zeros(s.shape, s.dtype) for s in outs]
-        try:
-            varying = frozenset().union(*[_varying_axes(jax.typeof(x)) for x in ins])
-            kernel = entry.kernel_generator(**{**static, "outs": tuple(_varying_spec(s, varying) for s in outs)})
-            kernel = _wrap_ready(kernel, outs, {})
-            if not callable(kernel):
-                raise TypeError(f"the generator must return the function to trace, got {kernel!r}")
-            results = kernel(*ins)
-        except Exception as error:
-            raise RuntimeError(_kernel_failed(op, entry, error)) from error
-        return _checked_results(op, entry, results, outs)
-
-    return run
+def _run_slice(op: XLACustomKernel, entry: KernelEntry, params: dict, outs: tuple, *ins: Any) -> list:
+    """The flat list of results of a kernel for the operands of one slice."""
+    where = f"XLACustomKernel {op.name!r}: the kernel of backend {entry.backend!r} for platform {entry.platform!r}"
+    try:
+        varying = frozenset().union(*[_varying_axes(jax.typeof(x)) for x in ins])
+        kernel = entry.kernel_generator(**params, outs=tuple(_varying_spec(s, varying) for s in outs))
+        kernel = _wrap_ready(kernel, {}, outs)
+        if not callable(kernel):
+            raise TypeError(f"the generator must return the function to trace, got {kernel!r}")
+        results = kernel(*ins)
+    except Exception as error:
+        choice = f"{entry.platform!r} has {', '.join(op.available_backends(entry.platform))}: choose with backend="
+        raise RuntimeError(f"{where} raised {type(error).__name__}: {error} ({choice})") from error
+    return _returned(where, jax.tree.leaves(results), "outs declares", outs)
 
 
-def _kernel_failed(op: XLACustomKernel, entry: KernelEntry, error: Exception) -> str:
-    others = [b for b in op.available_backends(entry.platform) if b != entry.backend]
-    choice = (
-        f"other backends registered for {entry.platform!r}: {', '.join(others)}; choose one with backend={others[0]!r}"
-        if others
-        else f"no other backend is registered for {entry.platform!r}"
-    )
-    return (
-        f"XLACustomKernel {op.name!r}: the kernel of backend {entry.backend!r} for platform {entry.platform!r} raised "
-        f"{type(error).__name__}: {error} ({choice})"
-    )
+def _returned(where: str, found: Sequence[Any], what: str, expected: Sequence[Any]) -> list:
+    """What a kernel or a rule returned, as arrays like those expected; None for zeros, and where None is expected."""
+    arrays = [None if _is_zero(x) else x if isinstance(x, jax.Array) else jax.numpy.asarray(x) for x in found]
+    came, wanted = (["None" if x is None else _show(x) for x in xs] for xs in (arrays, expected))
+    if len(came) != len(wanted) or any(a != b and "None" not in (a, b) for a, b in zip(came, wanted)):
+        raise ValueError(
+            f"{where} returned ({', '.join(came)}), but {what} ({', '.join(wanted)}): return one for each, of its "
+            "shape and dtype, or (in a rule) None for zero"
+        )
+    return [None if spec is None else x for x, spec in zip(arrays, expected)]
 
 
-def _checked_results(op: XLACustomKernel, entry: KernelEntry, results: Any, outs: tuple) -> list:
-    leaves = jax.tree.leaves(results)
-    found = [leaf if isinstance(leaf, jax.Array) else jax.numpy.asarray(leaf) for leaf in leaves]
-    came = [_show(x) for x in found]
-    declared = [_show(s) for s in outs]
-    if came == declared:
-        return found
-    raise ValueError(
-        f"XLACustomKernel {op.name!r}: the kernel of backend {entry.backend!r} for platform {entry.platform!r} "
-        f"returned ({', '.join(came)}), but outs declares ({', '.join(declared)}). Return as many arrays as outs has, "
-        "each of the declared shape and dtype, or correct outs"
-    )
+def _is_zero(x: Any) -> bool:
+    return x is None or isinstance(x, (ad.Zero, ad.UndefinedPrimal)) or getattr(x, "dtype", None) == jax.dtypes.float0
 
 
 # -- 12.4 The primitive: what JAX's interpreters ask ---------------------------------------------------
 # All hooks are installed once, when the op is made; each looks up the op's newest rule when JAX asks.
 
-_OPS: dict[Any, XLACustomKernel] = {}  # by primitive
 # (op, "rules") of what was traced; (op, platform, backend or None) of what was lowered
 _IN_JAX_CACHES: set[tuple] = set()
 
 
-def _install_hooks(op: XLACustomKernel) -> None:
-    primitive = op.primitive
-    _OPS[primitive] = op
-    primitive.multiple_results = True
-    primitive.def_impl(functools.partial(_op_impl, op))
-    primitive.def_abstract_eval(functools.partial(_op_abstract_eval, op))
-    ad.primitive_jvps[primitive] = functools.partial(_op_jvp, op)
-    ad.primitive_transposes[primitive] = functools.partial(_op_transpose, op)
-    batching.primitive_batchers[primitive] = functools.partial(_op_batching, op)
-    for platform in (None, "cpu", "gpu", "tpu"):
-        mlir.register_lowering(primitive, functools.partial(_op_lowering, op, platform), platform=platform)
+class _OpPrimitive(Primitive):
+    """The primitive of an op; under recorded vmaps (12.5) its `outs` are those of the whole batch."""
 
+    multiple_results = True
 
-def _op_impl(op: XLACustomKernel, /, *ins: Any, **options: Any) -> list:
-    """Run the primitive on arrays: through a jit of its own, kept by parameters and by their types."""
-    key = ("impl", _tagged_items(options))
-    call = op._recent.get(key)
-    if call is None:
+    def __init__(self, op: XLACustomKernel) -> None:
+        super().__init__(op.name)
+        self.op = op
 
-        def run(*ins: Any) -> list:
-            return op.primitive.bind(*ins, **options)
+        def hook(function: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda *args, _types=(), **params: function(op, *args, **params)
 
-        call = op._recent.keep(key, jax.jit(_as_one_primitive(run)))
-    with jax.disable_jit(False):
-        return call(*ins)
+        def run(options: tuple, *ins: Any) -> list:
+            return self.bind(*ins, **dict(options))
+
+        self.jitted = jax.jit(_as_one_primitive(run), static_argnums=0)
+        self.def_impl(self._run)
+        self.def_abstract_eval(hook(_op_abstract_eval))
+        ad.primitive_jvps[self] = hook(_op_jvp)
+        ad.primitive_transposes[self] = hook(_op_transpose)
+        batching.primitive_batchers[self] = hook(_op_batching)
+        for platform in (None, "cpu", "gpu", "tpu"):  # a rule for each, or JAX would lower for several at once
+            mlir.register_lowering(self, hook(_op_lowering), platform=platform)
+
+    def _run(self, *ins: Any, **options: Any) -> list:
+        with jax.disable_jit(False):
+            return self.jitted(tuple(options.items()), *ins)
+
+    def bind(self, *args: Any, **params: Any) -> Any:
+        """Bind it with the types of its static parameters, as JAX's caches find 1, 1.0 and True equal."""
+        types_ = _tagged_items({name: value for name, value in params.items() if name not in _OWN_PARAMS})
+        return super().bind(*args, **{**params, "_types": types_} if types_ else params)
 
 
 def _op_abstract_eval(op: XLACustomKernel, /, *avals: Any, outs: tuple, _batch: tuple = (), **params: Any) -> list:
     _IN_JAX_CACHES.add((op, "rules"))
-    sizes = tuple(size for size, _ in reversed(_batch))
-    return _op_sharding(op, avals, outs, _batch).out_avals(avals, [Spec((*sizes, *s.shape), s.dtype) for s in outs])
+    return _op_sharding(op, avals, outs, _batch).out_avals(avals, outs)
 
 
 def _op_sharding(op: XLACustomKernel, ins: Sequence[Any], outs: tuple, batch: tuple) -> _ShardingRule:
     """The sharding rule of the op under the recorded vmaps."""
-    levels = [flags for _, flags in batch]
-    slices = [Spec(x.shape[sum(flags[i] for flags in levels) :], x.dtype) for i, x in enumerate(ins)]
-    return functools.reduce(
-        _ShardingRule.batched, levels, op._rules.get("sharding") or _ShardingRule.whole(slices, outs)
-    )
+    slices = [Spec(x.shape[sum(flags[i] for flags in batch) :], x.dtype) for i, x in enumerate(ins)]
+    rule = op._rules.get("sharding") or _ShardingRule.whole(slices, _slices(outs, len(batch)))
+    return functools.reduce(_ShardingRule.batched, batch, rule)
 
 
-def _op_lowering(op: XLACustomKernel, platform: str | None, ctx: Any, /, *ins: Any, **options: Any) -> Any:
-    platform = platform or _platform_name(_platforms(ctx)[0])
-    backend = options.get("backend")
-    entry = op._entry(platform, backend)
+def _op_lowering(
+    op: XLACustomKernel, ctx: Any, /, *ins: Any, outs: tuple, backend: Any = None, _batch: tuple = (), **params: Any
+) -> Any:
+    platform = _platform_name(_platforms(ctx)[0])
+    run = functools.partial(_run_batch, op, op._entry(platform, backend), params, _batch)
     _IN_JAX_CACHES.add((op, platform, backend))
-
-    def make(outs: tuple, batch: tuple) -> Callable[..., list]:
-        return _batched_function(_kernel_function(op, entry, {**options, "outs": outs}), outs, batch)
-
-    def run(results: Sequence[Spec], *ins: Any) -> list:
-        sizes = reversed(results[0].shape[: len(batch)])
-        local = tuple((size, flags) for size, (_, flags) in zip(sizes, batch))
-        return make(tuple(_slices(results, len(batch))), local)(*ins)
-
-    outs, batch = options["outs"], options.get("_batch", ())
-    rule = _op_sharding(op, ctx.avals_in, outs, batch)
+    rule = _op_sharding(op, ctx.avals_in, outs, _batch)
     if rule.split and (on_mesh := _on_mesh(ctx)):
-        return rule.lower(on_mesh, ins, run, _slices(ctx.avals_out, 0))
-    return mlir.lower_fun(make(outs, batch), multiple_results=True)(ctx, *ins)
+        return rule.lower(on_mesh, ins, run, outs)
+    return mlir.lower_fun(functools.partial(run, outs), multiple_results=True)(ctx, *ins)
 
 
 def _forget(*stale: tuple) -> None:
@@ -5196,11 +5101,11 @@ def _forget(*stale: tuple) -> None:
 
 
 # -- 12.5 Batching -------------------------------------------------------------------------------------
-# A vmap of an op binds its primitive again, with (size, which operands are batched) added to the parameter `_batch`.
-# Specs, rules and generators stay those of one slice.  The lowering, which knows the platform and with it the backend,
-# applies the recorded vmaps to the kernel, innermost first: jax.vmap, by the rules of what the backend traces (a
-# wrapper loops natively, Pallas and JAX code have their own), or jax.lax.map where that has none.  Derivatives of
-# recorded calls apply a rule in the same way.  Nothing here is decided before the backend is known.
+# A vmap of an op binds its primitive again, with which operands are batched added to the parameter `_batch`.  Rules
+# and generators stay those of one slice.  The lowering, which knows the platform and with it the backend, applies the
+# recorded vmaps to the kernel, innermost first: jax.vmap, by the rules of what the backend traces (a wrapper loops
+# natively, Pallas and JAX code have their own), or jax.lax.map where that has none.  Derivatives of recorded calls
+# apply a rule in the same way.  Nothing here is decided before the backend is known.
 
 
 def general_batching_rule(
@@ -5221,70 +5126,64 @@ def general_batching_rule(
       The outputs and, in the same structure, their batched axes: 0, or None if no operand is batched.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> out, axis = general_batching_rule(lambda x, y: x @ y, (jnp.ones((5, 3)), jnp.ones(3)), (0, None))
+      >>> out, axis = general_batching_rule(lambda x, y: x @ y, (np.ones((5, 3)), np.ones(3)), (0, None))
       >>> print(out.shape, axis)
       (5,) 0
     """
-    if not any(axis is not None for axis in axes):
-        out = _apply(prim, args, params)
-        return out, jax.tree_util.tree_map(lambda _: None, out)
-    moved = [x if axis in (0, None) else jax.numpy.moveaxis(x, axis, 0) for x, axis in zip(args, axes)]
+    function = functools.partial(getattr(prim, "bind", prim), **params)
     flags = tuple(axis is not None for axis in axes)
-    if getattr(prim, "primitive", prim) in _OPS:
-        out = _record_vmap(prim, moved, flags, params)
+    moved = [jax.numpy.moveaxis(x, axis, 0) if axis else x for x, axis in zip(args, axes)]
+    if not any(flags):
+        out = function(*args)
+    elif isinstance(getattr(prim, "primitive", prim), _OpPrimitive):
+        out = _record_vmap(prim, moved, flags, **params)
     else:
-        out = _sequential(lambda *xs: _apply(prim, xs, params), flags)(*moved)
-    return out, jax.tree.map(lambda _: 0, out)
+        out = _sequential(function, flags)(*moved)
+    return out, jax.tree.map(lambda _: 0 if any(flags) else None, out)
 
 
 def _op_batching(op: XLACustomKernel, args: Sequence[Any], axes: Sequence[Any], /, **params: Any) -> Any:
     rule = op._rules.get("batching")
     if rule is None or "_batch" in params:  # recorded before: a user's rule is for the op on one slice
         return general_batching_rule(op.primitive, args, axes, **params)
-    return rule(args, axes, **_visible(params))
+    return rule(args, axes, **params)
 
 
-def _record_vmap(prim: Any, ins: Sequence[Any], flags: tuple, params: dict) -> Any:
+def _record_vmap(
+    prim: Any, ins: Sequence[Any], flags: tuple, /, outs: Any, backend: Any = None, _batch: tuple = (), **params: Any
+) -> Any:
     """Bind an op or its primitive with one more vmap, over the first axis of the flagged operands."""
     size = next(x.shape[0] for x, batched in zip(ins, flags) if batched)
-    specs, tree = jax.tree.flatten(params["outs"])
-    batch = (*params.get("_batch", ()), (size, flags))
-    _need_devices(getattr(prim, "primitive", prim))
-    options = {"backend": None, **params, "outs": tuple(specs), "_batch": batch}
-    results = _bind(getattr(prim, "primitive", prim), _make_varying(ins), options)
-    return results if isinstance(prim, Primitive) else jax.tree_util.tree_unflatten(tree, results)
+    specs, tree = jax.tree.flatten(outs)
+    primitive = getattr(prim, "primitive", prim)
+    _need_devices(primitive)
+    whole = tuple(Spec((size, *s.shape), s.dtype) for s in specs)
+    results = primitive.bind(*_make_varying(ins), outs=whole, backend=backend, _batch=(*_batch, flags), **params)
+    return results if prim is primitive else jax.tree_util.tree_unflatten(tree, results)
 
 
-def _apply(prim: Any, args: Sequence[Any], params: dict) -> Any:
-    return _bind(prim, args, params) if isinstance(prim, Primitive) else prim(*args, **params)
-
-
-def _batched_function(run: Callable[..., list], outs: tuple, batch: tuple) -> Callable[..., list]:
-    """`run` under the recorded vmaps: by the backend's own rules, or slice by slice where it has none."""
+def _run_batch(op: XLACustomKernel, entry: KernelEntry, params: dict, batch: tuple, outs: Sequence, *ins: Any) -> list:
+    """A kernel under the recorded vmaps: by the backend's own rules, or slice by slice where it has none."""
+    run: Any = functools.partial(_run_slice, op, entry, params, tuple(_slices(outs, len(batch))))
+    if outs and all(0 in s.shape for s in outs):  # nothing to compute, and not every backend takes empty arrays
+        return [_zeros(s.shape, s.dtype) for s in outs]
     if not batch:
-        return run
-    sizes = tuple(size for size, _ in reversed(batch))
-    if 0 in sizes:
-        return lambda *ins: [_zeros((*sizes, *s.shape), s.dtype) for s in outs]
+        return run(*ins)
 
     def staged(*ins: Any) -> list:  # the generator runs outside the vmaps, so that its errors stay its own
         return _eval_jaxpr(jax.make_jaxpr(run)(*ins), ins)
 
-    def batched(*ins: Any) -> list:
-        try:
-            jaxpr = jax.make_jaxpr(_under_vmaps(staged, batch))(*ins)  # tried apart: a failure leaves nothing behind
-        except NotImplementedError:
-            return functools.reduce(_sequential, [flags for _, flags in batch], run)(*ins)
-        return _eval_jaxpr(jaxpr, ins)
-
-    return batched
+    try:
+        jaxpr = jax.make_jaxpr(_under_vmaps(staged, batch))(*ins)  # tried apart: a failure leaves nothing behind
+    except NotImplementedError:
+        return functools.reduce(_sequential, batch, run)(*ins)
+    return _eval_jaxpr(jaxpr, ins)
 
 
 def _under_vmaps(fun: Callable[..., Any], batch: Sequence[tuple]) -> Callable[..., Any]:
     """`fun`, which is for one slice, under the recorded vmaps; a Zero or UndefinedPrimal has nothing to batch."""
-    for size, flags in batch:
-        fun = jax.vmap(fun, in_axes=tuple(0 if b else None for b in flags), axis_size=size)
+    for flags in batch:
+        fun = jax.vmap(fun, in_axes=tuple(0 if batched else None for batched in flags))
     return fun
 
 
@@ -5318,11 +5217,9 @@ def defjvp(primitive: Any, *jvp_rules: Callable[..., Any] | None) -> None:
     Args:
       primitive: an :class:`XLACustomKernel`, or a JAX primitive with one or several results.
       jvp_rules: one per operand: `rule(tangent, *primals, **params)` returns the tangents of the outputs that this
-        operand's tangent causes, in any container (one array if there is one output; None for zero). None in place of
-        a rule: the operand contributes nothing. `params` holds `outs`, `backend` and the static parameters of the
-        call; a rule may leave out the first two.
-
-    A rule is only called for an operand that is differentiated: zero tangents are never materialized.
+        operand's tangent causes, in any container (one array if there is one output; None for zero), and is only
+        called for an operand that is differentiated. None in place of a rule: the operand contributes nothing.
+        `params` holds `outs`, `backend` and the static parameters; a rule may leave out the first two.
 
     Raises:
       TypeError: `primitive` is neither op nor primitive, or a rule is not callable.
@@ -5330,7 +5227,6 @@ def defjvp(primitive: Any, *jvp_rules: Callable[..., Any] | None) -> None:
         tangents that do not match the outputs.
 
     Example:
-      >>> import jax, jax.numpy as jnp
       >>> op = XLACustomKernel("multiply")
       >>> _ = op.def_kernel("jax", "cpu", lambda: lambda x, y: x * y)
       >>> defjvp(op, lambda t, x, y: t * y, lambda t, x, y: x * t)
@@ -5340,65 +5236,12 @@ def defjvp(primitive: Any, *jvp_rules: Callable[..., Any] | None) -> None:
     primitive = getattr(primitive, "primitive", primitive)
     if not isinstance(primitive, Primitive):
         raise TypeError(f"defjvp: expected an XLACustomKernel or a jax Primitive, got {primitive!r}")
-    _check_callables("defjvp", [r for r in jvp_rules if r is not None])
-    rules = [None if r is None else _tolerant(r) for r in jvp_rules]
+    rules = [None if rule is None else _tolerant(rule, "defjvp: a rule") for rule in jvp_rules]
     rule = functools.partial(_jvp_by_operand, primitive, rules)
-    if primitive in _OPS:
-        _OPS[primitive]._set_rule("jvp", rule)
+    if isinstance(primitive, _OpPrimitive):
+        primitive.op._set_rule("jvp", rule)
     else:
         ad.primitive_jvps[primitive] = rule
-
-
-def _op_jvp(op: XLACustomKernel, primals: Any, tangents: Any, /, **params: Any) -> tuple:
-    """The op's jvp rule, which is for one slice, under the recorded vmaps."""
-    rule, count, visible = _rule(op, "jvp"), len(primals), _visible(params)
-
-    def one(*values: Any) -> tuple:
-        primals, tangents = values[:count], values[count:]
-        outputs, found = rule(primals, _with_zeros(tangents, primals), **visible)
-        return outputs, _with_zeros(found, outputs)
-
-    batch = [(size, flags * 2) for size, flags in params.get("_batch", ())]
-    outputs, found = _under_vmaps(one, batch)(*primals, *tangents)
-    return outputs, _with_zeros(found, outputs)
-
-
-def _bind_with_vjp(call: _OpCall, ins: Sequence[Any], fwd: Callable[..., Any], bwd: Callable[..., Any]) -> Any:
-    """Bind the op with its vjp rule, whose functions get the options of a call with these operands."""
-    options, avals = call.options(_input_specs(ins)), [*map(jax.typeof, ins)]
-
-    def backward(residuals: Any, cotangents: Any) -> tuple:
-        found = bwd(residuals, cotangents, **options)
-        return tuple(_checked_cotangents(call.op, "vjp", found, avals))
-
-    bound = jax.custom_vjp(call.bind_primitive)
-    bound.defvjp(lambda *ins: fwd(*ins, **options), backward)
-    return bound(*ins)
-
-
-def _op_transpose(op: XLACustomKernel, cotangents: Any, /, *args: Any, **params: Any) -> list:
-    """The op's transpose rule, which is for one slice, under the recorded vmaps."""
-    rule, count, visible, batch = _rule(op, "transpose"), len(cotangents), _visible(params), params.get("_batch", ())
-
-    def one(*values: Any) -> list:
-        cts, operands = list(values[:count]), values[count:]
-        avals = [x.aval if ad.is_undefined_primal(x) else None for x in operands]
-        found = _checked_cotangents(op, "transpose", rule(cts, *operands, **visible), avals)
-        return [_as_cotangent(ct, x) if a else None for ct, x, a in zip(found, operands, avals)]
-
-    batched = _under_vmaps(one, [(size, (True,) * count + flags) for size, flags in batch])
-    cts = [_slice_of(ct, len(batch)) for ct in cotangents]
-    found = batched(*cts, *[_slice_of(x, sum(flags[i] for _, flags in batch)) for i, x in enumerate(args)])
-    shared = [[k for k, (_, flags) in enumerate(reversed(batch)) if not flags[i]] for i in range(len(args))]
-    return [
-        _as_cotangent(ct, x, axes) if ad.is_undefined_primal(x) else None for ct, x, axes in zip(found, args, shared)
-    ]
-
-
-def _rule(op: XLACustomKernel, kind: str) -> Callable[..., Any]:
-    if kind not in op._rules:
-        raise NotImplementedError(f"XLACustomKernel {op.name!r} {_NO_RULE[kind]}")
-    return op._rules[kind]
 
 
 def _jvp_by_operand(primitive: Any, rules: Sequence[Any], primals: Any, tangents: Any, /, **params: Any) -> tuple:
@@ -5407,40 +5250,59 @@ def _jvp_by_operand(primitive: Any, rules: Sequence[Any], primals: Any, tangents
             f"{primitive.name!r} was given {len(rules)} jvp rules, but it has {len(primals)} operands; give one rule "
             "per operand, None for zero"
         )
-    results = _bind(primitive, primals, params)
+    results = primitive.bind(*primals, **params)
     outputs = list(results) if primitive.multiple_results else [results]
-    totals = _with_zeros([None] * len(outputs), outputs)
+    terms: list[list] = [[] for _ in outputs]
     for index, (rule, tangent) in enumerate(zip(rules, tangents)):
         if rule is not None and type(tangent) is not ad.Zero:
-            parts = _tangents(primitive, index, rule(tangent, *primals, **params), outputs)
-            totals = [ad.add_tangents(*_vary_nonzero(a, b)) for a, b in zip(totals, parts)]
+            found = jax.tree.leaves(rule(tangent, *primals, **params), is_leaf=_is_zero)
+            where = f"the jvp rule of {primitive.name!r} for operand {index}"
+            for own, term in zip(terms, _returned(where, found, "the outputs are", _differentiable(outputs))):
+                own.extend([] if term is None else [term])
+    totals = [functools.reduce(ad.add_tangents, _make_varying(own)) if own else None for own in terms]
+    totals = _with_zeros(totals, outputs)
     return (outputs, totals) if primitive.multiple_results else (outputs[0], totals[0])
 
 
-def _tangents(primitive: Any, index: int, found: Any, outputs: list) -> list:
-    """What the rule for operand `index` returned, as one tangent (or Zero) per output."""
-    leaves = jax.tree.leaves(found, is_leaf=lambda t: t is None or isinstance(t, ad.Zero))
-    where = f"the jvp rule of {primitive.name!r} for operand {index}"
-    if len(leaves) != len(outputs):
-        raise ValueError(
-            f"{where} returned {len(leaves)} tangents for {len(outputs)} outputs; return one per output, None for zero"
-        )
-    tangents = [t if type(t) is ad.Zero else jax.numpy.asarray(t) for t in _with_zeros(leaves, outputs)]
-    for t, y in zip(tangents, outputs):
-        if type(t) is not ad.Zero and _show(t) != _show(y):
-            raise ValueError(f"{where} returned {_show(t)} for an output {_show(y)}; the two must agree")
-    return tangents
+def _op_jvp(
+    op: XLACustomKernel, primals: Any, tangents: Any, /, outs: tuple = (), _batch: tuple = (), **params: Any
+) -> tuple:
+    """The op's jvp rule, which is for one slice, under the recorded vmaps."""
+    rule, count, slices = _rule(op, "jvp"), len(primals), tuple(_slices(outs, len(_batch)))
+
+    def one(*values: Any) -> tuple:
+        primals, tangents = values[:count], values[count:]
+        outputs, found = rule(primals, _with_zeros(tangents, primals), outs=slices, **params)
+        return outputs, _with_zeros(found, outputs)
+
+    outputs, found = _under_vmaps(one, [flags * 2 for flags in _batch])(*primals, *tangents)
+    return outputs, _with_zeros(found, outputs)
 
 
 def _with_zeros(tangents: Sequence[Any], values: Sequence[Any]) -> list:
     """The tangents of `values`: a new Zero for None, for a Zero (of another shape, perhaps), and for an integer's."""
     zeros: list[Any] = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in values]
-    missing = [t is None or type(t) is ad.Zero or z.aval.dtype == jax.dtypes.float0 for t, z in zip(tangents, zeros)]
-    return [z if m else t for t, z, m in zip(tangents, zeros, missing)]
+    return [z if _is_zero(t) or z.aval.dtype == jax.dtypes.float0 else t for t, z in zip(tangents, zeros)]
 
 
-def _vary_nonzero(a: Any, b: Any) -> list:
-    return [a, b] if isinstance(a, ad.Zero) or isinstance(b, ad.Zero) else _make_varying((a, b))
+def _op_transpose(
+    op: XLACustomKernel, cotangents: Any, /, *args: Any, outs: tuple = (), _batch: tuple = (), **params: Any
+) -> list:
+    """The op's transpose rule, which is for one slice, under the recorded vmaps."""
+    rule, count, slices = _rule(op, "transpose"), len(cotangents), tuple(_slices(outs, len(_batch)))
+
+    def one(*values: Any) -> list:
+        cts, operands = list(values[:count]), values[count:]
+        linear = [x.aval if ad.is_undefined_primal(x) else None for x in operands]
+        return _cotangents(op, "transpose", rule(cts, *operands, outs=slices, **params), linear)
+
+    if all(type(ct) is ad.Zero for ct in cotangents):
+        return [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in args]
+    own = [[flags[i] for flags in reversed(_batch)] for i in range(len(args))]  # of each operand, outermost vmap first
+    values = [*cotangents, *args]
+    depths = [len(_batch)] * count + list(map(sum, own))
+    found = _under_vmaps(one, [(True,) * count + flags for flags in _batch])(*map(_slice_of, values, depths))
+    return [_summed(ct, x, flags) if ad.is_undefined_primal(x) else None for ct, x, flags in zip(found, args, own)]
 
 
 def _slice_of(x: Any, depth: int) -> Any:
@@ -5450,92 +5312,39 @@ def _slice_of(x: Any, depth: int) -> Any:
     return type(x)(_out_aval(x.aval.shape[depth:], x.aval.dtype, [x.aval], x.aval.sharding.spec[depth:]))
 
 
-def _checked_cotangents(op: XLACustomKernel, kind: str, found: Any, avals: Sequence[Any]) -> list:
-    """What a rule returned, as one cotangent (None for zero) per operand; of those that are known `avals` has None."""
-    where = f"the {kind} rule of XLACustomKernel {op.name!r}"
-    found = list(found) if isinstance(found, (tuple, list)) else [found]
-    if len(found) != len(avals):
-        raise ValueError(
-            f"{where} returned {len(found)} cotangents for {len(avals)} operands; return one per operand, None for "
-            "zero and for those that are known"
-        )
-    for i, (ct, aval) in enumerate(zip(found, avals)):
-        is_array = aval is not None and ct is not None and type(ct) is not ad.Zero
-        if is_array and jax.dtypes.issubdtype(aval.dtype, np.inexact):
-            found[i] = jax.numpy.asarray(ct)
-            if _show(found[i]) != _show(aval):
-                raise ValueError(
-                    f"{where} returned the cotangent {_show(found[i])} for operand {i}, {_show(aval)}; they must agree"
-                )
-    return found
-
-
-def _as_cotangent(ct: Any, operand: Any, shared: Sequence[int] = ()) -> Any:
-    """The cotangent of an operand; one that slices share, along some axes, gets the sum of theirs."""
-    if ct is None or isinstance(ct, ad.Zero):
+def _summed(ct: Any, operand: Any, flags: Sequence[bool]) -> Any:
+    """The cotangent of an operand: summed over the vmaps whose slices share it."""
+    if ct is None:
         return ad.Zero(operand.aval)
+    shared = [axis for axis, flag in enumerate(flags) if not flag]
     return _sharded_like(jax.lax.reduce_sum(ct, shared) if shared else ct, operand.aval)
 
 
-# -- 12.7 Benchmark ------------------------------------------------------------------------------------
+def _bind_with_vjp(call: _OpCall, ins: Sequence[Any], fwd: Callable[..., Any], bwd: Callable[..., Any]) -> Any:
+    """Bind the op with its vjp rule, whose functions get the options of a call with these operands."""
+    options, avals = call.options(_input_specs(ins)), [*map(jax.typeof, ins)]
+    bound = jax.custom_vjp(call.bind_primitive)
+    bound.defvjp(
+        lambda *ins: fwd(*ins, **options),
+        lambda residuals, cts: tuple(_cotangents(call.op, "vjp", bwd(residuals, cts, **options), avals)),
+    )
+    return bound(*ins)
 
 
-@dataclasses.dataclass(frozen=True)
-class _OpBenchmark:
-    """What :meth:`XLACustomKernel.benchmark` returns; prints as a table."""
-
-    name: str
-    platform: str
-    rows: tuple[_BenchmarkRow, ...]
-
-    def __repr__(self) -> str:
-        lines = [f"{self.name} on {self.platform}", f"{'backend':<14}{'first (ms)':>12}{'median (us)':>14}  difference"]
-        for row in self.rows:
-            if row.error is not None:
-                lines.append(f"{row.backend:<14}{'failed':>12}{'':>14}  {row.error}")
-            else:
-                lines.append(f"{row.backend:<14}{row.first_ms:>12.2f}{row.median_us:>14.2f}  {row.difference:.3g}")
-        return "\n".join(lines)
+def _cotangents(op: XLACustomKernel, kind: str, found: Any, operands: Sequence[Any]) -> list:
+    """What a rule returned, as one cotangent (None for zero) per operand; for those that are known there is None."""
+    where = f"the {kind} rule of XLACustomKernel {op.name!r}"
+    return _returned(where, jax.tree.leaves(found, is_leaf=_is_zero), "the operands are", _differentiable(operands))
 
 
-class _BenchmarkRow(NamedTuple):
-    backend: str
-    first_ms: float | None
-    median_us: float | None
-    difference: float | None
-    error: str | None
+def _differentiable(arrays: Sequence[Any]) -> list:
+    return [x if x is not None and jax.dtypes.issubdtype(x.dtype, np.inexact) else None for x in arrays]
 
 
-def _benchmark(op: XLACustomKernel, ins: Sequence[Any], outs: Any, params: dict) -> _OpBenchmark:
-    args = tuple(_as_inputs(ins, op.name)[0])
-    platform = _platform_of(args)
-    op._entry(platform, None)
-    rows: list[_BenchmarkRow] = []
-    reference: Any = None
-    for backend in op.available_backends(platform):
-        run = jax.jit(functools.partial(op, outs=outs, backend=backend, **params))
-        row, results = _time_backend(backend, run, args, reference)
-        reference = results if reference is None else reference
-        rows.append(row)
-    return _OpBenchmark(op.name, platform, tuple(rows))
-
-
-def _time_backend(backend: str, run: Callable[..., Any], ins: tuple, reference: Any) -> tuple[_BenchmarkRow, Any]:
-    timer = timeit.Timer(lambda: jax.block_until_ready(run(*ins)))
-    try:
-        first, results = timer.timeit(1), run(*ins)
-        times = timer.repeat(min(10_000, max(5, int(0.2 / timer.timeit(1)))), 1)
-    except Exception as error:  # reported as the row of this backend
-        message = (str(error).splitlines() or [""])[0]
-        return _BenchmarkRow(backend, None, None, None, f"{type(error).__name__}: {message}"), None
-    difference = 0.0 if reference is None else _largest_difference(reference, results)
-    return _BenchmarkRow(backend, first * 1e3, np.median(times) * 1e6, difference, None), results
-
-
-def _largest_difference(a: Any, b: Any) -> float:
-    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b))
-    wide = [(np.asarray(x).astype(complex), np.asarray(y).astype(complex)) for x, y in pairs]
-    return max((float(np.max(np.abs(x - y), initial=0.0)) for x, y in wide), default=0.0)
+def _rule(op: XLACustomKernel, kind: str) -> Callable[..., Any]:
+    if kind not in op._rules:
+        raise NotImplementedError(f"XLACustomKernel {op.name!r} {_NO_RULE[kind]}")
+    return op._rules[kind]
 
 
 # ======================================================================================================
