@@ -1380,7 +1380,7 @@ class _Word:
         found = self.code.builder.icmp_signed(relation, self.value, self.code.word(other).value)
         return _Word(self.code, self.code.builder.zext(found, self.code.i64))
 
-    __add__ = functools.partialmethod(_calculate, "add")
+    __add__ = __radd__ = functools.partialmethod(_calculate, "add")
     __sub__ = functools.partialmethod(_calculate, "sub")
     __mul__ = __rmul__ = functools.partialmethod(_calculate, "mul")
     __floordiv__ = functools.partialmethod(_calculate, "sdiv")
@@ -1399,21 +1399,17 @@ class _Struct:
     def __init__(self, code: _Code, kind: Any, address: Any) -> None:
         vars(self).update(code=code, kind=kind, address=address)
 
-    def _place(self, name: str) -> tuple[Any, Any]:
-        return dict(self.kind._fields_)[name], self.address + getattr(self.kind, name).offset
-
     def place(self, name: str) -> Any:
         """The address of a field."""
-        return self._place(name)[1]
+        return self.address + getattr(self.kind, name).offset
 
     def __getattr__(self, name: str) -> Any:
-        kind, address = self._place(name)
+        kind, address = dict(self.kind._fields_)[name], self.place(name)
         is_struct = issubclass(kind, ctypes.Structure)
         return _Struct(self.code, kind, address) if is_struct else self.code.read(address, ctypes.sizeof(kind))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        kind, address = self._place(name)
-        self.code.write(value, address, ctypes.sizeof(kind))
+        self.code.write(value, self.place(name), getattr(self.kind, name).size)
 
 
 class _Code:
@@ -1435,13 +1431,14 @@ class _Code:
         self.suffix = os.urandom(8).hex()  # names must differ within the execution engine
         self.builder: Any = None
 
-    @contextlib.contextmanager
-    def function(self, name: str, count: int) -> Iterator[list[_Word]]:
-        """A C function of `count` integers or addresses, which returns one: the last thing that its code does."""
-        kind = self.ir.FunctionType(self.i64, [self.i64] * count)
+    def define(self, name: str, body: Callable[..., Any]) -> None:
+        """Write a C function that takes integers and addresses, as `body` does, and returns one."""
+        kind = self.ir.FunctionType(self.i64, [self.i64] * len(inspect.signature(body).parameters))
         function = self.functions[name] = self.ir.Function(self.module, kind, f"{name}_{self.suffix}")
         self.builder = self.ir.IRBuilder(function.append_basic_block())
-        yield [_Word(self, arg) for arg in function.args]
+        result = body(*(_Word(self, arg) for arg in function.args))
+        if result is not None:  # else it is a loop that never ends
+            self.give(result)
 
     def compile(self) -> dict[str, int]:
         """The addresses of the functions; their machine code stays until the process ends, as XLA wants it."""
@@ -1455,14 +1452,14 @@ class _Code:
         engine.finalize_object()
         return {name: engine.get_function_address(function.name) for name, function in self.functions.items()}
 
-    # -- words -----------------------------------------------------------------------------------------
+    # -- memory ----------------------------------------------------------------------------------------
 
     def word(self, value: Any) -> _Word:
         return value if isinstance(value, _Word) else _Word(self, self.ir.Constant(self.i64, int(value)))
 
     def pointer(self, address: Any, size: int = 1) -> Any:
-        kind = self.ir.IntType(8 * size).as_pointer()
-        return self.builder.inttoptr(self.word(address).value, kind)
+        """LLVM's pointer to an integer of so many bytes."""
+        return self.builder.inttoptr(self.word(address).value, self.ir.IntType(8 * size).as_pointer())
 
     def read(self, address: Any, size: int = 8) -> _Word:
         value = self.builder.load(self.pointer(address, size))
@@ -1483,12 +1480,16 @@ class _Code:
     def struct(self, kind: Any, address: Any) -> Any:
         return _Struct(self, kind, self.word(address))
 
+    def at(self, kind: Any, array: Any, index: Any) -> Any:
+        """A struct in an array of them."""
+        return self.struct(kind, self.word(index) * ctypes.sizeof(kind) + array)
+
     def stack(self, kind: Any, count: Any = 1) -> _Word:
         """The address of so many structs or words on the stack: if the number is known, of the same ones in a loop."""
         words = count * (ctypes.sizeof(kind) // 8)
-        fixed = isinstance(count, int)
-        with self.builder.goto_entry_block() if fixed else contextlib.nullcontext():
-            memory = self.builder.alloca(self.i64, words if fixed else words.value)
+        is_known = isinstance(words, int)
+        with self.builder.goto_entry_block() if is_known else contextlib.nullcontext():
+            memory = self.builder.alloca(self.i64, words if is_known else words.value)
         return _Word(self, self.builder.ptrtoint(memory, self.i64))
 
     def array(self, values: Sequence[Any]) -> _Word:
@@ -1502,32 +1503,37 @@ class _Code:
         """A struct on the stack, with its size filled in if it is one of XLA's."""
         new = self.struct(kind, self.stack(kind))
         if kind._fields_[0][0] == "struct_size":
-            fields = {"struct_size": ctypes.sizeof(kind), "extension_start": 0} | fields
+            fields |= {"struct_size": ctypes.sizeof(kind), "extension_start": 0}
         for name, value in fields.items():
             setattr(new, name, value)
         return new
 
-    def at(self, kind: Any, array: Any, index: Any) -> Any:
-        """A struct in an array of them."""
-        return self.struct(kind, self.word(index) * ctypes.sizeof(kind) + array)
+    def add_at_once(self, address: Any, value: Any) -> _Word:
+        """Add to a word in one step that no other thread sees half of; returns what it was."""
+        value = self.word(value).value
+        return _Word(self, self.builder.atomic_rmw("add", self.pointer(address, 8), value, "seq_cst"))
 
-    def least(self, first: Any, *others: Any) -> Any:
-        for other in others:
-            first = self.choose(first < other, first, other)
-        return first
+    def replace_at_once(self, address: Any, old: Any, new: Any) -> _Word:
+        """Whether a word was `old`, and is `new` now."""
+        values = (self.word(value).value for value in (old, new))
+        result = self.builder.cmpxchg(self.pointer(address, 8), *values, "seq_cst")
+        return _Word(self, self.builder.zext(self.builder.extract_value(result, 1), self.i64))
 
-    def choose(self, condition: Any, yes: Any, no: Any) -> _Word:
-        return _Word(self, self.builder.select(self._is_true(condition), self.word(yes).value, self.word(no).value))
+    # -- control flow ----------------------------------------------------------------------------------
 
     def call(self, function: Any, *args: Any) -> _Word:
         """Call a function of this module by its name, or a C function by its address."""
-        values = [self.word(arg).value for arg in args]
         if isinstance(function, str):
-            return _Word(self, self.builder.call(self.functions[function], values))
-        kind = self.ir.FunctionType(self.i64, [self.i64] * len(args))
-        return _Word(
-            self, self.builder.call(self.builder.inttoptr(self.word(function).value, kind.as_pointer()), values)
-        )
+            target = self.functions[function]
+        else:
+            kind = self.ir.FunctionType(self.i64, [self.i64] * len(args))
+            target = self.builder.inttoptr(self.word(function).value, kind.as_pointer())
+        return _Word(self, self.builder.call(target, [self.word(arg).value for arg in args]))
+
+    def api(self, frame: Any, name: str, args: Any) -> _Word:
+        """Call a function of XLA's API table; it gives an XLA_FFI_Error* or 0."""
+        table = self.struct(XLA_FFI_Api, self.struct(XLA_FFI_CallFrame, frame).api)
+        return self.call(getattr(table, f"XLA_FFI_{name}"), args.address)
 
     def give(self, value: Any) -> None:
         """Return from the function."""
@@ -1536,8 +1542,16 @@ class _Code:
     def when(self, condition: Any, likely: bool | None = None) -> Any:
         return self.builder.if_then(self._is_true(condition), likely)
 
+    def choose(self, condition: Any, yes: Any, no: Any) -> _Word:
+        return _Word(self, self.builder.select(self._is_true(condition), self.word(yes).value, self.word(no).value))
+
     def _is_true(self, condition: Any) -> Any:
         return self.builder.icmp_signed("!=", self.word(condition).value, self.word(0).value)
+
+    def least(self, first: Any, *others: Any) -> Any:
+        for other in others:
+            first = self.choose(first < other, first, other)
+        return first
 
     @contextlib.contextmanager
     def loop(self, start: Any, stop: Any) -> Iterator[_Word]:
@@ -1553,22 +1567,6 @@ class _Code:
         self.builder.position_at_end(body)
         yield
         self.builder.branch(body)
-
-    def api(self, frame: Any, name: str, args: Any) -> Any:
-        """Call a function of XLA's API table; it gives an XLA_FFI_Error* or 0."""
-        table = self.struct(XLA_FFI_Api, self.struct(XLA_FFI_CallFrame, frame).api)
-        return self.call(getattr(table, f"XLA_FFI_{name}"), args.address)
-
-    def add_at_once(self, address: Any, value: Any) -> _Word:
-        """Add to a word in one step that no other thread sees half of; returns what it was."""
-        value = self.word(value).value
-        return _Word(self, self.builder.atomic_rmw("add", self.pointer(address, 8), value, "seq_cst"))
-
-    def replace_at_once(self, address: Any, old: Any, new: Any) -> Any:
-        """Whether a word was `old`, and is `new` now."""
-        values = (self.word(value).value for value in (old, new))
-        result = self.builder.cmpxchg(self.pointer(address, 8), *values, "seq_cst")
-        return _Word(self, self.builder.zext(self.builder.extract_value(result, 1), self.i64))
 
 
 # -- 8.3 The driver: which slices, and on which threads ------------------------------------------------
@@ -1596,219 +1594,195 @@ class _Driver(_Code):
 
     def __init__(self) -> None:
         super().__init__()
-        parts = self._answer, self._fail, self._seek, self._run, self._work, self._task, self._share, self._now
-        for write in (*parts, self._start, self._drive):
-            write()
+        running = self.seek, self.run, self.work, self.drop, self.task, self.share, self.now, self.start, self.drive
+        for body in (self.answer, self.error, *running):
+            self.define(body.__name__, body)
 
-    def _answer(self) -> None:
+    def answer(self, extension: _Word, traits: _Word) -> Any:
         """On registration XLA asks for the API version and traits, through an extension of the frame."""
-        with self.function("answer", 2) as (extension, traits):
-            at = self.new(_Range, first=extension)
-            with self.forever():
-                found = self.struct(XLA_FFI_Metadata_Extension, at.first)
-                with self.when(found.address == 0):
-                    self.give(0)
-                with self.when(found.extension_base.type == _EXTENSION_METADATA):
-                    metadata = self.struct(XLA_FFI_Metadata, found.metadata)
-                    version = metadata.api_version
-                    version.major_version, version.minor_version = _ffi_api_version()
-                    metadata.traits = traits
-                    self.give(0)
-                at.first = found.extension_base.next
+        at = self.new(_Range, first=extension)
+        with self.forever():
+            found = self.struct(XLA_FFI_Metadata_Extension, at.first)
+            with self.when(found.address == 0):
+                self.give(0)
+            with self.when(found.extension_base.type == _EXTENSION_METADATA):
+                metadata = self.struct(XLA_FFI_Metadata, found.metadata)
+                version, metadata.traits = metadata.api_version, traits
+                version.major_version, version.minor_version = _ffi_api_version()
+                self.give(0)
+            at.first = found.extension_base.next
 
-    def _fail(self) -> None:
+    def error(self, frame: _Word, message: _Word, code: _Word) -> Any:
         """An XLA_FFI_Error with a copy of the message."""
-        with self.function("fail", 3) as (frame, message, code):
-            args = self.new(XLA_FFI_Error_Create_Args, message=message, errc=code)
-            self.give(self.api(frame, "Error_Create", args))
+        return self.api(frame, "Error_Create", self.new(XLA_FFI_Error_Create_Args, message=message, errc=code))
 
-    def _seek(self) -> None:
+    def discard(self, frame: Any, error: Any) -> None:
+        with self.when(error != 0):
+            self.api(frame, "Error_Destroy", self.new(XLA_FFI_Error_Destroy_Args, error=error))
+
+    def seek(self, address: _Word, slots: _Word, index: _Word) -> Any:
         """Point `slots` at the slice `index` and, with their steps, at the rest of its row; gives its place there.
 
         A buffer whose batch dimension has size 1 gives the same slice to all.
         """
-        with self.function("seek", 3) as (batch, slots, index):
-            batch = self.struct(_Batch, batch)
-            rest = self.new(_Range, first=index, count=0)
-            with self.loop(0, batch.n) as k:
-                base, slot = self.at(_Slot, batch.slots, k), self.at(_Slot, slots, k)
-                slot.data, slot.step, slot.dims = base.data, base.step, base.dims
-            with self.when(batch.depth == 1), self.loop(0, batch.n) as k:
-                slot = self.at(_Slot, slots, k)
-                slot.data = slot.data + slot.step * index
-            with self.when((batch.depth == 1) | (index == 0)):
-                self.give(index)
-            strides = self.stack(_I64, batch.n)
-            with self.loop(0, batch.n) as k:
-                self.write(self.at(_Slot, batch.slots, k).nbytes, strides + k * 8)
-            with self.loop(0, batch.depth) as i:
-                size = self.read(batch.sizes + (batch.depth - i - 1) * 8)
-                position = rest.first % size
-                rest.first = rest.first // size
-                with self.when(i == 0):
-                    rest.count = position
-                with self.loop(0, batch.n) as k:
-                    slot, stride = self.at(_Slot, slots, k), self.read(strides + k * 8)
-                    own = self.read(slot.dims - i * 8 - 8)
-                    slot.data = slot.data + self.choose(own == 1, 0, position * stride)
-                    self.write(stride * own, strides + k * 8)
-            self.give(rest.count)
-
-    def _run(self) -> None:
-        """Run the slices [first, stop), row by row, unless one fails; gives its XLA_FFI_Error*."""
-        with self.function("run", 3) as (address, first, stop):
-            batch, at = self.struct(_Batch, address), self.new(_Range, first=first)
-            slots = self.stack(_Slot, batch.n)
-            with self.forever():
-                first = at.first
-                with self.when((stop > first) == 0):
-                    self.give(0)
-                count = self.least(batch.row - self.call("seek", address, slots, first), stop - first)
-                error = self.call(self.struct(_Kernel, batch.kernel).slices, batch.frame, slots, count)
-                with self.when(error != 0):
-                    self.give(error)
-                at.first = first + count
-
-    def _work(self) -> None:
-        """Take pieces of a shared batch and run them until none is left or one fails."""
-        with self.function("work", 1) as (address,):
-            shared = self.struct(_Shared, address)
-            with self.forever():
-                first = self.add_at_once(shared.place("next"), shared.piece)
-                with self.when((first < shared.count) == 0):
-                    self.give(0)
-                stop = self.least(first + shared.piece, shared.count)
-                error = self.call("run", shared.batch, first, stop)
-                with self.when(error != 0):
-                    self.add_at_once(shared.place("next"), shared.count)  # nothing is left for the others
-                    with self.when(self.replace_at_once(shared.place("error"), 0, error) == 0):
-                        self.discard(self.struct(_Batch, shared.batch).frame, error)
-                    self.give(0)
-
-    def discard(self, frame: Any, error: Any) -> None:
-        self.api(frame, "Error_Destroy", self.new(XLA_FFI_Error_Destroy_Args, error=error))
-
-    def _task(self) -> None:
-        """What a thread of XLA runs: it works unless the caller has left, and as the last one wakes the caller."""
-        with self.function("drop", 1) as (address,):
-            shared = self.struct(_Shared, address)
-            with self.when(self.add_at_once(shared.place("holders"), -1) == 1):
-                self.call(_symbol("PyThread_free_lock"), shared.idle)
-                self.call(_symbol("PyMem_RawFree"), address)
+        batch, rest = self.struct(_Batch, address), self.new(_Range, first=index)
+        with self.loop(0, batch.n) as k:
+            first, slot = self.at(_Slot, batch.slots, k), self.at(_Slot, slots, k)
+            slot.data, slot.step, slot.dims, slot.nbytes = first.data, first.step, first.dims, first.nbytes
+        with self.when(index == 0):
             self.give(0)
-        with self.function("task", 1) as (address,):
-            shared = self.struct(_Shared, address)
-            with self.forever():
-                inside = self.add_at_once(shared.place("inside"), 0)
-                with self.when(inside == 0):
-                    self.give(self.call("drop", address))
-                with self.when(self.replace_at_once(shared.place("inside"), inside, inside + 1)):
-                    self.call("work", address)
-                    with self.when(self.add_at_once(shared.place("inside"), -1) == 1):
-                        self.call(_symbol("PyThread_release_lock"), shared.idle)
-                    self.give(self.call("drop", address))
+        with self.loop(0, batch.depth) as i:
+            size = self.read(batch.sizes + (batch.depth - i - 1) * 8)
+            position = rest.first % size
+            rest.first = rest.first // size
+            with self.loop(0, batch.n) as k:
+                slot = self.at(_Slot, slots, k)
+                own = self.read(slot.dims - i * 8 - 8)
+                slot.data = slot.data + self.choose(own == 1, 0, position * slot.nbytes)
+                slot.nbytes = slot.nbytes * own  # of all that the next dimension steps over
+        return index % batch.row
 
-    def _share(self) -> None:
+    def run(self, address: _Word, first: _Word, stop: _Word) -> Any:
+        """Run the slices [first, stop), row by row, unless one fails; gives its XLA_FFI_Error*."""
+        batch, at = self.struct(_Batch, address), self.new(_Range, first=first)
+        slots = self.stack(_Slot, batch.n)
+        with self.forever():
+            first = at.first
+            with self.when((stop > first) == 0):
+                self.give(0)
+            count = self.least(batch.row - self.call("seek", address, slots, first), stop - first)
+            error = self.call(self.struct(_Kernel, batch.kernel).slices, batch.frame, slots, count)
+            with self.when(error != 0):
+                self.give(error)
+            at.first = first + count
+
+    def work(self, address: _Word) -> Any:
+        """Take pieces of a shared batch and run them until none is left or one fails."""
+        shared = self.struct(_Shared, address)
+        with self.forever():
+            first = self.add_at_once(shared.place("next"), shared.piece)
+            with self.when((first < shared.count) == 0):
+                self.give(0)
+            error = self.call("run", shared.batch, first, self.least(first + shared.piece, shared.count))
+            with self.when(error != 0):
+                self.add_at_once(shared.place("next"), shared.count)  # nothing is left for the others
+                with self.when(self.replace_at_once(shared.place("error"), 0, error) == 0):
+                    self.discard(self.struct(_Batch, shared.batch).frame, error)
+                self.give(0)
+
+    def drop(self, address: _Word) -> Any:
+        """The last who holds a shared batch frees it."""
+        shared = self.struct(_Shared, address)
+        with self.when(self.add_at_once(shared.place("holders"), -1) == 1):
+            self.call(_symbol("PyThread_free_lock"), shared.idle)
+            self.call(_symbol("PyMem_RawFree"), address)
+        return 0
+
+    def task(self, address: _Word) -> Any:
+        """What a thread of XLA runs: it works unless the caller has left, and as the last one wakes the caller."""
+        shared = self.struct(_Shared, address)
+        with self.forever():
+            inside = self.add_at_once(shared.place("inside"), 0)
+            with self.when(inside == 0):
+                self.give(self.call("drop", address))
+            with self.when(self.replace_at_once(shared.place("inside"), inside, inside + 1)):
+                self.call("work", address)
+                with self.when(self.add_at_once(shared.place("inside"), -1) == 1):
+                    self.call(_symbol("PyThread_release_lock"), shared.idle)
+                self.give(self.call("drop", address))
+
+    def share(self, address: _Word, first: _Word, helpers: _Word, piece: _Word) -> Any:
         """Run the slices [first, count) on this thread and on those of XLA that come to help, in pieces of so many.
 
         What is waited for is only the tasks that have started: those in the queue may stand behind callers that wait.
         """
-        with self.function("share", 4) as (address, first, helpers, piece):
-            batch = self.struct(_Batch, address)
-            frame = self.struct(XLA_FFI_CallFrame, batch.frame)
-            memory = self.call(_symbol("PyMem_RawMalloc"), ctypes.sizeof(_Shared))
-            idle = self.call(_symbol("PyThread_allocate_lock"))
-            with self.when((memory == 0) | (idle == 0)):  # out of memory, which one thread does not need
-                self.give(self.call("run", address, first, batch.count))
-            shared = self.struct(_Shared, memory)
-            shared.batch, shared.next, shared.count, shared.error = address, first, batch.count, 0
-            shared.piece, shared.inside, shared.holders, shared.idle = piece, 1, helpers + 1, idle
-            self.call(_symbol("PyThread_acquire_lock"), idle, 1)
-            task = _Word(self, self.builder.ptrtoint(self.functions["task"], self.i64))
-            args = self.new(XLA_FFI_ThreadPool_Schedule_Args, ctx=frame.ctx, task=task, data=memory)
-            with self.loop(0, helpers):
-                error = self.api(frame.address, "ThreadPool_Schedule", args)
-                with self.when(error != 0):
-                    self.discard(frame.address, error)
-                    self.call("drop", memory)
-            self.call("work", memory)
-            with self.when(self.add_at_once(shared.place("inside"), -1) > 1):
-                self.call(_symbol("PyThread_acquire_lock"), shared.idle, 1)
-            error = shared.error
-            self.call("drop", memory)
-            self.give(error)
+        batch = self.struct(_Batch, address)
+        frame = self.struct(XLA_FFI_CallFrame, batch.frame)
+        memory = self.call(_symbol("PyMem_RawMalloc"), ctypes.sizeof(_Shared))
+        idle = self.call(_symbol("PyThread_allocate_lock"))
+        with self.when((memory == 0) | (idle == 0)):  # out of memory, which one thread does not need
+            self.give(self.call("run", address, first, batch.count))
+        shared = self.struct(_Shared, memory)
+        shared.batch, shared.next, shared.count, shared.error = address, first, batch.count, 0
+        shared.piece, shared.inside, shared.holders, shared.idle = piece, 1, helpers + 1, idle
+        self.call(_symbol("PyThread_acquire_lock"), idle, 1)
+        task = _Word(self, self.builder.ptrtoint(self.functions["task"], self.i64))
+        args = self.new(XLA_FFI_ThreadPool_Schedule_Args, ctx=frame.ctx, task=task, data=memory)
+        with self.loop(0, helpers):
+            error = self.api(frame.address, "ThreadPool_Schedule", args)
+            with self.when(error != 0):
+                self.discard(frame.address, error)
+                self.call("drop", memory)
+        self.call("work", memory)
+        with self.when(self.add_at_once(shared.place("inside"), -1) > 1):
+            self.call(_symbol("PyThread_acquire_lock"), shared.idle, 1)
+        error = shared.error
+        self.call("drop", memory)
+        return error
 
-    def _start(self) -> None:
+    def start(self, address: _Word) -> Any:
         """Run slices alone, more of them each time, until what is left is known to be worth sharing.
 
         Batches so short that to ask the time would show are asked once in a while only.
         """
-        with self.function("start", 1) as (address,):
-            batch, at = self.struct(_Batch, address), self.new(_Range, first=0, count=1)
-            kernel = self.struct(_Kernel, batch.kernel)
-            kernel.trusted, began, rate = 0, self.call("now"), self.read(ctypes.addressof(_TICKS))
-            time_ = self.new(_Range, first=began)
-            with self.forever():
-                stop = at.first + at.count
-                error = self.call("run", address, at.first, stop)
-                with self.when(error != 0):
-                    self.give(error)
-                left, now = batch.count - stop, self.call("now")
-                with self.when(left < 1):
-                    with self.when(now - began < rate * _BRIEF):
-                        kernel.brief, kernel.trusted = self.least(batch.nbytes + 1, _HUGE_PAGE_MIN), 15
-                    self.give(0)
-                took = (now - time_.first) // rate
-                work = took * left // at.count
-                with self.when((took > _MEASURABLE) & (work > _WORTH_SHARING)):
-                    helpers = self.least(self.threads(batch.frame) - 1, left - 1, work // _WORTH_A_THREAD)
-                    piece = left * _PIECE // work
-                    with self.when(helpers > 0):
-                        self.give(self.call("share", address, stop, helpers, self.choose(piece < 1, 1, piece)))
-                    self.give(self.call("run", address, stop, batch.count))
-                at.first, at.count, time_.first = stop, self.least(at.count * 8, left), now
+        batch, at = self.struct(_Batch, address), self.new(_Range, first=0, count=1)
+        kernel = self.struct(_Kernel, batch.kernel)
+        kernel.trusted, began, rate = 0, self.call("now"), self.read(ctypes.addressof(_TICKS))
+        time_ = self.new(_Range, first=began)
+        with self.forever():
+            stop = at.first + at.count
+            error = self.call("run", address, at.first, stop)
+            with self.when(error != 0):
+                self.give(error)
+            left, now = batch.count - stop, self.call("now")
+            with self.when(left < 1):
+                with self.when(now - began < rate * _BRIEF):
+                    kernel.brief, kernel.trusted = self.least(batch.nbytes + 1, _HUGE_PAGE_MIN), 15
+                self.give(0)
+            took = (now - time_.first) // rate
+            work = took * left // at.count
+            with self.when((took > _MEASURABLE) & (work > _WORTH_SHARING)):
+                helpers = self.least(self.threads(batch.frame) - 1, left - 1, work // _WORTH_A_THREAD)
+                piece = left * _PIECE // work
+                with self.when(helpers > 0):
+                    self.give(self.call("share", address, stop, helpers, self.choose(piece < 1, 1, piece)))
+                self.give(self.call("run", address, stop, batch.count))
+            at.first, at.count, time_.first = stop, self.least(at.count * 8, left), now
 
-    def _now(self) -> None:
+    def now(self) -> Any:
         """A clock that only goes on, in ticks: on x86 the processor's, as to ask the system may take 400 ns."""
-        with self.function("now", 0):
-            if self.module.triple.startswith("x86_64"):
-                counter = self.module.declare_intrinsic("llvm.readcyclecounter", (), self.ir.FunctionType(self.i64, []))
-                self.give(_Word(self, self.builder.call(counter, [])))
-            else:
-                now = self.new(_Range)  # a struct timespec: seconds and nanoseconds
-                self.call(_symbol("clock_gettime"), time.CLOCK_MONOTONIC, now.address)
-                self.give(now.first * 10**9 + now.count)
+        if self.module.triple.startswith("x86_64"):
+            counter = self.module.declare_intrinsic("llvm.readcyclecounter", (), self.ir.FunctionType(self.i64, []))
+            return _Word(self, self.builder.call(counter, []))
+        now = self.new(_Range)  # a struct timespec: seconds and nanoseconds
+        self.call(_symbol("clock_gettime"), time.CLOCK_MONOTONIC, now.address)
+        return now.first * 10**9 + now.count
 
     def threads(self, frame: Any) -> Any:
         """The number of XLA's threads, 0 where the call has none."""
-        found = self.new(_Range, first=0)
-        args = self.new(
-            XLA_FFI_ThreadPool_NumThreads_Args, ctx=self.struct(XLA_FFI_CallFrame, frame).ctx, num_threads=found.address
-        )
-        error = self.api(frame, "ThreadPool_NumThreads", args)
-        with self.when(error != 0):
-            self.discard(frame, error)
+        found, ctx = self.new(_Range, first=0), self.struct(XLA_FFI_CallFrame, frame).ctx
+        args = self.new(XLA_FFI_ThreadPool_NumThreads_Args, ctx=ctx, num_threads=found.address)
+        self.discard(frame, self.api(frame, "ThreadPool_NumThreads", args))
         return found.first
 
-    def _drive(self) -> None:
+    def drive(self, frame: _Word, kernel_at: _Word, slots: _Word, depth: _Word, row: _Word, nbytes: _Word) -> Any:
         """Run a call of which `slots` hold the first slice, of `nbytes` in all; `row` slices are one step apart."""
-        with self.function("drive", 6) as (frame, kernel_at, slots, depth, row, nbytes):
-            kernel = self.struct(_Kernel, kernel_at)
-            batch = self.new(_Batch, frame=frame, kernel=kernel_at, n=kernel.n, slots=slots, depth=depth, row=row)
-            batch.count = row
-            with self.when(depth > 1):
-                self._read_sizes(batch)
-            batch.nbytes = nbytes * batch.count
-            if sys.platform == "linux":
-                with self.when((batch.nbytes > _HUGE_PAGE_MIN - 1) & kernel.maps_pages):
-                    self._use_huge_pages(batch)
-            is_brief = (kernel.trusted > 0) & (batch.nbytes < kernel.brief)
-            with self.when((batch.count < 2) | kernel.in_order | is_brief):
-                kernel.trusted = kernel.trusted - 1
-                with self.when(batch.count == batch.row):
-                    self.give(self.call(kernel.slices, frame, slots, batch.row))
-                self.give(self.call("run", batch.address, 0, batch.count))
-            self.give(self.call("start", batch.address))
+        kernel = self.struct(_Kernel, kernel_at)
+        batch = self.new(_Batch, frame=frame, kernel=kernel_at, n=kernel.n, slots=slots, depth=depth, row=row)
+        batch.sizes, batch.count = batch.place("row"), row
+        with self.when(depth > 1):
+            self._read_sizes(batch)
+        batch.nbytes = nbytes * batch.count
+        if sys.platform == "linux":
+            with self.when((batch.nbytes > _HUGE_PAGE_MIN - 1) & kernel.maps_pages):
+                self._use_huge_pages(batch)
+        is_brief = (kernel.trusted > 0) & (batch.nbytes < kernel.brief)
+        with self.when((batch.count < 2) | kernel.in_order | is_brief):
+            kernel.trusted = kernel.trusted - 1
+            with self.when(batch.count == batch.row):
+                self.give(self.call(kernel.slices, frame, slots, batch.row))
+            self.give(self.call("run", batch.address, 0, batch.count))
+        return self.call("start", batch.address)
 
     def _read_sizes(self, batch: Any) -> None:
         """The sizes of all batch dimensions, where that of a buffer counts unless it is 1, and their product."""
@@ -1880,98 +1854,98 @@ class _Handler(_Code):
         super().__init__()
         self.signature, self.emitter = signature, emitter
         self.maps_pages = sys.platform == "linux" and emitter.host_memory
-        n = len(signature.ranks)
-        self.kernel = _Kernel(0, signature.n_in, n, emitter.in_order, self.maps_pages)
+        self.kernel = _Kernel(0, signature.n_in, len(signature.ranks), emitter.in_order, self.maps_pages)
         if emitter.lock or emitter.uses_python:
-            self._write_slices("loop")
-            self._write_guarded("loop")
+            self.define("unguarded", self._slices)
+            self.define("slices", self._guarded_slices)
         else:
-            self._write_slices("slices")
-        self._write_handler()
+            self.define("slices", self._slices)
+        self.define("handler", self._handler)
 
-    def _write_slices(self, name: str) -> None:
-        with self.function(name, 3) as (frame, slots, count):
-            self.frame = self.struct(XLA_FFI_CallFrame, frame)
-            arrays, steps = [], []
-            for k, (dtype, rank) in enumerate(zip(self.signature.dtypes, self.signature.ranks, strict=True)):
-                slot = self.at(_Slot, slots, k)
-                dims = [self.read(slot.dims + 8 * j) for j in range(rank)]
-                arrays.append(_Array(slot.data, dims, _row_major(dims, dtype.itemsize), dtype.itemsize))
-                steps.append(slot.step)
-            run = self.emitter.enter(self)
-            with self.loop(0, count) as i:
-                run([x._replace(pointer=x.pointer + step * i) for x, step in zip(arrays, steps, strict=True)])
-            self.give(0)
+    def _slices(self, frame: _Word, slots: _Word, count: _Word) -> Any:
+        self.frame = self.struct(XLA_FFI_CallFrame, frame)
+        arrays, steps = [], []
+        for k, (dtype, rank) in enumerate(zip(self.signature.dtypes, self.signature.ranks, strict=True)):
+            slot = self.at(_Slot, slots, k)
+            dims = [self.read(slot.dims + 8 * j) for j in range(rank)]
+            arrays.append(_Array(slot.data, dims, _row_major(dims, dtype.itemsize), dtype.itemsize))
+            steps.append(slot.step)
+        run = self.emitter.enter(self)
+        with self.loop(0, count) as i:
+            run([x._replace(pointer=x.pointer + step * i) for x, step in zip(arrays, steps, strict=True)])
+        return 0
 
-    def _write_guarded(self, function: str) -> None:
-        """The slices as another function runs them, with what the emitter has to hold, also if one fails."""
-        with self.function("slices", 3) as args:
-            if self.emitter.lock:
-                self.call(_symbol("PyThread_acquire_lock"), self.emitter.lock, 1)
-            if self.emitter.uses_python:
-                gil = self.call(_symbol("PyGILState_Ensure"))
-                state = self.call(_symbol("PyEval_SaveThread"))
-            error = self.call(function, *args)
-            if self.emitter.uses_python:
-                self.call(_symbol("PyEval_RestoreThread"), state)
-                self.call(_symbol("PyGILState_Release"), gil)
-            if self.emitter.lock:
-                self.call(_symbol("PyThread_release_lock"), self.emitter.lock)
-            self.give(error)
+    def _guarded_slices(self, frame: _Word, slots: _Word, count: _Word) -> Any:
+        """The same, with what the emitter has to hold, which is given back also if a slice fails."""
+        if self.emitter.lock:
+            self.call(_symbol("PyThread_acquire_lock"), self.emitter.lock, 1)
+        if self.emitter.uses_python:
+            gil, state = self.call(_symbol("PyGILState_Ensure")), self.call(_symbol("PyEval_SaveThread"))
+        error = self.call("unguarded", frame, slots, count)
+        if self.emitter.uses_python:
+            self.call(_symbol("PyEval_RestoreThread"), state)
+            self.call(_symbol("PyGILState_Release"), gil)
+        if self.emitter.lock:
+            self.call(_symbol("PyThread_release_lock"), self.emitter.lock)
+        return error
 
-    def _write_handler(self) -> None:
+    def _handler(self, address: _Word) -> Any:
         """Run a call without a batch at once, and leave others to the driver."""
-        signature, driver = self.signature, _driver()
-        n_in, n = signature.n_in, len(signature.ranks)
-        with self.function("handler", 1) as (address,):
-            self.frame = frame = self.struct(XLA_FFI_CallFrame, address)
-            with self.when(frame.extension_start != 0):
-                self.give(self.call(driver["answer"], frame.extension_start, self.emitter.traits))
-            with self.when(frame.stage != _STAGE_EXECUTE):
-                self.give(0)
-            buffers, depth = self._read_buffers()
-            slots, large, total, row, parts = self.stack(_Slot, n), depth, self.word(0), self.word(1), []
-            for k, (buffer, rank) in enumerate(zip(buffers, signature.ranks, strict=True)):
-                slot, dims = self.at(_Slot, slots, k), buffer.dims + depth * 8
-                sizes = [self.read(dims + 8 * j) for j in range(rank)]
-                nbytes = math.prod(sizes, start=self.word(signature.dtypes[k].itemsize))
-                slot.data, slot.nbytes, slot.dims = buffer.data, nbytes, dims
-                total = total + nbytes
-                parts.append((slot, dims, nbytes))
-                if k >= n_in and self.maps_pages:
-                    large = large | (nbytes > _HUGE_PAGE_MIN - 1)
-            with self.when(large == 0):
-                self.give(self.call("slices", address, slots, 1))
-            kernel = self.struct(_Kernel, ctypes.addressof(self.kernel))
-            call = functools.partial(self.call, driver["drive"], address, kernel.address, slots, depth)
-            with self.when(depth == 0):
-                self.give(call(1, total))
-            for slot, dims, nbytes in parts:  # a size of 1 goes with every other
-                own = self.read(dims - 8)
-                slot.step, row = self.choose(own == 1, 0, nbytes), self.choose(own == 1, row, own)
-            trusted = kernel.trusted
-            with self.when((depth == 1) & (trusted > 0) & (total * row < kernel.brief)):
-                kernel.trusted = trusted - 1
-                self.give(self.call("slices", address, slots, row))
-            self.give(call(row, total))
+        self.frame = frame = self.struct(XLA_FFI_CallFrame, address)
+        with self.when(frame.extension_start != 0):
+            self.give(self.call(_driver()["answer"], frame.extension_start, self.emitter.traits))
+        with self.when(frame.stage != _STAGE_EXECUTE):
+            self.give(0)
+        buffers, depth = self._read_buffers()
+        slots = self.stack(_Slot, len(buffers))
+        places, sizes = list[_Word](), list[Any]()
+        for k, (buffer, dtype, rank) in enumerate(self._expected(buffers)):
+            slot, place = self.at(_Slot, slots, k), buffer.dims + depth * 8
+            size = math.prod(self.read(place + 8 * j) for j in range(rank)) * dtype.itemsize
+            slot.data, slot.dims, slot.nbytes = buffer.data, place, size
+            places.append(place)
+            sizes.append(size)
+        large = [size > _HUGE_PAGE_MIN - 1 for size in sizes[self.signature.n_in :]] if self.maps_pages else []
+        with self.when(functools.reduce(operator.or_, large, depth) == 0):
+            self.give(self.call("slices", address, slots, 1))
+        return self._run_batch(slots, depth, places, sizes)
 
-    def _read_buffers(self) -> tuple[list[Any], Any]:
+    def _run_batch(self, slots: _Word, depth: _Word, places: list[_Word], sizes: list[Any]) -> Any:
+        """Run what has batch dimensions, or large outputs; a short batch of a kernel known to be quick at once."""
+        kernel, row, total = self.struct(_Kernel, ctypes.addressof(self.kernel)), self.word(1), sum(sizes)
+        frame = self.frame.address
+        with self.when(depth == 0):
+            self.give(self.call(_driver()["drive"], frame, kernel.address, slots, 0, 1, total))
+        for k, (place, size) in enumerate(zip(places, sizes, strict=True)):
+            own = self.read(place - 8)  # a size of 1 goes with every other
+            self.at(_Slot, slots, k).step = self.choose(own == 1, 0, size)
+            row = self.choose(own == 1, row, own)
+        trusted = kernel.trusted
+        with self.when((depth == 1) & (trusted > 0) & (row * total < kernel.brief)):
+            kernel.trusted = trusted - 1
+            self.give(self.call("slices", frame, slots, row))
+        return self.call(_driver()["drive"], frame, kernel.address, slots, depth, row, total)
+
+    def _read_buffers(self) -> tuple[list[Any], _Word]:
         """The buffers, after a check of their number, dtypes and ranks, and how many batch dimensions they have."""
-        frame, n_in, n, hidden = self.frame, self.signature.n_in, len(self.signature.ranks), self.emitter.hidden_outputs
-        too_many = frame.args.size > (n if self.signature.from_zeros else n_in)
-        too_many = too_many if hidden else too_many | (frame.rets.size > n - n_in)
-        too_few = (frame.args.size < n_in) | (frame.rets.size < n - n_in)
-        with self.when(too_few | too_many):
+        args, rets, n_in, n = self.frame.args, self.frame.rets, self.signature.n_in, len(self.signature.ranks)
+        wrong = (args.size < n_in) | (args.size > (n if self.signature.from_zeros else n_in)) | (rets.size < n - n_in)
+        if not self.emitter.hidden_outputs:
+            wrong = wrong | (rets.size > n - n_in)
+        with self.when(wrong):
             self._fail_on("number of buffers")
-        places = [self.read(frame.args.args + 8 * k) for k in range(n_in)]
-        places += [self.read(frame.rets.rets + 8 * k) for k in range(n - n_in)]
-        buffers = [self.struct(XLA_FFI_Buffer, place) for place in places]
-        depths = [b.rank - rank for b, rank in zip(buffers, self.signature.ranks, strict=True)] or [self.word(0)]
-        wrong = [depth != depths[0] for depth in depths] + [depths[0] < 0]
-        wrong += [b.dtype != _XLA_FFI_DATA_TYPES[t.name] for b, t in zip(buffers, self.signature.dtypes, strict=True)]
-        with self.when(functools.reduce(operator.or_, wrong)):
+        places = [args.args + 8 * k for k in range(n_in)] + [rets.rets + 8 * k for k in range(n - n_in)]
+        buffers = [self.struct(XLA_FFI_Buffer, self.read(place)) for place in places]
+        depth = buffers[0].rank - self.signature.ranks[0] if buffers else self.word(0)
+        wrong = depth < 0
+        for buffer, dtype, rank in self._expected(buffers):
+            wrong = wrong | (buffer.rank != depth + rank) | (buffer.dtype != _XLA_FFI_DATA_TYPES[dtype.name])
+        with self.when(wrong):
             self._fail_on("rank or dtype")
-        return buffers, depths[0]
+        return buffers, depth
+
+    def _expected(self, buffers: list[Any]) -> Iterator[tuple[Any, np.dtype, int]]:
+        return zip(buffers, self.signature.dtypes, self.signature.ranks, strict=True)
 
     def _fail_on(self, what: str) -> None:
         text = f"kernel '{self.signature.label}' was called with another {what} than {self.signature}"
@@ -1983,7 +1957,7 @@ class _Handler(_Code):
             text = self.cgutils.make_bytearray(message.encode() + b"\0")
             constant = self.cgutils.global_constant(self.module, self.module.get_unique_name("text"), text)
             message = _Word(self, self.builder.ptrtoint(constant, self.i64))
-        self.give(self.call(_driver()["fail"], self.frame.address, message, code))
+        self.give(self.call(_driver()["error"], self.frame.address, message, code))
 
     def attribute(self, name: str) -> _Word:
         """The address of the integers of a call's attribute; XLA sorts attributes by name."""
