@@ -1009,13 +1009,13 @@ def _parameters(kernel: Any) -> tuple[str, ...]:
     return ()
 
 
-def _input_signature(kernel: Any, outs: Any) -> inspect.Signature:
+def _input_signature(parameters: Sequence[str], outs: Any) -> inspect.Signature:
     """The signature of a wrapper: the first parameters of the kernel, as many as `outs` takes, or any number."""
-    plain, default = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
+    plain = inspect.Parameter.POSITIONAL_OR_KEYWORD
     with contextlib.suppress(TypeError, ValueError):
-        own, given = (list(inspect.signature(f).parameters.values()) for f in (_python(kernel), outs))
-        if len(given) <= len(own) and all(p.kind == plain and p.default is default for p in [*own, *given]):
-            return inspect.Signature([inspect.Parameter(p.name, plain) for p in own[: len(given)]])
+        given = inspect.signature(outs).parameters.values()
+        if len(given) <= len(parameters) and all(p.kind == plain and p.default is p.empty for p in given):
+            return inspect.Signature([inspect.Parameter(name, plain) for name in parameters[: len(given)]])
     return inspect.Signature([inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)])
 
 
@@ -1027,17 +1027,14 @@ class _Options(types.SimpleNamespace):
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
         if self.vmap_method not in _VMAP_METHODS:
-            raise ValueError(
-                f"vmap_method must be one of {_VMAP_METHODS}, which all run the kernel once per slice; "
-                f"got {self.vmap_method!r}"
-            )
+            raise ValueError(f"vmap_method must be one of {_VMAP_METHODS}; got {self.vmap_method!r}")
         try:
             pairs = (self.input_output_aliases or {}).items()
             self.aliases = {i if isinstance(i, str) else operator.index(i): operator.index(j) for i, j in pairs}
         except (AttributeError, TypeError):
             raise TypeError(
-                "input_output_aliases must be a dict from the positions or names of inputs to the positions of "
-                f"outputs, {{0: 0}}; got {self.input_output_aliases!r}"
+                "input_output_aliases must be a dict from positions or names of inputs to positions of outputs, "
+                f"{{0: 0}}; got {self.input_output_aliases!r}"
             ) from None
         if not callable(self.outs) or isinstance(self.outs, type):  # such as jnp.float32
             _flat_specs(self.outs, "outs")
@@ -1070,10 +1067,11 @@ class _Recent(dict):
         return value
 
 
-def _with_copies(target: _Target, ins: list[Spec], outs: list[Spec], aliases: tuple) -> tuple[list[Spec], tuple]:
-    """Outputs and aliases, with a hidden output in the place of an input to copy: XLA copies what it must keep."""
+def _with_copies(ins: list[Spec], target: _Target, outs: list[Spec], aliases: tuple) -> tuple:
+    """Outputs and aliases with a hidden output in the place of each input to copy: XLA copies what it must keep."""
     copied = [i for i in target.copy_inputs if i not in dict(aliases)]
-    return outs + [ins[i] for i in copied], (*aliases, *((i, len(outs) + k) for k, i in enumerate(copied)))
+    hidden = tuple((i, len(outs) + k) for k, i in enumerate(copied))
+    return target, outs + [ins[i] for i in copied], aliases + hidden
 
 
 class _Kept:
@@ -1089,9 +1087,7 @@ class _Kept:
             for name, value in list(getattr(sys.modules[module], "__dict__", {}).items()):
                 if value is self:
                     return _unpickle, (module, name)
-        raise TypeError(
-            f"cannot pickle {self!r}: it is found again by name, and no module keeps it in a global variable"
-        )
+        raise TypeError(f"cannot pickle {self!r}: no module keeps it in a global variable, where it is found again")
 
 
 def _unpickle(module: str, name: str) -> Any:
@@ -1107,36 +1103,32 @@ class _Wrapper(_Kept):
     decorator: str  # the public function that made it, for error messages
     options_type: type[_Options] = _Options
     takes_constants = True  # by keyword
+    by_value: Mapping[str, Any] = types.MappingProxyType({})  # the parameters of Warp's that are no arrays
 
     @classmethod
     def make(cls, kernel: Any, options: Any) -> _Wrapper:
         return cls(kernel, options)
 
-    def __init__(
-        self, kernel: Any, options: Any, keywords: tuple[str, ...] = (), static: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, kernel: Any, options: Any, order: tuple[str, ...] | None = None, static: Any = None) -> None:
         self.kernel, self.options = kernel, options
         self.parameters = _parameters(kernel)
-        self.keywords = keywords  # the parameters of the last inputs, where those do not follow the ones before
-        self.static = static or {}  # the arguments that are no arrays, by parameter
-        self.variants = _Recent(256)  # this kernel with other keywords and static arguments
+        self.order = self.parameters if order is None else order  # those that the inputs of a call go to
+        self.static: Mapping[str, Any] = static or {}  # the arguments that are no arrays, by parameter
+        self.variants = _Recent(256)  # this kernel with another order and static arguments
         self._check_names("in_out_argnames", list(options.in_out_argnames or ()))
         self._check_names("input_output_aliases", [i for i in options.aliases if isinstance(i, str)])
         self.__name__ = getattr(kernel, "__name__", None) or getattr(kernel, "key", None) or type(kernel).__name__
         self.__doc__ = getattr(kernel, "__doc__", None)
         self.__wrapped__ = kernel
+        self.__signature__ = _input_signature(self.parameters, options.outs)  # jax.custom_vjp binds arguments by it
         text = options.sharding_rule
         self.rule = None if text is None else _ShardingRule.parse(f"{self.decorator} {self.__name__!r}", text)
-        self.__signature__ = _input_signature(kernel, options.outs)  # jax.custom_vjp and others bind arguments by it
         if options.outs is None:
             raise TypeError(
                 f"{self.decorator}({self.__name__}): outs is missing: the results' shapes and dtypes, such as "
                 f"@{self.decorator}(outs=lambda x: x) for one like the input, or () for none"
             )
-
-        def call(*args: Any) -> Any:
-            return self._trace(*args)
-
+        call = lambda *args: self._trace(*args)
         call.__name__ = call.__qualname__ = self.__name__
         self._jitted = jax.jit(call)
 
@@ -1155,7 +1147,7 @@ class _Wrapper(_Kept):
     def _call_by_name(self, args: tuple, named: dict[str, Any]) -> Any:
         """A call with arguments by keyword: arrays are inputs, and a Python value is static."""
         static = {name: x for name, x in named.items() if not self._is_input(name, x)}
-        free = [name for name in self.parameters if name not in static]
+        free = tuple(name for name in self.parameters if name not in static)
         if static and not self.takes_constants:
             raise TypeError(
                 f"{self.decorator} {self.__name__!r} takes arrays; got {static} by keyword: pass an array, or make the "
@@ -1166,17 +1158,21 @@ class _Wrapper(_Kept):
                 f"{self.__name__}({', '.join(self.parameters)}) got {wrong[0]!r} by keyword, which is no parameter of "
                 f"it or is given by position already ({len(args)} are)"
             )
-        last = [name for name in free if name in named]
-        follow_on = free[len(args) :][: len(last)] == last
-        variant = self._variant(() if follow_on else tuple(last), static)
-        return _Wrapper.__call__(variant, *args, *[named[name] for name in last])
+        arrays = tuple(name for name in free if name in named)
+        order = (*free[: len(args)], *arrays)
+        variant = self._variant(free if order == free[: len(order)] else order, static)
+        return _Wrapper.__call__(variant, *args, *[named[name] for name in arrays])
 
-    def _array_parameters(self) -> Sequence[str]:
-        return self.parameters
+    def _variant(self, order: tuple[str, ...], static: dict[str, Any]) -> _Wrapper:
+        if order == self.order and not static:
+            return self
+        key = order, self._static_key(static)
+        return self.variants.get(key) or self.variants.keep(key, type(self)(self.kernel, self.options, order, static))
 
     def _check_names(self, option: str, names: list[str]) -> None:
+        known = [name for name in self.parameters if name not in self.by_value]
         for name in names:
-            if name not in (known := self._array_parameters()) or names.count(name) > 1:
+            if name not in known or names.count(name) > 1:
                 raise ValueError(
                     f"{option}={names}: {name!r} must be the name of an array parameter, given once; kernel "
                     f"{_python(self.kernel).__name__!r} has {', '.join(known)}"
@@ -1184,13 +1180,6 @@ class _Wrapper(_Kept):
 
     def _is_input(self, name: str, value: Any) -> bool:
         return _is_spec(value) or hasattr(value, "__jax_array__") or hasattr(value, "__dlpack__")
-
-    def _variant(self, keywords: tuple[str, ...], static: dict[str, Any]) -> _Wrapper:
-        if not keywords and not static:
-            return self
-        key = keywords, self._static_key(static)
-        known = self.variants.get(key)
-        return known or self.variants.keep(key, type(self)(self.kernel, self.options, keywords, static))
 
     def _static_key(self, static: dict[str, Any]) -> Any:
         """What tells one set of static arguments from another; raises for those that cannot be."""
@@ -1214,14 +1203,12 @@ class _Wrapper(_Kept):
 
     def _bind(self, resolve: Callable[..., tuple], args: Any, outs: Any, rule: Any, effect: bool = False) -> list:
         """Bind the primitive for what `resolve(self, ins, outs)` finds: a target, its outputs and aliases."""
+        bare = object.__new__(type(self))  # what JAX's caches may hold of it: not the functions that they are keyed by
+        vars(bare).update(vars(self), _jitted=None, _vjp=None, variants=None)
+        place = lambda ins, outs: _with_copies(ins, *resolve(bare, ins, outs))
         ins = _input_specs(args)
-        target, every, aliases = resolve(self, ins, outs)
-        if rule:  # JAX's caches will hold what a shard needs of this wrapper, but not the functions they are keyed by
-            bare = object.__new__(type(self))
-            vars(bare).update(
-                {name: x for name, x in vars(self).items() if name not in ("_jitted", "_vjp", "variants")}
-            )
-            target = dataclasses.replace(target, localize=functools.partial(resolve, bare))
+        target, every, aliases = place(ins, outs)
+        target = dataclasses.replace(target, localize=place if rule else None)
         params = {"outs": tuple(every), "aliases": aliases, "has_side_effect": effect}
         rule = rule or _ShardingRule.whole(ins, outs)
         return _bind_call(*_make_varying(args), target=target, rule=rule, **params)[: len(outs)]
@@ -1233,7 +1220,7 @@ class _Wrapper(_Kept):
         aliases = _check_aliases(shared, ins, outs)
         target = self._find_target(ins, outs + scratch)
         zero = [j for j in range(len(outs)) if j not in shared.values()] if self.options.zero_outputs else []
-        return dataclasses.replace(target, zero=tuple(zero)), *_with_copies(target, ins, outs + scratch, aliases)
+        return dataclasses.replace(target, zero=tuple(zero)), outs + scratch, aliases
 
     # -- options that are computed from inputs, or name them -------------------------------------------
 
@@ -1249,17 +1236,11 @@ class _Wrapper(_Kept):
                 args.insert(i, self.static[parameter.name])
         return option(*args, **named)
 
-    def _input_names(self, n: int) -> list[str]:
-        """The parameters that the `n` inputs of a call go to, as far as they have names."""
-        free = [name for name in self.parameters if name not in self.static]
-        return [*free[: n - len(self.keywords)], *self.keywords]
-
     def _input_number(self, option: str, name: str | int, n: int) -> int:
         """The number, among the `n` inputs of a call, of the one that an option names."""
-        names: Sequence[str | int] = self._input_names(n)
         if isinstance(name, int):
             return name
-        if name not in names:
+        if name not in (names := self.order[:n]):
             raise ValueError(
                 f"{option}: {name!r} is not the name of an input of {self.__name__!r}; this call has {names}"
             )
@@ -1271,9 +1252,8 @@ class _Wrapper(_Kept):
 
     def _aliases(self, n: int) -> dict[int, int]:
         """Which output starts with which of `n` inputs."""
-        given = self.options.aliases
-        numbers = {self._input_number("input_output_aliases", i, n): j for i, j in given.items()}
-        return numbers | {i: j for j, i in enumerate(self._in_outs(n))}
+        given = {self._input_number("input_output_aliases", i, n): j for i, j in self.options.aliases.items()}
+        return given | {i: j for j, i in enumerate(self._in_outs(n))}
 
     # -- what a backend says of a call -----------------------------------------------------------------
 
@@ -2184,7 +2164,7 @@ class _NumbaWrapper(_Wrapper):
         return forms
 
     def _form(self, signature: _Signature, returns: bool) -> _Form | None:
-        n, names, in_outs = signature.n_in, self._input_names(signature.n_in), self._in_outs(signature.n_in)
+        n, names, in_outs = signature.n_in, self.order[: signature.n_in], self._in_outs(signature.n_in)
         inputs = [f"b{i}" for i in range(n)]
         for i, name in itertools.zip_longest(range(n), names):
             if not signature.ranks[i] and (returns or self.options.scalars is True or name in self.scalars):
@@ -2196,7 +2176,7 @@ class _NumbaWrapper(_Wrapper):
             return None
         written, named = [] if returns else [f"b{k}" for k in results], {}
         args = [*inputs, *written]
-        if self.keywords or self.static:
+        if self.order != self.parameters:
             named = dict(zip(names, inputs, strict=True)) | {name: f"static_{name}" for name in self.static}
             free = [name for name in self.parameters if name not in named]
             args, named = written[len(free) :], named | dict(zip(free, written))
@@ -3585,9 +3565,6 @@ class _WarpKernel(_Wrapper):
         args = [self.static[name] if name in self.static else next(rest) for name in names]
         return option(*args) if callable(option) else option
 
-    def _array_parameters(self) -> Sequence[str]:
-        return [param.name for param in self.params if param.ndim is not None]
-
     def _input_number(self, option: str, name: str | int, n: int) -> int:
         """Positions count all arguments of the call."""
         return super()._input_number(option, dict(enumerate(self.parameters)).get(name, name), n)  # type: ignore
@@ -3701,7 +3678,7 @@ class _WarpKernel(_Wrapper):
             plan = self._plan(params, adjoints, len(ins), clear)
             target = self._target(plan, ins, results, self._extents(params, ins[:n], ins[n : len(params)]))
             aliases = tuple((len(params) + k, k) for k in range(len(of)))
-            return target, *_with_copies(target, ins, results, aliases)
+            return target, results, aliases
 
         ins = _input_specs(operands)
         results = ins[len(params) :] + [ins[i] for i in wrt]
