@@ -63,13 +63,12 @@ import operator
 import os
 import re
 import sys
-import tempfile
 import threading
 import time
 import timeit
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -3360,10 +3359,7 @@ def _cuda_runner(dispatcher: Any) -> Callable[[list, Any, _Call], None]:
 # ======================================================================================================
 
 _WARP_INSTALL = "pip install warp-lang"
-_WARP_DTYPES = (
-    *("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"),
-    *("float16", "bfloat16", "float32", "float64"),
-)
+_WARP_DTYPES = "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 bfloat16 float32 float64".split()
 _WARP_WRITERS = re.compile(r"atomic_\w+|tile_store|tile_atomic_add")  # functions that write to their first argument
 _WARP_READERS = frozenset({"len", "lower_bound", "tile_load", "tile_load_indexed"})  # those that only read an array
 _WARP_PROPERTIES = frozenset({"dtype", "ndim", "shape", "size", "strides"})
@@ -3446,7 +3442,8 @@ class _WarpOptions(_Options):
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
-        if not 1 <= operator.index(self.block_dim) <= 1024:
+        self.block_dim: int = operator.index(given["block_dim"])
+        if not 1 <= self.block_dim <= 1024:
             raise ValueError(f"block_dim must be 1 to 1024 threads; got {self.block_dim}")
         if self.tiled and self.launch_dims is None:
             raise ValueError("tiled=True needs launch_dims, the number of blocks")
@@ -3522,10 +3519,11 @@ class _WarpKernel(_Wrapper):
         self.by_value = {param.name: param for param in self.params if param.ndim is None}
         super().__init__(kernel, *args)
         self.constants, self.starts = b"", dict[str, int]()  # the memory of constants, and where in it each starts
-        for name in (name for name in self.by_value if name in self.static):
-            self.starts[name] = 8 * _WARP_CONSTANTS + len(self.constants)
-            packed = self.by_value[name].pack(self.static[name])
-            self.constants += packed.ljust(-(-len(packed) // 8) * 8, b"\0")
+        for name, param in self.by_value.items():
+            if name in self.static:
+                self.starts[name] = 8 * _WARP_CONSTANTS + len(self.constants)
+                self.constants += param.pack(self.static[name])
+                self.constants += bytes(-len(self.constants) % 8)
         self._vjp = jax.custom_vjp(super()._trace)
         self._vjp.defvjp(self._forward, self._backward)
 
@@ -3554,7 +3552,7 @@ class _WarpKernel(_Wrapper):
         if self.options.differentiable or not param.takes(value):
             why = " and, with differentiable=True, when JAX traces" if self.options.differentiable else ""
             raise TypeError(f"{param.by_value}{why}; got {value}: make the parameter a warp.array of shape (1,)")
-        return value.astype(param.dtype)
+        return value if value.dtype == param.dtype else value.astype(param.dtype)
 
     def _static_key(self, static: dict[str, Any]) -> Any:
         return frozenset((name, name in self.by_value and self.by_value[name].pack(x)) for name, x in static.items())
@@ -3591,61 +3589,63 @@ class _WarpKernel(_Wrapper):
                     f"Warp kernel {self.__name__!r} writes to its input {param.name!r}, which JAX may share: "
                     "name it in in_out_argnames, which returns it, or write to an output"
                 )
-        clear = range(len(ins), len(ins) + len(outs))
-        plan = self._plan(params, None, len(ins), tuple(k for k in clear if k - len(ins) not in shared.values()))
-        return self._target(plan, ins, outs, self._extents(params, ins, outs))
+        return self._target(params, n_args - len(self.static), ins, outs, shared.values())
 
-    def _extents(self, params: list[_WarpParam], ins: list[Spec], outs: list[Spec]) -> tuple[int, ...]:
-        dims = self._for_inputs(self.options.launch_dims, ins)
-        if dims is None:
-            specs = dict(zip((param.name for param in params), ins + outs))
-            first = next(param for param in self.params if param.ndim is not None and param.name in specs)
-            shape = specs[first.name].shape
-            dims = shape[: len(shape) - len(first.inner)] or (1,)
-        return self.options.resolve(dims)
+    def _target(
+        self,
+        params: list[_WarpParam],
+        n: int,
+        ins: list[Spec],
+        outs: list[Spec],
+        kept: Collection[int],
+        adjoints: Mapping[_WarpParam, int] | None = None,
+    ) -> _Target:
+        """A launch that gets the call's buffers for these parameters, `n` of them inputs, and some for adjoints.
 
-    def _plan(
-        self, params: list[_WarpParam], adjoints: Mapping[str, int] | None, n_in: int, clear: tuple[int, ...]
-    ) -> _WarpPlan:
-        """A launch that gets the call's buffers for these parameters, and those of `adjoints` for the adjoints."""
-        buffers, grads = {param.name: k for k, param in enumerate(params)}, adjoints or {}
+        The outputs in `kept` start with the value of an input.
+        """
+        signature = _Signature.of(self.__name__, ins, outs, self.options.zero_outputs)
+        with _warp_session() as wp:
+            content = (wp.__version__, _settings(wp.config), *_warp_content(self.kernel), str(signature))
+        arguments, may_write = self._arguments(params, len(ins), adjoints)
+        clear = tuple(len(ins) + j for j in range(len(outs)) if j not in kept)
+        plan = _WarpPlan(self.kernel, arguments, self.options.block_dim, clear, may_write, self.options.in_order)
+        name = self._target_name(_digest("warp", plan.layout, *content))
+        attrs = (("launch", self._launch(dict(zip(params, ins + outs)), ins[:n])),)
+        makes = {platform: functools.partial(_compile_warp, plan, signature, platform) for platform in ("cpu", "cuda")}
+        runs = f"Warp kernel {self.__name__!r} runs on CPUs and NVIDIA GPUs"
+        if traced := [argument.param.name for argument in arguments if argument.traced is not None]:
+            del makes["cuda"]  # a launch there takes host values
+            runs = f"Warp kernel {self.__name__!r} has traced values for {traced}, which are passed by value, so it "
+            runs += "runs on CPUs alone; make each a warp.array of shape (1,)"
+        target = _Target(name, attrs, may_write, makes=makes, runs=runs)
+        target.announce()
+        return target
+
+    def _arguments(
+        self, params: list[_WarpParam], n_in: int, adjoints: Mapping[_WarpParam, int] | None
+    ) -> tuple[tuple[_WarpArgument, ...], tuple[int, ...]]:
+        """What a launch passes, and which of the inputs it is not seen to only read."""
+        buffers, grads = {param: k for k, param in enumerate(params)}, adjoints or {}
         arguments = [
-            _WarpArgument(param, buffers.get(param.name), grads.get(param.name), self.starts.get(param.name))
+            _WarpArgument(param, buffers.get(param), grads.get(param), self.starts.get(param.name))
             for param in self.params
         ]
         code, replayed = self.kernel.adj, self.kernel.adj if adjoints is not None else None
         may_write = [k for param, k, *_ in arguments if k is not None and k < n_in and param.use(code, replayed)]
         if adjoints is not None:
-            arguments += [_WarpArgument(param, grads.get(param.name)) for param in self.params]
-        options = self.options
-        return _WarpPlan(self.kernel, tuple(arguments), options.block_dim, clear, tuple(may_write), options.in_order)
+            arguments += [_WarpArgument(param, grads.get(param)) for param in self.params]
+        return tuple(arguments), tuple(may_write)
 
-    def _target(self, plan: _WarpPlan, ins: list[Spec], outs: list[Spec], dims: tuple[int, ...]) -> _Target:
-        signature = _Signature.of(self.__name__, ins, outs, self.options.zero_outputs)
-        with _warp_session() as wp:
-            content = (wp.__version__, _settings(wp.config), *_warp_content(self.kernel), str(signature))
-        name = self._target_name(_digest("warp", plan.layout, *content))
-        traced = [argument.param.name for argument in plan.arguments if argument.traced is not None]
-        runs = f"Warp kernel {self.__name__!r} runs on CPUs and NVIDIA GPUs"
-        if traced:
-            runs = (
-                f"Warp kernel {self.__name__!r} has traced values for {traced}, which are passed by value, so it runs "
-                "on CPUs alone; make each a warp.array of shape (1,)"
-            )
-        makes = {
-            platform: functools.partial(_compile_warp, plan, signature, platform)
-            for platform in (("cpu",) if traced else ("cpu", "cuda"))  # a launch there takes host values
-        }
-        target = _Target(name, (("launch", self._launch(dims)),), plan.may_write, makes=makes, runs=runs)
-        target.announce()
-        return target
-
-    def _launch(self, dims: tuple[int, ...]) -> tuple[int, ...]:
+    def _launch(self, specs: Mapping[_WarpParam, Spec], ins: list[Spec]) -> tuple[int, ...]:
         """The attribute of a call: grid, block and shared memory; the extents for GPUs and for CPUs; constants.
 
         Extents are four dimensions, how many of them count, and their product.
         """
-        block_dim = operator.index(self.options.block_dim)
+        dims, block_dim = self._for_inputs(self.options.launch_dims, ins), self.options.block_dim
+        if dims is None:
+            dims = next(param.dims(specs[param].shape) for param in self.params if param.ndim and param in specs)
+        dims = self.options.resolve(dims)
         threads = (*dims[:-1], block_dim) if self.options.tiled else dims
         extents = [(*d, *[1] * (_WARP_MAX_DIMS - len(d)), len(d), math.prod(d)) for d in (threads, dims)]
         grid_stride = getattr(self.kernel, "grid_stride", True)  # known once the content is; False since Warp 1.15
@@ -3673,10 +3673,8 @@ class _WarpKernel(_Wrapper):
         rule = self.rule and self.rule.adjoint(wrt, [i - n for i in of])
 
         def resolve(self: _WarpKernel, ins: list[Spec], results: list[Spec]) -> tuple:
-            adjoints = {params[i].name: len(ins) + k for k, i in enumerate([*of, *wrt])}
-            clear = tuple(range(len(ins) + len(of), len(ins) + len(results)))
-            plan = self._plan(params, adjoints, len(ins), clear)
-            target = self._target(plan, ins, results, self._extents(params, ins[:n], ins[n : len(params)]))
+            adjoints = {params[i]: len(ins) + k for k, i in enumerate([*of, *wrt])}
+            target = self._target(params, n, ins, results, range(len(of)), adjoints)
             aliases = tuple((len(params) + k, k) for k in range(len(of)))
             return target, results, aliases
 
@@ -3698,9 +3696,9 @@ def _warp(user: str, module: str = "warp") -> Any:
 
 @contextlib.contextmanager
 def _warp_session() -> Iterator[Any]:
-    """Warp, initialized, under the lock (its module loading is not thread-safe), and silent.
+    """Warp, initialized, under the lock (its module loading is not thread-safe).
 
-    Its output stays where the user raised the verbosity, and the user's settings are put back.
+    It is silent unless the user raised the verbosity, and the user's settings are put back.
     """
     wp = _warp("warp_kernel")
     # `log_level` replaced `quiet` and `verbose` in Warp 1.14; touching those there prints a deprecation.
@@ -3711,36 +3709,15 @@ def _warp_session() -> Iterator[Any]:
         try:
             if not wanted:
                 setattr(wp.config, name, max(before, silent))
-            _start_warp(wp, wanted)
+            wp.init()
             yield wp
         finally:
             setattr(wp.config, name, before)
 
 
-@functools.lru_cache(maxsize=1)
-def _start_warp(wp: Any, wanted: bool) -> None:
-    """`wp.init()`, less one line: without a CUDA driver Warp's C++ says so on stderr, whatever its settings."""
-    try:
-        saved = os.dup(2)
-    except OSError:  # a process without stderr
-        return wp.init()
-    with tempfile.TemporaryFile() as caught:
-        os.dup2(caught.fileno(), 2)
-        try:
-            wp.init()
-        finally:
-            os.dup2(saved, 2)
-            os.close(saved)
-            caught.seek(0)
-            for line in caught:
-                if wanted or b"find or load the NVIDIA CUDA driver" not in line:
-                    os.write(2, line)
-
-
 def _warp_scalars(wp: Any) -> dict[np.dtype, Any]:
     """NumPy dtype -> Warp scalar type, for those that the installed Warp has."""
-    kinds = {np.dtype(getattr(jax.numpy, {"bool": "bool_"}.get(name, name))): name for name in _WARP_DTYPES}
-    return {dtype: getattr(wp, name) for dtype, name in kinds.items() if hasattr(wp, name)}
+    return {np.dtype(name): getattr(wp, name) for name in _WARP_DTYPES if hasattr(wp, name)}
 
 
 def jaxtype_to_warptype(dtype: Any) -> Any:
@@ -3816,6 +3793,10 @@ class _WarpParam:
         """The size of a value, or of one array element."""
         return self.dtype.itemsize * math.prod(self.inner) if self.dtype else ctypes.sizeof(self.type.ctype)
 
+    def dims(self, shape: Sequence[Any]) -> Sequence[Any]:
+        """The dimensions of an array without those of its elements."""
+        return shape[: len(shape) - len(self.inner)] or (1,)
+
     @property
     def by_value(self) -> str:
         return f"Warp kernel {self.kernel!r}: parameter {self.name!r} ({self}) is passed by value"
@@ -3873,10 +3854,6 @@ class _WarpParam:
         return 0 if self.ndim is None else _WarpUses(replayed).of(code, self.name, self.ndim)
 
 
-def _is_warp_struct(kind: Any) -> bool:
-    return hasattr(kind, "ctype") and hasattr(kind, "vars")
-
-
 def _warp_params(kernel: Any) -> tuple[_WarpParam, ...]:
     wp = _warp("warp_kernel")
     if not isinstance(kernel, wp.Kernel):
@@ -3891,7 +3868,8 @@ def _warp_param(wp: Any, kernel: str, name: str, kind: Any) -> _WarpParam:
     element = kind.dtype if is_array else kind
     scalar = getattr(element, "_wp_scalar_type_", element)
     dtype = np.dtype(plain[scalar]) if scalar in plain else scalars.get(scalar)
-    if dtype is None and (is_array or not _is_warp_struct(element) or _holds_arrays(element)):
+    is_struct = not is_array and hasattr(element, "ctype") and hasattr(element, "vars")
+    if dtype is None and (not is_struct or _holds_arrays(element)):
         raise TypeError(
             f"Warp kernel {kernel!r}: parameter {name!r} is {kind!r}; supported are scalars, vectors and matrices, "
             "arrays of those, and structs without arrays; of an array of structs make one array for each field"
@@ -3900,9 +3878,8 @@ def _warp_param(wp: Any, kernel: str, name: str, kind: Any) -> _WarpParam:
     return _WarpParam(kernel, name, kind, dtype, inner, kind.ndim if is_array else None)
 
 
-def _holds_arrays(struct: Any) -> bool:
-    kinds = [var.type for var in struct.vars.values()]
-    return any(hasattr(k, "ndim") or (_is_warp_struct(k) and _holds_arrays(k)) for k in kinds)
+def _holds_arrays(kind: Any) -> bool:
+    return hasattr(kind, "ndim") or any(_holds_arrays(var.type) for var in getattr(kind, "vars", {}).values())
 
 
 def _warp_content(kernel: Any) -> tuple[bytes, str]:
@@ -4009,13 +3986,13 @@ class _WarpUses:
         overloads = [*function.user_overloads.values(), *function.user_templates.values()]
         if self.replayed:
             overloads += [g for f in overloads for g in (f.custom_replay_func, f.custom_grad_func) if g]
-        return min(max((self._function(f, place, ndim) for f in overloads), default=0), 1)
-
-    def _function(self, function: Any, place: Any, ndim: int) -> int:
-        args = [arg for k, arg in enumerate(function.adj.args) if place in (k, arg.label)]
-        if function.native_snippet or any(hasattr(arg.type, "value_type") for arg in args):  # a wp.ref
-            return 1
-        return max((self.of(function.adj, arg.label, ndim) for arg in args), default=0)
+        worst = 0
+        for code, native in ((f.adj, f.native_snippet) for f in overloads):
+            args = [arg for k, arg in enumerate(code.args) if place in (k, arg.label)]
+            if native or any(hasattr(arg.type, "value_type") for arg in args):  # a wp.ref
+                return 1
+            worst = max([worst, *(self.of(code, arg.label, ndim) for arg in args)])
+        return min(worst, 1)
 
 
 # -- 11.4 One handler: which buffer of the call is which parameter -------------------------------------
@@ -4073,7 +4050,7 @@ class _WarpPlan:
         def array(param: _WarpParam, k: int | None, grad: Any = None) -> Any:
             if k is None:
                 return None
-            shape = arrays[k].dims[: len(arrays[k].dims) - len(param.inner)] or (1,)
+            shape = param.dims(arrays[k].dims)
             pointer = arrays[k].pointer if math.prod(shape) else 0
             return wp.array(ptr=pointer, shape=tuple(shape), dtype=param.type.dtype, device=device, grad=grad)
 
@@ -4170,13 +4147,7 @@ class _WarpLayout:
 
 def _warp_layout(plan: _WarpPlan, launch: Any, on_cpu: bool) -> _WarpLayout | None:
     """The layout of what the recorded launch passes; None unless that is what we would pass, to a plain launch."""
-    special = (
-        type(launch).__name__ != "Launch",  # a deterministic one allocates memory
-        getattr(launch, "cluster_dim", 1) != 1,
-        launch.max_blocks,
-        getattr(launch.hooks, "forward_smem_shortfall", None) or getattr(launch.hooks, "backward_smem_shortfall", None),
-    )
-    if any(special):
+    if type(launch).__name__ != "Launch" or getattr(launch, "cluster_dim", 1) != 1:  # a deterministic one allocates
         return None
     blocks = _warp_cpu_blocks(launch) if on_cpu else launch.params
     if on_cpu:
@@ -4296,40 +4267,44 @@ def _warp_replay(plan: _WarpPlan, signature: _Signature, launches: Mapping[int, 
     wp, lock, n = _warp("warp_kernel"), threading.Lock(), len(plan.kernel.adj.args)
     first = _WARP_GPU_EXTENTS if driver else _WARP_CPU_EXTENTS
 
-    def clear(pointer: int, nbytes: int, call: _Call) -> None:
+    def run(pointers: list[int], dims: list[tuple], call: _Call) -> None:
+        attribute, launch = call.attribute("launch"), launches[call.ordinal]
+        *extents, ndim, size = (_I64 * 6).from_address(attribute + 8 * first)
+        arrays = [_Array(pointer, [*shape], [], 0) for pointer, shape in zip(pointers, dims, strict=True)]
+        with lock:
+            for k in plan.clear if plan.is_adjoint or not size else ():
+                clear(pointers[k], signature.dtypes[k].itemsize * math.prod(dims[k]), call.stream)
+            if size:
+                launch.set_dim(tuple(extents[:ndim]))
+                for i, value in enumerate(plan.values(arrays, launch.device)):
+                    argument = plan.arguments[i]
+                    if value is not None:
+                        launch.set_param_at_index(i % n, value, adjoint=i >= n)
+                    if argument.traced is not None:
+                        ctypes.memmove(
+                            ctypes.byref(launch.params[1 + i]), pointers[argument.traced], argument.param.nbytes
+                        )
+                    if argument.constant is not None:
+                        ctypes.memmove(
+                            ctypes.byref(launch.params[1 + i]), attribute + argument.constant, argument.param.nbytes
+                        )
+                start(launch, call.stream)
+
+    def clear(pointer: int, nbytes: int, stream: int) -> None:
         if not driver:
             ctypes.memset(pointer, 0, nbytes)
         elif nbytes:
-            start, zero = ctypes.c_uint64(pointer), ctypes.c_ubyte(0)
-            driver.call("cuMemsetD8Async", start, zero, _SIZE(nbytes), _PTR(call.stream))
+            address, zero = ctypes.c_uint64(pointer), ctypes.c_ubyte(0)
+            driver.call("cuMemsetD8Async", address, zero, _SIZE(nbytes), _PTR(stream))
 
-    def fill(launch: Any, pointers: list[int], dims: list[tuple], call: _Call) -> None:
-        arrays = [_Array(pointer, [*shape], [], 0) for pointer, shape in zip(pointers, dims, strict=True)]
-        for i, (value, argument) in enumerate(zip(plan.values(arrays, launch.device), plan.arguments, strict=True)):
-            if value is not None:
-                launch.set_param_at_index(i % n, value, adjoint=i >= n)
-            sources = [] if argument.traced is None else [pointers[argument.traced]]
-            sources += [] if argument.constant is None else [call.attribute("launch") + argument.constant]
-            for source in sources:
-                ctypes.memmove(ctypes.addressof(launch.params[1 + i]), source, argument.param.nbytes)
-
-    def run(pointers: list[int], dims: list[tuple], call: _Call) -> None:
-        *extents, ndim, size = (_I64 * 6).from_address(call.attribute("launch") + 8 * first)
-        launch = launches[call.ordinal]
-        with lock:
-            for k in plan.clear if plan.is_adjoint or not size else ():
-                clear(pointers[k], signature.dtypes[k].itemsize * math.prod(dims[k]), call)
-            if not size:
-                return None
-            fill(launch, pointers, dims, call)
-            launch.set_dim(tuple(extents[:ndim]))
-            if not driver:
-                return launch.launch()
-            # no wp.Stream: that would register XLA's stream with Warp, and unregister it under the feet of others
-            stream = types.SimpleNamespace(device=launch.device, cuda_stream=call.stream)
-            is_plain = type(launch) is wp.Launch  # a deterministic one allocates, and on Warp's current stream
-            with contextlib.nullcontext() if is_plain else wp.ScopedStream(stream, sync_enter=False):
-                return launch.launch(stream=stream)
+    def start(launch: Any, address: int) -> None:
+        if not driver:
+            return launch.launch()
+        # no wp.Stream: that would register XLA's stream with Warp, and unregister it under the feet of others
+        stream = types.SimpleNamespace(device=launch.device, cuda_stream=address)
+        is_plain = type(launch) is wp.Launch  # a deterministic one allocates, and on Warp's current stream
+        with contextlib.nullcontext() if is_plain else wp.ScopedStream(stream, sync_enter=False):
+            return launch.launch(stream=stream)
 
     return run
 
