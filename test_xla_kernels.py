@@ -2937,11 +2937,9 @@ def record(monkeypatch, ranks, outs=lambda *ins: ins[0], functions=(0xF0, 0xF1),
     wrapper = xk.numba_cuda_kernel(kernel, outs, input_output_aliases=aliases, **launch)
     table = {ordinal: (function, 0) for ordinal, function in enumerate(functions)}
 
-    def target(self, name, attrs, signature):
-        emitter = xk._CudaEmitter(driver.package, xk._CudaLauncher(signature.label, driver, table))
-        return xk._Target(name, attrs, makes={"cpu": lambda: xk._Compiled(*xk._compile_handler(signature, emitter))})
-
-    monkeypatch.setattr(xk._CudaCode, "target", target)
+    launcher = lambda code: xk._CudaLauncher(code.signature.label, driver, table)
+    monkeypatch.setattr(xk._CudaCode, "emitter", lambda code: xk._CudaEmitter(driver.package, launcher(code)))
+    monkeypatch.setattr(xk._NumbaCuda, "platform", "cpu")
     return wrapper, driver
 
 
@@ -3046,9 +3044,10 @@ def test_cuda_handler_is_command_buffer_compatible():
 
 @compiled
 @pytest.mark.parametrize("command_buffer", [False, True])
-def test_cuda_callable_traits(command_buffer):
-    call = xk.numba_cuda_callable(cuda_copy, lambda x: x, command_buffer=command_buffer)
-    emitter = call.code.emitter(cuda_signature(("float32", 1), ("float32", 1)), RecordingDriver((1, 1)))
+def test_cuda_callable_traits(command_buffer, monkeypatch):
+    monkeypatch.setattr(xk, "_CudaDriver", lambda: RecordingDriver((1, 1)))
+    signature = cuda_signature(("float32", 1), ("float32", 1))
+    emitter = xk._CudaCode(cuda_copy, [xk._CUDA_PACKAGES["numba"]], signature, command_buffer=command_buffer).emitter()
     assert emitter.traits == command_buffer and not emitter.host_memory
 
 
@@ -3171,13 +3170,13 @@ def cuda_error_cases():
         ("block_z", lambda: build(grid=1, block=(1, 1, 65)), ValueError, "block.z must be from 1 to 64; got 65"),
         ("block_0", lambda: build(grid=1, block=0), ValueError, "block.x must be from 1 to 1024; got 0"),
         ("per_block", lambda: build(launch_dims=1, threads_per_block=2048), ValueError, "from 1 to 1024; got 2048"),
-        ("per_block_2d", lambda: build(launch_dims=1, threads_per_block=(8, 8)), TypeError, "an int; got (8, 8)"),
+        ("per_block_2d", lambda: build(launch_dims=1, threads_per_block=(8, 8)), TypeError, "must be an int, or "),
         ("grid_neg", lambda: build(grid=-1, block=1), ValueError, "grid.x must be from 0 to 2147483647; got -1"),
         ("grid_x", lambda: build(grid=2**31, block=1), ValueError, "from 0 to 2147483647; got 2147483648 in grid="),
         ("grid_y", lambda: build(grid=(1, 65536), block=1), ValueError, "grid.y must be from 0 to 65535; got 65536"),
-        ("dims_neg", lambda: build(launch_dims=(4, -1)), ValueError, "launch_dims must not be negative; got (4, -1)"),
+        ("dims_neg", lambda: build(launch_dims=(4, -1)), ValueError, "launch_dims.y must be from 0 to "),
         ("dims_call", lambda: jax.eval_shape(build(launch_dims=lambda x: (-x.size,)), spec), ValueError,
-         "launch_dims must not be negative; got (-3,)"),
+         "; got -3 in launch_dims=(-3, 1, 1)"),
         ("shared", lambda: build(grid=1, block=1, shared_mem=-1), ValueError,
          "shared_mem must be a number of bytes; got -1"),
         ("dtype_in", lambda: one(half), TypeError, "input 0 is bfloat16[3], a dtype that Numba CUDA has no arrays of"),
@@ -3321,16 +3320,12 @@ def fake_gpus(monkeypatch):
         def address(self, name):
             return (PLACE if name == "cuCtxGetDevice" else super()).address(name)
 
-    def target(self, name, attrs, signature):
-        make = lambda: xk._Compiled(*xk._compile_handler(signature, self.emitter(signature, xk._CudaDriver())))
-        return xk._Target(name, attrs, makes={"cpu": make})
-
     PLACE.ordinal = 0
     fake_log = ctypes.CDLL("libcuda.so.1").fake_log
     fake_log.restype = ctypes.c_char_p
     monkeypatch.setattr(xk, "_cuda_ordinals", lambda: [0, 1])
     monkeypatch.setattr(xk, "_CudaDriver", Driver)
-    monkeypatch.setattr(xk._CudaCode, "target", target)
+    monkeypatch.setattr(xk._NumbaCuda, "platform", "cpu")
     fake_log()
     return (lambda: fake_log().decode().splitlines()), functools.partial(setattr, PLACE, "ordinal")
 
@@ -3708,6 +3703,14 @@ def test_cudasim_input_is_read_only_and_errors_name_the_thread():
     with pytest.raises(Exception, match=re.escape(f"ValueError: {text}")):
         jax.block_until_ready(writes(jnp.arange(3.0)))
     np.testing.assert_array_equal(cuda_op(cuda_add)(jnp.ones(3), jnp.ones(3)), [2, 2, 2])
+
+
+@simulated
+@pytest.mark.parametrize("static", [{}, {"n": 3}])  # launched, or called by what is launched
+def test_cudasim_refuses_a_kernel_that_returns(static):
+    kernel = (lambda x, n, out: 1.0) if static else (lambda x, out: 1.0)
+    with pytest.raises(Exception, match="the kernel returns a value: write to the output arrays"):
+        jax.block_until_ready(xk.numba_cuda_kernel(kernel, spec(3), grid=1, block=1)(F32, **static))
 
 
 @simulated

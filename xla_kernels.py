@@ -2615,7 +2615,7 @@ class _NumbaEmitter(_Emitter):
 
 _CUDA_DTYPES = _NUMBA_DTYPES | {"float16"}
 _CUDA_BLOCKS = {2: (16, 16), 3: (8, 8, 4)}  # threads per block over launch_dims of two and three dimensions
-_CUDA_LIMITS = {"grid": (2**31 - 1, 65535, 65535), "block": (1024, 1024, 64)}  # the same on every CUDA device
+_CUDA_LIMITS = {"grid": (2**31 - 1, 65535, 65535), "block": (1024, 1024, 64), "launch_dims": (sys.maxsize,) * 3}
 _CUDA_INSTALL = "pip install 'xla_kernels[cuda13]' (CUDA 12: [cuda12]), or numba-cuda-mlir[cu13] beside jax[cuda13]"
 _CUDA_TEST_TARGET = (9, 0)  # compute capability to compile for where there is no GPU
 # The simulator keeps the running kernel in globals, also in those of the kernel's module.
@@ -2736,25 +2736,23 @@ def numba_cuda_callable(
 # Knows CUDA's limits.  Does not know kernels.
 
 
-def _dim3(name: str, value: Any) -> tuple[int, int, int]:
-    """An int, or one to three of them, padded with ones."""
+def _dim3(name: str, value: Any) -> tuple[int, ...]:
+    """An int, or one to three of them, padded with ones and within the limits of every CUDA device."""
     dims = value if isinstance(value, (tuple, list)) else (value,)
+    wrong = f"{name} must be an int or a tuple of 1 to 3 ints; got {value!r}"
     if not 1 <= len(dims) <= 3:
-        raise ValueError(f"{name} must be an int or a tuple of 1 to 3 ints; got {value!r}")
+        raise ValueError(wrong)
     try:
-        x, y, z = (*map(operator.index, dims), 1, 1)[:3]
+        sizes = (*map(operator.index, dims), 1, 1)[:3]
     except TypeError:
-        raise TypeError(f"{name} must be an int or a tuple of 1 to 3 ints; got {value!r}") from None
-    return x, y, z
-
-
-def _check_dim3(name: str, dims: tuple[int, int, int]) -> None:
-    least = 0 if name == "grid" else 1
-    for axis, size, limit in zip("xyz", dims, _CUDA_LIMITS[name], strict=True):
+        raise TypeError(wrong) from None
+    least = 1 if name == "block" else 0
+    for axis, size, limit in zip("xyz", sizes, _CUDA_LIMITS[name], strict=True):
         if not least <= size <= limit:
-            raise ValueError(f"{name}.{axis} must be from {least} to {limit}; got {size} in {name}={dims}")
-    if name == "block" and math.prod(dims) > 1024:
-        raise ValueError(f"a CUDA block has at most 1024 threads; block={dims} has {math.prod(dims)}")
+            raise ValueError(f"{name}.{axis} must be from {least} to {limit}; got {size} in {name}={sizes}")
+    if name == "block" and math.prod(sizes) > 1024:
+        raise ValueError(f"a CUDA block has at most 1024 threads; block={sizes} has {math.prod(sizes)}")
+    return sizes
 
 
 class _CudaOptions(_Options):
@@ -2768,142 +2766,105 @@ class _CudaOptions(_Options):
         if not 0 <= operator.index(self.shared_mem) < 2**31:
             raise ValueError(f"shared_mem must be a number of bytes; got {self.shared_mem}")
         if not isinstance(self.threads_per_block, (int, np.integer)):
-            raise TypeError(
-                f"threads_per_block must be an int; got {self.threads_per_block!r}; for blocks of another "
-                "shape give grid and block"
-            )
-        _check_dim3("block", _dim3("threads_per_block", self.threads_per_block))
+            raise TypeError(f"threads_per_block must be an int, or give grid and block; got {self.threads_per_block!r}")
+        _dim3("block", self.threads_per_block)
         if not callable(self.launch_dims):
             self.resolve(self.launch_dims)
 
     def resolve(self, dims: Any) -> tuple[int, ...]:
         """Grid, block and shared memory for `launch_dims`, as the seven integers that a handler reads."""
-        if dims is None:
-            grid, block = _dim3("grid", self.grid), _dim3("block", self.block)
-        else:
-            sizes = _dim3("launch_dims", dims)
-            if min(sizes) < 0:
-                raise ValueError(f"launch_dims must not be negative; got {dims!r}")
-            rank = len(dims) if isinstance(dims, (tuple, list)) else 1
-            block = _dim3("threads_per_block", _CUDA_BLOCKS.get(rank, self.threads_per_block))
-            grid = tuple(-(-n // b) for n, b in zip(sizes, block, strict=True))  # type: ignore[assignment]
-        _check_dim3("grid", grid)
-        _check_dim3("block", block)
-        return (*grid, *block, operator.index(self.shared_mem))
+        grid, block = self.grid, self.block
+        if dims is not None:
+            sizes, rank = _dim3("launch_dims", dims), len(dims) if isinstance(dims, (tuple, list)) else 1
+            block = _dim3("block", _CUDA_BLOCKS.get(rank, self.threads_per_block))
+            grid = tuple(-(-n // b) for n, b in zip(sizes, block, strict=True))
+        return *_dim3("grid", grid), *_dim3("block", block), operator.index(self.shared_mem)
 
 
 # -- 10.2 Wrappers -------------------------------------------------------------------------------------
-# Knows what is to run, and how it gets ready where there is a GPU, a simulator or neither.
-
-
-@dataclasses.dataclass(frozen=True)
-class _CudaCode:
-    """What runs, and how it gets ready on each platform.  Knows no wrapper: see `_Target`."""
-
-    user: str  # the public function, for error messages
-    label: str
-    function: Any
-    command_buffer: bool | None = None  # None: a kernel; else a callable, and what its trait is
-    form: _Form | None = None  # how to call a kernel that does not take a call's buffers as they are
-    static: tuple = ()  # the constants that it gets, by name
-
-    @functools.cached_property
-    def packages(self) -> list[_NumbaCuda]:
-        return _cuda_packages(self.function, self.user)
-
-    def digest(self) -> str:
-        target = *(package.module for package in self.packages), _settings(sys.modules["numba"].config)
-        live_above = math.inf if self.command_buffer is None and not _cudasim() else -1  # Python reads all where it is
-        with _CUDASIM_LOCK:  # a simulated kernel may be running with its globals replaced
-            how = self.command_buffer, str(self.form), self.static, target
-            return _digest(self.user, self.function, *how, live_above=live_above)
-
-    def written(self, package: _NumbaCuda, signature: _Signature) -> Callable[..., Any]:
-        """The function to compile: the kernel's own, or one of all buffers that calls it on the device."""
-        function = _python(self.function)
-        if self.form is None:
-            return function
-        inner = function if _cudasim() else package.dispatcher(self.function, function, **package.device_options)
-        call = self.form.adapter(inner, dict(self.static), len(signature.ranks))
-        if not _cudasim():
-            return call
-        outer = lambda *buffers: call(*buffers)
-        # The simulator replaces `cuda` in the globals of what it launches: these must be the kernel's.
-        return types.FunctionType(outer.__code__, function.__globals__, function.__name__, closure=outer.__closure__)
-
-    def target(self, name: str, attrs: tuple, signature: _Signature) -> _Target:
-        simulated, who = _cudasim(), f"{self.user} {self.label!r} runs on"
-        make = lambda: _Compiled(
-            *_compile_handler(signature, self.emitter(signature, None if simulated else _CudaDriver()))
-        )
-        runs = (
-            f"{who} the CPU only where NUMBA_ENABLE_CUDASIM=1 is set; unset it"
-            if simulated
-            else f"{who} NVIDIA GPUs ({_CUDA_INSTALL}), and in Python on the CPU where NUMBA_ENABLE_CUDASIM=1 is set "
-            "before Numba is imported; or use numba_kernel there"
-        )
-        check = functools.partial(self.check, signature)
-        return _Target(name, attrs, makes={"cpu" if simulated else "cuda": make}, runs=runs, check=check)
-
-    def emitter(self, signature: _Signature, driver: _CudaDriver | None) -> _Emitter:
-        """The body of the handler; without a driver, for the simulator."""
-        if self.command_buffer is not None:
-            run = self._replayed if self.command_buffer else lambda arrays, stream, call: self.function(*arrays, stream)
-            emitter = _cuda_callback(self.packages[0].cuda, signature, run, driver)
-            emitter.traits = _COMMAND_BUFFER_COMPATIBLE if self.command_buffer else 0
-            return emitter
-        if driver is not None:
-            return self._compiled(lambda package: self._emitter_of(package, signature, driver))
-        cuda = self.packages[0].cuda
-        return _cuda_callback(cuda, signature, _cuda_runner(cuda.jit(self.written(self.packages[0], signature))), None)
-
-    def _emitter_of(self, package: _NumbaCuda, signature: _Signature, driver: _CudaDriver) -> _Emitter:
-        fresh = package.dispatcher(self.function, self.written(package, signature))
-        return _cuda_emitter(package, fresh, signature, driver)
-
-    def _compiled(self, compile_: Callable[[_NumbaCuda], Any]) -> Any:
-        """What the first package that can compile the kernel makes of it; else what it has wrong, or they lack."""
-        return _first_that_compiles(compile_, self.packages)
-
-    def _replayed(self, arrays: list, stream: Any, call: _Call) -> None:
-        """Call a function whose launches XLA may be capturing, when Numba must free no memory."""
-        with self.packages[0].cuda.defer_cleanup():
-            self.function(*arrays, stream)
-
-    def check(self, signature: _Signature) -> None:
-        """Raise if a kernel cannot be compiled, as far as that can be told without a GPU."""
-        if self.command_buffer is None:
-            options = {"device": False, "abi": "numba", "cc": _CUDA_TEST_TARGET}
-            with contextlib.suppress(ImportError, OSError, RuntimeError):  # no NVVM; or a package that needs a GPU
-                self._compiled(
-                    lambda package: package.typed(
-                        signature,
-                        lambda argtypes: package.cuda.compile(self.written(package, signature), argtypes, **options),
-                    )
-                )
+# Knows what is to run.  Does not know where: on a GPU, or in a simulator.
 
 
 class _CudaWrapper(_Wrapper):
     """What kernels and callables share."""
 
-    code: _CudaCode
+    def _find_target(self, ins: list[Spec], outs: list[Spec]) -> _Target:
+        packages = _cuda_packages(self.kernel, self.decorator)
+        signature = _Signature.of(self.__name__, ins, outs, self.options.zero_outputs)
+        code = self._code(packages, signature)
+        self._check_dtypes(ins, outs, _CUDA_DTYPES, "that Numba CUDA has no arrays of")
+        runs = f"{self.decorator} {self.__name__!r} runs on {packages[0].where}"
+        name, makes = self._target_name(code.digest()), {packages[0].platform: code.make}
+        target = _Target(name, self._attrs(ins), makes=makes, runs=runs, check=code.check)
+        target.announce()
+        return target
+
+    def _code(self, packages: list[_NumbaCuda], signature: _Signature) -> _CudaCode:
+        """What a call runs; raises TypeError unless the Python function takes it."""
+        raise NotImplementedError
 
     def _attrs(self, ins: list[Spec]) -> tuple:
         return ()
 
-    def _find_target(self, ins: list[Spec], outs: list[Spec]) -> _Target:
-        self.code.packages  # noqa: B018 (raises where there is none)
-        signature = _Signature.of(self.__name__, ins, outs, self.options.zero_outputs)
-        code = self._code_for(signature)
-        self._check_dtypes(ins, outs, _CUDA_DTYPES, "that Numba CUDA has no arrays of")
-        name = self._target_name(_digest(code.digest(), str(signature)))
-        target = code.target(name, self._attrs(ins), signature)
-        target.announce()
-        return target
 
-    def _code_for(self, signature: _Signature) -> _CudaCode:
-        """What a call runs; raises TypeError unless the Python function takes it."""
-        raise NotImplementedError
+@dataclasses.dataclass(frozen=True)
+class _CudaCode:
+    """What runs, and how it gets ready.  Knows no wrapper: see `_Target`."""
+
+    function: Any
+    packages: list[_NumbaCuda]  # who may compile it
+    signature: _Signature
+    form: _Form | None = None  # how a kernel is called; a function that launches kernels has none
+    static: tuple = ()  # the constants that it gets, by name
+    command_buffer: bool = False
+
+    def digest(self) -> str:
+        how = str(self.form), self.static, self.command_buffer, str(self.signature)
+        target = *(package.module for package in self.packages), _settings(sys.modules["numba"].config)
+        live_above = self.packages[0].live_above if self.form else -1  # Python reads all where it is
+        with _CUDASIM_LOCK:  # a simulated kernel may be running with its globals replaced
+            return _digest(self.function, *how, *target, live_above=live_above)
+
+    def make(self) -> _Compiled:
+        return _Compiled(*_compile_handler(self.signature, self.emitter()))
+
+    def check(self) -> None:
+        """Raise if a kernel cannot be compiled, as far as that can be told without a GPU."""
+        options = {"device": False, "abi": "numba", "cc": _CUDA_TEST_TARGET}
+        typed = lambda package: package.typed(
+            self.signature, lambda argtypes: package.cuda.compile(self.written(package), argtypes, **options)
+        )
+        with contextlib.suppress(ImportError, OSError, RuntimeError):  # no NVVM; or a package that needs a GPU
+            _first_that_compiles(typed, self.packages if self.form else ())
+
+    def emitter(self) -> _Emitter:
+        """The body of the handler."""
+        if self.form:
+            return _first_that_compiles(self._kernel_emitter, self.packages)
+        package = self.packages[0]
+
+        def run(arrays: list, stream: Any, call: _Call) -> None:
+            # XLA may be capturing what is launched, when Numba must free no memory.
+            with package.cuda.defer_cleanup() if self.command_buffer else contextlib.nullcontext():
+                self.function(*arrays, stream)
+
+        emitter = _cuda_callback(package, self.signature, run)
+        emitter.traits = _COMMAND_BUFFER_COMPATIBLE if self.command_buffer else 0
+        return emitter
+
+    def _kernel_emitter(self, package: _NumbaCuda) -> _Emitter:
+        dispatcher = package.dispatcher(self.function, self.written(package))
+        if launcher := package.launcher(dispatcher, self.signature):
+            return _CudaEmitter(package, launcher)
+        return _cuda_callback(package, self.signature, _cuda_runner(dispatcher))
+
+    def written(self, package: _NumbaCuda) -> Callable[..., Any]:
+        """The function to compile: the kernel's own, or one of all buffers that calls it on the device."""
+        function, n = _python(self.function), len(self.signature.ranks)
+        if self.form is None or self.form == _Form.plain(n):
+            return function
+        inner = package.dispatcher(self.function, function, **package.device_options)
+        return self.form.adapter(inner, dict(self.static), n, *package.ends)
 
 
 class _CudaKernel(_NumbaWrapper, _CudaWrapper):
@@ -2915,22 +2876,18 @@ class _CudaKernel(_NumbaWrapper, _CudaWrapper):
             takes = "a function decorated with numba.cuda.jit (without [grid, block]) or a plain function"
             raise _wrong_kernel("numba_cuda_kernel", takes, kernel)
         super().__init__(kernel, *args)
-        self.code = _CudaCode(self.decorator, self.__name__, kernel)
 
-    def _code_for(self, signature: _Signature) -> _CudaCode:
-        [form], static = self._forms(signature, False), tuple(self.static.items())
-        plain = form == _Form.plain(len(signature.ranks))
-        return self.code if plain else dataclasses.replace(self.code, form=form, static=static)
-
-    def _launch(self, ins: list[Spec]) -> tuple[int, ...]:
-        return self.options.resolve(self._for_inputs(self.options.launch_dims, ins))
+    def _code(self, packages: list[_NumbaCuda], signature: _Signature) -> _CudaCode:
+        [form] = self._forms(signature, False)
+        return _CudaCode(self.kernel, packages, signature, form, tuple(self.static.items()))
 
     def _attrs(self, ins: list[Spec]) -> tuple:
-        return (("launch", self._launch(ins)),)
+        return (("launch", self.options.resolve(self._for_inputs(self.options.launch_dims, ins))),)
 
     def _trace(self, *args: Any) -> Any:
         ins = _input_specs(args)
-        if all(self._launch(ins)[:3]):
+        [(_, launch)] = self._attrs(ins)
+        if all(launch[:3]):
             return super()._trace(*args)
         outs, tree = _flat_specs(self._for_inputs(self.options.outs, ins), "outs", ins)
         aliases = {j: i for i, j in _check_aliases(self._aliases(len(ins)), ins, outs)}
@@ -2950,23 +2907,21 @@ class _CudaCallable(_CudaWrapper):
                 f"numba_cuda_kernel); got {type(func).__name__} {func!r}"
             )
         super().__init__(func, options)
-        self.code = _CudaCode(self.decorator, self.__name__, func, bool(options.command_buffer))
 
-    def _code_for(self, signature: _Signature) -> _CudaCode:
-        parameters, n_in = inspect.signature(self.kernel), signature.n_in
-        try:
-            parameters.bind(*signature.ranks, None)
-            return self.code
-        except TypeError:
-            raise TypeError(
-                f"numba_cuda_callable {self.__name__!r} takes the parameters {parameters}, but this call gives it "
-                f"{n_in} inputs, {len(signature.ranks) - n_in} outputs and scratch buffers, and a stream: "
-                "func(in..., out..., stream)"
-            ) from None
+    def _code(self, packages: list[_NumbaCuda], signature: _Signature) -> _CudaCode:
+        takes, n_in = inspect.signature(self.kernel), signature.n_in
+        with contextlib.suppress(TypeError):
+            takes.bind(*signature.ranks, None)
+            return _CudaCode(self.kernel, packages, signature, command_buffer=bool(self.options.command_buffer))
+        raise TypeError(
+            f"numba_cuda_callable {self.__name__!r} takes the parameters {takes}, but this call gives it {n_in} "
+            f"inputs, {len(signature.ranks) - n_in} outputs and scratch buffers, and a stream: func(in..., out..., "
+            "stream)"
+        )
 
 
 # -- 10.3 The packages that compile kernels, and the driver --------------------------------------------
-# All that differs between numba-cuda and its successor.  Does not know handlers, but for the layout of parameters.
+# All that differs between numba-cuda, its successor and the simulator.  Of handlers knows the layout of parameters.
 
 
 class _NumbaCuda:
@@ -2975,6 +2930,13 @@ class _NumbaCuda:
     name, module = "Numba CUDA", "numba.cuda"
     n_params = 5  # per array, before shape and strides
     device_options: Mapping[str, Any] = types.MappingProxyType({"device": True})
+    ends: tuple[str, ...] = ()  # the last lines of a kernel that calls the user's
+    live_above = math.inf  # bytes, above which an array of the kernel's globals is read where it is
+    platform = "cuda"
+    where = (
+        f"NVIDIA GPUs ({_CUDA_INSTALL}), and in Python on the CPU where NUMBA_ENABLE_CUDASIM=1 is set before Numba is "
+        "imported; or use numba_kernel there"
+    )
 
     @property
     def cuda(self) -> Any:
@@ -3027,6 +2989,36 @@ class _NumbaCuda:
                 raise
             raise _refusal(self.name, signature, error) from error
 
+    def launcher(self, dispatcher: Any, signature: _Signature) -> _CudaLauncher | None:
+        """Compile the kernel and load it for every GPU; None where a launch takes more than cuLaunchKernel."""
+        cuda, driver, functions = self.cuda, self.driver(), {}
+        ordinals, n_params = _cuda_ordinals(), sum(self.n_params + 2 * rank for rank in signature.ranks)
+        with cuda.gpus[ordinals[0]]:
+            compiled = self.typed(signature, functools.partial(_compile_cuda, dispatcher))
+            if not compiled or any(self.extras(dispatcher, compiled)):
+                return None
+            ptx, entry, *_ = self.code(compiled)
+            if _ptx_params(ptx, entry) != ["u64"] * n_params:
+                return None
+        for ordinal in ordinals:
+            with cuda.gpus[ordinal]:  # XLA's context too: the device's primary one
+                *_, cubin, carveout = self.code(compiled)
+                functions[ordinal] = driver.load(cubin, entry, ordinal, carveout), 0
+        return _CudaLauncher(signature.label, driver, functions, keep=compiled)
+
+    def driver(self) -> Any:
+        return _CudaDriver()
+
+    @contextlib.contextmanager
+    def enter(self, signature: _Signature, buffers: list[int], dims: list[tuple], call: _Call) -> Iterator:
+        """Arrays over a slice's buffers, and its stream, with the call's device current."""
+        with self.cuda.gpus[call.ordinal]:
+            parts = zip(buffers, dims, signature.dtypes, strict=True)
+            shared = {"version": 3, "stream": call.stream}  # copies and fills of the arrays run on it too
+            views = [{"shape": n, "typestr": t.str, "data": (p, False), **shared} for p, n, t in parts]
+            arrays = [self.cuda.from_cuda_array_interface(view, sync=False) for view in views]
+            yield arrays, self.cuda.external_stream(call.stream)
+
     def extras(self, dispatcher: Any, compiled: Any) -> tuple:
         """What makes a launch more than cuLaunchKernel, where it is true."""
         return (
@@ -3077,20 +3069,54 @@ class _NumbaCudaMlir(_NumbaCuda):
         return [array.pointer, array.pointer, 0, *array.dims, *_row_major(array.dims, 1)]
 
 
+class _CudaSimulator(_NumbaCuda):
+    """Numba's simulator, which runs one kernel at a time, in Python."""
+
+    ends, live_above, platform = (f"return {_RETURNED}",), -1, "cpu"
+    where = "the CPU only where NUMBA_ENABLE_CUDASIM=1 is set; unset it"
+
+    def dispatcher(self, kernel: Any, function: Any, **more: Any) -> Any:
+        if more:  # for the device
+            return function
+
+        def launched(*buffers: Any) -> None:
+            if function(*buffers) is not None:
+                raise TypeError("the kernel returns a value: write to the output arrays and return nothing")
+
+        # The simulator replaces `cuda` in the globals of what it launches: these must be the kernel's.
+        code, name, cells = launched.__code__, function.__name__, launched.__closure__
+        return self.cuda.jit(types.FunctionType(code, _python(kernel).__globals__, name, closure=cells))
+
+    def launcher(self, dispatcher: Any, signature: _Signature) -> None:
+        return None
+
+    def driver(self) -> None:
+        return None
+
+    @contextlib.contextmanager
+    def enter(self, signature: _Signature, buffers: list[int], dims: list[tuple], call: _Call) -> Iterator:
+        from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
+
+        with _CUDASIM_LOCK:
+            yield [FakeCUDAArray(array) for array in _host_arrays(signature, buffers, dims)], self.cuda.stream()
+
+
 _CUDA_PACKAGES = {"numba_cuda_mlir": _NumbaCudaMlir(), "numba": _NumbaCuda()}  # the successor first
 
 
 def _cuda_packages(function: Any, user: str) -> list[_NumbaCuda]:
     """Who may compile a kernel (or, for a callable, gives it arrays): its own package, else who is installed."""
+    from numba.core import config
+
     with _CUDASIM_LOCK:  # a simulated kernel may be running with its globals replaced
         named = [package for root, package in _CUDA_PACKAGES.items() if root in _packages_read(function)]
-    if _cudasim():
+    if getattr(config, "ENABLE_CUDASIM", False):  # as it was set when Numba was imported
         if named == [_CUDA_PACKAGES["numba_cuda_mlir"]]:
             raise NotImplementedError(
                 f"{user} {_python(function).__name__!r} is written for numba_cuda_mlir, which has no simulator: unset "
                 "NUMBA_ENABLE_CUDASIM to run it on a GPU, or write it with `from numba import cuda`"
             )
-        return [_CUDA_PACKAGES["numba"]]
+        return [_CudaSimulator()]
     found = [package for package in named or _CUDA_PACKAGES.values() if package.is_installed()]
     return found or [_import((named or [_CUDA_PACKAGES["numba"]])[0].module, user, _CUDA_INSTALL)]
 
@@ -3101,13 +3127,6 @@ def _packages_read(function: Any) -> set[str]:
     objects = [obj for _, obj in _Digester().walk(function).seen.values()] if is_plain else [function]
     names = [obj.__name__ if isinstance(obj, types.ModuleType) else type(obj).__module__ for obj in objects]
     return {str(name).partition(".")[0] for name in (*names, *(getattr(obj, "__module__", "") for obj in objects))}
-
-
-def _cudasim() -> bool:
-    """Whether Numba runs CUDA kernels in Python; it reads NUMBA_ENABLE_CUDASIM when it is imported."""
-    from numba.core import config
-
-    return bool(getattr(config, "ENABLE_CUDASIM", False))
 
 
 def _cuda_ordinals() -> list[int]:
@@ -3167,21 +3186,6 @@ class _CudaDriver:
 # Knows streams, devices and launches, native or through Python.  Does not know what compiled the kernel.
 
 
-def _cuda_emitter(package: _NumbaCuda, fresh: Any, signature: _Signature, driver: _CudaDriver) -> _Emitter:
-    """Compile the kernel and load it for every GPU; a kernel that needs its package's launch code gets Python's."""
-    cuda, ordinals = package.cuda, _cuda_ordinals()
-    with cuda.gpus[ordinals[0]]:
-        compiled = package.typed(signature, functools.partial(_compile_cuda, fresh))
-        if not compiled or not _is_native(package, fresh, compiled, signature.ranks):
-            return _cuda_callback(cuda, signature, _cuda_runner(fresh), driver)
-    functions = {}
-    for ordinal in ordinals:
-        with cuda.gpus[ordinal]:  # XLA's context too: the device's primary one
-            _, entry, cubin, carveout = package.code(compiled)
-            functions[ordinal] = driver.load(cubin, entry, ordinal, carveout), 0
-    return _CudaEmitter(package, _CudaLauncher(signature.label, driver, functions, keep=compiled))
-
-
 def _compile_cuda(dispatcher: Any, argtypes: tuple) -> Any:
     """Compile for the current device; atomics on inputs are refused here, as Numba does not."""
     compiled = dispatcher.compile(argtypes)
@@ -3198,14 +3202,6 @@ def _compile_cuda(dispatcher: Any, argtypes: tuple) -> Any:
         if name.startswith(_RETURNED) and str(kind) != "none":
             raise TypeError(f"cannot cast {kind} to none")
     return compiled
-
-
-def _is_native(package: _NumbaCuda, dispatcher: Any, compiled: Any, ranks: Sequence[int]) -> bool:
-    """Whether a bare cuLaunchKernel with our parameters is all that a launch takes."""
-    if any(package.extras(dispatcher, compiled)):
-        return False
-    ptx, entry, *_ = package.code(compiled)
-    return _ptx_params(ptx, entry) == ["u64"] * sum(package.n_params + 2 * rank for rank in ranks)
 
 
 def _ptx_params(ptx: str, entry: str) -> list[str]:
@@ -3306,35 +3302,15 @@ class _CudaEmitter(_Emitter):
 
 
 def _cuda_callback(
-    cuda: Any, signature: _Signature, run: Callable[[list, Any, _Call], None], driver: Any
+    package: _NumbaCuda, signature: _Signature, run: Callable[[list, Any, _Call], None]
 ) -> _CallbackEmitter:
-    """Calls `run(arrays, stream, call)` in Python for every slice: on a GPU, or without a driver simulated."""
-    enter = _enter_simulator if driver is None else _enter_gpu
+    """Calls `run(arrays, stream, call)` in Python for every slice."""
 
     def body(buffers: list[int], dims: list[tuple], call: _Call) -> None:
-        with enter(cuda, signature, buffers, dims, call) as (arrays, stream):
+        with package.enter(signature, buffers, dims, call) as (arrays, stream):
             run(arrays, stream, call)
 
-    return _CallbackEmitter(signature, body, driver)
-
-
-@contextlib.contextmanager
-def _enter_gpu(cuda: Any, signature: _Signature, buffers: list[int], dims: list[tuple], call: _Call) -> Iterator:
-    """Numba's arrays over the slice's buffers and its stream, with the call's device current."""
-    with cuda.gpus[call.ordinal]:
-        parts = zip(buffers, dims, signature.dtypes, strict=True)
-        shared = {"version": 3, "stream": call.stream}  # copies and fills of the arrays run on it too
-        views = [{"shape": n, "typestr": t.str, "data": (p, False), **shared} for p, n, t in parts]
-        yield [cuda.from_cuda_array_interface(view, sync=False) for view in views], cuda.external_stream(call.stream)
-
-
-@contextlib.contextmanager
-def _enter_simulator(cuda: Any, signature: _Signature, buffers: list[int], dims: list[tuple], call: _Call) -> Iterator:
-    """The same in host memory; one kernel at a time, for the simulator's sake."""
-    from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
-
-    with _CUDASIM_LOCK:
-        yield [FakeCUDAArray(array) for array in _host_arrays(signature, buffers, dims)], cuda.stream()
+    return _CallbackEmitter(signature, body, package.driver())
 
 
 def _cuda_runner(dispatcher: Any) -> Callable[[list, Any, _Call], None]:
