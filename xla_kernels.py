@@ -3491,7 +3491,10 @@ class _WarpKernel(_Wrapper):
         return (_GenericWarpKernel if getattr(kernel, "is_generic", False) else cls)(kernel, options)
 
     def __init__(self, kernel: Any, *args: Any) -> None:
-        self.params = _warp_params(kernel)
+        wp = _warp("warp_kernel")
+        if not isinstance(kernel, wp.Kernel):
+            raise _wrong_kernel("warp_kernel", "a function decorated with warp.kernel", kernel)
+        self.params = [_warp_param(wp, kernel.func.__name__, arg.label, arg.type) for arg in kernel.adj.args]
         self.by_value = {param.name: param for param in self.params if param.ndim is None}
         super().__init__(kernel, *args)
         self.constants, self.starts = b"", dict[str, int]()  # the memory of constants, and where in it each starts
@@ -3526,8 +3529,10 @@ class _WarpKernel(_Wrapper):
         if not isinstance(value, jax.core.Tracer) and any(device.platform != "cpu" for device in value.devices()):
             return np.asarray(value)
         if self.options.differentiable or not param.takes(value):
-            why = " and, with differentiable=True, when JAX traces" if self.options.differentiable else ""
-            raise TypeError(f"{param.by_value}{why}; got {value}: make the parameter a warp.array of shape (1,)")
+            raise TypeError(
+                f"{param.by_value}; got {value}: make the parameter a warp.array of shape (1,), also where "
+                "differentiable=True is asked for"
+            )
         return value if value.dtype == param.dtype else value.astype(param.dtype)
 
     def _static_key(self, static: dict[str, Any]) -> Any:
@@ -3560,7 +3565,7 @@ class _WarpKernel(_Wrapper):
         for param, spec in zip(params, ins + outs, strict=True):
             param.check(spec)
         for j, param in enumerate(given):
-            if j not in shared and param.use(self.kernel.adj) == 2:
+            if j not in shared and param.use(self.kernel) == 2:
                 raise TypeError(
                     f"Warp kernel {self.__name__!r} writes to its input {param.name!r}, which JAX may share: "
                     "name it in in_out_argnames, which returns it, or write to an output"
@@ -3603,12 +3608,13 @@ class _WarpKernel(_Wrapper):
     ) -> tuple[tuple[_WarpArgument, ...], tuple[int, ...]]:
         """What a launch passes, and which of the inputs it is not seen to only read."""
         buffers, grads = {param: k for k, param in enumerate(params)}, adjoints or {}
-        arguments = [
-            _WarpArgument(param, buffers.get(param), grads.get(param), self.starts.get(param.name))
-            for param in self.params
-        ]
-        code, replayed = self.kernel.adj, self.kernel.adj if adjoints is not None else None
-        may_write = [k for param, k, *_ in arguments if k is not None and k < n_in and param.use(code, replayed)]
+        arguments = []
+        for param in self.params:
+            k, is_array = buffers.get(param), param.ndim is not None
+            array, traced = (k, None) if is_array else (None, k)
+            arguments.append(_WarpArgument(param, array, grads.get(param), traced, self.starts.get(param.name)))
+        arrays = {k: param for param, k, *_ in arguments if k is not None and k < n_in}
+        may_write = [k for k, param in arrays.items() if param.use(self.kernel, adjoints is not None)]
         if adjoints is not None:
             arguments += [_WarpArgument(param, grads.get(param)) for param in self.params]
         return tuple(arguments), tuple(may_write)
@@ -3825,16 +3831,11 @@ class _WarpParam:
         if max(1, *spec.shape, math.prod(spec.shape[1:]) * spec.dtype.itemsize) > _WARP_MAX_EXTENT:
             raise ValueError(f"{what}: Warp counts extents and strides in 32 bits, at most {_WARP_MAX_EXTENT}")
 
-    def use(self, code: Any, replayed: Any = None) -> int:
-        """What the kernel does to it, as `_WarpUses` says."""
-        return 0 if self.ndim is None else _WarpUses(replayed).of(code, self.name, self.ndim)
-
-
-def _warp_params(kernel: Any) -> tuple[_WarpParam, ...]:
-    wp = _warp("warp_kernel")
-    if not isinstance(kernel, wp.Kernel):
-        raise _wrong_kernel("warp_kernel", "a function decorated with warp.kernel", kernel)
-    return tuple(_warp_param(wp, kernel.func.__name__, arg.label, arg.type) for arg in kernel.adj.args)
+    def use(self, kernel: Any, adjoint: bool = False) -> int:
+        """What a kernel, or its adjoint, does to it, as `_WarpUses` says."""
+        return (
+            0 if self.ndim is None else _WarpUses(kernel.adj if adjoint else None).of(kernel.adj, self.name, self.ndim)
+        )
 
 
 def _warp_param(wp: Any, kernel: str, name: str, kind: Any) -> _WarpParam:
@@ -3858,17 +3859,15 @@ def _holds_arrays(kind: Any) -> bool:
     return hasattr(kind, "ndim") or any(_holds_arrays(var.type) for var in getattr(kind, "vars", {}).values())
 
 
-def _warp_content(kernel: Any) -> tuple[bytes, str]:
+def _warp_content(kernel: Any) -> tuple[str, str]:
     """What defines a kernel: Warp's hash (code, constants, functions, structs, types) and the options of its build."""
 
     parameters = inspect.signature(getattr(kernel.module, "resolve_options", lambda: None)).parameters
     block_dim = 1 if "block_dim" in parameters else None  # Warp < 1.15 would file the hash of another size under 1
 
-    def read() -> bytes:
+    def read() -> str:
         kernel.module.get_module_hash(block_dim)  # also hashes the kernels
-        if kernel.hash is None:
-            raise KeyError(kernel.key)
-        return kernel.hash
+        return kernel.hash.hex()  # an AttributeError if another thread was faster
 
     options = {**kernel.module.options, **kernel.options, "block_dim": None}  # Warp 1.13 keeps the last launch's there
     return _despite_changes(kernel, read), str(sorted(options.items()))
@@ -3976,17 +3975,13 @@ class _WarpUses:
 
 
 class _WarpArgument(NamedTuple):
-    """What a launch passes for a parameter, or as its adjoint: a buffer of the call, a constant, or nothing."""
+    """What a launch passes for a parameter, or as its adjoint; buffers are numbers: inputs, then outputs."""
 
     param: _WarpParam
-    buffer: int | None  # among the inputs, then the outputs
-    grad: int | None = None  # the buffer where views of this array find its gradient, in an adjoint launch
-    constant: int | None = None  # where its memory starts in the attribute `launch`
-
-    @property
-    def traced(self) -> int | None:
-        """The buffer, where it holds what is passed by value."""
-        return self.buffer if self.param.ndim is None else None
+    array: int | None  # the buffer of an array; None is a null array
+    grad: int | None = None  # in an adjoint launch, the buffer where views of this array find its gradient
+    traced: int | None = None  # the buffer that holds what is passed by value
+    constant: int | None = None  # where else that starts in the attribute `launch`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -4014,9 +4009,9 @@ class _WarpPlan:
         """The arrays of a recorded launch, by buffer."""
         found = {}
         for param, k, *_ in self.arguments:
-            if k is not None and param.ndim is not None:
-                dims, strides = [2] * param.ndim, _row_major([2] * param.ndim, param.nbytes)
-                found[k] = _Array(4096 * (k + 1), [*dims, *param.inner], strides, param.nbytes)
+            if k is not None:
+                dims = [2] * (param.ndim or 0)
+                found[k] = _Array(4096 * (k + 1), [*dims, *param.inner], _row_major(dims, param.nbytes), param.nbytes)
         return found
 
     def values(self, arrays: Mapping[int, _Array] | Sequence[_Array], device: Any) -> Iterator[Any]:
@@ -4030,7 +4025,7 @@ class _WarpPlan:
             pointer = arrays[k].pointer if math.prod(shape) else 0
             return wp.array(ptr=pointer, shape=tuple(shape), dtype=param.type.dtype, device=device, grad=grad)
 
-        for param, k, grad, _ in self.arguments:
+        for param, k, grad, *_ in self.arguments:
             if param.ndim is None:
                 yield param.type() if param.inner or param.dtype is None else 0
             else:
@@ -4040,21 +4035,17 @@ class _WarpPlan:
         """Warp's recorded launch, with stand-ins for arrays and values; compiles and loads the kernel."""
         with _warp_session() as wp:
             values = list(self.values(self.stand_ins, device))
-            n, what = len(self.kernel.adj.args), f"kernel {self.kernel.func.__name__!r}"
-            options = {"adjoint": True, "adj_inputs": values[n:]} if self.is_adjoint else {}
-            options |= {"dim": _STAND_IN_DIMS, "block_dim": 1 if device == "cpu" else self.block_dim}
-            launch = functools.partial(wp.launch, inputs=values[:n], device=device, record_cmd=True, **options)
+            n, block_dim = len(self.kernel.adj.args), 1 if device == "cpu" else self.block_dim
+            launch = functools.partial(wp.launch, self.kernel, _STAND_IN_DIMS, values[:n], adj_inputs=values[n:])
+            options = {"adjoint": self.is_adjoint, "device": device, "block_dim": block_dim, "record_cmd": True}
             try:
-                recorded = _despite_changes(self.kernel, lambda: launch(self.kernel))
+                recorded = _despite_changes(self.kernel, lambda: launch(**options))
             except RuntimeError as error:
-                if "backward kernel" not in str(error):
-                    raise
-                raise RuntimeError(
-                    f"Warp {what} was built without its adjoint, which differentiable=True needs; set "
-                    "enable_backward=True in its options, its module's and warp.config"
-                ) from error
+                if "backward kernel" in str(error):
+                    error.add_note("differentiable=True needs enable_backward=True, in warp.config too")
+                raise
             if recorded is None:  # some Warps report a failed build once only
-                raise RuntimeError(f"Warp cannot build the module of {what}: see its first error, or its log")
+                raise RuntimeError(f"Warp cannot build kernel {self.kernel.key!r}: see its first error, or its log")
             return recorded
 
 
@@ -4062,17 +4053,9 @@ class _WarpPlan:
 # Knows the memory of Warp's structs, as long as it is what Warp packs.  Does not call Python.
 
 
-class _WarpArray(ctypes.Structure):
-    """array_t of warp/native/array.h."""
-
-    _fields_ = (
-        ("data", ctypes.c_uint64),
-        ("grad", ctypes.c_uint64),
-        ("shape", _I32 * _WARP_MAX_DIMS),
-        ("strides", _I32 * _WARP_MAX_DIMS),
-        ("ndim", ctypes.c_uint16),
-        ("flags", ctypes.c_uint16),
-    )
+# Where array_t of warp/native/array.h has its numbers, the first of four in `shape` and `strides`, and their sizes.
+_ARRAY_T = {"data": (0, 8), "grad": (8, 8), "shape": (16, 4), "strides": (32, 4), "ndim": (48, 2)}
+_ARRAY_T_BYTES = 56
 
 
 @dataclasses.dataclass(frozen=True)
@@ -4098,19 +4081,19 @@ class _WarpLayout:
 
     def array_stores(self, plan: _WarpPlan, arrays: Any) -> Iterator[tuple]:
         """The same for the arrays of one slice, given by buffer; dimensions of their elements come last, uncounted."""
-        for (param, k, grad, _), (block, start, _) in zip(plan.arguments, self.places, strict=True):
-            if k is not None and param.ndim is not None:
-                array, ndim = arrays[k], len(arrays[k].dims) - len(param.inner)
-                fields = {
-                    "data": (8, [array.pointer]),
-                    "grad": (8, [] if grad is None else [arrays[grad].pointer]),
-                    "shape": (4, array.dims[:ndim] or [1]),  # a 0-d array is one of one element
-                    "strides": (4, array.strides[:ndim] or [param.nbytes]),
-                    "ndim": (2, [param.ndim]),
+        for (param, k, grad, *_), (block, start, _) in zip(plan.arguments, self.places, strict=True):
+            if k is not None:
+                dims = param.dims(arrays[k].dims)  # a 0-d array is one of one element
+                numbers = {
+                    "data": [arrays[k].pointer],
+                    "grad": [] if grad is None else [arrays[grad].pointer],
+                    "shape": dims,
+                    "strides": arrays[k].strides[: len(dims)] or [param.nbytes],
+                    "ndim": [param.ndim],
                 }
-                for name, (size, values) in fields.items():
-                    first = start + getattr(_WarpArray, name).offset
-                    yield from ((block, first + size * j, size, value) for j, value in enumerate(values))
+                for name, values in numbers.items():
+                    first, size = _ARRAY_T[name]
+                    yield from ((block, start + first + size * j, size, value) for j, value in enumerate(values))
 
     def predict(self, plan: _WarpPlan) -> list[bytes]:
         """The blocks of the recorded launch, whose arrays and values are stand-ins."""
@@ -4131,7 +4114,7 @@ def _warp_layout(plan: _WarpPlan, launch: Any, on_cpu: bool) -> _WarpLayout | No
         places = tuple((b, field.offset, field.size) for b, field in fields)
     else:
         places = tuple((b, 0, ctypes.sizeof(block)) for b, block in enumerate(blocks[1:], 1))
-    expected = [param.nbytes if param.ndim is None else ctypes.sizeof(_WarpArray) for param, *_ in plan.arguments]
+    expected = [param.nbytes if param.ndim is None else _ARRAY_T_BYTES for param, *_ in plan.arguments]
     unknown = {name for name, _ in blocks[0]._fields_} - {"shape", "ndim", "size", "coord_mult"}
     if unknown or [size for *_, size in places] != expected:
         return None
@@ -4151,13 +4134,6 @@ def _warp_cpu_blocks(launch: Any) -> list[Any]:
     return [getattr(arg, "_obj", arg) for arg in calls[0]]  # of pointers made by ctypes.byref
 
 
-def _warp_entry(launch: Any) -> tuple[int, int]:
-    """The machine code that a recorded launch runs (on a GPU a CUfunction), and its dynamic shared memory in bytes."""
-    kind = "backward" if launch.adjoint else "forward"
-    entry = ctypes.cast(getattr(launch.hooks, kind), _PTR).value or 0
-    return entry, getattr(launch.hooks, f"{kind}_smem_bytes")
-
-
 def _warp_grid(kernel: str, size: int, block_dim: int, grid_stride: bool) -> tuple[int, int, int]:
     """The grid of `wp_cuda_launch_kernel` (warp.cu): without a loop in the kernel, blocks spread over three axes."""
     blocks = max(1, -(-size // block_dim))
@@ -4169,14 +4145,6 @@ def _warp_grid(kernel: str, size: int, block_dim: int, grid_stride: bool) -> tup
     if z > 65535:
         raise ValueError(f"Warp kernel {kernel!r}: {size} threads are too many for one launch without a grid stride")
     return x, y, z
-
-
-def _tile_lock(kernel: Any) -> int:
-    """The lock to hold while the kernel runs, or 0.
-
-    Warp keeps the CPU memory of tiles behind one static pointer (tile.h), so a module's tile kernels must not overlap.
-    """
-    return _native_lock("tile_lock") if any("tile" in a.source for a in _warp_adjoints(kernel.adj)) else 0
 
 
 class _WarpEmitter(_Emitter):
@@ -4257,14 +4225,13 @@ def _warp_replay(plan: _WarpPlan, signature: _Signature, launches: Mapping[int, 
                     if value is not None:
                         launch.set_param_at_index(i % n, value, adjoint=i >= n)
                     if argument.traced is not None:
-                        ctypes.memmove(
-                            ctypes.byref(launch.params[1 + i]), pointers[argument.traced], argument.param.nbytes
-                        )
+                        copy(launch.params[1 + i], pointers[argument.traced])
                     if argument.constant is not None:
-                        ctypes.memmove(
-                            ctypes.byref(launch.params[1 + i]), attribute + argument.constant, argument.param.nbytes
-                        )
+                        copy(launch.params[1 + i], attribute + argument.constant)
                 start(launch, call.stream)
+
+    def copy(param: Any, address: int) -> None:
+        ctypes.memmove(ctypes.byref(param), address, ctypes.sizeof(param))
 
     def clear(pointer: int, nbytes: int, stream: int) -> None:
         if not driver:
@@ -4291,24 +4258,29 @@ def _compile_warp(plan: _WarpPlan, signature: _Signature, platform: str) -> _Com
     devices = {n: f"cuda:{n}" for n in _cuda_ordinals()} if driver else {0: "cpu"}
     with driver.keeping_context() if driver else contextlib.nullcontext():  # Warp leaves another one current
         launches = {n: plan.record(device) for n, device in devices.items()}
-    emitter = _warp_emitter(plan, signature, launches, driver)
+    layout, *others = {_warp_layout(plan, launch, not driver) for launch in launches.values()}
+    if layout and not others:  # every device's is known, and the same
+        emitter: _Emitter = _WarpEmitter(plan, layout, _warp_machine(signature.label, launches, driver), not driver)
+    else:
+        emitter = _CallbackEmitter(signature, _warp_replay(plan, signature, launches, driver), driver)
     emitter.hidden_outputs = bool(plan.may_write)
-    if not driver and (lock := _tile_lock(plan.kernel)):
-        emitter.lock, emitter.in_order = lock, True
+    if not driver and any("tile" in adjoint.source for adjoint in _warp_adjoints(plan.kernel.adj)):
+        # Warp keeps the CPU memory of tiles behind one static pointer (tile.h): such kernels must not overlap
+        emitter.lock, emitter.in_order = _native_lock("tile_lock"), True
     address, keep = _compile_handler(signature, emitter)
     return _Compiled(address, (keep, emitter, launches))  # launches keep Warp's modules loaded
 
 
-def _warp_emitter(plan: _WarpPlan, signature: _Signature, launches: Mapping[int, Any], driver: Any) -> _Emitter:
-    """Native where the layout of every device's launch is known, and the same."""
-    layout, *others = {_warp_layout(plan, launch, not driver) for launch in launches.values()}
-    if not layout or others:
-        return _CallbackEmitter(signature, _warp_replay(plan, signature, launches, driver), driver)
-    entries = {n: _warp_entry(launch) for n, launch in launches.items()}
+def _warp_machine(label: str, launches: Mapping[int, Any], driver: Any) -> Callable[[_Handler], tuple]:
+    """For a `_WarpEmitter`: the machine code that recorded launches run, on a GPU a CUfunction."""
+    entries = {}
+    for n, launch in launches.items():
+        kind = "backward" if launch.adjoint else "forward"
+        entry = ctypes.cast(getattr(launch.hooks, kind), _PTR).value or 0
+        entries[n] = entry, getattr(launch.hooks, f"{kind}_smem_bytes")
     if driver:
-        return _WarpEmitter(plan, layout, _CudaLauncher(signature.label, driver, entries).enter, on_cpu=False)
-    machine = lambda handler: (handler.clear, lambda blocks: handler.call(entries[0][0], *blocks))
-    return _WarpEmitter(plan, layout, machine, on_cpu=True)
+        return _CudaLauncher(label, driver, entries).enter
+    return lambda handler: (handler.clear, lambda blocks: handler.call(entries[0][0], *blocks))
 
 
 # ======================================================================================================
