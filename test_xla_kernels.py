@@ -642,13 +642,9 @@ def test_two_processes_share_a_mesh(tmp_path):
     with socket.socket() as s:
         s.bind(("localhost", 0))
         port = str(s.getsockname()[1])
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    workers = [
-        subprocess.Popen([sys.executable, "worker.py", port, str(i)], cwd=tmp_path, env=env, stdout=subprocess.PIPE,
-                         stderr=subprocess.STDOUT, text=True)
-        for i in range(2)
-    ]  # fmt: skip
-    outputs = [worker.communicate(timeout=900)[0] for worker in workers]
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    with ThreadPoolExecutor(2) as pool:
+        outputs = list(pool.map(lambda i: run_python("worker.py", port, i, cwd=tmp_path, **flags), range(2)))
     assert all("devices 4 total 140.0" in output for output in outputs), "\n".join(outputs)
     assert [output.count("slice") for output in outputs] == [4, 4]  # the lines of two devices may mix
 
@@ -1053,13 +1049,6 @@ C_KINDS = {"size_t": 8, "int64_t": 8, "int": 4, "uint32_t": 4, "XLA_FFI_Handler_
            "XLA_FFI_InternalExtension_Type": 4, "int32_t": 4}  # fmt: skip
 
 
-def c_header():
-    with open(os.path.join(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h"), encoding="utf-8") as header:
-        text = re.sub(r"//.*", "", header.read())
-    text = re.sub(r"_XLA_FFI_API_STRUCT_FIELD\((\w+)\)", r"void* \1", text)
-    return text.replace("XLA_FFI_Extension_Base", "XLA_FFI_InternalExtension")  # its name before jaxlib 0.10
-
-
 RENAMED = {  # since jaxlib 0.7.2; the functions kept their places
     "XLA_FFI_Error_GetMessage": "XLA_FFI_Error_GetDetails",
     "XLA_FFI_TypeId_Register": "XLA_FFI_Type_Register",
@@ -1068,10 +1057,14 @@ RENAMED = {  # since jaxlib 0.7.2; the functions kept their places
 }
 
 
+def c_header():
+    header = pathlib.Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text(encoding="utf-8")
+    text = re.sub(r"_XLA_FFI_API_STRUCT_FIELD\((\w+)\)", r"void* \1", re.sub(r"//.*", "", header))
+    return re.sub("|".join(RENAMED), lambda m: RENAMED[m[0]], text)
+
+
 def c_fields(text, name):
     """(name, type) of every field of a struct in the header; pointers have the type '*'."""
-    for old, new in RENAMED.items():
-        text = text.replace(old, new)
     body = re.search(rf"struct {name} \{{(.*?)\}}", text, re.DOTALL)[1]
     pattern = r"(?:const |struct )?(\w+)\s*(\**)\s*(\w+)"
     fields = [re.fullmatch(pattern, " ".join(field.split())) for field in body.split(";")[:-1]]
@@ -1170,13 +1163,13 @@ def with_module(module):
 
 
 def with_submodule(helper):
-    package, package.module = types.ModuleType("package"), module_of(helper)
+    package, package.module = types.ModuleType("package"), module_with(helper=helper)
     return reads("package.module.helper(x[0])", package=package)
 
 
-def module_of(helper):
-    module = types.ModuleType("module_of_helpers")
-    module.helper = helper
+def module_with(**values):
+    module = types.ModuleType("module_with_values")
+    module.__dict__.update(values)
     return module
 
 
@@ -1202,7 +1195,7 @@ SAME = {
     "helper": lambda: with_helper(adder(1)),
     "helper of helper": lambda: with_helper(twice(adder(1))),
     "vectorize": lambda: with_helper(adder(1, numba.vectorize)),
-    "module": lambda: with_module(module_of(adder(1))),
+    "module": lambda: with_module(module_with(helper=adder(1))),
     "nested function": lambda: kernel_from(
         "def kernel(x, out):\n    def f(a):\n        return a + 1\n    out[0] = f(x[0])"),
     "line moved": lambda lines=itertools.count(): kernel_from(
@@ -1241,7 +1234,7 @@ DIFFERENT = {
     "vectorize": [with_helper(adder(n, decorator)) for n in (1, 2)
                   for decorator in (numba.vectorize, numba.vectorize(["float32(float32)"]))],
     "modules": [make(helper) for helper in (adder(1), adder(2))
-                for make in (lambda helper: with_module(module_of(helper)), with_submodule)],
+                for make in (lambda helper: with_module(module_with(helper=helper)), with_submodule)],
     "options": [numba.njit(**{name: value})(plain) for name, value in (
         ("fastmath", False), ("fastmath", True), ("fastmath", {"nnan"}), ("fastmath", {"ninf"}),
         ("error_model", "numpy"), ("boundscheck", True), ("parallel", True))],
@@ -1317,27 +1310,15 @@ def claims(module):
         yield with_helper(numba.njit(helper))
 
 
-def modules(expression, make=module_of):
+def modules(expression, make=lambda n: module_with(constant=n)):
     """Modules whose `constant` differs, where the code does not read it as a plain attribute."""
-    for n in (1, 2):
-        module = make(None)
-        module.__dict__["hidden" if make is lazy_module else "constant"] = n
+    for module in map(make, (1, 2)):
         get, first = numba.njit(lambda m=module: m), numba.njit(lambda pair: pair[0].constant)
         yield reads(expression, module=module, get=get, first=first)
 
 
-def lazy_module(_):
-    class Lazy(types.ModuleType):
-        constant = property(lambda self: self.hidden)
-
-    return Lazy("lazy")
-
-
-def module_with_getattr():
-    for n in (1, 2):
-        module = types.ModuleType("module_with_getattr")
-        module.__getattr__ = types.SimpleNamespace(constant=n).__getattribute__
-        yield reads("module.constant", module=module)
+def lazy_module(n):
+    return type("Lazy", (types.ModuleType,), {"constant": property(lambda self: self.hidden), "hidden": n})("lazy")
 
 
 def is_nan(a):
@@ -1383,7 +1364,7 @@ def added_to_builtins():
 
 
 def edited_module():
-    module = module_of(None)
+    module = module_with()
     for n in (1, 10):
         module.helper = adder(n)
         yield with_module(module)
@@ -1416,7 +1397,8 @@ RESULTS = {
     "module in a tuple": lambda: modules("first((module, 1))"),
     "module and getattr": lambda: modules('getattr(module, "constant")'),
     "module with a property": lambda: modules("module.constant", lazy_module),
-    "module with __getattr__": module_with_getattr,
+    "module with __getattr__": lambda: modules("module.constant", lambda n: module_with(
+        __getattr__=types.SimpleNamespace(constant=n).__getattribute__)),
     "edited module": edited_module,
     "added to builtins": added_to_builtins,
     "register_jitable": lambda: options(lambda f, flags: numba.extending.register_jitable(fastmath=flags)(f)),
@@ -1716,9 +1698,9 @@ def scanned(f):
 P = jax.sharding.PartitionSpec
 TRANSFORMED = {
     "jit": lambda x: jax.jit(add_one)(x),
-    "disable_jit": lambda x: with_jit_off(add_one, x),
+    "disable_jit": lambda x: jax.disable_jit()(add_one)(x),
     "scan": lambda x: scanned(add_one)(x) - 2,
-    "scan with disable_jit": lambda x: with_jit_off(scanned(add_one), x) - 2,
+    "scan with disable_jit": lambda x: jax.disable_jit()(scanned(add_one))(x) - 2,
     "while": lambda x: jax.lax.while_loop(lambda c: c[0] < 5, add_one, x) - 4,
     "fori": lambda x: jax.lax.fori_loop(0, 2, lambda i, c: add_one(c), x) - 1,
     "cond": lambda x: jax.lax.cond(x[0] == 0, add_one, lambda x: x, x),
@@ -1743,11 +1725,6 @@ TRANSFORMED = {
     "committed jit inside vmap": lambda x: jax.vmap(jax.jit(add_one))(x[None])[0],
     "dlpack": lambda x: add_one(np.asarray(x)),
 }  # fmt: skip
-
-
-def with_jit_off(f, x):
-    with jax.disable_jit():
-        return f(x)
 
 
 @jax.custom_vjp
