@@ -1185,7 +1185,7 @@ class _Wrapper(_Kept):
         for name, value in static.items():
             what = f"{self.__name__}: the keyword argument {name!r} is no array: a constant of the compiled kernel"
             _check_hashable(value, what, "Pass a tuple, or an array")
-        return frozenset(_tagged_items(static))
+        return frozenset(_tagged(static))
 
     def __repr__(self) -> str:
         return f"<{self.decorator} {self.__name__}>"
@@ -4296,24 +4296,21 @@ def _warp_machine(label: str, launches: Mapping[int, Any], driver: Any) -> Calla
 class XLACustomKernel(_Kept):
     """An operation with kernels for several backends that takes part in all of JAX's transformations.
 
-    Kernels are registered with the `def_*_kernel` methods, each as a *generator*, which is called with the static
-    parameters of a call and returns the function to trace, or ready-made (`@njit`, `@cuda.jit`, `@wp.kernel`). The
-    first one of a platform is its default; `asdefault=True`, :meth:`set_default` and `backend=` at the call choose
-    another. The platform is the one that the computation is lowered for.
-
-    `vmap` is handed to the backend's own batching rules. Derivatives come from :meth:`def_jvp_rule2` (one rule per
-    operand), :meth:`def_jvp_rule`, :meth:`def_transpose_rule` or :meth:`def_vjp_rule`; :meth:`def_sharding_rule` lets
-    `jax.jit` partition the op over a mesh.
+    Kernels are registered with the `def_*_kernel` methods: as a *generator*, which is called with the static parameters
+    of a call and returns the function to trace, or ready-made (`@njit`, `@cuda.jit`, `@wp.kernel`). `vmap` is handed to
+    the backend's own batching rules. Derivatives come from :meth:`def_jvp_rule2` (one rule per operand),
+    :meth:`def_jvp_rule`, :meth:`def_transpose_rule` or :meth:`def_vjp_rule`; with :meth:`def_sharding_rule`, `jax.jit`
+    can partition the op over a mesh.
 
     Args:
       name: shown in jaxprs and error messages; it need not be unique.
       doc: the docstring of this op.
 
     Calling the op, `op(*ins, outs=..., backend=None, **params)`:
-      ins: arrays, NumPy arrays, Python scalars, or anything with `__dlpack__` (Warp, PyTorch and CuPy arrays).
+      ins: arrays, Python scalars, or anything with `__dlpack__` (Warp, PyTorch and CuPy arrays).
       outs: what the op returns: a `jax.ShapeDtypeStruct` (or anything with `.shape` and `.dtype`), a pytree of them,
-        or a callable of the operands' abstract values that returns one. The result has its structure.
-      backend: a registered backend; by default that of the platform.
+        or a callable of the operands' abstract values that returns one.
+      backend: a registered one; by default that of the platform which the computation is lowered for.
       params: static, hashable parameters, handed to generators and rules.
 
     Raises:
@@ -4325,9 +4322,7 @@ class XLACustomKernel(_Kept):
     Example:
       >>> import jax, jax.numpy as jnp
       >>> op = XLACustomKernel("axpy")
-      >>> @op.def_kernel("jax", "cpu")
-      ... def axpy_jax(outs, alpha):
-      ...     return lambda x, y: alpha * x + y
+      >>> _ = op.def_kernel("jax", "cpu", lambda outs, alpha: lambda x, y: alpha * x + y)
       >>> op.def_jvp_rule2(lambda t, x, y, alpha: alpha * t, lambda t, x, y, alpha: t)
       >>> print(jax.grad(lambda x: op(x, x, outs=lambda x, y: x, alpha=2.0).sum())(jnp.ones(3)))
       [3. 3. 3.]
@@ -4368,7 +4363,7 @@ class XLACustomKernel(_Kept):
     def def_kernel(
         self, backend: str, platform: str, kg: Callable[..., Any] | None = None, asdefault: bool = False, **options: Any
     ) -> Any:
-        """Register a kernel for a backend and a platform; usable as a decorator.
+        """Register a kernel for a backend and a platform; returns it, or a decorator where it is left out.
 
         It replaces the backend's kernel from the next call on, also in functions that were compiled with the old one.
 
@@ -4380,12 +4375,8 @@ class XLACustomKernel(_Kept):
           asdefault: make this backend the platform's default; otherwise the first one registered is.
           options: for a ready kernel, passed to `numba_kernel`, `numba_cuda_kernel` or `warp_kernel`.
 
-        Returns:
-          `kg`, or a decorator where `kg` is left out.
-
         Raises:
-          TypeError: `backend` or `platform` is not a string, or `kg` is neither callable nor a ready kernel.
-          ValueError: `backend` or `platform` is empty.
+          TypeError: `backend` or `platform` is not a string (empty: ValueError), or `kg` neither callable nor a kernel.
 
         Example:
           >>> op = XLACustomKernel("double")
@@ -4405,11 +4396,8 @@ class XLACustomKernel(_Kept):
         return self._define("warp", ["gpu", "cpu"], kg, asdefault, options)
 
     def def_numba_cuda_kernel(self, kg: Any = None, asdefault: bool = False, **options: Any) -> Any:
-        """Register a Numba CUDA kernel (a generator, or `@cuda.jit`) for the GPU; see :meth:`def_kernel`.
-
-        With Numba's CUDA simulator it also serves the CPU, where that has no other kernel.
-        """
-        simulated = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0")
+        """Register a Numba CUDA kernel (a generator, or `@cuda.jit`) for the GPU; see :meth:`def_kernel`."""
+        simulated = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0")  # then a CPU without other kernels too
         return self._define("numba_cuda", ["gpu", "cpu"][: 1 + simulated], kg, asdefault, options)
 
     def def_pallas_kernel(self, platform: str, kg: Any = None, asdefault: bool = False) -> Any:
@@ -4432,8 +4420,7 @@ class XLACustomKernel(_Kept):
             return functools.partial(self._define, backend, platforms, asdefault=asdefault, options=options)
         for what, given in (("backend", backend), ("platform", platforms[0])):
             if not isinstance(given, str) or not given:
-                kind = ValueError if given == "" else TypeError
-                raise kind(f"def_kernel: {what} must be a string that is not empty, got {given!r}")
+                raise (ValueError if given == "" else TypeError)(f"def_kernel: {what} must be a name, got {given!r}")
         generator = _as_generator(f"XLACustomKernel {self.name!r}: the kernel of backend {backend!r}", kg, options)
         for i, platform in enumerate(map(_platform_name, platforms)):
             entry = KernelEntry(backend, platform, generator, fallback=i > 0)
@@ -4462,14 +4449,13 @@ class XLACustomKernel(_Kept):
         return self.defaults.get(_platform_name(platform))
 
     def set_default(self, platform: str, backend: str) -> None:
-        """Make `backend`, which must be registered for it (ValueError), the default of `platform`.
+        """Make `backend` the default of `platform`; raises ValueError where it is not registered for it.
 
         Functions that were compiled with the old default are compiled again when they are next called: JAX's caches
         are cleared if, and only if, this op was lowered with the old default since they were last cleared.
         """
-        if backend not in self.available_backends(platform):
-            raise ValueError(self._no_kernel(_platform_name(platform), backend))
-        self._change(_platform_name(platform), {}, backend)
+        name = _platform_name(platform)
+        self._change(name, {}, self._entry(name, backend).backend)
 
     def available_backends(self, platform: str) -> list[str]:
         """The backends registered for `platform`, in order of registration."""
@@ -4485,16 +4471,13 @@ class XLACustomKernel(_Kept):
     def _entry(self, platform: str, backend: str | None) -> KernelEntry:
         """The kernel that serves a call, or an error that says what is registered."""
         choices = self._choices(platform)
-        if backend not in choices:
-            raise (ValueError if choices else NotImplementedError)(self._no_kernel(platform, backend))
-        return choices[backend]
-
-    def _no_kernel(self, platform: str, backend: Any) -> str:
-        what = f"backend {backend!r}" if backend is not None else "kernel"
+        if backend in choices:
+            return choices[backend]
+        what = "kernel" if backend is None else f"backend {backend!r}"
         listed = "; ".join(f"{name}: {', '.join(entries)}" for name, entries in self._kernels.items()) or "nothing"
-        return (
-            f"XLACustomKernel {self.name!r} has no {what} for platform {platform!r}; registered: {listed}; "
-            "choose one of these (backend=, jax.default_device), or register another with def_kernel"
+        raise (NotImplementedError if backend is None else ValueError)(
+            f"XLACustomKernel {self.name!r} has no {what} for platform {platform!r}; registered: {listed}; choose one "
+            "of these (backend=, jax.default_device), or register another with def_kernel"
         )
 
     # -- rules -----------------------------------------------------------------------------------------
@@ -4502,8 +4485,7 @@ class XLACustomKernel(_Kept):
     def def_batching_rule(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         """Override batching: `fun(args, axes, **params) -> (outputs, output_axes)`; usable as a decorator.
 
-        `axes` holds the batched axis of each operand or None, `params` the call's `outs`, `backend` and static
-        parameters.
+        `axes` holds the batched axis of each operand or None; `params` is as in :meth:`def_jvp_rule`.
         """
         return self._set_rule("batching", fun)
 
@@ -4515,8 +4497,8 @@ class XLACustomKernel(_Kept):
         """Define the derivative by one function, `fun(primals, tangents, **params) -> (outputs, tangents_out)`.
 
         A tangent that is zero is a `jax.interpreters.ad.Zero`; outputs and their tangents are lists, and a tangent may
-        be None for zero. `params` holds `outs`, `backend` and the static parameters; `fun` may leave out the first
-        two. Usable as a decorator.
+        be None for zero. `params` holds `outs`, `backend` and the static parameters of the call; every rule may leave
+        out the first two. Usable as a decorator.
         """
         return self._set_rule("jvp", fun)
 
@@ -4537,12 +4519,10 @@ class XLACustomKernel(_Kept):
         """Define the reverse-mode derivative by two functions, such as an op with a kernel for the backward pass has.
 
         Args:
-          fwd: `fwd(*ins, **params) -> (results, residuals)`; the results have the structure of the call's `outs`, and
-            are mostly those of the op itself.
+          fwd: `fwd(*ins, **params) -> (results, residuals)`; the results, which are mostly those of the op itself, have
+            the structure of the call's `outs`. `params` is as in :meth:`def_jvp_rule`.
           bwd: `bwd(residuals, cotangents, **params)`, with cotangents in the structure of `outs`; returns one cotangent
             per operand, None for zero.
-
-        Both get the static parameters of the call, and `outs` and `backend` if their signature has them.
 
         Example:
           >>> op = XLACustomKernel("square")
@@ -4558,12 +4538,12 @@ class XLACustomKernel(_Kept):
 
         Args:
           rule: names of the dimensions of every operand and output, as in `"i, i -> i"` (elementwise) or
-            `"b i, i j -> b j"`. A dimension that every output and some operand has may be sharded, and then each
-            device runs the kernel on its own shard: `outs` of the generator are those of the shard. Any other
-            dimension is gathered first, so reductions stay correct. Those that `vmap` adds need no rule.
+            `"b i, i j -> b j"`. A dimension that every output and some operand has may be sharded: each device runs the
+            kernel on its shard, with the `outs` of the shard. Any other is gathered first, so reductions stay correct.
+            Those that `vmap` adds need no rule.
 
         Raises:
-          ValueError: the rule cannot be read; at the call, it does not fit the number or the ranks of the arrays.
+          ValueError: the rule cannot be read, or (at the call) does not fit the number or the ranks of the arrays.
 
         Example:
           >>> op = XLACustomKernel("add")
@@ -4607,24 +4587,18 @@ class XLACustomKernel(_Kept):
         self._benchmark_data_fn = fn
         return fn
 
-    # -- benchmark -------------------------------------------------------------------------------------
-
     def benchmark(self, *ins: Any, outs: Any, **params: Any) -> _OpBenchmark:
-        """Time every backend of the operands' platform on a call, `op(*ins, outs=outs, **params)`.
+        """Time every backend of the operands' platform on a call, `op(*ins, outs=outs, **params)`, under `jax.jit`.
 
         Returns:
-          A result that prints as a table, with one row per backend in `.rows`: `backend`, `first_ms` (first call, with
-          compilation), `median_us`, `difference` (largest absolute difference from the first backend that ran) and
-          `error` (None unless the backend failed). Each backend runs under `jax.jit` for about a fifth of a second.
-
-        Raises:
-          NotImplementedError: the platform has no kernel.
+          A result that prints as a table; each of its `.rows` has `backend`, `first_ms` (first call, with compilation),
+          `median_us` (of calls for about a fifth of a second), `difference` (largest absolute difference from the first
+          backend that ran) and `error` (None unless the backend failed).
 
         Example:
           >>> op = XLACustomKernel("double")
           >>> _ = op.def_kernel("jax", "cpu", lambda: lambda x: 2 * x)
-          >>> result = op.benchmark(np.ones(8), outs=lambda x: x)
-          >>> [row.backend for row in result.rows]
+          >>> [row.backend for row in op.benchmark(np.ones(8), outs=lambda x: x).rows]
           ['jax']
         """
         args = jax.device_put(tuple(_as_inputs(ins, self.name)[0]))
@@ -4657,11 +4631,9 @@ class _OpBenchmark(NamedTuple):
 
     def __repr__(self) -> str:
         lines = [f"{self.name} on {self.platform}", f"{'backend':<14}{'first (ms)':>12}{'median (us)':>14}  difference"]
-        for backend, first_ms, median_us, difference, error in self.rows:
-            figures = f"{'failed':>12}{'':>14}  {error}"
-            if error is None:
-                figures = f"{first_ms:>12.2f}{median_us:>14.2f}  {difference:.3g}"
-            lines.append(f"{backend:<14}{figures}")
+        for backend, first, median, difference, error in self.rows:
+            shown = error or f"{difference:.3g}"
+            lines.append(f"{backend:<14}{first or math.nan:>12.2f}{median or math.nan:>14.2f}  {shown}")
         return "\n".join(lines)
 
 
@@ -4682,11 +4654,9 @@ def _time_backend(backend: str, run: Callable[[], Any], reference: Any) -> tuple
 class KernelEntry:
     """One kernel of an :class:`XLACustomKernel`: what `op._kernels[platform][backend]` holds, made by `def_kernel`.
 
-    Attributes:
-      backend, platform: as registered; the platform is `"cpu"`, `"gpu"` or `"tpu"`.
-      kernel_generator: called with `outs` (a tuple of `jax.ShapeDtypeStruct`) and the static parameters of the call, by
-        keyword; returns the function to trace.
-      fallback: whether it serves, unless asked for by name, only where the platform has no other (Warp on the CPU).
+    `kernel_generator` is called with `outs` (a tuple of `jax.ShapeDtypeStruct`) and the static parameters of the call,
+    by keyword, and returns the function to trace. A `fallback` (Warp on the CPU) serves, unless asked for by name, only
+    where the platform has no other.
     """
 
     backend: str
@@ -4726,7 +4696,7 @@ def _find_call(op: XLACustomKernel, args: Sequence[Any], outs: Any, backend: Any
         key = (tree, shown, backend)
     try:
         if params:
-            key += _tagged_items(params)
+            key += _tagged(params)
         call = op._recent.get(key)
     except TypeError:  # something is not hashable: the checks of a new call say what
         call = None
@@ -4738,8 +4708,7 @@ class _OpCall:
 
     def __init__(self, op: XLACustomKernel, outs: Any, backend: str | None, params: dict) -> None:
         _check_static_params(f"XLACustomKernel {op.name!r}", {"backend": backend, **params})
-        self.what = f"XLACustomKernel {op.name!r}: outs"
-        self.specs, self.tree = _flat_specs(outs, self.what)
+        self.specs, self.tree = _flat_specs(outs, f"XLACustomKernel {op.name!r}: outs")
         self.op, self.backend, self.params = op, backend, params
         self.jitted = jax.jit(self.bind)
 
@@ -4757,13 +4726,13 @@ class _OpCall:
 
     def options(self, ins: Sequence[Spec]) -> dict:
         # the dtypes are decided here and not on construction: jax_enable_x64 can change between two calls
-        outs, _ = _flat_specs(self.specs, self.what, ins)
+        outs, _ = _flat_specs(self.specs, "outs", ins)
         return {**self.params, "outs": tuple(outs), "backend": self.backend}
 
     def check(self, ins: Sequence[Any]) -> None:
         """Run the generator abstractly, so that what is wrong with it is reported where the op is called."""
         op, platform = self.op, _default_platform()
-        places = [place for place in op._kernels if self.backend in op._choices(place)]
+        places = [place for place in list(op._kernels) if self.backend in op._choices(place)]
         if places and platform not in places:
             return  # it may be lowered for another platform, which has it; if not, the lowering reports it
         entry, specs = op._entry(platform, self.backend), tuple(_input_specs(ins))
@@ -4777,12 +4746,10 @@ class _OpCall:
         op._recent.keep(key, True)
 
 
-def _tagged_items(params: dict) -> tuple:
-    return tuple([(name, _tagged(value)) for name, value in params.items()])
-
-
 def _tagged(value: Any) -> tuple:
     """A key that tells apart what Python calls equal: 1, 1.0 and True, 0.0 and -0.0."""
+    if isinstance(value, dict):
+        return tuple([(name, _tagged(v)) for name, v in value.items()])
     if isinstance(value, tuple):
         return (type(value), *[_tagged(v) for v in value])
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -4843,7 +4810,7 @@ def _wrap_ready(kernel: Any, options: dict, /, outs: tuple, **params: Any) -> An
 def _ready_kind(kernel: Any) -> str | None:
     """The backend of a compiled kernel (`@njit`, `@cuda.jit`, `@wp.kernel`); None for anything else."""
     names = {f"{cls.__module__.partition('.')[0]}.{cls.__name__}" for cls in type(kernel).__mro__}
-    kinds = [backend for backend, row in _BACKENDS.items() if not names.isdisjoint(row.ready)]
+    kinds = [backend for backend, row in _BACKENDS.items() if not names.isdisjoint(row.ready.split())]
     return kinds[0] if kinds else "wrapper" if isinstance(kernel, _Wrapper) else None
 
 
@@ -4921,11 +4888,8 @@ class _OpPrimitive(Primitive):
         def hook(function: Callable[..., Any]) -> Callable[..., Any]:
             return lambda *args, _types=(), **params: function(op, *args, **params)
 
-        def run(options: tuple, *ins: Any) -> list:
-            return self.bind(*ins, **dict(options))
-
-        self.jitted = jax.jit(_as_one_primitive(run), static_argnums=0)
-        self.def_impl(self._run)
+        run = _as_one_primitive(lambda options, *ins: self.bind(*ins, **dict(options)))
+        self._jitted = jax.jit(run, static_argnums=0)
         self.def_abstract_eval(hook(_op_abstract_eval))
         ad.primitive_jvps[self] = hook(_op_jvp)
         ad.primitive_transposes[self] = hook(_op_transpose)
@@ -4933,13 +4897,13 @@ class _OpPrimitive(Primitive):
         for platform in (None, "cpu", "gpu", "tpu"):  # a rule for each, or JAX would lower for several at once
             mlir.register_lowering(self, hook(_op_lowering), platform=platform)
 
-    def _run(self, *ins: Any, **options: Any) -> list:
+    def impl(self, *ins: Any, **options: Any) -> list:
         with jax.disable_jit(False):
-            return self.jitted(tuple(options.items()), *ins)
+            return self._jitted(tuple(options.items()), *ins)
 
     def bind(self, *args: Any, **params: Any) -> Any:
         """Bind it with the types of its static parameters, as JAX's caches find 1, 1.0 and True equal."""
-        types_ = _tagged_items({name: value for name, value in params.items() if name not in _OWN_PARAMS})
+        types_ = _tagged({name: value for name, value in params.items() if name not in _OWN_PARAMS})
         return super().bind(*args, **{**params, "_types": types_} if types_ else params)
 
 
@@ -4956,7 +4920,7 @@ def _op_sharding(op: XLACustomKernel, ins: Sequence[Any], outs: tuple, batch: tu
 
 
 def _op_lowering(
-    op: XLACustomKernel, ctx: Any, /, *ins: Any, outs: tuple, backend: Any = None, _batch: tuple = (), **params: Any
+    op: Any, ctx: Any, /, *ins: Any, outs: Any, backend: Any = None, _batch: Any = (), **params: Any
 ) -> Any:
     platform = _platform_name(_platforms(ctx)[0])
     run = functools.partial(_run_batch, op, op._entry(platform, backend), params, _batch)
@@ -4982,16 +4946,12 @@ def _forget(*stale: tuple) -> None:
 # apply a rule in the same way.  Nothing here is decided before the backend is known.
 
 
-def general_batching_rule(
-    prim: Any, args: Sequence[Any], axes: Sequence[int | None], /, **params: Any
-) -> tuple[Any, Any]:
+def general_batching_rule(prim: Any, args: Sequence[Any], axes: Sequence[int | None], /, **params: Any) -> tuple:
     """Batch an op or primitive without a rule of its own; what :class:`XLACustomKernel` uses by default.
 
-    An op is bound once, with the batch recorded, and its backend's own `vmap` does the work. For any other primitive
-    or function a `jax.lax.map` applies it to the slices.
-
     Args:
-      prim: an :class:`XLACustomKernel`, its `primitive`, or any primitive or function of arrays.
+      prim: an :class:`XLACustomKernel` or its `primitive`, which is bound once, with the batch recorded, and leaves the
+        work to its backend's own `vmap`; or any primitive or function of arrays, for a `jax.lax.map` over the slices.
       args: the operands.
       axes: the batched axis of each operand, or None.
       params: the parameters, by keyword.
@@ -5010,7 +4970,7 @@ def general_batching_rule(
     if not any(flags):
         out = function(*args)
     elif isinstance(getattr(prim, "primitive", prim), _OpPrimitive):
-        out = _record_vmap(prim, moved, flags, **params)
+        out = _record_vmap(prim, moved, flags, params)
     else:
         out = _sequential(function, flags)(*moved)
     return out, jax.tree.map(lambda _: 0 if any(flags) else None, out)
@@ -5023,16 +4983,14 @@ def _op_batching(op: XLACustomKernel, args: Sequence[Any], axes: Sequence[Any], 
     return rule(args, axes, **params)
 
 
-def _record_vmap(
-    prim: Any, ins: Sequence[Any], flags: tuple, /, outs: Any, backend: Any = None, _batch: tuple = (), **params: Any
-) -> Any:
+def _record_vmap(prim: Any, ins: Sequence[Any], flags: tuple, params: dict) -> Any:
     """Bind an op or its primitive with one more vmap, over the first axis of the flagged operands."""
     size = next(x.shape[0] for x, batched in zip(ins, flags) if batched)
-    specs, tree = jax.tree.flatten(outs)
-    primitive = getattr(prim, "primitive", prim)
-    _need_devices(primitive)
+    specs, tree = jax.tree.flatten(params["outs"])
     whole = tuple(Spec((size, *s.shape), s.dtype) for s in specs)
-    results = primitive.bind(*_make_varying(ins), outs=whole, backend=backend, _batch=(*_batch, flags), **params)
+    primitive, batch = getattr(prim, "primitive", prim), (*params.get("_batch", ()), flags)
+    _need_devices(primitive)
+    results = primitive.bind(*_make_varying(ins), **{**params, "outs": whole, "_batch": batch})
     return results if prim is primitive else jax.tree_util.tree_unflatten(tree, results)
 
 
@@ -5065,24 +5023,14 @@ def _sequential(run: Callable[..., Any], flags: tuple) -> Callable[..., Any]:
     """`run` mapped over the first axis of the flagged operands, one slice at a time."""
 
     def mapped(*ins: Any) -> Any:
-        def one(slices: tuple) -> Any:
-            rest = iter(slices)
-            return run(*[next(rest) if b else x for x, b in zip(ins, flags)])
-
-        return jax.lax.map(one, tuple(x for x, b in zip(ins, flags) if b))
+        one = lambda slices: run(*[x if own is None else own for x, own in zip(ins, slices)])
+        return jax.lax.map(one, [x if batched else None for x, batched in zip(ins, flags)])
 
     return mapped
 
 
 # -- 12.6 Derivatives ----------------------------------------------------------------------------------
 # Knows tangents and cotangents, symbolic zeros among them.  Rules are for one slice; 12.5 has them applied to batches.
-
-_NO_RULE = {
-    "jvp": "has no derivative: define one with def_jvp_rule2 (one rule per operand), def_jvp_rule or def_vjp_rule, or "
-    "keep it out of differentiation with jax.lax.stop_gradient",
-    "transpose": "has no transpose, which reverse-mode differentiation of its derivative needs: define one with "
-    "def_transpose_rule, write the derivative with jax.numpy, or use def_vjp_rule",
-}
 
 
 def defjvp(primitive: Any, *jvp_rules: Callable[..., Any] | None) -> None:
@@ -5093,12 +5041,11 @@ def defjvp(primitive: Any, *jvp_rules: Callable[..., Any] | None) -> None:
       jvp_rules: one per operand: `rule(tangent, *primals, **params)` returns the tangents of the outputs that this
         operand's tangent causes, in any container (one array if there is one output; None for zero), and is only
         called for an operand that is differentiated. None in place of a rule: the operand contributes nothing.
-        `params` holds `outs`, `backend` and the static parameters; a rule may leave out the first two.
+        `params` is as in :meth:`XLACustomKernel.def_jvp_rule`.
 
     Raises:
       TypeError: `primitive` is neither op nor primitive, or a rule is not callable.
-      ValueError: when differentiated, if the number of rules is not the number of operands, or if a rule returns
-        tangents that do not match the outputs.
+      ValueError: when differentiated, rules and operands differ in number, or tangents do not match the outputs.
 
     Example:
       >>> op = XLACustomKernel("multiply")
@@ -5121,26 +5068,23 @@ def defjvp(primitive: Any, *jvp_rules: Callable[..., Any] | None) -> None:
 def _jvp_by_operand(primitive: Any, rules: Sequence[Any], primals: Any, tangents: Any, /, **params: Any) -> tuple:
     if len(rules) != len(primals):
         raise ValueError(
-            f"{primitive.name!r} was given {len(rules)} jvp rules, but it has {len(primals)} operands; give one rule "
-            "per operand, None for zero"
+            f"{primitive.name!r} has {len(rules)} jvp rules for {len(primals)} operands: give one each or None"
         )
     results = primitive.bind(*primals, **params)
     outputs = list(results) if primitive.multiple_results else [results]
     terms: list[list] = [[] for _ in outputs]
     for index, (rule, tangent) in enumerate(zip(rules, tangents)):
         if rule is not None and type(tangent) is not ad.Zero:
-            found = jax.tree.leaves(rule(tangent, *primals, **params), is_leaf=_is_zero)
             where = f"the jvp rule of {primitive.name!r} for operand {index}"
-            for own, term in zip(terms, _returned(where, found, "the outputs are", _differentiable(outputs))):
+            parts = _from_rule(where, rule(tangent, *primals, **params), "the outputs are", outputs)
+            for own, term in zip(terms, parts):
                 own.extend([] if term is None else [term])
     totals = [functools.reduce(ad.add_tangents, _make_varying(own)) if own else None for own in terms]
     totals = _with_zeros(totals, outputs)
     return (outputs, totals) if primitive.multiple_results else (outputs[0], totals[0])
 
 
-def _op_jvp(
-    op: XLACustomKernel, primals: Any, tangents: Any, /, outs: tuple = (), _batch: tuple = (), **params: Any
-) -> tuple:
+def _op_jvp(op: Any, primals: Any, tangents: Any, /, outs: tuple = (), _batch: tuple = (), **params: Any) -> tuple:
     """The op's jvp rule, which is for one slice, under the recorded vmaps."""
     rule, count, slices = _rule(op, "jvp"), len(primals), tuple(_slices(outs, len(_batch)))
 
@@ -5159,23 +5103,21 @@ def _with_zeros(tangents: Sequence[Any], values: Sequence[Any]) -> list:
     return [z if _is_zero(t) or z.aval.dtype == jax.dtypes.float0 else t for t, z in zip(tangents, zeros)]
 
 
-def _op_transpose(
-    op: XLACustomKernel, cotangents: Any, /, *args: Any, outs: tuple = (), _batch: tuple = (), **params: Any
-) -> list:
+def _op_transpose(op: Any, cts: Any, /, *args: Any, outs: tuple = (), _batch: tuple = (), **params: Any) -> list:
     """The op's transpose rule, which is for one slice, under the recorded vmaps."""
-    rule, count, slices = _rule(op, "transpose"), len(cotangents), tuple(_slices(outs, len(_batch)))
+    rule, count, slices = _rule(op, "transpose"), len(cts), tuple(_slices(outs, len(_batch)))
 
     def one(*values: Any) -> list:
         cts, operands = list(values[:count]), values[count:]
         linear = [x.aval if ad.is_undefined_primal(x) else None for x in operands]
-        return _cotangents(op, "transpose", rule(cts, *operands, outs=slices, **params), linear)
+        found = rule(cts, *operands, outs=slices, **params)
+        return _from_rule(f"the transpose rule of {op.name!r}", found, "the operands are", linear)
 
-    if all(type(ct) is ad.Zero for ct in cotangents):
+    if all(type(ct) is ad.Zero for ct in cts):
         return [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in args]
     own = [[flags[i] for flags in reversed(_batch)] for i in range(len(args))]  # of each operand, outermost vmap first
-    values = [*cotangents, *args]
-    depths = [len(_batch)] * count + list(map(sum, own))
-    found = _under_vmaps(one, [(True,) * count + flags for flags in _batch])(*map(_slice_of, values, depths))
+    values = map(_slice_of, [*cts, *args], [len(_batch)] * count + list(map(sum, own)))
+    found = _under_vmaps(one, [(True,) * count + flags for flags in _batch])(*values)
     return [_summed(ct, x, flags) if ad.is_undefined_primal(x) else None for ct, x, flags in zip(found, args, own)]
 
 
@@ -5196,43 +5138,40 @@ def _summed(ct: Any, operand: Any, flags: Sequence[bool]) -> Any:
 
 def _bind_with_vjp(call: _OpCall, ins: Sequence[Any], fwd: Callable[..., Any], bwd: Callable[..., Any]) -> Any:
     """Bind the op with its vjp rule, whose functions get the options of a call with these operands."""
-    options, avals = call.options(_input_specs(ins)), [*map(jax.typeof, ins)]
+    where, avals = f"the vjp rule of {call.op.name!r}", [*map(jax.typeof, ins)]
+    options = call.options(_input_specs(ins))
+    backward = lambda *args: tuple(_from_rule(where, bwd(*args, **options), "the operands are", avals))
     bound = jax.custom_vjp(call.bind_primitive)
-    bound.defvjp(
-        lambda *ins: fwd(*ins, **options),
-        lambda residuals, cts: tuple(_cotangents(call.op, "vjp", bwd(residuals, cts, **options), avals)),
-    )
+    bound.defvjp(lambda *ins: fwd(*ins, **options), backward)
     return bound(*ins)
 
 
-def _cotangents(op: XLACustomKernel, kind: str, found: Any, operands: Sequence[Any]) -> list:
-    """What a rule returned, as one cotangent (None for zero) per operand; for those that are known there is None."""
-    where = f"the {kind} rule of XLACustomKernel {op.name!r}"
-    return _returned(where, jax.tree.leaves(found, is_leaf=_is_zero), "the operands are", _differentiable(operands))
-
-
-def _differentiable(arrays: Sequence[Any]) -> list:
-    return [x if x is not None and jax.dtypes.issubdtype(x.dtype, np.inexact) else None for x in arrays]
+def _from_rule(rule: str, found: Any, what: str, avals: Sequence[Any]) -> list:
+    """What a rule returned, as arrays: None for zeros, and for what has no derivative or None in `avals`."""
+    expected = [x if x is not None and jax.dtypes.issubdtype(x.dtype, np.inexact) else None for x in avals]
+    return _returned(rule, jax.tree.leaves(found, is_leaf=_is_zero), what, expected)
 
 
 def _rule(op: XLACustomKernel, kind: str) -> Callable[..., Any]:
     if kind not in op._rules:
-        raise NotImplementedError(f"XLACustomKernel {op.name!r} {_NO_RULE[kind]}")
+        raise NotImplementedError(
+            f"XLACustomKernel {op.name!r} has no {kind} rule, which a derivative needs: use def_{kind}_rule, or define "
+            "the derivative with def_jvp_rule2 or def_vjp_rule, or keep the op out of it with jax.lax.stop_gradient"
+        )
     return op._rules[kind]
 
 
 # ======================================================================================================
 # 13. Backends: one row each; and the self-check, python -m xla_kernels.
-# To add a backend takes a section like those of Numba and Warp (what it needs installed, its dtypes, a wrapper, an
-# emitter), a kernel to check it and a row here, and a `def_..._kernel` beside those of XLACustomKernel.
+# Knows what each backend needs and how it takes a ready kernel.  Does not know how that is compiled.
 # ======================================================================================================
 
 
 class _Backend(NamedTuple):
     """What the rest of this file knows of a backend."""
 
-    platforms: dict[str, str]  # where it runs -> how to get it there; an op takes all but the first as a fallback
-    ready: tuple[str, ...]  # package and class of compiled kernels: as names, so that nothing is imported for them
+    platforms: dict[str, str]  # where it runs -> how to get it there
+    ready: str  # packages and classes of compiled kernels: as names, so that nothing is imported for them
     wrap: Callable[..., Any]  # (ready kernel, outs, **options) -> function of arrays
     check: Callable[[], Any]  # makes the function that the self-check calls: 2 * x + y
 
@@ -5241,9 +5180,7 @@ def _import(module: str, user: str, install: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ImportError(
-            f"{user} needs {module.partition('.')[0]}, which cannot be imported ({error}); install it: {install}"
-        ) from error
+        raise ImportError(f"{user} needs {module.partition('.')[0]} ({error}); install it: {install}") from error
 
 
 def _wrap_numba_cuda(kernel: Any, outs: tuple, **options: Any) -> Any:
@@ -5282,22 +5219,20 @@ def _check_warp() -> Callable:
     return warp_kernel(wp.kernel(kernel), outs=lambda x, y: x)
 
 
+_CUDA_DISPATCHERS = (
+    "numba.CUDADispatcher numba.FakeCUDAKernel numba_cuda.CUDADispatcher numba_cuda.FakeCUDAKernel "
+    "numba_cuda_mlir.MLIRDispatcher"
+)
 _BACKENDS = {
-    "numba": _Backend({"cpu": _NUMBA_INSTALL}, ("numba.Dispatcher",), numba_kernel, _check_numba),
+    "numba": _Backend({"cpu": _NUMBA_INSTALL}, "numba.Dispatcher", numba_kernel, _check_numba),
     "warp": _Backend(
         {"gpu": f"an NVIDIA GPU, jax[cuda13], {_WARP_INSTALL}", "cpu": _WARP_INSTALL},
-        ("warp.Kernel",),
+        "warp.Kernel",
         warp_kernel,
         _check_warp,
     ),
     "numba_cuda": _Backend(
-        {"gpu": f"an NVIDIA GPU, {_CUDA_INSTALL}"},
-        (
-            *("numba.CUDADispatcher", "numba.FakeCUDAKernel", "numba_cuda.CUDADispatcher", "numba_cuda.FakeCUDAKernel"),
-            "numba_cuda_mlir.MLIRDispatcher",
-        ),
-        _wrap_numba_cuda,
-        _check_numba_cuda,
+        {"gpu": f"an NVIDIA GPU, {_CUDA_INSTALL}"}, _CUDA_DISPATCHERS, _wrap_numba_cuda, _check_numba_cuda
     ),
 }
 
@@ -5312,8 +5247,7 @@ def _self_check() -> int:
     rows = [(name, row, *where) for name, row in _BACKENDS.items() for where in reversed(row.platforms.items())]
     for name, row, platform, install in rows:
         try:
-            device = jax.devices(platform)[0]
-            call = row.check()
+            device, call = jax.devices(platform)[0], row.check()
         except (ImportError, RuntimeError) as error:
             reason = error if isinstance(error, ImportError) else f"JAX finds no {platform}"
             print(f"{name:11} {platform:4} not available: {reason}\n{'':17}to get it: {install}")
