@@ -2077,21 +2077,21 @@ def numba_kernel(
     vmap, shard_map and export; `vmap` runs the kernel once per slice inside one call.  It has no derivative of
     its own: see `XLACustomKernel` and `jax.custom_vjp`.
 
-    Arguments can be given by keyword.  One that is no array (`f(x, n=3)`) is a constant of the compiled kernel:
-    hashable, and each new value compiles again.  `outs` gets those that it has parameters for.
+    What is given by keyword and is no array (`f(x, n=3)`) is a constant of the compiled kernel: hashable, and
+    each new value compiles again.  Callables such as `outs` get it too, if they have a parameter of that name.
 
     XLA may make equal calls once, also of a kernel that draws random numbers: `has_side_effect=True` keeps each.
     What Numba keeps per thread (`np.random.seed`, `numba.set_num_threads`) is that of XLA's threads.
 
     Args:
       kernel: a function decorated with `numba.njit` (any options), `numba.vectorize` or `numba.guvectorize`, or a
-        plain function, which is jitted.  Without it, `numba_kernel(outs=...)` is a decorator.
-      outs: the outputs: a `jax.ShapeDtypeStruct` (anything with `.shape` and `.dtype`), a pytree of them,
-        or a callable of the inputs' `ShapeDtypeStruct`s that returns one.  Outputs are not initialized.
+        plain one, which is jitted.  Without it, `numba_kernel(outs=...)` is a decorator.
+      outs: the outputs, uninitialized: a `jax.ShapeDtypeStruct` (anything with `.shape` and `.dtype`), a pytree
+        of them, or a callable of the inputs' `ShapeDtypeStruct`s that returns one.
       vmap_method: "sequential" and "sequential_unrolled" run the slices of a batch in order on one thread; with
         any other, XLA's threads share the slices of a batch for which that pays.  The results are the same.
-      input_output_aliases: `{i: j}`: output j starts with the value of input i and, where XLA can, in its
-        memory.  The array that the caller holds is never changed.  An input may be named instead.
+      input_output_aliases: `{i: j}`: output j starts with the value of input i (or of that name) and, where XLA
+        can, in its memory.  The array that the caller holds is never changed.
       in_out_argnames: names of parameters that are given a value, changed by the kernel and returned: they count as
         inputs in the call and, in the kernel's order, as the first of `outs`.
       scalars: the names of 0-d inputs that a kernel which writes takes as scalars, or True for all of them.
@@ -2108,11 +2108,9 @@ def numba_kernel(
       TypeError: dtypes that Numba has no CPU arithmetic for (float16, bfloat16, float8, sub-byte), a wrong
         number of arguments, a kernel that writes to an input or cannot be typed, results of another dtype or rank
         than `outs` (64 bits may be declared as 32 where x64 is disabled).
-      ValueError: aliases out of range or of unequal shape or dtype, an unknown `vmap_method`, a sharding rule
-        that cannot be read or does not fit the call.
-      jax.errors.JaxRuntimeError: with the type and text of an exception that the kernel raised; jaxlib's fast path
-        for a function that is compiled already raises it as ValueError.  Also for a result of another shape than
-        `outs`.
+      ValueError: an unknown `vmap_method`, aliases or a sharding rule that do not fit the call.
+      jax.errors.JaxRuntimeError: with the type and text of an exception that the kernel raised (jaxlib's fast path
+        for compiled functions makes it a ValueError), or for a result of another shape than `outs`.
 
     Example:
       >>> import jax.numpy as jnp, numba
@@ -2141,12 +2139,11 @@ class _NumbaWrapper(_Wrapper):
 
     def __init__(self, kernel: Any, *args: Any) -> None:
         super().__init__(kernel, *args)
-        scalars = self.options.scalars
-        self.scalars = self.parameters if scalars is True else list(scalars or ())
-        self._check_names("scalars", list(self.scalars))
+        self.scalars = [] if self.options.scalars is True else list(self.options.scalars or ())
+        self._check_names("scalars", self.scalars)
 
     def _is_input(self, name: str, value: Any) -> bool:
-        return super()._is_input(name, value) or (name in self.scalars and self.options.scalars is not True)
+        return super()._is_input(name, value) or name in self.scalars
 
     def _forms(self, signature: _Signature, *ways: bool) -> list[_Form]:
         """The ways to call the function that its parameters allow: to write its outputs, or for what it returns."""
@@ -2163,9 +2160,9 @@ class _NumbaWrapper(_Wrapper):
         return forms
 
     def _form(self, signature: _Signature, returns: bool) -> _Form | None:
-        n, names, in_outs = signature.n_in, self.order[: signature.n_in], self._in_outs(signature.n_in)
+        n, order, in_outs = signature.n_in, self.order[: signature.n_in], self._in_outs(signature.n_in)
         inputs = [f"b{i}" for i in range(n)]
-        for i, name in itertools.zip_longest(range(n), names):
+        for i, name in itertools.zip_longest(range(n), order):
             if not signature.ranks[i] and (returns or self.options.scalars is True or name in self.scalars):
                 inputs[i] += "[()]"
         for j, i in enumerate(in_outs):
@@ -2173,12 +2170,11 @@ class _NumbaWrapper(_Wrapper):
         results = range(n + len(in_outs), len(signature.ranks))
         if returns and (self.options.scratch is not None or not results):
             return None
-        written, named = [] if returns else [f"b{k}" for k in results], {}
-        args = [*inputs, *written]
+        args, named = [*inputs, *([] if returns else [f"b{k}" for k in results])], {}
         if self.order != self.parameters:
-            named = dict(zip(names, inputs, strict=True)) | {name: f"static_{name}" for name in self.static}
-            free = [name for name in self.parameters if name not in named]
-            args, named = written[len(free) :], named | dict(zip(free, written))
+            order += tuple(name for name in self.parameters if name not in (*order, *self.static))
+            named = dict(zip(order, args)) | {name: f"static_{name}" for name in self.static}
+            args = args[len(order) :]
         with contextlib.suppress(TypeError):
             bound = inspect.signature(_python(self.kernel)).bind(*args, **named)
             return _Form(bound.args, tuple(bound.kwargs.items()), tuple(results) if returns else ())
@@ -2200,11 +2196,11 @@ class _NumbaKernel(_NumbaWrapper):
         forms = self._forms(signature, False, True)
         kernel = _identity(self.kernel) if numba.config.DISABLE_JIT else self.kernel  # Python reads all where it is
         in_order, static = self.options.in_order, tuple(self.static.items())
-        how = (numba.__version__, _settings(numba.config), str(signature), str(forms), static, in_order)
-        digest = functools.partial(_digest, "numba", kernel, *how, live_above=_NUMBA_LIVE_ABOVE)
-        name = self._target_name(digest())
+        parts = kernel, numba.__version__, _settings(numba.config), str(signature), str(forms), static, in_order
+        named = lambda: self._target_name(_digest("numba", *parts, live_above=_NUMBA_LIVE_ABOVE))
+        name = named()
         if (name, "cpu") not in _TARGETS and _has_drifted((self.kernel, static), self.kernel):
-            name = self._target_name(digest())
+            name = named()
         make = functools.partial(_compile_numba, self.kernel, signature, forms, self.static, in_order)
         runs = f"numba_kernel {self.__name__!r} runs on the CPU; for GPUs there are numba_cuda_kernel and warp_kernel"
         target = _Target(name, makes={"cpu": make}, runs=runs)
@@ -2238,14 +2234,11 @@ class _Form(NamedTuple):
 # Knows Numba's types, what its compiler refuses and which inputs its code may write to.  Does not know XLA.
 
 
-def _numba_array_types(signature: _Signature, *, readonly: bool) -> tuple[Any, ...]:
-    from numba import from_dtype
-    from numba import types as nbtypes
-
-    return tuple(
-        nbtypes.Array(from_dtype(dtype), rank, "C", readonly=readonly and i < signature.n_in)
-        for i, (dtype, rank) in enumerate(zip(signature.dtypes, signature.ranks, strict=True))
-    )
+def _array_types(nbtypes: Any, signature: _Signature, readonly: bool = True) -> tuple[Any, ...]:
+    """Numba's types of row-major buffers, of which inputs may be read-only."""
+    scalars = [getattr(nbtypes, "boolean" if dtype.kind == "b" else dtype.name) for dtype in signature.dtypes]
+    kinds = enumerate(zip(scalars, signature.ranks, strict=True))
+    return tuple(nbtypes.Array(kind, rank, "C", readonly and i < signature.n_in) for i, (kind, rank) in kinds)
 
 
 def _compile_numba(
@@ -2300,7 +2293,9 @@ def _compile_form(
     Read-only inputs make Numba refuse a kernel that writes to one.  What names writable arrays (explicit
     signatures, `locals`, `overload`s) may refuse them for another reason: then the kernel gets those.
     """
-    readonly, plain = (_numba_array_types(signature, readonly=flag) for flag in (True, False))
+    from numba import types as nbtypes
+
+    readonly, plain = (_array_types(nbtypes, signature, flag) for flag in (True, False))
     compile_ = functools.partial(_compile_call, form=form, static=static)
     explicit = not getattr(kernel, "_can_compile", True)
     try:
@@ -2347,10 +2342,9 @@ def _compile_results(dispatcher: Any, argtypes: tuple, signature: _Signature, fo
         )
     stores = []
     for leaf, k in zip(leaves, form.results, strict=True):
-        if signature.ranks[k]:
-            text = f"'returned an array of shape', {leaf}.shape, 'where outs declares', b{k}.shape"
-            stores.append(f"if {leaf}.shape != b{k}.shape: raise ValueError({text})")
-        stores.append(f"b{k}[...] = {leaf}" if signature.ranks[k] else f"b{k}[()] = {leaf}")
+        text = f"'returned an array of shape', {leaf}.shape, 'where outs declares', b{k}.shape"
+        checks = [f"if {leaf}.shape != b{k}.shape: raise ValueError({text})"] if signature.ranks[k] else []
+        stores += [*checks, f"b{k}[...] = {leaf}"]
     if not stores:
         return overload
     stored = numba.njit(_Form.plain(len(argtypes)).adapter(dispatcher, {}, len(argtypes), *stores))
@@ -2617,7 +2611,6 @@ _CUDA_DTYPES = _NUMBA_DTYPES | {"float16"}
 _CUDA_BLOCKS = {2: (16, 16), 3: (8, 8, 4)}  # threads per block over launch_dims of two and three dimensions
 _CUDA_LIMITS = {"grid": (2**31 - 1, 65535, 65535), "block": (1024, 1024, 64), "launch_dims": (sys.maxsize,) * 3}
 _CUDA_INSTALL = "pip install 'xla_kernels[cuda13]' (CUDA 12: [cuda12]), or numba-cuda-mlir[cu13] beside jax[cuda13]"
-_CUDA_TEST_TARGET = (9, 0)  # compute capability to compile for where there is no GPU
 # The simulator keeps the running kernel in globals, also in those of the kernel's module.
 _CUDASIM_LOCK: threading.RLock = vars(_STORE).setdefault("cudasim_lock", threading.RLock())
 
@@ -2647,34 +2640,26 @@ def numba_cuda_kernel(
     Python, no GIL, and XLA may capture the launch in a CUDA graph.  Kernels compiled with `debug=True` and
     cooperative kernels are launched through Python.  `vmap` launches the kernel once per slice.
 
-    Arguments can be given by keyword.  One that is no array (`f(x, n=3)`) is a constant, as for `numba_kernel`;
-    `launch_dims` gets those that it has parameters for, too.
-
     With NUMBA_ENABLE_CUDASIM=1 (set before Numba is imported) kernels that `numba.cuda` compiles run in Python on
     JAX's CPU backend.
 
     Args:
       kernel: a function decorated with `cuda.jit` of `numba` (numba-cuda) or of its successor, `numba_cuda_mlir`, or
-        a plain function, which is jitted: by the one whose `cuda` it reads, else by the successor, else by `numba`.
-        Without it, `numba_cuda_kernel(outs=..., launch_dims=...)` is a decorator.
+        a plain one, which is jitted: by the one whose `cuda` it reads, else by the successor, else by `numba`.
       outs, vmap_method, input_output_aliases, in_out_argnames, scalars, has_side_effect, scratch, zero_outputs,
-        sharding_rule: as for `numba_kernel`.  With `in_out_argnames`, `scalars` or constants the kernel is compiled
-        as a device function of one that passes them.
+        sharding_rule, and constants by keyword: as for `numba_kernel`.  With in-out arguments, scalars or
+        constants the kernel is compiled as a device function of one that passes them.
       grid, block: blocks in the grid and threads in a block: ints or tuples of up to three (x, y, z).
-      launch_dims: instead of both, the number of threads, an int or a tuple of up to three, or a callable of
-        the inputs' `ShapeDtypeStruct`s that returns one.  Whole blocks cover it, so the kernel must guard the
-        edge (`if i < out.size`).  With no threads at all nothing is launched, and outputs are zeros.
+      launch_dims: instead of both, the number of threads, an int or a tuple of up to three, or a callable like
+        `outs`.  Whole blocks cover it, so the kernel must guard the edge (`if i < out.size`).  With no threads at
+        all nothing is launched, and outputs are zeros.
       threads_per_block: block size over one-dimensional `launch_dims`; two dimensions have blocks of 16x16,
         three of 8x8x4.
       shared_mem: bytes of dynamic shared memory, up to the device's opt-in maximum (48 KiB through Python).
 
-    Returns:
-      A function of arrays whose result has the structure of `outs`.
-
     Raises:
-      TypeError: dtypes that Numba CUDA lacks, a wrong number of arguments, a kernel that writes to an input
-        or cannot be typed.
-      ValueError: neither or both launch forms, or one beyond CUDA's limits (1,024 threads in a block).
+      TypeError: as `numba_kernel`, for dtypes that Numba CUDA lacks.
+      ValueError: also neither or both launch forms, or one beyond CUDA's limits (1,024 threads in a block).
       NotImplementedError: on a platform other than CUDA, without the simulator.
       jax.errors.JaxRuntimeError: with CUDA's name for the error of a launch that failed.
 
@@ -2709,15 +2694,12 @@ def numba_cuda_callable(
     no jax function, and need not synchronize.  What it raises reaches the user.  `vmap` calls it once per slice.
 
     Args:
-      func: the function.  Without it, `numba_cuda_callable(outs=...)` is a decorator.
+      func: the function.
       outs, vmap_method, input_output_aliases, has_side_effect, scratch, zero_outputs, sharding_rule: as for
         `numba_kernel`; `scratch` gives temporary buffers without an allocation.
       command_buffer: True lets XLA capture the launches in a CUDA graph and replay them without calling
         `func` again: only for functions that do nothing but launch kernels that are compiled already, the
         same ones every time.
-
-    Returns:
-      A function of arrays whose result has the structure of `outs`.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as `numba_cuda_kernel`.
@@ -2788,6 +2770,8 @@ class _CudaOptions(_Options):
 class _CudaWrapper(_Wrapper):
     """What kernels and callables share."""
 
+    _code: Callable[[list[_NumbaCuda], _Signature], _CudaCode]  # raises TypeError for another number of arguments
+
     def _find_target(self, ins: list[Spec], outs: list[Spec]) -> _Target:
         packages = _cuda_packages(self.kernel, self.decorator)
         signature = _Signature.of(self.__name__, ins, outs, self.options.zero_outputs)
@@ -2798,10 +2782,6 @@ class _CudaWrapper(_Wrapper):
         target = _Target(name, self._attrs(ins), makes=makes, runs=runs, check=code.check)
         target.announce()
         return target
-
-    def _code(self, packages: list[_NumbaCuda], signature: _Signature) -> _CudaCode:
-        """What a call runs; raises TypeError unless the Python function takes it."""
-        raise NotImplementedError
 
     def _attrs(self, ins: list[Spec]) -> tuple:
         return ()
@@ -2830,7 +2810,7 @@ class _CudaCode:
 
     def check(self) -> None:
         """Raise if a kernel cannot be compiled, as far as that can be told without a GPU."""
-        options = {"device": False, "abi": "numba", "cc": _CUDA_TEST_TARGET}
+        options = {"device": False, "abi": "numba", "cc": (9, 0)}  # any compute capability
         typed = lambda package: package.typed(
             self.signature, lambda argtypes: package.cuda.compile(self.written(package), argtypes, **options)
         )
@@ -2929,6 +2909,7 @@ class _NumbaCuda:
 
     name, module = "Numba CUDA", "numba.cuda"
     n_params = 5  # per array, before shape and strides
+    refuses_in_many_ways = False  # or by NumbaError and TypeError
     device_options: Mapping[str, Any] = types.MappingProxyType({"device": True})
     ends: tuple[str, ...] = ()  # the last lines of a kernel that calls the user's
     live_above = math.inf  # bytes, above which an array of the kernel's globals is read where it is
@@ -2948,15 +2929,6 @@ class _NumbaCuda:
         except ImportError:
             return False
 
-    def typing(self) -> tuple[Any, tuple[type[Exception], ...]]:
-        """Its types, and what its compiler raises for kernels that are wrong."""
-        from numba.core import errors
-        from numba.core import types as core_types
-        from numba.cuda import types as cuda_types
-
-        own = hasattr(cuda_types, "Array")  # numba-cuda has types of its own
-        return cuda_types if own else core_types, (errors.NumbaError, TypeError)
-
     def dispatcher(self, kernel: Any, function: Any, **more: Any) -> Any:
         """A new dispatcher with the kernel's options, so that globals are read as they are now, and types are ours."""
         if isinstance(kernel, types.FunctionType):
@@ -2967,27 +2939,24 @@ class _NumbaCuda:
         return fresh
 
     def typed(self, signature: _Signature, compile_: Callable[[tuple], Any]) -> Any:
-        """Compile for read-only inputs and outputs, all row-major: what the kernel has wrong is a TypeError.
+        """Compile for our arrays: what the kernel has wrong is a TypeError.
 
         None is for a kernel that its package compiles anew for each grid.
         """
-        nbtypes, refusals = self.typing()
-        scalars = {name: getattr(nbtypes, "boolean" if name == "bool" else name) for name in _CUDA_DTYPES}
-        argtypes = tuple(
-            nbtypes.Array(scalars[dtype.name], rank, "C", readonly=i < signature.n_in)
-            for i, (dtype, rank) in enumerate(zip(signature.dtypes, signature.ranks, strict=True))
-        )
+        import numba
+
+        nbtypes = self.cuda.types if hasattr(self.cuda.types, "Array") else numba.types  # of the CUDA target of Numba
         try:
-            return compile_(argtypes)
+            return compile_(_array_types(nbtypes, signature))
         except ImportError as error:  # Numba's CudaSupportError and NvvmSupportError are ImportErrors
             where = f"{self.name} cannot compile kernel {signature.label!r} on this machine"
             raise ImportError(f"{where}: {error}; {_CUDA_INSTALL}") from error
         except Exception as error:
             if re.search("No launch config|requires launch metadata", str(error)):
                 return None
-            if not isinstance(error, refusals):
-                raise
-            raise _refusal(self.name, signature, error) from error
+            if isinstance(error, (numba.errors.NumbaError, TypeError)) or self.refuses_in_many_ways:
+                raise _refusal(self.name, signature, error) from error
+            raise
 
     def launcher(self, dispatcher: Any, signature: _Signature) -> _CudaLauncher | None:
         """Compile the kernel and load it for every GPU; None where a launch takes more than cuLaunchKernel."""
@@ -3046,13 +3015,8 @@ class _NumbaCudaMlir(_NumbaCuda):
     """numba-cuda-mlir, as of 0.6.0.  It has no simulator, and compiles for the GPU at hand only."""
 
     name, module = "numba_cuda_mlir", "numba_cuda_mlir.cuda"
-    n_params = 3
+    n_params, refuses_in_many_ways = 3, True
     device_options = types.MappingProxyType({"device": True, "inline": "always"})  # else it has no shared memory
-
-    def typing(self) -> tuple[Any, tuple[type[Exception], ...]]:
-        import numba_cuda_mlir.types
-
-        return numba_cuda_mlir.types, (Exception,)  # what it cannot lower it reports in many ways
 
     def extras(self, dispatcher: Any, compiled: Any) -> tuple:
         names = ("use_cooperative", "setup_callbacks", "required_dynamic_shared_memory", "needs_nrt")
