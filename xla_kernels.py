@@ -100,6 +100,7 @@ __all__ = [
 Spec = jax.ShapeDtypeStruct
 _jax: Any = jax  # for names that not every version has
 Primitive: Any = type(jax.lax.add_p)  # jax.extend.core.Primitive, without the 36 ms that importing jax.extend takes
+_LiteralArray: Any = getattr(sys.modules.get("jax._src.literals"), "LiteralArray", jax.Array)  # constants of jax 0.7
 
 
 def _varying_axes(aval: Any) -> frozenset:
@@ -116,15 +117,10 @@ def _mesh_of(avals: Sequence[Any]) -> Any:
 
 
 def _varying(axes: frozenset) -> dict[str, Any]:
-    """What says in an abstract value, or in a spec, that a value varies over these axes."""
+    """What tells an abstract value, or a spec (Pallas makes arrays of it), that it varies over these axes."""
     if hasattr(jax.sharding, "ManualAxisType"):  # jax >= 0.11
-        return {"manual_axis_type": jax.sharding.ManualAxisType(varying=axes)}
-    return {"vma": axes}
-
-
-def _varying_spec(spec: Spec, axes: frozenset) -> Spec:
-    """`spec` for code that makes arrays inside `shard_map`, such as Pallas, and must know how they vary."""
-    return Spec(spec.shape, spec.dtype, **_varying(axes)) if axes else spec
+        return {"manual_axis_type": jax.sharding.ManualAxisType(varying=axes)} if axes else {}
+    return {"vma": axes} if axes else {}
 
 
 def _out_aval(shape: tuple, dtype: Any, ins: Sequence[Any], axes: Sequence[Any] = ()) -> Any:
@@ -198,11 +194,6 @@ def _need_devices(primitive: Any) -> None:
     dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
-def _is_jax_value(x: Any) -> bool:
-    """JAX's own kinds of constants, such as the LiteralArray of jax 0.7, are not all jax.Array or numbers."""
-    return type(x).__module__.partition(".")[0] in ("jax", "jaxlib") and _is_spec(x) and not isinstance(x, Spec)
-
-
 def _allowed_dtype(dtype: Any, ins: Sequence[Spec]) -> np.dtype:
     """The dtype of a declared output: of 64 bits where x64 is enabled, or these are allowed, or an input has them."""
     allowed = getattr(getattr(jax.config, "jax_explicit_x64_dtypes", None), "name", "") == "ALLOW"  # jax >= 0.8
@@ -228,46 +219,40 @@ _COMMAND_BUFFER_COMPATIBLE = 1
 _HUGE_PAGE_MIN, _MADV_HUGEPAGE = 1 << 22, 14  # bytes, from which on NumPy does it too; sys/mman.h of Linux
 
 
-def _struct(name: str, *, header: Any = True, **fields: Any) -> Any:
-    """A ctypes mirror of one C struct; nearly all begin with their size and an extension pointer."""
-    start = [("struct_size", _SIZE), ("extension_start", _PTR)] if header else []
-    return type(name, (ctypes.Structure,), {"_fields_": start + list(fields.items())})
+def _struct(name: str, **fields: Any) -> Any:
+    """A ctypes mirror of one C struct."""
+    return type(name, (ctypes.Structure,), {"_fields_": list(fields.items())})
 
 
-XLA_FFI_InternalExtension = _struct("XLA_FFI_InternalExtension", header=False, struct_size=_SIZE, type=_I32, next=_PTR)
-XLA_FFI_Api_Version = _struct("XLA_FFI_Api_Version", major_version=_I32, minor_version=_I32)
-XLA_FFI_Metadata = _struct(
-    "XLA_FFI_Metadata", header=False, struct_size=_SIZE, api_version=XLA_FFI_Api_Version, traits=ctypes.c_uint32
-)
+_sized: Any = functools.partial(_struct, struct_size=_SIZE, extension_start=_PTR)  # as nearly all begin
+XLA_FFI_InternalExtension = _struct("XLA_FFI_InternalExtension", struct_size=_SIZE, type=_I32, next=_PTR)
+XLA_FFI_Api_Version = _sized("XLA_FFI_Api_Version", major_version=_I32, minor_version=_I32)
+XLA_FFI_Metadata = _struct("XLA_FFI_Metadata", struct_size=_SIZE, api_version=XLA_FFI_Api_Version, traits=_I32)
 XLA_FFI_Metadata_Extension = _struct(
-    "XLA_FFI_Metadata_Extension", header=False, extension_base=XLA_FFI_InternalExtension, metadata=_PTR
+    "XLA_FFI_Metadata_Extension", extension_base=XLA_FFI_InternalExtension, metadata=_PTR
 )
-XLA_FFI_Buffer = _struct("XLA_FFI_Buffer", dtype=_I32, data=_PTR, rank=_I64, dims=_PTR)
-XLA_FFI_ByteSpan = _struct("XLA_FFI_ByteSpan", header=False, ptr=_PTR, len=_SIZE)
-XLA_FFI_Array = _struct("XLA_FFI_Array", header=False, dtype=_I32, size=_SIZE, data=_PTR)
-XLA_FFI_Args = _struct("XLA_FFI_Args", size=_I64, types=_PTR, args=_PTR)
-XLA_FFI_Rets = _struct("XLA_FFI_Rets", size=_I64, types=_PTR, rets=_PTR)
-XLA_FFI_Attrs = _struct("XLA_FFI_Attrs", size=_I64, types=_PTR, names=_PTR, attrs=_PTR)
-XLA_FFI_CallFrame = _struct(
+XLA_FFI_Buffer = _sized("XLA_FFI_Buffer", dtype=_I32, data=_PTR, rank=_I64, dims=_PTR)
+XLA_FFI_ByteSpan = _struct("XLA_FFI_ByteSpan", ptr=_PTR, len=_SIZE)
+XLA_FFI_Array = _struct("XLA_FFI_Array", dtype=_I32, size=_SIZE, data=_PTR)
+XLA_FFI_Args = _sized("XLA_FFI_Args", size=_I64, types=_PTR, args=_PTR)
+XLA_FFI_Rets = _sized("XLA_FFI_Rets", size=_I64, types=_PTR, rets=_PTR)
+XLA_FFI_Attrs = _sized("XLA_FFI_Attrs", size=_I64, types=_PTR, names=_PTR, attrs=_PTR)
+XLA_FFI_CallFrame = _sized(
     "XLA_FFI_CallFrame", api=_PTR, ctx=_PTR, stage=_I32, args=XLA_FFI_Args, rets=XLA_FFI_Rets, attrs=XLA_FFI_Attrs
 )
-XLA_FFI_Error_Create_Args = _struct("XLA_FFI_Error_Create_Args", message=_PTR, errc=_I32)
-XLA_FFI_Error_Destroy_Args = _struct("XLA_FFI_Error_Destroy_Args", error=_PTR)
-XLA_FFI_ThreadPool_Schedule_Args = _struct("XLA_FFI_ThreadPool_Schedule_Args", ctx=_PTR, task=_PTR, data=_PTR)
-XLA_FFI_ThreadPool_NumThreads_Args = _struct("XLA_FFI_ThreadPool_NumThreads_Args", ctx=_PTR, num_threads=_PTR)
-XLA_FFI_Stream_Get_Args = _struct("XLA_FFI_Stream_Get_Args", ctx=_PTR, stream=_PTR)
-XLA_FFI_DeviceOrdinal_Get_Args = _struct("XLA_FFI_DeviceOrdinal_Get_Args", ctx=_PTR, device_ordinal=_I32)
+XLA_FFI_Error_Create_Args = _sized("XLA_FFI_Error_Create_Args", message=_PTR, errc=_I32)
+XLA_FFI_Error_Destroy_Args = _sized("XLA_FFI_Error_Destroy_Args", error=_PTR)
+XLA_FFI_ThreadPool_Schedule_Args = _sized("XLA_FFI_ThreadPool_Schedule_Args", ctx=_PTR, task=_PTR, data=_PTR)
+XLA_FFI_ThreadPool_NumThreads_Args = _sized("XLA_FFI_ThreadPool_NumThreads_Args", ctx=_PTR, num_threads=_PTR)
+XLA_FFI_Stream_Get_Args = _sized("XLA_FFI_Stream_Get_Args", ctx=_PTR, stream=_PTR)
+XLA_FFI_DeviceOrdinal_Get_Args = _sized("XLA_FFI_DeviceOrdinal_Get_Args", ctx=_PTR, device_ordinal=_I32)
 _API_FUNCTIONS = (
     "Error_Create Error_GetDetails Error_Destroy Handler_Register Stream_Get Type_Register InvokeContext_Get "
     "State_Set State_Get DeviceMemory_Allocate DeviceMemory_Free ThreadPool_Schedule ThreadPool_NumThreads "
     "Future_Create Future_SetAvailable Future_SetError RunId_Get DeviceOrdinal_Get"
 ).split()
-XLA_FFI_Api = _struct(
-    "XLA_FFI_Api",
-    api_version=XLA_FFI_Api_Version,
-    internal_api=_PTR,
-    **{f"XLA_FFI_{name}": _PTR for name in _API_FUNCTIONS},
-)
+_places: Any = {f"XLA_FFI_{name}": _PTR for name in _API_FUNCTIONS}
+XLA_FFI_Api = _sized("XLA_FFI_Api", api_version=XLA_FFI_Api_Version, internal_api=_PTR, **_places)
 
 _XLA_FFI_DATA_TYPES = {  # for a new dtype: its number here, and its name in what backends take: _CUDA_DTYPES and so on
     "bool": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint8": 6, "uint16": 7, "uint32": 8, "uint64": 9,
@@ -301,9 +286,7 @@ def _ffi_api_version() -> tuple[int, int]:
 # that may change and of Numba's extensions, that part counts whose name stands anywhere in the code.
 # ======================================================================================================
 
-_STABLE_PACKAGES = frozenset(
-    {"jax", "jaxlib", "llvmlite", "ml_dtypes", "numba", "numba_cuda_mlir", "numpy", "scipy", "warp"}
-)
+_STABLE_PACKAGES = frozenset("jax jaxlib llvmlite ml_dtypes numba numba_cuda_mlir numpy scipy warp".split())
 
 
 @functools.cache
@@ -448,13 +431,10 @@ class _Digester:
 
 _EMPTY_CLASS = frozenset("__dict__ __doc__ __firstlineno__ __module__ __static_attributes__ __weakref__".split())
 _ATOMS: dict[type, Callable[[Any], bytes]] = {
-    type(None): lambda x: b"",
-    type(...): lambda x: b"",
-    bool: lambda x: b"%d" % x,
+    **dict.fromkeys((type(None), type(...), bool, str), lambda x: ascii(x).encode()),
     int: lambda x: b"%x" % x,
     float: lambda x: np.float64(x).tobytes(),  # tells NaNs apart
     complex: lambda x: np.complex128(x).tobytes(),
-    str: lambda x: x.encode("utf-8", "surrogatepass"),
     bytes: bytes,
 }
 # Values hold nothing that may lead back to them.
@@ -498,17 +478,14 @@ def _settings(config: types.ModuleType) -> str:
 @functools.lru_cache(maxsize=4)
 def _setting_names(config: types.ModuleType, count: int) -> list[str]:
     local = re.compile("^_|NUM_THREADS|CACHE|PATH|_DIR$|BINARY|QUIET|VERBOSE|LOG_LEVEL|PRINT|VERSION")
-    plain = [
-        name for name, value in vars(config).items() if not (callable(value) or isinstance(value, types.ModuleType))
-    ]
+    plain = (name for name, value in vars(config).items() if not callable(value) and not inspect.ismodule(value))
     return sorted(name for name in plain if not local.search(name.upper()))
 
 
 def _cell(cell: types.CellType) -> tuple:
-    try:
+    with contextlib.suppress(ValueError):  # not filled yet
         return (cell.cell_contents,)
-    except ValueError:  # not filled yet
-        return ()
+    return ()
 
 
 @functools.lru_cache(maxsize=1024)
@@ -524,11 +501,8 @@ def _code_facts(code: types.CodeType) -> tuple[bytes, frozenset[str], tuple[str,
     if any(i.opname.startswith("CALL") and (i.arg or 0) > 2 for i in instructions):
         digester.names.add("(,,)")  # a call of three arguments
     reads = {i.argval for i in instructions if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    return (
-        digester.hash.digest(),
-        frozenset(digester.names),
-        tuple(sorted(reads.union(*(facts[2] for facts in nested)))),
-    )
+    reads = reads.union(*(facts[2] for facts in nested))
+    return digester.hash.digest(), frozenset(digester.names), tuple(sorted(reads))
 
 
 # ======================================================================================================
@@ -581,12 +555,11 @@ def _native_lock(name: str) -> int:
         return getattr(_STORE, name)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Compiled:
+class _Compiled(NamedTuple):
     """A handler in memory: its address, what must stay alive with it, and what its wrapper should know."""
 
     address: int
-    keep: Any = dataclasses.field(repr=False)
+    keep: Any
     copy_inputs: tuple[int, ...] = ()
 
 
@@ -682,15 +655,11 @@ def _spec(x: Any, what: str, ins: Sequence[Spec] | None) -> Spec:
 
 
 def _check_dtype(dtype: Any, what: str) -> None:
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+    extended = jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
+    if extended or issubclass(np.dtype(dtype).type, (np.flexible, np.object_, np.datetime64, np.timedelta64)):
+        key, other = "jax.random.key_data(key)", "numbers, each field of a structured array as an array of its own"
         raise TypeError(
-            f"{what} has the JAX-only dtype {dtype}, which has no memory layout for kernels; "
-            "pass plain arrays, e.g. jax.random.key_data(key)"
-        )
-    if issubclass(np.dtype(dtype).type, (np.flexible, np.object_, np.datetime64, np.timedelta64)):
-        raise TypeError(
-            f"{what} has the dtype {dtype}, which JAX has not: pass numbers, each field of a structured array as an "
-            "array of its own"
+            f"{what} has the dtype {dtype}, of which kernels get no arrays: pass {key if extended else other}"
         )
 
 
@@ -715,7 +684,7 @@ def _as_inputs(args: Sequence[Any], name: str) -> tuple[Sequence[Any], bool]:
         if type(x) not in _ARRAY_TYPES:
             if isinstance(x, jax.core.Tracer):
                 traced = True
-            elif _is_jax_value(x) or isinstance(x, (jax.Array, np.ndarray, np.generic, int, float, complex)):
+            elif isinstance(x, (jax.Array, _LiteralArray, np.ndarray, np.generic, int, float, complex)):
                 _ARRAY_TYPES.add(type(x))
             else:
                 args = [*args[:i], _from_foreign(x, i, name), *args[i + 1 :]]
@@ -1025,6 +994,10 @@ class _Options(types.SimpleNamespace):
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
+        if self.outs is None:
+            raise TypeError(
+                "outs is missing: the results' specs, outs=lambda x: x for one like the input, or () for none"
+            )
         if self.vmap_method not in _VMAP_METHODS:
             raise ValueError(f"vmap_method must be one of {_VMAP_METHODS}; got {self.vmap_method!r}")
         try:
@@ -1044,19 +1017,17 @@ class _Options(types.SimpleNamespace):
         return str(self.vmap_method).startswith("sequential")
 
 
-def _wrap(wrapper: type[_Wrapper], given: dict[str, Any]) -> Any:
+def _wrap(wrapper: Callable[..., _Wrapper], given: dict[str, Any], options_type: type[_Options] = _Options) -> Any:
     """The wrapper that the arguments of a public function ask for, the kernel first; without one, a decorator."""
     kernel = given.pop(next(iter(given)))
-    make = functools.partial(wrapper.make, options=wrapper.options_type(**given))
-    return make if kernel is None else make(kernel)
+    options = options_type(**given)
+    return wrapper(kernel, options) if kernel is not None else lambda kernel: wrapper(kernel, options)
 
 
 class _Recent(dict):
     """The newest entries only: what changes on every call must not fill the memory."""
 
-    def __init__(self, most: int) -> None:
-        super().__init__()
-        self.most = most
+    most = 1024
 
     def keep(self, key: Any, value: Any) -> Any:
         with _LOCK:
@@ -1100,20 +1071,15 @@ class _Wrapper(_Kept):
     """A kernel as a JAX function: checks a call, finds its target, binds the primitive."""
 
     decorator: str  # the public function that made it, for error messages
-    options_type: type[_Options] = _Options
     takes_constants = True  # by keyword
     by_value: Mapping[str, Any] = types.MappingProxyType({})  # the parameters of Warp's that are no arrays
-
-    @classmethod
-    def make(cls, kernel: Any, options: Any) -> _Wrapper:
-        return cls(kernel, options)
 
     def __init__(self, kernel: Any, options: Any, order: tuple[str, ...] | None = None, static: Any = None) -> None:
         self.kernel, self.options = kernel, options
         self.parameters = _parameters(kernel)
         self.order = self.parameters if order is None else order  # those that the inputs of a call go to
         self.static: Mapping[str, Any] = static or {}  # the arguments that are no arrays, by parameter
-        self.variants = _Recent(256)  # this kernel with another order and static arguments
+        self.variants = _Recent()  # this kernel with another order and static arguments
         self._check_names("in_out_argnames", list(options.in_out_argnames or ()))
         self._check_names("input_output_aliases", [i for i in options.aliases if isinstance(i, str)])
         self.__name__ = getattr(kernel, "__name__", None) or getattr(kernel, "key", None) or type(kernel).__name__
@@ -1122,11 +1088,6 @@ class _Wrapper(_Kept):
         self.__signature__ = _input_signature(self.parameters, options.outs)  # jax.custom_vjp binds arguments by it
         text = options.sharding_rule
         self.rule = None if text is None else _ShardingRule.parse(f"{self.decorator} {self.__name__!r}", text)
-        if options.outs is None:
-            raise TypeError(
-                f"{self.decorator}({self.__name__}): outs is missing: the results' shapes and dtypes, such as "
-                f"@{self.decorator}(outs=lambda x: x) for one like the input, or () for none"
-            )
         call = lambda *args: self._trace(*args)
         call.__name__ = call.__qualname__ = self.__name__
         self._jitted = jax.jit(call)
@@ -1146,24 +1107,24 @@ class _Wrapper(_Kept):
     def _call_by_name(self, args: tuple, named: dict[str, Any]) -> Any:
         """A call with arguments by keyword: arrays are inputs, and a Python value is static."""
         static = {name: x for name, x in named.items() if not self._is_input(name, x)}
-        free = tuple(name for name in self.parameters if name not in static)
         if static and not self.takes_constants:
             raise TypeError(
                 f"{self.decorator} {self.__name__!r} takes arrays; got {static} by keyword: pass an array, or make the "
                 "kernel by a function that is called with its constants"
             )
-        if wrong := [name for name in named if name not in (*free[len(args) :], *(static.keys() & self.parameters))]:
+        free = tuple(name for name in self.parameters if name not in static)
+        arrays = dict(zip(free, args)) | {name: x for name, x in named.items() if name not in static}
+        if len(arrays) + len(static) < len(args) + len(named) or not {*arrays, *static} <= {*self.parameters}:
             raise TypeError(
-                f"{self.__name__}({', '.join(self.parameters)}) got {wrong[0]!r} by keyword, which is no parameter of "
-                f"it or is given by position already ({len(args)} are)"
+                f"{self.__name__}({', '.join(self.parameters)}) got {len(args)} arguments by position and "
+                f"{', '.join(named)} by keyword, where each must be another of its parameters"
             )
-        arrays = tuple(name for name in free if name in named)
-        order = (*free[: len(args)], *arrays)
+        order = tuple(name for name in free if name in arrays)
         variant = self._variant(free if order == free[: len(order)] else order, static)
-        return _Wrapper.__call__(variant, *args, *[named[name] for name in arrays])
+        return _Wrapper.__call__(variant, *[arrays[name] for name in order])
 
     def _variant(self, order: tuple[str, ...], static: dict[str, Any]) -> _Wrapper:
-        if order == self.order and not static:
+        if order == self.parameters:
             return self
         key = order, self._static_key(static)
         return self.variants.get(key) or self.variants.keep(key, type(self)(self.kernel, self.options, order, static))
@@ -1554,7 +1515,7 @@ class _Code:
 
 def _words(name: str, fields: str) -> Any:
     """A struct of 64-bit words."""
-    return _struct(name, header=False, **dict.fromkeys(fields.split(), _I64))
+    return _struct(name, **dict.fromkeys(fields.split(), _I64))
 
 
 _Slot = _words("_Slot", "data step dims nbytes")  # a slice's buffer; step to the next
@@ -2671,7 +2632,7 @@ def numba_cuda_kernel(
       ...     if i < out.size:
       ...         out[i] = x[i] + y[i]
     """
-    return _wrap(_CudaKernel, locals())
+    return _wrap(_CudaKernel, locals(), _CudaOptions)
 
 
 def numba_cuda_callable(
@@ -2849,7 +2810,6 @@ class _CudaCode:
 
 class _CudaKernel(_NumbaWrapper, _CudaWrapper):
     decorator = "numba_cuda_kernel"
-    options_type = _CudaOptions
 
     def __init__(self, kernel: Any, *args: Any) -> None:
         if not isinstance(kernel, types.FunctionType) and _ready_kind(kernel) != "numba_cuda":
@@ -3374,7 +3334,11 @@ def warp_kernel(
       >>> warp_kernel(scale, outs=lambda x, factor: x)(jnp.arange(3.0), 2.0).tolist()
       [0.0, 2.0, 4.0]
     """
-    return _wrap(_WarpKernel, locals())
+    return _wrap(_warp_wrapper, locals(), _WarpOptions)
+
+
+def _warp_wrapper(kernel: Any, options: _Options) -> _Wrapper:
+    return (_GenericWarpKernel if getattr(kernel, "is_generic", False) else _WarpKernel)(kernel, options)
 
 
 class _WarpOptions(_Options):
@@ -3448,11 +3412,6 @@ def _warp_instance_type(wp: Any, kind: Any, value: Any) -> Any:
 
 class _WarpKernel(_Wrapper):
     decorator = "warp_kernel"
-    options_type = _WarpOptions
-
-    @classmethod
-    def make(cls, kernel: Any, options: Any) -> _Wrapper:
-        return (_GenericWarpKernel if getattr(kernel, "is_generic", False) else cls)(kernel, options)
 
     def __init__(self, kernel: Any, *args: Any) -> None:
         wp = _warp("warp_kernel")
@@ -4299,7 +4258,7 @@ class XLACustomKernel(_Kept):
         self._kernels: dict[str, dict[str, KernelEntry]] = {}
         self._chosen: dict[str, str] = {}  # platform -> default set by asdefault=True or set_default
         self._rules: dict[str, Any] = {}  # "batching", "jvp", "transpose", "vjp", "sharding": the newest of each
-        self._recent = _Recent(2048)  # what serves calls, and which of them were checked
+        self._recent = _Recent()  # what serves calls, and which of them were checked
         self._call_fn: Callable[..., Any] | None = None
         self._benchmark_data_fn: Callable[..., Any] | None = None
         self._tags: set[str] = set()
@@ -4806,7 +4765,7 @@ def _run_slice(op: XLACustomKernel, entry: KernelEntry, params: dict, outs: tupl
     where = f"XLACustomKernel {op.name!r}: the kernel of backend {entry.backend!r} for platform {entry.platform!r}"
     try:
         varying = frozenset().union(*[_varying_axes(jax.typeof(x)) for x in ins])
-        kernel = entry.kernel_generator(**params, outs=tuple(_varying_spec(s, varying) for s in outs))
+        kernel = entry.kernel_generator(**params, outs=tuple(Spec(s.shape, s.dtype, **_varying(varying)) for s in outs))
         kernel = _wrap_ready(kernel, {}, outs)
         if not callable(kernel):
             raise TypeError(f"the generator must return the function to trace, got {kernel!r}")
