@@ -2745,7 +2745,7 @@ def test_cuda_layout_is_that_of_ptx(dtype, rank, package):
     assert xk._ptx_params(ptx, entry) == ["u64"] * sum(package.n_params + 2 * rank for rank in signature.ranks)
 
 
-READS = {  # package: which parameters of an array of rank 3 an expression reads, and which of `out` writing to it
+PTX_READS = {  # package: which parameters of an array of rank 3 an expression reads, and which of `out` writing to it
     "numba": (
         {".size": {2}, ".itemsize": {3}, "[0, 0, 0]": {4}}
         | {f".shape[{d}]": {5 + d} for d in range(3)}
@@ -2762,9 +2762,9 @@ READS = {  # package: which parameters of an array of rank 3 an expression reads
 
 
 @compiled
-@pytest.mark.parametrize("name, expression", [(name, text) for name, (cases, _) in READS.items() for text in cases])
+@pytest.mark.parametrize("name, expression", [(name, text) for name, (cases, _) in PTX_READS.items() for text in cases])
 def test_cuda_parameters_mean_what_the_handler_packs(name, expression):
-    package, (cases, written) = xk._CUDA_PACKAGES[name], READS[name]
+    package, (cases, written) = xk._CUDA_PACKAGES[name], PTX_READS[name]
     kernel = kernel_from(f"def kernel(a, b, out): out[0] = b{expression}")
     ptx = cuda_ptx(kernel, cuda_signature(("float32", 2), ("int64", 3), ("int64", 1)), package)
     found = {int(n): name for name, n in re.findall(r"ld\.param\.\w+\s+(%\w+), \[\w+_param_(\d+)\]", ptx)}
