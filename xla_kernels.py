@@ -1180,7 +1180,7 @@ class _Wrapper(_Kept):
         aliases = _check_aliases(shared, ins, outs)
         target = self._find_target(ins, outs + scratch)
         zero = [j for j in range(len(outs)) if j not in shared.values()] if self.options.zero_outputs else []
-        return dataclasses.replace(target, zero=tuple(zero)), outs + scratch, aliases
+        return dataclasses.replace(target, zero=tuple(zero) or target.zero), outs + scratch, aliases
 
     # -- options that are computed from inputs, or name them -------------------------------------------
 
@@ -3177,8 +3177,8 @@ class _CudaLauncher:
 
         self.report = ctypes.CFUNCTYPE(_PTR, _I32, ctypes.POINTER(_I64), _I32)(report)
 
-    def enter(self, handler: _Handler) -> tuple[Callable[[Any, Any], None], Callable[[Sequence[Any]], None]]:
-        """What clears some bytes at an address, and what launches on parameters at some addresses."""
+    def enter(self, handler: _Handler) -> Callable[[Sequence[Any]], None]:
+        """What launches on parameters at some addresses."""
         stream, ordinal = _cuda_place(handler, self.driver)
         is_known = (ordinal > -1) & (ordinal < self.n_ordinals)
         row = handler.choose(is_known, ordinal, self.n_ordinals) * 16 + ctypes.addressof(self.table)
@@ -3188,14 +3188,7 @@ class _CudaLauncher:
         launch = handler.attribute("launch")
         *sizes, own_shared = (handler.read(launch + 8 * i) for i in range(7))
         config = [function, *sizes, own_shared + shared, stream]
-        clear = functools.partial(self._clear, handler, stream)
-        return clear, functools.partial(self._launch, handler, config, launch)
-
-    def _clear(self, handler: _Handler, stream: _Word, address: _Word, nbytes: Any) -> None:
-        with handler.when(handler.word(nbytes) > 0):
-            code = handler.call(self.driver.address("cuMemsetD8Async"), address, 0, nbytes, stream)
-            with handler.when(code & _C_INT, likely=False):
-                handler.fail(f"cuMemsetD8Async failed in kernel '{self.label}'")
+        return functools.partial(self._launch, handler, config, launch)
 
     def _launch(self, handler: _Handler, config: list[_Word], launch: _Word, addresses: Sequence[Any]) -> None:
         code = handler.call(self.driver.address("cuLaunchKernel"), *config, handler.array(addresses), 0)
@@ -3215,7 +3208,7 @@ class _CudaEmitter(_Emitter):
         self.package, self.launcher = package, launcher
 
     def enter(self, handler: _Handler) -> Callable[[list[_Array]], None]:
-        _, launch = self.launcher.enter(handler)
+        launch = self.launcher.enter(handler)
 
         def run(arrays: list[_Array]) -> None:
             params = [word for array in arrays for word in self.package.params(array)]
@@ -3508,21 +3501,22 @@ class _WarpKernel(_Wrapper):
 
         The outputs in `kept` start with the value of an input.
         """
-        signature = _Signature.of(self.__name__, ins, outs, self.options.zero_outputs)
+        launch = self._launch(dict(zip(params, ins + outs)), ins[:n])
+        is_empty = not launch[_WARP_GPU_EXTENTS + 5]
+        zero = [j for j in range(len(outs)) if j not in kept] if is_empty or adjoints is not None else []
+        signature = _Signature.of(self.__name__, ins, outs, self.options.zero_outputs or bool(zero))
         with _warp_session() as wp:
             content = (wp.__version__, _settings(wp.config), *_warp_content(self.kernel), str(signature))
         arguments, may_write = self._arguments(params, len(ins), adjoints)
-        clear = tuple(len(ins) + j for j in range(len(outs)) if j not in kept)
-        plan = _WarpPlan(self.kernel, arguments, self.options.block_dim, clear, may_write, self.options.in_order)
+        plan = _WarpPlan(self.kernel, arguments, self.options.block_dim, may_write, self.options.in_order)
         name = self._target_name(_digest("warp", plan.layout, *content))
-        attrs = (("launch", self._launch(dict(zip(params, ins + outs)), ins[:n])),)
         makes = {platform: functools.partial(_compile_warp, plan, signature, platform) for platform in ("cpu", "cuda")}
         runs = f"Warp kernel {self.__name__!r} runs on CPUs and NVIDIA GPUs"
         if traced := [argument.param.name for argument in arguments if argument.traced is not None]:
             del makes["cuda"]  # a launch there takes host values
             runs = f"Warp kernel {self.__name__!r} has traced values for {traced}, which are passed by value, so it "
             runs += "runs on CPUs alone; make each a warp.array of shape (1,)"
-        target = _Target(name, attrs, may_write, makes=makes, runs=runs)
+        target = _Target(name, (("launch", launch),), may_write, tuple(zero), makes=makes, runs=runs)
         target.announce()
         return target
 
@@ -3914,14 +3908,13 @@ class _WarpPlan:
     kernel: Any
     arguments: tuple[_WarpArgument, ...]
     block_dim: int
-    clear: tuple[int, ...]  # buffers to fill with zeros: before every adjoint launch, else if the launch is empty
     may_write: tuple[int, ...]  # the inputs that the launch is not seen to only read
     in_order: bool  # on the CPU, the slices of a batch
 
     @property
     def layout(self) -> tuple:
         """What is compiled, besides the kernel's code."""
-        return self.block_dim, self.clear, self.in_order, tuple(argument[1:] for argument in self.arguments)
+        return self.block_dim, self.in_order, tuple(argument[1:] for argument in self.arguments)
 
     @property
     def is_adjoint(self) -> bool:
@@ -4073,19 +4066,19 @@ def _warp_grid(kernel: str, size: int, block_dim: int, grid_stride: bool) -> tup
 class _WarpEmitter(_Emitter):
     """Writes a kernel's parameters and runs it: on the CPU by its entry point, on a GPU by a launch.
 
-    `machine(handler)` gives what clears some bytes at an address, and what runs the kernel on blocks at some addresses.
+    `machine(handler)` gives what runs the kernel on blocks at some addresses.
     """
 
     attributes = ("launch",)
 
-    def __init__(self, plan: _WarpPlan, layout: _WarpLayout, machine: Callable[[_Handler], tuple], on_cpu: bool):
+    def __init__(self, plan: _WarpPlan, layout: _WarpLayout, machine: Callable[[_Handler], Callable], on_cpu: bool):
         self.plan, self.layout, self.machine, self.host_memory = plan, layout, machine, on_cpu
         self.extents = 8 * (_WARP_CPU_EXTENTS if on_cpu else _WARP_GPU_EXTENTS)
-        self.traits = 0 if on_cpu else _COMMAND_BUFFER_COMPATIBLE  # it only launches and clears, always the same
+        self.traits = 0 if on_cpu else _COMMAND_BUFFER_COMPATIBLE  # it only launches, always the same
         self.in_order = plan.in_order or not on_cpu
 
     def enter(self, handler: _Handler) -> Callable[[list[_Array]], None]:
-        clear, launch = self.machine(handler)
+        launch = self.machine(handler)
         attribute, blocks = handler.attribute("launch"), []
         extents = [handler.read(attribute + self.extents + 8 * i) for i in range(6)]
         for size in self.layout.sizes:
@@ -4097,9 +4090,6 @@ class _WarpEmitter(_Emitter):
                 handler.copy(attribute + argument.constant, blocks[block] + offset, size)
 
         def run(arrays: list[_Array]) -> None:
-            with contextlib.nullcontext() if self.plan.is_adjoint else handler.when(extents[5] == 0):
-                for k in self.plan.clear:
-                    clear(arrays[k].pointer, math.prod(arrays[k].dims) * arrays[k].itemsize)
             with handler.when(extents[5] != 0):
                 self._fill(handler, blocks, arrays)
                 launch(blocks)
@@ -4126,7 +4116,7 @@ class _WarpEmitter(_Emitter):
 # Knows how to fill in and replay what was recorded.  Does not know its memory.
 
 
-def _warp_replay(plan: _WarpPlan, signature: _Signature, launches: Mapping[int, Any], driver: Any) -> Callable:
+def _warp_replay(plan: _WarpPlan, launches: Mapping[int, Any], driver: Any) -> Callable:
     """What a `_CallbackEmitter` calls: fills in Warp's recorded launch and runs it, on XLA's stream and device.
 
     XLA does not capture it into CUDA graphs, so modules may be loaded at any time.
@@ -4138,39 +4128,22 @@ def _warp_replay(plan: _WarpPlan, signature: _Signature, launches: Mapping[int, 
         attribute, launch = call.attribute("launch"), launches[call.ordinal]
         *extents, ndim, size = (_I64 * 6).from_address(attribute + 8 * first)
         arrays = [_Array(pointer, [*shape], [], 0) for pointer, shape in zip(pointers, dims, strict=True)]
-        with lock:
-            for k in plan.clear if plan.is_adjoint or not size else ():
-                clear(pointers[k], signature.dtypes[k].itemsize * math.prod(dims[k]), call.stream)
-            if size:
-                launch.set_dim(tuple(extents[:ndim]))
-                for i, value in enumerate(plan.values(arrays, launch.device)):
-                    argument = plan.arguments[i]
-                    if value is not None:
-                        launch.set_param_at_index(i % n, value, adjoint=i >= n)
-                    if argument.traced is not None:
-                        copy(launch.params[1 + i], pointers[argument.traced])
-                    if argument.constant is not None:
-                        copy(launch.params[1 + i], attribute + argument.constant)
-                start(launch, call.stream)
-
-    def copy(param: Any, address: int) -> None:
-        ctypes.memmove(ctypes.byref(param), address, ctypes.sizeof(param))
-
-    def clear(pointer: int, nbytes: int, stream: int) -> None:
-        if not driver:
-            ctypes.memset(pointer, 0, nbytes)
-        elif nbytes:
-            address, zero = ctypes.c_uint64(pointer), ctypes.c_ubyte(0)
-            driver.call("cuMemsetD8Async", address, zero, _SIZE(nbytes), _PTR(stream))
-
-    def start(launch: Any, address: int) -> None:
-        if not driver:
-            return launch.launch()
+        if not size:
+            return
         # no wp.Stream: that would register XLA's stream with Warp, and unregister it under the feet of others
-        stream = types.SimpleNamespace(device=launch.device, cuda_stream=address)
-        is_plain = type(launch) is wp.Launch  # a deterministic one allocates, and on Warp's current stream
-        with contextlib.nullcontext() if is_plain else wp.ScopedStream(stream, sync_enter=False):
-            return launch.launch(stream=stream)
+        stream = types.SimpleNamespace(device=launch.device, cuda_stream=call.stream) if driver else None
+        allocates = driver and type(launch) is not wp.Launch  # a deterministic one, and on Warp's current stream
+        with lock, wp.ScopedStream(stream, sync_enter=False) if allocates else contextlib.nullcontext():
+            launch.set_dim(tuple(extents[:ndim]))
+            for i, (value, argument) in enumerate(zip(plan.values(arrays, launch.device), plan.arguments, strict=True)):
+                if value is not None:
+                    launch.set_param_at_index(i % n, value, adjoint=i >= n)
+                if argument.traced is not None:
+                    ctypes.memmove(ctypes.byref(launch.params[1 + i]), pointers[argument.traced], argument.param.nbytes)
+                if argument.constant is not None:
+                    source = attribute + argument.constant
+                    ctypes.memmove(ctypes.byref(launch.params[1 + i]), source, argument.param.nbytes)
+            launch.launch(stream=stream)
 
     return run
 
@@ -4185,7 +4158,7 @@ def _compile_warp(plan: _WarpPlan, signature: _Signature, platform: str) -> _Com
     if layout and not others:  # every device's is known, and the same
         emitter: _Emitter = _WarpEmitter(plan, layout, _warp_machine(signature.label, launches, driver), not driver)
     else:
-        emitter = _CallbackEmitter(signature, _warp_replay(plan, signature, launches, driver), driver)
+        emitter = _CallbackEmitter(signature, _warp_replay(plan, launches, driver), driver)
     emitter.hidden_outputs = bool(plan.may_write)
     if not driver and any("tile" in adjoint.source for adjoint in _warp_adjoints(plan.kernel.adj)):
         # Warp keeps the CPU memory of tiles behind one static pointer (tile.h): such kernels must not overlap
@@ -4194,7 +4167,7 @@ def _compile_warp(plan: _WarpPlan, signature: _Signature, platform: str) -> _Com
     return _Compiled(address, (keep, emitter, launches))  # launches keep Warp's modules loaded
 
 
-def _warp_machine(label: str, launches: Mapping[int, Any], driver: Any) -> Callable[[_Handler], tuple]:
+def _warp_machine(label: str, launches: Mapping[int, Any], driver: Any) -> Callable[[_Handler], Callable]:
     """For a `_WarpEmitter`: the machine code that recorded launches run, on a GPU a CUfunction."""
     entries = {}
     for n, launch in launches.items():
@@ -4203,7 +4176,7 @@ def _warp_machine(label: str, launches: Mapping[int, Any], driver: Any) -> Calla
         entries[n] = entry, getattr(launch.hooks, f"{kind}_smem_bytes")
     if driver:
         return _CudaLauncher(label, driver, entries).enter
-    return lambda handler: (handler.clear, lambda blocks: handler.call(entries[0][0], *blocks))
+    return lambda handler: lambda blocks: handler.call(entries[0][0], *blocks)
 
 
 # ======================================================================================================
