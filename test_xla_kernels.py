@@ -1130,8 +1130,12 @@ def kernel_from(source, *, name="kernel", **values):
     return namespace[name]
 
 
+def runs(code, parameters="x, out", **values):
+    return kernel_from(f"def kernel({parameters}):\n    {code}", **values)
+
+
 def reads(expression, **values):
-    return kernel_from(f"def kernel(x, out):\n    out[0] = {expression}", **values)
+    return runs(f"out[0] = {expression}", **values)
 
 
 class OwnRepr(enum.IntEnum):
@@ -1195,20 +1199,18 @@ SAME = {
     "helper of helper": lambda: with_helper(twice(adder(1))),
     "vectorize": lambda: with_helper(adder(1, numba.vectorize)),
     "module": lambda: with_module(module_with(helper=adder(1))),
-    "nested function": lambda: kernel_from(
-        "def kernel(x, out):\n    def f(a):\n        return a + 1\n    out[0] = f(x[0])"),
+    "nested function": lambda: runs("def f(a):\n        return a + 1\n    out[0] = f(x[0])"),
     "line moved": lambda lines=itertools.count(): kernel_from(
         "\n" * next(lines) + "def kernel(x, out):\n    out[0] = 1"),
     "options": lambda: numba.njit(fastmath=True, error_model="numpy")(plain),
-    "default argument": lambda: kernel_from("def kernel(x, out, n=3):\n    out[0] = x[0] + n"),
+    "default argument": lambda: reads("x[0] + n", parameters="x, out, n=3"),
     "recursion": lambda: with_helper(kernel_from(
         "@numba.njit\ndef fact(a):\n    if a < 2:\n        return a\n    return a * fact(a - 1)", name="fact")),
     "vectorize again": lambda helper=functools.cache(lambda: adder(7, numba.vectorize)): with_helper(helper()),
     "functions with signatures": lambda functions=functools.cache(lambda: (adder(1, SIGNED), adder(2, SIGNED))): reads(
         "functions[int(x[0])](x[1])", functions=functions()),
     "overload": lambda: next(overloads(1)),
-    "object mode": lambda: kernel_from(
-        "def kernel(x, out):\n    with numba.objmode():\n        print()\n    out[0] = 1"),
+    "object mode": lambda: runs("with numba.objmode():\n        print()\n    out[0] = 1"),
 }  # fmt: skip
 SIGNED = numba.njit("float32(float32)")
 
@@ -1222,12 +1224,10 @@ def test_equal_content_is_one_target(case):
 
 
 DIFFERENT = {
-    "code": [kernel_from(f"def kernel(x, out):\n    out[0] = x[0] {op} 2") for op in "+-*/"],
-    "constants": [kernel_from(f"def kernel(x, out):\n    out[0] = x[0] + {c}")
-                  for c in ("1", "1.0", "True", "-0.0", "0.0")],
-    "defaults": [kernel_from(f"def kernel(x, out, n={n}):\n    out[0] = x[0] + n") for n in (1, 2)],
-    "nested functions": [kernel_from(f"def kernel(x, out):\n    f = lambda a: a + {n}\n    out[0] = f(x[0])")
-                         for n in (1, 2)],
+    "code": [reads(f"x[0] {op} 2") for op in "+-*/"],
+    "constants": [reads(f"x[0] + {c}") for c in ("1", "1.0", "True", "-0.0", "0.0")],
+    "defaults": [reads("x[0] + n", parameters=f"x, out, n={n}") for n in (1, 2)],
+    "nested functions": [runs(f"f = lambda a: a + {n}\n    out[0] = f(x[0])") for n in (1, 2)],
     "helpers": [with_helper(helper) for n in (1, 2) for helper in (adder(n), twice(adder(n)))],
     "helpers' options": [with_helper(adder(1, numba.njit(**{o: True}))) for o in ("fastmath", "boundscheck", "nogil")],
     "vectorize": [with_helper(adder(n, decorator)) for n in (1, 2)
@@ -1237,7 +1237,7 @@ DIFFERENT = {
     "options": [numba.njit(**{name: value})(plain) for name, value in (
         ("fastmath", False), ("fastmath", True), ("fastmath", {"nnan"}), ("fastmath", {"ninf"}),
         ("error_model", "numpy"), ("boundscheck", True), ("parallel", True))],
-    "functions": [kernel_from(f"def kernel(x, out):\n    out[0] = math.{f}(x[0])") for f in ("sin", "cos")],
+    "functions": [reads(f"math.{f}(x[0])") for f in ("sin", "cos")],
 }  # fmt: skip
 
 
@@ -1369,6 +1369,12 @@ def edited_module():
         yield with_module(module)
 
 
+def edited_global():
+    kernel = numba.njit(reads("g"))
+    for kernel.py_func.__globals__["g"] in (1, 10):
+        yield kernel
+
+
 def recursive(second):
     """f calls g, which calls f, or itself."""
     return kernel_from(f"""
@@ -1399,6 +1405,7 @@ RESULTS = {
     "module with __getattr__": lambda: modules("module.constant", lambda n: module_with(
         __getattr__=types.SimpleNamespace(constant=n).__getattribute__)),
     "edited module": edited_module,
+    "edited global of a jitted kernel": edited_global,
     "added to builtins": added_to_builtins,
     "register_jitable": lambda: options(lambda f, flags: numba.extending.register_jitable(fastmath=flags)(f)),
     "cfunc": lambda: options(lambda f, flags: numba.cfunc("float64(float64)", fastmath=flags)(f)),
@@ -1406,8 +1413,8 @@ RESULTS = {
     "overload": lambda: overloads(1, 2),
     "overload_method": overload_methods,
     "ctypes": lambda: foreign(ctypes.c_long, ctypes.c_int8),
-    "locals": lambda: [numba.njit(locals={"total": kind})(kernel_from(
-        "def kernel(x, out):\n    total = 300\n    out[0] = total")) for kind in (numba.int8, numba.int64)],
+    "locals": lambda: [numba.njit(locals={"total": kind})(runs("total = 300\n    out[0] = total"))
+                       for kind in (numba.int8, numba.int64)],
     "named tuples": lambda: [reads("pair.a", pair=pair(1, 2)) for pair in PAIRS[:2]],
     "recursion": lambda: map(recursive, "fg"),
 }  # fmt: skip
@@ -1452,13 +1459,6 @@ def test_different_signatures_are_different_targets():
     assert target_of(jax.vmap(f), jax.ShapeDtypeStruct((3, 4), "f4")) == target_of(f, FLOATS)
 
 
-def test_an_edited_global_of_a_jitted_kernel_is_seen():
-    kernel = numba.njit(kernel_from("def kernel(x, out):\n    out[0] = x[0] + g", g=1))
-    for n in (1, 10):
-        kernel.py_func.__globals__["g"] = n
-        assert wrap(kernel)(F32)[0] == 1 + n
-
-
 def test_a_helper_that_was_compiled_before_an_edit_is_its_own():
     """Numba keeps what a helper read when it was compiled: who uses a new one must not get its code."""
     make = lambda n: numba.njit(kernel_from("def helper(a):\n    return a + n", name="helper", n=n))
@@ -1498,14 +1498,7 @@ def test_a_kernel_may_read_what_it_calls_writable():
     signature = "void(float32[::1], float32[::1])"
     for helper in (numba.njit(signature)(add_one.__wrapped__), add_by_overload,
                    numba.njit(locals={"a": numba.float32[::1]})(of_a_local)):  # fmt: skip
-        np.testing.assert_array_equal(wrap(with_call(helper))(F32), F32 + 1)
-
-
-def with_call(helper):
-    def kernel(x, out):
-        helper(x, out)
-
-    return kernel
+        np.testing.assert_array_equal(wrap(runs("helper(x, out)", helper=helper))(F32), F32 + 1)
 
 
 def test_star_args_and_keyword_defaults():
@@ -1533,18 +1526,6 @@ def test_unfilled_cells_have_a_digest():
 
 
 # -- errors --------------------------------------------------------------------------------------------
-
-
-def writes_input(x, out):
-    x[0] = 1
-
-
-def untypable(x, out):
-    out[0] = x.nothing
-
-
-def returns(x, out):
-    return x.size
 
 
 def fails_with(text):
@@ -1581,13 +1562,16 @@ ERRORS_OF = {
         ("'n' is no array.* must be hashable, got .* of type list", lambda: wrap(_head)(F32, n=[2], alpha=1.0)),
         (r"_head\(x, n, alpha, out\) got 1 arguments by position and m by keyword", lambda: wrap(_head)(F32, m=2)),
         ("got 1 arguments by position and x by keyword", lambda: wrap(_head)(F32, x=F32)),
-        ("kernel 'returns' returns int64, not nothing: with parameters", lambda: wrap(returns)(F32)),
+        ("'kernel' returns int64, not nothing: with parameters", lambda: wrap(runs("return x.size"))(F32)),
         (r"array\(float32.*, not int32\[:\]", lambda: wrap(lambda x: x, spec(4, dtype=np.int32))(F32)),
         (r"returns UniTuple.* x 2.*, not float32\[:\]", lambda: wrap(lambda x: (x, x))(F32)),
         (r"returns .*str.*, not float32", lambda: wrap(lambda x: "a")(F32)),
-        ("(?s)'writes_input' .*inputs? .*input_output_aliases", lambda: wrap(writes_input)(F32)),
-        (r"(?s)cannot compile .*'untypable' for \(float32\[:\]\) -> \(float.*nothing", lambda: wrap(untypable)(F32)),
-        ("Numba cannot compile", lambda: jax.eval_shape(wrap(untypable), FLOATS)),
+        ("(?s)'kernel' .*inputs? .*input_output_aliases", lambda: wrap(runs("x[0] = 1"))(F32)),
+        (
+            r"(?s)cannot compile .*'kernel' for \(float32\[:\]\) -> \(float.*nothing",
+            lambda: wrap(reads("x.nothing"))(F32),
+        ),
+        ("Numba cannot compile", lambda: jax.eval_shape(wrap(reads("x.nothing")), FLOATS)),
         ("jax_enable_x64 is set", lambda: wrap(numba.njit("f8(f8[:])")(lambda x: x[0]))(F32)),
         (r"input_output_aliases must be a dict .*; got \[\(0, 0\)\]", lambda: wrap(input_output_aliases=[(0, 0)])),
         ("no derivative.*jax.custom_vjp", lambda: jax.grad(lambda x: add_one(x).sum())(F32)),
@@ -1659,7 +1643,7 @@ RAISED = {
 
 @pytest.mark.parametrize("code", RAISED)
 def test_exception_in_a_kernel_becomes_an_error(code):
-    f = wrap(numba.njit(boundscheck=True)(kernel_from(f"def kernel(x, out):\n    {code}", **globals())))
+    f = wrap(numba.njit(boundscheck=True)(runs(code, **globals())))
     for call in (f, jax.jit(f), lambda x: jax.vmap(f)(x[None])):
         with pytest.raises(jax.errors.JaxRuntimeError, match=f"^INTERNAL: {RAISED[code]}.*raised in kernel 'kernel'"):
             jax.block_until_ready(call(F32))
@@ -1795,16 +1779,15 @@ def test_symbolic_shapes_are_exported():
 
 
 def test_integer_outputs_need_no_derivative():
-    f = xk.numba_kernel(nb_sign, outs=lambda x: jax.ShapeDtypeStruct(x.shape, jnp.int32))
+    @xk.numba_kernel(outs=lambda x: jax.ShapeDtypeStruct(x.shape, jnp.int32))
+    def f(x, out):
+        for i in range(x.size):
+            out[i] = np.sign(x[i])
+
     out, tangent = jax.jvp(f, (F32,), (F32,))
     assert out.dtype == jnp.int32 and tangent.dtype == jax.dtypes.float0
-    assert repr(f) == "<numba_kernel nb_sign>"
+    assert repr(f) == "<numba_kernel f>"
     np.testing.assert_array_equal(jax.grad(lambda x: (x * f(x)).sum())(F32), np.sign(F32))
-
-
-def nb_sign(x, out):
-    for i in range(x.size):
-        out[i] = np.sign(x[i])
 
 
 # -- any shape, layout and batch -----------------------------------------------------------------------
@@ -1897,13 +1880,9 @@ def test_any_nest_of_vmaps_is_a_loop_over_slices(dtype, rank):
 
 @pytest.mark.parametrize("method", ["sequential", "sequential_unrolled", "expand_dims", "broadcast_all", None])
 def test_every_vmap_method_gives_the_same_answer(method):
-    total = xk.numba_kernel(outs=lambda x: jax.ShapeDtypeStruct((), x.dtype), vmap_method=method)(sum_kernel)
+    total = wrap(runs("out[()] = x.sum()"), spec(), vmap_method=method)
     x = np.arange(24.0, dtype=np.float32).reshape(2, 3, 4)
     np.testing.assert_array_equal(jax.vmap(jax.vmap(total, 1), 0)(x), x.sum(1))
-
-
-def sum_kernel(x, out):
-    out[()] = x.sum()
 
 
 @numba.extending.intrinsic
@@ -2199,32 +2178,30 @@ memset = ctypes.CDLL(None).memset
 memset.argtypes, memset.restype = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t], ctypes.c_void_p
 
 WRITES = {
-    name: f"def write(x, out):\n    {code}" for name, code in {
-        "item": "x[0] = 77", "slice": "x[1:] = 77", "mask": "x[x > 0] = 77", "all": "x[...] = 77",
-        "in place": "x += 77",
-        "in place slice": "x[:2] -= 77", "sort": "x[::-1].sort()", "fill": "x.fill(77)",
-        "swap": "x[0], x[1] = x[1], x[0]",
-        "ufunc": "np.add(x, 77, x)", "sin": "np.sin(x, x)", "vectorize": "plus_one(x, x)",
-        "dot": "np.dot(np.ones((4, 4), np.float32), out, x)",
-        "dot out": "np.dot(np.ones((4, 4), np.float32), out, out=x)",
-        "flat": "x.flat[0] = 77", "helper": "write_first(x)", "closure": "(lambda a: a.fill(77))(x)",
-        "nditer": "for v in np.nditer(x):\n        v[()] = 77",
-        "nditer of two": "for v, w in np.nditer((x, out)):\n        v[()] = 77",
-        "view": "x.view(np.int32)[0] = 77", "reshape": "x.reshape((2, 2))[0, 0] = 77", "ravel": "x.ravel()[0] = 77",
-        "transpose": "x.T[0] = 77", "ascontiguousarray": "np.ascontiguousarray(x)[0] = 77",
-        "asfortranarray": "np.asfortranarray(x)[0] = 77", "asarray": "np.asarray(x)[0] = 77",
-        "fill_diagonal": "np.fill_diagonal(x.reshape((2, 2)), 77)", "shuffle": "np.random.shuffle(x)",
-        "list": "l = [out, x]\n    l[1][0] = 77", "tuple": "for a in (x, out):\n        a[0] = 77",
-        "typed list": "l = numba.typed.List()\n    l.append(out)\n    l.append(x)\n    l[1][0] = 77",
-        "typed dict": "d = numba.typed.Dict()\n    d[0] = out\n    d[1] = x\n    d[1][0] = 77",
-        "either": "a = out if out.size == 0 else x\n    a[0] = 77",
-        "ascontiguousarray, renamed": "contiguous(x)[0] = 77", "jitclass": "Holder(x).put(77)",
-        "fill_diagonal, renamed": "fill(x.reshape((2, 2)), 77)",
-        "nditer, renamed": "for v in elements(x):\n        v[()] = 77",
-        "guvectorize": "gu_swap(x, out)", "intrinsic": "poke(x)", "nan_to_num": "np.nan_to_num(x, False)",
-        "address": "memset(x.ctypes, 77, 4)", "getattr": "memset(getattr(x, 'ctypes'), 77, 4)",
-        "object mode": "with numba.objmode():\n        x[0] = 77",
-    }.items()
+    "item": "x[0] = 77", "slice": "x[1:] = 77", "mask": "x[x > 0] = 77", "all": "x[...] = 77",
+    "in place": "x += 77",
+    "in place slice": "x[:2] -= 77", "sort": "x[::-1].sort()", "fill": "x.fill(77)",
+    "swap": "x[0], x[1] = x[1], x[0]",
+    "ufunc": "np.add(x, 77, x)", "sin": "np.sin(x, x)", "vectorize": "plus_one(x, x)",
+    "dot": "np.dot(np.ones((4, 4), np.float32), out, x)",
+    "dot out": "np.dot(np.ones((4, 4), np.float32), out, out=x)",
+    "flat": "x.flat[0] = 77", "helper": "write_first(x)", "closure": "(lambda a: a.fill(77))(x)",
+    "nditer": "for v in np.nditer(x):\n        v[()] = 77",
+    "nditer of two": "for v, w in np.nditer((x, out)):\n        v[()] = 77",
+    "view": "x.view(np.int32)[0] = 77", "reshape": "x.reshape((2, 2))[0, 0] = 77", "ravel": "x.ravel()[0] = 77",
+    "transpose": "x.T[0] = 77", "ascontiguousarray": "np.ascontiguousarray(x)[0] = 77",
+    "asfortranarray": "np.asfortranarray(x)[0] = 77", "asarray": "np.asarray(x)[0] = 77",
+    "fill_diagonal": "np.fill_diagonal(x.reshape((2, 2)), 77)", "shuffle": "np.random.shuffle(x)",
+    "list": "l = [out, x]\n    l[1][0] = 77", "tuple": "for a in (x, out):\n        a[0] = 77",
+    "typed list": "l = numba.typed.List()\n    l.append(out)\n    l.append(x)\n    l[1][0] = 77",
+    "typed dict": "d = numba.typed.Dict()\n    d[0] = out\n    d[1] = x\n    d[1][0] = 77",
+    "either": "a = out if out.size == 0 else x\n    a[0] = 77",
+    "ascontiguousarray, renamed": "contiguous(x)[0] = 77", "jitclass": "Holder(x).put(77)",
+    "fill_diagonal, renamed": "fill(x.reshape((2, 2)), 77)",
+    "nditer, renamed": "for v in elements(x):\n        v[()] = 77",
+    "guvectorize": "gu_swap(x, out)", "intrinsic": "poke(x)", "nan_to_num": "np.nan_to_num(x, False)",
+    "address": "memset(x.ctypes, 77, 4)", "getattr": "memset(getattr(x, 'ctypes'), 77, 4)",
+    "object mode": "with numba.objmode():\n        x[0] = 77",
 }  # fmt: skip
 
 
@@ -2232,10 +2209,9 @@ WRITES = {
 def test_an_input_is_never_changed(case):
     """Numba refuses the kernel, or it runs on a copy."""
     parallel, case = case.startswith("parallel"), case.removeprefix("parallel ")
-    exec(WRITES[case], globals() | {"numba": numba}, namespace := {})
     x = jnp.array([4.0, np.nan, 2.0, 1.0], jnp.float32)
     try:
-        jax.block_until_ready(wrap(numba.njit(parallel=parallel)(namespace["write"]))(x))
+        jax.block_until_ready(wrap(numba.njit(parallel=parallel)(runs(WRITES[case], **globals())))(x))
     except (TypeError, jax.errors.JaxRuntimeError) as error:
         assert re.search("input|Numba cannot compile|read-only", str(error))
     np.testing.assert_array_equal(x, [4, np.nan, 2, 1])
@@ -2250,8 +2226,7 @@ READS = {  # code: the inputs that get a copy
 
 @pytest.mark.parametrize("code", READS)
 def test_a_kernel_that_only_reads_gets_no_copies(code):
-    exec(f"def read(x, y, out):\n    {code}", globals(), namespace := {})
-    f = wrap(namespace["read"], lambda x, y: x)
+    f = wrap(runs(code, "x, y, out", **globals()), lambda x, y: x)
     np.testing.assert_array_equal(f(F32, 2 * F32), 3 * F32)
     copied = jax.make_jaxpr(f)(F32, F32).eqns[0].params["aliases"]
     assert "".join("xy"[i] for i, _ in copied) == READS[code]
