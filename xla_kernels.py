@@ -134,10 +134,7 @@ def _out_aval(shape: tuple, dtype: Any, ins: Sequence[Any], axes: Sequence[Any] 
 
 
 def _make_varying(args: Sequence[Any]) -> list[Any]:
-    """Cast inputs to vary over the same mesh axes, as JAX's own operations do under `check_vma=True`.
-
-    The cast is what makes the transposed operation sum the cotangent of a replicated input.
-    """
+    """Inputs cast to vary over the same axes: the cast's transpose sums the cotangents of a replicated input."""
     axes = [_varying_axes(jax.typeof(x)) for x in args]
     union = frozenset().union(*axes)
     cast = functools.partial(jax.lax.pcast, to="varying") if hasattr(jax.lax, "pcast") else _jax.lax.pvary  # jax 0.7
@@ -152,9 +149,9 @@ def _side_effect() -> frozenset:
 
 
 def _on_mesh(ctx: Any) -> Any:
-    """`ctx` with the mesh over which XLA may split what is lowered, under jax.jit; None in shard_map and pmap.
+    """`ctx` with the mesh over which XLA may split what is lowered; None in shard_map, pmap and what is exported.
 
-    Also None in what is exported, as custom_partitioning calls a Python function of this process.
+    (An exported program cannot call a Python function of this process, as custom_partitioning does.)
     """
     module = ctx.module_context
     context = module.axis_context
@@ -262,10 +259,7 @@ _XLA_FFI_DATA_TYPES = {  # for a new dtype: its number here, and its name in wha
 
 @functools.cache
 def _ffi_api_version() -> tuple[int, int]:
-    """The FFI version to report in the handshake: that of the installed jaxlib, which accepts no newer one.
-
-    Without its header, 0.1: the version of jaxlib 0.7.2, whose structs are the ones used here.
-    """
+    """The version to report in the handshake: jaxlib's own, which accepts no newer one, or without its header 0.1."""
     try:
         with open(os.path.join(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h"), encoding="utf-8") as header:
             text = header.read()
@@ -817,9 +811,7 @@ class _ShardingRule:
         axes += [()] * (len(outs) - len(axes))
         return [_out_aval(out.shape, out.dtype, ins, own) for out, own in zip(outs, axes, strict=True)]
 
-    def lower(
-        self, ctx: Any, operands: Any, run: Callable[..., list], outs: Any, rest: Any = (), effect: bool = False
-    ) -> Any:
+    def lower(self, ctx: Any, operands: Any, run: Callable, outs: Any, rest: Any = (), effect: bool = False) -> Any:
         """Lower `run(outs, *ins)`, for XLA to run with the `outs` of a shard on each device, and zeros for the rest."""
         closed = jax.make_jaxpr(functools.partial(run, outs))(*ctx.avals_in)
         partitioned = self._partitioned(closed, run, outs)
@@ -884,9 +876,7 @@ def _call_abstract_eval(*ins: Any, outs: Sequence[Spec], has_side_effect: bool, 
     return rule.out_avals(ins, outs), _side_effect() if has_side_effect else frozenset()
 
 
-def _call_lowering(
-    ctx: Any, *operands: Any, target: _Target, aliases: tuple, has_side_effect: bool, **params: Any
-) -> Any:
+def _call_lowering(ctx: Any, *operands: Any, target: Any, aliases: tuple, has_side_effect: bool, **params: Any) -> Any:
     for platform in _platforms(ctx):
         target.register(platform)
     if ctx.primitive is _split_call_p and (on_mesh := _on_mesh(ctx)):
@@ -906,9 +896,7 @@ def _call_lowering(
     return rule(ctx, *operands, **{name: np.array(values, np.int64) for name, values in target.attrs})
 
 
-def _lower_on_shards(
-    ctx: Any, operands: Any, target: _Target, aliases: tuple, effect: bool, rule: _ShardingRule, outs: tuple
-) -> Any:
+def _lower_on_shards(ctx: Any, operands: Any, target: Any, aliases: Any, effect: bool, rule: Any, outs: Any) -> Any:
     """Give XLA the call on a shard: of the results that the rule knows, as nobody asks for those behind them."""
     n, depth = len(rule.outs), rule.depth
 
@@ -927,9 +915,7 @@ def _slices(arrays: Sequence[Any], depth: int) -> list[Spec]:
     return [Spec(x.shape[depth:], x.dtype) for x in arrays]
 
 
-def _call_batching(
-    args: Sequence[Any], dims: Sequence[Any], *, outs: Any, aliases: Any, rule: Any, **params: Any
-) -> Any:
+def _call_batching(args: Any, dims: Any, *, outs: Any, aliases: tuple, rule: Any, **params: Any) -> Any:
     """One more leading dimension everywhere; size 1 says that an operand is the same for every slice."""
     size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
     own = [d is not None or i in dict(aliases) for i, d in enumerate(dims)]  # what is written to is not shared
@@ -1082,6 +1068,8 @@ class _Wrapper(_Kept):
         self.variants = _Recent()  # this kernel with another order and static arguments
         self._check_names("in_out_argnames", list(options.in_out_argnames or ()))
         self._check_names("input_output_aliases", [i for i in options.aliases if isinstance(i, str)])
+        self.in_outs = [name for name in self.parameters if name in (options.in_out_argnames or ())]
+        self.aliases = options.aliases | {name: j for j, name in enumerate(self.in_outs)}
         self.__name__ = getattr(kernel, "__name__", None) or getattr(kernel, "key", None) or type(kernel).__name__
         self.__doc__ = getattr(kernel, "__doc__", None)
         self.__wrapped__ = kernel
@@ -1196,24 +1184,16 @@ class _Wrapper(_Kept):
                 args.insert(i, self.static[parameter.name])
         return option(*args, **named)
 
-    def _input_number(self, option: str, name: str | int, n: int) -> int:
-        """The number, among the `n` inputs of a call, of the one that an option names."""
-        if isinstance(name, int):
-            return name
-        if name not in (names := self.order[:n]):
-            raise ValueError(
-                f"{option}: {name!r} is not the name of an input of {self.__name__!r}; this call has {names}"
-            )
-        return names.index(name)
-
     def _in_outs(self, n: int) -> list[int]:
         """The inputs that are returned too, in the kernel's order: the first outputs start with them."""
-        return sorted(self._input_number("in_out_argnames", name, n) for name in self.options.in_out_argnames or ())
+        return [i for i, name in enumerate(self.order[:n]) if name in self.in_outs]
 
     def _aliases(self, n: int) -> dict[int, int]:
         """Which output starts with which of `n` inputs."""
-        given = {self._input_number("input_output_aliases", i, n): j for i, j in self.options.aliases.items()}
-        return given | {i: j for j, i in enumerate(self._in_outs(n))}
+        names = self.order[:n]
+        if wrong := [name for name in self.aliases if isinstance(name, str) and name not in names]:
+            raise ValueError(f"{self.__name__!r}: {wrong[0]!r} is not the name of an input; this call has {names}")
+        return {names.index(i) if isinstance(i, str) else i: j for i, j in self.aliases.items()}
 
     # -- what a backend says of a call -----------------------------------------------------------------
 
@@ -3413,6 +3393,8 @@ class _WarpKernel(_Wrapper):
         self.params = [_warp_param(wp, kernel.func.__name__, arg.label, arg.type) for arg in kernel.adj.args]
         self.by_value = {param.name: param for param in self.params if param.ndim is None}
         super().__init__(kernel, *args)
+        names = dict(enumerate(self.parameters))  # positions count all arguments of a call
+        self.aliases = {names.get(i, i): j for i, j in self.aliases.items()}
         self.constants, self.starts = b"", dict[str, int]()  # the memory of constants, and where in it each starts
         for name, param in self.by_value.items():
             if name in self.static:
@@ -3459,10 +3441,6 @@ class _WarpKernel(_Wrapper):
         rest, names = iter(ins), self.parameters[: len(ins) + len(self.static)]
         args = [self.static[name] if name in self.static else next(rest) for name in names]
         return option(*args) if callable(option) else option
-
-    def _input_number(self, option: str, name: str | int, n: int) -> int:
-        """Positions count all arguments of the call."""
-        return super()._input_number(option, dict(enumerate(self.parameters)).get(name, name), n)  # type: ignore
 
     def _wrong_arity(self, given: str) -> TypeError:
         return TypeError(
