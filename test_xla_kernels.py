@@ -2773,7 +2773,16 @@ class RecordingDriver:
         self.add("cuCtxGetDevice", self.device, ctypes.c_int32, ctypes.POINTER(ctypes.c_int32))
         self.add("Stream_Get", self.stream, pointer, pointer)
         self.add("DeviceOrdinal_Get", self.xla_device, pointer, pointer)
-        self.overrides = {name: self.address(name) for name in ("Stream_Get", "DeviceOrdinal_Get")}
+
+    def answer(self, monkeypatch):
+        """Tell handlers the stream and the device, in the place of XLA."""
+        api = xk._Code.api
+
+        def ask(code, frame, name, args):
+            asks_us = name in self.callbacks
+            return code.call(self.address(name), args.address) if asks_us else api(code, frame, name, args)
+
+        monkeypatch.setattr(xk._Code, "api", ask)
 
     def add(self, name, function, *types_):
         self.callbacks[name] = ctypes.CFUNCTYPE(*types_)(function)
@@ -2810,6 +2819,7 @@ def record(monkeypatch, ranks, outs=lambda *ins: ins[0], functions=(0xF0, 0xF1),
     """A wrapper whose launches on the CPU are recorded, and the recorder."""
     options = {key: launch.pop(key) for key in ("code", "ordinal", "package") if key in launch}
     driver = RecordingDriver(ranks, **options)
+    driver.answer(monkeypatch)
     names = [f"a{i}" for i in range(n_args or len(ranks))]
     kernel = kernel_from(f"def kernel({', '.join(names)}): token", token=object())  # each recorder has its own target
     wrapper = xk.numba_cuda_kernel(kernel, outs, input_output_aliases=aliases, **launch)
@@ -2872,7 +2882,7 @@ def test_cuda_handler_launches_once_per_slice(monkeypatch):
 def test_cuda_handler_asks_xla_for_its_device(monkeypatch):
     """By XLA's own function, which knows the CPU's devices too."""
     op, driver = record(monkeypatch, (1, 1), grid=1, block=1, functions=range(0xF0, 0xF4))
-    del driver.overrides["DeviceOrdinal_Get"]
+    del driver.callbacks["DeviceOrdinal_Get"]
     mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")), "i")
     jax.block_until_ready(jax.jit(shard_map(op, mesh=mesh, in_specs=P("i"), out_specs=P("i")))(aligned((8,))))
     known = xk._ffi_api_version() >= (0, 2)  # before, the handler asks CUDA
@@ -3191,14 +3201,11 @@ def fake_gpus(monkeypatch):
     """Two fake GPUs, whose handlers are registered for the CPU; returns the log and a setter of the device."""
 
     class Driver(xk._CudaDriver):
-        def __init__(self):
-            super().__init__()
-            self.overrides = PLACE.overrides
-
         def address(self, name):
             return (PLACE if name == "cuCtxGetDevice" else super()).address(name)
 
     PLACE.ordinal = 0
+    PLACE.answer(monkeypatch)
     fake_log = ctypes.CDLL("libcuda.so.1").fake_log
     fake_log.restype = ctypes.c_char_p
     monkeypatch.setattr(xk, "_cuda_ordinals", lambda: [0, 1])
@@ -4164,6 +4171,7 @@ class WarpDriver(RecordingDriver):
 def warp_driver(request, monkeypatch):
     """Warp kernels take the path for GPUs, with the CPU in the place of device 3; gives the driver."""
     driver = WarpDriver([])
+    driver.answer(monkeypatch)
     record, launch, layout = xk._WarpPlan.record, wp.Launch.launch, xk._warp_layout
 
     def record_on_cpu(plan, device):

@@ -1273,13 +1273,12 @@ class _Emitter:
     traits = 0
     lock = 0  # the address of a lock of CPython to hold while slices run, which can be taken without the GIL
     uses_python = False  # slices take the GIL: their thread has a state of Python's all along, where exceptions wait
-    attributes: tuple[str, ...] = ()  # the names of those that calls have
     in_order = True  # slices run one after another, on the thread that XLA calls
     host_memory = True  # the buffers lie in the memory of the host
     hidden_outputs = False  # True: more outputs may follow those of the signature, which the kernel does not see
 
-    def enter(self, handler: _Handler) -> Callable[[list[_Array]], None]:
-        """Write what all slices share; returns what writes one slice, inside the handler's loop."""
+    def write(self, handler: _Handler) -> None:
+        """Write what all slices share, and what runs one of them under `with handler.each_slice() as arrays`."""
         raise NotImplementedError
 
 
@@ -1294,6 +1293,8 @@ class _Word:
         self.code, self.value = code, value
 
     def _calculate(self, operation: str, other: Any) -> Any:
+        if operation == "add" and isinstance(other, int) and other == 0:
+            return self  # LLVM would keep a sum
         return _Word(self.code, getattr(self.code.builder, operation)(self.value, self.code.word(other).value))
 
     def _compare(self, relation: str, other: Any) -> Any:
@@ -1375,7 +1376,13 @@ class _Code:
     # -- memory ----------------------------------------------------------------------------------------
 
     def word(self, value: Any) -> _Word:
-        return value if isinstance(value, _Word) else _Word(self, self.ir.Constant(self.i64, int(value)))
+        """A number, or the address of a C function or, by its name, of one of this module."""
+        if isinstance(value, _Word):
+            return value
+        if isinstance(value, str):
+            return _Word(self, self.functions[value].ptrtoint(self.i64))
+        number = value if isinstance(value, int) else ctypes.cast(value, _PTR).value
+        return _Word(self, self.ir.Constant(self.i64, int(number or 0)))
 
     def pointer(self, address: Any, size: int = 1) -> Any:
         """LLVM's pointer to an integer of so many bytes."""
@@ -1394,15 +1401,9 @@ class _Code:
         pointers = self.pointer(target), self.pointer(source)
         self.cgutils.raw_memcpy(self.builder, *pointers, self.word(nbytes).value, 1)
 
-    def clear(self, address: Any, nbytes: Any) -> None:
-        self.cgutils.memset(self.builder, self.pointer(address), self.word(nbytes).value, 0)
-
-    def struct(self, kind: Any, address: Any) -> Any:
-        return _Struct(self, kind, self.word(address))
-
-    def at(self, kind: Any, array: Any, index: Any) -> Any:
-        """A struct in an array of them."""
-        return self.struct(kind, self.word(index) * ctypes.sizeof(kind) + array)
+    def struct(self, kind: Any, address: Any, index: Any = 0) -> Any:
+        """The struct at an address, or one in an array of them."""
+        return _Struct(self, kind, self.word(address) + index * ctypes.sizeof(kind))
 
     def stack(self, kind: Any, count: Any = 1) -> _Word:
         """The address of so many structs or words on the stack: if the number is known, of the same ones in a loop."""
@@ -1417,6 +1418,12 @@ class _Code:
         first = self.stack(_I64, len(values))
         for i, value in enumerate(values):
             self.write(value, first + 8 * i)
+        return first
+
+    def zeros(self, nbytes: int) -> _Word:
+        """The address of zeroed memory on the stack."""
+        first = self.stack(_I64, -(-nbytes // 8))
+        self.cgutils.memset(self.builder, self.pointer(first), self.word(nbytes).value, 0)
         return first
 
     def new(self, kind: Any, **fields: Any) -> Any:
@@ -1442,12 +1449,9 @@ class _Code:
     # -- control flow ----------------------------------------------------------------------------------
 
     def call(self, function: Any, *args: Any) -> _Word:
-        """Call a function of this module by its name, or a C function by its address."""
-        if isinstance(function, str):
-            target = self.functions[function]
-        else:
-            kind = self.ir.FunctionType(self.i64, [self.i64] * len(args))
-            target = self.builder.inttoptr(self.word(function).value, kind.as_pointer())
+        """Call a function, as `word` takes it."""
+        kind = self.ir.FunctionType(self.i64, [self.i64] * len(args))
+        target = self.builder.inttoptr(self.word(function).value, kind.as_pointer())
         return _Word(self, self.builder.call(target, [self.word(arg).value for arg in args]))
 
     def api(self, frame: Any, name: str, args: Any) -> _Word:
@@ -1547,7 +1551,7 @@ class _Driver(_Code):
         """
         batch, rest = self.struct(_Batch, address), self.new(_Range, first=index)
         with self.loop(0, batch.n) as k:
-            first, slot = self.at(_Slot, batch.slots, k), self.at(_Slot, slots, k)
+            first, slot = self.struct(_Slot, batch.slots, k), self.struct(_Slot, slots, k)
             slot.data, slot.step, slot.dims, slot.nbytes = first.data, first.step, first.dims, first.nbytes
         with self.when(index == 0):
             self.give(0)
@@ -1556,7 +1560,7 @@ class _Driver(_Code):
             position = rest.first % size
             rest.first = rest.first // size
             with self.loop(0, batch.n) as k:
-                slot = self.at(_Slot, slots, k)
+                slot = self.struct(_Slot, slots, k)
                 own = self.read(slot.dims - i * 8 - 8)
                 slot.data = slot.data + self.choose(own == 1, 0, position * slot.nbytes)
                 slot.nbytes = slot.nbytes * own  # of all that the next dimension steps over
@@ -1594,8 +1598,8 @@ class _Driver(_Code):
         """The last who holds a shared batch frees it."""
         shared = self.struct(_Shared, address)
         with self.when(self.add_at_once(shared.place("holders"), -1) == 1):
-            self.call(_symbol("PyThread_free_lock"), shared.idle)
-            self.call(_symbol("PyMem_RawFree"), address)
+            self.call(ctypes.pythonapi.PyThread_free_lock, shared.idle)
+            self.call(ctypes.pythonapi.PyMem_RawFree, address)
         return 0
 
     def task(self, address: _Word) -> Any:
@@ -1608,7 +1612,7 @@ class _Driver(_Code):
             with self.when(self.replace_at_once(shared.place("inside"), inside, inside + 1)):
                 self.call("work", address)
                 with self.when(self.add_at_once(shared.place("inside"), -1) == 1):
-                    self.call(_symbol("PyThread_release_lock"), shared.idle)
+                    self.call(ctypes.pythonapi.PyThread_release_lock, shared.idle)
                 self.give(self.call("drop", address))
 
     def share(self, address: _Word, first: _Word, helpers: _Word, piece: _Word) -> Any:
@@ -1618,16 +1622,15 @@ class _Driver(_Code):
         """
         batch = self.struct(_Batch, address)
         frame = self.struct(XLA_FFI_CallFrame, batch.frame)
-        memory = self.call(_symbol("PyMem_RawMalloc"), ctypes.sizeof(_Shared))
-        idle = self.call(_symbol("PyThread_allocate_lock"))
+        memory = self.call(ctypes.pythonapi.PyMem_RawMalloc, ctypes.sizeof(_Shared))
+        idle = self.call(ctypes.pythonapi.PyThread_allocate_lock)
         with self.when((memory == 0) | (idle == 0)):  # out of memory, which one thread does not need
             self.give(self.call("run", address, first, batch.count))
         shared = self.struct(_Shared, memory)
         shared.batch, shared.next, shared.count, shared.error = address, first, batch.count, 0
         shared.piece, shared.inside, shared.holders, shared.idle = piece, 1, helpers + 1, idle
-        self.call(_symbol("PyThread_acquire_lock"), idle, 1)
-        task = _Word(self, self.builder.ptrtoint(self.functions["task"], self.i64))
-        args = self.new(XLA_FFI_ThreadPool_Schedule_Args, ctx=frame.ctx, task=task, data=memory)
+        self.call(ctypes.pythonapi.PyThread_acquire_lock, idle, 1)
+        args = self.new(XLA_FFI_ThreadPool_Schedule_Args, ctx=frame.ctx, task=self.word("task"), data=memory)
         with self.loop(0, helpers):
             error = self.api(frame.address, "ThreadPool_Schedule", args)
             with self.when(error != 0):
@@ -1635,7 +1638,7 @@ class _Driver(_Code):
                 self.call("drop", memory)
         self.call("work", memory)
         with self.when(self.add_at_once(shared.place("inside"), -1) > 1):
-            self.call(_symbol("PyThread_acquire_lock"), shared.idle, 1)
+            self.call(ctypes.pythonapi.PyThread_acquire_lock, shared.idle, 1)
         error = shared.error
         self.call("drop", memory)
         return error
@@ -1675,7 +1678,7 @@ class _Driver(_Code):
             counter = self.module.declare_intrinsic("llvm.readcyclecounter", (), self.ir.FunctionType(self.i64, []))
             return _Word(self, self.builder.call(counter, []))
         now = self.new(_Range)  # a struct timespec: seconds and nanoseconds
-        self.call(_symbol("clock_gettime"), time.CLOCK_MONOTONIC, now.address)
+        self.call(ctypes.pythonapi.clock_gettime, time.CLOCK_MONOTONIC, now.address)
         return now.first * 10**9 + now.count
 
     def threads(self, frame: Any) -> Any:
@@ -1711,7 +1714,7 @@ class _Driver(_Code):
             place = batch.sizes + d * 8
             self.write(1, place)
             with self.loop(0, batch.n) as k:
-                own = self.read(self.at(_Slot, batch.slots, k).dims + (d - batch.depth) * 8)
+                own = self.read(self.struct(_Slot, batch.slots, k).dims + (d - batch.depth) * 8)
                 self.write(self.choose(own == 1, self.read(place), own), place)
             batch.count = batch.count * self.read(place)
 
@@ -1722,11 +1725,11 @@ class _Driver(_Code):
         1e7 float32, with JAX's own operations as well.
         """
         with self.loop(self.struct(_Kernel, batch.kernel).n_in, batch.n) as k:
-            slot = self.at(_Slot, batch.slots, k)
+            slot = self.struct(_Slot, batch.slots, k)
             nbytes = slot.nbytes * batch.count
             with self.when(nbytes > _HUGE_PAGE_MIN - 1):
                 skip = self.word(mmap.PAGESIZE) - slot.data % mmap.PAGESIZE  # the range must start at a page
-                self.call(_symbol("madvise"), slot.data + skip, nbytes - skip, _MADV_HUGEPAGE)
+                self.call(ctypes.pythonapi.madvise, slot.data + skip, nbytes - skip, _MADV_HUGEPAGE)
 
 
 @functools.cache
@@ -1783,34 +1786,38 @@ class _Handler(_Code):
         self.define("handler", self._handler)
 
     def _slices(self, frame: _Word, slots: _Word, count: _Word) -> Any:
-        self.frame = self.struct(XLA_FFI_CallFrame, frame)
+        self.frame, self.slots, self.count = self.struct(XLA_FFI_CallFrame, frame), slots, count
+        self.emitter.write(self)
+        return 0
+
+    @contextlib.contextmanager
+    def each_slice(self) -> Iterator[list[_Array]]:
+        """A loop over the slices, in which the emitter writes what runs one of them on its arrays."""
         arrays, steps = [], []
         for k, (dtype, rank) in enumerate(zip(self.signature.dtypes, self.signature.ranks, strict=True)):
-            slot = self.at(_Slot, slots, k)
+            slot = self.struct(_Slot, self.slots, k)
             dims = [self.read(slot.dims + 8 * j) for j in range(rank)]
             arrays.append(_Array(slot.data, dims, _row_major(dims, dtype.itemsize), dtype.itemsize))
             steps.append(slot.step)
-        run = self.emitter.enter(self)
-        with self.loop(0, count) as i:
-            run([x._replace(pointer=x.pointer + step * i) for x, step in zip(arrays, steps, strict=True)])
-        return 0
+        with self.loop(0, self.count) as i:
+            yield [x._replace(pointer=x.pointer + step * i) for x, step in zip(arrays, steps, strict=True)]
 
     def _guarded_slices(self, frame: _Word, slots: _Word, count: _Word) -> Any:
         """The same, with what the emitter has to hold, which is given back also if a slice fails."""
         if self.emitter.lock:
-            self.call(_symbol("PyThread_acquire_lock"), self.emitter.lock, 1)
+            self.call(ctypes.pythonapi.PyThread_acquire_lock, self.emitter.lock, 1)
         if self.emitter.uses_python:
-            gil, state = self.call(_symbol("PyGILState_Ensure")), self.call(_symbol("PyEval_SaveThread"))
+            gil, state = self.call(ctypes.pythonapi.PyGILState_Ensure), self.call(ctypes.pythonapi.PyEval_SaveThread)
         error = self.call("unguarded", frame, slots, count)
         if self.emitter.uses_python:
-            self.call(_symbol("PyEval_RestoreThread"), state)
-            self.call(_symbol("PyGILState_Release"), gil)
+            self.call(ctypes.pythonapi.PyEval_RestoreThread, state)
+            self.call(ctypes.pythonapi.PyGILState_Release, gil)
         if self.emitter.lock:
-            self.call(_symbol("PyThread_release_lock"), self.emitter.lock)
+            self.call(ctypes.pythonapi.PyThread_release_lock, self.emitter.lock)
         return error
 
     def _handler(self, address: _Word) -> Any:
-        """Run a call without a batch at once, and leave others to the driver."""
+        """Run a call without a batch, or with a short one of a kernel known to be quick; leave others to the driver."""
         self.frame = frame = self.struct(XLA_FFI_CallFrame, address)
         with self.when(frame.extension_start != 0):
             self.give(self.call(_driver()["answer"], frame.extension_start, self.emitter.traits))
@@ -1820,7 +1827,7 @@ class _Handler(_Code):
         slots = self.stack(_Slot, len(buffers))
         places, sizes = list[_Word](), list[Any]()
         for k, (buffer, dtype, rank) in enumerate(self._expected(buffers)):
-            slot, place = self.at(_Slot, slots, k), buffer.dims + depth * 8
+            slot, place = self.struct(_Slot, slots, k), buffer.dims + depth * 8
             size = math.prod(self.read(place + 8 * j) for j in range(rank)) * dtype.itemsize
             slot.data, slot.dims, slot.nbytes = buffer.data, place, size
             places.append(place)
@@ -1828,32 +1835,29 @@ class _Handler(_Code):
         large = [size > _HUGE_PAGE_MIN - 1 for size in sizes[self.signature.n_in :]] if self.maps_pages else []
         with self.when(functools.reduce(operator.or_, large, depth) == 0):
             self.give(self.call("slices", address, slots, 1))
-        return self._run_batch(slots, depth, places, sizes)
-
-    def _run_batch(self, slots: _Word, depth: _Word, places: list[_Word], sizes: list[Any]) -> Any:
-        """Run what has batch dimensions, or large outputs; a short batch of a kernel known to be quick at once."""
         kernel, row, total = self.struct(_Kernel, ctypes.addressof(self.kernel)), self.word(1), sum(sizes)
-        frame = self.frame.address
+        drive = functools.partial(self.call, _driver()["drive"], address, kernel.address, slots, depth)
         with self.when(depth == 0):
-            self.give(self.call(_driver()["drive"], frame, kernel.address, slots, 0, 1, total))
+            self.give(drive(1, total))
         for k, (place, size) in enumerate(zip(places, sizes, strict=True)):
             own = self.read(place - 8)  # a size of 1 goes with every other
-            self.at(_Slot, slots, k).step = self.choose(own == 1, 0, size)
+            self.struct(_Slot, slots, k).step = self.choose(own == 1, 0, size)
             row = self.choose(own == 1, row, own)
         trusted = kernel.trusted
         with self.when((depth == 1) & (trusted > 0) & (row * total < kernel.brief)):
             kernel.trusted = trusted - 1
-            self.give(self.call("slices", frame, slots, row))
-        return self.call(_driver()["drive"], frame, kernel.address, slots, depth, row, total)
+            self.give(self.call("slices", address, slots, row))
+        return drive(row, total)
 
     def _read_buffers(self) -> tuple[list[Any], _Word]:
         """The buffers, after a check of their number, dtypes and ranks, and how many batch dimensions they have."""
         args, rets, n_in, n = self.frame.args, self.frame.rets, self.signature.n_in, len(self.signature.ranks)
+        text = f"kernel '{self.signature.label}' was called with other buffers than {self.signature}"
         wrong = (args.size < n_in) | (args.size > (n if self.signature.from_zeros else n_in)) | (rets.size < n - n_in)
         if not self.emitter.hidden_outputs:
             wrong = wrong | (rets.size > n - n_in)
         with self.when(wrong):
-            self._fail_on("number of buffers")
+            self.fail(text, _ERROR_INVALID_ARGUMENT)
         places = [args.args + 8 * k for k in range(n_in)] + [rets.rets + 8 * k for k in range(n - n_in)]
         buffers = [self.struct(XLA_FFI_Buffer, self.read(place)) for place in places]
         depth = buffers[0].rank - self.signature.ranks[0] if buffers else self.word(0)
@@ -1861,28 +1865,23 @@ class _Handler(_Code):
         for buffer, dtype, rank in self._expected(buffers):
             wrong = wrong | (buffer.rank != depth + rank) | (buffer.dtype != _XLA_FFI_DATA_TYPES[dtype.name])
         with self.when(wrong):
-            self._fail_on("rank or dtype")
+            self.fail(text, _ERROR_INVALID_ARGUMENT)
         return buffers, depth
 
     def _expected(self, buffers: list[Any]) -> Iterator[tuple[Any, np.dtype, int]]:
         return zip(buffers, self.signature.dtypes, self.signature.ranks, strict=True)
 
-    def _fail_on(self, what: str) -> None:
-        text = f"kernel '{self.signature.label}' was called with another {what} than {self.signature}"
-        self.fail(text, _ERROR_INVALID_ARGUMENT)
-
     def fail(self, message: str | _Word, code: int = _ERROR_INTERNAL) -> None:
         """Return an error from the function; the message is a text or, when the code runs, the address of one."""
         if isinstance(message, str):
-            text = self.cgutils.make_bytearray(message.encode() + b"\0")
-            constant = self.cgutils.global_constant(self.module, self.module.get_unique_name("text"), text)
-            message = _Word(self, self.builder.ptrtoint(constant, self.i64))
+            text, name = self.cgutils.make_bytearray(message.encode() + b"\0"), self.module.get_unique_name("text")
+            message = _Word(self, self.cgutils.global_constant(self.module, name, text).ptrtoint(self.i64))
         self.give(self.call(_driver()["error"], self.frame.address, message, code))
 
-    def attribute(self, name: str) -> _Word:
-        """The address of the integers of a call's attribute; XLA sorts attributes by name."""
-        index = sorted(self.emitter.attributes).index(name)
-        return self.struct(XLA_FFI_Array, self.read(self.frame.attrs.attrs + 8 * index)).data
+    @property
+    def launch(self) -> _Word:
+        """The address of the integers of a call's one attribute, `launch`."""
+        return self.struct(XLA_FFI_Array, self.read(self.frame.attrs.attrs)).data
 
 
 # -- 8.5 Slices that run in Python ---------------------------------------------------------------------
@@ -1896,12 +1895,11 @@ class _Call(NamedTuple):
     stream: int
     ordinal: int
 
-    def attribute(self, name: str) -> int:
-        """The address of the integers of an attribute, as `_Handler.attribute`."""
-        attrs = XLA_FFI_CallFrame.from_address(self.frame).attrs
-        names = (ctypes.POINTER(XLA_FFI_ByteSpan) * attrs.size).from_address(attrs.names)
-        index = [ctypes.string_at(span[0].ptr, span[0].len).decode() for span in names].index(name)
-        return XLA_FFI_Array.from_address(_SIZE.from_address(attrs.attrs + 8 * index).value).data
+    @property
+    def launch(self) -> int:
+        """The address of the integers of its attribute, as `_Handler.launch`."""
+        attrs = XLA_FFI_CallFrame.from_address(self.frame).attrs.attrs
+        return XLA_FFI_Array.from_address(_SIZE.from_address(attrs).value).data
 
 
 class _CallbackEmitter(_Emitter):
@@ -1928,17 +1926,14 @@ class _CallbackEmitter(_Emitter):
         kind = ctypes.CFUNCTYPE(_PTR, _PTR, ctypes.POINTER(_I64), ctypes.POINTER(_I64))
         self.callback = kind(callback)
 
-    def enter(self, handler: _Handler) -> Callable[[list[_Array]], None]:
+    def write(self, handler: _Handler) -> None:
         place = _cuda_place(handler, self.driver) if self.driver else (0, 0)
-
-        def run(arrays: list[_Array]) -> None:
+        with handler.each_slice() as arrays:
             pointers = handler.array([*(x.pointer for x in arrays), *place])
             dims = handler.array([n for x in arrays for n in x.dims])
-            message = handler.call(ctypes.cast(self.callback, _PTR).value, handler.frame.address, pointers, dims)
+            message = handler.call(self.callback, handler.frame.address, pointers, dims)
             with handler.when(message != 0, likely=False):
                 handler.fail(message)
-
-        return run
 
 
 _MESSAGES: dict[int, Any] = {}  # by thread: a text must live until XLA has copied it
@@ -2476,10 +2471,6 @@ def _may_use_threads(overload: Any) -> bool:
     return any(_CALLS_OF_THREADS.search(text) for text in functions if not wrappers.match(text))
 
 
-def _symbol(name: str) -> int:
-    return ctypes.cast(getattr(ctypes.pythonapi, name), _PTR).value or 0
-
-
 class _NumbaEmitter(_Emitter):
     """Calls a function compiled by Numba, by address."""
 
@@ -2496,20 +2487,17 @@ class _NumbaEmitter(_Emitter):
 
         self.report = ctypes.CFUNCTYPE(_PTR, _PTR)(report)
 
-    def enter(self, handler: _Handler) -> Callable[[list[_Array]], None]:
+    def write(self, handler: _Handler) -> None:
         from numba.core import types as nbtypes
 
         conv, builder = self.overload.target_context.call_conv, handler.builder
         kind = conv.get_function_type(nbtypes.none, self.argtypes)
-
-        def run(arrays: list[_Array]) -> None:
+        with handler.each_slice() as arrays:
             values = [self._value(handler, *parts) for parts in zip(self.argtypes, arrays, strict=True)]
             entry = builder.inttoptr(handler.word(self.entry).value, kind.as_pointer())
             status, _ = conv.call_function(builder, entry, nbtypes.none, self.argtypes, values)
             with builder.if_then(status.is_error, likely=False):
                 handler.fail(self._message(handler, status))
-
-        return run
 
     def _value(self, handler: _Handler, array_type: Any, array: _Array) -> Any:
         """Numba's value for an array, a struct that is built without memory."""
@@ -2534,11 +2522,11 @@ class _NumbaEmitter(_Emitter):
         gil = python.gil_ensure()
         context.call_conv.raise_error(handler.builder, python, status)
         parts = handler.stack(_I64, 3)
-        for function in ("PyErr_Fetch", "PyErr_NormalizeException"):  # Python 3.11 may hand out bare values
-            handler.call(_symbol(function), parts, parts + 8, parts + 16)
-        message = handler.call(ctypes.cast(self.report, _PTR).value, handler.read(parts + 8))
+        for fetch in (ctypes.pythonapi.PyErr_Fetch, ctypes.pythonapi.PyErr_NormalizeException):  # 3.11: bare values
+            handler.call(fetch, parts, parts + 8, parts + 16)
+        message = handler.call(self.report, handler.read(parts + 8))
         for i in range(3):
-            handler.call(_symbol("Py_DecRef"), handler.read(parts + 8 * i))
+            handler.call(ctypes.pythonapi.Py_DecRef, handler.read(parts + 8 * i))
         python.gil_release(gil)
         return message
 
@@ -3044,8 +3032,6 @@ def _cuda_ordinals() -> list[int]:
 class _CudaDriver:
     """libcuda: called from Python here, and by address from handlers."""
 
-    overrides: Mapping[str, int] = {}  # addresses to call instead of functions of XLA's API table, in tests
-
     def __init__(self) -> None:
         self.library = ctypes.CDLL("libcuda.so.1")
 
@@ -3116,21 +3102,18 @@ def _ptx_params(ptx: str, entry: str) -> list[str]:
 
 def _cuda_place(handler: _Handler, driver: _CudaDriver) -> tuple[_Word, _Word]:
     """The stream and the CUDA ordinal of the call."""
-    stream = _ask_xla(handler, driver, "Stream_Get", XLA_FFI_Stream_Get_Args).stream
+    stream = _ask_xla(handler, "Stream_Get", XLA_FFI_Stream_Get_Args).stream
     if _ffi_api_version() >= (0, 2):
-        return stream, _ask_xla(handler, driver, "DeviceOrdinal_Get", XLA_FFI_DeviceOrdinal_Get_Args).device_ordinal
+        return stream, _ask_xla(handler, "DeviceOrdinal_Get", XLA_FFI_DeviceOrdinal_Get_Args).device_ordinal
     ordinal = handler.array([-1])  # jaxlib < 0.8 need not have that; XLA's context is current while it calls handlers
     handler.call(driver.address("cuCtxGetDevice"), ordinal)
     return stream, handler.read(ordinal, 4)
 
 
-def _ask_xla(handler: _Handler, driver: _CudaDriver, name: str, kind: Any) -> Any:
+def _ask_xla(handler: _Handler, name: str, kind: Any) -> Any:
     """The arguments of a function of XLA's that says something of the call, with the answer in them."""
     args = handler.new(kind, ctx=handler.frame.ctx)
-    if name in driver.overrides:
-        error = handler.call(driver.overrides[name], args.address)
-    else:
-        error = handler.api(handler.frame.address, name, args)  # needs a GPU
+    error = handler.api(handler.frame.address, name, args)
     with handler.when(error != 0):
         handler.give(error)
     return args
@@ -3162,40 +3145,37 @@ class _CudaLauncher:
         stream, ordinal = _cuda_place(handler, self.driver)
         is_known = (ordinal > -1) & (ordinal < self.n_ordinals)
         row = handler.choose(is_known, ordinal, self.n_ordinals) * 16 + ctypes.addressof(self.table)
-        function, shared = handler.read(row), handler.read(row + 8)
+        function, more_shared = handler.read(row), handler.read(row + 8)
         with handler.when(function == 0, likely=False):
             handler.fail(f"kernel '{self.label}' is not loaded on this GPU, which JAX did not list as a local device")
-        launch = handler.attribute("launch")
-        *sizes, own_shared = (handler.read(launch + 8 * i) for i in range(7))
-        config = [function, *sizes, own_shared + shared, stream]
-        return functools.partial(self._launch, handler, config, launch)
+        given = handler.launch
+        *sizes, shared = (handler.read(given + 8 * i) for i in range(7))
+        shared = shared + more_shared
 
-    def _launch(self, handler: _Handler, config: list[_Word], launch: _Word, addresses: Sequence[Any]) -> None:
-        code = handler.call(self.driver.address("cuLaunchKernel"), *config, handler.array(addresses), 0)
-        with handler.when(code & _C_INT, likely=False):
-            report = ctypes.cast(self.report, _PTR).value
-            handler.fail(handler.call(report, code, launch, config[7]))
+        def launch(params: Sequence[Any]) -> None:
+            args = function, *sizes, shared, stream, handler.array(params), 0
+            code = handler.call(self.driver.address("cuLaunchKernel"), *args)
+            with handler.when(code & _C_INT, likely=False):
+                handler.fail(handler.call(self.report, code, given, shared))
+
+        return launch
 
 
 class _CudaEmitter(_Emitter):
     """Launches a kernel of Numba CUDA."""
 
     traits = _COMMAND_BUFFER_COMPATIBLE  # nothing but launches, the same ones whenever it is called
-    attributes = ("launch",)
     host_memory = False
 
     def __init__(self, package: _NumbaCuda, launcher: _CudaLauncher) -> None:
         self.package, self.launcher = package, launcher
 
-    def enter(self, handler: _Handler) -> Callable[[list[_Array]], None]:
+    def write(self, handler: _Handler) -> None:
         launch = self.launcher.enter(handler)
-
-        def run(arrays: list[_Array]) -> None:
+        with handler.each_slice() as arrays:
             params = [word for array in arrays for word in self.package.params(array)]
             first = handler.array(params)
             launch([first + 8 * i for i in range(len(params))])
-
-        return run
 
 
 def _cuda_callback(
@@ -3217,7 +3197,7 @@ def _cuda_runner(dispatcher: Any) -> Callable[[list, Any, _Call], None]:
     is_debug = getattr(dispatcher, "targetoptions", {}).get("debug")
 
     def run(arrays: list, stream: Any, call: _Call) -> None:
-        numbers = tuple((_I64 * 7).from_address(call.attribute("launch")))
+        numbers = tuple((_I64 * 7).from_address(call.launch))
         if is_debug:
             stream.synchronize()
             stream = 0
@@ -4047,32 +4027,25 @@ class _WarpEmitter(_Emitter):
     `machine(handler)` gives what runs the kernel on blocks at some addresses.
     """
 
-    attributes = ("launch",)
-
     def __init__(self, plan: _WarpPlan, layout: _WarpLayout, machine: Callable[[_Handler], Callable], on_cpu: bool):
         self.plan, self.layout, self.machine, self.host_memory = plan, layout, machine, on_cpu
         self.extents = 8 * (_WARP_CPU_EXTENTS if on_cpu else _WARP_GPU_EXTENTS)
         self.traits = 0 if on_cpu else _COMMAND_BUFFER_COMPATIBLE  # it only launches, always the same
         self.in_order = plan.in_order or not on_cpu
 
-    def enter(self, handler: _Handler) -> Callable[[list[_Array]], None]:
-        launch = self.machine(handler)
-        attribute, blocks = handler.attribute("launch"), []
-        extents = [handler.read(attribute + self.extents + 8 * i) for i in range(6)]
-        for size in self.layout.sizes:
-            blocks.append(handler.stack(_I64, -(-size // 8)))
-            handler.clear(blocks[-1], size)
+    def write(self, handler: _Handler) -> None:
+        launch, given = self.machine(handler), handler.launch
+        extents = [handler.read(given + self.extents + 8 * i) for i in range(6)]
+        with handler.when(extents[5] == 0):
+            handler.give(0)
+        blocks = [handler.zeros(size) for size in self.layout.sizes]
         self._store(handler, blocks, self.layout.bounds_stores(extents))
         for argument, (block, offset, size) in zip(self.plan.arguments, self.layout.places, strict=True):
             if argument.constant is not None:
-                handler.copy(attribute + argument.constant, blocks[block] + offset, size)
-
-        def run(arrays: list[_Array]) -> None:
-            with handler.when(extents[5] != 0):
-                self._fill(handler, blocks, arrays)
-                launch(blocks)
-
-        return run
+                handler.copy(given + argument.constant, blocks[block] + offset, size)
+        with handler.each_slice() as arrays:
+            self._fill(handler, blocks, arrays)
+            launch(blocks)
 
     def _fill(self, handler: _Handler, blocks: list[_Word], arrays: list[_Array]) -> None:
         given = []
@@ -4103,7 +4076,7 @@ def _warp_replay(plan: _WarpPlan, launches: Mapping[int, Any], driver: Any) -> C
     first = _WARP_GPU_EXTENTS if driver else _WARP_CPU_EXTENTS
 
     def run(pointers: list[int], dims: list[tuple], call: _Call) -> None:
-        attribute, launch = call.attribute("launch"), launches[call.ordinal]
+        attribute, launch = call.launch, launches[call.ordinal]
         *extents, ndim, size = (_I64 * 6).from_address(attribute + 8 * first)
         arrays = [_Array(pointer, [*shape], [], 0) for pointer, shape in zip(pointers, dims, strict=True)]
         if not size:
