@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Call kernels written in Python (Numba, Numba CUDA, Warp) from JAX, at the cost of C++.
 
-One file to copy or to install.  It turns a kernel into a JAX operation through XLA's foreign function
-interface: the handler that XLA calls is compiled to machine code, so no Python runs on the call path.
+One file to copy or to install.  The handler that XLA's foreign function interface calls is compiled to machine code,
+so no Python runs on the call path.
 
     import jax, jax.numpy as jnp
     from xla_kernels import numba_kernel
@@ -16,7 +16,7 @@ interface: the handler that XLA calls is compiled to machine code, so no Python 
 
 `python -m xla_kernels` shows which backends work on this machine.
 
-A map of this file.  The sections, each under a line of `=` with its number:
+A map of this file, whose sections begin under a line of `=`:
 
     1  JAX               what differs between its versions, and what it does not document
     2  C structs         those of XLA that a handler reads and writes: what a new jaxlib may change
@@ -464,16 +464,15 @@ def _family(kind: type) -> Any:
     return next((base for base in bases if issubclass(kind, base) and (base in _VALUES or base in _NODES)), None)
 
 
+# Settings that differ between machines, or only say what is printed.
+_LOCAL = re.compile("^_|NUM_THREADS|CACHE|PATH|_DIR$|BINARY|QUIET|VERBOSE|LOG_LEVEL|PRINT|VERSION", re.IGNORECASE)
+_is_local = functools.cache(_LOCAL.search)
+
+
 def _settings(config: types.ModuleType) -> str:
-    """A package's settings, but for those that differ between machines or only say what is printed."""
-    return repr([(name, vars(config)[name]) for name in _setting_names(config, len(vars(config)))])
-
-
-@functools.lru_cache(maxsize=4)
-def _setting_names(config: types.ModuleType, count: int) -> list[str]:
-    local = re.compile("^_|NUM_THREADS|CACHE|PATH|_DIR$|BINARY|QUIET|VERBOSE|LOG_LEVEL|PRINT|VERSION")
-    plain = (name for name, value in vars(config).items() if not callable(value) and not inspect.ismodule(value))
-    return sorted(name for name in plain if not local.search(name.upper()))
+    """A package's settings, as far as they count."""
+    plain = [item for item in vars(config).items() if not callable(item[1]) and not inspect.ismodule(item[1])]
+    return repr(sorted(item for item in plain if not _is_local(item[0])))
 
 
 def _cell(cell: types.CellType) -> tuple:
@@ -590,19 +589,13 @@ class _Target:
             compiled = _TARGETS.get((self.name, platform))
             if compiled is None:
                 compiled = self.makes[platform]()
-                capsule, xla_name = (
-                    jax.ffi.pycapsule(ctypes.c_void_p(compiled.address)),
-                    platform.replace("cuda", "CUDA"),
-                )
-                jax.ffi.register_ffi_target(self.name, capsule, platform=xla_name, api_version=1)
+                handler = jax.ffi.pycapsule(ctypes.c_void_p(compiled.address))
+                jax.ffi.register_ffi_target(self.name, handler, platform.replace("cuda", "CUDA"))
                 _TARGETS[self.name, platform] = compiled
             return compiled
 
     def announce(self) -> None:
-        """Register the handler for this machine, so that what cannot be compiled fails where it is traced.
-
-        An exported program finds the name in processes that only trace; `export_checks` names those of other machines.
-        """
+        """Register the handler for this machine, for errors where it is traced; or name what others will register."""
         platform = _default_platform().replace("gpu", "cuda")
         if platform in self.makes:
             self.register(platform)
@@ -642,19 +635,16 @@ def _spec(x: Any, what: str, ins: Sequence[Spec] | None) -> Spec:
     dtype = np.dtype(x.dtype)
     allowed = dtype if ins is None else _allowed_dtype(dtype, ins)
     if allowed != dtype:
-        warnings.warn(
-            f"{what} asks for {dtype}, which JAX truncates to {allowed} unless jax_enable_x64 is set", stacklevel=2
-        )
+        text = f"{what} asks for {dtype}, which JAX truncates to {allowed} unless jax_enable_x64 is set"
+        warnings.warn(text, stacklevel=2)
     return Spec(shape, allowed)
 
 
 def _check_dtype(dtype: Any, what: str) -> None:
-    extended = jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
-    if extended or issubclass(np.dtype(dtype).type, (np.flexible, np.object_, np.datetime64, np.timedelta64)):
-        key, other = "jax.random.key_data(key)", "numbers, each field of a structured array as an array of its own"
-        raise TypeError(
-            f"{what} has the dtype {dtype}, of which kernels get no arrays: pass {key if extended else other}"
-        )
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        raise TypeError(f"{what} has the dtype {dtype}, which has no memory layout: pass jax.random.key_data(key)")
+    if issubclass(np.dtype(dtype).type, (np.flexible, np.object_, np.datetime64, np.timedelta64)):
+        raise TypeError(f"{what} has the dtype {dtype}: pass numbers, each field of a structured array on its own")
 
 
 def _input_spec(x: Any, i: int) -> Spec:
@@ -701,10 +691,10 @@ def _check_aliases(aliases: Mapping[int, int], ins: Sequence[Spec], outs: Sequen
         for what, k, count in (("input", i, len(ins)), ("output", j, len(outs))):
             if not 0 <= k < count:
                 raise ValueError(f"{given}: there is no {what} {k}; the call has {count} {what}s, numbered from 0")
-        if _show(ins[i]) != _show(outs[j]):
+        a, b = _show(ins[i]), _show(outs[j])
+        if a != b:
             raise ValueError(
-                f"{given}: input {i} ({_show(ins[i])}) and output {j} ({_show(outs[j])}) share memory, so shape and "
-                "dtype must be equal"
+                f"{given}: input {i} ({a}) and output {j} ({b}) share memory: give them one shape and dtype"
             )
     if len(set(aliases.values())) < len(aliases):
         raise ValueError(f"{given}: an output can alias one input only")
@@ -981,9 +971,7 @@ class _Options(types.SimpleNamespace):
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
         if self.outs is None:
-            raise TypeError(
-                "outs is missing: the results' specs, outs=lambda x: x for one like the input, or () for none"
-            )
+            raise TypeError("outs is missing: give the results' specs, such as outs=lambda x: x, or () for none")
         if self.vmap_method not in _VMAP_METHODS:
             raise ValueError(f"vmap_method must be one of {_VMAP_METHODS}; got {self.vmap_method!r}")
         try:
@@ -1021,13 +1009,6 @@ class _Recent(dict):
                 del self[next(iter(self))]
             self[key] = value
         return value
-
-
-def _with_copies(ins: list[Spec], target: _Target, outs: list[Spec], aliases: tuple) -> tuple:
-    """Outputs and aliases with a hidden output in the place of each input to copy: XLA copies what it must keep."""
-    copied = [i for i in target.copy_inputs if i not in dict(aliases)]
-    hidden = tuple((i, len(outs) + k) for k, i in enumerate(copied))
-    return target, outs + [ins[i] for i in copied], aliases + hidden
 
 
 class _Kept:
@@ -1107,15 +1088,13 @@ class _Wrapper(_Kept):
                 f"{self.__name__}({', '.join(self.parameters)}) got {len(args)} arguments by position and "
                 f"{', '.join(named)} by keyword, where each must be another of its parameters"
             )
-        order = tuple(name for name in free if name in arrays)
-        variant = self._variant(free if order == free[: len(order)] else order, static)
-        return _Wrapper.__call__(variant, *[arrays[name] for name in order])
-
-    def _variant(self, order: tuple[str, ...], static: dict[str, Any]) -> _Wrapper:
-        if order == self.parameters:
-            return self
-        key = order, self._static_key(static)
-        return self.variants.get(key) or self.variants.keep(key, type(self)(self.kernel, self.options, order, static))
+        found = tuple(name for name in free if name in arrays)
+        order, variant = free if found == free[: len(found)] else found, self
+        if order != self.parameters:
+            key = order, self._static_key(static)
+            known = self.variants.get(key)
+            variant = known or self.variants.keep(key, type(self)(self.kernel, self.options, order, static))
+        return _Wrapper.__call__(variant, *[arrays[name] for name in found])
 
     def _check_names(self, option: str, names: list[str]) -> None:
         known = [name for name in self.parameters if name not in self.by_value]
@@ -1153,7 +1132,13 @@ class _Wrapper(_Kept):
         """Bind the primitive for what `resolve(self, ins, outs)` finds: a target, its outputs and aliases."""
         bare = object.__new__(type(self))  # what JAX's caches may hold of it: not the functions that they are keyed by
         vars(bare).update(vars(self), _jitted=None, _vjp=None, variants=None)
-        place = lambda ins, outs: _with_copies(ins, *resolve(bare, ins, outs))
+
+        def place(ins: list[Spec], outs: list[Spec]) -> tuple:
+            target, every, aliases = resolve(bare, ins, outs)
+            copied = [i for i in target.copy_inputs if i not in dict(aliases)]
+            hidden = tuple((i, len(every) + k) for k, i in enumerate(copied))  # outputs: XLA copies what it must keep
+            return target, every + [ins[i] for i in copied], aliases + hidden
+
         ins = _input_specs(args)
         target, every, aliases = place(ins, outs)
         target = dataclasses.replace(target, localize=place if rule else None)
