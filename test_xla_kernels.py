@@ -5220,7 +5220,7 @@ MISUSES_OF = {
         ("platform must be a name, got 1", lambda op: op.def_kernel("a", 1, _adds(1))),
         ("Numba CUDA or Warp kernel) must be callable, got", lambda op: op.def_kernel("a", "cpu", "kernel")),
         ("grid can be given with a ready", lambda op: op.def_kernel("a", "cpu", _adds(1), grid=3)),
-        ("'constant': the kernel of backend 'numba' cannot have side effects, as a call of an op whose results nobody",
+        ("'constant': the kernel of backend 'numba' cannot have side effects: a call of an op whose results nobody",
          lambda op: op.def_numba_kernel(numba.njit(_plus_one), has_side_effect=True)),
         ("def_vjp_rule: a rule must be callable, got None", lambda op: op.def_vjp_rule(None, _like)),
         ("defjvp: a rule must be callable, got 3", lambda op: op.def_jvp_rule2(3)),

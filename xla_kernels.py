@@ -36,7 +36,7 @@ A call, from Python to machine code: `numba_kernel` -> `_Wrapper.__call__` -> `_
 batch) -> `_NumbaEmitter`.
 An op under vmap and grad: `XLACustomKernel.__call__` -> `_find_call` -> `_OpCall.bind` -> `_op_batching`, which
 records the vmap -> `_op_jvp`, `_op_transpose`, the user's rules under it -> `_op_lowering`, which knows the platform
--> `_run_batch` -> `_run_slice` -> the call of a wrapper, as above.
+-> `_run_vmapped` -> `_run_slice` -> the call of a wrapper, as above.
 The order of a kernel's arguments: `_Wrapper._resolve`, `_NumbaKernel._form`, `_WarpKernel._find_target`.
 A new backend takes four places: a section like 9 to 11 (what to install, dtypes, a `_Wrapper`, an `_Emitter`), its
 row in `_BACKENDS`, a `_check_numba` of its own, and a `def_..._kernel` of `XLACustomKernel`.
@@ -4117,8 +4117,7 @@ def _warp_machine(label: str, launches: Mapping[int, Any], driver: Any) -> Calla
 
 # ======================================================================================================
 # 12. XLACustomKernel: one operation, many backends, all of JAX's transformations.
-# An op knows its kernels, the choice between them, and its rules (12.1).  How a call is bound (12.2), how a kernel
-# becomes a function to trace (12.3), and what JAX asks the primitive (12.4 to 12.6) lie in parts of their own.
+# An op (12.1), a call of it (12.2), a kernel (12.3), and what JAX asks its primitive (12.4 to 12.6).
 # ======================================================================================================
 
 # -- 12.1 The op: registration, dispatch, rules --------------------------------------------------------
@@ -4130,9 +4129,8 @@ class XLACustomKernel(_Kept):
 
     Kernels are registered with the `def_*_kernel` methods: as a *generator*, which is called with the static parameters
     of a call and returns the function to trace, or ready-made (`@njit`, `@cuda.jit`, `@wp.kernel`). `vmap` is handed to
-    the backend's own batching rules. Derivatives come from :meth:`def_jvp_rule2` (one rule per operand),
-    :meth:`def_jvp_rule`, :meth:`def_transpose_rule` or :meth:`def_vjp_rule`; with :meth:`def_sharding_rule`, `jax.jit`
-    can partition the op over a mesh.
+    the backend's own batching rules. Derivatives, and how `jax.jit` partitions the op over a mesh, are for the
+    `def_*_rule` methods.
 
     Args:
       name: shown in jaxprs and error messages; it need not be unique.
@@ -4171,8 +4169,7 @@ class XLACustomKernel(_Kept):
         self._call_fn: Callable[..., Any] | None = None
         self._benchmark_data_fn: Callable[..., Any] | None = None
         self._tags: set[str] = set()
-        if doc is not None:
-            self.__doc__ = doc
+        self.__doc__ = doc or self.__doc__
 
     def __call__(self, /, *ins: Any, outs: Any, backend: str | None = None, **params: Any) -> Any:
         """Apply the op; see the class for the arguments."""
@@ -4202,8 +4199,7 @@ class XLACustomKernel(_Kept):
         Args:
           backend: any name; `"numba"`, `"warp"`, `"numba_cuda"`, `"pallas"`, `"triton"`, `"cuda_raw"` have shorthands.
           platform: `"cpu"`, `"gpu"` or `"tpu"` (`"cuda"` and `"rocm"` mean `"gpu"`).
-          kg: a generator, `kg(outs=..., **params)`, that returns the function to trace (it may leave out `outs`), or a
-            ready Numba, Numba CUDA or Warp kernel.
+          kg: a generator, `kg(outs=..., **params)`, which may leave out `outs`, or a ready kernel.
           asdefault: make this backend the platform's default; otherwise the first one registered is.
           options: for a ready kernel, passed to `numba_kernel`, `numba_cuda_kernel` or `warp_kernel`.
 
@@ -4283,8 +4279,8 @@ class XLACustomKernel(_Kept):
     def set_default(self, platform: str, backend: str) -> None:
         """Make `backend` the default of `platform`; raises ValueError where it is not registered for it.
 
-        Functions that were compiled with the old default are compiled again when they are next called: JAX's caches
-        are cleared if, and only if, this op was lowered with the old default since they were last cleared.
+        Functions that were compiled with the old default are compiled again when they are next called: all of JAX's
+        caches are cleared if this op was lowered with the old default since they last were.
         """
         name = _platform_name(platform)
         self._change(name, {}, self._entry(name, backend).backend)
@@ -4342,8 +4338,8 @@ class XLACustomKernel(_Kept):
         """Define the transpose of an op that is linear in some operands; usable as a decorator.
 
         `fun(cotangents, *operands, **params)` gets a list with one cotangent per output (`ad.Zero` where it is zero),
-        and an `ad.UndefinedPrimal` (`ad.is_undefined_primal`, `.aval`) for every operand that the op is linear in. It
-        returns one cotangent per operand: None for those that are known.
+        and an `ad.UndefinedPrimal` for every operand that the op is linear in (`ad.is_undefined_primal`). It returns
+        one cotangent per operand: None for those that are known.
         """
         return self._set_rule("transpose", fun)
 
@@ -4351,10 +4347,10 @@ class XLACustomKernel(_Kept):
         """Define the reverse-mode derivative by two functions, such as an op with a kernel for the backward pass has.
 
         Args:
-          fwd: `fwd(*ins, **params) -> (results, residuals)`; the results, which are mostly those of the op itself, have
-            the structure of the call's `outs`. `params` is as in :meth:`def_jvp_rule`.
-          bwd: `bwd(residuals, cotangents, **params)`, with cotangents in the structure of `outs`; returns one cotangent
-            per operand, None for zero.
+          fwd: `fwd(*ins, **params) -> (results, residuals)`, with results (mostly those of the op itself) in the
+            structure of the call's `outs`, and `params` as in :meth:`def_jvp_rule`.
+          bwd: `bwd(residuals, cotangents, **params)`, with cotangents in that structure; returns one cotangent per
+            operand, None for zero.
 
         Example:
           >>> op = XLACustomKernel("square")
@@ -4369,10 +4365,9 @@ class XLACustomKernel(_Kept):
         """Say which dimensions the op treats independently, so that `jax.jit` can partition it over a mesh.
 
         Args:
-          rule: names of the dimensions of every operand and output, as in `"i, i -> i"` (elementwise) or
-            `"b i, i j -> b j"`. A dimension that every output and some operand has may be sharded: each device runs the
-            kernel on its shard, with the `outs` of the shard. Any other is gathered first, so reductions stay correct.
-            Those that `vmap` adds need no rule.
+          rule: names of all dimensions, as in `"i, i -> i"` (elementwise) or `"b i, i j -> b j"`. A dimension
+            that every output and some operand has may be sharded: each device runs the kernel on its shard, with the
+            `outs` of the shard. Any other is gathered first, so reductions stay correct. `vmap` needs no rule.
 
         Raises:
           ValueError: the rule cannot be read, or (at the call) does not fit the number or the ranks of the arrays.
@@ -4434,8 +4429,7 @@ class XLACustomKernel(_Kept):
           ['jax']
         """
         args = jax.device_put(tuple(_as_inputs(ins, self.name)[0]))
-        devices = [device for x in args for device in x.devices()]
-        platform = _platform_name(devices[0].platform) if devices else _default_platform()
+        platform = _platform_name(next((d.platform for x in args for d in x.devices()), _default_platform()))
         self._entry(platform, None)
         rows, reference = [], None
         for backend in self.available_backends(platform):
@@ -4455,8 +4449,6 @@ class _BenchmarkRow(NamedTuple):
 
 
 class _OpBenchmark(NamedTuple):
-    """What :meth:`XLACustomKernel.benchmark` returns; prints as a table."""
-
     name: str
     platform: str
     rows: list[_BenchmarkRow]
@@ -4486,9 +4478,8 @@ def _time_backend(backend: str, run: Callable[[], Any], reference: Any) -> tuple
 class KernelEntry:
     """One kernel of an :class:`XLACustomKernel`: what `op._kernels[platform][backend]` holds, made by `def_kernel`.
 
-    `kernel_generator` is called with `outs` (a tuple of `jax.ShapeDtypeStruct`) and the static parameters of the call,
-    by keyword, and returns the function to trace. A `fallback` (Warp on the CPU) serves, unless asked for by name, only
-    where the platform has no other.
+    `kernel_generator(outs=..., **params)` returns the function to trace. A `fallback` (Warp on the CPU) serves, unless
+    asked for by name, only where the platform has no other.
     """
 
     backend: str
@@ -4571,7 +4562,9 @@ class _OpCall:
         if (key := (self, entry, specs)) in op._recent:
             return
         try:
-            jax.eval_shape(functools.partial(_run_batch, op, entry, self.params, (), self.options(specs)["outs"]), *ins)
+            jax.eval_shape(
+                functools.partial(_run_vmapped, op, entry, self.params, (), self.options(specs)["outs"]), *ins
+            )
         except RuntimeError:
             if jax.default_backend() == "cpu":  # else the platform may be another one: the lowering reports it
                 raise
@@ -4615,15 +4608,13 @@ def _check_hashable(value: Any, what: str, fix: str) -> None:
 def _as_generator(kernel: str, kg: Any, options: dict) -> Callable[..., Any]:
     if options.get("has_side_effect"):
         raise TypeError(
-            f"{kernel} cannot have side effects, as a call of an op whose results nobody uses is dropped; call "
-            "numba_kernel, numba_cuda_kernel or warp_kernel themselves"
+            f"{kernel} cannot have side effects: a call of an op whose results nobody uses is dropped; call it directly"
         )
     if _ready_kind(kg) is not None:
         return functools.partial(_wrap_ready, kg, options)
     if options:
         raise TypeError(
-            f"{kernel} is a generator, but {', '.join(options)} can be given with a ready kernel only; a generator "
-            "passes them to numba_kernel, numba_cuda_kernel or warp_kernel itself"
+            f"{kernel}: {', '.join(options)} can be given with a ready kernel only; a generator applies options itself"
         )
     return _tolerant(kg, f"{kernel} (a generator, or a Numba, Numba CUDA or Warp kernel)")
 
@@ -4718,7 +4709,7 @@ class _OpPrimitive(Primitive):
         self.op = op
 
         def hook(function: Callable[..., Any]) -> Callable[..., Any]:
-            return lambda *args, _types=(), **params: function(op, *args, **params)
+            return lambda *args, _batch=(), _types=(), **params: function(op, _batch, *args, **params)
 
         run = _as_one_primitive(lambda options, *ins: self.bind(*ins, **dict(options)))
         self._jitted = jax.jit(run, static_argnums=0)
@@ -4739,25 +4730,23 @@ class _OpPrimitive(Primitive):
         return super().bind(*args, **{**params, "_types": types_} if types_ else params)
 
 
-def _op_abstract_eval(op: XLACustomKernel, /, *avals: Any, outs: tuple, _batch: tuple = (), **params: Any) -> list:
+def _op_abstract_eval(op: XLACustomKernel, batch: tuple, /, *avals: Any, outs: tuple, **params: Any) -> list:
     _IN_JAX_CACHES.add((op, "rules"))
-    return _op_sharding(op, avals, outs, _batch).out_avals(avals, outs)
+    return _op_sharding(op, batch, avals, outs).out_avals(avals, outs)
 
 
-def _op_sharding(op: XLACustomKernel, ins: Sequence[Any], outs: tuple, batch: tuple) -> _ShardingRule:
+def _op_sharding(op: XLACustomKernel, batch: tuple, ins: Sequence[Any], outs: tuple) -> _ShardingRule:
     """The sharding rule of the op under the recorded vmaps."""
     slices = [Spec(x.shape[sum(flags[i] for flags in batch) :], x.dtype) for i, x in enumerate(ins)]
     rule = op._rules.get("sharding") or _ShardingRule.whole(slices, _slices(outs, len(batch)))
     return functools.reduce(_ShardingRule.batched, batch, rule)
 
 
-def _op_lowering(
-    op: Any, ctx: Any, /, *ins: Any, outs: Any, backend: Any = None, _batch: Any = (), **params: Any
-) -> Any:
+def _op_lowering(op: Any, batch: tuple, ctx: Any, /, *ins: Any, outs: Any, backend: Any = None, **params: Any) -> Any:
     platform = _platform_name(_platforms(ctx)[0])
-    run = functools.partial(_run_batch, op, op._entry(platform, backend), params, _batch)
+    run = functools.partial(_run_vmapped, op, op._entry(platform, backend), params, batch)
     _IN_JAX_CACHES.add((op, platform, backend))
-    rule = _op_sharding(op, ctx.avals_in, outs, _batch)
+    rule = _op_sharding(op, batch, ctx.avals_in, outs)
     if rule.split and (on_mesh := _on_mesh(ctx)):
         return rule.lower(on_mesh, ins, run, outs)
     return mlir.lower_fun(functools.partial(run, outs), multiple_results=True)(ctx, *ins)
@@ -4771,11 +4760,10 @@ def _forget(*stale: tuple) -> None:
 
 
 # -- 12.5 Batching -------------------------------------------------------------------------------------
-# A vmap of an op binds its primitive again, with which operands are batched added to the parameter `_batch`.  Rules
-# and generators stay those of one slice.  The lowering, which knows the platform and with it the backend, applies the
+# A vmap of an op binds its primitive again, with the batched operands noted in the parameter `_batch`.  Rules and
+# generators stay those of one slice.  The lowering, which alone knows the platform and with it the backend, applies the
 # recorded vmaps to the kernel, innermost first: jax.vmap, by the rules of what the backend traces (a wrapper loops
-# natively, Pallas and JAX code have their own), or jax.lax.map where that has none.  Derivatives of recorded calls
-# apply a rule in the same way.  Nothing here is decided before the backend is known.
+# natively, Pallas and JAX code have their own), or jax.lax.map where that has none.  So do derivatives with a rule.
 
 
 def general_batching_rule(prim: Any, args: Sequence[Any], axes: Sequence[int | None], /, **params: Any) -> tuple:
@@ -4784,9 +4772,8 @@ def general_batching_rule(prim: Any, args: Sequence[Any], axes: Sequence[int | N
     Args:
       prim: an :class:`XLACustomKernel` or its `primitive`, which is bound once, with the batch recorded, and leaves the
         work to its backend's own `vmap`; or any primitive or function of arrays, for a `jax.lax.map` over the slices.
-      args: the operands.
+      args, params: its operands, and its parameters by keyword.
       axes: the batched axis of each operand, or None.
-      params: the parameters, by keyword.
 
     Returns:
       The outputs and, in the same structure, their batched axes: 0, or None if no operand is batched.
@@ -4808,10 +4795,10 @@ def general_batching_rule(prim: Any, args: Sequence[Any], axes: Sequence[int | N
     return out, jax.tree.map(lambda _: 0 if any(flags) else None, out)
 
 
-def _op_batching(op: XLACustomKernel, args: Sequence[Any], axes: Sequence[Any], /, **params: Any) -> Any:
+def _op_batching(op: XLACustomKernel, batch: tuple, args: Sequence[Any], axes: Sequence, /, **params: Any) -> Any:
     rule = op._rules.get("batching")
-    if rule is None or "_batch" in params:  # recorded before: a user's rule is for the op on one slice
-        return general_batching_rule(op.primitive, args, axes, **params)
+    if rule is None or batch:  # recorded before: a user's rule is for the op on one slice
+        return general_batching_rule(op.primitive, args, axes, **params, _batch=batch)
     return rule(args, axes, **params)
 
 
@@ -4826,7 +4813,9 @@ def _record_vmap(prim: Any, ins: Sequence[Any], flags: tuple, params: dict) -> A
     return results if prim is primitive else jax.tree_util.tree_unflatten(tree, results)
 
 
-def _run_batch(op: XLACustomKernel, entry: KernelEntry, params: dict, batch: tuple, outs: Sequence, *ins: Any) -> list:
+def _run_vmapped(
+    op: XLACustomKernel, entry: KernelEntry, params: dict, batch: tuple, outs: Sequence, *ins: Any
+) -> list:
     """A kernel under the recorded vmaps: by the backend's own rules, or slice by slice where it has none."""
     run: Any = functools.partial(_run_slice, op, entry, params, tuple(_slices(outs, len(batch))))
     if outs and all(0 in s.shape for s in outs):  # nothing to compute, and not every backend takes empty arrays
@@ -4904,28 +4893,27 @@ def _jvp_by_operand(primitive: Any, rules: Sequence[Any], primals: Any, tangents
         )
     results = primitive.bind(*primals, **params)
     outputs = list(results) if primitive.multiple_results else [results]
-    terms: list[list] = [[] for _ in outputs]
+    parts = [[None] * len(outputs)]
     for index, (rule, tangent) in enumerate(zip(rules, tangents)):
         if rule is not None and type(tangent) is not ad.Zero:
             where = f"the jvp rule of {primitive.name!r} for operand {index}"
-            parts = _from_rule(where, rule(tangent, *primals, **params), "the outputs are", outputs)
-            for own, term in zip(terms, parts):
-                own.extend([] if term is None else [term])
+            parts.append(_from_rule(where, rule(tangent, *primals, **params), "the outputs are", outputs))
+    terms = [[part for part in own if part is not None] for own in zip(*parts)]
     totals = [functools.reduce(ad.add_tangents, _make_varying(own)) if own else None for own in terms]
     totals = _with_zeros(totals, outputs)
     return (outputs, totals) if primitive.multiple_results else (outputs[0], totals[0])
 
 
-def _op_jvp(op: Any, primals: Any, tangents: Any, /, outs: tuple = (), _batch: tuple = (), **params: Any) -> tuple:
+def _op_jvp(op: Any, batch: tuple, primals: Any, tangents: Any, /, outs: tuple = (), **params: Any) -> tuple:
     """The op's jvp rule, which is for one slice, under the recorded vmaps."""
-    rule, count, slices = _rule(op, "jvp"), len(primals), tuple(_slices(outs, len(_batch)))
+    rule, count, slices = _rule(op, "jvp"), len(primals), tuple(_slices(outs, len(batch)))
 
     def one(*values: Any) -> tuple:
         primals, tangents = values[:count], values[count:]
         outputs, found = rule(primals, _with_zeros(tangents, primals), outs=slices, **params)
         return outputs, _with_zeros(found, outputs)
 
-    outputs, found = _under_vmaps(one, [flags * 2 for flags in _batch])(*primals, *tangents)
+    outputs, found = _under_vmaps(one, [flags * 2 for flags in batch])(*primals, *tangents)
     return outputs, _with_zeros(found, outputs)
 
 
@@ -4935,9 +4923,9 @@ def _with_zeros(tangents: Sequence[Any], values: Sequence[Any]) -> list:
     return [z if _is_zero(t) or z.aval.dtype == jax.dtypes.float0 else t for t, z in zip(tangents, zeros)]
 
 
-def _op_transpose(op: Any, cts: Any, /, *args: Any, outs: tuple = (), _batch: tuple = (), **params: Any) -> list:
+def _op_transpose(op: Any, batch: tuple, cts: Any, /, *args: Any, outs: tuple = (), **params: Any) -> list:
     """The op's transpose rule, which is for one slice, under the recorded vmaps."""
-    rule, count, slices = _rule(op, "transpose"), len(cts), tuple(_slices(outs, len(_batch)))
+    rule, count, slices = _rule(op, "transpose"), len(cts), tuple(_slices(outs, len(batch)))
 
     def one(*values: Any) -> list:
         cts, operands = list(values[:count]), values[count:]
@@ -4947,9 +4935,9 @@ def _op_transpose(op: Any, cts: Any, /, *args: Any, outs: tuple = (), _batch: tu
 
     if all(type(ct) is ad.Zero for ct in cts):
         return [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in args]
-    own = [[flags[i] for flags in reversed(_batch)] for i in range(len(args))]  # of each operand, outermost vmap first
-    values = map(_slice_of, [*cts, *args], [len(_batch)] * count + list(map(sum, own)))
-    found = _under_vmaps(one, [(True,) * count + flags for flags in _batch])(*values)
+    own = [[flags[i] for flags in reversed(batch)] for i in range(len(args))]  # of each operand, outermost vmap first
+    values = map(_slice_of, [*cts, *args], [len(batch)] * count + list(map(sum, own)))
+    found = _under_vmaps(one, [(True,) * count + flags for flags in batch])(*values)
     return [_summed(ct, x, flags) if ad.is_undefined_primal(x) else None for ct, x, flags in zip(found, args, own)]
 
 
@@ -5058,14 +5046,9 @@ _CUDA_DISPATCHERS = (
 _BACKENDS = {
     "numba": _Backend({"cpu": _NUMBA_INSTALL}, "numba.Dispatcher", numba_kernel, _check_numba),
     "warp": _Backend(
-        {"gpu": f"an NVIDIA GPU, jax[cuda13], {_WARP_INSTALL}", "cpu": _WARP_INSTALL},
-        "warp.Kernel",
-        warp_kernel,
-        _check_warp,
+        {"gpu": "jax[cuda13], " + _WARP_INSTALL, "cpu": _WARP_INSTALL}, "warp.Kernel", warp_kernel, _check_warp
     ),
-    "numba_cuda": _Backend(
-        {"gpu": f"an NVIDIA GPU, {_CUDA_INSTALL}"}, _CUDA_DISPATCHERS, _wrap_numba_cuda, _check_numba_cuda
-    ),
+    "numba_cuda": _Backend({"gpu": _CUDA_INSTALL}, _CUDA_DISPATCHERS, _wrap_numba_cuda, _check_numba_cuda),
 }
 
 
@@ -5082,7 +5065,8 @@ def _self_check() -> int:
             device, call = jax.devices(platform)[0], row.check()
         except (ImportError, RuntimeError) as error:
             reason = error if isinstance(error, ImportError) else f"JAX finds no {platform}"
-            print(f"{name:11} {platform:4} not available: {reason}\n{'':17}to get it: {install}")
+            needs = f"an NVIDIA GPU, {install}" if platform == "gpu" else install
+            print(f"{name:11} {platform:4} not available: {reason}\n{'':17}to get it: {needs}")
             continue
         try:
             print(f"{name:11} {platform:4} works, {_cost_per_call(call, device):.2f} µs per call under jit")
