@@ -36,7 +36,7 @@ A call, from Python to machine code: `numba_kernel` -> `_Wrapper.__call__` -> `_
 batch) -> `_NumbaEmitter`.
 An op under vmap and grad: `XLACustomKernel.__call__` -> `_find_call` -> `_OpCall.bind` -> `_op_batching`, which
 records the vmap -> `_op_jvp`, `_op_transpose`, the user's rules under it -> `_op_lowering`, which knows the platform
--> `_run_vmapped` -> `_run_slice` -> the call of a wrapper, as above.
+-> `_run_vmaps` -> `_run_slice` -> the call of a wrapper, as above.
 The order of a kernel's arguments: `_Wrapper._resolve`, `_NumbaKernel._form`, `_WarpKernel._find_target`.
 A new backend takes four places: a section like 9 to 11 (what to install, dtypes, a `_Wrapper`, an `_Emitter`), its
 row in `_BACKENDS`, a `_check_numba` of its own, and a `def_..._kernel` of `XLACustomKernel`.
@@ -4562,9 +4562,7 @@ class _OpCall:
         if (key := (self, entry, specs)) in op._recent:
             return
         try:
-            jax.eval_shape(
-                functools.partial(_run_vmapped, op, entry, self.params, (), self.options(specs)["outs"]), *ins
-            )
+            jax.eval_shape(functools.partial(_run_vmaps, op, entry, self.params, (), self.options(specs)["outs"]), *ins)
         except RuntimeError:
             if jax.default_backend() == "cpu":  # else the platform may be another one: the lowering reports it
                 raise
@@ -4744,7 +4742,7 @@ def _op_sharding(op: XLACustomKernel, batch: tuple, ins: Sequence[Any], outs: tu
 
 def _op_lowering(op: Any, batch: tuple, ctx: Any, /, *ins: Any, outs: Any, backend: Any = None, **params: Any) -> Any:
     platform = _platform_name(_platforms(ctx)[0])
-    run = functools.partial(_run_vmapped, op, op._entry(platform, backend), params, batch)
+    run = functools.partial(_run_vmaps, op, op._entry(platform, backend), params, batch)
     _IN_JAX_CACHES.add((op, platform, backend))
     rule = _op_sharding(op, batch, ctx.avals_in, outs)
     if rule.split and (on_mesh := _on_mesh(ctx)):
@@ -4813,9 +4811,7 @@ def _record_vmap(prim: Any, ins: Sequence[Any], flags: tuple, params: dict) -> A
     return results if prim is primitive else jax.tree_util.tree_unflatten(tree, results)
 
 
-def _run_vmapped(
-    op: XLACustomKernel, entry: KernelEntry, params: dict, batch: tuple, outs: Sequence, *ins: Any
-) -> list:
+def _run_vmaps(op: XLACustomKernel, entry: KernelEntry, params: dict, batch: tuple, outs: Sequence, *ins: Any) -> list:
     """A kernel under the recorded vmaps: by the backend's own rules, or slice by slice where it has none."""
     run: Any = functools.partial(_run_slice, op, entry, params, tuple(_slices(outs, len(batch))))
     if outs and all(0 in s.shape for s in outs):  # nothing to compute, and not every backend takes empty arrays
