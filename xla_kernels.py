@@ -3241,25 +3241,24 @@ def warp_kernel(
     Warp rebuilds a whole module for each kernel that is added to it: for kernels made by a generator,
     `warp.kernel(module="unique")` saves that.
 
-    Args (the others are those of `numba_kernel`):
+    Args:
       kernel: a function decorated with `warp.kernel`; without it, `warp_kernel(outs=...)` is a decorator.
-      outs: the results, as for `numba_kernel`; a callable gets what the call got, values included.  Outputs
-        are not initialized: kernels that add into one say `zero_outputs=True`, or name it in
-        `in_out_argnames`.  If the launch is empty they are zero.
-      launch_dims: the number of threads: an int, a tuple of up to 4, or a callable of the inputs; by
-        default the shape of the kernel's first array (without the trailing dimensions of its elements).
-        With `sharding_rule` it must be a callable, where it is given, as shards have less.
+      outs: as for `numba_kernel`; a callable gets what the call got, values included.  A kernel that adds into an
+        output says `zero_outputs=True`, or names it in `in_out_argnames`; if the launch is empty all are zero.
+      launch_dims: the number of threads: an int, a tuple of up to 4, or a callable of the inputs; by default the shape
+        of the kernel's first array (without the dimensions of its elements).  With `sharding_rule` no number.
       block_dim: threads per block on a GPU; a block on the CPU has one.
       tiled: True for kernels whose blocks work on tiles, as `warp.launch_tiled` starts them: `launch_dims`, up
         to 3, counts blocks, of `block_dim` threads each.
+      vmap_method, input_output_aliases, in_out_argnames, has_side_effect, scratch, zero_outputs, sharding_rule: as
+        for `numba_kernel`.
       differentiable: True gives reverse mode through the kernel's own adjoint, for arrays of floats.
 
     Returns:
       A function whose result has the structure of `outs`.
 
     Raises:
-      TypeError: arguments whose dtype, rank or inner dimensions are not the kernel's, parameter types that JAX
-        arrays cannot be, a traced value with `differentiable`.
+      TypeError: arguments or parameters of a type that does not fit; a traced value with `differentiable`.
       ValueError: launch dimensions out of range; in-out arguments, aliases or scratch with `differentiable`.
       NotImplementedError: a traced value for a parameter passed by value, on a GPU.
 
@@ -3374,10 +3373,8 @@ class _WarpKernel(_Wrapper):
     def __call__(self, *args: Any, **named: Any) -> Any:
         if not (named or self.by_value or type(None) in map(type, args)):
             return super().__call__(*args)
-        given = {**dict(zip(self.parameters, args)), **named}
-        if missing := [name for name in self.by_value if name not in given]:
-            raise self._wrong_arity(f"{len(given)} arguments, but {missing[0]!r} is passed by value")
-        if len(given) < len(args) + len(named) or given.keys() != {*self.parameters[: len(given)]}:
+        given, n = dict(zip(self.parameters, args)) | named, len(args) + len(named)
+        if given.keys() != {*self.parameters[:n]} or len(given) < n or not self.by_value.keys() <= given.keys():
             raise self._wrong_arity(f"{len(args)} arguments by position and {', '.join(named) or 'none'} by keyword")
         return self._call_by_name((), {name: self._as_value(name, x) for name, x in given.items()})
 
@@ -3409,18 +3406,18 @@ class _WarpKernel(_Wrapper):
 
     def _wrong_arity(self, given: str) -> TypeError:
         return TypeError(
-            f"Warp kernel {self.__name__!r} takes the parameters ({', '.join(self.parameters)}): inputs, then outputs "
-            f"and scratch; this call gives it {given}"
+            f"Warp kernel {self.__name__!r} takes the parameters ({', '.join(self.parameters)}): inputs and values, "
+            f"then outputs and scratch; this call gives it {given}"
         )
 
     # -- from a call to a target -----------------------------------------------------------------------
 
     def _find_target(self, ins: list[Spec], outs: list[Spec]) -> _Target:
-        n_args, in_outs, shared = len(ins) + len(self.static), self._in_outs(len(ins)), self._aliases(len(ins))
-        if len(self.params) != n_args + len(outs) - len(in_outs):
-            raise self._wrong_arity(f"{n_args} inputs and {len(outs)} outputs (in-out arguments count as both)")
-        given = [param for param in self.params[:n_args] if param.name not in self.static]
-        params = [*given, *(given[j] for j in in_outs), *self.params[n_args:]]  # that the buffers go to
+        n, in_outs, shared = len(ins) + len(self.static), self._in_outs(len(ins)), self._aliases(len(ins))
+        if len(self.params) != n + len(outs) - len(in_outs):
+            raise self._wrong_arity(f"{n} inputs and {len(outs)} outputs (in-out arguments count as both)")
+        given = [param for param in self.params[:n] if param.name not in self.static]
+        params = [*given, *(given[j] for j in in_outs), *self.params[n:]]  # that the buffers go to
         for param, spec in zip(params, ins + outs, strict=True):
             param.check(spec)
         for j, param in enumerate(given):
@@ -3429,7 +3426,7 @@ class _WarpKernel(_Wrapper):
                     f"Warp kernel {self.__name__!r} writes to its input {param.name!r}, which JAX may share: "
                     "name it in in_out_argnames, which returns it, or write to an output"
                 )
-        return self._target(params, n_args - len(self.static), ins, outs, shared.values())
+        return self._target(params, len(ins), ins, outs, shared.values())
 
     def _target(
         self,
@@ -3438,46 +3435,41 @@ class _WarpKernel(_Wrapper):
         ins: list[Spec],
         outs: list[Spec],
         kept: Collection[int],
-        adjoints: Mapping[_WarpParam, int] | None = None,
+        adjoints: Any = None,
     ) -> _Target:
         """A launch that gets the call's buffers for these parameters, `n` of them inputs, and some for adjoints.
 
         The outputs in `kept` start with the value of an input.
         """
-        launch = self._launch(dict(zip(params, ins + outs)), ins[:n])
-        is_empty = not launch[_WARP_GPU_EXTENTS + 5]
-        zero = [j for j in range(len(outs)) if j not in kept] if is_empty or adjoints is not None else []
-        signature = _Signature.of(self.__name__, ins, outs, self.options.zero_outputs or bool(zero))
         with _warp_session() as wp:
-            content = (wp.__version__, _settings(wp.config), *_warp_content(self.kernel), str(signature))
-        arguments, may_write = self._arguments(params, len(ins), adjoints)
-        plan = _WarpPlan(self.kernel, arguments, self.options.block_dim, may_write, self.options.in_order)
-        name = self._target_name(_digest("warp", plan.layout, *content))
+            content = (wp.__version__, _settings(wp.config), *_warp_content(self.kernel))
+        launch, plan = self._launch(dict(zip(params, ins + outs)), ins[:n]), self._plan(params, len(ins), adjoints)
+        is_empty = not launch[_WARP_GPU_EXTENTS + 5]
+        zero = tuple(j for j in range(len(outs)) if j not in kept) if is_empty or adjoints is not None else ()
+        signature = _Signature.of(self.__name__, ins, outs, self.options.zero_outputs or bool(zero))
+        how = plan.block_dim, plan.in_order, tuple(argument[1:] for argument in plan.arguments), str(signature)
+        name = self._target_name(_digest("warp", how, *content))
         makes = {platform: functools.partial(_compile_warp, plan, signature, platform) for platform in ("cpu", "cuda")}
         runs = f"Warp kernel {self.__name__!r} runs on CPUs and NVIDIA GPUs"
-        if traced := [argument.param.name for argument in arguments if argument.traced is not None]:
+        if traced := [argument.param.name for argument in plan.arguments if argument.traced is not None]:
             del makes["cuda"]  # a launch there takes host values
             runs = f"Warp kernel {self.__name__!r} has traced values for {traced}, which are passed by value, so it "
             runs += "runs on CPUs alone; make each a warp.array of shape (1,)"
-        target = _Target(name, (("launch", launch),), may_write, tuple(zero), makes=makes, runs=runs)
+        target = _Target(name, (("launch", launch),), plan.may_write, zero, makes=makes, runs=runs)
         target.announce()
         return target
 
-    def _arguments(
-        self, params: list[_WarpParam], n_in: int, adjoints: Mapping[_WarpParam, int] | None
-    ) -> tuple[tuple[_WarpArgument, ...], tuple[int, ...]]:
-        """What a launch passes, and which of the inputs it is not seen to only read."""
-        buffers, grads = {param: k for k, param in enumerate(params)}, adjoints or {}
-        arguments = []
-        for param in self.params:
-            k, is_array = buffers.get(param), param.ndim is not None
-            array, traced = (k, None) if is_array else (None, k)
-            arguments.append(_WarpArgument(param, array, grads.get(param), traced, self.starts.get(param.name)))
-        arrays = {k: param for param, k, *_ in arguments if k is not None and k < n_in}
-        may_write = [k for k, param in arrays.items() if param.use(self.kernel, adjoints is not None)]
-        if adjoints is not None:
-            arguments += [_WarpArgument(param, grads.get(param)) for param in self.params]
-        return tuple(arguments), tuple(may_write)
+    def _plan(self, params: list[_WarpParam], n_in: int, adjoints: Mapping[_WarpParam, int] | None) -> _WarpPlan:
+        buffers, grads, is_adjoint = {param: k for k, param in enumerate(params)}, adjoints or {}, adjoints is not None
+        arrays = {param: k for param, k in buffers.items() if param.ndim is not None}
+        traced = {param: k for param, k in buffers.items() if param.ndim is None}
+        arguments = [
+            _WarpArgument(param, arrays.get(param), grads.get(param), traced.get(param), self.starts.get(param.name))
+            for param in self.params
+        ]
+        arguments += [_WarpArgument(param, grads.get(param)) for param in self.params if is_adjoint]
+        may_write = tuple(k for param, k in arrays.items() if k < n_in and param.use(self.kernel, is_adjoint))
+        return _WarpPlan(self.kernel, tuple(arguments), self.options.block_dim, may_write, self.options.in_order)
 
     def _launch(self, specs: Mapping[_WarpParam, Spec], ins: list[Spec]) -> tuple[int, ...]:
         """The attribute of a call: grid, block and shared memory; the extents for GPUs and for CPUs; constants.
@@ -3855,15 +3847,6 @@ class _WarpPlan:
     in_order: bool  # on the CPU, the slices of a batch
 
     @property
-    def layout(self) -> tuple:
-        """What is compiled, besides the kernel's code."""
-        return self.block_dim, self.in_order, tuple(argument[1:] for argument in self.arguments)
-
-    @property
-    def is_adjoint(self) -> bool:
-        return len(self.arguments) > len(self.kernel.adj.args)
-
-    @property
     def stand_ins(self) -> dict[int, _Array]:
         """The arrays of a recorded launch, by buffer."""
         found = {}
@@ -3896,7 +3879,7 @@ class _WarpPlan:
             values = list(self.values(self.stand_ins, device))
             n, block_dim = len(self.kernel.adj.args), 1 if device == "cpu" else self.block_dim
             launch = functools.partial(wp.launch, self.kernel, _STAND_IN_DIMS, values[:n], adj_inputs=values[n:])
-            options = {"adjoint": self.is_adjoint, "device": device, "block_dim": block_dim, "record_cmd": True}
+            options = {"adjoint": len(values) > n, "device": device, "block_dim": block_dim, "record_cmd": True}
             try:
                 recorded = _despite_changes(self.kernel, lambda: launch(**options))
             except RuntimeError as error:
@@ -4007,10 +3990,7 @@ def _warp_grid(kernel: str, size: int, block_dim: int, grid_stride: bool) -> tup
 
 
 class _WarpEmitter(_Emitter):
-    """Writes a kernel's parameters and runs it: on the CPU by its entry point, on a GPU by a launch.
-
-    `machine(handler)` gives what runs the kernel on blocks at some addresses.
-    """
+    """Writes a kernel's parameters, empty arrays as null, and runs it: `machine(handler)` gives what does on blocks."""
 
     def __init__(self, plan: _WarpPlan, layout: _WarpLayout, machine: Callable[[_Handler], Callable], on_cpu: bool):
         self.plan, self.layout, self.machine, self.host_memory = plan, layout, machine, on_cpu
@@ -4024,28 +4004,24 @@ class _WarpEmitter(_Emitter):
         with handler.when(extents[5] == 0):
             handler.give(0)
         blocks = [handler.zeros(size) for size in self.layout.sizes]
-        self._store(handler, blocks, self.layout.bounds_stores(extents))
-        for argument, (block, offset, size) in zip(self.plan.arguments, self.layout.places, strict=True):
-            if argument.constant is not None:
-                handler.copy(given + argument.constant, blocks[block] + offset, size)
-        with handler.each_slice() as arrays:
-            self._fill(handler, blocks, arrays)
+
+        def store(stores: Iterator[tuple]) -> None:
+            for block, offset, size, value in stores:
+                handler.write(value, blocks[block] + offset, size)
+
+        def copy(sources: list[Any]) -> None:
+            for source, (block, offset, size) in zip(sources, self.layout.places, strict=True):
+                if source is not None:
+                    handler.copy(source, blocks[block] + offset, size)
+
+        store(self.layout.bounds_stores(extents))
+        copy([None if start is None else given + start for *_, start in self.plan.arguments])
+        with handler.each_slice() as slices:
+            pointers = [handler.choose(handler.word(math.prod(x.dims)) == 0, 0, x.pointer) for x in slices]
+            arrays = [x._replace(pointer=pointer) for x, pointer in zip(slices, pointers, strict=True)]
+            store(self.layout.array_stores(self.plan, arrays))
+            copy([None if k is None else arrays[k].pointer for *_, k, _ in self.plan.arguments])
             launch(blocks)
-
-    def _fill(self, handler: _Handler, blocks: list[_Word], arrays: list[_Array]) -> None:
-        given = []
-        for array in arrays:  # an empty one as Warp's own, which kernels test for
-            pointer = handler.choose(handler.word(math.prod(array.dims)) == 0, 0, array.pointer)
-            given.append(array._replace(pointer=pointer))
-        self._store(handler, blocks, self.layout.array_stores(self.plan, given))
-        for argument, (block, offset, size) in zip(self.plan.arguments, self.layout.places, strict=True):
-            if argument.traced is not None:
-                handler.copy(arrays[argument.traced].pointer, blocks[block] + offset, size)
-
-    @staticmethod
-    def _store(handler: _Handler, blocks: list[_Word], stores: Iterator[tuple]) -> None:
-        for block, offset, size, value in stores:
-            handler.write(value, blocks[block] + offset, size)
 
 
 # -- 11.6 Through Warp's own launch, where it is more than that ----------------------------------------
