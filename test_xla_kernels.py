@@ -5762,35 +5762,37 @@ def with_ratios(rows):
     return [{**row, "ratio": row["value"] / ours} if ours and "value" in row else row for row in rows]
 
 
-def timed(function, seconds=0.02):
-    """A function that measures one call of `function` in µs, averaged over about `seconds`."""
+def seconds(work):
+    """How long a call of `work` and what it returns take."""
+    start = time.perf_counter()
+    jax.block_until_ready(work())
+    return time.perf_counter() - start
 
-    def once(calls):
-        start = time.perf_counter()
+
+def averaged(once, first, least):
+    """A function that measures once(n), the seconds of one of n in a row, in µs, with an n that takes `least` s."""
+    once(first)
+    n = max(1, int(least / once(first)))
+    once(n)
+    return lambda: once(n) * 1e6
+
+
+def timed(function, least=0.02):
+    """A function that measures one call of `function` in µs, averaged over about `least` seconds."""
+
+    def repeat(calls):
         for _ in range(calls):
             result = function()
-        jax.block_until_ready(result)
-        return (time.perf_counter() - start) / calls
+        return result
 
-    once(1)
-    calls = max(1, int(seconds / once(2)))
-    return lambda: once(calls) * 1e6
+    return averaged(lambda calls: seconds(lambda: repeat(calls)) / calls, 2, least)
 
 
-def timed_loop(f, x, y, seconds=0.02):
+def timed_loop(f, x, y, least=0.02):
     """A function that measures one `f(x, y)` inside `lax.fori_loop`, in µs."""
     run = jax.jit(lambda x, steps: jax.lax.fori_loop(0, steps, lambda _, a: f(a, y), x), static_argnums=1)
-
-    def once(steps):
-        start = time.perf_counter()
-        run(x, steps).block_until_ready()
-        return (time.perf_counter() - start) / steps
-
-    few = max(1, min(100, int(2e6 / x.size)))
-    once(few)
-    steps = max(1, int(seconds / once(few)))
-    once(steps)
-    return lambda: once(steps) * 1e6
+    first = max(1, min(100, int(2e6 / x.size)))
+    return averaged(lambda steps: seconds(lambda: run(x, steps)) / steps, first, least)
 
 
 # -- one addition, along every path --------------------------------------------------------------------
@@ -5799,14 +5801,6 @@ def timed_loop(f, x, y, seconds=0.02):
 def add_loop(x, y, out):
     for i in range(x.size):
         out[i] = x[i] + y[i]
-
-
-def add_numba(spec):
-    return xk.numba_kernel(numba.njit(add_loop), spec)
-
-
-def add_numba_cuda(spec):
-    return xk.numba_cuda_kernel(cuda_add, spec, launch_dims=spec.size)
 
 
 def warp_add(scale=1):
@@ -5857,28 +5851,17 @@ def add_op(spec):
     return lambda x, y: op(x, y, outs=spec)
 
 
-def add_brainevent(spec):
-    import brainevent
-
-    call = brainevent.numba_kernel(numba.njit(add_loop), outs=spec, vmap_method="sequential")
+def add_brainevent(name, kernel, spec, **options):
+    call = getattr(importlib.import_module("brainevent"), name)(kernel, outs=spec, **options)
     return lambda x, y: jax.tree.leaves(call(x, y))[0]
 
 
-def add_brainevent_cuda(spec):
-    import brainevent
-
-    call = brainevent.numba_cuda_kernel(cuda.jit(cuda_add), outs=spec, launch_dims=spec.size)
-    return lambda x, y: jax.tree.leaves(call(x, y))[0]
-
-
-def add_pure_callback(spec):
-    return lambda x, y: jax.pure_callback(np.add, spec, x, y, vmap_method="sequential")
-
-
-CPP_ADD = """
+CPP = """
 #include "xla/ffi/api/ffi.h"
 namespace ffi = xla::ffi;
 using Array = ffi::Buffer<ffi::F32>;
+"""
+CPP_ADD = """
 static ffi::Error Add(Array x, Array y, ffi::Result<Array> out) {
   const float *a = x.typed_data(), *b = y.typed_data();
   float *c = out->typed_data();
@@ -5921,9 +5904,6 @@ done:
 }
 """
 CPP_CUDA_ADD = """
-#include "xla/ffi/api/ffi.h"
-namespace ffi = xla::ffi;
-using Array = ffi::Buffer<ffi::F32>;
 extern "C" {  // of libcuda
 int cuInit(unsigned); int cuDevicePrimaryCtxRetain(void**, int); int cuCtxSetCurrent(void*);
 int cuModuleLoadData(void**, const void*); int cuModuleGetFunction(void**, void*, const char*);
@@ -5961,7 +5941,7 @@ def add_cpp(spec):
 def register_cpp_add(backend):
     if backend == "gpu":
         ctypes.CDLL("libcuda.so.1", ctypes.RTLD_GLOBAL)
-    library = cpp_library(CPP_CUDA_ADD if backend == "gpu" else CPP_ADD)
+    library = cpp_library(CPP + (CPP_CUDA_ADD if backend == "gpu" else CPP_ADD))
     if backend == "gpu" and (code := library.prepare(PTX_ADD.encode())):
         raise RuntimeError(f"CUDA error {code}")
     platform = {"gpu": "CUDA"}.get(backend, backend)
@@ -5971,36 +5951,41 @@ def register_cpp_add(backend):
 def cpp_library(text):
     compiler = shutil.which("g++") or missing("g++", "no C++ compiler on this machine")
     with tempfile.TemporaryDirectory() as folder:
-        source, library = os.path.join(folder, "add.cc"), os.path.join(folder, "add.so")
-        with open(source, "w") as file:
-            file.write(text)
+        source, library = pathlib.Path(folder, "add.cc"), pathlib.Path(folder, "add.so")
+        source.write_text(text)
         flags = ["-std=c++17", "-O3", "-march=native", "-shared", "-fPIC", "-w", f"-I{jax.ffi.include_dir()}"]
         subprocess.run([compiler, *flags, source, "-o", library], check=True)
-        return ctypes.CDLL(library)
+        return ctypes.CDLL(str(library))
 
 
+CALLBACK = {
+    "jax.pure_callback": lambda spec: functools.partial(jax.pure_callback, np.add, spec, vmap_method="sequential"),
+    "jnp.add": lambda spec: jnp.add,
+}
 ADD = {
     "cpu": {
-        "numba_kernel": add_numba,
+        "numba_kernel": lambda spec: xk.numba_kernel(numba.njit(add_loop), spec),
         "warp_kernel": add_warp,
         "XLACustomKernel (Numba)": add_op,
         "C++ FFI handler": add_cpp,
-        "brainevent.numba_kernel": add_brainevent,
+        "brainevent.numba_kernel": lambda spec: add_brainevent(
+            "numba_kernel", numba.njit(add_loop), spec, vmap_method="sequential"
+        ),
         "warp.jax_kernel": add_warp_jax,
-        "jax.pure_callback": add_pure_callback,
-        "jnp.add": lambda spec: jnp.add,
+        **CALLBACK,
     },
     "gpu": {
-        "numba_cuda_kernel": add_numba_cuda,
+        "numba_cuda_kernel": lambda spec: xk.numba_cuda_kernel(cuda_add, spec, launch_dims=spec.size),
         "warp_kernel": add_warp,
         "C++ FFI handler": add_cpp,
-        "brainevent.numba_cuda_kernel": add_brainevent_cuda,
+        "brainevent.numba_cuda_kernel": lambda spec: add_brainevent(
+            "numba_cuda_kernel", cuda.jit(cuda_add), spec, launch_dims=spec.size
+        ),
         "warp.jax_kernel": add_warp_jax,
         "warp.jax_callable, captured by JAX": functools.partial(add_warp_graph, "JAX"),
         "warp.jax_callable, captured by Warp": functools.partial(add_warp_graph, "WARP"),
         "Pallas": add_pallas,
-        "jax.pure_callback": add_pure_callback,
-        "jnp.add": lambda spec: jnp.add,
+        **CALLBACK,
     },
 }
 
@@ -6141,10 +6126,10 @@ def bench_threads():
     return rows
 
 
-def jitted_loop(make, seconds=0.03):
+def jitted_loop(make, least=0.03):
     x, y, spec = inputs(16)
     f = make(spec)
-    steps = max(100, int(seconds * 1e6 / timed_loop(f, x, y)()))
+    steps = max(100, int(least * 1e6 / timed_loop(f, x, y)()))
     run = jax.jit(lambda x: jax.lax.fori_loop(0, steps, lambda _, a: f(a, y), x))
     return lambda: run(x).block_until_ready()
 
@@ -6160,13 +6145,8 @@ def spin():
 def scaling(works):
     """A function that measures the speed of one thread for each of `works`, against them one after another."""
     pool = ThreadPoolExecutor(len(works))
-
-    def seconds(*works):
-        start = time.perf_counter()
-        list(pool.map(lambda work: work(), works))
-        return time.perf_counter() - start
-
-    return lambda: sum(seconds(work) for work in works) / seconds(*works)
+    together = lambda *works: seconds(lambda: list(pool.map(lambda work: work(), works)))
+    return lambda: sum(map(together, works)) / together(*works)
 
 
 def bench_mesh():
@@ -6189,12 +6169,6 @@ def bench_mesh():
     def speedup(kernel):
         run = jax.jit(jax.vmap(xk.numba_kernel(kernel, lambda x: x, vmap_method="sequential")))
         one, two = (functools.partial(run, jax.device_put(jnp.ones((16, 8)), place)) for place in places)
-
-        def seconds(work):
-            start = time.perf_counter()
-            work().block_until_ready()
-            return time.perf_counter() - start
-
         return lambda: min(seconds(one) for _ in range(3)) / min(seconds(two) for _ in range(3))
 
     paths = over({"numba_kernel": heavy, "numba_kernel, slices that sleep (whatever else runs here)": sleepy}, speedup)
@@ -6208,25 +6182,20 @@ def bench_first_call():
     constants = itertools.count(time.time_ns() % 2**20)  # Warp keeps compiled kernels on disk
 
     def first(make):
-        start = time.perf_counter()
-        jax.jit(make(next(constants)))(x, y).block_until_ready()
-        return (time.perf_counter() - start) * 1e3
+        constant = next(constants)
+        return 1e3 * seconds(lambda: jax.jit(make(constant))(x, y))
 
     def fresh(constant):
         return numba.njit(lambda x, y, out: add_scaled(x, y, np.float32(constant), out))
 
     def compile_alone():
-        start = time.perf_counter()
         read_only = numba.types.Array(numba.float32, 1, "C", readonly=True)
-        fresh(next(constants)).compile((read_only, read_only, numba.float32[::1]))
-        return (time.perf_counter() - start) * 1e3
+        return 1e3 * seconds(
+            lambda: fresh(next(constants)).compile((read_only, read_only, numba.float32[::1])) and None
+        )
 
     def ours(constant):
         return xk.numba_kernel(fresh(constant), spec)
-
-    def brainevent_(constant):
-        call = importlib.import_module("brainevent").numba_kernel(fresh(constant), outs=spec)
-        return lambda x, y: jax.tree.leaves(call(x, y))[0]
 
     def plain(constant):
         return lambda x, y: x + y * constant
@@ -6234,7 +6203,7 @@ def bench_first_call():
     firsts = {
         "numba_kernel, all of it": ours,
         "warp_kernel": lambda constant: add_warp(spec, constant),
-        "brainevent.numba_kernel": brainevent_,
+        "brainevent.numba_kernel": lambda constant: add_brainevent("numba_kernel", fresh(constant), spec),
         "warp.jax_kernel": lambda constant: add_warp_jax(spec, constant),
         "a jitted x + y": plain,
     }
@@ -6257,19 +6226,12 @@ def bench_sizes():
     rows = []
     for size in (100, 1_000, 10_000, 100_000, 1_000_000, 10_000_000):
         x, y, spec = inputs(size)
-        paths = over(
-            adders("jax.pure_callback"), lambda make: timed_loop(make(spec), x, y, 0.01 if size < 1e6 else 0.08)
-        )
-        rows += compare(paths, case=f"{size:,} elements", rounds=5)
+        measure = lambda make: timed_loop(make(spec), x, y, 0.01 if size < 1e6 else 0.08)
+        rows += compare(over(adders("jax.pure_callback"), measure), case=f"{size:,} elements", rounds=5)
     return rows
 
 
-def scale_loop(x, out):
-    for i in range(x.size):
-        out[i] = x[i] * np.float32(1.0001)
-
-
-def scale_prange(x, out):
+def scale(x, out):
     for i in numba.prange(x.size):
         out[i] = x[i] * np.float32(1.0001)
 
@@ -6284,48 +6246,50 @@ def bench_large():
     return [row for size in (1_000_000, 10_000_000) for row in bandwidths(size)]
 
 
+def bandwidth(f, size):
+    """A function that measures the GB/s of `f`, which reads and writes `size` elements."""
+    once = timed(f)
+    return lambda: 8e-3 * size / once()
+
+
 def bandwidths(size):
     x, source, target = jnp.ones(size), np.ones(size, np.float32), np.ones(size, np.float32)
+    threads = os.cpu_count()
 
-    def bandwidth(f):
-        once = timed(f)
-        return lambda: 8e-3 * size / once()
-
-    def new_memory(kernel, **options):
-        f = jax.jit(xk.numba_kernel(numba.njit(**options)(kernel), lambda x: x))
-        return lambda: bandwidth(lambda: f(x))
+    def new_memory(**options):
+        f = jax.jit(xk.numba_kernel(numba.njit(**options)(scale), lambda x: x))
+        return lambda: f(x)
 
     def in_place(**options):
-        def prepare():
-            kernel = numba.njit(**options)(scale_in_place)
-            f = jax.jit(xk.numba_kernel(kernel, lambda x: x, input_output_aliases={0: 0}), donate_argnums=0)
-            state = [jnp.ones(size)]
+        kernel = xk.numba_kernel(numba.njit(**options)(scale_in_place), lambda x: x, input_output_aliases={0: 0})
+        f, state = jax.jit(kernel, donate_argnums=0), [jnp.ones(size)]
 
-            def run():
-                state[0] = f(state[0])
-                return state[0]
+        def run():
+            state[0] = f(state[0])
+            return state[0]
 
-            return bandwidth(run)
+        return run
 
-        return prepare
-
-    def copyto(threads):
+    def copyto():
         pool = ThreadPoolExecutor(threads)
         parts = list(zip(np.array_split(target, threads), np.array_split(source, threads), strict=True))
-        return lambda: bandwidth(lambda: list(pool.map(lambda part: np.copyto(*part), parts)))
+        return lambda: list(pool.map(lambda part: np.copyto(*part), parts))
 
-    scaled = jax.jit(lambda x: x * np.float32(1.0001))
+    def jnp_scaled():
+        f = jax.jit(lambda x: x * np.float32(1.0001))
+        return lambda: f(x)
+
     paths = {
-        "numba_kernel, parallel, in place": in_place(parallel=True),
-        "numba_kernel, serial, in place": in_place(),
-        "np.copyto": lambda: bandwidth(lambda: np.copyto(target, source)),
-        f"np.copyto, {os.cpu_count()} threads": copyto(os.cpu_count()),
-        "numba_kernel, parallel, new array": new_memory(scale_prange, parallel=True),
-        "numba_kernel, serial, new array": new_memory(scale_loop),
-        "x * 1.0001 in jnp, new array": lambda: bandwidth(lambda: scaled(x)),
-        "x.copy() in NumPy, new array": lambda: bandwidth(source.copy),
+        "numba_kernel, parallel, in place": functools.partial(in_place, parallel=True),
+        "numba_kernel, serial, in place": in_place,
+        "np.copyto": lambda: lambda: np.copyto(target, source),
+        f"np.copyto, {threads} threads": copyto,
+        "numba_kernel, parallel, new array": functools.partial(new_memory, parallel=True),
+        "numba_kernel, serial, new array": new_memory,
+        "x * 1.0001 in jnp, new array": jnp_scaled,
+        "x.copy() in NumPy, new array": lambda: source.copy,
     }
-    return compare(paths, "GB/s", f"{size:,} elements", 5)
+    return compare(over(paths, lambda make: bandwidth(make(), size)), "GB/s", f"{size:,} elements", 5)
 
 
 def bench_copy():
@@ -6347,15 +6311,14 @@ def copies(size):
 
         return xk.warp_kernel(copy, spec)
 
-    def bandwidth(make):
+    def measured(make):
         run = jax.jit(make())
         np.testing.assert_array_equal(run(x), x)
-        once = timed(lambda: run(x))
-        return lambda: 8e-3 * size / once()
+        return bandwidth(lambda: run(x), size)
 
     ours = lambda: xk.numba_cuda_kernel(cuda_copy, spec, launch_dims=size)
     paths = {"numba_cuda_kernel": ours, "warp_kernel": warp_copy, "the card's copy": lambda: jnp.copy}
-    return compare(over(paths, bandwidth), "GB/s", f"{size:,} elements", 5)
+    return compare(over(paths, measured), "GB/s", f"{size:,} elements", 5)
 
 
 def event_csr(events, weights, indptr, indices, out):
@@ -6415,16 +6378,10 @@ def products(matrix, events, activity):
 
 def readme_program(name):
     """The functions of the README's example that defines `name`, without the lines that run it."""
-    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "README.md")
-    if not os.path.exists(path):
-        missing("README.md", "its example is what this runs")
-    with open(path, encoding="utf-8") as file:
-        blocks = re.findall(r"```python\n(.*?)```", file.read(), re.DOTALL)
-    source = next(block for block in blocks if f"\ndef {name}(" in block)
-    tree = ast.parse(source)
+    tree = ast.parse(next(block for block in README_BLOCKS if f"\ndef {name}(" in block))
     end = next(i for i, node in enumerate(tree.body) if getattr(node, "name", "") == name) + 1
     namespace = {}
-    exec(compile(ast.Module(tree.body[:end], []), path, "exec"), namespace)
+    exec(compile(ast.Module(tree.body[:end], []), "README.md", "exec"), namespace)
     return namespace
 
 
