@@ -2758,7 +2758,7 @@ class RecordingDriver:
 
         def ask(code, frame, name, args):
             asks_us = name in self.callbacks
-            return code.call(self.address(name), args.address) if asks_us else api(code, frame, name, args)
+            return code.call(self.address(name), args) if asks_us else api(code, frame, name, args)
 
         monkeypatch.setattr(xk._Code, "api", ask)
 

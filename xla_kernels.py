@@ -229,7 +229,6 @@ XLA_FFI_Metadata_Extension = _struct(
     "XLA_FFI_Metadata_Extension", extension_base=XLA_FFI_InternalExtension, metadata=_PTR
 )
 XLA_FFI_Buffer = _sized("XLA_FFI_Buffer", dtype=_I32, data=_PTR, rank=_I64, dims=_PTR)
-XLA_FFI_ByteSpan = _struct("XLA_FFI_ByteSpan", ptr=_PTR, len=_SIZE)
 XLA_FFI_Array = _struct("XLA_FFI_Array", dtype=_I32, size=_SIZE, data=_PTR)
 XLA_FFI_Args = _sized("XLA_FFI_Args", size=_I64, types=_PTR, args=_PTR)
 XLA_FFI_Rets = _sized("XLA_FFI_Rets", size=_I64, types=_PTR, rets=_PTR)
@@ -1300,10 +1299,13 @@ class _Word:
 
 
 class _Struct:
-    """A C struct at an address: to read a field loads it, to set one stores it."""
+    """A C struct at an address: to read a field loads it, to set one stores it; an index finds one in an array."""
 
     def __init__(self, code: _Code, kind: Any, address: Any) -> None:
         vars(self).update(code=code, kind=kind, address=address)
+
+    def __getitem__(self, index: Any) -> _Struct:
+        return _Struct(self.code, self.kind, self.address + index * ctypes.sizeof(self.kind))
 
     def place(self, name: str) -> Any:
         """The address of a field."""
@@ -1311,8 +1313,9 @@ class _Struct:
 
     def __getattr__(self, name: str) -> Any:
         kind, address = dict(self.kind._fields_)[name], self.place(name)
-        is_struct = issubclass(kind, ctypes.Structure)
-        return _Struct(self.code, kind, address) if is_struct else self.code.read(address, ctypes.sizeof(kind))
+        if issubclass(kind, ctypes.Structure):
+            return _Struct(self.code, kind, address)
+        return self.code.pointed(name, self.code.read(address, ctypes.sizeof(kind)))
 
     def __setattr__(self, name: str, value: Any) -> None:
         self.code.write(value, self.place(name), getattr(self.kind, name).size)
@@ -1339,10 +1342,12 @@ class _Code:
 
     def define(self, name: str, body: Callable[..., Any]) -> None:
         """Write a C function that takes integers and addresses, as `body` does, and returns one."""
-        kind = self.ir.FunctionType(self.i64, [self.i64] * len(inspect.signature(body).parameters))
+        names = inspect.signature(body).parameters
+        kind = self.ir.FunctionType(self.i64, [self.i64] * len(names))
         function = self.functions[name] = self.ir.Function(self.module, kind, f"{name}_{self.suffix}")
         self.builder = self.ir.IRBuilder(function.append_basic_block())
-        result = body(*(_Word(self, arg) for arg in function.args))
+        args = zip(names, function.args, strict=True)
+        result = body(*(self.pointed(name, _Word(self, arg)) for name, arg in args))
         if result is not None:  # else it is a loop that never ends
             self.give(result)
 
@@ -1361,9 +1366,11 @@ class _Code:
     # -- memory ----------------------------------------------------------------------------------------
 
     def word(self, value: Any) -> _Word:
-        """A number, or the address of a C function or, by its name, of one of this module."""
+        """A number, or the address of a struct, of a C function or, by its name, of one of this module."""
         if isinstance(value, _Word):
             return value
+        if isinstance(value, _Struct):
+            return value.address
         if isinstance(value, str):
             return _Word(self, self.functions[value].ptrtoint(self.i64))
         number = value if isinstance(value, int) else ctypes.cast(value, _PTR).value
@@ -1386,9 +1393,12 @@ class _Code:
         pointers = self.pointer(target), self.pointer(source)
         self.cgutils.raw_memcpy(self.builder, *pointers, self.word(nbytes).value, 1)
 
-    def struct(self, kind: Any, address: Any, index: Any = 0) -> Any:
-        """The struct at an address, or one in an array of them."""
-        return _Struct(self, kind, self.word(address) + index * ctypes.sizeof(kind))
+    def struct(self, kind: Any, address: Any) -> Any:
+        return _Struct(self, kind, self.word(address))
+
+    def pointed(self, name: str, word: _Word) -> Any:
+        """The struct at an address of this name, or the word as it is."""
+        return self.struct(_POINTED[name], word) if name in _POINTED else word
 
     def stack(self, kind: Any, count: Any = 1) -> _Word:
         """The address of so many structs or words on the stack: if the number is known, of the same ones in a loop."""
@@ -1422,8 +1432,7 @@ class _Code:
 
     def add_at_once(self, address: Any, value: Any) -> _Word:
         """Add to a word in one step that no other thread sees half of; returns what it was."""
-        value = self.word(value).value
-        return _Word(self, self.builder.atomic_rmw("add", self.pointer(address, 8), value, "seq_cst"))
+        return _Word(self, self.builder.atomic_rmw("add", self.pointer(address, 8), self.word(value).value, "seq_cst"))
 
     def replace_at_once(self, address: Any, old: Any, new: Any) -> _Word:
         """Whether a word was `old`, and is `new` now."""
@@ -1441,12 +1450,12 @@ class _Code:
 
     def api(self, frame: Any, name: str, args: Any) -> _Word:
         """Call a function of XLA's API table; it gives an XLA_FFI_Error* or 0."""
-        table = self.struct(XLA_FFI_Api, self.struct(XLA_FFI_CallFrame, frame).api)
-        return self.call(getattr(table, f"XLA_FFI_{name}"), args.address)
+        return self.call(getattr(frame.api, f"XLA_FFI_{name}"), args)
 
-    def give(self, value: Any) -> None:
-        """Return from the function."""
-        self.builder.ret(self.word(value).value)
+    def give(self, value: Any, when: Any = 1) -> None:
+        """Return from the function, always or where something is true."""
+        with contextlib.nullcontext() if isinstance(when, int) else self.when(when):
+            self.builder.ret(self.word(value).value)
 
     def when(self, condition: Any, likely: bool | None = None) -> Any:
         return self.builder.if_then(self._is_true(condition), likely)
@@ -1483,7 +1492,6 @@ class _Code:
 
 
 def _words(name: str, fields: str) -> Any:
-    """A struct of 64-bit words."""
     return _struct(name, **dict.fromkeys(fields.split(), _I64))
 
 
@@ -1492,6 +1500,9 @@ _Range = _words("_Range", "first count")
 _Kernel = _words("_Kernel", "slices n_in n in_order maps_pages brief trusted")
 _Batch = _words("_Batch", "frame kernel n slots depth sizes row count nbytes")
 _Shared = _words("_Shared", "batch next count piece inside holders error idle")
+# What fields and parameters of these names point to.
+_POINTED = {"frame": XLA_FFI_CallFrame, "api": XLA_FFI_Api, "metadata": XLA_FFI_Metadata}
+_POINTED |= {"kernel": _Kernel, "slots": _Slot, "batch": _Batch, "shared": _Shared}
 # Microseconds of work: what is too short to be timed often, to be measured, to be shared, to wake a thread for; and
 # what a thread takes at a time: as little as costs nothing, as cores may differ in speed.
 _BRIEF, _MEASURABLE, _WORTH_SHARING, _WORTH_A_THREAD, _PIECE = 4, 1, 40, 15, 20
@@ -1507,21 +1518,19 @@ class _Driver(_Code):
         for body in (self.answer, self.error, *running):
             self.define(body.__name__, body)
 
-    def answer(self, extension: _Word, traits: _Word) -> Any:
+    def answer(self, extension: Any, traits: Any) -> Any:
         """On registration XLA asks for the API version and traits, through an extension of the frame."""
         at = self.new(_Range, first=extension)
         with self.forever():
             found = self.struct(XLA_FFI_Metadata_Extension, at.first)
-            with self.when(found.address == 0):
-                self.give(0)
+            self.give(0, when=at.first == 0)
             with self.when(found.extension_base.type == _EXTENSION_METADATA):
-                metadata = self.struct(XLA_FFI_Metadata, found.metadata)
-                version, metadata.traits = metadata.api_version, traits
+                version, found.metadata.traits = found.metadata.api_version, traits
                 version.major_version, version.minor_version = _ffi_api_version()
                 self.give(0)
             at.first = found.extension_base.next
 
-    def error(self, frame: _Word, message: _Word, code: _Word) -> Any:
+    def error(self, frame: Any, message: Any, code: Any) -> Any:
         """An XLA_FFI_Error with a copy of the message."""
         return self.api(frame, "Error_Create", self.new(XLA_FFI_Error_Create_Args, message=message, errc=code))
 
@@ -1529,119 +1538,106 @@ class _Driver(_Code):
         with self.when(error != 0):
             self.api(frame, "Error_Destroy", self.new(XLA_FFI_Error_Destroy_Args, error=error))
 
-    def seek(self, address: _Word, slots: _Word, index: _Word) -> Any:
+    def seek(self, batch: Any, slots: Any, index: Any) -> Any:
         """Point `slots` at the slice `index` and, with their steps, at the rest of its row; gives its place there.
 
         A buffer whose batch dimension has size 1 gives the same slice to all.
         """
-        batch, rest = self.struct(_Batch, address), self.new(_Range, first=index)
+        rest = self.new(_Range, first=index)
         with self.loop(0, batch.n) as k:
-            first, slot = self.struct(_Slot, batch.slots, k), self.struct(_Slot, slots, k)
+            slot, first = slots[k], batch.slots[k]
             slot.data, slot.step, slot.dims, slot.nbytes = first.data, first.step, first.dims, first.nbytes
-        with self.when(index == 0):
-            self.give(0)
+        self.give(0, when=index == 0)
         with self.loop(0, batch.depth) as i:
             size = self.read(batch.sizes + (batch.depth - i - 1) * 8)
             position = rest.first % size
             rest.first = rest.first // size
             with self.loop(0, batch.n) as k:
-                slot = self.struct(_Slot, slots, k)
-                own = self.read(slot.dims - i * 8 - 8)
+                slot, own = slots[k], self.read(slots[k].dims - i * 8 - 8)
                 slot.data = slot.data + self.choose(own == 1, 0, position * slot.nbytes)
                 slot.nbytes = slot.nbytes * own  # of all that the next dimension steps over
         return index % batch.row
 
-    def run(self, address: _Word, first: _Word, stop: _Word) -> Any:
+    def run(self, batch: Any, first: Any, stop: Any) -> Any:
         """Run the slices [first, stop), row by row, unless one fails; gives its XLA_FFI_Error*."""
-        batch, at = self.struct(_Batch, address), self.new(_Range, first=first)
-        slots = self.stack(_Slot, batch.n)
+        at, slots = self.new(_Range, first=first), self.stack(_Slot, batch.n)
         with self.forever():
             first = at.first
-            with self.when((stop > first) == 0):
-                self.give(0)
-            count = self.least(batch.row - self.call("seek", address, slots, first), stop - first)
-            error = self.call(self.struct(_Kernel, batch.kernel).slices, batch.frame, slots, count)
-            with self.when(error != 0):
-                self.give(error)
+            self.give(0, when=(stop > first) == 0)
+            count = self.least(batch.row - self.call("seek", batch, slots, first), stop - first)
+            error = self.call(batch.kernel.slices, batch.frame, slots, count)
+            self.give(error, when=error != 0)
             at.first = first + count
 
-    def work(self, address: _Word) -> Any:
+    def work(self, shared: Any) -> Any:
         """Take pieces of a shared batch and run them until none is left or one fails."""
-        shared = self.struct(_Shared, address)
         with self.forever():
             first = self.add_at_once(shared.place("next"), shared.piece)
-            with self.when((first < shared.count) == 0):
-                self.give(0)
+            self.give(0, when=(first < shared.count) == 0)
             error = self.call("run", shared.batch, first, self.least(first + shared.piece, shared.count))
             with self.when(error != 0):
                 self.add_at_once(shared.place("next"), shared.count)  # nothing is left for the others
                 with self.when(self.replace_at_once(shared.place("error"), 0, error) == 0):
-                    self.discard(self.struct(_Batch, shared.batch).frame, error)
+                    self.discard(shared.batch.frame, error)
                 self.give(0)
 
-    def drop(self, address: _Word) -> Any:
+    def drop(self, shared: Any) -> Any:
         """The last who holds a shared batch frees it."""
-        shared = self.struct(_Shared, address)
         with self.when(self.add_at_once(shared.place("holders"), -1) == 1):
             self.call(ctypes.pythonapi.PyThread_free_lock, shared.idle)
-            self.call(ctypes.pythonapi.PyMem_RawFree, address)
+            self.call(ctypes.pythonapi.PyMem_RawFree, shared)
         return 0
 
-    def task(self, address: _Word) -> Any:
+    def task(self, shared: Any) -> Any:
         """What a thread of XLA runs: it works unless the caller has left, and as the last one wakes the caller."""
-        shared = self.struct(_Shared, address)
         with self.forever():
             inside = self.add_at_once(shared.place("inside"), 0)
             with self.when(inside == 0):
-                self.give(self.call("drop", address))
+                self.give(self.call("drop", shared))
             with self.when(self.replace_at_once(shared.place("inside"), inside, inside + 1)):
-                self.call("work", address)
+                self.call("work", shared)
                 with self.when(self.add_at_once(shared.place("inside"), -1) == 1):
                     self.call(ctypes.pythonapi.PyThread_release_lock, shared.idle)
-                self.give(self.call("drop", address))
+                self.give(self.call("drop", shared))
 
-    def share(self, address: _Word, first: _Word, helpers: _Word, piece: _Word) -> Any:
+    def share(self, batch: Any, first: Any, helpers: Any, piece: Any) -> Any:
         """Run the slices [first, count) on this thread and on those of XLA that come to help, in pieces of so many.
 
         What is waited for is only the tasks that have started: those in the queue may stand behind callers that wait.
         """
-        batch = self.struct(_Batch, address)
-        frame = self.struct(XLA_FFI_CallFrame, batch.frame)
         memory = self.call(ctypes.pythonapi.PyMem_RawMalloc, ctypes.sizeof(_Shared))
         idle = self.call(ctypes.pythonapi.PyThread_allocate_lock)
         with self.when((memory == 0) | (idle == 0)):  # out of memory, which one thread does not need
-            self.give(self.call("run", address, first, batch.count))
+            self.give(self.call("run", batch, first, batch.count))
         shared = self.struct(_Shared, memory)
-        shared.batch, shared.next, shared.count, shared.error = address, first, batch.count, 0
+        shared.batch, shared.next, shared.count, shared.error = batch, first, batch.count, 0
         shared.piece, shared.inside, shared.holders, shared.idle = piece, 1, helpers + 1, idle
         self.call(ctypes.pythonapi.PyThread_acquire_lock, idle, 1)
-        args = self.new(XLA_FFI_ThreadPool_Schedule_Args, ctx=frame.ctx, task=self.word("task"), data=memory)
+        args = self.new(XLA_FFI_ThreadPool_Schedule_Args, ctx=batch.frame.ctx, task="task", data=shared)
         with self.loop(0, helpers):
-            error = self.api(frame.address, "ThreadPool_Schedule", args)
+            error = self.api(batch.frame, "ThreadPool_Schedule", args)
             with self.when(error != 0):
-                self.discard(frame.address, error)
-                self.call("drop", memory)
-        self.call("work", memory)
+                self.discard(batch.frame, error)
+                self.call("drop", shared)
+        self.call("work", shared)
         with self.when(self.add_at_once(shared.place("inside"), -1) > 1):
             self.call(ctypes.pythonapi.PyThread_acquire_lock, shared.idle, 1)
         error = shared.error
-        self.call("drop", memory)
+        self.call("drop", shared)
         return error
 
-    def start(self, address: _Word) -> Any:
+    def start(self, batch: Any) -> Any:
         """Run slices alone, more of them each time, until what is left is known to be worth sharing.
 
         Batches so short that to ask the time would show are asked once in a while only.
         """
-        batch, at = self.struct(_Batch, address), self.new(_Range, first=0, count=1)
-        kernel = self.struct(_Kernel, batch.kernel)
+        at, kernel = self.new(_Range, first=0, count=1), batch.kernel
         kernel.trusted, began, rate = 0, self.call("now"), self.read(ctypes.addressof(_TICKS))
         time_ = self.new(_Range, first=began)
         with self.forever():
             stop = at.first + at.count
-            error = self.call("run", address, at.first, stop)
-            with self.when(error != 0):
-                self.give(error)
+            error = self.call("run", batch, at.first, stop)
+            self.give(error, when=error != 0)
             left, now = batch.count - stop, self.call("now")
             with self.when(left < 1):
                 with self.when(now - began < rate * _BRIEF):
@@ -1650,11 +1646,14 @@ class _Driver(_Code):
             took = (now - time_.first) // rate
             work = took * left // at.count
             with self.when((took > _MEASURABLE) & (work > _WORTH_SHARING)):
-                helpers = self.least(self.threads(batch.frame) - 1, left - 1, work // _WORTH_A_THREAD)
+                threads = self.new(_Range, first=0)  # XLA's, none where the call has none
+                args = self.new(XLA_FFI_ThreadPool_NumThreads_Args, ctx=batch.frame.ctx, num_threads=threads)
+                self.discard(batch.frame, self.api(batch.frame, "ThreadPool_NumThreads", args))
+                helpers = self.least(threads.first - 1, left - 1, work // _WORTH_A_THREAD)
                 piece = left * _PIECE // work
                 with self.when(helpers > 0):
-                    self.give(self.call("share", address, stop, helpers, self.choose(piece < 1, 1, piece)))
-                self.give(self.call("run", address, stop, batch.count))
+                    self.give(self.call("share", batch, stop, helpers, self.choose(piece < 1, 1, piece)))
+                self.give(self.call("run", batch, stop, batch.count))
             at.first, at.count, time_.first = stop, self.least(at.count * 8, left), now
 
     def now(self) -> Any:
@@ -1663,21 +1662,13 @@ class _Driver(_Code):
             counter = self.module.declare_intrinsic("llvm.readcyclecounter", (), self.ir.FunctionType(self.i64, []))
             return _Word(self, self.builder.call(counter, []))
         now = self.new(_Range)  # a struct timespec: seconds and nanoseconds
-        self.call(ctypes.pythonapi.clock_gettime, time.CLOCK_MONOTONIC, now.address)
+        self.call(ctypes.pythonapi.clock_gettime, time.CLOCK_MONOTONIC, now)
         return now.first * 10**9 + now.count
 
-    def threads(self, frame: Any) -> Any:
-        """The number of XLA's threads, 0 where the call has none."""
-        found, ctx = self.new(_Range, first=0), self.struct(XLA_FFI_CallFrame, frame).ctx
-        args = self.new(XLA_FFI_ThreadPool_NumThreads_Args, ctx=ctx, num_threads=found.address)
-        self.discard(frame, self.api(frame, "ThreadPool_NumThreads", args))
-        return found.first
-
-    def drive(self, frame: _Word, kernel_at: _Word, slots: _Word, depth: _Word, row: _Word, nbytes: _Word) -> Any:
+    def drive(self, frame: Any, kernel: Any, slots: Any, depth: Any, row: Any, nbytes: Any) -> Any:
         """Run a call of which `slots` hold the first slice, of `nbytes` in all; `row` slices are one step apart."""
-        kernel = self.struct(_Kernel, kernel_at)
-        batch = self.new(_Batch, frame=frame, kernel=kernel_at, n=kernel.n, slots=slots, depth=depth, row=row)
-        batch.sizes, batch.count = batch.place("row"), row
+        batch = self.new(_Batch, frame=frame, kernel=kernel, n=kernel.n, slots=slots, depth=depth, row=row, count=row)
+        batch.sizes = batch.place("row")
         with self.when(depth > 1):
             self._read_sizes(batch)
         batch.nbytes = nbytes * batch.count
@@ -1689,8 +1680,8 @@ class _Driver(_Code):
             kernel.trusted = kernel.trusted - 1
             with self.when(batch.count == batch.row):
                 self.give(self.call(kernel.slices, frame, slots, batch.row))
-            self.give(self.call("run", batch.address, 0, batch.count))
-        return self.call("start", batch.address)
+            self.give(self.call("run", batch, 0, batch.count))
+        return self.call("start", batch)
 
     def _read_sizes(self, batch: Any) -> None:
         """The sizes of all batch dimensions, where that of a buffer counts unless it is 1, and their product."""
@@ -1699,7 +1690,7 @@ class _Driver(_Code):
             place = batch.sizes + d * 8
             self.write(1, place)
             with self.loop(0, batch.n) as k:
-                own = self.read(self.struct(_Slot, batch.slots, k).dims + (d - batch.depth) * 8)
+                own = self.read(batch.slots[k].dims + (d - batch.depth) * 8)
                 self.write(self.choose(own == 1, self.read(place), own), place)
             batch.count = batch.count * self.read(place)
 
@@ -1709,8 +1700,8 @@ class _Driver(_Code):
         XLA maps fresh memory for them; to fault it in by 4 KiB pages took 40 ms of the 43 ms of an add of
         1e7 float32, with JAX's own operations as well.
         """
-        with self.loop(self.struct(_Kernel, batch.kernel).n_in, batch.n) as k:
-            slot = self.struct(_Slot, batch.slots, k)
+        with self.loop(batch.kernel.n_in, batch.n) as k:
+            slot = batch.slots[k]
             nbytes = slot.nbytes * batch.count
             with self.when(nbytes > _HUGE_PAGE_MIN - 1):
                 skip = self.word(mmap.PAGESIZE) - slot.data % mmap.PAGESIZE  # the range must start at a page
@@ -1770,8 +1761,8 @@ class _Handler(_Code):
             self.define("slices", self._slices)
         self.define("handler", self._handler)
 
-    def _slices(self, frame: _Word, slots: _Word, count: _Word) -> Any:
-        self.frame, self.slots, self.count = self.struct(XLA_FFI_CallFrame, frame), slots, count
+    def _slices(self, frame: Any, slots: Any, count: Any) -> Any:
+        self.frame, self.slots, self.count = frame, slots, count
         self.emitter.write(self)
         return 0
 
@@ -1780,14 +1771,13 @@ class _Handler(_Code):
         """A loop over the slices, in which the emitter writes what runs one of them on its arrays."""
         arrays, steps = [], []
         for k, (dtype, rank) in enumerate(zip(self.signature.dtypes, self.signature.ranks, strict=True)):
-            slot = self.struct(_Slot, self.slots, k)
-            dims = [self.read(slot.dims + 8 * j) for j in range(rank)]
-            arrays.append(_Array(slot.data, dims, _row_major(dims, dtype.itemsize), dtype.itemsize))
-            steps.append(slot.step)
+            dims = [self.read(self.slots[k].dims + 8 * j) for j in range(rank)]
+            arrays.append(_Array(self.slots[k].data, dims, _row_major(dims, dtype.itemsize), dtype.itemsize))
+            steps.append(self.slots[k].step)
         with self.loop(0, self.count) as i:
             yield [x._replace(pointer=x.pointer + step * i) for x, step in zip(arrays, steps, strict=True)]
 
-    def _guarded_slices(self, frame: _Word, slots: _Word, count: _Word) -> Any:
+    def _guarded_slices(self, frame: Any, slots: Any, count: Any) -> Any:
         """The same, with what the emitter has to hold, which is given back also if a slice fails."""
         if self.emitter.lock:
             self.call(ctypes.pythonapi.PyThread_acquire_lock, self.emitter.lock, 1)
@@ -1801,67 +1791,61 @@ class _Handler(_Code):
             self.call(ctypes.pythonapi.PyThread_release_lock, self.emitter.lock)
         return error
 
-    def _handler(self, address: _Word) -> Any:
+    def _handler(self, frame: Any) -> Any:
         """Run a call without a batch, or with a short one of a kernel known to be quick; leave others to the driver."""
-        self.frame = frame = self.struct(XLA_FFI_CallFrame, address)
+        self.frame, signature = frame, self.signature
         with self.when(frame.extension_start != 0):
             self.give(self.call(_driver()["answer"], frame.extension_start, self.emitter.traits))
-        with self.when(frame.stage != _STAGE_EXECUTE):
-            self.give(0)
+        self.give(0, when=frame.stage != _STAGE_EXECUTE)
         buffers, depth = self._read_buffers()
-        slots = self.stack(_Slot, len(buffers))
+        slots = self.struct(_Slot, self.stack(_Slot, len(buffers)))
         places, sizes = list[_Word](), list[Any]()
-        for k, (buffer, dtype, rank) in enumerate(self._expected(buffers)):
-            slot, place = self.struct(_Slot, slots, k), buffer.dims + depth * 8
-            size = math.prod(self.read(place + 8 * j) for j in range(rank)) * dtype.itemsize
-            slot.data, slot.dims, slot.nbytes = buffer.data, place, size
-            places.append(place)
-            sizes.append(size)
-        large = [size > _HUGE_PAGE_MIN - 1 for size in sizes[self.signature.n_in :]] if self.maps_pages else []
+        for k, (buffer, dtype, rank) in enumerate(zip(buffers, signature.dtypes, signature.ranks, strict=True)):
+            places.append(buffer.dims + depth * 8)
+            sizes.append(math.prod(self.read(places[k] + 8 * j) for j in range(rank)) * dtype.itemsize)
+            slots[k].data, slots[k].dims, slots[k].nbytes = buffer.data, places[k], sizes[k]
+        large = [size > _HUGE_PAGE_MIN - 1 for size in sizes[signature.n_in :]] if self.maps_pages else []
         with self.when(functools.reduce(operator.or_, large, depth) == 0):
-            self.give(self.call("slices", address, slots, 1))
+            self.give(self.call("slices", frame, slots, 1))
         kernel, row, total = self.struct(_Kernel, ctypes.addressof(self.kernel)), self.word(1), sum(sizes)
-        drive = functools.partial(self.call, _driver()["drive"], address, kernel.address, slots, depth)
+        drive = functools.partial(self.call, _driver()["drive"], frame, kernel, slots, depth)
         with self.when(depth == 0):
             self.give(drive(1, total))
         for k, (place, size) in enumerate(zip(places, sizes, strict=True)):
             own = self.read(place - 8)  # a size of 1 goes with every other
-            self.struct(_Slot, slots, k).step = self.choose(own == 1, 0, size)
-            row = self.choose(own == 1, row, own)
+            slots[k].step, row = self.choose(own == 1, 0, size), self.choose(own == 1, row, own)
         trusted = kernel.trusted
         with self.when((depth == 1) & (trusted > 0) & (row * total < kernel.brief)):
             kernel.trusted = trusted - 1
-            self.give(self.call("slices", address, slots, row))
+            self.give(self.call("slices", frame, slots, row))
         return drive(row, total)
 
     def _read_buffers(self) -> tuple[list[Any], _Word]:
         """The buffers, after a check of their number, dtypes and ranks, and how many batch dimensions they have."""
-        args, rets, n_in, n = self.frame.args, self.frame.rets, self.signature.n_in, len(self.signature.ranks)
-        text = f"kernel '{self.signature.label}' was called with other buffers than {self.signature}"
-        wrong = (args.size < n_in) | (args.size > (n if self.signature.from_zeros else n_in)) | (rets.size < n - n_in)
+        args, rets, signature = self.frame.args, self.frame.rets, self.signature
+        n_in, n = signature.n_in, len(signature.ranks)
+        text = f"kernel '{signature.label}' was called with other buffers than {signature}"
+        wrong = (args.size < n_in) | (args.size > (n if signature.from_zeros else n_in)) | (rets.size < n - n_in)
         if not self.emitter.hidden_outputs:
             wrong = wrong | (rets.size > n - n_in)
         with self.when(wrong):
             self.fail(text, _ERROR_INVALID_ARGUMENT)
         places = [args.args + 8 * k for k in range(n_in)] + [rets.rets + 8 * k for k in range(n - n_in)]
         buffers = [self.struct(XLA_FFI_Buffer, self.read(place)) for place in places]
-        depth = buffers[0].rank - self.signature.ranks[0] if buffers else self.word(0)
+        depth = buffers[0].rank - signature.ranks[0] if buffers else self.word(0)
         wrong = depth < 0
-        for buffer, dtype, rank in self._expected(buffers):
+        for buffer, dtype, rank in zip(buffers, signature.dtypes, signature.ranks, strict=True):
             wrong = wrong | (buffer.rank != depth + rank) | (buffer.dtype != _XLA_FFI_DATA_TYPES[dtype.name])
         with self.when(wrong):
             self.fail(text, _ERROR_INVALID_ARGUMENT)
         return buffers, depth
-
-    def _expected(self, buffers: list[Any]) -> Iterator[tuple[Any, np.dtype, int]]:
-        return zip(buffers, self.signature.dtypes, self.signature.ranks, strict=True)
 
     def fail(self, message: str | _Word, code: int = _ERROR_INTERNAL) -> None:
         """Return an error from the function; the message is a text or, when the code runs, the address of one."""
         if isinstance(message, str):
             text, name = self.cgutils.make_bytearray(message.encode() + b"\0"), self.module.get_unique_name("text")
             message = _Word(self, self.cgutils.global_constant(self.module, name, text).ptrtoint(self.i64))
-        self.give(self.call(_driver()["error"], self.frame.address, message, code))
+        self.give(self.call(_driver()["error"], self.frame, message, code))
 
     @property
     def launch(self) -> _Word:
@@ -1874,17 +1858,11 @@ class _Handler(_Code):
 
 
 class _Call(NamedTuple):
-    """A call of a handler, as Python sees it: its XLA_FFI_CallFrame and, on a GPU, its CUDA stream and device."""
+    """A call of a handler, as Python sees it: the address of the attribute `launch`, a CUDA stream and its device."""
 
-    frame: int
+    launch: int
     stream: int
     ordinal: int
-
-    @property
-    def launch(self) -> int:
-        """The address of the integers of its attribute, as `_Handler.launch`."""
-        attrs = XLA_FFI_CallFrame.from_address(self.frame).attrs.attrs
-        return XLA_FFI_Array.from_address(_SIZE.from_address(attrs).value).data
 
 
 class _CallbackEmitter(_Emitter):
@@ -1903,7 +1881,9 @@ class _CallbackEmitter(_Emitter):
                 *buffers, stream, ordinal = pointers[: len(ranks) + 2]
                 sizes = iter(dims[: sum(ranks)])
                 shapes = [tuple(next(sizes) for _ in range(rank)) for rank in ranks]
-                body(buffers, shapes, _Call(frame, stream, ordinal))
+                attrs = XLA_FFI_CallFrame.from_address(frame).attrs
+                launch = XLA_FFI_Array.from_address(_SIZE.from_address(attrs.attrs).value).data if attrs.size else 0
+                body(buffers, shapes, _Call(launch, stream, ordinal))
             except BaseException as error:  # nothing may unwind into XLA
                 return _keep_message(error, signature.label)
             return None
@@ -1916,7 +1896,7 @@ class _CallbackEmitter(_Emitter):
         with handler.each_slice() as arrays:
             pointers = handler.array([*(x.pointer for x in arrays), *place])
             dims = handler.array([n for x in arrays for n in x.dims])
-            message = handler.call(self.callback, handler.frame.address, pointers, dims)
+            message = handler.call(self.callback, handler.frame, pointers, dims)
             with handler.when(message != 0, likely=False):
                 handler.fail(message)
 
@@ -1940,12 +1920,11 @@ def _keep_message(error: BaseException | None, label: str) -> int:
 def _host_arrays(signature: _Signature, pointers: Sequence[int], dims: Sequence[tuple]) -> list[np.ndarray]:
     """NumPy views of the slice's buffers in host memory; inputs are read-only."""
     arrays = []
-    for i, (dtype, address, shape) in enumerate(zip(signature.dtypes, pointers, dims, strict=True)):
-        size = dtype.itemsize * math.prod(shape)
-        memory = (ctypes.c_char * size).from_address(address) if size else bytearray()
-        array = np.frombuffer(memory, np.uint8).view(dtype).reshape(shape)
-        array.flags.writeable = i >= signature.n_in
-        arrays.append(array)
+    for dtype, address, shape in zip(signature.dtypes, pointers, dims, strict=True):
+        memory = (ctypes.c_char * (dtype.itemsize * math.prod(shape))).from_address(address)
+        arrays.append(np.ndarray(shape, dtype, memory))
+    for array in arrays[: signature.n_in]:
+        array.flags.writeable = False
     return arrays
 
 
@@ -3098,9 +3077,8 @@ def _cuda_place(handler: _Handler, driver: _CudaDriver) -> tuple[_Word, _Word]:
 def _ask_xla(handler: _Handler, name: str, kind: Any) -> Any:
     """The arguments of a function of XLA's that says something of the call, with the answer in them."""
     args = handler.new(kind, ctx=handler.frame.ctx)
-    error = handler.api(handler.frame.address, name, args)
-    with handler.when(error != 0):
-        handler.give(error)
+    error = handler.api(handler.frame, name, args)
+    handler.give(error, when=error != 0)
     return args
 
 
@@ -4001,8 +3979,7 @@ class _WarpEmitter(_Emitter):
     def write(self, handler: _Handler) -> None:
         launch, given = self.machine(handler), handler.launch
         extents = [handler.read(given + self.extents + 8 * i) for i in range(6)]
-        with handler.when(extents[5] == 0):
-            handler.give(0)
+        handler.give(0, when=extents[5] == 0)
         blocks = [handler.zeros(size) for size in self.layout.sizes]
 
         def store(stores: Iterator[tuple]) -> None:
