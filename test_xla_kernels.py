@@ -2908,6 +2908,10 @@ def test_cuda_handler_is_command_buffer_compatible():
     assert (metadata.api_version.major_version, metadata.api_version.minor_version) == xk._ffi_api_version()
 
 
+def cuda_copy_twice(x, out, stream):
+    pass
+
+
 @compiled
 @pytest.mark.parametrize("command_buffer", [False, True])
 def test_cuda_callable_traits(command_buffer, monkeypatch):
@@ -2915,6 +2919,8 @@ def test_cuda_callable_traits(command_buffer, monkeypatch):
     signature = cuda_signature(("float32", 1), ("float32", 1))
     emitter = xk._CudaCode(cuda_copy, [xk._CUDA_PACKAGES["numba"]], signature, command_buffer=command_buffer).emitter()
     assert emitter.traits == command_buffer and not emitter.host_memory
+    text = lower_for_cuda(xk.numba_cuda_callable(cuda_copy_twice, lambda x: x, command_buffer=command_buffer), F32)
+    assert "custom_call @xla_kernels.cuda_copy_twice." in text
 
 
 def test_cuda_empty_launch_gives_zeros_and_keeps_aliases(monkeypatch):

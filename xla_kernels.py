@@ -2289,12 +2289,14 @@ def _refusal(
     return TypeError(f"{compiler} cannot compile kernel {signature.label!r} for {signature}{hint}:\n{text}")
 
 
+def _llvm(overload: Any) -> Any:
+    """The optimized code of a function with all that it calls; what comes from Numba's cache has it for linking."""
+    return overload.library._shared_module or overload.library._final_module
+
+
 def _not_only_read(overload: Any, signature: _Signature) -> tuple[int, ...]:
     """The inputs that LLVM does not find to be only read: through what the kernel is given, as far as it can follow."""
-    try:
-        arguments = list(overload.library._final_module.get_function(overload.fndesc.llvm_func_name).arguments)
-    except (AttributeError, NameError):  # loaded from Numba's cache, which keeps no LLVM
-        return tuple(range(signature.n_in))
+    arguments = list(_llvm(overload).get_function(overload.fndesc.llvm_func_name).arguments)
     # the results' addresses, then per array: meminfo, parent, nitems, itemsize, data, shape, strides
     data = itertools.accumulate((5 + 2 * rank for rank in signature.ranks), initial=6)
     found = [arguments[position].attributes for _, position in zip(range(signature.n_in), data)]
@@ -2408,29 +2410,9 @@ def _is_numbas(function: Any) -> bool:
 # Knows Numba's calling convention, exceptions and threads.  Does not know where arrays come from.
 
 
-def _thread_lock() -> int:
-    """The lock to hold while a kernel uses Numba's threads, or 0.
-
-    Numba's workqueue threading layer aborts the process when two threads enter it; omp and tbb do not.
-    """
-    import numba
-
-    numba.get_num_threads()  # starts them, which decides on the layer
-    return _native_lock("workqueue_lock") if numba.threading_layer() == "workqueue" else 0
-
-
 def _may_use_threads(overload: Any) -> bool:
     """Whether the kernel, or anything that it calls, may run on Numba's threads."""
-    library = overload.library
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        try:
-            text = library.get_llvm_str()
-        except UserWarning:  # loaded from Numba's cache, which keeps what other functions link with
-            if not hasattr(library, "_get_module_for_linking"):
-                return True
-            text = str(library._get_module_for_linking())
-    functions = text.split("\ndefine ")[1:]
+    functions = str(_llvm(overload)).split("\ndefine ")[1:]
     wrappers = re.compile(r'[^(]*@"?(_ZN7cpython|cfunc\.)')  # for calls from Python and C
     return any(_CALLS_OF_THREADS.search(text) for text in functions if not wrappers.match(text))
 
@@ -2439,10 +2421,15 @@ class _NumbaEmitter(_Emitter):
     """Calls a function compiled by Numba, by address."""
 
     def __init__(self, label: str, overload: Any, argtypes: tuple, uses_python: bool, in_order: bool) -> None:
+        import numba
+
         self.overload, self.argtypes = overload, argtypes
         self.entry = overload.library.get_pointer_to_function(overload.fndesc.llvm_func_name)
         uses_threads = _may_use_threads(overload)  # of Numba's, on all cores
-        self.lock = _thread_lock() if uses_threads else 0
+        if uses_threads:
+            numba.get_num_threads()  # starts them, which decides on their layer
+            if numba.threading_layer() == "workqueue":  # aborts the process when two threads enter it
+                self.lock = _native_lock("workqueue_lock")
         self.in_order = in_order or uses_threads or uses_python
         self.uses_python = uses_python  # object mode drops an exception with the thread's state of Python
 
@@ -2671,7 +2658,8 @@ class _CudaWrapper(_Wrapper):
         code = self._code(packages, signature)
         self._check_dtypes(ins, outs, _CUDA_DTYPES, "that Numba CUDA has no arrays of")
         runs = f"{self.decorator} {self.__name__!r} runs on {packages[0].where}"
-        name, makes = self._target_name(code.digest()), {packages[0].platform: code.make}
+        makes = {packages[0].platform: lambda: _Compiled(*_compile_handler(signature, code.emitter()))}
+        name = self._target_name(code.digest())
         target = _Target(name, self._attrs(ins), makes=makes, runs=runs, check=code.check)
         target.announce()
         return target
@@ -2694,21 +2682,18 @@ class _CudaCode:
     def digest(self) -> str:
         how = str(self.form), self.static, self.command_buffer, str(self.signature)
         target = *(package.module for package in self.packages), _settings(sys.modules["numba"].config)
-        live_above = self.packages[0].live_above if self.form else -1  # Python reads all where it is
+        live_above = math.inf if self.form and self.packages[0].on_gpu else -1  # Python reads all where it is
         with _CUDASIM_LOCK:  # a simulated kernel may be running with its globals replaced
             return _digest(self.function, *how, *target, live_above=live_above)
-
-    def make(self) -> _Compiled:
-        return _Compiled(*_compile_handler(self.signature, self.emitter()))
 
     def check(self) -> None:
         """Raise if a kernel cannot be compiled, as far as that can be told without a GPU."""
         options = {"device": False, "abi": "numba", "cc": (9, 0)}  # any compute capability
-        typed = lambda package: package.typed(
-            self.signature, lambda argtypes: package.cuda.compile(self.written(package), argtypes, **options)
-        )
+        compile_ = lambda package, argtypes: package.cuda.compile(self.written(package), argtypes, **options)
+        typed = lambda package: package.typed(self.signature, functools.partial(compile_, package))
         with contextlib.suppress(ImportError, OSError, RuntimeError):  # no NVVM; or a package that needs a GPU
-            _first_that_compiles(typed, self.packages if self.form else ())
+            if self.form:
+                _first_that_compiles(typed, self.packages)
 
     def emitter(self) -> _Emitter:
         """The body of the handler."""
@@ -2721,15 +2706,24 @@ class _CudaCode:
             with package.cuda.defer_cleanup() if self.command_buffer else contextlib.nullcontext():
                 self.function(*arrays, stream)
 
-        emitter = _cuda_callback(package, self.signature, run)
+        emitter = package.callback(self.signature, run)
         emitter.traits = _COMMAND_BUFFER_COMPATIBLE if self.command_buffer else 0
         return emitter
 
     def _kernel_emitter(self, package: _NumbaCuda) -> _Emitter:
         dispatcher = package.dispatcher(self.function, self.written(package))
-        if launcher := package.launcher(dispatcher, self.signature):
+        if package.on_gpu and (launcher := package.launcher(dispatcher, self.signature)):
             return _CudaEmitter(package, launcher)
-        return _cuda_callback(package, self.signature, _cuda_runner(dispatcher))
+        # After a launch Numba reads the error code of a debug kernel back on stream 0, which XLA's does not wait for.
+        is_debug = getattr(dispatcher, "targetoptions", {}).get("debug")
+
+        def run(arrays: list, stream: Any, call: _Call) -> None:
+            numbers = tuple((_I64 * 7).from_address(call.launch))
+            if is_debug:
+                stream.synchronize()
+            dispatcher[numbers[:3], numbers[3:6], 0 if is_debug else stream, numbers[6]](*arrays)
+
+        return package.callback(self.signature, run)
 
     def written(self, package: _NumbaCuda) -> Callable[..., Any]:
         """The function to compile: the kernel's own, or one of all buffers that calls it on the device."""
@@ -2804,8 +2798,7 @@ class _NumbaCuda:
     refuses_in_many_ways = False  # or by NumbaError and TypeError
     device_options: Mapping[str, Any] = types.MappingProxyType({"device": True})
     ends: tuple[str, ...] = ()  # the last lines of a kernel that calls the user's
-    live_above = math.inf  # bytes, above which an array of the kernel's globals is read where it is
-    platform = "cuda"
+    on_gpu, platform = True, "cuda"
     where = (
         f"NVIDIA GPUs ({_CUDA_INSTALL}), and in Python on the CPU where NUMBA_ENABLE_CUDASIM=1 is set before Numba is "
         "imported; or use numba_kernel there"
@@ -2852,7 +2845,7 @@ class _NumbaCuda:
 
     def launcher(self, dispatcher: Any, signature: _Signature) -> _CudaLauncher | None:
         """Compile the kernel and load it for every GPU; None where a launch takes more than cuLaunchKernel."""
-        cuda, driver, functions = self.cuda, self.driver(), {}
+        cuda, driver, functions = self.cuda, _CudaDriver(), {}
         ordinals, n_params = _cuda_ordinals(), sum(self.n_params + 2 * rank for rank in signature.ranks)
         with cuda.gpus[ordinals[0]]:
             compiled = self.typed(signature, functools.partial(_compile_cuda, dispatcher))
@@ -2867,8 +2860,14 @@ class _NumbaCuda:
                 functions[ordinal] = driver.load(cubin, entry, ordinal, carveout), 0
         return _CudaLauncher(signature.label, driver, functions, keep=compiled)
 
-    def driver(self) -> Any:
-        return _CudaDriver()
+    def callback(self, signature: _Signature, run: Callable[[list, Any, _Call], None]) -> _CallbackEmitter:
+        """Calls `run(arrays, stream, call)` in Python for every slice."""
+
+        def body(buffers: list[int], dims: list[tuple], call: _Call) -> None:
+            with self.enter(signature, buffers, dims, call) as (arrays, stream):
+                run(arrays, stream, call)
+
+        return _CallbackEmitter(signature, body, _CudaDriver() if self.on_gpu else None)
 
     @contextlib.contextmanager
     def enter(self, signature: _Signature, buffers: list[int], dims: list[tuple], call: _Call) -> Iterator:
@@ -2928,7 +2927,7 @@ class _NumbaCudaMlir(_NumbaCuda):
 class _CudaSimulator(_NumbaCuda):
     """Numba's simulator, which runs one kernel at a time, in Python."""
 
-    ends, live_above, platform = (f"return {_RETURNED}",), -1, "cpu"
+    ends, on_gpu, platform = (f"return {_RETURNED}",), False, "cpu"
     where = "the CPU only where NUMBA_ENABLE_CUDASIM=1 is set; unset it"
 
     def dispatcher(self, kernel: Any, function: Any, **more: Any) -> Any:
@@ -2942,12 +2941,6 @@ class _CudaSimulator(_NumbaCuda):
         # The simulator replaces `cuda` in the globals of what it launches: these must be the kernel's.
         code, name, cells = launched.__code__, function.__name__, launched.__closure__
         return self.cuda.jit(types.FunctionType(code, _python(kernel).__globals__, name, closure=cells))
-
-    def launcher(self, dispatcher: Any, signature: _Signature) -> None:
-        return None
-
-    def driver(self) -> None:
-        return None
 
     @contextlib.contextmanager
     def enter(self, signature: _Signature, buffers: list[int], dims: list[tuple], call: _Call) -> Iterator:
@@ -3139,34 +3132,6 @@ class _CudaEmitter(_Emitter):
             params = [word for array in arrays for word in self.package.params(array)]
             first = handler.array(params)
             launch([first + 8 * i for i in range(len(params))])
-
-
-def _cuda_callback(
-    package: _NumbaCuda, signature: _Signature, run: Callable[[list, Any, _Call], None]
-) -> _CallbackEmitter:
-    """Calls `run(arrays, stream, call)` in Python for every slice."""
-
-    def body(buffers: list[int], dims: list[tuple], call: _Call) -> None:
-        with package.enter(signature, buffers, dims, call) as (arrays, stream):
-            run(arrays, stream, call)
-
-    return _CallbackEmitter(signature, body, package.driver())
-
-
-def _cuda_runner(dispatcher: Any) -> Callable[[list, Any, _Call], None]:
-    """A function for `_cuda_callback` that launches the kernel through Numba, as the attribute `launch` says."""
-
-    # After a launch Numba reads the error code of a debug kernel back on stream 0, which XLA's does not wait for.
-    is_debug = getattr(dispatcher, "targetoptions", {}).get("debug")
-
-    def run(arrays: list, stream: Any, call: _Call) -> None:
-        numbers = tuple((_I64 * 7).from_address(call.launch))
-        if is_debug:
-            stream.synchronize()
-            stream = 0
-        dispatcher[numbers[:3], numbers[3:6], stream, numbers[6]](*arrays)
-
-    return run
 
 
 # ======================================================================================================
