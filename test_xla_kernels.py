@@ -4834,8 +4834,10 @@ class _Pair(typing.NamedTuple):
 def test_op_tells_equal_parameters_of_different_types_apart(make, jit):
     op = jax_op(lambda k: lambda x: x + len(repr(k)))
     values = [make(k) for k in (1, 1.0, True, 0.0, -0.0, np.float32(1))]
-    f = lambda x: [op(x, outs=x, k=k) - x for k in values]
-    assert [int(y[0]) for y in (jax.jit(f) if jit else f)(jnp.asarray(X))] == [len(repr(k)) for k in values]
+    spec = Spec(X.shape, X.dtype)
+    for call in (functools.partial(op, outs=spec), lambda x, k: op.primitive.bind(x, outs=(spec,), k=k)[0]):
+        f = lambda x: [call(x, k=k) - x for k in values]
+        assert [int(y[0]) for y in (jax.jit(f) if jit else f)(jnp.asarray(X))] == [len(repr(k)) for k in values]
 
 
 def test_op_follows_jax_enable_x64():
@@ -5314,6 +5316,15 @@ def test_op_jvp_rules_see_no_zero_tangents():
     jax.jvp(lambda x: op(x, Y, outs=x), (X,), (X,))
     jax.grad(lambda y: op(X, y, outs=y).sum())(Y)
     assert seen == ["x", "y"]
+
+
+def test_op_transpose_rules_see_no_call_without_cotangents():
+    op, seen = jax_op(lambda: lambda x: x), []
+    op.def_jvp_rule2(lambda t, x: op(t, outs=t))
+    op.def_transpose_rule(lambda cts, x: seen.append(cts) or [None])
+    twice = lambda x: op(op(x, outs=_like), outs=_like)
+    np.testing.assert_array_equal(jax.grad(lambda x: jax.vmap(twice)(x).sum())(ROWS), np.zeros_like(ROWS))
+    assert len(seen) == 1
 
 
 def test_op_output_without_tangent_stays_symbolic():

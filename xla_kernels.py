@@ -4467,7 +4467,7 @@ class _OpCall:
 
     def options(self, ins: Sequence[Spec]) -> dict:
         # the dtypes are decided here and not on construction: jax_enable_x64 can change between two calls
-        outs, _ = _flat_specs(self.specs, "outs", ins)
+        outs, _ = _flat_specs(self.specs, f"XLACustomKernel {self.op.name!r}: outs", ins)
         return {**self.params, "outs": tuple(outs), "backend": self.backend}
 
     def check(self, ins: Sequence[Any]) -> None:
