@@ -1545,7 +1545,10 @@ ERRORS_OF = {
         ("outs must be specs with both .shape and .dtype.* got .*float32", lambda: wrap(outs=jnp.float32)),
         (r"'add_one' takes .* \(x, out\), but .* 1 inputs and 2 outputs", lambda: wrap(outs=[FLOATS] * 2)(F32)),
         ("takes the 2 inputs alone, so it must return the outputs", lambda: wrap(outs=FLOATS)(F32, F32)),
-        ("'_head' takes arrays; got {'n': 3} by keyword", lambda: xk.numba_cuda_callable(_head, add_one)(F32, n=3)),
+        (
+            "1 arguments by position and n by keyword, .* its parameters, and an array",
+            lambda: xk.numba_cuda_callable(_head, add_one)(F32, n=3),
+        ),
         ("must take them all, or the inputs alone.*in_out_argnames", lambda: wrap(_axpy)(F32)),
         ("1 inputs and 2 outputs and scratch buffers", lambda: wrap(scratch=FLOATS)(F32)),
         (r"add_one: input 0 must be an array .*; got list \[1, 2\]; pass its leaves", lambda: add_one([1, 2])),
@@ -5195,7 +5198,7 @@ MISUSES_OF = {
         ("no backend 'c' for platform 'cpu'; registered: cpu", lambda op: op.set_default("cpu", "c")),
         ("got 'i, i'", lambda op: op.def_sharding_rule("i, i")),
         ("got '... i -> i'", lambda op: op.def_sharding_rule("... i -> i")),
-        ("occurs twice in one array: 'i i -> i'", lambda op: op.def_sharding_rule("i i -> i")),
+        ("as in 'b i, i j -> b j'; got 'i i -> i'", lambda op: op.def_sharding_rule("i i -> i")),
     ],
     NotImplementedError: [
         ("'constant' has no jvp rule, which a derivative needs: use def_jvp_rule",

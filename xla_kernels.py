@@ -149,13 +149,10 @@ def _side_effect() -> frozenset:
 
 
 def _on_mesh(ctx: Any) -> Any:
-    """`ctx` with the mesh over which XLA may split what is lowered; None in shard_map, pmap and what is exported.
-
-    (An exported program cannot call a Python function of this process, as custom_partitioning does.)
-    """
+    """`ctx` with the mesh over which XLA may split what is lowered; None in shard_map, pmap and what is exported."""
     module = ctx.module_context
     context = module.axis_context
-    if not isinstance(context, mlir.ShardingContext) or module.lowering_parameters.for_export:
+    if not isinstance(context, mlir.ShardingContext) or module.lowering_parameters.for_export:  # which keeps no Python
         return None
     mesh = context.abstract_mesh or _mesh_of(ctx.avals_in)  # JAX looks for it in concrete shardings only
     if context.num_devices == 1 or mesh.size != context.num_devices or not context.device_assignment:
@@ -196,11 +193,6 @@ def _allowed_dtype(dtype: Any, ins: Sequence[Spec]) -> np.dtype:
     allowed = getattr(getattr(jax.config, "jax_explicit_x64_dtypes", None), "name", "") == "ALLOW"  # jax >= 0.8
     keep = allowed or any(x.dtype == dtype for x in ins)
     return np.dtype(dtype if keep else jax.dtypes.canonicalize_dtype(dtype))
-
-
-def _platforms(ctx: Any) -> tuple[str, ...]:
-    """The platforms that a lowering rule is asked for: "cpu", "cuda", "rocm", "tpu"."""
-    return tuple(getattr(ctx, "platforms", None) or ctx.module_context.platforms)
 
 
 # ======================================================================================================
@@ -259,13 +251,11 @@ _XLA_FFI_DATA_TYPES = {  # for a new dtype: its number here, and its name in wha
 @functools.cache
 def _ffi_api_version() -> tuple[int, int]:
     """The version to report in the handshake: jaxlib's own, which accepts no newer one, or without its header 0.1."""
-    try:
-        with open(os.path.join(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h"), encoding="utf-8") as header:
-            text = header.read()
-    except OSError:
-        return 0, 1
-    found = dict(re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", text))
-    return int(found.get("MAJOR", 0)), int(found.get("MINOR", 1))
+    path = os.path.join(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h")
+    with contextlib.suppress(OSError), open(path, encoding="utf-8") as header:
+        found = dict(re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", header.read()))
+        return int(found.get("MAJOR", 0)), int(found.get("MINOR", 1))
+    return 0, 1
 
 
 # ======================================================================================================
@@ -578,10 +568,7 @@ class _Target:
     def register(self, platform: str) -> Any:
         """Register the handler once per process, compiled only if its name is new."""
         if platform not in self.makes:
-            raise NotImplementedError(
-                f"{self.runs}; this computation is compiled for {platform!r}: move it with jax.device_put or "
-                "jax.jit(..., device=...)"
-            )
+            raise NotImplementedError(f"{self.runs}; this call is compiled for {platform!r}: move it by jax.device_put")
         if platform == "cuda" and not _cuda_ordinals():
             return self.check()  # lowered on a machine without a GPU: it is registered where the program runs
         with _LOCK:
@@ -728,13 +715,12 @@ class _ShardingRule:
     def parse(cls, owner: str, text: str) -> _ShardingRule:
         left, arrow, right = str(text).partition("->")
         ins, outs = (tuple(tuple(part.split()) for part in side.split(",")) for side in (left, right))
-        if not arrow or not all(name.isidentifier() for name in sum(ins + outs, ())):
+        once = all(len(set(part)) == len(part) for part in ins + outs)
+        if not arrow or not once or not all(name.isidentifier() for name in sum(ins + outs, ())):
             raise ValueError(
-                f"{owner}: a sharding rule names the dimensions of every operand and output, separated by spaces, "
-                f"as in 'b i, i j -> b j'; got {text!r}"
+                f"{owner}: a sharding rule names the dimensions of every operand and output, once in each, with spaces "
+                f"between, as in 'b i, i j -> b j'; got {text!r}"
             )
-        if any(len(set(part)) < len(part) for part in ins + outs):
-            raise ValueError(f"{owner}: a dimension name occurs twice in one array: {text!r}")
         return cls(owner, text, ins if left.strip() else (), outs)
 
     @classmethod
@@ -866,7 +852,7 @@ def _call_abstract_eval(*ins: Any, outs: Sequence[Spec], has_side_effect: bool, 
 
 
 def _call_lowering(ctx: Any, *operands: Any, target: Any, aliases: tuple, has_side_effect: bool, **params: Any) -> Any:
-    for platform in _platforms(ctx):
+    for platform in ctx.platforms or ctx.module_context.platforms:
         target.register(platform)
     if ctx.primitive is _split_call_p and (on_mesh := _on_mesh(ctx)):
         return _lower_on_shards(on_mesh, operands, target, aliases, has_side_effect, **params)
@@ -977,9 +963,9 @@ class _Options(types.SimpleNamespace):
             pairs = (self.input_output_aliases or {}).items()
             self.aliases = {i if isinstance(i, str) else operator.index(i): operator.index(j) for i, j in pairs}
         except (AttributeError, TypeError):
+            wrong = f"{self.input_output_aliases!r}"
             raise TypeError(
-                "input_output_aliases must be a dict from positions or names of inputs to positions of outputs, "
-                f"{{0: 0}}; got {self.input_output_aliases!r}"
+                f"input_output_aliases must be a dict from inputs to outputs, {{0: 0}}; got {wrong}"
             ) from None
         if not callable(self.outs) or isinstance(self.outs, type):  # such as jnp.float32
             _flat_specs(self.outs, "outs")
@@ -1075,17 +1061,14 @@ class _Wrapper(_Kept):
     def _call_by_name(self, args: tuple, named: dict[str, Any]) -> Any:
         """A call with arguments by keyword: arrays are inputs, and a Python value is static."""
         static = {name: x for name, x in named.items() if not self._is_input(name, x)}
-        if static and not self.takes_constants:
-            raise TypeError(
-                f"{self.decorator} {self.__name__!r} takes arrays; got {static} by keyword: pass an array, or make the "
-                "kernel by a function that is called with its constants"
-            )
         free = tuple(name for name in self.parameters if name not in static)
         arrays = dict(zip(free, args)) | {name: x for name, x in named.items() if name not in static}
-        if len(arrays) + len(static) < len(args) + len(named) or not {*arrays, *static} <= {*self.parameters}:
+        twice = len(arrays) + len(static) < len(args) + len(named)
+        if twice or not {*arrays, *static} <= {*self.parameters} or (static and not self.takes_constants):
+            also = "" if self.takes_constants else ", and an array"
             raise TypeError(
                 f"{self.__name__}({', '.join(self.parameters)}) got {len(args)} arguments by position and "
-                f"{', '.join(named)} by keyword, where each must be another of its parameters"
+                f"{', '.join(named)} by keyword, where each must be another of its parameters{also}"
             )
         found = tuple(name for name in free if name in arrays)
         order, variant = free if found == free[: len(found)] else found, self
@@ -1099,10 +1082,8 @@ class _Wrapper(_Kept):
         known = [name for name in self.parameters if name not in self.by_value]
         for name in names:
             if name not in known or names.count(name) > 1:
-                raise ValueError(
-                    f"{option}={names}: {name!r} must be the name of an array parameter, given once; kernel "
-                    f"{_python(self.kernel).__name__!r} has {', '.join(known)}"
-                )
+                shown = ", ".join(known)
+                raise ValueError(f"{option}={names}: {name!r} must be the name of an array parameter, once: {shown}")
 
     def _is_input(self, name: str, value: Any) -> bool:
         return _is_spec(value) or hasattr(value, "__jax_array__") or hasattr(value, "__dlpack__")
@@ -1110,7 +1091,7 @@ class _Wrapper(_Kept):
     def _static_key(self, static: dict[str, Any]) -> Any:
         """What tells one set of static arguments from another; raises for those that cannot be."""
         for name, value in static.items():
-            what = f"{self.__name__}: the keyword argument {name!r} is no array: a constant of the compiled kernel"
+            what = f"{self.__name__}: {name!r} is no array but a constant of the compiled kernel, so it"
             _check_hashable(value, what, "Pass a tuple, or an array")
         return frozenset(_tagged(static))
 
@@ -1154,8 +1135,6 @@ class _Wrapper(_Kept):
         zero = [j for j in range(len(outs)) if j not in shared.values()] if self.options.zero_outputs else []
         return dataclasses.replace(target, zero=tuple(zero) or target.zero), outs + scratch, aliases
 
-    # -- options that are computed from inputs, or name them -------------------------------------------
-
     def _for_inputs(self, option: Any, ins: Sequence[Spec]) -> Any:
         """The value of an option that may be a callable of the inputs, and of the static arguments that it names."""
         if not callable(option) or not self.static:
@@ -1179,8 +1158,6 @@ class _Wrapper(_Kept):
             raise ValueError(f"{self.__name__!r}: {wrong[0]!r} is not the name of an input; this call has {names}")
         return {names.index(i) if isinstance(i, str) else i: j for i, j in self.aliases.items()}
 
-    # -- what a backend says of a call -----------------------------------------------------------------
-
     def _find_target(self, ins: list[Spec], outs: list[Spec]) -> _Target:
         """Check the kernel against the call and name its target; `outs` ends with the scratch buffers."""
         raise NotImplementedError
@@ -1193,9 +1170,9 @@ class _Wrapper(_Kept):
         for what, specs in (("input", ins), ("output", outs)):
             for i, spec in enumerate(specs):
                 if np.dtype(spec.dtype).name not in allowed:
+                    where = f"{self.decorator} {self.__name__!r}: {what} {i}"
                     raise TypeError(
-                        f"{self.decorator} {self.__name__!r}: {what} {i} is {_show(spec)}, a dtype {refused}; cast it, "
-                        "e.g. x.astype(jnp.float32)"
+                        f"{where} is {_show(spec)}, a dtype {refused}; cast it, as by x.astype(jnp.float32)"
                     )
 
 
@@ -4659,7 +4636,7 @@ def _op_sharding(op: XLACustomKernel, batch: tuple, ins: Sequence[Any], outs: tu
 
 
 def _op_lowering(op: Any, batch: tuple, ctx: Any, /, *ins: Any, outs: Any, backend: Any = None, **params: Any) -> Any:
-    platform = _platform_name(_platforms(ctx)[0])
+    platform = _platform_name((ctx.platforms or ctx.module_context.platforms)[0])
     run = functools.partial(_run_vmaps, op, op._entry(platform, backend), params, batch)
     _IN_JAX_CACHES.add((op, platform, backend))
     rule = _op_sharding(op, batch, ctx.avals_in, outs)
