@@ -4080,7 +4080,9 @@ class XLACustomKernel(_Kept):
         for platform, default in self.defaults.items():
             names = [name + " (default)" * (name == default) for name in self._kernels[platform]]
             lines.append(f"  {platform}: {', '.join(names)}")
-        return "\n".join(lines + [f"  rules: {', '.join(sorted(self._rules))}"] * bool(self._rules))
+        if self._rules:
+            lines.append(f"  rules: {', '.join(sorted(self._rules))}")
+        return "\n".join(lines)
 
     # -- registration ----------------------------------------------------------------------------------
 
