@@ -4781,9 +4781,7 @@ def defjvp(primitive: Any, *jvp_rules: Callable[..., Any] | None) -> None:
 
 def _jvp_by_operand(primitive: Any, rules: Sequence[Any], primals: Any, tangents: Any, /, **params: Any) -> tuple:
     if len(rules) != len(primals):
-        raise ValueError(
-            f"{primitive.name!r} has {len(rules)} jvp rules for {len(primals)} operands: give one each or None"
-        )
+        raise ValueError(f"{primitive.name!r} has {len(rules)} jvp rules for {len(primals)} operands; give each one")
     results = primitive.bind(*primals, **params)
     outputs = list(results) if primitive.multiple_results else [results]
     parts = [[None] * len(outputs)]
