@@ -1915,8 +1915,6 @@ _NUMBA_LIVE_ABOVE = 10**6  # bytes, above which Numba's code reads an array of i
 _NUMBA_DTYPES = frozenset(
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float32 float64 complex64 complex128".split()
 )
-
-
 # Ways to write through a read-only array that Numba (0.61 to 0.68) does not refuse: functions, attributes, classes of
 # objects.  A kernel that names one gets copies of the inputs that LLVM does not find to be only read.
 _UNCHECKED_WRITERS = frozenset(
@@ -2029,10 +2027,9 @@ class _NumbaWrapper(_Wrapper):
             n_in, takes = signature.n_in, inspect.signature(_python(self.kernel))
             scratch = " and scratch buffers" if self.options.scratch is not None else ""
             raise TypeError(
-                f"kernel {self.__name__!r} takes the parameters {takes}, but this call gives it {n_in} inputs and "
-                f"{len(signature.ranks) - n_in} outputs{scratch}: kernel(in..., out...) must take them all, or the "
-                "inputs alone and return the outputs. Give what is no array by keyword, name in in_out_argnames what "
-                "is both, or pass a function of them all that calls it"
+                f"kernel {self.__name__!r} takes {takes}, but this call has {n_in} inputs and "
+                f"{len(signature.ranks) - n_in} outputs{scratch}: a kernel takes all, or the inputs alone and return "
+                "the outputs. Give constants by keyword, name in in_out_argnames what is both, or wrap it in a function"
             )
         return forms
 
@@ -2248,9 +2245,7 @@ def _is_declared(kind: Any, declared: tuple[np.dtype, int]) -> bool:
     return getattr(kind, "dtype", kind) in map(from_dtype, dtypes) and getattr(kind, "ndim", 0) == declared[1]
 
 
-def _refusal(
-    compiler: str, signature: _Signature, error: BaseException, kernel: Any = None, returns: bool = False
-) -> TypeError:
+def _refusal(by: str, signature: _Signature, error: Exception, kernel: Any = None, returns: bool = False) -> TypeError:
     """What a kernel that cannot be compiled has wrong, and what to do about it."""
     text = str(error) or type(error).__name__
     hint = f"; it takes the {signature.n_in} inputs alone, so it must return the outputs" if returns else ""
@@ -2263,7 +2258,7 @@ def _refusal(
         hint += f"; its signatures {explicit} have 64 bits, which JAX's arrays have where jax_enable_x64 is set"
     elif "0d, C" in text:
         hint += "; a 0-d input is a 0-d array: read it as n[()], or name it in scalars="
-    return TypeError(f"{compiler} cannot compile kernel {signature.label!r} for {signature}{hint}:\n{text}")
+    return TypeError(f"{by} cannot compile kernel {signature.label!r} for {signature}{hint}:\n{text}")
 
 
 def _llvm(overload: Any) -> Any:
@@ -2571,27 +2566,24 @@ def numba_cuda_callable(
     return _wrap(_CudaCallable, locals())
 
 
-# -- 10.1 Launch configuration -------------------------------------------------------------------------
-# Knows CUDA's limits.  Does not know kernels.
+# -- 10.1 Wrappers, and launch configurations ----------------------------------------------------------
+# Knows what is to run, and CUDA's limits.  Does not know where it runs: on a GPU, or in a simulator.
 
 
 def _dim3(name: str, value: Any) -> tuple[int, ...]:
     """An int, or one to three of them, padded with ones and within the limits of every CUDA device."""
     dims = value if isinstance(value, (tuple, list)) else (value,)
-    wrong = f"{name} must be an int or a tuple of 1 to 3 ints; got {value!r}"
-    if not 1 <= len(dims) <= 3:
-        raise ValueError(wrong)
     try:
-        sizes = (*map(operator.index, dims), 1, 1)[:3]
-    except TypeError:
-        raise TypeError(wrong) from None
+        x, y, z = (*map(operator.index, dims), 1, 1)[: max(3, len(dims))]
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name} must be an int or a tuple of 1 to 3 ints; got {value!r}") from None
     least = 1 if name == "block" else 0
-    for axis, size, limit in zip("xyz", sizes, _CUDA_LIMITS[name], strict=True):
+    for axis, size, limit in zip("xyz", (x, y, z), _CUDA_LIMITS[name], strict=True):
         if not least <= size <= limit:
-            raise ValueError(f"{name}.{axis} must be from {least} to {limit}; got {size} in {name}={sizes}")
-    if name == "block" and math.prod(sizes) > 1024:
-        raise ValueError(f"a CUDA block has at most 1024 threads; block={sizes} has {math.prod(sizes)}")
-    return sizes
+            raise ValueError(f"{name}.{axis} must be from {least} to {limit}; got {size} in {name}={x, y, z}")
+    if name == "block" and x * y * z > 1024:
+        raise ValueError(f"a CUDA block has at most 1024 threads; block={x, y, z} has {x * y * z}")
+    return x, y, z
 
 
 class _CudaOptions(_Options):
@@ -2618,10 +2610,6 @@ class _CudaOptions(_Options):
             block = _dim3("block", _CUDA_BLOCKS.get(rank, self.threads_per_block))
             grid = tuple(-(-n // b) for n, b in zip(sizes, block, strict=True))
         return *_dim3("grid", grid), *_dim3("block", block), operator.index(self.shared_mem)
-
-
-# -- 10.2 Wrappers -------------------------------------------------------------------------------------
-# Knows what is to run.  Does not know where: on a GPU, or in a simulator.
 
 
 class _CudaWrapper(_Wrapper):
@@ -2757,13 +2745,12 @@ class _CudaCallable(_CudaWrapper):
             takes.bind(*signature.ranks, None)
             return _CudaCode(self.kernel, packages, signature, command_buffer=bool(self.options.command_buffer))
         raise TypeError(
-            f"numba_cuda_callable {self.__name__!r} takes the parameters {takes}, but this call gives it {n_in} "
-            f"inputs, {len(signature.ranks) - n_in} outputs and scratch buffers, and a stream: func(in..., out..., "
-            "stream)"
+            f"numba_cuda_callable {self.__name__!r} takes {takes}, but this call has {n_in} inputs, "
+            f"{len(signature.ranks) - n_in} outputs and scratch buffers, and a stream: func(in..., out..., stream)"
         )
 
 
-# -- 10.3 The packages that compile kernels, and the driver --------------------------------------------
+# -- 10.2 The packages that compile kernels, and the driver --------------------------------------------
 # All that differs between numba-cuda, its successor and the simulator.  Of handlers knows the layout of parameters.
 
 
@@ -2801,18 +2788,14 @@ class _NumbaCuda:
         return fresh
 
     def typed(self, signature: _Signature, compile_: Callable[[tuple], Any]) -> Any:
-        """Compile for our arrays: what the kernel has wrong is a TypeError.
-
-        None is for a kernel that its package compiles anew for each grid.
-        """
+        """Compile for our arrays: what is wrong is a TypeError, and None what is compiled anew for each grid."""
         import numba
 
         nbtypes = self.cuda.types if hasattr(self.cuda.types, "Array") else numba.types  # of the CUDA target of Numba
         try:
             return compile_(_array_types(nbtypes, signature))
         except ImportError as error:  # Numba's CudaSupportError and NvvmSupportError are ImportErrors
-            where = f"{self.name} cannot compile kernel {signature.label!r} on this machine"
-            raise ImportError(f"{where}: {error}; {_CUDA_INSTALL}") from error
+            raise ImportError(f"{_refusal(self.name, signature, error)}; {_CUDA_INSTALL}") from error
         except Exception as error:
             if re.search("No launch config|requires launch metadata", str(error)):
                 return None
@@ -2931,11 +2914,15 @@ _CUDA_PACKAGES = {"numba_cuda_mlir": _NumbaCudaMlir(), "numba": _NumbaCuda()}  #
 
 
 def _cuda_packages(function: Any, user: str) -> list[_NumbaCuda]:
-    """Who may compile a kernel (or, for a callable, gives it arrays): its own package, else who is installed."""
+    """Who may compile a kernel (or, for a callable, gives it arrays): the packages it reads, else who is installed."""
     from numba.core import config
 
     with _CUDASIM_LOCK:  # a simulated kernel may be running with its globals replaced
-        named = [package for root, package in _CUDA_PACKAGES.items() if root in _packages_read(function)]
+        is_plain = isinstance(function, types.FunctionType)
+        read = [obj for _, obj in _Digester().walk(function).seen.values()] if is_plain else [function]
+    names = [x.__name__ if isinstance(x, types.ModuleType) else type(x).__module__ for x in read]
+    roots = {str(name).partition(".")[0] for name in (*names, *(getattr(x, "__module__", "") for x in read))}
+    named = [package for root, package in _CUDA_PACKAGES.items() if root in roots]
     if getattr(config, "ENABLE_CUDASIM", False):  # as it was set when Numba was imported
         if named == [_CUDA_PACKAGES["numba_cuda_mlir"]]:
             raise NotImplementedError(
@@ -2945,14 +2932,6 @@ def _cuda_packages(function: Any, user: str) -> list[_NumbaCuda]:
         return [_CudaSimulator()]
     found = [package for package in named or _CUDA_PACKAGES.values() if package.is_installed()]
     return found or [_import((named or [_CUDA_PACKAGES["numba"]])[0].module, user, _CUDA_INSTALL)]
-
-
-def _packages_read(function: Any) -> set[str]:
-    """The top-level packages of a dispatcher's class, or of all that a plain function refers to."""
-    is_plain = isinstance(function, types.FunctionType)
-    objects = [obj for _, obj in _Digester().walk(function).seen.values()] if is_plain else [function]
-    names = [obj.__name__ if isinstance(obj, types.ModuleType) else type(obj).__module__ for obj in objects]
-    return {str(name).partition(".")[0] for name in (*names, *(getattr(obj, "__module__", "") for obj in objects))}
 
 
 def _cuda_ordinals() -> list[int]:
@@ -3006,7 +2985,7 @@ class _CudaDriver:
         return function.value or 0
 
 
-# -- 10.4 From a kernel to a handler -------------------------------------------------------------------
+# -- 10.3 From a kernel to a handler -------------------------------------------------------------------
 # Knows streams, devices and launches, native or through Python.  Does not know what compiled the kernel.
 
 
