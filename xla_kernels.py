@@ -2126,8 +2126,8 @@ def _compile_numba(
         return _Compiled(*_compile_handler(signature, python))
     names = _names_read((kernel, *static.values()))
     compile_ = functools.partial(_compile_form, kernel, signature, names, static)
-    overload, argtypes, unchecked = _first_that_compiles(compile_, forms)
-    emitter = _NumbaEmitter(signature.label, overload, argtypes, "objmode" in names, in_order)
+    overload, unchecked = _first_that_compiles(compile_, forms)
+    emitter = _NumbaEmitter(signature.label, overload, "objmode" in names, in_order)
     emitter.hidden_outputs = unchecked
     copy_inputs = _not_only_read(overload, signature) if unchecked else ()
     return _Compiled(*_compile_handler(signature, emitter), copy_inputs=copy_inputs)
@@ -2161,8 +2161,8 @@ def _in_python(kernel: Any, signature: _Signature, form: _Form, static: Mapping[
 
 def _compile_form(
     kernel: Any, signature: _Signature, names: frozenset[str], static: Mapping[str, Any], form: _Form
-) -> tuple[Any, Any, bool]:
-    """What Numba compiled, its array types, and whether these leave open that the kernel writes to an input.
+) -> tuple[Any, bool]:
+    """What Numba compiled, and whether its array types leave open that the kernel writes to an input.
 
     Read-only inputs make Numba refuse a kernel that writes to one.  What names writable arrays (explicit
     signatures, `locals`, `overload`s) may refuse them for another reason: then the kernel gets those.
@@ -2184,7 +2184,7 @@ def _compile_form(
         if not found:
             raise _refusal("Numba", signature, error, kernel, bool(form.results)) from error
     dispatcher, argtypes, unchecked = found
-    return _compile_results(dispatcher, argtypes, signature, form), argtypes, unchecked
+    return _compile_results(dispatcher, argtypes, signature, form), unchecked
 
 
 def _compile_call(dispatcher: Any, argtypes: tuple, form: _Form, static: Mapping[str, Any]) -> Any:
@@ -2389,13 +2389,18 @@ def _may_use_threads(overload: Any) -> bool:
     return any(_CALLS_OF_THREADS.search(text) for text in functions if not wrappers.match(text))
 
 
+def _numba_params(array: _Array) -> list[Any]:
+    """An array as Numba's functions and kernels take it: meminfo, parent, nitems, itemsize, data, shape, strides."""
+    return [0, 0, math.prod(array.dims), array.itemsize, array.pointer, *array.dims, *array.strides]
+
+
 class _NumbaEmitter(_Emitter):
     """Calls a function compiled by Numba, by address."""
 
-    def __init__(self, label: str, overload: Any, argtypes: tuple, uses_python: bool, in_order: bool) -> None:
+    def __init__(self, label: str, overload: Any, uses_python: bool, in_order: bool) -> None:
         import numba
 
-        self.overload, self.argtypes = overload, argtypes
+        self.overload = overload
         self.entry = overload.library.get_pointer_to_function(overload.fndesc.llvm_func_name)
         uses_threads = _may_use_threads(overload)  # of Numba's, on all cores
         if uses_threads:
@@ -2414,29 +2419,14 @@ class _NumbaEmitter(_Emitter):
         from numba.core import types as nbtypes
 
         conv, builder = self.overload.target_context.call_conv, handler.builder
-        kind = conv.get_function_type(nbtypes.none, self.argtypes)
         with handler.each_slice() as arrays:
-            values = [self._value(handler, *parts) for parts in zip(self.argtypes, arrays, strict=True)]
-            entry = builder.inttoptr(handler.word(self.entry).value, kind.as_pointer())
-            status, _ = conv.call_function(builder, entry, nbtypes.none, self.argtypes, values)
+            params = [handler.word(word).value for array in arrays for word in _numba_params(array)]
+            kinds = [nbtypes.intp] * len(params)
+            kind = conv.get_function_type(nbtypes.none, kinds).as_pointer()
+            entry = builder.inttoptr(handler.word(self.entry).value, kind)
+            status, _ = conv.call_function(builder, entry, nbtypes.none, kinds, params)
             with builder.if_then(status.is_error, likely=False):
                 handler.fail(self._message(handler, status))
-
-    def _value(self, handler: _Handler, array_type: Any, array: _Array) -> Any:
-        """Numba's value for an array, a struct that is built without memory."""
-        ir, model = handler.ir, self.overload.target_context.data_model_manager[array_type]
-        fields: dict[str, Any] = {"meminfo": 0, "parent": 0, "itemsize": array.itemsize, "data": array.pointer}
-        fields |= {"nitems": math.prod(array.dims), "shape": array.dims, "strides": array.strides}
-        value = ir.Constant(model.get_value_type(), ir.Undefined)
-        for name, kind in zip(model._fields, model.get_value_type().elements, strict=True):
-            if isinstance(kind, ir.ArrayType):
-                words = [handler.word(word).value for word in fields[name]]
-                field = handler.cgutils.pack_array(handler.builder, words, ty=handler.i64)
-            else:
-                word = handler.word(fields[name]).value
-                field = handler.builder.inttoptr(word, kind) if kind.is_pointer else word
-            value = model.set(handler.builder, value, field, name)
-        return value
 
     def _message(self, handler: _Handler, status: Any) -> _Word:
         """Materialize the Python exception and let `report` turn it into text."""
@@ -2858,8 +2848,7 @@ class _NumbaCuda:
         return library.get_asm_str(), compiled.entry_name, getattr(cubin, "code", cubin), carveout
 
     def params(self, array: _Array) -> list[Any]:
-        """One array as kernels take it: meminfo, parent, nitems, itemsize, data, shape, strides in bytes."""
-        return [0, 0, math.prod(array.dims), array.itemsize, array.pointer, *array.dims, *array.strides]
+        return _numba_params(array)
 
 
 class _NumbaCudaMlir(_NumbaCuda):
