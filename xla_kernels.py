@@ -68,7 +68,7 @@ import time
 import timeit
 import types
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -3091,8 +3091,9 @@ _WARP_READERS = frozenset({"len", "lower_bound", "tile_load", "tile_load_indexed
 _WARP_PROPERTIES = frozenset({"dtype", "ndim", "shape", "size", "strides"})
 _WARP_MAX_DIMS = 4
 _WARP_MAX_EXTENT = 2**31 - 1  # Warp keeps extents, strides in bytes and thread indices in 32-bit integers
-# In the attribute `launch`: where the extents of a launch on a CPU start, those on a GPU, and constants.
-_WARP_CPU_EXTENTS, _WARP_GPU_EXTENTS, _WARP_CONSTANTS = 13, 7, 19
+# The attribute `launch` has grid, block and shared memory, extents on a GPU, extents on a CPU, and constants.  Extents
+# are four dimensions, how many of them count, and their product.
+_WARP_GPU_EXTENTS, _WARP_CPU_EXTENTS, _WARP_CONSTANTS = 7, 13, 19
 _STAND_IN_DIMS = (720720, 1024)  # of a recorded launch: Warp checks that clusters, of up to 16 blocks, divide the grid
 
 
@@ -3183,11 +3184,10 @@ class _WarpOptions(_Options):
                     f"launch_dims={self.launch_dims!r} is for whole arrays, which sharding_rule={self.sharding_rule!r} "
                     "lets XLA split: give a callable of the inputs, or nothing"
                 )
-        overwritten = self.aliases or self.in_out_argnames
-        if self.differentiable and (overwritten or self.scratch is not None):
+        if self.differentiable and (self.input_output_aliases or self.in_out_argnames or self.scratch is not None):
             raise ValueError(
                 "differentiable=True does not go with in_out_argnames, input_output_aliases or scratch: the adjoint "
-                "needs the values that a kernel overwrites, and scratch's contents; return those as an output"
+                "needs the values that a kernel overwrites; return what is in scratch as an output"
             )
 
     def resolve(self, dims: Any) -> tuple[int, ...]:
@@ -3278,8 +3278,7 @@ class _WarpKernel(_Wrapper):
             return np.asarray(value)
         if self.options.differentiable or not param.takes(value):
             raise TypeError(
-                f"{param.by_value}; got {value}: make the parameter a warp.array of shape (1,), also where "
-                "differentiable=True is asked for"
+                f"{param.by_value}; got {value}: make it a warp.array of shape (1,), as differentiable does"
             )
         return value if value.dtype == param.dtype else value.astype(param.dtype)
 
@@ -3317,13 +3316,7 @@ class _WarpKernel(_Wrapper):
         return self._target(params, len(ins), ins, outs, shared.values())
 
     def _target(
-        self,
-        params: list[_WarpParam],
-        n: int,
-        ins: list[Spec],
-        outs: list[Spec],
-        kept: Collection[int],
-        adjoints: Any = None,
+        self, params: list[_WarpParam], n: int, ins: list[Spec], outs: list[Spec], kept: Any, adjoints: Any = None
     ) -> _Target:
         """A launch that gets the call's buffers for these parameters, `n` of them inputs, and some for adjoints.
 
@@ -3338,11 +3331,11 @@ class _WarpKernel(_Wrapper):
         how = plan.block_dim, plan.in_order, tuple(argument[1:] for argument in plan.arguments), str(signature)
         name = self._target_name(_digest("warp", how, *content))
         makes = {platform: functools.partial(_compile_warp, plan, signature, platform) for platform in ("cpu", "cuda")}
-        runs = f"Warp kernel {self.__name__!r} runs on CPUs and NVIDIA GPUs"
+        label = f"Warp kernel {self.__name__!r}"
+        runs = f"{label} runs on CPUs and NVIDIA GPUs"
         if traced := [argument.param.name for argument in plan.arguments if argument.traced is not None]:
             del makes["cuda"]  # a launch there takes host values
-            runs = f"Warp kernel {self.__name__!r} has traced values for {traced}, which are passed by value, so it "
-            runs += "runs on CPUs alone; make each a warp.array of shape (1,)"
+            runs = f"{label} has traced values for {traced}, which only CPUs take; make each a warp.array of shape (1,)"
         target = _Target(name, (("launch", launch),), plan.may_write, zero, makes=makes, runs=runs)
         target.announce()
         return target
@@ -3360,10 +3353,7 @@ class _WarpKernel(_Wrapper):
         return _WarpPlan(self.kernel, tuple(arguments), self.options.block_dim, may_write, self.options.in_order)
 
     def _launch(self, specs: Mapping[_WarpParam, Spec], ins: list[Spec]) -> tuple[int, ...]:
-        """The attribute of a call: grid, block and shared memory; the extents for GPUs and for CPUs; constants.
-
-        Extents are four dimensions, how many of them count, and their product.
-        """
+        """The attribute of a call."""
         dims, block_dim = self._for_inputs(self.options.launch_dims, ins), self.options.block_dim
         if dims is None:
             dims = next(param.dims(specs[param].shape) for param in self.params if param.ndim and param in specs)
@@ -3480,9 +3470,7 @@ def jaxinfo_to_warpinfo(info: Any) -> Any:
 
 def _warp_interop(name: str) -> Any:
     wp = _warp(name)
-    if not hasattr(wp, name):  # before Warp 1.14
-        wp = _warp(name, "warp.jax_experimental.ffi")
-    return getattr(wp, name)
+    return getattr(wp if hasattr(wp, name) else _warp(name, "warp.jax_experimental.ffi"), name)  # before Warp 1.14
 
 
 def jax_kernel(*args: Any, **options: Any) -> Any:
@@ -3615,7 +3603,7 @@ def _warp_content(kernel: Any) -> tuple[str, str]:
 
 def _despite_changes(kernel: Any, action: Callable[[], Any]) -> Any:
     """`action()`, again if another thread was adding a kernel to the module, which Warp does not guard against."""
-    for attempt in range(10):
+    for attempt in itertools.count(1):
         for adjoint in _warp_adjoints(kernel.adj):
             if getattr(adjoint, "skip_build", False):  # after a failed build Warp < 1.19 builds nothing, silently
                 adjoint.skip_build = False
@@ -3624,10 +3612,9 @@ def _despite_changes(kernel: Any, action: Callable[[], Any]) -> Any:
             return action()
         except Exception as error:
             retry = type(error) in (AttributeError, KeyError, FileNotFoundError)  # Warp's own errors are subclasses
-            if attempt == 9 or not (retry or "changed size during iteration" in str(error)):
+            if attempt == 10 or not (retry or "changed size during iteration" in str(error)):
                 raise
             kernel.module.mark_modified()
-    return None
 
 
 def _warp_adjoints(adjoint: Any) -> list[Any]:
