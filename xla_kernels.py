@@ -3251,8 +3251,8 @@ class _WarpKernel(_Wrapper):
         for name, param in self.by_value.items():
             if name in self.static:
                 self.starts[name] = 8 * _WARP_CONSTANTS + len(self.constants)
-                self.constants += param.pack(self.static[name])
-                self.constants += bytes(-len(self.constants) % 8)
+                packed = param.pack(self.static[name])
+                self.constants += packed + bytes(-len(packed) % 8)
         self._vjp = jax.custom_vjp(super()._trace)
         self._vjp.defvjp(self._forward, self._backward)
 
@@ -3277,9 +3277,7 @@ class _WarpKernel(_Wrapper):
         if not isinstance(value, jax.core.Tracer) and any(device.platform != "cpu" for device in value.devices()):
             return np.asarray(value)
         if self.options.differentiable or not param.takes(value):
-            raise TypeError(
-                f"{param.by_value}; got {value}: make it a warp.array of shape (1,), as differentiable does"
-            )
+            raise TypeError(f"{param.by_value}; got {value}: make it a warp.array of shape (1,)")
         return value if value.dtype == param.dtype else value.astype(param.dtype)
 
     def _static_key(self, static: dict[str, Any]) -> Any:
@@ -3318,10 +3316,7 @@ class _WarpKernel(_Wrapper):
     def _target(
         self, params: list[_WarpParam], n: int, ins: list[Spec], outs: list[Spec], kept: Any, adjoints: Any = None
     ) -> _Target:
-        """A launch that gets the call's buffers for these parameters, `n` of them inputs, and some for adjoints.
-
-        The outputs in `kept` start with the value of an input.
-        """
+        """A launch that gives `params` the call's buffers, `n` of them inputs; the outputs in `kept` start with one."""
         with _warp_session() as wp:
             content = (wp.__version__, _settings(wp.config), *_warp_content(self.kernel))
         launch, plan = self._launch(dict(zip(params, ins + outs)), ins[:n]), self._plan(params, len(ins), adjoints)
@@ -3408,10 +3403,7 @@ def _warp(user: str, module: str = "warp") -> Any:
 
 @contextlib.contextmanager
 def _warp_session() -> Iterator[Any]:
-    """Warp, initialized, under the lock (its module loading is not thread-safe).
-
-    It is silent unless the user raised the verbosity, and the user's settings are put back.
-    """
+    """Warp, initialized, silent unless the user raised the verbosity, and locked, as loading modules is not safe."""
     wp = _warp("warp_kernel")
     # `log_level` replaced `quiet` and `verbose` in Warp 1.14; touching those there prints a deprecation.
     name, silent = ("log_level", 30) if hasattr(wp.config, "log_level") else ("quiet", True)
@@ -3561,9 +3553,7 @@ class _WarpParam:
 
     def use(self, kernel: Any, adjoint: bool = False) -> int:
         """What a kernel, or its adjoint, does to it, as `_WarpUses` says."""
-        return (
-            0 if self.ndim is None else _WarpUses(kernel.adj if adjoint else None).of(kernel.adj, self.name, self.ndim)
-        )
+        return _WarpUses(kernel.adj if adjoint else None).of(kernel.adj, self.name, self.ndim) if self.ndim else 0
 
 
 def _warp_param(wp: Any, kernel: str, name: str, kind: Any) -> _WarpParam:
@@ -3589,7 +3579,6 @@ def _holds_arrays(kind: Any) -> bool:
 
 def _warp_content(kernel: Any) -> tuple[str, str]:
     """What defines a kernel: Warp's hash (code, constants, functions, structs, types) and the options of its build."""
-
     parameters = inspect.signature(getattr(kernel.module, "resolve_options", lambda: None)).parameters
     block_dim = 1 if "block_dim" in parameters else None  # Warp < 1.15 would file the hash of another size under 1
 
@@ -3635,10 +3624,9 @@ def _users(tree: Any) -> dict[Any, Any]:
 
 
 class _WarpUses:
-    """What code does to an array: 0, it only reads; 1, it may write; 2, it writes under the array's own name.
+    """What code does to an array, as far as syntax shows: 0, it only reads; 1, it may write; 2, it writes by its name.
 
-    As far as its syntax and that of the functions it calls show.  An adjoint runs these functions again, but not what
-    the kernel itself (`replayed`) stores.
+    An adjoint runs again the functions that a kernel calls, but not what the kernel itself (`replayed`) stores.
     """
 
     def __init__(self, replayed: Any = None) -> None:
@@ -3779,8 +3767,7 @@ _ARRAY_T_BYTES = 56
 class _WarpLayout:
     """Where a kernel reads its parameters: in blocks of memory, the first with the bounds of the launch.
 
-    On the CPU the others hold all arguments, and all adjoints: `void entry(bounds*, arguments*[, adjoints*])`.
-    On a GPU each holds one argument or adjoint.
+    On a GPU each other holds one argument or adjoint; on the CPU one holds all arguments, and one all adjoints.
     """
 
     bounds: Any
@@ -3812,14 +3799,6 @@ class _WarpLayout:
                     first, size = _ARRAY_T[name]
                     yield from ((block, start + first + size * j, size, value) for j, value in enumerate(values))
 
-    def predict(self, plan: _WarpPlan) -> list[bytes]:
-        """The blocks of the recorded launch, whose arrays and values are stand-ins."""
-        memory = [bytearray(size) for size in self.sizes]
-        bounds = self.bounds_stores((*_STAND_IN_DIMS, 1, 1, 2, math.prod(_STAND_IN_DIMS)))
-        for block, offset, size, value in (*bounds, *self.array_stores(plan, plan.stand_ins)):
-            memory[block][offset : offset + size] = value.to_bytes(size, "little")
-        return [bytes(block) for block in memory]
-
 
 def _warp_layout(plan: _WarpPlan, launch: Any, on_cpu: bool) -> _WarpLayout | None:
     """The layout of what the recorded launch passes; None unless that is what we would pass, to a plain launch."""
@@ -3836,7 +3815,11 @@ def _warp_layout(plan: _WarpPlan, launch: Any, on_cpu: bool) -> _WarpLayout | No
     if unknown or [size for *_, size in places] != expected:
         return None
     layout = _WarpLayout(type(blocks[0]), tuple(map(ctypes.sizeof, blocks)), places)
-    return layout if layout.predict(plan) == [bytes(block) for block in blocks] else None
+    memory = [bytearray(size) for size in layout.sizes]
+    bounds = layout.bounds_stores((*_STAND_IN_DIMS, 1, 1, 2, math.prod(_STAND_IN_DIMS)))
+    for block, offset, size, value in (*bounds, *layout.array_stores(plan, plan.stand_ins)):
+        memory[block][offset : offset + size] = value.to_bytes(size, "little")
+    return layout if [bytes(block) for block in blocks] == memory else None
 
 
 def _warp_cpu_blocks(launch: Any) -> list[Any]:
@@ -3865,16 +3848,25 @@ def _warp_grid(kernel: str, size: int, block_dim: int, grid_stride: bool) -> tup
 
 
 class _WarpEmitter(_Emitter):
-    """Writes a kernel's parameters, empty arrays as null, and runs it: `machine(handler)` gives what does on blocks."""
+    """Writes a kernel's parameters, empty arrays as null, and runs what the recorded launches do."""
 
-    def __init__(self, plan: _WarpPlan, layout: _WarpLayout, machine: Callable[[_Handler], Callable], on_cpu: bool):
-        self.plan, self.layout, self.machine, self.host_memory = plan, layout, machine, on_cpu
-        self.extents = 8 * (_WARP_CPU_EXTENTS if on_cpu else _WARP_GPU_EXTENTS)
-        self.traits = 0 if on_cpu else _COMMAND_BUFFER_COMPATIBLE  # it only launches, always the same
-        self.in_order = plan.in_order or not on_cpu
+    def __init__(
+        self, label: str, plan: _WarpPlan, layout: _WarpLayout, launches: Mapping[int, Any], driver: Any
+    ) -> None:
+        self.plan, self.layout, self.host_memory = plan, layout, not driver
+        self.extents = 8 * (_WARP_GPU_EXTENTS if driver else _WARP_CPU_EXTENTS)
+        self.traits = _COMMAND_BUFFER_COMPATIBLE if driver else 0  # it only launches, always the same
+        self.in_order = plan.in_order or bool(driver)
+        self.entries = {}  # machine code, on a GPU a CUfunction, and the shared memory that it takes
+        for n, launch in launches.items():
+            kind = "backward" if launch.adjoint else "forward"
+            entry = ctypes.cast(getattr(launch.hooks, kind), _PTR).value or 0
+            self.entries[n] = entry, getattr(launch.hooks, f"{kind}_smem_bytes")
+        self.launcher = _CudaLauncher(label, driver, self.entries) if driver else None
 
     def write(self, handler: _Handler) -> None:
-        launch, given = self.machine(handler), handler.launch
+        run = lambda blocks: handler.call(self.entries[0][0], *blocks)
+        launch, given = self.launcher.enter(handler) if self.launcher else run, handler.launch
         extents = [handler.read(given + self.extents + 8 * i) for i in range(6)]
         handler.give(0, when=extents[5] == 0)
         blocks = [handler.zeros(size) for size in self.layout.sizes]
@@ -3903,10 +3895,7 @@ class _WarpEmitter(_Emitter):
 
 
 def _warp_replay(plan: _WarpPlan, launches: Mapping[int, Any], driver: Any) -> Callable:
-    """What a `_CallbackEmitter` calls: fills in Warp's recorded launch and runs it, on XLA's stream and device.
-
-    XLA does not capture it into CUDA graphs, so modules may be loaded at any time.
-    """
+    """For a `_CallbackEmitter`: fills in Warp's recorded launch and runs it on XLA's stream, outside of CUDA graphs."""
     wp, lock, n = _warp("warp_kernel"), threading.Lock(), len(plan.kernel.adj.args)
     first = _WARP_GPU_EXTENTS if driver else _WARP_CPU_EXTENTS
 
@@ -3942,7 +3931,7 @@ def _compile_warp(plan: _WarpPlan, signature: _Signature, platform: str) -> _Com
         launches = {n: plan.record(device) for n, device in devices.items()}
     layout, *others = {_warp_layout(plan, launch, not driver) for launch in launches.values()}
     if layout and not others:  # every device's is known, and the same
-        emitter: _Emitter = _WarpEmitter(plan, layout, _warp_machine(signature.label, launches, driver), not driver)
+        emitter: _Emitter = _WarpEmitter(signature.label, plan, layout, launches, driver)
     else:
         emitter = _CallbackEmitter(signature, _warp_replay(plan, launches, driver), driver)
     emitter.hidden_outputs = bool(plan.may_write)
@@ -3951,18 +3940,6 @@ def _compile_warp(plan: _WarpPlan, signature: _Signature, platform: str) -> _Com
         emitter.lock, emitter.in_order = _native_lock("tile_lock"), True
     address, keep = _compile_handler(signature, emitter)
     return _Compiled(address, (keep, emitter, launches))  # launches keep Warp's modules loaded
-
-
-def _warp_machine(label: str, launches: Mapping[int, Any], driver: Any) -> Callable[[_Handler], Callable]:
-    """For a `_WarpEmitter`: the machine code that recorded launches run, on a GPU a CUfunction."""
-    entries = {}
-    for n, launch in launches.items():
-        kind = "backward" if launch.adjoint else "forward"
-        entry = ctypes.cast(getattr(launch.hooks, kind), _PTR).value or 0
-        entries[n] = entry, getattr(launch.hooks, f"{kind}_smem_bytes")
-    if driver:
-        return _CudaLauncher(label, driver, entries).enter
-    return lambda handler: lambda blocks: handler.call(entries[0][0], *blocks)
 
 
 # ======================================================================================================
