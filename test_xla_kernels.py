@@ -1703,12 +1703,8 @@ TRANSFORMED = {
 }  # fmt: skip
 
 
-@jax.custom_vjp
-def halve(x):
-    return half_kernel(x)
-
-
 half_kernel = wrap(lambda x: x * np.float32(0.5))
+halve = jax.custom_vjp(half_kernel)
 halve.defvjp(lambda x: (halve(x), None), lambda _, ct: (half_kernel(ct),))
 
 
@@ -1736,18 +1732,12 @@ def test_grad_of_vmap_and_vmap_of_grad_through_custom_vjp():
 
 
 def test_shard_map_sums_the_gradient_of_a_replicated_input():
-    @jax.custom_vjp
-    def scale(w, x):
-        return multiply(w, x)
-
     multiply = wrap(lambda w, x: w * x, lambda w, x: x)
+    scale = jax.custom_vjp(multiply)
     scale.defvjp(lambda w, x: (scale(w, x), (w, x)), lambda saved, ct: (multiply(ct, saved[1]), multiply(ct, saved[0])))
-    devices = mesh(4)
-    loss = lambda w, x: jax.shard_map(
-        lambda w, x: jax.lax.psum(scale(jax.lax.pcast(w, "i", to="varying") if hasattr(jax.lax, "pcast") else
-                                        jax.lax.pvary(w, "i"), x).sum(), "i"),
-        mesh=devices, in_specs=(P(), P("i")), out_specs=P()
-    )(w, x)  # fmt: skip
+    varying = lambda w: jax.lax.pcast(w, "i", to="varying") if hasattr(jax.lax, "pcast") else jax.lax.pvary(w, "i")
+    total = lambda w, x: jax.lax.psum(scale(varying(w), x).sum(), "i")
+    loss = sharded(total, mesh(4), (P(), P("i")), P())
     np.testing.assert_allclose(jax.grad(loss)(jnp.ones(2), jnp.arange(8.0)), [12, 16])
 
 
