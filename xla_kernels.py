@@ -269,14 +269,12 @@ def _ffi_api_version() -> tuple[int, int]:
 # that may change and of Numba's extensions, that part counts whose name stands anywhere in the code.
 # ======================================================================================================
 
-_STABLE_PACKAGES = frozenset("jax jaxlib llvmlite ml_dtypes numba numba_cuda_mlir numpy scipy warp".split())
-
 
 @functools.cache
 def _is_stable_module(name: str) -> bool:
     package = name.partition(".")[0]
     if package not in sys.stdlib_module_names:
-        return package in _STABLE_PACKAGES
+        return package in "jax jaxlib llvmlite ml_dtypes numba numba_cuda_mlir numpy scipy warp".split()
     file = getattr(sys.modules.get(package), "__file__", None)  # a user's code.py is not the library's
     return file is None or os.path.abspath(file).startswith(os.path.dirname(os.path.abspath(os.__file__)))
 
@@ -425,8 +423,7 @@ _VALUES: dict[Any, Callable[[_Digester, Any], tuple | None]] = {
     tuple: lambda self, x: x,
     NamedTuple: lambda self, x: (type(x), *x),
     frozenset: lambda self, x: tuple(sorted(x, key=repr)),
-    range: lambda self, x: (x.start, x.stop, x.step),
-    slice: lambda self, x: (x.start, x.stop, x.step),
+    **dict.fromkeys((range, slice), lambda self, x: (x.start, x.stop, x.step)),
     enum.Enum: lambda self, x: (type(x), x.name, x.value),
     types.CodeType: _Digester._code,
     np.ndarray: _Digester._array,
@@ -495,13 +492,10 @@ def _code_facts(code: types.CodeType) -> tuple[bytes, frozenset[str], tuple[str,
 
 
 def export_checks() -> list[Any]:
-    """The safety checks to disable when a program that calls kernels is exported.
+    """A `jax.export.DisabledSafetyCheck` for each kernel registered so far, to export programs that call them.
 
-    Their names derive from their content, so an exported program finds them again in every process that has traced
-    the same kernels (calling them, or `jax.eval_shape` of them, is enough).
-
-    Returns:
-      One `jax.export.DisabledSafetyCheck` for each kernel registered so far.
+    The names derive from their content, so an exported program finds them again in every process that has traced the
+    same kernels (calling them, or `jax.eval_shape` of them, is enough).
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -790,10 +784,7 @@ class _ShardingRule:
         """Lower `run(outs, *ins)`, for XLA to run with the `outs` of a shard on each device, and zeros for the rest."""
         closed = jax.make_jaxpr(functools.partial(run, outs))(*ctx.avals_in)
         partitioned = self._partitioned(closed, run, outs)
-
-        def call(*ins: Any) -> list:
-            return [*partitioned(*ins, *closed.consts), *[_zeros(s.shape, s.dtype) for s in rest]]
-
+        call = lambda *ins: [*partitioned(*ins, *closed.consts), *(_zeros(s.shape, s.dtype) for s in rest)]
         results = mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
         attributes = results[0].owner.attributes
         attributes["has_side_effect"] = mlir.ir_attribute(effect)
@@ -833,12 +824,9 @@ def _own_names(kind: str, arrays: Sequence[Any]) -> tuple[tuple[str, ...], ...]:
 
 # ======================================================================================================
 # 7. The primitive behind every wrapper: one call of one target.
-# Knows calls, and the rules that JAX asks for (7.1), and what the user said of a kernel (7.2).  Does not know a
-# backend: each derives from `_Wrapper` and finds the target of a call.
+# Knows a target, avals and aliases, and the rules that JAX asks for; then, in `_Wrapper`, what the user said of a
+# kernel and what a call got.  Does not know a backend: each derives from `_Wrapper` and finds the target of a call.
 # ======================================================================================================
-
-# -- 7.1 The primitive and its rules -------------------------------------------------------------------
-# Knows a target, avals and aliases.  Does not know kernels, nor where a target comes from.
 
 
 def _bind_call(*args: Any, rule: _ShardingRule, has_side_effect: bool, **params: Any) -> list:
@@ -920,10 +908,6 @@ for _primitive in (_call_p, _split_call_p):
     mlir.register_lowering(_primitive, _call_lowering)
 
 
-# -- 7.2 Wrappers: options, arguments by name, variants ------------------------------------------------
-# Knows what the user said and what a call got.  Does not know what a kernel is, nor how it runs.
-
-
 def _python(kernel: Any) -> Any:
     """The Python function of a kernel: of what Numba jitted or vectorized, or Warp decorated; a plain one is itself."""
     function = getattr(getattr(kernel, "_dispatcher", kernel), "py_func", None)
@@ -969,11 +953,7 @@ class _Options(types.SimpleNamespace):
             ) from None
         if not callable(self.outs) or isinstance(self.outs, type):  # such as jnp.float32
             _flat_specs(self.outs, "outs")
-
-    @property
-    def in_order(self) -> bool:
-        """Whether the slices of a batch run one after another on one thread."""
-        return str(self.vmap_method).startswith("sequential")
+        self.in_order = str(self.vmap_method).startswith("sequential")  # the slices of a batch, on one thread
 
 
 def _wrap(wrapper: Callable[..., _Wrapper], given: dict[str, Any], options_type: type[_Options] = _Options) -> Any:
@@ -1023,6 +1003,7 @@ class _Wrapper(_Kept):
     """A kernel as a JAX function: checks a call, finds its target, binds the primitive."""
 
     decorator: str  # the public function that made it, for error messages
+    _find_target: Callable[[list[Spec], list[Spec]], _Target]  # of a call: checked, and named; scratch is with `outs`
     takes_constants = True  # by keyword
     by_value: Mapping[str, Any] = types.MappingProxyType({})  # the parameters of Warp's that are no arrays
 
@@ -1157,10 +1138,6 @@ class _Wrapper(_Kept):
         if wrong := [name for name in self.aliases if isinstance(name, str) and name not in names]:
             raise ValueError(f"{self.__name__!r}: {wrong[0]!r} is not the name of an input; this call has {names}")
         return {names.index(i) if isinstance(i, str) else i: j for i, j in self.aliases.items()}
-
-    def _find_target(self, ins: list[Spec], outs: list[Spec]) -> _Target:
-        """Check the kernel against the call and name its target; `outs` ends with the scratch buffers."""
-        raise NotImplementedError
 
     def _target_name(self, digest: str) -> str:
         """Begins with the name of this module, so that the copies of this file in a process do not meet."""
