@@ -3057,7 +3057,7 @@ class _CudaEmitter(_Emitter):
 
 
 # ======================================================================================================
-# 11. Warp: a wrapper with a derivative, and emitters that call Warp's code on CPUs and GPUs.
+# 11. Warp: a wrapper with a derivative, and an emitter that calls Warp's code on CPUs and GPUs.
 # Knows one slice of a call; the handler finds the slices.
 # ======================================================================================================
 
@@ -3098,7 +3098,7 @@ def warp_kernel(
 
     The kernel's parameters are the inputs, then the outputs, then the scratch buffers.  Arrays of vectors and
     matrices are JAX arrays with the elements in trailing dimensions; an array of one element may be 0-d, and None is a
-    null array.  A generic kernel runs as the call's dtypes say.
+    null array.  A generic kernel runs as the call's dtypes say.  A `vmap` launches once per slice inside one call.
 
     Parameters that are not arrays (scalars, vectors, matrices, structs) take Python or NumPy values as constants,
     and each new one compiles again: give what changes, such as a time step, as a JAX scalar.  That is read when
@@ -3112,7 +3112,7 @@ def warp_kernel(
       outs: as for `numba_kernel`; a callable gets what the call got, values included.  A kernel that adds into an
         output says `zero_outputs=True`, or names it in `in_out_argnames`; if the launch is empty all are zero.
       launch_dims: the number of threads: an int, a tuple of up to 4, or a callable of the inputs; by default the shape
-        of the kernel's first array (without the dimensions of its elements).  With `sharding_rule` no number.
+        of the kernel's first array (without the dimensions of its elements).  With `sharding_rule` not a number.
       block_dim: threads per block on a GPU; a block on the CPU has one.
       tiled: True for kernels whose blocks work on tiles, as `warp.launch_tiled` starts them: `launch_dims`, up
         to 3, counts blocks, of `block_dim` threads each.
@@ -3370,8 +3370,8 @@ class _WarpKernel(_Wrapper):
 
 
 # -- 11.2 Warp itself: import, silence, types ----------------------------------------------------------
-# All that differs between Warp's versions is here and in _warp_layout, which looks at what Warp does rather than at
-# its version.  Checked on 1.13, 1.15, 1.18 and 1.19.
+# What differs between Warp's versions names the version, here and in 11.3; `_warp_layout` looks at what Warp does.
+# Checked on 1.13, 1.15, 1.18 and 1.19.
 
 
 def _warp(user: str, module: str = "warp") -> Any:
@@ -3733,7 +3733,6 @@ class _WarpPlan:
 
 # -- 11.5 What a launch passes, and native launches ----------------------------------------------------
 # Knows the memory of Warp's structs, as long as it is what Warp packs.  Does not call Python.
-
 
 # Where array_t of warp/native/array.h has its numbers, the first of four in `shape` and `strides`, and their sizes.
 _ARRAY_T = {"data": (0, 8), "grad": (8, 8), "shape": (16, 4), "strides": (32, 4), "ndim": (48, 2)}
