@@ -784,36 +784,6 @@ def program_warp_scatter_add():
         np.testing.assert_allclose(call(*args)[0], expected, rtol=1e-5)
 
 
-def program_scale_add_on_several_backends():
-    """Warp serves where nothing else is registered, then Numba takes the CPU over."""
-
-    def with_warp(**params):
-        (out,) = params["outs"]
-        info = xk.jaxinfo_to_warpinfo(out)
-
-        @wp.kernel
-        def scale_add(a: info, b: info, c: info, d: info):
-            i = wp.tid()
-            d[i] = a[i] * b[i] + c[i]
-
-        return lambda a, b, c: xk.warp_kernel(scale_add, outs=[out], launch_dims=out.shape)(a, b, c)
-
-    @numba.njit(parallel=True)
-    def scale_add(a, b, c, d):
-        for i in numba.prange(d.size):
-            d[i] = a[i] * b[i] + c[i]
-
-    op = xk.XLACustomKernel("scale_add")
-    op.def_warp_kernel(with_warp)
-    a, b, c = jnp.arange(256.0), jnp.full(256, 2.0), jnp.ones(256)
-    call = jax.jit(lambda: op(a, b, c, outs=[jax.ShapeDtypeStruct(a.shape, a.dtype)])[0])
-    np.testing.assert_array_equal(call(), a * b + c)
-    assert op.get_default("cpu") == "warp"
-    op.def_numba_kernel(lambda **params: xk.numba_kernel(scale_add, outs=params["outs"]))
-    assert op.get_default("cpu") == "numba"
-    np.testing.assert_array_equal(call(), a * b + c)
-
-
 def program_numpyro_sampler():
     """Bayesian exponential smoothing: a sequential likelihood and its gradient in one Numba pass, under NUTS."""
     import numpyro
@@ -950,7 +920,7 @@ def program_cuba_batch():
 
 PROGRAMS = {name.removeprefix("program_"): f for name, f in list(globals().items()) if name.startswith("program_")}
 PROGRAM_NEEDS = {  # by the first word of the name
-    "cuda": ["numba_cuda"], "warp": ["warp"], "scale": ["warp"], "numba": ["numba"], "cuba": ["numba"],
+    "cuda": ["numba_cuda"], "warp": ["warp"], "numba": ["numba"], "cuba": ["numba"],
     "numpyro": ["numpyro"], "diffrax": ["diffrax"], "equinox": ["equinox", "optax", "warp"],
 }  # fmt: skip
 
