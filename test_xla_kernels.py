@@ -1547,7 +1547,7 @@ ERRORS_OF = {
     ValueError: [
         ("vmap_method must be one of .*got 'loop'", lambda: wrap(vmap_method="loop")),
         ("numba_kernel 'add_one': a sharding rule names .*; got 3", lambda: wrap(sharding_rule=3)),
-        (r"for operands of ranks \[2\], but", lambda: wrap(sharding_rule="i j -> i")(F32)),
+        (r"of ranks \[\[2\], \[1\]\], but the call has \[\[1\], \[1\]\]", lambda: wrap(sharding_rule="i j -> i")(F32)),
         (r"negative.*\(-1,\)", lambda: wrap(outs=spec(-1))),
         (
             "aliases={1: 0}: there is no input 1; the call has 1 .* from 0",
@@ -5433,7 +5433,7 @@ def test_op_sharding_rule_composes():
     np.testing.assert_allclose(jax.jit(jax.grad(lambda x, y: (f(x, y) ** 2).sum()))(x, y), 2 * X * Y * Y, rtol=1e-6)
     np.testing.assert_allclose(_shard_map(f, (P("d"), P("d")), P("d"))(X, Y), X * Y)
     np.testing.assert_allclose(jax.jit(f)(X, Y), X * Y)
-    text = "'i, i -> i' is for operands of ranks [1, 1], but the call has operands of ranks [2, 2]"
+    text = "'i, i -> i' is for operands and outputs of ranks [[1, 1], [1]], but the call has [[2, 2], [2]]"
     with pytest.raises(ValueError, match=re.escape(text)):
         f(ROWS, ROWS)
     text = "in the sharding rule 'i, i -> i' the name 'i' stands for the sizes 8 and 1; give dimensions"

@@ -9,8 +9,7 @@ so no Python runs on the call path.
 
     @numba_kernel(outs=lambda x, y: x)
     def add(x, y, out):
-        for i in range(x.size):
-            out[i] = x[i] + y[i]
+        out[:] = x + y
 
     add(jnp.arange(3.0), jnp.ones(3))            # works under jit, vmap, scan, shard_map, export
 
@@ -724,13 +723,13 @@ class _ShardingRule:
 
     def check(self, ins: Sequence[Spec], outs: Sequence[Spec]) -> None:
         """Raise unless the rule fits the arrays of a call."""
-        for names, specs, what in ((self.ins, ins, "operands"), (self.outs, outs, "outputs")):
-            ranks, found = [len(n) for n in names], [len(s.shape) for s in specs]
-            if ranks != found:
-                raise ValueError(
-                    f"{self.owner}: the sharding rule {self.text!r} is for {what} of ranks {ranks}, but the call has "
-                    f"{what} of ranks {found}; correct the rule or the call"
-                )
+        ranks = [[len(names) for names in side] for side in (self.ins, self.outs)]
+        found = [[len(spec.shape) for spec in side] for side in (ins, outs)]
+        if ranks != found:
+            raise ValueError(
+                f"{self.owner}: the sharding rule {self.text!r} is for operands and outputs of ranks {ranks}, but the "
+                f"call has {found}; correct the rule or the call"
+            )
         sizes: dict[str, Any] = {}
         for name, size in zip(sum(self.ins + self.outs, ()), sum((s.shape for s in (*ins, *outs)), ())):
             if sizes.setdefault(name, size) != size:
@@ -897,15 +896,14 @@ def _call_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, target: _Targe
     return results, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in results]
 
 
-_call_p, _split_call_p = Primitive("xla_kernel"), Primitive("xla_kernel")
-_need_devices(_split_call_p)
-for _primitive in (_call_p, _split_call_p):
+for _primitive in (_call_p := Primitive("xla_kernel"), _split_call_p := Primitive("xla_kernel")):
     _primitive.multiple_results = True
     _primitive.def_impl(functools.partial(xla.apply_primitive, _primitive))
     _primitive.def_effectful_abstract_eval(_call_abstract_eval)
     ad.primitive_jvps[_primitive] = _call_jvp
     batching.primitive_batchers[_primitive] = _call_batching
     mlir.register_lowering(_primitive, _call_lowering)
+_need_devices(_split_call_p)
 
 
 def _python(kernel: Any) -> Any:
