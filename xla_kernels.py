@@ -2196,8 +2196,7 @@ def _is_declared(kind: Any, declared: tuple[np.dtype, int]) -> bool:
     """Whether a result has the declared dtype and rank; where x64 is disabled, 64 bits are declared as 32."""
     from numba import from_dtype
 
-    dtypes = [np.dtype(name) for name in _NUMBA_DTYPES]
-    dtypes = [dtype for dtype in dtypes if declared[0] in (dtype, jax.dtypes.canonicalize_dtype(dtype))]
+    dtypes = [d for d in map(np.dtype, _NUMBA_DTYPES) if declared[0] in (d, jax.dtypes.canonicalize_dtype(d))]
     return getattr(kind, "dtype", kind) in map(from_dtype, dtypes) and getattr(kind, "ndim", 0) == declared[1]
 
 
@@ -2451,8 +2450,7 @@ def numba_cuda_kernel(
       launch_dims: instead of both, the number of threads, an int or a tuple of up to three, or a callable like
         `outs`.  Whole blocks cover it, so the kernel must guard the edge (`if i < out.size`).  With no threads at all
         nothing is launched, and outputs are zeros.
-      threads_per_block: block size over one-dimensional `launch_dims`; two dimensions have blocks of 16x16, three of
-        8x8x4.
+      threads_per_block: block size over one-dimensional `launch_dims`: over two it is 16x16, over three 8x8x4.
       shared_mem: bytes of dynamic shared memory, up to the device's opt-in maximum (48 KiB through Python).
 
     Raises:
@@ -2678,10 +2676,8 @@ class _CudaCallable(_CudaWrapper):
 
     def __init__(self, func: Any, options: _Options) -> None:
         if not callable(func) or hasattr(func, "py_func"):
-            raise TypeError(
-                "numba_cuda_callable takes a Python function that launches kernels (for one kernel use "
-                f"numba_cuda_kernel); got {type(func).__name__} {func!r}"
-            )
+            takes = "a Python function that launches kernels (for one kernel use numba_cuda_kernel)"
+            raise _wrong_kernel("numba_cuda_callable", takes, func)
         super().__init__(func, options)
 
     def _code(self, packages: list[_NumbaCuda], signature: _Signature) -> _CudaCode:
