@@ -65,9 +65,7 @@ def runs_cuda():
 CONDITIONS = {  # requirement: (whether it is met, the reason of the skip); for other names a package is all it takes
     "gpu": (gpu, NO_GPU),
     "no gpu": (lambda: not gpu(), "shows what can be done without a GPU"),
-    "cuda": (runs_cuda, NO_DEVICE),
-    "numba_cuda": (runs_cuda, NO_DEVICE),
-    "numba_cuda_callable": (runs_cuda, NO_DEVICE),
+    **dict.fromkeys(("cuda", "numba_cuda", "numba_cuda_callable"), (runs_cuda, NO_DEVICE)),
     "warp_gpu": (gpu, NO_GPU),
     "simulator": (lambda: SIMULATOR, "needs NUMBA_ENABLE_CUDASIM=1 (test_cuda_simulator runs it)"),
     "compiler": (lambda: not SIMULATOR, "the simulator compiles nothing"),
@@ -84,14 +82,24 @@ def platform_of(requirements):
 
 
 @contextlib.contextmanager
-def computing_for(requirements):
-    """Make the platform of a test JAX's default, in all threads."""
-    before = jax.config.jax_default_device
-    jax.config.update("jax_default_device", gpu() if platform_of(requirements) == "gpu" else before)
+def configured(option, value):
+    """Set an option of JAX for a while, in all threads and in every version of JAX."""
+    before = getattr(jax.config, option)
+    jax.config.update(option, value)
     try:
         yield
     finally:
-        jax.config.update("jax_default_device", before)
+        jax.config.update(option, before)
+
+
+def computing_for(requirements):
+    """Make the platform of a test JAX's default."""
+    chosen = gpu() if platform_of(requirements) == "gpu" else jax.config.jax_default_device
+    return configured("jax_default_device", chosen)
+
+
+def x64(on=True):
+    return configured("jax_enable_x64", on)
 
 
 @functools.cache
@@ -158,17 +166,6 @@ def computing(request):
     """Tests that need a GPU compute there, all others on the CPU."""
     with computing_for(requirements_of(request.node)):
         yield
-
-
-@contextlib.contextmanager
-def x64(on=True):
-    """Sets or clears 64-bit mode, in every version of JAX."""
-    before = jax.config.jax_enable_x64
-    jax.config.update("jax_enable_x64", on)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_enable_x64", before)
 
 
 # ======================================================================================================
