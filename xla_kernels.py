@@ -664,22 +664,6 @@ def _from_foreign(x: Any, i: int, name: str) -> Any:
     raise TypeError(f"{name}: input {i} must be an array or a number; got {type(x).__name__} {x!r:.80}; {hint}")
 
 
-def _check_aliases(aliases: Mapping[int, int], ins: Sequence[Spec], outs: Sequence[Spec]) -> tuple:
-    given = f"input_output_aliases={dict(aliases)}"
-    for i, j in aliases.items():
-        for what, k, count in (("input", i, len(ins)), ("output", j, len(outs))):
-            if not 0 <= k < count:
-                raise ValueError(f"{given}: there is no {what} {k}; the call has {count} {what}s, numbered from 0")
-        a, b = _show(ins[i]), _show(outs[j])
-        if a != b:
-            raise ValueError(
-                f"{given}: input {i} ({a}) and output {j} ({b}) share memory: give them one shape and dtype"
-            )
-    if len(set(aliases.values())) < len(aliases):
-        raise ValueError(f"{given}: an output can alias one input only")
-    return tuple(sorted(aliases.items()))
-
-
 def _show(spec: Any) -> str:
     """A spec as people write it: float32[3,4]."""
     return f"{np.dtype(spec.dtype).name}[{','.join(map(str, spec.shape))}]"
@@ -1108,11 +1092,10 @@ class _Wrapper(_Kept):
     def _resolve(self, ins: list[Spec], outs: list[Spec]) -> tuple[_Target, list[Spec], tuple]:
         """The target of a call, its outputs with those that are not returned, and its aliases."""
         scratch = _flat_specs(self._for_inputs(self.options.scratch, ins), "scratch", ins)[0]
-        shared = self._aliases(len(ins))
-        aliases = _check_aliases(shared, ins, outs)
+        aliases = self._aliases(ins, outs)
         target = self._find_target(ins, outs + scratch)
-        zero = [j for j in range(len(outs)) if j not in shared.values()] if self.options.zero_outputs else []
-        return dataclasses.replace(target, zero=tuple(zero) or target.zero), outs + scratch, aliases
+        zero = [j for j in range(len(outs)) if j not in aliases.values()] if self.options.zero_outputs else []
+        return dataclasses.replace(target, zero=tuple(zero) or target.zero), outs + scratch, tuple(aliases.items())
 
     def _for_inputs(self, option: Any, ins: Sequence[Spec]) -> Any:
         """The value of an option that may be a callable of the inputs, and of the static arguments that it names."""
@@ -1130,12 +1113,23 @@ class _Wrapper(_Kept):
         """The inputs that are returned too, in the kernel's order: the first outputs start with them."""
         return [i for i, name in enumerate(self.order[:n]) if name in self.in_outs]
 
-    def _aliases(self, n: int) -> dict[int, int]:
-        """Which output starts with which of `n` inputs."""
-        names = self.order[:n]
+    def _aliases(self, ins: list[Spec], outs: list[Spec]) -> dict[int, int]:
+        """Which output starts with which input."""
+        names = self.order[: len(ins)]
         if wrong := [name for name in self.aliases if isinstance(name, str) and name not in names]:
             raise ValueError(f"{self.__name__!r}: {wrong[0]!r} is not the name of an input; this call has {names}")
-        return {names.index(i) if isinstance(i, str) else i: j for i, j in self.aliases.items()}
+        found = {names.index(i) if isinstance(i, str) else i: j for i, j in self.aliases.items()}
+        where = f"input_output_aliases={found}"
+        for i, j in found.items():
+            for what, k, count in (("input", i, len(ins)), ("output", j, len(outs))):
+                if not 0 <= k < count:
+                    raise ValueError(f"{where}: there is no {what} {k}; the call has {count} {what}s, numbered from 0")
+            a, b = _show(ins[i]), _show(outs[j])
+            if a != b:
+                raise ValueError(f"{where}: input {i} ({a}) and output {j} ({b}) share memory, so they must be equal")
+        if len(set(found.values())) < len(found):
+            raise ValueError(f"{where}: an output can alias one input only")
+        return dict(sorted(found.items()))
 
     def _target_name(self, digest: str) -> str:
         """Begins with the name of this module, so that the copies of this file in a process do not meet."""
@@ -2664,7 +2658,7 @@ class _CudaKernel(_NumbaWrapper, _CudaWrapper):
         if all(launch[:3]):
             return super()._trace(*args)
         outs, tree = _flat_specs(self._for_inputs(self.options.outs, ins), "outs", ins)
-        aliases = {j: i for i, j in _check_aliases(self._aliases(len(ins)), ins, outs)}
+        aliases = {j: i for i, j in self._aliases(ins, outs).items()}
         empty = [args[aliases[j]] if j in aliases else _zeros(s.shape, s.dtype) for j, s in enumerate(outs)]
         varying = _make_varying([*map(jax.numpy.asarray, args), *map(jax.numpy.asarray, empty)])
         return jax.tree_util.tree_unflatten(tree, varying[len(args) :])
@@ -3247,7 +3241,7 @@ class _WarpKernel(_Wrapper):
     # -- from a call to a target -----------------------------------------------------------------------
 
     def _find_target(self, ins: list[Spec], outs: list[Spec]) -> _Target:
-        n, in_outs, shared = len(ins) + len(self.static), self._in_outs(len(ins)), self._aliases(len(ins))
+        n, in_outs, shared = len(ins) + len(self.static), self._in_outs(len(ins)), self._aliases(ins, outs)
         if len(self.params) != n + len(outs) - len(in_outs):
             raise self._wrong_arity(f"{n} inputs and {len(outs)} outputs (in-out arguments count as both)")
         given = [param for param in self.params[:n] if param.name not in self.static]
