@@ -4360,9 +4360,15 @@ def test_warp_generic_kernels():
     def generic(x: wp.array(dtype=typing.Any), out: wp.array(dtype=typing.Any)):
         out[wp.tid()] = x[wp.tid()]
 
+    @wp.kernel(module="unique")
+    def generic_sum(x: wp.array(dtype=typing.Any), y: wp.array(dtype=typing.Any), out: wp.array(dtype=typing.Any)):
+        out[wp.tid()] = x[wp.tid()] + y[wp.tid()]
+
     f = xk.warp_kernel(generic, lambda x, *_: x)
     for x in (jnp.arange(3), jnp.arange(3.0), jnp.ones((3, 2)), jnp.ones((3, 2, 2))):  # numbers, vectors, matrices
         np.testing.assert_array_equal(jax.vmap(f)(x=jnp.stack([x, 2 * x])), jnp.stack([x, 2 * x]))
+    plus = xk.warp_kernel(generic_sum, lambda x, y: x)
+    np.testing.assert_array_equal(plus(y=jnp.ones(3), x=jnp.arange(3.0)), [1, 2, 3])
     with pytest.raises(TypeError, match=r"generic Warp kernel 'generic' takes \('x', 'out'\); this call gives"):
         f(x, x)
     concrete = wp.overload(generic, [wp.array(dtype=float), wp.array(dtype=float)])

@@ -3151,14 +3151,13 @@ class _GenericWarpKernel(_Wrapper):
     decorator = "warp_kernel"
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        given = {**dict(zip(self.parameters, args)), **named}
-        ins = [_input_spec(x, i) if isinstance(x, (jax.Array, np.ndarray)) else x for i, x in enumerate(given.values())]
-        outs, scratch = (
-            _flat_specs(self._for_inputs(getattr(self.options, what), ins), what)[0] for what in ("outs", "scratch")
-        )
-        values = [*ins, *outs[len(self.options.in_out_argnames or ()) :], *scratch]
+        given = dict(zip(self.parameters, args)) | named
+        ins = [given[name] for name in self.parameters if name in given]
+        ins = [_input_spec(x, i) if isinstance(x, (jax.Array, np.ndarray)) else x for i, x in enumerate(ins)]
+        declared = lambda what: _flat_specs(self._for_inputs(getattr(self.options, what), ins), what)[0]
+        values = [*ins, *declared("outs")[len(self.options.in_out_argnames or ()) :], *declared("scratch")]
         kinds = [arg.type for arg in self.kernel.adj.args]
-        if len(kinds) != len(values) or [*given] != [*self.parameters[: len(given)]]:
+        if len(kinds) != len(values) or given.keys() != {*self.parameters[: len(ins)]}:
             raise TypeError(f"generic Warp kernel {self.__name__!r} takes {self.parameters}; this call gives {values}")
         wp = _warp("warp_kernel")
         instance = wp.overload(self.kernel, [*map(functools.partial(_warp_instance_type, wp), kinds, values)])
@@ -3300,8 +3299,7 @@ class _WarpKernel(_Wrapper):
         extents = [(*d, *[1] * (_WARP_MAX_DIMS - len(d)), len(d), math.prod(d)) for d in (threads, dims)]
         grid_stride = getattr(self.kernel, "grid_stride", True)  # known once the content is; False since Warp 1.15
         grid = _warp_grid(self.__name__, math.prod(threads), block_dim, grid_stride)
-        constants = np.frombuffer(self.constants, np.int64).tolist()
-        return (*grid, block_dim, 1, 1, 0, *extents[0], *extents[1], *constants)
+        return (*grid, block_dim, 1, 1, 0, *extents[0], *extents[1], *memoryview(self.constants).cast("q"))
 
     # -- derivatives -----------------------------------------------------------------------------------
 
@@ -3512,8 +3510,8 @@ def _warp_param(wp: Any, kernel: str, name: str, kind: Any) -> _WarpParam:
             f"Warp kernel {kernel!r}: parameter {name!r} is {kind!r}; supported are scalars, vectors and matrices, "
             "arrays of those, and structs without arrays; of an array of structs make one array for each field"
         )
-    inner = tuple(getattr(element, "_shape_", ()))
-    return _WarpParam(kernel, name, kind, dtype, inner, kind.ndim if is_array else None)
+    ndim = kind.ndim if is_array else None
+    return _WarpParam(kernel, name, kind, dtype, tuple(getattr(element, "_shape_", ())), ndim)
 
 
 def _holds_arrays(kind: Any) -> bool:
