@@ -4163,6 +4163,7 @@ def test_warp_tiles_on_fake_gpu(warp_driver):
 @functools.cache
 def kernel_of_every_kind():
     """A kernel and its values, by name."""
+    wp.init()  # vectors of halves need it
 
     @wp.struct
     class Inner:
