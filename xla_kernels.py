@@ -2461,7 +2461,7 @@ def numba_cuda_kernel(
       ...     if i < out.size:
       ...         out[i] = x[i] + y[i]
     """
-    return _wrap(_CudaKernel, locals(), _CudaOptions)
+    return _wrap(_CudaKernel, locals())
 
 
 def numba_cuda_callable(
@@ -2523,32 +2523,6 @@ def _dim3(name: str, value: Any) -> tuple[int, ...]:
     return x, y, z
 
 
-class _CudaOptions(_Options):
-    """Also how a kernel is launched."""
-
-    def __init__(self, **given: Any) -> None:
-        super().__init__(**given)
-        forms = [name for name in ("grid", "block", "launch_dims") if getattr(self, name) is not None]
-        if forms not in (["grid", "block"], ["launch_dims"]):
-            raise ValueError(f"give either both grid and block, or launch_dims; got {' and '.join(forms) or 'none'}")
-        if not 0 <= operator.index(self.shared_mem) < 2**31:
-            raise ValueError(f"shared_mem must be a number of bytes; got {self.shared_mem}")
-        if not isinstance(self.threads_per_block, (int, np.integer)):
-            raise TypeError(f"threads_per_block must be an int, or give grid and block; got {self.threads_per_block!r}")
-        _dim3("block", self.threads_per_block)
-        if not callable(self.launch_dims):
-            self.resolve(self.launch_dims)
-
-    def resolve(self, dims: Any) -> tuple[int, ...]:
-        """Grid, block and shared memory for `launch_dims`, as the seven integers that a handler reads."""
-        grid, block = self.grid, self.block
-        if dims is not None:
-            sizes, rank = _dim3("launch_dims", dims), len(dims) if isinstance(dims, (tuple, list)) else 1
-            block = _dim3("block", _CUDA_BLOCKS.get(rank, self.threads_per_block))
-            grid = tuple(-(-n // b) for n, b in zip(sizes, block, strict=True))
-        return *_dim3("grid", grid), *_dim3("block", block), operator.index(self.shared_mem)
-
-
 class _CudaWrapper(_Wrapper):
     """What kernels and callables share."""
 
@@ -2604,8 +2578,7 @@ class _CudaCode:
         package = self.packages[0]
 
         def run(arrays: list, stream: Any, call: _Call) -> None:
-            # XLA may be capturing what is launched, when Numba must free no memory.
-            with package.cuda.defer_cleanup() if self.command_buffer else contextlib.nullcontext():
+            with package.cuda.defer_cleanup() if self.command_buffer else contextlib.nullcontext():  # XLA may capture
                 self.function(*arrays, stream)
 
         emitter = package.callback(self.signature, run)
@@ -2644,18 +2617,37 @@ class _CudaKernel(_NumbaWrapper, _CudaWrapper):
             takes = "a function decorated with numba.cuda.jit (without [grid, block]) or a plain function"
             raise _wrong_kernel("numba_cuda_kernel", takes, kernel)
         super().__init__(kernel, *args)
+        given, threads, shared = vars(self.options), self.options.threads_per_block, self.options.shared_mem
+        forms = [name for name in ("grid", "block", "launch_dims") if given[name] is not None]
+        if forms not in (["grid", "block"], ["launch_dims"]):
+            raise ValueError(f"give either both grid and block, or launch_dims; got {' and '.join(forms) or 'none'}")
+        if not 0 <= operator.index(shared) < 2**31:
+            raise ValueError(f"shared_mem must be a number of bytes; got {shared}")
+        if not isinstance(threads, (int, np.integer)):
+            raise TypeError(f"threads_per_block must be an int, or give grid and block; got {threads!r}")
+        _dim3("block", threads)
+        if not callable(self.options.launch_dims):
+            self._launch([])
+
+    def _launch(self, ins: list[Spec]) -> tuple[int, ...]:
+        """Grid, block and shared memory, as the seven integers that a handler reads."""
+        grid, block = self.options.grid, self.options.block
+        if (dims := self._for_inputs(self.options.launch_dims, ins)) is not None:
+            sizes, rank = _dim3("launch_dims", dims), len(dims) if isinstance(dims, (tuple, list)) else 1
+            block = _dim3("block", _CUDA_BLOCKS.get(rank, self.options.threads_per_block))
+            grid = tuple(-(-n // b) for n, b in zip(sizes, block, strict=True))
+        return *_dim3("grid", grid), *_dim3("block", block), operator.index(self.options.shared_mem)
 
     def _code(self, packages: list[_NumbaCuda], signature: _Signature) -> _CudaCode:
         [form] = self._forms(signature, False)
         return _CudaCode(self.kernel, packages, signature, form, tuple(self.static.items()))
 
     def _attrs(self, ins: list[Spec]) -> tuple:
-        return (("launch", self.options.resolve(self._for_inputs(self.options.launch_dims, ins))),)
+        return (("launch", self._launch(ins)),)
 
     def _trace(self, *args: Any) -> Any:
         ins = _input_specs(args)
-        [(_, launch)] = self._attrs(ins)
-        if all(launch[:3]):
+        if all(self._launch(ins)[:3]):
             return super()._trace(*args)
         outs, tree = _flat_specs(self._for_inputs(self.options.outs, ins), "outs", ins)
         aliases = {j: i for i, j in self._aliases(ins, outs).items()}
