@@ -1275,8 +1275,7 @@ class _Code:
         from llvmlite import ir
         from numba.core import cgutils
 
-        self.ir, self.cgutils = ir, cgutils
-        self.i64 = ir.IntType(64)
+        self.llvm, self.ir, self.cgutils, self.i64 = llvm, ir, cgutils, ir.IntType(64)
         self.module = ir.Module()
         self.module.triple, self.module.data_layout = llvm.get_process_triple(), str(_engine()[0].target_data)
         self.functions: dict[str, Any] = {}
@@ -1296,17 +1295,13 @@ class _Code:
 
     def compile(self) -> dict[str, int]:
         """The addresses of the functions; their machine code stays until the process ends, as XLA wants it."""
-        import llvmlite.binding as llvm
-
         engine, machine = _engine()
-        module = llvm.parse_assembly(str(self.module))
+        module = self.llvm.parse_assembly(str(self.module))
         module.verify()
         code = machine.emit_object(module)  # without the module, which the engine would keep
-        engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+        engine.add_object_file(self.llvm.ObjectFileRef.from_data(code))
         engine.finalize_object()
         return {name: engine.get_function_address(function.name) for name, function in self.functions.items()}
-
-    # -- memory ----------------------------------------------------------------------------------------
 
     def word(self, value: Any) -> _Word:
         """A number, or the address of a struct, of a C function or, by its name, of one of this module."""
@@ -1383,8 +1378,6 @@ class _Code:
         result = self.builder.cmpxchg(self.pointer(address, 8), *values, "seq_cst")
         return _Word(self, self.builder.zext(self.builder.extract_value(result, 1), self.i64))
 
-    # -- control flow ----------------------------------------------------------------------------------
-
     def call(self, function: Any, *args: Any) -> _Word:
         """Call a function, as `word` takes it."""
         kind = self.ir.FunctionType(self.i64, [self.i64] * len(args))
@@ -1434,13 +1427,10 @@ class _Code:
 # Knows XLA's table of functions and its threads.  Does not know dtypes, nor what a slice does.
 
 
-def _words(name: str, fields: str) -> Any:
-    return _struct(name, **dict.fromkeys(fields.split(), _I64))
-
-
+_words = lambda name, fields: _struct(name, **dict.fromkeys(fields.split(), _I64))
 _Slot = _words("_Slot", "data step dims nbytes")  # a slice's buffer; step to the next
-_Range = _words("_Range", "first count")
-_Kernel = _words("_Kernel", "slices n_in n in_order maps_pages brief trusted")
+_Range = _words("_Range", "first count time")
+_Kernel = _words("_Kernel", "slices first_mapped n in_order brief trusted")
 _Batch = _words("_Batch", "frame kernel n slots depth sizes row count nbytes")
 _Shared = _words("_Shared", "batch next count piece inside holders error idle")
 # What fields and parameters of these names point to.
@@ -1570,9 +1560,8 @@ class _Driver(_Code):
 
         Batches so short that to ask the time would show are asked once in a while only.
         """
-        at, kernel = self.new(_Range, first=0, count=1), batch.kernel
-        kernel.trusted, began, rate = 0, self.call("now"), self.read(ctypes.addressof(_TICKS))
-        time_ = self.new(_Range, first=began)
+        kernel, began, rate = batch.kernel, self.call("now"), self.read(ctypes.addressof(_TICKS))
+        at, kernel.trusted = self.new(_Range, first=0, count=1, time=began), 0
         with self.forever():
             stop = at.first + at.count
             error = self.call("run", batch, at.first, stop)
@@ -1582,7 +1571,7 @@ class _Driver(_Code):
                 with self.when(now - began < rate * _BRIEF):
                     kernel.brief, kernel.trusted = self.least(batch.nbytes + 1, _HUGE_PAGE_MIN), 15
                 self.give(0)
-            took = (now - time_.first) // rate
+            took = (now - at.time) // rate
             work = took * left // at.count
             with self.when((took > _MEASURABLE) & (work > _WORTH_SHARING)):
                 threads = self.new(_Range, first=0)  # XLA's, none where the call has none
@@ -1593,7 +1582,7 @@ class _Driver(_Code):
                 with self.when(helpers > 0):
                     self.give(self.call("share", batch, stop, helpers, self.choose(piece < 1, 1, piece)))
                 self.give(self.call("run", batch, stop, batch.count))
-            at.first, at.count, time_.first = stop, self.least(at.count * 8, left), now
+            at.first, at.count, at.time = stop, self.least(at.count * 8, left), now
 
     def now(self) -> Any:
         """A clock that only goes on, in ticks: on x86 the processor's, as to ask the system may take 400 ns."""
@@ -1619,7 +1608,7 @@ class _Driver(_Code):
                 batch.count = batch.count * self.read(place)
         batch.nbytes = nbytes * batch.count
         if sys.platform == "linux":
-            with self.when((batch.nbytes > _HUGE_PAGE_MIN - 1) & kernel.maps_pages):
+            with self.when(batch.nbytes > _HUGE_PAGE_MIN - 1):
                 self._use_huge_pages(batch)
         is_brief = (kernel.trusted > 0) & (batch.nbytes < kernel.brief)
         with self.when((batch.count < 2) | kernel.in_order | is_brief):
@@ -1634,7 +1623,7 @@ class _Driver(_Code):
 
         To fault XLA's fresh memory in by 4 KiB pages took 40 ms of the 43 ms of an add of 1e7 float32.
         """
-        with self.loop(batch.kernel.n_in, batch.n) as k:
+        with self.loop(batch.kernel.first_mapped, batch.n) as k:
             slot = batch.slots[k]
             nbytes = slot.nbytes * batch.count
             with self.when(nbytes > _HUGE_PAGE_MIN - 1):
@@ -1686,8 +1675,8 @@ class _Handler(_Code):
     def __init__(self, signature: _Signature, emitter: _Emitter) -> None:
         super().__init__()
         self.signature, self.emitter = signature, emitter
-        self.maps_pages = sys.platform == "linux" and emitter.host_memory
-        self.kernel = _Kernel(0, signature.n_in, len(signature.ranks), emitter.in_order, self.maps_pages)
+        n, maps_pages = len(signature.ranks), sys.platform == "linux" and emitter.host_memory
+        self.kernel = _Kernel(0, signature.n_in if maps_pages else n, n, emitter.in_order)
         if emitter.lock or emitter.uses_python:
             self.define("unguarded", self._slices)
             self.define("slices", self._guarded_slices)
@@ -1738,7 +1727,7 @@ class _Handler(_Code):
             places.append(buffer.dims + depth * 8)
             sizes.append(math.prod(self.read(places[k] + 8 * j) for j in range(rank)) * dtype.itemsize)
             slots[k].data, slots[k].dims, slots[k].nbytes = buffer.data, places[k], sizes[k]
-        large = [size > _HUGE_PAGE_MIN - 1 for size in sizes[signature.n_in :]] if self.maps_pages else []
+        large = [size > _HUGE_PAGE_MIN - 1 for size in sizes[self.kernel.first_mapped :]]
         with self.when(functools.reduce(operator.or_, large, depth) == 0):
             self.give(self.call("slices", frame, slots, 1))
         kernel, row, total = self.struct(_Kernel, ctypes.addressof(self.kernel)), self.word(1), sum(sizes)
@@ -1790,22 +1779,14 @@ class _Handler(_Code):
 # Knows the GIL, arrays and messages of errors.  Does not know what runs.
 
 
-class _Call(NamedTuple):
-    """A call of a handler, as Python sees it: the address of the attribute `launch`, a CUDA stream and its device."""
-
-    launch: int
-    stream: int
-    ordinal: int
-
-
 class _CallbackEmitter(_Emitter):
     """Runs a slice by calling Python, under the GIL: for what cannot be native.
 
-    `body(pointers, dims, call)` gets the addresses and dimensions of the buffers, with a driver on a GPU.  What it
-    raises becomes the error that the user sees.
+    `body(pointers, dims, launch, stream, ordinal)` gets the addresses and dimensions of the buffers, the address of the
+    attribute `launch` and, with a driver, a CUDA stream and device.  What it raises is the error that the user sees.
     """
 
-    def __init__(self, signature: _Signature, body: Callable[[list, list, _Call], None], driver: Any = None) -> None:
+    def __init__(self, signature: _Signature, body: Callable[..., None], driver: Any = None) -> None:
         self.driver, self.host_memory = driver, driver is None
         ranks = signature.ranks
 
@@ -1816,7 +1797,7 @@ class _CallbackEmitter(_Emitter):
                 shapes = [tuple(itertools.islice(words, rank)) for rank in ranks]
                 attrs = XLA_FFI_CallFrame.from_address(frame).attrs
                 launch = XLA_FFI_Array.from_address(_SIZE.from_address(attrs.attrs).value).data if attrs.size else 0
-                body(buffers, shapes, _Call(launch, *words))
+                body(buffers, shapes, launch, *words)
             except BaseException as error:  # nothing may unwind into XLA
                 return _keep_message(error, signature.label)
             return None
@@ -2098,7 +2079,7 @@ def _in_python(kernel: Any, signature: _Signature, form: _Form, static: Mapping[
     """A slice in plain Python, with what the kernel returns stored where its form says."""
     call = form.adapter(_python(kernel), static, len(signature.ranks), f"return {_RETURNED}")
 
-    def body(pointers: list[int], dims: list[tuple], _: _Call) -> None:
+    def body(pointers: list[int], dims: list[tuple], *_: int) -> None:
         buffers = _host_arrays(signature, pointers, dims)
         returned = call(*buffers)
         for k, leaf in zip(form.results, jax.tree_util.tree_leaves(returned if form.results else ()), strict=True):
@@ -2577,7 +2558,7 @@ class _CudaCode:
             return _first_that_compiles(self._kernel_emitter, self.packages)
         package = self.packages[0]
 
-        def run(arrays: list, stream: Any, call: _Call) -> None:
+        def run(arrays: list, stream: Any, _: int) -> None:
             with package.cuda.defer_cleanup() if self.command_buffer else contextlib.nullcontext():  # XLA may capture
                 self.function(*arrays, stream)
 
@@ -2592,8 +2573,8 @@ class _CudaCode:
         # After a launch Numba reads the error code of a debug kernel back on stream 0, which XLA's does not wait for.
         is_debug = getattr(dispatcher, "targetoptions", {}).get("debug")
 
-        def run(arrays: list, stream: Any, call: _Call) -> None:
-            numbers = tuple((_I64 * 7).from_address(call.launch))
+        def run(arrays: list, stream: Any, launch: int) -> None:
+            numbers = tuple((_I64 * 7).from_address(launch))
             if is_debug:
                 stream.synchronize()
             dispatcher[numbers[:3], numbers[3:6], 0 if is_debug else stream, numbers[6]](*arrays)
@@ -2746,24 +2727,24 @@ class _NumbaCuda:
                 functions[ordinal] = driver.load(cubin, entry, ordinal, carveout), 0
         return _CudaLauncher(signature.label, driver, functions, keep=compiled)
 
-    def callback(self, signature: _Signature, run: Callable[[list, Any, _Call], None]) -> _CallbackEmitter:
-        """Calls `run(arrays, stream, call)` in Python for every slice."""
+    def callback(self, signature: _Signature, run: Callable[[list, Any, int], None]) -> _CallbackEmitter:
+        """Calls `run(arrays, stream, launch)` in Python for every slice."""
 
-        def body(buffers: list[int], dims: list[tuple], call: _Call) -> None:
-            with self.enter(signature, buffers, dims, call) as (arrays, stream):
-                run(arrays, stream, call)
+        def body(buffers: list[int], dims: list[tuple], launch: int, *place: int) -> None:
+            with self.enter(signature, buffers, dims, *place) as (arrays, stream):
+                run(arrays, stream, launch)
 
         return _CallbackEmitter(signature, body, _CudaDriver() if self.on_gpu else None)
 
     @contextlib.contextmanager
-    def enter(self, signature: _Signature, buffers: list[int], dims: list[tuple], call: _Call) -> Iterator:
+    def enter(self, signature: _Signature, buffers: list, dims: list, stream: int, ordinal: int) -> Iterator:
         """Arrays over a slice's buffers, and its stream, with the call's device current."""
-        with self.cuda.gpus[call.ordinal]:
+        with self.cuda.gpus[ordinal]:
             parts = zip(buffers, dims, signature.dtypes, strict=True)
-            shared = {"version": 3, "stream": call.stream}  # copies and fills of the arrays run on it too
+            shared = {"version": 3, "stream": stream}  # copies and fills of the arrays run on it too
             views = [{"shape": n, "typestr": t.str, "data": (p, False), **shared} for p, n, t in parts]
             arrays = [self.cuda.from_cuda_array_interface(view, sync=False) for view in views]
-            yield arrays, self.cuda.external_stream(call.stream)
+            yield arrays, self.cuda.external_stream(stream)
 
     def extras(self, dispatcher: Any, compiled: Any) -> tuple:
         """What makes a launch more than cuLaunchKernel, where it is true."""
@@ -2828,7 +2809,7 @@ class _CudaSimulator(_NumbaCuda):
         return self.cuda.jit(types.FunctionType(code, _python(kernel).__globals__, name, closure=cells))
 
     @contextlib.contextmanager
-    def enter(self, signature: _Signature, buffers: list[int], dims: list[tuple], call: _Call) -> Iterator:
+    def enter(self, signature: _Signature, buffers: list, dims: list, *_: int) -> Iterator:
         from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
 
         with _CUDASIM_LOCK:
@@ -3831,14 +3812,14 @@ def _warp_replay(plan: _WarpPlan, launches: Mapping[int, Any], driver: Any) -> C
     wp, lock, n = _warp("warp_kernel"), threading.Lock(), len(plan.kernel.adj.args)
     first = _WARP_GPU_EXTENTS if driver else _WARP_CPU_EXTENTS
 
-    def run(pointers: list[int], dims: list[tuple], call: _Call) -> None:
-        attribute, launch = call.launch, launches[call.ordinal]
-        *extents, ndim, size = (_I64 * 6).from_address(attribute + 8 * first)
+    def run(pointers: list[int], dims: list[tuple], given: int, stream: Any, ordinal: int) -> None:
+        launch = launches[ordinal]
+        *extents, ndim, size = (_I64 * 6).from_address(given + 8 * first)
         arrays = [_Array(pointer, [*shape], [], 0) for pointer, shape in zip(pointers, dims, strict=True)]
         if not size:
             return
         # no wp.Stream: that would register XLA's stream with Warp, and unregister it under the feet of others
-        stream = types.SimpleNamespace(device=launch.device, cuda_stream=call.stream) if driver else None
+        stream = types.SimpleNamespace(device=launch.device, cuda_stream=stream) if driver else None
         allocates = driver and type(launch) is not wp.Launch  # a deterministic one, and on Warp's current stream
         with lock, wp.ScopedStream(stream, sync_enter=False) if allocates else contextlib.nullcontext():
             launch.set_dim(tuple(extents[:ndim]))
@@ -3848,7 +3829,7 @@ def _warp_replay(plan: _WarpPlan, launches: Mapping[int, Any], driver: Any) -> C
                 if argument.traced is not None:
                     ctypes.memmove(ctypes.byref(launch.params[1 + i]), pointers[argument.traced], argument.param.nbytes)
                 if argument.constant is not None:
-                    source = attribute + argument.constant
+                    source = given + argument.constant
                     ctypes.memmove(ctypes.byref(launch.params[1 + i]), source, argument.param.nbytes)
             launch.launch(stream=stream)
 
