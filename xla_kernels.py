@@ -925,14 +925,11 @@ class _Options(types.SimpleNamespace):
             raise TypeError("outs is missing: give the results' specs, such as outs=lambda x: x, or () for none")
         if self.vmap_method not in _VMAP_METHODS:
             raise ValueError(f"vmap_method must be one of {_VMAP_METHODS}; got {self.vmap_method!r}")
+        pairs = self.input_output_aliases or {}
         try:
-            pairs = (self.input_output_aliases or {}).items()
-            self.aliases = {i if isinstance(i, str) else operator.index(i): operator.index(j) for i, j in pairs}
+            self.aliases = {i if isinstance(i, str) else operator.index(i): operator.index(j) for i, j in pairs.items()}
         except (AttributeError, TypeError):
-            wrong = f"{self.input_output_aliases!r}"
-            raise TypeError(
-                f"input_output_aliases must be a dict from inputs to outputs, {{0: 0}}; got {wrong}"
-            ) from None
+            raise TypeError(f"input_output_aliases must be a dict {{input: output}}; got {pairs!r}") from None
         if not callable(self.outs) or isinstance(self.outs, type):  # such as jnp.float32
             _flat_specs(self.outs, "outs")
         self.in_order = str(self.vmap_method).startswith("sequential")  # the slices of a batch, on one thread
