@@ -1241,18 +1241,18 @@ class _Word:
     __ne__ = functools.partialmethod(_compare, "!=")  # type: ignore[assignment]
 
 
-class _Struct:
-    """A C struct at an address: to read a field loads it, to set one stores it; an index finds one in an array."""
+class _Struct(_Word):
+    """The address of a C struct: to read a field loads it, to set one stores it; an index finds one in an array."""
 
-    def __init__(self, code: _Code, kind: Any, address: Any) -> None:
-        vars(self).update(code=code, kind=kind, address=address)
+    def __init__(self, code: _Code, kind: Any, address: _Word) -> None:
+        vars(self).update(code=code, kind=kind, value=address.value)
 
     def __getitem__(self, index: Any) -> _Struct:
-        return _Struct(self.code, self.kind, self.address + index * ctypes.sizeof(self.kind))
+        return _Struct(self.code, self.kind, self + index * ctypes.sizeof(self.kind))
 
     def place(self, name: str) -> Any:
         """The address of a field."""
-        return self.address + getattr(self.kind, name).offset
+        return self + getattr(self.kind, name).offset
 
     def __getattr__(self, name: str) -> Any:
         kind, address = dict(self.kind._fields_)[name], self.place(name)
@@ -1301,11 +1301,9 @@ class _Code:
         return {name: engine.get_function_address(function.name) for name, function in self.functions.items()}
 
     def word(self, value: Any) -> _Word:
-        """A number, or the address of a struct, of a C function or, by its name, of one of this module."""
+        """A number, or the address of a C function or, by its name, of one of this module."""
         if isinstance(value, _Word):
             return value
-        if isinstance(value, _Struct):
-            return value.address
         if isinstance(value, str):
             return _Word(self, self.functions[value].ptrtoint(self.i64))
         number = value if isinstance(value, int) else ctypes.cast(value, _PTR).value
@@ -1335,13 +1333,13 @@ class _Code:
         """The struct at an address of this name, or the word as it is."""
         return self.struct(_POINTED[name], word) if name in _POINTED else word
 
-    def stack(self, kind: Any, count: Any = 1) -> _Word:
-        """The address of so many structs or words on the stack: if the number is known, of the same ones in a loop."""
+    def stack(self, kind: Any, count: Any = 1) -> _Struct:
+        """So many structs or words on the stack: if the number is known, the same ones in a loop."""
         words = count * (ctypes.sizeof(kind) // 8)
         is_known = isinstance(words, int)
         with self.builder.goto_entry_block() if is_known else contextlib.nullcontext():
             memory = self.builder.alloca(self.i64, words if is_known else words.value)
-        return _Word(self, self.builder.ptrtoint(memory, self.i64))
+        return _Struct(self, kind, _Word(self, self.builder.ptrtoint(memory, self.i64)))
 
     def array(self, values: Sequence[Any]) -> _Word:
         """The address of these words in a row on the stack."""
@@ -1358,7 +1356,7 @@ class _Code:
 
     def new(self, kind: Any, **fields: Any) -> Any:
         """A struct on the stack, with its size filled in if it is one of XLA's."""
-        new = self.struct(kind, self.stack(kind))
+        new = self.stack(kind)
         if kind._fields_[0][0] == "struct_size":
             fields |= {"struct_size": ctypes.sizeof(kind), "extension_start": 0}
         for name, value in fields.items():
@@ -1531,11 +1529,10 @@ class _Driver(_Code):
 
         What is waited for is only the tasks that have started: those in the queue may stand behind callers that wait.
         """
-        memory = self.call(ctypes.pythonapi.PyMem_RawMalloc, ctypes.sizeof(_Shared))
+        shared = self.struct(_Shared, self.call(ctypes.pythonapi.PyMem_RawMalloc, ctypes.sizeof(_Shared)))
         idle = self.call(ctypes.pythonapi.PyThread_allocate_lock)
-        with self.when((memory == 0) | (idle == 0)):  # out of memory, which one thread does not need
+        with self.when((shared == 0) | (idle == 0)):  # out of memory, which one thread does not need
             self.give(self.call("run", batch, first, batch.count))
-        shared = self.struct(_Shared, memory)
         shared.batch, shared.next, shared.count, shared.error = batch, first, batch.count, 0
         shared.piece, shared.inside, shared.holders, shared.idle = piece, 1, helpers + 1, idle
         self.call(ctypes.pythonapi.PyThread_acquire_lock, idle, 1)
@@ -1718,7 +1715,7 @@ class _Handler(_Code):
             self.give(self.call(_driver()["answer"], frame.extension_start, self.emitter.traits))
         self.give(0, when=frame.stage != _STAGE_EXECUTE)
         buffers, depth = self._read_buffers()
-        slots = self.struct(_Slot, self.stack(_Slot, len(buffers)))
+        slots = self.stack(_Slot, len(buffers))
         places, sizes = list[_Word](), list[Any]()
         for k, (buffer, dtype, rank) in enumerate(zip(buffers, signature.dtypes, signature.ranks, strict=True)):
             places.append(buffer.dims + depth * 8)
