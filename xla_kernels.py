@@ -343,19 +343,17 @@ class _Digester:
             elif id(obj) in self.seen:
                 self._write("seen", self.seen[id(obj)][0])
             else:
-                self._add_parts(obj, _family(kind))
+                family = _family(kind)
+                parts = _VALUES[family](self, obj) if family in _VALUES else None
+                if parts is None:
+                    self.seen[id(obj)] = b"%d" % len(self.seen), obj
+                    parts = *self._node(obj, family), self.extensions.get(id(obj), ())
+                self._write(getattr(family, "__name__", "object"), b"%d" % len(parts))
+                self.add(*parts)
         return self
 
     def _write(self, kind: str, data: bytes) -> None:
         self.hash.update(b"%s %d:%s" % (kind.encode(), len(data), data))
-
-    def _add_parts(self, obj: Any, family: Any) -> None:
-        parts = _VALUES[family](self, obj) if family in _VALUES else None
-        if parts is None:
-            self.seen[id(obj)] = b"%d" % len(self.seen), obj
-            parts = *self._node(obj, family), self.extensions.get(id(obj), ())
-        self._write(getattr(family, "__name__", "object"), b"%d" % len(parts))
-        self.add(*parts)
 
     def _node(self, obj: Any, family: Any) -> tuple:
         if isinstance(obj, type):
@@ -387,7 +385,8 @@ class _Digester:
     def _function(self, obj: types.FunctionType) -> tuple:
         namespaces = obj.__globals__, vars(builtins)  # as Numba looks names up
         reads = tuple((name, *(n[name] for n in namespaces if name in n)) for name in _code_facts(obj.__code__)[2])
-        cells = tuple(map(_cell, obj.__closure__ or ()))
+        empty = types.CellType()  # as that of a name which is not bound yet
+        cells = tuple(() if cell == empty else (cell.cell_contents,) for cell in obj.__closure__ or ())
         keywords = tuple((obj.__kwdefaults__ or {}).items()), tuple(vars(obj).items())
         return obj.__code__, obj.__defaults__, keywords, cells, reads
 
@@ -458,12 +457,6 @@ def _settings(config: types.ModuleType) -> str:
     """A package's settings, as far as they count."""
     plain = [item for item in vars(config).items() if not callable(item[1]) and not inspect.ismodule(item[1])]
     return repr(sorted(item for item in plain if not _is_local(item[0])))
-
-
-def _cell(cell: types.CellType) -> tuple:
-    with contextlib.suppress(ValueError):  # not filled yet
-        return (cell.cell_contents,)
-    return ()
 
 
 @functools.lru_cache(maxsize=1024)
@@ -958,10 +951,7 @@ class _Recent(dict):
 class _Kept:
     """An object whose copies are itself, and whose pickles say which module keeps it, and under which name."""
 
-    def __deepcopy__(self, memo: Any = None) -> Any:
-        return self
-
-    __copy__ = __deepcopy__
+    __copy__ = __deepcopy__ = lambda self, memo=None: self
 
     def __reduce__(self) -> tuple:
         for module in sorted(sys.modules, key=lambda name: name == "__main__"):  # which others do not have
