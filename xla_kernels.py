@@ -1234,8 +1234,8 @@ class _Word:
 class _Struct(_Word):
     """The address of a C struct: to read a field loads it, to set one stores it; an index finds one in an array."""
 
-    def __init__(self, code: _Code, kind: Any, address: _Word) -> None:
-        vars(self).update(code=code, kind=kind, value=address.value)
+    def __init__(self, code: _Code, kind: Any, address: Any) -> None:
+        vars(self).update(code=code, kind=kind, value=code.word(address).value)
 
     def __getitem__(self, index: Any) -> _Struct:
         return _Struct(self.code, self.kind, self + index * ctypes.sizeof(self.kind))
@@ -1316,12 +1316,9 @@ class _Code:
         pointers = self.pointer(target), self.pointer(source)
         self.cgutils.raw_memcpy(self.builder, *pointers, self.word(nbytes).value, 1)
 
-    def struct(self, kind: Any, address: Any) -> Any:
-        return _Struct(self, kind, self.word(address))
-
     def pointed(self, name: str, word: _Word) -> Any:
         """The struct at an address of this name, or the word as it is."""
-        return self.struct(_POINTED[name], word) if name in _POINTED else word
+        return _Struct(self, _POINTED[name], word) if name in _POINTED else word
 
     def stack(self, kind: Any, count: Any = 1) -> _Struct:
         """So many structs or words on the stack: if the number is known, the same ones in a loop."""
@@ -1440,7 +1437,7 @@ class _Driver(_Code):
         """On registration XLA asks for the API version and traits, through an extension of the frame."""
         at = self.new(_Range, first=extension)
         with self.forever():
-            found = self.struct(XLA_FFI_Metadata_Extension, at.first)
+            found = _Struct(self, XLA_FFI_Metadata_Extension, at.first)
             self.give(0, when=at.first == 0)
             with self.when(found.extension_base.type == _EXTENSION_METADATA):
                 version, found.metadata.traits = found.metadata.api_version, traits
@@ -1519,7 +1516,7 @@ class _Driver(_Code):
 
         What is waited for is only the tasks that have started: those in the queue may stand behind callers that wait.
         """
-        shared = self.struct(_Shared, self.call(ctypes.pythonapi.PyMem_RawMalloc, ctypes.sizeof(_Shared)))
+        shared = _Struct(self, _Shared, self.call(ctypes.pythonapi.PyMem_RawMalloc, ctypes.sizeof(_Shared)))
         idle = self.call(ctypes.pythonapi.PyThread_allocate_lock)
         with self.when((shared == 0) | (idle == 0)):  # out of memory, which one thread does not need
             self.give(self.call("run", batch, first, batch.count))
@@ -1714,7 +1711,7 @@ class _Handler(_Code):
         large = [size > _HUGE_PAGE_MIN - 1 for size in sizes[self.kernel.first_mapped :]]
         with self.when(functools.reduce(operator.or_, large, depth) == 0):
             self.give(self.call("slices", frame, slots, 1))
-        kernel, row, total = self.struct(_Kernel, ctypes.addressof(self.kernel)), self.word(1), sum(sizes)
+        kernel, row, total = _Struct(self, _Kernel, ctypes.addressof(self.kernel)), self.word(1), sum(sizes)
         drive = functools.partial(self.call, _driver()["drive"], frame, kernel, slots, depth)
         with self.when(depth == 0):
             self.give(drive(1, total))
@@ -1737,7 +1734,7 @@ class _Handler(_Code):
             wrong = wrong | (rets.size > n - n_in)
         self.fail(text, _ERROR_INVALID_ARGUMENT, when=wrong)
         places = [args.args + 8 * k for k in range(n_in)] + [rets.rets + 8 * k for k in range(n - n_in)]
-        buffers = [self.struct(XLA_FFI_Buffer, self.read(place)) for place in places]
+        buffers = [_Struct(self, XLA_FFI_Buffer, self.read(place)) for place in places]
         depth = buffers[0].rank - signature.ranks[0] if buffers else self.word(0)
         wrong = depth < 0
         for buffer, dtype, rank in zip(buffers, signature.dtypes, signature.ranks, strict=True):
@@ -1756,7 +1753,7 @@ class _Handler(_Code):
     @property
     def launch(self) -> _Word:
         """The address of the integers of a call's one attribute, `launch`."""
-        return self.struct(XLA_FFI_Array, self.read(self.frame.attrs.attrs)).data
+        return _Struct(self, XLA_FFI_Array, self.read(self.frame.attrs.attrs)).data
 
 
 # -- 8.5 Slices that run in Python ---------------------------------------------------------------------
@@ -2904,23 +2901,19 @@ def _ptx_params(ptx: str, entry: str) -> list[str]:
 
 def _cuda_place(handler: _Handler, driver: _CudaDriver) -> tuple[_Word, _Word]:
     """The stream and the CUDA ordinal of the call."""
-    stream = _ask_xla(handler, "Stream_Get", XLA_FFI_Stream_Get_Args).stream
+
+    def ask_xla(name: str, kind: Any) -> Any:
+        args = handler.new(kind, ctx=handler.frame.ctx)
+        error = handler.api(handler.frame, name, args)
+        handler.give(error, when=error != 0)
+        return args
+
+    stream = ask_xla("Stream_Get", XLA_FFI_Stream_Get_Args).stream
     if _ffi_api_version() >= (0, 2):
-        return stream, _ask_xla(handler, "DeviceOrdinal_Get", XLA_FFI_DeviceOrdinal_Get_Args).device_ordinal
+        return stream, ask_xla("DeviceOrdinal_Get", XLA_FFI_DeviceOrdinal_Get_Args).device_ordinal
     ordinal = handler.array([-1])  # jaxlib < 0.8 need not have that; XLA's context is current while it calls handlers
     handler.call(driver.address("cuCtxGetDevice"), ordinal)
     return stream, handler.read(ordinal, 4)
-
-
-def _ask_xla(handler: _Handler, name: str, kind: Any) -> Any:
-    """The arguments of a function of XLA's that says something of the call, with the answer in them."""
-    args = handler.new(kind, ctx=handler.frame.ctx)
-    error = handler.api(handler.frame, name, args)
-    handler.give(error, when=error != 0)
-    return args
-
-
-_C_INT = 2**32 - 1  # the part of a word in which C returns an int
 
 
 class _CudaLauncher:
@@ -2956,7 +2949,7 @@ class _CudaLauncher:
         def launch(params: Sequence[Any]) -> None:
             args = function, *sizes, shared, stream, handler.array(params), 0
             code = handler.call(self.driver.address("cuLaunchKernel"), *args)
-            with handler.when(code & _C_INT, likely=False):
+            with handler.when(code & 0xFFFF_FFFF, likely=False):  # a C int
                 handler.fail(handler.call(self.report, code, given, shared))
 
         return launch
