@@ -1963,7 +1963,8 @@ class _NumbaWrapper(_Wrapper):
             args = args[len(order) :]
         with contextlib.suppress(TypeError):
             bound = inspect.signature(_python(self.kernel)).bind(*args, **named)
-            return _Form(bound.args, tuple(bound.kwargs.items()), tuple(results) if returns else ())
+            by_name, given = tuple(bound.kwargs.items()), tuple(self.static.items())
+            return _Form(len(signature.ranks), bound.args, by_name, tuple(results) if returns else (), given)
         return None
 
 
@@ -1981,37 +1982,39 @@ class _NumbaKernel(_NumbaWrapper):
         signature = _Signature.of(self.__name__, ins, outs, self.options.zero_outputs)
         forms = self._forms(signature, False, True)
         kernel = _identity(self.kernel) if numba.config.DISABLE_JIT else self.kernel  # Python reads all where it is
-        in_order, static = self.options.in_order, tuple(self.static.items())
-        parts = kernel, numba.__version__, _settings(numba.config), str(signature), str(forms), static, in_order
+        in_order, static = self.options.in_order, forms[0].static
+        parts = kernel, numba.__version__, _settings(numba.config), str(signature), *map(tuple, forms), in_order
         named = lambda: self._target_name(_digest("numba", *parts, live_above=_NUMBA_LIVE_ABOVE))
         name = named()
         if (name, "cpu") not in _TARGETS and _has_drifted((self.kernel, static), self.kernel):
             name = named()
-        make = functools.partial(_compile_numba, self.kernel, signature, forms, self.static, in_order)
+        make = functools.partial(_compile_numba, self.kernel, signature, forms, in_order)
         runs = f"numba_kernel {self.__name__!r} runs on the CPU; for GPUs there are numba_cuda_kernel and warp_kernel"
         target = _Target(name, makes={"cpu": make}, runs=runs)
         return dataclasses.replace(target, copy_inputs=target.register("cpu").copy_inputs)
 
 
 class _Form(NamedTuple):
-    """One way to call a function with the buffers b0, b1, ... of a call: inputs, then outputs and scratch."""
+    """One way to call a function with the `n` buffers b0, b1, ... of a call: inputs, then outputs and scratch."""
 
+    n: int
     args: tuple[str, ...]
     named: tuple[tuple[str, str], ...] = ()
     results: tuple[int, ...] = ()  # the buffers for what it returns; without any it writes to its arguments
+    static: tuple[tuple[str, Any], ...] = ()  # the values of its constants
 
     @classmethod
     def plain(cls, n: int) -> _Form:
-        return cls(tuple(f"b{i}" for i in range(n)))
+        return cls(n, tuple(f"b{i}" for i in range(n)))
 
-    def adapter(self, kernel: Any, static: Mapping[str, Any], n: int, *ends: str) -> Callable[..., Any]:
-        """A function of all `n` buffers that calls `kernel`, and goes on with these lines."""
+    def adapter(self, kernel: Any, *ends: str) -> Callable[..., Any]:
+        """A function of all buffers that calls `kernel`, and goes on with these lines."""
         args = ", ".join([*self.args, *(f"{name}={value}" for name, value in self.named)])
-        start = f"def adapter({', '.join(_Form.plain(n).args)}):"
+        start = f"def adapter({', '.join(_Form.plain(self.n).args)}):"
         text = "\n    ".join([start, f"{_RETURNED} = kernel({args})", *ends]) + "\n"
         file = f"<adapter {_digest(text)}>"
         linecache.cache[file] = len(text), None, text.splitlines(True), file  # Numba (not 0.61) finds lines there
-        namespace = {"kernel": kernel, **{f"static_{name}": value for name, value in static.items()}}
+        namespace = {"kernel": kernel, **{f"static_{name}": value for name, value in self.static}}
         exec(compile(text, file, "exec"), namespace)
         return namespace["adapter"]
 
@@ -2027,17 +2030,15 @@ def _array_types(nbtypes: Any, signature: _Signature, readonly: bool = True) -> 
     return tuple(nbtypes.Array(kind, rank, "C", readonly and i < signature.n_in) for i, (kind, rank) in kinds)
 
 
-def _compile_numba(
-    kernel: Any, signature: _Signature, forms: list[_Form], static: Mapping[str, Any], in_order: bool
-) -> _Compiled:
+def _compile_numba(kernel: Any, signature: _Signature, forms: list[_Form], in_order: bool) -> _Compiled:
     """Compile the kernel for the signature, and the handler that calls it."""
     import numba
 
     if numba.config.DISABLE_JIT:  # plain Python, for prints and pdb
-        python = _CallbackEmitter(signature, _in_python(kernel, signature, forms[0], static))
+        python = _CallbackEmitter(signature, _in_python(kernel, signature, forms[0]))
         return _Compiled(*_compile_handler(signature, python))
-    names = _names_read((kernel, *static.values()))
-    compile_ = functools.partial(_compile_form, kernel, signature, names, static)
+    names = _names_read((kernel, forms[0].static))
+    compile_ = functools.partial(_compile_form, kernel, signature, names)
     overload, unchecked = _first_that_compiles(compile_, forms)
     emitter = _NumbaEmitter(signature.label, overload, "objmode" in names, in_order)
     emitter.hidden_outputs = unchecked
@@ -2056,9 +2057,9 @@ def _first_that_compiles(compile_: Callable[[Any], Any], candidates: Iterable[An
     raise min(errors, key=lambda error: isinstance(error, ImportError))
 
 
-def _in_python(kernel: Any, signature: _Signature, form: _Form, static: Mapping[str, Any]) -> Callable[..., None]:
+def _in_python(kernel: Any, signature: _Signature, form: _Form) -> Callable[..., None]:
     """A slice in plain Python, with what the kernel returns stored where its form says."""
-    call = form.adapter(_python(kernel), static, len(signature.ranks), f"return {_RETURNED}")
+    call = form.adapter(_python(kernel), f"return {_RETURNED}")
 
     def body(pointers: list[int], dims: list[tuple], *_: int) -> None:
         buffers = _host_arrays(signature, pointers, dims)
@@ -2071,9 +2072,7 @@ def _in_python(kernel: Any, signature: _Signature, form: _Form, static: Mapping[
     return body
 
 
-def _compile_form(
-    kernel: Any, signature: _Signature, names: frozenset[str], static: Mapping[str, Any], form: _Form
-) -> tuple[Any, bool]:
+def _compile_form(kernel: Any, signature: _Signature, names: frozenset[str], form: _Form) -> tuple[Any, bool]:
     """What Numba compiled, and whether its array types leave open that the kernel writes to an input.
 
     Read-only inputs make Numba refuse a kernel that writes to one.  What names writable arrays (explicit
@@ -2082,7 +2081,7 @@ def _compile_form(
     from numba import types as nbtypes
 
     readonly, plain = (_array_types(nbtypes, signature, flag) for flag in (True, False))
-    compile_ = functools.partial(_compile_call, form=form, static=static)
+    compile_ = functools.partial(_compile_call, form)
     explicit = not getattr(kernel, "_can_compile", True)
     try:
         if explicit:  # Numba's own error if no signature fits
@@ -2099,14 +2098,14 @@ def _compile_form(
     return _compile_results(dispatcher, argtypes, signature, form), unchecked
 
 
-def _compile_call(dispatcher: Any, argtypes: tuple, form: _Form, static: Mapping[str, Any]) -> Any:
+def _compile_call(form: _Form, dispatcher: Any, argtypes: tuple) -> Any:
     """Compile a call with buffers of these types: of the dispatcher itself where it takes them as they are."""
     import numba
 
-    n, parameters = len(argtypes), inspect.signature(_python(dispatcher)).parameters
-    simple = form == _Form.plain(n) and n == len(parameters) == len(_parameters(dispatcher))
+    parameters = inspect.signature(_python(dispatcher)).parameters
+    simple = form == _Form.plain(len(parameters)) and len(parameters) == len(_parameters(dispatcher))
     if not simple or not getattr(dispatcher, "_can_compile", False):
-        dispatcher = numba.njit(form.adapter(dispatcher, static, n, f"return {_RETURNED}"))
+        dispatcher = numba.njit(form.adapter(dispatcher, f"return {_RETURNED}"))
     with warnings.catch_warnings():  # a kernel that parallel=True finds nothing to do in is no news here
         warnings.simplefilter("ignore", numba.NumbaPerformanceWarning)
         dispatcher.compile(argtypes)
@@ -2133,7 +2132,7 @@ def _compile_results(dispatcher: Any, argtypes: tuple, signature: _Signature, fo
         stores += [*checks, f"b{k}[...] = {leaf}"]
     if not stores:
         return overload
-    stored = numba.njit(_Form.plain(len(argtypes)).adapter(dispatcher, {}, len(argtypes), *stores))
+    stored = numba.njit(_Form.plain(form.n).adapter(dispatcher, *stores))
     stored.compile(argtypes)
     return stored.overloads[argtypes]
 
@@ -2261,9 +2260,9 @@ def _frozen(options: Any) -> Any:
 
 def _numba_extensions() -> Mapping[Any, tuple]:
     """What users gave to `numba.extending`: id of their function, or name -> overloads and their options."""
-    modules: Any = (sys.modules.get(f"numba.{part}.typing.templates") for part in ("core", "cuda"))
-    registries = [module.builtin_registry for module in modules if hasattr(module, "builtin_registry")]
-    return _indexed_extensions(*((r, len(r.functions), len(r.attributes)) for r in registries))
+    modules = (sys.modules.get(f"numba.{part}.typing.templates") for part in ("core", "cuda"))
+    registries = (getattr(module, "builtin_registry", None) for module in modules)
+    return _indexed_extensions(*((r, len(r.functions), len(r.attributes)) for r in registries if r))
 
 
 @functools.lru_cache(maxsize=1)
@@ -2514,11 +2513,10 @@ class _CudaCode:
     packages: list[_NumbaCuda]  # who may compile it
     signature: _Signature
     form: _Form | None = None  # how a kernel is called; a function that launches kernels has none
-    static: tuple = ()  # the constants that it gets, by name
     command_buffer: bool = False
 
     def digest(self) -> str:
-        how = str(self.form), self.static, self.command_buffer, str(self.signature)
+        how = self.form and tuple(self.form), self.command_buffer, str(self.signature)
         target = *(package.module for package in self.packages), _settings(sys.modules["numba"].config)
         live_above = math.inf if self.form and self.packages[0].on_gpu else -1  # Python reads all where it is
         with _CUDASIM_LOCK:  # a simulated kernel may be running with its globals replaced
@@ -2564,11 +2562,11 @@ class _CudaCode:
 
     def written(self, package: _NumbaCuda) -> Callable[..., Any]:
         """The function to compile: the kernel's own, or one of all buffers that calls it on the device."""
-        function, n = _python(self.function), len(self.signature.ranks)
-        if self.form is None or self.form == _Form.plain(n):
+        function = _python(self.function)
+        if self.form is None or self.form == _Form.plain(self.form.n):
             return function
         inner = package.dispatcher(self.function, function, **package.device_options)
-        return self.form.adapter(inner, dict(self.static), n, *package.ends)
+        return self.form.adapter(inner, *package.ends)
 
 
 class _CudaKernel(_NumbaWrapper, _CudaWrapper):
@@ -2601,8 +2599,7 @@ class _CudaKernel(_NumbaWrapper, _CudaWrapper):
         return *_dim3("grid", grid), *_dim3("block", block), operator.index(self.options.shared_mem)
 
     def _code(self, packages: list[_NumbaCuda], signature: _Signature) -> _CudaCode:
-        [form] = self._forms(signature, False)
-        return _CudaCode(self.kernel, packages, signature, form, tuple(self.static.items()))
+        return _CudaCode(self.kernel, packages, signature, self._forms(signature, False)[0])
 
     def _attrs(self, ins: list[Spec]) -> tuple:
         return (("launch", self._launch(ins)),)
