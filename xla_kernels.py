@@ -984,6 +984,7 @@ class _Wrapper(_Kept):
         self.variants = _Recent()  # this kernel with another order and static arguments
         self._check_names("in_out_argnames", list(options.in_out_argnames or ()))
         self._check_names("input_output_aliases", [i for i in options.aliases if isinstance(i, str)])
+        # those that are returned too, in the kernel's order: the first outputs start with them
         self.in_outs = [name for name in self.parameters if name in (options.in_out_argnames or ())]
         self.aliases = options.aliases | {name: j for j, name in enumerate(self.in_outs)}
         self.__name__ = getattr(kernel, "__name__", None) or getattr(kernel, "key", None) or type(kernel).__name__
@@ -1095,10 +1096,6 @@ class _Wrapper(_Kept):
             elif parameter.name in self.static:
                 args.insert(i, self.static[parameter.name])
         return option(*args, **named)
-
-    def _in_outs(self, n: int) -> list[int]:
-        """The inputs that are returned too, in the kernel's order: the first outputs start with them."""
-        return [i for i, name in enumerate(self.order[:n]) if name in self.in_outs]
 
     def _aliases(self, ins: list[Spec], outs: list[Spec]) -> dict[int, int]:
         """Which output starts with which input."""
@@ -1946,7 +1943,8 @@ class _NumbaWrapper(_Wrapper):
         return forms
 
     def _form(self, signature: _Signature, returns: bool) -> _Form | None:
-        n, order, in_outs = signature.n_in, self.order[: signature.n_in], self._in_outs(signature.n_in)
+        n, order = signature.n_in, self.order[: signature.n_in]
+        in_outs = [i for i, name in enumerate(order) if name in self.in_outs]
         inputs = [f"b{i}" for i in range(n)]
         for i, name in itertools.zip_longest(range(n), order):
             if not signature.ranks[i] and (returns or self.options.scalars is True or name in self.scalars):
@@ -3187,11 +3185,15 @@ class _WarpKernel(_Wrapper):
     # -- from a call to a target -----------------------------------------------------------------------
 
     def _find_target(self, ins: list[Spec], outs: list[Spec]) -> _Target:
-        n, in_outs, shared = len(ins) + len(self.static), self._in_outs(len(ins)), self._aliases(ins, outs)
-        if len(self.params) != n + len(outs) - len(in_outs):
+        n, shared = len(ins) + len(self.static), self._aliases(ins, outs)
+        if len(self.params) != n + len(outs) - len(self.in_outs):
             raise self._wrong_arity(f"{n} inputs and {len(outs)} outputs (in-out arguments count as both)")
         given = [param for param in self.params[:n] if param.name not in self.static]
-        params = [*given, *(given[j] for j in in_outs), *self.params[n:]]  # that the buffers go to
+        params = [
+            *given,
+            *(param for param in given if param.name in self.in_outs),
+            *self.params[n:],
+        ]  # that the buffers go to
         for param, spec in zip(params, ins + outs, strict=True):
             param.check(spec)
         for j, param in enumerate(given):
