@@ -3189,11 +3189,8 @@ class _WarpKernel(_Wrapper):
         if len(self.params) != n + len(outs) - len(self.in_outs):
             raise self._wrong_arity(f"{n} inputs and {len(outs)} outputs (in-out arguments count as both)")
         given = [param for param in self.params[:n] if param.name not in self.static]
-        params = [
-            *given,
-            *(param for param in given if param.name in self.in_outs),
-            *self.params[n:],
-        ]  # that the buffers go to
+        both = [param for param in given if param.name in self.in_outs]
+        params = [*given, *both, *self.params[n:]]  # that the buffers go to
         for param, spec in zip(params, ins + outs, strict=True):
             param.check(spec)
         for j, param in enumerate(given):
