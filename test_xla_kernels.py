@@ -3277,13 +3277,9 @@ def test_cuda_simulator(part):
     assert run_pytest("-k", tests, NUMBA_ENABLE_CUDASIM="1", JAX_PLATFORMS="cpu") >= at_least
 
 
-def launch_1d(x, *rest):
-    return x.size
-
-
 def cuda_op(kernel, outs=lambda *ins: ins[0], **options):
     """`kernel` with a thread for each element of its first input."""
-    return xk.numba_cuda_kernel(kernel, outs, launch_dims=launch_1d, threads_per_block=8, **options)
+    return xk.numba_cuda_kernel(kernel, outs, launch_dims=lambda x, *_: x.size, threads_per_block=8, **options)
 
 
 def cuda_stencil():
@@ -4497,10 +4493,6 @@ def _disable_jit(f, x, y):
         return f(x, y), jax.vmap(f)(x[:2, None], y[:2, None])
 
 
-def _hessian_vector(f, x, y):
-    return jax.jvp(jax.grad(lambda x: (f(x, x) * f(x, y)).sum()), (x,), (y,))
-
-
 ROWS = np.stack([X, X + 1, 2 * X])
 P = jax.sharding.PartitionSpec
 TRANSFORMS = {
@@ -4526,7 +4518,7 @@ TRANSFORMS = {
     "jvp_vmap": lambda f: jax.jvp(lambda x: jax.vmap(f, (0, None))(x, Y), (ROWS,), (ROWS,)),
     "jacfwd": lambda f: jax.jacfwd(f, (0, 1))(X, Y),
     "jacrev": lambda f: jax.jacrev(f, (0, 1))(X, Y),
-    "hessian_vector": lambda f: _hessian_vector(f, X, Y),
+    "hessian_vector": lambda f: jax.jvp(jax.grad(lambda x: (f(x, x) * f(x, Y)).sum()), (X,), (Y,)),
     "vjp": lambda f: jax.vjp(f, X, Y)[1](X),
     "grad_of_vmap": lambda f: gradients(jax.vmap(f, (0, None)))(ROWS, Y),
     "grad_of_nested_vmap": lambda f: gradients(jax.vmap(jax.vmap(f, (0, None)), (None, 0)))(ROWS, ROWS[:2]),
@@ -5525,17 +5517,14 @@ def compare(paths, unit="µs", case="", rounds=ROUNDS):
         for run, samples in runs.values():
             samples.append(run())
     for name, (_, samples) in runs.items():
-        rows[name].update(summary(samples))
+        value, rounds = statistics.median(samples), len(samples)
+        rows[name].update(value=value, min=min(samples), max=max(samples), rounds=rounds)
     return with_ratios(list(rows.values()))
 
 
 def over(paths, measure):
     """`paths` with every function handed to `measure` when its turn to be prepared comes."""
     return {name: functools.partial(measure, make) for name, make in paths.items()}
-
-
-def summary(samples):
-    return {"value": statistics.median(samples), "min": min(samples), "max": max(samples), "rounds": len(samples)}
 
 
 def with_ratios(rows):
