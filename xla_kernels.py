@@ -539,7 +539,7 @@ class _Target:
     """
 
     name: str
-    attrs: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    launch: tuple[int, ...] = ()  # on a GPU: grid, block and what else the handler reads
     copy_inputs: tuple[int, ...] = ()  # those that the kernel may write to
     zero: tuple[int, ...] = ()  # the outputs that start from zeros
     makes: Mapping[str, Callable[[], _Compiled]] = dataclasses.field(compare=False, default_factory=dict)
@@ -549,7 +549,7 @@ class _Target:
     localize: Callable[..., tuple] | None = dataclasses.field(compare=False, default=None)
 
     def __repr__(self) -> str:
-        return f"{self.name}{self.attrs or ''}"
+        return f"{self.name}{self.launch or ''}"
 
     def register(self, platform: str) -> Any:
         """Register the handler once per process, compiled only if its name is new."""
@@ -832,7 +832,7 @@ def _call_lowering(ctx: Any, *operands: Any, target: Any, aliases: tuple, has_si
         operands += tuple(clear(ctx.replace(avals_in=[], avals_out=zeroed)))
         ctx = ctx.replace(avals_in=[*ctx.avals_in, *zeroed])
     rule = jax.ffi.ffi_lowering(target.name, operand_output_aliases=dict(aliases), has_side_effect=has_side_effect)
-    return rule(ctx, *operands, **{name: np.array(values, np.int64) for name, values in target.attrs})
+    return rule(ctx, *operands, **({"launch": np.array(target.launch, np.int64)} if target.launch else {}))
 
 
 def _lower_on_shards(ctx: Any, operands: Any, target: Any, aliases: Any, effect: bool, rule: Any, outs: Any) -> Any:
@@ -2495,11 +2495,11 @@ class _CudaWrapper(_Wrapper):
         runs = f"{self.decorator} {self.__name__!r} runs on {packages[0].where}"
         makes = {packages[0].platform: lambda: _Compiled(*_compile_handler(signature, code.emitter()))}
         name = self._target_name(code.digest())
-        target = _Target(name, self._attrs(ins), makes=makes, runs=runs, check=code.check)
+        target = _Target(name, self._launch(ins), makes=makes, runs=runs, check=code.check)
         target.announce()
         return target
 
-    def _attrs(self, ins: list[Spec]) -> tuple:
+    def _launch(self, ins: list[Spec]) -> tuple[int, ...]:
         return ()
 
 
@@ -2598,9 +2598,6 @@ class _CudaKernel(_NumbaWrapper, _CudaWrapper):
 
     def _code(self, packages: list[_NumbaCuda], signature: _Signature) -> _CudaCode:
         return _CudaCode(self.kernel, packages, signature, self._forms(signature, False)[0])
-
-    def _attrs(self, ins: list[Spec]) -> tuple:
-        return (("launch", self._launch(ins)),)
 
     def _trace(self, *args: Any) -> Any:
         ins = _input_specs(args)
@@ -3219,7 +3216,7 @@ class _WarpKernel(_Wrapper):
         if traced := [argument.param.name for argument in plan.arguments if argument.traced is not None]:
             del makes["cuda"]  # a launch there takes host values
             runs = f"{label} has traced values for {traced}, which only CPUs take; make each a warp.array of shape (1,)"
-        target = _Target(name, (("launch", launch),), plan.may_write, zero, makes=makes, runs=runs)
+        target = _Target(name, launch, plan.may_write, zero, makes=makes, runs=runs)
         target.announce()
         return target
 
