@@ -1509,10 +1509,7 @@ class _Driver(_Code):
                 self.give(self.call("drop", shared))
 
     def share(self, batch: Any, first: Any, helpers: Any, piece: Any) -> Any:
-        """Run the slices [first, count) on this thread and on those of XLA that come to help, in pieces of so many.
-
-        What is waited for is only the tasks that have started: those in the queue may stand behind callers that wait.
-        """
+        """Run the slices [first, count) on this thread and on those of XLA that come to help, in pieces of so many."""
         shared = _Struct(self, _Shared, self.call(ctypes.pythonapi.PyMem_RawMalloc, ctypes.sizeof(_Shared)))
         idle = self.call(ctypes.pythonapi.PyThread_allocate_lock)
         with self.when((shared == 0) | (idle == 0)):  # out of memory, which one thread does not need
@@ -1527,6 +1524,7 @@ class _Driver(_Code):
                 self.discard(batch.frame, error)
                 self.call("drop", shared)
         self.call("work", shared)
+        # Only for tasks that have started: those in the queue may stand behind callers that wait.
         with self.when(self.add_at_once(shared.place("inside"), -1) > 1):
             self.call(ctypes.pythonapi.PyThread_acquire_lock, shared.idle, 1)
         error = shared.error
@@ -1534,10 +1532,7 @@ class _Driver(_Code):
         return error
 
     def start(self, batch: Any) -> Any:
-        """Run slices alone, more of them each time, until what is left is known to be worth sharing.
-
-        Batches so short that to ask the time would show are asked once in a while only.
-        """
+        """Run slices alone, more of them each time, until what is left is known to be worth sharing."""
         kernel, began, rate = batch.kernel, self.call("now"), self.read(ctypes.addressof(_TICKS))
         at, kernel.trusted = self.new(_Range, first=0, count=1, time=began), 0
         with self.forever():
@@ -1546,7 +1541,7 @@ class _Driver(_Code):
             self.give(error, when=error != 0)
             left, now = batch.count - stop, self.call("now")
             with self.when(left < 1):
-                with self.when(now - began < rate * _BRIEF):
+                with self.when(now - began < rate * _BRIEF):  # it would show to ask the time more than once in a while
                     kernel.brief, kernel.trusted = self.least(batch.nbytes + 1, _HUGE_PAGE_MIN), 15
                 self.give(0)
             took = (now - at.time) // rate
@@ -1585,9 +1580,8 @@ class _Driver(_Code):
                     self.write(self.choose(own == 1, self.read(place), own), place)
                 batch.count = batch.count * self.read(place)
         batch.nbytes = nbytes * batch.count
-        if sys.platform == "linux":
-            with self.when(batch.nbytes > _HUGE_PAGE_MIN - 1):
-                self._use_huge_pages(batch)
+        with self.when(batch.nbytes > _HUGE_PAGE_MIN - 1), self.loop(kernel.first_mapped, batch.n) as k:
+            self._use_huge_pages(slots[k].data, slots[k].nbytes * batch.count)
         is_brief = (kernel.trusted > 0) & (batch.nbytes < kernel.brief)
         with self.when((batch.count < 2) | kernel.in_order | is_brief):
             kernel.trusted = kernel.trusted - 1
@@ -1596,17 +1590,15 @@ class _Driver(_Code):
             self.give(self.call("run", batch, 0, batch.count))
         return self.call("start", batch)
 
-    def _use_huge_pages(self, batch: Any) -> None:
-        """Ask Linux for huge pages under large outputs, as NumPy does for its arrays.
+    def _use_huge_pages(self, data: Any, nbytes: Any) -> None:
+        """Ask Linux for huge pages under a large output, as NumPy does for its arrays.
 
         To fault XLA's fresh memory in by 4 KiB pages took 40 ms of the 43 ms of an add of 1e7 float32.
         """
-        with self.loop(batch.kernel.first_mapped, batch.n) as k:
-            slot = batch.slots[k]
-            nbytes = slot.nbytes * batch.count
+        if sys.platform == "linux":
             with self.when(nbytes > _HUGE_PAGE_MIN - 1):
-                skip = self.word(mmap.PAGESIZE) - slot.data % mmap.PAGESIZE  # the range must start at a page
-                self.call(ctypes.pythonapi.madvise, slot.data + skip, nbytes - skip, _MADV_HUGEPAGE)
+                skip = self.word(mmap.PAGESIZE) - data % mmap.PAGESIZE  # the range must start at a page
+                self.call(ctypes.pythonapi.madvise, data + skip, nbytes - skip, _MADV_HUGEPAGE)
 
 
 @functools.cache
@@ -1655,11 +1647,10 @@ class _Handler(_Code):
         self.signature, self.emitter = signature, emitter
         n, maps_pages = len(signature.ranks), sys.platform == "linux" and emitter.host_memory
         self.kernel = _Kernel(0, signature.n_in if maps_pages else n, n, emitter.in_order)
-        if emitter.lock or emitter.uses_python:
-            self.define("unguarded", self._slices)
+        is_guarded = emitter.lock or emitter.uses_python
+        self.define("unguarded" if is_guarded else "slices", self._slices)
+        if is_guarded:
             self.define("slices", self._guarded_slices)
-        else:
-            self.define("slices", self._slices)
         self.define("handler", self._handler)
 
     def _slices(self, frame: Any, slots: Any, count: Any) -> Any:
@@ -1670,13 +1661,13 @@ class _Handler(_Code):
     @contextlib.contextmanager
     def each_slice(self) -> Iterator[list[_Array]]:
         """A loop over the slices, in which the emitter writes what runs one of them on its arrays."""
-        arrays, steps = [], []
+        firsts = []
         for k, (dtype, rank) in enumerate(zip(self.signature.dtypes, self.signature.ranks, strict=True)):
             dims = [self.read(self.slots[k].dims + 8 * j) for j in range(rank)]
-            arrays.append(_Array(self.slots[k].data, dims, _row_major(dims, dtype.itemsize), dtype.itemsize))
-            steps.append(self.slots[k].step)
+            array = _Array(self.slots[k].data, dims, _row_major(dims, dtype.itemsize), dtype.itemsize)
+            firsts.append((array, self.slots[k].step))
         with self.loop(0, self.count) as i:
-            yield [x._replace(pointer=x.pointer + step * i) for x, step in zip(arrays, steps, strict=True)]
+            yield [first._replace(pointer=first.pointer + step * i) for first, step in firsts]
 
     def _guarded_slices(self, frame: Any, slots: Any, count: Any) -> Any:
         """The same, with what the emitter has to hold, which is given back also if a slice fails."""
