@@ -3012,8 +3012,8 @@ def test_cuda_errors(kind, text, call):
 def test_cuda_without_gpu_or_simulator():
     op = xk.numba_cuda_kernel(cuda_copy, lambda x: x, launch_dims=3)
     text = (
-        r"numba_cuda_kernel 'cuda_copy' runs on NVIDIA GPUs \(pip install .*\), and in Python on the CPU where "
-        r"NUMBA_ENABLE_CUDASIM=1 is set before .* or use numba_kernel there; .* compiled for 'cpu'"
+        r"numba_cuda_kernel 'cuda_copy' runs on NVIDIA GPUs \(pip install .*\), or in Python if "
+        r"NUMBA_ENABLE_CUDASIM=1 was set; for CPUs use numba_kernel; .* compiled for 'cpu'"
     )
     for _ in range(2):
         with pytest.raises(NotImplementedError, match=text):

@@ -2634,11 +2634,9 @@ class _NumbaCuda:
     refuses_in_many_ways = False  # or by NumbaError and TypeError
     device_options: Mapping[str, Any] = types.MappingProxyType({"device": True})
     ends: tuple[str, ...] = ()  # the last lines of a kernel that calls the user's
+    params = staticmethod(_numba_params)
     on_gpu, platform = True, "cuda"
-    where = (
-        f"NVIDIA GPUs ({_CUDA_INSTALL}), and in Python on the CPU where NUMBA_ENABLE_CUDASIM=1 is set before Numba is "
-        "imported; or use numba_kernel there"
-    )
+    where = f"NVIDIA GPUs ({_CUDA_INSTALL}), or in Python if NUMBA_ENABLE_CUDASIM=1 was set; for CPUs use numba_kernel"
 
     @property
     def cuda(self) -> Any:
@@ -2727,9 +2725,6 @@ class _NumbaCuda:
         cubin = library.get_cubin()
         carveout = getattr(compiled, "shared_memory_carveout", None)
         return library.get_asm_str(), compiled.entry_name, getattr(cubin, "code", cubin), carveout
-
-    def params(self, array: _Array) -> list[Any]:
-        return _numba_params(array)
 
 
 class _NumbaCudaMlir(_NumbaCuda):
