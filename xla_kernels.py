@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Call kernels written in Python (Numba, Numba CUDA, Warp) from JAX, at the cost of C++.
 
-One file to copy or to install.  The handler that XLA's foreign function interface calls is compiled to machine code,
-so no Python runs on the call path.
+One file to copy or to install.  The handler that XLA's foreign function interface calls is compiled to machine code:
+no Python runs on the call path, but for errors and for what must be called in Python (`_CallbackEmitter`).
 
     import jax, jax.numpy as jnp
     from xla_kernels import numba_kernel
@@ -17,7 +17,7 @@ so no Python runs on the call path.
 
 A map of this file, whose sections begin under a line of `=`:
 
-    1  JAX               what differs between its versions, and what it does not document
+    1  JAX               what differs between its versions, and most of what it does not document
     2  C structs         those of XLA that a handler reads and writes: what a new jaxlib may change
     3  Digests           names that equal kernels share, in every process, and that no others have
     4  Targets           what is registered with XLA under these names
@@ -29,16 +29,18 @@ A map of this file, whose sections begin under a line of `=`:
     12 XLACustomKernel   one operation, many backends, all of JAX's transformations
     13 Backends          one row each, and the self-check
 
-A call, from Python to machine code: `numba_kernel` -> `_Wrapper.__call__` -> `_Wrapper._trace` ->
-`_NumbaKernel._find_target`, which names it (`_digest`) and registers it (`_compile_numba`, `_compile_handler`,
-`_Target.register`) -> `_Wrapper._bind` -> `_call_lowering` -> XLA -> the handler (`_Handler`, and `_Driver` for a
-batch) -> `_NumbaEmitter`.
-An op under vmap and grad: `XLACustomKernel.__call__` -> `_find_call` -> `_OpCall.bind` -> `_op_batching`, which
-records the vmap -> `_op_jvp`, `_op_transpose`, the user's rules under it -> `_op_lowering`, which knows the platform
--> `_run_vmaps` -> `_run_slice` -> the call of a wrapper, as above.
-The order of a kernel's arguments: `_Wrapper._resolve`, `_NumbaKernel._form`, `_WarpKernel._find_target`.
-A new backend takes four places: a section like 9 to 11 (what to install, dtypes, a `_Wrapper`, an `_Emitter`), its
-row in `_BACKENDS`, a `_check_numba` of its own, and a `def_..._kernel` of `XLACustomKernel`.
+A call, from Python to machine code: `numba_kernel` makes a `_NumbaKernel`; `_Wrapper.__call__` -> `_trace` -> `_bind`
+-> `_resolve` -> `_NumbaKernel._find_target`, which names the target (`_digest`) and registers it (`_Target.register` ->
+`_compile_numba` -> `_compile_handler`, for which `_NumbaEmitter` writes what runs a slice) -> `_bind_call` ->
+`_call_lowering` -> XLA -> the machine code of `_Handler` and, for a batch, of `_Driver`.
+An op under vmap and grad: `XLACustomKernel.__call__` -> `_find_call` -> `_OpCall.bind` (`_bind_with_vjp`) ->
+`_op_batching`, which records the vmap -> `_op_jvp`, `_op_transpose`, the user's rules under it -> `_op_lowering`, which
+knows the platform -> `_run_vmaps` -> `_run_slice` -> the call of a wrapper, as above.
+The order of a kernel's arguments: `_Wrapper._resolve` (inputs, outputs, scratch), `_call_by_name`,
+`_NumbaWrapper._form` (Numba on CPU and CUDA), `_CudaCallable._code`, `_WarpKernel._find_target`.
+An exception in a slice: `_NumbaEmitter`, `_keep_message`, `_Driver.work`.  A dtype: `_XLA_FFI_DATA_TYPES`.
+A new backend takes four places: a section like 9 to 11 (what to install, dtypes, a public `..._kernel`, a `_Wrapper`,
+an `_Emitter`), its row in `_BACKENDS`, a `_check_numba` of its own, and a `def_..._kernel` of `XLACustomKernel`.
 """
 
 from __future__ import annotations
@@ -92,8 +94,8 @@ __all__ = [
 ]
 
 # ======================================================================================================
-# 1. JAX: all that differs between its versions, and all that it does not document.
-# Checked on jax 0.7.2, 0.10.2 and 0.12.0.1.
+# 1. JAX: all that differs between its versions, and what it does not document, but for what stands where it is used:
+# lowerings and their context (6, 7, 12.4), `custom_partitioning` (6), rules (7, 12.4).  Checked on 0.7.2 to 0.12.0.1.
 # ======================================================================================================
 
 Spec = jax.ShapeDtypeStruct
@@ -196,7 +198,8 @@ def _allowed_dtype(dtype: Any, ins: Sequence[Spec]) -> np.dtype:
 
 # ======================================================================================================
 # 2. The C structs of jaxlib/include/xla/ffi/api/c_api.h that a handler reads and writes.
-# Structs only ever grow at their end, so a mirror of the older one serves all; a test compares them.
+# Structs only ever grow at their end, so a mirror of those of jaxlib 0.7.2 serves all; a test compares them with the
+# header.  A new major version may change more: XLA is told that of its own header, and does not refuse.
 # ======================================================================================================
 
 _PTR, _I64, _I32, _SIZE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_size_t
@@ -241,7 +244,9 @@ _API_FUNCTIONS = (
 _places: Any = {f"XLA_FFI_{name}": _PTR for name in _API_FUNCTIONS}
 XLA_FFI_Api = _sized("XLA_FFI_Api", api_version=XLA_FFI_Api_Version, internal_api=_PTR, **_places)
 
-_XLA_FFI_DATA_TYPES = {  # for a new dtype: its number here, and its name in what backends take: _CUDA_DTYPES and so on
+# For a new dtype: its number here, its name in what backends take (_NUMBA_DTYPES, _CUDA_DTYPES, _WARP_DTYPES), and
+# its type there (`_array_types`, `_NumbaCuda.enter`, `_warp_scalars`).
+_XLA_FFI_DATA_TYPES = {
     "bool": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint8": 6, "uint16": 7, "uint32": 8, "uint64": 9,
     "float16": 10, "float32": 11, "float64": 12, "complex64": 15, "bfloat16": 16, "complex128": 18,
 }  # fmt: skip
@@ -261,10 +266,10 @@ def _ffi_api_version() -> tuple[int, int]:
 # 3. Content digests: equal kernels get equal names, in every process; kernels that differ never share one.
 #
 # One walk over all that the code can reach, written to one hash.  An object counts
-# 1. by its content, if its exact type is listed here and nothing is left out that Numba can see of it;
+# 1. by its content, if its type is in `_ATOMS`, `_VALUES` or `_NODES` and nothing is left out that Numba can see of it;
 # 2. by its name, if a package that does not change while a process runs holds this very object under it;
 # 3. else by its identity: kept alive and never taken for another, but not equal in other processes.
-# What may lead back to itself gets a number when it is met first, and counts by that from then on.  Of a module
+# What may contain itself gets a number when it is met first, and counts by that from then on.  Of a module
 # that may change and of Numba's extensions, that part counts whose name stands anywhere in the code.
 # ======================================================================================================
 
@@ -295,14 +300,14 @@ def _identity(obj: Any) -> tuple:
 
 
 def _digest(*objects: Any, live_above: float = math.inf) -> str:
-    """A hash of `objects`, of 96 bits, for code that reads arrays of more bytes than `live_above` where they are."""
+    """A hash of `objects`, of 96 bits; arrays of more bytes than `live_above`, read in place, count by address."""
     return _Digester(live_above).walk(*objects).hash.hexdigest()
 
 
 def _names_read(kernel: Any) -> frozenset[str]:
     """Every name that a function and its helpers read, every string that may be one, and the classes of objects."""
     names = _Digester(_NUMBA_LIVE_ABOVE).walk(kernel).names
-    return frozenset(names | {"dot(out)"} if {"dot", "(,,)"} <= names else names)
+    return frozenset(names | {"dot(out)"} if {"dot", "(,,)"} <= names else names)  # np.dot(x, y, out) writes
 
 
 class _Digester:
@@ -505,10 +510,11 @@ def export_checks() -> list[Any]:
         return [export.DisabledSafetyCheck.custom_call(name) for name in sorted({name for name, _ in _TARGETS})]
 
 
-# What all copies of this file share, and what outlives a reload: XLA knows a target until the process ends.
+# What all copies of this file share, and what outlives a reload: XLA knows a target until the process ends.  The
+# number is that of this layout: copies of another one share neither this nor the locks of `_native_lock`.
 _STORE: Any = sys.modules.setdefault("_xla_kernels_store_1", types.ModuleType("_xla_kernels_store_1"))
 _LOCK: threading.RLock = vars(_STORE).setdefault("lock", threading.RLock())
-_TARGETS: dict[tuple[str, str], Any] = vars(_STORE).setdefault("targets", {})  # (name, platform) -> handler
+_TARGETS: dict[tuple[str, str], Any] = vars(_STORE).setdefault("targets", {})  # (name, platform) -> _Compiled, or None
 _OBJECTS: dict[int, tuple[int, Any]] = vars(_STORE).setdefault("objects", {})  # known by identity, kept alive
 _HELPERS: dict[int, tuple[str, Any]] = vars(_STORE).setdefault("helpers", {})  # id -> content when compiled, the helper
 _DRIFTED: set[int] = vars(_STORE).setdefault("drifted", set())  # ids of those that have read something else since
@@ -572,8 +578,9 @@ class _Target:
         if platform in self.makes:
             self.register(platform)
         else:
-            for elsewhere in self.makes:
-                _TARGETS.setdefault((self.name, elsewhere), None)
+            with _LOCK:
+                for elsewhere in self.makes:
+                    _TARGETS.setdefault((self.name, elsewhere), None)
 
 
 # ======================================================================================================
@@ -1131,13 +1138,13 @@ class _Wrapper(_Kept):
 
 # ======================================================================================================
 # 8. The native handler: LLVM for `XLA_FFI_Error* handler(XLA_FFI_CallFrame*)`.
-# For each kernel two functions are compiled, and what all have in common once per process, in `_Driver`:
+# For each kernel two functions are compiled, and what all have in common once, in `_Driver`:
 #   1. `handler(frame)`, which XLA calls, checks the buffers; a call without a batch runs its one slice at once.
 #   2. `slices(frame, slots, count)` runs the kernel on slices; a slot says where a buffer's first is, and the next.
-#   3. `drive` finds the batch, the dimensions before the kernel's own; a short batch of one dimension runs at once.
+#   3. `drive` finds the batch, the dimensions before the kernel's own; a batch known to be quick runs at once.
 #   4. `run` takes a range of slices row by row, a row being those that differ in the last batch dimension only.
 #   5. `start` times the first slices; if it pays, XLA's threads and this one `share` the rest, range by range.
-# The first slice that fails gives the call its error, and no further piece of the batch is begun.
+# The first failure in time gives the call its error; no further range is begun, and those begun elsewhere end first.
 # Knows buffers, batches and threads.  Does not know a kernel: an emitter writes the code that runs one slice.
 # ======================================================================================================
 
@@ -1409,6 +1416,7 @@ class _Code:
 _words = lambda name, fields: _struct(name, **dict.fromkeys(fields.split(), _I64))
 _Slot = _words("_Slot", "data step dims nbytes")  # a slice's buffer; step to the next
 _Range = _words("_Range", "first count time")
+# Batches of less than `brief` bytes have been quick, which as many calls as `trusted` says rely on without a clock.
 _Kernel = _words("_Kernel", "slices first_mapped n in_order brief trusted")
 _Batch = _words("_Batch", "frame kernel n slots depth sizes row count nbytes")
 _Shared = _words("_Shared", "batch next count piece inside holders error idle")
@@ -1422,7 +1430,7 @@ _TICKS = _I64()  # of the driver's clock in a microsecond
 
 
 class _Driver(_Code):
-    """What all handlers have in common, compiled once per process."""
+    """What all handlers have in common, compiled once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -2334,7 +2342,7 @@ class _NumbaEmitter(_Emitter):
         gil = python.gil_ensure()
         context.call_conv.raise_error(handler.builder, python, status)
         parts = handler.stack(_I64, 3)
-        for fetch in (ctypes.pythonapi.PyErr_Fetch, ctypes.pythonapi.PyErr_NormalizeException):  # 3.11: bare values
+        for fetch in (ctypes.pythonapi.PyErr_Fetch, ctypes.pythonapi.PyErr_NormalizeException):  # 3.11 has bare values
             handler.call(fetch, parts, parts + 8, parts + 16)
         message = handler.call(self.report, handler.read(parts + 8))
         for i in range(3):
@@ -2631,7 +2639,7 @@ class _NumbaCuda:
 
     name, module = "Numba CUDA", "numba.cuda"
     n_params = 5  # per array, before shape and strides
-    refuses_in_many_ways = False  # or by NumbaError and TypeError
+    refuses_in_many_ways = False  # but by NumbaError and TypeError alone
     device_options: Mapping[str, Any] = types.MappingProxyType({"device": True})
     ends: tuple[str, ...] = ()  # the last lines of a kernel that calls the user's
     params = staticmethod(_numba_params)
