@@ -29,14 +29,14 @@ A map of this file, whose sections begin under a line of `=`:
     12 XLACustomKernel   one operation, many backends, all of JAX's transformations
     13 Backends          one row each, and the self-check
 
-A call, from Python to machine code: `numba_kernel` makes a `_NumbaKernel`; `_Wrapper.__call__` -> `_trace` -> `_bind`
--> `_resolve` -> `_NumbaKernel._find_target`, which names the target (`_digest`) and registers it (`_Target.register` ->
-`_compile_numba` -> `_compile_handler`, for which `_NumbaEmitter` writes what runs a slice) -> `_bind_call` ->
-`_call_lowering` -> XLA -> the machine code of `_Handler` and, for a batch, of `_Driver`.
+A call, from Python to machine code: `numba_kernel` makes a `_NumbaKernel`; `_Wrapper.__call__` -> `_Wrapper._trace` ->
+`_Wrapper._bind` -> `_Wrapper._resolve` -> `_NumbaKernel._find_target`, which names the target (`_digest`) and registers
+it (`_Target.register` -> `_compile_numba` -> `_compile_handler`, for which `_NumbaEmitter` writes what runs a slice) ->
+`_bind_call` -> `_call_lowering` -> XLA -> the machine code of `_Handler` and, for a batch, of `_Driver`.
 An op under vmap and grad: `XLACustomKernel.__call__` -> `_find_call` -> `_OpCall.bind` (`_bind_with_vjp`) ->
 `_op_batching`, which records the vmap -> `_op_jvp`, `_op_transpose`, the user's rules under it -> `_op_lowering`, which
 knows the platform -> `_run_vmaps` -> `_run_slice` -> the call of a wrapper, as above.
-The order of a kernel's arguments: `_Wrapper._resolve` (inputs, outputs, scratch), `_call_by_name`,
+The order of a kernel's arguments: `_Wrapper._resolve` (inputs, outputs, scratch), `_Wrapper._call_by_name`,
 `_NumbaWrapper._form` (Numba on CPU and CUDA), `_CudaCallable._code`, `_WarpKernel._find_target`.
 An exception in a slice: `_NumbaEmitter`, `_keep_message`, `_Driver.work`.  A dtype: `_XLA_FFI_DATA_TYPES`.
 A new backend takes four places: a section like 9 to 11 (what to install, dtypes, a public `..._kernel`, a `_Wrapper`,
