@@ -1204,7 +1204,7 @@ class _Emitter:
 
 
 # -- 8.2 Writing LLVM ----------------------------------------------------------------------------------
-# Knows integers, addresses, structs and control flow.  Does not know XLA's calls.
+# Knows integers, addresses, structs, calls and control flow.  Does not know what they are for.
 
 
 class _Word:
@@ -1636,7 +1636,7 @@ def _engine() -> tuple[Any, Any]:
 
 
 # -- 8.4 A handler -------------------------------------------------------------------------------------
-# Knows one signature and one emitter, and the tools that emitters write with.  Does not know batches.
+# Knows one signature and one emitter, and short batches of one dimension.  Does not know threads.
 
 
 def _compile_handler(signature: _Signature, emitter: _Emitter) -> tuple[int, Any]:
