@@ -1873,7 +1873,7 @@ def numba_kernel(
       kernel: a function decorated with `numba.njit` (any options), `numba.vectorize` or `numba.guvectorize`, or a
         plain one, which is jitted.  Without it, `numba_kernel(outs=...)` is a decorator.
       outs: the outputs, uninitialized: a `jax.ShapeDtypeStruct` (anything with `.shape` and `.dtype`), a pytree of
-        them, or a callable of the inputs' `ShapeDtypeStruct`s that returns one.
+        them, or a callable of the inputs' `ShapeDtypeStruct`s that returns one.  Results have its structure.
       vmap_method: "sequential" and "sequential_unrolled" run the slices of a batch in order on one thread; with any
         other, XLA's threads share the slices of a batch for which that pays.  The results are the same.
       input_output_aliases: `{i: j}`: output j starts with the value of input i (or of that name) and, where XLA can,
@@ -1886,9 +1886,6 @@ def numba_kernel(
       zero_outputs: True starts every output but the aliased ones from zeros, in each slice of a `vmap`.
       sharding_rule: names of the dimensions of every input and output, as in `"i, i -> i"`, that lets `jax.jit` split
         the call over a mesh: see `XLACustomKernel.def_sharding_rule`.  What `vmap` adds needs no rule.
-
-    Returns:
-      A function of arrays whose result has the structure of `outs`.
 
     Raises:
       TypeError: dtypes that Numba has no CPU arithmetic for (float16, bfloat16, float8, sub-byte), a wrong number of
