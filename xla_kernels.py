@@ -1317,8 +1317,7 @@ class _Code:
         self.builder.store(value, self.pointer(address, size))
 
     def copy(self, source: Any, target: Any, nbytes: int) -> None:
-        pointers = self.pointer(target), self.pointer(source)
-        self.cgutils.raw_memcpy(self.builder, *pointers, self.word(nbytes).value, 1)
+        self.cgutils.raw_memcpy(self.builder, self.pointer(target), self.pointer(source), self.word(nbytes).value, 1)
 
     def pointed(self, name: str, word: _Word) -> Any:
         """The struct at an address of this name, or the word as it is."""
@@ -1360,8 +1359,7 @@ class _Code:
 
     def replace_at_once(self, address: Any, old: Any, new: Any) -> _Word:
         """Whether a word was `old`, and is `new` now."""
-        values = (self.word(value).value for value in (old, new))
-        result = self.builder.cmpxchg(self.pointer(address, 8), *values, "seq_cst")
+        result = self.builder.cmpxchg(self.pointer(address, 8), self.word(old).value, self.word(new).value, "seq_cst")
         return _Word(self, self.builder.zext(self.builder.extract_value(result, 1), self.i64))
 
     def call(self, function: Any, *args: Any) -> _Word:
@@ -1395,8 +1393,7 @@ class _Code:
 
     @contextlib.contextmanager
     def loop(self, start: Any, stop: Any) -> Iterator[_Word]:
-        start, stop = self.word(start).value, self.word(stop).value
-        with self.cgutils.for_range(self.builder, stop, start) as loop:
+        with self.cgutils.for_range(self.builder, self.word(stop).value, self.word(start).value) as loop:
             yield _Word(self, loop.index)
 
     @contextlib.contextmanager
