@@ -171,12 +171,6 @@ def _sharded_like(x: Any, aval: Any) -> Any:
     return jax.sharding.reshard(x, aval.sharding) if explicit else x
 
 
-def _as_one_primitive(function: Any) -> Any:
-    """Keep `jax_debug_nans` from running a jitted function again piece by piece: it is one primitive."""
-    function._apply_primitive = True
-    return function
-
-
 def _zeros(shape: tuple, dtype: Any) -> Any:
     """`jnp.zeros`, which truncates to 32 bits where x64 is disabled, without that."""
     return ad.instantiate_zeros(ad.Zero(jax.core.ShapedArray(shape, dtype)))
@@ -4409,7 +4403,8 @@ class _OpPrimitive(Primitive):
         def hook(function: Callable[..., Any]) -> Callable[..., Any]:
             return lambda *args, _batch=(), _types=(), **params: function(op, _batch, *args, **params)
 
-        run = _as_one_primitive(lambda options, *ins: self.bind(*ins, **dict(options)))
+        run: Any = lambda options, *ins: self.bind(*ins, **dict(options))
+        run._apply_primitive = True  # else jax_debug_nans runs a jitted function again, piece by piece
         self._jitted = jax.jit(run, static_argnums=0)
         self.def_abstract_eval(hook(_op_abstract_eval))
         ad.primitive_jvps[self] = hook(_op_jvp)
