@@ -3043,7 +3043,11 @@ static __thread uintptr_t stack[64]; static __thread int top;
 #define LOG(...) used += snprintf(fake_log_ + used, sizeof fake_log_ - used, __VA_ARGS__)
 const char *fake_log(void) { used = 0; return fake_log_; }
 static R nothing(void) { return 0; }
-R cuInit(U f) { return 0; }
+#define SUCCEEDS(name) R name(void) { return 0; }
+SUCCEEDS(cuInit) SUCCEEDS(cuStreamSynchronize) SUCCEEDS(cuModuleUnload) SUCCEEDS(cuMemsetD8_v2)
+SUCCEEDS(cuMemsetD8Async) SUCCEEDS(cuLinkAddData_v2) SUCCEEDS(cuLinkAddFile_v2) SUCCEEDS(cuLinkDestroy)
+SUCCEEDS(cuIpcOpenMemHandle)
+R cuDeviceGet(int *d, int i) { *d = i; return 0; }
 R cuDriverGetVersion(int *v) { *v = 13000; return 0; }
 R cuDeviceGetCount(int *n) { *n = 2; return 0; }
 R cuDeviceGetName(char *s, int n, int d) { strncpy(s, "fake", n); return 0; }
@@ -3059,7 +3063,10 @@ R cuCtxGetDevice(int *d) { if (!top) return 201; *d = (stack[top - 1] - 0x1000) 
 R cuStreamGetCtx(P s, P *c) { return cuCtxGetCurrent(c); }
 R cuMemGetInfo_v2(size_t *f, size_t *t) { *f = *t = 1ull << 37; return 0; }
 R cuModuleLoadData(P *m, const char *image) { *m = (P)(next_ += 16); return memcmp(image, "\177ELF", 4) ? 200 : 0; }
-R cuModuleGetFunction(P *f, uintptr_t m, P name) { *f = (P)(m | stack[top - 1] << 32); return 0; }
+R cuModuleLoadDataEx(P *m, P image, U n, P o, P v) { *m = (P)((next_ += 16) | 1u << 30); return 0; }  // Numba's way
+R cuModuleGetFunction(P *f, uintptr_t m, P name) { *f = (P)(m >> 30 ? m : m | stack[top - 1] << 32); return 0; }
+R cuLinkCreate_v2(U n, P a, P b, P *s) { *s = (P)9; return 0; }
+R cuLinkComplete(P s, P *o, size_t *n) { static char cubin[] = "\177ELF"; *o = cubin; *n = 5; return 0; }
 R cuModuleGetGlobal_v2(D *p, size_t *n, P m, P s) { *p = 0x1234; *n = 4; return 0; }
 R cuFuncSetAttribute(P f, int a, int v) { LOG("attribute %d=%d\n", a, v); return 0; }
 R cuFuncGetAttribute(int *v, int a, P f) { *v = a == 1 ? 128 : 64; return 0; }
@@ -3072,13 +3079,15 @@ R cuOccupancyMaxActiveBlocksPerMultiprocessor(int *n, P f, int b, size_t s) { *n
 R cuPointerGetAttribute(D *data, int a, D p) { *data = a == 1 ? stack[top - 1] : p; return 0; }
 R cuGetErrorName(int e, const char **s) { *s = "CUDA_ERROR_INVALID_VALUE"; return 0; }
 R cuGetErrorString(int e, const char **s) { *s = "invalid argument"; return 0; }
-R cuMemsetD8Async(D p, unsigned char v, size_t n, P s) { return 0; }
 R cuMemcpyDtoH_v2(P d, D s, size_t n) { memset(d, 0, n); return 0; }
 R cuLaunchKernel(P f, U gx, U gy, U gz, U bx, U by, U bz, U shared, P stream, D **params, P extra) {
   LOG("launch %s on device %d: %u,%u,%u x %u,%u,%u +%u stream %zx\n", (uintptr_t)f >> 32 ? "native" : "numba",
       (uintptr_t)f >> 32 ? (int)(((uintptr_t)f >> 32) - 0x1000) / 16 : top ? (int)(stack[top - 1] - 0x1000) / 16 : -1,
       gx, gy, gz, bx, by, bz, shared, (size_t)stream);
   return bx == 999;
+}
+R cuLaunchCooperativeKernel(P f, U a, U b, U c, U d, U e, U g, U shared, P stream, P params) {
+  return cuLaunchKernel(f, a, b, c, d, e, g, shared, stream, params, 0);
 }
 typedef struct { U gx, gy, gz, bx, by, bz, shared; P stream; } Config;
 R cuLaunchKernelEx(const Config *c, P f, P params, P extra) {
@@ -4867,7 +4876,10 @@ def test_op_knows_ready_kernels_by_their_class(package, name):
         "numba_cuda_mlir": {"MLIRDispatcher": "numba_cuda"},
         "warp": {"Kernel": "warp"},
     }
-    base = type(name, (), {"__module__": f"{package}.somewhere"})
+    dispatcher = type("Dispatcher", (), {"__module__": "numba.core"})  # what Numba's own CUDADispatcher derives from
+    base = type(
+        name, (dispatcher,) * ((package, name) == ("numba", "CUDADispatcher")), {"__module__": f"{package}.somewhere"}
+    )
     kernel = type("Derived", (base,), {"__module__": "mine"})()
     kind = expected[package].get(name)
     assert xk._ready_kind(kernel) == kind

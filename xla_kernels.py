@@ -4324,8 +4324,8 @@ def _wrap_ready(kernel: Any, options: dict, /, outs: tuple, **params: Any) -> An
 
 def _ready_kind(kernel: Any) -> str | None:
     """The backend of a compiled kernel (`@njit`, `@cuda.jit`, `@wp.kernel`); None for anything else."""
-    names = {f"{cls.__module__.partition('.')[0]}.{cls.__name__}" for cls in type(kernel).__mro__}
-    kinds = [backend for backend, row in _BACKENDS.items() if not names.isdisjoint(row.ready.split())]
+    names = [f"{cls.__module__.partition('.')[0]}.{cls.__name__}" for cls in type(kernel).__mro__]
+    kinds = [backend for name in names for backend, row in _BACKENDS.items() if name in row.ready.split()]
     return kinds[0] if kinds else "wrapper" if isinstance(kernel, _Wrapper) else None
 
 
