@@ -3560,9 +3560,8 @@ def test_gpu_stream_order_under_load(kind):
 def test_gpu_command_buffers(captured):
     """The tests above with CUDA graphs off, and on for every computation."""
     flags = f"--xla_gpu_enable_command_buffer={captured} --xla_gpu_graph_min_graph_size=1"
-    xla_flags = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
     only = "(test_cuda or stream_order or test_warp_ops or test_warp_gradients) and not simulator and not fake"
-    assert run_pytest("-k", only, XLA_FLAGS=xla_flags) >= 20
+    assert run_pytest("-k", only, XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} {flags}") >= 20
 
 
 @on_gpu
@@ -6293,14 +6292,9 @@ def growth(name, action, count):
             result = action()
         jax.block_until_ready(result)
         gc.collect()
-        return resident()
+        return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 1e6  # resident
 
     return {"case": "", "path": name, "unit": "MB", "value": -repeat(count // 2) + repeat(count)}
-
-
-def resident():
-    """Resident memory of this process in MB (Linux)."""
-    return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 1e6
 
 
 CPU_ONLY = {"mesh", "first_call", "large", "csr", "cuba", "memory"}  # their kernels are written for Numba on the CPU
