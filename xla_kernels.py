@@ -205,7 +205,6 @@ _HUGE_PAGE_MIN, _MADV_HUGEPAGE = 1 << 22, 14  # bytes, from which on NumPy does 
 
 
 def _struct(name: str, **fields: Any) -> Any:
-    """A ctypes mirror of one C struct."""
     return type(name, (ctypes.Structure,), {"_fields_": list(fields.items())})
 
 
@@ -453,7 +452,6 @@ _is_local = functools.cache(_LOCAL.search)
 
 
 def _settings(config: types.ModuleType) -> str:
-    """A package's settings, as far as they count."""
     plain = [item for item in vars(config).items() if not callable(item[1]) and not inspect.ismodule(item[1])]
     return repr(sorted(item for item in plain if not _is_local(item[0])))
 
@@ -700,7 +698,6 @@ class _ShardingRule:
         return cls("", "", _own_names("in", ins), _own_names("out", outs))
 
     def check(self, ins: Sequence[Spec], outs: Sequence[Spec]) -> None:
-        """Raise unless the rule fits the arrays of a call."""
         ranks = [[len(names) for names in side] for side in (self.ins, self.outs)]
         found = [[len(spec.shape) for spec in side] for side in (ins, outs)]
         if ranks != found:
@@ -1602,7 +1599,6 @@ class _Driver(_Code):
 
 @functools.cache
 def _driver() -> dict[str, int]:
-    """The addresses of the driver's functions."""
     addresses = _Driver().compile()
     now, start = ctypes.CFUNCTYPE(_I64)(addresses["now"]), time.perf_counter()
     ticks = now()
@@ -2237,7 +2233,6 @@ def _numba_content(obj: Any) -> tuple | None:
 
 
 def _frozen(options: Any) -> Any:
-    """Options as tuples."""
     if isinstance(options, dict):
         return tuple((name, _frozen(options[name])) for name in sorted(options))
     return tuple(sorted(options, key=str)) if isinstance(options, (set, list)) else options
@@ -2290,8 +2285,6 @@ def _numba_params(array: _Array) -> list[Any]:
 
 
 class _NumbaEmitter(_Emitter):
-    """Calls a function compiled by Numba, by address."""
-
     def __init__(self, label: str, overload: Any, uses_python: bool, in_order: bool) -> None:
         import numba
 
@@ -2470,8 +2463,6 @@ def _dim3(name: str, value: Any) -> tuple[int, ...]:
 
 
 class _CudaWrapper(_Wrapper):
-    """What kernels and callables share."""
-
     _code: Callable[[list[_NumbaCuda], _Signature], _CudaCode]  # raises TypeError for another number of arguments
 
     def _find_target(self, ins: list[Spec], outs: list[Spec]) -> _Target:
@@ -2517,7 +2508,6 @@ class _CudaCode:
                 _first_that_compiles(typed, self.packages)
 
     def emitter(self) -> _Emitter:
-        """The body of the handler."""
         if self.form:
             return _first_that_compiles(self._kernel_emitter, self.packages)
         package = self.packages[0]
@@ -2824,7 +2814,6 @@ class _CudaDriver:
 
     @contextlib.contextmanager
     def keeping_context(self) -> Iterator:
-        """Make the context that is current now current again in the end."""
         context = _PTR()
         self.call("cuCtxGetCurrent", ctypes.byref(context))
         try:
@@ -2930,8 +2919,6 @@ class _CudaLauncher:
 
 
 class _CudaEmitter(_Emitter):
-    """Launches a kernel of Numba CUDA."""
-
     traits = _COMMAND_BUFFER_COMPATIBLE  # nothing but launches, the same ones whenever it is called
     host_memory = False
 
@@ -3035,8 +3022,6 @@ def _warp_wrapper(kernel: Any, options: _Options) -> _Wrapper:
 
 
 class _WarpOptions(_Options):
-    """Also how a kernel is launched."""
-
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
         self.block_dim: int = operator.index(given["block_dim"])
@@ -3399,7 +3384,6 @@ class _WarpParam:
         return packed.tobytes()
 
     def check(self, spec: Spec) -> None:
-        """Raise unless an array like this can be passed."""
         if self.ndim is None:
             return
         what = f"Warp kernel {self.kernel!r}: argument {self.name!r} is a warp.array, {self} for JAX; got {_show(spec)}"
@@ -4677,8 +4661,6 @@ def _rule(op: XLACustomKernel, kind: str) -> Callable[..., Any]:
 
 
 class _Backend(NamedTuple):
-    """What the rest of this file knows of a backend."""
-
     platforms: dict[str, str]  # where it runs -> how to get it there
     ready: str  # packages and classes of compiled kernels: as names, so that nothing is imported for them
     wrap: Callable[..., Any]  # (ready kernel, outs, **options) -> function of arrays
