@@ -4267,7 +4267,10 @@ WARP_ERRORS = {
         (r"1 to 4 .*got \(2147483648,\)", lambda: warped("add", W, W, launch_dims=lambda *a: 2**31)),
         (r"launch_dims must be 1 to 4 numbers", lambda: warped("add", launch_dims=(1,) * 5)),
         (r"block_dim must be 1 to 1024 threads; got 2048", lambda: warped("add", block_dim=2048)),
-        (r"4 is for whole arrays", lambda: warped("add", launch_dims=4, sharding_rule="i -> i")),
+        (
+            "sharding_rule splits arrays, so launch_dims=4 must be a callable",
+            lambda: warped("add", launch_dims=4, sharding_rule="i -> i"),
+        ),
         (r"tiled=True needs launch_dims, the number of blocks", lambda: warped("add", tiled=True)),
         (r"tiled launch_dims .* 1 to 3", lambda: warped("add", tiled=True, launch_dims=(1,) * 4)),
         (r"\['z'\]: 'z' must be the name of an array param", lambda: warped("add", in_out_argnames=["z"])),
@@ -4950,8 +4953,7 @@ OP_ERRORS_OF = {
         (_RAISED.format("generator", "KeyError: 'boom'"), {"backend": "generator"}),
         (_RAISED.format("kernel", "KeyError: 'boom'"), {"backend": "kernel"}),
         ("the generator must return the function to trace, got None", {"backend": "nothing"}),
-        ("raised TypeError: static parameters ('alpha') need a generator, but this numba kernel was registered ready: "
-         "register a function of the parameters that returns it, or pass the values as operands",
+        ("raised TypeError: static parameters ['alpha'] need a generator that makes this numba kernel of them",
          {"backend": "numba", "alpha": 2}),
         ("unexpected keyword argument 'alpha'", {"backend": "two", "alpha": 2}),
     ],
@@ -5372,7 +5374,7 @@ def test_op_sharding_rule_composes():
     text = "'i, i -> i' is for operands and outputs of ranks [[1, 1], [1]], but the call has [[2, 2], [2]]"
     with pytest.raises(ValueError, match=re.escape(text)):
         f(ROWS, ROWS)
-    text = "in the sharding rule 'i, i -> i' the name 'i' stands for the sizes 8 and 1; give dimensions"
+    text = "the sharding rule 'i, i -> i' gives the sizes 8 and 1 one name, 'i'; give them two"
     with pytest.raises(ValueError, match=re.escape(text)):
         jax.jit(f)(x, jnp.ones(1))
 

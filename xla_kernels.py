@@ -96,7 +96,6 @@ __all__ = [
 # ======================================================================================================
 # 1. JAX: all that differs between its versions, and what it does not document, but for what stands where it is used:
 # lowerings and their context (6, 7, 12.4), `custom_partitioning` (6), rules (7, 12.4).  Checked on 0.7.2 to 0.12.0.1.
-# ======================================================================================================
 
 Spec = jax.ShapeDtypeStruct
 _jax: Any = jax  # for names that not every version has
@@ -194,7 +193,6 @@ def _allowed_dtype(dtype: Any, ins: Sequence[Spec]) -> np.dtype:
 # 2. The C structs of jaxlib/include/xla/ffi/api/c_api.h that a handler reads and writes.
 # Structs only ever grow at their end, so a mirror of those of jaxlib 0.7.2 serves all; a test compares them with the
 # header.  A new major version may change more: XLA is told that of its own header, and does not refuse.
-# ======================================================================================================
 
 _PTR, _I64, _I32, _SIZE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_size_t
 _STAGE_EXECUTE = 3
@@ -264,7 +262,6 @@ def _ffi_api_version() -> tuple[int, int]:
 # 3. else by its identity: kept alive and never taken for another, but not equal in other processes.
 # What may contain itself gets a number when it is met first, and counts by that from then on.  Of a module
 # that may change and of Numba's extensions, that part counts whose name stands anywhere in the code.
-# ======================================================================================================
 
 
 @functools.cache
@@ -447,8 +444,8 @@ def _family(kind: type) -> Any:
 
 
 # Settings that differ between machines, or only say what is printed.
-_LOCAL = re.compile("^_|NUM_THREADS|CACHE|PATH|_DIR$|BINARY|QUIET|VERBOSE|LOG_LEVEL|PRINT|VERSION", re.IGNORECASE)
-_is_local = functools.cache(_LOCAL.search)
+_LOCAL = "^_|NUM_THREADS|CACHE|PATH|_DIR$|BINARY|QUIET|VERBOSE|LOG_LEVEL|PRINT|VERSION"
+_is_local = functools.cache(re.compile(_LOCAL, re.IGNORECASE).search)
 
 
 def _settings(config: types.ModuleType) -> str:
@@ -477,7 +474,6 @@ def _code_facts(code: types.CodeType) -> tuple[bytes, frozenset[str], tuple[str,
 # 4. Targets: what is registered with XLA, under which name.
 # XLA keeps raw pointers, so nothing is ever freed; all copies of this file share one store.  Knows names, platforms
 # and addresses; does not know what is behind an address, nor how a name came about.
-# ======================================================================================================
 
 
 def export_checks() -> list[Any]:
@@ -531,11 +527,9 @@ class _Compiled(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class _Target:
-    """What a call runs: a registered name, and the integers that this call's shapes and options give it.
+    """What a call runs: a registered name, and the integers that this call's shapes and options give it."""
 
-    It knows no wrapper: JAX's caches hold it, and would keep alive the function that they are keyed by.
-    """
-
+    # It knows no wrapper: JAX's caches hold it, and would keep alive the function that they are keyed by.
     name: str
     launch: tuple[int, ...] = ()  # on a GPU: grid, block and what else the handler reads
     copy_inputs: tuple[int, ...] = ()  # those that the kernel may write to
@@ -578,7 +572,6 @@ class _Target:
 # ======================================================================================================
 # 5. Specs and inputs: what comes in and what goes out, checked where the user's call is on the stack.
 # Knows shapes, dtypes and foreign arrays; does not know kernels.
-# ======================================================================================================
 
 _VMAP_METHODS = (None, "sequential", "sequential_unrolled", "expand_dims", "broadcast_all", "legacy_vectorized")
 
@@ -664,16 +657,13 @@ def _show(spec: Any) -> str:
 # ======================================================================================================
 # 6. Partitioning under jax.jit: what XLA may split over a mesh, for wrappers and ops alike.
 # Knows a mesh and the names of dimensions; kernels, and the vmaps around them, it takes as functions.
-# ======================================================================================================
 
 
 @dataclasses.dataclass(frozen=True)
 class _ShardingRule:
-    """The names of the dimensions of every operand and output: those of one name are split alike.
+    """The names of the dimensions of every operand and output: those of one name are split alike."""
 
-    A name that one array alone has stays whole.  Names from this file begin with two underscores.
-    """
-
+    # A name that one array alone has stays whole.  Names from this file begin with two underscores.
     owner: str
     text: str
     ins: tuple[tuple[str, ...], ...]
@@ -686,10 +676,7 @@ class _ShardingRule:
         ins, outs = (tuple(tuple(part.split()) for part in side.split(",")) for side in (left, right))
         once = all(len(set(part)) == len(part) for part in ins + outs)
         if not arrow or not once or not all(name.isidentifier() for name in sum(ins + outs, ())):
-            raise ValueError(
-                f"{owner}: a sharding rule names the dimensions of every operand and output, once in each, with spaces "
-                f"between, as in 'b i, i j -> b j'; got {text!r}"
-            )
+            raise ValueError(f"{owner}: a sharding rule names each array's dimensions, 'b i, i j -> b j'; got {text!r}")
         return cls(owner, text, ins if left.strip() else (), outs)
 
     @classmethod
@@ -698,20 +685,15 @@ class _ShardingRule:
         return cls("", "", _own_names("in", ins), _own_names("out", outs))
 
     def check(self, ins: Sequence[Spec], outs: Sequence[Spec]) -> None:
+        where = f"{self.owner}: the sharding rule {self.text!r}"
         ranks = [[len(names) for names in side] for side in (self.ins, self.outs)]
         found = [[len(spec.shape) for spec in side] for side in (ins, outs)]
         if ranks != found:
-            raise ValueError(
-                f"{self.owner}: the sharding rule {self.text!r} is for operands and outputs of ranks {ranks}, but the "
-                f"call has {found}; correct the rule or the call"
-            )
+            raise ValueError(f"{where} is for operands and outputs of ranks {ranks}, but the call has {found}")
         sizes: dict[str, Any] = {}
         for name, size in zip(sum(self.ins + self.outs, ()), sum((s.shape for s in (*ins, *outs)), ())):
             if sizes.setdefault(name, size) != size:
-                raise ValueError(
-                    f"{self.owner}: in the sharding rule {self.text!r} the name {name!r} stands for the sizes "
-                    f"{sizes[name]} and {size}; give dimensions of different sizes different names"
-                )
+                raise ValueError(f"{where} gives the sizes {sizes[name]} and {size} one name, {name!r}; give them two")
 
     def batched(self, flags: Sequence[bool], shared: int = 0) -> _ShardingRule:
         """The rule under one more vmap, which an operand without flag has `shared` dimensions of its own for."""
@@ -800,7 +782,6 @@ def _own_names(kind: str, arrays: Sequence[Any]) -> tuple[tuple[str, ...], ...]:
 # 7. The primitive behind every wrapper: one call of one target.
 # Knows a target, avals and aliases, and the rules that JAX asks for; then, in `_Wrapper`, what the user said of a
 # kernel and what a call got.  Does not know a backend: each derives from `_Wrapper` and finds the target of a call.
-# ======================================================================================================
 
 
 def _bind_call(*args: Any, rule: _ShardingRule, has_side_effect: bool, **params: Any) -> list:
@@ -863,10 +844,7 @@ def _call_batching(args: Any, dims: Any, *, outs: Any, aliases: tuple, rule: Any
 
 def _call_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, target: _Target, outs: Any, **params: Any) -> tuple:
     if any(jax.dtypes.issubdtype(out.dtype, np.inexact) for out in outs):
-        raise TypeError(
-            f"kernel {target.name!r} has no derivative: wrap it in jax.custom_vjp or jax.custom_jvp, or register it "
-            "with XLACustomKernel and give that a rule (def_jvp_rule, def_vjp_rule)"
-        )
+        raise TypeError(f"kernel {target.name!r} has no derivative: use jax.custom_vjp, or an XLACustomKernel's rules")
     results = _bind_call(*primals, target=target, outs=outs, **params)
     return results, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in results]
 
@@ -1137,7 +1115,6 @@ class _Wrapper(_Kept):
 #   5. `start` times the first slices; if it pays, XLA's threads and this one `share` the rest, range by range.
 # The first failure in time gives the call its error; no further range is begun, and those begun elsewhere end first.
 # Knows buffers, batches and threads.  Does not know a kernel: an emitter writes the code that runs one slice.
-# ======================================================================================================
 
 # -- 8.1 What a backend gives: a signature, and an emitter ---------------------------------------------
 # Knows one slice: its buffers and dimensions.
@@ -1188,10 +1165,8 @@ class _Emitter:
     in_order = True  # slices run one after another, on the thread that XLA calls
     host_memory = True  # the buffers lie in the memory of the host
     hidden_outputs = False  # True: more outputs may follow those of the signature, which the kernel does not see
-
-    def write(self, handler: _Handler) -> None:
-        """Write what all slices share, and what runs one of them under `with handler.each_slice() as arrays`."""
-        raise NotImplementedError
+    # writes what all slices share, and what runs one of them under `with handler.each_slice() as arrays`
+    write: Callable[[_Handler], None]
 
 
 # -- 8.2 Writing LLVM ----------------------------------------------------------------------------------
@@ -1400,7 +1375,6 @@ class _Code:
 # -- 8.3 The driver: which slices, and on which threads ------------------------------------------------
 # Knows XLA's table of functions and its threads.  Does not know dtypes, nor what a slice does.
 
-
 _words = lambda name, fields: _struct(name, **dict.fromkeys(fields.split(), _I64))
 _Slot = _words("_Slot", "data step dims nbytes")  # a slice's buffer; step to the next
 _Range = _words("_Range", "first count time")
@@ -1587,10 +1561,8 @@ class _Driver(_Code):
         return self.call("start", batch)
 
     def _use_huge_pages(self, data: Any, nbytes: Any) -> None:
-        """Ask Linux for huge pages under a large output, as NumPy does for its arrays.
-
-        To fault XLA's fresh memory in by 4 KiB pages took 40 ms of the 43 ms of an add of 1e7 float32.
-        """
+        """Ask Linux for huge pages under a large output, as NumPy does for its arrays."""
+        # To fault XLA's fresh memory in by 4 KiB pages took 40 ms of the 43 ms of an add of 1e7 float32.
         if sys.platform == "linux":
             with self.when(nbytes > _HUGE_PAGE_MIN - 1):
                 skip = self.word(mmap.PAGESIZE) - data % mmap.PAGESIZE  # the range must start at a page
@@ -1744,12 +1716,10 @@ class _Handler(_Code):
 
 
 class _CallbackEmitter(_Emitter):
-    """Runs a slice by calling Python, under the GIL: for what cannot be native.
+    """Runs a slice by calling Python, under the GIL: for what cannot be native."""
 
-    `body(pointers, dims, launch, stream, ordinal)` gets the addresses and dimensions of the buffers, the address of the
-    attribute `launch` and, with a driver, a CUDA stream and device.  What it raises is the error that the user sees.
-    """
-
+    # `body(pointers, dims, launch, stream, ordinal)` gets the addresses and dimensions of the buffers, the address of
+    # the attribute `launch` and, with a driver, a CUDA stream and device.  What it raises the user sees.
     def __init__(self, signature: _Signature, body: Callable[..., None], driver: Any = None) -> None:
         self.driver, self.host_memory = driver, driver is None
         ranks = signature.ranks
@@ -1806,7 +1776,6 @@ def _host_arrays(signature: _Signature, pointers: Sequence[int], dims: Sequence[
 # ======================================================================================================
 # 9. Numba on CPU: a wrapper, and an emitter that calls what Numba compiled.
 # Knows one slice of a call; the handler finds the slices.
-# ======================================================================================================
 
 _NUMBA_INSTALL = "pip install numba"
 _NUMBA_LIVE_ABOVE = 10**6  # bytes, above which Numba's code reads an array of its globals where it is
@@ -2054,13 +2023,11 @@ def _in_python(kernel: Any, signature: _Signature, form: _Form) -> Callable[...,
 
 
 def _compile_form(kernel: Any, signature: _Signature, names: frozenset[str], form: _Form) -> tuple[Any, bool]:
-    """What Numba compiled, and whether its array types leave open that the kernel writes to an input.
-
-    Read-only inputs make Numba refuse a kernel that writes to one.  What names writable arrays (explicit
-    signatures, `locals`, `overload`s) may refuse them for another reason: then the kernel gets those.
-    """
+    """What Numba compiled, and whether its array types leave open that the kernel writes to an input."""
     from numba import types as nbtypes
 
+    # Read-only inputs make Numba refuse a kernel that writes to one.  What names writable arrays (explicit signatures,
+    # `locals`, `overload`s) may refuse them for another reason: then the kernel gets those.
     readonly, plain = (_array_types(nbtypes, signature, flag) for flag in (True, False))
     compile_ = functools.partial(_compile_call, form)
     explicit = not getattr(kernel, "_can_compile", True)
@@ -2335,7 +2302,6 @@ class _NumbaEmitter(_Emitter):
 # ======================================================================================================
 # 10. Numba CUDA: wrappers, launch configurations, and an emitter that calls cuLaunchKernel.
 # Knows one slice of a call; the handler finds the slices.
-# ======================================================================================================
 
 _CUDA_DTYPES = _NUMBA_DTYPES | {"float16"}
 _CUDA_BLOCKS = {2: (16, 16), 3: (8, 8, 4)}  # threads per block over launch_dims of two and three dimensions
@@ -2880,12 +2846,10 @@ def _cuda_place(handler: _Handler, driver: _CudaDriver) -> tuple[_Word, _Word]:
 
 
 class _CudaLauncher:
-    """cuLaunchKernel, from a handler: on XLA's stream, with what was loaded for the call's device.
+    """cuLaunchKernel, from a handler: on XLA's stream, with what was loaded for the call's device."""
 
-    `functions` gives, by CUDA ordinal, a CUfunction and the dynamic shared memory that it takes beyond that of the
-    call.  The attribute `launch` starts with grid, block and shared memory.
-    """
-
+    # `functions` gives, by CUDA ordinal, a CUfunction and the dynamic shared memory that it takes beyond that of the
+    # call.  The attribute `launch` starts with grid, block and shared memory.
     def __init__(self, label: str, driver: Any, functions: Mapping[int, tuple[int, int]], keep: Any = None) -> None:
         self.label, self.driver, self.n_ordinals, self.keep = label, driver, max(functions) + 1, keep
         rows = [functions.get(ordinal, (0, 0)) for ordinal in range(self.n_ordinals + 1)]  # the last for all others
@@ -2936,7 +2900,6 @@ class _CudaEmitter(_Emitter):
 # ======================================================================================================
 # 11. Warp: a wrapper with a derivative, and an emitter that calls Warp's code on CPUs and GPUs.
 # Knows one slice of a call; the handler finds the slices.
-# ======================================================================================================
 
 _WARP_INSTALL = "pip install warp-lang"
 _WARP_DTYPES = "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 bfloat16 float32 float64".split()
@@ -3032,10 +2995,7 @@ class _WarpOptions(_Options):
         if self.launch_dims is not None and not callable(self.launch_dims):
             self.resolve(self.launch_dims)
             if self.sharding_rule:
-                raise ValueError(
-                    f"launch_dims={self.launch_dims!r} is for whole arrays, which sharding_rule={self.sharding_rule!r} "
-                    "lets XLA split: give a callable of the inputs, or nothing"
-                )
+                raise ValueError(f"sharding_rule splits arrays, so launch_dims={self.launch_dims!r} must be a callable")
         if self.differentiable and (self.input_output_aliases or self.in_out_argnames or self.scratch is not None):
             raise ValueError(
                 "differentiable=True does not go with in_out_argnames, input_output_aliases or scratch: the adjoint "
@@ -3159,10 +3119,8 @@ class _WarpKernel(_Wrapper):
             param.check(spec)
         for j, param in enumerate(given):
             if j not in shared and param.use(self.kernel) == 2:
-                raise TypeError(
-                    f"Warp kernel {self.__name__!r} writes to its input {param.name!r}, which JAX may share: "
-                    "name it in in_out_argnames, which returns it, or write to an output"
-                )
+                where = f"Warp kernel {self.__name__!r} writes to its input {param.name!r}"
+                raise TypeError(f"{where}, which JAX may share: name it in in_out_argnames, or write to an output")
         return self._target(params, len(ins), ins, outs, shared.values())
 
     def _target(
@@ -3276,14 +3234,7 @@ def _warp_scalars(wp: Any) -> dict[np.dtype, Any]:
 
 
 def jaxtype_to_warptype(dtype: Any) -> Any:
-    """The Warp scalar type of a JAX or NumPy dtype.
-
-    Args:
-      dtype: anything that NumPy reads as a dtype, e.g. `jnp.float32`, `"int64"` or `x.dtype`.
-
-    Raises:
-      ValueError: for a dtype that the installed Warp does not have.
-    """
+    """The Warp scalar type of what NumPy reads as a dtype; a ValueError for one that the installed Warp lacks."""
     scalars = _warp_scalars(_warp("jaxtype_to_warptype"))
     try:
         return scalars[np.dtype(dtype)]
@@ -3299,8 +3250,7 @@ def jaxinfo_to_warpinfo(info: Any) -> Any:
       ValueError: for 0-d arrays, arrays of more than 4 dimensions, and dtypes that Warp does not have.
 
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> jaxinfo_to_warpinfo(jax.ShapeDtypeStruct((3, 4), jnp.float32)).ndim
+      >>> jaxinfo_to_warpinfo(np.ones((3, 4), np.float32)).ndim
       2
     """
     ndim = len(info.shape)
@@ -3474,11 +3424,9 @@ def _users(tree: Any) -> dict[Any, Any]:
 
 
 class _WarpUses:
-    """What code does to an array, as far as syntax shows: 0, it only reads; 1, it may write; 2, it writes by its name.
+    """What code does to an array, as far as syntax shows: 0, only read; 1, perhaps write; 2, write by its name."""
 
-    An adjoint runs again the functions that a kernel calls, but not what the kernel itself (`replayed`) stores.
-    """
-
+    # An adjoint runs again the functions that a kernel calls, but not what the kernel itself (`replayed`) stores.
     def __init__(self, replayed: Any = None) -> None:
         self.replayed, self.seen = replayed, set[tuple]()
 
@@ -3614,11 +3562,9 @@ _ARRAY_T_BYTES = 56
 
 @dataclasses.dataclass(frozen=True)
 class _WarpLayout:
-    """Where a kernel reads its parameters: in blocks of memory, the first with the bounds of the launch.
+    """Where a kernel reads its parameters: in blocks of memory, the first with the bounds of the launch."""
 
-    On a GPU each other holds one argument or adjoint; on the CPU one holds all arguments, and one all adjoints.
-    """
-
+    # On a GPU each other holds one argument or adjoint; on the CPU one holds all arguments, and one all adjoints.
     bounds: Any
     sizes: tuple[int, ...]  # of the blocks
     places: tuple[tuple[int, int, int], ...]  # block, offset and size of each argument, then of each adjoint
@@ -3794,7 +3740,6 @@ def _compile_warp(plan: _WarpPlan, signature: _Signature, platform: str) -> _Com
 # ======================================================================================================
 # 12. XLACustomKernel: one operation, many backends, all of JAX's transformations.
 # An op (12.1), a call of it (12.2), a kernel (12.3), and what JAX asks its primitive (12.4 to 12.6).
-# ======================================================================================================
 
 # -- 12.1 The op: registration, dispatch, rules --------------------------------------------------------
 # Knows kernels by platform and backend, and rules by kind.  Traces nothing: a call of the op is a matter of 12.2.
@@ -3955,10 +3900,9 @@ class XLACustomKernel(_Kept):
         return self.defaults.get(_platform_name(platform))
 
     def set_default(self, platform: str, backend: str) -> None:
-        """Make `backend` the default of `platform`; raises ValueError where it is not registered for it.
+        """Make `backend` the default of `platform`, also in functions that were compiled with the old one.
 
-        Functions that were compiled with the old default are compiled again when they are next called: all of JAX's
-        caches are cleared if this op was lowered with the old default since they last were.
+        For those, all of JAX's caches are cleared.  A backend that the platform does not have is a ValueError.
         """
         name = _platform_name(platform)
         self._change(name, {}, self._entry(name, backend).backend)
@@ -4299,10 +4243,7 @@ def _wrap_ready(kernel: Any, options: dict, /, outs: tuple, **params: Any) -> An
     """The generator of a ready kernel: it as a function of arrays; anything else as it is."""
     kind = _ready_kind(kernel)
     if params:
-        raise TypeError(
-            f"static parameters ({', '.join(map(repr, params))}) need a generator, but this {kind} kernel was "
-            "registered ready: register a function of the parameters that returns it, or pass the values as operands"
-        )
+        raise TypeError(f"static parameters {list(params)} need a generator that makes this {kind} kernel of them")
     return _BACKENDS[kind].wrap(kernel, outs, **options) if kind in _BACKENDS else kernel
 
 
@@ -4657,7 +4598,6 @@ def _rule(op: XLACustomKernel, kind: str) -> Callable[..., Any]:
 # ======================================================================================================
 # 13. Backends: one row each; and the self-check, python -m xla_kernels.
 # Knows what each backend needs and how it takes a ready kernel.  Does not know how that is compiled.
-# ======================================================================================================
 
 
 class _Backend(NamedTuple):
