@@ -2432,14 +2432,16 @@ class _CudaWrapper(_Wrapper):
     _code: Callable[[list[_NumbaCuda], _Signature], _CudaCode]  # raises TypeError for another number of arguments
 
     def _find_target(self, ins: list[Spec], outs: list[Spec]) -> _Target:
-        packages = _cuda_packages(self.kernel, self.decorator)
-        signature = _Signature.of(self.__name__, ins, outs, self.options.zero_outputs)
+        packages, launch = _cuda_packages(self.kernel, self.decorator), self._launch(ins)
+        kept = self._aliases(ins, outs).values() if 0 in launch[:3] else range(len(outs))  # the others are zeros
+        zero = tuple(j for j in range(len(outs)) if j not in kept)
+        signature = _Signature.of(self.__name__, ins, outs, self.options.zero_outputs or bool(zero))
         code = self._code(packages, signature)
         self._check_dtypes(ins, outs, _CUDA_DTYPES, "that Numba CUDA has no arrays of")
         runs = f"{self.decorator} {self.__name__!r} runs on {packages[0].where}"
         makes = {packages[0].platform: lambda: _Compiled(*_compile_handler(signature, code.emitter()))}
         name = self._target_name(code.digest())
-        target = _Target(name, self._launch(ins), makes=makes, runs=runs, check=code.check)
+        target = _Target(name, launch, zero=zero, makes=makes, runs=runs, check=code.check)
         target.announce()
         return target
 
@@ -2497,7 +2499,8 @@ class _CudaCode:
             numbers = tuple((_I64 * 7).from_address(launch))
             if is_debug:
                 stream.synchronize()
-            dispatcher[numbers[:3], numbers[3:6], 0 if is_debug else stream, numbers[6]](*arrays)
+            if all(numbers[:3]):
+                dispatcher[numbers[:3], numbers[3:6], 0 if is_debug else stream, numbers[6]](*arrays)
 
         return package.callback(self.signature, run)
 
@@ -2541,16 +2544,6 @@ class _CudaKernel(_NumbaWrapper, _CudaWrapper):
 
     def _code(self, packages: list[_NumbaCuda], signature: _Signature) -> _CudaCode:
         return _CudaCode(self.kernel, packages, signature, self._forms(signature, False)[0])
-
-    def _trace(self, *args: Any) -> Any:
-        ins = _input_specs(args)
-        if all(self._launch(ins)[:3]):
-            return super()._trace(*args)
-        outs, tree = _flat_specs(self._for_inputs(self.options.outs, ins), "outs", ins)
-        aliases = {j: i for i, j in self._aliases(ins, outs).items()}
-        empty = [args[aliases[j]] if j in aliases else _zeros(s.shape, s.dtype) for j, s in enumerate(outs)]
-        varying = _make_varying([*map(jax.numpy.asarray, args), *map(jax.numpy.asarray, empty)])
-        return jax.tree_util.tree_unflatten(tree, varying[len(args) :])
 
 
 class _CudaCallable(_CudaWrapper):
@@ -2871,6 +2864,7 @@ class _CudaLauncher:
         handler.fail(lost, when=function == 0)
         given = handler.launch
         *sizes, shared = (handler.read(given + 8 * i) for i in range(7))
+        handler.give(0, when=math.prod(sizes[:3]) == 0)  # no block, which cuLaunchKernel refuses
         shared = shared + more_shared
 
         def launch(params: Sequence[Any]) -> None:
