@@ -25,7 +25,7 @@ A map of this file, whose sections begin under a line of `=`:
     6  Partitioning      what XLA may split over a mesh
     7  The primitive     one call of one target, and `_Wrapper`, which all backends share
     8  The handler       machine code that XLA calls: it runs a kernel for each slice of a batch
-    9  Numba on CPU, 10 Numba CUDA, 11 Warp: a wrapper each, and what runs one slice
+    9  Numba on CPU, 10 Numba CUDA, 11 Warp: wrappers, and what runs one slice
     12 XLACustomKernel   one operation, many backends, all of JAX's transformations
     13 Backends          one row each, and the self-check
 
@@ -33,14 +33,15 @@ A call, from Python to machine code: `numba_kernel` makes a `_NumbaKernel`; `_Wr
 `_Wrapper._bind` -> `_Wrapper._resolve` -> `_NumbaKernel._find_target`, which names the target (`_digest`) and registers
 it (`_Target.register` -> `_compile_numba` -> `_compile_handler`, for which `_NumbaEmitter` writes what runs a slice) ->
 `_bind_call` -> `_call_lowering` -> XLA -> the machine code of `_Handler` and, for a batch, of `_Driver`.
-An op under vmap and grad: `XLACustomKernel.__call__` -> `_find_call` -> `_OpCall.bind` (`_bind_with_vjp`) ->
-`_op_batching`, which records the vmap -> `_op_jvp`, `_op_transpose`, the user's rules under it -> `_op_lowering`, which
-knows the platform -> `_run_vmaps` -> `_run_slice` -> the call of a wrapper, as above.
+An op under grad of vmap: `XLACustomKernel.__call__` -> `_find_call` -> `_OpCall.bind` (`_bind_with_vjp`) ->
+`_op_batching`, which records the vmap -> `_op_jvp`, `_op_transpose`, which vmap the user's rules -> `_op_lowering`,
+which knows the platform -> `_run_vmaps` -> `_run_slice` -> the call of a wrapper, as above.
 The order of a kernel's arguments: `_Wrapper._resolve` (inputs, outputs, scratch), `_Wrapper._call_by_name`,
-`_NumbaWrapper._form` (Numba on CPU and CUDA), `_CudaCallable._code`, `_WarpKernel._find_target`.
-An exception in a slice: `_NumbaEmitter`, `_keep_message`, `_Driver.work`.  A dtype: `_XLA_FFI_DATA_TYPES`.
+`_NumbaWrapper._form` (Numba on CPU and CUDA), `_CudaCode.emitter` (callables), `_WarpKernel._find_target`.
+An exception in a slice: `_NumbaEmitter`, `_keep_message`, `_Driver.work`.  A dtype: above `_XLA_FFI_DATA_TYPES`.
 A new backend takes four places: a section like 9 to 11 (what to install, dtypes, a public `..._kernel`, a `_Wrapper`,
-an `_Emitter`), its row in `_BACKENDS`, a `_check_numba` of its own, and a `def_..._kernel` of `XLACustomKernel`.
+an `_Emitter`), a row in `_BACKENDS` with a check like `_check_numba`, a `def_..._kernel`, and `_is_stable_module`.
+What two copies of this file share: `_STORE`.
 """
 
 from __future__ import annotations
@@ -94,8 +95,8 @@ __all__ = [
 ]
 
 # ======================================================================================================
-# 1. JAX: all that differs between its versions, and what it does not document, but for what stands where it is used:
-# lowerings and their context (6, 7, 12.4), `custom_partitioning` (6), rules (7, 12.4).  Checked on 0.7.2 to 0.12.0.1.
+# 1. JAX: what differs between its versions, and what it does not document.  More of that stands where it is used:
+# lowerings and their context (6, 7, 12.4), `custom_partitioning` (6), rules (7, 12.4-6).  Checked on 0.7.2 to 0.12.0.1.
 
 Spec = jax.ShapeDtypeStruct
 _jax: Any = jax  # for names that not every version has
@@ -152,7 +153,7 @@ def _on_mesh(ctx: Any) -> Any:
     """`ctx` with the mesh over which XLA may split what is lowered; None in shard_map, pmap and what is exported."""
     module = ctx.module_context
     context = module.axis_context
-    if not isinstance(context, mlir.ShardingContext) or module.lowering_parameters.for_export:  # which keeps no Python
+    if not isinstance(context, mlir.ShardingContext) or module.lowering_parameters.for_export:  # it keeps no Python
         return None
     mesh = context.abstract_mesh or _mesh_of(ctx.avals_in)  # JAX looks for it in concrete shardings only
     if context.num_devices == 1 or mesh.size != context.num_devices or not context.device_assignment:
@@ -182,7 +183,7 @@ def _need_devices(primitive: Any) -> None:
     dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
-def _allowed_dtype(dtype: Any, ins: Sequence[Spec]) -> np.dtype:
+def _allowed_dtype(dtype: Any, ins: Sequence[Any]) -> np.dtype:
     """The dtype of a declared output: of 64 bits where x64 is enabled, or these are allowed, or an input has them."""
     allowed = getattr(getattr(jax.config, "jax_explicit_x64_dtypes", None), "name", "") == "ALLOW"  # jax >= 0.8
     keep = allowed or any(x.dtype == dtype for x in ins)
@@ -192,7 +193,7 @@ def _allowed_dtype(dtype: Any, ins: Sequence[Spec]) -> np.dtype:
 # ======================================================================================================
 # 2. The C structs of jaxlib/include/xla/ffi/api/c_api.h that a handler reads and writes.
 # Structs only ever grow at their end, so a mirror of those of jaxlib 0.7.2 serves all; a test compares them with the
-# header.  A new major version may change more: XLA is told that of its own header, and does not refuse.
+# header.  A new major version may change more; XLA does not refuse, as a handler reports the header's own version.
 
 _PTR, _I64, _I32, _SIZE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_size_t
 _STAGE_EXECUTE = 3
@@ -235,8 +236,8 @@ _API_FUNCTIONS = (
 _places: Any = {f"XLA_FFI_{name}": _PTR for name in _API_FUNCTIONS}
 XLA_FFI_Api = _sized("XLA_FFI_Api", api_version=XLA_FFI_Api_Version, internal_api=_PTR, **_places)
 
-# For a new dtype: its number here, its name in what backends take (_NUMBA_DTYPES, _CUDA_DTYPES, _WARP_DTYPES), and
-# its type there (`_array_types`, `_NumbaCuda.enter`, `_warp_scalars`).
+# For a new dtype: its number in c_api.h, its name in what backends take (_NUMBA_DTYPES, _CUDA_DTYPES, _WARP_DTYPES),
+# and its type there (`_array_types`, which looks for that name in Numba; `_NumbaCuda.enter`, `_warp_scalars`).
 _XLA_FFI_DATA_TYPES = {
     "bool": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint8": 6, "uint16": 7, "uint32": 8, "uint64": 9,
     "float16": 10, "float32": 11, "float64": 12, "complex64": 15, "bfloat16": 16, "complex128": 18,
@@ -463,8 +464,8 @@ def _code_facts(code: types.CodeType) -> tuple[bytes, frozenset[str], tuple[str,
         (code.co_code, code.co_exceptiontable, code.co_consts),
     )
     instructions = list(dis.get_instructions(code))
-    if any(i.opname.startswith("CALL") and (i.arg or 0) > 2 for i in instructions):
-        digester.names.add("(,,)")  # a call of three arguments
+    if any(i.opname.startswith("CALL") and ((i.arg or 0) > 2 or i.opname.endswith("EX")) for i in instructions):
+        digester.names.add("(,,)")  # a call of three arguments, or of those in a tuple
     reads = {i.argval for i in instructions if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     reads = reads.union(*(facts[2] for facts in nested))
     return digester.hash.digest(), frozenset(digester.names), tuple(sorted(reads))
@@ -472,7 +473,7 @@ def _code_facts(code: types.CodeType) -> tuple[bytes, frozenset[str], tuple[str,
 
 # ======================================================================================================
 # 4. Targets: what is registered with XLA, under which name.
-# XLA keeps raw pointers, so nothing is ever freed; all copies of this file share one store.  Knows names, platforms
+# XLA keeps raw pointers, so nothing is ever freed; copies of this file share `_STORE`.  Knows names, platforms
 # and addresses; does not know what is behind an address, nor how a name came about.
 
 
@@ -498,8 +499,8 @@ def export_checks() -> list[Any]:
         return [export.DisabledSafetyCheck.custom_call(name) for name in sorted({name for name, _ in _TARGETS})]
 
 
-# What all copies of this file share, and what outlives a reload: XLA knows a target until the process ends.  The
-# number is that of this layout: copies of another one share neither this nor the locks of `_native_lock`.
+# What copies of this file share, and what outlives a reload, as XLA knows a target until the process ends; the locks of
+# `_native_lock` are in it too.  The number is that of this layout: copies of another layout share none of it.
 _STORE: Any = sys.modules.setdefault("_xla_kernels_store_1", types.ModuleType("_xla_kernels_store_1"))
 _LOCK: threading.RLock = vars(_STORE).setdefault("lock", threading.RLock())
 _TARGETS: dict[tuple[str, str], Any] = vars(_STORE).setdefault("targets", {})  # (name, platform) -> _Compiled, or None
@@ -696,7 +697,7 @@ class _ShardingRule:
                 raise ValueError(f"{where} gives the sizes {sizes[name]} and {size} one name, {name!r}; give them two")
 
     def batched(self, flags: Sequence[bool], shared: int = 0) -> _ShardingRule:
-        """The rule under one more vmap, which an operand without flag has `shared` dimensions of its own for."""
+        """The rule under one more vmap; an operand without a flag gets `shared` dimensions of its own."""
         name = f"__vmap{self.depth}"
         front = [(name,) if flag else (f"{name}_{i}",) * shared for i, flag in enumerate(flags)]
         ins, outs = tuple(a + b for a, b in zip(front, self.ins)), tuple((name, *names) for names in self.outs)
@@ -950,7 +951,7 @@ class _Wrapper(_Kept):
     decorator: str  # the public function that made it, for error messages
     _find_target: Callable[[list[Spec], list[Spec]], _Target]  # of a call: checked, and named; scratch is with `outs`
     takes_constants = True  # by keyword
-    by_value: Mapping[str, Any] = types.MappingProxyType({})  # the parameters of Warp's that are no arrays
+    by_value: Mapping[str, Any] = types.MappingProxyType({})  # Warp's parameters that are no arrays
 
     def __init__(self, kernel: Any, options: Any, order: tuple[str, ...] | None = None, static: Any = None) -> None:
         self.kernel, self.options = kernel, options
@@ -990,15 +991,15 @@ class _Wrapper(_Kept):
         static = {name: x for name, x in named.items() if not self._is_input(name, x)}
         free = tuple(name for name in self.parameters if name not in static)
         arrays = dict(zip(free, args)) | {name: x for name, x in named.items() if name not in static}
-        twice = len(arrays) + len(static) < len(args) + len(named)
-        if twice or not {*arrays, *static} <= {*self.parameters} or (static and not self.takes_constants):
-            also = "" if self.takes_constants else ", and an array"
-            raise TypeError(
-                f"{self.__name__}({', '.join(self.parameters)}) got {len(args)} arguments by position and "
-                f"{', '.join(named)} by keyword, where each must be another of its parameters{also}"
-            )
         found = tuple(name for name in free if name in arrays)
         order, variant = free if found == free[: len(found)] else found, self
+        unknown, twice = {*arrays, *static} - {*self.parameters}, len(arrays) + len(static) < len(args) + len(named)
+        if twice or unknown or (order != self.parameters and not self.takes_constants):
+            also = "" if self.takes_constants else ": arrays, for the first of them"
+            raise TypeError(
+                f"{self.__name__}({', '.join(self.parameters)}) got {len(args)} arguments by position and "
+                f"{named!r:.80} by keyword, where each must be another of its parameters{also}"
+            )
         if order != self.parameters:
             key = order, self._static_key(static)
             known = self.variants.get(key)
@@ -1086,7 +1087,7 @@ class _Wrapper(_Kept):
                     raise ValueError(f"{where}: there is no {what} {k}; the call has {count} {what}s, numbered from 0")
             a, b = _show(ins[i]), _show(outs[j])
             if a != b:
-                raise ValueError(f"{where}: input {i} ({a}) and output {j} ({b}) share memory, so they must be equal")
+                raise ValueError(f"{where}: input {i} ({a}) and output {j} ({b}) must be equal in shape and dtype")
         if len(set(found.values())) < len(found):
             raise ValueError(f"{where}: an output can alias one input only")
         return dict(sorted(found.items()))
@@ -1107,7 +1108,7 @@ class _Wrapper(_Kept):
 
 # ======================================================================================================
 # 8. The native handler: LLVM for `XLA_FFI_Error* handler(XLA_FFI_CallFrame*)`.
-# For each kernel two functions are compiled, and what all have in common once, in `_Driver`:
+# For each kernel two or three functions are compiled, and what all have in common once, in `_Driver`:
 #   1. `handler(frame)`, which XLA calls, checks the buffers; a call without a batch runs its one slice at once.
 #   2. `slices(frame, slots, count)` runs the kernel on slices; a slot says where a buffer's first is, and the next.
 #   3. `drive` finds the batch, the dimensions before the kernel's own; a batch known to be quick runs at once.
@@ -1162,7 +1163,7 @@ class _Emitter:
     traits = 0
     lock = 0  # the address of a lock of CPython to hold while slices run, which can be taken without the GIL
     uses_python = False  # slices take the GIL: their thread has a state of Python's all along, where exceptions wait
-    in_order = True  # slices run one after another, on the thread that XLA calls
+    in_order = True  # slices run one after another, on the thread that XLA calls from
     host_memory = True  # the buffers lie in the memory of the host
     hidden_outputs = False  # True: more outputs may follow those of the signature, which the kernel does not see
     # writes what all slices share, and what runs one of them under `with handler.each_slice() as arrays`
@@ -1378,7 +1379,7 @@ class _Code:
 _words = lambda name, fields: _struct(name, **dict.fromkeys(fields.split(), _I64))
 _Slot = _words("_Slot", "data step dims nbytes")  # a slice's buffer; step to the next
 _Range = _words("_Range", "first count time")
-# Batches of less than `brief` bytes have been quick, which as many calls as `trusted` says rely on without a clock.
+# Batches under `brief` bytes have been quick: the next `trusted` calls rely on that and do not look at the clock.
 _Kernel = _words("_Kernel", "slices first_mapped n in_order brief trusted")
 _Batch = _words("_Batch", "frame kernel n slots depth sizes row count nbytes")
 _Shared = _words("_Shared", "batch next count piece inside holders error idle")
@@ -3014,15 +3015,15 @@ class _GenericWarpKernel(_Wrapper):
     decorator = "warp_kernel"
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        given = dict(zip(self.parameters, args)) | named
+        wp, given = _warp("warp_kernel"), dict(zip(self.parameters, args)) | named
         ins = [given[name] for name in self.parameters if name in given]
+        ins = [jax.dlpack.from_dlpack(x) if isinstance(x, wp.array) else x for x in ins]
         ins = [_input_spec(x, i) if isinstance(x, (jax.Array, np.ndarray)) else x for i, x in enumerate(ins)]
         declared = lambda what: _flat_specs(self._for_inputs(getattr(self.options, what), ins), what)[0]
         values = [*ins, *declared("outs")[len(self.options.in_out_argnames or ()) :], *declared("scratch")]
         kinds = [arg.type for arg in self.kernel.adj.args]
         if len(kinds) != len(values) or given.keys() != {*self.parameters[: len(ins)]}:
             raise TypeError(f"generic Warp kernel {self.__name__!r} takes {self.parameters}; this call gives {values}")
-        wp = _warp("warp_kernel")
         instance = wp.overload(self.kernel, [*map(functools.partial(_warp_instance_type, wp), kinds, values)])
         known = self.variants.get(instance)
         return (known or self.variants.keep(instance, _WarpKernel(instance, self.options)))(*args, **named)
@@ -3052,6 +3053,7 @@ class _WarpKernel(_Wrapper):
         super().__init__(kernel, *args)
         names = dict(enumerate(self.parameters))  # positions count all arguments of a call
         self.aliases = {names.get(i, i): j for i, j in self.aliases.items()}
+        self._check_names("input_output_aliases", list(self.aliases))
         self.constants, self.starts = b"", dict[str, int]()  # the memory of constants, and where in it each starts
         for name, param in self.by_value.items():
             if name in self.static:
@@ -3081,8 +3083,9 @@ class _WarpKernel(_Wrapper):
             return value
         if not isinstance(value, jax.core.Tracer) and any(device.platform != "cpu" for device in value.devices()):
             return np.asarray(value)
-        if self.options.differentiable or not param.takes(value):
-            raise TypeError(f"{param.by_value}; got {value}: make it a warp.array of shape (1,)")
+        if self.options.differentiable or not param.takes(value) or _allowed_dtype(param.dtype, [value]) != param.dtype:
+            why = "differentiable=True needs a Python value, and so do 64 bits without jax_enable_x64"
+            raise TypeError(f"{param.by_value}; got {value}: make it a warp.array of shape (1,) ({why})")
         return value if value.dtype == param.dtype else value.astype(param.dtype)
 
     def _static_key(self, static: dict[str, Any]) -> Any:
@@ -3155,7 +3158,7 @@ class _WarpKernel(_Wrapper):
         """The attribute of a call."""
         dims, block_dim = self._for_inputs(self.options.launch_dims, ins), self.options.block_dim
         if dims is None:
-            dims = next(param.dims(specs[param].shape) for param in self.params if param.ndim and param in specs)
+            dims = next((param.dims(specs[param].shape) for param in self.params if param.ndim and param in specs), ())
         dims = self.options.resolve(dims)
         threads = (*dims[:-1], block_dim) if self.options.tiled else dims
         extents = [(*d, *[1] * (_WARP_MAX_DIMS - len(d)), len(d), math.prod(d)) for d in (threads, dims)]
@@ -3238,10 +3241,7 @@ def jaxtype_to_warptype(dtype: Any) -> Any:
 
 
 def jaxinfo_to_warpinfo(info: Any) -> Any:
-    """The Warp array type, for a kernel's annotation, of anything with `.shape` and `.dtype`.
-
-    Raises:
-      ValueError: for 0-d arrays, arrays of more than 4 dimensions, and dtypes that Warp does not have.
+    """The Warp array type, for annotations, of anything with `.dtype` and a `.shape` of 1 to 4 dimensions (ValueError).
 
     Example:
       >>> jaxinfo_to_warpinfo(np.ones((3, 4), np.float32)).ndim
@@ -3305,8 +3305,9 @@ class _WarpParam:
 
     def takes(self, array: Any) -> bool:
         """Whether an array can be given by value: of the right shape, and integers for integers and booleans."""
-        allowed = "biu" if self.dtype is None or self.dtype.kind in "biu" else "biuf"
-        return array.shape == self.inner and (array.dtype.kind in allowed or array.dtype == self.dtype)
+        allowed = "biuf" if self.dtype and self.dtype.kind not in "biu" else "biu"
+        fits = array.shape == self.inner and (array.dtype.kind in allowed or array.dtype == self.dtype)
+        return fits and self.dtype is not None  # which a struct has none of
 
     def pack(self, value: Any) -> bytes:
         """The memory of a value; nothing for an array, which is null then."""
@@ -3477,7 +3478,7 @@ class _WarpUses:
         return min(worst, 1)
 
 
-# -- 11.4 One handler: which buffer of the call is which parameter -------------------------------------
+# -- 11.4 One target: what a launch is given, and its recording ----------------------------------------
 # Knows how Warp records a launch.  Does not run it.
 
 
@@ -3513,7 +3514,7 @@ class _WarpPlan:
 
     def values(self, arrays: Mapping[int, _Array] | Sequence[_Array], device: Any) -> Iterator[Any]:
         """What Warp is given: these arrays, null arrays, and zeros by value."""
-        import warp as wp
+        wp = _warp("warp_kernel")
 
         def array(param: _WarpParam, k: int | None, grad: Any = None) -> Any:
             if k is None:
@@ -3899,7 +3900,7 @@ class XLACustomKernel(_Kept):
         For those, all of JAX's caches are cleared.  A backend that the platform does not have is a ValueError.
         """
         name = _platform_name(platform)
-        self._change(name, {}, self._entry(name, backend).backend)
+        self._change(name, {}, self._entry(name, backend or "").backend)
 
     def available_backends(self, platform: str) -> list[str]:
         """The backends registered for `platform`, in order of registration."""
@@ -4189,8 +4190,8 @@ def _tagged(value: Any) -> tuple:
     """A key that tells apart what Python calls equal: 1, 1.0 and True, 0.0 and -0.0."""
     if isinstance(value, dict):
         return tuple([(name, _tagged(v)) for name, v in value.items()])
-    if isinstance(value, tuple):
-        return (type(value), *[_tagged(v) for v in value])
+    if isinstance(value, (tuple, frozenset)):
+        return type(value), (tuple if isinstance(value, tuple) else frozenset)(map(_tagged, value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return (type(value), value, *[_tagged(getattr(value, f.name)) for f in dataclasses.fields(value) if f.compare])
     return type(value), repr(value) if isinstance(value, (float, complex, np.inexact)) else value
@@ -4245,7 +4246,7 @@ def _ready_kind(kernel: Any) -> str | None:
     """The backend of a compiled kernel (`@njit`, `@cuda.jit`, `@wp.kernel`); None for anything else."""
     names = [f"{cls.__module__.partition('.')[0]}.{cls.__name__}" for cls in type(kernel).__mro__]
     kinds = [backend for name in names for backend, row in _BACKENDS.items() if name in row.ready.split()]
-    return kinds[0] if kinds else "wrapper" if isinstance(kernel, _Wrapper) else None
+    return kinds[0] if kinds else "wrapper" if hasattr(kernel, "_call_by_name") else None  # of any copy of this file
 
 
 def _wrong_kernel(user: str, takes: str, kernel: Any) -> TypeError:
@@ -4293,8 +4294,8 @@ def _returned(where: str, found: Sequence[Any], what: str, expected: Sequence[An
     came, wanted = (["None" if x is None else _show(x) for x in xs] for xs in (arrays, expected))
     if len(came) != len(wanted) or any(a != b and "None" not in (a, b) for a, b in zip(came, wanted)):
         raise ValueError(
-            f"{where} returned ({', '.join(came)}), but {what} ({', '.join(wanted)}): return one for each, of its "
-            "shape and dtype, or (in a rule) None for zero"
+            f"{where} returned ({', '.join(came)}), but {what} ({', '.join(wanted)}): return as many, of equal shape "
+            "and dtype (None for zero in a rule), or correct what is declared"
         )
     return [None if spec is None else x for x, spec in zip(arrays, expected)]
 
@@ -4375,7 +4376,7 @@ def _forget(*stale: tuple) -> None:
 # A vmap of an op binds its primitive again, with the batched operands noted in the parameter `_batch`.  Rules and
 # generators stay those of one slice.  The lowering, which alone knows the platform and with it the backend, applies the
 # recorded vmaps to the kernel, innermost first: jax.vmap, by the rules of what the backend traces (a wrapper loops
-# natively, Pallas and JAX code have their own), or jax.lax.map where that has none.  So do derivatives with a rule.
+# natively, Pallas and JAX code have their own), or jax.lax.map where that has none.  A derivative's rules run so too.
 
 
 def general_batching_rule(prim: Any, args: Sequence[Any], axes: Sequence[int | None], /, **params: Any) -> tuple:
@@ -4505,7 +4506,8 @@ def _jvp_by_operand(primitive: Any, rules: Sequence[Any], primals: Any, tangents
     for index, (rule, tangent) in enumerate(zip(rules, tangents)):
         if rule is not None and type(tangent) is not ad.Zero:
             where = f"the jvp rule of {primitive.name!r} for operand {index}"
-            parts.append(_from_rule(where, rule(tangent, *primals, **params), "the outputs are", outputs))
+            found = jax.tree.leaves(rule(tangent, *primals, **params), is_leaf=_is_zero)
+            parts.append(_from_rule(where, found, "the outputs are", outputs))
     terms = [[part for part in own if part is not None] for own in zip(*parts)]
     totals = [functools.reduce(ad.add_tangents, _make_varying(own)) if own else None for own in terms]
     totals = _with_zeros(totals, outputs)
@@ -4576,8 +4578,10 @@ def _bind_with_vjp(call: _OpCall, ins: Sequence[Any], fwd: Callable[..., Any], b
 
 def _from_rule(rule: str, found: Any, what: str, avals: Sequence[Any]) -> list:
     """What a rule returned, as arrays: None for zeros, and for what has no derivative or None in `avals`."""
+    if isinstance(found, dict):
+        raise TypeError(f"{rule} returned {found!r:.80}: return a tuple, in the order of what it is for")
     expected = [x if x is not None and jax.dtypes.issubdtype(x.dtype, np.inexact) else None for x in avals]
-    return _returned(rule, jax.tree.leaves(found, is_leaf=_is_zero), what, expected)
+    return _returned(rule, found if isinstance(found, (list, tuple)) else [found], what, expected)
 
 
 def _rule(op: XLACustomKernel, kind: str) -> Callable[..., Any]:
@@ -4609,9 +4613,10 @@ def _import(module: str, user: str, install: str) -> Any:
 
 
 def _wrap_numba_cuda(kernel: Any, outs: tuple, **options: Any) -> Any:
-    """By default, one thread per element of the first output."""
-    given = options.keys() & {"grid", "block", "launch_dims"}
-    return numba_cuda_kernel(kernel, outs, **(options if given else {**options, "launch_dims": outs[0].shape}))
+    """By default, one thread per element of the first output that has dimensions."""
+    if not options.keys() & {"grid", "block", "launch_dims"}:
+        options["launch_dims"] = next((spec.shape for spec in outs if spec.shape), 1)
+    return numba_cuda_kernel(kernel, outs, **options)
 
 
 def _check_numba() -> Callable:
