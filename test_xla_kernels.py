@@ -5889,15 +5889,22 @@ def batches(threads):
     @wp.kernel(module="unique")
     def spin_warp(x: wp.array(dtype=float), out: wp.array(dtype=float)):
         total = x[0] * 0.0
-        for i in range(10_000):
+        for i in range(20_000):
             total += wp.sin(x[0] + float(i))
         out[0] = total
 
     def spin(x, out):
         total = np.float32(0)
-        for i in range(10_000):
+        for i in range(20_000):
             total += math.sin(x[0] + np.float32(i))
         out[0] = total
+
+    one = numba.njit(spin)
+
+    @numba.njit(nogil=True)
+    def alone(x, out):
+        for k in range(len(x)):
+            one(x[k], out[k])
 
     def batched(make, kernel, method):
         call, x = jax.jit(jax.vmap(make(kernel, lambda x: x, vmap_method=method))), jnp.arange(64.0).reshape(64, 1)
@@ -5907,6 +5914,9 @@ def batches(threads):
     methods = {"": None, ", in order": "sequential"} if threads > 1 else {"": None}
     cases = {name + how: (*make, method) for name, make in makes.items() for how, method in methods.items()}
     paths = {name: functools.partial(batched, *case) for name, case in cases.items()}
+    parts, pool = np.array_split(np.arange(64, dtype=np.float32).reshape(64, 1), threads), ThreadPoolExecutor(threads)
+    name = "Numba without the GIL and JAX (what the machine has free)"
+    paths[name] = lambda: timed(lambda: list(pool.map(lambda part: alone(part, np.empty_like(part)), parts)))
     return compare(paths, case=f"{threads} threads" if threads > 1 else "1 thread")
 
 
@@ -6011,13 +6021,21 @@ def add_scaled(x, y, scale, out):
         out[i] = x[i] + y[i] * scale
 
 
+def by_rows(x, y):
+    add = jax.vmap(add_warp(jax.ShapeDtypeStruct((1_000,), x.dtype)))
+    return timed_loop(add, x.reshape(-1, 1_000), y.reshape(-1, 1_000), 0.01 if x.size < 1e6 else 0.08)
+
+
 def bench_sizes():
     """One add in lax.fori_loop, by size"""
     rows = []
     for size in (100, 1_000, 10_000, 100_000, 1_000_000, 10_000_000):
         x, y, spec = inputs(size)
         measure = lambda make: timed_loop(make(spec), x, y, 0.01 if size < 1e6 else 0.08)
-        rows += compare(over(adders("jax.pure_callback"), measure), case=f"{size:,} elements", rounds=5)
+        paths = over(adders("jax.pure_callback"), measure)
+        if size > 1_000 and "warp_kernel" in paths:
+            paths["warp_kernel, vmap over rows of 1,000"] = functools.partial(by_rows, x, y)
+        rows += compare(paths, case=f"{size:,} elements", rounds=5)
     return rows
 
 
