@@ -534,7 +534,7 @@ class _Target:
     name: str
     launch: tuple[int, ...] = ()  # on a GPU: grid, block and what else the handler reads
     copy_inputs: tuple[int, ...] = ()  # those that the kernel may write to
-    zero: tuple[int, ...] = ()  # the outputs that start from zeros
+    zero: tuple[int, ...] = ()  # the outputs that start from zeros, unless they start with an input
     makes: Mapping[str, Callable[[], _Compiled]] = dataclasses.field(compare=False, default_factory=dict)
     runs: str = dataclasses.field(compare=False, default="")  # where it runs, for the error on another platform
     check: Callable[[], None] = dataclasses.field(compare=False, default=lambda: None)  # as far as it can be, off a GPU
@@ -1043,6 +1043,7 @@ class _Wrapper(_Kept):
 
         def place(ins: list[Spec], outs: list[Spec]) -> tuple:
             target, every, aliases = resolve(bare, ins, outs)
+            target = dataclasses.replace(target, zero=tuple(j for j in target.zero if j not in dict(aliases).values()))
             copied = [i for i in target.copy_inputs if i not in dict(aliases)]
             hidden = tuple((i, len(every) + k) for k, i in enumerate(copied))  # outputs: XLA copies what it must keep
             return target, every + [ins[i] for i in copied], aliases + hidden
@@ -1059,8 +1060,8 @@ class _Wrapper(_Kept):
         scratch = _flat_specs(self._for_inputs(self.options.scratch, ins), "scratch", ins)[0]
         aliases = self._aliases(ins, outs)
         target = self._find_target(ins, outs + scratch)
-        zero = [j for j in range(len(outs)) if j not in aliases.values()] if self.options.zero_outputs else []
-        return dataclasses.replace(target, zero=tuple(zero) or target.zero), outs + scratch, tuple(aliases.items())
+        zero = tuple(range(len(outs))) if self.options.zero_outputs else ()
+        return dataclasses.replace(target, zero=zero or target.zero), outs + scratch, tuple(aliases.items())
 
     def _for_inputs(self, option: Any, ins: Sequence[Spec]) -> Any:
         """The value of an option that may be a callable of the inputs, and of the static arguments that it names."""
@@ -2434,8 +2435,7 @@ class _CudaWrapper(_Wrapper):
 
     def _find_target(self, ins: list[Spec], outs: list[Spec]) -> _Target:
         packages, launch = _cuda_packages(self.kernel, self.decorator), self._launch(ins)
-        kept = self._aliases(ins, outs).values() if 0 in launch[:3] else range(len(outs))  # the others are zeros
-        zero = tuple(j for j in range(len(outs)) if j not in kept)
+        zero = tuple(range(len(outs))) if 0 in launch[:3] else ()  # nothing is launched
         signature = _Signature.of(self.__name__, ins, outs, self.options.zero_outputs or bool(zero))
         code = self._code(packages, signature)
         self._check_dtypes(ins, outs, _CUDA_DTYPES, "that Numba CUDA has no arrays of")
@@ -3118,17 +3118,17 @@ class _WarpKernel(_Wrapper):
             if j not in shared and param.use(self.kernel) == 2:
                 where = f"Warp kernel {self.__name__!r} writes to its input {param.name!r}"
                 raise TypeError(f"{where}, which JAX may share: name it in in_out_argnames, or write to an output")
-        return self._target(params, len(ins), ins, outs, shared.values())
+        return self._target(params, len(ins), ins, outs)
 
     def _target(
-        self, params: list[_WarpParam], n: int, ins: list[Spec], outs: list[Spec], kept: Any, adjoints: Any = None
+        self, params: list[_WarpParam], n: int, ins: list[Spec], outs: list[Spec], adjoints: Any = None
     ) -> _Target:
-        """A launch that gives `params` the call's buffers, `n` of them inputs; the outputs in `kept` start with one."""
+        """A launch that gives `params` the call's buffers, `n` of them inputs."""
         with _warp_session() as wp:
             content = (wp.__version__, _settings(wp.config), *_warp_content(self.kernel))
         launch, plan = self._launch(dict(zip(params, ins + outs)), ins[:n]), self._plan(params, len(ins), adjoints)
         is_empty = not launch[_WARP_GPU_EXTENTS + 5]
-        zero = tuple(j for j in range(len(outs)) if j not in kept) if is_empty or adjoints is not None else ()
+        zero = tuple(range(len(outs))) if is_empty or adjoints is not None else ()
         signature = _Signature.of(self.__name__, ins, outs, self.options.zero_outputs or bool(zero))
         how = plan.block_dim, plan.in_order, tuple(argument[1:] for argument in plan.arguments), str(signature)
         name = self._target_name(_digest("warp", how, *content))
@@ -3187,7 +3187,7 @@ class _WarpKernel(_Wrapper):
 
         def resolve(self: _WarpKernel, ins: list[Spec], results: list[Spec]) -> tuple:
             adjoints = {params[i]: len(ins) + k for k, i in enumerate([*of, *wrt])}
-            target = self._target(params, n, ins, results, range(len(of)), adjoints)
+            target = self._target(params, n, ins, results, adjoints)
             aliases = tuple((len(params) + k, k) for k in range(len(of)))
             return target, results, aliases
 
