@@ -5202,6 +5202,22 @@ def test_op_newest_derivative_reaches_warm_functions(how):
     assert g(0.0) == (9 if how == "primitive" else 7)
 
 
+RULES_WITHOUT_THE_OP = {
+    "batching": lambda op, k: op.def_batching_rule(lambda args, axes: ([k * args[0]], [0])),
+    "jvp": lambda op, k: op.def_jvp_rule(lambda primals, tangents: ([primals[0]], [k * tangents[0]])),
+    "vjp": lambda op, k: op.def_vjp_rule(lambda x: (x, None), lambda _, ct: k * ct),
+}
+
+
+@pytest.mark.parametrize("kind", RULES_WITHOUT_THE_OP)
+def test_op_newest_rule_reaches_warm_functions_that_hold_no_call_of_the_op(kind):
+    op = _constant_op(a=1)
+    g = jax.jit(jax.grad(lambda x: jax.vmap(lambda x: op(x, outs=lambda x: x))(x)[0]))
+    for k in (2, 3):
+        RULES_WITHOUT_THE_OP[kind](op, k)
+        assert g(jnp.zeros(1)) == k
+
+
 def test_defjvp_and_general_batching_rule_take_foreign_primitives():
     single, double = xk.Primitive("single"), xk.Primitive("double")
     double.multiple_results = True

@@ -4154,6 +4154,7 @@ class _OpCall:
 
     def bind(self, *ins: Any) -> Any:
         """The op on tracers (or, under disable_jit, on arrays)."""
+        _IN_JAX_CACHES.add((self.op, "rules"))
         vjp = self.op._rules.get("vjp")
         return self.bind_primitive(*ins) if vjp is None else _bind_with_vjp(self, ins, *vjp)
 
@@ -4339,12 +4340,12 @@ class _OpPrimitive(Primitive):
 
     def bind(self, *args: Any, **params: Any) -> Any:
         """Bind it with the types of its static parameters, as JAX's caches find 1, 1.0 and True equal."""
+        _IN_JAX_CACHES.add((self.op, "rules"))
         types_ = _tagged({name: value for name, value in params.items() if name not in _OWN_PARAMS})
         return super().bind(*args, **{**params, "_types": types_} if types_ else params)
 
 
 def _op_abstract_eval(op: XLACustomKernel, batch: tuple, /, *avals: Any, outs: tuple, **params: Any) -> list:
-    _IN_JAX_CACHES.add((op, "rules"))
     return _op_sharding(op, batch, avals, outs).out_avals(avals, outs)
 
 
@@ -4508,9 +4509,8 @@ def _jvp_by_operand(primitive: Any, rules: Sequence[Any], primals: Any, tangents
             where = f"the jvp rule of {primitive.name!r} for operand {index}"
             found = jax.tree.leaves(rule(tangent, *primals, **params), is_leaf=_is_zero)
             parts.append(_from_rule(where, found, "the outputs are", outputs))
-    terms = [[part for part in own if part is not None] for own in zip(*parts)]
-    totals = [functools.reduce(ad.add_tangents, _make_varying(own)) if own else None for own in terms]
-    totals = _with_zeros(totals, outputs)
+    terms = [_make_varying([part for part in own if part is not None]) for own in zip(*parts)]
+    totals = _with_zeros([functools.reduce(ad.add_tangents, own) if own else None for own in terms], outputs)
     return (outputs, totals) if primitive.multiple_results else (outputs[0], totals[0])
 
 
