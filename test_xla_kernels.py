@@ -4663,7 +4663,7 @@ class _Pair(typing.NamedTuple):
 @pytest.mark.parametrize("make", [lambda k: k, lambda k: (k,), _Config, _Pair, lambda k: (_Config(k),)])
 def test_op_tells_equal_parameters_of_different_types_apart(make, jit):
     op = jax_op(lambda k: lambda x: x + len(repr(k)))
-    values = [make(k) for k in (1, 1.0, True, 0.0, -0.0, np.float32(1))]
+    values = [make(k) for k in (1, 1.0, True, 0.0, -0.0, np.float32(1), range(0, 9, 9), range(0, 10, 10))]
     spec = Spec(X.shape, X.dtype)
     for call in (functools.partial(op, outs=spec), lambda x, k: op.primitive.bind(x, outs=(spec,), k=k)[0]):
         f = lambda x: [call(x, k=k) - x for k in values]
@@ -4951,6 +4951,15 @@ _RETURNED = (
 _RAISED = (
     "XLACustomKernel 'broken': the kernel of backend '{}' for platform 'cpu' raised {} ('cpu' has two, none, shape"
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Listed:
+    values: list
+
+    __hash__ = lambda self: len(self.values)
+
+
 HOWS = {
     "eager": lambda f: f(X), "jit": lambda f: jax.jit(f)(X), "trace": lambda f: jax.make_jaxpr(f)(X),
     "vmap": lambda f: jax.vmap(f)(ROWS),
@@ -4980,8 +4989,10 @@ OP_ERRORS_OF = {
         ("XLACustomKernel 'broken': parameter 'alpha' must be hashable, got [1, 2] of type list. Pass a number or a "
          "tuple, or pass the array as an operand", {"backend": "two", "alpha": [1, 2]}),
         ("parameter 'alpha' must be hashable", {"backend": "two", "alpha": np.ones(2)}),
+        ("parameter 'alpha' must be hashable", {"backend": "two", "alpha": frozenset([Listed([1])])}),
         ("the parameter name '_batch' is reserved", {"backend": "two", "_batch": ()}),
-        ("XLACustomKernel 'broken': outs must be specs with both .shape and .dtype", {"backend": "two", "outs": (8,)}),
+        *[("XLACustomKernel 'broken': outs must be specs with both .shape and .dtype", {"backend": "two", "outs": outs})
+          for outs in ((8,), np.float32)],
     ],
 }  # fmt: skip
 OP_ERRORS = [(kind, *row, how) for kind, rows in OP_ERRORS_OF.items() for row in rows for how in HOWS]

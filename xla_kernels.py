@@ -4126,17 +4126,16 @@ _RESERVED = "_batch _types avals_in ctx effects eqn key primitive self".split() 
 
 def _find_call(op: XLACustomKernel, args: Sequence[Any], outs: Any, backend: Any, params: dict) -> _OpCall:
     """What serves a call with these outs, backend and parameters: checked when it is new, then remembered."""
-    if callable(outs):
+    if callable(outs) and not isinstance(outs, type):  # such as jnp.float32
         outs = outs(*[getattr(x, "aval", None) or _input_spec(x, i) for i, x in enumerate(args)])
     if type(outs) in _SPEC_TYPES:  # the usual case, at half the price
         key: Any = (outs.shape, outs.dtype, backend)
     else:
         leaves, tree = jax.tree_util.tree_flatten(outs, is_leaf=_is_spec)
-        shown = tuple([(tuple(getattr(s, "shape", ())), getattr(s, "dtype", None)) for s in leaves])
+        shown = tuple([(tuple(s.shape), s.dtype) if _is_spec(s) else s for s in leaves])
         key = (tree, shown, backend)
     try:
-        if params:
-            key += _tagged(params)
+        key += _tagged(params)
         call = op._recent.get(key)
     except TypeError:  # something is not hashable: the checks of a new call say what
         call = None
@@ -4188,14 +4187,14 @@ class _OpCall:
 
 
 def _tagged(value: Any) -> tuple:
-    """A key that tells apart what Python calls equal: 1, 1.0 and True, 0.0 and -0.0."""
+    """A key that tells apart what Python calls equal: 1, 1.0 and True, 0.0 and -0.0, range(1) and range(0, 1, 2)."""
     if isinstance(value, dict):
         return tuple([(name, _tagged(v)) for name, v in value.items()])
     if isinstance(value, (tuple, frozenset)):
         return type(value), (tuple if isinstance(value, tuple) else frozenset)(map(_tagged, value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return (type(value), value, *[_tagged(getattr(value, f.name)) for f in dataclasses.fields(value) if f.compare])
-    return type(value), repr(value) if isinstance(value, (float, complex, np.inexact)) else value
+    return type(value), repr(value) if isinstance(value, (float, complex, np.inexact, range, slice)) else value
 
 
 def _check_static_params(op: str, params: dict) -> None:
@@ -4212,7 +4211,7 @@ def _check_static_params(op: str, params: dict) -> None:
 
 def _check_hashable(value: Any, what: str, fix: str) -> None:
     try:
-        hash(value)
+        hash((value, _tagged(value)))
     except TypeError:
         raise TypeError(f"{what} must be hashable, got {value!r:.80} of type {type(value).__name__}. {fix}") from None
 
