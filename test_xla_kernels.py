@@ -5153,6 +5153,16 @@ JVP_RULE_ERRORS = {
     "two": ([lambda t, x, y: (t, t), None], "0 returned (float32[8], float32[8]), but the outputs are (float32[8])"),
     "shape": ([lambda t, x, y: t[:2], None], "operand 0 returned (float32[2]), but the outputs are (float32[8])"),
     "dtype": ([lambda t, x, y: t.astype("f2"), None], "0 returned (float16[8]), but the outputs are (float32[8])"),
+    "one output": (
+        lambda x, t: ([x[0][:2]], t[:1]),
+        "of 'product' returned (float32[2]), but outs declares (float32[8])",
+    ),
+    "one shape": (
+        lambda x, t: (x[:1], [t[0][:2]]),
+        "'product' returned (float32[2]), but the outputs are (float32[8])",
+    ),
+    "one many": (lambda x, t: (x[:1], [t[0], t[0]]), "'product' returned (float32[8], float32[8]), but the outputs"),
+    "one dtype": (lambda x, t: (x[:1], [t[0].astype(int)]), "returned (int32[8]), but the outputs are (float32[8])"),
 }
 
 
@@ -5161,7 +5171,7 @@ JVP_RULE_ERRORS = {
 def test_op_jvp_rule_errors(case, transform, x):
     rules, text = JVP_RULE_ERRORS[case]
     op = _product_op()
-    op.def_jvp_rule2(*rules)
+    op.def_jvp_rule(rules) if callable(rules) else op.def_jvp_rule2(*rules)
     with pytest.raises(ValueError, match=re.escape(text)):
         jax.jvp(transform(lambda x: op(x, Y, outs=x)), (x,), (x,))
 
@@ -5269,6 +5279,24 @@ def test_op_batching_rules_as_brainevent_writes_them():
     mv.register_general_batching()
     np.testing.assert_allclose(jax.vmap(f, (None, 0))(matrix, matrix), 2 * matrix @ matrix.T, rtol=1e-5)
     assert len(seen) == 3
+
+
+@pytest.mark.parametrize(
+    "found, text",
+    [
+        (([ROWS[:, :2]], [0]), "float32[2]"),
+        (([ROWS], [None]), "float32[3,8]"),
+        (([ROWS.astype(int)], [0]), "int64[8]"),
+        (([ROWS] * 2, [0, 0]), "float32[8], float32[8]"),
+        (([ROWS], []), ""),
+    ],
+)
+def test_op_batching_rule_errors(found, text):
+    op = _product_op()
+    op.def_batching_rule(lambda args, axes: found)
+    text = f"the batching rule of 'product' returned ({text}), but the slices of outs are (float32[8])"
+    with pytest.raises(ValueError, match=re.escape(text)):
+        jax.vmap(lambda x: op(x, Y, outs=x))(ROWS)
 
 
 def test_op_rules_can_be_called_and_primitives_bound_as_brainevent_does():

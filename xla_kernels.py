@@ -3870,16 +3870,15 @@ class XLACustomKernel(_Kept):
         generator = _as_generator(f"XLACustomKernel {self.name!r}: the kernel of backend {backend!r}", kg, options)
         for i, platform in enumerate(map(_platform_name, platforms)):
             entry = KernelEntry(backend, platform, generator, fallback=i > 0)
-            self._change(platform, {backend: entry}, backend if asdefault and i == 0 else None)
+            self._change(platform, {backend: entry}, {platform: backend} if asdefault and i == 0 else {})
         return kg
 
-    def _change(self, platform: str, entries: dict[str, KernelEntry], chosen: str | None) -> None:
+    def _change(self, platform: str, entries: dict[str, KernelEntry], chosen: dict[str, str]) -> None:
         """Add kernels, or choose a default; what was lowered by a choice that means another kernel now is forgotten."""
         with self._lock:
             before = self._choices(platform)
             self._kernels[platform] = {**self._kernels.get(platform, {}), **entries}
-            if chosen is not None:
-                self._chosen[platform] = chosen
+            self._chosen.update(chosen)
             after = self._choices(platform)
             _forget(*[(self, platform, backend) for backend, entry in before.items() if after[backend] is not entry])
 
@@ -3900,7 +3899,7 @@ class XLACustomKernel(_Kept):
         For those, all of JAX's caches are cleared.  A backend that the platform does not have is a ValueError.
         """
         name = _platform_name(platform)
-        self._change(name, {}, self._entry(name, backend or "").backend)
+        self._change(name, {}, {name: self._entry(name, backend or "").backend})
 
     def available_backends(self, platform: str) -> list[str]:
         """The backends registered for `platform`, in order of registration."""
@@ -4048,11 +4047,10 @@ class XLACustomKernel(_Kept):
         args = jax.device_put(tuple(_as_inputs(ins, self.name)[0]))
         platform = _platform_name(next((d.platform for x in args for d in x.devices()), _default_platform()))
         self._entry(platform, None)
-        rows, reference = [], None
+        rows, reference = [], list[Any]()
         for backend in self.available_backends(platform):
             call = jax.jit(functools.partial(self, outs=outs, backend=backend, **params))
-            row, results = _time_backend(backend, functools.partial(call, *args), reference)
-            reference = results if reference is None else reference
+            row, reference = _time_backend(backend, functools.partial(call, *args), reference)
             rows.append(row)
         return _OpBenchmark(self.name, platform, rows)
 
@@ -4078,17 +4076,16 @@ class _OpBenchmark(NamedTuple):
         return "\n".join(lines)
 
 
-def _time_backend(backend: str, run: Callable[[], Any], reference: Any) -> tuple[_BenchmarkRow, Any]:
+def _time_backend(backend: str, run: Callable[[], Any], reference: list[Any]) -> tuple[_BenchmarkRow, list[Any]]:
     timer = timeit.Timer(lambda: jax.block_until_ready(run()))
     try:
-        first, results = timer.timeit(1), run()
+        first, results = timer.timeit(1), jax.tree.leaves(run())
         times = timer.repeat(min(10_000, max(5, int(0.2 / timer.timeit(1)))), 1)
     except Exception as error:  # reported as the row of this backend
-        return _BenchmarkRow(backend, error=f"{type(error).__name__}: {error}".partition("\n")[0]), None
-    pairs = zip(jax.tree.leaves(results if reference is None else reference), jax.tree.leaves(results))
-    gaps = [np.abs(np.asarray(x).astype(complex) - np.asarray(y).astype(complex)) for x, y in pairs]
+        return _BenchmarkRow(backend, error=f"{type(error).__name__}: {error}".partition("\n")[0]), reference
+    gaps = [np.abs(np.asarray(x, complex) - np.asarray(y, complex)) for x, y in zip(reference or results, results)]
     difference = max((float(np.max(gap, initial=0.0)) for gap in gaps), default=0.0)
-    return _BenchmarkRow(backend, first * 1e3, float(np.median(times)) * 1e6, difference), results
+    return _BenchmarkRow(backend, first * 1e3, float(np.median(times)) * 1e6, difference), reference or results
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -4290,7 +4287,7 @@ def _run_slice(op: XLACustomKernel, entry: KernelEntry, params: dict, outs: tupl
 
 def _returned(where: str, found: Sequence[Any], what: str, expected: Sequence[Any]) -> list:
     """What a kernel or a rule returned, as arrays like those expected; None for zeros, and where None is expected."""
-    arrays = [None if _is_zero(x) else x if isinstance(x, jax.Array) else jax.numpy.asarray(x) for x in found]
+    arrays = [None if _is_zero(x) else x if isinstance(x, (jax.Array, Spec)) else jax.numpy.asarray(x) for x in found]
     came, wanted = (["None" if x is None else _show(x) for x in xs] for xs in (arrays, expected))
     if len(came) != len(wanted) or any(a != b and "None" not in (a, b) for a, b in zip(came, wanted)):
         raise ValueError(
@@ -4412,7 +4409,10 @@ def _op_batching(op: XLACustomKernel, batch: tuple, args: Sequence[Any], axes: S
     rule = op._rules.get("batching")
     if rule is None or batch:  # recorded before: a user's rule is for the op on one slice
         return general_batching_rule(op.primitive, args, axes, **params, _batch=batch)
-    return rule(args, axes, **params)
+    found, places = rule(args, axes, **params)
+    slices = [x if d is None else Spec(x.shape[:d] + x.shape[d + 1 :], x.dtype) for x, d in zip(found, places)]
+    _returned(f"the batching rule of {op.name!r}", slices, "the slices of outs are", params["outs"])
+    return found, places
 
 
 def _record_vmap(prim: Any, ins: Sequence[Any], flags: tuple, params: dict) -> Any:
@@ -4438,10 +4438,9 @@ def _run_vmaps(op: XLACustomKernel, entry: KernelEntry, params: dict, batch: tup
         return _eval_jaxpr(jax.make_jaxpr(run)(*ins), ins)
 
     try:
-        jaxpr = jax.make_jaxpr(_under_vmaps(staged, batch))(*ins)  # tried apart: a failure leaves nothing behind
+        return _eval_jaxpr(jax.make_jaxpr(_under_vmaps(staged, batch))(*ins), ins)  # a failure leaves nothing behind
     except NotImplementedError:
         return functools.reduce(_sequential, batch, run)(*ins)
-    return _eval_jaxpr(jaxpr, ins)
 
 
 def _under_vmaps(fun: Callable[..., Any], batch: Sequence[tuple]) -> Callable[..., Any]:
@@ -4516,11 +4515,13 @@ def _jvp_by_operand(primitive: Any, rules: Sequence[Any], primals: Any, tangents
 def _op_jvp(op: Any, batch: tuple, primals: Any, tangents: Any, /, outs: tuple = (), **params: Any) -> tuple:
     """The op's jvp rule, which is for one slice, under the recorded vmaps."""
     rule, count, slices = _rule(op, "jvp"), len(primals), tuple(_slices(outs, len(batch)))
+    where = f"the jvp rule of {op.name!r}"
 
     def one(*values: Any) -> tuple:
         primals, tangents = values[:count], values[count:]
         outputs, found = rule(primals, _with_zeros(tangents, primals), outs=slices, **params)
-        return outputs, _with_zeros(found, outputs)
+        outputs = _returned(where, jax.tree.leaves(outputs), "outs declares", slices or outputs)
+        return outputs, _from_rule(where, found, "the outputs are", outputs)
 
     outputs, found = _under_vmaps(one, [flags * 2 for flags in batch])(*primals, *tangents)
     return outputs, _with_zeros(found, outputs)
