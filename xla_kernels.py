@@ -171,9 +171,16 @@ def _sharded_like(x: Any, aval: Any) -> Any:
     return jax.sharding.reshard(x, aval.sharding) if explicit else x
 
 
-def _zeros(shape: tuple, dtype: Any) -> Any:
-    """`jnp.zeros`, which truncates to 32 bits where x64 is disabled, without that."""
-    return ad.instantiate_zeros(ad.Zero(jax.core.ShapedArray(shape, dtype)))
+def _zeros(like: Any) -> Any:
+    """`jnp.zeros_like`, which truncates to 32 bits where x64 is disabled, without that."""
+    return ad.instantiate_zeros(ad.Zero(jax.core.ShapedArray(like.shape, like.dtype)))
+
+
+def _local_devices(platform: str) -> list[Any]:
+    """The devices of this process, none where JAX has no such platform."""
+    with contextlib.suppress(RuntimeError):
+        return jax.local_devices(backend=platform)
+    return []
 
 
 def _need_devices(primitive: Any) -> None:
@@ -532,7 +539,7 @@ class _Target:
 
     # It knows no wrapper: JAX's caches hold it, and would keep alive the function that they are keyed by.
     name: str
-    launch: tuple[int, ...] = ()  # on a GPU: grid, block and what else the handler reads
+    launch: tuple[int, ...] = ()  # the grid, with a 0 if nothing is to run, block and what else the handler reads
     copy_inputs: tuple[int, ...] = ()  # those that the kernel may write to
     zero: tuple[int, ...] = ()  # the outputs that start from zeros, unless they start with an input
     makes: Mapping[str, Callable[[], _Compiled]] = dataclasses.field(compare=False, default_factory=dict)
@@ -741,7 +748,7 @@ class _ShardingRule:
         """Lower `run(outs, *ins)`, for XLA to run with the `outs` of a shard on each device, and zeros for the rest."""
         closed = jax.make_jaxpr(functools.partial(run, outs))(*ctx.avals_in)
         partitioned = self._partitioned(closed, run, outs)
-        call = lambda *ins: [*partitioned(*ins, *closed.consts), *(_zeros(s.shape, s.dtype) for s in rest)]
+        call = lambda *ins: [*partitioned(*ins, *closed.consts), *map(_zeros, rest)]
         results = mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
         attributes = results[0].owner.attributes
         attributes["has_side_effect"] = mlir.ir_attribute(effect)
@@ -805,9 +812,14 @@ def _call_lowering(ctx: Any, *operands: Any, target: Any, aliases: tuple, has_si
             f"kernel {target.name!r} has side effects, and XLA cannot tell on which devices: over several, give it an "
             "input and an output, and the program a mesh (jax.set_mesh), or call it inside jax.shard_map"
         )
+    if 0 in target.launch[:3] or any(0 in a.shape[: params["rule"].depth] for a in ctx.avals_out):
+        # XLA before jax 0.10 refuses a call that launches nothing in a command buffer
+        starts = {j: i for i, j in aliases}
+        fill = lambda *ins: [ins[starts[j]] if j in starts else _zeros(a) for j, a in enumerate(ctx.avals_out)]
+        return mlir.lower_fun(fill, multiple_results=True)(ctx, *operands)
     zeroed = [ctx.avals_out[j] for j in target.zero]
     if zeroed:  # an operand of zeros in the place of each, after those that the handler knows
-        clear = mlir.lower_fun(lambda: [_zeros(a.shape, a.dtype) for a in zeroed], multiple_results=True)
+        clear = mlir.lower_fun(lambda: [*map(_zeros, zeroed)], multiple_results=True)
         aliases += tuple((len(operands) + n, j) for n, j in enumerate(target.zero))
         operands += tuple(clear(ctx.replace(avals_in=[], avals_out=zeroed)))
         ctx = ctx.replace(avals_in=[*ctx.avals_in, *zeroed])
@@ -2435,14 +2447,12 @@ class _CudaWrapper(_Wrapper):
 
     def _find_target(self, ins: list[Spec], outs: list[Spec]) -> _Target:
         packages, launch = _cuda_packages(self.kernel, self.decorator), self._launch(ins)
-        zero = tuple(range(len(outs))) if 0 in launch[:3] else ()  # nothing is launched
-        signature = _Signature.of(self.__name__, ins, outs, self.options.zero_outputs or bool(zero))
+        signature = _Signature.of(self.__name__, ins, outs, self.options.zero_outputs)
         code = self._code(packages, signature)
         self._check_dtypes(ins, outs, _CUDA_DTYPES, "that Numba CUDA has no arrays of")
         runs = f"{self.decorator} {self.__name__!r} runs on {packages[0].where}"
         makes = {packages[0].platform: lambda: _Compiled(*_compile_handler(signature, code.emitter()))}
-        name = self._target_name(code.digest())
-        target = _Target(name, launch, zero=zero, makes=makes, runs=runs, check=code.check)
+        target = _Target(self._target_name(code.digest()), launch, makes=makes, runs=runs, check=code.check)
         target.announce()
         return target
 
@@ -2500,8 +2510,7 @@ class _CudaCode:
             numbers = tuple((_I64 * 7).from_address(launch))
             if is_debug:
                 stream.synchronize()
-            if all(numbers[:3]):
-                dispatcher[numbers[:3], numbers[3:6], 0 if is_debug else stream, numbers[6]](*arrays)
+            dispatcher[numbers[:3], numbers[3:6], 0 if is_debug else stream, numbers[6]](*arrays)
 
         return package.callback(self.signature, run)
 
@@ -2747,9 +2756,7 @@ def _cuda_packages(function: Any, user: str) -> list[_NumbaCuda]:
 
 def _cuda_ordinals() -> list[int]:
     """The CUDA ordinals of this process's GPUs, empty where JAX has none."""
-    with contextlib.suppress(RuntimeError):  # JAX has no such backend
-        return sorted(device.local_hardware_id for device in jax.local_devices(backend="cuda"))
-    return []
+    return sorted(device.local_hardware_id for device in _local_devices("cuda"))
 
 
 class _CudaDriver:
@@ -2865,7 +2872,6 @@ class _CudaLauncher:
         handler.fail(lost, when=function == 0)
         given = handler.launch
         *sizes, shared = (handler.read(given + 8 * i) for i in range(7))
-        handler.give(0, when=math.prod(sizes[:3]) == 0)  # no block, which cuLaunchKernel refuses
         shared = shared + more_shared
 
         def launch(params: Sequence[Any]) -> None:
@@ -3127,8 +3133,7 @@ class _WarpKernel(_Wrapper):
         with _warp_session() as wp:
             content = (wp.__version__, _settings(wp.config), *_warp_content(self.kernel))
         launch, plan = self._launch(dict(zip(params, ins + outs)), ins[:n]), self._plan(params, len(ins), adjoints)
-        is_empty = not launch[_WARP_GPU_EXTENTS + 5]
-        zero = tuple(range(len(outs))) if is_empty or adjoints is not None else ()
+        zero = () if adjoints is None else tuple(range(len(outs)))
         signature = _Signature.of(self.__name__, ins, outs, self.options.zero_outputs or bool(zero))
         how = plan.block_dim, plan.in_order, tuple(argument[1:] for argument in plan.arguments), str(signature)
         name = self._target_name(_digest("warp", how, *content))
@@ -3532,6 +3537,8 @@ class _WarpPlan:
     def record(self, device: str) -> Any:
         """Warp's recorded launch, with stand-ins for arrays and values; compiles and loads the kernel."""
         with _warp_session() as wp:
+            if device == "cpu" and not wp.is_cpu_available():
+                raise ImportError("Warp cannot compile for CPUs here: it was installed without its library warp-clang")
             values = list(self.values(self.stand_ins, device))
             n, block_dim = len(self.kernel.adj.args), 1 if device == "cpu" else self.block_dim
             launch = functools.partial(wp.launch, self.kernel, _STAND_IN_DIMS, values[:n], adj_inputs=values[n:])
@@ -3626,8 +3633,8 @@ def _warp_cpu_blocks(launch: Any) -> list[Any]:
 
 def _warp_grid(kernel: str, size: int, block_dim: int, grid_stride: bool) -> tuple[int, int, int]:
     """The grid of `wp_cuda_launch_kernel` (warp.cu): without a loop in the kernel, blocks spread over three axes."""
-    blocks = max(1, -(-size // block_dim))
-    if grid_stride:
+    blocks = -(-size // block_dim)
+    if grid_stride or not blocks:  # which is not launched
         return min(blocks, _CUDA_LIMITS["grid"][0]), 1, 1
     x = min(blocks, 2**24 // block_dim)
     y = min(-(-blocks // x), 65535)
@@ -3658,7 +3665,6 @@ class _WarpEmitter(_Emitter):
         run = lambda blocks: handler.call(self.entries[0][0], *blocks)
         launch, given = self.launcher.enter(handler) if self.launcher else run, handler.launch
         extents = [handler.read(given + self.extents + 8 * i) for i in range(6)]
-        handler.give(0, when=extents[5] == 0)
         blocks = [handler.zeros(size) for size in self.layout.sizes]
 
         def store(stores: Iterator[tuple]) -> None:
@@ -3691,10 +3697,8 @@ def _warp_replay(plan: _WarpPlan, launches: Mapping[int, Any], driver: Any) -> C
 
     def run(pointers: list[int], dims: list[tuple], given: int, stream: Any, ordinal: int) -> None:
         launch = launches[ordinal]
-        *extents, ndim, size = (_I64 * 6).from_address(given + 8 * first)
+        *extents, ndim, _ = (_I64 * 6).from_address(given + 8 * first)
         arrays = [_Array(pointer, [*shape], [], 0) for pointer, shape in zip(pointers, dims, strict=True)]
-        if not size:
-            return
         # no wp.Stream: that would register XLA's stream with Warp, and unregister it under the feet of others
         stream = types.SimpleNamespace(device=launch.device, cuda_stream=stream) if driver else None
         allocates = driver and type(launch) is not wp.Launch  # a deterministic one, and on Warp's current stream
@@ -4430,7 +4434,7 @@ def _run_vmaps(op: XLACustomKernel, entry: KernelEntry, params: dict, batch: tup
     """A kernel under the recorded vmaps: by the backend's own rules, or slice by slice where it has none."""
     run: Any = functools.partial(_run_slice, op, entry, params, tuple(_slices(outs, len(batch))))
     if outs and all(0 in s.shape for s in outs):  # nothing to compute, and not every backend takes empty arrays
-        return [_zeros(s.shape, s.dtype) for s in outs]
+        return [*map(_zeros, outs)]
     if not batch:
         return run(*ins)
 
@@ -4672,28 +4676,24 @@ def _self_check() -> int:
     rows = [(name, row, *where) for name, row in _BACKENDS.items() for where in reversed(row.platforms.items())]
     for name, row, platform, install in rows:
         try:
-            device, call = jax.devices(platform)[0], row.check()
-        except (ImportError, RuntimeError) as error:
-            reason = error if isinstance(error, ImportError) else f"JAX finds no {platform}"
-            needs = f"an NVIDIA GPU, {install}" if platform == "gpu" else install
-            print(f"{name:11} {platform:4} not available: {reason}\n{'':17}to get it: {needs}")
-            continue
-        try:
-            print(f"{name:11} {platform:4} works, {_cost_per_call(call, device):.2f} µs per call under jit")
+            if not (devices := _local_devices(platform)):
+                raise ImportError(f"JAX finds no {platform}")
+            found = f"works, {_cost_per_call(row.check(), devices[0]):.2f} µs per call under jit"
+        except ImportError as error:
+            found = f"not available: {error}\n{'':17}to get it: {'an NVIDIA GPU, ' * (platform == 'gpu')}{install}"
         except Exception as error:
-            failed = True
-            print(f"{name:11} {platform:4} FAILED: {type(error).__name__}: {error}")
+            failed, found = True, f"FAILED: {type(error).__name__}: {error}"
+        print(f"{name:11} {platform:4} {found}")
     return int(failed)
 
 
 def _cost_per_call(call: Callable, device: Any, steps: int = 10_000) -> float:
-    """Compare a call with NumPy, then time a loop of calls: microseconds for each, the best of five."""
+    """Compare a call with NumPy, then time a loop of calls, once to compile it: microseconds for each, at best."""
     x, y = (jax.device_put(np.arange(n, n + 16, dtype=np.float32), device) for n in (1, 2))
     np.testing.assert_array_equal(call(x, y), 2 * np.asarray(x) + np.asarray(y))
     loop = jax.jit(lambda x, y: jax.lax.fori_loop(0, steps, lambda i, z: call(y, z), x))
     timer = timeit.Timer(lambda: loop(x, y).block_until_ready())
-    timer.timeit(1)
-    return min(timer.repeat(5, 1)) / steps * 1e6
+    return min(timer.repeat(6, 1)) / steps * 1e6
 
 
 if __name__ == "__main__":
