@@ -50,7 +50,7 @@ def gpu():
 
 BACKENDS = ("numba", "numba_parallel", "numba_cuda", "numba_cuda_callable", "warp", "warp_gpu", "pallas")
 PACKAGES = {"warp": "warp", "warp_gpu": "warp", "pallas": "jax.experimental.pallas"}
-PACKAGES |= {name: name for name in ("flatbuffers", "numpyro", "diffrax", "equinox", "optax")}
+PACKAGES |= {name: name for name in ("flatbuffers", "scipy", "numpyro", "diffrax", "equinox", "optax")}
 NO_GPU = "JAX has no GPU here"
 NO_DEVICE = f"{NO_GPU}, or nothing that compiles for it (test_cuda_simulator runs it on the simulator)"
 
@@ -62,10 +62,19 @@ def runs_cuda():
     return SIMULATOR or (gpu() and any(package.is_installed() for package in xk._CUDA_PACKAGES.values()))
 
 
+def runs_warp_on_cpu():
+    """Whether Warp has its compiler for CPUs, a library of its own that its package may be without."""
+    import xla_kernels as xk
+
+    with xk._warp_session() as wp:
+        return wp.is_cpu_available()
+
+
 CONDITIONS = {  # requirement: (whether it is met, the reason of the skip); for other names a package is all it takes
     "gpu": (gpu, NO_GPU),
     "no gpu": (lambda: not gpu(), "shows what can be done without a GPU"),
     **dict.fromkeys(("cuda", "numba_cuda", "numba_cuda_callable"), (runs_cuda, NO_DEVICE)),
+    "warp": (runs_warp_on_cpu, "Warp has no compiler for CPUs here"),
     "warp_gpu": (gpu, NO_GPU),
     "simulator": (lambda: SIMULATOR, "needs NUMBA_ENABLE_CUDASIM=1 (test_cuda_simulator runs it)"),
     "compiler": (lambda: not SIMULATOR, "the simulator compiles nothing"),
@@ -92,10 +101,14 @@ def configured(option, value):
         jax.config.update(option, before)
 
 
+@contextlib.contextmanager
 def computing_for(requirements):
     """Make the platform of a test JAX's default."""
-    chosen = gpu() if platform_of(requirements) == "gpu" else jax.config.jax_default_device
-    return configured("jax_default_device", chosen)
+    if platform_of(requirements) == "cpu":
+        yield
+    else:  # XLA would multiply matrices of float32 in TF32, of three digits
+        with configured("jax_default_device", gpu()), configured("jax_default_matmul_precision", "highest"):
+            yield
 
 
 def x64(on=True):
@@ -200,7 +213,8 @@ def machine():
         cpu = next((line.split(": ")[1] for line in info.read_text().splitlines() if line.startswith("model n")), cpu)
     kind = f", {gpu().device_kind}" if gpu() else ""
     names = "jax jaxlib numba numba-cuda numba-cuda-mlir warp-lang numpy scipy brainevent brian2".split()
-    installed = {d.name.lower().replace("_", "-"): d.version for d in importlib.metadata.distributions() if d.name}
+    found = reversed([*importlib.metadata.distributions()])  # of two installed versions, the first is imported
+    installed = {d.name.lower().replace("_", "-"): d.version for d in found if d.name}
     return {
         "date": datetime.date.today().isoformat(),
         "machine": f"{cpu}, {os.cpu_count()} cores{kind}",

@@ -487,7 +487,8 @@ def run_python(*args, cwd=ROOT, idle=300, rc=0, **environment):
 
     It may take its time, but not wait: one that computed nothing for `idle` seconds is ended.
     """
-    env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    env = {**os.environ, "PYTHONPATH": path, **environment}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process, spent = subprocess.Popen([sys.executable, *map(str, args)], cwd=cwd, env=env, **pipes), -1.0
     while process.returncode is None:
@@ -507,8 +508,8 @@ README_BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_tex
 @pytest.mark.parametrize("number", range(len(README_BLOCKS)))
 def test_readme_block(number, tmp_path):
     code = README_BLOCKS[number]
-    if "warp" in code and wp is None:
-        pytest.skip("warp is not installed")
+    if "warp" in code and (reason := conftest.missing("warp")):
+        pytest.skip(reason)
     (tmp_path / "block.py").write_text(code, encoding="utf-8")
     assert run_python(tmp_path / "block.py", cwd=tmp_path).strip()
 
@@ -530,6 +531,7 @@ def test_import_check_can_fail():
     assert "numba" in run_python("-c", f"import xla_kernels, numba; {LOADED}")
 
 
+@pytest.mark.needs("warp")
 def test_docstring_examples():
     assert doctest.testmod(xk).attempted > 0
     assert doctest.testmod(xk).failed == 0
@@ -1872,10 +1874,9 @@ def test_slices_of_a_batch_run_on_all_threads_unless_in_order(method):
     assert (len(set(found[..., 1].flat)) > 1) != in_order
 
 
+@pytest.mark.needs("warp")
 @pytest.mark.parametrize("size", [0, 1, 2, 3, 64])
 def test_warp_batches_on_all_threads(size):
-    wp = pytest.importorskip("warp")
-
     @wp.kernel(module="unique")
     def spin(x: wp.array(dtype=float), shared: wp.array(dtype=float), out: wp.array(dtype=float)):
         total = x[0] * 0.0
@@ -2279,9 +2280,8 @@ f = lambda x: kernel(x, P())
 }
 
 
-@pytest.mark.parametrize("package", STABLE)
+@pytest.mark.parametrize("package", [pytest.param(name, marks=pytest.mark.needs(name)) for name in STABLE])
 def test_names_are_equal_in_another_process(package, tmp_path):
-    pytest.importorskip(package)  # scipy is what Numba has numpy.linalg from
     start = "import jax, numba, numpy as np, xla_kernels as xk\n"
     end = "print(jax.jit(f).lower(jax.ShapeDtypeStruct((4,), 'float32')).as_text())"
     (tmp_path / "stable.py").write_text(start + STABLE[package] + end)  # Warp reads the source
@@ -3571,7 +3571,7 @@ def test_gpu_stream_order_under_load(kind):
 def test_gpu_command_buffers(captured):
     """The tests above with CUDA graphs off, and on for every computation."""
     flags = f"--xla_gpu_enable_command_buffer={captured} --xla_gpu_graph_min_graph_size=1"
-    only = "(test_cuda or stream_order or test_warp_ops or test_warp_gradients) and not simulator and not fake"
+    only = "(test_cuda or stream_order or test_warp_ops or test_warp_gradients) and not (simulator or fake or ptx)"
     assert run_pytest("-k", only, XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} {flags}") >= 20
 
 
@@ -4040,10 +4040,10 @@ def check_view_gradients():
     g = xk.warp_kernel(pick, lambda a, b: a, differentiable=True)
     a, b = np.arange(1.0, 5.0, dtype=np.float32), np.ones(4, np.float32)
     found = jax.grad(lambda a, b: g(a, b).sum(), (0, 1))(a, b)
-    arrays = [wp.array(x, requires_grad=True, device="cpu") for x in (a, b, a)]
-    with wp.Tape() as tape:
-        wp.launch(pick, dim=4, inputs=arrays[:2], outputs=arrays[2:], device="cpu")
-    tape.backward(grads={arrays[2]: wp.array(np.ones(4, np.float32), device="cpu")})
+    with wp.ScopedDevice("cpu" if wp.is_cpu_available() else "cuda"), wp.Tape() as tape:
+        arrays = [wp.array(x, requires_grad=True) for x in (a, b, a)]
+        wp.launch(pick, dim=4, inputs=arrays[:2], outputs=arrays[2:])
+        tape.backward(grads={arrays[2]: wp.array(np.ones(4, np.float32))})
     for ours, theirs in zip(found, arrays):
         np.testing.assert_array_equal(ours, theirs.grad.numpy())
 
@@ -6398,7 +6398,7 @@ def growth(name, action, count):
     return {"case": "", "path": name, "unit": "MB", "value": -repeat(count // 2) + repeat(count)}
 
 
-CPU_ONLY = {"mesh", "first_call", "large", "csr", "cuba", "memory"}  # their kernels are written for Numba on the CPU
+CPU_ONLY = {"slices", "threads", "mesh", "first_call", "large", "csr", "cuba", "memory"}  # about CPUs
 GPU_ONLY = {  # and XLA's flags for them
     "copy": "",
     "captured": "--xla_gpu_enable_command_buffer=FUSION,CUSTOM_CALL --xla_gpu_graph_min_graph_size=1",
