@@ -5508,6 +5508,25 @@ def test_op_on_a_mesh_of_explicit_axes(rule):
         np.testing.assert_array_equal(jax.jit(jax.grad(lambda x: f(x).sum()))(x), np.full(8, 2))
 
 
+EXPLICIT_RULES = {
+    "jvp": lambda op: op.def_jvp_rule2(lambda t, x, y: op(t, y, outs=lambda t, y: t), lambda t, x, y: x * t),
+    "vjp": lambda op: op.def_vjp_rule(
+        lambda x, y: (op(x, y, outs=lambda x, y: x), (x, y)), lambda res, ct: (ct * res[1], ct * res[0])
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", EXPLICIT_RULES)
+def test_op_derivatives_of_operands_that_are_split_differently(kind):
+    op = _product_op()
+    EXPLICIT_RULES[kind](op)
+    op.def_transpose_rule(lambda cts, x, y: [cts[0] * y, None])
+    with jax.set_mesh(jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))):
+        x, y = jax.device_put(X, P("d")), jax.device_put(Y, P())
+        for found in (jax.jit(jax.grad(lambda x, y: op(x, y, outs=x).sum(), (0, 1)))(*xy) for xy in ((x, y), (y, x))):
+            np.testing.assert_allclose(sum(found), X + Y, rtol=1e-6)
+
+
 @pytest.mark.parametrize("call", [lambda f: f, jax.jit, jax.vmap])
 def test_op_under_debug_nans(call):
     log = call(functools.partial(jax_op(lambda: jnp.log), outs=_like))

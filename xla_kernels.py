@@ -4510,7 +4510,7 @@ def _jvp_by_operand(primitive: Any, rules: Sequence[Any], primals: Any, tangents
         if rule is not None and type(tangent) is not ad.Zero:
             where = f"the jvp rule of {primitive.name!r} for operand {index}"
             found = jax.tree.leaves(rule(tangent, *primals, **params), is_leaf=_is_zero)
-            parts.append(_from_rule(where, found, "the outputs are", outputs))
+            parts.append(_from_rule(where, found, "the outputs are", [*map(jax.typeof, outputs)]))
     terms = [_make_varying([part for part in own if part is not None]) for own in zip(*parts)]
     totals = _with_zeros([functools.reduce(ad.add_tangents, own) if own else None for own in terms], outputs)
     return (outputs, totals) if primitive.multiple_results else (outputs[0], totals[0])
@@ -4518,14 +4518,13 @@ def _jvp_by_operand(primitive: Any, rules: Sequence[Any], primals: Any, tangents
 
 def _op_jvp(op: Any, batch: tuple, primals: Any, tangents: Any, /, outs: tuple = (), **params: Any) -> tuple:
     """The op's jvp rule, which is for one slice, under the recorded vmaps."""
-    rule, count, slices = _rule(op, "jvp"), len(primals), tuple(_slices(outs, len(batch)))
-    where = f"the jvp rule of {op.name!r}"
+    (rule, where), count, slices = _rule(op, "jvp"), len(primals), tuple(_slices(outs, len(batch)))
 
     def one(*values: Any) -> tuple:
         primals, tangents = values[:count], values[count:]
         outputs, found = rule(primals, _with_zeros(tangents, primals), outs=slices, **params)
         outputs = _returned(where, jax.tree.leaves(outputs), "outs declares", slices or outputs)
-        return outputs, _from_rule(where, found, "the outputs are", outputs)
+        return outputs, _from_rule(where, found, "the outputs are", [*map(jax.typeof, outputs)])
 
     outputs, found = _under_vmaps(one, [flags * 2 for flags in batch])(*primals, *tangents)
     return outputs, _with_zeros(found, outputs)
@@ -4539,13 +4538,13 @@ def _with_zeros(tangents: Sequence[Any], values: Sequence[Any]) -> list:
 
 def _op_transpose(op: Any, batch: tuple, cts: Any, /, *args: Any, outs: tuple = (), **params: Any) -> list:
     """The op's transpose rule, which is for one slice, under the recorded vmaps."""
-    rule, count, slices = _rule(op, "transpose"), len(cts), tuple(_slices(outs, len(batch)))
+    (rule, where), count, slices = _rule(op, "transpose"), len(cts), tuple(_slices(outs, len(batch)))
 
     def one(*values: Any) -> list:
         cts, operands = list(values[:count]), values[count:]
         linear = [x.aval if ad.is_undefined_primal(x) else None for x in operands]
         found = rule(cts, *operands, outs=slices, **params)
-        return _from_rule(f"the transpose rule of {op.name!r}", found, "the operands are", linear)
+        return _from_rule(where, found, "the operands are", linear)
 
     if all(type(ct) is ad.Zero for ct in cts):
         return [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in args]
@@ -4581,20 +4580,21 @@ def _bind_with_vjp(call: _OpCall, ins: Sequence[Any], fwd: Callable[..., Any], b
 
 
 def _from_rule(rule: str, found: Any, what: str, avals: Sequence[Any]) -> list:
-    """What a rule returned, as arrays: None for zeros, and for what has no derivative or None in `avals`."""
+    """What a rule returned, as arrays of these types: None for zeros, and for what has no derivative or is None."""
     if isinstance(found, dict):
         raise TypeError(f"{rule} returned {found!r:.80}: return a tuple, in the order of what it is for")
     expected = [x if x is not None and jax.dtypes.issubdtype(x.dtype, np.inexact) else None for x in avals]
-    return _returned(rule, found if isinstance(found, (list, tuple)) else [found], what, expected)
+    arrays = _returned(rule, found if isinstance(found, (list, tuple)) else [found], what, expected)
+    return [x if x is None else _sharded_like(x, aval) for x, aval in zip(arrays, avals)]
 
 
-def _rule(op: XLACustomKernel, kind: str) -> Callable[..., Any]:
+def _rule(op: XLACustomKernel, kind: str) -> tuple[Callable[..., Any], str]:
     if kind not in op._rules:
         raise NotImplementedError(
             f"XLACustomKernel {op.name!r} has no {kind} rule, which a derivative needs: use def_{kind}_rule, or define "
             "the derivative with def_jvp_rule2 or def_vjp_rule, or keep the op out of it with jax.lax.stop_gradient"
         )
-    return op._rules[kind]
+    return op._rules[kind], f"the {kind} rule of {op.name!r}"
 
 
 # ======================================================================================================
