@@ -4522,7 +4522,7 @@ def _op_jvp(op: Any, batch: tuple, primals: Any, tangents: Any, /, outs: tuple =
 
     def one(*values: Any) -> tuple:
         primals, tangents = values[:count], values[count:]
-        outputs, found = rule(primals, _with_zeros(tangents, primals), outs=slices, **params)
+        outputs, found = rule(primals, tuple(_with_zeros(tangents, primals)), outs=slices, **params)
         outputs = _returned(where, jax.tree.leaves(outputs), "outs declares", slices or outputs)
         return outputs, _from_rule(where, found, "the outputs are", [*map(jax.typeof, outputs)])
 
