@@ -3757,8 +3757,9 @@ def test_warp_vmap(name, size, warp_path):
 
 
 def test_warp_values(warp_path):
-    every, values = kernel_of_every_kind()
-    f, settings = xk.warp_kernel(every, lambda *args: args[-1], launch_dims=(2, 3)), values["s"]
+    (every, values), gains = kernel_of_every_kind(), []
+    f = xk.warp_kernel(every, lambda *args: gains.append(args[6].gain) or args[-1], launch_dims=(2, 3))
+    settings, unchanged = values["s"], deepcopy(values["s"])
     x, w = sample(2, 3), sample(2, 3, seed=1)
     plain = [1.5, True, -3, np.array([4, 5, 6], np.float16), [[0, 1, 2], [3, 4, 5], [6, 7, 8]], settings, 8]
     typed = [np.float16(1.5), np.bool_(True), np.int8(-3), values["v"], values["m"], settings, np.uint64(8)]
@@ -3769,8 +3770,11 @@ def test_warp_values(warp_path):
     settings.gain = 4.0  # a changed struct is a changed value
     try:
         check_equal(f(x, *plain, w), expected + 2.5)
+        plain[5] = unchanged  # equal to what the first call got, which `outs` must not see changed
+        check_equal(jax.jit(lambda x: f(x, *plain, w))(x), expected)
     finally:
         settings.gain = 1.5
+    assert gains[-1] == 1.5
     names = {name for name, _ in xk._STORE.targets if name.startswith(f"{xk.__name__}.every.")}
     assert len(names) == 1  # values are data, not code
 

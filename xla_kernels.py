@@ -49,6 +49,7 @@ from __future__ import annotations
 import ast
 import builtins
 import contextlib
+import copy
 import ctypes
 import dataclasses
 import dis
@@ -3060,12 +3061,12 @@ class _WarpKernel(_Wrapper):
         names = dict(enumerate(self.parameters))  # positions count all arguments of a call
         self.aliases = {names.get(i, i): j for i, j in self.aliases.items()}
         self._check_names("input_output_aliases", list(self.aliases))
+        self.static = copy.deepcopy(self.static)  # callables get it when a call is traced again: structs may change
+        values = {name: param.pack(self.static[name]) for name, param in self.by_value.items() if name in self.static}
         self.constants, self.starts = b"", dict[str, int]()  # the memory of constants, and where in it each starts
-        for name, param in self.by_value.items():
-            if name in self.static:
-                self.starts[name] = 8 * _WARP_CONSTANTS + len(self.constants)
-                packed = param.pack(self.static[name])
-                self.constants += packed + bytes(-len(packed) % 8)
+        for name, packed in values.items():
+            self.starts[name] = 8 * _WARP_CONSTANTS + len(self.constants)
+            self.constants += packed + bytes(-len(packed) % 8)
         self._vjp = jax.custom_vjp(super()._trace)
         self._vjp.defvjp(self._forward, self._backward)
 
@@ -3707,10 +3708,9 @@ def _warp_replay(plan: _WarpPlan, launches: Mapping[int, Any], driver: Any) -> C
             for i, (value, argument) in enumerate(zip(plan.values(arrays, launch.device), plan.arguments, strict=True)):
                 if value is not None:
                     launch.set_param_at_index(i % n, value, adjoint=i >= n)
-                if argument.traced is not None:
-                    ctypes.memmove(ctypes.byref(launch.params[1 + i]), pointers[argument.traced], argument.param.nbytes)
-                if argument.constant is not None:
-                    source = given + argument.constant
+                source = 0 if argument.traced is None else pointers[argument.traced]
+                source = given + argument.constant if argument.constant else source
+                if source:
                     ctypes.memmove(ctypes.byref(launch.params[1 + i]), source, argument.param.nbytes)
             launch.launch(stream=stream)
 
