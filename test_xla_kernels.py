@@ -5429,8 +5429,12 @@ def test_effects_donation_and_export_of_what_is_sharded(capfd):
         jax.block_until_ready(jax.jit(f)(x))
         assert capfd.readouterr().out.count("slice") == count
     silent = xk.numba_kernel(lambda x: None, (), has_side_effect=True)
-    with pytest.raises(NotImplementedError, match="cannot tell on which devices: over several, give it an input"):
-        jax.jit(lambda x: (silent(x), x)[1])(x)
+    partly = {"mesh": _mesh_sharding(shape=(2, 2)).mesh, "in_specs": P("d"), "out_specs": P("d"), "axis_names": {"d"}}
+    for f, y in ((lambda x: (silent(x), x)[1], x), (jax.shard_map(loud, **partly), A)):
+        with pytest.raises(NotImplementedError, match="cannot tell on which devices: over several, give it an input"):
+            jax.jit(f)(y)
+    nested = jax.shard_map(loud, in_specs=P("e"), out_specs=P("e"), axis_names={"e"})
+    np.testing.assert_array_equal(jax.jit(jax.shard_map(nested, **partly))(A), A)
     product = jax.jit(jax.vmap(split_product("op numba", None)))
     np.testing.assert_array_equal(product(x, x), A * A)  # and export_checks knows its kernel
     exported = export.export(product, disabled_checks=xk.export_checks())(x, x)

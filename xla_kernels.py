@@ -162,6 +162,14 @@ def _on_mesh(ctx: Any) -> Any:
     return ctx.replace(module_context=module.replace(axis_context=dataclasses.replace(context, abstract_mesh=mesh)))
 
 
+def _auto_devices(ctx: Any) -> int:
+    """Over how many devices XLA splits what is lowered: in `shard_map`, those of the axes that this does not take."""
+    if isinstance(ctx.module_context.axis_context, mlir.SPMDAxisContext):
+        mesh = _mesh_of([*ctx.avals_in, *ctx.avals_out])
+        return math.prod(size for axis, size in mesh.shape.items() if axis not in mesh.manual_axes)
+    return getattr(ctx.module_context.axis_context, "num_devices", 1)
+
+
 def _eval_jaxpr(closed: Any, args: Sequence[Any]) -> list[Any]:
     return jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *args)
 
@@ -301,12 +309,6 @@ def _identity(obj: Any) -> tuple:
 def _digest(*objects: Any, live_above: float = math.inf) -> str:
     """A hash of `objects`, of 96 bits; arrays of more bytes than `live_above`, read in place, count by address."""
     return _Digester(live_above).walk(*objects).hash.hexdigest()
-
-
-def _names_read(kernel: Any) -> frozenset[str]:
-    """Every name that a function and its helpers read, every string that may be one, and the classes of objects."""
-    names = _Digester(_NUMBA_LIVE_ABOVE).walk(kernel).names
-    return frozenset(names | {"dot(out)"} if {"dot", "(,,)"} <= names else names)  # np.dot(x, y, out) writes
 
 
 class _Digester:
@@ -808,10 +810,10 @@ def _call_lowering(ctx: Any, *operands: Any, target: Any, aliases: tuple, has_si
         target.register(platform)
     if ctx.primitive is _split_call_p and (on_mesh := _on_mesh(ctx)):
         return _lower_on_shards(on_mesh, operands, target, aliases, has_side_effect, **params)
-    if has_side_effect and getattr(ctx.module_context.axis_context, "num_devices", 1) > 1:
+    if has_side_effect and _auto_devices(ctx) > 1:
         raise NotImplementedError(
             f"kernel {target.name!r} has side effects, and XLA cannot tell on which devices: over several, give it an "
-            "input and an output, and the program a mesh (jax.set_mesh), or call it inside jax.shard_map"
+            "input and an output, and the program a mesh (jax.set_mesh), or call it in a jax.shard_map over all axes"
         )
     if 0 in target.launch[:3] or any(0 in a.shape[: params["rule"].depth] for a in ctx.avals_out):
         # XLA before jax 0.10 refuses a call that launches nothing in a command buffer
@@ -1115,9 +1117,7 @@ class _Wrapper(_Kept):
             for i, spec in enumerate(specs):
                 if np.dtype(spec.dtype).name not in allowed:
                     where = f"{self.decorator} {self.__name__!r}: {what} {i}"
-                    raise TypeError(
-                        f"{where} is {_show(spec)}, a dtype {refused}; cast it, as by x.astype(jnp.float32)"
-                    )
+                    raise TypeError(f"{where} is {_show(spec)}, a dtype {refused}; cast it: x.astype(jnp.float32)")
 
 
 # ======================================================================================================
@@ -2002,9 +2002,9 @@ def _compile_numba(kernel: Any, signature: _Signature, forms: list[_Form], in_or
     if numba.config.DISABLE_JIT:  # plain Python, for prints and pdb
         python = _CallbackEmitter(signature, _in_python(kernel, signature, forms[0]))
         return _Compiled(*_compile_handler(signature, python))
-    names = _names_read((kernel, forms[0].static))
-    compile_ = functools.partial(_compile_form, kernel, signature, names)
-    overload, unchecked = _first_that_compiles(compile_, forms)
+    names = _Digester(_NUMBA_LIVE_ABOVE).walk(kernel, forms[0].static).names
+    names |= {"dot(out)"} if {"dot", "(,,)"} <= names else set()  # np.dot(x, y, out) writes
+    overload, unchecked = _first_that_compiles(functools.partial(_compile_form, kernel, signature, names), forms)
     emitter = _NumbaEmitter(signature.label, overload, "objmode" in names, in_order)
     emitter.hidden_outputs = unchecked
     copy_inputs = _not_only_read(overload, signature) if unchecked else ()
@@ -2037,7 +2037,7 @@ def _in_python(kernel: Any, signature: _Signature, form: _Form) -> Callable[...,
     return body
 
 
-def _compile_form(kernel: Any, signature: _Signature, names: frozenset[str], form: _Form) -> tuple[Any, bool]:
+def _compile_form(kernel: Any, signature: _Signature, names: set[str], form: _Form) -> tuple[Any, bool]:
     """What Numba compiled, and whether its array types leave open that the kernel writes to an input."""
     from numba import types as nbtypes
 
