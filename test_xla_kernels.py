@@ -541,7 +541,7 @@ def test_self_check_runs(tmp_path):
     """The file alone, under another name, in an empty folder, as a script and as a module."""
     shutil.copy(ROOT / "xla_kernels.py", tmp_path / "my_kernels.py")
     for args in (["my_kernels.py"], ["-m", "my_kernels"]):
-        report = run_python(*args, cwd=tmp_path, PYTHONPATH="")
+        report = run_python(*args, cwd=tmp_path, PYTHONPATH=os.environ.get("PYTHONPATH", ""))
         assert re.search(r"^numba +cpu +works, [\d.]+ µs", report, re.MULTILINE), report
 
 
@@ -550,7 +550,7 @@ def test_self_check_fails_for_a_wrong_backend(tmp_path):
     assert "out[i] = 2 * x[i] + y[i]" in text
     (tmp_path / "wrong.py").write_text(text.replace("out[i] = 2 * x[i] + y[i]", "out[i] = 3 * x[i] + y[i]"), "utf-8")
     with pytest.raises(AssertionError, match=r"exit code 1\n(.*\n)*.*FAILED: AssertionError"):
-        run_python("wrong.py", cwd=tmp_path, PYTHONPATH="")
+        run_python("wrong.py", cwd=tmp_path, PYTHONPATH=os.environ.get("PYTHONPATH", ""))
 
 
 def test_map_names_what_is_there():
