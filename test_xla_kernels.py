@@ -5506,6 +5506,31 @@ def test_op_sharding_of_kernels_with_constants(sharded):
     np.testing.assert_array_equal(jax.jit(jax.vmap(f))(jnp.stack([x, x])), 5 * np.stack([np.arange(8)] * 2))
 
 
+PYTHON_KERNELS = {
+    "pure": lambda x: jax.pure_callback(np.square, Spec(x.shape, x.dtype), x, vmap_method="sequential"),
+    "debug": lambda x: (jax.debug.callback(lambda x: None, x), x * x)[1],
+    "print": lambda x: (jax.debug.print("{}", x), x * x)[1],
+}
+
+
+@pytest.mark.parametrize("kind", PYTHON_KERNELS)
+def test_op_kernels_that_call_python_on_a_mesh(kind):
+    op = jax_op(lambda: PYTHON_KERNELS[kind], rule="i -> i")
+    f = lambda x: op(x, outs=lambda x: x)
+    for place in ("d", None), (None, "d"):
+        x = jax.device_put(np.stack([X] * 4), _mesh_sharding(*place))
+        np.testing.assert_array_equal(jax.jit(jax.vmap(f))(x), np.stack([X * X] * 4))
+
+
+def test_op_ordered_effects_are_refused():
+    op = jax_op(lambda: lambda x: (jax.debug.print("{}", x, ordered=True), x)[1])
+    for call in (op, jax.jit(op, static_argnames="outs")):
+        with pytest.raises(
+            NotImplementedError, match=r"'op' has no ordered effects; call its kernel itself: .*Ordered"
+        ):
+            call(X, outs=F8)
+
+
 @pytest.mark.parametrize("rule", [None, "i -> i"])
 def test_op_on_a_mesh_of_explicit_axes(rule):
     op = jax_op(lambda: lambda x: 2 * x, rule=rule)

@@ -750,13 +750,16 @@ class _ShardingRule:
     def lower(self, ctx: Any, operands: Any, run: Callable, outs: Any, rest: Any = (), effect: bool = False) -> Any:
         """Lower `run(outs, *ins)`, for XLA to run with the `outs` of a shard on each device, and zeros for the rest."""
         closed = jax.make_jaxpr(functools.partial(run, outs))(*ctx.avals_in)
+        text = str(closed.jaxpr)
+        if re.search(r"(callback|debug_print)\[", text):  # Python, which custom_partitioning would not keep alive
+            return mlir.lower_fun(lambda *ins: _eval_jaxpr(closed, ins), multiple_results=True)(ctx, *operands)
         partitioned = self._partitioned(closed, run, outs)
         call = lambda *ins: [*partitioned(*ins, *closed.consts), *map(_zeros, rest)]
         results = mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
         attributes = results[0].owner.attributes
         attributes["has_side_effect"] = mlir.ir_attribute(effect)
         # for keys of the persistent cache: what custom_partitioning writes there is an address, which can recur
-        digest = hashlib.sha256(str(closed.jaxpr).encode()).hexdigest()
+        digest = hashlib.sha256(text.encode()).hexdigest()
         attributes["mhlo.frontend_attributes"] = mlir.ir_attribute({"xla_kernel": digest})
         return results
 
@@ -4308,8 +4311,7 @@ def _is_zero(x: Any) -> bool:
 # -- 12.4 The primitive: what JAX's interpreters ask ---------------------------------------------------
 # All hooks are installed once, when the op is made; each looks up the op's newest rule when JAX asks.
 
-# (op, "rules") of what was traced; (op, platform, backend or None) of what was lowered
-_IN_JAX_CACHES: set[tuple] = set()
+_IN_JAX_CACHES: set[tuple] = set()  # (op, "rules") of what was traced, (op, platform, backend) of what was lowered
 
 
 class _OpPrimitive(Primitive):
@@ -4361,9 +4363,12 @@ def _op_lowering(op: Any, batch: tuple, ctx: Any, /, *ins: Any, outs: Any, backe
     run = functools.partial(_run_vmaps, op, op._entry(platform, backend), params, batch)
     _IN_JAX_CACHES.add((op, platform, backend))
     rule = _op_sharding(op, batch, ctx.avals_in, outs)
-    if rule.split and (on_mesh := _on_mesh(ctx)):
-        return rule.lower(on_mesh, ins, run, outs)
-    return mlir.lower_fun(functools.partial(run, outs), multiple_results=True)(ctx, *ins)
+    try:
+        if rule.split and (on_mesh := _on_mesh(ctx)):
+            return rule.lower(on_mesh, ins, run, outs)
+        return mlir.lower_fun(functools.partial(run, outs), multiple_results=True)(ctx, *ins)
+    except KeyError as error:  # the effect has no token
+        raise NotImplementedError(f"op {op.name!r} has no ordered effects; call its kernel itself: {error}") from error
 
 
 def _forget(*stale: tuple) -> None:
@@ -4374,10 +4379,9 @@ def _forget(*stale: tuple) -> None:
 
 
 # -- 12.5 Batching -------------------------------------------------------------------------------------
-# A vmap of an op binds its primitive again, with the batched operands noted in the parameter `_batch`.  Rules and
-# generators stay those of one slice.  The lowering, which alone knows the platform and with it the backend, applies the
-# recorded vmaps to the kernel, innermost first: jax.vmap, by the rules of what the backend traces (a wrapper loops
-# natively, Pallas and JAX code have their own), or jax.lax.map where that has none.  A derivative's rules run so too.
+# A vmap of an op binds its primitive again, with the batched operands noted in the parameter `_batch`; rules and
+# generators stay those of one slice.  The lowering, which alone knows the backend, applies the recorded vmaps to the
+# kernel, innermost first: by jax.vmap, or jax.lax.map where what it traces has no rule.  Derivatives' rules run so too.
 
 
 def general_batching_rule(prim: Any, args: Sequence[Any], axes: Sequence[int | None], /, **params: Any) -> tuple:
@@ -4437,10 +4441,8 @@ def _run_vmaps(op: XLACustomKernel, entry: KernelEntry, params: dict, batch: tup
         return [*map(_zeros, outs)]
     if not batch:
         return run(*ins)
-
-    def staged(*ins: Any) -> list:  # the generator runs outside the vmaps, so that its errors stay its own
-        return _eval_jaxpr(jax.make_jaxpr(run)(*ins), ins)
-
+    # the generator runs outside the vmaps, so that its errors stay its own
+    staged = lambda *ins: _eval_jaxpr(jax.make_jaxpr(run)(*ins), ins)
     try:
         return _eval_jaxpr(jax.make_jaxpr(_under_vmaps(staged, batch))(*ins), ins)  # a failure leaves nothing behind
     except NotImplementedError:
@@ -4547,11 +4549,11 @@ def _op_transpose(op: Any, batch: tuple, cts: Any, /, *args: Any, outs: tuple = 
         return _from_rule(where, found, "the operands are", linear)
 
     if all(type(ct) is ad.Zero for ct in cts):
-        return [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in args]
+        return [None] * len(args)
     own = [[flags[i] for flags in reversed(batch)] for i in range(len(args))]  # of each operand, outermost vmap first
     values = map(_slice_of, [*cts, *args], [len(batch)] * count + list(map(sum, own)))
     found = _under_vmaps(one, [(True,) * count + flags for flags in batch])(*values)
-    return [_summed(ct, x, flags) if ad.is_undefined_primal(x) else None for ct, x, flags in zip(found, args, own)]
+    return [None if ct is None else _summed(ct, x, flags) for ct, x, flags in zip(found, args, own)]
 
 
 def _slice_of(x: Any, depth: int) -> Any:
@@ -4563,8 +4565,6 @@ def _slice_of(x: Any, depth: int) -> Any:
 
 def _summed(ct: Any, operand: Any, flags: Sequence[bool]) -> Any:
     """The cotangent of an operand: summed over the vmaps whose slices share it."""
-    if ct is None:
-        return ad.Zero(operand.aval)
     shared = [axis for axis, flag in enumerate(flags) if not flag]
     return _sharded_like(jax.lax.reduce_sum(ct, shared) if shared else ct, operand.aval)
 
