@@ -4382,6 +4382,8 @@ def test_warp_generic_kernels():
     for x in (jnp.arange(3), jnp.arange(3.0), jnp.ones((3, 2)), jnp.ones((3, 2, 2))):  # numbers, vectors, matrices
         np.testing.assert_array_equal(jax.vmap(f)(x=jnp.stack([x, 2 * x])), jnp.stack([x, 2 * x]))
     plus = xk.warp_kernel(generic_sum, lambda x, y: x)
+    with pytest.raises(Exception, match="Input types must be the same"):
+        plus(jnp.arange(3.0), jnp.arange(3))
     np.testing.assert_array_equal(plus(y=jnp.ones(3), x=jnp.arange(3.0)), [1, 2, 3])
     with pytest.raises(TypeError, match=r"generic Warp kernel 'generic' takes \('x', 'out'\); this call gives"):
         f(x, x)

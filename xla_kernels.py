@@ -2949,8 +2949,7 @@ def warp_kernel(
     and each new one compiles again: give what changes, such as a time step, as a JAX scalar.  That is read when
     the kernel runs, also where it is traced, on the CPU alone: for a GPU make it a `warp.array` of shape (1,).
 
-    Warp rebuilds a whole module for each kernel that is added to it: for kernels made by a generator,
-    `warp.kernel(module="unique")` saves that.
+    Warp builds a whole module again for each new kernel: in generators, `warp.kernel(module="unique")` saves that.
 
     Args:
       kernel: a function decorated with `warp.kernel`; without it, `warp_kernel(outs=...)` is a decorator.
@@ -3404,10 +3403,11 @@ def _despite_changes(kernel: Any, action: Callable[[], Any]) -> Any:
         try:
             return action()
         except Exception as error:
+            kernel.module.mark_modified()
             retry = type(error) in (AttributeError, KeyError, FileNotFoundError)  # Warp's own errors are subclasses
             if attempt == 10 or not (retry or "changed size during iteration" in str(error)):
+                getattr(kernel.generic_parent, "overloads", {}).pop(kernel.sig, None)  # else its siblings' builds fail
                 raise
-            kernel.module.mark_modified()
 
 
 def _warp_adjoints(adjoint: Any) -> list[Any]:
