@@ -5518,10 +5518,12 @@ PYTHON_KERNELS = {
 @pytest.mark.parametrize("kind", PYTHON_KERNELS)
 def test_op_kernels_that_call_python_on_a_mesh(kind):
     op = jax_op(lambda: PYTHON_KERNELS[kind], rule="i -> i")
-    f = lambda x: op(x, outs=lambda x: x)
+    nest = jax_op(lambda: lambda x: op(x, outs=lambda x: x))
+    f = lambda x: nest(x, outs=lambda x: x)
     for place in ("d", None), (None, "d"):
         x = jax.device_put(np.stack([X] * 4), _mesh_sharding(*place))
-        np.testing.assert_array_equal(jax.jit(jax.vmap(f))(x), np.stack([X * X] * 4))
+        for call in f, lambda x: op(x, outs=lambda x: x):
+            np.testing.assert_array_equal(jax.jit(jax.vmap(call))(x), np.stack([X * X] * 4))
 
 
 def test_op_ordered_effects_are_refused():
