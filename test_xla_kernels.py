@@ -5418,6 +5418,18 @@ def test_a_batch_is_split_over_the_current_mesh(kind):
         np.testing.assert_array_equal(compiled(A, B), A * B)
 
 
+@pytest.mark.parametrize("kind", ["numba", "op numba"])
+def test_a_batch_may_be_split_over_a_part_of_an_axis(kind):
+    product, named = split_product(kind, None), split_product(kind, "i, i -> i")
+    x = jax.device_put(A.ravel(), _mesh_sharding("d"))
+    for f in (
+        lambda x: jax.vmap(jax.vmap(product))(*[x.reshape(2, 2, 4)] * 2),
+        lambda x: jax.lax.map(lambda x: product(x, x), x.reshape(4, 4), batch_size=2),
+        lambda x: jax.vmap(named)(*[x.reshape(2, 8)] * 2),
+    ):
+        np.testing.assert_array_equal(np.ravel(jax.jit(f)(x)), (A * A).ravel())
+
+
 def test_effects_donation_and_export_of_what_is_sharded(capfd):
     from jax import export
 

@@ -152,13 +152,16 @@ def _side_effect() -> frozenset:
 
 def _on_mesh(ctx: Any) -> Any:
     """`ctx` with the mesh over which XLA may split what is lowered; None in shard_map, pmap and what is exported."""
-    module = ctx.module_context
-    context = module.axis_context
+    module, context = ctx.module_context, ctx.module_context.axis_context
     if not isinstance(context, mlir.ShardingContext) or module.lowering_parameters.for_export:  # it keeps no Python
         return None
     mesh = context.abstract_mesh or _mesh_of(ctx.avals_in)  # JAX looks for it in concrete shardings only
     if context.num_devices == 1 or mesh.size != context.num_devices or not context.device_assignment:
         return None
+    # in halves: XLA may split a dimension over a part of an axis, for which JAX has no name
+    halves = [[2] * ((size & -size).bit_length() - 1) + [size // (size & -size)] for size in mesh.axis_sizes]
+    sizes = list(itertools.chain(*halves))
+    mesh = jax.sharding.AbstractMesh(tuple(sizes), tuple(f"axis{i}" for i in range(len(sizes))))
     return ctx.replace(module_context=module.replace(axis_context=dataclasses.replace(context, abstract_mesh=mesh)))
 
 
@@ -2257,13 +2260,6 @@ def _is_numbas(function: Any) -> bool:
 # Knows Numba's calling convention, exceptions and threads.  Does not know where arrays come from.
 
 
-def _may_use_threads(overload: Any) -> bool:
-    """Whether the kernel, or anything that it calls, may run on Numba's threads."""
-    functions = str(_llvm(overload)).split("\ndefine ")[1:]
-    wrappers = re.compile(r'[^(]*@"?(_ZN7cpython|cfunc\.)')  # for calls from Python and C
-    return any(_CALLS_OF_THREADS.search(text) for text in functions if not wrappers.match(text))
-
-
 def _numba_params(array: _Array) -> list[Any]:
     """An array as Numba's functions and kernels take it: meminfo, parent, nitems, itemsize, data, shape, strides."""
     return [0, 0, math.prod(array.dims), array.itemsize, array.pointer, *array.dims, *array.strides]
@@ -2275,8 +2271,10 @@ class _NumbaEmitter(_Emitter):
 
         self.overload = overload
         self.entry = overload.library.get_pointer_to_function(overload.fndesc.llvm_func_name)
-        uses_threads = _may_use_threads(overload)  # of Numba's, on all cores
-        if uses_threads:
+        functions = str(_llvm(overload)).split("\ndefine ")[1:]  # of the kernel, and of all that it calls
+        wrappers = re.compile(r'[^(]*@"?(_ZN7cpython|cfunc\.)')  # for calls from Python and C
+        uses_threads = any(_CALLS_OF_THREADS.search(text) for text in functions if not wrappers.match(text))
+        if uses_threads:  # perhaps; Numba's, on all cores
             numba.get_num_threads()  # starts them, which decides on their layer
             if numba.threading_layer() == "workqueue":  # aborts the process when two threads enter it
                 self.lock = _native_lock("workqueue_lock")
