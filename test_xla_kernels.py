@@ -6490,11 +6490,10 @@ def test_bench(name, platform, bench_table):
     environment["JAX_PLATFORMS"] = {"gpu": "cuda,cpu", "cpu": "cpu"}[platform]  # pure_callback needs the CPU
     environment["XLA_FLAGS"] = GPU_ONLY.get(name, "")
     command = [sys.executable, "-W", "ignore", os.path.abspath(__file__), name]
-    limit = 150 if platform == "gpu" else None  # of .ci/run --gpu, so that what hangs costs its own figures only
+    suffix, limit = (" (GPU)", 150) if platform == "gpu" else ("", None)  # s, so that a hang costs one comparison only
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit)
     assert done.returncode == 0, done.stderr
-    title = f"{BENCHMARKS[name].__doc__}{' (GPU)' if platform == 'gpu' else ''}"
-    bench_table(title, json.loads(done.stdout.splitlines()[-1]))
+    bench_table(f"{BENCHMARKS[name].__doc__}{suffix}", json.loads(done.stdout.splitlines()[-1]))
 
 
 if __name__ == "__main__":  # one comparison, in a process of its own
