@@ -754,7 +754,7 @@ class _ShardingRule:
         """Lower `run(outs, *ins)`, for XLA to run with the `outs` of a shard on each device, and zeros for the rest."""
         closed = jax.make_jaxpr(functools.partial(run, outs))(*ctx.avals_in)
         text = str(closed.jaxpr)
-        if any(name in text for name in list(_PYTHON)):  # custom_partitioning would not keep it alive
+        if _calls_python(text):  # which custom_partitioning would not keep alive
             return mlir.lower_fun(lambda *ins: _eval_jaxpr(closed, ins), multiple_results=True)(ctx, *operands)
         partitioned = self._partitioned(closed, run, outs)
         call = lambda *ins: [*partitioned(*ins, *closed.consts), *map(_zeros, rest)]
@@ -1789,8 +1789,7 @@ def _host_arrays(signature: _Signature, pointers: Sequence[int], dims: Sequence[
     for dtype, address, shape in zip(signature.dtypes, pointers, dims, strict=True):
         memory = (ctypes.c_char * (dtype.itemsize * math.prod(shape))).from_address(address)
         arrays.append(np.ndarray(shape, dtype, memory))
-    for array in arrays[: signature.n_in]:
-        array.flags.writeable = False
+        arrays[-1].flags.writeable = len(arrays) > signature.n_in
     return arrays
 
 
@@ -3127,9 +3126,7 @@ class _WarpKernel(_Wrapper):
                 raise TypeError(f"{where}, which JAX may share: name it in in_out_argnames, or write to an output")
         return self._target(params, len(ins), ins, outs)
 
-    def _target(
-        self, params: list[_WarpParam], n: int, ins: list[Spec], outs: list[Spec], adjoints: Any = None
-    ) -> _Target:
+    def _target(self, params: Any, n: int, ins: list[Spec], outs: list[Spec], adjoints: Any = None) -> _Target:
         """A launch that gives `params` the call's buffers, `n` of them inputs."""
         with _warp_session() as wp:
             content = (wp.__version__, _settings(wp.config), *_warp_content(self.kernel))
@@ -3649,9 +3646,7 @@ def _warp_grid(kernel: str, size: int, block_dim: int, grid_stride: bool) -> tup
 class _WarpEmitter(_Emitter):
     """Writes a kernel's parameters, empty arrays as null, and runs what the recorded launches do."""
 
-    def __init__(
-        self, label: str, plan: _WarpPlan, layout: _WarpLayout, launches: Mapping[int, Any], driver: Any
-    ) -> None:
+    def __init__(self, label: str, plan: _WarpPlan, layout: _WarpLayout, launches: Any, driver: Any) -> None:
         self.plan, self.layout, self.host_memory = plan, layout, not driver
         self.extents = 8 * (_WARP_GPU_EXTENTS if driver else _WARP_CPU_EXTENTS)
         self.traits = _COMMAND_BUFFER_COMPATIBLE if driver else 0  # it only launches, always the same
@@ -4181,9 +4176,12 @@ class _OpCall:
         if (key := (self, entry, specs)) in op._recent:
             return
         run = functools.partial(_run_vmaps, op, entry, self.params, (), self.options(specs)["outs"])
-        with contextlib.suppress(*[RuntimeError] if jax.default_backend() != "cpu" else []):  # the lowering reports it
-            text = str(jax.make_jaxpr(run)(*ins))
-            _PYTHON.update([f"{op.name}["] if any(name in text for name in list(_PYTHON)) else [])
+        try:
+            if _calls_python(str(jax.make_jaxpr(run)(*ins))):
+                _PYTHON.add(f" {op.name}[")
+        except RuntimeError:
+            if jax.default_backend() == "cpu":  # else the platform may be another one: the lowering reports it
+                raise
         op._recent.keep(key, True)
 
 
@@ -4312,6 +4310,10 @@ _IN_JAX_CACHES: set[tuple] = set()  # (op, "rules") of what was traced, (op, pla
 _PYTHON = {"callback[", "debug_print["}  # how calls of Python, and of ops that call it, begin in the text of a program
 
 
+def _calls_python(text: str) -> bool:
+    return any(name in text for name in list(_PYTHON))
+
+
 class _OpPrimitive(Primitive):
     """The primitive of an op; under recorded vmaps (12.5) its `outs` are those of the whole batch."""
 
@@ -4365,7 +4367,9 @@ def _op_lowering(op: Any, batch: tuple, ctx: Any, /, *ins: Any, outs: Any, backe
         if rule.split and (on_mesh := _on_mesh(ctx)):
             return rule.lower(on_mesh, ins, run, outs)
         return mlir.lower_fun(functools.partial(run, outs), multiple_results=True)(ctx, *ins)
-    except KeyError as error:  # the effect has no token
+    except KeyError as error:
+        if "Effect" not in type(error.args[0]).__name__:  # such as an ordered one, which has no token here
+            raise
         raise NotImplementedError(f"op {op.name!r} has no ordered effects; call its kernel itself: {error}") from error
 
 
