@@ -762,8 +762,7 @@ class _ShardingRule:
         attributes = results[0].owner.attributes
         attributes["has_side_effect"] = mlir.ir_attribute(effect)
         # for keys of the persistent cache: what custom_partitioning writes there is an address, which can recur
-        digest = hashlib.sha256(text.encode()).hexdigest()
-        attributes["mhlo.frontend_attributes"] = mlir.ir_attribute({"xla_kernel": digest})
+        attributes["mhlo.frontend_attributes"] = mlir.ir_attribute({"xla_kernel": _digest(text)})
         return results
 
     def _partitioned(self, closed: Any, run: Callable[..., list], outs: Any) -> Callable[..., Any]:
@@ -4308,10 +4307,7 @@ def _is_zero(x: Any) -> bool:
 
 _IN_JAX_CACHES: set[tuple] = set()  # (op, "rules") of what was traced, (op, platform, backend) of what was lowered
 _PYTHON = {"callback[", "debug_print["}  # how calls of Python, and of ops that call it, begin in the text of a program
-
-
-def _calls_python(text: str) -> bool:
-    return any(name in text for name in list(_PYTHON))
+_calls_python = lambda text: any(name in text for name in list(_PYTHON))
 
 
 class _OpPrimitive(Primitive):
