@@ -4131,7 +4131,7 @@ def _find_call(op: XLACustomKernel, args: Sequence[Any], outs: Any, backend: Any
         shown = tuple([(tuple(s.shape), s.dtype) if _is_spec(s) else s for s in leaves])
         key = (tree, shown, backend)
     try:
-        key += _tagged(params)
+        key += _tagged(params) if params else ()
         call = op._recent.get(key)
     except TypeError:  # something is not hashable: the checks of a new call say what
         call = None
