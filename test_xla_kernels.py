@@ -2242,6 +2242,110 @@ def test_a_side_effect_keeps_an_unused_call(kept):
     jax.lax.scan(lambda c, _: (f(c), None), jnp.ones(4), None, length=3)[0].block_until_ready()
 
 
+# -- outputs that start from an input or from zeros, whatever XLA does with the alias -------------------
+
+
+@pytest.fixture
+def lost_aliases(monkeypatch):
+    """XLA is not told of aliases, as if it forgot them, which it does in a dynamic-slice fusion on GPUs."""
+    lowering = jax.ffi.ffi_lowering
+
+    def without_aliases(name, *, operand_output_aliases=None, **options):
+        return lowering(name, **options)
+
+    monkeypatch.setattr(jax.ffi, "ffi_lowering", without_aliases)
+
+
+def decay_into_output(v, d, out):  # out starts as v
+    for i in range(out.size):
+        out[i] = out[i] * 2 + d[i]
+
+
+def decay_in_place(v, d):
+    for i in range(v.size):
+        v[i] = v[i] * 2 + d[i]
+
+
+def write_through_view(v, d, out):
+    """Numba does not refuse to write to `v` in this way, so that it gets a copy."""
+    writable = np.ascontiguousarray(v)
+    for i in range(v.size):
+        writable[i] = v[i] * 2 + d[i]
+        out[i] = writable[i]
+
+
+def add_to_zeros(v, d, out):
+    for i in range(out.size):
+        out[i] += 2 * v[i] + d[i]
+
+
+STARTING_KERNELS = {  # name: kernel and options; each gives 2 * v + d
+    "aliased": (decay_into_output, {"input_output_aliases": {0: 0}}),
+    "in_out": (decay_in_place, {"in_out_argnames": ["v"]}),
+    "copied": (write_through_view, {}),
+    "zeroed": (add_to_zeros, {"zero_outputs": True}),
+}
+
+
+@functools.cache
+def starting_kernel(name):
+    kernel, options = STARTING_KERNELS[name]
+    return xk.numba_kernel(kernel, outs=lambda v, d: v, **options)
+
+
+@pytest.mark.parametrize("size", [3, 1_200_000])  # the larger one is worth a huge page, and told to the system
+@pytest.mark.parametrize("name", STARTING_KERNELS)
+def test_an_output_starts_right_where_xla_loses_the_alias(name, size, lost_aliases):
+    v = jnp.asarray(np.random.default_rng(0).uniform(size=size).astype(np.float32))
+    d = jnp.ones(size, jnp.float32)
+    lowered = jax.jit(lambda v, d: starting_kernel(name)(v, d)).lower(v, d)
+    assert "output_operand_alias" not in lowered.as_text()
+    before = np.array(v)
+    for _ in range(3):  # memory that was used before is likely to be found again
+        np.testing.assert_array_equal(lowered.compile()(v, d), 2 * before + 1)
+        np.testing.assert_array_equal(v, before)
+
+
+@pytest.mark.parametrize("name", STARTING_KERNELS)
+def test_batches_and_loops_start_right_where_xla_loses_the_alias(name, lost_aliases):
+    kernel = starting_kernel(name)
+    v = np.arange(6, dtype=np.float32)
+    d = np.arange(72, dtype=np.float32).reshape(3, 4, 6)
+    np.testing.assert_array_equal(jax.vmap(kernel, (None, 0))(v, d[0]), 2 * v + d[0])
+    twice = jax.jit(jax.vmap(jax.vmap(kernel, (0, None)), (None, 0)))
+    np.testing.assert_array_equal(twice(d[1], d[2]), 2 * d[1][None] + d[2][:, None])
+    carried, kept = jax.lax.scan(lambda c, x: (kernel(c, x), kernel(v, x)), v, d[0])
+    expected = v
+    for row in d[0]:
+        expected = 2 * expected + row
+    np.testing.assert_array_equal(carried, expected)
+    np.testing.assert_array_equal(kept, 2 * v + d[0])
+
+
+def test_xla_is_told_of_every_alias():
+    """So that it can save the copies: where it keeps an alias, nothing is initialized twice."""
+    for name, aliased in {"aliased": 1, "in_out": 1, "copied": 1, "zeroed": 0}.items():
+        text = jax.jit(lambda v, d, name=name: starting_kernel(name)(v, d)).lower(FLOATS, FLOATS).as_text()
+        assert text.count("output_operand_alias<") == aliased, name
+
+
+@pytest.mark.needs("warp")
+def test_warp_gradients_start_right_where_xla_loses_the_alias(lost_aliases):
+    """The adjoint launch adds into gradients, which start from zeros, and changes its cotangents."""
+
+    @wp.kernel(module="unique")
+    def double_and_add(v: wp.array(dtype=float), d: wp.array(dtype=float), out: wp.array(dtype=float)):
+        i = wp.tid()
+        out[i] = 2.0 * v[i] + d[i]
+
+    kernel = xk.warp_kernel(double_and_add, outs=lambda v, d: v, differentiable=True)
+    v = jnp.arange(5.0)
+    for _ in range(3):
+        gradients = jax.jit(jax.grad(lambda v, d: (kernel(v, d) ** 2).sum(), (0, 1)))(v, v + 1)
+        np.testing.assert_array_equal(gradients[0], 4 * (3 * v + 1))
+        np.testing.assert_array_equal(gradients[1], 2 * (3 * v + 1))
+
+
 # -- processes -----------------------------------------------------------------------------------------
 
 
@@ -2703,6 +2807,8 @@ class RecordingDriver:
         pointer, number = ctypes.c_void_p, ctypes.c_uint32
         params = ctypes.POINTER(ctypes.POINTER(ctypes.c_int64))
         self.add("cuLaunchKernel", self.launch, ctypes.c_int32, pointer, *[number] * 7, pointer, params, pointer)
+        self.add("cuMemcpyDtoDAsync_v2", self.copy, ctypes.c_int32, pointer, pointer, ctypes.c_size_t, pointer)
+        self.add("cuMemsetD8Async", self.clear, ctypes.c_int32, pointer, ctypes.c_uint8, ctypes.c_size_t, pointer)
         self.add("cuCtxGetDevice", self.device, ctypes.c_int32, ctypes.POINTER(ctypes.c_int32))
         self.add("Stream_Get", self.stream, pointer, pointer)
         self.add("DeviceOrdinal_Get", self.xla_device, pointer, pointer)
@@ -2736,6 +2842,14 @@ class RecordingDriver:
         assert extra is None
         self.launches.append((function, (gx, gy, gz), (bx, by, bz), shared, stream, arrays))
         return self.code
+
+    def copy(self, target, source, nbytes, stream):
+        ctypes.memmove(target, source, nbytes)
+        return 0
+
+    def clear(self, target, value, nbytes, stream):
+        ctypes.memset(target, value, nbytes)
+        return 0
 
     def device(self, result):
         result[0] = self.ordinal
@@ -2870,7 +2984,7 @@ def test_cuda_callable_traits(command_buffer, monkeypatch):
     monkeypatch.setattr(xk, "_CudaDriver", lambda: RecordingDriver((1, 1)))
     signature = cuda_signature(("float32", 1), ("float32", 1))
     emitter = xk._CudaCode(cuda_copy, [xk._CUDA_PACKAGES["numba"]], signature, command_buffer=command_buffer).emitter()
-    assert emitter.traits == command_buffer and not emitter.host_memory
+    assert emitter.traits == command_buffer and emitter.driver
     text = lower_for_cuda(xk.numba_cuda_callable(cuda_copy_twice, lambda x: x, command_buffer=command_buffer), F32)
     assert "custom_call @xla_kernels.cuda_copy_twice." in text
 
@@ -3564,6 +3678,107 @@ def test_gpu_stream_order_under_load(kind):
     run = jax.jit(functools.partial(chain, op))
     for _ in range(5):
         np.testing.assert_allclose(run(a), expected, rtol=1e-2)
+
+
+def gpu_starting_kernel(how):
+    """A kernel that gives 2 * v + d, whose output starts from something, or that changes an input."""
+    if how == "warp differentiable":
+        return xk.warp_kernel(warp_double_and_add(), outs=lambda v, d: v, differentiable=True)
+    if how == "warp in_out":
+        return xk.warp_kernel(warp_double_in_place(), outs=lambda v, d: v, in_out_argnames=["v"])
+
+    def into_output(v, d, out):
+        i = cuda.grid(1)
+        if i < out.size:
+            out[i] = out[i] * 2 + d[i]
+
+    def in_place(v, d):
+        i = cuda.grid(1)
+        if i < v.size:
+            v[i] = v[i] * 2 + d[i]
+
+    def into_zeros(v, d, out):
+        i = cuda.grid(1)
+        if i < out.size:
+            out[i] += 2 * v[i] + d[i]
+
+    kernel, options = {
+        "aliased": (into_output, {"input_output_aliases": {0: 0}}),
+        "in_out": (in_place, {"in_out_argnames": ["v"]}),
+        "zeroed": (into_zeros, {"zero_outputs": True}),
+    }[how]
+    return xk.numba_cuda_kernel(kernel, outs=lambda v, d: v, launch_dims=lambda v, d: v.size, **options)
+
+
+@functools.cache
+def warp_double_and_add():
+    @wp.kernel(module="unique")
+    def double_and_add(v: wp.array(dtype=float), d: wp.array(dtype=float), out: wp.array(dtype=float)):
+        i = wp.tid()
+        out[i] = 2.0 * v[i] + d[i]
+
+    return double_and_add
+
+
+@functools.cache
+def warp_double_in_place():
+    @wp.kernel(module="unique")
+    def double_in_place(v: wp.array(dtype=float), d: wp.array(dtype=float)):
+        i = wp.tid()
+        v[i] = 2.0 * v[i] + d[i]
+
+    return double_in_place
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("captured", [False, True], ids=["launched", "command buffers"])
+@pytest.mark.parametrize("n", [8, 64, 256])  # XLA fuses slices of 256 bytes and its multiples
+@pytest.mark.parametrize("how", ["aliased", "in_out", "zeroed", "warp in_out", "warp differentiable"])
+def test_gpu_outputs_start_right_in_loops(how, n, captured):
+    """Slices in loops are where XLA's dynamic-slice fusion loses the alias (jax 0.11.2)."""
+    pytest.importorskip("warp") if "warp" in how else None
+    kernel = gpu_starting_kernel(how)
+    if how == "warp differentiable":
+        plain = kernel
+        kernel = lambda v, d: plain(v, jnp.zeros_like(v)) * 0 + jax.grad(lambda v: (plain(v, d) ** 2).sum() / 4)(v)
+    v, *rows = np.random.default_rng(0).integers(-4, 5, (6, n)).astype(np.float32)
+    rows = np.stack(rows)
+    options = {"xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL" if captured else ""}
+    if captured:
+        options["xla_gpu_graph_min_graph_size"] = 1
+    run = lambda function, *args, **more: jax.jit(function, compiler_options=options, **more)(*map(jnp.asarray, args))
+
+    expected = 2 * v + rows
+    kept = run(lambda v, xs: jax.lax.scan(lambda c, x: (c, kernel(c, x)), v, xs)[1], v, rows)
+    np.testing.assert_array_equal(kept, expected)
+    np.testing.assert_array_equal(run(lambda v, xs: jax.lax.map(lambda x: kernel(v, x), xs), v, rows), expected)
+    np.testing.assert_array_equal(run(jax.vmap(kernel, (None, 0)), v, rows), expected)
+
+    def add_up(v, xs):
+        return jax.lax.fori_loop(0, 5, lambda k, total: total + kernel(v, xs[k]), jnp.zeros(n))
+
+    np.testing.assert_array_equal(run(add_up, v, rows), expected.sum(0))
+
+    def into_rows(v, xs):
+        def step(state):
+            k, out = state
+            return k + 1, jax.lax.dynamic_update_index_in_dim(out, kernel(v, xs[k]), k, 0)
+
+        return jax.lax.while_loop(lambda state: state[0] < 5, step, (0, jnp.zeros_like(xs)))[1]
+
+    np.testing.assert_array_equal(run(into_rows, v, rows), expected)
+    carried = v
+    for row in rows:
+        carried = 2 * carried + row
+    for donated in ((), (0,)):
+        found = run(
+            lambda v, xs: jax.lax.scan(lambda c, x: (kernel(c, x), None), v, xs)[0], v, rows, donate_argnums=donated
+        )
+        np.testing.assert_array_equal(found, carried)
+    batched = run(
+        lambda v, xs: jax.lax.scan(lambda c, x: (c, jax.vmap(kernel)(x, x)), v, xs)[1], v, np.stack([rows, -rows])
+    )
+    np.testing.assert_array_equal(batched, np.stack([3 * rows, -3 * rows]))
 
 
 @on_gpu

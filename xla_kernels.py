@@ -536,7 +536,7 @@ class _Compiled(NamedTuple):
 
     address: int
     keep: Any
-    copy_inputs: tuple[int, ...] = ()
+    may_write: tuple[int, ...] = ()  # the inputs that the kernel may write to
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -546,13 +546,12 @@ class _Target:
     # It knows no wrapper: JAX's caches hold it, and would keep alive the function that they are keyed by.
     name: str
     launch: tuple[int, ...] = ()  # the grid, with a 0 if nothing is to run, block and what else the handler reads
-    copy_inputs: tuple[int, ...] = ()  # those that the kernel may write to
-    zero: tuple[int, ...] = ()  # the outputs that start from zeros, unless they start with an input
+    may_write: tuple[int, ...] = ()  # the inputs that the kernel may write to
     makes: Mapping[str, Callable[[], _Compiled]] = dataclasses.field(compare=False, default_factory=dict)
     runs: str = dataclasses.field(compare=False, default="")  # where it runs, for the error on another platform
     check: Callable[[], None] = dataclasses.field(compare=False, default=lambda: None)  # as far as it can be, off a GPU
-    # the call on a shard, where XLA may split the kernel's own dimensions: (ins, outs) -> target, all outputs, aliases
-    localize: Callable[..., tuple] | None = dataclasses.field(compare=False, default=None)
+    # the call on a shard, where XLA may split the kernel's own dimensions
+    localize: Callable[[list[Spec], list[Spec]], _Bound] | None = dataclasses.field(compare=False, default=None)
 
     def __repr__(self) -> str:
         return f"{self.name}{self.launch or ''}"
@@ -825,12 +824,7 @@ def _call_lowering(ctx: Any, *operands: Any, target: Any, aliases: tuple, has_si
         starts = {j: i for i, j in aliases}
         fill = lambda *ins: [ins[starts[j]] if j in starts else _zeros(a) for j, a in enumerate(ctx.avals_out)]
         return mlir.lower_fun(fill, multiple_results=True)(ctx, *operands)
-    zeroed = [ctx.avals_out[j] for j in target.zero]
-    if zeroed:  # an operand of zeros in the place of each, after those that the handler knows
-        clear = mlir.lower_fun(lambda: [*map(_zeros, zeroed)], multiple_results=True)
-        aliases += tuple((len(operands) + n, j) for n, j in enumerate(target.zero))
-        operands += tuple(clear(ctx.replace(avals_in=[], avals_out=zeroed)))
-        ctx = ctx.replace(avals_in=[*ctx.avals_in, *zeroed])
+    # An alias only lets XLA save a copy: that an output starts with an input is the handler's business.
     rule = jax.ffi.ffi_lowering(target.name, operand_output_aliases=dict(aliases), has_side_effect=has_side_effect)
     return rule(ctx, *operands, **({"launch": np.array(target.launch, np.int64)} if target.launch else {}))
 
@@ -840,12 +834,12 @@ def _lower_on_shards(ctx: Any, operands: Any, target: Any, aliases: Any, effect:
     n, depth = len(rule.outs), rule.depth
 
     def run(results: Sequence[Spec], *ins: Any) -> list:
-        local, every, shared = target, _slices(outs, depth), aliases
+        local = _Bound(target, _slices(outs, depth), aliases)
         if target.localize:
-            local, every, shared = target.localize(_slices(ins, depth), _slices(results, depth))
-        hidden = [Spec((*results[0].shape[:depth], *s.shape), s.dtype) for s in every[n:]]
-        params = {"rule": rule, "outs": (*results, *hidden), "aliases": shared, "has_side_effect": effect}
-        return _call_p.bind(*ins, target=local, **params)[:n]
+            local = target.localize(_slices(ins, depth), _slices(results, depth))
+        hidden = [Spec((*results[0].shape[:depth], *s.shape), s.dtype) for s in local.outs[n:]]
+        params = {"rule": rule, "outs": (*results, *hidden), "aliases": local.aliases, "has_side_effect": effect}
+        return _call_p.bind(*ins, target=local.target, **params)[:n]
 
     return rule.lower(ctx, operands, run, outs[:n], outs[n:], effect)
 
@@ -965,11 +959,43 @@ def _unpickle(module: str, name: str) -> Any:
     return found
 
 
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """What a call gives its kernel, without batch: inputs, then outputs (with scratch), and what these start from."""
+
+    ins: list[Spec]
+    outs: list[Spec]
+    aliases: dict[int, int] = dataclasses.field(default_factory=dict)  # input -> the output that starts with it
+    zeroed: tuple[int, ...] = ()  # the outputs that start from zeros
+
+    def signature(self, label: str) -> _Signature:
+        specs = [*self.ins, *self.outs]
+        dtypes = tuple(np.dtype(spec.dtype) for spec in specs)
+        ranks = tuple(len(spec.shape) for spec in specs)
+        return _Signature(label, len(self.ins), dtypes, ranks, tuple(self.aliases.items()), self.zeroed)
+
+
+class _Bound(NamedTuple):
+    """A call as the primitive has it: the hidden outputs follow the others."""
+
+    target: _Target
+    outs: Sequence[Spec]
+    aliases: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, target: _Target, call: _Call) -> _Bound:
+        # An input that the kernel may write to is aliased to a hidden output, which the kernel gets in its place.
+        hidden = [i for i in target.may_write if i not in call.aliases]
+        outs = [*call.outs, *(call.ins[i] for i in hidden)]
+        aliases = [*call.aliases.items(), *((i, len(call.outs) + k) for k, i in enumerate(hidden))]
+        return cls(target, outs, tuple(aliases))
+
+
 class _Wrapper(_Kept):
     """A kernel as a JAX function: checks a call, finds its target, binds the primitive."""
 
     decorator: str  # the public function that made it, for error messages
-    _find_target: Callable[[list[Spec], list[Spec]], _Target]  # of a call: checked, and named; scratch is with `outs`
+    _find_target: Callable[[_Call], _Target]  # of a call: checked, and named
     takes_constants = True  # by keyword
     by_value: Mapping[str, Any] = types.MappingProxyType({})  # Warp's parameters that are no arrays
 
@@ -1056,32 +1082,24 @@ class _Wrapper(_Kept):
         effect = bool(self.options.has_side_effect)
         return jax.tree_util.tree_unflatten(tree, self._bind(type(self)._resolve, args, outs, self.rule, effect))
 
-    def _bind(self, resolve: Callable[..., tuple], args: Any, outs: Any, rule: Any, effect: bool = False) -> list:
-        """Bind the primitive for what `resolve(self, ins, outs)` finds: a target, its outputs and aliases."""
+    def _bind(self, resolve: Callable[..., _Bound], args: Any, outs: Any, rule: Any, effect: bool = False) -> list:
+        """Bind the primitive for what `resolve(self, ins, outs)` finds."""
         bare = object.__new__(type(self))  # what JAX's caches may hold of it: not the functions that they are keyed by
         vars(bare).update(vars(self), _jitted=None, _vjp=None, variants=None)
-
-        def place(ins: list[Spec], outs: list[Spec]) -> tuple:
-            target, every, aliases = resolve(bare, ins, outs)
-            target = dataclasses.replace(target, zero=tuple(j for j in target.zero if j not in dict(aliases).values()))
-            copied = [i for i in target.copy_inputs if i not in dict(aliases)]
-            hidden = tuple((i, len(every) + k) for k, i in enumerate(copied))  # outputs: XLA copies what it must keep
-            return target, every + [ins[i] for i in copied], aliases + hidden
-
-        ins = _input_specs(args)
-        target, every, aliases = place(ins, outs)
-        target = dataclasses.replace(target, localize=place if rule else None)
-        params = {"outs": tuple(every), "aliases": aliases, "has_side_effect": effect}
+        ins, localize = _input_specs(args), functools.partial(resolve, bare)
+        bound = localize(ins, outs)
+        target = dataclasses.replace(bound.target, localize=localize if rule else None)
+        params: dict[str, Any] = {"outs": tuple(bound.outs), "aliases": bound.aliases, "has_side_effect": effect}
         rule = rule or _ShardingRule.whole(ins, outs)
         return _bind_call(*_make_varying(args), target=target, rule=rule, **params)[: len(outs)]
 
-    def _resolve(self, ins: list[Spec], outs: list[Spec]) -> tuple[_Target, list[Spec], tuple]:
-        """The target of a call, its outputs with those that are not returned, and its aliases."""
+    def _resolve(self, ins: list[Spec], outs: list[Spec]) -> _Bound:
+        """A call with these inputs and declared outputs."""
         scratch = _flat_specs(self._for_inputs(self.options.scratch, ins), "scratch", ins)[0]
         aliases = self._aliases(ins, outs)
-        target = self._find_target(ins, outs + scratch)
-        zero = tuple(range(len(outs))) if self.options.zero_outputs else ()
-        return dataclasses.replace(target, zero=zero or target.zero), outs + scratch, tuple(aliases.items())
+        zeroed = [j for j in range(len(outs)) if self.options.zero_outputs and j not in aliases.values()]
+        call = _Call(ins, outs + scratch, aliases, tuple(zeroed))
+        return _Bound.of(self._find_target(call), call)
 
     def _for_inputs(self, option: Any, ins: Sequence[Spec]) -> Any:
         """The value of an option that may be a callable of the inputs, and of the static arguments that it names."""
@@ -1117,8 +1135,8 @@ class _Wrapper(_Kept):
         """Begins with the name of this module, so that the copies of this file in a process do not meet."""
         return f"{__name__}.{self.__name__}.{digest}"
 
-    def _check_dtypes(self, ins: list[Spec], outs: list[Spec], allowed: frozenset[str], refused: str) -> None:
-        for what, specs in (("input", ins), ("output", outs)):
+    def _check_dtypes(self, call: _Call, allowed: frozenset[str], refused: str) -> None:
+        for what, specs in (("input", call.ins), ("output", call.outs)):
             for i, spec in enumerate(specs):
                 if np.dtype(spec.dtype).name not in allowed:
                     where = f"{self.decorator} {self.__name__!r}: {what} {i}"
@@ -1148,18 +1166,27 @@ class _Signature:
     n_in: int
     dtypes: tuple[np.dtype, ...]
     ranks: tuple[int, ...]
-    from_zeros: bool = False  # the inputs are followed by zeros that outputs start from
+    aliases: tuple[tuple[int, int], ...] = ()  # (input, the output that starts with it)
+    zeroed: tuple[int, ...] = ()  # the outputs that start from zeros
+    hidden: tuple[int, ...] = ()  # inputs, each with an output behind the others that starts with it
 
-    @classmethod
-    def of(cls, label: str, ins: Sequence[Spec], outs: Sequence[Spec], from_zeros: bool = False) -> _Signature:
-        specs = [*ins, *outs]
-        dtypes, ranks = tuple(np.dtype(s.dtype) for s in specs), tuple(len(s.shape) for s in specs)
-        return cls(label, len(ins), dtypes, ranks, from_zeros)
+    def with_hidden(self, may_write: Sequence[int]) -> _Signature:
+        """The signature with a hidden output for each of these inputs that has none to start."""
+        aliased = [i for i, _ in self.aliases]
+        return dataclasses.replace(self, hidden=tuple(i for i in may_write if i not in aliased))
+
+    @property
+    def starts(self) -> list[tuple[int, int]]:
+        """(input, output) for every output that starts with an input, hidden ones too."""
+        n_out = len(self.ranks) - self.n_in
+        return [*self.aliases, *((i, n_out + k) for k, i in enumerate(self.hidden))]
 
     def __str__(self) -> str:
         shown = [f"{dtype.name}[{','.join(':' * rank)}]" for dtype, rank in zip(self.dtypes, self.ranks, strict=True)]
-        zeros = " from zeros" if self.from_zeros else ""
-        return f"({', '.join(shown[: self.n_in])}) -> ({', '.join(shown[self.n_in :])}){zeros}"
+        starts = [f"output {j} starts as input {i}" for i, j in self.starts]
+        starts += [f"output {j} starts as zeros" for j in self.zeroed]
+        buffers = f"({', '.join(shown[: self.n_in])}) -> ({', '.join(shown[self.n_in :])})"
+        return "; ".join([buffers, *starts])
 
 
 class _Array(NamedTuple):
@@ -1183,8 +1210,7 @@ class _Emitter:
     lock = 0  # the address of a lock of CPython to hold while slices run, which can be taken without the GIL
     uses_python = False  # slices take the GIL: their thread has a state of Python's all along, where exceptions wait
     in_order = True  # slices run one after another, on the thread that XLA calls from
-    host_memory = True  # the buffers lie in the memory of the host
-    hidden_outputs = False  # True: more outputs may follow those of the signature, which the kernel does not see
+    driver: _CudaDriver | None = None  # libcuda, where the buffers lie in a GPU's memory
     # writes what all slices share, and what runs one of them under `with handler.each_slice() as arrays`
     write: Callable[[_Handler], None]
 
@@ -1302,8 +1328,11 @@ class _Code:
         value = value if size == 8 else self.builder.trunc(value, self.ir.IntType(8 * size))
         self.builder.store(value, self.pointer(address, size))
 
-    def copy(self, source: Any, target: Any, nbytes: int) -> None:
+    def copy(self, source: Any, target: Any, nbytes: Any) -> None:
         self.cgutils.raw_memcpy(self.builder, self.pointer(target), self.pointer(source), self.word(nbytes).value, 1)
+
+    def clear(self, target: Any, nbytes: Any) -> None:
+        self.cgutils.memset(self.builder, self.pointer(target), self.word(nbytes).value, 0)
 
     def pointed(self, name: str, word: _Word) -> Any:
         """The struct at an address of this name, or the word as it is."""
@@ -1327,7 +1356,7 @@ class _Code:
     def zeros(self, nbytes: int) -> _Word:
         """The address of zeroed memory on the stack."""
         first = self.stack(_I64, -(-nbytes // 8))
-        self.cgutils.memset(self.builder, self.pointer(first), self.word(nbytes).value, 0)
+        self.clear(first, nbytes)
         return first
 
     def new(self, kind: Any, **fields: Any) -> Any:
@@ -1417,7 +1446,7 @@ class _Driver(_Code):
     def __init__(self) -> None:
         super().__init__()
         running = self.seek, self.run, self.work, self.drop, self.task, self.share, self.now, self.start, self.drive
-        for body in (self.answer, self.error, *running):
+        for body in (self.answer, self.error, self.fill, *running):
             self.define(body.__name__, body)
 
     def answer(self, extension: Any, traits: Any) -> Any:
@@ -1438,6 +1467,15 @@ class _Driver(_Code):
     def discard(self, frame: Any, error: Any) -> None:
         with self.when(error != 0):
             self.api(frame, "Error_Destroy", self.new(XLA_FFI_Error_Destroy_Args, error=error))
+
+    def fill(self, target: Any, source: Any, nbytes: Any) -> Any:
+        """Write what starts an output in the memory of the host: a copy of `source`, or zeros if that is 0."""
+        self._use_huge_pages(target, nbytes)
+        with self.when(source == 0):
+            self.clear(target, nbytes)
+            self.give(0)
+        self.copy(source, target, nbytes)
+        return 0
 
     def seek(self, batch: Any, slots: Any, index: Any) -> Any:
         """Point `slots` at the slice `index` and, with their steps, at the rest of its row; gives its place there."""
@@ -1623,7 +1661,7 @@ def _compile_handler(signature: _Signature, emitter: _Emitter) -> tuple[int, Any
     handler = _Handler(signature, emitter)
     addresses = handler.compile()
     handler.kernel.slices = addresses["slices"]
-    return addresses["handler"], (emitter, handler.kernel, _engine(), _TICKS)
+    return addresses["handler"], (emitter, handler.kernel, handler.keep, _engine(), _TICKS)
 
 
 class _Handler(_Code):
@@ -1632,7 +1670,8 @@ class _Handler(_Code):
     def __init__(self, signature: _Signature, emitter: _Emitter) -> None:
         super().__init__()
         self.signature, self.emitter = signature, emitter
-        n, maps_pages = len(signature.ranks), sys.platform == "linux" and emitter.host_memory
+        self.keep = list[Any]()  # what the machine code has the addresses of
+        n, maps_pages = len(signature.ranks), sys.platform == "linux" and not emitter.driver
         self.kernel = _Kernel(0, signature.n_in if maps_pages else n, n, emitter.in_order)
         is_guarded = emitter.lock or emitter.uses_python
         self.define("unguarded" if is_guarded else "slices", self._slices)
@@ -1677,6 +1716,10 @@ class _Handler(_Code):
             self.give(self.call(_driver()["answer"], frame.extension_start, self.emitter.traits))
         self.give(0, when=frame.stage != _STAGE_EXECUTE)
         buffers, depth = self._read_buffers()
+        self._start_outputs(buffers)
+        # A kernel gets the output itself in the place of an input that it starts with.
+        starts = dict(signature.starts)
+        buffers = [buffers[signature.n_in + starts[k] if k in starts else k] for k in range(len(signature.ranks))]
         slots = self.stack(_Slot, len(buffers))
         places, sizes = list[_Word](), list[Any]()
         for k, (buffer, dtype, rank) in enumerate(zip(buffers, signature.dtypes, signature.ranks, strict=True)):
@@ -1700,22 +1743,50 @@ class _Handler(_Code):
         return drive(row, total)
 
     def _read_buffers(self) -> tuple[list[Any], _Word]:
-        """The buffers, after a check of their number, dtypes and ranks, and how many batch dimensions they have."""
+        """The buffers, after a check of their number, dtypes and ranks, and how many batch dimensions they have.
+
+        Inputs come first, then outputs, the hidden ones last.
+        """
         args, rets, signature = self.frame.args, self.frame.rets, self.signature
-        n_in, n = signature.n_in, len(signature.ranks)
+        kinds = [*zip(signature.dtypes, signature.ranks, strict=True)]
+        kinds += [kinds[i] for i in signature.hidden]
+        n_in, n_out = signature.n_in, len(kinds) - signature.n_in
         text = f"kernel '{signature.label}' was called with other buffers than {signature}"
-        wrong = (args.size < n_in) | (args.size > (n if signature.from_zeros else n_in)) | (rets.size < n - n_in)
-        if not self.emitter.hidden_outputs:
-            wrong = wrong | (rets.size > n - n_in)
-        self.fail(text, _ERROR_INVALID_ARGUMENT, when=wrong)
-        places = [args.args + 8 * k for k in range(n_in)] + [rets.rets + 8 * k for k in range(n - n_in)]
+        self.fail(text, _ERROR_INVALID_ARGUMENT, when=(args.size != n_in) | (rets.size != n_out))
+        places = [args.args + 8 * i for i in range(n_in)] + [rets.rets + 8 * j for j in range(n_out)]
         buffers = [_Struct(self, XLA_FFI_Buffer, self.read(place)) for place in places]
         depth = buffers[0].rank - signature.ranks[0] if buffers else self.word(0)
         wrong = depth < 0
-        for buffer, dtype, rank in zip(buffers, signature.dtypes, signature.ranks, strict=True):
+        for buffer, (dtype, rank) in zip(buffers, kinds, strict=True):
             wrong = wrong | (buffer.rank != depth + rank) | (buffer.dtype != _XLA_FFI_DATA_TYPES[dtype.name])
         self.fail(text, _ERROR_INVALID_ARGUMENT, when=wrong)
         return buffers, depth
+
+    def _start_outputs(self, buffers: Sequence[Any]) -> None:
+        """Write what outputs start from, all slices at once.
+
+        XLA gives an output that starts with an input the memory of that input, or of a copy; but not always: in a
+        dynamic-slice fusion on GPUs (XLA of jax 0.11.2) the alias is lost, and the output is uninitialized.
+        """
+        outs = buffers[self.signature.n_in :]
+        itemsizes = [dtype.itemsize for dtype in self.signature.dtypes]
+        for i, j in self.signature.starts:
+            with self.when(buffers[i].data != outs[j].data, likely=False):
+                self._fill(outs[j], buffers[i].data, itemsizes[i])
+        for j in self.signature.zeroed:
+            self._fill(outs[j], 0, itemsizes[self.signature.n_in + j])
+
+    def _fill(self, out: Any, source: Any, itemsize: int) -> None:
+        """Write a copy of `source`, or zeros if that is 0, to an output with all its slices."""
+        size = self.new(_Range, first=itemsize)  # in memory, as the loop changes it
+        with self.loop(0, out.rank) as d:
+            size.first = size.first * self.read(out.dims + 8 * d)
+        nbytes = size.first
+        if not self.emitter.driver:
+            self.call(_driver()["fill"], out.data, source, nbytes)
+        else:
+            with self.when(nbytes > 0):
+                _cuda_fill(self, self.emitter.driver, out.data, source, nbytes)
 
     def fail(self, message: str | _Word, code: int = _ERROR_INTERNAL, when: Any = True) -> None:
         """Return an error from the function; the message is a text or, when the code runs, the address of one."""
@@ -1741,7 +1812,7 @@ class _CallbackEmitter(_Emitter):
     # `body(pointers, dims, launch, stream, ordinal)` gets the addresses and dimensions of the buffers, the address of
     # the attribute `launch` and, with a driver, a CUDA stream and device.  What it raises the user sees.
     def __init__(self, signature: _Signature, body: Callable[..., None], driver: Any = None) -> None:
-        self.driver, self.host_memory = driver, driver is None
+        self.driver = driver
         ranks = signature.ranks
 
         def callback(frame: int, given: Any) -> int | None:
@@ -1945,10 +2016,10 @@ class _NumbaKernel(_NumbaWrapper):
             raise _wrong_kernel("numba_kernel", "a function decorated with numba.njit or a plain function", kernel)
         super().__init__(kernel, *args)
 
-    def _find_target(self, ins: list[Spec], outs: list[Spec]) -> _Target:
+    def _find_target(self, call: _Call) -> _Target:
         numba = _import("numba", "numba_kernel", _NUMBA_INSTALL)
-        self._check_dtypes(ins, outs, _NUMBA_DTYPES, "for which Numba has no CPU arithmetic")
-        signature = _Signature.of(self.__name__, ins, outs, self.options.zero_outputs)
+        self._check_dtypes(call, _NUMBA_DTYPES, "for which Numba has no CPU arithmetic")
+        signature = call.signature(self.__name__)
         forms = self._forms(signature, False, True)
         kernel = _identity(self.kernel) if numba.config.DISABLE_JIT else self.kernel  # Python reads all where it is
         in_order, static = self.options.in_order, forms[0].static
@@ -1960,7 +2031,7 @@ class _NumbaKernel(_NumbaWrapper):
         make = functools.partial(_compile_numba, self.kernel, signature, forms, in_order)
         runs = f"numba_kernel {self.__name__!r} runs on the CPU; for GPUs there are numba_cuda_kernel and warp_kernel"
         target = _Target(name, makes={"cpu": make}, runs=runs)
-        return dataclasses.replace(target, copy_inputs=target.register("cpu").copy_inputs)
+        return dataclasses.replace(target, may_write=target.register("cpu").may_write)
 
 
 class _Form(NamedTuple):
@@ -2010,9 +2081,8 @@ def _compile_numba(kernel: Any, signature: _Signature, forms: list[_Form], in_or
     names |= {"dot(out)"} if {"dot", "(,,)"} <= names else set()  # np.dot(x, y, out) writes
     overload, unchecked = _first_that_compiles(functools.partial(_compile_form, kernel, signature, names), forms)
     emitter = _NumbaEmitter(signature.label, overload, "objmode" in names, in_order)
-    emitter.hidden_outputs = unchecked
-    copy_inputs = _not_only_read(overload, signature) if unchecked else ()
-    return _Compiled(*_compile_handler(signature, emitter), copy_inputs=copy_inputs)
+    may_write = _not_only_read(overload, signature) if unchecked else ()
+    return _Compiled(*_compile_handler(signature.with_hidden(may_write), emitter), may_write)
 
 
 def _first_that_compiles(compile_: Callable[[Any], Any], candidates: Iterable[Any]) -> Any:
@@ -2445,11 +2515,11 @@ def _dim3(name: str, value: Any) -> tuple[int, ...]:
 class _CudaWrapper(_Wrapper):
     _code: Callable[[list[_NumbaCuda], _Signature], _CudaCode]  # raises TypeError for another number of arguments
 
-    def _find_target(self, ins: list[Spec], outs: list[Spec]) -> _Target:
-        packages, launch = _cuda_packages(self.kernel, self.decorator), self._launch(ins)
-        signature = _Signature.of(self.__name__, ins, outs, self.options.zero_outputs)
+    def _find_target(self, call: _Call) -> _Target:
+        packages, launch = _cuda_packages(self.kernel, self.decorator), self._launch(call.ins)
+        signature = call.signature(self.__name__)
         code = self._code(packages, signature)
-        self._check_dtypes(ins, outs, _CUDA_DTYPES, "that Numba CUDA has no arrays of")
+        self._check_dtypes(call, _CUDA_DTYPES, "that Numba CUDA has no arrays of")
         runs = f"{self.decorator} {self.__name__!r} runs on {packages[0].where}"
         makes = {packages[0].platform: lambda: _Compiled(*_compile_handler(signature, code.emitter()))}
         target = _Target(self._target_name(code.digest()), launch, makes=makes, runs=runs, check=code.check)
@@ -2829,18 +2899,40 @@ def _ptx_params(ptx: str, entry: str) -> list[str]:
     return re.findall(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)", found[1]) if found else []
 
 
+def _ask_xla(handler: _Handler, function: str, kind: Any) -> Any:
+    """What a function of XLA's API fills in, or the end of the handler with its error."""
+    args = handler.new(kind, ctx=handler.frame.ctx)
+    error = handler.api(handler.frame, function, args)
+    handler.give(error, when=error != 0)
+    return args
+
+
+def _cuda_stream(handler: _Handler) -> _Word:
+    return _ask_xla(handler, "Stream_Get", XLA_FFI_Stream_Get_Args).stream
+
+
+def _cuda_fill(handler: _Handler, driver: _CudaDriver, target: _Word, source: Any, nbytes: _Word) -> None:
+    """Copy `source`, or write zeros if that is 0, on the call's stream, as CUDA graphs can capture it."""
+    if isinstance(source, int):
+        code = handler.call(driver.address("cuMemsetD8Async"), target, 0, nbytes, _cuda_stream(handler))
+    else:
+        code = handler.call(driver.address("cuMemcpyDtoDAsync_v2"), target, source, nbytes, _cuda_stream(handler))
+    label = handler.signature.label
+
+    def report(code: int) -> int:
+        return _keep_message(RuntimeError(f"{driver.describe(code)}, when an output got its first values"), label)
+
+    callback = ctypes.CFUNCTYPE(_PTR, _I32)(report)
+    handler.keep.append(callback)
+    with handler.when(code & 0xFFFF_FFFF, likely=False):  # a C int
+        handler.fail(handler.call(callback, code))
+
+
 def _cuda_place(handler: _Handler, driver: _CudaDriver) -> tuple[_Word, _Word]:
     """The stream and the CUDA ordinal of the call."""
-
-    def ask_xla(name: str, kind: Any) -> Any:
-        args = handler.new(kind, ctx=handler.frame.ctx)
-        error = handler.api(handler.frame, name, args)
-        handler.give(error, when=error != 0)
-        return args
-
-    stream = ask_xla("Stream_Get", XLA_FFI_Stream_Get_Args).stream
+    stream = _cuda_stream(handler)
     if _ffi_api_version() >= (0, 2):
-        return stream, ask_xla("DeviceOrdinal_Get", XLA_FFI_DeviceOrdinal_Get_Args).device_ordinal
+        return stream, _ask_xla(handler, "DeviceOrdinal_Get", XLA_FFI_DeviceOrdinal_Get_Args).device_ordinal
     ordinal = handler.array([-1])  # jaxlib < 0.8 need not have that; XLA's context is current while it calls handlers
     handler.call(driver.address("cuCtxGetDevice"), ordinal)
     return stream, handler.read(ordinal, 4)
@@ -2885,10 +2977,9 @@ class _CudaLauncher:
 
 class _CudaEmitter(_Emitter):
     traits = _COMMAND_BUFFER_COMPATIBLE  # nothing but launches, the same ones whenever it is called
-    host_memory = False
 
     def __init__(self, package: _NumbaCuda, launcher: _CudaLauncher) -> None:
-        self.package, self.launcher = package, launcher
+        self.package, self.launcher, self.driver = package, launcher, launcher.driver
 
     def write(self, handler: _Handler) -> None:
         launch = self.launcher.enter(handler)
@@ -3110,28 +3201,28 @@ class _WarpKernel(_Wrapper):
 
     # -- from a call to a target -----------------------------------------------------------------------
 
-    def _find_target(self, ins: list[Spec], outs: list[Spec]) -> _Target:
-        n, shared = len(ins) + len(self.static), self._aliases(ins, outs)
-        if len(self.params) != n + len(outs) - len(self.in_outs):
-            raise self._wrong_arity(f"{n} inputs and {len(outs)} outputs (in-out arguments count as both)")
+    def _find_target(self, call: _Call) -> _Target:
+        n, n_outs = len(call.ins) + len(self.static), len(call.outs)
+        if len(self.params) != n + n_outs - len(self.in_outs):
+            raise self._wrong_arity(f"{n} inputs and {n_outs} outputs (in-out arguments count as both)")
         given = [param for param in self.params[:n] if param.name not in self.static]
         both = [param for param in given if param.name in self.in_outs]
         params = [*given, *both, *self.params[n:]]  # that the buffers go to
-        for param, spec in zip(params, ins + outs, strict=True):
+        for param, spec in zip(params, call.ins + call.outs, strict=True):
             param.check(spec)
-        for j, param in enumerate(given):
-            if j not in shared and param.use(self.kernel) == 2:
+        for i, param in enumerate(given):
+            if i not in call.aliases and param.use(self.kernel) == 2:
                 where = f"Warp kernel {self.__name__!r} writes to its input {param.name!r}"
                 raise TypeError(f"{where}, which JAX may share: name it in in_out_argnames, or write to an output")
-        return self._target(params, len(ins), ins, outs)
+        return self._target(params, len(call.ins), call)
 
-    def _target(self, params: Any, n: int, ins: list[Spec], outs: list[Spec], adjoints: Any = None) -> _Target:
-        """A launch that gives `params` the call's buffers, `n` of them inputs."""
+    def _target(self, params: Any, n: int, call: _Call, adjoints: Any = None) -> _Target:
+        """A launch that gives `params` the call's buffers, `n` of them inputs of the kernel."""
         with _warp_session() as wp:
             content = (wp.__version__, _settings(wp.config), *_warp_content(self.kernel))
-        launch, plan = self._launch(dict(zip(params, ins + outs)), ins[:n]), self._plan(params, len(ins), adjoints)
-        zero = () if adjoints is None else tuple(range(len(outs)))
-        signature = _Signature.of(self.__name__, ins, outs, self.options.zero_outputs or bool(zero))
+        launch = self._launch(dict(zip(params, call.ins + call.outs)), call.ins[:n])
+        plan = self._plan(params, len(call.ins), adjoints)
+        signature = call.signature(self.__name__).with_hidden(plan.may_write)
         how = plan.block_dim, plan.in_order, tuple(argument[1:] for argument in plan.arguments), str(signature)
         name = self._target_name(_digest("warp", how, *content))
         makes = {platform: functools.partial(_compile_warp, plan, signature, platform) for platform in ("cpu", "cuda")}
@@ -3140,7 +3231,7 @@ class _WarpKernel(_Wrapper):
         if traced := [argument.param.name for argument in plan.arguments if argument.traced is not None]:
             del makes["cuda"]  # a launch there takes host values
             runs = f"{label} has traced values for {traced}, which only CPUs take; make each a warp.array of shape (1,)"
-        target = _Target(name, launch, plan.may_write, zero, makes=makes, runs=runs)
+        target = _Target(name, launch, plan.may_write, makes=makes, runs=runs)
         target.announce()
         return target
 
@@ -3187,11 +3278,11 @@ class _WarpKernel(_Wrapper):
         operands = _make_varying([*args, *outs, *(leaves[i - n] for i in of)])
         rule = self.rule and self.rule.adjoint(wrt, [i - n for i in of])
 
-        def resolve(self: _WarpKernel, ins: list[Spec], results: list[Spec]) -> tuple:
+        def resolve(self: _WarpKernel, ins: list[Spec], results: list[Spec]) -> _Bound:
             adjoints = {params[i]: len(ins) + k for k, i in enumerate([*of, *wrt])}
-            target = self._target(params, n, ins, results, adjoints)
-            aliases = tuple((len(params) + k, k) for k in range(len(of)))
-            return target, results, aliases
+            aliases = {len(params) + k: k for k in range(len(of))}
+            call = _Call(ins, results, aliases, zeroed=tuple(range(len(of), len(results))))
+            return _Bound.of(self._target(params, n, call, adjoints), call)
 
         ins = _input_specs(operands)
         results = ins[len(params) :] + [ins[i] for i in wrt]
@@ -3646,7 +3737,7 @@ class _WarpEmitter(_Emitter):
     """Writes a kernel's parameters, empty arrays as null, and runs what the recorded launches do."""
 
     def __init__(self, label: str, plan: _WarpPlan, layout: _WarpLayout, launches: Any, driver: Any) -> None:
-        self.plan, self.layout, self.host_memory = plan, layout, not driver
+        self.plan, self.layout, self.driver = plan, layout, driver
         self.extents = 8 * (_WARP_GPU_EXTENTS if driver else _WARP_CPU_EXTENTS)
         self.traits = _COMMAND_BUFFER_COMPATIBLE if driver else 0  # it only launches, always the same
         self.in_order = plan.in_order or bool(driver)
@@ -3723,7 +3814,6 @@ def _compile_warp(plan: _WarpPlan, signature: _Signature, platform: str) -> _Com
         emitter: _Emitter = _WarpEmitter(signature.label, plan, layout, launches, driver)
     else:
         emitter = _CallbackEmitter(signature, _warp_replay(plan, launches, driver), driver)
-    emitter.hidden_outputs = bool(plan.may_write)
     if not driver and any("tile" in adjoint.source for adjoint in _warp_adjoints(plan.kernel.adj)):
         # Warp keeps the CPU memory of tiles behind one static pointer (tile.h): such kernels must not overlap
         emitter.lock, emitter.in_order = _native_lock("tile_lock"), True
