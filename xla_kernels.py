@@ -76,7 +76,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.interpreters import ad, batching, mlir, xla
+from jax.interpreters import ad, batching, mlir
 
 __version__ = "0.2.0"
 __all__ = [
@@ -96,96 +96,34 @@ __all__ = [
 ]
 
 # ======================================================================================================
-# 1. JAX: what differs between its versions, and what it does not document.  More of that stands where it is used:
-# lowerings and their context (6, 7, 12.4), `custom_partitioning` (6), rules (7, 12.4-6).  Checked on 0.7.2 to 0.12.0.1.
+# 1. JAX: what differs between its versions, what it does not document, and what it lacks.
+# Checked on 0.7.2 to 0.12.0.1.  What JAX's interpreters ask of a primitive is in sections 6, 7 and 12.4 to 12.6.
 
 Spec = jax.ShapeDtypeStruct
-_jax: Any = jax  # for names that not every version has
 Primitive: Any = type(jax.lax.add_p)  # jax.extend.core.Primitive, without the 36 ms that importing jax.extend takes
 _LiteralArray: Any = getattr(sys.modules.get("jax._src.literals"), "LiteralArray", jax.Array)  # constants of jax 0.7
 
 
-def _varying_axes(aval: Any) -> frozenset:
-    """The manual mesh axes over which a value varies inside `shard_map`."""
-    if (axis_type := getattr(aval, "manual_axis_type", None)) is not None:  # jax >= 0.11
-        return axis_type.varying
-    return getattr(aval, "vma", None) or frozenset()
+def _import(module: str, user: str, install: str) -> Any:
+    """Import an optional package, or say what needs it and how to install it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise ImportError(f"{user} needs {package} ({error}); install it: {install}") from error
 
 
-def _mesh_of(avals: Sequence[Any]) -> Any:
-    """The mesh that is part of a type (of an explicit mesh also where none is current), or the current one."""
-    meshes = [x.sharding.mesh for x in avals]
-    return next((mesh for mesh in meshes if not mesh.empty), jax.sharding.get_abstract_mesh())
+# -- platforms and devices -----------------------------------------------------------------------------
 
 
-def _varying(axes: frozenset) -> dict[str, Any]:
-    """What tells an abstract value, or a spec (Pallas makes arrays of it), that it varies over these axes."""
-    if hasattr(jax.sharding, "ManualAxisType"):  # jax >= 0.11
-        return {"manual_axis_type": jax.sharding.ManualAxisType(varying=axes)} if axes else {}
-    return {"vma": axes} if axes else {}
+def _platform_name(platform: str) -> str:
+    return "gpu" if platform in ("cuda", "rocm") else platform
 
 
-def _out_aval(shape: tuple, dtype: Any, ins: Sequence[Any], axes: Sequence[Any] = ()) -> Any:
-    """The abstract value of a result: where those of `ins` are, its first dimensions split over these mesh axes."""
-    varying, mesh = frozenset().union(*map(_varying_axes, ins)), _mesh_of(ins)
-    if mesh.empty:
-        return jax.core.ShapedArray(shape, dtype)
-    spec = jax.sharding.PartitionSpec(*axes, *[None] * (len(shape) - len(axes)))
-    sharding = jax.sharding.NamedSharding(mesh, spec)
-    return jax.core.ShapedArray(shape, dtype, sharding=sharding, **_varying(varying))
-
-
-def _make_varying(args: Sequence[Any]) -> list[Any]:
-    """Inputs cast to vary over the same axes: the cast's transpose sums the cotangents of a replicated input."""
-    axes = [_varying_axes(jax.typeof(x)) for x in args]
-    union = frozenset().union(*axes)
-    cast = functools.partial(jax.lax.pcast, to="varying") if hasattr(jax.lax, "pcast") else _jax.lax.pvary  # jax 0.7
-    return [cast(x, tuple(union - own)) if union - own else x for x, own in zip(args, axes, strict=True)]
-
-
-@functools.cache
-def _side_effect() -> frozenset:
-    """The effect of `jax.ffi.ffi_call(has_side_effect=True)`, which jax knows how to keep and to order."""
-    call = jax.ffi.ffi_call("xla_kernels.effect", Spec((), np.float32), has_side_effect=True)
-    return frozenset(jax.make_jaxpr(call)().effects)
-
-
-def _on_mesh(ctx: Any) -> Any:
-    """`ctx` with the mesh over which XLA may split what is lowered; None in shard_map, pmap and what is exported."""
-    module, context = ctx.module_context, ctx.module_context.axis_context
-    if not isinstance(context, mlir.ShardingContext) or module.lowering_parameters.for_export:  # it keeps no Python
-        return None
-    mesh = context.abstract_mesh or _mesh_of(ctx.avals_in)  # JAX looks for it in concrete shardings only
-    if context.num_devices == 1 or mesh.size != context.num_devices or not context.device_assignment:
-        return None
-    # in halves: XLA may split a dimension over a part of an axis, for which JAX has no name
-    halves = [[2] * ((size & -size).bit_length() - 1) + [size // (size & -size)] for size in mesh.axis_sizes]
-    sizes = list(itertools.chain(*halves))
-    mesh = jax.sharding.AbstractMesh(tuple(sizes), tuple(f"axis{i}" for i in range(len(sizes))))
-    return ctx.replace(module_context=module.replace(axis_context=dataclasses.replace(context, abstract_mesh=mesh)))
-
-
-def _auto_devices(ctx: Any) -> int:
-    """Over how many devices XLA splits what is lowered: in `shard_map`, those of the axes that this does not take."""
-    if isinstance(ctx.module_context.axis_context, mlir.SPMDAxisContext):
-        mesh = _mesh_of([*ctx.avals_in, *ctx.avals_out])
-        return math.prod(size for axis, size in mesh.shape.items() if axis not in mesh.manual_axes)
-    return getattr(ctx.module_context.axis_context, "num_devices", 1)
-
-
-def _eval_jaxpr(closed: Any, args: Sequence[Any]) -> list[Any]:
-    return jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *args)
-
-
-def _sharded_like(x: Any, aval: Any) -> Any:
-    """`x` with the sharding of `aval`, where that is part of the type: on meshes of explicit axes."""
-    explicit = jax.sharding.AxisType.Explicit in (aval.sharding.mesh.axis_types or ())
-    return jax.sharding.reshard(x, aval.sharding) if explicit else x
-
-
-def _zeros(like: Any) -> Any:
-    """`jnp.zeros_like`, which truncates to 32 bits where x64 is disabled, without that."""
-    return ad.instantiate_zeros(ad.Zero(jax.core.ShapedArray(like.shape, like.dtype)))
+def _default_platform() -> str:
+    """The platform that a computation traced now is expected to run on."""
+    device = jax.config.jax_default_device or jax.default_backend()
+    return _platform_name(device if isinstance(device, str) else device.platform)
 
 
 def _local_devices(platform: str) -> list[Any]:
@@ -195,29 +133,172 @@ def _local_devices(platform: str) -> list[Any]:
     return []
 
 
-def _need_devices(primitive: Any) -> None:
-    """Have JAX tell the lowering of `primitive` its devices, as custom_partitioning inside of it needs them."""
-    from jax._src import dispatch
+# -- calling primitives, tracing, lowering -------------------------------------------------------------
 
-    dispatch.prim_requires_devices_during_lowering.add(primitive)
+
+@functools.lru_cache(maxsize=4096)
+def _jitted_primitive(primitive: Any, **params: Any) -> Callable[..., Any]:
+    return jax.jit(functools.partial(primitive.bind, **params))
+
+
+def _apply_primitive(primitive: Any, *args: Any, **params: Any) -> Any:
+    """Compile and run one primitive: what JAX asks for when a primitive is bound to arrays, outside of `jax.jit`."""
+    with jax.disable_jit(False):  # or this would bind it to arrays again
+        return _jitted_primitive(primitive, **params)(*args)
+
+
+def _eval_jaxpr(closed: Any, args: Sequence[Any]) -> list[Any]:
+    return jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *args)
+
+
+@functools.cache
+def _side_effect() -> frozenset:
+    """The effect of `jax.ffi.ffi_call(has_side_effect=True)`, which JAX knows how to keep and to order."""
+    call = jax.ffi.ffi_call("xla_kernels.effect", Spec((), np.float32), has_side_effect=True)
+    return frozenset(jax.make_jaxpr(call)().effects)
+
+
+def _need_devices(primitive: Any) -> None:
+    """Have JAX tell the lowering of `primitive` its devices, which `custom_partitioning` inside of it needs."""
+    with contextlib.suppress(ImportError, AttributeError):  # private: without it nothing is split over a mesh
+        from jax._src import dispatch
+
+        dispatch.prim_requires_devices_during_lowering.add(primitive)
+
+
+# -- meshes, and the types of values on them -----------------------------------------------------------
+
+
+def _mesh_of(avals: Sequence[Any]) -> Any:
+    """The mesh that is part of a type (of an explicit mesh also where none is current), or the current one."""
+    for aval in avals:
+        if not aval.sharding.mesh.empty:
+            return aval.sharding.mesh
+    return jax.sharding.get_abstract_mesh()
+
+
+def _varying_axes(aval: Any) -> frozenset:
+    """The manual mesh axes over which a value varies inside `shard_map`."""
+    axis_type = getattr(aval, "manual_axis_type", None)  # jax >= 0.11
+    if axis_type is not None:
+        return axis_type.varying
+    return getattr(aval, "vma", None) or frozenset()
+
+
+def _varying(axes: frozenset) -> dict[str, Any]:
+    """What tells an abstract value, or a spec (Pallas makes arrays of it), that it varies over these axes."""
+    if not axes:
+        return {}
+    if hasattr(jax.sharding, "ManualAxisType"):  # jax >= 0.11
+        return {"manual_axis_type": jax.sharding.ManualAxisType(varying=axes)}
+    return {"vma": axes}
+
+
+def _out_aval(shape: tuple, dtype: Any, ins: Sequence[Any], axes: Sequence[Any] = ()) -> Any:
+    """The abstract value of a result of `ins`, on their mesh: its first dimensions are split over `axes`."""
+    mesh = _mesh_of(ins)
+    if mesh.empty:
+        return jax.core.ShapedArray(shape, dtype)
+    not_split = [None] * (len(shape) - len(axes))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes, *not_split))
+    varying = frozenset().union(*map(_varying_axes, ins))
+    return jax.core.ShapedArray(shape, dtype, sharding=sharding, **_varying(varying))
+
+
+def _make_varying(args: Sequence[Any]) -> list[Any]:
+    """Inputs cast to vary over the same axes: the cast's transpose sums the cotangents of a replicated input."""
+    axes_of_args = [_varying_axes(jax.typeof(x)) for x in args]
+    union = frozenset().union(*axes_of_args)
+    cast = []
+    for x, axes in zip(args, axes_of_args, strict=True):
+        missing = tuple(union - axes)
+        cast.append(_pvary(x, missing) if missing else x)
+    return cast
+
+
+def _pvary(x: Any, axes: tuple) -> Any:
+    if hasattr(jax.lax, "pcast"):
+        return jax.lax.pcast(x, axes, to="varying")
+    return jax.lax.pvary(x, axes)  # type: ignore[attr-defined]  # jax 0.7
+
+
+def _sharded_like(x: Any, aval: Any) -> Any:
+    """`x` with the sharding of `aval`, where that is part of the type: on meshes of explicit axes."""
+    axis_types = aval.sharding.mesh.axis_types or ()
+    if jax.sharding.AxisType.Explicit not in axis_types:
+        return x
+    return jax.sharding.reshard(x, aval.sharding)
+
+
+def _on_mesh(ctx: Any) -> Any:
+    """`ctx` with the mesh over which XLA may split what is lowered; None where it may not.
+
+    That is in shard_map and pmap, on one device, and in an exported program, which cannot keep the Python function
+    that `custom_partitioning` calls.
+    """
+    module = ctx.module_context
+    context = module.axis_context
+    if not isinstance(context, mlir.ShardingContext) or module.lowering_parameters.for_export:
+        return None
+    mesh = context.abstract_mesh or _mesh_of(ctx.avals_in)  # JAX looks for it in concrete shardings only
+    if context.num_devices == 1 or mesh.size != context.num_devices or not context.device_assignment:
+        return None
+    with_mesh = dataclasses.replace(context, abstract_mesh=_halved_axes(mesh))
+    return ctx.replace(module_context=module.replace(axis_context=with_mesh))
+
+
+def _halved_axes(mesh: Any) -> Any:
+    """The mesh with axes of size 2, as far as they divide: XLA may split a dimension over a part of an axis.
+
+    JAX has no name for such a part.
+    """
+    sizes: list[int] = []
+    for size in mesh.axis_sizes:
+        while size % 2 == 0:
+            sizes.append(2)
+            size //= 2
+        sizes.append(size)
+    return jax.sharding.AbstractMesh(tuple(sizes), tuple(f"axis{i}" for i in range(len(sizes))))
+
+
+def _auto_devices(ctx: Any) -> int:
+    """Over how many devices XLA splits what is lowered: in `shard_map`, those of the axes that are not manual."""
+    context = ctx.module_context.axis_context
+    if not isinstance(context, mlir.SPMDAxisContext):
+        return getattr(context, "num_devices", 1)
+    mesh = _mesh_of([*ctx.avals_in, *ctx.avals_out])
+    return math.prod(size for axis, size in mesh.shape.items() if axis not in mesh.manual_axes)
+
+
+# -- dtypes of 64 bits ---------------------------------------------------------------------------------
+
+
+def _zeros(like: Any) -> Any:
+    """`jnp.zeros_like`, but without truncation to 32 bits where x64 is disabled."""
+    return ad.instantiate_zeros(ad.Zero(jax.core.ShapedArray(like.shape, like.dtype)))
 
 
 def _allowed_dtype(dtype: Any, ins: Sequence[Any]) -> np.dtype:
     """The dtype of a declared output: of 64 bits where x64 is enabled, or these are allowed, or an input has them."""
-    allowed = getattr(getattr(jax.config, "jax_explicit_x64_dtypes", None), "name", "") == "ALLOW"  # jax >= 0.8
-    keep = allowed or any(x.dtype == dtype for x in ins)
-    return np.dtype(dtype if keep else jax.dtypes.canonicalize_dtype(dtype))
+    setting = getattr(jax.config, "jax_explicit_x64_dtypes", None)  # jax >= 0.8
+    if getattr(setting, "name", "") == "ALLOW" or any(x.dtype == dtype for x in ins):
+        return np.dtype(dtype)
+    return np.dtype(jax.dtypes.canonicalize_dtype(dtype))
 
 
 # ======================================================================================================
 # 2. The C structs of jaxlib/include/xla/ffi/api/c_api.h that a handler reads and writes.
-# Structs only ever grow at their end, so a mirror of those of jaxlib 0.7.2 serves all; a test compares them with the
-# header.  A new major version may change more; XLA does not refuse, as a handler reports the header's own version.
+# XLA adds fields at the end of a struct only, so these, which are those of jaxlib 0.7.2, fit every later one; a test
+# compares them with the installed header.  A new major version of the interface may change anything.
 
-_PTR, _I64, _I32, _SIZE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_size_t
+_PTR = ctypes.c_void_p
+_I64 = ctypes.c_int64
+_I32 = ctypes.c_int32
+_SIZE = ctypes.c_size_t
 _STAGE_EXECUTE = 3
 _EXTENSION_METADATA = 1
-_ERROR_INVALID_ARGUMENT, _ERROR_INTERNAL = 3, 13
+_ERROR_INVALID_ARGUMENT = 3
+_ERROR_INTERNAL = 13
 _COMMAND_BUFFER_COMPATIBLE = 1
 _HUGE_PAGE_MIN, _MADV_HUGEPAGE = 1 << 22, 14  # bytes, from which on NumPy does it too; sys/mman.h of Linux
 
@@ -226,37 +307,46 @@ def _struct(name: str, **fields: Any) -> Any:
     return type(name, (ctypes.Structure,), {"_fields_": list(fields.items())})
 
 
-_sized: Any = functools.partial(_struct, struct_size=_SIZE, extension_start=_PTR)  # as nearly all begin
+def _sized_struct(name: str, **fields: Any) -> Any:
+    """A struct that begins with its own size and a list of extensions, as nearly all do."""
+    return _struct(name, struct_size=_SIZE, extension_start=_PTR, **fields)
+
+
 XLA_FFI_InternalExtension = _struct("XLA_FFI_InternalExtension", struct_size=_SIZE, type=_I32, next=_PTR)
-XLA_FFI_Api_Version = _sized("XLA_FFI_Api_Version", major_version=_I32, minor_version=_I32)
+XLA_FFI_Api_Version = _sized_struct("XLA_FFI_Api_Version", major_version=_I32, minor_version=_I32)
 XLA_FFI_Metadata = _struct("XLA_FFI_Metadata", struct_size=_SIZE, api_version=XLA_FFI_Api_Version, traits=_I32)
 XLA_FFI_Metadata_Extension = _struct(
     "XLA_FFI_Metadata_Extension", extension_base=XLA_FFI_InternalExtension, metadata=_PTR
 )
-XLA_FFI_Buffer = _sized("XLA_FFI_Buffer", dtype=_I32, data=_PTR, rank=_I64, dims=_PTR)
+XLA_FFI_Buffer = _sized_struct("XLA_FFI_Buffer", dtype=_I32, data=_PTR, rank=_I64, dims=_PTR)
 XLA_FFI_Array = _struct("XLA_FFI_Array", dtype=_I32, size=_SIZE, data=_PTR)
-XLA_FFI_Args = _sized("XLA_FFI_Args", size=_I64, types=_PTR, args=_PTR)
-XLA_FFI_Rets = _sized("XLA_FFI_Rets", size=_I64, types=_PTR, rets=_PTR)
-XLA_FFI_Attrs = _sized("XLA_FFI_Attrs", size=_I64, types=_PTR, names=_PTR, attrs=_PTR)
-XLA_FFI_CallFrame = _sized(
+XLA_FFI_Args = _sized_struct("XLA_FFI_Args", size=_I64, types=_PTR, args=_PTR)
+XLA_FFI_Rets = _sized_struct("XLA_FFI_Rets", size=_I64, types=_PTR, rets=_PTR)
+XLA_FFI_Attrs = _sized_struct("XLA_FFI_Attrs", size=_I64, types=_PTR, names=_PTR, attrs=_PTR)
+XLA_FFI_CallFrame = _sized_struct(
     "XLA_FFI_CallFrame", api=_PTR, ctx=_PTR, stage=_I32, args=XLA_FFI_Args, rets=XLA_FFI_Rets, attrs=XLA_FFI_Attrs
 )
-XLA_FFI_Error_Create_Args = _sized("XLA_FFI_Error_Create_Args", message=_PTR, errc=_I32)
-XLA_FFI_Error_Destroy_Args = _sized("XLA_FFI_Error_Destroy_Args", error=_PTR)
-XLA_FFI_ThreadPool_Schedule_Args = _sized("XLA_FFI_ThreadPool_Schedule_Args", ctx=_PTR, task=_PTR, data=_PTR)
-XLA_FFI_ThreadPool_NumThreads_Args = _sized("XLA_FFI_ThreadPool_NumThreads_Args", ctx=_PTR, num_threads=_PTR)
-XLA_FFI_Stream_Get_Args = _sized("XLA_FFI_Stream_Get_Args", ctx=_PTR, stream=_PTR)
-XLA_FFI_DeviceOrdinal_Get_Args = _sized("XLA_FFI_DeviceOrdinal_Get_Args", ctx=_PTR, device_ordinal=_I32)
+XLA_FFI_Error_Create_Args = _sized_struct("XLA_FFI_Error_Create_Args", message=_PTR, errc=_I32)
+XLA_FFI_Error_Destroy_Args = _sized_struct("XLA_FFI_Error_Destroy_Args", error=_PTR)
+XLA_FFI_ThreadPool_Schedule_Args = _sized_struct("XLA_FFI_ThreadPool_Schedule_Args", ctx=_PTR, task=_PTR, data=_PTR)
+XLA_FFI_ThreadPool_NumThreads_Args = _sized_struct("XLA_FFI_ThreadPool_NumThreads_Args", ctx=_PTR, num_threads=_PTR)
+XLA_FFI_Stream_Get_Args = _sized_struct("XLA_FFI_Stream_Get_Args", ctx=_PTR, stream=_PTR)
+XLA_FFI_DeviceOrdinal_Get_Args = _sized_struct("XLA_FFI_DeviceOrdinal_Get_Args", ctx=_PTR, device_ordinal=_I32)
 _API_FUNCTIONS = (
     "Error_Create Error_GetDetails Error_Destroy Handler_Register Stream_Get Type_Register InvokeContext_Get "
     "State_Set State_Get DeviceMemory_Allocate DeviceMemory_Free ThreadPool_Schedule ThreadPool_NumThreads "
     "Future_Create Future_SetAvailable Future_SetError RunId_Get DeviceOrdinal_Get"
 ).split()
-_places: Any = {f"XLA_FFI_{name}": _PTR for name in _API_FUNCTIONS}
-XLA_FFI_Api = _sized("XLA_FFI_Api", api_version=XLA_FFI_Api_Version, internal_api=_PTR, **_places)
+XLA_FFI_Api = _sized_struct(
+    "XLA_FFI_Api",
+    api_version=XLA_FFI_Api_Version,
+    internal_api=_PTR,
+    **{f"XLA_FFI_{name}": _PTR for name in _API_FUNCTIONS},
+)
 
-# For a new dtype: its number in c_api.h, its name in what backends take (_NUMBA_DTYPES, _CUDA_DTYPES, _WARP_DTYPES),
-# and its type there (`_array_types`, which looks for that name in Numba; `_NumbaCuda.enter`, `_warp_scalars`).
+# A new dtype is added in four places: its number in c_api.h here; its name in what backends take (_NUMBA_DTYPES,
+# _CUDA_DTYPES, _WARP_DTYPES); its type there (`_array_types`, which looks for that name in Numba; `_NumbaCuda.enter`,
+# `_warp_scalars`).
 _XLA_FFI_DATA_TYPES = {
     "bool": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint8": 6, "uint16": 7, "uint32": 8, "uint64": 9,
     "float16": 10, "float32": 11, "float64": 12, "complex64": 15, "bfloat16": 16, "complex128": 18,
@@ -267,10 +357,13 @@ _XLA_FFI_DATA_TYPES = {
 def _ffi_api_version() -> tuple[int, int]:
     """The version to report in the handshake: jaxlib's own, which accepts no newer one, or without its header 0.1."""
     path = os.path.join(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h")
-    with contextlib.suppress(OSError), open(path, encoding="utf-8") as header:
-        found = dict(re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", header.read()))
-        return int(found.get("MAJOR", 0)), int(found.get("MINOR", 1))
-    return 0, 1
+    try:
+        with open(path, encoding="utf-8") as header:
+            text = header.read()
+    except OSError:
+        text = ""
+    numbers = dict(re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", text))
+    return int(numbers.get("MAJOR", 0)), int(numbers.get("MINOR", 1))
 
 
 # ======================================================================================================
@@ -866,7 +959,7 @@ def _call_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, target: _Targe
 
 for _primitive in (_call_p := Primitive("xla_kernel"), _split_call_p := Primitive("xla_kernel")):
     _primitive.multiple_results = True
-    _primitive.def_impl(functools.partial(xla.apply_primitive, _primitive))
+    _primitive.def_impl(functools.partial(_apply_primitive, _primitive))
     _primitive.def_effectful_abstract_eval(_call_abstract_eval)
     ad.primitive_jvps[_primitive] = _call_jvp
     batching.primitive_batchers[_primitive] = _call_batching
@@ -4191,16 +4284,6 @@ class KernelEntry:
     fallback: bool = False
 
 
-def _default_platform() -> str:
-    """The platform that a computation traced now is expected to run on."""
-    device = jax.config.jax_default_device or jax.default_backend()
-    return _platform_name(device if isinstance(device, str) else device.platform)
-
-
-def _platform_name(platform: str) -> str:
-    return "gpu" if platform in ("cuda", "rocm") else platform
-
-
 # -- 12.2 A call: from op(...) to its primitive --------------------------------------------------------
 # Knows operands, outs and static parameters, and checks them where the user's call is on the stack.
 # Does not know kernels, but for running a generator abstractly, so that its errors too are raised there.
@@ -4695,13 +4778,6 @@ class _Backend(NamedTuple):
     ready: str  # packages and classes of compiled kernels: as names, so that nothing is imported for them
     wrap: Callable[..., Any]  # (ready kernel, outs, **options) -> function of arrays
     check: Callable[[], Any]  # makes the function that the self-check calls: 2 * x + y
-
-
-def _import(module: str, user: str, install: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ImportError(f"{user} needs {module.partition('.')[0]} ({error}); install it: {install}") from error
 
 
 def _wrap_numba_cuda(kernel: Any, outs: tuple, **options: Any) -> Any:
