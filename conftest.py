@@ -1,4 +1,4 @@
-"""Devices, what is available, the header of the report, and the table of the benchmark."""
+"""Devices, what is available, the head of the report, the grid of the matrix, and the table of the benchmark."""
 
 import contextlib
 import ctypes
@@ -6,11 +6,13 @@ import datetime
 import functools
 import importlib
 import importlib.metadata
+import io
 import json
 import os
 import pathlib
 import platform
 import shutil
+import string
 
 # Several CPU devices, for shard_map and pmap; must be set before jax makes its backend.
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
@@ -48,32 +50,38 @@ def gpu():
         return None
 
 
-BACKENDS = ("numba", "numba_parallel", "numba_cuda", "numba_cuda_callable", "warp", "warp_gpu", "pallas")
-PACKAGES = {"warp": "warp", "warp_gpu": "warp", "pallas": "jax.experimental.pallas"}
-PACKAGES |= {name: name for name in ("flatbuffers", "scipy", "numpyro", "diffrax", "equinox", "optax")}
+PACKAGES = {"warp": "warp", "warp_gpu": "warp", "pallas": "jax.experimental.pallas"}  # of other requirements: Numba
+PACKAGES |= {name: name for name in ("jax", "flatbuffers", "scipy", "numpyro", "diffrax", "equinox", "optax")}
 NO_GPU = "JAX has no GPU here"
 NO_DEVICE = f"{NO_GPU}, or nothing that compiles for it (test_cuda_simulator runs it on the simulator)"
 
 
+def can_import(module):
+    try:
+        importlib.import_module(module)
+    except ImportError:
+        return False
+    return True
+
+
 def runs_cuda():
     """Whether Numba CUDA kernels run here: on a GPU, with a package that compiles them, or on the simulator."""
-    import xla_kernels as xk
-
-    return SIMULATOR or (gpu() and any(package.is_installed() for package in xk._CUDA_PACKAGES.values()))
+    return SIMULATOR or (gpu() and (can_import("numba_cuda_mlir.cuda") or can_import("numba.cuda")))
 
 
 def runs_warp_on_cpu():
     """Whether Warp has its compiler for CPUs, a library of its own that its package may be without."""
-    import xla_kernels as xk
+    import warp as wp
 
-    with xk._warp_session() as wp:
+    with contextlib.redirect_stdout(io.StringIO()):  # Warp's first words
         return wp.is_cpu_available()
 
 
+TESTED = ("numba", "cuda", "warp", "warp_gpu", "pallas", "gpu")  # what the report's head and --require know
 CONDITIONS = {  # requirement: (whether it is met, the reason of the skip); for other names a package is all it takes
     "gpu": (gpu, NO_GPU),
     "no gpu": (lambda: not gpu(), "shows what can be done without a GPU"),
-    **dict.fromkeys(("cuda", "numba_cuda", "numba_cuda_callable"), (runs_cuda, NO_DEVICE)),
+    "cuda": (runs_cuda, NO_DEVICE),
     "warp": (runs_warp_on_cpu, "Warp has no compiler for CPUs here"),
     "warp_gpu": (gpu, NO_GPU),
     "simulator": (lambda: SIMULATOR, "needs NUMBA_ENABLE_CUDASIM=1 (test_cuda_simulator runs it)"),
@@ -82,7 +90,7 @@ CONDITIONS = {  # requirement: (whether it is met, the reason of the skip); for 
     "real driver": (lambda: not FAKE_DRIVER, "runs once, without the fake driver"),
     "gcc": (lambda: shutil.which("gcc"), "no C compiler"),
 }
-ON_GPU = {"gpu", "cuda", "numba_cuda", "numba_cuda_callable", "warp_gpu"}  # what computes on the GPU if there is one
+ON_GPU = {"gpu", "cuda", "warp_gpu"}  # what computes on the GPU if there is one
 
 
 def platform_of(requirements):
@@ -136,28 +144,29 @@ def pytest_report_header(config):
     packages = ("jax", "jaxlib", "numpy", "numba", "warp-lang", "numba-cuda", "numba-cuda-mlir", "brainevent")
     installed = {d.name.lower().replace("_", "-") for d in importlib.metadata.distributions() if d.name}
     versions = [f"{name} {importlib.metadata.version(name)}" for name in packages if name in installed]
-    found = [name for name in (*BACKENDS, "gpu") if missing(name) is None]
-    skipped = [f"skipped: {name} ({missing(name)})" for name in (*BACKENDS, "gpu") if missing(name)]
+    found = [name for name in TESTED if missing(name) is None]
+    skipped = [f"skipped: {name} ({missing(name)})" for name in TESTED if missing(name)]
     simulator = ", Numba CUDA simulator" if SIMULATOR else ""
     devices = f"{jax.device_count('cpu')} CPU devices, {len(jax.devices('cuda')) if gpu() else 0} GPUs{simulator}"
     return [", ".join(versions), f"{devices}; testing: {', '.join(found)}", *skipped]
 
 
 def requirements_of(item):
-    """What a test needs: its parameter `backend`, the marks `gpu` and `needs(...)`."""
+    """What a test needs: the marks `gpu` and `needs(...)`, and of a cell of the matrix what the backend needs."""
     needed = [arg for mark in item.iter_markers("needs") for arg in mark.args]
     if item.get_closest_marker("gpu"):
         needed.append("gpu")
-    if hasattr(item, "callspec") and item.callspec.params.get("backend") in BACKENDS:
-        needed.append(item.callspec.params["backend"])
+    if cell := cell_of(item):
+        _, backend = cell
+        needed.append(item.module.BACKENDS[backend].needs)
     return needed
 
 
 def pytest_runtest_setup(item):
     """The one place where something that is missing becomes a skip, or with --require a failure."""
-    required = {name.strip() for name in item.config.getoption("--require").split(",")} - {""}
+    required = names_in(item.config.getoption("--require"))
     if "cuda" in required:
-        required |= {"numba_cuda", "numba_cuda_callable", "gpu"}
+        required.add("gpu")
     if required >= {"warp", "gpu"}:
         required.add("warp_gpu")
     for requirement in requirements_of(item):
@@ -167,11 +176,30 @@ def pytest_runtest_setup(item):
             pytest.skip(f"{requirement}: {reason}")
 
 
+def names_in(text):
+    return {name.strip() for name in text.split(",")} - {""}
+
+
 def pytest_configure(config):
     """Refuse names that --require does not know, which would require nothing."""
-    for name in config.getoption("--require").split(","):
-        if name and name.strip() not in (*BACKENDS, "cuda", "gpu"):
-            raise pytest.UsageError(f"--require={name}: unknown; choose from {', '.join((*BACKENDS, 'cuda', 'gpu'))}")
+    for name in names_in(config.getoption("--require")):
+        if name not in TESTED:
+            raise pytest.UsageError(f"--require={name}: unknown; choose from {', '.join(TESTED)}")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config):
+    """With -n but no --dist, let workers that are done take over tests from others."""
+    if getattr(config.option, "numprocesses", None) and config.option.dist == "no":
+        config.option.dist = "worksteal"
+
+
+def pytest_collection_modifyitems(items):
+    """Run tests that start processes first, as they take longest; and say in each report which cell it is of."""
+    items.sort(key=lambda item: item.get_closest_marker("processes") is None)
+    for item in items:
+        if cell_of(item):
+            item.user_properties.append(("place in grid", place_in_grid(item)))
 
 
 @pytest.fixture(autouse=True)
@@ -179,6 +207,85 @@ def computing(request):
     """Tests that need a GPU compute there, all others on the CPU."""
     with computing_for(requirements_of(request.node)):
         yield
+
+
+# ======================================================================================================
+# The grid of the matrix: printed at the end of a run that had cells of it
+# ======================================================================================================
+
+
+def cell_of(item):
+    """The transformation and the backend of a test of the matrix, or None."""
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    if not params.keys() >= {"transformation", "backend"}:
+        return None
+    return params["transformation"], params["backend"]
+
+
+def place_in_grid(item):
+    """Line, transformation, column and backend: what a report carries, also from a worker of xdist."""
+    transformation, backend = cell_of(item)
+    line = list(item.module.TRANSFORMS).index(transformation)
+    column = list(item.module.BACKENDS).index(backend)
+    return line, transformation, column, backend
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    outcomes, reasons = outcomes_in_grid(terminalreporter.stats)
+    if outcomes:
+        terminalreporter.section("matrix: cells that passed")
+        terminalreporter.write(grid_text(outcomes, reasons))
+    if tables := config.stash.get(TABLES, {}):
+        terminalreporter.section("benchmark")
+        terminalreporter.write(benchmark_report(tables, config.getoption("--bench-out")))
+
+
+def outcomes_in_grid(stats):
+    """For each place of the grid its outcomes, those of skips as letters, and the reasons that the letters mean."""
+    outcomes, reasons = {}, []
+    for outcome in ("passed", "failed", "error", "skipped"):
+        for report in stats.get(outcome, []):
+            place = dict(getattr(report, "user_properties", [])).get("place in grid")
+            if place is None:
+                continue
+            line, transformation, column, backend = place
+            cell = outcomes.setdefault(((line, transformation), (column, backend)), [])
+            if outcome == "skipped":
+                reason = report.longrepr[2].removeprefix("Skipped: ")
+                if reason not in reasons:
+                    reasons.append(reason)
+                cell.append(string.ascii_lowercase[reasons.index(reason)])
+            else:
+                cell.append(outcome)
+    return outcomes, reasons
+
+
+def grid_text(outcomes, reasons):
+    """A line for each transformation, a column for each backend, and below what the letters of skips mean."""
+    lines = sorted({line for line, _ in outcomes})
+    columns = sorted({column for _, column in outcomes})
+    rows = [["", *[backend for _, backend in columns]]]
+    for line in lines:
+        _, transformation = line
+        rows.append([transformation, *[cell_text(outcomes.get((line, column), [])) for column in columns]])
+    widths = [max(map(len, texts)) for texts in zip(*rows)]
+    text = ""
+    for row in rows:
+        text += "  ".join(map(str.ljust, row, widths)).rstrip() + "\n"
+    for letter, reason in zip(string.ascii_lowercase, reasons):
+        text += f"{letter}: skipped: {reason}\n"
+    return text
+
+
+def cell_text(outcomes):
+    """How many passed, how many did not, and letters for those skipped: "28", "26 a", "27 1 FAILED"."""
+    parts = []
+    if passed := outcomes.count("passed"):
+        parts.append(str(passed))
+    if failed := outcomes.count("failed") + outcomes.count("error"):
+        parts.append(f"{failed} FAILED")
+    parts += sorted(set(outcomes) - {"passed", "failed", "error"})
+    return " ".join(parts) or "-"
 
 
 # ======================================================================================================
@@ -194,16 +301,14 @@ def bench_table(request):
     return request.config.stash.setdefault(TABLES, {}).__setitem__
 
 
-def pytest_terminal_summary(terminalreporter, config):
-    if not (tables := config.stash.get(TABLES, {})):
-        return
+def benchmark_report(tables, prefix):
+    """The report as text; with a prefix also written to files."""
     report = {**machine(), "tables": tables}
     text = markdown(report)
-    terminalreporter.section("benchmark")
-    terminalreporter.write(text)
-    if prefix := config.getoption("--bench-out"):
+    if prefix:
         pathlib.Path(f"{prefix}.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         pathlib.Path(f"{prefix}.md").write_text(text, encoding="utf-8")
+    return text
 
 
 def machine():
