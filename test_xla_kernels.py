@@ -4,7 +4,6 @@ import ast
 import atexit
 import builtins
 import collections
-import concurrent.futures
 import contextlib
 import ctypes
 import dataclasses
@@ -2215,23 +2214,6 @@ def test_slices_of_a_batch_run_on_all_threads_unless_in_order(method):
     assert (len(set(found[..., 1].flat)) > 1) != in_order
 
 
-@pytest.mark.needs("warp")
-@pytest.mark.parametrize("size", [0, 1, 2, 3, 64])
-def test_warp_batches_on_all_threads(size):
-    @wp.kernel(module="unique")
-    def spin(x: wp.array(dtype=float), shared: wp.array(dtype=float), out: wp.array(dtype=float)):
-        total = x[0] * 0.0
-        for i in range(5000):
-            total += wp.sin(x[0] + float(i)) * shared[0]
-        out[0] = total
-
-    x, y = np.arange(size, dtype=np.float32).reshape(size, 1), np.ones((3, 1), np.float32)
-    calls = [xk.warp_kernel(spin, lambda x, y: x, vmap_method=method) for method in (None, "sequential")]
-    found, want = (jax.vmap(jax.vmap(call, (0, None)), (None, 0))(x, y) for call in calls)
-    assert found.shape == (3, size, 1)
-    np.testing.assert_array_equal(found, want)
-
-
 def test_a_very_deep_nest_of_vmaps():
     f = add_one
     for _ in range(12):
@@ -4187,148 +4169,511 @@ def sample(*shape, dtype=np.float32, seed=0):
     return np.random.default_rng(seed).uniform(-2, 2, shape).astype(dtype)
 
 
+def check_equal(actual, expected, rtol=1e-5):
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=rtol), actual, expected)
+
+
+# -- kernels, how they are wrapped, and the same in NumPy ----------------------------------------------
+
+
 @functools.cache
 def warp_kernels():
-    """The kernels of the table below; made on first use, so that the file loads without Warp."""
-    floats, ints, vectors = (wp.array(dtype=dtype) for dtype in (float, wp.int32, wp.vec3))
+    """The kernels of WARP_CASES; made on first use, so that the file loads without Warp."""
+    floats = wp.array(dtype=float)
+    integers = wp.array(dtype=wp.int32)
+    booleans = wp.array(dtype=wp.bool)
+    vectors = wp.array(dtype=wp.vec3)
+    table = wp.array2d(dtype=float)
 
-    @wp.kernel
-    def outer(x: floats, y: floats, out: wp.array2d(dtype=float)):
+    @wp.kernel(module="unique")
+    def add(x: floats, y: floats, out: floats):
+        i = wp.tid()
+        out[i] = x[i] + y[i]
+
+    @wp.kernel(module="unique")
+    def outer(x: floats, y: floats, out: table):
         i, j = wp.tid()
         out[i, j] = x[i] * y[j]
 
-    @wp.kernel
+    @wp.kernel(module="unique")
+    def total(x: floats, out: floats):
+        s = float(0.0)  # noqa: UP018
+        for k in range(x.shape[0]):
+            s += x[k]
+        out[wp.tid()] = s
+
+    @wp.kernel(module="unique")
     def cross(x: vectors, y: vectors, out: vectors):
         i = wp.tid()
         out[i] = wp.cross(x[i], y[i])
 
-    @wp.kernel
+    @wp.kernel(module="unique")
     def matvec(m: wp.array2d(dtype=wp.mat22), v: wp.array2d(dtype=wp.vec2), out: wp.array2d(dtype=wp.vec2)):
         i, j = wp.tid()
         out[i, j] = m[i, j] * v[i, j]
 
-    @wp.kernel
+    @wp.kernel(module="unique")
     def flip(x: wp.array4d(dtype=float), out: wp.array4d(dtype=float)):
         i, j, k, n = wp.tid()
         out[n, k, j, i] = x[i, j, k, n]
 
-    @wp.kernel
-    def histogram(index: ints, weight: float, acc: floats):
+    @wp.kernel(module="unique")
+    def lif(v: floats, current: floats, new_v: floats, spikes: booleans):
+        i = wp.tid()
+        u = v[i] + (current[i] - v[i]) * 0.1
+        spikes[i] = u > 1.0
+        new_v[i] = wp.where(u > 1.0, 0.0, u)
+
+    @wp.kernel(module="unique")
+    def histogram(index: integers, weight: float, acc: floats):
         wp.atomic_add(acc, index[wp.tid()], weight)
 
-    @wp.kernel
+    @wp.kernel(module="unique")
     def scratchy(x: floats, out: floats, buffer: floats):
         i = wp.tid()
         buffer[i] = 3.0 * x[i]
         out[i] = buffer[i] + 1.0
 
-    @wp.kernel
+    @wp.kernel(module="unique")
     def tally(x: floats, out: floats):
         wp.atomic_add(out, 0, x[wp.tid()])
 
-    @wp.kernel
-    def smooth(x: floats, k: ints, a: float, sq: floats, si: floats, count: ints):
+    @wp.kernel(module="unique")
+    def in_place(v: floats, current: floats, out: floats):
         i = wp.tid()
-        sq[i] = a * x[i] * x[k[i]]
-        if i < si.shape[0]:
-            si[i] = wp.sin(x[i])
+        out[i] = out[i] + (current[i] - out[i]) * 0.1
+
+    @wp.kernel(module="unique")
+    def smooth(x: floats, k: integers, a: float, squares: floats, sines: floats, count: integers):
+        i = wp.tid()
+        squares[i] = a * x[i] * x[k[i]]
+        if i < sines.shape[0]:
+            sines[i] = wp.sin(x[i])
         count[i] = 1
 
-    made = {op.name: matrix_kernel(op, "warp", np.dtype("float32")) for op in (Add, Lif, Sum, InPlace)}
-    return types.SimpleNamespace(**made, **locals())
+    return types.SimpleNamespace(**locals())
 
 
-WARP_OPS = {  # name: (options of warp_kernel, arguments, NumPy reference)
-    "add": ({"outs": lambda x, y: x}, (sample(5), sample(5, seed=1)), lambda x, y: x + y),
-    "outer": ({"outs": spec(3, 4), "launch_dims": (3, 4)}, (sample(3), sample(4, seed=1)), np.outer),
-    "sum": ({"outs": spec(1), "launch_dims": 1}, (sample(3),), lambda x: x.sum()[None]),
-    "cross": ({"outs": lambda x, y: x}, (sample(4, 3), sample(4, 3, seed=1)), np.cross),
-    "matvec": ({"outs": spec(2, 3, 2)}, (sample(2, 3, 2, 2), sample(2, 3, 2)), lambda m, v: (m @ v[..., None])[..., 0]),
-    "flip": ({"outs": lambda x: spec(*x.shape[::-1])}, (sample(2, 3, 4, 5),), lambda x: x.transpose(3, 2, 1, 0)),
-    "lif": ({"outs": (spec(7), spec(7, dtype=bool))}, (sample(7), sample(7, seed=1)), Lif.reference),
-    "tally": ({"outs": spec(1), "zero_outputs": True}, (sample(5),), lambda x: x.sum()[None]),
-    "scratchy": ({"outs": lambda x: x, "scratch": lambda x: x}, (sample(5),), lambda x: 3 * x + 1),
-    "in_place": ({"outs": spec(5), "input_output_aliases": {0: 0}}, (sample(5), sample(5, seed=1)), InPlace.reference),
+def lif_in_numpy(v, current):
+    u = v + (current - v) * np.float32(0.1)
+    return np.where(u > 1, np.float32(0), u), u > 1
+
+
+def matvec_in_numpy(m, v):
+    return (m @ v[..., None])[..., 0]
+
+
+@dataclasses.dataclass
+class WarpCase:
+    """Options of warp_kernel, arguments of a call, and what it gives, in NumPy."""
+
+    options: dict
+    args: tuple
+    reference: Callable
+
+
+def like_first(first, *rest):
+    return first
+
+
+PAIR = sample(5), sample(5, seed=1)
+WARP_CASES = {  # by the name of the kernel
+    "add": WarpCase({"outs": like_first}, PAIR, np.add),
+    "outer": WarpCase({"outs": spec(3, 4), "launch_dims": (3, 4)}, (sample(3), sample(4, seed=1)), np.outer),
+    "total": WarpCase({"outs": spec(1), "launch_dims": 1}, (sample(3),), lambda x: x.sum(keepdims=True)),
+    "cross": WarpCase({"outs": like_first}, (sample(4, 3), sample(4, 3, seed=1)), np.cross),
+    "matvec": WarpCase({"outs": spec(2, 3, 2)}, (sample(2, 3, 2, 2), sample(2, 3, 2)), matvec_in_numpy),
+    "flip": WarpCase({"outs": lambda x: spec(*x.shape[::-1])}, (sample(2, 3, 4, 5),), np.transpose),
+    "lif": WarpCase({"outs": (spec(7), spec(7, dtype=bool))}, (sample(7), sample(7, seed=1)), lif_in_numpy),
+    "tally": WarpCase({"outs": spec(1), "zero_outputs": True}, (sample(5),), lambda x: x.sum(keepdims=True)),
+    "scratchy": WarpCase({"outs": like_first, "scratch": like_first}, (sample(5),), lambda x: 3 * x + 1),
+    "in_place": WarpCase({"outs": spec(5), "input_output_aliases": {0: 0}}, PAIR, lambda v, c: v + (c - v) * 0.1),
 }
 
 
-WARP_PATHS = {"native": "warp", "replay": "warp", "gpu": "warp_gpu"}
+def wrapped(name, **options):
+    """A kernel of the table, wrapped as its case says."""
+    return xk.warp_kernel(getattr(warp_kernels(), name), **{**WARP_CASES[name].options, **options})
 
 
-@pytest.fixture(params=[pytest.param(path, marks=pytest.mark.needs(need)) for path, need in WARP_PATHS.items()])
+@functools.cache
+def tile_kernel():
+    @wp.kernel(module="unique")
+    def double(x: wp.array(dtype=float), out: wp.array(dtype=float)):
+        i = wp.tid()
+        t = wp.tile_load(x, shape=64, offset=i * 64, storage="shared")
+        wp.tile_store(out, t * 2.0, offset=i * 64)
+
+    return double
+
+
+@functools.cache
+def kernel_of_every_kind():
+    """A kernel with a parameter of every kind, and values for those passed by value, by name."""
+    wp.init()  # vectors of halves need it
+
+    @wp.struct
+    class Inner:
+        axis: wp.vec3
+
+    @wp.struct
+    class Settings:
+        gain: float
+        inner: Inner
+        precise: wp.float64
+        on: bool
+
+    @wp.kernel(module="unique")
+    def every(x: wp.array(dtype=wp.vec3), h: wp.float16, on: bool, i: wp.int8, v: wp.vec3h, m: wp.mat33, s: Settings,
+              n: wp.uint64, w: wp.array2d(dtype=float), out: wp.array2d(dtype=float)):  # fmt: skip
+        r, c = wp.tid()
+        if on and s.on:
+            values = float(h) + float(i) + float(v[1]) + m[2, 1] + s.gain + s.inner.axis[2] + float(n)
+            out[r, c] = x[r][0] * w[r, c] + values
+
+    settings = Settings()
+    settings.gain = 1.5
+    settings.inner.axis = wp.vec3(1.0, 2.0, 3.0)
+    settings.precise = wp.float64(0.1)
+    settings.on = True
+    v = wp.vec3h(4.0, 5.0, 6.0)
+    m = wp.mat33(*range(9))
+    return every, {"h": 1.5, "on": True, "i": -3, "v": v, "m": m, "s": settings, "n": 2**40}
+
+
+# -- the ways in which a Warp kernel is started --------------------------------------------------------
+
+
+def with_unknown_bounds(launch):
+    """A recorded launch as a Warp makes it that passes more than the library knows: it runs through Warp's own."""
+
+    class Bounds(type(launch.bounds)):
+        _fields_: typing.ClassVar = [("unknown", ctypes.c_int64)]
+
+    known = bytes(launch.bounds)
+    launch.bounds = Bounds.from_buffer_copy(known.ljust(ctypes.sizeof(Bounds), b"\0"))
+    launch.params[0] = launch.bounds
+    return launch
+
+
+class WarpPath:
+    """How the kernels of a test are started, and how often that was through Warp's own `Launch.launch`."""
+
+    def __init__(self, name):
+        self.name = name
+        self.python_launches = 0
+
+    def count_python_launches(self, monkeypatch):
+        launch = wp.Launch.launch
+
+        def counting(*args, **options):
+            self.python_launches += 1
+            return launch(*args, **options)
+
+        monkeypatch.setattr(wp.Launch, "launch", counting)
+
+
+NEEDED_BY_PATH = {"native": "warp", "replay": "warp", "gpu": "warp_gpu"}
+
+
+@pytest.fixture(params=[pytest.param(path, marks=pytest.mark.needs(need)) for path, need in NEEDED_BY_PATH.items()])
 def warp_path(request, monkeypatch):
-    """Both ways to run a Warp kernel on the CPU, which other target names keep apart, and the one for GPUs."""
-    if request.param == "replay":
-        monkeypatch.setattr(xk, "__name__", "xk_replay")
-        monkeypatch.setattr(xk, "_warp_layout", lambda *args: None)
-    return request.param
+    """On the CPU, natively and (as of a Warp that is not known) by replaying its recorded launch; and on a GPU."""
+    path = WarpPath(request.param)
+    if path.name == "replay":
+        launch = wp.launch
+
+        def launching(*args, record_cmd=False, **options):
+            launched = launch(*args, record_cmd=record_cmd, **options)
+            return with_unknown_bounds(launched) if record_cmd else launched
+
+        monkeypatch.setattr(wp, "launch", launching)
+        monkeypatch.setattr(xk, "__name__", "xk_replay")  # other target names, so that nothing is shared
+    path.count_python_launches(monkeypatch)
+    return path
 
 
-def warp_op(name):
-    options, args, reference = WARP_OPS[name]
-    return xk.warp_kernel(getattr(warp_kernels(), name), **options), args, reference
+class FakeGpu:
+    """CUDA device 3, made of the CPU.  It stands in for
+
+    JAX: a GPU is the default, GPUs 1 and 3 are here, and a handler for CUDA is registered for the CPU;
+    XLA: its API tells the handler a stream and a device;
+    libcuda: a launch runs Warp's code for the CPU, with the parameters that the handler passed;
+    Warp: a launch on a GPU is recorded on the CPU.
+    """
+
+    ORDINAL = 3
+    STREAM = 0x5EED
+    HANDLER = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
+    registered: typing.ClassVar = []  # XLA never forgets a handler
+
+    def __init__(self, monkeypatch, is_known):
+        self.is_known = is_known  # whether Warp's launches are those that the library knows
+        self.recorded = []  # Warp's launches: (device, threads per block, launch)
+        self.launches = []  # those of libcuda: (grid, block, shared memory, stream, the bytes of each parameter)
+        self.python_launches = []  # the streams of those through Warp
+        self.sizes = []  # how many threads each launch ran
+        self.traits = []  # of the handlers
+        self.runs = True  # whether a launch runs the kernel
+        self.error = 0  # what a launch returns
+        self.callbacks = {}
+        self.originals = types.SimpleNamespace(
+            cdll=ctypes.CDLL,
+            make_array=wp.array.__init__,
+            record=wp.launch,
+            run=wp.Launch.launch,
+            register=jax.ffi.register_ffi_target,
+        )
+        monkeypatch.setattr(xk, "__name__", f"xk_gpu_{os.urandom(4).hex()}")  # other target names
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        monkeypatch.setattr(jax, "local_devices", self.local_devices)
+        monkeypatch.setattr(jax.ffi, "register_ffi_target", self.register_ffi_target)
+        monkeypatch.setattr(ctypes, "CDLL", self.open_library)
+        monkeypatch.setattr(wp, "launch", self.record)
+        monkeypatch.setattr(wp.array, "__init__", lambda array, *args, **options: self.make_array(array, args, options))
+        monkeypatch.setattr(wp.Launch, "launch", lambda launch, stream=None: self.launch_by_warp(launch, stream))
+
+    def run(self, f, *args):
+        """The result of `f`, lowered for CUDA."""
+        jax.eval_shape(f, *args)
+        checks = [*xk.export_checks(), jax.export.DisabledSafetyCheck.platform()]
+        return jax.export.export(jax.jit(f), platforms=["cuda"], disabled_checks=checks)(*args).call(*args)
+
+    def address(self, function, *types_):
+        """The address of a C function that calls `function`."""
+        callback = self.callbacks.setdefault(function, ctypes.CFUNCTYPE(*types_)(function))
+        return ctypes.cast(callback, ctypes.c_void_p).value
+
+    # -- JAX
+
+    def local_devices(self, *args, backend=None, **options):
+        assert backend == "cuda"
+        return [types.SimpleNamespace(local_hardware_id=ordinal) for ordinal in (1, self.ORDINAL)]
+
+    def register_ffi_target(self, name, handler, platform="cpu", **options):
+        assert platform == "CUDA"
+        pointer = ctypes.pythonapi.PyCapsule_GetPointer
+        pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+        name_of = ctypes.pythonapi.PyCapsule_GetName
+        name_of.restype, name_of.argtypes = ctypes.c_char_p, [ctypes.py_object]
+        lent = self.HANDLER(functools.partial(self.call, self.HANDLER(pointer(handler, name_of(handler)))))
+        self.registered.append((self, lent))
+        capsule = jax.ffi.pycapsule(ctypes.cast(lent, ctypes.c_void_p))
+        self.originals.register(name, capsule, platform="cpu", **options)
+
+    # -- XLA
+
+    def call(self, handler, frame_address):
+        """Call a handler with an API that has a GPU."""
+        frame = xk.XLA_FFI_CallFrame.from_address(frame_address)
+        cpu_api = frame.api
+        size = ctypes.c_size_t.from_address(cpu_api).value
+        memory = ctypes.create_string_buffer(ctypes.string_at(cpu_api, size), max(size, ctypes.sizeof(xk.XLA_FFI_Api)))
+        api = xk.XLA_FFI_Api.from_buffer(memory)
+        api.XLA_FFI_Stream_Get = self.address(self.give_stream, ctypes.c_void_p, ctypes.c_void_p)
+        api.XLA_FFI_DeviceOrdinal_Get = self.address(self.give_ordinal, ctypes.c_void_p, ctypes.c_void_p)
+        frame.api = ctypes.addressof(memory)
+        try:
+            return handler(frame_address)
+        finally:
+            frame.api = cpu_api
+            if frame.extension_start:  # the question for the handler's metadata
+                extension = xk.XLA_FFI_Metadata_Extension.from_address(frame.extension_start)
+                self.traits.append(xk.XLA_FFI_Metadata.from_address(extension.metadata).traits)
+
+    def give_stream(self, args):
+        xk.XLA_FFI_Stream_Get_Args.from_address(args).stream = self.STREAM
+
+    def give_ordinal(self, args):
+        xk.XLA_FFI_DeviceOrdinal_Get_Args.from_address(args).device_ordinal = self.ORDINAL
+
+    # -- libcuda
+
+    def open_library(self, name, *args, **options):
+        if name != "libcuda.so.1":
+            return self.originals.cdll(name, *args, **options)
+        number, pointer = ctypes.c_uint32, ctypes.c_void_p
+        launch = ctypes.CFUNCTYPE(
+            ctypes.c_int32, pointer, *[number] * 7, pointer, ctypes.POINTER(ctypes.c_void_p), pointer
+        )
+        get_device = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.POINTER(ctypes.c_int32))
+        library = types.SimpleNamespace(
+            cuLaunchKernel=launch(self.launch),
+            cuCtxGetDevice=get_device(self.get_device),
+            cuCtxGetCurrent=lambda context: 0,
+            cuCtxSetCurrent=lambda context: 0,
+            cuGetErrorName=lambda code, text: self.write_text(text, f"CUDA_ERROR_{code}"),
+            cuGetErrorString=lambda code, text: self.write_text(text, "as the test says"),
+        )
+        self.registered.append(library)
+        return library
+
+    def launch(self, function, gx, gy, gz, bx, by, bz, shared, stream, params, extra):
+        launch = self.find(function)
+        sizes = [ctypes.sizeof(param) for param in launch.params]
+        packed = [ctypes.string_at(params[i], size) for i, size in enumerate(sizes)]
+        self.launches.append(((gx, gy, gz), (bx, by, bz), shared, stream, packed))
+        if self.runs and not self.error:
+            for param, memory in zip(launch.params, packed, strict=True):
+                ctypes.memmove(ctypes.addressof(param), memory, len(memory))
+            self.run_on_cpu(launch)
+        return self.error
+
+    def run_on_cpu(self, launch):
+        self.sizes.append(launch.params[0].size)
+        self.originals.run(launch)
+
+    def find(self, function):
+        """The recorded launch of some code."""
+        for _, _, launch in self.recorded:
+            code = launch.hooks.backward if launch.adjoint else launch.hooks.forward
+            if ctypes.cast(code, ctypes.c_void_p).value == function:
+                return launch
+        raise AssertionError("libcuda launches what Warp did not load")
+
+    def get_device(self, ordinal):
+        ordinal[0] = self.ORDINAL
+        return 0
+
+    def write_text(self, pointer, text):
+        pointer._obj.value = text.encode()
+        return 0
+
+    # -- Warp
+
+    def make_array(self, array, args, options):
+        if str(options.get("device")).startswith("cuda:"):
+            options["device"] = "cpu"
+        self.originals.make_array(array, *args, **options)
+
+    def record(self, kernel, *args, device=None, block_dim=256, **options):
+        if not str(device).startswith("cuda:"):
+            return self.originals.record(kernel, *args, device=device, block_dim=block_dim, **options)
+        launch = self.originals.record(kernel, *args, device="cpu", block_dim=1, **options)
+        shared = 16 * int(device.removeprefix("cuda:"))
+        launch.hooks = type(launch.hooks)(launch.hooks.forward, launch.hooks.backward, shared, shared)
+        self.recorded.append((device, block_dim, launch))
+        return launch if self.is_known else with_unknown_bounds(launch)
+
+    def launch_by_warp(self, launch, stream):
+        if stream is not None:
+            self.python_launches.append(stream.cuda_stream)
+        self.run_on_cpu(launch)
 
 
-def check_equal(actual, expected, rtol=1e-5, atol=0.0):
-    close = functools.partial(np.testing.assert_allclose, rtol=rtol, atol=atol)
-    jax.tree.map(close, actual, expected)
+@pytest.fixture(params=["native", "replay"])
+def fake_gpu(request, monkeypatch):
+    """A GPU where a handler calls libcuda, and one where it goes through Warp's own launch."""
+    gpu = FakeGpu(monkeypatch, is_known=request.param == "native")
+    yield gpu
+    assert bool(gpu.launches) == (request.param == "native")
+    assert bool(gpu.python_launches) == (request.param == "replay")
 
 
-def slices(f, axes, args, size):
-    """What vmap must equal: a Python loop."""
-    rows = [f(*(x if d is None else np.take(x, i, d) for x, d in zip(args, axes))) for i in range(size)]
-    return jax.tree_util.tree_map(lambda *leaves: np.stack(leaves), *rows)
+@pytest.fixture
+def native_fake_gpu(monkeypatch):
+    return FakeGpu(monkeypatch, is_known=True)
 
 
-@pytest.mark.parametrize("name", WARP_OPS)
+def test_warp_fixtures_tell_the_paths_apart(warp_path):
+    """Else a test may pass twice on one path."""
+    f = wrapped("add")
+    jax.block_until_ready(f(*PAIR))
+    warp_path.python_launches = 0
+    jax.block_until_ready(f(*PAIR))
+    assert warp_path.python_launches == {"native": 0, "replay": 1, "gpu": 0}[warp_path.name]
+
+
+# -- values --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", WARP_CASES)
 def test_warp_ops(name, warp_path):
-    f, args, reference = warp_op(name)
-    expected = reference(*args)
-    check_equal(f(*args), expected)
-    check_equal(jax.jit(f)(*args), expected)
-    target = xk._CallbackEmitter if warp_path == "replay" else xk._WarpEmitter
-    kept = [c.keep for (key, _), c in xk._STORE.targets.items() if key.startswith(f"{xk.__name__}.{name}.")]
-    assert any(isinstance(keep, tuple) and isinstance(keep[1], target) for keep in kept)
+    case, f = WARP_CASES[name], wrapped(name)
+    expected = case.reference(*case.args)
+    check_equal(f(*case.args), expected)
+    check_equal(jax.jit(f)(*case.args), expected)
 
 
-@pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("name", WARP_OPS)
-def test_warp_vmap(name, size, warp_path):
-    f, args, _ = warp_op(name)
-    batched = [np.stack([x * (i + 1) for i in range(size)], axis=min(1, x.ndim)) for x in args]
-    axes = [1] * len(args)
-    check_equal(jax.vmap(f, in_axes=axes)(*batched), slices(f, axes, batched, size))
-    if len(args) == 2:
-        axes, mixed = [1, None], [batched[0], args[1]]
-        check_equal(jax.jit(jax.vmap(f, in_axes=axes))(*mixed), slices(f, axes, mixed, size))
-    twice = [np.stack([x, -x]) for x in args]
-    nested = jax.vmap(jax.vmap(f, in_axes=[None] * (len(args) - 1) + [0]))
-    stacked = [*twice[:-1], np.stack([twice[-1]] * size, axis=1)]
-    inner = [slices(f, [None] * (len(args) - 1) + [0], [x[i] for x in stacked], size) for i in range(2)]
-    check_equal(nested(*stacked), jax.tree_util.tree_map(lambda *leaves: np.stack(leaves), *inner))
+def stacked_slices(function, *batches, axis=0):
+    """What vmap must equal: a Python loop over an axis of all arguments."""
+    rows = [function(*(np.take(x, i, axis) for x in batches)) for i in range(batches[0].shape[axis])]
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *rows)
+
+
+@pytest.mark.parametrize("name", WARP_CASES)
+def test_warp_vmap(name, warp_path):
+    case, f = WARP_CASES[name], wrapped(name)
+    batches = [np.stack([x, 2 * x, 3 * x], axis=1) for x in case.args]
+    check_equal(jax.vmap(f, in_axes=1)(*batches), stacked_slices(case.reference, *batches, axis=1))
+    last = case.args[1:]
+    if last:
+        found = jax.jit(jax.vmap(f, in_axes=(1, None)))(batches[0], *last)
+        check_equal(found, stacked_slices(lambda x: case.reference(x, *last), batches[0], axis=1))
+
+
+@pytest.mark.parametrize("name", WARP_CASES)
+def test_warp_nested_vmap(name, warp_path):
+    """The inner one is over the last argument alone."""
+    case, f = WARP_CASES[name], wrapped(name)
+    *shared, last = (np.stack([x, -x]) for x in case.args)
+    last = np.stack([last, 2 * last, 3 * last], axis=1)
+    in_axes = [*[None] * len(shared), 0]
+
+    def inner_loop(*args):
+        return stacked_slices(lambda x: case.reference(*args[:-1], x), args[-1])
+
+    found = jax.vmap(jax.vmap(f, in_axes=in_axes))(*shared, last)
+    check_equal(found, stacked_slices(inner_loop, *shared, last))
+
+
+def test_warp_vmap_over_a_single_slice(warp_path):
+    x, y = WARP_CASES["outer"].args
+    check_equal(jax.vmap(wrapped("outer"))(x[None], y[None]), np.outer(x, y)[None])
 
 
 def test_warp_values(warp_path):
-    (every, values), gains = kernel_of_every_kind(), []
-    f = xk.warp_kernel(every, lambda *args: gains.append(args[6].gain) or args[-1], launch_dims=(2, 3))
-    settings, unchanged = values["s"], deepcopy(values["s"])
+    every, values = kernel_of_every_kind()
+    f = xk.warp_kernel(every, lambda *args: args[-1], launch_dims=(2, 3))
     x, w = sample(2, 3), sample(2, 3, seed=1)
-    plain = [1.5, True, -3, np.array([4, 5, 6], np.float16), [[0, 1, 2], [3, 4, 5], [6, 7, 8]], settings, 8]
-    typed = [np.float16(1.5), np.bool_(True), np.int8(-3), values["v"], values["m"], settings, np.uint64(8)]
+    plain = [1.5, True, -3, np.array([4, 5, 6], np.float16), [[0, 1, 2], [3, 4, 5], [6, 7, 8]], values["s"], 8]
+    typed = [np.float16(1.5), np.bool_(True), np.int8(-3), values["v"], values["m"], values["s"], np.uint64(8)]
     expected = x[:, :1] * w + 1.5 - 3 + 5 + 7 + 1.5 + 3 + 8
     check_equal(f(x, *plain, w), expected)
     check_equal(jax.jit(lambda x: f(x, *typed, w))(x), expected)
     check_equal(jax.vmap(lambda x: f(x, *plain, w))(np.stack([x, x])), np.stack([expected] * 2))
-    settings.gain = 4.0  # a changed struct is a changed value
-    try:
-        check_equal(f(x, *plain, w), expected + 2.5)
-        plain[5] = unchanged  # equal to what the first call got, which `outs` must not see changed
-        check_equal(jax.jit(lambda x: f(x, *plain, w))(x), expected)
-    finally:
-        settings.gain = 1.5
-    assert gains[-1] == 1.5
-    names = {name for name, _ in xk._STORE.targets if name.startswith(f"{xk.__name__}.every.")}
-    assert len(names) == 1  # values are data, not code
+
+
+def test_warp_values_are_data_of_one_target(warp_path):
+    every, values = kernel_of_every_kind()
+    f = xk.warp_kernel(every, lambda *args: args[-1], launch_dims=(2, 3))
+    x, w = sample(2, 3), sample(2, 3, seed=1)
+
+    def target(h):
+        return warp_target(lambda x: f(x, *(values | {"h": h}).values(), w), x)
+
+    assert target(1.5) == target(2.5)
+
+
+def test_warp_struct_that_changes_is_another_value(warp_path):
+    every, values = kernel_of_every_kind()
+    gains_seen_by_outs = []
+
+    def outs(*args):
+        gains_seen_by_outs.append(args[6].gain)
+        return args[-1]
+
+    f = xk.warp_kernel(every, outs, launch_dims=(2, 3))
+    settings, unchanged = deepcopy(values["s"]), deepcopy(values["s"])
+    values = values | {"s": settings, "n": 0}
+    x, w = sample(2, 3), sample(2, 3, seed=1)
+    expected = x[:, :1] * w + 1.5 - 3 + 5 + 7 + 1.5 + 3
+    check_equal(f(x, *values.values(), w), expected)
+    settings.gain = 4.0
+    check_equal(f(x, *values.values(), w), expected + 2.5)
+    values["s"] = unchanged  # equal to what the first call got, which `outs` must not see changed
+    check_equal(jax.jit(lambda x: f(x, *values.values(), w))(x), expected)
+    assert gains_seen_by_outs[-1] == 1.5
 
 
 @pytest.mark.parametrize(
@@ -4349,218 +4694,118 @@ def test_warp_dtypes(name, warp_path):
             i, j = wp.tid()
             out[i, j] = wp.where(flag[i], x[i, j] + x[i, j], x[i, j])
 
-        out = xk.warp_kernel(double, outs=lambda x, flag: x)(x, jnp.array([True, False]))
+        out = xk.warp_kernel(double, outs=like_first)(x, jnp.array([True, False]))
         assert out.dtype == dtype
-        np.testing.assert_array_equal(out.astype(np.float64), np.arange(6).reshape(2, 3) * [[2], [1]])
+        np.testing.assert_array_equal(out.astype(np.float64), [[0, 2, 4], [3, 4, 5]])
 
 
 def test_warp_in_out(warp_path):
-    f = xk.warp_kernel(warp_kernels().histogram, lambda index, weight, acc: acc, in_out_argnames=["acc"],
-                       launch_dims=lambda index, weight, acc: index.shape)  # fmt: skip
+    f = xk.warp_kernel(
+        warp_kernels().histogram,
+        lambda index, weight, acc: acc,
+        in_out_argnames=["acc"],
+        launch_dims=lambda index, weight, acc: index.shape,
+    )
     index, acc = jnp.array([0, 2, 2, 1], jnp.int32), jnp.ones(3)
-    expected = 1 + 0.5 * np.array([1, 1, 2])
-    np.testing.assert_array_equal(f(index, 0.5, acc), expected)
-    np.testing.assert_array_equal(acc, np.ones(3))
-    np.testing.assert_array_equal(jax.jit(lambda a: f(index, 0.5, f(index, 0.5, a)))(acc), 2 * expected - 1)
+    np.testing.assert_array_equal(f(index, 0.5, acc), [1.5, 1.5, 2])
+    np.testing.assert_array_equal(acc, [1, 1, 1])
+    np.testing.assert_array_equal(jax.jit(lambda acc: f(index, 0.5, f(index, 0.5, acc)))(acc), [2, 2, 3])
     rows = jnp.array([[0, 0, 0, 0], [1, 1, 1, 2]], jnp.int32)
     np.testing.assert_array_equal(jax.vmap(f, (0, None, None))(rows, 0.5, acc), [[3, 1, 1], [1, 2.5, 1.5]])
 
 
-def test_warp_empty_launch(warp_path):
-    f = xk.warp_kernel(warp_kernels().add, spec(1000), launch_dims=0)
-    big = jnp.full(1000, 7.0)
-    for _ in range(5):
-        assert not jax.jit(lambda x: f(x, x))(big + 1).any()
-    g = xk.warp_kernel(warp_kernels().add, lambda x, y: x)
-    assert g(big[:0], big[:0]).shape == (0,)
-    assert jax.vmap(g)(big[None][:0], big[None][:0]).shape == (0, 1000)
+def test_warp_empty_launch_gives_zeros(warp_path):
+    f = jax.jit(xk.warp_kernel(warp_kernels().add, spec(1000), launch_dims=0))
+    for i in range(5):  # in memory that held something else
+        x = jnp.full(1000, 7.0 + i)
+        assert not f(x, x).any()
+
+
+def test_warp_empty_arrays(warp_path):
+    f, empty = wrapped("add"), jnp.zeros((0, 5))
+    assert f(empty[:, 0], empty[:, 0]).shape == (0,)
+    assert jax.vmap(f)(empty, empty).shape == (0, 5)
+
+
+def test_warp_tiles(warp_path):
+    f = xk.warp_kernel(tile_kernel(), like_first, launch_dims=lambda x: x.size // 64, block_dim=64, tiled=True)
+    x = np.arange(3 * 128, dtype=np.float32).reshape(3, 128)
+    np.testing.assert_array_equal(f(x[0]), 2 * x[0])
+    np.testing.assert_array_equal(jax.vmap(f)(x), 2 * x)
 
 
 # -- derivatives ---------------------------------------------------------------------------------------
 
+TRANSFORMS_OF_GRAD = {
+    "grad": jax.grad,
+    "jit": lambda loss: jax.jit(jax.grad(loss)),
+    "grad of vmap": lambda loss: lambda x: jax.grad(lambda xs: jax.vmap(loss)(xs).sum())(jnp.stack([x, 2 * x, -x])),
+    "vmap": lambda loss: lambda x: jax.vmap(jax.grad(loss))(jnp.stack([x, 2 * x, -x])),
+}
 
-def test_warp_grad(warp_path):
-    k, outs = jnp.array([1, 1, 3, 0, 2], jnp.int32), (spec(5), spec(3), spec(5, dtype=np.int32))
+
+def smooth_kernel_and_reference():
+    """A kernel of three outputs, one of them of integers, and the same in JAX; both are functions of x and k."""
+    outs = spec(5), spec(3), spec(5, dtype=np.int32)
     smooth = xk.warp_kernel(warp_kernels().smooth, outs, launch_dims=5, differentiable=True)
-    f, reference = lambda x: smooth(x, k, 1.5), lambda x: (1.5 * x * x[k], jnp.sin(x[:3]), jnp.ones(5, jnp.int32))
-    loss = lambda f: lambda x: (f(x)[0] ** 2).sum() + (f(x)[1] * jnp.arange(3.0)).sum()
+
+    def reference(x, k):
+        return 1.5 * x * x[k], jnp.sin(x[:3]), jnp.ones(5, jnp.int32)
+
+    return lambda x, k: smooth(x, k, 1.5), reference
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS_OF_GRAD)
+def test_warp_grad(transform, warp_path):
+    k = jnp.array([1, 1, 3, 0, 2], jnp.int32)
     x = jnp.asarray(sample(5))
-    xs = jnp.stack([x, 2 * x, -x])
-    check_equal(f(x), reference(x))
-    for transform, at in (
-        (lambda f: jax.grad(loss(f)), x),
-        (lambda f: jax.jit(jax.grad(loss(f))), x),
-        (lambda f: jax.vmap(jax.grad(loss(f))), xs),
-        (lambda f: jax.grad(lambda xs: jax.vmap(loss(f))(xs).sum()), xs),
-        (lambda f: jax.jacrev(lambda x: f(x)[0]), x),
-    ):
-        check_equal(transform(f)(at), transform(reference)(at), rtol=1e-4)
-    of_integers = jax.grad(lambda k: smooth(x, k, 1.5)[0].sum(), allow_int=True)(k)
-    assert of_integers.dtype == jax.dtypes.float0
+
+    def gradient(function):
+        def loss(x):
+            squares, sines, _ = function(x, k)
+            return (squares**2).sum() + (sines * jnp.arange(3.0)).sum()
+
+        return TRANSFORMS_OF_GRAD[transform](loss)(x)
+
+    f, reference = smooth_kernel_and_reference()
+    check_equal(gradient(f), gradient(reference), rtol=1e-4)
 
 
-@pytest.mark.parametrize("name, function", [("cross", jnp.cross), ("outer", jnp.outer)])
-def test_warp_grad_of_shapes(name, function, warp_path):
-    options, args, _ = WARP_OPS[name]
-    f = xk.warp_kernel(getattr(warp_kernels(), name), **options, differentiable=True)
-    args = [jnp.asarray(x) for x in args]
-    weight = jnp.asarray(sample(*f(*args).shape, seed=3))
-    grads = [jax.grad(lambda *a: (g(*a) * weight).sum(), (0, 1)) for g in (f, function)]
-    check_equal(grads[0](*args), grads[1](*args))
-    stacked = [jnp.stack([args[0], -args[0]]), args[1]]  # the gradient of an unbatched operand is summed
-    losses = [lambda *a: (jax.vmap(g, (0, None))(*a) * weight).sum() for g in (f, function)]
-    check_equal(*(jax.grad(loss, (0, 1))(*stacked) for loss in losses))
+def test_warp_jacobian_and_the_gradient_of_integers(warp_path):
+    k = jnp.array([1, 1, 3, 0, 2], jnp.int32)
+    x = jnp.asarray(sample(5))
+    f, reference = smooth_kernel_and_reference()
+    check_equal(f(x, k), reference(x, k))
+    jacobians = [jax.jacrev(lambda x: function(x, k)[0])(x) for function in (f, reference)]
+    check_equal(*jacobians, rtol=1e-4)
+    assert jax.grad(lambda k: f(x, k)[0].sum(), allow_int=True)(k).dtype == jax.dtypes.float0
+
+
+@pytest.mark.parametrize("name, reference", [("cross", jnp.cross), ("outer", jnp.outer)])
+def test_warp_grad_of_vectors_and_matrices(name, reference, warp_path):
+    f = wrapped(name, differentiable=True)
+    args = [jnp.asarray(x) for x in WARP_CASES[name].args]
+    weight = jnp.asarray(sample(*reference(*args).shape, seed=3))
+
+    def gradients(function):
+        return jax.grad(lambda *args: (function(*args) * weight).sum(), (0, 1))(*args)
+
+    def gradients_of_a_batch(function):  # the gradient of an unbatched operand is summed
+        batch = jnp.stack([args[0], -2 * args[0]])
+        loss = lambda x, y: (jax.vmap(function, (0, None))(x, y) * weight).sum()
+        return jax.grad(loss, (0, 1))(batch, args[1])
+
+    check_equal(gradients(f), gradients(reference))
+    check_equal(gradients_of_a_batch(f), gradients_of_a_batch(reference))
 
 
 def test_warp_cotangent_is_not_changed(warp_path):
-    f = xk.warp_kernel(warp_kernels().add, lambda x, y: x, differentiable=True)
-    pullback, ct = jax.vjp(lambda x: f(x, x), jnp.arange(4.0))[1], jnp.ones(4)
+    f = wrapped("add", differentiable=True)
+    pullback = jax.vjp(lambda x: f(x, x), jnp.arange(4.0))[1]
+    ct = jnp.ones(4)
     for _ in range(2):
-        np.testing.assert_array_equal(pullback(ct)[0], 2 * np.ones(4))
-    np.testing.assert_array_equal(ct, np.ones(4))
-
-
-# -- names, lifetime, threads --------------------------------------------------------------------------
-
-
-def test_warp_generators(warp_path):
-    def generate(constant, info):
-        c = wp.constant(constant)
-
-        @wp.kernel(module=wp.get_module("generated"))
-        def scaled(x: info, out: info):
-            i = wp.tid()
-            out[i] = c * x[i]
-
-        return xk.warp_kernel(scaled, lambda x: x)
-
-    def names():
-        return {name for name, _ in xk._STORE.targets if ".scaled." in name}
-
-    x = jnp.arange(3.0)
-    first = generate(2.0, xk.jaxinfo_to_warpinfo(x))
-    np.testing.assert_array_equal(first(x), 2 * x)
-    before = names()
-    for _ in range(20):
-        jax.jit(lambda x: generate(2.0, xk.jaxinfo_to_warpinfo(x))(x)).trace(x)
-    assert names() == before
-    np.testing.assert_array_equal(generate(3.0, xk.jaxinfo_to_warpinfo(x))(x), 3 * x)
-    np.testing.assert_array_equal(first(x), 2 * x)  # its module was rebuilt, its code is still there
-    assert len(names()) == len(before) + 1
-    wp.get_module("generated").options["fast_math"] ^= True  # no part of Warp's hash
-    np.testing.assert_array_equal(generate(3.0, xk.jaxinfo_to_warpinfo(x))(x), 3 * x)
-    assert len(names()) == len(before) + 2
-
-
-def test_warp_threads(warp_path):
-    def work(i):
-        @wp.kernel(module=wp.get_module("threaded"))
-        def shifted(x: wp.array(dtype=float), shift: float, out: wp.array(dtype=float)):
-            j = wp.tid()
-            out[j] = x[j] + shift
-
-        f = xk.warp_kernel(shifted, lambda x, shift: x)
-        x = jnp.arange(float(8 + i % 4))
-        return all((jax.jit(lambda x: f(f(x, float(i)), 1.0))(x) == x + i + 1).all() for _ in range(5))
-
-    with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        assert all(pool.map(work, range(32)))
-
-
-def tile_kernel():
-    @wp.kernel(module="unique")
-    def double(x: wp.array(dtype=float), out: wp.array(dtype=float)):
-        i = wp.tid()
-        t = wp.tile_load(x, shape=64, offset=i * 64, storage="shared")
-        wp.tile_store(out, t * 2.0, offset=i * 64)
-
-    return double
-
-
-def test_warp_tiles(warp_path):
-    f = xk.warp_kernel(tile_kernel(), lambda x: x, launch_dims=lambda x: x.size // 64, block_dim=64, tiled=True)
-    call = jax.jit(lambda x: jax.lax.fori_loop(0, 300, lambda _, y: 0.5 * f(y), x))
-    x = jnp.arange(64.0 * 32)
-    with ThreadPoolExecutor(8) as pool:
-        for out in pool.map(lambda i: call(x + i) - i, range(16)):
-            np.testing.assert_array_equal(out, x)
-        if warp_path != "gpu":
-            lock = ctypes.c_void_p(xk._native_lock("tile_lock"))
-            ctypes.pythonapi.PyThread_acquire_lock(lock, 1)  # as a kernel on tiles does while it runs
-            late = pool.submit(lambda: jax.block_until_ready(f(x)))
-            with pytest.raises(concurrent.futures.TimeoutError):
-                late.result(timeout=0.5)
-            ctypes.pythonapi.PyThread_release_lock(lock)
-            np.testing.assert_array_equal(late.result(), 2 * x)
-
-
-@needs_warp
-def test_warp_settings_are_the_users():
-    settings = {name: value for name, value in vars(wp.config).items() if isinstance(value, (int, str))}
-    f, args, _ = warp_op("add")
-    f(*args)
-    assert settings == {name: vars(wp.config)[name] for name in settings}
-
-
-@needs_warp
-def test_warp_lowering_for_gpu():
-    f, args, _ = warp_op("outer")
-    text = jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-    assert "xla_kernels.outer." in text and "3, 4, 1, 1, 2, 12]> : tensor<19xi64>" in text
-    with pytest.raises(NotImplementedError, match=r"Warp kernel 'outer' runs on CPUs and NVIDIA GPUs; .* 'tpu'"):
-        jax.jit(f).trace(*args).lower(lowering_platforms=("tpu",))
-
-
-class WarpDriver(RecordingDriver):
-    """Stands in for libcuda: memory is the host's, and a launch is Warp's on the CPU, with the parameters it got."""
-
-    def __init__(self, recorded):
-        super().__init__((), ordinal=3)
-        self.recorded = recorded
-
-    def keeping_context(self):
-        return contextlib.nullcontext()
-
-    def launch(self, function, gx, gy, gz, bx, by, bz, shared, stream, params, extra):
-        code = lambda launch: launch.hooks.backward if launch.adjoint else launch.hooks.forward
-        launch = next(each for each in self.recorded if ctypes.cast(code(each), ctypes.c_void_p).value == function)
-        sizes = [ctypes.sizeof(param) for param in launch.params]
-        packed = [ctypes.string_at(params[i], size) for i, size in enumerate(sizes)]
-        self.launches.append(((gx, gy, gz), (bx, by, bz), shared, stream, packed))
-        for param, memory in zip(launch.params, packed):
-            ctypes.memmove(ctypes.addressof(param), memory, len(memory))
-        launch.launch(types.SimpleNamespace(cuda_stream=stream))
-        return self.code
-
-
-@pytest.fixture(params=["native", "replay"])
-def warp_driver(request, monkeypatch):
-    """Warp kernels take the path for GPUs, with the CPU in the place of device 3; gives the driver."""
-    driver = WarpDriver([])
-    driver.answer(monkeypatch)
-    record, launch, layout = xk._WarpPlan.record, wp.Launch.launch, xk._warp_layout
-
-    def record_on_cpu(plan, device):
-        found = record(plan, "cpu")
-        shared = 16 * int(device.removeprefix("cuda:"))
-        found.hooks = type(found.hooks)(found.hooks.forward, found.hooks.backward, shared, shared)
-        driver.recorded.append(found)
-        return found
-
-    def launch_on_cpu(self, stream=None):
-        assert stream is None or stream.cuda_stream == RecordingDriver.STREAM
-        launch(self)
-
-    compile_ = xk._compile_warp
-    monkeypatch.setattr(xk, "__name__", f"xk_{request.param}_{os.urandom(4).hex()}")
-    monkeypatch.setattr(xk, "_CudaDriver", lambda: driver)
-    monkeypatch.setattr(xk, "_cuda_ordinals", lambda: [1, 3])
-    monkeypatch.setattr(xk, "_compile_warp", lambda plan, signature, platform: compile_(plan, signature, "cuda"))
-    monkeypatch.setattr(xk, "_warp_layout", lambda *args: layout(*args) if request.param == "native" else None)
-    monkeypatch.setattr(xk._WarpPlan, "record", record_on_cpu)
-    monkeypatch.setattr(wp.Launch, "launch", launch_on_cpu)
-    yield driver
-    assert bool(driver.launches) == (request.param == "native")
+        np.testing.assert_array_equal(pullback(ct)[0], [2, 2, 2, 2])
+    np.testing.assert_array_equal(ct, [1, 1, 1, 1])
 
 
 @functools.cache
@@ -4586,32 +4831,338 @@ def view_kernels():
     return rows, pick
 
 
-def check_view_gradients():
-    rows, pick = view_kernels()
+def check_view_gradients(run):
+    """`run(f, *args)` is f(*args), perhaps on a fake GPU."""
+    rows, _ = view_kernels()
     f = xk.warp_kernel(rows, lambda m: spec(m.shape[0]), launch_dims=lambda m: m.shape[0], differentiable=True)
+    gradient = jax.grad(lambda m: f(m).sum())
     m = jnp.arange(6.0).reshape(2, 3)
-    np.testing.assert_array_equal(jax.grad(lambda m: f(m).sum())(m), 2 * m)
-    twice = jax.vmap(jax.grad(lambda m: f(m).sum()))(jnp.stack([m, m + 1]))
-    np.testing.assert_array_equal(twice, 2 * jnp.stack([m, m + 1]))
-    g = xk.warp_kernel(pick, lambda a, b: a, differentiable=True)
-    a, b = np.arange(1.0, 5.0, dtype=np.float32), np.ones(4, np.float32)
-    found = jax.grad(lambda a, b: g(a, b).sum(), (0, 1))(a, b)
-    with wp.ScopedDevice("cpu" if wp.is_cpu_available() else "cuda"), wp.Tape() as tape:
-        arrays = [wp.array(x, requires_grad=True) for x in (a, b, a)]
-        wp.launch(pick, dim=4, inputs=arrays[:2], outputs=arrays[2:])
-        tape.backward(grads={arrays[2]: wp.array(np.ones(4, np.float32))})
-    for ours, theirs in zip(found, arrays):
-        np.testing.assert_array_equal(ours, theirs.grad.numpy())
+    np.testing.assert_array_equal(run(gradient, m), [[0, 2, 4], [6, 8, 10]])
+    batch = jnp.stack([m, m + 1])
+    np.testing.assert_array_equal(run(jax.vmap(gradient), batch), 2 * batch)
 
 
 def test_warp_gradients_through_views(warp_path):
-    check_view_gradients()
+    check_view_gradients(lambda f, *args: f(*args))
+
+
+def test_warp_gradients_through_views_on_fake_gpu(fake_gpu):
+    check_view_gradients(fake_gpu.run)
+
+
+def test_warp_gradient_of_an_element_written_twice_is_that_of_a_tape(warp_path):
+    _, pick = view_kernels()
+    f = xk.warp_kernel(pick, like_first, differentiable=True)
+    a, b = np.arange(1.0, 5.0, dtype=np.float32), np.ones(4, np.float32)
+    found = jax.grad(lambda a, b: f(a, b).sum(), (0, 1))(a, b)
+    device = wp.ScopedDevice("cpu" if wp.is_cpu_available() else "cuda")
+    with device, wp.Tape() as tape:
+        x, y, out = (wp.array(value, requires_grad=True) for value in (a, b, a))
+        wp.launch(pick, dim=4, inputs=[x, y], outputs=[out])
+        tape.backward(grads={out: wp.array(np.ones(4, np.float32))})
+    check_equal(found, (x.grad.numpy(), y.grad.numpy()))
 
 
 @needs_warp
-def test_warp_gradients_through_views_on_fake_gpu(warp_driver):
-    check_view_gradients()
+def test_warp_adjoints_change_no_outputs():
+    """Warp runs the functions that a kernel calls again in the adjoint."""
 
+    @wp.func
+    def add(a: wp.array(dtype=float), i: int, v: float):
+        wp.atomic_add(a, i, v)
+
+    @wp.kernel(module="unique")
+    def squares(x: wp.array(dtype=float), out: wp.array(dtype=float)):
+        i = wp.tid()
+        out[i] = 0.0
+        add(out, i, x[i] * x[i])
+
+    out, vjp = jax.vjp(xk.warp_kernel(squares, like_first, differentiable=True), jnp.arange(3.0))
+    np.testing.assert_array_equal(vjp(jnp.ones(3))[0], [0, 2, 4])
+    np.testing.assert_array_equal(out, [0, 1, 4])
+
+
+# -- names, lifetime, threads --------------------------------------------------------------------------
+
+
+def warp_target(f, *args):
+    """The name of the one target that a function calls."""
+    text = jax.jit(f).lower(*args).as_text()
+    [name] = set(re.findall(r'custom_call @"?([\w.]+)', text))
+    return name
+
+
+def kernel_with_a_constant(constant):
+    """As generators make them: each call adds a kernel of the same name to one module, which is then built again."""
+    c = wp.constant(constant)
+
+    @wp.kernel(module=wp.get_module("generated"))
+    def scaled(x: wp.array(dtype=float), out: wp.array(dtype=float)):
+        i = wp.tid()
+        out[i] = c * x[i]
+
+    return xk.warp_kernel(scaled, like_first)
+
+
+def test_warp_generated_kernels_share_a_target_if_equal(warp_path):
+    x = jnp.arange(3.0)
+    names = {warp_target(kernel_with_a_constant(2.0), x) for _ in range(5)}
+    assert len(names) == 1
+    assert warp_target(kernel_with_a_constant(3.0), x) not in names
+
+
+def test_warp_kernels_run_on_after_their_module_is_built_again(warp_path):
+    x = jnp.arange(3.0)
+    first = kernel_with_a_constant(2.0)
+    np.testing.assert_array_equal(first(x), [0, 2, 4])
+    np.testing.assert_array_equal(kernel_with_a_constant(3.0)(x), [0, 3, 6])
+    np.testing.assert_array_equal(first(x), [0, 2, 4])
+
+
+def test_warp_options_of_a_module_are_part_of_the_name(warp_path, monkeypatch):
+    x = jnp.arange(3.0)
+    before = warp_target(kernel_with_a_constant(2.0), x)
+    options = wp.get_module("generated").options
+    monkeypatch.setitem(options, "fast_math", not options["fast_math"])  # no part of Warp's hash
+    f = kernel_with_a_constant(2.0)
+    assert warp_target(f, x) != before
+    np.testing.assert_array_equal(f(x), [0, 2, 4])
+
+
+def test_warp_threads_that_add_kernels_to_one_module(warp_path):
+    def work(i):
+        @wp.kernel(module=wp.get_module("threaded"))
+        def shifted(x: wp.array(dtype=float), shift: float, out: wp.array(dtype=float)):
+            j = wp.tid()
+            out[j] = x[j] + shift
+
+        f = xk.warp_kernel(shifted, like_first)
+        x = jnp.arange(float(8 + i % 4))
+        np.testing.assert_array_equal(jax.jit(lambda x: f(f(x, float(i)), 1.0))(x), x + i + 1)
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(work, range(32)))
+
+
+def meeting():
+    """A Warp function: how many threads of the CPU are inside of it; the first waits a while for a second."""
+    code = """
+        static int inside;
+        int count = __atomic_add_fetch(&inside, 1, __ATOMIC_SEQ_CST);
+        for (int i = 0; i < patience && count < 2; i++)
+            count = __atomic_load_n(&inside, __ATOMIC_SEQ_CST);
+        __atomic_sub_fetch(&inside, 1, __ATOMIC_SEQ_CST);
+        return count;
+    """
+
+    @wp.func_native(code)
+    def meet(patience: int) -> int: ...
+
+    return meet
+
+
+@needs_warp
+@pytest.mark.skipif((os.cpu_count() or 1) < 2 or sys.platform == "win32", reason="needs cores that share")
+@pytest.mark.parametrize("method", [None, "sequential"])
+def test_warp_slices_of_a_batch_run_on_all_threads_unless_in_order(method):
+    meet = meeting()
+
+    @wp.kernel(module="unique")
+    def meets(patience: wp.array(dtype=int), out: wp.array(dtype=int)):
+        out[0] = meet(patience[0])
+
+    patience = np.full((16, 1), 2_000_000, np.int32)
+    run = jax.jit(jax.vmap(xk.warp_kernel(meets, like_first, vmap_method=method)))
+    counts = set()
+    for _ in range(100):  # a busy machine may leave the caller alone
+        counts |= set(np.asarray(run(patience)).flat)
+        if method == "sequential" or counts != {1}:
+            break
+    assert counts == ({1} if method == "sequential" else {1, 2})
+
+
+@needs_warp
+def test_warp_kernels_on_tiles_never_overlap_on_the_cpu():
+    """Warp keeps the memory of all tiles behind one pointer there."""
+    meet = meeting()
+
+    @wp.kernel(module="unique")
+    def meets(patience: wp.array(dtype=int), out: wp.array(dtype=int), count: wp.array(dtype=int)):
+        t = wp.tile_load(patience, shape=8)
+        count[0] = meet(patience[0])
+        wp.tile_store(out, t)
+
+    f = xk.warp_kernel(meets, lambda x: (x, spec(1, dtype=np.int32)), launch_dims=1, tiled=True)
+    run = jax.jit(jax.vmap(f))
+    patience = np.full((4, 8), 2_000_000, np.int32)
+    with ThreadPoolExecutor(4) as pool:
+        for out, count in pool.map(run, [patience] * 8):
+            np.testing.assert_array_equal(out, patience)
+            np.testing.assert_array_equal(count, [[1]] * 4)
+
+
+@needs_warp
+def test_warp_settings_are_the_users():
+    settings = {name: value for name, value in vars(wp.config).items() if isinstance(value, (int, str))}
+    wrapped("add")(*PAIR)
+    assert settings == {name: vars(wp.config)[name] for name in settings}
+
+
+# -- without a GPU: the path for GPUs, on the CPU ------------------------------------------------------
+
+
+@needs_warp
+def test_warp_lowering_for_gpu():
+    f, args = wrapped("outer"), WARP_CASES["outer"].args
+    text = jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert "xla_kernels.outer." in text
+    with pytest.raises(NotImplementedError, match=r"Warp kernel 'outer' runs on CPUs and NVIDIA GPUs; .* 'tpu'"):
+        jax.jit(f).trace(*args).lower(lowering_platforms=("tpu",))
+
+
+@needs_warp
+def test_warp_on_fake_gpu(fake_gpu):
+    f = wrapped("outer", differentiable=True)
+    x, y = map(jnp.asarray, WARP_CASES["outer"].args)
+    check_equal(fake_gpu.run(f, x, y), np.outer(x, y))
+    check_equal(
+        fake_gpu.run(jax.vmap(f, (None, 0)), x, jnp.stack([y, -y])), np.stack([np.outer(x, y), -np.outer(x, y)])
+    )
+    check_equal(fake_gpu.run(jax.grad(lambda x, y: f(x, y).sum()), x, y), np.full(3, y.sum()))
+    recorded = [(device, block_dim, launch.adjoint) for device, block_dim, launch in fake_gpu.recorded]
+    assert recorded == [("cuda:1", 256, False), ("cuda:3", 256, False), ("cuda:1", 256, True), ("cuda:3", 256, True)]
+    is_command_buffer_compatible = int(fake_gpu.is_known)
+    assert set(fake_gpu.traits) == {is_command_buffer_compatible}
+    n_launches = 1 + 2 + 2  # forward; two slices; forward and its adjoint
+    if fake_gpu.is_known:
+        wanted = ((1, 1, 1), (256, 1, 1), 48, fake_gpu.STREAM)  # the shared memory that is device 3's
+        assert [launch[:4] for launch in fake_gpu.launches] == [wanted] * n_launches
+    else:
+        assert fake_gpu.python_launches == [fake_gpu.STREAM] * n_launches
+
+
+@needs_warp
+def test_warp_empty_launch_on_fake_gpu(native_fake_gpu):
+    f = wrapped("outer", launch_dims=(0, 4))
+    check_equal(native_fake_gpu.run(f, *WARP_CASES["outer"].args), np.zeros((3, 4)))
+    assert not native_fake_gpu.launches
+
+
+@needs_warp
+def test_warp_launch_that_fails_is_the_users_error(native_fake_gpu):
+    native_fake_gpu.error = 1
+    sizes = r"grid=\(1, 1, 1\), block=\(256, 1, 1\), shared_mem=48"
+    with pytest.raises(Exception, match=rf"CUDA_ERROR_1: as the test says, .* {sizes} .*kernel 'outer'"):
+        jax.block_until_ready(native_fake_gpu.run(wrapped("outer"), *WARP_CASES["outer"].args))
+
+
+@needs_warp
+def test_warp_tiles_on_fake_gpu(fake_gpu):
+    f = xk.warp_kernel(tile_kernel(), like_first, launch_dims=lambda x: x.size // 64, block_dim=32, tiled=True)
+    np.testing.assert_array_equal(fake_gpu.run(f, jnp.arange(128.0)), 2 * np.arange(128))
+    if fake_gpu.is_known:
+        [(grid, block, *_)] = fake_gpu.launches
+        assert (grid, block) == ((2, 1, 1), (32, 1, 1))
+    assert fake_gpu.sizes == [2 * 32]
+
+
+@needs_warp
+@pytest.mark.parametrize("differentiable", [False, True])
+def test_warp_passes_on_a_gpu_what_warp_packs(native_fake_gpu, differentiable):
+    """Byte for byte, with the arrays that the launch names."""
+    every, values = kernel_of_every_kind()
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.random((5, 3)), jnp.float32)
+    w = jnp.asarray(rng.random((5, 7)), jnp.float32)
+    options = {"block_dim": 8, "differentiable": differentiable}
+    kernel = xk.warp_kernel(every, lambda *args: args[-1], launch_dims=(5, 7), **options)
+    f = lambda x, w: kernel(x, *values.values(), w)
+    if differentiable:
+        gradients = native_fake_gpu.run(jax.grad(lambda *args: f(*args).sum(), (0, 1)), x, w)
+        check_equal(gradients[1], np.repeat(np.asarray(x)[:, :1], 7, 1))
+        check_equal(gradients[0][:, 0], np.asarray(w).sum(1))
+    else:
+        check_equal(native_fake_gpu.run(f, x, w), np.asarray(x)[:, :1] * np.asarray(w) + 2**40)
+    assert len(native_fake_gpu.launches) == 1 + differentiable
+    for grid, block, _, _, packed in native_fake_gpu.launches:
+        assert (grid, block) == ((5, 1, 1), (8, 1, 1))
+        check_packed(every, [x, *values.values(), w, w], *packed)
+
+
+def check_packed(kernel, args, bounds, *packed):
+    """Compare the parameters of a launch, or of one and its adjoint, with what Warp packs."""
+    arrays = [0, 8, 9]  # among the ten parameters
+    forward, adjoint = packed[:10], packed[10:]
+    has_gradients = len(adjoint) > 0
+
+    def warp_array(n, address):
+        kind = kernel.adj.args[n].type
+        shape = args[n].shape[: kind.ndim]
+        return wp.array(ptr=address, shape=shape, dtype=kind.dtype, device="cpu")
+
+    def packed_by_warp(part, has_gradients):
+        inputs = list(args)
+        for n in arrays:
+            data, grad = np.frombuffer(part[n], np.uint64)[:2].tolist()
+            assert bool(grad) == has_gradients
+            inputs[n] = warp_array(n, data)
+            inputs[n].grad = warp_array(n, grad) if grad else None
+        launch = wp.launch(kernel, dim=(5, 7), inputs=inputs, device="cpu", record_cmd=True)
+        return [bytes(param) for param in launch.params]
+
+    wanted_bounds, *wanted = packed_by_warp(forward, has_gradients)
+    assert bounds == wanted_bounds
+    assert list(forward) == wanted
+    if has_gradients:
+        _, *wanted = packed_by_warp(adjoint, False)
+        zeros_or_array = [param if n in arrays else bytes(len(param)) for n, param in enumerate(wanted)]
+        assert list(adjoint) == zeros_or_array
+
+
+GRIDS_OF_WARP = [  # launch_dims, block_dim, grid_stride, and the grid of wp_cuda_launch_kernel (warp.cu)
+    ((1,), 256, True, (1, 1, 1)),
+    ((257,), 256, True, (2, 1, 1)),
+    ((2**20, 2**20), 256, True, (2**31 - 1, 1, 1)),
+    ((1,), 1024, False, (1, 1, 1)),
+    ((2**24,), 256, False, (2**16, 1, 1)),
+    ((2**24 + 1,), 256, False, (2**16, 2, 1)),
+    ((2**24, 2**16), 32, False, (2**19, 65535, 2)),
+]
+
+
+@needs_warp
+@pytest.mark.parametrize("dims, block_dim, grid_stride, grid", GRIDS_OF_WARP)
+def test_warp_grid_is_that_of_wp_cuda_launch_kernel(native_fake_gpu, dims, block_dim, grid_stride, grid):
+    native_fake_gpu.runs = False
+    f = xk.warp_kernel(kernel_with_grid_stride(grid_stride), spec(1), launch_dims=dims, block_dim=block_dim)
+    native_fake_gpu.run(f)
+    [launch] = native_fake_gpu.launches
+    assert launch[:2] == (grid, (block_dim, 1, 1))
+
+
+@needs_warp
+def test_warp_launch_too_large_without_a_grid_stride():
+    f = xk.warp_kernel(kernel_with_grid_stride(False), spec(1), launch_dims=(2**30, 2**30), block_dim=32)
+    with pytest.raises(ValueError, match=r"Warp kernel 'nothing': 1152921504606846976 threads are too many"):
+        jax.eval_shape(f)
+
+
+@functools.cache
+def kernel_with_grid_stride(grid_stride):
+    options = {"module": "unique"}
+    if "grid_stride" in inspect.signature(wp.kernel).parameters:
+        options["grid_stride"] = grid_stride
+    elif not grid_stride:
+        pytest.skip("kernels without a grid stride came with Warp 1.15")
+
+    @wp.kernel(**options)
+    def nothing(out: wp.array(dtype=float)):
+        wp.tid()
+
+    return nothing
+
+
+# -- inputs are never changed --------------------------------------------------------------------------
 
 WARP_WRITES = {  # how: the statement that writes to the input, and the copies that the kernel gets; None: it is refused
     "item": ("x[i] = wp.vec2(1.0, 2.0)", None),
@@ -4627,11 +5178,7 @@ WARP_WRITES = {  # how: the statement that writes to the input, and the copies t
 }
 
 
-@needs_warp
-@pytest.mark.parametrize("how", WARP_WRITES)
-def test_warp_inputs_are_never_changed(how, tmp_path):
-    """A kernel that writes to one by name is refused; one that may, through a function or a view, gets a copy."""
-    body, copies = WARP_WRITES[how]
+def kernel_that_writes(statement, tmp_path):
     path = tmp_path / "writes.py"  # Warp reads the source
     path.write_text(f"""
 import warp as wp
@@ -4649,275 +5196,187 @@ def poke(a: wp.array(dtype=wp.vec2)): ...
 @wp.kernel(module="unique")
 def writes(x: wp.array(dtype=wp.vec2), out: wp.array(dtype=wp.vec2)):
     i = wp.tid()
-    {body}
+    {statement}
     out[i] = x[i]
 """)
-    kernel = runpy.run_path(path)["writes"]
+    return runpy.run_path(path)["writes"]
+
+
+@needs_warp
+@pytest.mark.parametrize("how", WARP_WRITES)
+def test_warp_inputs_are_never_changed(how, tmp_path):
+    """A kernel that writes to one by name is refused; one that may, through a function or a view, gets a copy."""
+    statement, copies = WARP_WRITES[how]
+    kernel = kernel_that_writes(statement, tmp_path)
     x = jnp.zeros((3, 2))
-    f = xk.warp_kernel(kernel, lambda x: x, launch_dims=3)
+    f = xk.warp_kernel(kernel, like_first, launch_dims=3)
     if copies is None:
         with pytest.raises(TypeError, match="Warp kernel 'writes' writes to its input 'x', which JAX may share: name"):
             f(x)
         f = xk.warp_kernel(kernel, lambda x: (x, x), launch_dims=3, in_out_argnames=["x"])
     else:
-        assert len(jax.make_jaxpr(f)(x).eqns[0].params["aliases"]) == copies
-    assert all(result.any() == (copies != 0) for result in jax.tree.leaves((f(x), jax.vmap(f)(x[None]))))
+        text = jax.jit(f).lower(x).as_text()
+        assert text.count("output_operand_alias<") == copies
+    for results in (f(x), jax.vmap(f)(x[None])):
+        for result in jax.tree.leaves(results):
+            assert result.any() == (how != "reads")
     assert (x == 0).all()
-
-
-@needs_warp
-def test_warp_adjoints_change_no_outputs():
-    """Warp runs the functions that a kernel calls again in the adjoint."""
-
-    @wp.func
-    def add(a: wp.array(dtype=float), i: int, v: float):
-        wp.atomic_add(a, i, v)
-
-    @wp.kernel(module="unique")
-    def squares(x: wp.array(dtype=float), out: wp.array(dtype=float)):
-        i = wp.tid()
-        out[i] = 0.0
-        add(out, i, x[i] * x[i])
-
-    out, vjp = jax.vjp(xk.warp_kernel(squares, lambda x: x, differentiable=True), jnp.arange(3.0))
-    np.testing.assert_array_equal(vjp(jnp.ones(3))[0], [0, 2, 4])
-    np.testing.assert_array_equal(out, [0, 1, 4])
-
-
-@needs_warp
-def test_warp_on_fake_gpu(warp_driver):
-    options, args, function = WARP_OPS["outer"]
-    f = xk.warp_kernel(warp_kernels().outer, **options, differentiable=True)
-    check_equal(jax.jit(f)(*args), function(*args))
-    check_equal(jax.vmap(f, (None, 0))(args[0], np.stack([args[1]] * 2)), np.stack([function(*args)] * 2))
-    check_equal(jax.grad(lambda x, y: f(x, y).sum())(*map(jnp.asarray, args)), np.full(3, args[1].sum()))
-    assert len(warp_driver.recorded) == 4  # the kernel and its adjoint, for each GPU
-    made = [compiled for (name, _), compiled in xk._STORE.targets.items() if name.startswith(xk.__name__)]
-    assert {compiled.keep[1].traits for compiled in made if compiled} == {int(bool(warp_driver.launches))}
-    assert all(launch[:4] == ((1, 1, 1), (256, 1, 1), 48, 0x5EED) for launch in warp_driver.launches[:3])
-    empty = xk.warp_kernel(warp_kernels().outer, **{**options, "launch_dims": (0, 4)})
-    check_equal(empty(*args), np.zeros((3, 4)))
-    if warp_driver.launches:
-        warp_driver.code = 1
-        text = r"CUDA_ERROR_INVALID_VALUE: .* grid=\(1, 1, 1\), block=\(256, 1, 1\), shared_mem=48 .*kernel 'outer'"
-        with pytest.raises(Exception, match=text):
-            jax.block_until_ready(f(*args))
-
-
-@needs_warp
-def test_warp_tiles_on_fake_gpu(warp_driver):
-    f = xk.warp_kernel(tile_kernel(), lambda x: x, launch_dims=lambda x: x.size // 64, tiled=True)
-    np.testing.assert_array_equal(f(jnp.arange(128.0)), 2 * np.arange(128))
-    assert 2 * 256 in [launch.params[0].size for launch in warp_driver.recorded]
-
-
-@functools.cache
-def kernel_of_every_kind():
-    """A kernel and its values, by name."""
-    wp.init()  # vectors of halves need it
-
-    @wp.struct
-    class Inner:
-        axis: wp.vec3
-
-    @wp.struct
-    class Settings:
-        gain: float
-        inner: Inner
-        precise: wp.float64
-        on: bool
-
-    @wp.kernel(module="unique")
-    def every(x: wp.array(dtype=wp.vec3), h: wp.float16, on: bool, i: wp.int8, v: wp.vec3h, m: wp.mat33, s: Settings,
-              n: wp.uint64, w: wp.array2d(dtype=float), out: wp.array2d(dtype=float)):  # fmt: skip
-        r, c = wp.tid()
-        if on and s.on:
-            values = float(h) + float(i) + float(v[1]) + m[2, 1] + s.gain + s.inner.axis[2] + float(n)
-            out[r, c] = x[r][0] * w[r, c] + values
-
-    s = Settings()
-    s.gain, s.inner.axis, s.precise, s.on = 1.5, wp.vec3(1.0, 2.0, 3.0), wp.float64(0.1), True
-    v, m = wp.vec3h(4.0, 5.0, 6.0), wp.mat33(*range(9))
-    return every, {"h": 1.5, "on": True, "i": -3, "v": v, "m": m, "s": s, "n": 2**40}
-
-
-@needs_warp
-@pytest.mark.parametrize("differentiable", [False, True])
-def test_warp_passes_on_a_gpu_what_warp_packs(warp_driver, differentiable):
-    """Byte for byte, with the arrays that the launch names."""
-    every, values = kernel_of_every_kind()[0], kernel_of_every_kind()[1].values()
-    x, w = (jax.device_put(np.random.default_rng(0).random(n).astype(np.float32)) for n in ((5, 3), (5, 7)))
-    options = {"block_dim": 8, "differentiable": differentiable}
-    f = lambda x, w: xk.warp_kernel(every, lambda *args: args[-1], launch_dims=(5, 7), **options)(x, *values, w)
-    found = jax.grad(lambda *args: f(*args).sum(), (0, 1))(x, w) if differentiable else f(x, w)
-    if differentiable:
-        check_equal(found[1], np.repeat(np.asarray(x)[:, :1], 7, 1))
-        check_equal(found[0][:, 0], np.asarray(w).sum(1))
-    else:
-        check_equal(found, np.asarray(x)[:, :1] * np.asarray(w) + 2**40)
-    for grid, block, _, _, (bounds, *params) in warp_driver.launches:
-        assert (grid, block) == ((5, 1, 1), (8, 1, 1))
-        for t in range(len(params) // 10):
-            part, inputs = params[10 * t :][:10], [x, *values, w, w]
-            for n in (0, 8, 9):  # the arrays: where they lie, and what they are
-                data, grad = map(int, np.frombuffer(part[n], np.uint64)[:2])
-                shape, kind = inputs[n].shape[: every.adj.args[n].type.ndim], every.adj.args[n].type.dtype
-                array = lambda address: wp.array(ptr=address, shape=shape, dtype=kind, device="cpu")
-                inputs[n] = array(data)
-                inputs[n].grad = array(grad) if grad else None
-                assert bool(grad) == (len(params) == 20 and not t)  # in an adjoint launch
-            wanted = wp.launch(every, dim=(5, 7), inputs=inputs, device="cpu", record_cmd=True).params
-            assert bounds == bytes(wanted[0])
-            for n, (packed, param) in enumerate(zip(part, wanted[1:])):
-                assert packed == (bytes(len(packed)) if t and n not in (0, 8, 9) else bytes(param))
-
-
-@needs_warp
-@pytest.mark.parametrize(
-    "size, block, grid_stride, grid",
-    [
-        (1, 256, True, (1, 1, 1)), (257, 256, True, (2, 1, 1)), (2**40, 256, True, (2**31 - 1, 1, 1)),
-        (2**24, 256, False, (2**16, 1, 1)), (2**24 + 1, 256, False, (2**16, 2, 1)),
-        (2**24 * 65535 + 1, 32, False, (2**19, 65535, 2)), (1, 1024, False, (1, 1, 1)), (0, 8, False, (0, 1, 1)),
-    ],
-)  # fmt: skip
-def test_warp_grid_is_that_of_wp_cuda_launch_kernel(size, block, grid_stride, grid):
-    assert xk._warp_grid("kernel", size, block, grid_stride) == grid
-
-
-@needs_warp
-def test_warp_interop():
-    assert callable(xk.jax_kernel) and callable(xk.jax_callable)
-    f = xk.jax_kernel(warp_kernels().add)
-    assert type(f).__module__.startswith("warp.")
 
 
 # -- errors --------------------------------------------------------------------------------------------
 
+THREE, INTEGERS = sample(3), np.arange(3, dtype=np.int32)
+REFUSED_BY_WARP_KERNEL = [  # error, its text, kernel, arguments of the call, if there is one, and options
+    (TypeError, r"'add': argument 'x' is a warp.array, float32\[:\] .*int32\[3\]: wrong dtype", "add",
+     (INTEGERS, THREE), {}),
+    (TypeError, r"'y' .*got float32\[3,1\]: wrong number of dimensions", "add", (THREE, sample(3, 1)), {}),
+    (TypeError, r"'y' .*float32\[:,3\].*: wrong inner", "cross", (sample(4, 3), sample(4, 2)), {}),
+    (TypeError, r"'out' .*got int32\[3\]: wrong dtype", "add", (THREE, THREE), {"outs": spec(3, dtype=np.int32)}),
+    (TypeError, r"the parameters \(x, y, out\).* gives it 1 inputs and 1 outputs", "add", (THREE,), {}),
+    (TypeError, r"gives it 4 inputs and 1 outputs", "add", (THREE,) * 4, {}),
+    (TypeError, r"gives it 1 arguments by position and none by", "histogram", (INTEGERS,), {}),
+    (TypeError, r"'weight' \(float32\) is passed by value; got str 'a'", "histogram", (INTEGERS, "a", THREE), {}),
+    (TypeError, r"launch_dims must be an int or a tuple of ints; got", "add", None, {"launch_dims": "3"}),
+    (TypeError, r"outs is missing", "add", None, {"outs": None}),
+    (ValueError, r"1 to 4 numbers from 0 to 2147483647; got \(-1,\)", "add", None, {"launch_dims": -1}),
+    (ValueError, r"1 to 4 .*got \(2147483648,\)", "add", (THREE, THREE), {"launch_dims": lambda x, y: 2**31}),
+    (ValueError, r"launch_dims must be 1 to 4 numbers", "add", None, {"launch_dims": (1,) * 5}),
+    (ValueError, r"block_dim must be 1 to 1024 threads; got 2048", "add", None, {"block_dim": 2048}),
+    (ValueError, r"sharding_rule splits arrays, so launch_dims=4 must be a callable", "add", None,
+     {"launch_dims": 4, "sharding_rule": "i -> i"}),
+    (ValueError, r"tiled=True needs launch_dims, the number of blocks", "add", None, {"tiled": True}),
+    (ValueError, r"tiled launch_dims .* 1 to 3", "add", None, {"tiled": True, "launch_dims": (1,) * 4}),
+    (ValueError, r"\['z'\]: 'z' must be the name of an array param", "add", None, {"in_out_argnames": ["z"]}),
+    (ValueError, r"True does not go with in_out", "histogram", None,
+     {"in_out_argnames": ["acc"], "differentiable": True}),
+    (ValueError, r"not go with .* or scratch", "scratchy", None, {"scratch": spec(3), "differentiable": True}),
+    (ValueError, r"'weight' must be the name of an array", "histogram", None, {"input_output_aliases": {1: 0}}),
+    (ValueError, r"7 must be the name of an array parameter", "add", None, {"input_output_aliases": {7: 0}}),
+]  # fmt: skip
 
-def warped(name, *args, outs=lambda x, *rest: x, **options):
-    """A kernel of the table wrapped, and called if there are arguments."""
-    f = xk.warp_kernel(getattr(warp_kernels(), name), outs, **options)
-    return f(*args) if args else f
+
+@needs_warp
+@pytest.mark.parametrize("error, text, kernel, args, options", REFUSED_BY_WARP_KERNEL)
+def test_warp_refuses(error, text, kernel, args, options):
+    with pytest.raises(error, match=text):
+        f = xk.warp_kernel(getattr(warp_kernels(), kernel), **{"outs": like_first, **options})
+        if args is not None:
+            f(*args)
 
 
-def given(**changes):
+REFUSED_VALUES = [  # error, its text, and the parameter of `kernel_of_every_kind` that gets another value
+    (TypeError, r"'s' \(struct .*Settings\) is passed .*got int 1, not an instance", {"s": 1}),
+    (TypeError, r"'m' \(float32\[3,3\]\) is passed by value; got", {"m": [1.0, 2.0]}),
+    (ValueError, r"'i' \(int8\) is passed by value; 300 is out of its range", {"i": 300}),
+]
+
+
+def call_of_every_kind(**changes):
     kernel, values = kernel_of_every_kind()
-    return xk.warp_kernel(kernel, lambda *args: args[-1])(sample(2, 3), *(values | changes).values(), sample(2, 3))
+    f = xk.warp_kernel(kernel, lambda *args: args[-1])
+    return f(sample(2, 3), *(values | changes).values(), sample(2, 3))
 
 
-def no_arrays():
+@needs_warp
+@pytest.mark.parametrize("error, text, changes", REFUSED_VALUES)
+def test_warp_refuses_values(error, text, changes):
+    with pytest.raises(error, match=text):
+        call_of_every_kind(**changes)
+
+
+REFUSED_TRACED_VALUES = [  # text of the error, parameter, and its value
+    (r"'m' \(float32\[3,3\]\) is passed by value; got", "m", np.ones(2, np.float32)),
+    (r"'n' \(uint64\) is passed by value; got .*64 bits without", "n", 3),
+    (r"'s' \(struct .*Settings\) is passed .*got", "s", 3),
+]
+
+
+@needs_warp
+@pytest.mark.parametrize("text, name, value", REFUSED_TRACED_VALUES)
+def test_warp_refuses_traced_values(text, name, value):
+    with pytest.raises(TypeError, match=text):
+        jax.eval_shape(lambda value: call_of_every_kind(**{name: value}), value)
+
+
+@needs_warp
+def test_warp_refuses_a_plain_function():
+    with pytest.raises(TypeError, match=r"takes a function decorated with warp.kernel; got function"):
+        xk.warp_kernel(like_first, spec(3))
+
+
+@needs_warp
+def test_warp_error_for_64_bits_names_how_jax_keeps_them():
+    @wp.kernel(module="unique")
+    def copy(x: wp.array(dtype=wp.float64), out: wp.array(dtype=wp.float64)):
+        out[wp.tid()] = x[wp.tid()]
+
+    with pytest.raises(TypeError, match=r"with jax.enable_x64\(True\): x = jnp.asarray\(x, jnp.float64\)"):
+        xk.warp_kernel(copy, like_first)(THREE)
+
+
+@needs_warp
+def test_warp_kernel_without_arrays_needs_launch_dims():
     @wp.kernel(module="unique")
     def nothing(factor: float):
         wp.tid()
 
-    return nothing
-
-
-def given_32_bits():
-    xk.warp_kernel(matrix_kernel(Add, "warp", np.dtype("float64")), spec(3))(W, W)
-
-
-W, ROW = sample(3), np.arange(3, dtype=np.int32)
-WARP_ERRORS = {
-    TypeError: [
-        (r"'add': argument 'x' is a warp.array, float32\[:\] .*int32\[3\]: wrong dtype", lambda: warped("add", ROW, W)),
-        (r"'y' .*got float32\[3,1\]: wrong number of dimensions", lambda: warped("add", W, sample(3, 1))),
-        (r"'y' .*float32\[:,3\].*: wrong inner", lambda: warped("cross", sample(4, 3), sample(4, 2))),
-        (r"'out' .*got int32\[3\]: wrong dtype", lambda: warped("add", W, W, outs=spec(3, dtype=np.int32))),
-        (r"the parameters \(x, y, out\).* gives it 1 inputs and 1 outputs", lambda: warped("add", W)),
-        (r"gives it 4 inputs and 1 outputs", lambda: warped("add", *[W] * 4)),
-        (r"gives it 1 arguments by position and none by", lambda: warped("histogram", ROW)),
-        (r"'weight' \(float32\) is passed by value; got str 'a'", lambda: warped("histogram", ROW, "a", W)),
-        (r"'s' \(struct .*Settings\) is passed .*got int 1, not an instance", lambda: given(s=1)),
-        (r"'m' \(float32\[3,3\]\) is passed by value; got", lambda: jax.eval_shape(lambda m: given(m=m), spec(2))),
-        (r"with jax.enable_x64\(True\): x = jnp.asarray\(x, jnp.float64\)", given_32_bits),
-        (r"'n' \(uint64\) is passed by value; got .*64 bits without", lambda: jax.jit(lambda n: given(n=n))(3)),
-        (r"'s' \(struct .*Settings\) is passed .*got", lambda: jax.jit(lambda s: given(s=s))(3)),
-        (r"launch_dims must be an int or a tuple of ints; got", lambda: warped("add", launch_dims="3")),
-        (r"outs is missing", lambda: warped("add", outs=None)),
-        (r"takes a function decorated with warp.kernel; got function", lambda: xk.warp_kernel(lambda x: None, spec(3))),
-    ],
-    ValueError: [
-        (r"'i' \(int8\) is passed by value; 300 is out of its range", lambda: given(i=300)),
-        (r"1 to 4 numbers from 0 to 2147483647; got \(-1,\)", lambda: warped("add", launch_dims=-1)),
-        (r"1 to 4 .*got \(2147483648,\)", lambda: warped("add", W, W, launch_dims=lambda *a: 2**31)),
-        (r"launch_dims must be 1 to 4 numbers", lambda: warped("add", launch_dims=(1,) * 5)),
-        (r"block_dim must be 1 to 1024 threads; got 2048", lambda: warped("add", block_dim=2048)),
-        (
-            "sharding_rule splits arrays, so launch_dims=4 must be a callable",
-            lambda: warped("add", launch_dims=4, sharding_rule="i -> i"),
-        ),
-        (r"tiled=True needs launch_dims, the number of blocks", lambda: warped("add", tiled=True)),
-        (r"tiled launch_dims .* 1 to 3", lambda: warped("add", tiled=True, launch_dims=(1,) * 4)),
-        (r"\['z'\]: 'z' must be the name of an array param", lambda: warped("add", in_out_argnames=["z"])),
-        (r"True does not go with in_out", lambda: warped("histogram", in_out_argnames=["acc"], differentiable=True)),
-        (r"not go with .* or scratch", lambda: warped("scratchy", scratch=spec(3), differentiable=True)),
-        (r"'weight' must be the name of an array", lambda: warped("histogram", input_output_aliases={1: 0})),
-        (r"must be 1 to 4 numbers from 0 to 2147483647; got \(\)", lambda: xk.warp_kernel(no_arrays(), ())(1.0)),
-        (r"7 must be the name of an array parameter", lambda: warped("add", input_output_aliases={7: 0})),
-        (r"1 to 4 dimensions; got 0 in float32\[\]; reshape it to \(1,\)", lambda: xk.jaxinfo_to_warpinfo(spec())),
-        (r"1 to 4 dimensions; got 5 in float32\[1,1,1,1,1\]", lambda: xk.jaxinfo_to_warpinfo(spec(1, 1, 1, 1, 1))),
-        *[
-            (
-                r"Warp has no scalar type for dtype .*it has bool, int8",
-                lambda dtype=dtype: xk.jaxtype_to_warptype(dtype),
-            )
-            for dtype in (np.complex64, "nonsense", jnp.float8_e4m3fn)
-        ],
-    ],
-}
-WARP_ERRORS = [(kind, *row) for kind, rows in WARP_ERRORS.items() for row in rows]
-
-
-@needs_warp
-@pytest.mark.parametrize("kind, text, call", WARP_ERRORS, ids=[text for _, text, _ in WARP_ERRORS])
-def test_warp_errors(kind, text, call):
-    with pytest.raises(kind, match=text):
-        call()
+    with pytest.raises(ValueError, match=r"must be 1 to 4 numbers from 0 to 2147483647; got \(\)"):
+        xk.warp_kernel(nothing, ())(1.0)
 
 
 def test_warp_traced_values(warp_path):
-    f = xk.warp_kernel(warp_kernels().histogram, lambda i, w, acc: acc, in_out_argnames=["acc"])
+    f = xk.warp_kernel(warp_kernels().histogram, lambda index, weight, acc: acc, in_out_argnames=["acc"])
     index, weights, zeros = jnp.array([0, 2, 2]), jnp.array([0.5, 2.0]), jnp.zeros(3)
-    want = np.outer(weights, [1, 0, 2])
-    ways = {
-        "eager": lambda: jnp.stack([f(index, w, zeros) for w in weights]),
-        "jit": lambda: jnp.stack([jax.jit(f)(index, w, acc=zeros) for w in weights.tolist()]),
-        "vmap": lambda: jax.vmap(f, (None, 0, None))(index, weights, zeros),
-        "vmap of integers": lambda: jax.vmap(f, (None, 0, None))(index, (2 * weights).astype(int), zeros) / 2,
-        "scan": lambda: jax.lax.scan(lambda c, w: (c, f(index, w, zeros)), 0, weights)[1],
+    integers = jnp.array([1, 4])
+    expected = [[0.5, 0, 1], [2, 0, 4]]
+    batched = jax.vmap(f, (None, 0, None))
+    traced = {
+        "jit": lambda: jnp.stack([jax.jit(f)(index, weight, acc=zeros) for weight in weights.tolist()]),
+        "vmap": lambda: batched(index, weights, zeros),
+        "vmap of integers": lambda: batched(index, integers, zeros) / 2,
+        "scan": lambda: jax.lax.scan(lambda carry, weight: (carry, f(index, weight, zeros)), 0, weights)[1],
     }
-    refused = r"traced values for \['weight'\].* warp.array of shape \(1,\)"
-    for name, way in ways.items():
-        if warp_path == "gpu" and name != "eager":
-            with pytest.raises(NotImplementedError, match=refused):
-                way()
-        else:
-            np.testing.assert_array_equal(way(), want, name)
+    np.testing.assert_array_equal([f(index, weight, zeros) for weight in weights], expected)
+    for name, call in traced.items():
+        if warp_path.name != "gpu":
+            np.testing.assert_array_equal(call(), expected, name)
+            continue
+        refused = r"traced values for \['weight'\].* warp.array of shape \(1,\)"
+        with pytest.raises(NotImplementedError, match=refused):
+            call()
 
 
 def test_warp_arguments_as_kernels_take_them(warp_path):
     floats = wp.array(dtype=float)
 
-    @wp.kernel
+    @wp.kernel(module="unique")
     def scaled(x: floats, factor: floats, kind: int, on: wp.bool, h: wp.handle, out: floats):
         i = wp.tid()
         out[i] = x[i] + float(kind) + float(h)
         if on and factor:
             out[i] *= factor[0]
 
-    kind, x = enum.IntFlag("Kind", "A B").B, jnp.arange(3.0)
-    f = xk.warp_kernel(scaled, lambda x, *_: x)
-    for factor, expected in ((jnp.float32(2), 2 * (x + 3)), (None, x + 3), (jnp.zeros(0), x + 3), (jnp.ones(1), x + 3)):
+    kind = enum.IntFlag("Kind", "A B").B
+    x = jnp.arange(3.0)
+    f = xk.warp_kernel(scaled, like_first)
+    for factor, expected in (
+        (jnp.float32(2), [6, 8, 10]),  # a 0-d array
+        (jnp.ones(1), [3, 4, 5]),
+        (None, [3, 4, 5]),  # a null array
+        (jnp.zeros(0), [3, 4, 5]),
+    ):
         np.testing.assert_array_equal(f(x, factor, kind, 1, 1), expected)
         np.testing.assert_array_equal(f(x, h=1, on=True, kind=kind, factor=factor), expected)
     with pytest.raises(TypeError, match=r"the parameters \(x, factor, .*5 arguments by position and x by keyword"):
         f(x, x, 1, True, 1, x=x)
     with pytest.raises(TypeError, match="values, then outputs and scratch; this call gives it 2 arguments by position"):
         f(x, x)
-    g = xk.warp_kernel(warp_kernels().add, lambda x, y: x, input_output_aliases={"x": 0})
-    np.testing.assert_array_equal(g(x, y=x), 2 * x)
+
+
+def test_warp_aliases_may_be_named(warp_path):
+    f = wrapped("in_place", input_output_aliases={"v": 0})
+    case = WARP_CASES["in_place"]
+    check_equal(f(case.args[0], current=case.args[1]), case.reference(*case.args))
 
 
 @needs_warp
@@ -4926,25 +5385,29 @@ def test_warp_generic_kernels():
     def generic(x: wp.array(dtype=typing.Any), out: wp.array(dtype=typing.Any)):
         out[wp.tid()] = x[wp.tid()]
 
-    @wp.kernel(module="unique")
-    def generic_sum(x: wp.array(dtype=typing.Any), y: wp.array(dtype=typing.Any), out: wp.array(dtype=typing.Any)):
-        out[wp.tid()] = x[wp.tid()] + y[wp.tid()]
-
-    f = xk.warp_kernel(generic, lambda x, *_: x)
+    f = xk.warp_kernel(generic, like_first)
     for x in (jnp.arange(3), jnp.arange(3.0), jnp.ones((3, 2)), jnp.ones((3, 2, 2))):  # numbers, vectors, matrices
         np.testing.assert_array_equal(jax.vmap(f)(x=jnp.stack([x, 2 * x])), jnp.stack([x, 2 * x]))
-    plus = xk.warp_kernel(generic_sum, lambda x, y: x)
-    with pytest.raises(Exception, match="Input types must be the same"):
-        plus(jnp.arange(3.0), jnp.arange(3))
-    np.testing.assert_array_equal(plus(y=jnp.ones(3), x=jnp.arange(3.0)), [1, 2, 3])
     with pytest.raises(TypeError, match=r"generic Warp kernel 'generic' takes \('x', 'out'\); this call gives"):
         f(x, x)
     concrete = wp.overload(generic, [wp.array(dtype=float), wp.array(dtype=float)])
-    np.testing.assert_array_equal(xk.warp_kernel(concrete, lambda x: x)(jnp.arange(3.0)), np.arange(3.0))
+    np.testing.assert_array_equal(xk.warp_kernel(concrete, like_first)(jnp.arange(3.0)), [0, 1, 2])
 
 
 @needs_warp
-def test_warp_unsupported_kernels():
+def test_warp_generic_kernels_that_do_not_build_spare_the_others():
+    @wp.kernel(module="unique")
+    def plus(x: wp.array(dtype=typing.Any), y: wp.array(dtype=typing.Any), out: wp.array(dtype=typing.Any)):
+        out[wp.tid()] = x[wp.tid()] + y[wp.tid()]
+
+    f = xk.warp_kernel(plus, like_first)
+    with pytest.raises(Exception, match="Input types must be the same"):
+        f(jnp.arange(3.0), jnp.arange(3))
+    np.testing.assert_array_equal(f(y=jnp.ones(3), x=jnp.arange(3.0)), [1, 2, 3])
+
+
+@needs_warp
+def test_warp_structs_of_arrays_are_refused():
     @wp.struct
     class Holder:
         values: wp.array(dtype=float)
@@ -4956,14 +5419,18 @@ def test_warp_unsupported_kernels():
     with pytest.raises(TypeError, match=r"parameter 'h' is .*; supported are scalars, .* and structs without arrays"):
         xk.warp_kernel(holding, spec(3))
 
+
+@needs_warp
+def test_warp_kernel_without_an_adjoint():
     @wp.kernel(enable_backward=False, module="unique")
     def forward_only(x: wp.array(dtype=float), out: wp.array(dtype=float)):
         out[wp.tid()] = x[wp.tid()]
 
-    f = xk.warp_kernel(forward_only, lambda x: x, differentiable=True)
-    np.testing.assert_array_equal(f(jnp.arange(3.0)), np.arange(3.0))
-    with pytest.raises(RuntimeError, match="differentiable=True needs enable_backward=True"):
+    f = xk.warp_kernel(forward_only, like_first, differentiable=True)
+    np.testing.assert_array_equal(f(jnp.arange(3.0)), [0, 1, 2])
+    with pytest.raises(RuntimeError) as raised:
         jax.grad(lambda x: f(x).sum())(jnp.arange(3.0))
+    assert "differentiable=True needs enable_backward=True" in "".join(raised.value.__notes__)
 
 
 @needs_warp
@@ -4978,20 +5445,69 @@ def test_warp_build_error_stays_an_error():
 
     for _ in range(3):
         with pytest.raises(Exception, match="undefined_thing"):
-            xk.warp_kernel(broken, lambda x: x)(jnp.arange(3.0))
+            xk.warp_kernel(broken, like_first)(jnp.arange(3.0))
+
+
+# -- types, Warp's own functions, no Warp --------------------------------------------------------------
+
+WARP_TYPES = "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 float32 float64".split()
 
 
 @needs_warp
-def test_warp_types():
-    assert xk.jaxtype_to_warptype("float32") is wp.float32
-    assert xk.jaxtype_to_warptype(jnp.bool_) is wp.bool
+@pytest.mark.parametrize("name", WARP_TYPES)
+def test_warp_types(name):
+    expected = getattr(wp, name)
+    assert xk.jaxtype_to_warptype(name) is expected
+    assert xk.jaxtype_to_warptype(np.dtype(name)) is expected
+    array = xk.jaxinfo_to_warpinfo(spec(3, 4, dtype=name))
+    assert (array.dtype, array.ndim) == (expected, 2)
 
 
 @needs_warp
+@pytest.mark.parametrize("dtype", [np.complex64, "nonsense", jnp.float8_e4m3fn])
+def test_warp_has_no_such_type(dtype):
+    with pytest.raises(ValueError, match=r"Warp has no scalar type for dtype .*it has bool, int8"):
+        xk.jaxtype_to_warptype(dtype)
+
+
+@needs_warp
+@pytest.mark.parametrize(
+    "shape, text",
+    [
+        ((), r"1 to 4 dimensions; got 0 in float32\[\]; reshape it to \(1,\)"),
+        ((1,) * 5, r"1 to 4 dimensions; got 5 in float32\[1,1,1,1,1\]"),
+    ],
+)
+def test_warp_has_no_array_of_such_a_shape(shape, text):
+    with pytest.raises(ValueError, match=text):
+        xk.jaxinfo_to_warpinfo(spec(*shape))
+
+
+@needs_warp
+def test_warp_jax_kernel_is_warps_own():
+    f = xk.jax_kernel(warp_kernels().lif, num_outputs=2)
+    text = jax.jit(f).trace(THREE, THREE).lower(lowering_platforms=("cuda",)).as_text()
+    assert re.search(r"custom_call @\w*lif\w*\(.*-> \(tensor<3xf32>, tensor<3xi1>\)", text)
+    assert type(f).__module__.startswith("warp.")
+
+
+@needs_warp
+def test_warp_jax_callable_is_warps_own():
+    add = warp_kernels().add
+
+    def twice(x: wp.array(dtype=float), out: wp.array(dtype=float)):
+        wp.launch(add, dim=x.shape, inputs=[x, x], outputs=[out])
+
+    f = xk.jax_callable(twice, num_outputs=1)
+    text = jax.jit(f).trace(THREE).lower(lowering_platforms=("cuda",)).as_text()
+    assert re.search(r"custom_call @\w*twice\w*\(.*-> tensor<3xf32>", text)
+    assert type(f).__module__.startswith("warp.")
+
+
 def test_warp_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "warp", None)
     with pytest.raises(ImportError, match=r"warp_kernel needs warp .*install it: pip install warp-lang"):
-        xk.warp_kernel(lambda x: x, spec(3))
+        xk.warp_kernel(like_first, spec(3))
 
 
 # ======================================================================================================
