@@ -6239,10 +6239,12 @@ def test_op_platform_is_that_of_the_lowering(platforms):
 
 
 def test_op_export():
+    from jax import export
+
     op = op_with(add_to(5))
     op.def_kernel("jax", "gpu", add_to(7))
     add = jax.jit(jax.vmap(lambda x: op(x, outs=x)))
-    exported = jax.export.export(add, platforms=("cpu", "cuda"))(VECTOR_SPEC)
+    exported = export.export(add, platforms=("cpu", "cuda"))(VECTOR_SPEC)
     assert exported.call(VECTOR).tolist() == (VECTOR + 5).tolist()
     assert "dense<5.0" in exported.mlir_module() and "dense<7.0" in exported.mlir_module()
 
@@ -6891,246 +6893,401 @@ def test_op_rules_can_be_called_and_primitives_bound_as_brainevent_does():
     np.testing.assert_allclose(out, VECTOR * WEIGHTS)
 
 
-# -- sharding, export, threads, benchmark --------------------------------------------------------------
-
-
-def _mesh_sharding(*spec, shape=(4,), **options):
-    devices = np.array(jax.devices()[:4]).reshape(shape)
-    return jax.sharding.NamedSharding(jax.sharding.Mesh(devices, ("d", "e")[: len(shape)], **options), P(*spec))
-
+# -- over several devices ------------------------------------------------------------------------------
 
 COLLECTIVES = re.compile(r"\b(all-gather|all-to-all|collective-permute|all-reduce)(?:-start)?\(")
 
 
-def split_product(kind, rule):
-    """x * y by a wrapper or an op: with derivatives, or `in place` with scratch, hidden copies and a second result."""
+def numba_product(rule):
+    """x * y by a wrapper, with its derivative."""
+    multiply = xk.numba_kernel(numba_multiply, like_first, sharding_rule=rule)
 
-    def in_place(x, y, out, more, work):
+    def forward(x, y):
+        return multiply(x, y), (x, y)
+
+    def backward(operands, ct):
+        x, y = operands
+        return multiply(ct, y), multiply(ct, x)
+
+    function = jax.custom_vjp(lambda x, y: multiply(x, y))
+    function.defvjp(forward, backward)
+    return function
+
+
+def in_place_product(rule):
+    """x * y in the memory of x, with scratch and a hidden copy of y; a second result is one more."""
+
+    def multiply(x, y, out, more, work):
         memset(y.ctypes, 0, 0)  # which could write to y
         for i in range(y.size):
             work[i] = out[i] * y[i]
         out[:] = work
         more[:] = work + 1
 
-    if kind == "in place":
-        options = {"input_output_aliases": {0: 0}, "scratch": lambda x, y: x}
-        return xk.numba_kernel(in_place, lambda x, y: [x, x], sharding_rule=rule and f"{rule}, i", **options)
-    if kind == "warp":
-        return xk.warp_kernel(warp_multiply(), lambda x, y: x, differentiable=True, sharding_rule=rule)
-    if kind == "numba":
-        multiply = xk.numba_kernel(numba_multiply, lambda x, y: x, sharding_rule=rule)
-        function = jax.custom_vjp(lambda x, y: multiply(x, y))
-        function.defvjp(lambda x, y: (multiply(x, y), (x, y)), lambda xy, t: (multiply(t, xy[1]), multiply(t, xy[0])))
-        return function
-    return product_of(kind.removeprefix("op "), rule)
+    return xk.numba_kernel(
+        multiply,
+        outs=lambda x, y: [x, x],
+        input_output_aliases={0: 0},
+        scratch=like_first,
+        sharding_rule=rule and f"{rule}, i",
+    )
 
 
-def warp_multiply():
+def warp_product(rule):
     @wp.kernel(module="unique")
-    def product(x: wp.array(dtype=float), y: wp.array(dtype=float), out: wp.array(dtype=float)):
+    def multiply(x: wp.array(dtype=float), y: wp.array(dtype=float), out: wp.array(dtype=float)):
         i = wp.tid()
         out[i] = x[i] * y[i]
 
-    return product
+    return xk.warp_kernel(multiply, like_first, differentiable=True, sharding_rule=rule)
+
+
+SPLIT_PRODUCTS = {  # kind: x * y, with a sharding rule or None
+    "numba": numba_product,
+    "gspmd": numba_product,
+    "explicit": numba_product,
+    "in place": in_place_product,
+    "warp": warp_product,
+    "op numba": functools.partial(product_of, "numba"),
+    "op no_batching": functools.partial(product_of, "no_batching"),
+}
+
+
+def product_and_more_in_jax(x, y):
+    product = multiply_in_jax(x, y)
+    return [product, product + 1]
+
+
+class Split(typing.NamedTuple):
+    """A product of arrays that are split over a mesh of two by two devices, "d" and "e"."""
+
+    transform: Callable  # what is done to the product of two vectors
+    operands: tuple
+    placed: list  # how each operand is split
+    result: tuple  # how the result is split
+    rule: str | None = None
+    collectives: frozenset = frozenset()  # what the devices may exchange
+
+
+def of_first_three(f):
+    return lambda x, y: jax.vmap(f)(x[:3], y[:3])
+
+
+def gradient_of_shared(f):
+    """The gradient for the operand that all slices share."""
+    return gradients(vmap(0, None)(f), 1)
+
+
+def gradient_of_batched(f):
+    return gradients(vmap(0, None)(f), 0)
 
 
 CUBE = np.arange(128.0, dtype=np.float32).reshape(8, 4, 4)
-A, B = CUBE[:2]
-SPLIT = {  # program: (rule, what is done to the kernel, operands, their places, the result's, collectives allowed)
-    "vmap": (None, lambda f: jax.vmap(f, (0, None)), (A, B[0]), [("d",), ()], ("d",)),
-    "vmap, axis 1": (None, lambda f: jax.vmap(f, (1, 0)), (A, B), [(None, "d"), ("d",)], ("d",)),
-    "two axes": (None, lambda f: jax.vmap(jax.vmap(f)), (CUBE, CUBE), [("d", "e"), ("d",)], ("d", "e")),
-    "crossed": (None, lambda f: jax.vmap(jax.vmap(f, (None, 0)), (0, None)), (A, B), [("d",), ("e",)], ("d", "e")),
-    "inner": (None, lambda f: jax.vmap(jax.vmap(f, (0, None))), (CUBE, CUBE[:, 0]), [(None, ("e", "d")), ()],
-              (None, ("e", "d"))),
-    "disagreeing": (None, jax.vmap, (A, B), [("d",), (None, "d")], ("d",), {"all-gather", "all-to-all"}),
-    "kernel's own": (None, jax.vmap, (A, B), [(None, "d"), ()], (), {"all-gather"}),
-    "uneven": (None, lambda f: lambda x, y: jax.vmap(f)(x[:3], y[:3]), (A, B), [("d",), ()], (), {"all-gather"}),
-    "empty": (None, lambda f: jax.vmap(f), (A[:0], B[:0]), [("d",), ()], ()),
-    "rule": ("i, i -> i", lambda f: f, (A[0], B[0]), [(("d", "e"),), ()], (("d", "e"),)),
-    "rule and vmap": ("i, i -> i", lambda f: jax.vmap(f, (0, None)), (A, B[0]), [("d", "e"), ("e",)], ("d", "e")),
-    "rule of outputs": ("i, i -> j", lambda f: f, (A[0], B[0]), [("d",), ()], (), {"all-gather"}),
-    "scan": (None, lambda f: lambda x, y: jax.lax.scan(lambda c, _: (jax.vmap(f)(c, y), None), x, length=2)[0],
-             (A, B), [("d",), ("d",)], ("d",)),
-    "grad": (None, lambda f: gradients(jax.vmap(f, (0, None)), 0), (A, B[0]), [("d",), ()], ("d",)),
-    "grad, shared": (None, lambda f: gradients(jax.vmap(f, (0, None)), 1), (A, B[0]), [("d",), ()], (), {"all-reduce"}),
+XS, YS = CUBE[:2]
+GATHERS = frozenset({"all-gather"})
+INNER = (None, ("e", "d"))
+SPLITS = {
+    "vmap": Split(vmap(0, None), (XS, YS[0]), [("d",), ()], ("d",)),
+    "vmap, axis 1": Split(vmap(1, 0), (XS, YS), [(None, "d"), ("d",)], ("d",)),
+    "two axes": Split(chain(jax.vmap, jax.vmap), (CUBE, CUBE), [("d", "e"), ("d",)], ("d", "e")),
+    "crossed": Split(chain(vmap(None, 0), vmap(0, None)), (XS, YS), [("d",), ("e",)], ("d", "e")),
+    "inner": Split(chain(vmap(0, None), jax.vmap), (CUBE, CUBE[:, 0]), [INNER, ()], INNER),
+    "disagreeing": Split(
+        jax.vmap, (XS, YS), [("d",), (None, "d")], ("d",), collectives=frozenset({"all-gather", "all-to-all"})
+    ),
+    "kernel's own": Split(jax.vmap, (XS, YS), [(None, "d"), ()], (), collectives=GATHERS),
+    "uneven": Split(of_first_three, (XS, YS), [("d",), ()], (), collectives=GATHERS),
+    "empty": Split(jax.vmap, (XS[:0], YS[:0]), [("d",), ()], ()),
+    "rule": Split(as_it_is, (XS[0], YS[0]), [(("d", "e"),), ()], (("d", "e"),), rule="i, i -> i"),
+    "rule and vmap": Split(vmap(0, None), (XS, YS[0]), [("d", "e"), ("e",)], ("d", "e"), rule="i, i -> i"),
+    "rule of outputs": Split(as_it_is, (XS[0], YS[0]), [("d",), ()], (), rule="i, i -> j", collectives=GATHERS),
+    "scan": Split(chain(jax.vmap, last_of_iterated), (XS, YS), [("d",), ("d",)], ("d",)),
+    "grad": Split(gradient_of_batched, (XS, YS[0]), [("d",), ()], ("d",)),
+    "grad, shared": Split(
+        gradient_of_shared, (XS, YS[0]), [("d",), ()], (), collectives=frozenset({"all-reduce"})
+    ),
 }  # fmt: skip
 OF_ALL_KINDS = ("vmap", "crossed", "rule and vmap", "grad")
-WARP = pytest.param("warp", marks=pytest.mark.needs("warp"))
+SPLIT_CASES = [
+    *itertools.product(SPLITS, ["numba"]),
+    *itertools.product(OF_ALL_KINDS, ["gspmd", "explicit", "op numba", "op no_batching"]),
+    *itertools.product(OF_ALL_KINDS[:3], ["in place"]),  # which has no derivative
+    *[pytest.param(program, "warp", marks=pytest.mark.needs("warp")) for program in OF_ALL_KINDS],
+]
 
 
-@pytest.mark.parametrize("kind", ["numba", "gspmd", "explicit", "in place", WARP, "op numba", "op no_batching"])
-@pytest.mark.parametrize("program", SPLIT)
+@pytest.mark.parametrize("program, kind", SPLIT_CASES)
 def test_what_is_sharded_stays_sharded(program, kind):
-    if (kind != "numba" and program not in OF_ALL_KINDS) or (kind, program) == ("in place", "grad"):
-        pytest.skip("one kind is enough")
-    rule, transform, operands, places, place, *allowed = SPLIT[program]
-    explicit = {"axis_types": (jax.sharding.AxisType.Explicit,) * 2} if kind == "explicit" else {}
-    function = transform(split_product("numba" if kind in ("gspmd", "explicit") else kind, rule))
-    sharding = functools.partial(_mesh_sharding, shape=(2, 2), **explicit)
-    placed = [jax.device_put(x, sharding(*spec)) for x, spec in zip(operands, places)]
-    before = jax.config.jax_use_shardy_partitioner
-    jax.config.update("jax_use_shardy_partitioner", kind != "gspmd")
-    try:
-        compiled = jax.jit(function).lower(*placed).compile()
-    finally:
-        jax.config.update("jax_use_shardy_partitioner", before)
-    assert set(COLLECTIVES.findall(compiled.as_text())) <= set().union(*allowed)
-    for got, expected in zip(jax.tree.leaves(compiled(*placed)), jax.tree.leaves(jax.jit(function)(*operands))):
-        np.testing.assert_allclose(got, expected)
-        assert got.sharding.is_equivalent_to(sharding(*place), got.ndim)
+    split = SPLITS[program]
+    function = split.transform(SPLIT_PRODUCTS[kind](split.rule))
+    expected = split.transform(product_and_more_in_jax if kind == "in place" else multiply_in_jax)(*split.operands)
+    axis_types = {"axis_types": (jax.sharding.AxisType.Explicit,) * 2} if kind == "explicit" else {}
+    sharding = functools.partial(_mesh_sharding, shape=(2, 2), **axis_types)
+    operands = [jax.device_put(x, sharding(*axes)) for x, axes in zip(split.operands, split.placed)]
+    with conftest.configured("jax_use_shardy_partitioner", kind != "gspmd"):
+        compiled = jax.jit(function).lower(*operands).compile()
+    assert split.collectives.issuperset(COLLECTIVES.findall(compiled.as_text()))
+    results = compiled(*operands)
+    jax.tree.map(assert_same, results, expected)
+    for result in jax.tree.leaves(results):
+        assert result.sharding.is_equivalent_to(sharding(*split.result), result.ndim)
 
 
 @pytest.mark.parametrize("kind", ["numba", "op no_batching"])
 def test_a_batch_is_split_over_the_current_mesh(kind):
-    product = jax.vmap(split_product(kind, None))
-    with jax.set_mesh(_mesh_sharding().mesh):  # which JAX's search for concrete shardings does not find
-        compiled = jax.jit(lambda x, y: product(jax.lax.with_sharding_constraint(x, P("d")), y)).lower(A, B).compile()
+    """JAX's search for concrete shardings does not find it."""
+    product = jax.vmap(SPLIT_PRODUCTS[kind](None))
+
+    def split_product(x, y):
+        return product(jax.lax.with_sharding_constraint(x, P("d")), y)
+
+    with jax.set_mesh(_mesh_sharding().mesh):
+        compiled = jax.jit(split_product).lower(XS, YS).compile()
         assert not COLLECTIVES.search(compiled.as_text())
-        np.testing.assert_array_equal(compiled(A, B), A * B)
+        np.testing.assert_array_equal(compiled(XS, YS), XS * YS)
+
+
+def squares_two_by_two(square, _):
+    """Of 16 numbers, as a batch of two batches of two."""
+    return lambda x: jax.vmap(jax.vmap(square))(x.reshape(2, 2, 4))
+
+
+def squares_by_map(square, _):
+    return lambda x: jax.lax.map(square, x.reshape(4, 4), batch_size=2)
+
+
+def squares_by_rule(_, square_with_rule):
+    return lambda x: jax.vmap(square_with_rule)(x.reshape(2, 8))
 
 
 @pytest.mark.parametrize("kind", ["numba", "op numba"])
-def test_a_batch_may_be_split_over_a_part_of_an_axis(kind):
-    product, named = split_product(kind, None), split_product(kind, "i, i -> i")
-    x = jax.device_put(A.ravel(), _mesh_sharding("d"))
-    for f in (
-        lambda x: jax.vmap(jax.vmap(product))(*[x.reshape(2, 2, 4)] * 2),
-        lambda x: jax.lax.map(lambda x: product(x, x), x.reshape(4, 4), batch_size=2),
-        lambda x: jax.vmap(named)(*[x.reshape(2, 8)] * 2),
-    ):
-        np.testing.assert_array_equal(np.ravel(jax.jit(f)(x)), (A * A).ravel())
+@pytest.mark.parametrize("squares", [squares_two_by_two, squares_by_map, squares_by_rule])
+def test_a_batch_may_be_split_over_a_part_of_an_axis(squares, kind):
+    def square_of(product):
+        return lambda x: product(x, x)
+
+    make = SPLIT_PRODUCTS[kind]
+    run = jax.jit(squares(square_of(make(None)), square_of(make("i, i -> i"))))
+    x = jax.device_put(XS.ravel(), _mesh_sharding("d"))
+    np.testing.assert_array_equal(np.ravel(run(x)), np.ravel(XS * XS))
 
 
-def test_effects_donation_and_export_of_what_is_sharded(capfd):
-    from jax import export
-
-    @xk.numba_kernel(outs=lambda x: x, has_side_effect=True)
-    def loud(x, out):
-        print("slice")
-        out[:] = x
-
-    x = jax.device_put(A, _mesh_sharding("d"))
-    for f, count in ((jax.vmap(loud), 4), (lambda x: loud(x[0]), 4), (lambda x: (jax.vmap(loud)(x), 0)[1], 4)):
-        jax.block_until_ready(jax.jit(f)(x))
-        assert capfd.readouterr().out.count("slice") == count
-    silent = xk.numba_kernel(lambda x: None, (), has_side_effect=True)
-    partly = {"mesh": _mesh_sharding(shape=(2, 2)).mesh, "in_specs": P("d"), "out_specs": P("d"), "axis_names": {"d"}}
-    for f, y in ((lambda x: (silent(x), x)[1], x), (jax.shard_map(loud, **partly), A)):
-        with pytest.raises(NotImplementedError, match="cannot tell on which devices: over several, give it an input"):
-            jax.jit(f)(y)
-    nested = jax.shard_map(loud, in_specs=P("e"), out_specs=P("e"), axis_names={"e"})
-    np.testing.assert_array_equal(jax.jit(jax.shard_map(nested, **partly))(A), A)
-    product = jax.jit(jax.vmap(split_product("op numba", None)))
-    np.testing.assert_array_equal(product(x, x), A * A)  # and export_checks knows its kernel
-    exported = export.export(product, disabled_checks=xk.export_checks())(x, x)
-    np.testing.assert_array_equal(jax.jit(exported.call)(x, x), A * A)
-    places = lambda array: [shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards]
-    x, y = jax.jit(jnp.negative)(x), jax.device_put(B, x.sharding)  # x: no view of NumPy's memory
-    before = places(x)
-    assert places(jax.jit(jax.vmap(split_product("in place", None)), donate_argnums=0)(x, y)[0]) == before
+@xk.numba_kernel(outs=like_first, has_side_effect=True)
+def copy_aloud(x, out):
+    print("slice")
+    out[:] = x
 
 
-def test_op_sharding_rule_gathers_what_is_reduced():
-    op = op_with(lambda: operator.matmul, rule="i j, j -> i")
-    a = np.arange(64.0, dtype=np.float32).reshape(8, 8)
-    f = jax.jit(lambda a, v: op(a, v, outs=lambda a, v: Spec(a.shape[:1], a.dtype)))
-    for spec in (("d",), (None, "d"), ()):
-        got = f(jax.device_put(a, _mesh_sharding(*spec)), jax.device_put(VECTOR, _mesh_sharding("d")))
-        np.testing.assert_allclose(got, a @ VECTOR)
-    uneven = jax.jit(lambda a, v: f(a[:6], v))  # XLA would split 6 rows among 4 devices
-    np.testing.assert_allclose(uneven(jax.device_put(a, _mesh_sharding("d")), VECTOR), a[:6] @ VECTOR)
+@xk.numba_kernel(outs=(), has_side_effect=True)
+def observe(x):
+    pass
 
 
-def test_op_sharding_rule_composes():
-    f = product_of(rule="i, i -> i")
-    x, y = (jax.device_put(v, _mesh_sharding("d")) for v in (VECTOR, WEIGHTS))
-    np.testing.assert_allclose(
-        jax.jit(jax.grad(lambda x, y: (f(x, y) ** 2).sum()))(x, y), 2 * VECTOR * WEIGHTS * WEIGHTS, rtol=1e-6
-    )
-    np.testing.assert_allclose(_shard_map(f, (P("d"), P("d")), P("d"))(VECTOR, WEIGHTS), VECTOR * WEIGHTS)
-    np.testing.assert_allclose(jax.jit(f)(VECTOR, WEIGHTS), VECTOR * WEIGHTS)
-    text = "'i, i -> i' is for operands and outputs of ranks [[1, 1], [1]], but the call has [[2, 2], [2]]"
-    with pytest.raises(ValueError, match=re.escape(text)):
-        f(ROWS, ROWS)
-    text = "the sharding rule 'i, i -> i' gives the sizes 8 and 1 one name, 'i'; give them two"
-    with pytest.raises(ValueError, match=re.escape(text)):
-        jax.jit(f)(x, jnp.ones(1))
+def aloud_without_result(x):
+    jax.vmap(copy_aloud)(x)
+    return 0
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_op_sharding_of_kernels_with_constants(sharded):
-    table = np.arange(3.0, dtype=np.float32)
-    op = op_with(lambda: lambda x: (x[:, None] * table * jnp.asarray(table)).sum(1), rule="i -> i")
-    f = lambda x: op(x, outs=lambda x: x)
-    x = jax.device_put(jnp.arange(8.0), _mesh_sharding("d") if sharded else None)
-    y = jax.jit(f)(x)
-    np.testing.assert_array_equal(y, 5 * np.arange(8))
-    assert len({str(s.index) for s in y.addressable_shards}) == (4 if sharded else 1)
-    np.testing.assert_array_equal(jax.jit(jax.vmap(f))(jnp.stack([x, x])), 5 * np.stack([np.arange(8)] * 2))
-
-
-PYTHON_KERNELS = {
-    "pure": lambda x: jax.pure_callback(np.square, Spec(x.shape, x.dtype), x, vmap_method="sequential"),
-    "debug": lambda x: (jax.debug.callback(lambda x: None, x), x * x)[1],
-    "print": lambda x: (jax.debug.print("{}", x), x * x)[1],
+COPIES_ALOUD = {  # programs of four slices on four devices, or of one on each
+    "batch": jax.vmap(copy_aloud),
+    "replicated": lambda x: copy_aloud(x[0]),
+    "result unused": aloud_without_result,
 }
 
 
-@pytest.mark.parametrize("kind", PYTHON_KERNELS)
-def test_op_kernels_that_call_python_on_a_mesh(kind):
-    op = op_with(lambda: PYTHON_KERNELS[kind], rule="i -> i")
-    nest = op_with(lambda: lambda x: op(x, outs=lambda x: x))
-    f = lambda x: nest(x, outs=lambda x: x)
-    for place in ("d", None), (None, "d"):
-        x = jax.device_put(np.stack([VECTOR] * 4), _mesh_sharding(*place))
-        for call in f, lambda x: op(x, outs=lambda x: x):
-            np.testing.assert_array_equal(jax.jit(jax.vmap(call))(x), np.stack([VECTOR * VECTOR] * 4))
+@pytest.mark.parametrize("program", COPIES_ALOUD)
+def test_side_effects_of_what_is_sharded_happen_on_each_device(program, capfd):
+    x = jax.device_put(XS, _mesh_sharding("d"))
+    jax.block_until_ready(jax.jit(COPIES_ALOUD[program])(x))
+    assert capfd.readouterr().out.count("slice") == 4
+
+
+OVER_D = {"in_specs": P("d"), "out_specs": P("d"), "axis_names": {"d"}}
+OVER_E = {"in_specs": P("e"), "out_specs": P("e"), "axis_names": {"e"}}
+
+
+def test_side_effects_need_a_sharding_that_says_where():
+    def observe_and_return(x):
+        observe(x)
+        return x
+
+    over_half_a_mesh = jax.shard_map(copy_aloud, mesh=_mesh_sharding(shape=(2, 2)).mesh, **OVER_D)
+    x = jax.device_put(XS, _mesh_sharding("d"))
+    for f, operand in ((observe_and_return, x), (over_half_a_mesh, XS)):
+        with pytest.raises(NotImplementedError, match="cannot tell on which devices: over several, give it an input"):
+            jax.jit(f)(operand)
+
+
+def test_side_effects_in_nested_shard_maps():
+    over_e = jax.shard_map(copy_aloud, **OVER_E)
+    over_both = jax.shard_map(over_e, mesh=_mesh_sharding(shape=(2, 2)).mesh, **OVER_D)
+    np.testing.assert_array_equal(jax.jit(over_both)(XS), XS)
+
+
+def test_export_of_what_is_sharded():
+    from jax import export
+
+    x = jax.device_put(XS, _mesh_sharding("d"))
+    product = jax.jit(jax.vmap(SPLIT_PRODUCTS["op numba"](None)))
+    np.testing.assert_array_equal(product(x, x), XS * XS)  # and export_checks knows its kernel
+    exported = export.export(product, disabled_checks=xk.export_checks())(x, x)
+    np.testing.assert_array_equal(jax.jit(exported.call)(x, x), XS * XS)
+
+
+def addresses(array):
+    return [shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards]
+
+
+def test_donation_of_what_is_sharded():
+    x = jax.jit(jnp.negative)(jax.device_put(XS, _mesh_sharding("d")))  # no view of NumPy's memory
+    y = jax.device_put(YS, x.sharding)
+    before = addresses(x)
+    product, _ = jax.jit(jax.vmap(in_place_product(None)), donate_argnums=0)(x, y)
+    assert addresses(product) == before
+    np.testing.assert_array_equal(product, -XS * YS)
+
+
+# -- sharding rules ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("axes", [("d",), (None, "d"), ()], ids=str)
+def test_op_sharding_rule_gathers_what_is_reduced(axes):
+    op = op_of(operator.matmul, rule="i j, j -> i")
+    multiply = jax.jit(lambda a, v: op(a, v, outs=Spec(a.shape[:1], a.dtype)))
+    matrix = np.arange(64.0, dtype=np.float32).reshape(8, 8)
+    a, v = jax.device_put(matrix, _mesh_sharding(*axes)), jax.device_put(VECTOR, _mesh_sharding("d"))
+    np.testing.assert_allclose(multiply(a, v), matrix @ VECTOR)
+    uneven = jax.jit(lambda a, v: multiply(a[:6], v))  # XLA would split 6 rows among 4 devices
+    np.testing.assert_allclose(uneven(a, v), matrix[:6] @ VECTOR)
+
+
+def test_op_with_a_sharding_rule_under_transformations():
+    product = product_of(rule="i, i -> i")
+    x, y = jax.device_put((VECTOR, WEIGHTS), _mesh_sharding("d"))
+    x_gradient, y_gradient = jax.jit(gradients(product))(x, y)
+    np.testing.assert_allclose(x_gradient, 2 * VECTOR * WEIGHTS**2, rtol=1e-6)
+    np.testing.assert_allclose(y_gradient, 2 * WEIGHTS * VECTOR**2, rtol=1e-6)
+    on_devices = _shard_map(product, (P("d"), P("d")), P("d"))
+    np.testing.assert_allclose(on_devices(VECTOR, WEIGHTS), VECTOR * WEIGHTS)
+    np.testing.assert_allclose(jax.jit(product)(VECTOR, WEIGHTS), VECTOR * WEIGHTS)
+
+
+def test_op_sharding_rule_is_for_arrays_of_its_ranks():
+    text = "'i, i -> i' is for operands and outputs of ranks [[1, 1], [1]], but the call has [[2, 2], [2]]"
+    with pytest.raises(ValueError, match=re.escape(text)):
+        product_of(rule="i, i -> i")(ROWS, ROWS)
+
+
+def test_op_sharding_rule_gives_one_name_to_one_size():
+    text = "the sharding rule 'i, i -> i' gives the sizes 8 and 1 one name, 'i'; give them two"
+    with pytest.raises(ValueError, match=re.escape(text)):
+        product_of(rule="i, i -> i")(VECTOR, np.ones(1, np.float32))
+
+
+@pytest.mark.parametrize("axes, shards", [(("d",), 4), ((), 1)])
+def test_op_sharding_of_kernels_with_constants(axes, shards):
+    table = np.arange(3.0, dtype=np.float32)
+
+    def sum_of_squares(x):
+        """x * (0 + 1 + 4), by a constant of NumPy and one of JAX."""
+        return (x[:, None] * table * jnp.asarray(table)).sum(1)
+
+    run = call_op(op_of(sum_of_squares, rule="i -> i"))
+    x = jax.device_put(jnp.arange(8.0), _mesh_sharding(*axes))
+    y = jax.jit(run)(x)
+    np.testing.assert_array_equal(y, 5 * np.arange(8))
+    assert len({str(shard.index) for shard in y.addressable_shards}) == shards
+    batch = jnp.stack([x, x])
+    np.testing.assert_array_equal(jax.jit(jax.vmap(run))(batch), [5 * np.arange(8)] * 2)
+
+
+def square_by_callback(x):
+    return jax.pure_callback(np.square, Spec(x.shape, x.dtype), x, vmap_method="sequential")
+
+
+def square_with_callback(x):
+    jax.debug.callback(np.shape, x)
+    return x * x
+
+
+def square_and_print(x):
+    jax.debug.print("{}", x)
+    return x * x
+
+
+@pytest.mark.parametrize("square", [square_by_callback, square_with_callback, square_and_print])
+@pytest.mark.parametrize("axes", [("d", None), (None, "d")], ids=str)
+def test_op_kernels_that_call_python_on_a_mesh(axes, square):
+    """Also of an op that calls the op."""
+    op = op_of(square, rule="i -> i")
+    nested = op_of(call_op(op))
+    x = jax.device_put(np.stack([VECTOR] * 4), _mesh_sharding(*axes))
+    for call in (call_op(op), call_op(nested)):
+        np.testing.assert_array_equal(jax.jit(jax.vmap(call))(x), np.stack([VECTOR * VECTOR] * 4))
 
 
 def test_op_ordered_effects_are_refused():
-    op = op_with(lambda: lambda x: (jax.debug.print("{}", x, ordered=True), x)[1])
-    for call in (op, jax.jit(op, static_argnames="outs")):
-        with pytest.raises(
-            NotImplementedError, match=r"'op' has no ordered effects; call its kernel itself: .*Ordered"
-        ):
-            call(VECTOR, outs=VECTOR_SPEC)
+    def print_in_order(x):
+        jax.debug.print("{}", x, ordered=True)
+        return x
+
+    call = call_op(op_of(print_in_order))
+    text = r"'op' has no ordered effects; call its kernel itself: .*Ordered"
+    for f in (call, jax.jit(call)):
+        with pytest.raises(NotImplementedError, match=text):
+            f(VECTOR)
+
+
+def explicit_mesh():
+    return jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
 
 
 @pytest.mark.parametrize("rule", [None, "i -> i"])
 def test_op_on_a_mesh_of_explicit_axes(rule):
-    op = op_with(lambda: lambda x: 2 * x, rule=rule)
-    f = lambda x: op(x, outs=lambda x: x)
-    op.def_jvp_rule2(lambda t, x: f(t))
-    op.def_transpose_rule(lambda cts, x: [f(cts[0])])
-    with jax.set_mesh(jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))):
+    op = op_of(lambda x: 2 * x, rule)
+    double = call_op(op)
+    op.def_jvp_rule2(lambda t, x: double(t))
+    op.def_transpose_rule(lambda cts, x: [double(cts[0])])
+    with jax.set_mesh(explicit_mesh()):
         x = jax.device_put(jnp.arange(8.0), P("d"))
-        np.testing.assert_array_equal(jax.jit(f)(x), 2 * np.arange(8))
-        np.testing.assert_array_equal(jax.jit(jax.grad(lambda x: f(x).sum()))(x), np.full(8, 2))
+        np.testing.assert_array_equal(jax.jit(double)(x), 2 * np.arange(8))
+        np.testing.assert_array_equal(jax.jit(jax.grad(lambda x: double(x).sum()))(x), np.full(8, 2))
 
 
-EXPLICIT_RULES = {
-    "jvp": lambda op: op.def_jvp_rule2(lambda t, x, y: op(t, y, outs=lambda t, y: t), lambda t, x, y: x * t),
-    "vjp": lambda op: op.def_vjp_rule(
-        lambda x, y: (op(x, y, outs=lambda x, y: x), (x, y)), lambda res, ct: (ct * res[1], ct * res[0])
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", EXPLICIT_RULES)
-def test_op_derivatives_of_operands_that_are_split_differently(kind):
-    op = product_op()
-    EXPLICIT_RULES[kind](op)
+def define_linear_derivative(op):
+    op.def_jvp_rule2(lambda t, x, y: op(t, y, outs=like_first), lambda t, x, y: x * t)
     op.def_transpose_rule(lambda cts, x, y: [cts[0] * y, None])
-    with jax.set_mesh(jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))):
-        x, y = jax.device_put(VECTOR, P("d")), jax.device_put(WEIGHTS, P())
-        for found in (jax.jit(jax.grad(lambda x, y: op(x, y, outs=x).sum(), (0, 1)))(*xy) for xy in ((x, y), (y, x))):
-            np.testing.assert_allclose(sum(found), VECTOR + WEIGHTS, rtol=1e-6)
 
 
-@pytest.mark.parametrize("call", [lambda f: f, jax.jit, jax.vmap])
-def test_op_under_debug_nans(call):
-    log = call(functools.partial(op_with(lambda: jnp.log), outs=like_first))
+def define_backward_pass(op):
+    def forward(x, y):
+        return op(x, y, outs=like_first), (x, y)
+
+    def backward(operands, ct):
+        x, y = operands
+        return ct * y, ct * x
+
+    op.def_vjp_rule(forward, backward)
+
+
+@pytest.mark.parametrize("define", [define_linear_derivative, define_backward_pass])
+@pytest.mark.parametrize("x_axes, y_axes", [(("d",), ()), ((), ("d",))])
+def test_op_derivatives_of_operands_that_are_split_differently(define, x_axes, y_axes):
+    op = op_of(operator.mul)
+    define(op)
+    gradient = jax.jit(jax.grad(lambda x, y: op(x, y, outs=like_first).sum(), (0, 1)))
+    with jax.set_mesh(explicit_mesh()):
+        x_gradient, y_gradient = gradient(jax.device_put(VECTOR, P(*x_axes)), jax.device_put(WEIGHTS, P(*y_axes)))
+        np.testing.assert_allclose(x_gradient, WEIGHTS)
+        np.testing.assert_allclose(y_gradient, VECTOR)
+
+
+# -- debugging and timing ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transform", [as_it_is, jax.jit, jax.vmap])
+def test_op_under_debug_nans(transform):
+    log = transform(call_op(op_of(jnp.log)))
     with jax.debug_nans(True):
         np.testing.assert_array_equal(log(jnp.ones(2)), np.zeros(2))
         with pytest.raises(FloatingPointError):
@@ -7142,12 +7299,18 @@ def test_op_benchmark_compares_backends():
     op.def_kernel("bad", "cpu", raise_key_error)
     op.def_kernel("far", "gpu", add_to(1))
     result = op.benchmark(VECTOR, outs=like_first)
-    assert [row.backend for row in result.rows] == ["a", "b", "bad"]
     a, b, bad = result.rows
-    assert a.difference == 0 and b.difference == 0.5 and a.first_ms > 0 and a.median_us > 0 and bad.error
+    assert (a.backend, b.backend, bad.backend) == ("a", "b", "bad")
+    assert (a.difference, b.difference, bad.difference) == (0, 0.5, None)
+    assert a.first_ms > 0 and a.median_us > 0 and a.error is None
+    assert bad.first_ms is None and "KeyError" in bad.error
     header, columns, *lines = str(result).splitlines()
-    assert header == "constant on cpu" and columns.split() == "backend first (ms) median (us) difference".split()
-    assert len(lines) == 3 and "KeyError" in lines[2]
+    assert header == "constant on cpu"
+    assert columns.split() == ["backend", "first", "(ms)", "median", "(us)", "difference"]
+    assert [line.split()[0] for line in lines] == ["a", "b", "bad"] and "KeyError" in lines[2]
+
+
+def test_op_benchmark_without_kernels():
     with pytest.raises(NotImplementedError, match="no kernel for platform 'cpu'"):
         xk.XLACustomKernel("empty").benchmark(VECTOR, outs=like_first)
 
