@@ -6667,143 +6667,295 @@ def test_op_misuse(case):
 # -- derivatives, and rules of one's own for batches ---------------------------------------------------
 
 
-def _d_sin(a, x, t):
+def sine_and_signs(x, n, a):
+    """Two outputs of two dtypes: sin(a x) and, as integers, n times the signs."""
+    return jnp.sin(a * x), jnp.sign(x).astype(np.int32) * n
+
+
+def tangent_of_sine(t, x, a):
     return a * jnp.cos(a * x) * t
 
 
-RULES = {
-    "jvp": lambda op: op.def_jvp_rule(
-        lambda x, t, **kw: (op.primitive.bind(*x, **kw), [jax.jvp(lambda x: jnp.sin(2 * x), x[:1], t[:1])[1], None])
-    ),
-    "jvp2": lambda op: op.def_jvp_rule2(lambda t, x, n, a: (_d_sin(a, x, t), None), None),
-    "jvp2_kwargs": lambda op: op.def_jvp_rule2(lambda t, x, n, **kw: [_d_sin(kw["a"], x, t), 0 * n], None),
-    "vjp": lambda op: op.def_vjp_rule(
-        lambda x, n, outs, a: (op(x, n, outs=outs, a=a), x), lambda x, ct, a: (_d_sin(a, x, ct[0]), None)
-    ),
-}
-_loss = lambda f: lambda x: (f(x)[0] ** 2).sum()
-DERIVATIVES = {
-    "grad": lambda f: jax.grad(_loss(f))(VECTOR),
-    "jit_grad": lambda f: jax.jit(jax.value_and_grad(_loss(f)))(VECTOR),
-    "vmap_grad": lambda f: jax.vmap(jax.grad(_loss(f)))(ROWS),
-    "grad_vmap": lambda f: jax.grad(_loss(jax.vmap(f)))(ROWS),
-    "jvp": lambda f: jax.jvp(lambda x: f(x)[0], (VECTOR,), (WEIGHTS,)),
-    "second": lambda f: jax.grad(lambda x: jax.grad(_loss(f))(x).sum())(VECTOR),
-    "scan": lambda f: jax.grad(lambda x: iterated(lambda c, _: f(c)[0])(x, None)[0].sum())(VECTOR),
+def define_jvp_rule(op):
+    @op.def_jvp_rule
+    def rule(primals, tangents, a, **options):
+        outputs = op.primitive.bind(*primals, a=a, **options)
+        return outputs, [tangent_of_sine(tangents[0], primals[0], a), None]
+
+
+def define_jvp_rules(op):
+    def rule(t, x, n, a):
+        return tangent_of_sine(t, x, a), None
+
+    op.def_jvp_rule2(rule, None)
+
+
+def define_jvp_rules_with_keywords(op):
+    """A tangent of integers, which have none, counts as None."""
+
+    def rule(t, x, n, **options):
+        return [tangent_of_sine(t, x, options["a"]), 0 * n]
+
+    op.def_jvp_rule2(rule, None)
+
+
+def define_vjp_rule(op):
+    def forward(x, n, outs, a):
+        return op(x, n, outs=outs, a=a), x
+
+    def backward(x, cotangents, a):
+        return tangent_of_sine(cotangents[0], x, a), None
+
+    op.def_vjp_rule(forward, backward)
+
+
+DEFINE_RULE = {
+    "jvp": define_jvp_rule,
+    "jvp2": define_jvp_rules,
+    "jvp2_kwargs": define_jvp_rules_with_keywords,
+    "vjp": define_vjp_rule,
 }
 
 
-@pytest.mark.parametrize("how", DERIVATIVES)
-@pytest.mark.parametrize("rule", RULES)
-def test_op_derivative_rules(rule, how):
-    """Of two outputs of two dtypes: sin(a x) and, as integers, the signs."""
-    if rule == "vjp" and how == "jvp":
+def loss_of_first(f):
+    return lambda x: (f(x)[0] ** 2).sum()
+
+
+def first_of(f):
+    return lambda x: f(x)[0]
+
+
+def sum_of_gradient(loss):
+    return lambda x: jax.grad(loss)(x).sum()
+
+
+def loss_of_iterated(f):
+    """The sum after three steps, as a function of where they begin."""
+    run = iterated(lambda x, _: f(x)[0])
+    return lambda x: run(x, None)[0].sum()
+
+
+DERIVATIVES = {  # what is done to a function of one array that gives two, and what the result is called with
+    "grad": (chain(loss_of_first, jax.grad), VECTOR),
+    "jit_grad": (chain(loss_of_first, jax.value_and_grad, jax.jit), VECTOR),
+    "vmap_grad": (chain(loss_of_first, jax.grad, jax.vmap), ROWS),
+    "grad_vmap": (chain(jax.vmap, loss_of_first, jax.grad), ROWS),
+    "jvp": (chain(first_of, jvp_along(WEIGHTS)), VECTOR),
+    "second": (chain(loss_of_first, sum_of_gradient, jax.grad), VECTOR),
+    "scan": (chain(loss_of_iterated, jax.grad), VECTOR),
+}
+
+
+@pytest.mark.parametrize("name", DERIVATIVES)
+@pytest.mark.parametrize("rule", DEFINE_RULE)
+def test_op_derivative_rules(rule, name):
+    if rule == "vjp" and name == "jvp":
         pytest.skip("a vjp rule has no forward mode")
-    op = op_with(lambda outs, a: lambda x, n: (jnp.sin(a * x), jnp.sign(x).astype(np.int32) * n))
-    RULES[rule](op)
-    got = DERIVATIVES[how](lambda x: op(x, np.int32(1), outs=(x, Spec(x.shape, np.int32)), a=2.0))
-    want = DERIVATIVES[how](lambda x: (jnp.sin(2 * x), None))
+    op = op_of(sine_and_signs)
+    DEFINE_RULE[rule](op)
+    transform, x = DERIVATIVES[name]
+    got = transform(lambda x: op(x, np.int32(1), outs=(x, Spec(x.shape, np.int32)), a=2.0))(x)
+    want = transform(lambda x: (jnp.sin(2 * x), None))(x)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), got, want)
 
 
 def test_op_jvp_rules_see_no_zero_tangents():
-    op, seen = op_with(lambda: operator.mul), []
-    op.def_jvp_rule2(lambda t, x, y: seen.append("x") or t * y, lambda t, x, y: seen.append("y") or x * t)
+    op, seen = op_of(operator.mul), []
+
+    def tangent_of_x(t, x, y):
+        seen.append("x")
+        return t * y
+
+    def tangent_of_y(t, x, y):
+        seen.append("y")
+        return x * t
+
+    op.def_jvp_rule2(tangent_of_x, tangent_of_y)
     jax.jvp(lambda x: op(x, WEIGHTS, outs=x), (VECTOR,), (VECTOR,))
     jax.grad(lambda y: op(VECTOR, y, outs=y).sum())(WEIGHTS)
     assert seen == ["x", "y"]
 
 
 def test_op_transpose_rules_see_no_call_without_cotangents():
-    op, seen = op_with(lambda: lambda x: x), []
+    op, seen = op_of(lambda x: x), []
+
+    @op.def_transpose_rule
+    def transpose(cotangents, x):
+        seen.append(cotangents)
+        return [None]
+
     op.def_jvp_rule2(lambda t, x: op(t, outs=t))
-    op.def_transpose_rule(lambda cts, x: seen.append(cts) or [None])
-    twice = lambda x: op(op(x, outs=like_first), outs=like_first)
-    np.testing.assert_array_equal(jax.grad(lambda x: jax.vmap(twice)(x).sum())(ROWS), np.zeros_like(ROWS))
+    twice = jax.vmap(lambda x: op(op(x, outs=like_first), outs=like_first))
+    np.testing.assert_array_equal(jax.grad(lambda x: twice(x).sum())(ROWS), np.zeros((3, 8)))
     assert len(seen) == 1
 
 
 def test_op_output_without_tangent_stays_symbolic():
     op = op_adding(a=1)
     op.def_jvp_rule2(None)
-    jaxpr = jax.make_jaxpr(lambda x, t: jax.jvp(lambda x: op(x, outs=x) * 2, (x,), (t,)))(1.0, 1.0)
-    assert str(jaxpr).count("mul") == 1
+    value_and_tangent = by_jvp(lambda x, _: op(x, outs=x) * 2)
+    assert str(jax.make_jaxpr(value_and_tangent)(1.0, 1.0)).count("mul") == 1  # none for the tangent
 
 
-JVP_RULE_ERRORS = {
-    "few": ([lambda t, x, y: t], "'product' has 1 jvp rules for 2 operands"),
-    "many": ([None] * 3, "'product' has 3 jvp rules for 2 operands"),
-    "two": ([lambda t, x, y: (t, t), None], "0 returned (float32[8], float32[8]), but the outputs are (float32[8])"),
+JVP_RULE_ERRORS = {  # rules of a product, and what the error says
+    "too few": ([lambda t, x, y: t], "'product' has 1 jvp rules for 2 operands"),
+    "too many": ([None] * 3, "'product' has 3 jvp rules for 2 operands"),
+    "two tangents": (
+        [lambda t, x, y: (t, t), None],
+        "operand 0 returned (float32[8], float32[8]), but the outputs are (float32[8])",
+    ),
     "shape": ([lambda t, x, y: t[:2], None], "operand 0 returned (float32[2]), but the outputs are (float32[8])"),
-    "dtype": ([lambda t, x, y: t.astype("f2"), None], "0 returned (float16[8]), but the outputs are (float32[8])"),
-    "one output": (
-        lambda x, t: ([x[0][:2]], t[:1]),
-        "of 'product' returned (float32[2]), but outs declares (float32[8])",
+    "dtype": (
+        [lambda t, x, y: t.astype("f2"), None],
+        "operand 0 returned (float16[8]), but the outputs are (float32[8])",
     ),
-    "one shape": (
-        lambda x, t: (x[:1], [t[0][:2]]),
-        "'product' returned (float32[2]), but the outputs are (float32[8])",
-    ),
-    "one many": (lambda x, t: (x[:1], [t[0], t[0]]), "'product' returned (float32[8], float32[8]), but the outputs"),
-    "one dtype": (lambda x, t: (x[:1], [t[0].astype(int)]), "returned (int32[8]), but the outputs are (float32[8])"),
+}  # fmt: skip
+JVP_FUNCTION_ERRORS = {
+    "output": (lambda x, t: ([x[0][:2]], t[:1]), "of 'product' returned (float32[2]), but outs declares (float32[8])"),
+    "shape": (lambda x, t: (x[:1], [t[0][:2]]), "'product' returned (float32[2]), but the outputs are (float32[8])"),
+    "two": (lambda x, t: (x[:1], [t[0], t[0]]), "'product' returned (float32[8], float32[8]), but the outputs are"),
+    "dtype": (lambda x, t: (x[:1], [t[0].astype(int)]), "returned (int32[8]), but the outputs are (float32[8])"),
 }
 
 
+def assert_jvp_fails(op, text):
+    """Also under vmap, where shapes are those of one slice."""
+
+    def multiply(x):
+        return op(x, WEIGHTS, outs=x)
+
+    with pytest.raises(ValueError, match=re.escape(text)):
+        jax.jvp(multiply, (VECTOR,), (VECTOR,))
+    with pytest.raises(ValueError, match=re.escape(text)):
+        jax.jvp(jax.vmap(multiply), (ROWS,), (ROWS,))
+
+
 @pytest.mark.parametrize("case", JVP_RULE_ERRORS)
-@pytest.mark.parametrize("transform, x", [(lambda f: f, VECTOR), (jax.vmap, ROWS)], ids=["", "vmap"])
-def test_op_jvp_rule_errors(case, transform, x):
+def test_op_errors_of_jvp_rules_by_operand(case):
     rules, text = JVP_RULE_ERRORS[case]
     op = product_op()
-    op.def_jvp_rule(rules) if callable(rules) else op.def_jvp_rule2(*rules)
-    with pytest.raises(ValueError, match=re.escape(text)):
-        jax.jvp(transform(lambda x: op(x, WEIGHTS, outs=x)), (x,), (x,))
+    op.def_jvp_rule2(*rules)
+    assert_jvp_fails(op, text)
 
 
-def test_op_transpose_and_vjp_rules_count_their_cotangents():
+def test_op_errors_of_jvp_rules_name_the_operand():
     op = product_op()
-    op.def_transpose_rule(lambda ct, x, y: ct)
-    text = r"{} rule of 'product' returned \({}\[\d?\]\), but the operands are \(float32\[8\], {}\)"
-    with pytest.raises(ValueError, match=text.format("transpose", "float32", "None")):
+    op.def_jvp_rule2(None, lambda t, x, y: t[:2])
+    text = "the jvp rule of 'product' for operand 1 returned (float32[2]), but the outputs are (float32[8])"
+    with pytest.raises(ValueError, match=re.escape(text)):
+        jax.jvp(lambda y: op(VECTOR, y, outs=y), (WEIGHTS,), (WEIGHTS,))
+
+
+@pytest.mark.parametrize("case", JVP_FUNCTION_ERRORS)
+def test_op_errors_of_a_jvp_rule(case):
+    rule, text = JVP_FUNCTION_ERRORS[case]
+    op = product_op()
+    op.def_jvp_rule(rule)
+    assert_jvp_fails(op, text)
+
+
+def test_op_transpose_rules_return_a_cotangent_per_operand():
+    op = product_op()
+    op.def_transpose_rule(lambda cts, x, y: cts)
+    text = "transpose rule of 'product' returned (float32[8]), but the operands are (float32[8], None)"
+    with pytest.raises(ValueError, match=re.escape(text)):
         jax.linear_transpose(lambda x: op(x, WEIGHTS, outs=x), VECTOR)(VECTOR)
-    op.def_vjp_rule(lambda x, y, outs: (op(x, y, outs=outs[0]), None), lambda res, ct: ct)
-    with pytest.raises(ValueError, match=text.format("vjp", "float32", r"float32\[8\]")):
-        jax.grad(lambda x: op(x, WEIGHTS, outs=x).sum())(VECTOR)
-    op.def_vjp_rule(lambda x, y, outs: (op(x, y, outs=outs[0]), None), lambda res, ct: {"y": ct, "x": ct})
+
+
+VJP_RULE_ERRORS = {  # the cotangents that a vjp rule of two operands returns, and as what the error shows them
+    "too few": (VECTOR, "float32[8]"),
+    "shape": ((None, VECTOR[:2]), "None, float32[2]"),
+    "scalar": ((None, 0.0), "None, float32[]"),
+    "float16": ((None, VECTOR.astype(np.float16)), "None, float16[8]"),
+    "int": ((None, VECTOR.astype(np.int32)), "None, int32[8]"),
+}
+
+
+def product_with_backward(backward):
+    """The product as a function, with this backward pass."""
+    op = product_op()
+
+    def forward(x, y, outs):
+        return op(x, y, outs=outs[0]), None
+
+    op.def_vjp_rule(forward, backward)
+    return functools.partial(op, outs=like_first)
+
+
+@pytest.mark.parametrize("case", VJP_RULE_ERRORS)
+def test_op_vjp_rules_return_a_cotangent_per_operand(case):
+    cotangents, shown = VJP_RULE_ERRORS[case]
+    product = product_with_backward(lambda residuals, ct: cotangents)
+    text = f"vjp rule of 'product' returned ({shown}), but the operands are (float32[8], float32[8])"
+    with pytest.raises(ValueError, match=re.escape(text)):
+        jax.grad(lambda x, y: product(x, y).sum())(VECTOR, WEIGHTS)
+
+
+def test_op_vjp_rules_return_no_dict():
+    product = product_with_backward(lambda residuals, ct: {"y": ct, "x": ct})
     with pytest.raises(TypeError, match=r"vjp rule of .product. returned .* return a tuple"):
-        jax.grad(lambda x: op(x, WEIGHTS, outs=x).sum())(VECTOR)
-    for ct in (VECTOR[:2], VECTOR.astype(np.float16), 0.0, VECTOR.astype(int)):
-        op.def_vjp_rule(lambda x, y, outs: (op(x, y, outs=outs[0]), None), lambda res, _, ct=ct: (None, ct))
-        with pytest.raises(ValueError, match=text.format("vjp", r"None, \w+", r"float32\[8\]")):
-            jax.grad(lambda y: op(VECTOR, y, outs=VECTOR).sum())(WEIGHTS)
+        jax.grad(lambda x: product(x, WEIGHTS).sum())(VECTOR)
 
 
 def test_op_vjp_rule_structures():
-    op, outs = op_with(lambda: lambda x, i: (2 * x, 3 * x)), lambda x, i: {"a": x, "b": x}
-    op.def_vjp_rule(lambda x, i: (op(x, i, outs=outs), ()), lambda _, ct: [2 * ct["a"] + 3 * ct["b"], None])
-    loss = lambda x, i: (lambda r: (r["a"] * r["b"]).sum())(op(x, i, outs=outs))
-    np.testing.assert_allclose(jax.grad(loss)(VECTOR, np.int32(1)), 12 * VECTOR)
-    np.testing.assert_allclose(jax.grad(lambda x: jax.vmap(loss, (0, None))(x, np.int32(1)).sum())(ROWS), 12 * ROWS)
+    """Results and cotangents have the structure of `outs`; an integer has no cotangent."""
+
+    def outs(x, i):
+        return {"a": x, "b": x}
+
+    def forward(x, i):
+        return op(x, i, outs=outs), ()
+
+    def backward(residuals, ct):
+        return [2 * ct["a"] + 3 * ct["b"], None]
+
+    def product_of_both(x, i):
+        results = op(x, i, outs=outs)
+        return (results["a"] * results["b"]).sum()
+
+    op = op_of(lambda x, i: (2 * x, 3 * x))
+    op.def_vjp_rule(forward, backward)
+    np.testing.assert_allclose(jax.grad(product_of_both)(VECTOR, np.int32(1)), 12 * VECTOR)
+    batched = jax.vmap(product_of_both, (0, None))
+    np.testing.assert_allclose(jax.grad(lambda x: batched(x, np.int32(1)).sum())(ROWS), 12 * ROWS)
 
 
-NEWEST = {
-    "op": lambda op: lambda x: op(x, outs=lambda x: x),
-    "jit": lambda op: jax.jit(lambda x: op(x, outs=lambda x: x)),
-    "primitive": lambda op: jax.jit(lambda x: op.primitive.bind(x, outs=(Spec((), np.float32),))[0]),
+def call_op(op):
+    return lambda x: op(x, outs=like_first)
+
+
+def bind_op(op):
+    return lambda x: op.primitive.bind(x, outs=(SCALAR_SPEC,))[0]
+
+
+def define_derivative(op, value, rule):
+    """Define the derivative as the number `value`."""
+    if rule == "jvp":
+        op.def_jvp_rule2(lambda t, x: value * t)
+    else:
+        op.def_vjp_rule(lambda x, outs: (op(x, outs=outs[0]), None), lambda _, ct: value * ct)
+
+
+NEWEST = {  # how an op is differentiated
+    "op": chain(call_op, jax.grad),
+    "jit": chain(call_op, jax.jit, jax.grad, jax.jit),
+    "primitive": chain(bind_op, jax.jit, jax.grad, jax.jit),
 }
 
 
 @pytest.mark.parametrize("how", NEWEST)
 def test_op_newest_derivative_reaches_warm_functions(how):
+    """A primitive that is bound by hand knows jvp rules only."""
     op = op_adding(a=1)
-    g = jax.grad(NEWEST[how](op)) if how == "op" else jax.jit(jax.grad(NEWEST[how](op)))
-    op.def_jvp_rule2(lambda t, x: t)
-    assert g(0.0) == 1
-    op.def_vjp_rule(lambda x, outs: (op(x, outs=outs[0]), None), lambda _, ct: 5 * ct)
-    assert g(0.0) == (1 if how == "primitive" else 5)
-    op.def_jvp_rule2(lambda t, x: 9 * t)
-    assert g(0.0) == 9 and "vjp" not in repr(op)
-    op.def_vjp_rule(lambda x, outs: (op(x, outs=outs[0]), None), lambda _, ct: 7 * ct)
-    assert g(0.0) == (9 if how == "primitive" else 7)
+    derivative = NEWEST[how](op)
+    define_derivative(op, 1, "jvp")
+    assert derivative(0.0) == 1
+    define_derivative(op, 5, "vjp")
+    assert derivative(0.0) == (1 if how == "primitive" else 5)
+    define_derivative(op, 9, "jvp")
+    assert derivative(0.0) == 9 and "vjp" not in repr(op)
+    define_derivative(op, 7, "vjp")
+    assert derivative(0.0) == (9 if how == "primitive" else 7)
 
 
 RULES_WITHOUT_THE_OP = {
@@ -6816,80 +6968,105 @@ RULES_WITHOUT_THE_OP = {
 @pytest.mark.parametrize("kind", RULES_WITHOUT_THE_OP)
 def test_op_newest_rule_reaches_warm_functions_that_hold_no_call_of_the_op(kind):
     op = op_adding(a=1)
-    g = jax.jit(jax.grad(lambda x: jax.vmap(lambda x: op(x, outs=lambda x: x))(x)[0]))
+    gradient = jax.jit(jax.grad(lambda x: jax.vmap(call_op(op))(x)[0]))
     for k in (2, 3):
         RULES_WITHOUT_THE_OP[kind](op, k)
-        assert g(jnp.zeros(1)) == k
+        assert gradient(jnp.zeros(1)) == k
 
 
-def test_defjvp_and_general_batching_rule_take_foreign_primitives():
-    single, double = xk.Primitive("single"), xk.Primitive("double")
-    double.multiple_results = True
-    for primitive, f in ((single, lambda x: x * x), (double, lambda x: (x * x, x))):
-        primitive.def_impl(f)
-        primitive.def_abstract_eval(lambda x, p=primitive: [x, x] if p.multiple_results else x)
-        mlir.register_lowering(primitive, mlir.lower_fun(f, multiple_results=primitive.multiple_results))
-        batching.primitive_batchers[primitive] = functools.partial(xk.general_batching_rule, primitive)
-    xk.defjvp(single, lambda t, x: 2 * x * t)
-    xk.defjvp(double, lambda t, x: (2 * x * t, t))
-    np.testing.assert_allclose(jax.jvp(single.bind, (VECTOR,), (WEIGHTS,))[1], 2 * VECTOR * WEIGHTS)
-    np.testing.assert_allclose(jax.jvp(double.bind, (VECTOR,), (WEIGHTS,))[1][1], WEIGHTS)
-    np.testing.assert_allclose(jax.vmap(single.bind, 1)(ROWS.T), ROWS * ROWS)
-    assert xk.general_batching_rule(lambda x: (x, x), (VECTOR,), (None,))[1] == (None, None)
+def foreign_primitive(function, multiple_results):
+    """A primitive that the library knows nothing of, with its general batching rule."""
+    primitive = xk.Primitive("foreign")
+    primitive.multiple_results = multiple_results
+    primitive.def_impl(function)
+    primitive.def_abstract_eval(lambda x: [x, x] if multiple_results else x)
+    mlir.register_lowering(primitive, mlir.lower_fun(function, multiple_results=multiple_results))
+    batching.primitive_batchers[primitive] = functools.partial(xk.general_batching_rule, primitive)
+    return primitive
+
+
+def test_defjvp_and_general_batching_take_a_primitive_of_one_result():
+    square = foreign_primitive(lambda x: x * x, multiple_results=False)
+    xk.defjvp(square, lambda t, x: 2 * x * t)
+    value, tangent = jax.jvp(square.bind, (VECTOR,), (WEIGHTS,))
+    np.testing.assert_allclose(value, VECTOR * VECTOR)
+    np.testing.assert_allclose(tangent, 2 * VECTOR * WEIGHTS)
+    np.testing.assert_allclose(jax.vmap(square.bind, 1)(ROWS.T), ROWS * ROWS)
+
+
+def test_defjvp_and_general_batching_take_a_primitive_of_several_results():
+    square_and_same = foreign_primitive(lambda x: (x * x, x), multiple_results=True)
+    xk.defjvp(square_and_same, lambda t, x: (2 * x * t, t))
+    tangents = jax.jvp(square_and_same.bind, (VECTOR,), (WEIGHTS,))[1]
+    np.testing.assert_allclose(tangents, [2 * VECTOR * WEIGHTS, WEIGHTS])
+    np.testing.assert_allclose(jax.vmap(square_and_same.bind, 1)(ROWS.T), [ROWS * ROWS, ROWS])
+
+
+def test_general_batching_rule_where_nothing_is_batched():
+    outputs, axes = xk.general_batching_rule(lambda x: (x, x), (VECTOR,), (None,))
+    assert axes == (None, None)
+    np.testing.assert_array_equal(outputs, [VECTOR, VECTOR])
 
 
 def test_op_batching_rules_as_brainevent_writes_them():
-    mv, mm = (op_with(lambda **kw: lambda a, v: (a @ v * kw["scale"],)) for _ in range(2))
+    """The product with a vector becomes one with a matrix, where the vectors alone are batched."""
+    matrix_vector = op_of(lambda a, v, scale: a @ v * scale)
+    matrix_matrix = op_of(lambda a, v, scale: a @ v * scale)
     seen = []
 
-    def rule(args, axes, **kwargs):
+    @matrix_vector.def_batching_rule
+    def rule(args, axes, **options):
         seen.append(tuple(axes))
-        if tuple(axes) == (None, 0):
-            a, v = args
-            outs = (Spec((a.shape[0], v.shape[0]), v.dtype),)
-            return mm(a, v.T, outs=outs, backend=kwargs["backend"], scale=kwargs["scale"]), [1]
-        return xk.general_batching_rule(mv, args, axes, **kwargs)
+        if tuple(axes) != (None, 0):
+            return xk.general_batching_rule(matrix_vector, args, axes, **options)
+        a, v = args
+        options["outs"] = (Spec((a.shape[0], v.shape[0]), v.dtype),)
+        return matrix_matrix(a, v.T, **options), [1]
 
-    mv.def_batching_rule(rule)
+    def double(a, v):
+        return matrix_vector(a, v, outs=Spec((3,), np.float32), scale=2.0)
+
     matrix = ROWS @ ROWS.T
-    f = lambda a, v: mv(a, v, outs=[Spec((3,), np.float32)], scale=2.0)[0]
-    np.testing.assert_allclose(jax.vmap(f, (None, 0))(matrix, matrix), 2 * matrix @ matrix.T, rtol=1e-5)
-    both = jax.vmap(f, (0, None))(np.stack([matrix] * 2), matrix[0])
-    np.testing.assert_allclose(both[1], 2 * matrix @ matrix[0], rtol=1e-5)
-    nested = jax.vmap(jax.vmap(f, (0, None)), (None, 0))(np.stack([matrix] * 2), matrix)
-    np.testing.assert_allclose(nested[1, 0], 2 * matrix @ matrix[1], rtol=1e-5)
+    matrices = np.stack([matrix, matrix])
+    products = 2 * matrix @ matrix.T
+    np.testing.assert_allclose(jax.vmap(double, (None, 0))(matrix, matrix), products, rtol=1e-5)
+    of_matrices = jax.vmap(double, (0, None))
+    np.testing.assert_allclose(of_matrices(matrices, matrix[0])[1], products[0], rtol=1e-5)
+    nested = jax.vmap(of_matrices, (None, 0))
+    np.testing.assert_allclose(nested(matrices, matrix)[:, 1], products, rtol=1e-5)
     assert seen == [(None, 0), (0, None), (0, None)]
-    mv.register_general_batching()
-    np.testing.assert_allclose(jax.vmap(f, (None, 0))(matrix, matrix), 2 * matrix @ matrix.T, rtol=1e-5)
+    matrix_vector.register_general_batching()
+    np.testing.assert_allclose(jax.vmap(double, (None, 0))(matrix, matrix), products, rtol=1e-5)
     assert len(seen) == 3
 
 
-@pytest.mark.parametrize(
-    "found, text",
-    [
-        (([ROWS[:, :2]], [0]), "float32[2]"),
-        (([ROWS], [None]), "float32[3,8]"),
-        (([ROWS.astype(int)], [0]), "int64[8]"),
-        (([ROWS] * 2, [0, 0]), "float32[8], float32[8]"),
-        (([ROWS], []), ""),
-    ],
-)
-def test_op_batching_rule_errors(found, text):
+BATCHING_RULE_ERRORS = {  # outputs and axes that a rule returns, and their slices as the error shows them
+    "shape": ([ROWS[:, :2]], [0], "float32[2]"),
+    "axis": ([ROWS], [None], "float32[3,8]"),
+    "dtype": ([ROWS.astype(int)], [0], "int64[8]"),
+    "too many": ([ROWS, ROWS], [0, 0], "float32[8], float32[8]"),
+    "too few": ([], [], ""),
+    "no axes": ([ROWS], [], ""),
+}
+
+
+@pytest.mark.parametrize("case", BATCHING_RULE_ERRORS)
+def test_op_batching_rule_errors(case):
+    outputs, axes, shown = BATCHING_RULE_ERRORS[case]
     op = product_op()
-    op.def_batching_rule(lambda args, axes: found)
-    text = f"the batching rule of 'product' returned ({text}), but the slices of outs are (float32[8])"
+    op.def_batching_rule(lambda args, in_axes: (outputs, axes))
+    text = f"the batching rule of 'product' returned ({shown}), but the slices of outs are (float32[8])"
     with pytest.raises(ValueError, match=re.escape(text)):
         jax.vmap(lambda x: op(x, WEIGHTS, outs=x))(ROWS)
 
 
 def test_op_rules_can_be_called_and_primitives_bound_as_brainevent_does():
     op = product_op()
-    op.def_transpose_rule(lambda ct, x, y, **kw: (ct[0], x))
-    x = ad.UndefinedPrimal(jax.typeof(jnp.asarray(VECTOR)))
-    np.testing.assert_array_equal(
-        ad.primitive_transposes[op.primitive]([WEIGHTS], x, WEIGHTS, backend=None)[0], WEIGHTS
-    )
-    (out,) = op.primitive.bind(VECTOR, WEIGHTS, outs=(Spec(VECTOR.shape, VECTOR.dtype),), backend=None)
+    op.def_transpose_rule(lambda cts, x, y, **options: (cts[0], x))
+    linear = ad.UndefinedPrimal(jax.typeof(jnp.asarray(VECTOR)))
+    transpose = ad.primitive_transposes[op.primitive]
+    np.testing.assert_array_equal(transpose([WEIGHTS], linear, WEIGHTS, backend=None)[0], WEIGHTS)
+    (out,) = op.primitive.bind(VECTOR, WEIGHTS, outs=(VECTOR_SPEC,), backend=None)
     np.testing.assert_allclose(out, VECTOR * WEIGHTS)
 
 
