@@ -72,7 +72,7 @@ import timeit
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, overload
 
 import jax
 import numpy as np
@@ -579,35 +579,17 @@ def _code_facts(code: types.CodeType) -> tuple[bytes, frozenset[str], tuple[str,
 
 # ======================================================================================================
 # 4. Targets: what is registered with XLA, under which name.
-# XLA keeps raw pointers, so nothing is ever freed; copies of this file share `_STORE`.  Knows names, platforms
-# and addresses; does not know what is behind an address, nor how a name came about.
+# XLA keeps raw pointers to handlers, so whatever is registered stays in memory until the process ends.
+# Knows names, platforms and addresses; does not know what is behind an address, nor how a name came about.
 
+# The version of what `_STORE` holds, of the attribute `launch` and of the buffers that a handler expects: raise it
+# when one of them changes.  Names of targets hold it, so that the program of one version never calls the handler of
+# another.
+_LAYOUT = 2
 
-def export_checks() -> list[Any]:
-    """A `jax.export.DisabledSafetyCheck` for each kernel registered so far, to export programs that call them.
-
-    The names derive from their content, so an exported program finds them again in every process that has traced the
-    same kernels (calling them, or `jax.eval_shape` of them, is enough).
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from jax import export
-      >>> double = numba_kernel(lambda x: 2 * x, outs=lambda x: x)
-      >>> spec = jax.ShapeDtypeStruct((3,), jnp.float32)
-      >>> _ = jax.eval_shape(double, spec)
-      >>> data = export.export(jax.jit(double), disabled_checks=export_checks())(spec).serialize()
-      >>> export.deserialize(data).call(jnp.arange(3.0)).tolist()
-      [0.0, 2.0, 4.0]
-    """
-    from jax import export
-
-    with _LOCK:
-        return [export.DisabledSafetyCheck.custom_call(name) for name in sorted({name for name, _ in _TARGETS})]
-
-
-# What copies of this file share, and what outlives a reload, as XLA knows a target until the process ends; the locks of
-# `_native_lock` are in it too.  The number is that of this layout: copies of another layout share none of it.
-_STORE: Any = sys.modules.setdefault("_xla_kernels_store_1", types.ModuleType("_xla_kernels_store_1"))
+# What copies of this file of one layout share, also one that is loaded again, and the locks of `_native_lock`.
+_STORE_NAME = f"_xla_kernels_store_{_LAYOUT}"
+_STORE: Any = sys.modules.setdefault(_STORE_NAME, types.ModuleType(_STORE_NAME))
 _LOCK: threading.RLock = vars(_STORE).setdefault("lock", threading.RLock())
 _TARGETS: dict[tuple[str, str], Any] = vars(_STORE).setdefault("targets", {})  # (name, platform) -> _Compiled, or None
 _OBJECTS: dict[int, tuple[int, Any]] = vars(_STORE).setdefault("objects", {})  # known by identity, kept alive
@@ -616,7 +598,7 @@ _DRIFTED: set[int] = vars(_STORE).setdefault("drifted", set())  # ids of those t
 
 
 def _native_lock(name: str) -> int:
-    """A lock of the whole process, made when it is first asked for: CPython's, as it can be taken without the GIL."""
+    """The address of a lock of the whole process: of CPython's kind, which machine code can take without the GIL."""
     with _LOCK:
         if not hasattr(_STORE, name):
             ctypes.pythonapi.PyThread_allocate_lock.restype = _PTR
@@ -650,18 +632,16 @@ class _Target:
         return f"{self.name}{self.launch or ''}"
 
     def register(self, platform: str) -> Any:
-        """Register the handler once per process, compiled only if its name is new."""
+        """Compile and register the handler for a platform, unless one of this name is registered there."""
         if platform not in self.makes:
             raise NotImplementedError(f"{self.runs}; this call is compiled for {platform!r}: move it by jax.device_put")
-        if platform == "cuda" and not _cuda_ordinals():
-            return self.check()  # lowered on a machine without a GPU: it is registered where the program runs
+        if platform == "cuda" and not _cuda_ordinals():  # it will be registered where the program runs
+            return self.check()
         with _LOCK:
             compiled = _TARGETS.get((self.name, platform))
             if compiled is None:
                 compiled = self.makes[platform]()
-                handler = jax.ffi.pycapsule(ctypes.c_void_p(compiled.address))
-                jax.ffi.register_ffi_target(self.name, handler, platform.replace("cuda", "CUDA"))
-                _TARGETS[self.name, platform] = compiled
+                _register_handler(self.name, platform, compiled)
             return compiled
 
     def announce(self) -> None:
@@ -669,45 +649,73 @@ class _Target:
         platform = _default_platform().replace("gpu", "cuda")
         if platform in self.makes:
             self.register(platform)
-        else:
-            with _LOCK:
-                for elsewhere in self.makes:
-                    _TARGETS.setdefault((self.name, elsewhere), None)
+            return
+        with _LOCK:
+            for elsewhere in self.makes:
+                _TARGETS.setdefault((self.name, elsewhere), None)
+
+
+def _register_handler(name: str, platform: str, compiled: _Compiled) -> None:
+    handler = jax.ffi.pycapsule(ctypes.c_void_p(compiled.address))
+    jax.ffi.register_ffi_target(name, handler, platform.replace("cuda", "CUDA"))
+    _TARGETS[name, platform] = compiled
+
+
+def export_checks() -> Sequence[Any]:
+    """A `jax.export.DisabledSafetyCheck` for each kernel, to export programs that call kernels.
+
+    The sequence has those that are registered when it is read, which JAX does after lowering: it need not know a kernel
+    before.  The names derive from what a kernel contains, so a process that loads an exported program finds them again
+    once it has traced the same kernels (calling them, or `jax.eval_shape` of them, is enough).
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax import export
+      >>> double = numba_kernel(lambda x: 2 * x, outs=lambda x: x)
+      >>> spec = jax.ShapeDtypeStruct((3,), jnp.float32)
+      >>> data = export.export(jax.jit(double), disabled_checks=export_checks())(spec).serialize()
+      >>> export.deserialize(data).call(jnp.arange(3.0)).tolist()
+      [0.0, 2.0, 4.0]
+    """
+    return _ExportChecks()
+
+
+class _ExportChecks(Sequence):
+    """See `export_checks`."""
+
+    def _read(self) -> list[Any]:
+        from jax import export
+
+        with _LOCK:
+            names = {name for name, _ in _TARGETS}
+        return [export.DisabledSafetyCheck.custom_call(name) for name in sorted(names)]
+
+    def __len__(self) -> int:
+        return len(self._read())
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._read()[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._read())
+
+    def __add__(self, others: Iterable[Any]) -> list[Any]:
+        return [*self, *others]
 
 
 # ======================================================================================================
 # 5. Specs and inputs: what comes in and what goes out, checked where the user's call is on the stack.
-# Knows shapes, dtypes and foreign arrays; does not know kernels.
-
-_VMAP_METHODS = (None, "sequential", "sequential_unrolled", "expand_dims", "broadcast_all", "legacy_vectorized")
+# A spec is the shape and dtype of an array.  Knows shapes, dtypes and arrays of other libraries; does not know kernels.
 
 
 def _is_spec(x: Any) -> bool:
     return hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, type)  # the class np.float32 has both
 
 
-def _flat_specs(specs: Any, what: str, ins: Sequence[Spec] | None = None) -> tuple[list[Spec], Any]:
-    """The leaves of a pytree of specs as ShapeDtypeStructs, and its structure; with JAX's dtypes for these inputs."""
-    leaves, tree = jax.tree_util.tree_flatten(specs, is_leaf=_is_spec)
-    return [_spec(leaf, f"{what}[{i}]" if len(leaves) > 1 else what, ins) for i, leaf in enumerate(leaves)], tree
-
-
-def _spec(x: Any, what: str, ins: Sequence[Spec] | None) -> Spec:
-    if not _is_spec(x):
-        raise TypeError(
-            f"{what} must be specs with both .shape and .dtype, such as jax.ShapeDtypeStruct(shape, dtype), or a "
-            f"callable of the inputs that returns them; got {x!r} of type {type(x).__name__}"
-        )
-    shape = tuple(d if not isinstance(d, (int, np.integer)) else operator.index(d) for d in x.shape)
-    if any(isinstance(d, int) and d < 0 for d in shape):
-        raise ValueError(f"{what} has a negative dimension in its shape {shape}")
-    _check_dtype(x.dtype, what)
-    dtype = np.dtype(x.dtype)
-    allowed = dtype if ins is None else _allowed_dtype(dtype, ins)
-    if allowed != dtype:
-        text = f"{what} asks for {dtype}, which JAX truncates to {allowed} unless jax_enable_x64 is set"
-        warnings.warn(text, stacklevel=2)
-    return Spec(shape, allowed)
+def _show(spec: Any) -> str:
+    """A spec as people write it: float32[3,4]."""
+    sizes = ",".join(map(str, spec.shape))
+    return f"{np.dtype(spec.dtype).name}[{sizes}]"
 
 
 def _check_dtype(dtype: Any, what: str) -> None:
@@ -717,36 +725,77 @@ def _check_dtype(dtype: Any, what: str) -> None:
         raise TypeError(f"{what} has the dtype {dtype}: pass numbers, each field of a structured array on its own")
 
 
+def _flat_specs(specs: Any, what: str, ins: Sequence[Spec] | None = None) -> tuple[list[Spec], Any]:
+    """The leaves of a pytree of declared specs as ShapeDtypeStructs, and its structure.
+
+    With `ins` they get the dtypes that JAX allows beside these inputs.
+    """
+    leaves, tree = jax.tree_util.tree_flatten(specs, is_leaf=_is_spec)
+    if len(leaves) == 1:
+        return [_declared_spec(leaves[0], what, ins)], tree
+    return [_declared_spec(leaf, f"{what}[{i}]", ins) for i, leaf in enumerate(leaves)], tree
+
+
+def _declared_spec(x: Any, what: str, ins: Sequence[Spec] | None) -> Spec:
+    if not _is_spec(x):
+        raise TypeError(
+            f"{what} must be specs with both .shape and .dtype, such as jax.ShapeDtypeStruct(shape, dtype), or a "
+            f"callable of the inputs that returns them; got {x!r} of type {type(x).__name__}"
+        )
+    shape = _checked_shape(x.shape, what)
+    _check_dtype(x.dtype, what)
+    dtype = np.dtype(x.dtype)
+    if ins is None:
+        return Spec(shape, dtype)
+    allowed = _allowed_dtype(dtype, ins)
+    if allowed != dtype:
+        text = f"{what} asks for {dtype}, which JAX truncates to {allowed} unless jax_enable_x64 is set"
+        warnings.warn(text, stacklevel=2)
+    return Spec(shape, allowed)
+
+
+def _checked_shape(shape: Sequence[Any], what: str) -> tuple[Any, ...]:
+    """A shape with Python's ints; dimensions of symbolic shapes stay what they are."""
+    sizes = tuple(operator.index(size) if isinstance(size, (int, np.integer)) else size for size in shape)
+    for size in sizes:
+        if isinstance(size, int) and size < 0:
+            raise ValueError(f"{what} has a negative dimension in its shape {sizes}")
+    return sizes
+
+
 def _input_spec(x: Any, i: int) -> Spec:
     dtype = x.dtype if _is_spec(x) else jax.dtypes.result_type(x)
     _check_dtype(dtype, f"input {i}")
-    is_array = isinstance(x, jax.Array)  # or a tracer; of 64 bits, perhaps, also where x64 is disabled
-    return Spec(np.shape(x), dtype if is_array else jax.dtypes.canonicalize_dtype(dtype))
+    if not isinstance(x, jax.Array):  # or a tracer, which may be of 64 bits also where x64 is disabled
+        dtype = jax.dtypes.canonicalize_dtype(dtype)
+    return Spec(np.shape(x), dtype)
 
 
 def _input_specs(args: Sequence[Any]) -> list[Spec]:
     return [_input_spec(x, i) for i, x in enumerate(args)]
 
 
-_ARRAY_TYPES: set[type] = {np.ndarray, bool, int, float, complex}  # grows by jax.Array, NumPy scalars
+_INPUT_CLASSES = (jax.Array, _LiteralArray, np.ndarray, np.generic, int, float, complex)
+_INPUT_TYPES: set[type] = {np.ndarray, bool, int, float, complex}  # exact types, which are quick to find; it grows
 
 
 def _as_inputs(args: Sequence[Any], name: str) -> tuple[Sequence[Any], bool]:
     """The inputs as JAX can take them, and whether one of them is being traced."""
-    traced = False
+    is_traced = False
     for i, x in enumerate(args):
-        if type(x) not in _ARRAY_TYPES:
-            if isinstance(x, jax.core.Tracer):
-                traced = True
-            elif isinstance(x, (jax.Array, _LiteralArray, np.ndarray, np.generic, int, float, complex)):
-                _ARRAY_TYPES.add(type(x))
-            else:
-                args = [*args[:i], _from_foreign(x, i, name), *args[i + 1 :]]
-    return args, traced
+        if type(x) in _INPUT_TYPES:
+            continue
+        if isinstance(x, jax.core.Tracer):
+            is_traced = True
+        elif isinstance(x, _INPUT_CLASSES):
+            _INPUT_TYPES.add(type(x))
+        else:
+            args = [*args[:i], _from_foreign(x, i, name), *args[i + 1 :]]
+    return args, is_traced
 
 
 def _from_foreign(x: Any, i: int, name: str) -> Any:
-    """Arrays of other libraries, without a copy where JAX can share their memory."""
+    """An array of another library as JAX's, without a copy where JAX can share its memory."""
     if hasattr(x, "__jax_array__"):
         return x.__jax_array__()
     if hasattr(x, "__dlpack__"):
@@ -755,22 +804,24 @@ def _from_foreign(x: Any, i: int, name: str) -> Any:
     raise TypeError(f"{name}: input {i} must be an array or a number; got {type(x).__name__} {x!r:.80}; {hint}")
 
 
-def _show(spec: Any) -> str:
-    """A spec as people write it: float32[3,4]."""
-    return f"{np.dtype(spec.dtype).name}[{','.join(map(str, spec.shape))}]"
-
-
 # ======================================================================================================
-# 6. Partitioning under jax.jit: what XLA may split over a mesh, for wrappers and ops alike.
+# 6. Partitioning under jax.jit: how XLA may split a call over a mesh, for wrappers and ops alike.
+#
+# A sharding rule names the dimensions of all operands and outputs, as in "b i, i j -> b j"; those of one name are split
+# alike.  A name that every output and some operand has is one over which the kernel works independently, such as b:
+# each device then runs the kernel on its shard.  Any other dimension is gathered first, so that reductions stay right.
+# A kernel without a rule gets names that occur once, and each `vmap` adds one name in front: so a batch is split.
+# Which dimensions XLA splits is known late: it asks `custom_partitioning` for the shardings of a call, and then for
+# what a device runs, which is traced with the shapes of its shard.
+#
 # Knows a mesh and the names of dimensions; kernels, and the vmaps around them, it takes as functions.
 
 
 @dataclasses.dataclass(frozen=True)
 class _ShardingRule:
-    """The names of the dimensions of every operand and output: those of one name are split alike."""
+    """The names of the dimensions of every operand and output.  Those that this file makes up begin with `__`."""
 
-    # A name that one array alone has stays whole.  Names from this file begin with two underscores.
-    owner: str
+    owner: str  # who was given the rule, for errors
     text: str
     ins: tuple[tuple[str, ...], ...]
     outs: tuple[tuple[str, ...], ...]
@@ -779,111 +830,159 @@ class _ShardingRule:
     @classmethod
     def parse(cls, owner: str, text: str) -> _ShardingRule:
         left, arrow, right = str(text).partition("->")
-        ins, outs = (tuple(tuple(part.split()) for part in side.split(",")) for side in (left, right))
-        once = all(len(set(part)) == len(part) for part in ins + outs)
-        if not arrow or not once or not all(name.isidentifier() for name in sum(ins + outs, ())):
+        ins, outs = _parse_names(left), _parse_names(right)
+        is_valid = arrow and all(name.isidentifier() for name in sum(ins + outs, ()))
+        if not is_valid or any(len(set(names)) < len(names) for names in ins + outs):
             raise ValueError(f"{owner}: a sharding rule names each array's dimensions, 'b i, i j -> b j'; got {text!r}")
         return cls(owner, text, ins if left.strip() else (), outs)
 
     @classmethod
     def whole(cls, ins: Sequence[Any], outs: Sequence[Any]) -> _ShardingRule:
         """The rule of a kernel that was given none."""
-        return cls("", "", _own_names("in", ins), _own_names("out", outs))
+        return cls("", "", _unique_names("in", ins), _unique_names("out", outs))
 
     def check(self, ins: Sequence[Spec], outs: Sequence[Spec]) -> None:
         where = f"{self.owner}: the sharding rule {self.text!r}"
-        ranks = [[len(names) for names in side] for side in (self.ins, self.outs)]
-        found = [[len(spec.shape) for spec in side] for side in (ins, outs)]
-        if ranks != found:
-            raise ValueError(f"{where} is for operands and outputs of ranks {ranks}, but the call has {found}")
-        sizes: dict[str, Any] = {}
-        for name, size in zip(sum(self.ins + self.outs, ()), sum((s.shape for s in (*ins, *outs)), ())):
-            if sizes.setdefault(name, size) != size:
-                raise ValueError(f"{where} gives the sizes {sizes[name]} and {size} one name, {name!r}; give them two")
+        in_shapes, out_shapes = [x.shape for x in ins], [x.shape for x in outs]
+        ranks = [_lengths(self.ins), _lengths(self.outs)]
+        ranks_of_call = [_lengths(in_shapes), _lengths(out_shapes)]
+        if ranks != ranks_of_call:
+            raise ValueError(f"{where} is for operands and outputs of ranks {ranks}, but the call has {ranks_of_call}")
+        names, sizes = sum(self.ins + self.outs, ()), sum(in_shapes + out_shapes, ())
+        size_of: dict[str, Any] = {}
+        for name, size in zip(names, sizes, strict=True):
+            first = size_of.setdefault(name, size)
+            if first != size:
+                raise ValueError(f"{where} gives the sizes {first} and {size} one name, {name!r}; give them two")
 
     def batched(self, flags: Sequence[bool], shared: int = 0) -> _ShardingRule:
         """The rule under one more vmap; an operand without a flag gets `shared` dimensions of its own."""
         name = f"__vmap{self.depth}"
-        front = [(name,) if flag else (f"{name}_{i}",) * shared for i, flag in enumerate(flags)]
-        ins, outs = tuple(a + b for a, b in zip(front, self.ins)), tuple((name, *names) for names in self.outs)
-        return dataclasses.replace(self, ins=ins, outs=outs, depth=self.depth + 1)
+        ins = []
+        for i, (is_batched, names) in enumerate(zip(flags, self.ins)):
+            front = (name,) if is_batched else (f"{name}_{i}",) * shared
+            ins.append(front + names)
+        outs = tuple((name, *names) for names in self.outs)
+        return dataclasses.replace(self, ins=tuple(ins), outs=outs, depth=self.depth + 1)
 
     def adjoint(self, wrt: Sequence[int], of: Sequence[int]) -> _ShardingRule:
         """The rule of (operands, outputs, cotangents) -> (cotangents, gradients)."""
-        cts, grads = tuple(self.outs[j] for j in of), tuple(self.ins[i] for i in wrt)
-        return dataclasses.replace(self, ins=self.ins + self.outs + cts, outs=cts + grads)
+        cotangents = tuple(self.outs[j] for j in of)
+        gradients = tuple(self.ins[i] for i in wrt)
+        return dataclasses.replace(self, ins=self.ins + self.outs + cotangents, outs=cotangents + gradients)
 
     @property
     def split(self) -> set[str]:
         """The names that may be split: what some output lacks is reduced, what no operand has is unknown to a shard."""
-        return functools.reduce(operator.and_, map(set, self.outs), set().union(*self.ins))
+        return set().union(*self.ins).intersection(*self.outs)
 
     def shardings(self, mesh: Any, args: Sequence[Any], results: Sequence[Any]) -> tuple[list, list]:
-        """The shardings of operands and outputs in which every dimension name has one meaning, and splits evenly."""
-        axes: dict[str, Any] = {}
-        free = self.split
+        """The shardings of operands and outputs, from those that XLA has found for (the first of) them.
+
+        A name is split over the same mesh axes everywhere: those of the first array in which they divide it evenly and
+        no other name has them.
+        """
+        may_split = self.split
+        axes_of: dict[str, Any] = {}
         taken: set[str] = set()
         for names, info in zip(self.ins + self.outs, (*args, *results)):
-            for name, size, entry in zip(names, info.shape, getattr(info.sharding, "spec", None) or ()):
-                mine = entry if isinstance(entry, tuple) else (entry,) if entry else ()
-                count = math.prod(mesh.shape[axis] for axis in mine)
-                if mine and name in free and taken.isdisjoint(mine) and size % count == 0:
-                    axes[name] = entry
-                    free.remove(name)
-                    taken.update(mine)
-        specs = [jax.sharding.PartitionSpec(*map(axes.get, names)) for names in self.ins + self.outs]
-        places = [jax.sharding.NamedSharding(mesh, spec) for spec in specs]
-        return places[: len(self.ins)], places[len(self.ins) :]
+            spec = getattr(info.sharding, "spec", None) or ()
+            for name, size, entry in zip(names, info.shape, spec):
+                if not entry or name not in may_split or name in axes_of:
+                    continue
+                axes = entry if isinstance(entry, tuple) else (entry,)
+                is_even = size % math.prod(mesh.shape[axis] for axis in axes) == 0
+                if is_even and taken.isdisjoint(axes):
+                    axes_of[name] = entry
+                    taken.update(axes)
+        specs = [jax.sharding.PartitionSpec(*map(axes_of.get, names)) for names in self.ins + self.outs]
+        shardings = [jax.sharding.NamedSharding(mesh, spec) for spec in specs]
+        return shardings[: len(self.ins)], shardings[len(self.ins) :]
 
     def out_avals(self, ins: Sequence[Any], outs: Sequence[Spec]) -> list[Any]:
         """The abstract values of results with these specs; those that the rule does not know are last."""
         mesh = _mesh_of(ins)
-        axes = [] if mesh.empty else [sharding.spec for sharding in self.shardings(mesh, ins, ())[1]]
-        axes += [()] * (len(outs) - len(axes))
+        axes: list[Any] = [()] * len(outs)
+        if not mesh.empty:
+            known = [sharding.spec for sharding in self.shardings(mesh, ins, ())[1]]
+            axes[: len(known)] = known
         return [_out_aval(out.shape, out.dtype, ins, own) for out, own in zip(outs, axes, strict=True)]
 
     def lower(self, ctx: Any, operands: Any, run: Callable, outs: Any, rest: Any = (), effect: bool = False) -> Any:
-        """Lower `run(outs, *ins)`, for XLA to run with the `outs` of a shard on each device, and zeros for the rest."""
+        """Lower `run(outs, *ins)` for XLA to split: a device runs it with the `outs` of its shard; `rest` are zeros."""
         closed = jax.make_jaxpr(functools.partial(run, outs))(*ctx.avals_in)
         text = str(closed.jaxpr)
         if _calls_python(text):  # which custom_partitioning would not keep alive
-            return mlir.lower_fun(lambda *ins: _eval_jaxpr(closed, ins), multiple_results=True)(ctx, *operands)
+            unsplit = functools.partial(jax.core.eval_jaxpr, closed.jaxpr, closed.consts)
+            return mlir.lower_fun(unsplit, multiple_results=True)(ctx, *operands)
         partitioned = self._partitioned(closed, run, outs)
-        call = lambda *ins: [*partitioned(*ins, *closed.consts), *map(_zeros, rest)]
+
+        def call(*ins: Any) -> list:
+            return [*partitioned(*ins, *closed.consts), *map(_zeros, rest)]
+
         results = mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
+        # What custom_partitioning writes for keys of the persistent cache is an address, which can recur.
+        content = {"xla_kernel": _digest(text)}
         attributes = results[0].owner.attributes
         attributes["has_side_effect"] = mlir.ir_attribute(effect)
-        # for keys of the persistent cache: what custom_partitioning writes there is an address, which can recur
-        attributes["mhlo.frontend_attributes"] = mlir.ir_attribute({"xla_kernel": _digest(text)})
+        attributes["mhlo.frontend_attributes"] = mlir.ir_attribute(content)
         return results
 
     def _partitioned(self, closed: Any, run: Callable[..., list], outs: Any) -> Callable[..., Any]:
         """`closed`, which is `run` with these `outs`, as a function of its operands and its constants."""
         from jax.experimental.custom_partitioning import custom_partitioning
 
-        n, rule = len(self.ins), dataclasses.replace(self, ins=self.ins + _own_names("const", closed.consts))
-        sides = [", ".join(" ".join(f"d{name}" for name in names) for names in side) for side in (rule.ins, rule.outs)]
-        whole = lambda *args: tuple(jax.core.eval_jaxpr(closed.jaxpr, args[n:], *args[:n]))
+        n = len(self.ins)
+        rule = dataclasses.replace(self, ins=self.ins + _unique_names("const", closed.consts))
+
+        def run_whole(*args: Any) -> tuple:
+            return tuple(jax.core.eval_jaxpr(closed.jaxpr, args[n:], *args[:n]))
+
+        def infer(mesh: Any, args: Any, results: Any) -> tuple:
+            _, out_shardings = rule.shardings(mesh, args, results)
+            return tuple(out_shardings)
 
         def partition(mesh: Any, args: Any, results: Any) -> tuple:
-            given, returned = rule.shardings(mesh, args, results)
-            local = [Spec(s.shard_shape(out.shape), out.dtype) for s, out in zip(returned, outs)]
+            in_shardings, out_shardings = rule.shardings(mesh, args, results)
+            local_outs = []
+            for sharding, out in zip(out_shardings, outs):
+                local_outs.append(Spec(sharding.shard_shape(out.shape), out.dtype))
 
-            def shard(*args: Any) -> tuple:
-                with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):  # one device has no mesh
-                    jaxpr = jax.make_jaxpr(functools.partial(run, local))(*args[:n]).jaxpr
+            def run_shard(*args: Any) -> tuple:
+                no_mesh = jax.sharding.AbstractMesh((), ())  # one device has none
+                with jax.sharding.use_abstract_mesh(no_mesh):
+                    jaxpr = jax.make_jaxpr(functools.partial(run, local_outs))(*args[:n]).jaxpr
                     return tuple(jax.core.eval_jaxpr(jaxpr, args[n:], *args[:n]))
 
-            return mesh, shard, tuple(returned), tuple(given)
+            return mesh, run_shard, tuple(out_shardings), tuple(in_shardings)
 
-        function = custom_partitioning(whole)
-        infer = lambda *on: tuple(rule.shardings(*on)[1])
-        function.def_partition(partition, infer, sharding_rule=" -> ".join(sides))
+        function = custom_partitioning(run_whole)
+        function.def_partition(partition, infer, sharding_rule=f"{_write_names(rule.ins)} -> {_write_names(rule.outs)}")
         return function
 
 
-def _own_names(kind: str, arrays: Sequence[Any]) -> tuple[tuple[str, ...], ...]:
-    return tuple(tuple(f"__{kind}{i}_{d}" for d in range(np.ndim(x))) for i, x in enumerate(arrays))
+def _parse_names(side: str) -> tuple[tuple[str, ...], ...]:
+    return tuple(tuple(array.split()) for array in side.split(","))
+
+
+def _write_names(arrays: Sequence[Sequence[str]]) -> str:
+    """One side of a rule as `custom_partitioning` reads it, whose names begin with a letter."""
+    written = []
+    for names in arrays:
+        written.append(" ".join(f"d{name}" for name in names))
+    return ", ".join(written)
+
+
+def _unique_names(kind: str, arrays: Sequence[Any]) -> tuple[tuple[str, ...], ...]:
+    """A name of its own for each dimension, so that none is split."""
+    names = []
+    for i, x in enumerate(arrays):
+        names.append(tuple(f"__{kind}{i}_{axis}" for axis in range(np.ndim(x))))
+    return tuple(names)
+
+
+def _lengths(arrays: Sequence[Sequence[Any]]) -> list[int]:
+    return [len(x) for x in arrays]
 
 
 # ======================================================================================================
@@ -969,54 +1068,101 @@ _need_devices(_split_call_p)
 
 def _python(kernel: Any) -> Any:
     """The Python function of a kernel: of what Numba jitted or vectorized, or Warp decorated; a plain one is itself."""
-    function = getattr(getattr(kernel, "_dispatcher", kernel), "py_func", None)
-    return function or (kernel.func if hasattr(kernel, "adj") else kernel)
+    dispatcher = getattr(kernel, "_dispatcher", kernel)  # where numba.vectorize keeps it
+    function = getattr(dispatcher, "py_func", None)
+    if function is None and hasattr(kernel, "adj"):  # Warp
+        function = kernel.func
+    return function or kernel
 
 
 def _parameters(kernel: Any) -> tuple[str, ...]:
     """The names by which a kernel's arguments can be given, in order."""
     with contextlib.suppress(TypeError, ValueError):
-        found = inspect.signature(_python(kernel)).parameters.values()
-        return tuple(p.name for p in found if p.kind is p.POSITIONAL_OR_KEYWORD)
+        parameters = inspect.signature(_python(kernel)).parameters.values()
+        return tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
     return ()
 
 
 def _input_signature(parameters: Sequence[str], outs: Any) -> inspect.Signature:
     """The signature of a wrapper: the first parameters of the kernel, as many as `outs` takes, or any number."""
-    plain = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    inputs = [inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)]
     with contextlib.suppress(TypeError, ValueError):
-        given = inspect.signature(outs).parameters.values()
-        if len(given) <= len(parameters) and all(p.kind == plain and p.default is p.empty for p in given):
-            return inspect.Signature([inspect.Parameter(name, plain) for name in parameters[: len(given)]])
-    return inspect.Signature([inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)])
+        taken_by_outs = inspect.signature(outs).parameters.values()
+        has_only_inputs = all(p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty for p in taken_by_outs)
+        if has_only_inputs and len(taken_by_outs) <= len(parameters):
+            names = parameters[: len(taken_by_outs)]
+            inputs = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+    return inspect.Signature(inputs)
+
+
+_VMAP_METHODS = (None, "sequential", "sequential_unrolled", "expand_dims", "broadcast_all", "legacy_vectorized")
 
 
 class _Options(types.SimpleNamespace):
-    """The arguments of a public function, checked at once where that does not depend on inputs."""
+    """The arguments of a public function but its kernel, checked at once where that does not depend on inputs."""
 
     in_out_argnames: Sequence[str] | None = None  # of a function that has no such parameter
+    scalars: Sequence[str] | bool = False
 
-    def __init__(self, **given: Any) -> None:
-        super().__init__(**given)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
         if self.outs is None:
             raise TypeError("outs is missing: give the results' specs, such as outs=lambda x: x, or () for none")
         if self.vmap_method not in _VMAP_METHODS:
             raise ValueError(f"vmap_method must be one of {_VMAP_METHODS}; got {self.vmap_method!r}")
-        pairs = self.input_output_aliases or {}
-        try:
-            self.aliases = {i if isinstance(i, str) else operator.index(i): operator.index(j) for i, j in pairs.items()}
-        except (AttributeError, TypeError):
-            raise TypeError(f"input_output_aliases must be a dict {{input: output}}; got {pairs!r}") from None
         if not callable(self.outs) or isinstance(self.outs, type):  # such as jnp.float32
             _flat_specs(self.outs, "outs")
-        self.in_order = str(self.vmap_method).startswith("sequential")  # the slices of a batch, on one thread
+        self.aliases = self._checked_aliases()
+        self.in_out_argnames = self._checked_names("in_out_argnames", self.in_out_argnames)
+        if not isinstance(self.scalars, bool):
+            self.scalars = self._checked_names("scalars", self.scalars)
+        # whether the slices of a batch run one after another, on one thread
+        self.in_order = str(self.vmap_method).startswith("sequential")
+
+    def _checked_aliases(self) -> dict[int | str, int]:
+        aliases = self.input_output_aliases or {}
+        try:
+            return {i if isinstance(i, str) else operator.index(i): operator.index(j) for i, j in aliases.items()}
+        except (AttributeError, TypeError):
+            raise TypeError(f"input_output_aliases must be a dict {{input: output}}; got {aliases!r}") from None
+
+    def _checked_names(self, option: str, names: Any) -> list[str]:
+        if names is None:
+            return []
+        is_list = isinstance(names, Iterable) and not isinstance(names, str)
+        checked: list[Any] = list(names) if is_list else [None]
+        if not all(isinstance(name, str) for name in checked):
+            raise TypeError(f'{option} must be a list of names of parameters, such as ["x"]; got {names!r}')
+        return checked
 
 
-def _wrap(wrapper: Callable[..., _Wrapper], given: dict[str, Any], options_type: type[_Options] = _Options) -> Any:
+_P = ParamSpec("_P")
+
+
+class _TakesKernel(Protocol[_P]):
+    """What type checkers know of a public function: its parameters, and that without a kernel it is a decorator."""
+
+    @overload
+    def __call__(
+        self, kernel: None = None, *args: _P.args, **options: _P.kwargs
+    ) -> Callable[[Any], Callable[..., Any]]: ...
+    @overload
+    def __call__(self, kernel: Any, *args: _P.args, **options: _P.kwargs) -> Callable[..., Any]: ...
+
+
+def _takes_kernel(function: Callable[Concatenate[Any, _P], Any]) -> _TakesKernel[_P]:
+    return function  # type: ignore[return-value]
+
+
+def _wrap(make_wrapper: Callable[..., _Wrapper], arguments: dict, options_type: type[_Options] = _Options) -> Any:
     """The wrapper that the arguments of a public function ask for, the kernel first; without one, a decorator."""
-    kernel = given.pop(next(iter(given)))
-    options = options_type(**given)
-    return wrapper(kernel, options) if kernel is not None else lambda kernel: wrapper(kernel, options)
+    (_, kernel), *options = arguments.items()
+    checked = options_type(**dict(options))
+
+    def decorate(kernel: Any) -> _Wrapper:
+        return make_wrapper(kernel, checked)
+
+    return decorate if kernel is None else decorate(kernel)
 
 
 class _Recent(dict):
@@ -1027,7 +1173,8 @@ class _Recent(dict):
     def keep(self, key: Any, value: Any) -> Any:
         with _LOCK:
             while len(self) >= self.most:
-                del self[next(iter(self))]
+                oldest = next(iter(self))
+                del self[oldest]
             self[key] = value
         return value
 
@@ -1226,7 +1373,7 @@ class _Wrapper(_Kept):
 
     def _target_name(self, digest: str) -> str:
         """Begins with the name of this module, so that the copies of this file in a process do not meet."""
-        return f"{__name__}.{self.__name__}.{digest}"
+        return f"{__name__}.{self.__name__}.{_LAYOUT}.{digest}"
 
     def _check_dtypes(self, call: _Call, allowed: frozenset[str], refused: str) -> None:
         for what, specs in (("input", call.ins), ("output", call.outs)):
@@ -1981,6 +2128,7 @@ _RETURNED = "returned_by_kernel"  # in code that calls it; numba_cuda_mlir 0.6.0
 _CALLS_OF_THREADS = re.compile(r"@numba_parallel_for\(|call [^@\n(]*(?:%[^\s(]+|inttoptr )\(|@PyObject_Call\w*\(")
 
 
+@_takes_kernel
 def numba_kernel(
     kernel: Any = None,
     outs: Any = None,
@@ -2488,6 +2636,7 @@ _CUDA_INSTALL = "pip install 'xla_kernels[cuda13]' (CUDA 12: [cuda12]), or numba
 _CUDASIM_LOCK: threading.RLock = vars(_STORE).setdefault("cudasim_lock", threading.RLock())
 
 
+@_takes_kernel
 def numba_cuda_kernel(
     kernel: Any = None,
     outs: Any = None,
@@ -2546,6 +2695,7 @@ def numba_cuda_kernel(
     return _wrap(_CudaKernel, locals())
 
 
+@_takes_kernel
 def numba_cuda_callable(
     func: Any = None,
     outs: Any = None,
@@ -3103,6 +3253,7 @@ _STAND_IN_DIMS = (720720, 1024)  # of a recorded launch: Warp checks that cluste
 # Knows which buffer goes to which parameter, and the adjoint launch.  Does not know how a launch is made.
 
 
+@_takes_kernel
 def warp_kernel(
     kernel: Any = None,
     outs: Any = None,
