@@ -32,6 +32,7 @@ import sys
 import tempfile
 import textwrap
 import time
+import tomllib
 import types
 import typing
 import weakref
@@ -818,6 +819,7 @@ def test_matrix(op, backend, transformation, dtype):
 # ======================================================================================================
 
 ROOT = pathlib.Path(__file__).parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def run_python(*args, cwd=ROOT, idle=300, rc=0, **environment):
@@ -825,86 +827,158 @@ def run_python(*args, cwd=ROOT, idle=300, rc=0, **environment):
 
     It may take its time, but not wait: one that computed nothing for `idle` seconds is ended.
     """
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    env = {**os.environ, "PYTHONPATH": path, **environment}
+    search_path = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, search_path)), **environment}
+    command = [sys.executable, *map(str, args)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process, spent = subprocess.Popen([sys.executable, *map(str, args)], cwd=cwd, env=env, **pipes), -1.0
-    while process.returncode is None:
-        try:
-            out, err = process.communicate(timeout=idle)
-        except subprocess.TimeoutExpired:
-            before, spent = spent, time.clock_gettime((~process.pid << 3) | 2) if sys.platform == "linux" else 0.0
-            if spent - before < 0.1:
-                process.kill()
+    process = subprocess.Popen(command, cwd=cwd, env=environment, **pipes)
+    out, err = read_while_busy(process, idle)
     assert process.returncode == rc, f"exit code {process.returncode}\n{out[-4000:]}\n{err[-4000:]}"
     return out
 
 
-README_BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+def read_while_busy(process, idle):
+    """What a process writes to stdout and stderr until it ends, or has computed nothing for `idle` seconds."""
+    seconds = -1.0
+    while True:
+        try:
+            return process.communicate(timeout=idle)
+        except subprocess.TimeoutExpired:
+            before, seconds = seconds, cpu_seconds(process.pid)
+            if seconds - before < 0.1:
+                process.kill()
 
 
-@pytest.mark.parametrize("number", range(len(README_BLOCKS)))
-def test_readme_block(number, tmp_path):
-    code = README_BLOCKS[number]
-    if "warp" in code and (reason := conftest.missing("warp")):
-        pytest.skip(reason)
-    (tmp_path / "block.py").write_text(code, encoding="utf-8")
-    assert run_python(tmp_path / "block.py", cwd=tmp_path).strip()
+def cpu_seconds(pid):
+    """What a process has computed so far; 0 where one cannot ask."""
+    if sys.platform != "linux":
+        return 0.0
+    clock = (~pid << 3) | 2  # as clock_getcpuclockid makes it
+    return time.clock_gettime(clock)
 
 
-def test_readme_has_the_two_lines():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert 'pip install -e ".[warp]" && python -m xla_kernels\n' in text
-    assert 'pip install -e ".[test]" && pytest -n auto\n' in text
+README_BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+README_PRINTS = {  # a function that a block of the README defines: what the block prints
+    "cumulative_max": r"\[1\. 3\. 3\.\]\n\[\[2\. 2\. 2\.\]\n \[5\. 5\. 5\.\]\]",
+    "with_warp": r"\[1\. 3\. 5\. 7\.\] \[1\. 3\. 5\. 7\.\]\n\[\[3\. 1\. 1\. 1\.\](.|\n)*\n\[ 4\. 12\. 20\. 28\.\]\n"
+    r"scale_add on cpu\n(.|\n)*\nwarp .* 0\n",
+    "cuba": r"[4-8]\.\d Hz, [\d.]+ µs per step",
+    "decay": r"\(Array\(\[1\.9, 0\.9, 1\.9\], dtype=float32\), Array\(2, dtype=int32\)\)",
+    "square_kernel": r"P(artitionSpec)?\('d',\) False",
+}
+
+RUN_FILES = """
+import runpy, sys
+for file in sys.argv[1:]:
+    print("====", flush=True)
+    runpy.run_path(file, run_name="__main__")
+"""
+
+
+def readme_block(function):
+    return next(block for block in README_BLOCKS if f"def {function}(" in block)
+
+
+@pytest.mark.processes
+def test_readme_blocks_print_what_they_should(tmp_path):
+    assert len(README_BLOCKS) == len(README_PRINTS), "say in README_PRINTS what each block prints"
+    patterns = dict(README_PRINTS)
+    if conftest.missing("warp"):
+        del patterns["with_warp"]
+    for name in patterns:
+        (tmp_path / f"{name}.py").write_text(readme_block(name), encoding="utf-8")
+    files = [f"{name}.py" for name in patterns]
+    prints = run_python("-c", RUN_FILES, *files, cwd=tmp_path).split("====\n")[1:]
+    for text, pattern in zip(prints, patterns.values(), strict=True):
+        assert re.match(pattern, text), text
+
+
+def test_readme_installs_extras_that_exist():
+    """pip only warns of others."""
+    named = set(",".join(re.findall(r"\.\[([\w,]+)\]", README)).split(","))
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    assert {"warp", "test", "cuda13"} <= named <= extras.keys()
 
 
 LOADED = "import sys; print(sorted({m.partition('.')[0] for m in sys.modules} & {'numba', 'warp', 'llvmlite', 'cuda'}))"
 
+BACKENDS_LOAD_ON_USE = f"""
+import jax.numpy as jnp, sys, xla_kernels
+{LOADED}
+def kernel(x, out):
+    out[:] = x
+copy = xla_kernels.numba_kernel(kernel, lambda x: x)
+sys.path.insert(0, sys.argv[1])  # where importing numba fails
+try:
+    copy(jnp.ones(3))
+except ImportError as error:
+    print(error)
+sys.path.remove(sys.argv[1])
+print(copy(jnp.ones(3)))
+{LOADED}
+"""
 
-def test_import_loads_no_backend():
-    assert run_python("-c", f"import xla_kernels; {LOADED}").strip() == "[]"
 
-
-def test_import_check_can_fail():
-    assert "numba" in run_python("-c", f"import xla_kernels, numba; {LOADED}")
+@pytest.mark.processes
+def test_backends_load_on_use_and_a_missing_one_is_explained(tmp_path):
+    (tmp_path / "numba.py").write_text("raise ImportError('none here')")
+    at_import, error, result, after_use = run_python("-c", BACKENDS_LOAD_ON_USE, tmp_path).splitlines()
+    assert at_import == "[]"
+    assert re.fullmatch(r"numba_kernel needs numba \(none here\); install it: pip install numba.*", error)
+    assert result == "[1. 1. 1.]"
+    assert after_use == "['llvmlite', 'numba']"
 
 
 @pytest.mark.needs("warp")
 def test_docstring_examples():
-    assert doctest.testmod(xk).attempted > 0
-    assert doctest.testmod(xk).failed == 0
+    results = doctest.testmod(xk)
+    assert results.attempted > 0
+    assert results.failed == 0
 
 
-def test_self_check_runs(tmp_path):
-    """The file alone, under another name, in an empty folder, as a script and as a module."""
+SELF_CHECK = {"numba": "numba", "warp": "warp"}  # row of the self-check on the CPU: what it needs
+
+
+def self_check_rows(report):
+    """{(backend, platform): what the self-check says of it}."""
+    rows = re.findall(r"^(\w+) +(cpu|gpu) +(.*)", report, re.MULTILINE)
+    return {(backend, platform): text for backend, platform, text in rows}
+
+
+@pytest.mark.processes
+def test_self_check_runs_from_the_file_alone(tmp_path):
+    """Under another name, in an empty folder."""
     shutil.copy(ROOT / "xla_kernels.py", tmp_path / "my_kernels.py")
-    for args in (["my_kernels.py"], ["-m", "my_kernels"]):
-        report = run_python(*args, cwd=tmp_path, PYTHONPATH=os.environ.get("PYTHONPATH", ""))
-        assert re.search(r"^numba +cpu +works, [\d.]+ µs", report, re.MULTILINE), report
+    report = run_python("my_kernels.py", cwd=tmp_path, PYTHONPATH=os.environ.get("PYTHONPATH", ""))
+    rows = self_check_rows(report)
+    for backend, requirement in SELF_CHECK.items():
+        says = "not available: " if conftest.missing(requirement) else r"works, [\d.]+ µs per call under jit"
+        assert re.match(says, rows[backend, "cpu"]), report
 
 
-def test_self_check_fails_for_a_wrong_backend(tmp_path):
+@pytest.mark.processes
+def test_self_check_fails_for_wrong_results(tmp_path):
+    """As a module. What Warp computes is not changed, so it still works."""
     text = (ROOT / "xla_kernels.py").read_text(encoding="utf-8")
-    assert "out[i] = 2 * x[i] + y[i]" in text
-    (tmp_path / "wrong.py").write_text(text.replace("out[i] = 2 * x[i] + y[i]", "out[i] = 3 * x[i] + y[i]"), "utf-8")
-    with pytest.raises(AssertionError, match=r"exit code 1\n(.*\n)*.*FAILED: AssertionError"):
-        run_python("wrong.py", cwd=tmp_path, PYTHONPATH=os.environ.get("PYTHONPATH", ""))
+    wrong = text.replace("out[i] = 2 * x[i] + y[i]", "out[i] = 3 * x[i] + y[i]")
+    (tmp_path / "wrong.py").write_text(wrong, encoding="utf-8")
+    report = run_python("-m", "wrong", cwd=tmp_path, rc=1, PYTHONPATH=os.environ.get("PYTHONPATH", ""))
+    assert self_check_rows(report)["numba", "cpu"].startswith("FAILED: AssertionError"), report
 
 
-def test_map_names_what_is_there():
-    text = (ROOT / "xla_kernels.py").read_text(encoding="utf-8")
-    named = re.findall(r"`(_?[A-Za-z]\w+(?:\.\w+)*)`", xk.__doc__.partition("A map of this file")[2])
-    assert len(named) > 20 and not [name for name in named if not operator.attrgetter(name)(xk)]
-    numbers = [int(n) for n in re.findall(r"^# =+\n# (\d+)\. ", text, re.MULTILINE)]
-    listed = re.findall(r"^    (\d+) |, (\d+) ", xk.__doc__, re.MULTILINE)
-    assert numbers == [int(a or b) for a, b in listed] == list(range(1, len(numbers) + 1))
-
-
-def test_missing_numba_is_explained(tmp_path):
-    (tmp_path / "numba.py").write_text("raise ImportError('none here')")
-    code = "import jax.numpy as jnp, xla_kernels as xk; xk.numba_kernel(lambda x, out: None, lambda x: x)(jnp.ones(3))"
-    with pytest.raises(AssertionError, match=r"ImportError: numba_kernel needs numba.*pip install numba"):
-        run_python("-c", code, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
+def test_the_map_of_the_file_names_what_is_there():
+    """Each name exists, and each section has its number."""
+    source = (ROOT / "xla_kernels.py").read_text(encoding="utf-8")
+    the_map = xk.__doc__.partition("A map of this file")[2]
+    names = re.findall(r"`(_?[A-Za-z]\w+(?:\.\w+)*)`", the_map)
+    assert "numba_kernel" in names
+    for name in names:
+        assert operator.attrgetter(name)(xk)
+    sections = re.findall(r"^# =+\n# (\d+)\. ", source, re.MULTILINE)
+    listed = re.findall(r"^    (\d+) |, (\d+) ", the_map, re.MULTILINE)
+    assert sections == [first or other for first, other in listed]
+    assert sections == [str(number) for number in range(1, len(sections) + 1)]
 
 
 # -- export: a fresh process that traces the same kernels finds them under the same names --------------
