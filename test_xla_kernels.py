@@ -1585,7 +1585,6 @@ SAME = {
     "vectorize again": lambda helper=functools.cache(lambda: adder(7, numba.vectorize)): with_helper(helper()),
     "functions with signatures": lambda functions=functools.cache(lambda: (adder(1, SIGNED), adder(2, SIGNED))): reads(
         "functions[int(x[0])](x[1])", functions=functions()),
-    "overload": lambda: next(overloads(1)),
     "object mode": lambda: runs("with numba.objmode():\n        print()\n    out[0] = 1"),
 }  # fmt: skip
 SIGNED = numba.njit("float32(float32)")
@@ -1640,29 +1639,71 @@ def nb_twice(context, x):
 
 Mode = enum.Enum("Mode", "SLOW FAST")
 PAIRS = [collections.namedtuple("Pair", names, defaults=d) for names, *d in (["a b"], ["b a"], ["a b", 1], ["a b", 2])]
+SIGNED_BY_PAIRS = [numba.types.NamedUniTuple(numba.float64, 2, pair) for pair in PAIRS]
 VALUES = {
     "numbers": [1, True, 1.0, 0.0, -0.0, math.nan, -math.nan, math.inf, 2, 2**40, 10**5000, 1j, -0.0j, None, ...,
                 np.float64(2), np.float32(2), np.int64(2), np.longlong(2), np.bool_(True)],
     "text": ["a", b"a", np.str_("a"), "a" * 2],
-    "tuples": [(0, 1), (0.0, 1.0), (1, 0), (0, (1,)), frozenset({0, 1}), range(3), slice(3), *(p(1, 2) for p in PAIRS)],
+    "tuples": [(0, 1), (0.0, 1.0), (1, 0), (0, (1,)), frozenset({0, 1}), range(3), slice(3)],
     "arrays": [np.arange(3), np.arange(3.0), np.arange(1, 4), np.arange(3)[::-1].copy(), np.arange(4), np.eye(2),
                np.arange(4).reshape(2, 2), changed(np.arange(3), write=False), np.arange(3, dtype=">i8")],
     "dtypes": [np.float32, np.dtype("f4"), np.dtype(">f4"),
                *(np.dtype([("a", "f4"), ("b", "f8")], align=align) for align in (False, True))],
-    "classes": [Mode, Mode.SLOW, Mode.FAST, OwnRepr, OwnRepr.A, *PAIRS, ValueError,
-                type("Own", (ValueError,), {}), type("Own", (TypeError,), {})],
-    "functions": [np.sin, math.sin, len, np.random.normal, operator.add, numba.objmode, numba.prange, gu_total,
-                  nb_twice],
-    "types of Numba": [numba.float32, numba.float64[:], numba.float32(numba.float64), numba.typed.List,
-                       *(numba.types.NamedUniTuple(numba.float64, 2, pair) for pair in PAIRS)],
+    "functions": [np.sin, math.sin, len, np.random.normal, operator.add, numba.objmode, numba.prange, ValueError],
+    "types of Numba": [numba.float32, numba.float64[:], numba.float32(numba.float64), numba.typed.List],
 }  # fmt: skip
+
+
+def by_identity(value):
+    return xk._Digester().walk(reads("v", v=value)).by_identity
 
 
 @pytest.mark.parametrize("case", VALUES)
 def test_values_count_by_all_they_are(case):
-    kernels, known = [reads("v", v=v) for v in VALUES[case]], len(xk._STORE.objects)
-    first, second = ([xk._digest(kernel) for kernel in kernels] for _ in range(2))
-    assert first == second and len(set(first)) == len(kernels) and len(xk._STORE.objects) == known  # none by identity
+    kernels = [reads("v", v=v) for v in VALUES[case]]
+    first = [xk._digest(kernel) for kernel in kernels]
+    assert first == [xk._digest(kernel) for kernel in kernels]
+    assert len(set(first)) == len(kernels)
+    assert not any(map(by_identity, VALUES[case]))
+
+
+RARE = {
+    "enums": [Mode, Mode.SLOW, Mode.FAST, OwnRepr, OwnRepr.A, OwnRepr.B],
+    "classes": [*PAIRS, *(pair(1, 2) for pair in PAIRS), *SIGNED_BY_PAIRS,
+                *(type("Own", (base,), {}) for base in (ValueError, ValueError, TypeError))],
+    "functions of Numba": [gu_total, nb_twice],
+    "modules as objects": [types.ModuleType("module"), types.ModuleType("module")],
+    "objects": [object(), object(), np.array([None]), np.array([None])],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", RARE)
+def test_what_is_rare_counts_by_identity(case, monkeypatch):
+    """It is told from all others and stays the same in this process; in another, it has another name."""
+    kernels = [reads("v", v=v) for v in RARE[case]]
+    first = [xk._digest(kernel) for kernel in kernels]
+    assert first == [xk._digest(kernel) for kernel in kernels]
+    assert len(set(first)) == len(kernels)
+    assert all(map(by_identity, RARE[case]))
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    assert not set(first) & {xk._digest(kernel) for kernel in kernels}
+
+
+def test_of_a_module_counts_what_is_read():
+    module = module_with(helper=adder(1), other=adder(2), name=object())
+    kernel = with_module(module)
+    before = xk._digest(kernel)
+    module.other = adder(3)
+    assert xk._digest(kernel) == before and not xk._Digester().walk(kernel).by_identity
+    module.helper = adder(4)
+    assert xk._digest(kernel) != before
+
+
+def test_a_path_with_many_names_before_it_is_read():
+    """From 256 names on, Python splits an instruction in two."""
+    names = "; ".join(f"name{i}" for i in range(300))
+    kernel = kernel_from(f"def kernel(x, out):\n    {names}\n    module.helper(x[0])", module=module_with(helper=1))
+    assert ("module", "helper") in xk._code_facts(kernel.__code__).globals
 
 
 @pytest.mark.parametrize("setting, value", [("BOUNDSCHECK", 1), ("DEBUGINFO_DEFAULT", 1), ("LOOP_VECTORIZE", 0)])
@@ -1745,10 +1786,17 @@ def edited_module():
         yield with_module(module)
 
 
-def edited_global():
-    kernel = numba.njit(reads("g"))
-    for kernel.py_func.__globals__["g"] in (1, 10):
+def edited_global(jit=numba.njit):
+    function = reads("g")
+    kernel = jit(function)
+    for function.__globals__["g"] in (1, 10):
         yield kernel
+
+
+def edited_module_handed_to_a_helper():
+    module, get = module_with(), numba.njit(lambda m: m)
+    for module.constant in (1, 10):
+        yield reads("get(module).constant", module=module, get=get)
 
 
 def recursive(second):
@@ -1781,7 +1829,9 @@ RESULTS = {
     "module with __getattr__": lambda: modules("module.constant", lambda n: module_with(
         __getattr__=types.SimpleNamespace(constant=n).__getattribute__)),
     "edited module": edited_module,
+    "edited module handed to a helper": edited_module_handed_to_a_helper,
     "edited global of a jitted kernel": edited_global,
+    "edited global of guvectorize": lambda: edited_global(numba.guvectorize("(n)->(n)")),
     "added to builtins": added_to_builtins,
     "register_jitable": lambda: options(lambda f, flags: numba.extending.register_jitable(fastmath=flags)(f)),
     "cfunc": lambda: options(lambda f, flags: numba.cfunc("float64(float64)", fastmath=flags)(f)),
@@ -1801,6 +1851,15 @@ def test_kernels_that_differ_give_different_results(case):
     x = jnp.zeros(1)
     results = [float(wrap(kernel, lambda x: x)(x)[0]) for kernel in RESULTS[case]()]
     assert len(set(results)) == len(results) > 1, results
+
+
+def test_a_function_without_overloads_is_not_another_of_its_name():
+    first, second = overloads(1, 2)
+    plain_helper = with_helper(kernel_from("def helper(a):\n    pass", name="helper"))
+    results = [float(wrap(kernel)(F32)[0]) for kernel in (first, second, first)]
+    assert results == [F32[0] + n for n in (1, 2, 1)]
+    with pytest.raises(TypeError, match="Numba cannot compile"):
+        wrap(plain_helper)(F32)
 
 
 @pytest.mark.parametrize("make", [lambda: np.ones(200_000), lambda: np.ones(4)[::2], lambda: np.ones(4)])

@@ -48,12 +48,12 @@ from __future__ import annotations
 
 import ast
 import builtins
+import collections
 import contextlib
 import copy
 import ctypes
 import dataclasses
 import dis
-import enum
 import functools
 import hashlib
 import importlib
@@ -367,14 +367,20 @@ def _ffi_api_version() -> tuple[int, int]:
 
 
 # ======================================================================================================
-# 3. Content digests: equal kernels get equal names, in every process; kernels that differ never share one.
+# 3. Content digests: equal kernels get equal names; kernels that differ never share one.
 #
 # One walk over all that the code can reach, written to one hash.  An object counts
-# 1. by its content, if its type is in `_ATOMS`, `_VALUES` or `_NODES` and nothing is left out that Numba can see of it;
-# 2. by its name, if a package that does not change while a process runs holds this very object under it;
+# 1. by its name, if a package that does not change while a process runs holds this very object under it;
+# 2. by its content, if its type is in `_ATOMS`, `_VALUES` or `_NODES`, or `_numba_content` knows it;
 # 3. else by its identity: kept alive and never taken for another, but not equal in other processes.
-# What may contain itself gets a number when it is met first, and counts by that from then on.  Of a module
-# that may change and of Numba's extensions, that part counts whose name stands anywhere in the code.
+#
+# Invariants:
+# - What counts by content leaves nothing out that a compiler can see.
+# - What may contain itself gets a number when it is met first, and counts by that from then on.
+# - Of a module that may change counts what the code reads of it, as in `module.part.value`.  Code that does anything
+#   else with it may read all of it: then it counts by identity, and so does each value that it holds.
+# - An overload counts by identity where its name stands in the code, and so does a function that has one: another
+#   function of this name may have other overloads.
 
 
 @functools.cache
@@ -384,6 +390,12 @@ def _is_stable_module(name: str) -> bool:
         return package in "jax jaxlib llvmlite ml_dtypes numba numba_cuda_mlir numpy scipy warp".split()
     file = getattr(sys.modules.get(package), "__file__", None)  # a user's code.py is not the library's
     return file is None or os.path.abspath(file).startswith(os.path.dirname(os.path.abspath(os.__file__)))
+
+
+def _is_stable_function(function: types.FunctionType) -> bool:
+    """Whether a stable module defines a function, whatever that says of itself."""
+    name = str(function.__globals__.get("__name__"))
+    return _is_stable_module(name) and vars(sys.modules.get(name, types)) is function.__globals__
 
 
 def _home(obj: Any) -> tuple[str, str] | None:
@@ -408,109 +420,141 @@ def _digest(*objects: Any, live_above: float = math.inf) -> str:
 
 
 class _Digester:
-    """Writes objects to a hash, and notes the names that stand in their code."""
+    """Writes objects to a hash, and notes what else is asked of them."""
 
     def __init__(self, live_above: float = math.inf) -> None:
         self.hash = hashlib.blake2b(digest_size=12)
         self.live_above = live_above
         self.seen: dict[int, tuple[bytes, Any]] = {}  # id -> (number, the object, kept alive)
-        self.names = {""}  # which stands for the operators
-        self.modules: list[types.ModuleType] = []
-        self.extensions = _numba_extensions()
+        self.names = {""}  # that stand in the code; the empty one is for what code calls without naming it
+        self.by_identity = False  # whether anything counts by it: then the hash is of this process only
+        self.overloads = _users_overloads()
 
     def walk(self, *objects: Any) -> _Digester:
-        """Write objects, and what is read by name until no new names turn up."""
+        """Write objects, and users' overloads of what is named in their code."""
         self.add(*objects)
-        done: set[tuple] = set()
-        while new := [item for item in self._read_by_name() if item[:2] not in done]:
-            done.update(item[:2] for item in new)
-            self.add(*new)
+        for name in sorted(self.names & self.overloads.keys()):
+            self.names.add("overload")
+            self.add(name, *map(self.identity, self.overloads[name]))
         return self
-
-    def _read_by_name(self) -> Iterator[tuple]:
-        for i, module in enumerate(self.modules):
-            plain = type(module) is types.ModuleType and "__getattr__" not in vars(module)
-            for name in sorted(self.names & vars(module).keys() if plain else self.names):
-                with contextlib.suppress(Exception):  # what cannot be read does not count
-                    yield i, name, getattr(module, name)
-        for name in sorted(self.names & self.extensions.keys()):
-            yield -1, name, self.extensions[name]
 
     def add(self, *objects: Any) -> _Digester:
         for obj in objects:
             kind: Any = type(obj)
             if kind in _ATOMS:
                 self._write(kind.__name__, _ATOMS[kind](obj))
-                self.names.update([obj] if kind is str and obj.isidentifier() else [])
+                if kind is str and obj.isidentifier():
+                    self.names.add(obj)
             elif id(obj) in self.seen:
                 self._write("seen", self.seen[id(obj)][0])
             else:
-                family = _family(kind)
-                parts = _VALUES[family](self, obj) if family in _VALUES else None
-                if parts is None:
-                    self.seen[id(obj)] = b"%d" % len(self.seen), obj
-                    parts = *self._node(obj, family), self.extensions.get(id(obj), ())
-                self._write(getattr(family, "__name__", "object"), b"%d" % len(parts))
-                self.add(*parts)
+                self._add_parts(obj, _family(kind))
         return self
+
+    def _add_parts(self, obj: Any, family: Any) -> None:
+        parts = _VALUES[family](self, obj) if family in _VALUES else None
+        if parts is None:
+            self.seen[id(obj)] = b"%d" % len(self.seen), obj
+            parts = self._node(obj, family)
+        self._write(getattr(family, "__name__", "object"), b"%d" % len(parts))
+        self.add(*parts)
 
     def _write(self, kind: str, data: bytes) -> None:
         self.hash.update(b"%s %d:%s" % (kind.encode(), len(data), data))
 
+    def identity(self, obj: Any) -> tuple:
+        self.by_identity = True
+        return _identity(obj)
+
     def _node(self, obj: Any, family: Any) -> tuple:
+        kind = type(obj)
+        self.names.add(kind.__name__)
         if isinstance(obj, type):
-            self.names.update((obj.__name__, *(base.__name__ for base in (type(obj), *obj.__mro__))))
-        parts: Any = _home(obj) if family is not types.ModuleType else None
-        if parts:
-            self.names.add(getattr(obj, "__name__", parts[1]))
-        elif family in _NODES:
-            parts = _NODES[family](self, obj)
-        elif (kind := _home(type(obj))) and kind[0].partition(".")[0] in ("numba", "numba_cuda_mlir"):
-            self.names.add(type(obj).__name__)
-            with contextlib.suppress(AttributeError):  # a Numba that keeps it elsewhere
-                parts = (content := _numba_content(obj)) and (*kind, *content)
-            if parts and id(obj) in _DRIFTED:
-                parts += _identity(obj)
-        return parts or _identity(obj)
+            self.names.update(base.__name__ for base in obj.__mro__)
+        if family is types.ModuleType:
+            return self._module(obj)
+        if home := _home(obj):
+            self.names.add(getattr(obj, "__name__", home[1]))
+            return home
+        if family in _NODES:
+            return _NODES[family](self, obj)
+        content = _numba_content(obj)
+        if content is None:  # a guvectorize has a dispatcher, and with that reads globals that may change
+            return *self.identity(obj), getattr(obj, "_dispatcher", None)
+        return kind.__module__, kind.__name__, *content
 
     def _array(self, obj: np.ndarray) -> tuple:
         """What is read where it is, as Numba reads all that is not contiguous, is known by that and not hashed."""
-        live = obj.nbytes > self.live_above or (self.live_above < math.inf and not obj.flags.forc)
-        content = (obj.ctypes.data, *_identity(obj)) if live or obj.dtype.hasobject else (obj.tobytes(),)
-        return obj.dtype, obj.shape, obj.strides, obj.flags.writeable, obj.flags.aligned, *content
+        layout = obj.dtype, obj.shape, obj.strides, obj.flags.writeable, obj.flags.aligned
+        is_live = obj.nbytes > self.live_above or (self.live_above < math.inf and not obj.flags.forc)
+        if is_live or obj.dtype.hasobject:
+            return *layout, obj.ctypes.data, *self.identity(obj)
+        return *layout, obj.tobytes()
+
+    def _scalar(self, obj: np.generic) -> tuple | None:
+        if type(obj) is not obj.dtype.type or obj.dtype.hasobject:
+            return None
+        return obj.dtype, obj.tobytes()
+
+    def _dtype(self, obj: np.dtype) -> tuple:
+        layout = obj.str, obj.type, obj.itemsize, obj.alignment, obj.isalignedstruct, obj.subdtype, obj.names
+        fields: Any = obj.fields or {}
+        return *layout, tuple(fields[name] for name in obj.names or ())
 
     def _code(self, obj: types.CodeType) -> tuple:
-        digest, names, _ = _code_facts(obj)
-        self.names |= names
-        return (digest,)
+        facts = _code_facts(obj)
+        self.names |= facts.names
+        return (facts.digest,)
 
     def _function(self, obj: types.FunctionType) -> tuple:
-        namespaces = obj.__globals__, vars(builtins)  # as Numba looks names up
-        reads = tuple((name, *(n[name] for n in namespaces if name in n)) for name in _code_facts(obj.__code__)[2])
-        empty = types.CellType()  # as that of a name which is not bound yet
-        cells = tuple(() if cell == empty else (cell.cell_contents,) for cell in obj.__closure__ or ())
-        keywords = tuple((obj.__kwdefaults__ or {}).items()), tuple(vars(obj).items())
-        return obj.__code__, obj.__defaults__, keywords, cells, reads
+        """Its code, its defaults, and each name that the code reads with its value, where it has one."""
+        self.names.add(obj.__name__)
+        facts = _code_facts(obj.__code__)
+        parts: list[Any] = [obj.__code__, obj.__defaults__, tuple((obj.__kwdefaults__ or {}).items())]
+        namespace = collections.ChainMap(obj.__globals__, vars(builtins))  # as Numba looks names up
+        cells = dict(zip(obj.__code__.co_freevars, obj.__closure__ or (), strict=True))
+        for path in facts.globals:
+            with contextlib.suppress(KeyError):
+                parts.append((path, *_read(namespace[path[0]], path[1:])))
+        for path in facts.cells:
+            with contextlib.suppress(ValueError):  # not bound yet
+                parts.append((path, *_read(cells[path[0]].cell_contents, path[1:])))
+        if obj.__name__ in self.overloads:
+            parts += self.identity(obj)
+        return tuple(parts)
 
-    def _class(self, obj: Any) -> tuple | None:
-        """All that Numba sees of an enum or a named tuple is the members, and the defaults; others must be empty."""
-        where = obj.__module__, obj.__qualname__, obj.__bases__
-        if vars(obj).keys() <= _EMPTY_CLASS:  # as exceptions mostly are
-            return where
-        if type(obj) is enum.EnumMeta:
-            return *where, tuple((name, obj[name].value) for name in obj.__members__)
-        if obj.__bases__ != (tuple,) or "_fields" not in vars(obj):
-            return None
-        return *where, obj._fields, getattr(obj.__new__, "__defaults__", None)
+    def _module(self, obj: types.ModuleType) -> tuple:
+        if _is_open(obj):
+            held = [(name, x if type(x) in _ATOMS else self.identity(x)) for name, x in sorted(vars(obj).items())]
+            return *self.identity(obj), *held
+        return (obj.__name__,)
 
-    def _module(self, obj: types.ModuleType) -> tuple | None:
-        name = str(vars(obj).get("__name__"))
-        stable = sys.modules.get(name) is obj and _is_stable_module(name)
-        self.modules += [] if stable else [obj]
-        return name, stable
+    def _foreign_function(self, obj: Any) -> tuple:
+        """Of ctypes, whose functions have types that can be set."""
+        return *self.identity(obj), obj.restype, *(obj.argtypes or ())
 
 
-_EMPTY_CLASS = frozenset("__dict__ __doc__ __firstlineno__ __module__ __static_attributes__ __weakref__".split())
+def _is_open(obj: Any) -> bool:
+    """Whether this is a module that may change."""
+    if not isinstance(obj, types.ModuleType):
+        return False
+    name = str(vars(obj).get("__name__"))
+    return sys.modules.get(name) is not obj or not _is_stable_module(name)
+
+
+def _read(obj: Any, attributes: tuple[str, ...]) -> tuple:
+    """What `obj.a.b` is, as far as this leads through modules that may change; empty if it cannot be read."""
+    for name in attributes:
+        if not _is_open(obj):
+            break
+        try:
+            obj = getattr(obj, name)
+        except Exception:
+            return ()
+    return (obj,)
+
+
+# Each gives the bytes that a value counts by.
 _ATOMS: dict[type, Callable[[Any], bytes]] = {
     **dict.fromkeys((type(None), type(...), bool, str), lambda x: ascii(x).encode()),
     int: lambda x: b"%x" % x,
@@ -518,27 +562,23 @@ _ATOMS: dict[type, Callable[[Any], bytes]] = {
     complex: lambda x: np.complex128(x).tobytes(),
     bytes: bytes,
 }
-# Values hold nothing that may lead back to them.
+# Each gives the parts that an object counts by, or None.  Values hold nothing that may lead back to them.
 _VALUES: dict[Any, Callable[[_Digester, Any], tuple | None]] = {
     tuple: lambda self, x: x,
     NamedTuple: lambda self, x: (type(x), *x),
     frozenset: lambda self, x: tuple(sorted(x, key=repr)),
-    **dict.fromkeys((range, slice), lambda self, x: (x.start, x.stop, x.step)),
-    enum.Enum: lambda self, x: (type(x), x.name, x.value),
+    range: lambda self, x: (x.start, x.stop, x.step),
+    slice: lambda self, x: (x.start, x.stop, x.step),
     types.CodeType: _Digester._code,
     np.ndarray: _Digester._array,
-    np.generic: lambda self, x: (x.dtype, x.tobytes()) if type(x) is x.dtype.type and not x.dtype.hasobject else None,
-    np.dtype: lambda self, x: (x.str, x.type, x.itemsize, x.alignment, x.isalignedstruct, x.subdtype, x.names,
-                               x.fields and tuple(x.fields[name] for name in x.names)),
-}  # fmt: skip
-_NODES: dict[Any, Callable[[_Digester, Any], tuple | None]] = {
+    np.generic: _Digester._scalar,
+    np.dtype: _Digester._dtype,
+}
+_NODES: dict[Any, Callable[[_Digester, Any], tuple]] = {
     types.FunctionType: _Digester._function,
     types.MethodType: lambda self, x: (x.__func__, x.__self__),
-    types.ModuleType: _Digester._module,
-    type: _Digester._class,
-    enum.EnumMeta: _Digester._class,
-    ctypes._CFuncPtr: lambda self, x: (*_identity(x), x.restype, *(x.argtypes or ())),  # type: ignore[attr-defined]
-}  # fmt: skip
+    ctypes._CFuncPtr: _Digester._foreign_function,  # type: ignore[attr-defined]
+}
 
 
 @functools.lru_cache(maxsize=1024)
@@ -546,8 +586,10 @@ def _family(kind: type) -> Any:
     """The row of the tables for a type: its own, or that of a base whose subclasses add nothing that Numba sees."""
     if issubclass(kind, tuple) and hasattr(kind, "_fields"):
         return NamedTuple
-    bases = (kind, enum.Enum, np.generic, np.dtype, types.ModuleType, ctypes._CFuncPtr)  # type: ignore[attr-defined]
-    return next((base for base in bases if issubclass(kind, base) and (base in _VALUES or base in _NODES)), None)
+    if kind in _VALUES or kind in _NODES:
+        return kind
+    bases = (np.generic, np.dtype, types.ModuleType, ctypes._CFuncPtr)  # type: ignore[attr-defined]
+    return next((base for base in bases if issubclass(kind, base)), None)
 
 
 # Settings that differ between machines, or only say what is printed.
@@ -560,21 +602,52 @@ def _settings(config: types.ModuleType) -> str:
     return repr(sorted(item for item in plain if not _is_local(item[0])))
 
 
+class _CodeFacts(NamedTuple):
+    """Of code, with that nested in it."""
+
+    digest: bytes
+    names: frozenset[str]  # all that stand in it
+    globals: tuple[tuple[str, ...], ...]  # what it reads, as ("module", "part", "value")
+    cells: tuple[tuple[str, ...], ...]  # what it reads of the functions around it
+
+
 @functools.lru_cache(maxsize=1024)
-def _code_facts(code: types.CodeType) -> tuple[bytes, frozenset[str], tuple[str, ...]]:
-    """What code counts by, the names that stand in it, and the globals that it reads; code nested in it included."""
-    nested = [_code_facts(const) for const in code.co_consts if isinstance(const, types.CodeType)]
+def _code_facts(code: types.CodeType) -> _CodeFacts:
     digester = _Digester().add(
         (code.co_name, code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags),
         (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars),
         (code.co_code, code.co_exceptiontable, code.co_consts),
     )
-    instructions = list(dis.get_instructions(code))
-    if any(i.opname.startswith("CALL") and ((i.arg or 0) > 2 or i.opname.endswith("EX")) for i in instructions):
-        digester.names.add("(,,)")  # a call of three arguments, or of those in a tuple
-    reads = {i.argval for i in instructions if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    reads = reads.union(*(facts[2] for facts in nested))
-    return digester.hash.digest(), frozenset(digester.names), tuple(sorted(reads))
+    instructions = [i for i in dis.get_instructions(code) if i.opname != "EXTENDED_ARG"]
+    if any(_takes_three(i) for i in instructions):
+        digester.names.add("(,,)")
+    global_reads = _paths(instructions, ("LOAD_GLOBAL", "LOAD_NAME"))
+    cell_reads = _paths(instructions, ("LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_CLOSURE"))
+    for nested in code.co_consts:
+        if isinstance(nested, types.CodeType):
+            global_reads.update(_code_facts(nested).globals)
+            cell_reads.update(_code_facts(nested).cells)
+    cell_reads = {path for path in cell_reads if path[0] in code.co_freevars}
+    names = frozenset(digester.names)
+    return _CodeFacts(digester.hash.digest(), names, tuple(sorted(global_reads)), tuple(sorted(cell_reads)))
+
+
+def _takes_three(call: dis.Instruction) -> bool:
+    """Whether this is a call of three arguments, or of those in a tuple."""
+    return call.opname.startswith("CALL") and ((call.arg or 0) > 2 or call.opname.endswith("EX"))
+
+
+def _paths(instructions: Sequence[dis.Instruction], roots: Sequence[str]) -> set[tuple[str, ...]]:
+    """What code reads: a name that one of these instructions loads, with the attributes taken of it at once."""
+    found: set[tuple[str, ...]] = set()
+    path: tuple[str, ...] = ()
+    for instruction in instructions:
+        if path and instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            path = *path, instruction.argval
+            continue
+        found.add(path)
+        path = (instruction.argval,) if instruction.opname in roots else ()
+    return found - {()}
 
 
 # ======================================================================================================
@@ -593,8 +666,7 @@ _STORE: Any = sys.modules.setdefault(_STORE_NAME, types.ModuleType(_STORE_NAME))
 _LOCK: threading.RLock = vars(_STORE).setdefault("lock", threading.RLock())
 _TARGETS: dict[tuple[str, str], Any] = vars(_STORE).setdefault("targets", {})  # (name, platform) -> _Compiled, or None
 _OBJECTS: dict[int, tuple[int, Any]] = vars(_STORE).setdefault("objects", {})  # known by identity, kept alive
-_HELPERS: dict[int, tuple[str, Any]] = vars(_STORE).setdefault("helpers", {})  # id -> content when compiled, the helper
-_DRIFTED: set[int] = vars(_STORE).setdefault("drifted", set())  # ids of those that have read something else since
+_HELPERS: dict[int, tuple[str, Any]] = vars(_STORE).setdefault("helpers", {})  # id -> digest when compiled, the helper
 
 
 def _native_lock(name: str) -> int:
@@ -2115,8 +2187,8 @@ _NUMBA_DTYPES = frozenset(
 # Ways to write through a read-only array that Numba (0.61 to 0.68) does not refuse: functions, attributes, classes of
 # objects.  A kernel that names one gets copies of the inputs that LLVM does not find to be only read.
 _UNCHECKED_WRITERS = frozenset(
-    "asfortranarray ascontiguousarray ctypes Dict dot(out) fill_diagonal flat from_buffer GUFunc _Intrinsic "
-    "JitClassType List nan_to_num nditer StructRefProxy".split()
+    "asfortranarray ascontiguousarray CFunc ctypes Dict dot(out) fill_diagonal flat from_buffer GUFunc _Intrinsic "
+    "JitClassType List nan_to_num nditer overload StructRefProxy".split()
 )
 _WRITES = "Cannot modify readonly array"  # in what Numba says
 _READ_ONLY = (
@@ -2263,12 +2335,13 @@ class _NumbaKernel(_NumbaWrapper):
         signature = call.signature(self.__name__)
         forms = self._forms(signature, False, True)
         kernel = _identity(self.kernel) if numba.config.DISABLE_JIT else self.kernel  # Python reads all where it is
-        in_order, static = self.options.in_order, forms[0].static
+        in_order = self.options.in_order
         parts = kernel, numba.__version__, _settings(numba.config), str(signature), *map(tuple, forms), in_order
-        named = lambda: self._target_name(_digest("numba", *parts, live_above=_NUMBA_LIVE_ABOVE))
-        name = named()
-        if (name, "cpu") not in _TARGETS and _has_drifted((self.kernel, static), self.kernel):
-            name = named()
+        walked = _Digester(_NUMBA_LIVE_ABOVE).walk("numba", *parts)
+        name = self._target_name(walked.hash.hexdigest())
+        if (name, "cpu") not in _TARGETS and (stale := _stale_helpers(walked, self.kernel)):
+            walked.add(*map(walked.identity, stale))
+            name = self._target_name(walked.hash.hexdigest())
         make = functools.partial(_compile_numba, self.kernel, signature, forms, in_order)
         runs = f"numba_kernel {self.__name__!r} runs on the CPU; for GPUs there are numba_cuda_kernel and warp_kernel"
         target = _Target(name, makes={"cpu": make}, runs=runs)
@@ -2463,20 +2536,22 @@ def _not_only_read(overload: Any, signature: _Signature) -> tuple[int, ...]:
     return tuple(i for i, attributes in enumerate(found) if not {b"readonly", b"readnone"} & set(attributes))
 
 
-def _has_drifted(reads: Any, kernel: Any) -> bool:
-    """Whether a helper was compiled when what it reads was not as now: Numba keeps that, so it counts by identity."""
-    import numba
-
-    before = len(_DRIFTED)
-    for _, helper in list(_Digester(_NUMBA_LIVE_ABOVE).walk(reads).seen.values()):
+def _stale_helpers(walked: _Digester, kernel: Any) -> list[Any]:
+    """The jitted functions that Numba may have compiled when what they read was not as now: it keeps that code."""
+    # What code was compiled for one type of arguments before a change, and for another after it, has two contents:
+    # so a helper that changed once is stale for ever.
+    stale = []
+    for _, helper in walked.seen.values():
         is_jitted = type(helper).__module__.startswith("numba.") and hasattr(helper, "py_func")
-        if is_jitted and hasattr(helper, "overloads") and helper is not kernel:
-            content = _digest(helper.py_func, _settings(numba.config), live_above=_NUMBA_LIVE_ABOVE)
-            if not helper.overloads or id(helper) not in _HELPERS:
-                _HELPERS[id(helper)] = content, helper
-            elif _HELPERS[id(helper)][0] != content:
-                _DRIFTED.add(id(helper))
-    return len(_DRIFTED) > before
+        if not is_jitted or not hasattr(helper, "overloads") or helper is kernel:
+            continue
+        content = _digest(helper, live_above=_NUMBA_LIVE_ABOVE)
+        if not helper.overloads or id(helper) not in _HELPERS:
+            _HELPERS[id(helper)] = content, helper
+        elif _HELPERS[id(helper)][0] != content:
+            _HELPERS[id(helper)] = "stale", helper
+            stale.append(helper)
+    return stale
 
 
 def _fresh_dispatcher(kernel: Any) -> Any:
@@ -2503,30 +2578,32 @@ def _fresh_dispatcher(kernel: Any) -> Any:
 
 
 def _numba_content(obj: Any) -> tuple | None:
-    """What defines one of Numba's objects: its Python function, its signatures if they are explicit, its options."""
+    """What defines one of Numba's objects, None if that is not known: its Python function, signatures, options."""
+    home = _home(type(obj))
+    if not home or home[0].partition(".")[0] not in ("numba", "numba_cuda_mlir"):
+        return None
+    if hasattr(obj, "gufunc_builder") or isinstance(obj, type):
+        return None
     if hasattr(obj, "py_func"):  # jit and cuda.jit
-        explicit = None if getattr(obj, "_can_compile", True) else tuple(obj.nopython_signatures)
-        pipeline = getattr(getattr(obj, "_compiler", None), "pipeline_class", None)
-        given = dict(getattr(obj, "targetoptions", None) or {})
-        if type(obj).__module__.startswith("numba_cuda_mlir"):  # makes a class for each dispatcher, and names the GPU
-            pipeline, given["chip"] = None, None
-        return obj.py_func, explicit, _frozen(given), _frozen(getattr(obj, "locals", None)), pipeline
-    # Functions that take any types gain those of their calls: each has code of its own, so these do not count.
-    if hasattr(obj, "gufunc_builder"):  # guvectorize
-        made, signatures = obj.gufunc_builder, tuple(obj.gufunc_builder._sigs) if obj._frozen else None
-        options = str(made.signature), made.identity, _frozen(made.targetoptions)
-        return made.py_func, signatures, *options, made.writable_args
+        return _dispatcher_content(obj)
     if hasattr(obj, "_dispatcher"):  # vectorize
         return obj._dispatcher, tuple(obj.types) if obj._frozen else None, obj.identity
-    if hasattr(obj, "_defn"):  # intrinsic
-        return obj._defn, obj._prefer_literal, _frozen(obj._ctor_kwargs)
-    if hasattr(obj, "_pyfunc"):  # cfunc
-        made = obj._compiler
-        return obj._pyfunc, obj._sig, _frozen(made.targetoptions), _frozen(made.locals), made.pipeline_class
     if hasattr(obj, "recvr"):  # a signature
         return obj.return_type, obj.args
-    # a type: two that print alike may differ
-    return (obj.key,) if hasattr(obj, "mangling_args") and not isinstance(obj, type) else None
+    if hasattr(obj, "mangling_args"):  # a type: two that print alike may differ
+        return (obj.key,)
+    return None
+
+
+def _dispatcher_content(obj: Any) -> tuple:
+    # One that takes any types gains those of its calls: each has code of its own, so these do not count.
+    explicit = None if getattr(obj, "_can_compile", True) else tuple(obj.nopython_signatures)
+    pipeline = getattr(getattr(obj, "_compiler", None), "pipeline_class", None)
+    options = dict(getattr(obj, "targetoptions", None) or {})
+    if type(obj).__module__.startswith("numba_cuda_mlir"):  # makes a class for each dispatcher, and names the GPU
+        pipeline = None
+        options["chip"] = None
+    return obj.py_func, explicit, _frozen(options), _frozen(getattr(obj, "locals", None)), pipeline
 
 
 def _frozen(options: Any) -> Any:
@@ -2535,34 +2612,28 @@ def _frozen(options: Any) -> Any:
     return tuple(sorted(options, key=str)) if isinstance(options, (set, list)) else options
 
 
-def _numba_extensions() -> Mapping[Any, tuple]:
-    """What users gave to `numba.extending`: id of their function, or name -> overloads and their options."""
+def _users_overloads() -> Mapping[str, list[Any]]:
+    """What users gave to `numba.extending`, by the name that calls it; "" where code calls it without naming it."""
     modules = (sys.modules.get(f"numba.{part}.typing.templates") for part in ("core", "cuda"))
-    registries = (getattr(module, "builtin_registry", None) for module in modules)
-    return _indexed_extensions(*((r, len(r.functions), len(r.attributes)) for r in registries if r))
+    registries = [getattr(module, "builtin_registry", None) for module in modules]
+    return _sorted_overloads(*((r, len(r.functions), len(r.attributes)) for r in registries if r))
 
 
 @functools.lru_cache(maxsize=1)
-def _indexed_extensions(*registries: tuple[Any, int, int]) -> Mapping[Any, tuple]:
-    found: dict[Any, tuple] = {}
-    for template in [template for r, *_ in registries for template in (*r.functions, *r.attributes)]:
-        key, name = template.key, getattr(template, "_attr", None)
-        function, home = getattr(template, "_overload_func", key), _home(key)
-        numbas = _is_numbas(function) and (name or home or _is_numbas(key))  # register_jitable takes users' functions
-        if isinstance(function, types.FunctionType) and not numbas:
-            options = (getattr(template, o, None) for o in ("_jit_options", "_strict", "prefer_literal", "metadata"))
-            inline = getattr(getattr(template, "_inline", None), "_inline", None)
-            content = key, getattr(template, "_overload_func", template), *map(_frozen, options), inline
-            where = name or (id(key) if home is None else "" if home[0] == "_operator" else home[1])
-            found[where] = (*found.get(where, ()), content)
+def _sorted_overloads(*registries: tuple[Any, int, int]) -> Mapping[str, list[Any]]:
+    found: dict[str, list[Any]] = {}
+    for registry, *_ in registries:
+        for template in (*registry.functions, *registry.attributes):
+            functions = template.key, getattr(template, "_overload_func", None)  # register_jitable has one of Numba's
+            if any(isinstance(f, types.FunctionType) and not _is_stable_function(f) for f in functions):
+                found.setdefault(_name_in_code(template), []).append(template)
     return found
 
 
-def _is_numbas(function: Any) -> bool:
-    """Whether a function, whatever it says of itself, was defined in a module of Numba."""
-    namespace = getattr(function, "__globals__", {})
-    name = namespace.get("__name__", "")
-    return name.startswith("numba.") and vars(sys.modules.get(name, types)) is namespace
+def _name_in_code(template: Any) -> str:
+    if getattr(template.key, "__module__", None) in ("_operator", "builtins"):
+        return ""
+    return str(getattr(template, "_attr", None) or getattr(template.key, "__name__", ""))
 
 
 # -- 9.4 The emitter -----------------------------------------------------------------------------------
