@@ -4546,6 +4546,7 @@ class FakeGpu:
         self.launches = []  # those of libcuda: (grid, block, shared memory, stream, the bytes of each parameter)
         self.python_launches = []  # the streams of those through Warp
         self.sizes = []  # how many threads each launch ran
+        self.memory_streams = []  # the streams on which memory was copied or filled
         self.traits = []  # of the handlers
         self.runs = True  # whether a launch runs the kernel
         self.error = 0  # what a launch returns
@@ -4597,8 +4598,13 @@ class FakeGpu:
     # -- XLA
 
     def call(self, handler, frame_address):
-        """Call a handler with an API that has a GPU."""
+        """Call a handler with an API that has a GPU; or, with an extension, ask for its metadata."""
         frame = xk.XLA_FFI_CallFrame.from_address(frame_address)
+        if frame.extension_start:
+            extension = xk.XLA_FFI_Metadata_Extension.from_address(frame.extension_start)
+            error = handler(frame_address)
+            self.traits.append(xk.XLA_FFI_Metadata.from_address(extension.metadata).traits)
+            return error
         cpu_api = frame.api
         size = ctypes.c_size_t.from_address(cpu_api).value
         memory = ctypes.create_string_buffer(ctypes.string_at(cpu_api, size), max(size, ctypes.sizeof(xk.XLA_FFI_Api)))
@@ -4610,9 +4616,6 @@ class FakeGpu:
             return handler(frame_address)
         finally:
             frame.api = cpu_api
-            if frame.extension_start:  # the question for the handler's metadata
-                extension = xk.XLA_FFI_Metadata_Extension.from_address(frame.extension_start)
-                self.traits.append(xk.XLA_FFI_Metadata.from_address(extension.metadata).traits)
 
     def give_stream(self, args):
         xk.XLA_FFI_Stream_Get_Args.from_address(args).stream = self.STREAM
@@ -4625,13 +4628,15 @@ class FakeGpu:
     def open_library(self, name, *args, **options):
         if name != "libcuda.so.1":
             return self.originals.cdll(name, *args, **options)
-        number, pointer = ctypes.c_uint32, ctypes.c_void_p
-        launch = ctypes.CFUNCTYPE(
-            ctypes.c_int32, pointer, *[number] * 7, pointer, ctypes.POINTER(ctypes.c_void_p), pointer
-        )
-        get_device = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.POINTER(ctypes.c_int32))
+        code, number, size, pointer = ctypes.c_int32, ctypes.c_uint32, ctypes.c_size_t, ctypes.c_void_p
+        launch = ctypes.CFUNCTYPE(code, pointer, *[number] * 7, pointer, ctypes.POINTER(pointer), pointer)
+        get_device = ctypes.CFUNCTYPE(code, ctypes.POINTER(code))
+        copy = ctypes.CFUNCTYPE(code, pointer, pointer, size, pointer)
+        fill = ctypes.CFUNCTYPE(code, pointer, ctypes.c_ubyte, size, pointer)
         library = types.SimpleNamespace(
             cuLaunchKernel=launch(self.launch),
+            cuMemcpyDtoDAsync_v2=copy(self.copy),
+            cuMemsetD8Async=fill(self.fill),
             cuCtxGetDevice=get_device(self.get_device),
             cuCtxGetCurrent=lambda context: 0,
             cuCtxSetCurrent=lambda context: 0,
@@ -4663,6 +4668,16 @@ class FakeGpu:
             if ctypes.cast(code, ctypes.c_void_p).value == function:
                 return launch
         raise AssertionError("libcuda launches what Warp did not load")
+
+    def copy(self, target, source, size, stream):
+        self.memory_streams.append(stream)
+        ctypes.memmove(target, source, size)
+        return 0
+
+    def fill(self, target, value, size, stream):
+        self.memory_streams.append(stream)
+        ctypes.memset(target, value, size)
+        return 0
 
     def get_device(self, ordinal):
         ordinal[0] = self.ORDINAL
