@@ -5716,6 +5716,11 @@ def from_zero(op, **options):
     return float(op(0.0, outs=SCALAR_SPEC, **options))
 
 
+def call_op(op):
+    """An op as a function of its operands, whose result is like the first."""
+    return functools.partial(op, outs=like_first)
+
+
 def numba_multiply(x, y, out):
     for i in np.ndindex(out.shape):
         out[i] = x[i] * y[i]
@@ -5773,7 +5778,7 @@ def product_op(backend="jax", rule=None):
 
 def product_of(backend="jax", rule=None):
     """The same as a function of two arrays."""
-    return functools.partial(product_op(backend, rule), outs=like_first)
+    return call_op(product_op(backend, rule))
 
 
 PALLAS = pytest.param("pallas", marks=pytest.mark.needs("pallas"))
@@ -6084,9 +6089,16 @@ def test_op_returns_the_structure_of_outs(kind):
         jax.tree.map(assert_like, got, understood)
 
 
-@pytest.mark.parametrize("container", [jnp.asarray, lambda x: (x,), lambda x: [x], lambda x: {"a": x}, np.asarray])
-def test_op_accepts_any_container_of_results(container):
-    op = op_of(lambda x: container(np.float32([3, 4])))
+RESULT = np.float32([3, 4])
+
+
+@pytest.mark.parametrize(
+    "result",
+    [RESULT, jnp.asarray(RESULT), (RESULT,), [RESULT], {"a": RESULT}],
+    ids=["numpy", "jax", "tuple", "list", "dict"],
+)
+def test_op_accepts_any_container_of_results(result):
+    op = op_of(lambda x: result)
     np.testing.assert_array_equal(op(VECTOR, outs=Spec((2,), np.float32)), [3, 4])
 
 
@@ -6254,7 +6266,7 @@ def test_op_of_64_bits_where_x64_is_disabled():
     op = op_of(operator.add)
     op.def_jvp_rule2(lambda t, x, y: op(t, jax.lax.sub(y, y), outs=t), None)
     op.def_transpose_rule(lambda cts, x, y: [cts[0], None])
-    add = functools.partial(op, outs=like_first)
+    add = call_op(op)
     with x64():
         x = jnp.arange(3.0) + 2**40
     batch = jnp.stack([x, x])
@@ -6381,7 +6393,7 @@ def test_op_platform_is_that_of_the_lowering(platforms):
     op.def_kernel("jax", "cpu", add_to(1.0))
     op.def_kernel("jax", "gpu", add_to(2.0))
     op.def_kernel("jax", "tpu", add_to(3.0))
-    text = jax.jit(lambda x: op(x, outs=x)).trace(VECTOR).lower(lowering_platforms=platforms).as_text()
+    text = jax.jit(call_op(op)).trace(VECTOR).lower(lowering_platforms=platforms).as_text()
     for platform, value in {"cpu": 1.0, "cuda": 2.0, "tpu": 3.0}.items():
         assert (f"dense<{value}" in text) == (platform in platforms)
 
@@ -6391,7 +6403,7 @@ def test_op_export():
 
     op = op_with(add_to(5))
     op.def_kernel("jax", "gpu", add_to(7))
-    add = jax.jit(jax.vmap(lambda x: op(x, outs=x)))
+    add = jax.jit(jax.vmap(call_op(op)))
     exported = export.export(add, platforms=("cpu", "cuda"))(VECTOR_SPEC)
     assert exported.call(VECTOR).tolist() == (VECTOR + 5).tolist()
     assert "dense<5.0" in exported.mlir_module() and "dense<7.0" in exported.mlir_module()
@@ -6461,7 +6473,7 @@ def test_op_in_threads():
         op = op_adding(a=i, b=-i)
         results = [from_zero(op, backend=backend) for backend in ("a", "b", None) for _ in range(5)]
         op.def_jvp_rule2(lambda t, x: i * t)
-        return [*results, float(jax.jit(jax.grad(lambda x: op(x, outs=x)))(0.0))]
+        return [*results, float(jax.jit(jax.grad(call_op(op)))(0.0))]
 
     with ThreadPoolExecutor(8) as pool:
         for i, results in enumerate(pool.map(define_and_call, range(8))):
@@ -6601,20 +6613,24 @@ def raise_key_error(*args):
 
 
 BROKEN_KERNELS = {
-    "two": lambda: lambda x: (x, x),
-    "none": lambda: lambda x: None,
-    "shape": lambda: lambda x: jnp.zeros(2),
-    "dtype": lambda: lambda x: x.astype(np.int32),
+    "two": lambda x: (x, x),
+    "none": lambda x: None,
+    "shape": lambda x: jnp.zeros(2),
+    "dtype": lambda x: x.astype(np.int32),
     "generator": raise_key_error,
-    "kernel": lambda: raise_key_error,
-    "nothing": lambda: None,
+    "kernel": raise_key_error,
+    "nothing": None,
 }
+
+
+def generator_of(kernel):
+    return lambda: kernel
 
 
 def broken_op():
     op = xk.XLACustomKernel("broken")
-    for backend, generator in BROKEN_KERNELS.items():
-        op.def_kernel(backend, "cpu", generator)
+    for backend, kernel in BROKEN_KERNELS.items():
+        op.def_kernel(backend, "cpu", raise_key_error if backend == "generator" else generator_of(kernel))
     op.def_kernel("far", "gpu", add_to(1))
     op.def_numba_kernel(jitted_add)
     return op
@@ -6678,11 +6694,11 @@ OP_ERRORS = {  # the error, its text, the options of a call
     "outs: a shape": (TypeError, NOT_SPECS, {"backend": "two", "outs": (8,)}),
     "outs: a dtype": (TypeError, NOT_SPECS, {"backend": "two", "outs": np.float32}),
 }  # fmt: skip
-USES = {  # of a function of one array
-    "eager": lambda f: f(VECTOR),
-    "jit": lambda f: jax.jit(f)(VECTOR),
-    "trace": lambda f: jax.make_jaxpr(f)(VECTOR),
-    "vmap": lambda f: jax.vmap(f)(ROWS),
+USES = {  # what is done to a function, and what the result is called with
+    "eager": (as_it_is, VECTOR),
+    "jit": (jax.jit, VECTOR),
+    "trace": (jax.make_jaxpr, VECTOR),
+    "vmap": (jax.vmap, ROWS),
 }
 
 
@@ -6690,35 +6706,34 @@ USES = {  # of a function of one array
 @pytest.mark.parametrize("case", OP_ERRORS)
 def test_op_errors(case, use):
     error, text, options = OP_ERRORS[case]
+    transform, x = USES[use]
     call = functools.partial(broken_op(), **{"outs": VECTOR_SPEC, **options})
     with pytest.raises(error, match=re.escape(text)):
-        USES[use](call)
+        transform(call)(x)
 
 
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("backend", ["generator", "kernel"])
 def test_op_errors_chain_what_a_generator_or_a_kernel_raised(backend, use):
+    transform, x = USES[use]
     with pytest.raises(RuntimeError) as raised:
-        USES[use](functools.partial(broken_op(), outs=VECTOR_SPEC, backend=backend))
-    assert "KeyError" in list(map(type_name, chain_of(raised.value)))
-
-
-def type_name(value):
-    return type(value).__name__
+        transform(functools.partial(broken_op(), outs=VECTOR_SPEC, backend=backend))(x)
+    assert "KeyError" in chain_of(raised.value)
 
 
 def chain_of(error):
-    """An exception, its cause, and so on."""
+    """The names of an exception, its cause, and so on."""
     while error is not None:
-        yield error
+        yield type(error).__name__
         error = error.__cause__ or error.__context__
 
 
 @pytest.mark.parametrize("use", ["eager", "jit", "vmap"])
 def test_op_backend_of_another_platform_fails_when_it_is_lowered(use):
+    transform, x = USES[use]
     call = functools.partial(broken_op(), outs=VECTOR_SPEC, backend="far")
     with pytest.raises(ValueError, match="'broken' has no backend 'far' for platform 'cpu'; registered: cpu:"):
-        USES[use](call)
+        transform(call)(x)
 
 
 def test_op_backend_of_another_platform_can_be_traced_and_lowered_there():
@@ -6795,12 +6810,12 @@ MISUSES = {  # the error, its text, what is done to an op
     "no jvp rule": (
         NotImplementedError,
         "'constant' has no jvp rule, which a derivative needs: use def_jvp_rule",
-        lambda op: jax.grad(lambda x: op(x, outs=x))(1.0),
+        lambda op: jax.grad(call_op(op))(1.0),
     ),
     "no transpose rule": (
         NotImplementedError,
         "'constant' has no transpose rule, which a derivative needs: use def_transpose_rule",
-        lambda op: jax.linear_transpose(lambda x: op(x, outs=x), 1.0)(1.0),
+        lambda op: jax.linear_transpose(call_op(op), 1.0)(1.0),
     ),
 }  # fmt: skip
 
@@ -7027,7 +7042,7 @@ def product_with_backward(backward):
         return op(x, y, outs=outs[0]), None
 
     op.def_vjp_rule(forward, backward)
-    return functools.partial(op, outs=like_first)
+    return call_op(op)
 
 
 @pytest.mark.parametrize("case", VJP_RULE_ERRORS)
@@ -7068,10 +7083,6 @@ def test_op_vjp_rule_structures():
     np.testing.assert_allclose(jax.grad(lambda x: batched(x, np.int32(1)).sum())(ROWS), 12 * ROWS)
 
 
-def call_op(op):
-    return lambda x: op(x, outs=like_first)
-
-
 def bind_op(op):
     return lambda x: op.primitive.bind(x, outs=(SCALAR_SPEC,))[0]
 
@@ -7106,20 +7117,33 @@ def test_op_newest_derivative_reaches_warm_functions(how):
     assert derivative(0.0) == (9 if how == "primitive" else 7)
 
 
-RULES_WITHOUT_THE_OP = {
-    "batching": lambda op, k: op.def_batching_rule(lambda args, axes: ([k * args[0]], [0])),
-    "jvp": lambda op, k: op.def_jvp_rule(lambda primals, tangents: ([primals[0]], [k * tangents[0]])),
-    "vjp": lambda op, k: op.def_vjp_rule(lambda x: (x, None), lambda _, ct: k * ct),
-}
+def define_rule_without_the_op(op, kind, value):
+    """A rule that holds no call of the op, and makes the derivative `value`."""
+
+    def batching_rule(args, axes):
+        return [value * args[0]], [0]
+
+    def jvp_rule(primals, tangents):
+        return [primals[0]], [value * tangents[0]]
+
+    def backward(residuals, ct):
+        return value * ct
+
+    if kind == "batching":
+        op.def_batching_rule(batching_rule)
+    elif kind == "jvp":
+        op.def_jvp_rule(jvp_rule)
+    else:
+        op.def_vjp_rule(lambda x: (x, None), backward)
 
 
-@pytest.mark.parametrize("kind", RULES_WITHOUT_THE_OP)
+@pytest.mark.parametrize("kind", ["batching", "jvp", "vjp"])
 def test_op_newest_rule_reaches_warm_functions_that_hold_no_call_of_the_op(kind):
     op = op_adding(a=1)
     gradient = jax.jit(jax.grad(lambda x: jax.vmap(call_op(op))(x)[0]))
-    for k in (2, 3):
-        RULES_WITHOUT_THE_OP[kind](op, k)
-        assert gradient(jnp.zeros(1)) == k
+    for value in (2, 3):
+        define_rule_without_the_op(op, kind, value)
+        assert gradient(jnp.zeros(1)) == value
 
 
 def foreign_primitive(function, multiple_results):
