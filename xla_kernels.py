@@ -697,6 +697,8 @@ class _Target:
     makes: Mapping[str, Callable[[], _Compiled]] = dataclasses.field(compare=False, default_factory=dict)
     runs: str = dataclasses.field(compare=False, default="")  # where it runs, for the error on another platform
     check: Callable[[], None] = dataclasses.field(compare=False, default=lambda: None)  # as far as it can be, off a GPU
+    # what serves batches in its place, where that is compiled on its own: a CUDA kernel that runs a batch in one launch
+    batched: _Target | None = dataclasses.field(compare=False, default=None)
     # the call on a shard, where XLA may split the kernel's own dimensions
     localize: Callable[[list[Spec], list[Spec]], _Bound] | None = dataclasses.field(compare=False, default=None)
 
@@ -1074,6 +1076,8 @@ def _call_abstract_eval(*ins: Any, outs: Sequence[Spec], has_side_effect: bool, 
 
 
 def _call_lowering(ctx: Any, *operands: Any, target: Any, aliases: tuple, has_side_effect: bool, **params: Any) -> Any:
+    if params["rule"].depth and target.batched:
+        target = target.batched
     for platform in ctx.platforms or ctx.module_context.platforms:
         target.register(platform)
     if ctx.primitive is _split_call_p and (on_mesh := _on_mesh(ctx)):
@@ -1112,13 +1116,18 @@ def _slices(arrays: Sequence[Any], depth: int) -> list[Spec]:
     return [Spec(x.shape[depth:], x.dtype) for x in arrays]
 
 
-def _call_batching(args: Any, dims: Any, *, outs: Any, aliases: tuple, rule: Any, **params: Any) -> Any:
+def _call_batching(
+    args: Any, dims: Any, *, target: _Target, outs: Any, aliases: tuple, rule: Any, **params: Any
+) -> Any:
     """One more leading dimension everywhere; size 1 says that an operand is the same for every slice."""
+    if target.batched:
+        target.batched.announce()
     size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
     own = [d is not None or i in dict(aliases) for i, d in enumerate(dims)]  # what is written to is not shared
     args = [batching.bdim_at_front(x, d, size if mine else 1) for x, d, mine in zip(args, dims, own, strict=True)]
     outs = tuple(Spec((size, *s.shape), s.dtype) for s in outs)
-    return _bind_call(*args, outs=outs, aliases=aliases, rule=rule.batched(own, 1), **params), [0] * len(outs)
+    params |= {"target": target, "outs": outs, "aliases": aliases, "rule": rule.batched(own, 1)}
+    return _bind_call(*args, **params), [0] * len(outs)
 
 
 def _call_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, target: _Target, outs: Any, **params: Any) -> tuple:
@@ -1919,6 +1928,7 @@ class _Driver(_Code):
                     own = self.read(slots[k].dims + (d - depth) * 8)  # which goes with every other if it is 1
                     self.write(self.choose(own == 1, self.read(place), own), place)
                 batch.count = batch.count * self.read(place)
+            self._flatten(batch)
         batch.nbytes = nbytes * batch.count
         with self.when(batch.nbytes > _HUGE_PAGE_MIN - 1), self.loop(kernel.first_mapped, batch.n) as k:
             self._use_huge_pages(slots[k].data, slots[k].nbytes * batch.count)
@@ -1929,6 +1939,25 @@ class _Driver(_Code):
                 self.give(self.call(kernel.slices, frame, slots, batch.row))
             self.give(self.call("run", batch, 0, batch.count))
         return self.call("start", batch)
+
+    def _flatten(self, batch: Any) -> None:
+        """Make one row of a batch of several dimensions, if every buffer has all of them or none."""
+        is_flat = self.new(_Range, first=1)
+        with self.loop(0, batch.n) as k:
+            own = self._own_count(batch, k)
+            is_flat.first = is_flat.first & ((own == 1) | (own == batch.count))
+        with self.when(is_flat.first):
+            batch.row = batch.count
+            with self.loop(0, batch.n) as k:
+                slot = batch.slots[k]
+                slot.step = self.choose(self._own_count(batch, k) == 1, 0, slot.nbytes)
+
+    def _own_count(self, batch: Any, k: Any) -> Any:
+        """How many slices a buffer has in memory, of those of a batch."""
+        count = self.new(_Range, first=1)
+        with self.loop(0, batch.depth) as d:
+            count.first = count.first * self.read(batch.slots[k].dims + (d - batch.depth) * 8)
+        return count.first
 
     def _use_huge_pages(self, data: Any, nbytes: Any) -> None:
         """Ask Linux for huge pages under a large output, as NumPy does for its arrays."""
@@ -1999,13 +2028,35 @@ class _Handler(_Code):
     @contextlib.contextmanager
     def each_slice(self) -> Iterator[list[_Array]]:
         """A loop over the slices, in which the emitter writes what runs one of them on its arrays."""
+        firsts = self._first_slice()
+        with self.loop(0, self.count) as i:
+            yield [first._replace(pointer=first.pointer + step * i) for first, step in firsts]
+
+    @contextlib.contextmanager
+    def each_chunk(self, most: int) -> Iterator[tuple[list[_Array], _Word]]:
+        """A loop over chunks of at most so many slices: arrays with the slices as first dimension, and their number.
+
+        An array that is the same for all slices has the size 1 there.
+        """
+        firsts = self._first_slice()
+        with self.loop(0, (self.count + (most - 1)) // most) as chunk:
+            start = chunk * most
+            count = self.least(self.count - start, most)
+            arrays = []
+            for first, step in firsts:
+                dims = [self.choose(step == 0, 1, count), *first.dims]
+                strides = _row_major(dims, first.itemsize)
+                arrays.append(_Array(first.pointer + step * start, dims, strides, first.itemsize))
+            yield arrays, count
+
+    def _first_slice(self) -> list[tuple[_Array, _Word]]:
+        """The arrays of the first slice, each with the step to the next one."""
         firsts = []
         for k, (dtype, rank) in enumerate(zip(self.signature.dtypes, self.signature.ranks, strict=True)):
             dims = [self.read(self.slots[k].dims + 8 * j) for j in range(rank)]
             array = _Array(self.slots[k].data, dims, _row_major(dims, dtype.itemsize), dtype.itemsize)
             firsts.append((array, self.slots[k].step))
-        with self.loop(0, self.count) as i:
-            yield [first._replace(pointer=first.pointer + step * i) for first, step in firsts]
+        return firsts
 
     def _guarded_slices(self, frame: Any, slots: Any, count: Any) -> Any:
         """The same, with what the emitter has to hold, which is given back also if a slice fails."""
@@ -2361,14 +2412,35 @@ class _Form(NamedTuple):
     def plain(cls, n: int) -> _Form:
         return cls(n, tuple(f"b{i}" for i in range(n)))
 
-    def adapter(self, kernel: Any, *ends: str) -> Callable[..., Any]:
+    def for_batch(self, ranks: Sequence[int]) -> _Form:
+        """The same call on the GPU, with slice z of buffers that have the slices of a batch as first dimension."""
+
+        def slice_of(argument: str) -> str:
+            buffer, is_scalar, _ = argument.partition("[()]")
+            if not re.fullmatch(r"b\d+", buffer):  # a constant
+                return argument
+            z = f"min(cuda.blockIdx.z, {buffer}.shape[0] - 1)"  # size 1 broadcasts
+            if is_scalar or ranks[int(buffer[1:])]:
+                return f"{buffer}[{z}]"
+            return f"{buffer}[{z} : {z} + 1].reshape(())"
+
+        named = tuple((name, slice_of(argument)) for name, argument in self.named)
+        return self._replace(args=tuple(map(slice_of, self.args)), named=named)
+
+    @property
+    def arrays(self) -> list[int]:
+        """The buffers that are passed as arrays, not as scalars."""
+        arguments = [*self.args, *(argument for _, argument in self.named)]
+        return [k for k in range(self.n) if f"b{k}" in arguments]
+
+    def adapter(self, kernel: Any, *ends: str, **namespace: Any) -> Callable[..., Any]:
         """A function of all buffers that calls `kernel`, and goes on with these lines."""
         args = ", ".join([*self.args, *(f"{name}={value}" for name, value in self.named)])
         start = f"def adapter({', '.join(_Form.plain(self.n).args)}):"
         text = "\n    ".join([start, f"{_RETURNED} = kernel({args})", *ends]) + "\n"
         file = f"<adapter {_digest(text)}>"
         linecache.cache[file] = len(text), None, text.splitlines(True), file  # Numba (not 0.61) finds lines there
-        namespace = {"kernel": kernel, **{f"static_{name}": value for name, value in self.static}}
+        namespace |= {"kernel": kernel, **{f"static_{name}": value for name, value in self.static}}
         exec(compile(text, file, "exec"), namespace)
         return namespace["adapter"]
 
@@ -2835,10 +2907,15 @@ class _CudaWrapper(_Wrapper):
         code = self._code(packages, signature)
         self._check_dtypes(call, _CUDA_DTYPES, "that Numba CUDA has no arrays of")
         runs = f"{self.decorator} {self.__name__!r} runs on {packages[0].where}"
-        makes = {packages[0].platform: lambda: _Compiled(*_compile_handler(signature, code.emitter()))}
-        target = _Target(self._target_name(code.digest()), launch, makes=makes, runs=runs, check=code.check)
+        platform, name = packages[0].platform, self._target_name(code.digest())
+        make = lambda: _Compiled(*_compile_handler(signature, code.emitter()))
+        target = _Target(name, launch, makes={platform: make}, runs=runs, check=code.check)
         target.announce()
-        return target
+        if code.form is None or self.options.in_order or not packages[0].on_gpu:
+            return target
+        make_batched = lambda: _Compiled(*_compile_handler(signature, code.emitter(batched=True)))
+        batched = dataclasses.replace(target, name=f"{name}.batched", makes={platform: make_batched})
+        return dataclasses.replace(target, batched=batched)
 
     def _launch(self, ins: list[Spec]) -> tuple[int, ...]:
         return ()
@@ -2870,9 +2947,10 @@ class _CudaCode:
             if self.form:
                 _first_that_compiles(typed, self.packages)
 
-    def emitter(self) -> _Emitter:
+    def emitter(self, batched: bool = False) -> _Emitter:
+        """What runs a slice, or, if it is for batches and the kernel allows it, many in one launch."""
         if self.form:
-            return _first_that_compiles(self._kernel_emitter, self.packages)
+            return _first_that_compiles(functools.partial(self._kernel_emitter, batched=batched), self.packages)
         package = self.packages[0]
 
         def run(arrays: list, stream: Any, _: int) -> None:
@@ -2883,10 +2961,11 @@ class _CudaCode:
         emitter.traits = _COMMAND_BUFFER_COMPATIBLE if self.command_buffer else 0
         return emitter
 
-    def _kernel_emitter(self, package: _NumbaCuda) -> _Emitter:
+    def _kernel_emitter(self, package: _NumbaCuda, batched: bool) -> _Emitter:
         dispatcher = package.dispatcher(self.function, self.written(package))
         if package.on_gpu and (launcher := package.launcher(dispatcher, self.signature)):
-            return _CudaEmitter(package, launcher)
+            batch_launcher = self._batch_launcher(package) if batched and launcher.may_batch else None
+            return _CudaEmitter(package, launcher, batch_launcher)
         # After a launch Numba reads the error code of a debug kernel back on stream 0, which XLA's does not wait for.
         is_debug = getattr(dispatcher, "targetoptions", {}).get("debug")
 
@@ -2897,6 +2976,18 @@ class _CudaCode:
             dispatcher[numbers[:3], numbers[3:6], 0 if is_debug else stream, numbers[6]](*arrays)
 
         return package.callback(self.signature, run)
+
+    def _batch_launcher(self, package: _NumbaCuda) -> _CudaLauncher | None:
+        """Launches a kernel of arrays with one dimension more, whose blocks each run the kernel on slice z."""
+        form, ranks = self.form, self.signature.ranks
+        if form is None or not (package.has_0d_slices or all(ranks[k] for k in form.arrays)):
+            return None
+        inner = package.dispatcher(self.function, _python(self.function), **package.device_options)
+        adapter = form.for_batch(ranks).adapter(inner, *package.ends, cuda=package.cuda)
+        signature = dataclasses.replace(self.signature, ranks=tuple(rank + 1 for rank in ranks))
+        with contextlib.suppress(TypeError):  # what compiles as a kernel may not as a function that one calls
+            return package.launcher(package.dispatcher(self.function, adapter), signature)
+        return None
 
     def written(self, package: _NumbaCuda) -> Callable[..., Any]:
         """The function to compile: the kernel's own, or one of all buffers that calls it on the device."""
@@ -2973,6 +3064,7 @@ class _NumbaCuda:
     refuses_in_many_ways = False  # but by NumbaError and TypeError alone
     device_options: Mapping[str, Any] = types.MappingProxyType({"device": True})
     ends: tuple[str, ...] = ()  # the last lines of a kernel that calls the user's
+    has_0d_slices = True  # reshapes a part of an array to ()
     params = staticmethod(_numba_params)
     on_gpu, platform = True, "cuda"
     where = f"NVIDIA GPUs ({_CUDA_INSTALL}), or in Python if NUMBA_ENABLE_CUDASIM=1 was set; for CPUs use numba_kernel"
@@ -3026,7 +3118,7 @@ class _NumbaCuda:
             with cuda.gpus[ordinal]:  # XLA's context too: the device's primary one
                 *_, cubin, carveout = self.code(compiled)
                 functions[ordinal] = driver.load(cubin, entry, ordinal, carveout), 0
-        return _CudaLauncher(signature.label, driver, functions, keep=compiled)
+        return _CudaLauncher(signature.label, driver, functions, _knows_no_z(ptx), keep=compiled)
 
     def callback(self, signature: _Signature, run: Callable[[list, Any, int], None]) -> _CallbackEmitter:
         """Calls `run(arrays, stream, launch)` in Python for every slice."""
@@ -3070,7 +3162,7 @@ class _NumbaCudaMlir(_NumbaCuda):
     """numba-cuda-mlir, as of 0.6.0.  It has no simulator, and compiles for the GPU at hand only."""
 
     name, module = "numba_cuda_mlir", "numba_cuda_mlir.cuda"
-    n_params, refuses_in_many_ways = 3, True
+    n_params, refuses_in_many_ways, has_0d_slices = 3, True, False
     device_options = types.MappingProxyType({"device": True, "inline": "always"})  # else it has no shared memory
 
     def extras(self, dispatcher: Any, compiled: Any) -> tuple:
@@ -3213,6 +3305,14 @@ def _ptx_params(ptx: str, entry: str) -> list[str]:
     return re.findall(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)", found[1]) if found else []
 
 
+def _knows_no_z(ptx: str) -> bool:
+    """Whether a kernel does the same in all blocks that differ in z, which may then stand for the slices of a batch.
+
+    Memory fences and volatile loads are how blocks wait for each other, which they cannot if not all of them run.
+    """
+    return not re.search(r"%n?ctaid\.z|%gridid|\bmembar\b|\bfence\b|\.volatile\b|\bgriddepcontrol\b", ptx)
+
+
 def _ask_xla(handler: _Handler, function: str, kind: Any) -> Any:
     """What a function of XLA's API fills in, or the end of the handler with its error."""
     args = handler.new(kind, ctx=handler.frame.ctx)
@@ -3257,8 +3357,16 @@ class _CudaLauncher:
 
     # `functions` gives, by CUDA ordinal, a CUfunction and the dynamic shared memory that it takes beyond that of the
     # call.  The attribute `launch` starts with grid, block and shared memory.
-    def __init__(self, label: str, driver: Any, functions: Mapping[int, tuple[int, int]], keep: Any = None) -> None:
+    def __init__(
+        self,
+        label: str,
+        driver: Any,
+        functions: Mapping[int, tuple[int, int]],
+        may_batch: bool = False,
+        keep: Any = None,
+    ) -> None:
         self.label, self.driver, self.n_ordinals, self.keep = label, driver, max(functions) + 1, keep
+        self.may_batch = may_batch  # the kernel may be launched with more blocks along z
         rows = [functions.get(ordinal, (0, 0)) for ordinal in range(self.n_ordinals + 1)]  # the last for all others
         self.table = (ctypes.c_uint64 * (2 * len(rows)))(*(n for row in rows for n in row))
 
@@ -3268,8 +3376,8 @@ class _CudaLauncher:
 
         self.report = ctypes.CFUNCTYPE(_PTR, _I32, ctypes.POINTER(_I64), _I32)(report)
 
-    def enter(self, handler: _Handler) -> Callable[[Sequence[Any]], None]:
-        """What launches on parameters at some addresses."""
+    def enter(self, handler: _Handler) -> Callable[..., None]:
+        """What launches on parameters at some addresses, and with so many blocks along z."""
         stream, ordinal = _cuda_place(handler, self.driver)
         is_known = (ordinal > -1) & (ordinal < self.n_ordinals)
         row = handler.choose(is_known, ordinal, self.n_ordinals) * 16 + ctypes.addressof(self.table)
@@ -3277,11 +3385,11 @@ class _CudaLauncher:
         lost = f"kernel '{self.label}' is not loaded on this GPU, which JAX did not list as a local device"
         handler.fail(lost, when=function == 0)
         given = handler.launch
-        *sizes, shared = (handler.read(given + 8 * i) for i in range(7))
+        x, y, z, *block, shared = (handler.read(given + 8 * i) for i in range(7))
         shared = shared + more_shared
 
-        def launch(params: Sequence[Any]) -> None:
-            args = function, *sizes, shared, stream, handler.array(params), 0
+        def launch(params: Sequence[Any], z: Any = z) -> None:
+            args = function, x, y, z, *block, shared, stream, handler.array(params), 0
             code = handler.call(self.driver.address("cuLaunchKernel"), *args)
             with handler.when(code & 0xFFFF_FFFF, likely=False):  # a C int
                 handler.fail(handler.call(self.report, code, given, shared))
@@ -3292,15 +3400,29 @@ class _CudaLauncher:
 class _CudaEmitter(_Emitter):
     traits = _COMMAND_BUFFER_COMPATIBLE  # nothing but launches, the same ones whenever it is called
 
-    def __init__(self, package: _NumbaCuda, launcher: _CudaLauncher) -> None:
+    def __init__(
+        self, package: _NumbaCuda, launcher: _CudaLauncher, batch_launcher: _CudaLauncher | None = None
+    ) -> None:
         self.package, self.launcher, self.driver = package, launcher, launcher.driver
+        self.batch_launcher = batch_launcher  # of arrays with the slices as first dimension, which are the grid's z
 
     def write(self, handler: _Handler) -> None:
+        if self.batch_launcher:
+            grid_z = handler.read(handler.launch + 16)
+            with handler.when((handler.count > 1) & (grid_z == 1)):
+                launch = self.batch_launcher.enter(handler)
+                with handler.each_chunk(_CUDA_LIMITS["grid"][2]) as (arrays, count):
+                    launch(self._params(handler, arrays), count)
+                handler.give(0)
         launch = self.launcher.enter(handler)
         with handler.each_slice() as arrays:
-            params = [word for array in arrays for word in self.package.params(array)]
-            first = handler.array(params)
-            launch([first + 8 * i for i in range(len(params))])
+            launch(self._params(handler, arrays))
+
+    def _params(self, handler: _Handler, arrays: Sequence[_Array]) -> list[_Word]:
+        """The addresses of the kernel's parameters."""
+        params = [word for array in arrays for word in self.package.params(array)]
+        first = handler.array(params)
+        return [first + 8 * i for i in range(len(params))]
 
 
 # ======================================================================================================
