@@ -4686,6 +4686,189 @@ def test_gpu_outputs_start_right_in_loops(how, n, captured):
     np.testing.assert_array_equal(batched, np.stack([3 * rows, -3 * rows]))
 
 
+@pytest.fixture
+def launches(monkeypatch):
+    """The grids of all launches of kernels that are compiled from now on."""
+    real, grids, load = ctypes.CDLL("libcuda.so.1"), [], ctypes.CDLL
+    number, pointer = ctypes.c_uint32, ctypes.c_void_p
+    kind = ctypes.CFUNCTYPE(ctypes.c_int32, pointer, *[number] * 7, pointer, pointer, pointer)
+
+    def launch(function, *args):
+        grids.append(args[:3])
+        return kind(("cuLaunchKernel", real))(function, *args)
+
+    callback = kind(launch)
+
+    class Counting:
+        def __getattr__(self, name):
+            return callback if name == "cuLaunchKernel" else getattr(real, name)
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name, *args, **options: Counting() if "cuda" in name else load(name))
+    yield grids
+    KEPT.append(callback)  # targets are never freed
+
+
+KEPT = []
+NUMBERS = itertools.count()
+
+
+def fresh(kernel):
+    """The same function under another name, which is compiled anew."""
+    name = f"{kernel.__name__}_{next(NUMBERS)}"
+    code = kernel.__code__.replace(co_name=name)
+    return types.FunctionType(code, kernel.__globals__, name)
+
+
+def smooth(x, w, out):
+    """A stencil in shared memory, for blocks of 64 threads."""
+    tile = cuda.shared.array(64, cuda_float32)
+    i = cuda.grid(1)
+    if i < x.size:
+        tile[cuda.threadIdx.x] = x[i]
+    cuda.syncthreads()
+    if i < x.size:
+        left = tile[cuda.threadIdx.x - 1] if i > 0 else x[0] * w[0] * 0
+        out[i] = left + tile[cuda.threadIdx.x] * w[i]
+
+
+def smooth_reference(x, w):
+    return jnp.concatenate([x[:1] * 0, x[:-1]]) + x * w
+
+
+def integers(*shape):
+    """float32 numbers whose sums and products are exact."""
+    return np.random.default_rng(sum(shape)).integers(-8, 9, shape).astype(np.float32)
+
+
+@on_gpu
+def test_gpu_a_batch_is_one_launch(launches):
+    op = xk.numba_cuda_kernel(fresh(smooth), outs=lambda x, w: x, grid=1, block=64)
+    x, w = integers(1000, 40), integers(40)
+    np.testing.assert_array_equal(jax.jit(jax.vmap(op, (0, None)))(x, w), jax.vmap(smooth_reference, (0, None))(x, w))
+    assert launches == [(1, 1, 1000)]
+
+
+@on_gpu
+@pytest.mark.parametrize("size", [0, 1, 2])
+def test_gpu_a_small_batch_is_one_launch(size, launches):
+    op = xk.numba_cuda_kernel(fresh(smooth), outs=lambda x, w: x, grid=1, block=64)
+    x, w = integers(size, 40), integers(size, 40)
+    np.testing.assert_array_equal(jax.vmap(op)(x, w), jax.vmap(smooth_reference)(x, w))
+    assert launches == [(1, 1, size)] * (size > 0)
+
+
+@on_gpu
+def test_gpu_nested_batches_are_one_launch_or_one_per_row(launches):
+    op = xk.numba_cuda_kernel(fresh(smooth), outs=lambda x, w: x, grid=1, block=64)
+    x, w, one = integers(3, 5, 40), integers(3, 5, 40), integers(40)
+
+    def nested(function, axes):
+        return jax.jit(jax.vmap(jax.vmap(function, axes[0]), axes[1]))
+
+    for axes, args, grids in (
+        (((0, 0), (0, 0)), (x, w), [(1, 1, 15)]),
+        (((0, None), (0, None)), (x, one), [(1, 1, 15)]),
+        (((0, None), (None, 0)), (x[0], w[:, 0]), [(1, 1, 5)] * 3),
+    ):
+        launches.clear()
+        np.testing.assert_array_equal(nested(op, axes)(*args), nested(smooth_reference, axes)(*args))
+        assert launches == grids
+
+
+@on_gpu
+def test_gpu_more_slices_than_a_grid_has_blocks(launches):
+    def copy(x, out):
+        out[0] = x[0]
+
+    op = xk.numba_cuda_kernel(copy, outs=lambda x: x, grid=1, block=1)
+    x = integers(65_536 + 2, 1)
+    np.testing.assert_array_equal(jax.vmap(op)(x), x)
+    assert launches == [(1, 1, 65_535), (1, 1, 3)]
+
+
+def add_in_place(v, d):
+    i = cuda.grid(1)
+    if i < v.size:
+        v[i] += d[i]
+
+
+def add_by_scratch(v, d, out, work):
+    i = cuda.grid(1)
+    if i < v.size:
+        work[i] = v[i]
+        out[i] += work[i] + d[i]
+
+
+def add_with_constants(v, d, factor, n, out):
+    i = cuda.grid(1)
+    if i < v.size:
+        out[i] = v[i] + d[i] + factor * n
+
+
+@on_gpu
+@pytest.mark.parametrize("captured", [False, True], ids=["launched", "command buffers"])
+@pytest.mark.parametrize("kind", ["in_out", "scratch and zeros", "constants and scalars"])
+def test_gpu_one_launch_starts_and_passes_all_that_a_slice_gets(kind, captured, launches):
+    dims = {"launch_dims": lambda v, d: v.size, "outs": lambda v, d: v}
+    if kind == "in_out":
+        op = xk.numba_cuda_kernel(fresh(add_in_place), in_out_argnames=["v"], **dims)
+    elif kind == "scratch and zeros":
+        op = xk.numba_cuda_kernel(fresh(add_by_scratch), scratch=lambda v, d: v, zero_outputs=True, **dims)
+    else:
+        kernel = xk.numba_cuda_kernel(
+            fresh(add_with_constants),
+            outs=lambda v, d, factor: v,
+            launch_dims=lambda v, d, factor: v.size,
+            scalars=["factor"],
+        )
+        op = lambda v, d: kernel(v, d, factor=v[0] * 0, n=3)
+    options = {"xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL" if captured else ""}
+    if captured:
+        options["xla_gpu_graph_min_graph_size"] = 1
+    run = jax.jit(jax.vmap(op, (0, None)), compiler_options=options)
+    v, d = integers(9, 40), integers(40)
+    launches.clear()
+    for _ in range(3):
+        np.testing.assert_array_equal(run(v, d), v + d)
+    assert launches == [(1, 1, 9)] * len(launches) and 1 <= len(launches) <= 3  # a CUDA graph launches no more
+
+
+def reads_z(x, out):
+    i = cuda.threadIdx.x
+    out[i] = x[i] + cuda.blockIdx.z
+
+
+def reads_all_coordinates(x, out):
+    i, j, k = cuda.grid(3)
+    if i == 0 and j == 0:
+        out[k] = x[k]
+
+
+def waits_for_memory(x, out):
+    out[cuda.threadIdx.x] = x[cuda.threadIdx.x]
+    cuda.threadfence()
+
+
+ONE_BLOCK = {"grid": 1, "block": 3}
+LAUNCHED_PER_SLICE = {  # why: kernel, options, grid of each launch
+    "reads z": (reads_z, ONE_BLOCK, (1, 1, 1)),
+    "grid of three dimensions": (reads_all_coordinates, {"launch_dims": (1, 1, 3)}, (1, 1, 1)),
+    "fence": (waits_for_memory, ONE_BLOCK, (1, 1, 1)),
+    "sequential": (cuda_copy, ONE_BLOCK | {"vmap_method": "sequential"}, (1, 1, 1)),
+    "z of the launch": (cuda_copy, {"grid": (1, 1, 2), "block": 3}, (1, 1, 2)),
+}
+
+
+@on_gpu
+@pytest.mark.parametrize("why", LAUNCHED_PER_SLICE)
+def test_gpu_a_launch_per_slice_where_blocks_know_of_z(why, launches):
+    kernel, options, grid = LAUNCHED_PER_SLICE[why]
+    op = xk.numba_cuda_kernel(fresh(kernel), outs=lambda x: x, **options)
+    x = integers(4, 3)
+    np.testing.assert_array_equal(jax.vmap(op)(x), x)
+    assert launches == [grid] * 4
+
+
 @on_gpu
 @pytest.mark.parametrize("captured", ["", "FUSION,CUBLAS,CUSTOM_CALL"])
 def test_gpu_command_buffers(captured):
