@@ -4703,7 +4703,10 @@ def launches(monkeypatch):
         def __getattr__(self, name):
             return callback if name == "cuLaunchKernel" else getattr(real, name)
 
-    monkeypatch.setattr(ctypes, "CDLL", lambda name, *args, **options: Counting() if "cuda" in name else load(name))
+    def load_library(name, *args, **options):
+        return Counting() if name == "libcuda.so.1" else load(name, *args, **options)
+
+    monkeypatch.setattr(ctypes, "CDLL", load_library)
     yield grids
     KEPT.append(callback)  # targets are never freed
 
