@@ -6462,16 +6462,6 @@ def product_of(backend="jax", rule=None):
     return call_op(product_op(backend, rule))
 
 
-PALLAS = pytest.param("pallas", marks=pytest.mark.needs("pallas"))
-
-
-@pytest.fixture(params=["jax", "numba", PALLAS, "no_batching"])
-def product(request):
-    if request.param == "pallas" and "shard_map" in request.node.name:
-        pytest.skip("Pallas' interpreter does not run inside shard_map(check_vma=True)")
-    return product_of(request.param)
-
-
 def _mesh_sharding(*spec, shape=(4,), **options):
     """A sharding over four devices: a row of them, "d", or two by two, "d" and "e"."""
     devices = np.array(jax.devices()[:4]).reshape(shape)
@@ -6702,16 +6692,33 @@ def assert_same(got, want):
     np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", TRANSFORMED_OPS)
-def test_op_under_transformations(product, name):
+# What JAX does to an op is the same for all kernels; what it does to kernels is tested with each of them.
+ON_EVERY_BACKEND = (
+    "eager scalars zero_size vmap vmap_unbatched vmap_unbatched_first vmap_axis_1 vmap_axis_last vmap_of_one "
+    "vmap_of_none vmap_nested vmap_nested_deep jvp_vmap grad_of_nested_vmap vmap_of_scan linear_transpose_vmap "
+    "disable_jit"
+).split()
+IN_SHARD_MAP = ["shard_map", "shard_map_vmap", "grad_of_shard_map"]  # Pallas' interpreter does not run there
+TRANSFORM_CASES = [
+    *itertools.product(["jax"], TRANSFORMED_OPS),
+    *itertools.product(["numba", "pallas", "no_batching"], ON_EVERY_BACKEND),
+    *itertools.product(["numba", "no_batching"], IN_SHARD_MAP),
+]
+
+
+@pytest.mark.parametrize("backend, name", TRANSFORM_CASES)
+def test_op_under_transformations(backend, name):
     transform, operands = TRANSFORMED_OPS[name]
-    got = transform(product)(*operands)
+    got = transform(product_of(backend))(*operands)
     want = transform(multiply_in_jax)(*operands)
     assert jax.tree.structure(got) == jax.tree.structure(want)
     jax.tree.map(assert_same, got, want)
 
 
-def test_op_shard_map_sums_the_cotangent_of_a_replicated_operand(product):
+@pytest.mark.parametrize("backend", ["jax", "numba", "no_batching"])
+def test_op_shard_map_sums_the_cotangent_of_a_replicated_operand(backend):
+    product = product_of(backend)
+
     def loss(x, y):
         return product(x, y).sum()
 
@@ -6768,6 +6775,17 @@ def test_op_returns_the_structure_of_outs(kind):
         got = f(VECTOR)
         assert jax.tree.structure(got) == jax.tree.structure(understood)
         jax.tree.map(assert_like, got, understood)
+
+
+def test_op_tells_outs_apart():
+    """What an op remembers of a call is for its shapes, its dtypes and its structure."""
+    op = op_with(zeros_generator)
+    for spec in (VECTOR_SPEC, Spec((8,), np.int32), Spec((4,), np.int32)):
+        assert_like(op(VECTOR, outs=spec), spec)
+        for structure in ([spec], (spec,), {"a": spec}, {"b": spec}, [spec, spec]):
+            results = op(VECTOR, outs=structure)
+            assert jax.tree.structure(results) == jax.tree.structure(structure)
+            jax.tree.map(assert_like, results, structure)
 
 
 RESULT = np.float32([3, 4])
@@ -8189,6 +8207,14 @@ def test_op_sharding_rule_gathers_what_is_reduced(axes):
     np.testing.assert_allclose(multiply(a, v), matrix @ VECTOR)
     uneven = jax.jit(lambda a, v: multiply(a[:6], v))  # XLA would split 6 rows among 4 devices
     np.testing.assert_allclose(uneven(a, v), matrix[:6] @ VECTOR)
+
+
+def test_op_sharding_rule_splits_one_dimension_over_an_axis():
+    op = op_of(jnp.outer, rule="i, j -> i j")
+    x, y = jax.device_put((VECTOR, WEIGHTS), _mesh_sharding("d"))
+    result = jax.jit(lambda x, y: op(x, y, outs=Spec((8, 8), np.float32)))(x, y)
+    np.testing.assert_allclose(result, np.outer(VECTOR, WEIGHTS))
+    assert result.sharding.is_equivalent_to(_mesh_sharding("d", None), 2)
 
 
 def test_op_with_a_sharding_rule_under_transformations():
