@@ -7,6 +7,7 @@ import collections
 import contextlib
 import ctypes
 import dataclasses
+import decimal
 import doctest
 import enum
 import functools
@@ -8369,6 +8370,114 @@ def test_op_benchmark_compares_backends():
 def test_op_benchmark_without_kernels():
     with pytest.raises(NotImplementedError, match="no kernel for platform 'cpu'"):
         xk.XLACustomKernel("empty").benchmark(VECTOR, outs=like_first)
+
+
+def test_op_keeps_the_generator_itself():
+    def generator(scale):
+        return functools.partial(operator.mul, scale)
+
+    op = op_with(generator)
+    assert op._kernels["cpu"]["jax"].kernel_generator is generator
+    assert op(VECTOR, outs=VECTOR_SPEC, scale=2).tolist() == [2, 4, 6, 8, 10, 12, 14, 16]
+
+
+def test_op_without_outs_is_refused_eagerly_and_jitted():
+    op = op_adding(jax=1)
+    text = "XLACustomKernel 'constant': outs is missing: give the results' specs, such as outs=lambda x: x"
+    for call in (op, jax.jit(op, static_argnames="outs")):
+        with pytest.raises(TypeError, match=re.escape(text)):
+            call(VECTOR, outs=None)
+
+
+def test_op_of_no_results_eagerly_and_jitted():
+    nothing = op_with(lambda: lambda x: None)
+    something = op_adding(jax=1)
+    for transform in (lambda op: op, functools.partial(jax.jit, static_argnames="outs")):
+        assert transform(nothing)(VECTOR, outs=()) == ()
+        with pytest.raises(ValueError, match=re.escape("returned (float32[8]), but outs declares ()")):
+            transform(something)(VECTOR, outs=())
+
+
+EQUAL_BUT_DIFFERENT = {
+    "decimals": (decimal.Decimal("1"), decimal.Decimal("1.0")),
+    "decimals in tuples": ((decimal.Decimal("1"),), (decimal.Decimal("1.0"),)),
+    "dates": (np.datetime64("2020"), np.datetime64("2020-01-01")),
+}
+
+
+@pytest.mark.parametrize("kind", EQUAL_BUT_DIFFERENT)
+def test_op_tells_equal_parameters_of_one_type_apart(kind):
+    def add_length_of_text(x, parameter):
+        return x + len(str(parameter))
+
+    one, other = EQUAL_BUT_DIFFERENT[kind]
+    assert one == other
+    op = op_of(add_length_of_text)
+
+    def call_with_each(x):
+        return [op(x, outs=SCALAR_SPEC, parameter=parameter) for parameter in (one, other)]
+
+    for call in (call_with_each, jax.jit(call_with_each)):
+        assert call(0.0) == [len(str(one)), len(str(other))]
+
+
+def square_on_the_host(x):
+    return jax.pure_callback(np.square, Spec(x.shape, x.dtype), x, vmap_method="sequential")
+
+
+def square_in_a_loop(x):
+    return jax.lax.fori_loop(0, 1, lambda i, x: square_on_the_host(x), x)
+
+
+def square_under_a_condition(x):
+    return jax.lax.cond(x[0] < 100, square_on_the_host, jnp.square, x)
+
+
+def square_and_debug(x):
+    jax.debug.callback(np.square, x)
+    return x * x
+
+
+KERNELS_AND_CALLBACKS = {  # kernel, whether it calls Python
+    "plain": (jnp.square, False),
+    "callback": (square_on_the_host, True),
+    "jitted": (jax.jit(square_on_the_host), True),
+    "loop": (square_in_a_loop, True),
+    "condition": (square_under_a_condition, True),
+    "debug": (square_and_debug, True),
+}
+
+
+@pytest.mark.parametrize("kind", KERNELS_AND_CALLBACKS)
+def test_op_is_partitioned_unless_its_kernel_calls_python(kind):
+    """Wherever the callback is: in a loop, or in the kernel of an op that the kernel calls."""
+    kernel, calls_python = KERNELS_AND_CALLBACKS[kind]
+    op = op_of(kernel, "i -> i")
+    calling_op = op_of(functools.partial(op, outs=like_first), "i -> i")
+    x = jax.device_put(VECTOR, _mesh_sharding("d"))
+    for outer in (op, calling_op):
+        call = jax.jit(functools.partial(outer, outs=like_first))
+        is_partitioned = "CustomSPMDPartitioning" in call.lower(x).as_text()
+        assert is_partitioned is not calls_python
+        np.testing.assert_array_equal(call(x), VECTOR * VECTOR)
+
+
+@pytest.mark.parametrize("backend", ["primitive", "wrapper"])
+def test_primitives_bound_to_arrays_under_debug_nans(backend):
+    @functools.partial(xk.numba_kernel, outs=like_first)
+    def log_loop(x, out):
+        for i in range(x.size):
+            out[i] = np.log(x[i])
+
+    primitive = op_of(log_loop).primitive
+    calls = {
+        "primitive": functools.partial(primitive.bind, outs=(Spec((2,), np.float32),)),
+        "wrapper": jax.disable_jit()(log_loop),
+    }
+    with jax.debug_nans(True):
+        np.testing.assert_array_equal(jax.tree.leaves(calls[backend](jnp.ones(2))), [np.zeros(2)])
+        with pytest.raises(FloatingPointError):
+            calls[backend](-jnp.ones(2))
 
 
 # ======================================================================================================

@@ -62,6 +62,7 @@ import itertools
 import linecache
 import math
 import mmap
+import numbers
 import operator
 import os
 import re
@@ -138,7 +139,12 @@ def _local_devices(platform: str) -> list[Any]:
 
 @functools.lru_cache(maxsize=4096)
 def _jitted_primitive(primitive: Any, **params: Any) -> Callable[..., Any]:
-    return jax.jit(functools.partial(primitive.bind, **params))
+    def bind(*args: Any) -> Any:
+        return primitive.bind(*args, **params)
+
+    bind.__name__ = bind.__qualname__ = primitive.name
+    bind._apply_primitive = True  # type: ignore[attr-defined]  # or jax_debug_nans runs it again without jit, for ever
+    return jax.jit(bind)
 
 
 def _apply_primitive(primitive: Any, *args: Any, **params: Any) -> Any:
@@ -985,8 +991,7 @@ class _ShardingRule:
     def lower(self, ctx: Any, operands: Any, run: Callable, outs: Any, rest: Any = (), effect: bool = False) -> Any:
         """Lower `run(outs, *ins)` for XLA to split: a device runs it with the `outs` of its shard; `rest` are zeros."""
         closed = jax.make_jaxpr(functools.partial(run, outs))(*ctx.avals_in)
-        text = str(closed.jaxpr)
-        if _calls_python(text):  # which custom_partitioning would not keep alive
+        if _calls_python(closed.jaxpr, ctx):  # custom_partitioning would not keep the Python function alive
             unsplit = functools.partial(jax.core.eval_jaxpr, closed.jaxpr, closed.consts)
             return mlir.lower_fun(unsplit, multiple_results=True)(ctx, *operands)
         partitioned = self._partitioned(closed, run, outs)
@@ -996,7 +1001,7 @@ class _ShardingRule:
 
         results = mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
         # What custom_partitioning writes for keys of the persistent cache is an address, which can recur.
-        content = {"xla_kernel": _digest(text)}
+        content = {"xla_kernel": _digest(str(closed.jaxpr))}
         attributes = results[0].owner.attributes
         attributes["has_side_effect"] = mlir.ir_attribute(effect)
         attributes["mhlo.frontend_attributes"] = mlir.ir_attribute(content)
@@ -1057,6 +1062,30 @@ def _unique_names(kind: str, arrays: Sequence[Any]) -> tuple[tuple[str, ...], ..
 
 def _lengths(arrays: Sequence[Sequence[Any]]) -> list[int]:
     return [len(x) for x in arrays]
+
+
+def _calls_python(jaxpr: Any, ctx: Any) -> bool:
+    """Whether there is a callback in a jaxpr, in its sub-jaxprs, or in the kernels of the ops that it calls."""
+    if jaxpr.effects - _side_effect():  # those of jax.debug and of io_callback; a handler with an effect is no Python
+        return True
+    for equation in _equations(jaxpr):
+        if "callback" in equation.params:  # a pure_callback has no effect
+            return True
+        if isinstance(equation.primitive, _OpPrimitive):
+            kernel = equation.primitive.kernel_jaxpr(ctx, equation)
+            if _calls_python(kernel, ctx):
+                return True
+    return False
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    """The equations of a jaxpr and of all sub-jaxprs, such as the body of a loop or the branches of a condition."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in equation.params.values():
+            for part in value if isinstance(value, (tuple, list)) else [value]:
+                if hasattr(part, "eqns"):
+                    yield from _equations(part)
 
 
 # ======================================================================================================
@@ -4260,10 +4289,14 @@ def _compile_warp(plan: _WarpPlan, signature: _Signature, platform: str) -> _Com
 
 # ======================================================================================================
 # 12. XLACustomKernel: one operation, many backends, all of JAX's transformations.
-# An op (12.1), a call of it (12.2), a kernel (12.3), and what JAX asks its primitive (12.4 to 12.6).
+# An op (12.1), a call of it (12.2), a kernel (12.3), and the rules of its primitive (12.4 to 12.6).
+#
+# An op is a JAX primitive.  A call binds it with the static parameters; only its lowering knows the platform, and so
+# the backend: it traces that backend's kernel and lowers the result.  Until then all transformations act on the
+# primitive, with the derivative rules of the user.
 
 # -- 12.1 The op: registration, dispatch, rules --------------------------------------------------------
-# Knows kernels by platform and backend, and rules by kind.  Traces nothing: a call of the op is a matter of 12.2.
+# Holds kernels by platform and backend, and rules by kind.  Traces nothing: 12.2 is about calls.
 
 
 class XLACustomKernel(_Kept):
@@ -4307,7 +4340,7 @@ class XLACustomKernel(_Kept):
         self._kernels: dict[str, dict[str, KernelEntry]] = {}
         self._chosen: dict[str, str] = {}  # platform -> default set by asdefault=True or set_default
         self._rules: dict[str, Any] = {}  # "batching", "jvp", "transpose", "vjp", "sharding": the newest of each
-        self._recent = _Recent()  # what serves calls, and which of them were checked
+        self._recent = _Recent()  # the calls by their outs, backend and static parameters
         self._call_fn: Callable[..., Any] | None = None
         self._benchmark_data_fn: Callable[..., Any] | None = None
         self._tags: set[str] = set()
@@ -4317,15 +4350,13 @@ class XLACustomKernel(_Kept):
         """Apply the op; see the class for the arguments."""
         args, traced = _as_inputs(ins, self.name)
         call = _find_call(self, args, outs, backend, params)
-        if not traced:
-            return call.jitted(*args)
-        call.check(args)
-        return call.bind(*args)
+        return call.trace(*args) if traced else call.jitted(*args)
 
     def __repr__(self) -> str:
         lines = [f"XLACustomKernel({self.name!r})"]
         for platform, default in self.defaults.items():
-            names = [name + " (default)" * (name == default) for name in self._kernels[platform]]
+            names = list(self._kernels[platform])
+            names[names.index(default)] += " (default)"
             lines.append(f"  {platform}: {', '.join(names)}")
         if self._rules:
             lines.append(f"  rules: {', '.join(sorted(self._rules))}")
@@ -4369,8 +4400,10 @@ class XLACustomKernel(_Kept):
 
     def def_numba_cuda_kernel(self, kg: Any = None, asdefault: bool = False, **options: Any) -> Any:
         """Register a Numba CUDA kernel (a generator, or `@cuda.jit`) for the GPU; see :meth:`def_kernel`."""
-        simulated = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0")  # then a CPU without other kernels too
-        return self._define("numba_cuda", ["gpu", "cpu"][: 1 + simulated], kg, asdefault, options)
+        platforms = ["gpu"]
+        if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0"):
+            platforms.append("cpu")  # Numba's simulator: as Warp, where there is no other kernel
+        return self._define("numba_cuda", platforms, kg, asdefault, options)
 
     def def_pallas_kernel(self, platform: str, kg: Any = None, asdefault: bool = False) -> Any:
         """Register a Pallas kernel for `"gpu"`, `"tpu"`, or (in interpret mode) `"cpu"`; see :meth:`def_kernel`."""
@@ -4387,26 +4420,30 @@ class XLACustomKernel(_Kept):
         return self._define("cuda_raw", ["gpu"], kg, asdefault, {})
 
     def _define(self, backend: str, platforms: Sequence[str], kg: Any, asdefault: bool, options: dict) -> Any:
-        """Register `kg` for `platforms`; beyond the first one it serves as a fallback."""
+        """Register a kernel for `platforms`: on those after the first it is a fallback."""
         if kg is None:
             return functools.partial(self._define, backend, platforms, asdefault=asdefault, options=options)
-        for what, given in (("backend", backend), ("platform", platforms[0])):
-            if not isinstance(given, str) or not given:
-                raise (ValueError if given == "" else TypeError)(f"def_kernel: {what} must be a name, got {given!r}")
+        _check_name("backend", backend)
+        _check_name("platform", platforms[0])
         generator = _as_generator(f"XLACustomKernel {self.name!r}: the kernel of backend {backend!r}", kg, options)
-        for i, platform in enumerate(map(_platform_name, platforms)):
-            entry = KernelEntry(backend, platform, generator, fallback=i > 0)
-            self._change(platform, {backend: entry}, {platform: backend} if asdefault and i == 0 else {})
+        first, *others = map(_platform_name, platforms)
+        self._change(first, KernelEntry(backend, first, generator), default=backend if asdefault else None)
+        for platform in others:
+            self._change(platform, KernelEntry(backend, platform, generator, fallback=True))
         return kg
 
-    def _change(self, platform: str, entries: dict[str, KernelEntry], chosen: dict[str, str]) -> None:
-        """Add kernels, or choose a default; what was lowered by a choice that means another kernel now is forgotten."""
+    def _change(self, platform: str, entry: KernelEntry | None = None, default: str | None = None) -> None:
+        """Add a kernel, choose a default, and drop what was lowered with a kernel that is no more the choice."""
         with self._lock:
             before = self._choices(platform)
-            self._kernels[platform] = {**self._kernels.get(platform, {}), **entries}
-            self._chosen.update(chosen)
+            if entry:  # a new dict each time: other threads read without the lock
+                self._kernels[platform] = {**self._kernels.get(platform, {}), entry.backend: entry}
+            if default:
+                self._chosen[platform] = default
             after = self._choices(platform)
-            _forget(*[(self, platform, backend) for backend, entry in before.items() if after[backend] is not entry])
+            for backend in before:
+                if after[backend] is not before[backend]:
+                    _forget((self, platform, backend))
 
     # -- dispatch --------------------------------------------------------------------------------------
 
@@ -4425,7 +4462,8 @@ class XLACustomKernel(_Kept):
         For those, all of JAX's caches are cleared.  A backend that the platform does not have is a ValueError.
         """
         name = _platform_name(platform)
-        self._change(name, {}, {name: self._entry(name, backend or "").backend})
+        entry = self._entry(name, backend or "")  # None would be the default of now
+        self._change(name, default=entry.backend)
 
     def available_backends(self, platform: str) -> list[str]:
         """The backends registered for `platform`, in order of registration."""
@@ -4433,22 +4471,25 @@ class XLACustomKernel(_Kept):
 
     def _choices(self, platform: str) -> dict[str | None, KernelEntry]:
         """The kernel for each `backend` that a call may name; None is the default."""
-        chosen = self._chosen.get(platform)  # read first, as another thread may be at the end of `_change`
+        chosen = self._chosen.get(platform)  # before the kernels, which `_change` sets first: so it is among them
         entries: dict[Any, KernelEntry] = self._kernels.get(platform, {})
-        default = chosen or min(entries, key=lambda backend: entries[backend].fallback, default=None)
-        return {None: entries[default], **entries} if default else {}
+        if not entries:
+            return {}
+        first = min(entries.values(), key=operator.attrgetter("fallback"))
+        return {None: entries[chosen] if chosen else first, **entries}
 
     def _entry(self, platform: str, backend: str | None) -> KernelEntry:
         """The kernel that serves a call, or an error that says what is registered."""
         choices = self._choices(platform)
         if backend in choices:
             return choices[backend]
-        what = "kernel" if backend is None else f"backend {backend!r}"
-        listed = "; ".join(f"{name}: {', '.join(entries)}" for name, entries in self._kernels.items()) or "nothing"
-        raise (NotImplementedError if backend is None else ValueError)(
-            f"XLACustomKernel {self.name!r} has no {what} for platform {platform!r}; registered: {listed}; choose one "
-            "of these (backend=, jax.default_device), or register another with def_kernel"
+        registered = "; ".join(f"{name}: {', '.join(entries)}" for name, entries in self._kernels.items()) or "nothing"
+        missing = "kernel" if backend is None else f"backend {backend!r}"
+        text = (
+            f"XLACustomKernel {self.name!r} has no {missing} for platform {platform!r}; registered: {registered}; "
+            "choose one of these (backend=, jax.default_device), or register another with def_kernel"
         )
+        raise NotImplementedError(text) if backend is None else ValueError(text)
 
     # -- rules -----------------------------------------------------------------------------------------
 
@@ -4457,7 +4498,8 @@ class XLACustomKernel(_Kept):
 
         `axes` holds the batched axis of each operand or None; `params` is as in :meth:`def_jvp_rule`.
         """
-        return self._set_rule("batching", fun)
+        self._set_rule("batching", _tolerant(fun, f"XLACustomKernel {self.name!r}: a batching rule"))
+        return fun
 
     def register_general_batching(self) -> None:
         """Restore the batching rule that every op starts with (:func:`general_batching_rule`)."""
@@ -4470,7 +4512,8 @@ class XLACustomKernel(_Kept):
         be None for zero. `params` holds `outs`, `backend` and the static parameters of the call; every rule may leave
         out the first two. Usable as a decorator.
         """
-        return self._set_rule("jvp", fun)
+        self._set_rule("jvp", _tolerant(fun, f"XLACustomKernel {self.name!r}: a jvp rule"))
+        return fun
 
     def def_jvp_rule2(self, *jvp_rules: Callable[..., Any] | None) -> None:
         """Define the derivative by one rule per operand; see :func:`defjvp`."""
@@ -4483,7 +4526,8 @@ class XLACustomKernel(_Kept):
         and an `ad.UndefinedPrimal` for every operand that the op is linear in (`ad.is_undefined_primal`). It returns
         one cotangent per operand: None for those that are known.
         """
-        return self._set_rule("transpose", fun)
+        self._set_rule("transpose", _tolerant(fun, f"XLACustomKernel {self.name!r}: a transpose rule"))
+        return fun
 
     def def_vjp_rule(self, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> None:
         """Define the reverse-mode derivative by two functions, such as an op with a kernel for the backward pass has.
@@ -4501,7 +4545,8 @@ class XLACustomKernel(_Kept):
           >>> print(jax.grad(lambda x: op(x, outs=lambda x: x))(3.0))
           6.0
         """
-        self._set_rule("vjp", tuple(_tolerant(fun, "def_vjp_rule: a rule") for fun in (fwd, bwd)))
+        what = "def_vjp_rule: a rule"
+        self._set_rule("vjp", (_tolerant(fwd, what), _tolerant(bwd, what)))
 
     def def_sharding_rule(self, rule: str) -> None:
         """Say which dimensions the op treats independently, so that `jax.jit` can partition it over a mesh.
@@ -4522,17 +4567,14 @@ class XLACustomKernel(_Kept):
         self._set_rule("sharding", _ShardingRule.parse(f"XLACustomKernel {self.name!r}", rule))
         _need_devices(self.primitive)
 
-    def _set_rule(self, kind: str, rule: Any) -> Any:
-        """Replace a rule (by the default, where it is None), and drop what was traced with the old one."""
-        is_function = kind in ("batching", "jvp", "transpose") and rule is not None
-        made = _tolerant(rule, f"XLACustomKernel {self.name!r}: a {kind} rule") if is_function else rule
+    def _set_rule(self, kind: str, rule: Any) -> None:
+        """Replace a rule (None: by the default), and drop what was traced with the old one."""
         with self._lock:
-            stale = ("jvp", "vjp") if kind == "jvp" else (kind,)  # of the derivatives, the newest counts
-            kept = {k: r for k, r in self._rules.items() if k not in stale}
-            self._rules = kept if rule is None else {**kept, kind: made}
-            self._recent.clear()
+            rules = {**self._rules, kind: rule}  # a new dict: other threads read without the lock
+            if kind == "jvp":
+                rules["vjp"] = None  # of the two, the newest counts
+            self._rules = {name: given for name, given in rules.items() if given is not None}
             _forget((self, "rules"))
-        return rule
 
     # -- what BrainEvent's operators attach to an op ---------------------------------------------------
 
@@ -4571,14 +4613,19 @@ class XLACustomKernel(_Kept):
           ['jax']
         """
         args = jax.device_put(tuple(_as_inputs(ins, self.name)[0]))
-        platform = _platform_name(next((d.platform for x in args for d in x.devices()), _default_platform()))
-        self._entry(platform, None)
-        rows, reference = [], list[Any]()
+        platform = _default_platform()
+        if args:
+            device, *_ = args[0].devices()
+            platform = _platform_name(device.platform)
+        self._entry(platform, None)  # raises where there is none
+        result = _OpBenchmark(self.name, platform, [])
+        reference = None
         for backend in self.available_backends(platform):
             call = jax.jit(functools.partial(self, outs=outs, backend=backend, **params))
-            row, reference = _time_backend(backend, functools.partial(call, *args), reference)
-            rows.append(row)
-        return _OpBenchmark(self.name, platform, rows)
+            row, results = _time_backend(backend, functools.partial(call, *args), reference)
+            result.rows.append(row)
+            reference = reference or results
+        return result
 
 
 class _BenchmarkRow(NamedTuple):
@@ -4596,22 +4643,29 @@ class _OpBenchmark(NamedTuple):
 
     def __repr__(self) -> str:
         lines = [f"{self.name} on {self.platform}", f"{'backend':<14}{'first (ms)':>12}{'median (us)':>14}  difference"]
-        for backend, first, median, difference, error in self.rows:
-            shown = error or f"{difference:.3g}"
-            lines.append(f"{backend:<14}{first or math.nan:>12.2f}{median or math.nan:>14.2f}  {shown}")
+        for row in self.rows:
+            times = f"{row.first_ms or math.nan:>12.2f}{row.median_us or math.nan:>14.2f}"
+            difference = row.error or f"{row.difference:.3g}"
+            lines.append(f"{row.backend:<14}{times}  {difference}")
         return "\n".join(lines)
 
 
-def _time_backend(backend: str, run: Callable[[], Any], reference: list[Any]) -> tuple[_BenchmarkRow, list[Any]]:
+def _time_backend(backend: str, run: Callable[[], Any], reference: list | None) -> tuple[_BenchmarkRow, list | None]:
+    """Time a call, and compare its results with the reference, if there is one; None for those of a failed call."""
     timer = timeit.Timer(lambda: jax.block_until_ready(run()))
     try:
-        first, results = timer.timeit(1), jax.tree.leaves(run())
-        times = timer.repeat(min(10_000, max(5, int(0.2 / timer.timeit(1)))), 1)
+        first = timer.timeit(1)
+        calls = int(0.2 / timer.timeit(1))
+        times = timer.repeat(min(max(calls, 5), 10_000), 1)
+        results = jax.tree.leaves(run())
     except Exception as error:  # reported as the row of this backend
-        return _BenchmarkRow(backend, error=f"{type(error).__name__}: {error}".partition("\n")[0]), reference
-    gaps = [np.abs(np.asarray(x, complex) - np.asarray(y, complex)) for x, y in zip(reference or results, results)]
-    difference = max((float(np.max(gap, initial=0.0)) for gap in gaps), default=0.0)
-    return _BenchmarkRow(backend, first * 1e3, float(np.median(times)) * 1e6, difference), reference or results
+        text = f"{type(error).__name__}: {error}".partition("\n")[0]
+        return _BenchmarkRow(backend, error=text), None
+    difference = 0.0
+    for x, y in zip(results, reference or results, strict=True):
+        gap = np.abs(np.asarray(x, complex) - np.asarray(y, complex))
+        difference = max(difference, float(np.max(gap, initial=0.0)))
+    return _BenchmarkRow(backend, first * 1e3, float(np.median(times)) * 1e6, difference), results
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -4628,9 +4682,16 @@ class KernelEntry:
     fallback: bool = False
 
 
+def _check_name(what: str, name: Any) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"def_kernel: {what} must be a name, got {name!r}")
+    if not name:
+        raise ValueError(f"def_kernel: {what} must be a name, got {name!r}")
+
+
 # -- 12.2 A call: from op(...) to its primitive --------------------------------------------------------
 # Knows operands, outs and static parameters, and checks them where the user's call is on the stack.
-# Does not know kernels, but for running a generator abstractly, so that its errors too are raised there.
+# Does not know kernels, but for tracing one, so that its errors too are raised there.
 
 _SPEC_TYPES: tuple[type, ...] = (Spec, jax.core.ShapedArray)
 _OWN_PARAMS = ("outs", "backend", "_batch", "_types")  # of the primitive, besides the static parameters
@@ -4640,76 +4701,106 @@ _RESERVED = "_batch _types avals_in ctx effects eqn key primitive self".split() 
 def _find_call(op: XLACustomKernel, args: Sequence[Any], outs: Any, backend: Any, params: dict) -> _OpCall:
     """What serves a call with these outs, backend and parameters: checked when it is new, then remembered."""
     if callable(outs) and not isinstance(outs, type):  # such as jnp.float32
-        outs = outs(*[getattr(x, "aval", None) or _input_spec(x, i) for i, x in enumerate(args)])
-    if type(outs) in _SPEC_TYPES:  # the usual case, at half the price
-        key: Any = (outs.shape, outs.dtype, backend)
-    else:
-        leaves, tree = jax.tree_util.tree_flatten(outs, is_leaf=_is_spec)
-        shown = tuple([(tuple(s.shape), s.dtype) if _is_spec(s) else s for s in leaves])
-        key = (tree, shown, backend)
+        avals = [getattr(x, "aval", None) or _input_spec(x, i) for i, x in enumerate(args)]
+        outs = outs(*avals)
     try:
-        key += _tagged(params) if params else ()
-        call = op._recent.get(key)
-    except TypeError:  # something is not hashable: the checks of a new call say what
-        call = None
-    return call or op._recent.keep(key, _OpCall(op, outs, backend, params))
+        key = (_outs_key(outs), backend, _tagged(params) if params else ())
+        known = op._recent.get(key)
+    except TypeError:  # something is not hashable: a new call raises and says what
+        known = None
+    if known:
+        return known
+    call = _OpCall(op, outs, backend, params)
+    return op._recent.keep(key, call)
+
+
+def _outs_key(outs: Any) -> tuple:
+    if type(outs) in _SPEC_TYPES:  # the usual case, at half the price
+        return outs.shape, outs.dtype
+    leaves, tree = jax.tree_util.tree_flatten(outs, is_leaf=_is_spec)
+    shown = [(tuple(x.shape), x.dtype) if _is_spec(x) else x for x in leaves]
+    return tree, *shown
 
 
 class _OpCall:
     """An op with fixed outs, backend and static parameters; eager calls go through its `jitted`."""
 
     def __init__(self, op: XLACustomKernel, outs: Any, backend: str | None, params: dict) -> None:
-        _check_static_params(f"XLACustomKernel {op.name!r}", {"backend": backend, **params})
-        self.specs, self.tree = _flat_specs(outs, f"XLACustomKernel {op.name!r}: outs")
-        self.op, self.backend, self.params = op, backend, params
-        self.jitted = jax.jit(self.bind)
+        user = f"XLACustomKernel {op.name!r}"
+        if outs is None:
+            raise TypeError(f"{user}: outs is missing: give the results' specs, such as outs=lambda x: x")
+        _check_static_params(user, {"backend": backend, **params})
+        self.what = f"{user}: outs"
+        self.specs, self.tree = _flat_specs(outs, self.what)
+        self.op = op
+        self.backend = backend
+        self.params = params
+        self.checked = _Recent()
+        self.jitted = jax.jit(self.trace)
 
-    def bind(self, *ins: Any) -> Any:
+    def trace(self, *ins: Any) -> Any:
         """The op on tracers (or, under disable_jit, on arrays)."""
         _IN_JAX_CACHES.add((self.op, "rules"))
-        vjp = self.op._rules.get("vjp")
-        return self.bind_primitive(*ins) if vjp is None else _bind_with_vjp(self, ins, *vjp)
+        self.check(ins)
+        if "vjp" in self.op._rules:
+            return _bind_with_vjp(self, ins, *self.op._rules["vjp"])
+        return self.bind(*ins)
 
-    def bind_primitive(self, *ins: Any) -> Any:
+    def bind(self, *ins: Any) -> Any:
         specs = _input_specs(ins)
-        if rule := self.op._rules.get("sharding"):
+        rule = self.op._rules.get("sharding")
+        if rule:
             rule.check(specs, self.specs)
         results = self.op.primitive.bind(*_make_varying(ins), **self.options(specs))
         return jax.tree_util.tree_unflatten(self.tree, results)
 
     def options(self, ins: Sequence[Spec]) -> dict:
         # the dtypes are decided here and not on construction: jax_enable_x64 can change between two calls
-        outs, _ = _flat_specs(self.specs, f"XLACustomKernel {self.op.name!r}: outs", ins)
+        outs, _ = _flat_specs(self.specs, self.what, ins)
         return {**self.params, "outs": tuple(outs), "backend": self.backend}
 
     def check(self, ins: Sequence[Any]) -> None:
-        """Run the generator abstractly, so that what is wrong with it is reported where the op is called."""
-        op, platform = self.op, _default_platform()
-        places = [place for place in list(op._kernels) if self.backend in op._choices(place)]
-        if places and platform not in places:
-            return  # it may be lowered for another platform, which has it; if not, the lowering reports it
-        entry, specs = op._entry(platform, self.backend), tuple(_input_specs(ins))
-        if (key := (self, entry, specs)) in op._recent:
-            return
-        run = functools.partial(_run_vmaps, op, entry, self.params, (), self.options(specs)["outs"])
+        """Trace the kernel that will probably run, once for these inputs, so that its errors are raised here."""
+        platform = _default_platform()
+        if self.is_for_another(platform):
+            return  # if it is lowered for this one after all, the lowering raises
+        entry = self.op._entry(platform, self.backend)
+        specs = tuple(_input_specs(ins))
+        if (entry, specs) not in self.checked:
+            self.trace_kernel(entry, specs, ins)
+            self.checked.keep((entry, specs), True)
+
+    def is_for_another(self, platform: str) -> bool:
+        """Whether only other platforms have a kernel for this call."""
+        platforms = [name for name in list(self.op._kernels) if self.backend in self.op._choices(name)]
+        return bool(platforms) and platform not in platforms
+
+    def trace_kernel(self, entry: KernelEntry, specs: Sequence[Spec], ins: Sequence[Any]) -> None:
+        outs = self.options(specs)["outs"]
         try:
-            if _calls_python(str(jax.make_jaxpr(run)(*ins))):
-                _PYTHON.add(f" {op.name}[")
+            _kernel_jaxpr(self.op, entry, self.params, (), outs, ins)
         except RuntimeError:
-            if jax.default_backend() == "cpu":  # else the platform may be another one: the lowering reports it
+            if jax.default_backend() == "cpu":  # else the platform may be another one: the lowering raises
                 raise
-        op._recent.keep(key, True)
 
 
-def _tagged(value: Any) -> tuple:
-    """A key that tells apart what Python calls equal: 1, 1.0 and True, 0.0 and -0.0, range(1) and range(0, 1, 2)."""
+def _tagged(value: Any) -> Any:
+    """A key that tells apart what Python calls equal: 1, 1.0 and True, 0.0 and -0.0, Decimal("1") and "1.0"."""
     if isinstance(value, dict):
-        return tuple([(name, _tagged(v)) for name, v in value.items()])
-    if isinstance(value, (tuple, frozenset)):
-        return type(value), (tuple if isinstance(value, tuple) else frozenset)(map(_tagged, value))
+        return tuple([(name, _tagged(x)) for name, x in value.items()])
+    if isinstance(value, tuple):
+        return type(value), *map(_tagged, value)
+    if isinstance(value, frozenset):
+        return type(value), frozenset(map(_tagged, value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return (type(value), value, *[_tagged(getattr(value, f.name)) for f in dataclasses.fields(value) if f.compare])
-    return type(value), repr(value) if isinstance(value, (float, complex, np.inexact, range, slice)) else value
+        compared = [getattr(value, field.name) for field in dataclasses.fields(value) if field.compare]
+        return type(value), value, *map(_tagged, compared)
+    if isinstance(value, _TOLD_BY_REPR):
+        return type(value), repr(value)
+    return type(value), value
+
+
+_TOLD_BY_REPR = (numbers.Number, np.generic, range, slice)  # equal ones can differ; their repr says all
 
 
 def _check_static_params(op: str, params: dict) -> None:
@@ -4736,6 +4827,7 @@ def _check_hashable(value: Any, what: str, fix: str) -> None:
 
 
 def _as_generator(kernel: str, kg: Any, options: dict) -> Callable[..., Any]:
+    """The generator of a ready kernel; any other is the user's own function, which `KernelEntry` holds as it is."""
     if options.get("has_side_effect"):
         raise TypeError(
             f"{kernel} cannot have side effects: a call of an op whose results nobody uses is dropped; call it directly"
@@ -4746,7 +4838,9 @@ def _as_generator(kernel: str, kg: Any, options: dict) -> Callable[..., Any]:
         raise TypeError(
             f"{kernel}: {', '.join(options)} can be given with a ready kernel only; a generator applies options itself"
         )
-    return _tolerant(kg, f"{kernel} (a generator, or a Numba, Numba CUDA or Warp kernel)")
+    if not callable(kg):
+        raise TypeError(f"{kernel} (a generator, or a Numba, Numba CUDA or Warp kernel) must be callable, got {kg!r}")
+    return kg
 
 
 def _wrap_ready(kernel: Any, options: dict, /, outs: tuple, **params: Any) -> Any:
@@ -4758,10 +4852,13 @@ def _wrap_ready(kernel: Any, options: dict, /, outs: tuple, **params: Any) -> An
 
 
 def _ready_kind(kernel: Any) -> str | None:
-    """The backend of a compiled kernel (`@njit`, `@cuda.jit`, `@wp.kernel`); None for anything else."""
-    names = [f"{cls.__module__.partition('.')[0]}.{cls.__name__}" for cls in type(kernel).__mro__]
-    kinds = [backend for name in names for backend, row in _BACKENDS.items() if name in row.ready.split()]
-    return kinds[0] if kinds else "wrapper" if hasattr(kernel, "_call_by_name") else None  # of any copy of this file
+    """The backend of a compiled kernel (`@njit`, `@cuda.jit`, `@wp.kernel`), "wrapper" for ours; else None."""
+    for cls in type(kernel).__mro__:
+        package = cls.__module__.partition(".")[0]
+        for backend, row in _BACKENDS.items():
+            if f"{package}.{cls.__name__}" in row.ready:
+                return backend
+    return "wrapper" if hasattr(kernel, "_call_by_name") else None  # of any copy of this file
 
 
 def _wrong_kernel(user: str, takes: str, kernel: Any) -> TypeError:
@@ -4770,133 +4867,186 @@ def _wrong_kernel(user: str, takes: str, kernel: Any) -> TypeError:
     return TypeError(f"{user} takes {takes}; got {type(kernel).__name__} {kernel!r}{hint}")
 
 
-def _tolerant(fun: Callable[..., Any], what: str) -> Callable[..., Any]:
+def _tolerant(fun: Callable[..., Any], what: str = "") -> Callable[..., Any]:
     """`fun`, called without those of `outs` and `backend` that its signature does not take."""
     if not callable(fun):
         raise TypeError(f"{what} must be callable, got {fun!r}")
-    dropped: set[str] = set()
+    unwanted: set[str] = set()
     with contextlib.suppress(TypeError, ValueError):  # no signature
-        parameters = inspect.signature(fun).parameters.values()
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-            dropped = {"outs", "backend"} - {p.name for p in parameters}
+        parameters = inspect.signature(fun).parameters
+        kinds = [parameter.kind for parameter in parameters.values()]
+        if inspect.Parameter.VAR_KEYWORD not in kinds:
+            unwanted = {"outs", "backend"} - parameters.keys()
 
     @functools.wraps(fun)
     def call(*args: Any, **params: Any) -> Any:
-        return fun(*args, **{name: value for name, value in params.items() if name not in dropped})
+        for name in unwanted:
+            params.pop(name, None)
+        return fun(*args, **params)
 
     return call
 
 
-def _run_slice(op: XLACustomKernel, entry: KernelEntry, params: dict, outs: tuple, *ins: Any) -> list:
+def _run_slice(op: XLACustomKernel, entry: KernelEntry, params: dict, outs: Sequence[Spec], *ins: Any) -> list:
     """The flat list of results of a kernel for the operands of one slice."""
-    where = f"XLACustomKernel {op.name!r}: the kernel of backend {entry.backend!r} for platform {entry.platform!r}"
+    what = f"XLACustomKernel {op.name!r}: the kernel of backend {entry.backend!r} for platform {entry.platform!r}"
     try:
-        varying = frozenset().union(*[_varying_axes(jax.typeof(x)) for x in ins])
-        kernel = entry.kernel_generator(**params, outs=tuple(Spec(s.shape, s.dtype, **_varying(varying)) for s in outs))
-        kernel = _wrap_ready(kernel, {}, outs)
-        if not callable(kernel):
-            raise TypeError(f"the generator must return the function to trace, got {kernel!r}")
-        results = kernel(*ins)
+        results = _make_kernel(entry, params, outs, ins)(*ins)
     except Exception as error:
         choice = f"{entry.platform!r} has {', '.join(op.available_backends(entry.platform))}: choose with backend="
-        raise RuntimeError(f"{where} raised {type(error).__name__}: {error} ({choice})") from error
-    return _returned(where, jax.tree.leaves(results), "outs declares", outs)
+        raise RuntimeError(f"{what} raised {type(error).__name__}: {error} ({choice})") from error
+    return _returned(what, jax.tree.leaves(results), "outs declares", outs)
 
 
-def _returned(where: str, found: Sequence[Any], what: str, expected: Sequence[Any]) -> list:
+def _make_kernel(entry: KernelEntry, params: dict, outs: Sequence[Spec], ins: Sequence[Any]) -> Callable[..., Any]:
+    """The function to trace, which the generator makes for these parameters and outs."""
+    axes = frozenset().union(*[_varying_axes(jax.typeof(x)) for x in ins])
+    varying = [Spec(out.shape, out.dtype, **_varying(axes)) for out in outs]
+    made = _tolerant(entry.kernel_generator)(**params, outs=tuple(varying))
+    kernel = _wrap_ready(made, {}, tuple(outs))
+    if not callable(kernel):
+        raise TypeError(f"the generator must return the function to trace, got {kernel!r}")
+    return kernel
+
+
+def _returned(what: str, values: Sequence[Any], rule: str, expected: Sequence[Any]) -> list:
     """What a kernel or a rule returned, as arrays like those expected; None for zeros, and where None is expected."""
-    arrays = [None if _is_zero(x) else x if isinstance(x, (jax.Array, Spec)) else jax.numpy.asarray(x) for x in found]
-    came, wanted = (["None" if x is None else _show(x) for x in xs] for xs in (arrays, expected))
-    if len(came) != len(wanted) or any(a != b and "None" not in (a, b) for a, b in zip(came, wanted)):
+    arrays = [_as_array(x) for x in values]
+    came = [_show_or_none(x) for x in arrays]
+    wanted = [_show_or_none(x) for x in expected]
+    fits = len(came) == len(wanted)
+    for a, b in zip(came, wanted):
+        fits = fits and (a == b or "None" in (a, b))
+    if not fits:
         raise ValueError(
-            f"{where} returned ({', '.join(came)}), but {what} ({', '.join(wanted)}): return as many, of equal shape "
+            f"{what} returned ({', '.join(came)}), but {rule} ({', '.join(wanted)}): return as many, of equal shape "
             "and dtype (None for zero in a rule), or correct what is declared"
         )
     return [None if spec is None else x for x, spec in zip(arrays, expected)]
+
+
+def _as_array(x: Any) -> Any:
+    if _is_zero(x):
+        return None
+    return x if isinstance(x, (jax.Array, Spec)) else jax.numpy.asarray(x)
 
 
 def _is_zero(x: Any) -> bool:
     return x is None or isinstance(x, (ad.Zero, ad.UndefinedPrimal)) or getattr(x, "dtype", None) == jax.dtypes.float0
 
 
-# -- 12.4 The primitive: what JAX's interpreters ask ---------------------------------------------------
-# All hooks are installed once, when the op is made; each looks up the op's newest rule when JAX asks.
+def _show_or_none(x: Any) -> str:
+    return "None" if x is None else _show(x)
+
+
+# -- 12.4 The primitive: its rules for JAX's interpreters ----------------------------------------------
+# Each rule looks up what the op has now when JAX asks.  JAX keeps the answer in its caches: `_forget` drops it.
 
 _IN_JAX_CACHES: set[tuple] = set()  # (op, "rules") of what was traced, (op, platform, backend) of what was lowered
-_PYTHON = {"callback[", "debug_print["}  # how calls of Python, and of ops that call it, begin in the text of a program
-_calls_python = lambda text: any(name in text for name in list(_PYTHON))
 
 
 class _OpPrimitive(Primitive):
     """The primitive of an op; under recorded vmaps (12.5) its `outs` are those of the whole batch."""
 
+    # Its parameters: `outs`, `backend`, the static parameters of the call, and, where there are any,
+    #   _batch  the recorded vmaps
+    #   _types  what tells the static parameters from equal ones of other types, which JAX's caches do not
     multiple_results = True
 
     def __init__(self, op: XLACustomKernel) -> None:
         super().__init__(op.name)
         self.op = op
+        self.def_impl(functools.partial(_apply_primitive, self))
+        self.def_abstract_eval(self.rule(_op_abstract_eval))
+        ad.primitive_jvps[self] = self.rule(_op_jvp)
+        ad.primitive_transposes[self] = self.rule(_op_transpose)
+        batching.primitive_batchers[self] = self.rule(_op_batching)
+        for platform in (None, "cpu", "gpu", "tpu"):  # one for each, or JAX would lower for several at once
+            mlir.register_lowering(self, self.rule(_op_lowering), platform=platform)
 
-        def hook(function: Callable[..., Any]) -> Callable[..., Any]:
-            return lambda *args, _batch=(), _types=(), **params: function(op, _batch, *args, **params)
+    def rule(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A rule for JAX: `function`, with the op and the recorded vmaps before its other arguments."""
 
-        run: Any = lambda options, *ins: self.bind(*ins, **dict(options))
-        run._apply_primitive = True  # else jax_debug_nans runs a jitted function again, piece by piece
-        self._jitted = jax.jit(run, static_argnums=0)
-        self.def_abstract_eval(hook(_op_abstract_eval))
-        ad.primitive_jvps[self] = hook(_op_jvp)
-        ad.primitive_transposes[self] = hook(_op_transpose)
-        batching.primitive_batchers[self] = hook(_op_batching)
-        for platform in (None, "cpu", "gpu", "tpu"):  # a rule for each, or JAX would lower for several at once
-            mlir.register_lowering(self, hook(_op_lowering), platform=platform)
+        def call(*args: Any, _batch: tuple = (), _types: tuple = (), **params: Any) -> Any:
+            return function(self.op, _batch, *args, **params)
 
-    def impl(self, *ins: Any, **options: Any) -> list:
-        with jax.disable_jit(False):
-            return self._jitted(tuple(options.items()), *ins)
+        return call
 
     def bind(self, *args: Any, **params: Any) -> Any:
-        """Bind it with the types of its static parameters, as JAX's caches find 1, 1.0 and True equal."""
         _IN_JAX_CACHES.add((self.op, "rules"))
-        types_ = _tagged({name: value for name, value in params.items() if name not in _OWN_PARAMS})
-        return super().bind(*args, **{**params, "_types": types_} if types_ else params)
+        static = {name: value for name, value in params.items() if name not in _OWN_PARAMS}
+        if static:
+            params["_types"] = _tagged(static)
+        return super().bind(*args, **params)
+
+    def kernel_jaxpr(self, ctx: Any, equation: Any) -> Any:
+        """The jaxpr of the kernel that an equation of this primitive is lowered to."""
+        trace = self.rule(_equation_jaxpr)
+        return trace(ctx, [var.aval for var in equation.invars], **equation.params)
 
 
-def _op_abstract_eval(op: XLACustomKernel, batch: tuple, /, *avals: Any, outs: tuple, **params: Any) -> list:
-    return _op_sharding(op, batch, avals, outs).out_avals(avals, outs)
+def _equation_jaxpr(op: Any, vmaps: tuple, ctx: Any, ins: Any, /, outs: Any, backend: Any = None, **params: Any) -> Any:
+    return _kernel_jaxpr(op, op._entry(_platform_of(ctx), backend), params, vmaps, outs, ins)
 
 
-def _op_sharding(op: XLACustomKernel, batch: tuple, ins: Sequence[Any], outs: tuple) -> _ShardingRule:
+def _op_abstract_eval(op: XLACustomKernel, vmaps: tuple, /, *avals: Any, outs: tuple, **params: Any) -> list:
+    return _op_sharding(op, vmaps, avals, outs).out_avals(avals, outs)
+
+
+def _op_sharding(op: XLACustomKernel, vmaps: tuple, ins: Sequence[Any], outs: tuple) -> _ShardingRule:
     """The sharding rule of the op under the recorded vmaps."""
-    slices = [Spec(x.shape[sum(flags[i] for flags in batch) :], x.dtype) for i, x in enumerate(ins)]
-    rule = op._rules.get("sharding") or _ShardingRule.whole(slices, _slices(outs, len(batch)))
-    return functools.reduce(_ShardingRule.batched, batch, rule)
+    rule = op._rules.get("sharding")
+    if rule is None:
+        depths = [sum(flags) for flags in _by_operand(vmaps, len(ins))]
+        slices = [Spec(x.shape[depth:], x.dtype) for x, depth in zip(ins, depths)]
+        rule = _ShardingRule.whole(slices, _slices(outs, len(vmaps)))
+    for flags in vmaps:
+        rule = rule.batched(flags)
+    return rule
 
 
-def _op_lowering(op: Any, batch: tuple, ctx: Any, /, *ins: Any, outs: Any, backend: Any = None, **params: Any) -> Any:
-    platform = _platform_name((ctx.platforms or ctx.module_context.platforms)[0])
-    run = functools.partial(_run_vmaps, op, op._entry(platform, backend), params, batch)
+def _op_lowering(op: Any, vmaps: tuple, ctx: Any, /, *ins: Any, outs: Any, backend: Any = None, **params: Any) -> Any:
+    platform = _platform_of(ctx)
+    entry = op._entry(platform, backend)
     _IN_JAX_CACHES.add((op, platform, backend))
-    rule = _op_sharding(op, batch, ctx.avals_in, outs)
+    run = functools.partial(_run_vmaps, op, entry, params, vmaps)
+    rule = _op_sharding(op, vmaps, ctx.avals_in, outs)
+    on_mesh = _on_mesh(ctx) if rule.split else None
     try:
-        if rule.split and (on_mesh := _on_mesh(ctx)):
+        if on_mesh:
             return rule.lower(on_mesh, ins, run, outs)
         return mlir.lower_fun(functools.partial(run, outs), multiple_results=True)(ctx, *ins)
     except KeyError as error:
-        if "Effect" not in type(error.args[0]).__name__:  # such as an ordered one, which has no token here
+        if "Effect" not in type(error.args[0]).__name__:
             raise
+        # an ordered effect of the kernel, for which JAX has no token here
         raise NotImplementedError(f"op {op.name!r} has no ordered effects; call its kernel itself: {error}") from error
 
 
-def _forget(*stale: tuple) -> None:
+def _platform_of(ctx: Any) -> str:
+    """The platform that is lowered for."""
+    platforms = ctx.platforms or ctx.module_context.platforms
+    return _platform_name(platforms[0])
+
+
+def _forget(stale: tuple) -> None:
     """Have JAX trace and lower again what was made with a stale choice: it can only drop all its caches at once."""
-    if not _IN_JAX_CACHES.isdisjoint(stale):
+    if stale in _IN_JAX_CACHES:
         _IN_JAX_CACHES.clear()
         jax.clear_caches()
 
 
-# -- 12.5 Batching -------------------------------------------------------------------------------------
-# A vmap of an op binds its primitive again, with the batched operands noted in the parameter `_batch`; rules and
-# generators stay those of one slice.  The lowering, which alone knows the backend, applies the recorded vmaps to the
-# kernel, innermost first: by jax.vmap, or jax.lax.map where what it traces has no rule.  Derivatives' rules run so too.
+# -- 12.5 Batching: recorded vmaps ---------------------------------------------------------------------
+# How a batch is best run, only the backend knows, and that is known only when the op is lowered.  So:
+#
+# 1. `vmap` of an op binds its primitive once more, and records which operands are batched: `_batch` is a tuple of such
+#    flags, one entry per vmap, the innermost first; the batched operands have that vmap's axis in front, so that their
+#    axes are in the order of the vmaps from the outermost to the innermost.
+# 2. The lowering applies the recorded vmaps to the function of one slice, by `jax.vmap`: each wrapper, and all that JAX
+#    can trace, has its own rule.  Where one has none, the batch is a `jax.lax.map`.
+# 3. Derivative rules get the same vmaps, when JAX asks for them (12.6).
+#
+# All that a user writes sees one slice: generators, outs, rules.  Only the primitive's `outs` are those of the batch.
 
 
 def general_batching_rule(prim: Any, args: Sequence[Any], axes: Sequence[int | None], /, **params: Any) -> tuple:
@@ -4918,71 +5068,103 @@ def general_batching_rule(prim: Any, args: Sequence[Any], axes: Sequence[int | N
     """
     function = functools.partial(getattr(prim, "bind", prim), **params)
     flags = tuple(axis is not None for axis in axes)
-    moved = [jax.numpy.moveaxis(x, axis, 0) if axis else x for x, axis in zip(args, axes)]
     if not any(flags):
         out = function(*args)
-    elif isinstance(getattr(prim, "primitive", prim), _OpPrimitive):
-        out = _record_vmap(prim, moved, flags, params)
+        return out, jax.tree.map(lambda _: None, out)
+    in_front = [jax.numpy.moveaxis(x, axis, 0) if axis else x for x, axis in zip(args, axes)]
+    if isinstance(getattr(prim, "primitive", prim), _OpPrimitive):
+        out = _record_vmap(prim, in_front, flags, params)
     else:
-        out = _sequential(function, flags)(*moved)
-    return out, jax.tree.map(lambda _: 0 if any(flags) else None, out)
+        out = _sequential(function, flags)(*in_front)
+    return out, jax.tree.map(lambda _: 0, out)
 
 
-def _op_batching(op: XLACustomKernel, batch: tuple, args: Sequence[Any], axes: Sequence, /, **params: Any) -> Any:
+def _op_batching(op: XLACustomKernel, vmaps: tuple, args: Sequence[Any], axes: Sequence, /, **params: Any) -> Any:
     rule = op._rules.get("batching")
-    if rule is None or batch:  # recorded before: a user's rule is for the op on one slice
-        return general_batching_rule(op.primitive, args, axes, **params, _batch=batch)
-    found, places = rule(args, axes, **params)
-    slices = [x if d is None else Spec(x.shape[:d] + x.shape[d + 1 :], x.dtype) for x, d in zip(found, places)]
+    if rule is None or vmaps:  # a user's rule is for the op on one slice, not on the batch of a recorded vmap
+        return general_batching_rule(op.primitive, args, axes, **params, _batch=vmaps)
+    results, result_axes = rule(args, axes, **params)
+    slices = [_without_axis(x, axis) for x, axis in zip(results, result_axes)]
     _returned(f"the batching rule of {op.name!r}", slices, "the slices of outs are", params["outs"])
-    return found, places
+    return results, result_axes
+
+
+def _without_axis(x: Any, axis: int | None) -> Any:
+    return x if axis is None else Spec(x.shape[:axis] + x.shape[axis + 1 :], x.dtype)
 
 
 def _record_vmap(prim: Any, ins: Sequence[Any], flags: tuple, params: dict) -> Any:
     """Bind an op or its primitive with one more vmap, over the first axis of the flagged operands."""
-    size = next(x.shape[0] for x, batched in zip(ins, flags) if batched)
+    primitive = getattr(prim, "primitive", prim)
+    size = ins[flags.index(True)].shape[0]
     specs, tree = jax.tree.flatten(params["outs"])
-    whole = tuple(Spec((size, *s.shape), s.dtype) for s in specs)
-    primitive, batch = getattr(prim, "primitive", prim), (*params.get("_batch", ()), flags)
+    batched_outs = tuple(Spec((size, *spec.shape), spec.dtype) for spec in specs)
+    vmaps = (*params.get("_batch", ()), flags)
     _need_devices(primitive)
-    results = primitive.bind(*_make_varying(ins), **{**params, "outs": whole, "_batch": batch})
+    results = primitive.bind(*_make_varying(ins), **{**params, "outs": batched_outs, "_batch": vmaps})
     return results if prim is primitive else jax.tree_util.tree_unflatten(tree, results)
 
 
-def _run_vmaps(op: XLACustomKernel, entry: KernelEntry, params: dict, batch: tuple, outs: Sequence, *ins: Any) -> list:
-    """A kernel under the recorded vmaps: by the backend's own rules, or slice by slice where it has none."""
-    run: Any = functools.partial(_run_slice, op, entry, params, tuple(_slices(outs, len(batch))))
-    if outs and all(0 in s.shape for s in outs):  # nothing to compute, and not every backend takes empty arrays
-        return [*map(_zeros, outs)]
-    if not batch:
+def _by_operand(vmaps: tuple, count: int) -> list[list[bool]]:
+    """For each operand, by which of the recorded vmaps it is batched: the outermost first, as its axes are."""
+    outermost_first = vmaps[::-1]
+    return [[flags[i] for flags in outermost_first] for i in range(count)]
+
+
+def _kernel_jaxpr(op: Any, entry: KernelEntry, params: dict, vmaps: tuple, outs: Sequence, ins: Sequence[Any]) -> Any:
+    run = functools.partial(_run_vmaps, op, entry, params, vmaps, outs)
+    return jax.make_jaxpr(run)(*ins).jaxpr
+
+
+def _run_vmaps(op: XLACustomKernel, entry: KernelEntry, params: dict, vmaps: tuple, outs: Sequence, *ins: Any) -> list:
+    """A kernel under the recorded vmaps."""
+    if outs and all(0 in out.shape for out in outs):  # nothing to compute, and not every backend takes empty arrays
+        return [_zeros(out) for out in outs]
+    run = functools.partial(_run_slice, op, entry, params, _slices(outs, len(vmaps)))
+    if not vmaps:
         return run(*ins)
-    # the generator runs outside the vmaps, so that its errors stay its own
-    staged = lambda *ins: _eval_jaxpr(jax.make_jaxpr(run)(*ins), ins)
+
+    def staged(*ins: Any) -> list:  # the generator runs outside the vmaps, so that its errors stay its own
+        return _eval_jaxpr(jax.make_jaxpr(run)(*ins), ins)
+
+    batched = _under_vmaps(staged, vmaps)
     try:
-        return _eval_jaxpr(jax.make_jaxpr(_under_vmaps(staged, batch))(*ins), ins)  # a failure leaves nothing behind
-    except NotImplementedError:
-        return functools.reduce(_sequential, batch, run)(*ins)
+        closed = jax.make_jaxpr(batched)(*ins)  # first as a whole: a failure must leave nothing behind
+    except NotImplementedError:  # something has no batching rule
+        return _sequentially(run, vmaps)(*ins)
+    return _eval_jaxpr(closed, ins)
 
 
-def _under_vmaps(fun: Callable[..., Any], batch: Sequence[tuple]) -> Callable[..., Any]:
-    """`fun`, which is for one slice, under the recorded vmaps; a Zero or UndefinedPrimal has nothing to batch."""
-    for flags in batch:
-        fun = jax.vmap(fun, in_axes=tuple(0 if batched else None for batched in flags))
-    return fun
+def _under_vmaps(function: Callable[..., Any], vmaps: Sequence[tuple]) -> Callable[..., Any]:
+    """A function of one slice under vmaps, the innermost first; a Zero or UndefinedPrimal has nothing to batch."""
+    for flags in vmaps:
+        in_axes = tuple(0 if flag else None for flag in flags)
+        function = jax.vmap(function, in_axes=in_axes)
+    return function
 
 
-def _sequential(run: Callable[..., Any], flags: tuple) -> Callable[..., Any]:
-    """`run` mapped over the first axis of the flagged operands, one slice at a time."""
+def _sequentially(function: Callable[..., Any], vmaps: Sequence[tuple]) -> Callable[..., Any]:
+    for flags in vmaps:
+        function = _sequential(function, flags)
+    return function
+
+
+def _sequential(function: Callable[..., Any], flags: tuple) -> Callable[..., Any]:
+    """A function mapped over the first axis of the flagged operands, one slice at a time."""
 
     def mapped(*ins: Any) -> Any:
-        one = lambda slices: run(*[x if own is None else own for x, own in zip(ins, slices)])
-        return jax.lax.map(one, [x if batched else None for x, batched in zip(ins, flags)])
+        def of_slice(slices: Sequence[Any]) -> Any:
+            return function(*[x if one is None else one for x, one in zip(ins, slices)])
+
+        return jax.lax.map(of_slice, [x if flag else None for x, flag in zip(ins, flags)])
 
     return mapped
 
 
 # -- 12.6 Derivatives ----------------------------------------------------------------------------------
-# Knows tangents and cotangents, symbolic zeros among them.  Rules are for one slice; 12.5 has them applied to batches.
+# A user's rule is a function of one slice; it is vmapped by the recorded vmaps (12.5), in which tangents are batched as
+# their primals, and cotangents by all, as outputs are.  Zeros are symbolic on both sides: JAX gives and takes an
+# `ad.Zero`, a user may return None, and inside this section a zero that a rule returned is None.
 
 
 def defjvp(primitive: Any, *jvp_rules: Callable[..., Any] | None) -> None:
@@ -5018,98 +5200,140 @@ def defjvp(primitive: Any, *jvp_rules: Callable[..., Any] | None) -> None:
 
 
 def _jvp_by_operand(primitive: Any, rules: Sequence[Any], primals: Any, tangents: Any, /, **params: Any) -> tuple:
+    """The jvp rule that adds up what each operand's rule gives."""
     if len(rules) != len(primals):
         raise ValueError(f"{primitive.name!r} has {len(rules)} jvp rules for {len(primals)} operands; give each one")
     results = primitive.bind(*primals, **params)
     outputs = list(results) if primitive.multiple_results else [results]
-    parts = [[None] * len(outputs)]
-    for index, (rule, tangent) in enumerate(zip(rules, tangents)):
+    avals = [jax.typeof(x) for x in outputs]
+    totals: list[Any] = [None] * len(outputs)
+    for i, (rule, tangent) in enumerate(zip(rules, tangents)):
         if rule is not None and type(tangent) is not ad.Zero:
-            where = f"the jvp rule of {primitive.name!r} for operand {index}"
-            found = jax.tree.leaves(rule(tangent, *primals, **params), is_leaf=_is_zero)
-            parts.append(_from_rule(where, found, "the outputs are", [*map(jax.typeof, outputs)]))
-    terms = [_make_varying([part for part in own if part is not None]) for own in zip(*parts)]
-    totals = _with_zeros([functools.reduce(ad.add_tangents, own) if own else None for own in terms], outputs)
+            returned = jax.tree.leaves(rule(tangent, *primals, **params), is_leaf=_is_zero)
+            what = f"the jvp rule of {primitive.name!r} for operand {i}"
+            terms = _from_rule(what, returned, "the outputs are", avals)
+            totals = [_sum_of(total, term) for total, term in zip(totals, terms)]
+    totals = _with_zeros(totals, outputs)
     return (outputs, totals) if primitive.multiple_results else (outputs[0], totals[0])
 
 
-def _op_jvp(op: Any, batch: tuple, primals: Any, tangents: Any, /, outs: tuple = (), **params: Any) -> tuple:
+def _sum_of(x: Any, y: Any) -> Any:
+    """The sum of two tangents, of which None is zero."""
+    if x is None or y is None:
+        return y if x is None else x
+    return ad.add_tangents(*_make_varying([x, y]))
+
+
+def _op_jvp(op: Any, vmaps: tuple, primals: Any, tangents: Any, /, outs: tuple = (), **params: Any) -> tuple:
     """The op's jvp rule, which is for one slice, under the recorded vmaps."""
-    (rule, where), count, slices = _rule(op, "jvp"), len(primals), tuple(_slices(outs, len(batch)))
+    rule = _derivative_rule(op, "jvp")
+    what = f"the jvp rule of {op.name!r}"
+    slice_outs = tuple(_slices(outs, len(vmaps)))
+    count = len(primals)
 
-    def one(*values: Any) -> tuple:
-        primals, tangents = values[:count], values[count:]
-        outputs, found = rule(primals, tuple(_with_zeros(tangents, primals)), outs=slices, **params)
-        outputs = _returned(where, jax.tree.leaves(outputs), "outs declares", slices or outputs)
-        return outputs, _from_rule(where, found, "the outputs are", [*map(jax.typeof, outputs)])
+    def of_slice(*values: Any) -> tuple:
+        primals = values[:count]
+        tangents = values[count:]
+        returned = rule(primals, tuple(_with_zeros(tangents, primals)), outs=slice_outs, **params)
+        outputs = jax.tree.leaves(returned[0])
+        outputs = _returned(what, outputs, "outs declares", slice_outs or outputs)
+        return outputs, _from_rule(what, returned[1], "the outputs are", [jax.typeof(x) for x in outputs])
 
-    outputs, found = _under_vmaps(one, [flags * 2 for flags in batch])(*primals, *tangents)
-    return outputs, _with_zeros(found, outputs)
+    twice = [flags + flags for flags in vmaps]  # primals and tangents
+    outputs, tangents_out = _under_vmaps(of_slice, twice)(*primals, *tangents)
+    return outputs, _with_zeros(tangents_out, outputs)
 
 
 def _with_zeros(tangents: Sequence[Any], values: Sequence[Any]) -> list:
     """The tangents of `values`: a new Zero for None, for a Zero (of another shape, perhaps), and for an integer's."""
-    zeros: list[Any] = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in values]
-    return [z if _is_zero(t) or z.aval.dtype == jax.dtypes.float0 else t for t, z in zip(tangents, zeros)]
+    return [_or_zero(tangent, jax.typeof(x).to_tangent_aval()) for tangent, x in zip(tangents, values)]
 
 
-def _op_transpose(op: Any, batch: tuple, cts: Any, /, *args: Any, outs: tuple = (), **params: Any) -> list:
+def _or_zero(tangent: Any, aval: Any) -> Any:
+    is_zero = _is_zero(tangent) or aval.dtype == jax.dtypes.float0
+    return ad.Zero(aval) if is_zero else tangent
+
+
+def _op_transpose(op: Any, vmaps: tuple, cts: Any, /, *operands: Any, outs: tuple = (), **params: Any) -> list:
     """The op's transpose rule, which is for one slice, under the recorded vmaps."""
-    (rule, where), count, slices = _rule(op, "transpose"), len(cts), tuple(_slices(outs, len(batch)))
-
-    def one(*values: Any) -> list:
-        cts, operands = list(values[:count]), values[count:]
-        linear = [x.aval if ad.is_undefined_primal(x) else None for x in operands]
-        found = rule(cts, *operands, outs=slices, **params)
-        return _from_rule(where, found, "the operands are", linear)
-
+    rule = _derivative_rule(op, "transpose")
     if all(type(ct) is ad.Zero for ct in cts):
-        return [None] * len(args)
-    own = [[flags[i] for flags in reversed(batch)] for i in range(len(args))]  # of each operand, outermost vmap first
-    values = map(_slice_of, [*cts, *args], [len(batch)] * count + list(map(sum, own)))
-    found = _under_vmaps(one, [(True,) * count + flags for flags in batch])(*values)
-    return [None if ct is None else _summed(ct, x, flags) for ct, x, flags in zip(found, args, own)]
+        return [None] * len(operands)
+    count = len(cts)
+    depth = len(vmaps)
+    slice_outs = tuple(_slices(outs, depth))
+
+    def of_slice(*values: Any) -> list:
+        cts = list(values[:count])
+        operands = values[count:]
+        linear = [x.aval if ad.is_undefined_primal(x) else None for x in operands]
+        returned = rule(cts, *operands, outs=slice_outs, **params)
+        return _from_rule(f"the transpose rule of {op.name!r}", returned, "the operands are", linear)
+
+    flags_of = _by_operand(vmaps, len(operands))
+    values = [_symbolic_slice(ct, depth) for ct in cts]
+    values += [_symbolic_slice(x, sum(flags)) for x, flags in zip(operands, flags_of)]
+    everywhere = (True,) * count
+    results = _under_vmaps(of_slice, [everywhere + flags for flags in vmaps])(*values)
+    return [_summed(*row) for row in zip(results, operands, flags_of)]
 
 
-def _slice_of(x: Any, depth: int) -> Any:
+def _symbolic_slice(x: Any, depth: int) -> Any:
     """What is symbolic, as one slice under `depth` vmaps sees it; anything else as it is."""
     if not depth or type(x) not in (ad.Zero, ad.UndefinedPrimal):
         return x
-    return type(x)(_out_aval(x.aval.shape[depth:], x.aval.dtype, [x.aval], x.aval.sharding.spec[depth:]))
+    aval = _out_aval(x.aval.shape[depth:], x.aval.dtype, [x.aval], x.aval.sharding.spec[depth:])
+    return type(x)(aval)
 
 
 def _summed(ct: Any, operand: Any, flags: Sequence[bool]) -> Any:
     """The cotangent of an operand: summed over the vmaps whose slices share it."""
-    shared = [axis for axis, flag in enumerate(flags) if not flag]
-    return _sharded_like(jax.lax.reduce_sum(ct, shared) if shared else ct, operand.aval)
+    if ct is None:
+        return None
+    shared_axes = [axis for axis, flag in enumerate(flags) if not flag]
+    if shared_axes:
+        ct = jax.lax.reduce_sum(ct, shared_axes)
+    return _sharded_like(ct, operand.aval)
 
 
 def _bind_with_vjp(call: _OpCall, ins: Sequence[Any], fwd: Callable[..., Any], bwd: Callable[..., Any]) -> Any:
     """Bind the op with its vjp rule, whose functions get the options of a call with these operands."""
-    where, avals = f"the vjp rule of {call.op.name!r}", [*map(jax.typeof, ins)]
+    avals = [jax.typeof(x) for x in ins]
     options = call.options(_input_specs(ins))
-    backward = lambda *args: tuple(_from_rule(where, bwd(*args, **options), "the operands are", avals))
-    bound = jax.custom_vjp(call.bind_primitive)
-    bound.defvjp(lambda *ins: fwd(*ins, **options), backward)
-    return bound(*ins)
+
+    def forward(*ins: Any) -> tuple:
+        return fwd(*ins, **options)
+
+    def backward(residuals: Any, cotangents: Any) -> tuple:
+        returned = bwd(residuals, cotangents, **options)
+        return tuple(_from_rule(f"the vjp rule of {call.op.name!r}", returned, "the operands are", avals))
+
+    function = jax.custom_vjp(call.bind)
+    function.defvjp(forward, backward)
+    return function(*ins)
 
 
-def _from_rule(rule: str, found: Any, what: str, avals: Sequence[Any]) -> list:
+def _from_rule(what: str, returned: Any, kind: str, avals: Sequence[Any]) -> list:
     """What a rule returned, as arrays of these types: None for zeros, and for what has no derivative or is None."""
-    if isinstance(found, dict):
-        raise TypeError(f"{rule} returned {found!r:.80}: return a tuple, in the order of what it is for")
-    expected = [x if x is not None and jax.dtypes.issubdtype(x.dtype, np.inexact) else None for x in avals]
-    arrays = _returned(rule, found if isinstance(found, (list, tuple)) else [found], what, expected)
+    if isinstance(returned, dict):
+        raise TypeError(f"{what} returned {returned!r:.80}: return a tuple, in the order of what it is for")
+    values = returned if isinstance(returned, (list, tuple)) else [returned]
+    expected = [aval if _is_inexact(aval) else None for aval in avals]
+    arrays = _returned(what, values, kind, expected)
     return [x if x is None else _sharded_like(x, aval) for x, aval in zip(arrays, avals)]
 
 
-def _rule(op: XLACustomKernel, kind: str) -> tuple[Callable[..., Any], str]:
+def _is_inexact(aval: Any) -> bool:
+    return aval is not None and jax.dtypes.issubdtype(aval.dtype, np.inexact)
+
+
+def _derivative_rule(op: XLACustomKernel, kind: str) -> Callable[..., Any]:
     if kind not in op._rules:
         raise NotImplementedError(
             f"XLACustomKernel {op.name!r} has no {kind} rule, which a derivative needs: use def_{kind}_rule, or define "
             "the derivative with def_jvp_rule2 or def_vjp_rule, or keep the op out of it with jax.lax.stop_gradient"
         )
-    return op._rules[kind], f"the {kind} rule of {op.name!r}"
+    return op._rules[kind]
 
 
 # ======================================================================================================
@@ -5119,15 +5343,16 @@ def _rule(op: XLACustomKernel, kind: str) -> tuple[Callable[..., Any], str]:
 
 class _Backend(NamedTuple):
     platforms: dict[str, str]  # where it runs -> how to get it there
-    ready: str  # packages and classes of compiled kernels: as names, so that nothing is imported for them
+    ready: tuple[str, ...]  # packages and classes of compiled kernels: as names, so that nothing is imported for them
     wrap: Callable[..., Any]  # (ready kernel, outs, **options) -> function of arrays
     check: Callable[[], Any]  # makes the function that the self-check calls: 2 * x + y
 
 
 def _wrap_numba_cuda(kernel: Any, outs: tuple, **options: Any) -> Any:
     """By default, one thread per element of the first output that has dimensions."""
-    if not options.keys() & {"grid", "block", "launch_dims"}:
-        options["launch_dims"] = next((spec.shape for spec in outs if spec.shape), 1)
+    if options.keys().isdisjoint({"grid", "block", "launch_dims"}):
+        shapes = [out.shape for out in outs if out.shape]
+        options["launch_dims"] = shapes[0] if shapes else 1
     return numba_cuda_kernel(kernel, outs, **options)
 
 
@@ -5162,13 +5387,16 @@ def _check_warp() -> Callable:
 
 
 _CUDA_DISPATCHERS = (
-    "numba.CUDADispatcher numba.FakeCUDAKernel numba_cuda.CUDADispatcher numba_cuda.FakeCUDAKernel "
-    "numba_cuda_mlir.MLIRDispatcher"
+    "numba.CUDADispatcher",
+    "numba.FakeCUDAKernel",
+    "numba_cuda.CUDADispatcher",
+    "numba_cuda.FakeCUDAKernel",
+    "numba_cuda_mlir.MLIRDispatcher",
 )
 _BACKENDS = {
-    "numba": _Backend({"cpu": _NUMBA_INSTALL}, "numba.Dispatcher", numba_kernel, _check_numba),
+    "numba": _Backend({"cpu": _NUMBA_INSTALL}, ("numba.Dispatcher",), numba_kernel, _check_numba),
     "warp": _Backend(
-        {"gpu": "jax[cuda13], " + _WARP_INSTALL, "cpu": _WARP_INSTALL}, "warp.Kernel", warp_kernel, _check_warp
+        {"cpu": _WARP_INSTALL, "gpu": "jax[cuda13], " + _WARP_INSTALL}, ("warp.Kernel",), warp_kernel, _check_warp
     ),
     "numba_cuda": _Backend({"gpu": _CUDA_INSTALL}, _CUDA_DISPATCHERS, _wrap_numba_cuda, _check_numba_cuda),
 }
@@ -5180,28 +5408,43 @@ def _self_check() -> int:
     print(f"platform {jax.default_backend()}, {jax.device_count()} device(s), XLA FFI API {_ffi_api_version()}")
     compilers = [package.name for package in _CUDA_PACKAGES.values() if package.is_installed()]
     print(f"plain functions become CUDA kernels by {', else '.join(compilers) or 'nothing that is installed'}\n")
-    failed = False
-    rows = [(name, row, *where) for name, row in _BACKENDS.items() for where in reversed(row.platforms.items())]
-    for name, row, platform, install in rows:
-        try:
-            if not (devices := _local_devices(platform)):
-                raise ImportError(f"JAX finds no {platform}")
-            found = f"works, {_cost_per_call(row.check(), devices[0]):.2f} µs per call under jit"
-        except ImportError as error:
-            found = f"not available: {error}\n{'':17}to get it: {'an NVIDIA GPU, ' * (platform == 'gpu')}{install}"
-        except Exception as error:
-            failed, found = True, f"FAILED: {type(error).__name__}: {error}"
-        print(f"{name:11} {platform:4} {found}")
-    return int(failed)
+    status = 0
+    for name, backend in _BACKENDS.items():
+        for platform, install in backend.platforms.items():
+            try:
+                result = _check_backend(backend, platform)
+            except ImportError as error:
+                needs = "an NVIDIA GPU, " if platform == "gpu" else ""
+                result = f"not available: {error}\n{'':17}to get it: {needs}{install}"
+            except Exception as error:
+                status = 1
+                result = f"FAILED: {type(error).__name__}: {error}"
+            print(f"{name:11} {platform:4} {result}")
+    return status
+
+
+def _check_backend(backend: _Backend, platform: str) -> str:
+    devices = _local_devices(platform)
+    if not devices:
+        raise ImportError(f"JAX finds no {platform}")
+    return f"works, {_cost_per_call(backend.check(), devices[0]):.2f} µs per call under jit"
 
 
 def _cost_per_call(call: Callable, device: Any, steps: int = 10_000) -> float:
-    """Compare a call with NumPy, then time a loop of calls, once to compile it: microseconds for each, at best."""
-    x, y = (jax.device_put(np.arange(n, n + 16, dtype=np.float32), device) for n in (1, 2))
-    np.testing.assert_array_equal(call(x, y), 2 * np.asarray(x) + np.asarray(y))
-    loop = jax.jit(lambda x, y: jax.lax.fori_loop(0, steps, lambda i, z: call(y, z), x))
+    """Compare a call with NumPy, then time a loop of calls: microseconds for each, at best."""
+    a = np.arange(16, dtype=np.float32)
+    b = a + 1
+    x = jax.device_put(a, device)
+    y = jax.device_put(b, device)
+    np.testing.assert_array_equal(call(x, y), 2 * a + b)
+
+    @jax.jit
+    def loop(x: Any, y: Any) -> Any:
+        return jax.lax.fori_loop(0, steps, lambda i, z: call(y, z), x)
+
     timer = timeit.Timer(lambda: loop(x, y).block_until_ready())
-    return min(timer.repeat(6, 1)) / steps * 1e6
+    times = timer.repeat(6, 1)  # the first one compiles
+    return min(times) / steps * 1e6
 
 
 if __name__ == "__main__":
