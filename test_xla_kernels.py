@@ -1973,18 +1973,19 @@ def test_an_array_that_changes_is_its_own(make):
     assert wrap(add_first(make()))(F32)[0] == F32[0] + 1
 
 
-KEPT_OP = xk.XLACustomKernel("kept")
+KEPT_OP = xk.XLACustomKernel("KEPT_OP")
 
 
 @pytest.mark.parametrize("name", ["add_one", "KEPT_OP"])
-def test_copies_and_pickles_are_the_object_itself(name, monkeypatch):
+def test_copies_and_pickles_are_those_of_a_function(name, monkeypatch):
     kept = globals()[name]
     data = pickle.dumps([kept])
-    assert [kept] == deepcopy([kept]) == shallow_copy([kept]) == pickle.loads(data) and shallow_copy(kept) is kept
+    assert pickle.loads(data)[0] is kept
+    assert deepcopy([kept])[0] is kept
+    assert shallow_copy(kept) is kept
     monkeypatch.setitem(globals(), name, None)
-    with pytest.raises(TypeError, match=f"cannot unpickle the kernel .*{name}: it is None in this process"):
-        pickle.loads(data)
-    with pytest.raises(TypeError, match=r"cannot pickle .* no module keeps it in a global variable"):
+    assert pickle.loads(data) == [None]  # the name is all that is kept
+    with pytest.raises(pickle.PicklingError, match=name):
         pickle.dumps(kept)
 
 

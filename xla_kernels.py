@@ -706,7 +706,7 @@ class _Target:
     # what serves batches in its place, where that is compiled on its own: a CUDA kernel that runs a batch in one launch
     batched: _Target | None = dataclasses.field(compare=False, default=None)
     # the call on a shard, where XLA may split the kernel's own dimensions
-    localize: Callable[[list[Spec], list[Spec]], _Bound] | None = dataclasses.field(compare=False, default=None)
+    localize: Callable[[list[Spec], list[Spec]], _Resolved] | None = dataclasses.field(compare=False, default=None)
 
     def __repr__(self) -> str:
         return f"{self.name}{self.launch or ''}"
@@ -882,6 +882,26 @@ def _from_foreign(x: Any, i: int, name: str) -> Any:
         return jax.dlpack.from_dlpack(x)
     hint = "pass its leaves one by one" if isinstance(x, (list, tuple, dict)) else "convert it with jnp.asarray"
     raise TypeError(f"{name}: input {i} must be an array or a number; got {type(x).__name__} {x!r:.80}; {hint}")
+
+
+def _call_option(function: Callable[..., Any], what: str, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
+    """Call an option that is a function of the inputs, or say that it takes another number of them."""
+    try:
+        return function(*args, **named)
+    except TypeError:
+        with contextlib.suppress(ValueError):  # what has no signature
+            _check_takes(inspect.signature(function), what, args, named)
+        raise
+
+
+def _check_takes(signature: inspect.Signature, what: str, args: Sequence[Any], named: Mapping[str, Any]) -> None:
+    try:
+        signature.bind(*args, **named)
+    except TypeError as error:
+        shown = ", ".join(_show(x) if _is_spec(x) else repr(x) for x in args)
+        raise TypeError(
+            f"{what} takes {signature}, but this call gives it ({shown}): {error}; give it one parameter for each input"
+        ) from None
 
 
 # ======================================================================================================
@@ -1090,83 +1110,166 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
 
 # ======================================================================================================
 # 7. The primitive behind every wrapper: one call of one target.
-# Knows a target, avals and aliases, and the rules that JAX asks for; then, in `_Wrapper`, what the user said of a
-# kernel and what a call got.  Does not know a backend: each derives from `_Wrapper` and finds the target of a call.
+# A wrapper finds the target of a call, and binds the primitive `xla_kernel` with it; what JAX asks of the primitive
+# (its outputs, its lowering, its vmap) stands first, then the wrapper.  Does not know a backend: it derives a wrapper.
+
+# -- 7.1 The primitive: what JAX's interpreters ask ----------------------------------------------------
 
 
-def _bind_call(*args: Any, rule: _ShardingRule, has_side_effect: bool, **params: Any) -> list:
-    """Bind the primitive for a call: one of its own where XLA's partitioner must be told what to do with it."""
-    told = rule.ins and rule.outs and (rule.split or has_side_effect)
-    return (_split_call_p if told else _call_p).bind(*args, rule=rule, has_side_effect=has_side_effect, **params)
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """What a call gives its kernel, without batch: inputs, then outputs (with scratch), and what these start from."""
+
+    ins: list[Spec]
+    outs: list[Spec]
+    aliases: dict[int, int] = dataclasses.field(default_factory=dict)  # input -> the output that starts with it
+    zeroed: tuple[int, ...] = ()  # the outputs that start from zeros
+
+    def signature(self, label: str) -> _Signature:
+        specs = [*self.ins, *self.outs]
+        dtypes = tuple(np.dtype(spec.dtype) for spec in specs)
+        ranks = tuple(len(spec.shape) for spec in specs)
+        return _Signature(label, len(self.ins), dtypes, ranks, tuple(self.aliases.items()), self.zeroed)
 
 
-def _call_abstract_eval(*ins: Any, outs: Sequence[Spec], has_side_effect: bool, rule: Any, **_: Any) -> tuple:
-    return rule.out_avals(ins, outs), _side_effect() if has_side_effect else frozenset()
+class _Resolved(NamedTuple):
+    """The target that runs a call, with the buffers that it gets: hidden outputs follow the others."""
+
+    target: _Target
+    outs: Sequence[Spec]
+    aliases: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, target: _Target, call: _Call) -> _Resolved:
+        """An input that the kernel may write to is aliased to a hidden output, which the kernel gets in its place."""
+        outs = list(call.outs)
+        aliases = dict(call.aliases)
+        for i in target.may_write:
+            if i not in aliases:
+                aliases[i] = len(outs)
+                outs.append(call.ins[i])
+        return cls(target, outs, tuple(aliases.items()))
 
 
-def _call_lowering(ctx: Any, *operands: Any, target: Any, aliases: tuple, has_side_effect: bool, **params: Any) -> Any:
-    if params["rule"].depth and target.batched:
-        target = target.batched
-    for platform in ctx.platforms or ctx.module_context.platforms:
-        target.register(platform)
-    if ctx.primitive is _split_call_p and (on_mesh := _on_mesh(ctx)):
-        return _lower_on_shards(on_mesh, operands, target, aliases, has_side_effect, **params)
-    if has_side_effect and _auto_devices(ctx) > 1:
-        raise NotImplementedError(
-            f"kernel {target.name!r} has side effects, and XLA cannot tell on which devices: over several, give it an "
-            "input and an output, and the program a mesh (jax.set_mesh), or call it in a jax.shard_map over all axes"
-        )
-    if 0 in target.launch[:3] or any(0 in a.shape[: params["rule"].depth] for a in ctx.avals_out):
-        # XLA before jax 0.10 refuses a call that launches nothing in a command buffer
-        starts = {j: i for i, j in aliases}
-        fill = lambda *ins: [ins[starts[j]] if j in starts else _zeros(a) for j, a in enumerate(ctx.avals_out)]
-        return mlir.lower_fun(fill, multiple_results=True)(ctx, *operands)
-    # An alias only lets XLA save a copy: that an output starts with an input is the handler's business.
-    rule = jax.ffi.ffi_lowering(target.name, operand_output_aliases=dict(aliases), has_side_effect=has_side_effect)
-    return rule(ctx, *operands, **({"launch": np.array(target.launch, np.int64)} if target.launch else {}))
+@dataclasses.dataclass(frozen=True)
+class _BoundCall:
+    """The parameter of the primitive: a call of a whole batch, each `vmap` having added a dimension in front."""
 
+    target: _Target
+    outs: tuple[Spec, ...]  # those that the rule names; then scratch and hidden ones, which nobody reads
+    aliases: tuple[tuple[int, int], ...]  # (input, output)
+    rule: _ShardingRule
+    has_side_effect: bool = False
 
-def _lower_on_shards(ctx: Any, operands: Any, target: Any, aliases: Any, effect: bool, rule: Any, outs: Any) -> Any:
-    """Give XLA the call on a shard: of the results that the rule knows, as nobody asks for those behind them."""
-    n, depth = len(rule.outs), rule.depth
+    def bind(self, *args: Any) -> list:
+        """Bind the primitive: another one, if XLA's partitioner must be told what to do with the call."""
+        is_partitioned = self.rule.ins and self.rule.outs and (self.rule.split or self.has_side_effect)
+        return (_split_call_p if is_partitioned else _call_p).bind(*args, call=self)
 
-    def run(results: Sequence[Spec], *ins: Any) -> list:
-        local = _Bound(target, _slices(outs, depth), aliases)
-        if target.localize:
-            local = target.localize(_slices(ins, depth), _slices(results, depth))
-        hidden = [Spec((*results[0].shape[:depth], *s.shape), s.dtype) for s in local.outs[n:]]
-        params = {"rule": rule, "outs": (*results, *hidden), "aliases": local.aliases, "has_side_effect": effect}
-        return _call_p.bind(*ins, target=local.target, **params)[:n]
+    def batched(self, size: int, has_slices: Sequence[bool]) -> _BoundCall:
+        """The call under one more vmap, in which each output and these inputs have a slice for each element."""
+        if self.target.batched:
+            self.target.batched.announce()
+        outs = tuple(Spec((size, *out.shape), out.dtype) for out in self.outs)
+        return dataclasses.replace(self, outs=outs, rule=self.rule.batched(has_slices, 1))
 
-    return rule.lower(ctx, operands, run, outs[:n], outs[n:], effect)
+    @property
+    def running_target(self) -> _Target:
+        return self.target.batched if self.rule.depth and self.target.batched else self.target
+
+    @property
+    def runs_nothing(self) -> bool:
+        grid = self.target.launch[:3]
+        batch_is_empty = any(0 in out.shape[: self.rule.depth] for out in self.outs)
+        return 0 in grid or batch_is_empty
 
 
 def _slices(arrays: Sequence[Any], depth: int) -> list[Spec]:
+    """The specs of one slice, under so many vmaps."""
     return [Spec(x.shape[depth:], x.dtype) for x in arrays]
 
 
-def _call_batching(
-    args: Any, dims: Any, *, target: _Target, outs: Any, aliases: tuple, rule: Any, **params: Any
-) -> Any:
+def _call_abstract_eval(*ins: Any, call: _BoundCall) -> tuple:
+    effects = _side_effect() if call.has_side_effect else frozenset()
+    return call.rule.out_avals(ins, call.outs), effects
+
+
+def _call_lowering(ctx: Any, *operands: Any, call: _BoundCall) -> Any:
+    for platform in ctx.platforms or ctx.module_context.platforms:
+        call.running_target.register(platform)
+    on_mesh = _on_mesh(ctx) if ctx.primitive is _split_call_p else None
+    if on_mesh:
+        return _lower_on_shards(on_mesh, operands, call)
+    if call.has_side_effect and _auto_devices(ctx) > 1:
+        raise NotImplementedError(
+            f"kernel {call.target.name!r} has side effects, and XLA cannot tell on which devices: over several, give "
+            "it an input and an output, and the program a mesh (jax.set_mesh), or call it in a jax.shard_map over all "
+            "axes"
+        )
+    if call.runs_nothing:  # XLA before jax 0.10 refuses a call that launches nothing in a command buffer
+        return _lower_to_starts(ctx, operands, call.aliases)
+    return _lower_to_custom_call(ctx, operands, call)
+
+
+def _lower_to_custom_call(ctx: Any, operands: Any, call: _BoundCall) -> Any:
+    target = call.running_target
+    # An alias only lets XLA save a copy: that an output starts with an input is the handler's business.
+    aliases = dict(call.aliases)
+    lower = jax.ffi.ffi_lowering(target.name, operand_output_aliases=aliases, has_side_effect=call.has_side_effect)
+    attributes = {"launch": np.array(target.launch, np.int64)} if target.launch else {}
+    return lower(ctx, *operands, **attributes)
+
+
+def _lower_to_starts(ctx: Any, operands: Any, aliases: Sequence[tuple[int, int]]) -> Any:
+    """What the outputs of a call start from, without the call: an input, or zeros."""
+
+    def start(*ins: Any) -> list:
+        outs = [*map(_zeros, ctx.avals_out)]
+        for i, j in aliases:
+            outs[j] = ins[i]
+        return outs
+
+    return mlir.lower_fun(start, multiple_results=True)(ctx, *operands)
+
+
+def _lower_on_shards(ctx: Any, operands: Any, call: _BoundCall) -> Any:
+    """Give XLA the call on a shard: of the results that the rule knows, as nobody asks for those behind them."""
+    depth = call.rule.depth
+    n = len(call.rule.outs)
+
+    def run(results: Sequence[Spec], *ins: Any) -> list:
+        local = _Resolved(call.target, _slices(call.outs, depth), call.aliases)
+        if call.target.localize:  # the kernel's own dimensions may be split
+            local = call.target.localize(_slices(ins, depth), _slices(results, depth))
+        batch = results[0].shape[:depth]
+        hidden = [Spec((*batch, *out.shape), out.dtype) for out in local.outs[n:]]
+        shard = dataclasses.replace(call, target=local.target, outs=(*results, *hidden), aliases=local.aliases)
+        return _call_p.bind(*ins, call=shard)[:n]
+
+    return call.rule.lower(ctx, operands, run, call.outs[:n], call.outs[n:], call.has_side_effect)
+
+
+def _call_batching(args: Any, dims: Any, *, call: _BoundCall) -> Any:
     """One more leading dimension everywhere; size 1 says that an operand is the same for every slice."""
-    if target.batched:
-        target.batched.announce()
     size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
-    own = [d is not None or i in dict(aliases) for i, d in enumerate(dims)]  # what is written to is not shared
-    args = [batching.bdim_at_front(x, d, size if mine else 1) for x, d, mine in zip(args, dims, own, strict=True)]
-    outs = tuple(Spec((size, *s.shape), s.dtype) for s in outs)
-    params |= {"target": target, "outs": outs, "aliases": aliases, "rule": rule.batched(own, 1)}
-    return _bind_call(*args, **params), [0] * len(outs)
+    aliased = {i for i, _ in call.aliases}  # each slice of the output starts with one of the input
+    has_slices = [d is not None or i in aliased for i, d in enumerate(dims)]
+    sizes = [size if flag else 1 for flag in has_slices]
+    args = map(batching.bdim_at_front, args, dims, sizes)
+    return call.batched(size, has_slices).bind(*args), [0] * len(call.outs)
 
 
-def _call_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, target: _Target, outs: Any, **params: Any) -> tuple:
-    if any(jax.dtypes.issubdtype(out.dtype, np.inexact) for out in outs):
-        raise TypeError(f"kernel {target.name!r} has no derivative: use jax.custom_vjp, or an XLACustomKernel's rules")
-    results = _bind_call(*primals, target=target, outs=outs, **params)
+def _call_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: _BoundCall) -> tuple:
+    if any(jax.dtypes.issubdtype(out.dtype, np.inexact) for out in call.outs):
+        name = call.target.name
+        raise TypeError(f"kernel {name!r} has no derivative: use jax.custom_vjp, or an XLACustomKernel's rules")
+    results = call.bind(*primals)
     return results, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in results]
 
 
-for _primitive in (_call_p := Primitive("xla_kernel"), _split_call_p := Primitive("xla_kernel")):
+_call_p = Primitive("xla_kernel")
+_split_call_p = Primitive("xla_kernel")  # XLA's partitioner is told what to do with it
+for _primitive in (_call_p, _split_call_p):
     _primitive.multiple_results = True
     _primitive.def_impl(functools.partial(_apply_primitive, _primitive))
     _primitive.def_effectful_abstract_eval(_call_abstract_eval)
@@ -1174,6 +1277,9 @@ for _primitive in (_call_p := Primitive("xla_kernel"), _split_call_p := Primitiv
     batching.primitive_batchers[_primitive] = _call_batching
     mlir.register_lowering(_primitive, _call_lowering)
 _need_devices(_split_call_p)
+
+
+# -- 7.2 What a public function is given: a kernel, and options ----------------------------------------
 
 
 def _python(kernel: Any) -> Any:
@@ -1290,196 +1396,210 @@ class _Recent(dict):
 
 
 class _Kept:
-    """An object whose copies are itself, and whose pickles say which module keeps it, and under which name."""
+    """Copied and pickled as a function is: a copy is the object itself, a pickle the name of a global variable."""
 
-    __copy__ = __deepcopy__ = lambda self, memo=None: self
+    __name__: str
 
-    def __reduce__(self) -> tuple:
-        for module in sorted(sys.modules, key=lambda name: name == "__main__"):  # which others do not have
-            for name, value in list(getattr(sys.modules[module], "__dict__", {}).items()):
-                if value is self:
-                    return _unpickle, (module, name)
-        raise TypeError(f"cannot pickle {self!r}: no module keeps it in a global variable, where it is found again")
+    def __reduce__(self) -> str:
+        return self.__name__
 
 
-def _unpickle(module: str, name: str) -> Any:
-    found = getattr(importlib.import_module(module), name, None)
-    if not isinstance(found, _Kept):
-        raise TypeError(f"cannot unpickle the kernel {module}.{name}: it is {found!r} in this process")
-    return found
-
-
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """What a call gives its kernel, without batch: inputs, then outputs (with scratch), and what these start from."""
-
-    ins: list[Spec]
-    outs: list[Spec]
-    aliases: dict[int, int] = dataclasses.field(default_factory=dict)  # input -> the output that starts with it
-    zeroed: tuple[int, ...] = ()  # the outputs that start from zeros
-
-    def signature(self, label: str) -> _Signature:
-        specs = [*self.ins, *self.outs]
-        dtypes = tuple(np.dtype(spec.dtype) for spec in specs)
-        ranks = tuple(len(spec.shape) for spec in specs)
-        return _Signature(label, len(self.ins), dtypes, ranks, tuple(self.aliases.items()), self.zeroed)
-
-
-class _Bound(NamedTuple):
-    """A call as the primitive has it: the hidden outputs follow the others."""
-
-    target: _Target
-    outs: Sequence[Spec]
-    aliases: tuple[tuple[int, int], ...]
-
-    @classmethod
-    def of(cls, target: _Target, call: _Call) -> _Bound:
-        # An input that the kernel may write to is aliased to a hidden output, which the kernel gets in its place.
-        hidden = [i for i in target.may_write if i not in call.aliases]
-        outs = [*call.outs, *(call.ins[i] for i in hidden)]
-        aliases = [*call.aliases.items(), *((i, len(call.outs) + k) for k, i in enumerate(hidden))]
-        return cls(target, outs, tuple(aliases))
+# -- 7.3 The wrapper -----------------------------------------------------------------------------------
 
 
 class _Wrapper(_Kept):
-    """A kernel as a JAX function: checks a call, finds its target, binds the primitive."""
+    """A kernel as a JAX function.
+
+    A call takes these steps; a backend gives or overrides those with a star, and these call no step but their own:
+      `__call__`*      arguments that are no arrays (`_is_input`*) go into a variant of the wrapper (`_static_key`*);
+                       `_call_inputs` has the others traced, by jax.jit unless they are already
+      `_trace`*        reads the declared outputs (`_for_inputs`, `_option_arguments`*) and binds the primitive
+      `_resolve`       finds what outputs start from, and scratch buffers
+      `_find_target`*  checks dtypes and arguments, and names what runs the call
+    """
 
     decorator: str  # the public function that made it, for error messages
-    _find_target: Callable[[_Call], _Target]  # of a call: checked, and named
+    _find_target: Callable[[_Call], _Target]
     takes_constants = True  # by keyword
     by_value: Mapping[str, Any] = types.MappingProxyType({})  # Warp's parameters that are no arrays
 
     def __init__(self, kernel: Any, options: Any, order: tuple[str, ...] | None = None, static: Any = None) -> None:
-        self.kernel, self.options = kernel, options
+        self.kernel = kernel
+        self.options = options
         self.parameters = _parameters(kernel)
         self.order = self.parameters if order is None else order  # those that the inputs of a call go to
         self.static: Mapping[str, Any] = static or {}  # the arguments that are no arrays, by parameter
         self.variants = _Recent()  # this kernel with another order and static arguments
-        self._check_names("in_out_argnames", list(options.in_out_argnames or ()))
+        self._describe(kernel)
+        in_outs = options.in_out_argnames or ()
+        self._check_names("in_out_argnames", in_outs)
         self._check_names("input_output_aliases", [i for i in options.aliases if isinstance(i, str)])
         # those that are returned too, in the kernel's order: the first outputs start with them
-        self.in_outs = [name for name in self.parameters if name in (options.in_out_argnames or ())]
+        self.in_outs = [name for name in self.parameters if name in in_outs]
         self.aliases = options.aliases | {name: j for j, name in enumerate(self.in_outs)}
+        self.rule: _ShardingRule | None = None
+        if options.sharding_rule is not None:
+            self.rule = _ShardingRule.parse(f"{self.decorator} {self.__name__!r}", options.sharding_rule)
+        self._jitted = jax.jit(self._function())
+
+    def _describe(self, kernel: Any) -> None:
+        """Look like the kernel's function, with the inputs as parameters: jax.custom_vjp binds arguments by them."""
         self.__name__ = getattr(kernel, "__name__", None) or getattr(kernel, "key", None) or type(kernel).__name__
+        self.__module__ = getattr(_python(kernel), "__module__", None)  # type: ignore[assignment]
         self.__doc__ = getattr(kernel, "__doc__", None)
         self.__wrapped__ = kernel
-        self.__signature__ = _input_signature(self.parameters, options.outs)  # jax.custom_vjp binds arguments by it
-        text = options.sharding_rule
-        self.rule = None if text is None else _ShardingRule.parse(f"{self.decorator} {self.__name__!r}", text)
-        call = lambda *args: self._trace(*args)
+        self.__signature__ = _input_signature(self.parameters, self.options.outs)
+
+    def _function(self) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            return self._trace(*args)
+
         call.__name__ = call.__qualname__ = self.__name__
-        self._jitted = jax.jit(call)
+        return call
+
+    def __repr__(self) -> str:
+        return f"<{self.decorator} {self.__name__}>"
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        if named:
-            return self._call_by_name(args, named)
-        args, traced = _as_inputs(args, self.__name__)  # type: ignore[assignment]
+        return self._call_by_name(args, named) if named else self._call_inputs(args)
+
+    def _call_inputs(self, args: Sequence[Any]) -> Any:
+        args, is_traced = _as_inputs(args, self.__name__)
         try:
-            return self._trace(*args) if traced else self._jitted(*args)
+            return self._trace(*args) if is_traced else self._jitted(*args)
         except TypeError:
             _input_specs(args)  # says more of a dtype that JAX does not have
             raise
 
     # -- arguments by name; those that are no arrays are static, and a variant has them ----------------
 
-    def _call_by_name(self, args: tuple, named: dict[str, Any]) -> Any:
+    def _call_by_name(self, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
         """A call with arguments by keyword: arrays are inputs, and a Python value is static."""
         static = {name: x for name, x in named.items() if not self._is_input(name, x)}
         free = tuple(name for name in self.parameters if name not in static)
-        arrays = dict(zip(free, args)) | {name: x for name, x in named.items() if name not in static}
-        found = tuple(name for name in free if name in arrays)
-        order, variant = free if found == free[: len(found)] else found, self
-        unknown, twice = {*arrays, *static} - {*self.parameters}, len(arrays) + len(static) < len(args) + len(named)
-        if twice or unknown or (order != self.parameters and not self.takes_constants):
+        arrays = dict(zip(free, args))
+        arrays.update((name, x) for name, x in named.items() if name not in static)
+        given = tuple(name for name in free if name in arrays)
+        order = free if given == free[: len(given)] else given
+        is_plain = order == self.parameters
+        is_twice = len(arrays) + len(static) < len(args) + len(named)
+        is_unknown = not {*arrays, *static} <= {*self.parameters}
+        if is_twice or is_unknown or not (is_plain or self.takes_constants):
             also = "" if self.takes_constants else ": arrays, for the first of them"
             raise TypeError(
                 f"{self.__name__}({', '.join(self.parameters)}) got {len(args)} arguments by position and "
                 f"{named!r:.80} by keyword, where each must be another of its parameters{also}"
             )
-        if order != self.parameters:
-            key = order, self._static_key(static)
-            known = self.variants.get(key)
-            variant = known or self.variants.keep(key, type(self)(self.kernel, self.options, order, static))
-        return _Wrapper.__call__(variant, *[arrays[name] for name in found])
+        wrapper = self if is_plain else self._variant(order, static)
+        return wrapper._call_inputs([arrays[name] for name in given])
 
-    def _check_names(self, option: str, names: list[str]) -> None:
-        known = [name for name in self.parameters if name not in self.by_value]
-        for name in names:
-            if name not in known or names.count(name) > 1:
-                shown = ", ".join(known)
-                raise ValueError(f"{option}={names}: {name!r} must be the name of an array parameter, once: {shown}")
+    def _variant(self, order: tuple[str, ...], static: Mapping[str, Any]) -> _Wrapper:
+        key = order, self._static_key(static)
+        known = self.variants.get(key)
+        return known or self.variants.keep(key, type(self)(self.kernel, self.options, order, static))
 
     def _is_input(self, name: str, value: Any) -> bool:
         return _is_spec(value) or hasattr(value, "__jax_array__") or hasattr(value, "__dlpack__")
 
-    def _static_key(self, static: dict[str, Any]) -> Any:
+    def _static_key(self, static: Mapping[str, Any]) -> Any:
         """What tells one set of static arguments from another; raises for those that cannot be."""
         for name, value in static.items():
             what = f"{self.__name__}: {name!r} is no array but a constant of the compiled kernel, so it"
             _check_hashable(value, what, "Pass a tuple, or an array")
         return frozenset(_tagged(static))
 
-    def __repr__(self) -> str:
-        return f"<{self.decorator} {self.__name__}>"
+    def _check_names(self, option: str, names: Sequence[str]) -> None:
+        known = [name for name in self.parameters if name not in self.by_value]
+        for name in names:
+            if name not in known or names.count(name) > 1:
+                shown = ", ".join(known)
+                raise ValueError(f"{option}={names}: {name!r} must be the name of an array parameter, once: {shown}")
 
     # -- from inputs to the primitive ------------------------------------------------------------------
 
     def _trace(self, *args: Any) -> Any:
         ins = _input_specs(args)
-        outs, tree = _flat_specs(self._for_inputs(self.options.outs, ins), "outs", ins)
+        outs, tree = _flat_specs(self._for_inputs("outs", ins), "outs", ins)
         if self.rule:
             self.rule.check(ins, outs)
-        effect = bool(self.options.has_side_effect)
-        return jax.tree_util.tree_unflatten(tree, self._bind(type(self)._resolve, args, outs, self.rule, effect))
+        results = self._bind(type(self)._resolve, args, outs, self.rule)
+        return jax.tree_util.tree_unflatten(tree, results)
 
-    def _bind(self, resolve: Callable[..., _Bound], args: Any, outs: Any, rule: Any, effect: bool = False) -> list:
+    def _bind(self, resolve: Callable[..., _Resolved], args: Any, outs: Any, rule: _ShardingRule | None) -> list:
         """Bind the primitive for what `resolve(self, ins, outs)` finds."""
-        bare = object.__new__(type(self))  # what JAX's caches may hold of it: not the functions that they are keyed by
-        vars(bare).update(vars(self), _jitted=None, _vjp=None, variants=None)
-        ins, localize = _input_specs(args), functools.partial(resolve, bare)
-        bound = localize(ins, outs)
-        target = dataclasses.replace(bound.target, localize=localize if rule else None)
-        params: dict[str, Any] = {"outs": tuple(bound.outs), "aliases": bound.aliases, "has_side_effect": effect}
-        rule = rule or _ShardingRule.whole(ins, outs)
-        return _bind_call(*_make_varying(args), target=target, rule=rule, **params)[: len(outs)]
+        ins = _input_specs(args)
+        localize = functools.partial(resolve, self._without_caches())
+        resolved = localize(ins, outs)
+        target = dataclasses.replace(resolved.target, localize=localize if rule else None)
+        call = _BoundCall(
+            target,
+            tuple(resolved.outs),
+            resolved.aliases,
+            rule or _ShardingRule.whole(ins, outs),
+            bool(self.options.has_side_effect),
+        )
+        return call.bind(*_make_varying(args))[: len(outs)]
 
-    def _resolve(self, ins: list[Spec], outs: list[Spec]) -> _Bound:
-        """A call with these inputs and declared outputs."""
-        scratch = _flat_specs(self._for_inputs(self.options.scratch, ins), "scratch", ins)[0]
+    def _without_caches(self) -> _Wrapper:
+        """What JAX's caches may hold of this: not the functions that they are keyed by, which would never be freed."""
+        wrapper = object.__new__(type(self))
+        vars(wrapper).update(vars(self), _jitted=None, _vjp=None, variants=None)
+        return wrapper
+
+    def _resolve(self, ins: list[Spec], outs: list[Spec]) -> _Resolved:
+        """The target of a call with these inputs and declared outputs, and its buffers."""
+        scratch, _ = _flat_specs(self._for_inputs("scratch", ins), "scratch", ins)
         aliases = self._aliases(ins, outs)
-        zeroed = [j for j in range(len(outs)) if self.options.zero_outputs and j not in aliases.values()]
+        zeroed: list[int] = []
+        if self.options.zero_outputs:
+            zeroed = [j for j in range(len(outs)) if j not in aliases.values()]
         call = _Call(ins, outs + scratch, aliases, tuple(zeroed))
-        return _Bound.of(self._find_target(call), call)
+        return _Resolved.of(self._find_target(call), call)
 
-    def _for_inputs(self, option: Any, ins: Sequence[Spec]) -> Any:
-        """The value of an option that may be a callable of the inputs, and of the static arguments that it names."""
-        if not callable(option) or not self.static:
-            return option(*ins) if callable(option) else option
-        args, named = list(ins), {}
+    def _for_inputs(self, what: str, ins: Sequence[Spec]) -> Any:
+        """The value of an option that may be a callable of the inputs."""
+        option = getattr(self.options, what)
+        if not callable(option):
+            return option
+        args, named = self._option_arguments(option, ins)
+        return _call_option(option, f"{self.decorator} {self.__name__!r}: {what}", args, named)
+
+    def _option_arguments(self, option: Callable[..., Any], ins: Sequence[Spec]) -> tuple[Sequence[Any], dict]:
+        """The inputs, and the static arguments that a callable has parameters for."""
+        args, named = list(ins), dict[str, Any]()
+        if not self.static:
+            return args, named
         for i, parameter in enumerate(inspect.signature(option).parameters.values()):
-            if parameter.name in self.static and parameter.kind is parameter.KEYWORD_ONLY:
-                named[parameter.name] = self.static[parameter.name]
-            elif parameter.name in self.static:
-                args.insert(i, self.static[parameter.name])
-        return option(*args, **named)
+            if parameter.name not in self.static:
+                continue
+            value = self.static[parameter.name]
+            if parameter.kind is parameter.KEYWORD_ONLY:
+                named[parameter.name] = value
+            else:
+                args.insert(i, value)
+        return args, named
 
     def _aliases(self, ins: list[Spec], outs: list[Spec]) -> dict[int, int]:
         """Which output starts with which input."""
         names = self.order[: len(ins)]
-        if wrong := [name for name in self.aliases if isinstance(name, str) and name not in names]:
-            raise ValueError(f"{self.__name__!r}: {wrong[0]!r} is not the name of an input; this call has {names}")
-        found = {names.index(i) if isinstance(i, str) else i: j for i, j in self.aliases.items()}
-        where = f"input_output_aliases={found}"
-        for i, j in found.items():
+        aliases: dict[int, int] = {}
+        for i, j in self.aliases.items():
+            if isinstance(i, str) and i not in names:
+                raise ValueError(f"{self.__name__!r}: {i!r} is not the name of an input; this call has {names}")
+            aliases[names.index(i) if isinstance(i, str) else i] = j
+        where = f"input_output_aliases={aliases}"
+        for i, j in aliases.items():
             for what, k, count in (("input", i, len(ins)), ("output", j, len(outs))):
                 if not 0 <= k < count:
                     raise ValueError(f"{where}: there is no {what} {k}; the call has {count} {what}s, numbered from 0")
-            a, b = _show(ins[i]), _show(outs[j])
-            if a != b:
-                raise ValueError(f"{where}: input {i} ({a}) and output {j} ({b}) must be equal in shape and dtype")
-        if len(set(found.values())) < len(found):
+            shown_in, shown_out = _show(ins[i]), _show(outs[j])
+            if shown_in != shown_out:
+                raise ValueError(
+                    f"{where}: input {i} ({shown_in}) and output {j} ({shown_out}) must be equal in shape and dtype"
+                )
+        if len(set(aliases.values())) < len(aliases):
             raise ValueError(f"{where}: an output can alias one input only")
-        return dict(sorted(found.items()))
+        return dict(sorted(aliases.items()))
 
     def _target_name(self, digest: str) -> str:
         """Begins with the name of this module, so that the copies of this file in a process do not meet."""
@@ -1490,7 +1610,8 @@ class _Wrapper(_Kept):
             for i, spec in enumerate(specs):
                 if np.dtype(spec.dtype).name not in allowed:
                     where = f"{self.decorator} {self.__name__!r}: {what} {i}"
-                    raise TypeError(f"{where} is {_show(spec)}, a dtype {refused}; cast it: x.astype(jnp.float32)")
+                    fix = "f(x.astype(jnp.float32)).astype(x.dtype)"
+                    raise TypeError(f"{where} is {_show(spec)}, a dtype {refused}; cast it, and the result back: {fix}")
 
 
 # ======================================================================================================
@@ -3050,7 +3171,7 @@ class _CudaKernel(_NumbaWrapper, _CudaWrapper):
     def _launch(self, ins: list[Spec]) -> tuple[int, ...]:
         """Grid, block and shared memory, as the seven integers that a handler reads."""
         grid, block = self.options.grid, self.options.block
-        if (dims := self._for_inputs(self.options.launch_dims, ins)) is not None:
+        if (dims := self._for_inputs("launch_dims", ins)) is not None:
             sizes, rank = _dim3("launch_dims", dims), len(dims) if isinstance(dims, (tuple, list)) else 1
             block = _dim3("block", _CUDA_BLOCKS.get(rank, self.options.threads_per_block))
             grid = tuple(-(-n // b) for n, b in zip(sizes, block, strict=True))
@@ -3581,7 +3702,7 @@ class _GenericWarpKernel(_Wrapper):
         ins = [given[name] for name in self.parameters if name in given]
         ins = [jax.dlpack.from_dlpack(x) if isinstance(x, wp.array) else x for x in ins]
         ins = [_input_spec(x, i) if isinstance(x, (jax.Array, np.ndarray)) else x for i, x in enumerate(ins)]
-        declared = lambda what: _flat_specs(self._for_inputs(getattr(self.options, what), ins), what)[0]
+        declared = lambda what: _flat_specs(self._for_inputs(what, ins), what)[0]
         values = [*ins, *declared("outs")[len(self.options.in_out_argnames or ()) :], *declared("scratch")]
         kinds = [arg.type for arg in self.kernel.adj.args]
         if len(kinds) != len(values) or given.keys() != {*self.parameters[: len(ins)]}:
@@ -3629,7 +3750,7 @@ class _WarpKernel(_Wrapper):
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         if not (named or self.by_value or type(None) in map(type, args)):
-            return super().__call__(*args)
+            return self._call_inputs(args)
         given, n = dict(zip(self.parameters, args)) | named, len(args) + len(named)
         if given.keys() != {*self.parameters[:n]} or len(given) < n or not self.by_value.keys() <= given.keys():
             raise self._wrong_arity(f"{len(args)} arguments by position and {', '.join(named) or 'none'} by keyword")
@@ -3650,14 +3771,14 @@ class _WarpKernel(_Wrapper):
             raise TypeError(f"{param.by_value}; got {value}: make it a warp.array of shape (1,) ({why})")
         return value if value.dtype == param.dtype else value.astype(param.dtype)
 
-    def _static_key(self, static: dict[str, Any]) -> Any:
+    def _static_key(self, static: Mapping[str, Any]) -> Any:
         return frozenset((name, name in self.by_value and self.by_value[name].pack(x)) for name, x in static.items())
 
-    def _for_inputs(self, option: Any, ins: Sequence[Spec]) -> Any:
-        """Callables get all that the call got, values included."""
-        rest, names = iter(ins), self.parameters[: len(ins) + len(self.static)]
-        args = [self.static[name] if name in self.static else next(rest) for name in names]
-        return option(*args) if callable(option) else option
+    def _option_arguments(self, option: Callable[..., Any], ins: Sequence[Spec]) -> tuple[Sequence[Any], dict]:
+        """All that the call got, values included."""
+        specs = iter(ins)
+        names = self.parameters[: len(ins) + len(self.static)]
+        return [self.static[name] if name in self.static else next(specs) for name in names], {}
 
     def _wrong_arity(self, given: str) -> TypeError:
         return TypeError(
@@ -3715,7 +3836,7 @@ class _WarpKernel(_Wrapper):
 
     def _launch(self, specs: Mapping[_WarpParam, Spec], ins: list[Spec]) -> tuple[int, ...]:
         """The attribute of a call."""
-        dims, block_dim = self._for_inputs(self.options.launch_dims, ins), self.options.block_dim
+        dims, block_dim = self._for_inputs("launch_dims", ins), self.options.block_dim
         if dims is None:
             dims = next((param.dims(specs[param].shape) for param in self.params if param.ndim and param in specs), ())
         dims = self.options.resolve(dims)
@@ -3744,11 +3865,11 @@ class _WarpKernel(_Wrapper):
         operands = _make_varying([*args, *outs, *(leaves[i - n] for i in of)])
         rule = self.rule and self.rule.adjoint(wrt, [i - n for i in of])
 
-        def resolve(self: _WarpKernel, ins: list[Spec], results: list[Spec]) -> _Bound:
+        def resolve(self: _WarpKernel, ins: list[Spec], results: list[Spec]) -> _Resolved:
             adjoints = {params[i]: len(ins) + k for k, i in enumerate([*of, *wrt])}
             aliases = {len(params) + k: k for k in range(len(of))}
             call = _Call(ins, results, aliases, zeroed=tuple(range(len(of), len(results))))
-            return _Bound.of(self._target(params, n, call, adjoints), call)
+            return _Resolved.of(self._target(params, n, call, adjoints), call)
 
         ins = _input_specs(operands)
         results = ins[len(params) :] + [ins[i] for i in wrt]
@@ -4334,7 +4455,8 @@ class XLACustomKernel(_Kept):
     """
 
     def __init__(self, name: str, doc: str | None = None) -> None:
-        self.name = name
+        self.name = self.__name__ = name
+        self.__module__ = None  # type: ignore[assignment]  # pickle looks for the one that has it
         self.primitive = _OpPrimitive(self)
         self._lock = threading.RLock()
         self._kernels: dict[str, dict[str, KernelEntry]] = {}
