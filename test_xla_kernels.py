@@ -1615,10 +1615,13 @@ def test_the_comparison_with_the_header_can_fail():
 # -- names and digests ---------------------------------------------------------------------------------
 
 
-class OwnRepr(enum.IntEnum):
-    A = 1
-    B = 2
-    __repr__ = lambda self: "0"
+def digest_of(kernel):
+    """What the name of a kernel's target ends with.  Private: to see the name takes a compilation of 0.2 s."""
+    return xk._digest(kernel)
+
+
+def lowered_name(kernel):
+    return target_of(wrap(kernel), FLOATS)
 
 
 def add_first(values):
@@ -1643,7 +1646,7 @@ def with_module(module):
 
 
 def with_submodule(helper):
-    package, package.module = types.ModuleType("package"), module_with(helper=helper)
+    package = module_with(module=module_with(helper=helper))
     return reads("package.module.helper(x[0])", package=package)
 
 
@@ -1657,75 +1660,114 @@ def adder(n, jit=numba.njit):
     return jit(kernel_from(f"def helper(a):\n    return a + {n}", name="helper"))
 
 
+def adder_of_global(n, **values):
+    """An adder that reads its number from a global variable."""
+    return numba.njit(kernel_from("def helper(a):\n    return a + n", name="helper", n=n, **values))
+
+
 def twice(helper):
     return numba.njit(kernel_from("def function(a):\n    return helper(a) * 2", name="function", helper=helper))
 
 
-def lowered_name(kernel):
-    return target_of(wrap(kernel), FLOATS)
-
-
-def plain(x, out):
+def third(x, out):
     out[0] = x[0] / 3
 
 
-SAME = {
+FACTORIAL = """
+    @numba.njit
+    def factorial(a):
+        if a < 2:
+            return a
+        return a * factorial(a - 1)
+    """
+LINES_BEFORE = itertools.count()
+signed = numba.njit("float32(float32)")
+
+
+@functools.cache
+def signed_adders():
+    return adder(1, signed), adder(2, signed)
+
+
+@functools.cache
+def vectorized_adder():
+    return adder(7, numba.vectorize)
+
+
+def on_another_line():
+    return kernel_from("\n" * next(LINES_BEFORE) + "def kernel(x, out):\n    out[0] = 1")
+
+
+MADE_AGAIN = {  # each call makes an equal kernel of new objects
     "closure value": lambda: add_first((2.5,)),
     "closure array": lambda: add_first(np.arange(3.0)),
     "helper": lambda: with_helper(adder(1)),
     "helper of helper": lambda: with_helper(twice(adder(1))),
     "vectorize": lambda: with_helper(adder(1, numba.vectorize)),
+    "vectorize again": lambda: with_helper(vectorized_adder()),
+    "functions with signatures": lambda: reads("functions[int(x[0])](x[1])", functions=signed_adders()),
     "module": lambda: with_module(module_with(helper=adder(1))),
     "nested function": lambda: runs("def f(a):\n        return a + 1\n    out[0] = f(x[0])"),
-    "line moved": lambda lines=itertools.count(): kernel_from(
-        "\n" * next(lines) + "def kernel(x, out):\n    out[0] = 1"),
-    "options": lambda: numba.njit(fastmath=True, error_model="numpy")(plain),
+    "line moved": on_another_line,
+    "options": lambda: numba.njit(fastmath=True, error_model="numpy")(third),
     "default argument": lambda: reads("x[0] + n", parameters="x, out, n=3"),
-    "recursion": lambda: with_helper(kernel_from(
-        "@numba.njit\ndef fact(a):\n    if a < 2:\n        return a\n    return a * fact(a - 1)", name="fact")),
-    "vectorize again": lambda helper=functools.cache(lambda: adder(7, numba.vectorize)): with_helper(helper()),
-    "functions with signatures": lambda functions=functools.cache(lambda: (adder(1, SIGNED), adder(2, SIGNED))): reads(
-        "functions[int(x[0])](x[1])", functions=functions()),
+    "recursion": lambda: with_helper(kernel_from(FACTORIAL, name="factorial")),
     "object mode": lambda: runs("with numba.objmode():\n        print()\n    out[0] = 1"),
-}  # fmt: skip
-SIGNED = numba.njit("float32(float32)")
+}
 
 
 @pytest.mark.filterwarnings("ignore:First-class function type")
-@pytest.mark.parametrize("case", SAME)
+@pytest.mark.parametrize("case", MADE_AGAIN)
 def test_equal_content_is_one_target(case):
-    names = {lowered_name(SAME[case]()) for _ in range(2)}
+    make = MADE_AGAIN[case]
+    first = lowered_name(make())
+    assert lowered_name(make()) == first
     with ThreadPoolExecutor(1) as pool:
-        assert len(names | {pool.submit(lambda: lowered_name(SAME[case]())).result()}) == 1
+        assert pool.submit(lambda: lowered_name(make())).result() == first
 
 
-DIFFERENT = {
+def adders_by(*decorators):
+    return [with_helper(adder(n, decorator)) for n in (1, 2) for decorator in decorators]
+
+
+NUMBA_OPTIONS = [{"fastmath": False}, {"fastmath": True}, {"fastmath": {"nnan"}}, {"fastmath": {"ninf"}},
+                 {"error_model": "numpy"}, {"boundscheck": True}, {"parallel": True}]  # fmt: skip
+DIFFERENT = {  # kernels of which no two are equal
     "code": [reads(f"x[0] {op} 2") for op in "+-*/"],
-    "constants": [reads(f"x[0] + {c}") for c in ("1", "1.0", "True", "-0.0", "0.0")],
+    "constants": [reads(f"x[0] + {constant}") for constant in ("1", "1.0", "True", "-0.0", "0.0")],
+    "functions": [reads("math.sin(x[0])"), reads("math.cos(x[0])")],
     "defaults": [reads("x[0] + n", parameters=f"x, out, n={n}") for n in (1, 2)],
     "nested functions": [runs(f"f = lambda a: a + {n}\n    out[0] = f(x[0])") for n in (1, 2)],
-    "helpers": [with_helper(helper) for n in (1, 2) for helper in (adder(n), twice(adder(n)))],
-    "helpers' options": [with_helper(adder(1, numba.njit(**{o: True}))) for o in ("fastmath", "boundscheck", "nogil")],
-    "vectorize": [with_helper(adder(n, decorator)) for n in (1, 2)
-                  for decorator in (numba.vectorize, numba.vectorize(["float32(float32)"]))],
-    "modules": [make(helper) for helper in (adder(1), adder(2))
-                for make in (lambda helper: with_module(module_with(helper=helper)), with_submodule)],
-    "options": [numba.njit(**{name: value})(plain) for name, value in (
-        ("fastmath", False), ("fastmath", True), ("fastmath", {"nnan"}), ("fastmath", {"ninf"}),
-        ("error_model", "numpy"), ("boundscheck", True), ("parallel", True))],
-    "functions": [reads(f"math.{f}(x[0])") for f in ("sin", "cos")],
-}  # fmt: skip
+    "options": [numba.njit(**options)(third) for options in NUMBA_OPTIONS],
+    "helpers": adders_by(numba.njit, lambda helper: twice(numba.njit(helper))),
+    "helpers' options": adders_by(numba.njit(fastmath=True), numba.njit(boundscheck=True), numba.njit(nogil=True)),
+    "vectorize": adders_by(numba.vectorize, numba.vectorize(["float32(float32)"])),
+    "modules": [with_module(module_with(helper=adder(n))) for n in (1, 2)],
+    "submodules": [with_submodule(adder(n)) for n in (1, 2)],
+}
 
 
 @pytest.mark.parametrize("case", DIFFERENT)
 def test_different_content_is_another_digest(case):
-    kernels = DIFFERENT[case]
-    assert len({xk._digest(kernel) for kernel in kernels}) == len(kernels)
+    digests = [digest_of(kernel) for kernel in DIFFERENT[case]]
+    assert len(set(digests)) == len(digests) > 1
 
 
-def changed(array, **flags):
-    array.setflags(**flags)
-    return array
+class ZeroInText(enum.IntEnum):
+    A = 1
+    B = 2
+
+    def __repr__(self):
+        return "0"
+
+
+Mode = enum.Enum("Mode", "SLOW FAST")
+PAIRS = [
+    collections.namedtuple("Pair", "a b"),
+    collections.namedtuple("Pair", "b a"),
+    collections.namedtuple("Pair", "a b", defaults=[1]),
+    collections.namedtuple("Pair", "a b", defaults=[2]),
+]
 
 
 @numba.guvectorize(["void(float32[:], float32[:])"], "(n)->()")
@@ -1734,152 +1776,197 @@ def gu_total(x, out):
 
 
 @numba.extending.intrinsic
-def nb_twice(context, x):
-    return x(x), lambda context, builder, signature, args: args[0]
+def same_number(typing_context, x):
+    def write(context, builder, signature, args):
+        return args[0]
+
+    return x(x), write
 
 
-Mode = enum.Enum("Mode", "SLOW FAST")
-PAIRS = [collections.namedtuple("Pair", names, defaults=d) for names, *d in (["a b"], ["b a"], ["a b", 1], ["a b", 2])]
-SIGNED_BY_PAIRS = [numba.types.NamedUniTuple(numba.float64, 2, pair) for pair in PAIRS]
+def read_only(array):
+    array.setflags(write=False)
+    return array
+
+
 VALUES = {
     "numbers": [1, True, 1.0, 0.0, -0.0, math.nan, -math.nan, math.inf, 2, 2**40, 10**5000, 1j, -0.0j, None, ...,
                 np.float64(2), np.float32(2), np.int64(2), np.longlong(2), np.bool_(True)],
     "text": ["a", b"a", np.str_("a"), "a" * 2],
     "tuples": [(0, 1), (0.0, 1.0), (1, 0), (0, (1,)), frozenset({0, 1}), range(3), slice(3)],
     "arrays": [np.arange(3), np.arange(3.0), np.arange(1, 4), np.arange(3)[::-1].copy(), np.arange(4), np.eye(2),
-               np.arange(4).reshape(2, 2), changed(np.arange(3), write=False), np.arange(3, dtype=">i8")],
-    "dtypes": [np.float32, np.dtype("f4"), np.dtype(">f4"),
-               *(np.dtype([("a", "f4"), ("b", "f8")], align=align) for align in (False, True))],
+               np.arange(4).reshape(2, 2), read_only(np.arange(3)), np.arange(3, dtype=">i8")],
+    "dtypes": [np.float32, np.dtype("f4"), np.dtype(">f4"), np.dtype([("a", "f4"), ("b", "f8")]),
+               np.dtype([("a", "f4"), ("b", "f8")], align=True)],
     "functions": [np.sin, math.sin, len, np.random.normal, operator.add, numba.objmode, numba.prange, ValueError],
     "types of Numba": [numba.float32, numba.float64[:], numba.float32(numba.float64), numba.typed.List],
 }  # fmt: skip
+RARE_VALUES = {
+    "enums": [Mode, Mode.SLOW, Mode.FAST, ZeroInText, ZeroInText.A, ZeroInText.B],
+    "classes": [*PAIRS, type("Own", (ValueError,), {}), type("Own", (ValueError,), {}), type("Own", (TypeError,), {})],
+    "named tuples": [pair(1, 2) for pair in PAIRS],
+    "types of named tuples": [numba.types.NamedUniTuple(numba.float64, 2, pair) for pair in PAIRS],
+    "functions of Numba": [gu_total, same_number],
+    "modules as objects": [types.ModuleType("module"), types.ModuleType("module")],
+    "objects": [object(), object(), np.array([None]), np.array([None])],
+}
 
 
-def by_identity(value):
-    return xk._Digester().walk(reads("v", v=value)).by_identity
+def digests_of(values):
+    """Those of kernels that read these values, which are all different and stay so."""
+    kernels = [reads("v", v=value) for value in values]
+    digests = [digest_of(kernel) for kernel in kernels]
+    assert digests == [digest_of(kernel) for kernel in kernels]
+    assert len(set(digests)) == len(digests)
+    return digests
+
+
+@pytest.fixture
+def another_process(monkeypatch):
+    """Makes this process another one for what counts by identity."""
+    return lambda: monkeypatch.setattr(os, "getpid", lambda: -1)
 
 
 @pytest.mark.parametrize("case", VALUES)
-def test_values_count_by_all_they_are(case):
-    kernels = [reads("v", v=v) for v in VALUES[case]]
-    first = [xk._digest(kernel) for kernel in kernels]
-    assert first == [xk._digest(kernel) for kernel in kernels]
-    assert len(set(first)) == len(kernels)
-    assert not any(map(by_identity, VALUES[case]))
+def test_values_count_by_all_they_are(case, another_process):
+    digests = digests_of(VALUES[case])
+    another_process()
+    assert digests_of(VALUES[case]) == digests
 
 
-RARE = {
-    "enums": [Mode, Mode.SLOW, Mode.FAST, OwnRepr, OwnRepr.A, OwnRepr.B],
-    "classes": [*PAIRS, *(pair(1, 2) for pair in PAIRS), *SIGNED_BY_PAIRS,
-                *(type("Own", (base,), {}) for base in (ValueError, ValueError, TypeError))],
-    "functions of Numba": [gu_total, nb_twice],
-    "modules as objects": [types.ModuleType("module"), types.ModuleType("module")],
-    "objects": [object(), object(), np.array([None]), np.array([None])],
-}  # fmt: skip
+@pytest.mark.parametrize("case", RARE_VALUES)
+def test_what_is_rare_counts_by_identity(case, another_process):
+    digests = digests_of(RARE_VALUES[case])
+    another_process()
+    assert not set(digests_of(RARE_VALUES[case])) & set(digests)
 
 
-@pytest.mark.parametrize("case", RARE)
-def test_what_is_rare_counts_by_identity(case, monkeypatch):
-    """It is told from all others and stays the same in this process; in another, it has another name."""
-    kernels = [reads("v", v=v) for v in RARE[case]]
-    first = [xk._digest(kernel) for kernel in kernels]
-    assert first == [xk._digest(kernel) for kernel in kernels]
-    assert len(set(first)) == len(kernels)
-    assert all(map(by_identity, RARE[case]))
-    monkeypatch.setattr(os, "getpid", lambda: -1)
-    assert not set(first) & {xk._digest(kernel) for kernel in kernels}
-
-
-def test_of_a_module_counts_what_is_read():
-    module = module_with(helper=adder(1), other=adder(2), name=object())
-    kernel = with_module(module)
-    before = xk._digest(kernel)
-    module.other = adder(3)
-    assert xk._digest(kernel) == before and not xk._Digester().walk(kernel).by_identity
-    module.helper = adder(4)
-    assert xk._digest(kernel) != before
-
-
-def test_a_path_with_many_names_before_it_is_read():
+@pytest.mark.parametrize("names_before", [0, 300])
+def test_of_a_module_counts_what_is_read(names_before, another_process):
     """From 256 names on, Python splits an instruction in two."""
-    names = "; ".join(f"name{i}" for i in range(300))
-    kernel = kernel_from(f"def kernel(x, out):\n    {names}\n    module.helper(x[0])", module=module_with(helper=1))
-    assert ("module", "helper") in xk._code_facts(kernel.__code__).globals
+    names = [f"name{i}" for i in range(names_before)]
+    module = module_with(helper=adder(1), other=adder(2), name=object())
+    kernel = runs(f"{'; '.join([*names, 'pass'])}\n    out[0] = module.helper(x[0])", module=module)
+    before = digest_of(kernel)
+    module.other = adder(3)
+    assert digest_of(kernel) == before
+    module.helper = adder(4)
+    assert digest_of(kernel) != before
+    module.helper = adder(1)
+    another_process()
+    assert digest_of(kernel) == before
 
 
 @pytest.mark.parametrize("setting, value", [("BOUNDSCHECK", 1), ("DEBUGINFO_DEFAULT", 1), ("LOOP_VECTORIZE", 0)])
 def test_settings_of_numba_make_another_target(setting, value, monkeypatch):
-    before = lowered_name(plain)
+    before = lowered_name(third)
     monkeypatch.setattr(numba.config, setting, value)
-    assert lowered_name(plain) != before
+    assert lowered_name(third) != before
+
+
+# Kernels that a name could take for each other, and that compute different things.
+
+LOOK_ALIKES = {}
+
+
+def look_alikes(function):
+    LOOK_ALIKES[function.__name__] = function
+    return function
 
 
 def hidden(base, *values):
     """Values of a subclass that does not show what it holds."""
-    return map(type("Hidden", (base,), {"__repr__": lambda self: "0", "__str__": base.__repr__}), values)
+    methods = {"__repr__": lambda self: "0", "__str__": base.__repr__}
+    subclass = type("Hidden", (base,), methods)
+    return [subclass(value) for value in values]
 
 
-def claims(module):
-    """Functions that say that they are of a module."""
+@look_alikes
+def subclass_of_float():
+    return [reads("v", v=v) for v in hidden(float, 1, 2)]
+
+
+@look_alikes
+def subclass_of_int():
+    return [reads("v", v=v) for v in hidden(int, 1, 2)]
+
+
+@look_alikes
+def subclass_of_str():
+    return [reads("len(v)", v=v) for v in hidden(str, "a", "ab")]
+
+
+@look_alikes
+def enum_members():
+    return [reads("v.value", v=v) for v in ZeroInText]
+
+
+@look_alikes
+def strides():
+    return [reads("v.strides[0]", v=np.ones(12)[::n]) for n in (1, 2, 3)]
+
+
+@look_alikes
+def order():
+    return [reads("v.strides[0]", v=np.ones((2, 3), order=order)) for order in "CF"]
+
+
+@look_alikes
+def fields_of_named_tuples():
+    return [reads("pair.a", pair=pair(1, 2)) for pair in PAIRS[:2]]
+
+
+@look_alikes
+def functions_that_claim_to_be_of_numpy():
+    return [with_helper(adder_of_global(n, __name__="numpy")) for n in (1, 2)]
+
+
+@look_alikes
+def functions_that_claim_to_be_of_math():
+    return [with_helper(adder_of_global(n, __name__="math")) for n in (1, 2)]
+
+
+def two_modules():
+    return [module_with(constant=n) for n in (1, 2)]
+
+
+@look_alikes
+def modules_handed_to_a_helper():
+    same = numba.njit(lambda module: module)
+    return [reads("same(module).constant", module=module, same=same) for module in two_modules()]
+
+
+@look_alikes
+def modules_returned_by_a_helper():
+    return [reads("get().constant", get=numba.njit(lambda module=module: module)) for module in two_modules()]
+
+
+@look_alikes
+def modules_in_a_tuple():
+    first = numba.njit(lambda pair: pair[0].constant)
+    return [reads("first((module, 1))", module=module, first=first) for module in two_modules()]
+
+
+@look_alikes
+def modules_and_getattr():
+    return [reads('getattr(module, "constant")', module=module) for module in two_modules()]
+
+
+@look_alikes
+def modules_with_a_property():
     for n in (1, 2):
-        helper = kernel_from("def helper(a):\n    return a + n", name="helper", n=n, __name__=module)
-        assert helper.__module__ == module
-        yield with_helper(numba.njit(helper))
+        members = {"constant": property(lambda self: self.hidden), "hidden": n}
+        lazy = type("Lazy", (types.ModuleType,), members)
+        yield reads("module.constant", module=lazy("lazy"))
 
 
-def modules(expression, make=lambda n: module_with(constant=n)):
-    """Modules whose `constant` differs, where the code does not read it as a plain attribute."""
-    for module in map(make, (1, 2)):
-        get, first = numba.njit(lambda m=module: m), numba.njit(lambda pair: pair[0].constant)
-        yield reads(expression, module=module, get=get, first=first)
-
-
-def lazy_module(n):
-    return type("Lazy", (types.ModuleType,), {"constant": property(lambda self: self.hidden), "hidden": n})("lazy")
-
-
-def is_nan(a):
-    return 1.0 if a != a else 0.0
-
-
-def options(decorate):
-    """A helper that tells whether NaNs count, compiled with options that say so or not."""
-    for flags in (set(), {"nnan"}):
-        helper = types.FunctionType(is_nan.__code__, globals(), "is_nan")
-        helper = decorate(helper, flags) or helper
-        yield reads("call(helper, x[0] + np.nan)", helper=helper, call=numba.njit(lambda f, a: f(a)))
-
-
-def overloaded(helper, flags):
-    numba.extending.overload(helper, jit_options={"fastmath": flags})(lambda a: is_nan)
-
-
-def overloads(*values):
-    for n in values:
-        helper = kernel_from("def helper(a):\n    pass", name="helper")
-        numba.extending.overload(helper)(kernel_from("def typed(a):\n    return lambda a: a + n", name="typed", n=n))
-        yield with_helper(helper)
-
-
-def overload_methods():
+@look_alikes
+def modules_with_getattr():
     for n in (1, 2):
-        typed = kernel_from("def typed(a):\n    return lambda a: a[0] + n", name="typed", n=n)
-        numba.extending.overload_method(numba.types.Array, "plus_something")(typed)
-        yield reads("x.plus_something()")
+        constants = types.SimpleNamespace(constant=n)
+        yield reads("module.constant", module=module_with(__getattr__=constants.__getattribute__))
 
 
-def foreign(*restypes):
-    function = ctypes.CDLL(None).labs
-    for function.restype in restypes:
-        function.argtypes = [ctypes.c_long]
-        yield reads("function(300)", function=function)
-
-
-def added_to_builtins():
-    for builtins.added in (1, 2):
-        yield reads("added")
-
-
+@look_alikes
 def edited_module():
     module = module_with()
     for n in (1, 10):
@@ -1887,90 +1974,181 @@ def edited_module():
         yield with_module(module)
 
 
-def edited_global(jit=numba.njit):
-    function = reads("g")
-    kernel = jit(function)
-    for function.__globals__["g"] in (1, 10):
+@look_alikes
+def edited_module_handed_to_a_helper():
+    module = module_with()
+    same = numba.njit(lambda module: module)
+    for n in (1, 10):
+        module.constant = n
+        yield reads("same(module).constant", module=module, same=same)
+
+
+@look_alikes
+def edited_global_of_a_jitted_kernel():
+    function = reads("number")
+    kernel = numba.njit(function)
+    for n in (1, 10):
+        function.__globals__["number"] = n
         yield kernel
 
 
-def edited_module_handed_to_a_helper():
-    module, get = module_with(), numba.njit(lambda m: m)
-    for module.constant in (1, 10):
-        yield reads("get(module).constant", module=module, get=get)
+@look_alikes
+def edited_global_of_guvectorize():
+    function = reads("number")
+    kernel = numba.guvectorize("(n)->(n)")(function)
+    for n in (1, 10):
+        function.__globals__["number"] = n
+        yield kernel
 
 
-def recursive(second):
+@look_alikes
+def added_to_builtins():
+    for n in (1, 2):
+        builtins.added = n
+        yield reads("added")
+
+
+def is_nan(a):
+    return 1.0 if a != a else 0.0
+
+
+def kernels_of_is_nan(decorate):
+    """With a helper that is compiled without, and with the option that says that there are no NaNs."""
+    call = numba.njit(lambda function, a: function(a))
+    for flags in (set(), {"nnan"}):
+        helper = types.FunctionType(is_nan.__code__, globals(), "is_nan")
+        yield reads("call(helper, x[0] + np.nan)", helper=decorate(helper, flags), call=call)
+
+
+@look_alikes
+def options_of_register_jitable():
+    return kernels_of_is_nan(lambda helper, flags: numba.extending.register_jitable(fastmath=flags)(helper))
+
+
+@look_alikes
+def options_of_cfunc():
+    return kernels_of_is_nan(lambda helper, flags: numba.cfunc("float64(float64)", fastmath=flags)(helper))
+
+
+@look_alikes
+def options_of_overload():
+    def decorate(helper, flags):
+        numba.extending.overload(helper, jit_options={"fastmath": flags})(lambda a: is_nan)
+        return helper
+
+    return kernels_of_is_nan(decorate)
+
+
+def typed_adder(n):
+    return kernel_from("def typed(a):\n    return lambda a: a + n", name="typed", n=n)
+
+
+def function_without_body():
+    return kernel_from("def helper(a):\n    pass", name="helper")
+
+
+@look_alikes
+def overload():
+    for n in (1, 2):
+        helper = function_without_body()
+        numba.extending.overload(helper)(typed_adder(n))
+        yield with_helper(helper)
+
+
+@look_alikes
+def overload_method():
+    for n in (1, 2):
+        typed = kernel_from("def typed(a):\n    return lambda a: a[0] + n", name="typed", n=n)
+        numba.extending.overload_method(numba.types.Array, "plus_something")(typed)
+        yield reads("x.plus_something()")
+
+
+@look_alikes
+def foreign_function():
+    function = ctypes.CDLL(None).labs
+    for restype in (ctypes.c_long, ctypes.c_int8):
+        function.restype, function.argtypes = restype, [ctypes.c_long]
+        yield reads("function(300)", function=function)
+
+
+@look_alikes
+def types_of_locals():
+    for kind in (numba.int8, numba.int64):
+        yield numba.njit(locals={"total": kind})(runs("total = 300\n    out[0] = total"))
+
+
+@look_alikes
+def recursion():
     """f calls g, which calls f, or itself."""
-    return kernel_from(f"""
-        @numba.njit
-        def f(n):
-            return 0 if n < 1 else 1 + g(n - 1)
-        @numba.njit
-        def g(n):
-            return 0 if n < 1 else 10 + {second}(n - 1)
-        def kernel(x, out):
-            out[0] = f(5)""")
+    for called in "fg":
+        yield kernel_from(f"""
+            @numba.njit
+            def f(n):
+                return 0 if n < 1 else 1 + g(n - 1)
+            @numba.njit
+            def g(n):
+                return 0 if n < 1 else 10 + {called}(n - 1)
+            def kernel(x, out):
+                out[0] = f(5)""")
 
 
-RESULTS = {
-    "subclass of float": lambda: [reads("v", v=v) for v in hidden(float, 1, 2)],
-    "subclass of int": lambda: [reads("v", v=v) for v in hidden(int, 1, 2)],
-    "subclass of str": lambda: [reads("len(v)", v=v) for v in hidden(str, "a", "ab")],
-    "enum members": lambda: [reads("v.value", v=v) for v in OwnRepr],
-    "strides": lambda: [reads("v.strides[0]", v=np.ones(12)[::n]) for n in (1, 2, 3)],
-    "order": lambda: [reads("v.strides[0]", v=np.ones((2, 3), order=order)) for order in "CF"],
-    "function claims to be of numpy": lambda: claims("numpy"),
-    "function claims to be of math": lambda: claims("math"),
-    "module handed to a helper": lambda: modules("get(module).constant"),
-    "module returned by a helper": lambda: modules("get().constant"),
-    "module in a tuple": lambda: modules("first((module, 1))"),
-    "module and getattr": lambda: modules('getattr(module, "constant")'),
-    "module with a property": lambda: modules("module.constant", lazy_module),
-    "module with __getattr__": lambda: modules("module.constant", lambda n: module_with(
-        __getattr__=types.SimpleNamespace(constant=n).__getattribute__)),
-    "edited module": edited_module,
-    "edited module handed to a helper": edited_module_handed_to_a_helper,
-    "edited global of a jitted kernel": edited_global,
-    "edited global of guvectorize": lambda: edited_global(numba.guvectorize("(n)->(n)")),
-    "added to builtins": added_to_builtins,
-    "register_jitable": lambda: options(lambda f, flags: numba.extending.register_jitable(fastmath=flags)(f)),
-    "cfunc": lambda: options(lambda f, flags: numba.cfunc("float64(float64)", fastmath=flags)(f)),
-    "jit_options of overload": lambda: options(overloaded),
-    "overload": lambda: overloads(1, 2),
-    "overload_method": overload_methods,
-    "ctypes": lambda: foreign(ctypes.c_long, ctypes.c_int8),
-    "locals": lambda: [numba.njit(locals={"total": kind})(runs("total = 300\n    out[0] = total"))
-                       for kind in (numba.int8, numba.int64)],
-    "named tuples": lambda: [reads("pair.a", pair=pair(1, 2)) for pair in PAIRS[:2]],
-    "recursion": lambda: map(recursive, "fg"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", RESULTS)
+@pytest.mark.parametrize("case", LOOK_ALIKES)
 def test_kernels_that_differ_give_different_results(case):
     x = jnp.zeros(1)
-    results = [float(wrap(kernel, lambda x: x)(x)[0]) for kernel in RESULTS[case]()]
+    results = [float(wrap(kernel)(x)[0]) for kernel in LOOK_ALIKES[case]()]
     assert len(set(results)) == len(results) > 1, results
 
 
 def test_a_function_without_overloads_is_not_another_of_its_name():
-    first, second = overloads(1, 2)
-    plain_helper = with_helper(kernel_from("def helper(a):\n    pass", name="helper"))
+    first, second = overload()
     results = [float(wrap(kernel)(F32)[0]) for kernel in (first, second, first)]
-    assert results == [F32[0] + n for n in (1, 2, 1)]
+    assert results == [2, 3, 2]
     with pytest.raises(TypeError, match="Numba cannot compile"):
-        wrap(plain_helper)(F32)
+        wrap(with_helper(function_without_body()))(F32)
 
 
-@pytest.mark.parametrize("make", [lambda: np.ones(200_000), lambda: np.ones(4)[::2], lambda: np.ones(4)])
+LIVE_ARRAYS = {"large": lambda: np.ones(200_000), "strided": lambda: np.ones(4)[::2], "small": lambda: np.ones(4)}
+
+
+@pytest.mark.parametrize("make", LIVE_ARRAYS.values(), ids=LIVE_ARRAYS)
 def test_an_array_that_changes_is_its_own(make):
     """Numba reads large arrays where they are: a kernel over another one must not see this one change."""
     array = make()
-    assert wrap(add_first(array))(F32)[0] == F32[0] + 1
+    assert wrap(add_first(array))(F32)[0] == 2
     array[:] = 2
-    assert wrap(add_first(array))(F32)[0] == F32[0] + 2
-    assert wrap(add_first(make()))(F32)[0] == F32[0] + 1
+    assert wrap(add_first(array))(F32)[0] == 3
+    assert wrap(add_first(make()))(F32)[0] == 2
+
+
+def test_a_helper_that_was_compiled_before_an_edit_is_its_own():
+    """Numba keeps what a helper read when it was compiled: who uses a new one must not get its code."""
+    helper = adder_of_global(71)  # which no other test has compiled
+    assert wrap(with_helper(helper))(F32)[0] == 72
+    assert wrap(with_helper(adder_of_global(71)))(F32)[0] == 72
+    helper.py_func.__globals__["n"] = 72
+    assert wrap(with_helper(helper))(F32)[0] == 72  # as Numba has it
+    assert wrap(with_helper(adder_of_global(72)))(F32)[0] == 73
+
+
+def test_different_signatures_are_different_targets():
+    ranks_and_dtypes = [spec(4), spec(4, dtype=np.int32), spec(2, 2), spec()]
+    names = [target_of(copy, x) for x in ranks_and_dtypes]
+    assert len(set(names)) == 4
+    assert target_of(copy, spec(9)) == names[0]
+    assert target_of(jax.vmap(copy), spec(3, 4)) == names[0]
+
+
+def test_unfilled_cells_have_a_digest():
+    def digests():
+        def kernel(x, out):
+            out[0] = later
+
+        yield digest_of(kernel)
+        later = 1
+        yield digest_of(kernel)
+
+    before, after = digests()
+    assert before != after
 
 
 KEPT_OP = xk.XLACustomKernel("KEPT_OP")
@@ -1987,36 +2165,6 @@ def test_copies_and_pickles_are_those_of_a_function(name, monkeypatch):
     assert pickle.loads(data) == [None]  # the name is all that is kept
     with pytest.raises(pickle.PicklingError, match=name):
         pickle.dumps(kept)
-
-
-def test_different_signatures_are_different_targets():
-    f, shapes = wrap(copy.__wrapped__), [((4,), "f4"), ((4,), "i4"), ((2, 2), "f4"), ((), "f4")]
-    assert len({target_of(f, jax.ShapeDtypeStruct(*spec)) for spec in shapes}) == 4
-    assert target_of(f, jax.ShapeDtypeStruct((9,), "f4")) == target_of(f, FLOATS)
-    assert target_of(jax.vmap(f), jax.ShapeDtypeStruct((3, 4), "f4")) == target_of(f, FLOATS)
-
-
-def test_a_helper_that_was_compiled_before_an_edit_is_its_own():
-    """Numba keeps what a helper read when it was compiled: who uses a new one must not get its code."""
-    make = lambda n: numba.njit(kernel_from("def helper(a):\n    return a + n", name="helper", n=n))
-    helper, results = make(71), []  # which no other test has compiled
-    for edit in (71, 72):
-        helper.py_func.__globals__["n"] = edit
-        results += [float(wrap(with_helper(h))(F32)[0]) for h in (helper, make(edit))]
-    assert results == [F32[0] + n for n in (71, 71, 71, 72)]
-
-
-def test_unfilled_cells_have_a_digest():
-    def outer():
-        def kernel(x, out):
-            out[0] = later
-
-        digest = xk._digest(kernel)
-        later = 1
-        return digest, xk._digest(kernel)
-
-    before, after = outer()
-    assert before != after
 
 
 # -- errors --------------------------------------------------------------------------------------------
@@ -3607,48 +3755,71 @@ def test_parallel_kernels_entered_at_once(tmp_path):
     assert sorted(path.name for path in tmp_path.rglob("*.nb?")) == on_disk != []  # found, not compiled again
 
 
-STABLE = {
+NAMED = {  # package that it needs: a program with a function
     "numba": """
-import math
-table = np.arange(4.0)
-@numba.vectorize
-def up(a): return a + 1
-def kernel(x, out, scale=2.0):
-    f = lambda a: a * scale
-    for i in range(x.size):
-        if i in (1, 2, 3): out[i] = up(f(x[i])) + table[i] + math.sin(x[i]) + np.pi
-f = xk.numba_kernel(kernel, outs=lambda x: x)
-""",
+        import math
+        import numba, numpy as np, xla_kernels as xk
+        table = np.arange(4.0)
+
+        @numba.vectorize
+        def up(a):
+            return a + 1
+
+        def kernel(x, out, scale=2.0):
+            f = lambda a: a * scale
+            for i in range(x.size):
+                if i in (1, 2, 3):
+                    out[i] = up(f(x[i])) + table[i] + math.sin(x[i]) + np.pi
+
+        function = xk.numba_kernel(kernel, lambda x: x)
+        """,
     "scipy": """
-from numpy import argsort, dot, sum, where
-from numpy.linalg import norm
-from numpy.random import normal
-from random import gauss
-def kernel(x, out):
-    out[0] = sum(x) + dot(x, x) + where(x > 0, 1, 0)[0] + argsort(x)[0] + norm(x) + 0 * normal() + 0 * gauss(0, 1)
-f = xk.numba_kernel(kernel, lambda x: x)
-""",
+        import xla_kernels as xk
+        from numpy import argsort, dot, sum, where
+        from numpy.linalg import norm
+        from numpy.random import normal
+        from random import gauss
+
+        def kernel(x, out):
+            out[0] = sum(x) + dot(x, x) + where(x > 0, 1, 0)[0] + argsort(x)[0] + norm(x)
+            out[0] += 0 * normal() + 0 * gauss(0, 1)
+
+        function = xk.numba_kernel(kernel, lambda x: x)
+        """,
     "warp": """
-import warp as wp
-@wp.struct
-class P:
-    a: float
-@wp.kernel
-def named(x: wp.array(dtype=float), p: P, out: wp.array(dtype=float)):
-    out[wp.tid()] = p.a * x[wp.tid()]
-kernel = xk.warp_kernel(named, lambda x, p: x)
-f = lambda x: kernel(x, P())
-""",
+        import warp as wp, xla_kernels as xk
+
+        @wp.struct
+        class P:
+            a: float
+
+        @wp.kernel
+        def named(x: wp.array(dtype=float), p: P, out: wp.array(dtype=float)):
+            out[wp.tid()] = p.a * x[wp.tid()]
+
+        kernel = xk.warp_kernel(named, lambda x, p: x)
+        function = lambda x: kernel(x, P())
+        """,
 }
+PRINT_PROGRAMS = """
+    import jax, runpy, sys
+    for path in sys.argv[1:]:
+        function = runpy.run_path(path)["function"]
+        print(jax.jit(function).lower(jax.ShapeDtypeStruct((4,), "float32")).as_text())
+    """
 
 
-@pytest.mark.parametrize("package", [pytest.param(name, marks=pytest.mark.needs(name)) for name in STABLE])
-def test_names_are_equal_in_another_process(package, tmp_path):
-    start = "import jax, numba, numpy as np, xla_kernels as xk\n"
-    end = "print(jax.jit(f).lower(jax.ShapeDtypeStruct((4,), 'float32')).as_text())"
-    (tmp_path / "stable.py").write_text(start + STABLE[package] + end)  # Warp reads the source
-    first, second = (run_python("stable.py", cwd=tmp_path, PYTHONHASHSEED=seed) for seed in "12")
-    assert first == second and first.startswith("module @")  # Warp prints nothing either
+def test_names_are_equal_in_another_process(tmp_path):
+    """Also where Python hashes text in another way; programs of packages that are missing here are left out."""
+    paths = [tmp_path / f"{package}.py" for package in NAMED if conftest.missing(package) is None]
+    for path in paths:  # Warp reads the source
+        path.write_text(textwrap.dedent(NAMED[path.stem]))
+    outputs = []
+    for seed in "12":
+        outputs.append(run_python("-c", textwrap.dedent(PRINT_PROGRAMS), *paths, PYTHONHASHSEED=seed))
+    assert outputs[0] == outputs[1]
+    assert outputs[0].startswith("module @")  # Warp prints nothing
+    assert outputs[0].count("custom_call @") == len(paths)
 
 
 # ======================================================================================================
