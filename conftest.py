@@ -56,6 +56,10 @@ NO_GPU = "JAX has no GPU here"
 NO_DEVICE = f"{NO_GPU}, or nothing that compiles for it (test_cuda_simulator runs it on the simulator)"
 
 
+def has_no_gpu():
+    return gpu() is None
+
+
 def can_import(module):
     try:
         importlib.import_module(module)
@@ -78,17 +82,17 @@ def runs_warp_on_cpu():
 
 
 TESTED = ("numba", "cuda", "warp", "warp_gpu", "pallas", "gpu")  # what the report's head and --require know
-CONDITIONS = {  # requirement: (whether it is met, the reason of the skip); for other names a package is all it takes
+CONDITIONS = {  # requirement: (is it met?, the reason of the skip); others need a package only
     "gpu": (gpu, NO_GPU),
-    "no gpu": (lambda: not gpu(), "shows what can be done without a GPU"),
+    "no gpu": (has_no_gpu, "shows what can be done without a GPU"),
     "cuda": (runs_cuda, NO_DEVICE),
     "warp": (runs_warp_on_cpu, "Warp has no compiler for CPUs here"),
     "warp_gpu": (gpu, NO_GPU),
-    "simulator": (lambda: SIMULATOR, "needs NUMBA_ENABLE_CUDASIM=1 (test_cuda_simulator runs it)"),
-    "compiler": (lambda: not SIMULATOR, "the simulator compiles nothing"),
-    "fake driver": (lambda: FAKE_DRIVER, "test_cuda_fake_driver runs it"),
-    "real driver": (lambda: not FAKE_DRIVER, "runs once, without the fake driver"),
-    "gcc": (lambda: shutil.which("gcc"), "no C compiler"),
+    "simulator": (SIMULATOR, "needs NUMBA_ENABLE_CUDASIM=1 (test_cuda_simulator runs it)"),
+    "compiler": (not SIMULATOR, "the simulator compiles nothing"),
+    "fake driver": (FAKE_DRIVER, "test_cuda_fake_driver runs it"),
+    "real driver": (not FAKE_DRIVER, "runs once, without the fake driver"),
+    "gcc": (shutil.which("gcc"), "no C compiler"),
 }
 ON_GPU = {"gpu", "cuda", "warp_gpu"}  # what computes on the GPU if there is one
 
@@ -131,8 +135,11 @@ def missing(requirement):
         importlib.import_module(package)
     except ImportError as error:
         return f"{package} cannot be imported ({error})"
-    met, reason = CONDITIONS.get(requirement, (lambda: True, ""))
-    return None if met() else reason
+    if requirement not in CONDITIONS:
+        return None
+    condition, reason = CONDITIONS[requirement]
+    is_met = condition() if callable(condition) else condition
+    return None if is_met else reason
 
 
 def pytest_addoption(parser):
@@ -142,13 +149,28 @@ def pytest_addoption(parser):
 
 def pytest_report_header(config):
     packages = ("jax", "jaxlib", "numpy", "numba", "warp-lang", "numba-cuda", "numba-cuda-mlir", "brainevent")
-    installed = {d.name.lower().replace("_", "-") for d in importlib.metadata.distributions() if d.name}
-    versions = [f"{name} {importlib.metadata.version(name)}" for name in packages if name in installed]
-    found = [name for name in TESTED if missing(name) is None]
-    skipped = [f"skipped: {name} ({missing(name)})" for name in TESTED if missing(name)]
-    simulator = ", Numba CUDA simulator" if SIMULATOR else ""
-    devices = f"{jax.device_count('cpu')} CPU devices, {len(jax.devices('cuda')) if gpu() else 0} GPUs{simulator}"
-    return [", ".join(versions), f"{devices}; testing: {', '.join(found)}", *skipped]
+    installed = versions_of(packages)
+    devices = f"{jax.device_count('cpu')} CPU devices, {len(jax.devices('cuda')) if gpu() else 0} GPUs"
+    if SIMULATOR:
+        devices += ", Numba CUDA simulator"
+    tested, skipped = [], []
+    for requirement in TESTED:
+        if reason := missing(requirement):
+            skipped.append(f"skipped: {requirement} ({reason})")
+        else:
+            tested.append(requirement)
+    versions = ", ".join(f"{name} {version}" for name, version in installed.items())
+    return [versions, f"{devices}; testing: {', '.join(tested)}", *skipped]
+
+
+def versions_of(packages):
+    """{package: version} of those that are installed."""
+    installed = {}
+    for distribution in importlib.metadata.distributions():
+        if distribution.name:
+            name = distribution.name.lower().replace("_", "-")
+            installed.setdefault(name, distribution.version)  # of two, the first is imported
+    return {name: installed[name] for name in packages if name in installed}
 
 
 def requirements_of(item):
@@ -181,10 +203,21 @@ def names_in(text):
 
 
 def pytest_configure(config):
-    """Refuse names that --require does not know, which would require nothing."""
+    """Refuse names that --require does not know, which would require nothing; and compile in less time."""
     for name in names_in(config.getoption("--require")):
         if name not in TESTED:
             raise pytest.UsageError(f"--require={name}: unknown; choose from {', '.join(TESTED)}")
+    may_measure = "not bench" not in config.getoption("markexpr")
+    wanted = os.environ.get("XLA_KERNELS_TESTS_OPTIMIZED") == "1"
+    if not (may_measure or wanted or finds_gpu()):  # on a GPU, XLA's fusions are part of what is tested
+        compile_fast()
+
+
+def compile_fast():
+    """Few optimizations, here and in processes that tests start, as code runs for microseconds: a third of the time."""
+    os.environ.setdefault("NUMBA_OPT", "1")  # read when Numba is imported
+    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+    jax.config.update("jax_disable_most_optimizations", os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -268,7 +301,7 @@ def grid_text(outcomes, reasons):
     for line in lines:
         _, transformation = line
         rows.append([transformation, *[cell_text(outcomes.get((line, column), [])) for column in columns]])
-    widths = [max(map(len, texts)) for texts in zip(*rows)]
+    widths = column_widths(rows)
     text = ""
     for row in rows:
         text += "  ".join(map(str.ljust, row, widths)).rstrip() + "\n"
@@ -313,33 +346,45 @@ def benchmark_report(tables, prefix):
 
 def machine():
     """Where and with what the figures were measured."""
-    cpu, info = platform.machine(), pathlib.Path("/proc/cpuinfo")
-    if info.exists():
-        cpu = next((line.split(": ")[1] for line in info.read_text().splitlines() if line.startswith("model n")), cpu)
-    kind = f", {gpu().device_kind}" if gpu() else ""
-    names = "jax jaxlib numba numba-cuda numba-cuda-mlir warp-lang numpy scipy brainevent brian2".split()
-    found = reversed([*importlib.metadata.distributions()])  # of two installed versions, the first is imported
-    installed = {d.name.lower().replace("_", "-"): d.version for d in found if d.name}
+    packages = "jax jaxlib numba numba-cuda numba-cuda-mlir warp-lang numpy scipy brainevent brian2".split()
+    where = f"{processor()}, {os.cpu_count()} cores"
+    if gpu():
+        where += f", {gpu().device_kind}"
     return {
         "date": datetime.date.today().isoformat(),
-        "machine": f"{cpu}, {os.cpu_count()} cores{kind}",
+        "machine": where,
         "load": f"{os.getloadavg()[2]:.1f}",
-        "versions": {"python": platform.python_version(), **{n: installed[n] for n in names if n in installed}},
+        "versions": {"python": platform.python_version(), **versions_of(packages)},
     }
+
+
+def processor():
+    """Its name where Linux says it, or its architecture."""
+    with contextlib.suppress(OSError):
+        for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(": ")[1]
+    return platform.machine()
 
 
 def markdown(report):
     """One table of all comparisons: medians, smallest and largest, and the ratio to the first row of each."""
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    header = f"{report['date']}; {report['machine']}, mean load {report['load']}; {versions}"
     rows = [("path", "median", "range", "ratio")]
     for title, measured in report["tables"].items():
         rows.append((f"**{title}**", "", "", ""))
-        rows += [(f"{row['case']}: {row['path']}".removeprefix(": "), *figures(row)) for row in measured]
-    widths = [max(map(len, column)) for column in zip(*rows)]
+        for row in measured:
+            path = f"{row['case']}: {row['path']}".removeprefix(": ")
+            rows.append((path, *figures(row)))
+    widths = column_widths(rows)
     rows.insert(1, tuple("-" * width for width in widths))
     lines = ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in rows]
-    header = f"{report['date']}; {report['machine']}, mean load {report['load']}; {versions}"
     return "\n".join([header, "", *lines]) + "\n"
+
+
+def column_widths(rows):
+    return [max(map(len, column)) for column in zip(*rows)]
 
 
 def figures(row):
@@ -347,4 +392,5 @@ def figures(row):
     if "value" not in row:
         return row["note"], "", ""
     extent = f"{row['min']:.3g} - {row['max']:.3g}" if "min" in row else ""
-    return f"{row['value']:.3g} {row['unit']}", extent, f"{row['ratio']:.3g}" if "ratio" in row else ""
+    ratio = f"{row['ratio']:.3g}" if "ratio" in row else ""
+    return f"{row['value']:.3g} {row['unit']}", extent, ratio

@@ -149,6 +149,9 @@ OPS = {
     "stencil": Op(normal(17), stateful=True),  # reads the neighbours
     "prefix_sum": Op(normal(17), stateful=True, threads=1),  # one thread writes all elements
     "in_place": Op(normal(17, 17), stateful=True, options={"input_output_aliases": {0: 0}}),  # out starts as input 0
+    "blend": Op(
+        normal(17, 17), stateful=True, options={"input_output_aliases": {1: 0}}
+    ),  # as input 1, which vmap shares
 }
 
 NO_SHARD_MAP = dict.fromkeys(("shard_map", "grad_of_shard_map"), "Pallas does not interpret under check_vma=True")
@@ -425,6 +428,14 @@ class InPlace(Kernels):
 
     def element(i, v, current, out):
         out[i] = out[i] + (current[i] - out[i]) * Scalar(0.1)
+
+
+class Blend(Kernels):
+    def reference(v, current):
+        return v + (current - v) * v.dtype.type(0.1)
+
+    def element(i, v, current, out):
+        out[i] = v[i] + (out[i] - v[i]) * Scalar(0.1)
 
 
 # -- their kernels in each language --------------------------------------------------------------------
