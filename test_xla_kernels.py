@@ -7042,6 +7042,23 @@ def test_op_tells_outs_apart():
             jax.tree.map(assert_like, results, structure)
 
 
+def test_op_without_outs_is_refused_eagerly_and_jitted():
+    op = op_adding(jax=1)
+    text = "XLACustomKernel 'constant': outs is missing: give the results' specs, such as outs=lambda x: x"
+    for call in (op, jax.jit(op, static_argnames="outs")):
+        with pytest.raises(TypeError, match=re.escape(text)):
+            call(VECTOR, outs=None)
+
+
+def test_op_of_no_results_eagerly_and_jitted():
+    nothing = op_with(lambda: lambda x: None)
+    something = op_adding(jax=1)
+    for transform in (as_it_is, functools.partial(jax.jit, static_argnames="outs")):
+        assert transform(nothing)(VECTOR, outs=()) == ()
+        with pytest.raises(ValueError, match=re.escape("returned (float32[8]), but outs declares ()")):
+            transform(something)(VECTOR, outs=())
+
+
 RESULT = np.float32([3, 4])
 
 
@@ -7129,6 +7146,29 @@ def test_op_tells_equal_parameters_of_different_types_apart(container, jit):
     for f in (call, bind):
         f = jax.jit(f) if jit else f
         assert list(map(int, f(jnp.float32(0)))) == [len(repr(k)) for k in values]
+
+
+EQUAL_BUT_DIFFERENT = {
+    "decimals": (decimal.Decimal("1"), decimal.Decimal("1.0")),
+    "decimals in tuples": ((decimal.Decimal("1"),), (decimal.Decimal("1.0"),)),
+    "dates": (np.datetime64("2020"), np.datetime64("2020-01-01")),
+}
+
+
+@pytest.mark.parametrize("kind", EQUAL_BUT_DIFFERENT)
+def test_op_tells_equal_parameters_of_one_type_apart(kind):
+    def add_length_of_text(x, parameter):
+        return x + len(str(parameter))
+
+    one, other = EQUAL_BUT_DIFFERENT[kind]
+    assert one == other
+    op = op_of(add_length_of_text)
+
+    def call_with_each(x):
+        return [op(x, outs=SCALAR_SPEC, parameter=parameter) for parameter in (one, other)]
+
+    for call in (call_with_each, jax.jit(call_with_each)):
+        assert call(0.0) == [len(str(one)), len(str(other))]
 
 
 PARAMETER_NAMES = (
@@ -7247,10 +7287,14 @@ def test_op_first_backend_is_the_default_and_others_can_be_chosen():
 
 
 def test_op_keeps_its_kernels_where_brainevent_reads_them():
-    op = op_adding(a=1, b=2)
-    entry = op._kernels["cpu"]["b"]  # by BrainEvent, not by this library's users
-    assert (entry.backend, entry.platform) == ("b", "cpu")
-    assert entry.kernel_generator()(1) == 3
+    def generator(scale):
+        return functools.partial(operator.mul, scale)
+
+    op = op_with(generator)
+    entry = op._kernels["cpu"]["jax"]  # by BrainEvent, not by this library's users
+    assert (entry.backend, entry.platform) == ("jax", "cpu")
+    assert entry.kernel_generator is generator
+    assert op(VECTOR, outs=VECTOR_SPEC, scale=2).tolist() == [2, 4, 6, 8, 10, 12, 14, 16]
 
 
 CHANGES = {  # to an op whose default gave 1: what changes, and what the op gives then
@@ -8513,12 +8557,12 @@ def test_op_sharding_of_kernels_with_constants(axes, shards):
     np.testing.assert_array_equal(jax.jit(jax.vmap(run))(batch), [5 * np.arange(8)] * 2)
 
 
-def square_by_callback(x):
+def square_on_the_host(x):
     return jax.pure_callback(np.square, Spec(x.shape, x.dtype), x, vmap_method="sequential")
 
 
-def square_with_callback(x):
-    jax.debug.callback(np.shape, x)
+def square_and_debug(x):
+    jax.debug.callback(np.square, x)
     return x * x
 
 
@@ -8527,7 +8571,7 @@ def square_and_print(x):
     return x * x
 
 
-@pytest.mark.parametrize("square", [square_by_callback, square_with_callback, square_and_print])
+@pytest.mark.parametrize("square", [square_on_the_host, square_and_debug, square_and_print])
 @pytest.mark.parametrize("axes", [("d", None), (None, "d")], ids=str)
 def test_op_kernels_that_call_python_on_a_mesh(axes, square):
     """Also of an op that calls the op."""
@@ -8536,6 +8580,38 @@ def test_op_kernels_that_call_python_on_a_mesh(axes, square):
     x = jax.device_put(np.stack([VECTOR] * 4), _mesh_sharding(*axes))
     for call in (call_op(op), call_op(nested)):
         np.testing.assert_array_equal(jax.jit(jax.vmap(call))(x), np.stack([VECTOR * VECTOR] * 4))
+
+
+def square_in_a_loop(x):
+    return jax.lax.fori_loop(0, 1, lambda i, x: square_on_the_host(x), x)
+
+
+def square_under_a_condition(x):
+    return jax.lax.cond(x[0] < 100, square_on_the_host, jnp.square, x)
+
+
+KERNELS_AND_CALLBACKS = {  # kernel, whether it calls Python
+    "plain": (jnp.square, False),
+    "callback": (square_on_the_host, True),
+    "jitted": (jax.jit(square_on_the_host), True),
+    "loop": (square_in_a_loop, True),
+    "condition": (square_under_a_condition, True),
+    "debug": (square_and_debug, True),
+}
+
+
+@pytest.mark.parametrize("kind", KERNELS_AND_CALLBACKS)
+def test_op_is_partitioned_unless_its_kernel_calls_python(kind):
+    """Wherever the callback is: in a loop, or in the kernel of an op that the kernel calls."""
+    kernel, calls_python = KERNELS_AND_CALLBACKS[kind]
+    op = op_of(kernel, "i -> i")
+    calling_op = op_of(call_op(op), "i -> i")
+    x = jax.device_put(VECTOR, _mesh_sharding("d"))
+    for outer in (op, calling_op):
+        call = jax.jit(call_op(outer))
+        is_partitioned = "CustomSPMDPartitioning" in call.lower(x).as_text()
+        assert is_partitioned is not calls_python
+        np.testing.assert_array_equal(call(x), VECTOR * VECTOR)
 
 
 def test_op_ordered_effects_are_refused():
@@ -8606,6 +8682,24 @@ def test_op_under_debug_nans(transform):
             log(-jnp.ones(2))
 
 
+@pytest.mark.parametrize("backend", ["primitive", "wrapper"])
+def test_primitives_bound_to_arrays_under_debug_nans(backend):
+    @functools.partial(xk.numba_kernel, outs=like_first)
+    def log_loop(x, out):
+        for i in range(x.size):
+            out[i] = np.log(x[i])
+
+    primitive = op_of(log_loop).primitive
+    calls = {
+        "primitive": functools.partial(primitive.bind, outs=(Spec((2,), np.float32),)),
+        "wrapper": jax.disable_jit()(log_loop),
+    }
+    with jax.debug_nans(True):
+        np.testing.assert_array_equal(jax.tree.leaves(calls[backend](jnp.ones(2))), [np.zeros(2)])
+        with pytest.raises(FloatingPointError):
+            calls[backend](-jnp.ones(2))
+
+
 def test_op_benchmark_compares_backends():
     op = op_adding(a=1, b=1.5)
     op.def_kernel("bad", "cpu", raise_key_error)
@@ -8625,114 +8719,6 @@ def test_op_benchmark_compares_backends():
 def test_op_benchmark_without_kernels():
     with pytest.raises(NotImplementedError, match="no kernel for platform 'cpu'"):
         xk.XLACustomKernel("empty").benchmark(VECTOR, outs=like_first)
-
-
-def test_op_keeps_the_generator_itself():
-    def generator(scale):
-        return functools.partial(operator.mul, scale)
-
-    op = op_with(generator)
-    assert op._kernels["cpu"]["jax"].kernel_generator is generator
-    assert op(VECTOR, outs=VECTOR_SPEC, scale=2).tolist() == [2, 4, 6, 8, 10, 12, 14, 16]
-
-
-def test_op_without_outs_is_refused_eagerly_and_jitted():
-    op = op_adding(jax=1)
-    text = "XLACustomKernel 'constant': outs is missing: give the results' specs, such as outs=lambda x: x"
-    for call in (op, jax.jit(op, static_argnames="outs")):
-        with pytest.raises(TypeError, match=re.escape(text)):
-            call(VECTOR, outs=None)
-
-
-def test_op_of_no_results_eagerly_and_jitted():
-    nothing = op_with(lambda: lambda x: None)
-    something = op_adding(jax=1)
-    for transform in (lambda op: op, functools.partial(jax.jit, static_argnames="outs")):
-        assert transform(nothing)(VECTOR, outs=()) == ()
-        with pytest.raises(ValueError, match=re.escape("returned (float32[8]), but outs declares ()")):
-            transform(something)(VECTOR, outs=())
-
-
-EQUAL_BUT_DIFFERENT = {
-    "decimals": (decimal.Decimal("1"), decimal.Decimal("1.0")),
-    "decimals in tuples": ((decimal.Decimal("1"),), (decimal.Decimal("1.0"),)),
-    "dates": (np.datetime64("2020"), np.datetime64("2020-01-01")),
-}
-
-
-@pytest.mark.parametrize("kind", EQUAL_BUT_DIFFERENT)
-def test_op_tells_equal_parameters_of_one_type_apart(kind):
-    def add_length_of_text(x, parameter):
-        return x + len(str(parameter))
-
-    one, other = EQUAL_BUT_DIFFERENT[kind]
-    assert one == other
-    op = op_of(add_length_of_text)
-
-    def call_with_each(x):
-        return [op(x, outs=SCALAR_SPEC, parameter=parameter) for parameter in (one, other)]
-
-    for call in (call_with_each, jax.jit(call_with_each)):
-        assert call(0.0) == [len(str(one)), len(str(other))]
-
-
-def square_on_the_host(x):
-    return jax.pure_callback(np.square, Spec(x.shape, x.dtype), x, vmap_method="sequential")
-
-
-def square_in_a_loop(x):
-    return jax.lax.fori_loop(0, 1, lambda i, x: square_on_the_host(x), x)
-
-
-def square_under_a_condition(x):
-    return jax.lax.cond(x[0] < 100, square_on_the_host, jnp.square, x)
-
-
-def square_and_debug(x):
-    jax.debug.callback(np.square, x)
-    return x * x
-
-
-KERNELS_AND_CALLBACKS = {  # kernel, whether it calls Python
-    "plain": (jnp.square, False),
-    "callback": (square_on_the_host, True),
-    "jitted": (jax.jit(square_on_the_host), True),
-    "loop": (square_in_a_loop, True),
-    "condition": (square_under_a_condition, True),
-    "debug": (square_and_debug, True),
-}
-
-
-@pytest.mark.parametrize("kind", KERNELS_AND_CALLBACKS)
-def test_op_is_partitioned_unless_its_kernel_calls_python(kind):
-    """Wherever the callback is: in a loop, or in the kernel of an op that the kernel calls."""
-    kernel, calls_python = KERNELS_AND_CALLBACKS[kind]
-    op = op_of(kernel, "i -> i")
-    calling_op = op_of(functools.partial(op, outs=like_first), "i -> i")
-    x = jax.device_put(VECTOR, _mesh_sharding("d"))
-    for outer in (op, calling_op):
-        call = jax.jit(functools.partial(outer, outs=like_first))
-        is_partitioned = "CustomSPMDPartitioning" in call.lower(x).as_text()
-        assert is_partitioned is not calls_python
-        np.testing.assert_array_equal(call(x), VECTOR * VECTOR)
-
-
-@pytest.mark.parametrize("backend", ["primitive", "wrapper"])
-def test_primitives_bound_to_arrays_under_debug_nans(backend):
-    @functools.partial(xk.numba_kernel, outs=like_first)
-    def log_loop(x, out):
-        for i in range(x.size):
-            out[i] = np.log(x[i])
-
-    primitive = op_of(log_loop).primitive
-    calls = {
-        "primitive": functools.partial(primitive.bind, outs=(Spec((2,), np.float32),)),
-        "wrapper": jax.disable_jit()(log_loop),
-    }
-    with jax.debug_nans(True):
-        np.testing.assert_array_equal(jax.tree.leaves(calls[backend](jnp.ones(2))), [np.zeros(2)])
-        with pytest.raises(FloatingPointError):
-            calls[backend](-jnp.ones(2))
 
 
 # ======================================================================================================
