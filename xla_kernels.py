@@ -53,6 +53,7 @@ import contextlib
 import copy
 import ctypes
 import dataclasses
+import decimal
 import dis
 import functools
 import hashlib
@@ -62,7 +63,6 @@ import itertools
 import linecache
 import math
 import mmap
-import numbers
 import operator
 import os
 import re
@@ -904,6 +904,35 @@ def _check_takes(signature: inspect.Signature, what: str, args: Sequence[Any], n
         ) from None
 
 
+# -- static arguments: of a kernel, or of a call of an op ----------------------------------------------
+
+
+def _check_hashable(value: Any, what: str, fix: str) -> None:
+    try:
+        hash((value, _tagged(value)))
+    except TypeError:
+        raise TypeError(f"{what} must be hashable, got {value!r:.80} of type {type(value).__name__}. {fix}") from None
+
+
+def _tagged(value: Any) -> Any:
+    """A key that tells apart what Python calls equal: 1, 1.0 and True, 0.0 and -0.0, Decimal("1") and "1.0"."""
+    if isinstance(value, dict):
+        return tuple([(name, _tagged(x)) for name, x in value.items()])
+    if isinstance(value, tuple):
+        return type(value), *map(_tagged, value)
+    if isinstance(value, frozenset):
+        return type(value), frozenset(map(_tagged, value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        compared = [getattr(value, field.name) for field in dataclasses.fields(value) if field.compare]
+        return type(value), value, *map(_tagged, compared)
+    if isinstance(value, _DIFFERENT_IF_EQUAL):
+        return type(value), repr(value)
+    return type(value), value
+
+
+_DIFFERENT_IF_EQUAL = (float, complex, np.generic, decimal.Decimal, range, slice)  # perhaps; their repr says all
+
+
 # ======================================================================================================
 # 6. Partitioning under jax.jit: how XLA may split a call over a mesh, for wrappers and ops alike.
 #
@@ -1612,6 +1641,22 @@ class _Wrapper(_Kept):
                     where = f"{self.decorator} {self.__name__!r}: {what} {i}"
                     fix = "f(x.astype(jnp.float32)).astype(x.dtype)"
                     raise TypeError(f"{where} is {_show(spec)}, a dtype {refused}; cast it, and the result back: {fix}")
+
+
+def _ready_kind(kernel: Any) -> str | None:
+    """The backend of a compiled kernel (`@njit`, `@cuda.jit`, `@wp.kernel`), "wrapper" for ours; else None."""
+    for cls in type(kernel).__mro__:
+        package = cls.__module__.partition(".")[0]
+        for backend, row in _BACKENDS.items():
+            if f"{package}.{cls.__name__}" in row.ready:
+                return backend
+    return "wrapper" if hasattr(kernel, "_call_by_name") else None  # of any copy of this file
+
+
+def _wrong_kernel(user: str, takes: str, kernel: Any) -> TypeError:
+    kind = _ready_kind(kernel)
+    hint = f"; for this one there is {kind}_kernel" if kind in _BACKENDS else ""
+    return TypeError(f"{user} takes {takes}; got {type(kernel).__name__} {kernel!r}{hint}")
 
 
 # ======================================================================================================
@@ -4472,7 +4517,10 @@ class XLACustomKernel(_Kept):
         """Apply the op; see the class for the arguments."""
         args, traced = _as_inputs(ins, self.name)
         call = _find_call(self, args, outs, backend, params)
-        return call.trace(*args) if traced else call.jitted(*args)
+        if not traced:
+            return call.jitted(*args)
+        call.check(args)
+        return call.bind(*args)
 
     def __repr__(self) -> str:
         lines = [f"XLACustomKernel({self.name!r})"]
@@ -4820,11 +4868,10 @@ _OWN_PARAMS = ("outs", "backend", "_batch", "_types")  # of the primitive, besid
 _RESERVED = "_batch _types avals_in ctx effects eqn key primitive self".split()  # arguments of functions of JAX
 
 
-def _find_call(op: XLACustomKernel, args: Sequence[Any], outs: Any, backend: Any, params: dict) -> _OpCall:
+def _find_call(op: XLACustomKernel, args: Sequence, outs: Any, backend: Any, params: dict) -> _OpCall:
     """What serves a call with these outs, backend and parameters: checked when it is new, then remembered."""
     if callable(outs) and not isinstance(outs, type):  # such as jnp.float32
-        avals = [getattr(x, "aval", None) or _input_spec(x, i) for i, x in enumerate(args)]
-        outs = outs(*avals)
+        outs = outs(*[getattr(x, "aval", None) or _input_spec(x, i) for i, x in enumerate(args)])
     try:
         key = (_outs_key(outs), backend, _tagged(params) if params else ())
         known = op._recent.get(key)
@@ -4858,17 +4905,16 @@ class _OpCall:
         self.backend = backend
         self.params = params
         self.checked = _Recent()
-        self.jitted = jax.jit(self.trace)
-
-    def trace(self, *ins: Any) -> Any:
-        """The op on tracers (or, under disable_jit, on arrays)."""
-        _IN_JAX_CACHES.add((self.op, "rules"))
-        self.check(ins)
-        if "vjp" in self.op._rules:
-            return _bind_with_vjp(self, ins, *self.op._rules["vjp"])
-        return self.bind(*ins)
+        self.jitted = jax.jit(self.bind)
 
     def bind(self, *ins: Any) -> Any:
+        """The op on tracers (or, under disable_jit, on arrays)."""
+        _IN_JAX_CACHES.add((self.op, "rules"))
+        if "vjp" in self.op._rules:
+            return _bind_with_vjp(self, ins, *self.op._rules["vjp"])
+        return self.bind_primitive(*ins)
+
+    def bind_primitive(self, *ins: Any) -> Any:
         specs = _input_specs(ins)
         rule = self.op._rules.get("sharding")
         if rule:
@@ -4881,7 +4927,7 @@ class _OpCall:
         outs, _ = _flat_specs(self.specs, self.what, ins)
         return {**self.params, "outs": tuple(outs), "backend": self.backend}
 
-    def check(self, ins: Sequence[Any]) -> None:
+    def check(self, ins: Sequence) -> None:
         """Trace the kernel that will probably run, once for these inputs, so that its errors are raised here."""
         platform = _default_platform()
         if self.is_for_another(platform):
@@ -4897,32 +4943,13 @@ class _OpCall:
         platforms = [name for name in list(self.op._kernels) if self.backend in self.op._choices(name)]
         return bool(platforms) and platform not in platforms
 
-    def trace_kernel(self, entry: KernelEntry, specs: Sequence[Spec], ins: Sequence[Any]) -> None:
+    def trace_kernel(self, entry: KernelEntry, specs: Sequence[Spec], ins: Sequence) -> None:
         outs = self.options(specs)["outs"]
         try:
             _kernel_jaxpr(self.op, entry, self.params, (), outs, ins)
         except RuntimeError:
             if jax.default_backend() == "cpu":  # else the platform may be another one: the lowering raises
                 raise
-
-
-def _tagged(value: Any) -> Any:
-    """A key that tells apart what Python calls equal: 1, 1.0 and True, 0.0 and -0.0, Decimal("1") and "1.0"."""
-    if isinstance(value, dict):
-        return tuple([(name, _tagged(x)) for name, x in value.items()])
-    if isinstance(value, tuple):
-        return type(value), *map(_tagged, value)
-    if isinstance(value, frozenset):
-        return type(value), frozenset(map(_tagged, value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        compared = [getattr(value, field.name) for field in dataclasses.fields(value) if field.compare]
-        return type(value), value, *map(_tagged, compared)
-    if isinstance(value, _TOLD_BY_REPR):
-        return type(value), repr(value)
-    return type(value), value
-
-
-_TOLD_BY_REPR = (numbers.Number, np.generic, range, slice)  # equal ones can differ; their repr says all
 
 
 def _check_static_params(op: str, params: dict) -> None:
@@ -4937,18 +4964,11 @@ def _check_static_params(op: str, params: dict) -> None:
         _check_hashable(value, f"{op}: parameter {name!r}", "Pass a number or a tuple, or pass the array as an operand")
 
 
-def _check_hashable(value: Any, what: str, fix: str) -> None:
-    try:
-        hash((value, _tagged(value)))
-    except TypeError:
-        raise TypeError(f"{what} must be hashable, got {value!r:.80} of type {type(value).__name__}. {fix}") from None
-
-
 # -- 12.3 A kernel: from a generator, or a ready kernel, to its results --------------------------------
 # Knows one slice and one backend.  Does not know vmap, nor what the call was traced for.
 
 
-def _as_generator(kernel: str, kg: Any, options: dict) -> Callable[..., Any]:
+def _as_generator(kernel: str, kg: Any, options: dict) -> Callable:
     """The generator of a ready kernel; any other is the user's own function, which `KernelEntry` holds as it is."""
     if options.get("has_side_effect"):
         raise TypeError(
@@ -4973,23 +4993,7 @@ def _wrap_ready(kernel: Any, options: dict, /, outs: tuple, **params: Any) -> An
     return _BACKENDS[kind].wrap(kernel, outs, **options) if kind in _BACKENDS else kernel
 
 
-def _ready_kind(kernel: Any) -> str | None:
-    """The backend of a compiled kernel (`@njit`, `@cuda.jit`, `@wp.kernel`), "wrapper" for ours; else None."""
-    for cls in type(kernel).__mro__:
-        package = cls.__module__.partition(".")[0]
-        for backend, row in _BACKENDS.items():
-            if f"{package}.{cls.__name__}" in row.ready:
-                return backend
-    return "wrapper" if hasattr(kernel, "_call_by_name") else None  # of any copy of this file
-
-
-def _wrong_kernel(user: str, takes: str, kernel: Any) -> TypeError:
-    kind = _ready_kind(kernel)
-    hint = f"; for this one there is {kind}_kernel" if kind in _BACKENDS else ""
-    return TypeError(f"{user} takes {takes}; got {type(kernel).__name__} {kernel!r}{hint}")
-
-
-def _tolerant(fun: Callable[..., Any], what: str = "") -> Callable[..., Any]:
+def _tolerant(fun: Callable, what: str = "") -> Callable:
     """`fun`, called without those of `outs` and `backend` that its signature does not take."""
     if not callable(fun):
         raise TypeError(f"{what} must be callable, got {fun!r}")
@@ -5002,8 +5006,8 @@ def _tolerant(fun: Callable[..., Any], what: str = "") -> Callable[..., Any]:
 
     @functools.wraps(fun)
     def call(*args: Any, **params: Any) -> Any:
-        for name in unwanted:
-            params.pop(name, None)
+        for name in unwanted & params.keys():
+            del params[name]
         return fun(*args, **params)
 
     return call
@@ -5020,7 +5024,7 @@ def _run_slice(op: XLACustomKernel, entry: KernelEntry, params: dict, outs: Sequ
     return _returned(what, jax.tree.leaves(results), "outs declares", outs)
 
 
-def _make_kernel(entry: KernelEntry, params: dict, outs: Sequence[Spec], ins: Sequence[Any]) -> Callable[..., Any]:
+def _make_kernel(entry: KernelEntry, params: dict, outs: Sequence[Spec], ins: Sequence) -> Callable:
     """The function to trace, which the generator makes for these parameters and outs."""
     axes = frozenset().union(*[_varying_axes(jax.typeof(x)) for x in ins])
     varying = [Spec(out.shape, out.dtype, **_varying(axes)) for out in outs]
@@ -5031,34 +5035,39 @@ def _make_kernel(entry: KernelEntry, params: dict, outs: Sequence[Spec], ins: Se
     return kernel
 
 
-def _returned(what: str, values: Sequence[Any], rule: str, expected: Sequence[Any]) -> list:
+def _returned(what: str, values: Sequence, rule: str, expected: Sequence) -> list:
     """What a kernel or a rule returned, as arrays like those expected; None for zeros, and where None is expected."""
-    arrays = [_as_array(x) for x in values]
-    came = [_show_or_none(x) for x in arrays]
-    wanted = [_show_or_none(x) for x in expected]
-    fits = len(came) == len(wanted)
-    for a, b in zip(came, wanted):
-        fits = fits and (a == b or "None" in (a, b))
-    if not fits:
+    arrays = list(map(_array_or_none, values))
+    returned = list(map(_show_or_none, arrays))
+    wanted = list(map(_show_or_none, expected))
+    if len(returned) != len(wanted) or not all(map(_fits, returned, wanted)):
         raise ValueError(
-            f"{what} returned ({', '.join(came)}), but {rule} ({', '.join(wanted)}): return as many, of equal shape "
-            "and dtype (None for zero in a rule), or correct what is declared"
+            f"{what} returned ({', '.join(returned)}), but {rule} ({', '.join(wanted)}): return as many, of equal "
+            "shape and dtype (None for zero in a rule), or correct what is declared"
         )
     return [None if spec is None else x for x, spec in zip(arrays, expected)]
 
 
-def _as_array(x: Any) -> Any:
+def _fits(returned: str, wanted: str) -> bool:
+    return returned == wanted or "None" in (returned, wanted)
+
+
+def _array_or_none(x: Any) -> Any:
     if _is_zero(x):
         return None
-    return x if isinstance(x, (jax.Array, Spec)) else jax.numpy.asarray(x)
+    if isinstance(x, (jax.Array, Spec)):
+        return x
+    return jax.numpy.asarray(x)
 
 
 def _is_zero(x: Any) -> bool:
-    return x is None or isinstance(x, (ad.Zero, ad.UndefinedPrimal)) or getattr(x, "dtype", None) == jax.dtypes.float0
+    if x is None or isinstance(x, (ad.Zero, ad.UndefinedPrimal)):
+        return True
+    return getattr(x, "dtype", None) == jax.dtypes.float0
 
 
-def _show_or_none(x: Any) -> str:
-    return "None" if x is None else _show(x)
+def _show_or_none(spec: Any) -> str:
+    return "None" if spec is None else _show(spec)
 
 
 # -- 12.4 The primitive: its rules for JAX's interpreters ----------------------------------------------
@@ -5086,7 +5095,7 @@ class _OpPrimitive(Primitive):
         for platform in (None, "cpu", "gpu", "tpu"):  # one for each, or JAX would lower for several at once
             mlir.register_lowering(self, self.rule(_op_lowering), platform=platform)
 
-    def rule(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def rule(self, function: Callable) -> Callable:
         """A rule for JAX: `function`, with the op and the recorded vmaps before its other arguments."""
 
         def call(*args: Any, _batch: tuple = (), _types: tuple = (), **params: Any) -> Any:
@@ -5115,13 +5124,14 @@ def _op_abstract_eval(op: XLACustomKernel, vmaps: tuple, /, *avals: Any, outs: t
     return _op_sharding(op, vmaps, avals, outs).out_avals(avals, outs)
 
 
-def _op_sharding(op: XLACustomKernel, vmaps: tuple, ins: Sequence[Any], outs: tuple) -> _ShardingRule:
+def _op_sharding(op: XLACustomKernel, vmaps: tuple, ins: Sequence, outs: tuple) -> _ShardingRule:
     """The sharding rule of the op under the recorded vmaps."""
     rule = op._rules.get("sharding")
     if rule is None:
-        depths = [sum(flags) for flags in _by_operand(vmaps, len(ins))]
-        slices = [Spec(x.shape[depth:], x.dtype) for x, depth in zip(ins, depths)]
-        rule = _ShardingRule.whole(slices, _slices(outs, len(vmaps)))
+        slices = []
+        for x, flags in zip(ins, _by_operand(vmaps, len(ins))):
+            slices += _slices([x], depth=sum(flags))
+        rule = _ShardingRule.whole(slices, _slices(outs, depth=len(vmaps)))
     for flags in vmaps:
         rule = rule.batched(flags)
     return rule
@@ -5171,7 +5181,7 @@ def _forget(stale: tuple) -> None:
 # All that a user writes sees one slice: generators, outs, rules.  Only the primitive's `outs` are those of the batch.
 
 
-def general_batching_rule(prim: Any, args: Sequence[Any], axes: Sequence[int | None], /, **params: Any) -> tuple:
+def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None], /, **params: Any) -> tuple:
     """Batch an op or primitive without a rule of its own; what :class:`XLACustomKernel` uses by default.
 
     Args:
@@ -5189,51 +5199,60 @@ def general_batching_rule(prim: Any, args: Sequence[Any], axes: Sequence[int | N
       (5,) 0
     """
     function = functools.partial(getattr(prim, "bind", prim), **params)
-    flags = tuple(axis is not None for axis in axes)
+    flags = tuple([axis is not None for axis in axes])
     if not any(flags):
         out = function(*args)
         return out, jax.tree.map(lambda _: None, out)
-    in_front = [jax.numpy.moveaxis(x, axis, 0) if axis else x for x, axis in zip(args, axes)]
+    batch = list(map(_with_axis_in_front, args, axes))
     if isinstance(getattr(prim, "primitive", prim), _OpPrimitive):
-        out = _record_vmap(prim, in_front, flags, params)
+        out = _record_vmap(prim, batch, flags, params)
     else:
-        out = _sequential(function, flags)(*in_front)
+        out = _sequential(function, flags)(*batch)
     return out, jax.tree.map(lambda _: 0, out)
 
 
-def _op_batching(op: XLACustomKernel, vmaps: tuple, args: Sequence[Any], axes: Sequence, /, **params: Any) -> Any:
+def _with_axis_in_front(x: Any, axis: int | None) -> Any:
+    return jax.numpy.moveaxis(x, axis, 0) if axis else x
+
+
+def _op_batching(op: XLACustomKernel, vmaps: tuple, args: Sequence, axes: Sequence, /, **params: Any) -> Any:
     rule = op._rules.get("batching")
     if rule is None or vmaps:  # a user's rule is for the op on one slice, not on the batch of a recorded vmap
         return general_batching_rule(op.primitive, args, axes, **params, _batch=vmaps)
     results, result_axes = rule(args, axes, **params)
-    slices = [_without_axis(x, axis) for x, axis in zip(results, result_axes)]
+    slices = list(map(_without_axis, results, result_axes))
     _returned(f"the batching rule of {op.name!r}", slices, "the slices of outs are", params["outs"])
     return results, result_axes
 
 
 def _without_axis(x: Any, axis: int | None) -> Any:
-    return x if axis is None else Spec(x.shape[:axis] + x.shape[axis + 1 :], x.dtype)
+    if axis is None:
+        return x
+    return Spec(x.shape[:axis] + x.shape[axis + 1 :], x.dtype)
 
 
-def _record_vmap(prim: Any, ins: Sequence[Any], flags: tuple, params: dict) -> Any:
+def _record_vmap(prim: Any, ins: Sequence, flags: tuple, params: dict) -> Any:
     """Bind an op or its primitive with one more vmap, over the first axis of the flagged operands."""
     primitive = getattr(prim, "primitive", prim)
     size = ins[flags.index(True)].shape[0]
-    specs, tree = jax.tree.flatten(params["outs"])
-    batched_outs = tuple(Spec((size, *spec.shape), spec.dtype) for spec in specs)
-    vmaps = (*params.get("_batch", ()), flags)
+    slice_outs, tree = jax.tree.flatten(params["outs"])
+    params["outs"] = tuple([Spec((size, *out.shape), out.dtype) for out in slice_outs])
+    params["_batch"] = (*params.get("_batch", ()), flags)
     _need_devices(primitive)
-    results = primitive.bind(*_make_varying(ins), **{**params, "outs": batched_outs, "_batch": vmaps})
-    return results if prim is primitive else jax.tree_util.tree_unflatten(tree, results)
+    results = primitive.bind(*_make_varying(ins), **params)
+    if prim is primitive:
+        return results
+    return jax.tree.unflatten(tree, results)
 
 
-def _by_operand(vmaps: tuple, count: int) -> list[list[bool]]:
+def _by_operand(vmaps: tuple, count: int) -> list[tuple[bool, ...]]:
     """For each operand, by which of the recorded vmaps it is batched: the outermost first, as its axes are."""
-    outermost_first = vmaps[::-1]
-    return [[flags[i] for flags in outermost_first] for i in range(count)]
+    if not vmaps:
+        return [()] * count
+    return list(zip(*reversed(vmaps)))
 
 
-def _kernel_jaxpr(op: Any, entry: KernelEntry, params: dict, vmaps: tuple, outs: Sequence, ins: Sequence[Any]) -> Any:
+def _kernel_jaxpr(op: Any, entry: KernelEntry, params: dict, vmaps: tuple, outs: Sequence, ins: Sequence) -> Any:
     run = functools.partial(_run_vmaps, op, entry, params, vmaps, outs)
     return jax.make_jaxpr(run)(*ins).jaxpr
 
@@ -5257,7 +5276,7 @@ def _run_vmaps(op: XLACustomKernel, entry: KernelEntry, params: dict, vmaps: tup
     return _eval_jaxpr(closed, ins)
 
 
-def _under_vmaps(function: Callable[..., Any], vmaps: Sequence[tuple]) -> Callable[..., Any]:
+def _under_vmaps(function: Callable, vmaps: Sequence[tuple]) -> Callable:
     """A function of one slice under vmaps, the innermost first; a Zero or UndefinedPrimal has nothing to batch."""
     for flags in vmaps:
         in_axes = tuple(0 if flag else None for flag in flags)
@@ -5265,20 +5284,24 @@ def _under_vmaps(function: Callable[..., Any], vmaps: Sequence[tuple]) -> Callab
     return function
 
 
-def _sequentially(function: Callable[..., Any], vmaps: Sequence[tuple]) -> Callable[..., Any]:
+def _sequentially(function: Callable, vmaps: Sequence[tuple]) -> Callable:
     for flags in vmaps:
         function = _sequential(function, flags)
     return function
 
 
-def _sequential(function: Callable[..., Any], flags: tuple) -> Callable[..., Any]:
+def _sequential(function: Callable, flags: tuple) -> Callable:
     """A function mapped over the first axis of the flagged operands, one slice at a time."""
+    batched = [i for i, flag in enumerate(flags) if flag]
 
     def mapped(*ins: Any) -> Any:
-        def of_slice(slices: Sequence[Any]) -> Any:
-            return function(*[x if one is None else one for x, one in zip(ins, slices)])
+        def of_slice(slices: Sequence) -> Any:
+            operands = list(ins)
+            for i, one in zip(batched, slices):
+                operands[i] = one
+            return function(*operands)
 
-        return jax.lax.map(of_slice, [x if flag else None for x, flag in zip(ins, flags)])
+        return jax.lax.map(of_slice, [ins[i] for i in batched])
 
     return mapped
 
@@ -5313,7 +5336,7 @@ def defjvp(primitive: Any, *jvp_rules: Callable[..., Any] | None) -> None:
     primitive = getattr(primitive, "primitive", primitive)
     if not isinstance(primitive, Primitive):
         raise TypeError(f"defjvp: expected an XLACustomKernel or a jax Primitive, got {primitive!r}")
-    rules = [None if rule is None else _tolerant(rule, "defjvp: a rule") for rule in jvp_rules]
+    rules = [rule and _tolerant(rule, "defjvp: a rule") for rule in jvp_rules]
     rule = functools.partial(_jvp_by_operand, primitive, rules)
     if isinstance(primitive, _OpPrimitive):
         primitive.op._set_rule("jvp", rule)
@@ -5321,28 +5344,32 @@ def defjvp(primitive: Any, *jvp_rules: Callable[..., Any] | None) -> None:
         ad.primitive_jvps[primitive] = rule
 
 
-def _jvp_by_operand(primitive: Any, rules: Sequence[Any], primals: Any, tangents: Any, /, **params: Any) -> tuple:
+def _jvp_by_operand(primitive: Any, rules: Sequence, primals: Any, tangents: Any, /, **params: Any) -> tuple:
     """The jvp rule that adds up what each operand's rule gives."""
     if len(rules) != len(primals):
         raise ValueError(f"{primitive.name!r} has {len(rules)} jvp rules for {len(primals)} operands; give each one")
     results = primitive.bind(*primals, **params)
     outputs = list(results) if primitive.multiple_results else [results]
-    avals = [jax.typeof(x) for x in outputs]
+    avals = list(map(jax.typeof, outputs))
     totals: list[Any] = [None] * len(outputs)
     for i, (rule, tangent) in enumerate(zip(rules, tangents)):
         if rule is not None and type(tangent) is not ad.Zero:
             returned = jax.tree.leaves(rule(tangent, *primals, **params), is_leaf=_is_zero)
             what = f"the jvp rule of {primitive.name!r} for operand {i}"
             terms = _from_rule(what, returned, "the outputs are", avals)
-            totals = [_sum_of(total, term) for total, term in zip(totals, terms)]
+            totals = list(map(_sum_of, totals, terms))
     totals = _with_zeros(totals, outputs)
-    return (outputs, totals) if primitive.multiple_results else (outputs[0], totals[0])
+    if primitive.multiple_results:
+        return outputs, totals
+    return outputs[0], totals[0]
 
 
 def _sum_of(x: Any, y: Any) -> Any:
     """The sum of two tangents, of which None is zero."""
-    if x is None or y is None:
-        return y if x is None else x
+    if x is None:
+        return y
+    if y is None:
+        return x
     return ad.add_tangents(*_make_varying([x, y]))
 
 
@@ -5359,21 +5386,24 @@ def _op_jvp(op: Any, vmaps: tuple, primals: Any, tangents: Any, /, outs: tuple =
         returned = rule(primals, tuple(_with_zeros(tangents, primals)), outs=slice_outs, **params)
         outputs = jax.tree.leaves(returned[0])
         outputs = _returned(what, outputs, "outs declares", slice_outs or outputs)
-        return outputs, _from_rule(what, returned[1], "the outputs are", [jax.typeof(x) for x in outputs])
+        avals = list(map(jax.typeof, outputs))
+        return outputs, _from_rule(what, returned[1], "the outputs are", avals)
 
     twice = [flags + flags for flags in vmaps]  # primals and tangents
     outputs, tangents_out = _under_vmaps(of_slice, twice)(*primals, *tangents)
     return outputs, _with_zeros(tangents_out, outputs)
 
 
-def _with_zeros(tangents: Sequence[Any], values: Sequence[Any]) -> list:
+def _with_zeros(tangents: Sequence, values: Sequence) -> list:
     """The tangents of `values`: a new Zero for None, for a Zero (of another shape, perhaps), and for an integer's."""
-    return [_or_zero(tangent, jax.typeof(x).to_tangent_aval()) for tangent, x in zip(tangents, values)]
+    return list(map(_with_zero, tangents, values))
 
 
-def _or_zero(tangent: Any, aval: Any) -> Any:
-    is_zero = _is_zero(tangent) or aval.dtype == jax.dtypes.float0
-    return ad.Zero(aval) if is_zero else tangent
+def _with_zero(tangent: Any, value: Any) -> Any:
+    aval = jax.typeof(value).to_tangent_aval()
+    if _is_zero(tangent) or aval.dtype == jax.dtypes.float0:
+        return ad.Zero(aval)
+    return tangent
 
 
 def _op_transpose(op: Any, vmaps: tuple, cts: Any, /, *operands: Any, outs: tuple = (), **params: Any) -> list:
@@ -5388,16 +5418,21 @@ def _op_transpose(op: Any, vmaps: tuple, cts: Any, /, *operands: Any, outs: tupl
     def of_slice(*values: Any) -> list:
         cts = list(values[:count])
         operands = values[count:]
-        linear = [x.aval if ad.is_undefined_primal(x) else None for x in operands]
         returned = rule(cts, *operands, outs=slice_outs, **params)
-        return _from_rule(f"the transpose rule of {op.name!r}", returned, "the operands are", linear)
+        avals = list(map(_linear_aval, operands))
+        return _from_rule(f"the transpose rule of {op.name!r}", returned, "the operands are", avals)
 
     flags_of = _by_operand(vmaps, len(operands))
-    values = [_symbolic_slice(ct, depth) for ct in cts]
-    values += [_symbolic_slice(x, sum(flags)) for x, flags in zip(operands, flags_of)]
+    depths = [depth] * count + list(map(sum, flags_of))
+    values = map(_symbolic_slice, [*cts, *operands], depths)
     everywhere = (True,) * count
     results = _under_vmaps(of_slice, [everywhere + flags for flags in vmaps])(*values)
-    return [_summed(*row) for row in zip(results, operands, flags_of)]
+    return list(map(_summed, results, operands, flags_of))
+
+
+def _linear_aval(operand: Any) -> Any:
+    """The type of the cotangent that an operand's rule returns; None for one that is known."""
+    return operand.aval if ad.is_undefined_primal(operand) else None
 
 
 def _symbolic_slice(x: Any, depth: int) -> Any:
@@ -5418,9 +5453,9 @@ def _summed(ct: Any, operand: Any, flags: Sequence[bool]) -> Any:
     return _sharded_like(ct, operand.aval)
 
 
-def _bind_with_vjp(call: _OpCall, ins: Sequence[Any], fwd: Callable[..., Any], bwd: Callable[..., Any]) -> Any:
+def _bind_with_vjp(call: _OpCall, ins: Sequence, fwd: Callable, bwd: Callable) -> Any:
     """Bind the op with its vjp rule, whose functions get the options of a call with these operands."""
-    avals = [jax.typeof(x) for x in ins]
+    avals = list(map(jax.typeof, ins))
     options = call.options(_input_specs(ins))
 
     def forward(*ins: Any) -> tuple:
@@ -5430,26 +5465,28 @@ def _bind_with_vjp(call: _OpCall, ins: Sequence[Any], fwd: Callable[..., Any], b
         returned = bwd(residuals, cotangents, **options)
         return tuple(_from_rule(f"the vjp rule of {call.op.name!r}", returned, "the operands are", avals))
 
-    function = jax.custom_vjp(call.bind)
+    function = jax.custom_vjp(call.bind_primitive)
     function.defvjp(forward, backward)
     return function(*ins)
 
 
-def _from_rule(what: str, returned: Any, kind: str, avals: Sequence[Any]) -> list:
+def _from_rule(what: str, returned: Any, kind: str, avals: Sequence) -> list:
     """What a rule returned, as arrays of these types: None for zeros, and for what has no derivative or is None."""
     if isinstance(returned, dict):
         raise TypeError(f"{what} returned {returned!r:.80}: return a tuple, in the order of what it is for")
-    values = returned if isinstance(returned, (list, tuple)) else [returned]
-    expected = [aval if _is_inexact(aval) else None for aval in avals]
-    arrays = _returned(what, values, kind, expected)
+    if not isinstance(returned, (list, tuple)):
+        returned = [returned]
+    arrays = _returned(what, returned, kind, list(map(_if_inexact, avals)))
     return [x if x is None else _sharded_like(x, aval) for x, aval in zip(arrays, avals)]
 
 
-def _is_inexact(aval: Any) -> bool:
-    return aval is not None and jax.dtypes.issubdtype(aval.dtype, np.inexact)
+def _if_inexact(aval: Any) -> Any:
+    """A type, if what has it has a derivative."""
+    is_inexact = aval is not None and jax.dtypes.issubdtype(aval.dtype, np.inexact)
+    return aval if is_inexact else None
 
 
-def _derivative_rule(op: XLACustomKernel, kind: str) -> Callable[..., Any]:
+def _derivative_rule(op: XLACustomKernel, kind: str) -> Callable:
     if kind not in op._rules:
         raise NotImplementedError(
             f"XLACustomKernel {op.name!r} has no {kind} rule, which a derivative needs: use def_{kind}_rule, or define "
