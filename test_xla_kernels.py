@@ -4050,7 +4050,7 @@ def record(monkeypatch, ranks, outs=lambda *ins: ins[0], functions=(0xF0, 0xF1),
     table = {ordinal: (function, 0) for ordinal, function in enumerate(functions)}
 
     launcher = lambda code: xk._CudaLauncher(code.signature.label, driver, table)
-    monkeypatch.setattr(xk._CudaCode, "emitter", lambda code: xk._CudaEmitter(driver.package, launcher(code)))
+    monkeypatch.setattr(xk._CudaCode, "emitter", lambda code, batched=False: xk._CudaEmitter(driver.package, launcher(code)))
     monkeypatch.setattr(xk._NumbaCuda, "platform", "cpu")
     return wrapper, driver
 

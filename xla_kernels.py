@@ -1660,18 +1660,24 @@ def _wrong_kernel(user: str, takes: str, kernel: Any) -> TypeError:
 
 
 # ======================================================================================================
-# 8. The native handler: LLVM for `XLA_FFI_Error* handler(XLA_FFI_CallFrame*)`.
-# For each kernel two or three functions are compiled, and what all have in common once, in `_Driver`:
-#   1. `handler(frame)`, which XLA calls, checks the buffers; a call without a batch runs its one slice at once.
-#   2. `slices(frame, slots, count)` runs the kernel on slices; a slot says where a buffer's first is, and the next.
-#   3. `drive` finds the batch, the dimensions before the kernel's own; a batch known to be quick runs at once.
-#   4. `run` takes a range of slices row by row, a row being those that differ in the last batch dimension only.
-#   5. `start` times the first slices; if it pays, XLA's threads and this one `share` the rest, range by range.
-# The first failure in time gives the call its error; no further range is begun, and those begun elsewhere end first.
-# Knows buffers, batches and threads.  Does not know a kernel: an emitter writes the code that runs one slice.
+# 8. The native handler: machine code for `XLA_FFI_Error* handler(XLA_FFI_CallFrame*)`, written in LLVM.
+#
+# XLA calls `handler` with the buffers of a call.  The dimensions of a batch come before those of the kernel; a buffer
+# that is the same for all slices has the size 1 there (size 1 broadcasts).
+#   1. `handler` checks the buffers and writes what outputs start from.  Without a batch it runs the kernel at once.
+#   2. `slices(frame, cursors, count)` runs the kernel on `count` slices.  A cursor knows where a buffer's slice is, and
+#      how far it is to the next one.
+# These are compiled for each kernel.  What they have in common is compiled once per process, in `_Driver`:
+#   3. `drive` finds the slices of a batch, and the rows: slices that are one step apart in every buffer.
+#   4. `run` runs a range of slices, row by row.
+#   5. `probe` runs the first slices alone and measures them.  If it pays, XLA's threads and this one `share` the rest:
+#      each takes chunk after chunk until none is left.
+# The first slice that fails gives the call its error: nobody takes a chunk after that, and chunks that are being run
+# elsewhere are waited for.
+# Relies on sections 1 and 2, llvmlite and the C API of CPython.  An emitter, of a backend, writes what runs one slice.
 
 # -- 8.1 What a backend gives: a signature, and an emitter ---------------------------------------------
-# Knows one slice: its buffers and dimensions.
+# One slice: its buffers and their dimensions.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -1687,22 +1693,24 @@ class _Signature:
     hidden: tuple[int, ...] = ()  # inputs, each with an output behind the others that starts with it
 
     def with_hidden(self, may_write: Sequence[int]) -> _Signature:
-        """The signature with a hidden output for each of these inputs that has none to start."""
+        """The signature with a hidden output for each of these inputs that no other output starts with."""
         aliased = [i for i, _ in self.aliases]
         return dataclasses.replace(self, hidden=tuple(i for i in may_write if i not in aliased))
 
     @property
-    def starts(self) -> list[tuple[int, int]]:
-        """(input, output) for every output that starts with an input, hidden ones too."""
+    def starts(self) -> dict[int, int]:
+        """Which output starts with an input, hidden ones too."""
         n_out = len(self.ranks) - self.n_in
-        return [*self.aliases, *((i, n_out + k) for k, i in enumerate(self.hidden))]
+        return dict(self.aliases) | {i: n_out + k for k, i in enumerate(self.hidden)}
 
     def __str__(self) -> str:
-        shown = [f"{dtype.name}[{','.join(':' * rank)}]" for dtype, rank in zip(self.dtypes, self.ranks, strict=True)]
-        starts = [f"output {j} starts as input {i}" for i, j in self.starts]
-        starts += [f"output {j} starts as zeros" for j in self.zeroed]
-        buffers = f"({', '.join(shown[: self.n_in])}) -> ({', '.join(shown[self.n_in :])})"
-        return "; ".join([buffers, *starts])
+        shown = []
+        for dtype, rank in zip(self.dtypes, self.ranks, strict=True):
+            shown.append(f"{dtype.name}[{','.join(':' * rank)}]")
+        parts = [f"({', '.join(shown[: self.n_in])}) -> ({', '.join(shown[self.n_in :])})"]
+        parts += [f"output {j} starts as input {i}" for i, j in self.starts.items()]
+        parts += [f"output {j} starts as zeros" for j in self.zeroed]
+        return "; ".join(parts)
 
 
 class _Array(NamedTuple):
@@ -1713,10 +1721,17 @@ class _Array(NamedTuple):
     strides: list[Any]
     itemsize: int
 
+    @classmethod
+    def row_major(cls, pointer: Any, dims: list[Any], itemsize: int) -> _Array:
+        return cls(pointer, dims, _row_major(dims, itemsize), itemsize)
+
 
 def _row_major(dims: Sequence[Any], unit: int) -> list[Any]:
     """The strides of an array whose elements are `unit` long."""
-    return list(itertools.accumulate(reversed(dims), operator.mul, initial=unit))[-2::-1]
+    strides = [unit]
+    for size in reversed(dims[1:]):
+        strides.insert(0, strides[0] * size)
+    return strides[: len(dims)]
 
 
 class _Emitter:
@@ -1732,7 +1747,8 @@ class _Emitter:
 
 
 # -- 8.2 Writing LLVM ----------------------------------------------------------------------------------
-# Knows integers, addresses, structs, calls and control flow.  Does not know what they are for.
+# Integers, addresses, structs, calls and control flow, as Python's operators and methods.  A Python function becomes a
+# C function: it is called once, with words that stand for the arguments, and writes an instruction for each operation.
 
 
 class _Word:
@@ -1741,14 +1757,15 @@ class _Word:
     def __init__(self, code: _Code, value: Any) -> None:
         self.code, self.value = code, value
 
-    def _calculate(self, operation: str, other: Any) -> Any:
+    def _calculate(self, operation: str, other: Any) -> _Word:
         if operation == "add" and isinstance(other, int) and other == 0:
             return self  # LLVM would keep a sum
-        return _Word(self.code, getattr(self.code.builder, operation)(self.value, self.code.word(other).value))
+        operands = self.value, self.code.word(other).value
+        return _Word(self.code, getattr(self.code.builder, operation)(*operands))
 
-    def _compare(self, relation: str, other: Any) -> Any:
-        found = self.code.builder.icmp_signed(relation, self.value, self.code.word(other).value)
-        return _Word(self.code, self.code.builder.zext(found, self.code.i64))
+    def _compare(self, relation: str, other: Any) -> _Word:
+        bit = self.code.builder.icmp_signed(relation, self.value, self.code.word(other).value)
+        return _Word(self.code, self.code.builder.zext(bit, self.code.i64))
 
     __add__ = __radd__ = functools.partialmethod(_calculate, "add")
     __sub__ = functools.partialmethod(_calculate, "sub")
@@ -1772,18 +1789,18 @@ class _Struct(_Word):
     def __getitem__(self, index: Any) -> _Struct:
         return _Struct(self.code, self.kind, self + index * ctypes.sizeof(self.kind))
 
-    def place(self, name: str) -> Any:
-        """The address of a field."""
-        return self + getattr(self.kind, name).offset
+    def address_of(self, field: str) -> _Word:
+        return self + getattr(self.kind, field).offset
 
-    def __getattr__(self, name: str) -> Any:
-        kind, address = dict(self.kind._fields_)[name], self.place(name)
+    def __getattr__(self, field: str) -> Any:
+        kind = dict(self.kind._fields_)[field]
+        address = self.address_of(field)
         if issubclass(kind, ctypes.Structure):
             return _Struct(self.code, kind, address)
-        return self.code.pointed(name, self.code.read(address, ctypes.sizeof(kind)))
+        return self.code.typed(field, self.code.load(address, ctypes.sizeof(kind)))
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        self.code.write(value, self.place(name), getattr(self.kind, name).size)
+    def __setattr__(self, field: str, value: Any) -> None:
+        self.code.store(value, self.address_of(field), getattr(self.kind, field).size)
 
 
 class _Code:
@@ -1794,23 +1811,28 @@ class _Code:
         from llvmlite import ir
         from numba.core import cgutils
 
-        self.llvm, self.ir, self.cgutils, self.i64 = llvm, ir, cgutils, ir.IntType(64)
+        self.llvm, self.ir, self.cgutils = llvm, ir, cgutils
+        self.i64 = ir.IntType(64)
         self.module = ir.Module()
-        self.module.triple, self.module.data_layout = llvm.get_process_triple(), str(_engine()[0].target_data)
+        self.module.triple = llvm.get_process_triple()
+        self.module.data_layout = str(_engine()[0].target_data)
         self.functions: dict[str, Any] = {}
         self.suffix = os.urandom(8).hex()  # names must differ within the execution engine
         self.builder: Any = None
+
+    # -- functions --
 
     def define(self, name: str, body: Callable[..., Any]) -> None:
         """Write a C function that takes integers and addresses, as `body` does, and returns one."""
         names = inspect.signature(body).parameters
         kind = self.ir.FunctionType(self.i64, [self.i64] * len(names))
-        function = self.functions[name] = self.ir.Function(self.module, kind, f"{name}_{self.suffix}")
+        function = self.ir.Function(self.module, kind, f"{name}_{self.suffix}")
+        self.functions[name] = function
         self.builder = self.ir.IRBuilder(function.append_basic_block())
-        args = zip(names, function.args, strict=True)
-        result = body(*(self.pointed(name, _Word(self, arg)) for name, arg in args))
+        words = [_Word(self, argument) for argument in function.args]
+        result = body(*map(self.typed, names, words))
         if result is not None:  # else it is a loop that never ends
-            self.give(result)
+            self.ret(result)
 
     def compile(self) -> dict[str, int]:
         """The addresses of the functions; their machine code stays until the process ends, as XLA wants it."""
@@ -1822,77 +1844,6 @@ class _Code:
         engine.finalize_object()
         return {name: engine.get_function_address(function.name) for name, function in self.functions.items()}
 
-    def word(self, value: Any) -> _Word:
-        """A number, or the address of a C function or, by its name, of one of this module."""
-        if isinstance(value, _Word):
-            return value
-        if isinstance(value, str):
-            return _Word(self, self.functions[value].ptrtoint(self.i64))
-        number = value if isinstance(value, int) else ctypes.cast(value, _PTR).value
-        return _Word(self, self.ir.Constant(self.i64, int(number or 0)))
-
-    def pointer(self, address: Any, size: int = 1) -> Any:
-        """LLVM's pointer to an integer of so many bytes."""
-        return self.builder.inttoptr(self.word(address).value, self.ir.IntType(8 * size).as_pointer())
-
-    def read(self, address: Any, size: int = 8) -> _Word:
-        value = self.builder.load(self.pointer(address, size))
-        return _Word(self, value if size == 8 else self.builder.sext(value, self.i64))
-
-    def write(self, value: Any, address: Any, size: int = 8) -> None:
-        value = self.word(value).value
-        value = value if size == 8 else self.builder.trunc(value, self.ir.IntType(8 * size))
-        self.builder.store(value, self.pointer(address, size))
-
-    def copy(self, source: Any, target: Any, nbytes: Any) -> None:
-        self.cgutils.raw_memcpy(self.builder, self.pointer(target), self.pointer(source), self.word(nbytes).value, 1)
-
-    def clear(self, target: Any, nbytes: Any) -> None:
-        self.cgutils.memset(self.builder, self.pointer(target), self.word(nbytes).value, 0)
-
-    def pointed(self, name: str, word: _Word) -> Any:
-        """The struct at an address of this name, or the word as it is."""
-        return _Struct(self, _POINTED[name], word) if name in _POINTED else word
-
-    def stack(self, kind: Any, count: Any = 1) -> _Struct:
-        """So many structs or words on the stack: if the number is known, the same ones in a loop."""
-        words = count * (ctypes.sizeof(kind) // 8)
-        is_known = isinstance(words, int)
-        with self.builder.goto_entry_block() if is_known else contextlib.nullcontext():
-            memory = self.builder.alloca(self.i64, words if is_known else words.value)
-        return _Struct(self, kind, _Word(self, self.builder.ptrtoint(memory, self.i64)))
-
-    def array(self, values: Sequence[Any]) -> _Word:
-        """The address of these words in a row on the stack."""
-        first = self.stack(_I64, len(values))
-        for i, value in enumerate(values):
-            self.write(value, first + 8 * i)
-        return first
-
-    def zeros(self, nbytes: int) -> _Word:
-        """The address of zeroed memory on the stack."""
-        first = self.stack(_I64, -(-nbytes // 8))
-        self.clear(first, nbytes)
-        return first
-
-    def new(self, kind: Any, **fields: Any) -> Any:
-        """A struct on the stack, with its size filled in if it is one of XLA's."""
-        new = self.stack(kind)
-        if kind._fields_[0][0] == "struct_size":
-            fields |= {"struct_size": ctypes.sizeof(kind), "extension_start": 0}
-        for name, value in fields.items():
-            setattr(new, name, value)
-        return new
-
-    def add_at_once(self, address: Any, value: Any) -> _Word:
-        """Add to a word in one step that no other thread sees half of; returns what it was."""
-        return _Word(self, self.builder.atomic_rmw("add", self.pointer(address, 8), self.word(value).value, "seq_cst"))
-
-    def replace_at_once(self, address: Any, old: Any, new: Any) -> _Word:
-        """Whether a word was `old`, and is `new` now."""
-        result = self.builder.cmpxchg(self.pointer(address, 8), self.word(old).value, self.word(new).value, "seq_cst")
-        return _Word(self, self.builder.zext(self.builder.extract_value(result, 1), self.i64))
-
     def call(self, function: Any, *args: Any) -> _Word:
         """Call a function, as `word` takes it."""
         kind = self.ir.FunctionType(self.i64, [self.i64] * len(args))
@@ -1903,24 +1854,112 @@ class _Code:
         """Call a function of XLA's API table; it gives an XLA_FFI_Error* or 0."""
         return self.call(getattr(frame.api, f"XLA_FFI_{name}"), args)
 
-    def give(self, value: Any, when: Any = True) -> None:
+    # -- values and memory --
+
+    def word(self, value: Any) -> _Word:
+        """A number, or the address of a C function or, by its name, of one of this module."""
+        if isinstance(value, _Word):
+            return value
+        if isinstance(value, str):
+            return _Word(self, self.functions[value].ptrtoint(self.i64))
+        number = value if isinstance(value, int) else ctypes.cast(value, _PTR).value
+        return _Word(self, self.ir.Constant(self.i64, int(number or 0)))
+
+    def typed(self, name: str, word: _Word) -> Any:
+        """The struct that a field or parameter of this name points to, or the word as it is."""
+        return _Struct(self, _POINTED[name], word) if name in _POINTED else word
+
+    def pointer(self, address: Any, size: int = 1) -> Any:
+        """LLVM's pointer to an integer of so many bytes."""
+        return self.builder.inttoptr(self.word(address).value, self.ir.IntType(8 * size).as_pointer())
+
+    def load(self, address: Any, size: int = 8) -> _Word:
+        value = self.builder.load(self.pointer(address, size))
+        return _Word(self, value if size == 8 else self.builder.sext(value, self.i64))
+
+    def store(self, value: Any, address: Any, size: int = 8) -> None:
+        value = self.word(value).value
+        if size != 8:
+            value = self.builder.trunc(value, self.ir.IntType(8 * size))
+        self.builder.store(value, self.pointer(address, size))
+
+    def copy_bytes(self, target: Any, source: Any, nbytes: Any) -> None:
+        self.cgutils.raw_memcpy(self.builder, self.pointer(target), self.pointer(source), self.word(nbytes).value, 1)
+
+    def zero_bytes(self, target: Any, nbytes: Any) -> None:
+        self.cgutils.memset(self.builder, self.pointer(target), self.word(nbytes).value, 0)
+
+    def alloca(self, kind: Any, count: Any = 1) -> _Struct:
+        """So many structs or words on the stack; a constant count is allocated once, in the entry block."""
+        words = count * (ctypes.sizeof(kind) // 8)
+        if isinstance(words, int):
+            with self.builder.goto_entry_block():
+                memory = self.builder.alloca(self.i64, words)
+        else:
+            memory = self.builder.alloca(self.i64, words.value)
+        return _Struct(self, kind, _Word(self, self.builder.ptrtoint(memory, self.i64)))
+
+    def variable(self, start: Any) -> _Struct:
+        """A word on the stack, `.current`, for what a loop changes."""
+        variable = self.alloca(_Variable)
+        variable.current = start
+        return variable
+
+    def array(self, values: Sequence[Any]) -> _Word:
+        """The address of these words in a row on the stack."""
+        first = self.alloca(_I64, len(values))
+        for i, value in enumerate(values):
+            self.store(value, first + 8 * i)
+        return first
+
+    def zeros(self, nbytes: int) -> _Word:
+        """The address of zeroed memory on the stack."""
+        first = self.alloca(_I64, -(-nbytes // 8))
+        self.zero_bytes(first, nbytes)
+        return first
+
+    def new(self, kind: Any, **fields: Any) -> Any:
+        """A struct on the stack, with its size filled in if it is one of XLA's."""
+        struct = self.alloca(kind)
+        if kind._fields_[0][0] == "struct_size":
+            fields |= {"struct_size": ctypes.sizeof(kind), "extension_start": 0}
+        for name, value in fields.items():
+            setattr(struct, name, value)
+        return struct
+
+    def atomic_add(self, address: Any, value: Any) -> _Word:
+        """Atomic fetch-and-add: returns what the word was."""
+        return _Word(self, self.builder.atomic_rmw("add", self.pointer(address, 8), self.word(value).value, "seq_cst"))
+
+    def compare_and_swap(self, address: Any, old: Any, new: Any) -> _Word:
+        """Whether a word was `old`, and is `new` now."""
+        words = self.word(old).value, self.word(new).value
+        result = self.builder.cmpxchg(self.pointer(address, 8), *words, "seq_cst")
+        return _Word(self, self.builder.zext(self.builder.extract_value(result, 1), self.i64))
+
+    # -- control flow --
+
+    def ret(self, value: Any, when: Any = True) -> None:
         """Return from the function."""
         with self.when(when):
             self.builder.ret(self.word(value).value)
 
     def when(self, condition: Any, likely: bool | None = None) -> Any:
+        """What stands under `with code.when(condition)` runs if that is not 0."""
         if condition is True:
             return contextlib.nullcontext()
         return self.builder.if_then(self._is_true(condition), likely)
 
-    def choose(self, condition: Any, yes: Any, no: Any) -> _Word:
-        return _Word(self, self.builder.select(self._is_true(condition), self.word(yes).value, self.word(no).value))
+    def select(self, condition: Any, yes: Any, no: Any) -> _Word:
+        """One of two words, both of which are there."""
+        words = self.word(yes).value, self.word(no).value
+        return _Word(self, self.builder.select(self._is_true(condition), *words))
 
     def _is_true(self, condition: Any) -> Any:
         return self.builder.icmp_signed("!=", self.word(condition).value, self.word(0).value)
 
-    def least(self, first: Any, second: Any) -> _Word:
-        return self.choose(first < second, first, second)
+    def minimum(self, first: Any, second: Any) -> _Word:
+        return self.select(first < second, first, second)
 
     @contextlib.contextmanager
     def loop(self, start: Any, stop: Any) -> Iterator[_Word]:
@@ -1938,221 +1977,111 @@ class _Code:
 
 
 # -- 8.3 The driver: which slices, and on which threads ------------------------------------------------
-# Knows XLA's table of functions and its threads.  Does not know dtypes, nor what a slice does.
+# XLA's table of functions and its threads.  Does not know dtypes, nor what a slice does.
 
-_words = lambda name, fields: _struct(name, **dict.fromkeys(fields.split(), _I64))
-_Slot = _words("_Slot", "data step dims nbytes")  # a slice's buffer; step to the next
-_Range = _words("_Range", "first count time")
-# Batches under `brief` bytes have been quick: the next `trusted` calls rely on that and do not look at the clock.
-_Kernel = _words("_Kernel", "slices first_mapped n in_order brief trusted")
-_Batch = _words("_Batch", "frame kernel n slots depth sizes row count nbytes")
-_Shared = _words("_Shared", "batch next count piece inside holders error idle")
+
+def _words(name: str, fields: str) -> Any:
+    """A struct of 64-bit words."""
+    return _struct(name, **dict.fromkeys(fields.split(), _I64))
+
+
+_Variable = _words("_Variable", "current")
+
+# Where a buffer's slice is: `data`; `dims` points to the kernel's dimensions, which those of the batch lie before;
+# `nbytes` is the size of a slice, and `step` is how far the next slice of the row is: 0 if it is the same one.
+_Cursor = _words("_Cursor", "data step dims nbytes")
+
+# What the driver knows of a kernel; outputs, whose memory is mapped on first use, begin at `first_output`.
+_Kernel = _words("_Kernel", "slices n_buffers first_output in_order")
+
+# A call with a batch.  The cursors stand at its first slice.  `sizes` are those of its `depth` dimensions, outermost
+# first, `count` is their product; slices [k * row, (k + 1) * row) are one step apart.
+_Batch = _words("_Batch", "frame kernel cursors depth sizes count row")
+
+# A batch that several threads share.  On the heap, as queued tasks may outlive the call.
+#   next     the first slice that nobody has taken (atomic fetch-and-add of `chunk`); beyond `count` nothing is left
+#   workers  threads inside `work`, the caller too.  0 is final: a task that finds 0 leaves the batch alone
+#   holders  references: one for each queued task and one for the caller; the last one frees the memory
+#   error    the first XLA_FFI_Error*, by compare-and-swap; later ones are destroyed
+#   idle     a lock that the last worker releases, to wake the caller
+# The caller waits for workers only, never for queued tasks: these may stand behind callers that wait, a deadlock.
+_Shared = _words("_Shared", "batch next count chunk workers holders error idle")
+
 # What fields and parameters of these names point to.
-_POINTED = {"frame": XLA_FFI_CallFrame, "api": XLA_FFI_Api, "metadata": XLA_FFI_Metadata}
-_POINTED |= {"kernel": _Kernel, "slots": _Slot, "batch": _Batch, "shared": _Shared}
-# Microseconds of work: what is too short to be timed often, to be measured, to be shared, to wake a thread for; and
-# what a thread takes at a time: as little as costs nothing, as cores may differ in speed.
-_BRIEF, _MEASURABLE, _WORTH_SHARING, _WORTH_A_THREAD, _PIECE = 4, 1, 40, 15, 20
+_POINTED = {
+    "frame": XLA_FFI_CallFrame,
+    "api": XLA_FFI_Api,
+    "metadata": XLA_FFI_Metadata,
+    "kernel": _Kernel,
+    "cursors": _Cursor,
+    "batch": _Batch,
+    "shared": _Shared,
+}
+
+# In microseconds of work:
+_MEASURABLE = 1  # slices that took less do not tell how long others take
+_WORTH_SHARING = 40  # a rest that takes less is not worth waking threads for
+_WORTH_A_THREAD = 15  # there are no more threads than have so much to do
+_CHUNK = 20  # what a thread takes at a time: as little as costs nothing, as cores may differ in speed
 _TICKS = _I64()  # of the driver's clock in a microsecond
 
 
 class _Driver(_Code):
-    """What all handlers have in common, compiled once."""
+    """What all handlers have in common, compiled once.  Each public method is written as a C function."""
 
     def __init__(self) -> None:
         super().__init__()
-        running = self.seek, self.run, self.work, self.drop, self.task, self.share, self.now, self.start, self.drive
-        for body in (self.answer, self.error, self.fill, *running):
-            self.define(body.__name__, body)
+        self.define("answer", self.answer)
+        self.define("error", self.error)
+        self.define("now", self.now)
+        self.define("fill", self.fill)
+        self.define("seek", self.seek)
+        self.define("run", self.run)
+        self.define("release", self.release)
+        self.define("work", self.work)
+        self.define("task", self.task)
+        self.define("share", self.share)
+        self.define("finish", self.finish)
+        self.define("probe", self.probe)
+        self.define("drive", self.drive)
 
     def answer(self, extension: Any, traits: Any) -> Any:
         """On registration XLA asks for the API version and traits, through an extension of the frame."""
-        at = self.new(_Range, first=extension)
+        position = self.variable(extension)
         with self.forever():
-            found = _Struct(self, XLA_FFI_Metadata_Extension, at.first)
-            self.give(0, when=at.first == 0)
+            found = _Struct(self, XLA_FFI_Metadata_Extension, position.current)
+            self.ret(0, when=position.current == 0)
             with self.when(found.extension_base.type == _EXTENSION_METADATA):
                 version, found.metadata.traits = found.metadata.api_version, traits
                 version.major_version, version.minor_version = _ffi_api_version()
-                self.give(0)
-            at.first = found.extension_base.next
+                self.ret(0)
+            position.current = found.extension_base.next
 
     def error(self, frame: Any, message: Any, code: Any) -> Any:
+        """A new XLA_FFI_Error* with a copy of the message."""
         return self.api(frame, "Error_Create", self.new(XLA_FFI_Error_Create_Args, message=message, errc=code))
 
-    def discard(self, frame: Any, error: Any) -> None:
+    def _destroy(self, frame: Any, error: Any) -> None:
         with self.when(error != 0):
             self.api(frame, "Error_Destroy", self.new(XLA_FFI_Error_Destroy_Args, error=error))
-
-    def fill(self, target: Any, source: Any, nbytes: Any) -> Any:
-        """Write what starts an output in the memory of the host: a copy of `source`, or zeros if that is 0."""
-        self._use_huge_pages(target, nbytes)
-        with self.when(source == 0):
-            self.clear(target, nbytes)
-            self.give(0)
-        self.copy(source, target, nbytes)
-        return 0
-
-    def seek(self, batch: Any, slots: Any, index: Any) -> Any:
-        """Point `slots` at the slice `index` and, with their steps, at the rest of its row; gives its place there."""
-        rest = self.new(_Range, first=index)
-        with self.loop(0, batch.n) as k:
-            slot, first = slots[k], batch.slots[k]
-            slot.data, slot.step, slot.dims, slot.nbytes = first.data, first.step, first.dims, first.nbytes
-        self.give(0, when=index == 0)
-        with self.loop(0, batch.depth) as i:
-            size = self.read(batch.sizes + (batch.depth - i - 1) * 8)
-            position = rest.first % size
-            rest.first = rest.first // size
-            with self.loop(0, batch.n) as k:
-                slot, own = slots[k], self.read(slots[k].dims - i * 8 - 8)
-                slot.data = slot.data + self.choose(own == 1, 0, position * slot.nbytes)  # one slice serves all
-                slot.nbytes = slot.nbytes * own  # of all that the next dimension steps over
-        return index % batch.row
-
-    def run(self, batch: Any, first: Any, stop: Any) -> Any:
-        """Run the slices [first, stop), row by row, unless one fails; gives its XLA_FFI_Error*."""
-        at, slots = self.new(_Range, first=first), self.stack(_Slot, batch.n)
-        with self.forever():
-            first = at.first
-            self.give(0, when=(stop > first) == 0)
-            count = self.least(batch.row - self.call("seek", batch, slots, first), stop - first)
-            error = self.call(batch.kernel.slices, batch.frame, slots, count)
-            self.give(error, when=error != 0)
-            at.first = first + count
-
-    def work(self, shared: Any) -> Any:
-        """Take pieces of a shared batch and run them until none is left or one fails."""
-        with self.forever():
-            first = self.add_at_once(shared.place("next"), shared.piece)
-            self.give(0, when=(first < shared.count) == 0)
-            error = self.call("run", shared.batch, first, self.least(first + shared.piece, shared.count))
-            with self.when(error != 0):
-                self.add_at_once(shared.place("next"), shared.count)  # nothing is left for the others
-                with self.when(self.replace_at_once(shared.place("error"), 0, error) == 0):
-                    self.discard(shared.batch.frame, error)
-                self.give(0)
-
-    def drop(self, shared: Any) -> Any:
-        """The last who holds a shared batch frees it."""
-        with self.when(self.add_at_once(shared.place("holders"), -1) == 1):
-            self.call(ctypes.pythonapi.PyThread_free_lock, shared.idle)
-            self.call(ctypes.pythonapi.PyMem_RawFree, shared)
-        return 0
-
-    def task(self, shared: Any) -> Any:
-        """What a thread of XLA runs: it works unless the caller has left, and as the last one wakes the caller."""
-        with self.forever():
-            inside = self.add_at_once(shared.place("inside"), 0)
-            with self.when(inside == 0):
-                self.give(self.call("drop", shared))
-            with self.when(self.replace_at_once(shared.place("inside"), inside, inside + 1)):
-                self.call("work", shared)
-                with self.when(self.add_at_once(shared.place("inside"), -1) == 1):
-                    self.call(ctypes.pythonapi.PyThread_release_lock, shared.idle)
-                self.give(self.call("drop", shared))
-
-    def share(self, batch: Any, first: Any, helpers: Any, piece: Any) -> Any:
-        """Run the slices [first, count) on this thread and on those of XLA that come to help, in pieces of so many."""
-        shared = _Struct(self, _Shared, self.call(ctypes.pythonapi.PyMem_RawMalloc, ctypes.sizeof(_Shared)))
-        idle = self.call(ctypes.pythonapi.PyThread_allocate_lock)
-        with self.when((shared == 0) | (idle == 0)):  # out of memory, which one thread does not need
-            self.give(self.call("run", batch, first, batch.count))
-        shared.batch, shared.next, shared.count, shared.error = batch, first, batch.count, 0
-        shared.piece, shared.inside, shared.holders, shared.idle = piece, 1, helpers + 1, idle
-        self.call(ctypes.pythonapi.PyThread_acquire_lock, idle, 1)
-        args = self.new(XLA_FFI_ThreadPool_Schedule_Args, ctx=batch.frame.ctx, task="task", data=shared)
-        with self.loop(0, helpers):
-            error = self.api(batch.frame, "ThreadPool_Schedule", args)
-            with self.when(error != 0):
-                self.discard(batch.frame, error)
-                self.call("drop", shared)
-        self.call("work", shared)
-        # Only for tasks that have started: those in the queue may stand behind callers that wait.
-        with self.when(self.add_at_once(shared.place("inside"), -1) > 1):
-            self.call(ctypes.pythonapi.PyThread_acquire_lock, shared.idle, 1)
-        error = shared.error
-        self.call("drop", shared)
-        return error
-
-    def start(self, batch: Any) -> Any:
-        """Run slices alone, more of them each time, until what is left is known to be worth sharing."""
-        kernel, began, rate = batch.kernel, self.call("now"), self.read(ctypes.addressof(_TICKS))
-        at, kernel.trusted = self.new(_Range, first=0, count=1, time=began), 0
-        with self.forever():
-            stop = at.first + at.count
-            error = self.call("run", batch, at.first, stop)
-            self.give(error, when=error != 0)
-            left, now = batch.count - stop, self.call("now")
-            with self.when(left < 1):
-                with self.when(now - began < rate * _BRIEF):  # it would show to ask the time more than once in a while
-                    kernel.brief, kernel.trusted = self.least(batch.nbytes + 1, _HUGE_PAGE_MIN), 15
-                self.give(0)
-            took = (now - at.time) // rate
-            work = took * left // at.count
-            with self.when((took > _MEASURABLE) & (work > _WORTH_SHARING)):
-                threads = self.new(_Range, first=0)  # XLA's, none where the call has none
-                args = self.new(XLA_FFI_ThreadPool_NumThreads_Args, ctx=batch.frame.ctx, num_threads=threads)
-                self.discard(batch.frame, self.api(batch.frame, "ThreadPool_NumThreads", args))
-                helpers = self.least(self.least(threads.first, left) - 1, work // _WORTH_A_THREAD)
-                piece = left * _PIECE // work
-                with self.when(helpers > 0):
-                    self.give(self.call("share", batch, stop, helpers, self.choose(piece < 1, 1, piece)))
-                self.give(self.call("run", batch, stop, batch.count))
-            at.first, at.count, at.time = stop, self.least(at.count * 8, left), now
 
     def now(self) -> Any:
         """A clock that only goes on, in ticks: on x86 the processor's, as to ask the system may take 400 ns."""
         if self.module.triple.startswith("x86_64"):
             counter = self.module.declare_intrinsic("llvm.readcyclecounter", (), self.ir.FunctionType(self.i64, []))
             return _Word(self, self.builder.call(counter, []))
-        now = self.new(_Range)  # a struct timespec: seconds and nanoseconds
-        self.call(ctypes.pythonapi.clock_gettime, time.CLOCK_MONOTONIC, now)
-        return now.first * 10**9 + now.count
+        timespec = self.alloca(_I64, 2)  # seconds and nanoseconds
+        self.call(ctypes.pythonapi.clock_gettime, time.CLOCK_MONOTONIC, timespec)
+        return self.load(timespec) * 10**9 + self.load(timespec + 8)
 
-    def drive(self, frame: Any, kernel: Any, slots: Any, depth: Any, row: Any, nbytes: Any) -> Any:
-        """Run a call of which `slots` hold the first slice, of `nbytes` in all; `row` slices are one step apart."""
-        batch = self.new(_Batch, frame=frame, kernel=kernel, n=kernel.n, slots=slots, depth=depth, row=row, count=row)
-        batch.sizes = batch.place("row")
-        with self.when(depth > 1):
-            batch.sizes, batch.count = self.stack(_I64, depth), 1
-            with self.loop(0, depth) as d:
-                place = batch.sizes + d * 8
-                self.write(1, place)
-                with self.loop(0, batch.n) as k:
-                    own = self.read(slots[k].dims + (d - depth) * 8)  # which goes with every other if it is 1
-                    self.write(self.choose(own == 1, self.read(place), own), place)
-                batch.count = batch.count * self.read(place)
-            self._flatten(batch)
-        batch.nbytes = nbytes * batch.count
-        with self.when(batch.nbytes > _HUGE_PAGE_MIN - 1), self.loop(kernel.first_mapped, batch.n) as k:
-            self._use_huge_pages(slots[k].data, slots[k].nbytes * batch.count)
-        is_brief = (kernel.trusted > 0) & (batch.nbytes < kernel.brief)
-        with self.when((batch.count < 2) | kernel.in_order | is_brief):
-            kernel.trusted = kernel.trusted - 1
-            with self.when(batch.count == batch.row):
-                self.give(self.call(kernel.slices, frame, slots, batch.row))
-            self.give(self.call("run", batch, 0, batch.count))
-        return self.call("start", batch)
-
-    def _flatten(self, batch: Any) -> None:
-        """Make one row of a batch of several dimensions, if every buffer has all of them or none."""
-        is_flat = self.new(_Range, first=1)
-        with self.loop(0, batch.n) as k:
-            own = self._own_count(batch, k)
-            is_flat.first = is_flat.first & ((own == 1) | (own == batch.count))
-        with self.when(is_flat.first):
-            batch.row = batch.count
-            with self.loop(0, batch.n) as k:
-                slot = batch.slots[k]
-                slot.step = self.choose(self._own_count(batch, k) == 1, 0, slot.nbytes)
-
-    def _own_count(self, batch: Any, k: Any) -> Any:
-        """How many slices a buffer has in memory, of those of a batch."""
-        count = self.new(_Range, first=1)
-        with self.loop(0, batch.depth) as d:
-            count.first = count.first * self.read(batch.slots[k].dims + (d - batch.depth) * 8)
-        return count.first
+    def fill(self, target: Any, source: Any, nbytes: Any) -> Any:
+        """Write what starts an output in the memory of the host: a copy of `source`, or zeros if that is 0."""
+        self._use_huge_pages(target, nbytes)
+        with self.when(source == 0):
+            self.zero_bytes(target, nbytes)
+            self.ret(0)
+        self.copy_bytes(target, source, nbytes)
+        return 0
 
     def _use_huge_pages(self, data: Any, nbytes: Any) -> None:
         """Ask Linux for huge pages under a large output, as NumPy does for its arrays."""
@@ -2162,14 +2091,202 @@ class _Driver(_Code):
                 skip = self.word(mmap.PAGESIZE) - data % mmap.PAGESIZE  # the range must start at a page
                 self.call(ctypes.pythonapi.madvise, data + skip, nbytes - skip, _MADV_HUGEPAGE)
 
+    # -- a range of slices on one thread --
+
+    def seek(self, batch: Any, cursors: Any, index: Any) -> Any:
+        """Point `cursors` at slice `index`; gives its place in its row."""
+        kernel = batch.kernel
+        with self.loop(0, kernel.n_buffers) as k:
+            self.copy_bytes(cursors[k], batch.cursors[k], ctypes.sizeof(_Cursor))
+        rest = self.variable(index)
+        span = self.alloca(_I64, kernel.n_buffers)  # bytes that a step along the current dimension skips
+        with self.loop(0, kernel.n_buffers) as k:
+            self.store(cursors[k].nbytes, span + 8 * k)
+        with self.loop(1, batch.depth + 1) as d:  # from the innermost dimension to the outermost
+            size = self.load(batch.sizes + (batch.depth - d) * 8)
+            position = rest.current % size
+            rest.current = rest.current // size
+            with self.loop(0, kernel.n_buffers) as k:
+                cursor = cursors[k]
+                own_size = self.load(cursor.dims - d * 8)
+                skipped = self.load(span + 8 * k)
+                cursor.data = cursor.data + self.select(own_size == 1, 0, position * skipped)  # size 1 broadcasts
+                self.store(skipped * own_size, span + 8 * k)
+        return index % batch.row
+
+    def run(self, batch: Any, first: Any, stop: Any) -> Any:
+        """Run the slices [first, stop), row by row, unless one fails; gives its XLA_FFI_Error*."""
+        position = self.variable(first)
+        cursors = self.alloca(_Cursor, batch.kernel.n_buffers)
+        with self.forever():
+            start = position.current
+            self.ret(0, when=(start < stop) == 0)
+            left_in_row = batch.row - self.call("seek", batch, cursors, start)
+            count = self.minimum(left_in_row, stop - start)
+            error = self.call(batch.kernel.slices, batch.frame, cursors, count)
+            self.ret(error, when=error != 0)
+            position.current = start + count
+
+    # -- a batch on several threads: the invariants stand above `_Shared` --
+
+    def release(self, shared: Any) -> Any:
+        """Give up a reference; the last one frees the memory."""
+        with self.when(self.atomic_add(shared.address_of("holders"), -1) == 1):
+            self.call(ctypes.pythonapi.PyThread_free_lock, shared.idle)
+            self.call(ctypes.pythonapi.PyMem_RawFree, shared)
+        return 0
+
+    def work(self, shared: Any) -> Any:
+        """Take chunks and run them until none is left or one fails."""
+        with self.forever():
+            first = self.atomic_add(shared.address_of("next"), shared.chunk)
+            self.ret(0, when=(first < shared.count) == 0)
+            stop = self.minimum(first + shared.chunk, shared.count)
+            error = self.call("run", shared.batch, first, stop)
+            with self.when(error != 0):
+                self.atomic_add(shared.address_of("next"), shared.count)  # nothing is left for the others
+                is_first = self.compare_and_swap(shared.address_of("error"), 0, error)
+                with self.when(is_first == 0):
+                    self._destroy(shared.batch.frame, error)
+                self.ret(0)
+
+    def task(self, shared: Any) -> Any:
+        """What a thread of XLA runs: it works unless no worker is left, and as the last worker wakes the caller."""
+        with self.forever():
+            workers = self.atomic_add(shared.address_of("workers"), 0)
+            with self.when(workers == 0):
+                self.ret(self.call("release", shared))
+            has_joined = self.compare_and_swap(shared.address_of("workers"), workers, workers + 1)
+            with self.when(has_joined):
+                self.call("work", shared)
+                with self.when(self.atomic_add(shared.address_of("workers"), -1) == 1):
+                    self.call(ctypes.pythonapi.PyThread_release_lock, shared.idle)
+                self.ret(self.call("release", shared))
+
+    def share(self, batch: Any, first: Any, helpers: Any, chunk: Any) -> Any:
+        """Run the slices from `first` on with so many threads of XLA, each of which may come or not."""
+        shared = self.typed("shared", self.call(ctypes.pythonapi.PyMem_RawMalloc, ctypes.sizeof(_Shared)))
+        idle = self.call(ctypes.pythonapi.PyThread_allocate_lock)
+        with self.when((shared == 0) | (idle == 0)):  # out of memory, which one thread does not need
+            self.ret(self.call("run", batch, first, batch.count))
+        shared.batch = batch
+        shared.next = first
+        shared.count = batch.count
+        shared.chunk = chunk
+        shared.workers = 1
+        shared.holders = helpers + 1
+        shared.error = 0
+        shared.idle = idle
+        self.call(ctypes.pythonapi.PyThread_acquire_lock, idle, 1)
+        args = self.new(XLA_FFI_ThreadPool_Schedule_Args, ctx=batch.frame.ctx, task="task", data=shared)
+        with self.loop(0, helpers):
+            error = self.api(batch.frame, "ThreadPool_Schedule", args)
+            with self.when(error != 0):
+                self._destroy(batch.frame, error)
+                self.call("release", shared)
+        self.call("work", shared)
+        with self.when(self.atomic_add(shared.address_of("workers"), -1) > 1):
+            self.call(ctypes.pythonapi.PyThread_acquire_lock, shared.idle, 1)
+        error = shared.error
+        self.call("release", shared)
+        return error
+
+    def finish(self, batch: Any, first: Any, work: Any) -> Any:
+        """Run the slices from `first` on, which take `work` microseconds, on as many threads as pay."""
+        n_threads = self.variable(0)  # XLA's, none where the call has none
+        args = self.new(XLA_FFI_ThreadPool_NumThreads_Args, ctx=batch.frame.ctx, num_threads=n_threads)
+        self._destroy(batch.frame, self.api(batch.frame, "ThreadPool_NumThreads", args))
+        left = batch.count - first
+        others = self.minimum(n_threads.current, left) - 1
+        helpers = self.minimum(others, work // _WORTH_A_THREAD)
+        chunk = left * _CHUNK // work
+        with self.when(helpers > 0):
+            self.ret(self.call("share", batch, first, helpers, self.select(chunk < 1, 1, chunk)))
+        return self.call("run", batch, first, batch.count)
+
+    def probe(self, batch: Any) -> Any:
+        """Run slices alone, more of them each time, until what is left is known to be worth sharing."""
+        ticks = self.load(ctypes.addressof(_TICKS))
+        began = self.variable(self.call("now"))  # when the newest range did
+        n_newest = self.variable(1)  # how many slices it has
+        n_done = self.variable(1)
+        error = self.call(batch.kernel.slices, batch.frame, batch.cursors, 1)
+        self.ret(error, when=error != 0)
+        with self.forever():
+            left = batch.count - n_done.current
+            self.ret(0, when=left < 1)
+            now = self.call("now")
+            took = now - began.current
+            with self.when(took > ticks * _MEASURABLE):
+                work = took * left // n_newest.current // ticks
+                with self.when(work > _WORTH_SHARING):
+                    self.ret(self.call("finish", batch, n_done.current, work))
+            began.current = now
+            n_newest.current = self.minimum(n_newest.current * 8, left)
+            stop = n_done.current + n_newest.current
+            error = self.call("run", batch, n_done.current, stop)
+            self.ret(error, when=error != 0)
+            n_done.current = stop
+
+    # -- a call --
+
+    def drive(self, frame: Any, kernel: Any, cursors: Any, depth: Any) -> Any:
+        """Run a call with `depth` batch dimensions, whose first slice the cursors stand at."""
+        batch = self.new(_Batch, frame=frame, kernel=kernel, cursors=cursors, depth=depth, count=1, row=1)
+        batch.sizes = self.alloca(_I64, depth)
+        with self.loop(0, depth) as d:
+            size = self.variable(1)
+            with self.loop(0, kernel.n_buffers) as k:
+                own_size = self._batch_size(batch, k, d)
+                size.current = self.select(own_size == 1, size.current, own_size)
+            self.store(size.current, batch.sizes + d * 8)
+            batch.count = batch.count * size.current
+        with self.when(depth > 0):
+            self._find_rows(batch)
+        with self.loop(kernel.first_output, kernel.n_buffers) as k:
+            self._use_huge_pages(cursors[k].data, cursors[k].nbytes * batch.count)
+        with self.when((batch.count < 2) | kernel.in_order):
+            with self.when(batch.count == batch.row):
+                self.ret(self.call(kernel.slices, frame, cursors, batch.count))
+            self.ret(self.call("run", batch, 0, batch.count))
+        return self.call("probe", batch)
+
+    def _batch_size(self, batch: Any, k: Any, d: Any) -> _Word:
+        """The size of buffer k along dimension d of the batch, 0 being the outermost."""
+        return self.load(batch.cursors[k].dims + (d - batch.depth) * 8)
+
+    def _find_rows(self, batch: Any) -> None:
+        """A row is the whole batch if every buffer has all slices or only one, else what its last dimension spans."""
+        one_row = self.variable(1)
+        with self.loop(0, batch.kernel.n_buffers) as k:
+            own_count = self._own_count(batch, k)
+            one_row.current = one_row.current & ((own_count == 1) | (own_count == batch.count))
+        last = self.load(batch.sizes + (batch.depth - 1) * 8)
+        batch.row = self.select(one_row.current, batch.count, last)
+        with self.loop(0, batch.kernel.n_buffers) as k:
+            cursor = batch.cursors[k]
+            along_last = self._batch_size(batch, k, batch.depth - 1)
+            along_row = self.select(one_row.current, self._own_count(batch, k), along_last)
+            cursor.step = self.select(along_row == 1, 0, cursor.nbytes)
+
+    def _own_count(self, batch: Any, k: Any) -> _Word:
+        """How many slices buffer k has in memory."""
+        count = self.variable(1)
+        with self.loop(0, batch.depth) as d:
+            count.current = count.current * self._batch_size(batch, k, d)
+        return count.current
+
 
 @functools.cache
 def _driver() -> dict[str, int]:
+    """The addresses of the driver's functions."""
     addresses = _Driver().compile()
-    now, start = ctypes.CFUNCTYPE(_I64)(addresses["now"]), time.perf_counter()
-    ticks = now()
+    read_clock = ctypes.CFUNCTYPE(_I64)(addresses["now"])
+    began = time.perf_counter()
+    ticks = read_clock()
     time.sleep(0.001)
-    _TICKS.value = max(1, int((now() - ticks) / (time.perf_counter() - start) / 1e6))
+    seconds = time.perf_counter() - began
+    _TICKS.value = max(1, int((read_clock() - ticks) / seconds / 1e6))
     return addresses
 
 
@@ -2189,7 +2306,7 @@ def _engine() -> tuple[Any, Any]:
 
 
 # -- 8.4 A handler -------------------------------------------------------------------------------------
-# Knows one signature and one emitter, and short batches of one dimension.  Does not know threads.
+# One signature and one emitter.  Does not know threads.
 
 
 def _compile_handler(signature: _Signature, emitter: _Emitter) -> tuple[int, Any]:
@@ -2206,26 +2323,47 @@ class _Handler(_Code):
     def __init__(self, signature: _Signature, emitter: _Emitter) -> None:
         super().__init__()
         self.signature, self.emitter = signature, emitter
-        self.keep = list[Any]()  # what the machine code has the addresses of
-        n, maps_pages = len(signature.ranks), sys.platform == "linux" and not emitter.driver
-        self.kernel = _Kernel(0, signature.n_in if maps_pages else n, n, emitter.in_order)
-        is_guarded = emitter.lock or emitter.uses_python
-        self.define("unguarded" if is_guarded else "slices", self._slices)
-        if is_guarded:
+        self.keep: list[Any] = []  # what the machine code has the addresses of
+        n_buffers = len(signature.ranks)
+        first_output = n_buffers if emitter.driver else signature.n_in
+        self.kernel = _Kernel(0, n_buffers, first_output, emitter.in_order)
+        if emitter.lock or emitter.uses_python:
+            self.define("unguarded", self._slices)
             self.define("slices", self._guarded_slices)
+        else:
+            self.define("slices", self._slices)
         self.define("handler", self._handler)
 
-    def _slices(self, frame: Any, slots: Any, count: Any) -> Any:
-        self.frame, self.slots, self.count = frame, slots, count
+    # -- slices --
+
+    def _slices(self, frame: Any, cursors: Any, count: Any) -> Any:
+        self.frame, self.cursors, self.count = frame, cursors, count
         self.emitter.write(self)
         return 0
+
+    def _guarded_slices(self, frame: Any, cursors: Any, count: Any) -> Any:
+        """The same, with what the emitter has to hold, which is given back also if a slice fails."""
+        python = ctypes.pythonapi
+        if self.emitter.lock:
+            self.call(python.PyThread_acquire_lock, self.emitter.lock, 1)
+        if self.emitter.uses_python:
+            gil = self.call(python.PyGILState_Ensure)
+            thread_state = self.call(python.PyEval_SaveThread)
+        error = self.call("unguarded", frame, cursors, count)
+        if self.emitter.uses_python:
+            self.call(python.PyEval_RestoreThread, thread_state)
+            self.call(python.PyGILState_Release, gil)
+        if self.emitter.lock:
+            self.call(python.PyThread_release_lock, self.emitter.lock)
+        return error
 
     @contextlib.contextmanager
     def each_slice(self) -> Iterator[list[_Array]]:
         """A loop over the slices, in which the emitter writes what runs one of them on its arrays."""
         firsts = self._first_slice()
+        steps = [self.cursors[k].step for k in range(len(firsts))]
         with self.loop(0, self.count) as i:
-            yield [first._replace(pointer=first.pointer + step * i) for first, step in firsts]
+            yield [first._replace(pointer=first.pointer + step * i) for first, step in zip(firsts, steps, strict=True)]
 
     @contextlib.contextmanager
     def each_chunk(self, most: int) -> Iterator[tuple[list[_Array], _Word]]:
@@ -2236,69 +2374,40 @@ class _Handler(_Code):
         firsts = self._first_slice()
         with self.loop(0, (self.count + (most - 1)) // most) as chunk:
             start = chunk * most
-            count = self.least(self.count - start, most)
+            count = self.minimum(self.count - start, most)
             arrays = []
-            for first, step in firsts:
-                dims = [self.choose(step == 0, 1, count), *first.dims]
-                strides = _row_major(dims, first.itemsize)
-                arrays.append(_Array(first.pointer + step * start, dims, strides, first.itemsize))
+            for k, first in enumerate(firsts):
+                step = self.cursors[k].step
+                dims = [self.select(step == 0, 1, count), *first.dims]
+                arrays.append(_Array.row_major(first.pointer + step * start, dims, first.itemsize))
             yield arrays, count
 
-    def _first_slice(self) -> list[tuple[_Array, _Word]]:
-        """The arrays of the first slice, each with the step to the next one."""
-        firsts = []
+    def _first_slice(self) -> list[_Array]:
+        """The arrays of the slice that the cursors stand at."""
+        arrays = []
         for k, (dtype, rank) in enumerate(zip(self.signature.dtypes, self.signature.ranks, strict=True)):
-            dims = [self.read(self.slots[k].dims + 8 * j) for j in range(rank)]
-            array = _Array(self.slots[k].data, dims, _row_major(dims, dtype.itemsize), dtype.itemsize)
-            firsts.append((array, self.slots[k].step))
-        return firsts
+            cursor = self.cursors[k]
+            dims = [self.load(cursor.dims + 8 * axis) for axis in range(rank)]
+            arrays.append(_Array.row_major(cursor.data, dims, dtype.itemsize))
+        return arrays
 
-    def _guarded_slices(self, frame: Any, slots: Any, count: Any) -> Any:
-        """The same, with what the emitter has to hold, which is given back also if a slice fails."""
-        if self.emitter.lock:
-            self.call(ctypes.pythonapi.PyThread_acquire_lock, self.emitter.lock, 1)
-        if self.emitter.uses_python:
-            gil, state = self.call(ctypes.pythonapi.PyGILState_Ensure), self.call(ctypes.pythonapi.PyEval_SaveThread)
-        error = self.call("unguarded", frame, slots, count)
-        if self.emitter.uses_python:
-            self.call(ctypes.pythonapi.PyEval_RestoreThread, state)
-            self.call(ctypes.pythonapi.PyGILState_Release, gil)
-        if self.emitter.lock:
-            self.call(ctypes.pythonapi.PyThread_release_lock, self.emitter.lock)
-        return error
+    # -- the call --
 
     def _handler(self, frame: Any) -> Any:
-        """Run a call without a batch, or with a short one of a kernel known to be quick; leave others to the driver."""
-        self.frame, signature = frame, self.signature
+        """Run a call: at once if it has no batch, else by the driver."""
+        self.frame = frame
         with self.when(frame.extension_start != 0):
-            self.give(self.call(_driver()["answer"], frame.extension_start, self.emitter.traits))
-        self.give(0, when=frame.stage != _STAGE_EXECUTE)
+            self.ret(self.call(_driver()["answer"], frame.extension_start, self.emitter.traits))
+        self.ret(0, when=frame.stage != _STAGE_EXECUTE)
         buffers, depth = self._read_buffers()
         self._start_outputs(buffers)
-        # A kernel gets the output itself in the place of an input that it starts with.
-        starts = dict(signature.starts)
-        buffers = [buffers[signature.n_in + starts[k] if k in starts else k] for k in range(len(signature.ranks))]
-        slots = self.stack(_Slot, len(buffers))
-        places, sizes = list[_Word](), list[Any]()
-        for k, (buffer, dtype, rank) in enumerate(zip(buffers, signature.dtypes, signature.ranks, strict=True)):
-            places.append(buffer.dims + depth * 8)
-            sizes.append(math.prod(self.read(places[k] + 8 * j) for j in range(rank)) * dtype.itemsize)
-            slots[k].data, slots[k].dims, slots[k].nbytes = buffer.data, places[k], sizes[k]
-        large = [size > _HUGE_PAGE_MIN - 1 for size in sizes[self.kernel.first_mapped :]]
-        with self.when(functools.reduce(operator.or_, large, depth) == 0):
-            self.give(self.call("slices", frame, slots, 1))
-        kernel, row, total = _Struct(self, _Kernel, ctypes.addressof(self.kernel)), self.word(1), sum(sizes)
-        drive = functools.partial(self.call, _driver()["drive"], frame, kernel, slots, depth)
-        with self.when(depth == 0):
-            self.give(drive(1, total))
-        for k, (place, size) in enumerate(zip(places, sizes, strict=True)):
-            own = self.read(place - 8)  # a size of 1 goes with every other
-            slots[k].step, row = self.choose(own == 1, 0, size), self.choose(own == 1, row, own)
-        trusted = kernel.trusted
-        with self.when((depth == 1) & (trusted > 0) & (row * total < kernel.brief)):
-            kernel.trusted = trusted - 1
-            self.give(self.call("slices", frame, slots, row))
-        return drive(row, total)
+        cursors = self._cursors(buffers, depth)
+        needs_driver = depth
+        for k in range(self.kernel.first_output, self.kernel.n_buffers):  # for huge pages
+            needs_driver = needs_driver | (cursors[k].nbytes > _HUGE_PAGE_MIN - 1)
+        with self.when(needs_driver == 0):
+            self.ret(self.call("slices", frame, cursors, 1))
+        return self.call(_driver()["drive"], frame, ctypes.addressof(self.kernel), cursors, depth)
 
     def _read_buffers(self) -> tuple[list[Any], _Word]:
         """The buffers, after a check of their number, dtypes and ranks, and how many batch dimensions they have.
@@ -2306,18 +2415,21 @@ class _Handler(_Code):
         Inputs come first, then outputs, the hidden ones last.
         """
         args, rets, signature = self.frame.args, self.frame.rets, self.signature
-        kinds = [*zip(signature.dtypes, signature.ranks, strict=True)]
+        kinds = list(zip(signature.dtypes, signature.ranks, strict=True))
         kinds += [kinds[i] for i in signature.hidden]
-        n_in, n_out = signature.n_in, len(kinds) - signature.n_in
+        n_in = signature.n_in
+        n_out = len(kinds) - n_in
         text = f"kernel '{signature.label}' was called with other buffers than {signature}"
         self.fail(text, _ERROR_INVALID_ARGUMENT, when=(args.size != n_in) | (rets.size != n_out))
-        places = [args.args + 8 * i for i in range(n_in)] + [rets.rets + 8 * j for j in range(n_out)]
-        buffers = [_Struct(self, XLA_FFI_Buffer, self.read(place)) for place in places]
+        addresses = [args.args + 8 * i for i in range(n_in)]
+        addresses += [rets.rets + 8 * j for j in range(n_out)]
+        buffers = [_Struct(self, XLA_FFI_Buffer, self.load(address)) for address in addresses]
         depth = buffers[0].rank - signature.ranks[0] if buffers else self.word(0)
-        wrong = depth < 0
+        is_wrong = depth < 0
         for buffer, (dtype, rank) in zip(buffers, kinds, strict=True):
-            wrong = wrong | (buffer.rank != depth + rank) | (buffer.dtype != _XLA_FFI_DATA_TYPES[dtype.name])
-        self.fail(text, _ERROR_INVALID_ARGUMENT, when=wrong)
+            is_wrong = is_wrong | (buffer.rank != depth + rank)
+            is_wrong = is_wrong | (buffer.dtype != _XLA_FFI_DATA_TYPES[dtype.name])
+        self.fail(text, _ERROR_INVALID_ARGUMENT, when=is_wrong)
         return buffers, depth
 
     def _start_outputs(self, buffers: Sequence[Any]) -> None:
@@ -2328,7 +2440,7 @@ class _Handler(_Code):
         """
         outs = buffers[self.signature.n_in :]
         itemsizes = [dtype.itemsize for dtype in self.signature.dtypes]
-        for i, j in self.signature.starts:
+        for i, j in self.signature.starts.items():
             with self.when(buffers[i].data != outs[j].data, likely=False):
                 self._fill(outs[j], buffers[i].data, itemsizes[i])
         for j in self.signature.zeroed:
@@ -2336,32 +2448,50 @@ class _Handler(_Code):
 
     def _fill(self, out: Any, source: Any, itemsize: int) -> None:
         """Write a copy of `source`, or zeros if that is 0, to an output with all its slices."""
-        size = self.new(_Range, first=itemsize)  # in memory, as the loop changes it
+        size = self.variable(itemsize)
         with self.loop(0, out.rank) as d:
-            size.first = size.first * self.read(out.dims + 8 * d)
-        nbytes = size.first
-        if not self.emitter.driver:
+            size.current = size.current * self.load(out.dims + 8 * d)
+        nbytes = size.current
+        if self.emitter.driver is None:
             self.call(_driver()["fill"], out.data, source, nbytes)
         else:
             with self.when(nbytes > 0):
                 _cuda_fill(self, self.emitter.driver, out.data, source, nbytes)
 
+    def _cursors(self, buffers: Sequence[Any], depth: _Word) -> _Struct:
+        """Cursors at the first slice.  A kernel gets the output itself in the place of an input that it starts with."""
+        signature = self.signature
+        cursors = self.alloca(_Cursor, len(signature.ranks))
+        for k, (dtype, rank) in enumerate(zip(signature.dtypes, signature.ranks, strict=True)):
+            buffer = buffers[signature.n_in + signature.starts[k]] if k in signature.starts else buffers[k]
+            dims = buffer.dims + depth * 8
+            sizes = [self.load(dims + 8 * axis) for axis in range(rank)]
+            cursor = cursors[k]
+            cursor.data = buffer.data
+            cursor.step = 0
+            cursor.dims = dims
+            cursor.nbytes = math.prod(sizes) * dtype.itemsize
+        return cursors
+
+    # -- for emitters --
+
     def fail(self, message: str | _Word, code: int = _ERROR_INTERNAL, when: Any = True) -> None:
         """Return an error from the function; the message is a text or, when the code runs, the address of one."""
         if isinstance(message, str):
-            text, name = self.cgutils.make_bytearray(message.encode() + b"\0"), self.module.get_unique_name("text")
-            message = _Word(self, self.cgutils.global_constant(self.module, name, text).ptrtoint(self.i64))
+            text = self.cgutils.make_bytearray(message.encode() + b"\0")
+            constant = self.cgutils.global_constant(self.module, self.module.get_unique_name("text"), text)
+            message = _Word(self, constant.ptrtoint(self.i64))
         with self.when(when, likely=False):
-            self.give(self.call(_driver()["error"], self.frame, message, code))
+            self.ret(self.call(_driver()["error"], self.frame, message, code))
 
     @property
     def launch(self) -> _Word:
         """The address of the integers of a call's one attribute, `launch`."""
-        return _Struct(self, XLA_FFI_Array, self.read(self.frame.attrs.attrs)).data
+        return _Struct(self, XLA_FFI_Array, self.load(self.frame.attrs.attrs)).data
 
 
 # -- 8.5 Slices that run in Python ---------------------------------------------------------------------
-# Knows the GIL, arrays and messages of errors.  Does not know what runs.
+# The GIL, arrays and messages of errors.  Does not know what runs.
 
 
 class _CallbackEmitter(_Emitter):
@@ -2372,15 +2502,15 @@ class _CallbackEmitter(_Emitter):
     def __init__(self, signature: _Signature, body: Callable[..., None], driver: Any = None) -> None:
         self.driver = driver
         ranks = signature.ranks
+        n_words = len(ranks) + sum(ranks) + 2
 
-        def callback(frame: int, given: Any) -> int | None:
+        def callback(frame: int, words: Any) -> int | None:
             try:
-                words = iter(given[: len(ranks) + sum(ranks) + 2])
-                buffers = list(itertools.islice(words, len(ranks)))
-                shapes = [tuple(itertools.islice(words, rank)) for rank in ranks]
-                attrs = XLA_FFI_CallFrame.from_address(frame).attrs
-                launch = XLA_FFI_Array.from_address(_SIZE.from_address(attrs.attrs).value).data if attrs.size else 0
-                body(buffers, shapes, launch, *words)
+                numbers = iter(words[:n_words])
+                pointers = list(itertools.islice(numbers, len(ranks)))
+                dims = [tuple(itertools.islice(numbers, rank)) for rank in ranks]
+                stream, ordinal = numbers
+                body(pointers, dims, _launch_address(frame), stream, ordinal)
             except BaseException as error:  # nothing may unwind into XLA
                 return _keep_message(error, signature.label)
             return None
@@ -2390,9 +2520,20 @@ class _CallbackEmitter(_Emitter):
     def write(self, handler: _Handler) -> None:
         place = _cuda_place(handler, self.driver) if self.driver else (0, 0)
         with handler.each_slice() as arrays:
-            words = *(x.pointer for x in arrays), *(n for x in arrays for n in x.dims), *place
-            message = handler.call(self.callback, handler.frame, handler.array(words))
+            words = [array.pointer for array in arrays]
+            for array in arrays:
+                words += array.dims
+            message = handler.call(self.callback, handler.frame, handler.array([*words, *place]))
             handler.fail(message, when=message != 0)
+
+
+def _launch_address(frame: int) -> int:
+    """The address of the integers of a call's attribute `launch`, 0 if it has none."""
+    attrs = XLA_FFI_CallFrame.from_address(frame).attrs
+    if not attrs.size:
+        return 0
+    first = _SIZE.from_address(attrs.attrs).value
+    return XLA_FFI_Array.from_address(first).data or 0
 
 
 _MESSAGES: dict[int, Any] = {}  # by thread: a text must live until XLA has copied it
@@ -2952,12 +3093,12 @@ class _NumbaEmitter(_Emitter):
         python = context.get_python_api(handler.builder)
         gil = python.gil_ensure()
         context.call_conv.raise_error(handler.builder, python, status)
-        parts = handler.stack(_I64, 3)
+        parts = handler.alloca(_I64, 3)
         for fetch in (ctypes.pythonapi.PyErr_Fetch, ctypes.pythonapi.PyErr_NormalizeException):  # 3.11 has bare values
             handler.call(fetch, parts, parts + 8, parts + 16)
-        message = handler.call(self.report, handler.read(parts + 8))
+        message = handler.call(self.report, handler.load(parts + 8))
         for i in range(3):
-            handler.call(ctypes.pythonapi.Py_DecRef, handler.read(parts + 8 * i))
+            handler.call(ctypes.pythonapi.Py_DecRef, handler.load(parts + 8 * i))
         python.gil_release(gil)
         return message
 
@@ -3512,7 +3653,7 @@ def _ask_xla(handler: _Handler, function: str, kind: Any) -> Any:
     """What a function of XLA's API fills in, or the end of the handler with its error."""
     args = handler.new(kind, ctx=handler.frame.ctx)
     error = handler.api(handler.frame, function, args)
-    handler.give(error, when=error != 0)
+    handler.ret(error, when=error != 0)
     return args
 
 
@@ -3544,7 +3685,7 @@ def _cuda_place(handler: _Handler, driver: _CudaDriver) -> tuple[_Word, _Word]:
         return stream, _ask_xla(handler, "DeviceOrdinal_Get", XLA_FFI_DeviceOrdinal_Get_Args).device_ordinal
     ordinal = handler.array([-1])  # jaxlib < 0.8 need not have that; XLA's context is current while it calls handlers
     handler.call(driver.address("cuCtxGetDevice"), ordinal)
-    return stream, handler.read(ordinal, 4)
+    return stream, handler.load(ordinal, 4)
 
 
 class _CudaLauncher:
@@ -3575,12 +3716,12 @@ class _CudaLauncher:
         """What launches on parameters at some addresses, and with so many blocks along z."""
         stream, ordinal = _cuda_place(handler, self.driver)
         is_known = (ordinal > -1) & (ordinal < self.n_ordinals)
-        row = handler.choose(is_known, ordinal, self.n_ordinals) * 16 + ctypes.addressof(self.table)
-        function, more_shared = handler.read(row), handler.read(row + 8)
+        row = handler.select(is_known, ordinal, self.n_ordinals) * 16 + ctypes.addressof(self.table)
+        function, more_shared = handler.load(row), handler.load(row + 8)
         lost = f"kernel '{self.label}' is not loaded on this GPU, which JAX did not list as a local device"
         handler.fail(lost, when=function == 0)
         given = handler.launch
-        x, y, z, *block, shared = (handler.read(given + 8 * i) for i in range(7))
+        x, y, z, *block, shared = (handler.load(given + 8 * i) for i in range(7))
         shared = shared + more_shared
 
         def launch(params: Sequence[Any], z: Any = z) -> None:
@@ -3603,12 +3744,12 @@ class _CudaEmitter(_Emitter):
 
     def write(self, handler: _Handler) -> None:
         if self.batch_launcher:
-            grid_z = handler.read(handler.launch + 16)
+            grid_z = handler.load(handler.launch + 16)
             with handler.when((handler.count > 1) & (grid_z == 1)):
                 launch = self.batch_launcher.enter(handler)
                 with handler.each_chunk(_CUDA_LIMITS["grid"][2]) as (arrays, count):
                     launch(self._params(handler, arrays), count)
-                handler.give(0)
+                handler.ret(0)
         launch = self.launcher.enter(handler)
         with handler.each_slice() as arrays:
             launch(self._params(handler, arrays))
@@ -4383,22 +4524,22 @@ class _WarpEmitter(_Emitter):
     def write(self, handler: _Handler) -> None:
         run = lambda blocks: handler.call(self.entries[0][0], *blocks)
         launch, given = self.launcher.enter(handler) if self.launcher else run, handler.launch
-        extents = [handler.read(given + self.extents + 8 * i) for i in range(6)]
+        extents = [handler.load(given + self.extents + 8 * i) for i in range(6)]
         blocks = [handler.zeros(size) for size in self.layout.sizes]
 
         def store(stores: Iterator[tuple]) -> None:
             for block, offset, size, value in stores:
-                handler.write(value, blocks[block] + offset, size)
+                handler.store(value, blocks[block] + offset, size)
 
         def copy(sources: list[Any]) -> None:
             for source, (block, offset, size) in zip(sources, self.layout.places, strict=True):
                 if source is not None:
-                    handler.copy(source, blocks[block] + offset, size)
+                    handler.copy_bytes(blocks[block] + offset, source, size)
 
         store(self.layout.bounds_stores(extents))
         copy([None if start is None else given + start for *_, start in self.plan.arguments])
         with handler.each_slice() as slices:
-            pointers = [handler.choose(handler.word(math.prod(x.dims)) == 0, 0, x.pointer) for x in slices]
+            pointers = [handler.select(handler.word(math.prod(x.dims)) == 0, 0, x.pointer) for x in slices]
             arrays = [x._replace(pointer=pointer) for x, pointer in zip(slices, pointers, strict=True)]
             store(self.layout.array_stores(self.plan, arrays))
             copy([None if k is None else arrays[k].pointer for *_, k, _ in self.plan.arguments])
