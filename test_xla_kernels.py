@@ -5449,12 +5449,12 @@ class FakeGpu:
     Warp: a launch on a GPU is recorded on the CPU.
     """
 
-    ORDINAL = 3
     STREAM = 0x5EED
     HANDLER = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
     registered: typing.ClassVar = []  # XLA never forgets a handler
 
     def __init__(self, monkeypatch, is_known):
+        self.ordinal = 3  # of the device that XLA runs on
         self.is_known = is_known  # whether Warp's launches are those that the library knows
         self.recorded = []  # Warp's launches: (device, threads per block, launch)
         self.launches = []  # those of libcuda: (grid, block, shared memory, stream, the bytes of each parameter)
@@ -5498,7 +5498,7 @@ class FakeGpu:
     def local_devices(self, *args, backend=None, **options):
         if backend != "cuda":
             return self.originals.local_devices(*args, backend=backend, **options)
-        return [types.SimpleNamespace(local_hardware_id=ordinal) for ordinal in (1, self.ORDINAL)]
+        return [types.SimpleNamespace(local_hardware_id=ordinal) for ordinal in (1, 3)]
 
     def register_ffi_target(self, name, handler, platform="cpu", **options):
         if platform != "CUDA":
@@ -5535,7 +5535,7 @@ class FakeGpu:
         xk.XLA_FFI_Stream_Get_Args.from_address(args).stream = self.STREAM
 
     def give_ordinal(self, args):
-        xk.XLA_FFI_DeviceOrdinal_Get_Args.from_address(args).device_ordinal = self.ORDINAL
+        xk.XLA_FFI_DeviceOrdinal_Get_Args.from_address(args).device_ordinal = self.ordinal
 
     # -- libcuda
 
@@ -5594,7 +5594,7 @@ class FakeGpu:
         return 0
 
     def get_device(self, ordinal):
-        ordinal[0] = self.ORDINAL
+        ordinal[0] = self.ordinal
         return 0
 
     def write_text(self, pointer, text):
@@ -5645,6 +5645,27 @@ def test_warp_fixtures_tell_the_paths_apart(warp_path):
     warp_path.python_launches = 0
     jax.block_until_ready(f(*PAIR))
     assert warp_path.python_launches == {"native": 0, "replay": 1, "gpu": 0}[warp_path.name]
+
+
+@needs_warp
+def test_warp_runs_by_warps_own_launch_if_that_packs_arrays_otherwise(monkeypatch):
+    """As a later Warp may, in structs of the same size."""
+    launch = wp.launch
+
+    def packing_otherwise(*args, **options):
+        launched = launch(*args, **options)
+        launched.params[1].strides[0] += 4
+        return launched
+
+    monkeypatch.setattr(wp, "launch", packing_otherwise)
+    monkeypatch.setattr(xk, "__name__", "xk_packed_otherwise")  # other target names
+    path = WarpPath("replay")
+    path.count_python_launches(monkeypatch)
+    f = wrapped("add")
+    jax.block_until_ready(f(*PAIR))
+    path.python_launches = 0
+    check_equal(f(*PAIR), PAIR[0] + PAIR[1])
+    assert path.python_launches == 1
 
 
 # -- values --------------------------------------------------------------------------------------------
@@ -5876,6 +5897,15 @@ def test_warp_cotangent_is_not_changed(warp_path):
     np.testing.assert_array_equal(ct, [1, 1, 1, 1])
 
 
+@needs_warp
+def test_warp_adjoint_copies_no_output_that_the_kernel_stores():
+    """An adjoint stores nothing again; what it changes is the cotangent alone."""
+    f = wrapped("add", differentiable=True)
+    pullback = jax.vjp(f, *map(jnp.asarray, PAIR))[1]
+    text = jax.jit(pullback).lower(jnp.ones(5)).as_text()
+    assert text.count("output_operand_alias<") == 1
+
+
 @functools.cache
 def view_kernels():
     """Kernels whose adjoint looks for the gradient in the array itself: rows, and elements that are written twice."""
@@ -5995,6 +6025,13 @@ def test_warp_options_of_a_module_are_part_of_the_name(warp_path, monkeypatch):
     f = kernel_with_a_constant(2.0)
     assert warp_target(f, x) != before
     np.testing.assert_array_equal(f(x), [0, 2, 4])
+
+
+def test_warp_settings_are_part_of_the_name(warp_path, monkeypatch):
+    f = kernel_with_a_constant(2.0)
+    before = warp_target(f, jnp.arange(3.0))
+    monkeypatch.setattr(wp.config, "verify_fp", True)
+    assert warp_target(kernel_with_a_constant(2.0), jnp.arange(3.0)) != before
 
 
 def warp_settings():
@@ -6130,6 +6167,17 @@ def test_warp_on_fake_gpu(fake_gpu):
         assert [launch[:4] for launch in fake_gpu.launches] == [wanted] * n_launches
     else:
         assert fake_gpu.python_launches == [fake_gpu.STREAM] * n_launches
+
+
+@needs_warp
+def test_warp_launches_what_is_loaded_on_the_device(native_fake_gpu):
+    f = wrapped("add")
+    for native_fake_gpu.ordinal in (1, 3):
+        check_equal(native_fake_gpu.run(f, *PAIR), PAIR[0] + PAIR[1])
+    assert [shared for _, _, shared, *_ in native_fake_gpu.launches] == [16, 48]
+    native_fake_gpu.ordinal = 2
+    with pytest.raises(Exception, match="kernel 'add' is not loaded on this GPU"):
+        jax.block_until_ready(native_fake_gpu.run(f, *PAIR))
 
 
 @needs_warp
