@@ -6415,6 +6415,7 @@ def test_warp_refuses(error, text, kernel, args, options):
 REFUSED_VALUES = [  # error, its text, and the parameter of `kernel_of_every_kind` that gets another value
     (TypeError, r"'s' \(struct .*Settings\) is passed .*got int 1, not an instance", {"s": 1}),
     (TypeError, r"'m' \(float32\[3,3\]\) is passed by value; got", {"m": [1.0, 2.0]}),
+    (TypeError, r"'i' \(int8\) is passed by value; got float 1.5", {"i": 1.5}),
     (ValueError, r"'i' \(int8\) is passed by value; 300 is out of its range", {"i": 300}),
 ]
 
@@ -6434,6 +6435,7 @@ def test_warp_refuses_values(error, text, changes):
 
 REFUSED_TRACED_VALUES = [  # text of the error, parameter, and its value
     (r"'m' \(float32\[3,3\]\) is passed by value; got", "m", np.ones(2, np.float32)),
+    (r"'i' \(int8\) is passed by value; got", "i", 1.5),
     (r"'n' \(uint64\) is passed by value; got .*64 bits without", "n", 3),
     (r"'s' \(struct .*Settings\) is passed .*got", "s", 3),
 ]
@@ -6492,6 +6494,14 @@ def test_warp_traced_values(warp_path):
         refused = r"traced values for \['weight'\].* warp.array of shape \(1,\)"
         with pytest.raises(NotImplementedError, match=refused):
             call()
+
+
+@needs_warp
+def test_warp_traced_values_are_for_the_cpu_alone():
+    f = xk.warp_kernel(warp_kernels().histogram, lambda index, weight, acc: acc, in_out_argnames=["acc"])
+    traced = jax.jit(f).trace(INTEGERS, 0.5, THREE)
+    with pytest.raises(NotImplementedError, match=r"traced values for \['weight'\].* warp.array of shape \(1,\)"):
+        traced.lower(lowering_platforms=("cuda",))
 
 
 def test_warp_arguments_as_kernels_take_them(warp_path):
