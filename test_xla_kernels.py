@@ -7526,6 +7526,17 @@ def test_op_shard_map_sums_the_cotangent_of_a_replicated_operand(backend):
     np.testing.assert_allclose(gradient(VECTOR, WEIGHTS[:2]), [1 + 3 + 5 + 7, 2 + 4 + 6 + 8])
 
 
+def test_op_shard_map_adds_tangents_of_which_one_is_replicated():
+    op = op_of(operator.add)
+    op.def_jvp_rule2(lambda t, x, y: t, lambda t, x, y: t)
+
+    def tangent(x, y):
+        return jax.jvp(call_op(op), (x, y), (x, y))[1]
+
+    sums = _shard_map(tangent, (P("d"), P()), P("d"))(VECTOR, np.float32([10, 20]))
+    np.testing.assert_array_equal(sums, [11, 22, 13, 24, 15, 26, 17, 28])
+
+
 def test_op_vmap_runs_the_backend_natively():
     batched = jax.jit(jax.vmap(product_of("numba"))).lower(ROWS, ROWS).as_text()
     assert batched.count("custom_call") == 1 and "while" not in batched
