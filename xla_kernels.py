@@ -65,6 +65,7 @@ import math
 import mmap
 import operator
 import os
+import pickle
 import re
 import sys
 import threading
@@ -376,7 +377,7 @@ def _ffi_api_version() -> tuple[int, int]:
 # 3. Content digests: equal kernels get equal names; kernels that differ never share one.
 #
 # One walk over all that the code can reach, written to one hash.  An object counts
-# 1. by its name, if a package that does not change while a process runs holds this very object under it;
+# 1. by its name and the package's version, if one that does not change while a process runs holds this very object;
 # 2. by its content, if its type is in `_ATOMS`, `_VALUES` or `_NODES`, or `_numba_content` knows it;
 # 3. else by its identity: kept alive and never taken for another, but not equal in other processes.
 #
@@ -413,6 +414,10 @@ def _home(obj: Any) -> tuple[str, str] | None:
                 if value is obj:
                     return module, name
     return None
+
+
+def _version(module: str) -> Any:
+    return getattr(sys.modules.get(module.partition(".")[0]), "__version__", None)
 
 
 def _identity(obj: Any) -> tuple:
@@ -481,7 +486,7 @@ class _Digester:
             return self._module(obj)
         if home := _home(obj):
             self.names.add(getattr(obj, "__name__", home[1]))
-            return home
+            return *home, _version(home[0])
         if family in _NODES:
             return _NODES[family](self, obj)
         content = _numba_content(obj)
@@ -533,7 +538,7 @@ class _Digester:
         if _is_open(obj):
             held = [(name, x if type(x) in _ATOMS else self.identity(x)) for name, x in sorted(vars(obj).items())]
             return *self.identity(obj), *held
-        return (obj.__name__,)
+        return obj.__name__, _version(obj.__name__)
 
     def _foreign_function(self, obj: Any) -> tuple:
         """Of ctypes, whose functions have types that can be set."""
@@ -672,7 +677,7 @@ _STORE: Any = sys.modules.setdefault(_STORE_NAME, types.ModuleType(_STORE_NAME))
 _LOCK: threading.RLock = vars(_STORE).setdefault("lock", threading.RLock())
 _TARGETS: dict[tuple[str, str], Any] = vars(_STORE).setdefault("targets", {})  # (name, platform) -> _Compiled, or None
 _OBJECTS: dict[int, tuple[int, Any]] = vars(_STORE).setdefault("objects", {})  # known by identity, kept alive
-_HELPERS: dict[int, tuple[str, Any]] = vars(_STORE).setdefault("helpers", {})  # id -> digest when compiled, the helper
+_HELPERS: dict[int, Any] = vars(_STORE).setdefault("helpers", {})  # id -> _Helper
 
 
 def _native_lock(name: str) -> int:
@@ -2292,6 +2297,11 @@ def _driver() -> dict[str, int]:
 
 @functools.cache
 def _engine() -> tuple[Any, Any]:
+    """The execution engine of all handlers, and what makes their machine code."""
+    return _new_engine()
+
+
+def _new_engine() -> tuple[Any, Any]:
     """Keeps machine code, and makes it.  A code generation of its own, as Numba's always optimizes."""
     import llvmlite.binding as llvm
     from numba.core.registry import cpu_target
@@ -2726,10 +2736,16 @@ class _NumbaKernel(_NumbaWrapper):
         parts = kernel, numba.__version__, _settings(numba.config), str(signature), *map(tuple, forms), in_order
         walked = _Digester(_NUMBA_LIVE_ABOVE).walk("numba", *parts)
         name = self._target_name(walked.hash.hexdigest())
-        if (name, "cpu") not in _TARGETS and (stale := _stale_helpers(walked, self.kernel)):
-            walked.add(*map(walked.identity, stale))
-            name = self._target_name(walked.hash.hexdigest())
-        make = functools.partial(_compile_numba, self.kernel, signature, forms, in_order)
+        file = None
+        if (name, "cpu") not in _TARGETS:
+            helpers = _note_helpers(walked, self.kernel)
+            if stale := [helper.function for helper in helpers if helper.content is None]:
+                walked.add(*map(walked.identity, stale))
+                name = self._target_name(walked.hash.hexdigest())
+            if not walked.by_identity:
+                is_known = all(helper.is_known for helper in helpers)
+                file = _KernelFile.find(self.kernel, name, ("numba", *parts) if is_known else None)
+        make = functools.partial(_compile_numba, self.kernel, signature, forms, in_order, file)
         runs = f"numba_kernel {self.__name__!r} runs on the CPU; for GPUs there are numba_cuda_kernel and warp_kernel"
         target = _Target(name, makes={"cpu": make}, runs=runs)
         return dataclasses.replace(target, may_write=target.register("cpu").may_write)
@@ -2792,19 +2808,66 @@ def _array_types(nbtypes: Any, signature: _Signature, readonly: bool = True) -> 
     return tuple(nbtypes.Array(kind, rank, "C", readonly and i < signature.n_in) for i, (kind, rank) in kinds)
 
 
-def _compile_numba(kernel: Any, signature: _Signature, forms: list[_Form], in_order: bool) -> _Compiled:
-    """Compile the kernel for the signature, and the handler that calls it."""
+def _compile_numba(
+    kernel: Any, signature: _Signature, forms: list[_Form], in_order: bool, file: _KernelFile | None = None
+) -> _Compiled:
+    """Compile the kernel for the signature, or load it, and compile the handler that calls it."""
     import numba
 
     if numba.config.DISABLE_JIT:  # plain Python, for prints and pdb
         python = _CallbackEmitter(signature, _in_python(kernel, signature, forms[0]))
         return _Compiled(*_compile_handler(signature, python))
-    names = _Digester(_NUMBA_LIVE_ABOVE).walk(kernel, forms[0].static).names
+    code = file.load() if file else None
+    if code is None:
+        code = _compile_code(kernel, signature, forms, file)
+    emitter = _NumbaEmitter(signature.label, code, in_order)
+    return _Compiled(*_compile_handler(signature.with_hidden(code.may_write), emitter), code.may_write)
+
+
+class _NumbaCode(NamedTuple):
+    """The machine code of a kernel, and what the wrapper and the handler must know of it."""
+
+    entry: int  # its address
+    keep: Any  # what must stay alive with it
+    may_write: tuple[int, ...]  # the inputs that it may write to
+    uses_threads: bool = False
+    uses_python: bool = False
+
+
+def _compile_code(kernel: Any, signature: _Signature, forms: list[_Form], file: _KernelFile | None) -> _NumbaCode:
+    walked = _Digester(_NUMBA_LIVE_ABOVE).walk(kernel, forms[0].static)
+    names = walked.names
     names |= {"dot(out)"} if {"dot", "(,,)"} <= names else set()  # np.dot(x, y, out) writes
-    overload, unchecked = _first_that_compiles(functools.partial(_compile_form, kernel, signature, names), forms)
-    emitter = _NumbaEmitter(signature.label, overload, "objmode" in names, in_order)
+    with _without_caches(_jitted(walked, kernel) if file else []):
+        overload, unchecked = _first_that_compiles(functools.partial(_compile_form, kernel, signature, names), forms)
+    entry = overload.library.get_pointer_to_function(overload.fndesc.llvm_func_name)
     may_write = _not_only_read(overload, signature) if unchecked else ()
-    return _Compiled(*_compile_handler(signature.with_hidden(may_write), emitter), may_write)
+    code = _NumbaCode(entry, overload, may_write, _uses_threads(overload), "objmode" in names)
+    is_fresh = not unchecked or getattr(kernel, "_can_compile", True)  # else it may be what Numba compiled long ago
+    if file and is_fresh and not code.uses_python:
+        file.save(code, overload)
+    return code
+
+
+@contextlib.contextmanager
+def _without_caches(functions: list[Any]) -> Iterator[None]:
+    """Without Numba's own cache on disk, which does not see that a global or a helper changed."""
+    found = [getattr(function, "_cache", None) or getattr(function, "cache", None) for function in functions]
+    caches = [cache for cache in found if getattr(cache, "_enabled", False)]
+    for cache in caches:
+        cache.disable()
+    try:
+        yield
+    finally:
+        for cache in caches:
+            cache.enable()
+
+
+def _uses_threads(overload: Any) -> bool:
+    """Whether the code may run Numba's threads, as its text has a call that could."""
+    functions = str(_llvm(overload)).split("\ndefine ")[1:]  # of the kernel, and of all that it calls
+    wrappers = re.compile(r'[^(]*@"?(_ZN7cpython|cfunc\.)')  # for calls from Python and C
+    return any(_CALLS_OF_THREADS.search(text) for text in functions if not wrappers.match(text))
 
 
 def _first_that_compiles(compile_: Callable[[Any], Any], candidates: Iterable[Any]) -> Any:
@@ -2944,22 +3007,31 @@ def _not_only_read(overload: Any, signature: _Signature) -> tuple[int, ...]:
     return tuple(i for i, attributes in enumerate(found) if not {b"readonly", b"readnone"} & set(attributes))
 
 
-def _stale_helpers(walked: _Digester, kernel: Any) -> list[Any]:
-    """The jitted functions that Numba may have compiled when what they read was not as now: it keeps that code."""
-    # What code was compiled for one type of arguments before a change, and for another after it, has two contents:
-    # so a helper that changed once is stale for ever.
-    stale = []
-    for _, helper in walked.seen.values():
-        is_jitted = type(helper).__module__.startswith("numba.") and hasattr(helper, "py_func")
-        if not is_jitted or not hasattr(helper, "overloads") or helper is kernel:
-            continue
-        content = _digest(helper, live_above=_NUMBA_LIVE_ABOVE)
-        if not helper.overloads or id(helper) not in _HELPERS:
-            _HELPERS[id(helper)] = content, helper
-        elif _HELPERS[id(helper)][0] != content:
-            _HELPERS[id(helper)] = "stale", helper
-            stale.append(helper)
-    return stale
+class _Helper(NamedTuple):
+    """A jitted function that kernels call.  Numba compiles it once for its arguments' types, and keeps that code."""
+
+    function: Any
+    content: str | None  # its digest when Numba compiled it; None for ever once it has been another
+    is_known: bool  # else Numba had compiled it before it was seen: then it is taken to have been as it was found
+
+
+def _jitted(walked: _Digester, kernel: Any) -> list[Any]:
+    """The jitted functions that a kernel calls."""
+    found = [obj for _, obj in walked.seen.values() if hasattr(obj, "py_func") and hasattr(obj, "overloads")]
+    return [obj for obj in found if type(obj).__module__.startswith("numba.") and obj is not kernel]
+
+
+def _note_helpers(walked: _Digester, kernel: Any) -> list[_Helper]:
+    """The helpers of a kernel that Numba may compile now, if it has not yet."""
+    for function in _jitted(walked, kernel):
+        content = _digest(function, live_above=_NUMBA_LIVE_ABOVE)
+        known = _HELPERS.get(id(function))
+        if known is None or not function.overloads:
+            _HELPERS[id(function)] = _Helper(function, content, not function.overloads)
+        elif known.content != content:
+            # It may have code from before the change for some types, and from after it for others.
+            _HELPERS[id(function)] = _Helper(function, None, False)
+    return [_HELPERS[id(function)] for function in _jitted(walked, kernel)]
 
 
 def _fresh_dispatcher(kernel: Any) -> Any:
@@ -2975,10 +3047,7 @@ def _fresh_dispatcher(kernel: Any) -> Any:
         signatures = [list(kernel._dispatcher.overloads)] if kernel._frozen else []
         return numba.vectorize(*signatures, **kernel._dispatcher.targetoptions)(kernel._dispatcher.py_func)
     pipeline = kernel._compiler.pipeline_class
-    fresh = type(kernel)(kernel.py_func, kernel.locals, dict(kernel.targetoptions), pipeline_class=pipeline)
-    if kernel.stats.cache_path is not None:
-        fresh.enable_caching()
-    return fresh
+    return type(kernel)(kernel.py_func, kernel.locals, dict(kernel.targetoptions), pipeline_class=pipeline)
 
 
 # -- 9.3 Numba's objects, for digests ------------------------------------------------------------------
@@ -3044,7 +3113,153 @@ def _name_in_code(template: Any) -> str:
     return str(getattr(template, "_attr", None) or getattr(template.key, "__name__", ""))
 
 
-# -- 9.4 The emitter -----------------------------------------------------------------------------------
+# -- 9.4 Kernels on disk -------------------------------------------------------------------------------
+# What Numba compiled, kept in a file under the kernel's name, so that the next process need not compile it.
+# Knows files and object code.  Does not know how a name comes about.
+#
+# A kernel is written if every process would compile the same code under its name:
+# - its digest counts nothing by identity, and is after compiling what it was before: nothing changed meanwhile;
+# - Numba compiled its helpers after a digest of theirs (`_Helper.is_known`), and not from Numba's own cache;
+# - its code has no address of this process in it, and the objects that it needs can be pickled (`_portable`).
+# Invariants:
+# - A file is what `_KernelFile.signed` makes of its content, byte by byte, or it is as if it were not there.
+# - A file appears whole, as it is written beside and then renamed.  What the system refuses costs the caching only.
+# - Loaded code has an execution engine of its own: Numba numbers its functions in each process, so that different ones
+#   of two processes can have the same symbol.
+# - LLVM aborts a process whose code needs a symbol that is not there, so these are looked up before.
+
+_FILE_LAYOUT = 1  # of what is written; raise it too where this file makes other code of the same kernel
+_ADDRESS = re.compile(r"inttoptr \(i64 \d{5,} ")  # in LLVM's text
+
+
+@dataclasses.dataclass(frozen=True)
+class _KernelFile:
+    """Where the code of a kernel is kept."""
+
+    path: str
+    key: str  # what the code depends on
+    named: tuple | None  # what the name was made of; None if the code may be of something else
+
+    @classmethod
+    def find(cls, kernel: Any, name: str, named: tuple | None) -> _KernelFile | None:
+        """None where nothing is to be kept."""
+        folder = _kernel_folder(kernel)
+        if folder is None:
+            return None
+        key = f"{name}\n{_machine()}\n"
+        label = re.sub(r"\W", "_", name.split(".")[-3])
+        return cls(os.path.join(folder, f"{label}-{_digest(key)}.xla_kernel"), key, named)
+
+    def signed(self, content: bytes) -> bytes:
+        return f"{self.key}{hashlib.blake2b(content).hexdigest()}\n".encode() + content
+
+    def load(self) -> _NumbaCode | None:
+        """The code that another process wrote; None if there is none, or it is damaged, or cannot be linked."""
+        with contextlib.suppress(Exception):  # the file may hold anything
+            with open(self.path, "rb") as file:
+                data = file.read()
+            content = data[len(self.signed(b"")) :]
+            if data == self.signed(content):
+                portable, may_write, uses_threads = pickle.loads(content)
+                if linked := _link(*portable):
+                    entry, keep = linked
+                    return _NumbaCode(entry, keep, may_write, uses_threads)
+        return None
+
+    def save(self, code: _NumbaCode, overload: Any) -> None:
+        """Write the code, if every process would compile the same under this name."""
+        portable = _portable(overload)
+        if portable is None or self.named is None or _digest(*self.named, live_above=_NUMBA_LIVE_ABOVE) not in self.key:
+            return
+        try:
+            content = pickle.dumps((portable, code.may_write, code.uses_threads))
+        except Exception:  # a constant that is of this process only
+            return
+        temporary = f"{self.path}.{os.getpid()}.{os.urandom(4).hex()}"
+        with contextlib.suppress(OSError):
+            os.makedirs(os.path.dirname(self.path), exist_ok=True)
+            try:
+                with open(temporary, "xb") as file:
+                    file.write(self.signed(content))
+                os.replace(temporary, self.path)
+            except OSError:
+                os.unlink(temporary)
+
+
+def _kernel_folder(kernel: Any) -> str | None:
+    """A folder beside JAX's programs, or where Numba keeps a kernel of `njit(cache=True)`."""
+    folder = str(jax.config.jax_compilation_cache_dir or "")
+    if folder and jax.config.jax_enable_compilation_cache and "://" not in folder:
+        return os.path.join(folder, "xla_kernels")
+    return getattr(getattr(kernel, "_cache", None), "cache_path", None)
+
+
+def _machine() -> str:
+    """What compiled code depends on besides its kernel."""
+    import llvmlite
+    import numba
+    from numba.core.registry import cpu_target
+
+    python = sys.implementation.cache_tag, getattr(sys, "abiflags", "")
+    versions = __version__, _FILE_LAYOUT, numba.__version__, llvmlite.__version__, np.__version__
+    return " ".join(map(str, (*versions, *python, *cpu_target.target_context.codegen().magic_tuple())))
+
+
+def _portable(overload: Any) -> tuple | None:
+    """The object code of a kernel and what `_link` must know of it; None if it is of this process only."""
+    from numba.core.environment import lookup_environment
+
+    library = overload.library
+    if library.has_dynamic_globals or overload.objectmode or overload.lifted:
+        return None
+    module = library._final_module
+    if _ADDRESS.search(str(module)):
+        return None
+    defined = [*module.functions, *module.global_variables]
+    symbols = [x.name for x in defined if x.is_declaration and not x.name.startswith("llvm.")]
+    names = [x.name for x in module.global_variables if x.name.startswith("_ZN08NumbaEnv")]
+    environments = {name: getattr(lookup_environment(name), "consts", []) for name in names}
+    return library._get_compiled_object(), overload.fndesc.llvm_func_name, symbols, environments, overload.reload_init
+
+
+def _link(
+    code: bytes, entry: str, symbols: list[str], environments: Mapping[str, list], starts: Sequence[Callable[[], Any]]
+) -> tuple[int, Any] | None:
+    """The address of loaded code, and what must stay alive; None where a symbol is missing."""
+    import llvmlite.binding as llvm
+    from numba.core.environment import Environment
+
+    for start in starts:  # of Numba's threads
+        start()
+    if not _find_symbols(symbols):
+        return None
+    engine, _ = _new_engine()
+    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+    engine.finalize_object()
+    keep: list[Any] = [engine]
+    for name, constants in environments.items():
+        keep.append(Environment({}))
+        keep[-1].consts[:] = constants
+        if address := engine.get_global_value_address(name):
+            _PTR.from_address(address).value = id(keep[-1])
+    return engine.get_function_address(entry), keep
+
+
+def _find_symbols(symbols: list[str]) -> bool:
+    """Whether code can be linked, after as little of Numba as it takes: its registries alone take 0.6 s."""
+    import llvmlite.binding as llvm
+    from numba.core.registry import cpu_target
+    from numba.core.runtime import rtsys
+
+    context = cpu_target.target_context
+    for load in (lambda: None, lambda: rtsys.initialize(context), context.refresh):
+        load()
+        if all(map(llvm.address_of_symbol, symbols)):
+            return True
+    return False
+
+
+# -- 9.5 The emitter -----------------------------------------------------------------------------------
 # Knows Numba's calling convention, exceptions and threads.  Does not know where arrays come from.
 
 
@@ -3054,20 +3269,18 @@ def _numba_params(array: _Array) -> list[Any]:
 
 
 class _NumbaEmitter(_Emitter):
-    def __init__(self, label: str, overload: Any, uses_python: bool, in_order: bool) -> None:
+    def __init__(self, label: str, code: _NumbaCode, in_order: bool) -> None:
         import numba
+        from numba.core.registry import cpu_target
 
-        self.overload = overload
-        self.entry = overload.library.get_pointer_to_function(overload.fndesc.llvm_func_name)
-        functions = str(_llvm(overload)).split("\ndefine ")[1:]  # of the kernel, and of all that it calls
-        wrappers = re.compile(r'[^(]*@"?(_ZN7cpython|cfunc\.)')  # for calls from Python and C
-        uses_threads = any(_CALLS_OF_THREADS.search(text) for text in functions if not wrappers.match(text))
-        if uses_threads:  # perhaps; Numba's, on all cores
+        self.code = code
+        self.context = cpu_target.target_context
+        if code.uses_threads:  # perhaps; Numba's, on all cores
             numba.get_num_threads()  # starts them, which decides on their layer
             if numba.threading_layer() == "workqueue":  # aborts the process when two threads enter it
                 self.lock = _native_lock("workqueue_lock")
-        self.in_order = in_order or uses_threads or uses_python
-        self.uses_python = uses_python  # object mode drops an exception with the thread's state of Python
+        self.in_order = in_order or code.uses_threads or code.uses_python
+        self.uses_python = code.uses_python  # object mode drops an exception with the thread's state of Python
 
         def report(error: int | None) -> int:
             return _keep_message(ctypes.cast(error, ctypes.py_object).value if error else None, label)
@@ -3077,19 +3290,19 @@ class _NumbaEmitter(_Emitter):
     def write(self, handler: _Handler) -> None:
         from numba.core import types as nbtypes
 
-        conv, builder = self.overload.target_context.call_conv, handler.builder
+        conv, builder = self.context.call_conv, handler.builder
         with handler.each_slice() as arrays:
             params = [handler.word(word).value for array in arrays for word in _numba_params(array)]
             kinds = [nbtypes.intp] * len(params)
             kind = conv.get_function_type(nbtypes.none, kinds).as_pointer()
-            entry = builder.inttoptr(handler.word(self.entry).value, kind)
+            entry = builder.inttoptr(handler.word(self.code.entry).value, kind)
             status, _ = conv.call_function(builder, entry, nbtypes.none, kinds, params)
             with builder.if_then(status.is_error, likely=False):
                 handler.fail(self._message(handler, status))
 
     def _message(self, handler: _Handler, status: Any) -> _Word:
         """Materialize the Python exception and let `report` turn it into text."""
-        context = self.overload.target_context
+        context = self.context
         python = context.get_python_api(handler.builder)
         gil = python.gil_ensure()
         context.call_conv.raise_error(handler.builder, python, status)
