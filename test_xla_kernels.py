@@ -10,6 +10,7 @@ import dataclasses
 import decimal
 import doctest
 import enum
+import errno
 import functools
 import gc
 import importlib.util
@@ -3811,9 +3812,9 @@ def test_parallel_kernels_entered_at_once(tmp_path):
     """Numba's workqueue aborts a process in which two threads enter it, also by a kernel from Numba's cache on disk."""
     (tmp_path / "cached.py").write_text(textwrap.dedent(CACHED_KERNEL))
     run_code(WORKQUEUE, tmp_path, NUMBA_THREADING_LAYER="workqueue")
-    on_disk = sorted(path.name for path in tmp_path.rglob("*.nb?"))
+    on_disk = sorted(path.name for path in tmp_path.rglob("*.xla_kernel"))
     run_code(WORKQUEUE, tmp_path, "and other kernels", NUMBA_THREADING_LAYER="workqueue")
-    assert sorted(path.name for path in tmp_path.rglob("*.nb?")) == on_disk != []  # found, not compiled again
+    assert sorted(path.name for path in tmp_path.rglob("*.xla_kernel")) == on_disk != []  # found, not compiled again
 
 
 NAMED = {  # package that it needs: a program with a function
@@ -3881,6 +3882,283 @@ def test_names_are_equal_in_another_process(tmp_path):
     assert outputs[0] == outputs[1]
     assert outputs[0].startswith("module @")  # Warp prints nothing
     assert outputs[0].count("custom_call @") == len(paths)
+
+
+# ======================================================================================================
+# Kernels on disk
+# ======================================================================================================
+
+# What a process does with kernels of each kind: its output has the result of each, and how often Numba compiled for it.
+ON_DISK = """
+    import enum, functools, json
+    from numba.core.event import install_recorder
+
+    changed = sys.argv[1:] == ["changed"]
+    increment = 2 if changed else 1
+    Mode = enum.Enum("Mode", "SLOW FAST")
+    large = np.ones(200_000)
+    labs = __import__("ctypes").CDLL(None).labs
+    labs.argtypes, labs.restype = [__import__("ctypes").c_long], __import__("ctypes").c_long
+    add_increment = numba.njit(lambda a: a + increment)
+    compiled_before = numba.njit("float32(float32)")(lambda a: a)
+
+    @numba.njit
+    def of_module(x, out):
+        for i in range(x.size):
+            out[i] = x[i] * 3
+
+    def closure(scale):
+        def kernel(x, out):
+            out[0] = x[0] * scale
+
+        return kernel
+
+    def returns(x):
+        return x[0] + x[1], x.size
+
+    def constant(x, n, out):
+        out[0] = x[0] + n
+
+    @numba.njit(parallel=True)
+    def parallel(x, out):
+        for i in numba.prange(x.size):
+            out[i] = x[i] + 1
+
+    def raises(x, out):
+        raise ValueError("from", x.size)
+
+    def writes(x, out):
+        np.asfortranarray(x)[0] = 7
+        out[:] = x
+
+    @numba.vectorize
+    def vectorized(x):
+        return x * 5
+
+    def with_global(x, out):
+        out[0] = x[0] + increment
+
+    def with_helper(x, out):
+        out[0] = add_increment(x[0])
+
+    @numba.njit(fastmath=changed)
+    def with_option(x, out):
+        out[0] = x[0]
+
+    def by_identity(x, out):
+        out[0] = Mode.FAST.value
+
+    def in_place(x, out):
+        out[0] = large[0]
+
+    def foreign(x, out):
+        out[0] = labs(-3)
+
+    def through_python(x, out):
+        with numba.objmode():
+            print(end="")
+        out[0] = 1
+
+    def helper_compiled_before(x, out):
+        out[0] = compiled_before(x[0])
+
+    op = xk.XLACustomKernel("on_disk")
+    op.def_numba_kernel(lambda scale, outs: xk.numba_kernel(closure(scale), outs[0]))
+    same = lambda x, *_: x
+    calls = {
+        "of_module": xk.numba_kernel(of_module, same),
+        "closure": xk.numba_kernel(closure(2.5), same),
+        "generator": lambda x: op(x, outs=x, scale=4.0),
+        "returns": xk.numba_kernel(returns, lambda x: (jax.ShapeDtypeStruct((), x.dtype), np.zeros((), np.int32))),
+        "constant": functools.partial(xk.numba_kernel(constant, same), n=3),
+        "vmap": jax.vmap(xk.numba_kernel(lambda x, out: of_module(x, out), same)),
+    }
+    for kernel in (parallel, raises, writes, vectorized, with_global, with_helper, with_option):
+        calls[kernel.__name__] = xk.numba_kernel(kernel, same)
+    for kernel in (by_identity, in_place, foreign, through_python, helper_compiled_before):
+        calls[kernel.__name__] = xk.numba_kernel(kernel, same)
+
+    def result_of(call, x):
+        try:
+            return float(np.ravel(jax.tree.leaves(call(x))[0])[0])
+        except jax.errors.JaxRuntimeError as error:
+            return re.search(r"ValueError.*", str(error))[0]
+
+    results = {}
+    for name, call in calls.items():
+        x = jnp.asarray(ones if name != "vmap" else np.ones((3, 4), np.float32))
+        with install_recorder("numba:compile") as recorder:
+            result = result_of(call, x)
+        results[name] = result, len(recorder.buffer), float(x.sum())
+    print("RESULTS", json.dumps(results))
+    """
+NOT_KEPT = ("by_identity", "in_place", "foreign", "through_python", "helper_compiled_before")
+CHANGED = {"with_global": 3.0, "with_helper": 3.0, "with_option": 1.0}  # the new results
+
+
+def on_disk(folder, *args, **environment):
+    """The results of a process that keeps its kernels there, and the names of those that Numba compiled for."""
+    out = run_code(ON_DISK, *args, JAX_COMPILATION_CACHE_DIR=str(folder), **environment)
+    found = json.loads(out.partition("RESULTS")[2])
+    assert all(total in (4, 12) for *_, total in found.values())  # no input was written to
+    return {name: result for name, (result, *_) in found.items()}, {name for name, row in found.items() if row[1]}
+
+
+def kept_files(folder):
+    return sorted((folder / "xla_kernels").iterdir())
+
+
+def damage(files):
+    """Each file in another way: cut, one bit changed, empty, that of another kernel, no file of ours."""
+    contents = [file.read_bytes() for file in files]
+    flipped = bytearray(contents[1])
+    flipped[-1] ^= 1
+    for file, content in zip(files, itertools.cycle((contents[0][:-1], flipped, b"", contents[4], b"other" * 1000))):
+        file.write_bytes(content)
+
+
+def test_a_second_process_compiles_what_changed_and_what_is_not_kept(tmp_path):
+    results, compiled = on_disk(tmp_path)
+    assert compiled == set(results)
+    files = kept_files(tmp_path)
+    assert len(files) == len(results) - len(NOT_KEPT)
+
+    again, compiled = on_disk(tmp_path, "changed")
+    assert compiled == {*NOT_KEPT, *CHANGED}
+    assert again == results | CHANGED
+
+    damage(files)
+    damaged = [file.read_bytes() for file in files]
+    again, compiled = on_disk(tmp_path)
+    assert again == results and compiled == set(results)
+    assert all(file.read_bytes() != content for file, content in zip(files, damaged, strict=True))
+
+
+def test_another_machine_or_version_finds_other_files(monkeypatch, tmp_path):
+    monkeypatch.setattr(xk, "_kernel_folder", lambda kernel: str(tmp_path))
+    path = lambda: xk._KernelFile.find(plain, "module.plain.1.abc", ()).path
+    codegen = type(numba.core.registry.cpu_target.target_context.codegen())
+    paths = [path()]
+    for owner, name, value in [
+        (numba, "__version__", "0"), (importlib.import_module("llvmlite"), "__version__", "0"),
+        (np, "__version__", "0"), (xk, "__version__", "0"), (xk, "_FILE_LAYOUT", 0),
+        (codegen, "_get_host_cpu_name", lambda self: "other"),
+        (codegen, "magic_tuple", lambda self: ("triple", "cpu", "+feature")),
+    ]:  # fmt: skip
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, value)
+            paths.append(path())
+    assert len(set(paths)) == len(paths) and path() == paths[0]
+
+
+@pytest.mark.parametrize("place, expected", [
+    (None, None), ("", None), ("gs://bucket/cache", None), ("/cache", os.path.join("/cache", "xla_kernels")),
+])  # fmt: skip
+def test_kernels_are_kept_beside_the_programs_of_jax(monkeypatch, place, expected):
+    config = types.SimpleNamespace(jax_compilation_cache_dir=place, jax_enable_compilation_cache=True)
+    monkeypatch.setattr(xk.jax, "config", config)
+    assert xk._kernel_folder(plain) == xk._kernel_folder(numba.njit(plain)) == expected
+    config.jax_enable_compilation_cache = False
+    assert xk._kernel_folder(plain) is None
+
+
+def refuse(*args, **kwargs):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("owner, name", [(os, "makedirs"), (os, "replace"), (builtins, "open")])
+def test_a_folder_that_takes_no_files_costs_only_the_caching(monkeypatch, tmp_path, owner, name):
+    folder = tmp_path / "kernels"
+    monkeypatch.setattr(xk, "_kernel_folder", lambda kernel: str(folder))
+    kernel = reads(f"x[0] + {len(name)}")
+    with monkeypatch.context() as patch:
+        if owner is builtins:
+            patch.setattr(xk, "open", refuse, raising=False)
+        else:
+            patch.setattr(owner, name, refuse)
+        assert wrap(kernel)(F32)[0] == F32[0] + len(name)
+    assert not folder.exists() or not list(folder.iterdir())
+
+
+def test_code_is_not_written_under_a_name_that_it_has_no_more(monkeypatch, tmp_path):
+    """Here a global changes while Numba compiles."""
+    monkeypatch.setattr(xk, "_kernel_folder", lambda kernel: str(tmp_path))
+    kernel = reads("x[0] + value", value=1)
+    compile_code = xk._compile_code
+
+    def edit_and_compile(*args):
+        kernel.__globals__["value"] = 2
+        return compile_code(*args)
+
+    monkeypatch.setattr(xk, "_compile_code", edit_and_compile)
+    wrap(kernel)(F32)
+    assert not list(tmp_path.iterdir())
+
+
+def test_code_that_needs_a_missing_symbol_is_compiled_again(monkeypatch, tmp_path):
+    """LLVM would end the process."""
+    assert not xk._find_symbols(["xla_kernels_has_no_such_symbol"])
+    assert xk._link(b"", "entry", ["xla_kernels_has_no_such_symbol"], {}, []) is None
+
+
+CACHED_BY_NUMBA = """
+    from numba.core.event import install_recorder
+    sys.path.insert(0, sys.argv[1])
+    import cached
+    with install_recorder("numba:compile") as recorder:
+        print(xk.numba_kernel(cached.kernel, lambda x: x)(ones)[0], len(recorder.buffer) > 0)
+    """
+
+
+def test_kernels_that_numba_caches_are_kept_without_a_setting_and_see_changes(tmp_path):
+    def results():
+        return run_code(CACHED_BY_NUMBA, tmp_path, JAX_COMPILATION_CACHE_DIR="").split()
+
+    (tmp_path / "constants.py").write_text("n = 1\n")
+    (tmp_path / "cached.py").write_text(
+        "import constants, numba\n\n"
+        "@numba.njit(cache=True)\ndef helper(a):\n    return a + constants.n\n\n"
+        "@numba.njit(cache=True)\ndef kernel(x, out):\n    out[:] = helper(x[0])\n"
+    )
+    assert results() == ["2.0", "True"]
+    assert results() == ["2.0", "False"]
+    (tmp_path / "constants.py").write_text("n = 30\n")
+    assert results() == ["31.0", "True"]
+
+
+def start_on_disk(folder):
+    """A process that keeps kernels there, in no time that it has to wait for."""
+    code = textwrap.dedent(STARTS_TOGETHER)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_COMPILATION_CACHE_DIR": str(folder)}
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment, text=True)
+
+
+STARTS_TOGETHER = """
+    import numpy as np
+    import xla_kernels as xk
+
+    def make(n):
+        def kernel(x, out):
+            out[0] = x[0] + n
+        return kernel
+
+    for n in range(4):
+        print(int(xk.numba_kernel(make(n), lambda x: x)(np.zeros(1, np.float32))[0]), end=" ", flush=True)
+    """
+
+
+def test_processes_that_start_together_and_are_killed_leave_whole_files(tmp_path):
+    processes = [start_on_disk(tmp_path) for _ in range(4)]
+    for process in processes[:2]:  # as it writes
+        process.stdout.read(2)
+        process.kill()
+    assert [process.communicate()[0] for process in processes[2:]] == ["0 1 2 3 "] * 2
+    for process in processes[:2]:
+        process.communicate()
+    before = {file: file.read_bytes() for file in kept_files(tmp_path) if file.suffix == ".xla_kernel"}
+    assert len(before) == 4
+    assert start_on_disk(tmp_path).communicate()[0] == "0 1 2 3 "
+    assert all(file.read_bytes() == content for file, content in before.items())  # found, so not written again
 
 
 # ======================================================================================================

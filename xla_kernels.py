@@ -2852,7 +2852,7 @@ def _compile_code(kernel: Any, signature: _Signature, forms: list[_Form], file: 
 @contextlib.contextmanager
 def _without_caches(functions: list[Any]) -> Iterator[None]:
     """Without Numba's own cache on disk, which does not see that a global or a helper changed."""
-    found = [getattr(function, "_cache", None) or getattr(function, "cache", None) for function in functions]
+    found: list[Any] = [getattr(function, "_cache", None) or getattr(function, "cache", None) for function in functions]
     caches = [cache for cache in found if getattr(cache, "_enabled", False)]
     for cache in caches:
         cache.disable()
