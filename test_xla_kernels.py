@@ -4036,7 +4036,7 @@ def test_a_second_process_compiles_what_changed_and_what_is_not_kept(tmp_path):
 
 def test_another_machine_or_version_finds_other_files(monkeypatch, tmp_path):
     monkeypatch.setattr(xk, "_kernel_folder", lambda kernel: str(tmp_path))
-    path = lambda: xk._KernelFile.find(plain, "module.plain.1.abc", ()).path
+    path = lambda: xk._KernelFile.find(third, "module.third.1.abc", ()).path
     codegen = type(numba.core.registry.cpu_target.target_context.codegen())
     paths = [path()]
     for owner, name, value in [
@@ -4057,9 +4057,9 @@ def test_another_machine_or_version_finds_other_files(monkeypatch, tmp_path):
 def test_kernels_are_kept_beside_the_programs_of_jax(monkeypatch, place, expected):
     config = types.SimpleNamespace(jax_compilation_cache_dir=place, jax_enable_compilation_cache=True)
     monkeypatch.setattr(xk.jax, "config", config)
-    assert xk._kernel_folder(plain) == xk._kernel_folder(numba.njit(plain)) == expected
+    assert xk._kernel_folder(third) == xk._kernel_folder(numba.njit(third)) == expected
     config.jax_enable_compilation_cache = False
-    assert xk._kernel_folder(plain) is None
+    assert xk._kernel_folder(third) is None
 
 
 def refuse(*args, **kwargs):
