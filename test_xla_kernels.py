@@ -3928,7 +3928,7 @@ ON_DISK = """
         raise ValueError("from", x.size)
 
     def writes(x, out):
-        np.asfortranarray(x)[0] = 7
+        x.flat[0] = 7
         out[:] = x
 
     @numba.vectorize
