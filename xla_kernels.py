@@ -5196,8 +5196,9 @@ def _time_backend(backend: str, run: Callable[[], Any], reference: list | None) 
 class KernelEntry:
     """One kernel of an :class:`XLACustomKernel`: what `op._kernels[platform][backend]` holds, made by `def_kernel`.
 
-    `kernel_generator(outs=..., **params)` returns the function to trace. A `fallback` (Warp on the CPU) serves, unless
-    asked for by name, only where the platform has no other.
+    `kernel_generator` is the registered generator itself, or for a ready kernel one that returns its wrapper: called
+    with the static parameters of a call, and with `outs` if it takes them, it returns the function to trace. A
+    `fallback` (Warp on the CPU) serves, unless asked for by name, only where the platform has no other.
     """
 
     backend: str
@@ -5559,7 +5560,7 @@ def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None],
         return out, jax.tree.map(lambda _: None, out)
     batch = list(map(_with_axis_in_front, args, axes))
     if isinstance(getattr(prim, "primitive", prim), _OpPrimitive):
-        out = _record_vmap(prim, batch, flags, params)
+        out = _record_vmap(prim, batch, flags, **params)
     else:
         out = _sequential(function, flags)(*batch)
     return out, jax.tree.map(lambda _: 0, out)
@@ -5585,7 +5586,7 @@ def _without_axis(x: Any, axis: int | None) -> Any:
     return Spec(x.shape[:axis] + x.shape[axis + 1 :], x.dtype)
 
 
-def _record_vmap(prim: Any, ins: Sequence, flags: tuple, params: dict) -> Any:
+def _record_vmap(prim: Any, ins: Sequence, flags: tuple, /, **params: Any) -> Any:
     """Bind an op or its primitive with one more vmap, over the first axis of the flagged operands."""
     primitive = getattr(prim, "primitive", prim)
     size = ins[flags.index(True)].shape[0]
@@ -5612,7 +5613,7 @@ def _kernel_jaxpr(op: Any, entry: KernelEntry, params: dict, vmaps: tuple, outs:
 
 
 def _run_vmaps(op: XLACustomKernel, entry: KernelEntry, params: dict, vmaps: tuple, outs: Sequence, *ins: Any) -> list:
-    """A kernel under the recorded vmaps."""
+    """A kernel under the recorded vmaps: by the batching rules of what it calls, or else slice by slice."""
     if outs and all(0 in out.shape for out in outs):  # nothing to compute, and not every backend takes empty arrays
         return [_zeros(out) for out in outs]
     run = functools.partial(_run_slice, op, entry, params, _slices(outs, len(vmaps)))
@@ -5690,12 +5691,16 @@ def defjvp(primitive: Any, *jvp_rules: Callable[..., Any] | None) -> None:
     primitive = getattr(primitive, "primitive", primitive)
     if not isinstance(primitive, Primitive):
         raise TypeError(f"defjvp: expected an XLACustomKernel or a jax Primitive, got {primitive!r}")
-    rules = [rule and _tolerant(rule, "defjvp: a rule") for rule in jvp_rules]
-    rule = functools.partial(_jvp_by_operand, primitive, rules)
+    rules: list[Any] = []
+    for rule in jvp_rules:
+        if rule is not None:
+            rule = _tolerant(rule, "defjvp: a rule")
+        rules.append(rule)
+    jvp = functools.partial(_jvp_by_operand, primitive, rules)
     if isinstance(primitive, _OpPrimitive):
-        primitive.op._set_rule("jvp", rule)
+        primitive.op._set_rule("jvp", jvp)
     else:
-        ad.primitive_jvps[primitive] = rule
+        ad.primitive_jvps[primitive] = jvp
 
 
 def _jvp_by_operand(primitive: Any, rules: Sequence, primals: Any, tangents: Any, /, **params: Any) -> tuple:
