@@ -7412,7 +7412,7 @@ def test_warp_jax_callable_is_warps_own():
 
 def test_warp_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "warp", None)
-    with pytest.raises(ImportError, match=r"warp_kernel needs warp .*install it: pip install warp-lang"):
+    with pytest.raises(ImportError, match=r"warp_kernel needs warp .*install it: pip install warp-lang numba"):
         xk.warp_kernel(like_first, spec(3))
 
 

@@ -296,7 +296,9 @@ def _allowed_dtype(dtype: Any, ins: Sequence[Any]) -> np.dtype:
 # ======================================================================================================
 # 2. The C structs of jaxlib/include/xla/ffi/api/c_api.h that a handler reads and writes.
 # XLA adds fields at the end of a struct only, so these, which are those of jaxlib 0.7.2, fit every later one; a test
-# compares them with the installed header.  A new major version of the interface may change anything.
+# compares them with the installed header.  A new major version may change anything, so it is refused.
+
+_API_MAJOR = 0
 
 _PTR = ctypes.c_void_p
 _I64 = ctypes.c_int64
@@ -360,9 +362,20 @@ _XLA_FFI_DATA_TYPES = {
 }  # fmt: skip
 
 
+def _known_api_version() -> tuple[int, int]:
+    """The version to report in the handshake: jaxlib's own, as it accepts no newer one."""
+    major, minor = _ffi_api_version()
+    if major != _API_MAJOR:
+        raise NotImplementedError(
+            f"jaxlib has version {major}.{minor} of XLA's FFI, and xla_kernels {__version__} knows {_API_MAJOR}.x: "
+            "install an older jaxlib, or a newer xla_kernels"
+        )
+    return major, minor
+
+
 @functools.cache
 def _ffi_api_version() -> tuple[int, int]:
-    """The version to report in the handshake: jaxlib's own, which accepts no newer one, or without its header 0.1."""
+    """The version of jaxlib's interface, or 0.1 without its header."""
     path = os.path.join(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h")
     try:
         with open(path, encoding="utf-8") as header:
@@ -790,7 +803,8 @@ class _ExportChecks(Sequence):
 
 # ======================================================================================================
 # 5. Specs and inputs: what comes in and what goes out, checked where the user's call is on the stack.
-# A spec is the shape and dtype of an array.  Knows shapes, dtypes and arrays of other libraries; does not know kernels.
+# A spec is the shape and dtype of an array.  Knows shapes, dtypes, arrays of other libraries and static values; does
+# not know kernels.
 
 
 def _is_spec(x: Any) -> bool:
@@ -887,6 +901,32 @@ def _from_foreign(x: Any, i: int, name: str) -> Any:
         return jax.dlpack.from_dlpack(x)
     hint = "pass its leaves one by one" if isinstance(x, (list, tuple, dict)) else "convert it with jnp.asarray"
     raise TypeError(f"{name}: input {i} must be an array or a number; got {type(x).__name__} {x!r:.80}; {hint}")
+
+
+_TOLD_BY_REPR = (numbers.Number, np.generic, range, slice)  # equal ones can differ; their repr says all
+
+
+def _tagged(value: Any) -> Any:
+    """A key that tells apart what Python calls equal: 1, 1.0 and True, 0.0 and -0.0, Decimal("1") and "1.0"."""
+    if isinstance(value, dict):
+        return tuple([(name, _tagged(x)) for name, x in value.items()])
+    if isinstance(value, tuple):
+        return type(value), *map(_tagged, value)
+    if isinstance(value, frozenset):
+        return type(value), frozenset(map(_tagged, value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        compared = [getattr(value, field.name) for field in dataclasses.fields(value) if field.compare]
+        return type(value), value, *map(_tagged, compared)
+    if isinstance(value, _TOLD_BY_REPR):
+        return type(value), repr(value)
+    return type(value), value
+
+
+def _check_hashable(value: Any, what: str, fix: str) -> None:
+    try:
+        hash((value, _tagged(value)))
+    except TypeError:
+        raise TypeError(f"{what} must be hashable, got {value!r:.80} of type {type(value).__name__}. {fix}") from None
 
 
 def _call_option(function: Callable[..., Any], what: str, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
@@ -2057,8 +2097,9 @@ class _Driver(_Code):
             found = _Struct(self, XLA_FFI_Metadata_Extension, position.current)
             self.ret(0, when=position.current == 0)
             with self.when(found.extension_base.type == _EXTENSION_METADATA):
-                version, found.metadata.traits = found.metadata.api_version, traits
-                version.major_version, version.minor_version = _ffi_api_version()
+                metadata = found.metadata
+                metadata.traits = traits
+                metadata.api_version.major_version, metadata.api_version.minor_version = _known_api_version()
                 self.ret(0)
             position.current = found.extension_base.next
 
@@ -3978,7 +4019,7 @@ class _CudaEmitter(_Emitter):
 # 11. Warp: a wrapper with a derivative, and an emitter that calls Warp's code on CPUs and GPUs.
 # Knows one slice of a call; the handler finds the slices.
 
-_WARP_INSTALL = "pip install warp-lang"
+_WARP_INSTALL = "pip install warp-lang numba"
 _WARP_DTYPES = "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 bfloat16 float32 float64".split()
 _WARP_WRITERS = re.compile(r"atomic_\w+|tile_store|tile_atomic_add")  # functions that write to their first argument
 _WARP_READERS = frozenset({"len", "lower_bound", "tile_load", "tile_load_indexed"})  # those that only read an array
@@ -4064,7 +4105,11 @@ def _warp_wrapper(kernel: Any, options: _Options) -> _Wrapper:
 class _WarpOptions(_Options):
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
-        self.block_dim: int = operator.index(given["block_dim"])
+        try:
+            self.block_dim: int = operator.index(given["block_dim"])
+        except TypeError:
+            text = f"block_dim must be an int, the threads of a block; got {given['block_dim']!r}"
+            raise TypeError(text) from None
         if not 1 <= self.block_dim <= 1024:
             raise ValueError(f"block_dim must be 1 to 1024 threads; got {self.block_dim}")
         if self.tiled and self.launch_dims is None:
@@ -4790,7 +4835,7 @@ def _warp_replay(plan: _WarpPlan, launches: Mapping[int, Any], driver: Any) -> C
 
 
 def _compile_warp(plan: _WarpPlan, signature: _Signature, platform: str) -> _Compiled:
-    _import("numba", "warp_kernel", _NUMBA_INSTALL)
+    _import("numba", "warp_kernel compiles what XLA calls with Numba's LLVM: it", _NUMBA_INSTALL)
     driver = _CudaDriver() if platform == "cuda" else None
     devices = {n: f"cuda:{n}" for n in _cuda_ordinals()} if driver else {0: "cpu"}
     with driver.keeping_context() if driver else contextlib.nullcontext():  # Warp leaves another one current
@@ -5226,7 +5271,8 @@ _RESERVED = "_batch _types avals_in ctx effects eqn key primitive self".split() 
 def _find_call(op: XLACustomKernel, args: Sequence, outs: Any, backend: Any, params: dict) -> _OpCall:
     """What serves a call with these outs, backend and parameters: checked when it is new, then remembered."""
     if callable(outs) and not isinstance(outs, type):  # such as jnp.float32
-        outs = outs(*[getattr(x, "aval", None) or _input_spec(x, i) for i, x in enumerate(args)])
+        avals = [getattr(x, "aval", None) or _input_spec(x, i) for i, x in enumerate(args)]
+        outs = _call_option(outs, f"XLACustomKernel {op.name!r}: outs", avals, {})
     try:
         key = (_outs_key(outs), backend, _tagged(params) if params else ())
         known = op._recent.get(key)
