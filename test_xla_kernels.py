@@ -3884,6 +3884,180 @@ def test_names_are_equal_in_another_process(tmp_path):
     assert outputs[0].count("custom_call @") == len(paths)
 
 
+# -- small things of 0.3 -------------------------------------------------------------------------------
+
+
+def call_target_checked(check):
+    return check.is_custom_call()
+
+
+def test_a_kernel_that_was_never_traced_is_exported_in_one_line():
+    from jax import export
+
+    triple = wrap(runs("out[:] = 3 * x"))
+    program = export.export(jax.jit(triple), disabled_checks=xk.export_checks())(FLOATS)
+    loaded = export.deserialize(program.serialize())
+    np.testing.assert_array_equal(loaded.call(jnp.arange(4.0)), [0, 3, 6, 9])
+
+
+def test_export_checks_are_those_of_the_kernels_registered_when_they_are_read():
+    from jax import export
+
+    checks = xk.export_checks()
+    before = {call_target_checked(check) for check in checks}
+    name = target_of(wrap(runs("out[:] = x - 11")), FLOATS)
+    after = [call_target_checked(check) for check in checks]
+    assert set(after) - before == {name}
+    assert after == sorted(after)
+    assert len(checks) == len(after)
+    assert [call_target_checked(check) for check in checks[:2]] == after[:2]
+    with_platforms = [export.DisabledSafetyCheck.platform()]
+    assert (checks + with_platforms)[-1] is with_platforms[0]
+
+
+def test_target_names_hold_the_version_of_the_layout(monkeypatch):
+    kernel = runs("out[:] = x - 12")
+    name = target_of(wrap(kernel), FLOATS)
+    assert re.fullmatch(r"xla_kernels\.kernel\.2\.[0-9a-f]{24}", name)
+    monkeypatch.setattr(xk, "_LAYOUT", 3)
+    assert target_of(wrap(kernel), FLOATS) == name.replace("kernel.2.", "kernel.3.")
+
+
+def test_an_unknown_major_version_of_the_interface_is_refused(tmp_path):
+    header = tmp_path / "xla" / "ffi" / "api" / "c_api.h"
+    header.parent.mkdir(parents=True)
+    header.write_text("#define XLA_FFI_API_MAJOR 1\n#define XLA_FFI_API_MINOR 4\n")
+    code = """
+        jax.ffi.include_dir = lambda: sys.argv[1]
+        try:
+            wrap(add_one)(ones)
+        except NotImplementedError as error:
+            print(error)
+        """
+    refused = (
+        r"jaxlib has version 1\.4 of XLA's FFI, and xla_kernels .* knows 0\.x: install an older jaxlib, or a newer"
+    )
+    assert re.match(refused, run_code(code, str(tmp_path)))
+
+
+@pytest.mark.parametrize("options, error", [
+    ({"scalars": 3}, r'scalars must be a list of names of parameters, such as \["x"\]; got 3'),
+    ({"scalars": "x"}, "scalars must be a list of names .*; got 'x'"),
+    ({"in_out_argnames": 3}, "in_out_argnames must be a list of names of parameters, .*; got 3"),
+    ({"in_out_argnames": [0]}, r"in_out_argnames must be a list of names of parameters, .*; got \[0\]"),
+])  # fmt: skip
+def test_names_of_parameters_are_checked_at_once(options, error):
+    with pytest.raises(TypeError, match=error):
+        wrap(**options)
+
+
+def test_names_of_parameters_may_come_from_an_iterator():
+    count = xk.numba_kernel(_running, lambda x, total: [total, x], in_out_argnames=iter(["total"]))
+    total, out = count(jnp.arange(3.0), jnp.ones(3))
+    np.testing.assert_array_equal(total, [1, 2, 3])
+    np.testing.assert_array_equal(out, [2, 4, 6])
+
+
+TAKES_ANOTHER_NUMBER = (
+    r"outs takes \(x, y\), but this call gives it \(float32\[4\]\): missing .*'y'; give it one parameter"
+)
+
+
+def outs_of_two(x, y):
+    return x
+
+
+def test_outs_that_takes_another_number_of_inputs():
+    with pytest.raises(TypeError, match=rf"numba_kernel 'add_one': {TAKES_ANOTHER_NUMBER} for each input"):
+        wrap(outs=outs_of_two)(F32)
+
+
+def test_outs_of_an_op_that_takes_another_number_of_inputs():
+    op = xk.XLACustomKernel("unary")
+    op.def_numba_kernel(numba.njit(add_one.__wrapped__))
+    with pytest.raises(TypeError, match=rf"XLACustomKernel 'unary': {TAKES_ANOTHER_NUMBER} for each input"):
+        op(F32, outs=outs_of_two)
+
+
+def test_an_error_inside_of_outs_stays_itself():
+    def outs(x):
+        return x + "a"
+
+    with pytest.raises(TypeError, match="unsupported operand"):
+        wrap(outs=outs)(F32)
+
+
+@pytest.mark.skipif(wp is None, reason="could not import 'warp'")
+def test_warp_block_dim_is_checked_at_once():
+    with pytest.raises(TypeError, match="block_dim must be an int, the threads of a block; got 'a'"):
+        xk.warp_kernel(outs=like_first, block_dim="a")
+
+
+@pytest.mark.skipif(wp is None, reason="could not import 'warp'")
+def test_warp_says_that_it_needs_numbas_llvm(tmp_path):
+    script = tmp_path / "scale.py"  # Warp reads the source
+    code = """
+        import sys
+
+        sys.modules["numba"] = None
+        import jax.numpy as jnp, warp as wp
+        import xla_kernels as xk
+
+        @wp.kernel
+        def scale(x: wp.array(dtype=float), out: wp.array(dtype=float)):
+            i = wp.tid()
+            out[i] = 2.0 * x[i]
+
+        try:
+            xk.warp_kernel(scale, outs=lambda x: x)(jnp.arange(3.0))
+        except ImportError as error:
+            print(error)
+        """
+    script.write_text(textwrap.dedent(code))
+    said = run_python(script)
+    assert "warp_kernel compiles what XLA calls with Numba's LLVM: it needs numba (" in said
+    assert said.rstrip().endswith("install it: pip install numba")
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_the_casts_for_half_floats_can_be_pasted(dtype):
+    f = add_one
+    x = jnp.arange(3, dtype=dtype)
+    with pytest.raises(TypeError, match=r"cast it, and the result back: ") as caught:
+        f(x)
+    casts = str(caught.value).partition("back: ")[2]
+    assert casts == "f(x.astype(jnp.float32)).astype(x.dtype)"
+    result = f(x.astype(jnp.float32)).astype(x.dtype)
+    assert result.dtype == dtype
+    np.testing.assert_array_equal(result, jnp.array([1, 2, 3], dtype))
+
+
+TYPED = """
+    import xla_kernels as xk
+
+    def kernel(x, out): ...
+
+    reveal_type(xk.numba_kernel(kernel, outs=lambda x: x))
+    reveal_type(xk.numba_kernel(outs=lambda x: x, vmap_method="sequential"))
+    reveal_type(xk.warp_kernel(kernel, outs=lambda x: x, block_dim=128))
+    xk.numba_kernel(kernel, outs=lambda x: x, vmap_metod="sequential")
+    """
+
+
+def test_type_checkers_know_what_public_functions_take_and_return(tmp_path):
+    pytest.importorskip("mypy")
+    program = tmp_path / "program.py"
+    program.write_text(textwrap.dedent(TYPED))
+    options = ["--config-file=", "--follow-imports=skip", f"--cache-dir={tmp_path / 'cache'}"]  # not JAX
+    said = run_python("-m", "mypy", *options, program, ROOT / "xla_kernels.py", rc=1, MYPYPATH=str(ROOT))
+    about_program = [line for line in said.splitlines() if line.startswith(str(program))]
+    function, decorator, warp, wrong, *_ = [line.partition(": ")[2] for line in about_program]
+    assert function == 'note: Revealed type is "def (*Any, **Any) -> Any"'
+    assert decorator == 'note: Revealed type is "def (Any) -> def (*Any, **Any) -> Any"'
+    assert warp == function
+    assert wrong.startswith('error: Unexpected keyword argument "vmap_metod"')
+
+
 # ======================================================================================================
 # Kernels on disk
 # ======================================================================================================
