@@ -903,34 +903,8 @@ def _from_foreign(x: Any, i: int, name: str) -> Any:
     raise TypeError(f"{name}: input {i} must be an array or a number; got {type(x).__name__} {x!r:.80}; {hint}")
 
 
-_TOLD_BY_REPR = (numbers.Number, np.generic, range, slice)  # equal ones can differ; their repr says all
-
-
-def _tagged(value: Any) -> Any:
-    """A key that tells apart what Python calls equal: 1, 1.0 and True, 0.0 and -0.0, Decimal("1") and "1.0"."""
-    if isinstance(value, dict):
-        return tuple([(name, _tagged(x)) for name, x in value.items()])
-    if isinstance(value, tuple):
-        return type(value), *map(_tagged, value)
-    if isinstance(value, frozenset):
-        return type(value), frozenset(map(_tagged, value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        compared = [getattr(value, field.name) for field in dataclasses.fields(value) if field.compare]
-        return type(value), value, *map(_tagged, compared)
-    if isinstance(value, _TOLD_BY_REPR):
-        return type(value), repr(value)
-    return type(value), value
-
-
-def _check_hashable(value: Any, what: str, fix: str) -> None:
-    try:
-        hash((value, _tagged(value)))
-    except TypeError:
-        raise TypeError(f"{what} must be hashable, got {value!r:.80} of type {type(value).__name__}. {fix}") from None
-
-
 def _call_option(function: Callable[..., Any], what: str, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
-    """Call an option that is a function of the inputs, or say that it takes another number of them."""
+    """Call an option that is a function of the inputs; the error says so if it takes another number of them."""
     try:
         return function(*args, **named)
     except TypeError:
