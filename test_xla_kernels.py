@@ -10497,6 +10497,61 @@ def cuba_brian2(n, steps, dtype):
     return once
 
 
+def bench_start():
+    """Start of a process with 20 kernels, beyond importing jax and numba"""
+    measures = {"to the first result": "all", "the first kernel": "first", "each of the others": "other"}
+    rows = []
+    with tempfile.TemporaryDirectory() as kept:
+        start_of_process(kept)
+
+        def cold(measure):
+            with tempfile.TemporaryDirectory() as empty:
+                return start_of_process(empty)[measure]
+
+        for case, measure in measures.items():
+            paths = {
+                "kernels on disk": lambda measure=measure: lambda: start_of_process(kept)[measure],
+                "an empty folder": lambda measure=measure: lambda: cold(measure),
+            }
+            rows += compare(paths, "ms", case, rounds=3)
+    return rows
+
+
+def start_of_process(folder):
+    """What a process takes, in ms, whose 20 kernels are kept in a folder."""
+    settings = {"JAX_COMPILATION_CACHE_DIR": folder, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **settings}
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(TWENTY_KERNELS)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+TWENTY_KERNELS = """
+    import json, math, statistics, time
+    import jax, numba, numpy as np
+
+    start = last = time.perf_counter()
+    import xla_kernels as xk
+
+    def make(power):
+        def kernel(x, y, out):
+            for i in range(x.size):
+                out[i] = math.sin(x[i]) ** power + y[i]
+
+        return xk.numba_kernel(kernel, lambda x, y: x)
+
+    x, times = np.ones(16, np.float32), []
+    kernels = [make(power) for power in range(20)]
+    for kernel in kernels:
+        jax.eval_shape(kernel, x, x)
+        times.append(time.perf_counter() - last)
+        last = time.perf_counter()
+    jax.block_until_ready(jax.jit(lambda x: [kernel(x, x) for kernel in kernels])(x))
+    seconds = {"all": time.perf_counter() - start, "first": times[0], "other": statistics.median(times[1:])}
+    print(json.dumps({name: 1e3 * value for name, value in seconds.items()}))
+    """
+
+
 def bench_memory():
     """Growth of the process's memory"""
     x, y, spec = inputs(16)
@@ -10545,7 +10600,7 @@ def growth(name, action, count):
     return {"case": "", "path": name, "unit": "MB", "value": -repeat(count // 2) + repeat(count)}
 
 
-CPU_ONLY = {"slices", "threads", "mesh", "first_call", "large", "csr", "cuba", "memory"}  # about CPUs
+CPU_ONLY = {"slices", "threads", "mesh", "first_call", "start", "large", "csr", "cuba", "memory"}  # about CPUs
 GPU_ONLY = {  # and XLA's flags for them
     "copy": "",
     "captured": "--xla_gpu_enable_command_buffer=FUSION,CUSTOM_CALL --xla_gpu_graph_min_graph_size=1",
