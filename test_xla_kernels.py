@@ -5069,7 +5069,7 @@ def test_fakecuda_asks_xla_for_the_device(gpus, package_cuda):
 @faked
 def test_fakecuda_refuses_a_device_it_was_not_loaded_for(gpus, package_cuda):
     op = xk.numba_cuda_kernel(own_kernel(package_cuda, "x, out"), lambda x: x, grid=1, block=1)
-    for device in 2, 3, 1000:
+    for device in 2, 3, 10**9:  # the last one far beyond the table of functions
         gpus.set(device=device)
         with pytest.raises(Exception, match="kernel 'kernel' is not loaded on this GPU, which JAX did not list"):
             run_for_cuda(op, jnp.arange(9.0))
