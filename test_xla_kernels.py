@@ -9065,7 +9065,7 @@ def test_op_vjp_rules_return_no_dict():
 
 
 def test_op_vjp_rule_structures():
-    """Results and cotangents have the structure of `outs`; an integer has no cotangent."""
+    """Results and cotangents have the structure of `outs`; an integer has none, or JAX's own of no bits."""
 
     def outs(x, i):
         return {"a": x, "b": x}
@@ -9074,7 +9074,7 @@ def test_op_vjp_rule_structures():
         return op(x, i, outs=outs), ()
 
     def backward(residuals, ct):
-        return [2 * ct["a"] + 3 * ct["b"], None]
+        return [2 * ct["a"] + 3 * ct["b"], np.zeros((), jax.dtypes.float0)]
 
     def product_of_both(x, i):
         results = op(x, i, outs=outs)
@@ -9708,19 +9708,19 @@ def test_primitives_bound_to_arrays_under_debug_nans(backend):
 
 
 def test_op_benchmark_compares_backends():
-    op = op_adding(a=1, b=1.5)
+    op = op_adding(a=1, b=1.5, c=1.5)
     op.def_kernel("bad", "cpu", raise_key_error)
     op.def_kernel("far", "gpu", add_to(1))
     result = op.benchmark(VECTOR, outs=like_first)
-    a, b, bad = result.rows
-    assert (a.backend, b.backend, bad.backend) == ("a", "b", "bad")
-    assert (a.difference, b.difference, bad.difference) == (0, 0.5, None)
+    a, b, c, bad = result.rows
+    assert (a.backend, b.backend, c.backend, bad.backend) == ("a", "b", "c", "bad")
+    assert (a.difference, b.difference, c.difference, bad.difference) == (0, 0.5, 0.5, None)  # from a
     assert a.first_ms > 0 and a.median_us > 0 and a.error is None
     assert bad.first_ms is None and "KeyError" in bad.error
     header, columns, *lines = str(result).splitlines()
     assert header == "constant on cpu"
     assert columns.split() == ["backend", "first", "(ms)", "median", "(us)", "difference"]
-    assert [line.split()[0] for line in lines] == ["a", "b", "bad"] and "KeyError" in lines[2]
+    assert [line.split()[0] for line in lines] == ["a", "b", "c", "bad"] and "KeyError" in lines[3]
 
 
 def test_op_benchmark_without_kernels():
