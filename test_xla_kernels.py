@@ -574,10 +574,16 @@ def launch_dims(kernels, outs):
     return (threads,) if threads else outs[0].shape
 
 
+def refuse(outs, **params):
+    raise AssertionError("a call that lost its backend")
+
+
 @functools.cache
 def custom_kernel(name):
     """The operation with every backend, each for the platform on which this machine can run it."""
     op = xk.XLACustomKernel(name)
+    for platform in ("cpu", "gpu"):
+        op.def_kernel("none", platform, refuse)  # the default, as it is the first: a cell must get what it asks for
     for backend in BACKENDS:
         generator = functools.partial(getattr(Generators, backend), Kernels.of[name])
         op.def_kernel(backend, conftest.platform_of([BACKENDS[backend].needs]), generator)
