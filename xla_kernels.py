@@ -2682,7 +2682,7 @@ def numba_kernel(
 
 
 # -- 9.1 The wrapper, and the forms in which it may call a function ------------------------------------
-# Knows which buffer goes to which parameter.  Does not compile.
+# Which buffer goes to which parameter.  Does not compile.
 
 
 class _NumbaWrapper(_Wrapper):
@@ -2696,41 +2696,67 @@ class _NumbaWrapper(_Wrapper):
     def _is_input(self, name: str, value: Any) -> bool:
         return super()._is_input(name, value) or name in self.scalars
 
-    def _forms(self, signature: _Signature, *ways: bool) -> list[_Form]:
-        """The ways to call the function that its parameters allow: to write its outputs, or for what it returns."""
-        forms = [form for returns in ways if (form := self._form(signature, returns))]
-        if not forms:
-            n_in, takes = signature.n_in, inspect.signature(_python(self.kernel))
-            scratch = " and scratch buffers" if self.options.scratch is not None else ""
-            raise TypeError(
-                f"kernel {self.__name__!r} takes {takes}, but this call has {n_in} inputs and "
-                f"{len(signature.ranks) - n_in} outputs{scratch}: a kernel takes all, or the inputs alone and return "
-                "the outputs. Give constants by keyword, name in in_out_argnames what is both, or wrap it in a function"
-            )
-        return forms
+    def _written_form(self, signature: _Signature) -> _Form | None:
+        """The call of a function that writes its outputs; None if its parameters do not allow it."""
+        results = self._results(signature)
+        inputs = self._input_arguments(signature, scalars=self.options.scalars is True)
+        return self._form(signature, [*inputs, *(f"b{k}" for k in results)], ())
 
-    def _form(self, signature: _Signature, returns: bool) -> _Form | None:
-        n, order = signature.n_in, self.order[: signature.n_in]
-        in_outs = [i for i, name in enumerate(order) if name in self.in_outs]
-        inputs = [f"b{i}" for i in range(n)]
-        for i, name in itertools.zip_longest(range(n), order):
-            if not signature.ranks[i] and (returns or self.options.scalars is True or name in self.scalars):
-                inputs[i] += "[()]"
-        for j, i in enumerate(in_outs):
-            inputs[i] = f"b{n + j}"
-        results = range(n + len(in_outs), len(signature.ranks))
-        if returns and (self.options.scratch is not None or not results):
+    def _returned_form(self, signature: _Signature) -> _Form | None:
+        """The call of a function that takes the inputs alone, 0-d ones as scalars, and returns the outputs."""
+        results = self._results(signature)
+        if self.options.scratch is not None or not results:
             return None
-        args, named = [*inputs, *([] if returns else [f"b{k}" for k in results])], {}
-        if self.order != self.parameters:
-            order += tuple(name for name in self.parameters if name not in (*order, *self.static))
-            named = dict(zip(order, args)) | {name: f"static_{name}" for name in self.static}
-            args = args[len(order) :]
-        with contextlib.suppress(TypeError):
-            bound = inspect.signature(_python(self.kernel)).bind(*args, **named)
-            by_name, given = tuple(bound.kwargs.items()), tuple(self.static.items())
-            return _Form(len(signature.ranks), bound.args, by_name, tuple(results) if returns else (), given)
-        return None
+        return self._form(signature, self._input_arguments(signature, scalars=True), tuple(results))
+
+    def _results(self, signature: _Signature) -> range:
+        """The buffers of outputs and scratch, but for those that are in-out arguments."""
+        return range(signature.n_in + len(self.in_outs), len(signature.ranks))
+
+    def _input_arguments(self, signature: _Signature, scalars: bool) -> list[str]:
+        """An expression for each input; in-out arguments are the first outputs."""
+        arguments = []
+        in_outs = iter(range(signature.n_in, len(signature.ranks)))
+        for i in range(signature.n_in):
+            name = self.order[i] if i < len(self.order) else None
+            if name in self.in_outs:
+                arguments.append(f"b{next(in_outs)}")
+            elif not signature.ranks[i] and (scalars or name in self.scalars):
+                arguments.append(f"b{i}[()]")
+            else:
+                arguments.append(f"b{i}")
+        return arguments
+
+    def _form(self, signature: _Signature, arguments: list[str], results: tuple[int, ...]) -> _Form | None:
+        """The call with these arguments, in order, and the constants; None if the parameters do not allow it."""
+        named = {}
+        if self.order != self.parameters:  # some are not where they would be by position
+            inputs = self.order[: signature.n_in]
+            free = [name for name in self.parameters if name not in inputs and name not in self.static]
+            order = [*inputs, *free]
+            named = dict(zip(order, arguments)) | {name: f"static_{name}" for name in self.static}
+            arguments = arguments[len(order) :]
+        try:
+            bound = inspect.signature(_python(self.kernel)).bind(*arguments, **named)
+        except TypeError:
+            return None
+        by_name = tuple(bound.kwargs.items())
+        return _Form(len(signature.ranks), bound.args, by_name, results, tuple(self.static.items()))
+
+    def _allowed(self, signature: _Signature, forms: Sequence[_Form | None]) -> list[_Form]:
+        """Those of some ways to call the function that its parameters allow; an error if there is none."""
+        allowed = [form for form in forms if form]
+        if allowed:
+            return allowed
+        n_in = signature.n_in
+        n_out = len(signature.ranks) - n_in
+        takes = inspect.signature(_python(self.kernel))
+        scratch = " and scratch buffers" if self.options.scratch is not None else ""
+        raise TypeError(
+            f"kernel {self.__name__!r} takes {takes}, but this call has {n_in} inputs and "
+            f"{n_out} outputs{scratch}: a kernel takes all, or the inputs alone and return "
+            "the outputs. Give constants by keyword, name in in_out_argnames what is both, or wrap it in a function"
+        )
 
 
 class _NumbaKernel(_NumbaWrapper):
@@ -2745,7 +2771,7 @@ class _NumbaKernel(_NumbaWrapper):
         numba = _import("numba", "numba_kernel", _NUMBA_INSTALL)
         self._check_dtypes(call, _NUMBA_DTYPES, "for which Numba has no CPU arithmetic")
         signature = call.signature(self.__name__)
-        forms = self._forms(signature, False, True)
+        forms = self._allowed(signature, [self._written_form(signature), self._returned_form(signature)])
         kernel = _identity(self.kernel) if numba.config.DISABLE_JIT else self.kernel  # Python reads all where it is
         in_order = self.options.in_order
         parts = kernel, numba.__version__, _settings(numba.config), str(signature), *map(tuple, forms), in_order
@@ -2777,7 +2803,7 @@ class _Form(NamedTuple):
 
     @classmethod
     def plain(cls, n: int) -> _Form:
-        return cls(n, tuple(f"b{i}" for i in range(n)))
+        return cls(n, tuple(f"b{k}" for k in range(n)))
 
     def for_batch(self, ranks: Sequence[int]) -> _Form:
         """The same call on the GPU, with slice z of buffers that have the slices of a batch as first dimension."""
@@ -2797,17 +2823,20 @@ class _Form(NamedTuple):
     @property
     def arrays(self) -> list[int]:
         """The buffers that are passed as arrays, not as scalars."""
-        arguments = [*self.args, *(argument for _, argument in self.named)]
+        arguments = [*self.args, *dict(self.named).values()]
         return [k for k in range(self.n) if f"b{k}" in arguments]
 
     def adapter(self, kernel: Any, *ends: str, **namespace: Any) -> Callable[..., Any]:
         """A function of all buffers that calls `kernel`, and goes on with these lines."""
-        args = ", ".join([*self.args, *(f"{name}={value}" for name, value in self.named)])
-        start = f"def adapter({', '.join(_Form.plain(self.n).args)}):"
-        text = "\n    ".join([start, f"{_RETURNED} = kernel({args})", *ends]) + "\n"
+        parameters = ", ".join(_Form.plain(self.n).args)
+        arguments = ", ".join([*self.args, *map("=".join, self.named)])
+        lines = [f"def adapter({parameters}):", f"{_RETURNED} = kernel({arguments})", *ends]
+        text = "\n    ".join(lines) + "\n"
         file = f"<adapter {_digest(text)}>"
         linecache.cache[file] = len(text), None, text.splitlines(True), file  # Numba (not 0.61) finds lines there
-        namespace |= {"kernel": kernel, **{f"static_{name}": value for name, value in self.static}}
+        namespace["kernel"] = kernel
+        for name, value in self.static:
+            namespace[f"static_{name}"] = value
         exec(compile(text, file, "exec"), namespace)
         return namespace["adapter"]
 
@@ -3443,14 +3472,15 @@ def numba_cuda_callable(
 
 
 # -- 10.1 Wrappers, and launch configurations ----------------------------------------------------------
-# Knows what is to run, and CUDA's limits.  Does not know where it runs: on a GPU, or in a simulator.
+# What is to run, and CUDA's limits.  Does not know where it runs: on a GPU, or in a simulator.
 
 
 def _dim3(name: str, value: Any) -> tuple[int, ...]:
     """An int, or one to three of them, padded with ones and within the limits of every CUDA device."""
     dims = value if isinstance(value, (tuple, list)) else (value,)
     try:
-        x, y, z = (*map(operator.index, dims), 1, 1)[: max(3, len(dims))]
+        numbers = [operator.index(size) for size in dims]
+        x, y, z = [*numbers, 1, 1][: max(3, len(dims))]
     except (TypeError, ValueError) as error:
         raise type(error)(f"{name} must be an int or a tuple of 1 to 3 ints; got {value!r}") from None
     least = 1 if name == "block" else 0
@@ -3466,19 +3496,23 @@ class _CudaWrapper(_Wrapper):
     _code: Callable[[list[_NumbaCuda], _Signature], _CudaCode]  # raises TypeError for another number of arguments
 
     def _find_target(self, call: _Call) -> _Target:
-        packages, launch = _cuda_packages(self.kernel, self.decorator), self._launch(call.ins)
-        signature = call.signature(self.__name__)
-        code = self._code(packages, signature)
+        packages = _cuda_packages(self.kernel, self.decorator)
+        launch = self._launch(call.ins)
+        code = self._code(packages, call.signature(self.__name__))
         self._check_dtypes(call, _CUDA_DTYPES, "that Numba CUDA has no arrays of")
-        runs = f"{self.decorator} {self.__name__!r} runs on {packages[0].where}"
-        platform, name = packages[0].platform, self._target_name(code.digest())
-        make = lambda: _Compiled(*_compile_handler(signature, code.emitter()))
-        target = _Target(name, launch, makes={platform: make}, runs=runs, check=code.check)
+        name = self._target_name(code.digest())
+        target = _Target(
+            name,
+            launch,
+            makes={packages[0].platform: code.compile},
+            runs=f"{self.decorator} {self.__name__!r} runs on {packages[0].where}",
+            check=code.check,
+        )
         target.announce()
         if code.form is None or self.options.in_order or not packages[0].on_gpu:
             return target
-        make_batched = lambda: _Compiled(*_compile_handler(signature, code.emitter(batched=True)))
-        batched = dataclasses.replace(target, name=f"{name}.batched", makes={platform: make_batched})
+        compile_batched = functools.partial(code.compile, batched=True)
+        batched = dataclasses.replace(target, name=f"{name}.batched", makes={packages[0].platform: compile_batched})
         return dataclasses.replace(target, batched=batched)
 
     def _launch(self, ins: list[Spec]) -> tuple[int, ...]:
@@ -3496,23 +3530,29 @@ class _CudaCode:
     command_buffer: bool = False
 
     def digest(self) -> str:
-        how = self.form and tuple(self.form), self.command_buffer, str(self.signature)
-        target = *(package.module for package in self.packages), _settings(sys.modules["numba"].config)
+        how = [self.form and tuple(self.form), self.command_buffer, str(self.signature)]
+        how += [package.module for package in self.packages]
+        how.append(_settings(sys.modules["numba"].config))
         live_above = math.inf if self.form and self.packages[0].on_gpu else -1  # Python reads all where it is
         with _CUDASIM_LOCK:  # a simulated kernel may be running with its globals replaced
-            return _digest(self.function, *how, *target, live_above=live_above)
+            return _digest(self.function, *how, live_above=live_above)
 
     def check(self) -> None:
         """Raise if a kernel cannot be compiled, as far as that can be told without a GPU."""
-        options = {"device": False, "abi": "numba", "cc": (9, 0)}  # any compute capability
-        compile_ = lambda package, argtypes: package.cuda.compile(self.written(package), argtypes, **options)
-        typed = lambda package: package.typed(self.signature, functools.partial(compile_, package))
         with contextlib.suppress(ImportError, OSError, RuntimeError):  # no NVVM; or a package that needs a GPU
             if self.form:
-                _first_that_compiles(typed, self.packages)
+                _first_that_compiles(self._compile_to_ptx, self.packages)
+
+    def _compile_to_ptx(self, package: _NumbaCuda) -> Any:
+        options = {"device": False, "abi": "numba", "cc": (9, 0)}  # any compute capability
+        compile_ = functools.partial(package.cuda.compile, self.written(package), **options)
+        return package.typed(self.signature, compile_)
+
+    def compile(self, batched: bool = False) -> _Compiled:
+        """A handler that runs slice after slice, or, if it is for batches and the kernel allows it, all at once."""
+        return _Compiled(*_compile_handler(self.signature, self.emitter(batched)))
 
     def emitter(self, batched: bool = False) -> _Emitter:
-        """What runs a slice, or, if it is for batches and the kernel allows it, many in one launch."""
         if self.form:
             return _first_that_compiles(functools.partial(self._kernel_emitter, batched=batched), self.packages)
         package = self.packages[0]
@@ -3527,9 +3567,14 @@ class _CudaCode:
 
     def _kernel_emitter(self, package: _NumbaCuda, batched: bool) -> _Emitter:
         dispatcher = package.dispatcher(self.function, self.written(package))
-        if package.on_gpu and (launcher := package.launcher(dispatcher, self.signature)):
-            batch_launcher = self._batch_launcher(package) if batched and launcher.may_batch else None
-            return _CudaEmitter(package, launcher, batch_launcher)
+        launcher = package.launcher(dispatcher, self.signature) if package.on_gpu else None
+        if launcher is None:
+            return self._python_emitter(package, dispatcher)
+        batch_launcher = self._batch_launcher(package) if batched and launcher.may_batch else None
+        return _CudaEmitter(package, launcher, batch_launcher)
+
+    def _python_emitter(self, package: _NumbaCuda, dispatcher: Any) -> _Emitter:
+        """Launches through the package, in Python."""
         # After a launch Numba reads the error code of a debug kernel back on stream 0, which XLA's does not wait for.
         is_debug = getattr(dispatcher, "targetoptions", {}).get("debug")
 
@@ -3542,7 +3587,7 @@ class _CudaCode:
         return package.callback(self.signature, run)
 
     def _batch_launcher(self, package: _NumbaCuda) -> _CudaLauncher | None:
-        """Launches a kernel of arrays with one dimension more, whose blocks each run the kernel on slice z."""
+        """Launches a kernel of arrays with one dimension more, each block of which runs the user's on slice z."""
         form, ranks = self.form, self.signature.ranks
         if form is None or not (package.has_0d_slices or all(ranks[k] for k in form.arrays)):
             return None
@@ -3570,29 +3615,34 @@ class _CudaKernel(_NumbaWrapper, _CudaWrapper):
             takes = "a function decorated with numba.cuda.jit (without [grid, block]) or a plain function"
             raise _wrong_kernel("numba_cuda_kernel", takes, kernel)
         super().__init__(kernel, *args)
-        given, threads, shared = vars(self.options), self.options.threads_per_block, self.options.shared_mem
-        forms = [name for name in ("grid", "block", "launch_dims") if given[name] is not None]
+        options = self.options
+        forms = [name for name in ("grid", "block", "launch_dims") if vars(options)[name] is not None]
         if forms not in (["grid", "block"], ["launch_dims"]):
             raise ValueError(f"give either both grid and block, or launch_dims; got {' and '.join(forms) or 'none'}")
-        if not 0 <= operator.index(shared) < 2**31:
-            raise ValueError(f"shared_mem must be a number of bytes; got {shared}")
-        if not isinstance(threads, (int, np.integer)):
-            raise TypeError(f"threads_per_block must be an int, or give grid and block; got {threads!r}")
-        _dim3("block", threads)
-        if not callable(self.options.launch_dims):
+        if not 0 <= operator.index(options.shared_mem) < 2**31:
+            raise ValueError(f"shared_mem must be a number of bytes; got {options.shared_mem}")
+        if not isinstance(options.threads_per_block, (int, np.integer)):
+            raise TypeError(
+                f"threads_per_block must be an int, or give grid and block; got {options.threads_per_block!r}"
+            )
+        _dim3("block", options.threads_per_block)
+        if not callable(options.launch_dims):
             self._launch([])
 
     def _launch(self, ins: list[Spec]) -> tuple[int, ...]:
         """Grid, block and shared memory, as the seven integers that a handler reads."""
         grid, block = self.options.grid, self.options.block
-        if (dims := self._for_inputs("launch_dims", ins)) is not None:
-            sizes, rank = _dim3("launch_dims", dims), len(dims) if isinstance(dims, (tuple, list)) else 1
+        dims = self._for_inputs("launch_dims", ins)
+        if dims is not None:
+            rank = len(dims) if isinstance(dims, (tuple, list)) else 1
             block = _dim3("block", _CUDA_BLOCKS.get(rank, self.options.threads_per_block))
-            grid = tuple(-(-n // b) for n, b in zip(sizes, block, strict=True))
+            threads = _dim3("launch_dims", dims)
+            grid = tuple(-(-size // per_block) for size, per_block in zip(threads, block, strict=True))
         return *_dim3("grid", grid), *_dim3("block", block), operator.index(self.options.shared_mem)
 
     def _code(self, packages: list[_NumbaCuda], signature: _Signature) -> _CudaCode:
-        return _CudaCode(self.kernel, packages, signature, self._forms(signature, False)[0])
+        [form] = self._allowed(signature, [self._written_form(signature)])
+        return _CudaCode(self.kernel, packages, signature, form)
 
 
 class _CudaCallable(_CudaWrapper):
@@ -3606,14 +3656,16 @@ class _CudaCallable(_CudaWrapper):
         super().__init__(func, options)
 
     def _code(self, packages: list[_NumbaCuda], signature: _Signature) -> _CudaCode:
-        takes, n_in = inspect.signature(self.kernel), signature.n_in
-        with contextlib.suppress(TypeError):
+        takes = inspect.signature(self.kernel)
+        try:
             takes.bind(*signature.ranks, None)
-            return _CudaCode(self.kernel, packages, signature, command_buffer=bool(self.options.command_buffer))
-        raise TypeError(
-            f"numba_cuda_callable {self.__name__!r} takes {takes}, but this call has {n_in} inputs, "
-            f"{len(signature.ranks) - n_in} outputs and scratch buffers, and a stream: func(in..., out..., stream)"
-        )
+        except TypeError:
+            n_in, n_out = signature.n_in, len(signature.ranks) - signature.n_in
+            raise TypeError(
+                f"numba_cuda_callable {self.__name__!r} takes {takes}, but this call has {n_in} inputs, "
+                f"{n_out} outputs and scratch buffers, and a stream: func(in..., out..., stream)"
+            ) from None
+        return _CudaCode(self.kernel, packages, signature, command_buffer=bool(self.options.command_buffer))
 
 
 # -- 10.2 The packages that compile kernels, and the driver --------------------------------------------
@@ -3669,8 +3721,8 @@ class _NumbaCuda:
 
     def launcher(self, dispatcher: Any, signature: _Signature) -> _CudaLauncher | None:
         """Compile the kernel and load it for every GPU; None where a launch takes more than cuLaunchKernel."""
-        cuda, driver, functions = self.cuda, _CudaDriver(), {}
-        ordinals, n_params = _cuda_ordinals(), sum(self.n_params + 2 * rank for rank in signature.ranks)
+        cuda, ordinals = self.cuda, _cuda_ordinals()
+        n_params = sum(self.n_params + 2 * rank for rank in signature.ranks)
         with cuda.gpus[ordinals[0]]:
             compiled = self.typed(signature, functools.partial(_compile_cuda, dispatcher))
             if not compiled or any(self.extras(dispatcher, compiled)):
@@ -3678,6 +3730,8 @@ class _NumbaCuda:
             ptx, entry, *_ = self.code(compiled)
             if _ptx_params(ptx, entry) != ["u64"] * n_params:
                 return None
+        driver = _CudaDriver()
+        functions = {}
         for ordinal in ordinals:
             with cuda.gpus[ordinal]:  # XLA's context too: the device's primary one
                 *_, cubin, carveout = self.code(compiled)
@@ -3697,10 +3751,11 @@ class _NumbaCuda:
     def enter(self, signature: _Signature, buffers: list, dims: list, stream: int, ordinal: int) -> Iterator:
         """Arrays over a slice's buffers, and its stream, with the call's device current."""
         with self.cuda.gpus[ordinal]:
-            parts = zip(buffers, dims, signature.dtypes, strict=True)
-            shared = {"version": 3, "stream": stream}  # copies and fills of the arrays run on it too
-            views = [{"shape": n, "typestr": t.str, "data": (p, False), **shared} for p, n, t in parts]
-            arrays = [self.cuda.from_cuda_array_interface(view, sync=False) for view in views]
+            arrays = []
+            for pointer, shape, dtype in zip(buffers, dims, signature.dtypes, strict=True):
+                view = {"shape": shape, "typestr": dtype.str, "data": (pointer, False), "version": 3}
+                view["stream"] = stream  # copies and fills of the array run on it too
+                arrays.append(self.cuda.from_cuda_array_interface(view, sync=False))
             yield arrays, self.cuda.external_stream(stream)
 
     def extras(self, dispatcher: Any, compiled: Any) -> tuple:
@@ -3777,11 +3832,7 @@ def _cuda_packages(function: Any, user: str) -> list[_NumbaCuda]:
     """Who may compile a kernel (or, for a callable, gives it arrays): the packages it reads, else who is installed."""
     from numba.core import config
 
-    with _CUDASIM_LOCK:  # a simulated kernel may be running with its globals replaced
-        is_plain = isinstance(function, types.FunctionType)
-        read = [obj for _, obj in _Digester().walk(function).seen.values()] if is_plain else [function]
-    names = [x.__name__ if isinstance(x, types.ModuleType) else type(x).__module__ for x in read]
-    roots = {str(name).partition(".")[0] for name in (*names, *(getattr(x, "__module__", "") for x in read))}
+    roots = _packages_read(function)
     named = [package for root, package in _CUDA_PACKAGES.items() if root in roots]
     if getattr(config, "ENABLE_CUDASIM", False):  # as it was set when Numba was imported
         if named == [_CUDA_PACKAGES["numba_cuda_mlir"]]:
@@ -3790,8 +3841,25 @@ def _cuda_packages(function: Any, user: str) -> list[_NumbaCuda]:
                 "NUMBA_ENABLE_CUDASIM to run it on a GPU, or write it with `from numba import cuda`"
             )
         return [_CudaSimulator()]
-    found = [package for package in named or _CUDA_PACKAGES.values() if package.is_installed()]
-    return found or [_import((named or [_CUDA_PACKAGES["numba"]])[0].module, user, _CUDA_INSTALL)]
+    candidates = named or list(_CUDA_PACKAGES.values())
+    installed = [package for package in candidates if package.is_installed()]
+    if not installed:
+        wanted = named[0] if named else _CUDA_PACKAGES["numba"]
+        _import(wanted.module, user, _CUDA_INSTALL)  # raises
+    return installed
+
+
+def _packages_read(function: Any) -> set[str]:
+    """The packages of what a function reads, or of what a compiled kernel is."""
+    with _CUDASIM_LOCK:  # a simulated kernel may be running with its globals replaced
+        is_plain = isinstance(function, types.FunctionType)
+        objects = [obj for _, obj in _Digester().walk(function).seen.values()] if is_plain else [function]
+    roots = set()
+    for obj in objects:
+        module = obj.__name__ if isinstance(obj, types.ModuleType) else type(obj).__module__
+        for name in (module, getattr(obj, "__module__", "")):
+            roots.add(str(name).partition(".")[0])
+    return roots
 
 
 def _cuda_ordinals() -> list[int]:
@@ -3842,25 +3910,36 @@ class _CudaDriver:
 
 
 # -- 10.3 From a kernel to a handler -------------------------------------------------------------------
-# Knows streams, devices and launches, native or through Python.  Does not know what compiled the kernel.
+# Streams, devices and launches, native or through Python.  Does not know what compiled the kernel.
 
 
 def _compile_cuda(dispatcher: Any, argtypes: tuple) -> Any:
     """Compile for the current device; atomics on inputs are refused here, as Numba does not."""
     compiled = dispatcher.compile(argtypes)
-    known = [compiled._type_annotation]  # None for a kernel from Numba's cache; then those of the functions it calls
-    for typed in known:
-        for call, signature in typed.calltypes.items() if typed else ():
-            called = typed.typemap[call.func.name] if getattr(call, "op", None) == "call" else None
-            if device := getattr(called, "dispatcher", None):
-                found = getattr(device.overloads.get(signature.args), "type_annotation", None)
-                known += [found] if found not in known else []
+    annotation = compiled._type_annotation  # None for a kernel from Numba's cache
+    if annotation:
+        _refuse_atomics_on_inputs(annotation)
+        for name, kind in annotation.typemap.items():
+            if name.startswith(_RETURNED) and str(kind) != "none":
+                raise TypeError(f"cannot cast {kind} to none")
+    return compiled
+
+
+def _refuse_atomics_on_inputs(annotation: Any) -> None:
+    """Look at the calls of a kernel, by Numba's record of their types, and at those of the functions that it calls."""
+    annotations = [annotation]  # grows by those
+    for typed in annotations:
+        for call, signature in typed.calltypes.items():
+            if getattr(call, "op", None) != "call":
+                continue
+            called = typed.typemap[call.func.name]
+            device_function = getattr(called, "dispatcher", None)
+            if device_function:
+                inner = getattr(device_function.overloads.get(signature.args), "type_annotation", None)
+                if inner and inner not in annotations:
+                    annotations.append(inner)
             elif "atomic" in str(called) and not getattr(signature.args[0], "mutable", True):
                 raise TypeError(f"{_WRITES}: an atomic operation on an input, at {call.loc}")
-    for name, kind in known[0].typemap.items() if known[0] else ():
-        if name.startswith(_RETURNED) and str(kind) != "none":
-            raise TypeError(f"cannot cast {kind} to none")
-    return compiled
 
 
 def _ptx_params(ptx: str, entry: str) -> list[str]:
@@ -3920,7 +3999,8 @@ class _CudaLauncher:
     """cuLaunchKernel, from a handler: on XLA's stream, with what was loaded for the call's device."""
 
     # `functions` gives, by CUDA ordinal, a CUfunction and the dynamic shared memory that it takes beyond that of the
-    # call.  The attribute `launch` starts with grid, block and shared memory.
+    # call.  The attribute `launch` starts with grid, block and shared memory.  What `may_batch` can be launched
+    # with more blocks along z.
     def __init__(
         self,
         label: str,
@@ -3929,10 +4009,12 @@ class _CudaLauncher:
         may_batch: bool = False,
         keep: Any = None,
     ) -> None:
-        self.label, self.driver, self.n_ordinals, self.keep = label, driver, max(functions) + 1, keep
-        self.may_batch = may_batch  # the kernel may be launched with more blocks along z
-        rows = [functions.get(ordinal, (0, 0)) for ordinal in range(self.n_ordinals + 1)]  # the last for all others
-        self.table = (ctypes.c_uint64 * (2 * len(rows)))(*(n for row in rows for n in row))
+        self.label, self.driver, self.may_batch, self.keep = label, driver, may_batch, keep
+        self.n_ordinals = max(functions) + 1
+        numbers: list[int] = []
+        for ordinal in range(self.n_ordinals + 1):  # the last row is for all other devices
+            numbers += functions.get(ordinal, (0, 0))
+        self.table = (ctypes.c_uint64 * len(numbers))(*numbers)
 
         def report(code: int, launch: Any, shared: int) -> int:
             sizes = f"grid={tuple(launch[:3])}, block={tuple(launch[3:6])}, shared_mem={shared}"
@@ -3945,18 +4027,18 @@ class _CudaLauncher:
         stream, ordinal = _cuda_place(handler, self.driver)
         is_known = (ordinal > -1) & (ordinal < self.n_ordinals)
         row = handler.select(is_known, ordinal, self.n_ordinals) * 16 + ctypes.addressof(self.table)
-        function, more_shared = handler.load(row), handler.load(row + 8)
+        function = handler.load(row)
         lost = f"kernel '{self.label}' is not loaded on this GPU, which JAX did not list as a local device"
         handler.fail(lost, when=function == 0)
-        given = handler.launch
-        x, y, z, *block, shared = (handler.load(given + 8 * i) for i in range(7))
-        shared = shared + more_shared
+        attribute = handler.launch
+        x, y, z, *block, shared = [handler.load(attribute + 8 * i) for i in range(7)]
+        shared = shared + handler.load(row + 8)
 
         def launch(params: Sequence[Any], z: Any = z) -> None:
             args = function, x, y, z, *block, shared, stream, handler.array(params), 0
             code = handler.call(self.driver.address("cuLaunchKernel"), *args)
             with handler.when(code & 0xFFFF_FFFF, likely=False):  # a C int
-                handler.fail(handler.call(self.report, code, given, shared))
+                handler.fail(handler.call(self.report, code, attribute, shared))
 
         return launch
 
