@@ -3929,6 +3929,34 @@ def test_target_names_hold_the_version_of_the_layout(monkeypatch):
     assert target_of(wrap(kernel), FLOATS) == name.replace("kernel.2.", "kernel.3.")
 
 
+WITHOUT_PRIVATE_JAX = """
+    import sys
+
+    import jax, jax.numpy as jnp, numpy as np
+    from jax._src import dispatch
+
+    kept = dispatch.prim_requires_devices_during_lowering
+    del dispatch.prim_requires_devices_during_lowering
+    sys.modules["jax.interpreters.xla"] = None
+    import xla_kernels as xk
+
+    dispatch.prim_requires_devices_during_lowering = kept  # JAX itself needs it
+
+    @xk.numba_kernel(outs=lambda x: x)
+    def add_one(x, out):
+        for i in range(x.size):
+            out[i] = x[i] + 1
+
+    x = jnp.arange(6.0).reshape(2, 3)
+    np.testing.assert_array_equal(jax.jit(add_one)(x[0]), [1, 2, 3])
+    np.testing.assert_array_equal(jax.vmap(add_one)(x), x + 1)
+    """
+
+
+def test_kernels_run_where_jax_has_lost_private_names():
+    run_python("-c", textwrap.dedent(WITHOUT_PRIVATE_JAX), JAX_PLATFORMS="cpu")
+
+
 def test_an_unknown_major_version_of_the_interface_is_refused(tmp_path):
     header = tmp_path / "xla" / "ffi" / "api" / "c_api.h"
     header.parent.mkdir(parents=True)
@@ -4242,7 +4270,7 @@ def test_kernels_are_kept_beside_the_programs_of_jax(monkeypatch, place, expecte
     assert xk._kernel_folder(third) is None
 
 
-def refuse(*args, **kwargs):
+def disk_is_full(*args, **kwargs):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
@@ -4253,9 +4281,9 @@ def test_a_folder_that_takes_no_files_costs_only_the_caching(monkeypatch, tmp_pa
     kernel = reads(f"x[0] + {len(name)}")
     with monkeypatch.context() as patch:
         if owner is builtins:
-            patch.setattr(xk, "open", refuse, raising=False)
+            patch.setattr(xk, "open", disk_is_full, raising=False)
         else:
-            patch.setattr(owner, name, refuse)
+            patch.setattr(owner, name, disk_is_full)
         assert wrap(kernel)(F32)[0] == F32[0] + len(name)
     assert not folder.exists() or not list(folder.iterdir())
 

@@ -17,7 +17,7 @@ no Python runs on the call path, but for errors and for what must be called in P
 
 A map of this file, whose sections begin under a line of `=`:
 
-    1  JAX               what differs between its versions, and most of what it does not document
+    1  JAX               what differs between its versions, what it does not document, and what it lacks
     2  C structs         those of XLA that a handler reads and writes: what a new jaxlib may change
     3  Digests           names that equal kernels share, in every process, and that no others have
     4  Targets           what is registered with XLA under these names
@@ -32,7 +32,7 @@ A map of this file, whose sections begin under a line of `=`:
 A call, from Python to machine code: `numba_kernel` makes a `_NumbaKernel`; `_Wrapper.__call__` -> `_Wrapper._trace` ->
 `_Wrapper._bind` -> `_Wrapper._resolve` -> `_NumbaKernel._find_target`, which names the target (`_digest`) and registers
 it (`_Target.register` -> `_compile_numba` -> `_compile_handler`, for which `_NumbaEmitter` writes what runs a slice) ->
-`_bind_call` -> `_call_lowering` -> XLA -> the machine code of `_Handler` and, for a batch, of `_Driver`.
+`_BoundCall.bind` -> `_call_lowering` -> XLA -> the machine code of `_Handler` and, for a batch, of `_Driver`.
 An op under grad of vmap: `XLACustomKernel.__call__` -> `_find_call` -> `_OpCall.bind` (`_bind_with_vjp`) ->
 `_op_batching`, which records the vmap -> `_op_jvp`, `_op_transpose`, which vmap the user's rules -> `_op_lowering`,
 which knows the platform -> `_run_vmaps` -> `_run_slice` -> the call of a wrapper, as above.
@@ -309,7 +309,8 @@ _EXTENSION_METADATA = 1
 _ERROR_INVALID_ARGUMENT = 3
 _ERROR_INTERNAL = 13
 _COMMAND_BUFFER_COMPATIBLE = 1
-_HUGE_PAGE_MIN, _MADV_HUGEPAGE = 1 << 22, 14  # bytes, from which on NumPy does it too; sys/mman.h of Linux
+_HUGE_PAGE_MIN = 1 << 22  # bytes, from which on NumPy asks for huge pages too
+_MADV_HUGEPAGE = 14  # sys/mman.h of Linux
 
 
 def _struct(name: str, **fields: Any) -> Any:
