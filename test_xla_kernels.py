@@ -9655,6 +9655,20 @@ def test_op_is_partitioned_unless_its_kernel_calls_python(kind):
         np.testing.assert_array_equal(call(x), VECTOR * VECTOR)
 
 
+def name_in_persistent_cache(kernel):
+    """What tells JAX's persistent cache one kernel from another, where XLA may split it."""
+    x = jax.device_put(VECTOR, _mesh_sharding("d"))
+    text = jax.jit(call_op(op_of(kernel, "i -> i"))).lower(x).as_text()
+    (name,) = set(re.findall(r'xla_kernel = "(\w+)"', text))
+    return name
+
+
+def test_op_on_a_mesh_is_named_by_what_its_kernel_computes():
+    name = name_in_persistent_cache(jnp.sin)
+    assert name_in_persistent_cache(jnp.sin) == name
+    assert name_in_persistent_cache(jnp.cos) != name
+
+
 def test_op_ordered_effects_are_refused():
     def print_in_order(x):
         jax.debug.print("{}", x, ordered=True)
