@@ -724,8 +724,6 @@ class _Target:
     check: Callable[[], None] = dataclasses.field(compare=False, default=lambda: None)  # as far as it can be, off a GPU
     # what serves batches in its place, where that is compiled on its own: a CUDA kernel that runs a batch in one launch
     batched: _Target | None = dataclasses.field(compare=False, default=None)
-    # the call on a shard, where XLA may split the kernel's own dimensions
-    localize: Callable[[list[Spec], list[Spec]], _Resolved] | None = dataclasses.field(compare=False, default=None)
 
     def __repr__(self) -> str:
         return f"{self.name}{self.launch or ''}"
@@ -1208,12 +1206,16 @@ class _BoundCall:
     outs: tuple[Spec, ...]  # those that the rule names; then scratch and hidden ones, which nobody reads
     aliases: tuple[tuple[int, int], ...]  # (input, output)
     rule: _ShardingRule
-    has_side_effect: bool = False
+    has_side_effect: bool
+    # (inputs, outputs) of one slice -> what runs it on a shard, where XLA splits the kernel's own dimensions
+    resolve: Callable[[list[Spec], list[Spec]], _Resolved] = dataclasses.field(compare=False, repr=False)
 
     def bind(self, *args: Any) -> list:
         """Bind the primitive: another one, if XLA's partitioner must be told what to do with the call."""
-        is_partitioned = self.rule.ins and self.rule.outs and (self.rule.split or self.has_side_effect)
-        return (_split_call_p if is_partitioned else _call_p).bind(*args, call=self)
+        rule = self.rule
+        if rule.ins and rule.outs and (rule.split or self.has_side_effect):
+            return _split_call_p.bind(*args, call=self)
+        return _call_p.bind(*args, call=self)
 
     def batched(self, size: int, has_slices: Sequence[bool]) -> _BoundCall:
         """The call under one more vmap, in which each output and these inputs have a slice for each element."""
@@ -1224,7 +1226,8 @@ class _BoundCall:
 
     @property
     def running_target(self) -> _Target:
-        return self.target.batched if self.rule.depth and self.target.batched else self.target
+        is_batch = self.rule.depth > 0
+        return (is_batch and self.target.batched) or self.target
 
     @property
     def runs_nothing(self) -> bool:
@@ -1239,16 +1242,19 @@ def _slices(arrays: Sequence[Any], depth: int) -> list[Spec]:
 
 
 def _call_abstract_eval(*ins: Any, call: _BoundCall) -> tuple:
-    effects = _side_effect() if call.has_side_effect else frozenset()
-    return call.rule.out_avals(ins, call.outs), effects
+    avals = call.rule.out_avals(ins, call.outs)
+    if call.has_side_effect:
+        return avals, _side_effect()
+    return avals, frozenset()
 
 
 def _call_lowering(ctx: Any, *operands: Any, call: _BoundCall) -> Any:
     for platform in ctx.platforms or ctx.module_context.platforms:
         call.running_target.register(platform)
-    on_mesh = _on_mesh(ctx) if ctx.primitive is _split_call_p else None
-    if on_mesh:
-        return _lower_on_shards(on_mesh, operands, call)
+    if ctx.primitive is _split_call_p:
+        on_mesh = _on_mesh(ctx)
+        if on_mesh:
+            return _lower_on_shards(on_mesh, operands, call)
     if call.has_side_effect and _auto_devices(ctx) > 1:
         raise NotImplementedError(
             f"kernel {call.target.name!r} has side effects, and XLA cannot tell on which devices: over several, give "
@@ -1265,8 +1271,9 @@ def _lower_to_custom_call(ctx: Any, operands: Any, call: _BoundCall) -> Any:
     # An alias only lets XLA save a copy: that an output starts with an input is the handler's business.
     aliases = dict(call.aliases)
     lower = jax.ffi.ffi_lowering(target.name, operand_output_aliases=aliases, has_side_effect=call.has_side_effect)
-    attributes = {"launch": np.array(target.launch, np.int64)} if target.launch else {}
-    return lower(ctx, *operands, **attributes)
+    if not target.launch:
+        return lower(ctx, *operands)
+    return lower(ctx, *operands, launch=np.array(target.launch, np.int64))
 
 
 def _lower_to_starts(ctx: Any, operands: Any, aliases: Sequence[tuple[int, int]]) -> Any:
@@ -1287,9 +1294,7 @@ def _lower_on_shards(ctx: Any, operands: Any, call: _BoundCall) -> Any:
     n = len(call.rule.outs)
 
     def run(results: Sequence[Spec], *ins: Any) -> list:
-        local = _Resolved(call.target, _slices(call.outs, depth), call.aliases)
-        if call.target.localize:  # the kernel's own dimensions may be split
-            local = call.target.localize(_slices(ins, depth), _slices(results, depth))
+        local = call.resolve(_slices(ins, depth), _slices(results, depth))
         batch = results[0].shape[:depth]
         hidden = [Spec((*batch, *out.shape), out.dtype) for out in local.outs[n:]]
         shard = dataclasses.replace(call, target=local.target, outs=(*results, *hidden), aliases=local.aliases)
@@ -1302,10 +1307,13 @@ def _call_batching(args: Any, dims: Any, *, call: _BoundCall) -> Any:
     """One more leading dimension everywhere; size 1 says that an operand is the same for every slice."""
     size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
     aliased = {i for i, _ in call.aliases}  # each slice of the output starts with one of the input
-    has_slices = [d is not None or i in aliased for i, d in enumerate(dims)]
-    sizes = [size if flag else 1 for flag in has_slices]
-    args = map(batching.bdim_at_front, args, dims, sizes)
-    return call.batched(size, has_slices).bind(*args), [0] * len(call.outs)
+    batched_args = []
+    has_slices = []
+    for i, (x, dim) in enumerate(zip(args, dims, strict=True)):
+        needs_slices = dim is not None or i in aliased
+        batched_args.append(batching.bdim_at_front(x, dim, size if needs_slices else 1))
+        has_slices.append(needs_slices)
+    return call.batched(size, has_slices).bind(*batched_args), [0] * len(call.outs)
 
 
 def _call_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: _BoundCall) -> tuple:
@@ -1428,6 +1436,21 @@ def _wrap(make_wrapper: Callable[..., _Wrapper], arguments: dict, options_type: 
         return make_wrapper(kernel, checked)
 
     return decorate if kernel is None else decorate(kernel)
+
+
+def _check_aliases(aliases: Mapping[int, int], ins: Sequence[Spec], outs: Sequence[Spec]) -> None:
+    where = f"input_output_aliases={aliases}"
+    for i, j in aliases.items():
+        for what, k, count in (("input", i, len(ins)), ("output", j, len(outs))):
+            if not 0 <= k < count:
+                raise ValueError(f"{where}: there is no {what} {k}; the call has {count} {what}s, numbered from 0")
+        shown_in, shown_out = _show(ins[i]), _show(outs[j])
+        if shown_in != shown_out:
+            raise ValueError(
+                f"{where}: input {i} ({shown_in}) and output {j} ({shown_out}) must be equal in shape and dtype"
+            )
+    if len(set(aliases.values())) < len(aliases):
+        raise ValueError(f"{where}: an output can alias one input only")
 
 
 class _Recent(dict):
@@ -1577,16 +1600,11 @@ class _Wrapper(_Kept):
     def _bind(self, resolve: Callable[..., _Resolved], args: Any, outs: Any, rule: _ShardingRule | None) -> list:
         """Bind the primitive for what `resolve(self, ins, outs)` finds."""
         ins = _input_specs(args)
-        localize = functools.partial(resolve, self._without_caches())
-        resolved = localize(ins, outs)
-        target = dataclasses.replace(resolved.target, localize=localize if rule else None)
-        call = _BoundCall(
-            target,
-            tuple(resolved.outs),
-            resolved.aliases,
-            rule or _ShardingRule.whole(ins, outs),
-            bool(self.options.has_side_effect),
-        )
+        resolve_slice = functools.partial(resolve, self._without_caches())
+        resolved = resolve_slice(ins, outs)
+        rule = rule or _ShardingRule.whole(ins, outs)
+        effect = bool(self.options.has_side_effect)
+        call = _BoundCall(resolved.target, tuple(resolved.outs), resolved.aliases, rule, effect, resolve_slice)
         return call.bind(*_make_varying(args))[: len(outs)]
 
     def _without_caches(self) -> _Wrapper:
@@ -1636,18 +1654,7 @@ class _Wrapper(_Kept):
             if isinstance(i, str) and i not in names:
                 raise ValueError(f"{self.__name__!r}: {i!r} is not the name of an input; this call has {names}")
             aliases[names.index(i) if isinstance(i, str) else i] = j
-        where = f"input_output_aliases={aliases}"
-        for i, j in aliases.items():
-            for what, k, count in (("input", i, len(ins)), ("output", j, len(outs))):
-                if not 0 <= k < count:
-                    raise ValueError(f"{where}: there is no {what} {k}; the call has {count} {what}s, numbered from 0")
-            shown_in, shown_out = _show(ins[i]), _show(outs[j])
-            if shown_in != shown_out:
-                raise ValueError(
-                    f"{where}: input {i} ({shown_in}) and output {j} ({shown_out}) must be equal in shape and dtype"
-                )
-        if len(set(aliases.values())) < len(aliases):
-            raise ValueError(f"{where}: an output can alias one input only")
+        _check_aliases(aliases, ins, outs)
         return dict(sorted(aliases.items()))
 
     def _target_name(self, digest: str) -> str:
