@@ -977,11 +977,11 @@ class _ShardingRule:
     @classmethod
     def parse(cls, owner: str, text: str) -> _ShardingRule:
         left, arrow, right = str(text).partition("->")
-        ins, outs = _parse_names(left), _parse_names(right)
-        is_valid = arrow and all(name.isidentifier() for name in sum(ins + outs, ()))
-        if not is_valid or any(len(set(names)) < len(names) for names in ins + outs):
+        ins = _parse_names(left) if left.strip() else ()
+        outs = _parse_names(right)
+        if not arrow or not all(map(_are_names, ins + outs)):
             raise ValueError(f"{owner}: a sharding rule names each array's dimensions, 'b i, i j -> b j'; got {text!r}")
-        return cls(owner, text, ins if left.strip() else (), outs)
+        return cls(owner, text, ins, outs)
 
     @classmethod
     def whole(cls, ins: Sequence[Any], outs: Sequence[Any]) -> _ShardingRule:
@@ -990,17 +990,16 @@ class _ShardingRule:
 
     def check(self, ins: Sequence[Spec], outs: Sequence[Spec]) -> None:
         where = f"{self.owner}: the sharding rule {self.text!r}"
-        in_shapes, out_shapes = [x.shape for x in ins], [x.shape for x in outs]
-        ranks = [_lengths(self.ins), _lengths(self.outs)]
-        ranks_of_call = [_lengths(in_shapes), _lengths(out_shapes)]
+        ranks = [[*map(len, self.ins)], [*map(len, self.outs)]]
+        ranks_of_call = [[*map(np.ndim, ins)], [*map(np.ndim, outs)]]
         if ranks != ranks_of_call:
             raise ValueError(f"{where} is for operands and outputs of ranks {ranks}, but the call has {ranks_of_call}")
-        names, sizes = sum(self.ins + self.outs, ()), sum(in_shapes + out_shapes, ())
         size_of: dict[str, Any] = {}
-        for name, size in zip(names, sizes, strict=True):
-            first = size_of.setdefault(name, size)
-            if first != size:
-                raise ValueError(f"{where} gives the sizes {first} and {size} one name, {name!r}; give them two")
+        for names, array in zip(self.ins + self.outs, [*ins, *outs], strict=True):
+            for name, size in zip(names, array.shape, strict=True):
+                first = size_of.setdefault(name, size)
+                if first != size:
+                    raise ValueError(f"{where} gives the sizes {first} and {size} one name, {name!r}; give them two")
 
     def batched(self, flags: Sequence[bool], shared: int = 0) -> _ShardingRule:
         """The rule under one more vmap; an operand without a flag gets `shared` dimensions of its own."""
@@ -1024,7 +1023,7 @@ class _ShardingRule:
         return set().union(*self.ins).intersection(*self.outs)
 
     def shardings(self, mesh: Any, args: Sequence[Any], results: Sequence[Any]) -> tuple[list, list]:
-        """The shardings of operands and outputs, from those that XLA has found for (the first of) them.
+        """The shardings of operands and outputs, from those that XLA has found so far: of the operands alone, at first.
 
         A name is split over the same mesh axes everywhere: those of the first array in which they divide it evenly and
         no other name has them.
@@ -1042,18 +1041,21 @@ class _ShardingRule:
                 if is_even and taken.isdisjoint(axes):
                     axes_of[name] = entry
                     taken.update(axes)
-        specs = [jax.sharding.PartitionSpec(*map(axes_of.get, names)) for names in self.ins + self.outs]
-        shardings = [jax.sharding.NamedSharding(mesh, spec) for spec in specs]
-        return shardings[: len(self.ins)], shardings[len(self.ins) :]
+        shardings = []
+        for names in self.ins + self.outs:
+            spec = jax.sharding.PartitionSpec(*map(axes_of.get, names))
+            shardings.append(jax.sharding.NamedSharding(mesh, spec))
+        n = len(self.ins)
+        return shardings[:n], shardings[n:]
 
     def out_avals(self, ins: Sequence[Any], outs: Sequence[Spec]) -> list[Any]:
         """The abstract values of results with these specs; those that the rule does not know are last."""
         mesh = _mesh_of(ins)
-        axes: list[Any] = [()] * len(outs)
+        axes_of_outs: list[Any] = [()] * len(outs)
         if not mesh.empty:
-            known = [sharding.spec for sharding in self.shardings(mesh, ins, ())[1]]
-            axes[: len(known)] = known
-        return [_out_aval(out.shape, out.dtype, ins, own) for out, own in zip(outs, axes, strict=True)]
+            _, shardings = self.shardings(mesh, ins, ())
+            axes_of_outs[: len(shardings)] = [sharding.spec for sharding in shardings]
+        return [_out_aval(out.shape, out.dtype, ins, axes) for out, axes in zip(outs, axes_of_outs, strict=True)]
 
     def lower(self, ctx: Any, operands: Any, run: Callable, outs: Any, rest: Any = (), effect: bool = False) -> Any:
         """Lower `run(outs, *ins)` for XLA to split: a device runs it with the `outs` of its shard; `rest` are zeros."""
@@ -1111,6 +1113,11 @@ def _parse_names(side: str) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(array.split()) for array in side.split(","))
 
 
+def _are_names(names: Sequence[str]) -> bool:
+    is_unique = len(set(names)) == len(names)
+    return is_unique and all(map(str.isidentifier, names))
+
+
 def _write_names(arrays: Sequence[Sequence[str]]) -> str:
     """One side of a rule as `custom_partitioning` reads it, whose names begin with a letter."""
     written = []
@@ -1125,10 +1132,6 @@ def _unique_names(kind: str, arrays: Sequence[Any]) -> tuple[tuple[str, ...], ..
     for i, x in enumerate(arrays):
         names.append(tuple(f"__{kind}{i}_{axis}" for axis in range(np.ndim(x))))
     return tuple(names)
-
-
-def _lengths(arrays: Sequence[Sequence[Any]]) -> list[int]:
-    return [len(x) for x in arrays]
 
 
 def _calls_python(jaxpr: Any, ctx: Any) -> bool:
@@ -1368,6 +1371,22 @@ def _input_signature(parameters: Sequence[str], outs: Any) -> inspect.Signature:
     return inspect.Signature(inputs)
 
 
+def _ready_kind(kernel: Any) -> str | None:
+    """The backend of a compiled kernel (`@njit`, `@cuda.jit`, `@wp.kernel`), "wrapper" for ours; else None."""
+    for cls in type(kernel).__mro__:
+        package = cls.__module__.partition(".")[0]
+        for backend, row in _BACKENDS.items():
+            if f"{package}.{cls.__name__}" in row.ready:
+                return backend
+    return "wrapper" if hasattr(kernel, "_call_by_name") else None  # of any copy of this file
+
+
+def _wrong_kernel(user: str, takes: str, kernel: Any) -> TypeError:
+    kind = _ready_kind(kernel)
+    hint = f"; for this one there is {kind}_kernel" if kind in _BACKENDS else ""
+    return TypeError(f"{user} takes {takes}; got {type(kernel).__name__} {kernel!r}{hint}")
+
+
 _VMAP_METHODS = (None, "sequential", "sequential_unrolled", "expand_dims", "broadcast_all", "legacy_vectorized")
 
 
@@ -1503,11 +1522,10 @@ class _Wrapper(_Kept):
         self.static: Mapping[str, Any] = static or {}  # the arguments that are no arrays, by parameter
         self.variants = _Recent()  # this kernel with another order and static arguments
         self._describe(kernel)
-        in_outs = options.in_out_argnames or ()
-        self._check_names("in_out_argnames", in_outs)
+        self._check_names("in_out_argnames", options.in_out_argnames)
         self._check_names("input_output_aliases", [i for i in options.aliases if isinstance(i, str)])
         # those that are returned too, in the kernel's order: the first outputs start with them
-        self.in_outs = [name for name in self.parameters if name in in_outs]
+        self.in_outs = [name for name in self.parameters if name in options.in_out_argnames]
         self.aliases = options.aliases | {name: j for j, name in enumerate(self.in_outs)}
         self.rule: _ShardingRule | None = None
         if options.sharding_rule is not None:
@@ -1548,11 +1566,12 @@ class _Wrapper(_Kept):
     def _call_by_name(self, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
         """A call with arguments by keyword: arrays are inputs, and a Python value is static."""
         static = {name: x for name, x in named.items() if not self._is_input(name, x)}
+        inputs = {name: x for name, x in named.items() if name not in static}
         free = tuple(name for name in self.parameters if name not in static)
-        arrays = dict(zip(free, args))
-        arrays.update((name, x) for name, x in named.items() if name not in static)
+        arrays = dict(zip(free, args)) | inputs
         given = tuple(name for name in free if name in arrays)
-        order = free if given == free[: len(given)] else given
+        is_first = given == free[: len(given)]
+        order = free if is_first else given
         is_plain = order == self.parameters
         is_twice = len(arrays) + len(static) < len(args) + len(named)
         is_unknown = not {*arrays, *static} <= {*self.parameters}
@@ -1668,22 +1687,6 @@ class _Wrapper(_Kept):
                     where = f"{self.decorator} {self.__name__!r}: {what} {i}"
                     fix = "f(x.astype(jnp.float32)).astype(x.dtype)"
                     raise TypeError(f"{where} is {_show(spec)}, a dtype {refused}; cast it, and the result back: {fix}")
-
-
-def _ready_kind(kernel: Any) -> str | None:
-    """The backend of a compiled kernel (`@njit`, `@cuda.jit`, `@wp.kernel`), "wrapper" for ours; else None."""
-    for cls in type(kernel).__mro__:
-        package = cls.__module__.partition(".")[0]
-        for backend, row in _BACKENDS.items():
-            if f"{package}.{cls.__name__}" in row.ready:
-                return backend
-    return "wrapper" if hasattr(kernel, "_call_by_name") else None  # of any copy of this file
-
-
-def _wrong_kernel(user: str, takes: str, kernel: Any) -> TypeError:
-    kind = _ready_kind(kernel)
-    hint = f"; for this one there is {kind}_kernel" if kind in _BACKENDS else ""
-    return TypeError(f"{user} takes {takes}; got {type(kernel).__name__} {kernel!r}{hint}")
 
 
 # ======================================================================================================
