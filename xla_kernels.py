@@ -3407,7 +3407,11 @@ def numba_cuda_kernel(
     The kernel is called as `kernel(in..., out..., scratch...)` with row-major device arrays (inputs read-only),
     writes its outputs and returns nothing.  It is launched by machine code on XLA's stream: no Python, no GIL, and
     XLA may capture the launch in a CUDA graph.  Kernels compiled with `debug=True` and cooperative kernels are
-    launched through Python.  `vmap` launches the kernel once per slice.
+    launched through Python.
+
+    A `vmap` is one launch, in which the slices are the blocks along z: where the grid of a call has one block there, and
+    the kernel neither asks for it nor waits for other blocks (by PTX, in which memory fences and volatile loads count as
+    waiting).  Else, and with `vmap_method="sequential"`, there is a launch for each slice.
 
     With NUMBA_ENABLE_CUDASIM=1 (set before Numba is imported) kernels that `numba.cuda` compiles run in Python on
     JAX's CPU backend.
