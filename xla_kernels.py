@@ -3409,8 +3409,8 @@ def numba_cuda_kernel(
     XLA may capture the launch in a CUDA graph.  Kernels compiled with `debug=True` and cooperative kernels are
     launched through Python.
 
-    A `vmap` is one launch, in which the slices are the blocks along z: where the grid of a call has one block there, and
-    the kernel neither asks for it nor waits for other blocks (by PTX, in which memory fences and volatile loads count as
+    A `vmap` is one launch, whose blocks along z are the slices, where the grid of a call has one block there and the
+    kernel neither asks for z nor waits for other blocks (as its PTX shows: memory fences and volatile loads count as
     waiting).  Else, and with `vmap_method="sequential"`, there is a launch for each slice.
 
     With NUMBA_ENABLE_CUDASIM=1 (set before Numba is imported) kernels that `numba.cuda` compiles run in Python on
