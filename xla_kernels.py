@@ -309,8 +309,6 @@ _EXTENSION_METADATA = 1
 _ERROR_INVALID_ARGUMENT = 3
 _ERROR_INTERNAL = 13
 _COMMAND_BUFFER_COMPATIBLE = 1
-_HUGE_PAGE_MIN = 1 << 22  # bytes, from which on NumPy asks for huge pages too
-_MADV_HUGEPAGE = 14  # sys/mman.h of Linux
 
 
 def _struct(name: str, **fields: Any) -> Any:
@@ -2054,6 +2052,9 @@ _WORTH_SHARING = 40  # a rest that takes less is not worth waking threads for
 _WORTH_A_THREAD = 15  # there are no more threads than have so much to do
 _CHUNK = 20  # what a thread takes at a time: as little as costs nothing, as cores may differ in speed
 _TICKS = _I64()  # of the driver's clock in a microsecond
+
+_HUGE_PAGE_MIN = 1 << 22  # bytes, from which on NumPy asks for huge pages too
+_MADV_HUGEPAGE = 14  # sys/mman.h of Linux
 
 
 class _Driver(_Code):
