@@ -2791,13 +2791,11 @@ class _NumbaKernel(_NumbaWrapper):
         name = self._target_name(walked.hash.hexdigest())
         file = None
         if (name, "cpu") not in _TARGETS:
-            helpers = _note_helpers(walked, self.kernel)
-            if stale := [helper.function for helper in helpers if helper.content is None]:
-                walked.add(*map(walked.identity, stale))
-                name = self._target_name(walked.hash.hexdigest())
+            is_known = _count_helpers(walked, self.kernel)
+            name = self._target_name(walked.hash.hexdigest())
             if not walked.by_identity:
-                is_known = all(helper.is_known for helper in helpers)
-                file = _KernelFile.find(self.kernel, name, ("numba", *parts) if is_known else None)
+                again = lambda: _digest("numba", *parts, live_above=_NUMBA_LIVE_ABOVE)
+                file = _KernelFile.find(self.kernel, name, again if is_known else None)
         make = functools.partial(_compile_numba, self.kernel, signature, forms, in_order, file)
         runs = f"numba_kernel {self.__name__!r} runs on the CPU; for GPUs there are numba_cuda_kernel and warp_kernel"
         target = _Target(name, makes={"cpu": make}, runs=runs)
@@ -2873,7 +2871,7 @@ def _compile_numba(
     if numba.config.DISABLE_JIT:  # plain Python, for prints and pdb
         python = _CallbackEmitter(signature, _in_python(kernel, signature, forms[0]))
         return _Compiled(*_compile_handler(signature, python))
-    code = file.load() if file else None
+    code = _load(file) if file else None
     if code is None:
         code = _compile_code(kernel, signature, forms, file)
     emitter = _NumbaEmitter(signature.label, code, in_order)
@@ -2900,8 +2898,8 @@ def _compile_code(kernel: Any, signature: _Signature, forms: list[_Form], file: 
     may_write = _not_only_read(overload, signature) if unchecked else ()
     code = _NumbaCode(entry, overload, may_write, _uses_threads(overload), "objmode" in names)
     is_fresh = not unchecked or getattr(kernel, "_can_compile", True)  # else it may be what Numba compiled long ago
-    if file and is_fresh and not code.uses_python:
-        file.save(code, overload)
+    if file and is_fresh and not code.uses_python and (portable := _portable(overload)):
+        file.write((portable, may_write, code.uses_threads))
     return code
 
 
@@ -3074,12 +3072,13 @@ class _Helper(NamedTuple):
 def _jitted(walked: _Digester, kernel: Any) -> list[Any]:
     """The jitted functions that a kernel calls."""
     found = [obj for _, obj in walked.seen.values() if hasattr(obj, "py_func") and hasattr(obj, "overloads")]
-    return [obj for obj in found if type(obj).__module__.startswith("numba.") and obj is not kernel]
+    return [obj for obj in found if type(obj).__module__.startswith(("numba.", "numba_")) and obj is not kernel]
 
 
-def _note_helpers(walked: _Digester, kernel: Any) -> list[_Helper]:
-    """The helpers of a kernel that Numba may compile now, if it has not yet."""
-    for function in _jitted(walked, kernel):
+def _count_helpers(walked: _Digester, kernel: Any) -> bool:
+    """Count by identity the helpers with code of other content than now; returns whether the code of all is known."""
+    helpers = _jitted(walked, kernel)
+    for function in helpers:
         content = _digest(function, live_above=_NUMBA_LIVE_ABOVE)
         known = _HELPERS.get(id(function))
         if known is None or not function.overloads:
@@ -3087,7 +3086,9 @@ def _note_helpers(walked: _Digester, kernel: Any) -> list[_Helper]:
         elif known.content != content:
             # It may have code from before the change for some types, and from after it for others.
             _HELPERS[id(function)] = _Helper(function, None, False)
-    return [_HELPERS[id(function)] for function in _jitted(walked, kernel)]
+        if _HELPERS[id(function)].content is None:
+            walked.add(walked.identity(function))
+    return all(_HELPERS[id(function)].is_known for function in helpers)
 
 
 def _fresh_dispatcher(kernel: Any) -> Any:
@@ -3190,53 +3191,48 @@ _ADDRESS = re.compile(r"inttoptr \(i64 \d{5,} ")  # in LLVM's text
 
 @dataclasses.dataclass(frozen=True)
 class _KernelFile:
-    """Where the code of a kernel is kept."""
+    """Where what was compiled for a kernel is kept."""
 
     path: str
-    key: str  # what the code depends on
-    named: tuple | None  # what the name was made of; None if the code may be of something else
+    key: str  # what that depends on
+    again: Callable[[], str] | None  # asks for the kernel's digest again; None if the code may be of something else
 
     @classmethod
-    def find(cls, kernel: Any, name: str, named: tuple | None) -> _KernelFile | None:
+    def find(cls, kernel: Any, name: str, again: Callable[[], str] | None, *more: Any) -> _KernelFile | None:
         """None where nothing is to be kept."""
         folder = _kernel_folder(kernel)
         if folder is None:
             return None
-        key = f"{name}\n{_machine()}\n"
-        label = re.sub(r"\W", "_", name.split(".")[-3])
-        return cls(os.path.join(folder, f"{label}-{_digest(key)}.xla_kernel"), key, named)
+        key = f"{name}\n{_machine()} {more}\n"
+        label = re.sub(r"\W", "_", _python(kernel).__name__)
+        return cls(os.path.join(folder, f"{label}-{_digest(key)}.xla_kernel"), key, again)
 
     def signed(self, content: bytes) -> bytes:
         return f"{self.key}{hashlib.blake2b(content).hexdigest()}\n".encode() + content
 
-    def load(self) -> _NumbaCode | None:
-        """The code that another process wrote; None if there is none, or it is damaged, or cannot be linked."""
+    def read(self) -> Any:
+        """What another process wrote; None if there is nothing, or it is damaged."""
         with contextlib.suppress(Exception):  # the file may hold anything
             with open(self.path, "rb") as file:
                 data = file.read()
             content = data[len(self.signed(b"")) :]
-            if data == self.signed(content):
-                portable, may_write, uses_threads = pickle.loads(content)
-                if linked := _link(*portable):
-                    entry, keep = linked
-                    return _NumbaCode(entry, keep, may_write, uses_threads)
+            return pickle.loads(content) if data == self.signed(content) else None
         return None
 
-    def save(self, code: _NumbaCode, overload: Any) -> None:
-        """Write the code, if every process would compile the same under this name."""
-        portable = _portable(overload)
-        if portable is None or self.named is None or _digest(*self.named, live_above=_NUMBA_LIVE_ABOVE) not in self.key:
+    def write(self, obj: Any) -> None:
+        """Keep what every process would compile under this name."""
+        if self.again is None or self.again() not in self.key:
             return
         try:
-            content = pickle.dumps((portable, code.may_write, code.uses_threads))
-        except Exception:  # a constant that is of this process only
+            content = self.signed(pickle.dumps(obj))
+        except Exception:  # something that is of this process only
             return
         temporary = f"{self.path}.{os.getpid()}.{os.urandom(4).hex()}"
         with contextlib.suppress(OSError):
             os.makedirs(os.path.dirname(self.path), exist_ok=True)
             try:
                 with open(temporary, "xb") as file:
-                    file.write(self.signed(content))
+                    file.write(content)
                 os.replace(temporary, self.path)
             except OSError:
                 os.unlink(temporary)
@@ -3259,6 +3255,16 @@ def _machine() -> str:
     python = sys.implementation.cache_tag, getattr(sys, "abiflags", "")
     versions = __version__, _FILE_LAYOUT, numba.__version__, llvmlite.__version__, np.__version__
     return " ".join(map(str, (*versions, *python, *cpu_target.target_context.codegen().magic_tuple())))
+
+
+def _load(file: _KernelFile) -> _NumbaCode | None:
+    """The code of a kernel that another process compiled."""
+    if kept := file.read():
+        portable, may_write, uses_threads = kept
+        if linked := _link(*portable):
+            entry, keep = linked
+            return _NumbaCode(entry, keep, may_write, uses_threads)
+    return None
 
 
 def _portable(overload: Any) -> tuple | None:
@@ -3516,11 +3522,17 @@ class _CudaWrapper(_Wrapper):
         launch = self._launch(call.ins)
         code = self._code(packages, call.signature(self.__name__))
         self._check_dtypes(call, _CUDA_DTYPES, "that Numba CUDA has no arrays of")
-        name = self._target_name(code.digest())
+        platform, walked = packages[0].platform, code.walk()
+        name = self._target_name(walked.hash.hexdigest())
+        if (name, platform) not in _TARGETS or (f"{name}.batched", platform) not in _TARGETS:
+            is_known = _count_helpers(walked, self.kernel)
+            name = self._target_name(walked.hash.hexdigest())
+            if is_known and not walked.by_identity and not _links_files(walked):
+                code = dataclasses.replace(code, name=name)
         target = _Target(
             name,
             launch,
-            makes={packages[0].platform: code.compile},
+            makes={platform: code.compile},
             runs=f"{self.decorator} {self.__name__!r} runs on {packages[0].where}",
             check=code.check,
         )
@@ -3528,7 +3540,7 @@ class _CudaWrapper(_Wrapper):
         if code.form is None or self.options.in_order or not packages[0].on_gpu:
             return target
         compile_batched = functools.partial(code.compile, batched=True)
-        batched = dataclasses.replace(target, name=f"{name}.batched", makes={packages[0].platform: compile_batched})
+        batched = dataclasses.replace(target, name=f"{name}.batched", makes={platform: compile_batched})
         return dataclasses.replace(target, batched=batched)
 
     def _launch(self, ins: list[Spec]) -> tuple[int, ...]:
@@ -3544,14 +3556,22 @@ class _CudaCode:
     signature: _Signature
     form: _Form | None = None  # how a kernel is called; a function that launches kernels has none
     command_buffer: bool = False
+    name: str = ""  # under which what is compiled is kept, unless it is empty
 
-    def digest(self) -> str:
+    def walk(self) -> _Digester:
         how = [self.form and tuple(self.form), self.command_buffer, str(self.signature)]
         how += [package.module for package in self.packages]
         how.append(_settings(sys.modules["numba"].config))
         live_above = math.inf if self.form and self.packages[0].on_gpu else -1  # Python reads all where it is
         with _CUDASIM_LOCK:  # a simulated kernel may be running with its globals replaced
-            return _digest(self.function, *how, live_above=live_above)
+            return _Digester(live_above).walk(self.function, *how)
+
+    def file(self, package: _NumbaCuda, batched: bool) -> _KernelFile | None:
+        """Where machine code for the GPUs at hand is kept."""
+        if not self.name:
+            return None
+        again = lambda: self.walk().hash.hexdigest()
+        return _KernelFile.find(self.function, self.name, again, package.module, batched, *package.machine())
 
     def check(self) -> None:
         """Raise if a kernel cannot be compiled, as far as that can be told without a GPU."""
@@ -3583,7 +3603,9 @@ class _CudaCode:
 
     def _kernel_emitter(self, package: _NumbaCuda, batched: bool) -> _Emitter:
         dispatcher = package.dispatcher(self.function, self.written(package))
-        launcher = package.launcher(dispatcher, self.signature) if package.on_gpu else None
+        launcher = None
+        if package.on_gpu:
+            launcher = package.launcher(dispatcher, self.signature, self.file(package, batched=False))
         if launcher is None:
             return self._python_emitter(package, dispatcher)
         batch_launcher = self._batch_launcher(package) if batched and launcher.may_batch else None
@@ -3611,7 +3633,8 @@ class _CudaCode:
         adapter = form.for_batch(ranks).adapter(inner, *package.ends, cuda=package.cuda)
         signature = dataclasses.replace(self.signature, ranks=tuple(rank + 1 for rank in ranks))
         with contextlib.suppress(TypeError):  # what compiles as a kernel may not as a function that one calls
-            return package.launcher(package.dispatcher(self.function, adapter), signature)
+            dispatcher = package.dispatcher(self.function, adapter)
+            return package.launcher(dispatcher, signature, self.file(package, batched=True))
         return None
 
     def written(self, package: _NumbaCuda) -> Callable[..., Any]:
@@ -3735,8 +3758,10 @@ class _NumbaCuda:
                 raise _refusal(self.name, signature, error) from error
             raise
 
-    def launcher(self, dispatcher: Any, signature: _Signature) -> _CudaLauncher | None:
+    def launcher(self, dispatcher: Any, signature: _Signature, file: _KernelFile | None = None) -> _CudaLauncher | None:
         """Compile the kernel and load it for every GPU; None where a launch takes more than cuLaunchKernel."""
+        if file and (kept := file.read()):
+            return self._load(signature.label, *kept)
         cuda, ordinals = self.cuda, _cuda_ordinals()
         n_params = sum(self.n_params + 2 * rank for rank in signature.ranks)
         with cuda.gpus[ordinals[0]]:
@@ -3746,13 +3771,30 @@ class _NumbaCuda:
             ptx, entry, *_ = self.code(compiled)
             if _ptx_params(ptx, entry) != ["u64"] * n_params:
                 return None
+        cubins = {}
+        for ordinal in ordinals:
+            with cuda.gpus[ordinal]:
+                *_, cubin, carveout = self.code(compiled)
+                cubins[ordinal] = cubin, carveout
+        made = entry, cubins, _knows_no_z(ptx)
+        if file:
+            file.write(made)
+        return self._load(signature.label, *made)
+
+    def _load(self, label: str, entry: str, cubins: Mapping[int, tuple], may_batch: bool) -> _CudaLauncher:
         driver = _CudaDriver()
         functions = {}
-        for ordinal in ordinals:
-            with cuda.gpus[ordinal]:  # XLA's context too: the device's primary one
-                *_, cubin, carveout = self.code(compiled)
+        for ordinal, (cubin, carveout) in cubins.items():
+            with self.cuda.gpus[ordinal]:  # XLA's context too: the device's primary one
                 functions[ordinal] = driver.load(cubin, entry, ordinal, carveout), 0
-        return _CudaLauncher(signature.label, driver, functions, _knows_no_z(ptx), keep=compiled)
+        return _CudaLauncher(label, driver, functions, may_batch)
+
+    def machine(self) -> list[Any]:
+        """What machine code depends on besides its kernel: versions, and the compute capabilities of the GPUs."""
+        version = _I32()
+        _CudaDriver().call("cuDriverGetVersion", ctypes.byref(version))
+        capabilities = [tuple(self.cuda.gpus[ordinal].compute_capability) for ordinal in _cuda_ordinals()]
+        return [version.value, _version("numba_cuda"), _version("numba_cuda_mlir"), *capabilities]
 
     def callback(self, signature: _Signature, run: Callable[[list, Any, int], None]) -> _CallbackEmitter:
         """Calls `run(arrays, stream, launch)` in Python for every slice."""
@@ -3842,6 +3884,12 @@ class _CudaSimulator(_NumbaCuda):
 
 
 _CUDA_PACKAGES = {"numba_cuda_mlir": _NumbaCudaMlir(), "numba": _NumbaCuda()}  # the successor first
+
+
+def _links_files(walked: _Digester) -> bool:
+    """Whether a kernel is linked with files, of which its digest knows the names alone."""
+    options = [getattr(obj, "targetoptions", None) or {} for _, obj in walked.seen.values()]
+    return any(given.get("link") for given in options)
 
 
 def _cuda_packages(function: Any, user: str) -> list[_NumbaCuda]:
