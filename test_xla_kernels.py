@@ -1564,7 +1564,7 @@ def run_code(code, *argv, rc=0, **env):
                 thread.join()
         """
     code = textwrap.dedent(start) + textwrap.dedent(code)
-    return run_python("-c", code, *argv, idle=100, rc=rc, JAX_PLATFORMS="cpu", **env)
+    return run_python("-c", code, *argv, idle=100, rc=rc, **{"JAX_PLATFORMS": "cpu", **env})
 
 
 # -- the C interface -----------------------------------------------------------------------------------
@@ -5744,6 +5744,52 @@ def test_gpu_failed_launch_is_the_users_error(debug):
         with pytest.raises(Exception, match=rf"CUDA_ERROR_\w+{launch}.*\(raised in kernel 'cuda_copy'\)"):
             jax.block_until_ready(op(jnp.ones(4)))
     np.testing.assert_array_equal(xk.numba_cuda_kernel(kernel, lambda x: x, launch_dims=4)(jnp.ones(4)), np.ones(4))
+
+
+CUDA_ON_DISK = """
+    from numba import cuda
+
+    compiled = []
+    compile_cuda = xk._compile_cuda
+    xk._compile_cuda = lambda *args: (compiled.append(1), compile_cuda(*args))[1]
+    added = int(sys.argv[1])
+
+    def helper(a):
+        return a * 2 + added
+
+    def value_and_compilations(helper):
+        @cuda.jit
+        def kernel(x, out):
+            i = cuda.grid(1)
+            if i < x.size:
+                out[i] = helper(x[i])
+
+        call = xk.numba_cuda_kernel(kernel, lambda x: x, launch_dims=lambda x: x.size)
+        values = float(call(ones)[0]), float(jax.vmap(call)(np.ones((3, 4), np.float32))[2, 0])
+        return *values, len(compiled) > 0
+
+    used = cuda.jit(device=True)(helper)
+    print(*value_and_compilations(used))
+    added += 10
+    value_and_compilations(used)  # with the code from before the change, if Numba compiled it
+    print(*value_and_compilations(cuda.jit(device=True)(helper)))
+    """
+
+
+@on_gpu
+def test_gpu_kernels_on_disk(tmp_path):
+    def results(added):
+        environment = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PLATFORMS": "cuda,cpu"}
+        out = run_code(CUDA_ON_DISK, added, **environment)
+        return [line.split() for line in out.splitlines()[-2:]]
+
+    first = results(1)
+    assert first == [["3.0", "3.0", "True"], ["13.0", "13.0", "True"]]
+    assert results(1) == [[*values, "False"] for *values, _ in first]
+    assert results(2) == [["4.0", "4.0", "True"], ["14.0", "14.0", "True"]]
+    for file in kept_files(tmp_path):
+        file.write_bytes(file.read_bytes()[:-1])
+    assert results(1) == first
 
 
 @on_gpu

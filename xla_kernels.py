@@ -3568,7 +3568,7 @@ class _CudaCode:
 
     def file(self, package: _NumbaCuda, batched: bool) -> _KernelFile | None:
         """Where machine code for the GPUs at hand is kept."""
-        if not self.name:
+        if not self.name or _kernel_folder(self.function) is None:
             return None
         again = lambda: self.walk().hash.hexdigest()
         return _KernelFile.find(self.function, self.name, again, package.module, batched, *package.machine())
