@@ -4315,6 +4315,16 @@ CACHED_BY_NUMBA = """
     import cached
     with install_recorder("numba:compile") as recorder:
         print(xk.numba_kernel(cached.kernel, lambda x: x)(ones)[0], len(recorder.buffer) > 0)
+
+    def first(x, out):
+        out[0] = cached.other(x[0])
+
+    def second(x, out):
+        out[0] = cached.other(x[0]) * 2
+
+    xk.numba_kernel(first, lambda x: x)(ones)  # with what Numba has in its cache for `other`
+    jax.config.update("jax_compilation_cache_dir", sys.argv[1] + "/kept")
+    xk.numba_kernel(second, lambda x: x)(ones)
     """
 
 
@@ -4326,12 +4336,14 @@ def test_kernels_that_numba_caches_are_kept_without_a_setting_and_see_changes(tm
     (tmp_path / "cached.py").write_text(
         "import constants, numba\n\n"
         "@numba.njit(cache=True)\ndef helper(a):\n    return a + constants.n\n\n"
+        "@numba.njit(cache=True)\ndef other(a):\n    return a + constants.n\n\n"
         "@numba.njit(cache=True)\ndef kernel(x, out):\n    out[:] = helper(x[0])\n"
     )
     assert results() == ["2.0", "True"]
     assert results() == ["2.0", "False"]
     (tmp_path / "constants.py").write_text("n = 30\n")
     assert results() == ["31.0", "True"]
+    assert len(kept_files(tmp_path / "kept")) == 1  # not what has a helper that Numba took from its cache
 
 
 def start_on_disk(folder):

@@ -2905,9 +2905,9 @@ def _compile_code(kernel: Any, signature: _Signature, forms: list[_Form], file: 
 
 @contextlib.contextmanager
 def _without_caches(functions: list[Any]) -> Iterator[None]:
-    """Without Numba's own cache on disk, which does not see that a global or a helper changed."""
-    found: list[Any] = [getattr(function, "_cache", None) or getattr(function, "cache", None) for function in functions]
-    caches = [cache for cache in found if getattr(cache, "_enabled", False)]
+    """Compile these anew, and not from Numba's own cache on disk."""
+    found = [getattr(function, "_cache", None) for function in functions]
+    caches: list[Any] = [cache for cache in found if getattr(cache, "_enabled", False)]
     for cache in caches:
         cache.disable()
     try:
@@ -3088,7 +3088,14 @@ def _count_helpers(walked: _Digester, kernel: Any) -> bool:
             _HELPERS[id(function)] = _Helper(function, None, False)
         if _HELPERS[id(function)].content is None:
             walked.add(walked.identity(function))
-    return all(_HELPERS[id(function)].is_known for function in helpers)
+    return all(_HELPERS[id(function)].is_known and not _may_be_cached(function) for function in helpers)
+
+
+def _may_be_cached(function: Any) -> bool:
+    """Whether code may be from Numba's own cache on disk, which does not see that a global or a helper changed."""
+    if hasattr(function, "_cache_hits"):
+        return bool(function._cache_hits)
+    return getattr(getattr(function, "cache", None), "cache_path", None) is not None  # vectorize does not tell
 
 
 def _fresh_dispatcher(kernel: Any) -> Any:
