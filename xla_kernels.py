@@ -80,7 +80,7 @@ import jax
 import numpy as np
 from jax.interpreters import ad, batching, mlir
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 __all__ = [
     "KernelEntry",
     "XLACustomKernel",
