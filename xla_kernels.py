@@ -4153,9 +4153,11 @@ _WARP_READERS = frozenset({"len", "lower_bound", "tile_load", "tile_load_indexed
 _WARP_PROPERTIES = frozenset({"dtype", "ndim", "shape", "size", "strides"})
 _WARP_MAX_DIMS = 4
 _WARP_MAX_EXTENT = 2**31 - 1  # Warp keeps extents, strides in bytes and thread indices in 32-bit integers
-# The attribute `launch` has grid, block and shared memory, extents on a GPU, extents on a CPU, and constants.  Extents
-# are four dimensions, how many of them count, and their product.
-_WARP_GPU_EXTENTS, _WARP_CPU_EXTENTS, _WARP_CONSTANTS = 7, 13, 19
+# The attribute `launch` has grid, block and shared memory; from these words on extents on a GPU, extents on a CPU, and
+# constants.  Extents are four dimensions, how many of them count, and their product.
+_WARP_GPU_EXTENTS = 7
+_WARP_CPU_EXTENTS = 13
+_WARP_CONSTANTS = 19
 _STAND_IN_DIMS = (720720, 1024)  # of a recorded launch: Warp checks that clusters, of up to 16 blocks, divide the grid
 
 
@@ -4226,23 +4228,19 @@ def warp_kernel(
 
 
 def _warp_wrapper(kernel: Any, options: _Options) -> _Wrapper:
-    return (_GenericWarpKernel if getattr(kernel, "is_generic", False) else _WarpKernel)(kernel, options)
+    if getattr(kernel, "is_generic", False):
+        return _GenericWarpKernel(kernel, options)
+    return _WarpKernel(kernel, options)
 
 
 class _WarpOptions(_Options):
-    def __init__(self, **given: Any) -> None:
-        super().__init__(**given)
-        try:
-            self.block_dim: int = operator.index(given["block_dim"])
-        except TypeError:
-            text = f"block_dim must be an int, the threads of a block; got {given['block_dim']!r}"
-            raise TypeError(text) from None
-        if not 1 <= self.block_dim <= 1024:
-            raise ValueError(f"block_dim must be 1 to 1024 threads; got {self.block_dim}")
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.block_dim: int = self._checked_block_dim()
         if self.tiled and self.launch_dims is None:
             raise ValueError("tiled=True needs launch_dims, the number of blocks")
         if self.launch_dims is not None and not callable(self.launch_dims):
-            self.resolve(self.launch_dims)
+            self.checked_dims(self.launch_dims)
             if self.sharding_rule:
                 raise ValueError(f"sharding_rule splits arrays, so launch_dims={self.launch_dims!r} must be a callable")
         if self.differentiable and (self.input_output_aliases or self.in_out_argnames or self.scratch is not None):
@@ -4251,13 +4249,26 @@ class _WarpOptions(_Options):
                 "needs the values that a kernel overwrites; return what is in scratch as an output"
             )
 
-    def resolve(self, dims: Any) -> tuple[int, ...]:
-        """The dimensions of a launch; if it is tiled, followed by 1 for the threads of a block."""
+    def _checked_block_dim(self) -> int:
+        block_dim = vars(self)["block_dim"]
         try:
-            dims = tuple(map(operator.index, dims if isinstance(dims, (tuple, list)) else (dims,)))
+            n_threads = operator.index(block_dim)
         except TypeError:
-            raise TypeError(f"launch_dims must be an int or a tuple of ints; got {dims!r}") from None
-        most, what = (_WARP_MAX_DIMS - 1, "tiled launch_dims") if self.tiled else (_WARP_MAX_DIMS, "launch_dims")
+            raise TypeError(f"block_dim must be an int, the threads of a block; got {block_dim!r}") from None
+        if not 1 <= n_threads <= 1024:
+            raise ValueError(f"block_dim must be 1 to 1024 threads; got {n_threads}")
+        return n_threads
+
+    def checked_dims(self, launch_dims: Any) -> tuple[int, ...]:
+        """The dimensions of a launch; if it is tiled, followed by 1 for the threads of a block."""
+        if not isinstance(launch_dims, (tuple, list)):
+            launch_dims = (launch_dims,)
+        try:
+            dims = tuple(map(operator.index, launch_dims))
+        except TypeError:
+            raise TypeError(f"launch_dims must be an int or a tuple of ints; got {launch_dims!r}") from None
+        what = "tiled launch_dims" if self.tiled else "launch_dims"
+        most = _WARP_MAX_DIMS - 1 if self.tiled else _WARP_MAX_DIMS
         if not 1 <= len(dims) <= most or min(dims) < 0 or max(dims) > _WARP_MAX_EXTENT:
             raise ValueError(f"{what} must be 1 to {most} numbers from 0 to {_WARP_MAX_EXTENT}; got {dims}")
         return (*dims, 1) if self.tiled else dims
@@ -4269,29 +4280,53 @@ class _GenericWarpKernel(_Wrapper):
     decorator = "warp_kernel"
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        wp, given = _warp("warp_kernel"), dict(zip(self.parameters, args)) | named
-        ins = [given[name] for name in self.parameters if name in given]
-        ins = [jax.dlpack.from_dlpack(x) if isinstance(x, wp.array) else x for x in ins]
-        ins = [_input_spec(x, i) if isinstance(x, (jax.Array, np.ndarray)) else x for i, x in enumerate(ins)]
-        declared = lambda what: _flat_specs(self._for_inputs(what, ins), what)[0]
-        values = [*ins, *declared("outs")[len(self.options.in_out_argnames or ()) :], *declared("scratch")]
+        arguments = dict(zip(self.parameters, args)) | named
+        instance = self._instance(arguments)
+        wrapper = self.variants.get(instance)
+        if wrapper is None:
+            wrapper = self.variants.keep(instance, _WarpKernel(instance, self.options))
+        return wrapper(*args, **named)
+
+    def _instance(self, arguments: Mapping[str, Any]) -> Any:
+        """Warp's kernel for the types of these arguments, of the outputs and of scratch."""
+        wp = _warp("warp_kernel")
+        in_order = [arguments[name] for name in self.parameters if name in arguments]
+        ins = [_spec_or_value(wp, x, i) for i, x in enumerate(in_order)]
+        outs, _ = _flat_specs(self._for_inputs("outs", ins), "outs")
+        scratch, _ = _flat_specs(self._for_inputs("scratch", ins), "scratch")
+        n_in_outs = len(self.options.in_out_argnames)
+        values = [*ins, *outs[n_in_outs:], *scratch]
         kinds = [arg.type for arg in self.kernel.adj.args]
-        if len(kinds) != len(values) or given.keys() != {*self.parameters[: len(ins)]}:
+        are_the_first = arguments.keys() == {*self.parameters[: len(ins)]}
+        if len(kinds) != len(values) or not are_the_first:
             raise TypeError(f"generic Warp kernel {self.__name__!r} takes {self.parameters}; this call gives {values}")
-        instance = wp.overload(self.kernel, [*map(functools.partial(_warp_instance_type, wp), kinds, values)])
-        known = self.variants.get(instance)
-        return (known or self.variants.keep(instance, _WarpKernel(instance, self.options)))(*args, **named)
+        instance_types = [_warp_instance_type(wp, kind, value) for kind, value in zip(kinds, values, strict=True)]
+        return wp.overload(self.kernel, instance_types)
+
+
+def _spec_or_value(wp: Any, value: Any, i: int) -> Any:
+    """The spec of an array, or a value that is passed by value."""
+    if isinstance(value, wp.array):
+        value = jax.dlpack.from_dlpack(value)
+    if isinstance(value, (jax.Array, np.ndarray)):
+        return _input_spec(value, i)
+    return value
 
 
 def _warp_instance_type(wp: Any, kind: Any, value: Any) -> Any:
     """The type of a parameter, for what a call gives where it is generic."""
     with contextlib.suppress(TypeError):
-        return _warp_param(wp, "", "", kind) and kind
+        _warp_param(wp, "", "", kind)
+        return kind  # it is not generic
     if not isinstance(value, (Spec, np.generic)):
         return type(value)
-    element, ndim = jaxtype_to_warptype(value.dtype), getattr(kind, "ndim", len(value.shape))
-    if inner := value.shape[ndim:]:
-        element = wp.types.vector(*inner, element) if len(inner) == 1 else wp.types.matrix(inner, element)
+    ndim = getattr(kind, "ndim", len(value.shape))
+    element = jaxtype_to_warptype(value.dtype)
+    inner = value.shape[ndim:]
+    if len(inner) == 1:
+        element = wp.types.vector(*inner, element)
+    elif inner:
+        element = wp.types.matrix(inner, element)
     return wp.array(dtype=element, ndim=ndim) if ndim else element
 
 
@@ -4305,37 +4340,53 @@ class _WarpKernel(_Wrapper):
         self.params = [_warp_param(wp, kernel.func.__name__, arg.label, arg.type) for arg in kernel.adj.args]
         self.by_value = {param.name: param for param in self.params if param.ndim is None}
         super().__init__(kernel, *args)
-        names = dict(enumerate(self.parameters))  # positions count all arguments of a call
-        self.aliases = {names.get(i, i): j for i, j in self.aliases.items()}
-        self._check_names("input_output_aliases", list(self.aliases))
+        self._name_aliases()
         self.static = copy.deepcopy(self.static)  # callables get it when a call is traced again: structs may change
-        values = {name: param.pack(self.static[name]) for name, param in self.by_value.items() if name in self.static}
-        self.constants, self.starts = b"", dict[str, int]()  # the memory of constants, and where in it each starts
-        for name, packed in values.items():
-            self.starts[name] = 8 * _WARP_CONSTANTS + len(self.constants)
-            self.constants += packed + bytes(-len(packed) % 8)
+        self._pack_constants()
         self._vjp = jax.custom_vjp(super()._trace)
         self._vjp.defvjp(self._forward, self._backward)
+
+    def _name_aliases(self) -> None:
+        """Aliases by the names of parameters: by position they count all arguments of a call, values too."""
+        names = dict(enumerate(self.parameters))
+        self.aliases = {names.get(i, i): j for i, j in self.aliases.items()}
+        self._check_names("input_output_aliases", list(self.aliases))
+
+    def _pack_constants(self) -> None:
+        """The memory of the values, which ends the attribute `launch`, and where each begins there."""
+        self.constants = b""
+        self.constant_offsets: dict[str, int] = {}
+        for name, param in self.by_value.items():
+            if name in self.static:
+                packed = param.pack(self.static[name])
+                self.constant_offsets[name] = 8 * _WARP_CONSTANTS + len(self.constants)
+                self.constants += packed + bytes(-len(packed) % 8)
 
     # -- from a call to its inputs: values, and None for an array, are static --------------------------
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        if not (named or self.by_value or type(None) in map(type, args)):
+        has_null_arrays = any(x is None for x in args)
+        if not named and not self.by_value and not has_null_arrays:
             return self._call_inputs(args)
-        given, n = dict(zip(self.parameters, args)) | named, len(args) + len(named)
-        if given.keys() != {*self.parameters[:n]} or len(given) < n or not self.by_value.keys() <= given.keys():
+        arguments = dict(zip(self.parameters, args)) | named
+        count = len(args) + len(named)
+        are_the_first = len(arguments) == count and arguments.keys() == {*self.parameters[:count]}
+        if not are_the_first or not self.by_value.keys() <= arguments.keys():
             raise self._wrong_arity(f"{len(args)} arguments by position and {', '.join(named) or 'none'} by keyword")
-        return self._call_by_name((), {name: self._as_value(name, x) for name, x in given.items()})
+        return self._call_by_name((), {name: self._as_value(name, x) for name, x in arguments.items()})
 
     def _is_input(self, name: str, value: Any) -> bool:
-        return isinstance(value, jax.Array) if name in self.by_value else value is not None
+        if name in self.by_value:
+            return isinstance(value, jax.Array)
+        return value is not None
 
     def _as_value(self, name: str, value: Any) -> Any:
         """The argument; for a by-value parameter JAX's values get its dtype, and those on a GPU become NumPy's."""
         param = self.by_value.get(name)
         if param is None or not isinstance(value, jax.Array):
             return value
-        if not isinstance(value, jax.core.Tracer) and any(device.platform != "cpu" for device in value.devices()):
+        is_traced = isinstance(value, jax.core.Tracer)
+        if not is_traced and any(device.platform != "cpu" for device in value.devices()):
             return np.asarray(value)
         if self.options.differentiable or not param.takes(value) or _allowed_dtype(param.dtype, [value]) != param.dtype:
             why = "differentiable=True needs a Python value, and so do 64 bits without jax_enable_x64"
@@ -4343,7 +4394,11 @@ class _WarpKernel(_Wrapper):
         return value if value.dtype == param.dtype else value.astype(param.dtype)
 
     def _static_key(self, static: Mapping[str, Any]) -> Any:
-        return frozenset((name, name in self.by_value and self.by_value[name].pack(x)) for name, x in static.items())
+        key = []
+        for name, value in static.items():
+            param = self.by_value.get(name)
+            key.append((name, param.pack(value) if param else None))
+        return frozenset(key)
 
     def _option_arguments(self, option: Callable[..., Any], ins: Sequence[Spec]) -> tuple[Sequence[Any], dict]:
         """All that the call got, values included."""
@@ -4351,76 +4406,105 @@ class _WarpKernel(_Wrapper):
         names = self.parameters[: len(ins) + len(self.static)]
         return [self.static[name] if name in self.static else next(specs) for name in names], {}
 
-    def _wrong_arity(self, given: str) -> TypeError:
+    def _wrong_arity(self, what_it_got: str) -> TypeError:
         return TypeError(
             f"Warp kernel {self.__name__!r} takes the parameters ({', '.join(self.parameters)}): inputs and values, "
-            f"then outputs and scratch; this call gives it {given}"
+            f"then outputs and scratch; this call gives it {what_it_got}"
         )
 
     # -- from a call to a target -----------------------------------------------------------------------
 
     def _find_target(self, call: _Call) -> _Target:
-        n, n_outs = len(call.ins) + len(self.static), len(call.outs)
-        if len(self.params) != n + n_outs - len(self.in_outs):
-            raise self._wrong_arity(f"{n} inputs and {n_outs} outputs (in-out arguments count as both)")
-        given = [param for param in self.params[:n] if param.name not in self.static]
-        both = [param for param in given if param.name in self.in_outs]
-        params = [*given, *both, *self.params[n:]]  # that the buffers go to
+        n_arguments = len(call.ins) + len(self.static)
+        if len(self.params) != n_arguments + len(call.outs) - len(self.in_outs):
+            raise self._wrong_arity(
+                f"{n_arguments} inputs and {len(call.outs)} outputs (in-out arguments count as both)"
+            )
+        inputs = [param for param in self.params[:n_arguments] if param.name not in self.static]
+        in_outs = [param for param in inputs if param.name in self.in_outs]
+        outputs = self.params[n_arguments:]
+        params = [*inputs, *in_outs, *outputs]  # of each buffer
         for param, spec in zip(params, call.ins + call.outs, strict=True):
             param.check(spec)
-        for i, param in enumerate(given):
-            if i not in call.aliases and param.use(self.kernel) == 2:
-                where = f"Warp kernel {self.__name__!r} writes to its input {param.name!r}"
-                raise TypeError(f"{where}, which JAX may share: name it in in_out_argnames, or write to an output")
-        return self._target(params, len(call.ins), call)
+        for i, param in enumerate(inputs):
+            if i not in call.aliases and param.use(self.kernel) == _WRITES_BY_NAME:
+                raise TypeError(
+                    f"Warp kernel {self.__name__!r} writes to its input {param.name!r}, which JAX may share: name it "
+                    "in in_out_argnames, or write to an output"
+                )
+        return self._target(params, call, len(call.ins), None)
 
-    def _target(self, params: Any, n: int, call: _Call, adjoints: Any = None) -> _Target:
-        """A launch that gives `params` the call's buffers, `n` of them inputs of the kernel."""
+    def _target(
+        self, params: list[_WarpParam], call: _Call, n_args: int, adjoints: Mapping[_WarpParam, int] | None
+    ) -> _Target:
+        """A launch that gives these parameters the call's buffers, the first `n_args` of them as inputs.
+
+        With `adjoints`, the buffers of parameters' adjoints, it is that of the kernel's adjoint.
+        """
         with _warp_session() as wp:
             content = (wp.__version__, _settings(wp.config), *_warp_content(self.kernel))
-        launch = self._launch(dict(zip(params, call.ins + call.outs)), call.ins[:n])
         plan = self._plan(params, len(call.ins), adjoints)
         signature = call.signature(self.__name__).with_hidden(plan.may_write)
-        how = plan.block_dim, plan.in_order, tuple(argument[1:] for argument in plan.arguments), str(signature)
-        name = self._target_name(_digest("warp", how, *content))
-        makes = {platform: functools.partial(_compile_warp, plan, signature, platform) for platform in ("cpu", "cuda")}
+        launched = [argument[1:] for argument in plan.arguments]
+        name = self._target_name(
+            _digest("warp", plan.block_dim, plan.in_order, tuple(launched), str(signature), *content)
+        )
+        specs = dict(zip(params, call.ins + call.outs))
+        launch = self._launch(specs, call.ins[:n_args])
+        makes = {"cpu": functools.partial(_compile_warp, plan, signature, "cpu")}
         label = f"Warp kernel {self.__name__!r}"
-        runs = f"{label} runs on CPUs and NVIDIA GPUs"
         if traced := [argument.param.name for argument in plan.arguments if argument.traced is not None]:
-            del makes["cuda"]  # a launch there takes host values
+            # a launch on a GPU takes values from the host
             runs = f"{label} has traced values for {traced}, which only CPUs take; make each a warp.array of shape (1,)"
+        else:
+            runs = f"{label} runs on CPUs and NVIDIA GPUs"
+            makes["cuda"] = functools.partial(_compile_warp, plan, signature, "cuda")
         target = _Target(name, launch, plan.may_write, makes=makes, runs=runs)
         target.announce()
         return target
 
     def _plan(self, params: list[_WarpParam], n_in: int, adjoints: Mapping[_WarpParam, int] | None) -> _WarpPlan:
-        buffers, grads, is_adjoint = {param: k for k, param in enumerate(params)}, adjoints or {}, adjoints is not None
-        arrays = {param: k for param, k in buffers.items() if param.ndim is not None}
-        traced = {param: k for param, k in buffers.items() if param.ndim is None}
-        arguments = [
-            _WarpArgument(param, arrays.get(param), grads.get(param), traced.get(param), self.starts.get(param.name))
-            for param in self.params
-        ]
-        arguments += [_WarpArgument(param, grads.get(param)) for param in self.params if is_adjoint]
-        may_write = tuple(k for param, k in arrays.items() if k < n_in and param.use(self.kernel, is_adjoint))
+        buffers = {param: k for k, param in enumerate(params)}
+        grads = adjoints or {}
+        arguments = [self._argument(param, buffers.get(param), grads.get(param)) for param in self.params]
+        is_adjoint = adjoints is not None
+        if is_adjoint:
+            arguments += [_WarpArgument(param, grads.get(param)) for param in self.params]
+        uses = {k: param.use(self.kernel, is_adjoint) for param, k in buffers.items() if k < n_in}
+        may_write = tuple(k for k, use in uses.items() if use != _ONLY_READS)
         return _WarpPlan(self.kernel, tuple(arguments), self.options.block_dim, may_write, self.options.in_order)
 
+    def _argument(self, param: _WarpParam, buffer: int | None, grad: int | None) -> _WarpArgument:
+        if param.ndim is not None:
+            return _WarpArgument(param, buffer, grad)
+        return _WarpArgument(param, None, traced=buffer, constant=self.constant_offsets.get(param.name))
+
     def _launch(self, specs: Mapping[_WarpParam, Spec], ins: list[Spec]) -> tuple[int, ...]:
-        """The attribute of a call."""
-        dims, block_dim = self._for_inputs("launch_dims", ins), self.options.block_dim
-        if dims is None:
-            dims = next((param.dims(specs[param].shape) for param in self.params if param.ndim and param in specs), ())
-        dims = self.options.resolve(dims)
-        threads = (*dims[:-1], block_dim) if self.options.tiled else dims
-        extents = [(*d, *[1] * (_WARP_MAX_DIMS - len(d)), len(d), math.prod(d)) for d in (threads, dims)]
-        grid_stride = getattr(self.kernel, "grid_stride", True)  # known once the content is; False since Warp 1.15
-        grid = _warp_grid(self.__name__, math.prod(threads), block_dim, grid_stride)
-        return (*grid, block_dim, 1, 1, 0, *extents[0], *extents[1], *memoryview(self.constants).cast("q"))
+        """The attribute `launch` of a call."""
+        launch_dims = self._for_inputs("launch_dims", ins)
+        if launch_dims is None:
+            launch_dims = self._dims_of_first_array(specs)
+        dims = self.options.checked_dims(launch_dims)
+        block_dim = self.options.block_dim
+        gpu_dims = (*dims[:-1], block_dim) if self.options.tiled else dims
+        has_grid_stride = getattr(self.kernel, "grid_stride", True)  # known once the content is; False since Warp 1.15
+        grid = _warp_grid(self.__name__, math.prod(gpu_dims), block_dim, has_grid_stride)
+        shared = 0
+        constants = memoryview(self.constants).cast("q")
+        return (*grid, block_dim, 1, 1, shared, *_warp_extents(gpu_dims), *_warp_extents(dims), *constants)
+
+    def _dims_of_first_array(self, specs: Mapping[_WarpParam, Spec]) -> Sequence[int]:
+        for param in self.params:
+            if param.ndim and param in specs:
+                return param.dims(specs[param].shape)
+        return ()
 
     # -- derivatives -----------------------------------------------------------------------------------
 
     def _trace(self, *args: Any) -> Any:
-        return self._vjp(*_make_varying(args)) if self.options.differentiable else super()._trace(*args)
+        if self.options.differentiable:
+            return self._vjp(*_make_varying(args))
+        return super()._trace(*args)
 
     def _forward(self, *args: Any) -> tuple[Any, Any]:
         results = super()._trace(*args)
@@ -4429,24 +4513,39 @@ class _WarpKernel(_Wrapper):
     def _backward(self, residuals: Any, cotangents: Any) -> tuple:
         """One adjoint launch: (inputs, outputs, cotangents) -> (cotangents, which Warp may change, and gradients)."""
         args, outs = residuals
-        n, params = len(args), [param for param in self.params if param.name not in self.static]
-        floats = [i for i, x in enumerate([*args, *outs]) if jax.dtypes.issubdtype(x.dtype, np.floating)]
-        wrt, of = [i for i in floats if i < n], [i for i in floats if i >= n]
+        n_args = len(args)
+        float_ins = [i for i, x in enumerate(args) if jax.dtypes.issubdtype(x.dtype, np.floating)]
+        float_outs = [j for j, x in enumerate(outs) if jax.dtypes.issubdtype(x.dtype, np.floating)]
         leaves = jax.tree_util.tree_leaves(cotangents)
-        operands = _make_varying([*args, *outs, *(leaves[i - n] for i in of)])
-        rule = self.rule and self.rule.adjoint(wrt, [i - n for i in of])
+        operands = _make_varying([*args, *outs, *(leaves[j] for j in float_outs)])
+        specs = _input_specs(operands)
+        results = specs[n_args + len(outs) :] + [specs[i] for i in float_ins]
+        rule = self.rule and self.rule.adjoint(float_ins, float_outs)
 
-        def resolve(self: _WarpKernel, ins: list[Spec], results: list[Spec]) -> _Resolved:
-            adjoints = {params[i]: len(ins) + k for k, i in enumerate([*of, *wrt])}
-            aliases = {len(params) + k: k for k in range(len(of))}
-            call = _Call(ins, results, aliases, zeroed=tuple(range(len(of), len(results))))
-            return _Resolved.of(self._target(params, n, call, adjoints), call)
+        def resolve(wrapper: _WarpKernel, ins: list[Spec], results: list[Spec]) -> _Resolved:
+            return wrapper._resolve_adjoint(ins, results, n_args, float_ins, float_outs)
 
-        ins = _input_specs(operands)
-        results = ins[len(params) :] + [ins[i] for i in wrt]
-        grads = self._bind(resolve, operands, results, rule)[len(of) :]
-        found = {i: _sharded_like(grad, jax.typeof(args[i])) for i, grad in zip(wrt, grads, strict=True)}
-        return tuple(found[i] if i in found else np.zeros(x.shape, jax.dtypes.float0) for i, x in enumerate(args))
+        bound = self._bind(resolve, operands, results, rule)
+        gradients = dict(zip(float_ins, bound[len(float_outs) :], strict=True))
+        cotangents_of_args = []
+        for i, x in enumerate(args):
+            if i in gradients:
+                cotangents_of_args.append(_sharded_like(gradients[i], jax.typeof(x)))
+            else:
+                cotangents_of_args.append(np.zeros(x.shape, jax.dtypes.float0))
+        return tuple(cotangents_of_args)
+
+    def _resolve_adjoint(
+        self, ins: list[Spec], results: list[Spec], n_args: int, float_ins: list[int], float_outs: list[int]
+    ) -> _Resolved:
+        """What runs the adjoint on these operands; the results are the cotangents, and zeros that gradients add to."""
+        params = [param for param in self.params if param.name not in self.static]
+        n_cotangents = len(float_outs)
+        with_adjoints = [params[n_args + j] for j in float_outs] + [params[i] for i in float_ins]
+        adjoints = {param: len(ins) + k for k, param in enumerate(with_adjoints)}
+        aliases = {len(params) + k: k for k in range(n_cotangents)}
+        call = _Call(ins, results, aliases, zeroed=tuple(range(n_cotangents, len(results))))
+        return _Resolved.of(self._target(params, call, n_args, adjoints), call)
 
 
 # -- 11.2 Warp itself: import, silence, types ----------------------------------------------------------
@@ -4463,17 +4562,20 @@ def _warp_session() -> Iterator[Any]:
     """Warp, initialized, silent unless the user raised the verbosity, and locked, as loading modules is not safe."""
     wp = _warp("warp_kernel")
     # `log_level` replaced `quiet` and `verbose` in Warp 1.14; touching those there prints a deprecation.
-    name, silent = ("log_level", 30) if hasattr(wp.config, "log_level") else ("quiet", True)
+    has_levels = hasattr(wp.config, "log_level")
+    setting = "log_level" if has_levels else "quiet"
+    warnings_only = 30
     with _LOCK:
-        before = getattr(wp.config, name)
-        wanted = before < 20 if name == "log_level" else wp.config.verbose
+        before = getattr(wp.config, setting)
         try:
-            if not wanted:
-                setattr(wp.config, name, max(before, silent))
+            if not has_levels and not wp.config.verbose:
+                wp.config.quiet = True
+            elif has_levels and before >= 20:
+                wp.config.log_level = max(before, warnings_only)
             wp.init()
             yield wp
         finally:
-            setattr(wp.config, name, before)
+            setattr(wp.config, setting, before)
 
 
 def _warp_scalars(wp: Any) -> dict[np.dtype, Any]:
@@ -4539,88 +4641,99 @@ class _WarpParam:
     @property
     def nbytes(self) -> int:
         """The size of a value, or of one array element."""
-        return self.dtype.itemsize * math.prod(self.inner) if self.dtype else ctypes.sizeof(self.type.ctype)
+        if self.dtype is None:
+            return ctypes.sizeof(self.type.ctype)
+        return self.dtype.itemsize * math.prod(self.inner)
 
     def dims(self, shape: Sequence[Any]) -> Sequence[Any]:
-        """The dimensions of an array without those of its elements."""
-        return shape[: len(shape) - len(self.inner)] or (1,)
+        """The dimensions of an array without those of its elements; 0-d arrays have one element."""
+        outer = shape[: len(shape) - len(self.inner)]
+        return outer or (1,)
 
     @property
     def by_value(self) -> str:
         return f"Warp kernel {self.kernel!r}: parameter {self.name!r} ({self}) is passed by value"
 
     def __str__(self) -> str:
-        kind = self.dtype.name if self.dtype else f"struct {self.type.key}"
+        scalar = self.dtype.name if self.dtype else f"struct {self.type.key}"
         dims = [":"] * (self.ndim or 0) + [str(n) for n in self.inner]
-        return f"{kind}[{','.join(dims)}]" if dims else kind
+        return f"{scalar}[{','.join(dims)}]" if dims else scalar
 
     def takes(self, array: Any) -> bool:
         """Whether an array can be given by value: of the right shape, and integers for integers and booleans."""
-        allowed = "biuf" if self.dtype and self.dtype.kind not in "biu" else "biu"
-        fits = array.shape == self.inner and (array.dtype.kind in allowed or array.dtype == self.dtype)
-        return fits and self.dtype is not None  # which a struct has none of
+        if self.dtype is None or array.shape != self.inner:
+            return False
+        is_integer = self.dtype.kind in "biu"
+        return array.dtype == self.dtype or array.dtype.kind in ("biu" if is_integer else "biuf")
 
     def pack(self, value: Any) -> bytes:
-        """The memory of a value; nothing for an array, which is null then."""
-        if self.ndim is not None:
-            return b""
-        got = f"{type(value).__name__} {value!r:.80}"
+        """The memory of a value."""
+        refused = f"{self.by_value}; got {type(value).__name__} {value!r:.80}"
         if self.dtype is None:
             if not isinstance(getattr(value, "_ctype", None), self.type.ctype):
-                raise TypeError(f"{self.by_value}; got {got}, not an instance of that struct")
+                raise TypeError(f"{refused}, not an instance of that struct")
             return bytes(value.__ctype__())
         if isinstance(value, self.type) and isinstance(value, ctypes.Array):
             return bytes(value)
         array = np.asarray(getattr(value, "value", value))  # Warp's scalars keep theirs in `value`
         if not self.takes(array):
-            raise TypeError(f"{self.by_value}; got {got}")
+            raise TypeError(refused)
         packed = array.astype(self.dtype)
         if packed.dtype.kind in "biu" and (packed != array).any():
             raise ValueError(f"{self.by_value}; {value!r:.80} is out of its range")
         return packed.tobytes()
 
     def check(self, spec: Spec) -> None:
+        """Raise if an array of this spec cannot be the argument."""
         if self.ndim is None:
             return
         what = f"Warp kernel {self.kernel!r}: argument {self.name!r} is a warp.array, {self} for JAX; got {_show(spec)}"
         if spec.dtype != self.dtype:
-            hint = "cast it, or annotate the parameter with jaxinfo_to_warpinfo(x)"
-            if np.dtype(spec.dtype).itemsize == 4 and str(self.dtype).endswith("64"):
-                hint = f"JAX keeps 64 bits `with jax.enable_x64(True): x = jnp.asarray(x, jnp.{self.dtype})`"
-            raise TypeError(f"{what}: wrong dtype; {hint}")
-        if len(spec.shape) != self.ndim + len(self.inner) and spec.shape != self.inner:  # one element
+            raise TypeError(f"{what}: wrong dtype; {self._dtype_hint(spec)}")
+        is_one_element = spec.shape == self.inner
+        if len(spec.shape) != self.ndim + len(self.inner) and not is_one_element:
             raise TypeError(f"{what}: wrong number of dimensions")
         if self.inner and spec.shape[-len(self.inner) :] != self.inner:
             raise TypeError(f"{what}: wrong inner dimensions, which hold the elements of the vector or matrix")
         if not all(isinstance(n, int) for n in spec.shape):
             raise NotImplementedError(f"{what}: a launch has known dimensions; export a program for each shape")
-        if max(1, *spec.shape, math.prod(spec.shape[1:]) * spec.dtype.itemsize) > _WARP_MAX_EXTENT:
+        first_stride = math.prod(spec.shape[1:]) * spec.dtype.itemsize
+        if max(1, *spec.shape, first_stride) > _WARP_MAX_EXTENT:
             raise ValueError(f"{what}: Warp counts extents and strides in 32 bits, at most {_WARP_MAX_EXTENT}")
+
+    def _dtype_hint(self, spec: Spec) -> str:
+        if np.dtype(spec.dtype).itemsize == 4 and str(self.dtype).endswith("64"):
+            return f"JAX keeps 64 bits `with jax.enable_x64(True): x = jnp.asarray(x, jnp.{self.dtype})`"
+        return "cast it, or annotate the parameter with jaxinfo_to_warpinfo(x)"
 
     def use(self, kernel: Any, adjoint: bool = False) -> int:
         """What a kernel, or its adjoint, does to it, as `_WarpUses` says."""
-        return _WarpUses(kernel.adj if adjoint else None).of(kernel.adj, self.name, self.ndim) if self.ndim else 0
+        if self.ndim is None:
+            return _ONLY_READS
+        replayed = kernel.adj if adjoint else None
+        return _WarpUses(replayed).of(kernel.adj, self.name, self.ndim)
 
 
 def _warp_param(wp: Any, kernel: str, name: str, kind: Any) -> _WarpParam:
     scalars = {scalar: dtype for dtype, scalar in _warp_scalars(wp).items()}
-    plain = {float: "float32", int: "int32", bool: "bool", wp.handle: "uint64"}
+    scalars |= {float: np.dtype("float32"), int: np.dtype("int32"), bool: np.dtype("bool")}
+    scalars[wp.handle] = np.dtype("uint64")
     is_array = isinstance(kind, wp.array) or getattr(kind, "_concrete_cls", None) is wp.array
     element = kind.dtype if is_array else kind
-    scalar = getattr(element, "_wp_scalar_type_", element)
-    dtype = np.dtype(plain[scalar]) if scalar in plain else scalars.get(scalar)
+    dtype = scalars.get(getattr(element, "_wp_scalar_type_", element))
     is_struct = not is_array and hasattr(element, "ctype") and hasattr(element, "vars")
     if dtype is None and (not is_struct or _holds_arrays(element)):
         raise TypeError(
             f"Warp kernel {kernel!r}: parameter {name!r} is {kind!r}; supported are scalars, vectors and matrices, "
             "arrays of those, and structs without arrays; of an array of structs make one array for each field"
         )
-    ndim = kind.ndim if is_array else None
-    return _WarpParam(kernel, name, kind, dtype, tuple(getattr(element, "_shape_", ())), ndim)
+    inner = tuple(getattr(element, "_shape_", ()))
+    return _WarpParam(kernel, name, kind, dtype, inner, kind.ndim if is_array else None)
 
 
 def _holds_arrays(kind: Any) -> bool:
-    return hasattr(kind, "ndim") or any(_holds_arrays(var.type) for var in getattr(kind, "vars", {}).values())
+    fields = getattr(kind, "vars", {}).values()
+    return hasattr(kind, "ndim") or any(_holds_arrays(field.type) for field in fields)
 
 
 def _warp_content(kernel: Any) -> tuple[str, str]:
@@ -4639,29 +4752,51 @@ def _warp_content(kernel: Any) -> tuple[str, str]:
 def _despite_changes(kernel: Any, action: Callable[[], Any]) -> Any:
     """`action()`, again if another thread was adding a kernel to the module, which Warp does not guard against."""
     for attempt in itertools.count(1):
-        for adjoint in _warp_adjoints(kernel.adj):
-            if getattr(adjoint, "skip_build", False):  # after a failed build Warp < 1.19 builds nothing, silently
-                adjoint.skip_build = False
-                kernel.module.mark_modified()
+        _forget_failed_builds(kernel)
         try:
             return action()
         except Exception as error:
             kernel.module.mark_modified()
-            retry = type(error) in (AttributeError, KeyError, FileNotFoundError)  # Warp's own errors are subclasses
-            if attempt == 10 or not (retry or "changed size during iteration" in str(error)):
-                getattr(kernel.generic_parent, "overloads", {}).pop(kernel.sig, None)  # else its siblings' builds fail
+            is_race = type(error) in (AttributeError, KeyError, FileNotFoundError)  # Warp's own errors are subclasses
+            is_race = is_race or "changed size during iteration" in str(error)
+            if attempt == 10 or not is_race:
+                if kernel.generic_parent:  # else the builds of its other instances fail
+                    kernel.generic_parent.overloads.pop(kernel.sig, None)
                 raise
+
+
+def _forget_failed_builds(kernel: Any) -> None:
+    """After a failed build Warp < 1.19 builds nothing, silently."""
+    for adjoint in _warp_adjoints(kernel.adj):
+        if getattr(adjoint, "skip_build", False):
+            adjoint.skip_build = False
+            kernel.module.mark_modified()
 
 
 def _warp_adjoints(adjoint: Any) -> list[Any]:
     """Warp's record of a kernel's code, and those of the functions that it calls."""
-    found, todo = [], [adjoint]
+    adjoints: list[Any] = []
+    todo = [adjoint]
     while todo:
-        if (current := todo.pop()) not in found:
-            found.append(current)
-            called = [f for f in current.get_references()[2] if not f.is_builtin()]
-            todo += [f.adj for g in called for f in (*g.user_overloads.values(), *g.user_templates.values())]
-    return found
+        current = todo.pop()
+        if current in adjoints:
+            continue
+        adjoints.append(current)
+        for function in current.get_references()[2]:
+            if not function.is_builtin():
+                todo += [overload.adj for overload in _overloads(function)]
+    return adjoints
+
+
+def _overloads(function: Any) -> list[Any]:
+    return [*function.user_overloads.values(), *function.user_templates.values()]
+
+
+# What a kernel's code does to an array, as far as its syntax shows.  Warp marks what is written, too, but not for a
+# cached binary, and it misses other names, C, tiles and views that functions return.
+_ONLY_READS = 0
+_MAY_WRITE = 1  # then the kernel gets a copy, where others need the array
+_WRITES_BY_NAME = 2  # by the name of the parameter, which is refused for an input
 
 
 @functools.lru_cache(maxsize=64)
@@ -4671,63 +4806,101 @@ def _users(tree: Any) -> dict[Any, Any]:
 
 
 class _WarpUses:
-    """What code does to an array, as far as syntax shows: 0, only read; 1, perhaps write; 2, write by its name."""
+    """A walk from the name of an array over all that is done to it, to views of it, and to its other names.
+
+    Each use counts by the expression around it:
+      a store to an element or a part     writes by name
+      an index or a slice                 what is done to the view; an element only reads, unless a function gets it
+      a property, such as `x.shape`       only reads
+      an argument of a built-in function  writes by name, or only reads, if the function is known to
+      an argument of a user's function    what the function does to its parameter, at most "may write"
+      another name                        what is done under that name, at most "may write"
+      anything else                       may write
+    The worst use counts.  So "only reads" is what each use is known to do.
+    """
 
     # An adjoint runs again the functions that a kernel calls, but not what the kernel itself (`replayed`) stores.
     def __init__(self, replayed: Any = None) -> None:
-        self.replayed, self.seen = replayed, set[tuple]()
+        self.replayed = replayed
+        self.seen = set[tuple]()
 
     def of(self, adjoint: Any, name: str, ndim: int) -> int:
         """The worst of the uses of `name`, of `ndim` dimensions; `adjoint` is Warp's record of the code."""
-        if (key := (id(adjoint), name, ndim)) in self.seen:
-            return 0  # unless another use does more
+        key = id(adjoint), name, ndim
+        if key in self.seen:
+            return _ONLY_READS  # unless another use does more
         self.seen.add(key)
-        users = _users(adjoint.tree)
-        uses = [node for node in users if isinstance(node, ast.Name) and node.id == name]
-        loads = [node for node in uses if isinstance(node.ctx, ast.Load)]
-        worst = max((self._one(adjoint, users, node, ndim) for node in loads), default=0)
-        return worst if uses == loads else min(worst, 1)  # the name may stand for another array
+        names = [node for node in _users(adjoint.tree) if isinstance(node, ast.Name) and node.id == name]
+        loads = [node for node in names if isinstance(node.ctx, ast.Load)]
+        worst = max((self._of_node(adjoint, node, ndim) for node in loads), default=_ONLY_READS)
+        is_assigned = len(loads) < len(names)  # the name may stand for another array
+        return min(worst, _MAY_WRITE) if is_assigned else worst
 
-    def _one(self, adjoint: Any, users: dict, node: Any, ndim: int) -> int:
+    def _of_node(self, adjoint: Any, node: Any, ndim: int) -> int:
+        """What is done to an expression: to the array, a view of so many dimensions, or (0 or less) an element."""
+        users = _users(adjoint.tree)
         user = users[node]
         if isinstance(user, (ast.Subscript, ast.Attribute)) and user.value is node:
-            if not isinstance(user.ctx, ast.Load) and adjoint is not self.replayed:
-                return 2
-            if isinstance(user, ast.Subscript):
-                indices = user.slice.elts if isinstance(user.slice, ast.Tuple) else [user.slice]
-                ndim -= sum(not isinstance(index, ast.Slice) for index in indices)
-            elif ndim > 0:
-                return int(user.attr not in _WARP_PROPERTIES)
-            return self._one(adjoint, users, user, ndim)
-        if isinstance(user, ast.Assign) and ndim > 0:  # another name for a view
-            found = [self.of(adjoint, x.id, ndim) if isinstance(x, ast.Name) else 1 for x in user.targets]
-            return min(max(found), 1)
+            return self._of_part(adjoint, user, ndim)
+        if isinstance(user, ast.Assign) and ndim > 0:
+            return self._of_other_names(adjoint, user.targets, ndim)
         if isinstance(user, ast.keyword):
-            return self._call(adjoint, users[user], user.arg, ndim)
+            return self._of_argument(adjoint, users[user], user.arg, ndim)
         if isinstance(user, ast.Call) and node in user.args:
-            return self._call(adjoint, user, user.args.index(node), ndim)
-        return int(ndim > 0 or isinstance(user, ast.Call))
+            return self._of_argument(adjoint, user, user.args.index(node), ndim)
+        return _MAY_WRITE if ndim > 0 or isinstance(user, ast.Call) else _ONLY_READS
 
-    def _call(self, adjoint: Any, call: ast.Call, place: Any, ndim: int) -> int:
-        """What a call does to the argument at a place, a position or a keyword."""
+    def _of_part(self, adjoint: Any, part: Any, ndim: int) -> int:
+        """What is done to `x[...]` or `x.name`."""
+        if not isinstance(part.ctx, ast.Load) and adjoint is not self.replayed:
+            return _WRITES_BY_NAME
+        if isinstance(part, ast.Subscript):
+            indices = part.slice.elts if isinstance(part.slice, ast.Tuple) else [part.slice]
+            n_indices = sum(not isinstance(index, ast.Slice) for index in indices)
+            return self._of_node(adjoint, part, ndim - n_indices)
+        if ndim > 0:
+            return _ONLY_READS if part.attr in _WARP_PROPERTIES else _MAY_WRITE
+        return self._of_node(adjoint, part, ndim)
+
+    def _of_other_names(self, adjoint: Any, targets: Sequence[Any], ndim: int) -> int:
+        are_names = all(isinstance(target, ast.Name) for target in targets)
+        if not are_names:
+            return _MAY_WRITE
+        worst = max(self.of(adjoint, target.id, ndim) for target in targets)
+        return min(worst, _MAY_WRITE)
+
+    def _of_argument(self, adjoint: Any, call: ast.Call, position: Any, ndim: int) -> int:
+        """What a call does to an argument, given by its position or keyword."""
         function = adjoint.resolve_static_expression(call.func, eval_types=False)[0]
         if not hasattr(function, "user_overloads") or function.is_builtin():
             name = getattr(call.func, "attr", getattr(call.func, "id", ""))
-            writes = place == 0 and _WARP_WRITERS.fullmatch(name)
-            return 2 if writes else int(ndim > 0 and name not in _WARP_READERS)
-        passed = getattr(call.func, "id", None) in [arg.label for arg in adjoint.args]  # the function is an argument
-        if passed or any(isinstance(arg, ast.Starred) for arg in call.args):
-            return 1
-        overloads = [*function.user_overloads.values(), *function.user_templates.values()]
+            if position == 0 and _WARP_WRITERS.fullmatch(name):
+                return _WRITES_BY_NAME
+            return _MAY_WRITE if ndim > 0 and name not in _WARP_READERS else _ONLY_READS
+        is_parameter = getattr(call.func, "id", None) in [arg.label for arg in adjoint.args]
+        if is_parameter or any(isinstance(arg, ast.Starred) for arg in call.args):
+            return _MAY_WRITE
+        worst = max((self._of_parameter(code, position, ndim) for code in self._codes(function)), default=_ONLY_READS)
+        return min(worst, _MAY_WRITE)
+
+    def _codes(self, function: Any) -> list[Any]:
+        """All that may run for a call of a function."""
+        codes = _overloads(function)
         if self.replayed:
-            overloads += [g for f in overloads for g in (f.custom_replay_func, f.custom_grad_func) if g]
-        worst = 0
-        for code, native in ((f.adj, f.native_snippet) for f in overloads):
-            args = [arg for k, arg in enumerate(code.args) if place in (k, arg.label)]
-            if native or any(hasattr(arg.type, "value_type") for arg in args):  # a wp.ref
-                return 1
-            worst = max([worst, *(self.of(code, arg.label, ndim) for arg in args)])
-        return min(worst, 1)
+            for overload in _overloads(function):
+                codes += [code for code in (overload.custom_replay_func, overload.custom_grad_func) if code]
+        return codes
+
+    def _of_parameter(self, function: Any, position: Any, ndim: int) -> int:
+        """What one overload of a function does to its parameter, given by position or name."""
+        if function.native_snippet:
+            return _MAY_WRITE
+        worst = _ONLY_READS
+        for k, arg in enumerate(function.adj.args):
+            if position in (k, arg.label):
+                is_reference = hasattr(arg.type, "value_type")  # a wp.ref
+                worst = max(worst, _MAY_WRITE if is_reference else self.of(function.adj, arg.label, ndim))
+        return worst
 
 
 # -- 11.4 One target: what a launch is given, and its recording ----------------------------------------
@@ -4756,42 +4929,39 @@ class _WarpPlan:
 
     @property
     def stand_ins(self) -> dict[int, _Array]:
-        """The arrays of a recorded launch, by buffer."""
-        found = {}
+        """The arrays of a recorded launch, by buffer: two elements along each dimension."""
+        arrays = {}
         for param, k, *_ in self.arguments:
             if k is not None:
                 dims = [2] * (param.ndim or 0)
-                found[k] = _Array(4096 * (k + 1), [*dims, *param.inner], _row_major(dims, param.nbytes), param.nbytes)
-        return found
+                strides = _row_major(dims, param.nbytes)
+                arrays[k] = _Array(4096 * (k + 1), [*dims, *param.inner], strides, param.nbytes)
+        return arrays
 
-    def values(self, arrays: Mapping[int, _Array] | Sequence[_Array], device: Any) -> Iterator[Any]:
+    def values(self, arrays: Mapping[int, _Array] | Sequence[_Array], device: Any) -> list[Any]:
         """What Warp is given: these arrays, null arrays, and zeros by value."""
-        wp = _warp("warp_kernel")
+        return [self._value(argument, arrays, device) for argument in self.arguments]
 
-        def array(param: _WarpParam, k: int | None, grad: Any = None) -> Any:
-            if k is None:
-                return None
-            shape = param.dims(arrays[k].dims)
-            pointer = arrays[k].pointer if math.prod(shape) else 0
-            return wp.array(ptr=pointer, shape=tuple(shape), dtype=param.type.dtype, device=device, grad=grad)
-
-        for param, k, grad, *_ in self.arguments:
-            if param.ndim is None:
-                yield param.type() if param.inner or param.dtype is None else 0
-            else:
-                yield array(param, k, array(param, grad))
+    def _value(self, argument: _WarpArgument, arrays: Any, device: Any) -> Any:
+        param = argument.param
+        if param.ndim is not None:
+            grad = _warp_array(param, arrays, argument.grad, device)
+            return _warp_array(param, arrays, argument.array, device, grad)
+        is_number = param.dtype is not None and not param.inner
+        return 0 if is_number else param.type()
 
     def record(self, device: str) -> Any:
         """Warp's recorded launch, with stand-ins for arrays and values; compiles and loads the kernel."""
         with _warp_session() as wp:
             if device == "cpu" and not wp.is_cpu_available():
                 raise ImportError("Warp cannot compile for CPUs here: it was installed without its library warp-clang")
-            values = list(self.values(self.stand_ins, device))
-            n, block_dim = len(self.kernel.adj.args), 1 if device == "cpu" else self.block_dim
+            values = self.values(self.stand_ins, device)
+            n = len(self.kernel.adj.args)
+            block_dim = 1 if device == "cpu" else self.block_dim
             launch = functools.partial(wp.launch, self.kernel, _STAND_IN_DIMS, values[:n], adj_inputs=values[n:])
             options = {"adjoint": len(values) > n, "device": device, "block_dim": block_dim, "record_cmd": True}
             try:
-                recorded = _despite_changes(self.kernel, lambda: launch(**options))
+                recorded = _despite_changes(self.kernel, functools.partial(launch, **options))
             except RuntimeError as error:
                 if "backward kernel" in str(error):
                     error.add_note("differentiable=True needs enable_backward=True, in warp.config too")
@@ -4801,182 +4971,332 @@ class _WarpPlan:
             return recorded
 
 
+def _warp_array(param: _WarpParam, arrays: Any, buffer: int | None, device: Any, grad: Any = None) -> Any:
+    if buffer is None:
+        return None
+    shape = tuple(param.dims(arrays[buffer].dims))
+    pointer = arrays[buffer].pointer if math.prod(shape) else 0
+    wp = _warp("warp_kernel")
+    return wp.array(ptr=pointer, shape=shape, dtype=param.type.dtype, device=device, grad=grad)
+
+
 # -- 11.5 What a launch passes, and native launches ----------------------------------------------------
 # Knows the memory of Warp's structs, as long as it is what Warp packs.  Does not call Python.
+#
+# Warp packs the parameters of a launch into blocks of memory: first the bounds of the launch, then an `array_t` or the
+# value of each parameter.  No header of Warp promises how, so it is tried out: a launch is recorded with arrays whose
+# addresses and dimensions are known, and what a handler would write is compared with what Warp packed, byte by byte.
+# If they are equal, on each device alike, handlers write the blocks themselves and start the kernel's machine code.
+# If they are not, as with a later Warp, or the launch does more than start a kernel (a deterministic one allocates, and
+# clusters have a launch of their own), Python replays what Warp recorded: 11.6.
 
-# Where array_t of warp/native/array.h has its numbers, the first of four in `shape` and `strides`, and their sizes.
-_ARRAY_T = {"data": (0, 8), "grad": (8, 8), "shape": (16, 4), "strides": (32, 4), "ndim": (48, 2)}
+
+class _Field(NamedTuple):
+    """Where a kernel reads a number or a parameter."""
+
+    block: int
+    offset: int
+    size: int
+
+
+# Where array_t of warp/native/array.h has its numbers, the first of four in `shape` and `strides`.
+_ARRAY_T = {
+    "data": _Field(0, 0, 8),
+    "grad": _Field(0, 8, 8),
+    "shape": _Field(0, 16, 4),
+    "strides": _Field(0, 32, 4),
+    "ndim": _Field(0, 48, 2),
+}
 _ARRAY_T_BYTES = 56
+_WARP_BOUNDS = {"shape", "ndim", "size", "coord_mult"}  # the fields that the bounds of a launch may have
 
 
 @dataclasses.dataclass(frozen=True)
 class _WarpLayout:
-    """Where a kernel reads its parameters: in blocks of memory, the first with the bounds of the launch."""
+    """The blocks of a launch, the first with its bounds."""
 
     # On a GPU each other holds one argument or adjoint; on the CPU one holds all arguments, and one all adjoints.
     bounds: Any
     sizes: tuple[int, ...]  # of the blocks
-    places: tuple[tuple[int, int, int], ...]  # block, offset and size of each argument, then of each adjoint
+    fields: tuple[_Field, ...]  # of each argument, then of each adjoint
 
-    def bounds_stores(self, extents: Sequence[Any]) -> Iterator[tuple]:
-        """The bounds of a launch of some extents (four, how many count, their product): block, offset, size, number."""
+    def bounds_stores(self, extents: Sequence[Any]) -> Iterator[tuple[_Field, Any]]:
+        """The numbers that bound a launch of some extents: four dimensions, how many count, and their product."""
         *dims, ndim, size = extents
-        kept = self.bounds.shape.size // 4  # as many as the kernel asks for; threads along others share coordinates
-        yield from ((0, self.bounds.shape.offset + 4 * i, 4, dims[i]) for i in range(kept))
-        for name, value in (("ndim", ndim), ("size", size), ("coord_mult", math.prod(dims[kept:]))):
+        shape = self.bounds.shape
+        n_kept = shape.size // 4  # as many as the kernel asks for; threads along others share coordinates
+        for axis in range(n_kept):
+            yield _Field(0, shape.offset + 4 * axis, 4), dims[axis]
+        numbers = {"ndim": ndim, "size": size, "coord_mult": math.prod(dims[n_kept:])}
+        for name, number in numbers.items():
             if field := getattr(self.bounds, name, None):
-                yield 0, field.offset, field.size, value
+                yield _Field(0, field.offset, field.size), number
 
-    def array_stores(self, plan: _WarpPlan, arrays: Any) -> Iterator[tuple]:
-        """The same for the arrays of one slice, given by buffer; dimensions of their elements come last, uncounted."""
-        for (param, k, grad, *_), (block, start, _) in zip(plan.arguments, self.places, strict=True):
-            if k is not None:
-                dims = param.dims(arrays[k].dims)  # a 0-d array is one of one element
-                numbers = {
-                    "data": [arrays[k].pointer],
-                    "grad": [] if grad is None else [arrays[grad].pointer],
-                    "shape": dims,
-                    "strides": arrays[k].strides[: len(dims)] or [param.nbytes],
-                    "ndim": [param.ndim],
-                }
-                for name, values in numbers.items():
-                    first, size = _ARRAY_T[name]
-                    yield from ((block, start + first + size * j, size, value) for j, value in enumerate(values))
+    def array_stores(self, plan: _WarpPlan, arrays: Any) -> Iterator[tuple[_Field, Any]]:
+        """The numbers of the arrays of one slice, given by buffer; the dimensions of elements come last, uncounted."""
+        for argument, field in zip(plan.arguments, self.fields, strict=True):
+            if argument.array is None:
+                continue
+            param = argument.param
+            array = arrays[argument.array]
+            dims = param.dims(array.dims)
+            numbers = {
+                "data": [array.pointer],
+                "grad": [] if argument.grad is None else [arrays[argument.grad].pointer],
+                "shape": dims,
+                "strides": _row_major(dims, param.nbytes),
+                "ndim": [param.ndim],
+            }
+            for name, row in numbers.items():
+                _, first, size = _ARRAY_T[name]
+                for j, number in enumerate(row):
+                    yield _Field(field.block, field.offset + first + size * j, size), number
 
 
-def _warp_layout(plan: _WarpPlan, launch: Any, on_cpu: bool) -> _WarpLayout | None:
-    """The layout of what the recorded launch passes; None unless that is what we would pass, to a plain launch."""
-    if type(launch).__name__ != "Launch" or getattr(launch, "cluster_dim", 1) != 1:  # a deterministic one allocates
+def _warp_layout(plan: _WarpPlan, launches: Mapping[int, Any], on_cpu: bool) -> _WarpLayout | None:
+    """The layout of what the recorded launches pass; None unless it is known, and the same on all devices."""
+    layouts = {_layout_of(plan, launch, on_cpu) for launch in launches.values()}
+    return layouts.pop() if len(layouts) == 1 else None
+
+
+def _layout_of(plan: _WarpPlan, launch: Any, on_cpu: bool) -> _WarpLayout | None:
+    is_plain = type(launch).__name__ == "Launch" and getattr(launch, "cluster_dim", 1) == 1
+    if not is_plain:
         return None
     blocks = _warp_cpu_blocks(launch) if on_cpu else launch.params
-    if on_cpu:
-        fields = [(b, getattr(type(s), name)) for b, s in enumerate(blocks[1:], 1) for name, *_ in s._fields_]
-        places = tuple((b, field.offset, field.size) for b, field in fields)
-    else:
-        places = tuple((b, 0, ctypes.sizeof(block)) for b, block in enumerate(blocks[1:], 1))
+    fields = _cpu_fields(blocks) if on_cpu else _gpu_fields(blocks)
     expected = [param.nbytes if param.ndim is None else _ARRAY_T_BYTES for param, *_ in plan.arguments]
-    unknown = {name for name, _ in blocks[0]._fields_} - {"shape", "ndim", "size", "coord_mult"}
-    if unknown or [size for *_, size in places] != expected:
+    known_bounds = {name for name, _ in blocks[0]._fields_} <= _WARP_BOUNDS
+    if not known_bounds or [field.size for field in fields] != expected:
         return None
-    layout = _WarpLayout(type(blocks[0]), tuple(map(ctypes.sizeof, blocks)), places)
-    memory = [bytearray(size) for size in layout.sizes]
-    bounds = layout.bounds_stores((*_STAND_IN_DIMS, 1, 1, 2, math.prod(_STAND_IN_DIMS)))
-    for block, offset, size, value in (*bounds, *layout.array_stores(plan, plan.stand_ins)):
-        memory[block][offset : offset + size] = value.to_bytes(size, "little")
+    layout = _WarpLayout(type(blocks[0]), tuple(map(ctypes.sizeof, blocks)), tuple(fields))
+    memory = _written_memory(layout, plan)
     return layout if [bytes(block) for block in blocks] == memory else None
 
 
+def _cpu_fields(blocks: Sequence[Any]) -> list[_Field]:
+    """The parameters are fields of structs."""
+    fields = []
+    for block, struct in enumerate(blocks[1:], 1):
+        for name, *_ in struct._fields_:
+            field = getattr(type(struct), name)
+            fields.append(_Field(block, field.offset, field.size))
+    return fields
+
+
+def _gpu_fields(blocks: Sequence[Any]) -> list[_Field]:
+    """Each parameter is a block."""
+    return [_Field(block, 0, ctypes.sizeof(memory)) for block, memory in enumerate(blocks[1:], 1)]
+
+
+def _written_memory(layout: _WarpLayout, plan: _WarpPlan) -> list[bytearray]:
+    """What a handler would pass for the recorded launch, whose values are zeros."""
+    memory = [bytearray(size) for size in layout.sizes]
+    extents = _warp_extents(_STAND_IN_DIMS)
+    for field, number in (*layout.bounds_stores(extents), *layout.array_stores(plan, plan.stand_ins)):
+        end = field.offset + field.size
+        memory[field.block][field.offset : end] = number.to_bytes(field.size, "little")
+    return memory
+
+
 def _warp_cpu_blocks(launch: Any) -> list[Any]:
-    """The structs whose addresses a recorded launch on the CPU passes."""
-    hooks, calls = launch.hooks, []
-    launch.hooks = types.SimpleNamespace(forward=lambda *args: calls.append(args))
-    launch.hooks.backward = launch.hooks.forward
+    """The structs whose addresses a recorded launch on the CPU passes: it is run, with nothing behind it."""
+    passed: list[Any] = []
+
+    def run_nothing(*args: Any) -> None:
+        passed.extend(args)
+
+    hooks = launch.hooks
+    launch.hooks = types.SimpleNamespace(forward=run_nothing, backward=run_nothing)
     try:
         launch.launch()
     finally:
         launch.hooks = hooks
-    return [getattr(arg, "_obj", arg) for arg in calls[0]]  # of pointers made by ctypes.byref
+    return [getattr(arg, "_obj", arg) for arg in passed]  # of pointers made by ctypes.byref
 
 
-def _warp_grid(kernel: str, size: int, block_dim: int, grid_stride: bool) -> tuple[int, int, int]:
+def _warp_extents(dims: Sequence[int]) -> tuple[int, ...]:
+    """Four dimensions, how many of them count, and their product."""
+    ones = [1] * (_WARP_MAX_DIMS - len(dims))
+    return *dims, *ones, len(dims), math.prod(dims)
+
+
+def _warp_grid(kernel: str, n_threads: int, block_dim: int, has_grid_stride: bool) -> tuple[int, int, int]:
     """The grid of `wp_cuda_launch_kernel` (warp.cu): without a loop in the kernel, blocks spread over three axes."""
-    blocks = -(-size // block_dim)
-    if grid_stride or not blocks:  # which is not launched
+    blocks = -(-n_threads // block_dim)
+    if has_grid_stride or not blocks:  # which is not launched
         return min(blocks, _CUDA_LIMITS["grid"][0]), 1, 1
     x = min(blocks, 2**24 // block_dim)
     y = min(-(-blocks // x), 65535)
     z = -(-blocks // (x * y))
     if z > 65535:
-        raise ValueError(f"Warp kernel {kernel!r}: {size} threads are too many for one launch without a grid stride")
+        raise ValueError(
+            f"Warp kernel {kernel!r}: {n_threads} threads are too many for one launch without a grid stride"
+        )
     return x, y, z
 
 
-class _WarpEmitter(_Emitter):
-    """Writes a kernel's parameters, empty arrays as null, and runs what the recorded launches do."""
+class _WarpCode:
+    """A kernel that is loaded, and how a handler starts it."""
 
-    def __init__(self, label: str, plan: _WarpPlan, layout: _WarpLayout, launches: Any, driver: Any) -> None:
-        self.plan, self.layout, self.driver = plan, layout, driver
-        self.extents = 8 * (_WARP_GPU_EXTENTS if driver else _WARP_CPU_EXTENTS)
-        self.traits = _COMMAND_BUFFER_COMPATIBLE if driver else 0  # it only launches, always the same
-        self.in_order = plan.in_order or bool(driver)
-        self.entries = {}  # machine code, on a GPU a CUfunction, and the shared memory that it takes
-        for n, launch in launches.items():
-            kind = "backward" if launch.adjoint else "forward"
-            entry = ctypes.cast(getattr(launch.hooks, kind), _PTR).value or 0
-            self.entries[n] = entry, getattr(launch.hooks, f"{kind}_smem_bytes")
+    def __init__(
+        self, label: str, plan: _WarpPlan, layout: _WarpLayout, launches: Mapping[int, Any], driver: _CudaDriver | None
+    ) -> None:
+        self.plan = plan
+        self.layout = layout
+        self.entries = {n: _warp_entry(launch) for n, launch in launches.items()}
         self.launcher = _CudaLauncher(label, driver, self.entries) if driver else None
 
-    def write(self, handler: _Handler) -> None:
-        run = lambda blocks: handler.call(self.entries[0][0], *blocks)
-        launch, given = self.launcher.enter(handler) if self.launcher else run, handler.launch
-        extents = [handler.load(given + self.extents + 8 * i) for i in range(6)]
+    def enter(self, handler: _Handler) -> Callable[..., None]:
+        """What starts the kernel with blocks of memory at some addresses."""
+        if self.launcher:
+            return self.launcher.enter(handler)
+        entry, _ = self.entries[0]
+
+        def run(blocks: Sequence[Any]) -> None:
+            handler.call(entry, *blocks)
+
+        return run
+
+    def new_blocks(self, handler: _Handler) -> list[_Word]:
+        """Memory for what one launch passes, with the constants in it."""
         blocks = [handler.zeros(size) for size in self.layout.sizes]
+        for argument, field in zip(self.plan.arguments, self.layout.fields, strict=True):
+            if argument.constant is not None:
+                source = handler.launch + argument.constant
+                handler.copy_bytes(blocks[field.block] + field.offset, source, field.size)
+        return blocks
 
-        def store(stores: Iterator[tuple]) -> None:
-            for block, offset, size, value in stores:
-                handler.store(value, blocks[block] + offset, size)
+    def store(self, handler: _Handler, blocks: Sequence[_Word], stores: Iterator[tuple[_Field, Any]]) -> None:
+        for field, number in stores:
+            handler.store(number, blocks[field.block] + field.offset, field.size)
 
-        def copy(sources: list[Any]) -> None:
-            for source, (block, offset, size) in zip(sources, self.layout.places, strict=True):
-                if source is not None:
-                    handler.copy_bytes(blocks[block] + offset, source, size)
+    def store_slice(self, handler: _Handler, blocks: Sequence[_Word], slices: Sequence[_Array]) -> None:
+        """Write what differs between slices: empty arrays are null."""
+        arrays = []
+        for array in slices:
+            is_empty = handler.word(math.prod(array.dims)) == 0
+            arrays.append(array._replace(pointer=handler.select(is_empty, 0, array.pointer)))
+        self.store(handler, blocks, self.layout.array_stores(self.plan, arrays))
+        for argument, field in zip(self.plan.arguments, self.layout.fields, strict=True):
+            if argument.traced is not None:
+                source = arrays[argument.traced].pointer
+                handler.copy_bytes(blocks[field.block] + field.offset, source, field.size)
 
-        store(self.layout.bounds_stores(extents))
-        copy([None if start is None else given + start for *_, start in self.plan.arguments])
+
+def _warp_entry(launch: Any) -> tuple[int, int]:
+    """The machine code of a recorded launch, on a GPU a CUfunction, and the shared memory that it takes."""
+    kind = "backward" if launch.adjoint else "forward"
+    address = ctypes.cast(getattr(launch.hooks, kind), _PTR).value or 0
+    return address, getattr(launch.hooks, f"{kind}_smem_bytes")
+
+
+class _WarpEmitter(_Emitter):
+    """Writes the blocks of a launch, and starts the kernel's machine code."""
+
+    def __init__(self, code: _WarpCode, driver: _CudaDriver | None) -> None:
+        self.code = code
+        self.driver = driver
+        self.traits = _COMMAND_BUFFER_COMPATIBLE if driver else 0  # it only launches, always the same
+        self.in_order = code.plan.in_order or driver is not None
+
+    def write(self, handler: _Handler) -> None:
+        code = self.code
+        launch = code.enter(handler)
+        blocks = code.new_blocks(handler)
+        code.store(handler, blocks, code.layout.bounds_stores(self._extents(handler)))
         with handler.each_slice() as slices:
-            pointers = [handler.select(handler.word(math.prod(x.dims)) == 0, 0, x.pointer) for x in slices]
-            arrays = [x._replace(pointer=pointer) for x, pointer in zip(slices, pointers, strict=True)]
-            store(self.layout.array_stores(self.plan, arrays))
-            copy([None if k is None else arrays[k].pointer for *_, k, _ in self.plan.arguments])
+            code.store_slice(handler, blocks, slices)
             launch(blocks)
+
+    def _extents(self, handler: _Handler) -> list[_Word]:
+        first = _WARP_GPU_EXTENTS if self.driver else _WARP_CPU_EXTENTS
+        return [handler.load(handler.launch + 8 * (first + i)) for i in range(6)]
 
 
 # -- 11.6 Through Warp's own launch, where it is more than that ----------------------------------------
 # Knows how to fill in and replay what was recorded.  Does not know its memory.
+#
+# Warp's `Launch` has methods that set the dimensions and pack an array anew.  What is passed by value has none that
+# takes bytes, so these are copied into `Launch.params`, where it stands behind the bounds.  A recorded launch is one
+# object: a lock is held from the first change until it is launched, on XLA's stream.
 
 
-def _warp_replay(plan: _WarpPlan, launches: Mapping[int, Any], driver: Any) -> Callable:
-    """For a `_CallbackEmitter`: fills in Warp's recorded launch and runs it on XLA's stream, outside of CUDA graphs."""
-    wp, lock, n = _warp("warp_kernel"), threading.Lock(), len(plan.kernel.adj.args)
-    first = _WARP_GPU_EXTENTS if driver else _WARP_CPU_EXTENTS
+class _WarpReplay:
+    """For a `_CallbackEmitter`: runs Warp's recorded launch on the arrays of a slice."""
 
-    def run(pointers: list[int], dims: list[tuple], given: int, stream: Any, ordinal: int) -> None:
-        launch = launches[ordinal]
-        *extents, ndim, _ = (_I64 * 6).from_address(given + 8 * first)
+    def __init__(self, plan: _WarpPlan, launches: Mapping[int, Any], on_gpu: bool) -> None:
+        self.plan = plan
+        self.launches = launches
+        self.on_gpu = on_gpu
+        self.lock = threading.Lock()
+
+    def __call__(self, pointers: list[int], dims: list[tuple], attribute: int, stream: int, ordinal: int) -> None:
+        launch = self.launches[ordinal]
         arrays = [_Array(pointer, [*shape], [], 0) for pointer, shape in zip(pointers, dims, strict=True)]
-        # no wp.Stream: that would register XLA's stream with Warp, and unregister it under the feet of others
-        stream = types.SimpleNamespace(device=launch.device, cuda_stream=stream) if driver else None
-        allocates = driver and type(launch) is not wp.Launch  # a deterministic one, and on Warp's current stream
-        with lock, wp.ScopedStream(stream, sync_enter=False) if allocates else contextlib.nullcontext():
-            launch.set_dim(tuple(extents[:ndim]))
-            for i, (value, argument) in enumerate(zip(plan.values(arrays, launch.device), plan.arguments, strict=True)):
-                if value is not None:
-                    launch.set_param_at_index(i % n, value, adjoint=i >= n)
-                source = 0 if argument.traced is None else pointers[argument.traced]
-                source = given + argument.constant if argument.constant else source
-                if source:
-                    ctypes.memmove(ctypes.byref(launch.params[1 + i]), source, argument.param.nbytes)
-            launch.launch(stream=stream)
+        with self.lock:
+            self._set_dim(launch, attribute)
+            self._set_arrays(launch, arrays)
+            self._set_values(launch, pointers, attribute)
+            self._run(launch, stream)
 
-    return run
+    def _set_dim(self, launch: Any, attribute: int) -> None:
+        first = _WARP_GPU_EXTENTS if self.on_gpu else _WARP_CPU_EXTENTS
+        *extents, ndim, _ = (_I64 * 6).from_address(attribute + 8 * first)
+        launch.set_dim(tuple(extents[:ndim]))
+
+    def _set_arrays(self, launch: Any, arrays: Sequence[_Array]) -> None:
+        n = len(self.plan.kernel.adj.args)
+        for i, value in enumerate(self.plan.values(arrays, launch.device)):
+            if value is not None:
+                launch.set_param_at_index(i % n, value, adjoint=i >= n)
+
+    def _set_values(self, launch: Any, pointers: Sequence[int], attribute: int) -> None:
+        for i, argument in enumerate(self.plan.arguments):
+            source = None
+            if argument.traced is not None:
+                source = pointers[argument.traced]
+            elif argument.constant is not None:
+                source = attribute + argument.constant
+            if source is not None:
+                ctypes.memmove(ctypes.byref(launch.params[1 + i]), source, argument.param.nbytes)
+
+    def _run(self, launch: Any, stream: int) -> None:
+        if not self.on_gpu:
+            launch.launch()
+            return
+        wp = _warp("warp_kernel")
+        # no wp.Stream: that would register XLA's stream with Warp, and unregister it under the feet of others
+        xla_stream = types.SimpleNamespace(device=launch.device, cuda_stream=stream)
+        is_deterministic = type(launch) is not wp.Launch  # it allocates, on Warp's current stream
+        with wp.ScopedStream(xla_stream, sync_enter=False) if is_deterministic else contextlib.nullcontext():
+            launch.launch(stream=xla_stream)
 
 
 def _compile_warp(plan: _WarpPlan, signature: _Signature, platform: str) -> _Compiled:
     _import("numba", "warp_kernel compiles what XLA calls with Numba's LLVM: it", _NUMBA_INSTALL)
     driver = _CudaDriver() if platform == "cuda" else None
-    devices = {n: f"cuda:{n}" for n in _cuda_ordinals()} if driver else {0: "cpu"}
-    with driver.keeping_context() if driver else contextlib.nullcontext():  # Warp leaves another one current
-        launches = {n: plan.record(device) for n, device in devices.items()}
-    layout, *others = {_warp_layout(plan, launch, not driver) for launch in launches.values()}
-    if layout and not others:  # every device's is known, and the same
-        emitter: _Emitter = _WarpEmitter(signature.label, plan, layout, launches, driver)
+    launches = _record_launches(plan, driver)
+    layout = _warp_layout(plan, launches, on_cpu=driver is None)
+    emitter: _Emitter
+    if layout:
+        emitter = _WarpEmitter(_WarpCode(signature.label, plan, layout, launches, driver), driver)
     else:
-        emitter = _CallbackEmitter(signature, _warp_replay(plan, launches, driver), driver)
-    if not driver and any("tile" in adjoint.source for adjoint in _warp_adjoints(plan.kernel.adj)):
+        emitter = _CallbackEmitter(signature, _WarpReplay(plan, launches, on_gpu=driver is not None), driver)
+    if driver is None and any("tile" in adjoint.source for adjoint in _warp_adjoints(plan.kernel.adj)):
         # Warp keeps the CPU memory of tiles behind one static pointer (tile.h): such kernels must not overlap
-        emitter.lock, emitter.in_order = _native_lock("tile_lock"), True
+        emitter.lock = _native_lock("tile_lock")
+        emitter.in_order = True
     address, keep = _compile_handler(signature, emitter)
     return _Compiled(address, (keep, emitter, launches))  # launches keep Warp's modules loaded
+
+
+def _record_launches(plan: _WarpPlan, driver: _CudaDriver | None) -> dict[int, Any]:
+    """Warp's recorded launch for each device, by CUDA ordinal; 0 is the CPU."""
+    if driver is None:
+        return {0: plan.record("cpu")}
+    with driver.keeping_context():  # Warp leaves another one current
+        return {n: plan.record(f"cuda:{n}") for n in _cuda_ordinals()}
 
 
 # ======================================================================================================
