@@ -2857,9 +2857,12 @@ class _Form(NamedTuple):
 
 def _array_types(nbtypes: Any, signature: _Signature, readonly: bool = True) -> tuple[Any, ...]:
     """Numba's types of row-major buffers, of which inputs may be read-only."""
-    scalars = [getattr(nbtypes, "boolean" if dtype.kind == "b" else dtype.name) for dtype in signature.dtypes]
-    kinds = enumerate(zip(scalars, signature.ranks, strict=True))
-    return tuple(nbtypes.Array(kind, rank, "C", readonly and i < signature.n_in) for i, (kind, rank) in kinds)
+    array_types = []
+    for k, (dtype, rank) in enumerate(zip(signature.dtypes, signature.ranks, strict=True)):
+        element = nbtypes.boolean if dtype.kind == "b" else getattr(nbtypes, dtype.name)
+        is_input = k < signature.n_in
+        array_types.append(nbtypes.Array(element, rank, "C", readonly and is_input))
+    return tuple(array_types)
 
 
 def _compile_numba(
@@ -2891,15 +2894,19 @@ class _NumbaCode(NamedTuple):
 def _compile_code(kernel: Any, signature: _Signature, forms: list[_Form], file: _KernelFile | None) -> _NumbaCode:
     walked = _Digester(_NUMBA_LIVE_ABOVE).walk(kernel, forms[0].static)
     names = walked.names
-    names |= {"dot(out)"} if {"dot", "(,,)"} <= names else set()  # np.dot(x, y, out) writes
+    if {"dot", "(,,)"} <= names:
+        names.add("dot(out)")  # np.dot(x, y, out) writes
     with _without_caches(_jitted(walked, kernel) if file else []):
-        overload, unchecked = _first_that_compiles(functools.partial(_compile_form, kernel, signature, names), forms)
-    entry = overload.library.get_pointer_to_function(overload.fndesc.llvm_func_name)
-    may_write = _not_only_read(overload, signature) if unchecked else ()
-    code = _NumbaCode(entry, overload, may_write, _uses_threads(overload), "objmode" in names)
-    is_fresh = not unchecked or getattr(kernel, "_can_compile", True)  # else it may be what Numba compiled long ago
-    if file and is_fresh and not code.uses_python and (portable := _portable(overload)):
-        file.write((portable, may_write, code.uses_threads))
+        found = _first_that_compiles(functools.partial(_compile_form, kernel, signature, names), forms)
+    library = found.overload.library
+    entry = library.get_pointer_to_function(found.overload.fndesc.llvm_func_name)
+    may_write = _not_only_read(found.overload, signature) if found.may_write else ()
+    code = _NumbaCode(entry, found.overload, may_write, _uses_threads(found.overload), "objmode" in names)
+    is_fresh = not found.may_write or getattr(kernel, "_can_compile", True)  # else Numba may have compiled it long ago
+    if file and is_fresh and not code.uses_python:
+        portable = _portable(found.overload)
+        if portable:
+            file.write((portable, may_write, code.uses_threads))
     return code
 
 
@@ -2942,7 +2949,8 @@ def _in_python(kernel: Any, signature: _Signature, form: _Form) -> Callable[...,
     def body(pointers: list[int], dims: list[tuple], *_: int) -> None:
         buffers = _host_arrays(signature, pointers, dims)
         returned = call(*buffers)
-        for k, leaf in zip(form.results, jax.tree_util.tree_leaves(returned if form.results else ()), strict=True):
+        leaves = jax.tree_util.tree_leaves(returned) if form.results else []
+        for k, leaf in zip(form.results, leaves, strict=True):
             if np.shape(leaf) != buffers[k].shape:
                 raise ValueError("returned an array of shape", np.shape(leaf), "where outs declares", buffers[k].shape)
             buffers[k][...] = leaf
@@ -2950,28 +2958,40 @@ def _in_python(kernel: Any, signature: _Signature, form: _Form) -> Callable[...,
     return body
 
 
-def _compile_form(kernel: Any, signature: _Signature, names: set[str], form: _Form) -> tuple[Any, bool]:
-    """What Numba compiled, and whether its array types leave open that the kernel writes to an input."""
+class _Found(NamedTuple):
+    """What Numba compiled for one form of a call."""
+
+    overload: Any
+    may_write: bool  # whether its array types leave open that the kernel writes to an input
+
+
+def _compile_form(kernel: Any, signature: _Signature, names: set[str], form: _Form) -> _Found:
+    """Read-only inputs make Numba refuse a kernel that writes to one.
+
+    What names writable arrays (explicit signatures, `locals`, `overload`s) may refuse them for another reason: then the
+    kernel gets those.
+    """
     from numba import types as nbtypes
 
-    # Read-only inputs make Numba refuse a kernel that writes to one.  What names writable arrays (explicit signatures,
-    # `locals`, `overload`s) may refuse them for another reason: then the kernel gets those.
-    readonly, plain = (_array_types(nbtypes, signature, flag) for flag in (True, False))
-    compile_ = functools.partial(_compile_call, form)
-    explicit = not getattr(kernel, "_can_compile", True)
+    readonly = _array_types(nbtypes, signature)
+    writable = _array_types(nbtypes, signature, readonly=False)
+    has_signatures = not getattr(kernel, "_can_compile", True)
+    argtypes = readonly
+    may_write = not names.isdisjoint(_UNCHECKED_WRITERS)
     try:
-        if explicit:  # Numba's own error if no signature fits
-            compile_(kernel, plain)
-        found: Any = compile_(_fresh_dispatcher(kernel), readonly), readonly, bool(names & _UNCHECKED_WRITERS)
+        if has_signatures:  # Numba's own error if none of them fits
+            _compile_call(form, kernel, writable)
+        dispatcher = _compile_call(form, _fresh_dispatcher(kernel), readonly)
     except Exception as error:
-        found = None
-        with contextlib.suppress(Exception):
-            if _WRITES not in str(error):
-                found = compile_(kernel if explicit else _fresh_dispatcher(kernel), plain), plain, True
-        if not found:
+        dispatcher = None
+        if _WRITES not in str(error):
+            with contextlib.suppress(Exception):
+                dispatcher = _compile_call(form, kernel if has_signatures else _fresh_dispatcher(kernel), writable)
+        if dispatcher is None:
             raise _refusal("Numba", signature, error, kernel, bool(form.results)) from error
-    dispatcher, argtypes, unchecked = found
-    return _compile_results(dispatcher, argtypes, signature, form), unchecked
+        argtypes = writable
+        may_write = True
+    return _Found(_compile_results(dispatcher, argtypes, signature, form), may_write)
 
 
 def _compile_call(form: _Form, dispatcher: Any, argtypes: tuple) -> Any:
@@ -2979,8 +2999,8 @@ def _compile_call(form: _Form, dispatcher: Any, argtypes: tuple) -> Any:
     import numba
 
     parameters = inspect.signature(_python(dispatcher)).parameters
-    simple = form == _Form.plain(len(parameters)) and len(parameters) == len(_parameters(dispatcher))
-    if not simple or not getattr(dispatcher, "_can_compile", False):
+    is_plain = form == _Form.plain(len(parameters)) and len(parameters) == len(_parameters(dispatcher))
+    if not is_plain or not getattr(dispatcher, "_can_compile", False):
         dispatcher = numba.njit(form.adapter(dispatcher, f"return {_RETURNED}"))
     with warnings.catch_warnings():  # a kernel that parallel=True finds nothing to do in is no news here
         warnings.simplefilter("ignore", numba.NumbaPerformanceWarning)
@@ -2993,42 +3013,53 @@ def _compile_results(dispatcher: Any, argtypes: tuple, signature: _Signature, fo
     import numba
 
     overload = dispatcher.overloads[argtypes]
-    leaves = _returned_leaves(overload.signature.return_type)
+    returned = overload.signature.return_type
+    leaves = _returned_leaves(returned)
     declared = [(signature.dtypes[k], signature.ranks[k]) for k in form.results]
     if len(leaves) != len(declared) or not all(map(_is_declared, leaves.values(), declared)):
         shown = ", ".join(f"{dtype.name}[{','.join(':' * rank)}]" for dtype, rank in declared)
         raise TypeError(
-            f"kernel {signature.label!r} returns {overload.signature.return_type}, not {shown or 'nothing'}: with "
+            f"kernel {signature.label!r} returns {returned}, not {shown or 'nothing'}: with "
             "parameters for its outputs it writes to them, and with the inputs alone it returns what outs declares"
         )
+    if not form.results:
+        return overload
     stores = []
     for leaf, k in zip(leaves, form.results, strict=True):
-        text = f"'returned an array of shape', {leaf}.shape, 'where outs declares', b{k}.shape"
-        checks = [f"if {leaf}.shape != b{k}.shape: raise ValueError({text})"] if signature.ranks[k] else []
-        stores += [*checks, f"b{k}[...] = {leaf}"]
-    if not stores:
-        return overload
+        if signature.ranks[k]:
+            text = f"'returned an array of shape', {leaf}.shape, 'where outs declares', b{k}.shape"
+            stores.append(f"if {leaf}.shape != b{k}.shape: raise ValueError({text})")
+        stores.append(f"b{k}[...] = {leaf}")
     stored = numba.njit(_Form.plain(form.n).adapter(dispatcher, *stores))
     stored.compile(argtypes)
     return stored.overloads[argtypes]
 
 
-def _returned_leaves(kind: Any, where: str = _RETURNED) -> dict[str, Any]:
+def _returned_leaves(kind: Any, expression: str = _RETURNED) -> dict[str, Any]:
     """The scalars and arrays in what a function returns: an expression for each -> its Numba type."""
     from numba import types as nbtypes
 
-    if isinstance(kind, nbtypes.BaseTuple):
-        return {k: v for i, item in enumerate(kind) for k, v in _returned_leaves(item, f"{where}[{i}]").items()}
-    where += "[()]" if getattr(kind, "ndim", None) == 0 else ""
-    return {} if kind == nbtypes.none else {where: nbtypes.unliteral(kind)}
+    if kind == nbtypes.none:
+        return {}
+    if not isinstance(kind, nbtypes.BaseTuple):
+        is_0d = getattr(kind, "ndim", None) == 0
+        return {expression + "[()]" * is_0d: nbtypes.unliteral(kind)}
+    leaves = {}
+    for i, item in enumerate(kind):
+        leaves.update(_returned_leaves(item, f"{expression}[{i}]"))
+    return leaves
 
 
 def _is_declared(kind: Any, declared: tuple[np.dtype, int]) -> bool:
     """Whether a result has the declared dtype and rank; where x64 is disabled, 64 bits are declared as 32."""
     from numba import from_dtype
 
-    dtypes = [d for d in map(np.dtype, _NUMBA_DTYPES) if declared[0] in (d, jax.dtypes.canonicalize_dtype(d))]
-    return getattr(kind, "dtype", kind) in map(from_dtype, dtypes) and getattr(kind, "ndim", 0) == declared[1]
+    dtype, rank = declared
+    allowed = []
+    for name in _NUMBA_DTYPES:
+        if dtype in (np.dtype(name), jax.dtypes.canonicalize_dtype(name)):
+            allowed.append(from_dtype(np.dtype(name)))
+    return getattr(kind, "dtype", kind) in allowed and getattr(kind, "ndim", 0) == rank
 
 
 def _refusal(by: str, signature: _Signature, error: Exception, kernel: Any = None, returns: bool = False) -> TypeError:
@@ -3054,11 +3085,15 @@ def _llvm(overload: Any) -> Any:
 
 def _not_only_read(overload: Any, signature: _Signature) -> tuple[int, ...]:
     """The inputs that LLVM does not find to be only read: through what the kernel is given, as far as it can follow."""
-    arguments = list(_llvm(overload).get_function(overload.fndesc.llvm_func_name).arguments)
-    # the results' addresses, then per array: meminfo, parent, nitems, itemsize, data, shape, strides
-    data = itertools.accumulate((5 + 2 * rank for rank in signature.ranks), initial=6)
-    found = [arguments[position].attributes for _, position in zip(range(signature.n_in), data)]
-    return tuple(i for i, attributes in enumerate(found) if not {b"readonly", b"readnone"} & set(attributes))
+    parameters = list(_llvm(overload).get_function(overload.fndesc.llvm_func_name).arguments)
+    may_write = []
+    position = 6  # after the results' addresses; each array has meminfo, parent, nitems, itemsize, data, shape, strides
+    for i in range(signature.n_in):
+        attributes = set(parameters[position].attributes)
+        if attributes.isdisjoint({b"readonly", b"readnone"}):
+            may_write.append(i)
+        position += 5 + 2 * signature.ranks[i]
+    return tuple(may_write)
 
 
 class _Helper(NamedTuple):
@@ -3155,20 +3190,28 @@ def _frozen(options: Any) -> Any:
 
 def _users_overloads() -> Mapping[str, list[Any]]:
     """What users gave to `numba.extending`, by the name that calls it; "" where code calls it without naming it."""
-    modules = (sys.modules.get(f"numba.{part}.typing.templates") for part in ("core", "cuda"))
-    registries = [getattr(module, "builtin_registry", None) for module in modules]
-    return _sorted_overloads(*((r, len(r.functions), len(r.attributes)) for r in registries if r))
+    registries = []
+    for part in ("core", "cuda"):
+        module = sys.modules.get(f"numba.{part}.typing.templates")
+        registry = getattr(module, "builtin_registry", None)
+        if registry:
+            registries.append((registry, len(registry.functions), len(registry.attributes)))
+    return _sorted_overloads(*registries)
 
 
 @functools.lru_cache(maxsize=1)
 def _sorted_overloads(*registries: tuple[Any, int, int]) -> Mapping[str, list[Any]]:
-    found: dict[str, list[Any]] = {}
+    by_name: dict[str, list[Any]] = {}
     for registry, *_ in registries:
         for template in (*registry.functions, *registry.attributes):
-            functions = template.key, getattr(template, "_overload_func", None)  # register_jitable has one of Numba's
-            if any(isinstance(f, types.FunctionType) and not _is_stable_function(f) for f in functions):
-                found.setdefault(_name_in_code(template), []).append(template)
-    return found
+            if _is_users(template.key) or _is_users(getattr(template, "_overload_func", None)):
+                by_name.setdefault(_name_in_code(template), []).append(template)
+    return by_name
+
+
+def _is_users(function: Any) -> bool:
+    """Whether this is a function that no stable package defines; register_jitable has one of Numba's beside it."""
+    return isinstance(function, types.FunctionType) and not _is_stable_function(function)
 
 
 def _name_in_code(template: Any) -> str:
