@@ -10058,19 +10058,23 @@ def add_cpp(spec):
 
 @functools.cache
 def register_cpp_add(backend):
-    compiler = shutil.which("g++") or missing("g++", "no C++ compiler on this machine")
     if backend == "gpu":
         ctypes.CDLL("libcuda.so.1", ctypes.RTLD_GLOBAL)
-    with tempfile.TemporaryDirectory() as folder:
-        source, path = pathlib.Path(folder, "add.cc"), pathlib.Path(folder, "add.so")
-        source.write_text(CPP + (CPP_CUDA_ADD if backend == "gpu" else CPP_ADD))
-        flags = ["-std=c++17", "-O3", "-march=native", "-shared", "-fPIC", "-w", f"-I{jax.ffi.include_dir()}"]
-        subprocess.run([compiler, *flags, source, "-o", path], check=True)
-        library = ctypes.CDLL(str(path))
+    library = cpp_library(CPP_CUDA_ADD if backend == "gpu" else CPP_ADD)
     if backend == "gpu" and (code := library.prepare(PTX_ADD.encode())):
         raise RuntimeError(f"CUDA error {code}")
     platform = {"gpu": "CUDA"}.get(backend, backend)
     jax.ffi.register_ffi_target("bench_cpp_add", jax.ffi.pycapsule(library.add), platform=platform)
+
+
+def cpp_library(text):
+    compiler = shutil.which("g++") or missing("g++", "no C++ compiler on this machine")
+    with tempfile.TemporaryDirectory() as folder:
+        source, path = pathlib.Path(folder, "library.cc"), pathlib.Path(folder, "library.so")
+        source.write_text(CPP + text)
+        flags = ["-std=c++17", "-O3", "-march=native", "-shared", "-fPIC", "-w", f"-I{jax.ffi.include_dir()}"]
+        subprocess.run([compiler, *flags, source, "-o", path], check=True)
+        return ctypes.CDLL(str(path))
 
 
 CALLBACK = {
@@ -10665,6 +10669,61 @@ TWENTY_KERNELS = """
     """
 
 
+CPP_SMOOTH = """
+extern "C" void smooth(const float* x, long n, float* out) {
+  for (long i = 0; i < n; i++) out[i] = (x[i > 0 ? i - 1 : 0] + x[i] + x[i + 1 < n ? i + 1 : i]) / 3;
+}
+static ffi::Error Smooth(Array x, Array before, ffi::Result<Array> out) {
+  smooth((const float*)x.untyped_data(), x.element_count(), (float*)out->untyped_data());
+  return ffi::Error::Success();
+}
+XLA_FFI_DEFINE_HANDLER_SYMBOL(smooth_handler, Smooth, ffi::Ffi::Bind().Arg<Array>().Arg<Array>().Ret<Array>());
+"""
+
+
+def bench_c_function():
+    """A function of a C library, of one float32 array"""
+    rows = []
+    for size in (16, 1_000_000):
+        x, y, spec = inputs(size)
+        paths = over({"numba_kernel": smooth_numba, "C++ FFI handler": smooth_cpp}, lambda make: make(spec))
+        cases = {
+            "in a loop that carries its array": lambda f: timed_loop(f, x, y),
+            "in a loop that keeps its array": lambda f: timed_loop(lambda before, y: f(y, before), x, y),
+            "eager": lambda f: timed(lambda: f(x, y)),
+        }
+        for case, measure in cases.items():
+            measured = {name: lambda make=make, measure=measure: measure(make()) for name, make in paths.items()}
+            rows += compare(measured, case=f"{size:,} elements, {case}")
+    return rows
+
+
+def smooth_numba(spec):
+    import llvmlite.binding
+
+    address = ctypes.cast(smooth_library().smooth, ctypes.c_void_p).value
+    llvmlite.binding.add_symbol("bench_smooth", address)
+    floats = numba.types.CPointer(numba.types.float32)
+    smooth = numba.types.ExternalFunction("bench_smooth", numba.types.void(floats, numba.types.int64, floats))
+
+    def kernel(x, before, out):
+        smooth(x.ctypes, x.size, out.ctypes)
+
+    return xk.numba_kernel(kernel, spec)
+
+
+def smooth_cpp(spec):
+    smooth_library()
+    return jax.ffi.ffi_call("bench_smooth", spec)
+
+
+@functools.cache
+def smooth_library():
+    library = cpp_library(CPP_SMOOTH)
+    jax.ffi.register_ffi_target("bench_smooth", jax.ffi.pycapsule(library.smooth_handler), platform="cpu")
+    return library
+
+
 def bench_memory():
     """Growth of the process's memory"""
     x, y, spec = inputs(16)
@@ -10713,7 +10772,7 @@ def growth(name, action, count):
     return {"case": "", "path": name, "unit": "MB", "value": -repeat(count // 2) + repeat(count)}
 
 
-CPU_ONLY = {"slices", "threads", "mesh", "first_call", "start", "large", "csr", "cuba", "memory"}  # about CPUs
+CPU_ONLY = set("slices threads mesh first_call start large csr cuba c_function memory".split())  # about CPUs
 GPU_ONLY = {  # and XLA's flags for them
     "copy": "",
     "captured": "--xla_gpu_enable_command_buffer=FUSION,CUSTOM_CALL --xla_gpu_graph_min_graph_size=1",
