@@ -4949,7 +4949,7 @@ def jit(function=None, **options):
 
 
 @pytest.mark.processes
-@pytest.mark.needs("compiler", "real driver", "gcc")
+@pytest.mark.needs("compiler", "real driver", "no gpu", "gcc")
 def test_cuda_fake_driver(tmp_path):
     """Runs the tests below, in a process with the fake driver."""
     (tmp_path / "fake.c").write_text(FAKE_DRIVER)
@@ -5857,7 +5857,7 @@ def test_gpu_stream_order_under_load(how):
     expected = jax.jit(functools.partial(chain, lambda x: x))(a)
     assert np.isfinite(expected).all()
     run = jax.jit(functools.partial(chain, gpu_copy(how)))
-    for _ in range(5):
+    for _ in range(2):
         np.testing.assert_allclose(run(a), expected, rtol=1e-2)
 
 
@@ -6162,11 +6162,11 @@ def test_gpu_a_launch_per_slice_where_blocks_know_of_z(why, launches):
 @on_gpu
 @pytest.mark.parametrize("captured", ["", "FUSION,CUBLAS,CUSTOM_CALL"], ids=["launched", "command buffers"])
 def test_gpu_command_buffers(captured):
-    """The tests above with CUDA graphs off, and on for every computation."""
+    """Tests that run on the GPU, with CUDA graphs off, and on for every computation."""
     flags = f"--xla_gpu_enable_command_buffer={captured} --xla_gpu_graph_min_graph_size=1"
-    tests = "test_on_cuda or stream_order or test_warp_ops or test_warp_grad"
+    tests = "test_on_cuda or stream_order or (gpu and (test_warp_ops or test_warp_grad))"
     outcomes = run_pytest("-k", tests, XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} {flags}")
-    assert outcomes["passed"] >= 40  # those of Warp that need a CPU skip
+    assert outcomes["passed"] >= 40
 
 
 @on_gpu
@@ -6196,8 +6196,8 @@ def test_gpu_debug_kernel_reports_its_exceptions():
 
     op = xk.numba_cuda_kernel(kernel, lambda x: x, grid=1, block=32)
     slow = jax.jit(lambda a, x: op(x + 0 * jnp.max(a @ a @ a)))  # the launch waits for what is before it
-    a, x = jnp.ones((2000, 2000)), jnp.ones(1)
-    for k in range(3):
+    a, x = jnp.ones((1500, 1500)), jnp.ones(1)
+    for k in range(2):
         np.testing.assert_array_equal(slow(a, x + k), x + k)
         with pytest.raises(Exception, match=r"ValueError: .*(negative|Invalid)"):
             jax.block_until_ready(slow(a, -x))
