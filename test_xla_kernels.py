@@ -9835,6 +9835,59 @@ def test_op_benchmark_compares_backends():
     assert [line.split()[0] for line in lines] == ["a", "b", "c", "bad"] and "KeyError" in lines[3]
 
 
+def test_op_benchmark_shows_nan():
+    op = xk.XLACustomKernel("sometimes")
+    op.def_kernel("right", "cpu", lambda: lambda x: x)
+    op.def_kernel("nan", "cpu", lambda: lambda x: x * np.nan)
+    right, wrong = op.benchmark(np.ones(3, np.float32), outs=lambda x: x).rows
+    assert right.difference == 0.0 and np.isnan(wrong.difference)
+
+
+def test_op_batching_rule_may_count_axes_from_the_end():
+    op = xk.XLACustomKernel("doubled")
+    op.def_kernel("jax", "cpu", lambda: lambda x: 2 * x)
+
+    @op.def_batching_rule
+    def along_the_last(args, axes, **params):
+        return [jnp.moveaxis(2 * args[0], axes[0], -1)], [-1]
+
+    x = np.arange(6.0, dtype=np.float32).reshape(2, 3)
+    np.testing.assert_array_equal(jax.vmap(lambda x: op(x, outs=x))(x), 2 * x)
+
+
+def load_copy(name):
+    """Another copy of the file in this process, under another name."""
+    spec = importlib.util.spec_from_file_location(name, xk.__file__)
+    copy = importlib.util.module_from_spec(spec)
+    sys.modules[name] = copy
+    spec.loader.exec_module(copy)
+    return copy
+
+
+def test_rules_take_ops_of_another_copy_of_the_file():
+    other = load_copy("xla_kernels_of_someone_else")
+    op = other.XLACustomKernel("scaled")
+    op.def_kernel("jax", "cpu", lambda factor: lambda x: factor * x)
+    xk.defjvp(op, lambda t, x, factor: factor * t)
+
+    def scaled(x):
+        return op(x, outs=x, factor=3.0)
+
+    x = jnp.arange(3.0)
+    np.testing.assert_array_equal(jax.grad(lambda x: scaled(x).sum())(x), [3, 3, 3])
+    np.testing.assert_array_equal(jax.vmap(jax.grad(scaled))(x), [3, 3, 3])
+    batch, _ = xk.general_batching_rule(op, (x,), (0,), outs=jax.ShapeDtypeStruct((), np.float32), factor=3.0)
+    np.testing.assert_array_equal(batch, 3 * x)
+
+
+def test_pallas_kernels_are_registered_for_cuda_as_for_gpus():
+    op = xk.XLACustomKernel("anywhere")
+    op.def_pallas_kernel("cuda", lambda: lambda x: x)
+    assert op.available_backends("gpu") == ["pallas"]
+    with pytest.raises(ValueError, match="platform must be 'gpu', 'tpu' or 'cpu', got 'rpu'"):
+        op.def_pallas_kernel("rpu", lambda: lambda x: x)
+
+
 def test_op_benchmark_without_kernels():
     with pytest.raises(NotImplementedError, match="no kernel for platform 'cpu'"):
         xk.XLACustomKernel("empty").benchmark(VECTOR, outs=like_first)

@@ -30,18 +30,18 @@ A map of this file, whose sections begin under a line of `=`:
     13 Backends          one row each, and the self-check
 
 A call, from Python to machine code: `numba_kernel` makes a `_NumbaKernel`; `_Wrapper.__call__` -> `_Wrapper._trace` ->
-`_Wrapper._bind` -> `_Wrapper._resolve` -> `_NumbaKernel._find_target`, which names the target (`_digest`) and registers
-it (`_Target.register` -> `_compile_numba` -> `_compile_handler`, for which `_NumbaEmitter` writes what runs a slice) ->
+`_Wrapper._bind` -> `_Wrapper._resolve` -> `_NumbaKernel._find_target`, which names it (`_Digester`) and registers it
+(`_Target.register` -> `_compile_numba` -> `_compile_handler`, for which `_NumbaEmitter` writes what runs a slice) ->
 `_BoundCall.bind` -> `_call_lowering` -> XLA -> the machine code of `_Handler` and, for a batch, of `_Driver`.
 An op under grad of vmap: `XLACustomKernel.__call__` -> `_find_call` -> `_OpCall.bind` (`_bind_with_vjp`) ->
 `_op_batching`, which records the vmap -> `_op_jvp`, `_op_transpose`, which vmap the user's rules -> `_op_lowering`,
 which knows the platform -> `_run_vmaps` -> `_run_slice` -> the call of a wrapper, as above.
-The order of a kernel's arguments: `_Wrapper._resolve` (inputs, outputs, scratch), `_Wrapper._call_by_name`,
-`_NumbaWrapper._form` (Numba on CPU and CUDA), `_CudaCode.emitter` (callables), `_WarpKernel._find_target`.
+The order of a kernel's arguments: above `_NumbaWrapper`; `_CudaCode.emitter` for callables; in
+`_WarpKernel._find_target`.
 An exception in a slice: `_NumbaEmitter`, `_keep_message`, `_Driver.work`.  A dtype: above `_XLA_FFI_DATA_TYPES`.
 A new backend takes four places: a section like 9 to 11 (what to install, dtypes, a public `..._kernel`, a `_Wrapper`,
 an `_Emitter`), a row in `_BACKENDS` with a check like `_check_numba`, a `def_..._kernel`, and `_is_stable_module`.
-What two copies of this file share: `_STORE`.
+What two copies of this file share: `_STORE`, if they are of one layout, and the locks of `_native_lock`.
 """
 
 from __future__ import annotations
@@ -354,7 +354,7 @@ XLA_FFI_Api = _sized_struct(
 
 # A new dtype is added in four places: its number in c_api.h here; its name in what backends take (_NUMBA_DTYPES,
 # _CUDA_DTYPES, _WARP_DTYPES); its type there (`_array_types`, which looks for that name in Numba; `_NumbaCuda.enter`,
-# `_warp_scalars`).
+# by NumPy's `typestr`; `_warp_scalars`); the docstrings and the README, which say what is refused.
 _XLA_FFI_DATA_TYPES = {
     "bool": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint8": 6, "uint16": 7, "uint32": 8, "uint64": 9,
     "float16": 10, "float32": 11, "float64": 12, "complex64": 15, "bfloat16": 16, "complex128": 18,
@@ -676,14 +676,14 @@ def _paths(instructions: Sequence[dis.Instruction], roots: Sequence[str]) -> set
 # ======================================================================================================
 # 4. Targets: what is registered with XLA, under which name.
 # XLA keeps raw pointers to handlers, so whatever is registered stays in memory until the process ends.
-# Knows names, platforms and addresses; does not know what is behind an address, nor how a name came about.
+# Knows names, platforms and addresses; does not know how a name came about.
 
 # The version of what `_STORE` holds, of the attribute `launch` and of the buffers that a handler expects: raise it
 # when one of them changes.  Names of targets hold it, so that the program of one version never calls the handler of
 # another.
 _LAYOUT = 2
 
-# What copies of this file of one layout share, also one that is loaded again, and the locks of `_native_lock`.
+# What copies of this file of one layout share, also one that is loaded again.
 _STORE_NAME = f"_xla_kernels_store_{_LAYOUT}"
 _STORE: Any = sys.modules.setdefault(_STORE_NAME, types.ModuleType(_STORE_NAME))
 _LOCK: threading.RLock = vars(_STORE).setdefault("lock", threading.RLock())
@@ -693,12 +693,11 @@ _HELPERS: dict[int, Any] = vars(_STORE).setdefault("helpers", {})  # id -> _Help
 
 
 def _native_lock(name: str) -> int:
-    """The address of a lock of the whole process: of CPython's kind, which machine code can take without the GIL."""
-    with _LOCK:
-        if not hasattr(_STORE, name):
-            ctypes.pythonapi.PyThread_allocate_lock.restype = _PTR
-            setattr(_STORE, name, ctypes.pythonapi.PyThread_allocate_lock())
-        return getattr(_STORE, name)
+    """The address of a lock that all copies of this file share: CPython's, which machine code takes without the GIL."""
+    locks = vars(sys.modules.setdefault("_xla_kernels_locks", types.ModuleType("_xla_kernels_locks")))
+    allocate = ctypes.pythonapi.PyThread_allocate_lock
+    allocate.restype = _PTR
+    return locks.get(name) or locks.setdefault(name, allocate())  # atomic; a lock that came too late is lost
 
 
 class _Compiled(NamedTuple):
@@ -1139,7 +1138,7 @@ def _calls_python(jaxpr: Any, ctx: Any) -> bool:
     for equation in _equations(jaxpr):
         if "callback" in equation.params:  # a pure_callback has no effect
             return True
-        if isinstance(equation.primitive, _OpPrimitive):
+        if _is_op(equation.primitive):
             kernel = equation.primitive.kernel_jaxpr(ctx, equation)
             if _calls_python(kernel, ctx):
                 return True
@@ -1564,23 +1563,26 @@ class _Wrapper(_Kept):
     def _call_by_name(self, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
         """A call with arguments by keyword: arrays are inputs, and a Python value is static."""
         static = {name: x for name, x in named.items() if not self._is_input(name, x)}
-        inputs = {name: x for name, x in named.items() if name not in static}
+        arrays = {name: x for name, x in named.items() if name not in static}
         free = tuple(name for name in self.parameters if name not in static)
-        arrays = dict(zip(free, args)) | inputs
-        given = tuple(name for name in free if name in arrays)
-        is_first = given == free[: len(given)]
-        order = free if is_first else given
-        is_plain = order == self.parameters
-        is_twice = len(arrays) + len(static) < len(args) + len(named)
-        is_unknown = not {*arrays, *static} <= {*self.parameters}
-        if is_twice or is_unknown or not (is_plain or self.takes_constants):
-            also = "" if self.takes_constants else ": arrays, for the first of them"
-            raise TypeError(
-                f"{self.__name__}({', '.join(self.parameters)}) got {len(args)} arguments by position and "
-                f"{named!r:.80} by keyword, where each must be another of its parameters{also}"
-            )
-        wrapper = self if is_plain else self._variant(order, static)
-        return wrapper._call_inputs([arrays[name] for name in given])
+        by_position = dict(zip(free, args))
+        if len(args) > len(free) or by_position.keys() & arrays or not named.keys() <= {*self.parameters}:
+            raise self._wrong_keywords(args, named)
+        arrays |= by_position
+        inputs = tuple(name for name in free if name in arrays)
+        order = free if inputs == free[: len(inputs)] else inputs
+        if order == self.parameters:
+            return self._call_inputs([arrays[name] for name in inputs])
+        if not self.takes_constants:
+            raise self._wrong_keywords(args, named)
+        return self._variant(order, static)._call_inputs([arrays[name] for name in inputs])
+
+    def _wrong_keywords(self, args: Sequence[Any], named: Mapping[str, Any]) -> TypeError:
+        also = "" if self.takes_constants else ": arrays, for the first of them"
+        return TypeError(
+            f"{self.__name__}({', '.join(self.parameters)}) got {len(args)} arguments by position and "
+            f"{named!r:.80} by keyword, where each must be another of its parameters{also}"
+        )
 
     def _variant(self, order: tuple[str, ...], static: Mapping[str, Any]) -> _Wrapper:
         key = order, self._static_key(static)
@@ -1615,7 +1617,7 @@ class _Wrapper(_Kept):
         return jax.tree_util.tree_unflatten(tree, results)
 
     def _bind(self, resolve: Callable[..., _Resolved], args: Any, outs: Any, rule: _ShardingRule | None) -> list:
-        """Bind the primitive for what `resolve(self, ins, outs)` finds."""
+        """Bind the primitive for what `resolve(wrapper, ins, outs)` finds."""
         ins = _input_specs(args)
         resolve_slice = functools.partial(resolve, self._without_caches())
         resolved = resolve_slice(ins, outs)
@@ -1702,7 +1704,8 @@ class _Wrapper(_Kept):
 #      each takes chunk after chunk until none is left.
 # The first slice that fails gives the call its error: nobody takes a chunk after that, and chunks that are being run
 # elsewhere are waited for.
-# Relies on sections 1 and 2, llvmlite and the C API of CPython.  An emitter, of a backend, writes what runs one slice.
+# Relies on sections 1 and 2, llvmlite, Numba's tools for it, and the C API of CPython.  The emitter of a backend writes
+# what runs one slice.
 
 # -- 8.1 What a backend gives: a signature, and an emitter ---------------------------------------------
 # One slice: its buffers and their dimensions.
@@ -1804,6 +1807,8 @@ class _Word:
     __or__ = functools.partialmethod(_calculate, "or_")
     __lt__ = functools.partialmethod(_compare, "<")
     __gt__ = functools.partialmethod(_compare, ">")
+    __le__ = functools.partialmethod(_compare, "<=")
+    __ge__ = functools.partialmethod(_compare, ">=")
     __eq__ = functools.partialmethod(_compare, "==")  # type: ignore[assignment]
     __ne__ = functools.partialmethod(_compare, "!=")  # type: ignore[assignment]
 
@@ -1851,7 +1856,10 @@ class _Code:
     # -- functions --
 
     def define(self, name: str, body: Callable[..., Any]) -> None:
-        """Write a C function that takes integers and addresses, as `body` does, and returns one."""
+        """Write a C function that takes integers and addresses, as `body` does, and returns one.
+
+        Parameters whose names are in `_POINTED` arrive as structs.
+        """
         names = inspect.signature(body).parameters
         kind = self.ir.FunctionType(self.i64, [self.i64] * len(names))
         function = self.ir.Function(self.module, kind, f"{name}_{self.suffix}")
@@ -2058,7 +2066,10 @@ _MADV_HUGEPAGE = 14  # sys/mman.h of Linux
 
 
 class _Driver(_Code):
-    """What all handlers have in common, compiled once.  Each public method is written as a C function."""
+    """What all handlers have in common, compiled once.  Each public method is written as a C function.
+
+    They are defined in order of use: a call by name needs the function to be there.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -2119,7 +2130,7 @@ class _Driver(_Code):
         """Ask Linux for huge pages under a large output, as NumPy does for its arrays."""
         # To fault XLA's fresh memory in by 4 KiB pages took 40 ms of the 43 ms of an add of 1e7 float32.
         if sys.platform == "linux":
-            with self.when(nbytes > _HUGE_PAGE_MIN - 1):
+            with self.when(nbytes >= _HUGE_PAGE_MIN):
                 skip = self.word(mmap.PAGESIZE) - data % mmap.PAGESIZE  # the range must start at a page
                 self.call(ctypes.pythonapi.madvise, data + skip, nbytes - skip, _MADV_HUGEPAGE)
 
@@ -2152,7 +2163,7 @@ class _Driver(_Code):
         cursors = self.alloca(_Cursor, batch.kernel.n_buffers)
         with self.forever():
             start = position.current
-            self.ret(0, when=(start < stop) == 0)
+            self.ret(0, when=start >= stop)
             left_in_row = batch.row - self.call("seek", batch, cursors, start)
             count = self.minimum(left_in_row, stop - start)
             error = self.call(batch.kernel.slices, batch.frame, cursors, count)
@@ -2172,11 +2183,13 @@ class _Driver(_Code):
         """Take chunks and run them until none is left or one fails."""
         with self.forever():
             first = self.atomic_add(shared.address_of("next"), shared.chunk)
-            self.ret(0, when=(first < shared.count) == 0)
+            self.ret(0, when=first >= shared.count)
             stop = self.minimum(first + shared.chunk, shared.count)
             error = self.call("run", shared.batch, first, stop)
             with self.when(error != 0):
-                self.atomic_add(shared.address_of("next"), shared.count)  # nothing is left for the others
+                self.atomic_add(
+                    shared.address_of("next"), shared.count
+                )  # more than any index: nothing is left for the others
                 is_first = self.compare_and_swap(shared.address_of("error"), 0, error)
                 with self.when(is_first == 0):
                     self._destroy(shared.batch.frame, error)
@@ -2246,7 +2259,7 @@ class _Driver(_Code):
         self.ret(error, when=error != 0)
         with self.forever():
             left = batch.count - n_done.current
-            self.ret(0, when=left < 1)
+            self.ret(0, when=left == 0)
             now = self.call("now")
             took = now - began.current
             with self.when(took > ticks * _MEASURABLE):
@@ -2343,14 +2356,14 @@ def _new_engine() -> tuple[Any, Any]:
 
 
 # -- 8.4 A handler -------------------------------------------------------------------------------------
-# One signature and one emitter.  Does not know threads.
+# One signature and one emitter.  Leaves batches to the driver.
 
 
 def _compile_handler(signature: _Signature, emitter: _Emitter) -> tuple[int, Any]:
     """Compile a handler; returns its address and what must stay alive with it."""
     handler = _Handler(signature, emitter)
     addresses = handler.compile()
-    handler.kernel.slices = addresses["slices"]
+    handler.kernel.slices = addresses["slices"]  # known now
     return addresses["handler"], (emitter, handler.kernel, handler.keep, _engine(), _TICKS)
 
 
@@ -2363,7 +2376,7 @@ class _Handler(_Code):
         self.keep: list[Any] = []  # what the machine code has the addresses of
         n_buffers = len(signature.ranks)
         first_output = n_buffers if emitter.driver else signature.n_in
-        self.kernel = _Kernel(0, n_buffers, first_output, emitter.in_order)
+        self.kernel = _Kernel(slices=0, n_buffers=n_buffers, first_output=first_output, in_order=emitter.in_order)
         if emitter.lock or emitter.uses_python:
             self.define("unguarded", self._slices)
             self.define("slices", self._guarded_slices)
@@ -2441,7 +2454,7 @@ class _Handler(_Code):
         cursors = self._cursors(buffers, depth)
         needs_driver = depth
         for k in range(self.kernel.first_output, self.kernel.n_buffers):  # for huge pages
-            needs_driver = needs_driver | (cursors[k].nbytes > _HUGE_PAGE_MIN - 1)
+            needs_driver = needs_driver | (cursors[k].nbytes >= _HUGE_PAGE_MIN)
         with self.when(needs_driver == 0):
             self.ret(self.call("slices", frame, cursors, 1))
         return self.call(_driver()["drive"], frame, ctypes.addressof(self.kernel), cursors, depth)
@@ -2528,7 +2541,7 @@ class _Handler(_Code):
 
 
 # -- 8.5 Slices that run in Python ---------------------------------------------------------------------
-# The GIL, arrays and messages of errors.  Does not know what runs.
+# The GIL, arrays and messages of errors.
 
 
 class _CallbackEmitter(_Emitter):
@@ -2601,7 +2614,12 @@ def _host_arrays(signature: _Signature, pointers: Sequence[int], dims: Sequence[
 
 # ======================================================================================================
 # 9. Numba on CPU: a wrapper, and an emitter that calls what Numba compiled.
-# Knows one slice of a call; the handler finds the slices.
+# One slice of a call; the handler finds the slices.
+#
+# What a new Numba may break.  With an error: `library._final_module` and `_shared_module`, `_compiler.pipeline_class`,
+# `gufunc_builder`, the status of `call_conv.call_function`.  Silently, so that tests of each must pass before it counts
+# as supported: the parameters of arrays (`_numba_params`), new ways to write to a read-only array
+# (`_UNCHECKED_WRITERS`), and how calls of threads show in LLVM's text (`_CALLS_OF_THREADS`).
 
 _NUMBA_INSTALL = "pip install numba"
 _NUMBA_LIVE_ABOVE = 10**6  # bytes, above which Numba's code reads an array of its globals where it is
@@ -2695,6 +2713,14 @@ def numba_kernel(
 
 # -- 9.1 The wrapper, and the forms in which it may call a function ------------------------------------
 # Which buffer goes to which parameter.  Does not compile.
+#
+# The arguments of a kernel, in order:
+# - that writes: the inputs, an in-out argument in the place of its input but with the memory of its output; then the
+#   other outputs; then scratch.  A 0-d input is an array, unless `scalars` names it.
+# - that returns (on CPUs): the inputs alone, 0-d ones as scalars; what it returns goes to the outputs behind those of
+#   in-out arguments.  It has no scratch.
+# - Constants go by keyword to the parameters of their names, and then all others do too.
+# Hidden outputs are no arguments: the kernel gets their memory in the place of an input's.
 
 
 class _NumbaWrapper(_Wrapper):
@@ -2702,7 +2728,8 @@ class _NumbaWrapper(_Wrapper):
 
     def __init__(self, kernel: Any, *args: Any) -> None:
         super().__init__(kernel, *args)
-        self.scalars = [] if self.options.scalars is True else list(self.options.scalars or ())
+        self.all_scalars = self.options.scalars is True
+        self.scalars = [] if self.all_scalars else list(self.options.scalars or ())
         self._check_names("scalars", self.scalars)
 
     def _is_input(self, name: str, value: Any) -> bool:
@@ -2711,7 +2738,7 @@ class _NumbaWrapper(_Wrapper):
     def _written_form(self, signature: _Signature) -> _Form | None:
         """The call of a function that writes its outputs; None if its parameters do not allow it."""
         results = self._results(signature)
-        inputs = self._input_arguments(signature, scalars=self.options.scalars is True)
+        inputs = self._input_arguments(signature, scalars=self.all_scalars)
         return self._form(signature, [*inputs, *(f"b{k}" for k in results)], ())
 
     def _returned_form(self, signature: _Signature) -> _Form | None:
@@ -2742,12 +2769,12 @@ class _NumbaWrapper(_Wrapper):
     def _form(self, signature: _Signature, arguments: list[str], results: tuple[int, ...]) -> _Form | None:
         """The call with these arguments, in order, and the constants; None if the parameters do not allow it."""
         named = {}
-        if self.order != self.parameters:  # some are not where they would be by position
+        if self.order != self.parameters:  # some are not where they would be by position: all go by name
             inputs = self.order[: signature.n_in]
-            free = [name for name in self.parameters if name not in inputs and name not in self.static]
-            order = [*inputs, *free]
-            named = dict(zip(order, arguments)) | {name: f"static_{name}" for name in self.static}
-            arguments = arguments[len(order) :]
+            others = [name for name in self.parameters if name not in inputs and name not in self.static]
+            filled = [*inputs, *others]
+            named = dict(zip(filled, arguments)) | {name: f"static_{name}" for name in self.static}
+            arguments = arguments[len(filled) :]  # too many: `bind` refuses them
         try:
             bound = inspect.signature(_python(self.kernel)).bind(*arguments, **named)
         except TypeError:
@@ -3405,7 +3432,7 @@ class _NumbaEmitter(_Emitter):
         conv, builder = self.context.call_conv, handler.builder
         with handler.each_slice() as arrays:
             params = [handler.word(word).value for array in arrays for word in _numba_params(array)]
-            kinds = [nbtypes.intp] * len(params)
+            kinds = [nbtypes.intp] * len(params)  # an array is passed as its words; pointers are integers here
             kind = conv.get_function_type(nbtypes.none, kinds).as_pointer()
             entry = builder.inttoptr(handler.word(self.code.entry).value, kind)
             status, _ = conv.call_function(builder, entry, nbtypes.none, kinds, params)
@@ -3468,7 +3495,8 @@ def numba_cuda_kernel(
 
     A `vmap` is one launch, whose blocks along z are the slices, where the grid of a call has one block there and the
     kernel neither asks for z nor waits for other blocks (as its PTX shows: memory fences and volatile loads count as
-    waiting).  Else, and with `vmap_method="sequential"`, there is a launch for each slice.
+    waiting; blocks that wait by atomics alone do not show).  Else, and with `vmap_method="sequential"`, there is a
+    launch for each slice.
 
     With NUMBA_ENABLE_CUDASIM=1 (set before Numba is imported) kernels that `numba.cuda` compiles run in Python on
     JAX's CPU backend.
@@ -3550,11 +3578,14 @@ def numba_cuda_callable(
 def _dim3(name: str, value: Any) -> tuple[int, ...]:
     """An int, or one to three of them, padded with ones and within the limits of every CUDA device."""
     dims = value if isinstance(value, (tuple, list)) else (value,)
+    what = f"{name} must be an int or a tuple of 1 to 3 ints; got {value!r}"
+    if not 1 <= len(dims) <= 3:
+        raise ValueError(what)
     try:
         numbers = [operator.index(size) for size in dims]
-        x, y, z = [*numbers, 1, 1][: max(3, len(dims))]
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{name} must be an int or a tuple of 1 to 3 ints; got {value!r}") from None
+    except TypeError:
+        raise TypeError(what) from None
+    x, y, z = (*numbers, 1, 1)[:3]
     least = 1 if name == "block" else 0
     for axis, size, limit in zip("xyz", (x, y, z), _CUDA_LIMITS[name], strict=True):
         if not least <= size <= limit:
@@ -3630,7 +3661,7 @@ class _CudaCode:
                 _first_that_compiles(self._compile_to_ptx, self.packages)
 
     def _compile_to_ptx(self, package: _NumbaCuda) -> Any:
-        options = {"device": False, "abi": "numba", "cc": (9, 0)}  # any compute capability
+        options = {"device": False, "abi": "numba", "cc": (9, 0)}  # which capability does not matter
         compile_ = functools.partial(package.cuda.compile, self.written(package), **options)
         return package.typed(self.signature, compile_)
 
@@ -4136,10 +4167,13 @@ class _CudaLauncher:
 
         self.report = ctypes.CFUNCTYPE(_PTR, _I32, ctypes.POINTER(_I64), _I32)(report)
 
-    def enter(self, handler: _Handler) -> Callable[..., None]:
-        """What launches on parameters at some addresses, and with so many blocks along z."""
+    def launch_in(self, handler: _Handler) -> Callable[..., None]:
+        """Write what all launches share.
+
+        Returns what writes one, for parameters at some addresses and so many blocks along z.
+        """
         stream, ordinal = _cuda_place(handler, self.driver)
-        is_known = (ordinal > -1) & (ordinal < self.n_ordinals)
+        is_known = (ordinal >= 0) & (ordinal < self.n_ordinals)
         row = handler.select(is_known, ordinal, self.n_ordinals) * 16 + ctypes.addressof(self.table)
         function = handler.load(row)
         lost = f"kernel '{self.label}' is not loaded on this GPU, which JAX did not list as a local device"
@@ -4170,11 +4204,11 @@ class _CudaEmitter(_Emitter):
         if self.batch_launcher:
             grid_z = handler.load(handler.launch + 16)
             with handler.when((handler.count > 1) & (grid_z == 1)):
-                launch = self.batch_launcher.enter(handler)
+                launch = self.batch_launcher.launch_in(handler)
                 with handler.each_chunk(_CUDA_LIMITS["grid"][2]) as (arrays, count):
                     launch(self._params(handler, arrays), count)
                 handler.ret(0)
-        launch = self.launcher.enter(handler)
+        launch = self.launcher.launch_in(handler)
         with handler.each_slice() as arrays:
             launch(self._params(handler, arrays))
 
@@ -5193,7 +5227,7 @@ class _WarpCode:
     def enter(self, handler: _Handler) -> Callable[..., None]:
         """What starts the kernel with blocks of memory at some addresses."""
         if self.launcher:
-            return self.launcher.enter(handler)
+            return self.launcher.launch_in(handler)
         entry, _ = self.entries[0]
 
         def run(blocks: Sequence[Any]) -> None:
@@ -5466,7 +5500,7 @@ class XLACustomKernel(_Kept):
 
     def def_pallas_kernel(self, platform: str, kg: Any = None, asdefault: bool = False) -> Any:
         """Register a Pallas kernel for `"gpu"`, `"tpu"`, or (in interpret mode) `"cpu"`; see :meth:`def_kernel`."""
-        if platform not in ("cpu", "gpu", "tpu"):
+        if _platform_name(platform) not in ("cpu", "gpu", "tpu"):
             raise ValueError(f"def_pallas_kernel: platform must be 'gpu', 'tpu' or 'cpu', got {platform!r}")
         return self._define("pallas", [platform], kg, asdefault, {})
 
@@ -5720,10 +5754,11 @@ def _time_backend(backend: str, run: Callable[[], Any], reference: list | None) 
     except Exception as error:  # reported as the row of this backend
         text = f"{type(error).__name__}: {error}".partition("\n")[0]
         return _BenchmarkRow(backend, error=text), None
-    difference = 0.0
+    gaps = [0.0]
     for x, y in zip(results, reference or results, strict=True):
         gap = np.abs(np.asarray(x, complex) - np.asarray(y, complex))
-        difference = max(difference, float(np.max(gap, initial=0.0)))
+        gaps.append(np.max(gap, initial=0.0))
+    difference = float(np.max(gaps))  # NaN, if one is
     return _BenchmarkRow(backend, first * 1e3, float(np.median(times)) * 1e6, difference), results
 
 
@@ -5967,6 +6002,11 @@ def _show_or_none(spec: Any) -> str:
 _IN_JAX_CACHES: set[tuple] = set()  # (op, "rules") of what was traced, (op, platform, backend) of what was lowered
 
 
+def _is_op(primitive: Any) -> bool:
+    """Whether this is the primitive of an op, of any copy of this file."""
+    return hasattr(primitive, "op") and hasattr(primitive, "kernel_jaxpr")
+
+
 class _OpPrimitive(Primitive):
     """The primitive of an op; under recorded vmaps (12.5) its `outs` are those of the whole batch."""
 
@@ -6040,7 +6080,7 @@ def _op_lowering(op: Any, vmaps: tuple, ctx: Any, /, *ins: Any, outs: Any, backe
             return rule.lower(on_mesh, ins, run, outs)
         return mlir.lower_fun(functools.partial(run, outs), multiple_results=True)(ctx, *ins)
     except KeyError as error:
-        if "Effect" not in type(error.args[0]).__name__:
+        if not any("Effect" in type(arg).__name__ for arg in error.args):
             raise
         # an ordered effect of the kernel, for which JAX has no token here
         raise NotImplementedError(f"op {op.name!r} has no ordered effects; call its kernel itself: {error}") from error
@@ -6095,7 +6135,7 @@ def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None],
         out = function(*args)
         return out, jax.tree.map(lambda _: None, out)
     batch = list(map(_with_axis_in_front, args, axes))
-    if isinstance(getattr(prim, "primitive", prim), _OpPrimitive):
+    if _is_op(getattr(prim, "primitive", prim)):
         out = _record_vmap(prim, batch, flags, **params)
     else:
         out = _sequential(function, flags)(*batch)
@@ -6111,9 +6151,15 @@ def _op_batching(op: XLACustomKernel, vmaps: tuple, args: Sequence, axes: Sequen
     if rule is None or vmaps:  # a user's rule is for the op on one slice, not on the batch of a recorded vmap
         return general_batching_rule(op.primitive, args, axes, **params, _batch=vmaps)
     results, result_axes = rule(args, axes, **params)
+    result_axes = list(map(_from_the_front, results, result_axes))
     slices = list(map(_without_axis, results, result_axes))
     _returned(f"the batching rule of {op.name!r}", slices, "the slices of outs are", params["outs"])
     return results, result_axes
+
+
+def _from_the_front(x: Any, axis: int | None) -> int | None:
+    """An axis that may count from the end, as JAX takes it."""
+    return None if axis is None else range(np.ndim(x))[axis]
 
 
 def _without_axis(x: Any, axis: int | None) -> Any:
@@ -6233,7 +6279,7 @@ def defjvp(primitive: Any, *jvp_rules: Callable[..., Any] | None) -> None:
             rule = _tolerant(rule, "defjvp: a rule")
         rules.append(rule)
     jvp = functools.partial(_jvp_by_operand, primitive, rules)
-    if isinstance(primitive, _OpPrimitive):
+    if _is_op(primitive):
         primitive.op._set_rule("jvp", jvp)
     else:
         ad.primitive_jvps[primitive] = jvp
