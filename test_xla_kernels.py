@@ -5973,6 +5973,77 @@ def test_gpu_outputs_start_right_in_loops(how, n, captured):
     np.testing.assert_array_equal(donated(jnp.asarray(v), jnp.asarray(rows)), expected["carried"])
 
 
+def left_neighbours(v, out):
+    i = cuda.grid(1)
+    if i < out.size:
+        out[i] = v[i - 1 if i > 0 else v.size - 1]
+
+
+def row_sums(m, out):
+    j = cuda.grid(1)
+    if j < out.size:
+        out[j] = 0
+        for i in range(m.shape[0]):
+            out[j] += m[i, (j + 1) % out.size]
+
+
+def left_and_right(v, w, left, right):
+    i = cuda.grid(1)
+    if i < v.size:
+        left[i] = v[i - 1 if i > 0 else v.size - 1] + w[i]
+        right[i] = v[(i + 1) % v.size] - w[i]
+
+
+class RowsInPlace:
+    """Programs that change a row of a matrix after the other, with kernels; and the same in NumPy."""
+
+    def row(kernels, m, k):
+        return set_row(m, k, kernels.left(m[k]))
+
+    def row_of_all_rows(kernels, m, k):
+        return set_row(m, k, kernels.sums(m))
+
+    def next_row(kernels, m, k):
+        return set_row(m, (k + 1) % len(m), kernels.left(m[k]))
+
+    def two_rows(kernels, m, k):
+        left, right = kernels.both(m[k], m[0])
+        return set_row(set_row(m, k, left), 0, right)
+
+
+def set_row(m, k, row):
+    if isinstance(m, np.ndarray):
+        return np.concatenate([m[:k], row[None], m[k + 1 :]])
+    return jax.lax.dynamic_update_index_in_dim(m, row, k, 0)
+
+
+IN_NUMPY = types.SimpleNamespace(
+    left=lambda v: np.roll(v, 1),
+    sums=lambda m: np.roll(m.sum(0), -1),
+    both=lambda v, w: (np.roll(v, 1) + w, np.roll(v, -1) - w),
+)
+
+
+@on_gpu
+@pytest.mark.parametrize("n", [8, 64, 128])
+@pytest.mark.parametrize("name", ["row", "row_of_all_rows", "next_row", "two_rows"])
+def test_gpu_a_row_that_a_kernel_reads_and_the_program_replaces(name, n):
+    """XLA's dynamic-slice fusion lets a kernel write into the array that it reads (jax 0.11.2)."""
+    one_row = {"launch_dims": n, "threads_per_block": 32}
+    kernels = types.SimpleNamespace(
+        left=xk.numba_cuda_kernel(left_neighbours, lambda v: v, **one_row),
+        sums=xk.numba_cuda_kernel(row_sums, lambda m: spec(n), **one_row),
+        both=xk.numba_cuda_kernel(left_and_right, lambda v, w: (v, w), **one_row),
+    )
+    step = getattr(RowsInPlace, name)
+    m = np.random.default_rng(0).integers(-4, 5, (4, n)).astype(np.float32)
+    run = jax.jit(lambda m: jax.lax.fori_loop(0, 4, lambda k, m: step(kernels, m, k), m))
+    result = run(jnp.asarray(m))
+    for k in range(4):
+        m = step(IN_NUMPY, m, k)
+    np.testing.assert_array_equal(result, m)
+
+
 @pytest.fixture
 def launches(monkeypatch):
     """The grids of all launches of kernels that are compiled from now on."""

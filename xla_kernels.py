@@ -1248,8 +1248,13 @@ def _call_abstract_eval(*ins: Any, call: _BoundCall) -> tuple:
     return avals, frozenset()
 
 
+def _platforms(ctx: Any) -> Sequence[str]:
+    """What a lowering rule lowers for."""
+    return ctx.platforms or ctx.module_context.platforms
+
+
 def _call_lowering(ctx: Any, *operands: Any, call: _BoundCall) -> Any:
-    for platform in ctx.platforms or ctx.module_context.platforms:
+    for platform in _platforms(ctx):
         call.running_target.register(platform)
     if ctx.primitive is _split_call_p:
         on_mesh = _on_mesh(ctx)
@@ -1271,9 +1276,23 @@ def _lower_to_custom_call(ctx: Any, operands: Any, call: _BoundCall) -> Any:
     # An alias only lets XLA save a copy: that an output starts with an input is the handler's business.
     aliases = dict(call.aliases)
     lower = jax.ffi.ffi_lowering(target.name, operand_output_aliases=aliases, has_side_effect=call.has_side_effect)
-    if not target.launch:
-        return lower(ctx, *operands)
-    return lower(ctx, *operands, launch=np.array(target.launch, np.int64))
+    attributes = {"launch": np.array(target.launch, np.int64)} if target.launch else {}
+    results = lower(ctx, *operands, **attributes)
+    if "cuda" in _platforms(ctx):
+        return _keep_from_updates(ctx, results)
+    return results
+
+
+def _keep_from_updates(ctx: Any, results: Any) -> Any:
+    """Give XLA's dynamic-slice fusion no dynamic-update-slice that takes a result of a call.
+
+    It would let the call write into the updated array, also where the call reads that array (XLA of jax 0.11.2).
+    """
+
+    def keep(*results: Any) -> list:
+        return [jax.lax.optimization_barrier(result) for result in results]
+
+    return mlir.lower_fun(keep, multiple_results=True)(ctx.replace(avals_in=ctx.avals_out), *results)
 
 
 def _lower_to_starts(ctx: Any, operands: Any, aliases: Sequence[tuple[int, int]]) -> Any:
@@ -6088,7 +6107,7 @@ def _op_lowering(op: Any, vmaps: tuple, ctx: Any, /, *ins: Any, outs: Any, backe
 
 def _platform_of(ctx: Any) -> str:
     """The platform that is lowered for."""
-    platforms = ctx.platforms or ctx.module_context.platforms
+    platforms = _platforms(ctx)
     return _platform_name(platforms[0])
 
 
