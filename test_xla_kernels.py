@@ -4783,6 +4783,7 @@ def test_cuda_missing_package(monkeypatch):
 
 FAKE_DRIVER = r"""
 #include <dlfcn.h>
+#include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <string.h>
@@ -4793,8 +4794,9 @@ typedef int R; typedef void *P; typedef uint64_t D; typedef unsigned U;
 
 // what tests set and read
 int device, n_params, failing_launches, failing_copies, failing_loads, xla_knows_devices = XLA_FFI_API_MINOR >= 2;
-static char log_[1 << 16]; static int used;
-#define LOG(...) used += snprintf(log_ + used, sizeof log_ - used, __VA_ARGS__)
+static char log_[1 << 16]; static int used; static pthread_mutex_t logging = PTHREAD_MUTEX_INITIALIZER;
+#define LOG(...) do { pthread_mutex_lock(&logging); used += snprintf(log_ + used, sizeof log_ - used, __VA_ARGS__); \
+                      pthread_mutex_unlock(&logging); } while (0)
 const char *take_log(void) { log_[used] = 0; used = 0; return log_; }
 
 // in the place of XLA: the stream of a call, and its device unless XLA knows it, as on the CPU (-1)
