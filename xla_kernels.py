@@ -4189,7 +4189,7 @@ class _CudaLauncher:
     def launch_in(self, handler: _Handler) -> Callable[..., None]:
         """Write what all launches share.
 
-        Returns what writes one, for parameters at some addresses and so many blocks along z.
+        Returns what writes one, for parameters at some addresses and so many blocks along x and z.
         """
         stream, ordinal = _cuda_place(handler, self.driver)
         is_known = (ordinal >= 0) & (ordinal < self.n_ordinals)
@@ -4201,7 +4201,7 @@ class _CudaLauncher:
         x, y, z, *block, shared = [handler.load(attribute + 8 * i) for i in range(7)]
         shared = shared + handler.load(row + 8)
 
-        def launch(params: Sequence[Any], z: Any = z) -> None:
+        def launch(params: Sequence[Any], x: Any = x, z: Any = z) -> None:
             args = function, x, y, z, *block, shared, stream, handler.array(params), 0
             code = handler.call(self.driver.address("cuLaunchKernel"), *args)
             with handler.when(code & 0xFFFF_FFFF, likely=False):  # a C int
@@ -4247,6 +4247,8 @@ _WARP_DTYPES = "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 b
 _WARP_WRITERS = re.compile(r"atomic_\w+|tile_store|tile_atomic_add")  # functions that write to their first argument
 _WARP_READERS = frozenset({"len", "lower_bound", "tile_load", "tile_load_indexed"})  # those that only read an array
 _WARP_PROPERTIES = frozenset({"dtype", "ndim", "shape", "size", "strides"})
+# In the source of code that sees blocks, that runs other code than it names, or that is not what its source says:
+_WARP_UNBATCHED = re.compile(r"\b(block_dim|\w*tile\w*|grad|static)\b|_xla_")
 _WARP_MAX_DIMS = 4
 _WARP_MAX_EXTENT = 2**31 - 1  # Warp keeps extents, strides in bytes and thread indices in 32-bit integers
 # The attribute `launch` has grid, block and shared memory; from these words on extents on a GPU, extents on a CPU, and
@@ -4254,6 +4256,7 @@ _WARP_MAX_EXTENT = 2**31 - 1  # Warp keeps extents, strides in bytes and thread 
 _WARP_GPU_EXTENTS = 7
 _WARP_CPU_EXTENTS = 13
 _WARP_CONSTANTS = 19
+_WARP_BATCH_THREADS = 2**24  # in one launch: the grid of more is not one of Warp's first axis alone (warp.cu)
 _STAND_IN_DIMS = (720720, 1024)  # of a recorded launch: Warp checks that clusters, of up to 16 blocks, divide the grid
 
 
@@ -4282,7 +4285,9 @@ def warp_kernel(
 
     The kernel's parameters are the inputs, then the outputs, then the scratch buffers.  Arrays of vectors and
     matrices are JAX arrays with the elements in trailing dimensions; an array of one element may be 0-d, and None is a
-    null array.  A generic kernel runs as the call's dtypes say.  A `vmap` launches once per slice inside one call.
+    null array.  A generic kernel runs as the call's dtypes say.  A `vmap` is one call: on a CPU threads share its
+    slices; on a GPU it is one launch, or one per slice of a kernel with arrays or launches of 4 dimensions, tiles, C,
+    `wp.static`, atomics and `while` together, or another number of `wp.tid()` indices than `launch_dims` has.
 
     Parameters that are not arrays (scalars, vectors, matrices, structs) take Python or NumPy values as constants,
     and each new one compiles again: give what changes, such as a time step, as a JAX scalar.  That is read when
@@ -4490,11 +4495,11 @@ class _WarpKernel(_Wrapper):
         return value if value.dtype == param.dtype else value.astype(param.dtype)
 
     def _static_key(self, static: Mapping[str, Any]) -> Any:
-        key = []
-        for name, value in static.items():
-            param = self.by_value.get(name)
-            key.append((name, param.pack(value) if param else None))
-        return frozenset(key)
+        key = dict.fromkeys(static)  # None for null arrays
+        for name, param in self.by_value.items():
+            if name in static:
+                key[name] = param.pack(static[name])
+        return frozenset(key.items())
 
     def _option_arguments(self, option: Callable[..., Any], ins: Sequence[Spec]) -> tuple[Sequence[Any], dict]:
         """All that the call got, values included."""
@@ -4547,16 +4552,23 @@ class _WarpKernel(_Wrapper):
         )
         specs = dict(zip(params, call.ins + call.outs))
         launch = self._launch(specs, call.ins[:n_args])
-        makes = {"cpu": functools.partial(_compile_warp, plan, signature, "cpu")}
-        label = f"Warp kernel {self.__name__!r}"
-        if traced := [argument.param.name for argument in plan.arguments if argument.traced is not None]:
-            # a launch on a GPU takes values from the host
-            runs = f"{label} has traced values for {traced}, which only CPUs take; make each a warp.array of shape (1,)"
+        makes = {"cpu": functools.partial(_compile_warp, plan, signature, None)}
+        traced = [argument.param.name for argument in plan.arguments if argument.traced is not None]
+        runs = f"Warp kernel {self.__name__!r} runs on CPUs and NVIDIA GPUs"
+        if traced:  # a launch on a GPU takes values from the host
+            runs = (
+                f"Warp kernel {self.__name__!r} has traced values for {traced}, which only CPUs take; make each a "
+                "warp.array of shape (1,)"
+            )
         else:
-            runs = f"{label} runs on CPUs and NVIDIA GPUs"
-            makes["cuda"] = functools.partial(_compile_warp, plan, signature, "cuda")
+            makes["cuda"] = functools.partial(_compile_warp_for_gpus, plan, signature)
         target = _Target(name, launch, plan.may_write, makes=makes, runs=runs)
         target.announce()
+        is_forward = adjoints is None
+        if is_forward and not traced and not self.options.in_order and _cuda_ordinals() and _has_short_strides(call):
+            makes = makes | {"cuda": functools.partial(_compile_warp_for_gpus, plan, signature, batch_of=content[2:])}
+            batched = dataclasses.replace(target, name=f"{name}.batched", makes=makes)
+            return dataclasses.replace(target, batched=batched)
         return target
 
     def _plan(self, params: list[_WarpParam], n_in: int, adjoints: Mapping[_WarpParam, int] | None) -> _WarpPlan:
@@ -4566,9 +4578,11 @@ class _WarpKernel(_Wrapper):
         is_adjoint = adjoints is not None
         if is_adjoint:
             arguments += [_WarpArgument(param, grads.get(param)) for param in self.params]
-        uses = {k: param.use(self.kernel, is_adjoint) for param, k in buffers.items() if k < n_in}
-        may_write = tuple(k for k, use in uses.items() if use != _ONLY_READS)
-        return _WarpPlan(self.kernel, tuple(arguments), self.options.block_dim, may_write, self.options.in_order)
+        may_write = []
+        for k, param in enumerate(params[:n_in]):
+            if param.use(self.kernel, is_adjoint) != _ONLY_READS:
+                may_write.append(k)
+        return _WarpPlan(self.kernel, tuple(arguments), self.options.block_dim, tuple(may_write), self.options.in_order)
 
     def _argument(self, param: _WarpParam, buffer: int | None, grad: int | None) -> _WarpArgument:
         if param.ndim is not None:
@@ -4644,6 +4658,12 @@ class _WarpKernel(_Wrapper):
         return _Resolved.of(self._target(params, call, n_args, adjoints), call)
 
 
+def _has_short_strides(call: _Call) -> bool:
+    """Whether Warp can count the bytes from one slice of a batch to the next."""
+    sizes = [math.prod(spec.shape) * spec.dtype.itemsize for spec in call.ins + call.outs]
+    return max(sizes, default=0) <= _WARP_MAX_EXTENT
+
+
 # -- 11.2 Warp itself: import, silence, types ----------------------------------------------------------
 # What differs between Warp's versions names the version, here and in 11.3; `_warp_layout` looks at what Warp does.
 # Checked on 1.13, 1.15, 1.18 and 1.19.
@@ -4706,7 +4726,9 @@ def jaxinfo_to_warpinfo(info: Any) -> Any:
 
 def _warp_interop(name: str) -> Any:
     wp = _warp(name)
-    return getattr(wp if hasattr(wp, name) else _warp(name, "warp.jax_experimental.ffi"), name)  # before Warp 1.14
+    if hasattr(wp, name):
+        return getattr(wp, name)
+    return getattr(_warp(name, "warp.jax_experimental.ffi"), name)  # before Warp 1.14
 
 
 def jax_kernel(*args: Any, **options: Any) -> Any:
@@ -4742,9 +4764,10 @@ class _WarpParam:
         return self.dtype.itemsize * math.prod(self.inner)
 
     def dims(self, shape: Sequence[Any]) -> Sequence[Any]:
-        """The dimensions of an array without those of its elements; 0-d arrays have one element."""
+        """The dimensions of an array without those of its elements; an array of one element may lack dimensions."""
         outer = shape[: len(shape) - len(self.inner)]
-        return outer or (1,)
+        missing = [1] * ((self.ndim or 0) - len(outer))
+        return (*outer, *missing)
 
     @property
     def by_value(self) -> str:
@@ -4759,8 +4782,8 @@ class _WarpParam:
         """Whether an array can be given by value: of the right shape, and integers for integers and booleans."""
         if self.dtype is None or array.shape != self.inner:
             return False
-        is_integer = self.dtype.kind in "biu"
-        return array.dtype == self.dtype or array.dtype.kind in ("biu" if is_integer else "biuf")
+        kinds = "biu" if self.dtype.kind in "biu" else "biuf"
+        return array.dtype == self.dtype or array.dtype.kind in kinds
 
     def pack(self, value: Any) -> bytes:
         """The memory of a value."""
@@ -4870,21 +4893,31 @@ def _forget_failed_builds(kernel: Any) -> None:
 
 
 def _warp_adjoints(adjoint: Any) -> list[Any]:
-    """Warp's record of a kernel's code, and those of the functions that it calls."""
-    adjoints: list[Any] = []
+    """Warp's record of a kernel's code, and those of the functions that it may call."""
+    return [adjoint, *(function.adj for function in _warp_functions(adjoint) if not function.is_builtin())]
+
+
+def _warp_functions(adjoint: Any) -> list[Any]:
+    """The functions that code names, Warp's own and all overloads of the users', and those that these name."""
+    functions: list[Any] = []
     todo = [adjoint]
     while todo:
-        current = todo.pop()
-        if current in adjoints:
-            continue
-        adjoints.append(current)
-        for function in current.get_references()[2]:
-            if not function.is_builtin():
-                todo += [overload.adj for overload in _overloads(function)]
-    return adjoints
+        code = todo.pop()
+        for node in ast.walk(code.tree):
+            if not isinstance(node, (ast.Name, ast.Attribute)):
+                continue
+            named = code.resolve_static_expression(node, eval_types=False)[0]
+            if not hasattr(named, "is_builtin"):
+                continue
+            new = [function for function in _overloads(named) if function not in functions]
+            functions += new
+            todo += [function.adj for function in new if not function.is_builtin()]
+    return functions
 
 
 def _overloads(function: Any) -> list[Any]:
+    if function.is_builtin():
+        return [function]
     return [*function.user_overloads.values(), *function.user_templates.values()]
 
 
@@ -4927,10 +4960,14 @@ class _WarpUses:
             return _ONLY_READS  # unless another use does more
         self.seen.add(key)
         names = [node for node in _users(adjoint.tree) if isinstance(node, ast.Name) and node.id == name]
-        loads = [node for node in names if isinstance(node.ctx, ast.Load)]
-        worst = max((self._of_node(adjoint, node, ndim) for node in loads), default=_ONLY_READS)
-        is_assigned = len(loads) < len(names)  # the name may stand for another array
-        return min(worst, _MAY_WRITE) if is_assigned else worst
+        worst = _ONLY_READS
+        most = _WRITES_BY_NAME
+        for node in names:
+            if isinstance(node.ctx, ast.Load):
+                worst = max(worst, self._of_node(adjoint, node, ndim))
+            else:
+                most = _MAY_WRITE  # the name may stand for another array
+        return min(worst, most)
 
     def _of_node(self, adjoint: Any, node: Any, ndim: int) -> int:
         """What is done to an expression: to the array, a view of so many dimensions, or (0 or less) an element."""
@@ -4973,10 +5010,12 @@ class _WarpUses:
             if position == 0 and _WARP_WRITERS.fullmatch(name):
                 return _WRITES_BY_NAME
             return _MAY_WRITE if ndim > 0 and name not in _WARP_READERS else _ONLY_READS
-        is_parameter = getattr(call.func, "id", None) in [arg.label for arg in adjoint.args]
+        is_parameter = any(arg.label == getattr(call.func, "id", None) for arg in adjoint.args)
         if is_parameter or any(isinstance(arg, ast.Starred) for arg in call.args):
             return _MAY_WRITE
-        worst = max((self._of_parameter(code, position, ndim) for code in self._codes(function)), default=_ONLY_READS)
+        worst = _ONLY_READS
+        for code in self._codes(function):
+            worst = max(worst, self._of_parameter(code, position, ndim))
         return min(worst, _MAY_WRITE)
 
     def _codes(self, function: Any) -> list[Any]:
@@ -4994,8 +5033,9 @@ class _WarpUses:
         worst = _ONLY_READS
         for k, arg in enumerate(function.adj.args):
             if position in (k, arg.label):
-                is_reference = hasattr(arg.type, "value_type")  # a wp.ref
-                worst = max(worst, _MAY_WRITE if is_reference else self.of(function.adj, arg.label, ndim))
+                if hasattr(arg.type, "value_type"):  # a wp.ref
+                    return _MAY_WRITE
+                worst = max(worst, self.of(function.adj, arg.label, ndim))
         return worst
 
 
@@ -5022,6 +5062,7 @@ class _WarpPlan:
     block_dim: int
     may_write: tuple[int, ...]  # the inputs that the launch is not seen to only read
     in_order: bool  # on the CPU, the slices of a batch
+    n_indices: int = 0  # of a kernel for batches: those of a thread in its slice
 
     @property
     def stand_ins(self) -> dict[int, _Array]:
@@ -5131,18 +5172,18 @@ class _WarpLayout:
     def array_stores(self, plan: _WarpPlan, arrays: Any) -> Iterator[tuple[_Field, Any]]:
         """The numbers of the arrays of one slice, given by buffer; the dimensions of elements come last, uncounted."""
         for argument, field in zip(plan.arguments, self.fields, strict=True):
-            if argument.array is None:
-                continue
             param = argument.param
-            array = arrays[argument.array]
-            dims = param.dims(array.dims)
-            numbers = {
-                "data": [array.pointer],
-                "grad": [] if argument.grad is None else [arrays[argument.grad].pointer],
-                "shape": dims,
-                "strides": _row_major(dims, param.nbytes),
-                "ndim": [param.ndim],
-            }
+            numbers: dict[str, Sequence[Any]] = {}
+            if param.ndim is not None:  # null arrays have no other number
+                numbers["ndim"] = [param.ndim]
+            if argument.array is not None:
+                array = arrays[argument.array]
+                dims = param.dims(array.dims)
+                numbers["data"] = [array.pointer]
+                numbers["shape"] = dims
+                numbers["strides"] = _row_major(dims, param.nbytes)
+            if argument.grad is not None:
+                numbers["grad"] = [arrays[argument.grad].pointer]
             for name, row in numbers.items():
                 _, first, size = _ARRAY_T[name]
                 for j, number in enumerate(row):
@@ -5159,8 +5200,12 @@ def _layout_of(plan: _WarpPlan, launch: Any, on_cpu: bool) -> _WarpLayout | None
     is_plain = type(launch).__name__ == "Launch" and getattr(launch, "cluster_dim", 1) == 1
     if not is_plain:
         return None
-    blocks = _warp_cpu_blocks(launch) if on_cpu else launch.params
-    fields = _cpu_fields(blocks) if on_cpu else _gpu_fields(blocks)
+    if on_cpu:
+        blocks = _warp_cpu_blocks(launch)
+        fields = _cpu_fields(blocks)
+    else:
+        blocks = launch.params
+        fields = _gpu_fields(blocks)
     expected = [param.nbytes if param.ndim is None else _ARRAY_T_BYTES for param, *_ in plan.arguments]
     known_bounds = {name for name, _ in blocks[0]._fields_} <= _WARP_BOUNDS
     if not known_bounds or [field.size for field in fields] != expected:
@@ -5240,6 +5285,7 @@ class _WarpCode:
     ) -> None:
         self.plan = plan
         self.layout = layout
+        self.launches = launches  # which keep Warp's modules loaded
         self.entries = {n: _warp_entry(launch) for n, launch in launches.items()}
         self.launcher = _CudaLauncher(label, driver, self.entries) if driver else None
 
@@ -5280,6 +5326,14 @@ class _WarpCode:
                 handler.copy_bytes(blocks[field.block] + field.offset, source, field.size)
 
 
+def _warp_code(
+    label: str, plan: _WarpPlan, launches: Mapping[int, Any], driver: _CudaDriver | None
+) -> _WarpCode | None:
+    """None where the layout is not known."""
+    layout = _warp_layout(plan, launches, on_cpu=driver is None)
+    return _WarpCode(label, plan, layout, launches, driver) if layout else None
+
+
 def _warp_entry(launch: Any) -> tuple[int, int]:
     """The machine code of a recorded launch, on a GPU a CUfunction, and the shared memory that it takes."""
     kind = "backward" if launch.adjoint else "forward"
@@ -5290,24 +5344,40 @@ def _warp_entry(launch: Any) -> tuple[int, int]:
 class _WarpEmitter(_Emitter):
     """Writes the blocks of a launch, and starts the kernel's machine code."""
 
-    def __init__(self, code: _WarpCode, driver: _CudaDriver | None) -> None:
+    def __init__(self, code: _WarpCode, driver: _CudaDriver | None, batch_code: _WarpCode | None = None) -> None:
         self.code = code
         self.driver = driver
+        self.batch_code = batch_code  # whose threads have one more index, that of their slice
         self.traits = _COMMAND_BUFFER_COMPATIBLE if driver else 0  # it only launches, always the same
         self.in_order = code.plan.in_order or driver is not None
 
     def write(self, handler: _Handler) -> None:
-        code = self.code
-        launch = code.enter(handler)
-        blocks = code.new_blocks(handler)
-        code.store(handler, blocks, code.layout.bounds_stores(self._extents(handler)))
+        first = _WARP_GPU_EXTENTS if self.driver else _WARP_CPU_EXTENTS
+        extents = [handler.load(handler.launch + 8 * (first + i)) for i in range(6)]
+        if self.batch_code:
+            self._write_batch(handler, self.batch_code, extents)
+        launch = self.code.enter(handler)
+        blocks = self.code.new_blocks(handler)
+        self.code.store(handler, blocks, self.code.layout.bounds_stores(extents))
         with handler.each_slice() as slices:
-            code.store_slice(handler, blocks, slices)
+            self.code.store_slice(handler, blocks, slices)
             launch(blocks)
 
-    def _extents(self, handler: _Handler) -> list[_Word]:
-        first = _WARP_GPU_EXTENTS if self.driver else _WARP_CPU_EXTENTS
-        return [handler.load(handler.launch + 8 * (first + i)) for i in range(6)]
+    def _write_batch(self, handler: _Handler, code: _WarpCode, extents: Sequence[_Word]) -> None:
+        """Run all slices in one launch and return, if the launch has the dimensions that the kernel asks for."""
+        *dims, ndim, size = extents
+        fits = (ndim == code.plan.n_indices) & (size > 0) & (size < _WARP_BATCH_THREADS)
+        with handler.when((handler.count > 1) & fits):
+            launch = code.enter(handler)
+            blocks = code.new_blocks(handler)
+            most = handler.word(_WARP_BATCH_THREADS) // size
+            with handler.each_chunk(most) as (arrays, count):
+                n_threads = size * count
+                stores = code.layout.bounds_stores([count, *dims[: _WARP_MAX_DIMS - 1], ndim + 1, n_threads])
+                code.store(handler, blocks, stores)
+                code.store_slice(handler, blocks, arrays)
+                launch(blocks, x=(n_threads + (code.plan.block_dim - 1)) // code.plan.block_dim)
+            handler.ret(0)
 
 
 # -- 11.6 Through Warp's own launch, where it is more than that ----------------------------------------
@@ -5364,19 +5434,26 @@ class _WarpReplay:
         wp = _warp("warp_kernel")
         # no wp.Stream: that would register XLA's stream with Warp, and unregister it under the feet of others
         xla_stream = types.SimpleNamespace(device=launch.device, cuda_stream=stream)
-        is_deterministic = type(launch) is not wp.Launch  # it allocates, on Warp's current stream
-        with wp.ScopedStream(xla_stream, sync_enter=False) if is_deterministic else contextlib.nullcontext():
+        if type(launch) is wp.Launch:
+            launch.launch(stream=xla_stream)
+            return
+        with wp.ScopedStream(xla_stream, sync_enter=False):  # a deterministic one allocates, on Warp's current stream
             launch.launch(stream=xla_stream)
 
 
-def _compile_warp(plan: _WarpPlan, signature: _Signature, platform: str) -> _Compiled:
+def _compile_warp(
+    plan: _WarpPlan, signature: _Signature, driver: _CudaDriver | None, batch_plan: _WarpPlan | None = None
+) -> _Compiled:
     _import("numba", "warp_kernel compiles what XLA calls with Numba's LLVM: it", _NUMBA_INSTALL)
-    driver = _CudaDriver() if platform == "cuda" else None
     launches = _record_launches(plan, driver)
-    layout = _warp_layout(plan, launches, on_cpu=driver is None)
+    code = _warp_code(signature.label, plan, launches, driver)
+    batch_code = None
+    if code and batch_plan:
+        with contextlib.suppress(Exception):  # what compiles with parameters may not with views of them
+            batch_code = _warp_code(signature.label, batch_plan, _record_launches(batch_plan, driver), driver)
     emitter: _Emitter
-    if layout:
-        emitter = _WarpEmitter(_WarpCode(signature.label, plan, layout, launches, driver), driver)
+    if code:
+        emitter = _WarpEmitter(code, driver, batch_code)
     else:
         emitter = _CallbackEmitter(signature, _WarpReplay(plan, launches, on_gpu=driver is not None), driver)
     if driver is None and any("tile" in adjoint.source for adjoint in _warp_adjoints(plan.kernel.adj)):
@@ -5387,12 +5464,158 @@ def _compile_warp(plan: _WarpPlan, signature: _Signature, platform: str) -> _Com
     return _Compiled(address, (keep, emitter, launches))  # launches keep Warp's modules loaded
 
 
+def _compile_warp_for_gpus(
+    plan: _WarpPlan, signature: _Signature, batch_of: tuple[str, str] | None = None
+) -> _Compiled:
+    """For batches, too, if the kernel's content is given."""
+    driver = _CudaDriver()
+    batch_plan = None
+    if batch_of:
+        with driver.keeping_context(), _warp_session(), contextlib.suppress(Exception):  # a Warp that is not known
+            batch_plan = _batch_plan(plan, batch_of)
+    return _compile_warp(plan, signature, driver, batch_plan)
+
+
 def _record_launches(plan: _WarpPlan, driver: _CudaDriver | None) -> dict[int, Any]:
     """Warp's recorded launch for each device, by CUDA ordinal; 0 is the CPU."""
     if driver is None:
         return {0: plan.record("cpu")}
     with driver.keeping_context():  # Warp leaves another one current
         return {n: plan.record(f"cuda:{n}") for n in _cuda_ordinals()}
+
+
+# -- 11.7 A batch in one launch ------------------------------------------------------------------------
+# Knows the syntax of kernels.  Does not know handlers.
+#
+# A launch for each slice of a batch takes time, and leaves most of a GPU idle where slices are small.  So a second
+# kernel is made from the syntax tree of the first: its arrays have one more dimension, its threads one more index:
+#
+#     def kernel(x, k, out):         def kernel(x, k, out):
+#         i = wp.tid()                   _xla_slice, _xla_0 = wp.tid()
+#         out[i] = k * x[i]              _xla_x = x[_xla_slice if x.shape[0] > 1 else 0]        # size 1 broadcasts
+#                                        _xla_out = out[_xla_slice if out.shape[0] > 1 else 0]
+#                                        i = _xla_0 + 0
+#                                        _xla_out[i] = k * _xla_x[i]
+#
+# Each of its threads does what one of the first kernel does on its slice, if that knows its place by `wp.tid()` alone,
+# with as many indices as the launch has dimensions.  Threads of two slices may share a block, so kernels that see
+# blocks or work on tiles get a launch for each slice, and so do those with atomics and `while`, whose threads may wait
+# for others.  C and `wp.static` are not looked into: a launch for each slice, too.
+
+
+def _batch_plan(plan: _WarpPlan, content: tuple[str, str]) -> _WarpPlan | None:
+    """The plan of a kernel of this content for batches; None if it gets a launch for each slice."""
+    kernel = plan.kernel
+    arrays = [argument.param for argument in plan.arguments if argument.array is not None]
+    if any(param.ndim == _WARP_MAX_DIMS for param in arrays) or not _is_batchable(kernel):
+        return None
+    # Warp reads constants when it builds a kernel: those of a copy that is built now must still be the same.
+    kinds = {arg.label: arg.type for arg in kernel.adj.args}
+    if _warp_content(_with_source(kernel, kernel.adj.source, kinds)) != content:
+        return None
+    batcher = _WarpBatcher([param.name for param in arrays])
+    source = batcher.batched(kernel.adj.source)
+    if len(batcher.n_indices) != 1:
+        return None
+    arguments = []
+    for argument in plan.arguments:
+        if argument.array is not None:
+            argument = argument._replace(param=_batch_param(argument.param))
+            kinds[argument.param.name] = argument.param.type
+        arguments.append(argument)
+    batch_kernel = _with_source(kernel, source, kinds)
+    n_indices = batcher.n_indices.pop()
+    return dataclasses.replace(plan, kernel=batch_kernel, arguments=tuple(arguments), n_indices=n_indices)
+
+
+def _batch_param(param: _WarpParam) -> _WarpParam:
+    """The parameter for an array of all slices."""
+    ndim = (param.ndim or 0) + 1
+    kind = _warp("warp_kernel").array(dtype=param.type.dtype, ndim=ndim)
+    return dataclasses.replace(param, type=kind, ndim=ndim)
+
+
+def _with_source(kernel: Any, source: str, kinds: Mapping[str, Any]) -> Any:
+    """A Warp kernel like another one, in a module of its own, with another source and types of parameters."""
+    python = kernel.func
+    function = types.FunctionType(
+        python.__code__, python.__globals__, python.__name__, python.__defaults__, python.__closure__
+    )
+    function.__annotations__ = dict(kinds)
+    function.__module__ = python.__module__
+    module = type(kernel.module)(f"{kernel.key}_{_digest(kernel.hash.hex(), source)[:12]}", None)
+    module.options.update(kernel.module.options)
+    return type(kernel)(function, key=kernel.key, module=module, options=dict(kernel.options), source=source)
+
+
+class _WarpBatcher(ast.NodeTransformer):
+    """Makes a kernel's source that of its kernel for batches; parameters of these names are arrays of all slices."""
+
+    def __init__(self, arrays: list[str]) -> None:
+        self.arrays = arrays
+        self.tid = ""  # the function, as the source calls it
+        self.n_indices = set[int]()  # for how many it is asked
+
+    def batched(self, source: str) -> str:
+        tree = ast.parse(source)
+        function: Any = tree.body[0]
+        function.decorator_list = []
+        body = [self.visit(statement) for statement in function.body]
+        n_indices = max(self.n_indices, default=0)
+        indices = ["_xla_slice", *(f"_xla_{axis}" for axis in range(n_indices))]
+        lines = [f"{', '.join(indices)} = {self.tid}()"]
+        lines += [f"_xla_{name} = {name}[_xla_slice if {name}.shape[0] > 1 else 0]" for name in self.arrays]
+        function.body = ast.parse("\n".join(lines)).body + body
+        return ast.unparse(ast.fix_missing_locations(tree))
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        if node.id in self.arrays:
+            node.id = f"_xla_{node.id}"
+        return node
+
+    def visit_Assign(self, node: ast.Assign) -> Any:
+        target = node.targets[0]
+        if _calls_tid(node.value) and isinstance(target, ast.Tuple):
+            node.value = self._indices(node.value, len(target.elts))
+            return node
+        return self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        if _calls_tid(node):
+            return self._indices(node, 1)
+        return self.generic_visit(node)
+
+    def _indices(self, call: Any, count: int) -> ast.expr:
+        self.tid = ast.unparse(call.func)
+        self.n_indices.add(count)
+        copies = [f"_xla_{axis} + 0" for axis in range(count)]  # as code may change what it gets in place
+        return ast.parse(", ".join(copies), mode="eval").body
+
+
+def _calls_tid(node: Any) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "tid"
+
+
+def _is_batchable(kernel: Any) -> bool:
+    """Whether all that threads know of each other and of the launch is memory and what `wp.tid()` says."""
+    if not isinstance(kernel.func, types.FunctionType) or kernel.adj.transformers:
+        return False  # its source is not all that it is
+    functions = _warp_functions(kernel.adj)
+    if any(_is_c(function) for function in functions):
+        return False
+    words = [function.key for function in functions]
+    words += [code.source for code in _warp_adjoints(kernel.adj)]
+    text = " ".join(words)
+    may_wait = "while" in text and "atomic_" in text
+    nodes = list(ast.walk(kernel.adj.tree))
+    attributes = [node.attr for node in nodes if isinstance(node, ast.Attribute)]
+    n_calls = sum(map(_calls_tid, nodes))
+    return not may_wait and not _WARP_UNBATCHED.search(text) and attributes.count("tid") == n_calls
+
+
+def _is_c(function: Any) -> bool:
+    """Whether a function is written in C by users, which Warp 1.19 lets them add to its own, too."""
+    return bool(function.native_snippet) or getattr(function, "_has_external_builtin_contract", False)
 
 
 # ======================================================================================================
