@@ -4189,7 +4189,7 @@ class _CudaLauncher:
     def launch_in(self, handler: _Handler) -> Callable[..., None]:
         """Write what all launches share.
 
-        Returns what writes one, for parameters at some addresses and so many blocks along x and z.
+        Returns what writes one, for parameters at some addresses and so many blocks along z and x.
         """
         stream, ordinal = _cuda_place(handler, self.driver)
         is_known = (ordinal >= 0) & (ordinal < self.n_ordinals)
@@ -4201,7 +4201,7 @@ class _CudaLauncher:
         x, y, z, *block, shared = [handler.load(attribute + 8 * i) for i in range(7)]
         shared = shared + handler.load(row + 8)
 
-        def launch(params: Sequence[Any], x: Any = x, z: Any = z) -> None:
+        def launch(params: Sequence[Any], z: Any = z, x: Any = x) -> None:
             args = function, x, y, z, *block, shared, stream, handler.array(params), 0
             code = handler.call(self.driver.address("cuLaunchKernel"), *args)
             with handler.when(code & 0xFFFF_FFFF, likely=False):  # a C int
