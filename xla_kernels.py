@@ -2942,7 +2942,7 @@ def _compile_code(kernel: Any, signature: _Signature, forms: list[_Form], file: 
     names = walked.names
     if {"dot", "(,,)"} <= names:
         names.add("dot(out)")  # np.dot(x, y, out) writes
-    with _without_caches(_jitted(walked, kernel) if file else []):
+    with _without_caches(_jitted(walked, kernel)):
         found = _first_that_compiles(functools.partial(_compile_form, kernel, signature, names), forms)
     library = found.overload.library
     entry = library.get_pointer_to_function(found.overload.fndesc.llvm_func_name)
