@@ -4972,7 +4972,7 @@ def test_cuda_fake_driver(tmp_path):
     passed = run_pytest("-k", "test_fakecuda", **environment)["passed"]
     with_no_compiler = 21 if "PYTHONPATH" in environment else 0
     without_one_launch = 3 if "numba" in compilers and is_built_in(importlib.import_module("numba.cuda")) else 0
-    assert passed == 2 + 42 * len(compilers) + ("numba" in compilers) + with_no_compiler - without_one_launch
+    assert passed == 2 + 43 * len(compilers) + ("numba" in compilers) + with_no_compiler - without_one_launch
 
 
 def compiles(package):
@@ -5101,6 +5101,23 @@ def test_fakecuda_launches_natively_on_each_device(gpus, package_cuda):
     gpus.set(device=1)
     run_for_cuda(op, jnp.arange(9.0))
     assert gpus.log() == ["native launch on device 1: 2,3,1 x 4,5,6 +64 stream 5eed"]
+
+
+@faked
+def test_fakecuda_jax_may_free_an_array_of_another_gpu_meanwhile(gpus, monkeypatch, package_cuda):
+    """XLA leaves the context of that GPU current."""
+    needs_compiler(package_cuda)
+    compile_, second = xk._compile_cuda, ctypes.c_void_p(0x1010)
+
+    def compile_and_free(*args):
+        compiled = compile_(*args)
+        gpus.driver.cuCtxSetCurrent(second)
+        return compiled
+
+    monkeypatch.setattr(xk, "_compile_cuda", compile_and_free)
+    op = xk.numba_cuda_kernel(own_kernel(package_cuda, "x, out"), lambda x: x, grid=1, block=1)
+    run_for_cuda(op, jnp.arange(9.0))
+    assert gpus.log()[-1] == "native launch on device 0: 1,1,1 x 1,1,1 +0 stream 5eed"
 
 
 @faked

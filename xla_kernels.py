@@ -3858,13 +3858,25 @@ class _NumbaCuda:
                 raise _refusal(self.name, signature, error) from error
             raise
 
+    @contextlib.contextmanager
+    def on_device(self, ordinal: int) -> Iterator:
+        """With a device's primary context, which is XLA's too."""
+        device = self.cuda.gpus[ordinal]
+        device.__enter__()
+        try:
+            yield
+        finally:
+            # Where JAX meanwhile freed an array of another GPU, that GPU's context is current, which Numba asserts not.
+            with contextlib.suppress(AssertionError):
+                device.__exit__(None, None, None)
+
     def launcher(self, dispatcher: Any, signature: _Signature, file: _KernelFile | None = None) -> _CudaLauncher | None:
         """Compile the kernel and load it for every GPU; None where a launch takes more than cuLaunchKernel."""
         if file and (kept := file.read()):
             return self._load(signature.label, *kept)
-        cuda, ordinals = self.cuda, _cuda_ordinals()
+        ordinals = _cuda_ordinals()
         n_params = sum(self.n_params + 2 * rank for rank in signature.ranks)
-        with cuda.gpus[ordinals[0]]:
+        with self.on_device(ordinals[0]):
             compiled = self.typed(signature, functools.partial(_compile_cuda, dispatcher))
             if not compiled or any(self.extras(dispatcher, compiled)):
                 return None
@@ -3873,7 +3885,7 @@ class _NumbaCuda:
                 return None
         cubins = {}
         for ordinal in ordinals:
-            with cuda.gpus[ordinal]:
+            with self.on_device(ordinal):
                 *_, cubin, carveout = self.code(compiled)
                 cubins[ordinal] = cubin, carveout
         made = entry, cubins, _knows_no_z(ptx)
@@ -3885,7 +3897,7 @@ class _NumbaCuda:
         driver = _CudaDriver()
         functions = {}
         for ordinal, (cubin, carveout) in cubins.items():
-            with self.cuda.gpus[ordinal]:  # XLA's context too: the device's primary one
+            with self.on_device(ordinal):
                 functions[ordinal] = driver.load(cubin, entry, ordinal, carveout), 0
         return _CudaLauncher(label, driver, functions, may_batch)
 
@@ -3908,7 +3920,7 @@ class _NumbaCuda:
     @contextlib.contextmanager
     def enter(self, signature: _Signature, buffers: list, dims: list, stream: int, ordinal: int) -> Iterator:
         """Arrays over a slice's buffers, and its stream, with the call's device current."""
-        with self.cuda.gpus[ordinal]:
+        with self.on_device(ordinal):
             arrays = []
             for pointer, shape, dtype in zip(buffers, dims, signature.dtypes, strict=True):
                 view = {"shape": shape, "typestr": dtype.str, "data": (pointer, False), "version": 3}
