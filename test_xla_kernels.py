@@ -4771,9 +4771,9 @@ def test_cuda_without_gpu_or_simulator(run):
 
 
 def test_cuda_missing_package(monkeypatch):
-    monkeypatch.setitem(sys.modules, "numba.cuda", None)
+    monkeypatch.setitem(sys.modules, getattr(cuda, "__name__", "numba.cuda"), None)  # what `cuda_copy` reads
     op = xk.numba_cuda_kernel(cuda_copy, lambda x: x, launch_dims=3)
-    with pytest.raises(ImportError, match=r"numba_cuda_kernel needs numba .*pip install 'xla_kernels\[cuda13\]'"):
+    with pytest.raises(ImportError, match=r"numba_cuda_kernel needs numba\w* .*pip install 'xla_kernels\[cuda13\]'"):
         op(jnp.arange(3.0))
 
 
@@ -5776,9 +5776,11 @@ def test_cudasim_runs_on_cpu_only():
 def test_gpu_failed_launch_is_the_users_error(debug):
     kernel = cuda.jit(debug=debug, opt=not debug)(cuda_copy)
     op = xk.numba_cuda_kernel(kernel, lambda x: x, grid=1, block=64, shared_mem=10**6)
-    launch = "" if debug else r": .*, from a launch with grid=\(1, 1, 1\), block=\(64, 1, 1\), shared_mem=1000000"
+    reason = r"CUDA_ERROR_\w+: .*, from a launch with grid=\(1, 1, 1\), block=\(64, 1, 1\), shared_mem=1000000"
+    if debug:  # launched by the package, whose own words these are
+        reason = r"(CUDA_ERROR_\w+|Requested dynamic shared memory).*"
     for _ in range(2):
-        with pytest.raises(Exception, match=rf"CUDA_ERROR_\w+{launch}.*\(raised in kernel 'cuda_copy'\)"):
+        with pytest.raises(Exception, match=rf"{reason}.*\(raised in kernel 'cuda_copy'\)"):
             jax.block_until_ready(op(jnp.ones(4)))
     np.testing.assert_array_equal(xk.numba_cuda_kernel(kernel, lambda x: x, launch_dims=4)(jnp.ones(4)), np.ones(4))
 
@@ -6242,6 +6244,8 @@ LAUNCHED_PER_SLICE = {  # why: kernel, options, grid of each launch
 @on_gpu
 @pytest.mark.parametrize("why", LAUNCHED_PER_SLICE)
 def test_gpu_a_launch_per_slice_where_blocks_know_of_z(why, launches):
+    if why == "fence" and cuda.__name__ == "numba_cuda_mlir.cuda":
+        pytest.skip("numba-cuda-mlir 0.6.0 fails to compile cuda.threadfence()")
     kernel, options, grid = LAUNCHED_PER_SLICE[why]
     op = xk.numba_cuda_kernel(fresh(kernel), outs=lambda x: x, **options)
     x = integers(4, 3)
