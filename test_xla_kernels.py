@@ -6254,6 +6254,34 @@ def test_gpu_a_launch_per_slice_where_blocks_know_of_z(why, launches):
 
 
 @on_gpu
+def test_gpu_sequential_is_kept_beside_the_same_kernel_in_one_launch(launches):
+    kernel = fresh(cuda_copy)
+    at_once = xk.numba_cuda_kernel(kernel, outs=lambda x: x, **ONE_BLOCK)
+    in_order = xk.numba_cuda_kernel(kernel, outs=lambda x: x, vmap_method="sequential", **ONE_BLOCK)
+    x = integers(4, 3)
+    jax.block_until_ready(jax.jit(lambda x: (jax.vmap(at_once)(x), jax.vmap(in_order)(x + 1)))(x))
+    assert sorted(launches) == [(1, 1, 1)] * 4 + [(1, 1, 4)]
+
+
+def adds_to_its_input(x, out):
+    cuda.atomic.add(x, 0, 1.0)
+    out[0] = x[0]
+
+
+@on_gpu
+def test_gpu_a_kernel_in_numbas_cache_is_refused_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    source = tmp_path / "cached_kernel.py"
+    source.write_text(f"from {cuda.__name__.replace('.cuda', '')} import cuda\n" + inspect.getsource(adds_to_its_input))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_file_location("cached_kernel", source))
+    exec(compile(source.read_text(), str(source), "exec"), vars(module))
+    kernel = cuda.jit(module.adds_to_its_input, cache=True)
+    for _ in range(2):
+        with pytest.raises(TypeError, match="its inputs are read-only"):
+            xk.numba_cuda_kernel(kernel, outs=lambda x: x, grid=1, block=1)(jnp.ones(3))
+
+
+@on_gpu
 @pytest.mark.parametrize("captured", ["", "FUSION,CUBLAS,CUSTOM_CALL"], ids=["launched", "command buffers"])
 def test_gpu_command_buffers(captured):
     """Tests that run on the GPU, with CUDA graphs off, and on for every computation."""
@@ -10142,6 +10170,19 @@ def test_op_batching_rule_may_count_axes_from_the_end():
 
     x = np.arange(6.0, dtype=np.float32).reshape(2, 3)
     np.testing.assert_array_equal(jax.vmap(lambda x: op(x, outs=x))(x), 2 * x)
+
+
+@pytest.mark.parametrize("make", [numba.vectorize, lambda f: numba.guvectorize("(),()->()")(copy_sum)])
+def test_op_takes_what_numba_vectorized(make):
+    op = xk.XLACustomKernel("sum_of_two")
+    op.def_numba_kernel(make(lambda x, y: x + y))
+    x = jnp.arange(3.0)
+    outs = jax.ShapeDtypeStruct((3,), np.float32)
+    np.testing.assert_array_equal(op(x, x + 1, outs=outs), 2 * x + 1)
+
+
+def copy_sum(x, y, out):
+    out[0] = x + y
 
 
 def load_copy(name):

@@ -41,7 +41,7 @@ The order of a kernel's arguments: above `_NumbaWrapper`; `_CudaCode.emitter` fo
 An exception in a slice: `_NumbaEmitter`, `_keep_message`, `_Driver.work`.  A dtype: above `_XLA_FFI_DATA_TYPES`.
 A new backend takes four places: a section like 9 to 11 (what to install, dtypes, a public `..._kernel`, a `_Wrapper`,
 an `_Emitter`), a row in `_BACKENDS` with a check like `_check_numba`, a `def_..._kernel`, and `_is_stable_module`.
-What two copies of this file share: `_STORE`, if they are of one layout, and the locks of `_native_lock`.
+What two copies of this file share: `_STORE`, if they are of one layout, and `_shared_locks`.
 """
 
 from __future__ import annotations
@@ -692,9 +692,14 @@ _OBJECTS: dict[int, tuple[int, Any]] = vars(_STORE).setdefault("objects", {})  #
 _HELPERS: dict[int, Any] = vars(_STORE).setdefault("helpers", {})  # id -> _Helper
 
 
+def _shared_locks() -> dict[str, Any]:
+    """The locks that all copies of this file share, whatever their layout."""
+    return vars(sys.modules.setdefault("_xla_kernels_locks", types.ModuleType("_xla_kernels_locks")))
+
+
 def _native_lock(name: str) -> int:
-    """The address of a lock that all copies of this file share: CPython's, which machine code takes without the GIL."""
-    locks = vars(sys.modules.setdefault("_xla_kernels_locks", types.ModuleType("_xla_kernels_locks")))
+    """The address of such a lock for machine code: CPython's, which can be taken without the GIL."""
+    locks = _shared_locks()
     allocate = ctypes.pythonapi.PyThread_allocate_lock
     allocate.restype = _PTR
     return locks.get(name) or locks.setdefault(name, allocate())  # atomic; a lock that came too late is lost
@@ -720,7 +725,7 @@ class _Target:
     runs: str = dataclasses.field(compare=False, default="")  # where it runs, for the error on another platform
     check: Callable[[], None] = dataclasses.field(compare=False, default=lambda: None)  # as far as it can be, off a GPU
     # what serves batches in its place, where that is compiled on its own: a CUDA kernel that runs a batch in one launch
-    batched: _Target | None = dataclasses.field(compare=False, default=None)
+    batched: _Target | None = None
 
     def __repr__(self) -> str:
         return f"{self.name}{self.launch or ''}"
@@ -1721,8 +1726,8 @@ class _Wrapper(_Kept):
 #   4. `run` runs a range of slices, row by row.
 #   5. `probe` runs the first slices alone and measures them.  If it pays, XLA's threads and this one `share` the rest:
 #      each takes chunk after chunk until none is left.
-# The first slice that fails gives the call its error: nobody takes a chunk after that, and chunks that are being run
-# elsewhere are waited for.
+# The first slice that fails in time, which need not be the first of the batch, gives the call its error: nobody takes a
+# chunk after that, and chunks that are being run elsewhere are waited for.
 # Relies on sections 1 and 2, llvmlite, Numba's tools for it, and the C API of CPython.  The emitter of a backend writes
 # what runs one slice.
 
@@ -2269,7 +2274,7 @@ class _Driver(_Code):
         return self.call("run", batch, first, batch.count)
 
     def probe(self, batch: Any) -> Any:
-        """Run slices alone, more of them each time, until what is left is known to be worth sharing."""
+        """Run slices alone, in ranges of 1, 8, 64, ..., until one tells that the rest is worth sharing."""
         ticks = self.load(ctypes.addressof(_TICKS))
         began = self.variable(self.call("now"))  # when the newest range did
         n_newest = self.variable(1)  # how many slices it has
@@ -3133,7 +3138,7 @@ def _not_only_read(overload: Any, signature: _Signature) -> tuple[int, ...]:
     """The inputs that LLVM does not find to be only read: through what the kernel is given, as far as it can follow."""
     parameters = list(_llvm(overload).get_function(overload.fndesc.llvm_func_name).arguments)
     may_write = []
-    position = 6  # after the results' addresses; each array has meminfo, parent, nitems, itemsize, data, shape, strides
+    position = 2 + 4  # two addresses for results; of each array meminfo, parent, nitems, itemsize, data, shape, strides
     for i in range(signature.n_in):
         attributes = set(parameters[position].attributes)
         if attributes.isdisjoint({b"readonly", b"readnone"}):
@@ -3151,16 +3156,28 @@ class _Helper(NamedTuple):
 
 
 def _jitted(walked: _Digester, kernel: Any) -> list[Any]:
-    """The jitted functions that a kernel calls."""
-    found = [obj for _, obj in walked.seen.values() if hasattr(obj, "py_func") and hasattr(obj, "overloads")]
-    return [obj for obj in found if type(obj).__module__.startswith(("numba.", "numba_")) and obj is not kernel]
+    """The jitted functions that a kernel calls, itself too if it is recursive."""
+    found = []
+    for _, obj in walked.seen.values():
+        is_jitted = hasattr(obj, "py_func") and hasattr(obj, "overloads")
+        is_numbas = type(obj).__module__.startswith(("numba.", "numba_"))
+        is_called = obj is not kernel or any(value is kernel for value in _values_read(_python(kernel)))
+        if is_jitted and is_numbas and is_called:
+            found.append(obj)
+    return found
+
+
+def _values_read(function: types.FunctionType) -> list[Any]:
+    """What the names in a function stand for, of which code that calls itself reads its own."""
+    cells = [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
+    return [*cells, *(function.__globals__.get(name) for name in function.__code__.co_names)]
 
 
 def _count_helpers(walked: _Digester, kernel: Any) -> bool:
     """Count by identity the helpers with code of other content than now; returns whether the code of all is known."""
     helpers = _jitted(walked, kernel)
     for function in helpers:
-        content = _digest(function, live_above=_NUMBA_LIVE_ABOVE)
+        content = _digest(function, live_above=walked.live_above)
         known = _HELPERS.get(id(function))
         if known is None or not function.overloads:
             _HELPERS[id(function)] = _Helper(function, content, not function.overloads)
@@ -3483,7 +3500,7 @@ _CUDA_BLOCKS = {2: (16, 16), 3: (8, 8, 4)}  # threads per block over launch_dims
 _CUDA_LIMITS = {"grid": (2**31 - 1, 65535, 65535), "block": (1024, 1024, 64), "launch_dims": (sys.maxsize,) * 3}
 _CUDA_INSTALL = "pip install 'xla_kernels[cuda13]' (CUDA 12: [cuda12]), or numba-cuda-mlir[cu13] beside jax[cuda13]"
 # The simulator keeps the running kernel in globals, also in those of the kernel's module.
-_CUDASIM_LOCK: threading.RLock = vars(_STORE).setdefault("cudasim_lock", threading.RLock())
+_CUDASIM_LOCK: threading.RLock = _shared_locks().setdefault("cudasim_lock", threading.RLock())
 
 
 @_takes_kernel
@@ -3732,7 +3749,7 @@ class _CudaCode:
         inner = package.dispatcher(self.function, _python(self.function), **package.device_options)
         adapter = form.for_batch(ranks).adapter(inner, *package.ends, cuda=package.cuda)
         signature = dataclasses.replace(self.signature, ranks=tuple(rank + 1 for rank in ranks))
-        with contextlib.suppress(TypeError):  # what compiles as a kernel may not as a function that one calls
+        with contextlib.suppress(Exception):  # what works as a kernel may not as a function that one calls
             dispatcher = package.dispatcher(self.function, adapter)
             return package.launcher(dispatcher, signature, self.file(package, batched=True))
         return None
@@ -3837,10 +3854,8 @@ class _NumbaCuda:
         """A new dispatcher with the kernel's options, so that globals are read as they are now, and types are ours."""
         if isinstance(kernel, types.FunctionType):
             return self.cuda.jit(**more)(function)
-        fresh = type(kernel)(function, {**kernel.targetoptions, **more})
-        if kernel.stats.cache_path is not None and function is kernel.py_func and not more:
-            fresh.enable_caching()
-        return fresh
+        # Without Numba's own cache on disk, which sees no change of a global, and whose code has no types to check.
+        return type(kernel)(function, {**kernel.targetoptions, **more})
 
     def typed(self, signature: _Signature, compile_: Callable[[tuple], Any]) -> Any:
         """Compile for our arrays: what is wrong is a TypeError, and None what is compiled anew for each grid."""
@@ -3872,8 +3887,10 @@ class _NumbaCuda:
 
     def launcher(self, dispatcher: Any, signature: _Signature, file: _KernelFile | None = None) -> _CudaLauncher | None:
         """Compile the kernel and load it for every GPU; None where a launch takes more than cuLaunchKernel."""
-        if file and (kept := file.read()):
-            return self._load(signature.label, *kept)
+        kept = file.read() if file else None
+        if kept:
+            with contextlib.suppress(RuntimeError):  # what the driver refuses is compiled anew
+                return self._load(signature.label, *kept)
         ordinals = _cuda_ordinals()
         n_params = sum(self.n_params + 2 * rank for rank in signature.ranks)
         with self.on_device(ordinals[0]):
@@ -3902,11 +3919,11 @@ class _NumbaCuda:
         return _CudaLauncher(label, driver, functions, may_batch)
 
     def machine(self) -> list[Any]:
-        """What machine code depends on besides its kernel: versions, and the compute capabilities of the GPUs."""
+        """What a file depends on besides its kernel: versions, and the GPUs of this process with their capabilities."""
         version = _I32()
         _CudaDriver().call("cuDriverGetVersion", ctypes.byref(version))
-        capabilities = [tuple(self.cuda.gpus[ordinal].compute_capability) for ordinal in _cuda_ordinals()]
-        return [version.value, _version("numba_cuda"), _version("numba_cuda_mlir"), *capabilities]
+        gpus = [(ordinal, tuple(self.cuda.gpus[ordinal].compute_capability)) for ordinal in _cuda_ordinals()]
+        return [version.value, _version("numba_cuda"), _version("numba_cuda_mlir"), *gpus]
 
     def callback(self, signature: _Signature, run: Callable[[list, Any, int], None]) -> _CallbackEmitter:
         """Calls `run(arrays, stream, launch)` in Python for every slice."""
@@ -4129,7 +4146,14 @@ def _knows_no_z(ptx: str) -> bool:
 
     Memory fences and volatile loads are how blocks wait for each other, which they cannot if not all of them run.
     """
-    return not re.search(r"%n?ctaid\.z|%gridid|\bmembar\b|\bfence\b|\.volatile\b|\bgriddepcontrol\b", ptx)
+    outside = re.findall(
+        r"\.extern\s+\.func\s*(?:\([^)]*\)\s*)?(\w+)", ptx
+    )  # linked later, so nobody sees what it does
+    if not {*outside} <= {"vprintf", "__assertfail", "malloc", "free"}:
+        return False
+    asks_for_z = r"%n?ctaid\.z|%gridid|%n?clusterid|%cluster_"
+    waits = r"\b(membar|fence|griddepcontrol)\b|\.(volatile|acquire|release|acq_rel)\b"
+    return not re.search(f"{asks_for_z}|{waits}", ptx)
 
 
 def _ask_xla(handler: _Handler, function: str, kind: Any) -> Any:
@@ -4419,8 +4443,9 @@ class _GenericWarpKernel(_Wrapper):
 
 def _spec_or_value(wp: Any, value: Any, i: int) -> Any:
     """The spec of an array, or a value that is passed by value."""
-    if isinstance(value, wp.array):
-        value = jax.dlpack.from_dlpack(value)
+    is_foreign = hasattr(value, "__jax_array__") or hasattr(value, "__dlpack__")
+    if is_foreign and not isinstance(value, (jax.Array, np.ndarray)):
+        value = _from_foreign(value, i, "warp_kernel")
     if isinstance(value, (jax.Array, np.ndarray)):
         return _input_spec(value, i)
     return value
@@ -6748,7 +6773,9 @@ _CUDA_DISPATCHERS = (
     "numba_cuda_mlir.MLIRDispatcher",
 )
 _BACKENDS = {
-    "numba": _Backend({"cpu": _NUMBA_INSTALL}, ("numba.Dispatcher",), numba_kernel, _check_numba),
+    "numba": _Backend(
+        {"cpu": _NUMBA_INSTALL}, ("numba.Dispatcher", "numba.DUFunc", "numba.GUFunc"), numba_kernel, _check_numba
+    ),
     "warp": _Backend(
         {"cpu": _WARP_INSTALL, "gpu": "jax[cuda13], " + _WARP_INSTALL}, ("warp.Kernel",), warp_kernel, _check_warp
     ),
