@@ -37,8 +37,8 @@ An op under grad of vmap: `XLACustomKernel.__call__` -> `_find_call` -> `_OpCall
 `_op_batching`, which records the vmap -> `_op_jvp`, `_op_transpose`, which vmap the user's rules -> `_op_lowering`,
 which knows the platform -> `_run_vmaps` -> `_run_slice` -> the call of a wrapper, as above.
 The order of a kernel's arguments: above `_NumbaWrapper`; `_CudaCode.emitter` for callables; in
-`_WarpKernel._find_target`.
-An exception in a slice: `_NumbaEmitter`, `_keep_message`, `_Driver.work`.  A dtype: above `_XLA_FFI_DATA_TYPES`.
+`_WarpKernel._find_target`.  A dtype: above `_XLA_FFI_DATA_TYPES`.
+An exception in a slice: `_NumbaEmitter`, `_keep_message`, `_Driver.run`, `_Driver.work`.
 A new backend takes four places: a section like 9 to 11 (what to install, dtypes, a public `..._kernel`, a `_Wrapper`,
 an `_Emitter`), a row in `_BACKENDS` with a check like `_check_numba`, a `def_..._kernel`, and `_is_stable_module`.
 What two copies of this file share: `_STORE`, if they are of one layout, and `_shared_locks`.
@@ -2640,10 +2640,13 @@ def _host_arrays(signature: _Signature, pointers: Sequence[int], dims: Sequence[
 # 9. Numba on CPU: a wrapper, and an emitter that calls what Numba compiled.
 # One slice of a call; the handler finds the slices.
 #
-# What a new Numba may break.  With an error: `library._final_module` and `_shared_module`, `_compiler.pipeline_class`,
-# `gufunc_builder`, the status of `call_conv.call_function`.  Silently, so that tests of each must pass before it counts
-# as supported: the parameters of arrays (`_numba_params`), new ways to write to a read-only array
-# (`_UNCHECKED_WRITERS`), and how calls of threads show in LLVM's text (`_CALLS_OF_THREADS`).
+# What a new Numba may break.
+# - With an error: `library._final_module`, `_shared_module` and `_get_compiled_object`, `has_dynamic_globals`,
+#   `lookup_environment`, `reload_init`, `_compiler.pipeline_class`, `_can_compile`, `gufunc_builder`, the status of
+#   `call_conv.call_function`; for CUDA `_codelibrary`.
+# - Silently, so that tests of each must pass before it counts as supported: the parameters of arrays (`_numba_params`),
+#   new ways to write to a read-only array (`_UNCHECKED_WRITERS`), and how calls of threads show in LLVM's text
+#   (`_CALLS_OF_THREADS`).
 
 _NUMBA_INSTALL = "pip install numba"
 _NUMBA_LIVE_ABOVE = 10**6  # bytes, above which Numba's code reads an array of its globals where it is
