@@ -4352,6 +4352,27 @@ def test_kernels_that_numba_caches_are_kept_without_a_setting_and_see_changes(tm
     assert len(kept_files(tmp_path / "kept")) == 2  # of `second`, with each helper
 
 
+COUNTED = """
+from numba.core.event import install_recorder
+with install_recorder("numba:compile") as recorder:
+    exec(compile(open("block.py").read(), "block.py", "exec"))
+print("compiled:", len(recorder.buffer) > 0)
+"""
+
+
+@pytest.mark.processes
+def test_the_first_example_of_the_readme_is_compiled_once(tmp_path):
+    """The second process prints the same, and Numba compiles nothing in it."""
+    (tmp_path / "block.py").write_text(README_BLOCKS[0], encoding="utf-8")
+    (tmp_path / "counted.py").write_text(COUNTED, encoding="utf-8")
+    outputs = []
+    for _ in range(2):
+        output = run_python(tmp_path / "counted.py", cwd=tmp_path, JAX_COMPILATION_CACHE_DIR=str(tmp_path / "kept"))
+        outputs.append(output)
+    assert outputs[0].endswith("compiled: True\n")
+    assert outputs[1] == outputs[0].replace("compiled: True", "compiled: False")
+
+
 def start_on_disk(folder):
     """A process that keeps kernels there, in no time that it has to wait for."""
     code = textwrap.dedent(STARTS_TOGETHER)
