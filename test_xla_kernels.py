@@ -6476,10 +6476,6 @@ class WarpCase:
     reference: Callable
 
 
-def like_first(first, *rest):
-    return first
-
-
 PAIR = sample(5), sample(5, seed=1)
 WARP_CASES = {  # by the name of the kernel
     "add": WarpCase({"outs": like_first}, PAIR, np.add),
@@ -8032,17 +8028,11 @@ def test_warp_is_missing(monkeypatch):
 # ======================================================================================================
 
 Spec = jax.ShapeDtypeStruct
-P = jax.sharding.PartitionSpec
 VECTOR = np.arange(1.0, 9.0, dtype=np.float32)
 WEIGHTS = np.linspace(-1.0, 1.0, 8, dtype=np.float32)
 ROWS = np.stack([VECTOR, VECTOR + 1, 2 * VECTOR])
 VECTOR_SPEC = Spec((8,), np.float32)
 SCALAR_SPEC = Spec((), np.float32)
-
-
-def like_first(x, *rest):
-    """`outs` of what returns something like its first operand."""
-    return x
 
 
 def op_with(generator, rule=None, name="op"):
