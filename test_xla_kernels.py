@@ -4297,7 +4297,7 @@ def test_a_folder_that_takes_no_files_costs_only_the_caching(monkeypatch, tmp_pa
 def test_code_is_not_written_under_a_name_that_it_has_no_more(monkeypatch, tmp_path):
     """Here a global changes while Numba compiles."""
     monkeypatch.setattr(xk, "_kernel_folder", lambda kernel: str(tmp_path))
-    kernel = reads("x[0] + value", value=1)
+    kernel = reads("x[0] + 1000 * value", value=1)  # of its own, as its target gets the code of the other value
     compile_code = xk._compile_code
 
     def edit_and_compile(*args):
