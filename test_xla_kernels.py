@@ -3498,18 +3498,25 @@ def test_allocations_and_prints_in_a_kernel():
     assert (jax.pmap(wrap(allocate))(np.ones((4, 1), np.float32)) == 990).all()
 
 
+def load_copy(name):
+    """Another copy of the file in this process, under a name."""
+    spec = importlib.util.spec_from_file_location(name, xk.__file__)
+    copy = importlib.util.module_from_spec(spec)
+    sys.modules[name] = copy
+    spec.loader.exec_module(copy)
+    return copy
+
+
 def test_two_copies_of_this_file_in_a_process():
     """Vendored copies under other names, and one that replaces this module."""
-
-    def load(name):
-        module_spec = importlib.util.spec_from_file_location(name, xk.__file__)
-        module = importlib.util.module_from_spec(module_spec)
-        sys.modules[name] = module
-        module_spec.loader.exec_module(module)
-        return module
-
     try:
-        modules = [xk, load("vendored_a"), load("package.vendored_b"), load("xla_kernels"), load("xla_kernels")]
+        modules = [
+            xk,
+            load_copy("vendored_a"),
+            load_copy("package.vendored_b"),
+            load_copy("xla_kernels"),
+            load_copy("xla_kernels"),
+        ]
         kernels = [module.numba_kernel(add_one.__wrapped__, like_first) for module in modules]
     finally:
         sys.modules["xla_kernels"] = xk
@@ -10194,15 +10201,6 @@ def test_op_takes_what_numba_vectorized(make):
 
 def copy_sum(x, y, out):
     out[0] = x + y
-
-
-def load_copy(name):
-    """Another copy of the file in this process, under another name."""
-    spec = importlib.util.spec_from_file_location(name, xk.__file__)
-    copy = importlib.util.module_from_spec(spec)
-    sys.modules[name] = copy
-    spec.loader.exec_module(copy)
-    return copy
 
 
 def test_rules_take_ops_of_another_copy_of_the_file():

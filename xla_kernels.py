@@ -4205,14 +4205,9 @@ class _CudaLauncher:
     # call.  The attribute `launch` starts with grid, block and shared memory.  What `may_batch` can be launched
     # with more blocks along z.
     def __init__(
-        self,
-        label: str,
-        driver: Any,
-        functions: Mapping[int, tuple[int, int]],
-        may_batch: bool = False,
-        keep: Any = None,
+        self, label: str, driver: Any, functions: Mapping[int, tuple[int, int]], may_batch: bool = False
     ) -> None:
-        self.label, self.driver, self.may_batch, self.keep = label, driver, may_batch, keep
+        self.label, self.driver, self.may_batch = label, driver, may_batch
         self.n_ordinals = max(functions) + 1
         numbers: list[int] = []
         for ordinal in range(self.n_ordinals + 1):  # the last row is for all other devices
