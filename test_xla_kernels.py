@@ -78,12 +78,13 @@ shard_map = functools.partial(jax.shard_map, check_vma=True)
 
 # ======================================================================================================
 # The matrix: operations x backends x dtypes x transformations, each a table here.
-# Every cell runs a kernel and compares it with NumPy.  At the end of a run, conftest.py prints which cells passed.
+# Every cell runs a kernel: as it is and compares it with NumPy, or transformed and compares it with plain JAX.
+# At the end of a run, conftest.py prints which cells passed.
 # ======================================================================================================
 
 
 class Op(typing.NamedTuple):
-    """An operation of the matrix: `class CsrEvent(Kernels)` has kernels and the NumPy reference of csr_event."""
+    """An operation of the matrix: `class CsrEvent(Kernels)` has kernels and the reference of csr_event."""
 
     inputs: Callable  # (rng, dtype) -> NumPy arrays; the floating-point ones have this dtype
     stateful: bool = False  # the first output can be the first input of the next step
@@ -93,7 +94,7 @@ class Op(typing.NamedTuple):
 
 
 class Backend(typing.NamedTuple):
-    """A backend of the matrix; `Generators` says how it takes a kernel."""
+    """A backend of the matrix; `generate` says how it takes a kernel."""
 
     language: str  # in which its kernels are written
     needs: str  # what must be there: see conftest.CONDITIONS
@@ -115,49 +116,28 @@ def normal(*shapes):
     return inputs
 
 
-def trace_and_spikes(rng, dtype):
-    return [rng.standard_normal(17).astype(dtype), rng.random(17) < 0.3]
-
-
-def csr(rng, dtype, rows=12, columns=9):
-    """data, indices, indptr of a random sparse matrix."""
+def csr_and_spikes(rng, dtype, rows=12, columns=9):
+    """data, indices, indptr of a random sparse matrix, and a bool for each row."""
     counts = rng.integers(0, 5, rows)
     indptr = np.append(0, counts.cumsum()).astype(np.int32)
     row_indices = [rng.choice(columns, count, replace=False) for count in counts]
     indices = np.concatenate(row_indices).astype(np.int32)
-    return [rng.standard_normal(indices.size).astype(dtype), indices, indptr]
-
-
-def csr_and_vector(rng, dtype):
-    return [*csr(rng, dtype), rng.standard_normal(9).astype(dtype)]
-
-
-def csr_and_spikes(rng, dtype):
-    return [*csr(rng, dtype), rng.random(12) < 0.5]
+    return [rng.standard_normal(indices.size).astype(dtype), indices, indptr, rng.random(rows) < 0.5]
 
 
 OPS = {
     "add": Op(normal(17, 17), stateful=True),
-    "relu": Op(normal(17), stateful=True),
     "leaky_relu": Op(normal(17), stateful=True, params={"alpha": 0.25}),  # a static parameter
     "hadamard": Op(normal((5, 7), (5, 7)), stateful=True),  # two dimensions; the op of all transformations
     "sum": Op(normal(33), threads=1),  # a reduction in Numba's parallel kernels
-    "mean_std": Op(normal(33), threads=1),  # two outputs
     "matvec": Op(normal((6, 6), 6)),  # inputs of different ranks
-    "csr_matvec": Op(csr_and_vector),  # integer inputs, and a gather
-    "csr_event": Op(csr_and_spikes, threads=12, options={"zero_outputs": True}),  # atomic scatter-add; bool input
+    "csr_event": Op(csr_and_spikes, threads=12, options={"zero_outputs": True}),  # integers, bool, and atomics
     "lif": Op(normal(17, 17), stateful=True),  # two outputs of two dtypes
-    "trace": Op(trace_and_spikes, stateful=True),
-    "stencil": Op(normal(17), stateful=True),  # reads the neighbours
-    "prefix_sum": Op(normal(17), stateful=True, threads=1),  # one thread writes all elements
     "in_place": Op(normal(17, 17), stateful=True, options={"input_output_aliases": {0: 0}}),  # out starts as input 0
-    "blend": Op(
-        normal(17, 17), stateful=True, options={"input_output_aliases": {1: 0}}
-    ),  # as input 1, which vmap shares
+    "blend": Op(normal(17, 17), stateful=True, options={"input_output_aliases": {1: 0}}),  # as 1, which vmap shares
 }
 
 NO_SHARD_MAP = dict.fromkeys(("shard_map", "grad_of_shard_map"), "Pallas does not interpret under check_vma=True")
-NO_GATHER = dict.fromkeys(("csr_matvec", "csr_event"), "these are loops, which Pallas does not interpret")
 
 BACKENDS = {
     "numba": Backend("numba", "numba"),  # on the CPU, in one thread
@@ -166,7 +146,7 @@ BACKENDS = {
     "numba_cuda_callable": Backend("cuda", "cuda"),  # Python that launches the kernel
     "warp": Backend("warp", "warp"),  # on the CPU
     "warp_gpu": Backend("warp", "warp_gpu"),
-    "pallas": Backend("jax", "pallas", {**NO_SHARD_MAP, **NO_GATHER}),  # interpreted
+    "pallas": Backend("jax", "pallas", NO_SHARD_MAP),  # interpreted
     "jax": Backend("jax", "jax"),  # a function that JAX traces
 }
 
@@ -186,12 +166,12 @@ DTYPES = {
     "float64": Dtype("numba cuda warp", needs_x64=True, tolerance=1e-12),
     "complex64": Dtype("numba cuda"),
     "complex128": Dtype("numba cuda", needs_x64=True),
-    "float8_e4m3fn": Dtype(""),  # refused by all
 }
 
+EVERY_OP = "every op, every dtype"
 TRANSFORMS = {  # the operations under each; `class Transformations` says what it does
-    "eager": "every op, every dtype",
-    "vmap": "every op, every dtype",  # over axis 0 of the first input, with the others shared
+    "eager": EVERY_OP,
+    "vmap": EVERY_OP,  # over axis 0 of the first input, with the others shared
     "scan": "stateful ops",
     "shard_map": "stateful ops",  # over four devices, with JAX's check of varying axes
     "jit": "hadamard",
@@ -213,37 +193,23 @@ TRANSFORMS = {  # the operations under each; `class Transformations` says what i
 }
 
 
-def operations_under(transformation):
-    """The names of the operations that the matrix has under a transformation, and the dtypes."""
-    operations = TRANSFORMS[transformation]
-    if operations == "every op, every dtype":
-        return list(OPS), [name for name, dtype in DTYPES.items() if dtype.tolerance]
-    if operations == "stateful ops":
-        return [name for name, op in OPS.items() if op.stateful], ["float32"]
-    return [operations], ["float32"]
-
-
-def dtypes_of(language, with_x64=True):
+def dtypes_of(language):
     """The names of the dtypes that kernels in a language have arrays of."""
-    return [
-        name
-        for name, dtype in DTYPES.items()
-        if language in dtype.languages.split() and (with_x64 or not dtype.needs_x64)
-    ]
+    return [name for name, dtype in DTYPES.items() if language in dtype.languages.split()]
 
 
 def can_run(op, backend, dtype):
     language = BACKENDS[backend].language
-    if dtype not in dtypes_of(language):
-        return False
-    if language == "jax" and OPS[op].options:
-        return False
-    return op not in BACKENDS[backend].without
+    return dtype in dtypes_of(language) and not (language == "jax" and OPS[op].options)
 
 
 def all_cells():
-    for transformation in TRANSFORMS:
-        ops, dtypes = operations_under(transformation)
+    for transformation, operations in TRANSFORMS.items():
+        ops, dtypes = [operations], ["float32"]
+        if operations == EVERY_OP:
+            ops, dtypes = OPS, [name for name, dtype in DTYPES.items() if dtype.tolerance]
+        elif operations == "stateful ops":
+            ops = [name for name, op in OPS.items() if op.stateful]
         for op, backend, dtype in itertools.product(ops, BACKENDS, dtypes):
             if can_run(op, backend, dtype):
                 yield op, backend, transformation, dtype
@@ -272,20 +238,6 @@ Scalar = None  # the dtype of the outputs, as the kernel's language calls it
 alpha = None  # the static parameter of the call
 
 
-def numpy_of(array):
-    """NumPy, or what JAX has in its place."""
-    return jnp if isinstance(array, jax.Array) else np
-
-
-def csr_dense(data, indices, indptr, columns):
-    """The matrix as a dense one, of row and column indicators."""
-    xp = numpy_of(data)
-    rows_before = indptr[1:, None] <= xp.arange(indices.size)
-    in_row = xp.arange(indptr.size - 1)[:, None] == rows_before.sum(0)
-    in_column = indices[:, None] == xp.arange(columns)
-    return in_row.astype(data.dtype) @ (data[:, None] * in_column)
-
-
 class Add(Kernels):
     reference = operator.add
 
@@ -293,17 +245,9 @@ class Add(Kernels):
         out[i] = x[i] + y[i]
 
 
-class Relu(Kernels):
-    def reference(x):
-        return numpy_of(x).maximum(x, 0)
-
-    def element(i, x, out):
-        out[i] = max(x[i], Scalar(0.0))
-
-
 class LeakyRelu(Kernels):
     def reference(x, alpha):
-        return numpy_of(x).where(x > 0, x, x.dtype.type(alpha) * x)
+        return x * (x > 0) + x.dtype.type(alpha) * x * (x <= 0)
 
     def element(i, x, out):
         out[i] = x[i] if x[i] > Scalar(0.0) else Scalar(alpha) * x[i]
@@ -333,21 +277,6 @@ class Sum(Kernels):
         out[0] = total
 
 
-class MeanStd(Kernels):
-    def reference(x):
-        return x.mean(keepdims=True), x.std(keepdims=True)
-
-    def element(i, x, mean, std):
-        average = Scalar(0.0)
-        for k in range(x.shape[0]):
-            average += x[k] / Scalar(x.shape[0])
-        variance = Scalar(0.0)
-        for k in range(x.shape[0]):
-            variance += (x[k] - average) * (x[k] - average) / Scalar(x.shape[0])
-        mean[i] = average
-        std[i] = variance ** Scalar(0.5)
-
-
 class Matvec(Kernels):
     reference = operator.matmul
 
@@ -362,20 +291,12 @@ class Matvec(Kernels):
             out[i] = (a[i, ::-1] * x[::-1]).sum()
 
 
-class CsrMatvec(Kernels):
-    def reference(data, indices, indptr, x):
-        return csr_dense(data, indices, indptr, x.size) @ x
-
-    def element(i, data, indices, indptr, x, out):
-        total = Scalar(0.0)
-        for k in range(indptr[i], indptr[i + 1]):
-            total += data[k] * x[indices[k]]
-        out[i] = total
-
-
 class CsrEvent(Kernels):
     def reference(data, indices, indptr, spikes):
-        return spikes.astype(data.dtype) @ csr_dense(data, indices, indptr, 9)
+        elements, columns = np.arange(indices.size), np.arange(9)
+        in_row = (indptr[:-1, None] <= elements) & (elements < indptr[1:, None])
+        in_column = indices[:, None] == columns
+        return (spikes @ in_row * data) @ in_column.astype(data.dtype)
 
     def numba(data, indices, indptr, spikes, out):
         for i in range(spikes.size):  # rows share columns, so not parallel
@@ -407,36 +328,6 @@ class Lif(Kernels):
         new_v[i] = Scalar(0.0) if u > Scalar(1.0) else u
 
 
-class Trace(Kernels):
-    def reference(trace, spikes):
-        return trace * trace.dtype.type(0.9) + spikes
-
-    def element(i, trace, spikes, out):
-        out[i] = trace[i] * Scalar(0.9) + (Scalar(1.0) if spikes[i] else Scalar(0.0))
-
-
-class Stencil(Kernels):
-    def reference(x):
-        padded = numpy_of(x).pad(x, 1)
-        return padded[:-2] - 2 * x + padded[2:]
-
-    def element(i, x, out):
-        left = x[i - 1] if i > 0 else Scalar(0.0)
-        right = x[i + 1] if i + 1 < x.shape[0] else Scalar(0.0)
-        out[i] = left - Scalar(2.0) * x[i] + right
-
-
-class PrefixSum(Kernels):
-    def reference(x):
-        return x.cumsum()
-
-    def element(i, x, out):
-        total = Scalar(0.0)
-        for k in range(x.shape[0]):
-            total += x[k]
-            out[k] = total
-
-
 class InPlace(Kernels):
     def reference(v, current):
         return v + (current - v) * v.dtype.type(0.1)
@@ -446,8 +337,7 @@ class InPlace(Kernels):
 
 
 class Blend(Kernels):
-    def reference(v, current):
-        return v + (current - v) * v.dtype.type(0.1)
+    reference = InPlace.reference
 
     def element(i, v, current, out):
         out[i] = v[i] + (out[i] - v[i]) * Scalar(0.1)
@@ -495,32 +385,37 @@ def matrix_kernel(kernels, language, dtype, **params):
     exec(compile(source, file, "exec"), namespace)
     kernel = namespace[kernels.name]
     if language == "warp":
-        kernel.__annotations__ = {name: warp_type(x) for name, x in zip(arrays, (*inputs, *outs), strict=True)}
+        for name, x in zip(arrays, (*inputs, *outs), strict=True):
+            kernel.__annotations__[name] = wp.array(dtype=xk.jaxtype_to_warptype(x.dtype), ndim=x.ndim)
         return wp.kernel(kernel, module="unique")
     return kernel
 
 
-def warp_type(array):
-    return wp.array(dtype=xk.jaxtype_to_warptype(array.dtype), ndim=array.ndim)
-
-
-def blocks(dims):
-    """Grid and block with a thread for each element: in small blocks, as Numba's simulator starts all threads."""
-    block = {1: (16,), 2: (4, 4)}[len(dims)]
-    grid = [-(-size // threads) for size, threads in zip(dims, block)]
-    return tuple(grid), block
-
-
-def launcher(kernel, dims):
-    """A function for numba_cuda_callable that launches the kernel."""
+def generate(backend, kernels, outs, **params):
+    """What `XLACustomKernel.def_kernel` takes, for each backend: a function of `outs` and the static parameters."""
+    if BACKENDS[backend].language == "jax":
+        reference = functools.partial(kernels.reference, **params)
+        return in_pallas(reference, outs) if backend == "pallas" else reference
+    kernel = matrix_kernel(kernels, BACKENDS[backend].language, outs[0].dtype, **params)
+    op = OPS[kernels.name]
+    if backend == "numba":
+        return xk.numba_kernel(numba.njit(kernel), outs, **op.options)
+    if backend == "numba_parallel":
+        return xk.numba_kernel(numba.njit(parallel=True)(kernel), outs, **op.options)
+    dims = (op.threads,) if op.threads else outs[0].shape
+    if backend in ("warp", "warp_gpu"):
+        return xk.warp_kernel(kernel, outs, launch_dims=dims, **op.options)
+    block = {1: (16,), 2: (4, 4)}[len(dims)]  # small, as Numba's simulator starts all threads
+    grid = tuple(-(-size // threads) for size, threads in zip(dims, block))
+    if backend == "numba_cuda":
+        return xk.numba_cuda_kernel(kernel, outs, grid=grid, block=block, **op.options)
     compiled = cuda.jit(kernel)
-    grid, block = blocks(dims)
 
     def launch(*arrays_and_stream):
         *arrays, stream = arrays_and_stream
         compiled[grid, block, stream](*arrays)
 
-    return launch
+    return xk.numba_cuda_callable(launch, outs, **op.options)
 
 
 def in_pallas(reference, outs):
@@ -535,45 +430,6 @@ def in_pallas(reference, outs):
     return pl.pallas_call(kernel, out_shape=list(outs), interpret=True)
 
 
-class Generators:
-    """For each backend, what `XLACustomKernel.def_kernel` takes: a function of `outs` and the static parameters."""
-
-    def numba(kernels, outs, **params):
-        kernel = matrix_kernel(kernels, "numba", outs[0].dtype, **params)
-        return xk.numba_kernel(numba.njit(kernel), outs, **OPS[kernels.name].options)
-
-    def numba_parallel(kernels, outs, **params):
-        kernel = matrix_kernel(kernels, "numba", outs[0].dtype, **params)
-        return xk.numba_kernel(numba.njit(parallel=True)(kernel), outs, **OPS[kernels.name].options)
-
-    def numba_cuda(kernels, outs, **params):
-        kernel = matrix_kernel(kernels, "cuda", outs[0].dtype, **params)
-        grid, block = blocks(launch_dims(kernels, outs))
-        return xk.numba_cuda_kernel(kernel, outs, grid=grid, block=block, **OPS[kernels.name].options)
-
-    def numba_cuda_callable(kernels, outs, **params):
-        kernel = matrix_kernel(kernels, "cuda", outs[0].dtype, **params)
-        launch = launcher(kernel, launch_dims(kernels, outs))
-        return xk.numba_cuda_callable(launch, outs, **OPS[kernels.name].options)
-
-    def warp(kernels, outs, **params):
-        kernel = matrix_kernel(kernels, "warp", outs[0].dtype, **params)
-        return xk.warp_kernel(kernel, outs, launch_dims=launch_dims(kernels, outs), **OPS[kernels.name].options)
-
-    warp_gpu = warp
-
-    def pallas(kernels, outs, **params):
-        return in_pallas(functools.partial(kernels.reference, **params), outs)
-
-    def jax(kernels, outs, **params):
-        return functools.partial(kernels.reference, **params)
-
-
-def launch_dims(kernels, outs):
-    threads = OPS[kernels.name].threads
-    return (threads,) if threads else outs[0].shape
-
-
 def refuse(outs, **params):
     raise AssertionError("a call that lost its backend")
 
@@ -585,7 +441,7 @@ def custom_kernel(name):
     for platform in ("cpu", "gpu"):
         op.def_kernel("none", platform, refuse)  # the default, as it is the first: a cell must get what it asks for
     for backend in BACKENDS:
-        generator = functools.partial(getattr(Generators, backend), Kernels.of[name])
+        generator = functools.partial(generate, backend, Kernels.of[name])
         op.def_kernel(backend, conftest.platform_of([BACKENDS[backend].needs]), generator)
     if name == "hadamard":
         differentiate_hadamard(op)
@@ -611,144 +467,106 @@ def differentiate_hadamard(op):
         return None, *op(x, cotangent, **params)
 
 
-# -- the transformations: each returns what JAX computes, and what NumPy does --------------------------
+# -- the transformations -------------------------------------------------------------------------------
 
 
 class Transformations:
-    """Functions (call, reference, *inputs) -> (results, expected results).
+    """Programs of an operation: functions (call, *inputs) -> arrays.
 
-    `call` is the operation in JAX, `reference` in NumPy; both return a list of arrays.
+    `call` returns a list of arrays: those of a kernel, or, with the reference, what is right.
     """
 
-    def eager(call, reference, *inputs):
-        return call(*inputs), reference(*inputs)
+    def eager(call, *inputs):
+        return call(*inputs)
 
-    def jit(call, reference, *inputs):
-        return jax.jit(call)(*inputs), reference(*inputs)
+    def jit(call, *inputs):
+        return jax.jit(call)(*inputs)
 
-    def vmap(call, reference, first, *rest):
-        batch = np.stack([first, 2 * first, first - 1])
-        in_axes = (0, *[None] * len(rest))
-        return jax.vmap(call, in_axes)(batch, *rest), each_slice(reference, batch, *rest)
+    def vmap(call, first, *rest):
+        return jax.vmap(call, over_first(rest))(slices_of(first), *rest)
 
-    def vmap_every_input(call, reference, x, y):
-        xs, ys = np.stack([x, 2 * x]), np.stack([y, y - 1])
-        return jax.vmap(call)(xs, ys), [np.stack([reference(x, y)[0], reference(2 * x, y - 1)[0]])]
+    def vmap_every_input(call, x, y):
+        return jax.vmap(call)(slices_of(x), slices_of(y))
 
-    def vmap_other_axes(call, reference, x, y):
-        xs, ys = np.stack([x, 2 * x], axis=-1), np.stack([y, y - 1], axis=1)
-        results = jax.vmap(call, in_axes=(-1, 1), out_axes=1)(xs, ys)
-        return results, [np.stack([reference(x, y)[0], reference(2 * x, y - 1)[0]], axis=1)]
+    def vmap_other_axes(call, x, y):
+        return jax.vmap(call, in_axes=(-1, 1), out_axes=1)(slices_of(x, axis=-1), slices_of(y, axis=1))
 
-    def vmap_nested(call, reference, x, y):
+    def vmap_nested(call, x, y):
         """All pairs: the outer vmap is over one input, the inner one over the other."""
-        xs, ys = np.stack([x, 2 * x, x - 1]), np.stack([y, -y])
-        results = jax.jit(jax.vmap(jax.vmap(call, (0, None)), (None, 0)))(xs, ys)
-        return results, [np.stack([each_slice(reference, xs, y)[0] for y in ys])]
+        pairs = jax.vmap(jax.vmap(call, (0, None)), (None, 0))
+        return jax.jit(pairs)(slices_of(x), slices_of(y)[:2])
 
-    def lax_map(call, reference, x, y):
-        batch = np.stack([x, 2 * x, x - 1, -x, 3 * x])
-        results = jax.lax.map(lambda x: call(x, y), batch, batch_size=2)
-        return results, each_slice(reference, batch, y)
+    def lax_map(call, x, y):
+        return jax.lax.map(lambda x: call(x, y), slices_of(x)[:5], batch_size=2)
 
-    def scan(call, reference, state, *rest):
+    def scan(call, state, *rest):
         def step(state, _):
             new_state = call(state, *rest)[0]
             return new_state, new_state
 
-        results = jax.jit(lambda state: jax.lax.scan(step, state, length=4))(state)
-        states = [state]
-        for _ in range(4):
-            states.append(reference(states[-1], *rest)[0])
-        return results, [states[-1], np.stack(states[1:])]
+        return jax.jit(lambda state: jax.lax.scan(step, state, length=4))(state)
 
-    def while_loop(call, reference, x, y):
+    def while_loop(call, x, y):
         def some_are_large(x):
             return jnp.abs(x).max() > 1e-3
 
         def step(x):
-            return call(x, y)[0]
+            return call(x, y / np.abs(y).max() / 2)[0]
 
-        y = y / np.abs(y).max() / 2
-        result = jax.jit(lambda x: jax.lax.while_loop(some_are_large, step, x))(x)
-        while np.abs(x).max() > 1e-3:
-            x = reference(x, y)[0]
-        return [result], [x]
+        return jax.jit(lambda x: jax.lax.while_loop(some_are_large, step, x))(x)
 
-    def cond(call, reference, x, y):
+    def cond(call, x, y):
         @jax.jit
         def chosen(swapped):
             return jax.lax.cond(swapped, lambda: call(x - 1, y), lambda: call(x, y))
 
-        return [chosen(True), chosen(False)], [reference(x - 1, y), reference(x, y)]
+        return chosen(True), chosen(False)
 
-    def shard_map(call, reference, first, *rest):
-        batch = np.stack([first * (i + 1) for i in range(8)])
-        results = over_devices(jax.vmap(call, (0, *[None] * len(rest))), batch, *rest)
-        return results, each_slice(reference, batch, *rest)
+    def shard_map(call, first, *rest):
+        return over_devices(jax.vmap(call, over_first(rest)), slices_of(first), *rest)
 
-    def jvp(call, reference, x, y):
-        """Of a function that is linear in x and in y, so that differences are exact."""
-        results = jax.jvp(call, (x, y), (y, -x))
-        tangent = (reference(x + y, y - x)[0] - reference(x - y, y + x)[0]) / 2
-        return results, [reference(x, y), tangent]
+    def jvp(call, x, y):
+        return jax.jvp(call, (x, y), (y, -x))
 
-    def grad(call, reference, x, y):
-        results = jax.grad(sum_of_sines(call), (0, 1))(x, y)
-        return results, numeric_gradients(sum_of_sines(reference), x, y)
+    def grad(call, x, y):
+        return gradient(call)(x, y)
 
-    def grad_of_vmap(call, reference, x, y):
+    def grad_of_vmap(call, x, y):
         """The gradient of the shared input adds up those of the slices."""
-        xs = np.stack([x, 2 * x, x - 1])
-        results = jax.grad(sum_of_sines(jax.vmap(call, (0, None))), (0, 1))(xs, y)
-        return results, numeric_gradients(sum_of_sines(functools.partial(each_slice, reference)), xs, y)
+        return gradient(jax.vmap(call, (0, None)))(slices_of(x), y)
 
-    def vmap_of_grad(call, reference, x, y):
-        xs = np.stack([x, 2 * x, x - 1])
-        results = jax.vmap(jax.grad(sum_of_sines(call), (0, 1)), (0, None))(xs, y)
-        return results, each_slice(functools.partial(numeric_gradients, sum_of_sines(reference)), xs, y)
+    def vmap_of_grad(call, x, y):
+        return jax.vmap(gradient(call), (0, None))(slices_of(x), y)
 
-    def grad_of_scan(call, reference, x, y):
-        def in_jax(x, y):
-            last, _ = jax.lax.scan(lambda x, _: (call(x, y)[0], None), x, length=3)
-            return [last]
+    def grad_of_scan(call, x, y):
+        def last(x, y):
+            return [jax.lax.scan(lambda x, _: (call(x, y)[0], None), x, length=3)[0]]
 
-        def in_numpy(x, y):
-            for _ in range(3):
-                (x,) = reference(x, y)
-            return [x]
+        return jax.jit(gradient(last))(x, y)
 
-        results = jax.jit(jax.grad(sum_of_sines(in_jax), (0, 1)))(x, y)
-        return results, numeric_gradients(sum_of_sines(in_numpy), x, y)
-
-    def grad_of_shard_map(call, reference, x, y):
+    def grad_of_shard_map(call, x, y):
         """The gradient of the replicated input adds up those of the devices."""
-        batch = np.stack([x * (i + 1) for i in range(4)])
-        sharded = functools.partial(over_devices, jax.vmap(call, (0, None)))
-        results = jax.grad(sum_of_sines(sharded), (0, 1))(batch, y)
-        return results, numeric_gradients(sum_of_sines(functools.partial(each_slice, reference)), batch, y)
+        return gradient(functools.partial(over_devices, jax.vmap(call, (0, None))))(slices_of(x), y)
 
-    def jvp_of_grad(call, reference, x, y):
+    def jvp_of_grad(call, x, y):
         """Forward over reverse: the change of the gradients in a direction."""
-        gradient = jax.grad(sum_of_sines(call), (0, 1))
-        _, results = jax.jvp(gradient, (x, y), (y, -x))
-        in_numpy = functools.partial(numeric_gradients, sum_of_sines(reference))
-        step_x, step_y = 1e-4 * y.astype(np.float64), -1e-4 * x.astype(np.float64)
-        pairs = zip(in_numpy(x + step_x, y + step_y), in_numpy(x - step_x, y - step_y))
-        return results, [(ahead - behind) / 2e-4 for ahead, behind in pairs]
+        return jax.jvp(gradient(call), (x, y), (y, -x))
 
-    def checkpoint(call, reference, x, y):
-        results = jax.jit(jax.grad(sum_of_sines(jax.checkpoint(call)), (0, 1)))(x, y)
-        return results, numeric_gradients(sum_of_sines(reference), x, y)
+    def checkpoint(call, x, y):
+        return jax.jit(gradient(jax.checkpoint(call)))(x, y)
 
-    def export(call, reference, *inputs):
-        return read_exported(export_call(call, inputs))(*inputs), reference(*inputs)
+    def export(call, *inputs):
+        return read_exported(export_call(call, inputs))(*inputs)
 
 
-def each_slice(reference, batch, *rest):
-    """What vmap over the first axis of `batch` should give, from a loop."""
-    results = [reference(x, *rest) for x in batch]
-    return [np.stack(slices) for slices in zip(*results, strict=True)]
+def slices_of(x, axis=0):
+    """A batch of eight slices that differ."""
+    return np.stack([x, 2 * x, x - 1, -x, 3 * x, x + 1, x / 2, x * x], axis)
+
+
+def over_first(rest):
+    """The axes of a vmap over the first input, with the rest shared."""
+    return (0, *[None] * len(rest))
 
 
 def over_devices(call, batch, *rest):
@@ -763,40 +581,18 @@ def over_devices(call, batch, *rest):
     return jax.jit(jax.shard_map(call, mesh=mesh, in_specs=in_specs, out_specs=split))(batch, *rest)
 
 
-def sum_of_sines(call):
-    """A function that has a gradient: of a sum, but not linear."""
+def gradient(call):
+    """The gradients by both inputs of the sum of sines of what a call gives, which is not linear."""
 
     def total(*inputs):
         (result,) = call(*inputs)
-        return numpy_of(result).sin(result).sum()
+        return jnp.sin(result).sum()
 
-    return total
-
-
-STEP = 1e-5  # of differences: their error is about its square, and 1e-16 over it
-
-
-def numeric_gradients(function, *inputs):
-    """The derivatives of a function of arrays by all their elements, from central differences in float64."""
-    inputs = [x.astype(np.float64) for x in inputs]
-    results = []
-    for x in inputs:
-        gradient = np.empty_like(x)
-        for i in np.ndindex(x.shape):
-            value = x[i]
-            x[i] = value + STEP
-            ahead = function(*inputs)
-            x[i] = value - STEP
-            gradient[i] = (ahead - function(*inputs)) / (2 * STEP)
-            x[i] = value
-        results.append(gradient)
-    return results
+    return jax.grad(total, (0, 1))
 
 
 def export_call(call, inputs):
     """The bytes of an exported call, for the platform on which it runs here."""
-    from jax import export
-
     specs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs]
     jax.eval_shape(call, *specs)  # registers the targets, which `export_checks` names
     (default_device,) = jnp.zeros(1).devices()
@@ -806,8 +602,6 @@ def export_call(call, inputs):
 
 
 def read_exported(serialized):
-    from jax import export
-
     return export.deserialize(bytearray(serialized)).call
 
 
@@ -815,15 +609,15 @@ def read_exported(serialized):
 
 
 def call_and_reference(name, backend):
-    """The operation in JAX, on a backend, and in NumPy: functions of arrays that return lists."""
-    op, params = Kernels.of[name], OPS[name].params
-
-    def call(*inputs):
-        outs = jax.tree.leaves(jax.eval_shape(functools.partial(op.reference, **params), *map(jnp.asarray, inputs)))
-        return custom_kernel(name)(*inputs, outs=outs, backend=backend, **params)
+    """The operation on a backend, and its reference: functions of arrays that return lists."""
+    params = OPS[name].params
 
     def reference(*inputs):
-        return jax.tree.leaves(op.reference(*inputs, **params))
+        return jax.tree.leaves(Kernels.of[name].reference(*inputs, **params))
+
+    def call(*inputs):
+        outs = jax.eval_shape(reference, *inputs)
+        return custom_kernel(name)(*inputs, outs=outs, backend=backend, **params)
 
     return call, reference
 
@@ -838,10 +632,12 @@ def check_close(results, expected, tolerance):
 def test_matrix(op, backend, transformation, dtype):
     if reason := BACKENDS[backend].without.get(transformation):
         pytest.skip(reason)
+    call, reference = call_and_reference(op, backend)
+    program = getattr(Transformations, transformation)
     with x64(DTYPES[dtype].needs_x64):
         inputs = OPS[op].inputs(np.random.default_rng(0), np.dtype(dtype))
         before = [x.copy() for x in inputs]
-        results, expected = getattr(Transformations, transformation)(*call_and_reference(op, backend), *inputs)
+        results, expected = program(call, *inputs), program(reference, *before)
     check_close(results, expected, DTYPES[dtype].tolerance)
     for x, copy_before in zip(inputs, before):
         np.testing.assert_array_equal(x, copy_before)
@@ -5566,10 +5362,6 @@ def test_cuda_simulator():
     assert outcomes == {"passed": len(cells) + 2 + 1 + 40}  # programs, export, and the tests of this section
 
 
-def cuda_stencil():
-    return matrix_kernel(Stencil, "cuda", np.dtype("float32"))
-
-
 @on_device
 @pytest.mark.parametrize("jitted", [False, True])
 @pytest.mark.parametrize("name", AXPY_OPTIONS)
@@ -5774,12 +5566,11 @@ def test_cudasim_refuses_a_kernel_that_returns(static):
 @simulated
 def test_cudasim_runs_one_kernel_at_a_time():
     """The simulator keeps the running kernel in globals."""
-    op = cuda_op(cuda_stencil())
-    rows = np.random.default_rng(2).normal(size=(8, 12)).astype("float32")
+    op = cuda_op(cuda_copy)
+    rows = np.arange(96, dtype=np.float32).reshape(8, 12)
     with ThreadPoolExecutor(4) as pool:
-        results = list(pool.map(lambda row: np.asarray(op(row)), rows))
-    expected = [Stencil.reference(row) for row in rows]
-    np.testing.assert_allclose(results, expected, rtol=1e-6)
+        results = list(pool.map(op, rows))
+    np.testing.assert_array_equal(results, rows)
 
 
 @simulated
@@ -5879,7 +5670,8 @@ def gpu_copy(how):
         return cuda_op(cuda.jit(debug=True, opt=False)(cuda_copy))
     if how == "warp":
         pytest.importorskip("warp")
-        return xk.warp_kernel(matrix_kernel(Relu, "warp", np.dtype("float32")), lambda x: x)  # of positive numbers
+        relu = matrix_kernel(LeakyRelu, "warp", np.dtype("float32"), alpha=0.5)  # copies positive numbers
+        return xk.warp_kernel(relu, lambda x: x)
     copy = cuda.jit(cuda_copy)
 
     def launch(x, out, stream):
@@ -6355,12 +6147,12 @@ def test_gpu_debug_kernel_reports_its_exceptions():
 
 @on_gpu
 def test_gpu_every_device():
-    op = jax.jit(cuda_op(cuda_stencil()))
+    op = jax.jit(cuda_op(cuda_add))
     for k, device in enumerate(jax.local_devices(backend="cuda")):
-        x = np.arange(9, dtype=np.float32) ** 2 + k
-        out = op(jax.device_put(x, device))
+        x = jax.device_put(np.arange(9, dtype=np.float32) + k, device)
+        out = op(x, x)
         assert out.devices() == {device}
-        np.testing.assert_array_equal(out, Stencil.reference(x))
+        np.testing.assert_array_equal(out, 2 * x)
 
 
 @on_gpu
