@@ -715,25 +715,38 @@ class _Compiled(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class _Target:
-    """What a call runs: a registered name, and the integers that this call's shapes and options give it."""
+    """What a call runs: a registered name, and the integers that this call's shapes and options give it.
+
+    Most handlers run a single slice and batches alike.  A GPU kernel that runs a whole batch in one launch is compiled
+    on its own, as the target `for_batches`: the first `vmap` of a call puts that in the place of this one.
+    """
 
     # It knows no wrapper: JAX's caches hold it, and would keep alive the function that they are keyed by.
     name: str
     launch: tuple[int, ...] = ()  # the grid, with a 0 if nothing is to run, block and what else the handler reads
     may_write: tuple[int, ...] = ()  # the inputs that the kernel may write to
+    for_batches: _Target | None = None
     makes: Mapping[str, Callable[[], _Compiled]] = dataclasses.field(compare=False, default_factory=dict)
-    runs: str = dataclasses.field(compare=False, default="")  # where it runs, for the error on another platform
     check: Callable[[], None] = dataclasses.field(compare=False, default=lambda: None)  # as far as it can be, off a GPU
-    # what serves batches in its place, where that is compiled on its own: a CUDA kernel that runs a batch in one launch
-    batched: _Target | None = None
+    # for errors
+    title: str = dataclasses.field(compare=False, default="")
+    runs: str = dataclasses.field(compare=False, default="")
 
     def __repr__(self) -> str:
         return f"{self.name}{self.launch or ''}"
 
+    def under_vmaps(self, depth: int) -> _Target:
+        """What runs a call under so many vmaps."""
+        if depth and self.for_batches:
+            return self.for_batches
+        return self
+
     def register(self, platform: str) -> Any:
         """Compile and register the handler for a platform, unless one of this name is registered there."""
         if platform not in self.makes:
-            raise NotImplementedError(f"{self.runs}; this call is compiled for {platform!r}: move it by jax.device_put")
+            raise NotImplementedError(
+                f"{self.title} {self.runs}; this call is compiled for {platform!r}: move it by jax.device_put"
+            )
         if platform == "cuda" and not _cuda_ordinals():  # it will be registered where the program runs
             return self.check()
         with _LOCK:
@@ -1170,12 +1183,14 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """What a call gives its kernel, without batch: inputs, then outputs (with scratch), and what these start from."""
+    """A call of a kernel, without batch: its buffers, and what runs it, once that is found."""
 
     ins: list[Spec]
-    outs: list[Spec]
-    aliases: dict[int, int] = dataclasses.field(default_factory=dict)  # input -> the output that starts with it
+    outs: list[Spec]  # with scratch, and then the hidden ones
+    aliases: dict[int, int]  # input -> the output that starts with it
     zeroed: tuple[int, ...] = ()  # the outputs that start from zeros
+    n_scratch: int = 0
+    target: Any = None
 
     def signature(self, label: str) -> _Signature:
         specs = [*self.ins, *self.outs]
@@ -1183,24 +1198,15 @@ class _Call:
         ranks = tuple(len(spec.shape) for spec in specs)
         return _Signature(label, len(self.ins), dtypes, ranks, tuple(self.aliases.items()), self.zeroed)
 
-
-class _Resolved(NamedTuple):
-    """The target that runs a call, with the buffers that it gets: hidden outputs follow the others."""
-
-    target: _Target
-    outs: Sequence[Spec]
-    aliases: tuple[tuple[int, int], ...]
-
-    @classmethod
-    def of(cls, target: _Target, call: _Call) -> _Resolved:
+    def run_by(self, target: _Target) -> _Call:
         """An input that the kernel may write to is aliased to a hidden output, which the kernel gets in its place."""
-        outs = list(call.outs)
-        aliases = dict(call.aliases)
+        outs = list(self.outs)
+        aliases = dict(self.aliases)
         for i in target.may_write:
             if i not in aliases:
                 aliases[i] = len(outs)
-                outs.append(call.ins[i])
-        return cls(target, outs, tuple(aliases.items()))
+                outs.append(self.ins[i])
+        return dataclasses.replace(self, outs=outs, aliases=aliases, target=target)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -1209,11 +1215,11 @@ class _BoundCall:
 
     target: _Target
     outs: tuple[Spec, ...]  # those that the rule names; then scratch and hidden ones, which nobody reads
-    aliases: tuple[tuple[int, int], ...]  # (input, output)
+    aliases: tuple[tuple[int, int], ...]  # those of `_Call`, hashable
     rule: _ShardingRule
     has_side_effect: bool
-    # (inputs, outputs) of one slice -> what runs it on a shard, where XLA splits the kernel's own dimensions
-    resolve: Callable[[list[Spec], list[Spec]], _Resolved] = dataclasses.field(compare=False, repr=False)
+    # (inputs, outputs) of one slice -> the call of it on a shard, where XLA splits the kernel's own dimensions
+    resolve: Callable[[list[Spec], list[Spec]], _Call] = dataclasses.field(compare=False, repr=False)
 
     def bind(self, *args: Any) -> list:
         """Bind the primitive: another one, if XLA's partitioner must be told what to do with the call."""
@@ -1224,15 +1230,11 @@ class _BoundCall:
 
     def batched(self, size: int, has_slices: Sequence[bool]) -> _BoundCall:
         """The call under one more vmap, in which each output and these inputs have a slice for each element."""
-        if self.target.batched:
-            self.target.batched.announce()
+        target = self.target.under_vmaps(1)
+        target.announce()
         outs = tuple(Spec((size, *out.shape), out.dtype) for out in self.outs)
-        return dataclasses.replace(self, outs=outs, rule=self.rule.batched(has_slices, 1))
-
-    @property
-    def running_target(self) -> _Target:
-        is_batch = self.rule.depth > 0
-        return (is_batch and self.target.batched) or self.target
+        rule = self.rule.batched(has_slices, 1)
+        return dataclasses.replace(self, target=target, outs=outs, rule=rule)
 
     @property
     def runs_nothing(self) -> bool:
@@ -1260,16 +1262,15 @@ def _platforms(ctx: Any) -> Sequence[str]:
 
 def _call_lowering(ctx: Any, *operands: Any, call: _BoundCall) -> Any:
     for platform in _platforms(ctx):
-        call.running_target.register(platform)
+        call.target.register(platform)
     if ctx.primitive is _split_call_p:
         on_mesh = _on_mesh(ctx)
         if on_mesh:
             return _lower_on_shards(on_mesh, operands, call)
     if call.has_side_effect and _auto_devices(ctx) > 1:
         raise NotImplementedError(
-            f"kernel {call.target.name!r} has side effects, and XLA cannot tell on which devices: over several, give "
-            "it an input and an output, and the program a mesh (jax.set_mesh), or call it in a jax.shard_map over all "
-            "axes"
+            f"{call.target.title} has side effects, and XLA cannot tell on which devices: over several, give it an "
+            "input and an output, and the program a mesh (jax.set_mesh), or call it in a jax.shard_map over all axes"
         )
     if call.runs_nothing:  # XLA before jax 0.10 refuses a call that launches nothing in a command buffer
         return _lower_to_starts(ctx, operands, call.aliases)
@@ -1277,11 +1278,13 @@ def _call_lowering(ctx: Any, *operands: Any, call: _BoundCall) -> Any:
 
 
 def _lower_to_custom_call(ctx: Any, operands: Any, call: _BoundCall) -> Any:
-    target = call.running_target
     # An alias only lets XLA save a copy: that an output starts with an input is the handler's business.
     aliases = dict(call.aliases)
-    lower = jax.ffi.ffi_lowering(target.name, operand_output_aliases=aliases, has_side_effect=call.has_side_effect)
-    attributes = {"launch": np.array(target.launch, np.int64)} if target.launch else {}
+    name = call.target.name
+    lower = jax.ffi.ffi_lowering(name, operand_output_aliases=aliases, has_side_effect=call.has_side_effect)
+    attributes = {}
+    if call.target.launch:
+        attributes["launch"] = np.array(call.target.launch, np.int64)
     results = lower(ctx, *operands, **attributes)
     if "cuda" in _platforms(ctx):
         return _keep_from_updates(ctx, results)
@@ -1320,8 +1323,10 @@ def _lower_on_shards(ctx: Any, operands: Any, call: _BoundCall) -> Any:
     def run(results: Sequence[Spec], *ins: Any) -> list:
         local = call.resolve(_slices(ins, depth), _slices(results, depth))
         batch = results[0].shape[:depth]
-        hidden = [Spec((*batch, *out.shape), out.dtype) for out in local.outs[n:]]
-        shard = dataclasses.replace(call, target=local.target, outs=(*results, *hidden), aliases=local.aliases)
+        unread = [Spec((*batch, *out.shape), out.dtype) for out in local.outs[n:]]
+        target = local.target.under_vmaps(depth)
+        aliases = tuple(local.aliases.items())
+        shard = dataclasses.replace(call, target=target, outs=(*results, *unread), aliases=aliases)
         return _call_p.bind(*ins, call=shard)[:n]
 
     return call.rule.lower(ctx, operands, run, call.outs[:n], call.outs[n:], call.has_side_effect)
@@ -1342,8 +1347,7 @@ def _call_batching(args: Any, dims: Any, *, call: _BoundCall) -> Any:
 
 def _call_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: _BoundCall) -> tuple:
     if any(jax.dtypes.issubdtype(out.dtype, np.inexact) for out in call.outs):
-        name = call.target.name
-        raise TypeError(f"kernel {name!r} has no derivative: use jax.custom_vjp, or an XLACustomKernel's rules")
+        raise TypeError(f"{call.target.title} has no derivative: use jax.custom_vjp, or an XLACustomKernel's rules")
     results = call.bind(*primals)
     return results, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in results]
 
@@ -1425,7 +1429,7 @@ class _Options(types.SimpleNamespace):
             raise ValueError(f"vmap_method must be one of {_VMAP_METHODS}; got {self.vmap_method!r}")
         if not callable(self.outs) or isinstance(self.outs, type):  # such as jnp.float32
             _flat_specs(self.outs, "outs")
-        self.aliases = self._checked_aliases()
+        self.input_output_aliases = self._checked_aliases()
         self.in_out_argnames = self._checked_names("in_out_argnames", self.in_out_argnames)
         if not isinstance(self.scalars, bool):
             self.scalars = self._checked_names("scalars", self.scalars)
@@ -1543,14 +1547,16 @@ class _Wrapper(_Kept):
         self.static: Mapping[str, Any] = static or {}  # the arguments that are no arrays, by parameter
         self.variants = _Recent()  # this kernel with another order and static arguments
         self._describe(kernel)
+        aliases = options.input_output_aliases
         self._check_names("in_out_argnames", options.in_out_argnames)
-        self._check_names("input_output_aliases", [i for i in options.aliases if isinstance(i, str)])
+        self._check_names("input_output_aliases", [i for i in aliases if isinstance(i, str)])
         # those that are returned too, in the kernel's order: the first outputs start with them
         self.in_outs = [name for name in self.parameters if name in options.in_out_argnames]
-        self.aliases = options.aliases | {name: j for j, name in enumerate(self.in_outs)}
+        # input, by its name or its number -> the output that starts with it
+        self.aliases = aliases | {name: j for j, name in enumerate(self.in_outs)}
         self.rule: _ShardingRule | None = None
         if options.sharding_rule is not None:
-            self.rule = _ShardingRule.parse(f"{self.decorator} {self.__name__!r}", options.sharding_rule)
+            self.rule = _ShardingRule.parse(self.title, options.sharding_rule)
         self._jitted = jax.jit(self._function())
 
     def _describe(self, kernel: Any) -> None:
@@ -1560,6 +1566,7 @@ class _Wrapper(_Kept):
         self.__doc__ = getattr(kernel, "__doc__", None)
         self.__wrapped__ = kernel
         self.__signature__ = _input_signature(self.parameters, self.options.outs)
+        self.title = f"{self.decorator} {self.__name__!r}"  # for errors
 
     def _function(self) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
@@ -1640,15 +1647,20 @@ class _Wrapper(_Kept):
         results = self._bind(type(self)._resolve, args, outs, self.rule)
         return jax.tree_util.tree_unflatten(tree, results)
 
-    def _bind(self, resolve: Callable[..., _Resolved], args: Any, outs: Any, rule: _ShardingRule | None) -> list:
-        """Bind the primitive for what `resolve(wrapper, ins, outs)` finds."""
+    def _bind(self, resolve: Callable[..., _Call], args: Any, outs: Any, rule: _ShardingRule | None) -> list:
+        """Bind the primitive for the call that `resolve(wrapper, ins, outs)` makes."""
         ins = _input_specs(args)
         resolve_slice = functools.partial(resolve, self._without_caches())
-        resolved = resolve_slice(ins, outs)
-        rule = rule or _ShardingRule.whole(ins, outs)
-        effect = bool(self.options.has_side_effect)
-        call = _BoundCall(resolved.target, tuple(resolved.outs), resolved.aliases, rule, effect, resolve_slice)
-        return call.bind(*_make_varying(args))[: len(outs)]
+        call = resolve_slice(ins, outs)
+        bound = _BoundCall(
+            call.target,
+            tuple(call.outs),
+            tuple(call.aliases.items()),
+            rule or _ShardingRule.whole(ins, outs),
+            bool(self.options.has_side_effect),
+            resolve_slice,
+        )
+        return bound.bind(*args)[: len(outs)]
 
     def _without_caches(self) -> _Wrapper:
         """What JAX's caches may hold of this: not the functions that they are keyed by, which would never be freed."""
@@ -1656,15 +1668,16 @@ class _Wrapper(_Kept):
         vars(wrapper).update(vars(self), _jitted=None, _vjp=None, variants=None)
         return wrapper
 
-    def _resolve(self, ins: list[Spec], outs: list[Spec]) -> _Resolved:
-        """The target of a call with these inputs and declared outputs, and its buffers."""
+    def _resolve(self, ins: list[Spec], outs: list[Spec]) -> _Call:
+        """The call with these inputs and declared outputs, and what runs it."""
         scratch, _ = _flat_specs(self._for_inputs("scratch", ins), "scratch", ins)
-        aliases = self._aliases(ins, outs)
+        aliases = self._numbered_aliases(len(ins))
+        _check_aliases(aliases, ins, outs)
         zeroed: list[int] = []
         if self.options.zero_outputs:
             zeroed = [j for j in range(len(outs)) if j not in aliases.values()]
-        call = _Call(ins, outs + scratch, aliases, tuple(zeroed))
-        return _Resolved.of(self._find_target(call), call)
+        call = _Call(ins, outs + scratch, aliases, tuple(zeroed), len(scratch))
+        return call.run_by(self._find_target(call))
 
     def _for_inputs(self, what: str, ins: Sequence[Spec]) -> Any:
         """The value of an option that may be a callable of the inputs."""
@@ -1672,7 +1685,7 @@ class _Wrapper(_Kept):
         if not callable(option):
             return option
         args, named = self._option_arguments(option, ins)
-        return _call_option(option, f"{self.decorator} {self.__name__!r}: {what}", args, named)
+        return _call_option(option, f"{self.title}: {what}", args, named)
 
     def _option_arguments(self, option: Callable[..., Any], ins: Sequence[Spec]) -> tuple[Sequence[Any], dict]:
         """The inputs, and the static arguments that a callable has parameters for."""
@@ -1689,15 +1702,16 @@ class _Wrapper(_Kept):
                 args.insert(i, value)
         return args, named
 
-    def _aliases(self, ins: list[Spec], outs: list[Spec]) -> dict[int, int]:
-        """Which output starts with which input."""
-        names = self.order[: len(ins)]
+    def _numbered_aliases(self, n_in: int) -> dict[int, int]:
+        """Those of a call with so many inputs."""
+        names = self.order[:n_in]
         aliases: dict[int, int] = {}
         for i, j in self.aliases.items():
-            if isinstance(i, str) and i not in names:
-                raise ValueError(f"{self.__name__!r}: {i!r} is not the name of an input; this call has {names}")
-            aliases[names.index(i) if isinstance(i, str) else i] = j
-        _check_aliases(aliases, ins, outs)
+            if isinstance(i, str):
+                if i not in names:
+                    raise ValueError(f"{self.__name__!r}: {i!r} is not the name of an input; this call has {names}")
+                i = names.index(i)
+            aliases[i] = j
         return dict(sorted(aliases.items()))
 
     def _target_name(self, digest: str) -> str:
@@ -1705,12 +1719,15 @@ class _Wrapper(_Kept):
         return f"{__name__}.{self.__name__}.{_LAYOUT}.{digest}"
 
     def _check_dtypes(self, call: _Call, allowed: frozenset[str], refused: str) -> None:
-        for what, specs in (("input", call.ins), ("output", call.outs)):
+        n_out = len(call.outs) - call.n_scratch
+        for what, specs in (("input", call.ins), ("output", call.outs[:n_out]), ("scratch", call.outs[n_out:])):
             for i, spec in enumerate(specs):
                 if np.dtype(spec.dtype).name not in allowed:
-                    where = f"{self.decorator} {self.__name__!r}: {what} {i}"
                     fix = "f(x.astype(jnp.float32)).astype(x.dtype)"
-                    raise TypeError(f"{where} is {_show(spec)}, a dtype {refused}; cast it, and the result back: {fix}")
+                    raise TypeError(
+                        f"{self.title}: {what} {i} is {_show(spec)}, a dtype {refused}; cast it, and the result back: "
+                        f"{fix}"
+                    )
 
 
 # ======================================================================================================
@@ -2851,8 +2868,8 @@ class _NumbaKernel(_NumbaWrapper):
                 again = lambda: _digest("numba", *parts, live_above=_NUMBA_LIVE_ABOVE)
                 file = _KernelFile.find(self.kernel, name, again if is_known else None)
         make = functools.partial(_compile_numba, self.kernel, signature, forms, in_order, file)
-        runs = f"numba_kernel {self.__name__!r} runs on the CPU; for GPUs there are numba_cuda_kernel and warp_kernel"
-        target = _Target(name, makes={"cpu": make}, runs=runs)
+        runs = "runs on the CPU; for GPUs there are numba_cuda_kernel and warp_kernel"
+        target = _Target(name, makes={"cpu": make}, title=self.title, runs=runs)
         return dataclasses.replace(target, may_write=target.register("cpu").may_write)
 
 
@@ -3653,15 +3670,16 @@ class _CudaWrapper(_Wrapper):
             name,
             launch,
             makes={platform: code.compile},
-            runs=f"{self.decorator} {self.__name__!r} runs on {packages[0].where}",
             check=code.check,
+            title=self.title,
+            runs=f"runs on {packages[0].where}",
         )
         target.announce()
         if code.form is None or self.options.in_order or not packages[0].on_gpu:
             return target
         compile_batched = functools.partial(code.compile, batched=True)
-        batched = dataclasses.replace(target, name=f"{name}.batched", makes={platform: compile_batched})
-        return dataclasses.replace(target, batched=batched)
+        for_batches = dataclasses.replace(target, name=f"{name}.batched", makes={platform: compile_batched})
+        return dataclasses.replace(target, for_batches=for_batches)
 
     def _launch(self, ins: list[Spec]) -> tuple[int, ...]:
         return ()
@@ -4589,21 +4607,19 @@ class _WarpKernel(_Wrapper):
         launch = self._launch(specs, call.ins[:n_args])
         makes = {"cpu": functools.partial(_compile_warp, plan, signature, None)}
         traced = [argument.param.name for argument in plan.arguments if argument.traced is not None]
-        runs = f"Warp kernel {self.__name__!r} runs on CPUs and NVIDIA GPUs"
+        title = f"Warp kernel {self.__name__!r}"
+        runs = "runs on CPUs and NVIDIA GPUs"
         if traced:  # a launch on a GPU takes values from the host
-            runs = (
-                f"Warp kernel {self.__name__!r} has traced values for {traced}, which only CPUs take; make each a "
-                "warp.array of shape (1,)"
-            )
+            runs = f"has traced values for {traced}, which only CPUs take; make each a warp.array of shape (1,)"
         else:
             makes["cuda"] = functools.partial(_compile_warp_for_gpus, plan, signature)
-        target = _Target(name, launch, plan.may_write, makes=makes, runs=runs)
+        target = _Target(name, launch, plan.may_write, makes=makes, title=title, runs=runs)
         target.announce()
         is_forward = adjoints is None
         if is_forward and not traced and not self.options.in_order and _cuda_ordinals() and _has_short_strides(call):
             makes = makes | {"cuda": functools.partial(_compile_warp_for_gpus, plan, signature, batch_of=content[2:])}
-            batched = dataclasses.replace(target, name=f"{name}.batched", makes=makes)
-            return dataclasses.replace(target, batched=batched)
+            for_batches = dataclasses.replace(target, name=f"{name}.batched", makes=makes)
+            return dataclasses.replace(target, for_batches=for_batches)
         return target
 
     def _plan(self, params: list[_WarpParam], n_in: int, adjoints: Mapping[_WarpParam, int] | None) -> _WarpPlan:
@@ -4667,7 +4683,7 @@ class _WarpKernel(_Wrapper):
         results = specs[n_args + len(outs) :] + [specs[i] for i in float_ins]
         rule = self.rule and self.rule.adjoint(float_ins, float_outs)
 
-        def resolve(wrapper: _WarpKernel, ins: list[Spec], results: list[Spec]) -> _Resolved:
+        def resolve(wrapper: _WarpKernel, ins: list[Spec], results: list[Spec]) -> _Call:
             return wrapper._resolve_adjoint(ins, results, n_args, float_ins, float_outs)
 
         bound = self._bind(resolve, operands, results, rule)
@@ -4682,15 +4698,15 @@ class _WarpKernel(_Wrapper):
 
     def _resolve_adjoint(
         self, ins: list[Spec], results: list[Spec], n_args: int, float_ins: list[int], float_outs: list[int]
-    ) -> _Resolved:
-        """What runs the adjoint on these operands; the results are the cotangents, and zeros that gradients add to."""
+    ) -> _Call:
+        """The call of the adjoint on these operands; results are the cotangents, and zeros that gradients add to."""
         params = [param for param in self.params if param.name not in self.static]
         n_cotangents = len(float_outs)
         with_adjoints = [params[n_args + j] for j in float_outs] + [params[i] for i in float_ins]
         adjoints = {param: len(ins) + k for k, param in enumerate(with_adjoints)}
         aliases = {len(params) + k: k for k in range(n_cotangents)}
         call = _Call(ins, results, aliases, zeroed=tuple(range(n_cotangents, len(results))))
-        return _Resolved.of(self._target(params, call, n_args, adjoints), call)
+        return call.run_by(self._target(params, call, n_args, adjoints))
 
 
 def _has_short_strides(call: _Call) -> bool:
