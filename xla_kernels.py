@@ -74,7 +74,7 @@ import timeit
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, overload
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -1453,24 +1453,6 @@ class _Options(types.SimpleNamespace):
         return checked
 
 
-_P = ParamSpec("_P")
-
-
-class _TakesKernel(Protocol[_P]):
-    """What type checkers know of a public function: its parameters, and that without a kernel it is a decorator."""
-
-    @overload
-    def __call__(
-        self, kernel: None = None, *args: _P.args, **options: _P.kwargs
-    ) -> Callable[[Any], Callable[..., Any]]: ...
-    @overload
-    def __call__(self, kernel: Any, *args: _P.args, **options: _P.kwargs) -> Callable[..., Any]: ...
-
-
-def _takes_kernel(function: Callable[Concatenate[Any, _P], Any]) -> _TakesKernel[_P]:
-    return function  # type: ignore[return-value]
-
-
 def _wrap(make_wrapper: Callable[..., _Wrapper], arguments: dict, options_type: type[_Options] = _Options) -> Any:
     """The wrapper that the arguments of a public function ask for, the kernel first; without one, a decorator."""
     (_, kernel), *options = arguments.items()
@@ -2686,7 +2668,6 @@ _RETURNED = "returned_by_kernel"  # in code that calls it; numba_cuda_mlir 0.6.0
 _CALLS_OF_THREADS = re.compile(r"@numba_parallel_for\(|call [^@\n(]*(?:%[^\s(]+|inttoptr )\(|@PyObject_Call\w*\(")
 
 
-@_takes_kernel
 def numba_kernel(
     kernel: Any = None,
     outs: Any = None,
@@ -2699,7 +2680,7 @@ def numba_kernel(
     scratch: Any = None,
     zero_outputs: bool = False,
     sharding_rule: str | None = None,
-) -> Any:
+) -> Callable[..., Any]:
     """Make a Numba CPU kernel a JAX function.
 
     The kernel is called as `kernel(in..., out..., scratch...)` with C-contiguous NumPy arrays, writes its outputs and
@@ -3523,7 +3504,6 @@ _CUDA_INSTALL = "pip install 'xla_kernels[cuda13]' (CUDA 12: [cuda12]), or numba
 _CUDASIM_LOCK: threading.RLock = _shared_locks().setdefault("cudasim_lock", threading.RLock())
 
 
-@_takes_kernel
 def numba_cuda_kernel(
     kernel: Any = None,
     outs: Any = None,
@@ -3541,7 +3521,7 @@ def numba_cuda_kernel(
     scratch: Any = None,
     zero_outputs: bool = False,
     sharding_rule: str | None = None,
-) -> Any:
+) -> Callable[..., Any]:
     """Make a Numba CUDA kernel a JAX function.
 
     The kernel is called as `kernel(in..., out..., scratch...)` with row-major device arrays (inputs read-only),
@@ -3587,7 +3567,6 @@ def numba_cuda_kernel(
     return _wrap(_CudaKernel, locals())
 
 
-@_takes_kernel
 def numba_cuda_callable(
     func: Any = None,
     outs: Any = None,
@@ -3599,7 +3578,7 @@ def numba_cuda_callable(
     zero_outputs: bool = False,
     sharding_rule: str | None = None,
     command_buffer: bool = False,
-) -> Any:
+) -> Callable[..., Any]:
     """Make a Python function that launches Numba CUDA kernels a JAX function.
 
     `func(in..., out..., scratch..., stream)` runs on every call, with device arrays and a stream of the package whose
@@ -4316,7 +4295,6 @@ _STAND_IN_DIMS = (720720, 1024)  # of a recorded launch: Warp checks that cluste
 # Knows which buffer goes to which parameter, and the adjoint launch.  Does not know how a launch is made.
 
 
-@_takes_kernel
 def warp_kernel(
     kernel: Any = None,
     outs: Any = None,
@@ -4332,7 +4310,7 @@ def warp_kernel(
     zero_outputs: bool = False,
     sharding_rule: str | None = None,
     differentiable: bool = False,
-) -> Any:
+) -> Callable[..., Any]:
     """Make an NVIDIA Warp kernel a JAX function, on CPUs and GPUs.
 
     The kernel's parameters are the inputs, then the outputs, then the scratch buffers.  Arrays of vectors and
