@@ -773,34 +773,23 @@ def test_docstring_examples():
     assert results.failed == 0
 
 
-SELF_CHECK = {"numba": "numba", "warp": "warp"}  # row of the self-check on the CPU: what it needs
-
-
-def self_check_rows(report):
-    """{(backend, platform): what the self-check says of it}."""
-    rows = re.findall(r"^(\w+) +(cpu|gpu) +(.*)", report, re.MULTILINE)
-    return {(backend, platform): text for backend, platform, text in rows}
+WORKS = r"works, [\d.]+ µs per call under jit"
 
 
 @pytest.mark.processes
-def test_self_check_runs_from_the_file_alone(tmp_path):
+@pytest.mark.parametrize("numba_computes, args, rc, numba_says", [
+    ("2 * x[i] + y[i]", ["my_kernels.py"], 0, WORKS),
+    ("3 * x[i] + y[i]", ["-m", "my_kernels"], 1, "FAILED: AssertionError"),  # wrong; Warp still works
+], ids=["right", "wrong"])  # fmt: skip
+def test_self_check_of_the_file_alone(numba_computes, args, rc, numba_says, tmp_path):
     """Under another name, in an empty folder."""
-    shutil.copy(ROOT / "xla_kernels.py", tmp_path / "my_kernels.py")
-    report = run_python("my_kernels.py", cwd=tmp_path, PYTHONPATH=os.environ.get("PYTHONPATH", ""))
-    rows = self_check_rows(report)
-    for backend, requirement in SELF_CHECK.items():
-        says = "not available: " if conftest.missing(requirement) else r"works, [\d.]+ µs per call under jit"
-        assert re.match(says, rows[backend, "cpu"]), report
-
-
-@pytest.mark.processes
-def test_self_check_fails_for_wrong_results(tmp_path):
-    """As a module. What Warp computes is not changed, so it still works."""
     text = (ROOT / "xla_kernels.py").read_text(encoding="utf-8")
-    wrong = text.replace("out[i] = 2 * x[i] + y[i]", "out[i] = 3 * x[i] + y[i]")
-    (tmp_path / "wrong.py").write_text(wrong, encoding="utf-8")
-    report = run_python("-m", "wrong", cwd=tmp_path, rc=1, PYTHONPATH=os.environ.get("PYTHONPATH", ""))
-    assert self_check_rows(report)["numba", "cpu"].startswith("FAILED: AssertionError"), report
+    text = text.replace("out[i] = 2 * x[i] + y[i]", f"out[i] = {numba_computes}")
+    (tmp_path / "my_kernels.py").write_text(text, encoding="utf-8")
+    report = run_python(*args, cwd=tmp_path, rc=rc, PYTHONPATH=os.environ.get("PYTHONPATH", ""))
+    warp_says = "not available: " if conftest.missing("warp") else WORKS
+    assert re.search(f"^numba +cpu +{numba_says}", report, re.MULTILINE), report
+    assert re.search(f"^warp +cpu +{warp_says}", report, re.MULTILINE), report
 
 
 def test_the_map_of_the_file_names_what_is_there():
@@ -822,42 +811,35 @@ def test_the_map_of_the_file_names_what_is_there():
 EXPORTED = ("leaky_relu", "csr_event")  # with a static parameter, and with an output that starts as zeros
 
 
-def exported_cells():
-    """The names of operations and of those backends that run here; on Numba's simulator, of what runs only there."""
-    for name, backend in itertools.product(EXPORTED, BACKENDS):
-        if conftest.SIMULATOR and BACKENDS[backend].language != "cuda":
-            continue
-        if can_run(name, backend, "float32") and not conftest.missing(BACKENDS[backend].needs):
-            yield name, backend
-
-
-def export_inputs(name):
-    return OPS[name].inputs(np.random.default_rng(0), np.dtype("float32"))
+def exported_calls():
+    """(name, call, reference, inputs) with those backends that run here; on Numba's simulator, that run only there."""
+    for op, backend in itertools.product(EXPORTED, BACKENDS):
+        language, needs, _ = BACKENDS[backend]
+        runs_here = not conftest.missing(needs) and (language == "cuda" or not conftest.SIMULATOR)
+        if runs_here and can_run(op, backend, "float32"):
+            inputs = OPS[op].inputs(np.random.default_rng(0), np.dtype("float32"))
+            with conftest.computing_for([needs]):
+                yield f"{op}-{backend}", *call_and_reference(op, backend), inputs
 
 
 def check_exported(folder):
     """In the fresh process."""
-    for name, backend in exported_cells():
-        with conftest.computing_for([BACKENDS[backend].needs]):
-            call, reference = call_and_reference(name, backend)
-            inputs = export_inputs(name)
-            jax.jit(call).lower(*inputs)
-            exported = pathlib.Path(folder, f"{name}-{backend}").read_bytes()
-            check_close(read_exported(exported)(*inputs), reference(*inputs), 1e-5)
-        print(name, backend)
+    for name, call, reference, inputs in exported_calls():
+        jax.jit(call).lower(*inputs)
+        exported = pathlib.Path(folder, name).read_bytes()
+        check_close(read_exported(exported)(*inputs), reference(*inputs), 1e-5)
+        print(name)
 
 
 @pytest.mark.processes
 def test_export_and_reload(tmp_path):
-    for name, backend in exported_cells():
-        with conftest.computing_for([BACKENDS[backend].needs]):
-            call, _ = call_and_reference(name, backend)
-            exported = export_call(call, export_inputs(name))
-            (tmp_path / f"{name}-{backend}").write_bytes(exported)
+    names = []
+    for name, call, _, inputs in exported_calls():
+        (tmp_path / name).write_bytes(export_call(call, inputs))
+        names.append(name)
     code = f"import test_xla_kernels; test_xla_kernels.check_exported({str(tmp_path)!r})"
-    checked = run_python("-c", code).splitlines()
-    assert checked == [f"{name} {backend}" for name, backend in exported_cells()]
-    assert ("csr_event numba_cuda" if conftest.SIMULATOR else "csr_event numba") in checked
+    assert run_python("-c", code).splitlines() == names
+    assert ("csr_event-numba_cuda" if conftest.SIMULATOR else "csr_event-numba") in names
 
 
 # -- several processes ---------------------------------------------------------------------------------
@@ -908,170 +890,8 @@ def test_two_processes_share_a_mesh():
 
 
 # ======================================================================================================
-# Programs: what tutorials of the public API do, as users write it
+# Programs: other libraries with kernels in them, as users write it
 # ======================================================================================================
-
-
-def sparse_connections(rng, rows, columns, probability):
-    """A random CSR matrix: data, indices, indptr, and the same dense."""
-    mask = rng.random((rows, columns)) < probability
-    weights = rng.uniform(0.01, 0.5, mask.shape)
-    dense = np.where(mask, weights, 0).astype(np.float32)
-    indptr = np.append(0, mask.sum(1).cumsum()).astype(np.int32)
-    indices = np.nonzero(mask)[1].astype(np.int32)
-    return dense[mask], indices, indptr, dense
-
-
-def test_program_numba_lif():
-    """Five thousand neurons, one Euler step: two outputs of two dtypes from a parallel kernel."""
-
-    @numba.njit(parallel=True)
-    def lif(v, current, tau_inv, threshold, rest, dt, v_out, spikes):
-        for i in numba.prange(v.size):
-            u = v[i] + dt[0] * ((rest[0] - v[i]) * tau_inv[0] + current[i])
-            spikes[i] = u >= threshold[0]
-            v_out[i] = rest[0] if spikes[i] else u
-
-    n = 5000
-    rng = np.random.default_rng(0)
-    v = rng.uniform(-75, -50, n).astype(np.float32)
-    current = rng.uniform(0, 5, n).astype(np.float32)
-    tau_inv, threshold, rest, dt = np.float32([[1 / 20], [-55], [-70], [0.1]])
-    step = xk.numba_kernel(lif, outs=[jax.ShapeDtypeStruct((n,), jnp.float32), jax.ShapeDtypeStruct((n,), jnp.int32)])
-    results = step(v, current, tau_inv, threshold, rest, dt)
-    assert isinstance(results, list)
-    v_new, spikes = results
-    u = v + dt * ((rest - v) * tau_inv + current)
-    np.testing.assert_array_equal(spikes, u >= threshold)
-    np.testing.assert_allclose(v_new, np.where(u >= threshold, rest, u), rtol=1e-5)
-    assert 0 < spikes.sum() < n
-
-
-def test_program_numba_stdp_traces():
-    """A generator that makes a kernel for a number of neurons, called under jit for 100 steps of exponential traces."""
-
-    def generator(outs):
-        (info,) = outs
-        (neurons,) = info.shape
-
-        @numba.njit
-        def trace(x, spikes, tau_inv, out):
-            decay = math.exp(-tau_inv[0])
-            for i in range(neurons):
-                out[i] = x[i] * decay + spikes[i]
-
-        return xk.numba_kernel(trace, outs=[info])
-
-    op = xk.XLACustomKernel("traces")
-    op.def_numba_kernel(generator)
-    n = 1000
-    tau_inv = jnp.array([0.05], jnp.float32)
-
-    @jax.jit
-    def update(x, spikes):
-        (new_x,) = op(x, spikes, tau_inv, outs=[jax.ShapeDtypeStruct((n,), jnp.float32)])
-        return new_x
-
-    x = jnp.zeros(n, jnp.float32)
-    expected = np.zeros(n)
-    rng = np.random.default_rng(0)
-    for _ in range(100):
-        spikes = rng.random(n) < 0.05
-        x = update(x, jnp.asarray(spikes, jnp.float32))
-        expected = expected * np.exp(-0.05) + spikes
-    np.testing.assert_allclose(x, expected, rtol=1e-4)
-
-
-@pytest.mark.needs("cuda")
-def test_program_cuda_lif():
-    """A callable with two kernels, and scratch memory between them."""
-
-    @cuda.jit
-    def integrate(v, current, u):
-        i = cuda.grid(1)
-        if i < v.size:
-            u[i] = v[i] + (current[i] - v[i]) * np.float32(0.1)
-
-    @cuda.jit
-    def fire(u, v_out, spikes):
-        i = cuda.grid(1)
-        if i < u.size:
-            spikes[i] = u[i] >= 1
-            v_out[i] = 0 if u[i] >= 1 else u[i]
-
-    def lif(v, current, v_out, spikes, u, stream):
-        blocks = (v.size + 15) // 16
-        integrate[blocks, 16, stream](v, current, u)
-        fire[blocks, 16, stream](u, v_out, spikes)
-
-    n = 100
-    rng = np.random.default_rng(0)
-    v = rng.random(n).astype(np.float32)
-    current = 20 * rng.random(n).astype(np.float32)
-    potential = jax.ShapeDtypeStruct((n,), jnp.float32)
-    step = xk.numba_cuda_callable(lif, outs=[potential, jax.ShapeDtypeStruct((n,), jnp.bool_)], scratch=potential)
-    v_new, spikes = jax.jit(step)(v, current)
-    u = v + (current - v) * np.float32(0.1)
-    np.testing.assert_array_equal(spikes, u >= 1)
-    np.testing.assert_allclose(v_new, np.where(u >= 1, 0, u), rtol=1e-5)
-
-
-@pytest.mark.needs("cuda")
-def test_program_cuda_csr_events():
-    """Events over 100 x 50: atomics into an output that starts as zeros, through an op."""
-
-    @cuda.jit
-    def events(indices, indptr, weight, spikes, _zeros, posts):
-        i = cuda.grid(1)
-        if i < spikes.size and spikes[i]:
-            for k in range(indptr[i], indptr[i + 1]):
-                cuda.atomic.add(posts, indices[k], weight[0])
-
-    def generator(outs, rows):
-        options = {"launch_dims": rows, "threads_per_block": 16, "input_output_aliases": {4: 0}}
-        launch = xk.numba_cuda_kernel(events, outs=outs, **options)
-
-        def from_zeros(*inputs):
-            return launch(*inputs, jnp.zeros(outs[0].shape, outs[0].dtype))
-
-        return from_zeros
-
-    op = xk.XLACustomKernel("events")
-    op.def_numba_cuda_kernel(generator)
-    rng = np.random.default_rng(1)
-    _, indices, indptr, dense = sparse_connections(rng, 100, 50, 0.2)
-    spikes = rng.random(100) < 0.1
-    posts = jax.ShapeDtypeStruct((50,), jnp.float32)
-    (result,) = op(indices, indptr, np.float32([0.5]), spikes, outs=[posts], rows=100)
-    np.testing.assert_allclose(result, spikes.astype(np.float32) @ (dense > 0) * 0.5, rtol=1e-5)
-    assert result.any()
-
-
-@pytest.mark.needs("warp")
-def test_program_warp_scatter_add():
-    """An accumulator that is given a value and returned."""
-
-    @wp.kernel
-    def scatter(
-        values: wp.array(dtype=wp.float32),
-        targets: wp.array(dtype=wp.int32),
-        scale: wp.array(dtype=wp.float32),
-        total: wp.array(dtype=wp.float32),
-    ):
-        i = wp.tid()
-        wp.atomic_add(total, targets[i], values[i] * scale[0])
-
-    rng = np.random.default_rng(0)
-    values = rng.random(512).astype(np.float32)
-    targets = rng.integers(0, 128, 512).astype(np.int32)
-    args = [jnp.asarray(values), jnp.asarray(targets), jnp.array([2.0], jnp.float32), jnp.ones(128, jnp.float32)]
-    expected = 1 + np.bincount(targets, 2 * values, 128)
-    ours = xk.warp_kernel(scatter, outs=lambda *ins: ins[3], launch_dims=512, in_out_argnames=["total"])
-    np.testing.assert_allclose(ours(*args), expected, rtol=1e-5)
-    major, minor, *_ = wp.__version__.split(".")
-    if (int(major), int(minor)) >= (1, 16):  # Warp's own runs on the CPU
-        theirs = xk.jax_kernel(scatter, launch_dims=[512], num_outputs=1, in_out_argnames=["total"])
-        np.testing.assert_allclose(theirs(*args)[0], expected, rtol=1e-5)
 
 
 @pytest.mark.needs("numpyro")
@@ -1120,10 +940,8 @@ def test_program_numpyro_sampler():
 
     noise = np.random.default_rng(0).normal(size=400)
     y = jnp.asarray(np.cumsum(0.3 * noise) - 0.3 * noise + noise, jnp.float32)  # gain 0.3, scale 1
-    value, gradient = jax.value_and_grad(loss, (0, 1))(0.4, 1.5, y)
-    expected_value, expected_gradient = jax.value_and_grad(reference, (0, 1))(0.4, 1.5, y)
-    np.testing.assert_allclose(value, expected_value, rtol=1e-4)
-    np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-4)
+    results = jax.value_and_grad(loss, (0, 1))(0.4, 1.5, y)
+    check_close(results, jax.value_and_grad(reference, (0, 1))(0.4, 1.5, y), 1e-4)
 
     def model(y):
         gain = numpyro.sample("gain", dist.Uniform(0, 1))
@@ -1143,7 +961,10 @@ def test_program_diffrax_ode():
     """Heat flow on a random graph in CSR form, integrated by diffrax with a Numba right-hand side, also under vmap."""
     import diffrax
 
-    data, indices, indptr, dense = sparse_connections(np.random.default_rng(0), 60, 60, 0.1)
+    rng = np.random.default_rng(0)
+    dense = np.where(rng.random((60, 60)) < 0.1, rng.uniform(0.01, 0.5, (60, 60)), 0).astype(np.float32)
+    rows, indices = np.nonzero(dense)
+    data, indptr = dense[rows, indices], np.searchsorted(rows, np.arange(61))
 
     @xk.numba_kernel(outs=lambda y, *graph: y)
     def heat(y, data, indices, indptr, dy):
@@ -1165,7 +986,7 @@ def test_program_diffrax_ode():
 
     ours = jax.jit(functools.partial(solve, by_kernel))
     theirs = jax.jit(functools.partial(solve, by_matrix))
-    ys = jnp.asarray(np.random.default_rng(1).normal(size=(3, 60)), jnp.float32)
+    ys = jnp.asarray(rng.normal(size=(3, 60)), jnp.float32)
     np.testing.assert_allclose(ours(ys[0]), theirs(ys[0]), atol=1e-4)
     np.testing.assert_allclose(jax.vmap(ours)(ys), jax.vmap(theirs)(ys), atol=1e-4)
 
@@ -5355,10 +5176,10 @@ def test_fakecuda_transient_failure_is_not_remembered(gpus, package_cuda):
 def test_cuda_simulator():
     """Runs what needs a device on the simulator, which Numba decides on when it is imported."""
     cells = [backend for _, backend, _, _ in all_cells() if backend.startswith("numba_cuda")]
-    tests = "test_on_cuda or test_cudasim or (test_matrix and numba_cuda) or (test_program and cuda) or test_export_and"
+    tests = "test_on_cuda or test_cudasim or (test_matrix and numba_cuda) or test_export_and"
     outcomes = run_pytest("-k", tests, NUMBA_ENABLE_CUDASIM="1", JAX_PLATFORMS="cpu")
     del outcomes["deselected"]
-    assert outcomes == {"passed": len(cells) + 2 + 1 + 40}  # programs, export, and the tests of this section
+    assert outcomes == {"passed": len(cells) + 1 + 40}  # export, and the tests of this section
 
 
 @on_device
