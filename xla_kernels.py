@@ -4282,11 +4282,11 @@ _WARP_PROPERTIES = frozenset({"dtype", "ndim", "shape", "size", "strides"})
 _WARP_UNBATCHED = re.compile(r"\b(block_dim|\w*tile\w*|grad|static)\b|_xla_")
 _WARP_MAX_DIMS = 4
 _WARP_MAX_EXTENT = 2**31 - 1  # Warp keeps extents, strides in bytes and thread indices in 32-bit integers
-# The attribute `launch` has grid, block and shared memory; from these words on extents on a GPU, extents on a CPU, and
-# constants.  Extents are four dimensions, how many of them count, and their product.
-_WARP_GPU_EXTENTS = 7
-_WARP_CPU_EXTENTS = 13
-_WARP_CONSTANTS = 19
+# The attribute `launch`, which begins as `_CudaLauncher` reads it.  Behind it is what is passed by value.
+_WarpExtents = _struct("_WarpExtents", dims=_I64 * _WARP_MAX_DIMS, ndim=_I64, size=_I64)  # ndim of them, their product
+_WarpLaunch = _struct(
+    "_WarpLaunch", grid=_I64 * 3, block=_I64 * 3, shared_mem=_I64, on_gpu=_WarpExtents, on_cpu=_WarpExtents
+)
 _WARP_BATCH_THREADS = 2**24  # in one launch: the grid of more is not one of Warp's first axis alone (warp.cu)
 _STAND_IN_DIMS = (720720, 1024)  # of a recorded launch: Warp checks that clusters, of up to 16 blocks, divide the grid
 
@@ -4470,7 +4470,7 @@ class _WarpKernel(_Wrapper):
         if not isinstance(kernel, wp.Kernel):
             raise _wrong_kernel("warp_kernel", "a function decorated with warp.kernel", kernel)
         self.params = [_warp_param(wp, kernel.func.__name__, arg.label, arg.type) for arg in kernel.adj.args]
-        self.by_value = {param.name: param for param in self.params if param.ndim is None}
+        self.by_value = {param.name: param for param in self.params if not param.ndim}
         super().__init__(kernel, *args)
         self._name_aliases()
         self.static = copy.deepcopy(self.static)  # callables get it when a call is traced again: structs may change
@@ -4491,7 +4491,7 @@ class _WarpKernel(_Wrapper):
         for name, param in self.by_value.items():
             if name in self.static:
                 packed = param.pack(self.static[name])
-                self.constant_offsets[name] = 8 * _WARP_CONSTANTS + len(self.constants)
+                self.constant_offsets[name] = ctypes.sizeof(_WarpLaunch) + len(self.constants)
                 self.constants += packed + bytes(-len(packed) % 8)
 
     # -- from a call to its inputs: values, and None for an array, are static --------------------------
@@ -4554,8 +4554,7 @@ class _WarpKernel(_Wrapper):
             )
         inputs = [param for param in self.params[:n_arguments] if param.name not in self.static]
         in_outs = [param for param in inputs if param.name in self.in_outs]
-        outputs = self.params[n_arguments:]
-        params = [*inputs, *in_outs, *outputs]  # of each buffer
+        params = [*inputs, *in_outs, *self.params[n_arguments:]]  # of each buffer
         for param, spec in zip(params, call.ins + call.outs, strict=True):
             param.check(spec)
         for i, param in enumerate(inputs):
@@ -4564,12 +4563,12 @@ class _WarpKernel(_Wrapper):
                     f"Warp kernel {self.__name__!r} writes to its input {param.name!r}, which JAX may share: name it "
                     "in in_out_argnames, or write to an output"
                 )
-        return self._target(params, call, len(call.ins), None)
+        return self._target(call, params, len(call.ins))
 
     def _target(
-        self, params: list[_WarpParam], call: _Call, n_args: int, adjoints: Mapping[_WarpParam, int] | None
+        self, call: _Call, params: Sequence[_WarpParam], n_args: int, adjoints: Mapping[_WarpParam, int] | None = None
     ) -> _Target:
-        """A launch that gives these parameters the call's buffers, the first `n_args` of them as inputs.
+        """A launch that gives these parameters the first buffers of the call, `n_args` of which are arguments.
 
         With `adjoints`, the buffers of parameters' adjoints, it is that of the kernel's adjoint.
         """
@@ -4577,46 +4576,42 @@ class _WarpKernel(_Wrapper):
             content = (wp.__version__, _settings(wp.config), *_warp_content(self.kernel))
         plan = self._plan(params, len(call.ins), adjoints)
         signature = call.signature(self.__name__).with_hidden(plan.may_write)
-        launched = [argument[1:] for argument in plan.arguments]
-        name = self._target_name(
-            _digest("warp", plan.block_dim, plan.in_order, tuple(launched), str(signature), *content)
-        )
-        specs = dict(zip(params, call.ins + call.outs))
-        launch = self._launch(specs, call.ins[:n_args])
-        makes = {"cpu": functools.partial(_compile_warp, plan, signature, None)}
+        launched = tuple(argument[1:] for argument in plan.arguments)
+        name = self._target_name(_digest("warp", plan.block_dim, plan.in_order, launched, str(signature), *content))
+        launch = self._launch(dict(zip(params, call.ins + call.outs)), call.ins[:n_args])
+        compile_ = functools.partial(_compile_warp, plan, signature)
+        compile_for_gpus = functools.partial(compile_, on_gpu=True)
         traced = [argument.param.name for argument in plan.arguments if argument.traced is not None]
         title = f"Warp kernel {self.__name__!r}"
         runs = "runs on CPUs and NVIDIA GPUs"
         if traced:  # a launch on a GPU takes values from the host
-            runs = f"has traced values for {traced}, which only CPUs take; make each a warp.array of shape (1,)"
-        else:
-            makes["cuda"] = functools.partial(_compile_warp_for_gpus, plan, signature)
-        target = _Target(name, launch, plan.may_write, makes=makes, title=title, runs=runs)
+            runs = (
+                f"Warp kernel {self.__name__!r} has traced values for {traced}, which only CPUs take; make each a "
+                "warp.array of shape (1,)"
+            )
+        makes = {"cpu": compile_} if traced else {"cpu": compile_, "cuda": compile_for_gpus}
+        target = _Target(name, launch, plan.may_write, makes=makes, runs=runs)
         target.announce()
-        is_forward = adjoints is None
-        if is_forward and not traced and not self.options.in_order and _cuda_ordinals() and _has_short_strides(call):
-            makes = makes | {"cuda": functools.partial(_compile_warp_for_gpus, plan, signature, batch_of=content[2:])}
-            for_batches = dataclasses.replace(target, name=f"{name}.batched", makes=makes)
-            return dataclasses.replace(target, for_batches=for_batches)
-        return target
+        may_batch = adjoints is None and not traced and not plan.in_order and _has_short_strides(call)
+        if not may_batch or not _cuda_ordinals():
+            return target
+        makes = makes | {"cuda": functools.partial(compile_for_gpus, batch_of=content[2:])}
+        batched = dataclasses.replace(target, name=f"{name}.batched", makes=makes)
+        return dataclasses.replace(target, batched=batched)
 
-    def _plan(self, params: list[_WarpParam], n_in: int, adjoints: Mapping[_WarpParam, int] | None) -> _WarpPlan:
+    def _plan(self, params: Sequence[_WarpParam], n_in: int, adjoints: Mapping[_WarpParam, int] | None) -> _WarpPlan:
         buffers = {param: k for k, param in enumerate(params)}
         grads = adjoints or {}
-        arguments = [self._argument(param, buffers.get(param), grads.get(param)) for param in self.params]
+        arguments = []
+        for param in self.params:
+            constant = self.constant_offsets.get(param.name)
+            arguments.append(_WarpArgument(param, buffers.get(param), grads.get(param), constant))
         is_adjoint = adjoints is not None
         if is_adjoint:
             arguments += [_WarpArgument(param, grads.get(param)) for param in self.params]
-        may_write = []
-        for k, param in enumerate(params[:n_in]):
-            if param.use(self.kernel, is_adjoint) != _ONLY_READS:
-                may_write.append(k)
-        return _WarpPlan(self.kernel, tuple(arguments), self.options.block_dim, tuple(may_write), self.options.in_order)
-
-    def _argument(self, param: _WarpParam, buffer: int | None, grad: int | None) -> _WarpArgument:
-        if param.ndim is not None:
-            return _WarpArgument(param, buffer, grad)
-        return _WarpArgument(param, None, traced=buffer, constant=self.constant_offsets.get(param.name))
+        uses = [param.use(self.kernel, is_adjoint) for param in params[:n_in]]
+        may_write = tuple(k for k, use in enumerate(uses) if use != _ONLY_READS)
+        return _WarpPlan(self.kernel, tuple(arguments), self.options.block_dim, may_write, self.options.in_order)
 
     def _launch(self, specs: Mapping[_WarpParam, Spec], ins: list[Spec]) -> tuple[int, ...]:
         """The attribute `launch` of a call."""
@@ -4628,9 +4623,8 @@ class _WarpKernel(_Wrapper):
         gpu_dims = (*dims[:-1], block_dim) if self.options.tiled else dims
         has_grid_stride = getattr(self.kernel, "grid_stride", True)  # known once the content is; False since Warp 1.15
         grid = _warp_grid(self.__name__, math.prod(gpu_dims), block_dim, has_grid_stride)
-        shared = 0
-        constants = memoryview(self.constants).cast("q")
-        return (*grid, block_dim, 1, 1, shared, *_warp_extents(gpu_dims), *_warp_extents(dims), *constants)
+        launch = _WarpLaunch(grid, (block_dim, 1, 1), 0, _warp_extents(gpu_dims), _warp_extents(dims))
+        return tuple(memoryview(bytes(launch) + self.constants).cast("q"))
 
     def _dims_of_first_array(self, specs: Mapping[_WarpParam, Spec]) -> Sequence[int]:
         for param in self.params:
@@ -4650,22 +4644,25 @@ class _WarpKernel(_Wrapper):
         return results, (args, jax.tree_util.tree_leaves(results))
 
     def _backward(self, residuals: Any, cotangents: Any) -> tuple:
-        """One adjoint launch: (inputs, outputs, cotangents) -> (cotangents, which Warp may change, and gradients)."""
+        """One adjoint launch: (inputs, outputs, cotangents) -> (cotangents, which Warp may change, and gradients).
+
+        Cotangents and gradients are those of floats; `owners` has the number of the operand that each belongs to.
+        """
         args, outs = residuals
         n_args = len(args)
         float_ins = [i for i, x in enumerate(args) if jax.dtypes.issubdtype(x.dtype, np.floating)]
         float_outs = [j for j, x in enumerate(outs) if jax.dtypes.issubdtype(x.dtype, np.floating)]
         leaves = jax.tree_util.tree_leaves(cotangents)
         operands = _make_varying([*args, *outs, *(leaves[j] for j in float_outs)])
+        owners = [n_args + j for j in float_outs] + float_ins
         specs = _input_specs(operands)
-        results = specs[n_args + len(outs) :] + [specs[i] for i in float_ins]
         rule = self.rule and self.rule.adjoint(float_ins, float_outs)
 
-        def resolve(wrapper: _WarpKernel, ins: list[Spec], results: list[Spec]) -> _Call:
-            return wrapper._resolve_adjoint(ins, results, n_args, float_ins, float_outs)
+        def resolve(wrapper: _WarpKernel, ins: list[Spec], results: list[Spec]) -> _Resolved:
+            return wrapper._resolve_adjoint(ins, results, n_args, owners)
 
-        bound = self._bind(resolve, operands, results, rule)
-        gradients = dict(zip(float_ins, bound[len(float_outs) :], strict=True))
+        results = self._bind(resolve, operands, [specs[k] for k in owners], rule)
+        gradients = dict(zip(owners, results, strict=True))
         cotangents_of_args = []
         for i, x in enumerate(args):
             if i in gradients:
@@ -4674,17 +4671,14 @@ class _WarpKernel(_Wrapper):
                 cotangents_of_args.append(np.zeros(x.shape, jax.dtypes.float0))
         return tuple(cotangents_of_args)
 
-    def _resolve_adjoint(
-        self, ins: list[Spec], results: list[Spec], n_args: int, float_ins: list[int], float_outs: list[int]
-    ) -> _Call:
-        """The call of the adjoint on these operands; results are the cotangents, and zeros that gradients add to."""
-        params = [param for param in self.params if param.name not in self.static]
-        n_cotangents = len(float_outs)
-        with_adjoints = [params[n_args + j] for j in float_outs] + [params[i] for i in float_ins]
-        adjoints = {param: len(ins) + k for k, param in enumerate(with_adjoints)}
+    def _resolve_adjoint(self, ins: list[Spec], results: list[Spec], n_args: int, owners: list[int]) -> _Resolved:
+        """What runs the adjoint on these operands; the results are the cotangents, and zeros that gradients add to."""
+        params = [param for param in self.params if param.name not in self.static]  # of inputs and outputs
+        adjoints = {params[owner]: len(ins) + k for k, owner in enumerate(owners)}
+        n_cotangents = len(ins) - len(params)
         aliases = {len(params) + k: k for k in range(n_cotangents)}
         call = _Call(ins, results, aliases, zeroed=tuple(range(n_cotangents, len(results))))
-        return call.run_by(self._target(params, call, n_args, adjoints))
+        return _Resolved.of(self._target(call, params, n_args, adjoints), call)
 
 
 def _has_short_strides(call: _Call) -> bool:
@@ -4776,14 +4770,14 @@ def jax_callable(*args: Any, **options: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _WarpParam:
-    """One parameter: an array of `ndim` dimensions, or a value passed by value (`ndim` is None)."""
+    """One parameter: an array of `ndim` dimensions, or what is passed by value (`ndim` is 0)."""
 
     kernel: str
     name: str
     type: Any = dataclasses.field(compare=False)
     dtype: np.dtype | None  # of the scalars; None for a struct
     inner: tuple[int, ...]  # the shape of one element: () for scalars, (3,) for vec3
-    ndim: int | None
+    ndim: int
 
     @property
     def nbytes(self) -> int:
@@ -4795,7 +4789,7 @@ class _WarpParam:
     def dims(self, shape: Sequence[Any]) -> Sequence[Any]:
         """The dimensions of an array without those of its elements; an array of one element may lack dimensions."""
         outer = shape[: len(shape) - len(self.inner)]
-        missing = [1] * ((self.ndim or 0) - len(outer))
+        missing = [1] * (self.ndim - len(outer))
         return (*outer, *missing)
 
     @property
@@ -4804,7 +4798,7 @@ class _WarpParam:
 
     def __str__(self) -> str:
         scalar = self.dtype.name if self.dtype else f"struct {self.type.key}"
-        dims = [":"] * (self.ndim or 0) + [str(n) for n in self.inner]
+        dims = [":"] * self.ndim + [str(n) for n in self.inner]
         return f"{scalar}[{','.join(dims)}]" if dims else scalar
 
     def takes(self, array: Any) -> bool:
@@ -4833,7 +4827,7 @@ class _WarpParam:
 
     def check(self, spec: Spec) -> None:
         """Raise if an array of this spec cannot be the argument."""
-        if self.ndim is None:
+        if not self.ndim:
             return
         what = f"Warp kernel {self.kernel!r}: argument {self.name!r} is a warp.array, {self} for JAX; got {_show(spec)}"
         if spec.dtype != self.dtype:
@@ -4856,7 +4850,7 @@ class _WarpParam:
 
     def use(self, kernel: Any, adjoint: bool = False) -> int:
         """What a kernel, or its adjoint, does to it, as `_WarpUses` says."""
-        if self.ndim is None:
+        if not self.ndim:
             return _ONLY_READS
         replayed = kernel.adj if adjoint else None
         return _WarpUses(replayed).of(kernel.adj, self.name, self.ndim)
@@ -4876,7 +4870,7 @@ def _warp_param(wp: Any, kernel: str, name: str, kind: Any) -> _WarpParam:
             "arrays of those, and structs without arrays; of an array of structs make one array for each field"
         )
     inner = tuple(getattr(element, "_shape_", ()))
-    return _WarpParam(kernel, name, kind, dtype, inner, kind.ndim if is_array else None)
+    return _WarpParam(kernel, name, kind, dtype, inner, kind.ndim if is_array else 0)
 
 
 def _holds_arrays(kind: Any) -> bool:
@@ -4900,10 +4894,11 @@ def _warp_content(kernel: Any) -> tuple[str, str]:
 def _despite_changes(kernel: Any, action: Callable[[], Any]) -> Any:
     """`action()`, again if another thread was adding a kernel to the module, which Warp does not guard against."""
     for attempt in itertools.count(1):
-        _forget_failed_builds(kernel)
         try:
             return action()
         except Exception as error:
+            for adjoint in _warp_adjoints(kernel.adj):
+                adjoint.skip_build = False  # or Warp < 1.19 builds nothing from now on, silently
             kernel.module.mark_modified()
             is_race = type(error) in (AttributeError, KeyError, FileNotFoundError)  # Warp's own errors are subclasses
             is_race = is_race or "changed size during iteration" in str(error)
@@ -4911,14 +4906,6 @@ def _despite_changes(kernel: Any, action: Callable[[], Any]) -> Any:
                 if kernel.generic_parent:  # else the builds of its other instances fail
                     kernel.generic_parent.overloads.pop(kernel.sig, None)
                 raise
-
-
-def _forget_failed_builds(kernel: Any) -> None:
-    """After a failed build Warp < 1.19 builds nothing, silently."""
-    for adjoint in _warp_adjoints(kernel.adj):
-        if getattr(adjoint, "skip_build", False):
-            adjoint.skip_build = False
-            kernel.module.mark_modified()
 
 
 def _warp_adjoints(adjoint: Any) -> list[Any]:
@@ -5002,8 +4989,16 @@ class _WarpUses:
         """What is done to an expression: to the array, a view of so many dimensions, or (0 or less) an element."""
         users = _users(adjoint.tree)
         user = users[node]
-        if isinstance(user, (ast.Subscript, ast.Attribute)) and user.value is node:
-            return self._of_part(adjoint, user, ndim)
+        while isinstance(user, (ast.Subscript, ast.Attribute)) and user.value is node:  # x[...] or x.name
+            if not isinstance(user.ctx, ast.Load) and adjoint is not self.replayed:
+                return _WRITES_BY_NAME
+            if isinstance(user, ast.Subscript):
+                indices = user.slice.elts if isinstance(user.slice, ast.Tuple) else [user.slice]
+                ndim -= sum(not isinstance(index, ast.Slice) for index in indices)
+            elif ndim > 0:
+                return _ONLY_READS if user.attr in _WARP_PROPERTIES else _MAY_WRITE
+            node = user
+            user = users[node]
         if isinstance(user, ast.Assign) and ndim > 0:
             return self._of_other_names(adjoint, user.targets, ndim)
         if isinstance(user, ast.keyword):
@@ -5011,18 +5006,6 @@ class _WarpUses:
         if isinstance(user, ast.Call) and node in user.args:
             return self._of_argument(adjoint, user, user.args.index(node), ndim)
         return _MAY_WRITE if ndim > 0 or isinstance(user, ast.Call) else _ONLY_READS
-
-    def _of_part(self, adjoint: Any, part: Any, ndim: int) -> int:
-        """What is done to `x[...]` or `x.name`."""
-        if not isinstance(part.ctx, ast.Load) and adjoint is not self.replayed:
-            return _WRITES_BY_NAME
-        if isinstance(part, ast.Subscript):
-            indices = part.slice.elts if isinstance(part.slice, ast.Tuple) else [part.slice]
-            n_indices = sum(not isinstance(index, ast.Slice) for index in indices)
-            return self._of_node(adjoint, part, ndim - n_indices)
-        if ndim > 0:
-            return _ONLY_READS if part.attr in _WARP_PROPERTIES else _MAY_WRITE
-        return self._of_node(adjoint, part, ndim)
 
     def _of_other_names(self, adjoint: Any, targets: Sequence[Any], ndim: int) -> int:
         are_names = all(isinstance(target, ast.Name) for target in targets)
@@ -5042,9 +5025,7 @@ class _WarpUses:
         is_parameter = any(arg.label == getattr(call.func, "id", None) for arg in adjoint.args)
         if is_parameter or any(isinstance(arg, ast.Starred) for arg in call.args):
             return _MAY_WRITE
-        worst = _ONLY_READS
-        for code in self._codes(function):
-            worst = max(worst, self._of_parameter(code, position, ndim))
+        worst = max([self._of_parameter(code, position, ndim) for code in self._codes(function)], default=_ONLY_READS)
         return min(worst, _MAY_WRITE)
 
     def _codes(self, function: Any) -> list[Any]:
@@ -5062,9 +5043,8 @@ class _WarpUses:
         worst = _ONLY_READS
         for k, arg in enumerate(function.adj.args):
             if position in (k, arg.label):
-                if hasattr(arg.type, "value_type"):  # a wp.ref
-                    return _MAY_WRITE
-                worst = max(worst, self.of(function.adj, arg.label, ndim))
+                is_reference = hasattr(arg.type, "value_type")  # a wp.ref
+                worst = _MAY_WRITE if is_reference else max(worst, self.of(function.adj, arg.label, ndim))
         return worst
 
 
@@ -5076,10 +5056,23 @@ class _WarpArgument(NamedTuple):
     """What a launch passes for a parameter, or as its adjoint; buffers are numbers: inputs, then outputs."""
 
     param: _WarpParam
-    array: int | None  # the buffer of an array; None is a null array
+    buffer: int | None  # of an array, or of a traced value
     grad: int | None = None  # in an adjoint launch, the buffer where views of this array find its gradient
-    traced: int | None = None  # the buffer that holds what is passed by value
-    constant: int | None = None  # where else that starts in the attribute `launch`
+    constant: int | None = None  # where a value that is not traced starts in the attribute `launch`
+
+    @property
+    def is_array(self) -> bool:
+        """Else it is a null array, or passed by value."""
+        return self.param.ndim > 0 and self.buffer is not None
+
+    @property
+    def traced(self) -> int | None:
+        """The buffer that holds what is passed by value."""
+        return None if self.param.ndim else self.buffer
+
+    @property
+    def nbytes(self) -> int:
+        return ctypes.sizeof(_WarpArray) if self.param.ndim else self.param.nbytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -5093,26 +5086,32 @@ class _WarpPlan:
     in_order: bool  # on the CPU, the slices of a batch
     n_indices: int = 0  # of a kernel for batches: those of a thread in its slice
 
+    def array(self, argument: _WarpArgument, arrays: Mapping[Any, _Array], device: Any) -> Any:
+        """Warp's array over the buffer of an argument, with its gradient."""
+        grad = None
+        if argument.grad is not None:
+            grad = self.array(_WarpArgument(argument.param, argument.grad), arrays, device)
+        dims = argument.param.dims(arrays[argument.buffer].dims)
+        pointer = arrays[argument.buffer].pointer if math.prod(dims) else 0
+        dtype = argument.param.type.dtype
+        return _warp("warp_kernel").array(ptr=pointer, shape=tuple(dims), dtype=dtype, device=device, grad=grad)
+
     @property
-    def stand_ins(self) -> dict[int, _Array]:
+    def stand_ins(self) -> dict[Any, _Array]:
         """The arrays of a recorded launch, by buffer: two elements along each dimension."""
         arrays = {}
-        for param, k, *_ in self.arguments:
-            if k is not None:
-                dims = [2] * (param.ndim or 0)
-                strides = _row_major(dims, param.nbytes)
-                arrays[k] = _Array(4096 * (k + 1), [*dims, *param.inner], strides, param.nbytes)
+        for param, buffer, *_ in self.arguments:
+            if param.ndim and buffer is not None:
+                arrays[buffer] = _Array(4096 * (buffer + 1), [*[2] * param.ndim, *param.inner], [], param.nbytes)
         return arrays
 
-    def values(self, arrays: Mapping[int, _Array] | Sequence[_Array], device: Any) -> list[Any]:
-        """What Warp is given: these arrays, null arrays, and zeros by value."""
-        return [self._value(argument, arrays, device) for argument in self.arguments]
-
-    def _value(self, argument: _WarpArgument, arrays: Any, device: Any) -> Any:
+    def _recorded_value(self, argument: _WarpArgument, device: str) -> Any:
+        """A stand-in: of an array, None for a null array, or zeros by value."""
         param = argument.param
-        if param.ndim is not None:
-            grad = _warp_array(param, arrays, argument.grad, device)
-            return _warp_array(param, arrays, argument.array, device, grad)
+        if argument.is_array:
+            return self.array(argument, self.stand_ins, device)
+        if param.ndim:
+            return None
         is_number = param.dtype is not None and not param.inner
         return 0 if is_number else param.type()
 
@@ -5121,13 +5120,18 @@ class _WarpPlan:
         with _warp_session() as wp:
             if device == "cpu" and not wp.is_cpu_available():
                 raise ImportError("Warp cannot compile for CPUs here: it was installed without its library warp-clang")
-            values = self.values(self.stand_ins, device)
+            values = [self._recorded_value(argument, device) for argument in self.arguments]
             n = len(self.kernel.adj.args)
-            block_dim = 1 if device == "cpu" else self.block_dim
-            launch = functools.partial(wp.launch, self.kernel, _STAND_IN_DIMS, values[:n], adj_inputs=values[n:])
-            options = {"adjoint": len(values) > n, "device": device, "block_dim": block_dim, "record_cmd": True}
+            options = {
+                "adj_inputs": values[n:],
+                "adjoint": len(values) > n,
+                "device": device,
+                "block_dim": 1 if device == "cpu" else self.block_dim,
+                "record_cmd": True,
+            }
+            launch = functools.partial(wp.launch, self.kernel, _STAND_IN_DIMS, values[:n], **options)
             try:
-                recorded = _despite_changes(self.kernel, functools.partial(launch, **options))
+                recorded = _despite_changes(self.kernel, launch)
             except RuntimeError as error:
                 if "backward kernel" in str(error):
                     error.add_note("differentiable=True needs enable_backward=True, in warp.config too")
@@ -5136,14 +5140,12 @@ class _WarpPlan:
                 raise RuntimeError(f"Warp cannot build kernel {self.kernel.key!r}: see its first error, or its log")
             return recorded
 
-
-def _warp_array(param: _WarpParam, arrays: Any, buffer: int | None, device: Any, grad: Any = None) -> Any:
-    if buffer is None:
-        return None
-    shape = tuple(param.dims(arrays[buffer].dims))
-    pointer = arrays[buffer].pointer if math.prod(shape) else 0
-    wp = _warp("warp_kernel")
-    return wp.array(ptr=pointer, shape=shape, dtype=param.type.dtype, device=device, grad=grad)
+    def record_all(self, driver: _CudaDriver | None) -> dict[int, Any]:
+        """Warp's recorded launch for each device, by CUDA ordinal; 0 is the CPU."""
+        if driver is None:
+            return {0: self.record("cpu")}
+        with driver.keeping_context():  # Warp leaves another one current
+            return {n: self.record(f"cuda:{n}") for n in _cuda_ordinals()}
 
 
 # -- 11.5 What a launch passes, and native launches ----------------------------------------------------
@@ -5156,72 +5158,66 @@ def _warp_array(param: _WarpParam, arrays: Any, buffer: int | None, device: Any,
 # If they are not, as with a later Warp, or the launch does more than start a kernel (a deterministic one allocates, and
 # clusters have a launch of their own), Python replays what Warp recorded: 11.6.
 
+# array_t of warp/native/array.h
+_WarpArray = _struct(
+    "_WarpArray", data=_PTR, grad=_PTR, shape=_I32 * _WARP_MAX_DIMS, strides=_I32 * _WARP_MAX_DIMS, ndim=ctypes.c_uint16
+)
+_ITEM_BYTES = {"shape": 4, "strides": 4}  # of the fields that are rows of numbers
+_WARP_BOUNDS = {"shape", "ndim", "size", "coord_mult"}  # the fields that the bounds of a launch may have
 
-class _Field(NamedTuple):
-    """Where a kernel reads a number or a parameter."""
 
-    block: int
+class _Store(NamedTuple):
+    """A number that a launch passes, and where in its memory."""
+
     offset: int
     size: int
-
-
-# Where array_t of warp/native/array.h has its numbers, the first of four in `shape` and `strides`.
-_ARRAY_T = {
-    "data": _Field(0, 0, 8),
-    "grad": _Field(0, 8, 8),
-    "shape": _Field(0, 16, 4),
-    "strides": _Field(0, 32, 4),
-    "ndim": _Field(0, 48, 2),
-}
-_ARRAY_T_BYTES = 56
-_WARP_BOUNDS = {"shape", "ndim", "size", "coord_mult"}  # the fields that the bounds of a launch may have
+    number: Any
 
 
 @dataclasses.dataclass(frozen=True)
 class _WarpLayout:
-    """The blocks of a launch, the first with its bounds."""
+    """The memory of a launch: its blocks, one behind the other."""
 
-    # On a GPU each other holds one argument or adjoint; on the CPU one holds all arguments, and one all adjoints.
-    bounds: Any
-    sizes: tuple[int, ...]  # of the blocks
-    fields: tuple[_Field, ...]  # of each argument, then of each adjoint
+    # On a GPU each block holds one argument or adjoint; on the CPU one holds all arguments, and one all adjoints.
+    bounds: Any  # the struct in the first block
+    blocks: tuple[int, ...]  # where each block begins, and where the last one ends
+    arguments: tuple[int, ...]  # where each argument is, then each adjoint
 
-    def bounds_stores(self, extents: Sequence[Any]) -> Iterator[tuple[_Field, Any]]:
-        """The numbers that bound a launch of some extents: four dimensions, how many count, and their product."""
-        *dims, ndim, size = extents
-        shape = self.bounds.shape
-        n_kept = shape.size // 4  # as many as the kernel asks for; threads along others share coordinates
+    def bounds_stores(self, dims: Sequence[Any], ndim: Any, size: Any) -> Iterator[_Store]:
+        """The bounds of a launch, as `_WarpExtents` has them."""
+        n_kept = self.bounds.shape.size // 4  # as many as the kernel asks for; threads along others share coordinates
         for axis in range(n_kept):
-            yield _Field(0, shape.offset + 4 * axis, 4), dims[axis]
+            yield _Store(self.bounds.shape.offset + 4 * axis, 4, dims[axis])
         numbers = {"ndim": ndim, "size": size, "coord_mult": math.prod(dims[n_kept:])}
         for name, number in numbers.items():
-            if field := getattr(self.bounds, name, None):
-                yield _Field(0, field.offset, field.size), number
+            field = getattr(self.bounds, name, None)
+            if field:
+                yield _Store(field.offset, field.size, number)
 
-    def array_stores(self, plan: _WarpPlan, arrays: Any) -> Iterator[tuple[_Field, Any]]:
-        """The numbers of the arrays of one slice, given by buffer; the dimensions of elements come last, uncounted."""
-        for argument, field in zip(plan.arguments, self.fields, strict=True):
-            param = argument.param
-            numbers: dict[str, Sequence[Any]] = {}
-            if param.ndim is not None:  # null arrays have no other number
-                numbers["ndim"] = [param.ndim]
-            if argument.array is not None:
-                array = arrays[argument.array]
-                dims = param.dims(array.dims)
+    def array_stores(self, plan: _WarpPlan, arrays: Mapping[Any, _Array]) -> Iterator[_Store]:
+        """The arrays of one slice, given by buffer; the dimensions of elements come last, uncounted."""
+        for argument, start in zip(plan.arguments, self.arguments, strict=True):
+            if not argument.param.ndim:
+                continue
+            numbers: dict[str, Sequence[Any]] = {"ndim": [argument.param.ndim]}  # all that a null array has
+            if argument.is_array:
+                array = arrays[argument.buffer]
+                dims = argument.param.dims(array.dims)
                 numbers["data"] = [array.pointer]
                 numbers["shape"] = dims
-                numbers["strides"] = _row_major(dims, param.nbytes)
+                numbers["strides"] = _row_major(dims, argument.param.nbytes)
             if argument.grad is not None:
                 numbers["grad"] = [arrays[argument.grad].pointer]
             for name, row in numbers.items():
-                _, first, size = _ARRAY_T[name]
-                for j, number in enumerate(row):
-                    yield _Field(field.block, field.offset + first + size * j, size), number
+                field = getattr(_WarpArray, name)
+                size = _ITEM_BYTES.get(name, field.size)
+                for i, number in enumerate(row):
+                    yield _Store(start + field.offset + size * i, size, number)
 
 
-def _warp_layout(plan: _WarpPlan, launches: Mapping[int, Any], on_cpu: bool) -> _WarpLayout | None:
+def _warp_layout(plan: _WarpPlan, launches: Iterable[Any], on_cpu: bool) -> _WarpLayout | None:
     """The layout of what the recorded launches pass; None unless it is known, and the same on all devices."""
-    layouts = {_layout_of(plan, launch, on_cpu) for launch in launches.values()}
+    layouts = {_layout_of(plan, launch, on_cpu) for launch in launches}
     return layouts.pop() if len(layouts) == 1 else None
 
 
@@ -5229,43 +5225,37 @@ def _layout_of(plan: _WarpPlan, launch: Any, on_cpu: bool) -> _WarpLayout | None
     is_plain = type(launch).__name__ == "Launch" and getattr(launch, "cluster_dim", 1) == 1
     if not is_plain:
         return None
-    if on_cpu:
-        blocks = _warp_cpu_blocks(launch)
-        fields = _cpu_fields(blocks)
-    else:
-        blocks = launch.params
-        fields = _gpu_fields(blocks)
-    expected = [param.nbytes if param.ndim is None else _ARRAY_T_BYTES for param, *_ in plan.arguments]
+    blocks = _warp_cpu_blocks(launch) if on_cpu else launch.params
+    memory = [_padded(bytes(block)) for block in blocks]
+    starts = list(itertools.accumulate(map(len, memory), initial=0))
+    offsets = []
+    sizes = []
+    for start, block in zip(starts[1:], blocks[1:]):
+        if on_cpu:
+            fields = [getattr(type(block), name) for name, *_ in block._fields_]
+            offsets += [start + field.offset for field in fields]
+            sizes += [field.size for field in fields]
+        else:
+            offsets.append(start)
+            sizes.append(ctypes.sizeof(block))
     known_bounds = {name for name, _ in blocks[0]._fields_} <= _WARP_BOUNDS
-    if not known_bounds or [field.size for field in fields] != expected:
+    if not known_bounds or sizes != [argument.nbytes for argument in plan.arguments]:
         return None
-    layout = _WarpLayout(type(blocks[0]), tuple(map(ctypes.sizeof, blocks)), tuple(fields))
-    memory = _written_memory(layout, plan)
-    return layout if [bytes(block) for block in blocks] == memory else None
+    layout = _WarpLayout(type(blocks[0]), tuple(starts), tuple(offsets))
+    return layout if _written_memory(layout, plan) == b"".join(memory) else None
 
 
-def _cpu_fields(blocks: Sequence[Any]) -> list[_Field]:
-    """The parameters are fields of structs."""
-    fields = []
-    for block, struct in enumerate(blocks[1:], 1):
-        for name, *_ in struct._fields_:
-            field = getattr(type(struct), name)
-            fields.append(_Field(block, field.offset, field.size))
-    return fields
+def _padded(memory: bytes) -> bytes:
+    """As long as whole words."""
+    return memory + bytes(-len(memory) % 8)
 
 
-def _gpu_fields(blocks: Sequence[Any]) -> list[_Field]:
-    """Each parameter is a block."""
-    return [_Field(block, 0, ctypes.sizeof(memory)) for block, memory in enumerate(blocks[1:], 1)]
-
-
-def _written_memory(layout: _WarpLayout, plan: _WarpPlan) -> list[bytearray]:
+def _written_memory(layout: _WarpLayout, plan: _WarpPlan) -> bytearray:
     """What a handler would pass for the recorded launch, whose values are zeros."""
-    memory = [bytearray(size) for size in layout.sizes]
+    memory = bytearray(layout.blocks[-1])
     extents = _warp_extents(_STAND_IN_DIMS)
-    for field, number in (*layout.bounds_stores(extents), *layout.array_stores(plan, plan.stand_ins)):
-        end = field.offset + field.size
-        memory[field.block][field.offset : end] = number.to_bytes(field.size, "little")
+    for offset, size, number in (*layout.bounds_stores(*extents), *layout.array_stores(plan, plan.stand_ins)):
+        memory[offset : offset + size] = number.to_bytes(size, "little")
     return memory
 
 
@@ -5285,82 +5275,26 @@ def _warp_cpu_blocks(launch: Any) -> list[Any]:
     return [getattr(arg, "_obj", arg) for arg in passed]  # of pointers made by ctypes.byref
 
 
-def _warp_extents(dims: Sequence[int]) -> tuple[int, ...]:
-    """Four dimensions, how many of them count, and their product."""
-    ones = [1] * (_WARP_MAX_DIMS - len(dims))
-    return *dims, *ones, len(dims), math.prod(dims)
-
-
-def _warp_grid(kernel: str, n_threads: int, block_dim: int, has_grid_stride: bool) -> tuple[int, int, int]:
-    """The grid of `wp_cuda_launch_kernel` (warp.cu): without a loop in the kernel, blocks spread over three axes."""
-    blocks = -(-n_threads // block_dim)
-    if has_grid_stride or not blocks:  # which is not launched
-        return min(blocks, _CUDA_LIMITS["grid"][0]), 1, 1
-    x = min(blocks, 2**24 // block_dim)
-    y = min(-(-blocks // x), 65535)
-    z = -(-blocks // (x * y))
-    if z > 65535:
-        raise ValueError(
-            f"Warp kernel {kernel!r}: {n_threads} threads are too many for one launch without a grid stride"
-        )
-    return x, y, z
-
-
 class _WarpCode:
-    """A kernel that is loaded, and how a handler starts it."""
+    """A kernel that is loaded on each device, and how a handler starts it."""
 
-    def __init__(
-        self, label: str, plan: _WarpPlan, layout: _WarpLayout, launches: Mapping[int, Any], driver: _CudaDriver | None
-    ) -> None:
+    def __init__(self, label: str, plan: _WarpPlan, driver: _CudaDriver | None) -> None:
         self.plan = plan
-        self.layout = layout
-        self.launches = launches  # which keep Warp's modules loaded
-        self.entries = {n: _warp_entry(launch) for n, launch in launches.items()}
+        self.launches = plan.record_all(driver)  # which keep Warp's modules loaded
+        self.layout: Any = _warp_layout(plan, self.launches.values(), on_cpu=driver is None)
+        self.entries = {n: _warp_entry(launch) for n, launch in self.launches.items()}
         self.launcher = _CudaLauncher(label, driver, self.entries) if driver else None
 
-    def enter(self, handler: _Handler) -> Callable[..., None]:
-        """What starts the kernel with blocks of memory at some addresses."""
+    def launch_in(self, handler: _Handler) -> Callable[..., None]:
+        """What writes a launch with blocks of memory at some addresses; on a GPU, of so many blocks along x."""
         if self.launcher:
             return self.launcher.launch_in(handler)
         entry, _ = self.entries[0]
 
-        def run(blocks: Sequence[Any]) -> None:
+        def launch(blocks: Sequence[Any]) -> None:
             handler.call(entry, *blocks)
 
-        return run
-
-    def new_blocks(self, handler: _Handler) -> list[_Word]:
-        """Memory for what one launch passes, with the constants in it."""
-        blocks = [handler.zeros(size) for size in self.layout.sizes]
-        for argument, field in zip(self.plan.arguments, self.layout.fields, strict=True):
-            if argument.constant is not None:
-                source = handler.launch + argument.constant
-                handler.copy_bytes(blocks[field.block] + field.offset, source, field.size)
-        return blocks
-
-    def store(self, handler: _Handler, blocks: Sequence[_Word], stores: Iterator[tuple[_Field, Any]]) -> None:
-        for field, number in stores:
-            handler.store(number, blocks[field.block] + field.offset, field.size)
-
-    def store_slice(self, handler: _Handler, blocks: Sequence[_Word], slices: Sequence[_Array]) -> None:
-        """Write what differs between slices: empty arrays are null."""
-        arrays = []
-        for array in slices:
-            is_empty = handler.word(math.prod(array.dims)) == 0
-            arrays.append(array._replace(pointer=handler.select(is_empty, 0, array.pointer)))
-        self.store(handler, blocks, self.layout.array_stores(self.plan, arrays))
-        for argument, field in zip(self.plan.arguments, self.layout.fields, strict=True):
-            if argument.traced is not None:
-                source = arrays[argument.traced].pointer
-                handler.copy_bytes(blocks[field.block] + field.offset, source, field.size)
-
-
-def _warp_code(
-    label: str, plan: _WarpPlan, launches: Mapping[int, Any], driver: _CudaDriver | None
-) -> _WarpCode | None:
-    """None where the layout is not known."""
-    layout = _warp_layout(plan, launches, on_cpu=driver is None)
-    return _WarpCode(label, plan, layout, launches, driver) if layout else None
+        return launch
 
 
 def _warp_entry(launch: Any) -> tuple[int, int]:
@@ -5370,10 +5304,47 @@ def _warp_entry(launch: Any) -> tuple[int, int]:
     return address, getattr(launch.hooks, f"{kind}_smem_bytes")
 
 
+class _WarpLaunches:
+    """Launches that a handler makes one after another, from the same memory, which has constants in it."""
+
+    def __init__(self, handler: _Handler, code: _WarpCode) -> None:
+        self.handler = handler
+        self.plan = code.plan
+        self.layout = code.layout
+        self.launch = code.launch_in(handler)
+        *starts, nbytes = self.layout.blocks
+        self.memory = handler.zeros(nbytes)
+        self.blocks = [self.memory + start for start in starts]
+        for argument, offset in zip(self.plan.arguments, self.layout.arguments, strict=True):
+            if argument.constant is not None:
+                source = handler.launch + argument.constant
+                handler.copy_bytes(self.memory + offset, source, argument.nbytes)
+
+    def _store(self, stores: Iterable[_Store]) -> None:
+        for offset, size, number in stores:
+            self.handler.store(number, self.memory + offset, size)
+
+    def set_bounds(self, dims: Sequence[Any], ndim: Any, size: Any) -> None:
+        self._store(self.layout.bounds_stores(dims, ndim, size))
+
+    def run(self, slices: Sequence[_Array], **grid: Any) -> None:
+        """One launch, on these arrays: empty ones are null."""
+        handler = self.handler
+        arrays = {}
+        for k, array in enumerate(slices):
+            is_empty = handler.word(math.prod(array.dims)) == 0
+            arrays[k] = array._replace(pointer=handler.select(is_empty, 0, array.pointer))
+        self._store(self.layout.array_stores(self.plan, arrays))
+        for argument, offset in zip(self.plan.arguments, self.layout.arguments, strict=True):
+            if argument.traced is not None:
+                handler.copy_bytes(self.memory + offset, arrays[argument.traced].pointer, argument.nbytes)
+        self.launch(self.blocks, **grid)
+
+
 class _WarpEmitter(_Emitter):
     """Writes the blocks of a launch, and starts the kernel's machine code."""
 
-    def __init__(self, code: _WarpCode, driver: _CudaDriver | None, batch_code: _WarpCode | None = None) -> None:
+    def __init__(self, code: _WarpCode, driver: _CudaDriver | None, batch_code: _WarpCode | None) -> None:
         self.code = code
         self.driver = driver
         self.batch_code = batch_code  # whose threads have one more index, that of their slice
@@ -5381,32 +5352,48 @@ class _WarpEmitter(_Emitter):
         self.in_order = code.plan.in_order or driver is not None
 
     def write(self, handler: _Handler) -> None:
-        first = _WARP_GPU_EXTENTS if self.driver else _WARP_CPU_EXTENTS
-        extents = [handler.load(handler.launch + 8 * (first + i)) for i in range(6)]
+        attribute = _Struct(handler, _WarpLaunch, handler.launch)
+        extents = attribute.on_gpu if self.driver else attribute.on_cpu
+        dims = [handler.load(extents.address_of("dims") + 8 * axis) for axis in range(_WARP_MAX_DIMS)]
         if self.batch_code:
-            self._write_batch(handler, self.batch_code, extents)
-        launch = self.code.enter(handler)
-        blocks = self.code.new_blocks(handler)
-        self.code.store(handler, blocks, self.code.layout.bounds_stores(extents))
+            self._write_batch(handler, self.batch_code, dims, extents)
+        launches = _WarpLaunches(handler, self.code)
+        launches.set_bounds(dims, extents.ndim, extents.size)
         with handler.each_slice() as slices:
-            self.code.store_slice(handler, blocks, slices)
-            launch(blocks)
+            launches.run(slices)
 
-    def _write_batch(self, handler: _Handler, code: _WarpCode, extents: Sequence[_Word]) -> None:
+    def _write_batch(self, handler: _Handler, code: _WarpCode, dims: list[_Word], extents: Any) -> None:
         """Run all slices in one launch and return, if the launch has the dimensions that the kernel asks for."""
-        *dims, ndim, size = extents
-        fits = (ndim == code.plan.n_indices) & (size > 0) & (size < _WARP_BATCH_THREADS)
+        size = extents.size
+        block_dim = code.plan.block_dim
+        fits = (extents.ndim == code.plan.n_indices) & (size > 0) & (size < _WARP_BATCH_THREADS)
         with handler.when((handler.count > 1) & fits):
-            launch = code.enter(handler)
-            blocks = code.new_blocks(handler)
+            launches = _WarpLaunches(handler, code)
             most = handler.word(_WARP_BATCH_THREADS) // size
             with handler.each_chunk(most) as (arrays, count):
                 n_threads = size * count
-                stores = code.layout.bounds_stores([count, *dims[: _WARP_MAX_DIMS - 1], ndim + 1, n_threads])
-                code.store(handler, blocks, stores)
-                code.store_slice(handler, blocks, arrays)
-                launch(blocks, x=(n_threads + (code.plan.block_dim - 1)) // code.plan.block_dim)
+                launches.set_bounds([count, *dims[:-1]], extents.ndim + 1, n_threads)
+                launches.run(arrays, x=(n_threads + (block_dim - 1)) // block_dim)
             handler.ret(0)
+
+
+def _warp_extents(dims: Sequence[int]) -> tuple[tuple[int, ...], int, int]:
+    """As `_WarpExtents` has them: four dimensions, how many of them count, and their product."""
+    ones = (1,) * (_WARP_MAX_DIMS - len(dims))
+    return (*dims, *ones), len(dims), math.prod(dims)
+
+
+def _warp_grid(kernel: str, n_threads: int, block_dim: int, has_grid_stride: bool) -> tuple[int, int, int]:
+    """The grid of `wp_cuda_launch_kernel` (warp.cu): without a loop in the kernel, blocks spread over three axes."""
+    blocks = -(-n_threads // block_dim)
+    x, y, z = min(blocks, _CUDA_LIMITS["grid"][0]), 1, 1
+    if blocks and not has_grid_stride:
+        x = min(blocks, 2**24 // block_dim)
+        y = min(-(-blocks // x), 65535)
+        z = -(-blocks // (x * y))
+    if z > 65535 or n_threads > sys.maxsize:
+        raise ValueError(f"Warp kernel {kernel!r}: {n_threads} threads are too many for one launch")
+    return x, y, z
 
 
 # -- 11.6 Through Warp's own launch, where it is more than that ----------------------------------------
@@ -5428,33 +5415,25 @@ class _WarpReplay:
 
     def __call__(self, pointers: list[int], dims: list[tuple], attribute: int, stream: int, ordinal: int) -> None:
         launch = self.launches[ordinal]
-        arrays = [_Array(pointer, [*shape], [], 0) for pointer, shape in zip(pointers, dims, strict=True)]
+        words = _WarpLaunch.from_address(attribute)
+        extents = words.on_gpu if self.on_gpu else words.on_cpu
         with self.lock:
-            self._set_dim(launch, attribute)
-            self._set_arrays(launch, arrays)
-            self._set_values(launch, pointers, attribute)
+            launch.set_dim(tuple(extents.dims[: extents.ndim]))
+            self._set_arguments(launch, pointers, dims, attribute)
             self._run(launch, stream)
 
-    def _set_dim(self, launch: Any, attribute: int) -> None:
-        first = _WARP_GPU_EXTENTS if self.on_gpu else _WARP_CPU_EXTENTS
-        *extents, ndim, _ = (_I64 * 6).from_address(attribute + 8 * first)
-        launch.set_dim(tuple(extents[:ndim]))
-
-    def _set_arrays(self, launch: Any, arrays: Sequence[_Array]) -> None:
+    def _set_arguments(self, launch: Any, pointers: list[int], dims: list[tuple], attribute: int) -> None:
+        """All but null arrays and the adjoints of values, which stay as they were recorded."""
+        arrays = {k: _Array(pointers[k], [*shape], [], 0) for k, shape in enumerate(dims)}
         n = len(self.plan.kernel.adj.args)
-        for i, value in enumerate(self.plan.values(arrays, launch.device)):
-            if value is not None:
-                launch.set_param_at_index(i % n, value, adjoint=i >= n)
-
-    def _set_values(self, launch: Any, pointers: Sequence[int], attribute: int) -> None:
         for i, argument in enumerate(self.plan.arguments):
-            source = None
-            if argument.traced is not None:
-                source = pointers[argument.traced]
+            if argument.is_array:
+                array = self.plan.array(argument, arrays, launch.device)
+                launch.set_param_at_index(i % n, array, adjoint=i >= n)
+            elif argument.traced is not None:
+                ctypes.memmove(ctypes.byref(launch.params[1 + i]), pointers[argument.traced], argument.nbytes)
             elif argument.constant is not None:
-                source = attribute + argument.constant
-            if source is not None:
-                ctypes.memmove(ctypes.byref(launch.params[1 + i]), source, argument.param.nbytes)
+                ctypes.memmove(ctypes.byref(launch.params[1 + i]), attribute + argument.constant, argument.nbytes)
 
     def _run(self, launch: Any, stream: int) -> None:
         if not self.on_gpu:
@@ -5471,46 +5450,23 @@ class _WarpReplay:
 
 
 def _compile_warp(
-    plan: _WarpPlan, signature: _Signature, driver: _CudaDriver | None, batch_plan: _WarpPlan | None = None
+    plan: _WarpPlan, signature: _Signature, on_gpu: bool = False, batch_of: tuple[str, str] | None = None
 ) -> _Compiled:
+    """A handler for the CPU or for GPUs; for batches in one launch, too, if the kernel's content is given."""
     _import("numba", "warp_kernel compiles what XLA calls with Numba's LLVM: it", _NUMBA_INSTALL)
-    launches = _record_launches(plan, driver)
-    code = _warp_code(signature.label, plan, launches, driver)
-    batch_code = None
-    if code and batch_plan:
-        with contextlib.suppress(Exception):  # what compiles with parameters may not with views of them
-            batch_code = _warp_code(signature.label, batch_plan, _record_launches(batch_plan, driver), driver)
+    driver = _CudaDriver() if on_gpu else None
+    code = _WarpCode(signature.label, plan, driver)
     emitter: _Emitter
-    if code:
+    if code.layout:
+        batch_code = _batch_code(signature.label, plan, driver, batch_of) if batch_of else None
         emitter = _WarpEmitter(code, driver, batch_code)
     else:
-        emitter = _CallbackEmitter(signature, _WarpReplay(plan, launches, on_gpu=driver is not None), driver)
-    if driver is None and any("tile" in adjoint.source for adjoint in _warp_adjoints(plan.kernel.adj)):
+        emitter = _CallbackEmitter(signature, _WarpReplay(plan, code.launches, on_gpu), driver)
+    if not on_gpu and any("tile" in adjoint.source for adjoint in _warp_adjoints(plan.kernel.adj)):
         # Warp keeps the CPU memory of tiles behind one static pointer (tile.h): such kernels must not overlap
         emitter.lock = _native_lock("tile_lock")
         emitter.in_order = True
-    address, keep = _compile_handler(signature, emitter)
-    return _Compiled(address, (keep, emitter, launches))  # launches keep Warp's modules loaded
-
-
-def _compile_warp_for_gpus(
-    plan: _WarpPlan, signature: _Signature, batch_of: tuple[str, str] | None = None
-) -> _Compiled:
-    """For batches, too, if the kernel's content is given."""
-    driver = _CudaDriver()
-    batch_plan = None
-    if batch_of:
-        with driver.keeping_context(), _warp_session(), contextlib.suppress(Exception):  # a Warp that is not known
-            batch_plan = _batch_plan(plan, batch_of)
-    return _compile_warp(plan, signature, driver, batch_plan)
-
-
-def _record_launches(plan: _WarpPlan, driver: _CudaDriver | None) -> dict[int, Any]:
-    """Warp's recorded launch for each device, by CUDA ordinal; 0 is the CPU."""
-    if driver is None:
-        return {0: plan.record("cpu")}
-    with driver.keeping_context():  # Warp leaves another one current
-        return {n: plan.record(f"cuda:{n}") for n in _cuda_ordinals()}
+    return _Compiled(*_compile_handler(signature, emitter))
 
 
 # -- 11.7 A batch in one launch ------------------------------------------------------------------------
@@ -5532,10 +5488,20 @@ def _record_launches(plan: _WarpPlan, driver: _CudaDriver | None) -> dict[int, A
 # for others.  C and `wp.static` are not looked into: a launch for each slice, too.
 
 
+def _batch_code(label: str, plan: _WarpPlan, driver: _CudaDriver | None, content: tuple[str, str]) -> _WarpCode | None:
+    """The code of a kernel of this content for batches; None if it gets a launch for each slice."""
+    with contextlib.suppress(Exception):  # a Warp that is not known; what compiles with parameters, not with views
+        with _warp_session():
+            batch_plan = _batch_plan(plan, content)
+        if batch_plan:
+            code = _WarpCode(label, batch_plan, driver)
+            return code if code.layout else None
+    return None
+
+
 def _batch_plan(plan: _WarpPlan, content: tuple[str, str]) -> _WarpPlan | None:
-    """The plan of a kernel of this content for batches; None if it gets a launch for each slice."""
     kernel = plan.kernel
-    arrays = [argument.param for argument in plan.arguments if argument.array is not None]
+    arrays = [argument.param for argument in plan.arguments if argument.is_array]
     if any(param.ndim == _WARP_MAX_DIMS for param in arrays) or not _is_batchable(kernel):
         return None
     # Warp reads constants when it builds a kernel: those of a copy that is built now must still be the same.
@@ -5548,7 +5514,7 @@ def _batch_plan(plan: _WarpPlan, content: tuple[str, str]) -> _WarpPlan | None:
         return None
     arguments = []
     for argument in plan.arguments:
-        if argument.array is not None:
+        if argument.is_array:
             argument = argument._replace(param=_batch_param(argument.param))
             kinds[argument.param.name] = argument.param.type
         arguments.append(argument)
@@ -5559,9 +5525,8 @@ def _batch_plan(plan: _WarpPlan, content: tuple[str, str]) -> _WarpPlan | None:
 
 def _batch_param(param: _WarpParam) -> _WarpParam:
     """The parameter for an array of all slices."""
-    ndim = (param.ndim or 0) + 1
-    kind = _warp("warp_kernel").array(dtype=param.type.dtype, ndim=ndim)
-    return dataclasses.replace(param, type=kind, ndim=ndim)
+    kind = _warp("warp_kernel").array(dtype=param.type.dtype, ndim=param.ndim + 1)
+    return dataclasses.replace(param, type=kind, ndim=kind.ndim)
 
 
 def _with_source(kernel: Any, source: str, kinds: Mapping[str, Any]) -> Any:
