@@ -5158,20 +5158,24 @@ class _WarpPlan:
 # If they are not, as with a later Warp, or the launch does more than start a kernel (a deterministic one allocates, and
 # clusters have a launch of their own), Python replays what Warp recorded: 11.6.
 
-# array_t of warp/native/array.h
-_WarpArray = _struct(
-    "_WarpArray", data=_PTR, grad=_PTR, shape=_I32 * _WARP_MAX_DIMS, strides=_I32 * _WARP_MAX_DIMS, ndim=ctypes.c_uint16
+
+@functools.cache
+def _flat(kind: Any) -> Any:
+    """A struct without arrays: a field that is one becomes as many, `shape_0` and so on."""
+    fields: dict[str, Any] = {}
+    for name, field in kind._fields_:
+        if issubclass(field, ctypes.Array):
+            fields |= {f"{name}_{i}": field._type_ for i in range(field._length_)}
+        else:
+            fields[name] = field
+    return _struct(kind.__name__, **fields)
+
+
+_I32_ROW = _I32 * _WARP_MAX_DIMS
+_WarpArray = _flat(  # array_t of warp/native/array.h
+    _struct("_WarpArray", data=_PTR, grad=_PTR, shape=_I32_ROW, strides=_I32_ROW, ndim=ctypes.c_uint16)
 )
-_ITEM_BYTES = {"shape": 4, "strides": 4}  # of the fields that are rows of numbers
-_WARP_BOUNDS = {"shape", "ndim", "size", "coord_mult"}  # the fields that the bounds of a launch may have
-
-
-class _Store(NamedTuple):
-    """A number that a launch passes, and where in its memory."""
-
-    offset: int
-    size: int
-    number: Any
+_StructAt = Callable[[Any, int], Any]  # (kind, offset) -> the struct there, in the memory of a launch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -5183,36 +5187,34 @@ class _WarpLayout:
     blocks: tuple[int, ...]  # where each block begins, and where the last one ends
     arguments: tuple[int, ...]  # where each argument is, then each adjoint
 
-    def bounds_stores(self, dims: Sequence[Any], ndim: Any, size: Any) -> Iterator[_Store]:
+    def write_bounds(self, struct_at: _StructAt, dims: Sequence[Any], ndim: Any, size: Any) -> None:
         """The bounds of a launch, as `_WarpExtents` has them."""
-        n_kept = self.bounds.shape.size // 4  # as many as the kernel asks for; threads along others share coordinates
-        for axis in range(n_kept):
-            yield _Store(self.bounds.shape.offset + 4 * axis, 4, dims[axis])
-        numbers = {"ndim": ndim, "size": size, "coord_mult": math.prod(dims[n_kept:])}
+        kind = _flat(self.bounds)
+        numbers = {f"shape_{axis}": n for axis, n in enumerate(dims)}
+        dropped = [n for name, n in numbers.items() if not hasattr(kind, name)]  # threads along these share coordinates
+        numbers |= {"ndim": ndim, "size": size, "coord_mult": math.prod(dropped)}
+        bounds = struct_at(kind, 0)
         for name, number in numbers.items():
-            field = getattr(self.bounds, name, None)
-            if field:
-                yield _Store(field.offset, field.size, number)
+            if hasattr(kind, name):
+                setattr(bounds, name, number)
 
-    def array_stores(self, plan: _WarpPlan, arrays: Mapping[Any, _Array]) -> Iterator[_Store]:
+    def write_arrays(self, struct_at: _StructAt, plan: _WarpPlan, arrays: Mapping[Any, _Array]) -> None:
         """The arrays of one slice, given by buffer; the dimensions of elements come last, uncounted."""
-        for argument, start in zip(plan.arguments, self.arguments, strict=True):
-            if not argument.param.ndim:
+        for argument, offset in zip(plan.arguments, self.arguments, strict=True):
+            param = argument.param
+            if not param.ndim:
                 continue
-            numbers: dict[str, Sequence[Any]] = {"ndim": [argument.param.ndim]}  # all that a null array has
+            struct = struct_at(_WarpArray, offset)
+            struct.ndim = param.ndim  # all that a null array has
+            if argument.grad is not None:
+                struct.grad = arrays[argument.grad].pointer
             if argument.is_array:
                 array = arrays[argument.buffer]
-                dims = argument.param.dims(array.dims)
-                numbers["data"] = [array.pointer]
-                numbers["shape"] = dims
-                numbers["strides"] = _row_major(dims, argument.param.nbytes)
-            if argument.grad is not None:
-                numbers["grad"] = [arrays[argument.grad].pointer]
-            for name, row in numbers.items():
-                field = getattr(_WarpArray, name)
-                size = _ITEM_BYTES.get(name, field.size)
-                for i, number in enumerate(row):
-                    yield _Store(start + field.offset + size * i, size, number)
+                struct.data = array.pointer
+                dims = param.dims(array.dims)
+                for axis, (n, stride) in enumerate(zip(dims, _row_major(dims, param.nbytes), strict=True)):
+                    setattr(struct, f"shape_{axis}", n)
+                    setattr(struct, f"strides_{axis}", stride)
 
 
 def _warp_layout(plan: _WarpPlan, launches: Iterable[Any], on_cpu: bool) -> _WarpLayout | None:
@@ -5238,11 +5240,11 @@ def _layout_of(plan: _WarpPlan, launch: Any, on_cpu: bool) -> _WarpLayout | None
         else:
             offsets.append(start)
             sizes.append(ctypes.sizeof(block))
-    known_bounds = {name for name, _ in blocks[0]._fields_} <= _WARP_BOUNDS
-    if not known_bounds or sizes != [argument.nbytes for argument in plan.arguments]:
+    if sizes != [argument.nbytes for argument in plan.arguments]:
         return None
     layout = _WarpLayout(type(blocks[0]), tuple(starts), tuple(offsets))
-    return layout if _written_memory(layout, plan) == b"".join(memory) else None
+    is_known = {name for name, _ in layout.bounds._fields_} <= {"shape", "ndim", "size", "coord_mult"}
+    return layout if is_known and _written_memory(layout, plan) == b"".join(memory) else None
 
 
 def _padded(memory: bytes) -> bytes:
@@ -5253,9 +5255,12 @@ def _padded(memory: bytes) -> bytes:
 def _written_memory(layout: _WarpLayout, plan: _WarpPlan) -> bytearray:
     """What a handler would pass for the recorded launch, whose values are zeros."""
     memory = bytearray(layout.blocks[-1])
-    extents = _warp_extents(_STAND_IN_DIMS)
-    for offset, size, number in (*layout.bounds_stores(*extents), *layout.array_stores(plan, plan.stand_ins)):
-        memory[offset : offset + size] = number.to_bytes(size, "little")
+
+    def struct_at(kind: Any, offset: int) -> Any:
+        return kind.from_buffer(memory, offset)
+
+    layout.write_bounds(struct_at, *_warp_extents(_STAND_IN_DIMS))
+    layout.write_arrays(struct_at, plan, plan.stand_ins)
     return memory
 
 
@@ -5320,12 +5325,11 @@ class _WarpLaunches:
                 source = handler.launch + argument.constant
                 handler.copy_bytes(self.memory + offset, source, argument.nbytes)
 
-    def _store(self, stores: Iterable[_Store]) -> None:
-        for offset, size, number in stores:
-            self.handler.store(number, self.memory + offset, size)
+    def _struct_at(self, kind: Any, offset: int) -> _Struct:
+        return _Struct(self.handler, kind, self.memory + offset)
 
     def set_bounds(self, dims: Sequence[Any], ndim: Any, size: Any) -> None:
-        self._store(self.layout.bounds_stores(dims, ndim, size))
+        self.layout.write_bounds(self._struct_at, dims, ndim, size)
 
     def run(self, slices: Sequence[_Array], **grid: Any) -> None:
         """One launch, on these arrays: empty ones are null."""
@@ -5334,7 +5338,7 @@ class _WarpLaunches:
         for k, array in enumerate(slices):
             is_empty = handler.word(math.prod(array.dims)) == 0
             arrays[k] = array._replace(pointer=handler.select(is_empty, 0, array.pointer))
-        self._store(self.layout.array_stores(self.plan, arrays))
+        self.layout.write_arrays(self._struct_at, self.plan, arrays)
         for argument, offset in zip(self.plan.arguments, self.layout.arguments, strict=True):
             if argument.traced is not None:
                 handler.copy_bytes(self.memory + offset, arrays[argument.traced].pointer, argument.nbytes)
