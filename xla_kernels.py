@@ -4585,19 +4585,16 @@ class _WarpKernel(_Wrapper):
         title = f"Warp kernel {self.__name__!r}"
         runs = "runs on CPUs and NVIDIA GPUs"
         if traced:  # a launch on a GPU takes values from the host
-            runs = (
-                f"Warp kernel {self.__name__!r} has traced values for {traced}, which only CPUs take; make each a "
-                "warp.array of shape (1,)"
-            )
+            runs = f"has traced values for {traced}, which only CPUs take; make each a warp.array of shape (1,)"
         makes = {"cpu": compile_} if traced else {"cpu": compile_, "cuda": compile_for_gpus}
-        target = _Target(name, launch, plan.may_write, makes=makes, runs=runs)
+        target = _Target(name, launch, plan.may_write, makes=makes, title=title, runs=runs)
         target.announce()
         may_batch = adjoints is None and not traced and not plan.in_order and _has_short_strides(call)
         if not may_batch or not _cuda_ordinals():
             return target
         makes = makes | {"cuda": functools.partial(compile_for_gpus, batch_of=content[2:])}
-        batched = dataclasses.replace(target, name=f"{name}.batched", makes=makes)
-        return dataclasses.replace(target, batched=batched)
+        for_batches = dataclasses.replace(target, name=f"{name}.batched", makes=makes)
+        return dataclasses.replace(target, for_batches=for_batches)
 
     def _plan(self, params: Sequence[_WarpParam], n_in: int, adjoints: Mapping[_WarpParam, int] | None) -> _WarpPlan:
         buffers = {param: k for k, param in enumerate(params)}
@@ -4658,7 +4655,7 @@ class _WarpKernel(_Wrapper):
         specs = _input_specs(operands)
         rule = self.rule and self.rule.adjoint(float_ins, float_outs)
 
-        def resolve(wrapper: _WarpKernel, ins: list[Spec], results: list[Spec]) -> _Resolved:
+        def resolve(wrapper: _WarpKernel, ins: list[Spec], results: list[Spec]) -> _Call:
             return wrapper._resolve_adjoint(ins, results, n_args, owners)
 
         results = self._bind(resolve, operands, [specs[k] for k in owners], rule)
@@ -4671,14 +4668,14 @@ class _WarpKernel(_Wrapper):
                 cotangents_of_args.append(np.zeros(x.shape, jax.dtypes.float0))
         return tuple(cotangents_of_args)
 
-    def _resolve_adjoint(self, ins: list[Spec], results: list[Spec], n_args: int, owners: list[int]) -> _Resolved:
-        """What runs the adjoint on these operands; the results are the cotangents, and zeros that gradients add to."""
+    def _resolve_adjoint(self, ins: list[Spec], results: list[Spec], n_args: int, owners: list[int]) -> _Call:
+        """The call of the adjoint on these operands; results are cotangents, and zeros that gradients add to."""
         params = [param for param in self.params if param.name not in self.static]  # of inputs and outputs
         adjoints = {params[owner]: len(ins) + k for k, owner in enumerate(owners)}
         n_cotangents = len(ins) - len(params)
         aliases = {len(params) + k: k for k in range(n_cotangents)}
         call = _Call(ins, results, aliases, zeroed=tuple(range(n_cotangents, len(results))))
-        return _Resolved.of(self._target(call, params, n_args, adjoints), call)
+        return call.run_by(self._target(call, params, n_args, adjoints))
 
 
 def _has_short_strides(call: _Call) -> bool:
