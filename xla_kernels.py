@@ -6082,7 +6082,7 @@ class _OpCall:
         rule = self.op._rules.get("sharding")
         if rule:
             rule.check(specs, self.specs)
-        results = self.op.primitive.bind(*_make_varying(ins), **self.options(specs))
+        results = self.op.primitive.bind(*ins, **self.options(specs))
         return jax.tree_util.tree_unflatten(self.tree, results)
 
     def options(self, ins: Sequence[Spec]) -> dict:
@@ -6224,9 +6224,7 @@ def _array_or_none(x: Any) -> Any:
 
 
 def _is_zero(x: Any) -> bool:
-    if x is None or isinstance(x, (ad.Zero, ad.UndefinedPrimal)):
-        return True
-    return getattr(x, "dtype", None) == jax.dtypes.float0
+    return x is None or isinstance(x, (ad.Zero, ad.UndefinedPrimal))  # BrainEvent returns operands that are linear
 
 
 def _show_or_none(spec: Any) -> str:
@@ -6241,7 +6239,7 @@ _IN_JAX_CACHES: set[tuple] = set()  # (op, "rules") of what was traced, (op, pla
 
 def _is_op(primitive: Any) -> bool:
     """Whether this is the primitive of an op, of any copy of this file."""
-    return hasattr(primitive, "op") and hasattr(primitive, "kernel_jaxpr")
+    return hasattr(primitive, "record_vmap") and hasattr(primitive, "kernel_jaxpr")
 
 
 class _OpPrimitive(Primitive):
@@ -6276,7 +6274,14 @@ class _OpPrimitive(Primitive):
         static = {name: value for name, value in params.items() if name not in _OWN_PARAMS}
         if static:
             params["_types"] = _tagged(static)
-        return super().bind(*args, **params)
+        return super().bind(*_make_varying(args), **params)
+
+    def record_vmap(self, ins: Sequence, flags: tuple, /, outs: Sequence, _batch: tuple = (), **params: Any) -> list:
+        """Bind with one more vmap, over the first axis of the flagged operands."""
+        size = ins[flags.index(True)].shape[0]
+        batch_outs = tuple([Spec((size, *out.shape), out.dtype) for out in outs])
+        _need_devices(self)
+        return self.bind(*ins, outs=batch_outs, _batch=(flags, *_batch), **params)
 
     def kernel_jaxpr(self, ctx: Any, equation: Any) -> Any:
         """The jaxpr of the kernel that an equation of this primitive is lowered to."""
@@ -6300,9 +6305,7 @@ def _op_sharding(op: XLACustomKernel, vmaps: tuple, ins: Sequence, outs: tuple) 
         for x, flags in zip(ins, _by_operand(vmaps, len(ins))):
             slices += _slices([x], depth=sum(flags))
         rule = _ShardingRule.whole(slices, _slices(outs, depth=len(vmaps)))
-    for flags in vmaps:
-        rule = rule.batched(flags)
-    return rule
+    return _for_each_vmap(_ShardingRule.batched, rule, vmaps)
 
 
 def _op_lowering(op: Any, vmaps: tuple, ctx: Any, /, *ins: Any, outs: Any, backend: Any = None, **params: Any) -> Any:
@@ -6339,9 +6342,9 @@ def _forget(stale: tuple) -> None:
 # -- 12.5 Batching: recorded vmaps ---------------------------------------------------------------------
 # How a batch is best run, only the backend knows, and that is known only when the op is lowered.  So:
 #
-# 1. `vmap` of an op binds its primitive once more, and records which operands are batched: `_batch` is a tuple of such
-#    flags, one entry per vmap, the innermost first; the batched operands have that vmap's axis in front, so that their
-#    axes are in the order of the vmaps from the outermost to the innermost.
+# 1. `vmap` of an op binds its primitive once more, with the axis of this vmap in front of the batched operands, and
+#    records which these are: `_batch` is a tuple of such flags, one entry per vmap, in the order of their axes: the
+#    outermost first.
 # 2. The lowering applies the recorded vmaps to the function of one slice, by `jax.vmap`: each wrapper, and all that JAX
 #    can trace, has its own rule.  Where one has none, the batch is a `jax.lax.map`.
 # 3. Derivative rules get the same vmaps, when JAX asks for them (12.6).
@@ -6372,8 +6375,10 @@ def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None],
         out = function(*args)
         return out, jax.tree.map(lambda _: None, out)
     batch = list(map(_with_axis_in_front, args, axes))
-    if _is_op(getattr(prim, "primitive", prim)):
-        out = _record_vmap(prim, batch, flags, **params)
+    primitive = getattr(prim, "primitive", prim)
+    if _is_op(primitive):
+        outs, tree = jax.tree.flatten(params.pop("outs"))
+        out = jax.tree.unflatten(tree, primitive.record_vmap(batch, flags, outs=outs, **params))
     else:
         out = _sequential(function, flags)(*batch)
     return out, jax.tree.map(lambda _: 0, out)
@@ -6405,25 +6410,16 @@ def _without_axis(x: Any, axis: int | None) -> Any:
     return Spec(x.shape[:axis] + x.shape[axis + 1 :], x.dtype)
 
 
-def _record_vmap(prim: Any, ins: Sequence, flags: tuple, /, **params: Any) -> Any:
-    """Bind an op or its primitive with one more vmap, over the first axis of the flagged operands."""
-    primitive = getattr(prim, "primitive", prim)
-    size = ins[flags.index(True)].shape[0]
-    slice_outs, tree = jax.tree.flatten(params["outs"])
-    params["outs"] = tuple([Spec((size, *out.shape), out.dtype) for out in slice_outs])
-    params["_batch"] = (*params.get("_batch", ()), flags)
-    _need_devices(primitive)
-    results = primitive.bind(*_make_varying(ins), **params)
-    if prim is primitive:
-        return results
-    return jax.tree.unflatten(tree, results)
-
-
 def _by_operand(vmaps: tuple, count: int) -> list[tuple[bool, ...]]:
-    """For each operand, by which of the recorded vmaps it is batched: the outermost first, as its axes are."""
-    if not vmaps:
-        return [()] * count
-    return list(zip(*reversed(vmaps)))
+    """For each operand, by which of the recorded vmaps it is batched."""
+    return list(zip(*vmaps)) if vmaps else [()] * count
+
+
+def _for_each_vmap(wrap: Callable, inner: Any, vmaps: tuple) -> Any:
+    """What `wrap(inner, flags)` makes of something for one slice, vmap around vmap."""
+    for flags in reversed(vmaps):
+        inner = wrap(inner, flags)
+    return inner
 
 
 def _kernel_jaxpr(op: Any, entry: KernelEntry, params: dict, vmaps: tuple, outs: Sequence, ins: Sequence) -> Any:
@@ -6442,26 +6438,20 @@ def _run_vmaps(op: XLACustomKernel, entry: KernelEntry, params: dict, vmaps: tup
     def staged(*ins: Any) -> list:  # the generator runs outside the vmaps, so that its errors stay its own
         return _eval_jaxpr(jax.make_jaxpr(run)(*ins), ins)
 
-    batched = _under_vmaps(staged, vmaps)
+    batched = _for_each_vmap(_vmapped, staged, vmaps)
     try:
         closed = jax.make_jaxpr(batched)(*ins)  # first as a whole: a failure must leave nothing behind
     except NotImplementedError:  # something has no batching rule
-        return _sequentially(run, vmaps)(*ins)
+        return _for_each_vmap(_sequential, run, vmaps)(*ins)
     return _eval_jaxpr(closed, ins)
 
 
-def _under_vmaps(function: Callable, vmaps: Sequence[tuple]) -> Callable:
-    """A function of one slice under vmaps, the innermost first; a Zero or UndefinedPrimal has nothing to batch."""
-    for flags in vmaps:
-        in_axes = tuple(0 if flag else None for flag in flags)
-        function = jax.vmap(function, in_axes=in_axes)
-    return function
+def _in_axes(flags: tuple) -> tuple:
+    return tuple([0 if flag else None for flag in flags])
 
 
-def _sequentially(function: Callable, vmaps: Sequence[tuple]) -> Callable:
-    for flags in vmaps:
-        function = _sequential(function, flags)
-    return function
+def _vmapped(function: Callable, flags: tuple) -> Callable:
+    return jax.vmap(function, in_axes=_in_axes(flags))
 
 
 def _sequential(function: Callable, flags: tuple) -> Callable:
@@ -6483,7 +6473,8 @@ def _sequential(function: Callable, flags: tuple) -> Callable:
 # -- 12.6 Derivatives ----------------------------------------------------------------------------------
 # A user's rule is a function of one slice; it is vmapped by the recorded vmaps (12.5), in which tangents are batched as
 # their primals, and cotangents by all, as outputs are.  Zeros are symbolic on both sides: JAX gives and takes an
-# `ad.Zero`, a user may return None, and inside this section a zero that a rule returned is None.
+# `ad.Zero`, in which `jax.vmap` finds nothing to batch, as in an `ad.UndefinedPrimal`; a user may return None, and
+# inside this section a zero that a rule returned is None.
 
 
 def defjvp(primitive: Any, *jvp_rules: Callable[..., Any] | None) -> None:
@@ -6548,7 +6539,7 @@ def _sum_of(x: Any, y: Any) -> Any:
         return y
     if y is None:
         return x
-    return ad.add_tangents(*_make_varying([x, y]))
+    return ad.add_tangents(x, y)
 
 
 def _op_jvp(op: Any, vmaps: tuple, primals: Any, tangents: Any, /, outs: tuple = (), **params: Any) -> tuple:
@@ -6556,32 +6547,29 @@ def _op_jvp(op: Any, vmaps: tuple, primals: Any, tangents: Any, /, outs: tuple =
     rule = _derivative_rule(op, "jvp")
     what = f"the jvp rule of {op.name!r}"
     slice_outs = tuple(_slices(outs, len(vmaps)))
-    count = len(primals)
 
-    def of_slice(*values: Any) -> tuple:
-        primals = values[:count]
-        tangents = values[count:]
+    def of_slice(primals: tuple, tangents: tuple) -> tuple:
         returned = rule(primals, tuple(_with_zeros(tangents, primals)), outs=slice_outs, **params)
         outputs = jax.tree.leaves(returned[0])
         outputs = _returned(what, outputs, "outs declares", slice_outs or outputs)
         avals = list(map(jax.typeof, outputs))
         return outputs, _from_rule(what, returned[1], "the outputs are", avals)
 
-    twice = [flags + flags for flags in vmaps]  # primals and tangents
-    outputs, tangents_out = _under_vmaps(of_slice, twice)(*primals, *tangents)
+    def vmapped(function: Callable, flags: tuple) -> Callable:
+        return jax.vmap(function, in_axes=(_in_axes(flags), _in_axes(flags)))
+
+    outputs, tangents_out = _for_each_vmap(vmapped, of_slice, vmaps)(tuple(primals), tuple(tangents))
     return outputs, _with_zeros(tangents_out, outputs)
 
 
 def _with_zeros(tangents: Sequence, values: Sequence) -> list:
     """The tangents of `values`: a new Zero for None, for a Zero (of another shape, perhaps), and for an integer's."""
-    return list(map(_with_zero, tangents, values))
-
-
-def _with_zero(tangent: Any, value: Any) -> Any:
-    aval = jax.typeof(value).to_tangent_aval()
-    if _is_zero(tangent) or aval.dtype == jax.dtypes.float0:
-        return ad.Zero(aval)
-    return tangent
+    with_zeros = []
+    for tangent, value in zip(tangents, values):
+        aval = jax.typeof(value).to_tangent_aval()
+        is_zero = _is_zero(tangent) or aval.dtype == jax.dtypes.float0
+        with_zeros.append(ad.Zero(aval) if is_zero else tangent)
+    return with_zeros
 
 
 def _op_transpose(op: Any, vmaps: tuple, cts: Any, /, *operands: Any, outs: tuple = (), **params: Any) -> list:
@@ -6589,22 +6577,21 @@ def _op_transpose(op: Any, vmaps: tuple, cts: Any, /, *operands: Any, outs: tupl
     rule = _derivative_rule(op, "transpose")
     if all(type(ct) is ad.Zero for ct in cts):
         return [None] * len(operands)
-    count = len(cts)
     depth = len(vmaps)
     slice_outs = tuple(_slices(outs, depth))
 
-    def of_slice(*values: Any) -> list:
-        cts = list(values[:count])
-        operands = values[count:]
+    def of_slice(cts: list, operands: tuple) -> list:
         returned = rule(cts, *operands, outs=slice_outs, **params)
         avals = list(map(_linear_aval, operands))
         return _from_rule(f"the transpose rule of {op.name!r}", returned, "the operands are", avals)
 
+    def vmapped(function: Callable, flags: tuple) -> Callable:
+        return jax.vmap(function, in_axes=(0, _in_axes(flags)))
+
     flags_of = _by_operand(vmaps, len(operands))
-    depths = [depth] * count + list(map(sum, flags_of))
-    values = map(_symbolic_slice, [*cts, *operands], depths)
-    everywhere = (True,) * count
-    results = _under_vmaps(of_slice, [everywhere + flags for flags in vmaps])(*values)
+    cts = [_symbolic_slice(ct, depth) for ct in cts]
+    ins = [_symbolic_slice(x, sum(flags)) for x, flags in zip(operands, flags_of)]
+    results = _for_each_vmap(vmapped, of_slice, vmaps)(cts, tuple(ins))
     return list(map(_summed, results, operands, flags_of))
 
 
