@@ -3859,7 +3859,7 @@ def test_a_second_process_compiles_what_changed_and_what_is_not_kept(tmp_path):
     results, compiled = on_disk(tmp_path)
     assert compiled == set(results)
     files = kept_files(tmp_path)
-    assert len(files) == len(results) - len(NOT_KEPT)
+    assert len(files) == len(results) - len(NOT_KEPT) + 1  # what all handlers have in common
 
     again, compiled = on_disk(tmp_path, "changed")
     assert compiled == {*NOT_KEPT, *CHANGED}
@@ -3872,21 +3872,34 @@ def test_a_second_process_compiles_what_changed_and_what_is_not_kept(tmp_path):
     assert all(file.read_bytes() != content for file, content in zip(files, damaged, strict=True))
 
 
-def test_another_machine_or_version_finds_other_files(monkeypatch, tmp_path):
-    monkeypatch.setattr(xk, "_kernel_folder", lambda kernel: str(tmp_path))
-    path = lambda: xk._KernelFile.find(third, "module.third.1.abc", ()).path
+@pytest.fixture
+def kept_in(tmp_path):
+    """The folder in which kernels are kept meanwhile."""
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    yield tmp_path / "xla_kernels"
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+def file_of_third():
+    """Where a kernel would be kept: only files of several processes show the same without a private name."""
+    file = xk._KernelFile.of_kernel(numba.njit(third), "module.third.1.abc", lambda: True)
+    return file and file.path
+
+
+def test_another_machine_or_version_finds_other_files(monkeypatch, kept_in):
     codegen = type(numba.core.registry.cpu_target.target_context.codegen())
-    paths = [path()]
+    paths = [file_of_third()]
     for owner, name, value in [
         (numba, "__version__", "0"), (importlib.import_module("llvmlite"), "__version__", "0"),
-        (np, "__version__", "0"), (xk, "__version__", "0"), (xk, "_FILE_LAYOUT", 0),
+        (np, "__version__", "0"), (xk, "_OWN_DIGEST", "0"),
         (codegen, "_get_host_cpu_name", lambda self: "other"),
         (codegen, "magic_tuple", lambda self: ("triple", "cpu", "+feature")),
     ]:  # fmt: skip
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, value)
-            paths.append(path())
-    assert len(set(paths)) == len(paths) and path() == paths[0]
+            paths.append(file_of_third())
+    assert len(set(paths)) == len(paths) and file_of_third() == paths[0]
 
 
 @pytest.mark.parametrize("place, expected", [
@@ -3895,9 +3908,9 @@ def test_another_machine_or_version_finds_other_files(monkeypatch, tmp_path):
 def test_kernels_are_kept_beside_the_programs_of_jax(monkeypatch, place, expected):
     config = types.SimpleNamespace(jax_compilation_cache_dir=place, jax_enable_compilation_cache=True)
     monkeypatch.setattr(xk.jax, "config", config)
-    assert xk._kernel_folder(third) == xk._kernel_folder(numba.njit(third)) == expected
+    assert (file_of_third() and os.path.dirname(file_of_third())) == expected
     config.jax_enable_compilation_cache = False
-    assert xk._kernel_folder(third) is None
+    assert file_of_third() is None
 
 
 def disk_is_full(*args, **kwargs):
@@ -3905,9 +3918,7 @@ def disk_is_full(*args, **kwargs):
 
 
 @pytest.mark.parametrize("owner, name", [(os, "makedirs"), (os, "replace"), (builtins, "open")])
-def test_a_folder_that_takes_no_files_costs_only_the_caching(monkeypatch, tmp_path, owner, name):
-    folder = tmp_path / "kernels"
-    monkeypatch.setattr(xk, "_kernel_folder", lambda kernel: str(folder))
+def test_a_folder_that_takes_no_files_costs_only_the_caching(monkeypatch, kept_in, owner, name):
     kernel = reads(f"x[0] + {len(name)}")
     with monkeypatch.context() as patch:
         if owner is builtins:
@@ -3915,28 +3926,30 @@ def test_a_folder_that_takes_no_files_costs_only_the_caching(monkeypatch, tmp_pa
         else:
             patch.setattr(owner, name, disk_is_full)
         assert wrap(kernel)(F32)[0] == F32[0] + len(name)
-    assert not folder.exists() or not list(folder.iterdir())
+    assert not kept_in.exists() or not list(kept_in.iterdir())
 
 
-def test_code_is_not_written_under_a_name_that_it_has_no_more(monkeypatch, tmp_path):
+def test_code_is_not_written_under_a_name_that_it_has_no_more(kept_in):
     """Here a global changes while Numba compiles."""
-    monkeypatch.setattr(xk, "_kernel_folder", lambda kernel: str(tmp_path))
+
+    class Edit(numba.core.event.Listener):
+        def on_start(self, event):
+            kernel.__globals__["value"] = 2
+
+        def on_end(self, event):
+            pass
+
     kernel = reads("x[0] + 1000 * value", value=1)  # of its own, as its target gets the code of the other value
-    compile_code = xk._compile_code
-
-    def edit_and_compile(*args):
-        kernel.__globals__["value"] = 2
-        return compile_code(*args)
-
-    monkeypatch.setattr(xk, "_compile_code", edit_and_compile)
-    wrap(kernel)(F32)
-    assert not list(tmp_path.iterdir())
+    with numba.core.event.install_listener("numba:compile", Edit()):
+        wrap(kernel)(F32)
+    assert not list(kept_in.glob("*kernel-*"))
+    wrap(reads("x[0] + 1001"))(F32)
+    assert list(kept_in.glob("*kernel-*"))
 
 
-def test_code_that_needs_a_missing_symbol_is_compiled_again(monkeypatch, tmp_path):
+def test_a_symbol_that_code_needs_is_looked_up_before(kept_in):
     """LLVM would end the process."""
     assert not xk._find_symbols(["xla_kernels_has_no_such_symbol"])
-    assert xk._link(b"", "entry", ["xla_kernels_has_no_such_symbol"], {}, []) is None
 
 
 CACHED_BY_NUMBA = """
@@ -4027,7 +4040,7 @@ def test_processes_that_start_together_and_are_killed_leave_whole_files(tmp_path
     for process in processes[:2]:
         process.communicate()
     before = {file: file.read_bytes() for file in kept_files(tmp_path) if file.suffix == ".xla_kernel"}
-    assert len(before) == 4
+    assert len(before) == 5  # with what all handlers have in common
     assert start_on_disk(tmp_path).communicate()[0] == "0 1 2 3 "
     assert all(file.read_bytes() == content for file, content in before.items())  # found, so not written again
 

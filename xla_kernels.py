@@ -31,7 +31,7 @@ A map of this file, whose sections begin under a line of `=`:
 
 A call, from Python to machine code: `numba_kernel` makes a `_NumbaKernel`; `_Wrapper.__call__` -> `_Wrapper._trace` ->
 `_Wrapper._bind` -> `_Wrapper._resolve` -> `_NumbaKernel._find_target`, which names it (`_Digester`) and registers it
-(`_Target.register` -> `_compile_numba` -> `_compile_handler`, for which `_NumbaEmitter` writes what runs a slice) ->
+(`_Target.register` -> `_compile_numba` -> `_Handler`, for which `_NumbaEmitter` writes what runs a slice) ->
 `_BoundCall.bind` -> `_call_lowering` -> XLA -> the machine code of `_Handler` and, for a batch, of `_Driver`.
 An op under grad of vmap: `XLACustomKernel.__call__` -> `_find_call` -> `_OpCall.bind` (`_bind_with_vjp`) ->
 `_op_batching`, which records the vmap -> `_op_jvp`, `_op_transpose`, which vmap the user's rules -> `_op_lowering`,
@@ -1792,10 +1792,11 @@ class _Emitter:
     """The part of a handler that differs between backends: how one slice is run."""
 
     traits = 0
-    lock = 0  # the address of a lock of CPython to hold while slices run, which can be taken without the GIL
+    lock: int | None = None  # a lock to hold while slices run, as `_native_lock` gives it; 0 if only other processes do
     uses_python = False  # slices take the GIL: their thread has a state of Python's all along, where exceptions wait
     in_order = True  # slices run one after another, on the thread that XLA calls from
     driver: _CudaDriver | None = None  # libcuda, where the buffers lie in a GPU's memory
+    entry = report = 0  # for fields of `_Kernel`: addresses that code for any process cannot hold
     # writes what all slices share, and what runs one of them under `with handler.each_slice() as arrays`
     write: Callable[[_Handler], None]
 
@@ -1871,9 +1872,8 @@ class _Code:
         self.i64 = ir.IntType(64)
         self.module = ir.Module()
         self.module.triple = llvm.get_process_triple()
-        self.module.data_layout = str(_engine()[0].target_data)
+        self.module.data_layout = str(_target_machine().target_data)
         self.functions: dict[str, Any] = {}
-        self.suffix = os.urandom(8).hex()  # names must differ within the execution engine
         self.builder: Any = None
 
     # -- functions --
@@ -1885,7 +1885,7 @@ class _Code:
         """
         names = inspect.signature(body).parameters
         kind = self.ir.FunctionType(self.i64, [self.i64] * len(names))
-        function = self.ir.Function(self.module, kind, f"{name}_{self.suffix}")
+        function = self.ir.Function(self.module, kind, name)
         self.functions[name] = function
         self.builder = self.ir.IRBuilder(function.append_basic_block())
         words = [_Word(self, argument) for argument in function.args]
@@ -1893,20 +1893,22 @@ class _Code:
         if result is not None:  # else it is a loop that never ends
             self.ret(result)
 
-    def compile(self) -> dict[str, int]:
-        """The addresses of the functions; their machine code stays until the process ends, as XLA wants it."""
-        engine, machine = _engine()
+    def compile(self) -> _ObjectCode:
         module = self.llvm.parse_assembly(str(self.module))
         module.verify()
-        code = machine.emit_object(module)  # without the module, which the engine would keep
-        engine.add_object_file(self.llvm.ObjectFileRef.from_data(code))
-        engine.finalize_object()
-        return {name: engine.get_function_address(function.name) for name, function in self.functions.items()}
+        return _ObjectCode(_target_machine().emit_object(module), _symbols_needed(module))
 
     def call(self, function: Any, *args: Any) -> _Word:
         """Call a function, as `word` takes it."""
         kind = self.ir.FunctionType(self.i64, [self.i64] * len(args))
         target = self.builder.inttoptr(self.word(function).value, kind.as_pointer())
+        return _Word(self, self.builder.call(target, [self.word(arg).value for arg in args]))
+
+    def external(self, name: str, *args: Any) -> _Word:
+        """Call a function of CPython or the C library, which is found by its name when the code is loaded."""
+        kind = self.ir.FunctionType(self.i64, [self.i64] * len(args))
+        function = self.cgutils.get_or_insert_function(self.module, kind, name)  # perhaps of Numba's types
+        target = self.builder.bitcast(function, kind.as_pointer())
         return _Word(self, self.builder.call(target, [self.word(arg).value for arg in args]))
 
     def api(self, frame: Any, name: str, args: Any) -> _Word:
@@ -1947,6 +1949,13 @@ class _Code:
 
     def zero_bytes(self, target: Any, nbytes: Any) -> None:
         self.cgutils.memset(self.builder, self.pointer(target), self.word(nbytes).value, 0)
+
+    def static(self, name: str, kind: Any, **fields: Any) -> _Struct:
+        """A struct of words in the module's own memory, with these values at first."""
+        values = [int(fields.get(field, 0)) for field, _ in kind._fields_]
+        memory = self.ir.GlobalVariable(self.module, self.ir.ArrayType(self.i64, len(values)), name)
+        memory.initializer = self.ir.Constant(memory.value_type, values)
+        return _Struct(self, kind, _Word(self, memory.ptrtoint(self.i64)))
 
     def alloca(self, kind: Any, count: Any = 1) -> _Struct:
         """So many structs or words on the stack; a constant count is allocated once, in the entry block."""
@@ -2035,7 +2044,147 @@ class _Code:
         self.builder.branch(body)
 
 
-# -- 8.3 The driver: which slices, and on which threads ------------------------------------------------
+# -- 8.3 Machine code: made, loaded, kept on disk ------------------------------------------------------
+# Object code has no address of this process in it: functions that it needs are found by name, and what else differs
+# between processes is written into its memory (`_Kernel`).  So any process of the same machine can load it from a file.
+# Knows files and object code.  Does not know how a name comes about.
+#
+# Invariants:
+# - A file is what `_KernelFile.framed` makes of its content, byte by byte, or it is as if it were not there.
+# - A file appears whole, as it is written beside and then renamed.  What the system refuses costs the caching only.
+# - Loaded code has an execution engine of its own: different code of two processes can have the same symbols.
+# - LLVM aborts a process whose code needs a symbol that is not there, so these are looked up before.
+
+
+class _ObjectCode(NamedTuple):
+    code: bytes
+    symbols: list[str]  # the names of what it needs of the process
+
+
+def _symbols_needed(module: Any) -> list[str]:
+    defined = [*module.functions, *module.global_variables]
+    return [x.name for x in defined if x.is_declaration and not x.name.startswith("llvm.")]
+
+
+@functools.cache
+def _target_machine() -> Any:
+    """What makes machine code; not Numba's code generation, as that always optimizes."""
+    return _new_target_machine()
+
+
+def _new_target_machine() -> Any:
+    import llvmlite.binding as llvm
+    from numba.core.registry import cpu_target
+
+    cpu_target.target_context.codegen()  # initializes LLVM, in the way of its version
+    arch = llvm.Target.from_default_triple()
+    reloc = "static" if arch.name.startswith("x86") else "default"
+    return arch.create_target_machine(
+        cpu=llvm.get_host_cpu_name(), opt=1, reloc=reloc, codemodel="jitdefault", jit=True
+    )
+
+
+def _load_code(code: bytes) -> Any:
+    """An execution engine with this object code, which stays in memory as long as the engine does."""
+    import llvmlite.binding as llvm
+
+    machine = _new_target_machine()
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+    engine.finalize_object()
+    return engine
+
+
+@dataclasses.dataclass(frozen=True)
+class _KernelFile:
+    """Where what was compiled for a kernel is kept."""
+
+    path: str
+    key: str  # what that depends on
+    is_current: Callable[[], bool]  # whether what the key was made of is still the same
+
+    @classmethod
+    def of_kernel(cls, kernel: Any, name: str, is_current: Callable[[], bool], *more: Any) -> _KernelFile | None:
+        """Of the kernel with this name, and what else its code depends on; None where nothing is to be kept."""
+        folder = _jax_folder() or getattr(getattr(kernel, "_cache", None), "cache_path", None)  # of njit(cache=True)
+        return cls._find(folder, _python(kernel).__name__, (name, *more), is_current)
+
+    @classmethod
+    def of_driver(cls) -> _KernelFile | None:
+        return cls._find(_jax_folder(), "driver", (), lambda: True)
+
+    @classmethod
+    def _find(cls, folder: str | None, label: str, parts: tuple, is_current: Callable[[], bool]) -> _KernelFile | None:
+        if folder is None or _OWN_DIGEST is None:
+            return None
+        key = f"{_OWN_DIGEST} {_machine()} {parts}\n"
+        label = re.sub(r"\W", "_", label)
+        return cls(os.path.join(folder, f"{label}-{_digest(key)}.xla_kernel"), key, is_current)
+
+    def framed(self, content: bytes) -> bytes:
+        return f"{self.key}{hashlib.blake2b(content).hexdigest()}\n".encode() + content
+
+    def read(self) -> Any:
+        """What another process wrote; None if there is nothing, or it is damaged."""
+        with contextlib.suppress(Exception):  # the file may hold anything
+            with open(self.path, "rb") as file:
+                data = file.read()
+            content = data[len(self.framed(b"")) :]
+            return pickle.loads(content) if data == self.framed(content) else None
+        return None
+
+    def write(self, obj: Any) -> None:
+        """Keep what every process would compile under this name."""
+        if not self.is_current():
+            return
+        try:
+            content = self.framed(pickle.dumps(obj))
+        except Exception:  # something that is of this process only
+            return
+        temporary = f"{self.path}.{os.getpid()}.{os.urandom(4).hex()}"
+        with contextlib.suppress(OSError):
+            os.makedirs(os.path.dirname(self.path), exist_ok=True)
+            try:
+                with open(temporary, "xb") as file:
+                    file.write(content)
+                os.replace(temporary, self.path)
+            except OSError:
+                os.unlink(temporary)
+
+
+def _jax_folder() -> str | None:
+    """A folder beside JAX's programs, where JAX keeps these on a local disk."""
+    folder = str(jax.config.jax_compilation_cache_dir or "")
+    if folder and jax.config.jax_enable_compilation_cache and "://" not in folder:
+        return os.path.join(folder, "xla_kernels")
+    return None
+
+
+def _read_own_digest() -> str | None:
+    """Of this file, whose text decides what it compiles; None where it is not on disk: then nothing is kept."""
+    path = globals().get("__file__", "")
+    try:
+        with open(path, "rb") as file:
+            return hashlib.blake2b(file.read(), digest_size=12).hexdigest()
+    except OSError:
+        return None
+
+
+_OWN_DIGEST = _read_own_digest()  # now: the file may change while a process runs
+
+
+def _machine() -> str:
+    """What compiled code depends on besides its kernel and this file."""
+    import llvmlite
+    import numba
+    from numba.core.registry import cpu_target
+
+    python = sys.implementation.cache_tag, getattr(sys, "abiflags", "")
+    versions = numba.__version__, llvmlite.__version__, np.__version__
+    return " ".join(map(str, (*versions, *python, *cpu_target.target_context.codegen().magic_tuple())))
+
+
+# -- 8.4 The driver: which slices, and on which threads ------------------------------------------------
 # XLA's table of functions and its threads.  Does not know dtypes, nor what a slice does.
 
 
@@ -2050,8 +2199,10 @@ _Variable = _words("_Variable", "current")
 # `nbytes` is the size of a slice, and `step` is how far the next slice of the row is: 0 if it is the same one.
 _Cursor = _words("_Cursor", "data step dims nbytes")
 
-# What the driver knows of a kernel; outputs, whose memory is mapped on first use, begin at `first_output`.
-_Kernel = _words("_Kernel", "slices n_buffers first_output in_order")
+# A kernel, in the memory of its handler.  Outputs, whose memory is mapped on first use, begin at `first_output`.  The
+# fields from `slices` on are addresses of this process, filled in when the code is loaded: `entry`, `lock` and
+# `report` come from the emitter, the last four are functions of the driver.
+_Kernel = _words("_Kernel", "n_buffers first_output in_order slices entry lock report answer error fill drive")
 
 # A call with a batch.  The cursors stand at its first slice.  `sizes` are those of its `depth` dimensions, outermost
 # first, `count` is their product; slices [k * row, (k + 1) * row) are one step apart.
@@ -2082,7 +2233,6 @@ _MEASURABLE = 1  # slices that took less do not tell how long others take
 _WORTH_SHARING = 40  # a rest that takes less is not worth waking threads for
 _WORTH_A_THREAD = 15  # there are no more threads than have so much to do
 _CHUNK = 20  # what a thread takes at a time: as little as costs nothing, as cores may differ in speed
-_TICKS = _I64()  # of the driver's clock in a microsecond
 
 _HUGE_PAGE_MIN = 1 << 22  # bytes, from which on NumPy asks for huge pages too
 _MADV_HUGEPAGE = 14  # sys/mman.h of Linux
@@ -2096,6 +2246,7 @@ class _Driver(_Code):
 
     def __init__(self) -> None:
         super().__init__()
+        self.ticks = self.static("ticks", _Variable)  # of the clock in a microsecond
         self.define("answer", self.answer)
         self.define("error", self.error)
         self.define("now", self.now)
@@ -2137,7 +2288,7 @@ class _Driver(_Code):
             counter = self.module.declare_intrinsic("llvm.readcyclecounter", (), self.ir.FunctionType(self.i64, []))
             return _Word(self, self.builder.call(counter, []))
         timespec = self.alloca(_I64, 2)  # seconds and nanoseconds
-        self.call(ctypes.pythonapi.clock_gettime, time.CLOCK_MONOTONIC, timespec)
+        self.external("clock_gettime", time.CLOCK_MONOTONIC, timespec)
         return self.load(timespec) * 10**9 + self.load(timespec + 8)
 
     def fill(self, target: Any, source: Any, nbytes: Any) -> Any:
@@ -2155,7 +2306,7 @@ class _Driver(_Code):
         if sys.platform == "linux":
             with self.when(nbytes >= _HUGE_PAGE_MIN):
                 skip = self.word(mmap.PAGESIZE) - data % mmap.PAGESIZE  # the range must start at a page
-                self.call(ctypes.pythonapi.madvise, data + skip, nbytes - skip, _MADV_HUGEPAGE)
+                self.external("madvise", data + skip, nbytes - skip, _MADV_HUGEPAGE)
 
     # -- a range of slices on one thread --
 
@@ -2198,8 +2349,8 @@ class _Driver(_Code):
     def release(self, shared: Any) -> Any:
         """Give up a reference; the last one frees the memory."""
         with self.when(self.atomic_add(shared.address_of("holders"), -1) == 1):
-            self.call(ctypes.pythonapi.PyThread_free_lock, shared.idle)
-            self.call(ctypes.pythonapi.PyMem_RawFree, shared)
+            self.external("PyThread_free_lock", shared.idle)
+            self.external("PyMem_RawFree", shared)
         return 0
 
     def work(self, shared: Any) -> Any:
@@ -2228,13 +2379,13 @@ class _Driver(_Code):
             with self.when(has_joined):
                 self.call("work", shared)
                 with self.when(self.atomic_add(shared.address_of("workers"), -1) == 1):
-                    self.call(ctypes.pythonapi.PyThread_release_lock, shared.idle)
+                    self.external("PyThread_release_lock", shared.idle)
                 self.ret(self.call("release", shared))
 
     def share(self, batch: Any, first: Any, helpers: Any, chunk: Any) -> Any:
         """Run the slices from `first` on with so many threads of XLA, each of which may come or not."""
-        shared = self.typed("shared", self.call(ctypes.pythonapi.PyMem_RawMalloc, ctypes.sizeof(_Shared)))
-        idle = self.call(ctypes.pythonapi.PyThread_allocate_lock)
+        shared = self.typed("shared", self.external("PyMem_RawMalloc", ctypes.sizeof(_Shared)))
+        idle = self.external("PyThread_allocate_lock")
         with self.when((shared == 0) | (idle == 0)):  # out of memory, which one thread does not need
             self.ret(self.call("run", batch, first, batch.count))
         shared.batch = batch
@@ -2245,7 +2396,7 @@ class _Driver(_Code):
         shared.holders = helpers + 1
         shared.error = 0
         shared.idle = idle
-        self.call(ctypes.pythonapi.PyThread_acquire_lock, idle, 1)
+        self.external("PyThread_acquire_lock", idle, 1)
         args = self.new(XLA_FFI_ThreadPool_Schedule_Args, ctx=batch.frame.ctx, task="task", data=shared)
         with self.loop(0, helpers):
             error = self.api(batch.frame, "ThreadPool_Schedule", args)
@@ -2254,7 +2405,7 @@ class _Driver(_Code):
                 self.call("release", shared)
         self.call("work", shared)
         with self.when(self.atomic_add(shared.address_of("workers"), -1) > 1):
-            self.call(ctypes.pythonapi.PyThread_acquire_lock, shared.idle, 1)
+            self.external("PyThread_acquire_lock", shared.idle, 1)
         error = shared.error
         self.call("release", shared)
         return error
@@ -2274,7 +2425,7 @@ class _Driver(_Code):
 
     def probe(self, batch: Any) -> Any:
         """Run slices alone, in ranges of 1, 8, 64, ..., until one tells that the rest is worth sharing."""
-        ticks = self.load(ctypes.addressof(_TICKS))
+        ticks = self.ticks.current
         began = self.variable(self.call("now"))  # when the newest range did
         n_newest = self.variable(1)  # how many slices it has
         n_done = self.variable(1)
@@ -2346,48 +2497,46 @@ class _Driver(_Code):
 
 
 @functools.cache
-def _driver() -> dict[str, int]:
-    """The addresses of the driver's functions."""
-    addresses = _Driver().compile()
-    read_clock = ctypes.CFUNCTYPE(_I64)(addresses["now"])
+def _driver() -> Any:
+    """The execution engine that has the driver's functions."""
+    file = _KernelFile.of_driver()
+    code = file.read() if file else None
+    if code is None:
+        code, _ = _Driver().compile()
+        if file:
+            file.write(code)
+    engine = _load_code(code)
+    read_clock = ctypes.CFUNCTYPE(_I64)(engine.get_function_address("now"))
     began = time.perf_counter()
     ticks = read_clock()
     time.sleep(0.001)
     seconds = time.perf_counter() - began
-    _TICKS.value = max(1, int((read_clock() - ticks) / seconds / 1e6))
-    return addresses
+    per_microsecond = int((read_clock() - ticks) / seconds / 1e6)
+    _I64.from_address(engine.get_global_value_address("ticks")).value = max(1, per_microsecond)
+    return engine
 
 
-@functools.cache
-def _engine() -> tuple[Any, Any]:
-    """The execution engine of all handlers, and what makes their machine code."""
-    return _new_engine()
-
-
-def _new_engine() -> tuple[Any, Any]:
-    """Keeps machine code, and makes it.  A code generation of its own, as Numba's always optimizes."""
-    import llvmlite.binding as llvm
-    from numba.core.registry import cpu_target
-
-    cpu_target.target_context.codegen()  # initializes LLVM, in the way of its version
-    arch = llvm.Target.from_default_triple()
-    reloc = "static" if arch.name.startswith("x86") else "default"
-    machine = arch.create_target_machine(
-        cpu=llvm.get_host_cpu_name(), opt=1, reloc=reloc, codemodel="jitdefault", jit=True
-    )
-    return llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine), machine
-
-
-# -- 8.4 A handler -------------------------------------------------------------------------------------
+# -- 8.5 A handler -------------------------------------------------------------------------------------
 # One signature and one emitter.  Leaves batches to the driver.
 
 
 def _compile_handler(signature: _Signature, emitter: _Emitter) -> tuple[int, Any]:
-    """Compile a handler; returns its address and what must stay alive with it."""
+    """Compile and load a handler; returns its address and what must stay alive with it."""
     handler = _Handler(signature, emitter)
-    addresses = handler.compile()
-    handler.kernel.slices = addresses["slices"]  # known now
-    return addresses["handler"], (emitter, handler.kernel, handler.keep, _engine(), _TICKS)
+    address, keep = _load_handler(emitter, handler.compile().code)
+    return address, (keep, handler.keep)
+
+
+def _load_handler(emitter: _Emitter, code: bytes) -> tuple[int, Any]:
+    engine = _load_code(code)
+    kernel = _Kernel.from_address(engine.get_global_value_address("kernel"))
+    kernel.slices = engine.get_function_address("slices")
+    kernel.entry = emitter.entry
+    kernel.lock = emitter.lock or 0
+    kernel.report = emitter.report
+    for name in ("answer", "error", "fill", "drive"):
+        setattr(kernel, name, _driver().get_function_address(name))
+    return engine.get_function_address("handler"), (engine, emitter)
 
 
 class _Handler(_Code):
@@ -2397,10 +2546,12 @@ class _Handler(_Code):
         super().__init__()
         self.signature, self.emitter = signature, emitter
         self.keep: list[Any] = []  # what the machine code has the addresses of
-        n_buffers = len(signature.ranks)
-        first_output = n_buffers if emitter.driver else signature.n_in
-        self.kernel = _Kernel(slices=0, n_buffers=n_buffers, first_output=first_output, in_order=emitter.in_order)
-        if emitter.lock or emitter.uses_python:
+        self.n_buffers = len(signature.ranks)
+        self.first_output = self.n_buffers if emitter.driver else signature.n_in
+        self.kernel = self.static(
+            "kernel", _Kernel, n_buffers=self.n_buffers, first_output=self.first_output, in_order=emitter.in_order
+        )
+        if emitter.lock is not None or emitter.uses_python:
             self.define("unguarded", self._slices)
             self.define("slices", self._guarded_slices)
         else:
@@ -2416,18 +2567,18 @@ class _Handler(_Code):
 
     def _guarded_slices(self, frame: Any, cursors: Any, count: Any) -> Any:
         """The same, with what the emitter has to hold, which is given back also if a slice fails."""
-        python = ctypes.pythonapi
-        if self.emitter.lock:
-            self.call(python.PyThread_acquire_lock, self.emitter.lock, 1)
+        lock = self.kernel.lock
+        with self.when(lock != 0):
+            self.external("PyThread_acquire_lock", lock, 1)
         if self.emitter.uses_python:
-            gil = self.call(python.PyGILState_Ensure)
-            thread_state = self.call(python.PyEval_SaveThread)
+            gil = self.external("PyGILState_Ensure")
+            thread_state = self.external("PyEval_SaveThread")
         error = self.call("unguarded", frame, cursors, count)
         if self.emitter.uses_python:
-            self.call(python.PyEval_RestoreThread, thread_state)
-            self.call(python.PyGILState_Release, gil)
-        if self.emitter.lock:
-            self.call(python.PyThread_release_lock, self.emitter.lock)
+            self.external("PyEval_RestoreThread", thread_state)
+            self.external("PyGILState_Release", gil)
+        with self.when(lock != 0):
+            self.external("PyThread_release_lock", lock)
         return error
 
     @contextlib.contextmanager
@@ -2470,17 +2621,17 @@ class _Handler(_Code):
         """Run a call: at once if it has no batch, else by the driver."""
         self.frame = frame
         with self.when(frame.extension_start != 0):
-            self.ret(self.call(_driver()["answer"], frame.extension_start, self.emitter.traits))
+            self.ret(self.call(self.kernel.answer, frame.extension_start, self.emitter.traits))
         self.ret(0, when=frame.stage != _STAGE_EXECUTE)
         buffers, depth = self._read_buffers()
         self._start_outputs(buffers)
         cursors = self._cursors(buffers, depth)
         needs_driver = depth
-        for k in range(self.kernel.first_output, self.kernel.n_buffers):  # for huge pages
+        for k in range(self.first_output, self.n_buffers):  # for huge pages
             needs_driver = needs_driver | (cursors[k].nbytes >= _HUGE_PAGE_MIN)
         with self.when(needs_driver == 0):
             self.ret(self.call("slices", frame, cursors, 1))
-        return self.call(_driver()["drive"], frame, ctypes.addressof(self.kernel), cursors, depth)
+        return self.call(self.kernel.drive, frame, self.kernel, cursors, depth)
 
     def _read_buffers(self) -> tuple[list[Any], _Word]:
         """The buffers, after a check of their number, dtypes and ranks, and how many batch dimensions they have.
@@ -2526,7 +2677,7 @@ class _Handler(_Code):
             size.current = size.current * self.load(out.dims + 8 * d)
         nbytes = size.current
         if self.emitter.driver is None:
-            self.call(_driver()["fill"], out.data, source, nbytes)
+            self.call(self.kernel.fill, out.data, source, nbytes)
         else:
             with self.when(nbytes > 0):
                 _cuda_fill(self, self.emitter.driver, out.data, source, nbytes)
@@ -2555,7 +2706,7 @@ class _Handler(_Code):
             constant = self.cgutils.global_constant(self.module, self.module.get_unique_name("text"), text)
             message = _Word(self, constant.ptrtoint(self.i64))
         with self.when(when, likely=False):
-            self.ret(self.call(_driver()["error"], self.frame, message, code))
+            self.ret(self.call(self.kernel.error, self.frame, message, code))
 
     @property
     def launch(self) -> _Word:
@@ -2563,7 +2714,7 @@ class _Handler(_Code):
         return _Struct(self, XLA_FFI_Array, self.load(self.frame.attrs.attrs)).data
 
 
-# -- 8.5 Slices that run in Python ---------------------------------------------------------------------
+# -- 8.6 Slices that run in Python ---------------------------------------------------------------------
 # The GIL, arrays and messages of errors.
 
 
@@ -2838,17 +2989,12 @@ class _NumbaKernel(_NumbaWrapper):
         forms = self._allowed(signature, [self._written_form(signature), self._returned_form(signature)])
         kernel = _identity(self.kernel) if numba.config.DISABLE_JIT else self.kernel  # Python reads all where it is
         in_order = self.options.in_order
-        parts = kernel, numba.__version__, _settings(numba.config), str(signature), *map(tuple, forms), in_order
-        walked = _Digester(_NUMBA_LIVE_ABOVE).walk("numba", *parts)
-        name = self._target_name(walked.hash.hexdigest())
-        file = None
-        if (name, "cpu") not in _TARGETS:
-            is_known = _count_helpers(walked, self.kernel)
-            name = self._target_name(walked.hash.hexdigest())
-            if not walked.by_identity:
-                again = lambda: _digest("numba", *parts, live_above=_NUMBA_LIVE_ABOVE)
-                file = _KernelFile.find(self.kernel, name, again if is_known else None)
-        make = functools.partial(_compile_numba, self.kernel, signature, forms, in_order, file)
+        settings = numba.__version__, _settings(numba.config), in_order
+        parts = "numba", kernel, *settings, str(signature), *map(tuple, forms)
+        kernel_name = _KernelName.of(self.kernel, lambda: _Digester(_NUMBA_LIVE_ABOVE).walk(*parts))
+        name = self._target_name(kernel_name.digest)
+        find_file = functools.partial(kernel_name.file, name)
+        make = functools.partial(_compile_numba, self.kernel, signature, forms, in_order, find_file)
         runs = "runs on the CPU; for GPUs there are numba_cuda_kernel and warp_kernel"
         target = _Target(name, makes={"cpu": make}, title=self.title, runs=runs)
         return dataclasses.replace(target, may_write=target.register("cpu").may_write)
@@ -2918,19 +3064,26 @@ def _array_types(nbtypes: Any, signature: _Signature, readonly: bool = True) -> 
 
 
 def _compile_numba(
-    kernel: Any, signature: _Signature, forms: list[_Form], in_order: bool, file: _KernelFile | None = None
+    kernel: Any, signature: _Signature, forms: list[_Form], in_order: bool, find_file: Callable[[], _KernelFile | None]
 ) -> _Compiled:
-    """Compile the kernel for the signature, or load it, and compile the handler that calls it."""
+    """Compile the kernel for the signature, and the handler that calls it; or load both."""
     import numba
 
     if numba.config.DISABLE_JIT:  # plain Python, for prints and pdb
         python = _CallbackEmitter(signature, _in_python(kernel, signature, forms[0]))
         return _Compiled(*_compile_handler(signature, python))
-    code = _load(file) if file else None
-    if code is None:
-        code = _compile_code(kernel, signature, forms, file)
+    file = find_file()
+    loaded = _load_kernel(file, signature.label, in_order) if file else None
+    if loaded:
+        return loaded
+    code = _compile_code(kernel, signature, forms)
     emitter = _NumbaEmitter(signature.label, code, in_order)
-    return _Compiled(*_compile_handler(signature.with_hidden(code.may_write), emitter), code.may_write)
+    handler = _Handler(signature.with_hidden(code.may_write), emitter).compile()
+    if file and code.may_keep:
+        portable = _portable(code, handler)
+        if portable:
+            file.write(tuple(portable))
+    return _Compiled(*_load_handler(emitter, handler.code), code.may_write)
 
 
 class _NumbaCode(NamedTuple):
@@ -2941,25 +3094,22 @@ class _NumbaCode(NamedTuple):
     may_write: tuple[int, ...]  # the inputs that it may write to
     uses_threads: bool = False
     uses_python: bool = False
+    may_keep: bool = False  # whether another process would compile the same
 
 
-def _compile_code(kernel: Any, signature: _Signature, forms: list[_Form], file: _KernelFile | None) -> _NumbaCode:
+def _compile_code(kernel: Any, signature: _Signature, forms: list[_Form]) -> _NumbaCode:
     walked = _Digester(_NUMBA_LIVE_ABOVE).walk(kernel, forms[0].static)
     names = walked.names
     if {"dot", "(,,)"} <= names:
         names.add("dot(out)")  # np.dot(x, y, out) writes
     with _without_caches(_jitted(walked, kernel)):
         found = _first_that_compiles(functools.partial(_compile_form, kernel, signature, names), forms)
-    library = found.overload.library
-    entry = library.get_pointer_to_function(found.overload.fndesc.llvm_func_name)
+    entry = found.overload.library.get_pointer_to_function(found.overload.fndesc.llvm_func_name)
     may_write = _not_only_read(found.overload, signature) if found.may_write else ()
-    code = _NumbaCode(entry, found.overload, may_write, _uses_threads(found.overload), "objmode" in names)
+    uses_python = "objmode" in names
     is_fresh = not found.may_write or getattr(kernel, "_can_compile", True)  # else Numba may have compiled it long ago
-    if file and is_fresh and not code.uses_python:
-        portable = _portable(found.overload)
-        if portable:
-            file.write((portable, may_write, code.uses_threads))
-    return code
+    may_keep = is_fresh and not uses_python
+    return _NumbaCode(entry, found.overload, may_write, _uses_threads(found.overload), uses_python, may_keep)
 
 
 @contextlib.contextmanager
@@ -3148,6 +3298,62 @@ def _not_only_read(overload: Any, signature: _Signature) -> tuple[int, ...]:
     return tuple(may_write)
 
 
+def _fresh_dispatcher(kernel: Any) -> Any:
+    """A new dispatcher with the kernel's options, so that its globals and helpers are read as they are now."""
+    import numba
+
+    if isinstance(kernel, types.FunctionType):
+        return numba.njit(kernel)
+    if builder := getattr(kernel, "gufunc_builder", None):
+        signatures = [] if kernel.is_dynamic else [builder._sigs]
+        return numba.guvectorize(*signatures, builder.signature, **builder.targetoptions)(builder.py_func)
+    if isinstance(kernel, np.ufunc) or not hasattr(kernel, "py_func"):  # numba.vectorize
+        signatures = [list(kernel._dispatcher.overloads)] if kernel._frozen else []
+        return numba.vectorize(*signatures, **kernel._dispatcher.targetoptions)(kernel._dispatcher.py_func)
+    pipeline = kernel._compiler.pipeline_class
+    return type(kernel)(kernel.py_func, kernel.locals, dict(kernel.targetoptions), pipeline_class=pipeline)
+
+
+# -- 9.3 The name of a kernel, and what Numba's objects count by ---------------------------------------
+# Knows what defines them.  Does not know how they are compiled.
+
+
+class _KernelName(NamedTuple):
+    """The digest of all that compiling a kernel reads."""
+
+    digest: str
+    is_portable: bool  # whether other processes would compile the same under this name
+    kernel: Any
+    walk: Callable[[], _Digester]
+
+    @classmethod
+    def of(cls, kernel: Any, walk: Callable[[], _Digester]) -> _KernelName:
+        """The digest of what `walk` writes, and of what is known of the helpers of the kernel."""
+        walked = walk()
+        helpers = [_look_at_helper(function, walked.live_above) for function in _jitted(walked, kernel)]
+        for helper in helpers:
+            if helper.content is None:
+                walked.add(walked.identity(helper.function))
+        has_known_helpers = all(helper.is_known and not _may_be_cached(helper.function) for helper in helpers)
+        is_portable = has_known_helpers and not walked.by_identity and not _links_files(walked)
+        return cls(walked.hash.hexdigest(), is_portable, kernel, walk)
+
+    def is_current(self) -> bool:
+        return _KernelName.of(self.kernel, self.walk).digest == self.digest
+
+    def file(self, target_name: str, *more: Any) -> _KernelFile | None:
+        """Where the code is kept, if it depends on nothing but this name and what else is given."""
+        if not self.is_portable:
+            return None
+        return _KernelFile.of_kernel(self.kernel, target_name, self.is_current, *more)
+
+
+def _links_files(walked: _Digester) -> bool:
+    """Whether a kernel is linked with files, of which its digest knows the names alone."""
+    options = [getattr(obj, "targetoptions", None) or {} for _, obj in walked.seen.values()]
+    return any(given.get("link") for given in options)
+
+
 class _Helper(NamedTuple):
     """A jitted function that kernels call.  Numba compiles it once for its arguments' types, and keeps that code."""
 
@@ -3174,20 +3380,17 @@ def _values_read(function: types.FunctionType) -> list[Any]:
     return [*cells, *(function.__globals__.get(name) for name in function.__code__.co_names)]
 
 
-def _count_helpers(walked: _Digester, kernel: Any) -> bool:
-    """Count by identity the helpers with code of other content than now; returns whether the code of all is known."""
-    helpers = _jitted(walked, kernel)
-    for function in helpers:
-        content = _digest(function, live_above=walked.live_above)
-        known = _HELPERS.get(id(function))
-        if known is None or not function.overloads:
-            _HELPERS[id(function)] = _Helper(function, content, not function.overloads)
-        elif known.content != content:
-            # It may have code from before the change for some types, and from after it for others.
-            _HELPERS[id(function)] = _Helper(function, None, False)
-        if _HELPERS[id(function)].content is None:
-            walked.add(walked.identity(function))
-    return all(_HELPERS[id(function)].is_known and not _may_be_cached(function) for function in helpers)
+def _look_at_helper(function: Any, live_above: float) -> _Helper:
+    """What is known of a helper's code, after a look at its content now."""
+    content = _digest(function, live_above=live_above)
+    known = _HELPERS.get(id(function))
+    if known is None or not function.overloads:
+        known = _Helper(function, content, not function.overloads)
+    elif known.content != content:
+        # It may have code from before the change for some types, and from after it for others.
+        known = _Helper(function, None, False)
+    _HELPERS[id(function)] = known
+    return known
 
 
 def _may_be_cached(function: Any) -> bool:
@@ -3195,26 +3398,6 @@ def _may_be_cached(function: Any) -> bool:
     if hasattr(function, "_cache_hits"):
         return bool(function._cache_hits)
     return getattr(getattr(function, "cache", None), "cache_path", None) is not None  # vectorize does not tell
-
-
-def _fresh_dispatcher(kernel: Any) -> Any:
-    """A new dispatcher with the kernel's options, so that its globals and helpers are read as they are now."""
-    import numba
-
-    if isinstance(kernel, types.FunctionType):
-        return numba.njit(kernel)
-    if builder := getattr(kernel, "gufunc_builder", None):
-        signatures = [] if kernel.is_dynamic else [builder._sigs]
-        return numba.guvectorize(*signatures, builder.signature, **builder.targetoptions)(builder.py_func)
-    if isinstance(kernel, np.ufunc) or not hasattr(kernel, "py_func"):  # numba.vectorize
-        signatures = [list(kernel._dispatcher.overloads)] if kernel._frozen else []
-        return numba.vectorize(*signatures, **kernel._dispatcher.targetoptions)(kernel._dispatcher.py_func)
-    pipeline = kernel._compiler.pipeline_class
-    return type(kernel)(kernel.py_func, kernel.locals, dict(kernel.targetoptions), pipeline_class=pipeline)
-
-
-# -- 9.3 Numba's objects, for digests ------------------------------------------------------------------
-# Knows what defines them.  Does not know how that becomes a name.
 
 
 def _numba_content(obj: Any) -> tuple | None:
@@ -3285,140 +3468,78 @@ def _name_in_code(template: Any) -> str:
 
 
 # -- 9.4 Kernels on disk -------------------------------------------------------------------------------
-# What Numba compiled, kept in a file under the kernel's name, so that the next process need not compile it.
-# Knows files and object code.  Does not know how a name comes about.
-#
 # A kernel is written if every process would compile the same code under its name:
 # - its digest counts nothing by identity, and is after compiling what it was before: nothing changed meanwhile;
 # - Numba compiled its helpers after a digest of theirs (`_Helper.is_known`), and not from Numba's own cache;
 # - its code has no address of this process in it, and the objects that it needs can be pickled (`_portable`).
-# Invariants:
-# - A file is what `_KernelFile.signed` makes of its content, byte by byte, or it is as if it were not there.
-# - A file appears whole, as it is written beside and then renamed.  What the system refuses costs the caching only.
-# - Loaded code has an execution engine of its own: Numba numbers its functions in each process, so that different ones
-#   of two processes can have the same symbol.
-# - LLVM aborts a process whose code needs a symbol that is not there, so these are looked up before.
 
-_FILE_LAYOUT = 1  # of what is written; raise it too where this file makes other code of the same kernel
 _ADDRESS = re.compile(r"inttoptr \(i64 \d{5,} ")  # in LLVM's text
 
 
-@dataclasses.dataclass(frozen=True)
-class _KernelFile:
-    """Where what was compiled for a kernel is kept."""
+class _Portable(NamedTuple):
+    """What another process needs to run a kernel without compiling it."""
 
-    path: str
-    key: str  # what that depends on
-    again: Callable[[], str] | None  # asks for the kernel's digest again; None if the code may be of something else
-
-    @classmethod
-    def find(cls, kernel: Any, name: str, again: Callable[[], str] | None, *more: Any) -> _KernelFile | None:
-        """None where nothing is to be kept."""
-        folder = _kernel_folder(kernel)
-        if folder is None:
-            return None
-        key = f"{name}\n{_machine()} {more}\n"
-        label = re.sub(r"\W", "_", _python(kernel).__name__)
-        return cls(os.path.join(folder, f"{label}-{_digest(key)}.xla_kernel"), key, again)
-
-    def signed(self, content: bytes) -> bytes:
-        return f"{self.key}{hashlib.blake2b(content).hexdigest()}\n".encode() + content
-
-    def read(self) -> Any:
-        """What another process wrote; None if there is nothing, or it is damaged."""
-        with contextlib.suppress(Exception):  # the file may hold anything
-            with open(self.path, "rb") as file:
-                data = file.read()
-            content = data[len(self.signed(b"")) :]
-            return pickle.loads(content) if data == self.signed(content) else None
-        return None
-
-    def write(self, obj: Any) -> None:
-        """Keep what every process would compile under this name."""
-        if self.again is None or self.again() not in self.key:
-            return
-        try:
-            content = self.signed(pickle.dumps(obj))
-        except Exception:  # something that is of this process only
-            return
-        temporary = f"{self.path}.{os.getpid()}.{os.urandom(4).hex()}"
-        with contextlib.suppress(OSError):
-            os.makedirs(os.path.dirname(self.path), exist_ok=True)
-            try:
-                with open(temporary, "xb") as file:
-                    file.write(content)
-                os.replace(temporary, self.path)
-            except OSError:
-                os.unlink(temporary)
+    code: bytes
+    entry: str  # the symbol of its function
+    environments: Mapping[str, list]  # the constants of its functions, by their symbols
+    starts: Sequence[Callable[[], Any]]  # to call before: they start Numba's threads
+    may_write: tuple[int, ...]
+    uses_threads: bool
+    handler: bytes
+    symbols: list[str]  # that code and handler need of the process
 
 
-def _kernel_folder(kernel: Any) -> str | None:
-    """A folder beside JAX's programs, or where Numba keeps a kernel of `njit(cache=True)`."""
-    folder = str(jax.config.jax_compilation_cache_dir or "")
-    if folder and jax.config.jax_enable_compilation_cache and "://" not in folder:
-        return os.path.join(folder, "xla_kernels")
-    return getattr(getattr(kernel, "_cache", None), "cache_path", None)
-
-
-def _machine() -> str:
-    """What compiled code depends on besides its kernel."""
-    import llvmlite
-    import numba
-    from numba.core.registry import cpu_target
-
-    python = sys.implementation.cache_tag, getattr(sys, "abiflags", "")
-    versions = __version__, _FILE_LAYOUT, numba.__version__, llvmlite.__version__, np.__version__
-    return " ".join(map(str, (*versions, *python, *cpu_target.target_context.codegen().magic_tuple())))
-
-
-def _load(file: _KernelFile) -> _NumbaCode | None:
-    """The code of a kernel that another process compiled."""
-    if kept := file.read():
-        portable, may_write, uses_threads = kept
-        if linked := _link(*portable):
-            entry, keep = linked
-            return _NumbaCode(entry, keep, may_write, uses_threads)
-    return None
-
-
-def _portable(overload: Any) -> tuple | None:
-    """The object code of a kernel and what `_link` must know of it; None if it is of this process only."""
+def _portable(code: _NumbaCode, handler: _ObjectCode) -> _Portable | None:
+    """None if the code is of this process only."""
     from numba.core.environment import lookup_environment
 
+    overload = code.keep
     library = overload.library
     if library.has_dynamic_globals or overload.objectmode or overload.lifted:
         return None
     module = library._final_module
     if _ADDRESS.search(str(module)):
         return None
-    defined = [*module.functions, *module.global_variables]
-    symbols = [x.name for x in defined if x.is_declaration and not x.name.startswith("llvm.")]
     names = [x.name for x in module.global_variables if x.name.startswith("_ZN08NumbaEnv")]
-    environments = {name: getattr(lookup_environment(name), "consts", []) for name in names}
-    return library._get_compiled_object(), overload.fndesc.llvm_func_name, symbols, environments, overload.reload_init
+    return _Portable(
+        code=library._get_compiled_object(),
+        entry=overload.fndesc.llvm_func_name,
+        environments={name: getattr(lookup_environment(name), "consts", []) for name in names},
+        starts=overload.reload_init,
+        may_write=code.may_write,
+        uses_threads=code.uses_threads,
+        handler=handler.code,
+        symbols=_symbols_needed(module) + handler.symbols,
+    )
 
 
-def _link(
-    code: bytes, entry: str, symbols: list[str], environments: Mapping[str, list], starts: Sequence[Callable[[], Any]]
-) -> tuple[int, Any] | None:
-    """The address of loaded code, and what must stay alive; None where a symbol is missing."""
-    import llvmlite.binding as llvm
+def _load_kernel(file: _KernelFile, label: str, in_order: bool) -> _Compiled | None:
+    """What another process compiled, handler and all; None if there is nothing, or it cannot be used here."""
+    kept = file.read()
+    portable = _Portable(*kept) if kept else None
+    code = _link(portable) if portable else None
+    if portable is None or code is None:
+        return None
+    return _Compiled(*_load_handler(_NumbaEmitter(label, code, in_order), portable.handler), code.may_write)
+
+
+def _link(portable: _Portable) -> _NumbaCode | None:
+    """Loaded code; None where a symbol is missing."""
     from numba.core.environment import Environment
 
-    for start in starts:  # of Numba's threads
+    for start in portable.starts:
         start()
-    if not _find_symbols(symbols):
+    if not _find_symbols(portable.symbols):
         return None
-    engine, _ = _new_engine()
-    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
-    engine.finalize_object()
+    engine = _load_code(portable.code)
     keep: list[Any] = [engine]
-    for name, constants in environments.items():
+    for name, constants in portable.environments.items():
         keep.append(Environment({}))
         keep[-1].consts[:] = constants
         if address := engine.get_global_value_address(name):
             _PTR.from_address(address).value = id(keep[-1])
-    return engine.get_function_address(entry), keep
+    entry = engine.get_function_address(portable.entry)
+    return _NumbaCode(entry, keep, portable.may_write, portable.uses_threads)
 
 
 def _find_symbols(symbols: list[str]) -> bool:
@@ -3439,6 +3560,15 @@ def _find_symbols(symbols: list[str]) -> bool:
 # Knows Numba's calling convention, exceptions and threads.  Does not know where arrays come from.
 
 
+def _lock_of_numbas_threads() -> int:
+    """What to hold while they run; 0 for a layer of threads that needs no lock."""
+    import numba
+
+    numba.get_num_threads()  # starts them, which decides on their layer
+    is_workqueue = numba.threading_layer() == "workqueue"  # aborts the process when two threads enter it
+    return _native_lock("workqueue_lock") if is_workqueue else 0
+
+
 def _numba_params(array: _Array) -> list[Any]:
     """An array as Numba's functions and kernels take it: meminfo, parent, nitems, itemsize, data, shape, strides."""
     return [0, 0, math.prod(array.dims), array.itemsize, array.pointer, *array.dims, *array.strides]
@@ -3446,48 +3576,46 @@ def _numba_params(array: _Array) -> list[Any]:
 
 class _NumbaEmitter(_Emitter):
     def __init__(self, label: str, code: _NumbaCode, in_order: bool) -> None:
-        import numba
-        from numba.core.registry import cpu_target
-
-        self.code = code
-        self.context = cpu_target.target_context
-        if code.uses_threads:  # perhaps; Numba's, on all cores
-            numba.get_num_threads()  # starts them, which decides on their layer
-            if numba.threading_layer() == "workqueue":  # aborts the process when two threads enter it
-                self.lock = _native_lock("workqueue_lock")
+        self.entry = code.entry
         self.in_order = in_order or code.uses_threads or code.uses_python
         self.uses_python = code.uses_python  # object mode drops an exception with the thread's state of Python
+        if code.uses_threads:  # perhaps; Numba's, on all cores
+            self.lock = _lock_of_numbas_threads()
 
         def report(error: int | None) -> int:
             return _keep_message(ctypes.cast(error, ctypes.py_object).value if error else None, label)
 
-        self.report = ctypes.CFUNCTYPE(_PTR, _PTR)(report)
+        callback = ctypes.CFUNCTYPE(_PTR, _PTR)(report)
+        self.report = ctypes.cast(callback, _PTR).value or 0
+        self.keep = code.keep, callback
 
     def write(self, handler: _Handler) -> None:
         from numba.core import types as nbtypes
+        from numba.core.registry import cpu_target
 
-        conv, builder = self.context.call_conv, handler.builder
+        context = cpu_target.target_context
+        conv, builder = context.call_conv, handler.builder
+        address = handler.kernel.entry
         with handler.each_slice() as arrays:
             params = [handler.word(word).value for array in arrays for word in _numba_params(array)]
             kinds = [nbtypes.intp] * len(params)  # an array is passed as its words; pointers are integers here
             kind = conv.get_function_type(nbtypes.none, kinds).as_pointer()
-            entry = builder.inttoptr(handler.word(self.code.entry).value, kind)
+            entry = builder.inttoptr(address.value, kind)
             status, _ = conv.call_function(builder, entry, nbtypes.none, kinds, params)
             with builder.if_then(status.is_error, likely=False):
-                handler.fail(self._message(handler, status))
+                handler.fail(self._message(handler, context, status))
 
-    def _message(self, handler: _Handler, status: Any) -> _Word:
+    def _message(self, handler: _Handler, context: Any, status: Any) -> _Word:
         """Materialize the Python exception and let `report` turn it into text."""
-        context = self.context
         python = context.get_python_api(handler.builder)
         gil = python.gil_ensure()
         context.call_conv.raise_error(handler.builder, python, status)
         parts = handler.alloca(_I64, 3)
-        for fetch in (ctypes.pythonapi.PyErr_Fetch, ctypes.pythonapi.PyErr_NormalizeException):  # 3.11 has bare values
-            handler.call(fetch, parts, parts + 8, parts + 16)
-        message = handler.call(self.report, handler.load(parts + 8))
+        for fetch in ("PyErr_Fetch", "PyErr_NormalizeException"):  # Python 3.11 has bare values
+            handler.external(fetch, parts, parts + 8, parts + 16)
+        message = handler.call(handler.kernel.report, handler.load(parts + 8))
         for i in range(3):
-            handler.call(ctypes.pythonapi.Py_DecRef, handler.load(parts + 8 * i))
+            handler.external("Py_DecRef", handler.load(parts + 8 * i))
         python.gil_release(gil)
         return message
 
@@ -3638,13 +3766,10 @@ class _CudaWrapper(_Wrapper):
         launch = self._launch(call.ins)
         code = self._code(packages, call.signature(self.__name__))
         self._check_dtypes(call, _CUDA_DTYPES, "that Numba CUDA has no arrays of")
-        platform, walked = packages[0].platform, code.walk()
-        name = self._target_name(walked.hash.hexdigest())
-        if (name, platform) not in _TARGETS or (f"{name}.batched", platform) not in _TARGETS:
-            is_known = _count_helpers(walked, self.kernel)
-            name = self._target_name(walked.hash.hexdigest())
-            if is_known and not walked.by_identity and not _links_files(walked):
-                code = dataclasses.replace(code, name=name)
+        platform = packages[0].platform
+        kernel_name = _KernelName.of(self.kernel, code.walk)
+        name = self._target_name(kernel_name.digest)
+        code = dataclasses.replace(code, find_file=functools.partial(kernel_name.file, name))
         target = _Target(
             name,
             launch,
@@ -3673,7 +3798,7 @@ class _CudaCode:
     signature: _Signature
     form: _Form | None = None  # how a kernel is called; a function that launches kernels has none
     command_buffer: bool = False
-    name: str = ""  # under which what is compiled is kept, unless it is empty
+    find_file: Callable[..., _KernelFile | None] = lambda *_: None  # where machine code is kept
 
     def walk(self) -> _Digester:
         how = [self.form and tuple(self.form), self.command_buffer, str(self.signature)]
@@ -3685,10 +3810,7 @@ class _CudaCode:
 
     def file(self, package: _NumbaCuda, batched: bool) -> _KernelFile | None:
         """Where machine code for the GPUs at hand is kept."""
-        if not self.name or _kernel_folder(self.function) is None:
-            return None
-        again = lambda: self.walk().hash.hexdigest()
-        return _KernelFile.find(self.function, self.name, again, package.module, batched, *package.machine())
+        return self.find_file(package.module, batched, *package.machine())
 
     def check(self) -> None:
         """Raise if a kernel cannot be compiled, as far as that can be told without a GPU."""
@@ -4013,12 +4135,6 @@ class _CudaSimulator(_NumbaCuda):
 
 
 _CUDA_PACKAGES = {"numba_cuda_mlir": _NumbaCudaMlir(), "numba": _NumbaCuda()}  # the successor first
-
-
-def _links_files(walked: _Digester) -> bool:
-    """Whether a kernel is linked with files, of which its digest knows the names alone."""
-    options = [getattr(obj, "targetoptions", None) or {} for _, obj in walked.seen.values()]
-    return any(given.get("link") for given in options)
 
 
 def _cuda_packages(function: Any, user: str) -> list[_NumbaCuda]:
