@@ -2196,7 +2196,7 @@ def _words(name: str, fields: str) -> Any:
 _Variable = _words("_Variable", "current")
 
 # Where a buffer's slice is: `data`; `dims` points to the kernel's dimensions, which those of the batch lie before;
-# `nbytes` is the size of a slice, and `step` is how far the next slice of the row is: 0 if it is the same one.
+# `nbytes` is the size of a slice, and `step` is how far the next slice of the row is: 0 if all share this one.
 _Cursor = _words("_Cursor", "data step dims nbytes")
 
 # A kernel, in the memory of its handler.  Outputs, whose memory is mapped on first use, begin at `first_output`.  The
@@ -2311,7 +2311,7 @@ class _Driver(_Code):
     # -- a range of slices on one thread --
 
     def seek(self, batch: Any, cursors: Any, index: Any) -> Any:
-        """Point `cursors` at slice `index`; gives its place in its row."""
+        """Point `cursors` at slice `index`; gives the number of slices before it in its row."""
         kernel = batch.kernel
         with self.loop(0, kernel.n_buffers) as k:
             self.copy_bytes(cursors[k], batch.cursors[k], ctypes.sizeof(_Cursor))
@@ -2361,17 +2361,16 @@ class _Driver(_Code):
             stop = self.minimum(first + shared.chunk, shared.count)
             error = self.call("run", shared.batch, first, stop)
             with self.when(error != 0):
-                self.atomic_add(
-                    shared.address_of("next"), shared.count
-                )  # more than any index: nothing is left for the others
+                # `next` becomes more than any index: nothing is left for the others.
+                self.atomic_add(shared.address_of("next"), shared.count)
                 is_first = self.compare_and_swap(shared.address_of("error"), 0, error)
                 with self.when(is_first == 0):
                     self._destroy(shared.batch.frame, error)
                 self.ret(0)
 
     def task(self, shared: Any) -> Any:
-        """What a thread of XLA runs: it works unless no worker is left, and as the last worker wakes the caller."""
-        with self.forever():
+        """What a thread of XLA runs: it joins the workers unless none is left, and as the last one wakes the caller."""
+        with self.forever():  # until the number of workers does not change between reading it and adding one
             workers = self.atomic_add(shared.address_of("workers"), 0)
             with self.when(workers == 0):
                 self.ret(self.call("release", shared))
@@ -2424,7 +2423,11 @@ class _Driver(_Code):
         return self.call("run", batch, first, batch.count)
 
     def probe(self, batch: Any) -> Any:
-        """Run slices alone, in ranges of 1, 8, 64, ..., until one tells that the rest is worth sharing."""
+        """Run slices on this thread, in ranges of 1, 8, 64, ..., until the time of one tells what to do with the rest.
+
+        Ranges grow, as a short one takes less than the clock can measure; and as long as none takes longer than that,
+        the rest may as well be run here.
+        """
         ticks = self.ticks.current
         began = self.variable(self.call("now"))  # when the newest range did
         n_newest = self.variable(1)  # how many slices it has
@@ -2602,7 +2605,8 @@ class _Handler(_Code):
             arrays = []
             for k, first in enumerate(firsts):
                 step = self.cursors[k].step
-                dims = [self.select(step == 0, 1, count), *first.dims]
+                is_shared = step == 0
+                dims = [self.select(is_shared, 1, count), *first.dims]
                 arrays.append(_Array.row_major(first.pointer + step * start, dims, first.itemsize))
             yield arrays, count
 
