@@ -437,19 +437,31 @@ def _identity(obj: Any) -> tuple:
         return "identity", os.getpid(), _OBJECTS.setdefault(id(obj), (len(_OBJECTS), obj))[0]
 
 
-def _digest(*objects: Any, live_above: float = math.inf) -> str:
-    """A hash of `objects`, of 96 bits; arrays of more bytes than `live_above`, read in place, count by address."""
-    return _Digester(live_above).walk(*objects).hash.hexdigest()
+def _never(array: np.ndarray) -> bool:
+    return False
+
+
+def _always(array: np.ndarray) -> bool:
+    return True
+
+
+def _digest(*objects: Any, in_place: Callable[[np.ndarray], bool] = _never) -> str:
+    """A hash of `objects`, of 96 bits; see `_Digester`."""
+    return _Digester(in_place).walk(*objects).hash.hexdigest()
 
 
 class _Digester:
-    """Writes objects to a hash, and notes what else is asked of them."""
+    """Writes objects to a hash, and notes what else is asked of them.
 
-    def __init__(self, live_above: float = math.inf) -> None:
+    `in_place` says of an array whether code reads it where it is: then its address counts, as its content may change.
+    """
+
+    def __init__(self, in_place: Callable[[np.ndarray], bool] = _never) -> None:
         self.hash = hashlib.blake2b(digest_size=12)
-        self.live_above = live_above
+        self.in_place = in_place
         self.seen: dict[int, tuple[bytes, Any]] = {}  # id -> (number, the object, kept alive)
         self.names = {""}  # that stand in the code; the empty one is for what code calls without naming it
+        self.calls_three = False  # whether code calls something with three arguments, as in np.dot(x, y, out)
         self.by_identity = False  # whether anything counts by it: then the hash is of this process only
         self.overloads = _users_overloads()
 
@@ -507,10 +519,8 @@ class _Digester:
         return kind.__module__, kind.__name__, *content
 
     def _array(self, obj: np.ndarray) -> tuple:
-        """What is read where it is, as Numba reads all that is not contiguous, is known by that and not hashed."""
         layout = obj.dtype, obj.shape, obj.strides, obj.flags.writeable, obj.flags.aligned
-        is_live = obj.nbytes > self.live_above or (self.live_above < math.inf and not obj.flags.forc)
-        if is_live or obj.dtype.hasobject:
+        if self.in_place(obj) or obj.dtype.hasobject:
             return *layout, obj.ctypes.data, *self.identity(obj)
         return *layout, obj.tobytes()
 
@@ -519,14 +529,10 @@ class _Digester:
             return None
         return obj.dtype, obj.tobytes()
 
-    def _dtype(self, obj: np.dtype) -> tuple:
-        layout = obj.str, obj.type, obj.itemsize, obj.alignment, obj.isalignedstruct, obj.subdtype, obj.names
-        fields: Any = obj.fields or {}
-        return *layout, tuple(fields[name] for name in obj.names or ())
-
     def _code(self, obj: types.CodeType) -> tuple:
         facts = _code_facts(obj)
         self.names |= facts.names
+        self.calls_three |= facts.calls_three
         return (facts.digest,)
 
     def _function(self, obj: types.FunctionType) -> tuple:
@@ -535,13 +541,8 @@ class _Digester:
         facts = _code_facts(obj.__code__)
         parts: list[Any] = [obj.__code__, obj.__defaults__, tuple((obj.__kwdefaults__ or {}).items())]
         namespace = collections.ChainMap(obj.__globals__, vars(builtins))  # as Numba looks names up
-        cells = dict(zip(obj.__code__.co_freevars, obj.__closure__ or (), strict=True))
-        for path in facts.globals:
-            with contextlib.suppress(KeyError):
-                parts.append((path, *_read(namespace[path[0]], path[1:])))
-        for path in facts.cells:
-            with contextlib.suppress(ValueError):  # not bound yet
-                parts.append((path, *_read(cells[path[0]].cell_contents, path[1:])))
+        parts += _values_at(facts.globals, namespace)
+        parts += _values_at(facts.cells, _cell_contents(obj))
         if obj.__name__ in self.overloads:
             parts += self.identity(obj)
         return tuple(parts)
@@ -565,6 +566,24 @@ def _is_open(obj: Any) -> bool:
     return sys.modules.get(name) is not obj or not _is_stable_module(name)
 
 
+def _cell_contents(function: types.FunctionType) -> dict[str, Any]:
+    """The variables of the functions around this one, as far as they are bound."""
+    contents = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):
+            contents[name] = cell.cell_contents
+    return contents
+
+
+def _values_at(paths: Iterable[tuple[str, ...]], namespace: Mapping[str, Any]) -> list[tuple]:
+    """What code reads, each path with its value, of names that have one."""
+    values = []
+    for path in paths:
+        if path[0] in namespace:
+            values.append((path, *_read(namespace[path[0]], path[1:])))
+    return values
+
+
 def _read(obj: Any, attributes: tuple[str, ...]) -> tuple:
     """What `obj.a.b` is, as far as this leads through modules that may change; empty if it cannot be read."""
     for name in attributes:
@@ -585,7 +604,8 @@ _ATOMS: dict[type, Callable[[Any], bytes]] = {
     complex: lambda x: np.complex128(x).tobytes(),
     bytes: bytes,
 }
-# Each gives the parts that an object counts by, or None.  Values hold nothing that may lead back to them.
+# Each gives the parts that an object counts by, or None.  Values hold nothing that may lead back to them, and count by
+# content wherever they stand: whether two equal ones are one object is chance.
 _VALUES: dict[Any, Callable[[_Digester, Any], tuple | None]] = {
     tuple: lambda self, x: x,
     NamedTuple: lambda self, x: (type(x), *x),
@@ -595,7 +615,7 @@ _VALUES: dict[Any, Callable[[_Digester, Any], tuple | None]] = {
     types.CodeType: _Digester._code,
     np.ndarray: _Digester._array,
     np.generic: _Digester._scalar,
-    np.dtype: _Digester._dtype,
+    np.dtype: lambda self, x: (x.type, repr(x)),
 }
 _NODES: dict[Any, Callable[[_Digester, Any], tuple]] = {
     types.FunctionType: _Digester._function,
@@ -630,6 +650,7 @@ class _CodeFacts(NamedTuple):
 
     digest: bytes
     names: frozenset[str]  # all that stand in it
+    calls_three: bool
     globals: tuple[tuple[str, ...], ...]  # what it reads, as ("module", "part", "value")
     cells: tuple[tuple[str, ...], ...]  # what it reads of the functions around it
 
@@ -642,8 +663,7 @@ def _code_facts(code: types.CodeType) -> _CodeFacts:
         (code.co_code, code.co_exceptiontable, code.co_consts),
     )
     instructions = [i for i in dis.get_instructions(code) if i.opname != "EXTENDED_ARG"]
-    if any(_takes_three(i) for i in instructions):
-        digester.names.add("(,,)")
+    calls_three = digester.calls_three or any(map(_is_call_of_three, instructions))
     global_reads = _paths(instructions, ("LOAD_GLOBAL", "LOAD_NAME"))
     cell_reads = _paths(instructions, ("LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_CLOSURE"))
     for nested in code.co_consts:
@@ -651,13 +671,20 @@ def _code_facts(code: types.CodeType) -> _CodeFacts:
             global_reads.update(_code_facts(nested).globals)
             cell_reads.update(_code_facts(nested).cells)
     cell_reads = {path for path in cell_reads if path[0] in code.co_freevars}
-    names = frozenset(digester.names)
-    return _CodeFacts(digester.hash.digest(), names, tuple(sorted(global_reads)), tuple(sorted(cell_reads)))
+    return _CodeFacts(
+        digester.hash.digest(),
+        frozenset(digester.names),
+        calls_three,
+        tuple(sorted(global_reads)),
+        tuple(sorted(cell_reads)),
+    )
 
 
-def _takes_three(call: dis.Instruction) -> bool:
-    """Whether this is a call of three arguments, or of those in a tuple."""
-    return call.opname.startswith("CALL") and ((call.arg or 0) > 2 or call.opname.endswith("EX"))
+def _is_call_of_three(instruction: dis.Instruction) -> bool:
+    """Whether this is a call of three arguments or more, or of those in a tuple."""
+    if not instruction.opname.startswith("CALL"):
+        return False
+    return (instruction.arg or 0) > 2 or instruction.opname.endswith("EX")
 
 
 def _paths(instructions: Sequence[dis.Instruction], roots: Sequence[str]) -> set[tuple[str, ...]]:
@@ -2803,7 +2830,6 @@ def _host_arrays(signature: _Signature, pointers: Sequence[int], dims: Sequence[
 #   (`_CALLS_OF_THREADS`).
 
 _NUMBA_INSTALL = "pip install numba"
-_NUMBA_LIVE_ABOVE = 10**6  # bytes, above which Numba's code reads an array of its globals where it is
 _NUMBA_DTYPES = frozenset(
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float32 float64 complex64 complex128".split()
 )
@@ -2995,7 +3021,7 @@ class _NumbaKernel(_NumbaWrapper):
         in_order = self.options.in_order
         settings = numba.__version__, _settings(numba.config), in_order
         parts = "numba", kernel, *settings, str(signature), *map(tuple, forms)
-        kernel_name = _KernelName.of(self.kernel, lambda: _Digester(_NUMBA_LIVE_ABOVE).walk(*parts))
+        kernel_name = _KernelName.of(self.kernel, lambda: _Digester(_numba_reads_in_place).walk(*parts))
         name = self._target_name(kernel_name.digest)
         find_file = functools.partial(kernel_name.file, name)
         make = functools.partial(_compile_numba, self.kernel, signature, forms, in_order, find_file)
@@ -3057,6 +3083,11 @@ class _Form(NamedTuple):
 # Knows Numba's types, what its compiler refuses and which inputs its code may write to.  Does not know XLA.
 
 
+def _numba_reads_in_place(array: np.ndarray) -> bool:
+    """Whether Numba's code reads an array of its globals where it is; of others it has copies."""
+    return array.nbytes > 10**6 or not array.flags.forc
+
+
 def _array_types(nbtypes: Any, signature: _Signature, readonly: bool = True) -> tuple[Any, ...]:
     """Numba's types of row-major buffers, of which inputs may be read-only."""
     array_types = []
@@ -3102,10 +3133,10 @@ class _NumbaCode(NamedTuple):
 
 
 def _compile_code(kernel: Any, signature: _Signature, forms: list[_Form]) -> _NumbaCode:
-    walked = _Digester(_NUMBA_LIVE_ABOVE).walk(kernel, forms[0].static)
+    walked = _Digester(_numba_reads_in_place).walk(kernel, forms[0].static)
     names = walked.names
-    if {"dot", "(,,)"} <= names:
-        names.add("dot(out)")  # np.dot(x, y, out) writes
+    if "dot" in names and walked.calls_three:
+        names.add("dot(out)")  # which writes
     with _without_caches(_jitted(walked, kernel)):
         found = _first_that_compiles(functools.partial(_compile_form, kernel, signature, names), forms)
     entry = found.overload.library.get_pointer_to_function(found.overload.fndesc.llvm_func_name)
@@ -3334,7 +3365,7 @@ class _KernelName(NamedTuple):
     def of(cls, kernel: Any, walk: Callable[[], _Digester]) -> _KernelName:
         """The digest of what `walk` writes, and of what is known of the helpers of the kernel."""
         walked = walk()
-        helpers = [_look_at_helper(function, walked.live_above) for function in _jitted(walked, kernel)]
+        helpers = [_look_at_helper(function, walked.in_place) for function in _jitted(walked, kernel)]
         for helper in helpers:
             if helper.content is None:
                 walked.add(walked.identity(helper.function))
@@ -3384,9 +3415,9 @@ def _values_read(function: types.FunctionType) -> list[Any]:
     return [*cells, *(function.__globals__.get(name) for name in function.__code__.co_names)]
 
 
-def _look_at_helper(function: Any, live_above: float) -> _Helper:
+def _look_at_helper(function: Any, in_place: Callable[[np.ndarray], bool]) -> _Helper:
     """What is known of a helper's code, after a look at its content now."""
-    content = _digest(function, live_above=live_above)
+    content = _digest(function, in_place=in_place)
     known = _HELPERS.get(id(function))
     if known is None or not function.overloads:
         known = _Helper(function, content, not function.overloads)
@@ -3808,9 +3839,9 @@ class _CudaCode:
         how = [self.form and tuple(self.form), self.command_buffer, str(self.signature)]
         how += [package.module for package in self.packages]
         how.append(_settings(sys.modules["numba"].config))
-        live_above = math.inf if self.form and self.packages[0].on_gpu else -1  # Python reads all where it is
+        has_copies = self.form and self.packages[0].on_gpu  # Python has none
         with _CUDASIM_LOCK:  # a simulated kernel may be running with its globals replaced
-            return _Digester(live_above).walk(self.function, *how)
+            return _Digester(_never if has_copies else _always).walk(self.function, *how)
 
     def file(self, package: _NumbaCuda, batched: bool) -> _KernelFile | None:
         """Where machine code for the GPUs at hand is kept."""
