@@ -3798,26 +3798,20 @@ class _CudaWrapper(_Wrapper):
 
     def _find_target(self, call: _Call) -> _Target:
         packages = _cuda_packages(self.kernel, self.decorator)
+        platform = packages[0].platform
         launch = self._launch(call.ins)
         code = self._code(packages, call.signature(self.__name__))
         self._check_dtypes(call, _CUDA_DTYPES, "that Numba CUDA has no arrays of")
-        platform = packages[0].platform
         kernel_name = _KernelName.of(self.kernel, code.walk)
         name = self._target_name(kernel_name.digest)
         code = dataclasses.replace(code, find_file=functools.partial(kernel_name.file, name))
-        target = _Target(
-            name,
-            launch,
-            makes={platform: code.compile},
-            check=code.check,
-            title=self.title,
-            runs=f"runs on {packages[0].where}",
-        )
+        runs = f"runs on {packages[0].where}"
+        target = _Target(name, launch, makes={platform: code.compile}, check=code.check, title=self.title, runs=runs)
         target.announce()
-        if code.form is None or self.options.in_order or not packages[0].on_gpu:
+        if not code.may_batch or self.options.in_order:
             return target
-        compile_batched = functools.partial(code.compile, batched=True)
-        for_batches = dataclasses.replace(target, name=f"{name}.batched", makes={platform: compile_batched})
+        batch_code = dataclasses.replace(code, batched=True)
+        for_batches = dataclasses.replace(target, name=f"{name}.batched", makes={platform: batch_code.compile})
         return dataclasses.replace(target, for_batches=for_batches)
 
     def _launch(self, ins: list[Spec]) -> tuple[int, ...]:
@@ -3834,16 +3828,20 @@ class _CudaCode:
     form: _Form | None = None  # how a kernel is called; a function that launches kernels has none
     command_buffer: bool = False
     find_file: Callable[..., _KernelFile | None] = lambda *_: None  # where machine code is kept
+    batched: bool = False  # whether it runs a batch in one launch, where the kernel allows that
+
+    @property
+    def may_batch(self) -> bool:
+        return self.form is not None and self.packages[0].on_gpu
 
     def walk(self) -> _Digester:
-        how = [self.form and tuple(self.form), self.command_buffer, str(self.signature)]
-        how += [package.module for package in self.packages]
-        how.append(_settings(sys.modules["numba"].config))
-        has_copies = self.form and self.packages[0].on_gpu  # Python has none
+        modules = [package.module for package in self.packages]
+        how = self.form and tuple(self.form), self.command_buffer, str(self.signature), *modules
+        in_place = _never if self.may_batch else _always  # Python has no copies
         with _CUDASIM_LOCK:  # a simulated kernel may be running with its globals replaced
-            return _Digester(_never if has_copies else _always).walk(self.function, *how)
+            return _Digester(in_place).walk(self.function, *how, _settings(sys.modules["numba"].config))
 
-    def file(self, package: _NumbaCuda, batched: bool) -> _KernelFile | None:
+    def _file(self, package: _NumbaCuda, batched: bool) -> _KernelFile | None:
         """Where machine code for the GPUs at hand is kept."""
         return self.find_file(package.module, batched, *package.machine())
 
@@ -3855,18 +3853,17 @@ class _CudaCode:
 
     def _compile_to_ptx(self, package: _NumbaCuda) -> Any:
         options = {"device": False, "abi": "numba", "cc": (9, 0)}  # which capability does not matter
-        compile_ = functools.partial(package.cuda.compile, self.written(package), **options)
+        compile_ = functools.partial(package.cuda.compile, self._written(package), **options)
         return package.typed(self.signature, compile_)
 
-    def compile(self, batched: bool = False) -> _Compiled:
-        """A handler that runs slice after slice, or, if it is for batches and the kernel allows it, all at once."""
-        return _Compiled(*_compile_handler(self.signature, self.emitter(batched)))
-
-    def emitter(self, batched: bool = False) -> _Emitter:
+    def compile(self) -> _Compiled:
         if self.form:
-            return _first_that_compiles(functools.partial(self._kernel_emitter, batched=batched), self.packages)
-        package = self.packages[0]
+            emitter = _first_that_compiles(self._kernel_emitter, self.packages)
+        else:
+            emitter = self._callable_emitter(self.packages[0])
+        return _Compiled(*_compile_handler(self.signature, emitter))
 
+    def _callable_emitter(self, package: _NumbaCuda) -> _Emitter:
         def run(arrays: list, stream: Any, _: int) -> None:
             with package.cuda.defer_cleanup() if self.command_buffer else contextlib.nullcontext():  # XLA may capture
                 self.function(*arrays, stream)
@@ -3875,14 +3872,14 @@ class _CudaCode:
         emitter.traits = _COMMAND_BUFFER_COMPATIBLE if self.command_buffer else 0
         return emitter
 
-    def _kernel_emitter(self, package: _NumbaCuda, batched: bool) -> _Emitter:
-        dispatcher = package.dispatcher(self.function, self.written(package))
+    def _kernel_emitter(self, package: _NumbaCuda) -> _Emitter:
+        dispatcher = package.dispatcher(self.function, self._written(package))
         launcher = None
         if package.on_gpu:
-            launcher = package.launcher(dispatcher, self.signature, self.file(package, batched=False))
+            launcher = package.launcher(dispatcher, self.signature, self._file(package, batched=False))
         if launcher is None:
             return self._python_emitter(package, dispatcher)
-        batch_launcher = self._batch_launcher(package) if batched and launcher.may_batch else None
+        batch_launcher = self._batch_launcher(package) if self.batched and launcher.may_batch else None
         return _CudaEmitter(package, launcher, batch_launcher)
 
     def _python_emitter(self, package: _NumbaCuda, dispatcher: Any) -> _Emitter:
@@ -3900,24 +3897,24 @@ class _CudaCode:
 
     def _batch_launcher(self, package: _NumbaCuda) -> _CudaLauncher | None:
         """Launches a kernel of arrays with one dimension more, each block of which runs the user's on slice z."""
-        form, ranks = self.form, self.signature.ranks
-        if form is None or not (package.has_0d_slices or all(ranks[k] for k in form.arrays)):
+        form: Any = self.form
+        ranks = self.signature.ranks
+        if not package.has_0d_slices and not all(ranks[k] for k in form.arrays):
             return None
-        inner = package.dispatcher(self.function, _python(self.function), **package.device_options)
-        adapter = form.for_batch(ranks).adapter(inner, *package.ends, cuda=package.cuda)
         signature = dataclasses.replace(self.signature, ranks=tuple(rank + 1 for rank in ranks))
         with contextlib.suppress(Exception):  # what works as a kernel may not as a function that one calls
+            adapter = form.for_batch(ranks).adapter(
+                package.device_function(self.function), *package.ends, cuda=package.cuda
+            )
             dispatcher = package.dispatcher(self.function, adapter)
-            return package.launcher(dispatcher, signature, self.file(package, batched=True))
+            return package.launcher(dispatcher, signature, self._file(package, batched=True))
         return None
 
-    def written(self, package: _NumbaCuda) -> Callable[..., Any]:
+    def _written(self, package: _NumbaCuda) -> Callable[..., Any]:
         """The function to compile: the kernel's own, or one of all buffers that calls it on the device."""
-        function = _python(self.function)
         if self.form is None or self.form == _Form.plain(self.form.n):
-            return function
-        inner = package.dispatcher(self.function, function, **package.device_options)
-        return self.form.adapter(inner, *package.ends)
+            return _python(self.function)
+        return self.form.adapter(package.device_function(self.function), *package.ends)
 
 
 class _CudaKernel(_NumbaWrapper, _CudaWrapper):
@@ -3986,26 +3983,32 @@ class _CudaCallable(_CudaWrapper):
 
 
 class _NumbaCuda:
-    """numba-cuda, or the CUDA target that Numba comes with: what differs between it and its successor, below."""
+    """numba-cuda, or the CUDA target that Numba comes with.  Its successor and the simulator are this with changes."""
 
-    name, module = "Numba CUDA", "numba.cuda"
-    n_params = 5  # per array, before shape and strides
+    name = "Numba CUDA"
+    module = "numba.cuda"
+    platform = "cuda"
+    where = f"NVIDIA GPUs ({_CUDA_INSTALL}), or in Python if NUMBA_ENABLE_CUDASIM=1 was set; for CPUs use numba_kernel"
     refuses_in_many_ways = False  # but by NumbaError and TypeError alone
+    has_0d_slices = True  # reshapes a part of an array to ()
     device_options: Mapping[str, Any] = types.MappingProxyType({"device": True})
     ends: tuple[str, ...] = ()  # the last lines of a kernel that calls the user's
-    has_0d_slices = True  # reshapes a part of an array to ()
-    params = staticmethod(_numba_params)
-    on_gpu, platform = True, "cuda"
-    where = f"NVIDIA GPUs ({_CUDA_INSTALL}), or in Python if NUMBA_ENABLE_CUDASIM=1 was set; for CPUs use numba_kernel"
+    params = staticmethod(_numba_params)  # one array as kernels take it
 
     @property
     def cuda(self) -> Any:
         return _import(self.module, "numba_cuda_kernel", _CUDA_INSTALL)
 
+    @property
+    def on_gpu(self) -> bool:
+        return self.platform == "cuda"
+
     def is_installed(self) -> bool:
         with contextlib.suppress(ImportError):
             return bool(self.cuda)
         return False
+
+    # -- compiling --
 
     def dispatcher(self, kernel: Any, function: Any, **more: Any) -> Any:
         """A new dispatcher with the kernel's options, so that globals are read as they are now, and types are ours."""
@@ -4013,6 +4016,10 @@ class _NumbaCuda:
             return self.cuda.jit(**more)(function)
         # Without Numba's own cache on disk, which sees no change of a global, and whose code has no types to check.
         return type(kernel)(function, {**kernel.targetoptions, **more})
+
+    def device_function(self, kernel: Any) -> Any:
+        """A kernel as a function that another kernel calls."""
+        return self.dispatcher(kernel, _python(kernel), **self.device_options)
 
     def typed(self, signature: _Signature, compile_: Callable[[tuple], Any]) -> Any:
         """Compile for our arrays: what is wrong is a TypeError, and None what is compiled anew for each grid."""
@@ -4026,9 +4033,75 @@ class _NumbaCuda:
         except Exception as error:
             if re.search("No launch config|requires launch metadata", str(error)):
                 return None
-            if isinstance(error, (numba.errors.NumbaError, TypeError)) or self.refuses_in_many_ways:
+            if self.refuses_in_many_ways or isinstance(error, (numba.errors.NumbaError, TypeError)):
                 raise _refusal(self.name, signature, error) from error
             raise
+
+    def launcher(self, dispatcher: Any, signature: _Signature, file: _KernelFile | None = None) -> _CudaLauncher | None:
+        """Compile the kernel and load it for every GPU; None where a launch takes more than cuLaunchKernel."""
+        carveout = dispatcher.targetoptions.get("shared_memory_carveout")
+        percent = {"default": -1, "maxl1": 0, "maxshared": 100}.get(str(carveout).lower(), carveout)
+        kept = file.read() if file else None
+        if kept:
+            with contextlib.suppress(RuntimeError):  # what the driver refuses is compiled anew
+                return self._load(signature.label, percent, *kept)
+        compiled = self._compiled(dispatcher, signature)
+        if compiled and file:
+            file.write(compiled)
+        return self._load(signature.label, percent, *compiled) if compiled else None
+
+    def _compiled(self, dispatcher: Any, signature: _Signature) -> tuple[str, dict[int, bytes], bool] | None:
+        """The entry of a kernel, its machine code by CUDA ordinal, and whether it does the same for all z."""
+        ordinals = _cuda_ordinals()
+        params = [word for rank in signature.ranks for word in self.params(_Array(0, [1] * rank, [1] * rank, 1))]
+        with self.on_device(ordinals[0]):
+            compiled = self.typed(signature, functools.partial(_compile_cuda, dispatcher))
+            if not compiled or any(self.extras(dispatcher, compiled)):
+                return None
+            ptx, entry, _ = self.code(compiled)
+            if _ptx_params(ptx, entry) != ["u64"] * len(params):
+                return None
+        cubins = {}
+        for ordinal in ordinals:
+            with self.on_device(ordinal):
+                _, _, cubins[ordinal] = self.code(compiled)
+        return entry, cubins, _knows_no_z(ptx)
+
+    def _load(
+        self, label: str, carveout: int | None, entry: str, cubins: Mapping[int, bytes], may_batch: bool
+    ) -> _CudaLauncher:
+        driver = _CudaDriver()
+        functions = {}
+        for ordinal, cubin in cubins.items():
+            with self.on_device(ordinal):
+                functions[ordinal] = driver.load(cubin, entry, ordinal, carveout), 0
+        return _CudaLauncher(label, driver, functions, may_batch)
+
+    def machine(self) -> list[Any]:
+        """What a file depends on besides its kernel: versions, and the GPUs of this process with their capabilities."""
+        version = _I32()
+        _CudaDriver().call("cuDriverGetVersion", ctypes.byref(version))
+        gpus = [(ordinal, tuple(self.cuda.gpus[ordinal].compute_capability)) for ordinal in _cuda_ordinals()]
+        return [version.value, _version("numba_cuda"), _version("numba_cuda_mlir"), *gpus]
+
+    def extras(self, dispatcher: Any, compiled: Any) -> tuple:
+        """What makes a launch more than cuLaunchKernel, where it is true."""
+        return (
+            compiled.debug,  # Numba reads an error code back after the launch
+            compiled.cooperative,
+            compiled.extensions,
+            getattr(compiled._codelibrary, "_setup_functions", None),  # callbacks on Numba's own module
+            getattr(compiled, "launch_config_sensitive", False),  # compiled anew for each grid
+            getattr(dispatcher.targetctx, "enable_nrt", False),
+        )
+
+    def code(self, compiled: Any) -> tuple[str, str, bytes]:
+        """PTX, the name of its entry, and the machine code for the current device."""
+        library = compiled._codelibrary
+        cubin = library.get_cubin()
+        return library.get_asm_str(), compiled.entry_name, getattr(cubin, "code", cubin)
+
+    # -- running --
 
     @contextlib.contextmanager
     def on_device(self, ordinal: int) -> Iterator:
@@ -4041,46 +4114,6 @@ class _NumbaCuda:
             # Where JAX meanwhile freed an array of another GPU, that GPU's context is current, which Numba asserts not.
             with contextlib.suppress(AssertionError):
                 device.__exit__(None, None, None)
-
-    def launcher(self, dispatcher: Any, signature: _Signature, file: _KernelFile | None = None) -> _CudaLauncher | None:
-        """Compile the kernel and load it for every GPU; None where a launch takes more than cuLaunchKernel."""
-        kept = file.read() if file else None
-        if kept:
-            with contextlib.suppress(RuntimeError):  # what the driver refuses is compiled anew
-                return self._load(signature.label, *kept)
-        ordinals = _cuda_ordinals()
-        n_params = sum(self.n_params + 2 * rank for rank in signature.ranks)
-        with self.on_device(ordinals[0]):
-            compiled = self.typed(signature, functools.partial(_compile_cuda, dispatcher))
-            if not compiled or any(self.extras(dispatcher, compiled)):
-                return None
-            ptx, entry, *_ = self.code(compiled)
-            if _ptx_params(ptx, entry) != ["u64"] * n_params:
-                return None
-        cubins = {}
-        for ordinal in ordinals:
-            with self.on_device(ordinal):
-                *_, cubin, carveout = self.code(compiled)
-                cubins[ordinal] = cubin, carveout
-        made = entry, cubins, _knows_no_z(ptx)
-        if file:
-            file.write(made)
-        return self._load(signature.label, *made)
-
-    def _load(self, label: str, entry: str, cubins: Mapping[int, tuple], may_batch: bool) -> _CudaLauncher:
-        driver = _CudaDriver()
-        functions = {}
-        for ordinal, (cubin, carveout) in cubins.items():
-            with self.on_device(ordinal):
-                functions[ordinal] = driver.load(cubin, entry, ordinal, carveout), 0
-        return _CudaLauncher(label, driver, functions, may_batch)
-
-    def machine(self) -> list[Any]:
-        """What a file depends on besides its kernel: versions, and the GPUs of this process with their capabilities."""
-        version = _I32()
-        _CudaDriver().call("cuDriverGetVersion", ctypes.byref(version))
-        gpus = [(ordinal, tuple(self.cuda.gpus[ordinal].compute_capability)) for ordinal in _cuda_ordinals()]
-        return [version.value, _version("numba_cuda"), _version("numba_cuda_mlir"), *gpus]
 
     def callback(self, signature: _Signature, run: Callable[[list, Any, int], None]) -> _CallbackEmitter:
         """Calls `run(arrays, stream, launch)` in Python for every slice."""
@@ -4102,30 +4135,14 @@ class _NumbaCuda:
                 arrays.append(self.cuda.from_cuda_array_interface(view, sync=False))
             yield arrays, self.cuda.external_stream(stream)
 
-    def extras(self, dispatcher: Any, compiled: Any) -> tuple:
-        """What makes a launch more than cuLaunchKernel, where it is true."""
-        return (
-            compiled.debug,  # Numba reads an error code back after the launch
-            compiled.cooperative,
-            compiled.extensions,
-            getattr(compiled._codelibrary, "_setup_functions", None),  # callbacks on Numba's own module
-            getattr(compiled, "launch_config_sensitive", False),  # compiled anew for each grid
-            getattr(dispatcher.targetctx, "enable_nrt", False),
-        )
-
-    def code(self, compiled: Any) -> tuple[str, str, bytes, int | None]:
-        """PTX, the name of its entry, the machine code for the current device, and the carveout of shared memory."""
-        library = compiled._codelibrary
-        cubin = library.get_cubin()
-        carveout = getattr(compiled, "shared_memory_carveout", None)
-        return library.get_asm_str(), compiled.entry_name, getattr(cubin, "code", cubin), carveout
-
 
 class _NumbaCudaMlir(_NumbaCuda):
     """numba-cuda-mlir, as of 0.6.0.  It has no simulator, and compiles for the GPU at hand only."""
 
-    name, module = "numba_cuda_mlir", "numba_cuda_mlir.cuda"
-    n_params, refuses_in_many_ways, has_0d_slices = 3, True, False
+    name = "numba_cuda_mlir"
+    module = "numba_cuda_mlir.cuda"
+    refuses_in_many_ways = True
+    has_0d_slices = False
     device_options = types.MappingProxyType({"device": True, "inline": "always"})  # else it has no shared memory
 
     def extras(self, dispatcher: Any, compiled: Any) -> tuple:
@@ -4133,26 +4150,25 @@ class _NumbaCudaMlir(_NumbaCuda):
         callbacks = dispatcher.extensions, dispatcher._module_setup_callbacks
         return dispatcher.targetoptions.get("debug"), *callbacks, *map(compiled.metadata.get, names)
 
-    def code(self, compiled: Any) -> tuple[str, str, bytes, int | None]:
-        carveout = compiled.metadata["targetoptions"].get("shared_memory_carveout")
-        percent = {"default": -1, "maxl1": 0, "maxshared": 100}.get(str(carveout).lower(), carveout)
-        return compiled.ptx, compiled.metadata["func_name"], compiled.metadata["cubin"], percent
+    def code(self, compiled: Any) -> tuple[str, str, bytes]:
+        return compiled.ptx, compiled.metadata["func_name"], compiled.metadata["cubin"]
 
-    def params(self, array: _Array) -> list[Any]:
-        """One array as kernels take it: data, data again, offset, shape, strides in elements."""
+    def params(self, array: _Array) -> list[Any]:  # type: ignore[override]
+        """Data, data again, offset, shape, strides in elements."""
         return [array.pointer, array.pointer, 0, *array.dims, *_row_major(array.dims, 1)]
 
 
 class _CudaSimulator(_NumbaCuda):
     """Numba's simulator, which runs one kernel at a time, in Python."""
 
-    ends, on_gpu, platform = (f"return {_RETURNED}",), False, "cpu"
+    platform = "cpu"
     where = "the CPU only where NUMBA_ENABLE_CUDASIM=1 is set; unset it"
+    ends = (f"return {_RETURNED}",)
+
+    def device_function(self, kernel: Any) -> Any:
+        return _python(kernel)
 
     def dispatcher(self, kernel: Any, function: Any, **more: Any) -> Any:
-        if more:  # for the device
-            return function
-
         def launched(*buffers: Any) -> None:
             if function(*buffers) is not None:
                 raise TypeError("the kernel returns a value: write to the output arrays and return nothing")
@@ -4172,13 +4188,20 @@ class _CudaSimulator(_NumbaCuda):
 _CUDA_PACKAGES = {"numba_cuda_mlir": _NumbaCudaMlir(), "numba": _NumbaCuda()}  # the successor first
 
 
+def _uses_cudasim() -> bool:
+    """Whether kernels run in Numba's simulator: as the environment says, or said when Numba was imported."""
+    config = sys.modules.get("numba.core.config")
+    if config:
+        return bool(getattr(config, "ENABLE_CUDASIM", False))
+    return os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0")
+
+
 def _cuda_packages(function: Any, user: str) -> list[_NumbaCuda]:
     """Who may compile a kernel (or, for a callable, gives it arrays): the packages it reads, else who is installed."""
-    from numba.core import config
-
+    _import("numba", user, _CUDA_INSTALL)
     roots = _packages_read(function)
     named = [package for root, package in _CUDA_PACKAGES.items() if root in roots]
-    if getattr(config, "ENABLE_CUDASIM", False):  # as it was set when Numba was imported
+    if _uses_cudasim():
         if named == [_CUDA_PACKAGES["numba_cuda_mlir"]]:
             raise NotImplementedError(
                 f"{user} {_python(function).__name__!r} is written for numba_cuda_mlir, which has no simulator: unset "
@@ -4195,9 +4218,10 @@ def _cuda_packages(function: Any, user: str) -> list[_NumbaCuda]:
 
 def _packages_read(function: Any) -> set[str]:
     """The packages of what a function reads, or of what a compiled kernel is."""
-    with _CUDASIM_LOCK:  # a simulated kernel may be running with its globals replaced
-        is_plain = isinstance(function, types.FunctionType)
-        objects = [obj for _, obj in _Digester().walk(function).seen.values()] if is_plain else [function]
+    objects = [function]
+    if isinstance(function, types.FunctionType):
+        with _CUDASIM_LOCK:  # a simulated kernel may be running with its globals replaced
+            objects = [obj for _, obj in _Digester().walk(function).seen.values()]
     roots = set()
     for obj in objects:
         module = obj.__name__ if isinstance(obj, types.ModuleType) else type(obj).__module__
@@ -5882,7 +5906,7 @@ class XLACustomKernel(_Kept):
     def def_numba_cuda_kernel(self, kg: Any = None, asdefault: bool = False, **options: Any) -> Any:
         """Register a Numba CUDA kernel (a generator, or `@cuda.jit`) for the GPU; see :meth:`def_kernel`."""
         platforms = ["gpu"]
-        if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0"):
+        if _uses_cudasim():
             platforms.append("cpu")  # Numba's simulator: as Warp, where there is no other kernel
         return self._define("numba_cuda", platforms, kg, asdefault, options)
 
@@ -6828,6 +6852,11 @@ def _wrap_numba_cuda(kernel: Any, outs: tuple, **options: Any) -> Any:
     if options.keys().isdisjoint({"grid", "block", "launch_dims"}):
         shapes = [out.shape for out in outs if out.shape]
         options["launch_dims"] = shapes[0] if shapes else 1
+        if shapes and len(shapes[0]) > 3:
+            raise ValueError(
+                "a ready CUDA kernel gets a thread for each element of the first output that has dimensions, but that "
+                f"is of shape {shapes[0]}, and CUDA has 3: register it with launch_dims=, or with grid= and block="
+            )
     return numba_cuda_kernel(kernel, outs, **options)
 
 
