@@ -3581,6 +3581,16 @@ def test_cuda_empty_launch_gives_zeros_and_keeps_aliases():
 
 
 @compiled
+def test_cuda_ready_kernel_whose_output_has_too_many_dimensions_for_a_launch():
+    op = xk.XLACustomKernel("four")
+    op.def_numba_cuda_kernel(cuda.jit(kernel_from("def kernel(x, out):\n    out[0, 0, 0, 0] = x[0]")))
+    with pytest.raises(
+        RuntimeError, match=r"is of shape \(2, 3, 4, 5\), and CUDA has 3: register it with launch_dims="
+    ):
+        lower_for_cuda(lambda x: op(x, outs=spec(2, 3, 4, 5)), F32)
+
+
+@compiled
 def test_cuda_wrappers_can_be_freed():
     wrapper = xk.numba_cuda_kernel(lambda x, out: None, lambda x: x, grid=1, block=1)
     jax.eval_shape(wrapper, F32)
@@ -5898,6 +5908,13 @@ def test_warp_empty_launch_gives_zeros(warp_path):
     for i in range(5):  # in memory that held something else
         x = jnp.full(1000, 7.0 + i)
         assert not f(x, x).any()
+
+
+def test_warp_empty_launch_keeps_what_an_output_starts_from(warp_path):
+    f = wrapped("in_place", launch_dims=0)
+    v, current = PAIR
+    check_equal(f(v, current), v)
+    check_equal(jax.vmap(f, (None, 0))(v, np.stack([current] * 3)), np.stack([v] * 3))
 
 
 def test_warp_empty_arrays(warp_path):
