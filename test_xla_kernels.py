@@ -1649,6 +1649,10 @@ def _axpy(a, x, y):
     return a * x + y
 
 
+def _positional(x, /, n, out):
+    out[:] = n * x
+
+
 def _head(x, n, alpha, out):
     out[:] = 0
     for i in range(n):
@@ -1765,6 +1769,7 @@ ERRORS = {  # text of the error, a function, and its inputs
         # outputs
         ("outs must be specs .*got 1.5 of type", wrap(outs=one_element), F32),
         (r"output 0 is bfloat16\[4\]", wrap(outs=spec(4, dtype=jnp.bfloat16)), F32),
+        (r"scratch 0 is bfloat16\[4\]", wrap(scratch=spec(4, dtype=jnp.bfloat16)), F32),
         (f"numba_kernel 'add_one': {ANOTHER_NUMBER} for each input", wrap(outs=outs_of_two), F32),
         (f"XLACustomKernel 'unary': {ANOTHER_NUMBER} for each input", partial(unary_op, outs=outs_of_two), F32),
         ("unsupported operand", wrap(outs=outs_that_fail), F32),  # an error inside of `outs` stays itself
@@ -1778,6 +1783,7 @@ ERRORS = {  # text of the error, a function, and its inputs
         ("0 arguments by position and .*out.*: arrays, for", partial(cuda_head, out=F32)),
         (r"_head\(x, n, alpha, out\) got 1 .* and {'m': 2} by keyword", partial(head, m=2), F32),
         ("got 1 arguments by position and {'x': array.* by keyword", partial(head, x=F32), F32),
+        (r"by position only\) got 1 arguments .* {'n': 3} by keyword", partial(wrap(_positional), n=3), F32),
         ("'n' is no array.* must be hashable, got .* of type list", partial(head, n=[2], alpha=1.0), F32),
         (r"n\[\(\)\], or name it in scalars=", head, F32, 2, 3.0),
         # what the kernel does

@@ -255,9 +255,10 @@ def _on_mesh(ctx: Any) -> Any:
 
 
 def _halved_axes(mesh: Any) -> Any:
-    """The mesh with axes of size 2, as far as they divide: XLA may split a dimension over a part of an axis.
+    """The mesh with axes of size 2, as far as they divide.
 
-    JAX has no name for such a part.
+    XLA may split a dimension over a part of an axis, as where a vmap of a vmap takes a sharded array in another shape.
+    JAX has no name for the part, and raises: "dim_size=2 is not divisible by axis_size=4".
     """
     sizes: list[int] = []
     for size in mesh.axis_sizes:
@@ -265,7 +266,8 @@ def _halved_axes(mesh: Any) -> Any:
             sizes.append(2)
             size //= 2
         sizes.append(size)
-    return jax.sharding.AbstractMesh(tuple(sizes), tuple(f"axis{i}" for i in range(len(sizes))))
+    names = tuple(map(str, range(len(sizes))))
+    return jax.sharding.AbstractMesh(tuple(sizes), names)
 
 
 def _auto_devices(ctx: Any) -> int:
@@ -1064,40 +1066,33 @@ class _ShardingRule:
         """The names that may be split: what some output lacks is reduced, what no operand has is unknown to a shard."""
         return set().union(*self.ins).intersection(*self.outs)
 
-    def shardings(self, mesh: Any, args: Sequence[Any], results: Sequence[Any]) -> tuple[list, list]:
-        """The shardings of operands and outputs, from those that XLA has found so far: of the operands alone, at first.
+    def partition_specs(self, mesh: Any, arrays: Sequence[Any]) -> list[Any]:
+        """How each array is split, from what XLA has found so far: of the operands alone, at first.
 
         A name is split over the same mesh axes everywhere: those of the first array in which they divide it evenly and
         no other name has them.
         """
-        may_split = self.split
+        undecided = self.split
         axes_of: dict[str, Any] = {}
-        taken: set[str] = set()
-        for names, info in zip(self.ins + self.outs, (*args, *results)):
-            spec = getattr(info.sharding, "spec", None) or ()
-            for name, size, entry in zip(names, info.shape, spec):
-                if not entry or name not in may_split or name in axes_of:
+        free = set(mesh.axis_names)
+        for names, array in zip(self.ins + self.outs, arrays):
+            spec = getattr(array.sharding, "spec", None) or ()
+            for name, size, entry in zip(names, array.shape, spec):
+                if not entry or name not in undecided:
                     continue
                 axes = entry if isinstance(entry, tuple) else (entry,)
                 is_even = size % math.prod(mesh.shape[axis] for axis in axes) == 0
-                if is_even and taken.isdisjoint(axes):
+                if is_even and free.issuperset(axes):
                     axes_of[name] = entry
-                    taken.update(axes)
-        shardings = []
-        for names in self.ins + self.outs:
-            spec = jax.sharding.PartitionSpec(*map(axes_of.get, names))
-            shardings.append(jax.sharding.NamedSharding(mesh, spec))
-        n = len(self.ins)
-        return shardings[:n], shardings[n:]
+                    undecided.remove(name)
+                    free.difference_update(axes)
+        return [jax.sharding.PartitionSpec(*map(axes_of.get, names)) for names in self.ins + self.outs]
 
     def out_avals(self, ins: Sequence[Any], outs: Sequence[Spec]) -> list[Any]:
         """The abstract values of results with these specs; those that the rule does not know are last."""
-        mesh = _mesh_of(ins)
-        axes_of_outs: list[Any] = [()] * len(outs)
-        if not mesh.empty:
-            _, shardings = self.shardings(mesh, ins, ())
-            axes_of_outs[: len(shardings)] = [sharding.spec for sharding in shardings]
-        return [_out_aval(out.shape, out.dtype, ins, axes) for out, axes in zip(outs, axes_of_outs, strict=True)]
+        specs = self.partition_specs(_mesh_of(ins), ins)[len(self.ins) :]
+        specs += [()] * (len(outs) - len(specs))
+        return [_out_aval(out.shape, out.dtype, ins, spec) for out, spec in zip(outs, specs, strict=True)]
 
     def lower(self, ctx: Any, operands: Any, run: Callable, outs: Any, rest: Any = (), effect: bool = False) -> Any:
         """Lower `run(outs, *ins)` for XLA to split: a device runs it with the `outs` of its shard; `rest` are zeros."""
@@ -1128,12 +1123,16 @@ class _ShardingRule:
         def run_whole(*args: Any) -> tuple:
             return tuple(jax.core.eval_jaxpr(closed.jaxpr, args[n:], *args[:n]))
 
+        def shardings(mesh: Any, args: Any, results: Any) -> tuple[tuple, tuple]:
+            specs = rule.partition_specs(mesh, (*args, *results))
+            found = tuple([jax.sharding.NamedSharding(mesh, spec) for spec in specs])
+            return found[: len(args)], found[len(args) :]
+
         def infer(mesh: Any, args: Any, results: Any) -> tuple:
-            _, out_shardings = rule.shardings(mesh, args, results)
-            return tuple(out_shardings)
+            return shardings(mesh, args, results)[1]
 
         def partition(mesh: Any, args: Any, results: Any) -> tuple:
-            in_shardings, out_shardings = rule.shardings(mesh, args, results)
+            in_shardings, out_shardings = shardings(mesh, args, results)
             local_outs = []
             for sharding, out in zip(out_shardings, outs):
                 local_outs.append(Spec(sharding.shard_shape(out.shape), out.dtype))
@@ -1144,7 +1143,7 @@ class _ShardingRule:
                     jaxpr = jax.make_jaxpr(functools.partial(run, local_outs))(*args[:n]).jaxpr
                     return tuple(jax.core.eval_jaxpr(jaxpr, args[n:], *args[:n]))
 
-            return mesh, run_shard, tuple(out_shardings), tuple(in_shardings)
+            return mesh, run_shard, out_shardings, in_shardings
 
         function = custom_partitioning(run_whole)
         function.def_partition(partition, infer, sharding_rule=f"{_write_names(rule.ins)} -> {_write_names(rule.outs)}")
@@ -1194,10 +1193,9 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
     """The equations of a jaxpr and of all sub-jaxprs, such as the body of a loop or the branches of a condition."""
     for equation in jaxpr.eqns:
         yield equation
-        for value in equation.params.values():
-            for part in value if isinstance(value, (tuple, list)) else [value]:
-                if hasattr(part, "eqns"):
-                    yield from _equations(part)
+        for part in jax.tree.leaves(equation.params):
+            if hasattr(part, "eqns"):
+                yield from _equations(part)
 
 
 # ======================================================================================================
@@ -1361,15 +1359,13 @@ def _lower_on_shards(ctx: Any, operands: Any, call: _BoundCall) -> Any:
 
 def _call_batching(args: Any, dims: Any, *, call: _BoundCall) -> Any:
     """One more leading dimension everywhere; size 1 says that an operand is the same for every slice."""
-    size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
-    aliased = {i for i, _ in call.aliases}  # each slice of the output starts with one of the input
-    batched_args = []
-    has_slices = []
-    for i, (x, dim) in enumerate(zip(args, dims, strict=True)):
-        needs_slices = dim is not None or i in aliased
-        batched_args.append(batching.bdim_at_front(x, dim, size if needs_slices else 1))
-        has_slices.append(needs_slices)
-    return call.batched(size, has_slices).bind(*batched_args), [0] * len(call.outs)
+    size = next(x.shape[dim] for x, dim in zip(args, dims) if dim is not None)
+    has_slices = [dim is not None for dim in dims]
+    for i, _ in call.aliases:
+        has_slices[i] = True  # each slice of the output starts with one of the input
+    sizes = [size if has_slice else 1 for has_slice in has_slices]
+    ins = map(batching.bdim_at_front, args, dims, sizes)
+    return call.batched(size, has_slices).bind(*ins), [0] * len(call.outs)
 
 
 def _call_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: _BoundCall) -> tuple:
@@ -1404,10 +1400,11 @@ def _python(kernel: Any) -> Any:
 
 
 def _parameters(kernel: Any) -> tuple[str, ...]:
-    """The names by which a kernel's arguments can be given, in order."""
+    """The names by which a kernel's arguments can be given, in order; none if the first have no names."""
     with contextlib.suppress(TypeError, ValueError):
         parameters = inspect.signature(_python(kernel)).parameters.values()
-        return tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
+        named = itertools.takewhile(lambda parameter: parameter.kind is parameter.POSITIONAL_OR_KEYWORD, parameters)
+        return tuple(parameter.name for parameter in named)
     return ()
 
 
@@ -1603,25 +1600,26 @@ class _Wrapper(_Kept):
     def _call_by_name(self, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
         """A call with arguments by keyword: arrays are inputs, and a Python value is static."""
         static = {name: x for name, x in named.items() if not self._is_input(name, x)}
-        arrays = {name: x for name, x in named.items() if name not in static}
-        free = tuple(name for name in self.parameters if name not in static)
-        by_position = dict(zip(free, args))
-        if len(args) > len(free) or by_position.keys() & arrays or not named.keys() <= {*self.parameters}:
+        free = [name for name in self.parameters if name not in static]
+        arrays = dict(zip(free, args))
+        if len(args) > len(free) or arrays.keys() & named or not named.keys() <= {*self.parameters}:
             raise self._wrong_keywords(args, named)
-        arrays |= by_position
+        for name in named.keys() - static:
+            arrays[name] = named[name]
         inputs = tuple(name for name in free if name in arrays)
-        order = free if inputs == free[: len(inputs)] else inputs
-        if order == self.parameters:
-            return self._call_inputs([arrays[name] for name in inputs])
+        values = [arrays[name] for name in inputs]
+        if not static and inputs == self.parameters[: len(inputs)]:
+            return self._call_inputs(values)
         if not self.takes_constants:
             raise self._wrong_keywords(args, named)
-        return self._variant(order, static)._call_inputs([arrays[name] for name in inputs])
+        return self._variant(inputs, static)._call_inputs(values)
 
     def _wrong_keywords(self, args: Sequence[Any], named: Mapping[str, Any]) -> TypeError:
+        kernel = f"{self.__name__}({', '.join(self.parameters) or 'by position only'})"
         also = "" if self.takes_constants else ": arrays, for the first of them"
         return TypeError(
-            f"{self.__name__}({', '.join(self.parameters)}) got {len(args)} arguments by position and "
-            f"{named!r:.80} by keyword, where each must be another of its parameters{also}"
+            f"{kernel} got {len(args)} arguments by position and {named!r:.80} by keyword, where each must be another "
+            f"of its parameters{also}"
         )
 
     def _variant(self, order: tuple[str, ...], static: Mapping[str, Any]) -> _Wrapper:
@@ -2887,7 +2885,8 @@ def numba_kernel(
         in its memory.  The array that the caller holds is never changed.
       in_out_argnames: names of parameters that are given a value, changed by the kernel and returned: they count as
         inputs in the call and, in the kernel's order, as the first of `outs`.
-      scalars: the names of 0-d inputs that a kernel which writes takes as scalars, or True for all of them.
+      scalars: the names of 0-d inputs that a kernel which writes takes as scalars, or True for all of them; a number
+        given by keyword is an input only if its parameter is named here.
       has_side_effect: True keeps the call even where its results are not used.
       scratch: like `outs`: uninitialized buffers passed after the outputs and not returned.
       zero_outputs: True starts every output but the aliased ones from zeros, in each slice of a `vmap`.
