@@ -3358,8 +3358,6 @@ on_gpu = pytest.mark.gpu
 on_device = pytest.mark.needs("cuda")  # on a GPU or, in the same way, in the simulator
 faked = pytest.mark.needs("fake driver")
 
-CUDA_DTYPES = "bool int8 int16 int32 uint8 uint16 uint32 float16 float32 complex64".split()  # without x64
-
 
 def cuda_copy(x, out):
     i = cuda.grid(1)
@@ -3382,24 +3380,23 @@ def cuda_axpy(n, a, x, y, out):
 
 
 AXPY_OPTIONS = {
-    "scalars": {"scalars": ("n", "a"), "zero_outputs": True},
-    "all scalars": {"scalars": True, "zero_outputs": True},
-    "constants": {"zero_outputs": True},
-    "in-out": {"in_out_argnames": ["out"]},
+    "scalars": {"scalars": ("n", "a"), "zero_outputs": True, "launch_dims": 8},
+    "all scalars": {"scalars": True, "zero_outputs": True, "launch_dims": 8},
+    "constants": {"zero_outputs": True, "launch_dims": lambda x, y, a, n: n},
+    "in-out": {"in_out_argnames": ["out"], "launch_dims": lambda x, y, out, a, n: n},
 }
 
 
-def axpy_arguments(name, n, x):
-    """What gives 2 * x + 3 * x for the first n elements: arguments, and constants by keyword."""
+def axpy_call(kernel, name, n, x):
+    """The operands, and a function of them, for 2 * x + 3 * x in the first n elements."""
+    op = xk.numba_cuda_kernel(kernel, spec(8), threads_per_block=8, **AXPY_OPTIONS[name])
     if "scalars" in name:
-        return (n, 2.0, x, 3 * x), {}
-    constants = {"a": 2.0, "n": n}
-    if name == "in-out":
-        return (x, 3 * x, 0 * x), constants
-    return (x, 3 * x), constants
+        return functools.partial(op, n, 2.0), (x, 3 * x)
+    call = functools.partial(op, a=2.0, n=n)
+    return call, (x, 3 * x, 0 * x) if name == "in-out" else (x, 3 * x)
 
 
-def cuda_op(kernel, outs=lambda *ins: ins[0], **options):
+def cuda_op(kernel, outs=like_first, **options):
     """`kernel` with a thread for each element of its first input."""
     return xk.numba_cuda_kernel(kernel, outs, launch_dims=lambda x, *_: x.size, threads_per_block=8, **options)
 
@@ -3410,13 +3407,28 @@ def run_pytest(*args, **environment):
     return {outcome: int(number) for number, outcome in re.findall(r"(\d+) (\w+)", out.splitlines()[-1])}
 
 
+# -- the packages that compile CUDA kernels ------------------------------------------------------------
+
+
+@functools.cache
+def cannot_compile(package):
+    """Why a package compiles no kernels here, or None."""
+    try:
+        package_cuda = importlib.import_module(f"{package}.cuda")
+        if getattr(package_cuda, "implementation", "") == "Built-in":
+            return "Numba's own CUDA target is not tested: numba-cuda replaces it"
+        if not hasattr(package_cuda, "compiles_nothing"):  # what stands in for one, for the fake driver
+            cuda_ptx(package_cuda, lambda x, out: None, ("float32", 1), ("float32", 1))
+    except ImportError as error:
+        return f"no PTX here: {error}"
+
+
 @pytest.fixture(params=["numba_cuda_mlir", "numba"])
 def package_cuda(request):
     """The module `cuda` of each package that compiles CUDA kernels: numba-cuda's successor, and numba-cuda."""
-    module = pytest.importorskip(f"{request.param}.cuda", exc_type=ImportError)
-    if reason := cannot_compile(module):
+    if reason := cannot_compile(request.param):
         pytest.skip(reason)
-    return module
+    return importlib.import_module(f"{request.param}.cuda")
 
 
 def is_successor(package_cuda):
@@ -3424,18 +3436,8 @@ def is_successor(package_cuda):
 
 
 def needs_compiler(package_cuda):
-    if getattr(package_cuda, "compiles_nothing", False):
+    if hasattr(package_cuda, "compiles_nothing"):
         pytest.skip("what stands in for numba_cuda_mlir compiles nothing")
-
-
-def is_built_in(package_cuda):
-    """Whether this is the CUDA target that Numba comes with, not numba-cuda."""
-    return getattr(package_cuda, "implementation", "") == "Built-in"
-
-
-def needs_one_launch(package_cuda):
-    if is_built_in(package_cuda):
-        pytest.skip("Numba's own CUDA target does not compile the kernel that runs a batch")
 
 
 def written_for(package_cuda, function):
@@ -3443,6 +3445,14 @@ def written_for(package_cuda, function):
     float32 = np.float32 if is_successor(package_cuda) else numba.float32
     names = {"cuda": package_cuda, "cuda_float32": float32}
     return types.FunctionType(function.__code__, {**function.__globals__, **names}, function.__name__)
+
+
+KERNEL_NUMBERS = itertools.count(1)
+
+
+def own_kernel(package_cuda, parameters, body="cuda.grid(1)"):
+    """A kernel that no other test has compiled."""
+    return runs(f"{body}\n    number", parameters, cuda=package_cuda, number=next(KERNEL_NUMBERS))
 
 
 def cuda_ptx(package_cuda, function, *arrays):
@@ -3457,29 +3467,12 @@ def cuda_ptx(package_cuda, function, *arrays):
     return package_cuda.compile(function, tuple(argtypes), device=False, abi="numba", cc=(9, 0))[0]
 
 
-@functools.cache
-def cannot_compile(package_cuda):
-    """Why a package compiles no PTX here, or None."""
-    if getattr(package_cuda, "compiles_nothing", False):
-        return None  # what stands in for it, for the fake driver
-    try:
-        cuda_ptx(package_cuda, lambda x, out: None, ("float32", 1), ("float32", 1))
-    except ImportError as error:
-        return f"no PTX here: {error}"
-
-
-# -- without a GPU: what kernels take, as their PTX says -----------------------------------------------
-
-
 @compiled
-@pytest.mark.parametrize("dtype", [*CUDA_DTYPES, "int64", "uint64", "float64", "complex128"])
+@pytest.mark.parametrize("dtype", dtypes_of("cuda"))
 def test_cuda_parameters_are_words(dtype, package_cuda):
     """A word each for data and what else, then shape and strides, whatever the dtype: 5 + 2 rank, or 3 + 2 rank."""
-
-    def kernel(a, b, c, d, out):
-        pass
-
-    ptx = cuda_ptx(package_cuda, kernel, *((dtype, rank) for rank in range(5)))
+    arrays = [(dtype, rank) for rank in range(5)]
+    ptx = cuda_ptx(package_cuda, lambda a, b, c, d, out: None, *arrays)
     declared = re.search(r"\.entry\s+\w+\s*\(([^)]*)\)", ptx)[1]
     words = re.findall(r"\.param \.u64 \w+_param_\d+", declared)
     assert len(words) == declared.count(".param") == (35 if is_successor(package_cuda) else 45)
@@ -3496,11 +3489,13 @@ PTX_STARTS = {"numba": (9, 20), "numba_cuda_mlir": (7, 16)}  # the first paramet
 
 
 @compiled
-@pytest.mark.parametrize("name, expression", [(name, text) for name, cases in PTX_READS.items() for text in cases])
-def test_cuda_parameters_mean_what_the_handler_packs(name, expression):
-    package_cuda = pytest.importorskip(f"{name}.cuda", exc_type=ImportError)
-    if reason := cannot_compile(package_cuda):
-        pytest.skip(reason)
+@pytest.mark.parametrize(
+    "package_cuda, expression",
+    [(name, text) for name, cases in PTX_READS.items() for text in cases],
+    indirect=["package_cuda"],
+)
+def test_cuda_parameters_mean_what_the_handler_packs(package_cuda, expression):
+    name = package_cuda.__name__.partition(".")[0]
     kernel = kernel_from(f"def kernel(a, b, out): out[0] = b{expression}")
     ptx = cuda_ptx(package_cuda, kernel, ("float32", 2), ("int64", 3), ("int64", 1))
     loads = re.findall(r"ld\.param\.\w+\s+(%\w+), \[\w+_param_(\d+)\]", ptx)
@@ -3520,67 +3515,55 @@ def lower_for_cuda(function, *args):
     return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
-def run_for_cuda(function, *args):
-    """Lower for CUDA, and run that program on the CPU."""
+def program_for_cuda(function, *args):
+    """A function lowered for CUDA, as one that runs on the CPU."""
     jax.eval_shape(function, *args)
     checks = [*xk.export_checks(), export.DisabledSafetyCheck.platform()]
-    program = export.export(jax.jit(function), platforms=["cuda"], disabled_checks=checks)(*args)
-    return jax.block_until_ready(program.call(*args))
+    return export.export(jax.jit(function), platforms=["cuda"], disabled_checks=checks)(*args).call
+
+
+def run_for_cuda(function, *args):
+    return jax.block_until_ready(program_for_cuda(function, *args)(*args))
 
 
 def cuda_target(kernel, dtype="float32"):
     """The name of a kernel's target, in a program for CUDA."""
-    op = xk.numba_cuda_kernel(kernel, lambda x: x, grid=1, block=1)
+    op = xk.numba_cuda_kernel(kernel, like_first, grid=1, block=1)
     return re.search(r"custom_call @([\w.]+)", lower_for_cuda(op, spec(1, dtype=dtype)))[1]
 
 
-def launch_attribute(text):
+@compiled
+@pytest.mark.parametrize("options, launch", [
+    ({"launch_dims": 1000}, [4, 1, 1, 256, 1, 1, 0]),
+    ({"launch_dims": lambda x: x.shape, "shared_mem": 64}, [4, 1, 1, 256, 1, 1, 64]),
+    ({"launch_dims": (17, 33)}, [2, 3, 1, 16, 16, 1, 0]),
+    ({"launch_dims": (9, 8, 5)}, [2, 1, 2, 8, 8, 4, 0]),
+    ({"grid": 4, "block": (8, 8)}, [4, 1, 1, 8, 8, 1, 0]),
+])  # fmt: skip
+def test_cuda_launch_is_an_attribute(options, launch):
     """Grid, block and shared memory, as XLA gives them to the handler."""
+    text = lower_for_cuda(xk.numba_cuda_kernel(cuda_copy, like_first, **options), spec(1000))
     numbers = re.search(r"launch = (?:array<i64: |dense<\[)([\d, ]+)\]?>", text)[1]
-    return [int(number) for number in numbers.split(",")]
+    assert json.loads(f"[{numbers}]")[:7] == launch
 
 
 @compiled
 def test_cuda_lowering():
-    op = xk.numba_cuda_kernel(cuda_copy, lambda x: x, launch_dims=lambda x: x.size, shared_mem=64)
-    text = lower_for_cuda(op, spec(1000))
+    text = lower_for_cuda(cuda_op(cuda_copy), spec(9))
     assert re.search(r"stablehlo.custom_call @xla_kernels\.cuda_copy\.\d+\.[0-9a-f]{24}\(", text)
-    assert launch_attribute(text)[:7] == [4, 1, 1, 256, 1, 1, 64]
     assert "output_operand_alias" not in text and "has_side_effect = true" not in text
-
-
-@compiled
-def test_cuda_lowering_of_aliases_and_side_effects():
-    aliases = {"input_output_aliases": {0: 0}, "has_side_effect": True}
-    text = lower_for_cuda(xk.numba_cuda_kernel(cuda_copy, lambda x: x, grid=4, block=(8, 8), **aliases), spec(1000))
-    assert launch_attribute(text)[:7] == [4, 1, 1, 8, 8, 1, 0]
+    text = lower_for_cuda(cuda_op(cuda_copy, input_output_aliases={0: 0}, has_side_effect=True), spec(9))
     assert re.search(r"output_operand_aliases = \[.*operand_index = 0", text) and "has_side_effect = true" in text
-
-
-@compiled
-@pytest.mark.parametrize("sizes, grid, block", [
-    (1000, [4, 1, 1], [256, 1, 1]),
-    ((1000,), [4, 1, 1], [256, 1, 1]),
-    ((17, 33), [2, 3, 1], [16, 16, 1]),
-    ((9, 8, 5), [2, 1, 2], [8, 8, 4]),
-])  # fmt: skip
-def test_cuda_blocks_cover_launch_dims(sizes, grid, block):
-    text = lower_for_cuda(xk.numba_cuda_kernel(cuda_copy, lambda x: x, launch_dims=sizes), spec(1))
-    assert launch_attribute(text)[:7] == [*grid, *block, 0]
 
 
 @compiled
 def test_cuda_nothing_to_run_is_no_call():
     """XLA may not capture an empty launch in a CUDA graph."""
-    assert "custom_call" not in lower_for_cuda(xk.numba_cuda_kernel(cuda_copy, lambda x: x, launch_dims=0), spec(9))
-    two = xk.numba_cuda_kernel(lambda x, out, more: None, lambda x: (x, x), grid=1, block=1)
-    assert "custom_call" in lower_for_cuda(jax.vmap(two), spec(1, 3))
-    assert "custom_call" not in lower_for_cuda(jax.vmap(two), spec(0, 3))
-
-
-@compiled
-def test_cuda_empty_launch_gives_zeros_and_keeps_aliases():
-    op = xk.numba_cuda_kernel(lambda x, y, z: None, lambda x: (x, x), launch_dims=0, input_output_aliases={0: 1})
+    kernel = lambda x, y, z: None
+    op = xk.numba_cuda_kernel(kernel, lambda x: (x, x), launch_dims=lambda x: x.size - 3, input_output_aliases={0: 1})
+    assert "custom_call" in lower_for_cuda(jax.vmap(op), spec(1, 4))
+    assert "custom_call" not in lower_for_cuda(jax.vmap(op), spec(0, 4))
+    assert "custom_call" not in lower_for_cuda(op, spec(3))
     zeros, kept = run_for_cuda(op, jnp.arange(3.0))
     np.testing.assert_array_equal(zeros, [0, 0, 0])
     np.testing.assert_array_equal(kept, [0, 1, 2])
@@ -3598,7 +3581,7 @@ def test_cuda_ready_kernel_whose_output_has_too_many_dimensions_for_a_launch():
 
 @compiled
 def test_cuda_wrappers_can_be_freed():
-    wrapper = xk.numba_cuda_kernel(lambda x, out: None, lambda x: x, grid=1, block=1)
+    wrapper = xk.numba_cuda_kernel(lambda x, out: None, like_first, grid=1, block=1)
     jax.eval_shape(wrapper, F32)
     freed = weakref.ref(wrapper)
     del wrapper
@@ -3609,10 +3592,9 @@ def test_cuda_wrappers_can_be_freed():
 @compiled
 @pytest.mark.needs("no gpu")
 def test_cuda_export_from_a_machine_without_gpu():
-    op = jax.jit(xk.numba_cuda_kernel(cuda_copy, lambda x: x, launch_dims=lambda x: x.size))
+    op = jax.jit(cuda_op(cuda_copy))
     jax.eval_shape(op, spec(5))
     exported = export.export(op, platforms=["cuda"], disabled_checks=xk.export_checks())(spec(5))
-    assert exported.platforms == ("cuda",)
     assert "xla_kernels.cuda_copy." in exported.mlir_module()
 
 
@@ -3645,22 +3627,24 @@ def test_cuda_targets_derive_from_content(package_cuda):
     ("out[0] = x.nope", ""),
     ("return 1", "; it returns a value: write to the output arrays and return nothing"),
 ])  # fmt: skip
-def test_cuda_kernel_that_cannot_be_compiled(body, reason):
-    if cannot_compile(cuda):
-        pytest.skip(cannot_compile(cuda))
-    op = xk.numba_cuda_kernel(kernel_from(f"def kernel(x, out): {body}"), lambda x: x, grid=1, block=1)
+def test_cuda_kernel_that_cannot_be_compiled(body, reason, package_cuda):
+    op = xk.numba_cuda_kernel(package_cuda.jit(runs(body)), like_first, grid=1, block=1)
     refused = r" cannot compile kernel 'kernel' for \(float32\[:\]\) -> \(float32\[:\]\)"
     with pytest.raises(TypeError, match=f"(Numba CUDA|numba_cuda_mlir){refused}{reason}:\n"):
         lower_for_cuda(op, spec(1))
 
 
 HOST_KERNEL = numba.njit(lambda x, out: None)
+BF16 = spec(3, dtype=jnp.bfloat16)
+BLOCK = {"grid": 1, "block": 1}
 DIMS = "must be an int or a tuple of 1 to 3 ints; got "
-REFUSED_LAUNCHES = [
+
+
+@pytest.mark.parametrize("error, options, text", [
     (ValueError, {}, "give either both grid and block, or launch_dims; got none"),
     (ValueError, {"grid": 1}, "give either both grid and block, or launch_dims; got grid"),
     (ValueError, {"block": 1}, "give either both grid and block, or launch_dims; got block"),
-    (ValueError, {"grid": 1, "block": 1, "launch_dims": 1}, "or launch_dims; got grid and block and launch_dims"),
+    (ValueError, {**BLOCK, "launch_dims": 1}, "or launch_dims; got grid and block and launch_dims"),
     (ValueError, {"launch_dims": (1, 2, 3, 4)}, f"launch_dims {DIMS}(1, 2, 3, 4)"),
     (ValueError, {"grid": 1, "block": (1, 1, 1, 1)}, f"block {DIMS}(1, 1, 1, 1)"),
     (ValueError, {"grid": (), "block": 1}, f"grid {DIMS}()"),
@@ -3677,75 +3661,53 @@ REFUSED_LAUNCHES = [
     (ValueError, {"launch_dims": lambda x: -3}, "got -3 in launch_dims=(-3, 1, 1)"),
     (ValueError, {"launch_dims": 1, "threads_per_block": 2048}, "from 1 to 1024; got 2048"),
     (TypeError, {"launch_dims": 1, "threads_per_block": (8, 8)}, "threads_per_block must be an int, or "),
-    (ValueError, {"grid": 1, "block": 1, "shared_mem": -1}, "shared_mem must be a number of bytes; got -1"),
-    (ValueError, {"grid": 1, "block": 1, "shared_mem": 2**31}, "must be a number of bytes; got 2147483648"),
-    (ValueError, {"grid": 1, "block": 1, "vmap_method": "loop"}, "vmap_method must be one of"),
-    (TypeError, {"grid": 1, "block": 1, "outs": 3}, "outs must be specs"),
-]
-
-
-@pytest.mark.parametrize("error, options, text", REFUSED_LAUNCHES, ids=[text for *_, text in REFUSED_LAUNCHES])
-def test_cuda_refused_launch(error, options, text):
-    with pytest.raises(error, match=re.escape(text)):
-        op = xk.numba_cuda_kernel(lambda x, out: None, **{"outs": spec(3), **options})
-        jax.eval_shape(op, spec(3))
-
-
-@pytest.mark.parametrize("ins, out, text", [
-    ([spec(3, dtype=jnp.bfloat16)], spec(3), "input 0 is bfloat16[3], a dtype that Numba CUDA has no arrays of"),
-    ([spec(3)], spec(3, dtype=jnp.bfloat16), "output 0 is bfloat16[3], a dtype that Numba CUDA has no arrays of"),
-    ([spec(3), spec(3)], spec(3), "this call has 2 inputs and 1 outputs"),
+    (ValueError, {**BLOCK, "shared_mem": -1}, "shared_mem must be a number of bytes; got -1"),
+    (ValueError, {**BLOCK, "shared_mem": 2**31}, "must be a number of bytes; got 2147483648"),
+    (ValueError, {**BLOCK, "vmap_method": "loop"}, "vmap_method must be one of"),
+    (TypeError, {**BLOCK, "outs": 3}, "outs must be specs"),
+    (TypeError, {**BLOCK, "outs": BF16}, "output 0 is bfloat16[3], a dtype that Numba CUDA has no arrays of"),
+    (TypeError, {**BLOCK, "ins": [BF16]}, "input 0 is bfloat16[3], a dtype that Numba CUDA has no arrays of"),
+    (TypeError, {**BLOCK, "ins": [spec(3)] * 2}, "this call has 2 inputs and 1 outputs"),
+    (TypeError, {**BLOCK, "kernel": HOST_KERNEL},
+     "takes a function decorated with numba.cuda.jit (without [grid, block]) or a plain function; got"),
 ])  # fmt: skip
-def test_cuda_refused_call(ins, out, text):
-    op = xk.numba_cuda_kernel(lambda x, out: None, out, grid=1, block=1)
-    with pytest.raises(TypeError, match=re.escape(text)):
-        jax.eval_shape(op, *ins)
+def test_cuda_refused_kernel(error, options, text):
+    options = {"kernel": lambda x, out: None, "outs": spec(3), "ins": [spec(3)], **options}
+    ins = options.pop("ins")
+    with pytest.raises(error, match=re.escape(text)):
+        jax.eval_shape(xk.numba_cuda_kernel(**options), *ins)
 
 
-def test_cuda_kernel_must_be_one_for_devices():
-    text = "takes a function decorated with numba.cuda.jit (without [grid, block]) or a plain function; got"
-    with pytest.raises(TypeError, match=re.escape(text)):
-        xk.numba_cuda_kernel(HOST_KERNEL, spec(3), grid=1, block=1)
-
-
-@pytest.mark.parametrize("func, got", [(3, "int 3"), (HOST_KERNEL, "CPUDispatcher")])
-def test_cuda_callable_takes_a_function(func, got):
-    text = "takes a Python function that launches kernels (for one kernel use numba_cuda_kernel); got"
-    with pytest.raises(TypeError, match=f"{re.escape(text)} .*{got}"):
-        xk.numba_cuda_callable(func, spec(3))
-
-
-def test_cuda_callable_with_another_number_of_parameters():
-    text = (
-        "takes (x, out, stream), but this call has 2 inputs, 1 outputs and scratch buffers, "
-        "and a stream: func(in..., out..., stream)"
-    )
-    op = xk.numba_cuda_callable(lambda x, out, stream: None, spec(3))
-    with pytest.raises(TypeError, match=re.escape(text)):
-        jax.eval_shape(op, spec(3), spec(3))
+@pytest.mark.parametrize("func, text", [
+    (3, r"takes a Python function that launches kernels \(for one kernel use numba_cuda_kernel\); got .*int 3"),
+    (HOST_KERNEL, r"takes a Python function that launches kernels \(for .*; got .*CPUDispatcher"),
+    (lambda x, out, stream: None, r"takes \(x, out, stream\), but this call has 2 inputs, 1 outputs and scratch "
+     r"buffers, and a stream: func\(in..., out..., stream\)"),
+])  # fmt: skip
+def test_cuda_refused_callable(func, text):
+    with pytest.raises(TypeError, match=text):
+        jax.eval_shape(xk.numba_cuda_callable(func, spec(3)), spec(3), spec(3))
 
 
 @pytest.mark.needs("no gpu", "compiler")
-@pytest.mark.parametrize("run", [lambda op, x: op(x), lambda op, x: jax.jit(op)(x)], ids=["eager", "jit"])
-def test_cuda_without_gpu_or_simulator(run):
-    op = xk.numba_cuda_kernel(cuda_copy, lambda x: x, launch_dims=3)
+def test_cuda_without_gpu_or_simulator():
+    kernel = cuda_op(cuda_copy)
     text = (
         r"numba_cuda_kernel 'cuda_copy' runs on NVIDIA GPUs \(pip install .*\), or in Python if "
         r"NUMBA_ENABLE_CUDASIM=1 was set; for CPUs use numba_kernel; .* compiled for 'cpu'"
     )
-    for _ in range(2):
+    for call in (kernel, kernel, jax.jit(kernel)):
         with pytest.raises(NotImplementedError, match=text):
-            run(op, jnp.arange(3.0))
-    call = xk.numba_cuda_callable(lambda x, out, stream: None, lambda x: x)
+            call(F32)
+    call = xk.numba_cuda_callable(lambda x, out, stream: None, like_first)
     with pytest.raises(NotImplementedError, match=r"numba_cuda_callable '<lambda>' runs on .* compiled for 'cpu'"):
-        run(call, jnp.arange(3.0))
+        call(F32)
 
 
 def test_cuda_missing_package(monkeypatch):
     monkeypatch.setitem(sys.modules, getattr(cuda, "__name__", "numba.cuda"), None)  # what `cuda_copy` reads
-    op = xk.numba_cuda_kernel(cuda_copy, lambda x: x, launch_dims=3)
     with pytest.raises(ImportError, match=r"numba_cuda_kernel needs numba\w* .*pip install 'xla_kernels\[cuda13\]'"):
-        op(jnp.arange(3.0))
+        cuda_op(cuda_copy)(F32)
 
 
 # -- without a GPU: what the driver is asked to do -----------------------------------------------------
@@ -3772,6 +3734,7 @@ const char *take_log(void) { log_[used] = 0; used = 0; return log_; }
 
 // in the place of XLA: the stream of a call, and its device unless XLA knows it, as on the CPU (-1)
 #define STREAM 0x5eed
+static const char *on_stream(P s) { return s == (P)STREAM ? "" : s ? " on another stream" : " on stream 0"; }
 static XLA_FFI_Error *stream_get(XLA_FFI_Stream_Get_Args *args) { args->stream = (P)STREAM; return 0; }
 #if XLA_FFI_API_MINOR >= 2
 static XLA_FFI_DeviceOrdinal_Get *xlas_device;
@@ -3856,23 +3819,23 @@ R cuGetErrorName(int e, const char **s) {
 R cuGetErrorString(int e, const char **s) { *s = e == 2 ? "out of memory" : "invalid argument"; return 0; }
 R cuMemcpyDtoH_v2(P d, D s, size_t n) { memset(d, 0, n); return 0; }
 R cuMemcpyDtoDAsync_v2(P to, P from, size_t n, P stream) {
-  LOG("copy %zu bytes on stream %zx\n", n, (size_t)stream);
+  LOG("copy %zu bytes%s\n", n, on_stream(stream));
   memmove(to, from, n);
   return failing_copies-- > 0 ? 1 : (failing_copies = 0);
 }
 R cuMemsetD8Async(P to, unsigned char value, size_t n, P stream) {
   if ((size_t)stream != STREAM) { return 0; }  // Numba's own
-  LOG("set %zu bytes to %d on stream %zx\n", n, value, (size_t)stream);
+  LOG("set %zu bytes to %d\n", n, value);
   memset(to, value, n);
   return 0;
 }
 R cuLaunchKernel(P f, U gx, U gy, U gz, U bx, U by, U bz, U shared, P stream, D **params, P extra) {
   uintptr_t loaded_in = (uintptr_t)f >> 32, context = loaded_in ? loaded_in : top ? stack[top - 1] : 0;
-  LOG("%s launch on device %d: %u,%u,%u x %u,%u,%u +%u stream %zx\n", loaded_in ? "native" : "numba",
-      (int)(context - 0x1000) / 16, gx, gy, gz, bx, by, bz, shared, (size_t)stream);
-  if (n_params) { LOG("parameters"); }
-  for (int i = 0; i < n_params; i++) { LOG(" %llu", (unsigned long long)*params[i]); }
-  if (n_params) { LOG("\n"); }
+  char words[1024] = "", *end = words;
+  if (n_params) { end += sprintf(end, " words"); }
+  for (int i = 0; i < n_params; i++) { end += sprintf(end, " %llu", (unsigned long long)*params[i]); }
+  LOG("%s %d: %u,%u,%u x %u,%u,%u +%u%s%s\n", loaded_in ? "native" : "numba", (int)(context - 0x1000) / 16,
+      gx, gy, gz, bx, by, bz, shared, on_stream(stream), words);
   return failing_launches-- > 0 ? 1 : (failing_launches = 0);
 }
 R cuLaunchCooperativeKernel(P f, U a, U b, U c, U d, U e, U g, U shared, P stream, P params) {
@@ -3934,23 +3897,16 @@ def test_cuda_fake_driver(tmp_path):
         "NUMBA_CUDA_DRIVER": str(tmp_path / "libcuda.so.1"),
         "XLA_KERNELS_FAKE_CUDA": "1",
     }
-    compilers = [name for name in ("numba_cuda_mlir", "numba") if compiles(name)]
+    compilers = [name for name in ("numba_cuda_mlir", "numba") if not cannot_compile(name)]
+    with_no_compiler = 0
     if importlib.util.find_spec("numba_cuda_mlir") is None:
         (tmp_path / "numba_cuda_mlir").mkdir()
         (tmp_path / "numba_cuda_mlir/__init__.py").touch()
         (tmp_path / "numba_cuda_mlir/cuda.py").write_text(NO_COMPILER)
         environment["PYTHONPATH"] = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
+        with_no_compiler = 18
     passed = run_pytest("-k", "test_fakecuda", **environment)["passed"]
-    with_no_compiler = 21 if "PYTHONPATH" in environment else 0
-    without_one_launch = 3 if "numba" in compilers and is_built_in(importlib.import_module("numba.cuda")) else 0
-    assert passed == 2 + 43 * len(compilers) + ("numba" in compilers) + with_no_compiler - without_one_launch
-
-
-def compiles(package):
-    try:
-        return cannot_compile(importlib.import_module(f"{package}.cuda")) is None
-    except ImportError:
-        return False
+    assert passed == 1 + 40 * len(compilers) + ("numba" in compilers) + with_no_compiler
 
 
 class FakeGpus:
@@ -3981,6 +3937,24 @@ class FakeGpus:
         """What the driver was asked for since the last time."""
         return self.driver.take_log().decode().splitlines()
 
+    def launches(self, function, *args):
+        """What a call launched: on which device, grid, block, and shared memory."""
+        self.log()
+        run_for_cuda(function, *args)
+        return [line for line in self.log() if " x " in line]
+
+    def launches_and_arrays(self, package_cuda, ranks, function, *args, itemsizes=itertools.repeat(4)):
+        """The same, and the arrays that each launch got, of these ranks: see `arrays_of_words`."""
+        others = 3 if is_successor(package_cuda) else 5
+        self.set(n_params=sum(others + 2 * rank for rank in ranks))
+        launches, launched_arrays = [], []
+        for line in self.launches(function, *args):
+            launch, words = line.split(" words ")
+            words = map(int, words.split())
+            launches.append(launch)
+            launched_arrays.append(arrays_of_words(package_cuda, words, zip(ranks, itemsizes)))
+        return launches, launched_arrays
+
     def traits(self, function, *args):
         """What XLA is told about the handler of a kernel: 1 is compatible with command buffers."""
         name = re.search(r"custom_call @([\w.]+)", lower_for_cuda(function, *args))[1]
@@ -3992,14 +3966,22 @@ class FakeGpus:
         return self.driver.traits_of(ctypes.c_void_p(address))
 
 
-def launches_in(log):
-    return [line for line in log if "launch" in line]
-
-
-def parameters_in(log):
-    """The words that each launch got, where `n_params` was set to their number."""
-    lines = [line for line in log if line.startswith("parameters")]
-    return [[int(word) for word in line.split()[1:]] for line in lines]
+def arrays_of_words(package_cuda, words, ranks_and_itemsizes):
+    """(address, shape, strides in elements) of each array, from the words that PTX of the package reads."""
+    arrays = []
+    for rank, itemsize in ranks_and_itemsizes:
+        if is_successor(package_cuda):  # data, data again, offset, shape, strides in elements
+            address, again, offset = itertools.islice(words, 3)
+            assert (again, offset) == (address, 0)
+        else:  # meminfo, parent, size, size of an element, data, shape, strides in bytes
+            meminfo, parent, size, size_of_element, address = itertools.islice(words, 5)
+            assert (meminfo, parent, size_of_element) == (0, 0, itemsize)
+        shape, strides = list(itertools.islice(words, rank)), list(itertools.islice(words, rank))
+        if not is_successor(package_cuda):
+            assert size == math.prod(shape)
+            strides = [stride // itemsize for stride in strides]
+        arrays.append((address, shape, strides))
+    return arrays
 
 
 @functools.cache
@@ -4023,177 +4005,129 @@ def gpus(monkeypatch):
     return found
 
 
-KERNEL_NUMBERS = itertools.count(1)
-
-
-def own_kernel(package_cuda, parameters):
-    """A kernel that no other test has compiled."""
-    source = f"def kernel({parameters}):\n    cuda.grid(1)\n    number"
-    return kernel_from(source, cuda=package_cuda, number=next(KERNEL_NUMBERS))
-
-
 def aligned(shape, dtype="float32"):
-    """An array that JAX takes over without a copy, so that its address is that of the handler's buffer."""
-    return jax.device_put(np.zeros(shape, dtype))
+    """An array that JAX takes over without a copy, and its address, which is that of the handler's buffer."""
+    array = jax.device_put(np.zeros(shape, dtype))
+    return array, array.unsafe_buffer_pointer()
+
+
+def own_op(package_cuda, parameters="x, out", **options):
+    """A kernel that no other test has compiled, in one block of one thread if nothing else is said."""
+    return xk.numba_cuda_kernel(own_kernel(package_cuda, parameters), like_first, **{"grid": 1, "block": 1, **options})
+
+
+ONE_THREAD = "native 0: 1,1,1 x 1,1,1 +0"  # the launch of such a kernel
 
 
 @faked
-@pytest.mark.parametrize("dtype", ["bool", "float16", "float32", "complex64"])
+@pytest.mark.parametrize("dtype", ["bool", "complex64"])
 def test_fakecuda_packs_arrays(gpus, package_cuda, dtype):
-    """Three inputs and outputs of ranks 3, 0 and 2, as the words that PTX of the package reads."""
     kernel = own_kernel(package_cuda, "x, s, out")
-    op = xk.numba_cuda_kernel(kernel, lambda x, s: spec(4, 5, dtype="int16"), grid=(2, 3), block=(4, 5, 6))
-    x, s = aligned((2, 3, 4), dtype), aligned((), "float32")
-    gpus.set(n_params=19 if is_successor(package_cuda) else 25)
-    run_for_cuda(op, x, s)
-    [words] = parameters_in(gpus.log())
-    size, x_data, s_data = x.dtype.itemsize, x.unsafe_buffer_pointer(), s.unsafe_buffer_pointer()
-    if is_successor(package_cuda):  # data, data again, offset, shape, strides in elements
-        out = words[12]
-        assert words[:9] == [x_data, x_data, 0, 2, 3, 4, 12, 4, 1]
-        assert words[9:12] == [s_data, s_data, 0]
-        assert words[12:] == [out, out, 0, 4, 5, 5, 1]
-    else:  # meminfo, parent, size, size of an element, data, shape, strides in bytes
-        out = words[20]
-        assert words[:11] == [0, 0, 24, size, x_data, 2, 3, 4, 12 * size, 4 * size, size]
-        assert words[11:16] == [0, 0, 1, 4, s_data]
-        assert words[16:] == [0, 0, 20, 2, out, 4, 5, 10, 2]
-    assert out not in (0, x_data, s_data)
+    op = xk.numba_cuda_kernel(kernel, lambda x, s: spec(4, 5, dtype="int16"), **BLOCK)
+    (x, x_data), (s, s_data) = aligned((2, 3, 4), dtype), aligned(())
+    sizes = [x.dtype.itemsize, 4, 2]
+    _, [arrays] = gpus.launches_and_arrays(package_cuda, [3, 0, 2], op, x, s, itemsizes=sizes)
+    out_data, *_ = arrays[2]
+    assert arrays == [(x_data, [2, 3, 4], [12, 4, 1]), (s_data, [], []), (out_data, [4, 5], [5, 1])]
+    assert out_data not in (0, x_data, s_data)
 
 
 @faked
 def test_fakecuda_launches_natively_on_each_device(gpus, package_cuda):
-    kernel = own_kernel(package_cuda, "x, out")
-    op = xk.numba_cuda_kernel(kernel, lambda x: x, grid=(2, 3), block=(4, 5, 6), shared_mem=64)
-    run_for_cuda(op, jnp.arange(9.0))
+    op = own_op(package_cuda, grid=(2, 3), block=(4, 5, 6), shared_mem=64)
+    run_for_cuda(op, F32)
     # 227 KiB less the kernel's static shared memory are allowed on both
-    on_first = "native launch on device 0: 2,3,1 x 4,5,6 +64 stream 5eed"
-    assert gpus.log() == ["attribute 8=232320", "attribute 8=232320", on_first]
+    assert gpus.log() == ["attribute 8=232320", "attribute 8=232320", "native 0: 2,3,1 x 4,5,6 +64"]
     gpus.set(device=1)
-    run_for_cuda(op, jnp.arange(9.0))
-    assert gpus.log() == ["native launch on device 1: 2,3,1 x 4,5,6 +64 stream 5eed"]
+    run_for_cuda(op, F32)
+    assert gpus.log() == ["native 1: 2,3,1 x 4,5,6 +64"]
+    assert gpus.traits(op, F32) == 1
 
 
 @faked
 def test_fakecuda_jax_may_free_an_array_of_another_gpu_meanwhile(gpus, monkeypatch, package_cuda):
     """XLA leaves the context of that GPU current."""
     needs_compiler(package_cuda)
-    compile_, second = xk._compile_cuda, ctypes.c_void_p(0x1010)
+    kernel = package_cuda.jit(own_kernel(package_cuda, "x, out"))
+    compile_ = type(kernel).compile
 
     def compile_and_free(*args):
         compiled = compile_(*args)
-        gpus.driver.cuCtxSetCurrent(second)
+        gpus.driver.cuCtxSetCurrent(ctypes.c_void_p(0x1010))
         return compiled
 
-    monkeypatch.setattr(xk, "_compile_cuda", compile_and_free)
-    op = xk.numba_cuda_kernel(own_kernel(package_cuda, "x, out"), lambda x: x, grid=1, block=1)
-    run_for_cuda(op, jnp.arange(9.0))
-    assert gpus.log()[-1] == "native launch on device 0: 1,1,1 x 1,1,1 +0 stream 5eed"
+    monkeypatch.setattr(type(kernel), "compile", compile_and_free)
+    assert gpus.launches(xk.numba_cuda_kernel(kernel, like_first, **BLOCK), F32) == [ONE_THREAD]
 
 
 @faked
 def test_fakecuda_asks_xla_for_the_device(gpus, package_cuda):
     """By XLA's own function, which knows the CPU's devices, too."""
-    op = xk.numba_cuda_kernel(own_kernel(package_cuda, "x, out"), lambda x: x, grid=1, block=1)
-    jax.eval_shape(op, spec(4))
-    checks = [*xk.export_checks(), export.DisabledSafetyCheck.platform()]
-    program = export.export(jax.jit(op), platforms=["cuda"], disabled_checks=checks)(spec(4))
+    program = program_for_cuda(own_op(package_cuda), spec(4))
     mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:2]), "d")
-    on_both = jax.shard_map(program.call, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=False)
+    on_both = jax.shard_map(program, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=False)
     xla_knows = gpus.get("xla_knows_devices")  # jaxlib < 0.8: the handler asks CUDA
     gpus.set(device=-1 if xla_knows else 0)
+    gpus.log()
     jax.block_until_ready(jax.jit(on_both)(jnp.arange(8.0)))
-    second = 1 if xla_knows else 0
-    launches = [f"native launch on device {device}: 1,1,1 x 1,1,1 +0 stream 5eed" for device in (0, second)]
-    assert sorted(launches_in(gpus.log())) == launches
+    assert sorted(gpus.log()) == [ONE_THREAD, ONE_THREAD.replace("0:", "1:") if xla_knows else ONE_THREAD]
 
 
 @faked
 def test_fakecuda_refuses_a_device_it_was_not_loaded_for(gpus, package_cuda):
-    op = xk.numba_cuda_kernel(own_kernel(package_cuda, "x, out"), lambda x: x, grid=1, block=1)
+    op = own_op(package_cuda)
     for device in 2, 3, 10**9:  # the last one far beyond the table of functions
         gpus.set(device=device)
         with pytest.raises(Exception, match="kernel 'kernel' is not loaded on this GPU, which JAX did not list"):
-            run_for_cuda(op, jnp.arange(9.0))
-    assert launches_in(gpus.log()) == []
+            run_for_cuda(op, F32)
     gpus.set(device=1)
-    run_for_cuda(op, jnp.arange(9.0))
-    assert len(launches_in(gpus.log())) == 1
+    run_for_cuda(op, F32)
+    assert gpus.log()[2:] == ["native 1: 1,1,1 x 1,1,1 +0"]
 
 
 @faked
 def test_fakecuda_serves_every_shape(gpus, package_cuda):
     """One handler of a name, whatever the shapes."""
-    op = xk.numba_cuda_kernel(own_kernel(package_cuda, "x, out"), lambda x: x, launch_dims=lambda x: x.size)
+    kernel = own_kernel(package_cuda, "x, out")
+    op = xk.numba_cuda_kernel(kernel, like_first, launch_dims=lambda x: x.size)
     before = len(gpus.handlers)
-    for n in 1, 256, 257:
-        gpus.set(n_params=10 if is_successor(package_cuda) else 14)
-        run_for_cuda(op, aligned(n))
-    log = gpus.log()
+    for size, blocks in (1, 1), (256, 1), (257, 2):
+        launches, [[(_, shape, _), _]] = gpus.launches_and_arrays(package_cuda, [1, 1], op, *aligned(size)[:1])
+        assert launches == [f"native 0: {blocks},1,1 x 256,1,1 +0"]
+        assert shape == [size]
     assert len(gpus.handlers) == before + 1
-    assert launches_in(log) == [
-        "native launch on device 0: 1,1,1 x 256,1,1 +0 stream 5eed",
-        "native launch on device 0: 1,1,1 x 256,1,1 +0 stream 5eed",
-        "native launch on device 0: 2,1,1 x 256,1,1 +0 stream 5eed",
-    ]
-    shape = 3 if is_successor(package_cuda) else 5
-    assert [words[shape] for words in parameters_in(log)] == [1, 256, 257]
 
 
 @faked
 def test_fakecuda_a_batch_is_one_launch(gpus, package_cuda):
     """Its slices are the blocks' z; arrays have them as first dimension, of size 1 where they are not batched."""
-    needs_one_launch(package_cuda)
-    op = xk.numba_cuda_kernel(own_kernel(package_cuda, "x, y, out"), lambda x, y: x, grid=(7, 2), block=32)
-    x, y = aligned((3, 5)), aligned(5)
-    gpus.set(n_params=21 if is_successor(package_cuda) else 27)
-    run_for_cuda(jax.vmap(op, (0, None)), x, y)
-    log = gpus.log()
-    assert launches_in(log) == ["native launch on device 0: 7,2,3 x 32,1,1 +0 stream 5eed"]
-    [words] = parameters_in(log)
-    x_data, y_data = x.unsafe_buffer_pointer(), y.unsafe_buffer_pointer()
-    if is_successor(package_cuda):
-        assert words[:7] == [x_data, x_data, 0, 3, 5, 5, 1]
-        assert words[7:14] == [y_data, y_data, 0, 1, 5, 5, 1]
-        assert words[17:] == [3, 5, 5, 1]
-    else:
-        assert words[2:9] == [15, 4, x_data, 3, 5, 20, 4]
-        assert words[11:18] == [5, 4, y_data, 1, 5, 20, 4]
-        assert words[23:] == [3, 5, 20, 4]
+    op = own_op(package_cuda, "x, y, out", grid=(7, 2), block=32)
+    (x, x_data), (y, y_data) = aligned((3, 5)), aligned(5)
+    batched = jax.vmap(op, (0, None))
+    launches, [[x_array, y_array, out]] = gpus.launches_and_arrays(package_cuda, [2, 2, 2], batched, x, y)
+    assert launches == ["native 0: 7,2,3 x 32,1,1 +0"]
+    assert (x_array, y_array) == ((x_data, [3, 5], [5, 1]), (y_data, [1, 5], [5, 1]))
+    assert out[1:] == ([3, 5], [5, 1])
+
+
+def nested_batches(op, gpus, package_cuda, rank):
+    """The launches of a batch of two of a batch of three, and where x, y and out start in each."""
+    (x, x_data), (y, y_data) = aligned((3, 5)), aligned((2, 5))
+    nested = jax.vmap(jax.vmap(op, in_axes=(0, None)), in_axes=(None, 0))
+    launches, arrays = gpus.launches_and_arrays(package_cuda, [rank] * 3, nested, x, y)
+    out_data, *_ = arrays[0][2]
+    starts = []
+    for (x_address, *_), (y_address, *_), (out_address, *_) in arrays:
+        starts.append((x_address - x_data, y_address - y_data, out_address - out_data))
+    return launches, starts
 
 
 @faked
 def test_fakecuda_nested_batches_are_one_launch_per_row(gpus, package_cuda):
-    needs_one_launch(package_cuda)
-    op = xk.numba_cuda_kernel(own_kernel(package_cuda, "x, y, out"), lambda x, y: x, grid=7, block=32)
-    nested = jax.vmap(jax.vmap(op, in_axes=(0, None)), in_axes=(None, 0))
-    x, y = aligned((3, 5)), aligned((2, 5))
-    gpus.set(n_params=21 if is_successor(package_cuda) else 27)
-    run_for_cuda(nested, x, y)
-    log = gpus.log()
-    assert launches_in(log) == ["native launch on device 0: 7,1,3 x 32,1,1 +0 stream 5eed"] * 2
-    first, words = (0, 7) if is_successor(package_cuda) else (4, 9)
-    (x_0, y_0, out_0), (x_1, y_1, out_1) = [launch[first::words] for launch in parameters_in(log)]
-    assert x_0 == x_1 == x.unsafe_buffer_pointer()
-    assert (y_0, y_1) == (y.unsafe_buffer_pointer(), y.unsafe_buffer_pointer() + 20)
-    assert out_1 == out_0 + 60
-
-
-@faked
-def test_fakecuda_more_slices_than_a_grid_has_blocks(gpus, package_cuda):
-    needs_one_launch(package_cuda)
-    op = xk.numba_cuda_kernel(own_kernel(package_cuda, "x, out"), lambda x: x, grid=1, block=1)
-    x = aligned((65_538, 1))
-    gpus.set(n_params=14 if is_successor(package_cuda) else 18)
-    run_for_cuda(jax.vmap(op), x)
-    log = gpus.log()
-    assert launches_in(log) == [
-        "native launch on device 0: 1,1,65535 x 1,1,1 +0 stream 5eed",
-        "native launch on device 0: 1,1,3 x 1,1,1 +0 stream 5eed",
-    ]
-    first = 0 if is_successor(package_cuda) else 4
-    starts = [launch[first] - x.unsafe_buffer_pointer() for launch in parameters_in(log)]
-    assert starts == [0, 4 * 65_535]
+    op = own_op(package_cuda, "x, y, out", grid=7, block=32)
+    launches, starts = nested_batches(op, gpus, package_cuda, rank=2)
+    assert launches == ["native 0: 7,1,3 x 32,1,1 +0"] * 2
+    assert starts == [(0, 0, 0), (0, 20, 60)]
 
 
 @faked
@@ -4203,59 +4137,37 @@ def test_fakecuda_more_slices_than_a_grid_has_blocks(gpus, package_cuda):
 ], ids=["sequential", "z of the launch"])  # fmt: skip
 def test_fakecuda_launches_per_slice(gpus, package_cuda, options, z):
     """In the order of slices; an operand that is not batched is not copied."""
-    op = xk.numba_cuda_kernel(own_kernel(package_cuda, "x, y, out"), lambda x, y: x, block=32, **options)
-    nested = jax.vmap(jax.vmap(op, in_axes=(0, None)), in_axes=(None, 0))
-    gpus.set(n_params=15 if is_successor(package_cuda) else 21)
-    x, y = aligned((3, 5)), aligned((2, 5))
-    run_for_cuda(nested, x, y)
-    log = gpus.log()
-    assert launches_in(log) == [f"native launch on device 0: 7,1,{z} x 32,1,1 +0 stream 5eed"] * 6
-    first, words = (0, 5) if is_successor(package_cuda) else (4, 7)
-    pointers = [tuple(launch[first::words]) for launch in parameters_in(log)]
-    (x_data, y_data), out = (x.unsafe_buffer_pointer(), y.unsafe_buffer_pointer()), pointers[0][2]
-    assert pointers == [
-        (x_data, y_data, out),
-        (x_data + 20, y_data, out + 20),
-        (x_data + 40, y_data, out + 40),
-        (x_data, y_data + 20, out + 60),
-        (x_data + 20, y_data + 20, out + 80),
-        (x_data + 40, y_data + 20, out + 100),
-    ]
-
-
-def cuda_reads_z(x, out):
-    i = cuda.threadIdx.x
-    out[i] = x[i] + cuda.blockIdx.z
-
-
-def cuda_fences(x, out):
-    out[cuda.threadIdx.x] = x[cuda.threadIdx.x]
-    cuda.threadfence()
+    op = own_op(package_cuda, "x, y, out", block=32, **options)
+    launches, starts = nested_batches(op, gpus, package_cuda, rank=1)
+    assert launches == [f"native 0: 7,1,{z} x 32,1,1 +0"] * 6
+    assert starts == [(0, 0, 0), (20, 0, 20), (40, 0, 40), (0, 20, 60), (20, 20, 80), (40, 20, 100)]
 
 
 @faked
-def test_fakecuda_kernels_that_read_z_are_launched_per_slice(gpus, package_cuda):
+def test_fakecuda_sequential_is_kept_beside_the_same_kernel_in_one_launch(gpus, package_cuda):
+    kernel = own_kernel(package_cuda, "x, out")
+    at_once = jax.vmap(xk.numba_cuda_kernel(kernel, like_first, **BLOCK))
+    in_order = jax.vmap(xk.numba_cuda_kernel(kernel, like_first, vmap_method="sequential", **BLOCK))
+    launches = gpus.launches(lambda x: (at_once(x), in_order(x + 1)), jnp.ones((4, 3)))
+    assert sorted(launches) == [ONE_THREAD] * 4 + ["native 0: 1,1,4 x 1,1,1 +0"]
+
+
+@faked
+def test_fakecuda_more_slices_than_a_grid_has_blocks(gpus, package_cuda):
+    x, x_data = aligned((65_538, 1))
+    launches, arrays = gpus.launches_and_arrays(package_cuda, [2, 2], jax.vmap(own_op(package_cuda)), x)
+    assert launches == ["native 0: 1,1,65535 x 1,1,1 +0", "native 0: 1,1,3 x 1,1,1 +0"]
+    assert [address - x_data for (address, *_), _ in arrays] == [0, 4 * 65_535]
+
+
+@faked
+@pytest.mark.parametrize("body", ["out[0] = cuda.blockIdx.z", "out[0] = cuda.grid(3)[2]", "cuda.threadfence()"])
+def test_fakecuda_kernels_that_know_of_z_or_wait_are_launched_per_slice(gpus, package_cuda, body):
     needs_compiler(package_cuda)
-    op = xk.numba_cuda_kernel(written_for(package_cuda, cuda_reads_z), lambda x: x, grid=1, block=3)
-    run_for_cuda(jax.vmap(op), jnp.ones((4, 3)))
-    assert launches_in(gpus.log()) == ["native launch on device 0: 1,1,1 x 3,1,1 +0 stream 5eed"] * 4
-
-
-@faked
-def test_fakecuda_kernels_with_fences_are_launched_per_slice(gpus):
-    """Their blocks may wait for each other.  numba_cuda_mlir 0.6.0 cannot compile fences."""
-    if not compiles("numba"):
-        pytest.skip("numba.cuda compiles nothing here")
-    kernel = written_for(importlib.import_module("numba.cuda"), cuda_fences)
-    run_for_cuda(jax.vmap(xk.numba_cuda_kernel(kernel, lambda x: x, grid=1, block=3)), jnp.ones((4, 3)))
-    assert launches_in(gpus.log()) == ["native launch on device 0: 1,1,1 x 3,1,1 +0 stream 5eed"] * 4
-
-
-@faked
-def test_fakecuda_an_empty_batch_launches_nothing(gpus, package_cuda):
-    op = xk.numba_cuda_kernel(own_kernel(package_cuda, "x, out"), lambda x: x, grid=7, block=32)
-    assert run_for_cuda(jax.vmap(op), aligned((0, 5))).shape == (0, 5)
-    assert launches_in(gpus.log()) == []
+    if "fence" in body and is_successor(package_cuda):
+        pytest.skip("numba-cuda-mlir 0.6.0 fails to compile cuda.threadfence()")
+    op = xk.numba_cuda_kernel(own_kernel(package_cuda, "x, out", body), like_first, **BLOCK)
+    assert gpus.launches(jax.vmap(op), jnp.ones((4, 3))) == [ONE_THREAD] * 4
 
 
 @pytest.fixture
@@ -4271,102 +4183,79 @@ def xla_loses_aliases(monkeypatch):
 
 @faked
 @pytest.mark.parametrize("options, start, value", [
-    ({"input_output_aliases": {0: 0}}, "copy 24 bytes on stream 5eed", 1),
-    ({"zero_outputs": True}, "set 24 bytes to 0 on stream 5eed", 0),
+    ({"input_output_aliases": {0: 0}}, "copy 24 bytes", 1),
+    ({"zero_outputs": True}, "set 24 bytes to 0", 0),
 ], ids=["input", "zeros"])  # fmt: skip
 def test_fakecuda_outputs_start_before_the_first_launch(gpus, xla_loses_aliases, package_cuda, options, start, value):
     """All slices at once, on the stream of the call."""
-    op = xk.numba_cuda_kernel(own_kernel(package_cuda, "x, out"), lambda x: x, grid=1, block=8, **options)
-    out = run_for_cuda(jax.vmap(op), jnp.ones((2, 3)))
+    out = run_for_cuda(jax.vmap(own_op(package_cuda, **options)), jnp.ones((2, 3)))
     first, *others = [line for line in gpus.log() if "attribute" not in line]
     assert first == start
-    assert others and launches_in(others) == others
+    assert others and all("native" in line for line in others)
     np.testing.assert_array_equal(out, [[value] * 3] * 2)
 
 
 @faked
 def test_fakecuda_an_alias_that_xla_kept_is_not_copied(gpus, package_cuda):
-    kernel = own_kernel(package_cuda, "x, out")
-    op = xk.numba_cuda_kernel(kernel, lambda x: x, grid=1, block=8, input_output_aliases={0: 0})
-    out = run_for_cuda(op, jnp.ones(3))
-    log = [line for line in gpus.log() if "attribute" not in line]
-    assert log == ["native launch on device 0: 1,1,1 x 8,1,1 +0 stream 5eed"]
-    np.testing.assert_array_equal(out, [1, 1, 1])
+    out = run_for_cuda(own_op(package_cuda, input_output_aliases={0: 0}), F32)
+    assert gpus.log()[2:] == [ONE_THREAD]
+    np.testing.assert_array_equal(out, F32)
 
 
 @faked
 def test_fakecuda_failed_copy_is_the_users_error(gpus, xla_loses_aliases, package_cuda):
-    kernel = own_kernel(package_cuda, "x, out")
-    op = xk.numba_cuda_kernel(kernel, lambda x: x, grid=1, block=8, input_output_aliases={0: 0})
+    op = own_op(package_cuda, input_output_aliases={0: 0})
     gpus.set(failing_copies=1)
     with pytest.raises(Exception, match=r"RuntimeError: CUDA_ERROR_INVALID_VALUE.*\(raised in kernel 'kernel'\)"):
-        run_for_cuda(op, jnp.ones(3))
-    assert launches_in(gpus.log()) == []
-    np.testing.assert_array_equal(run_for_cuda(op, jnp.ones(3)), [1, 1, 1])
+        run_for_cuda(op, F32)
+    assert ONE_THREAD not in gpus.log()
+    np.testing.assert_array_equal(run_for_cuda(op, F32), F32)
 
 
 @faked
 def test_fakecuda_failed_launch_is_the_users_error(gpus, package_cuda):
-    kernel = own_kernel(package_cuda, "x, out")
-    launch = {"grid": (1, 2), "block": 64, "shared_mem": 300_000}
-    op = xk.numba_cuda_kernel(kernel, lambda x: x, **launch, vmap_method="sequential")
+    op = own_op(package_cuda, grid=(1, 2), block=64, shared_mem=300_000, vmap_method="sequential")
     place = "from a launch with grid=(1, 2, 1), block=(64, 1, 1), shared_mem=300000 (raised in kernel 'kernel')"
     text = re.escape(f"RuntimeError: CUDA_ERROR_INVALID_VALUE: invalid argument, {place}")
-    for _ in range(2):
+    for call, x in (op, F32), (jax.vmap(op), jnp.ones((4, 2))):
         gpus.set(failing_launches=1)
+        gpus.log()
         with pytest.raises(Exception, match=text):
-            run_for_cuda(op, jnp.arange(2.0))
-        run_for_cuda(op, jnp.arange(2.0))
-    gpus.log()
-    gpus.set(failing_launches=1)
-    with pytest.raises(Exception, match=text):
-        run_for_cuda(jax.vmap(op), jnp.ones((4, 2)))
-    assert len(launches_in(gpus.log())) == 1  # the first slice that fails is the last one launched
+            run_for_cuda(call, x)
+        assert gpus.log()[-1:] == ["native 0: 1,2,1 x 64,1,1 +300000"]  # the first that fails is the last one
+        run_for_cuda(call, x)
 
 
 @faked
-def test_fakecuda_kernels_may_be_captured_in_command_buffers(gpus, package_cuda):
-    op = xk.numba_cuda_kernel(own_kernel(package_cuda, "x, out"), lambda x: x, grid=1, block=1)
-    assert gpus.traits(op, F32) == 1
-
-
-@faked
-@pytest.mark.parametrize("command_buffer", [False, True])
-def test_fakecuda_callables_may_be_captured_if_one_says_so(gpus, command_buffer):
-    number = next(KERNEL_NUMBERS)  # a target of its own
-
+def test_fakecuda_callables_may_be_captured_if_one_says_so(gpus):
     def launch(x, out, stream):
-        number
+        pass
 
-    op = xk.numba_cuda_callable(launch, lambda x: x, command_buffer=command_buffer)
-    assert gpus.traits(op, F32) == command_buffer
-
-
-def cuda_cooperative(x, out):
-    cuda.cg.this_grid().sync()
-    out[0] = x[0]
+    assert gpus.traits(xk.numba_cuda_callable(launch, like_first), F32) == 0
+    assert gpus.traits(xk.numba_cuda_callable(launch, like_first, command_buffer=True), F32) == 1
 
 
 @faked
 @pytest.mark.parametrize("kind, options, stream", [
-    ("debug", {"debug": True, "opt": False}, 0),  # Numba reads the error code of a debug kernel on stream 0
-    ("cooperative", {"fastmath": True}, 0x5EED),
-    ("another layout", {"lineinfo": True}, 0x5EED),
-    ("compiled for each grid", {}, 0x5EED),
+    ("debug", {"debug": True, "opt": False}, " on stream 0"),  # on which Numba reads the error code of a debug kernel
+    ("cooperative", {"fastmath": True}, ""),
+    ("another layout", {"lineinfo": True}, ""),
+    ("compiled for each grid", {}, ""),
 ])  # fmt: skip
 def test_fakecuda_kernels_that_python_launches(gpus, monkeypatch, package_cuda, kind, options, stream):
     needs_compiler(package_cuda)
-    kernel = written_for(package_cuda, cuda_cooperative if kind == "cooperative" else cuda_copy)
+    kernel = written_for(package_cuda, cuda_copy)
+    if kind == "cooperative":
+        kernel = own_kernel(package_cuda, "x, out", "cuda.cg.this_grid().sync()")
     kernel = package_cuda.jit(**options)(kernel)
     if kind == "another layout":
         monkeypatch.setattr(type(kernel), "compile", with_another_layout(type(kernel).compile))
     if kind == "compiled for each grid":
         monkeypatch.setattr(type(kernel), "compile", without_launch_config(type(kernel).compile))
-    op = xk.numba_cuda_kernel(kernel, lambda x: x, grid=(2, 3), block=8, shared_mem=64)
+    op = jax.vmap(xk.numba_cuda_kernel(kernel, like_first, grid=(2, 3), block=8, shared_mem=64))
     gpus.set(device=1)
-    run_for_cuda(jax.vmap(op), jnp.ones((2, 9)))
-    assert gpus.log() == [f"numba launch on device 1: 2,3,1 x 8,1,1 +64 stream {stream:x}"] * 2
-    assert gpus.traits(jax.vmap(op), spec(2, 9)) == 0
+    assert gpus.launches(op, jnp.ones((2, 9))) == [f"numba 1: 2,3,1 x 8,1,1 +64{stream}"] * 2
+    assert gpus.traits(op, spec(2, 9)) == 0
 
 
 def with_another_layout(compile_):
@@ -4401,65 +4290,48 @@ def test_fakecuda_callable(gpus, package_cuda):
     needs_compiler(package_cuda)
     seen, kernel = [], package_cuda.jit(written_for(package_cuda, cuda_copy))
 
-    @xk.numba_cuda_callable(outs=lambda x: jax.ShapeDtypeStruct((2, 3), "int8"), scratch=lambda x: x)
+    @xk.numba_cuda_callable(outs=lambda x: jax.ShapeDtypeStruct((2, 3), "int8"), scratch=like_first)
     def call(x, out, tmp, stream):
         seen.extend((a.shape, str(a.dtype), a.strides) for a in (x, out, tmp))
         kernel[1, 8, stream](x, tmp)
 
     gpus.set(device=1)
-    run_for_cuda(call, jnp.arange(5).astype("float16"))
+    assert gpus.launches(call, jnp.arange(5).astype("float16")) == ["numba 1: 1,1,1 x 8,1,1 +0"]
     assert seen == [((5,), "float16", (2,)), ((2, 3), "int8", (3, 1)), ((5,), "float16", (2,))]
-    assert gpus.log() == ["numba launch on device 1: 1,1,1 x 8,1,1 +0 stream 5eed"]
-
-
-@faked
-def test_fakecuda_exceptions_of_callables_reach_the_user(gpus, package_cuda):
-    needs_compiler(package_cuda)
-    kernel = package_cuda.jit(written_for(package_cuda, cuda_copy))  # whose package gives the arrays
-
-    @xk.numba_cuda_callable(outs=lambda x: x)
-    def call(x, out, stream):
-        kernel
-        raise LookupError("no such table")
-
-    with pytest.raises(Exception, match=r"LookupError: no such table \(raised in kernel 'call'\)"):
-        run_for_cuda(call, jnp.zeros(3))
-
-
-@faked
-def test_fakecuda_explicit_signature(gpus, package_cuda):
-    needs_compiler(package_cuda)
-    explicit = package_cuda.jit("void(float32[:], float32[:])")(written_for(package_cuda, cuda_copy))
-    run_for_cuda(xk.numba_cuda_kernel(explicit, lambda x: x, grid=1, block=8), jnp.ones(3))
-    assert launches_in(gpus.log()) == ["native launch on device 0: 1,1,1 x 8,1,1 +0 stream 5eed"]
-
-
-def cuda_writes_input(x, out):
-    x[0] = 1
-
-
-def cuda_adds_to_input(x, out):
-    cuda.atomic.add(x[1:], 0, 1)
-
-
-def cuda_returns(x, out):
-    return 1.0
 
 
 @faked
 @pytest.mark.parametrize("static", [{}, {"out": 3}], ids=["launched", "called by what is launched"])
-@pytest.mark.parametrize("function, refused", [
-    (cuda_writes_input, "its inputs are read-only"),
-    (cuda_adds_to_input, "its inputs are read-only"),
-    (cuda_returns, "it returns a value"),
+@pytest.mark.parametrize("body, refused", [
+    ("x[0] = 1", "its inputs are read-only"),
+    ("cuda.atomic.add(x[1:], 0, 1)", "its inputs are read-only"),
+    ("return 1.0", "it returns a value"),
 ])  # fmt: skip
-def test_fakecuda_refused_kernels(gpus, package_cuda, function, refused, static):
+def test_fakecuda_refused_kernels(gpus, package_cuda, body, refused, static):
     needs_compiler(package_cuda)
-    kernel = package_cuda.jit(written_for(package_cuda, function))
-    options = {"grid": 1, "block": 8, "has_side_effect": True}
-    op = xk.numba_cuda_kernel(kernel, () if static else lambda x: x, **options)
-    with pytest.raises(TypeError, match=f"kernel '{function.__name__}' .*; {refused}"):
-        run_for_cuda(functools.partial(op, **static), jnp.ones(3))
+    kernel = package_cuda.jit(runs(body, cuda=package_cuda))
+    op = xk.numba_cuda_kernel(kernel, () if static else like_first, has_side_effect=True, **BLOCK)
+    with pytest.raises(TypeError, match=f"kernel 'kernel' .*; {refused}"):
+        run_for_cuda(functools.partial(op, **static), F32)
+
+
+CACHED_KERNEL = """
+from {} import cuda
+@cuda.jit(cache=True)
+def kernel(x, out):
+    cuda.atomic.add(x, 0, 1.0)
+"""
+
+
+@faked
+def test_fakecuda_a_kernel_in_numbas_cache_is_refused_again(gpus, package_cuda, tmp_path, monkeypatch):
+    needs_compiler(package_cuda)
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    (tmp_path / "cached.py").write_text(CACHED_KERNEL.format(package_cuda.__name__.removesuffix(".cuda")))
+    kernel = runpy.run_path(str(tmp_path / "cached.py"))["kernel"]
+    for _ in range(2):
+        with pytest.raises(TypeError, match="its inputs are read-only"):
+            run_for_cuda(xk.numba_cuda_kernel(kernel, like_first, **BLOCK), F32)
 
 
 @faked
@@ -4470,29 +4342,24 @@ def test_fakecuda_kernel_that_does_not_take_buffers(gpus, package_cuda, name, ji
     needs_compiler(package_cuda)
     kernel = written_for(package_cuda, cuda_axpy)
     kernel = package_cuda.jit(fastmath=True, lineinfo=True)(kernel) if jitted else kernel
-    args, constants = axpy_arguments(name, 5, jnp.ones(8))
-    op = xk.numba_cuda_kernel(kernel, spec(8), launch_dims=5, threads_per_block=8, **AXPY_OPTIONS[name])
-    run_for_cuda(functools.partial(op, **constants), *args)
-    assert launches_in(gpus.log()) == ["native launch on device 0: 1,1,1 x 8,1,1 +0 stream 5eed"]
+    call, args = axpy_call(kernel, name, 8, jnp.ones(8))
+    assert gpus.launches(call, *args) == ["native 0: 1,1,1 x 8,1,1 +0"]
 
 
 @faked
-def test_fakecuda_launch_dims_of_constants(gpus, package_cuda):
+def test_fakecuda_explicit_signature(gpus, package_cuda):
     needs_compiler(package_cuda)
-    kernel = own_kernel(package_cuda, "x, n, out")
-    op = xk.numba_cuda_kernel(kernel, F32, launch_dims=lambda x, n: n, threads_per_block=8)
-    run_for_cuda(functools.partial(op, n=17), jnp.ones(3))
-    assert launches_in(gpus.log()) == ["native launch on device 0: 3,1,1 x 8,1,1 +0 stream 5eed"]
+    explicit = package_cuda.jit("void(float32[:], float32[:])")(own_kernel(package_cuda, "x, out"))
+    assert gpus.launches(xk.numba_cuda_kernel(explicit, like_first, **BLOCK), F32) == [ONE_THREAD]
 
 
 @faked
 def test_fakecuda_transient_failure_is_not_remembered(gpus, package_cuda):
-    op = xk.numba_cuda_kernel(own_kernel(package_cuda, "x, out"), lambda x: x, grid=1, block=8)
+    op = own_op(package_cuda)
     gpus.set(failing_loads=1)
     with pytest.raises(RuntimeError, match="cuModuleLoadData failed with CUDA_ERROR_OUT_OF_MEMORY: out of memory"):
-        run_for_cuda(op, jnp.ones(3))
-    run_for_cuda(op, jnp.ones(3))
-    assert launches_in(gpus.log()) == ["native launch on device 0: 1,1,1 x 8,1,1 +0 stream 5eed"]
+        run_for_cuda(op, F32)
+    assert gpus.launches(op, F32) == [ONE_THREAD]
 
 
 # -- the simulator, and the same on a GPU --------------------------------------------------------------
@@ -4506,24 +4373,23 @@ def test_cuda_simulator():
     tests = "test_on_cuda or test_cudasim or (test_matrix and numba_cuda) or test_export_and"
     outcomes = run_pytest("-k", tests, NUMBA_ENABLE_CUDASIM="1", JAX_PLATFORMS="cpu")
     del outcomes["deselected"]
-    assert outcomes == {"passed": len(cells) + 1 + 40}  # export, and the tests of this section
+    assert outcomes == {"passed": len(cells) + 1 + 34}  # export, and the tests of this section
 
 
 @on_device
 @pytest.mark.parametrize("jitted", [False, True])
 @pytest.mark.parametrize("name", AXPY_OPTIONS)
 def test_on_cuda_kernel_that_does_not_take_buffers(name, jitted):
-    kernel, x = cuda.jit(cuda_axpy) if jitted else cuda_axpy, jnp.arange(8.0)
-    op = xk.numba_cuda_kernel(kernel, spec(8), grid=1, block=8, **AXPY_OPTIONS[name])
+    kernel = cuda.jit(cuda_axpy) if jitted else cuda_axpy
     for n, expected in (5, [0, 5, 10, 15, 20, 0, 0, 0]), (3, [0, 5, 10, 0, 0, 0, 0, 0]):
-        (*args, last), constants = axpy_arguments(name, n, x)
-        np.testing.assert_array_equal(op(*args, last, **constants), expected)
-        slices = jax.jit(jax.vmap(lambda last: op(*args, last, **constants)))(jnp.stack([last, last]))
+        call, (*args, last) = axpy_call(kernel, name, n, jnp.arange(8.0))
+        np.testing.assert_array_equal(call(*args, last), expected)
+        slices = jax.jit(jax.vmap(functools.partial(call, *args)))(jnp.stack([last, last]))
         np.testing.assert_array_equal(slices, [expected, expected])
 
 
 @on_device
-@pytest.mark.parametrize("dtype", CUDA_DTYPES)
+@pytest.mark.parametrize("dtype", [name for name in dtypes_of("cuda") if not DTYPES[name].needs_x64])
 def test_on_cuda_dtypes(dtype):
     x = jnp.arange(1, 10).astype(dtype)
     if dtype == "bool":
@@ -4535,9 +4401,9 @@ def test_on_cuda_dtypes(dtype):
 
 
 @on_device
-@pytest.mark.parametrize("shape", [(1,), (17,), (17, 3), (2, 9, 3)])
+@pytest.mark.parametrize("shape", [(17,), (17, 3), (2, 9, 3)])
 def test_on_cuda_launch_dims_cover_ragged_edges(shape):
-    @xk.numba_cuda_kernel(outs=lambda x: x, launch_dims=lambda x: x.shape[: len(shape)], threads_per_block=16)
+    @xk.numba_cuda_kernel(outs=like_first, launch_dims=shape, threads_per_block=16)
     def write(x, out):
         i, j, k = cuda.grid(3)
         if i < out.shape[0] and j < out.shape[1] and k < out.shape[2]:
@@ -4549,13 +4415,13 @@ def test_on_cuda_launch_dims_cover_ragged_edges(shape):
 
 @on_device
 def test_on_cuda_dynamic_shared_memory():
-    @xk.numba_cuda_kernel(outs=lambda x: x, grid=3, block=8, shared_mem=32)
+    @xk.numba_cuda_kernel(outs=like_first, grid=3, block=8, shared_mem=4 * 16_008)  # above the usual 48 KiB
     def reverse_blocks(x, out):
         tile = cuda.shared.array(0, cuda_float32)
         i, t = cuda.grid(1), cuda.threadIdx.x
-        tile[t] = x[i]
+        tile[16_000 + t] = x[i]
         cuda.syncthreads()
-        out[i] = tile[cuda.blockDim.x - 1 - t]
+        out[i] = tile[16_000 + cuda.blockDim.x - 1 - t]
 
     x = jnp.arange(24, dtype=jnp.float32)
     np.testing.assert_array_equal(reverse_blocks(x), x.reshape(3, 8)[:, ::-1].ravel())
@@ -4575,22 +4441,17 @@ def test_on_cuda_operands_without_dimensions_and_without_batch():
 
 
 @on_device
-@pytest.mark.parametrize("launch", [{"launch_dims": lambda x: x.size}, {"grid": 1, "block": 4}], ids=["dims", "grid"])
-def test_on_cuda_arrays_without_elements(launch):
-    op = xk.numba_cuda_kernel(cuda_copy, lambda x: x, **launch)
-    assert op(jnp.zeros(0)).shape == (0,)
-    assert jax.vmap(op)(jnp.zeros((0, 3))).shape == (0, 3)
-    assert jax.vmap(op)(jnp.zeros((3, 0))).shape == (3, 0)
-
-
-@on_device
-def test_on_cuda_output_of_no_threads_is_zeros():
+def test_on_cuda_arrays_without_elements():
+    for op in cuda_op(cuda_copy), xk.numba_cuda_kernel(cuda_copy, like_first, grid=1, block=4):
+        assert op(jnp.zeros(0)).shape == (0,)
+        assert jax.vmap(op)(jnp.zeros((0, 3))).shape == (0, 3)
+        assert jax.vmap(op)(jnp.zeros((3, 0))).shape == (3, 0)
     np.testing.assert_array_equal(cuda_op(cuda_copy, spec(2))(jnp.zeros(0)), [0, 0])
 
 
 @on_device
 def test_on_cuda_scratch():
-    @xk.numba_cuda_kernel(outs=lambda x: x, scratch=lambda x: x, grid=1, block=8)
+    @xk.numba_cuda_kernel(outs=like_first, scratch=like_first, grid=1, block=8)
     def reverse(x, out, tmp):
         i = cuda.grid(1)
         if i < x.size:
@@ -4603,66 +4464,37 @@ def test_on_cuda_scratch():
     np.testing.assert_array_equal(jax.vmap(reverse)(x), x[:, ::-1])
 
 
-def cuda_increment(x, out):  # out starts as x
-    i = cuda.grid(1)
-    if i < out.size:
-        out[i] += 1
-
-
-@on_device
-@pytest.mark.parametrize("options, expected", [
-    ({"input_output_aliases": {0: 0}}, [[1, 2, 3], [4, 5, 6]]),
-    ({"zero_outputs": True}, [[1, 1, 1], [1, 1, 1]]),
-], ids=["input", "zeros"])  # fmt: skip
-def test_on_cuda_outputs_start_from(options, expected):
-    op, x = cuda_op(cuda_increment, **options), jnp.arange(6.0).reshape(2, 3)
-    np.testing.assert_array_equal(op(x[1]), expected[1])
-    np.testing.assert_array_equal(jax.vmap(op)(x), expected)
-    np.testing.assert_array_equal(jax.lax.map(op, x), expected)
-    np.testing.assert_array_equal(x, [[0, 1, 2], [3, 4, 5]])
-
-
-def sums_in_four_launches(add):
-    """A callable for 4 * x and 10 * x, by way of a temporary buffer and of an array of its own."""
-
-    def launch_all(x, y, z, tmp, stream):
-        own = cuda.device_array(x.shape, x.dtype)
-        for a, b, out in (x, x, tmp), (tmp, tmp, y), (x, y, own), (own, own, z):
-            add[2, 8, stream](a, b, out)
-
-    return xk.numba_cuda_callable(launch_all, outs=lambda x: (x, x), scratch=lambda x: x)
-
-
 @on_device
 def test_on_cuda_callable_launches_several_kernels():
-    op, x = sums_in_four_launches(cuda.jit(cuda_add)), jnp.arange(11.0)
-    for call in op, jax.jit(op):
+    """By way of a temporary buffer and of an array of its own, eagerly and for every slice."""
+    add = cuda.jit(cuda_add)
+
+    @xk.numba_cuda_callable(outs=lambda x: (x, x), scratch=like_first)
+    def times_4_and_10(x, y, z, tmp, stream):
+        own = cuda.device_array(x.shape, x.dtype)
+        for a, b, out in (x, x, tmp), (tmp, tmp, y), (x, y, own), (own, own, z):
+            add[1, 8, stream](a, b, out)
+
+    x = np.arange(30, dtype=np.float32).reshape(2, 3, 5)
+    for call, x in (times_4_and_10, x[0, 0]), (jax.jit(jax.vmap(jax.vmap(times_4_and_10))), x):
         y, z = call(x)
-        np.testing.assert_array_equal(y, 4 * np.arange(11))
-        np.testing.assert_array_equal(z, 10 * np.arange(11))
-
-
-@on_device
-def test_on_cuda_callable_runs_for_every_slice():
-    y, z = jax.vmap(jax.vmap(sums_in_four_launches(cuda.jit(cuda_add))))(jnp.arange(30.0).reshape(2, 3, 5))
-    np.testing.assert_array_equal(y, 4 * np.arange(30).reshape(2, 3, 5))
-    np.testing.assert_array_equal(z, 10 * np.arange(30).reshape(2, 3, 5))
+        np.testing.assert_array_equal(y, 4 * x)
+        np.testing.assert_array_equal(z, 10 * x)
 
 
 @on_device
 def test_on_cuda_exceptions_of_callables_reach_the_user():
     copy = cuda.jit(cuda_copy)
 
-    @xk.numba_cuda_callable(outs=lambda x: x)
+    @xk.numba_cuda_callable(outs=like_first)
     def refuse_matrices(x, out, stream):
         if x.ndim > 1:
             raise LookupError(f"no table for {x.shape}")
         copy[1, 8, stream](x, out)
 
+    text = r"LookupError: no table for \(1, 3\) \(raised in kernel 'refuse_matrices'\)"
     for _ in range(2):
-        with pytest.raises(
-            Exception, match=r"LookupError: no table for \(1, 3\) \(raised in kernel 'refuse_matrices'\)"
-        ):
+        with pytest.raises(Exception, match=text):
             jax.block_until_ready(refuse_matrices(jnp.ones((1, 3))))
         np.testing.assert_array_equal(refuse_matrices(jnp.ones(3)), [1, 1, 1])
 
@@ -4681,31 +4513,25 @@ def test_on_cuda_equal_closures_share_a_target():
 
         return cuda_op(cuda.jit(kernel))
 
-    x = jnp.arange(3.0)
     before = len(xk.export_checks())
-    for _ in range(3):
-        np.testing.assert_array_equal(scale_by(2.0)(x), [0, 2, 4])
-        np.testing.assert_array_equal(scale_by(3.0)(x), [0, 3, 6])
+    for factor in 2, 3, 2, 3:
+        np.testing.assert_array_equal(scale_by(factor)(jnp.arange(3.0)), [0, factor, 2 * factor])
     assert len(xk.export_checks()) == before + 2
 
 
 @simulated
 def test_cudasim_input_is_read_only_and_errors_name_the_thread():
-    @xk.numba_cuda_kernel(outs=lambda x: x, grid=1, block=1)
-    def writes(x, out):
-        x[0] = 1
-
-    text = "tid=[0, 0, 0] ctaid=[0, 0, 0]: assignment destination is read-only (raised in kernel 'writes')"
+    op = xk.numba_cuda_kernel(runs("x[0] = 1"), like_first, **BLOCK)
+    text = "tid=[0, 0, 0] ctaid=[0, 0, 0]: assignment destination is read-only (raised in kernel 'kernel')"
     with pytest.raises(Exception, match=re.escape(f"ValueError: {text}")):
-        jax.block_until_ready(writes(jnp.arange(3.0)))
-    np.testing.assert_array_equal(cuda_op(cuda_add)(jnp.ones(3), jnp.ones(3)), [2, 2, 2])
+        jax.block_until_ready(op(F32))
+    np.testing.assert_array_equal(cuda_op(cuda_add)(F32, F32), F32 + F32)
 
 
 @simulated
 @pytest.mark.parametrize("static", [{}, {"n": 3}], ids=["launched", "called by what is launched"])
 def test_cudasim_refuses_a_kernel_that_returns(static):
-    kernel = (lambda x, n, out: 1.0) if static else (lambda x, out: 1.0)
-    op = xk.numba_cuda_kernel(kernel, spec(3), grid=1, block=1)
+    op = xk.numba_cuda_kernel(runs("return 1", ", ".join(["x", *static, "out"])), spec(3), **BLOCK)
     with pytest.raises(Exception, match="the kernel returns a value: write to the output arrays"):
         jax.block_until_ready(op(F32, **static))
 
@@ -4713,50 +4539,51 @@ def test_cudasim_refuses_a_kernel_that_returns(static):
 @simulated
 def test_cudasim_runs_one_kernel_at_a_time():
     """The simulator keeps the running kernel in globals."""
-    op = cuda_op(cuda_copy)
     rows = np.arange(96, dtype=np.float32).reshape(8, 12)
     with ThreadPoolExecutor(4) as pool:
-        results = list(pool.map(op, rows))
+        results = list(pool.map(cuda_op(cuda_copy), rows))
     np.testing.assert_array_equal(results, rows)
 
 
 @simulated
 def test_cudasim_refuses_kernels_of_the_successor():
     members = {"__module__": "numba_cuda_mlir.descriptor", "py_func": staticmethod(cuda_copy), "__name__": "cuda_copy"}
-    op = xk.numba_cuda_kernel(type("MLIRDispatcher", (), members)(), lambda x: x, launch_dims=3)
+    op = cuda_op(type("MLIRDispatcher", (), members)())
     with pytest.raises(NotImplementedError, match="'cuda_copy' is written for numba_cuda_mlir, which has no simulator"):
-        op(jnp.ones(3))
+        op(F32)
 
 
 @simulated
 def test_cudasim_runs_on_cpu_only():
     with pytest.raises(NotImplementedError, match=r"runs on the CPU only where NUMBA_ENABLE_CUDASIM=1 .* for 'cuda'"):
-        lower_for_cuda(cuda_op(cuda_add), spec(3), spec(3))
+        lower_for_cuda(cuda_op(cuda_copy), spec(3))
 
 
 # -- with a GPU ----------------------------------------------------------------------------------------
 
+either_way = pytest.mark.parametrize("options", [
+    {"xla_gpu_enable_command_buffer": ""},
+    {"xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL", "xla_gpu_graph_min_graph_size": 1},
+], ids=["launched", "command buffers"])  # fmt: skip
+
 
 @on_gpu
-@pytest.mark.parametrize("debug", [False, True])
-def test_gpu_failed_launch_is_the_users_error(debug):
-    kernel = cuda.jit(debug=debug, opt=not debug)(cuda_copy)
-    op = xk.numba_cuda_kernel(kernel, lambda x: x, grid=1, block=64, shared_mem=10**6)
+def test_gpu_failed_launch_is_the_users_error():
     reason = r"CUDA_ERROR_\w+: .*, from a launch with grid=\(1, 1, 1\), block=\(64, 1, 1\), shared_mem=1000000"
-    if debug:  # launched by the package, whose own words these are
-        reason = r"(CUDA_ERROR_\w+|Requested dynamic shared memory).*"
+    op = xk.numba_cuda_kernel(cuda_copy, like_first, grid=1, block=64, shared_mem=10**6)
     for _ in range(2):
         with pytest.raises(Exception, match=rf"{reason}.*\(raised in kernel 'cuda_copy'\)"):
-            jax.block_until_ready(op(jnp.ones(4)))
-    np.testing.assert_array_equal(xk.numba_cuda_kernel(kernel, lambda x: x, launch_dims=4)(jnp.ones(4)), np.ones(4))
+            jax.block_until_ready(op(F32))
+    np.testing.assert_array_equal(cuda_op(cuda_copy)(F32), F32)
 
 
 CUDA_ON_DISK = """
     from numba import cuda
 
     compiled = []
-    compile_cuda = xk._compile_cuda
-    xk._compile_cuda = lambda *args: (compiled.append(1), compile_cuda(*args))[1]
+    dispatcher = type(cuda.jit(lambda x: None))
+    compile_ = dispatcher.compile
+    dispatcher.compile = lambda *args: compiled.append(1) or compile_(*args)
     added = int(sys.argv[1])
 
     def helper(a):
@@ -4769,7 +4596,7 @@ CUDA_ON_DISK = """
             if i < x.size:
                 out[i] = helper(x[i])
 
-        call = xk.numba_cuda_kernel(kernel, lambda x: x, launch_dims=lambda x: x.size)
+        call = xk.numba_cuda_kernel(kernel, like_first, launch_dims=lambda x: x.size)
         values = float(call(ones)[0]), float(jax.vmap(call)(np.ones((3, 4), np.float32))[2, 0])
         return *values, len(compiled) > 0
 
@@ -4785,28 +4612,14 @@ CUDA_ON_DISK = """
 def test_gpu_kernels_on_disk(tmp_path):
     def results(added):
         environment = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PLATFORMS": "cuda,cpu"}
-        out = run_code(CUDA_ON_DISK, added, **environment)
-        return [line.split() for line in out.splitlines()[-2:]]
+        return run_code(CUDA_ON_DISK, added, **environment).splitlines()[-2:]
 
-    first = results(1)
-    assert first == [["3.0", "3.0", "True"], ["13.0", "13.0", "True"]]
-    assert results(1) == [[*values, "False"] for *values, _ in first]
-    assert results(2) == [["4.0", "4.0", "True"], ["14.0", "14.0", "True"]]
+    assert results(1) == ["3.0 3.0 True", "13.0 13.0 True"]
+    assert results(1) == ["3.0 3.0 False", "13.0 13.0 False"]
+    assert results(2) == ["4.0 4.0 True", "14.0 14.0 True"]
     for file in kept_files(tmp_path):
         file.write_bytes(file.read_bytes()[:-1])
-    assert results(1) == first
-
-
-@on_gpu
-def test_gpu_large_shared_memory():
-    @xk.numba_cuda_kernel(outs=lambda x: x, grid=1, block=32, shared_mem=4 * 16_032)  # above the usual 48 KiB
-    def kernel(x, out):
-        table = cuda.shared.array(0, cuda_float32)
-        table[16_000 + cuda.threadIdx.x] = x[cuda.threadIdx.x]
-        cuda.syncthreads()
-        out[cuda.threadIdx.x] = table[16_000 + cuda.threadIdx.x]
-
-    np.testing.assert_array_equal(kernel(jnp.arange(32.0)), np.arange(32))
+    assert results(1) == ["3.0 3.0 True", "13.0 13.0 True"]
 
 
 def gpu_copy(how):
@@ -4818,13 +4631,13 @@ def gpu_copy(how):
     if how == "warp":
         pytest.importorskip("warp")
         relu = matrix_kernel(LeakyRelu, "warp", np.dtype("float32"), alpha=0.5)  # copies positive numbers
-        return xk.warp_kernel(relu, lambda x: x)
+        return xk.warp_kernel(relu, like_first)
     copy = cuda.jit(cuda_copy)
 
     def launch(x, out, stream):
         copy[x.size // 256 + 1, 256, stream](x, out)
 
-    return xk.numba_cuda_callable(launch, lambda x: x)
+    return xk.numba_cuda_callable(launch, like_first)
 
 
 @on_gpu
@@ -4842,194 +4655,11 @@ def test_gpu_stream_order_under_load(how):
         return a
 
     a = jnp.asarray(np.random.default_rng(3).uniform(size=(512, 512)).astype("float32"))
-    expected = jax.jit(functools.partial(chain, lambda x: x))(a)
+    expected = jax.jit(functools.partial(chain, like_first))(a)
     assert np.isfinite(expected).all()
     run = jax.jit(functools.partial(chain, gpu_copy(how)))
     for _ in range(2):
         np.testing.assert_allclose(run(a), expected, rtol=1e-2)
-
-
-def double_and_add_to_output(v, d, out):  # out starts as v
-    i = cuda.grid(1)
-    if i < out.size:
-        out[i] = out[i] * 2 + d[i]
-
-
-def double_and_add_in_place(v, d):
-    i = cuda.grid(1)
-    if i < v.size:
-        v[i] = v[i] * 2 + d[i]
-
-
-def double_and_add_to_zeros(v, d, out):
-    i = cuda.grid(1)
-    if i < out.size:
-        out[i] += 2 * v[i] + d[i]
-
-
-@functools.cache
-def warp_double_and_add():
-    @wp.kernel(module="unique")
-    def double_and_add(v: wp.array(dtype=float), d: wp.array(dtype=float), out: wp.array(dtype=float)):
-        i = wp.tid()
-        out[i] = 2.0 * v[i] + d[i]
-
-    return double_and_add
-
-
-@functools.cache
-def warp_double_in_place():
-    @wp.kernel(module="unique")
-    def double_in_place(v: wp.array(dtype=float), d: wp.array(dtype=float)):
-        i = wp.tid()
-        v[i] = 2.0 * v[i] + d[i]
-
-    return double_in_place
-
-
-def gpu_starting_kernel(how):
-    """A function that gives 2 * v + d, by a kernel whose output starts from something, or that changes an input."""
-    if "warp" in how:
-        pytest.importorskip("warp")
-    if how == "warp in_out":
-        return xk.warp_kernel(warp_double_in_place(), outs=lambda v, d: v, in_out_argnames=["v"])
-    if how == "warp differentiable":
-        plain = xk.warp_kernel(warp_double_and_add(), outs=lambda v, d: v, differentiable=True)
-        return jax.grad(lambda v, d: (plain(v, d) ** 2).sum() / 4)
-    kernel, options = {
-        "aliased": (double_and_add_to_output, {"input_output_aliases": {0: 0}}),
-        "in_out": (double_and_add_in_place, {"in_out_argnames": ["v"]}),
-        "zeroed": (double_and_add_to_zeros, {"zero_outputs": True}),
-    }[how]
-    return xk.numba_cuda_kernel(kernel, outs=lambda v, d: v, launch_dims=lambda v, d: v.size, **options)
-
-
-class Loops:
-    """Programs that call `kernel(v, row)`, which gives 2 * v + row, for every row."""
-
-    def scan(kernel, v, rows):
-        return jax.lax.scan(lambda carry, row: (carry, kernel(carry, row)), v, rows)[1]
-
-    def map(kernel, v, rows):
-        return jax.lax.map(lambda row: kernel(v, row), rows)
-
-    def vmap(kernel, v, rows):
-        return jax.vmap(kernel, (None, 0))(v, rows)
-
-    def while_loop(kernel, v, rows):
-        def step(state):
-            k, out = state
-            return k + 1, jax.lax.dynamic_update_index_in_dim(out, kernel(v, rows[k]), k, 0)
-
-        _, out = jax.lax.while_loop(lambda state: state[0] < len(rows), step, (0, jnp.zeros_like(rows)))
-        return out
-
-    def fori_loop(kernel, v, rows):
-        """The sum over all rows."""
-        return jax.lax.fori_loop(0, len(rows), lambda k, total: total + kernel(v, rows[k]), jnp.zeros_like(v))
-
-    def carried(kernel, v, rows):
-        """Each result is the next `v`; the last one."""
-        return jax.lax.scan(lambda carry, row: (kernel(carry, row), None), v, rows)[0]
-
-    def scan_of_vmap(kernel, v, rows):
-        """3 * rows, twice."""
-        return jax.lax.scan(lambda carry, x: (carry, jax.vmap(kernel)(x, x)), v, jnp.stack([rows, rows]))[1]
-
-
-@on_gpu
-@pytest.mark.parametrize("captured", [False, True], ids=["launched", "command buffers"])
-@pytest.mark.parametrize("n", [8, 64, 256])  # XLA fuses slices of 256 bytes and its multiples
-@pytest.mark.parametrize("how", ["aliased", "in_out", "zeroed", "warp in_out", "warp differentiable"])
-def test_gpu_outputs_start_right_in_loops(how, n, captured):
-    """Slices in loops are where XLA's dynamic-slice fusion loses the alias (jax 0.11.2)."""
-    kernel = gpu_starting_kernel(how)
-    options = {"xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL" if captured else ""}
-    if captured:
-        options["xla_gpu_graph_min_graph_size"] = 1
-    numbers = np.random.default_rng(0).integers(-4, 5, (6, n)).astype(np.float32)
-    v, rows = numbers[0], numbers[1:]
-    expected = dict.fromkeys(("scan", "map", "vmap", "while_loop"), 2 * v + rows)
-    expected["fori_loop"] = (2 * v + rows).sum(0)
-    expected["carried"] = 32 * v + 16 * rows[0] + 8 * rows[1] + 4 * rows[2] + 2 * rows[3] + rows[4]
-    expected["scan_of_vmap"] = np.stack([3 * rows, 3 * rows])
-    for name, result in expected.items():
-        program = jax.jit(functools.partial(getattr(Loops, name), kernel), compiler_options=options)
-        np.testing.assert_array_equal(program(jnp.asarray(v), jnp.asarray(rows)), result, err_msg=name)
-    carried = functools.partial(Loops.carried, kernel)
-    donated = jax.jit(carried, compiler_options=options, donate_argnums=0)
-    np.testing.assert_array_equal(donated(jnp.asarray(v), jnp.asarray(rows)), expected["carried"])
-
-
-def left_neighbours(v, out):
-    i = cuda.grid(1)
-    if i < out.size:
-        out[i] = v[i - 1 if i > 0 else v.size - 1]
-
-
-def row_sums(m, out):
-    j = cuda.grid(1)
-    if j < out.size:
-        out[j] = 0
-        for i in range(m.shape[0]):
-            out[j] += m[i, (j + 1) % out.size]
-
-
-def left_and_right(v, w, left, right):
-    i = cuda.grid(1)
-    if i < v.size:
-        left[i] = v[i - 1 if i > 0 else v.size - 1] + w[i]
-        right[i] = v[(i + 1) % v.size] - w[i]
-
-
-class RowsInPlace:
-    """Programs that change a row of a matrix after the other, with kernels; and the same in NumPy."""
-
-    def row(kernels, m, k):
-        return set_row(m, k, kernels.left(m[k]))
-
-    def row_of_all_rows(kernels, m, k):
-        return set_row(m, k, kernels.sums(m))
-
-    def next_row(kernels, m, k):
-        return set_row(m, (k + 1) % len(m), kernels.left(m[k]))
-
-    def two_rows(kernels, m, k):
-        left, right = kernels.both(m[k], m[0])
-        return set_row(set_row(m, k, left), 0, right)
-
-
-def set_row(m, k, row):
-    if isinstance(m, np.ndarray):
-        return np.concatenate([m[:k], row[None], m[k + 1 :]])
-    return jax.lax.dynamic_update_index_in_dim(m, row, k, 0)
-
-
-IN_NUMPY = types.SimpleNamespace(
-    left=lambda v: np.roll(v, 1),
-    sums=lambda m: np.roll(m.sum(0), -1),
-    both=lambda v, w: (np.roll(v, 1) + w, np.roll(v, -1) - w),
-)
-
-
-@on_gpu
-@pytest.mark.parametrize("n", [8, 64, 128])
-@pytest.mark.parametrize("name", ["row", "row_of_all_rows", "next_row", "two_rows"])
-def test_gpu_a_row_that_a_kernel_reads_and_the_program_replaces(name, n):
-    """XLA's dynamic-slice fusion lets a kernel write into the array that it reads (jax 0.11.2)."""
-    one_row = {"launch_dims": n, "threads_per_block": 32}
-    kernels = types.SimpleNamespace(
-        left=xk.numba_cuda_kernel(left_neighbours, lambda v: v, **one_row),
-        sums=xk.numba_cuda_kernel(row_sums, lambda m: spec(n), **one_row),
-        both=xk.numba_cuda_kernel(left_and_right, lambda v, w: (v, w), **one_row),
-    )
-    step = getattr(RowsInPlace, name)
-    m = np.random.default_rng(0).integers(-4, 5, (4, n)).astype(np.float32)
-    run = jax.jit(lambda m: jax.lax.fori_loop(0, 4, lambda k, m: step(kernels, m, k), m))
-    result = run(jnp.asarray(m))
-    for k in range(4):
-        m = step(IN_NUMPY, m, k)
-    np.testing.assert_array_equal(result, m)
 
 
 @pytest.fixture
@@ -5058,30 +4688,6 @@ def launches(monkeypatch):
 
 
 KEPT = []
-NUMBERS = itertools.count()
-
-
-def fresh(kernel):
-    """The same function under another name, which is compiled anew."""
-    name = f"{kernel.__name__}_{next(NUMBERS)}"
-    code = kernel.__code__.replace(co_name=name)
-    return types.FunctionType(code, kernel.__globals__, name)
-
-
-def smooth(x, w, out):
-    """A stencil in shared memory, for blocks of 64 threads."""
-    tile = cuda.shared.array(64, cuda_float32)
-    i = cuda.grid(1)
-    if i < x.size:
-        tile[cuda.threadIdx.x] = x[i]
-    cuda.syncthreads()
-    if i < x.size:
-        left = tile[cuda.threadIdx.x - 1] if i > 0 else x[0] * w[0] * 0
-        out[i] = left + tile[cuda.threadIdx.x] * w[i]
-
-
-def smooth_reference(x, w):
-    return jnp.concatenate([x[:1] * 0, x[:-1]]) + x * w
 
 
 def integers(*shape):
@@ -5089,163 +4695,144 @@ def integers(*shape):
     return np.random.default_rng(sum(shape)).integers(-8, 9, shape).astype(np.float32)
 
 
-@on_gpu
-def test_gpu_a_batch_is_one_launch(launches):
-    op = xk.numba_cuda_kernel(fresh(smooth), outs=lambda x, w: x, grid=1, block=64)
-    x, w = integers(1000, 40), integers(40)
-    np.testing.assert_array_equal(jax.jit(jax.vmap(op, (0, None)))(x, w), jax.vmap(smooth_reference, (0, None))(x, w))
-    assert launches == [(1, 1, 1000)]
+STARTING = {  # kernels for 2 * v + d: parameters, what they do for each i, options, and constants of the call
+    "aliased": ("v, d, out", "out[i] = out[i] * 2 + d[i]", {"input_output_aliases": {0: 0}}, {}),
+    "in_out": ("v, d", "v[i] = v[i] * 2 + d[i]", {"in_out_argnames": ["v"]}, {}),
+    "zeros": ("v, d, out, tmp", "out[i] += v[i] * 2; tmp[i] = d[i]; out[i] += tmp[i]",
+              {"zero_outputs": True, "scratch": lambda v, d: v}, {}),
+    "scalars": ("v, d, a, n, out", "out[i] = v[i] * n + d[i] * a", {"scalars": ["a"]}, {"a": jnp.float32(1), "n": 2}),
+}  # fmt: skip
+
+
+def starting_kernel(how):
+    """A function that gives 2 * v + d, by a kernel whose outputs start from something, or that takes other things."""
+    if how in STARTING:
+        parameters, statements, options, constants = STARTING[how]
+        kernel = own_kernel(cuda, parameters, f"i = cuda.grid(1)\n    if i < v.size: {statements}")
+        dims = {"outs": lambda v, *_: v, "launch_dims": lambda v, *_, **constants: v.size}
+        return functools.partial(xk.numba_cuda_kernel(kernel, **dims, **options), **constants)
+    pytest.importorskip("warp")
+
+    @wp.kernel(module="unique")
+    def double_and_add(v: wp.array(dtype=float), d: wp.array(dtype=float), out: wp.array(dtype=float)):
+        i = wp.tid()
+        out[i] = 2.0 * v[i] + d[i]
+
+    @wp.kernel(module="unique")
+    def double_in_place(v: wp.array(dtype=float), d: wp.array(dtype=float)):
+        i = wp.tid()
+        v[i] = 2.0 * v[i] + d[i]
+
+    if how == "warp in_out":
+        return xk.warp_kernel(double_in_place, outs=like_first, in_out_argnames=["v"])
+    plain = xk.warp_kernel(double_and_add, outs=like_first, differentiable=True)
+    return jax.grad(lambda v, d: (plain(v, d) ** 2).sum() / 4)
 
 
 @on_gpu
-@pytest.mark.parametrize("size", [0, 1, 2])
-def test_gpu_a_small_batch_is_one_launch(size, launches):
-    op = xk.numba_cuda_kernel(fresh(smooth), outs=lambda x, w: x, grid=1, block=64)
-    x, w = integers(size, 40), integers(size, 40)
-    np.testing.assert_array_equal(jax.vmap(op)(x, w), jax.vmap(smooth_reference)(x, w))
-    assert launches == [(1, 1, size)] * (size > 0)
+@either_way
+@pytest.mark.parametrize("how", ["aliased", "in_out", "zeros", "warp in_out", "warp differentiable"])
+def test_gpu_outputs_start_right_in_loops(how, options):
+    """XLA fuses slices of 256 bytes in loops, and loses the alias of a kernel in the fusion (jax 0.11.2)."""
+    kernel = starting_kernel(how)
+    numbers = integers(6, 64)
+    v, rows = numbers[0], numbers[1:]
+
+    def each_row(v, rows):
+        return jax.lax.scan(lambda v, row: (v, kernel(v, row)), v, rows)[1]
+
+    def batches(v, rows):
+        return jax.lax.scan(lambda v, batch: (v, jax.vmap(kernel)(batch, batch)), v, jnp.stack([rows, rows]))[1]
+
+    def carried(v, rows):
+        return jax.lax.scan(lambda v, row: (kernel(v, row), None), v, rows)[0]
+
+    def check(program, expected, **donation):
+        run = jax.jit(program, compiler_options=options, **donation)
+        np.testing.assert_array_equal(run(jnp.asarray(v), jnp.asarray(rows)), expected, err_msg=program.__name__)
+
+    check(each_row, 2 * v + rows)
+    check(batches, [3 * rows, 3 * rows])
+    last = 32 * v + 16 * rows[0] + 8 * rows[1] + 4 * rows[2] + 2 * rows[3] + rows[4]
+    check(carried, last)
+    check(carried, last, donate_argnums=0)
 
 
 @on_gpu
-def test_gpu_nested_batches_are_one_launch_or_one_per_row(launches):
-    op = xk.numba_cuda_kernel(fresh(smooth), outs=lambda x, w: x, grid=1, block=64)
-    x, w, one = integers(3, 5, 40), integers(3, 5, 40), integers(40)
+@either_way
+@pytest.mark.parametrize("how", STARTING)
+def test_gpu_one_launch_starts_and_passes_all_that_a_slice_gets(how, options, launches):
+    run = jax.jit(jax.vmap(starting_kernel(how), (0, None)), compiler_options=options)
+    v, d = integers(9, 40), integers(40)
+    for _ in range(3):
+        np.testing.assert_array_equal(run(v, d), 2 * v + d)
+    assert launches == [(1, 1, 9)] * len(launches) and 1 <= len(launches) <= 3  # a CUDA graph launches no more
+
+
+@on_gpu
+def test_gpu_batches_in_one_launch_or_one_per_row(launches):
+    @xk.numba_cuda_kernel(outs=like_first, grid=1, block=64)
+    def smooth(x, w, out):
+        tile, i = cuda.shared.array(64, cuda_float32), cuda.grid(1)
+        if i < x.size:
+            tile[i] = x[i]
+        cuda.syncthreads()
+        if i < x.size:
+            out[i] = tile[max(i - 1, 0)] + tile[i] * w[i]
+
+    def in_jax(x, w):
+        return jnp.concatenate([x[:1], x[:-1]]) + x * w
 
     def nested(function, axes):
-        return jax.jit(jax.vmap(jax.vmap(function, axes[0]), axes[1]))
+        for in_axes in axes:
+            function = jax.vmap(function, in_axes)
+        return jax.jit(function)
 
-    for axes, args, grids in (
-        (((0, 0), (0, 0)), (x, w), [(1, 1, 15)]),
-        (((0, None), (0, None)), (x, one), [(1, 1, 15)]),
-        (((0, None), (None, 0)), (x[0], w[:, 0]), [(1, 1, 5)] * 3),
+    one = integers(40)
+    for axes, x, w, grids in (
+        ([(0, None)], integers(1000, 40), one, [(1, 1, 1000)]),
+        ([(0, 0)], integers(0, 40), integers(0, 40), []),
+        ([(0, 0)], integers(1, 40), integers(1, 40), [(1, 1, 1)]),
+        ([(0, 0), (0, 0)], integers(3, 5, 40), integers(3, 5, 40), [(1, 1, 15)]),
+        ([(0, None), (0, None)], integers(3, 5, 40), one, [(1, 1, 15)]),
+        ([(0, None), (None, 0)], integers(5, 40), integers(3, 40), [(1, 1, 5)] * 3),
     ):
         launches.clear()
-        np.testing.assert_array_equal(nested(op, axes)(*args), nested(smooth_reference, axes)(*args))
+        np.testing.assert_array_equal(nested(smooth, axes)(x, w), nested(in_jax, axes)(x, w))
         assert launches == grids
 
 
 @on_gpu
-def test_gpu_more_slices_than_a_grid_has_blocks(launches):
-    def copy(x, out):
-        out[0] = x[0]
+def test_gpu_a_row_that_a_kernel_reads_and_the_program_replaces():
+    """XLA's dynamic-slice fusion lets a kernel write into the array that it reads (jax 0.11.2)."""
+    n = 64
 
-    op = xk.numba_cuda_kernel(copy, outs=lambda x: x, grid=1, block=1)
-    x = integers(65_536 + 2, 1)
-    np.testing.assert_array_equal(jax.vmap(op)(x), x)
-    assert launches == [(1, 1, 65_535), (1, 1, 3)]
+    @xk.numba_cuda_kernel(outs=lambda m: spec(n), launch_dims=n)
+    def sums(m, out):
+        j = cuda.grid(1)
+        if j < out.size:
+            out[j] = 0
+            for i in range(m.shape[0]):
+                out[j] += m[i, (j + 1) % out.size]
 
+    @xk.numba_cuda_kernel(outs=lambda v, w: (v, w), launch_dims=n)
+    def left_and_right(v, w, left, right):
+        i = cuda.grid(1)
+        if i < v.size:
+            left[i] = v[i - 1 if i > 0 else v.size - 1] + w[i]
+            right[i] = v[(i + 1) % v.size] - w[i]
 
-def add_in_place(v, d):
-    i = cuda.grid(1)
-    if i < v.size:
-        v[i] += d[i]
+    def in_program(k, m):
+        m = m.at[k].set(sums(m))
+        left, right = left_and_right(m[k], m[0])
+        return m.at[k].set(left).at[0].set(right)
 
-
-def add_by_scratch(v, d, out, work):
-    i = cuda.grid(1)
-    if i < v.size:
-        work[i] = v[i]
-        out[i] += work[i] + d[i]
-
-
-def add_with_constants(v, d, factor, n, out):
-    i = cuda.grid(1)
-    if i < v.size:
-        out[i] = v[i] + d[i] + factor * n
-
-
-@on_gpu
-@pytest.mark.parametrize("captured", [False, True], ids=["launched", "command buffers"])
-@pytest.mark.parametrize("kind", ["in_out", "scratch and zeros", "constants and scalars"])
-def test_gpu_one_launch_starts_and_passes_all_that_a_slice_gets(kind, captured, launches):
-    dims = {"launch_dims": lambda v, d: v.size, "outs": lambda v, d: v}
-    if kind == "in_out":
-        op = xk.numba_cuda_kernel(fresh(add_in_place), in_out_argnames=["v"], **dims)
-    elif kind == "scratch and zeros":
-        op = xk.numba_cuda_kernel(fresh(add_by_scratch), scratch=lambda v, d: v, zero_outputs=True, **dims)
-    else:
-        kernel = xk.numba_cuda_kernel(
-            fresh(add_with_constants),
-            outs=lambda v, d, factor: v,
-            launch_dims=lambda v, d, factor: v.size,
-            scalars=["factor"],
-        )
-        op = lambda v, d: kernel(v, d, factor=v[0] * 0, n=3)
-    options = {"xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL" if captured else ""}
-    if captured:
-        options["xla_gpu_graph_min_graph_size"] = 1
-    run = jax.jit(jax.vmap(op, (0, None)), compiler_options=options)
-    v, d = integers(9, 40), integers(40)
-    launches.clear()
-    for _ in range(3):
-        np.testing.assert_array_equal(run(v, d), v + d)
-    assert launches == [(1, 1, 9)] * len(launches) and 1 <= len(launches) <= 3  # a CUDA graph launches no more
-
-
-def reads_z(x, out):
-    i = cuda.threadIdx.x
-    out[i] = x[i] + cuda.blockIdx.z
-
-
-def reads_all_coordinates(x, out):
-    i, j, k = cuda.grid(3)
-    if i == 0 and j == 0:
-        out[k] = x[k]
-
-
-def waits_for_memory(x, out):
-    out[cuda.threadIdx.x] = x[cuda.threadIdx.x]
-    cuda.threadfence()
-
-
-ONE_BLOCK = {"grid": 1, "block": 3}
-LAUNCHED_PER_SLICE = {  # why: kernel, options, grid of each launch
-    "reads z": (reads_z, ONE_BLOCK, (1, 1, 1)),
-    "grid of three dimensions": (reads_all_coordinates, {"launch_dims": (1, 1, 3)}, (1, 1, 1)),
-    "fence": (waits_for_memory, ONE_BLOCK, (1, 1, 1)),
-    "sequential": (cuda_copy, ONE_BLOCK | {"vmap_method": "sequential"}, (1, 1, 1)),
-    "z of the launch": (cuda_copy, {"grid": (1, 1, 2), "block": 3}, (1, 1, 2)),
-}
-
-
-@on_gpu
-@pytest.mark.parametrize("why", LAUNCHED_PER_SLICE)
-def test_gpu_a_launch_per_slice_where_blocks_know_of_z(why, launches):
-    if why == "fence" and cuda.__name__ == "numba_cuda_mlir.cuda":
-        pytest.skip("numba-cuda-mlir 0.6.0 fails to compile cuda.threadfence()")
-    kernel, options, grid = LAUNCHED_PER_SLICE[why]
-    op = xk.numba_cuda_kernel(fresh(kernel), outs=lambda x: x, **options)
-    x = integers(4, 3)
-    np.testing.assert_array_equal(jax.vmap(op)(x), x)
-    assert launches == [grid] * 4
-
-
-@on_gpu
-def test_gpu_sequential_is_kept_beside_the_same_kernel_in_one_launch(launches):
-    kernel = fresh(cuda_copy)
-    at_once = xk.numba_cuda_kernel(kernel, outs=lambda x: x, **ONE_BLOCK)
-    in_order = xk.numba_cuda_kernel(kernel, outs=lambda x: x, vmap_method="sequential", **ONE_BLOCK)
-    x = integers(4, 3)
-    jax.block_until_ready(jax.jit(lambda x: (jax.vmap(at_once)(x), jax.vmap(in_order)(x + 1)))(x))
-    assert sorted(launches) == [(1, 1, 1)] * 4 + [(1, 1, 4)]
-
-
-def adds_to_its_input(x, out):
-    cuda.atomic.add(x, 0, 1.0)
-    out[0] = x[0]
-
-
-@on_gpu
-def test_gpu_a_kernel_in_numbas_cache_is_refused_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
-    source = tmp_path / "cached_kernel.py"
-    source.write_text(f"from {cuda.__name__.replace('.cuda', '')} import cuda\n" + inspect.getsource(adds_to_its_input))
-    module = importlib.util.module_from_spec(importlib.util.spec_from_file_location("cached_kernel", source))
-    exec(compile(source.read_text(), str(source), "exec"), vars(module))
-    kernel = cuda.jit(module.adds_to_its_input, cache=True)
-    for _ in range(2):
-        with pytest.raises(TypeError, match="its inputs are read-only"):
-            xk.numba_cuda_kernel(kernel, outs=lambda x: x, grid=1, block=1)(jnp.ones(3))
+    m = integers(4, n)
+    result = jax.jit(lambda m: jax.lax.fori_loop(0, 4, in_program, m))(m)
+    for k in range(4):
+        m[k] = np.roll(m.sum(0), -1)
+        m[k], m[0] = np.roll(m[k], 1) + m[0], np.roll(m[k], -1) - m[0]
+    np.testing.assert_array_equal(result, m)
 
 
 @on_gpu
@@ -5255,7 +4842,7 @@ def test_gpu_command_buffers(captured):
     flags = f"--xla_gpu_enable_command_buffer={captured} --xla_gpu_graph_min_graph_size=1"
     tests = "test_on_cuda or stream_order or (gpu and (test_warp_ops or test_warp_grad))"
     outcomes = run_pytest("-k", tests, XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} {flags}")
-    assert outcomes["passed"] >= 40
+    assert outcomes["passed"] >= 30
 
 
 @on_gpu
@@ -5263,7 +4850,7 @@ def test_gpu_callable_in_a_command_buffer():
     """XLA replays the launches, on fresh memory, without calling the function."""
     copy, calls = cuda.jit("void(float32[::1], float32[::1])")(cuda_copy), []
 
-    @xk.numba_cuda_callable(outs=lambda x: x, command_buffer=True)
+    @xk.numba_cuda_callable(outs=like_first, command_buffer=True)
     def op(x, out, stream):
         calls.append(1)
         copy[1, 32, stream](x, out)
@@ -5283,7 +4870,7 @@ def test_gpu_debug_kernel_reports_its_exceptions():
             raise ValueError("negative")
         out[0] = x[0]
 
-    op = xk.numba_cuda_kernel(kernel, lambda x: x, grid=1, block=32)
+    op = xk.numba_cuda_kernel(kernel, like_first, grid=1, block=32)
     slow = jax.jit(lambda a, x: op(x + 0 * jnp.max(a @ a @ a)))  # the launch waits for what is before it
     a, x = jnp.ones((1500, 1500)), jnp.ones(1)
     for k in range(2):
@@ -5304,8 +4891,8 @@ def test_gpu_every_device():
 
 @on_gpu
 def test_gpu_cuda_cooperative_goes_through_python():
-    op = xk.numba_cuda_kernel(cuda.jit(cuda_cooperative), spec(1), grid=2, block=8)
-    np.testing.assert_array_equal(op(jnp.arange(9.0) + 1), [1])
+    kernel = own_kernel(cuda, "x, out", "cuda.cg.this_grid().sync(); out[0] = x[0]")
+    np.testing.assert_array_equal(xk.numba_cuda_kernel(cuda.jit(kernel), spec(1), grid=2, block=8)(F32), [1])
 
 
 # ======================================================================================================
