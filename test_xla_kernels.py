@@ -3859,16 +3859,18 @@ R cuGetProcAddress_v2(const char *name, P *result, int version, D flags, int *st
 
 # Stands in for numba_cuda_mlir where that is not installed: handlers and launches can be tested with no compiler.
 NO_COMPILER = """
-import contextlib, ctypes, types as modules
+import ctypes, types as modules
 from numba import types
 compiles_nothing, driver = True, ctypes.CDLL("libcuda.so.1")
-class Devices:
-    @contextlib.contextmanager
-    def __getitem__(self, ordinal):
-        driver.cuCtxPushCurrent_v2(ctypes.c_void_p(0x1000 + 16 * ordinal))
-        yield
+class Device:
+    compute_capability = 9, 0
+    def __init__(self, context):
+        self.context = ctypes.c_void_p(context)
+    def __enter__(self):
+        driver.cuCtxPushCurrent_v2(self.context)
+    def __exit__(self, *error):
         driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
-gpus = Devices()
+gpus = Device(0x1000), Device(0x1010)
 grid = None
 class Dispatcher:
     __module__ = "numba_cuda_mlir.descriptor"
