@@ -4917,17 +4917,9 @@ def check_equal(actual, expected, rtol=1e-5):
 
 @functools.cache
 def warp_kernels():
-    """The kernels of WARP_CASES; made on first use, so that the file loads without Warp."""
+    """The kernels of this section; made on first use, so that the file loads without Warp."""
     floats = wp.array(dtype=float)
     integers = wp.array(dtype=wp.int32)
-    booleans = wp.array(dtype=wp.bool)
-    vectors = wp.array(dtype=wp.vec3)
-    table = wp.array2d(dtype=float)
-
-    @wp.kernel(module="unique")
-    def add(x: floats, y: floats, out: floats):
-        i = wp.tid()
-        out[i] = x[i] + y[i]
 
     @wp.kernel(module="unique")
     def multiply(x: floats, y: floats, out: floats):
@@ -4935,21 +4927,9 @@ def warp_kernels():
         out[i] = x[i] * y[i]
 
     @wp.kernel(module="unique")
-    def outer(x: floats, y: floats, out: table):
+    def outer(x: floats, y: floats, out: wp.array2d(dtype=float)):
         i, j = wp.tid()
         out[i, j] = x[i] * y[j]
-
-    @wp.kernel(module="unique")
-    def total(x: floats, out: floats):
-        s = float(0.0)  # noqa: UP018
-        for k in range(x.shape[0]):
-            s += x[k]
-        out[wp.tid()] = s
-
-    @wp.kernel(module="unique")
-    def cross(x: vectors, y: vectors, out: vectors):
-        i = wp.tid()
-        out[i] = wp.cross(x[i], y[i])
 
     @wp.kernel(module="unique")
     def matvec(m: wp.array2d(dtype=wp.mat22), v: wp.array2d(dtype=wp.vec2), out: wp.array2d(dtype=wp.vec2)):
@@ -4962,11 +4942,8 @@ def warp_kernels():
         out[n, k, j, i] = x[i, j, k, n]
 
     @wp.kernel(module="unique")
-    def lif(v: floats, current: floats, new_v: floats, spikes: booleans):
-        i = wp.tid()
-        u = v[i] + (current[i] - v[i]) * 0.1
-        spikes[i] = u > 1.0
-        new_v[i] = wp.where(u > 1.0, 0.0, u)
+    def tally(x: floats, out: floats):
+        wp.atomic_add(out, 0, x[wp.tid()])
 
     @wp.kernel(module="unique")
     def histogram(index: integers, weight: float, acc: floats):
@@ -4977,10 +4954,6 @@ def warp_kernels():
         i = wp.tid()
         buffer[i] = 3.0 * x[i]
         out[i] = buffer[i] + 1.0
-
-    @wp.kernel(module="unique")
-    def tally(x: floats, out: floats):
-        wp.atomic_add(out, 0, x[wp.tid()])
 
     @wp.kernel(module="unique")
     def in_place(v: floats, current: floats, out: floats):
@@ -4995,39 +4968,42 @@ def warp_kernels():
             sines[i] = wp.sin(x[i])
         count[i] = 1
 
+    @wp.kernel(module="unique")
+    def double_tiles(x: floats, out: floats):
+        i = wp.tid()
+        t = wp.tile_load(x, shape=64, offset=i * 64, storage="shared")
+        wp.tile_store(out, t * 2.0, offset=i * 64)
+
+    @wp.kernel(module="unique")
+    def copy_doubles(x: wp.array(dtype=wp.float64), out: wp.array(dtype=wp.float64)):
+        out[wp.tid()] = x[wp.tid()]
+
+    @wp.kernel(module="unique")
+    def takes_no_array(factor: float):
+        wp.tid()
+
     return types.SimpleNamespace(**locals())
-
-
-def lif_in_numpy(v, current):
-    u = v + (current - v) * np.float32(0.1)
-    return np.where(u > 1, np.float32(0), u), u > 1
 
 
 def matvec_in_numpy(m, v):
     return (m @ v[..., None])[..., 0]
 
 
-@dataclasses.dataclass
-class WarpCase:
-    """Options of warp_kernel, arguments of a call, and what it gives, in NumPy."""
-
-    options: dict
-    args: tuple
-    reference: Callable
+class WarpCase(typing.NamedTuple):
+    options: dict  # of warp_kernel
+    args: tuple  # of a call
+    reference: Callable  # the same in NumPy
 
 
 PAIR = sample(5), sample(5, seed=1)
 WARP_CASES = {  # by the name of the kernel
-    "add": WarpCase({"outs": like_first}, PAIR, np.add),
+    "multiply": WarpCase({"outs": like_first}, PAIR, np.multiply),
     "outer": WarpCase({"outs": spec(3, 4), "launch_dims": (3, 4)}, (sample(3), sample(4, seed=1)), np.outer),
-    "total": WarpCase({"outs": spec(1), "launch_dims": 1}, (sample(3),), lambda x: x.sum(keepdims=True)),
-    "cross": WarpCase({"outs": like_first}, (sample(4, 3), sample(4, 3, seed=1)), np.cross),
     "matvec": WarpCase({"outs": spec(2, 3, 2)}, (sample(2, 3, 2, 2), sample(2, 3, 2)), matvec_in_numpy),
     "flip": WarpCase({"outs": lambda x: spec(*x.shape[::-1])}, (sample(2, 3, 4, 5),), np.transpose),
-    "lif": WarpCase({"outs": (spec(7), spec(7, dtype=bool))}, (sample(7), sample(7, seed=1)), lif_in_numpy),
     "tally": WarpCase({"outs": spec(1), "zero_outputs": True}, (sample(5),), lambda x: x.sum(keepdims=True)),
     "scratchy": WarpCase({"outs": like_first, "scratch": like_first}, (sample(5),), lambda x: 3 * x + 1),
-    "in_place": WarpCase({"outs": spec(5), "input_output_aliases": {0: 0}}, PAIR, lambda v, c: v + (c - v) * 0.1),
+    "in_place": WarpCase({"outs": spec(5), "input_output_aliases": {"v": 0}}, PAIR, lambda v, c: v + (c - v) * 0.1),
 }
 
 
@@ -5036,15 +5012,10 @@ def wrapped(name, **options):
     return xk.warp_kernel(getattr(warp_kernels(), name), **{**WARP_CASES[name].options, **options})
 
 
-@functools.cache
-def tile_kernel():
-    @wp.kernel(module="unique")
-    def double(x: wp.array(dtype=float), out: wp.array(dtype=float)):
-        i = wp.tid()
-        t = wp.tile_load(x, shape=64, offset=i * 64, storage="shared")
-        wp.tile_store(out, t * 2.0, offset=i * 64)
-
-    return double
+def double_by_tiles(**options):
+    """Two blocks, or more, of 64 elements each."""
+    options = {"launch_dims": lambda x: x.size // 64, "tiled": True, **options}
+    return xk.warp_kernel(warp_kernels().double_tiles, like_first, **options)
 
 
 @functools.cache
@@ -5078,7 +5049,16 @@ def kernel_of_every_kind():
     settings.on = True
     v = wp.vec3h(4.0, 5.0, 6.0)
     m = wp.mat33(*range(9))
-    return every, {"h": 1.5, "on": True, "i": -3, "v": v, "m": m, "s": settings, "n": 2**40}
+    return every, {"h": 1.5, "on": True, "i": -3, "v": v, "m": m, "s": settings, "n": 8}
+
+
+def every_in_numpy(x, w):
+    """The same for those values."""
+    return x[..., :1] * w + (1.5 - 3 + 5 + 7 + 1.5 + 3 + 8)
+
+
+def wrapped_every(dims=(2, 3), **options):
+    return xk.warp_kernel(kernel_of_every_kind()[0], lambda *args: args[-1], launch_dims=dims, **options)
 
 
 # -- the ways in which a Warp kernel is started --------------------------------------------------------
@@ -5096,21 +5076,16 @@ def with_unknown_bounds(launch):
     return launch
 
 
-class WarpPath:
-    """How the kernels of a test are started, and how often that was through Warp's own `Launch.launch`."""
+def change_recorded_launches(monkeypatch, change):
+    """Of kernels that are compiled from now on: their targets have other names, so that nothing is shared."""
+    launch = wp.launch
 
-    def __init__(self, name):
-        self.name = name
-        self.python_launches = 0
+    def launching(*args, record_cmd=False, **options):
+        launched = launch(*args, record_cmd=record_cmd, **options)
+        return change(launched) if record_cmd else launched
 
-    def count_python_launches(self, monkeypatch):
-        launch = wp.Launch.launch
-
-        def counting(*args, **options):
-            self.python_launches += 1
-            return launch(*args, **options)
-
-        monkeypatch.setattr(wp.Launch, "launch", counting)
+    monkeypatch.setattr(wp, "launch", launching)
+    monkeypatch.setattr(xk, "__name__", f"xk_{change.__name__}")
 
 
 NEEDED_BY_PATH = {"native": "warp", "replay": "warp", "gpu": "warp_gpu"}
@@ -5119,18 +5094,486 @@ NEEDED_BY_PATH = {"native": "warp", "replay": "warp", "gpu": "warp_gpu"}
 @pytest.fixture(params=[pytest.param(path, marks=pytest.mark.needs(need)) for path, need in NEEDED_BY_PATH.items()])
 def warp_path(request, monkeypatch):
     """On the CPU, natively and (as of a Warp that is not known) by replaying its recorded launch; and on a GPU."""
-    path = WarpPath(request.param)
-    if path.name == "replay":
-        launch = wp.launch
+    if request.param == "replay":
+        change_recorded_launches(monkeypatch, with_unknown_bounds)
+    return request.param
 
-        def launching(*args, record_cmd=False, **options):
-            launched = launch(*args, record_cmd=record_cmd, **options)
-            return with_unknown_bounds(launched) if record_cmd else launched
 
-        monkeypatch.setattr(wp, "launch", launching)
-        monkeypatch.setattr(xk, "__name__", "xk_replay")  # other target names, so that nothing is shared
-    path.count_python_launches(monkeypatch)
-    return path
+@pytest.fixture
+def python_launches(monkeypatch):
+    """The launches through Warp's own `Launch.launch`."""
+    launches, launch = [], wp.Launch.launch
+
+    def counting(launched, *args, **options):
+        launches.append(launched)
+        return launch(launched, *args, **options)
+
+    monkeypatch.setattr(wp.Launch, "launch", counting)
+    return launches
+
+
+def test_warp_fixtures_tell_the_paths_apart(warp_path, python_launches):
+    """Else a test may pass twice on one path."""
+    f = wrapped("multiply")
+    jax.block_until_ready(f(*PAIR))
+    python_launches.clear()
+    jax.block_until_ready(f(*PAIR))
+    assert len(python_launches) == (warp_path == "replay")
+
+
+@needs_warp
+def test_warp_runs_by_warps_own_launch_if_that_packs_arrays_otherwise(monkeypatch, python_launches):
+    """As a later Warp may, in structs of the same size."""
+
+    def pack_otherwise(launched):
+        launched.params[1].strides[0] += 4
+        return launched
+
+    change_recorded_launches(monkeypatch, pack_otherwise)
+    f = wrapped("multiply")
+    jax.block_until_ready(f(*PAIR))
+    python_launches.clear()
+    check_equal(f(*PAIR), PAIR[0] * PAIR[1])
+    assert len(python_launches) == 1
+
+
+# -- values --------------------------------------------------------------------------------------------
+
+
+def stacked_slices(function, *batches, axis=0):
+    """What vmap must equal: a Python loop over an axis of all arguments."""
+    rows = [function(*(np.take(x, i, axis) for x in batches)) for i in range(batches[0].shape[axis])]
+    return np.stack(rows)
+
+
+@pytest.mark.parametrize("name", WARP_CASES)
+def test_warp_ops(name, warp_path):
+    case, f = WARP_CASES[name], wrapped(name)
+    check_equal(f(*case.args), case.reference(*case.args))
+    batches = [np.stack([x, 2 * x, 3 * x], axis=1) for x in case.args]
+    batched = jax.jit(jax.vmap(f, in_axes=1))
+    check_equal(batched(*batches), stacked_slices(case.reference, *batches, axis=1))
+
+
+@pytest.mark.parametrize("name", WARP_CASES)
+def test_warp_nested_vmap(name, warp_path):
+    """The inner one is over the last argument alone."""
+    case, f = WARP_CASES[name], wrapped(name)
+    *shared, last = (np.stack([x, -x]) for x in case.args)
+    last = np.stack([last, 2 * last, 3 * last], axis=1)
+    in_axes = [*[None] * len(shared), 0]
+
+    def inner_loop(*args):
+        return stacked_slices(lambda x: case.reference(*args[:-1], x), args[-1])
+
+    found = jax.vmap(jax.vmap(f, in_axes=in_axes))(*shared, last)
+    check_equal(found, stacked_slices(inner_loop, *shared, last))
+
+
+def test_warp_values(warp_path):
+    """Python's and typed ones; they are data of one target."""
+    f = wrapped_every()
+    values = kernel_of_every_kind()[1]
+    x, w = sample(2, 3), sample(2, 3, seed=1)
+    plain = [1.5, True, -3, np.array([4, 5, 6], np.float16), [[0, 1, 2], [3, 4, 5], [6, 7, 8]], values["s"], 8]
+    typed = [np.float16(1.5), np.bool_(True), np.int8(-3), values["v"], values["m"], values["s"], np.uint64(8)]
+    for args in (plain, typed):
+        check_equal(f(x, *args, w), every_in_numpy(x, w))
+    xs = np.stack([x, 2 * x])
+    check_equal(jax.vmap(lambda x: f(x, *plain, w))(xs), every_in_numpy(xs, w))
+    others = [2.5, False, 3, values["v"], values["m"], values["s"], 9]
+    assert warp_target(lambda x: f(x, *plain, w), x) == warp_target(lambda x: f(x, *others, w), x)
+
+
+def test_warp_struct_that_changes_is_another_value(warp_path):
+    gains_seen_by_outs = []
+
+    def outs(*args):
+        gains_seen_by_outs.append(args[6].gain)
+        return args[-1]
+
+    every, values = kernel_of_every_kind()
+    f = xk.warp_kernel(every, outs, launch_dims=(2, 3))
+    settings, unchanged = deepcopy(values["s"]), deepcopy(values["s"])
+    x, w = sample(2, 3), sample(2, 3, seed=1)
+
+    def call(settings):
+        return f(x, *(values | {"s": settings}).values(), w)
+
+    check_equal(call(settings), every_in_numpy(x, w))
+    settings.gain = 4.0
+    check_equal(call(settings), every_in_numpy(x, w) + 2.5)
+    jitted = jax.jit(lambda x: f(x, *(values | {"s": unchanged}).values(), w))
+    check_equal(jitted(x), every_in_numpy(x, w))  # for `outs` it equals what that got at first, and must see unchanged
+    assert gains_seen_by_outs[-1] == 1.5
+
+
+@pytest.mark.parametrize(
+    "name", "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 bfloat16 float32 float64".split()
+)
+def test_warp_dtypes(name, warp_path):
+    dtype = np.dtype(getattr(jnp, name))
+    if not hasattr(wp, name):
+        pytest.skip(f"this Warp has no {name}")
+    assert xk.jaxtype_to_warptype(name) is xk.jaxtype_to_warptype(dtype) is getattr(wp, name)
+    with x64():
+        x = jnp.arange(6).reshape(2, 3).astype(dtype)
+        info = xk.jaxinfo_to_warpinfo(x)
+        assert (info.dtype, info.ndim) == (getattr(wp, name), 2)
+
+        @wp.kernel(module="unique")
+        def select(x: info, flag: wp.array(dtype=wp.bool), out: info):
+            i, j = wp.tid()
+            out[i, j] = wp.where(flag[i], x[i, 2 - j], x[i, j])
+
+        out = xk.warp_kernel(select, outs=like_first)(x, jnp.array([True, False]))
+        assert out.dtype == dtype
+        np.testing.assert_array_equal(out, jnp.stack([x[0, ::-1], x[1]]))
+
+
+@needs_warp
+@pytest.mark.parametrize("dtype", [np.complex64, "nonsense", jnp.float8_e4m3fn])
+def test_warp_has_no_such_type(dtype):
+    with pytest.raises(ValueError, match=r"Warp has no scalar type for dtype .*it has bool, int8, .*float64"):
+        xk.jaxtype_to_warptype(dtype)
+
+
+@needs_warp
+@pytest.mark.parametrize("shape, text", [((), r"0 in float32\[\]; reshape it to \(1,\)"), ((1,) * 5, "5 in float32")])
+def test_warp_has_no_array_of_such_a_shape(shape, text):
+    with pytest.raises(ValueError, match=f"1 to 4 dimensions; got {text}"):
+        xk.jaxinfo_to_warpinfo(spec(*shape))
+
+
+def add_to_histogram(index, weight, acc):
+    """Where an input is also the output."""
+    f = xk.warp_kernel(warp_kernels().histogram, lambda index, weight, acc: acc, in_out_argnames=["acc"])
+    return f(index, weight, acc)
+
+
+def test_warp_in_out(warp_path):
+    index, acc = jnp.array([0, 2, 2, 1], jnp.int32), jnp.ones(3)
+    np.testing.assert_array_equal(add_to_histogram(index, 0.5, acc), [1.5, 1.5, 2])
+    np.testing.assert_array_equal(acc, [1, 1, 1])
+    rows = jnp.array([[0, 0, 0, 0], [1, 1, 1, 2]], jnp.int32)
+    batched = jax.vmap(add_to_histogram, (0, None, None))
+    np.testing.assert_array_equal(batched(rows, 0.5, acc), [[3, 1, 1], [1, 2.5, 1.5]])
+
+
+def test_warp_empty_launches_and_arrays(warp_path):
+    f = jax.jit(xk.warp_kernel(warp_kernels().multiply, spec(1000), launch_dims=0))
+    for i in range(5):  # in memory that held something else
+        x = jnp.full(1000, 7.0 + i)
+        assert not f(x, x).any()
+    in_place, (v, current) = wrapped("in_place", launch_dims=0), PAIR
+    check_equal(in_place(v, current), v)  # an output keeps what it starts from
+    check_equal(jax.vmap(in_place, (None, 0))(v, np.stack([current] * 3)), np.stack([v] * 3))
+    f, empty = wrapped("multiply"), jnp.zeros((0, 5))
+    assert f(empty[:, 0], empty[:, 0]).shape == (0,)
+    assert jax.vmap(f)(empty, empty).shape == (0, 5)
+
+
+def test_warp_tiles(warp_path):
+    f, x = double_by_tiles(block_dim=64), np.arange(3 * 128, dtype=np.float32).reshape(3, 128)
+    np.testing.assert_array_equal(f(x[0]), 2 * x[0])
+    np.testing.assert_array_equal(jax.vmap(f)(x), 2 * x)
+
+
+# -- derivatives ---------------------------------------------------------------------------------------
+
+
+def smooth_kernel_and_reference():
+    """A kernel of three outputs, one of them of integers, and the same in JAX; both are functions of x and k."""
+    outs = spec(5), spec(3), spec(5, dtype=np.int32)
+    smooth = xk.warp_kernel(warp_kernels().smooth, outs, launch_dims=5, differentiable=True)
+
+    def reference(x, k):
+        return 1.5 * x * x[k], jnp.sin(x[:3]), jnp.ones(5, jnp.int32)
+
+    return lambda x, k: smooth(x, k, 1.5), reference
+
+
+def test_warp_grad(warp_path):
+    k = jnp.array([1, 1, 3, 0, 2], jnp.int32)
+    x = jnp.asarray(sample(5))
+    xs = jnp.stack([x, 2 * x, -x])
+
+    def gradients(function):
+        def loss(x):
+            squares, sines, _ = function(x, k)
+            return (squares**2).sum() + (sines * jnp.arange(3.0)).sum()
+
+        def first(x):
+            return function(x, k)[0]
+
+        of_batch = jax.grad(lambda xs: jax.vmap(loss)(xs).sum())(xs)
+        return jax.grad(loss)(x), jax.vmap(jax.grad(loss))(xs), of_batch, jax.jacrev(first)(x)
+
+    f, reference = smooth_kernel_and_reference()
+    check_equal(gradients(f), gradients(reference), rtol=1e-4)
+    check_equal(f(x, k), reference(x, k))
+    assert jax.grad(lambda k: f(x, k)[0].sum(), allow_int=True)(k).dtype == jax.dtypes.float0
+
+
+@pytest.mark.parametrize("name, reference", [("matvec", matvec_in_numpy), ("outer", jnp.outer)])
+def test_warp_grad_of_vectors_and_matrices(name, reference, warp_path):
+    x, y = map(jnp.asarray, WARP_CASES[name].args)
+    xs = jnp.stack([x, -2 * x])
+
+    def gradients(function):
+        return jax.grad(lambda x, y: (function(x, y) ** 2).sum(), (0, 1))
+
+    def of_batch(function):  # the gradient of an unbatched operand is summed
+        return gradients(jax.vmap(function, (0, None)))
+
+    f = wrapped(name, differentiable=True)
+    check_equal(gradients(f)(x, y), gradients(reference)(x, y), rtol=1e-4)
+    check_equal(of_batch(f)(xs, y), of_batch(reference)(xs, y), rtol=1e-4)
+
+
+def test_warp_cotangent_is_not_changed(warp_path):
+    """An adjoint changes its cotangent alone, of which it gets a copy, and stores no output again."""
+    pullback = jax.vjp(wrapped("multiply", differentiable=True), jnp.arange(4.0), jnp.ones(4))[1]
+    ct = jnp.ones(4)
+    for _ in range(2):
+        np.testing.assert_array_equal(pullback(ct), [[1, 1, 1, 1], [0, 1, 2, 3]])
+    np.testing.assert_array_equal(ct, [1, 1, 1, 1])
+    assert jax.jit(pullback).lower(ct).as_text().count("output_operand_alias<") == 1
+
+
+@functools.cache
+def kernels_with_views():
+    """Kernels whose adjoint looks for the gradient in the array itself: rows, and elements that are written twice."""
+
+    @wp.kernel(module="unique")
+    def rows(m: wp.array2d(dtype=float), o: wp.array(dtype=float)):
+        i = wp.tid()
+        row = m[i]
+        s = float(0.0)  # noqa: UP018
+        for j in range(row.shape[0]):
+            s += row[j] * row[j]
+        o[i] = s
+
+    @wp.kernel(module="unique")
+    def pick(a: wp.array(dtype=float), b: wp.array(dtype=float), o: wp.array(dtype=float)):
+        i = wp.tid()
+        o[i] = a[i]
+        if a[i] > 2.0:
+            o[i] = b[i]
+
+    return rows, pick
+
+
+def check_view_gradients(run):
+    """`run(f, *args)` is f(*args), perhaps on a fake GPU."""
+    rows, _ = kernels_with_views()
+    f = xk.warp_kernel(rows, lambda m: spec(m.shape[0]), launch_dims=lambda m: m.shape[0], differentiable=True)
+    gradient = jax.grad(lambda m: f(m).sum())
+    m = jnp.arange(6.0).reshape(2, 3)
+    np.testing.assert_array_equal(run(gradient, m), 2 * m)
+    batch = jnp.stack([m, m + 1])
+    np.testing.assert_array_equal(run(jax.vmap(gradient), batch), 2 * batch)
+
+
+def test_warp_gradients_through_views(warp_path):
+    check_view_gradients(lambda f, *args: f(*args))
+
+
+def test_warp_gradients_through_views_on_fake_gpu(fake_gpu):
+    check_view_gradients(fake_gpu.run)
+
+
+def test_warp_gradient_of_an_element_written_twice_is_that_of_a_tape(warp_path):
+    _, pick = kernels_with_views()
+    f = xk.warp_kernel(pick, like_first, differentiable=True)
+    a, b = np.arange(1.0, 5.0, dtype=np.float32), np.ones(4, np.float32)
+    found = jax.grad(lambda a, b: f(a, b).sum(), (0, 1))(a, b)
+    device = wp.ScopedDevice("cpu" if wp.is_cpu_available() else "cuda")
+    with device, wp.Tape() as tape:
+        x, y, out = (wp.array(value, requires_grad=True) for value in (a, b, a))
+        wp.launch(pick, dim=4, inputs=[x, y], outputs=[out])
+        tape.backward(grads={out: wp.array(np.ones(4, np.float32))})
+    check_equal(found, (x.grad.numpy(), y.grad.numpy()))
+
+
+@needs_warp
+def test_warp_adjoints_change_no_outputs():
+    """Warp runs the functions that a kernel calls again in the adjoint."""
+
+    @wp.func
+    def add(a: wp.array(dtype=float), i: int, v: float):
+        wp.atomic_add(a, i, v)
+
+    @wp.kernel(module="unique")
+    def squares(x: wp.array(dtype=float), out: wp.array(dtype=float)):
+        i = wp.tid()
+        out[i] = 0.0
+        add(out, i, x[i] * x[i])
+
+    out, vjp = jax.vjp(xk.warp_kernel(squares, like_first, differentiable=True), jnp.arange(3.0))
+    np.testing.assert_array_equal(vjp(jnp.ones(3))[0], [0, 2, 4])
+    np.testing.assert_array_equal(out, [0, 1, 4])
+
+
+@needs_warp
+def test_warp_kernel_without_an_adjoint():
+    @wp.kernel(enable_backward=False, module="unique")
+    def forward_only(x: wp.array(dtype=float), out: wp.array(dtype=float)):
+        out[wp.tid()] = x[wp.tid()]
+
+    f = xk.warp_kernel(forward_only, like_first, differentiable=True)
+    np.testing.assert_array_equal(f(jnp.arange(3.0)), [0, 1, 2])
+    with pytest.raises(RuntimeError) as raised:
+        jax.grad(lambda x: f(x).sum())(jnp.arange(3.0))
+    assert "differentiable=True needs enable_backward=True" in "".join(raised.value.__notes__)
+
+
+# -- names, lifetime, threads --------------------------------------------------------------------------
+
+
+def warp_target(f, *args):
+    """The name of the one target that a function calls."""
+    text = jax.jit(f).lower(*args).as_text()
+    [name] = set(re.findall(r'custom_call @"?([\w.]+)', text))
+    return name
+
+
+def kernel_with_a_constant(constant):
+    """As generators make them: each call adds a kernel of the same name to one module, which is then built again."""
+    c = wp.constant(constant)
+
+    @wp.kernel(module=wp.get_module("generated"))
+    def scaled(x: wp.array(dtype=float), out: wp.array(dtype=float)):
+        i = wp.tid()
+        out[i] = c * x[i]
+
+    return xk.warp_kernel(scaled, like_first)
+
+
+def test_warp_generated_kernels_share_a_target_if_equal(warp_path, monkeypatch):
+    """Options of the module and Warp's settings count, which are no part of Warp's own hash."""
+    x = jnp.arange(3.0)
+    doubled = {warp_target(kernel_with_a_constant(2.0), x) for _ in range(3)}
+    tripled = {warp_target(kernel_with_a_constant(3.0), x)}
+    options = wp.get_module("generated").options
+    monkeypatch.setitem(options, "fast_math", not options["fast_math"])
+    f = kernel_with_a_constant(2.0)
+    with_options = {warp_target(f, x)}
+    np.testing.assert_array_equal(f(x), [0, 2, 4])
+    monkeypatch.setattr(wp.config, "verify_fp", True)
+    with_settings = {warp_target(kernel_with_a_constant(2.0), x)}
+    assert len(doubled) == 1
+    assert len(doubled | tripled | with_options | with_settings) == 4
+
+
+def test_warp_kernels_run_on_after_their_module_is_built_again(warp_path):
+    x = jnp.arange(3.0)
+    first = kernel_with_a_constant(2.0)
+    np.testing.assert_array_equal(first(x), [0, 2, 4])
+    np.testing.assert_array_equal(kernel_with_a_constant(3.0)(x), [0, 3, 6])
+    np.testing.assert_array_equal(first(x), [0, 2, 4])
+
+
+def warp_settings():
+    return {name: value for name, value in vars(wp.config).items() if isinstance(value, (int, str))}
+
+
+def test_warp_threads_that_add_kernels_to_one_module(warp_path):
+    """Warp's settings, which the library changes for a while, are the user's afterwards."""
+
+    def work(i):
+        @wp.kernel(module=wp.get_module("threaded"))
+        def shifted(x: wp.array(dtype=float), shift: float, out: wp.array(dtype=float)):
+            j = wp.tid()
+            out[j] = x[j] + shift
+
+        f = xk.warp_kernel(shifted, like_first)
+        x = jnp.arange(float(8 + i % 4))
+        np.testing.assert_array_equal(jax.jit(lambda x: f(f(x, float(i)), 1.0))(x), x + i + 1)
+
+    before = warp_settings()
+    in_threads(work, range(8))
+    assert warp_settings() == before
+
+
+@needs_warp
+@pytest.mark.parametrize("error", [RuntimeError("dictionary changed size during iteration"), KeyError("shifted")])
+def test_warp_is_asked_again_while_another_thread_adds_a_kernel(error, monkeypatch):
+    """Warp's own errors for that; by threads alone it is met once in many runs."""
+    errors = [error, error]
+
+    def disturbed(launched):
+        if errors:
+            raise errors.pop()
+        return launched
+
+    change_recorded_launches(monkeypatch, disturbed)
+    monkeypatch.setattr(xk, "__name__", f"{xk.__name__}_by_{type(error).__name__}")
+    check_equal(wrapped("multiply")(*PAIR), PAIR[0] * PAIR[1])
+    assert not errors
+
+
+def meeting():
+    """A Warp function: how many threads of the CPU are inside of it; the first waits a while for a second."""
+    code = """
+        static int inside;
+        int count = __atomic_add_fetch(&inside, 1, __ATOMIC_SEQ_CST);
+        for (int i = 0; i < patience && count < 2; i++)
+            count = __atomic_load_n(&inside, __ATOMIC_SEQ_CST);
+        __atomic_sub_fetch(&inside, 1, __ATOMIC_SEQ_CST);
+        return count;
+    """
+
+    @wp.func_native(code)
+    def meet(patience: int) -> int: ...
+
+    return meet
+
+
+@needs_warp
+@pytest.mark.skipif((os.cpu_count() or 1) < 2 or sys.platform == "win32", reason="needs cores that share")
+@pytest.mark.parametrize("method", [None, "sequential"])
+def test_warp_slices_of_a_batch_run_on_all_threads_unless_in_order(method):
+    meet = meeting()
+
+    @wp.kernel(module="unique")
+    def meets(patience: wp.array(dtype=int), out: wp.array(dtype=int)):
+        out[0] = meet(patience[0])
+
+    patience = np.full((16, 1), 2_000_000, np.int32)
+    run = jax.jit(jax.vmap(xk.warp_kernel(meets, like_first, vmap_method=method)))
+    most_at_once = 1
+    for _ in range(100):  # a busy machine may leave the caller alone
+        most_at_once = max(most_at_once, run(patience).max())
+        if method == "sequential" or most_at_once > 1:
+            break
+    assert (most_at_once > 1) == (method != "sequential")
+
+
+@needs_warp
+def test_warp_kernels_on_tiles_never_overlap_on_the_cpu():
+    """Warp keeps the memory of all tiles behind one pointer there."""
+    meet = meeting()
+
+    @wp.kernel(module="unique")
+    def meets(patience: wp.array(dtype=int), out: wp.array(dtype=int), count: wp.array(dtype=int)):
+        t = wp.tile_load(patience, shape=8)
+        count[0] = meet(patience[0])
+        wp.tile_store(out, t)
+
+    f = xk.warp_kernel(meets, lambda x: (x, spec(1, dtype=np.int32)), launch_dims=1, tiled=True)
+    run = jax.jit(jax.vmap(f))
+    patience = np.full((4, 8), 2_000_000, np.int32)
+
+    def work(_):
+        out, count = run(patience)
+        np.testing.assert_array_equal(out, patience)
+        np.testing.assert_array_equal(count, [[1]] * 4)
+
+    in_threads(work, range(4))
+
+
+# -- without a GPU: the path for GPUs, on the CPU ------------------------------------------------------
 
 
 def capsule_address(capsule):
@@ -5153,7 +5596,7 @@ class FakeGpu:
     HANDLER = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
     registered: typing.ClassVar = []  # XLA never forgets a handler
 
-    def __init__(self, monkeypatch, is_known):
+    def __init__(self, monkeypatch, is_known=True):
         self.ordinal = 3  # of the device that XLA runs on
         self.is_known = is_known  # whether Warp's launches are those that the library knows
         self.recorded = []  # Warp's launches: (device, threads per block, launch)
@@ -5182,11 +5625,13 @@ class FakeGpu:
         monkeypatch.setattr(wp.array, "__init__", lambda array, *args, **options: self.make_array(array, args, options))
         monkeypatch.setattr(wp.Launch, "launch", lambda launch, stream=None: self.launch_by_warp(launch, stream))
 
+    @property
+    def grids(self):
+        return [grid for grid, *_ in self.launches]
+
     def run(self, f, *args):
         """The result of `f`, lowered for CUDA."""
-        jax.eval_shape(f, *args)
-        checks = [*xk.export_checks(), jax.export.DisabledSafetyCheck.platform()]
-        return jax.export.export(jax.jit(f), platforms=["cuda"], disabled_checks=checks)(*args).call(*args)
+        return run_for_cuda(f, *args)
 
     def address(self, function, *types_):
         """The address of a C function that calls `function`."""
@@ -5262,8 +5707,7 @@ class FakeGpu:
 
     def launch(self, function, gx, gy, gz, bx, by, bz, shared, stream, params, extra):
         launch = self.find(function)
-        sizes = [ctypes.sizeof(param) for param in launch.params]
-        packed = [ctypes.string_at(params[i], size) for i, size in enumerate(sizes)]
+        packed = [ctypes.string_at(params[i], ctypes.sizeof(param)) for i, param in enumerate(launch.params)]
         self.launches.append(((gx, gy, gz), (bx, by, bz), shared, stream, packed))
         if self.runs and not self.error:
             for param, memory in zip(launch.params, packed, strict=True):
@@ -5335,522 +5779,13 @@ def fake_gpu(request, monkeypatch):
 
 @pytest.fixture
 def native_fake_gpu(monkeypatch):
-    return FakeGpu(monkeypatch, is_known=True)
-
-
-def test_warp_fixtures_tell_the_paths_apart(warp_path):
-    """Else a test may pass twice on one path."""
-    f = wrapped("add")
-    jax.block_until_ready(f(*PAIR))
-    warp_path.python_launches = 0
-    jax.block_until_ready(f(*PAIR))
-    assert warp_path.python_launches == {"native": 0, "replay": 1, "gpu": 0}[warp_path.name]
-
-
-@needs_warp
-def test_warp_runs_by_warps_own_launch_if_that_packs_arrays_otherwise(monkeypatch):
-    """As a later Warp may, in structs of the same size."""
-    launch = wp.launch
-
-    def packing_otherwise(*args, **options):
-        launched = launch(*args, **options)
-        launched.params[1].strides[0] += 4
-        return launched
-
-    monkeypatch.setattr(wp, "launch", packing_otherwise)
-    monkeypatch.setattr(xk, "__name__", "xk_packed_otherwise")  # other target names
-    path = WarpPath("replay")
-    path.count_python_launches(monkeypatch)
-    f = wrapped("add")
-    jax.block_until_ready(f(*PAIR))
-    path.python_launches = 0
-    check_equal(f(*PAIR), PAIR[0] + PAIR[1])
-    assert path.python_launches == 1
-
-
-# -- values --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", WARP_CASES)
-def test_warp_ops(name, warp_path):
-    case, f = WARP_CASES[name], wrapped(name)
-    expected = case.reference(*case.args)
-    check_equal(f(*case.args), expected)
-    check_equal(jax.jit(f)(*case.args), expected)
-
-
-def stacked_slices(function, *batches, axis=0):
-    """What vmap must equal: a Python loop over an axis of all arguments."""
-    rows = [function(*(np.take(x, i, axis) for x in batches)) for i in range(batches[0].shape[axis])]
-    return jax.tree.map(lambda *leaves: np.stack(leaves), *rows)
-
-
-@pytest.mark.parametrize("name", WARP_CASES)
-def test_warp_vmap(name, warp_path):
-    case, f = WARP_CASES[name], wrapped(name)
-    batches = [np.stack([x, 2 * x, 3 * x], axis=1) for x in case.args]
-    check_equal(jax.vmap(f, in_axes=1)(*batches), stacked_slices(case.reference, *batches, axis=1))
-    last = case.args[1:]
-    if last:
-        found = jax.jit(jax.vmap(f, in_axes=(1, None)))(batches[0], *last)
-        check_equal(found, stacked_slices(lambda x: case.reference(x, *last), batches[0], axis=1))
-
-
-@pytest.mark.parametrize("name", WARP_CASES)
-def test_warp_nested_vmap(name, warp_path):
-    """The inner one is over the last argument alone."""
-    case, f = WARP_CASES[name], wrapped(name)
-    *shared, last = (np.stack([x, -x]) for x in case.args)
-    last = np.stack([last, 2 * last, 3 * last], axis=1)
-    in_axes = [*[None] * len(shared), 0]
-
-    def inner_loop(*args):
-        return stacked_slices(lambda x: case.reference(*args[:-1], x), args[-1])
-
-    found = jax.vmap(jax.vmap(f, in_axes=in_axes))(*shared, last)
-    check_equal(found, stacked_slices(inner_loop, *shared, last))
-
-
-def test_warp_vmap_over_a_single_slice(warp_path):
-    x, y = WARP_CASES["outer"].args
-    check_equal(jax.vmap(wrapped("outer"))(x[None], y[None]), np.outer(x, y)[None])
-
-
-def test_warp_values(warp_path):
-    every, values = kernel_of_every_kind()
-    f = xk.warp_kernel(every, lambda *args: args[-1], launch_dims=(2, 3))
-    x, w = sample(2, 3), sample(2, 3, seed=1)
-    plain = [1.5, True, -3, np.array([4, 5, 6], np.float16), [[0, 1, 2], [3, 4, 5], [6, 7, 8]], values["s"], 8]
-    typed = [np.float16(1.5), np.bool_(True), np.int8(-3), values["v"], values["m"], values["s"], np.uint64(8)]
-    expected = x[:, :1] * w + 1.5 - 3 + 5 + 7 + 1.5 + 3 + 8
-    check_equal(f(x, *plain, w), expected)
-    check_equal(jax.jit(lambda x: f(x, *typed, w))(x), expected)
-    check_equal(jax.vmap(lambda x: f(x, *plain, w))(np.stack([x, x])), np.stack([expected] * 2))
-
-
-def test_warp_values_are_data_of_one_target(warp_path):
-    every, values = kernel_of_every_kind()
-    f = xk.warp_kernel(every, lambda *args: args[-1], launch_dims=(2, 3))
-    x, w = sample(2, 3), sample(2, 3, seed=1)
-
-    def target(h):
-        return warp_target(lambda x: f(x, *(values | {"h": h}).values(), w), x)
-
-    assert target(1.5) == target(2.5)
-
-
-def test_warp_struct_that_changes_is_another_value(warp_path):
-    every, values = kernel_of_every_kind()
-    gains_seen_by_outs = []
-
-    def outs(*args):
-        gains_seen_by_outs.append(args[6].gain)
-        return args[-1]
-
-    f = xk.warp_kernel(every, outs, launch_dims=(2, 3))
-    settings, unchanged = deepcopy(values["s"]), deepcopy(values["s"])
-    values = values | {"s": settings, "n": 0}
-    x, w = sample(2, 3), sample(2, 3, seed=1)
-    expected = x[:, :1] * w + 1.5 - 3 + 5 + 7 + 1.5 + 3
-    check_equal(f(x, *values.values(), w), expected)
-    settings.gain = 4.0
-    check_equal(f(x, *values.values(), w), expected + 2.5)
-    values["s"] = unchanged  # equal to what the first call got, which `outs` must not see changed
-    check_equal(jax.jit(lambda x: f(x, *values.values(), w))(x), expected)
-    assert gains_seen_by_outs[-1] == 1.5
-
-
-@pytest.mark.parametrize(
-    "name", "int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 bfloat16 float32 float64".split()
-)
-def test_warp_dtypes(name, warp_path):
-    dtype = np.dtype(getattr(jnp, name))
-    if not hasattr(wp, name):
-        with pytest.raises(ValueError, match=r"Warp has no scalar type for dtype .*it has bool, int8, .*float64"):
-            xk.jaxtype_to_warptype(dtype)
-        return
-    with x64():
-        x = jnp.arange(6).reshape(2, 3).astype(dtype)
-        info = xk.jaxinfo_to_warpinfo(x)
-
-        @wp.kernel(module="unique")
-        def double(x: info, flag: wp.array(dtype=wp.bool), out: info):
-            i, j = wp.tid()
-            out[i, j] = wp.where(flag[i], x[i, j] + x[i, j], x[i, j])
-
-        out = xk.warp_kernel(double, outs=like_first)(x, jnp.array([True, False]))
-        assert out.dtype == dtype
-        np.testing.assert_array_equal(out.astype(np.float64), [[0, 2, 4], [3, 4, 5]])
-
-
-def test_warp_in_out(warp_path):
-    f = xk.warp_kernel(
-        warp_kernels().histogram,
-        lambda index, weight, acc: acc,
-        in_out_argnames=["acc"],
-        launch_dims=lambda index, weight, acc: index.shape,
-    )
-    index, acc = jnp.array([0, 2, 2, 1], jnp.int32), jnp.ones(3)
-    np.testing.assert_array_equal(f(index, 0.5, acc), [1.5, 1.5, 2])
-    np.testing.assert_array_equal(acc, [1, 1, 1])
-    np.testing.assert_array_equal(jax.jit(lambda acc: f(index, 0.5, f(index, 0.5, acc)))(acc), [2, 2, 3])
-    rows = jnp.array([[0, 0, 0, 0], [1, 1, 1, 2]], jnp.int32)
-    np.testing.assert_array_equal(jax.vmap(f, (0, None, None))(rows, 0.5, acc), [[3, 1, 1], [1, 2.5, 1.5]])
-
-
-def test_warp_empty_launch_gives_zeros(warp_path):
-    f = jax.jit(xk.warp_kernel(warp_kernels().add, spec(1000), launch_dims=0))
-    for i in range(5):  # in memory that held something else
-        x = jnp.full(1000, 7.0 + i)
-        assert not f(x, x).any()
-
-
-def test_warp_empty_launch_keeps_what_an_output_starts_from(warp_path):
-    f = wrapped("in_place", launch_dims=0)
-    v, current = PAIR
-    check_equal(f(v, current), v)
-    check_equal(jax.vmap(f, (None, 0))(v, np.stack([current] * 3)), np.stack([v] * 3))
-
-
-def test_warp_empty_arrays(warp_path):
-    f, empty = wrapped("add"), jnp.zeros((0, 5))
-    assert f(empty[:, 0], empty[:, 0]).shape == (0,)
-    assert jax.vmap(f)(empty, empty).shape == (0, 5)
-
-
-def test_warp_tiles(warp_path):
-    f = xk.warp_kernel(tile_kernel(), like_first, launch_dims=lambda x: x.size // 64, block_dim=64, tiled=True)
-    x = np.arange(3 * 128, dtype=np.float32).reshape(3, 128)
-    np.testing.assert_array_equal(f(x[0]), 2 * x[0])
-    np.testing.assert_array_equal(jax.vmap(f)(x), 2 * x)
-
-
-# -- derivatives ---------------------------------------------------------------------------------------
-
-
-def batch_of(x):
-    return jnp.stack([x, 2 * x, -x])
-
-
-GRADIENTS = {  # of a loss, at x or at a batch of it
-    "grad": lambda loss, x: jax.grad(loss)(x),
-    "jit": lambda loss, x: jax.jit(jax.grad(loss))(x),
-    "vmap": lambda loss, x: jax.vmap(jax.grad(loss))(batch_of(x)),
-    "grad of vmap": lambda loss, x: jax.grad(lambda batch: jax.vmap(loss)(batch).sum())(batch_of(x)),
-}
-
-
-def smooth_kernel_and_reference():
-    """A kernel of three outputs, one of them of integers, and the same in JAX; both are functions of x and k."""
-    outs = spec(5), spec(3), spec(5, dtype=np.int32)
-    smooth = xk.warp_kernel(warp_kernels().smooth, outs, launch_dims=5, differentiable=True)
-
-    def reference(x, k):
-        return 1.5 * x * x[k], jnp.sin(x[:3]), jnp.ones(5, jnp.int32)
-
-    return lambda x, k: smooth(x, k, 1.5), reference
-
-
-@pytest.mark.parametrize("way", GRADIENTS)
-def test_warp_grad(way, warp_path):
-    k = jnp.array([1, 1, 3, 0, 2], jnp.int32)
-    x = jnp.asarray(sample(5))
-
-    def gradient(function):
-        def loss(x):
-            squares, sines, _ = function(x, k)
-            return (squares**2).sum() + (sines * jnp.arange(3.0)).sum()
-
-        return GRADIENTS[way](loss, x)
-
-    f, reference = smooth_kernel_and_reference()
-    check_equal(gradient(f), gradient(reference), rtol=1e-4)
-
-
-def test_warp_jacobian_and_the_gradient_of_integers(warp_path):
-    k = jnp.array([1, 1, 3, 0, 2], jnp.int32)
-    x = jnp.asarray(sample(5))
-    f, reference = smooth_kernel_and_reference()
-    check_equal(f(x, k), reference(x, k))
-    jacobians = [jax.jacrev(lambda x: function(x, k)[0])(x) for function in (f, reference)]
-    check_equal(*jacobians, rtol=1e-4)
-    assert jax.grad(lambda k: f(x, k)[0].sum(), allow_int=True)(k).dtype == jax.dtypes.float0
-
-
-@pytest.mark.parametrize("name, reference", [("cross", jnp.cross), ("outer", jnp.outer)])
-def test_warp_grad_of_vectors_and_matrices(name, reference, warp_path):
-    f = wrapped(name, differentiable=True)
-    args = [jnp.asarray(x) for x in WARP_CASES[name].args]
-    weight = jnp.asarray(sample(*reference(*args).shape, seed=3))
-
-    def gradients(function):
-        return jax.grad(lambda *args: (function(*args) * weight).sum(), (0, 1))(*args)
-
-    def gradients_of_a_batch(function):  # the gradient of an unbatched operand is summed
-        batch = jnp.stack([args[0], -2 * args[0]])
-        loss = lambda x, y: (jax.vmap(function, (0, None))(x, y) * weight).sum()
-        return jax.grad(loss, (0, 1))(batch, args[1])
-
-    check_equal(gradients(f), gradients(reference))
-    check_equal(gradients_of_a_batch(f), gradients_of_a_batch(reference))
-
-
-def test_warp_cotangent_is_not_changed(warp_path):
-    f = wrapped("add", differentiable=True)
-    pullback = jax.vjp(lambda x: f(x, x), jnp.arange(4.0))[1]
-    ct = jnp.ones(4)
-    for _ in range(2):
-        np.testing.assert_array_equal(pullback(ct)[0], [2, 2, 2, 2])
-    np.testing.assert_array_equal(ct, [1, 1, 1, 1])
-
-
-@needs_warp
-def test_warp_adjoint_copies_no_output_that_the_kernel_stores():
-    """An adjoint stores nothing again; what it changes is the cotangent alone."""
-    f = wrapped("add", differentiable=True)
-    pullback = jax.vjp(f, *map(jnp.asarray, PAIR))[1]
-    text = jax.jit(pullback).lower(jnp.ones(5)).as_text()
-    assert text.count("output_operand_alias<") == 1
-
-
-@functools.cache
-def view_kernels():
-    """Kernels whose adjoint looks for the gradient in the array itself: rows, and elements that are written twice."""
-
-    @wp.kernel(module="unique")
-    def rows(m: wp.array2d(dtype=float), o: wp.array(dtype=float)):
-        i = wp.tid()
-        row = m[i]
-        s = float(0.0)  # noqa: UP018
-        for j in range(row.shape[0]):
-            s += row[j] * row[j]
-        o[i] = s
-
-    @wp.kernel(module="unique")
-    def pick(a: wp.array(dtype=float), b: wp.array(dtype=float), o: wp.array(dtype=float)):
-        i = wp.tid()
-        o[i] = a[i]
-        if a[i] > 2.0:
-            o[i] = b[i]
-
-    return rows, pick
-
-
-def check_view_gradients(run):
-    """`run(f, *args)` is f(*args), perhaps on a fake GPU."""
-    rows, _ = view_kernels()
-    f = xk.warp_kernel(rows, lambda m: spec(m.shape[0]), launch_dims=lambda m: m.shape[0], differentiable=True)
-    gradient = jax.grad(lambda m: f(m).sum())
-    m = jnp.arange(6.0).reshape(2, 3)
-    np.testing.assert_array_equal(run(gradient, m), [[0, 2, 4], [6, 8, 10]])
-    batch = jnp.stack([m, m + 1])
-    np.testing.assert_array_equal(run(jax.vmap(gradient), batch), 2 * batch)
-
-
-def test_warp_gradients_through_views(warp_path):
-    check_view_gradients(lambda f, *args: f(*args))
-
-
-def test_warp_gradients_through_views_on_fake_gpu(fake_gpu):
-    check_view_gradients(fake_gpu.run)
-
-
-def test_warp_gradient_of_an_element_written_twice_is_that_of_a_tape(warp_path):
-    _, pick = view_kernels()
-    f = xk.warp_kernel(pick, like_first, differentiable=True)
-    a, b = np.arange(1.0, 5.0, dtype=np.float32), np.ones(4, np.float32)
-    found = jax.grad(lambda a, b: f(a, b).sum(), (0, 1))(a, b)
-    device = wp.ScopedDevice("cpu" if wp.is_cpu_available() else "cuda")
-    with device, wp.Tape() as tape:
-        x, y, out = (wp.array(value, requires_grad=True) for value in (a, b, a))
-        wp.launch(pick, dim=4, inputs=[x, y], outputs=[out])
-        tape.backward(grads={out: wp.array(np.ones(4, np.float32))})
-    check_equal(found, (x.grad.numpy(), y.grad.numpy()))
-
-
-@needs_warp
-def test_warp_adjoints_change_no_outputs():
-    """Warp runs the functions that a kernel calls again in the adjoint."""
-
-    @wp.func
-    def add(a: wp.array(dtype=float), i: int, v: float):
-        wp.atomic_add(a, i, v)
-
-    @wp.kernel(module="unique")
-    def squares(x: wp.array(dtype=float), out: wp.array(dtype=float)):
-        i = wp.tid()
-        out[i] = 0.0
-        add(out, i, x[i] * x[i])
-
-    out, vjp = jax.vjp(xk.warp_kernel(squares, like_first, differentiable=True), jnp.arange(3.0))
-    np.testing.assert_array_equal(vjp(jnp.ones(3))[0], [0, 2, 4])
-    np.testing.assert_array_equal(out, [0, 1, 4])
-
-
-# -- names, lifetime, threads --------------------------------------------------------------------------
-
-
-def warp_target(f, *args):
-    """The name of the one target that a function calls."""
-    text = jax.jit(f).lower(*args).as_text()
-    [name] = set(re.findall(r'custom_call @"?([\w.]+)', text))
-    return name
-
-
-def kernel_with_a_constant(constant):
-    """As generators make them: each call adds a kernel of the same name to one module, which is then built again."""
-    c = wp.constant(constant)
-
-    @wp.kernel(module=wp.get_module("generated"))
-    def scaled(x: wp.array(dtype=float), out: wp.array(dtype=float)):
-        i = wp.tid()
-        out[i] = c * x[i]
-
-    return xk.warp_kernel(scaled, like_first)
-
-
-def test_warp_generated_kernels_share_a_target_if_equal(warp_path):
-    x = jnp.arange(3.0)
-    names = {warp_target(kernel_with_a_constant(2.0), x) for _ in range(5)}
-    assert len(names) == 1
-    assert warp_target(kernel_with_a_constant(3.0), x) not in names
-
-
-def test_warp_kernels_run_on_after_their_module_is_built_again(warp_path):
-    x = jnp.arange(3.0)
-    first = kernel_with_a_constant(2.0)
-    np.testing.assert_array_equal(first(x), [0, 2, 4])
-    np.testing.assert_array_equal(kernel_with_a_constant(3.0)(x), [0, 3, 6])
-    np.testing.assert_array_equal(first(x), [0, 2, 4])
-
-
-def test_warp_options_of_a_module_are_part_of_the_name(warp_path, monkeypatch):
-    x = jnp.arange(3.0)
-    before = warp_target(kernel_with_a_constant(2.0), x)
-    options = wp.get_module("generated").options
-    monkeypatch.setitem(options, "fast_math", not options["fast_math"])  # no part of Warp's hash
-    f = kernel_with_a_constant(2.0)
-    assert warp_target(f, x) != before
-    np.testing.assert_array_equal(f(x), [0, 2, 4])
-
-
-def test_warp_settings_are_part_of_the_name(warp_path, monkeypatch):
-    f = kernel_with_a_constant(2.0)
-    before = warp_target(f, jnp.arange(3.0))
-    monkeypatch.setattr(wp.config, "verify_fp", True)
-    assert warp_target(kernel_with_a_constant(2.0), jnp.arange(3.0)) != before
-
-
-def warp_settings():
-    return {name: value for name, value in vars(wp.config).items() if isinstance(value, (int, str))}
-
-
-@needs_warp
-def test_warp_settings_are_the_users():
-    before = warp_settings()
-    wrapped("add")(*PAIR)
-    assert warp_settings() == before
-
-
-def test_warp_threads_that_add_kernels_to_one_module(warp_path):
-    def work(i):
-        @wp.kernel(module=wp.get_module("threaded"))
-        def shifted(x: wp.array(dtype=float), shift: float, out: wp.array(dtype=float)):
-            j = wp.tid()
-            out[j] = x[j] + shift
-
-        f = xk.warp_kernel(shifted, like_first)
-        x = jnp.arange(float(8 + i % 4))
-        np.testing.assert_array_equal(jax.jit(lambda x: f(f(x, float(i)), 1.0))(x), x + i + 1)
-
-    before = warp_settings()
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(work, range(16)))
-    assert warp_settings() == before
-
-
-@needs_warp
-@pytest.mark.parametrize("error", [RuntimeError("dictionary changed size during iteration"), KeyError("shifted")])
-def test_warp_is_asked_again_while_another_thread_adds_a_kernel(error, monkeypatch):
-    """Warp's own errors for that; by threads alone it is met once in many runs."""
-    launch, errors = wp.launch, [error, error]
-
-    def disturbed(*args, **options):
-        if errors:
-            raise errors.pop()
-        return launch(*args, **options)
-
-    monkeypatch.setattr(wp, "launch", disturbed)
-    monkeypatch.setattr(xk, "__name__", "xk_disturbed_" + type(error).__name__)  # other target names
-    check_equal(wrapped("add")(*PAIR), PAIR[0] + PAIR[1])
-    assert not errors
-
-
-def meeting():
-    """A Warp function: how many threads of the CPU are inside of it; the first waits a while for a second."""
-    code = """
-        static int inside;
-        int count = __atomic_add_fetch(&inside, 1, __ATOMIC_SEQ_CST);
-        for (int i = 0; i < patience && count < 2; i++)
-            count = __atomic_load_n(&inside, __ATOMIC_SEQ_CST);
-        __atomic_sub_fetch(&inside, 1, __ATOMIC_SEQ_CST);
-        return count;
-    """
-
-    @wp.func_native(code)
-    def meet(patience: int) -> int: ...
-
-    return meet
-
-
-@needs_warp
-@pytest.mark.skipif((os.cpu_count() or 1) < 2 or sys.platform == "win32", reason="needs cores that share")
-@pytest.mark.parametrize("method", [None, "sequential"])
-def test_warp_slices_of_a_batch_run_on_all_threads_unless_in_order(method):
-    meet = meeting()
-
-    @wp.kernel(module="unique")
-    def meets(patience: wp.array(dtype=int), out: wp.array(dtype=int)):
-        out[0] = meet(patience[0])
-
-    patience = np.full((16, 1), 2_000_000, np.int32)
-    run = jax.jit(jax.vmap(xk.warp_kernel(meets, like_first, vmap_method=method)))
-    most_at_once = 1
-    for _ in range(100):  # a busy machine may leave the caller alone
-        most_at_once = max(most_at_once, run(patience).max())
-        if method == "sequential" or most_at_once > 1:
-            break
-    assert (most_at_once > 1) == (method != "sequential")
-
-
-@needs_warp
-def test_warp_kernels_on_tiles_never_overlap_on_the_cpu():
-    """Warp keeps the memory of all tiles behind one pointer there."""
-    meet = meeting()
-
-    @wp.kernel(module="unique")
-    def meets(patience: wp.array(dtype=int), out: wp.array(dtype=int), count: wp.array(dtype=int)):
-        t = wp.tile_load(patience, shape=8)
-        count[0] = meet(patience[0])
-        wp.tile_store(out, t)
-
-    f = xk.warp_kernel(meets, lambda x: (x, spec(1, dtype=np.int32)), launch_dims=1, tiled=True)
-    run = jax.jit(jax.vmap(f))
-    patience = np.full((4, 8), 2_000_000, np.int32)
-    with ThreadPoolExecutor(4) as pool:
-        for out, count in pool.map(run, [patience] * 8):
-            np.testing.assert_array_equal(out, patience)
-            np.testing.assert_array_equal(count, [[1]] * 4)
-
-
-# -- without a GPU: the path for GPUs, on the CPU ------------------------------------------------------
+    return FakeGpu(monkeypatch)
 
 
 @needs_warp
 def test_warp_lowering_for_gpu():
     f, args = wrapped("outer"), WARP_CASES["outer"].args
-    text = jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-    assert "xla_kernels.outer." in text
+    assert "xla_kernels.outer." in lower_for_cuda(f, *args)
     with pytest.raises(NotImplementedError, match=r"Warp kernel 'outer' runs on CPUs and NVIDIA GPUs; .* 'tpu'"):
         jax.jit(f).trace(*args).lower(lowering_platforms=("tpu",))
 
@@ -5860,38 +5795,36 @@ def test_warp_on_fake_gpu(fake_gpu):
     f = wrapped("outer", differentiable=True)
     x, y = map(jnp.asarray, WARP_CASES["outer"].args)
     check_equal(fake_gpu.run(f, x, y), np.outer(x, y))
-    check_equal(
-        fake_gpu.run(jax.vmap(f, (None, 0)), x, jnp.stack([y, -y])), np.stack([np.outer(x, y), -np.outer(x, y)])
-    )
+    batch = fake_gpu.run(jax.vmap(f, (None, 0)), x, jnp.stack([y, -y]))
+    check_equal(batch, np.stack([np.outer(x, y), -np.outer(x, y)]))
     check_equal(fake_gpu.run(jax.grad(lambda x, y: f(x, y).sum()), x, y), np.full(3, y.sum()))
     recorded = list(dict.fromkeys((device, n, launch.adjoint) for device, n, launch in fake_gpu.recorded))
     assert recorded == [("cuda:1", 256, False), ("cuda:3", 256, False), ("cuda:1", 256, True), ("cuda:3", 256, True)]
     is_command_buffer_compatible = int(fake_gpu.is_known)
     assert set(fake_gpu.traits) == {is_command_buffer_compatible}
-    n_launches = 1 + (1 if fake_gpu.is_known else 2) + 2  # forward; a batch of two; forward and its adjoint
-    if fake_gpu.is_known:
+    if fake_gpu.is_known:  # forward; a batch of two; forward and its adjoint
         wanted = ((1, 1, 1), (256, 1, 1), 48, fake_gpu.STREAM)  # the shared memory that is device 3's
-        assert [launch[:4] for launch in fake_gpu.launches] == [wanted] * n_launches
+        assert [launch[:4] for launch in fake_gpu.launches] == [wanted] * 4
     else:
-        assert fake_gpu.python_launches == [fake_gpu.STREAM] * n_launches
+        assert fake_gpu.python_launches == [fake_gpu.STREAM] * 5
 
 
 @needs_warp
 def test_warp_launches_what_is_loaded_on_the_device(native_fake_gpu):
-    f = wrapped("add")
+    f = wrapped("multiply")
     for native_fake_gpu.ordinal in (1, 3):
-        check_equal(native_fake_gpu.run(f, *PAIR), PAIR[0] + PAIR[1])
+        check_equal(native_fake_gpu.run(f, *PAIR), PAIR[0] * PAIR[1])
     assert [shared for _, _, shared, *_ in native_fake_gpu.launches] == [16, 48]
     native_fake_gpu.ordinal = 2
-    with pytest.raises(Exception, match="kernel 'add' is not loaded on this GPU"):
-        jax.block_until_ready(native_fake_gpu.run(f, *PAIR))
+    with pytest.raises(Exception, match="kernel 'multiply' is not loaded on this GPU"):
+        native_fake_gpu.run(f, *PAIR)
 
 
 @needs_warp
 def test_warp_code_is_made_for_a_block_dim(native_fake_gpu):
     """The memory of tiles depends on it."""
     for block_dim in (64, 128):
-        native_fake_gpu.run(wrapped("add", block_dim=block_dim), *PAIR)
+        native_fake_gpu.run(wrapped("multiply", block_dim=block_dim), *PAIR)
     assert [block_dim for _, block_dim, _ in native_fake_gpu.recorded] == [64, 64, 128, 128]
     assert [block for _, block, *_ in native_fake_gpu.launches] == [(64, 1, 1), (128, 1, 1)]
 
@@ -5908,13 +5841,13 @@ def test_warp_launch_that_fails_is_the_users_error(native_fake_gpu):
     native_fake_gpu.error = 1
     sizes = r"grid=\(1, 1, 1\), block=\(256, 1, 1\), shared_mem=48"
     with pytest.raises(Exception, match=rf"CUDA_ERROR_1: as the test says, .* {sizes} .*kernel 'outer'"):
-        jax.block_until_ready(native_fake_gpu.run(wrapped("outer"), *WARP_CASES["outer"].args))
+        native_fake_gpu.run(wrapped("outer"), *WARP_CASES["outer"].args)
 
 
 @needs_warp
 def test_warp_tiles_on_fake_gpu(fake_gpu):
-    f = xk.warp_kernel(tile_kernel(), like_first, launch_dims=lambda x: x.size // 64, block_dim=32, tiled=True)
-    np.testing.assert_array_equal(fake_gpu.run(f, jnp.arange(128.0)), 2 * np.arange(128))
+    x = jnp.arange(128.0)
+    np.testing.assert_array_equal(fake_gpu.run(double_by_tiles(block_dim=32), x), 2 * x)
     if fake_gpu.is_known:
         [(grid, block, *_)] = fake_gpu.launches
         assert (grid, block) == ((2, 1, 1), (32, 1, 1))
@@ -5922,56 +5855,32 @@ def test_warp_tiles_on_fake_gpu(fake_gpu):
 
 
 @needs_warp
-@pytest.mark.parametrize("differentiable", [False, True])
-def test_warp_passes_on_a_gpu_what_warp_packs(native_fake_gpu, differentiable):
-    """Byte for byte, with the arrays that the launch names."""
-    every, values = kernel_of_every_kind()
-    rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.random((5, 3)), jnp.float32)
-    w = jnp.asarray(rng.random((5, 7)), jnp.float32)
-    options = {"block_dim": 8, "differentiable": differentiable}
-    kernel = xk.warp_kernel(every, lambda *args: args[-1], launch_dims=(5, 7), **options)
-    f = lambda x, w: kernel(x, *values.values(), w)
-    if differentiable:
-        gradients = native_fake_gpu.run(jax.grad(lambda *args: f(*args).sum(), (0, 1)), x, w)
-        check_equal(gradients[1], np.repeat(np.asarray(x)[:, :1], 7, 1))
-        check_equal(gradients[0][:, 0], np.asarray(w).sum(1))
-    else:
-        check_equal(native_fake_gpu.run(f, x, w), np.asarray(x)[:, :1] * np.asarray(w) + 2**40)
-    assert len(native_fake_gpu.launches) == 1 + differentiable
-    for grid, block, _, _, packed in native_fake_gpu.launches:
-        assert (grid, block) == ((5, 1, 1), (8, 1, 1))
-        check_packed(every, [x, *values.values(), w, w], *packed)
+def test_warp_passes_arguments_of_every_kind_on_a_gpu(native_fake_gpu):
+    """The kernel and its adjoint run with the bytes that the handler passes."""
+    values = kernel_of_every_kind()[1].values()
+    x, w = jnp.asarray(sample(5, 3)), jnp.asarray(sample(5, 7))
+    kernel = wrapped_every((5, 7), block_dim=8, differentiable=True)
+    f = lambda x, w: kernel(x, *values, w)
+    check_equal(native_fake_gpu.run(f, x, w), every_in_numpy(x, w))
+    x_gradient, w_gradient = native_fake_gpu.run(jax.grad(sum_of(f), (0, 1)), x, w)
+    check_equal(x_gradient[:, 0], w.sum(1))
+    check_equal(w_gradient, np.repeat(x[:, :1], 7, 1))
+    assert [launch[:2] for launch in native_fake_gpu.launches] == [((5, 1, 1), (8, 1, 1))] * 3
 
 
-def check_packed(kernel, args, bounds, *packed):
-    """Compare the parameters of a launch, or of one and its adjoint, with what Warp packs."""
-    arrays = [0, 8, 9]  # among the ten parameters
-    forward, adjoint = packed[:10], packed[10:]
-    has_gradients = len(adjoint) > 0
+@functools.cache
+def kernel_with_grid_stride(grid_stride):
+    options = {"module": "unique"}
+    if "grid_stride" in inspect.signature(wp.kernel).parameters:
+        options["grid_stride"] = grid_stride
+    elif not grid_stride:
+        pytest.skip("kernels without a grid stride came with Warp 1.15")
 
-    def warp_array(n, address):
-        kind = kernel.adj.args[n].type
-        shape = args[n].shape[: kind.ndim]
-        return wp.array(ptr=address, shape=shape, dtype=kind.dtype, device="cpu")
+    @wp.kernel(**options)
+    def nothing(out: wp.array(dtype=float)):
+        wp.tid()
 
-    def packed_by_warp(part, has_gradients):
-        inputs = list(args)
-        for n in arrays:
-            data, grad = np.frombuffer(part[n], np.uint64)[:2].tolist()
-            assert bool(grad) == has_gradients
-            inputs[n] = warp_array(n, data)
-            inputs[n].grad = warp_array(n, grad) if grad else None
-        launch = wp.launch(kernel, dim=(5, 7), inputs=inputs, device="cpu", record_cmd=True)
-        return [bytes(param) for param in launch.params]
-
-    wanted_bounds, *wanted = packed_by_warp(forward, has_gradients)
-    assert bounds == wanted_bounds
-    assert list(forward) == wanted
-    if has_gradients:
-        _, *wanted = packed_by_warp(adjoint, False)
-        zeros_or_array = [param if n in arrays else bytes(len(param)) for n, param in enumerate(wanted)]
-        assert list(adjoint) == zeros_or_array
+    return nothing
 
 
 GRIDS_OF_WARP = [  # launch_dims, block_dim, grid_stride, and the grid of wp_cuda_launch_kernel (warp.cu)
@@ -6002,131 +5911,134 @@ def test_warp_launch_too_large_without_a_grid_stride():
         jax.eval_shape(f)
 
 
-@functools.cache
-def kernel_with_grid_stride(grid_stride):
-    options = {"module": "unique"}
-    if "grid_stride" in inspect.signature(wp.kernel).parameters:
-        options["grid_stride"] = grid_stride
-    elif not grid_stride:
-        pytest.skip("kernels without a grid stride came with Warp 1.15")
-
-    @wp.kernel(**options)
-    def nothing(out: wp.array(dtype=float)):
-        wp.tid()
-
-    return nothing
-
-
 # -- a batch in one launch -----------------------------------------------------------------------------
 
-BATCHED_BODIES = {  # what the body of a kernel has: the body, and options of warp_kernel; each launches a batch once
-    "plain": ("tid = wp.tid()\n    out[tid] = 2.0 * x[tid] + y[tid]", {}),
+STORE = "out[i] = 2.0 * x[i] + y[i]"
+BATCHED_BODIES = {  # what the body of a kernel has: the body, options of warp_kernel; each launches a batch once
+    "plain": (f"i = wp.tid()\n{STORE}", {}),
     "wp.tid() in expressions": ("out[wp.tid()] = 2.0 * x[wp.tid()] + y[wp.tid()]", {}),
     "wp.tid() in a loop": (
-        "for k in range(x.shape[0]):\n        i = wp.tid()\n        i += k\n"
-        "        if k == 0:\n            out[i] = 2.0 * x[i] + y[i]",
-        {},
+        f"for k in range(x.shape[0]):\n    i = wp.tid()\n    i += k\n    if k == 0:\n        {STORE}", {},
     ),
     "code before wp.tid()": (
-        "'''Documented.'''\n    n = x.shape[0]\n    i = wp.tid()\n    if i >= n:\n        return\n"
-        "    out[i] = 2.0 * x[i] + y[i]",
-        {"launch_dims": 300},
+        f"'''Documented.'''\nn = x.shape[0]\ni = wp.tid()\nif i >= n:\n    return\n{STORE}", {"launch_dims": 300},
     ),
-    "functions": ("i = wp.tid()\n    put(out, i, twice(a=x, i=i) + y[i])", {}),
-    "other names": ("i = wp.tid()\n    z = x\n    part = out[1:]\n    if i == 0:\n        out[0] = 2.0 * z[0] + y[0]\n"
-                    "    else:\n        part[i - 1] = 2.0 * z[i] + y[-5 + i]", {}),
-    "atomics": ("i = wp.tid()\n    wp.atomic_add(out, i, y[i])\n    out[i] += 2.0 * x[i]", {"zero_outputs": True}),
-    "two indices": ("i, j = wp.tid()\n    j += 0\n    out[i] = 2.0 * x[i] + y[i]", {"launch_dims": (5, 1)}),
-    "scratch": ("i = wp.tid()\n    s[i] = 2.0 * x[i]\n    out[i] = s[i] + y[i]", {"scratch": like_first}),
+    "functions": ("i = wp.tid()\nput(out, i, twice(a=x, i=i) + y[i])", {}),
+    "other names": (
+        "i = wp.tid()\nz = x\npart = out[1:]\n"
+        "if i == 0:\n    out[0] = 2.0 * z[0] + y[0]\nelse:\n    part[i - 1] = 2.0 * z[i] + y[-5 + i]", {},
+    ),
+    "atomics": ("i = wp.tid()\nwp.atomic_add(out, i, y[i])\nout[i] += 2.0 * x[i]", {"zero_outputs": True}),
+    "aliased": ("i = wp.tid()\nout[i] += 2.0 * x[i]", {"input_output_aliases": {"y": 0}}),
+    "two indices": (f"i, j = wp.tid()\nj += 0\n{STORE}", {"launch_dims": (5, 1)}),
+    "scratch": ("i = wp.tid()\ns[i] = 2.0 * x[i]\nout[i] = s[i] + y[i]", {"scratch": like_first}),
 }  # fmt: skip
 SLICED_BODIES = {  # the same for those that launch once per slice
-    "wp.block_dim()": ("i = wp.tid()\n    if wp.block_dim() > 0:\n        out[i] = 2.0 * x[i] + y[i]", {}),
-    "wp.block_dim() by another name": ("i = wp.tid()\n    if threads() > 0:\n        out[i] = 2.0 * x[i] + y[i]", {}),
-    "C": ("i = wp.tid()\n    out[i] = twice_in_c(x[i]) + y[i]", {}),
-    "wp.static": ("i = wp.tid()\n    out[i] = wp.static(2.0) * x[i] + y[i]", {}),
+    "wp.block_dim()": (f"i = wp.tid()\nif wp.block_dim() > 0:\n    {STORE}", {}),
+    "wp.block_dim() by another name": (f"i = wp.tid()\nif threads() > 0:\n    {STORE}", {}),
+    "C": ("i = wp.tid()\nout[i] = twice_in_c(x[i]) + y[i]", {}),
+    "wp.static": ("i = wp.tid()\nout[i] = wp.static(2.0) * x[i] + y[i]", {}),
     "threads that may wait": (
-        "i = wp.tid()\n    while wp.atomic_add(out, i, 0.0) != 0.0:\n        pass\n    out[i] = 2.0 * x[i] + y[i]",
-        {"zero_outputs": True},
+        f"i = wp.tid()\nwhile wp.atomic_add(out, i, 0.0) != 0.0:\n    pass\n{STORE}", {"zero_outputs": True},
     ),
-    "other dimensions": ("i = wp.tid()\n    out[i] = 2.0 * x[i] + y[i]", {"launch_dims": (5, 1)}),
-    "no wp.tid()": ("for i in range(5):\n        out[i] = 2.0 * x[i] + y[i]", {"launch_dims": 1}),
-    "in order": ("i = wp.tid()\n    out[i] = 2.0 * x[i] + y[i]", {"vmap_method": "sequential"}),
-}
-LAUNCHES_OF_THREE_SLICES = dict.fromkeys(BATCHED_BODIES, 1) | dict.fromkeys(SLICED_BODIES, 3)
-FACTOR = 2.0  # what kernels that come from files read
-
-
-def kernel_with_body(body, tmp_path):
-    """`2 * x + y`, written like this; Warp reads the source."""
-    scratch = ", s: wp.array(dtype=float)" if "s[i]" in body else ""
-    path = tmp_path / "batch.py"
-    path.write_text(f"""
+    "other dimensions": (f"i = wp.tid()\n{STORE}", {"launch_dims": (5, 1)}),
+    "no wp.tid()": (f"for i in range(5):\n    {STORE}", {"launch_dims": 1}),
+    "in order": (f"i = wp.tid()\n{STORE}", {"vmap_method": "sequential"}),
+}  # fmt: skip
+BODIES = BATCHED_BODIES | SLICED_BODIES
+FUNCTIONS = """
 import warp as wp
-factor = {FACTOR}
 from warp import block_dim as threads
+factor = 2.0
+floats = wp.array(dtype=float)
 @wp.func
-def put(a: wp.array(dtype=float), i: int, value: float):
+def put(a: floats, i: int, value: float):
     a[i] = value
 @wp.func
-def twice(a: wp.array(dtype=float), i: int):
+def twice(a: floats, i: int):
     return factor * a[i]
 @wp.func_native("return 2.0f * x;")
 def twice_in_c(x: float) -> float: ...
-@wp.kernel(module="unique")
-def batch(x: wp.array(dtype=float), y: wp.array(dtype=float), out: wp.array(dtype=float){scratch}):
-    {body}
-""")
-    return runpy.run_path(path)["batch"]
+"""
 
 
-@pytest.fixture
-def warp_launches(launches, monkeypatch):
-    """The grids of all launches of a GPU; kernels are compiled anew."""
-    monkeypatch.setattr(xk, "__name__", f"xk_launches_{os.urandom(4).hex()}")
-    return launches
+def kernel_from_file(tmp_path, functions, parameters, body):
+    """A kernel with this body, which may call these functions; Warp reads the source."""
+    path = tmp_path / "kernels.py"
+    body = textwrap.indent(body, "    ")
+    path.write_text(f"{functions}\n@wp.kernel(module='unique')\ndef kernel({parameters}):\n{body}\n")
+    return runpy.run_path(path)["kernel"]
 
 
-def check_batch(kernel, options, run):
-    f = xk.warp_kernel(kernel, like_first, **options)
+def kernel_with_body(body, tmp_path):
+    parameters = "x: floats, y: floats, out: floats"
+    if "s[i]" in body:
+        parameters += ", s: floats"
+    return kernel_from_file(tmp_path, FUNCTIONS, parameters, body)
+
+
+@pytest.fixture(params=[pytest.param("fake", marks=needs_warp), pytest.param("real", marks=on_gpu)])
+def warp_gpu(request, monkeypatch):
+    """A GPU that runs functions and says the `grids` of the launches: one made of the CPU, and a real one."""
+    if request.param == "fake":
+        return FakeGpu(monkeypatch)
+    monkeypatch.setattr(xk, "__name__", f"xk_launches_{os.urandom(4).hex()}")  # kernels are compiled anew
+    grids = request.getfixturevalue("launches")
+    return types.SimpleNamespace(run=lambda f, *args: jax.jit(f)(*args), grids=grids)
+
+
+@pytest.mark.parametrize("what", BODIES)
+def test_warp_batches_on_a_gpu(what, warp_gpu, tmp_path):
+    body, options = BODIES[what]
+    f = xk.warp_kernel(kernel_with_body(body, tmp_path), like_first, **options)
     x, y = jnp.asarray(integers(3, 5)), jnp.asarray(integers(5))
-    np.testing.assert_array_equal(run(jax.vmap(f, (0, None)), x, y), 2 * x + y)
+    np.testing.assert_array_equal(warp_gpu.run(jax.vmap(f, (0, None)), x, y), 2 * x + y)
+    assert len(warp_gpu.grids) == (1 if what in BATCHED_BODIES else 3)
 
 
-@needs_warp
-@pytest.mark.parametrize("what", LAUNCHES_OF_THREE_SLICES)
-def test_warp_batches_on_fake_gpu(what, native_fake_gpu, tmp_path):
-    body, options = (BATCHED_BODIES | SLICED_BODIES)[what]
-    check_batch(kernel_with_body(body, tmp_path), options, native_fake_gpu.run)
-    assert len(native_fake_gpu.launches) == LAUNCHES_OF_THREE_SLICES[what]
-
-
-@on_gpu
-@pytest.mark.parametrize("what", LAUNCHES_OF_THREE_SLICES)
-def test_gpu_warp_batches(what, warp_launches, tmp_path):
-    body, options = (BATCHED_BODIES | SLICED_BODIES)[what]
-    check_batch(kernel_with_body(body, tmp_path), options, lambda f, *args: f(*args))
-    assert len(warp_launches) == LAUNCHES_OF_THREE_SLICES[what]
-
-
-@needs_warp
 @pytest.mark.parametrize("name", WARP_CASES)
-def test_warp_ops_in_one_launch_on_fake_gpu(name, native_fake_gpu):
+def test_warp_ops_in_one_launch_on_a_gpu(name, warp_gpu):
     case, f = WARP_CASES[name], wrapped(name)
     batches = [np.stack([x, 2 * x, 3 * x]) for x in case.args]
-    check_equal(native_fake_gpu.run(jax.vmap(f), *map(jnp.asarray, batches)), stacked_slices(case.reference, *batches))
-    assert len(native_fake_gpu.launches) == (3 if name == "flip" else 1)  # Warp has no fifth dimension
+    check_equal(warp_gpu.run(jax.vmap(f), *map(jnp.asarray, batches)), stacked_slices(case.reference, *batches))
+    assert len(warp_gpu.grids) == (3 if name == "flip" else 1)  # Warp has no fifth dimension
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 1000])
+def test_warp_batch_of_any_size_is_one_launch_on_a_gpu(size, warp_gpu):
+    x, y = integers(size, 5), integers(5)
+    np.testing.assert_array_equal(warp_gpu.run(jax.vmap(wrapped("multiply"), (0, None)), x, y), x * y)
+    assert warp_gpu.grids == [(-(-5 * size // 256), 1, 1)] * (size > 0)
+
+
+NESTED_BATCHES = {  # in_axes of the inner and of the outer vmap, and how many launches there are
+    "all": ((0, 0), (0, 0), 1),
+    "one": ((0, None), (0, None), 1),
+    "each another": ((0, None), (None, 0), 2),
+}
+
+
+@pytest.mark.parametrize("kind", NESTED_BATCHES)
+def test_nested_warp_batches_are_one_launch_or_one_per_row_on_a_gpu(kind, warp_gpu):
+    inner, outermost, count = NESTED_BATCHES[kind]
+    x, y = integers(2, 5, 3), integers(2, 5, 4)
+    args = {"all": (x, y), "one": (x, y[0, 0]), "each another": (x[0], y[:, 0])}[kind]
+
+    def nested(function):
+        return jax.vmap(jax.vmap(function, inner), outermost)
+
+    np.testing.assert_array_equal(warp_gpu.run(nested(wrapped("outer")), *args), nested(jnp.outer)(*args))
+    assert len(warp_gpu.grids) == count
 
 
 @needs_warp
 def test_warp_null_and_0d_arrays_in_one_launch_on_fake_gpu(native_fake_gpu, tmp_path):
-    kernel = kernel_with_body("i = wp.tid()\n    out[i] = 2.0 * x[0]\n    if y:\n        out[i] += y[i]", tmp_path)
+    kernel = kernel_with_body("i = wp.tid()\nout[i] = 2.0 * x[0]\nif y:\n    out[i] += y[i]", tmp_path)
     f = xk.warp_kernel(kernel, spec(5), launch_dims=5)
-    x = jnp.asarray(integers(3))
+    x, y = jnp.asarray(integers(3)), jnp.arange(5.0)
     expected = np.repeat(2 * x[:, None], 5, 1)
     np.testing.assert_array_equal(native_fake_gpu.run(jax.vmap(lambda x: f(x, None)), x), expected)
-    np.testing.assert_array_equal(
-        native_fake_gpu.run(jax.vmap(f, (0, None)), x, jnp.arange(5.0)), expected + jnp.arange(5)
-    )
+    np.testing.assert_array_equal(native_fake_gpu.run(jax.vmap(f, (0, None)), x, y), expected + y)
     assert len(native_fake_gpu.launches) == 2
     assert not native_fake_gpu.python_launches
 
@@ -6134,86 +6046,46 @@ def test_warp_null_and_0d_arrays_in_one_launch_on_fake_gpu(native_fake_gpu, tmp_
 @needs_warp
 def test_warp_batch_of_a_kernel_whose_constants_changed(native_fake_gpu, tmp_path):
     """Warp reads constants when it builds a kernel, and one for batches would be built later."""
-    kernel = kernel_with_body(BATCHED_BODIES["functions"][0], tmp_path)
+    kernel = kernel_with_body(BODIES["functions"][0], tmp_path)
     f = xk.warp_kernel(kernel, like_first)
     x = jnp.arange(5.0)
     np.testing.assert_array_equal(native_fake_gpu.run(f, x, x), 3 * x)
     kernel.func.__globals__["factor"] = 7.0
-    np.testing.assert_array_equal(native_fake_gpu.run(jax.vmap(f), x[None], x[None]), 3 * x[None])
-    batch = jnp.stack([x, -x])
-    np.testing.assert_array_equal(native_fake_gpu.run(jax.vmap(f), batch, batch), 3 * batch)
+    for batch in (x[None], jnp.stack([x, -x])):
+        np.testing.assert_array_equal(native_fake_gpu.run(jax.vmap(f), batch, batch), 3 * batch)
 
 
 @on_gpu
-@pytest.mark.parametrize("size", [0, 1, 2, 1000])
-def test_gpu_warp_batch_is_one_launch(size, warp_launches):
-    f = wrapped("add")
-    x, y = integers(size, 5), integers(5)
-    np.testing.assert_array_equal(jax.jit(jax.vmap(f, (0, None)))(x, y), x + y)
-    assert warp_launches == [(-(-5 * size // 256), 1, 1)] * (size > 0)
-
-
-@on_gpu
-@pytest.mark.parametrize("name", WARP_CASES)
-def test_gpu_warp_ops_in_one_launch(name, warp_launches):
-    case, f = WARP_CASES[name], wrapped(name)
-    batches = [np.stack([x, 2 * x, 3 * x]) for x in case.args]
-    check_equal(jax.jit(jax.vmap(f))(*batches), stacked_slices(case.reference, *batches))
-    assert len(warp_launches) == (3 if name == "flip" else 1)
-
-
-@on_gpu
-def test_gpu_nested_warp_batches_are_one_launch_or_one_per_row(warp_launches):
-    f = wrapped("outer", launch_dims=(3, 4))
-    x, y = integers(2, 5, 3), integers(2, 5, 4)
-    outer = lambda x, y: x[:, None] * y
-
-    def nested(function, inner, outermost):
-        return jax.jit(jax.vmap(jax.vmap(function, inner), outermost))
-
-    for axes, args, count in (
-        (((0, 0), (0, 0)), (x, y), 1),
-        (((0, None), (0, None)), (x, y[0, 0]), 1),
-        (((0, None), (None, 0)), (x[0], y[:, 0]), 2),
-    ):
-        warp_launches.clear()
-        np.testing.assert_array_equal(nested(f, *axes)(*args), nested(outer, *axes)(*args))
-        assert len(warp_launches) == count
-
-
-@on_gpu
-@pytest.mark.parametrize("captured", [False, True], ids=["launched", "command buffers"])
-@pytest.mark.parametrize("kind", ["in_out", "scratch", "atomics", "values"])
-def test_gpu_one_warp_launch_starts_and_passes_all_that_a_slice_gets(kind, captured, warp_launches, tmp_path):
-    if kind == "values":
-        every, values = kernel_of_every_kind()
-        op = xk.warp_kernel(every, lambda *args: args[-1], launch_dims=(5, 7))
-        f = lambda x, w: op(x, *(values | {"n": 8}).values(), w)
-        args = integers(3, 5, 3), integers(5, 7)
-        wanted = args[0][..., :1] * args[1] + 1.5 - 3 + 5 + 7 + 1.5 + 3 + 8
-    elif kind == "in_out":
-        f = xk.warp_kernel(kernel_with_body("out[wp.tid()] += 2.0 * x[wp.tid()] + y[wp.tid()]", tmp_path),
-                           lambda x, y, out: out, in_out_argnames=["out"])  # fmt: skip
-        args = integers(9, 5), integers(5), integers(9, 5)
-        wanted = 2 * args[0] + args[1] + args[2]
-    else:
-        body, options = BATCHED_BODIES[kind]
-        f = xk.warp_kernel(kernel_with_body(body, tmp_path), like_first, **options)
-        args = integers(9, 5), integers(5)
-        wanted = 2 * args[0] + args[1]
-    options = {"xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL" if captured else ""}
-    if captured:
-        options["xla_gpu_graph_min_graph_size"] = 1
-    in_axes = [0, None, 0][: len(args)]
-    run = jax.jit(jax.vmap(f, in_axes), compiler_options=options)
-    warp_launches.clear()
+@pytest.mark.parametrize("kind", ["aliased", "scratch", "atomics"])
+def test_gpu_warp_batches_in_command_buffers(kind, launches, tmp_path):
+    """All that the one launch of a batch starts from."""
+    body, options = BODIES[kind]
+    f = jax.vmap(xk.warp_kernel(kernel_with_body(body, tmp_path), like_first, **options), (0, None))
+    captured = {"xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL", "xla_gpu_graph_min_graph_size": 1}
+    run = jax.jit(f, compiler_options=captured)
+    x, y = integers(9, 5), integers(5)
     for _ in range(3):
-        np.testing.assert_array_equal(run(*args), wanted)
-    assert 1 <= len(warp_launches) <= 3  # a CUDA graph launches no more
+        np.testing.assert_array_equal(run(x, y), 2 * x + y)
+    assert 1 <= len(launches) <= 3  # a CUDA graph launches no more
 
 
 # -- inputs are never changed --------------------------------------------------------------------------
 
+FUNCTIONS_OF_VECTORS = """
+import warp as wp
+vectors = wp.array(dtype=wp.vec2)
+@wp.func
+def put(a: vectors, i: int):
+    a[i] = wp.vec2(1.0, 2.0)
+@wp.func
+def put_by_name(a: vectors, i: int):
+    put(i=i, a=a)
+@wp.func
+def get(a: vectors, i: int):
+    return a[i]
+@wp.func_native("a.data[0][0] = 1.0f;")
+def poke(a: vectors): ...
+"""
 WARP_WRITES = {  # how: the statement that writes to the input, and the copies that the kernel gets; None: it is refused
     "item": ("x[i] = wp.vec2(1.0, 2.0)", None),
     "part": ("x[i][0] = 1.0", None),
@@ -6222,34 +6094,10 @@ WARP_WRITES = {  # how: the statement that writes to the input, and the copies t
     "function": ("put(x, i)", 1),
     "keyword": ("put(i=i, a=x)", 1),
     "function of a function": ("put_by_name(x, i)", 1),
-    "view": ("part = x[1:]\n    part[0] = wp.vec2(1.0, 2.0)", 1),
+    "view": ("part = x[1:]\npart[0] = wp.vec2(1.0, 2.0)", 1),
     "C": ("poke(x)", 1),
-    "reads": ("y = x[1:]\n    s = x[i][0] + get(y, 0)[0] + get(a=x, i=i).x + float(x.shape[0])", 0),
+    "reads": ("y = x[1:]\ns = x[i][0] + get(y, 0)[0] + get(a=x, i=i).x + float(x.shape[0])", 0),
 }
-
-
-def kernel_that_writes(statement, tmp_path):
-    path = tmp_path / "writes.py"  # Warp reads the source
-    path.write_text(f"""
-import warp as wp
-@wp.func
-def put(a: wp.array(dtype=wp.vec2), i: int):
-    a[i] = wp.vec2(1.0, 2.0)
-@wp.func
-def put_by_name(a: wp.array(dtype=wp.vec2), i: int):
-    put(i=i, a=a)
-@wp.func
-def get(a: wp.array(dtype=wp.vec2), i: int):
-    return a[i]
-@wp.func_native("a.data[0][0] = 1.0f;")
-def poke(a: wp.array(dtype=wp.vec2)): ...
-@wp.kernel(module="unique")
-def writes(x: wp.array(dtype=wp.vec2), out: wp.array(dtype=wp.vec2)):
-    i = wp.tid()
-    {statement}
-    out[i] = x[i]
-""")
-    return runpy.run_path(path)["writes"]
 
 
 @needs_warp
@@ -6257,11 +6105,12 @@ def writes(x: wp.array(dtype=wp.vec2), out: wp.array(dtype=wp.vec2)):
 def test_warp_inputs_are_never_changed(how, tmp_path):
     """A kernel that writes to one by name is refused; one that may, through a function or a view, gets a copy."""
     statement, copies = WARP_WRITES[how]
-    kernel = kernel_that_writes(statement, tmp_path)
+    body = f"i = wp.tid()\n{statement}\nout[i] = x[i]"
+    kernel = kernel_from_file(tmp_path, FUNCTIONS_OF_VECTORS, "x: vectors, out: vectors", body)
     x = jnp.zeros((3, 2))
     f = xk.warp_kernel(kernel, like_first, launch_dims=3)
     if copies is None:
-        with pytest.raises(TypeError, match="Warp kernel 'writes' writes to its input 'x', which JAX may share: name"):
+        with pytest.raises(TypeError, match="Warp kernel 'kernel' writes to its input 'x', which JAX may share: name"):
             f(x)
         f = xk.warp_kernel(kernel, lambda x: (x, x), launch_dims=3, in_out_argnames=["x"])
     else:
@@ -6277,31 +6126,33 @@ def test_warp_inputs_are_never_changed(how, tmp_path):
 
 THREE, INTEGERS = sample(3), np.arange(3, dtype=np.int32)
 REFUSED_BY_WARP_KERNEL = [  # error, its text, kernel, arguments of the call, if there is one, and options
-    (TypeError, r"'add': argument 'x' is a warp.array, float32\[:\] .*int32\[3\]: wrong dtype", "add",
+    (TypeError, r"'multiply': argument 'x' is a warp.array, float32\[:\] .*int32\[3\]: wrong dtype", "multiply",
      (INTEGERS, THREE), {}),
-    (TypeError, r"'y' .*got float32\[3,1\]: wrong number of dimensions", "add", (THREE, sample(3, 1)), {}),
-    (TypeError, r"'y' .*float32\[:,3\].*: wrong inner", "cross", (sample(4, 3), sample(4, 2)), {}),
-    (TypeError, r"'out' .*got int32\[3\]: wrong dtype", "add", (THREE, THREE), {"outs": spec(3, dtype=np.int32)}),
-    (TypeError, r"the parameters \(x, y, out\).* gives it 1 inputs and 1 outputs", "add", (THREE,), {}),
-    (TypeError, r"gives it 4 inputs and 1 outputs", "add", (THREE,) * 4, {}),
+    (TypeError, r"'y' .*got float32\[3,1\]: wrong number of dimensions", "multiply", (THREE, sample(3, 1)), {}),
+    (TypeError, r"'v' .*float32\[:,:,2\].*: wrong inner", "matvec", (sample(2, 3, 2, 2), sample(2, 3, 4)), {}),
+    (TypeError, r"'out' .*got int32\[3\]: wrong dtype", "multiply", (THREE, THREE), {"outs": spec(3, dtype=np.int32)}),
+    (TypeError, r"the parameters \(x, y, out\).* gives it 1 inputs and 1 outputs", "multiply", (THREE,), {}),
+    (TypeError, r"gives it 4 inputs and 1 outputs", "multiply", (THREE,) * 4, {}),
     (TypeError, r"gives it 1 arguments by position and none by", "histogram", (INTEGERS,), {}),
     (TypeError, r"'weight' \(float32\) is passed by value; got str 'a'", "histogram", (INTEGERS, "a", THREE), {}),
-    (TypeError, r"launch_dims must be an int or a tuple of ints; got", "add", None, {"launch_dims": "3"}),
-    (TypeError, r"outs is missing", "add", None, {"outs": None}),
-    (ValueError, r"1 to 4 numbers from 0 to 2147483647; got \(-1,\)", "add", None, {"launch_dims": -1}),
-    (ValueError, r"1 to 4 .*got \(2147483648,\)", "add", (THREE, THREE), {"launch_dims": lambda x, y: 2**31}),
-    (ValueError, r"launch_dims must be 1 to 4 numbers", "add", None, {"launch_dims": (1,) * 5}),
-    (ValueError, r"block_dim must be 1 to 1024 threads; got 2048", "add", None, {"block_dim": 2048}),
-    (ValueError, r"sharding_rule splits arrays, so launch_dims=4 must be a callable", "add", None,
+    (TypeError, r"with jax.enable_x64\(True\): x = jnp.asarray\(x, jnp.float64\)", "copy_doubles", (THREE,), {}),
+    (TypeError, r"launch_dims must be an int or a tuple of ints; got", "multiply", None, {"launch_dims": "3"}),
+    (TypeError, r"outs is missing", "multiply", None, {"outs": None}),
+    (ValueError, r"1 to 4 numbers from 0 to 2147483647; got \(-1,\)", "multiply", None, {"launch_dims": -1}),
+    (ValueError, r"must be 1 to 4 numbers from 0 to 2147483647; got \(\)", "takes_no_array", (1.0,), {"outs": ()}),
+    (ValueError, r"1 to 4 .*got \(2147483648,\)", "multiply", (THREE, THREE), {"launch_dims": lambda x, y: 2**31}),
+    (ValueError, r"launch_dims must be 1 to 4 numbers", "multiply", None, {"launch_dims": (1,) * 5}),
+    (ValueError, r"block_dim must be 1 to 1024 threads; got 2048", "multiply", None, {"block_dim": 2048}),
+    (ValueError, r"sharding_rule splits arrays, so launch_dims=4 must be a callable", "multiply", None,
      {"launch_dims": 4, "sharding_rule": "i -> i"}),
-    (ValueError, r"tiled=True needs launch_dims, the number of blocks", "add", None, {"tiled": True}),
-    (ValueError, r"tiled launch_dims .* 1 to 3", "add", None, {"tiled": True, "launch_dims": (1,) * 4}),
-    (ValueError, r"\['z'\]: 'z' must be the name of an array param", "add", None, {"in_out_argnames": ["z"]}),
+    (ValueError, r"tiled=True needs launch_dims, the number of blocks", "multiply", None, {"tiled": True}),
+    (ValueError, r"tiled launch_dims .* 1 to 3", "multiply", None, {"tiled": True, "launch_dims": (1,) * 4}),
+    (ValueError, r"\['z'\]: 'z' must be the name of an array param", "multiply", None, {"in_out_argnames": ["z"]}),
     (ValueError, r"True does not go with in_out", "histogram", None,
      {"in_out_argnames": ["acc"], "differentiable": True}),
     (ValueError, r"not go with .* or scratch", "scratchy", None, {"scratch": spec(3), "differentiable": True}),
     (ValueError, r"'weight' must be the name of an array", "histogram", None, {"input_output_aliases": {1: 0}}),
-    (ValueError, r"7 must be the name of an array parameter", "add", None, {"input_output_aliases": {7: 0}}),
+    (ValueError, r"7 must be the name of an array parameter", "multiply", None, {"input_output_aliases": {7: 0}}),
 ]  # fmt: skip
 
 
@@ -6314,96 +6165,58 @@ def test_warp_refuses(error, text, kernel, args, options):
             f(*args)
 
 
-REFUSED_VALUES = [  # error, its text, and the parameter of `kernel_of_every_kind` that gets another value
-    (TypeError, r"'s' \(struct .*Settings\) is passed .*got int 1, not an instance", {"s": 1}),
-    (TypeError, r"'m' \(float32\[3,3\]\) is passed by value; got", {"m": [1.0, 2.0]}),
-    (TypeError, r"'i' \(int8\) is passed by value; got float 1.5", {"i": 1.5}),
-    (ValueError, r"'i' \(int8\) is passed by value; 300 is out of its range", {"i": 300}),
+REFUSED_VALUES = [  # error, its text, a parameter of `kernel_of_every_kind` and another value for it
+    (TypeError, r"'s' \(struct .*Settings\) is passed .*got int 1, not an instance", "s", 1),
+    (TypeError, r"'m' \(float32\[3,3\]\) is passed by value; got", "m", [1.0, 2.0]),
+    (TypeError, r"'i' \(int8\) is passed by value; got float 1.5", "i", 1.5),
+    (ValueError, r"'i' \(int8\) is passed by value; 300 is out of its range", "i", 300),
+]
+REFUSED_TRACED_VALUES = [  # the same for values that JAX traces
+    (TypeError, r"'s' \(struct .*Settings\) is passed .*got", "s", 3),
+    (TypeError, r"'m' \(float32\[3,3\]\) is passed by value; got", "m", np.ones(2, np.float32)),
+    (TypeError, r"'i' \(int8\) is passed by value; got", "i", 1.5),
+    (TypeError, r"'n' \(uint64\) is passed by value; got .*64 bits without", "n", 3),
 ]
 
 
-def call_of_every_kind(**changes):
-    kernel, values = kernel_of_every_kind()
-    f = xk.warp_kernel(kernel, lambda *args: args[-1])
-    return f(sample(2, 3), *(values | changes).values(), sample(2, 3))
+def call_every(name, value):
+    values = kernel_of_every_kind()[1] | {name: value}
+    return wrapped_every()(sample(2, 3), *values.values(), sample(2, 3))
 
 
 @needs_warp
-@pytest.mark.parametrize("error, text, changes", REFUSED_VALUES)
-def test_warp_refuses_values(error, text, changes):
+@pytest.mark.parametrize("error, text, name, value", REFUSED_VALUES)
+def test_warp_refuses_values(error, text, name, value):
     with pytest.raises(error, match=text):
-        call_of_every_kind(**changes)
-
-
-REFUSED_TRACED_VALUES = [  # text of the error, parameter, and its value
-    (r"'m' \(float32\[3,3\]\) is passed by value; got", "m", np.ones(2, np.float32)),
-    (r"'i' \(int8\) is passed by value; got", "i", 1.5),
-    (r"'n' \(uint64\) is passed by value; got .*64 bits without", "n", 3),
-    (r"'s' \(struct .*Settings\) is passed .*got", "s", 3),
-]
+        call_every(name, value)
 
 
 @needs_warp
-@pytest.mark.parametrize("text, name, value", REFUSED_TRACED_VALUES)
-def test_warp_refuses_traced_values(text, name, value):
-    with pytest.raises(TypeError, match=text):
-        jax.eval_shape(lambda value: call_of_every_kind(**{name: value}), value)
-
-
-@needs_warp
-def test_warp_refuses_a_plain_function():
-    with pytest.raises(TypeError, match=r"takes a function decorated with warp.kernel; got function"):
-        xk.warp_kernel(like_first, spec(3))
-
-
-@needs_warp
-def test_warp_error_for_64_bits_names_how_jax_keeps_them():
-    @wp.kernel(module="unique")
-    def copy(x: wp.array(dtype=wp.float64), out: wp.array(dtype=wp.float64)):
-        out[wp.tid()] = x[wp.tid()]
-
-    with pytest.raises(TypeError, match=r"with jax.enable_x64\(True\): x = jnp.asarray\(x, jnp.float64\)"):
-        xk.warp_kernel(copy, like_first)(THREE)
-
-
-@needs_warp
-def test_warp_kernel_without_arrays_needs_launch_dims():
-    @wp.kernel(module="unique")
-    def nothing(factor: float):
-        wp.tid()
-
-    with pytest.raises(ValueError, match=r"must be 1 to 4 numbers from 0 to 2147483647; got \(\)"):
-        xk.warp_kernel(nothing, ())(1.0)
+@pytest.mark.parametrize("error, text, name, value", REFUSED_TRACED_VALUES)
+def test_warp_refuses_traced_values(error, text, name, value):
+    with pytest.raises(error, match=text):
+        jax.eval_shape(functools.partial(call_every, name), value)
 
 
 def test_warp_traced_values(warp_path):
-    f = xk.warp_kernel(warp_kernels().histogram, lambda index, weight, acc: acc, in_out_argnames=["acc"])
+    """They are for the CPU alone."""
     index, weights, zeros = jnp.array([0, 2, 2]), jnp.array([0.5, 2.0]), jnp.zeros(3)
-    integers = jnp.array([1, 4])
-    expected = [[0.5, 0, 1], [2, 0, 4]]
-    batched = jax.vmap(f, (None, 0, None))
-    traced = {
-        "jit": lambda: jnp.stack([jax.jit(f)(index, weight, acc=zeros) for weight in weights.tolist()]),
-        "vmap": lambda: batched(index, weights, zeros),
-        "vmap of integers": lambda: batched(index, integers, zeros) / 2,
-        "scan": lambda: jax.lax.scan(lambda carry, weight: (carry, f(index, weight, zeros)), 0, weights)[1],
-    }
-    np.testing.assert_array_equal([f(index, weight, zeros) for weight in weights], expected)
-    for name, call in traced.items():
-        if warp_path.name != "gpu":
-            np.testing.assert_array_equal(call(), expected, name)
-            continue
-        refused = r"traced values for \['weight'\].* warp.array of shape \(1,\)"
-        with pytest.raises(NotImplementedError, match=refused):
-            call()
+    batched = jax.vmap(add_to_histogram, (None, 0, None))
 
+    def scanned(weights):
+        return jax.lax.scan(lambda carry, weight: (carry, add_to_histogram(index, weight, zeros)), 0, weights)[1]
 
-@needs_warp
-def test_warp_traced_values_are_for_the_cpu_alone():
-    f = xk.warp_kernel(warp_kernels().histogram, lambda index, weight, acc: acc, in_out_argnames=["acc"])
-    traced = jax.jit(f).trace(INTEGERS, 0.5, THREE)
+    if warp_path == "gpu":
+        with pytest.raises(NotImplementedError, match=r"traced values for \['weight'\].* warp.array of shape \(1,\)"):
+            scanned(weights)
+        return
+    expected = np.float32([[0.5, 0, 1], [2, 0, 4]])
+    np.testing.assert_array_equal(jax.jit(add_to_histogram)(index, 0.5, acc=zeros), expected[0])
+    np.testing.assert_array_equal(batched(index, weights, zeros), expected)
+    np.testing.assert_array_equal(batched(index, jnp.array([1, 4]), zeros), 2 * expected)
+    np.testing.assert_array_equal(scanned(weights), expected)
     with pytest.raises(NotImplementedError, match=r"traced values for \['weight'\].* warp.array of shape \(1,\)"):
-        traced.lower(lowering_platforms=("cuda",))
+        lower_for_cuda(add_to_histogram, index, 0.5, zeros)
 
 
 def test_warp_arguments_as_kernels_take_them(warp_path):
@@ -6433,41 +6246,28 @@ def test_warp_arguments_as_kernels_take_them(warp_path):
         f(x, x)
 
 
-def test_warp_aliases_may_be_named(warp_path):
-    f = wrapped("in_place", input_output_aliases={"v": 0})
-    case = WARP_CASES["in_place"]
-    check_equal(f(case.args[0], current=case.args[1]), case.reference(*case.args))
-
-
 @needs_warp
 def test_warp_generic_kernels():
+    """Those that do not build spare the others."""
+    anything = wp.array(dtype=typing.Any)
+
     @wp.kernel(module="unique")
-    def generic(x: wp.array(dtype=typing.Any), out: wp.array(dtype=typing.Any)):
-        out[wp.tid()] = x[wp.tid()]
-
-    f = xk.warp_kernel(generic, like_first)
-    for x in (jnp.arange(3), jnp.arange(3.0), jnp.ones((3, 2)), jnp.ones((3, 2, 2))):  # numbers, vectors, matrices
-        np.testing.assert_array_equal(jax.vmap(f)(x=jnp.stack([x, 2 * x])), jnp.stack([x, 2 * x]))
-    with pytest.raises(TypeError, match=r"generic Warp kernel 'generic' takes \('x', 'out'\); this call gives"):
-        f(x, x)
-    concrete = wp.overload(generic, [wp.array(dtype=float), wp.array(dtype=float)])
-    np.testing.assert_array_equal(xk.warp_kernel(concrete, like_first)(jnp.arange(3.0)), [0, 1, 2])
-
-
-@needs_warp
-def test_warp_generic_kernels_that_do_not_build_spare_the_others():
-    @wp.kernel(module="unique")
-    def plus(x: wp.array(dtype=typing.Any), y: wp.array(dtype=typing.Any), out: wp.array(dtype=typing.Any)):
+    def plus(x: anything, y: anything, out: anything):
         out[wp.tid()] = x[wp.tid()] + y[wp.tid()]
 
     f = xk.warp_kernel(plus, like_first)
     with pytest.raises(Exception, match="Input types must be the same"):
         f(jnp.arange(3.0), jnp.arange(3))
-    np.testing.assert_array_equal(f(y=jnp.ones(3), x=jnp.arange(3.0)), [1, 2, 3])
+    for x in (jnp.arange(3), jnp.arange(3.0), jnp.ones((3, 2)), jnp.ones((3, 2, 2))):  # numbers, vectors, matrices
+        np.testing.assert_array_equal(jax.vmap(f)(y=x[None], x=2 * x[None]), 3 * x[None])
+    with pytest.raises(TypeError, match=r"generic Warp kernel 'plus' takes \('x', 'y', 'out'\); this call gives"):
+        f(x)
+    concrete = wp.overload(plus, [wp.array(dtype=float)] * 3)
+    np.testing.assert_array_equal(xk.warp_kernel(concrete, like_first)(*PAIR), PAIR[0] + PAIR[1])
 
 
 @needs_warp
-def test_warp_structs_of_arrays_are_refused():
+def test_warp_refuses_structs_of_arrays_and_plain_functions():
     @wp.struct
     class Holder:
         values: wp.array(dtype=float)
@@ -6478,90 +6278,36 @@ def test_warp_structs_of_arrays_are_refused():
 
     with pytest.raises(TypeError, match=r"parameter 'h' is .*; supported are scalars, .* and structs without arrays"):
         xk.warp_kernel(holding, spec(3))
-
-
-@needs_warp
-def test_warp_kernel_without_an_adjoint():
-    @wp.kernel(enable_backward=False, module="unique")
-    def forward_only(x: wp.array(dtype=float), out: wp.array(dtype=float)):
-        out[wp.tid()] = x[wp.tid()]
-
-    f = xk.warp_kernel(forward_only, like_first, differentiable=True)
-    np.testing.assert_array_equal(f(jnp.arange(3.0)), [0, 1, 2])
-    with pytest.raises(RuntimeError) as raised:
-        jax.grad(lambda x: f(x).sum())(jnp.arange(3.0))
-    assert "differentiable=True needs enable_backward=True" in "".join(raised.value.__notes__)
+    with pytest.raises(TypeError, match=r"takes a function decorated with warp.kernel; got function"):
+        xk.warp_kernel(like_first, spec(3))
 
 
 @needs_warp
 def test_warp_build_error_stays_an_error():
-    @wp.func
-    def helper(a: float):
-        return undefined_thing(a)  # noqa: F821
-
     @wp.kernel(module="unique")
     def broken(x: wp.array(dtype=float), out: wp.array(dtype=float)):
-        out[wp.tid()] = helper(x[wp.tid()])
+        out[wp.tid()] = undefined_thing(x[wp.tid()])  # noqa: F821
 
     for _ in range(3):
         with pytest.raises(Exception, match="undefined_thing"):
             xk.warp_kernel(broken, like_first)(jnp.arange(3.0))
 
 
-# -- types, Warp's own functions, no Warp --------------------------------------------------------------
-
-WARP_TYPES = "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 float32 float64".split()
+# -- Warp's own functions, no Warp ---------------------------------------------------------------------
 
 
 @needs_warp
-@pytest.mark.parametrize("name", WARP_TYPES)
-def test_warp_types(name):
-    expected = getattr(wp, name)
-    assert xk.jaxtype_to_warptype(name) is expected
-    assert xk.jaxtype_to_warptype(np.dtype(name)) is expected
-    array = xk.jaxinfo_to_warpinfo(spec(3, 4, dtype=name))
-    assert (array.dtype, array.ndim) == (expected, 2)
+def test_warp_jax_kernel_and_jax_callable_are_warps_own():
+    multiply = warp_kernels().multiply
 
+    def square(x: wp.array(dtype=float), out: wp.array(dtype=float)):
+        wp.launch(multiply, dim=x.shape, inputs=[x, x], outputs=[out])
 
-@needs_warp
-@pytest.mark.parametrize("dtype", [np.complex64, "nonsense", jnp.float8_e4m3fn])
-def test_warp_has_no_such_type(dtype):
-    with pytest.raises(ValueError, match=r"Warp has no scalar type for dtype .*it has bool, int8"):
-        xk.jaxtype_to_warptype(dtype)
-
-
-@needs_warp
-@pytest.mark.parametrize(
-    "shape, text",
-    [
-        ((), r"1 to 4 dimensions; got 0 in float32\[\]; reshape it to \(1,\)"),
-        ((1,) * 5, r"1 to 4 dimensions; got 5 in float32\[1,1,1,1,1\]"),
-    ],
-)
-def test_warp_has_no_array_of_such_a_shape(shape, text):
-    with pytest.raises(ValueError, match=text):
-        xk.jaxinfo_to_warpinfo(spec(*shape))
-
-
-@needs_warp
-def test_warp_jax_kernel_is_warps_own():
-    f = xk.jax_kernel(warp_kernels().lif, num_outputs=2)
-    text = jax.jit(f).trace(THREE, THREE).lower(lowering_platforms=("cuda",)).as_text()
-    assert re.search(r"custom_call @\w*lif\w*\(.*-> \(tensor<3xf32>, tensor<3xi1>\)", text)
-    assert type(f).__module__.startswith("warp.")
-
-
-@needs_warp
-def test_warp_jax_callable_is_warps_own():
-    add = warp_kernels().add
-
-    def twice(x: wp.array(dtype=float), out: wp.array(dtype=float)):
-        wp.launch(add, dim=x.shape, inputs=[x, x], outputs=[out])
-
-    f = xk.jax_callable(twice, num_outputs=1)
-    text = jax.jit(f).trace(THREE).lower(lowering_platforms=("cuda",)).as_text()
-    assert re.search(r"custom_call @\w*twice\w*\(.*-> tensor<3xf32>", text)
-    assert type(f).__module__.startswith("warp.")
+    by_kernel = xk.jax_kernel(multiply, num_outputs=1)
+    by_callable = xk.jax_callable(square, num_outputs=1)
+    for f, args, name in ((by_kernel, (THREE, THREE), "multiply"), (by_callable, (THREE,), "square")):
+        assert re.search(rf"custom_call @\w*{name}\w*\(.*-> tensor<3xf32>", lower_for_cuda(f, *args))
+        assert type(f).__module__.startswith("warp.")
 
 
 def test_warp_is_missing(monkeypatch):
