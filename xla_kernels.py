@@ -128,7 +128,7 @@ def _default_platform() -> str:
     return _platform_name(device if isinstance(device, str) else device.platform)
 
 
-def _local_devices(platform: str) -> list[Any]:
+def _local_devices(platform: str) -> list:
     """The devices of this process, none where JAX has no such platform."""
     with contextlib.suppress(RuntimeError):
         return jax.local_devices(backend=platform)
@@ -139,7 +139,7 @@ def _local_devices(platform: str) -> list[Any]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _jitted_primitive(primitive: Any, **params: Any) -> Callable[..., Any]:
+def _jitted_primitive(primitive: Any, **params: Any) -> Callable:
     def bind(*args: Any) -> Any:
         return primitive.bind(*args, **params)
 
@@ -154,7 +154,7 @@ def _apply_primitive(primitive: Any, *args: Any, **params: Any) -> Any:
         return _jitted_primitive(primitive, **params)(*args)
 
 
-def _eval_jaxpr(closed: Any, args: Sequence[Any]) -> list[Any]:
+def _eval_jaxpr(closed: Any, args: Sequence) -> list:
     return jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *args)
 
 
@@ -176,7 +176,7 @@ def _need_devices(primitive: Any) -> None:
 # -- meshes, and the types of values on them -----------------------------------------------------------
 
 
-def _mesh_of(avals: Sequence[Any]) -> Any:
+def _mesh_of(avals: Sequence) -> Any:
     """The mesh that is part of a type (of an explicit mesh also where none is current), or the current one."""
     for aval in avals:
         if not aval.sharding.mesh.empty:
@@ -201,7 +201,7 @@ def _varying(axes: frozenset) -> dict[str, Any]:
     return {"vma": axes}
 
 
-def _out_aval(shape: tuple, dtype: Any, ins: Sequence[Any], axes: Sequence[Any] = ()) -> Any:
+def _out_aval(shape: tuple, dtype: Any, ins: Sequence, axes: Sequence = ()) -> Any:
     """The abstract value of a result of `ins`, on their mesh: its first dimensions are split over `axes`."""
     mesh = _mesh_of(ins)
     if mesh.empty:
@@ -212,7 +212,7 @@ def _out_aval(shape: tuple, dtype: Any, ins: Sequence[Any], axes: Sequence[Any] 
     return jax.core.ShapedArray(shape, dtype, sharding=sharding, **_varying(varying))
 
 
-def _make_varying(args: Sequence[Any]) -> list[Any]:
+def _make_varying(args: Sequence) -> list:
     """Inputs cast to vary over the same axes: the cast's transpose sums the cotangents of a replicated input."""
     axes_of_args = [_varying_axes(jax.typeof(x)) for x in args]
     union = frozenset().union(*axes_of_args)
@@ -287,7 +287,7 @@ def _zeros(like: Any) -> Any:
     return ad.instantiate_zeros(ad.Zero(jax.core.ShapedArray(like.shape, like.dtype)))
 
 
-def _allowed_dtype(dtype: Any, ins: Sequence[Any]) -> np.dtype:
+def _allowed_dtype(dtype: Any, ins: Sequence) -> np.dtype:
     """The dtype of a declared output: of 64 bits where x64 is enabled, or these are allowed, or an input has them."""
     setting = getattr(jax.config, "jax_explicit_x64_dtypes", None)  # jax >= 0.8
     if getattr(setting, "name", "") == "ALLOW" or any(x.dtype == dtype for x in ins):
@@ -541,7 +541,7 @@ class _Digester:
         """Its code, its defaults, and each name that the code reads with its value, where it has one."""
         self.names.add(obj.__name__)
         facts = _code_facts(obj.__code__)
-        parts: list[Any] = [obj.__code__, obj.__defaults__, tuple((obj.__kwdefaults__ or {}).items())]
+        parts: list = [obj.__code__, obj.__defaults__, tuple((obj.__kwdefaults__ or {}).items())]
         namespace = collections.ChainMap(obj.__globals__, vars(builtins))  # as Numba looks names up
         parts += _values_at(facts.globals, namespace)
         parts += _values_at(facts.cells, _cell_contents(obj))
@@ -802,7 +802,7 @@ def _register_handler(name: str, platform: str, compiled: _Compiled) -> None:
     _TARGETS[name, platform] = compiled
 
 
-def export_checks() -> Sequence[Any]:
+def export_checks() -> Sequence:
     """A `jax.export.DisabledSafetyCheck` for each kernel, to export programs that call kernels.
 
     The sequence has those that are registered when it is read, which JAX does after lowering: it need not know a kernel
@@ -824,7 +824,7 @@ def export_checks() -> Sequence[Any]:
 class _ExportChecks(Sequence):
     """See `export_checks`."""
 
-    def _read(self) -> list[Any]:
+    def _read(self) -> list:
         from jax import export
 
         with _LOCK:
@@ -837,10 +837,10 @@ class _ExportChecks(Sequence):
     def __getitem__(self, index: Any) -> Any:
         return self._read()[index]
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator:
         return iter(self._read())
 
-    def __add__(self, others: Iterable[Any]) -> list[Any]:
+    def __add__(self, others: Iterable) -> list:
         return [*self, *others]
 
 
@@ -856,6 +856,8 @@ def _is_spec(x: Any) -> bool:
 
 def _show(spec: Any) -> str:
     """A spec as people write it: float32[3,4]."""
+    if spec is None:
+        return "None"
     sizes = ",".join(map(str, spec.shape))
     return f"{np.dtype(spec.dtype).name}[{sizes}]"
 
@@ -896,7 +898,7 @@ def _declared_spec(x: Any, what: str, ins: Sequence[Spec] | None) -> Spec:
     return Spec(shape, allowed)
 
 
-def _checked_shape(shape: Sequence[Any], what: str) -> tuple[Any, ...]:
+def _checked_shape(shape: Sequence, what: str) -> tuple:
     """A shape with Python's ints; dimensions of symbolic shapes stay what they are."""
     sizes = tuple(operator.index(size) if isinstance(size, (int, np.integer)) else size for size in shape)
     for size in sizes:
@@ -913,7 +915,7 @@ def _input_spec(x: Any, i: int) -> Spec:
     return Spec(np.shape(x), dtype)
 
 
-def _input_specs(args: Sequence[Any]) -> list[Spec]:
+def _input_specs(args: Sequence) -> list[Spec]:
     return [_input_spec(x, i) for i, x in enumerate(args)]
 
 
@@ -921,9 +923,10 @@ _INPUT_CLASSES = (jax.Array, _LiteralArray, np.ndarray, np.generic, int, float, 
 _INPUT_TYPES: set[type] = {np.ndarray, bool, int, float, complex}  # exact types, which are quick to find; it grows
 
 
-def _as_inputs(args: Sequence[Any], name: str) -> tuple[Sequence[Any], bool]:
+def _as_inputs(args: Sequence, name: str) -> tuple[Sequence, bool]:
     """The inputs as JAX can take them, and whether one of them is being traced."""
     is_traced = False
+    inputs = list(args)
     for i, x in enumerate(args):
         if type(x) in _INPUT_TYPES:
             continue
@@ -932,8 +935,8 @@ def _as_inputs(args: Sequence[Any], name: str) -> tuple[Sequence[Any], bool]:
         elif isinstance(x, _INPUT_CLASSES):
             _INPUT_TYPES.add(type(x))
         else:
-            args = [*args[:i], _from_foreign(x, i, name), *args[i + 1 :]]
-    return args, is_traced
+            inputs[i] = _from_foreign(x, i, name)
+    return inputs, is_traced
 
 
 def _from_foreign(x: Any, i: int, name: str) -> Any:
@@ -946,7 +949,7 @@ def _from_foreign(x: Any, i: int, name: str) -> Any:
     raise TypeError(f"{name}: input {i} must be an array or a number; got {type(x).__name__} {x!r:.80}; {hint}")
 
 
-def _call_option(function: Callable[..., Any], what: str, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
+def _call_option(function: Callable, what: str, args: Sequence, named: Mapping[str, Any]) -> Any:
     """Call an option that is a function of the inputs; the error says so if it takes another number of them."""
     try:
         return function(*args, **named)
@@ -956,7 +959,7 @@ def _call_option(function: Callable[..., Any], what: str, args: Sequence[Any], n
         raise
 
 
-def _check_takes(signature: inspect.Signature, what: str, args: Sequence[Any], named: Mapping[str, Any]) -> None:
+def _check_takes(signature: inspect.Signature, what: str, args: Sequence, named: Mapping[str, Any]) -> None:
     try:
         signature.bind(*args, **named)
     except TypeError as error:
@@ -1028,7 +1031,7 @@ class _ShardingRule:
         return cls(owner, text, ins, outs)
 
     @classmethod
-    def whole(cls, ins: Sequence[Any], outs: Sequence[Any]) -> _ShardingRule:
+    def whole(cls, ins: Sequence, outs: Sequence) -> _ShardingRule:
         """The rule of a kernel that was given none."""
         return cls("", "", _unique_names("in", ins), _unique_names("out", outs))
 
@@ -1066,7 +1069,7 @@ class _ShardingRule:
         """The names that may be split: what some output lacks is reduced, what no operand has is unknown to a shard."""
         return set().union(*self.ins).intersection(*self.outs)
 
-    def partition_specs(self, mesh: Any, arrays: Sequence[Any]) -> list[Any]:
+    def partition_specs(self, mesh: Any, arrays: Sequence) -> list:
         """How each array is split, from what XLA has found so far: of the operands alone, at first.
 
         A name is split over the same mesh axes everywhere: those of the first array in which they divide it evenly and
@@ -1088,7 +1091,7 @@ class _ShardingRule:
                     free.difference_update(axes)
         return [jax.sharding.PartitionSpec(*map(axes_of.get, names)) for names in self.ins + self.outs]
 
-    def out_avals(self, ins: Sequence[Any], outs: Sequence[Spec]) -> list[Any]:
+    def out_avals(self, ins: Sequence, outs: Sequence[Spec]) -> list:
         """The abstract values of results with these specs; those that the rule does not know are last."""
         specs = self.partition_specs(_mesh_of(ins), ins)[len(self.ins) :]
         specs += [()] * (len(outs) - len(specs))
@@ -1113,7 +1116,7 @@ class _ShardingRule:
         attributes["mhlo.frontend_attributes"] = mlir.ir_attribute(content)
         return results
 
-    def _partitioned(self, closed: Any, run: Callable[..., list], outs: Any) -> Callable[..., Any]:
+    def _partitioned(self, closed: Any, run: Callable[..., list], outs: Any) -> Callable:
         """`closed`, which is `run` with these `outs`, as a function of its operands and its constants."""
         from jax.experimental.custom_partitioning import custom_partitioning
 
@@ -1167,7 +1170,7 @@ def _write_names(arrays: Sequence[Sequence[str]]) -> str:
     return ", ".join(written)
 
 
-def _unique_names(kind: str, arrays: Sequence[Any]) -> tuple[tuple[str, ...], ...]:
+def _unique_names(kind: str, arrays: Sequence) -> tuple[tuple[str, ...], ...]:
     """A name of its own for each dimension, so that none is split."""
     names = []
     for i, x in enumerate(arrays):
@@ -1189,7 +1192,7 @@ def _calls_python(jaxpr: Any, ctx: Any) -> bool:
     return False
 
 
-def _equations(jaxpr: Any) -> Iterator[Any]:
+def _equations(jaxpr: Any) -> Iterator:
     """The equations of a jaxpr and of all sub-jaxprs, such as the body of a loop or the branches of a condition."""
     for equation in jaxpr.eqns:
         yield equation
@@ -1268,7 +1271,7 @@ class _BoundCall:
         return 0 in grid or batch_is_empty
 
 
-def _slices(arrays: Sequence[Any], depth: int) -> list[Spec]:
+def _slices(arrays: Sequence, depth: int) -> list[Spec]:
     """The specs of one slice, under so many vmaps."""
     return [Spec(x.shape[depth:], x.dtype) for x in arrays]
 
@@ -1368,7 +1371,7 @@ def _call_batching(args: Any, dims: Any, *, call: _BoundCall) -> Any:
     return call.batched(size, has_slices).bind(*ins), [0] * len(call.outs)
 
 
-def _call_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: _BoundCall) -> tuple:
+def _call_jvp(primals: Sequence, tangents: Sequence, *, call: _BoundCall) -> tuple:
     if any(jax.dtypes.issubdtype(out.dtype, np.inexact) for out in call.outs):
         raise TypeError(f"{call.target.title} has no derivative: use jax.custom_vjp, or an XLACustomKernel's rules")
     results = call.bind(*primals)
@@ -1471,7 +1474,7 @@ class _Options(types.SimpleNamespace):
         if names is None:
             return []
         is_list = isinstance(names, Iterable) and not isinstance(names, str)
-        checked: list[Any] = list(names) if is_list else [None]
+        checked: list = list(names) if is_list else [None]
         if not all(isinstance(name, str) for name in checked):
             raise TypeError(f'{option} must be a list of names of parameters, such as ["x"]; got {names!r}')
         return checked
@@ -1574,7 +1577,7 @@ class _Wrapper(_Kept):
         self.__signature__ = _input_signature(self.parameters, self.options.outs)
         self.title = f"{self.decorator} {self.__name__!r}"  # for errors
 
-    def _function(self) -> Callable[..., Any]:
+    def _function(self) -> Callable:
         def call(*args: Any) -> Any:
             return self._trace(*args)
 
@@ -1587,7 +1590,7 @@ class _Wrapper(_Kept):
     def __call__(self, *args: Any, **named: Any) -> Any:
         return self._call_by_name(args, named) if named else self._call_inputs(args)
 
-    def _call_inputs(self, args: Sequence[Any]) -> Any:
+    def _call_inputs(self, args: Sequence) -> Any:
         args, is_traced = _as_inputs(args, self.__name__)
         try:
             return self._trace(*args) if is_traced else self._jitted(*args)
@@ -1597,7 +1600,7 @@ class _Wrapper(_Kept):
 
     # -- arguments by name; those that are no arrays are static, and a variant has them ----------------
 
-    def _call_by_name(self, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
+    def _call_by_name(self, args: Sequence, named: Mapping[str, Any]) -> Any:
         """A call with arguments by keyword: arrays are inputs, and a Python value is static."""
         static = {name: x for name, x in named.items() if not self._is_input(name, x)}
         free = [name for name in self.parameters if name not in static]
@@ -1614,7 +1617,7 @@ class _Wrapper(_Kept):
             raise self._wrong_keywords(args, named)
         return self._variant(inputs, static)._call_inputs(values)
 
-    def _wrong_keywords(self, args: Sequence[Any], named: Mapping[str, Any]) -> TypeError:
+    def _wrong_keywords(self, args: Sequence, named: Mapping[str, Any]) -> TypeError:
         kernel = f"{self.__name__}({', '.join(self.parameters) or 'by position only'})"
         also = "" if self.takes_constants else ": arrays, for the first of them"
         return TypeError(
@@ -1694,7 +1697,7 @@ class _Wrapper(_Kept):
         args, named = self._option_arguments(option, ins)
         return _call_option(option, f"{self.title}: {what}", args, named)
 
-    def _option_arguments(self, option: Callable[..., Any], ins: Sequence[Spec]) -> tuple[Sequence[Any], dict]:
+    def _option_arguments(self, option: Callable, ins: Sequence[Spec]) -> tuple[Sequence, dict]:
         """The inputs, and the static arguments that a callable has parameters for."""
         args, named = list(ins), dict[str, Any]()
         if not self.static:
@@ -5842,8 +5845,8 @@ class XLACustomKernel(_Kept):
         self._chosen: dict[str, str] = {}  # platform -> default set by asdefault=True or set_default
         self._rules: dict[str, Any] = {}  # "batching", "jvp", "transpose", "vjp", "sharding": the newest of each
         self._recent = _Recent()  # the calls by their outs, backend and static parameters
-        self._call_fn: Callable[..., Any] | None = None
-        self._benchmark_data_fn: Callable[..., Any] | None = None
+        self._call_fn: Callable | None = None
+        self._benchmark_data_fn: Callable | None = None
         self._tags: set[str] = set()
         self.__doc__ = doc or self.__doc__
 
@@ -5869,7 +5872,7 @@ class XLACustomKernel(_Kept):
     # -- registration ----------------------------------------------------------------------------------
 
     def def_kernel(
-        self, backend: str, platform: str, kg: Callable[..., Any] | None = None, asdefault: bool = False, **options: Any
+        self, backend: str, platform: str, kg: Callable | None = None, asdefault: bool = False, **options: Any
     ) -> Any:
         """Register a kernel for a backend and a platform; returns it, or a decorator where it is left out.
 
@@ -5997,7 +6000,7 @@ class XLACustomKernel(_Kept):
 
     # -- rules -----------------------------------------------------------------------------------------
 
-    def def_batching_rule(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+    def def_batching_rule(self, fun: Callable) -> Callable:
         """Override batching: `fun(args, axes, **params) -> (outputs, output_axes)`; usable as a decorator.
 
         `axes` holds the batched axis of each operand or None; `params` is as in :meth:`def_jvp_rule`.
@@ -6009,7 +6012,7 @@ class XLACustomKernel(_Kept):
         """Restore the batching rule that every op starts with (:func:`general_batching_rule`)."""
         self._set_rule("batching", None)
 
-    def def_jvp_rule(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+    def def_jvp_rule(self, fun: Callable) -> Callable:
         """Define the derivative by one function, `fun(primals, tangents, **params) -> (outputs, tangents_out)`.
 
         A tangent that is zero is a `jax.interpreters.ad.Zero`; outputs and their tangents are lists, and a tangent may
@@ -6019,11 +6022,11 @@ class XLACustomKernel(_Kept):
         self._set_rule("jvp", _tolerant(fun, f"XLACustomKernel {self.name!r}: a jvp rule"))
         return fun
 
-    def def_jvp_rule2(self, *jvp_rules: Callable[..., Any] | None) -> None:
+    def def_jvp_rule2(self, *jvp_rules: Callable | None) -> None:
         """Define the derivative by one rule per operand; see :func:`defjvp`."""
         defjvp(self, *jvp_rules)
 
-    def def_transpose_rule(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+    def def_transpose_rule(self, fun: Callable) -> Callable:
         """Define the transpose of an op that is linear in some operands; usable as a decorator.
 
         `fun(cotangents, *operands, **params)` gets a list with one cotangent per output (`ad.Zero` where it is zero),
@@ -6033,7 +6036,7 @@ class XLACustomKernel(_Kept):
         self._set_rule("transpose", _tolerant(fun, f"XLACustomKernel {self.name!r}: a transpose rule"))
         return fun
 
-    def def_vjp_rule(self, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> None:
+    def def_vjp_rule(self, fwd: Callable, bwd: Callable) -> None:
         """Define the reverse-mode derivative by two functions, such as an op with a kernel for the backward pass has.
 
         Args:
@@ -6082,7 +6085,7 @@ class XLACustomKernel(_Kept):
 
     # -- what BrainEvent's operators attach to an op ---------------------------------------------------
 
-    def def_call(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+    def def_call(self, fn: Callable) -> Callable:
         """Attach the function that :meth:`call` calls: the op with its operands prepared and checked."""
         self._call_fn = fn
         return fn
@@ -6097,7 +6100,7 @@ class XLACustomKernel(_Kept):
         """Attach words to find the op by."""
         self._tags = set(tags)
 
-    def def_benchmark_data(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+    def def_benchmark_data(self, fn: Callable) -> Callable:
         """Attach a function that makes benchmark data."""
         self._benchmark_data_fn = fn
         return fn
@@ -6184,7 +6187,7 @@ class KernelEntry:
 
     backend: str
     platform: str
-    kernel_generator: Callable[..., Any]
+    kernel_generator: Callable
     fallback: bool = False
 
 
@@ -6375,18 +6378,15 @@ def _make_kernel(entry: KernelEntry, params: dict, outs: Sequence[Spec], ins: Se
 def _returned(what: str, values: Sequence, rule: str, expected: Sequence) -> list:
     """What a kernel or a rule returned, as arrays like those expected; None for zeros, and where None is expected."""
     arrays = list(map(_array_or_none, values))
-    returned = list(map(_show_or_none, arrays))
-    wanted = list(map(_show_or_none, expected))
-    if len(returned) != len(wanted) or not all(map(_fits, returned, wanted)):
+    returned = list(map(_show, arrays))
+    wanted = list(map(_show, expected))
+    fits = [pair[0] == pair[1] or "None" in pair for pair in zip(returned, wanted)]
+    if len(returned) != len(wanted) or not all(fits):
         raise ValueError(
             f"{what} returned ({', '.join(returned)}), but {rule} ({', '.join(wanted)}): return as many, of equal "
             "shape and dtype (None for zero in a rule), or correct what is declared"
         )
     return [None if spec is None else x for x, spec in zip(arrays, expected)]
-
-
-def _fits(returned: str, wanted: str) -> bool:
-    return returned == wanted or "None" in (returned, wanted)
 
 
 def _array_or_none(x: Any) -> Any:
@@ -6399,10 +6399,6 @@ def _array_or_none(x: Any) -> Any:
 
 def _is_zero(x: Any) -> bool:
     return x is None or isinstance(x, (ad.Zero, ad.UndefinedPrimal))  # BrainEvent returns operands that are linear
-
-
-def _show_or_none(spec: Any) -> str:
-    return "None" if spec is None else _show(spec)
 
 
 # -- 12.4 The primitive: its rules for JAX's interpreters ----------------------------------------------
@@ -6630,16 +6626,12 @@ def _vmapped(function: Callable, flags: tuple) -> Callable:
 
 def _sequential(function: Callable, flags: tuple) -> Callable:
     """A function mapped over the first axis of the flagged operands, one slice at a time."""
-    batched = [i for i, flag in enumerate(flags) if flag]
 
     def mapped(*ins: Any) -> Any:
         def of_slice(slices: Sequence) -> Any:
-            operands = list(ins)
-            for i, one in zip(batched, slices):
-                operands[i] = one
-            return function(*operands)
+            return function(*[x if one is None else one for x, one in zip(ins, slices)])
 
-        return jax.lax.map(of_slice, [ins[i] for i in batched])
+        return jax.lax.map(of_slice, [x if flag else None for x, flag in zip(ins, flags)])
 
     return mapped
 
@@ -6651,7 +6643,7 @@ def _sequential(function: Callable, flags: tuple) -> Callable:
 # inside this section a zero that a rule returned is None.
 
 
-def defjvp(primitive: Any, *jvp_rules: Callable[..., Any] | None) -> None:
+def defjvp(primitive: Any, *jvp_rules: Callable | None) -> None:
     """Define the derivative of an op or primitive by one rule per operand.
 
     Args:
@@ -6675,7 +6667,7 @@ def defjvp(primitive: Any, *jvp_rules: Callable[..., Any] | None) -> None:
     primitive = getattr(primitive, "primitive", primitive)
     if not isinstance(primitive, Primitive):
         raise TypeError(f"defjvp: expected an XLACustomKernel or a jax Primitive, got {primitive!r}")
-    rules: list[Any] = []
+    rules: list = []
     for rule in jvp_rules:
         if rule is not None:
             rule = _tolerant(rule, "defjvp: a rule")
@@ -6694,7 +6686,7 @@ def _jvp_by_operand(primitive: Any, rules: Sequence, primals: Any, tangents: Any
     results = primitive.bind(*primals, **params)
     outputs = list(results) if primitive.multiple_results else [results]
     avals = list(map(jax.typeof, outputs))
-    totals: list[Any] = [None] * len(outputs)
+    totals: list = [None] * len(outputs)
     for i, (rule, tangent) in enumerate(zip(rules, tangents)):
         if rule is not None and type(tangent) is not ad.Zero:
             returned = jax.tree.leaves(rule(tangent, *primals, **params), is_leaf=_is_zero)
@@ -6756,7 +6748,7 @@ def _op_transpose(op: Any, vmaps: tuple, cts: Any, /, *operands: Any, outs: tupl
 
     def of_slice(cts: list, operands: tuple) -> list:
         returned = rule(cts, *operands, outs=slice_outs, **params)
-        avals = list(map(_linear_aval, operands))
+        avals = [x.aval if ad.is_undefined_primal(x) else None for x in operands]
         return _from_rule(f"the transpose rule of {op.name!r}", returned, "the operands are", avals)
 
     def vmapped(function: Callable, flags: tuple) -> Callable:
@@ -6767,11 +6759,6 @@ def _op_transpose(op: Any, vmaps: tuple, cts: Any, /, *operands: Any, outs: tupl
     ins = [_symbolic_slice(x, sum(flags)) for x, flags in zip(operands, flags_of)]
     results = _for_each_vmap(vmapped, of_slice, vmaps)(cts, tuple(ins))
     return list(map(_summed, results, operands, flags_of))
-
-
-def _linear_aval(operand: Any) -> Any:
-    """The type of the cotangent that an operand's rule returns; None for one that is known."""
-    return operand.aval if ad.is_undefined_primal(operand) else None
 
 
 def _symbolic_slice(x: Any, depth: int) -> Any:
@@ -6810,19 +6797,14 @@ def _bind_with_vjp(call: _OpCall, ins: Sequence, fwd: Callable, bwd: Callable) -
 
 
 def _from_rule(what: str, returned: Any, kind: str, avals: Sequence) -> list:
-    """What a rule returned, as arrays of these types: None for zeros, and for what has no derivative or is None."""
+    """What a rule returned, as arrays of these types: None for zeros, and where a type is None or has no derivative."""
     if isinstance(returned, dict):
         raise TypeError(f"{what} returned {returned!r:.80}: return a tuple, in the order of what it is for")
     if not isinstance(returned, (list, tuple)):
         returned = [returned]
-    arrays = _returned(what, returned, kind, list(map(_if_inexact, avals)))
+    expected = [aval if aval and jax.dtypes.issubdtype(aval.dtype, np.inexact) else None for aval in avals]
+    arrays = _returned(what, returned, kind, expected)
     return [x if x is None else _sharded_like(x, aval) for x, aval in zip(arrays, avals)]
-
-
-def _if_inexact(aval: Any) -> Any:
-    """A type, if what has it has a derivative."""
-    is_inexact = aval is not None and jax.dtypes.issubdtype(aval.dtype, np.inexact)
-    return aval if is_inexact else None
 
 
 def _derivative_rule(op: XLACustomKernel, kind: str) -> Callable:
@@ -6842,7 +6824,7 @@ def _derivative_rule(op: XLACustomKernel, kind: str) -> Callable:
 class _Backend(NamedTuple):
     platforms: dict[str, str]  # where it runs -> how to get it there
     ready: tuple[str, ...]  # packages and classes of compiled kernels: as names, so that nothing is imported for them
-    wrap: Callable[..., Any]  # (ready kernel, outs, **options) -> function of arrays
+    wrap: Callable  # (ready kernel, outs, **options) -> function of arrays
     check: Callable[[], Any]  # makes the function that the self-check calls: 2 * x + y
 
 
