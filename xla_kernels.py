@@ -421,8 +421,10 @@ def _is_stable_function(function: types.FunctionType) -> bool:
 
 def _home(obj: Any) -> tuple[str, str] | None:
     """The stable module that holds this very object, and its name there."""
-    owner = type(obj.__self__).__module__ if isinstance(obj, types.BuiltinFunctionType) else None
-    for module in (getattr(obj, "__module__", None) or owner, "scipy.special"):  # its ufuncs name no module
+    own_module = getattr(obj, "__module__", None)
+    if own_module is None and isinstance(obj, types.BuiltinFunctionType):
+        own_module = type(obj.__self__).__module__
+    for module in (own_module, "scipy.special"):  # whose ufuncs name no module
         if type(module) is str and _is_stable_module(module):
             for name, value in list(vars(sys.modules.get(module, types)).items()):
                 if value is obj:
@@ -551,8 +553,7 @@ class _Digester:
 
     def _module(self, obj: types.ModuleType) -> tuple:
         if _is_open(obj):
-            held = [(name, x if type(x) in _ATOMS else self.identity(x)) for name, x in sorted(vars(obj).items())]
-            return *self.identity(obj), *held
+            return *self.identity(obj), *[(name, self.identity(x)) for name, x in sorted(vars(obj).items())]
         return obj.__name__, _version(obj.__name__)
 
     def _foreign_function(self, obj: Any) -> tuple:
@@ -643,8 +644,11 @@ _is_local = functools.cache(re.compile(_LOCAL, re.IGNORECASE).search)
 
 
 def _settings(config: types.ModuleType) -> str:
-    plain = [item for item in vars(config).items() if not callable(item[1]) and not inspect.ismodule(item[1])]
-    return repr(sorted(item for item in plain if not _is_local(item[0])))
+    settings = {}
+    for name, value in vars(config).items():
+        if not (callable(value) or inspect.ismodule(value) or _is_local(name)):
+            settings[name] = value
+    return repr(sorted(settings.items()))
 
 
 class _CodeFacts(NamedTuple):
@@ -653,8 +657,8 @@ class _CodeFacts(NamedTuple):
     digest: bytes
     names: frozenset[str]  # all that stand in it
     calls_three: bool
-    globals: tuple[tuple[str, ...], ...]  # what it reads, as ("module", "part", "value")
-    cells: tuple[tuple[str, ...], ...]  # what it reads of the functions around it
+    globals: list[tuple[str, ...]]  # what it reads, as ("module", "part", "value")
+    cells: list[tuple[str, ...]]  # what it reads of the functions around it
 
 
 @functools.lru_cache(maxsize=1024)
@@ -672,14 +676,9 @@ def _code_facts(code: types.CodeType) -> _CodeFacts:
         if isinstance(nested, types.CodeType):
             global_reads.update(_code_facts(nested).globals)
             cell_reads.update(_code_facts(nested).cells)
-    cell_reads = {path for path in cell_reads if path[0] in code.co_freevars}
-    return _CodeFacts(
-        digester.hash.digest(),
-        frozenset(digester.names),
-        calls_three,
-        tuple(sorted(global_reads)),
-        tuple(sorted(cell_reads)),
-    )
+    of_functions_around = sorted(path for path in cell_reads if path[0] in code.co_freevars)
+    names = frozenset(digester.names)
+    return _CodeFacts(digester.hash.digest(), names, calls_three, sorted(global_reads), of_functions_around)
 
 
 def _is_call_of_three(instruction: dis.Instruction) -> bool:
@@ -829,7 +828,7 @@ class _ExportChecks(Sequence):
 
         with _LOCK:
             names = {name for name, _ in _TARGETS}
-        return [export.DisabledSafetyCheck.custom_call(name) for name in sorted(names)]
+        return list(map(export.DisabledSafetyCheck.custom_call, sorted(names)))
 
     def __len__(self) -> int:
         return len(self._read())
