@@ -4902,6 +4902,8 @@ def test_gpu_cuda_cooperative_goes_through_python():
 # ======================================================================================================
 
 needs_warp = pytest.mark.needs("warp")
+floats = wp and wp.array(dtype=float)
+ints = wp and wp.array(dtype=wp.int32)
 
 
 def sample(*shape, dtype=np.float32, seed=0):
@@ -4918,8 +4920,6 @@ def check_equal(actual, expected, rtol=1e-5):
 @functools.cache
 def warp_kernels():
     """The kernels of this section; made on first use, so that the file loads without Warp."""
-    floats = wp.array(dtype=float)
-    integers = wp.array(dtype=wp.int32)
 
     @wp.kernel(module="unique")
     def multiply(x: floats, y: floats, out: floats):
@@ -4946,7 +4946,7 @@ def warp_kernels():
         wp.atomic_add(out, 0, x[wp.tid()])
 
     @wp.kernel(module="unique")
-    def histogram(index: integers, weight: float, acc: floats):
+    def histogram(index: ints, weight: float, acc: floats):
         wp.atomic_add(acc, index[wp.tid()], weight)
 
     @wp.kernel(module="unique")
@@ -4961,7 +4961,7 @@ def warp_kernels():
         out[i] = out[i] + (current[i] - out[i]) * 0.1
 
     @wp.kernel(module="unique")
-    def smooth(x: floats, k: integers, a: float, squares: floats, sines: floats, count: integers):
+    def smooth(x: floats, k: ints, a: float, squares: floats, sines: floats, count: ints):
         i = wp.tid()
         squares[i] = a * x[i] * x[k[i]]
         if i < sines.shape[0]:
@@ -5148,26 +5148,13 @@ def stacked_slices(function, *batches, axis=0):
 
 @pytest.mark.parametrize("name", WARP_CASES)
 def test_warp_ops(name, warp_path):
+    """Also in a batch of the first argument, whose slices share the others."""
     case, f = WARP_CASES[name], wrapped(name)
     check_equal(f(*case.args), case.reference(*case.args))
-    batches = [np.stack([x, 2 * x, 3 * x], axis=1) for x in case.args]
-    batched = jax.jit(jax.vmap(f, in_axes=1))
-    check_equal(batched(*batches), stacked_slices(case.reference, *batches, axis=1))
-
-
-@pytest.mark.parametrize("name", WARP_CASES)
-def test_warp_nested_vmap(name, warp_path):
-    """The inner one is over the last argument alone."""
-    case, f = WARP_CASES[name], wrapped(name)
-    *shared, last = (np.stack([x, -x]) for x in case.args)
-    last = np.stack([last, 2 * last, 3 * last], axis=1)
-    in_axes = [*[None] * len(shared), 0]
-
-    def inner_loop(*args):
-        return stacked_slices(lambda x: case.reference(*args[:-1], x), args[-1])
-
-    found = jax.vmap(jax.vmap(f, in_axes=in_axes))(*shared, last)
-    check_equal(found, stacked_slices(inner_loop, *shared, last))
+    first, *shared = case.args
+    batch = np.stack([first, 2 * first, 3 * first], axis=1)
+    batched = jax.jit(jax.vmap(f, in_axes=(1, *[None] * len(shared))))
+    check_equal(batched(batch, *shared), stacked_slices(lambda x: case.reference(x, *shared), batch, axis=1))
 
 
 def test_warp_values(warp_path):
@@ -5346,7 +5333,7 @@ def kernels_with_views():
     """Kernels whose adjoint looks for the gradient in the array itself: rows, and elements that are written twice."""
 
     @wp.kernel(module="unique")
-    def rows(m: wp.array2d(dtype=float), o: wp.array(dtype=float)):
+    def rows(m: wp.array2d(dtype=float), o: floats):
         i = wp.tid()
         row = m[i]
         s = float(0.0)  # noqa: UP018
@@ -5355,7 +5342,7 @@ def kernels_with_views():
         o[i] = s
 
     @wp.kernel(module="unique")
-    def pick(a: wp.array(dtype=float), b: wp.array(dtype=float), o: wp.array(dtype=float)):
+    def pick(a: floats, b: floats, o: floats):
         i = wp.tid()
         o[i] = a[i]
         if a[i] > 2.0:
@@ -5401,11 +5388,11 @@ def test_warp_adjoints_change_no_outputs():
     """Warp runs the functions that a kernel calls again in the adjoint."""
 
     @wp.func
-    def add(a: wp.array(dtype=float), i: int, v: float):
+    def add(a: floats, i: int, v: float):
         wp.atomic_add(a, i, v)
 
     @wp.kernel(module="unique")
-    def squares(x: wp.array(dtype=float), out: wp.array(dtype=float)):
+    def squares(x: floats, out: floats):
         i = wp.tid()
         out[i] = 0.0
         add(out, i, x[i] * x[i])
@@ -5418,7 +5405,7 @@ def test_warp_adjoints_change_no_outputs():
 @needs_warp
 def test_warp_kernel_without_an_adjoint():
     @wp.kernel(enable_backward=False, module="unique")
-    def forward_only(x: wp.array(dtype=float), out: wp.array(dtype=float)):
+    def forward_only(x: floats, out: floats):
         out[wp.tid()] = x[wp.tid()]
 
     f = xk.warp_kernel(forward_only, like_first, differentiable=True)
@@ -5443,7 +5430,7 @@ def kernel_with_a_constant(constant):
     c = wp.constant(constant)
 
     @wp.kernel(module=wp.get_module("generated"))
-    def scaled(x: wp.array(dtype=float), out: wp.array(dtype=float)):
+    def scaled(x: floats, out: floats):
         i = wp.tid()
         out[i] = c * x[i]
 
@@ -5474,16 +5461,14 @@ def test_warp_kernels_run_on_after_their_module_is_built_again(warp_path):
     np.testing.assert_array_equal(first(x), [0, 2, 4])
 
 
-def warp_settings():
-    return {name: value for name, value in vars(wp.config).items() if isinstance(value, (int, str))}
-
-
-def test_warp_threads_that_add_kernels_to_one_module(warp_path):
-    """Warp's settings, which the library changes for a while, are the user's afterwards."""
+def test_warp_threads_that_add_kernels_to_one_module(warp_path, monkeypatch):
+    """How much Warp prints, which the library changes for a while, is the user's choice afterwards."""
+    setting, choice = ("log_level", 20) if hasattr(wp.config, "log_level") else ("quiet", False)
+    monkeypatch.setattr(wp.config, setting, choice)
 
     def work(i):
         @wp.kernel(module=wp.get_module("threaded"))
-        def shifted(x: wp.array(dtype=float), shift: float, out: wp.array(dtype=float)):
+        def shifted(x: floats, shift: float, out: floats):
             j = wp.tid()
             out[j] = x[j] + shift
 
@@ -5491,9 +5476,8 @@ def test_warp_threads_that_add_kernels_to_one_module(warp_path):
         x = jnp.arange(float(8 + i % 4))
         np.testing.assert_array_equal(jax.jit(lambda x: f(f(x, float(i)), 1.0))(x), x + i + 1)
 
-    before = warp_settings()
-    in_threads(work, range(8))
-    assert warp_settings() == before
+    in_threads(work, range(16))
+    assert getattr(wp.config, setting) == choice
 
 
 @needs_warp
@@ -5537,7 +5521,7 @@ def test_warp_slices_of_a_batch_run_on_all_threads_unless_in_order(method):
     meet = meeting()
 
     @wp.kernel(module="unique")
-    def meets(patience: wp.array(dtype=int), out: wp.array(dtype=int)):
+    def meets(patience: ints, out: ints):
         out[0] = meet(patience[0])
 
     patience = np.full((16, 1), 2_000_000, np.int32)
@@ -5556,7 +5540,7 @@ def test_warp_kernels_on_tiles_never_overlap_on_the_cpu():
     meet = meeting()
 
     @wp.kernel(module="unique")
-    def meets(patience: wp.array(dtype=int), out: wp.array(dtype=int), count: wp.array(dtype=int)):
+    def meets(patience: ints, out: ints, count: ints):
         t = wp.tile_load(patience, shape=8)
         count[0] = meet(patience[0])
         wp.tile_store(out, t)
@@ -5877,7 +5861,7 @@ def kernel_with_grid_stride(grid_stride):
         pytest.skip("kernels without a grid stride came with Warp 1.15")
 
     @wp.kernel(**options)
-    def nothing(out: wp.array(dtype=float)):
+    def nothing(out: floats):
         wp.tid()
 
     return nothing
@@ -6220,7 +6204,6 @@ def test_warp_traced_values(warp_path):
 
 
 def test_warp_arguments_as_kernels_take_them(warp_path):
-    floats = wp.array(dtype=float)
 
     @wp.kernel(module="unique")
     def scaled(x: floats, factor: floats, kind: int, on: wp.bool, h: wp.handle, out: floats):
@@ -6262,7 +6245,7 @@ def test_warp_generic_kernels():
         np.testing.assert_array_equal(jax.vmap(f)(y=x[None], x=2 * x[None]), 3 * x[None])
     with pytest.raises(TypeError, match=r"generic Warp kernel 'plus' takes \('x', 'y', 'out'\); this call gives"):
         f(x)
-    concrete = wp.overload(plus, [wp.array(dtype=float)] * 3)
+    concrete = wp.overload(plus, [floats] * 3)
     np.testing.assert_array_equal(xk.warp_kernel(concrete, like_first)(*PAIR), PAIR[0] + PAIR[1])
 
 
@@ -6270,10 +6253,10 @@ def test_warp_generic_kernels():
 def test_warp_refuses_structs_of_arrays_and_plain_functions():
     @wp.struct
     class Holder:
-        values: wp.array(dtype=float)
+        values: floats
 
     @wp.kernel(module="unique")
-    def holding(h: Holder, out: wp.array(dtype=float)):
+    def holding(h: Holder, out: floats):
         out[wp.tid()] = h.values[wp.tid()]
 
     with pytest.raises(TypeError, match=r"parameter 'h' is .*; supported are scalars, .* and structs without arrays"):
@@ -6285,7 +6268,7 @@ def test_warp_refuses_structs_of_arrays_and_plain_functions():
 @needs_warp
 def test_warp_build_error_stays_an_error():
     @wp.kernel(module="unique")
-    def broken(x: wp.array(dtype=float), out: wp.array(dtype=float)):
+    def broken(x: floats, out: floats):
         out[wp.tid()] = undefined_thing(x[wp.tid()])  # noqa: F821
 
     for _ in range(3):
@@ -6300,7 +6283,7 @@ def test_warp_build_error_stays_an_error():
 def test_warp_jax_kernel_and_jax_callable_are_warps_own():
     multiply = warp_kernels().multiply
 
-    def square(x: wp.array(dtype=float), out: wp.array(dtype=float)):
+    def square(x: floats, out: floats):
         wp.launch(multiply, dim=x.shape, inputs=[x, x], outputs=[out])
 
     by_kernel = xk.jax_kernel(multiply, num_outputs=1)
@@ -6935,21 +6918,6 @@ def test_op_keeps_what_it_made_for_the_newest_calls_only():
     assert 0 < len(alive) <= 1_024
 
 
-def test_op_in_threads():
-    """Ops of one name that are defined at the same time, and one that all call."""
-    shared = op_of(lambda x, k: x + k)
-
-    def define_and_call(i):
-        op = op_adding(a=i, b=-i)
-        op.def_jvp_rule2(lambda t, x: i * t)
-        for k in range(5):
-            assert from_zero(op, backend="a") == i and from_zero(op, backend="b") == -i
-            assert from_zero(shared, k=k) == k
-        assert jax.jit(jax.grad(call_op(op)))(0.0) == i
-
-    in_threads(define_and_call, range(8))
-
-
 # -- ready kernels -------------------------------------------------------------------------------------
 
 jitted_add = numba.njit(numba_add)
@@ -6982,7 +6950,7 @@ def test_op_ready_kernel_with_options():
     np.testing.assert_allclose(op(VECTOR, WEIGHTS, outs=like_first), VECTOR + WEIGHTS)
 
 
-READY_CLASSES = {  # package, class: the backend of its kernels
+KERNEL_CLASSES = {  # package, class: the backend of its kernels
     ("numba", "CUDADispatcher"): "numba_cuda",
     ("numba", "FakeCUDAKernel"): "numba_cuda",
     ("numba", "Dispatcher"): "numba",
@@ -7002,39 +6970,24 @@ def kernel_class(package, name, *bases):
     return type(name, bases, {"__module__": f"{package}.somewhere", "__repr__": lambda self: "kernel"})
 
 
-@pytest.mark.parametrize("package, name", READY_CLASSES)
-def test_op_knows_ready_kernels_by_their_class(package, name):
+@pytest.mark.parametrize("package, name", KERNEL_CLASSES)
+def test_ready_kernels_are_known_by_their_class(package, name):
     """Nothing is imported for it; a class may derive from the one that is known."""
     bases = []
     if (package, name) == ("numba", "CUDADispatcher"):
         bases.append(kernel_class("numba", "Dispatcher"))  # as Numba's own
     kernel = kernel_class("mine", "Derived", kernel_class(package, name, *bases))()
-    op = xk.XLACustomKernel("op")
-    backend = READY_CLASSES[package, name]
+    op, backend = xk.XLACustomKernel("op"), KERNEL_CLASSES[package, name]
+    hint = ""
     if backend is None:
         with pytest.raises(TypeError, match="must be callable, got kernel"):
             op.def_kernel("backend", "cpu", kernel)
     else:
         assert op.def_kernel("backend", "cpu", kernel) is kernel
-
-
-WRONG_WRAPPERS = {  # package, class of a kernel: what the error of `numba_kernel` says
-    ("numba", "CUDADispatcher"): "got CUDADispatcher kernel; for this one there is numba_cuda_kernel",
-    ("numba_cuda_mlir", "MLIRDispatcher"): "got MLIRDispatcher kernel; for this one there is numba_cuda_kernel",
-    ("warp", "Kernel"): "got Kernel kernel; for this one there is warp_kernel",
-    ("mine", "Kernel"): "got Kernel kernel",
-}
-
-
-@pytest.mark.parametrize("package, name", WRONG_WRAPPERS)
-def test_a_kernel_for_another_wrapper_is_refused(package, name):
-    with pytest.raises(TypeError, match=f"{WRONG_WRAPPERS[package, name]}$"):
-        xk.numba_kernel(kernel_class(package, name)(), like_first)
-
-
-def test_a_numba_kernel_is_refused_by_the_wrapper_for_cuda():
-    with pytest.raises(TypeError, match=r"got Dispatcher kernel; for this one there is numba_kernel$"):
-        xk.numba_cuda_kernel(kernel_class("numba", "Dispatcher")(), like_first, grid=1, block=1)
+        hint = f"; for this one there is {backend}_kernel"
+    wrapper = xk.numba_cuda_kernel if backend == "numba" else xk.numba_kernel
+    with pytest.raises(TypeError, match=f"got Derived kernel{hint}$"):
+        wrapper(kernel, like_first)
 
 
 def test_op_registration_imports_no_backend(monkeypatch):
@@ -7184,43 +7137,38 @@ def test_op_without_a_kernel_for_the_platform():
 
 
 NAMES_IN_RULE = "'constant': a sharding rule names each array's dimensions, 'b i, i j -> b j'; got '{}'"
-MISUSES = [  # the error, its text, the method of an op that is called, and its arguments
-    (TypeError, "backend must be a name, got 1", "def_kernel", (1, "cpu", add_to(1))),
-    (ValueError, "backend must be a name, got ''", "def_kernel", ("", "cpu", add_to(1))),
-    (TypeError, "platform must be a name, got 1", "def_kernel", ("a", 1, add_to(1))),
-    (TypeError, "Numba CUDA or Warp kernel) must be callable, got 'kernel'", "def_kernel", ("a", "cpu", "kernel")),
-    (TypeError, "def_vjp_rule: a rule must be callable, got None", "def_vjp_rule", (None, like_first)),
-    (TypeError, "defjvp: a rule must be callable, got 3", "def_jvp_rule2", (3,)),
-    (TypeError, "'constant': a batching rule must be callable, got 3", "def_batching_rule", (3,)),
-    (ValueError, "platform must be 'gpu', 'tpu' or 'cpu', got 'gpus'", "def_pallas_kernel", ("gpus", add_to(1))),
-    (ValueError, "no backend 'c' for platform 'cpu'; registered: cpu", "set_default", ("cpu", "c")),
-    (ValueError, "no backend '' for platform 'cpu'; registered: cpu", "set_default", ("cpu", None)),
-    (ValueError, NAMES_IN_RULE.format("i, i"), "def_sharding_rule", ("i, i",)),
-    (ValueError, NAMES_IN_RULE.format("... i -> i"), "def_sharding_rule", ("... i -> i",)),
-    (ValueError, NAMES_IN_RULE.format("i i -> i"), "def_sharding_rule", ("i i -> i",)),
+NO_RULE = "'constant' has no {0} rule, which a derivative needs: use def_{0}_rule"
+MISUSES = [  # the error, its text, what is done to an op
+    (TypeError, "backend must be a name, got 1", methodcaller("def_kernel", 1, "cpu", add_to(1))),
+    (ValueError, "backend must be a name, got ''", methodcaller("def_kernel", "", "cpu", add_to(1))),
+    (TypeError, "platform must be a name, got 1", methodcaller("def_kernel", "a", 1, add_to(1))),
+    (TypeError, "Warp kernel) must be callable, got 'kernel'", methodcaller("def_kernel", "a", "cpu", "kernel")),
+    (
+        TypeError,
+        "grid can be given with a ready kernel only",
+        methodcaller("def_kernel", "a", "cpu", add_to(1), grid=3),
+    ),
+    (TypeError, "'numba' cannot have side effects", methodcaller("def_numba_kernel", jitted_add, has_side_effect=True)),
+    (TypeError, "def_vjp_rule: a rule must be callable, got None", methodcaller("def_vjp_rule", None, like_first)),
+    (TypeError, "defjvp: a rule must be callable, got 3", methodcaller("def_jvp_rule2", 3)),
+    (TypeError, "defjvp: expected an XLACustomKernel or a jax Primitive, got 3", lambda op: xk.defjvp(3)),
+    (TypeError, "'constant': a batching rule must be callable, got 3", methodcaller("def_batching_rule", 3)),
+    (TypeError, "input 0 must be an array or a number", methodcaller("__call__", [1.0], outs=VECTOR)),
+    (ValueError, "must be 'gpu', 'tpu' or 'cpu', got 'gpus'", methodcaller("def_pallas_kernel", "gpus", add_to(1))),
+    (ValueError, "no backend 'c' for platform 'cpu'; registered: cpu", methodcaller("set_default", "cpu", "c")),
+    (ValueError, "no backend '' for platform 'cpu'; registered: cpu", methodcaller("set_default", "cpu", None)),
+    (ValueError, NAMES_IN_RULE.format("i, i"), methodcaller("def_sharding_rule", "i, i")),
+    (ValueError, NAMES_IN_RULE.format("... i -> i"), methodcaller("def_sharding_rule", "... i -> i")),
+    (ValueError, NAMES_IN_RULE.format("i i -> i"), methodcaller("def_sharding_rule", "i i -> i")),
+    (NotImplementedError, NO_RULE.format("jvp"), lambda op: jax.grad(call_op(op))(1.0)),
+    (NotImplementedError, NO_RULE.format("transpose"), lambda op: jax.linear_transpose(call_op(op), 1.0)(1.0)),
 ]
 
 
-@pytest.mark.parametrize("error, text, method, args", MISUSES)
-def test_op_misuse(error, text, method, args):
+@pytest.mark.parametrize("error, text, misuse", MISUSES)
+def test_op_misuse(error, text, misuse):
     with pytest.raises(error, match=re.escape(text)):
-        getattr(op_adding(a=1), method)(*args)
-
-
-def test_op_misuse_of_options_and_derivatives():
-    op = op_adding(a=1)
-    with pytest.raises(TypeError, match="grid can be given with a ready kernel only; a generator applies options"):
-        op.def_kernel("a", "cpu", add_to(1), grid=3)
-    with pytest.raises(TypeError, match="kernel of backend 'numba' cannot have side effects: a call of an op whose"):
-        op.def_numba_kernel(jitted_add, has_side_effect=True)
-    with pytest.raises(TypeError, match="expected an XLACustomKernel or a jax Primitive, got 3"):
-        xk.defjvp(3)
-    with pytest.raises(TypeError, match="input 0 must be an array or a number"):
-        op([1.0], outs=VECTOR)
-    with pytest.raises(NotImplementedError, match=r"'constant' has no jvp rule, .* use def_jvp_rule"):
-        jax.grad(call_op(op))(1.0)
-    with pytest.raises(NotImplementedError, match=r"'constant' has no transpose rule, .* use def_transpose_rule"):
-        jax.linear_transpose(call_op(op), 1.0)(1.0)
+        misuse(op_adding(a=1))
 
 
 # -- derivatives, and rules of one's own for batches ---------------------------------------------------
