@@ -7892,6 +7892,16 @@ def test_op_on_a_mesh_of_explicit_axes(rule, x_axes, y_axes, define):
         np.testing.assert_allclose(y_gradient, VECTOR)
 
 
+def test_operands_that_are_split_over_different_axes():
+    """One sharding rule splits both as the first of them."""
+    multiply = wrap(numba_multiply, sharding_rule="i, i -> i")
+    with jax.set_mesh(jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)):
+        x, y = jax.device_put(VECTOR, P("a")), jax.device_put(WEIGHTS, P("b"))
+        product = jax.jit(multiply)(x, y)
+        assert jax.typeof(product).sharding.spec == P("a")
+        np.testing.assert_allclose(product, VECTOR * WEIGHTS)
+
+
 # -- debugging and timing ------------------------------------------------------------------------------
 
 
