@@ -7952,6 +7952,7 @@ def test_op_benchmark_compares_backends():
 # ======================================================================================================
 
 ROUNDS = 7
+WITHOUT_JAX = "Numba without the GIL and JAX (what the machine has free)"
 
 
 def missing(what, why):
@@ -7978,7 +7979,11 @@ def compare(paths, unit="µs", case="", rounds=ROUNDS):
     for name, (_, samples) in runs.items():
         value, rounds = statistics.median(samples), len(samples)
         rows[name].update(value=value, min=min(samples), max=max(samples), rounds=rounds)
-    return with_ratios(list(rows.values()))
+    ours, *_ = rows.values()
+    for row in rows.values():
+        if "value" in row and ours.get("value"):
+            row["ratio"] = row["value"] / ours["value"]
+    return list(rows.values())
 
 
 def over(paths, measure):
@@ -7986,16 +7991,10 @@ def over(paths, measure):
     return {name: functools.partial(measure, make) for name, make in paths.items()}
 
 
-def with_ratios(rows):
-    """How many times the cost of the first path, which is ours."""
-    ours = rows[0].get("value")
-    return [{**row, "ratio": row["value"] / ours} if ours and "value" in row else row for row in rows]
-
-
-def seconds(work):
+def seconds(work, *args):
     """How long a call of `work` and what it returns take."""
     start = time.perf_counter()
-    jax.block_until_ready(work())
+    jax.block_until_ready(work(*args))
     return time.perf_counter() - start
 
 
@@ -8007,34 +8006,36 @@ def averaged(once, first, least):
     return lambda: once(n) * 1e6
 
 
-def timed(function, least=0.02):
+def timed(function, *args, least=0.02):
     """A function that measures one call of `function` in µs, averaged over about `least` seconds."""
 
     def repeat(calls):
         for _ in range(calls):
-            result = function()
+            result = function(*args)
         return result
 
-    return averaged(lambda calls: seconds(lambda: repeat(calls)) / calls, 2, least)
+    return averaged(lambda calls: seconds(repeat, calls) / calls, 2, least)
 
 
 def timed_loop(f, x, y, least=0.02):
     """A function that measures one `f(x, y)` inside `lax.fori_loop`, in µs."""
-    run = jax.jit(lambda x, steps: jax.lax.fori_loop(0, steps, lambda _, a: f(a, y), x), static_argnums=1)
+
+    def repeat(x, steps):
+        return jax.lax.fori_loop(0, steps, lambda _, a: f(a, y), x)
+
+    run = jax.jit(repeat, static_argnums=1)
     first = max(1, min(100, int(2e6 / x.size)))
-    return averaged(lambda steps: seconds(lambda: run(x, steps)) / steps, first, least)
+    return averaged(lambda steps: seconds(run, x, steps) / steps, first, least)
 
 
 # -- one addition, along every path --------------------------------------------------------------------
 
 
 def warp_add(scale=1):
-    import warp as wp
-
-    wp.config.quiet = True
+    importlib.import_module("warp").config.quiet = True
 
     @wp.kernel(module="unique")
-    def add(x: wp.array(dtype=float), y: wp.array(dtype=float), out: wp.array(dtype=float)):
+    def add(x: floats, y: floats, out: floats):
         i = wp.tid()
         out[i] = x[i] + y[i] * float(scale)
 
@@ -8046,15 +8047,15 @@ def add_warp(spec, scale=1):
 
 
 def add_warp_jax(spec, scale=1):
-    call = importlib.import_module("warp").jax_kernel(warp_add(scale))
+    add = warp_add(scale)
+    call = wp.jax_kernel(add)
     return lambda x, y: call(x, y)[0]
 
 
 def add_warp_graph(mode, spec):
-    wp, add = importlib.import_module("warp"), warp_add()
-    array = wp.array(dtype=float)
+    add = warp_add()
 
-    def launch(x: array, y: array, out: array):
+    def launch(x: floats, y: floats, out: floats):
         wp.launch(add, dim=x.shape, inputs=[x, y], outputs=[out])
 
     call = wp.jax_callable(launch, graph_mode=wp.JaxCallableGraphMode[mode])
@@ -8070,15 +8071,39 @@ def add_pallas(spec):
     return pl.pallas_call(add, spec, interpret=jax.default_backend() == "cpu", **options)
 
 
+def add_numba(spec):
+    return xk.numba_kernel(numba.njit(numba_add), spec)
+
+
+def add_cuda(spec):
+    return xk.numba_cuda_kernel(cuda_add, spec, launch_dims=spec.size)
+
+
 def add_op(spec):
     op = xk.XLACustomKernel("bench_add")
     op.def_numba_kernel(numba.njit(numba_add))
     return lambda x, y: op(x, y, outs=spec)
 
 
-def add_brainevent(name, kernel, spec, **options):
+def with_brainevent(name, kernel, spec, **options):
     call = getattr(importlib.import_module("brainevent"), name)(kernel, outs=spec, **options)
     return lambda x, y: jax.tree.leaves(call(x, y))[0]
+
+
+def add_brainevent(spec):
+    return with_brainevent("numba_kernel", numba.njit(numba_add), spec, vmap_method="sequential")
+
+
+def add_brainevent_cuda(spec):
+    return with_brainevent("numba_cuda_kernel", cuda.jit(cuda_add), spec, launch_dims=spec.size)
+
+
+def add_on_the_host(spec):
+    return functools.partial(jax.pure_callback, np.add, spec, vmap_method="sequential")
+
+
+def add_jnp(spec):
+    return jnp.add
 
 
 CPP = """
@@ -8183,42 +8208,38 @@ def cpp_library(text):
         return ctypes.CDLL(str(path))
 
 
-CALLBACK = {
-    "jax.pure_callback": lambda spec: functools.partial(jax.pure_callback, np.add, spec, vmap_method="sequential"),
-    "jnp.add": lambda spec: jnp.add,
-}
 ADD = {
     "cpu": {
-        "numba_kernel": lambda spec: xk.numba_kernel(numba.njit(numba_add), spec),
+        "numba_kernel": add_numba,
         "warp_kernel": add_warp,
         "XLACustomKernel (Numba)": add_op,
         "C++ FFI handler": add_cpp,
-        "brainevent.numba_kernel": lambda spec: add_brainevent(
-            "numba_kernel", numba.njit(numba_add), spec, vmap_method="sequential"
-        ),
+        "brainevent.numba_kernel": add_brainevent,
         "warp.jax_kernel": add_warp_jax,
-        **CALLBACK,
+        "jax.pure_callback": add_on_the_host,
+        "jnp.add": add_jnp,
     },
     "gpu": {
-        "numba_cuda_kernel": lambda spec: xk.numba_cuda_kernel(cuda_add, spec, launch_dims=spec.size),
+        "numba_cuda_kernel": add_cuda,
         "warp_kernel": add_warp,
         "C++ FFI handler": add_cpp,
-        "brainevent.numba_cuda_kernel": lambda spec: add_brainevent(
-            "numba_cuda_kernel", cuda.jit(cuda_add), spec, launch_dims=spec.size
-        ),
+        "brainevent.numba_cuda_kernel": add_brainevent_cuda,
         "warp.jax_kernel": add_warp_jax,
         "warp.jax_callable, captured by JAX": functools.partial(add_warp_graph, "JAX"),
         "warp.jax_callable, captured by Warp": functools.partial(add_warp_graph, "WARP"),
         "Pallas": add_pallas,
-        **CALLBACK,
+        "jax.pure_callback": add_on_the_host,
+        "jnp.add": add_jnp,
     },
 }
 
 
 def adders(*left_out):
     """The paths of the platform, as functions of the output's spec."""
-    paths = {name: make for name, make in ADD[jax.default_backend()].items() if name not in left_out}
-    return {name: functools.partial(checked, make) for name, make in paths.items()}
+    paths = {name: functools.partial(checked, make) for name, make in ADD[jax.default_backend()].items()}
+    for name in left_out:
+        del paths[name]
+    return paths
 
 
 def checked(make, spec):
@@ -8266,17 +8287,18 @@ def adds_in_a_row(count=50):
 def bench_small_batch():
     """vmap over 8 slices of 16 elements inside lax.fori_loop"""
     (x, _, _), spec = inputs(128), jax.ShapeDtypeStruct((16,), np.float32)
-    names = "numba_kernel numba_cuda_kernel warp_kernel jnp.add".split()
-    paths = {name: make for name, make in adders().items() if name in names}
-    return compare(over(paths, lambda make: timed_loop(jax.vmap(make(spec)), *[x.reshape(8, 16)] * 2)))
+    x = x.reshape(8, 16)
+    names = {"numba_kernel", "numba_cuda_kernel", "warp_kernel", "jnp.add"}
+    paths = adders(*adders().keys() - names)
+    return compare(over(paths, lambda make: timed_loop(jax.vmap(make(spec)), x, x)))
 
 
 def bench_eager():
     """One eager call, 16 elements"""
     x, y, spec = inputs(16)
-    paths = over(adders("jnp.add", "jax.pure_callback"), lambda make: timed(functools.partial(make(spec), x, y)))
-    jitted = jax.jit(lambda x, y: x + y)
-    return compare({**paths, "a jitted x + y": lambda: timed(lambda: jitted(x, y))})
+    paths = adders("jnp.add", "jax.pure_callback")
+    paths["a jitted x + y"] = lambda spec: jax.jit(operator.add)
+    return compare(over(paths, lambda make: timed(make(spec), x, y)))
 
 
 def bench_vmap():
@@ -8285,16 +8307,14 @@ def bench_vmap():
     spec = jax.ShapeDtypeStruct((16,), x.dtype)
 
     def batched(make):
-        call, args = jax.jit(jax.vmap(make(spec))), (x.reshape(1000, 16), y.reshape(1000, 16))
-        return timed(lambda: call(*args))
+        return timed(jax.jit(jax.vmap(make(spec))), x.reshape(1000, 16), y.reshape(1000, 16))
 
-    def at_once(make):
-        call = jax.jit(make(jax.ShapeDtypeStruct(x.shape, x.dtype)))
-        return timed(lambda: call(x, y))
+    def at_once():
+        return timed(jax.jit(make(jax.ShapeDtypeStruct(x.shape, x.dtype))), x, y)
 
     paths = adders("jax.pure_callback")
     name, make = next(iter(paths.items()))
-    return compare({**over(paths, batched), f"{name}, one call on all the data": lambda: at_once(make)})
+    return compare({**over(paths, batched), f"{name}, one call on all the data": at_once})
 
 
 def bench_slices():
@@ -8310,12 +8330,10 @@ def bench_slices():
 
 
 def batches(threads):
-    import warp as wp
-
     wp.config.quiet = True
 
     @wp.kernel(module="unique")
-    def spin_warp(x: wp.array(dtype=float), out: wp.array(dtype=float)):
+    def spin_warp(x: floats, out: floats):
         total = x[0] * 0.0
         for i in range(20_000):
             total += wp.sin(x[0] + float(i))
@@ -8334,18 +8352,23 @@ def batches(threads):
         for k in range(len(x)):
             one(x[k], out[k])
 
-    def batched(make, kernel, method):
-        call, x = jax.jit(jax.vmap(make(kernel, lambda x: x, vmap_method=method))), jnp.arange(64.0).reshape(64, 1)
-        return timed(lambda: call(x))
+    def batched(make, kernel, method=None):
+        call = make(kernel, like_first, vmap_method=method)
+        return timed(jax.jit(jax.vmap(call)), jnp.arange(64.0).reshape(64, 1))
 
-    makes = {"numba_kernel": (xk.numba_kernel, spin), "warp_kernel": (xk.warp_kernel, spin_warp)}
-    methods = {"": None, ", in order": "sequential"} if threads > 1 else {"": None}
-    cases = {name + how: (*make, method) for name, make in makes.items() for how, method in methods.items()}
-    paths = {name: functools.partial(batched, *case) for name, case in cases.items()}
-    parts, pool = np.array_split(np.arange(64, dtype=np.float32).reshape(64, 1), threads), ThreadPoolExecutor(threads)
-    name = "Numba without the GIL and JAX (what the machine has free)"
-    paths[name] = lambda: timed(lambda: list(pool.map(lambda part: alone(part, np.empty_like(part)), parts)))
-    return compare(paths, case=f"{threads} threads" if threads > 1 else "1 thread")
+    def without_jax():
+        x = np.arange(64, dtype=np.float32).reshape(64, 1)
+        parts = np.array_split(x, threads), np.array_split(np.empty_like(x), threads)
+        pool = ThreadPoolExecutor(threads)
+        return timed(lambda: list(pool.map(alone, *parts)))
+
+    paths = {}
+    for name, make, kernel in (("numba_kernel", xk.numba_kernel, spin), ("warp_kernel", xk.warp_kernel, spin_warp)):
+        paths[name] = functools.partial(batched, make, kernel)
+        if threads > 1:
+            paths[f"{name}, in order"] = functools.partial(batched, make, kernel, "sequential")
+    paths[WITHOUT_JAX] = without_jax
+    return compare(paths, case="1 thread" if threads == 1 else f"{threads} threads")
 
 
 def bench_threads():
@@ -8353,11 +8376,10 @@ def bench_threads():
     rows = []
     for count in (2, 4):
         paths = over(adders(), lambda make: scaling([jitted_loop(make) for _ in range(count)]))
-        for name in ("numba_kernel", "C++ FFI handler"):  # XLA guards a compiled call's state
-            if make := adders().get(name):
-                shared = functools.partial(lambda make: scaling([jitted_loop(make)] * count), make)
-                paths[f"{name}, all in one compiled loop"] = shared
-        paths["Numba without the GIL and JAX (what the machine has free)"] = lambda: scaling([spin] * count)
+        shared = {"numba_kernel": add_numba, "C++ FFI handler": add_cpp}  # XLA guards a compiled call's state
+        for name, run in over(shared, lambda make: scaling([jitted_loop(make)] * count)).items():
+            paths[f"{name}, all in one compiled loop"] = run
+        paths[WITHOUT_JAX] = functools.partial(scaling, [spin] * count)
         rows += compare(paths, "x", f"{count} threads", 9)
     return rows
 
@@ -8381,14 +8403,17 @@ def spin():
 def scaling(works):
     """A function that measures the speed of one thread for each of `works`, against them one after another."""
     pool = ThreadPoolExecutor(len(works))
-    together = lambda *works: seconds(lambda: list(pool.map(lambda work: work(), works)))
+
+    def together(*works):
+        return seconds(lambda: list(pool.map(operator.call, works)))
+
     return lambda: sum(map(together, works)) / together(*works)
 
 
 def bench_mesh():
     """jit(vmap) of 16 slices of 10 ms over two CPU devices, slices one after another: speed against one device"""
     mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:2]), "d")
-    places = jax.devices("cpu")[0], jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
+    one_device, two_devices = jax.devices("cpu")[0], jax.sharding.NamedSharding(mesh, P("d"))
     usleep = ctypes.CDLL(None).usleep
     usleep.argtypes, usleep.restype = [ctypes.c_uint32], ctypes.c_int
 
@@ -8403,12 +8428,16 @@ def bench_mesh():
         out[:] = x
 
     def speedup(kernel):
-        run = jax.jit(jax.vmap(xk.numba_kernel(kernel, lambda x: x, vmap_method="sequential")))
-        one, two = (functools.partial(run, jax.device_put(jnp.ones((16, 8)), place)) for place in places)
-        return lambda: min(seconds(one) for _ in range(3)) / min(seconds(two) for _ in range(3))
+        run = jax.jit(jax.vmap(xk.numba_kernel(kernel, like_first, vmap_method="sequential")))
+
+        def best_of_three(place):
+            x = jax.device_put(jnp.ones((16, 8)), place)
+            return min(seconds(run, x) for _ in range(3))
+
+        return lambda: best_of_three(one_device) / best_of_three(two_devices)
 
     paths = over({"numba_kernel": heavy, "numba_kernel, slices that sleep (whatever else runs here)": sleepy}, speedup)
-    paths["Numba without the GIL and JAX (what the machine has free)"] = lambda: scaling([spin] * 2)
+    paths[WITHOUT_JAX] = functools.partial(scaling, [spin] * 2)
     return compare(paths, "x", rounds=9)
 
 
@@ -8421,26 +8450,35 @@ def bench_first_call():
     def fresh(constant):
         return numba.njit(lambda x, y, out: add_scaled(x, y, np.float32(constant), out))
 
+    def ours(constant):
+        return xk.numba_kernel(fresh(constant), spec)
+
+    def plain(constant):
+        return lambda x, y: x + y * constant
+
     def first(make):
         constant = next(constants)
         return 1e3 * seconds(lambda: jax.jit(make(constant))(x, y))
 
-    compile_alone = lambda: 1e3 * seconds(lambda: fresh(next(constants)).compile(signature) and None)
-    ours = lambda constant: xk.numba_kernel(fresh(constant), spec)
-    plain = lambda constant: lambda x, y: x + y * constant
-    firsts = {
-        "numba_kernel, all of it": ours,
-        "warp_kernel": lambda constant: add_warp(spec, constant),
-        "brainevent.numba_kernel": lambda constant: add_brainevent("numba_kernel", fresh(constant), spec),
-        "warp.jax_kernel": lambda constant: add_warp_jax(spec, constant),
-        "a jitted x + y": plain,
+    def compile_alone():
+        kernel = fresh(next(constants))
+        return 1e3 * seconds(lambda: kernel.compile(signature) and None)
+
+    def on_top():
+        return first(ours) - compile_alone() - first(plain)
+
+    measures = {
+        "numba_kernel, on top of Numba and jit": on_top,
+        "Numba's compilation alone": compile_alone,
+        "numba_kernel, all of it": functools.partial(first, ours),
+        "warp_kernel": functools.partial(first, functools.partial(add_warp, spec)),
+        "brainevent.numba_kernel": functools.partial(
+            first, lambda constant: with_brainevent("numba_kernel", fresh(constant), spec)
+        ),
+        "warp.jax_kernel": functools.partial(first, functools.partial(add_warp_jax, spec)),
+        "a jitted x + y": functools.partial(first, plain),
     }
-    paths = {
-        "numba_kernel, on top of Numba and jit": lambda: lambda: first(ours) - compile_alone() - first(plain),
-        "Numba's compilation alone": lambda: compile_alone,
-    }
-    measured = over(firsts, lambda make: functools.partial(first, make))
-    return compare({**paths, **measured}, "ms", rounds=5)
+    return compare(over(measures, as_it_is), "ms", rounds=5)
 
 
 @numba.njit
@@ -8449,9 +8487,9 @@ def add_scaled(x, y, scale, out):
         out[i] = x[i] + y[i] * scale
 
 
-def by_rows(x, y):
+def by_rows(x, y, least):
     add = jax.vmap(add_warp(jax.ShapeDtypeStruct((1_000,), x.dtype)))
-    return timed_loop(add, x.reshape(-1, 1_000), y.reshape(-1, 1_000), 0.01 if x.size < 1e6 else 0.08)
+    return timed_loop(add, x.reshape(-1, 1_000), y.reshape(-1, 1_000), least)
 
 
 def bench_sizes():
@@ -8459,10 +8497,10 @@ def bench_sizes():
     rows = []
     for size in (100, 1_000, 10_000, 100_000, 1_000_000, 10_000_000):
         x, y, spec = inputs(size)
-        measure = lambda make: timed_loop(make(spec), x, y, 0.01 if size < 1e6 else 0.08)
-        paths = over(adders("jax.pure_callback"), measure)
+        least = 0.01 if size < 1e6 else 0.08
+        paths = over(adders("jax.pure_callback"), lambda make: timed_loop(make(spec), x, y, least))
         if size > 1_000 and "warp_kernel" in paths:
-            paths["warp_kernel, vmap over rows of 1,000"] = functools.partial(by_rows, x, y)
+            paths["warp_kernel, vmap over rows of 1,000"] = functools.partial(by_rows, x, y, least)
         rows += compare(paths, case=f"{size:,} elements", rounds=5)
     return rows
 
@@ -8482,9 +8520,9 @@ def bench_large():
     return [row for size in (1_000_000, 10_000_000) for row in bandwidths(size)]
 
 
-def bandwidth(f, size):
+def bandwidth(size, f, *args):
     """A function that measures the GB/s of `f`, which reads and writes `size` elements."""
-    once = timed(f)
+    once = timed(f, *args)
     return lambda: 8e-3 * size / once()
 
 
@@ -8492,13 +8530,14 @@ def bandwidths(size):
     x, source, target = jnp.ones(size), np.ones(size, np.float32), np.ones(size, np.float32)
     threads = os.cpu_count()
 
-    def new_memory(**options):
-        f = jax.jit(xk.numba_kernel(numba.njit(**options)(scale), lambda x: x))
+    def new_memory(parallel):
+        f = jax.jit(xk.numba_kernel(numba.njit(parallel=parallel)(scale), like_first))
         return lambda: f(x)
 
-    def in_place(**options):
-        kernel = xk.numba_kernel(numba.njit(**options)(scale_in_place), lambda x: x, input_output_aliases={0: 0})
-        f, state = jax.jit(kernel, donate_argnums=0), [jnp.ones(size)]
+    def in_place(parallel):
+        kernel = numba.njit(parallel=parallel)(scale_in_place)
+        f = jax.jit(xk.numba_kernel(kernel, like_first, input_output_aliases={0: 0}), donate_argnums=0)
+        state = [jnp.ones(size)]
 
         def run():
             state[0] = f(state[0])
@@ -8506,26 +8545,23 @@ def bandwidths(size):
 
         return run
 
-    def copyto():
-        pool = ThreadPoolExecutor(threads)
-        parts = list(zip(np.array_split(target, threads), np.array_split(source, threads), strict=True))
-        return lambda: list(pool.map(lambda part: np.copyto(*part), parts))
+    def copy_in_threads():
+        parts = np.array_split(target, threads), np.array_split(source, threads)
+        list(pool.map(np.copyto, *parts))
 
-    def jnp_scaled():
-        f = jax.jit(lambda x: x * np.float32(1.0001))
-        return lambda: f(x)
-
+    pool = ThreadPoolExecutor(threads)
+    scaled_in_jax = jax.jit(lambda x: x * np.float32(1.0001))
     paths = {
-        "numba_kernel, parallel, in place": functools.partial(in_place, parallel=True),
-        "numba_kernel, serial, in place": in_place,
-        "np.copyto": lambda: lambda: np.copyto(target, source),
-        f"np.copyto, {threads} threads": copyto,
-        "numba_kernel, parallel, new array": functools.partial(new_memory, parallel=True),
-        "numba_kernel, serial, new array": new_memory,
-        "x * 1.0001 in jnp, new array": jnp_scaled,
-        "x.copy() in NumPy, new array": lambda: source.copy,
+        "numba_kernel, parallel, in place": in_place(parallel=True),
+        "numba_kernel, serial, in place": in_place(parallel=False),
+        "np.copyto": lambda: np.copyto(target, source),
+        f"np.copyto, {threads} threads": copy_in_threads,
+        "numba_kernel, parallel, new array": new_memory(parallel=True),
+        "numba_kernel, serial, new array": new_memory(parallel=False),
+        "x * 1.0001 in jnp, new array": lambda: scaled_in_jax(x),
+        "x.copy() in NumPy, new array": source.copy,
     }
-    return compare(over(paths, lambda make: bandwidth(make(), size)), "GB/s", f"{size:,} elements", 5)
+    return compare(over(paths, functools.partial(bandwidth, size)), "GB/s", f"{size:,} elements", 5)
 
 
 def bench_copy():
@@ -8536,12 +8572,14 @@ def bench_copy():
 def copies(size):
     x, spec = jnp.arange(float(size)), jax.ShapeDtypeStruct((size,), jnp.float32)
 
-    def warp_copy():
-        wp = importlib.import_module("warp")
-        array = wp.array(dtype=float)
+    def by_numba():
+        return xk.numba_cuda_kernel(cuda_copy, spec, launch_dims=size)
+
+    def by_warp():
+        importlib.import_module("warp")
 
         @wp.kernel(module="unique")
-        def copy(x: array, out: array):
+        def copy(x: floats, out: floats):
             i = wp.tid()
             out[i] = x[i]
 
@@ -8550,10 +8588,9 @@ def copies(size):
     def measured(make):
         run = jax.jit(make())
         np.testing.assert_array_equal(run(x), x)
-        return bandwidth(lambda: run(x), size)
+        return bandwidth(size, run, x)
 
-    ours = lambda: xk.numba_cuda_kernel(cuda_copy, spec, launch_dims=size)
-    paths = {"numba_cuda_kernel": ours, "warp_kernel": warp_copy, "the card's copy": lambda: jnp.copy}
+    paths = {"numba_cuda_kernel": by_numba, "warp_kernel": by_warp, "the card's copy": lambda: jnp.copy}
     return compare(over(paths, measured), "GB/s", f"{size:,} elements", 5)
 
 
@@ -8583,14 +8620,14 @@ def products(matrix, events, activity):
     def jitted(f, *args):
         run = jax.jit(f)
         np.testing.assert_allclose(run(*args), expected, rtol=1e-3)
-        return timed(lambda: run(*args))
+        return timed(run, *args)
 
     def jax_sparse():
         from jax.experimental import sparse
 
         across = matrix.T.tocsr()
         columns = sparse.BCSR(tuple(map(jnp.asarray, (across.data, across.indices, across.indptr))), shape=(n, n))
-        return jitted(lambda m, v: m @ v, columns, jnp.asarray(floats))
+        return jitted(operator.matmul, columns, jnp.asarray(floats))
 
     def brainevent_csr():
         import brainevent
@@ -8601,7 +8638,7 @@ def products(matrix, events, activity):
     paths = {
         "numba_kernel": lambda: jitted(kernel, spikes, weights, indptr, indices),
         "brainevent BinaryArray @ CSR": brainevent_csr,
-        "SciPy vector @ CSR": lambda: timed(lambda: floats @ matrix),
+        "SciPy vector @ CSR": lambda: timed(operator.matmul, floats, matrix),
         "jax.experimental.sparse BCSR": jax_sparse,
         "dense matmul": lambda: jitted(jnp.matmul, jnp.asarray(floats), jnp.asarray(matrix.toarray())),
     }
@@ -8623,27 +8660,28 @@ def bench_cuba():
 
     def stepped(network, n, steps):
         run, state = network(n, steps)
-        once = timed(lambda: run(*state), 0.1)
+        once = timed(run, *state, least=0.1)
         return lambda: once() / steps
 
     def with_brainevent_kernel(kernel, outs, **options):
         numba_kernel = importlib.import_module("brainevent").numba_kernel
         return lambda *args: numba_kernel(numba.njit(kernel), outs=outs(*args), **options)(*args)
 
+    ours = readme["cuba"]
+    theirs = functools.partial(ours, numba_kernel=with_brainevent_kernel)
+    in_jnp = functools.partial(cuba_brainevent, readme)
     rows = []
     for n, steps in ((4_000, 2_000), (40_000, 500)):
         paths = {
-            "numba_kernel (the README's program)": (readme["cuba"], steps),
-            "the same with brainevent.numba_kernel": (
-                functools.partial(readme["cuba"], numba_kernel=with_brainevent_kernel), steps // 4),
-            "brainevent BinaryArray @ CSR, neurons in jnp": (functools.partial(cuba_brainevent, readme), steps // 4),
-        }  # fmt: skip
-        measured = {name: functools.partial(stepped, net, n, k) for name, (net, k) in paths.items()}
-        measured["Brian2 C++ standalone"] = functools.partial(cuba_brian2, n, 5 * steps, "float64")
+            "numba_kernel (the README's program)": functools.partial(stepped, ours, n, steps),
+            "the same with brainevent.numba_kernel": functools.partial(stepped, theirs, n, steps // 4),
+            "brainevent BinaryArray @ CSR, neurons in jnp": functools.partial(stepped, in_jnp, n, steps // 4),
+            "Brian2 C++ standalone": functools.partial(cuba_brian2, n, 5 * steps, "float64"),
+        }
         if n == 4_000:  # it takes long to build
-            measured["Brian2 C++ standalone, float32"] = functools.partial(cuba_brian2, n, 5 * steps, "float32")
-        rows += compare(measured, case=f"{n:,} neurons", rounds=5)
-        rows += [spike_rate(readme["cuba"], n)]
+            paths["Brian2 C++ standalone, float32"] = functools.partial(cuba_brian2, n, 5 * steps, "float32")
+        rows += compare(paths, case=f"{n:,} neurons", rounds=5)
+        rows.append(spike_rate(ours, n))
     return rows
 
 
@@ -8727,16 +8765,16 @@ def bench_start():
     with tempfile.TemporaryDirectory() as kept, tempfile.TemporaryDirectory() as bytecode:
         start_of_process(kept, bytecode)
 
+        def warm(measure):
+            return start_of_process(kept, bytecode)[measure]
+
         def cold(measure):
             with tempfile.TemporaryDirectory() as empty:
                 return start_of_process(empty, bytecode)[measure]
 
         for case, measure in measures.items():
-            paths = {
-                "kernels on disk": lambda measure=measure: lambda: start_of_process(kept, bytecode)[measure],
-                "an empty folder": lambda measure=measure: lambda: cold(measure),
-            }
-            rows += compare(paths, "ms", case, rounds=3)
+            starts = {"kernels on disk": warm, "an empty folder": cold}
+            rows += compare(over(starts, lambda start: functools.partial(start, measure)), "ms", case, rounds=3)
     return rows
 
 
@@ -8793,15 +8831,21 @@ def bench_c_function():
     rows = []
     for size in (16, 1_000_000):
         x, y, spec = inputs(size)
-        paths = over({"numba_kernel": smooth_numba, "C++ FFI handler": smooth_cpp}, lambda make: make(spec))
-        cases = {
-            "in a loop that carries its array": lambda f: timed_loop(f, x, y),
-            "in a loop that keeps its array": lambda f: timed_loop(lambda before, y: f(y, before), x, y),
-            "eager": lambda f: timed(lambda: f(x, y)),
-        }
+
+        def carried(make):
+            return timed_loop(make(spec), x, y)
+
+        def kept(make):
+            smooth = make(spec)
+            return timed_loop(lambda before, y: smooth(y, before), x, y)
+
+        def eager(make):
+            return timed(make(spec), x, y)
+
+        cases = {"in a loop that carries its array": carried, "in a loop that keeps its array": kept, "eager": eager}
         for case, measure in cases.items():
-            measured = {name: lambda make=make, measure=measure: measure(make()) for name, make in paths.items()}
-            rows += compare(measured, case=f"{size:,} elements, {case}")
+            paths = over({"numba_kernel": smooth_numba, "C++ FFI handler": smooth_cpp}, measure)
+            rows += compare(paths, case=f"{size:,} elements, {case}")
     return rows
 
 
@@ -8810,8 +8854,8 @@ def smooth_numba(spec):
 
     address = ctypes.cast(smooth_library().smooth, ctypes.c_void_p).value
     llvmlite.binding.add_symbol("bench_smooth", address)
-    floats = numba.types.CPointer(numba.types.float32)
-    smooth = numba.types.ExternalFunction("bench_smooth", numba.types.void(floats, numba.types.int64, floats))
+    array = numba.types.CPointer(numba.types.float32)
+    smooth = numba.types.ExternalFunction("bench_smooth", numba.types.void(array, numba.types.int64, array))
 
     def kernel(x, before, out):
         smooth(x.ctypes, x.size, out.ctypes)
