@@ -3663,6 +3663,7 @@ class _NumbaEmitter(_Emitter):
 _CUDA_DTYPES = _NUMBA_DTYPES | {"float16"}
 _CUDA_BLOCKS = {2: (16, 16), 3: (8, 8, 4)}  # threads per block over launch_dims of two and three dimensions
 _CUDA_LIMITS = {"grid": (2**31 - 1, 65535, 65535), "block": (1024, 1024, 64), "launch_dims": (sys.maxsize,) * 3}
+_CudaLaunch = _struct("_CudaLaunch", grid=_I64 * 3, block=_I64 * 3, shared_mem=_I64)  # begins the attribute `launch`
 _CUDA_INSTALL = "pip install 'xla_kernels[cuda13]' (CUDA 12: [cuda12]), or numba-cuda-mlir[cu13] beside jax[cuda13]"
 # The simulator keeps the running kernel in globals, also in those of the kernel's module.
 _CUDASIM_LOCK: threading.RLock = _shared_locks().setdefault("cudasim_lock", threading.RLock())
@@ -3784,14 +3785,15 @@ def _dim3(name: str, value: Any) -> tuple[int, ...]:
         numbers = [operator.index(size) for size in dims]
     except TypeError:
         raise TypeError(what) from None
-    x, y, z = (*numbers, 1, 1)[:3]
+    sizes = (*numbers, 1, 1)[:3]
     least = 1 if name == "block" else 0
-    for axis, size, limit in zip("xyz", (x, y, z), _CUDA_LIMITS[name], strict=True):
+    for axis, size, limit in zip("xyz", sizes, _CUDA_LIMITS[name], strict=True):
         if not least <= size <= limit:
-            raise ValueError(f"{name}.{axis} must be from {least} to {limit}; got {size} in {name}={x, y, z}")
-    if name == "block" and x * y * z > 1024:
-        raise ValueError(f"a CUDA block has at most 1024 threads; block={x, y, z} has {x * y * z}")
-    return x, y, z
+            raise ValueError(f"{name}.{axis} must be from {least} to {limit}; got {size} in {name}={sizes}")
+    n_threads = math.prod(sizes)
+    if name == "block" and n_threads > 1024:
+        raise ValueError(f"a CUDA block has at most 1024 threads; block={sizes} has {n_threads}")
+    return sizes
 
 
 class _CudaWrapper(_Wrapper):
@@ -3889,10 +3891,11 @@ class _CudaCode:
         is_debug = getattr(dispatcher, "targetoptions", {}).get("debug")
 
         def run(arrays: list, stream: Any, launch: int) -> None:
-            numbers = tuple((_I64 * 7).from_address(launch))
+            words = _CudaLaunch.from_address(launch)
             if is_debug:
                 stream.synchronize()
-            dispatcher[numbers[:3], numbers[3:6], 0 if is_debug else stream, numbers[6]](*arrays)
+                stream = 0
+            dispatcher[tuple(words.grid), tuple(words.block), stream, words.shared_mem](*arrays)
 
         return package.callback(self.signature, run)
 
@@ -3941,7 +3944,7 @@ class _CudaKernel(_NumbaWrapper, _CudaWrapper):
             self._launch([])
 
     def _launch(self, ins: list[Spec]) -> tuple[int, ...]:
-        """Grid, block and shared memory, as the seven integers that a handler reads."""
+        """The words of `_CudaLaunch`."""
         grid, block = self.options.grid, self.options.block
         dims = self._for_inputs("launch_dims", ins)
         if dims is not None:
@@ -4346,10 +4349,8 @@ def _cuda_stream(handler: _Handler) -> _Word:
 
 def _cuda_fill(handler: _Handler, driver: _CudaDriver, target: _Word, source: Any, nbytes: _Word) -> None:
     """Copy `source`, or write zeros if that is 0, on the call's stream, as CUDA graphs can capture it."""
-    if isinstance(source, int):
-        code = handler.call(driver.address("cuMemsetD8Async"), target, 0, nbytes, _cuda_stream(handler))
-    else:
-        code = handler.call(driver.address("cuMemcpyDtoDAsync_v2"), target, source, nbytes, _cuda_stream(handler))
+    function = "cuMemsetD8Async" if isinstance(source, int) else "cuMemcpyDtoDAsync_v2"
+    code = handler.call(driver.address(function), target, source, nbytes, _cuda_stream(handler))
     label = handler.signature.label
 
     def report(code: int) -> int:
@@ -4371,27 +4372,30 @@ def _cuda_place(handler: _Handler, driver: _CudaDriver) -> tuple[_Word, _Word]:
     return stream, handler.load(ordinal, 4)
 
 
+_CudaFunction = _words("_CudaFunction", "handle shared_mem")  # with the dynamic shared memory beyond that of the call
+
+
 class _CudaLauncher:
     """cuLaunchKernel, from a handler: on XLA's stream, with what was loaded for the call's device."""
 
-    # `functions` gives, by CUDA ordinal, a CUfunction and the dynamic shared memory that it takes beyond that of the
-    # call.  The attribute `launch` starts with grid, block and shared memory.  What `may_batch` can be launched
-    # with more blocks along z.
+    # `functions` are those of `_CudaFunction`, by CUDA ordinal.  What `may_batch` can be launched with more blocks
+    # along z.
     def __init__(
         self, label: str, driver: Any, functions: Mapping[int, tuple[int, int]], may_batch: bool = False
     ) -> None:
-        self.label, self.driver, self.may_batch = label, driver, may_batch
-        self.n_ordinals = max(functions) + 1
-        numbers: list[int] = []
-        for ordinal in range(self.n_ordinals + 1):  # the last row is for all other devices
-            numbers += functions.get(ordinal, (0, 0))
-        self.table = (ctypes.c_uint64 * len(numbers))(*numbers)
+        self.label = label
+        self.driver = driver
+        self.may_batch = may_batch
+        self.table = (_CudaFunction * (max(functions) + 2))()  # the last row is for all other devices
+        for ordinal, function in functions.items():
+            self.table[ordinal] = function
 
         def report(code: int, launch: Any, shared: int) -> int:
-            sizes = f"grid={tuple(launch[:3])}, block={tuple(launch[3:6])}, shared_mem={shared}"
+            words = launch.contents
+            sizes = f"grid={tuple(words.grid)}, block={tuple(words.block)}, shared_mem={shared}"
             return _keep_message(RuntimeError(f"{driver.describe(code)}, from a launch with {sizes}"), label)
 
-        self.report = ctypes.CFUNCTYPE(_PTR, _I32, ctypes.POINTER(_I64), _I32)(report)
+        self.report = ctypes.CFUNCTYPE(_PTR, _I32, ctypes.POINTER(_CudaLaunch), _I32)(report)
 
     def launch_in(self, handler: _Handler) -> Callable[..., None]:
         """Write what all launches share.
@@ -4399,17 +4403,19 @@ class _CudaLauncher:
         Returns what writes one, for parameters at some addresses and so many blocks along z and x.
         """
         stream, ordinal = _cuda_place(handler, self.driver)
-        is_known = (ordinal >= 0) & (ordinal < self.n_ordinals)
-        row = handler.select(is_known, ordinal, self.n_ordinals) * 16 + ctypes.addressof(self.table)
-        function = handler.load(row)
+        last = len(self.table) - 1
+        is_known = (ordinal >= 0) & (ordinal < last)
+        table = _Struct(handler, _CudaFunction, ctypes.addressof(self.table))
+        function = table[handler.select(is_known, ordinal, last)]
+        handle = function.handle
         lost = f"kernel '{self.label}' is not loaded on this GPU, which JAX did not list as a local device"
-        handler.fail(lost, when=function == 0)
+        handler.fail(lost, when=handle == 0)
         attribute = handler.launch
         x, y, z, *block, shared = [handler.load(attribute + 8 * i) for i in range(7)]
-        shared = shared + handler.load(row + 8)
+        shared = shared + function.shared_mem
 
         def launch(params: Sequence[Any], z: Any = z, x: Any = x) -> None:
-            args = function, x, y, z, *block, shared, stream, handler.array(params), 0
+            args = handle, x, y, z, *block, shared, stream, handler.array(params), 0
             code = handler.call(self.driver.address("cuLaunchKernel"), *args)
             with handler.when(code & 0xFFFF_FFFF, likely=False):  # a C int
                 handler.fail(handler.call(self.report, code, attribute, shared))
@@ -4458,11 +4464,9 @@ _WARP_PROPERTIES = frozenset({"dtype", "ndim", "shape", "size", "strides"})
 _WARP_UNBATCHED = re.compile(r"\b(block_dim|\w*tile\w*|grad|static)\b|_xla_")
 _WARP_MAX_DIMS = 4
 _WARP_MAX_EXTENT = 2**31 - 1  # Warp keeps extents, strides in bytes and thread indices in 32-bit integers
-# The attribute `launch`, which begins as `_CudaLauncher` reads it.  Behind it is what is passed by value.
+# The attribute `launch`.  Behind it is what is passed by value.
 _WarpExtents = _struct("_WarpExtents", dims=_I64 * _WARP_MAX_DIMS, ndim=_I64, size=_I64)  # ndim of them, their product
-_WarpLaunch = _struct(
-    "_WarpLaunch", grid=_I64 * 3, block=_I64 * 3, shared_mem=_I64, on_gpu=_WarpExtents, on_cpu=_WarpExtents
-)
+_WarpLaunch = _struct("_WarpLaunch", cuda=_CudaLaunch, on_gpu=_WarpExtents, on_cpu=_WarpExtents)
 _WARP_BATCH_THREADS = 2**24  # in one launch: the grid of more is not one of Warp's first axis alone (warp.cu)
 _STAND_IN_DIMS = (720720, 1024)  # of a recorded launch: Warp checks that clusters, of up to 16 blocks, divide the grid
 
@@ -4598,7 +4602,7 @@ class _GenericWarpKernel(_Wrapper):
         """Warp's kernel for the types of these arguments, of the outputs and of scratch."""
         wp = _warp("warp_kernel")
         in_order = [arguments[name] for name in self.parameters if name in arguments]
-        ins = [_spec_or_value(wp, x, i) for i, x in enumerate(in_order)]
+        ins = [_spec_or_value(x, i) for i, x in enumerate(in_order)]
         outs, _ = _flat_specs(self._for_inputs("outs", ins), "outs")
         scratch, _ = _flat_specs(self._for_inputs("scratch", ins), "scratch")
         n_in_outs = len(self.options.in_out_argnames)
@@ -4611,13 +4615,12 @@ class _GenericWarpKernel(_Wrapper):
         return wp.overload(self.kernel, instance_types)
 
 
-def _spec_or_value(wp: Any, value: Any, i: int) -> Any:
+def _spec_or_value(value: Any, i: int) -> Any:
     """The spec of an array, or a value that is passed by value."""
-    is_foreign = hasattr(value, "__jax_array__") or hasattr(value, "__dlpack__")
-    if is_foreign and not isinstance(value, (jax.Array, np.ndarray)):
-        value = _from_foreign(value, i, "warp_kernel")
     if isinstance(value, (jax.Array, np.ndarray)):
         return _input_spec(value, i)
+    if hasattr(value, "__jax_array__") or hasattr(value, "__dlpack__"):
+        return _input_spec(_from_foreign(value, i, "warp_kernel"), i)
     return value
 
 
@@ -4796,7 +4799,8 @@ class _WarpKernel(_Wrapper):
         gpu_dims = (*dims[:-1], block_dim) if self.options.tiled else dims
         has_grid_stride = getattr(self.kernel, "grid_stride", True)  # known once the content is; False since Warp 1.15
         grid = _warp_grid(self.__name__, math.prod(gpu_dims), block_dim, has_grid_stride)
-        launch = _WarpLaunch(grid, (block_dim, 1, 1), 0, _warp_extents(gpu_dims), _warp_extents(dims))
+        cuda = grid, (block_dim, 1, 1), 0
+        launch = _WarpLaunch(cuda, _warp_extents(gpu_dims), _warp_extents(dims))
         return tuple(memoryview(bytes(launch) + self.constants).cast("q"))
 
     def _dims_of_first_array(self, specs: Mapping[_WarpParam, Spec]) -> Sequence[int]:
@@ -4823,8 +4827,8 @@ class _WarpKernel(_Wrapper):
         """
         args, outs = residuals
         n_args = len(args)
-        float_ins = [i for i, x in enumerate(args) if jax.dtypes.issubdtype(x.dtype, np.floating)]
-        float_outs = [j for j, x in enumerate(outs) if jax.dtypes.issubdtype(x.dtype, np.floating)]
+        float_ins = _floats(args)
+        float_outs = _floats(outs)
         leaves = jax.tree_util.tree_leaves(cotangents)
         operands = _make_varying([*args, *outs, *(leaves[j] for j in float_outs)])
         owners = [n_args + j for j in float_outs] + float_ins
@@ -4835,13 +4839,10 @@ class _WarpKernel(_Wrapper):
             return wrapper._resolve_adjoint(ins, results, n_args, owners)
 
         results = self._bind(resolve, operands, [specs[k] for k in owners], rule)
-        gradients = dict(zip(owners, results, strict=True))
-        cotangents_of_args = []
-        for i, x in enumerate(args):
-            if i in gradients:
-                cotangents_of_args.append(_sharded_like(gradients[i], jax.typeof(x)))
-            else:
-                cotangents_of_args.append(np.zeros(x.shape, jax.dtypes.float0))
+        gradients = results[len(float_outs) :]
+        cotangents_of_args: list[Any] = [None] * n_args  # a zero, for JAX
+        for i, gradient in zip(float_ins, gradients, strict=True):
+            cotangents_of_args[i] = _sharded_like(gradient, jax.typeof(args[i]))
         return tuple(cotangents_of_args)
 
     def _resolve_adjoint(self, ins: list[Spec], results: list[Spec], n_args: int, owners: list[int]) -> _Call:
@@ -4852,6 +4853,11 @@ class _WarpKernel(_Wrapper):
         aliases = {len(params) + k: k for k in range(n_cotangents)}
         call = _Call(ins, results, aliases, zeroed=tuple(range(n_cotangents, len(results))))
         return call.run_by(self._target(call, params, n_args, adjoints))
+
+
+def _floats(arrays: Sequence[Any]) -> list[int]:
+    """The numbers of those that are of floats."""
+    return [k for k, x in enumerate(arrays) if jax.dtypes.issubdtype(x.dtype, np.floating)]
 
 
 def _has_short_strides(call: _Call) -> bool:
