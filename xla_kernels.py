@@ -3775,16 +3775,21 @@ def numba_cuda_callable(
 # What is to run, and CUDA's limits.  Does not know where it runs: on a GPU, or in a simulator.
 
 
-def _dim3(name: str, value: Any) -> tuple[int, ...]:
-    """An int, or one to three of them, padded with ones and within the limits of every CUDA device."""
-    dims = value if isinstance(value, (tuple, list)) else (value,)
-    what = f"{name} must be an int or a tuple of 1 to 3 ints; got {value!r}"
-    if not 1 <= len(dims) <= 3:
-        raise ValueError(what)
+def _ints(value: Any, what: str) -> tuple[int, ...]:
+    """An int, or some of them; a TypeError if it is something else."""
+    values = value if isinstance(value, (tuple, list)) else (value,)
     try:
-        numbers = [operator.index(size) for size in dims]
+        return tuple(map(operator.index, values))
     except TypeError:
         raise TypeError(what) from None
+
+
+def _dim3(name: str, value: Any) -> tuple[int, ...]:
+    """An int, or one to three of them, padded with ones and within the limits of every CUDA device."""
+    what = f"{name} must be an int or a tuple of 1 to 3 ints; got {value!r}"
+    numbers = _ints(value, what)
+    if not 1 <= len(numbers) <= 3:
+        raise ValueError(what)
     sizes = (*numbers, 1, 1)[:3]
     least = 1 if name == "block" else 0
     for axis, size, limit in zip("xyz", sizes, _CUDA_LIMITS[name], strict=True):
@@ -4572,12 +4577,7 @@ class _WarpOptions(_Options):
 
     def checked_dims(self, launch_dims: Any) -> tuple[int, ...]:
         """The dimensions of a launch; if it is tiled, followed by 1 for the threads of a block."""
-        if not isinstance(launch_dims, (tuple, list)):
-            launch_dims = (launch_dims,)
-        try:
-            dims = tuple(map(operator.index, launch_dims))
-        except TypeError:
-            raise TypeError(f"launch_dims must be an int or a tuple of ints; got {launch_dims!r}") from None
+        dims = _ints(launch_dims, f"launch_dims must be an int or a tuple of ints; got {launch_dims!r}")
         what = "tiled launch_dims" if self.tiled else "launch_dims"
         most = _WARP_MAX_DIMS - 1 if self.tiled else _WARP_MAX_DIMS
         if not 1 <= len(dims) <= most or min(dims) < 0 or max(dims) > _WARP_MAX_EXTENT:
@@ -4651,6 +4651,7 @@ class _WarpKernel(_Wrapper):
         self.params = [_warp_param(wp, kernel.func.__name__, arg.label, arg.type) for arg in kernel.adj.args]
         self.by_value = {param.name: param for param in self.params if not param.ndim}
         super().__init__(kernel, *args)
+        self.title = f"Warp kernel {self.__name__!r}"
         self._name_aliases()
         self.static = copy.deepcopy(self.static)  # callables get it when a call is traced again: structs may change
         self._pack_constants()
@@ -4719,7 +4720,7 @@ class _WarpKernel(_Wrapper):
 
     def _wrong_arity(self, what_it_got: str) -> TypeError:
         return TypeError(
-            f"Warp kernel {self.__name__!r} takes the parameters ({', '.join(self.parameters)}): inputs and values, "
+            f"{self.title} takes the parameters ({', '.join(self.parameters)}): inputs and values, "
             f"then outputs and scratch; this call gives it {what_it_got}"
         )
 
@@ -4739,7 +4740,7 @@ class _WarpKernel(_Wrapper):
         for i, param in enumerate(inputs):
             if i not in call.aliases and param.use(self.kernel) == _WRITES_BY_NAME:
                 raise TypeError(
-                    f"Warp kernel {self.__name__!r} writes to its input {param.name!r}, which JAX may share: name it "
+                    f"{self.title} writes to its input {param.name!r}, which JAX may share: name it "
                     "in in_out_argnames, or write to an output"
                 )
         return self._target(call, params, len(call.ins))
@@ -4761,12 +4762,11 @@ class _WarpKernel(_Wrapper):
         compile_ = functools.partial(_compile_warp, plan, signature)
         compile_for_gpus = functools.partial(compile_, on_gpu=True)
         traced = [argument.param.name for argument in plan.arguments if argument.traced is not None]
-        title = f"Warp kernel {self.__name__!r}"
         runs = "runs on CPUs and NVIDIA GPUs"
         if traced:  # a launch on a GPU takes values from the host
             runs = f"has traced values for {traced}, which only CPUs take; make each a warp.array of shape (1,)"
         makes = {"cpu": compile_} if traced else {"cpu": compile_, "cuda": compile_for_gpus}
-        target = _Target(name, launch, plan.may_write, makes=makes, title=title, runs=runs)
+        target = _Target(name, launch, plan.may_write, makes=makes, title=self.title, runs=runs)
         target.announce()
         may_batch = adjoints is None and not traced and not plan.in_order and _has_short_strides(call)
         if not may_batch or not _cuda_ordinals():
@@ -4793,21 +4793,16 @@ class _WarpKernel(_Wrapper):
         """The attribute `launch` of a call."""
         launch_dims = self._for_inputs("launch_dims", ins)
         if launch_dims is None:
-            launch_dims = self._dims_of_first_array(specs)
+            shapes = [param.dims(specs[param].shape) for param in self.params if param.ndim and param in specs]
+            launch_dims = shapes[0] if shapes else ()
         dims = self.options.checked_dims(launch_dims)
         block_dim = self.options.block_dim
         gpu_dims = (*dims[:-1], block_dim) if self.options.tiled else dims
         has_grid_stride = getattr(self.kernel, "grid_stride", True)  # known once the content is; False since Warp 1.15
-        grid = _warp_grid(self.__name__, math.prod(gpu_dims), block_dim, has_grid_stride)
+        grid = _warp_grid(self.title, math.prod(gpu_dims), block_dim, has_grid_stride)
         cuda = grid, (block_dim, 1, 1), 0
         launch = _WarpLaunch(cuda, _warp_extents(gpu_dims), _warp_extents(dims))
         return tuple(memoryview(bytes(launch) + self.constants).cast("q"))
-
-    def _dims_of_first_array(self, specs: Mapping[_WarpParam, Spec]) -> Sequence[int]:
-        for param in self.params:
-            if param.ndim and param in specs:
-                return param.dims(specs[param].shape)
-        return ()
 
     # -- derivatives -----------------------------------------------------------------------------------
 
@@ -4879,17 +4874,18 @@ def _warp(user: str, module: str = "warp") -> Any:
 def _warp_session() -> Iterator[Any]:
     """Warp, initialized, silent unless the user raised the verbosity, and locked, as loading modules is not safe."""
     wp = _warp("warp_kernel")
-    # `log_level` replaced `quiet` and `verbose` in Warp 1.14; touching those there prints a deprecation.
-    has_levels = hasattr(wp.config, "log_level")
-    setting = "log_level" if has_levels else "quiet"
-    warnings_only = 30
     with _LOCK:
+        if hasattr(wp.config, "log_level"):  # Warp >= 1.14; touching `quiet` there prints a deprecation
+            setting = "log_level"
+            silent = max(wp.config.log_level, 30)
+            is_verbose = wp.config.log_level < 20
+        else:
+            setting = "quiet"
+            silent = True
+            is_verbose = wp.config.verbose
         before = getattr(wp.config, setting)
         try:
-            if not has_levels and not wp.config.verbose:
-                wp.config.quiet = True
-            elif has_levels and before >= 20:
-                wp.config.log_level = max(before, warnings_only)
+            setattr(wp.config, setting, before if is_verbose else silent)
             wp.init()
             yield wp
         finally:
@@ -5059,11 +5055,9 @@ def _holds_arrays(kind: Any) -> bool:
 
 def _warp_content(kernel: Any) -> tuple[str, str]:
     """What defines a kernel: Warp's hash (code, constants, functions, structs, types) and the options of its build."""
-    parameters = inspect.signature(getattr(kernel.module, "resolve_options", lambda: None)).parameters
-    block_dim = 1 if "block_dim" in parameters else None  # Warp < 1.15 would file the hash of another size under 1
 
     def read() -> str:
-        kernel.module.get_module_hash(block_dim)  # also hashes the kernels
+        kernel.module.get_module_hash()  # also hashes the kernels
         return kernel.hash.hex()  # an AttributeError if another thread was faster
 
     options = {**kernel.module.options, **kernel.options, "block_dim": None}  # Warp 1.13 keeps the last launch's there
@@ -5566,7 +5560,7 @@ def _warp_extents(dims: Sequence[int]) -> tuple[tuple[int, ...], int, int]:
     return (*dims, *ones), len(dims), math.prod(dims)
 
 
-def _warp_grid(kernel: str, n_threads: int, block_dim: int, has_grid_stride: bool) -> tuple[int, int, int]:
+def _warp_grid(title: str, n_threads: int, block_dim: int, has_grid_stride: bool) -> tuple[int, int, int]:
     """The grid of `wp_cuda_launch_kernel` (warp.cu): without a loop in the kernel, blocks spread over three axes."""
     blocks = -(-n_threads // block_dim)
     x, y, z = min(blocks, _CUDA_LIMITS["grid"][0]), 1, 1
@@ -5575,7 +5569,7 @@ def _warp_grid(kernel: str, n_threads: int, block_dim: int, has_grid_stride: boo
         y = min(-(-blocks // x), 65535)
         z = -(-blocks // (x * y))
     if z > 65535 or n_threads > sys.maxsize:
-        raise ValueError(f"Warp kernel {kernel!r}: {n_threads} threads are too many for one launch")
+        raise ValueError(f"{title}: {n_threads} threads are too many for one launch")
     return x, y, z
 
 
