@@ -4761,7 +4761,7 @@ class _WarpKernel(_Wrapper):
         launch = self._launch(dict(zip(params, call.ins + call.outs)), call.ins[:n_args])
         compile_ = functools.partial(_compile_warp, plan, signature)
         compile_for_gpus = functools.partial(compile_, on_gpu=True)
-        traced = [argument.param.name for argument in plan.arguments if argument.traced is not None]
+        traced = [param.name for param in params if not param.ndim]
         runs = "runs on CPUs and NVIDIA GPUs"
         if traced:  # a launch on a GPU takes values from the host
             runs = f"has traced values for {traced}, which only CPUs take; make each a warp.array of shape (1,)"
@@ -5172,20 +5172,15 @@ class _WarpUses:
                 return _ONLY_READS if user.attr in _WARP_PROPERTIES else _MAY_WRITE
             node = user
             user = users[node]
-        if isinstance(user, ast.Assign) and ndim > 0:
-            return self._of_other_names(adjoint, user.targets, ndim)
+        targets: list[Any] = getattr(user, "targets", [])  # of an assignment
+        if targets and ndim > 0 and all(isinstance(name, ast.Name) for name in targets):
+            worst = max(self.of(adjoint, name.id, ndim) for name in targets)
+            return min(worst, _MAY_WRITE)
         if isinstance(user, ast.keyword):
             return self._of_argument(adjoint, users[user], user.arg, ndim)
         if isinstance(user, ast.Call) and node in user.args:
             return self._of_argument(adjoint, user, user.args.index(node), ndim)
         return _MAY_WRITE if ndim > 0 or isinstance(user, ast.Call) else _ONLY_READS
-
-    def _of_other_names(self, adjoint: Any, targets: Sequence[Any], ndim: int) -> int:
-        are_names = all(isinstance(target, ast.Name) for target in targets)
-        if not are_names:
-            return _MAY_WRITE
-        worst = max(self.of(adjoint, target.id, ndim) for target in targets)
-        return min(worst, _MAY_WRITE)
 
     def _of_argument(self, adjoint: Any, call: ast.Call, position: Any, ndim: int) -> int:
         """What a call does to an argument, given by its position or keyword."""
@@ -5198,7 +5193,13 @@ class _WarpUses:
         is_parameter = any(arg.label == getattr(call.func, "id", None) for arg in adjoint.args)
         if is_parameter or any(isinstance(arg, ast.Starred) for arg in call.args):
             return _MAY_WRITE
-        worst = max([self._of_parameter(code, position, ndim) for code in self._codes(function)], default=_ONLY_READS)
+        worst = _ONLY_READS
+        for overload in self._codes(function):
+            for k, arg in enumerate(overload.adj.args):
+                if position in (k, arg.label):
+                    is_reference = hasattr(arg.type, "value_type")  # a wp.ref
+                    is_known = not overload.native_snippet and not is_reference
+                    worst = max(worst, self.of(overload.adj, arg.label, ndim) if is_known else _MAY_WRITE)
         return min(worst, _MAY_WRITE)
 
     def _codes(self, function: Any) -> list[Any]:
@@ -5208,17 +5209,6 @@ class _WarpUses:
             for overload in _overloads(function):
                 codes += [code for code in (overload.custom_replay_func, overload.custom_grad_func) if code]
         return codes
-
-    def _of_parameter(self, function: Any, position: Any, ndim: int) -> int:
-        """What one overload of a function does to its parameter, given by position or name."""
-        if function.native_snippet:
-            return _MAY_WRITE
-        worst = _ONLY_READS
-        for k, arg in enumerate(function.adj.args):
-            if position in (k, arg.label):
-                is_reference = hasattr(arg.type, "value_type")  # a wp.ref
-                worst = _MAY_WRITE if is_reference else max(worst, self.of(function.adj, arg.label, ndim))
-        return worst
 
 
 # -- 11.4 One target: what a launch is given, and its recording ----------------------------------------
@@ -5238,10 +5228,13 @@ class _WarpArgument(NamedTuple):
         """Else it is a null array, or passed by value."""
         return self.param.ndim > 0 and self.buffer is not None
 
-    @property
-    def traced(self) -> int | None:
-        """The buffer that holds what is passed by value."""
-        return None if self.param.ndim else self.buffer
+    def source(self, arrays: Any, attribute: Any) -> Any:
+        """The address of what is passed by value, None for arrays and for the adjoint of a value."""
+        if self.param.ndim:
+            return None
+        if self.buffer is not None:
+            return arrays[self.buffer].pointer
+        return None if self.constant is None else attribute + self.constant
 
     @property
     def nbytes(self) -> int:
@@ -5259,7 +5252,7 @@ class _WarpPlan:
     in_order: bool  # on the CPU, the slices of a batch
     n_indices: int = 0  # of a kernel for batches: those of a thread in its slice
 
-    def array(self, argument: _WarpArgument, arrays: Mapping[Any, _Array], device: Any) -> Any:
+    def array(self, argument: _WarpArgument, arrays: Any, device: Any) -> Any:
         """Warp's array over the buffer of an argument, with its gradient."""
         grad = None
         if argument.grad is not None:
@@ -5270,7 +5263,7 @@ class _WarpPlan:
         return _warp("warp_kernel").array(ptr=pointer, shape=tuple(dims), dtype=dtype, device=device, grad=grad)
 
     @property
-    def stand_ins(self) -> dict[Any, _Array]:
+    def stand_ins(self) -> dict[int, _Array]:
         """The arrays of a recorded launch, by buffer: two elements along each dimension."""
         arrays = {}
         for param, buffer, *_ in self.arguments:
@@ -5371,7 +5364,7 @@ class _WarpLayout:
             if hasattr(kind, name):
                 setattr(bounds, name, number)
 
-    def write_arrays(self, struct_at: _StructAt, plan: _WarpPlan, arrays: Mapping[Any, _Array]) -> None:
+    def write_arrays(self, struct_at: _StructAt, plan: _WarpPlan, arrays: Any) -> None:
         """The arrays of one slice, given by buffer; the dimensions of elements come last, uncounted."""
         for argument, offset in zip(plan.arguments, self.arguments, strict=True):
             param = argument.param
@@ -5483,7 +5476,7 @@ def _warp_entry(launch: Any) -> tuple[int, int]:
 
 
 class _WarpLaunches:
-    """Launches that a handler makes one after another, from the same memory, which has constants in it."""
+    """Launches that a handler makes one after another, from the same memory."""
 
     def __init__(self, handler: _Handler, code: _WarpCode) -> None:
         self.handler = handler
@@ -5493,10 +5486,7 @@ class _WarpLaunches:
         *starts, nbytes = self.layout.blocks
         self.memory = handler.zeros(nbytes)
         self.blocks = [self.memory + start for start in starts]
-        for argument, offset in zip(self.plan.arguments, self.layout.arguments, strict=True):
-            if argument.constant is not None:
-                source = handler.launch + argument.constant
-                handler.copy_bytes(self.memory + offset, source, argument.nbytes)
+        self.attribute = handler.launch
 
     def _struct_at(self, kind: Any, offset: int) -> _Struct:
         return _Struct(self.handler, kind, self.memory + offset)
@@ -5507,14 +5497,15 @@ class _WarpLaunches:
     def run(self, slices: Sequence[_Array], **grid: Any) -> None:
         """One launch, on these arrays: empty ones are null."""
         handler = self.handler
-        arrays = {}
-        for k, array in enumerate(slices):
+        arrays = []
+        for array in slices:
             is_empty = handler.word(math.prod(array.dims)) == 0
-            arrays[k] = array._replace(pointer=handler.select(is_empty, 0, array.pointer))
+            arrays.append(array._replace(pointer=handler.select(is_empty, 0, array.pointer)))
         self.layout.write_arrays(self._struct_at, self.plan, arrays)
         for argument, offset in zip(self.plan.arguments, self.layout.arguments, strict=True):
-            if argument.traced is not None:
-                handler.copy_bytes(self.memory + offset, arrays[argument.traced].pointer, argument.nbytes)
+            source = argument.source(arrays, self.attribute)
+            if source is not None:
+                handler.copy_bytes(self.memory + offset, source, argument.nbytes)
         self.launch(self.blocks, **grid)
 
 
@@ -5601,16 +5592,15 @@ class _WarpReplay:
 
     def _set_arguments(self, launch: Any, pointers: list[int], dims: list[tuple], attribute: int) -> None:
         """All but null arrays and the adjoints of values, which stay as they were recorded."""
-        arrays = {k: _Array(pointers[k], [*shape], [], 0) for k, shape in enumerate(dims)}
+        arrays = [_Array(pointer, [*shape], [], 0) for pointer, shape in zip(pointers, dims, strict=True)]
         n = len(self.plan.kernel.adj.args)
         for i, argument in enumerate(self.plan.arguments):
             if argument.is_array:
                 array = self.plan.array(argument, arrays, launch.device)
                 launch.set_param_at_index(i % n, array, adjoint=i >= n)
-            elif argument.traced is not None:
-                ctypes.memmove(ctypes.byref(launch.params[1 + i]), pointers[argument.traced], argument.nbytes)
-            elif argument.constant is not None:
-                ctypes.memmove(ctypes.byref(launch.params[1 + i]), attribute + argument.constant, argument.nbytes)
+            source = argument.source(arrays, attribute)
+            if source is not None:
+                ctypes.memmove(ctypes.byref(launch.params[1 + i]), source, argument.nbytes)
 
     def _run(self, launch: Any, stream: int) -> None:
         if not self.on_gpu:
