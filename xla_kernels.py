@@ -4608,8 +4608,7 @@ class _GenericWarpKernel(_Wrapper):
         n_in_outs = len(self.options.in_out_argnames)
         values = [*ins, *outs[n_in_outs:], *scratch]
         kinds = [arg.type for arg in self.kernel.adj.args]
-        are_the_first = arguments.keys() == {*self.parameters[: len(ins)]}
-        if len(kinds) != len(values) or not are_the_first:
+        if len(kinds) != len(values):
             raise TypeError(f"generic Warp kernel {self.__name__!r} takes {self.parameters}; this call gives {values}")
         instance_types = [_warp_instance_type(wp, kind, value) for kind, value in zip(kinds, values, strict=True)]
         return wp.overload(self.kernel, instance_types)
@@ -5657,41 +5656,38 @@ def _compile_warp(
 
 def _batch_code(label: str, plan: _WarpPlan, driver: _CudaDriver | None, content: tuple[str, str]) -> _WarpCode | None:
     """The code of a kernel of this content for batches; None if it gets a launch for each slice."""
-    with contextlib.suppress(Exception):  # a Warp that is not known; what compiles with parameters, not with views
+    with contextlib.suppress(Exception):  # also of Warp: what compiles with parameters may not with views of them
         with _warp_session():
             batch_plan = _batch_plan(plan, content)
-        if batch_plan:
-            code = _WarpCode(label, batch_plan, driver)
-            return code if code.layout else None
+        code = _WarpCode(label, batch_plan, driver)
+        return code if code.layout else None
     return None
 
 
-def _batch_plan(plan: _WarpPlan, content: tuple[str, str]) -> _WarpPlan | None:
+def _batch_plan(plan: _WarpPlan, content: tuple[str, str]) -> _WarpPlan:
+    """Raises an error for a kernel that gets a launch for each slice."""
     kernel = plan.kernel
-    arrays = [argument.param for argument in plan.arguments if argument.is_array]
-    if any(param.ndim == _WARP_MAX_DIMS for param in arrays) or not _is_batchable(kernel):
-        return None
+    _check_batchable(kernel)
     # Warp reads constants when it builds a kernel: those of a copy that is built now must still be the same.
     kinds = {arg.label: arg.type for arg in kernel.adj.args}
     if _warp_content(_with_source(kernel, kernel.adj.source, kinds)) != content:
-        return None
-    batcher = _WarpBatcher([param.name for param in arrays])
-    source = batcher.batched(kernel.adj.source)
-    if len(batcher.n_indices) != 1:
-        return None
+        raise ValueError("the kernel has changed")
     arguments = []
     for argument in plan.arguments:
         if argument.is_array:
             argument = argument._replace(param=_batch_param(argument.param))
             kinds[argument.param.name] = argument.param.type
         arguments.append(argument)
-    batch_kernel = _with_source(kernel, source, kinds)
-    n_indices = batcher.n_indices.pop()
+    batcher = _WarpBatcher([argument.param.name for argument in arguments if argument.is_array])
+    batch_kernel = _with_source(kernel, batcher.batched(kernel.adj.source), kinds)
+    [n_indices] = batcher.n_indices
     return dataclasses.replace(plan, kernel=batch_kernel, arguments=tuple(arguments), n_indices=n_indices)
 
 
 def _batch_param(param: _WarpParam) -> _WarpParam:
     """The parameter for an array of all slices."""
+    if param.ndim == _WARP_MAX_DIMS:
+        raise ValueError("Warp has no arrays of so many dimensions")
     kind = _warp("warp_kernel").array(dtype=param.type.dtype, ndim=param.ndim + 1)
     return dataclasses.replace(param, type=kind, ndim=kind.ndim)
 
@@ -5746,6 +5742,11 @@ class _WarpBatcher(ast.NodeTransformer):
             return self._indices(node, 1)
         return self.generic_visit(node)
 
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        if node.attr == "tid":
+            raise ValueError("wp.tid gets another name")
+        return self.generic_visit(node)
+
     def _indices(self, call: Any, count: int) -> ast.expr:
         self.tid = ast.unparse(call.func)
         self.n_indices.add(count)
@@ -5757,21 +5758,18 @@ def _calls_tid(node: Any) -> bool:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "tid"
 
 
-def _is_batchable(kernel: Any) -> bool:
-    """Whether all that threads know of each other and of the launch is memory and what `wp.tid()` says."""
+def _check_batchable(kernel: Any) -> None:
+    """Raise unless all that threads know of each other and of the launch is memory and what `wp.tid()` says."""
     if not isinstance(kernel.func, types.FunctionType) or kernel.adj.transformers:
-        return False  # its source is not all that it is
+        raise ValueError("the source of the kernel is not all that it is")
     functions = _warp_functions(kernel.adj)
-    if any(_is_c(function) for function in functions):
-        return False
     words = [function.key for function in functions]
     words += [code.source for code in _warp_adjoints(kernel.adj)]
     text = " ".join(words)
-    may_wait = "while" in text and "atomic_" in text
-    nodes = list(ast.walk(kernel.adj.tree))
-    attributes = [node.attr for node in nodes if isinstance(node, ast.Attribute)]
-    n_calls = sum(map(_calls_tid, nodes))
-    return not may_wait and not _WARP_UNBATCHED.search(text) and attributes.count("tid") == n_calls
+    if _WARP_UNBATCHED.search(text) or any(_is_c(function) for function in functions):
+        raise ValueError("the kernel may see blocks, or what nobody looks into")
+    if "while" in text and "atomic_" in text:
+        raise ValueError("threads may wait for each other")
 
 
 def _is_c(function: Any) -> bool:
