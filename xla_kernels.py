@@ -158,6 +158,11 @@ def _eval_jaxpr(closed: Any, args: Sequence) -> list:
     return jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *args)
 
 
+def _lower(function: Callable, ctx: Any, operands: Sequence) -> Any:
+    """Lower what a function of the operands, which returns a sequence, does."""
+    return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
+
+
 @functools.cache
 def _side_effect() -> frozenset:
     """The effect of `jax.ffi.ffi_call(has_side_effect=True)`, which JAX knows how to keep and to order."""
@@ -1100,14 +1105,13 @@ class _ShardingRule:
         """Lower `run(outs, *ins)` for XLA to split: a device runs it with the `outs` of its shard; `rest` are zeros."""
         closed = jax.make_jaxpr(functools.partial(run, outs))(*ctx.avals_in)
         if _calls_python(closed.jaxpr, ctx):  # custom_partitioning would not keep the Python function alive
-            unsplit = functools.partial(jax.core.eval_jaxpr, closed.jaxpr, closed.consts)
-            return mlir.lower_fun(unsplit, multiple_results=True)(ctx, *operands)
+            return _lower(functools.partial(run, outs), ctx, operands)
         partitioned = self._partitioned(closed, run, outs)
 
         def call(*ins: Any) -> list:
             return [*partitioned(*ins, *closed.consts), *map(_zeros, rest)]
 
-        results = mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
+        results = _lower(call, ctx, operands)
         # What custom_partitioning writes for keys of the persistent cache is an address, which can recur.
         content = {"xla_kernel": _digest(str(closed.jaxpr))}
         attributes = results[0].owner.attributes
@@ -1255,14 +1259,6 @@ class _BoundCall:
             return _split_call_p.bind(*args, call=self)
         return _call_p.bind(*args, call=self)
 
-    def batched(self, size: int, has_slices: Sequence[bool]) -> _BoundCall:
-        """The call under one more vmap, in which each output and these inputs have a slice for each element."""
-        target = self.target.under_vmaps(1)
-        target.announce()
-        outs = tuple(Spec((size, *out.shape), out.dtype) for out in self.outs)
-        rule = self.rule.batched(has_slices, 1)
-        return dataclasses.replace(self, target=target, outs=outs, rule=rule)
-
     @property
     def runs_nothing(self) -> bool:
         grid = self.target.launch[:3]
@@ -1273,6 +1269,11 @@ class _BoundCall:
 def _slices(arrays: Sequence, depth: int) -> list[Spec]:
     """The specs of one slice, under so many vmaps."""
     return [Spec(x.shape[depth:], x.dtype) for x in arrays]
+
+
+def _batches(batch: Sequence, slices: Sequence) -> tuple[Spec, ...]:
+    """The specs of all slices, of a batch with these dimensions."""
+    return tuple([Spec((*batch, *x.shape), x.dtype) for x in slices])
 
 
 def _call_abstract_eval(*ins: Any, call: _BoundCall) -> tuple:
@@ -1327,7 +1328,7 @@ def _keep_from_updates(ctx: Any, results: Any) -> Any:
     def keep(*results: Any) -> list:
         return [jax.lax.optimization_barrier(result) for result in results]
 
-    return mlir.lower_fun(keep, multiple_results=True)(ctx.replace(avals_in=ctx.avals_out), *results)
+    return _lower(keep, ctx.replace(avals_in=ctx.avals_out), results)
 
 
 def _lower_to_starts(ctx: Any, operands: Any, aliases: Sequence[tuple[int, int]]) -> Any:
@@ -1339,7 +1340,7 @@ def _lower_to_starts(ctx: Any, operands: Any, aliases: Sequence[tuple[int, int]]
             outs[j] = ins[i]
         return outs
 
-    return mlir.lower_fun(start, multiple_results=True)(ctx, *operands)
+    return _lower(start, ctx, operands)
 
 
 def _lower_on_shards(ctx: Any, operands: Any, call: _BoundCall) -> Any:
@@ -1350,10 +1351,12 @@ def _lower_on_shards(ctx: Any, operands: Any, call: _BoundCall) -> Any:
     def run(results: Sequence[Spec], *ins: Any) -> list:
         local = call.resolve(_slices(ins, depth), _slices(results, depth))
         batch = results[0].shape[:depth]
-        unread = [Spec((*batch, *out.shape), out.dtype) for out in local.outs[n:]]
-        target = local.target.under_vmaps(depth)
-        aliases = tuple(local.aliases.items())
-        shard = dataclasses.replace(call, target=target, outs=(*results, *unread), aliases=aliases)
+        shard = dataclasses.replace(
+            call,
+            target=local.target.under_vmaps(depth),
+            outs=_batches(batch, local.outs),
+            aliases=tuple(local.aliases.items()),
+        )
         return _call_p.bind(*ins, call=shard)[:n]
 
     return call.rule.lower(ctx, operands, run, call.outs[:n], call.outs[n:], call.has_side_effect)
@@ -1361,13 +1364,17 @@ def _lower_on_shards(ctx: Any, operands: Any, call: _BoundCall) -> Any:
 
 def _call_batching(args: Any, dims: Any, *, call: _BoundCall) -> Any:
     """One more leading dimension everywhere; size 1 says that an operand is the same for every slice."""
+    target = call.target.under_vmaps(1)
+    target.announce()
     size = next(x.shape[dim] for x, dim in zip(args, dims) if dim is not None)
     has_slices = [dim is not None for dim in dims]
     for i, _ in call.aliases:
         has_slices[i] = True  # each slice of the output starts with one of the input
     sizes = [size if has_slice else 1 for has_slice in has_slices]
     ins = map(batching.bdim_at_front, args, dims, sizes)
-    return call.batched(size, has_slices).bind(*ins), [0] * len(call.outs)
+    outs = _batches([size], call.outs)
+    batched = dataclasses.replace(call, target=target, outs=outs, rule=call.rule.batched(has_slices, 1))
+    return batched.bind(*ins), [0] * len(outs)
 
 
 def _call_jvp(primals: Sequence, tangents: Sequence, *, call: _BoundCall) -> tuple:
@@ -1472,9 +1479,8 @@ class _Options(types.SimpleNamespace):
     def _checked_names(self, option: str, names: Any) -> list[str]:
         if names is None:
             return []
-        is_list = isinstance(names, Iterable) and not isinstance(names, str)
-        checked: list = list(names) if is_list else [None]
-        if not all(isinstance(name, str) for name in checked):
+        checked: list = list(names) if isinstance(names, Iterable) else [None]
+        if isinstance(names, str) or not all(isinstance(name, str) for name in checked):
             raise TypeError(f'{option} must be a list of names of parameters, such as ["x"]; got {names!r}')
         return checked
 
@@ -6261,22 +6267,19 @@ class _OpCall:
             return  # if it is lowered for this one after all, the lowering raises
         entry = self.op._entry(platform, self.backend)
         specs = tuple(_input_specs(ins))
-        if (entry, specs) not in self.checked:
-            self.trace_kernel(entry, specs, ins)
-            self.checked.keep((entry, specs), True)
+        if (entry, specs) in self.checked:
+            return
+        try:
+            _kernel_jaxpr(self.op, entry, self.params, (), self.options(specs)["outs"], ins)
+        except RuntimeError:
+            if jax.default_backend() == "cpu":  # else the platform may be another one: the lowering raises
+                raise
+        self.checked.keep((entry, specs), True)
 
     def is_for_another(self, platform: str) -> bool:
         """Whether only other platforms have a kernel for this call."""
         platforms = [name for name in list(self.op._kernels) if self.backend in self.op._choices(name)]
         return bool(platforms) and platform not in platforms
-
-    def trace_kernel(self, entry: KernelEntry, specs: Sequence[Spec], ins: Sequence) -> None:
-        outs = self.options(specs)["outs"]
-        try:
-            _kernel_jaxpr(self.op, entry, self.params, (), outs, ins)
-        except RuntimeError:
-            if jax.default_backend() == "cpu":  # else the platform may be another one: the lowering raises
-                raise
 
 
 def _check_static_params(op: str, params: dict) -> None:
@@ -6436,9 +6439,8 @@ class _OpPrimitive(Primitive):
     def record_vmap(self, ins: Sequence, flags: tuple, /, outs: Sequence, _batch: tuple = (), **params: Any) -> list:
         """Bind with one more vmap, over the first axis of the flagged operands."""
         size = ins[flags.index(True)].shape[0]
-        batch_outs = tuple([Spec((size, *out.shape), out.dtype) for out in outs])
         _need_devices(self)
-        return self.bind(*ins, outs=batch_outs, _batch=(flags, *_batch), **params)
+        return self.bind(*ins, outs=_batches([size], outs), _batch=(flags, *_batch), **params)
 
     def kernel_jaxpr(self, ctx: Any, equation: Any) -> Any:
         """The jaxpr of the kernel that an equation of this primitive is lowered to."""
@@ -6475,7 +6477,7 @@ def _op_lowering(op: Any, vmaps: tuple, ctx: Any, /, *ins: Any, outs: Any, backe
     try:
         if on_mesh:
             return rule.lower(on_mesh, ins, run, outs)
-        return mlir.lower_fun(functools.partial(run, outs), multiple_results=True)(ctx, *ins)
+        return _lower(functools.partial(run, outs), ctx, ins)
     except KeyError as error:
         if not any("Effect" in type(arg).__name__ for arg in error.args):
             raise
