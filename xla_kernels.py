@@ -35,7 +35,7 @@ A call, from Python to machine code: `numba_kernel` makes a `_NumbaKernel`; `_Wr
 `_BoundCall.bind` -> `_call_lowering` -> XLA -> the machine code of `_Handler` and, for a batch, of `_Driver`.
 An op under grad of vmap: `XLACustomKernel.__call__` -> `_find_call` -> `_OpCall.bind` (`_bind_with_vjp`) ->
 `_op_batching`, which records the vmap -> `_op_jvp`, `_op_transpose`, which vmap the user's rules -> `_op_lowering`,
-which knows the platform -> `_run_vmaps` -> `_run_slice` -> the call of a wrapper, as above.
+which knows the platform -> `_run_vmaps` -> `_OpKernel.run_slice` -> the call of a wrapper, as above.
 The order of a kernel's arguments: above `_NumbaWrapper`; `_CudaCode.emitter` for callables; in
 `_WarpKernel._find_target`.  A dtype: above `_XLA_FFI_DATA_TYPES`.
 An exception in a slice: `_NumbaEmitter`, `_keep_message`, `_Driver.run`, `_Driver.work`.
@@ -5831,6 +5831,7 @@ class XLACustomKernel(_Kept):
 
     def __init__(self, name: str, doc: str | None = None) -> None:
         self.name = self.__name__ = name
+        self.title = f"XLACustomKernel {name!r}"  # for errors
         self.__module__ = None  # type: ignore[assignment]  # pickle looks for the one that has it
         self.primitive = _OpPrimitive(self)
         self._lock = threading.RLock()
@@ -5925,7 +5926,7 @@ class XLACustomKernel(_Kept):
             return functools.partial(self._define, backend, platforms, asdefault=asdefault, options=options)
         _check_name("backend", backend)
         _check_name("platform", platforms[0])
-        generator = _as_generator(f"XLACustomKernel {self.name!r}: the kernel of backend {backend!r}", kg, options)
+        generator = _as_generator(f"{self.title}: the kernel of backend {backend!r}", kg, options)
         first, *others = map(_platform_name, platforms)
         self._change(first, KernelEntry(backend, first, generator), default=backend if asdefault else None)
         for platform in others:
@@ -5986,7 +5987,7 @@ class XLACustomKernel(_Kept):
         registered = "; ".join(f"{name}: {', '.join(entries)}" for name, entries in self._kernels.items()) or "nothing"
         missing = "kernel" if backend is None else f"backend {backend!r}"
         text = (
-            f"XLACustomKernel {self.name!r} has no {missing} for platform {platform!r}; registered: {registered}; "
+            f"{self.title} has no {missing} for platform {platform!r}; registered: {registered}; "
             "choose one of these (backend=, jax.default_device), or register another with def_kernel"
         )
         raise NotImplementedError(text) if backend is None else ValueError(text)
@@ -5998,8 +5999,7 @@ class XLACustomKernel(_Kept):
 
         `axes` holds the batched axis of each operand or None; `params` is as in :meth:`def_jvp_rule`.
         """
-        self._set_rule("batching", _tolerant(fun, f"XLACustomKernel {self.name!r}: a batching rule"))
-        return fun
+        return self._define_rule("batching", fun)
 
     def register_general_batching(self) -> None:
         """Restore the batching rule that every op starts with (:func:`general_batching_rule`)."""
@@ -6012,8 +6012,7 @@ class XLACustomKernel(_Kept):
         be None for zero. `params` holds `outs`, `backend` and the static parameters of the call; every rule may leave
         out the first two. Usable as a decorator.
         """
-        self._set_rule("jvp", _tolerant(fun, f"XLACustomKernel {self.name!r}: a jvp rule"))
-        return fun
+        return self._define_rule("jvp", fun)
 
     def def_jvp_rule2(self, *jvp_rules: Callable | None) -> None:
         """Define the derivative by one rule per operand; see :func:`defjvp`."""
@@ -6026,8 +6025,7 @@ class XLACustomKernel(_Kept):
         and an `ad.UndefinedPrimal` for every operand that the op is linear in (`ad.is_undefined_primal`). It returns
         one cotangent per operand: None for those that are known.
         """
-        self._set_rule("transpose", _tolerant(fun, f"XLACustomKernel {self.name!r}: a transpose rule"))
-        return fun
+        return self._define_rule("transpose", fun)
 
     def def_vjp_rule(self, fwd: Callable, bwd: Callable) -> None:
         """Define the reverse-mode derivative by two functions, such as an op with a kernel for the backward pass has.
@@ -6064,8 +6062,12 @@ class XLACustomKernel(_Kept):
           >>> _ = op.def_kernel("jax", "cpu", lambda: lambda x, y: x + y)
           >>> op.def_sharding_rule("i, i -> i")
         """
-        self._set_rule("sharding", _ShardingRule.parse(f"XLACustomKernel {self.name!r}", rule))
+        self._set_rule("sharding", _ShardingRule.parse(self.title, rule))
         _need_devices(self.primitive)
+
+    def _define_rule(self, kind: str, fun: Callable) -> Callable:
+        self._set_rule(kind, _tolerant(fun, f"{self.title}: a {kind} rule"))
+        return fun
 
     def _set_rule(self, kind: str, rule: Any) -> None:
         """Replace a rule (None: by the default), and drop what was traced with the old one."""
@@ -6086,7 +6088,7 @@ class XLACustomKernel(_Kept):
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function attached by :meth:`def_call`."""
         if self._call_fn is None:
-            raise ValueError(f"XLACustomKernel {self.name!r} has no call function; attach one with def_call(fn)")
+            raise ValueError(f"{self.title} has no call function; attach one with def_call(fn)")
         return self._call_fn(*args, **kwargs)
 
     def def_tags(self, *tags: str) -> None:
@@ -6204,7 +6206,7 @@ def _find_call(op: XLACustomKernel, args: Sequence, outs: Any, backend: Any, par
     """What serves a call with these outs, backend and parameters: checked when it is new, then remembered."""
     if callable(outs) and not isinstance(outs, type):  # such as jnp.float32
         avals = [getattr(x, "aval", None) or _input_spec(x, i) for i, x in enumerate(args)]
-        outs = _call_option(outs, f"XLACustomKernel {op.name!r}: outs", avals, {})
+        outs = _call_option(outs, f"{op.title}: outs", avals, {})
     try:
         key = (_outs_key(outs), backend, _tagged(params) if params else ())
         known = op._recent.get(key)
@@ -6228,11 +6230,10 @@ class _OpCall:
     """An op with fixed outs, backend and static parameters; eager calls go through its `jitted`."""
 
     def __init__(self, op: XLACustomKernel, outs: Any, backend: str | None, params: dict) -> None:
-        user = f"XLACustomKernel {op.name!r}"
+        self.what = f"{op.title}: outs"
         if outs is None:
-            raise TypeError(f"{user}: outs is missing: give the results' specs, such as outs=lambda x: x")
-        _check_static_params(user, {"backend": backend, **params})
-        self.what = f"{user}: outs"
+            raise TypeError(f"{self.what} is missing: give the results' specs, such as outs=lambda x: x")
+        _check_static_params(op.title, {"backend": backend, **params})
         self.specs, self.tree = _flat_specs(outs, self.what)
         self.op = op
         self.backend = backend
@@ -6263,23 +6264,24 @@ class _OpCall:
     def check(self, ins: Sequence) -> None:
         """Trace the kernel that will probably run, once for these inputs, so that its errors are raised here."""
         platform = _default_platform()
-        if self.is_for_another(platform):
+        platforms = self.platforms()
+        if platforms and platform not in platforms:
             return  # if it is lowered for this one after all, the lowering raises
         entry = self.op._entry(platform, self.backend)
         specs = tuple(_input_specs(ins))
         if (entry, specs) in self.checked:
             return
         try:
-            _kernel_jaxpr(self.op, entry, self.params, (), self.options(specs)["outs"], ins)
+            kernel = _OpKernel(self.op, entry, self.params)
+            _kernel_jaxpr(kernel, (), self.options(specs)["outs"], ins)
         except RuntimeError:
             if jax.default_backend() == "cpu":  # else the platform may be another one: the lowering raises
                 raise
         self.checked.keep((entry, specs), True)
 
-    def is_for_another(self, platform: str) -> bool:
-        """Whether only other platforms have a kernel for this call."""
-        platforms = [name for name in list(self.op._kernels) if self.backend in self.op._choices(name)]
-        return bool(platforms) and platform not in platforms
+    def platforms(self) -> list[str]:
+        """Those that have a kernel for this call."""
+        return [name for name in list(self.op._kernels) if self.backend in self.op._choices(name)]
 
 
 def _check_static_params(op: str, params: dict) -> None:
@@ -6343,26 +6345,33 @@ def _tolerant(fun: Callable, what: str = "") -> Callable:
     return call
 
 
-def _run_slice(op: XLACustomKernel, entry: KernelEntry, params: dict, outs: Sequence[Spec], *ins: Any) -> list:
-    """The flat list of results of a kernel for the operands of one slice."""
-    what = f"XLACustomKernel {op.name!r}: the kernel of backend {entry.backend!r} for platform {entry.platform!r}"
-    try:
-        results = _make_kernel(entry, params, outs, ins)(*ins)
-    except Exception as error:
-        choice = f"{entry.platform!r} has {', '.join(op.available_backends(entry.platform))}: choose with backend="
-        raise RuntimeError(f"{what} raised {type(error).__name__}: {error} ({choice})") from error
-    return _returned(what, jax.tree.leaves(results), "outs declares", outs)
+class _OpKernel(NamedTuple):
+    """A kernel of an op, with the static parameters of a call."""
 
+    op: XLACustomKernel
+    entry: KernelEntry
+    params: dict[str, Any]
 
-def _make_kernel(entry: KernelEntry, params: dict, outs: Sequence[Spec], ins: Sequence) -> Callable:
-    """The function to trace, which the generator makes for these parameters and outs."""
-    axes = frozenset().union(*[_varying_axes(jax.typeof(x)) for x in ins])
-    varying = [Spec(out.shape, out.dtype, **_varying(axes)) for out in outs]
-    made = _tolerant(entry.kernel_generator)(**params, outs=tuple(varying))
-    kernel = _wrap_ready(made, {}, tuple(outs))
-    if not callable(kernel):
-        raise TypeError(f"the generator must return the function to trace, got {kernel!r}")
-    return kernel
+    def run_slice(self, outs: Sequence[Spec], *ins: Any) -> list:
+        """The flat list of results for the operands of one slice."""
+        backend, platform = self.entry.backend, self.entry.platform
+        what = f"{self.op.title}: the kernel of backend {backend!r} for platform {platform!r}"
+        try:
+            results = self.function(outs, ins)(*ins)
+        except Exception as error:
+            choice = f"{platform!r} has {', '.join(self.op.available_backends(platform))}: choose with backend="
+            raise RuntimeError(f"{what} raised {type(error).__name__}: {error} ({choice})") from error
+        return _returned(what, jax.tree.leaves(results), "outs declares", outs)
+
+    def function(self, outs: Sequence[Spec], ins: Sequence) -> Callable:
+        """The function to trace, which the generator makes for these parameters and outs."""
+        axes = frozenset().union(*[_varying_axes(jax.typeof(x)) for x in ins])
+        varying = [Spec(out.shape, out.dtype, **_varying(axes)) for out in outs]
+        made = _tolerant(self.entry.kernel_generator)(**self.params, outs=tuple(varying))
+        function = _wrap_ready(made, {}, tuple(outs))
+        if not callable(function):
+            raise TypeError(f"the generator must return the function to trace, got {function!r}")
+        return function
 
 
 def _returned(what: str, values: Sequence, rule: str, expected: Sequence) -> list:
@@ -6449,7 +6458,8 @@ class _OpPrimitive(Primitive):
 
 
 def _equation_jaxpr(op: Any, vmaps: tuple, ctx: Any, ins: Any, /, outs: Any, backend: Any = None, **params: Any) -> Any:
-    return _kernel_jaxpr(op, op._entry(_platform_of(ctx), backend), params, vmaps, outs, ins)
+    entry = op._entry(_platform_of(ctx), backend)
+    return _kernel_jaxpr(_OpKernel(op, entry, params), vmaps, outs, ins)
 
 
 def _op_abstract_eval(op: XLACustomKernel, vmaps: tuple, /, *avals: Any, outs: tuple, **params: Any) -> list:
@@ -6469,9 +6479,9 @@ def _op_sharding(op: XLACustomKernel, vmaps: tuple, ins: Sequence, outs: tuple) 
 
 def _op_lowering(op: Any, vmaps: tuple, ctx: Any, /, *ins: Any, outs: Any, backend: Any = None, **params: Any) -> Any:
     platform = _platform_of(ctx)
-    entry = op._entry(platform, backend)
+    kernel = _OpKernel(op, op._entry(platform, backend), params)
     _IN_JAX_CACHES.add((op, platform, backend))
-    run = functools.partial(_run_vmaps, op, entry, params, vmaps)
+    run = functools.partial(_run_vmaps, kernel, vmaps)
     rule = _op_sharding(op, vmaps, ctx.avals_in, outs)
     on_mesh = _on_mesh(ctx) if rule.split else None
     try:
@@ -6581,16 +6591,15 @@ def _for_each_vmap(wrap: Callable, inner: Any, vmaps: tuple) -> Any:
     return inner
 
 
-def _kernel_jaxpr(op: Any, entry: KernelEntry, params: dict, vmaps: tuple, outs: Sequence, ins: Sequence) -> Any:
-    run = functools.partial(_run_vmaps, op, entry, params, vmaps, outs)
-    return jax.make_jaxpr(run)(*ins).jaxpr
+def _kernel_jaxpr(kernel: _OpKernel, vmaps: tuple, outs: Sequence, ins: Sequence) -> Any:
+    return jax.make_jaxpr(functools.partial(_run_vmaps, kernel, vmaps, outs))(*ins).jaxpr
 
 
-def _run_vmaps(op: XLACustomKernel, entry: KernelEntry, params: dict, vmaps: tuple, outs: Sequence, *ins: Any) -> list:
+def _run_vmaps(kernel: _OpKernel, vmaps: tuple, outs: Sequence, *ins: Any) -> list:
     """A kernel under the recorded vmaps: by the batching rules of what it calls, or else slice by slice."""
     if outs and all(0 in out.shape for out in outs):  # nothing to compute, and not every backend takes empty arrays
         return [_zeros(out) for out in outs]
-    run = functools.partial(_run_slice, op, entry, params, _slices(outs, len(vmaps)))
+    run = functools.partial(kernel.run_slice, _slices(outs, len(vmaps)))
     if not vmaps:
         return run(*ins)
 
@@ -6799,7 +6808,7 @@ def _from_rule(what: str, returned: Any, kind: str, avals: Sequence) -> list:
 def _derivative_rule(op: XLACustomKernel, kind: str) -> Callable:
     if kind not in op._rules:
         raise NotImplementedError(
-            f"XLACustomKernel {op.name!r} has no {kind} rule, which a derivative needs: use def_{kind}_rule, or define "
+            f"{op.title} has no {kind} rule, which a derivative needs: use def_{kind}_rule, or define "
             "the derivative with def_jvp_rule2 or def_vjp_rule, or keep the op out of it with jax.lax.stop_gradient"
         )
     return op._rules[kind]
