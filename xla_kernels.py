@@ -197,6 +197,10 @@ def _varying_axes(aval: Any) -> frozenset:
     return getattr(aval, "vma", None) or frozenset()
 
 
+def _all_varying_axes(avals: Iterable) -> frozenset:
+    return frozenset().union(*map(_varying_axes, avals))
+
+
 def _varying(axes: frozenset) -> dict[str, Any]:
     """What tells an abstract value, or a spec (Pallas makes arrays of it), that it varies over these axes."""
     if not axes:
@@ -213,25 +217,22 @@ def _out_aval(shape: tuple, dtype: Any, ins: Sequence, axes: Sequence = ()) -> A
         return jax.core.ShapedArray(shape, dtype)
     not_split = [None] * (len(shape) - len(axes))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes, *not_split))
-    varying = frozenset().union(*map(_varying_axes, ins))
-    return jax.core.ShapedArray(shape, dtype, sharding=sharding, **_varying(varying))
+    return jax.core.ShapedArray(shape, dtype, sharding=sharding, **_varying(_all_varying_axes(ins)))
 
 
 def _make_varying(args: Sequence) -> list:
     """Inputs cast to vary over the same axes: the cast's transpose sums the cotangents of a replicated input."""
-    axes_of_args = [_varying_axes(jax.typeof(x)) for x in args]
-    union = frozenset().union(*axes_of_args)
-    cast = []
-    for x, axes in zip(args, axes_of_args, strict=True):
-        missing = tuple(union - axes)
-        cast.append(_pvary(x, missing) if missing else x)
-    return cast
+    axes = _all_varying_axes(map(jax.typeof, args))
+    return [_vary_over(axes, x) for x in args]
 
 
-def _pvary(x: Any, axes: tuple) -> Any:
+def _vary_over(axes: frozenset, x: Any) -> Any:
+    missing = tuple(axes - _varying_axes(jax.typeof(x)))
+    if not missing:
+        return x
     if hasattr(jax.lax, "pcast"):
-        return jax.lax.pcast(x, axes, to="varying")
-    return jax.lax.pvary(x, axes)  # type: ignore[attr-defined]  # jax 0.7
+        return jax.lax.pcast(x, missing, to="varying")
+    return jax.lax.pvary(x, missing)  # type: ignore[attr-defined]  # jax 0.7
 
 
 def _sharded_like(x: Any, aval: Any) -> Any:
@@ -879,9 +880,11 @@ def _flat_specs(specs: Any, what: str, ins: Sequence[Spec] | None = None) -> tup
     With `ins` they get the dtypes that JAX allows beside these inputs.
     """
     leaves, tree = jax.tree_util.tree_flatten(specs, is_leaf=_is_spec)
-    if len(leaves) == 1:
-        return [_declared_spec(leaves[0], what, ins)], tree
-    return [_declared_spec(leaf, f"{what}[{i}]", ins) for i, leaf in enumerate(leaves)], tree
+    declared = []
+    for i, leaf in enumerate(leaves):
+        name = f"{what}[{i}]" if len(leaves) > 1 else what
+        declared.append(_declared_spec(leaf, name, ins))
+    return declared, tree
 
 
 def _declared_spec(x: Any, what: str, ins: Sequence[Spec] | None) -> Spec:
@@ -1471,10 +1474,14 @@ class _Options(types.SimpleNamespace):
 
     def _checked_aliases(self) -> dict[int | str, int]:
         aliases = self.input_output_aliases or {}
+        checked = {}
         try:
-            return {i if isinstance(i, str) else operator.index(i): operator.index(j) for i, j in aliases.items()}
+            for i, j in aliases.items():
+                name_or_number = i if isinstance(i, str) else operator.index(i)
+                checked[name_or_number] = operator.index(j)
         except (AttributeError, TypeError):
             raise TypeError(f"input_output_aliases must be a dict {{input: output}}; got {aliases!r}") from None
+        return checked
 
     def _checked_names(self, option: str, names: Any) -> list[str]:
         if names is None:
@@ -6365,7 +6372,7 @@ class _OpKernel(NamedTuple):
 
     def function(self, outs: Sequence[Spec], ins: Sequence) -> Callable:
         """The function to trace, which the generator makes for these parameters and outs."""
-        axes = frozenset().union(*[_varying_axes(jax.typeof(x)) for x in ins])
+        axes = _all_varying_axes(map(jax.typeof, ins))
         varying = [Spec(out.shape, out.dtype, **_varying(axes)) for out in outs]
         made = _tolerant(self.entry.kernel_generator)(**self.params, outs=tuple(varying))
         function = _wrap_ready(made, {}, tuple(outs))
