@@ -3168,11 +3168,14 @@ def test_a_second_process_compiles_what_changed_and_what_is_not_kept(tmp_path):
     assert compiled == {*NOT_KEPT, *CHANGED}
     assert again == results | CHANGED
 
+    [driver] = tmp_path.glob("xla_kernels/driver-*")
+    code_of_driver = driver.read_bytes()
     damage(files)
     damaged = [file.read_bytes() for file in files]
     again, compiled = on_disk(tmp_path)
     assert again == results and compiled == set(results)
     assert all(file.read_bytes() != content for file, content in zip(files, damaged, strict=True))
+    assert driver.read_bytes() == code_of_driver  # no address of a process is in it
 
 
 @pytest.fixture
