@@ -3198,7 +3198,7 @@ def test_another_machine_or_version_finds_other_files(monkeypatch, kept_in):
     paths = [file_of_third()]
     for owner, name, value in [
         (numba, "__version__", "0"), (importlib.import_module("llvmlite"), "__version__", "0"),
-        (np, "__version__", "0"), (xk, "_OWN_DIGEST", "0"),
+        (np, "__version__", "0"), (xk, "_OWN_DIGEST", "0"), (xk, "_known_api_version", lambda: (0, 99)),
         (codegen, "_get_host_cpu_name", lambda self: "other"),
         (codegen, "magic_tuple", lambda self: ("triple", "cpu", "+feature")),
     ]:  # fmt: skip

@@ -2114,14 +2114,18 @@ def _target_machine() -> Any:
 
 def _new_target_machine() -> Any:
     import llvmlite.binding as llvm
+
+    triple, cpu, features = _target_of_numba()
+    arch = llvm.Target.from_triple(triple)
+    reloc = "static" if arch.name.startswith("x86") else "default"
+    return arch.create_target_machine(cpu=cpu, features=features, opt=1, reloc=reloc, codemodel="jitdefault", jit=True)
+
+
+def _target_of_numba() -> tuple[str, str, str]:
+    """The triple, CPU and features for which Numba compiles: of this machine, but for settings of Numba."""
     from numba.core.registry import cpu_target
 
-    cpu_target.target_context.codegen()  # initializes LLVM, in the way of its version
-    arch = llvm.Target.from_default_triple()
-    reloc = "static" if arch.name.startswith("x86") else "default"
-    return arch.create_target_machine(
-        cpu=llvm.get_host_cpu_name(), opt=1, reloc=reloc, codemodel="jitdefault", jit=True
-    )
+    return cpu_target.target_context.codegen().magic_tuple()  # this also initializes LLVM, in the way of its version
 
 
 def _load_code(code: bytes) -> Any:
@@ -2217,11 +2221,10 @@ def _machine() -> str:
     """What compiled code depends on besides its kernel and this file."""
     import llvmlite
     import numba
-    from numba.core.registry import cpu_target
 
     python = sys.implementation.cache_tag, getattr(sys, "abiflags", "")
-    versions = numba.__version__, llvmlite.__version__, np.__version__
-    return " ".join(map(str, (*versions, *python, *cpu_target.target_context.codegen().magic_tuple())))
+    versions = numba.__version__, llvmlite.__version__, np.__version__, _known_api_version()
+    return " ".join(map(str, (*versions, *python, *_target_of_numba())))
 
 
 # -- 8.4 The driver: which slices, and on which threads ------------------------------------------------
