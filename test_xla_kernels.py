@@ -3529,10 +3529,9 @@ def run_for_cuda(function, *args):
     return jax.block_until_ready(program_for_cuda(function, *args)(*args))
 
 
-def cuda_target(kernel, dtype="float32"):
+def cuda_target(function, *args):
     """The name of a kernel's target, in a program for CUDA."""
-    op = xk.numba_cuda_kernel(kernel, like_first, grid=1, block=1)
-    return re.search(r"custom_call @([\w.]+)", lower_for_cuda(op, spec(1, dtype=dtype)))[1]
+    return re.search(r"custom_call @([\w.]+)", lower_for_cuda(function, *args))[1]
 
 
 @compiled
@@ -3609,19 +3608,16 @@ def test_cuda_targets_derive_from_content(package_cuda):
 
         return package_cuda.jit(**options)(kernel)
 
+    def target(kernel, dtype="float32"):
+        return cuda_target(xk.numba_cuda_kernel(kernel, like_first, **BLOCK), spec(1, dtype=dtype))
+
     used = jitted(2)
     if is_successor(package_cuda):
         used.targetoptions["chip"] = "sm_90"  # as it does when it compiles
-    different = [
-        cuda_target(used),
-        cuda_target(used, "int32"),
-        cuda_target(jitted(3)),
-        cuda_target(jitted(2, fastmath=True)),
-        cuda_target(jitted(2).py_func),
-    ]
-    assert len(set(different)) == 5
-    assert cuda_target(jitted(2)) == different[0]
-    assert cuda_target(jitted(2).py_func) == different[4]
+    names = [target(used), target(jitted(2).py_func)]
+    others = [target(used, "int32"), target(jitted(3)), target(jitted(2, fastmath=True))]
+    assert len({*names, *others}) == 5
+    assert names == [target(jitted(2)), target(jitted(2).py_func)]
 
 
 @compiled
@@ -3723,57 +3719,16 @@ FAKE_DRIVER = r"""
 #include <stdint.h>
 #include <stdio.h>
 #include <string.h>
-#include <sys/mman.h>
-#include <unistd.h>
-#include "xla/ffi/api/c_api.h"
 typedef int R; typedef void *P; typedef uint64_t D; typedef unsigned U;
 
 // what tests set and read
-int device, n_params, failing_launches, failing_copies, failing_loads, xla_knows_devices = XLA_FFI_API_MINOR >= 2;
+int device, n_params, failing_launches, failing_copies, failing_loads;
 static char log_[1 << 16]; static int used; static pthread_mutex_t logging = PTHREAD_MUTEX_INITIALIZER;
 #define LOG(...) do { pthread_mutex_lock(&logging); used += snprintf(log_ + used, sizeof log_ - used, __VA_ARGS__); \
                       pthread_mutex_unlock(&logging); } while (0)
 const char *take_log(void) { log_[used] = 0; used = 0; return log_; }
 
-// in the place of XLA: the stream of a call, and its device unless XLA knows it, as on the CPU (-1)
-#define STREAM 0x5eed
-static const char *on_stream(P s) { return s == (P)STREAM ? "" : s ? " on another stream" : " on stream 0"; }
-static XLA_FFI_Error *stream_get(XLA_FFI_Stream_Get_Args *args) { args->stream = (P)STREAM; return 0; }
-#if XLA_FFI_API_MINOR >= 2
-static XLA_FFI_DeviceOrdinal_Get *xlas_device;
-static XLA_FFI_Error *device_get(XLA_FFI_DeviceOrdinal_Get_Args *args) {
-  if (device < 0) { return xlas_device(args); }
-  args->device_ordinal = device;
-  return 0;
-}
-#endif
-XLA_FFI_Error *imitate_gpu(XLA_FFI_CallFrame *frame) {  // a handler, as XLA's table of functions comes with a call
-  if (frame->extension_start && frame->extension_start->type == XLA_FFI_Extension_Metadata) {
-    XLA_FFI_Metadata *found = ((XLA_FFI_Metadata_Extension *)frame->extension_start)->metadata;
-    found->api_version.major_version = XLA_FFI_API_MAJOR;
-    found->api_version.minor_version = XLA_FFI_API_MINOR;
-    return 0;
-  }
-  XLA_FFI_Api *api = (XLA_FFI_Api *)frame->api;
-  uintptr_t start = (uintptr_t)api & -sysconf(_SC_PAGESIZE);
-  mprotect((P)start, (uintptr_t)(api + 1) - start, PROT_READ | PROT_WRITE);
-  api->XLA_FFI_Stream_Get = stream_get;
-#if XLA_FFI_API_MINOR >= 2
-  xlas_device = api->XLA_FFI_DeviceOrdinal_Get;
-  api->XLA_FFI_DeviceOrdinal_Get = device_get;
-#endif
-  return 0;
-}
-int traits_of(XLA_FFI_Handler *handler) {  // as XLA asks for them when the handler is registered
-  XLA_FFI_Metadata metadata = {XLA_FFI_Metadata_STRUCT_SIZE};
-  XLA_FFI_Metadata_Extension extension = {
-      {XLA_FFI_Metadata_Extension_STRUCT_SIZE, XLA_FFI_Extension_Metadata}, &metadata};
-  XLA_FFI_CallFrame frame = {XLA_FFI_CallFrame_STRUCT_SIZE, (P)&extension};
-  XLA_FFI_Error *error = handler(&frame);
-  int is_ours = metadata.api_version.major_version == XLA_FFI_API_MAJOR
-             && metadata.api_version.minor_version == XLA_FFI_API_MINOR;
-  return error || !is_ours ? -1 : (int)metadata.traits;
-}
+static const char *on_stream(P s) { return s == (P)0x5eed ? "" : s ? " on another stream" : " on stream 0"; }
 
 // the driver: context 0x1000 + 16 n is device n's; a function loaded in it has the context in its upper half
 static uintptr_t next_ = 0x20000;
@@ -3827,7 +3782,7 @@ R cuMemcpyDtoDAsync_v2(P to, P from, size_t n, P stream) {
   return failing_copies-- > 0 ? 1 : (failing_copies = 0);
 }
 R cuMemsetD8Async(P to, unsigned char value, size_t n, P stream) {
-  if ((size_t)stream != STREAM) { return 0; }  // Numba's own
+  if (*on_stream(stream)) { return 0; }  // Numba's own
   LOG("set %zu bytes to %d\n", n, value);
   memset(to, value, n);
   return 0;
@@ -3894,8 +3849,8 @@ def jit(function=None, **options):
 def test_cuda_fake_driver(tmp_path):
     """Runs the tests below, in a process with the fake driver."""
     (tmp_path / "fake.c").write_text(FAKE_DRIVER)
-    flags = f"-shared -fPIC -w -Wl,-soname,libcuda.so.1 -I{jax.ffi.include_dir()} -o".split()
-    subprocess.run(["gcc", *flags, tmp_path / "libcuda.so.1", tmp_path / "fake.c", "-ldl"], check=True)
+    flags = "-shared -fPIC -w -Wl,-soname,libcuda.so.1 -o libcuda.so.1 fake.c -ldl".split()
+    subprocess.run(["gcc", *flags], cwd=tmp_path, check=True)
     environment = {
         "JAX_PLATFORMS": "cpu",
         "LD_LIBRARY_PATH": f"{tmp_path}:{os.environ.get('LD_LIBRARY_PATH', '')}",
@@ -3915,21 +3870,52 @@ def test_cuda_fake_driver(tmp_path):
 
 
 class FakeGpus:
-    """The two GPUs of the fake driver, in a process in which JAX has them, too."""
+    """The two GPUs of the fake driver: JAX lists them, and XLA tells handlers for CUDA a stream and a device."""
+
+    HANDLER = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
 
     def __init__(self):
         self.driver = ctypes.CDLL("libcuda.so.1")
         self.driver.take_log.restype = ctypes.c_char_p
-        self.handlers = {}  # by the name of the target
-        self.register = jax.ffi.register_ffi_target
-        self.register("imitate_gpu", jax.ffi.pycapsule(self.driver.imitate_gpu), "cpu")
-        jax.block_until_ready(jax.ffi.ffi_call("imitate_gpu", spec(1), has_side_effect=True)())
+        self.handlers, self.all_traits = {}, {}  # by the name of the target
+        self.local_devices, self.register = jax.local_devices, jax.ffi.register_ffi_target
 
-    def register_for_cpu_too(self, name, handler, platform="cpu", **options):
-        self.register(name, handler, platform, **options)
+    def with_gpus(self, *args, backend=None, **options):
+        if backend == "cuda":
+            return [types.SimpleNamespace(local_hardware_id=ordinal) for ordinal in (0, 1)]
+        return self.local_devices(*args, backend=backend, **options)
+
+    def register_for_cpu(self, name, handler, platform="cpu", **options):
         if platform == "CUDA":
-            self.register(name, handler, "cpu", **options)
-            self.handlers[name] = handler
+            native = self.HANDLER(capsule_address(handler))
+            self.handlers[name] = self.HANDLER(functools.partial(self.call, name, native))
+            handler = jax.ffi.pycapsule(ctypes.cast(self.handlers[name], ctypes.c_void_p))
+        self.register(name, handler, "cpu", **options)
+
+    def call(self, name, handler, frame_address):
+        """Call a handler with an API that has a GPU; or, with an extension, ask for its metadata."""
+        frame = xk.XLA_FFI_CallFrame.from_address(frame_address)
+        if frame.extension_start:
+            error = handler(frame_address)
+            extension = xk.XLA_FFI_Metadata_Extension.from_address(frame.extension_start)
+            self.all_traits[name] = xk.XLA_FFI_Metadata.from_address(extension.metadata).traits
+            return error
+        api = xk.XLA_FFI_Api()
+        ctypes.memmove(
+            ctypes.byref(api), frame.api, min(ctypes.sizeof(api), ctypes.c_size_t.from_address(frame.api).value)
+        )
+        give_stream, give_ordinal = self.HANDLER(self.give_stream), self.HANDLER(self.give_ordinal)
+        api.XLA_FFI_Stream_Get = ctypes.cast(give_stream, ctypes.c_void_p)
+        if self.get("device") >= 0:  # else XLA knows it, as on the CPU
+            api.XLA_FFI_DeviceOrdinal_Get = ctypes.cast(give_ordinal, ctypes.c_void_p)
+        frame.api = ctypes.addressof(api)
+        return handler(frame_address)
+
+    def give_stream(self, args):
+        xk.XLA_FFI_Stream_Get_Args.from_address(args).stream = 0x5EED
+
+    def give_ordinal(self, args):
+        xk.XLA_FFI_DeviceOrdinal_Get_Args.from_address(args).device_ordinal = self.get("device")
 
     def set(self, **values):
         for name, value in values.items():
@@ -3962,13 +3948,7 @@ class FakeGpus:
 
     def traits(self, function, *args):
         """What XLA is told about the handler of a kernel: 1 is compatible with command buffers."""
-        name = re.search(r"custom_call @([\w.]+)", lower_for_cuda(function, *args))[1]
-        pythonapi = ctypes.pythonapi
-        pythonapi.PyCapsule_GetName.restype = ctypes.c_char_p
-        pythonapi.PyCapsule_GetPointer.restype = ctypes.c_void_p
-        capsule = ctypes.py_object(self.handlers[name])
-        address = pythonapi.PyCapsule_GetPointer(capsule, ctypes.c_char_p(pythonapi.PyCapsule_GetName(capsule)))
-        return self.driver.traits_of(ctypes.c_void_p(address))
+        return self.all_traits[cuda_target(function, *args)]
 
 
 def arrays_of_words(package_cuda, words, ranks_and_itemsizes):
@@ -3996,15 +3976,9 @@ def fake_gpus():
 
 @pytest.fixture
 def gpus(monkeypatch):
-    found, local_devices = fake_gpus(), jax.local_devices
-
-    def with_gpus(*args, backend=None, **options):
-        if backend == "cuda":
-            return [types.SimpleNamespace(local_hardware_id=ordinal) for ordinal in (0, 1)]
-        return local_devices(*args, backend=backend, **options)
-
-    monkeypatch.setattr(jax, "local_devices", with_gpus)
-    monkeypatch.setattr(jax.ffi, "register_ffi_target", found.register_for_cpu_too)
+    found = fake_gpus()
+    monkeypatch.setattr(jax, "local_devices", found.with_gpus)
+    monkeypatch.setattr(jax.ffi, "register_ffi_target", found.register_for_cpu)
     found.set(device=0, n_params=0, failing_launches=0, failing_copies=0, failing_loads=0)
     found.log()
     return found
@@ -4071,7 +4045,7 @@ def test_fakecuda_asks_xla_for_the_device(gpus, package_cuda):
     program = program_for_cuda(own_op(package_cuda), spec(4))
     mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:2]), "d")
     on_both = jax.shard_map(program, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=False)
-    xla_knows = gpus.get("xla_knows_devices")  # jaxlib < 0.8: the handler asks CUDA
+    xla_knows = jax.__version_info__ >= (0, 8)  # before that the handler asks CUDA
     gpus.set(device=-1 if xla_knows else 0)
     gpus.log()
     jax.block_until_ready(jax.jit(on_both)(jnp.arange(8.0)))
