@@ -131,7 +131,6 @@ OPS = {
     "add": Op(normal(17, 17), stateful=True),
     "leaky_relu": Op(normal(17), stateful=True, params={"alpha": 0.25}),  # a static parameter
     "hadamard": Op(normal((5, 7), (5, 7)), stateful=True),  # two dimensions; the op of all transformations
-    "sum": Op(normal(33), threads=1),  # a reduction in Numba's parallel kernels
     "matvec": Op(normal((6, 6), 6)),  # inputs of different ranks
     "csr_event": Op(csr_and_spikes, threads=12, options={"zero_outputs": True}),  # integers, bool, and atomics
     "lif": Op(normal(17, 17), stateful=True),  # two outputs of two dtypes
@@ -163,7 +162,6 @@ DTYPES = {
     "uint32": Dtype("numba cuda warp"),
     "uint64": Dtype("numba cuda warp", needs_x64=True),
     "float16": Dtype("cuda warp"),  # Numba has none on the CPU
-    "bfloat16": Dtype("warp"),
     "float32": Dtype("numba cuda warp jax", tolerance=1e-5),
     "float64": Dtype("numba cuda warp", needs_x64=True, tolerance=1e-12),
     "complex64": Dtype("numba cuda"),
@@ -262,23 +260,6 @@ class Hadamard(Kernels):
         out[i, j] = x[i, j] * y[i, j]
 
 
-class Sum(Kernels):
-    def reference(x):
-        return x.sum(keepdims=True)
-
-    def element(i, x, out):
-        total = Scalar(0.0)
-        for k in range(x.shape[0]):
-            total += x[k]
-        out[i] = total
-
-    def numba(x, out):
-        total = x.dtype.type(0)
-        for i in numba.prange(x.size):
-            total += x[i]
-        out[0] = total
-
-
 class Matvec(Kernels):
     reference = operator.matmul
 
@@ -287,10 +268,6 @@ class Matvec(Kernels):
         for j in range(x.shape[0]):
             total += a[i, j] * x[j]
         out[i] = total
-
-    def numba(a, x, out):  # with views that are not contiguous, for which Numba reads the strides
-        for i in numba.prange(out.size):
-            out[i] = (a[i, ::-1] * x[::-1]).sum()
 
 
 class CsrEvent(Kernels):
@@ -358,12 +335,8 @@ LOOPS = {  # what makes a kernel of a body: as it is, for each i, and for each i
         "    i = cuda.grid(1)\n    if i < {rows}:",
         "    i, j = cuda.grid(2)\n    if i < {rows} and j < {columns}:",
     ],
-    "warp": [
-        "",
-        "        i = wp.tid()",
-        "        i, j = wp.tid()",
-    ],
-}  # fmt: skip
+    "warp": ["", "        i = wp.tid()", "        i, j = wp.tid()"],
+}
 
 
 @functools.cache
@@ -880,32 +853,28 @@ def test_two_processes_share_a_mesh():
 
 @pytest.mark.needs("numpyro")
 def test_program_numpyro_sampler():
-    """Bayesian exponential smoothing: a sequential likelihood and its gradient in one Numba pass, under NUTS."""
+    """A likelihood and its gradient in one pass of a Numba kernel, under NUTS with two chains in a batch."""
     import numpyro
     from jax.test_util import check_grads
     from numpyro import distributions as dist
     from numpyro.infer import MCMC, NUTS
 
     @numba.njit
-    def smooth(gain, scale, y, loss, gradient):
-        level = y[0]  # level[t] = level[t-1] + gain * (y[t] - level[t-1])
-        slope = 0.0  # of the level by the gain
+    def normal_loss(mean, scale, y, loss, gradient):
         loss[()] = 0.0
         gradient[:] = 0.0
-        for value in y[1:]:
-            z = (value - level) / scale[()]
+        for value in y:
+            z = (value - mean[()]) / scale[()]
             loss[()] += 0.5 * z * z + math.log(scale[()])
-            gradient[0] -= z * slope / scale[()]
+            gradient[0] -= z / scale[()]
             gradient[1] += (1 - z * z) / scale[()]
-            slope += value - level - gain[()] * slope
-            level += gain[()] * (value - level)
 
-    op = xk.XLACustomKernel("smoothing")
-    op.def_numba_kernel(smooth)
-    loss_and_gradient = (jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.float32))
+    op = xk.XLACustomKernel("normal_loss")
+    op.def_numba_kernel(normal_loss)
+    y = jnp.asarray(np.random.default_rng(0).normal(2, 0.5, size=400), jnp.float32)
 
-    def forward(gain, scale, y, outs):
-        results = op(gain, scale, y, outs=outs)
+    def forward(mean, scale, y, outs):
+        results = op(mean, scale, y, outs=outs)
         return results, results[1]
 
     def backward(gradient, cotangents):
@@ -913,57 +882,44 @@ def test_program_numpyro_sampler():
 
     op.def_vjp_rule(forward, backward)
 
-    def loss(gain, scale, y):
-        return op(gain, scale, y, outs=loss_and_gradient)[0]
+    def loss(mean, scale):
+        return op(mean, scale, y, outs=(spec(), spec(2)))[0]
 
-    noise = np.random.default_rng(0).normal(size=400)
-    y = jnp.asarray(np.cumsum(0.3 * noise) - 0.3 * noise + noise, jnp.float32)  # gain 0.3, scale 1
-    check_grads(lambda gain, scale: loss(gain, scale, y), (0.4, 1.5), order=1, modes=["rev"], rtol=0.01)
+    def model():
+        mean = numpyro.sample("mean", dist.Normal(0, 10))
+        scale = numpyro.sample("scale", dist.Uniform(0.1, 10))
+        numpyro.factor("likelihood", -loss(mean, scale))
 
-    def model(y):
-        gain = numpyro.sample("gain", dist.Uniform(0, 1))
-        scale = numpyro.sample("scale", dist.LogNormal(0, 1))
-        numpyro.factor("likelihood", -loss(gain, scale, y))
-
-    options = {"num_chains": 2, "chain_method": "vectorized", "progress_bar": False}
-    chains = MCMC(NUTS(model), num_warmup=200, num_samples=200, **options)
-    chains.run(jax.random.key(0), y)
+    check_grads(loss, (1.5, 0.8), order=1, modes=["rev"], rtol=0.01)
+    chains = MCMC(
+        NUTS(model), num_warmup=200, num_samples=200, num_chains=2, chain_method="vectorized", progress_bar=False
+    )
+    chains.run(jax.random.key(0))
     samples = chains.get_samples()
-    assert abs(samples["gain"].mean() - 0.3) < 0.1
-    assert abs(samples["scale"].mean() - 1) < 0.1
+    assert abs(samples["mean"].mean() - y.mean()) < 0.02
+    assert abs(samples["scale"].mean() - y.std()) < 0.02
 
 
 @pytest.mark.needs("diffrax")
 def test_program_diffrax_ode():
-    """Heat flow on a random graph in CSR form, integrated by diffrax with a Numba right-hand side, also under vmap."""
+    """Heat flow on a ring, integrated by diffrax with a Numba right-hand side, also under vmap."""
     import diffrax
 
-    rng = np.random.default_rng(0)
-    dense = np.where(rng.random((60, 60)) < 0.1, rng.uniform(0.01, 0.5, (60, 60)), 0).astype(np.float32)
-    rows, indices = np.nonzero(dense)
-    data, indptr = dense[rows, indices], np.searchsorted(rows, np.arange(61))
-
-    @xk.numba_kernel(outs=lambda y, *graph: y)
-    def heat(y, data, indices, indptr, dy):
+    @xk.numba_kernel(outs=like_first)
+    def heat(y, dy):
         for i in range(y.size):
-            dy[i] = 0
-            for k in range(indptr[i], indptr[i + 1]):
-                dy[i] += data[k] * (y[indices[k]] - y[i])
+            dy[i] = y[i - 1] - 2 * y[i] + y[(i + 1) % y.size]
 
-    def by_kernel(t, y, _):
-        return heat(y, data, indices, indptr)
+    def in_jax(y):
+        return jnp.roll(y, 1) - 2 * y + jnp.roll(y, -1)
 
-    def by_matrix(t, y, _):
-        return dense @ y - dense.sum(1) * y
-
-    def solve(field, y):
+    def solve(flow, y):
         steps = diffrax.PIDController(rtol=1e-5, atol=1e-6)
-        problem = diffrax.ODETerm(field), diffrax.Tsit5(), 0, 2, 0.1, y
+        problem = diffrax.ODETerm(lambda t, y, _: flow(y)), diffrax.Tsit5(), 0, 2, 0.1, y
         return diffrax.diffeqsolve(*problem, stepsize_controller=steps).ys[-1]
 
-    ours = jax.jit(functools.partial(solve, by_kernel))
-    theirs = jax.jit(functools.partial(solve, by_matrix))
-    ys = jnp.asarray(rng.normal(size=(3, 60)), jnp.float32)
+    ours, theirs = jax.jit(functools.partial(solve, heat)), jax.jit(functools.partial(solve, in_jax))
+    ys = np.random.default_rng(0).normal(size=(3, 60)).astype(np.float32)
     np.testing.assert_allclose(ours(ys[0]), theirs(ys[0]), atol=1e-4)
     np.testing.assert_allclose(jax.vmap(ours)(ys), jax.vmap(theirs)(ys), atol=1e-4)
 
@@ -977,56 +933,34 @@ def test_program_equinox_warp_training():
     @wp.kernel
     def pull(x: wp.array(dtype=float), stiffness: wp.array(dtype=float), force: wp.array(dtype=float)):
         i = wp.tid()
-        force[i] = stiffness[i] * (x[i + 1] - x[i]) - stiffness[i] * (x[i + 1] - x[i]) ** 3.0
+        force[i] = stiffness[i] * wp.sin(x[i])
 
-    force = xk.warp_kernel(pull, outs=lambda x, k: k, launch_dims=lambda x, k: k.shape, differentiable=True)
+    force = xk.warp_kernel(pull, outs=like_first, differentiable=True)
 
-    class Chain(eqx.Module):
+    class Springs(eqx.Module):
         stiffness: jax.Array
 
-        def positions(self, x):
-            """After 20 steps from rest."""
+        def __call__(self, x):
+            """The positions after ten steps."""
+            return jax.lax.scan(lambda x, _: (x - 0.1 * force(x, self.stiffness), None), x, length=10)[0]
 
-            def step(state, _):
-                x, v = state
-                tension = jnp.pad(force(x, self.stiffness), 1)
-                v = 0.99 * v + 0.1 * (tension[1:] - tension[:-1])
-                return (x + 0.1 * v, v), None
-
-            (x, _), _ = jax.lax.scan(step, (x, jnp.zeros_like(x)), length=20)
-            return x
-
-    xs = jnp.asarray(np.random.default_rng(0).uniform(-0.5, 0.5, (16, 9)), jnp.float32)
-    stiffness = jnp.linspace(0.5, 1.5, 8)
-    targets = jax.vmap(Chain(stiffness).positions)(xs)
-    optimizer = optax.adam(0.05)
+    xs = jnp.asarray(np.random.default_rng(0).uniform(-0.5, 0.5, (16, 8)), jnp.float32)
+    stiffness, optimizer = jnp.linspace(0.5, 1.5, 8), optax.adam(0.05)
+    targets = jax.vmap(Springs(stiffness))(xs)
 
     def loss(model):
-        return jnp.mean((jax.vmap(model.positions)(xs) - targets) ** 2)
+        return jnp.mean((jax.vmap(model)(xs) - targets) ** 2)
 
     @eqx.filter_jit
     def train(model, state):
         updates, state = optimizer.update(eqx.filter_grad(loss)(model), state)
         return eqx.apply_updates(model, updates), state
 
-    model = Chain(jnp.ones(8))
+    model = Springs(jnp.ones(8))
     state = optimizer.init(model)
     for _ in range(200):
         model, state = train(model, state)
     np.testing.assert_allclose(model.stiffness, stiffness, atol=0.05)
-
-
-def test_program_cuba_batch():
-    """Networks of spiking neurons that differ in their first potentials, as one batch: each runs as it does alone."""
-    run, (v, *others) = readme_program("cuba")["cuba"](400, 100)
-    vs = jnp.stack([v, v + 1, v + 2])
-    together = jax.vmap(run, (0, *[None] * len(others)))(vs, *others)
-    for i in range(3):
-        alone = run(vs[i], *others)
-        for batched, single in zip(together, alone, strict=True):
-            np.testing.assert_array_equal(batched[i], single)
-    spikes = together[-1].tolist()
-    assert len(set(spikes)) > 1
 
 
 # ======================================================================================================
@@ -3327,6 +3261,8 @@ compiled = pytest.mark.needs("compiler")
 on_gpu = pytest.mark.gpu
 on_device = pytest.mark.needs("cuda")  # on a GPU or, in the same way, in the simulator
 
+CUDA_DTYPES = [name for name in dtypes_of("cuda") if not DTYPES[name].needs_x64]
+
 
 def cuda_copy(x, out):
     i = cuda.grid(1)
@@ -3436,17 +3372,6 @@ def cuda_ptx(package_cuda, function, *arrays):
         element = nbtypes.boolean if dtype == "bool" else getattr(nbtypes, dtype)
         argtypes.append(nbtypes.Array(element, rank, "C", readonly=i < len(arrays) - 1))
     return package_cuda.compile(function, tuple(argtypes), device=False, abi="numba", cc=(9, 0))[0]
-
-
-@compiled
-@pytest.mark.parametrize("dtype", dtypes_of("cuda"))
-def test_cuda_parameters_are_words(dtype, package_cuda):
-    """A word each for data and what else, then shape and strides, whatever the dtype: 5 + 2 rank, or 3 + 2 rank."""
-    arrays = [(dtype, rank) for rank in range(5)]
-    ptx = cuda_ptx(package_cuda, lambda a, b, c, d, out: None, *arrays)
-    declared = re.search(r"\.entry\s+\w+\s*\(([^)]*)\)", ptx)[1]
-    words = re.findall(r"\.param \.u64 \w+_param_\d+", declared)
-    assert len(words) == declared.count(".param") == (35 if is_successor(package_cuda) else 45)
 
 
 PTX_READS = {  # which parameters of an array of rank 3 an expression reads
@@ -3601,27 +3526,21 @@ DIMS = "must be an int or a tuple of 1 to 3 ints; got "
 
 @pytest.mark.parametrize("error, options, text", [
     (ValueError, {}, "give either both grid and block, or launch_dims; got none"),
-    (ValueError, {"grid": 1}, "give either both grid and block, or launch_dims; got grid"),
     (ValueError, {**BLOCK, "launch_dims": 1}, "or launch_dims; got grid and block and launch_dims"),
     (ValueError, {"launch_dims": (1, 2, 3, 4)}, f"launch_dims {DIMS}(1, 2, 3, 4)"),
-    (ValueError, {"grid": 1, "block": (1, 1, 1, 1)}, f"block {DIMS}(1, 1, 1, 1)"),
     (TypeError, {"grid": 1.5, "block": 1}, f"grid {DIMS}1.5"),
     (ValueError, {"grid": 1, "block": (32, 64)}, "at most 1024 threads; block=(32, 64, 1) has 2048"),
     (ValueError, {"grid": 1, "block": 1025}, "block.x must be from 1 to 1024; got 1025"),
     (ValueError, {"grid": 1, "block": (1, 1, 65)}, "block.z must be from 1 to 64; got 65"),
     (ValueError, {"grid": 1, "block": 0}, "block.x must be from 1 to 1024; got 0"),
-    (ValueError, {"grid": -1, "block": 1}, "grid.x must be from 0 to 2147483647; got -1"),
     (ValueError, {"grid": 2**31, "block": 1}, "from 0 to 2147483647; got 2147483648 in grid=(2147483648, 1, 1)"),
     (ValueError, {"grid": (1, 65536), "block": 1}, "grid.y must be from 0 to 65535; got 65536"),
     (ValueError, {"grid": (1, 1, 65536), "block": 1}, "grid.z must be from 0 to 65535; got 65536"),
-    (ValueError, {"launch_dims": (4, -1)}, "launch_dims.y must be from 0 to "),
     (ValueError, {"launch_dims": lambda x: -3}, "got -3 in launch_dims=(-3, 1, 1)"),
     (ValueError, {"launch_dims": 1, "threads_per_block": 2048}, "from 1 to 1024; got 2048"),
     (TypeError, {"launch_dims": 1, "threads_per_block": (8, 8)}, "threads_per_block must be an int, or "),
     (ValueError, {**BLOCK, "shared_mem": -1}, "shared_mem must be a number of bytes; got -1"),
     (ValueError, {**BLOCK, "shared_mem": 2**31}, "must be a number of bytes; got 2147483648"),
-    (ValueError, {**BLOCK, "vmap_method": "loop"}, "vmap_method must be one of"),
-    (TypeError, {**BLOCK, "outs": 3}, "outs must be specs"),
     (TypeError, {**BLOCK, "outs": BF16}, "output 0 is bfloat16[3], a dtype that Numba CUDA has no arrays of"),
     (TypeError, {**BLOCK, "ins": [BF16]}, "input 0 is bfloat16[3], a dtype that Numba CUDA has no arrays of"),
     (TypeError, {**BLOCK, "ins": [spec(3)] * 2}, "this call has 2 inputs and 1 outputs"),
@@ -3811,9 +3730,9 @@ def test_cuda_fake_driver(tmp_path):
         (tmp_path / "numba_cuda_mlir/__init__.py").touch()
         (tmp_path / "numba_cuda_mlir/cuda.py").write_text(NO_COMPILER)
         environment["PYTHONPATH"] = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
-        with_no_compiler = 18
+        with_no_compiler = 26
     passed = run_pytest("-k", "test_fakecuda", **environment)["passed"]
-    assert passed == 1 + 40 * len(compilers) + ("numba" in compilers) + with_no_compiler
+    assert passed == 1 + 48 * len(compilers) + ("numba" in compilers) + with_no_compiler
 
 
 class FakeGpus:
@@ -3947,16 +3866,16 @@ def own_op(package_cuda, parameters="x, out", **options):
 ONE_THREAD = "native 0: 1,1,1 x 1,1,1 +0"  # the launch of such a kernel
 
 
-@pytest.mark.parametrize("dtype", ["bool", "complex64"])
+@pytest.mark.parametrize("dtype", CUDA_DTYPES)
 def test_fakecuda_packs_arrays(gpus, package_cuda, dtype):
-    kernel = own_kernel(package_cuda, "x, s, out")
-    op = xk.numba_cuda_kernel(kernel, lambda x, s: spec(4, 5, dtype="int16"), **BLOCK)
+    kernel = own_kernel(package_cuda, "x, s, out, tmp")
+    op = xk.numba_cuda_kernel(kernel, lambda x, s: spec(4, 5, dtype="int16"), scratch=spec(6), **BLOCK)
     (x, x_data), (s, s_data) = aligned((2, 3, 4), dtype), aligned(())
-    sizes = [x.dtype.itemsize, 4, 2]
-    _, [arrays] = gpus.launches_and_arrays(package_cuda, [3, 0, 2], op, x, s, itemsizes=sizes)
-    out_data, *_ = arrays[2]
-    assert arrays == [(x_data, [2, 3, 4], [12, 4, 1]), (s_data, [], []), (out_data, [4, 5], [5, 1])]
-    assert out_data not in (0, x_data, s_data)
+    sizes = [x.dtype.itemsize, 4, 2, 4]
+    _, [arrays] = gpus.launches_and_arrays(package_cuda, [3, 0, 2, 1], op, x, s, itemsizes=sizes)
+    out, tmp = arrays[2][0], arrays[3][0]
+    assert arrays == [(x_data, [2, 3, 4], [12, 4, 1]), (s_data, [], []), (out, [4, 5], [5, 1]), (tmp, [6], [1])]
+    assert len({0, x_data, s_data, out, tmp}) == 5
 
 
 def test_fakecuda_launches_natively_on_each_device(gpus, package_cuda):
@@ -4269,7 +4188,7 @@ def test_cuda_simulator():
     tests = "test_on_cuda or test_cudasim or (test_matrix and numba_cuda) or test_export_and"
     outcomes = run_pytest("-k", tests, NUMBA_ENABLE_CUDASIM="1", JAX_PLATFORMS="cpu")
     del outcomes["deselected"]
-    assert outcomes == {"passed": len(cells) + 1 + 34}  # export, and the tests of this section
+    assert outcomes == {"passed": len(cells) + 1 + 30}  # export, and the tests of this section
 
 
 @on_device
@@ -4285,7 +4204,7 @@ def test_on_cuda_kernel_that_does_not_take_buffers(name, jitted):
 
 
 @on_device
-@pytest.mark.parametrize("dtype", [name for name in dtypes_of("cuda") if not DTYPES[name].needs_x64])
+@pytest.mark.parametrize("dtype", CUDA_DTYPES)
 def test_on_cuda_dtypes(dtype):
     x = jnp.arange(1, 10).astype(dtype)
     if dtype == "bool":
@@ -4294,19 +4213,6 @@ def test_on_cuda_dtypes(dtype):
         out, expected = cuda_op(cuda_add)(x, x), [2, 4, 6, 8, 10, 12, 14, 16, 18]
     np.testing.assert_array_equal(out, expected)
     assert out.dtype == np.dtype(dtype)
-
-
-@on_device
-@pytest.mark.parametrize("shape", [(17,), (17, 3), (2, 9, 3)])
-def test_on_cuda_launch_dims_cover_ragged_edges(shape):
-    @xk.numba_cuda_kernel(outs=like_first, launch_dims=shape, threads_per_block=16)
-    def write(x, out):
-        i, j, k = cuda.grid(3)
-        if i < out.shape[0] and j < out.shape[1] and k < out.shape[2]:
-            out[i, j, k] = 1 + x[i, j, k]
-
-    x = np.random.default_rng(0).normal(size=(*shape, 1, 1)[:3]).astype("float32")
-    np.testing.assert_array_equal(jax.jit(write)(x), 1 + x)
 
 
 @on_device
@@ -4343,21 +4249,6 @@ def test_on_cuda_arrays_without_elements():
         assert jax.vmap(op)(jnp.zeros((0, 3))).shape == (0, 3)
         assert jax.vmap(op)(jnp.zeros((3, 0))).shape == (3, 0)
     np.testing.assert_array_equal(cuda_op(cuda_copy, spec(2))(jnp.zeros(0)), [0, 0])
-
-
-@on_device
-def test_on_cuda_scratch():
-    @xk.numba_cuda_kernel(outs=like_first, scratch=like_first, grid=1, block=8)
-    def reverse(x, out, tmp):
-        i = cuda.grid(1)
-        if i < x.size:
-            tmp[i] = x[i]
-        cuda.syncthreads()
-        if i < x.size:
-            out[i] = tmp[x.size - 1 - i]
-
-    x = jnp.arange(10.0).reshape(2, 5)
-    np.testing.assert_array_equal(jax.vmap(reverse)(x), x[:, ::-1])
 
 
 @on_device
@@ -4463,16 +4354,6 @@ either_way = pytest.mark.parametrize("options", [
 ], ids=["launched", "command buffers"])  # fmt: skip
 
 
-@on_gpu
-def test_gpu_failed_launch_is_the_users_error():
-    reason = r"CUDA_ERROR_\w+: .*, from a launch with grid=\(1, 1, 1\), block=\(64, 1, 1\), shared_mem=1000000"
-    op = xk.numba_cuda_kernel(cuda_copy, like_first, grid=1, block=64, shared_mem=10**6)
-    for _ in range(2):
-        with pytest.raises(Exception, match=rf"{reason}.*\(raised in kernel 'cuda_copy'\)"):
-            jax.block_until_ready(op(F32))
-    np.testing.assert_array_equal(cuda_op(cuda_copy)(F32), F32)
-
-
 CUDA_ON_DISK = """
     from numba import cuda
 
@@ -4513,9 +4394,6 @@ def test_gpu_kernels_on_disk(tmp_path):
     assert results(1) == ["3.0 3.0 True", "13.0 13.0 True"]
     assert results(1) == ["3.0 3.0 False", "13.0 13.0 False"]
     assert results(2) == ["4.0 4.0 True", "14.0 14.0 True"]
-    for file in kept_files(tmp_path):
-        file.write_bytes(file.read_bytes()[:-1])
-    assert results(1) == ["3.0 3.0 True", "13.0 13.0 True"]
 
 
 def gpu_copy(how):
@@ -4561,26 +4439,20 @@ def test_gpu_stream_order_under_load(how):
 @pytest.fixture
 def launches(monkeypatch):
     """The grids of all launches of kernels that are compiled from now on."""
-    real, grids, load = ctypes.CDLL("libcuda.so.1"), [], ctypes.CDLL
+    grids, driver = [], ctypes.CDLL("libcuda.so.1")
     number, pointer = ctypes.c_uint32, ctypes.c_void_p
     kind = ctypes.CFUNCTYPE(ctypes.c_int32, pointer, *[number] * 7, pointer, pointer, pointer)
 
     def launch(function, *args):
         grids.append(args[:3])
-        return kind(("cuLaunchKernel", real))(function, *args)
+        return kind(("cuLaunchKernel", driver))(function, *args)
 
-    callback = kind(launch)
+    class Library(ctypes.CDLL):
+        cuLaunchKernel = kind(launch)
 
-    class Counting:
-        def __getattr__(self, name):
-            return callback if name == "cuLaunchKernel" else getattr(real, name)
-
-    def load_library(name, *args, **options):
-        return Counting() if name == "libcuda.so.1" else load(name, *args, **options)
-
-    monkeypatch.setattr(ctypes, "CDLL", load_library)
+    monkeypatch.setattr(ctypes, "CDLL", Library)
     yield grids
-    KEPT.append(callback)  # targets are never freed
+    KEPT.append(Library)  # targets are never freed
 
 
 KEPT = []
@@ -4667,17 +4539,8 @@ def test_gpu_one_launch_starts_and_passes_all_that_a_slice_gets(how, options, la
 
 @on_gpu
 def test_gpu_batches_in_one_launch_or_one_per_row(launches):
-    @xk.numba_cuda_kernel(outs=like_first, grid=1, block=64)
-    def smooth(x, w, out):
-        tile, i = cuda.shared.array(64, cuda_float32), cuda.grid(1)
-        if i < x.size:
-            tile[i] = x[i]
-        cuda.syncthreads()
-        if i < x.size:
-            out[i] = tile[max(i - 1, 0)] + tile[i] * w[i]
-
-    def in_jax(x, w):
-        return jnp.concatenate([x[:1], x[:-1]]) + x * w
+    kernel = own_kernel(cuda, "x, y, out", "i = cuda.grid(1)\n    if i < x.size: out[i] = x[i] + y[i]")
+    add = xk.numba_cuda_kernel(kernel, like_first, grid=1, block=64)
 
     def nested(function, axes):
         for in_axes in axes:
@@ -4685,7 +4548,7 @@ def test_gpu_batches_in_one_launch_or_one_per_row(launches):
         return jax.jit(function)
 
     one = integers(40)
-    for axes, x, w, grids in (
+    for axes, x, y, grids in (
         ([(0, None)], integers(1000, 40), one, [(1, 1, 1000)]),
         ([(0, 0)], integers(0, 40), integers(0, 40), []),
         ([(0, 0)], integers(1, 40), integers(1, 40), [(1, 1, 1)]),
@@ -4694,39 +4557,28 @@ def test_gpu_batches_in_one_launch_or_one_per_row(launches):
         ([(0, None), (None, 0)], integers(5, 40), integers(3, 40), [(1, 1, 5)] * 3),
     ):
         launches.clear()
-        np.testing.assert_array_equal(nested(smooth, axes)(x, w), nested(in_jax, axes)(x, w))
+        np.testing.assert_array_equal(nested(add, axes)(x, y), nested(jnp.add, axes)(x, y))
         assert launches == grids
 
 
 @on_gpu
 def test_gpu_a_row_that_a_kernel_reads_and_the_program_replaces():
     """XLA's dynamic-slice fusion lets a kernel write into the array that it reads (jax 0.11.2)."""
-    n = 64
 
-    @xk.numba_cuda_kernel(outs=lambda m: spec(n), launch_dims=n)
-    def sums(m, out):
-        j = cuda.grid(1)
-        if j < out.size:
-            out[j] = 0
-            for i in range(m.shape[0]):
-                out[j] += m[i, (j + 1) % out.size]
-
-    @xk.numba_cuda_kernel(outs=lambda v, w: (v, w), launch_dims=n)
+    @xk.numba_cuda_kernel(outs=lambda v, w: (v, w), launch_dims=64)
     def left_and_right(v, w, left, right):
         i = cuda.grid(1)
         if i < v.size:
             left[i] = v[i - 1 if i > 0 else v.size - 1] + w[i]
             right[i] = v[(i + 1) % v.size] - w[i]
 
-    def in_program(k, m):
-        m = m.at[k].set(sums(m))
+    def replace_two_rows(k, m):
         left, right = left_and_right(m[k], m[0])
         return m.at[k].set(left).at[0].set(right)
 
-    m = integers(4, n)
-    result = jax.jit(lambda m: jax.lax.fori_loop(0, 4, in_program, m))(m)
+    m = integers(4, 64)
+    result = jax.jit(lambda m: jax.lax.fori_loop(0, 4, replace_two_rows, m))(m)
     for k in range(4):
-        m[k] = np.roll(m.sum(0), -1)
         m[k], m[0] = np.roll(m[k], 1) + m[0], np.roll(m[k], -1) - m[0]
     np.testing.assert_array_equal(result, m)
 
@@ -4756,23 +4608,6 @@ def test_gpu_callable_in_a_command_buffer():
     for k in range(20):
         np.testing.assert_array_equal(step(x + k), (x + k) * 2 + 1)
     assert len(calls) < 40
-
-
-@on_gpu
-def test_gpu_debug_kernel_reports_its_exceptions():
-    @cuda.jit(debug=True, opt=False)
-    def kernel(x, out):
-        if x[0] < 0:
-            raise ValueError("negative")
-        out[0] = x[0]
-
-    op = xk.numba_cuda_kernel(kernel, like_first, grid=1, block=32)
-    slow = jax.jit(lambda a, x: op(x + 0 * jnp.max(a @ a @ a)))  # the launch waits for what is before it
-    a, x = jnp.ones((1500, 1500)), jnp.ones(1)
-    for k in range(2):
-        np.testing.assert_array_equal(slow(a, x + k), x + k)
-        with pytest.raises(Exception, match=r"ValueError: .*(negative|Invalid)"):
-            jax.block_until_ready(slow(a, -x))
 
 
 @on_gpu
