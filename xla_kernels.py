@@ -4346,10 +4346,8 @@ def _knows_no_z(ptx: str) -> bool:
 
     Memory fences and volatile loads are how blocks wait for each other, which they cannot if not all of them run.
     """
-    outside = re.findall(
-        r"\.extern\s+\.func\s*(?:\([^)]*\)\s*)?(\w+)", ptx
-    )  # linked later, so nobody sees what it does
-    if not {*outside} <= {"vprintf", "__assertfail", "malloc", "free"}:
+    linked_later = set(re.findall(r"\.extern\s+\.func\s*(?:\([^)]*\)\s*)?(\w+)", ptx))
+    if not linked_later <= {"vprintf", "__assertfail", "malloc", "free"}:  # nobody sees what they do
         return False
     asks_for_z = r"%n?ctaid\.z|%gridid|%n?clusterid|%cluster_"
     waits = r"\b(membar|fence|griddepcontrol)\b|\.(volatile|acquire|release|acq_rel)\b"
@@ -4656,6 +4654,14 @@ def _warp_instance_type(wp: Any, kind: Any, value: Any) -> Any:
     return wp.array(dtype=element, ndim=ndim) if ndim else element
 
 
+class _WarpBuffers(NamedTuple):
+    """What the buffers of a call hold; these are numbers: inputs, then outputs."""
+
+    params: Sequence[_WarpParam]  # of each of the first buffers: an array, or a traced value
+    n_args: int  # so many of them are inputs of the user's call
+    adjoints: Mapping[_WarpParam, int] | None = None  # in an adjoint launch: the cotangent or gradient of a parameter
+
+
 class _WarpKernel(_Wrapper):
     decorator = "warp_kernel"
 
@@ -4758,57 +4764,55 @@ class _WarpKernel(_Wrapper):
                     f"{self.title} writes to its input {param.name!r}, which JAX may share: name it "
                     "in in_out_argnames, or write to an output"
                 )
-        return self._target(call, params, len(call.ins))
+        return self._target(call, _WarpBuffers(params, len(call.ins)))
 
-    def _target(
-        self, call: _Call, params: Sequence[_WarpParam], n_args: int, adjoints: Mapping[_WarpParam, int] | None = None
-    ) -> _Target:
-        """A launch that gives these parameters the first buffers of the call, `n_args` of which are arguments.
-
-        With `adjoints`, the buffers of parameters' adjoints, it is that of the kernel's adjoint.
-        """
+    def _target(self, call: _Call, buffers: _WarpBuffers) -> _Target:
+        """What launches the kernel, or its adjoint, on these buffers."""
         with _warp_session() as wp:
             content = (wp.__version__, _settings(wp.config), *_warp_content(self.kernel))
-        plan = self._plan(params, len(call.ins), adjoints)
+        plan = self._plan(call, buffers)
         signature = call.signature(self.__name__).with_hidden(plan.may_write)
         launched = tuple(argument[1:] for argument in plan.arguments)
         name = self._target_name(_digest("warp", plan.block_dim, plan.in_order, launched, str(signature), *content))
-        launch = self._launch(dict(zip(params, call.ins + call.outs)), call.ins[:n_args])
-        compile_ = functools.partial(_compile_warp, plan, signature)
-        compile_for_gpus = functools.partial(compile_, on_gpu=True)
-        traced = [param.name for param in params if not param.ndim]
+        makes = {"cpu": functools.partial(_compile_warp, plan, signature)}
         runs = "runs on CPUs and NVIDIA GPUs"
+        traced = [param.name for param in buffers.params if not param.ndim]
         if traced:  # a launch on a GPU takes values from the host
             runs = f"has traced values for {traced}, which only CPUs take; make each a warp.array of shape (1,)"
-        makes = {"cpu": compile_} if traced else {"cpu": compile_, "cuda": compile_for_gpus}
+        else:
+            makes["cuda"] = functools.partial(_compile_warp, plan, signature, on_gpu=True)
+        launch = self._launch(call, buffers)
         target = _Target(name, launch, plan.may_write, makes=makes, title=self.title, runs=runs)
         target.announce()
-        may_batch = adjoints is None and not traced and not plan.in_order and _has_short_strides(call)
-        if not may_batch or not _cuda_ordinals():
+        is_batched = buffers.adjoints is None and not plan.in_order and _cuda_ordinals() and _has_short_strides(call)
+        if traced or not is_batched:
             return target
-        makes = makes | {"cuda": functools.partial(compile_for_gpus, batch_of=content[2:])}
-        for_batches = dataclasses.replace(target, name=f"{name}.batched", makes=makes)
+        batch_makes = makes | {"cuda": functools.partial(makes["cuda"], batch_of=content[2:])}
+        for_batches = dataclasses.replace(target, name=f"{name}.batched", makes=batch_makes)
         return dataclasses.replace(target, for_batches=for_batches)
 
-    def _plan(self, params: Sequence[_WarpParam], n_in: int, adjoints: Mapping[_WarpParam, int] | None) -> _WarpPlan:
-        buffers = {param: k for k, param in enumerate(params)}
-        grads = adjoints or {}
+    def _plan(self, call: _Call, buffers: _WarpBuffers) -> _WarpPlan:
+        numbers = {param: k for k, param in enumerate(buffers.params)}
+        adjoints = buffers.adjoints or {}
         arguments = []
         for param in self.params:
             constant = self.constant_offsets.get(param.name)
-            arguments.append(_WarpArgument(param, buffers.get(param), grads.get(param), constant))
-        is_adjoint = adjoints is not None
+            arguments.append(_WarpArgument(param, numbers.get(param), adjoints.get(param), constant))
+        is_adjoint = buffers.adjoints is not None
         if is_adjoint:
-            arguments += [_WarpArgument(param, grads.get(param)) for param in self.params]
-        uses = [param.use(self.kernel, is_adjoint) for param in params[:n_in]]
-        may_write = tuple(k for k, use in enumerate(uses) if use != _ONLY_READS)
-        return _WarpPlan(self.kernel, tuple(arguments), self.options.block_dim, may_write, self.options.in_order)
+            arguments += [_WarpArgument(param, adjoints.get(param)) for param in self.params]
+        may_write = []
+        for k, param in enumerate(buffers.params[: len(call.ins)]):
+            if param.use(self.kernel, is_adjoint) != _ONLY_READS:
+                may_write.append(k)
+        return _WarpPlan(self.kernel, tuple(arguments), self.options.block_dim, tuple(may_write), self.options.in_order)
 
-    def _launch(self, specs: Mapping[_WarpParam, Spec], ins: list[Spec]) -> tuple[int, ...]:
+    def _launch(self, call: _Call, buffers: _WarpBuffers) -> tuple[int, ...]:
         """The attribute `launch` of a call."""
-        launch_dims = self._for_inputs("launch_dims", ins)
+        launch_dims = self._for_inputs("launch_dims", call.ins[: buffers.n_args])
         if launch_dims is None:
-            shapes = [param.dims(specs[param].shape) for param in self.params if param.ndim and param in specs]
+            specs = zip(buffers.params, call.ins + call.outs)
+            shapes = [param.dims(spec.shape) for param, spec in specs if param.ndim]
             launch_dims = shapes[0] if shapes else ()
         dims = self.options.checked_dims(launch_dims)
         block_dim = self.options.block_dim
@@ -4862,7 +4866,7 @@ class _WarpKernel(_Wrapper):
         n_cotangents = len(ins) - len(params)
         aliases = {len(params) + k: k for k in range(n_cotangents)}
         call = _Call(ins, results, aliases, zeroed=tuple(range(n_cotangents, len(results))))
-        return call.run_by(self._target(call, params, n_args, adjoints))
+        return call.run_by(self._target(call, _WarpBuffers(params, n_args, adjoints)))
 
 
 def _floats(arrays: Sequence[Any]) -> list[int]:
@@ -5466,10 +5470,15 @@ class _WarpCode:
 
     def __init__(self, label: str, plan: _WarpPlan, driver: _CudaDriver | None) -> None:
         self.plan = plan
+        self.driver = driver
         self.launches = plan.record_all(driver)  # which keep Warp's modules loaded
         self.layout: Any = _warp_layout(plan, self.launches.values(), on_cpu=driver is None)
         self.entries = {n: _warp_entry(launch) for n, launch in self.launches.items()}
         self.launcher = _CudaLauncher(label, driver, self.entries) if driver else None
+
+    def extents(self, launch: Any) -> Any:
+        """Those of the attribute `launch`."""
+        return launch.on_gpu if self.driver else launch.on_cpu
 
     def launch_in(self, handler: _Handler) -> Callable[..., None]:
         """What writes a launch with blocks of memory at some addresses; on a GPU, of so many blocks along x."""
@@ -5527,16 +5536,15 @@ class _WarpLaunches:
 class _WarpEmitter(_Emitter):
     """Writes the blocks of a launch, and starts the kernel's machine code."""
 
-    def __init__(self, code: _WarpCode, driver: _CudaDriver | None, batch_code: _WarpCode | None) -> None:
+    def __init__(self, code: _WarpCode, batch_code: _WarpCode | None) -> None:
         self.code = code
-        self.driver = driver
         self.batch_code = batch_code  # whose threads have one more index, that of their slice
-        self.traits = _COMMAND_BUFFER_COMPATIBLE if driver else 0  # it only launches, always the same
-        self.in_order = code.plan.in_order or driver is not None
+        self.driver = code.driver
+        self.traits = _COMMAND_BUFFER_COMPATIBLE if self.driver else 0  # it only launches, always the same
+        self.in_order = code.plan.in_order or self.driver is not None
 
     def write(self, handler: _Handler) -> None:
-        attribute = _Struct(handler, _WarpLaunch, handler.launch)
-        extents = attribute.on_gpu if self.driver else attribute.on_cpu
+        extents = self.code.extents(_Struct(handler, _WarpLaunch, handler.launch))
         dims = [handler.load(extents.address_of("dims") + 8 * axis) for axis in range(_WARP_MAX_DIMS)]
         if self.batch_code:
             self._write_batch(handler, self.batch_code, dims, extents)
@@ -5590,16 +5598,13 @@ def _warp_grid(title: str, n_threads: int, block_dim: int, has_grid_stride: bool
 class _WarpReplay:
     """For a `_CallbackEmitter`: runs Warp's recorded launch on the arrays of a slice."""
 
-    def __init__(self, plan: _WarpPlan, launches: Mapping[int, Any], on_gpu: bool) -> None:
-        self.plan = plan
-        self.launches = launches
-        self.on_gpu = on_gpu
+    def __init__(self, code: _WarpCode) -> None:
+        self.code = code
         self.lock = threading.Lock()
 
     def __call__(self, pointers: list[int], dims: list[tuple], attribute: int, stream: int, ordinal: int) -> None:
-        launch = self.launches[ordinal]
-        words = _WarpLaunch.from_address(attribute)
-        extents = words.on_gpu if self.on_gpu else words.on_cpu
+        launch = self.code.launches[ordinal]
+        extents = self.code.extents(_WarpLaunch.from_address(attribute))
         with self.lock:
             launch.set_dim(tuple(extents.dims[: extents.ndim]))
             self._set_arguments(launch, pointers, dims, attribute)
@@ -5608,17 +5613,18 @@ class _WarpReplay:
     def _set_arguments(self, launch: Any, pointers: list[int], dims: list[tuple], attribute: int) -> None:
         """All but null arrays and the adjoints of values, which stay as they were recorded."""
         arrays = [_Array(pointer, [*shape], [], 0) for pointer, shape in zip(pointers, dims, strict=True)]
-        n = len(self.plan.kernel.adj.args)
-        for i, argument in enumerate(self.plan.arguments):
+        plan = self.code.plan
+        n = len(plan.kernel.adj.args)
+        for i, argument in enumerate(plan.arguments):
             if argument.is_array:
-                array = self.plan.array(argument, arrays, launch.device)
+                array = plan.array(argument, arrays, launch.device)
                 launch.set_param_at_index(i % n, array, adjoint=i >= n)
             source = argument.source(arrays, attribute)
             if source is not None:
                 ctypes.memmove(ctypes.byref(launch.params[1 + i]), source, argument.nbytes)
 
     def _run(self, launch: Any, stream: int) -> None:
-        if not self.on_gpu:
+        if self.code.driver is None:
             launch.launch()
             return
         wp = _warp("warp_kernel")
@@ -5640,10 +5646,9 @@ def _compile_warp(
     code = _WarpCode(signature.label, plan, driver)
     emitter: _Emitter
     if code.layout:
-        batch_code = _batch_code(signature.label, plan, driver, batch_of) if batch_of else None
-        emitter = _WarpEmitter(code, driver, batch_code)
+        emitter = _WarpEmitter(code, _batch_code(signature.label, code, batch_of) if batch_of else None)
     else:
-        emitter = _CallbackEmitter(signature, _WarpReplay(plan, code.launches, on_gpu), driver)
+        emitter = _CallbackEmitter(signature, _WarpReplay(code), driver)
     if not on_gpu and any("tile" in adjoint.source for adjoint in _warp_adjoints(plan.kernel.adj)):
         # Warp keeps the CPU memory of tiles behind one static pointer (tile.h): such kernels must not overlap
         emitter.lock = _native_lock("tile_lock")
@@ -5670,12 +5675,12 @@ def _compile_warp(
 # for others.  C and `wp.static` are not looked into: a launch for each slice, too.
 
 
-def _batch_code(label: str, plan: _WarpPlan, driver: _CudaDriver | None, content: tuple[str, str]) -> _WarpCode | None:
+def _batch_code(label: str, slice_code: _WarpCode, content: tuple[str, str]) -> _WarpCode | None:
     """The code of a kernel of this content for batches; None if it gets a launch for each slice."""
     with contextlib.suppress(Exception):  # also of Warp: what compiles with parameters may not with views of them
         with _warp_session():
-            batch_plan = _batch_plan(plan, content)
-        code = _WarpCode(label, batch_plan, driver)
+            batch_plan = _batch_plan(slice_code.plan, content)
+        code = _WarpCode(label, batch_plan, slice_code.driver)
         return code if code.layout else None
     return None
 
