@@ -36,7 +36,7 @@ A call, from Python to machine code: `numba_kernel` makes a `_NumbaKernel`; `_Wr
 An op under grad of vmap: `XLACustomKernel.__call__` -> `_find_call` -> `_OpCall.bind` (`_bind_with_vjp`) ->
 `_op_batching`, which records the vmap -> `_op_jvp`, `_op_transpose`, which vmap the user's rules -> `_op_lowering`,
 which knows the platform -> `_run_vmaps` -> `_OpKernel.run_slice` -> the call of a wrapper, as above.
-The order of a kernel's arguments: above `_NumbaWrapper`; `_CudaCode.emitter` for callables; in
+The order of a kernel's arguments: above `_NumbaWrapper`; `_CudaCode._callable_emitter` for callables; in
 `_WarpKernel._find_target`.  A dtype: above `_XLA_FFI_DATA_TYPES`.
 An exception in a slice: `_NumbaEmitter`, `_keep_message`, `_Driver.run`, `_Driver.work`.
 A new backend takes four places: a section like 9 to 11 (what to install, dtypes, a public `..._kernel`, a `_Wrapper`,
@@ -361,8 +361,8 @@ XLA_FFI_Api = _sized_struct(
 )
 
 # A new dtype is added in four places: its number in c_api.h here; its name in what backends take (_NUMBA_DTYPES,
-# _CUDA_DTYPES, _WARP_DTYPES); its type there (`_array_types`, which looks for that name in Numba; `_NumbaCuda.enter`,
-# by NumPy's `typestr`; `_warp_scalars`); the docstrings and the README, which say what is refused.
+# _CUDA_DTYPES, _WARP_DTYPES); its type there (`_array_types`, which looks for that name in Numba;
+# `_NumbaCuda.callback`, by `typestr`; `_warp_scalars`); the docstrings and the README, which say what is refused.
 _XLA_FFI_DATA_TYPES = {
     "bool": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint8": 6, "uint16": 7, "uint32": 8, "uint64": 9,
     "float16": 10, "float32": 11, "float64": 12, "complex64": 15, "bfloat16": 16, "complex128": 18,
@@ -3865,10 +3865,6 @@ class _CudaCode:
         with _CUDASIM_LOCK:  # a simulated kernel may be running with its globals replaced
             return _Digester(in_place).walk(self.function, *how, _settings(sys.modules["numba"].config))
 
-    def _file(self, package: _NumbaCuda, batched: bool) -> _KernelFile | None:
-        """Where machine code for the GPUs at hand is kept."""
-        return self.find_file(package.module, batched, *package.machine())
-
     def check(self) -> None:
         """Raise if a kernel cannot be compiled, as far as that can be told without a GPU."""
         with contextlib.suppress(ImportError, OSError, RuntimeError):  # no NVVM; or a package that needs a GPU
@@ -3898,9 +3894,7 @@ class _CudaCode:
 
     def _kernel_emitter(self, package: _NumbaCuda) -> _Emitter:
         dispatcher = package.dispatcher(self.function, self._written(package))
-        launcher = None
-        if package.on_gpu:
-            launcher = package.launcher(dispatcher, self.signature, self._file(package, batched=False))
+        launcher = package.launcher(dispatcher, self.signature, self.find_file, "kernel")
         if launcher is None:
             return self._python_emitter(package, dispatcher)
         batch_launcher = self._batch_launcher(package) if self.batched and launcher.may_batch else None
@@ -3932,7 +3926,7 @@ class _CudaCode:
                 package.device_function(self.function), *package.ends, cuda=package.cuda
             )
             dispatcher = package.dispatcher(self.function, adapter)
-            return package.launcher(dispatcher, signature, self._file(package, batched=True))
+            return package.launcher(dispatcher, signature, self.find_file, "batch")
         return None
 
     def _written(self, package: _NumbaCuda) -> Callable[..., Any]:
@@ -4062,8 +4056,11 @@ class _NumbaCuda:
                 raise _refusal(self.name, signature, error) from error
             raise
 
-    def launcher(self, dispatcher: Any, signature: _Signature, file: _KernelFile | None = None) -> _CudaLauncher | None:
+    def launcher(
+        self, dispatcher: Any, signature: _Signature, find_file: Callable[..., _KernelFile | None], role: str
+    ) -> _CudaLauncher | None:
         """Compile the kernel and load it for every GPU; None where a launch takes more than cuLaunchKernel."""
+        file = find_file(self.module, role, *self.machine())
         carveout = dispatcher.targetoptions.get("shared_memory_carveout")
         percent = {"default": -1, "maxl1": 0, "maxshared": 100}.get(str(carveout).lower(), carveout)
         kept = file.read() if file else None
@@ -4141,24 +4138,18 @@ class _NumbaCuda:
                 device.__exit__(None, None, None)
 
     def callback(self, signature: _Signature, run: Callable[[list, Any, int], None]) -> _CallbackEmitter:
-        """Calls `run(arrays, stream, launch)` in Python for every slice."""
+        """Calls `run(arrays, stream, launch)` in Python for every slice, with the call's device current."""
 
-        def body(buffers: list[int], dims: list[tuple], launch: int, *place: int) -> None:
-            with self.enter(signature, buffers, dims, *place) as (arrays, stream):
-                run(arrays, stream, launch)
+        def body(buffers: list[int], dims: list[tuple], launch: int, stream: int, ordinal: int) -> None:
+            with self.on_device(ordinal):
+                arrays = []
+                for pointer, shape, dtype in zip(buffers, dims, signature.dtypes, strict=True):
+                    view = {"shape": shape, "typestr": dtype.str, "data": (pointer, False), "version": 3}
+                    view["stream"] = stream  # copies and fills of the array run on it too
+                    arrays.append(self.cuda.from_cuda_array_interface(view, sync=False))
+                run(arrays, self.cuda.external_stream(stream), launch)
 
-        return _CallbackEmitter(signature, body, _CudaDriver() if self.on_gpu else None)
-
-    @contextlib.contextmanager
-    def enter(self, signature: _Signature, buffers: list, dims: list, stream: int, ordinal: int) -> Iterator:
-        """Arrays over a slice's buffers, and its stream, with the call's device current."""
-        with self.on_device(ordinal):
-            arrays = []
-            for pointer, shape, dtype in zip(buffers, dims, signature.dtypes, strict=True):
-                view = {"shape": shape, "typestr": dtype.str, "data": (pointer, False), "version": 3}
-                view["stream"] = stream  # copies and fills of the array run on it too
-                arrays.append(self.cuda.from_cuda_array_interface(view, sync=False))
-            yield arrays, self.cuda.external_stream(stream)
+        return _CallbackEmitter(signature, body, _CudaDriver())
 
 
 class _NumbaCudaMlir(_NumbaCuda):
@@ -4202,12 +4193,18 @@ class _CudaSimulator(_NumbaCuda):
         code, name, cells = launched.__code__, function.__name__, launched.__closure__
         return self.cuda.jit(types.FunctionType(code, _python(kernel).__globals__, name, closure=cells))
 
-    @contextlib.contextmanager
-    def enter(self, signature: _Signature, buffers: list, dims: list, *_: int) -> Iterator:
+    def launcher(self, *_: Any) -> None:
+        """It has no machine code."""
+
+    def callback(self, signature: _Signature, run: Callable[[list, Any, int], None]) -> _CallbackEmitter:
         from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
 
-        with _CUDASIM_LOCK:
-            yield [FakeCUDAArray(array) for array in _host_arrays(signature, buffers, dims)], self.cuda.stream()
+        def body(buffers: list[int], dims: list[tuple], launch: int, *_: int) -> None:
+            with _CUDASIM_LOCK:
+                arrays = [FakeCUDAArray(array) for array in _host_arrays(signature, buffers, dims)]
+                run(arrays, self.cuda.stream(), launch)
+
+        return _CallbackEmitter(signature, body)
 
 
 _CUDA_PACKAGES = {"numba_cuda_mlir": _NumbaCudaMlir(), "numba": _NumbaCuda()}  # the successor first
