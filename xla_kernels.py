@@ -787,7 +787,9 @@ class _Target:
             compiled = _TARGETS.get((self.name, platform))
             if compiled is None:
                 compiled = self.makes[platform]()
-                _register_handler(self.name, platform, compiled)
+                handler = jax.ffi.pycapsule(ctypes.c_void_p(compiled.address))
+                jax.ffi.register_ffi_target(self.name, handler, platform.replace("cuda", "CUDA"))
+                _TARGETS[self.name, platform] = compiled
             return compiled
 
     def announce(self) -> None:
@@ -799,12 +801,6 @@ class _Target:
         with _LOCK:
             for elsewhere in self.makes:
                 _TARGETS.setdefault((self.name, elsewhere), None)
-
-
-def _register_handler(name: str, platform: str, compiled: _Compiled) -> None:
-    handler = jax.ffi.pycapsule(ctypes.c_void_p(compiled.address))
-    jax.ffi.register_ffi_target(name, handler, platform.replace("cuda", "CUDA"))
-    _TARGETS[name, platform] = compiled
 
 
 def export_checks() -> Sequence:
@@ -1506,14 +1502,13 @@ def _wrap(make_wrapper: Callable[..., _Wrapper], arguments: dict, options_type: 
 def _check_aliases(aliases: Mapping[int, int], ins: Sequence[Spec], outs: Sequence[Spec]) -> None:
     where = f"input_output_aliases={aliases}"
     for i, j in aliases.items():
-        for what, k, count in (("input", i, len(ins)), ("output", j, len(outs))):
-            if not 0 <= k < count:
-                raise ValueError(f"{where}: there is no {what} {k}; the call has {count} {what}s, numbered from 0")
-        shown_in, shown_out = _show(ins[i]), _show(outs[j])
-        if shown_in != shown_out:
-            raise ValueError(
-                f"{where}: input {i} ({shown_in}) and output {j} ({shown_out}) must be equal in shape and dtype"
-            )
+        for what, k, specs in (("input", i, ins), ("output", j, outs)):
+            if not 0 <= k < len(specs):
+                n = len(specs)
+                raise ValueError(f"{where}: there is no {what} {k}; the call has {n} {what}s, numbered from 0")
+        start, out = _show(ins[i]), _show(outs[j])
+        if start != out:
+            raise ValueError(f"{where}: input {i} ({start}) and output {j} ({out}) must be equal in shape and dtype")
     if len(set(aliases.values())) < len(aliases):
         raise ValueError(f"{where}: an output can alias one input only")
 
