@@ -7574,10 +7574,20 @@ def name_in_persistent_cache(kernel):
     return name
 
 
-def test_op_on_a_mesh_is_named_by_what_its_kernel_computes():
-    name = name_in_persistent_cache(jnp.sin)
-    assert name_in_persistent_cache(jnp.sin) == name
-    assert name_in_persistent_cache(jnp.cos) != name
+COMPUTED_ON_A_MESH = {  # two kernels, whose own jaxprs have the same text but for the first
+    "functions": (jnp.sin, jnp.cos),
+    "arrays": (lambda x: x + ROWS[0, :1], lambda x: x + ROWS[1, :1]),
+    "arrays of a jitted function": (jax.jit(lambda x: x + ROWS[0, :1]), jax.jit(lambda x: x + ROWS[1, :1])),
+    "ops": (call_op(op_of(jnp.sin)), call_op(op_of(jnp.cos))),
+}
+
+
+@pytest.mark.parametrize("kind", COMPUTED_ON_A_MESH)
+def test_op_on_a_mesh_is_named_by_what_its_kernel_computes(kind):
+    kernel, another = COMPUTED_ON_A_MESH[kind]
+    name = name_in_persistent_cache(kernel)
+    assert name_in_persistent_cache(kernel) == name
+    assert name_in_persistent_cache(another) != name
 
 
 def test_op_ordered_effects_are_refused():

@@ -1103,7 +1103,8 @@ class _ShardingRule:
     def lower(self, ctx: Any, operands: Any, run: Callable, outs: Any, rest: Any = (), effect: bool = False) -> Any:
         """Lower `run(outs, *ins)` for XLA to split: a device runs it with the `outs` of its shard; `rest` are zeros."""
         closed = jax.make_jaxpr(functools.partial(run, outs))(*ctx.avals_in)
-        if _calls_python(closed.jaxpr, ctx):  # custom_partitioning would not keep the Python function alive
+        jaxprs = list(_all_jaxprs(closed, ctx))
+        if any(map(_calls_python, jaxprs)):  # custom_partitioning would not keep the Python function alive
             return _lower(functools.partial(run, outs), ctx, operands)
         partitioned = self._partitioned(closed, run, outs)
 
@@ -1112,7 +1113,7 @@ class _ShardingRule:
 
         results = _lower(call, ctx, operands)
         # What custom_partitioning writes for keys of the persistent cache is an address, which can recur.
-        content = {"xla_kernel": _digest(str(closed.jaxpr))}
+        content = {"xla_kernel": _digest(*map(str, jaxprs), *_constants(jaxprs))}
         attributes = results[0].owner.attributes
         attributes["has_side_effect"] = mlir.ir_attribute(effect)
         attributes["mhlo.frontend_attributes"] = mlir.ir_attribute(content)
@@ -1180,27 +1181,34 @@ def _unique_names(kind: str, arrays: Sequence) -> tuple[tuple[str, ...], ...]:
     return tuple(names)
 
 
-def _calls_python(jaxpr: Any, ctx: Any) -> bool:
-    """Whether there is a callback in a jaxpr, in its sub-jaxprs, or in the kernels of the ops that it calls."""
+def _all_jaxprs(jaxpr: Any, ctx: Any) -> Iterator:
+    """A jaxpr with those in it, such as the body of a loop, and those of the kernels of ops that it calls."""
+    yield jaxpr
+    for equation in jaxpr.eqns:
+        parts = jax.tree.leaves(equation.params)
+        if _is_op(equation.primitive):
+            parts.append(equation.primitive.kernel_jaxpr(ctx, equation))
+        for part in parts:
+            if hasattr(part, "eqns"):
+                yield from _all_jaxprs(part, ctx)
+
+
+def _calls_python(jaxpr: Any) -> bool:
+    """Whether there is a callback among the equations of a jaxpr."""
     if jaxpr.effects - _side_effect():  # those of jax.debug and of io_callback; a handler with an effect is no Python
         return True
-    for equation in _equations(jaxpr):
-        if "callback" in equation.params:  # a pure_callback has no effect
-            return True
-        if _is_op(equation.primitive):
-            kernel = equation.primitive.kernel_jaxpr(ctx, equation)
-            if _calls_python(kernel, ctx):
-                return True
-    return False
+    return any("callback" in equation.params for equation in jaxpr.eqns)  # a pure_callback has no effect
 
 
-def _equations(jaxpr: Any) -> Iterator:
-    """The equations of a jaxpr and of all sub-jaxprs, such as the body of a loop or the branches of a condition."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for part in jax.tree.leaves(equation.params):
-            if hasattr(part, "eqns"):
-                yield from _equations(part)
+def _constants(jaxprs: Sequence) -> list:
+    """The arrays that jaxprs hold, which their text does not show."""
+    constants = []
+    for jaxpr in jaxprs:
+        for constant in getattr(jaxpr, "consts", ()):
+            with contextlib.suppress(TypeError):  # keys of random numbers
+                constant = np.asarray(constant)
+            constants.append(constant)
+    return constants
 
 
 # ======================================================================================================
@@ -6459,7 +6467,7 @@ class _OpPrimitive(Primitive):
         return self.bind(*ins, outs=_batches([size], outs), _batch=(flags, *_batch), **params)
 
     def kernel_jaxpr(self, ctx: Any, equation: Any) -> Any:
-        """The jaxpr of the kernel that an equation of this primitive is lowered to."""
+        """The closed jaxpr of the kernel that an equation of this primitive is lowered to."""
         trace = self.rule(_equation_jaxpr)
         return trace(ctx, [var.aval for var in equation.invars], **equation.params)
 
@@ -6599,7 +6607,7 @@ def _for_each_vmap(wrap: Callable, inner: Any, vmaps: tuple) -> Any:
 
 
 def _kernel_jaxpr(kernel: _OpKernel, vmaps: tuple, outs: Sequence, ins: Sequence) -> Any:
-    return jax.make_jaxpr(functools.partial(_run_vmaps, kernel, vmaps, outs))(*ins).jaxpr
+    return jax.make_jaxpr(functools.partial(_run_vmaps, kernel, vmaps, outs))(*ins)
 
 
 def _run_vmaps(kernel: _OpKernel, vmaps: tuple, outs: Sequence, *ins: Any) -> list:
