@@ -1045,7 +1045,7 @@ def error_of(call, *args):
 
 
 IN_A_PROCESS = """
-import os, re, sys, warnings
+import math, os, re, sys, textwrap, warnings
 from concurrent.futures import ThreadPoolExecutor
 import jax, jax.numpy as jnp, numba, numpy as np, pytest
 import xla_kernels as xk
@@ -1056,7 +1056,7 @@ ones = np.ones(4, np.float32)
 
 def run_code(code, *argv, **env):
     """Run `code` in a fresh interpreter that has these imports and functions; returns its output."""
-    functions = like_first, add_one.__wrapped__, wrap, in_threads, error_of
+    functions = like_first, add_one.__wrapped__, wrap, kernel_from, runs, reads, in_threads, error_of
     sources = [IN_A_PROCESS, *map(inspect.getsource, functions), textwrap.dedent(code)]
     return run_python("-c", "\n".join(sources), *argv, timeout=300, **{"JAX_PLATFORMS": "cpu", **env})
 
@@ -2930,120 +2930,74 @@ def test_names_are_equal_in_another_process(tmp_path):
 # Kernels on disk
 # ======================================================================================================
 
-# What a process does with kernels of each kind: its output has the result of each, and how often Numba compiled for it.
-ON_DISK = """
-    import enum, functools, json
+# What a process does with kernels of each kind: prints the result of each, and which Numba or JAX compiled.
+ON_DISK = r"""
+    import ctypes, enum, functools, json
     from numba.core.event import install_recorder
 
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    hits = []
+    jax.monitoring.register_event_listener(lambda event, **_: hits.append(event.endswith("/cache_hits")))
     changed = sys.argv[1:] == ["changed"]
     increment = 2 if changed else 1
     Mode = enum.Enum("Mode", "SLOW FAST")
-    large = np.ones(200_000)
-    labs = __import__("ctypes").CDLL(None).labs
-    labs.argtypes, labs.restype = [__import__("ctypes").c_long], __import__("ctypes").c_long
-    add_increment = numba.njit(lambda a: a + increment)
+    labs = ctypes.CDLL(None).labs
+    labs.argtypes, labs.restype = [ctypes.c_long], ctypes.c_long
     compiled_before = numba.njit("float32(float32)")(lambda a: a)
 
-    @numba.njit
-    def of_module(x, out):
-        for i in range(x.size):
-            out[i] = x[i] * 3
-
-    def closure(scale):
-        def kernel(x, out):
-            out[0] = x[0] * scale
-
-        return kernel
-
-    def returns(x):
-        return x[0] + x[1], x.size
-
-    def constant(x, n, out):
-        out[0] = x[0] + n
-
-    @numba.njit(parallel=True)
-    def parallel(x, out):
-        for i in numba.prange(x.size):
-            out[i] = x[i] + 1
-
-    def raises(x, out):
-        raise ValueError("from", x.size)
-
-    def writes(x, out):
-        x.flat[0] = 7
-        out[:] = x
-
-    @numba.vectorize
-    def vectorized(x):
-        return x * 5
-
-    def with_global(x, out):
-        out[0] = x[0] + increment
-
-    def with_helper(x, out):
-        out[0] = add_increment(x[0])
-
-    @numba.njit(fastmath=changed)
-    def with_option(x, out):
-        out[0] = x[0]
-
-    def by_identity(x, out):
-        out[0] = Mode.FAST.value
-
-    def in_place(x, out):
-        out[0] = large[0]
-
-    def foreign(x, out):
-        out[0] = labs(-3)
-
-    def through_python(x, out):
-        with numba.objmode():
-            print(end="")
-        out[0] = 1
-
-    def helper_compiled_before(x, out):
-        out[0] = compiled_before(x[0])
+    def scaled_by(scale):
+        return lambda x: x * scale
 
     op = xk.XLACustomKernel("on_disk")
-    op.def_numba_kernel(lambda scale, outs: xk.numba_kernel(closure(scale), outs[0]))
-    same = lambda x, *_: x
+    op.def_numba_kernel(lambda scale, outs: wrap(scaled_by(scale)))
+    number_and_size = np.zeros((), np.float32), np.zeros((), np.int32)
     calls = {
-        "of_module": xk.numba_kernel(of_module, same),
-        "closure": xk.numba_kernel(closure(2.5), same),
+        "plain": add_one,
+        "closure": wrap(scaled_by(2.5)),
         "generator": lambda x: op(x, outs=x, scale=4.0),
-        "returns": xk.numba_kernel(returns, lambda x: (jax.ShapeDtypeStruct((), x.dtype), np.zeros((), np.int32))),
-        "constant": functools.partial(xk.numba_kernel(constant, same), n=3),
-        "vmap": jax.vmap(xk.numba_kernel(lambda x, out: of_module(x, out), same)),
+        "returns": wrap(lambda x: (x[0] + x[1], x.size), number_and_size),
+        "constant": functools.partial(wrap(runs("out[0] = x[0] + n", "x, n, out")), n=3),
+        "vmap": lambda x: jax.vmap(wrap(lambda x: x * 2))(jnp.ones((3, 4))),
+        "parallel": wrap(numba.njit(parallel=True)(runs("for i in numba.prange(x.size): out[i] = x[i] + 1"))),
+        "raises": wrap(runs("raise ValueError('from', x.size)")),
+        "writes": wrap(runs("x.flat[0] = 7; out[:] = x")),
+        "vectorized": wrap(numba.vectorize(lambda x: x * 5)),
+        "constants": wrap(reads("np.pi + table[x.size - 1] + math.sin(x[0])", table=np.arange(4.0))),
+        "with_global": wrap(reads("x[0] + increment", increment=increment)),
+        "with_helper": wrap(reads("add(x[0])", add=numba.njit(lambda a: a + increment))),
+        "with_option": wrap(numba.njit(fastmath=changed)(reads("x[0]"))),
+        "by_identity": wrap(reads("Mode.FAST.value", Mode=Mode)),
+        "in_place": wrap(reads("large[0]", large=np.ones(200_000))),
+        "foreign": wrap(reads("labs(-3)", labs=labs)),
+        "through_python": wrap(runs("with numba.objmode():\n        print(end='')\n    out[0] = 1")),
+        "helper_compiled_before": wrap(reads("helper(x[0])", helper=compiled_before)),
     }
-    for kernel in (parallel, raises, writes, vectorized, with_global, with_helper, with_option):
-        calls[kernel.__name__] = xk.numba_kernel(kernel, same)
-    for kernel in (by_identity, in_place, foreign, through_python, helper_compiled_before):
-        calls[kernel.__name__] = xk.numba_kernel(kernel, same)
-
-    def result_of(call, x):
-        try:
-            return float(np.ravel(jax.tree.leaves(call(x))[0])[0])
-        except jax.errors.JaxRuntimeError as error:
-            return re.search(r"ValueError.*", str(error))[0]
-
-    results = {}
+    results, by_numba, by_jax = {}, [], []
     for name, call in calls.items():
-        x = jnp.asarray(ones if name != "vmap" else np.ones((3, 4), np.float32))
+        x = jnp.asarray(ones)
+        hits.clear()
         with install_recorder("numba:compile") as recorder:
-            result = result_of(call, x)
-        results[name] = result, len(recorder.buffer), float(x.sum())
-    print("RESULTS", json.dumps(results))
+            try:
+                results[name] = float(np.ravel(jax.tree.leaves(call(x))[0])[0])
+            except jax.errors.JaxRuntimeError as error:
+                results[name] = re.search(r"ValueError.*", str(error))[0]
+        if recorder.buffer:
+            by_numba.append(name)
+        if not any(hits):
+            by_jax.append(name)
+        assert (np.asarray(x) == 1).all()  # no input was written to
+    print("RESULTS", json.dumps([results, by_numba, by_jax]))
     """
-NOT_KEPT = ("by_identity", "in_place", "foreign", "through_python", "helper_compiled_before")
+OF_A_PROCESS = {"by_identity", "in_place", "foreign"}  # kernels that are others in each
 CHANGED = {"with_global": 3.0, "with_helper": 3.0, "with_option": 1.0}  # the new results
 
 
-def on_disk(folder, *args, **environment):
-    """The results of a process that keeps its kernels there, and the names of those that Numba compiled for."""
-    out = run_code(ON_DISK, *args, JAX_COMPILATION_CACHE_DIR=str(folder), **environment)
-    found = json.loads(out.partition("RESULTS")[2])
-    assert all(total in (4, 12) for *_, total in found.values())  # no input was written to
-    return {name: result for name, (result, *_) in found.items()}, {name for name, row in found.items() if row[1]}
+def on_disk(folder, *args):
+    """The results of a process that keeps its kernels there, and the names of those that Numba and JAX compiled."""
+    out = run_code(ON_DISK, *args, JAX_COMPILATION_CACHE_DIR=str(folder))
+    results, by_numba, by_jax = json.loads(out.partition("RESULTS")[2])
+    return results, set(by_numba), set(by_jax)
 
 
 def kept_files(folder):
@@ -3060,21 +3014,23 @@ def damage(files):
 
 
 def test_a_second_process_compiles_what_changed_and_what_is_not_kept(tmp_path):
-    results, compiled = on_disk(tmp_path)
-    assert compiled == set(results)
+    results, by_numba, by_jax = on_disk(tmp_path)
+    assert by_numba == by_jax == set(results)
     files = kept_files(tmp_path)
-    assert len(files) == len(results) - len(NOT_KEPT) + 1  # what all handlers have in common
+    not_kept = OF_A_PROCESS | {"through_python", "helper_compiled_before"}
+    assert len(files) == len(results) - len(not_kept) + 1  # what all handlers have in common
 
-    again, compiled = on_disk(tmp_path, "changed")
-    assert compiled == {*NOT_KEPT, *CHANGED}
+    again, by_numba, by_jax = on_disk(tmp_path, "changed")
     assert again == results | CHANGED
+    assert by_numba == not_kept | set(CHANGED)
+    assert by_jax == OF_A_PROCESS | set(CHANGED)
 
     [driver] = tmp_path.glob("xla_kernels/driver-*")
     code_of_driver = driver.read_bytes()
     damage(files)
     damaged = [file.read_bytes() for file in files]
-    again, compiled = on_disk(tmp_path)
-    assert again == results and compiled == set(results)
+    again, by_numba, _ = on_disk(tmp_path)
+    assert again == results and by_numba == set(results)
     assert all(file.read_bytes() != content for file, content in zip(files, damaged, strict=True))
     assert driver.read_bytes() == code_of_driver  # no address of a process is in it
 
@@ -3082,10 +3038,8 @@ def test_a_second_process_compiles_what_changed_and_what_is_not_kept(tmp_path):
 @pytest.fixture
 def kept_in(tmp_path):
     """The folder in which kernels are kept meanwhile."""
-    before = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
-    yield tmp_path / "xla_kernels"
-    jax.config.update("jax_compilation_cache_dir", before)
+    with conftest.configured("jax_compilation_cache_dir", str(tmp_path)):
+        yield tmp_path / "xla_kernels"
 
 
 def file_of_third():
@@ -3109,30 +3063,24 @@ def test_another_machine_or_version_finds_other_files(monkeypatch, kept_in):
     assert len(set(paths)) == len(paths) and file_of_third() == paths[0]
 
 
-@pytest.mark.parametrize("place, expected", [
-    (None, None), ("", None), ("gs://bucket/cache", None), ("/cache", os.path.join("/cache", "xla_kernels")),
+@pytest.mark.parametrize("enabled, place, expected", [
+    (True, None, None), (True, "", None), (True, "gs://bucket/cache", None), (False, "/cache", None),
+    (True, "/cache", os.path.join("/cache", "xla_kernels")),
 ])  # fmt: skip
-def test_kernels_are_kept_beside_the_programs_of_jax(monkeypatch, place, expected):
-    config = types.SimpleNamespace(jax_compilation_cache_dir=place, jax_enable_compilation_cache=True)
-    monkeypatch.setattr(xk.jax, "config", config)
-    assert (file_of_third() and os.path.dirname(file_of_third())) == expected
-    config.jax_enable_compilation_cache = False
-    assert file_of_third() is None
+def test_kernels_are_kept_beside_the_programs_of_jax(enabled, place, expected):
+    in_folder = conftest.configured("jax_compilation_cache_dir", place)
+    with conftest.configured("jax_enable_compilation_cache", enabled), in_folder:
+        assert (file_of_third() and os.path.dirname(file_of_third())) == expected
 
 
 def disk_is_full(*args, **kwargs):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize("owner, name", [(os, "makedirs"), (os, "replace"), (builtins, "open")])
+@pytest.mark.parametrize("owner, name", [(os, "makedirs"), (os, "replace"), (xk, "open")])
 def test_a_folder_that_takes_no_files_costs_only_the_caching(monkeypatch, kept_in, owner, name):
-    kernel = reads(f"x[0] + {len(name)}")
-    with monkeypatch.context() as patch:
-        if owner is builtins:
-            patch.setattr(xk, "open", disk_is_full, raising=False)
-        else:
-            patch.setattr(owner, name, disk_is_full)
-        assert wrap(kernel)(F32)[0] == F32[0] + len(name)
+    monkeypatch.setattr(owner, name, disk_is_full, raising=owner is os)
+    assert wrap(reads(f"x[0] + {len(name)}"))(F32)[0] == 1 + len(name)
     assert not kept_in.exists() or not list(kept_in.iterdir())
 
 
@@ -3154,7 +3102,7 @@ def test_code_is_not_written_under_a_name_that_it_has_no_more(kept_in):
     assert list(kept_in.glob("*kernel-*"))
 
 
-def test_a_symbol_that_code_needs_is_looked_up_before(kept_in):
+def test_a_symbol_that_code_needs_is_looked_up_before():
     """LLVM would end the process."""
     assert not xk._find_symbols(["xla_kernels_has_no_such_symbol"])
 
@@ -3164,78 +3112,75 @@ CACHED_BY_NUMBA = """
     sys.path.insert(0, sys.argv[1])
     import cached
     with install_recorder("numba:compile") as recorder:
-        print(xk.numba_kernel(cached.kernel, lambda x: x)(ones)[0], len(recorder.buffer) > 0)
-
-    def first(x, out):
-        out[0] = cached.other(x[0])
-
-    def second(x, out):
-        out[0] = cached.other(x[0]) * 2
-
-    print(xk.numba_kernel(first, lambda x: x)(ones)[0])  # without what Numba has in its cache for `other`
+        print(wrap(cached.kernel)(ones)[0], len(recorder.buffer) > 0)
+    print(wrap(reads("other(x[0])", other=cached.other))(ones)[0])  # without what Numba has in its cache for `other`
     jax.config.update("jax_compilation_cache_dir", sys.argv[1] + "/kept")
-    print(xk.numba_kernel(second, lambda x: x)(ones)[0])
+    print(wrap(reads("other(x[0]) * 2", other=cached.other))(ones)[0])
+    """
+CACHED = """
+    import constants, numba
+
+    @numba.njit(cache=True)
+    def helper(a):
+        return a + constants.n
+
+    @numba.njit(cache=True)
+    def other(a):
+        return a + constants.n
+
+    @numba.njit(cache=True)
+    def kernel(x, out):
+        out[:] = helper(x[0])
     """
 
 
 def test_kernels_that_numba_caches_are_kept_without_a_setting_and_see_changes(tmp_path):
-    def results():
+    def results(n):
+        (tmp_path / "constants.py").write_text(f"n = {n}\n")
         return run_code(CACHED_BY_NUMBA, tmp_path, JAX_COMPILATION_CACHE_DIR="").split()
 
-    (tmp_path / "constants.py").write_text("n = 1\n")
-    (tmp_path / "cached.py").write_text(
-        "import constants, numba\n\n"
-        "@numba.njit(cache=True)\ndef helper(a):\n    return a + constants.n\n\n"
-        "@numba.njit(cache=True)\ndef other(a):\n    return a + constants.n\n\n"
-        "@numba.njit(cache=True)\ndef kernel(x, out):\n    out[:] = helper(x[0])\n"
-    )
-    assert results() == ["2.0", "True", "2.0", "4.0"]
-    assert results() == ["2.0", "False", "2.0", "4.0"]
-    (tmp_path / "constants.py").write_text("n = 30\n")
-    assert results() == ["31.0", "True", "31.0", "62.0"]
-    assert len(kept_files(tmp_path / "kept")) == 2  # of `second`, with each helper
+    (tmp_path / "cached.py").write_text(textwrap.dedent(CACHED))
+    assert results(1) == ["2.0", "True", "2.0", "4.0"]
+    assert results(1) == ["2.0", "False", "2.0", "4.0"]
+    assert results(30) == ["31.0", "True", "31.0", "62.0"]
+    assert len(list(tmp_path.glob("kept/xla_kernels/kernel-*"))) == 2  # of the last one, with each constant
 
 
 COUNTED = """
-from numba.core.event import install_recorder
-with install_recorder("numba:compile") as recorder:
-    exec(compile(open("block.py").read(), "block.py", "exec"))
-print("compiled:", len(recorder.buffer) > 0)
-"""
+    import runpy
+    from numba.core.event import install_recorder
+    with install_recorder("numba:compile") as recorder:
+        runpy.run_path(sys.argv[1])
+    print("compiled:", len(recorder.buffer) > 0)
+    """
 
 
 @pytest.mark.processes
 def test_the_first_example_of_the_readme_is_compiled_once(tmp_path):
     """The second process prints the same, and Numba compiles nothing in it."""
     (tmp_path / "block.py").write_text(README_BLOCKS[0], encoding="utf-8")
-    (tmp_path / "counted.py").write_text(COUNTED, encoding="utf-8")
-    outputs = []
-    for _ in range(2):
-        output = run_python(tmp_path / "counted.py", cwd=tmp_path, JAX_COMPILATION_CACHE_DIR=str(tmp_path / "kept"))
-        outputs.append(output)
-    assert outputs[0].endswith("compiled: True\n")
-    assert outputs[1] == outputs[0].replace("compiled: True", "compiled: False")
+    environment = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "kept")}
+    first, second = [run_code(COUNTED, tmp_path / "block.py", **environment) for _ in range(2)]
+    assert first.endswith("compiled: True\n")
+    assert second == first.replace("compiled: True", "compiled: False")
+
+
+STARTS_TOGETHER = """
+import numpy as np
+import xla_kernels as xk
+
+def adder_of(n):
+    return lambda x: x + n
+
+for n in range(4):
+    print(int(xk.numba_kernel(adder_of(n), lambda x: x)(np.zeros(1, np.float32))[0]), end=" ", flush=True)
+"""
 
 
 def start_on_disk(folder):
     """A process that keeps kernels there, in no time that it has to wait for."""
-    code = textwrap.dedent(STARTS_TOGETHER)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_COMPILATION_CACHE_DIR": str(folder)}
-    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment, text=True)
-
-
-STARTS_TOGETHER = """
-    import numpy as np
-    import xla_kernels as xk
-
-    def make(n):
-        def kernel(x, out):
-            out[0] = x[0] + n
-        return kernel
-
-    for n in range(4):
-        print(int(xk.numba_kernel(make(n), lambda x: x)(np.zeros(1, np.float32))[0]), end=" ", flush=True)
-    """
+    return subprocess.Popen([sys.executable, "-c", STARTS_TOGETHER], stdout=subprocess.PIPE, env=environment, text=True)
 
 
 def test_processes_that_start_together_and_are_killed_leave_whole_files(tmp_path):
@@ -3243,9 +3188,8 @@ def test_processes_that_start_together_and_are_killed_leave_whole_files(tmp_path
     for process in processes[:2]:  # as it writes
         process.stdout.read(2)
         process.kill()
-    assert [process.communicate()[0] for process in processes[2:]] == ["0 1 2 3 "] * 2
-    for process in processes[:2]:
-        process.communicate()
+    outputs = [process.communicate()[0] for process in processes]
+    assert outputs[2:] == ["0 1 2 3 "] * 2
     before = {file: file.read_bytes() for file in kept_files(tmp_path) if file.suffix == ".xla_kernel"}
     assert len(before) == 5  # with what all handlers have in common
     assert start_on_disk(tmp_path).communicate()[0] == "0 1 2 3 "
