@@ -40,7 +40,7 @@ import traceback
 import types
 import typing
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy as shallow_copy
 from copy import deepcopy
@@ -1069,9 +1069,9 @@ RENAMED_IN_HEADER = {  # since jaxlib 0.7.2; the functions kept their places
     "XLA_FFI_ExecutionContext_Get": "XLA_FFI_InvokeContext_Get",
     "XLA_FFI_Extension_Base": "XLA_FFI_InternalExtension",
 }
-EIGHT_BYTES = {"*", "size_t", "int64_t"}
-FOUR_BYTES = {"int", "int32_t", "uint32_t", "XLA_FFI_Handler_Traits", "XLA_FFI_DataType", "XLA_FFI_ExecutionStage",
-              "XLA_FFI_Error_Code", "XLA_FFI_Extension_Type", "XLA_FFI_InternalExtension_Type"}  # fmt: skip
+SIZES = {"*": 8, "size_t": 8, "int64_t": 8, "int": 4, "int32_t": 4, "uint32_t": 4, "XLA_FFI_Handler_Traits": 4,
+         "XLA_FFI_DataType": 4, "XLA_FFI_ExecutionStage": 4, "XLA_FFI_Error_Code": 4, "XLA_FFI_Extension_Type": 4,
+         "XLA_FFI_InternalExtension_Type": 4}  # fmt: skip
 
 
 def c_header():
@@ -1098,9 +1098,7 @@ def c_fields(text, name):
 def is_same_type(kind, c_kind):
     if issubclass(kind, ctypes.Structure):
         return kind.__name__ == c_kind
-    if c_kind in EIGHT_BYTES:
-        return ctypes.sizeof(kind) == 8
-    return c_kind in FOUR_BYTES and ctypes.sizeof(kind) == 4
+    return ctypes.sizeof(kind) == SIZES.get(c_kind)
 
 
 def differences_from_header(struct, text):
@@ -1173,16 +1171,26 @@ def add_first(values):
     return kernel
 
 
+def of_module(module):
+    def kernel(x, out):
+        out[0] = module.helper(x[0])
+
+    return kernel
+
+
 def third(x, out):
     out[0] = x[0] / 3
 
 
-FACTORIAL = """
+RECURSION = """
     @numba.njit
-    def factorial(a):
-        if a < 2:
-            return a
-        return a * factorial(a - 1)
+    def f(n):
+        return 0 if n < 1 else 1 + g(n - 1)
+    @numba.njit
+    def g(n):
+        return 0 if n < 1 else 10 + {}(n - 1)
+    def kernel(x, out):
+        out[0] = f(5)
     """
 LINES_BEFORE = itertools.count()
 signed = numba.njit("float32(float32)")
@@ -1204,12 +1212,12 @@ def equal_kernels():
         "vectorize": calls(helper("a + 1", numba.vectorize)),
         "vectorize again": calls(vectorized),
         "functions with signatures": reads("pair[int(x[0])](x[1])", pair=pair),
-        "module": reads("module.helper(x[0])", module=module_with(helper=helper("a + 1"))),
+        "module": of_module(module_with(helper=helper("a + 1"))),
         "nested function": runs("def f(a):\n        return a + 1\n    out[0] = f(x[0])"),
         "line moved": kernel_from("\n" * next(LINES_BEFORE) + "def kernel(x, out):\n    out[0] = 1"),
         "options": numba.njit(fastmath=True, error_model="numpy")(third),
         "default argument": reads("x[0] + n", parameters="x, out, n=3"),
-        "recursion": calls(kernel_from(FACTORIAL, name="factorial")),
+        "recursion": kernel_from(RECURSION.format("f")),
         "object mode": runs("with numba.objmode():\n        print()\n    out[0] = 1"),
     }
 
@@ -1243,22 +1251,19 @@ PAIRS = [
 ]
 
 
-@numba.guvectorize(["void(float32[:], float32[:])"], "(n)->()")
-def gu_total(x, out):
-    out[0] = x.sum()
+@numba.guvectorize(["void(float32[:], float32[:])"], "(n)->(n)")
+def gu_swap(a, out):
+    a[0], out[0] = 77, a[0]
 
 
 @numba.extending.intrinsic
-def same_number(typing_context, x):
+def poke(typing_context, a):
     def write(context, builder, signature, args):
-        return args[0]
+        array = context.make_array(a)(context, builder, args[0])
+        builder.store(context.get_constant(a.dtype, 77), array.data)
+        return context.get_dummy_value()
 
-    return x(x), write
-
-
-def read_only(array):
-    array.setflags(write=False)
-    return array
+    return numba.void(a), write
 
 
 def reads_each(values, expression="v", **others):
@@ -1271,21 +1276,18 @@ EXPRESSIONS = ["x[0] + 1", "x[0] - 1", "x[0] * 1", "x[0] / 1", "x[0] + 1.0", "x[
 NUMBA_OPTIONS = [{"fastmath": False}, {"fastmath": True}, {"fastmath": {"nnan"}}, {"fastmath": {"ninf"}},
                  {"error_model": "numpy"}, {"boundscheck": True}, {"parallel": True}]  # fmt: skip
 HELPERS = [
-    *(helper("a + 1"), helper("a + 2"), helper("a + n", n=1), helper("a + n", n=2)),
-    *(helper("inner(a)", inner=helper("a + 1")), helper("inner(a)", inner=helper("a + 2"))),
-    *(
-        helper("a + 1", numba.njit(**options))
-        for options in ({"fastmath": True}, {"boundscheck": True}, {"nogil": True})
-    ),
-    *(helper("a + 1", numba.vectorize), helper("a + 2", numba.vectorize), helper("a + 1", numba.vectorize(["f4(f4)"]))),
-]
+    helper("a + 1"), helper("a + 2"), helper("a + n", n=1), helper("a + n", n=2),
+    helper("inner(a)", inner=helper("a + 1")), helper("inner(a)", inner=helper("a + 2")),
+    *[helper("a + 1", numba.njit(**{option: True})) for option in ("fastmath", "boundscheck", "nogil")],
+    helper("a + 1", numba.vectorize), helper("a + 2", numba.vectorize), helper("a + 1", numba.vectorize(["f4(f4)"])),
+]  # fmt: skip
 MODULES = [module_with(helper=helper("a + 1")), module_with(helper=helper("a + 2"))]
 BY_CONTENT = {  # kernels of which no two are equal, and which are the same in another process
     "code": [reads(expression) for expression in EXPRESSIONS],
     "defaults": [reads("x[0] + n", parameters="x, out, n=1"), reads("x[0] + n", parameters="x, out, n=2")],
     "options": [numba.njit(**options)(third) for options in NUMBA_OPTIONS],
     "helpers": reads_each(HELPERS, "v(x[0])"),
-    "modules": reads_each(MODULES, "v.helper(x[0])"),
+    "modules": [of_module(module) for module in MODULES],
     "submodules": [reads("package.v.helper(x[0])", package=module_with(v=module)) for module in MODULES],
     "numbers": reads_each([
         1, True, 1.0, 0.0, -0.0, math.nan, -math.nan, math.inf, 2, 2**40, 10**5000, 1j, -0.0j, None, ...,
@@ -1295,23 +1297,21 @@ BY_CONTENT = {  # kernels of which no two are equal, and which are the same in a
     "tuples": reads_each([(0, 1), (0.0, 1.0), (1, 0), (0, (1,)), frozenset({0, 1}), range(3), slice(3)]),
     "arrays": reads_each([
         np.arange(3), np.arange(3.0), np.arange(1, 4), np.arange(3)[::-1].copy(), np.arange(4), np.eye(2),
-        np.arange(4).reshape(2, 2), read_only(np.arange(3)), np.arange(3, dtype=">i8"),
+        np.arange(4).reshape(2, 2), np.frombuffer(np.arange(3).tobytes(), int), np.arange(3, dtype=">i8"),
     ]),
     "dtypes": reads_each([
         np.float32, np.dtype("f4"), np.dtype(">f4"), np.dtype([("a", "f4"), ("b", "f8")]),
         np.dtype([("a", "f4"), ("b", "f8")], align=True),
     ]),
     "functions": reads_each([np.sin, math.sin, len, np.random.normal, operator.add, numba.objmode, ValueError]),
-    "types of Numba": reads_each([
-        numba.float32, numba.float64[:], numba.float32(numba.float64), numba.typed.List, numba.prange,
-    ]),
+    "types of Numba": reads_each([numba.f4, numba.f8[:], numba.f4(numba.f8), numba.typed.List, numba.prange]),
 }  # fmt: skip
 BY_IDENTITY = {  # which are others in another process
     "enums": [Mode, Mode.SLOW, Mode.FAST, ZeroInText, ZeroInText.A, ZeroInText.B],
     "classes": [*PAIRS, type("Own", (ValueError,), {}), type("Own", (ValueError,), {}), type("Own", (TypeError,), {})],
     "named tuples": [pair(1, 2) for pair in PAIRS],
     "types of named tuples": [numba.types.NamedUniTuple(numba.float64, 2, pair) for pair in PAIRS],
-    "functions of Numba": [gu_total, same_number],
+    "functions of Numba": [gu_swap, poke],
     "modules as objects": [types.ModuleType("module"), types.ModuleType("module")],
     "objects": [object(), object(), np.array([None]), np.array([None])],
 }
@@ -1371,11 +1371,6 @@ def lazy_module(number):
     return module
 
 
-def module_with_getattr(number):
-    constants = types.SimpleNamespace(constant=number)
-    return module_with(__getattr__=constants.__getattribute__)
-
-
 def edited(kernel, namespace, name, *values):
     """The kernel, while what it reads changes."""
     for value in values:
@@ -1430,16 +1425,6 @@ def foreign_functions():
         yield reads("function(300)", function=function)
 
 
-RECURSION = """
-    @numba.njit
-    def f(n):
-        return 0 if n < 1 else 1 + g(n - 1)
-    @numba.njit
-    def g(n):
-        return 0 if n < 1 else 10 + {}(n - 1)
-    def kernel(x, out):
-        out[0] = f(5)
-    """
 ARRAYS = [np.ones(12), np.ones(12)[::2], np.ones(12)[::3], np.ones((2, 3)), np.ones((2, 3), order="F")]
 TWO_MODULES = [module_with(constant=1), module_with(constant=2)]
 MODULE = module_with()
@@ -1447,7 +1432,6 @@ LARGE_TOTAL = runs("total = 300\n    out[0] = total")
 same, first_constant = numba.njit(lambda module: module), numba.njit(lambda pair: pair[0].constant)
 LOOK_ALIKES = {  # kernels that a name could take for each other, and that compute different things
     "subclass of float": reads_each(hidden(float, 1, 2)),
-    "subclass of int": reads_each(hidden(int, 1, 2)),
     "subclass of str": reads_each(hidden(str, "a", "ab"), "len(v)"),
     "enum members": reads_each(ZeroInText, "v.value"),
     "strides": reads_each(ARRAYS[:3], "v.strides[0]"),
@@ -1460,7 +1444,6 @@ LOOK_ALIKES = {  # kernels that a name could take for each other, and that compu
     "modules in a tuple": reads_each(TWO_MODULES, "constant((v, 1))", constant=first_constant),
     "modules and getattr": reads_each(TWO_MODULES, 'getattr(v, "constant")'),
     "modules with a property": reads_each([lazy_module(1), lazy_module(2)], "v.constant"),
-    "modules with __getattr__": reads_each([module_with_getattr(1), module_with_getattr(2)], "v.constant"),
     "edited module": edited(reads("v.helper(x[0])", v=MODULE), vars(MODULE), "helper", helper("a"), helper("a + 1")),
     "edited module handed on": edited(reads("same(v).edited", v=MODULE, same=same), vars(MODULE), "edited", 1, 10),
     "edited global of njit": edited_global(numba.njit),
@@ -1574,32 +1557,12 @@ def refuse_negative(x, out):
         out[i] = x[i]
 
 
-def returned_twice(x):
-    return x, x
-
-
 def transpose_of(x):
     return x.T
 
 
 def itself(x):
     return x
-
-
-def text_of(x):
-    return "a"
-
-
-def outs_of_two(x, y):
-    return x
-
-
-def outs_that_fail(x):
-    return x + "a"
-
-
-def one_element(x):
-    return 1.5
 
 
 @numba.njit("f8(f8[:])")
@@ -1613,11 +1576,7 @@ def add_one_to_a_key():
 
 def raises(text):
     """A function whose kernel raises an error with this text."""
-
-    def raiser(x, out):
-        raise ArithmeticError(text)
-
-    return wrap(raiser)
+    return wrap(runs(f"raise ArithmeticError({text!r})"))
 
 
 NAMES = "must be a list of names of parameters"
@@ -1628,7 +1587,6 @@ NOT_MADE = {  # text of the error: the arguments of numba_kernel that it refuses
         (r"outs must be specs .*jax.ShapeDtypeStruct.*got 3 of type int", {"outs": 3}),
         (r"outs\[1\] must be specs .*got 'f4' of type str", {"outs": [FLOATS, "f4"]}),
         ("outs is missing: .*outs=lambda x: x", {"outs": None}),
-        (r"outs\[0\] must be specs with both .shape and .dtype.* got 3", {"outs": (3, 4)}),
         ("outs must be specs with both .shape and .dtype.* got .*float32", {"outs": jnp.float32}),
         (r"input_output_aliases must be a dict .*; got \[\(0, 0\)\]", {"input_output_aliases": [(0, 0)]}),
         (rf'scalars {NAMES}, such as \["x"\]; got 3', {"scalars": 3}),
@@ -1668,12 +1626,12 @@ ERRORS = {  # text of the error, a function, and its inputs
         ("input 0 .*structured", wrap(itself), np.zeros(3, "f4,i4")),
         (r"input 0 .*key<.*pass jax.random.key_data", add_one_to_a_key),
         # outputs
-        ("outs must be specs .*got 1.5 of type", wrap(outs=one_element), F32),
+        ("outs must be specs .*got 1.5 of type", wrap(outs=lambda x: 1.5), F32),
         (r"output 0 is bfloat16\[4\]", wrap(outs=spec(4, dtype=jnp.bfloat16)), F32),
         (r"scratch 0 is bfloat16\[4\]", wrap(scratch=spec(4, dtype=jnp.bfloat16)), F32),
-        (f"numba_kernel 'add_one': {ANOTHER_NUMBER} for each input", wrap(outs=outs_of_two), F32),
-        (f"XLACustomKernel 'unary': {ANOTHER_NUMBER} for each input", partial(unary_op, outs=outs_of_two), F32),
-        ("unsupported operand", wrap(outs=outs_that_fail), F32),  # an error inside of `outs` stays itself
+        (f"numba_kernel 'add_one': {ANOTHER_NUMBER} for each input", wrap(outs=lambda x, y: x), F32),
+        (f"XLACustomKernel 'unary': {ANOTHER_NUMBER} for each input", partial(unary_op, outs=lambda x, y: x), F32),
+        ("unsupported operand", wrap(outs=lambda x: x + "a"), F32),  # an error inside of `outs` stays itself
         # the arguments of the kernel
         ("positional argument", wrap(outs=itself), F32, F32),
         (r"'add_one' takes \(x, out\), but .* 1 inputs and 2 outputs", wrap(outs=[FLOATS] * 2), F32),
@@ -1690,8 +1648,8 @@ ERRORS = {  # text of the error, a function, and its inputs
         # what the kernel does
         ("'kernel' returns int64, not nothing: with parameters", wrap(runs("return x.size")), F32),
         (r"array\(float32.*, not int32\[:\]", wrap(itself, FOUR_INTEGERS), F32),
-        (r"returns UniTuple.* x 2.*, not float32\[:\]", wrap(returned_twice), F32),
-        (r"returns .*str.*, not float32", wrap(text_of), F32),
+        (r"returns UniTuple.* x 2.*, not float32\[:\]", wrap(lambda x: (x, x)), F32),
+        (r"returns .*str.*, not float32", wrap(lambda x: "a"), F32),
         ("jax_enable_x64 is set", wrap(first_double), F32),
         ("(?s)'kernel' .*inputs? .*input_output_aliases", wrap(runs("x[0] = 1")), F32),
         (r"(?s)cannot compile .*'kernel' for \(float32\[:\]\) -> \(float.*nothing", wrap(reads("x.nothing")), F32),
@@ -1827,17 +1785,6 @@ def scan_without_jit(x):
         return add_three_in_a_scan(x) - 2
 
 
-def cond_under_vmap(x):
-    def add_one_or_two(row):
-        return jax.lax.cond(row[0] > 3, add_one, lambda row: add_one(row) + 1, row)
-
-    return jax.vmap(add_one_or_two)(x[:, None])[:, 0] - (x <= 3)
-
-
-def pmap(x):
-    return jax.pmap(add_one)(x.reshape(4, 2)).reshape(8)
-
-
 def shard_map_of_scan(x):
     return sharded(add_three_in_a_scan, 4)(x) - 2
 
@@ -1855,8 +1802,8 @@ def vmap_of_shard_map(x):
 
 
 @pytest.mark.parametrize("transformed", [
-    scan_without_jit, cond_under_vmap, pmap, shard_map_of_scan, jitted_shard_map_over_two_axes,
-    shard_map_of_a_replicated_input, vmap_of_shard_map,
+    scan_without_jit, shard_map_of_scan, jitted_shard_map_over_two_axes, shard_map_of_a_replicated_input,
+    vmap_of_shard_map,
 ])  # fmt: skip
 def test_transformed_call_gives_the_same_answer(transformed):
     np.testing.assert_array_equal(transformed(jnp.arange(8.0)), [1, 2, 3, 4, 5, 6, 7, 8])
@@ -1866,30 +1813,14 @@ def test_calls_in_flight_on_all_devices():
     arrays = [jax.device_put(jnp.arange(1000.0) + i, device) for i, device in enumerate(jax.devices())]
     for _ in range(20):
         results = [add_one(x) for x in arrays]
-    for i, (result, device) in enumerate(zip(results, jax.devices())):
-        assert result.devices() == {device}
-        np.testing.assert_array_equal(result, np.arange(1000.0) + i + 1)
+    for x, result in zip(arrays, results):
+        assert result.devices() == x.devices()
+        np.testing.assert_array_equal(result, x + 1)
 
 
 multiply = wrap(lambda x, y: x * y)
 product = jax.custom_vjp(multiply)
 product.defvjp(lambda x, y: (product(x, y), (x, y)), lambda xy, ct: (multiply(ct, xy[1]), multiply(ct, xy[0])))
-
-
-def sum_of_squared_halves(x):
-    return (product(x, jnp.full_like(x, 0.5)) ** 2).sum()
-
-
-def test_gradients_of_custom_vjp():
-    def sum_over_rows(x):
-        return jax.vmap(sum_of_squared_halves)(x).sum()
-
-    x = jnp.arange(6.0).reshape(2, 3)
-    of_vmap = jax.grad(sum_over_rows)
-    vmap_of = jax.vmap(jax.grad(sum_of_squared_halves))
-    of_checkpoint = jax.grad(jax.checkpoint(sum_of_squared_halves))
-    for gradient in (jax.grad(sum_of_squared_halves), of_vmap, vmap_of, of_checkpoint, jax.jit(of_vmap)):
-        np.testing.assert_allclose(gradient(x), x / 2)
 
 
 def test_shard_map_sums_the_gradient_of_a_replicated_input():
@@ -1988,13 +1919,6 @@ def test_any_nest_of_vmaps_is_a_loop_over_slices(rank, dtype):
         check_running_sums(found, expected)
 
 
-@pytest.mark.parametrize("method", ["sequential", "sequential_unrolled", "expand_dims", "broadcast_all", None])
-def test_every_vmap_method_gives_the_same_answer(method):
-    total = wrap(runs("out[()] = x.sum()"), spec(), vmap_method=method)
-    x = np.arange(24.0, dtype=np.float32).reshape(2, 3, 4)
-    np.testing.assert_array_equal(jax.vmap(jax.vmap(total, 1), 0)(x), x.sum(1))
-
-
 @numba.extending.intrinsic
 def thread_id(typing_context):
     from llvmlite import ir
@@ -2020,7 +1944,7 @@ needs_cores = pytest.mark.skipif((os.cpu_count() or 1) < 2 or sys.platform == "w
 
 
 @needs_cores
-@pytest.mark.parametrize("method", ["sequential", "sequential_unrolled", "expand_dims", None])
+@pytest.mark.parametrize("method", ["sequential", "sequential_unrolled", "expand_dims", "broadcast_all", None])
 def test_slices_of_a_batch_run_on_all_threads_unless_in_order(method):
     spin = wrap(spin_on_a_thread, spec(2, dtype="float64"), vmap_method=method)
     x = np.arange(128.0).reshape(2, 64, 1)
@@ -2095,15 +2019,6 @@ def _scaled_head(x, n, alpha):
     return np.where(np.arange(x.size) < n, alpha * x, 0).astype(np.float32)
 
 
-def _shifted(x, y, out):
-    for i in range(x.size):
-        out[i] = x[i] + y
-
-
-def _increment(x):
-    x += 1
-
-
 def _window(x, n, weight=1.0, power=1.0):
     return np.full(n, weight * x[0] ** power)
 
@@ -2112,59 +2027,33 @@ def _sum_and_twice(x):
     return x.sum(), (2 * x, x.size)
 
 
-def _running_both(x, total):
-    return x + total, 2 * (x + total)
-
-
-def _copy_first(*arrays):
-    arrays[-1][:] = arrays[0]
-
-
-def _scaled(x, out, factor=3):
-    out[:] = factor * x
-
-
-class OneLiner(typing.NamedTuple):
-    """A function that needs no wrapping, and the same in Python; two slices of each input."""
-
-    function: Callable
-    expected: Callable
-    inputs: Sequence
-    named: Mapping = types.MappingProxyType({})  # inputs and constants by keyword
-
-
 SCALARS, VECTORS = np.array([1.25, 1.5], np.float32), np.array([[1, 1.5, 1.75], [2, 1.25, 1.125]], np.float32)
 THREE_INPUTS = [SCALARS, VECTORS, VECTORS + 1]
-TWO_OF_THREE = {"n": np.full(2, 2, np.int32)}
 THREE_FLOATS, COUNT = spec(3), spec(dtype=np.int32)
-vectorized = numba.vectorize(_axpy), numba.vectorize(["f4(f4,f4,f4)"])(_axpy)
-gu_shifted = numba.guvectorize("(n),()->(n)"), numba.guvectorize(["void(f4[:],f4,f4[:])"], "(n),()->(n)")
-ONE_LINERS = {
-    "returns a scalar": OneLiner(wrap(lambda x: x.mean(), spec()), np.mean, [VECTORS]),
-    "returns an array": OneLiner(wrap(_axpy, like_second), _axpy, THREE_INPUTS),
-    "returns another layout": OneLiner(wrap(transpose_of, spec(3, 1)), np.transpose, [VECTORS[:, None]]),
-    "returns a tuple": OneLiner(wrap(_sum_and_twice, (spec(), (THREE_FLOATS, COUNT))), _sum_and_twice, [VECTORS]),
-    "inputs by keyword": OneLiner(wrap(_axpy, like_second), _axpy, [SCALARS], {"y": VECTORS, "x": VECTORS + 1}),
-    "star args": OneLiner(wrap(_copy_first), like_first, [VECTORS, VECTORS + 1]),
-    "a default": OneLiner(wrap(_scaled), lambda x: 3 * x, [VECTORS]),
-    "vectorize": OneLiner(wrap(vectorized[0], like_second), _axpy, THREE_INPUTS),
-    "typed vectorize": OneLiner(wrap(vectorized[1], THREE_FLOATS), _axpy, THREE_INPUTS),
-    "guvectorize": OneLiner(wrap(gu_shifted[0](_shifted), THREE_FLOATS), np.add, [VECTORS, SCALARS]),
-    "typed guvectorize": OneLiner(wrap(gu_shifted[1](_shifted), THREE_FLOATS), np.add, [VECTORS, SCALARS]),
-    "a constant": OneLiner(wrap(_window, lambda x, n: spec(n)), _window, [VECTORS], {"n": 3}),
-    "an input past a default": OneLiner(
-        wrap(_window, lambda x, p, *, n: spec(n)), _window, [VECTORS], {"power": SCALARS, "n": 3}
-    ),
-    "scalars": OneLiner(wrap(_head, scalars=True), _scaled_head, [VECTORS], {"alpha": SCALARS, **TWO_OF_THREE}),
-    "a named scalar": OneLiner(
-        wrap(_head, THREE_FLOATS, scalars=["alpha"]), _scaled_head, [VECTORS], {"alpha": 3.0, "n": 2}
-    ),
-    "in-out": OneLiner(
-        wrap(_running, lambda x, total: (total, x), in_out_argnames=iter(["total"])), _running_both, [VECTORS],
-        {"total": VECTORS + 1},
-    ),
-    "in place": OneLiner(wrap(_increment, THREE_FLOATS, in_out_argnames=["x"]), lambda x: x + 1, [VECTORS]),
-}  # fmt: skip
+window_outs = lambda x, power, *, n: spec(n)
+in_out = wrap(_running, lambda x, total: (total, x), in_out_argnames=iter(["total"]))
+shifted = runs("for i in range(x.size): out[i] = x[i] + y", "x, y, out")
+gu_shifted = numba.guvectorize("(n),()->(n)")(shifted)
+typed_gu_shifted = numba.guvectorize(["void(f4[:],f4,f4[:])"], "(n),()->(n)")(shifted)
+ONE_LINERS = {  # a function as it is, the same in Python, two slices of each input, and what goes by keyword
+    "returns a scalar": (wrap(lambda x: x.mean(), spec()), np.mean, [VECTORS], {}),
+    "returns an array": (wrap(_axpy, like_second), _axpy, THREE_INPUTS, {}),
+    "returns another layout": (wrap(transpose_of, spec(3, 1)), np.transpose, [VECTORS[:, None]], {}),
+    "returns a tuple": (wrap(_sum_and_twice, (spec(), (THREE_FLOATS, COUNT))), _sum_and_twice, [VECTORS], {}),
+    "inputs by keyword": (wrap(_axpy, like_second), _axpy, [SCALARS], {"y": VECTORS, "x": VECTORS + 1}),
+    "star args": (wrap(runs("a[-1][:] = a[0]", "*a")), like_first, [VECTORS, VECTORS + 1], {}),
+    "a default": (wrap(runs("out[:] = n * x", "x, out, n=3")), lambda x: 3 * x, [VECTORS], {}),
+    "vectorize": (wrap(numba.vectorize(_axpy), like_second), _axpy, THREE_INPUTS, {}),
+    "typed vectorize": (wrap(numba.vectorize(["f4(f4,f4,f4)"])(_axpy), THREE_FLOATS), _axpy, THREE_INPUTS, {}),
+    "guvectorize": (wrap(gu_shifted, THREE_FLOATS), np.add, [VECTORS, SCALARS], {}),
+    "typed guvectorize": (wrap(typed_gu_shifted, THREE_FLOATS), np.add, [VECTORS, SCALARS], {}),
+    "a constant": (wrap(_window, lambda x, n: spec(n)), _window, [VECTORS], {"n": 3}),
+    "an input past a default": (wrap(_window, window_outs), _window, [VECTORS], {"power": SCALARS, "n": 3}),
+    "scalars": (wrap(_head, scalars=True), _scaled_head, [VECTORS], {"alpha": SCALARS, "n": np.full(2, 2, np.int32)}),
+    "a named scalar": (wrap(_head, THREE_FLOATS, scalars=["alpha"]), _scaled_head, [VECTORS], {"alpha": 3.0, "n": 2}),
+    "in-out": (in_out, lambda x, total: (x + total, 2 * (x + total)), [VECTORS], {"total": VECTORS + 1}),
+    "in place": (wrap(runs("x += 1", "x"), THREE_FLOATS, in_out_argnames=["x"]), lambda x: x + 1, [VECTORS], {}),
+}
 
 
 def both_slices(function, how, inputs, named):
@@ -2197,21 +2086,17 @@ def test_numba_functions_in_one_line(name, how):
     check_slices(function, expected, how, inputs, named)
 
 
-def doubles(*shape):
-    return spec(*shape, dtype=float)
-
-
 # Double precision, as these libraries are made for.
 POINTS, OTHER_POINTS = np.random.default_rng(1).uniform(0.1, 1, (2, 2, 8))
 SORTED_POINTS = np.sort(POINTS)
 LIBRARY_FUNCTIONS = {  # function: outs, inputs, constants
-    "pynndescent.distances.euclidean": (doubles(), [POINTS, OTHER_POINTS], {}),
-    "umap.distances.minkowski": (doubles(), [POINTS, OTHER_POINTS], {"p": 3}),
-    "stumpy.core._rolling_nanstd_1d": (doubles(6), [POINTS], {"w": 3}),
-    "quantecon.lorenz_curve": ((doubles(9), doubles(9)), [POINTS], {}),
+    "pynndescent.distances.euclidean": (spec(dtype=float), [POINTS, OTHER_POINTS], {}),
+    "umap.distances.minkowski": (spec(dtype=float), [POINTS, OTHER_POINTS], {"p": 3}),
+    "stumpy.core._rolling_nanstd_1d": (spec(6, dtype=float), [POINTS], {"w": 3}),
+    "quantecon.lorenz_curve": ((spec(9, dtype=float), spec(9, dtype=float)), [POINTS], {}),
     "quantecon.util.searchsorted": (spec(dtype=int), [SORTED_POINTS, OTHER_POINTS[:, 0]], {}),
-    "numba_stats.norm._cdf": (doubles(8), [POINTS, OTHER_POINTS[:, 0], OTHER_POINTS[:, 1]], {}),
-    "interpolation.interp": (doubles(8), [SORTED_POINTS, OTHER_POINTS, (POINTS + OTHER_POINTS) / 2], {}),
+    "numba_stats.norm._cdf": (spec(8, dtype=float), [POINTS, OTHER_POINTS[:, 0], OTHER_POINTS[:, 1]], {}),
+    "interpolation.interp": (spec(8, dtype=float), [SORTED_POINTS, OTHER_POINTS, (POINTS + OTHER_POINTS) / 2], {}),
 }
 
 
@@ -2251,21 +2136,6 @@ def plus_one(a):
     return a + 1
 
 
-@numba.guvectorize(["void(float32[:], float32[:])"], "(n)->(n)")
-def gu_swap(a, out):
-    a[0], out[0] = 77, a[0]
-
-
-@numba.extending.intrinsic
-def poke(typing_context, a):
-    def write(context, builder, signature, args):
-        array = context.make_array(a)(context, builder, args[0])
-        builder.store(context.get_constant(a.dtype, 77), array.data)
-        return context.get_dummy_value()
-
-    return numba.void(a), write
-
-
 @numba.experimental.jitclass([("a", numba.float32[::1])])
 class Holder:
     def __init__(self, a):
@@ -2280,59 +2150,27 @@ memset = ctypes.CDLL(None).memset
 memset.argtypes, memset.restype = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t], ctypes.c_void_p
 square_of_ones = np.ones((4, 4), np.float32)
 
-REFUSED_WRITES = {  # Numba sees that a read-only array is written to
-    "item": "x[0] = 77",
-    "slice": "x[1:] = 77",
-    "mask": "x[x > 0] = 77",
-    "all": "x[...] = 77",
-    "sort": "x[::-1].sort()",
-    "fill": "x.fill(77)",
-    "swap": "x[0], x[1] = x[1], x[0]",
-    "closure": "(lambda a: a.fill(77))(x)",
-    "view": "x.view(np.int32)[0] = 77",
-    "reshape": "x.reshape((2, 2))[0, 0] = 77",
-    "ravel": "x.ravel()[0] = 77",
-    "transpose": "x.T[0] = 77",
-    "asarray": "np.asarray(x)[0] = 77",
-    "shuffle": "np.random.shuffle(x)",
-    "list": "l = [out, x]\n    l[1][0] = 77",
-    "either": "a = out if out.size == 0 else x\n    a[0] = 77",
-}
-COPIED_WRITES = {  # Numba does not, so that the kernel runs on a copy
-    "in place": "x += 77",
-    "in place slice": "x[:2] -= 77",
-    "ufunc": "np.add(x, 77, x)",
-    "sin": "np.sin(x, x)",
-    "vectorize": "plus_one(x, x)",
-    "guvectorize": "gu_swap(x, out)",
-    "dot": "np.dot(square_of_ones, out, x)",
-    "dot out": "np.dot(square_of_ones, out, out=x)",
-    "dot of a tuple": "a = (square_of_ones, out, x)\n    np.dot(*a)",
-    "nan_to_num": "np.nan_to_num(x, False)",
-    "flat": "x.flat[0] = 77",
-    "helper": "write_first(x)",
-    "nditer": "for v in np.nditer(x):\n        v[()] = 77",
-    "nditer of two": "for v, w in np.nditer((x, out)):\n        v[()] = 77",
-    "nditer, renamed": "for v in elements(x):\n        v[()] = 77",
-    "fill_diagonal": "np.fill_diagonal(x.reshape((2, 2)), 77)",
-    "fill_diagonal, renamed": "fill(x.reshape((2, 2)), 77)",
-    "tuple": "for a in (x, out):\n        a[0] = 77",
-    "typed list": "l = numba.typed.List()\n    l.append(out)\n    l.append(x)\n    l[1][0] = 77",
-    "typed dict": "d = numba.typed.Dict()\n    d[0] = out\n    d[1] = x\n    d[1][0] = 77",
-    "jitclass": "Holder(x).put(77)",
-    "intrinsic": "poke(x)",
-    "address": "memset(x.ctypes, 77, 4)",
-    "getattr": "memset(getattr(x, 'ctypes'), 77, 4)",
-}
-CONTIGUOUS_WRITES = {  # refused before Numba 0.64, copied since: numba/numba#10390 makes these arrays writable
-    "ascontiguousarray": "np.ascontiguousarray(x)[0] = 77",
-    "asfortranarray": "np.asfortranarray(x)[0] = 77",
-    "ascontiguousarray, renamed": "contiguous(x)[0] = 77",
-}
-if numba.version_info.short < (0, 64):
-    REFUSED_WRITES |= CONTIGUOUS_WRITES
-else:
-    COPIED_WRITES |= CONTIGUOUS_WRITES
+REFUSED_WRITES = [  # Numba sees that a read-only array is written to
+    "x[0] = 77", "x[1:] = 77", "x[x > 0] = 77", "x[...] = 77", "x[0], x[1] = x[1], x[0]",
+    "x[::-1].sort()", "x.fill(77)", "(lambda a: a.fill(77))(x)", "np.random.shuffle(x)",
+    "x.view(np.int32)[0] = 77", "x.reshape((2, 2))[0, 0] = 77", "x.ravel()[0] = 77", "x.T[0] = 77",
+    "np.asarray(x)[0] = 77", "l = [out, x]; l[1][0] = 77", "a = out if out.size == 0 else x; a[0] = 77",
+]  # fmt: skip
+COPIED_WRITES = [  # Numba does not, so that the kernel runs on a copy
+    "x += 77", "x[:2] -= 77", "np.add(x, 77, x)", "np.sin(x, x)", "plus_one(x, x)", "gu_swap(x, out)",
+    "np.dot(square_of_ones, out, x)", "np.dot(square_of_ones, out, out=x)", "a = (square_of_ones, out, x); np.dot(*a)",
+    "np.nan_to_num(x, False)", "x.flat[0] = 77", "write_first(x)",
+    "for v in np.nditer(x): v[()] = 77", "for v in elements(x): v[()] = 77", "for a in (x, out): a[0] = 77",
+    "for v, w in np.nditer((x, out)): v[()] = 77",
+    "np.fill_diagonal(x.reshape((2, 2)), 77)", "fill(x.reshape((2, 2)), 77)",
+    "l = numba.typed.List(); l.append(out); l.append(x); l[1][0] = 77",
+    "d = numba.typed.Dict(); d[0] = out; d[1] = x; d[1][0] = 77",
+    "Holder(x).put(77)", "poke(x)", "memset(x.ctypes, 77, 4)", "memset(getattr(x, 'ctypes'), 77, 4)",
+]  # fmt: skip
+CONTIGUOUS_WRITES = [  # refused before Numba 0.64, copied since: numba/numba#10390 makes these arrays writable
+    "np.ascontiguousarray(x)[0] = 77", "np.asfortranarray(x)[0] = 77", "contiguous(x)[0] = 77",
+]  # fmt: skip
+(REFUSED_WRITES if numba.version_info.short < (0, 64) else COPIED_WRITES).extend(CONTIGUOUS_WRITES)
 
 
 def writes(code, **options):
@@ -2340,17 +2178,18 @@ def writes(code, **options):
     return wrap(numba.njit(**options)(runs(f"{code}\n    out[:] = x", **globals())))
 
 
-@pytest.mark.parametrize("case", REFUSED_WRITES)
-def test_a_kernel_that_writes_to_an_input_is_refused(case):
+@pytest.mark.parametrize("code", REFUSED_WRITES)
+def test_a_kernel_that_writes_to_an_input_is_refused(code):
     with pytest.raises(TypeError, match=r"(?s)inputs are read-only, .*use input_output_aliases.*readonly array"):
-        writes(REFUSED_WRITES[case])(F32)
+        writes(code)(F32)
 
 
-@pytest.mark.parametrize("parallel, case", [
-    *[(False, case) for case in COPIED_WRITES], (True, "in place"), (True, "ufunc"), (True, "flat"),
+@pytest.mark.parametrize("parallel, code", [
+    *itertools.product([False], COPIED_WRITES),
+    *itertools.product([True], ["x += 77", "np.add(x, 77, x)", "x.flat[0] = 77"]),
 ])  # fmt: skip
-def test_a_kernel_that_may_write_to_an_input_gets_a_copy(case, parallel):
-    write = writes(COPIED_WRITES[case], parallel=parallel)
+def test_a_kernel_that_may_write_to_an_input_gets_a_copy(code, parallel):
+    write = writes(code, parallel=parallel)
     x = jnp.array([4.0, np.nan, 2.0, 1.0], jnp.float32)
     seen = write(x)
     np.testing.assert_array_equal(x, [4, np.nan, 2, 1])
@@ -2414,19 +2253,15 @@ def test_an_aliased_output_starts_with_the_input_and_the_caller_keeps_its_array(
 
 
 @pytest.mark.parametrize("batch", [(), (3,), (3, 2)])
-def test_an_output_starts_with_its_input_where_xla_lost_the_alias(batch):
-    """An alias is a hint: fusions of slices on GPUs lose it.  Here the program has none."""
+def test_what_starts_with_an_input_does_where_xla_lost_the_alias(batch):
+    """An alias is a hint: fusions of slices on GPUs lose it.  Here the programs have none."""
     acc, x = jnp.broadcast_to(jnp.array([10.0, 5.0]), (*batch, 2)), jnp.broadcast_to(jnp.arange(4.0), (*batch, 4))
     call = jax.ffi.ffi_call(target_of(accumulate, spec(2), spec(4)), spec(*batch, 2))
     np.testing.assert_array_equal(call(acc, x), np.broadcast_to([16, 5], (*batch, 2)))
     np.testing.assert_array_equal(acc, np.broadcast_to([10, 5], (*batch, 2)))
-
-
-def test_a_kernel_that_may_write_to_an_input_gets_a_copy_where_xla_lost_the_alias():
-    x = jnp.array([4.0, 3.0, 2.0, 1.0])
-    call = jax.ffi.ffi_call(target_of(writes("x.flat[0] = 77"), FLOATS), [FLOATS, FLOATS])
-    np.testing.assert_array_equal(call(x)[0], [77, 3, 2, 1])
-    np.testing.assert_array_equal(x, [4, 3, 2, 1])
+    call = jax.ffi.ffi_call(target_of(writes("x.flat[0] = 77"), FLOATS), [spec(*batch, 4)] * 2)
+    np.testing.assert_array_equal(call(x)[0], np.broadcast_to([77, 1, 2, 3], (*batch, 4)))
+    np.testing.assert_array_equal(x, np.broadcast_to(np.arange(4), (*batch, 4)))
 
 
 def test_the_second_input_starts_the_second_output():
@@ -2496,20 +2331,14 @@ def test_threads_that_trace_the_same_kernels_register_each_once():
     """16 threads race for 3 kernels of 2 dtypes each: a target that is registered twice is an error of XLA's."""
     start = threading.Barrier(16)
 
-    def adder_of(value):
-        def from_many_threads(x, out):
-            for i in range(x.size):
-                out[i] = x[i] + value
-
-        return wrap(from_many_threads)
-
     def work(number):
         start.wait()
         for i in range(6):
             value = (number + i) % 3
-            add = adder_of(value)
+            from_many_threads = runs("out[:] = x + value", value=value)
+            from_many_threads.__name__ = "from_many_threads"
+            add = wrap(from_many_threads)
             x = np.arange(1 + i, dtype=np.float32 if i < 3 else np.int32)
-            np.testing.assert_array_equal(add(x), x + value)
             np.testing.assert_array_equal(jax.jit(lambda x: copy(add(x)))(x), x + value)
             np.testing.assert_array_equal(jax.vmap(add)(x[None]), x[None] + value)
 
@@ -2542,16 +2371,9 @@ def test_collected_wrappers_leave_their_kernels():
 
 
 @pytest.mark.parametrize("outs, args", [
-    (FLOATS, ()),
-    (FLOATS, (F32, F32)),
-    ([FLOATS, FLOATS], (F32,)),
-    (FLOATS, (F32.astype(np.int32),)),
-    (FLOATS, (F32.astype(jnp.bfloat16),)),
-    (spec(4, dtype=np.int32), (F32,)),
-    (FLOATS, (F32[0],)),
-    (spec(), (F32[0],)),
-    (spec(2, 4), (F32,)),
-    (FLOATS, (F32[None],)),
+    (FLOATS, ()), (FLOATS, (F32, F32)), ([FLOATS, FLOATS], (F32,)),
+    (FLOATS, (F32.astype(np.int32),)), (FLOATS, (F32.astype(jnp.bfloat16),)), (spec(4, dtype=np.int32), (F32,)),
+    (FLOATS, (F32[0],)), (spec(), (F32[0],)), (spec(2, 4), (F32,)), (FLOATS, (F32[None],)),
 ])  # fmt: skip
 def test_buffers_of_another_count_rank_or_dtype_are_an_error(outs, args):
     """As another program of the same names could pass them."""
@@ -2560,33 +2382,18 @@ def test_buffers_of_another_count_rank_or_dtype_are_an_error(outs, args):
     assert "INVALID_ARGUMENT" in error and "'add_one' was called with other buffers than" in error
 
 
-def test_allocations_and_prints_in_a_kernel():
-    @numba.njit
-    def allocate(x, out):
-        counts = numba.typed.Dict()
-        arrays = numba.typed.List()
-        for i in range(100):
-            arrays.append(np.full(10, i))
-            counts[i] = arrays[i].sum()
-        print("from the kernel", counts[99])
-        out[0] = counts[99]
-
-    assert (jax.pmap(wrap(allocate))(np.ones((4, 1), np.float32)) == 990).all()
-
-
 def load_copy(name):
-    """Another copy of the file in this process, under a name."""
+    """Another copy of the file in this process, under a name that it has while it is loaded."""
     spec = importlib.util.spec_from_file_location(name, xk.__file__)
     copy = importlib.util.module_from_spec(spec)
-    sys.modules[name] = copy
-    spec.loader.exec_module(copy)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, name, copy)
+        spec.loader.exec_module(copy)
     return copy
 
 
-def test_two_copies_of_this_file_in_a_process(monkeypatch):
+def test_two_copies_of_this_file_in_a_process():
     """Vendored copies under other names, and one that replaces this module."""
-    for name in ("vendored_a", "package.vendored_b", "xla_kernels"):
-        monkeypatch.setitem(sys.modules, name, None)  # as it was, afterwards
     names = ["vendored_a", "package.vendored_b", "xla_kernels", "xla_kernels"]
     kernels = [module.numba_kernel(add_one.__wrapped__, like_first) for module in (xk, *map(load_copy, names))]
 
@@ -2607,7 +2414,6 @@ def test_kernels_run_where_jax_has_lost_private_names(monkeypatch):
     with monkeypatch.context() as patch:
         patch.delattr(dispatch, "prim_requires_devices_during_lowering")
         patch.setitem(sys.modules, "jax.interpreters.xla", None)
-        patch.setitem(sys.modules, "without_private_names", None)
         copy = load_copy("without_private_names")
     add = copy.numba_kernel(add_one.__wrapped__, like_first)
     x = jnp.arange(6.0).reshape(2, 3)
@@ -2619,11 +2425,8 @@ def test_an_unknown_major_version_of_the_interface_is_refused(monkeypatch, tmp_p
     header = tmp_path / "xla" / "ffi" / "api" / "c_api.h"
     header.parent.mkdir(parents=True)
     header.write_text("#define XLA_FFI_API_MAJOR 1\n#define XLA_FFI_API_MINOR 4\n")
-    monkeypatch.setitem(sys.modules, "of_another_version", None)
     monkeypatch.setattr(jax.ffi, "include_dir", lambda: str(tmp_path))
-    refused = (
-        r"jaxlib has version 1\.4 of XLA's FFI, and xla_kernels .* knows 0\.x: install an older jaxlib, or a newer"
-    )
+    refused = r"version 1\.4 of XLA's FFI, and xla_kernels .* knows 0\.x: install an older jaxlib, or a newer"
     with pytest.raises(NotImplementedError, match=refused):
         load_copy("of_another_version").numba_kernel(add_one.__wrapped__, like_first)(F32)
 
@@ -2641,18 +2444,20 @@ def test_warp_says_that_it_needs_numbas_llvm(monkeypatch):
         xk.warp_kernel(scale, like_first)(F32)
 
 
-def test_without_jit_the_kernel_is_plain_python(monkeypatch, capsys):
+def test_without_jit_the_kernel_is_plain_python(monkeypatch):
     monkeypatch.setattr(numba.config, "DISABLE_JIT", True)
 
+    seen = []
+
     def shows(x, out):
-        print("x is", x, out.shape, x.flags.writeable)
+        seen.append((x.tolist(), out.shape, x.flags.writeable))
         if x.ndim and x[0] < 0:
             raise KeyError("negative", x[0].item())
         out[...] = x + 1
 
     show = wrap(shows)
     np.testing.assert_array_equal(show(np.ones(2, np.float32)), [2, 2])
-    assert "x is [1. 1.] (2,) False" in capsys.readouterr().out
+    assert seen == [([1, 1], (2,), False)]
     assert show(np.float32(1)) == 2
     assert show(np.ones((2, 0), np.float32)).shape == (2, 0)
     np.testing.assert_array_equal(jax.vmap(show)(np.ones((3, 2), np.float32)), np.full((3, 2), 2))
@@ -2679,11 +2484,8 @@ def test_type_checkers_know_what_public_functions_take_and_return(tmp_path):
     program.write_text(textwrap.dedent(TYPED))
     options = ["--config-file=", "--follow-imports=skip", f"--cache-dir={tmp_path / 'cache'}"]  # not JAX
     said = run_python("-m", "mypy", *options, program, ROOT / "xla_kernels.py", rc=1, MYPYPATH=str(ROOT))
-    about_program = [line for line in said.splitlines() if line.startswith(str(program))]
-    function, decorator, warp, wrong, *_ = [line.partition(": ")[2] for line in about_program]
-    assert function == 'note: Revealed type is "def (*Any, **Any) -> Any"'
-    assert decorator == warp == function
-    assert wrong.startswith('error: Unexpected keyword argument "vmap_metod"')
+    assert said.count('Revealed type is "def (*Any, **Any) -> Any"') == 3  # of a wrapper, and of a decorator's result
+    assert 'error: Unexpected keyword argument "vmap_metod"' in said
 
 
 # -- processes -----------------------------------------------------------------------------------------
@@ -2793,15 +2595,9 @@ MEMORY = """
 
     def retraces(count):
         for _ in range(count):
-            value = 2.5
-            def kernel(x, out):
-                out[0] = x[0] + value
-            jax.make_jaxpr(wrap(kernel))(ones)
+            jax.make_jaxpr(wrap(reads("x[0] + value", value=2.5)))(ones)
 
-    def fail(x, out):
-        raise ValueError("no")
-
-    failing = wrap(fail)
+    failing = wrap(runs("raise ValueError('no')"))
 
     def errors(count):
         for _ in range(count):
@@ -2834,10 +2630,8 @@ WORKQUEUE = """
 
     def work(kernel):
         f = wrap(kernel)
-        two = jax.jit(lambda x, y: (f(x), f(y)))
         for i in range(50 if kernel is direct else 3):
             assert f(np.ones(5000, np.float32))[-1] == 2
-            assert two(np.ones(5000, np.float32), np.zeros(5000, np.float32))[1][0] == 1
             with contextlib.suppress(ValueError, jax.errors.JaxRuntimeError):  # which Numba loses behind a pointer
                 jax.block_until_ready(f(-np.ones(10, np.float32)))
             assert (jax.pmap(f)(np.ones((4, 1000), np.float32)) == 2).all()
@@ -2879,51 +2673,30 @@ def test_parallel_kernels_entered_at_once(tmp_path):
         assert kept_files(tmp_path)  # which the second process finds
 
 
-NAMED = {  # package that it needs: a program with a function
-    "scipy": """
-        import xla_kernels as xk
-        from numpy import argsort, dot, sum, where
-        from numpy.linalg import norm
-        from numpy.random import normal
-        from random import gauss
+WARP_PROGRAM = """
+    import jax, numpy as np, warp as wp, xla_kernels as xk
 
-        def kernel(x, out):
-            out[0] = sum(x) + dot(x, x) + where(x > 0, 1, 0)[0] + argsort(x)[0] + norm(x)
-            out[0] += 0 * normal() + 0 * gauss(0, 1)
+    @wp.struct
+    class P:
+        a: float
 
-        function = xk.numba_kernel(kernel, lambda x: x)
-        """,
-    "warp": """
-        import warp as wp, xla_kernels as xk
+    @wp.kernel
+    def named(x: wp.array(dtype=float), p: P, out: wp.array(dtype=float)):
+        out[wp.tid()] = p.a * x[wp.tid()]
 
-        @wp.struct
-        class P:
-            a: float
-
-        @wp.kernel
-        def named(x: wp.array(dtype=float), p: P, out: wp.array(dtype=float)):
-            out[wp.tid()] = p.a * x[wp.tid()]
-
-        kernel = xk.warp_kernel(named, lambda x, p: x)
-        function = lambda x: kernel(x, P())
-        """,
-}
-PRINT_PROGRAMS = """
-    import runpy
-    for path in sys.argv[1:]:
-        function = runpy.run_path(path)["function"]
-        print(jax.jit(function).lower(ones).as_text())
+    kernel = xk.warp_kernel(named, lambda x, p: x)
+    print(jax.jit(lambda x: kernel(x, P())).lower(np.ones(4, np.float32)).as_text())
     """
 
 
-def test_names_are_equal_in_another_process(tmp_path):
-    """Also where Python hashes text in another way; programs of packages that are missing here are left out."""
-    paths = [tmp_path / f"{package}.py" for package in NAMED if conftest.missing(package) is None]
-    for path in paths:  # Warp reads the source
-        path.write_text(textwrap.dedent(NAMED[path.stem]))
-    first, second = [run_code(PRINT_PROGRAMS, *paths, PYTHONHASHSEED=seed) for seed in "12"]
+@pytest.mark.needs("warp")
+def test_names_of_warp_kernels_are_equal_in_another_process(tmp_path):
+    """Also where Python hashes text in another way.  Those of other kernels are tested with files of kernels."""
+    path = tmp_path / "program.py"  # where Warp reads the source
+    path.write_text(textwrap.dedent(WARP_PROGRAM))
+    first, second = [run_python(path, PYTHONHASHSEED=seed, JAX_PLATFORMS="cpu") for seed in "12"]
     assert first == second
-    assert first.count("custom_call @") == len(paths)
+    assert "custom_call @" in first
 
 
 # ======================================================================================================
@@ -2932,7 +2705,7 @@ def test_names_are_equal_in_another_process(tmp_path):
 
 # What a process does with kernels of each kind: prints the result of each, and which Numba or JAX compiled.
 ON_DISK = r"""
-    import ctypes, enum, functools, json
+    import ctypes, enum, functools, json, random
     from numba.core.event import install_recorder
 
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
@@ -2951,6 +2724,7 @@ ON_DISK = r"""
 
     op = xk.XLACustomKernel("on_disk")
     op.def_numba_kernel(lambda scale, outs: wrap(scaled_by(scale)))
+    random_functions = {"normal": np.random.normal, "gauss": random.gauss}
     number_and_size = np.zeros((), np.float32), np.zeros((), np.int32)
     calls = {
         "plain": add_one,
@@ -2964,6 +2738,7 @@ ON_DISK = r"""
         "writes": wrap(runs("x.flat[0] = 7; out[:] = x")),
         "vectorized": wrap(numba.vectorize(lambda x: x * 5)),
         "constants": wrap(reads("np.pi + table[x.size - 1] + math.sin(x[0])", table=np.arange(4.0))),
+        "functions": wrap(reads("total(x) + 0 * normal() + 0 * gauss(0, 1)", total=np.sum, **random_functions)),
         "with_global": wrap(reads("x[0] + increment", increment=increment)),
         "with_helper": wrap(reads("add(x[0])", add=numba.njit(lambda a: a + increment))),
         "with_option": wrap(numba.njit(fastmath=changed)(reads("x[0]"))),
@@ -3113,19 +2888,15 @@ CACHED_BY_NUMBA = """
     import cached
     with install_recorder("numba:compile") as recorder:
         print(wrap(cached.kernel)(ones)[0], len(recorder.buffer) > 0)
-    print(wrap(reads("other(x[0])", other=cached.other))(ones)[0])  # without what Numba has in its cache for `other`
+    print(wrap(reads("helper(x[0])", helper=cached.helper))(ones)[0])  # not as in Numba's cache
     jax.config.update("jax_compilation_cache_dir", sys.argv[1] + "/kept")
-    print(wrap(reads("other(x[0]) * 2", other=cached.other))(ones)[0])
+    print(wrap(reads("helper(x[0]) * 2", helper=cached.helper))(ones)[0])
     """
 CACHED = """
     import constants, numba
 
     @numba.njit(cache=True)
     def helper(a):
-        return a + constants.n
-
-    @numba.njit(cache=True)
-    def other(a):
         return a + constants.n
 
     @numba.njit(cache=True)
