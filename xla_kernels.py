@@ -3835,7 +3835,7 @@ class _CudaWrapper(_Wrapper):
         runs = f"runs on {packages[0].where}"
         target = _Target(name, launch, makes={platform: code.compile}, check=code.check, title=self.title, runs=runs)
         target.announce()
-        if not code.may_batch or self.options.in_order:
+        if not code.is_native or self.options.in_order:
             return target
         batch_code = dataclasses.replace(code, batched=True)
         for_batches = dataclasses.replace(target, name=f"{name}.batched", makes={platform: batch_code.compile})
@@ -3858,13 +3858,14 @@ class _CudaCode:
     batched: bool = False  # whether it runs a batch in one launch, where the kernel allows that
 
     @property
-    def may_batch(self) -> bool:
+    def is_native(self) -> bool:
+        """Whether it is compiled to machine code."""
         return self.form is not None and self.packages[0].on_gpu
 
     def walk(self) -> _Digester:
         modules = [package.module for package in self.packages]
         how = self.form and tuple(self.form), self.command_buffer, str(self.signature), *modules
-        in_place = _never if self.may_batch else _always  # Python has no copies
+        in_place = _never if self.is_native else _always  # Python has no copies
         with _CUDASIM_LOCK:  # a simulated kernel may be running with its globals replaced
             return _Digester(in_place).walk(self.function, *how, _settings(sys.modules["numba"].config))
 
@@ -4078,13 +4079,15 @@ class _NumbaCuda:
     def _compiled(self, dispatcher: Any, signature: _Signature) -> tuple[str, dict[int, bytes], bool] | None:
         """The entry of a kernel, its machine code by CUDA ordinal, and whether it does the same for all z."""
         ordinals = _cuda_ordinals()
-        params = [word for rank in signature.ranks for word in self.params(_Array(0, [1] * rank, [1] * rank, 1))]
+        n_params = 0
+        for rank in signature.ranks:
+            n_params += len(self.params(_Array.row_major(0, [1] * rank, 1)))
         with self.on_device(ordinals[0]):
             compiled = self.typed(signature, functools.partial(_compile_cuda, dispatcher))
             if not compiled or any(self.extras(dispatcher, compiled)):
                 return None
             ptx, entry, _ = self.code(compiled)
-            if _ptx_params(ptx, entry) != ["u64"] * len(params):
+            if _ptx_params(ptx, entry) != ["u64"] * n_params:
                 return None
         cubins = {}
         for ordinal in ordinals:
@@ -5108,18 +5111,16 @@ def _warp_adjoints(adjoint: Any) -> list[Any]:
 def _warp_functions(adjoint: Any) -> list[Any]:
     """The functions that code names, Warp's own and all overloads of the users', and those that these name."""
     functions: list[Any] = []
-    todo = [adjoint]
-    while todo:
-        code = todo.pop()
+    codes = [adjoint]  # grows by theirs
+    for code in codes:
         for node in ast.walk(code.tree):
-            if not isinstance(node, (ast.Name, ast.Attribute)):
-                continue
-            named = code.resolve_static_expression(node, eval_types=False)[0]
-            if not hasattr(named, "is_builtin"):
-                continue
-            new = [function for function in _overloads(named) if function not in functions]
-            functions += new
-            todo += [function.adj for function in new if not function.is_builtin()]
+            named = None
+            if isinstance(node, (ast.Name, ast.Attribute)):
+                named = code.resolve_static_expression(node, eval_types=False)[0]
+            for function in _overloads(named) if hasattr(named, "is_builtin") else []:
+                if function not in functions:
+                    functions.append(function)
+                    codes += [] if function.is_builtin() else [function.adj]
     return functions
 
 
@@ -5295,10 +5296,7 @@ class _WarpPlan:
         param = argument.param
         if argument.is_array:
             return self.array(argument, self.stand_ins, device)
-        if param.ndim:
-            return None
-        is_number = param.dtype is not None and not param.inner
-        return 0 if is_number else param.type()
+        return None if param.ndim else param.type()
 
     def record(self, device: str) -> Any:
         """Warp's recorded launch, with stand-ins for arrays and values; compiles and loads the kernel."""
