@@ -4658,9 +4658,9 @@ def _warp_instance_type(wp: Any, kind: Any, value: Any) -> Any:
 
 
 class _WarpBuffers(NamedTuple):
-    """What the buffers of a call hold; these are numbers: inputs, then outputs."""
+    """What the buffers of a call hold; buffers are numbers: inputs, then outputs."""
 
-    params: Sequence[_WarpParam]  # of each of the first buffers: an array, or a traced value
+    params: Sequence[_WarpParam]  # the first buffers hold one of these each: its array, or its traced value
     n_args: int  # so many of them are inputs of the user's call
     adjoints: Mapping[_WarpParam, int] | None = None  # in an adjoint launch: the cotangent or gradient of a parameter
 
@@ -5413,21 +5413,25 @@ def _layout_of(plan: _WarpPlan, launch: Any, on_cpu: bool) -> _WarpLayout | None
     blocks = _warp_cpu_blocks(launch) if on_cpu else launch.params
     memory = [_padded(bytes(block)) for block in blocks]
     starts = list(itertools.accumulate(map(len, memory), initial=0))
-    offsets = []
-    sizes = []
-    for start, block in zip(starts[1:], blocks[1:]):
-        if on_cpu:
-            fields = [getattr(type(block), name) for name, *_ in block._fields_]
-            offsets += [start + field.offset for field in fields]
-            sizes += [field.size for field in fields]
-        else:
-            offsets.append(start)
-            sizes.append(ctypes.sizeof(block))
-    if sizes != [argument.nbytes for argument in plan.arguments]:
+    places = _argument_places(starts, blocks, on_cpu)
+    if [size for _, size in places] != [argument.nbytes for argument in plan.arguments]:
         return None
-    layout = _WarpLayout(type(blocks[0]), tuple(starts), tuple(offsets))
+    layout = _WarpLayout(type(blocks[0]), tuple(starts), tuple(offset for offset, _ in places))
     is_known = {name for name, _ in layout.bounds._fields_} <= {"shape", "ndim", "size", "coord_mult"}
     return layout if is_known and _written_memory(layout, plan) == b"".join(memory) else None
+
+
+def _argument_places(starts: Sequence[int], blocks: Sequence[Any], on_cpu: bool) -> list[tuple[int, int]]:
+    """Offset and size of each argument, then of each adjoint."""
+    places = []
+    for start, block in zip(starts[1:], blocks[1:]):
+        if not on_cpu:
+            places.append((start, ctypes.sizeof(block)))
+            continue
+        for name, *_ in block._fields_:
+            field = getattr(type(block), name)
+            places.append((start + field.offset, field.size))
+    return places
 
 
 def _padded(memory: bytes) -> bytes:
@@ -5581,7 +5585,8 @@ def _warp_grid(title: str, n_threads: int, block_dim: int, has_grid_stride: bool
         y = min(-(-blocks // x), 65535)
         z = -(-blocks // (x * y))
     if z > 65535 or n_threads > sys.maxsize:
-        raise ValueError(f"{title}: {n_threads} threads are too many for one launch")
+        limit = "" if has_grid_stride else " without a grid stride"
+        raise ValueError(f"{title}: {n_threads} threads are too many for one launch{limit}")
     return x, y, z
 
 
