@@ -1217,6 +1217,9 @@ def _constants(jaxprs: Sequence) -> list:
 # (its outputs, its lowering, its vmap) stands first, then the wrapper.  Does not know a backend: it derives a wrapper.
 
 # -- 7.1 The primitive: what JAX's interpreters ask ----------------------------------------------------
+# An alias says that an output starts with an input.  A wrapper has those that the user gave, by name or number.  In a
+# `_Call` they are by number and, once it is known what runs it, those of hidden outputs are among them.  `_BoundCall`
+# and `_Signature`, which are compared, have them as pairs; in a `_Signature` the hidden ones stand apart.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -1225,7 +1228,7 @@ class _Call:
 
     ins: list[Spec]
     outs: list[Spec]  # with scratch, and then the hidden ones
-    aliases: dict[int, int]  # input -> the output that starts with it
+    aliases: dict[int, int]
     zeroed: tuple[int, ...] = ()  # the outputs that start from zeros
     n_scratch: int = 0
     target: Any = None
@@ -1253,7 +1256,7 @@ class _BoundCall:
 
     target: _Target
     outs: tuple[Spec, ...]  # those that the rule names; then scratch and hidden ones, which nobody reads
-    aliases: tuple[tuple[int, int], ...]  # those of `_Call`, hashable
+    aliases: tuple[tuple[int, int], ...]
     rule: _ShardingRule
     has_side_effect: bool
     # (inputs, outputs) of one slice -> the call of it on a shard, where XLA splits the kernel's own dimensions
@@ -1576,7 +1579,6 @@ class _Wrapper(_Kept):
         self._check_names("input_output_aliases", [i for i in aliases if isinstance(i, str)])
         # those that are returned too, in the kernel's order: the first outputs start with them
         self.in_outs = [name for name in self.parameters if name in options.in_out_argnames]
-        # input, by its name or its number -> the output that starts with it
         self.aliases = aliases | {name: j for j, name in enumerate(self.in_outs)}
         self.rule: _ShardingRule | None = None
         if options.sharding_rule is not None:
@@ -1714,17 +1716,14 @@ class _Wrapper(_Kept):
 
     def _option_arguments(self, option: Callable, ins: Sequence[Spec]) -> tuple[Sequence, dict]:
         """The inputs, and the static arguments that a callable has parameters for."""
-        args, named = list(ins), dict[str, Any]()
-        if not self.static:
-            return args, named
-        for i, parameter in enumerate(inspect.signature(option).parameters.values()):
-            if parameter.name not in self.static:
-                continue
-            value = self.static[parameter.name]
-            if parameter.kind is parameter.KEYWORD_ONLY:
-                named[parameter.name] = value
-            else:
-                args.insert(i, value)
+        args: list = list(ins)
+        named = {}
+        parameters = inspect.signature(option).parameters if self.static else {}
+        for i, (name, parameter) in enumerate(parameters.items()):
+            if name in self.static and parameter.kind is parameter.KEYWORD_ONLY:
+                named[name] = self.static[name]
+            elif name in self.static:
+                args.insert(i, self.static[name])
         return args, named
 
     def _numbered_aliases(self, n_in: int) -> dict[int, int]:
@@ -6181,12 +6180,17 @@ def _time_backend(backend: str, run: Callable[[], Any], reference: list | None) 
     except Exception as error:  # reported as the row of this backend
         text = f"{type(error).__name__}: {error}".partition("\n")[0]
         return _BenchmarkRow(backend, error=text), None
+    difference = _largest_difference(results, reference or results)
+    return _BenchmarkRow(backend, first * 1e3, float(np.median(times)) * 1e6, difference), results
+
+
+def _largest_difference(results: list, reference: list) -> float:
+    """NaN, if one is."""
     gaps = [0.0]
-    for x, y in zip(results, reference or results, strict=True):
+    for x, y in zip(results, reference, strict=True):
         gap = np.abs(np.asarray(x, complex) - np.asarray(y, complex))
         gaps.append(np.max(gap, initial=0.0))
-    difference = float(np.max(gaps))  # NaN, if one is
-    return _BenchmarkRow(backend, first * 1e3, float(np.median(times)) * 1e6, difference), results
+    return float(np.max(gaps))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
