@@ -6294,8 +6294,8 @@ class _OpCall:
         if (entry, specs) in self.checked:
             return
         try:
-            kernel = _OpKernel(self.op, entry, self.params)
-            _kernel_jaxpr(kernel, (), self.options(specs)["outs"], ins)
+            run = functools.partial(_run_vmaps, _OpKernel(self.op, entry, self.params), ())
+            jax.make_jaxpr(functools.partial(run, self.options(specs)["outs"]))(*ins)
         except RuntimeError:
             if jax.default_backend() == "cpu":  # else the platform may be another one: the lowering raises
                 raise
@@ -6453,10 +6453,12 @@ class _OpPrimitive(Primitive):
             mlir.register_lowering(self, self.rule(_op_lowering), platform=platform)
 
     def rule(self, function: Callable) -> Callable:
-        """A rule for JAX: `function`, with the op and the recorded vmaps before its other arguments."""
+        """A rule for JAX: `function`, with the parameters as one object before its other arguments."""
 
-        def call(*args: Any, _batch: tuple = (), _types: tuple = (), **params: Any) -> Any:
-            return function(self.op, _batch, *args, **params)
+        def call(
+            *args: Any, outs: tuple = (), backend: Any = None, _batch: tuple = (), _types: tuple = (), **params: Any
+        ) -> Any:  # BrainEvent calls rules without outs
+            return function(_OpBinding(self.op, outs, backend, params, _batch), *args)
 
         return call
 
@@ -6479,42 +6481,61 @@ class _OpPrimitive(Primitive):
         return trace(ctx, [var.aval for var in equation.invars], **equation.params)
 
 
-def _equation_jaxpr(op: Any, vmaps: tuple, ctx: Any, ins: Any, /, outs: Any, backend: Any = None, **params: Any) -> Any:
-    entry = op._entry(_platform_of(ctx), backend)
-    return _kernel_jaxpr(_OpKernel(op, entry, params), vmaps, outs, ins)
+class _OpBinding(NamedTuple):
+    """What the primitive of an op is bound with."""
+
+    op: XLACustomKernel
+    outs: tuple  # of the whole batch
+    backend: str | None
+    params: dict[str, Any]  # static
+    vmaps: tuple  # recorded
+
+    @property
+    def slice_params(self) -> dict[str, Any]:
+        """What a user's rules get, which are for one slice."""
+        outs = tuple(_slices(self.outs, len(self.vmaps)))
+        return {**self.params, "outs": outs, "backend": self.backend}
+
+    def runner(self, platform: str) -> Callable:
+        """What computes the op for `outs` of a batch and operands."""
+        kernel = _OpKernel(self.op, self.op._entry(platform, self.backend), self.params)
+        return functools.partial(_run_vmaps, kernel, self.vmaps)
+
+    def sharding_rule(self, ins: Sequence) -> _ShardingRule:
+        rule = self.op._rules.get("sharding")
+        if rule is None:
+            slices = []
+            for x, flags in zip(ins, _by_operand(self.vmaps, len(ins))):
+                slices += _slices([x], depth=sum(flags))
+            rule = _ShardingRule.whole(slices, _slices(self.outs, depth=len(self.vmaps)))
+        return _for_each_vmap(_ShardingRule.batched, rule, self.vmaps)
 
 
-def _op_abstract_eval(op: XLACustomKernel, vmaps: tuple, /, *avals: Any, outs: tuple, **params: Any) -> list:
-    return _op_sharding(op, vmaps, avals, outs).out_avals(avals, outs)
+def _equation_jaxpr(bound: _OpBinding, ctx: Any, ins: Sequence) -> Any:
+    run = bound.runner(_platform_of(ctx))
+    return jax.make_jaxpr(functools.partial(run, bound.outs))(*ins)
 
 
-def _op_sharding(op: XLACustomKernel, vmaps: tuple, ins: Sequence, outs: tuple) -> _ShardingRule:
-    """The sharding rule of the op under the recorded vmaps."""
-    rule = op._rules.get("sharding")
-    if rule is None:
-        slices = []
-        for x, flags in zip(ins, _by_operand(vmaps, len(ins))):
-            slices += _slices([x], depth=sum(flags))
-        rule = _ShardingRule.whole(slices, _slices(outs, depth=len(vmaps)))
-    return _for_each_vmap(_ShardingRule.batched, rule, vmaps)
+def _op_abstract_eval(bound: _OpBinding, *avals: Any) -> list:
+    return bound.sharding_rule(avals).out_avals(avals, bound.outs)
 
 
-def _op_lowering(op: Any, vmaps: tuple, ctx: Any, /, *ins: Any, outs: Any, backend: Any = None, **params: Any) -> Any:
+def _op_lowering(bound: _OpBinding, ctx: Any, *ins: Any) -> Any:
     platform = _platform_of(ctx)
-    kernel = _OpKernel(op, op._entry(platform, backend), params)
-    _IN_JAX_CACHES.add((op, platform, backend))
-    run = functools.partial(_run_vmaps, kernel, vmaps)
-    rule = _op_sharding(op, vmaps, ctx.avals_in, outs)
+    run = bound.runner(platform)
+    _IN_JAX_CACHES.add((bound.op, platform, bound.backend))
+    rule = bound.sharding_rule(ctx.avals_in)
     on_mesh = _on_mesh(ctx) if rule.split else None
     try:
         if on_mesh:
-            return rule.lower(on_mesh, ins, run, outs)
-        return _lower(functools.partial(run, outs), ctx, ins)
+            return rule.lower(on_mesh, ins, run, bound.outs)
+        return _lower(functools.partial(run, bound.outs), ctx, ins)
     except KeyError as error:
         if not any("Effect" in type(arg).__name__ for arg in error.args):
             raise
         # an ordered effect of the kernel, for which JAX has no token here
-        raise NotImplementedError(f"op {op.name!r} has no ordered effects; call its kernel itself: {error}") from error
+        text = f"op {bound.op.name!r} has no ordered effects; call its kernel itself: {error}"
+        raise NotImplementedError(text) from error
 
 
 def _platform_of(ctx: Any) -> str:
@@ -6579,14 +6600,15 @@ def _with_axis_in_front(x: Any, axis: int | None) -> Any:
     return jax.numpy.moveaxis(x, axis, 0) if axis else x
 
 
-def _op_batching(op: XLACustomKernel, vmaps: tuple, args: Sequence, axes: Sequence, /, **params: Any) -> Any:
+def _op_batching(bound: _OpBinding, args: Sequence, axes: Sequence) -> Any:
+    op, outs, backend, params, vmaps = bound
     rule = op._rules.get("batching")
     if rule is None or vmaps:  # a user's rule is for the op on one slice, not on the batch of a recorded vmap
-        return general_batching_rule(op.primitive, args, axes, **params, _batch=vmaps)
-    results, result_axes = rule(args, axes, **params)
+        return general_batching_rule(op.primitive, args, axes, outs=outs, backend=backend, **params, _batch=vmaps)
+    results, result_axes = rule(args, axes, **bound.slice_params)
     result_axes = list(map(_from_the_front, results, result_axes))
     slices = list(map(_without_axis, results, result_axes))
-    _returned(f"the batching rule of {op.name!r}", slices, "the slices of outs are", params["outs"])
+    _returned(f"the batching rule of {op.name!r}", slices, "the slices of outs are", outs)
     return results, result_axes
 
 
@@ -6611,10 +6633,6 @@ def _for_each_vmap(wrap: Callable, inner: Any, vmaps: tuple) -> Any:
     for flags in reversed(vmaps):
         inner = wrap(inner, flags)
     return inner
-
-
-def _kernel_jaxpr(kernel: _OpKernel, vmaps: tuple, outs: Sequence, ins: Sequence) -> Any:
-    return jax.make_jaxpr(functools.partial(_run_vmaps, kernel, vmaps, outs))(*ins)
 
 
 def _run_vmaps(kernel: _OpKernel, vmaps: tuple, outs: Sequence, *ins: Any) -> list:
@@ -6728,23 +6746,23 @@ def _sum_of(x: Any, y: Any) -> Any:
     return ad.add_tangents(x, y)
 
 
-def _op_jvp(op: Any, vmaps: tuple, primals: Any, tangents: Any, /, outs: tuple = (), **params: Any) -> tuple:
+def _op_jvp(bound: _OpBinding, primals: Sequence, tangents: Sequence) -> tuple:
     """The op's jvp rule, which is for one slice, under the recorded vmaps."""
-    rule = _derivative_rule(op, "jvp")
-    what = f"the jvp rule of {op.name!r}"
-    slice_outs = tuple(_slices(outs, len(vmaps)))
+    rule = _derivative_rule(bound.op, "jvp")
+    what = f"the jvp rule of {bound.op.name!r}"
+    params = bound.slice_params
 
     def of_slice(primals: tuple, tangents: tuple) -> tuple:
-        returned = rule(primals, tuple(_with_zeros(tangents, primals)), outs=slice_outs, **params)
+        returned = rule(primals, tuple(_with_zeros(tangents, primals)), **params)
         outputs = jax.tree.leaves(returned[0])
-        outputs = _returned(what, outputs, "outs declares", slice_outs or outputs)
+        outputs = _returned(what, outputs, "outs declares", params["outs"] or outputs)
         avals = list(map(jax.typeof, outputs))
         return outputs, _from_rule(what, returned[1], "the outputs are", avals)
 
     def vmapped(function: Callable, flags: tuple) -> Callable:
         return jax.vmap(function, in_axes=(_in_axes(flags), _in_axes(flags)))
 
-    outputs, tangents_out = _for_each_vmap(vmapped, of_slice, vmaps)(tuple(primals), tuple(tangents))
+    outputs, tangents_out = _for_each_vmap(vmapped, of_slice, bound.vmaps)(tuple(primals), tuple(tangents))
     return outputs, _with_zeros(tangents_out, outputs)
 
 
@@ -6758,26 +6776,25 @@ def _with_zeros(tangents: Sequence, values: Sequence) -> list:
     return with_zeros
 
 
-def _op_transpose(op: Any, vmaps: tuple, cts: Any, /, *operands: Any, outs: tuple = (), **params: Any) -> list:
+def _op_transpose(bound: _OpBinding, cts: Sequence, *operands: Any) -> list:
     """The op's transpose rule, which is for one slice, under the recorded vmaps."""
-    rule = _derivative_rule(op, "transpose")
+    rule = _derivative_rule(bound.op, "transpose")
     if all(type(ct) is ad.Zero for ct in cts):
         return [None] * len(operands)
-    depth = len(vmaps)
-    slice_outs = tuple(_slices(outs, depth))
+    what = f"the transpose rule of {bound.op.name!r}"
+    params = bound.slice_params
 
     def of_slice(cts: list, operands: tuple) -> list:
-        returned = rule(cts, *operands, outs=slice_outs, **params)
         avals = [x.aval if ad.is_undefined_primal(x) else None for x in operands]
-        return _from_rule(f"the transpose rule of {op.name!r}", returned, "the operands are", avals)
+        return _from_rule(what, rule(cts, *operands, **params), "the operands are", avals)
 
     def vmapped(function: Callable, flags: tuple) -> Callable:
         return jax.vmap(function, in_axes=(0, _in_axes(flags)))
 
-    flags_of = _by_operand(vmaps, len(operands))
-    cts = [_symbolic_slice(ct, depth) for ct in cts]
+    flags_of = _by_operand(bound.vmaps, len(operands))
+    cts = [_symbolic_slice(ct, len(bound.vmaps)) for ct in cts]
     ins = [_symbolic_slice(x, sum(flags)) for x, flags in zip(operands, flags_of)]
-    results = _for_each_vmap(vmapped, of_slice, vmaps)(cts, tuple(ins))
+    results = _for_each_vmap(vmapped, of_slice, bound.vmaps)(cts, tuple(ins))
     return list(map(_summed, results, operands, flags_of))
 
 
