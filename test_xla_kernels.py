@@ -7057,7 +7057,7 @@ SPLITS = {
     "crossed": Split(of_pairs, (XS, YS), [("d",), ("e",)], ("d", "e")),
     "inner": Split(of_inner_batch, (CUBE, CUBE[:, 0]), [INNER, ()], INNER),
     "disagreeing": Split(jax.vmap, (XS, YS), [("d",), (None, "d")], ("d",), may_use=EXCHANGE),
-    "disagreeing axes": Split(jax.vmap, (XS, YS), [("d",), ("e",)], ("d",), may_use=EXCHANGE),  # the first one's
+    "disagreeing axes": Split(as_it_is, (X, Y), [("d",), ("e",)], ("d",), "i, i -> i", EXCHANGE),  # the first one's
     "kernel's own": Split(jax.vmap, (XS, YS), [(None, "d"), ()], (), may_use=GATHER),
     "uneven": Split(of_first_three, (XS, YS), [("d",), ()], (), may_use=GATHER),
     "empty": Split(jax.vmap, (XS[:0], YS[:0]), [("d",), ()], ()),
@@ -7071,7 +7071,7 @@ SPLITS = {
 OF_ALL_KINDS = ("vmap", "crossed", "rule and vmap", "grad")
 SPLIT_CASES = [
     *itertools.product([name for name in SPLITS if name != "disagreeing axes"], ["numba"]),
-    ("disagreeing axes", "gspmd"),  # Shardy replicates then
+    *itertools.product(["disagreeing axes"], ["gspmd", "explicit"]),  # Shardy replicates then
     *itertools.product(OF_ALL_KINDS, ["gspmd", "explicit", "op numba", "op no_batching"]),
     *itertools.product(OF_ALL_KINDS[:3], ["in place"]),  # which has no derivative
     *[pytest.param(program, "warp", marks=pytest.mark.needs("warp")) for program in OF_ALL_KINDS],
@@ -7354,16 +7354,6 @@ def test_op_on_a_mesh_of_explicit_axes(rule, x_axes, y_axes, define):
         x_gradient, y_gradient = jax.jit(jax.grad(sum_of(call_op(op)), (0, 1)))(x, y)
         np.testing.assert_allclose(x_gradient, WEIGHTS)
         np.testing.assert_allclose(y_gradient, VECTOR)
-
-
-def test_operands_that_are_split_over_different_axes():
-    """One sharding rule splits both as the first of them."""
-    multiply = wrap(numba_multiply, sharding_rule="i, i -> i")
-    with jax.set_mesh(jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)):
-        x, y = jax.device_put(VECTOR, P("a")), jax.device_put(WEIGHTS, P("b"))
-        product = jax.jit(multiply)(x, y)
-        assert jax.typeof(product).sharding.spec == P("a")
-        np.testing.assert_allclose(product, VECTOR * WEIGHTS)
 
 
 # -- debugging and timing ------------------------------------------------------------------------------
