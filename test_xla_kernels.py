@@ -5303,7 +5303,12 @@ def test_warp_passes_arguments_of_every_kind_on_a_gpu(native_fake_gpu):
     x_gradient, w_gradient = native_fake_gpu.run(jax.grad(sum_of(f), (0, 1)), x, w)
     check_equal(x_gradient[:, 0], w.sum(1))
     check_equal(w_gradient, np.repeat(x[:, :1], 7, 1))
-    assert [launch[:2] for launch in native_fake_gpu.launches] == [((5, 1, 1), (8, 1, 1))] * 3
+    *_, by_warp = native_fake_gpu.recorded[0]
+    by_warp.set_dim((5, 7))
+    assert len(native_fake_gpu.launches) == 3
+    for grid, block, _, _, packed in native_fake_gpu.launches:
+        assert (grid, block) == ((5, 1, 1), (8, 1, 1))
+        assert packed[0] == bytes(by_warp.params[0])
 
 
 @functools.cache
