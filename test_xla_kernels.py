@@ -5232,12 +5232,12 @@ def test_warp_lowering_for_gpu():
 def test_warp_on_fake_gpu(fake_gpu):
     f = wrapped("outer", differentiable=True)
     x, y = map(jnp.asarray, WARP_CASES["outer"].args)
-    check_equal(fake_gpu.run(f, x, y), np.outer(x, y))
-    batch = fake_gpu.run(jax.vmap(f, (None, 0)), x, jnp.stack([y, -y]))
-    check_equal(batch, np.stack([np.outer(x, y), -np.outer(x, y)]))
-    check_equal(fake_gpu.run(jax.grad(lambda x, y: f(x, y).sum()), x, y), np.full(3, y.sum()))
-    recorded = list(dict.fromkeys((device, n, launch.adjoint) for device, n, launch in fake_gpu.recorded))
-    assert recorded == [("cuda:1", 256, False), ("cuda:3", 256, False), ("cuda:1", 256, True), ("cuda:3", 256, True)]
+    ys = jnp.stack([y, -y])
+    check_equal(fake_gpu.run(f, x, y), jnp.outer(x, y))
+    check_equal(fake_gpu.run(jax.vmap(f, (None, 0)), x, ys), jax.vmap(jnp.outer, (None, 0))(x, ys))
+    check_equal(fake_gpu.run(jax.grad(sum_of(f)), x, y), jax.grad(sum_of(jnp.outer))(x, y))
+    recorded = {(device, block_dim, launch.adjoint) for device, block_dim, launch in fake_gpu.recorded}
+    assert recorded == set(itertools.product(["cuda:1", "cuda:3"], [256], [False, True]))
     is_command_buffer_compatible = int(fake_gpu.is_known)
     assert set(fake_gpu.traits) == {is_command_buffer_compatible}
     if fake_gpu.is_known:  # forward; a batch of two; forward and its adjoint
@@ -5883,6 +5883,11 @@ def _mesh_sharding(*spec, shape=(4,), **options):
     """A sharding over four devices: a row of them, "d", or two by two, "d" and "e"."""
     devices = np.array(jax.devices()[:4]).reshape(shape)
     return jax.sharding.NamedSharding(jax.sharding.Mesh(devices, ("d", "e")[: len(shape)], **options), P(*spec))
+
+
+def on_mesh(x, *axes):
+    """An array on four devices, split over these axes of their mesh."""
+    return jax.device_put(x, _mesh_sharding(*axes))
 
 
 def _shard_map(f, in_specs, out_specs):
@@ -6777,14 +6782,11 @@ RULE_ERRORS = {  # the method that defines a rule of the product, its arguments,
         f"the jvp rule of 'product' for operand 0 returned (float32[8], float32[8]), {OUTPUTS}",
     ),
     "jvps: shape": ("def_jvp_rule2", [None, lambda t, x, y: t[:2]], f"operand 1 returned (float32[2]), {OUTPUTS}"),
-    "jvps: dtype": ("def_jvp_rule2", [None, lambda t, x, y: t.astype("f2")], f"returned (float16[8]), {OUTPUTS}"),
     "jvp: output": (
         "def_jvp_rule",
         [lambda x, t: ([x[0][:2]], t[:1])],
-        "of 'product' returned (float32[2]), but outs declares (float32[8])",
+        "the jvp rule of 'product' returned (float32[2]), but outs declares (float32[8])",
     ),
-    "jvp: shape": ("def_jvp_rule", [lambda x, t: (x[:1], [t[0][:2]])], f"'product' returned (float32[2]), {OUTPUTS}"),
-    "jvp: two tangents": ("def_jvp_rule", [lambda x, t: (x[:1], t)], f"(float32[8], float32[8]), {OUTPUTS}"),
     "jvp: dtype": ("def_jvp_rule", [lambda x, t: (x[:1], [t[0].astype(int)])], f"returned (int32[8]), {OUTPUTS}"),
     "transpose: too few": (
         "def_transpose_rule",
@@ -6796,7 +6798,6 @@ RULE_ERRORS = {  # the method that defines a rule of the product, its arguments,
         [multiply_forward, lambda _, ct: ct],
         f"the vjp rule of 'product' returned (float32[8]), {OPERANDS}",
     ),
-    "vjp: shape": ("def_vjp_rule", [multiply_forward, lambda _, ct: (None, ct[:2])], f"(None, float32[2]), {OPERANDS}"),
     "vjp: scalar": ("def_vjp_rule", [multiply_forward, lambda _, ct: (None, 0.0)], f"(None, float32[]), {OPERANDS}"),
     "vjp: dict": ("def_vjp_rule", [multiply_forward, lambda _, ct: {"x": ct}], "return a tuple, in the order of"),
 }
@@ -6916,9 +6917,7 @@ def test_op_batching_rules_as_brainevent_writes_them():
 BATCHING_RULE_ERRORS = {  # outputs and axes that a rule returns, and their slices as the error shows them
     "shape": ([ROWS[:, :2]], [0], "float32[2]"),
     "axis": ([ROWS], [None], "float32[3,8]"),
-    "dtype": ([ROWS.astype(int)], [0], "int64[8]"),
     "too many": ([ROWS, ROWS], [0, 0], "float32[8], float32[8]"),
-    "too few": ([], [], ""),
     "no axes": ([ROWS], [], ""),
 }
 
@@ -7120,7 +7119,7 @@ def test_a_batch_is_split_over_the_current_mesh(kind):
 def test_a_batch_may_be_split_over_a_part_of_an_axis(kind):
     make = SPLIT_PRODUCTS[kind]
     square, square_by_rule = [lambda x, product=make(rule): product(x, x) for rule in (None, "i, i -> i")]
-    x = jax.device_put(XS.ravel(), _mesh_sharding("d"))  # four of its 16 elements on each device
+    x = on_mesh(XS.ravel(), "d")  # four of its 16 elements on each device
     for squares in (
         lambda x: jax.vmap(jax.vmap(square))(x.reshape(2, 2, 4)),
         lambda x: jax.lax.map(square, x.reshape(4, 4), batch_size=2),
@@ -7149,7 +7148,7 @@ COPIES_ALOUD = {  # programs of four slices on four devices, or of one on each
 
 @pytest.mark.parametrize("program", COPIES_ALOUD)
 def test_side_effects_of_what_is_sharded_happen_on_each_device(program, capfd):
-    x = jax.device_put(XS, _mesh_sharding("d"))
+    x = on_mesh(XS, "d")
     jax.block_until_ready(jax.jit(COPIES_ALOUD[program])(x))
     assert capfd.readouterr().out.count("slice") == 4
 
@@ -7162,7 +7161,7 @@ def over_axis(f, axis, **mesh):
 def test_side_effects_need_a_sharding_that_says_where():
     two_by_two = _mesh_sharding(shape=(2, 2)).mesh
     over_half_a_mesh = over_axis(copy_aloud, "d", mesh=two_by_two)
-    x = jax.device_put(XS, _mesh_sharding("d"))
+    x = on_mesh(XS, "d")
     for f, operand in ((lambda x: (x, observe(x)), x), (over_half_a_mesh, XS)):
         with pytest.raises(NotImplementedError, match="cannot tell on which devices: over several, give it an input"):
             jax.jit(f)(operand)
@@ -7171,7 +7170,7 @@ def test_side_effects_need_a_sharding_that_says_where():
 
 
 def test_export_of_what_is_sharded():
-    x = jax.device_put(XS, _mesh_sharding("d"))
+    x = on_mesh(XS, "d")
     product = jax.jit(jax.vmap(SPLIT_PRODUCTS["op numba"](None)))
     np.testing.assert_array_equal(product(x, x), XS * XS)  # and export_checks knows its kernel
     exported = export.export(product, disabled_checks=xk.export_checks())(x, x)
@@ -7183,7 +7182,7 @@ def addresses(array):
 
 
 def test_donation_of_what_is_sharded():
-    x = jax.jit(jnp.negative)(jax.device_put(XS, _mesh_sharding("d")))  # no view of NumPy's memory
+    x = jax.jit(jnp.negative)(on_mesh(XS, "d"))  # no view of NumPy's memory
     y = jax.device_put(YS, x.sharding)
     before = addresses(x)
     product, _ = jax.jit(jax.vmap(in_place_product(None)), donate_argnums=0)(x, y)
@@ -7199,7 +7198,7 @@ def test_op_sharding_rule_gathers_what_is_reduced(axes):
     op = op_of(operator.matmul, rule="i j, j -> i")
     multiply = jax.jit(lambda a, v: op(a, v, outs=spec(len(a))))
     matrix = np.arange(64.0, dtype=np.float32).reshape(8, 8)
-    a, v = jax.device_put(matrix, _mesh_sharding(*axes)), jax.device_put(VECTOR, _mesh_sharding("d"))
+    a, v = on_mesh(matrix, *axes), on_mesh(VECTOR, "d")
     np.testing.assert_allclose(multiply(a, v), matrix @ VECTOR)
     uneven = jax.jit(lambda a, v: multiply(a[:6], v))  # XLA would split 6 rows among 4 devices
     np.testing.assert_allclose(uneven(a, v), matrix[:6] @ VECTOR)
@@ -7207,7 +7206,7 @@ def test_op_sharding_rule_gathers_what_is_reduced(axes):
 
 def test_op_sharding_rule_splits_one_dimension_over_an_axis():
     op = op_of(jnp.outer, rule="i, j -> i j")
-    x, y = jax.device_put((VECTOR, WEIGHTS), _mesh_sharding("d"))
+    x, y = on_mesh((VECTOR, WEIGHTS), "d")
     result = jax.jit(lambda x, y: op(x, y, outs=spec(8, 8)))(x, y)
     np.testing.assert_allclose(result, np.outer(VECTOR, WEIGHTS))
     assert result.sharding.is_equivalent_to(_mesh_sharding("d", None), 2)
@@ -7241,7 +7240,7 @@ def test_op_sharding_of_kernels_with_constants(axes, shards):
         return (x[:, None] * table * jnp.asarray(table)).sum(1)
 
     run = call_op(op_of(sum_of_squares, rule="i -> i"))
-    x = jax.device_put(VECTOR, _mesh_sharding(*axes))
+    x = on_mesh(VECTOR, *axes)
     y = jax.jit(run)(x)
     np.testing.assert_array_equal(y, 5 * VECTOR)
     assert len({str(shard.index) for shard in y.addressable_shards}) == shards
@@ -7286,19 +7285,19 @@ def test_op_is_partitioned_unless_its_kernel_calls_python(kernel, is_called_by_a
     """Wherever the callback is: in a loop, or in the kernel of an op that the kernel calls."""
     op = op_of(kernel, "i -> i")
     call = call_op(op_of(call_op(op), "i -> i") if is_called_by_an_op else op)
-    x = jax.device_put(VECTOR, _mesh_sharding("d"))
+    x = on_mesh(VECTOR, "d")
     is_partitioned = "CustomSPMDPartitioning" in jax.jit(call).lower(x).as_text()
     assert is_partitioned == (kernel not in CALL_PYTHON)
     np.testing.assert_array_equal(jax.jit(call)(x), VECTOR * VECTOR)
     rows = np.stack([VECTOR] * 4)
     for axes in ("d", None), (None, "d"):
-        x = jax.device_put(rows, _mesh_sharding(*axes))
+        x = on_mesh(rows, *axes)
         np.testing.assert_array_equal(jax.jit(jax.vmap(call))(x), rows * rows)
 
 
 def name_in_persistent_cache(kernel):
     """What tells JAX's persistent cache one kernel from another, where XLA may split it."""
-    x = jax.device_put(VECTOR, _mesh_sharding("d"))
+    x = on_mesh(VECTOR, "d")
     text = jax.jit(call_op(op_of(kernel, "i -> i"))).lower(x).as_text()
     (name,) = set(re.findall(r'xla_kernel = "(\w+)"', text))
     return name
