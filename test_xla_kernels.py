@@ -3018,7 +3018,7 @@ AXPY_OPTIONS = {
 
 
 def axpy_call(kernel, name, n, x):
-    """The operands, and a function of them, for 2 * x + 3 * x in the first n elements."""
+    """A function of arrays, and these, for 2 * x + 3 * x in the first n elements."""
     op = xk.numba_cuda_kernel(kernel, spec(8), threads_per_block=8, **AXPY_OPTIONS[name])
     if "scalars" in name:
         return functools.partial(op, n, 2.0), (x, 3 * x)
@@ -3094,8 +3094,7 @@ def cuda_ptx(package_cuda, function, *arrays):
     nbtypes = package_cuda.types if hasattr(package_cuda.types, "Array") else numba.types
     argtypes = []
     for i, (dtype, rank) in enumerate(arrays):
-        element = nbtypes.boolean if dtype == "bool" else getattr(nbtypes, dtype)
-        argtypes.append(nbtypes.Array(element, rank, "C", readonly=i < len(arrays) - 1))
+        argtypes.append(nbtypes.Array(getattr(nbtypes, dtype), rank, "C", readonly=i < len(arrays) - 1))
     return package_cuda.compile(function, tuple(argtypes), device=False, abi="numba", cc=(9, 0))[0]
 
 
@@ -3105,8 +3104,7 @@ PTX_READS = {  # which parameters of an array of rank 3 an expression reads
     "numba_cuda_mlir": {"[0, 0, 0]": {1, 2}, ".shape[0]": {3}, ".shape[1]": {4}, ".shape[2]": {5},
                         "[1, 0, 0]": {1, 2, 6}, "[0, 1, 0]": {1, 2, 7}, "[0, 0, 1]": {1, 2, 8}},
 }  # fmt: skip
-PTX_WRITES = {"numba": {4}, "numba_cuda_mlir": {1, 2}}  # and which of `out` writing to it reads
-PTX_STARTS = {"numba": (9, 20), "numba_cuda_mlir": (7, 16)}  # the first parameters of `b` and `out`
+PTX_WRITES = {"numba": {15}, "numba_cuda_mlir": {10, 11}}  # and which writing to the array behind it reads
 
 
 @compiled
@@ -3117,14 +3115,13 @@ PTX_STARTS = {"numba": (9, 20), "numba_cuda_mlir": (7, 16)}  # the first paramet
 )
 def test_cuda_parameters_mean_what_the_handler_packs(package_cuda, expression):
     name = package_cuda.__name__.partition(".")[0]
-    kernel = kernel_from(f"def kernel(a, b, out): out[0] = b{expression}")
-    ptx = cuda_ptx(package_cuda, kernel, ("float32", 2), ("int64", 3), ("int64", 1))
+    ptx = cuda_ptx(package_cuda, runs(f"out[0] = x{expression}"), ("int64", 3), ("int64", 1))
     loads = re.findall(r"ld\.param\.\w+\s+(%\w+), \[\w+_param_(\d+)\]", ptx)
     registers = {int(number): register for register, number in loads}
-    of_b, (b, out) = PTX_READS[name][expression], PTX_STARTS[name]
-    assert set(registers) == {b + n for n in of_b} | {out + n for n in PTX_WRITES[name]}
-    if len(of_b) == 3:  # data + 8 * (offset + stride): strides count elements
-        stride, offset = registers[b + max(of_b)], registers[b + 2]
+    reads = PTX_READS[name][expression]
+    assert set(registers) == reads | PTX_WRITES[name]
+    if len(reads) == 3:  # data + 8 * (offset + stride): strides count elements
+        stride, offset = registers[max(reads)], registers[2]
         total = re.search(rf"add\.s64\s+(%\w+), ({stride}, {offset}|{offset}, {stride});", ptx)[1]
         assert re.search(rf"shl\.b64\s+%\w+, {total}, 3;", ptx)
 
