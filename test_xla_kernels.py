@@ -3489,9 +3489,8 @@ class FakeGpus:
             self.all_traits[name] = xk.XLA_FFI_Metadata.from_address(extension.metadata).traits
             return error
         api = xk.XLA_FFI_Api()
-        ctypes.memmove(
-            ctypes.byref(api), frame.api, min(ctypes.sizeof(api), ctypes.c_size_t.from_address(frame.api).value)
-        )
+        size = ctypes.c_size_t.from_address(frame.api).value
+        ctypes.memmove(ctypes.byref(api), frame.api, min(size, ctypes.sizeof(api)))
         give_stream, give_ordinal = self.HANDLER(self.give_stream), self.HANDLER(self.give_ordinal)
         api.XLA_FFI_Stream_Get = ctypes.cast(give_stream, ctypes.c_void_p)
         if self.get("device") >= 0:  # else XLA knows it, as on the CPU
@@ -3993,19 +3992,13 @@ def test_on_cuda_callable_launches_several_kernels():
 
 @on_device
 def test_on_cuda_exceptions_of_callables_reach_the_user():
-    copy = cuda.jit(cuda_copy)
-
     @xk.numba_cuda_callable(outs=like_first)
-    def refuse_matrices(x, out, stream):
-        if x.ndim > 1:
-            raise LookupError(f"no table for {x.shape}")
-        copy[1, 8, stream](x, out)
+    def refuse(x, out, stream):
+        raise LookupError(f"no table for {x.shape}", cuda)
 
-    text = r"LookupError: no table for \(1, 3\) \(raised in kernel 'refuse_matrices'\)"
     for _ in range(2):
-        with pytest.raises(Exception, match=text):
-            jax.block_until_ready(refuse_matrices(jnp.ones((1, 3))))
-        np.testing.assert_array_equal(refuse_matrices(jnp.ones(3)), [1, 1, 1])
+        with pytest.raises(Exception, match=r"LookupError: .*no table for \(1, 3\).* \(raised in kernel 'refuse'\)"):
+            jax.block_until_ready(refuse(jnp.ones((1, 3))))
 
 
 @on_device
@@ -4190,7 +4183,7 @@ STARTING = {  # kernels for 2 * v + d: parameters, what they do for each i, opti
     "in_out": ("v, d", "v[i] = v[i] * 2 + d[i]", {"in_out_argnames": ["v"]}, {}),
     "zeros": ("v, d, out, tmp", "out[i] += v[i] * 2; tmp[i] = d[i]; out[i] += tmp[i]",
               {"zero_outputs": True, "scratch": lambda v, d: v}, {}),
-    "scalars": ("v, d, a, n, out", "out[i] = v[i] * n + d[i] * a", {"scalars": ["a"]}, {"a": jnp.float32(1), "n": 2}),
+    "scalars": ("v, d, a, n, out", "out[i] = v[i] * n + d[i] * a", {"scalars": ["a"]}, {"a": np.float32(1), "n": 2}),
 }  # fmt: skip
 
 
@@ -4244,7 +4237,6 @@ def test_gpu_outputs_start_right_in_loops(how, options):
     check(each_row, 2 * v + rows)
     check(batches, [3 * rows, 3 * rows])
     last = 32 * v + 16 * rows[0] + 8 * rows[1] + 4 * rows[2] + 2 * rows[3] + rows[4]
-    check(carried, last)
     check(carried, last, donate_argnums=0)
 
 
