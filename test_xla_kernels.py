@@ -4871,25 +4871,19 @@ def kernel_with_a_constant(constant):
 def test_warp_generated_kernels_share_a_target_if_equal(warp_path, monkeypatch):
     """Options of the module and Warp's settings count, which are no part of Warp's own hash."""
     x = jnp.arange(3.0)
-    doubled = {warp_target(kernel_with_a_constant(2.0), x) for _ in range(3)}
-    tripled = {warp_target(kernel_with_a_constant(3.0), x)}
+    first = kernel_with_a_constant(2.0)
+    names = [warp_target(f, x) for f in (first, kernel_with_a_constant(2.0), kernel_with_a_constant(3.0))]
+    np.testing.assert_array_equal(first(x), 2 * x)
+    np.testing.assert_array_equal(kernel_with_a_constant(3.0)(x), 3 * x)
+    np.testing.assert_array_equal(first(x), 2 * x)  # although its module was built again
     options = wp.get_module("generated").options
     monkeypatch.setitem(options, "fast_math", not options["fast_math"])
-    f = kernel_with_a_constant(2.0)
-    with_options = {warp_target(f, x)}
-    np.testing.assert_array_equal(f(x), [0, 2, 4])
+    names.append(warp_target(kernel_with_a_constant(2.0), x))
+    np.testing.assert_array_equal(kernel_with_a_constant(2.0)(x), 2 * x)
     monkeypatch.setattr(wp.config, "verify_fp", True)
-    with_settings = {warp_target(kernel_with_a_constant(2.0), x)}
-    assert len(doubled) == 1
-    assert len(doubled | tripled | with_options | with_settings) == 4
-
-
-def test_warp_kernels_run_on_after_their_module_is_built_again(warp_path):
-    x = jnp.arange(3.0)
-    first = kernel_with_a_constant(2.0)
-    np.testing.assert_array_equal(first(x), [0, 2, 4])
-    np.testing.assert_array_equal(kernel_with_a_constant(3.0)(x), [0, 3, 6])
-    np.testing.assert_array_equal(first(x), [0, 2, 4])
+    names.append(warp_target(kernel_with_a_constant(2.0), x))
+    assert names[0] == names[1]
+    assert len(set(names)) == 4
 
 
 def test_warp_threads_that_add_kernels_to_one_module(warp_path, monkeypatch):
@@ -5236,15 +5230,6 @@ def test_warp_launches_what_is_loaded_on_the_device(native_fake_gpu):
 
 
 @needs_warp
-def test_warp_code_is_made_for_a_block_dim(native_fake_gpu):
-    """The memory of tiles depends on it."""
-    for block_dim in (64, 128):
-        native_fake_gpu.run(wrapped("multiply", block_dim=block_dim), *PAIR)
-    assert [block_dim for _, block_dim, _ in native_fake_gpu.recorded] == [64, 64, 128, 128]
-    assert [block for _, block, *_ in native_fake_gpu.launches] == [(64, 1, 1), (128, 1, 1)]
-
-
-@needs_warp
 def test_warp_empty_launch_on_fake_gpu(native_fake_gpu):
     f = wrapped("outer", launch_dims=(0, 4))
     check_equal(native_fake_gpu.run(f, *WARP_CASES["outer"].args), np.zeros((3, 4)))
@@ -5260,13 +5245,15 @@ def test_warp_launch_that_fails_is_the_users_error(native_fake_gpu):
 
 
 @needs_warp
-def test_warp_tiles_on_fake_gpu(fake_gpu):
+@pytest.mark.parametrize("block_dim", [32, 64])
+def test_warp_tiles_on_fake_gpu(block_dim, fake_gpu):
+    """Warp makes code for a number of threads per block, on which the memory of tiles depends."""
     x = jnp.arange(128.0)
-    np.testing.assert_array_equal(fake_gpu.run(double_by_tiles(block_dim=32), x), 2 * x)
-    if fake_gpu.is_known:
-        [(grid, block, *_)] = fake_gpu.launches
-        assert (grid, block) == ((2, 1, 1), (32, 1, 1))
-    assert fake_gpu.sizes == [2 * 32]
+    np.testing.assert_array_equal(fake_gpu.run(double_by_tiles(block_dim=block_dim), x), 2 * x)
+    assert {threads for _, threads, _ in fake_gpu.recorded} == {block_dim}
+    assert fake_gpu.sizes == [2 * block_dim]
+    for grid, block, *_ in fake_gpu.launches:
+        assert (grid, block) == ((2, 1, 1), (block_dim, 1, 1))
 
 
 @needs_warp
@@ -5986,8 +5973,6 @@ def test_op_vmap_runs_the_backend_natively_or_else_in_a_loop(backend, is_loop):
 NESTED = {"a": spec(8), "b": [spec(2, 3, dtype=np.int32), spec(dtype=bool)]}
 OUTS = {  # what `outs` may be, and as what it is understood
     "spec": (spec(8), spec(8)),
-    "list": ([spec(8)], [spec(8)]),
-    "tuple": ((spec(8), spec(8)), (spec(8), spec(8))),
     "nothing": ((), ()),
     "nested": (NESTED, NESTED),
     "array": (jnp.zeros(8), spec(8)),
@@ -6078,12 +6063,9 @@ EQUAL_PARAMETERS = {  # Python calls them equal; their representations have diff
     "numbers": (1, 1.0, True, np.float32(1)),
     "zeros": (0.0, -0.0),
     "ranges": (range(0, 9, 9), range(0, 10, 10)),
-    "tuples": ((1,), (1.0,), (True,)),
-    "dataclasses": (Config(1), Config(1.0), Config(True)),
-    "dataclasses in tuples": ((Config(0.0),), (Config(-0.0),)),
     "namedtuples": (Settings(1), Settings(1.0), Settings(True)),
+    "dataclasses in tuples": ((Config(0.0),), (Config(-0.0),)),
     "frozensets": (frozenset([1]), frozenset([1.0]), frozenset([True])),
-    "decimals": (decimal.Decimal("1"), decimal.Decimal("1.0")),
     "decimals in tuples": ((decimal.Decimal("1"),), (decimal.Decimal("1.0"),)),
     "dates": (np.datetime64("2020"), np.datetime64("2020-01-01")),
 }
