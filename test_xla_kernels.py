@@ -6775,46 +6775,33 @@ def test_op_rule_errors(case):
 
 
 def define_derivative(op, value, rule):
-    """Define the derivative as the number `value`."""
-    if rule == "jvp":
-        op.def_jvp_rule2(lambda t, x: value * t)
-    else:
-        op.def_vjp_rule(lambda x, outs: (op(x, outs=outs[0]), None), lambda _, ct: value * ct)
-
-
-@pytest.mark.parametrize("how", ["op", "jit", "primitive"])
-def test_op_newest_derivative_reaches_warm_functions(how):
-    """A primitive that is bound by hand knows jvp rules only."""
-    op = op_adding(a=1)
-    ways = {
-        "op": jax.grad(call_op(op)),
-        "jit": jax.jit(jax.grad(jax.jit(call_op(op)))),
-        "primitive": jax.jit(jax.grad(jax.jit(lambda x: op.primitive.bind(x, outs=(spec(),))[0]))),
-    }
-    derivative = ways[how]
-    for value, rule, known_by_primitive in ((1, "jvp", 1), (5, "vjp", 1), (9, "jvp", 9), (7, "vjp", 9)):
-        define_derivative(op, value, rule)
-        assert derivative(0.0) == (known_by_primitive if how == "primitive" else value)
-        assert ("vjp" in repr(op)) == (rule == "vjp")
-
-
-def define_rule_without_the_op(op, kind, value):
     """A rule that holds no call of the op, and makes the derivative `value`."""
-    if kind == "batching":
-        op.def_batching_rule(lambda args, axes: ([value * args[0]], [0]))
-    elif kind == "jvp":
-        op.def_jvp_rule(lambda primals, tangents: ([primals[0]], [value * tangents[0]]))
+    if rule == "jvp":
+        op.def_jvp_rule(lambda primals, tangents: (primals, [value * tangents[0]]))
     else:
         op.def_vjp_rule(lambda x: (x, None), lambda residuals, ct: value * ct)
 
 
-@pytest.mark.parametrize("kind", ["batching", "jvp", "vjp"])
-def test_op_newest_rule_reaches_warm_functions_that_hold_no_call_of_the_op(kind):
+@pytest.mark.parametrize("is_bound_by_hand", [False, True])
+def test_op_newest_derivative_reaches_warm_functions(is_bound_by_hand):
+    """A primitive that is bound by hand knows jvp rules only."""
     op = op_adding(a=1)
-    gradient = jax.jit(jax.grad(lambda x: jax.vmap(call_op(op))(x)[0]))
+    call = call_op(op)
+    if is_bound_by_hand:
+        call = lambda x: op.primitive.bind(x, outs=(spec(),))[0]
+    derivative = jax.jit(jax.grad(jax.jit(call)))
+    for value, rule, newest_jvp in ((1, "jvp", 1), (5, "vjp", 1), (7, "vjp", 1), (9, "jvp", 9), (3, "vjp", 9)):
+        define_derivative(op, value, rule)
+        assert derivative(0.0) == (newest_jvp if is_bound_by_hand else value)
+        assert ("vjp" in repr(op)) == (rule == "vjp")
+
+
+def test_op_newest_batching_rule_reaches_warm_functions():
+    op = op_adding(a=1)
+    batched = jax.jit(jax.vmap(call_op(op)))
     for value in (2, 3):
-        define_rule_without_the_op(op, kind, value)
-        assert gradient(jnp.zeros(1)) == value
+        op.def_batching_rule(lambda args, axes, value=value: ([value * args[0]], axes))
+        assert batched(jnp.ones(1)) == value
 
 
 @pytest.mark.parametrize("has_two_results", [False, True])
