@@ -4992,47 +4992,39 @@ def capsule_address(capsule):
     return pointer(("PyCapsule_GetPointer", ctypes.pythonapi))(capsule, name(capsule))
 
 
-class FakeGpu:
-    """CUDA device 3, made of the CPU.  It stands in for
+class FakeGpu(FakeGpus):
+    """CUDA device 1, made of the CPU.  For JAX and XLA it is one of two GPUs; and it stands in for
 
-    JAX: a GPU is the default, GPUs 1 and 3 are here, and a handler for CUDA is registered for the CPU;
-    XLA: its API tells the handler a stream and a device;
     libcuda: a launch runs Warp's code for the CPU, with the parameters that the handler passed;
     Warp: a launch on a GPU is recorded on the CPU.
     """
 
     STREAM = 0x5EED
-    HANDLER = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
-    registered: typing.ClassVar = []  # XLA never forgets a handler
+    kept: typing.ClassVar = []  # XLA never forgets a handler
 
     def __init__(self, monkeypatch, is_known=True):
-        self.ordinal = 3  # of the device that XLA runs on
+        self.handlers, self.all_traits = {}, {}
+        self.local_devices, self.register = jax.local_devices, jax.ffi.register_ffi_target
+        self.load_library, self.make_array = ctypes.CDLL, wp.array.__init__
+        self.record_on_cpu, self.run_on_cpu = wp.launch, wp.Launch.launch
+        self.ordinal = 1  # of the device that XLA runs on
         self.is_known = is_known  # whether Warp's launches are those that the library knows
         self.recorded = []  # Warp's launches: (device, threads per block, launch)
         self.launches = []  # those of libcuda: (grid, block, shared memory, stream, the bytes of each parameter)
         self.python_launches = []  # the streams of those through Warp
         self.sizes = []  # how many threads each launch ran
         self.memory_streams = []  # the streams on which memory was copied or filled
-        self.traits = []  # of the handlers
         self.runs = True  # whether a launch runs the kernel
         self.error = 0  # what a launch returns
-        self.callbacks = {}
-        self.originals = types.SimpleNamespace(
-            cdll=ctypes.CDLL,
-            local_devices=jax.local_devices,
-            make_array=wp.array.__init__,
-            record=wp.launch,
-            run=wp.Launch.launch,
-            register=jax.ffi.register_ffi_target,
-        )
         monkeypatch.setattr(xk, "__name__", f"xk_gpu_{os.urandom(4).hex()}")  # other target names
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-        monkeypatch.setattr(jax, "local_devices", self.local_devices)
-        monkeypatch.setattr(jax.ffi, "register_ffi_target", self.register_ffi_target)
+        monkeypatch.setattr(jax, "local_devices", self.with_gpus)
+        monkeypatch.setattr(jax.ffi, "register_ffi_target", self.register_for_cpu)
         monkeypatch.setattr(ctypes, "CDLL", self.open_library)
         monkeypatch.setattr(wp, "launch", self.record)
-        monkeypatch.setattr(wp.array, "__init__", lambda array, *args, **options: self.make_array(array, args, options))
+        monkeypatch.setattr(wp.array, "__init__", lambda array, *args, **options: self.put_on_cpu(array, args, options))
         monkeypatch.setattr(wp.Launch, "launch", lambda launch, stream=None: self.launch_by_warp(launch, stream))
+        self.kept.append(self)
 
     @property
     def grids(self):
@@ -5042,60 +5034,14 @@ class FakeGpu:
         """The result of `f`, lowered for CUDA."""
         return run_for_cuda(f, *args)
 
-    def address(self, function, *types_):
-        """The address of a C function that calls `function`."""
-        callback = self.callbacks.setdefault(function, ctypes.CFUNCTYPE(*types_)(function))
-        return ctypes.cast(callback, ctypes.c_void_p).value
-
-    # -- JAX
-
-    def local_devices(self, *args, backend=None, **options):
-        if backend != "cuda":
-            return self.originals.local_devices(*args, backend=backend, **options)
-        return [types.SimpleNamespace(local_hardware_id=ordinal) for ordinal in (1, 3)]
-
-    def register_ffi_target(self, name, handler, platform="cpu", **options):
-        if platform != "CUDA":
-            return
-        native = self.HANDLER(capsule_address(handler))
-        lent = self.HANDLER(functools.partial(self.call, native))
-        self.registered.append((self, lent))
-        capsule = jax.ffi.pycapsule(ctypes.cast(lent, ctypes.c_void_p))
-        self.originals.register(name, capsule, platform="cpu", **options)
-
-    # -- XLA
-
-    def call(self, handler, frame_address):
-        """Call a handler with an API that has a GPU; or, with an extension, ask for its metadata."""
-        frame = xk.XLA_FFI_CallFrame.from_address(frame_address)
-        if frame.extension_start:
-            extension = xk.XLA_FFI_Metadata_Extension.from_address(frame.extension_start)
-            error = handler(frame_address)
-            self.traits.append(xk.XLA_FFI_Metadata.from_address(extension.metadata).traits)
-            return error
-        cpu_api = frame.api
-        size = ctypes.c_size_t.from_address(cpu_api).value
-        memory = ctypes.create_string_buffer(ctypes.string_at(cpu_api, size), max(size, ctypes.sizeof(xk.XLA_FFI_Api)))
-        api = xk.XLA_FFI_Api.from_buffer(memory)
-        api.XLA_FFI_Stream_Get = self.address(self.give_stream, ctypes.c_void_p, ctypes.c_void_p)
-        api.XLA_FFI_DeviceOrdinal_Get = self.address(self.give_ordinal, ctypes.c_void_p, ctypes.c_void_p)
-        frame.api = ctypes.addressof(memory)
-        try:
-            return handler(frame_address)
-        finally:
-            frame.api = cpu_api
-
-    def give_stream(self, args):
-        xk.XLA_FFI_Stream_Get_Args.from_address(args).stream = self.STREAM
-
-    def give_ordinal(self, args):
-        xk.XLA_FFI_DeviceOrdinal_Get_Args.from_address(args).device_ordinal = self.ordinal
+    def get(self, name):
+        return self.ordinal
 
     # -- libcuda
 
     def open_library(self, name, *args, **options):
         if name != "libcuda.so.1":
-            return self.originals.cdll(name, *args, **options)
+            return self.load_library(name, *args, **options)
         code, number, size, pointer = ctypes.c_int32, ctypes.c_uint32, ctypes.c_size_t, ctypes.c_void_p
         launch = ctypes.CFUNCTYPE(code, pointer, *[number] * 7, pointer, ctypes.POINTER(pointer), pointer)
         get_device = ctypes.CFUNCTYPE(code, ctypes.POINTER(code))
@@ -5111,7 +5057,7 @@ class FakeGpu:
             cuGetErrorName=lambda code, text: self.write_text(text, f"CUDA_ERROR_{code}"),
             cuGetErrorString=lambda code, text: self.write_text(text, "as the test says"),
         )
-        self.registered.append(library)
+        self.kept.append(library)
         return library
 
     def launch(self, function, gx, gy, gz, bx, by, bz, shared, stream, params, extra):
@@ -5121,12 +5067,12 @@ class FakeGpu:
         if self.runs and not self.error:
             for param, memory in zip(launch.params, packed, strict=True):
                 ctypes.memmove(ctypes.addressof(param), memory, len(memory))
-            self.run_on_cpu(launch)
+            self.run_kernel(launch)
         return self.error
 
-    def run_on_cpu(self, launch):
+    def run_kernel(self, launch):
         self.sizes.append(launch.params[0].size)
-        self.originals.run(launch)
+        self.run_on_cpu(launch)
 
     def find(self, function):
         """The recorded launch of some code."""
@@ -5156,16 +5102,16 @@ class FakeGpu:
 
     # -- Warp
 
-    def make_array(self, array, args, options):
+    def put_on_cpu(self, array, args, options):
         if str(options.get("device")).startswith("cuda:"):
             options["device"] = "cpu"
-        self.originals.make_array(array, *args, **options)
+        self.make_array(array, *args, **options)
 
     def record(self, kernel, *args, device=None, block_dim=256, **options):
         if not str(device).startswith("cuda:"):
-            return self.originals.record(kernel, *args, device=device, block_dim=block_dim, **options)
-        launch = self.originals.record(kernel, *args, device="cpu", block_dim=1, **options)
-        shared = 16 * int(device.removeprefix("cuda:"))
+            return self.record_on_cpu(kernel, *args, device=device, block_dim=block_dim, **options)
+        launch = self.record_on_cpu(kernel, *args, device="cpu", block_dim=1, **options)
+        shared = 16 + 16 * int(device.removeprefix("cuda:"))
         launch.hooks = type(launch.hooks)(launch.hooks.forward, launch.hooks.backward, shared, shared)
         self.recorded.append((device, block_dim, launch))
         return launch if self.is_known else with_unknown_bounds(launch)
@@ -5173,7 +5119,7 @@ class FakeGpu:
     def launch_by_warp(self, launch, stream):
         if stream is not None:
             self.python_launches.append(stream.cuda_stream)
-        self.run_on_cpu(launch)
+        self.run_kernel(launch)
 
 
 @pytest.fixture(params=["native", "replay"])
@@ -5208,11 +5154,11 @@ def test_warp_on_fake_gpu(fake_gpu):
     check_equal(fake_gpu.run(jax.vmap(f, (None, 0)), x, ys), jax.vmap(jnp.outer, (None, 0))(x, ys))
     check_equal(fake_gpu.run(jax.grad(sum_of(f)), x, y), jax.grad(sum_of(jnp.outer))(x, y))
     recorded = {(device, block_dim, launch.adjoint) for device, block_dim, launch in fake_gpu.recorded}
-    assert recorded == set(itertools.product(["cuda:1", "cuda:3"], [256], [False, True]))
+    assert recorded == set(itertools.product(["cuda:0", "cuda:1"], [256], [False, True]))
     is_command_buffer_compatible = int(fake_gpu.is_known)
-    assert set(fake_gpu.traits) == {is_command_buffer_compatible}
+    assert set(fake_gpu.all_traits.values()) == {is_command_buffer_compatible}
     if fake_gpu.is_known:  # forward; a batch of two; forward and its adjoint
-        wanted = ((1, 1, 1), (256, 1, 1), 48, fake_gpu.STREAM)  # the shared memory that is device 3's
+        wanted = ((1, 1, 1), (256, 1, 1), 32, fake_gpu.STREAM)  # the shared memory that is device 1's
         assert [launch[:4] for launch in fake_gpu.launches] == [wanted] * 4
     else:
         assert fake_gpu.python_launches == [fake_gpu.STREAM] * 5
@@ -5221,9 +5167,9 @@ def test_warp_on_fake_gpu(fake_gpu):
 @needs_warp
 def test_warp_launches_what_is_loaded_on_the_device(native_fake_gpu):
     f = wrapped("multiply")
-    for native_fake_gpu.ordinal in (1, 3):
+    for native_fake_gpu.ordinal in (0, 1):
         check_equal(native_fake_gpu.run(f, *PAIR), PAIR[0] * PAIR[1])
-    assert [shared for _, _, shared, *_ in native_fake_gpu.launches] == [16, 48]
+    assert [shared for _, _, shared, *_ in native_fake_gpu.launches] == [16, 32]
     native_fake_gpu.ordinal = 2
     with pytest.raises(Exception, match="kernel 'multiply' is not loaded on this GPU"):
         native_fake_gpu.run(f, *PAIR)
@@ -5239,7 +5185,7 @@ def test_warp_empty_launch_on_fake_gpu(native_fake_gpu):
 @needs_warp
 def test_warp_launch_that_fails_is_the_users_error(native_fake_gpu):
     native_fake_gpu.error = 1
-    sizes = r"grid=\(1, 1, 1\), block=\(256, 1, 1\), shared_mem=48"
+    sizes = r"grid=\(1, 1, 1\), block=\(256, 1, 1\), shared_mem=32"
     with pytest.raises(Exception, match=rf"CUDA_ERROR_1: as the test says, .* {sizes} .*kernel 'outer'"):
         native_fake_gpu.run(wrapped("outer"), *WARP_CASES["outer"].args)
 
