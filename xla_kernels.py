@@ -6419,7 +6419,7 @@ def _array_or_none(x: Any) -> Any:
 
 
 def _is_zero(x: Any) -> bool:
-    return x is None or isinstance(x, (ad.Zero, ad.UndefinedPrimal))  # BrainEvent returns operands that are linear
+    return x is None or isinstance(x, (ad.Zero, ad.UndefinedPrimal))  # rules of BrainEvent return operands
 
 
 # -- 12.4 The primitive: its rules for JAX's interpreters ----------------------------------------------
