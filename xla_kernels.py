@@ -6477,8 +6477,11 @@ class _OpPrimitive(Primitive):
 
     def kernel_jaxpr(self, ctx: Any, equation: Any) -> Any:
         """The closed jaxpr of the kernel that an equation of this primitive is lowered to."""
-        trace = self.rule(_equation_jaxpr)
-        return trace(ctx, [var.aval for var in equation.invars], **equation.params)
+
+        def trace(bound: _OpBinding, *ins: Any) -> Any:
+            return jax.make_jaxpr(functools.partial(bound.runner(_platform_of(ctx)), bound.outs))(*ins)
+
+        return self.rule(trace)(*[var.aval for var in equation.invars], **equation.params)
 
 
 class _OpBinding(NamedTuple):
@@ -6497,7 +6500,7 @@ class _OpBinding(NamedTuple):
         return {**self.params, "outs": outs, "backend": self.backend}
 
     def runner(self, platform: str) -> Callable:
-        """What computes the op for `outs` of a batch and operands."""
+        """A function of `outs`, of a batch or of a shard of it, and operands."""
         kernel = _OpKernel(self.op, self.op._entry(platform, self.backend), self.params)
         return functools.partial(_run_vmaps, kernel, self.vmaps)
 
@@ -6509,11 +6512,6 @@ class _OpBinding(NamedTuple):
                 slices += _slices([x], depth=sum(flags))
             rule = _ShardingRule.whole(slices, _slices(self.outs, depth=len(self.vmaps)))
         return _for_each_vmap(_ShardingRule.batched, rule, self.vmaps)
-
-
-def _equation_jaxpr(bound: _OpBinding, ctx: Any, ins: Sequence) -> Any:
-    run = bound.runner(_platform_of(ctx))
-    return jax.make_jaxpr(functools.partial(run, bound.outs))(*ins)
 
 
 def _op_abstract_eval(bound: _OpBinding, *avals: Any) -> list:
