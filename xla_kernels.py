@@ -1857,11 +1857,11 @@ class _Word:
     def _calculate(self, operation: str, other: Any) -> _Word:
         if operation == "add" and isinstance(other, int) and other == 0:
             return self  # LLVM would keep a sum
-        operands = self.value, self.code.word(other).value
+        operands = self.value, self.code.value(other)
         return _Word(self.code, getattr(self.code.builder, operation)(*operands))
 
     def _compare(self, relation: str, other: Any) -> _Word:
-        bit = self.code.builder.icmp_signed(relation, self.value, self.code.word(other).value)
+        bit = self.code.builder.icmp_signed(relation, self.value, self.code.value(other))
         return _Word(self.code, self.code.builder.zext(bit, self.code.i64))
 
     __add__ = __radd__ = functools.partialmethod(_calculate, "add")
@@ -1883,7 +1883,7 @@ class _Struct(_Word):
     """The address of a C struct: to read a field loads it, to set one stores it; an index finds one in an array."""
 
     def __init__(self, code: _Code, kind: Any, address: Any) -> None:
-        vars(self).update(code=code, kind=kind, value=code.word(address).value)
+        vars(self).update(code=code, kind=kind, value=code.value(address))
 
     def __getitem__(self, index: Any) -> _Struct:
         return _Struct(self.code, self.kind, self + index * ctypes.sizeof(self.kind))
@@ -1941,17 +1941,17 @@ class _Code:
         return _ObjectCode(_target_machine().emit_object(module), _symbols_needed(module))
 
     def call(self, function: Any, *args: Any) -> _Word:
-        """Call a function, as `word` takes it."""
+        """Call a function, as `value` takes it."""
         kind = self.ir.FunctionType(self.i64, [self.i64] * len(args))
-        target = self.builder.inttoptr(self.word(function).value, kind.as_pointer())
-        return _Word(self, self.builder.call(target, [self.word(arg).value for arg in args]))
+        target = self.builder.inttoptr(self.value(function), kind.as_pointer())
+        return _Word(self, self.builder.call(target, list(map(self.value, args))))
 
     def external(self, name: str, *args: Any) -> _Word:
         """Call a function of CPython or the C library, which is found by its name when the code is loaded."""
         kind = self.ir.FunctionType(self.i64, [self.i64] * len(args))
         function = self.cgutils.get_or_insert_function(self.module, kind, name)  # perhaps of Numba's types
         target = self.builder.bitcast(function, kind.as_pointer())
-        return _Word(self, self.builder.call(target, [self.word(arg).value for arg in args]))
+        return _Word(self, self.builder.call(target, list(map(self.value, args))))
 
     def api(self, frame: Any, name: str, args: Any) -> _Word:
         """Call a function of XLA's API table; it gives an XLA_FFI_Error* or 0."""
@@ -1959,14 +1959,17 @@ class _Code:
 
     # -- values and memory --
 
-    def word(self, value: Any) -> _Word:
-        """A number, or the address of a C function or, by its name, of one of this module."""
-        if isinstance(value, _Word):
-            return value
-        if isinstance(value, str):
-            return _Word(self, self.functions[value].ptrtoint(self.i64))
-        number = value if isinstance(value, int) else ctypes.cast(value, _PTR).value
-        return _Word(self, self.ir.Constant(self.i64, int(number or 0)))
+    def value(self, x: Any) -> Any:
+        """LLVM's value of a word, a number, or the address of a C function or, by its name, of one of this module."""
+        if isinstance(x, _Word):
+            return x.value
+        if isinstance(x, str):
+            return self.functions[x].ptrtoint(self.i64)
+        number = x if isinstance(x, int) else ctypes.cast(x, _PTR).value
+        return self.ir.Constant(self.i64, int(number or 0))
+
+    def word(self, x: Any) -> _Word:
+        return _Word(self, self.value(x))
 
     def typed(self, name: str, word: _Word) -> Any:
         """The struct that a field or parameter of this name points to, or the word as it is."""
@@ -1974,23 +1977,23 @@ class _Code:
 
     def pointer(self, address: Any, size: int = 1) -> Any:
         """LLVM's pointer to an integer of so many bytes."""
-        return self.builder.inttoptr(self.word(address).value, self.ir.IntType(8 * size).as_pointer())
+        return self.builder.inttoptr(self.value(address), self.ir.IntType(8 * size).as_pointer())
 
     def load(self, address: Any, size: int = 8) -> _Word:
         value = self.builder.load(self.pointer(address, size))
         return _Word(self, value if size == 8 else self.builder.sext(value, self.i64))
 
     def store(self, value: Any, address: Any, size: int = 8) -> None:
-        value = self.word(value).value
+        value = self.value(value)
         if size != 8:
             value = self.builder.trunc(value, self.ir.IntType(8 * size))
         self.builder.store(value, self.pointer(address, size))
 
     def copy_bytes(self, target: Any, source: Any, nbytes: Any) -> None:
-        self.cgutils.raw_memcpy(self.builder, self.pointer(target), self.pointer(source), self.word(nbytes).value, 1)
+        self.cgutils.raw_memcpy(self.builder, self.pointer(target), self.pointer(source), self.value(nbytes), 1)
 
     def zero_bytes(self, target: Any, nbytes: Any) -> None:
-        self.cgutils.memset(self.builder, self.pointer(target), self.word(nbytes).value, 0)
+        self.cgutils.memset(self.builder, self.pointer(target), self.value(nbytes), 0)
 
     def static(self, name: str, kind: Any, **fields: Any) -> _Struct:
         """A struct of words in the module's own memory, with these values at first."""
@@ -2039,11 +2042,11 @@ class _Code:
 
     def atomic_add(self, address: Any, value: Any) -> _Word:
         """Atomic fetch-and-add: returns what the word was."""
-        return _Word(self, self.builder.atomic_rmw("add", self.pointer(address, 8), self.word(value).value, "seq_cst"))
+        return _Word(self, self.builder.atomic_rmw("add", self.pointer(address, 8), self.value(value), "seq_cst"))
 
     def compare_and_swap(self, address: Any, old: Any, new: Any) -> _Word:
         """Whether a word was `old`, and is `new` now."""
-        words = self.word(old).value, self.word(new).value
+        words = self.value(old), self.value(new)
         result = self.builder.cmpxchg(self.pointer(address, 8), *words, "seq_cst")
         return _Word(self, self.builder.zext(self.builder.extract_value(result, 1), self.i64))
 
@@ -2052,7 +2055,7 @@ class _Code:
     def ret(self, value: Any, when: Any = True) -> None:
         """Return from the function."""
         with self.when(when):
-            self.builder.ret(self.word(value).value)
+            self.builder.ret(self.value(value))
 
     def when(self, condition: Any, likely: bool | None = None) -> Any:
         """What stands under `with code.when(condition)` runs if that is not 0."""
@@ -2062,18 +2065,18 @@ class _Code:
 
     def select(self, condition: Any, yes: Any, no: Any) -> _Word:
         """One of two words, both of which are there."""
-        words = self.word(yes).value, self.word(no).value
+        words = self.value(yes), self.value(no)
         return _Word(self, self.builder.select(self._is_true(condition), *words))
 
     def _is_true(self, condition: Any) -> Any:
-        return self.builder.icmp_signed("!=", self.word(condition).value, self.word(0).value)
+        return self.builder.icmp_signed("!=", self.value(condition), self.value(0))
 
     def minimum(self, first: Any, second: Any) -> _Word:
         return self.select(first < second, first, second)
 
     @contextlib.contextmanager
     def loop(self, start: Any, stop: Any) -> Iterator[_Word]:
-        with self.cgutils.for_range(self.builder, self.word(stop).value, self.word(start).value) as loop:
+        with self.cgutils.for_range(self.builder, self.value(stop), self.value(start)) as loop:
             yield _Word(self, loop.index)
 
     @contextlib.contextmanager
@@ -3651,7 +3654,7 @@ class _NumbaEmitter(_Emitter):
         conv, builder = context.call_conv, handler.builder
         address = handler.kernel.entry
         with handler.each_slice() as arrays:
-            params = [handler.word(word).value for array in arrays for word in _numba_params(array)]
+            params = [handler.value(word) for array in arrays for word in _numba_params(array)]
             kinds = [nbtypes.intp] * len(params)  # an array is passed as its words; pointers are integers here
             kind = conv.get_function_type(nbtypes.none, kinds).as_pointer()
             entry = builder.inttoptr(address.value, kind)
