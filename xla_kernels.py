@@ -4726,9 +4726,10 @@ class _WarpKernel(_Wrapper):
         is_traced = isinstance(value, jax.core.Tracer)
         if not is_traced and any(device.platform != "cpu" for device in value.devices()):
             return np.asarray(value)
-        if self.options.differentiable or not param.takes(value) or _allowed_dtype(param.dtype, [value]) != param.dtype:
+        fits = param.takes(value) and _allowed_dtype(param.dtype, [value]) == param.dtype
+        if self.options.differentiable or not fits:
             why = "differentiable=True needs a Python value, and so do 64 bits without jax_enable_x64"
-            raise TypeError(f"{param.by_value}; got {value}: make it a warp.array of shape (1,) ({why})")
+            raise TypeError(f"{param.by_value_text}; got {value}: make it a warp.array of shape (1,) ({why})")
         return value if value.dtype == param.dtype else value.astype(param.dtype)
 
     def _static_key(self, static: Mapping[str, Any]) -> Any:
@@ -4992,7 +4993,7 @@ class _WarpParam:
         return (*outer, *missing)
 
     @property
-    def by_value(self) -> str:
+    def by_value_text(self) -> str:
         return f"Warp kernel {self.kernel!r}: parameter {self.name!r} ({self}) is passed by value"
 
     def __str__(self) -> str:
@@ -5009,7 +5010,7 @@ class _WarpParam:
 
     def pack(self, value: Any) -> bytes:
         """The memory of a value."""
-        refused = f"{self.by_value}; got {type(value).__name__} {value!r:.80}"
+        refused = f"{self.by_value_text}; got {type(value).__name__} {value!r:.80}"
         if self.dtype is None:
             if not isinstance(getattr(value, "_ctype", None), self.type.ctype):
                 raise TypeError(f"{refused}, not an instance of that struct")
@@ -5021,7 +5022,7 @@ class _WarpParam:
             raise TypeError(refused)
         packed = array.astype(self.dtype)
         if packed.dtype.kind in "biu" and (packed != array).any():
-            raise ValueError(f"{self.by_value}; {value!r:.80} is out of its range")
+            raise ValueError(f"{self.by_value_text}; {value!r:.80} is out of its range")
         return packed.tobytes()
 
     def check(self, spec: Spec) -> None:
@@ -5508,29 +5509,30 @@ class _WarpLaunches:
 
     def __init__(self, handler: _Handler, code: _WarpCode) -> None:
         self.handler = handler
-        self.plan = code.plan
-        self.layout = code.layout
+        self.code = code
         self.launch = code.launch_in(handler)
-        *starts, nbytes = self.layout.blocks
+        self.attribute = handler.launch
+        *starts, nbytes = code.layout.blocks
         self.memory = handler.zeros(nbytes)
         self.blocks = [self.memory + start for start in starts]
-        self.attribute = handler.launch
 
     def _struct_at(self, kind: Any, offset: int) -> _Struct:
         return _Struct(self.handler, kind, self.memory + offset)
 
     def set_bounds(self, dims: Sequence[Any], ndim: Any, size: Any) -> None:
-        self.layout.write_bounds(self._struct_at, dims, ndim, size)
+        self.code.layout.write_bounds(self._struct_at, dims, ndim, size)
 
     def run(self, slices: Sequence[_Array], **grid: Any) -> None:
         """One launch, on these arrays: empty ones are null."""
         handler = self.handler
+        plan = self.code.plan
+        layout = self.code.layout
         arrays = []
         for array in slices:
             is_empty = handler.word(math.prod(array.dims)) == 0
             arrays.append(array._replace(pointer=handler.select(is_empty, 0, array.pointer)))
-        self.layout.write_arrays(self._struct_at, self.plan, arrays)
-        for argument, offset in zip(self.plan.arguments, self.layout.arguments, strict=True):
+        layout.write_arrays(self._struct_at, plan, arrays)
+        for argument, offset in zip(plan.arguments, layout.arguments, strict=True):
             source = argument.source(arrays, self.attribute)
             if source is not None:
                 handler.copy_bytes(self.memory + offset, source, argument.nbytes)
