@@ -4922,6 +4922,28 @@ def test_warp_is_asked_again_while_another_thread_adds_a_kernel(error, monkeypat
     assert not errors
 
 
+@needs_warp
+def test_warp_kernel_is_built_again_after_another_thread_disturbed_it(monkeypatch):
+    """Warp < 1.19 notes that it does not build, and builds nothing from then on."""
+
+    @wp.kernel(module=wp.get_module("disturbed"))
+    def double(x: wp.array(dtype=float), out: wp.array(dtype=float)):
+        i = wp.tid()
+        out[i] = 2.0 * x[i]
+
+    module = type(double.module)
+    load, errors = module.load, [KeyError("double")]
+
+    def disturbed(*args, **options):
+        if errors:
+            raise errors.pop()
+        return load(*args, **options)
+
+    monkeypatch.setattr(module, "load", disturbed)
+    check_equal(xk.warp_kernel(double, like_first)(PAIR[0]), 2 * PAIR[0])
+    assert not errors
+
+
 def meeting():
     """A Warp function: how many threads of the CPU are inside of it; the first waits a while for a second."""
     code = """
