@@ -6160,51 +6160,38 @@ def test_op_keeps_its_kernels_where_brainevent_reads_them():
     assert entry.kernel_generator is generator
 
 
-CHANGES = {  # to an op whose default gave 1: what changes, and what the op gives then
-    "set_default": (methodcaller("set_default", "cpu", "b"), 2),
-    "registered_again": (methodcaller("def_kernel", "a", "cpu", add_to(5)), 5),
-    "asdefault": (methodcaller("def_kernel", "c", "cpu", add_to(3), asdefault=True), 3),
+CHANGES = {  # the options of calls, what changes then, how often JAX's caches are cleared, and what such calls give
+    "new default": ({}, methodcaller("set_default", "cpu", "b"), 1, 2),
+    "same default": ({}, methodcaller("set_default", "cpu", "a"), 0, 1),
+    "registered as default": ({}, methodcaller("def_kernel", "c", "cpu", add_to(3), asdefault=True), 1, 3),
+    "registered again": ({}, methodcaller("def_kernel", "a", "cpu", add_to(5)), 1, 5),
+    "another backend": ({}, methodcaller("def_kernel", "c", "cpu", add_to(3)), 0, 1),
+    "another platform": ({}, methodcaller("def_kernel", "a", "gpu", add_to(3)), 0, 1),
+    "unused backend": ({}, methodcaller("def_kernel", "b", "cpu", add_to(3)), 0, 1),
+    "chosen backend": ({"backend": "b"}, methodcaller("def_kernel", "b", "cpu", add_to(3)), 1, 3),
+    "default of others": ({"backend": "b"}, methodcaller("set_default", "cpu", "b"), 0, 2),
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_op_change_reaches_warm_functions(change):
-    op = op_adding(a=1, b=2)
-    add = call_op(op)
+@pytest.mark.parametrize("case", CHANGES)
+def test_op_change_reaches_warm_functions_and_clears_caches_only_if_it_must(case, monkeypatch):
+    options, change, clears, changed = CHANGES[case]
+    op, never_called = op_adding(a=1, b=2), op_adding(a=1, b=2)
+    add = functools.partial(op, outs=like_first, **options)
 
     def add_in_scan(x):
-        return jax.lax.scan(lambda c, _: (add(c), None), x, None, length=1)[0]
+        return jax.lax.scan(lambda c, _: (add(c), None), x, length=1)[0]
 
+    cleared, clear_caches = [], jax.clear_caches
+    monkeypatch.setattr(jax, "clear_caches", lambda: cleared.append(clear_caches()))
     calls = [add, jax.jit(add), jax.jit(jax.vmap(add)), jax.jit(add_in_scan)]
-    apply, changed = CHANGES[change]
-    assert [call(jnp.zeros(1)) for call in calls] == [1] * 4
-    apply(op)
-    assert [call(jnp.zeros(1)) for call in calls] == [changed] * 4
-
-
-CLEARS = {  # what was called before, a change, how often JAX's caches are cleared
-    "new default": ({}, methodcaller("set_default", "cpu", "b"), 1),
-    "same": ({}, methodcaller("set_default", "cpu", "a"), 0),
-    "another": ({}, methodcaller("def_kernel", "c", "cpu", add_to(3)), 0),
-    "gpu": ({}, methodcaller("def_kernel", "a", "gpu", add_to(3)), 0),
-    "b unused": ({}, methodcaller("def_kernel", "b", "cpu", add_to(3)), 0),
-    "b used": ({"backend": "b"}, methodcaller("def_kernel", "b", "cpu", add_to(3)), 1),
-    "explicit": ({"backend": "b"}, methodcaller("set_default", "cpu", "b"), 0),
-    "never called": (None, methodcaller("set_default", "cpu", "b"), 0),
-}
-
-
-@pytest.mark.parametrize("case", CLEARS)
-def test_op_clears_caches_only_when_it_must(monkeypatch, case):
-    called, change, times = CLEARS[case]
-    op, other = op_adding(a=1, b=2), op_adding(a=1, b=2)
-    from_zero(other)
-    if called is not None:
-        from_zero(op, **called)
-    cleared = []
-    monkeypatch.setattr(jax, "clear_caches", lambda: cleared.append(True))
+    for call in calls:
+        call(jnp.zeros(1))
+    change(never_called)
+    assert not cleared
     change(op)
-    assert len(cleared) == times
+    assert len(cleared) == clears
+    assert [call(jnp.zeros(1)) for call in calls] == [changed] * 4
 
 
 def test_op_warp_serves_the_cpu_only_where_nothing_else_does():
@@ -6227,7 +6214,6 @@ SHORTHANDS = {  # method: the platform and the backend that it registers for, an
     "def_triton_kernel": ("gpu", "triton", ()),
     "def_cuda_raw_kernel": ("gpu", "cuda_raw", ()),
     "def_kernel": ("tpu", "mine", ("mine", "tpu")),
-    "def_benchmark_data": (None, None, ()),  # registers no kernel
 }
 
 
@@ -6236,10 +6222,7 @@ def test_op_shorthands_and_decorators(name):
     platform, backend, args = SHORTHANDS[name]
     op, generator = xk.XLACustomKernel("op"), add_to(1)
     define = getattr(op, name)
-    assert define(*args, generator) is generator
-    if platform is None:
-        return
-    assert op.defaults[platform] == backend
+    assert define(*args, generator) is generator and op.defaults[platform] == backend
     op.def_kernel("first", platform, generator, asdefault=True)
     assert define(*args)(generator) is generator and op.defaults[platform] == "first"
     assert define(*args, asdefault=True)(generator) is generator and op.defaults[platform] == backend
@@ -6286,6 +6269,7 @@ def test_op_doc_tags_and_call():
         op.call(1)
     op.def_call(lambda x, backend=None: (x, backend))
     assert op.call(1, backend="numba") == (1, "numba")
+    assert op.def_benchmark_data(add_to) is add_to
 
 
 class Parameter:
@@ -6609,23 +6593,27 @@ def define_vjp_rule(op):
     op.def_vjp_rule(forward, backward)
 
 
+def first_of(f):
+    return lambda *args: f(*args)[0]
+
+
 class Derivatives:
     """What is done to a function of an array, and perhaps of an integer, that gives two arrays."""
 
     def jvp(f):
-        return jax.jvp(lambda x: f(x)[0], (VECTOR,), (WEIGHTS,))
+        return jax.jvp(first_of(f), (VECTOR,), (WEIGHTS,))
 
     def value_and_grad(f):
-        return jax.jit(jax.value_and_grad(sum_of_squares_of(lambda x: f(x)[0])))(VECTOR)
+        return jax.jit(jax.value_and_grad(sum_of_squares_of(first_of(f))))(VECTOR)
 
     def vmap_of_grad(f):
-        return jax.vmap(jax.grad(sum_of_squares_of(lambda x: f(x)[0])))(ROWS)
+        return jax.vmap(jax.grad(sum_of_squares_of(first_of(f))))(ROWS)
 
     def grad_of_vmap(f):
-        return jax.grad(sum_of_squares_of(lambda xs: jax.vmap(f)(xs)[0]))(ROWS)
+        return jax.grad(sum_of_squares_of(first_of(jax.vmap(f))))(ROWS)
 
     def second(f):
-        return jax.grad(sum_of(jax.grad(sum_of_squares_of(lambda x: f(x)[0]))))(VECTOR)
+        return jax.grad(sum_of(jax.grad(sum_of_squares_of(first_of(f)))))(VECTOR)
 
     def grad_of_scan(f):
         def iterated(x):
@@ -6634,7 +6622,7 @@ class Derivatives:
         return jax.grad(sum_of(iterated))(VECTOR)
 
     def grad_by_an_integer(f):
-        gradient, nothing = jax.grad(sum_of(lambda x, n: f(x, n)[0]), (0, 1), allow_int=True)(VECTOR, np.int32(2))
+        gradient, nothing = jax.grad(sum_of(first_of(f)), (0, 1), allow_int=True)(VECTOR, np.int32(2))
         return gradient, nothing.dtype == jax.dtypes.float0
 
 
@@ -7031,14 +7019,21 @@ def test_a_batch_is_split_over_the_current_mesh(kind):
 
 @pytest.mark.parametrize("kind", ["numba", "op numba"])
 def test_a_batch_may_be_split_over_a_part_of_an_axis(kind):
-    make = SPLIT_PRODUCTS[kind]
-    square, square_by_rule = [lambda x, product=make(rule): product(x, x) for rule in (None, "i, i -> i")]
+    product, product_by_rule = map(SPLIT_PRODUCTS[kind], (None, "i, i -> i"))
+
+    def nested(x):
+        x = x.reshape(2, 2, 4)
+        return jax.vmap(jax.vmap(product))(x, x)
+
+    def mapped(x):
+        return jax.lax.map(lambda x: product(x, x), x.reshape(4, 4), batch_size=2)
+
+    def by_rule(x):
+        x = x.reshape(2, 8)
+        return jax.vmap(product_by_rule)(x, x)
+
     x = on_mesh(XS.ravel(), "d")  # four of its 16 elements on each device
-    for squares in (
-        lambda x: jax.vmap(jax.vmap(square))(x.reshape(2, 2, 4)),
-        lambda x: jax.lax.map(square, x.reshape(4, 4), batch_size=2),
-        lambda x: jax.vmap(square_by_rule)(x.reshape(2, 8)),
-    ):
+    for squares in (nested, mapped, by_rule):
         np.testing.assert_array_equal(jax.jit(squares)(x).ravel(), XS.ravel() ** 2)
 
 
