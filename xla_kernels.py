@@ -3862,7 +3862,7 @@ class _CudaCode:
     @property
     def is_native(self) -> bool:
         """Whether it is compiled to machine code."""
-        return self.form is not None and self.packages[0].on_gpu
+        return self.form is not None and self.packages[0].platform == "cuda"
 
     def walk(self) -> _Digester:
         modules = [package.module for package in self.packages]
@@ -4023,10 +4023,6 @@ class _NumbaCuda:
     @property
     def cuda(self) -> Any:
         return _import(self.module, "numba_cuda_kernel", _CUDA_INSTALL)
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.platform == "cuda"
 
     def is_installed(self) -> bool:
         with contextlib.suppress(ImportError):
