@@ -712,9 +712,9 @@ def _paths(instructions: Sequence[dis.Instruction], roots: Sequence[str]) -> set
 # XLA keeps raw pointers to handlers, so whatever is registered stays in memory until the process ends.
 # Knows names, platforms and addresses; does not know how a name came about.
 
-# The version of what `_STORE` holds, of the attribute `launch` and of the buffers that a handler expects: raise it
-# when one of them changes.  Names of targets hold it, so that the program of one version never calls the handler of
-# another.
+# The version of what `_STORE` holds (digests too), of the attribute `launch` and of the buffers that a handler
+# expects: raise it when one of them changes.  Names of targets hold it, so that the program of one version never calls
+# the handler of another.
 _LAYOUT = 2
 
 # What copies of this file of one layout share, also one that is loaded again.
@@ -1259,6 +1259,7 @@ class _BoundCall:
     aliases: tuple[tuple[int, int], ...]
     rule: _ShardingRule
     has_side_effect: bool
+    shape_options: tuple[Callable, ...]  # the user's functions of the inputs that `resolve` asks for scratch and launch
     # (inputs, outputs) of one slice -> the call of it on a shard, where XLA splits the kernel's own dimensions
     resolve: Callable[[list[Spec], list[Spec]], _Call] = dataclasses.field(compare=False, repr=False)
 
@@ -1388,7 +1389,8 @@ def _call_batching(args: Any, dims: Any, *, call: _BoundCall) -> Any:
 
 
 def _call_jvp(primals: Sequence, tangents: Sequence, *, call: _BoundCall) -> tuple:
-    if any(jax.dtypes.issubdtype(out.dtype, np.inexact) for out in call.outs):
+    outs = call.outs[: len(call.rule.outs)]
+    if any(jax.dtypes.issubdtype(out.dtype, np.inexact) for out in outs):
         raise TypeError(f"{call.target.title} has no derivative: use jax.custom_vjp, or an XLACustomKernel's rules")
     results = call.bind(*primals)
     return results, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in results]
@@ -1685,9 +1687,14 @@ class _Wrapper(_Kept):
             tuple(call.aliases.items()),
             rule or _ShardingRule.whole(ins, outs),
             bool(self.options.has_side_effect),
+            self._shape_options(),
             resolve_slice,
         )
         return bound.bind(*args)[: len(outs)]
+
+    def _shape_options(self) -> tuple[Callable, ...]:
+        options = vars(self.options)
+        return tuple(options[name] for name in ("scratch", "launch_dims") if callable(options.get(name)))
 
     def _without_caches(self) -> _Wrapper:
         """What JAX's caches may hold of this: not the functions that they are keyed by, which would never be freed."""
@@ -2310,7 +2317,7 @@ class _Driver(_Code):
         self.define("drive", self.drive)
 
     def answer(self, extension: Any, traits: Any) -> Any:
-        """On registration XLA asks for the API version and traits, through an extension of the frame."""
+        """On registration XLA asks for the API version and traits, through an extension; returns whether it does."""
         position = self.variable(extension)
         with self.forever():
             found = _Struct(self, XLA_FFI_Metadata_Extension, position.current)
@@ -2319,7 +2326,7 @@ class _Driver(_Code):
                 metadata = found.metadata
                 metadata.traits = traits
                 metadata.api_version.major_version, metadata.api_version.minor_version = _known_api_version()
-                self.ret(0)
+                self.ret(1)
             position.current = found.extension_base.next
 
     def error(self, frame: Any, message: Any, code: Any) -> Any:
@@ -2585,9 +2592,10 @@ def _load_handler(emitter: _Emitter, code: bytes) -> tuple[int, Any]:
     kernel.entry = emitter.entry
     kernel.lock = emitter.lock or 0
     kernel.report = emitter.report
+    driver = _driver()
     for name in ("answer", "error", "fill", "drive"):
-        setattr(kernel, name, _driver().get_function_address(name))
-    return engine.get_function_address("handler"), (engine, emitter)
+        setattr(kernel, name, driver.get_function_address(name))
+    return engine.get_function_address("handler"), (engine, driver, emitter)
 
 
 class _Handler(_Code):
@@ -2672,8 +2680,9 @@ class _Handler(_Code):
     def _handler(self, frame: Any) -> Any:
         """Run a call: at once if it has no batch, else by the driver."""
         self.frame = frame
-        with self.when(frame.extension_start != 0):
-            self.ret(self.call(self.kernel.answer, frame.extension_start, self.emitter.traits))
+        with self.when(frame.extension_start != 0, likely=False):
+            is_registration = self.call(self.kernel.answer, frame.extension_start, self.emitter.traits)
+            self.ret(0, when=is_registration)
         self.ret(0, when=frame.stage != _STAGE_EXECUTE)
         buffers, depth = self._read_buffers()
         self._start_outputs(buffers)
@@ -3041,9 +3050,12 @@ class _NumbaKernel(_NumbaWrapper):
         forms = self._allowed(signature, [self._written_form(signature), self._returned_form(signature)])
         kernel = _identity(self.kernel) if numba.config.DISABLE_JIT else self.kernel  # Python reads all where it is
         in_order = self.options.in_order
-        settings = numba.__version__, _settings(numba.config), in_order
-        parts = "numba", kernel, *settings, str(signature), *map(tuple, forms)
-        kernel_name = _KernelName.of(self.kernel, lambda: _Digester(_numba_reads_in_place).walk(*parts))
+        parts = "numba", kernel, numba.__version__, in_order, str(signature), *map(tuple, forms)
+
+        def walk() -> _Digester:
+            return _Digester(_numba_reads_in_place).walk(*parts, _settings(numba.config))
+
+        kernel_name = _KernelName.of(self.kernel, walk)
         name = self._target_name(kernel_name.digest)
         find_file = functools.partial(kernel_name.file, name)
         make = functools.partial(_compile_numba, self.kernel, signature, forms, in_order, find_file)
@@ -6817,6 +6829,7 @@ def _summed(ct: Any, operand: Any, flags: Sequence[bool]) -> Any:
 
 def _bind_with_vjp(call: _OpCall, ins: Sequence, fwd: Callable, bwd: Callable) -> Any:
     """Bind the op with its vjp rule, whose functions get the options of a call with these operands."""
+    ins = _make_varying(ins)
     avals = list(map(jax.typeof, ins))
     options = call.options(_input_specs(ins))
 
