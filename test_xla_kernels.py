@@ -1836,6 +1836,23 @@ def test_programs_are_exported_with_symbolic_shapes():
         np.testing.assert_array_equal(program.call(np.ones(size, np.float32)), np.full(size, 3.0))
 
 
+def test_scratch_needs_no_derivative():
+    largest = wrap(runs("out[()] = np.argmax(x)", "x, out, scratch"), spec(dtype=np.int32), scratch=lambda x: x)
+    assert (jax.grad(lambda x: x[largest(x)])(jnp.arange(3.0)) == jnp.array([0.0, 0.0, 1.0])).all()
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_calls_with_other_scratch_on_a_shard_are_not_one(order):
+    """The two ask for the same scratch for the whole array."""
+    size_of_scratch = runs("out[:] = scratch.size", "x, out, scratch")
+    options = {"sharding_rule": "i -> i"}
+    fixed = wrap(size_of_scratch, scratch=spec(8), **options)
+    of_shard = wrap(size_of_scratch, scratch=lambda x: x, **options)
+    calls = fixed, of_shard
+    results = jax.jit(lambda x: [calls[i](x) for i in order])(on_mesh(np.ones(8, np.float32), "d"))
+    assert [result[0] for result in results] == [(8, 2)[i] for i in order]
+
+
 def test_integer_outputs_need_no_derivative():
     sign = wrap(lambda x: np.sign(x).astype(np.int32), lambda x: jax.ShapeDtypeStruct(x.shape, jnp.int32))
     out, tangent = jax.jvp(sign, (F32,), (F32,))
@@ -5916,6 +5933,15 @@ def test_op_under_transformations(name, backend):
     got, want = program(product_of(backend)), program(multiply_in_jax)
     assert jax.tree.structure(got) == jax.tree.structure(want)
     jax.tree.map(assert_same, got, want)
+
+
+def test_op_vjp_rule_in_shard_map_may_have_a_replicated_operand():
+    """The cotangent of that is summed over the devices."""
+    op = op_of(multiply_in_jax)
+    call = call_op(op)
+    op.def_vjp_rule(lambda x, y, **_: (call(x, y), (x, y)), lambda xy, ct, **_: (ct * xy[1], ct * xy[0]))
+    for program in (Programs.grad_of_shard_map, Programs.shard_map_of_grad):
+        jax.tree.map(assert_same, program(call), program(multiply_in_jax))
 
 
 def test_op_shard_map_adds_tangents_of_which_one_is_replicated():
