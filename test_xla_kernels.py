@@ -5557,37 +5557,27 @@ def test_warp_refuses(error, text, kernel, args, options):
             f(*args)
 
 
-REFUSED_VALUES = [  # error, its text, a parameter of `kernel_of_every_kind` and another value for it
-    (TypeError, r"'s' \(struct .*Settings\) is passed .*got int 1, not an instance", "s", 1),
-    (TypeError, r"'m' \(float32\[3,3\]\) is passed by value; got", "m", [1.0, 2.0]),
-    (TypeError, r"'i' \(int8\) is passed by value; got float 1.5", "i", 1.5),
-    (ValueError, r"'i' \(int8\) is passed by value; 300 is out of its range", "i", 300),
-]
-REFUSED_TRACED_VALUES = [  # the same for values that JAX traces
-    (TypeError, r"'s' \(struct .*Settings\) is passed .*got", "s", 3),
-    (TypeError, r"'m' \(float32\[3,3\]\) is passed by value; got", "m", np.ones(2, np.float32)),
-    (TypeError, r"'i' \(int8\) is passed by value; got", "i", 1.5),
-    (TypeError, r"'n' \(uint64\) is passed by value; got .*64 bits without", "n", 3),
+REFUSED_VALUES = [  # error, its text, a parameter of `kernel_of_every_kind`, another value for it, does JAX trace that?
+    (TypeError, r"'s' \(struct .*Settings\) is passed .*got int 1, not an instance", "s", 1, False),
+    (TypeError, r"'m' \(float32\[3,3\]\) is passed by value; got", "m", [1.0, 2.0], False),
+    (TypeError, r"'i' \(int8\) is passed by value; got float 1.5", "i", 1.5, False),
+    (ValueError, r"'i' \(int8\) is passed by value; 300 is out of its range", "i", 300, False),
+    (TypeError, r"'s' \(struct .*Settings\) is passed .*got", "s", 3, True),
+    (TypeError, r"'m' \(float32\[3,3\]\) is passed by value; got", "m", np.ones(2, np.float32), True),
+    (TypeError, r"'i' \(int8\) is passed by value; got", "i", 1.5, True),
+    (TypeError, r"'n' \(uint64\) is passed by value; got .*64 bits without", "n", 3, True),
 ]
 
 
-def call_every(name, value):
-    values = kernel_of_every_kind()[1] | {name: value}
-    return wrapped_every()(sample(2, 3), *values.values(), sample(2, 3))
-
-
 @needs_warp
-@pytest.mark.parametrize("error, text, name, value", REFUSED_VALUES)
-def test_warp_refuses_values(error, text, name, value):
-    with pytest.raises(error, match=text):
-        call_every(name, value)
+@pytest.mark.parametrize("error, text, name, value, is_traced", REFUSED_VALUES)
+def test_warp_refuses_values(error, text, name, value, is_traced):
+    def call(value):
+        values = kernel_of_every_kind()[1] | {name: value}
+        return wrapped_every()(sample(2, 3), *values.values(), sample(2, 3))
 
-
-@needs_warp
-@pytest.mark.parametrize("error, text, name, value", REFUSED_TRACED_VALUES)
-def test_warp_refuses_traced_values(error, text, name, value):
     with pytest.raises(error, match=text):
-        jax.eval_shape(functools.partial(call_every, name), value)
+        jax.eval_shape(call, value) if is_traced else call(value)
 
 
 def test_warp_traced_values(warp_path):
@@ -7153,17 +7143,17 @@ def test_op_with_a_sharding_rule_on_one_device_and_in_shard_map():
         np.testing.assert_allclose(f(VECTOR, WEIGHTS), VECTOR * WEIGHTS)
 
 
-UNFIT_FOR_RULE = {  # the second operand of 'i, i -> i', whose first is ROWS[0] or, of two dimensions, ROWS
-    "ranks": (ROWS, "is for operands and outputs of ranks [[1, 1], [1]], but the call has [[2, 2], [2]]"),
-    "sizes": (VECTOR[:1], "gives the sizes 8 and 1 one name, 'i'; give them two"),
+UNFIT_FOR_RULE = {  # two operands of an op with the rule 'i, i -> i', and what the error says of it
+    "ranks": (ROWS, ROWS, "is for operands and outputs of ranks [[1, 1], [1]], but the call has [[2, 2], [2]]"),
+    "sizes": (VECTOR, VECTOR[:1], "gives the sizes 8 and 1 one name, 'i'; give them two"),
 }
 
 
 @pytest.mark.parametrize("kind", UNFIT_FOR_RULE)
 def test_op_sharding_rule_is_for_arrays_of_its_ranks_and_sizes(kind):
-    operand, text = UNFIT_FOR_RULE[kind]
+    x, y, text = UNFIT_FOR_RULE[kind]
     with pytest.raises(ValueError, match=re.escape(f"the sharding rule 'i, i -> i' {text}")):
-        product_of(rule="i, i -> i")(ROWS if operand.ndim == 2 else VECTOR, operand)
+        product_of(rule="i, i -> i")(x, y)
 
 
 @pytest.mark.parametrize("axes, shards", [(("d",), 4), ((), 1)])
