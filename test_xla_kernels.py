@@ -3045,8 +3045,6 @@ def cannot_compile(package):
     """Why a package compiles no kernels here, or None."""
     try:
         package_cuda = importlib.import_module(f"{package}.cuda")
-        if getattr(package_cuda, "implementation", "") == "Built-in":
-            return "Numba's own CUDA target is not tested: numba-cuda replaces it"
         if not hasattr(package_cuda, "compiles_nothing"):  # what stands in for one, for the fake driver
             cuda_ptx(package_cuda, lambda x, out: None, ("float32", 1), ("float32", 1))
     except ImportError as error:
@@ -3069,6 +3067,18 @@ def is_successor(package_cuda):
 def compiling_cuda(package_cuda):
     if hasattr(package_cuda, "compiles_nothing"):
         pytest.skip("what stands in for numba_cuda_mlir compiles nothing")
+    return package_cuda
+
+
+def is_built_in(package_cuda):
+    """Whether this is the CUDA target that Numba comes with, not numba-cuda."""
+    return getattr(package_cuda, "implementation", "") == "Built-in"
+
+
+@pytest.fixture
+def batching_cuda(package_cuda):
+    if is_built_in(package_cuda):
+        pytest.skip("Numba's own CUDA target does not compile the kernel that runs a batch")
     return package_cuda
 
 
@@ -3332,7 +3342,9 @@ static const char *on_stream(P s) { return s == (P)0x5eed ? "" : s ? " on anothe
 // the driver: context 0x1000 + 16 n is device n's; a function loaded in it has the context in its upper half
 static uintptr_t next_ = 0x20000;
 static __thread uintptr_t stack[64]; static __thread int top;
-R cuInit(void) { return 0; }
+#define SUCCEEDS(name) R name(void) { return 0; }
+SUCCEEDS(cuInit) SUCCEEDS(cuStreamSynchronize) SUCCEEDS(cuModuleUnload) SUCCEEDS(cuMemsetD8_v2)
+SUCCEEDS(cuLinkAddData_v2) SUCCEEDS(cuLinkAddFile_v2) SUCCEEDS(cuLinkDestroy) SUCCEEDS(cuIpcOpenMemHandle)
 R cuDeviceGet(int *d, int i) { *d = i; return 0; }
 R cuDriverGetVersion(int *v) { *v = 13000; return 0; }
 R cuDeviceGetCount(int *n) { *n = 2; return 0; }
@@ -3358,6 +3370,12 @@ R cuLibraryGetGlobal(D *p, size_t *n, P l, P s) { *p = 0x1234; *n = 4; return 0;
 R cuKernelGetFunction(P *f, P k) { *f = k; return 0; }
 R cuOccupancyMaxActiveBlocksPerMultiprocessor(int *n, P f, int b, size_t s) { *n = 4; return 0; }
 R cuPointerGetAttribute(D *data, int a, D p) { *data = a == 1 ? stack[top - 1] : p; return 0; }
+R cuDeviceGetUuid(char *s, int d) { memset(s, d + 1, 16); return 0; }
+R cuDeviceGetName(char *s, int n, int d) { strncpy(s, "fake", n); return 0; }
+R cuMemGetInfo_v2(size_t *f, size_t *t) { *f = *t = 1ull << 37; return 0; }
+R cuModuleGetGlobal_v2(D *p, size_t *n, P m, P s) { *p = 0x1234; *n = 4; return 0; }
+R cuLinkCreate_v2(U n, P a, P b, P *s) { *s = (P)9; return 0; }
+R cuLinkComplete(P s, P *o, size_t *n) { static char cubin[] = "\177ELF"; *o = cubin; *n = 5; return 0; }
 R cuGetErrorName(int e, const char **s) {
   return *s = e == 2 ? "CUDA_ERROR_OUT_OF_MEMORY" : "CUDA_ERROR_INVALID_VALUE", 0;
 }
@@ -3452,11 +3470,12 @@ def test_cuda_fake_driver(tmp_path):
         (tmp_path / "numba_cuda_mlir/cuda.py").write_text(NO_COMPILER)
         environment["PYTHONPATH"] = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
         with_no_compiler = 26
+    if "numba" in compilers and is_built_in(importlib.import_module("numba.cuda")):
+        with_no_compiler -= 4
     passed = run_pytest("-k", "test_fakecuda", **environment)["passed"]
     assert passed == 1 + 48 * len(compilers) + ("numba" in compilers) + with_no_compiler
 
 
-@functools.cache
 class FakeGpus:
     """The two GPUs of the fake driver: JAX lists them, and XLA tells handlers for CUDA a stream and a device."""
 
@@ -3556,11 +3575,14 @@ def arrays_of_words(package_cuda, words, ranks_and_itemsizes):
     return arrays
 
 
+fake_gpus = functools.cache(FakeGpus)  # the same ones for all tests, as XLA never forgets a handler
+
+
 @pytest.fixture
 def gpus(monkeypatch):
     if reason := conftest.missing("fake driver"):
         pytest.skip(reason)
-    found = FakeGpus()  # the same ones for all tests, as XLA never forgets a handler
+    found = fake_gpus()
     monkeypatch.setattr(jax, "local_devices", found.with_gpus)
     monkeypatch.setattr(jax.ffi, "register_ffi_target", found.register_for_cpu)
     found.set(device=0, n_params=0, failing_launches=0, failing_copies=0, failing_loads=0)
@@ -3652,12 +3674,12 @@ def test_fakecuda_serves_every_shape(gpus, package_cuda):
     assert len(gpus.handlers) == before + 1
 
 
-def test_fakecuda_a_batch_is_one_launch(gpus, package_cuda):
+def test_fakecuda_a_batch_is_one_launch(gpus, batching_cuda):
     """Its slices are the blocks' z; arrays have them as first dimension, of size 1 where they are not batched."""
-    op = own_op(package_cuda, "x, y, out", grid=(7, 2), block=32)
+    op = own_op(batching_cuda, "x, y, out", grid=(7, 2), block=32)
     (x, x_data), (y, y_data) = aligned((3, 5)), aligned(5)
     batched = jax.vmap(op, (0, None))
-    launches, [[x_array, y_array, out]] = gpus.launches_and_arrays(package_cuda, [2, 2, 2], batched, x, y)
+    launches, [[x_array, y_array, out]] = gpus.launches_and_arrays(batching_cuda, [2, 2, 2], batched, x, y)
     assert launches == ["native 0: 7,2,3 x 32,1,1 +0"]
     assert (x_array, y_array) == ((x_data, [3, 5], [5, 1]), (y_data, [1, 5], [5, 1]))
     assert out[1:] == ([3, 5], [5, 1])
@@ -3675,9 +3697,9 @@ def nested_batches(op, gpus, package_cuda, rank):
     return launches, starts
 
 
-def test_fakecuda_nested_batches_are_one_launch_per_row(gpus, package_cuda):
-    op = own_op(package_cuda, "x, y, out", grid=7, block=32)
-    launches, starts = nested_batches(op, gpus, package_cuda, rank=2)
+def test_fakecuda_nested_batches_are_one_launch_per_row(gpus, batching_cuda):
+    op = own_op(batching_cuda, "x, y, out", grid=7, block=32)
+    launches, starts = nested_batches(op, gpus, batching_cuda, rank=2)
     assert launches == ["native 0: 7,1,3 x 32,1,1 +0"] * 2
     assert starts == [(0, 0, 0), (0, 20, 60)]
 
@@ -3694,17 +3716,17 @@ def test_fakecuda_launches_per_slice(gpus, package_cuda, options, z):
     assert starts == [(0, 0, 0), (20, 0, 20), (40, 0, 40), (0, 20, 60), (20, 20, 80), (40, 20, 100)]
 
 
-def test_fakecuda_sequential_is_kept_beside_the_same_kernel_in_one_launch(gpus, package_cuda):
-    kernel = own_kernel(package_cuda, "x, out")
+def test_fakecuda_sequential_is_kept_beside_the_same_kernel_in_one_launch(gpus, batching_cuda):
+    kernel = own_kernel(batching_cuda, "x, out")
     at_once = jax.vmap(xk.numba_cuda_kernel(kernel, like_first, **BLOCK))
     in_order = jax.vmap(xk.numba_cuda_kernel(kernel, like_first, vmap_method="sequential", **BLOCK))
     launches = gpus.launches(lambda x: (at_once(x), in_order(x + 1)), jnp.ones((4, 3)))
     assert sorted(launches) == [ONE_THREAD] * 4 + ["native 0: 1,1,4 x 1,1,1 +0"]
 
 
-def test_fakecuda_more_slices_than_a_grid_has_blocks(gpus, package_cuda):
+def test_fakecuda_more_slices_than_a_grid_has_blocks(gpus, batching_cuda):
     x, x_data = aligned((65_538, 1))
-    launches, arrays = gpus.launches_and_arrays(package_cuda, [2, 2], jax.vmap(own_op(package_cuda)), x)
+    launches, arrays = gpus.launches_and_arrays(batching_cuda, [2, 2], jax.vmap(own_op(batching_cuda)), x)
     assert launches == ["native 0: 1,1,65535 x 1,1,1 +0", "native 0: 1,1,3 x 1,1,1 +0"]
     assert [address - x_data for (address, *_), _ in arrays] == [0, 4 * 65_535]
 
@@ -3902,7 +3924,7 @@ def test_cuda_simulator():
     tests = "test_on_cuda or test_cudasim or (test_matrix and numba_cuda) or test_export_and"
     outcomes = run_pytest("-k", tests, NUMBA_ENABLE_CUDASIM="1", JAX_PLATFORMS="cpu")
     del outcomes["deselected"]
-    assert outcomes == {"passed": len(cells) + 1 + 30}  # export, and the tests of this section
+    assert outcomes == {"passed": len(cells) + 1 + 31}  # export, and the tests of this section
 
 
 @on_device
@@ -3927,6 +3949,13 @@ def test_on_cuda_dtypes(dtype):
         out, expected = cuda_op(cuda_add)(x, x), [2, 4, 6, 8, 10, 12, 14, 16, 18]
     np.testing.assert_array_equal(out, expected)
     assert out.dtype == np.dtype(dtype)
+
+
+@on_device
+def test_on_cuda_op_runs_where_its_kernels_do():
+    op = xk.XLACustomKernel("copy")
+    op.def_numba_cuda_kernel(functools.partial(cuda_op, cuda_copy))
+    np.testing.assert_array_equal(op(F32, outs=spec(4)), F32)
 
 
 @on_device
