@@ -33,9 +33,10 @@ A call, from Python to machine code: `numba_kernel` makes a `_NumbaKernel`; `_Wr
 `_Wrapper._bind` -> `_Wrapper._resolve` -> `_NumbaKernel._find_target`, which names it (`_Digester`) and registers it
 (`_Target.register` -> `_compile_numba` -> `_Handler`, for which `_NumbaEmitter` writes what runs a slice) ->
 `_BoundCall.bind` -> `_call_lowering` -> XLA -> the machine code of `_Handler` and, for a batch, of `_Driver`.
-An op under grad of vmap: `XLACustomKernel.__call__` -> `_find_call` -> `_OpCall.bind` (`_bind_with_vjp`) ->
-`_op_batching`, which records the vmap -> `_op_jvp`, `_op_transpose`, which vmap the user's rules -> `_op_lowering`,
-which knows the platform -> `_run_vmaps` -> `_OpKernel.run_slice` -> the call of a wrapper, as above.
+An op under grad of vmap: `XLACustomKernel.__call__` -> `_find_call` -> `_OpCall.bind` (with a vjp rule
+`_bind_with_vjp`: a `jax.custom_vjp`, whose functions JAX batches) -> `_op_batching`, which records the vmap ->
+`_op_jvp`, `_op_transpose`, which vmap the user's rules -> `_op_lowering`, which knows the platform -> `_run_vmaps` ->
+`_OpKernel.run_slice` -> the call of a wrapper, as above.
 The order of a kernel's arguments: above `_NumbaWrapper`; `_CudaCode._callable_emitter` for callables; in
 `_WarpKernel._find_target`.  A dtype: above `_XLA_FFI_DATA_TYPES`.
 An exception in a slice: `_NumbaEmitter`, `_keep_message`, `_Driver.run`, `_Driver.work`.
@@ -613,8 +614,8 @@ _ATOMS: dict[type, Callable[[Any], bytes]] = {
     complex: lambda x: np.complex128(x).tobytes(),
     bytes: bytes,
 }
-# Each gives the parts that an object counts by, or None.  Values hold nothing that may lead back to them, and count by
-# content wherever they stand: whether two equal ones are one object is chance.
+# Each gives the parts that an object counts by, or None.  Values hold nothing that may lead back to them, and are
+# written anew wherever they stand: whether Python makes one object or two of equal constants must not count.
 _VALUES: dict[Any, Callable[[_Digester, Any], tuple | None]] = {
     tuple: lambda self, x: x,
     NamedTuple: lambda self, x: (type(x), *x),
@@ -755,7 +756,7 @@ class _Target:
     on its own, as the target `for_batches`: the first `vmap` of a call puts that in the place of this one.
     """
 
-    # It knows no wrapper: JAX's caches hold it, and would keep alive the function that they are keyed by.
+    # It must not refer to the wrapper: JAX keeps a target as long as the wrapper lives, which then would be for ever.
     name: str
     launch: tuple[int, ...] = ()  # the grid, with a 0 if nothing is to run, block and what else the handler reads
     may_write: tuple[int, ...] = ()  # the inputs that the kernel may write to
@@ -792,7 +793,7 @@ class _Target:
                 _TARGETS[self.name, platform] = compiled
             return compiled
 
-    def announce(self) -> None:
+    def register_where_traced(self) -> None:
         """Register the handler for this machine, for errors where it is traced; or name what others will register."""
         platform = _default_platform().replace("gpu", "cuda")
         if platform in self.makes:
@@ -1101,7 +1102,10 @@ class _ShardingRule:
         return [_out_aval(out.shape, out.dtype, ins, spec) for out, spec in zip(outs, specs, strict=True)]
 
     def lower(self, ctx: Any, operands: Any, run: Callable, outs: Any, rest: Any = (), effect: bool = False) -> Any:
-        """Lower `run(outs, *ins)` for XLA to split: a device runs it with the `outs` of its shard; `rest` are zeros."""
+        """Lower `run(outs, *ins)` for XLA to split: a device runs it with the `outs` of its shard.
+
+        The results for `rest`, scratch and hidden outputs, which nobody reads, are zeros.
+        """
         closed = jax.make_jaxpr(functools.partial(run, outs))(*ctx.avals_in)
         jaxprs = list(_all_jaxprs(closed, ctx))
         if any(map(_calls_python, jaxprs)):  # custom_partitioning would not keep the Python function alive
@@ -1259,8 +1263,8 @@ class _BoundCall:
     aliases: tuple[tuple[int, int], ...]
     rule: _ShardingRule
     has_side_effect: bool
-    shape_options: tuple[Callable, ...]  # the user's functions of the inputs that `resolve` asks for scratch and launch
-    # (inputs, outputs) of one slice -> the call of it on a shard, where XLA splits the kernel's own dimensions
+    shape_options: tuple[Callable, ...]  # the user's functions of the inputs that `resolve` asks
+    # (inputs, outputs) of one slice -> the call with a shard's shapes, where XLA splits the kernel's own dimensions
     resolve: Callable[[list[Spec], list[Spec]], _Call] = dataclasses.field(compare=False, repr=False)
 
     def bind(self, *args: Any) -> list:
@@ -1376,7 +1380,7 @@ def _lower_on_shards(ctx: Any, operands: Any, call: _BoundCall) -> Any:
 def _call_batching(args: Any, dims: Any, *, call: _BoundCall) -> Any:
     """One more leading dimension everywhere; size 1 says that an operand is the same for every slice."""
     target = call.target.under_vmaps(1)
-    target.announce()
+    target.register_where_traced()
     size = next(x.shape[dim] for x, dim in zip(args, dims) if dim is not None)
     has_slices = [dim is not None for dim in dims]
     for i, _ in call.aliases:
@@ -1697,7 +1701,7 @@ class _Wrapper(_Kept):
         return tuple(options[name] for name in ("scratch", "launch_dims") if callable(options.get(name)))
 
     def _without_caches(self) -> _Wrapper:
-        """What JAX's caches may hold of this: not the functions that they are keyed by, which would never be freed."""
+        """A copy that JAX may keep as long as the wrapper lives, as it refers to nothing that JAX keeps it for."""
         wrapper = object.__new__(type(self))
         vars(wrapper).update(vars(self), _jitted=None, _vjp=None, variants=None)
         return wrapper
@@ -1841,7 +1845,8 @@ class _Emitter:
     """The part of a handler that differs between backends: how one slice is run."""
 
     traits = 0
-    lock: int | None = None  # a lock to hold while slices run, as `_native_lock` gives it; 0 if only other processes do
+    # a lock to hold while slices run, as `_native_lock` gives it; 0 if only other processes that load the code need one
+    lock: int | None = None
     uses_python = False  # slices take the GIL: their thread has a state of Python's all along, where exceptions wait
     in_order = True  # slices run one after another, on the thread that XLA calls from
     driver: _CudaDriver | None = None  # libcuda, where the buffers lie in a GPU's memory
@@ -2853,11 +2858,13 @@ def _host_arrays(signature: _Signature, pointers: Sequence[int], dims: Sequence[
 #
 # What a new Numba may break.
 # - With an error: `library._final_module`, `_shared_module` and `_get_compiled_object`, `has_dynamic_globals`,
-#   `lookup_environment`, `reload_init`, `_compiler.pipeline_class`, `_can_compile`, `gufunc_builder`, the status of
+#   `lookup_environment`, `reload_init`, `_compiler.pipeline_class`, `gufunc_builder`, the status of
 #   `call_conv.call_function`; for CUDA `_codelibrary`.
-# - Silently, so that tests of each must pass before it counts as supported: the parameters of arrays (`_numba_params`),
-#   new ways to write to a read-only array (`_UNCHECKED_WRITERS`), and how calls of threads show in LLVM's text
-#   (`_CALLS_OF_THREADS`).
+# - Silently, so that tests of each must pass before it counts as supported: the parameters of arrays
+#   (`_numba_params`, `_not_only_read`), new ways to write to a read-only array (`_UNCHECKED_WRITERS`), how calls of
+#   threads and C wrappers show in LLVM's text (`_uses_threads`), the symbols of environments (`_portable`), the
+#   attributes `_can_compile`, `_cache._enabled` and `_cache_hits` of dispatchers, and where users' overloads are
+#   (`_users_overloads`).
 
 _NUMBA_INSTALL = "pip install numba"
 _NUMBA_DTYPES = frozenset(
@@ -3009,9 +3016,11 @@ class _NumbaWrapper(_Wrapper):
         if self.order != self.parameters:  # some are not where they would be by position: all go by name
             inputs = self.order[: signature.n_in]
             others = [name for name in self.parameters if name not in inputs and name not in self.static]
-            filled = [*inputs, *others]
-            named = dict(zip(filled, arguments)) | {name: f"static_{name}" for name in self.static}
-            arguments = arguments[len(filled) :]  # too many: `bind` refuses them
+            names = [*inputs, *others]
+            if len(arguments) > len(names):
+                return None
+            named = dict(zip(names, arguments)) | {name: f"static_{name}" for name in self.static}
+            arguments = []
         try:
             bound = inspect.signature(_python(self.kernel)).bind(*arguments, **named)
         except TypeError:
@@ -3171,18 +3180,25 @@ def _compile_code(kernel: Any, signature: _Signature, forms: list[_Form]) -> _Nu
     names = walked.names
     if "dot" in names and walked.calls_three:
         names.add("dot(out)")  # which writes
-    with _without_caches(_jitted(walked, kernel)):
+    with _caches_disabled(_jitted(walked, kernel)):
         found = _first_that_compiles(functools.partial(_compile_form, kernel, signature, names), forms)
     entry = found.overload.library.get_pointer_to_function(found.overload.fndesc.llvm_func_name)
     may_write = _not_only_read(found.overload, signature) if found.may_write else ()
     uses_python = "objmode" in names
-    is_fresh = not found.may_write or getattr(kernel, "_can_compile", True)  # else Numba may have compiled it long ago
-    may_keep = is_fresh and not uses_python
-    return _NumbaCode(entry, found.overload, may_write, _uses_threads(found.overload), uses_python, may_keep)
+    # Else this is the code of explicit signatures, which Numba compiled when the kernel was decorated.
+    is_new = not found.may_write or getattr(kernel, "_can_compile", True)
+    return _NumbaCode(
+        entry,
+        found.overload,
+        may_write,
+        uses_threads=_uses_threads(found.overload),
+        uses_python=uses_python,
+        may_keep=is_new and not uses_python,
+    )
 
 
 @contextlib.contextmanager
-def _without_caches(functions: list[Any]) -> Iterator[None]:
+def _caches_disabled(functions: list[Any]) -> Iterator[None]:
     """Compile these anew, and not from Numba's own cache on disk."""
     found = [getattr(function, "_cache", None) for function in functions]
     caches: list[Any] = [cache for cache in found if getattr(cache, "_enabled", False)]
@@ -3203,7 +3219,7 @@ def _uses_threads(overload: Any) -> bool:
 
 
 def _first_that_compiles(compile_: Callable[[Any], Any], candidates: Iterable[Any]) -> Any:
-    """What `compile_` makes of the first that it does not refuse; else what is wrong, before what is not installed."""
+    """What `compile_` makes of the first that it does not refuse; else its first TypeError, or else its ImportError."""
     errors: list[Exception] = []
     for candidate in candidates:
         try:
@@ -3254,14 +3270,15 @@ def _compile_form(kernel: Any, signature: _Signature, names: set[str], form: _Fo
             _compile_call(form, kernel, writable)
         dispatcher = _compile_call(form, _fresh_dispatcher(kernel), readonly)
     except Exception as error:
-        dispatcher = None
-        if _WRITES not in str(error):
-            with contextlib.suppress(Exception):
-                dispatcher = _compile_call(form, kernel if has_signatures else _fresh_dispatcher(kernel), writable)
-        if dispatcher is None:
-            raise _refusal("Numba", signature, error, kernel, bool(form.results)) from error
+        refusal = _refusal("Numba", signature, error, kernel, bool(form.results))
+        if _WRITES in str(error):
+            raise refusal from error
         argtypes = writable
         may_write = True
+        try:
+            dispatcher = _compile_call(form, kernel if has_signatures else _fresh_dispatcher(kernel), writable)
+        except Exception:
+            raise refusal from error
     return _Found(_compile_results(dispatcher, argtypes, signature, form), may_write)
 
 
@@ -3424,11 +3441,17 @@ def _links_files(walked: _Digester) -> bool:
 
 
 class _Helper(NamedTuple):
-    """A jitted function that kernels call.  Numba compiles it once for its arguments' types, and keeps that code."""
+    """A jitted function that kernels call.  Numba compiles it once for its arguments' types, and keeps that code.
+
+    Say a helper reads a global `n`, and a kernel that calls it is compiled while n is 1.  With n = 2 a new kernel still
+    gets the helper's code of 1, so a name made of the content, 2, would be wrong: from then on the helper counts by
+    identity.  A helper that Numba had compiled before it was seen here counts by its content as it was then, but is not
+    kept on disk, as n may have been another.
+    """
 
     function: Any
-    content: str | None  # its digest when Numba compiled it; None for ever once it has been another
-    is_known: bool  # else Numba had compiled it before it was seen: then it is taken to have been as it was found
+    content: str | None  # its digest when Numba compiled it; None for ever once that has changed
+    is_known: bool  # False if Numba had compiled it before it was seen
 
 
 def _jitted(walked: _Digester, kernel: Any) -> list[Any]:
@@ -3549,7 +3572,7 @@ class _Portable(NamedTuple):
     """What another process needs to run a kernel without compiling it."""
 
     code: bytes
-    entry: str  # the symbol of its function
+    symbol: str  # of its function
     environments: Mapping[str, list]  # the constants of its functions, by their symbols
     starts: Sequence[Callable[[], Any]]  # to call before: they start Numba's threads
     may_write: tuple[int, ...]
@@ -3572,7 +3595,7 @@ def _portable(code: _NumbaCode, handler: _ObjectCode) -> _Portable | None:
     names = [x.name for x in module.global_variables if x.name.startswith("_ZN08NumbaEnv")]
     return _Portable(
         code=library._get_compiled_object(),
-        entry=overload.fndesc.llvm_func_name,
+        symbol=overload.fndesc.llvm_func_name,
         environments={name: getattr(lookup_environment(name), "consts", []) for name in names},
         starts=overload.reload_init,
         may_write=code.may_write,
@@ -3607,7 +3630,7 @@ def _link(portable: _Portable) -> _NumbaCode | None:
         keep[-1].consts[:] = constants
         if address := engine.get_global_value_address(name):
             _PTR.from_address(address).value = id(keep[-1])
-    entry = engine.get_function_address(portable.entry)
+    entry = engine.get_function_address(portable.symbol)
     return _NumbaCode(entry, keep, portable.may_write, portable.uses_threads)
 
 
@@ -3848,7 +3871,7 @@ class _CudaWrapper(_Wrapper):
         code = dataclasses.replace(code, find_file=functools.partial(kernel_name.file, name))
         runs = f"runs on {packages[0].where}"
         target = _Target(name, launch, makes={platform: code.compile}, check=code.check, title=self.title, runs=runs)
-        target.announce()
+        target.register_where_traced()
         if not code.is_native or self.options.in_order:
             return target
         batch_code = dataclasses.replace(code, batched=True)
@@ -3892,7 +3915,7 @@ class _CudaCode:
     def _compile_to_ptx(self, package: _NumbaCuda) -> Any:
         options = {"device": False, "abi": "numba", "cc": (9, 0)}  # which capability does not matter
         compile_ = functools.partial(package.cuda.compile, self._written(package), **options)
-        return package.typed(self.signature, compile_)
+        return package.compile_typed(self.signature, compile_)
 
     def compile(self) -> _Compiled:
         if self.form:
@@ -4026,7 +4049,7 @@ class _NumbaCuda:
     module = "numba.cuda"
     platform = "cuda"
     where = f"NVIDIA GPUs ({_CUDA_INSTALL}), or in Python if NUMBA_ENABLE_CUDASIM=1 was set; for CPUs use numba_kernel"
-    refuses_in_many_ways = False  # but by NumbaError and TypeError alone
+    refuses_with_any_error = False  # a kernel that it cannot compile; else with NumbaError or TypeError
     has_0d_slices = True  # reshapes a part of an array to ()
     device_options: Mapping[str, Any] = types.MappingProxyType({"device": True})
     ends: tuple[str, ...] = ()  # the last lines of a kernel that calls the user's
@@ -4054,8 +4077,8 @@ class _NumbaCuda:
         """A kernel as a function that another kernel calls."""
         return self.dispatcher(kernel, _python(kernel), **self.device_options)
 
-    def typed(self, signature: _Signature, compile_: Callable[[tuple], Any]) -> Any:
-        """Compile for our arrays: what is wrong is a TypeError, and None what is compiled anew for each grid."""
+    def compile_typed(self, signature: _Signature, compile_: Callable[[tuple], Any]) -> Any:
+        """Compile for our arrays: a TypeError if that cannot be, None if it must be compiled anew for each grid."""
         import numba
 
         nbtypes = self.cuda.types if hasattr(self.cuda.types, "Array") else numba.types  # of the CUDA target of Numba
@@ -4066,7 +4089,7 @@ class _NumbaCuda:
         except Exception as error:
             if re.search("No launch config|requires launch metadata", str(error)):
                 return None
-            if self.refuses_in_many_ways or isinstance(error, (numba.errors.NumbaError, TypeError)):
+            if self.refuses_with_any_error or isinstance(error, (numba.errors.NumbaError, TypeError)):
                 raise _refusal(self.name, signature, error) from error
             raise
 
@@ -4093,7 +4116,7 @@ class _NumbaCuda:
         for rank in signature.ranks:
             n_params += len(self.params(_Array.row_major(0, [1] * rank, 1)))
         with self.on_device(ordinals[0]):
-            compiled = self.typed(signature, functools.partial(_compile_cuda, dispatcher))
+            compiled = self.compile_typed(signature, functools.partial(_compile_cuda, dispatcher))
             if not compiled or any(self.extras(dispatcher, compiled)):
                 return None
             ptx, entry, _ = self.code(compiled)
@@ -4173,7 +4196,7 @@ class _NumbaCudaMlir(_NumbaCuda):
 
     name = "numba_cuda_mlir"
     module = "numba_cuda_mlir.cuda"
-    refuses_in_many_ways = True
+    refuses_with_any_error = True
     has_0d_slices = False
     device_options = types.MappingProxyType({"device": True, "inline": "always"})  # else it has no shared memory
 
@@ -4744,7 +4767,7 @@ class _WarpKernel(_Wrapper):
         key = dict.fromkeys(static)  # None for null arrays
         for name, param in self.by_value.items():
             if name in static:
-                key[name] = param.pack(static[name])
+                key[name] = type(static[name]), param.pack(static[name])  # functions such as `outs` get it as it is
         return frozenset(key.items())
 
     def _option_arguments(self, option: Callable[..., Any], ins: Sequence[Spec]) -> tuple[Sequence[Any], dict]:
@@ -4797,7 +4820,7 @@ class _WarpKernel(_Wrapper):
             makes["cuda"] = functools.partial(_compile_warp, plan, signature, on_gpu=True)
         launch = self._launch(call, buffers)
         target = _Target(name, launch, plan.may_write, makes=makes, title=self.title, runs=runs)
-        target.announce()
+        target.register_where_traced()
         is_batched = buffers.adjoints is None and not plan.in_order and _cuda_ordinals() and _has_short_strides(call)
         if traced or not is_batched:
             return target
@@ -5149,7 +5172,7 @@ _WRITES_BY_NAME = 2  # by the name of the parameter, which is refused for an inp
 
 
 @functools.lru_cache(maxsize=64)
-def _users(tree: Any) -> dict[Any, Any]:
+def _parents(tree: Any) -> dict[Any, Any]:
     """What each node of a syntax tree is a part of."""
     return {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
 
@@ -5168,7 +5191,8 @@ class _WarpUses:
     The worst use counts.  So "only reads" is what each use is known to do.
     """
 
-    # An adjoint runs again the functions that a kernel calls, but not what the kernel itself (`replayed`) stores.
+    # `replayed` is the kernel whose adjoint is asked about: that runs its code again without its stores, but with those
+    # of the functions that it calls.
     def __init__(self, replayed: Any = None) -> None:
         self.replayed = replayed
         self.seen = set[tuple]()
@@ -5179,7 +5203,7 @@ class _WarpUses:
         if key in self.seen:
             return _ONLY_READS  # unless another use does more
         self.seen.add(key)
-        names = [node for node in _users(adjoint.tree) if isinstance(node, ast.Name) and node.id == name]
+        names = [node for node in _parents(adjoint.tree) if isinstance(node, ast.Name) and node.id == name]
         worst = _ONLY_READS
         most = _WRITES_BY_NAME
         for node in names:
@@ -5191,8 +5215,8 @@ class _WarpUses:
 
     def _of_node(self, adjoint: Any, node: Any, ndim: int) -> int:
         """What is done to an expression: to the array, a view of so many dimensions, or (0 or less) an element."""
-        users = _users(adjoint.tree)
-        user = users[node]
+        parents = _parents(adjoint.tree)
+        user = parents[node]
         while isinstance(user, (ast.Subscript, ast.Attribute)) and user.value is node:  # x[...] or x.name
             if not isinstance(user.ctx, ast.Load) and adjoint is not self.replayed:
                 return _WRITES_BY_NAME
@@ -5202,13 +5226,13 @@ class _WarpUses:
             elif ndim > 0:
                 return _ONLY_READS if user.attr in _WARP_PROPERTIES else _MAY_WRITE
             node = user
-            user = users[node]
+            user = parents[node]
         targets: list[Any] = getattr(user, "targets", [])  # of an assignment
         if targets and ndim > 0 and all(isinstance(name, ast.Name) for name in targets):
             worst = max(self.of(adjoint, name.id, ndim) for name in targets)
             return min(worst, _MAY_WRITE)
         if isinstance(user, ast.keyword):
-            return self._of_argument(adjoint, users[user], user.arg, ndim)
+            return self._of_argument(adjoint, parents[user], user.arg, ndim)
         if isinstance(user, ast.Call) and node in user.args:
             return self._of_argument(adjoint, user, user.args.index(node), ndim)
         return _MAY_WRITE if ndim > 0 or isinstance(user, ast.Call) else _ONLY_READS
