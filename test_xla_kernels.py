@@ -100,7 +100,7 @@ class Backend(typing.NamedTuple):
 
     language: str  # in which its kernels are written
     needs: str  # what must be there: see conftest.CONDITIONS
-    without: dict = types.MappingProxyType({})  # transformation or operation: why this backend cannot have it
+    without: dict = types.MappingProxyType({})  # transformation: why this backend cannot have it
 
 
 class Dtype(typing.NamedTuple):
