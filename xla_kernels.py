@@ -81,7 +81,7 @@ import jax
 import numpy as np
 from jax.interpreters import ad, batching, mlir
 
-__version__ = "0.3.0"
+__version__ = "0.3.1"
 __all__ = [
     "KernelEntry",
     "XLACustomKernel",
@@ -716,7 +716,7 @@ def _paths(instructions: Sequence[dis.Instruction], roots: Sequence[str]) -> set
 # The version of what `_STORE` holds (digests too), of the attribute `launch` and of the buffers that a handler
 # expects: raise it when one of them changes.  Names of targets hold it, so that the program of one version never calls
 # the handler of another.
-_LAYOUT = 2
+_LAYOUT = 3
 
 # What copies of this file of one layout share, also one that is loaded again.
 _STORE_NAME = f"_xla_kernels_store_{_LAYOUT}"
