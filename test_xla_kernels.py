@@ -1657,6 +1657,11 @@ ERRORS = {  # text of the error, a function, and its inputs
         (r"input 0 .*float32.* and output 0 .*int32.* must be equal in", wrap(outs=FOUR_INTEGERS, **IN_PLACE), F32),
         ("an output can alias one input", wrap(outs=FLOATS, input_output_aliases={0: 0, 1: 0}), F32, F32),
         ("'out' is not the name of an input", wrap(_running, in_out_argnames=["out"]), F32),
+        (
+            "input 0 cannot start both output 1 and output 0",
+            wrap(outs=FLOATS, in_out_argnames=["x"], input_output_aliases={0: 1}),
+            F32,
+        ),
     ],
     jax.errors.JaxRuntimeError: [  # when the kernel runs
         (r"shape', \(4,\), .* declares', \(2,\)", wrap(transpose_of, spec(2)), F32),
@@ -6086,7 +6091,12 @@ def test_op_parameters_of_any_name():
     np.testing.assert_array_equal(jax.vmap(gradient)(jnp.arange(3.0)), 2 * 3.25**2 * np.arange(3))
 
 
-@pytest.mark.parametrize("name", ["_batch", "_types", "avals_in", "ctx", "effects", "eqn", "key", "primitive", "self"])
+JAXS_OWN_NAMES = (
+    "_batch _types avals_in avals_out ctx effects eqn eqn_ctx key lowering_rule ordered_effects primitive self"
+)
+
+
+@pytest.mark.parametrize("name", JAXS_OWN_NAMES.split())
 def test_op_parameters_that_jax_has_already(name):
     with pytest.raises(TypeError, match=f"the parameter name '{name}' is reserved; use another one"):
         op_adding(a=1)(VECTOR, outs=VECTOR, **{name: 3.0})
@@ -6791,6 +6801,13 @@ def test_defjvp_and_general_batching_take_a_primitive_of_someone_else(has_two_re
     check_equal(jax.vmap(primitive.bind, 1)(ROWS.T), square(ROWS))
 
 
+def test_general_batching_rule_takes_outs_as_a_call_of_the_op_does():
+    op = op_of(lambda x, y: x * y)
+    rows, axis = xk.general_batching_rule(op, (ROWS, WEIGHTS), (0, None), outs=like_first)
+    np.testing.assert_allclose(rows, ROWS * WEIGHTS)
+    assert axis == 0
+
+
 def test_general_batching_rule_where_nothing_is_batched():
     outputs, axes = xk.general_batching_rule(lambda x: (x, x), (VECTOR,), (None,))
     assert axes == (None, None)
@@ -7112,6 +7129,25 @@ def test_donation_of_what_is_sharded():
 
 
 # -- sharding rules ------------------------------------------------------------------------------------
+
+
+TABLE = jnp.arange(1.0, 4.0)
+
+
+def scaled_by_a_table_of_its_size(x):
+    return x * (np.arange(x.shape[0]) * 0 + x.shape[0]).astype(np.float32) / x.shape[0] * TABLE[1]
+
+
+def doubled_by_a_constant_of_its_size(x):
+    return x * np.array([2 / x.shape[0]], np.float32) * x.shape[0]
+
+
+@pytest.mark.parametrize("function", [scaled_by_a_table_of_its_size, doubled_by_a_constant_of_its_size])
+def test_op_sharding_rule_and_constants_made_of_shapes(function):
+    """Those of a shard are other ones than those of the whole; one that both have stays as it is."""
+    op = op_of(function, rule="i -> i")
+    double = jax.jit(lambda x: op(x, outs=x))
+    np.testing.assert_allclose(double(on_mesh(VECTOR, "d")), 2 * VECTOR)
 
 
 @pytest.mark.parametrize("axes", [("d",), (None, "d"), ()], ids=str)

@@ -904,6 +904,8 @@ def _declared_spec(x: Any, what: str, ins: Sequence[Spec] | None) -> Spec:
 
 def _checked_shape(shape: Sequence, what: str) -> tuple:
     """A shape with Python's ints; dimensions of symbolic shapes stay what they are."""
+    if not isinstance(shape, Iterable) or any(isinstance(size, (float, str)) for size in shape):
+        raise TypeError(f"{what} must have a tuple of ints as its shape; got {shape!r}")
     sizes = tuple(operator.index(size) if isinstance(size, (int, np.integer)) else size for size in shape)
     for size in sizes:
         if isinstance(size, int) and size < 0:
@@ -1150,8 +1152,11 @@ class _ShardingRule:
             def run_shard(*args: Any) -> tuple:
                 no_mesh = jax.sharding.AbstractMesh((), ())  # one device has none
                 with jax.sharding.use_abstract_mesh(no_mesh):
-                    jaxpr = jax.make_jaxpr(functools.partial(run, local_outs))(*args[:n]).jaxpr
-                    return tuple(jax.core.eval_jaxpr(jaxpr, args[n:], *args[:n]))
+                    of_shard = jax.make_jaxpr(functools.partial(run, local_outs))(*args[:n])
+                    # Constants that the trace of the whole has too are operands; those made of shapes are of this one.
+                    operand_of = {id(const): arg for const, arg in zip(closed.consts, args[n:])}
+                    consts = [operand_of.get(id(const), const) for const in of_shard.consts]
+                    return tuple(jax.core.eval_jaxpr(of_shard.jaxpr, consts, *args[:n]))
 
             return mesh, run_shard, out_shardings, in_shardings
 
@@ -1585,7 +1590,8 @@ class _Wrapper(_Kept):
         self._check_names("input_output_aliases", [i for i in aliases if isinstance(i, str)])
         # those that are returned too, in the kernel's order: the first outputs start with them
         self.in_outs = [name for name in self.parameters if name in options.in_out_argnames]
-        self.aliases = aliases | {name: j for j, name in enumerate(self.in_outs)}
+        in_outs = [(name, j) for j, name in enumerate(self.in_outs)]
+        self.aliases = self._one_output_each([*aliases.items(), *in_outs])
         self.rule: _ShardingRule | None = None
         if options.sharding_rule is not None:
             self.rule = _ShardingRule.parse(self.title, options.sharding_rule)
@@ -1740,14 +1746,25 @@ class _Wrapper(_Kept):
     def _numbered_aliases(self, n_in: int) -> dict[int, int]:
         """Those of a call with so many inputs."""
         names = self.order[:n_in]
-        aliases: dict[int, int] = {}
+        numbered = []
         for i, j in self.aliases.items():
             if isinstance(i, str):
                 if i not in names:
-                    raise ValueError(f"{self.__name__!r}: {i!r} is not the name of an input; this call has {names}")
+                    raise ValueError(f"{self.title}: {i!r} is not the name of an input; this call has {names}")
                 i = names.index(i)
-            aliases[i] = j
-        return dict(sorted(aliases.items()))
+            numbered.append((i, j))
+        return dict(sorted(self._one_output_each(numbered).items()))
+
+    def _one_output_each(self, pairs: Iterable[tuple]) -> dict:
+        """Aliases, of which no two are of one input: there is one memory for the output that starts with it."""
+        aliases: dict = {}
+        for i, j in pairs:
+            if aliases.setdefault(i, j) != j:
+                raise ValueError(
+                    f"{self.title}: input {i!r} cannot start both output {aliases[i]} and output {j}: each starts one, and "
+                    "those in in_out_argnames start the first outputs"
+                )
+        return aliases
 
     def _target_name(self, digest: str) -> str:
         """Begins with the name of this module, so that the copies of this file in a process do not meet."""
@@ -4718,7 +4735,7 @@ class _WarpKernel(_Wrapper):
     def _name_aliases(self) -> None:
         """Aliases by the names of parameters: by position they count all arguments of a call, values too."""
         names = dict(enumerate(self.parameters))
-        self.aliases = {names.get(i, i): j for i, j in self.aliases.items()}
+        self.aliases = self._one_output_each((names.get(i, i), j) for i, j in self.aliases.items())
         self._check_names("input_output_aliases", list(self.aliases))
 
     def _pack_constants(self) -> None:
@@ -6258,7 +6275,9 @@ def _check_name(what: str, name: Any) -> None:
 
 _SPEC_TYPES: tuple[type, ...] = (Spec, jax.core.ShapedArray)
 _OWN_PARAMS = ("outs", "backend", "_batch", "_types")  # of the primitive, besides the static parameters
-_RESERVED = "_batch _types avals_in ctx effects eqn key primitive self".split()  # arguments of functions of JAX
+_RESERVED = (  # arguments of functions of JAX
+    "_batch _types avals_in avals_out ctx effects eqn eqn_ctx key lowering_rule ordered_effects primitive self"
+).split()
 
 
 def _find_call(op: XLACustomKernel, args: Sequence, outs: Any, backend: Any, params: dict) -> _OpCall:
@@ -6624,7 +6643,10 @@ def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None],
     batch = list(map(_with_axis_in_front, args, axes))
     primitive = getattr(prim, "primitive", prim)
     if _is_op(primitive):
-        outs, tree = jax.tree.flatten(params.pop("outs"))
+        outs = params.pop("outs")
+        if callable(outs):
+            outs = outs(*map(_without_axis, args, axes))
+        outs, tree = jax.tree.flatten(outs)
         out = jax.tree.unflatten(tree, primitive.record_vmap(batch, flags, outs=outs, **params))
     else:
         out = _sequential(function, flags)(*batch)
@@ -6641,6 +6663,10 @@ def _op_batching(bound: _OpBinding, args: Sequence, axes: Sequence) -> Any:
     if rule is None or vmaps:  # a user's rule is for the op on one slice, not on the batch of a recorded vmap
         return general_batching_rule(op.primitive, args, axes, outs=outs, backend=backend, **params, _batch=vmaps)
     results, result_axes = rule(args, axes, **bound.slice_params)
+    if not isinstance(results, (list, tuple)) or not isinstance(result_axes, (list, tuple)):
+        raise TypeError(
+            f"the batching rule of {op.name!r} must return (results, their axes), two sequences; got {results}"
+        )
     result_axes = list(map(_from_the_front, results, result_axes))
     slices = list(map(_without_axis, results, result_axes))
     _returned(f"the batching rule of {op.name!r}", slices, "the slices of outs are", outs)
