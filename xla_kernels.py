@@ -101,6 +101,12 @@ __all__ = [
 # ======================================================================================================
 # 1. JAX: what differs between its versions, what it does not document, and what it lacks.
 # Checked on 0.7.2 to 0.12.0.1.  What JAX's interpreters ask of a primitive is in sections 6, 7 and 12.4 to 12.6.
+#
+# What a new JAX may break.
+# - With an error: what a lowering rule knows (`_on_mesh`), `custom_partitioning` (`_ShardingRule`), what `mlir`, `ad`
+#   and `batching` export.
+# - Silently: `prim_requires_devices_during_lowering` (without it nothing is split over a mesh), new arguments of its
+#   functions that get an op's parameters (`_RESERVED`).
 
 Spec = jax.ShapeDtypeStruct
 Primitive: Any = type(jax.lax.add_p)  # jax.extend.core.Primitive, without the 36 ms that importing jax.extend takes
@@ -756,7 +762,7 @@ class _Target:
     on its own, as the target `for_batches`: the first `vmap` of a call puts that in the place of this one.
     """
 
-    # It must not refer to the wrapper: JAX keeps a target as long as the wrapper lives, which then would be for ever.
+    # It must not refer to the wrapper: JAX keeps a target as long as the wrapper lives, so neither would ever be freed.
     name: str
     launch: tuple[int, ...] = ()  # the grid, with a 0 if nothing is to run, block and what else the handler reads
     may_write: tuple[int, ...] = ()  # the inputs that the kernel may write to
@@ -1011,8 +1017,8 @@ _DIFFERENT_IF_EQUAL = (float, complex, np.generic, decimal.Decimal, range, slice
 # alike.  A name that every output and some operand has is one over which the kernel works independently, such as b:
 # each device then runs the kernel on its shard.  Any other dimension is gathered first, so that reductions stay right.
 # A kernel without a rule gets names that occur once, and each `vmap` adds one name in front: so a batch is split.
-# Which dimensions XLA splits is known late: it asks `custom_partitioning` for the shardings of a call, and then for
-# what a device runs, which is traced with the shapes of its shard.
+# Which dimensions XLA splits, only its partitioner knows: that asks `custom_partitioning` for the shardings of a call,
+# and then for what a device runs, which is traced with the shapes of its shard.
 #
 # Knows a mesh and the names of dimensions; kernels, and the vmaps around them, it takes as functions.
 
@@ -1761,8 +1767,8 @@ class _Wrapper(_Kept):
         for i, j in pairs:
             if aliases.setdefault(i, j) != j:
                 raise ValueError(
-                    f"{self.title}: input {i!r} cannot start both output {aliases[i]} and output {j}: each starts one, and "
-                    "those in in_out_argnames start the first outputs"
+                    f"{self.title}: input {i!r} cannot start both output {aliases[i]} and output {j}: each starts one, "
+                    "and those in in_out_argnames start the first outputs"
                 )
         return aliases
 
