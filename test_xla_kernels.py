@@ -1338,6 +1338,20 @@ def test_of_a_module_counts_what_is_read(names_before):
     assert digest_of(kernel) == before
 
 
+def test_of_a_module_in_a_variable_counts_what_changes_inside_of_it():
+    inner = module_with(value=1.0)
+    array = np.ones(3)
+    module = module_with(array=array, pair=(array, 1), inner=inner)
+    kernel = runs("own = module\n    out[0] = own.array[0]", module=module)
+    before = digest_of(kernel)
+    assert digest_of(kernel) == before
+    array[0] = 5.0
+    changed = digest_of(kernel)
+    assert changed != before
+    inner.value = 2.0
+    assert digest_of(kernel) not in (before, changed)
+
+
 @pytest.mark.parametrize("setting, value", [("BOUNDSCHECK", 1), ("DEBUGINFO_DEFAULT", 1), ("LOOP_VECTORIZE", 0)])
 def test_settings_of_numba_make_another_target(setting, value, monkeypatch):
     before = lowered_name(third)
@@ -2370,7 +2384,7 @@ def test_export_checks_are_those_of_the_kernels_registered_when_they_are_read():
     checks = xk.export_checks()
     before = names_with("")
     name = target_of(wrap(runs("out[:] = x - 11")), FLOATS)
-    assert re.fullmatch(r"xla_kernels\.kernel\.2\.[0-9a-f]{24}", name)  # 2 is the version of what copies of it share
+    assert re.fullmatch(r"xla_kernels\.kernel\.3\.[0-9a-f]{24}", name)  # 3 is the version of what copies of it share
     after = [check.is_custom_call() for check in checks]
     assert after == sorted([*before, name])
     assert len(checks) == len(after)

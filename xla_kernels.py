@@ -412,7 +412,8 @@ def _ffi_api_version() -> tuple[int, int]:
 # - What counts by content leaves nothing out that a compiler can see.
 # - What may contain itself gets a number when it is met first, and counts by that from then on.
 # - Of a module that may change counts what the code reads of it, as in `module.part.value`.  Code that does anything
-#   else with it may read all of it: then it counts by identity, and so does each value that it holds.
+#   else with it may read all of it: then it counts by identity, and so does each value that it holds; arrays and other
+#   modules there count by their content as well.
 # - An overload counts by identity where its name stands in the code, and so does a function that has one: another
 #   function of this name may have other overloads.
 
@@ -565,9 +566,14 @@ class _Digester:
         return tuple(parts)
 
     def _module(self, obj: types.ModuleType) -> tuple:
-        if _is_open(obj):
-            return *self.identity(obj), *[(name, self.identity(x)) for name, x in sorted(vars(obj).items())]
-        return obj.__name__, _version(obj.__name__)
+        if not _is_open(obj):
+            return obj.__name__, _version(obj.__name__)
+        parts = list(self.identity(obj))
+        for name, x in sorted(vars(obj).items()):
+            parts += name, self.identity(x)
+            if isinstance(x, (np.ndarray, tuple, types.ModuleType)):  # it may change and stay what it is
+                parts.append(x)
+        return tuple(parts)
 
     def _foreign_function(self, obj: Any) -> tuple:
         """Of ctypes, whose functions have types that can be set."""
