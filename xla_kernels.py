@@ -1540,7 +1540,8 @@ def _check_aliases(aliases: Mapping[int, int], ins: Sequence[Spec], outs: Sequen
             if not 0 <= k < len(specs):
                 n = len(specs)
                 raise ValueError(f"{where}: there is no {what} {k}; the call has {n} {what}s, numbered from 0")
-        start, out = _show(ins[i]), _show(outs[j])
+        start = _show(ins[i])
+        out = _show(outs[j])
         if start != out:
             raise ValueError(f"{where}: input {i} ({start}) and output {j} ({out}) must be equal in shape and dtype")
     if len(set(aliases.values())) < len(aliases):
@@ -1893,7 +1894,8 @@ class _Word:
     """A 64-bit integer or address in the code that is being written; Python's operators write instructions."""
 
     def __init__(self, code: _Code, value: Any) -> None:
-        self.code, self.value = code, value
+        self.code = code
+        self.value = value
 
     def _calculate(self, operation: str, other: Any) -> _Word:
         if operation == "add" and isinstance(other, int) and other == 0:
@@ -1951,7 +1953,9 @@ class _Code:
         from llvmlite import ir
         from numba.core import cgutils
 
-        self.llvm, self.ir, self.cgutils = llvm, ir, cgutils
+        self.llvm = llvm
+        self.ir = ir
+        self.cgutils = cgutils
         self.i64 = ir.IntType(64)
         self.module = ir.Module()
         self.module.triple = llvm.get_process_triple()
@@ -2637,7 +2641,8 @@ class _Handler(_Code):
 
     def __init__(self, signature: _Signature, emitter: _Emitter) -> None:
         super().__init__()
-        self.signature, self.emitter = signature, emitter
+        self.signature = signature
+        self.emitter = emitter
         self.keep: list[Any] = []  # what the machine code has the addresses of
         self.n_buffers = len(signature.ranks)
         self.first_output = self.n_buffers if emitter.driver else signature.n_in
@@ -2654,7 +2659,9 @@ class _Handler(_Code):
     # -- slices --
 
     def _slices(self, frame: Any, cursors: Any, count: Any) -> Any:
-        self.frame, self.cursors, self.count = frame, cursors, count
+        self.frame = frame
+        self.cursors = cursors
+        self.count = count
         self.emitter.write(self)
         return 0
 
@@ -2733,7 +2740,9 @@ class _Handler(_Code):
 
         Inputs come first, then outputs, the hidden ones last.
         """
-        args, rets, signature = self.frame.args, self.frame.rets, self.signature
+        args = self.frame.args
+        rets = self.frame.rets
+        signature = self.signature
         kinds = list(zip(signature.dtypes, signature.ranks, strict=True))
         kinds += [kinds[i] for i in signature.hidden]
         n_in = signature.n_in
@@ -3715,7 +3724,8 @@ class _NumbaEmitter(_Emitter):
         from numba.core.registry import cpu_target
 
         context = cpu_target.target_context
-        conv, builder = context.call_conv, handler.builder
+        conv = context.call_conv
+        builder = handler.builder
         address = handler.kernel.entry
         with handler.each_slice() as arrays:
             params = [handler.value(word) for array in arrays for word in _numba_params(array)]
@@ -4030,7 +4040,8 @@ class _CudaKernel(_NumbaWrapper, _CudaWrapper):
 
     def _launch(self, ins: list[Spec]) -> tuple[int, ...]:
         """The words of `_CudaLaunch`."""
-        grid, block = self.options.grid, self.options.block
+        grid = self.options.grid
+        block = self.options.block
         dims = self._for_inputs("launch_dims", ins)
         if dims is not None:
             rank = len(dims) if isinstance(dims, (tuple, list)) else 1
@@ -4059,7 +4070,8 @@ class _CudaCallable(_CudaWrapper):
         try:
             takes.bind(*signature.ranks, None)
         except TypeError:
-            n_in, n_out = signature.n_in, len(signature.ranks) - signature.n_in
+            n_in = signature.n_in
+            n_out = len(signature.ranks) - signature.n_in
             raise TypeError(
                 f"numba_cuda_callable {self.__name__!r} takes {takes}, but this call has {n_in} inputs, "
                 f"{n_out} outputs and scratch buffers, and a stream: func(in..., out..., stream)"
@@ -4258,7 +4270,9 @@ class _CudaSimulator(_NumbaCuda):
                 raise TypeError("the kernel returns a value: write to the output arrays and return nothing")
 
         # The simulator replaces `cuda` in the globals of what it launches: these must be the kernel's.
-        code, name, cells = launched.__code__, function.__name__, launched.__closure__
+        code = launched.__code__
+        name = function.__name__
+        cells = launched.__closure__
         return self.cuda.jit(types.FunctionType(code, _python(kernel).__globals__, name, closure=cells))
 
     def launcher(self, *_: Any) -> None:
@@ -4356,7 +4370,10 @@ class _CudaDriver:
 
     def load(self, cubin: bytes, entry: str, ordinal: int, carveout: int | None) -> int:
         """The CUfunction `entry` in the current context, allowed all the shared memory that the device has."""
-        module, function, limit, static = _PTR(), _PTR(), _I32(), _I32()
+        module = _PTR()
+        function = _PTR()
+        limit = _I32()
+        static = _I32()
         self.call("cuModuleLoadData", ctypes.byref(module), cubin)
         self.call("cuModuleGetFunction", ctypes.byref(function), module, entry.encode())
         self.call("cuDeviceGetAttribute", ctypes.byref(limit), 97, ordinal)  # MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
@@ -4513,7 +4530,9 @@ class _CudaEmitter(_Emitter):
     def __init__(
         self, package: _NumbaCuda, launcher: _CudaLauncher, batch_launcher: _CudaLauncher | None = None
     ) -> None:
-        self.package, self.launcher, self.driver = package, launcher, launcher.driver
+        self.package = package
+        self.launcher = launcher
+        self.driver = launcher.driver
         self.batch_launcher = batch_launcher  # of arrays with the slices as first dimension, which are the grid's z
 
     def write(self, handler: _Handler) -> None:
@@ -5644,7 +5663,9 @@ def _warp_extents(dims: Sequence[int]) -> tuple[tuple[int, ...], int, int]:
 def _warp_grid(title: str, n_threads: int, block_dim: int, has_grid_stride: bool) -> tuple[int, int, int]:
     """The grid of `wp_cuda_launch_kernel` (warp.cu): without a loop in the kernel, blocks spread over three axes."""
     blocks = -(-n_threads // block_dim)
-    x, y, z = min(blocks, _CUDA_LIMITS["grid"][0]), 1, 1
+    x = min(blocks, _CUDA_LIMITS["grid"][0])
+    y = 1
+    z = 1
     if blocks and not has_grid_stride:
         x = min(blocks, 2**24 // block_dim)
         y = min(-(-blocks // x), 65535)
@@ -6444,7 +6465,8 @@ class _OpKernel(NamedTuple):
 
     def run_slice(self, outs: Sequence[Spec], *ins: Any) -> list:
         """The flat list of results for the operands of one slice."""
-        backend, platform = self.entry.backend, self.entry.platform
+        backend = self.entry.backend
+        platform = self.entry.platform
         what = f"{self.op.title}: the kernel of backend {backend!r} for platform {platform!r}"
         try:
             results = self.function(outs, ins)(*ins)
