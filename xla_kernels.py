@@ -1971,8 +1971,7 @@ class _Code:
         Parameters whose names are in `_POINTED` arrive as structs.
         """
         names = inspect.signature(body).parameters
-        kind = self.ir.FunctionType(self.i64, [self.i64] * len(names))
-        function = self.ir.Function(self.module, kind, name)
+        function = self.ir.Function(self.module, self._function_type(names), name)
         self.functions[name] = function
         self.builder = self.ir.IRBuilder(function.append_basic_block())
         words = [_Word(self, argument) for argument in function.args]
@@ -1987,16 +1986,20 @@ class _Code:
 
     def call(self, function: Any, *args: Any) -> _Word:
         """Call a function, as `value` takes it."""
-        kind = self.ir.FunctionType(self.i64, [self.i64] * len(args))
-        target = self.builder.inttoptr(self.value(function), kind.as_pointer())
-        return _Word(self, self.builder.call(target, list(map(self.value, args))))
+        pointer = self.builder.inttoptr(self.value(function), self._function_type(args).as_pointer())
+        return self._call_pointer(pointer, args)
 
     def external(self, name: str, *args: Any) -> _Word:
         """Call a function of CPython or the C library, which is found by its name when the code is loaded."""
-        kind = self.ir.FunctionType(self.i64, [self.i64] * len(args))
+        kind = self._function_type(args)
         function = self.cgutils.get_or_insert_function(self.module, kind, name)  # perhaps of Numba's types
-        target = self.builder.bitcast(function, kind.as_pointer())
-        return _Word(self, self.builder.call(target, list(map(self.value, args))))
+        return self._call_pointer(self.builder.bitcast(function, kind.as_pointer()), args)
+
+    def _function_type(self, parameters: Any) -> Any:
+        return self.ir.FunctionType(self.i64, [self.i64] * len(parameters))
+
+    def _call_pointer(self, pointer: Any, args: Sequence) -> _Word:
+        return _Word(self, self.builder.call(pointer, list(map(self.value, args))))
 
     def api(self, frame: Any, name: str, args: Any) -> _Word:
         """Call a function of XLA's API table; it gives an XLA_FFI_Error* or 0."""
@@ -2198,20 +2201,24 @@ class _KernelFile:
     is_current: Callable[[], bool]  # whether what the key was made of is still the same
 
     @classmethod
-    def of_kernel(cls, kernel: Any, name: str, is_current: Callable[[], bool], *more: Any) -> _KernelFile | None:
-        """Of the kernel with this name, and what else its code depends on; None where nothing is to be kept."""
+    def of_kernel(
+        cls, kernel: Any, name: str, is_current: Callable[[], bool], more: Callable[[], Iterable] = tuple
+    ) -> _KernelFile | None:
+        """Of the kernel with this name; `more` says what else counts.  None where nothing is to be kept."""
         folder = _jax_folder() or getattr(getattr(kernel, "_cache", None), "cache_path", None)  # of njit(cache=True)
-        return cls._find(folder, _python(kernel).__name__, (name, *more), is_current)
+        return cls._find(folder, _python(kernel).__name__, lambda: (name, *more()), is_current)
 
     @classmethod
     def of_driver(cls) -> _KernelFile | None:
-        return cls._find(_jax_folder(), "driver", (), lambda: True)
+        return cls._find(_jax_folder(), "driver", tuple, lambda: True)
 
     @classmethod
-    def _find(cls, folder: str | None, label: str, parts: tuple, is_current: Callable[[], bool]) -> _KernelFile | None:
+    def _find(
+        cls, folder: str | None, label: str, parts: Callable[[], tuple], is_current: Callable[[], bool]
+    ) -> _KernelFile | None:
         if folder is None or _OWN_DIGEST is None:
             return None
-        key = f"{_OWN_DIGEST} {_machine()} {parts}\n"
+        key = f"{_OWN_DIGEST} {_machine()} {parts()}\n"
         label = re.sub(r"\W", "_", label)
         return cls(os.path.join(folder, f"{label}-{_digest(key)}.xla_kernel"), key, is_current)
 
@@ -3465,11 +3472,11 @@ class _KernelName(NamedTuple):
     def is_current(self) -> bool:
         return _KernelName.of(self.kernel, self.walk).digest == self.digest
 
-    def file(self, target_name: str, *more: Any) -> _KernelFile | None:
-        """Where the code is kept, if it depends on nothing but this name and what else is given."""
+    def file(self, target_name: str, more: Callable[[], Iterable] = tuple) -> _KernelFile | None:
+        """Where the code is kept, if it depends on nothing but this name and what `more` says."""
         if not self.is_portable:
             return None
-        return _KernelFile.of_kernel(self.kernel, target_name, self.is_current, *more)
+        return _KernelFile.of_kernel(self.kernel, target_name, self.is_current, more)
 
 
 def _links_files(walked: _Digester) -> bool:
@@ -3506,8 +3513,7 @@ def _jitted(walked: _Digester, kernel: Any) -> list[Any]:
 
 def _values_read(function: types.FunctionType) -> list[Any]:
     """What the names in a function stand for, of which code that calls itself reads its own."""
-    cells = [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
-    return [*cells, *(function.__globals__.get(name) for name in function.__code__.co_names)]
+    return [*_cell_contents(function).values(), *map(function.__globals__.get, function.__code__.co_names)]
 
 
 def _look_at_helper(function: Any, in_place: Callable[[np.ndarray], bool]) -> _Helper:
@@ -3646,9 +3652,11 @@ def _portable(code: _NumbaCode, handler: _ObjectCode) -> _Portable | None:
 def _load_kernel(file: _KernelFile, label: str, in_order: bool) -> _Compiled | None:
     """What another process compiled, handler and all; None if there is nothing, or it cannot be used here."""
     kept = file.read()
-    portable = _Portable(*kept) if kept else None
-    code = _link(portable) if portable else None
-    if portable is None or code is None:
+    if kept is None:
+        return None
+    portable = _Portable(*kept)
+    code = _link(portable)
+    if code is None:
         return None
     return _Compiled(*_load_handler(_NumbaEmitter(label, code, in_order), portable.handler), code.may_write)
 
@@ -4138,7 +4146,7 @@ class _NumbaCuda:
         self, dispatcher: Any, signature: _Signature, find_file: Callable[..., _KernelFile | None], role: str
     ) -> _CudaLauncher | None:
         """Compile the kernel and load it for every GPU; None where a launch takes more than cuLaunchKernel."""
-        file = find_file(self.module, role, *self.machine())
+        file = find_file(lambda: (self.module, role, *self.machine()))
         carveout = dispatcher.targetoptions.get("shared_memory_carveout")
         percent = {"default": -1, "maxl1": 0, "maxshared": 100}.get(str(carveout).lower(), carveout)
         kept = file.read() if file else None
