@@ -1124,7 +1124,7 @@ class _ShardingRule:
         jaxprs = list(_all_jaxprs(closed, ctx))
         if any(map(_calls_python, jaxprs)):  # custom_partitioning would not keep the Python function alive
             return _lower(functools.partial(run, outs), ctx, operands)
-        partitioned = self._partitioned(closed, run, outs)
+        partitioned = _Partitioned.of(self, closed, run, outs).function()
 
         def call(*ins: Any) -> list:
             return [*partitioned(*ins, *closed.consts), *map(_zeros, rest)]
@@ -1137,44 +1137,59 @@ class _ShardingRule:
         attributes["mhlo.frontend_attributes"] = mlir.ir_attribute(content)
         return results
 
-    def _partitioned(self, closed: Any, run: Callable[..., list], outs: Any) -> Callable:
-        """`closed`, which is `run` with these `outs`, as a function of its operands and its constants."""
+
+@dataclasses.dataclass(frozen=True, eq=False)  # JAX takes its methods by identity
+class _Partitioned:
+    """`closed`, which is `run` with these `outs`, for XLA to split: a function of its operands and its constants."""
+
+    rule: _ShardingRule  # that of the kernel, with the constants as operands that are not split
+    n_operands: int
+    closed: Any
+    run: Callable[..., list]
+    outs: Any
+
+    @classmethod
+    def of(cls, rule: _ShardingRule, closed: Any, run: Callable[..., list], outs: Any) -> _Partitioned:
+        with_constants = dataclasses.replace(rule, ins=rule.ins + _unique_names("const", closed.consts))
+        return cls(with_constants, len(rule.ins), closed, run, outs)
+
+    def function(self) -> Callable:
         from jax.experimental.custom_partitioning import custom_partitioning
 
-        n = len(self.ins)
-        rule = dataclasses.replace(self, ins=self.ins + _unique_names("const", closed.consts))
-
-        def run_whole(*args: Any) -> tuple:
-            return tuple(jax.core.eval_jaxpr(closed.jaxpr, args[n:], *args[:n]))
-
-        def shardings(mesh: Any, args: Any, results: Any) -> tuple[tuple, tuple]:
-            specs = rule.partition_specs(mesh, (*args, *results))
-            found = tuple([jax.sharding.NamedSharding(mesh, spec) for spec in specs])
-            return found[: len(args)], found[len(args) :]
-
-        def infer(mesh: Any, args: Any, results: Any) -> tuple:
-            return shardings(mesh, args, results)[1]
-
-        def partition(mesh: Any, args: Any, results: Any) -> tuple:
-            in_shardings, out_shardings = shardings(mesh, args, results)
-            local_outs = []
-            for sharding, out in zip(out_shardings, outs):
-                local_outs.append(Spec(sharding.shard_shape(out.shape), out.dtype))
-
-            def run_shard(*args: Any) -> tuple:
-                no_mesh = jax.sharding.AbstractMesh((), ())  # one device has none
-                with jax.sharding.use_abstract_mesh(no_mesh):
-                    of_shard = jax.make_jaxpr(functools.partial(run, local_outs))(*args[:n])
-                    # Constants that the trace of the whole has too are operands; those made of shapes are of this one.
-                    operand_of = {id(const): arg for const, arg in zip(closed.consts, args[n:])}
-                    consts = [operand_of.get(id(const), const) for const in of_shard.consts]
-                    return tuple(jax.core.eval_jaxpr(of_shard.jaxpr, consts, *args[:n]))
-
-            return mesh, run_shard, out_shardings, in_shardings
-
-        function = custom_partitioning(run_whole)
-        function.def_partition(partition, infer, sharding_rule=f"{_write_names(rule.ins)} -> {_write_names(rule.outs)}")
+        names = f"{_write_names(self.rule.ins)} -> {_write_names(self.rule.outs)}"
+        function = custom_partitioning(self.run_whole)
+        function.def_partition(self.partition, self.infer_sharding, sharding_rule=names)
         return function
+
+    def run_whole(self, *args: Any) -> tuple:
+        operands, constants = args[: self.n_operands], args[self.n_operands :]
+        return tuple(jax.core.eval_jaxpr(self.closed.jaxpr, constants, *operands))
+
+    def run_shard(self, local_outs: list[Spec], *args: Any) -> tuple:
+        """Constants that the trace of the whole has too are operands; those made of shapes are this shard's own."""
+        operands, constants = args[: self.n_operands], args[self.n_operands :]
+        operand_of = {id(const): arg for const, arg in zip(self.closed.consts, constants)}
+        no_mesh = jax.sharding.AbstractMesh((), ())  # one device has none
+        with jax.sharding.use_abstract_mesh(no_mesh):
+            of_shard = jax.make_jaxpr(functools.partial(self.run, local_outs))(*operands)
+            own_constants = [operand_of.get(id(const), const) for const in of_shard.consts]
+            return tuple(jax.core.eval_jaxpr(of_shard.jaxpr, own_constants, *operands))
+
+    def shardings(self, mesh: Any, args: Any, results: Any) -> tuple[tuple, tuple]:
+        specs = self.rule.partition_specs(mesh, (*args, *results))
+        found = tuple([jax.sharding.NamedSharding(mesh, spec) for spec in specs])
+        return found[: len(args)], found[len(args) :]
+
+    def infer_sharding(self, mesh: Any, args: Any, results: Any) -> tuple:
+        _, of_results = self.shardings(mesh, args, results)
+        return of_results
+
+    def partition(self, mesh: Any, args: Any, results: Any) -> tuple:
+        of_args, of_results = self.shardings(mesh, args, results)
+        local_outs = []
+        for sharding, out in zip(of_results, self.outs):
+            local_outs.append(Spec(sharding.shard_shape(out.shape), out.dtype))
+        return mesh, functools.partial(self.run_shard, local_outs), of_results, of_args
 
 
 def _parse_names(side: str) -> tuple[tuple[str, ...], ...]:
@@ -2305,7 +2320,10 @@ _Cursor = _words("_Cursor", "data step dims nbytes")
 _Kernel = _words("_Kernel", "n_buffers first_output in_order slices entry lock report answer error fill drive")
 
 # A call with a batch.  The cursors stand at its first slice.  `sizes` are those of its `depth` dimensions, outermost
-# first, `count` is their product; slices [k * row, (k + 1) * row) are one step apart.
+# first, `count` is their product; slices [k * row, (k + 1) * row) are one step apart.  For example, all pairs of three
+# slices of x and two of y: buffers of 1 x 3, 2 x 1 and, for the output, 2 x 3 slices.  Neither x nor y has all six or
+# only one, so a row is what the last dimension spans: three slices, along which x and the output go on by one slice,
+# and y stays where it is (step 0).
 _Batch = _words("_Batch", "frame kernel cursors depth sizes count row")
 
 # A batch that several threads share.  On the heap, as queued tasks may outlive the call.
