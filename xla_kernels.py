@@ -756,7 +756,7 @@ class _Compiled(NamedTuple):
     """A handler in memory: its address, what must stay alive with it, and what its wrapper should know."""
 
     address: int
-    keep: Any
+    alive: Any
     may_write: tuple[int, ...] = ()  # the inputs that the kernel may write to
 
 
@@ -773,11 +773,12 @@ class _Target:
     launch: tuple[int, ...] = ()  # the grid, with a 0 if nothing is to run, block and what else the handler reads
     may_write: tuple[int, ...] = ()  # the inputs that the kernel may write to
     for_batches: _Target | None = None
-    makes: Mapping[str, Callable[[], _Compiled]] = dataclasses.field(compare=False, default_factory=dict)
-    check: Callable[[], None] = dataclasses.field(compare=False, default=lambda: None)  # as far as it can be, off a GPU
-    # for errors
+    # by platform; where the machine has no GPU to compile for, `check` does what it can
+    compilers: Mapping[str, Callable[[], _Compiled]] = dataclasses.field(compare=False, default_factory=dict)
+    check: Callable[[], None] = dataclasses.field(compare=False, default=lambda: None)
+    # for errors: whose it is, and where it runs
     title: str = dataclasses.field(compare=False, default="")
-    runs: str = dataclasses.field(compare=False, default="")
+    where: str = dataclasses.field(compare=False, default="")
 
     def __repr__(self) -> str:
         return f"{self.name}{self.launch or ''}"
@@ -790,16 +791,16 @@ class _Target:
 
     def register(self, platform: str) -> Any:
         """Compile and register the handler for a platform, unless one of this name is registered there."""
-        if platform not in self.makes:
+        if platform not in self.compilers:
             raise NotImplementedError(
-                f"{self.title} {self.runs}; this call is compiled for {platform!r}: move it by jax.device_put"
+                f"{self.title} {self.where}; this call is compiled for {platform!r}: move it by jax.device_put"
             )
         if platform == "cuda" and not _cuda_ordinals():  # it will be registered where the program runs
             return self.check()
         with _LOCK:
             compiled = _TARGETS.get((self.name, platform))
             if compiled is None:
-                compiled = self.makes[platform]()
+                compiled = self.compilers[platform]()
                 handler = jax.ffi.pycapsule(ctypes.c_void_p(compiled.address))
                 jax.ffi.register_ffi_target(self.name, handler, platform.replace("cuda", "CUDA"))
                 _TARGETS[self.name, platform] = compiled
@@ -808,11 +809,11 @@ class _Target:
     def register_where_traced(self) -> None:
         """Register the handler for this machine, for errors where it is traced; or name what others will register."""
         platform = _default_platform().replace("gpu", "cuda")
-        if platform in self.makes:
+        if platform in self.compilers:
             self.register(platform)
             return
         with _LOCK:
-            for elsewhere in self.makes:
+            for elsewhere in self.compilers:
                 _TARGETS.setdefault((self.name, elsewhere), None)
 
 
@@ -1313,7 +1314,7 @@ class _BoundCall:
         return 0 in grid or batch_is_empty
 
 
-def _slices(arrays: Sequence, depth: int) -> list[Spec]:
+def _specs_of_slices(arrays: Sequence, depth: int) -> list[Spec]:
     """The specs of one slice, under so many vmaps."""
     return [Spec(x.shape[depth:], x.dtype) for x in arrays]
 
@@ -1396,7 +1397,7 @@ def _lower_on_shards(ctx: Any, operands: Any, call: _BoundCall) -> Any:
     n = len(call.rule.outs)
 
     def run(results: Sequence[Spec], *ins: Any) -> list:
-        local = call.resolve(_slices(ins, depth), _slices(results, depth))
+        local = call.resolve(_specs_of_slices(ins, depth), _specs_of_slices(results, depth))
         batch = results[0].shape[:depth]
         shard = dataclasses.replace(
             call,
@@ -2644,8 +2645,8 @@ def _driver() -> Any:
 def _compile_handler(signature: _Signature, emitter: _Emitter) -> tuple[int, Any]:
     """Compile and load a handler; returns its address and what must stay alive with it."""
     handler = _Handler(signature, emitter)
-    address, keep = _load_handler(emitter, handler.compile().code)
-    return address, (keep, handler.keep)
+    address, alive = _load_handler(emitter, handler.compile().code)
+    return address, (alive, handler.alive)
 
 
 def _load_handler(emitter: _Emitter, code: bytes) -> tuple[int, Any]:
@@ -2668,7 +2669,7 @@ class _Handler(_Code):
         super().__init__()
         self.signature = signature
         self.emitter = emitter
-        self.keep: list[Any] = []  # what the machine code has the addresses of
+        self.alive: list[Any] = []  # what the machine code has the addresses of
         self.n_buffers = len(signature.ranks)
         self.first_output = self.n_buffers if emitter.driver else signature.n_in
         self.kernel = self.static(
@@ -3131,8 +3132,8 @@ class _NumbaKernel(_NumbaWrapper):
         name = self._target_name(kernel_name.digest)
         find_file = functools.partial(kernel_name.file, name)
         make = functools.partial(_compile_numba, self.kernel, signature, forms, in_order, find_file)
-        runs = "runs on the CPU; for GPUs there are numba_cuda_kernel and warp_kernel"
-        target = _Target(name, makes={"cpu": make}, title=self.title, runs=runs)
+        where = "runs on the CPU; for GPUs there are numba_cuda_kernel and warp_kernel"
+        target = _Target(name, compilers={"cpu": make}, title=self.title, where=where)
         return dataclasses.replace(target, may_write=target.register("cpu").may_write)
 
 
@@ -3231,7 +3232,7 @@ class _NumbaCode(NamedTuple):
     """The machine code of a kernel, and what the wrapper and the handler must know of it."""
 
     entry: int  # its address
-    keep: Any  # what must stay alive with it
+    alive: Any  # what must stay alive with it
     may_write: tuple[int, ...]  # the inputs that it may write to
     uses_threads: bool = False
     uses_python: bool = False
@@ -3647,7 +3648,7 @@ def _portable(code: _NumbaCode, handler: _ObjectCode) -> _Portable | None:
     """None if the code is of this process only."""
     from numba.core.environment import lookup_environment
 
-    overload = code.keep
+    overload = code.alive
     library = overload.library
     if library.has_dynamic_globals or overload.objectmode or overload.lifted:
         return None
@@ -3688,14 +3689,14 @@ def _link(portable: _Portable) -> _NumbaCode | None:
     if not _find_symbols(portable.symbols):
         return None
     engine = _load_code(portable.code)
-    keep: list[Any] = [engine]
+    alive: list[Any] = [engine]
     for name, constants in portable.environments.items():
-        keep.append(Environment({}))
-        keep[-1].consts[:] = constants
+        alive.append(Environment({}))
+        alive[-1].consts[:] = constants
         if address := engine.get_global_value_address(name):
-            _PTR.from_address(address).value = id(keep[-1])
+            _PTR.from_address(address).value = id(alive[-1])
     entry = engine.get_function_address(portable.symbol)
-    return _NumbaCode(entry, keep, portable.may_write, portable.uses_threads)
+    return _NumbaCode(entry, alive, portable.may_write, portable.uses_threads)
 
 
 def _find_symbols(symbols: list[str]) -> bool:
@@ -3743,7 +3744,7 @@ class _NumbaEmitter(_Emitter):
 
         callback = ctypes.CFUNCTYPE(_PTR, _PTR)(report)
         self.report = ctypes.cast(callback, _PTR).value or 0
-        self.keep = code.keep, callback
+        self.alive = code.alive, callback
 
     def write(self, handler: _Handler) -> None:
         from numba.core import types as nbtypes
@@ -3934,13 +3935,15 @@ class _CudaWrapper(_Wrapper):
         kernel_name = _KernelName.of(self.kernel, code.walk)
         name = self._target_name(kernel_name.digest)
         code = dataclasses.replace(code, find_file=functools.partial(kernel_name.file, name))
-        runs = f"runs on {packages[0].where}"
-        target = _Target(name, launch, makes={platform: code.compile}, check=code.check, title=self.title, runs=runs)
+        where = f"runs on {packages[0].where}"
+        target = _Target(
+            name, launch, compilers={platform: code.compile}, check=code.check, title=self.title, where=where
+        )
         target.register_where_traced()
         if not code.is_native or self.options.in_order:
             return target
         batch_code = dataclasses.replace(code, batched=True)
-        for_batches = dataclasses.replace(target, name=f"{name}.batched", makes={platform: batch_code.compile})
+        for_batches = dataclasses.replace(target, name=f"{name}.batched", compilers={platform: batch_code.compile})
         return dataclasses.replace(target, for_batches=for_batches)
 
     def _launch(self, ins: list[Spec]) -> tuple[int, ...]:
@@ -4484,7 +4487,7 @@ def _cuda_fill(handler: _Handler, driver: _CudaDriver, target: _Word, source: An
         return _keep_message(RuntimeError(f"{driver.describe(code)}, when an output got its first values"), label)
 
     callback = ctypes.CFUNCTYPE(_PTR, _I32)(report)
-    handler.keep.append(callback)
+    handler.alive.append(callback)
     with handler.when(code & 0xFFFF_FFFF, likely=False):  # a C int
         handler.fail(handler.call(callback, code))
 
@@ -4885,21 +4888,21 @@ class _WarpKernel(_Wrapper):
         signature = call.signature(self.__name__).with_hidden(plan.may_write)
         launched = tuple(argument[1:] for argument in plan.arguments)
         name = self._target_name(_digest("warp", plan.block_dim, plan.in_order, launched, str(signature), *content))
-        makes = {"cpu": functools.partial(_compile_warp, plan, signature)}
-        runs = "runs on CPUs and NVIDIA GPUs"
+        compilers = {"cpu": functools.partial(_compile_warp, plan, signature)}
+        where = "runs on CPUs and NVIDIA GPUs"
         traced = [param.name for param in buffers.params if not param.ndim]
         if traced:  # a launch on a GPU takes values from the host
-            runs = f"has traced values for {traced}, which only CPUs take; make each a warp.array of shape (1,)"
+            where = f"has traced values for {traced}, which only CPUs take; make each a warp.array of shape (1,)"
         else:
-            makes["cuda"] = functools.partial(_compile_warp, plan, signature, on_gpu=True)
+            compilers["cuda"] = functools.partial(_compile_warp, plan, signature, on_gpu=True)
         launch = self._launch(call, buffers)
-        target = _Target(name, launch, plan.may_write, makes=makes, title=self.title, runs=runs)
+        target = _Target(name, launch, plan.may_write, compilers=compilers, title=self.title, where=where)
         target.register_where_traced()
         is_batched = buffers.adjoints is None and not plan.in_order and _cuda_ordinals() and _has_short_strides(call)
         if traced or not is_batched:
             return target
-        batch_makes = makes | {"cuda": functools.partial(makes["cuda"], batch_of=content[2:])}
-        for_batches = dataclasses.replace(target, name=f"{name}.batched", makes=batch_makes)
+        batch_compilers = compilers | {"cuda": functools.partial(compilers["cuda"], batch_of=content[2:])}
+        for_batches = dataclasses.replace(target, name=f"{name}.batched", compilers=batch_compilers)
         return dataclasses.replace(target, for_batches=for_batches)
 
     def _plan(self, call: _Call, buffers: _WarpBuffers) -> _WarpPlan:
@@ -6612,7 +6615,7 @@ class _OpBinding(NamedTuple):
     @property
     def slice_params(self) -> dict[str, Any]:
         """What a user's rules get, which are for one slice."""
-        outs = tuple(_slices(self.outs, len(self.vmaps)))
+        outs = tuple(_specs_of_slices(self.outs, len(self.vmaps)))
         return {**self.params, "outs": outs, "backend": self.backend}
 
     def runner(self, platform: str) -> Callable:
@@ -6625,8 +6628,8 @@ class _OpBinding(NamedTuple):
         if rule is None:
             slices = []
             for x, flags in zip(ins, _by_operand(self.vmaps, len(ins))):
-                slices += _slices([x], depth=sum(flags))
-            rule = _ShardingRule.whole(slices, _slices(self.outs, depth=len(self.vmaps)))
+                slices += _specs_of_slices([x], depth=sum(flags))
+            rule = _ShardingRule.whole(slices, _specs_of_slices(self.outs, depth=len(self.vmaps)))
         return _for_each_vmap(_ShardingRule.batched, rule, self.vmaps)
 
 
@@ -6760,7 +6763,7 @@ def _run_vmaps(kernel: _OpKernel, vmaps: tuple, outs: Sequence, *ins: Any) -> li
     """A kernel under the recorded vmaps: by the batching rules of what it calls, or else slice by slice."""
     if outs and all(0 in out.shape for out in outs):  # nothing to compute, and not every backend takes empty arrays
         return [_zeros(out) for out in outs]
-    run = functools.partial(kernel.run_slice, _slices(outs, len(vmaps)))
+    run = functools.partial(kernel.run_slice, _specs_of_slices(outs, len(vmaps)))
     if not vmaps:
         return run(*ins)
 
