@@ -5487,22 +5487,22 @@ WEIGHTS = np.linspace(-1.0, 1.0, 8, dtype=np.float32)
 ROWS = np.stack([VECTOR, VECTOR + 1, 2 * VECTOR])
 
 
-def op_with(generator, rule=None, name="op"):
+def op_with(generator, rule=None):
     """An op with one kernel, for the CPU."""
-    op = xk.XLACustomKernel(name)
+    op = xk.XLACustomKernel("op")
     op.def_kernel("jax", "cpu", generator)
     if rule:
         op.def_sharding_rule(rule)
     return op
 
 
-def op_of(function, rule=None, name="op"):
+def op_of(function, rule=None):
     """An op whose kernel is `function`; the static parameters of a call are its keyword arguments."""
 
     def generator(outs, **parameters):
         return functools.partial(function, **parameters)
 
-    return op_with(generator, rule, name)
+    return op_with(generator, rule)
 
 
 def add_to(value):
@@ -5516,7 +5516,7 @@ def add_to(value):
 
 def op_adding(**values):
     """An op with a backend for each keyword, which adds its value."""
-    op = xk.XLACustomKernel("constant")
+    op = xk.XLACustomKernel("op")
     for backend, value in values.items():
         op.def_kernel(backend, "cpu", add_to(value))
     return op
@@ -5552,23 +5552,22 @@ multiply_p = xk.Primitive("multiply_without_batching_rule")  # as most hand-writ
 multiply_p.def_abstract_eval(like_first)
 mlir.register_lowering(multiply_p, mlir.lower_fun(operator.mul, multiple_results=False))
 
-PRODUCT_GENERATORS = {
-    "jax": lambda outs: operator.mul,
-    "numba": lambda outs: xk.numba_kernel(numba_multiply, outs),
+PRODUCT_KERNELS = {
+    "jax": lambda: operator.mul,
+    "numba": numba.njit(numba_multiply),
     "pallas": lambda outs: in_pallas(operator.mul, outs),
-    "no_batching": lambda outs: lambda x, y: [multiply_p.bind(x, y)],
+    "no_batching": lambda: multiply_p.bind,
 }
 
 
-def product_op(backend="jax", rule=None):
-    """The elementwise product, with its derivative and transpose in terms of the op itself."""
-    op = op_with(PRODUCT_GENERATORS[backend], rule, "product")
+def define_derivative_by_itself(op):
+    """The derivative of a product and its transpose are products."""
 
-    def tangent_of_x(t, x, y, outs):
-        return op(t, y, outs=outs)
+    def tangent_of_x(t, x, y):
+        return op(t, y, outs=like_first)
 
-    def tangent_of_y(t, x, y, outs):
-        return op(x, t, outs=outs)
+    def tangent_of_y(t, x, y):
+        return op(x, t, outs=like_first)
 
     @op.def_transpose_rule
     def transpose(cotangents, x, y, outs):
@@ -5578,16 +5577,29 @@ def product_op(backend="jax", rule=None):
         return x, op(x, ct, outs=outs[0])
 
     op.def_jvp_rule2(tangent_of_x, tangent_of_y)
+
+
+def define_backward_pass(op):
+    def forward(x, y):
+        return op(x, y, outs=like_first), (x, y)
+
+    def backward(operands, ct):
+        x, y = operands
+        return ct * y, ct * x
+
+    op.def_vjp_rule(forward, backward)
+
+
+def product_op(backend="jax", rule=None, define_derivative=define_derivative_by_itself):
+    """The elementwise product."""
+    op = op_with(PRODUCT_KERNELS[backend], rule)
+    define_derivative(op)
     return op
 
 
-def product_of(backend="jax", rule=None):
+def product_of(*args):
     """The same as a function of two arrays."""
-    return call_op(product_op(backend, rule))
-
-
-def multiply_in_jax(x, y):
-    return jnp.asarray(x) * y
+    return call_op(product_op(*args))
 
 
 def sum_of(f):
@@ -5614,77 +5626,36 @@ def _shard_map(f, in_specs, out_specs):
     return jax.shard_map(f, mesh=_mesh_sharding().mesh, in_specs=in_specs, out_specs=out_specs)
 
 
-class Programs:
-    """What is done to the product, or to the same in JAX, beyond the transformations of the matrix."""
+# What is done to the product, or to the same in JAX, beyond the transformations of the matrix.
 
-    def scalars(product):
-        return product(2.0, np.float32(3.0))
 
-    def empty(product):
-        return product(VECTOR[:0], WEIGHTS[:0])
+def of_nothing(product):
+    return product(VECTOR[:0], WEIGHTS[:0]), jax.vmap(product, (0, None))(ROWS[:0], WEIGHTS)
 
-    def vmap_of_one(product):
-        return jax.vmap(product, (0, None))(ROWS[:1], WEIGHTS)
 
-    def vmap_of_none(product):
-        return jax.vmap(product, (0, None))(ROWS[:0], WEIGHTS)
+def without_jit(product):
+    with jax.disable_jit():
+        return product(VECTOR, WEIGHTS), jax.vmap(product)(ROWS[:2, None], ROWS[:2, None])
 
-    def vmap_nested_deep(product):
-        outer_products = jax.vmap(jax.vmap(jax.vmap(product, (None, 0)), (0, None)), (None, 1), out_axes=-1)
-        return outer_products(ROWS, np.arange(64.0, dtype=np.float32).reshape(4, 2, 8))
 
-    def disable_jit(product):
-        with jax.disable_jit():
-            return product(VECTOR, WEIGHTS), jax.vmap(product)(ROWS[:2, None], ROWS[:2, None])
+def grad_of_nested_vmap(product):
+    """Each vmap is over another operand, and of another size."""
+    pairs = jax.vmap(jax.vmap(product, (0, None)), (None, 0))
+    return jax.grad(sum_of_squares_of(pairs), (0, 1))(ROWS, ROWS[:2])
 
-    def jvp_of_vmap(product):
-        """Of one operand; the other has no tangent."""
-        return jax.jvp(lambda x: jax.vmap(product, (0, None))(x, WEIGHTS), (ROWS,), (ROWS,))
 
-    def jacfwd(product):
-        return jax.jacfwd(product, (0, 1))(VECTOR, WEIGHTS)
+def eager_shard_map(product):
+    return _shard_map(product, (P("d"), P()), P("d"))(VECTOR, WEIGHTS[:2])
 
-    def jacrev(product):
-        return jax.jacrev(product, (0, 1))(VECTOR, WEIGHTS)
 
-    def grad_of_nested_vmap(product):
-        """Each vmap is over another operand, and of another size."""
-        pairs = jax.vmap(jax.vmap(product, (0, None)), (None, 0))
-        return jax.grad(sum_of_squares_of(pairs), (0, 1))(ROWS, ROWS[:2])
+def grad_of_shard_map(product):
+    squares = sum_of_squares_of(_shard_map(product, (P("d"), P()), P("d")))
+    return jax.grad(squares, (0, 1))(VECTOR, WEIGHTS[:2])
 
-    def linear_transpose(product):
-        return jax.linear_transpose(lambda x: product(x, WEIGHTS), VECTOR)(VECTOR)
 
-    def linear_transpose_of_vmap(product):
-        """In the operand that all slices share."""
-        return jax.linear_transpose(lambda y: jax.vmap(product, (0, None))(ROWS, y), WEIGHTS)(ROWS)
-
-    def vmap_of_scan(product):
-        def iterated(x, y):
-            return jax.lax.scan(lambda x, _: (product(x, y), x), x, length=3)
-
-        return jax.vmap(iterated, (0, None))(ROWS, WEIGHTS)
-
-    def shard_map_eager(product):
-        return _shard_map(product, (P("d"), P()), P("d"))(VECTOR, WEIGHTS[:2])
-
-    def shard_map_of_vmap(product):
-        batched = jax.vmap(product, (0, None))
-        return _shard_map(batched, (P(None, "d"), P("d")), P(None, "d"))(ROWS, WEIGHTS)
-
-    def shard_map_of_scan(product):
-        def last(x, y):
-            return jax.lax.fori_loop(0, 3, lambda _, x: product(x, y), x)
-
-        return jax.jit(_shard_map(last, (P("d"), P()), P("d")))(VECTOR, WEIGHTS[:2])
-
-    def grad_of_shard_map(product):
-        squares = sum_of_squares_of(_shard_map(product, (P("d"), P()), P("d")))
-        return jax.grad(squares, (0, 1))(VECTOR, WEIGHTS[:2])
-
-    def shard_map_of_grad(product):
-        """The cotangent of a replicated operand is summed over the devices."""
-        return _shard_map(jax.grad(sum_of(product), 1), (P("d"), P()), P())(VECTOR, WEIGHTS[:2])
+def shard_map_of_grad(product):
+    """The cotangent of a replicated operand is summed over the devices."""
+    return _shard_map(jax.grad(sum_of(product), 1), (P("d"), P()), P())(VECTOR, WEIGHTS[:2])
 
 
 def assert_same(got, want):
@@ -5692,27 +5663,20 @@ def assert_same(got, want):
     np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
-PROGRAMS = [name for name in vars(Programs) if not name.startswith("_")]
-
-
-@pytest.mark.parametrize("backend", PRODUCT_GENERATORS)
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_op_under_transformations(name, backend):
-    if backend == "pallas" and "shard_map" in name:
+@pytest.mark.parametrize("backend", PRODUCT_KERNELS)
+@pytest.mark.parametrize("program", [
+    of_nothing, without_jit, grad_of_nested_vmap, eager_shard_map, shard_map_of_grad
+])  # fmt: skip
+def test_op_under_transformations(program, backend):
+    if backend == "pallas" and "shard_map" in program.__name__:
         pytest.skip("Pallas does not interpret under check_vma=True")
-    program = getattr(Programs, name)
-    got, want = program(product_of(backend)), program(multiply_in_jax)
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    jax.tree.map(assert_same, got, want)
+    jax.tree.map(assert_same, program(product_of(backend)), program(operator.mul))
 
 
-def test_op_vjp_rule_in_shard_map_may_have_a_replicated_operand():
-    """The cotangent of that is summed over the devices."""
-    op = op_of(multiply_in_jax)
-    call = call_op(op)
-    op.def_vjp_rule(lambda x, y, **_: (call(x, y), (x, y)), lambda xy, ct, **_: (ct * xy[1], ct * xy[0]))
-    for program in (Programs.grad_of_shard_map, Programs.shard_map_of_grad):
-        jax.tree.map(assert_same, program(call), program(multiply_in_jax))
+@pytest.mark.parametrize("program", [grad_of_shard_map, shard_map_of_grad])
+def test_op_vjp_rule_in_shard_map_may_have_a_replicated_operand(program):
+    product = product_of("jax", None, define_backward_pass)
+    jax.tree.map(assert_same, program(product), program(operator.mul))
 
 
 def test_op_shard_map_adds_tangents_of_which_one_is_replicated():
@@ -5735,14 +5699,13 @@ def test_op_vmap_runs_the_backend_natively_or_else_in_a_loop(backend, is_loop):
 
 # -- outs, operands, parameters ------------------------------------------------------------------------
 
-NESTED = {"a": spec(8), "b": [spec(2, 3, dtype=np.int32), spec(dtype=bool)]}
 OUTS = {  # what `outs` may be, and as what it is understood
-    "spec": (spec(8), spec(8)),
     "nothing": ((), ()),
-    "nested": (NESTED, NESTED),
-    "array": (jnp.zeros(8), spec(8)),
     "callable": (lambda x: (x, {"x": x}), (spec(8), {"x": spec(8)})),
-    "described": (types.SimpleNamespace(shape=[3], dtype="float32"), spec(3)),
+    "what has a shape and a dtype": (
+        {"a": jnp.zeros(8), "b": [types.SimpleNamespace(shape=[3], dtype="int32"), spec(dtype=bool)]},
+        {"a": spec(8), "b": [spec(3, dtype=np.int32), spec(dtype=bool)]},
+    ),
 }
 
 
@@ -5775,63 +5738,35 @@ def test_op_tells_outs_apart():
             assert_results_like(op(VECTOR, outs=outs), outs)
 
 
-RESULT = np.float32([3, 4])
+def test_op_without_operands_may_return_any_container_of_numpys_arrays():
+    result = np.float32([3, 4])
+    for f in eager_and_jitted(functools.partial(op_of(lambda: {"a": result}), outs=spec(2))):
+        np.testing.assert_array_equal(f(), result)
 
 
-@pytest.mark.parametrize(
-    "result",
-    [RESULT, jnp.asarray(RESULT), (RESULT,), [RESULT], {"a": RESULT}],
-    ids=["numpy", "jax", "tuple", "list", "dict"],
-)
-def test_op_accepts_any_container_of_results(result):
-    """Also of an op without operands."""
-    call = functools.partial(op_of(lambda: result), outs=spec(2))
-    for f in eager_and_jitted(call):
-        np.testing.assert_array_equal(f(), RESULT)
-
-
-def with_dlpack(array):
-    return types.SimpleNamespace(__dlpack__=array.__dlpack__, __dlpack_device__=array.__dlpack_device__)
-
-
-DOUBLED = {  # an operand, twice its value, and the dtype of that
-    "numpy": (np.float32([1, 2]), [2, 4], np.float32),
-    "jax": (jnp.float32([1, 2]), [2, 4], np.float32),
-    "scalar": (np.float32(1.5), 3, np.float32),
-    "float": (3.0, 6, np.float32),
-    "int": (2, 4, np.int32),
-    "bool": (True, True, np.bool_),
-    "0d": (np.array(2, np.int16), 4, np.int16),
-    "dlpack": (with_dlpack(jnp.float32([1, 2])), [2, 4], np.float32),
-    "jax_array": (types.SimpleNamespace(__jax_array__=lambda: jnp.float32([1, 2])), [2, 4], np.float32),
-}
-
-
-@pytest.mark.parametrize("kind", DOUBLED)
-def test_op_operands(kind):
-    operand, doubled, dtype = DOUBLED[kind]
-    for f in eager_and_jitted(functools.partial(op_of(lambda x: x + x), operand, outs=like_first)):
-        assert f().dtype == dtype
-        np.testing.assert_array_equal(f(), doubled)
+def test_op_operands_may_be_numbers_or_arrays_of_other_libraries():
+    two = jnp.int32(2)
+    of_dlpack = types.SimpleNamespace(__dlpack__=two.__dlpack__, __dlpack_device__=two.__dlpack_device__)
+    of_jax_array = types.SimpleNamespace(__jax_array__=lambda: two)
+    double = call_op(op_of(lambda x: x + x))
+    for operand in (2, of_dlpack, of_jax_array):
+        for f in eager_and_jitted(functools.partial(double, operand)):
+            assert f() == 4 and f().dtype == np.int32
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     scale: float
-
-
-class Settings(typing.NamedTuple):
-    scale: float
+    table: typing.Any = dataclasses.field(default=(), hash=False)
 
 
 EQUAL_PARAMETERS = {  # Python calls them equal; their representations have different lengths
     "numbers": (1, 1.0, True, np.float32(1)),
     "zeros": (0.0, -0.0),
     "ranges": (range(0, 9, 9), range(0, 10, 10)),
-    "namedtuples": (Settings(1), Settings(1.0), Settings(True)),
     "dataclasses in tuples": ((Config(0.0),), (Config(-0.0),)),
     "frozensets": (frozenset([1]), frozenset([1.0]), frozenset([True])),
-    "decimals in tuples": ((decimal.Decimal("1"),), (decimal.Decimal("1.0"),)),
+    "decimals": (decimal.Decimal("1"), decimal.Decimal("1.0")),
     "dates": (np.datetime64("2020"), np.datetime64("2020-01-01")),
 }
 
@@ -5882,12 +5817,6 @@ def test_op_parameters_that_jax_has_already(name):
         op_adding(a=1)(VECTOR, outs=VECTOR, **{name: 3.0})
 
 
-def test_op_traced_parameter():
-    op = op_of(lambda x, alpha: alpha * x, name="axpy")
-    with pytest.raises(TypeError, match=r"'axpy': parameter 'alpha' is traced .*\(..., static_argnames='alpha'\)"):
-        jax.jit(lambda x, alpha: op(x, outs=x, alpha=alpha))(VECTOR, 2.0)
-
-
 # -- arrays of 64 bits ---------------------------------------------------------------------------------
 
 HAS_EXPLICIT_X64 = hasattr(jax.config, "jax_explicit_x64_dtypes")  # jax >= 0.8
@@ -5895,13 +5824,11 @@ TRUNCATED = "asks for int64, which JAX truncates to int32" if HAS_EXPLICIT_X64 e
 
 
 def increment_kernel(outs):
-    return xk.numba_kernel(add_one.__wrapped__, outs)
+    return wrap(outs=outs)
 
 
 def increment_op(outs):
-    op = xk.XLACustomKernel("plus_one")
-    op.def_numba_kernel(increment_kernel)
-    return functools.partial(op, outs=outs)
+    return functools.partial(op_with(increment_kernel), outs=outs)
 
 
 @pytest.mark.parametrize("made_by", [increment_kernel, increment_op])
@@ -5936,7 +5863,6 @@ def test_op_of_64_bits_where_x64_is_disabled():
     with x64():
         x = jnp.arange(3.0) + 2**40
     batch = jnp.stack([x, x])
-    assert add(x[:0], x[:0]).dtype == np.float64
     assert jax.vmap(add)(batch[:, :0], batch[:, :0]).dtype == np.float64
     gradient = jax.grad(lambda x: jax.lax.reduce_sum(jax.vmap(add, (None, 0))(x, batch), (0, 1)))(x)
     assert gradient.dtype == np.float64 and gradient.tolist() == [2, 2, 2]
@@ -5965,11 +5891,8 @@ def test_op_keeps_its_kernels_where_brainevent_reads_them():
 CHANGES = {  # the options of calls, what changes then, how often JAX's caches are cleared, and what such calls give
     "new default": ({}, methodcaller("set_default", "cpu", "b"), 1, 2),
     "same default": ({}, methodcaller("set_default", "cpu", "a"), 0, 1),
-    "registered as default": ({}, methodcaller("def_kernel", "c", "cpu", add_to(3), asdefault=True), 1, 3),
     "registered again": ({}, methodcaller("def_kernel", "a", "cpu", add_to(5)), 1, 5),
     "another backend": ({}, methodcaller("def_kernel", "c", "cpu", add_to(3)), 0, 1),
-    "another platform": ({}, methodcaller("def_kernel", "a", "gpu", add_to(3)), 0, 1),
-    "unused backend": ({}, methodcaller("def_kernel", "b", "cpu", add_to(3)), 0, 1),
     "chosen backend": ({"backend": "b"}, methodcaller("def_kernel", "b", "cpu", add_to(3)), 1, 3),
     "default of others": ({"backend": "b"}, methodcaller("set_default", "cpu", "b"), 0, 2),
 }
@@ -5980,20 +5903,17 @@ def test_op_change_reaches_warm_functions_and_clears_caches_only_if_it_must(case
     options, change, clears, changed = CHANGES[case]
     op, never_called = op_adding(a=1, b=2), op_adding(a=1, b=2)
     add = functools.partial(op, outs=like_first, **options)
-
-    def add_in_scan(x):
-        return jax.lax.scan(lambda c, _: (add(c), None), x, length=1)[0]
-
     cleared, clear_caches = [], jax.clear_caches
     monkeypatch.setattr(jax, "clear_caches", lambda: cleared.append(clear_caches()))
-    calls = [add, jax.jit(add), jax.jit(jax.vmap(add)), jax.jit(add_in_scan)]
+    calls = add, jax.jit(jax.vmap(add))
     for call in calls:
         call(jnp.zeros(1))
     change(never_called)
     assert not cleared
     change(op)
     assert len(cleared) == clears
-    assert [call(jnp.zeros(1)) for call in calls] == [changed] * 4
+    for call in calls:
+        assert call(jnp.zeros(1)) == changed
 
 
 def test_op_warp_serves_the_cpu_only_where_nothing_else_does():
@@ -6028,10 +5948,9 @@ def test_op_shorthands_and_decorators(name):
     op.def_kernel("first", platform, generator, asdefault=True)
     assert define(*args)(generator) is generator and op.defaults[platform] == "first"
     assert define(*args, asdefault=True)(generator) is generator and op.defaults[platform] == backend
-    assert op.available_backends(platform) == [backend, "first"]
 
 
-@pytest.mark.parametrize("platforms", [("cpu",), ("cuda",), ("tpu",), ("cpu", "cuda", "tpu")], ids="+".join)
+@pytest.mark.parametrize("platforms", [("cuda",), ("cpu", "cuda", "tpu")], ids="+".join)
 def test_op_platform_is_that_of_the_lowering(platforms):
     op = xk.XLACustomKernel("where")
     op.def_kernel("jax", "cpu", add_to(1.0))
@@ -6053,7 +5972,7 @@ def test_op_names_may_repeat_and_ops_share_nothing():
 def test_op_repr():
     op = op_adding(a=1, b=2)
     op.def_kernel("c", "gpu", add_to(1))
-    assert repr(op) == "XLACustomKernel('constant')\n  cpu: a (default), b\n  gpu: c (default)"
+    assert repr(op) == "XLACustomKernel('op')\n  cpu: a (default), b\n  gpu: c (default)"
     op.def_jvp_rule2(None)
     op.def_batching_rule(lambda args, axes: (args, axes))
     op.def_sharding_rule("->")
@@ -6099,8 +6018,7 @@ def test_op_keeps_what_it_made_for_the_newest_calls_only():
 
 jitted_add = numba.njit(numba_add)
 READY_KERNELS = {
-    "dispatcher": jitted_add,
-    "wrapper": xk.numba_kernel(jitted_add, like_first),
+    "wrapper": wrap(jitted_add),
     "generator of a dispatcher": lambda outs: jitted_add,
     "vectorize": numba.vectorize(lambda x, y: x + y),
     "guvectorize": numba.guvectorize("(n),(n)->(n)")(numba_add),
@@ -6113,7 +6031,6 @@ def test_op_takes_ready_kernels(kind):
     kernel = READY_KERNELS[kind]
     assert op.def_numba_kernel(kernel) is kernel
     np.testing.assert_allclose(op(VECTOR, WEIGHTS, outs=[spec(8)])[0], VECTOR + WEIGHTS)
-    np.testing.assert_allclose(jax.vmap(call_op(op), (0, None))(ROWS, WEIGHTS), ROWS + WEIGHTS)
 
 
 def test_op_ready_kernel_with_options():
@@ -6127,61 +6044,42 @@ def test_op_ready_kernel_with_options():
     np.testing.assert_allclose(op(VECTOR, WEIGHTS, outs=like_first), VECTOR + WEIGHTS)
 
 
-KERNEL_CLASSES = {  # package, class: the backend of its kernels
-    ("numba", "CUDADispatcher"): "numba_cuda",
-    ("numba", "FakeCUDAKernel"): "numba_cuda",
-    ("numba", "Dispatcher"): "numba",
-    ("numba", "Kernel"): None,
-    ("numba_cuda", "CUDADispatcher"): "numba_cuda",
-    ("numba_cuda", "FakeCUDAKernel"): "numba_cuda",
-    ("numba_cuda", "Dispatcher"): None,
-    ("numba_cuda_mlir", "MLIRDispatcher"): "numba_cuda",
-    ("numba_cuda_mlir", "CUDADispatcher"): None,
-    ("warp", "Kernel"): "warp",
-    ("warp", "Dispatcher"): None,
-    ("mine", "Kernel"): None,
+KERNEL_CLASSES = {  # the class of a kernel and its bases, with their packages: the backend
+    "numba.Dispatcher": "numba",
+    "numba.CUDADispatcher numba.Dispatcher": "numba_cuda",
+    "numba.FakeCUDAKernel": "numba_cuda",
+    "numba_cuda.CUDADispatcher": "numba_cuda",
+    "numba_cuda.FakeCUDAKernel": "numba_cuda",
+    "numba_cuda_mlir.MLIRDispatcher": "numba_cuda",
+    "mine.Derived warp.Kernel": "warp",
+    "numba.Kernel": None,
 }
 
 
-def kernel_class(package, name, *bases):
-    return type(name, bases, {"__module__": f"{package}.somewhere", "__repr__": lambda self: "kernel"})
-
-
-@pytest.mark.parametrize("package, name", KERNEL_CLASSES)
-def test_ready_kernels_are_known_by_their_class(package, name):
-    """Nothing is imported for it; a class may derive from the one that is known."""
-    bases = []
-    if (package, name) == ("numba", "CUDADispatcher"):
-        bases.append(kernel_class("numba", "Dispatcher"))  # as Numba's own
-    kernel = kernel_class("mine", "Derived", kernel_class(package, name, *bases))()
-    op, backend = xk.XLACustomKernel("op"), KERNEL_CLASSES[package, name]
-    hint = ""
-    if backend is None:
-        with pytest.raises(TypeError, match="must be callable, got kernel"):
-            op.def_kernel("backend", "cpu", kernel)
-    else:
-        assert op.def_kernel("backend", "cpu", kernel) is kernel
-        hint = f"; for this one there is {backend}_kernel"
-    wrapper = xk.numba_cuda_kernel if backend == "numba" else xk.numba_kernel
-    with pytest.raises(TypeError, match=f"got Derived kernel{hint}$"):
-        wrapper(kernel, like_first)
+@pytest.mark.parametrize("classes", KERNEL_CLASSES)
+def test_kernels_are_known_by_their_class(classes):
+    """Nothing is imported for it."""
+    kernel_class = object
+    for path in reversed(classes.split()):
+        package, name = path.split(".")
+        namespace = {"__module__": f"{package}.somewhere", "__repr__": lambda self: "kernel"}
+        kernel_class = type(name, (kernel_class,), namespace)
+    backend = KERNEL_CLASSES[classes]
+    hint = f"; for this one there is {backend}_kernel" if backend else ""
+    other_wrapper = xk.numba_cuda_kernel if backend == "numba" else xk.numba_kernel
+    with pytest.raises(TypeError, match=rf"got \w+ kernel{hint}$"):
+        other_wrapper(kernel_class(), like_first)
 
 
 def test_op_registration_imports_no_backend(monkeypatch):
-    imported = []
-
-    class Finder:
-        def find_spec(self, name, path=None, target=None):
-            imported.append(name)
-
+    backends = {"numba", "warp", "llvmlite", "numba_cuda", "numba_cuda_mlir", "cuda"}
     for name in list(sys.modules):
-        if name.partition(".")[0] in ("numba", "warp", "llvmlite", "numba_cuda", "numba_cuda_mlir", "cuda"):
+        if name.partition(".")[0] in backends:
             monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
     op = xk.XLACustomKernel("f")
     for define in (op.def_numba_kernel, op.def_warp_kernel, op.def_numba_cuda_kernel, op.def_jvp_rule2):
         define(add_to(1))
-    assert imported == []
+    assert backends.isdisjoint(sys.modules)
 
 
 # -- errors --------------------------------------------------------------------------------------------
@@ -6193,10 +6091,8 @@ def raise_key_error(*args):
 
 BROKEN_KERNELS = {
     "two": lambda x: (x, x),
-    "none": lambda x: None,
     "shape": lambda x: jnp.reshape(x, (4, 2)),
-    "dtype": lambda x: x.astype(np.int32),
-    "kernel": raise_key_error,
+    "raising": raise_key_error,
     "nothing": None,
 }
 
@@ -6205,7 +6101,6 @@ def broken_op():
     op = xk.XLACustomKernel("broken")
     for backend, kernel in BROKEN_KERNELS.items():
         op.def_kernel(backend, "cpu", lambda kernel=kernel: kernel)
-    op.def_kernel("generator", "cpu", raise_key_error)
     op.def_kernel("far", "gpu", add_to(1))
     op.def_numba_kernel(jitted_add)
     return op
@@ -6216,13 +6111,12 @@ RETURNED = (
     "but outs declares (float32[8]): return as many, of equal shape and dtype"
 )
 RAISED = (
-    "XLACustomKernel 'broken': the kernel of backend '{}' for platform 'cpu' raised KeyError: 'boom' "
-    "('cpu' has two, none, shape, dtype, kernel, nothing, generator, numba: choose with backend=)"
+    "XLACustomKernel 'broken': the kernel of backend 'raising' for platform 'cpu' raised KeyError: 'boom' "
+    "('cpu' has two, shape, raising, nothing, numba: choose with backend=)"
 )
 UNKNOWN = (
-    "XLACustomKernel 'broken' has no backend 'nmba' for platform 'cpu'; registered: cpu: two, none, shape, dtype, "
-    "kernel, nothing, generator, numba; gpu: far; choose one of these (backend=, jax.default_device), or register "
-    "another with def_kernel"
+    "XLACustomKernel 'broken' has no backend 'nmba' for platform 'cpu'; registered: cpu: two, shape, raising, nothing, "
+    "numba; gpu: far; choose one of these (backend=, jax.default_device), or register another with def_kernel"
 )
 NOT_HASHABLE = (
     "XLACustomKernel 'broken': parameter 'alpha' must be hashable, got [1, 2] of type list. Pass a number or a "
@@ -6230,58 +6124,40 @@ NOT_HASHABLE = (
 )
 NOT_SPECS = "XLACustomKernel 'broken': outs must be specs with both .shape and .dtype"
 NO_OUTS = "XLACustomKernel 'broken': outs is missing: give the results' specs, such as outs=lambda x: x"
-
-
-@dataclasses.dataclass(frozen=True)
-class HashableList:
-    """Its hash says nothing of its list, which cannot be hashed."""
-
-    values: list
-
-    def __hash__(self):
-        return len(self.values)
-
-
+NOT_FOR_READY = "raised TypeError: static parameters ['alpha'] need a generator that makes this numba kernel of them"
 OP_ERRORS = {  # the error, its text, the options of a call
     "two results": (ValueError, RETURNED.format("two", "float32[8], float32[8]"), {"backend": "two"}),
-    "no result": (ValueError, RETURNED.format("none", ""), {"backend": "none"}),
     "wrong shape": (ValueError, RETURNED.format("shape", "float32[4,2]"), {"backend": "shape"}),
-    "wrong dtype": (ValueError, RETURNED.format("dtype", "int32[8]"), {"backend": "dtype"}),
     "unknown backend": (ValueError, UNKNOWN, {"backend": "nmba"}),
     "backend ''": (ValueError, "has no backend '' for platform 'cpu'; registered: cpu: two", {"backend": ""}),
-    "backend 3": (ValueError, "XLACustomKernel 'broken' has no backend 3 for platform 'cpu';", {"backend": 3}),
-    "generator raises": (RuntimeError, RAISED.format("generator"), {"backend": "generator"}),
-    "kernel raises": (RuntimeError, RAISED.format("kernel"), {"backend": "kernel"}),
+    "kernel raises": (RuntimeError, RAISED, {"backend": "raising"}),
     "no function": (RuntimeError, "must return the function to trace, got None", {"backend": "nothing"}),
-    "ready kernel": (
-        RuntimeError,
-        "raised TypeError: static parameters ['alpha'] need a generator that makes this numba kernel of them",
-        {"backend": "numba", "alpha": 2},
-    ),
+    "ready kernel": (RuntimeError, NOT_FOR_READY, {"backend": "numba", "alpha": 2}),
     "unknown parameter": (RuntimeError, "unexpected keyword argument 'alpha'", {"backend": "two", "alpha": 2}),
     "list": (TypeError, NOT_HASHABLE, {"alpha": [1, 2]}),
-    "array": (TypeError, "parameter 'alpha' must be hashable", {"alpha": np.ones(2)}),
-    "list inside": (TypeError, "parameter 'alpha' must be hashable", {"alpha": frozenset([HashableList([1])])}),
-    "outs: a shape": (TypeError, NOT_SPECS, {"outs": (8,)}),
+    "list inside": (TypeError, "parameter 'alpha' must be hashable", {"alpha": (Config(1.0, table=[1]),)}),
     "outs: a dtype": (TypeError, NOT_SPECS, {"outs": np.float32}),
     "outs: None": (TypeError, NO_OUTS, {"outs": None}),
 }
-USES = {  # how a function is called with an array of 8 elements
-    "eager": lambda call: call(VECTOR),
-    "jit": lambda call: jax.jit(call)(VECTOR),
-    "trace": lambda call: jax.make_jaxpr(call)(VECTOR),
-    "vmap": lambda call: jax.vmap(call)(ROWS),
-}
 
 
-@pytest.mark.parametrize("use", USES)
+def uses_of(call):
+    """A function of one operand, called in different ways with an array of 8 elements."""
+    return {
+        "eager": functools.partial(call, VECTOR),
+        "jit": functools.partial(jax.jit(call), VECTOR),
+        "vmap": functools.partial(jax.vmap(call), ROWS),
+    }
+
+
+@pytest.mark.parametrize("use", ["eager", "jit", "vmap"])
 @pytest.mark.parametrize("case", OP_ERRORS)
 def test_op_errors(case, use):
     error, text, options = OP_ERRORS[case]
     call = functools.partial(broken_op(), **{"outs": spec(8), "backend": "two", **options})
     with pytest.raises(error, match=re.escape(text)) as raised:
-        USES[use](call)
-    if "raises" in case:
+        uses_of(call)[use]()
+    if case == "kernel raises":
         shown = "".join(traceback.format_exception(raised.value))
         assert "\nKeyError: 'boom'\n" in shown
 
@@ -6289,9 +6165,9 @@ def test_op_errors(case, use):
 def test_op_backend_of_another_platform_can_be_traced_and_lowered_there_alone():
     call = functools.partial(broken_op(), outs=like_first, backend="far")
     assert "stablehlo.add" in lower_for_cuda(call, VECTOR)
-    for use in ("eager", "jit", "vmap"):
+    for use in uses_of(call).values():
         with pytest.raises(ValueError, match="'broken' has no backend 'far' for platform 'cpu'; registered: cpu:"):
-            USES[use](call)
+            use()
 
 
 def test_op_errors_for_some_shapes_are_raised_by_the_call():
@@ -6304,33 +6180,28 @@ def test_op_errors_for_some_shapes_are_raised_by_the_call():
 def test_op_without_a_kernel_for_the_platform():
     empty, gpu_only = xk.XLACustomKernel("empty"), xk.XLACustomKernel("gpu_only")
     gpu_only.def_kernel("jax", "gpu", add_to(1))
-    with pytest.raises(NotImplementedError, match="no kernel for platform 'cpu'; registered: nothing"):
-        call_op(empty)(VECTOR)
-    with pytest.raises(NotImplementedError, match="no kernel for platform 'cpu'"):
-        empty.benchmark(VECTOR, outs=like_first)
+    for call in (empty, empty.benchmark):
+        with pytest.raises(NotImplementedError, match="no kernel for platform 'cpu'; registered: nothing"):
+            call(VECTOR, outs=like_first)
     for f in eager_and_jitted(call_op(gpu_only)):
         with pytest.raises(NotImplementedError, match=r"'gpu_only' has no .* 'cpu'; registered: gpu: jax; choose"):
             f(VECTOR)
 
 
-NAMES_IN_RULE = "'constant': a sharding rule names each array's dimensions, 'b i, i j -> b j'; got '{}'"
-NO_RULE = "'constant' has no {0} rule, which a derivative needs: use def_{0}_rule"
+TRACED = "'op': parameter 'k' is traced"
+NAMES_IN_RULE = "'op': a sharding rule names each array's dimensions, 'b i, i j -> b j'; got '{}'"
+NO_RULE = "'op' has no {0} rule, which a derivative needs: use def_{0}_rule"
+NO_EFFECTS = "'numba' cannot have side effects"
 MISUSES = [  # the error, its text, what is done to an op
     (TypeError, "backend must be a name, got 1", methodcaller("def_kernel", 1, "cpu", add_to(1))),
     (ValueError, "backend must be a name, got ''", methodcaller("def_kernel", "", "cpu", add_to(1))),
     (TypeError, "platform must be a name, got 1", methodcaller("def_kernel", "a", 1, add_to(1))),
     (TypeError, "Warp kernel) must be callable, got 'kernel'", methodcaller("def_kernel", "a", "cpu", "kernel")),
-    (
-        TypeError,
-        "grid can be given with a ready kernel only",
-        methodcaller("def_kernel", "a", "cpu", add_to(1), grid=3),
-    ),
-    (TypeError, "'numba' cannot have side effects", methodcaller("def_numba_kernel", jitted_add, has_side_effect=True)),
-    (TypeError, "def_vjp_rule: a rule must be callable, got None", methodcaller("def_vjp_rule", None, like_first)),
+    (TypeError, "grid can be given with a ready kernel only", methodcaller("def_numba_kernel", add_to(1), grid=3)),
+    (TypeError, NO_EFFECTS, methodcaller("def_numba_kernel", jitted_add, has_side_effect=True)),
     (TypeError, "defjvp: a rule must be callable, got 3", methodcaller("def_jvp_rule2", 3)),
     (TypeError, "defjvp: expected an XLACustomKernel or a jax Primitive, got 3", lambda op: xk.defjvp(3)),
-    (TypeError, "'constant': a batching rule must be callable, got 3", methodcaller("def_batching_rule", 3)),
-    (TypeError, "input 0 must be an array or a number", methodcaller("__call__", [1.0], outs=VECTOR)),
+    (TypeError, TRACED, lambda op: jax.jit(call_op(op))(1.0, k=2.0)),
     (ValueError, "must be 'gpu', 'tpu' or 'cpu', got 'gpus'", methodcaller("def_pallas_kernel", "gpus", add_to(1))),
     (ValueError, "no backend 'c' for platform 'cpu'; registered: cpu", methodcaller("set_default", "cpu", "c")),
     (ValueError, "no backend '' for platform 'cpu'; registered: cpu", methodcaller("set_default", "cpu", None)),
@@ -6368,17 +6239,10 @@ def define_jvp_rule(op):
 
 
 def define_jvp_rules_by_operand(op):
-    def rule(t, x, n, a):
-        return tangent_of_sine(t, x, a), None
-
-    op.def_jvp_rule2(rule, None)
-
-
-def define_jvp_rules_with_keywords(op):
     """A tangent of integers, which have none, counts as None."""
 
-    def rule(t, x, n, **options):
-        return [tangent_of_sine(t, x, options["a"]), 0 * n]
+    def rule(t, x, n, a):
+        return [tangent_of_sine(t, x, a), 0 * n]
 
     op.def_jvp_rule2(rule, None)
 
@@ -6395,53 +6259,38 @@ def define_vjp_rule(op):
     op.def_vjp_rule(forward, backward)
 
 
-def first_of(f):
-    return lambda *args: f(*args)[0]
+def directional_derivative(f):
+    return jax.jvp(f, (VECTOR,), (WEIGHTS,))
 
 
-class Derivatives:
-    """What is done to a function of an array, and perhaps of an integer, that gives two arrays."""
-
-    def jvp(f):
-        return jax.jvp(first_of(f), (VECTOR,), (WEIGHTS,))
-
-    def value_and_grad(f):
-        return jax.jit(jax.value_and_grad(sum_of_squares_of(first_of(f))))(VECTOR)
-
-    def vmap_of_grad(f):
-        return jax.vmap(jax.grad(sum_of_squares_of(first_of(f))))(ROWS)
-
-    def grad_of_vmap(f):
-        return jax.grad(sum_of_squares_of(first_of(jax.vmap(f))))(ROWS)
-
-    def second(f):
-        return jax.grad(sum_of(jax.grad(sum_of_squares_of(first_of(f)))))(VECTOR)
-
-    def grad_of_scan(f):
-        def iterated(x):
-            return jax.lax.scan(lambda x, _: (f(x)[0], None), x, length=3)[0]
-
-        return jax.grad(sum_of(iterated))(VECTOR)
-
-    def grad_by_an_integer(f):
-        gradient, nothing = jax.grad(sum_of(first_of(f)), (0, 1), allow_int=True)(VECTOR, np.int32(2))
-        return gradient, nothing.dtype == jax.dtypes.float0
+def second_derivative(f):
+    return jax.jit(jax.grad(sum_of(jax.grad(sum_of_squares_of(f)))))(VECTOR)
 
 
-DEFINE_RULES = [define_jvp_rule, define_jvp_rules_by_operand, define_jvp_rules_with_keywords, define_vjp_rule]
+def grad_of_vmap(f):
+    return jax.grad(sum_of_squares_of(jax.vmap(f)))(ROWS)
 
 
-@pytest.mark.parametrize("name", [name for name in vars(Derivatives) if not name.startswith("_")])
-@pytest.mark.parametrize("define_rule", DEFINE_RULES)
-def test_op_derivative_rules(define_rule, name):
-    if define_rule is define_vjp_rule and name == "jvp":
+def grad_by_an_integer(f):
+    gradient, nothing = jax.grad(sum_of(f), (0, 1), allow_int=True)(VECTOR, np.int32(2))
+    return gradient, nothing.dtype == jax.dtypes.float0
+
+
+@pytest.mark.parametrize("derivative", [directional_derivative, second_derivative, grad_of_vmap, grad_by_an_integer])
+@pytest.mark.parametrize("define_rule", [define_jvp_rule, define_jvp_rules_by_operand, define_vjp_rule])
+def test_op_derivative_rules(define_rule, derivative):
+    if define_rule is define_vjp_rule and derivative is directional_derivative:
         pytest.skip("a vjp rule has no forward mode")
     op = op_of(sine_and_signs)
     define_rule(op)
-    derivative = getattr(Derivatives, name)
-    got = derivative(lambda x, n=1: op(x, n, outs=(x, spec(*x.shape, dtype=np.int32)), a=2.0))
-    want = derivative(lambda x, n=1: sine_and_signs(x, n, 2.0))
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), got, want)
+
+    def sine(x, n=1):
+        return op(x, n, outs=(x, spec(*x.shape, dtype=np.int32)), a=2.0)[0]
+
+    def sine_in_jax(x, n=1):
+        return jnp.sin(2.0 * x)
+
+    check_equal(derivative(sine), derivative(sine_in_jax), rtol=2e-5)
 
 
 def test_op_vjp_rules_get_and_return_what_has_the_structure_of_outs():
@@ -6455,8 +6304,7 @@ def test_op_vjp_rules_get_and_return_what_has_the_structure_of_outs():
         results = op(x, outs=outs)
         return (results["a"] * results["b"]).sum()
 
-    np.testing.assert_allclose(jax.grad(product_of_both)(VECTOR), 12 * VECTOR)
-    np.testing.assert_allclose(jax.grad(sum_of(jax.vmap(product_of_both)))(ROWS), 12 * ROWS)
+    np.testing.assert_allclose(jax.vmap(jax.grad(product_of_both))(ROWS), 12 * ROWS)
 
 
 def test_op_rules_see_no_zero_tangents_and_no_call_without_cotangents():
@@ -6485,38 +6333,16 @@ def test_op_output_without_tangent_stays_symbolic():
     assert str(value_and_tangent).count("mul") == 1  # none for the tangent
 
 
-def multiply_forward(x, y, outs):
-    return x * y, None
-
-
 OUTPUTS, OPERANDS = "but the outputs are (float32[8])", "but the operands are (float32[8], float32[8])"
+TOO_FEW_FOR_TRANSPOSE = "transpose rule of 'op' returned (float32[8]), but the operands are (None, float32[8])"
 RULE_ERRORS = {  # the method that defines a rule of the product, its arguments, and what the error says
-    "jvps: too few": ("def_jvp_rule2", [lambda t, x, y: t], "'product' has 1 jvp rules for 2 operands"),
-    "jvps: too many": ("def_jvp_rule2", [None] * 3, "'product' has 3 jvp rules for 2 operands"),
-    "jvps: two tangents": (
-        "def_jvp_rule2",
-        [lambda t, x, y: (t, t), None],
-        f"the jvp rule of 'product' for operand 0 returned (float32[8], float32[8]), {OUTPUTS}",
-    ),
+    "jvps: too few": ("def_jvp_rule2", [None], "'op' has 1 jvp rules for 2 operands"),
     "jvps: shape": ("def_jvp_rule2", [None, lambda t, x, y: t[:2]], f"operand 1 returned (float32[2]), {OUTPUTS}"),
-    "jvp: output": (
-        "def_jvp_rule",
-        [lambda x, t: ([x[0][:2]], t[:1])],
-        "the jvp rule of 'product' returned (float32[2]), but outs declares (float32[8])",
-    ),
+    "jvp: no output": ("def_jvp_rule", [lambda x, t: ([], t[:1])], "returned (), but outs declares (float32[8])"),
     "jvp: dtype": ("def_jvp_rule", [lambda x, t: (x[:1], [t[0].astype(int)])], f"returned (int32[8]), {OUTPUTS}"),
-    "transpose: too few": (
-        "def_transpose_rule",
-        [lambda cts, x, y: cts],
-        "transpose rule of 'product' returned (float32[8]), but the operands are (None, float32[8])",
-    ),
-    "vjp: too few": (
-        "def_vjp_rule",
-        [multiply_forward, lambda _, ct: ct],
-        f"the vjp rule of 'product' returned (float32[8]), {OPERANDS}",
-    ),
-    "vjp: scalar": ("def_vjp_rule", [multiply_forward, lambda _, ct: (None, 0.0)], f"(None, float32[]), {OPERANDS}"),
-    "vjp: dict": ("def_vjp_rule", [multiply_forward, lambda _, ct: {"x": ct}], "return a tuple, in the order of"),
+    "transpose": ("def_transpose_rule", [lambda cts, x, y: cts], TOO_FEW_FOR_TRANSPOSE),
+    "vjp: scalar": ("def_vjp_rule", [lambda x, y: (x, y), lambda y, ct: (None, 0.0)], f"(None, float32[]), {OPERANDS}"),
+    "vjp: dict": ("def_vjp_rule", [lambda x, y: (x, y), lambda y, ct: {"x": ct}], "return a tuple, in the order of"),
 }
 
 
@@ -6526,10 +6352,9 @@ def test_op_rule_errors(case):
     method, args, text = RULE_ERRORS[case]
     op = product_op()
     getattr(op, method)(*args)
-    with pytest.raises((ValueError, TypeError), match=re.escape(text)):
-        jax.grad(sum_of(call_op(op)), (0, 1))(VECTOR, WEIGHTS)
-    with pytest.raises((ValueError, TypeError), match=re.escape(text)):
-        jax.grad(sum_of(jax.vmap(call_op(op))), (0, 1))(ROWS, ROWS)
+    for product, x in ((call_op(op), VECTOR), (jax.vmap(call_op(op)), ROWS)):
+        with pytest.raises((ValueError, TypeError), match=re.escape(text)):
+            jax.grad(sum_of(product), (0, 1))(x, x)
 
 
 def define_derivative(op, value, rule):
@@ -6582,8 +6407,7 @@ def test_defjvp_and_general_batching_take_a_primitive_of_someone_else(has_two_re
 
 
 def test_general_batching_rule_takes_outs_as_a_call_of_the_op_does():
-    op = op_of(lambda x, y: x * y)
-    rows, axis = xk.general_batching_rule(op, (ROWS, WEIGHTS), (0, None), outs=like_first)
+    rows, axis = xk.general_batching_rule(product_op(), (ROWS, WEIGHTS), (0, None), outs=like_first)
     np.testing.assert_allclose(rows, ROWS * WEIGHTS)
     assert axis == 0
 
@@ -6613,23 +6437,16 @@ def test_op_batching_rules_as_brainevent_writes_them():
         return matrix_vector(a, v, outs=spec(3), scale=2.0)
 
     matrix = ROWS @ ROWS.T
-    matrices = np.stack([matrix, matrix])
     products = 2 * matrix @ matrix.T
-    of_vectors, of_matrices = jax.vmap(double, (None, 0)), jax.vmap(double, (0, None))
-    check_equal(of_vectors(matrix, matrix), products)
-    check_equal(of_matrices(matrices, matrix[0])[1], products[0])
-    check_equal(jax.vmap(of_matrices, (None, 0))(matrices, matrix)[:, 1], products)
-    assert seen == [(None, 0), (0, None), (0, None)]
-    matrix_vector.register_general_batching()
-    check_equal(of_vectors(matrix, matrix), products)
-    assert len(seen) == 3
+    of_matrices = jax.vmap(double, (0, None))
+    check_equal(jax.vmap(double, (None, 0))(matrix, matrix), products)
+    check_equal(jax.vmap(of_matrices, (None, 0))(np.stack([matrix, matrix]), matrix)[:, 1], products)
+    assert seen == [(None, 0), (0, None)]
 
 
 BATCHING_RULE_ERRORS = {  # outputs and axes that a rule returns, and their slices as the error shows them
-    "shape": ([ROWS[:, :2]], [0], "float32[2]"),
-    "axis": ([ROWS], [None], "float32[3,8]"),
-    "too many": ([ROWS, ROWS], [0, 0], "float32[8], float32[8]"),
-    "no axes": ([ROWS], [], ""),
+    "no axis": ([ROWS], [None], "float32[3,8]"),
+    "axes of no output": ([ROWS], [], ""),
 }
 
 
@@ -6638,7 +6455,7 @@ def test_op_batching_rule_errors(case):
     outputs, axes, shown = BATCHING_RULE_ERRORS[case]
     op = product_op()
     op.def_batching_rule(lambda args, in_axes: (outputs, axes))
-    text = f"the batching rule of 'product' returned ({shown}), but the slices of outs are (float32[8])"
+    text = f"the batching rule of 'op' returned ({shown}), but the slices of outs are (float32[8])"
     with pytest.raises(ValueError, match=re.escape(text)):
         jax.vmap(call_op(op))(ROWS, ROWS)
 
@@ -6654,8 +6471,7 @@ def test_op_rules_can_be_called_and_primitives_bound_as_brainevent_does():
 
 
 def test_rules_take_ops_of_another_copy_of_the_file():
-    other = load_copy("xla_kernels_of_someone_else")
-    op = other.XLACustomKernel("tripled")
+    op = load_copy("xla_kernels_of_someone_else").XLACustomKernel("tripled")
     op.def_kernel("jax", "cpu", lambda: lambda x: 3 * x)
     xk.defjvp(op, lambda t, x: 3 * t)
     x = jnp.arange(3.0)
@@ -6670,16 +6486,7 @@ COLLECTIVES = re.compile(r"\b(all-gather|all-to-all|collective-permute|all-reduc
 
 
 def numba_product(rule):
-    """x * y by a wrapper, with its derivative."""
-    multiply = xk.numba_kernel(numba_multiply, like_first, sharding_rule=rule)
-
-    def backward(operands, ct):
-        x, y = operands
-        return multiply(ct, y), multiply(ct, x)
-
-    function = jax.custom_vjp(lambda x, y: multiply(x, y))
-    function.defvjp(lambda x, y: (multiply(x, y), (x, y)), backward)
-    return function
+    return xk.numba_kernel(numba_multiply, like_first, sharding_rule=rule)
 
 
 def in_place_product(rule):
@@ -6721,10 +6528,6 @@ def of_batch(product):
     return jax.vmap(product, (0, None))
 
 
-def of_two_batches(product):
-    return jax.vmap(jax.vmap(product))
-
-
 def of_pairs(product):
     return jax.vmap(jax.vmap(product, (None, 0)), (0, None))
 
@@ -6737,16 +6540,8 @@ def of_first_three(product):
     return lambda x, y: jax.vmap(product)(x[:3], y[:3])
 
 
-def in_a_loop(product):
-    return lambda x, y: jax.lax.fori_loop(0, 3, lambda _, x: jax.vmap(product)(x, y), x)
-
-
 def gradient_of_batch(product):
-    return jax.grad(sum_of_squares_of(jax.vmap(product, (0, None))))
-
-
-def gradient_of_shared(product):
-    return jax.grad(sum_of_squares_of(jax.vmap(product, (0, None))), 1)
+    return jax.grad(sum_of_squares_of(of_batch(product)))
 
 
 class Split(typing.NamedTuple):
@@ -6768,37 +6563,34 @@ GATHER = frozenset({"all-gather"})
 EXCHANGE = frozenset({"all-gather", "all-to-all", "collective-permute"})
 SPLITS = {
     "vmap": Split(of_batch, (XS, Y), [("d",), ()], ("d",)),
-    "two axes": Split(of_two_batches, (CUBE, CUBE), [("d", "e"), ("d",)], ("d", "e")),
     "crossed": Split(of_pairs, (XS, YS), [("d",), ("e",)], ("d", "e")),
+    "one axis for both": Split(of_pairs, (XS, YS), [("d",), ("d",)], ("d",), may_use=GATHER),
     "inner": Split(of_inner_batch, (CUBE, CUBE[:, 0]), [INNER, ()], INNER),
     "disagreeing": Split(jax.vmap, (XS, YS), [("d",), (None, "d")], ("d",), may_use=EXCHANGE),
     "disagreeing axes": Split(as_it_is, (X, Y), [("d",), ("e",)], ("d",), "i, i -> i", EXCHANGE),  # the first one's
     "kernel's own": Split(jax.vmap, (XS, YS), [(None, "d"), ()], (), may_use=GATHER),
     "uneven": Split(of_first_three, (XS, YS), [("d",), ()], (), may_use=GATHER),
     "empty": Split(jax.vmap, (XS[:0], YS[:0]), [("d",), ()], ()),
-    "rule": Split(as_it_is, (X, Y), [(("d", "e"),), ()], (("d", "e"),), rule="i, i -> i"),
     "rule and vmap": Split(of_batch, (XS, Y), [("d", "e"), ("e",)], ("d", "e"), rule="i, i -> i"),
     "rule of outputs": Split(as_it_is, (X, Y), [("d",), ()], (), rule="i, i -> j", may_use=GATHER),
-    "loop": Split(in_a_loop, (XS, YS), [("d",), ("d",)], ("d",)),
     "grad": Split(gradient_of_batch, (XS, Y), [("d", "e"), ("e",)], ("d", "e"), rule="i, i -> i"),
-    "grad, shared": Split(gradient_of_shared, (XS, Y), [("d",), ()], (), may_use=frozenset({"all-reduce"})),
 }
-OF_ALL_KINDS = ("vmap", "crossed", "rule and vmap", "grad")
+OF_ALL_KINDS = ("vmap", "crossed", "rule and vmap")
 SPLIT_CASES = [
-    *itertools.product([name for name in SPLITS if name != "disagreeing axes"], ["numba"]),
+    *itertools.product([name for name in SPLITS if name not in ("disagreeing axes", "grad")], ["numba"]),
     *itertools.product(["disagreeing axes"], ["gspmd", "explicit"]),  # Shardy replicates then
-    *itertools.product(OF_ALL_KINDS, ["gspmd", "explicit", "op numba", "op no_batching"]),
-    *itertools.product(OF_ALL_KINDS[:3], ["in place"]),  # which has no derivative
-    *[pytest.param(program, "warp", marks=pytest.mark.needs("warp")) for program in OF_ALL_KINDS],
+    *itertools.product(OF_ALL_KINDS, ["gspmd", "explicit", "in place"]),
+    *itertools.product([*OF_ALL_KINDS, "grad"], ["op numba", "op no_batching"]),
+    *[pytest.param(program, "warp", marks=pytest.mark.needs("warp")) for program in (*OF_ALL_KINDS, "grad")],
 ]
 
 
 @pytest.mark.parametrize("program, kind", SPLIT_CASES)
 def test_what_is_sharded_stays_sharded(program, kind):
     split = SPLITS[program]
-    function, in_jax = split.transform(SPLIT_PRODUCTS[kind](split.rule)), multiply_in_jax
+    function, in_numpy = split.transform(SPLIT_PRODUCTS[kind](split.rule)), operator.mul
     if kind == "in place":
-        in_jax = lambda x, y: [multiply_in_jax(x, y), multiply_in_jax(x, y) + 1]
+        in_numpy = lambda x, y: [x * y, x * y + 1]
     sharding = functools.partial(_mesh_sharding, shape=(2, 2))
     if kind == "explicit":
         sharding = functools.partial(sharding, axis_types=(jax.sharding.AxisType.Explicit,) * 2)
@@ -6807,7 +6599,7 @@ def test_what_is_sharded_stays_sharded(program, kind):
         compiled = jax.jit(function).lower(*operands).compile()
     assert split.may_use.issuperset(COLLECTIVES.findall(compiled.as_text()))
     results = compiled(*operands)
-    jax.tree.map(assert_same, results, split.transform(in_jax)(*split.operands))
+    jax.tree.map(assert_same, results, split.transform(in_numpy)(*split.operands))
     for result in jax.tree.leaves(results):
         assert result.sharding.is_equivalent_to(sharding(*split.result), result.ndim)
 
@@ -6827,34 +6619,25 @@ def test_a_batch_is_split_over_the_current_mesh(kind):
 
 
 @pytest.mark.parametrize("kind", ["numba", "op numba"])
-def test_a_batch_may_be_split_over_a_part_of_an_axis(kind):
-    product, product_by_rule = map(SPLIT_PRODUCTS[kind], (None, "i, i -> i"))
+@pytest.mark.parametrize("shape, rule", [((2, 2, 4), None), ((2, 8), "i, i -> i")])
+def test_a_batch_may_be_split_over_a_part_of_an_axis(shape, rule, kind):
+    product = SPLIT_PRODUCTS[kind](rule)
+    for _ in shape[:-1]:
+        product = jax.vmap(product)
 
-    def nested(x):
-        x = x.reshape(2, 2, 4)
-        return jax.vmap(jax.vmap(product))(x, x)
+    @jax.jit
+    def squares(x):
+        x = x.reshape(shape)
+        return product(x, x).ravel()
 
-    def mapped(x):
-        return jax.lax.map(lambda x: product(x, x), x.reshape(4, 4), batch_size=2)
-
-    def by_rule(x):
-        x = x.reshape(2, 8)
-        return jax.vmap(product_by_rule)(x, x)
-
-    x = on_mesh(XS.ravel(), "d")  # four of its 16 elements on each device
-    for squares in (nested, mapped, by_rule):
-        np.testing.assert_array_equal(jax.jit(squares)(x).ravel(), XS.ravel() ** 2)
+    x = XS.ravel()  # four of its 16 elements on each device
+    np.testing.assert_array_equal(squares(on_mesh(x, "d")), x * x)
 
 
 @xk.numba_kernel(outs=like_first, has_side_effect=True)
 def copy_aloud(x, out):
     print("slice")
     out[:] = x
-
-
-@xk.numba_kernel(outs=(), has_side_effect=True)
-def observe(x):
-    pass
 
 
 COPIES_ALOUD = {  # programs of four slices on four devices, or of one on each
@@ -6866,8 +6649,7 @@ COPIES_ALOUD = {  # programs of four slices on four devices, or of one on each
 
 @pytest.mark.parametrize("program", COPIES_ALOUD)
 def test_side_effects_of_what_is_sharded_happen_on_each_device(program, capfd):
-    x = on_mesh(XS, "d")
-    jax.block_until_ready(jax.jit(COPIES_ALOUD[program])(x))
+    jax.block_until_ready(jax.jit(COPIES_ALOUD[program])(on_mesh(XS, "d")))
     assert capfd.readouterr().out.count("slice") == 4
 
 
@@ -6878,11 +6660,11 @@ def over_axis(f, axis, **mesh):
 
 def test_side_effects_need_a_sharding_that_says_where():
     two_by_two = _mesh_sharding(shape=(2, 2)).mesh
+    without_outputs = wrap(runs("pass", "x"), outs=(), has_side_effect=True)
     over_half_a_mesh = over_axis(copy_aloud, "d", mesh=two_by_two)
-    x = on_mesh(XS, "d")
-    for f, operand in ((lambda x: (x, observe(x)), x), (over_half_a_mesh, XS)):
+    for f, x in ((without_outputs, on_mesh(XS, "d")), (over_half_a_mesh, XS)):
         with pytest.raises(NotImplementedError, match="cannot tell on which devices: over several, give it an input"):
-            jax.jit(f)(operand)
+            jax.jit(f)(x)
     over_both = over_axis(over_axis(copy_aloud, "e"), "d", mesh=two_by_two)
     np.testing.assert_array_equal(jax.jit(over_both)(XS), XS)
 
@@ -6901,7 +6683,7 @@ def addresses(array):
 
 def test_donation_of_what_is_sharded():
     x = jax.jit(jnp.negative)(on_mesh(XS, "d"))  # no view of NumPy's memory
-    y = jax.device_put(YS, x.sharding)
+    y = on_mesh(YS, "d")
     before = addresses(x)
     product, _ = jax.jit(jax.vmap(in_place_product(None)), donate_argnums=0)(x, y)
     assert addresses(product) == before
@@ -6911,88 +6693,46 @@ def test_donation_of_what_is_sharded():
 # -- sharding rules ------------------------------------------------------------------------------------
 
 
-TABLE = jnp.arange(1.0, 4.0)
+def test_op_sharding_rule_and_constants():
+    """One of JAX, one of NumPy, and one made of the shape, which is another one on a shard."""
+    table, numpy_table = jnp.arange(3.0), np.arange(3.0, dtype=np.float32)
+
+    def quintuple(x):
+        size = np.float32([x.shape[0]])
+        return (x[:, None] * table * numpy_table).sum(1) * size / x.shape[0]
+
+    run = call_op(op_of(quintuple, rule="i -> i"))
+    x = on_mesh(VECTOR, "d")
+    y = jax.jit(run)(x)
+    np.testing.assert_array_equal(y, 5 * VECTOR)
+    assert y.sharding == x.sharding
+    np.testing.assert_array_equal(jax.jit(jax.vmap(run))(jnp.stack([x, x])), [5 * VECTOR] * 2)
 
 
-def scaled_by_a_table_of_its_size(x):
-    return x * (np.arange(x.shape[0]) * 0 + x.shape[0]).astype(np.float32) / x.shape[0] * TABLE[1]
-
-
-def doubled_by_a_constant_of_its_size(x):
-    return x * np.array([2 / x.shape[0]], np.float32) * x.shape[0]
-
-
-@pytest.mark.parametrize("function", [scaled_by_a_table_of_its_size, doubled_by_a_constant_of_its_size])
-def test_op_sharding_rule_and_constants_made_of_shapes(function):
-    """Those of a shard are other ones than those of the whole; one that both have stays as it is."""
-    op = op_of(function, rule="i -> i")
-    double = jax.jit(lambda x: op(x, outs=x))
-    np.testing.assert_allclose(double(on_mesh(VECTOR, "d")), 2 * VECTOR)
-
-
-@pytest.mark.parametrize("axes", [("d",), (None, "d"), ()], ids=str)
+@pytest.mark.parametrize("axes", [("d",), (None, "d")], ids=str)
 def test_op_sharding_rule_gathers_what_is_reduced(axes):
     op = op_of(operator.matmul, rule="i j, j -> i")
-    multiply = jax.jit(lambda a, v: op(a, v, outs=spec(len(a))))
     matrix = np.arange(64.0, dtype=np.float32).reshape(8, 8)
-    a, v = on_mesh(matrix, *axes), on_mesh(VECTOR, "d")
-    np.testing.assert_allclose(multiply(a, v), matrix @ VECTOR)
-    uneven = jax.jit(lambda a, v: multiply(a[:6], v))  # XLA would split 6 rows among 4 devices
-    np.testing.assert_allclose(uneven(a, v), matrix[:6] @ VECTOR)
-
-
-def test_op_sharding_rule_splits_one_dimension_over_an_axis():
-    op = op_of(jnp.outer, rule="i, j -> i j")
-    x, y = on_mesh((VECTOR, WEIGHTS), "d")
-    result = jax.jit(lambda x, y: op(x, y, outs=spec(8, 8)))(x, y)
-    np.testing.assert_allclose(result, np.outer(VECTOR, WEIGHTS))
-    assert result.sharding.is_equivalent_to(_mesh_sharding("d", None), 2)
+    multiply = jax.jit(functools.partial(op, outs=spec(8)))
+    np.testing.assert_allclose(multiply(on_mesh(matrix, *axes), on_mesh(VECTOR, "d")), matrix @ VECTOR)
 
 
 def test_op_with_a_sharding_rule_on_one_device_and_in_shard_map():
-    product = product_of(rule="i, i -> i")
+    product = product_of("jax", "i, i -> i")
     for f in (jax.jit(product), _shard_map(product, (P("d"), P("d")), P("d"))):
         np.testing.assert_allclose(f(VECTOR, WEIGHTS), VECTOR * WEIGHTS)
 
 
-UNFIT_FOR_RULE = {  # two operands of an op with the rule 'i, i -> i', and what the error says of it
-    "ranks": (ROWS, ROWS, "is for operands and outputs of ranks [[1, 1], [1]], but the call has [[2, 2], [2]]"),
-    "sizes": (VECTOR, VECTOR[:1], "gives the sizes 8 and 1 one name, 'i'; give them two"),
-}
-
-
-@pytest.mark.parametrize("kind", UNFIT_FOR_RULE)
-def test_op_sharding_rule_is_for_arrays_of_its_ranks_and_sizes(kind):
-    x, y, text = UNFIT_FOR_RULE[kind]
-    with pytest.raises(ValueError, match=re.escape(f"the sharding rule 'i, i -> i' {text}")):
-        product_of(rule="i, i -> i")(x, y)
-
-
-@pytest.mark.parametrize("axes, shards", [(("d",), 4), ((), 1)])
-def test_op_sharding_of_kernels_with_constants(axes, shards):
-    table = np.arange(3.0, dtype=np.float32)
-
-    def sum_of_squares(x):
-        """x * (0 + 1 + 4), by a constant of NumPy and one of JAX."""
-        return (x[:, None] * table * jnp.asarray(table)).sum(1)
-
-    run = call_op(op_of(sum_of_squares, rule="i -> i"))
-    x = on_mesh(VECTOR, *axes)
-    y = jax.jit(run)(x)
-    np.testing.assert_array_equal(y, 5 * VECTOR)
-    assert len({str(shard.index) for shard in y.addressable_shards}) == shards
-    np.testing.assert_array_equal(jax.jit(jax.vmap(run))(jnp.stack([x, x])), [5 * VECTOR] * 2)
+def test_op_sharding_rule_is_for_arrays_of_its_ranks():
+    with pytest.raises(ValueError, match=r"'i, i -> i' is for .* of ranks \[\[1, 1\], \[1\]\], but the call has"):
+        product_of("jax", "i, i -> i")(ROWS, ROWS)
 
 
 def square_on_the_host(x):
     return jax.pure_callback(np.square, x, x, vmap_method="sequential")
 
 
-def square_in_a_loop(x):
-    return jax.lax.fori_loop(0, 1, lambda i, x: square_on_the_host(x), x)
-
-
-def square_under_a_condition(x):
+def square_small_numbers_on_the_host(x):
     return jax.lax.cond(x[0] < 100, square_on_the_host, jnp.square, x)
 
 
@@ -7001,35 +6741,17 @@ def square_and_debug(x):
     return x * x
 
 
-def square_and_print(x):
-    jax.debug.print("{}", x)
-    return x * x
-
-
-CALL_PYTHON = [
-    square_on_the_host,
-    jax.jit(square_on_the_host),
-    square_in_a_loop,
-    square_under_a_condition,
-    square_and_debug,
-    square_and_print,
-]
-
-
 @pytest.mark.parametrize("is_called_by_an_op", [False, True])
-@pytest.mark.parametrize("kernel", [jnp.square, *CALL_PYTHON])
+@pytest.mark.parametrize("kernel", [jnp.square, square_small_numbers_on_the_host, square_and_debug])
 def test_op_is_partitioned_unless_its_kernel_calls_python(kernel, is_called_by_an_op):
-    """Wherever the callback is: in a loop, or in the kernel of an op that the kernel calls."""
+    """Wherever the callback is: under a condition, or in the kernel of an op that the kernel calls."""
     op = op_of(kernel, "i -> i")
     call = call_op(op_of(call_op(op), "i -> i") if is_called_by_an_op else op)
     x = on_mesh(VECTOR, "d")
     is_partitioned = "CustomSPMDPartitioning" in jax.jit(call).lower(x).as_text()
-    assert is_partitioned == (kernel not in CALL_PYTHON)
+    assert is_partitioned == (kernel is jnp.square)
     np.testing.assert_array_equal(jax.jit(call)(x), VECTOR * VECTOR)
-    rows = np.stack([VECTOR] * 4)
-    for axes in ("d", None), (None, "d"):
-        x = on_mesh(rows, *axes)
-        np.testing.assert_array_equal(jax.jit(jax.vmap(call))(x), rows * rows)
+    np.testing.assert_array_equal(jax.jit(jax.vmap(call))(on_mesh(XS, "d")), XS * XS)
 
 
 def name_in_persistent_cache(kernel):
@@ -7042,7 +6764,6 @@ def name_in_persistent_cache(kernel):
 
 COMPUTED_ON_A_MESH = {  # two kernels, whose own jaxprs have the same text but for the first
     "functions": (jnp.sin, jnp.cos),
-    "arrays": (lambda x: x + ROWS[0, :1], lambda x: x + ROWS[1, :1]),
     "arrays of a jitted function": (jax.jit(lambda x: x + ROWS[0, :1]), jax.jit(lambda x: x + ROWS[1, :1])),
     "ops": (call_op(op_of(jnp.sin)), call_op(op_of(jnp.cos))),
 }
@@ -7066,33 +6787,16 @@ def test_op_ordered_effects_are_refused():
             f(VECTOR)
 
 
-def define_linear_derivative(op):
-    op.def_jvp_rule2(lambda t, x, y: op(t, y, outs=like_first), lambda t, x, y: x * t)
-    op.def_transpose_rule(lambda cts, x, y: [cts[0] * y, None])
-
-
-def define_backward_pass(op):
-    def forward(x, y):
-        return op(x, y, outs=like_first), (x, y)
-
-    def backward(operands, ct):
-        x, y = operands
-        return ct * y, ct * x
-
-    op.def_vjp_rule(forward, backward)
-
-
-@pytest.mark.parametrize("define", [define_linear_derivative, define_backward_pass])
+@pytest.mark.parametrize("define_derivative", [define_derivative_by_itself, define_backward_pass])
 @pytest.mark.parametrize("x_axes, y_axes", [(("d",), ()), ((), ("d",))])
 @pytest.mark.parametrize("rule", [None, "i, i -> i"])
-def test_op_on_a_mesh_of_explicit_axes(rule, x_axes, y_axes, define):
+def test_op_on_a_mesh_of_explicit_axes(rule, x_axes, y_axes, define_derivative):
     """Also where its operands are split differently."""
-    op = op_of(operator.mul, rule)
-    define(op)
+    product = product_of("jax", rule, define_derivative)
     with jax.set_mesh(jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))):
         x, y = jax.device_put(VECTOR, P(*x_axes)), jax.device_put(WEIGHTS, P(*y_axes))
-        np.testing.assert_array_equal(jax.jit(call_op(op))(x, y), VECTOR * WEIGHTS)
-        x_gradient, y_gradient = jax.jit(jax.grad(sum_of(call_op(op)), (0, 1)))(x, y)
+        np.testing.assert_array_equal(jax.jit(product)(x, y), VECTOR * WEIGHTS)
+        x_gradient, y_gradient = jax.jit(jax.grad(sum_of(product), (0, 1)))(x, y)
         np.testing.assert_allclose(x_gradient, WEIGHTS)
         np.testing.assert_allclose(y_gradient, VECTOR)
 
@@ -7109,7 +6813,6 @@ def log_loop(x, out):
 log_op = op_of(log_loop)
 LOGARITHMS = {  # also of what is bound to arrays by hand
     "eager": call_op(log_op),
-    "jit": jax.jit(call_op(log_op)),
     "vmap": jax.vmap(call_op(log_op)),
     "primitive": lambda x: log_op.primitive.bind(x, outs=(spec(2),))[0],
     "wrapper": jax.disable_jit()(log_loop),
@@ -7136,7 +6839,7 @@ def test_op_benchmark_compares_backends():
     assert a.first_ms > 0 and a.median_us > 0 and a.error is None
     assert bad.first_ms is None and "KeyError" in bad.error
     header, columns, *lines = str(result).splitlines()
-    assert header == "constant on cpu"
+    assert header == "op on cpu"
     assert columns.split() == ["backend", "first", "(ms)", "median", "(us)", "difference"]
     assert [line.split()[0] for line in lines] == ["a", "b", "c", "bad"] and "KeyError" in lines[3]
 
