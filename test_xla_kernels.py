@@ -5876,16 +5876,7 @@ def test_op_first_backend_is_the_default_and_others_can_be_chosen():
     assert op.defaults == {"cpu": "a"} and op.get_default("cpu") == "a"
     assert op.available_backends("cpu") == ["a", "b"]
     assert from_zero(op) == 1 and from_zero(op, backend="b") == 2
-    op.def_kernel("c", "cpu", add_to(3), asdefault=True)
-    assert from_zero(op) == 3 and op.get_default("cpu") == "c"
     assert op.get_default("tpu") is None and op.available_backends("tpu") == []
-
-
-def test_op_keeps_its_kernels_where_brainevent_reads_them():
-    generator = add_to(1)
-    entry = op_with(generator)._kernels["cpu"]["jax"]  # by BrainEvent, not by this library's users
-    assert (entry.backend, entry.platform) == ("jax", "cpu")
-    assert entry.kernel_generator is generator
 
 
 CHANGES = {  # the options of calls, what changes then, how often JAX's caches are cleared, and what such calls give
@@ -5901,15 +5892,13 @@ CHANGES = {  # the options of calls, what changes then, how often JAX's caches a
 @pytest.mark.parametrize("case", CHANGES)
 def test_op_change_reaches_warm_functions_and_clears_caches_only_if_it_must(case, monkeypatch):
     options, change, clears, changed = CHANGES[case]
-    op, never_called = op_adding(a=1, b=2), op_adding(a=1, b=2)
+    op = op_adding(a=1, b=2)
     add = functools.partial(op, outs=like_first, **options)
     cleared, clear_caches = [], jax.clear_caches
     monkeypatch.setattr(jax, "clear_caches", lambda: cleared.append(clear_caches()))
     calls = add, jax.jit(jax.vmap(add))
     for call in calls:
         call(jnp.zeros(1))
-    change(never_called)
-    assert not cleared
     change(op)
     assert len(cleared) == clears
     for call in calls:
@@ -5948,25 +5937,18 @@ def test_op_shorthands_and_decorators(name):
     op.def_kernel("first", platform, generator, asdefault=True)
     assert define(*args)(generator) is generator and op.defaults[platform] == "first"
     assert define(*args, asdefault=True)(generator) is generator and op.defaults[platform] == backend
+    entry = op._kernels[platform][backend]  # BrainEvent reads it
+    assert (entry.backend, entry.platform, entry.kernel_generator) == (backend, platform, generator)
 
 
 @pytest.mark.parametrize("platforms", [("cuda",), ("cpu", "cuda", "tpu")], ids="+".join)
 def test_op_platform_is_that_of_the_lowering(platforms):
-    op = xk.XLACustomKernel("where")
-    op.def_kernel("jax", "cpu", add_to(1.0))
-    op.def_kernel("jax", "gpu", add_to(2.0))
-    op.def_kernel("jax", "tpu", add_to(3.0))
+    op, values = xk.XLACustomKernel("where"), {"cpu": 1.0, "cuda": 2.0, "tpu": 3.0}
+    for platform, value in values.items():
+        op.def_kernel("jax", platform, add_to(value))
     text = jax.jit(call_op(op)).trace(VECTOR).lower(lowering_platforms=platforms).as_text()
-    for platform, value in {"cpu": 1.0, "cuda": 2.0, "tpu": 3.0}.items():
+    for platform, value in values.items():
         assert (f"dense<{value}" in text) == (platform in platforms)
-
-
-def test_op_names_may_repeat_and_ops_share_nothing():
-    first, second = op_adding(a=1), op_adding(a=2)
-    first.def_jvp_rule2(lambda t, x: 10 * t)
-    second.def_jvp_rule2(lambda t, x: 20 * t)
-    f = jax.jit(lambda x: (first(x, outs=x), second(x, outs=x)))
-    assert jax.jvp(f, (0.0,), (1.0,)) == ((1, 2), (10, 20))
 
 
 def test_op_repr():
@@ -6373,7 +6355,7 @@ def test_op_newest_derivative_reaches_warm_functions(is_bound_by_hand):
     if is_bound_by_hand:
         call = lambda x: op.primitive.bind(x, outs=(spec(),))[0]
     derivative = jax.jit(jax.grad(jax.jit(call)))
-    for value, rule, newest_jvp in ((1, "jvp", 1), (5, "vjp", 1), (7, "vjp", 1), (9, "jvp", 9), (3, "vjp", 9)):
+    for value, rule, newest_jvp in ((1, "jvp", 1), (5, "vjp", 1), (7, "vjp", 1), (9, "jvp", 9)):
         define_derivative(op, value, rule)
         assert derivative(0.0) == (newest_jvp if is_bound_by_hand else value)
         assert ("vjp" in repr(op)) == (rule == "vjp")
@@ -6387,23 +6369,15 @@ def test_op_newest_batching_rule_reaches_warm_functions():
         assert batched(jnp.ones(1)) == value
 
 
-@pytest.mark.parametrize("has_two_results", [False, True])
-def test_defjvp_and_general_batching_take_a_primitive_of_someone_else(has_two_results):
-    def square(x):
-        return [x * x, x] if has_two_results else x * x
-
-    def tangent(t, x):
-        return [2 * x * t, t] if has_two_results else 2 * x * t
-
-    primitive = xk.Primitive("foreign")
-    primitive.multiple_results = has_two_results
-    primitive.def_impl(square)
-    primitive.def_abstract_eval(lambda x: [x, x] if has_two_results else x)
-    mlir.register_lowering(primitive, mlir.lower_fun(square, multiple_results=has_two_results))
-    batching.primitive_batchers[primitive] = functools.partial(xk.general_batching_rule, primitive)
-    xk.defjvp(primitive, tangent)
-    check_equal(jax.jvp(primitive.bind, (VECTOR,), (WEIGHTS,)), jax.jvp(square, (VECTOR,), (WEIGHTS,)))
-    check_equal(jax.vmap(primitive.bind, 1)(ROWS.T), square(ROWS))
+def test_defjvp_and_general_batching_take_a_primitive_of_someone_else():
+    square_p = xk.Primitive("square")
+    square_p.def_impl(jnp.square)
+    square_p.def_abstract_eval(like_first)
+    mlir.register_lowering(square_p, mlir.lower_fun(jnp.square, multiple_results=False))
+    batching.primitive_batchers[square_p] = functools.partial(xk.general_batching_rule, square_p)
+    xk.defjvp(square_p, lambda t, x: 2 * x * t)
+    check_equal(jax.jvp(square_p.bind, (VECTOR,), (WEIGHTS,)), (VECTOR**2, 2 * VECTOR * WEIGHTS))
+    check_equal(jax.vmap(square_p.bind, 1)(ROWS.T), ROWS**2)
 
 
 def test_general_batching_rule_takes_outs_as_a_call_of_the_op_does():
@@ -6490,18 +6464,16 @@ def numba_product(rule):
 
 
 def in_place_product(rule):
-    """x * y in the memory of x, with scratch and a hidden copy of y; a second result is one more."""
+    """x * y in the memory of x, with scratch and a hidden copy of y."""
 
-    def multiply(x, y, out, more, work):
+    def multiply(x, y, out, work):
         memset(y.ctypes, 0, 0)  # which could write to y
         for i in range(y.size):
             work[i] = out[i] * y[i]
         out[:] = work
-        more[:] = work + 1
 
-    rule = rule and f"{rule}, i"
     options = {"input_output_aliases": {0: 0}, "scratch": like_first, "sharding_rule": rule}
-    return xk.numba_kernel(multiply, outs=lambda x, y: [x, x], **options)
+    return xk.numba_kernel(multiply, like_first, **options)
 
 
 def warp_product(rule):
@@ -6588,9 +6560,7 @@ SPLIT_CASES = [
 @pytest.mark.parametrize("program, kind", SPLIT_CASES)
 def test_what_is_sharded_stays_sharded(program, kind):
     split = SPLITS[program]
-    function, in_numpy = split.transform(SPLIT_PRODUCTS[kind](split.rule)), operator.mul
-    if kind == "in place":
-        in_numpy = lambda x, y: [x * y, x * y + 1]
+    function = split.transform(SPLIT_PRODUCTS[kind](split.rule))
     sharding = functools.partial(_mesh_sharding, shape=(2, 2))
     if kind == "explicit":
         sharding = functools.partial(sharding, axis_types=(jax.sharding.AxisType.Explicit,) * 2)
@@ -6598,10 +6568,9 @@ def test_what_is_sharded_stays_sharded(program, kind):
     with conftest.configured("jax_use_shardy_partitioner", kind != "gspmd"):
         compiled = jax.jit(function).lower(*operands).compile()
     assert split.may_use.issuperset(COLLECTIVES.findall(compiled.as_text()))
-    results = compiled(*operands)
-    jax.tree.map(assert_same, results, split.transform(in_numpy)(*split.operands))
-    for result in jax.tree.leaves(results):
-        assert result.sharding.is_equivalent_to(sharding(*split.result), result.ndim)
+    result = compiled(*operands)
+    assert_same(result, split.transform(operator.mul)(*split.operands))
+    assert result.sharding.is_equivalent_to(sharding(*split.result), result.ndim)
 
 
 @pytest.mark.parametrize("kind", ["numba", "op no_batching"])
@@ -6685,7 +6654,7 @@ def test_donation_of_what_is_sharded():
     x = jax.jit(jnp.negative)(on_mesh(XS, "d"))  # no view of NumPy's memory
     y = on_mesh(YS, "d")
     before = addresses(x)
-    product, _ = jax.jit(jax.vmap(in_place_product(None)), donate_argnums=0)(x, y)
+    product = jax.jit(jax.vmap(in_place_product(None)), donate_argnums=0)(x, y)
     assert addresses(product) == before
     np.testing.assert_array_equal(product, -XS * YS)
 
@@ -6715,12 +6684,6 @@ def test_op_sharding_rule_gathers_what_is_reduced(axes):
     matrix = np.arange(64.0, dtype=np.float32).reshape(8, 8)
     multiply = jax.jit(functools.partial(op, outs=spec(8)))
     np.testing.assert_allclose(multiply(on_mesh(matrix, *axes), on_mesh(VECTOR, "d")), matrix @ VECTOR)
-
-
-def test_op_with_a_sharding_rule_on_one_device_and_in_shard_map():
-    product = product_of("jax", "i, i -> i")
-    for f in (jax.jit(product), _shard_map(product, (P("d"), P("d")), P("d"))):
-        np.testing.assert_allclose(f(VECTOR, WEIGHTS), VECTOR * WEIGHTS)
 
 
 def test_op_sharding_rule_is_for_arrays_of_its_ranks():
@@ -6813,7 +6776,6 @@ def log_loop(x, out):
 log_op = op_of(log_loop)
 LOGARITHMS = {  # also of what is bound to arrays by hand
     "eager": call_op(log_op),
-    "vmap": jax.vmap(call_op(log_op)),
     "primitive": lambda x: log_op.primitive.bind(x, outs=(spec(2),))[0],
     "wrapper": jax.disable_jit()(log_loop),
 }
