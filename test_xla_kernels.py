@@ -5699,14 +5699,13 @@ def test_op_vmap_runs_the_backend_natively_or_else_in_a_loop(backend, is_loop):
 
 # -- outs, operands, parameters ------------------------------------------------------------------------
 
-OUTS = {  # what `outs` may be, and as what it is understood
-    "nothing": ((), ()),
-    "callable": (lambda x: (x, {"x": x}), (spec(8), {"x": spec(8)})),
-    "what has a shape and a dtype": (
-        {"a": jnp.zeros(8), "b": [types.SimpleNamespace(shape=[3], dtype="int32"), spec(dtype=bool)]},
-        {"a": spec(8), "b": [spec(3, dtype=np.int32), spec(dtype=bool)]},
-    ),
-}
+SPECS = [(), spec(8), spec(8, dtype=bool), spec(4), [spec(8)], (spec(8),), {"a": spec(8)}, {"b": spec(8)}]
+DESCRIBED = types.SimpleNamespace(shape=[3], dtype="int32")
+OUTS = [  # what `outs` may be, and as what it is understood
+    *zip(SPECS, SPECS),
+    (lambda x: (x, {"x": x}), (spec(8), {"x": spec(8)})),
+    ([jnp.zeros(8), DESCRIBED], [spec(8), spec(3, dtype=np.int32)]),
+]
 
 
 def zeros_generator(outs):
@@ -5716,26 +5715,13 @@ def zeros_generator(outs):
     return kernel
 
 
-def assert_results_like(results, specs):
-    assert jax.tree.structure(results) == jax.tree.structure(specs)
-    for array, wanted in zip(jax.tree.leaves(results), jax.tree.leaves(specs)):
-        assert (array.shape, array.dtype) == (wanted.shape, wanted.dtype)
-
-
-@pytest.mark.parametrize("kind", OUTS)
-def test_op_returns_the_structure_of_outs(kind):
-    outs, understood = OUTS[kind]
-    call = functools.partial(op_with(zeros_generator), outs=outs)
-    for f in (call, jax.jit(call), jax.disable_jit()(call)):
-        assert_results_like(f(VECTOR), understood)
-
-
-def test_op_tells_outs_apart():
+def test_op_returns_what_outs_describes():
     """What an op remembers of a call is for its shapes, its dtypes and its structure."""
     op = op_with(zeros_generator)
-    for leaf in (spec(8), spec(8, dtype=np.int32), spec(4)):
-        for outs in (leaf, [leaf], (leaf,), {"a": leaf}, {"b": leaf}, [leaf, leaf]):
-            assert_results_like(op(VECTOR, outs=outs), outs)
+    for outs, understood in OUTS:
+        call = functools.partial(op, outs=outs)
+        for f in (call, jax.jit(call), jax.disable_jit()(call)):
+            assert jax.eval_shape(like_first, f(VECTOR)) == understood
 
 
 def test_op_without_operands_may_return_any_container_of_numpys_arrays():
@@ -6016,11 +6002,7 @@ def test_op_takes_ready_kernels(kind):
 
 
 def test_op_ready_kernel_with_options():
-    @numba.njit
-    def accumulate(total, x, out):
-        for i in range(x.size):
-            out[i] += x[i]
-
+    accumulate = numba.njit(runs("out[:] += x", "total, x, out"))
     op = xk.XLACustomKernel("accumulate")
     op.def_numba_kernel(input_output_aliases={0: 0})(accumulate)
     np.testing.assert_allclose(op(VECTOR, WEIGHTS, outs=like_first), VECTOR + WEIGHTS)
@@ -6394,26 +6376,23 @@ def test_general_batching_rule_where_nothing_is_batched():
 
 def test_op_batching_rules_as_brainevent_writes_them():
     """The product with a vector becomes one with a matrix, where the vectors alone are batched."""
-    matrix_vector = op_of(lambda a, v, scale: a @ v * scale)
-    matrix_matrix = op_of(lambda a, v, scale: a @ v * scale)
+    op = op_of(lambda a, v, scale: a @ v * scale)
     seen = []
 
-    @matrix_vector.def_batching_rule
+    @op.def_batching_rule
     def rule(args, axes, **options):
         seen.append(tuple(axes))
         if tuple(axes) != (None, 0):
-            return xk.general_batching_rule(matrix_vector, args, axes, **options)
-        a, v = args
-        options["outs"] = (spec(a.shape[0], v.shape[0]),)
-        return matrix_matrix(a, v.T, **options), [-1]
-
-    def double(a, v):
-        return matrix_vector(a, v, outs=spec(3), scale=2.0)
+            return xk.general_batching_rule(op, args, axes, **options)
+        matrix, vectors = args
+        options["outs"] = (spec(3, 3),)
+        return op(matrix, vectors.T, **options), [-1]
 
     matrix = ROWS @ ROWS.T
     products = 2 * matrix @ matrix.T
-    of_matrices = jax.vmap(double, (0, None))
-    check_equal(jax.vmap(double, (None, 0))(matrix, matrix), products)
+    product = functools.partial(op, outs=spec(3), scale=2.0)
+    of_matrices = jax.vmap(product, (0, None))
+    check_equal(jax.vmap(product, (None, 0))(matrix, matrix), products)
     check_equal(jax.vmap(of_matrices, (None, 0))(np.stack([matrix, matrix]), matrix)[:, 1], products)
     assert seen == [(None, 0), (0, None)]
 
@@ -6468,8 +6447,7 @@ def in_place_product(rule):
 
     def multiply(x, y, out, work):
         memset(y.ctypes, 0, 0)  # which could write to y
-        for i in range(y.size):
-            work[i] = out[i] * y[i]
+        work[:] = out * y
         out[:] = work
 
     options = {"input_output_aliases": {0: 0}, "scratch": like_first, "sharding_rule": rule}
@@ -6796,14 +6774,11 @@ def test_op_benchmark_compares_backends():
     op.def_kernel("far", "gpu", add_to(1))
     result = op.benchmark(VECTOR, outs=like_first)
     a, b, c, bad = result.rows
-    assert (a.backend, b.backend, c.backend, bad.backend) == ("a", "b", "c", "bad")
     assert (a.difference, b.difference, bad.difference) == (0, 0.5, None) and np.isnan(c.difference)  # from a
     assert a.first_ms > 0 and a.median_us > 0 and a.error is None
     assert bad.first_ms is None and "KeyError" in bad.error
-    header, columns, *lines = str(result).splitlines()
-    assert header == "op on cpu"
-    assert columns.split() == ["backend", "first", "(ms)", "median", "(us)", "difference"]
-    assert [line.split()[0] for line in lines] == ["a", "b", "c", "bad"] and "KeyError" in lines[3]
+    table = r"op on cpu\nbackend .*\na .*\d  0\nb .*\d  0.5\nc .*\d  nan\nbad .*nan  .*KeyError.*"
+    assert re.fullmatch(table, str(result))
 
 
 # ======================================================================================================
