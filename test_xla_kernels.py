@@ -1,7 +1,6 @@
 """Tests of xla_kernels: the matrix of operations, backends and transformations, and everything that broke elsewhere."""
 
 import ast
-import atexit
 import builtins
 import collections
 import contextlib
@@ -6790,35 +6789,28 @@ ROUNDS = 7
 WITHOUT_JAX = "Numba without the GIL and JAX (what the machine has free)"
 
 
-def missing(what, why):
-    """Raised by a path that cannot run here; its row says why."""
-    raise ImportError(f"{what}: {why}")
-
-
 def compare(paths, unit="µs", case="", rounds=ROUNDS):
     """Rows of one table: `paths` maps a name to a function that prepares it and returns one that measures once."""
-    runs, rows = {}, {}
+    rows, running = [], []
     for name, prepare in paths.items():
-        rows[name] = {"case": case, "path": name, "unit": unit}
+        row = {"case": case, "path": name, "unit": unit}
+        rows.append(row)
         try:
             run = prepare()
             run()
-            runs[name] = (run, [])
+            running.append((row, run, []))
         except ImportError as error:
-            rows[name]["note"] = f"not installed ({error})"
+            row["note"] = f"not installed ({error})"
         except Exception as error:
-            rows[name]["note"] = f"fails: {type(error).__name__}: {str(error).splitlines()[0]:.100}"
+            row["note"] = f"fails: {error!r:.150}"
     for _ in range(rounds):
-        for run, samples in runs.values():
+        for _, run, samples in running:
             samples.append(run())
-    for name, (_, samples) in runs.items():
-        value, rounds = statistics.median(samples), len(samples)
-        rows[name].update(value=value, min=min(samples), max=max(samples), rounds=rounds)
-    ours, *_ = rows.values()
-    for row in rows.values():
-        if "value" in row and ours.get("value"):
-            row["ratio"] = row["value"] / ours["value"]
-    return list(rows.values())
+    for row, _, samples in running:
+        row.update(value=statistics.median(samples), min=min(samples), max=max(samples), rounds=rounds)
+        if "value" in rows[0]:
+            row["ratio"] = row["value"] / rows[0]["value"]
+    return rows
 
 
 def over(paths, measure):
@@ -6833,119 +6825,111 @@ def seconds(work, *args):
     return time.perf_counter() - start
 
 
-def averaged(once, first, least):
-    """A function that measures once(n), the seconds of one of n in a row, in µs, with an n that takes `least` s."""
-    once(first)
-    n = max(1, int(least / once(first)))
-    once(n)
-    return lambda: once(n) * 1e6
+def averaged(repeat, first):
+    """A function that measures one of the n calls that repeat(n) makes, in µs, with an n that takes about 20 ms."""
+    repeat(first)
+    n = max(1, int(0.02 * first / seconds(repeat, first)))
+    repeat(n)
+    return lambda: seconds(repeat, n) / n * 1e6
 
 
-def timed(function, *args, least=0.02):
-    """A function that measures one call of `function` in µs, averaged over about `least` seconds."""
+def repeated(function, *args):
+    """A function of n that makes n calls."""
 
-    def repeat(calls):
-        for _ in range(calls):
+    def repeat(n):
+        for _ in range(n):
             result = function(*args)
         return result
 
-    return averaged(lambda calls: seconds(repeat, calls) / calls, 2, least)
+    return repeat
 
 
-def timed_loop(f, x, y, least=0.02):
+def timed(function, *args):
+    """A function that measures one call of `function` in µs."""
+    return averaged(repeated(function, *args), 2)
+
+
+def timed_loop(f, x, y):
     """A function that measures one `f(x, y)` inside `lax.fori_loop`, in µs."""
 
     def repeat(x, steps):
         return jax.lax.fori_loop(0, steps, lambda _, a: f(a, y), x)
 
     run = jax.jit(repeat, static_argnums=1)
-    first = max(1, min(100, int(2e6 / x.size)))
-    return averaged(lambda steps: seconds(run, x, steps) / steps, first, least)
+    return averaged(functools.partial(run, x), max(1, min(100, int(2e6 / x.size))))
 
 
-# -- one addition, along every path --------------------------------------------------------------------
+# -- one addition, along every path: functions of the output's spec ------------------------------------
 
 
-def warp_add(scale=1):
-    importlib.import_module("warp").config.quiet = True
-
-    @wp.kernel(module="unique")
-    def add(x: floats, y: floats, out: floats):
-        i = wp.tid()
-        out[i] = x[i] + y[i] * float(scale)
-
-    return add
+def add_numba(out):
+    return xk.numba_kernel(jitted_add, out)
 
 
-def add_warp(spec, scale=1):
-    return xk.warp_kernel(warp_add(scale), spec, launch_dims=spec.size)
+def add_cuda(out):
+    return xk.numba_cuda_kernel(cuda_add, out, launch_dims=out.size)
 
 
-def add_warp_jax(spec, scale=1):
-    add = warp_add(scale)
-    call = wp.jax_kernel(add)
-    return lambda x, y: call(x, y)[0]
+def warp_add():
+    return matrix_kernel(Add, "warp", np.dtype("float32"))
 
 
-def add_warp_graph(mode, spec):
+def add_warp(out):
+    return xk.warp_kernel(warp_add(), out)
+
+
+def add_warp_by_rows(out):
+    add = jax.vmap(add_warp(spec(1000)))
+    return lambda x, y: add(x.reshape(-1, 1000), y.reshape(-1, 1000)).reshape(-1)
+
+
+def add_op(out):
+    op = xk.XLACustomKernel("bench_add")
+    op.def_numba_kernel(jitted_add)
+    return functools.partial(op, outs=out)
+
+
+def add_warp_jax(out):
+    return first_of(wp.jax_kernel(warp_add()))
+
+
+def add_warp_graph(mode, out):
     add = warp_add()
 
     def launch(x: floats, y: floats, out: floats):
         wp.launch(add, dim=x.shape, inputs=[x, y], outputs=[out])
 
-    call = wp.jax_callable(launch, graph_mode=wp.JaxCallableGraphMode[mode])
-    return lambda x, y: call(x, y)[0]
+    return first_of(wp.jax_callable(launch, graph_mode=wp.JaxCallableGraphMode[mode]))
 
 
-def add_pallas(spec):
+def add_pallas(out):
     def add(x, y, out):
         out[...] = x[...] + y[...]
 
-    block = pl.BlockSpec((min(spec.size, 1024),), lambda i: i)
-    options = {"grid": -(-spec.size // 1024), "in_specs": [block] * 2, "out_specs": block}
-    return pl.pallas_call(add, spec, interpret=jax.default_backend() == "cpu", **options)
+    block = pl.BlockSpec((min(out.size, 1024),), lambda i: i)
+    return pl.pallas_call(add, out, grid=-(-out.size // 1024), in_specs=[block] * 2, out_specs=block)
 
 
-def add_numba(spec):
-    return xk.numba_kernel(numba.njit(numba_add), spec)
+def add_brainevent(out):
+    import brainevent
+
+    return brainevent.numba_kernel(jitted_add, outs=out, vmap_method="sequential")
 
 
-def add_cuda(spec):
-    return xk.numba_cuda_kernel(cuda_add, spec, launch_dims=spec.size)
+def add_brainevent_cuda(out):
+    import brainevent
+
+    return brainevent.numba_cuda_kernel(cuda.jit(cuda_add), outs=out, launch_dims=out.size)
 
 
-def add_op(spec):
-    op = xk.XLACustomKernel("bench_add")
-    op.def_numba_kernel(numba.njit(numba_add))
-    return lambda x, y: op(x, y, outs=spec)
+def add_on_the_host(out):
+    return functools.partial(jax.pure_callback, np.add, out, vmap_method="sequential")
 
 
-def with_brainevent(name, kernel, spec, **options):
-    call = getattr(importlib.import_module("brainevent"), name)(kernel, outs=spec, **options)
-    return lambda x, y: jax.tree.leaves(call(x, y))[0]
+def add_in_jax(out):
+    return jax.jit(operator.add)
 
 
-def add_brainevent(spec):
-    return with_brainevent("numba_kernel", numba.njit(numba_add), spec, vmap_method="sequential")
-
-
-def add_brainevent_cuda(spec):
-    return with_brainevent("numba_cuda_kernel", cuda.jit(cuda_add), spec, launch_dims=spec.size)
-
-
-def add_on_the_host(spec):
-    return functools.partial(jax.pure_callback, np.add, spec, vmap_method="sequential")
-
-
-def add_jnp(spec):
-    return jnp.add
-
-
-CPP = """
-#include "xla/ffi/api/ffi.h"
-namespace ffi = xla::ffi;
-using Array = ffi::Buffer<ffi::F32>;
-"""
 CPP_ADD = """
 static ffi::Error Add(Array x, Array y, ffi::Result<Array> out) {
   const float *a = x.typed_data(), *b = y.typed_data();
@@ -6953,9 +6937,8 @@ static ffi::Error Add(Array x, Array y, ffi::Result<Array> out) {
   for (size_t i = 0, n = x.element_count(); i < n; ++i) c[i] = a[i] + b[i];
   return ffi::Error::Success();
 }
-XLA_FFI_DEFINE_HANDLER_SYMBOL(add, Add, ffi::Ffi::Bind().Arg<Array>().Arg<Array>().Ret<Array>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(handler, Add, ffi::Ffi::Bind().Arg<Array>().Arg<Array>().Ret<Array>());
 """
-
 
 PTX_ADD = """
 .version 7.0
@@ -6964,7 +6947,7 @@ PTX_ADD = """
 .visible .entry add(.param .u64 x, .param .u64 y, .param .u64 out, .param .u32 n) {
   .reg .pred %p;
   .reg .b32 %r<5>;
-  .reg .b64 %a<4>;
+  .reg .b64 %a<3>;
   .reg .f32 %f<2>;
   mov.u32 %r1, %ctaid.x;
   mov.u32 %r2, %ntid.x;
@@ -6973,13 +6956,12 @@ PTX_ADD = """
   ld.param.u32 %r0, [n];
   setp.ge.u32 %p, %r4, %r0;
   @%p bra done;
-  mul.wide.u32 %a3, %r4, 4;
   ld.param.u64 %a0, [x];
   ld.param.u64 %a1, [y];
   ld.param.u64 %a2, [out];
-  add.u64 %a0, %a0, %a3;
-  add.u64 %a1, %a1, %a3;
-  add.u64 %a2, %a2, %a3;
+  mad.wide.u32 %a0, %r4, 4, %a0;
+  mad.wide.u32 %a1, %r4, 4, %a1;
+  mad.wide.u32 %a2, %r4, 4, %a2;
   ld.global.f32 %f0, [%a0];
   ld.global.f32 %f1, [%a1];
   add.f32 %f0, %f0, %f1;
@@ -6996,11 +6978,8 @@ int cuLaunchKernel(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsi
 static void* function;
 int prepare(const char* ptx) {  // before any capture
   void *context, *module;
-  if (int code = cuInit(0)) return code;
-  if (int code = cuDevicePrimaryCtxRetain(&context, 0)) return code;
-  if (int code = cuCtxSetCurrent(context)) return code;
-  if (int code = cuModuleLoadData(&module, ptx)) return code;
-  return cuModuleGetFunction(&function, module, "add");
+  return cuInit(0) || cuDevicePrimaryCtxRetain(&context, 0) || cuCtxSetCurrent(context)
+      || cuModuleLoadData(&module, ptx) || cuModuleGetFunction(&function, module, "add");
 }
 }
 static ffi::Error Add(void* stream, Array x, Array y, ffi::Result<Array> out) {
@@ -7012,35 +6991,34 @@ static ffi::Error Add(void* stream, Array x, Array y, ffi::Result<Array> out) {
   return ffi::Error::Success();
 }
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    add, Add, ffi::Ffi::Bind().Ctx<ffi::PlatformStream<void*>>().Arg<Array>().Arg<Array>().Ret<Array>(),
+    handler, Add, ffi::Ffi::Bind().Ctx<ffi::PlatformStream<void*>>().Arg<Array>().Arg<Array>().Ret<Array>(),
     {ffi::Traits::kCmdBufferCompatible});
 """
 
 
-def add_cpp(spec):
-    register_cpp_add(jax.default_backend())
-    return jax.ffi.ffi_call("bench_cpp_add", spec, vmap_method="sequential")
-
-
 @functools.cache
-def register_cpp_add(backend):
-    if backend == "gpu":
-        ctypes.CDLL("libcuda.so.1", ctypes.RTLD_GLOBAL)
-    library = cpp_library(CPP_CUDA_ADD if backend == "gpu" else CPP_ADD)
-    if backend == "gpu" and (code := library.prepare(PTX_ADD.encode())):
-        raise RuntimeError(f"CUDA error {code}")
-    platform = {"gpu": "CUDA"}.get(backend, backend)
-    jax.ffi.register_ffi_target("bench_cpp_add", jax.ffi.pycapsule(library.add), platform=platform)
-
-
-def cpp_library(text):
-    compiler = shutil.which("g++") or missing("g++", "no C++ compiler on this machine")
+def cpp_library(target, source, platform="cpu"):
+    """A library of C++ whose `handler` is registered as a target."""
+    head = '#include "xla/ffi/api/ffi.h"\nnamespace ffi = xla::ffi;\nusing Array = ffi::Buffer<ffi::F32>;\n'
+    flags = ["-std=c++17", "-O3", "-march=native", "-shared", "-fPIC", "-w", f"-I{jax.ffi.include_dir()}"]
     with tempfile.TemporaryDirectory() as folder:
-        source, path = pathlib.Path(folder, "library.cc"), pathlib.Path(folder, "library.so")
-        source.write_text(CPP + text)
-        flags = ["-std=c++17", "-O3", "-march=native", "-shared", "-fPIC", "-w", f"-I{jax.ffi.include_dir()}"]
-        subprocess.run([compiler, *flags, source, "-o", path], check=True)
-        return ctypes.CDLL(str(path))
+        text, path = pathlib.Path(folder, "library.cc"), pathlib.Path(folder, "library.so")
+        text.write_text(head + source)
+        subprocess.run(["g++", *flags, text, "-o", path], check=True)
+        library = ctypes.CDLL(str(path))
+    jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(library.handler), platform=platform)
+    return library
+
+
+def add_cpp(out):
+    cpp_library("bench_add", CPP_ADD)
+    return jax.ffi.ffi_call("bench_add", out, vmap_method="sequential")
+
+
+def add_cpp_cuda(out):
+    ctypes.CDLL("libcuda.so.1", ctypes.RTLD_GLOBAL)
+    assert cpp_library("bench_add", CPP_CUDA_ADD, "CUDA").prepare(PTX_ADD.encode()) == 0
+    return jax.ffi.ffi_call("bench_add", out, vmap_method="sequential")
 
 
 ADD = {
@@ -7051,42 +7029,39 @@ ADD = {
         "C++ FFI handler": add_cpp,
         "brainevent.numba_kernel": add_brainevent,
         "warp.jax_kernel": add_warp_jax,
-        "jax.pure_callback": add_on_the_host,
-        "jnp.add": add_jnp,
+        "a jitted x + y": add_in_jax,
     },
     "gpu": {
         "numba_cuda_kernel": add_cuda,
         "warp_kernel": add_warp,
-        "C++ FFI handler": add_cpp,
+        "C++ FFI handler": add_cpp_cuda,
         "brainevent.numba_cuda_kernel": add_brainevent_cuda,
         "warp.jax_kernel": add_warp_jax,
         "warp.jax_callable, captured by JAX": functools.partial(add_warp_graph, "JAX"),
         "warp.jax_callable, captured by Warp": functools.partial(add_warp_graph, "WARP"),
         "Pallas": add_pallas,
-        "jax.pure_callback": add_on_the_host,
-        "jnp.add": add_jnp,
+        "a jitted x + y": add_in_jax,
     },
 }
+CALLBACK = {"jax.pure_callback": add_on_the_host}  # too slow for most comparisons
+BY_ROWS = {"warp_kernel, vmap over rows of 1,000": add_warp_by_rows}
 
 
-def adders(*left_out):
-    """The paths of the platform, as functions of the output's spec."""
-    paths = {name: functools.partial(checked, make) for name, make in ADD[jax.default_backend()].items()}
-    for name in left_out:
-        del paths[name]
-    return paths
+def adders(others={}):
+    """The paths of the platform, and others."""
+    return over(ADD[jax.default_backend()] | others, checked)
 
 
-def checked(make, spec):
-    """The path for `spec`, after a look at its answer: a fast wrong one is worth no row."""
-    f = make(spec)
-    x = jnp.arange(spec.size, dtype=spec.dtype)
-    np.testing.assert_array_equal(f(x, x), x + x)
-    return f
+def checked(make, out):
+    """The path, after a look at its answer: a fast wrong one is worth no row."""
+    add = make(out)
+    x = jnp.arange(out.size, dtype=out.dtype)
+    np.testing.assert_array_equal(add(x, x), x + x)
+    return add
 
 
-def inputs(size):
-    return jnp.ones(size), jnp.full(size, 1e-3), jax.ShapeDtypeStruct((size,), jnp.float32)
+def inputs(*shape):
+    return jnp.ones(shape), jnp.full(shape, 1e-3)
 
 
 # -- the comparisons -----------------------------------------------------------------------------------
@@ -7094,78 +7069,70 @@ def inputs(size):
 
 def bench_per_call():
     """One 16-element float32 add inside lax.fori_loop"""
-    x, y, spec = inputs(16)
-    return compare(over(adders(), lambda make: timed_loop(make(spec), x, y)))
+    return compare(over(adders(CALLBACK), lambda make: timed_loop(make(spec(16)), *inputs(16))))
 
 
-def bench_captured():
+def bench_captured(count=50):
     """One 16-element float32 add, 50 of them in a row in lax.fori_loop, in CUDA graphs"""
-    return adds_in_a_row()
+
+    def measured(make):
+        add = make(spec(16))
+        once = timed_loop(lambda x, y: functools.reduce(add, [y] * count, x), *inputs(16))
+        return lambda: once() / count
+
+    return compare(over(adders(), measured))
 
 
 def bench_uncaptured():
     """One 16-element float32 add, 50 of them in a row in lax.fori_loop, without CUDA graphs"""
-    return adds_in_a_row()
-
-
-def adds_in_a_row(count=50):
-    x, y, spec = inputs(16)
-
-    def measured(make):
-        add = make(spec)
-        once = timed_loop(lambda x, y: functools.reduce(lambda a, _: add(a, y), range(count), x), x, y)
-        return lambda: once() / count
-
-    return compare(over(adders("jax.pure_callback"), measured))
+    return bench_captured()
 
 
 def bench_small_batch():
     """vmap over 8 slices of 16 elements inside lax.fori_loop"""
-    (x, _, _), spec = inputs(128), jax.ShapeDtypeStruct((16,), np.float32)
-    x = x.reshape(8, 16)
-    names = {"numba_kernel", "numba_cuda_kernel", "warp_kernel", "jnp.add"}
-    paths = adders(*adders().keys() - names)
-    return compare(over(paths, lambda make: timed_loop(jax.vmap(make(spec)), x, x)))
+    return compare(over(adders(), lambda make: timed_loop(jax.vmap(make(spec(16))), *inputs(8, 16))))
 
 
 def bench_eager():
     """One eager call, 16 elements"""
-    x, y, spec = inputs(16)
-    paths = adders("jnp.add", "jax.pure_callback")
-    paths["a jitted x + y"] = lambda spec: jax.jit(operator.add)
-    return compare(over(paths, lambda make: timed(make(spec), x, y)))
+    return compare(over(adders(), lambda make: timed(make(spec(16)), *inputs(16))))
 
 
 def bench_vmap():
     """vmap over 1,000 slices of 16 elements"""
-    x, y, _ = inputs(16_000)
-    spec = jax.ShapeDtypeStruct((16,), x.dtype)
+    paths = adders()
+    name, make_first = next(iter(paths.items()))
 
     def batched(make):
-        return timed(jax.jit(jax.vmap(make(spec))), x.reshape(1000, 16), y.reshape(1000, 16))
+        return timed(jax.jit(jax.vmap(make(spec(16)))), *inputs(1000, 16))
 
     def at_once():
-        return timed(jax.jit(make(jax.ShapeDtypeStruct(x.shape, x.dtype))), x, y)
+        return timed(jax.jit(make_first(spec(16_000))), *inputs(16_000))
 
-    paths = adders("jax.pure_callback")
-    name, make = next(iter(paths.items()))
     return compare({**over(paths, batched), f"{name}, one call on all the data": at_once})
+
+
+def bench_sizes():
+    """One add in lax.fori_loop, by size"""
+    rows = []
+    for size in (10_000, 100_000, 1_000_000, 10_000_000):
+        paths = over(adders(BY_ROWS), lambda make: timed_loop(make(spec(size)), *inputs(size)))
+        rows += compare(paths, case=f"{size:,} elements")
+    return rows
+
+
+@numba.njit(nogil=True)
+def spin(x, out):
+    """Some 100 µs for each element."""
+    for i in range(x.size):
+        total = np.float32(0)
+        for j in range(20_000):
+            total += math.sin(x[i] + np.float32(j))
+        out[i] = total
 
 
 def bench_slices():
     """vmap over 64 slices of about 100 µs, by the threads that XLA has"""
-    code = "import json, sys; sys.path.insert(0, {!r}); import test_xla_kernels as t; print(json.dumps(t.batches({})))"
-    cores, rows = sorted(os.sched_getaffinity(0)), []
-    for count in sorted({len(cores), *(2**i for i in range(len(cores).bit_length()))}):
-        command = [sys.executable, "-W", "ignore", "-c", code.format(str(ROOT), count)]
-        chosen = functools.partial(os.sched_setaffinity, 0, cores[:count])
-        done = subprocess.run(command, capture_output=True, text=True, check=True, preexec_fn=chosen)
-        rows += json.loads(done.stdout.splitlines()[-1])
-    return rows
-
-
-def batches(threads):
-    wp.config.quiet = True
 
     @wp.kernel(module="unique")
     def spin_warp(x: floats, out: floats):
@@ -7174,68 +7141,46 @@ def batches(threads):
             total += wp.sin(x[0] + float(i))
         out[0] = total
 
-    def spin(x, out):
-        total = np.float32(0)
-        for i in range(20_000):
-            total += math.sin(x[0] + np.float32(i))
-        out[0] = total
-
-    one = numba.njit(spin)
-
-    @numba.njit(nogil=True)
-    def alone(x, out):
-        for k in range(len(x)):
-            one(x[k], out[k])
-
     def batched(make, kernel, method=None):
         call = make(kernel, like_first, vmap_method=method)
         return timed(jax.jit(jax.vmap(call)), jnp.arange(64.0).reshape(64, 1))
 
-    def without_jax():
-        x = np.arange(64, dtype=np.float32).reshape(64, 1)
-        parts = np.array_split(x, threads), np.array_split(np.empty_like(x), threads)
-        pool = ThreadPoolExecutor(threads)
-        return timed(lambda: list(pool.map(alone, *parts)))
-
     paths = {}
     for name, make, kernel in (("numba_kernel", xk.numba_kernel, spin), ("warp_kernel", xk.warp_kernel, spin_warp)):
         paths[name] = functools.partial(batched, make, kernel)
-        if threads > 1:
-            paths[f"{name}, in order"] = functools.partial(batched, make, kernel, "sequential")
-    paths[WITHOUT_JAX] = without_jax
-    return compare(paths, case="1 thread" if threads == 1 else f"{threads} threads")
+        paths[f"{name}, in order"] = functools.partial(batched, make, kernel, "sequential")
+    return compare(paths, case=f"{len(os.sched_getaffinity(0))} threads")
 
 
 def bench_threads():
-    """Python threads, each in its own jitted loop of 16-element adds: total speed against one thread"""
-    rows = []
-    for count in (2, 4):
-        paths = over(adders(), lambda make: scaling([jitted_loop(make) for _ in range(count)]))
-        shared = {"numba_kernel": add_numba, "C++ FFI handler": add_cpp}  # XLA guards a compiled call's state
-        for name, run in over(shared, lambda make: scaling([jitted_loop(make)] * count)).items():
-            paths[f"{name}, all in one compiled loop"] = run
-        paths[WITHOUT_JAX] = functools.partial(scaling, [spin] * count)
-        rows += compare(paths, "x", f"{count} threads", 9)
-    return rows
+    """Two Python threads, each in its own jitted loop of 16-element adds: total speed against one thread"""
+
+    def apart(make):
+        return scaling(jitted_loop(make), jitted_loop(make))
+
+    def together(make):
+        return scaling(*[jitted_loop(make)] * 2)
+
+    def without_jax():
+        x, out = np.ones((2, 300), np.float32)
+        return scaling(*[functools.partial(spin, x, out)] * 2)
+
+    paths = over(adders(CALLBACK), apart)
+    paths["numba_kernel, all in one compiled loop"] = functools.partial(together, add_numba)
+    paths["C++ FFI handler, all in one compiled loop"] = functools.partial(together, add_cpp)
+    return compare({**paths, WITHOUT_JAX: without_jax}, "x", "2 threads")
 
 
-def jitted_loop(make, least=0.03):
-    x, y, spec = inputs(16)
-    f = make(spec)
-    steps = max(100, int(least * 1e6 / timed_loop(f, x, y)()))
-    run = jax.jit(lambda x: jax.lax.fori_loop(0, steps, lambda _, a: f(a, y), x))
+def jitted_loop(make):
+    """A call of a compiled loop of adds, which takes some 30 ms."""
+    add = make(spec(16))
+    x, y = inputs(16)
+    steps = max(100, int(30_000 / timed_loop(add, x, y)()))
+    run = jax.jit(lambda x: jax.lax.fori_loop(0, steps, lambda _, a: add(a, y), x))
     return lambda: run(x).block_until_ready()
 
 
-@numba.njit(nogil=True)
-def spin():
-    total = 0.0
-    for i in range(2_000_000):
-        total += math.sin(i)
-    return total
-
-
-def scaling(works):
+def scaling(*works):
     """A function that measures the speed of one thread for each of `works`, against them one after another."""
     pool = ThreadPoolExecutor(len(works))
 
@@ -7248,100 +7193,81 @@ def scaling(works):
 def bench_mesh():
     """jit(vmap) of 16 slices of 10 ms over two CPU devices, slices one after another: speed against one device"""
     mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:2]), "d")
-    one_device, two_devices = jax.devices("cpu")[0], jax.sharding.NamedSharding(mesh, P("d"))
-    usleep = ctypes.CDLL(None).usleep
-    usleep.argtypes, usleep.restype = [ctypes.c_uint32], ctypes.c_int
+    run = jax.jit(jax.vmap(xk.numba_kernel(spin, like_first, vmap_method="sequential")))
+    on_one = jnp.ones((16, 100))
+    on_two = jax.device_put(on_one, jax.sharding.NamedSharding(mesh, P("d")))
 
-    def heavy(x, out):
+    def best_of_three(x):
+        return min(seconds(run, x) for _ in range(3))
+
+    return compare({"numba_kernel": lambda: lambda: best_of_three(on_one) / best_of_three(on_two)}, "x")
+
+
+def adding(constant):
+    """A kernel that is a new closure each time, of equal content for equal constants."""
+
+    def add(x, y, out):
         for i in range(x.size):
-            out[i] = 0
-            for j in range(100_000):
-                out[i] += math.sin(x[i] + j)
+            out[i] = x[i] + y[i] + constant
 
-    def sleepy(x, out):
-        usleep(10_000)
-        out[:] = x
-
-    def speedup(kernel):
-        run = jax.jit(jax.vmap(xk.numba_kernel(kernel, like_first, vmap_method="sequential")))
-
-        def best_of_three(place):
-            x = jax.device_put(jnp.ones((16, 8)), place)
-            return min(seconds(run, x) for _ in range(3))
-
-        return lambda: best_of_three(one_device) / best_of_three(two_devices)
-
-    paths = over({"numba_kernel": heavy, "numba_kernel, slices that sleep (whatever else runs here)": sleepy}, speedup)
-    paths[WITHOUT_JAX] = functools.partial(scaling, [spin] * 2)
-    return compare(paths, "x", rounds=9)
+    return add
 
 
 def bench_first_call():
     """First call of a new kernel"""
-    x, y, spec = inputs(16)
-    constants = itertools.count(time.time_ns() % 2**20)  # Warp keeps compiled kernels on disk
-    signature = (*[numba.types.Array(numba.float32, 1, "C", readonly=True)] * 2, numba.float32[::1])
-
-    def fresh(constant):
-        return numba.njit(lambda x, y, out: add_scaled(x, y, np.float32(constant), out))
+    x, y = inputs(16)
+    constants = map(np.float32, itertools.count())
+    read_only = numba.types.Array(numba.float32, 1, "C", readonly=True)
 
     def ours(constant):
-        return xk.numba_kernel(fresh(constant), spec)
+        return xk.numba_kernel(adding(constant), spec(16))
 
     def plain(constant):
-        return lambda x, y: x + y * constant
+        return lambda x, y: x + y + constant
 
     def first(make):
-        constant = next(constants)
-        return 1e3 * seconds(lambda: jax.jit(make(constant))(x, y))
+        return 1e3 * seconds(lambda: jax.jit(make(next(constants)))(x, y))
 
     def compile_alone():
-        kernel = fresh(next(constants))
-        return 1e3 * seconds(lambda: kernel.compile(signature) and None)
+        kernel = numba.njit(adding(next(constants)))
+        return 1e3 * seconds(kernel.compile, (read_only, read_only, numba.float32[::1]))
 
     def on_top():
         return first(ours) - compile_alone() - first(plain)
 
-    measures = {
-        "numba_kernel, on top of Numba and jit": on_top,
-        "Numba's compilation alone": compile_alone,
-        "numba_kernel, all of it": functools.partial(first, ours),
-        "warp_kernel": functools.partial(first, functools.partial(add_warp, spec)),
-        "brainevent.numba_kernel": functools.partial(
-            first, lambda constant: with_brainevent("numba_kernel", fresh(constant), spec)
-        ),
-        "warp.jax_kernel": functools.partial(first, functools.partial(add_warp_jax, spec)),
-        "a jitted x + y": functools.partial(first, plain),
-    }
-    return compare(over(measures, as_it_is), "ms", rounds=5)
+    measures = {"numba_kernel, on top of Numba and jit": on_top, "Numba's compilation alone": compile_alone}
+    return compare(over(measures, functools.partial), "ms")
 
 
-@numba.njit
-def add_scaled(x, y, scale, out):
-    for i in range(x.size):
-        out[i] = x[i] + y[i] * scale
+def bench_memory():
+    """Growth of the process's memory"""
+    x, y = inputs(16)
+    add = add_numba(spec(16))
+    loop = jax.jit(lambda steps: jax.lax.fori_loop(0, steps, lambda _, a: add(a, y), x))
+
+    def retrace():
+        jax.jit(xk.numba_kernel(adding(1.0), spec(16))).lower(x, y)
+
+    return [
+        growth("1,000,000 calls in a loop", loop, 1_000_000),
+        growth("100,000 eager calls", repeated(add, x, y), 100_000),
+        growth("1,000 retraces of equal closures", repeated(retrace), 1_000),
+    ]
 
 
-def by_rows(x, y, least):
-    add = jax.vmap(add_warp(jax.ShapeDtypeStruct((1_000,), x.dtype)))
-    return timed_loop(add, x.reshape(-1, 1_000), y.reshape(-1, 1_000), least)
-
-
-def bench_sizes():
-    """One add in lax.fori_loop, by size"""
-    rows = []
-    for size in (100, 1_000, 10_000, 100_000, 1_000_000, 10_000_000):
-        x, y, spec = inputs(size)
-        least = 0.01 if size < 1e6 else 0.08
-        paths = over(adders("jax.pure_callback"), lambda make: timed_loop(make(spec), x, y, least))
-        if size > 1_000 and "warp_kernel" in paths:
-            paths["warp_kernel, vmap over rows of 1,000"] = functools.partial(by_rows, x, y, least)
-        rows += compare(paths, case=f"{size:,} elements", rounds=5)
-    return rows
+def growth(name, repeat, count):
+    """A row: what the process grows by in repeat(count), after half of that has filled caches and arenas."""
+    sizes = []
+    for calls in (count // 2, count):
+        jax.block_until_ready(repeat(calls))
+        gc.collect()
+        resident = pathlib.Path("/proc/self/statm").read_text().split()[1]
+        sizes.append(int(resident) * resource.getpagesize() / 1e6)
+    return {"case": "", "path": name, "unit": "MB", "value": sizes[1] - sizes[0]}
 
 
 def scale(x, out):
-    for i in numba.prange(x.size):
+    for i in range(x.size):
         out[i] = x[i] * np.float32(1.0001)
 
 
@@ -7350,83 +7276,62 @@ def scale_in_place(_, x):
         x[i] *= np.float32(1.0001)
 
 
-def bench_large():
-    """Bandwidth: read an array and write one (8 bytes per element)"""
-    return [row for size in (1_000_000, 10_000_000) for row in bandwidths(size)]
-
-
 def bandwidth(size, f, *args):
     """A function that measures the GB/s of `f`, which reads and writes `size` elements."""
     once = timed(f, *args)
     return lambda: 8e-3 * size / once()
 
 
-def bandwidths(size):
+def bench_large(size=10_000_000):
+    """Bandwidth: read 10,000,000 float32 and write them (8 bytes per element)"""
     x, source, target = jnp.ones(size), np.ones(size, np.float32), np.ones(size, np.float32)
-    threads = os.cpu_count()
-
-    def new_memory(parallel):
-        f = jax.jit(xk.numba_kernel(numba.njit(parallel=parallel)(scale), like_first))
-        return lambda: f(x)
 
     def in_place(parallel):
         kernel = numba.njit(parallel=parallel)(scale_in_place)
-        f = jax.jit(xk.numba_kernel(kernel, like_first, input_output_aliases={0: 0}), donate_argnums=0)
-        state = [jnp.ones(size)]
+        call = jax.jit(xk.numba_kernel(kernel, like_first, input_output_aliases={0: 0}), donate_argnums=0)
+        state = jnp.ones(size)
 
         def run():
-            state[0] = f(state[0])
-            return state[0]
+            nonlocal state
+            state = call(state)
+            return state
 
-        return run
+        return bandwidth(size, run)
 
-    def copy_in_threads():
-        parts = np.array_split(target, threads), np.array_split(source, threads)
-        list(pool.map(np.copyto, *parts))
-
-    pool = ThreadPoolExecutor(threads)
-    scaled_in_jax = jax.jit(lambda x: x * np.float32(1.0001))
     paths = {
-        "numba_kernel, parallel, in place": in_place(parallel=True),
-        "numba_kernel, serial, in place": in_place(parallel=False),
-        "np.copyto": lambda: np.copyto(target, source),
-        f"np.copyto, {threads} threads": copy_in_threads,
-        "numba_kernel, parallel, new array": new_memory(parallel=True),
-        "numba_kernel, serial, new array": new_memory(parallel=False),
-        "x * 1.0001 in jnp, new array": lambda: scaled_in_jax(x),
-        "x.copy() in NumPy, new array": source.copy,
+        "numba_kernel, parallel, in place": lambda: in_place(True),
+        "numba_kernel, serial, in place": lambda: in_place(False),
+        "np.copyto": lambda: bandwidth(size, np.copyto, target, source),
+        "numba_kernel, serial, new array": lambda: bandwidth(size, jax.jit(xk.numba_kernel(scale, like_first)), x),
+        "x * 1.0001 in jnp, new array": lambda: bandwidth(size, jax.jit(lambda x: x * np.float32(1.0001)), x),
+        "x.copy() in NumPy, new array": lambda: bandwidth(size, source.copy),
     }
-    return compare(over(paths, functools.partial(bandwidth, size)), "GB/s", f"{size:,} elements", 5)
+    return compare(paths, "GB/s")
 
 
 def bench_copy():
     """Bandwidth of a copy (8 bytes per element)"""
-    return [row for size in (1_000_000, 100_000_000) for row in copies(size)]
+    rows = []
+    for size in (1_000_000, 100_000_000):
+        x = jnp.arange(float(size))
+
+        def measured(make):
+            run = jax.jit(make(spec(size)))
+            np.testing.assert_array_equal(run(x), x)
+            return bandwidth(size, run, x)
+
+        paths = {"numba_cuda_kernel": copy_cuda, "warp_kernel": copy_warp, "the card's copy": lambda out: jnp.copy}
+        rows += compare(over(paths, measured), "GB/s", f"{size:,} elements")
+    return rows
 
 
-def copies(size):
-    x, spec = jnp.arange(float(size)), jax.ShapeDtypeStruct((size,), jnp.float32)
+def copy_cuda(out):
+    return xk.numba_cuda_kernel(cuda_copy, out, launch_dims=out.size)
 
-    def by_numba():
-        return xk.numba_cuda_kernel(cuda_copy, spec, launch_dims=size)
 
-    def by_warp():
-        importlib.import_module("warp")
-
-        @wp.kernel(module="unique")
-        def copy(x: floats, out: floats):
-            i = wp.tid()
-            out[i] = x[i]
-
-        return xk.warp_kernel(copy, spec)
-
-    def measured(make):
-        run = jax.jit(make())
-        np.testing.assert_array_equal(run(x), x)
-        return bandwidth(size, run, x)
-
-    paths = {"numba_cuda_kernel": by_numba, "warp_kernel": by_warp, "the card's copy": lambda: jnp.copy}
-    return compare(over(paths, measured), "GB/s", f"{size:,} elements", 5)
+def copy_warp(out):
+    kernel = matrix_kernel(LeakyRelu, "warp", np.dtype("float32"), alpha=1)  # copies
+    return xk.warp_kernel(kernel, out)
 
 
 def event_csr(events, weights, indptr, indices, out):
@@ -7437,93 +7342,86 @@ def event_csr(events, weights, indptr, indices, out):
                 out[np.uint32(indices[k])] += weights[k]
 
 
-def bench_csr():
+def bench_csr(n=10_000):
     """Event-driven product events @ CSR, 10,000 x 10,000 with 1% connections, by activity"""
     import scipy.sparse
 
-    n, rng = 10_000, np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     matrix = scipy.sparse.random(n, n, 0.01, "csr", np.float32, rng)
-    return [row for activity in (0.01, 0.1, 1.0) for row in products(matrix, rng.random(n) < activity, activity)]
+    rows = []
+    for activity in (0.01, 0.1, 1.0):
+        rows += compare(products(rng.random(n) < activity, matrix), case=f"{activity:.0%} active")
+    return rows
 
 
-def products(matrix, events, activity):
-    n = events.size
-    weights, indptr, indices = map(jnp.asarray, (matrix.data, matrix.indptr, matrix.indices))
-    spikes, floats, expected = jnp.asarray(events), events.astype(np.float32), events @ matrix
-    kernel = xk.numba_kernel(event_csr, jax.ShapeDtypeStruct((n,), jnp.float32))
+def products(spikes, matrix):
+    floats = spikes.astype(np.float32)
+    weights, indices, indptr = jax.device_put((matrix.data, matrix.indices, matrix.indptr))
 
-    def jitted(f, *args):
-        run = jax.jit(f)
-        np.testing.assert_allclose(run(*args), expected, rtol=1e-3)
+    def jitted(product, *args):
+        run = jax.jit(product)
+        args = jax.device_put(args)
+        np.testing.assert_allclose(run(*args), spikes @ matrix, rtol=1e-3)
         return timed(run, *args)
 
-    def jax_sparse():
-        from jax.experimental import sparse
+    def by_numba():
+        return jitted(xk.numba_kernel(event_csr, spec(spikes.size)), spikes, weights, indptr, indices)
 
-        across = matrix.T.tocsr()
-        columns = sparse.BCSR(tuple(map(jnp.asarray, (across.data, across.indices, across.indptr))), shape=(n, n))
-        return jitted(operator.matmul, columns, jnp.asarray(floats))
-
-    def brainevent_csr():
+    def by_brainevent():
         import brainevent
 
-        csr = brainevent.CSR((weights, indices, indptr), shape=(n, n))
-        return jitted(lambda events: brainevent.BinaryArray(events) @ csr, spikes)
+        csr = brainevent.CSR((weights, indices, indptr), shape=matrix.shape)
+        return jitted(lambda spikes: brainevent.BinaryArray(spikes) @ csr, spikes)
 
-    paths = {
-        "numba_kernel": lambda: jitted(kernel, spikes, weights, indptr, indices),
-        "brainevent BinaryArray @ CSR": brainevent_csr,
+    def by_jax():
+        from jax.experimental import sparse
+
+        return jitted(operator.matmul, sparse.BCSR.from_scipy_sparse(matrix.T.tocsr()), floats)
+
+    return {
+        "numba_kernel": by_numba,
+        "brainevent BinaryArray @ CSR": by_brainevent,
         "SciPy vector @ CSR": lambda: timed(operator.matmul, floats, matrix),
-        "jax.experimental.sparse BCSR": jax_sparse,
-        "dense matmul": lambda: jitted(jnp.matmul, jnp.asarray(floats), jnp.asarray(matrix.toarray())),
+        "jax.experimental.sparse BCSR": by_jax,
+        "dense matmul": lambda: jitted(jnp.matmul, floats, matrix.toarray()),
     }
-    return compare(paths, case=f"{activity:.0%} active", rounds=5)
 
 
 def readme_program(name):
-    """The functions of the README's example that defines `name`, without the lines that run it."""
-    tree = ast.parse(next(block for block in README_BLOCKS if f"\ndef {name}(" in block))
+    """What the README's example that defines `name` defines, without the lines that run it."""
+    tree = ast.parse(readme_block(name))
     end = next(i for i, node in enumerate(tree.body) if getattr(node, "name", "") == name) + 1
     namespace = {}
     exec(compile(ast.Module(tree.body[:end], []), "README.md", "exec"), namespace)
     return namespace
 
 
-def bench_cuba():
+def bench_cuba(steps=5_000):
     """CUBA network (Brette et al. 2007), 80 synapses a neuron: one step of 0.1 ms"""
     readme = readme_program("cuba")
 
-    def stepped(network, n, steps):
+    def with_brainevent_kernel(kernel, outs, **options):
+        import brainevent
+
+        return lambda *args: brainevent.numba_kernel(numba.njit(kernel), outs=outs(*args), **options)(*args)
+
+    def stepped(n, network):
         run, state = network(n, steps)
-        once = timed(run, *state, least=0.1)
+        once = timed(run, *state)
         return lambda: once() / steps
 
-    def with_brainevent_kernel(kernel, outs, **options):
-        numba_kernel = importlib.import_module("brainevent").numba_kernel
-        return lambda *args: numba_kernel(numba.njit(kernel), outs=outs(*args), **options)(*args)
-
-    ours = readme["cuba"]
-    theirs = functools.partial(ours, numba_kernel=with_brainevent_kernel)
-    in_jnp = functools.partial(cuba_brainevent, readme)
+    networks = {
+        "numba_kernel (the README's program)": readme["cuba"],
+        "the same with brainevent.numba_kernel": functools.partial(readme["cuba"], numba_kernel=with_brainevent_kernel),
+        "brainevent BinaryArray @ CSR, neurons in jnp": functools.partial(cuba_brainevent, readme),
+    }
     rows = []
-    for n, steps in ((4_000, 2_000), (40_000, 500)):
-        paths = {
-            "numba_kernel (the README's program)": functools.partial(stepped, ours, n, steps),
-            "the same with brainevent.numba_kernel": functools.partial(stepped, theirs, n, steps // 4),
-            "brainevent BinaryArray @ CSR, neurons in jnp": functools.partial(stepped, in_jnp, n, steps // 4),
-            "Brian2 C++ standalone": functools.partial(cuba_brian2, n, 5 * steps, "float64"),
-        }
-        if n == 4_000:  # it takes long to build
-            paths["Brian2 C++ standalone, float32"] = functools.partial(cuba_brian2, n, 5 * steps, "float32")
-        rows += compare(paths, case=f"{n:,} neurons", rounds=5)
-        rows.append(spike_rate(ours, n))
+    for n in (4_000, 40_000):
+        paths = over(networks, functools.partial(stepped, n))
+        paths["Brian2 C++ standalone"] = functools.partial(cuba_brian2, n, steps, "float64")
+        paths["Brian2 C++ standalone, float32"] = functools.partial(cuba_brian2, n, steps, "float32")
+        rows += compare(paths, case=f"{n:,} neurons")
     return rows
-
-
-def spike_rate(cuba, n, steps=10_000):
-    run, state = cuba(n, steps)
-    rate = int(run(*state)[-1]) / n / (steps * 1e-4)
-    return {"case": f"{n:,} neurons", "path": "firing rate (numba_kernel)", "unit": "Hz", "value": rate}
 
 
 def cuba_brainevent(readme, n, steps):
@@ -7579,16 +7477,13 @@ device.build(directory=folder, compile=True, run=False)
 
 def cuba_brian2(n, steps, dtype):
     """A function that runs Brian2's compiled program and reads the time of a step that it reports."""
-    if importlib.util.find_spec("brian2") is None:
-        missing("brian2", "pip install brian2")
-    folder = tempfile.mkdtemp(prefix="bench_brian2_")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    command = [sys.executable, "-W", "ignore", "-c", BRIAN2, str(n), str(steps), dtype, folder]
-    subprocess.run(command, check=True, capture_output=True, cwd=folder)
+    kept = tempfile.TemporaryDirectory()
+    folder = pathlib.Path(kept.name)
+    run_python("-W", "ignore", "-c", BRIAN2, n, steps, dtype, folder, cwd=folder)
 
     def once():
-        subprocess.run([os.path.join(folder, "main")], check=True, capture_output=True, cwd=folder)
-        return float(pathlib.Path(folder, "results", "last_run_info.txt").read_text().split()[0]) / steps * 1e6
+        subprocess.run([folder / "main"], check=True, capture_output=True, cwd=kept.name)
+        return float((folder / "results" / "last_run_info.txt").read_text().split()[0]) / steps * 1e6
 
     return once
 
@@ -7597,15 +7492,14 @@ def bench_start():
     """Start of a process with 20 kernels, beyond importing jax and numba"""
     measures = {"to the first result": "all", "the first kernel": "first", "each of the others": "other"}
     rows = []
-    with tempfile.TemporaryDirectory() as kept, tempfile.TemporaryDirectory() as bytecode:
-        start_of_process(kept, bytecode)
+    with tempfile.TemporaryDirectory() as kept:
 
         def warm(measure):
-            return start_of_process(kept, bytecode)[measure]
+            return start_of_process(kept)[measure]
 
         def cold(measure):
             with tempfile.TemporaryDirectory() as empty:
-                return start_of_process(empty, bytecode)[measure]
+                return start_of_process(empty)[measure]
 
         for case, measure in measures.items():
             starts = {"kernels on disk": warm, "an empty folder": cold}
@@ -7613,21 +7507,18 @@ def bench_start():
     return rows
 
 
-def start_of_process(folder, bytecode):
-    """What a process takes, in ms, whose 20 kernels are kept in a folder, and Python's bytecode in another one."""
+def start_of_process(folder):
+    """What a process takes, in ms, whose 20 kernels are kept in a folder."""
     settings = {"JAX_COMPILATION_CACHE_DIR": folder, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-    settings |= {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": bytecode}
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **settings}
-    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(TWENTY_KERNELS)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    return json.loads(done.stdout.splitlines()[-1])
+    settings["PYTHONDONTWRITEBYTECODE"] = ""  # so that the first compiles this library for the others
+    return json.loads(run_python("-c", textwrap.dedent(TWENTY_KERNELS), **settings))
 
 
 TWENTY_KERNELS = """
-    import json, math, statistics, time
+    import json, math, time
     import jax, numba, numpy as np
 
-    start = last = time.perf_counter()
+    times = [time.perf_counter()]
     import xla_kernels as xk
 
     def make(power):
@@ -7637,129 +7528,64 @@ TWENTY_KERNELS = """
 
         return xk.numba_kernel(kernel, lambda x, y: x)
 
-    x, times = np.ones(16, np.float32), []
+    x = np.ones(16, np.float32)
     kernels = [make(power) for power in range(20)]
     for kernel in kernels:
         jax.eval_shape(kernel, x, x)
-        times.append(time.perf_counter() - last)
-        last = time.perf_counter()
+        times.append(time.perf_counter())
     jax.block_until_ready(jax.jit(lambda x: [kernel(x, x) for kernel in kernels])(x))
-    seconds = {"all": time.perf_counter() - start, "first": times[0], "other": statistics.median(times[1:])}
-    print(json.dumps({name: 1e3 * value for name, value in seconds.items()}))
+    all = time.perf_counter() - times[0]
+    first, *others = np.diff(times)
+    print(json.dumps({"all": 1e3 * all, "first": 1e3 * first, "other": 1e3 * np.median(others)}))
     """
 
 
 CPP_SMOOTH = """
-extern "C" void smooth(const float* x, long n, float* out) {
-  for (long i = 0; i < n; i++) out[i] = (x[i > 0 ? i - 1 : 0] + x[i] + x[i + 1 < n ? i + 1 : i]) / 3;
-}
+extern "C" void smooth(const float* x, long n, float* out);  // of the README's library
 static ffi::Error Smooth(Array x, Array before, ffi::Result<Array> out) {
-  smooth((const float*)x.untyped_data(), x.element_count(), (float*)out->untyped_data());
+  smooth(x.typed_data(), x.element_count(), out->typed_data());
   return ffi::Error::Success();
 }
-XLA_FFI_DEFINE_HANDLER_SYMBOL(smooth_handler, Smooth, ffi::Ffi::Bind().Arg<Array>().Arg<Array>().Ret<Array>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(handler, Smooth, ffi::Ffi::Bind().Arg<Array>().Arg<Array>().Ret<Array>());
 """
 
 
 def bench_c_function():
     """A function of a C library, of one float32 array"""
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        smooth = readme_program("smoothed")["smooth"]
+        ctypes.CDLL("./libsmooth.so", ctypes.RTLD_GLOBAL)  # where the handler finds it
+        cpp_library("bench_smooth", CPP_SMOOTH)
+
+    def smooth_numba(x, before, out):
+        smooth(x.ctypes, x.size, out.ctypes)
+
+    calls = {
+        "numba_kernel": xk.numba_kernel(smooth_numba, like_first),
+        "C++ FFI handler": lambda x, before: jax.ffi.ffi_call("bench_smooth", x)(x, before),
+    }
+
+    def carried(call):
+        return timed_loop(call, x, y)
+
+    def kept(call):
+        return timed_loop(lambda before, y: call(y, before), x, y)
+
+    def eager(call):
+        return timed(call, x, y)
+
+    cases = {"in a loop that carries its array": carried, "in a loop that keeps its array": kept, "eager": eager}
     rows = []
     for size in (16, 1_000_000):
-        x, y, spec = inputs(size)
-
-        def carried(make):
-            return timed_loop(make(spec), x, y)
-
-        def kept(make):
-            smooth = make(spec)
-            return timed_loop(lambda before, y: smooth(y, before), x, y)
-
-        def eager(make):
-            return timed(make(spec), x, y)
-
-        cases = {"in a loop that carries its array": carried, "in a loop that keeps its array": kept, "eager": eager}
+        x, y = inputs(size)
         for case, measure in cases.items():
-            paths = over({"numba_kernel": smooth_numba, "C++ FFI handler": smooth_cpp}, measure)
-            rows += compare(paths, case=f"{size:,} elements, {case}")
+            rows += compare(over(calls, measure), case=f"{size:,} elements, {case}")
     return rows
 
 
-def smooth_numba(spec):
-    import llvmlite.binding
-
-    address = ctypes.cast(smooth_library().smooth, ctypes.c_void_p).value
-    llvmlite.binding.add_symbol("bench_smooth", address)
-    array = numba.types.CPointer(numba.types.float32)
-    smooth = numba.types.ExternalFunction("bench_smooth", numba.types.void(array, numba.types.int64, array))
-
-    def kernel(x, before, out):
-        smooth(x.ctypes, x.size, out.ctypes)
-
-    return xk.numba_kernel(kernel, spec)
-
-
-def smooth_cpp(spec):
-    smooth_library()
-    return jax.ffi.ffi_call("bench_smooth", spec)
-
-
-@functools.cache
-def smooth_library():
-    library = cpp_library(CPP_SMOOTH)
-    jax.ffi.register_ffi_target("bench_smooth", jax.ffi.pycapsule(library.smooth_handler), platform="cpu")
-    return library
-
-
-def bench_memory():
-    """Growth of the process's memory"""
-    x, y, spec = inputs(16)
-    f = next(iter(ADD[jax.default_backend()].values()))(spec)
-    loop = jax.jit(lambda steps: jax.lax.fori_loop(0, steps, lambda _, a: f(a, y), x))
-    constants, kernels = (k / 7 for k in itertools.count(1)), []
-    read_only = numba.types.Array(numba.float32, 1, "C", readonly=True)
-
-    def compiled():
-        kernels.append(numba.njit(add_closure(next(constants)).kernel))
-        kernels[-1].compile((read_only, read_only, numba.float32[::1]))
-
-    def retraces(make):
-        return lambda: jax.jit(make(1.0)).lower(x, y) and None
-
-    return [
-        growth("1,000,000 calls in a loop", lambda: loop(500_000).block_until_ready(), 2),
-        growth("100,000 eager calls", lambda: f(x, y), 100_000),
-        growth("1,000 retraces of equal closures", retraces(add_closure), 1_000),
-        growth("100 more kernels", lambda: jax.eval_shape(add_closure(next(constants)), x, y), 100),
-        growth("100 more kernels, compiled by Numba alone", compiled, 100),
-        growth("1,000 retraces of x + y in jnp", retraces(lambda k: lambda x, y: x + y + k), 1_000),
-    ]
-
-
-def add_closure(scale):
-    """A kernel that is a new closure each time, of equal content for equal `scale`."""
-
-    def add(x, y, out):
-        for i in range(x.size):
-            out[i] = x[i] + y[i] + scale
-
-    return xk.numba_kernel(add, lambda x, y: x)
-
-
-def growth(name, action, count):
-    """What the process grows by when `action` is done `count` times, after caches and arenas have filled."""
-
-    def repeat(count):
-        for _ in range(count):
-            result = action()
-        jax.block_until_ready(result)
-        gc.collect()
-        return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 1e6  # resident
-
-    return {"case": "", "path": name, "unit": "MB", "value": -repeat(count // 2) + repeat(count)}
-
-
-CPU_ONLY = set("slices threads mesh first_call start large csr cuba c_function memory".split())  # about CPUs
-GPU_ONLY = {  # and XLA's flags for them
+# About CPUs, and about GPUs, with XLA's flags for these.
+CPU_ONLY = set("slices threads mesh first_call start large csr cuba c_function memory".split())
+GPU_ONLY = {
     "copy": "",
     "captured": "--xla_gpu_enable_command_buffer=FUSION,CUSTOM_CALL --xla_gpu_graph_min_graph_size=1",
     "uncaptured": "--xla_gpu_enable_command_buffer=",
@@ -7771,18 +7597,16 @@ BENCHMARKS = {name[6:]: function for name, function in list(globals().items()) i
 @pytest.mark.parametrize("platform", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_bench(name, platform, bench_table):
-    if platform == "gpu" and name in CPU_ONLY:
-        pytest.skip("compares kernels for the CPU")
-    if platform == "cpu" and name in GPU_ONLY:
-        pytest.skip("is about GPUs")
-    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-    environment["JAX_PLATFORMS"] = {"gpu": "cuda,cpu", "cpu": "cpu"}[platform]  # pure_callback needs the CPU
-    environment["XLA_FLAGS"] = GPU_ONLY.get(name, "")
-    command = [sys.executable, "-W", "ignore", os.path.abspath(__file__), name]
-    suffix, limit = (" (GPU)", 150) if platform == "gpu" else ("", None)  # s, so that a hang costs one comparison only
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit)
-    assert done.returncode == 0, done.stderr
-    bench_table(f"{BENCHMARKS[name].__doc__}{suffix}", json.loads(done.stdout.splitlines()[-1]))
+    title = BENCHMARKS[name].__doc__
+    if platform == "cpu":
+        others, settings = GPU_ONLY, {"JAX_PLATFORMS": "cpu", "timeout": None}
+    else:  # where pure_callback needs the CPU as well, and a hang is to cost one comparison only
+        others, settings = CPU_ONLY, {"JAX_PLATFORMS": "cuda,cpu", "timeout": 150}
+        title += " (GPU)"
+    if name in others:
+        pytest.skip("is about the other platform")
+    report = run_python("-W", "ignore", __file__, name, XLA_FLAGS=GPU_ONLY.get(name, ""), **settings)
+    bench_table(title, json.loads(report.splitlines()[-1]))
 
 
 if __name__ == "__main__":  # one comparison, in a process of its own
