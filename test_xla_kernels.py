@@ -6889,6 +6889,10 @@ def add_op(out):
     return functools.partial(op, outs=out)
 
 
+def first_of(call):
+    return lambda x, y: call(x, y)[0]
+
+
 def add_warp_jax(out):
     return first_of(wp.jax_kernel(warp_add()))
 
