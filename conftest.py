@@ -51,7 +51,7 @@ def gpu():
 
 
 PACKAGES = {"warp": "warp", "warp_gpu": "warp", "pallas": "jax.experimental.pallas"}  # of other requirements: Numba
-PACKAGES |= {name: name for name in ("jax", "flatbuffers", "scipy", "numpyro", "diffrax", "equinox", "optax")}
+PACKAGES |= {name: name for name in ("jax", "flatbuffers", "scipy", "cffi", "numpyro", "diffrax", "equinox", "optax")}
 NO_GPU = "JAX has no GPU here"
 NO_DEVICE = f"{NO_GPU}, or nothing that compiles for it (test_cuda_simulator runs it on the simulator)"
 

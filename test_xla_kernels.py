@@ -25,7 +25,6 @@ import pickle
 import re
 import resource
 import runpy
-import shutil
 import socket
 import statistics
 import subprocess
@@ -85,11 +84,11 @@ shard_map = functools.partial(jax.shard_map, check_vma=True)
 
 
 class Op(typing.NamedTuple):
-    """An operation of the matrix: `class CsrEvent(Kernels)` has kernels and the reference of csr_event."""
+    """An operation of the matrix: `class CsrEvent` has kernels and the reference of csr_event."""
 
     inputs: Callable  # (rng, dtype) -> NumPy arrays; the floating-point ones have this dtype
     stateful: bool = False  # the first output can be the first input of the next step
-    threads: int | None = None  # where there is not one for each element of the first output
+    threads: tuple | None = None  # where there is not one for each element of the first output
     params: typing.Any = types.MappingProxyType({})  # static parameters of the call
     options: typing.Any = types.MappingProxyType({})  # of the wrappers; Pallas and JAX have none
 
@@ -131,7 +130,7 @@ OPS = {
     "leaky_relu": Op(normal(17), stateful=True, params={"alpha": 0.25}),  # a static parameter
     "hadamard": Op(normal((5, 7), (5, 7)), stateful=True),  # two dimensions; the op of all transformations
     "matvec": Op(normal((6, 6), 6)),  # inputs of different ranks
-    "csr_event": Op(csr_and_spikes, threads=12, options={"zero_outputs": True}),  # integers, bool, and atomics
+    "csr_event": Op(csr_and_spikes, threads=(12,), options={"zero_outputs": True}),  # integers, bool, and atomics
     "lif": Op(normal(17, 17), stateful=True),  # two outputs of two dtypes
     "in_place": Op(normal(17, 17), stateful=True, options={"input_output_aliases": {0: 0}}),  # out starts as input 0
     "blend": Op(normal(17, 17), stateful=True, options={"input_output_aliases": {1: 0}}),  # as 1, which vmap shares
@@ -217,19 +216,14 @@ def all_cells():
 # -- the operations: what they compute, in NumPy or JAX, and their kernels -----------------------------
 
 
-class Kernels:
-    """Base of the operations' kernels.
+def kernels_of(op):
+    """The class with the kernels of an operation: `CsrEvent` of "csr_event".
 
     `reference` computes the operation with NumPy, or with JAX where its inputs are JAX's.
     `element` is the body of a kernel that writes element i (or i, j) of the outputs, in all languages;
     `numba`, `cuda` and `warp` are whole kernels, where that does not do.
     """
-
-    of: typing.ClassVar = {}  # name of the operation: its class
-
-    def __init_subclass__(cls):
-        cls.name = re.sub("(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
-        Kernels.of[cls.name] = cls
+    return globals()[op.title().replace("_", "")]
 
 
 # What an `element` may use besides its arguments; `matrix_kernel` gives them their values.
@@ -237,14 +231,14 @@ Scalar = None  # the dtype of the outputs, as the kernel's language calls it
 alpha = None  # the static parameter of the call
 
 
-class Add(Kernels):
+class Add:
     reference = operator.add
 
     def element(i, x, y, out):
         out[i] = x[i] + y[i]
 
 
-class LeakyRelu(Kernels):
+class LeakyRelu:
     def reference(x, alpha):
         return x * (x > 0) + x.dtype.type(alpha) * x * (x <= 0)
 
@@ -252,14 +246,14 @@ class LeakyRelu(Kernels):
         out[i] = x[i] if x[i] > Scalar(0.0) else Scalar(alpha) * x[i]
 
 
-class Hadamard(Kernels):
+class Hadamard:
     reference = operator.mul
 
     def element(i, j, x, y, out):
         out[i, j] = x[i, j] * y[i, j]
 
 
-class Matvec(Kernels):
+class Matvec:
     reference = operator.matmul
 
     def element(i, a, x, out):
@@ -269,7 +263,7 @@ class Matvec(Kernels):
         out[i] = total
 
 
-class CsrEvent(Kernels):
+class CsrEvent:
     def reference(data, indices, indptr, spikes):
         elements, columns = np.arange(indices.size), np.arange(9)
         in_row = (indptr[:-1, None] <= elements) & (elements < indptr[1:, None])
@@ -295,7 +289,7 @@ class CsrEvent(Kernels):
                 wp.atomic_add(out, indices[k], data[k])
 
 
-class Lif(Kernels):
+class Lif:
     def reference(v, current):
         u = v + (current - v) * v.dtype.type(0.1)
         return u * (u <= 1), u > 1
@@ -306,7 +300,7 @@ class Lif(Kernels):
         new_v[i] = Scalar(0.0) if u > Scalar(1.0) else u
 
 
-class InPlace(Kernels):
+class InPlace:
     def reference(v, current):
         return v + (current - v) * v.dtype.type(0.1)
 
@@ -314,7 +308,7 @@ class InPlace(Kernels):
         out[i] = out[i] + (current[i] - out[i]) * Scalar(0.1)
 
 
-class Blend(Kernels):
+class Blend:
     reference = InPlace.reference
 
     def element(i, v, current, out):
@@ -323,73 +317,66 @@ class Blend(Kernels):
 
 # -- their kernels in each language --------------------------------------------------------------------
 
-LOOPS = {  # what makes a kernel of a body: as it is, for each i, and for each i, j, with the number of each
-    "numba": [
-        "",
-        "    for i in numba.prange({rows}):",
-        "    for i in numba.prange({rows}):\n     for j in range({columns}):",
-    ],
-    "cuda": [
-        "",
-        "    i = cuda.grid(1)\n    if i < {rows}:",
-        "    i, j = cuda.grid(2)\n    if i < {rows} and j < {columns}:",
-    ],
-    "warp": ["", "        i = wp.tid()", "        i, j = wp.tid()"],
+LOOPS = {  # what makes a kernel of the body for an element: a loop over i, or over i and j
+    ("numba", 1): "    for i in numba.prange({out}.shape[0]):",
+    ("numba", 2): "    for i in numba.prange({out}.shape[0]):\n     for j in range({out}.shape[1]):",
+    ("cuda", 1): "    i = cuda.grid(1)\n    if i < {out}.shape[0]:",
+    ("cuda", 2): "    i, j = cuda.grid(2)\n    if i < {out}.shape[0] and j < {out}.shape[1]:",
+    ("warp", 1): "        i = wp.tid()",
+    ("warp", 2): "        i, j = wp.tid()",
 }
 
 
 @functools.cache
-def matrix_kernel(kernels, language, dtype, **params):
-    """The kernel of an operation, given by its class, in "numba", "cuda" or "warp"."""
-    op = OPS[kernels.name]
-    inputs = op.inputs(np.random.default_rng(0), dtype)
+def matrix_kernel(op, language, dtype, **params):
+    """The kernel of an operation in "numba", "cuda" or "warp"."""
+    kernels = kernels_of(op)
+    inputs = OPS[op].inputs(np.random.default_rng(0), dtype)
     outs = jax.tree.leaves(kernels.reference(*inputs, **params))
     body = getattr(kernels, language, None) or kernels.element
     indices_and_arrays = list(inspect.signature(body).parameters)
     rank = len(indices_and_arrays) - len(inputs) - len(outs)
     arrays = indices_and_arrays[rank:]
-    out = arrays[len(inputs)]
-    loops = LOOPS[language][rank].format(rows=op.threads or f"{out}.shape[0]", columns=f"{out}.shape[1]")
+    loops = LOOPS.get((language, rank), "").format(out=arrays[len(inputs)])
     lines = inspect.getsource(body).partition("\n")[2]
-    source = f"def {kernels.name}({', '.join(arrays)}):\n{loops}\n{lines}"
-    file = f"<{kernels.name} in {language}>"
+    source = f"def {op}({', '.join(arrays)}):\n{loops}\n{lines}"
+    file = f"<{op} in {language}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)  # Warp reads it there
     scalar = xk.jaxtype_to_warptype(dtype) if language == "warp" else dtype.type
     namespace = globals() | {"Scalar": scalar, **params}
     exec(compile(source, file, "exec"), namespace)
-    kernel = namespace[kernels.name]
-    if language == "warp":
-        for name, x in zip(arrays, (*inputs, *outs), strict=True):
-            kernel.__annotations__[name] = wp.array(dtype=xk.jaxtype_to_warptype(x.dtype), ndim=x.ndim)
-        return wp.kernel(kernel, module="unique")
-    return kernel
+    kernel = namespace[op]
+    if language != "warp":
+        return kernel
+    for name, x in zip(arrays, (*inputs, *outs), strict=True):
+        kernel.__annotations__[name] = wp.array(dtype=xk.jaxtype_to_warptype(x.dtype), ndim=x.ndim)
+    return wp.kernel(kernel, module="unique")
 
 
-def generate(backend, kernels, outs, **params):
+def generate(op, backend, outs, **params):
     """What `XLACustomKernel.def_kernel` takes, for each backend: a function of `outs` and the static parameters."""
-    if BACKENDS[backend].language == "jax":
-        reference = functools.partial(kernels.reference, **params)
+    language, options = BACKENDS[backend].language, OPS[op].options
+    if language == "jax":
+        reference = functools.partial(kernels_of(op).reference, **params)
         return in_pallas(reference, outs) if backend == "pallas" else reference
-    kernel = matrix_kernel(kernels, BACKENDS[backend].language, outs[0].dtype, **params)
-    op = OPS[kernels.name]
-    if backend == "numba":
-        return xk.numba_kernel(numba.njit(kernel), outs, **op.options)
-    if backend == "numba_parallel":
-        return xk.numba_kernel(numba.njit(parallel=True)(kernel), outs, **op.options)
-    dims = (op.threads,) if op.threads else outs[0].shape
-    if backend in ("warp", "warp_gpu"):
-        return xk.warp_kernel(kernel, outs, launch_dims=dims, **op.options)
+    kernel = matrix_kernel(op, language, outs[0].dtype, **params)
+    if language == "numba":
+        jitted = numba.njit(kernel, parallel=backend == "numba_parallel")
+        return xk.numba_kernel(jitted, outs, **options)
+    dims = OPS[op].threads or outs[0].shape
+    if language == "warp":
+        return xk.warp_kernel(kernel, outs, launch_dims=dims, **options)
     block = {1: (16,), 2: (4, 4)}[len(dims)]  # small, as Numba's simulator starts all threads
     grid = tuple(-(-size // threads) for size, threads in zip(dims, block))
     if backend == "numba_cuda":
-        return xk.numba_cuda_kernel(kernel, outs, grid=grid, block=block, **op.options)
+        return xk.numba_cuda_kernel(kernel, outs, grid=grid, block=block, **options)
     compiled = cuda.jit(kernel)
 
     def launch(*arrays_and_stream):
         *arrays, stream = arrays_and_stream
         compiled[grid, block, stream](*arrays)
 
-    return xk.numba_cuda_callable(launch, outs, **op.options)
+    return xk.numba_cuda_callable(launch, outs, **options)
 
 
 def in_pallas(reference, outs):
@@ -415,7 +402,7 @@ def custom_kernel(name):
     for platform in ("cpu", "gpu"):
         op.def_kernel("none", platform, refuse)  # the default, as it is the first: a cell must get what it asks for
     for backend in BACKENDS:
-        generator = functools.partial(generate, backend, Kernels.of[name])
+        generator = functools.partial(generate, name, backend)
         op.def_kernel(backend, conftest.platform_of([BACKENDS[backend].needs]), generator)
     if name == "hadamard":
         differentiate_hadamard(op)
@@ -591,7 +578,7 @@ def call_and_reference(name, backend):
     params = OPS[name].params
 
     def reference(*inputs):
-        return jax.tree.leaves(Kernels.of[name].reference(*inputs, **params))
+        return jax.tree.leaves(kernels_of(name).reference(*inputs, **params))
 
     def call(*inputs):
         outs = jax.eval_shape(reference, *inputs)
@@ -645,45 +632,35 @@ def run_python(*args, cwd=ROOT, timeout=900, rc=0, **environment):
 
 README_BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
-README_PRINTS = {  # a function that a block of the README defines: what the block prints
-    "cumulative_max": r"\[1\. 3\. 3\.\]\n\[\[2\. 2\. 2\.\]\n \[5\. 5\. 5\.\]\]",
-    "with_warp": r"\[1\. 3\. 5\. 7\.\] \[1\. 3\. 5\. 7\.\]\n\[\[3\. 1\. 1\. 1\.\](.|\n)*\n\[ 4\. 12\. 20\. 28\.\]\n"
-    r"scale_add on cpu\n(.|\n)*\nwarp .* 0\n",
-    "cuba": r"[4-8]\.\d Hz, [\d.]+ µs per step",
-    "decay": r"\(Array\(\[1\.9, 0\.9, 1\.9\], dtype=float32\), Array\(2, dtype=int32\)\)",
-    "smoothed": r"\[1\. 1\. 1\.\]\n\[\[2\. 1\. 0\.\]\n \[1\. 1\. 1\.\]\n \[0\. 1\. 2\.\]\]",
-    "error_function": r"\[\[0\. +0\.8427\d+\]\n \[0\.9953\d+ 0\.9999\d+\]\]",
-    "square_kernel": r"P(artitionSpec)?\('d',\) False",
-}
-
-RUN_FILES = """
-import runpy, sys
-for file in sys.argv[1:]:
-    print("====", flush=True)
-    runpy.run_path(file, run_name="__main__")
-"""
+README_PRINTS = {  # a function that a block of the README defines: what the block prints, and what it needs
+    "cumulative_max": (r"\[1\. 3\. 3\.\]\n\[\[2\. 2\. 2\.\]\n \[5\. 5\. 5\.\]\]", "numba"),
+    "with_warp": (
+        r"\[1\. 3\. 5\. 7\.\] \[1\. 3\. 5\. 7\.\]\n\[\[3\. 1\. 1\. 1\.\](.|\n)*\n\[ 4\. 12\. 20\. 28\.\]\n"
+        r"scale_add on cpu\n(.|\n)*\nwarp .* 0\n", "warp",
+    ),
+    "cuba": (r"[4-8]\.\d Hz, [\d.]+ µs per step", "numba"),
+    "decay": (r"\(Array\(\[1\.9, 0\.9, 1\.9\], dtype=float32\), Array\(2, dtype=int32\)\)", "numba"),
+    "smoothed": (r"\[1\. 1\. 1\.\]\n\[\[2\. 1\. 0\.\]\n \[1\. 1\. 1\.\]\n \[0\. 1\. 2\.\]\]", "gcc"),
+    "error_function": (r"\[\[0\. +0\.8427\d+\]\n \[0\.9953\d+ 0\.9999\d+\]\]", "cffi"),
+    "square_kernel": (r"P(artitionSpec)?\('d',\) False", "numba"),
+}  # fmt: skip
 
 
 def readme_block(function):
     return next(block for block in README_BLOCKS if f"def {function}(" in block)
 
 
-@pytest.mark.processes
-def test_readme_blocks_print_what_they_should(tmp_path):
+@pytest.mark.parametrize("function", [
+    pytest.param(name, marks=pytest.mark.needs(need)) for name, (_, need) in README_PRINTS.items()
+])  # fmt: skip
+def test_readme_blocks_print_what_they_should(function, tmp_path, monkeypatch, capsys):
     assert len(README_BLOCKS) == len(README_PRINTS), "say in README_PRINTS what each block prints"
-    patterns = dict(README_PRINTS)
-    if conftest.missing("warp"):
-        del patterns["with_warp"]
-    if not shutil.which("gcc") or sys.platform != "linux":
-        del patterns["smoothed"]
-    if sys.platform == "win32" or not importlib.util.find_spec("cffi"):
-        del patterns["error_function"]
-    for name in patterns:
-        (tmp_path / f"{name}.py").write_text(readme_block(name), encoding="utf-8")
-    files = [f"{name}.py" for name in patterns]
-    prints = run_python("-c", RUN_FILES, *files, cwd=tmp_path).split("====\n")[1:]
-    for text, pattern in zip(prints, patterns.values(), strict=True):
-        assert re.match(pattern, text), text
+    pattern, _ = README_PRINTS[function]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XLA_FLAGS", "")  # which one of them sets, as the first thing in a process
+    pathlib.Path("block.py").write_text(readme_block(function), encoding="utf-8")
+    runpy.run_path("block.py", run_name="__main__")
+    assert re.match(pattern, capsys.readouterr().out)
 
 
 def test_readme_installs_extras_that_exist():
@@ -693,33 +670,33 @@ def test_readme_installs_extras_that_exist():
     assert {"warp", "test", "cuda13"} <= named <= extras.keys()
 
 
-LOADED = "import sys; print(sorted({m.partition('.')[0] for m in sys.modules} & {'numba', 'warp', 'llvmlite', 'cuda'}))"
+BACKENDS_LOAD_ON_USE = """
+import sys, jax.numpy as jnp, xla_kernels
 
-BACKENDS_LOAD_ON_USE = f"""
-import jax.numpy as jnp, sys, xla_kernels
-{LOADED}
+def loaded():
+    return sorted({"numba", "warp", "llvmlite", "cuda"} & sys.modules.keys())
+
 def kernel(x, out):
     out[:] = x
+
+print(loaded())
 copy = xla_kernels.numba_kernel(kernel, lambda x: x)
-sys.path.insert(0, sys.argv[1])  # where importing numba fails
+sys.modules["numba"] = None  # cannot be imported
 try:
     copy(jnp.ones(3))
 except ImportError as error:
     print(error)
-sys.path.remove(sys.argv[1])
-print(copy(jnp.ones(3)))
-{LOADED}
+del sys.modules["numba"]
+print(copy(jnp.ones(3)), loaded())
 """
 
 
 @pytest.mark.processes
-def test_backends_load_on_use_and_a_missing_one_is_explained(tmp_path):
-    (tmp_path / "numba.py").write_text("raise ImportError('none here')")
-    at_import, error, result, after_use = run_python("-c", BACKENDS_LOAD_ON_USE, tmp_path).splitlines()
+def test_backends_load_on_use_and_a_missing_one_is_explained():
+    at_import, error, after_use = run_python("-c", BACKENDS_LOAD_ON_USE).splitlines()
     assert at_import == "[]"
-    assert re.fullmatch(r"numba_kernel needs numba \(none here\); install it: pip install numba.*", error)
-    assert result == "[1. 1. 1.]"
-    assert after_use == "['llvmlite', 'numba']"
+    assert re.fullmatch(r"numba_kernel needs numba \(.*None in sys.modules\); install it: pip install numba.*", error)
+    assert after_use == "[1. 1. 1.] ['llvmlite', 'numba']"
 
 
 @pytest.mark.needs("warp")
@@ -768,11 +745,9 @@ EXPORTED = ("leaky_relu", "csr_event")  # with a static parameter, and with an o
 
 
 def exported_calls():
-    """(name, call, reference, inputs) with those backends that run here; on Numba's simulator, that run only there."""
-    for op, backend in itertools.product(EXPORTED, BACKENDS):
-        language, needs, _ = BACKENDS[backend]
-        runs_here = not conftest.missing(needs) and (language == "cuda" or not conftest.SIMULATOR)
-        if runs_here and can_run(op, backend, "float32"):
+    """(name, call, reference, inputs) with those backends that run here."""
+    for op, (backend, (_, needs, _)) in itertools.product(EXPORTED, BACKENDS.items()):
+        if can_run(op, backend, "float32") and not conftest.missing(needs):
             inputs = OPS[op].inputs(np.random.default_rng(0), np.dtype("float32"))
             with conftest.computing_for([needs]):
                 yield f"{op}-{backend}", *call_and_reference(op, backend), inputs
@@ -793,9 +768,9 @@ def test_export_and_reload(tmp_path):
     for name, call, _, inputs in exported_calls():
         (tmp_path / name).write_bytes(export_here(call, *inputs))
         names.append(name)
+    assert "csr_event-numba" in names
     code = f"import test_xla_kernels; test_xla_kernels.check_exported({str(tmp_path)!r})"
     assert run_python("-c", code).splitlines() == names
-    assert ("csr_event-numba_cuda" if conftest.SIMULATOR else "csr_event-numba") in names
 
 
 # -- several processes ---------------------------------------------------------------------------------
@@ -850,7 +825,6 @@ def test_two_processes_share_a_mesh():
 def test_program_numpyro_sampler():
     """A likelihood and its gradient in one pass of a Numba kernel, under NUTS with two chains in a batch."""
     import numpyro
-    from jax.test_util import check_grads
     from numpyro import distributions as dist
     from numpyro.infer import MCMC, NUTS
 
@@ -868,24 +842,21 @@ def test_program_numpyro_sampler():
     op.def_numba_kernel(normal_loss)
     y = jnp.asarray(np.random.default_rng(0).normal(2, 0.5, size=400), jnp.float32)
 
-    def forward(mean, scale, y, outs):
-        results = op(mean, scale, y, outs=outs)
-        return results, results[1]
+    def forward(*inputs, outs):
+        loss, gradient = op(*inputs, outs=outs)
+        return [loss, gradient], gradient
 
     def backward(gradient, cotangents):
         return cotangents[0] * gradient[0], cotangents[0] * gradient[1], None
 
     op.def_vjp_rule(forward, backward)
 
-    def loss(mean, scale):
-        return op(mean, scale, y, outs=(spec(), spec(2)))[0]
-
     def model():
         mean = numpyro.sample("mean", dist.Normal(0, 10))
         scale = numpyro.sample("scale", dist.Uniform(0.1, 10))
-        numpyro.factor("likelihood", -loss(mean, scale))
+        loss, _ = op(mean, scale, y, outs=(spec(), spec(2)))
+        numpyro.factor("likelihood", -loss)
 
-    check_grads(loss, (1.5, 0.8), order=1, modes=["rev"], rtol=0.01)
     options = {"num_chains": 2, "chain_method": "vectorized", "progress_bar": False}
     chains = MCMC(NUTS(model), num_warmup=200, num_samples=200, **options)
     chains.run(jax.random.key(0))
@@ -896,7 +867,7 @@ def test_program_numpyro_sampler():
 
 @pytest.mark.needs("diffrax")
 def test_program_diffrax_ode():
-    """Heat flow on a ring, integrated by diffrax with a Numba right-hand side, also under vmap."""
+    """Heat flow on a ring, integrated by diffrax with a Numba right-hand side, also under vmap: waves decay."""
     import diffrax
 
     @xk.numba_kernel(outs=like_first)
@@ -904,18 +875,16 @@ def test_program_diffrax_ode():
         for i in range(y.size):
             dy[i] = y[i - 1] - 2 * y[i] + y[(i + 1) % y.size]
 
-    def in_jax(y):
-        return jnp.roll(y, 1) - 2 * y + jnp.roll(y, -1)
-
-    def solve(flow, y):
+    def solve(y):
         steps = diffrax.PIDController(rtol=1e-5, atol=1e-6)
-        problem = diffrax.ODETerm(lambda t, y, _: flow(y)), diffrax.Tsit5(), 0, 2, 0.1, y
+        problem = diffrax.ODETerm(lambda t, y, _: heat(y)), diffrax.Tsit5(), 0, 2, 0.1, y
         return diffrax.diffeqsolve(*problem, stepsize_controller=steps).ys[-1]
 
-    ours, theirs = jax.jit(functools.partial(solve, heat)), jax.jit(functools.partial(solve, in_jax))
-    ys = np.random.default_rng(0).normal(size=(3, 60)).astype(np.float32)
-    np.testing.assert_allclose(ours(ys[0]), theirs(ys[0]), atol=1e-4)
-    np.testing.assert_allclose(jax.vmap(ours)(ys), jax.vmap(theirs)(ys), atol=1e-4)
+    angles = 2 * np.pi / 60 * np.array([1, 2, 5])
+    waves = np.cos(np.outer(angles, np.arange(60))).astype(np.float32)
+    decayed = waves * np.exp(4 * np.cos(angles) - 4)[:, None]
+    np.testing.assert_allclose(jax.jit(solve)(waves[0]), decayed[0], atol=1e-4)
+    np.testing.assert_allclose(jax.vmap(solve)(waves), decayed, atol=1e-4)
 
 
 @pytest.mark.needs("equinox", "optax", "warp")
@@ -4150,7 +4119,7 @@ def gpu_copy(how):
         return cuda_op(cuda.jit(debug=True, opt=False)(cuda_copy))
     if how == "warp":
         pytest.importorskip("warp")
-        relu = matrix_kernel(LeakyRelu, "warp", np.dtype("float32"), alpha=0.5)  # copies positive numbers
+        relu = matrix_kernel("leaky_relu", "warp", np.dtype("float32"), alpha=0.5)  # copies positive numbers
         return xk.warp_kernel(relu, like_first)
     copy = cuda.jit(cuda_copy)
     return xk.numba_cuda_callable(lambda x, out, stream: copy[x.size // 256 + 1, 256, stream](x, out), like_first)
@@ -6863,7 +6832,7 @@ def add_cuda(out):
 
 
 def warp_add():
-    return matrix_kernel(Add, "warp", np.dtype("float32"))
+    return matrix_kernel("add", "warp", np.dtype("float32"))
 
 
 def add_warp(out):
@@ -7326,7 +7295,7 @@ def copy_cuda(out):
 
 
 def copy_warp(out):
-    kernel = matrix_kernel(LeakyRelu, "warp", np.dtype("float32"), alpha=1)  # copies
+    kernel = matrix_kernel("leaky_relu", "warp", np.dtype("float32"), alpha=1)  # copies
     return xk.warp_kernel(kernel, out)
 
 
