@@ -24,12 +24,12 @@ import pytest
 
 def finds_gpu():
     """Whether JAX will find an NVIDIA GPU: it has a plugin for it, and CUDA's driver lists one."""
-    plugins = [entry.name for entry in importlib.metadata.entry_points(group="jax_plugins")]
+    plugins = importlib.metadata.entry_points(group="jax_plugins")
     count = ctypes.c_int(0)
     with contextlib.suppress(OSError):
         driver = ctypes.CDLL("libcuda.so.1")
         driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
-    return count.value > 0 and any("cuda" in name for name in plugins)
+    return count.value > 0 and any("cuda" in plugin.name for plugin in plugins)
 
 
 # Here and in processes that tests start, the CPU is JAX's default also beside a GPU, which tests that need one choose.
@@ -50,8 +50,6 @@ def gpu():
         return None
 
 
-PACKAGES = {"warp": "warp", "warp_gpu": "warp", "pallas": "jax.experimental.pallas"}  # of other requirements: Numba
-PACKAGES |= {name: name for name in ("jax", "flatbuffers", "scipy", "cffi", "numpyro", "diffrax", "equinox", "optax")}
 NO_GPU = "JAX has no GPU here"
 NO_DEVICE = f"{NO_GPU}, or nothing that compiles for it (test_cuda_simulator runs it on the simulator)"
 
@@ -82,7 +80,7 @@ def runs_warp_on_cpu():
 
 
 TESTED = ("numba", "cuda", "warp", "warp_gpu", "pallas", "gpu")  # what the report's head and --require know
-CONDITIONS = {  # requirement: (is it met?, the reason of the skip); others need a package only
+CONDITIONS = {  # requirement: (is it met?, the reason of the skip); others are packages
     "gpu": (gpu, NO_GPU),
     "no gpu": (has_no_gpu, "shows what can be done without a GPU"),
     "cuda": (runs_cuda, NO_DEVICE),
@@ -94,6 +92,8 @@ CONDITIONS = {  # requirement: (is it met?, the reason of the skip); others need
     "real driver": (not FAKE_DRIVER, "runs once, without the fake driver"),
     "gcc": (shutil.which("gcc"), "no C compiler"),
 }
+PACKAGES = dict.fromkeys(CONDITIONS, "numba")  # requirement: its package, if that has another name
+PACKAGES |= {"warp": "warp", "warp_gpu": "warp", "pallas": "jax.experimental.pallas"}
 ON_GPU = {"gpu", "cuda", "warp_gpu"}  # what computes on the GPU if there is one
 
 
@@ -130,16 +130,15 @@ def x64(on=True):
 @functools.cache
 def missing(requirement):
     """Why something cannot be tested here, or None."""
-    package = PACKAGES.get(requirement, "numba")
+    package = PACKAGES.get(requirement, requirement)
     try:
         importlib.import_module(package)
     except ImportError as error:
         return f"{package} cannot be imported ({error})"
-    if requirement not in CONDITIONS:
-        return None
-    condition, reason = CONDITIONS[requirement]
-    is_met = condition() if callable(condition) else condition
-    return None if is_met else reason
+    condition, reason = CONDITIONS.get(requirement, (True, ""))
+    if callable(condition):
+        condition = condition()
+    return None if condition else reason
 
 
 def pytest_addoption(parser):
@@ -149,8 +148,9 @@ def pytest_addoption(parser):
 
 def pytest_report_header(config):
     packages = ("jax", "jaxlib", "numpy", "numba", "warp-lang", "numba-cuda", "numba-cuda-mlir", "brainevent")
-    installed = versions_of(packages)
-    devices = f"{jax.device_count('cpu')} CPU devices, {len(jax.devices('cuda')) if gpu() else 0} GPUs"
+    devices = f"{jax.device_count('cpu')} CPU devices"
+    if gpu():
+        devices += f", {jax.device_count('cuda')} GPUs"
     if SIMULATOR:
         devices += ", Numba CUDA simulator"
     tested, skipped = [], []
@@ -159,8 +159,11 @@ def pytest_report_header(config):
             skipped.append(f"skipped: {requirement} ({reason})")
         else:
             tested.append(requirement)
-    versions = ", ".join(f"{name} {version}" for name, version in installed.items())
-    return [versions, f"{devices}; testing: {', '.join(tested)}", *skipped]
+    return [names_and_versions(versions_of(packages)), f"{devices}; testing: {', '.join(tested)}", *skipped]
+
+
+def names_and_versions(versions):
+    return ", ".join(map(" ".join, versions.items()))
 
 
 def versions_of(packages):
@@ -175,7 +178,9 @@ def versions_of(packages):
 
 def requirements_of(item):
     """What a test needs: the marks `gpu` and `needs(...)`, and of a cell of the matrix what the backend needs."""
-    needed = [arg for mark in item.iter_markers("needs") for arg in mark.args]
+    needed = []
+    for mark in item.iter_markers("needs"):
+        needed += mark.args
     if item.get_closest_marker("gpu"):
         needed.append("gpu")
     if cell := cell_of(item):
@@ -249,9 +254,9 @@ def computing(request):
 
 def cell_of(item):
     """The transformation and the backend of a test of the matrix, or None."""
-    params = item.callspec.params if hasattr(item, "callspec") else {}
-    if not params.keys() >= {"transformation", "backend"}:
+    if item.originalname != "test_matrix":
         return None
+    params = item.callspec.params
     return params["transformation"], params["backend"]
 
 
@@ -264,60 +269,64 @@ def place_in_grid(item):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    outcomes, reasons = outcomes_in_grid(terminalreporter.stats)
-    if outcomes:
+    lines, reasons = lines_of_grid(terminalreporter.stats)
+    if lines:
         terminalreporter.section("matrix: cells that passed")
-        terminalreporter.write(grid_text(outcomes, reasons))
+        terminalreporter.write(grid_text(lines, reasons))
     if tables := config.stash.get(TABLES, {}):
         terminalreporter.section("benchmark")
         terminalreporter.write(benchmark_report(tables, config.getoption("--bench-out")))
 
 
-def outcomes_in_grid(stats):
-    """For each place of the grid its outcomes, those of skips as letters, and the reasons that the letters mean."""
-    outcomes, reasons = {}, []
+def lines_of_grid(stats):
+    """{line: {column: outcomes}}, where letters stand for skips, and the reasons that the letters mean."""
+    lines, reasons = {}, []
     for outcome in ("passed", "failed", "error", "skipped"):
         for report in stats.get(outcome, []):
             place = dict(getattr(report, "user_properties", [])).get("place in grid")
             if place is None:
                 continue
             line, transformation, column, backend = place
-            cell = outcomes.setdefault(((line, transformation), (column, backend)), [])
+            cells = lines.setdefault((line, transformation), {})
+            outcomes = cells.setdefault((column, backend), [])
             if outcome == "skipped":
                 reason = report.longrepr[2].removeprefix("Skipped: ")
                 if reason not in reasons:
                     reasons.append(reason)
-                cell.append(string.ascii_lowercase[reasons.index(reason)])
+                outcomes.append(string.ascii_lowercase[reasons.index(reason)])
             else:
-                cell.append(outcome)
-    return outcomes, reasons
+                outcomes.append(outcome)
+    return lines, reasons
 
 
-def grid_text(outcomes, reasons):
+def grid_text(lines, reasons):
     """A line for each transformation, a column for each backend, and below what the letters of skips mean."""
-    lines = sorted({line for line, _ in outcomes})
-    columns = sorted({column for _, column in outcomes})
+    columns = sorted(set().union(*lines.values()))
     rows = [["", *[backend for _, backend in columns]]]
-    for line in lines:
-        _, transformation = line
-        rows.append([transformation, *[cell_text(outcomes.get((line, column), [])) for column in columns]])
-    widths = column_widths(rows)
+    for (_, transformation), cells in sorted(lines.items()):
+        rows.append([transformation, *[cell_text(cells.get(column, [])) for column in columns]])
     text = ""
-    for row in rows:
-        text += "  ".join(map(str.ljust, row, widths)).rstrip() + "\n"
+    for row in aligned(rows):
+        text += "  ".join(row).rstrip() + "\n"
     for letter, reason in zip(string.ascii_lowercase, reasons):
         text += f"{letter}: skipped: {reason}\n"
     return text
 
 
+def aligned(rows):
+    """The rows, with spaces that make each cell as wide as its column."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return [list(map(str.ljust, row, widths)) for row in rows]
+
+
 def cell_text(outcomes):
     """How many passed, how many did not, and letters for those skipped: "28", "26 a", "27 1 FAILED"."""
-    parts = []
-    if passed := outcomes.count("passed"):
-        parts.append(str(passed))
-    if failed := outcomes.count("failed") + outcomes.count("error"):
-        parts.append(f"{failed} FAILED")
-    parts += sorted(set(outcomes) - {"passed", "failed", "error"})
+    passed, failed = outcomes.count("passed"), outcomes.count("failed") + outcomes.count("error")
+    parts = sorted(set(outcomes) - {"passed", "failed", "error"})
+    if failed:
+        parts.insert(0, f"{failed} FAILED")
+    if passed:
+        parts.insert(0, str(passed))
     return " ".join(parts) or "-"
 
 
@@ -369,22 +378,18 @@ def processor():
 
 def markdown(report):
     """One table of all comparisons: medians, smallest and largest, and the ratio to the first row of each."""
-    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-    header = f"{report['date']}; {report['machine']}, mean load {report['load']}; {versions}"
+    versions = names_and_versions(report["versions"])
+    text = f"{report['date']}; {report['machine']}, mean load {report['load']}; {versions}\n\n"
     rows = [("path", "median", "range", "ratio")]
     for title, measured in report["tables"].items():
         rows.append((f"**{title}**", "", "", ""))
         for row in measured:
             path = f"{row['case']}: {row['path']}".removeprefix(": ")
             rows.append((path, *figures(row)))
-    widths = column_widths(rows)
-    rows.insert(1, tuple("-" * width for width in widths))
-    lines = ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in rows]
-    return "\n".join([header, "", *lines]) + "\n"
-
-
-def column_widths(rows):
-    return [max(map(len, column)) for column in zip(*rows)]
+    header, *others = aligned(rows)
+    for row in header, ["-" * len(cell) for cell in header], *others:
+        text += "| " + " | ".join(row) + " |\n"
+    return text
 
 
 def figures(row):
