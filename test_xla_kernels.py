@@ -4087,7 +4087,7 @@ def starting_kernel(how):
         return functools.partial(op, **constants)
     pytest.importorskip("warp")
     if how == "warp differentiable":
-        add = xk.warp_kernel(matrix_kernel(Add, "warp", np.dtype("float32")), like_first, differentiable=True)
+        add = xk.warp_kernel(matrix_kernel("add", "warp", np.dtype("float32")), like_first, differentiable=True)
         return jax.grad(lambda v, d: (add(v, d) ** 2).sum() / 2)
 
     @wp.kernel(module="unique")
