@@ -4432,7 +4432,7 @@ def change_recorded_launches(monkeypatch, change):
 
 @needs_warp
 @pytest.mark.parametrize("change, n_replays", [(None, 0), (with_unknown_bounds, 1), (packed_otherwise, 1)])
-def test_warp_runs_by_its_own_launch_where_that_is_not_known(change, n_replays, monkeypatch):
+def test_warp_replays_launches_that_the_library_does_not_know(change, n_replays, monkeypatch):
     if change:
         change_recorded_launches(monkeypatch, change)
     f = wrapped("multiply")
@@ -4465,9 +4465,13 @@ def test_warp_ops(name, warp_path):
     check_equal(f(*args), reference(*args))
 
 
-def loss_of(function):
-    """The sum of the squares of all results, so that these are in its gradients."""
-    return lambda *args: sum((result**2).sum() for result in jax.tree.leaves(function(*args)))
+def gradient_of(function, by=(0, 1)):
+    """That of the sum of the squares of all results, so that these are in it."""
+
+    def loss(*args):
+        return sum((result**2).sum() for result in jax.tree.leaves(function(*args)))
+
+    return jax.grad(loss, by)
 
 
 def test_warp_values(warp_path):
@@ -4477,7 +4481,7 @@ def test_warp_values(warp_path):
     others = {"i": 3, "n": 9}
     calls = [functools.partial(call_every, **values) for values in (typed, plain, others)]
     for call in calls[:2]:
-        check_equal(jax.grad(loss_of(call), (0, 1))(*EVERY), jax.grad(loss_of(every_in_jax), (0, 1))(*EVERY))
+        check_equal(gradient_of(call)(*EVERY), gradient_of(every_in_jax)(*EVERY))
     assert len({target_of(call, *EVERY) for call in calls}) == 1
 
 
@@ -4508,7 +4512,7 @@ def test_warp_bfloat16(warp_path):
     """The matrix has the other dtypes."""
     if not hasattr(wp, "bfloat16"):
         pytest.skip("this Warp has no bfloat16")
-    x = jnp.arange(6).reshape(2, 3).astype(jnp.bfloat16)
+    x = jnp.arange(6, dtype=jnp.bfloat16).reshape(2, 3)
     info = xk.jaxinfo_to_warpinfo(x)
     assert xk.jaxtype_to_warptype("bfloat16") is info.dtype is wp.bfloat16
 
@@ -4548,13 +4552,13 @@ def test_warp_in_out(warp_path):
 
 
 def test_warp_traced_values(warp_path):
-    """They are for the CPU alone."""
+    """Those of JAX, which are for the CPU alone."""
     index, zeros = jnp.array([0, 2, 2]), jnp.zeros(3)
     with pytest.raises(NotImplementedError, match=r"traced values for \['weight'\].* warp.array of shape \(1,\)"):
         lower_for_cuda(add_to_histogram, index, 0.5, zeros)
     if warp_path == "gpu":
         return
-    check_equal(jax.jit(add_to_histogram)(index, 4, acc=zeros), [4, 0, 8])
+    check_equal(add_to_histogram(index, jnp.int32(4), zeros), [4, 0, 8])
     of_weights = jax.vmap(add_to_histogram, (None, 0, None))
     check_equal(of_weights(index, jnp.array([0.5, 2.0]), zeros), [[0.5, 0, 1], [2, 0, 4]])
 
@@ -4584,7 +4588,7 @@ def test_warp_tiles(warp_path):
 def test_warp_grad(name, by, warp_path):
     """Of several outputs, through views, of vectors and matrices; the gradient of what a batch shares is summed."""
     f, in_jax, args = batched(name, differentiable=True)
-    check_equal(jax.grad(loss_of(f), by)(*args), jax.grad(loss_of(in_jax), by)(*args), rtol=1e-4)
+    check_equal(gradient_of(f, by)(*args), gradient_of(in_jax, by)(*args), rtol=1e-4)
 
 
 def test_warp_cotangent_is_not_changed(warp_path):
@@ -4894,7 +4898,7 @@ def test_warp_on_fake_gpu(is_known, monkeypatch):
         change_recorded_launches(monkeypatch, with_unknown_bounds)
     gpu = FakeGpu(monkeypatch)
     f, in_jax, args = batched("squares_of_rows", differentiable=True)
-    check_equal(gpu.run(jax.grad(loss_of(f)), *args), jax.grad(loss_of(in_jax))(*args))
+    check_equal(gpu.run(gradient_of(f, 0), *args), gradient_of(in_jax, 0)(*args))
     is_command_buffer_compatible = int(is_known)
     assert set(gpu.all_traits.values()) == {is_command_buffer_compatible}
     if is_known:  # three slices in one launch, and the adjoint of each
@@ -4916,8 +4920,7 @@ def test_warp_tiles_on_fake_gpu(fake_gpu):
 
 @needs_warp
 def test_warp_values_on_fake_gpu(fake_gpu):
-    gradients = fake_gpu.run(jax.grad(loss_of(call_every), (0, 1)), *EVERY)
-    check_equal(gradients, jax.grad(loss_of(every_in_jax), (0, 1))(*EVERY))
+    check_equal(fake_gpu.run(gradient_of(call_every), *EVERY), gradient_of(every_in_jax)(*EVERY))
     assert set(fake_gpu.grids) == {(3, 1, 1)}
 
 
