@@ -790,18 +790,12 @@ DISTRIBUTED = """
     x = jax.make_array_from_callback((8,), sharding, lambda index: np.arange(8, dtype=np.float32)[index])
     total = jax.jit(lambda x: square(x, outs=x).sum())(x)
     print("devices", len(jax.devices()), "total", float(total))
-    @numba.njit
-    def loud(x, out):
-        print("slice")
-        out[()] = x
-    slices = jax.vmap(xk.numba_kernel(loud, lambda x: x, has_side_effect=True))
-    jax.block_until_ready(jax.jit(slices)(x))
     """
 
 
 @pytest.mark.processes
 def test_two_processes_share_a_mesh():
-    """An op is split over the four devices of both, and a kernel with an effect runs on each device."""
+    """An op is split over the four devices of both."""
     with socket.socket() as listening:
         listening.bind(("localhost", 0))
         _, port = listening.getsockname()
@@ -810,10 +804,8 @@ def test_two_processes_share_a_mesh():
         return run_code(DISTRIBUTED, port, number, XLA_FLAGS="--xla_force_host_platform_device_count=2")
 
     with ThreadPoolExecutor(2) as pool:
-        outputs = list(pool.map(run_process, range(2)))
-    for output in outputs:
-        assert "devices 4 total 140.0" in output
-        assert output.count("slice") == 4  # the lines of two devices may mix
+        for output in pool.map(run_process, range(2)):
+            assert "devices 4 total 140.0" in output
 
 
 # ======================================================================================================
@@ -6605,11 +6597,8 @@ def test_op_benchmark_compares_backends():
 # Each comparison runs in a process of its own; its paths take turns, round by round.
 # ======================================================================================================
 
-ROUNDS = 7
-WITHOUT_JAX = "Numba without the GIL and JAX (what the machine has free)"
 
-
-def compare(paths, unit="µs", case="", rounds=ROUNDS):
+def compare(paths, unit="µs", case="", rounds=7):
     """Rows of one table: `paths` maps a name to a function that prepares it and returns one that measures once."""
     rows, running = [], []
     for name, prepare in paths.items():
@@ -6619,10 +6608,8 @@ def compare(paths, unit="µs", case="", rounds=ROUNDS):
             run = prepare()
             run()
             running.append((row, run, []))
-        except ImportError as error:
-            row["note"] = f"not installed ({error})"
         except Exception as error:
-            row["note"] = f"fails: {error!r:.150}"
+            row["note"] = f"{error!r:.150}"
     for _ in range(rounds):
         for _, run, samples in running:
             samples.append(run())
@@ -6868,7 +6855,6 @@ ADD = {
     },
 }
 CALLBACK = {"jax.pure_callback": add_on_the_host}  # too slow for most comparisons
-BY_ROWS = {"warp_kernel, vmap over rows of 1,000": add_warp_by_rows}
 
 
 def adders(others={}):
@@ -6938,9 +6924,10 @@ def bench_vmap():
 
 def bench_sizes():
     """One add in lax.fori_loop, by size"""
+    makers = adders({"warp_kernel, vmap over rows of 1,000": add_warp_by_rows})
     rows = []
     for size in (10_000, 100_000, 1_000_000, 10_000_000):
-        paths = over(adders(BY_ROWS), lambda make: timed_loop(make(spec(size)), *inputs(size)))
+        paths = over(makers, lambda make: timed_loop(make(spec(size)), *inputs(size)))
         rows += compare(paths, case=f"{size:,} elements")
     return rows
 
@@ -6992,7 +6979,8 @@ def bench_threads():
     paths = over(adders(CALLBACK), apart)
     paths["numba_kernel, all in one compiled loop"] = functools.partial(together, add_numba)
     paths["C++ FFI handler, all in one compiled loop"] = functools.partial(together, add_cpp)
-    return compare({**paths, WITHOUT_JAX: without_jax}, "x", "2 threads")
+    paths["Numba without the GIL and JAX (what the machine has free)"] = without_jax
+    return compare(paths, "x", "2 threads")
 
 
 def jitted_loop(make):
@@ -7090,11 +7078,6 @@ def growth(name, repeat, count):
     return {"case": "", "path": name, "unit": "MB", "value": sizes[1] - sizes[0]}
 
 
-def scale(x, out):
-    for i in range(x.size):
-        out[i] = x[i] * np.float32(1.0001)
-
-
 def scale_in_place(_, x):
     for i in numba.prange(x.size):
         x[i] *= np.float32(1.0001)
@@ -7126,7 +7109,7 @@ def bench_large(size=10_000_000):
         "numba_kernel, parallel, in place": lambda: in_place(True),
         "numba_kernel, serial, in place": lambda: in_place(False),
         "np.copyto": lambda: bandwidth(size, np.copyto, target, source),
-        "numba_kernel, serial, new array": lambda: bandwidth(size, jax.jit(xk.numba_kernel(scale, like_first)), x),
+        "numba_kernel, serial, new array": lambda: bandwidth(size, jax.jit(add_one), x),
         "x * 1.0001 in jnp, new array": lambda: bandwidth(size, jax.jit(lambda x: x * np.float32(1.0001)), x),
         "x.copy() in NumPy, new array": lambda: bandwidth(size, source.copy),
     }
@@ -7314,7 +7297,6 @@ def cuba_brian2(n, steps, dtype):
 
 def bench_start():
     """Start of a process with 20 kernels, beyond importing jax and numba"""
-    measures = {"to the first result": "all", "the first kernel": "first", "each of the others": "other"}
     rows = []
     with tempfile.TemporaryDirectory() as kept:
 
@@ -7325,9 +7307,9 @@ def bench_start():
             with tempfile.TemporaryDirectory() as empty:
                 return start_of_process(empty)[measure]
 
-        for case, measure in measures.items():
+        for measure in ("to the first result", "the first kernel", "each of the others"):
             starts = {"kernels on disk": warm, "an empty folder": cold}
-            rows += compare(over(starts, lambda start: functools.partial(start, measure)), "ms", case, rounds=3)
+            rows += compare(over(starts, lambda start: functools.partial(start, measure)), "ms", measure, rounds=3)
     return rows
 
 
@@ -7358,9 +7340,12 @@ TWENTY_KERNELS = """
         jax.eval_shape(kernel, x, x)
         times.append(time.perf_counter())
     jax.block_until_ready(jax.jit(lambda x: [kernel(x, x) for kernel in kernels])(x))
-    all = time.perf_counter() - times[0]
-    first, *others = np.diff(times)
-    print(json.dumps({"all": 1e3 * all, "first": 1e3 * first, "other": 1e3 * np.median(others)}))
+    first, *others = 1e3 * np.diff(times)
+    print(json.dumps({
+        "to the first result": 1e3 * (time.perf_counter() - times[0]),
+        "the first kernel": first,
+        "each of the others": np.median(others),
+    }))
     """
 
 
