@@ -6238,7 +6238,7 @@ def test_rules_take_ops_of_another_copy_of_the_file():
     op.def_kernel("jax", "cpu", lambda: lambda x: 3 * x)
     xk.defjvp(op, lambda t, x: 3 * t)
     x = jnp.arange(3.0)
-    check_equal(jax.vmap(jax.grad(call_op(op)))(x), [3, 3, 3])
+    check_equal(jax.grad(sum_of(jax.vmap(call_op(op))))(x), [3, 3, 3])
     batch, _ = xk.general_batching_rule(op, (x,), (0,), outs=spec())
     check_equal(batch, 3 * x)
 
@@ -6300,6 +6300,11 @@ def of_first_three(product):
     return lambda x, y: jax.vmap(product)(x[:3], y[:3])
 
 
+def times_x(product):
+    """Its result is wanted as x is split."""
+    return lambda x, y: product(x, y) * x
+
+
 def gradient_of_batch(product):
     return jax.grad(sum_of_squares_of(of_batch(product)))
 
@@ -6332,7 +6337,7 @@ SPLITS = {
     "uneven": Split(of_first_three, (XS, YS), [("d",), ()], (), may_use=GATHER),
     "empty": Split(jax.vmap, (XS[:0], YS[:0]), [("d",), ()], ()),
     "rule and vmap": Split(of_batch, (XS, Y), [("d", "e"), ("e",)], ("d", "e"), rule="i, i -> i"),
-    "rule of outputs": Split(as_it_is, (X, Y), [("d",), ()], (), rule="i, i -> j", may_use=GATHER),
+    "rule of outputs": Split(times_x, (X, Y), [("d",), ()], ("d",), rule="i, i -> j", may_use=GATHER),
     "grad": Split(gradient_of_batch, (XS, Y), [("d", "e"), ("e",)], ("d", "e"), rule="i, i -> i"),
 }
 OF_ALL_KINDS = ("vmap", "crossed", "rule and vmap")
