@@ -7167,7 +7167,7 @@ def readme_program(name):
     end = next(i for i, node in enumerate(tree.body) if getattr(node, "name", "") == name) + 1
     namespace = {}
     exec(compile(ast.Module(tree.body[:end], []), "README.md", "exec"), namespace)
-    return namespace
+    return types.SimpleNamespace(**namespace)
 
 
 def bench_cuba(steps=5_000):
@@ -7185,8 +7185,8 @@ def bench_cuba(steps=5_000):
         return lambda: once() / steps
 
     networks = {
-        "numba_kernel (the README's program)": readme["cuba"],
-        "the same with brainevent.numba_kernel": functools.partial(readme["cuba"], numba_kernel=with_brainevent_kernel),
+        "numba_kernel (the README's program)": readme.cuba,
+        "the same with brainevent.numba_kernel": functools.partial(readme.cuba, numba_kernel=with_brainevent_kernel),
         "brainevent BinaryArray @ CSR, neurons in jnp": functools.partial(cuba_brainevent, readme),
     }
     rows = []
@@ -7202,8 +7202,8 @@ def cuba_brainevent(readme, n, steps):
     """The network of the README as brainevent's users write it."""
     import brainevent
 
+    _, state = readme.cuba(n, steps)
     rng = np.random.default_rng(1)
-    el, vt, vr = (readme[name] for name in ("EL", "VT", "VR"))
 
     def synapses(rows, weight):
         indptr = jnp.asarray(np.r_[0, rng.binomial(n, 80 / n, rows).cumsum()], jnp.int32)
@@ -7215,15 +7215,14 @@ def cuba_brainevent(readme, n, steps):
 
     def step(carry, _):
         v, ge, gi, wait, total = carry
-        u = el + (v - el) * readme["DECAY_V"] + ge * readme["GAIN_E"] + gi * readme["GAIN_I"]
+        u = readme.EL + (v - readme.EL) * readme.DECAY_V + ge * readme.GAIN_E + gi * readme.GAIN_I
         u = jnp.where(wait > 1, v, u)
-        spikes = u > vt
-        ge = ge * readme["DECAY_E"] + brainevent.BinaryArray(spikes[:excitatory]) @ excite
-        gi = gi * readme["DECAY_I"] + brainevent.BinaryArray(spikes[excitatory:]) @ inhibit
-        wait = jnp.where(spikes, readme["REFRACTORY"], wait - 1)
-        return (jnp.where(spikes, vr, u), ge, gi, wait, total + spikes.sum()), None
+        spikes = u > readme.VT
+        ge = ge * readme.DECAY_E + brainevent.BinaryArray(spikes[:excitatory]) @ excite
+        gi = gi * readme.DECAY_I + brainevent.BinaryArray(spikes[excitatory:]) @ inhibit
+        wait = jnp.where(spikes, readme.REFRACTORY, wait - 1)
+        return (jnp.where(spikes, readme.VR, u), ge, gi, wait, total + spikes.sum()), None
 
-    state = jnp.asarray(rng.uniform(vr, vt, n), jnp.float32), jnp.zeros(n), jnp.zeros(n), jnp.zeros(n, jnp.int32), 0
     return jax.jit(lambda *state: jax.lax.scan(step, state, length=steps)[0]), state
 
 
@@ -7329,7 +7328,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(handler, Smooth, ffi::Ffi::Bind().Arg<Array>().Arg
 def bench_c_function():
     """A function of a C library, of one float32 array"""
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        smooth = readme_program("smoothed")["smooth"]
+        smooth = readme_program("smoothed").smooth
         ctypes.CDLL("./libsmooth.so", ctypes.RTLD_GLOBAL)  # where the handler finds it
         cpp_library("bench_smooth", CPP_SMOOTH)
 
