@@ -4740,7 +4740,6 @@ class FakeGpu(FakeGpus):
     libcuda: a launch runs what was recorded, with the parameters that the handler passed.
     """
 
-    ORDINAL = 1
     STREAM = 0x5EED
     kept: typing.ClassVar = []  # XLA never forgets a handler
 
@@ -4749,6 +4748,7 @@ class FakeGpu(FakeGpus):
         self.local_devices, self.register = jax.local_devices, jax.ffi.register_ffi_target
         self.library, self.load_library = self.make_library(), ctypes.CDLL
         self.record_on_cpu, self.run_on_cpu = wp.launch, wp.Launch.launch
+        self.ordinal = 1
         self.recorded = {}  # by the address of the machine code
         self.launches = []  # by libcuda: (grid, block, shared memory, stream)
         self.python_launches = []  # the streams of those by Warp
@@ -4780,7 +4780,7 @@ class FakeGpu(FakeGpus):
         return run_for_cuda(f, *args)
 
     def get(self, name):
-        return self.ORDINAL
+        return self.ordinal
 
     def record(self, kernel, *args, device, block_dim, **options):
         launch = self.record_on_cpu(kernel, *args, device="cpu", block_dim=1, **options)
@@ -4826,7 +4826,7 @@ class FakeGpu(FakeGpus):
         return 0
 
     def get_device(self, ordinal):
-        ordinal[0] = self.ORDINAL
+        ordinal[0] = self.ordinal
         return 0
 
 
@@ -4853,7 +4853,7 @@ def test_warp_on_fake_gpu(is_known, monkeypatch):
     is_command_buffer_compatible = int(is_known)
     assert set(gpu.all_traits.values()) == {is_command_buffer_compatible}
     if is_known:  # three slices in one launch, and the adjoint of each
-        recorded_for_the_device = 256 + gpu.ORDINAL
+        recorded_for_the_device = 256 + gpu.ordinal
         assert gpu.launches == [((1, 1, 1), (256, 1, 1), recorded_for_the_device, gpu.STREAM)] * 4
     else:
         assert gpu.python_launches == [gpu.STREAM] * 6
@@ -4864,9 +4864,18 @@ def test_warp_tiles_on_fake_gpu(fake_gpu):
     """Warp makes code for a number of threads per block, on which the memory of tiles depends."""
     x = jnp.arange(128.0)
     check_equal(fake_gpu.run(double_by_tiles(block_dim=32), x), 2 * x)
-    assert fake_gpu.launches == [((2, 1, 1), (32, 1, 1), 32 + fake_gpu.ORDINAL, fake_gpu.STREAM)]
+    assert fake_gpu.launches == [((2, 1, 1), (32, 1, 1), 32 + fake_gpu.ordinal, fake_gpu.STREAM)]
     [launch] = fake_gpu.recorded.values()
-    assert launch.params[0].size == 2 * 32
+    passed = bytes(launch.params[0])
+    launch.set_dim((2, 32))
+    assert passed == bytes(launch.params[0])
+
+
+@needs_warp
+def test_warp_kernel_is_not_loaded_on_another_gpu(fake_gpu):
+    fake_gpu.ordinal = 2
+    with pytest.raises(Exception, match="kernel 'multiply' is not loaded on this GPU"):
+        fake_gpu.run(wrapped("multiply"), *PAIR)
 
 
 @needs_warp
