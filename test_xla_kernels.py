@@ -4741,6 +4741,7 @@ class FakeGpu(FakeGpus):
     """
 
     STREAM = 0x5EED
+    run = staticmethod(run_for_cuda)
     kept: typing.ClassVar = []  # XLA never forgets a handler
 
     def __init__(self, monkeypatch):
@@ -4774,10 +4775,6 @@ class FakeGpu(FakeGpus):
     @property
     def grids(self):
         return [grid for grid, *_ in self.launches]
-
-    def run(self, f, *args):
-        """The result of `f`, lowered for CUDA."""
-        return run_for_cuda(f, *args)
 
     def get(self, name):
         return self.ordinal
