@@ -6891,12 +6891,11 @@ def _op_jvp(bound: _OpBinding, primals: Sequence, tangents: Sequence) -> tuple:
 
 
 def _with_zeros(tangents: Sequence, values: Sequence) -> list:
-    """The tangents of `values`: a new Zero for None, for a Zero (of another shape, perhaps), and for an integer's."""
+    """The tangents of `values`: a new Zero for None, and for a Zero, whose shape may be another."""
     with_zeros = []
     for tangent, value in zip(tangents, values):
-        aval = jax.typeof(value).to_tangent_aval()
-        is_zero = _is_zero(tangent) or aval.dtype == jax.dtypes.float0
-        with_zeros.append(ad.Zero(aval) if is_zero else tangent)
+        zero = ad.Zero(jax.typeof(value).to_tangent_aval())
+        with_zeros.append(zero if _is_zero(tangent) else tangent)
     return with_zeros
 
 
