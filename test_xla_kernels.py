@@ -74,7 +74,7 @@ try:
 except ImportError:  # it needs absl with old versions of jax
     pl = None
 
-shard_map = functools.partial(jax.shard_map, check_vma=True)
+shard_map = partial(jax.shard_map, check_vma=True)
 
 # ======================================================================================================
 # The matrix: operations x backends x dtypes x transformations, each a table here.
@@ -357,7 +357,7 @@ def generate(op, backend, outs, **params):
     """What `XLACustomKernel.def_kernel` takes, for each backend: a function of `outs` and the static parameters."""
     language, options = BACKENDS[backend].language, OPS[op].options
     if language == "jax":
-        reference = functools.partial(kernels_of(op).reference, **params)
+        reference = partial(kernels_of(op).reference, **params)
         return in_pallas(reference, outs) if backend == "pallas" else reference
     kernel = matrix_kernel(op, language, outs[0].dtype, **params)
     if language == "numba":
@@ -402,7 +402,7 @@ def custom_kernel(name):
     for platform in ("cpu", "gpu"):
         op.def_kernel("none", platform, refuse)  # the default, as it is the first: a cell must get what it asks for
     for backend in BACKENDS:
-        generator = functools.partial(generate, name, backend)
+        generator = partial(generate, name, backend)
         op.def_kernel(backend, conftest.platform_of([BACKENDS[backend].needs]), generator)
     if name == "hadamard":
         differentiate_hadamard(op)
@@ -507,7 +507,7 @@ class Transformations:
 
     def grad_of_shard_map(call, x, y):
         """The gradient of the replicated input adds up those of the devices."""
-        return gradient(functools.partial(over_devices, jax.vmap(call, (0, None))))(slices_of(x), y)
+        return gradient(partial(over_devices, jax.vmap(call, (0, None))))(slices_of(x), y)
 
     def jvp_of_grad(call, x, y):
         """Forward over reverse: the change of the gradients in a direction."""
@@ -6595,7 +6595,7 @@ def compare(paths, unit="µs", case="", rounds=7):
 
 def over(paths, measure):
     """`paths` with every function handed to `measure` when its turn to be prepared comes."""
-    return {name: functools.partial(measure, make) for name, make in paths.items()}
+    return {name: partial(measure, make) for name, make in paths.items()}
 
 
 def seconds(work, *args):
@@ -6636,7 +6636,7 @@ def timed_loop(f, x, y):
         return jax.lax.fori_loop(0, steps, lambda _, a: f(a, y), x)
 
     run = jax.jit(repeat, static_argnums=1)
-    return averaged(functools.partial(run, x), max(1, min(100, int(2e6 / x.size))))
+    return averaged(partial(run, x), max(1, min(100, int(2e6 / x.size))))
 
 
 # -- one addition, along every path: functions of the output's spec ------------------------------------
@@ -6666,7 +6666,7 @@ def add_warp_by_rows(out):
 def add_op(out):
     op = xk.XLACustomKernel("bench_add")
     op.def_numba_kernel(jitted_add)
-    return functools.partial(op, outs=out)
+    return partial(op, outs=out)
 
 
 def first_of(call):
@@ -6707,7 +6707,7 @@ def add_brainevent_cuda(out):
 
 
 def add_on_the_host(out):
-    return functools.partial(jax.pure_callback, np.add, out, vmap_method="sequential")
+    return partial(jax.pure_callback, np.add, out, vmap_method="sequential")
 
 
 def add_in_jax(out):
@@ -6821,8 +6821,8 @@ ADD = {
         "C++ FFI handler": add_cpp_cuda,
         "brainevent.numba_cuda_kernel": add_brainevent_cuda,
         "warp.jax_kernel": add_warp_jax,
-        "warp.jax_callable, captured by JAX": functools.partial(add_warp_graph, "JAX"),
-        "warp.jax_callable, captured by Warp": functools.partial(add_warp_graph, "WARP"),
+        "warp.jax_callable, captured by JAX": partial(add_warp_graph, "JAX"),
+        "warp.jax_callable, captured by Warp": partial(add_warp_graph, "WARP"),
         "Pallas": add_pallas,
         "a jitted x + y": add_in_jax,
     },
@@ -6931,8 +6931,8 @@ def bench_slices():
 
     paths = {}
     for name, make, kernel in (("numba_kernel", xk.numba_kernel, spin), ("warp_kernel", xk.warp_kernel, spin_warp)):
-        paths[name] = functools.partial(batched, make, kernel)
-        paths[f"{name}, in order"] = functools.partial(batched, make, kernel, "sequential")
+        paths[name] = partial(batched, make, kernel)
+        paths[f"{name}, in order"] = partial(batched, make, kernel, "sequential")
     return compare(paths, case=f"{len(os.sched_getaffinity(0))} threads")
 
 
@@ -6947,11 +6947,11 @@ def bench_threads():
 
     def without_jax():
         x, out = np.ones((2, 300), np.float32)
-        return scaling(*[functools.partial(spin, x, out)] * 2)
+        return scaling(*[partial(spin, x, out)] * 2)
 
     paths = over(adders(CALLBACK), apart)
-    paths["numba_kernel, all in one compiled loop"] = functools.partial(together, add_numba)
-    paths["C++ FFI handler, all in one compiled loop"] = functools.partial(together, add_cpp)
+    paths["numba_kernel, all in one compiled loop"] = partial(together, add_numba)
+    paths["C++ FFI handler, all in one compiled loop"] = partial(together, add_cpp)
     paths["Numba without the GIL and JAX (what the machine has free)"] = without_jax
     return compare(paths, "x", "2 threads")
 
@@ -7021,7 +7021,7 @@ def bench_first_call():
         return first(ours) - compile_alone() - first(plain)
 
     measures = {"numba_kernel, on top of Numba and jit": on_top, "Numba's compilation alone": compile_alone}
-    return compare(over(measures, functools.partial), "ms")
+    return compare(over(measures, partial), "ms")
 
 
 def bench_memory():
@@ -7192,14 +7192,14 @@ def bench_cuba(steps=5_000):
 
     networks = {
         "numba_kernel (the README's program)": readme.cuba,
-        "the same with brainevent.numba_kernel": functools.partial(readme.cuba, numba_kernel=with_brainevent_kernel),
-        "brainevent BinaryArray @ CSR, neurons in jnp": functools.partial(cuba_brainevent, readme),
+        "the same with brainevent.numba_kernel": partial(readme.cuba, numba_kernel=with_brainevent_kernel),
+        "brainevent BinaryArray @ CSR, neurons in jnp": partial(cuba_brainevent, readme),
     }
     rows = []
     for n in (4_000, 40_000):
-        paths = over(networks, functools.partial(stepped, n))
-        paths["Brian2 C++ standalone"] = functools.partial(cuba_brian2, n, steps, "float64")
-        paths["Brian2 C++ standalone, float32"] = functools.partial(cuba_brian2, n, steps, "float32")
+        paths = over(networks, partial(stepped, n))
+        paths["Brian2 C++ standalone"] = partial(cuba_brian2, n, steps, "float64")
+        paths["Brian2 C++ standalone, float32"] = partial(cuba_brian2, n, steps, "float32")
         rows += compare(paths, case=f"{n:,} neurons")
     return rows
 
@@ -7281,7 +7281,7 @@ def bench_start():
 
         for measure in ("to the first result", "the first kernel", "each of the others"):
             starts = {"kernels on disk": warm, "an empty folder": cold}
-            rows += compare(over(starts, lambda start: functools.partial(start, measure)), "ms", measure, rounds=3)
+            rows += compare(over(starts, lambda start: partial(start, measure)), "ms", measure, rounds=3)
     return rows
 
 
