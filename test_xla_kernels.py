@@ -3489,7 +3489,7 @@ def test_fakecuda_launches_natively_on_each_device_that_jax_lists(gpus, package_
     assert gpus.traits(op, F32) == 1
     gpus.set(device=1)
     assert gpus.launches(op, F32) == ["native 1: 2,3,1 x 4,5,6 +64"]
-    for device in 2, 10**9:  # just beyond the table of functions, and far
+    for device in 2, 3, 10**9:  # the last one far beyond the table of functions
         gpus.set(device=device)
         with pytest.raises(Exception, match="kernel 'kernel' is not loaded on this GPU, which JAX did not list"):
             run_for_cuda(op, F32)
