@@ -3548,6 +3548,7 @@ def nested_batches(op, gpus, package_cuda, arrays_of_launches):
 def test_fakecuda_nested_batches_are_one_launch_per_row(gpus, batching_cuda):
     """Slices are the blocks' z; arrays have them as first dimension, of size 1 where they are not batched."""
     op = own_op(batching_cuda, "x, y, out", grid=(7, 2), block=32)
+    assert gpus.launches(op, F32, F32) == ["native 0: 7,2,1 x 32,1,1 +0"]
     launches, starts = nested_batches(op, gpus, batching_cuda, [[spec(3, 5), spec(1, 5), spec(3, 5)]] * 2)
     assert launches == ["native 0: 7,2,3 x 32,1,1 +0"] * 2
     assert starts == [[0, 0, 0], [0, 20, 60]]
