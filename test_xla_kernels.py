@@ -2921,8 +2921,6 @@ compiled = pytest.mark.needs("compiler")
 on_gpu = pytest.mark.gpu
 on_device = pytest.mark.needs("cuda")  # on a GPU or, in the same way, in the simulator
 
-CUDA_DTYPES = [name for name in dtypes_of("cuda") if not DTYPES[name].needs_x64]
-
 
 def cuda_copy(x, out):
     i = cuda.grid(1)
@@ -3468,14 +3466,14 @@ ONE_THREAD = "native 0: 1,1,1 x 1,1,1 +0"  # the launch of such a kernel
 
 def test_fakecuda_packs_arrays(gpus, package_cuda):
     """Of each dtype, with one to three dimensions and with none."""
+    dtypes = [name for name in dtypes_of("cuda") if not DTYPES[name].needs_x64]
     inputs, expected = [], []
-    for k, dtype in enumerate(CUDA_DTYPES):
+    for k, dtype in enumerate(dtypes):
         x, address = aligned((2, 3, 4)[: k % 4], dtype)
         inputs.append(x)
         expected.append(address)
     out, scratch = spec(4, 5, dtype="int16"), spec(6)
-    parameters = [f"x_{dtype}" for dtype in CUDA_DTYPES]
-    kernel = own_kernel(package_cuda, ", ".join([*parameters, "out", "scratch"]))
+    kernel = own_kernel(package_cuda, ", ".join([*dtypes, "out", "scratch"]))
     op = xk.numba_cuda_kernel(kernel, out, scratch=scratch, **BLOCK)
     _, [addresses] = gpus.launches_and_addresses(package_cuda, [[*inputs, out, scratch]], op, *inputs)
     assert addresses[:-2] == expected
@@ -4084,7 +4082,7 @@ def test_gpu_command_buffers(captured):
     flags = f"--xla_gpu_enable_command_buffer={captured} --xla_gpu_graph_min_graph_size=1"
     tests = "test_on_cuda or stream_order or (gpu and (test_warp_ops or test_warp_grad))"
     outcomes = run_pytest("-k", tests, XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} {flags}")
-    assert outcomes["passed"] >= 30
+    assert outcomes["passed"] >= 15  # more with Warp
 
 
 @on_gpu
