@@ -3032,10 +3032,10 @@ PTX_READS = {  # which parameters of an array of rank 3 an expression reads
 
 
 @compiled
-def test_cuda_parameters_mean_what_the_handler_packs(package_cuda):
-    read_by = PTX_READS[package_cuda.__name__.partition(".")[0]]
+def test_cuda_parameters_mean_what_the_handler_packs(compiling_cuda):
+    read_by = PTX_READS[compiling_cuda.__name__.partition(".")[0]]
     for expression, numbers in read_by.items():
-        ptx = cuda_ptx(package_cuda, runs(f"x[0, 0, 0] += x{expression}", "x"), 3)
+        ptx = cuda_ptx(compiling_cuda, runs(f"x[0, 0, 0] += x{expression}", "x"), 3)
         loads = re.findall(r"ld\.param\.\w+\s+(%\w+), \[\w+_param_(\d+)\]", ptx)
         registers = {int(number): register for register, number in loads}
         assert set(registers) == numbers | read_by["[0, 0, 0]"], expression
