@@ -3313,6 +3313,10 @@ def jit(**options):
 """
 
 
+# How many of the tests below run with each kind of package; one more takes no package.
+FAKE_DRIVER_TESTS = {"numba_cuda_mlir": 30, "numba": 31, "built-in": 26, "stand-in": 14}
+
+
 @pytest.mark.processes
 @pytest.mark.needs("compiler", "real driver", "no gpu", "gcc")
 def test_cuda_fake_driver(tmp_path):
@@ -3334,10 +3338,7 @@ def test_cuda_fake_driver(tmp_path):
         environment["PYTHONPATH"] = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
         kinds.append("stand-in")
     passed = run_pytest("-k", "test_fakecuda", **environment)["passed"]
-    assert passed == 1 + sum(FAKE_DRIVER_TESTS.get(kind, 0) for kind in kinds)  # one takes no package
-
-
-FAKE_DRIVER_TESTS = {"numba_cuda_mlir": 30, "numba": 31, "built-in": 26, "stand-in": 14}
+    assert passed == 1 + sum(FAKE_DRIVER_TESTS.get(kind, 0) for kind in kinds)
 
 
 class FakeGpus:
