@@ -1064,49 +1064,34 @@ def c_header():
     return text
 
 
-def c_fields(text, name):
-    """(name, type) of every field of a struct in the header; pointers have the type '*'."""
+def fields_in_header(text, name):
+    """(name, type) of every field of a struct: the name of another struct, or its size."""
     body = re.search(rf"struct {name} \{{(.*?)\}}", text, re.DOTALL)[1]
     fields = []
     for declaration in body.split(";")[:-1]:
         pattern = r"(?:const |struct )?(\w+)\s*(\**)\s*(\w+)"
         kind, stars, field = re.fullmatch(pattern, " ".join(declaration.split())).groups()
-        fields.append((field, "*" if stars else kind))
+        if stars:
+            kind = "*"
+        fields.append((field, SIZES.get(kind, kind)))
     return fields
 
 
-def is_same_type(kind, c_kind):
-    if issubclass(kind, ctypes.Structure):
-        return kind.__name__ == c_kind
-    return ctypes.sizeof(kind) == SIZES.get(c_kind)
-
-
-def differences_from_header(struct, text):
-    """How a ctypes mirror differs from the header, which may have more fields at the end."""
-    found = []
-    c_struct = c_fields(text, struct.__name__)
-    for (name, kind), (c_name, c_kind) in itertools.zip_longest(struct._fields_, c_struct, fillvalue=("missing", "")):
-        if name != "missing" and (name != c_name or not is_same_type(kind, c_kind)):
-            found.append(f"{name}: {kind.__name__}, in the header {c_name}: {c_kind}")
-    return found
+def mirrored_fields(struct):
+    fields = []
+    for name, kind in struct._fields_:
+        is_struct = issubclass(kind, ctypes.Structure)
+        fields.append((name, kind.__name__ if is_struct else ctypes.sizeof(kind)))
+    return fields
 
 
 def test_mirrored_structs_equal_the_header():
+    """Which may have more fields at the end of a struct."""
     structs = [value for name, value in vars(xk).items() if name.startswith("XLA_FFI_") and isinstance(value, type)]
-    differences = {struct.__name__: differences_from_header(struct, c_header()) for struct in structs}
     assert len(structs) == 17
-    assert not any(differences.values()), differences
-
-
-@pytest.mark.parametrize("struct, old, new, difference", [
-    ("Buffer", "int64_t rank;", "", "rank: c_long, in the header dims: *"),
-    ("Array", "size_t size;", "int32_t size;", "size: c_ulong, in the header size: int32_t"),
-    ("Array", "size_t size;\n  void* data;", "size_t size;", "data: c_void_p, in the header missing: "),
-    ("Error_Create_Args", "XLA_FFI_Error_Code errc", "int64_t errc", "errc: c_int, in the header errc: int64_t"),
-])  # fmt: skip
-def test_the_comparison_with_the_header_can_fail(struct, old, new, difference):
-    differences = differences_from_header(getattr(xk, f"XLA_FFI_{struct}"), c_header().replace(old, new))
-    assert differences[0] == difference
+    for struct in structs:
+        fields = mirrored_fields(struct)
+        assert fields == fields_in_header(c_header(), struct.__name__)[: len(fields)]
 
 
 # -- names ---------------------------------------------------------------------------------------------
@@ -1182,17 +1167,11 @@ def equal_kernels():
     """Kernels of new objects, equal to those that this made before."""
     vectorized, pair = used_again()
     return {
-        "closure value": add_first((2.5,)),
-        "closure array": add_first(np.arange(3.0)),
+        "closure": add_first(np.arange(3.0)),
         "helper of helper": calls(helper("inner(a) * 2", inner=helper("a + 1"))),
-        "vectorize": calls(helper("a + 1", numba.vectorize)),
-        "vectorize again": calls(vectorized),
+        "vectorize": calls(vectorized),
         "functions with signatures": reads("pair[int(x[0])](x[1])", pair=pair),
-        "module": of_module(module_with(helper=helper("a + 1"))),
-        "nested function": runs("def f(a):\n        return a + 1\n    out[0] = f(x[0])"),
         "line moved": kernel_from("\n" * next(LINES_BEFORE) + "def kernel(x, out):\n    out[0] = 1"),
-        "options": numba.njit(fastmath=True, error_model="numpy")(third),
-        "default argument": reads("x[0] + n", parameters="x, out, n=3"),
         "recursion": kernel_from(RECURSION.format("f")),
         "object mode": runs("with numba.objmode():\n        print()\n    out[0] = 1"),
     }
@@ -1200,27 +1179,20 @@ def equal_kernels():
 
 @pytest.mark.filterwarnings("ignore:First-class function type")
 def test_equal_content_is_one_target():
-    def names():
-        return {case: name_of(kernel) for case, kernel in equal_kernels().items()}
-
-    first = names()
+    first = {case: name_of(kernel) for case, kernel in equal_kernels().items()}
     assert len(set(first.values())) == len(first)
-    assert names() == first
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(names).result() == first
+    assert {case: name_of(kernel) for case, kernel in equal_kernels().items()} == first
 
 
-class ZeroInText(enum.IntEnum):
-    A = 1
-    B = 2
+class HiddenFloat(float):
+    """Does not show what it holds."""
 
     def __repr__(self):
         return "0"
 
 
 Mode = enum.Enum("Mode", "SLOW FAST")
-FIELDS_AND_DEFAULTS = [("a b", []), ("b a", []), ("a b", [1]), ("a b", [2])]
-PAIRS = [collections.namedtuple("Pair", fields, defaults=defaults) for fields, defaults in FIELDS_AND_DEFAULTS]
+PAIRS = [collections.namedtuple("Pair", fields) for fields in ("a b", "b a")]
 
 
 @numba.guvectorize(["void(float32[:], float32[:])"], "(n)->(n)")
@@ -1248,14 +1220,16 @@ def holds_each(values):
     return [runs("uncalled = lambda: v\n    out[0] = 1", v=value) for value in values]
 
 
-EXPRESSIONS = ["x[0] + 1", "x[0] - 1", "x[0] * 1", "x[0] / 1", "x[0] + 1.0", "x[0] + True", "x[0] + 0.0", "x[0] + -0.0",
-               "math.sin(x[0])", "math.cos(x[0])", "(lambda a: a + 1)(x[0])", "(lambda a: a + 2)(x[0])"]  # fmt: skip
-NUMBA_OPTIONS = [{"fastmath": False}, {"fastmath": True}, {"fastmath": {"nnan"}}, {"fastmath": {"ninf"}},
-                 {"error_model": "numpy"}, {"boundscheck": True}, {"parallel": True}]  # fmt: skip
+EXPRESSIONS = ["x[0] + 1", "x[0] - 1", "x[0] + 2", "x[0] + 1.0", "math.sin(x[0])", "math.cos(x[0])",
+               "(lambda a: a + 1)(x[0])", "(lambda a: a + 2)(x[0])"]  # fmt: skip
+NUMBA_OPTIONS = [
+    {"fastmath": False}, {"fastmath": True}, {"fastmath": {"nnan"}}, {"fastmath": {"ninf"}}, {"parallel": True},
+    {"error_model": "numpy"}, {"locals": {"total": numba.int8}}, {"locals": {"total": numba.int64}},
+]  # fmt: skip
 HELPERS = [
     helper("a + 1"), helper("a + 2"), helper("a + n", n=1), helper("a + n", n=2),
     helper("inner(a)", inner=helper("a + 1")), helper("inner(a)", inner=helper("a + 2")),
-    *[helper("a + 1", numba.njit(**{option: True})) for option in ("fastmath", "boundscheck", "nogil")],
+    helper("a + n", n=3, __name__="numpy"), helper("a + n", n=4, __name__="numpy"),  # of which they are not
     helper("a + 1", numba.vectorize), helper("a + 2", numba.vectorize), helper("a + 1", numba.vectorize(["f4(f4)"])),
 ]  # fmt: skip
 MODULES = [module_with(helper=helper("a + 1")), module_with(helper=helper("a + 2"))]
@@ -1265,6 +1239,7 @@ BY_CONTENT = {  # kernels of which no two are equal, and which are the same in a
     "options": [numba.njit(**options)(third) for options in NUMBA_OPTIONS],
     "helpers": reads_each(HELPERS, "v(x[0])"),
     "modules": [of_module(module) for module in MODULES],
+    "recursion": [kernel_from(RECURSION.format(called)) for called in "fg"],
     "submodules": [reads("package.v.helper(x[0])", package=module_with(v=module)) for module in MODULES],
     "numbers": holds_each([
         1, True, 1.0, 0.0, -0.0, math.nan, -math.nan, math.inf, 2, 2**40, 10**5000, 1j, -0.0j, None, ...,
@@ -1274,7 +1249,8 @@ BY_CONTENT = {  # kernels of which no two are equal, and which are the same in a
     "tuples": holds_each([(0, 1), (0.0, 1.0), (1, 0), (0, (1,)), frozenset({0, 1}), range(3), slice(3)]),
     "arrays": holds_each([
         np.arange(3), np.arange(3.0), np.arange(1, 4), np.arange(3)[::-1].copy(), np.arange(4), np.eye(2),
-        np.arange(4).reshape(2, 2), np.frombuffer(np.arange(3).tobytes(), int), np.arange(3, dtype=">i8"),
+        np.arange(4).reshape(2, 2), np.ones((2, 3)), np.ones((2, 3), order="F"),
+        np.frombuffer(np.arange(3).tobytes(), int), np.arange(3, dtype=">i8"),
     ]),
     "dtypes": holds_each([
         np.float32, np.dtype("f4"), np.dtype(">f4"), np.dtype([("a", "f4"), ("b", "f8")]),
@@ -1284,8 +1260,9 @@ BY_CONTENT = {  # kernels of which no two are equal, and which are the same in a
     "types of Numba": holds_each([numba.f4, numba.f8[:], numba.f4(numba.f8), numba.typed.List, numba.prange]),
 }  # fmt: skip
 BY_IDENTITY = {  # which are others in another process
-    "enums": [Mode, Mode.SLOW, Mode.FAST, ZeroInText, ZeroInText.A, ZeroInText.B],
-    "classes": [*PAIRS, type("Own", (ValueError,), {}), type("Own", (ValueError,), {}), type("Own", (TypeError,), {})],
+    "enums": [Mode, Mode.SLOW, Mode.FAST],
+    "values of a subclass": [HiddenFloat(1), HiddenFloat(2)],
+    "classes": [*PAIRS, type("Own", (), {}), type("Own", (), {})],
     "named tuples": [pair(1, 2) for pair in PAIRS],
     "types of named tuples": [numba.types.NamedUniTuple(numba.float64, 2, pair) for pair in PAIRS],
     "functions of Numba": [gu_swap, poke],
@@ -1345,20 +1322,9 @@ def test_settings_of_numba_make_another_target(setting, value, monkeypatch):
     assert name_of(third) != before
 
 
-def hidden(base, *values):
-    """Values of a subclass that does not show what it holds."""
-    subclass = type("Hidden", (base,), {"__repr__": lambda self: "0", "__str__": base.__repr__})
-    return [subclass(value) for value in values]
-
-
-class LazyModule(types.ModuleType):
-    constant = property(operator.attrgetter("hidden"))
-
-
 def lazy_module(number):
-    module = LazyModule("lazy")
-    module.hidden = number
-    return module
+    lazy = type("LazyModule", (types.ModuleType,), {"constant": property(lambda module: number)})
+    return lazy("lazy")
 
 
 def edited(kernel, namespace, name, *values):
@@ -1373,17 +1339,10 @@ def edited_global(decorate):
     return edited(decorate(function), function.__globals__, "number", 1, 10)
 
 
-def is_nan(a):
-    return 1.0 if a != a else 0.0
-
-
-def options_of(decorator, *args):
-    """A helper compiled without, and with the option that says that there are no NaNs."""
-    call = numba.njit(lambda function, a: function(a))
-    for flags in (set(), {"nnan"}):
-        function = types.FunctionType(is_nan.__code__, globals(), "is_nan")
-        decorated = decorator(*args, fastmath=flags)(function)
-        yield reads("call(decorated, x[0] + np.nan)", decorated=decorated, call=call)
+def jitable_is_nan(fastmath):
+    """Of which `nnan` says that there are no NaNs."""
+    is_nan = kernel_from("def is_nan(a):\n    return 1.0 if a != a else 0.0", name="is_nan")
+    return numba.extending.register_jitable(fastmath=fastmath)(is_nan)
 
 
 def typed(expression, n):
@@ -1393,13 +1352,6 @@ def typed(expression, n):
 
 def function_without_body():
     return kernel_from("def helper(a):\n    pass", name="helper")
-
-
-def overloads():
-    for n in (1, 2):
-        function = function_without_body()
-        numba.extending.overload(function)(typed("a + n", n))
-        yield calls(function)
 
 
 def overloaded_methods():
@@ -1415,37 +1367,14 @@ def foreign_functions():
         yield reads("function(300)", function=function)
 
 
-ARRAYS = [np.ones(12), np.ones(12)[::2], np.ones(12)[::3], np.ones((2, 3)), np.ones((2, 3), order="F")]
-TWO_MODULES = [module_with(constant=1), module_with(constant=2)]
-MODULE = module_with()
-LARGE_TOTAL = runs("total = 300\n    out[0] = total")
-same, first_constant = numba.njit(lambda module: module), numba.njit(lambda pair: pair[0].constant)
 LOOK_ALIKES = {  # kernels that a name could take for each other, and that compute different things
-    "subclass of float": reads_each(hidden(float, 1, 2)),
-    "subclass of str": reads_each(hidden(str, "a", "ab"), "len(v)"),
-    "enum members": reads_each(ZeroInText, "v.value"),
-    "strides": reads_each(ARRAYS[:3], "v.strides[0]"),
-    "order": reads_each(ARRAYS[3:], "v.strides[0]"),
-    "fields of named tuples": reads_each([PAIRS[0](1, 2), PAIRS[1](1, 2)], "v.a"),
-    "claims to be of NumPy": reads_each([helper("a + n", n=n, __name__="numpy") for n in (1, 2)], "v(x[0])"),
-    "claims to be of math": reads_each([helper("a + n", n=n, __name__="math") for n in (1, 2)], "v(x[0])"),
-    "modules handed to a helper": reads_each(TWO_MODULES, "same(v).constant", same=same),
-    "modules returned by a helper": reads_each([numba.njit(lambda m=m: m) for m in TWO_MODULES], "v().constant"),
-    "modules in a tuple": reads_each(TWO_MODULES, "constant((v, 1))", constant=first_constant),
-    "modules and getattr": reads_each(TWO_MODULES, 'getattr(v, "constant")'),
-    "modules with a property": reads_each([lazy_module(1), lazy_module(2)], "v.constant"),
-    "edited module": edited(reads("v.helper(x[0])", v=MODULE), vars(MODULE), "helper", helper("a"), helper("a + 1")),
-    "edited module handed on": edited(reads("same(v).edited", v=MODULE, same=same), vars(MODULE), "edited", 1, 10),
+    "lazy modules": reads_each([lazy_module(1), lazy_module(2)], "v.constant"),
     "edited global of njit": edited_global(numba.njit),
     "edited global of guvectorize": edited_global(numba.guvectorize("(n)->(n)")),
     "added to builtins": edited(reads("added"), vars(builtins), "added", 1, 2),
-    "options of register_jitable": options_of(numba.extending.register_jitable),
-    "options of cfunc": options_of(numba.cfunc, "float64(float64)"),
-    "overload": overloads(),
+    "options of register_jitable": reads_each(map(jitable_is_nan, (set(), {"nnan"})), "v(x[0] + np.nan)"),
     "overload_method": overloaded_methods(),
     "foreign function": foreign_functions(),
-    "types of locals": [numba.njit(locals={"total": kind})(LARGE_TOTAL) for kind in (numba.int8, numba.int64)],
-    "recursion": [kernel_from(RECURSION.format(called)) for called in "fg"],
 }
 
 
@@ -1457,9 +1386,11 @@ def test_kernels_that_differ_give_different_results(case):
 
 
 def test_a_function_without_overloads_is_not_another_of_its_name():
-    first, second = overloads()
-    results = [float(wrap(kernel)(F32)[0]) for kernel in (first, second, first)]
-    assert results == [2, 3, 2]
+    functions = [function_without_body(), function_without_body()]
+    for function, n in zip(functions, (1, 2)):
+        numba.extending.overload(function)(typed("a + n", n))
+    for i, result in ((0, 2), (1, 3), (0, 2)):
+        assert wrap(calls(functions[i]))(F32)[0] == result
     with pytest.raises(TypeError, match="Numba cannot compile"):
         wrap(calls(function_without_body()))(F32)
 
@@ -1572,66 +1503,38 @@ def raises(text):
 
 
 NAMES = "must be a list of names of parameters"
-NOT_MADE = {  # text of the error: the arguments of numba_kernel that it refuses at once
-    TypeError: [
-        ("numba_kernel takes a function .*numba.njit or a plain function; got int 3", {"kernel": 3}),
-        ("numba_kernel takes a function", {"kernel": np.sin}),
-        (r"outs must be specs .*jax.ShapeDtypeStruct.*got 3 of type int", {"outs": 3}),
-        (r"outs\[1\] must be specs .*got 'f4' of type str", {"outs": [FLOATS, "f4"]}),
-        ("outs is missing: .*outs=lambda x: x", {"outs": None}),
-        ("outs must be specs with both .shape and .dtype.* got .*float32", {"outs": jnp.float32}),
-        (r"input_output_aliases must be a dict .*; got \[\(0, 0\)\]", {"input_output_aliases": [(0, 0)]}),
-        (rf'scalars {NAMES}, such as \["x"\]; got 3', {"scalars": 3}),
-        (f"scalars {NAMES}.*; got 'x'", {"scalars": "x"}),
-        (f"in_out_argnames {NAMES}.*; got 3", {"in_out_argnames": 3}),
-        (rf"in_out_argnames {NAMES}.*; got \[0\]", {"in_out_argnames": [0]}),
-    ],
-    ValueError: [
-        ("vmap_method must be one of .*got 'loop'", {"vmap_method": "loop"}),
-        ("numba_kernel 'add_one': a sharding rule names .*; got 3", {"sharding_rule": 3}),
-        (r"negative.*\(-1,\)", {"outs": spec(-1)}),
-        ("'t' must be the name of an array para", {"kernel": _running, "in_out_argnames": ["t"]}),
-        ("'t' must be the name of an array para", {"kernel": _running, "scalars": ["t"]}),
-    ],
-}
-
-
-@pytest.mark.parametrize("kind, text, arguments", [(kind, *row) for kind in NOT_MADE for row in NOT_MADE[kind]])
-def test_wrong_arguments_are_refused_at_once(kind, text, arguments):
-    with pytest.raises(kind, match=text):
-        wrap(**arguments)
-
-
-IN_PLACE = {"input_output_aliases": {0: 0}}
-FOUR_INTEGERS = spec(4, dtype=np.int32)
 cuda_head, head = xk.numba_cuda_callable(_head, like_first), wrap(_head)
 unary_op = xk.XLACustomKernel("unary")
 unary_op.def_numba_kernel(numba.njit(add_one.__wrapped__))
+TRACED_WITH_AN_ERROR = partial(jax.eval_shape, wrap(reads("x.nothing")))  # not only when the kernel runs
 ANOTHER_NUMBER = r"outs takes \(x, y\), but this call gives it \(float32\[4\]\): missing .*'y'; give it one parameter"
 ERRORS = {  # text of the error, a function, and its inputs
     TypeError: [
+        # when a wrapper is made
+        ("numba_kernel takes a function .*numba.njit or a plain function; got int 3", partial(wrap, kernel=3)),
+        (r"outs\[1\] must be specs .*got 'f4' of type str", partial(wrap, outs=[FLOATS, "f4"])),
+        ("outs is missing: .*outs=lambda x: x", partial(wrap, outs=None)),
+        ("outs must be specs with both .shape and .dtype.* got .*float32", partial(wrap, outs=jnp.float32)),
+        (r"input_output_aliases must be a dict .*; got \[\(0, 0\)\]", partial(wrap, input_output_aliases=[(0, 0)])),
+        (rf'scalars {NAMES}, such as \["x"\]; got 3', partial(wrap, scalars=3)),
+        (f"scalars {NAMES}.*; got 'x'", partial(wrap, scalars="x")),
+        (rf"in_out_argnames {NAMES}.*; got \[0\]", partial(wrap, in_out_argnames=[0])),
         # inputs
         (r"add_one: input 0 must be an array .*; got list \[1, 2\]; pass its leaves", add_one, [1, 2]),
         ("input 0 must be an array or a number; got str 'ab'; convert it", add_one, "ab"),
-        ("input 0 must be an array or a number; got NoneType None", add_one, None),
-        ("<U1|str", add_one, np.array(["a"])),
         ("input 0 .*structured", wrap(itself), np.zeros(3, "f4,i4")),
         (r"input 0 .*key<.*pass jax.random.key_data", add_one_to_a_key),
         # outputs
         ("outs must be specs .*got 1.5 of type", wrap(outs=lambda x: 1.5), F32),
-        (r"output 0 is bfloat16\[4\]", wrap(outs=spec(4, dtype=jnp.bfloat16)), F32),
         (r"scratch 0 is bfloat16\[4\]", wrap(scratch=spec(4, dtype=jnp.bfloat16)), F32),
         (f"numba_kernel 'add_one': {ANOTHER_NUMBER} for each input", wrap(outs=lambda x, y: x), F32),
         (f"XLACustomKernel 'unary': {ANOTHER_NUMBER} for each input", partial(unary_op, outs=lambda x, y: x), F32),
         ("unsupported operand", wrap(outs=lambda x: x + "a"), F32),  # an error inside of `outs` stays itself
         # the arguments of the kernel
-        ("positional argument", wrap(outs=itself), F32, F32),
-        (r"'add_one' takes \(x, out\), but .* 1 inputs and 2 outputs", wrap(outs=[FLOATS] * 2), F32),
+        (r"'add_one' takes \(x, out\), but .* 1 inputs and 2 outputs: .*in_out_argn", wrap(outs=[FLOATS] * 2), F32),
         ("takes the 2 inputs alone, so it must return the outputs", wrap(outs=FLOATS), F32, F32),
         ("1 inputs and 2 outputs and scratch buffers", wrap(scratch=FLOATS), F32),
-        ("takes all, or the inputs alone and return the outputs.*in_out_argnames", wrap(_axpy), F32),
         ("1 arguments .* and {'n': 3} by keyword, .* its parameters: arrays, for the f", partial(cuda_head, n=3), F32),
-        ("0 arguments by position and .*out.*: arrays, for", partial(cuda_head, out=F32)),
         (r"_head\(x, n, alpha, out\) got 1 .* and {'m': 2} by keyword", partial(head, m=2), F32),
         ("got 1 arguments by position and {'x': array.* by keyword", partial(head, x=F32), F32),
         (r"by position only\) got 1 arguments .* {'n': 3} by keyword", partial(wrap(_positional), n=3), F32),
@@ -1639,24 +1542,27 @@ ERRORS = {  # text of the error, a function, and its inputs
         (r"n\[\(\)\], or name it in scalars=", head, F32, 2, 3.0),
         # what the kernel does
         ("'kernel' returns int64, not nothing: with parameters", wrap(runs("return x.size")), F32),
-        (r"array\(float32.*, not int32\[:\]", wrap(itself, FOUR_INTEGERS), F32),
-        (r"returns UniTuple.* x 2.*, not float32\[:\]", wrap(lambda x: (x, x)), F32),
-        (r"returns .*str.*, not float32", wrap(lambda x: "a"), F32),
+        (r"array\(float32.*, not int32\[:\]", wrap(itself, spec(4, dtype=np.int32)), F32),
         ("jax_enable_x64 is set", wrap(first_double), F32),
-        ("(?s)'kernel' .*inputs? .*input_output_aliases", wrap(runs("x[0] = 1")), F32),
-        (r"(?s)cannot compile .*'kernel' for \(float32\[:\]\) -> \(float.*nothing", wrap(reads("x.nothing")), F32),
+        (r"(?s)cannot compile .*'kernel' for \(float32\[:\]\) -> \(float.*nothing", TRACED_WITH_AN_ERROR, FLOATS),
         # transformations
-        ("Numba cannot compile", partial(jax.eval_shape, wrap(reads("x.nothing"))), FLOATS),
         ("no derivative.*jax.custom_vjp", partial(jax.jvp, add_one, [F32]), [F32]),
     ],
     ValueError: [
+        ("vmap_method must be one of .*got 'loop'", partial(wrap, vmap_method="loop")),
+        ("numba_kernel 'add_one': a sharding rule names .*; got 3", partial(wrap, sharding_rule=3)),
+        (r"negative.*\(-1,\)", partial(wrap, outs=spec(-1))),
+        ("'t' must be the name of an array para", partial(wrap, kernel=_running, in_out_argnames=["t"])),
+        ("'t' must be the name of an array para", partial(wrap, kernel=_running, scalars=["t"])),
         (r"of ranks \[\[2\], \[1\]\], but the call has \[\[1\], \[1\]\]", wrap(sharding_rule="i j -> i"), F32),
         ("gives the sizes 4 and 3 one name, 'i'", wrap(outs=spec(3), sharding_rule="i -> i"), F32),
         ("{1: 0}: there is no input 1; the call has 1 .* from 0", wrap(input_output_aliases={1: 0}), F32),
         ("there is no output -1", wrap(input_output_aliases={0: -1}), F32),
-        ("there is no output 1", wrap(input_output_aliases={0: 1}), F32),
-        (r"input 0 \(float32\[4\]\) and output 0 \(float32\[3\]\) must be equal", wrap(outs=spec(3), **IN_PLACE), F32),
-        (r"input 0 .*float32.* and output 0 .*int32.* must be equal in", wrap(outs=FOUR_INTEGERS, **IN_PLACE), F32),
+        (
+            r"input 0 \(float32\[4\]\) and output 0 \(float32\[3\]\) must be equal",
+            wrap(outs=spec(3), input_output_aliases={0: 0}),
+            F32,
+        ),
         ("an output can alias one input", wrap(outs=FLOATS, input_output_aliases={0: 0, 1: 0}), F32, F32),
         ("'out' is not the name of an input", wrap(_running, in_out_argnames=["out"]), F32),
         (
@@ -1667,6 +1573,7 @@ ERRORS = {  # text of the error, a function, and its inputs
     ],
     jax.errors.JaxRuntimeError: [  # when the kernel runs
         (r"shape', \(4,\), .* declares', \(2,\)", wrap(transpose_of, spec(2)), F32),
+        (r"destination is read-only .raised in", wrap(runs("with numba.objmode():\n        x[0] = 77")), F32),
         (r"ValueError: \('negative element', -1.0\) \(raised in .*'refuse_negative'\)", refuse_negative, -F32),
         ("ArithmeticError: größe 日本 \U0001f600 .raised in", raises("größe 日本 \U0001f600"), F32),
         ("ArithmeticError: a", raises("a\udc80b"), F32),
@@ -1720,15 +1627,13 @@ ERROR_OF_CODE = {
     "raise OwnError('mine', 3)": r"OwnError: \('mine', 3\)",
     "raise ErrorWithoutText()": r"ErrorWithoutText \(its text cannot be shown\)",
     "raise StopIteration": "StopIteration",
-    "assert x[0] > 1, 'too small'": "AssertionError: too small",
-    "out[0] = x[x.size]": "IndexError",
     "with numba.objmode(): fail_in_python()": "KeyError: 'from Python'",
 }
 
 
 @pytest.mark.parametrize("code", ERROR_OF_CODE)
 def test_exception_in_a_kernel_becomes_an_error(code):
-    kernel = wrap(numba.njit(boundscheck=True)(runs(code, **globals())))
+    kernel = wrap(runs(code, **globals()))
     batch = np.ones((4, 4), np.float32)
     buffer = "(Buffer Definition Event: )?"  # what pmap of jaxlib 0.7 adds
     text = f"^INTERNAL: {buffer}{ERROR_OF_CODE[code]}.*raised in kernel 'kernel'"
@@ -1764,36 +1669,16 @@ def test_another_platform_is_an_error_that_says_what_to_use():
 P = jax.sharding.PartitionSpec
 
 
-def sharded(f, *shape, spec=P("i")):
-    """`f` on a mesh of four devices with the axes i and j."""
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(shape), tuple("ij")[: len(shape)])
-    return shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec)
-
-
-def shard_map_of_scan(x):
+@pytest.mark.parametrize("spec", [P("i"), P(("i", "j")), P()])
+def test_shard_map_of_a_scan(spec):
     def add_three(x):
         return jax.lax.scan(lambda x, _: (add_one(x), None), x, length=3)[0]
 
-    return sharded(add_three, 4)(x) - 2
-
-
-def jitted_shard_map_over_two_axes(x):
-    return jax.jit(sharded(add_one, 2, 2, spec=P(("i", "j"))))(x)
-
-
-def shard_map_of_a_replicated_input(x):
-    return sharded(add_one, 4, spec=P())(x)
-
-
-def vmap_of_shard_map(x):
-    return jax.vmap(sharded(add_one, 4))(x[None])[0]
-
-
-@pytest.mark.parametrize("transformed", [
-    shard_map_of_scan, jitted_shard_map_over_two_axes, shard_map_of_a_replicated_input, vmap_of_shard_map,
-])  # fmt: skip
-def test_transformed_call_gives_the_same_answer(transformed):
-    np.testing.assert_array_equal(transformed(jnp.arange(8.0)), [1, 2, 3, 4, 5, 6, 7, 8])
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("i", "j"))
+    sharded = shard_map(add_three, mesh=mesh, in_specs=spec, out_specs=spec)
+    x = np.arange(8, dtype=np.float32)
+    for found in (sharded(x), jax.jit(sharded)(x), jax.vmap(sharded)(x[None])[0]):
+        np.testing.assert_array_equal(found, x + 3)
 
 
 def test_programs_are_exported_with_symbolic_shapes():
@@ -1802,11 +1687,6 @@ def test_programs_are_exported_with_symbolic_shapes():
     program = export.export(jax.jit(triple), disabled_checks=xk.export_checks())(spec(n))
     for size in (1, 5, 8):
         np.testing.assert_array_equal(program.call(np.ones(size, np.float32)), np.full(size, 3.0))
-
-
-def test_scratch_needs_no_derivative():
-    largest = wrap(runs("out[()] = np.argmax(x)", "x, out, scratch"), spec(dtype=np.int32), scratch=lambda x: x)
-    assert (jax.grad(lambda x: x[largest(x)])(jnp.arange(3.0)) == jnp.array([0.0, 0.0, 1.0])).all()
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
@@ -1821,15 +1701,11 @@ def test_calls_with_other_scratch_on_a_shard_are_not_one(order):
     assert [result[0] for result in results] == [(8, 2)[i] for i in order]
 
 
-def test_integer_outputs_need_no_derivative():
-    sign = wrap(lambda x: np.sign(x).astype(np.int32), lambda x: jax.ShapeDtypeStruct(x.shape, jnp.int32))
+def test_integer_outputs_and_scratch_need_no_derivative():
+    sign = wrap(runs("out[:] = np.sign(x)", "x, out, scratch"), spec(4, dtype=np.int32), scratch=like_first)
     out, tangent = jax.jvp(sign, (F32,), (F32,))
     assert out.dtype == jnp.int32 and tangent.dtype == jax.dtypes.float0
     np.testing.assert_array_equal(jax.grad(lambda x: (x * sign(x)).sum())(F32), [1, 1, 1, 1])
-
-
-def test_a_wrapper_shows_its_kernel():
-    assert repr(add_one) == "<numba_kernel add_one>"
 
 
 # -- any shape, layout and batch -----------------------------------------------------------------------
@@ -1845,31 +1721,22 @@ def running_sum(x, y, out, total):
     total[()] = acc
 
 
-def running_sum_reference(x, y, nest=()):
-    """The same in NumPy, of a batch by `vmap`s of these axes."""
-    operands = []
-    for k, array in enumerate((x, y)):
-        for depth, axes in enumerate(nest):
-            array = np.expand_dims(array, depth) if axes[k] is None else np.moveaxis(array, depth + axes[k], depth)
-        operands.append(array)
-    x, y = operands
-    batch, shape = x.shape[: len(nest)], x.shape[len(nest) :]
-    x = x.reshape(*batch, math.prod(shape))
-    start = np.multiply(y, x.shape[-1], dtype=x.dtype)[..., None]
-    out = start + x.cumsum(-1, dtype=x.dtype)
-    total = start + x.sum(-1, keepdims=True, dtype=x.dtype)
-    return out.reshape((*out.shape[: len(nest)], *shape)), total[..., 0]
+def running_sum_in_jax(x, y):
+    start = (x.size * y).astype(x.dtype)
+    out = start + x.ravel().cumsum(dtype=x.dtype)
+    return out.reshape(x.shape), start + x.sum(dtype=x.dtype)
 
 
-def check_running_sums(found, *operands):
-    jax.tree.map(partial(np.testing.assert_array_equal, strict=True), found, running_sum_reference(*operands))
+def check_running_sums(found, expected):
+    jax.tree.map(partial(np.testing.assert_array_equal, strict=True), found, expected)
 
 
 def test_numpy_views_are_taken_as_they_are():
     base = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
     for view in (base.T, base[:, ::-1, ::2], np.asfortranarray(base), base[1:1], base.astype(">f4").astype("f4")):
-        check_running_sums(running_sum(view, 1), view, np.float32(1))
-        check_running_sums(jax.jit(lambda x: running_sum(x.T, 1))(view.T), view, np.float32(1))
+        expected = running_sum_in_jax(jnp.asarray(view), jnp.float32(1))
+        check_running_sums(running_sum(view, 1), expected)
+        check_running_sums(jax.jit(lambda x: running_sum(x.T, 1))(view.T), expected)
 
 
 def random_nest(rng, rank, dtype):
@@ -1890,20 +1757,20 @@ def random_nest(rng, rank, dtype):
 ])  # fmt: skip
 def test_any_nest_of_vmaps_is_a_loop_over_slices(rank, dtype):
     rng = np.random.default_rng(rank)
-    cases = [random_nest(rng, rank, dtype) for _ in range(80)]
+    cases = [random_nest(rng, rank, dtype) for _ in range(40)]
 
-    @jax.jit
-    def run(operands):
+    @partial(jax.jit, static_argnums=0)
+    def run(function, operands):
         results = []
         for (_, nest), (x, y) in zip(cases, operands):
-            vmapped = running_sum
+            vmapped = function
             for axes in reversed(nest):
                 vmapped = jax.vmap(vmapped, axes)
             results.append(vmapped(x, y))
         return results
 
-    for ((x, y), nest), found in zip(cases, run([operands for operands, _ in cases])):
-        check_running_sums(found, x, y, nest)
+    operands = [operands for operands, _ in cases]
+    check_running_sums(run(running_sum, operands), run(running_sum_in_jax, operands))
 
 
 @numba.extending.intrinsic
@@ -1948,20 +1815,6 @@ def test_slices_of_a_batch_run_on_all_threads_unless_in_order(method):
     assert on_one_thread == in_order
 
 
-def test_a_very_deep_nest_of_vmaps():
-    f = add_one
-    for _ in range(12):
-        f = jax.vmap(f)
-    ones = np.ones((1, 2) * 6 + (3,), np.float32)
-    np.testing.assert_array_equal(f(ones), 2 * ones)
-
-
-def test_thirty_arguments():
-    names = [f"a{i}" for i in range(30)]
-    add_all = wrap(runs(f"out[:] = {' + '.join(names)}", f"{', '.join(names)}, out"))
-    np.testing.assert_array_equal(add_all(*[np.full(3, i, np.float32) for i in range(30)]), [435, 435, 435])
-
-
 def test_no_argument():
     count = wrap(runs("out[:] = np.arange(out.size)", "out"), [spec(3, dtype=np.int32)])
     np.testing.assert_array_equal(count()[0], [0, 1, 2])
@@ -1972,17 +1825,14 @@ def test_no_argument():
 
 
 @pytest.mark.parametrize("outs, signature", [(like_first, "(*args)"), (itself, "(x)"), (spec(3), "(*args)")])
-def test_wrappers_show_the_signature_of_their_inputs(outs, signature):
-    """By which jax.custom_vjp and jax.custom_jvp bind arguments."""
+def test_wrappers_show_their_kernel_and_the_signature_of_their_inputs(outs, signature):
+    """By which jax.custom_vjp binds arguments."""
+    assert repr(add_one) == "<numba_kernel add_one>"
     square = wrap(lambda x: x * x, outs)
     assert str(inspect.signature(square)) == signature
     with_vjp = jax.custom_vjp(square)
     with_vjp.defvjp(lambda x: (square(x), x), lambda x, ct: (2 * x * ct,))
-    with_jvp = jax.custom_jvp(square)
-    with_jvp.defjvps(lambda t, y, x: 2 * x * t)
-    for function in (with_vjp, with_jvp):
-        _, pullback = jax.vjp(function, jnp.arange(3.0))
-        np.testing.assert_array_equal(pullback(jnp.ones(3))[0], [0, 2, 4])
+    np.testing.assert_array_equal(jax.grad(lambda x: with_vjp(x).sum())(jnp.arange(3.0)), [0, 2, 4])
 
 
 def like_second(a, x, y):
@@ -2005,21 +1855,36 @@ def _sum_and_twice(x):
     return x.sum(), (2 * x, x.size)
 
 
+@xk.numba_kernel(outs=like_first, scratch=lambda x: {"twice": x, "n": spec(dtype=np.int32)})
+def reverse(x, out, n, work):
+    n[()] = x.size
+    work[:] = x
+    for i in range(n[()]):
+        out[i] = work[x.size - 1 - i]
+
+
+@xk.numba_kernel(outs=lambda x, y: (x, y), input_output_aliases={1: 1})
+def add_both(x, y, first, second):
+    first[:] = x + y
+    second += x
+
+
 SCALARS, VECTORS = np.array([1.25, 1.5], np.float32), np.array([[1, 1.5, 1.75], [2, 1.25, 1.125]], np.float32)
 THREE_INPUTS = [SCALARS, VECTORS, VECTORS + 1]
 THREE_FLOATS, COUNT = spec(3), spec(dtype=np.int32)
 in_out = wrap(_running, lambda x, total: (total, x), in_out_argnames=iter(["total"]))
 shifted = runs("for i in range(x.size): out[i] = x[i] + y", "x, y, out")
+typed_add_one = numba.njit(["void(f8[:],f8[:])", "void(f4[:],f4[:])"])(add_one.__wrapped__)
+typed_in_c_order = numba.njit("void(f4[::1],f4[::1])")(add_one.__wrapped__)
 gu_shifted = numba.guvectorize("(n),()->(n)")(shifted)
 typed_gu_shifted = numba.guvectorize(["void(f4[:],f4,f4[:])"], "(n),()->(n)")(shifted)
 ONE_LINERS = {  # a function as it is, the same in Python, two slices of each input, and what goes by keyword
-    "returns a scalar": (wrap(lambda x: x.mean(), spec()), np.mean, [VECTORS], {}),
-    "returns an array": (wrap(_axpy, like_second), _axpy, THREE_INPUTS, {}),
     "returns another layout": (wrap(transpose_of, spec(3, 1)), np.transpose, [VECTORS[:, None]], {}),
     "returns a tuple": (wrap(_sum_and_twice, (spec(), (THREE_FLOATS, COUNT))), _sum_and_twice, [VECTORS], {}),
-    "inputs by keyword": (wrap(_axpy, like_second), _axpy, [SCALARS], {"y": VECTORS, "x": VECTORS + 1}),
     "star args": (wrap(runs("a[-1][:] = a[0]", "*a")), like_first, [VECTORS, VECTORS + 1], {}),
     "a default": (wrap(runs("out[:] = n * x", "x, out, n=3")), lambda x: 3 * x, [VECTORS], {}),
+    "typed": (wrap(typed_add_one), lambda x: x + 1, [VECTORS], {}),
+    "typed in C order": (wrap(typed_in_c_order), lambda x: x + 1, [VECTORS], {}),
     "vectorize": (wrap(numba.vectorize(_axpy), like_second), _axpy, THREE_INPUTS, {}),
     "typed vectorize": (wrap(numba.vectorize(["f4(f4,f4,f4)"])(_axpy), THREE_FLOATS), _axpy, THREE_INPUTS, {}),
     "guvectorize": (wrap(gu_shifted, THREE_FLOATS), np.add, [VECTORS, SCALARS], {}),
@@ -2029,38 +1894,30 @@ ONE_LINERS = {  # a function as it is, the same in Python, two slices of each in
     "scalars": (wrap(_head, scalars=True), _scaled_head, [VECTORS], {"alpha": SCALARS, "n": np.full(2, 2, np.int32)}),
     "a named scalar": (wrap(_head, THREE_FLOATS, scalars=["alpha"]), _scaled_head, [VECTORS], {"alpha": 3.0, "n": 2}),
     "in-out": (in_out, lambda x, total: (x + total, 2 * (x + total)), [VECTORS], {"total": VECTORS + 1}),
+    "scratch": (reverse, lambda x: x[::-1], [VECTORS], {}),
+    "an alias": (add_both, lambda x, y: (x + y, x + y), [VECTORS, VECTORS + 1], {}),
     "in place": (wrap(runs("x += 1", "x"), THREE_FLOATS, in_out_argnames=["x"]), lambda x: x + 1, [VECTORS], {}),
 }
 
 
-def both_slices(function, how, inputs, named):
-    """What a function gives for the two slices of its inputs; what is no array is the same in both."""
+def check_slices(function, expected, inputs, named):
+    """Compare the two slices of all inputs, alone and under vmap; what is no array is the same in both."""
     constants = {name: value for name, value in named.items() if not isinstance(value, np.ndarray)}
     arrays = {name: value for name, value in named.items() if isinstance(value, np.ndarray)}
 
-    def call(operands):
-        args, arrays = operands
-        return function(*args, **arrays, **constants)
+    def slices_of(function):
+        slices = [jax.tree.map(operator.itemgetter(i), (inputs, arrays)) for i in range(2)]
+        results = [function(*args, **named_arrays, **constants) for args, named_arrays in slices]
+        return jax.tree.map(lambda *slices: np.stack(slices), *results)
 
-    if how == "vmap":
-        return jax.vmap(call)((inputs, arrays))
-    if how == "scan":
-        return jax.lax.scan(lambda carry, operands: (carry, call(operands)), 0, (inputs, arrays))[1]
-    results = [call(jax.tree.map(operator.itemgetter(i), (inputs, arrays))) for i in range(2)]
-    return jax.tree.map(lambda *slices: np.stack(slices), *results)
+    vmapped = jax.vmap(lambda args, named_arrays: function(*args, **named_arrays, **constants))
+    for found in (slices_of(function), vmapped(inputs, arrays)):
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), found, slices_of(expected))
 
 
-def check_slices(function, expected, how, inputs, named):
-    expected = both_slices(expected, "eager", inputs, named)
-    found = both_slices(function, how, inputs, named)
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), found, expected)
-
-
-@pytest.mark.parametrize("how", ["eager", "vmap", "scan"])
 @pytest.mark.parametrize("name", ONE_LINERS)
-def test_numba_functions_in_one_line(name, how):
-    function, expected, inputs, named = ONE_LINERS[name]
-    check_slices(function, expected, how, inputs, named)
+def test_numba_functions_in_one_line(name):
+    check_slices(*ONE_LINERS[name])
 
 
 # Double precision, as these libraries are made for.
@@ -2084,32 +1941,10 @@ def test_library_functions_in_one_line(name):
     function = getattr(pytest.importorskip(module, exc_type=ImportError), function)
     outs, inputs, constants = LIBRARY_FUNCTIONS[name]
     with x64():
-        check_slices(wrap(function, outs), function, "vmap", inputs, constants)
-
-
-SIGNATURES = [["void(f4[::1],f4[::1])"], ["void(f4[:],f4[:])"], ["void(f8[:],f8[:])", "void(f4[:],f4[:])"]]
-
-
-@pytest.mark.parametrize("signatures", SIGNATURES)
-def test_explicit_signatures_keep_working(signatures):
-    kernel = wrap(numba.njit(signatures)(add_one.__wrapped__))
-    np.testing.assert_array_equal(kernel(F32), F32 + 1)
-    np.testing.assert_array_equal(jax.vmap(kernel)(jnp.ones((3, 4))), np.full((3, 4), 2.0))
-    with pytest.raises(TypeError, match=r"(?s)Numba cannot compile.*int32"):
-        kernel(np.ones(4, np.int32))
+        check_slices(wrap(function, outs), function, inputs, constants)
 
 
 # -- inputs are never changed --------------------------------------------------------------------------
-
-
-@numba.njit
-def write_first(a):
-    a.flat[0] = 77
-
-
-@numba.vectorize(["float32(float32)"])
-def plus_one(a):
-    return a + 1
 
 
 @numba.experimental.jitclass([("a", numba.float32[::1])])
@@ -2121,30 +1956,26 @@ class Holder:
         self.a[0] = value
 
 
-contiguous, fill, elements = np.ascontiguousarray, np.fill_diagonal, np.nditer
+contiguous, fill = np.ascontiguousarray, np.fill_diagonal  # under another name
 memset = ctypes.CDLL(None).memset
 memset.argtypes, memset.restype = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t], ctypes.c_void_p
 square_of_ones = np.ones((4, 4), np.float32)
 
 REFUSED_WRITES = [  # Numba sees that a read-only array is written to
-    "x[0] = 77", "x[1:] = 77", "x[x > 0] = 77", "x[...] = 77", "x[0], x[1] = x[1], x[0]",
-    "x[::-1].sort()", "x.fill(77)", "(lambda a: a.fill(77))(x)", "np.random.shuffle(x)",
-    "x.view(np.int32)[0] = 77", "x.reshape((2, 2))[0, 0] = 77", "x.ravel()[0] = 77", "x.T[0] = 77",
-    "np.asarray(x)[0] = 77", "l = [out, x]; l[1][0] = 77", "a = out if out.size == 0 else x; a[0] = 77",
+    "x[0] = 77", "x[1:] = 77", "x[x > 0] = 77", "x[::-1].sort()", "x.fill(77)", "np.random.shuffle(x)",
+    "x.view(np.int32)[0] = 77", "x.reshape((2, 2))[0, 0] = 77", "x.T[0] = 77", "np.asarray(x)[0] = 77",
+    "l = [out, x]; l[1][0] = 77", "a = out if out.size == 0 else x; a[0] = 77",
 ]  # fmt: skip
 COPIED_WRITES = [  # Numba does not, so that the kernel runs on a copy
-    "x += 77", "x[:2] -= 77", "np.add(x, 77, x)", "np.sin(x, x)", "plus_one(x, x)", "gu_swap(x, out)",
+    "x += 77", "np.add(x, 77, x)", "gu_swap(x, out)", "for a in (x, out): a[0] = 77", "np.nan_to_num(x, False)",
     "np.dot(square_of_ones, out, x)", "np.dot(square_of_ones, out, out=x)", "a = (square_of_ones, out, x); np.dot(*a)",
-    "np.nan_to_num(x, False)", "x.flat[0] = 77", "write_first(x)",
-    "for v in np.nditer(x): v[()] = 77", "for v in elements(x): v[()] = 77", "for a in (x, out): a[0] = 77",
-    "for v, w in np.nditer((x, out)): v[()] = 77",
-    "np.fill_diagonal(x.reshape((2, 2)), 77)", "fill(x.reshape((2, 2)), 77)",
+    "x.flat[0] = 77", "for v in np.nditer(x): v[()] = 77", "fill(x.reshape((2, 2)), 77)",
     "l = numba.typed.List(); l.append(out); l.append(x); l[1][0] = 77",
     "d = numba.typed.Dict(); d[0] = out; d[1] = x; d[1][0] = 77",
     "Holder(x).put(77)", "poke(x)", "memset(x.ctypes, 77, 4)", "memset(getattr(x, 'ctypes'), 77, 4)",
 ]  # fmt: skip
 CONTIGUOUS_WRITES = [  # refused before Numba 0.64, copied since: numba/numba#10390 makes these arrays writable
-    "np.ascontiguousarray(x)[0] = 77", "np.asfortranarray(x)[0] = 77", "contiguous(x)[0] = 77",
+    "np.asfortranarray(x)[0] = 77", "contiguous(x)[0] = 77",
 ]  # fmt: skip
 (REFUSED_WRITES if numba.version_info.short < (0, 64) else COPIED_WRITES).extend(CONTIGUOUS_WRITES)
 
@@ -2162,7 +1993,7 @@ def test_a_kernel_that_writes_to_an_input_is_refused(code):
 
 @pytest.mark.parametrize("parallel, code", [
     *itertools.product([False], COPIED_WRITES),
-    *itertools.product([True], ["x += 77", "np.add(x, 77, x)", "x.flat[0] = 77"]),
+    *itertools.product([True], ["x += 77", "x.flat[0] = 77"]),
 ])  # fmt: skip
 def test_a_kernel_that_may_write_to_an_input_gets_a_copy(code, parallel):
     write = writes(code, parallel=parallel)
@@ -2171,13 +2002,6 @@ def test_a_kernel_that_may_write_to_an_input_gets_a_copy(code, parallel):
     np.testing.assert_array_equal(x, [4, np.nan, 2, 1])
     assert not np.array_equal(seen, x, equal_nan=True)  # what the kernel wrote to its copy, it reads there
     assert hidden_outputs_of(write, FLOATS) == 1
-
-
-def test_python_in_a_kernel_cannot_write_to_an_input():
-    x = jnp.array([4.0, 3.0, 2.0, 1.0])
-    text = error_of(writes("with numba.objmode():\n        x[0] = 77"), x)
-    assert "ValueError: assignment destination is read-only (raised in kernel 'kernel')" in text
-    np.testing.assert_array_equal(x, [4, 3, 2, 1])
 
 
 def add_by_overload(x, out):
@@ -2191,17 +2015,12 @@ def _(x, out):
 
 def test_a_kernel_that_only_reads_gets_no_copies():
     """Also where it gives an input to what is compiled for writable arrays."""
-    add_to_itself = runs("a = x\n    out[:] = a + 1")
-    typed_add = numba.njit("void(float32[::1], float32[::1])")(add_one.__wrapped__)
-    typed_local = numba.njit(locals={"a": numba.float32[::1]})(add_to_itself)
-    for code, values in [
-        ("out[:] = x + 1", {}),
-        ("for i, v in enumerate(x.flat): out[i] = v + 1", {}),
-        ("function(x, out)", {"function": typed_add}),
-        ("function(x, out)", {"function": typed_local}),
-        ("function(x, out)", {"function": add_by_overload}),
-    ]:
-        kernel = wrap(runs(code, **values))
+    call = "function(x, out)"
+    kernels = [
+        runs("out[:] = x + 1"), runs("for i, v in enumerate(x.flat): out[i] = v + 1"),
+        runs(call, function=typed_in_c_order), runs(call, function=add_by_overload),
+    ]  # fmt: skip
+    for kernel in map(wrap, kernels):
         np.testing.assert_array_equal(kernel(F32), F32 + 1)
         assert hidden_outputs_of(kernel, FLOATS) == 0
 
@@ -2221,13 +2040,6 @@ def accumulate(acc, x, out):
         out[0] += x[i]
 
 
-@pytest.mark.parametrize("call", [accumulate, jax.jit(accumulate)], ids=["eager", "jit"])
-def test_an_aliased_output_starts_with_the_input_and_the_caller_keeps_its_array(call):
-    acc = jnp.array([10.0, 5.0])
-    np.testing.assert_array_equal(call(acc, jnp.arange(4.0)), [16, 5])
-    np.testing.assert_array_equal(acc, [10, 5])
-
-
 @pytest.mark.parametrize("batch", [(), (3,), (3, 2)])
 def test_what_starts_with_an_input_does_where_xla_lost_the_alias(batch):
     """An alias is a hint: fusions of slices on GPUs lose it.  Here the programs have none."""
@@ -2240,24 +2052,6 @@ def test_what_starts_with_an_input_does_where_xla_lost_the_alias(batch):
     np.testing.assert_array_equal(x, np.broadcast_to(np.arange(4), (*batch, 4)))
 
 
-def test_the_second_input_starts_the_second_output():
-    def add_both(x, y, first, second):
-        first[:] = x + y
-        second += x
-
-    both = wrap(add_both, lambda x, y: (x, y), input_output_aliases={1: 1})
-    x, y = jnp.arange(3.0), jnp.array([10.0, 20.0, 30.0])
-    for found in (both(x, y), jax.vmap(both)(x[None], y[None])):
-        np.testing.assert_array_equal(np.reshape(found, (2, 3)), [[10, 21, 32], [10, 21, 32]])
-
-
-def test_a_donated_array_is_updated_in_place():
-    acc = jnp.zeros(1000)
-    before = acc.unsafe_buffer_pointer()
-    result = jax.jit(accumulate, donate_argnums=0)(acc, jnp.ones(5))
-    assert result[0] == 5 and acc.is_deleted() and result.unsafe_buffer_pointer() == before
-
-
 def test_zero_outputs_start_every_slice_from_zeros():
     def adds(x, kept, out):
         out += x
@@ -2268,19 +2062,6 @@ def test_zero_outputs_start_every_slice_from_zeros():
     for _ in range(3):
         for kept, out in (jax.vmap(add)(x, x), jax.jit(jax.vmap(add))(x, x), add(x[0], x[1])):
             assert (out == 1).all() and (kept == 2).all()
-
-
-def test_scratch_is_passed_and_not_returned():
-    @xk.numba_kernel(outs=like_first, scratch=lambda x: {"twice": x, "n": spec(dtype=np.int32)})
-    def reverse(x, out, n, work):
-        n[()] = x.size
-        work[:] = x
-        for i in range(n[()]):
-            out[i] = work[x.size - 1 - i]
-
-    x = jnp.arange(6.0).reshape(2, 3)
-    np.testing.assert_array_equal(reverse(x[0]), [2, 1, 0])
-    np.testing.assert_array_equal(jax.vmap(reverse)(x), x[:, ::-1])
 
 
 @pytest.mark.parametrize("kept", [True, False])
@@ -2414,24 +2195,19 @@ def test_an_unknown_major_version_of_the_interface_is_refused(monkeypatch, tmp_p
 
 def test_without_jit_the_kernel_is_plain_python(monkeypatch):
     monkeypatch.setattr(numba.config, "DISABLE_JIT", True)
-
     seen = []
 
     def shows(x, out):
         seen.append((x.tolist(), out.shape, x.flags.writeable))
-        if x.ndim and x[0] < 0:
+        if x[0] < 0:
             raise KeyError("negative", x[0].item())
-        out[...] = x + 1
+        out[:] = x + 1
 
     show = wrap(shows)
     np.testing.assert_array_equal(show(np.ones(2, np.float32)), [2, 2])
     assert seen == [([1, 1], (2,), False)]
-    assert show(np.float32(1)) == 2
-    assert show(np.ones((2, 0), np.float32)).shape == (2, 0)
     np.testing.assert_array_equal(jax.vmap(show)(np.ones((3, 2), np.float32)), np.full((3, 2), 2))
     assert "KeyError: ('negative', -1.0)" in error_of(show, -F32)
-    np.testing.assert_array_equal(wrap(numba.njit(add_one.__wrapped__))(np.ones(2, np.int8)), [2, 2])
-    assert "read-only" in error_of(wrap(runs("x[0] = 1")), F32)
 
 
 TYPED = """
@@ -2677,7 +2453,6 @@ ON_DISK = r"""
     number_and_size = np.zeros((), np.float32), np.zeros((), np.int32)
     calls = {
         "plain": add_one,
-        "closure": wrap(scaled_by(2.5)),
         "generator": lambda x: op(x, outs=x, scale=4.0),
         "returns": wrap(lambda x: (x[0] + x[1], x.size), number_and_size),
         "constant": functools.partial(wrap(runs("out[0] = x[0] + n", "x, n, out")), n=3),
@@ -2862,25 +2637,6 @@ def test_kernels_that_numba_caches_are_kept_without_a_setting_and_see_changes(tm
     assert results(1) == ["2.0", "False", "2.0", "4.0"]
     assert results(30) == ["31.0", "True", "31.0", "62.0"]
     assert len(list(tmp_path.glob("kept/xla_kernels/kernel-*"))) == 2  # of the last one, with each constant
-
-
-COUNTED = """
-    import runpy
-    from numba.core.event import install_recorder
-    with install_recorder("numba:compile") as recorder:
-        runpy.run_path(sys.argv[1])
-    print("compiled:", len(recorder.buffer) > 0)
-    """
-
-
-@pytest.mark.processes
-def test_the_first_example_of_the_readme_is_compiled_once(tmp_path):
-    """The second process prints the same, and Numba compiles nothing in it."""
-    (tmp_path / "block.py").write_text(README_BLOCKS[0], encoding="utf-8")
-    environment = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "kept")}
-    first, second = [run_code(COUNTED, tmp_path / "block.py", **environment) for _ in range(2)]
-    assert first.endswith("compiled: True\n")
-    assert second == first.replace("compiled: True", "compiled: False")
 
 
 STARTS_TOGETHER = """
