@@ -451,8 +451,10 @@ def _version(module: str) -> Any:
 
 
 def _identity(obj: Any) -> tuple:
-    with _LOCK:
-        return "identity", os.getpid(), _OBJECTS.setdefault(id(obj), (len(_OBJECTS), obj))[0]
+    # Two containers may have a process of the same number, and a forked process has its parent's token.  No lock: code
+    # that holds another one comes here.
+    number, _ = _OBJECTS.setdefault(id(obj), (next(_NUMBERS), obj))
+    return "identity", _TOKEN, os.getpid(), number
 
 
 def _never(array: np.ndarray) -> bool:
@@ -537,7 +539,8 @@ class _Digester:
         return kind.__module__, kind.__name__, *content
 
     def _array(self, obj: np.ndarray) -> tuple:
-        layout = obj.dtype, obj.shape, obj.strides, obj.flags.writeable, obj.flags.aligned
+        subclass = () if type(obj) is np.ndarray else (type(obj),)
+        layout = *subclass, obj.dtype, obj.shape, obj.strides, obj.flags.writeable, obj.flags.aligned
         if self.in_place(obj) or obj.dtype.hasobject:
             return *layout, obj.ctypes.data, *self.identity(obj)
         return *layout, obj.tobytes()
@@ -653,7 +656,7 @@ def _family(kind: type) -> Any:
         return NamedTuple
     if kind in _VALUES or kind in _NODES:
         return kind
-    bases = (np.generic, np.dtype, types.ModuleType, ctypes._CFuncPtr)  # type: ignore[attr-defined]
+    bases = (np.ndarray, np.generic, np.dtype, types.ModuleType, ctypes._CFuncPtr)  # type: ignore[attr-defined]
     return next((base for base in bases if issubclass(kind, base)), None)
 
 
@@ -728,7 +731,7 @@ def _paths(instructions: Sequence[dis.Instruction], roots: Sequence[str]) -> set
 # The version of what `_STORE` holds (digests too), of the attribute `launch` and of the buffers that a handler
 # expects: raise it when one of them changes.  Names of targets hold it, so that the program of one version never calls
 # the handler of another.
-_LAYOUT = 3
+_LAYOUT = 4
 
 # What copies of this file of one layout share, also one that is loaded again.
 _STORE_NAME = f"_xla_kernels_store_{_LAYOUT}"
@@ -736,6 +739,8 @@ _STORE: Any = sys.modules.setdefault(_STORE_NAME, types.ModuleType(_STORE_NAME))
 _LOCK: threading.RLock = vars(_STORE).setdefault("lock", threading.RLock())
 _TARGETS: dict[tuple[str, str], Any] = vars(_STORE).setdefault("targets", {})  # (name, platform) -> _Compiled, or None
 _OBJECTS: dict[int, tuple[int, Any]] = vars(_STORE).setdefault("objects", {})  # known by identity, kept alive
+_NUMBERS: Iterator[int] = vars(_STORE).setdefault("numbers", itertools.count())  # for those
+_TOKEN: str = vars(_STORE).setdefault("token", os.urandom(8).hex())  # of this process
 _HELPERS: dict[int, Any] = vars(_STORE).setdefault("helpers", {})  # id -> _Helper
 
 
@@ -1511,6 +1516,10 @@ class _Options(types.SimpleNamespace):
             raise ValueError(f"vmap_method must be one of {_VMAP_METHODS}; got {self.vmap_method!r}")
         if not callable(self.outs) or isinstance(self.outs, type):  # such as jnp.float32
             _flat_specs(self.outs, "outs")
+        for name in ("scratch", "launch_dims"):
+            option = vars(self).get(name)
+            if callable(option) and type(option).__hash__ is None:  # JAX's caches need one
+                setattr(self, name, functools.partial(option))
         self.input_output_aliases = self._checked_aliases()
         self.in_out_argnames = self._checked_names("in_out_argnames", self.in_out_argnames)
         if not isinstance(self.scalars, bool):
@@ -1645,7 +1654,7 @@ class _Wrapper(_Kept):
     def __repr__(self) -> str:
         return f"<{self.decorator} {self.__name__}>"
 
-    def __call__(self, *args: Any, **named: Any) -> Any:
+    def __call__(self, /, *args: Any, **named: Any) -> Any:
         return self._call_by_name(args, named) if named else self._call_inputs(args)
 
     def _call_inputs(self, args: Sequence) -> Any:
@@ -2235,7 +2244,7 @@ class _KernelFile:
         if folder is None or _OWN_DIGEST is None:
             return None
         key = f"{_OWN_DIGEST} {_machine()} {parts()}\n"
-        label = re.sub(r"\W", "_", label)
+        label = re.sub(r"\W", "_", label, flags=re.ASCII)[:80]  # any file system takes it
         return cls(os.path.join(folder, f"{label}-{_digest(key)}.xla_kernel"), key, is_current)
 
     def framed(self, content: bytes) -> bytes:
@@ -2937,8 +2946,8 @@ _NUMBA_DTYPES = frozenset(
 # Ways to write through a read-only array that Numba (0.61 to 0.68) does not refuse: functions, attributes, classes of
 # objects.  A kernel that names one gets copies of the inputs that LLVM does not find to be only read.
 _UNCHECKED_WRITERS = frozenset(
-    "asfortranarray ascontiguousarray CFunc ctypes Dict dot(out) fill_diagonal flat from_buffer GUFunc _Intrinsic "
-    "JitClassType List nan_to_num nditer overload StructRefProxy".split()
+    "asfortranarray ascontiguousarray at CFunc ctypes Dict dot(out) fill_diagonal flat from_buffer frombuffer GUFunc "
+    "_Intrinsic JitClassType List nan_to_num nditer objmode overload StructRefProxy view".split()
 )
 _WRITES = "Cannot modify readonly array"  # in what Numba says
 _READ_ONLY = (
@@ -3052,7 +3061,7 @@ class _NumbaWrapper(_Wrapper):
     def _returned_form(self, signature: _Signature) -> _Form | None:
         """The call of a function that takes the inputs alone, 0-d ones as scalars, and returns the outputs."""
         results = self._results(signature)
-        if self.options.scratch is not None or not results:
+        if jax.tree.leaves(self.options.scratch) or not results:
             return None
         return self._form(signature, self._input_arguments(signature, scalars=True), tuple(results))
 
@@ -3100,7 +3109,7 @@ class _NumbaWrapper(_Wrapper):
         n_in = signature.n_in
         n_out = len(signature.ranks) - n_in
         takes = inspect.signature(_python(self.kernel))
-        scratch = " and scratch buffers" if self.options.scratch is not None else ""
+        scratch = " and scratch buffers" if jax.tree.leaves(self.options.scratch) else ""
         raise TypeError(
             f"kernel {self.__name__!r} takes {takes}, but this call has {n_in} inputs and "
             f"{n_out} outputs{scratch}: a kernel takes all, or the inputs alone and return "
@@ -3212,7 +3221,7 @@ def _compile_numba(
     import numba
 
     if numba.config.DISABLE_JIT:  # plain Python, for prints and pdb
-        python = _CallbackEmitter(signature, _in_python(kernel, signature, forms[0]))
+        python = _CallbackEmitter(signature, _in_python(kernel, signature, forms))
         return _Compiled(*_compile_handler(signature, python))
     file = find_file()
     loaded = _load_kernel(file, signature.label, in_order) if file else None
@@ -3293,15 +3302,23 @@ def _first_that_compiles(compile_: Callable[[Any], Any], candidates: Iterable[An
     raise min(errors, key=lambda error: isinstance(error, ImportError))
 
 
-def _in_python(kernel: Any, signature: _Signature, form: _Form) -> Callable[..., None]:
-    """A slice in plain Python, with what the kernel returns stored where its form says."""
-    call = form.adapter(_python(kernel), f"return {_RETURNED}")
+def _in_python(kernel: Any, signature: _Signature, forms: list[_Form]) -> Callable[..., None]:
+    """A slice in plain Python, in the first form in which the kernel returns as much as that says."""
+    function = getattr(kernel, "py_func", kernel)
+    is_ufunc = not isinstance(function, types.FunctionType)  # these return what they write to
+    calls = [form.adapter(function, f"return {_RETURNED}") for form in forms]
 
     def body(pointers: list[int], dims: list[tuple], *_: int) -> None:
         buffers = _host_arrays(signature, pointers, dims)
-        returned = call(*buffers)
-        leaves = jax.tree_util.tree_leaves(returned) if form.results else []
-        for k, leaf in zip(form.results, leaves, strict=True):
+        for form, call in zip(forms, calls):
+            returned = jax.tree_util.tree_leaves(call(*buffers))
+            if is_ufunc and not form.results:
+                return
+            if len(returned) == len(form.results):
+                break
+        else:
+            raise TypeError("the kernel returned as many values as no call with these outputs takes", len(returned))
+        for k, leaf in zip(form.results, returned):
             if np.shape(leaf) != buffers[k].shape:
                 raise ValueError("returned an array of shape", np.shape(leaf), "where outs declares", buffers[k].shape)
             buffers[k][...] = leaf
@@ -3472,6 +3489,7 @@ class _KernelName(NamedTuple):
     """The digest of all that compiling a kernel reads."""
 
     digest: str
+    names: set[str]  # that stand in the code
     is_portable: bool  # whether other processes would compile the same under this name
     kernel: Any
     walk: Callable[[], _Digester]
@@ -3486,7 +3504,7 @@ class _KernelName(NamedTuple):
                 walked.add(walked.identity(helper.function))
         has_known_helpers = all(helper.is_known and not _may_be_cached(helper.function) for helper in helpers)
         is_portable = has_known_helpers and not walked.by_identity and not _links_files(walked)
-        return cls(walked.hash.hexdigest(), is_portable, kernel, walk)
+        return cls(walked.hash.hexdigest(), walked.names, is_portable, kernel, walk)
 
     def is_current(self) -> bool:
         return _KernelName.of(self.kernel, self.walk).digest == self.digest
@@ -3783,6 +3801,7 @@ class _NumbaEmitter(_Emitter):
 # Knows one slice of a call; the handler finds the slices.
 
 _CUDA_DTYPES = _NUMBA_DTYPES | {"float16"}
+_CUDA_STORES = frozenset("stcg stcs stwb stwt".split())  # write to read-only arrays too: see `_UNCHECKED_WRITERS`
 _CUDA_BLOCKS = {2: (16, 16), 3: (8, 8, 4)}  # threads per block over launch_dims of two and three dimensions
 _CUDA_LIMITS = {"grid": (2**31 - 1, 65535, 65535), "block": (1024, 1024, 64), "launch_dims": (sys.maxsize,) * 3}
 _CudaLaunch = _struct("_CudaLaunch", grid=_I64 * 3, block=_I64 * 3, shared_mem=_I64)  # begins the attribute `launch`
@@ -3934,11 +3953,14 @@ class _CudaWrapper(_Wrapper):
         self._check_dtypes(call, _CUDA_DTYPES, "that Numba CUDA has no arrays of")
         kernel_name = _KernelName.of(self.kernel, code.walk)
         name = self._target_name(kernel_name.digest)
-        code = dataclasses.replace(code, find_file=functools.partial(kernel_name.file, name))
+        # In PTX is not seen what is written to.
+        writes_unseen = code.is_native and not kernel_name.names.isdisjoint(_UNCHECKED_WRITERS | _CUDA_STORES)
+        may_write = tuple(range(len(call.ins))) if writes_unseen else ()
+        signature = code.signature.with_hidden(may_write)
+        code = dataclasses.replace(code, signature=signature, find_file=functools.partial(kernel_name.file, name))
         where = f"runs on {packages[0].where}"
-        target = _Target(
-            name, launch, compilers={platform: code.compile}, check=code.check, title=self.title, where=where
-        )
+        compilers = {platform: code.compile}
+        target = _Target(name, launch, may_write, compilers=compilers, check=code.check, title=self.title, where=where)
         target.register_where_traced()
         if not code.is_native or self.options.in_order:
             return target
@@ -4717,7 +4739,7 @@ class _GenericWarpKernel(_Wrapper):
 
     decorator = "warp_kernel"
 
-    def __call__(self, *args: Any, **named: Any) -> Any:
+    def __call__(self, /, *args: Any, **named: Any) -> Any:
         arguments = dict(zip(self.parameters, args)) | named
         instance = self._instance(arguments)
         wrapper = self.variants.get(instance)
@@ -4810,7 +4832,7 @@ class _WarpKernel(_Wrapper):
 
     # -- from a call to its inputs: values, and None for an array, are static --------------------------
 
-    def __call__(self, *args: Any, **named: Any) -> Any:
+    def __call__(self, /, *args: Any, **named: Any) -> Any:
         has_null_arrays = any(x is None for x in args)
         if not named and not self.by_value and not has_null_arrays:
             return self._call_inputs(args)
@@ -6336,10 +6358,7 @@ def _check_name(what: str, name: Any) -> None:
 # Does not know kernels, but for tracing one, so that its errors too are raised there.
 
 _SPEC_TYPES: tuple[type, ...] = (Spec, jax.core.ShapedArray)
-_OWN_PARAMS = ("outs", "backend", "_batch", "_types")  # of the primitive, besides the static parameters
-_RESERVED = (  # arguments of functions of JAX
-    "_batch _types avals_in avals_out ctx effects eqn eqn_ctx key lowering_rule ordered_effects primitive self"
-).split()
+_OWN_PARAMS = ("outs", "backend", "_batch", "_static")  # of the primitive
 
 
 def _find_call(op: XLACustomKernel, args: Sequence, outs: Any, backend: Any, params: dict) -> _OpCall:
@@ -6426,7 +6445,7 @@ class _OpCall:
 
 def _check_static_params(op: str, params: dict) -> None:
     for name, value in params.items():
-        if name in _RESERVED:
+        if name in ("_batch", "_static"):
             raise TypeError(f"{op}: the parameter name {name!r} is reserved; use another one")
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
             raise TypeError(
@@ -6552,12 +6571,29 @@ def _is_op(primitive: Any) -> bool:
     return hasattr(primitive, "record_vmap") and hasattr(primitive, "kernel_jaxpr")
 
 
+class _StaticParams:
+    """The static parameters of a call, told from equal ones of other types, which JAX's caches would not do."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.values = values
+        self.key = _tagged(values)
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: Any) -> bool:
+        return type(other) is _StaticParams and self.key == other.key
+
+    def __repr__(self) -> str:
+        return repr(self.values)
+
+
 class _OpPrimitive(Primitive):
     """The primitive of an op; under recorded vmaps (12.5) its `outs` are those of the whole batch."""
 
-    # Its parameters: `outs`, `backend`, the static parameters of the call, and, where there are any,
-    #   _batch  the recorded vmaps
-    #   _types  what tells the static parameters from equal ones of other types, which JAX's caches do not
+    # Its parameters: `outs`, `backend` and, where there are any,
+    #   _batch   the recorded vmaps
+    #   _static  the static parameters of the call: as one, because functions of JAX have arguments of any name
     multiple_results = True
 
     def __init__(self, op: XLACustomKernel) -> None:
@@ -6575,18 +6611,21 @@ class _OpPrimitive(Primitive):
         """A rule for JAX: `function`, with the parameters as one object before its other arguments."""
 
         def call(
-            *args: Any, outs: tuple = (), backend: Any = None, _batch: tuple = (), _types: tuple = (), **params: Any
-        ) -> Any:  # BrainEvent calls rules without outs
+            *args: Any, outs: tuple = (), backend: Any = None, _batch: tuple = (), _static: Any = None, **params: Any
+        ) -> Any:  # BrainEvent calls rules without outs, and with static parameters by name
+            if _static:
+                params = _static.values
             return function(_OpBinding(self.op, outs, backend, params, _batch), *args)
 
         return call
 
-    def bind(self, *args: Any, **params: Any) -> Any:
+    def bind(self, /, *args: Any, **params: Any) -> Any:
+        """Static parameters may be given by name."""
         _IN_JAX_CACHES.add((self.op, "rules"))
-        static = {name: value for name, value in params.items() if name not in _OWN_PARAMS}
-        if static:
-            params["_types"] = _tagged(static)
-        return super().bind(*_make_varying(args), **params)
+        own = {name: params.pop(name) for name in _OWN_PARAMS if name in params}
+        if params:
+            own["_static"] = _StaticParams(params)
+        return super().bind(*_make_varying(args), **own)
 
     def record_vmap(self, ins: Sequence, flags: tuple, /, outs: Sequence, _batch: tuple = (), **params: Any) -> list:
         """Bind with one more vmap, over the first axis of the flagged operands."""
@@ -6699,6 +6738,7 @@ def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None],
       (5,) 0
     """
     function = functools.partial(getattr(prim, "bind", prim), **params)
+    axes = list(map(_from_the_front, args, axes))
     flags = tuple([axis is not None for axis in axes])
     if not any(flags):
         out = function(*args)
