@@ -2849,6 +2849,13 @@ def cuda_target(function, *args):
 
 
 @compiled
+@pytest.mark.parametrize("body, copies", [("out[0] = x.view(np.float32)[0]", 1), ("out[0] = x[0]", 0)])
+def test_cuda_kernel_that_may_write_to_an_input_gets_a_copy(body, copies):
+    text = lower_for_cuda(cuda_op(own_kernel(cuda, "x, out", body)), spec(4))
+    assert text.count("output_operand_alias<") == copies
+
+
+@compiled
 def test_cuda_nothing_to_run_is_no_call():
     """XLA may not capture an empty launch in a CUDA graph."""
     kernel = lambda x, y, z: None
@@ -3889,6 +3896,16 @@ def test_gpu_callable_in_a_command_buffer():
     for k in range(20):
         np.testing.assert_array_equal(step(x + k), (x + k) * 2 + 1)
     assert len(calls) < 40
+
+
+@on_gpu
+def test_gpu_a_kernel_that_writes_to_an_input_changes_a_copy():
+    """In every slice of a batch, which shares the input."""
+    body = "i = cuda.grid(1)\n    if i < x.size:\n        cuda.stwt(x, i, x[i] + y[i])\n        out[i] = x[i]"
+    add = cuda_op(own_kernel(cuda, "x, y, out", body))
+    x, y = jnp.arange(4.0), jnp.ones((3, 4))
+    np.testing.assert_array_equal(jax.vmap(add, (None, 0))(x, y), x + y)
+    np.testing.assert_array_equal(x, [0, 1, 2, 3])
 
 
 @on_gpu
