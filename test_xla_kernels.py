@@ -2235,8 +2235,7 @@ def test_without_jit_the_kernel_is_plain_python(monkeypatch):
     np.testing.assert_array_equal(wrap(lambda x, factor=3.0: factor * x)(F32), 3 * F32)
     assert "returned as many values as no call" in error_of(wrap(lambda x: (x, x)), F32)
     for name in ("vectorize", "guvectorize"):
-        function, expected, inputs, named = ONE_LINERS[name]
-        check_slices(function, expected, "vmap", inputs, named)
+        check_slices(*ONE_LINERS[name])
 
 
 TYPED = """
