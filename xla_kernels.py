@@ -81,7 +81,7 @@ import jax
 import numpy as np
 from jax.interpreters import ad, batching, mlir
 
-__version__ = "0.3.1"
+__version__ = "0.3.2"
 __all__ = [
     "KernelEntry",
     "XLACustomKernel",
@@ -105,8 +105,7 @@ __all__ = [
 # What a new JAX may break.
 # - With an error: what a lowering rule knows (`_on_mesh`), `custom_partitioning` (`_ShardingRule`), what `mlir`, `ad`
 #   and `batching` export.
-# - Silently: `prim_requires_devices_during_lowering` (without it nothing is split over a mesh), new arguments of its
-#   functions that get an op's parameters (`_RESERVED`).
+# - Silently: `prim_requires_devices_during_lowering` (without it nothing is split over a mesh).
 
 Spec = jax.ShapeDtypeStruct
 Primitive: Any = type(jax.lax.add_p)  # jax.extend.core.Primitive, without the 36 ms that importing jax.extend takes
