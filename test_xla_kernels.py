@@ -2654,6 +2654,25 @@ def test_kernels_that_numba_caches_are_kept_without_a_setting_and_see_changes(tm
     assert len(list(tmp_path.glob("kept/xla_kernels/kernel-*"))) == 2  # of the last one, with each constant
 
 
+COUNTED = """
+    import runpy
+    from numba.core.event import install_recorder
+    with install_recorder("numba:compile") as recorder:
+        runpy.run_path(sys.argv[1])
+    print("compiled:", len(recorder.buffer) > 0)
+    """
+
+
+@pytest.mark.processes
+def test_the_first_example_of_the_readme_is_compiled_once(tmp_path):
+    """The second process prints the same, and Numba compiles nothing in it."""
+    (tmp_path / "block.py").write_text(README_BLOCKS[0], encoding="utf-8")
+    environment = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "kept")}
+    first, second = [run_code(COUNTED, tmp_path / "block.py", **environment) for _ in range(2)]
+    assert first.endswith("compiled: True\n")
+    assert second == first.replace("compiled: True", "compiled: False")
+
+
 STARTS_TOGETHER = """
 import numpy as np
 import xla_kernels as xk
