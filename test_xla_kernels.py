@@ -1244,7 +1244,7 @@ BY_CONTENT = {  # kernels of which no two are equal, and which are the same in a
     "arrays": holds_each([
         np.arange(3), np.arange(3.0), np.arange(1, 4), np.arange(3)[::-1].copy(), np.arange(4), np.eye(2),
         np.arange(4).reshape(2, 2), np.ones((2, 3)), np.ones((2, 3), order="F"),
-        np.frombuffer(np.arange(3).tobytes(), int), np.arange(3, dtype=">i8"),
+        np.frombuffer(np.arange(3).tobytes(), int), np.arange(3, dtype=">i8"), np.arange(3).view(np.recarray),
     ]),
     "dtypes": holds_each([
         np.float32, np.dtype("f4"), np.dtype(">f4"), np.dtype([("a", "f4"), ("b", "f8")]),
@@ -1883,6 +1883,7 @@ shifted = runs("for i in range(x.size): out[i] = x[i] + y", "x, y, out")
 typed_add_one = numba.njit(["void(f8[:],f8[:])", "void(f4[:],f4[:])"])(add_one.__wrapped__)
 typed_in_c_order = numba.njit("void(f4[::1],f4[::1])")(add_one.__wrapped__)
 gu_shifted = numba.guvectorize("(n),()->(n)")(shifted)
+positive_part = numba.vectorize(lambda a: a if a > 0 else 0 * a)
 typed_gu_shifted = numba.guvectorize(["void(f4[:],f4,f4[:])"], "(n),()->(n)")(shifted)
 ONE_LINERS = {  # a function as it is, the same in Python, two slices of each input, and what goes by keyword
     "returns a scalar": (wrap(lambda self: self.mean(), spec(), scratch=()), _mean, [], {"self": VECTORS}),
@@ -2221,7 +2222,8 @@ def test_without_jit_the_kernel_is_plain_python(monkeypatch):
     assert "KeyError: ('negative', -1.0)" in error_of(show, -F32)
     np.testing.assert_array_equal(wrap(lambda x, factor=3.0: factor * x)(F32), 3 * F32)
     assert "returned as many values as no call" in error_of(wrap(lambda x: (x, x)), F32)
-    for name in ("vectorize", "guvectorize"):
+    np.testing.assert_array_equal(wrap(positive_part)(-F32), 0 * F32)
+    for name in ("typed", "vectorize", "guvectorize"):
         check_slices(*ONE_LINERS[name])
 
 
