@@ -1515,10 +1515,9 @@ class _Options(types.SimpleNamespace):
             raise ValueError(f"vmap_method must be one of {_VMAP_METHODS}; got {self.vmap_method!r}")
         if not callable(self.outs) or isinstance(self.outs, type):  # such as jnp.float32
             _flat_specs(self.outs, "outs")
-        for name in ("scratch", "launch_dims"):
-            option = vars(self).get(name)
-            if callable(option) and type(option).__hash__ is None:  # JAX's caches need one
-                setattr(self, name, functools.partial(option))
+        # The user's functions of the inputs, as part of JAX's keys: what has no hash of its own counts by identity.
+        functions = filter(callable, map(vars(self).get, ("scratch", "launch_dims")))
+        self.shape_options = tuple([functools.partial(x) if type(x).__hash__ is None else x for x in functions])
         self.input_output_aliases = self._checked_aliases()
         self.in_out_argnames = self._checked_names("in_out_argnames", self.in_out_argnames)
         if not isinstance(self.scalars, bool):
@@ -1734,14 +1733,10 @@ class _Wrapper(_Kept):
             tuple(call.aliases.items()),
             rule or _ShardingRule.whole(ins, outs),
             bool(self.options.has_side_effect),
-            self._shape_options(),
+            self.options.shape_options,
             resolve_slice,
         )
         return bound.bind(*args)[: len(outs)]
-
-    def _shape_options(self) -> tuple[Callable, ...]:
-        options = vars(self.options)
-        return tuple(options[name] for name in ("scratch", "launch_dims") if callable(options.get(name)))
 
     def _without_caches(self) -> _Wrapper:
         """A copy that JAX may keep as long as the wrapper lives, as it refers to nothing that JAX keeps it for."""
@@ -3800,7 +3795,7 @@ class _NumbaEmitter(_Emitter):
 # Knows one slice of a call; the handler finds the slices.
 
 _CUDA_DTYPES = _NUMBA_DTYPES | {"float16"}
-_CUDA_STORES = frozenset("stcg stcs stwb stwt".split())  # write to read-only arrays too: see `_UNCHECKED_WRITERS`
+_CUDA_UNCHECKED_WRITERS = _UNCHECKED_WRITERS | {"stcg", "stcs", "stwb", "stwt"}
 _CUDA_BLOCKS = {2: (16, 16), 3: (8, 8, 4)}  # threads per block over launch_dims of two and three dimensions
 _CUDA_LIMITS = {"grid": (2**31 - 1, 65535, 65535), "block": (1024, 1024, 64), "launch_dims": (sys.maxsize,) * 3}
 _CudaLaunch = _struct("_CudaLaunch", grid=_I64 * 3, block=_I64 * 3, shared_mem=_I64)  # begins the attribute `launch`
@@ -3953,7 +3948,7 @@ class _CudaWrapper(_Wrapper):
         kernel_name = _KernelName.of(self.kernel, code.walk)
         name = self._target_name(kernel_name.digest)
         # In PTX is not seen what is written to.
-        writes_unseen = code.is_native and not kernel_name.names.isdisjoint(_UNCHECKED_WRITERS | _CUDA_STORES)
+        writes_unseen = code.is_native and not kernel_name.names.isdisjoint(_CUDA_UNCHECKED_WRITERS)
         may_write = tuple(range(len(call.ins))) if writes_unseen else ()
         signature = code.signature.with_hidden(may_write)
         code = dataclasses.replace(code, signature=signature, find_file=functools.partial(kernel_name.file, name))
@@ -6357,7 +6352,8 @@ def _check_name(what: str, name: Any) -> None:
 # Does not know kernels, but for tracing one, so that its errors too are raised there.
 
 _SPEC_TYPES: tuple[type, ...] = (Spec, jax.core.ShapedArray)
-_OWN_PARAMS = ("outs", "backend", "_batch", "_static")  # of the primitive
+_RESERVED = ("_batch", "_static")  # what the primitive adds to the parameters of a call
+_OWN_PARAMS = ("outs", "backend", *_RESERVED)
 
 
 def _find_call(op: XLACustomKernel, args: Sequence, outs: Any, backend: Any, params: dict) -> _OpCall:
@@ -6444,7 +6440,7 @@ class _OpCall:
 
 def _check_static_params(op: str, params: dict) -> None:
     for name, value in params.items():
-        if name in ("_batch", "_static"):
+        if name in _RESERVED:
             raise TypeError(f"{op}: the parameter name {name!r} is reserved; use another one")
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
             raise TypeError(
@@ -6747,7 +6743,7 @@ def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None],
     if _is_op(primitive):
         outs = params.pop("outs")
         if callable(outs):
-            outs = outs(*map(_without_axis, args, axes))
+            outs = _call_option(outs, "general_batching_rule: outs", list(map(_without_axis, args, axes)), {})
         outs, tree = jax.tree.flatten(outs)
         out = jax.tree.unflatten(tree, primitive.record_vmap(batch, flags, outs=outs, **params))
     else:
