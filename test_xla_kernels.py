@@ -77,130 +77,44 @@ except ImportError:  # it needs absl with old versions of jax
 
 
 # ======================================================================================================
-# The matrix: operations x backends x dtypes x transformations, each a table here.
+# The matrix: operations x backends x transformations x dtypes, each a table here.
 # Every cell runs a kernel: as it is and compares it with NumPy, or transformed and compares it with plain JAX.
 # At the end of a run, conftest.py prints which cells passed.
+#
+# To add an operation: a class and a row of OPS.  A transformation: a function and a row of TRANSFORMS.
+# A backend: a row of BACKENDS and a function that wraps a kernel; of another language, also a row of LANGUAGES and its
+# letter in DTYPES.
 # ======================================================================================================
 
 
-class Op(typing.NamedTuple):
-    """An operation of the matrix: `class CsrEvent` has kernels and the reference of csr_event."""
-
-    inputs: Callable  # (rng, dtype) -> NumPy arrays; the floating-point ones have this dtype
-    computes: bool = True  # else it is the same in every dtype
-    stateful: bool = False  # the first output can be the first input of the next step
-    threads: tuple | None = None  # where there is not one for each element of the first output
-    params: typing.Any = types.MappingProxyType({})  # static parameters of the call
-    options: typing.Any = types.MappingProxyType({})  # of the wrappers; Pallas and JAX have none
-
-
-class Backend(typing.NamedTuple):
-    """A backend of the matrix; `generate` says how it takes a kernel."""
-
-    language: str  # in which its kernels are written
-    needs: str  # what must be there: see conftest.CONDITIONS
-    without: dict = types.MappingProxyType({})  # transformation: why this backend cannot have it
+# -- dtypes ------
 
 
 class Dtype(typing.NamedTuple):
     languages: str  # those that have arrays of it
-    tolerance: float = 0.0  # relative; operations that compute are run with the dtypes that have one
+    tolerance: float = 0.0  # relative
     needs_x64: bool = False  # JAX has it only with jax_enable_x64
 
 
-def whole_numbers(size):
-    """Makes the input of an operation that computes nothing: an array, of any dtype."""
-
-    def inputs(rng, dtype):
-        return [rng.integers(0, 4, size).astype(dtype)]
-
-    return inputs
-
-
-def normal(*shapes):
-    """Makes the inputs of an operation: arrays of these shapes with normally distributed elements."""
-
-    def inputs(rng, dtype):
-        return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
-
-    return inputs
-
-
-def csr_and_spikes(rng, dtype, rows=12, columns=9):
-    """data, indices, indptr of a random sparse matrix, and a bool for each row."""
-    counts = rng.integers(0, 5, rows)
-    indptr = np.append(0, counts.cumsum()).astype(np.int32)
-    row_indices = [rng.choice(columns, count, replace=False) for count in counts]
-    indices = np.concatenate(row_indices).astype(np.int32)
-    return [rng.standard_normal(indices.size).astype(dtype), indices, indptr, rng.random(rows) < 0.5]
-
-
-OPS = {
-    "reversed": Op(whole_numbers(17), computes=False),  # the op of every dtype
-    "add": Op(normal(17, 17), stateful=True),
-    "leaky_relu": Op(normal(17), stateful=True, params={"alpha": 0.25}),  # a static parameter
-    "hadamard": Op(normal((5, 7), (5, 7)), stateful=True),  # two dimensions; the op of all transformations
-    "matvec": Op(normal((6, 6), 6)),  # inputs of different ranks
-    "csr_event": Op(csr_and_spikes, threads=(12,), options={"zero_outputs": True}),  # integers, bool, and atomics
-    "lif": Op(normal(17, 17), stateful=True),  # two outputs of two dtypes
-    "in_place": Op(normal(17, 17), stateful=True, options={"input_output_aliases": {0: 0}}),  # out starts as input 0
-    "blend": Op(normal(17, 17), stateful=True, options={"input_output_aliases": {1: 0}}),  # as 1, which vmap shares
-}
-
-NO_SHARD_MAP = dict.fromkeys(("shard_map", "grad_of_shard_map"), "Pallas does not interpret under check_vma=True")
-
-BACKENDS = {
-    "numba": Backend("numba", "numba"),  # on the CPU, in one thread
-    "numba_parallel": Backend("numba", "numba"),  # numba.prange
-    "numba_cuda": Backend("cuda", "cuda"),  # a GPU, or Numba's simulator
-    "numba_cuda_callable": Backend("cuda", "cuda"),  # Python that launches the kernel
-    "warp": Backend("warp", "warp"),  # on the CPU
-    "warp_gpu": Backend("warp", "warp_gpu"),
-    "pallas": Backend("jax", "pallas", NO_SHARD_MAP),  # interpreted
-    "jax": Backend("jax", "jax"),  # a function that JAX traces
-}
-
 DTYPES = {
-    "bool": Dtype("numba cuda warp"),
-    "int8": Dtype("numba cuda warp"),
-    "int16": Dtype("numba cuda warp"),
-    "int32": Dtype("numba cuda warp"),
-    "int64": Dtype("numba cuda warp", needs_x64=True),
-    "uint8": Dtype("numba cuda warp"),
-    "uint16": Dtype("numba cuda warp"),
-    "uint32": Dtype("numba cuda warp"),
-    "uint64": Dtype("numba cuda warp", needs_x64=True),
-    "float16": Dtype("cuda warp"),  # Numba has none on the CPU
-    "bfloat16": Dtype("warp" if hasattr(wp, "bfloat16") else ""),
-    "float32": Dtype("numba cuda warp jax", tolerance=1e-5),
-    "float64": Dtype("numba cuda warp", tolerance=1e-12, needs_x64=True),
-    "complex64": Dtype("numba cuda"),
-    "complex128": Dtype("numba cuda", needs_x64=True),
+    "bool": Dtype("numba cuda warp pallas jax"),
+    "int8": Dtype("numba cuda warp pallas jax"),
+    "int16": Dtype("numba cuda warp pallas jax"),
+    "int32": Dtype("numba cuda warp pallas jax"),
+    "int64": Dtype("numba cuda warp pallas jax", needs_x64=True),
+    "uint8": Dtype("numba cuda warp pallas jax"),
+    "uint16": Dtype("numba cuda warp pallas jax"),
+    "uint32": Dtype("numba cuda warp pallas jax"),
+    "uint64": Dtype("numba cuda warp pallas jax", needs_x64=True),
+    "float16": Dtype("cuda warp pallas jax", 1e-2),  # Numba has none on the CPU
+    "bfloat16": Dtype("warp pallas jax" if hasattr(wp, "bfloat16") else "pallas jax", 5e-2),
+    "float32": Dtype("numba cuda warp pallas jax", 1e-5),
+    "float64": Dtype("numba cuda warp pallas jax", 1e-12, needs_x64=True),
+    "complex64": Dtype("numba cuda jax", 1e-5),
+    "complex128": Dtype("numba cuda jax", 1e-12, needs_x64=True),
 }
-
-EVERY_OP = "every op, every dtype"
-TRANSFORMS = {  # the operations under each; `class Transformations` says what it does
-    "eager": EVERY_OP,
-    "vmap": EVERY_OP,  # over axis 0 of the first input, with the others shared
-    "scan": "stateful ops",
-    "shard_map": "stateful ops",  # over four devices, with JAX's check of varying axes
-    "jit": "hadamard",
-    "vmap_every_input": "hadamard",
-    "vmap_other_axes": "hadamard",
-    "vmap_nested": "hadamard",
-    "lax_map": "hadamard",  # batches of slices, and what is left over
-    "while_loop": "hadamard",
-    "cond": "hadamard",
-    "jvp": "hadamard",
-    "grad": "hadamard",
-    "grad_of_vmap": "hadamard",
-    "vmap_of_grad": "hadamard",
-    "grad_of_scan": "hadamard",
-    "grad_of_shard_map": "hadamard",
-    "jvp_of_grad": "hadamard",
-    "checkpoint": "hadamard",  # recomputes in the backward pass
-    "export": "hadamard",  # serialized and read again; test_export_and_reload does so in a new process
-}
+NUMBERS = tuple(DTYPES)[1:]
+MULTIPLIED = ("int32", "float32", "float64", "complex64")
 
 
 def dtypes_of(language):
@@ -208,40 +122,34 @@ def dtypes_of(language):
     return [name for name, dtype in DTYPES.items() if language in dtype.languages.split()]
 
 
-def can_run(op, backend, dtype):
-    language = BACKENDS[backend].language
-    if OPS[op].computes and not DTYPES[dtype].tolerance:
-        return False
-    return dtype in dtypes_of(language) and not (language == "jax" and OPS[op].options)
+def random_array(rng, shape, dtype):
+    """Normally distributed numbers, or small integers."""
+    if dtype.kind in "biu":
+        return rng.integers(0, 2 if dtype.kind == "b" else 5, shape).astype(dtype)
+    numbers = rng.standard_normal(shape)
+    if dtype.kind == "c":
+        numbers = numbers + 1j * rng.standard_normal(shape)
+    return numbers.astype(dtype)
 
 
-def all_cells():
-    for transformation, operations in TRANSFORMS.items():
-        ops, dtypes = [operations], ["float32"]
-        if operations == EVERY_OP:
-            ops, dtypes = OPS, DTYPES
-        elif operations == "stateful ops":
-            ops = [name for name, op in OPS.items() if op.stateful]
-        for op, backend, dtype in itertools.product(ops, BACKENDS, dtypes):
-            if can_run(op, backend, dtype):
-                yield op, backend, transformation, dtype
+def arrays(*shapes):
+    """Makes the inputs of an operation: arrays of these shapes."""
+
+    def inputs(rng, dtype):
+        return [random_array(rng, shape, dtype) for shape in shapes]
+
+    return inputs
 
 
-# -- the operations: what they compute, in NumPy or JAX, and their kernels -----------------------------
-
-
-def kernels_of(op):
-    """The class with the kernels of an operation: `CsrEvent` of "csr_event".
-
-    `reference` computes the operation with NumPy, or with JAX where its inputs are JAX's.
-    `element` is the body of a kernel that writes element i (or i, j) of the outputs, in all languages;
-    `numba`, `cuda` and `warp` are whole kernels, where that does not do.
-    """
-    return globals()[op.title().replace("_", "")]
-
+# -- the operations ------------------------------------------------------------------------------------
+# `reference` computes the operation, with NumPy or with JAX as its inputs are; it may be a ufunc.
+# `element` is the body of a kernel that writes element i (or i, j, k) of the outputs, in all languages;
+# `numba`, `cuda`, `warp`, `jax` and `pallas` are whole kernels, where that does not do.
+# `differentiate` gives an op its rules, where the derivative of the reference does not do.
 
 # What an `element` may use besides its arguments; `matrix_kernel` gives them their values.
-Scalar = None  # the dtype of the outputs, as the kernel's language calls it
+Scalar = None  # makes a number of the outputs' dtype
+where = None  # where(condition, a, b)
 alpha = None  # the static parameter of the call
 
 
@@ -254,7 +162,7 @@ class Reversed:
 
 
 class Add:
-    reference = operator.add
+    reference = np.add
 
     def element(i, x, y, out):
         out[i] = x[i] + y[i]
@@ -265,14 +173,32 @@ class LeakyRelu:
         return x * (x > 0) + x.dtype.type(alpha) * x * (x <= 0)
 
     def element(i, x, out):
-        out[i] = x[i] if x[i] > Scalar(0.0) else Scalar(alpha) * x[i]
+        out[i] = where(x[i] > Scalar(0.0), x[i], Scalar(alpha) * x[i])
 
 
 class Hadamard:
-    reference = operator.mul
+    reference = np.multiply
 
     def element(i, j, x, y, out):
         out[i, j] = x[i, j] * y[i, j]
+
+    def differentiate(op):
+        """The derivative and the transpose are the operation itself, on the backend of the call."""
+
+        def of_x(tangent, x, y, **params):
+            return op(tangent, y, **params)
+
+        def of_y(tangent, x, y, **params):
+            return op(x, tangent, **params)
+
+        op.def_jvp_rule2(of_x, of_y)
+
+        @op.def_transpose_rule
+        def transpose(cotangents, x, y, **params):
+            (cotangent,) = cotangents
+            if ad.is_undefined_primal(x):
+                return *op(cotangent, y, **params), None
+            return None, *op(x, cotangent, **params)
 
 
 class Matvec:
@@ -285,30 +211,80 @@ class Matvec:
         out[i] = total
 
 
+class Outer:
+    def reference(x, y):
+        return x[:, None] * y
+
+    def element(i, j, x, y, out):
+        out[i, j] = x[i] * y[j]
+
+
+class Transposed:
+    def reference(x):
+        return x.T
+
+    def element(i, j, k, x, out):
+        out[i, j, k] = x[k, j, i]
+
+
 class CsrEvent:
+    """The sum of the rows of a sparse matrix that spike, and how many do."""
+
+    rows, columns = 12, 9
+
+    def inputs(rng, dtype):
+        counts = rng.integers(0, 5, CsrEvent.rows)
+        indptr = np.append(0, counts.cumsum()).astype(np.int32)
+        row_indices = [rng.choice(CsrEvent.columns, count, replace=False) for count in counts]
+        indices = np.concatenate(row_indices).astype(np.int32)
+        return [random_array(rng, indices.size, dtype), indices, indptr, rng.random(CsrEvent.rows) < 0.5]
+
     def reference(data, indices, indptr, spikes):
-        elements, columns = np.arange(indices.size), np.arange(9)
+        elements, columns = np.arange(indices.size), np.arange(CsrEvent.columns)
         in_row = (indptr[:-1, None] <= elements) & (elements < indptr[1:, None])
         in_column = indices[:, None] == columns
-        return (spikes @ in_row * data) @ in_column.astype(data.dtype)
+        return (spikes @ in_row * data) @ in_column.astype(data.dtype), spikes.sum(keepdims=True).astype(np.int32)
 
-    def numba(data, indices, indptr, spikes, out):
+    def numba(data, indices, indptr, spikes, out, count):
         for i in range(spikes.size):  # rows share columns, so not parallel
             if spikes[i]:
+                count[0] += 1
                 for k in range(indptr[i], indptr[i + 1]):
                     out[indices[k]] += data[k]
 
-    def cuda(data, indices, indptr, spikes, out):
+    def cuda(data, indices, indptr, spikes, out, count):
         i = cuda.grid(1)
         if i < spikes.size and spikes[i]:
+            cuda.atomic.add(count, 0, 1)
             for k in range(indptr[i], indptr[i + 1]):
                 cuda.atomic.add(out, indices[k], data[k])
 
-    def warp(data, indices, indptr, spikes, out):
+    def warp(data, indices, indptr, spikes, out, count):
         i = wp.tid()
         if spikes[i]:
+            wp.atomic_add(count, 0, 1)
             for k in range(indptr[i], indptr[i + 1]):
                 wp.atomic_add(out, indices[k], data[k])
+
+    def jax(data, indices, indptr, spikes):
+        first, stop = indptr[:-1], indptr[1:]
+        steps = (spikes & (first < stop)).astype(np.int32)
+        steps = jnp.zeros(data.size + 1, np.int32).at[first].add(steps).at[stop].add(-steps)
+        active = steps.cumsum()[:-1]
+        out = jnp.zeros(CsrEvent.columns, data.dtype).at[indices].add(data * active)
+        return out, jnp.count_nonzero(spikes, keepdims=True).astype(np.int32)
+
+    def pallas(data, indices, indptr, spikes, out, count):
+        out[...] = jnp.zeros_like(out)
+        count[...] = jnp.zeros_like(count)
+
+        def add(k, _):
+            out[indices[k]] += data[k]
+
+        for i in range(spikes.size):
+            stop = jnp.where(spikes[i], indptr[i + 1], indptr[i])
+            jax.lax.fori_loop(indptr[i], stop, add, None)
+            count[0] += spikes[i].astype(np.int32)
 
 
 class Lif:
@@ -319,7 +295,7 @@ class Lif:
     def element(i, v, current, new_v, spikes):
         u = v[i] + (current[i] - v[i]) * Scalar(0.1)
         spikes[i] = u > Scalar(1.0)
-        new_v[i] = Scalar(0.0) if u > Scalar(1.0) else u
+        new_v[i] = where(u > Scalar(1.0), Scalar(0.0), u)
 
 
 class InPlace:
@@ -337,80 +313,256 @@ class Blend:
         out[i] = v[i] + (out[i] - v[i]) * Scalar(0.1)
 
 
-# -- their kernels in each language --------------------------------------------------------------------
+class Scratchy:
+    def reference(x):
+        return x * x + x
 
-LOOPS = {  # what makes a kernel of the body for an element: a loop over i, or over i and j
-    ("numba", 1): "    for i in numba.prange({out}.shape[0]):",
-    ("numba", 2): "    for i in numba.prange({out}.shape[0]):\n     for j in range({out}.shape[1]):",
-    ("cuda", 1): "    i = cuda.grid(1)\n    if i < {out}.shape[0]:",
-    ("cuda", 2): "    i, j = cuda.grid(2)\n    if i < {out}.shape[0] and j < {out}.shape[1]:",
-    ("warp", 1): "        i = wp.tid()",
-    ("warp", 2): "        i, j = wp.tid()",
+    def element(i, x, out, work):
+        work[i] = x[i] * x[i]
+        out[i] = work[i] + x[i]
+
+
+class Op(typing.NamedTuple):
+    """An operation of the matrix."""
+
+    kernels: type  # its kernels and its reference
+    inputs: Callable  # (rng, dtype) -> NumPy arrays
+    dtypes: tuple = ("float32", "float64")
+    state: bool = False  # the first output can be the first input of the next step
+    threads: tuple | None = None  # where there is not one for each element of the first output
+    params: typing.Any = types.MappingProxyType({})  # static parameters of the call
+    options: typing.Any = types.MappingProxyType({})  # of the wrappers
+
+
+OPS = {
+    "reversed": Op(Reversed, arrays(17), tuple(DTYPES)),  # computes nothing
+    "add": Op(Add, arrays(17, 17), NUMBERS, state=True),
+    "leaky_relu": Op(LeakyRelu, arrays(17), state=True, params={"alpha": 0.25}),  # a static parameter
+    "hadamard": Op(Hadamard, arrays((5, 7), (5, 7)), MULTIPLIED, state=True),  # two dimensions
+    "matvec": Op(Matvec, arrays((6, 6), 6)),  # inputs of different ranks
+    "outer": Op(Outer, arrays(4, 3)),  # an output like no input
+    "transposed": Op(Transposed, arrays((2, 3, 4))),  # three dimensions
+    "csr_event": Op(  # integers, bool, atomics, outputs of two shapes
+        CsrEvent, CsrEvent.inputs, threads=(CsrEvent.rows,), options={"zero_outputs": True}
+    ),
+    "lif": Op(Lif, arrays(17, 17), state=True),  # outputs of two dtypes
+    "in_place": Op(InPlace, arrays(17, 17), state=True, options={"input_output_aliases": {0: 0}}),
+    "blend": Op(Blend, arrays(17, 17), state=True, options={"input_output_aliases": {1: 0}}),  # which vmap shares
+    "scratchy": Op(Scratchy, arrays(17), state=True, options={"scratch": lambda x: x}),
 }
 
 
-@functools.cache
-def matrix_kernel(op, language, dtype, **params):
-    """The kernel of an operation in "numba", "cuda" or "warp"."""
-    kernels = kernels_of(op)
-    inputs = OPS[op].inputs(np.random.default_rng(0), dtype)
-    outs = jax.tree.leaves(kernels.reference(*inputs, **params))
-    body = getattr(kernels, language, None) or kernels.element
-    indices_and_arrays = list(inspect.signature(body).parameters)
-    rank = len(indices_and_arrays) - len(inputs) - len(outs)
-    arrays = indices_and_arrays[rank:]
-    loops = LOOPS.get((language, rank), "").format(out=arrays[len(inputs)])
-    lines = inspect.getsource(body).partition("\n")[2]
-    source = f"def {op}({', '.join(arrays)}):\n{loops}\n{lines}"
-    file = f"<{op} in {language}>"
-    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)  # Warp reads it there
-    scalar = xk.jaxtype_to_warptype(dtype) if language == "warp" else dtype.type
-    namespace = globals() | {"Scalar": scalar, **params}
-    exec(compile(source, file, "exec"), namespace)
-    kernel = namespace[op]
-    if language != "warp":
-        return kernel
-    for name, x in zip(arrays, (*inputs, *outs), strict=True):
-        kernel.__annotations__[name] = xk.jaxinfo_to_warpinfo(x)
+# -- languages, and what a kernel of each is made of ---------------------------------------------------
+
+
+def numba_loops(indices, out):
+    for axis, index in enumerate(indices):
+        loop = "range" if axis else "numba.prange"
+        yield f"for {index} in {loop}({out}.shape[{axis}]):"
+
+
+def cuda_thread(indices, out):
+    yield f"{', '.join(indices)} = cuda.grid({len(indices)})"
+    inside = [f"{index} < {out}.shape[{axis}]" for axis, index in enumerate(indices)]
+    yield f"if {' and '.join(inside)}:"
+
+
+def warp_thread(indices, out):
+    yield f"{', '.join(indices)} = wp.tid()"
+
+
+def choose(condition, a, b):
+    return a if condition else b
+
+
+class Language(typing.NamedTuple):
+    """How `matrix_kernel` makes a kernel of an `element`."""
+
+    start: Callable | None  # (indices, out) -> the lines before the element's; None: called with tracers, as it is
+    scalar: Callable  # dtype -> `Scalar`
+    where: Callable  # () -> `where`
+    finish: Callable = lambda kernel, arrays: kernel
+
+
+def warp_finish(kernel, arrays):
+    kernel.__annotations__.update({name: xk.jaxinfo_to_warpinfo(x) for name, x in arrays.items()})
     return wp.kernel(kernel, module="unique")
 
 
-def generate(op, backend, outs, **params):
-    """What `XLACustomKernel.def_kernel` takes, for each backend: a function of `outs` and the static parameters."""
-    language, options = BACKENDS[backend].language, OPS[op].options
-    if language == "jax":
-        reference = partial(kernels_of(op).reference, **params)
-        return in_pallas(reference, outs) if backend == "pallas" else reference
-    kernel = matrix_kernel(op, language, outs[0].dtype, **params)
-    if language == "numba":
-        jitted = numba.njit(kernel, parallel=backend == "numba_parallel")
-        return xk.numba_kernel(jitted, outs, **options)
-    dims = OPS[op].threads or outs[0].shape
-    if language == "warp":
-        return xk.warp_kernel(kernel, outs, launch_dims=dims, **options)
-    block = {1: (16,), 2: (4, 4)}[len(dims)]  # small, as Numba's simulator starts all threads
-    grid = tuple(-(-size // threads) for size, threads in zip(dims, block))
-    if backend == "numba_cuda":
-        return xk.numba_cuda_kernel(kernel, outs, grid=grid, block=block, **options)
+scalar_type = operator.attrgetter("type")
+LANGUAGES = {
+    "numba": Language(numba_loops, scalar_type, lambda: numba.njit(choose)),
+    "cuda": Language(cuda_thread, scalar_type, lambda: cuda.jit(device=True)(choose)),
+    "warp": Language(warp_thread, lambda dtype: xk.jaxtype_to_warptype(dtype), lambda: wp.where, warp_finish),
+    "pallas": Language(None, scalar_type, lambda: jnp.where),
+    "jax": Language(None, scalar_type, lambda: jnp.where),
+}
+
+
+def reference_of(name):
+    """The reference of an operation; a ufunc is NumPy's or JAX's, as its inputs are."""
+    reference = OPS[name].kernels.reference
+    if not isinstance(reference, np.ufunc):
+        return partial(reference, **OPS[name].params)
+
+    def ufunc(*inputs):
+        library = jnp if isinstance(inputs[0], jax.Array) else np
+        return getattr(library, reference.__name__)(*inputs)
+
+    return ufunc
+
+
+@functools.cache
+def specs_of(name, dtype):
+    """Of the inputs, the outputs and the scratch of an operation."""
+    op = OPS[name]
+    inputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in op.inputs(np.random.default_rng(0), dtype)]
+    outs = jax.tree.leaves(jax.eval_shape(reference_of(name), *inputs))
+    scratch = jax.tree.leaves(op.options.get("scratch", lambda *inputs: [])(*inputs))
+    return inputs, outs, scratch
+
+
+@functools.cache
+def matrix_kernel(name, language, dtype, **params):
+    """The kernel of an operation in a language."""
+    start, scalar, make_where, finish = LANGUAGES[language]
+    op, specs = OPS[name], specs_of(name, dtype)
+    body = getattr(op.kernels, language, None) or op.kernels.element
+    namespace = globals() | {"Scalar": scalar(dtype), "where": make_where(), **params}
+    if start is None:
+        return types.FunctionType(body.__code__, namespace)
+    parameters = list(inspect.signature(body).parameters)
+    arrays = parameters[-sum(map(len, specs)) :]
+    indices, out = parameters[: -len(arrays)], arrays[len(specs[0])]
+    head = [f"def {op.kernels.__name__}({', '.join(arrays)}):"]
+    if indices:
+        head += start(indices, out)
+    source = source_of(head, body)
+    file = f"<{name} in {language}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)  # Warp reads it there
+    exec(compile(source, file, "exec"), namespace)
+    return finish(namespace[op.kernels.__name__], dict(zip(arrays, itertools.chain(*specs), strict=True)))
+
+
+def source_of(head, body):
+    """These lines, and below them the statements of a function."""
+    lines, depth = [], 0
+    for line in head:
+        lines.append(" " * depth + line)
+        depth += line.endswith(":")
+    (function,) = ast.parse(textwrap.dedent(inspect.getsource(body))).body
+    for statement in function.body:
+        lines.append(textwrap.indent(ast.unparse(statement), " " * depth))
+    return "\n".join(lines) + "\n"
+
+
+# -- backends: functions of an operation, its kernel and `outs` that return what JAX calls -------------
+
+numba_jit = functools.cache(numba.njit)
+
+
+def in_numba(op, kernel, outs, parallel=False):
+    return xk.numba_kernel(numba_jit(kernel, parallel=parallel), outs, **op.options)
+
+
+def in_warp(op, kernel, outs):
+    return xk.warp_kernel(kernel, outs, launch_dims=op.threads or outs[0].shape, **op.options)
+
+
+def grid_and_block(op, outs):
+    """Of small blocks, as Numba's simulator starts all threads."""
+    dims = op.threads or outs[0].shape
+    block = {1: (16,), 2: (4, 4), 3: (2, 2, 2)}[len(dims)]
+    return tuple(-(-size // threads) for size, threads in zip(dims, block)), block
+
+
+def in_cuda(op, kernel, outs):
+    grid, block = grid_and_block(op, outs)
+    return xk.numba_cuda_kernel(kernel, outs, grid=grid, block=block, **op.options)
+
+
+def in_cuda_callable(op, kernel, outs):
+    """Python that launches the kernel."""
+    grid, block = grid_and_block(op, outs)
     compiled = cuda.jit(kernel)
 
     def launch(*arrays_and_stream):
         *arrays, stream = arrays_and_stream
         compiled[grid, block, stream](*arrays)
 
-    return xk.numba_cuda_callable(launch, outs, **options)
+    return xk.numba_cuda_callable(launch, outs, **op.options)
 
 
-def in_pallas(reference, outs):
-    """The reference as a Pallas kernel: it reads whole blocks and writes whole blocks."""
+class Cell:
+    """An output of which one element is seen."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __getitem__(self, index):
+        return self.value
+
+    def __setitem__(self, index, value):
+        self.value = value
+
+
+def in_jax(op, element, outs):
+    """All elements by a vmap over their indices."""
+
+    def kernel(*inputs):
+        starts = [jnp.zeros(x.shape, x.dtype) for x in with_scratch(op, outs)]
+        for i, j in op.options.get("input_output_aliases", {}).items():
+            starts[j] = inputs[i]
+
+        def at(indices, starts):
+            cells = list(map(Cell, starts))
+            element(*indices, *inputs, *cells)
+            return [cell.value.astype(out.dtype) for cell, out in zip(cells, outs)]
+
+        indices = [index.ravel() for index in jnp.indices(outs[0].shape)]
+        results = jax.vmap(at)(indices, [start.ravel() for start in starts])
+        return [result.reshape(out.shape) for result, out in zip(results, outs)]
+
+    return element if hasattr(op.kernels, "jax") else kernel
+
+
+def with_scratch(op, outs):
+    """The outputs and the scratch, which is like the first output."""
+    return [*outs, *outs[: len(op.options.keys() & {"scratch"})]]
+
+
+def in_pallas(op, element, outs):
+    """A program for each element, interpreted."""
 
     def kernel(*refs):
-        in_refs, out_refs = refs[: -len(outs)], refs[-len(outs) :]
-        results = reference(*[ref[...] for ref in in_refs])
-        for ref, result in zip(out_refs, jax.tree.leaves(results), strict=True):
-            ref[...] = result
+        element(*[pl.program_id(axis) for axis in range(outs[0].ndim)], *refs)
 
-    return pl.pallas_call(kernel, out_shape=list(outs), interpret=True)
+    whole = hasattr(op.kernels, "pallas")
+    options = {"grid": () if whole else outs[0].shape, "interpret": True}
+    options["input_output_aliases"] = dict(op.options.get("input_output_aliases", {}))
+    call = pl.pallas_call(element if whole else kernel, with_scratch(op, outs), **options)
+    return lambda *inputs: call(*inputs)[: len(outs)]
+
+
+class Backend(typing.NamedTuple):
+    language: str  # in which its kernels are written: a row of LANGUAGES
+    needs: str  # what must be there: see conftest.CONDITIONS
+    wrap: Callable  # (op, kernel, outs) -> a function of the inputs
+    without: typing.Any = types.MappingProxyType({})  # transformation: why this backend cannot have it
+
+
+SHARD_MAPS = ("shard_map", "eager_shard_map", "grad_of_shard_map", "shard_map_of_grad")
+NO_SHARD_MAP = dict.fromkeys(SHARD_MAPS, "Pallas does not interpret under check_vma=True")
+BACKENDS = {
+    "numba": Backend("numba", "numba", in_numba),  # on the CPU, in one thread
+    "numba_parallel": Backend("numba", "numba", partial(in_numba, parallel=True)),
+    "numba_cuda": Backend("cuda", "cuda", in_cuda),  # a GPU, or Numba's simulator
+    "numba_cuda_callable": Backend("cuda", "cuda", in_cuda_callable),
+    "warp": Backend("warp", "warp", in_warp),  # on the CPU
+    "warp_gpu": Backend("warp", "warp_gpu", in_warp),
+    "pallas": Backend("pallas", "pallas", in_pallas, NO_SHARD_MAP),
+    "jax": Backend("jax", "jax", in_jax),
+}
 
 
 def refuse(outs, **params):
@@ -426,152 +578,205 @@ def custom_kernel(name):
     for backend in BACKENDS:
         generator = partial(generate, name, backend)
         op.def_kernel(backend, conftest.platform_of([BACKENDS[backend].needs]), generator)
-    if name == "hadamard":
-        differentiate_hadamard(op)
+    differentiate = getattr(OPS[name].kernels, "differentiate", partial(differentiate_reference, name))
+    differentiate(op)
     return op
 
 
-def differentiate_hadamard(op):
-    """Its derivative and its transpose are the operation itself, on the backend of the call."""
+def generate(name, backend, outs, **params):
+    """What `XLACustomKernel.def_kernel` takes, for each backend: a function of `outs` and the static parameters."""
+    language, _, wrap, _ = BACKENDS[backend]
+    return wrap(OPS[name], matrix_kernel(name, language, outs[0].dtype, **params), outs)
 
-    def of_x(tangent, x, y, **params):
-        return op(tangent, y, **params)
 
-    def of_y(tangent, x, y, **params):
-        return op(x, tangent, **params)
+def differentiate_reference(name, op):
+    """The results are the kernel's; their tangents are those of the reference."""
 
-    op.def_jvp_rule2(of_x, of_y)
+    @op.def_jvp_rule
+    def jvp(primals, tangents, **params):
+        tangents = tuple(zero_tangent(x) if isinstance(t, ad.Zero) else t for x, t in zip(primals, tangents))
+        _, tangents_out = jax.jvp(reference_of(name), tuple(primals), tangents)
+        tangents_out = [None if t.dtype == jax.dtypes.float0 else t for t in jax.tree.leaves(tangents_out)]
+        return op(*primals, **params), tangents_out
 
-    @op.def_transpose_rule
-    def transpose(cotangents, x, y, **params):
-        (cotangent,) = cotangents
-        if ad.is_undefined_primal(x):
-            return *op(cotangent, y, **params), None
-        return None, *op(x, cotangent, **params)
+
+def zero_tangent(x):
+    return np.zeros(x.shape, x.dtype if is_real(x) else jax.dtypes.float0)
+
+
+def is_real(x):
+    return jnp.issubdtype(x.dtype, jnp.floating)
 
 
 # -- the transformations -------------------------------------------------------------------------------
 
 
 class Transformations:
-    """Programs of an operation: functions (call, *inputs) -> arrays.
+    """Programs of an operation: functions of `call`, inputs, and a batch of eight slices of each, that return arrays.
 
     `call` returns a list of arrays: those of a kernel, or, with the reference, what is right.
     """
 
-    def eager(call, *inputs):
+    def eager(call, inputs, batch):
         return call(*inputs)
 
-    def jit(call, *inputs):
+    def jit(call, inputs, batch):
         return jax.jit(call)(*inputs)
 
-    def vmap(call, first, *rest):
-        return jax.vmap(call, over_first(rest))(slices_of(first), *rest)
+    def without_jit(call, inputs, batch):
+        with jax.disable_jit():
+            return call(*inputs)
 
-    def vmap_every_input(call, x, y):
-        return jax.vmap(call)(slices_of(x), slices_of(y))
+    def vmap(call, inputs, batch):
+        return over_first(call, inputs)(batch[0], *inputs[1:])
 
-    def vmap_other_axes(call, x, y):
-        return jax.vmap(call, in_axes=(-1, 1), out_axes=1)(slices_of(x, axis=-1), slices_of(y, axis=1))
+    def vmap_every_input(call, inputs, batch):
+        return jax.vmap(call)(*batch)
 
-    def vmap_nested(call, x, y):
-        """All pairs: the outer vmap is over one input, the inner one over the other."""
-        pairs = jax.vmap(jax.vmap(call, (0, None)), (None, 0))
-        return jax.jit(pairs)(slices_of(x), slices_of(y)[:2])
+    def vmap_other_axes(call, inputs, batch):
+        last = [np.moveaxis(x, 0, -1) for x in batch]
+        return jax.vmap(call, in_axes=-1, out_axes=-1)(*last)
 
-    def lax_map(call, x, y):
-        return jax.lax.map(lambda x: call(x, y), slices_of(x)[:5], batch_size=2)
+    def vmap_nested(call, inputs, batch):
+        return jax.jit(all_pairs(call, inputs))(batch[0], *[x[:2] for x in batch[1:]])
 
-    def scan(call, state, *rest):
-        def step(state, _):
-            new_state = call(state, *rest)[0]
-            return new_state, new_state
+    def vmap_of_nothing(call, inputs, batch):
+        return over_first(call, inputs)(batch[0][:0], *inputs[1:])
 
-        return jax.jit(lambda state: jax.lax.scan(step, state, length=4))(state)
+    def lax_map(call, inputs, batch):
+        """Batches of slices, and what is left over."""
+        return jax.lax.map(lambda x: call(x, *inputs[1:]), batch[0][:5], batch_size=2)
 
-    def while_loop(call, x, y):
-        def some_are_large(x):
-            return jnp.abs(x).max() > 1e-3
+    def scan(call, inputs, batch):
+        return jax.jit(partial(scan_slices, call))(batch[0][:4], *inputs[1:])
 
-        def step(x):
-            return call(x, y / np.abs(y).max() / 2)[0]
+    def loop_of_state(call, inputs, batch):
+        return jax.jit(partial(last_state, call))(*inputs)
 
-        return jax.jit(lambda x: jax.lax.while_loop(some_are_large, step, x))(x)
+    def while_loop(call, inputs, batch):
+        """Until the results of a slice no longer follow from the step."""
 
-    def cond(call, x, y):
+        def step(i_and_results):
+            i, _ = i_and_results
+            return i + 1, call(jnp.asarray(batch[0])[i], *inputs[1:])
+
         @jax.jit
-        def chosen(swapped):
-            return jax.lax.cond(swapped, lambda: call(x - 1, y), lambda: call(x, y))
+        def run(first):
+            return jax.lax.while_loop(lambda i_and_results: i_and_results[0] < 4, step, (1, first))
+
+        return run(call(*inputs))
+
+    def cond(call, inputs, batch):
+        @jax.jit
+        def chosen(second):
+            return jax.lax.cond(second, lambda: call(batch[0][1], *inputs[1:]), lambda: call(*inputs))
 
         return chosen(True), chosen(False)
 
-    def shard_map(call, first, *rest):
-        return over_devices(jax.vmap(call, over_first(rest)), slices_of(first), *rest)
+    def shard_map(call, inputs, batch):
+        split = over_devices(over_first(call, inputs), inputs)
+        return jax.jit(split)(batch[0], *inputs[1:])
 
-    def jvp(call, x, y):
-        return jax.jvp(call, (x, y), (y, -x))
+    def eager_shard_map(call, inputs, batch):
+        return over_devices(over_first(call, inputs), inputs)(batch[0], *inputs[1:])
 
-    def grad(call, x, y):
-        return gradient(call)(x, y)
+    def jit_over_mesh(call, inputs, batch):
+        """XLA splits the batch."""
+        first = jax.device_put(batch[0], jax.sharding.NamedSharding(mesh_of_four(), SPLIT))
+        return jax.jit(over_first(call, inputs))(first, *inputs[1:])
 
-    def grad_of_vmap(call, x, y):
+    def jvp(call, inputs, batch):
+        return jax.jvp(call, inputs, tuple(x[1] if is_real(x) else zero_tangent(x[1]) for x in batch))
+
+    def grad(call, inputs, batch):
+        return gradient(call, inputs)(*inputs)
+
+    def grad_of_vmap(call, inputs, batch):
         """The gradient of the shared input adds up those of the slices."""
-        return gradient(jax.vmap(call, (0, None)))(slices_of(x), y)
+        return gradient(over_first(call, inputs), inputs)(batch[0], *inputs[1:])
 
-    def vmap_of_grad(call, x, y):
-        return jax.vmap(gradient(call), (0, None))(slices_of(x), y)
+    def grad_of_nested_vmap(call, inputs, batch):
+        return gradient(all_pairs(call, inputs), inputs)(batch[0], *[x[:2] for x in batch[1:]])
 
-    def grad_of_scan(call, x, y):
-        def last(x, y):
-            return [jax.lax.scan(lambda x, _: (call(x, y)[0], None), x, length=3)[0]]
+    def vmap_of_grad(call, inputs, batch):
+        return over_first(gradient(call, inputs), inputs)(batch[0], *inputs[1:])
 
-        return jax.jit(gradient(last))(x, y)
+    def grad_of_scan(call, inputs, batch):
+        return jax.jit(gradient(partial(scan_slices, call), inputs))(batch[0][:4], *inputs[1:])
 
-    def grad_of_shard_map(call, x, y):
+    def grad_of_loop(call, inputs, batch):
+        return jax.jit(gradient(partial(last_state, call), inputs))(*inputs)
+
+    def grad_of_shard_map(call, inputs, batch):
         """The gradient of the replicated input adds up those of the devices."""
-        return gradient(partial(over_devices, jax.vmap(call, (0, None))))(slices_of(x), y)
+        split = over_devices(over_first(call, inputs), inputs)
+        return jax.jit(gradient(split, inputs))(batch[0], *inputs[1:])
 
-    def jvp_of_grad(call, x, y):
+    def shard_map_of_grad(call, inputs, batch):
+        """The cotangent of a replicated input is summed over the devices."""
+        gradients = gradient(over_first(call, inputs), inputs)
+        out_specs = (SPLIT, *[REPLICATED for x in inputs[1:] if is_real(x)])
+        return jax.jit(over_devices(gradients, inputs, out_specs))(batch[0], *inputs[1:])
+
+    def jvp_of_grad(call, inputs, batch):
         """Forward over reverse: the change of the gradients in a direction."""
-        return jax.jvp(gradient(call), (x, y), (y, -x))
+        return Transformations.jvp(gradient(call, inputs), inputs, batch)
 
-    def checkpoint(call, x, y):
-        return jax.jit(gradient(jax.checkpoint(call)))(x, y)
+    def checkpoint(call, inputs, batch):
+        """Computes again in the backward pass."""
+        return jax.jit(gradient(jax.checkpoint(call), inputs))(*inputs)
 
-    def export(call, *inputs):
+    def export(call, inputs, batch):
+        """Serialized and read again; test_export_and_reload does so in a new process."""
         return read_exported(export_here(call, *inputs))(*inputs)
 
 
-def slices_of(x, axis=0):
-    """A batch of eight slices that differ."""
-    return np.stack([np.roll(x, k) for k in range(8)], axis)
+def over_first(call, inputs, **options):
+    """A vmap over the first input, with the others shared."""
+    return jax.vmap(call, (0, *[None] * (len(inputs) - 1)), **options)
 
 
-def over_first(rest):
-    """The axes of a vmap over the first input, with the rest shared."""
-    return (0, *[None] * len(rest))
+def over_others(call, inputs, **options):
+    return jax.vmap(call, (None, *[0] * (len(inputs) - 1)), **options)
 
 
-def over_devices(call, batch, *rest):
-    """A call on four devices: each has its part of the batch, and a copy of the other inputs."""
+def all_pairs(call, inputs):
+    """Slices of the first input, with each slice of the others."""
+    return over_others(over_first(call, inputs), inputs, axis_size=2)
+
+
+def scan_slices(call, batch, *others):
+    return jax.lax.scan(lambda _, x: (None, call(x, *others)), None, batch)[1]
+
+
+def last_state(call, state, *others):
+    return [jax.lax.fori_loop(0, 3, lambda _, state: call(state, *others)[0], state)]
+
+
+def mesh_of_four():
     (default_device,) = jnp.zeros(1).devices()
     devices = jax.devices(default_device.platform)
     if len(devices) < 4:
         pytest.skip("needs four devices")
-    mesh = jax.sharding.Mesh(np.array(devices[:4]), "i")
-    split, replicated = jax.sharding.PartitionSpec("i"), jax.sharding.PartitionSpec()
-    in_specs = (split, *[replicated] * len(rest))
-    return jax.jit(jax.shard_map(call, mesh=mesh, in_specs=in_specs, out_specs=split))(batch, *rest)
+    return jax.sharding.Mesh(np.array(devices[:4]), "i")
 
 
-def gradient(call):
-    """The gradients by both inputs of the sum of sines of what a call gives, which is not linear."""
+SPLIT, REPLICATED = jax.sharding.PartitionSpec("i"), jax.sharding.PartitionSpec()
 
-    def total(*inputs):
-        (result,) = call(*inputs)
-        return jnp.sin(result).sum()
 
-    return jax.grad(total, (0, 1))
+def over_devices(call, inputs, out_specs=SPLIT):
+    """A call on four devices: each has its part of the first input, and the others whole."""
+    in_specs = (SPLIT, *[REPLICATED] * (len(inputs) - 1))
+    return jax.shard_map(call, mesh=mesh_of_four(), in_specs=in_specs, out_specs=out_specs)
+
+
+def gradient(call, inputs, total=jnp.sum):
+    """The gradients by all inputs of real numbers, of the sum of sines of what a call gives, which is not linear."""
+
+    def sum_of_sines(*inputs):
+        return sum(jnp.sin(result).sum() for result in call(*inputs) if is_real(result))
+
+    return jax.grad(sum_of_sines, [i for i, x in enumerate(inputs) if is_real(x)])
 
 
 def exported_for(platform, function, *args):
@@ -592,43 +797,118 @@ def read_exported(serialized):
     return export.deserialize(bytearray(serialized)).call
 
 
+class Transform(typing.NamedTuple):
+    every_dtype: bool = False
+    needs_state: bool = False
+
+
+TRANSFORMS = {
+    "eager": Transform(every_dtype=True),
+    "jit": Transform(),
+    "without_jit": Transform(),
+    "vmap": Transform(every_dtype=True),
+    "vmap_every_input": Transform(),
+    "vmap_other_axes": Transform(),
+    "vmap_nested": Transform(),
+    "vmap_of_nothing": Transform(),
+    "lax_map": Transform(),
+    "scan": Transform(),
+    "loop_of_state": Transform(needs_state=True),
+    "while_loop": Transform(),
+    "cond": Transform(),
+    "shard_map": Transform(),
+    "eager_shard_map": Transform(),
+    "jit_over_mesh": Transform(),
+    "jvp": Transform(),
+    "grad": Transform(),
+    "grad_of_vmap": Transform(),
+    "grad_of_nested_vmap": Transform(),
+    "vmap_of_grad": Transform(),
+    "grad_of_scan": Transform(),
+    "grad_of_loop": Transform(needs_state=True),
+    "grad_of_shard_map": Transform(),
+    "shard_map_of_grad": Transform(),
+    "jvp_of_grad": Transform(),
+    "checkpoint": Transform(),
+    "export": Transform(),
+}
+
+
 # -- the cells -----------------------------------------------------------------------------------------
 
 
-def call_and_reference(name, backend):
+def left_out(op, backend, transformation):
+    """Why there is no such cell, or None."""
+    if TRANSFORMS[transformation].needs_state and not OPS[op].state:
+        return "its first output is not its next first input"
+    return BACKENDS[backend].without.get(transformation)
+
+
+def all_cells():
+    """Neighbours share what is right; those that are left out have no dtype."""
+    for transformation, op in itertools.product(TRANSFORMS, OPS):
+        dtypes = ["float32"]
+        if TRANSFORMS[transformation].every_dtype:
+            dtypes = OPS[op].dtypes
+        for dtype, backend in itertools.product(dtypes, BACKENDS):
+            if dtype in dtypes_of(BACKENDS[backend].language):
+                yield op, backend, transformation, dtype
+
+
+def aligned_copy(x):
+    """A copy at an address that XLA needs no copy for, so that a kernel could write to it."""
+    memory = np.empty(x.nbytes + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    copy = memory[start : start + x.nbytes].view(x.dtype).reshape(x.shape)
+    copy[...] = x
+    return copy
+
+
+def inputs_and_batch(op, dtype):
+    """The inputs of an operation, and eight slices of each that differ."""
+    inputs = OPS[op].inputs(np.random.default_rng(0), np.dtype(dtype))
+    batch = [np.stack([np.roll(x, k) for k in range(8)]) for x in inputs]
+    return tuple(map(aligned_copy, inputs)), tuple(map(aligned_copy, batch))
+
+
+def call_and_reference(name, backend, dtype="float32"):
     """The operation on a backend, and its reference: functions of arrays that return lists."""
-    params = OPS[name].params
 
     def reference(*inputs):
-        return jax.tree.leaves(kernels_of(name).reference(*inputs, **params))
+        return jax.tree.leaves(reference_of(name)(*inputs))
 
     def call(*inputs):
-        outs = jax.eval_shape(reference, *inputs)
-        return custom_kernel(name)(*inputs, outs=outs, backend=backend, **params)
+        _, outs, _ = specs_of(name, np.dtype(dtype))
+        return custom_kernel(name)(*inputs, outs=outs, backend=backend, **OPS[name].params)
 
     return call, reference
 
 
+@functools.cache
+def what_is_right(op, transformation, dtype):
+    _, reference = call_and_reference(op, None)
+    return getattr(Transformations, transformation)(reference, *inputs_and_batch(op, dtype))
+
+
 def check_close(results, expected, tolerance):
     for result, array in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
-        assert result.shape == array.shape
-        np.testing.assert_allclose(result, array, rtol=tolerance, atol=tolerance)
+        assert (result.shape, result.dtype) == (array.shape, array.dtype)
+        if array.dtype != jax.dtypes.float0:
+            np.testing.assert_allclose(result, array, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("op, backend, transformation, dtype", list(all_cells()))
 def test_matrix(op, backend, transformation, dtype):
-    if reason := BACKENDS[backend].without.get(transformation):
+    if reason := left_out(op, backend, transformation):
         pytest.skip(reason)
-    call, reference = call_and_reference(op, backend)
-    program = getattr(Transformations, transformation)
+    call, _ = call_and_reference(op, backend, dtype)
+    arrays = inputs_and_batch(op, dtype)
+    before = jax.tree.map(np.copy, arrays)
     with x64(DTYPES[dtype].needs_x64):
-        inputs = OPS[op].inputs(np.random.default_rng(0), np.dtype(dtype))
-        before = [x.copy() for x in inputs]
-        results, expected = program(call, *inputs), program(reference, *before)
+        expected = what_is_right(op, transformation, dtype)
+        results = getattr(Transformations, transformation)(call, *arrays)
     check_close(results, expected, DTYPES[dtype].tolerance)
-    for x, copy_before in zip(inputs, before):
-        np.testing.assert_array_equal(x, copy_before)
-    assert jax.tree.leaves(results)[0].dtype == dtype
+    jax.tree.map(np.testing.assert_array_equal, arrays, before)
 
 
 # ======================================================================================================
