@@ -2093,11 +2093,11 @@ def cuda_axpy(n, a, x, y):
 
 
 def axpy_op(kernel, scalars):
-    """Takes the array x, the array y that it changes, and n and a, which are scalars or constants."""
+    """Takes the array x, the array y that it changes, and n and a, which are scalars."""
     return xk.numba_cuda_kernel(kernel, spec(8), in_out_argnames=["y"], scalars=scalars, grid=1, block=8)
 
 
-in_axpy = pytest.mark.parametrize("scalars", [("n", "a"), True, ()], ids=["scalars", "all scalars", "constants"])
+in_axpy = pytest.mark.parametrize("scalars", [("n", "a"), True], ids=["scalars", "all scalars"])
 
 
 def cuda_op(kernel, outs=like_first, **options):
@@ -2106,9 +2106,8 @@ def cuda_op(kernel, outs=like_first, **options):
 
 
 def run_pytest(*args, **environment):
-    """Run tests of this file in a process with another environment; returns the numbers of its last line."""
-    out = run_python("-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, *args, **environment)
-    return {outcome: int(number) for number, outcome in re.findall(r"(\d+) (\w+)", out.splitlines()[-1])}
+    """Run tests of this file in a process with another environment, which must pass; returns what it prints."""
+    return run_python("-m", "pytest", "-v", "-p", "no:cacheprovider", __file__, *args, **environment)
 
 
 # -- the packages that compile CUDA kernels ------------------------------------------------------------
@@ -2116,33 +2115,36 @@ def run_pytest(*args, **environment):
 
 @functools.cache
 def kind_of(package):
-    """Which CUDA package this is here: "built-in" is Numba's own, "stand-in" what the fake driver's tests have."""
+    """What stands for a CUDA package here: itself, "built-in" for Numba's own, "handwritten_ptx", or nothing."""
     try:
         package_cuda = importlib.import_module(f"{package}.cuda")
         if hasattr(package_cuda, "compiles_nothing"):
-            return "stand-in"
-        cuda_ptx(package_cuda, lambda x: None, 1)
+            return "handwritten_ptx"
+        package_cuda.compile(lambda: None, (), device=False, abi="numba", cc=(9, 0))
     except ImportError:
         return "missing, or without NVVM"
     return "built-in" if getattr(package_cuda, "implementation", "") == "Built-in" else package
 
 
-def fixture_of_packages(*without):
-    @pytest.fixture(params=["numba_cuda_mlir", "numba"])
-    def package_cuda(request):
-        kind = kind_of(request.param)
-        if kind in ("missing, or without NVVM", *without):
-            pytest.skip(f"{request.param} is {kind}")
-        return importlib.import_module(f"{request.param}.cuda")
+def fixture_of_packages(*kinds):
+    """The module `cuda` of each package of these kinds, in a process that has a driver."""
+
+    @pytest.fixture(params=["numba_cuda_mlir", "numba", "handwritten_ptx"])
+    def package_cuda(request, gpus):
+        package = "numba_cuda_mlir" if request.param == "handwritten_ptx" else request.param
+        kind = kind_of(package)
+        if kind not in kinds or (kind == "handwritten_ptx") != (request.param == "handwritten_ptx"):
+            pytest.skip(f"{package} is {kind}")
+        return importlib.import_module(f"{package}.cuda")
 
     return package_cuda
 
 
-# The module `cuda` of each package that compiles CUDA kernels: numba-cuda's successor, and numba-cuda.
-package_cuda = fixture_of_packages()
-compiling_cuda = fixture_of_packages("stand-in")
-batching_cuda = fixture_of_packages("built-in")  # it does not compile the kernel that runs a batch
-compiling_batching_cuda = fixture_of_packages("stand-in", "built-in")
+# The successor of numba-cuda, numba-cuda, Numba's own, and PTX that this file writes, where the first is missing.
+package_cuda = fixture_of_packages("numba_cuda_mlir", "numba", "built-in", "handwritten_ptx")
+compiling_cuda = fixture_of_packages("numba_cuda_mlir", "numba", "built-in")
+batching_cuda = fixture_of_packages("numba_cuda_mlir", "numba", "handwritten_ptx")  # Numba's own compiles no batch
+compiling_batching_cuda = fixture_of_packages("numba_cuda_mlir", "numba")
 
 
 def is_successor(package_cuda):
@@ -2161,36 +2163,8 @@ KERNEL_NUMBERS = itertools.count(1)
 
 def own_kernel(package_cuda, parameters, body="cuda.grid(1)"):
     """A kernel that no other test has compiled."""
-    return runs(f"{body}\n    number", parameters, cuda=package_cuda, number=next(KERNEL_NUMBERS))
+    return runs(f"{body}\n    number = {next(KERNEL_NUMBERS)}", parameters, cuda=package_cuda)
 
-
-def cuda_ptx(package_cuda, function, *ranks):
-    """PTX for compute capability 9.0, which takes no driver, for arrays of int64."""
-    if is_successor(package_cuda):  # it asks for the capability of a GPU, whatever it compiles for
-        importlib.import_module("numba_cuda_mlir.tools")._cached_cc = (9, 0)
-    nbtypes = package_cuda.types if hasattr(package_cuda.types, "Array") else numba.types
-    argtypes = tuple([nbtypes.Array(nbtypes.int64, rank, "C") for rank in ranks])
-    return package_cuda.compile(function, argtypes, device=False, abi="numba", cc=(9, 0))[0]
-
-
-PTX_READS = {  # which parameters of an array of rank 3 an expression reads
-    "numba": {".size": {2}, ".itemsize": {3}, "[0, 0, 0]": {4}, ".shape[0]": {5}, ".shape[1]": {6}, ".shape[2]": {7},
-              ".strides[0]": {8}, ".strides[1]": {9}, ".strides[2]": {10}},
-    "numba_cuda_mlir": {"[0, 0, 0]": {1, 2}, ".shape[0]": {3}, ".shape[1]": {4}, ".shape[2]": {5},
-                        "[1, 0, 0]": {1, 2, 6}, "[0, 1, 0]": {1, 2, 7}, "[0, 0, 1]": {1, 2, 8}},
-}  # fmt: skip
-
-
-@compiled
-def test_cuda_parameters_mean_what_the_handler_packs(compiling_cuda):
-    read_by = PTX_READS[compiling_cuda.__name__.partition(".")[0]]
-    for expression, numbers in read_by.items():
-        ptx = cuda_ptx(compiling_cuda, runs(f"x[0, 0, 0] += x{expression}", "x"), 3)
-        loads = re.findall(r"ld\.param\.\w+\s+(%\w+), \[\w+_param_(\d+)\]", ptx)
-        registers = {int(number): register for register, number in loads}
-        assert set(registers) == numbers | read_by["[0, 0, 0]"], expression
-        if len(numbers) == 3:  # strides count elements, here of 8 bytes
-            assert re.search(rf"shl\.b64\s+%\w+, {registers[max(numbers)]}, 3;", ptx)
 
 
 # -- without a GPU: what XLA is told -------------------------------------------------------------------
@@ -2202,19 +2176,19 @@ def lower_for_cuda(function, *args):
 
 def run_for_cuda(function, *args):
     """Lower for CUDA, and run that program on the CPU."""
-    return jax.block_until_ready(exported_for("cuda", function, *args).call(*args))
+    return jax.block_until_ready(program_for_cuda(function, *args)(*args))
+
+
+def program_for_cuda(function, *args):
+    """For JAX an exported program, so that it may be lowered for another platform than it runs on."""
+    names = re.findall(r"custom_call @\"?([\w.]+)", lower_for_cuda(function, *args))
+    checks = [export.DisabledSafetyCheck.platform(), *map(export.DisabledSafetyCheck.custom_call, names)]
+    return export.export(jax.jit(function), platforms=["cuda"], disabled_checks=checks)(*args).call
 
 
 def cuda_target(function, *args):
     """The name of a kernel's target, in a program for CUDA."""
     return re.search(r"custom_call @([\w.]+)", lower_for_cuda(function, *args))[1]
-
-
-@compiled
-@pytest.mark.parametrize("body, copies", [("out[0] = x.view(np.float32)[0]", 1), ("out[0] = x[0]", 0)])
-def test_cuda_kernel_that_may_write_to_an_input_gets_a_copy(body, copies):
-    text = lower_for_cuda(cuda_op(own_kernel(cuda, "x, out", body)), spec(4))
-    assert text.count("output_operand_alias<") == copies
 
 
 @compiled
@@ -2234,7 +2208,7 @@ def test_cuda_nothing_to_run_is_no_call():
 def test_cuda_ready_kernel_whose_output_has_too_many_dimensions_for_a_launch():
     op = xk.XLACustomKernel("four")
     op.def_numba_cuda_kernel(cuda.jit(cuda_copy))
-    with pytest.raises(RuntimeError, match=r"shape \(2, 3, 4, 5\), and CUDA has 3: register it with launch_dims="):
+    with pytest.raises(RuntimeError, match=r"\(2, 3, 4, 5\).*launch_dims="):
         lower_for_cuda(lambda x: op(x, outs=spec(2, 3, 4, 5)), F32)
 
 
@@ -2248,60 +2222,27 @@ def test_cuda_wrappers_can_be_freed():
     assert freed() is None
 
 
-@compiled
-def test_cuda_targets_derive_from_content(package_cuda):
-    def target(factor, jit=package_cuda.jit, dtype="float32"):
-        def kernel(x, out):
-            out[0] = factor * x[0]
-
-        return cuda_target(xk.numba_cuda_kernel(jit(kernel), like_first, **BLOCK), spec(1, dtype=dtype))
-
-    plain, fast = like_first, package_cuda.jit(fastmath=True)
-    names = [target(2), target(2, plain), target(2, fast), target(3), target(2, dtype="int32")]
-    assert len(set(names)) == 5
-    assert names[:2] == [target(2), target(2, plain)]
-    if is_successor(package_cuda):  # which notes the GPU that it compiles for
-        assert target(2, package_cuda.jit(chip="sm_90")) == names[0]
-
-
-@compiled
-@pytest.mark.parametrize("body, reason", [
-    ("x[0] = out[0]", "; its inputs are read-only, because JAX may share them: write to an output, .*"),
-    ("out[0] = x.nope", ""),
-    ("return 1", "; it returns a value: write to the output arrays and return nothing"),
-])  # fmt: skip
-def test_cuda_kernel_that_cannot_be_compiled(body, reason, package_cuda):
-    op = xk.numba_cuda_kernel(package_cuda.jit(runs(body)), like_first, grid=1, block=1)
-    refused = r" cannot compile kernel 'kernel' for \(float32\[:\]\) -> \(float32\[:\]\)"
-    with pytest.raises(TypeError, match=f"(Numba CUDA|numba_cuda_mlir){refused}{reason}:\n"):
-        lower_for_cuda(op, spec(1))
-
-
 HOST_KERNEL = numba.njit(lambda x, out: None)
 BLOCK = {"grid": 1, "block": 1}
 
 
 @pytest.mark.parametrize("error, options, text", [
-    (ValueError, {}, "give either both grid and block, or launch_dims; got none"),
-    (ValueError, {**BLOCK, "launch_dims": 1}, "or launch_dims; got grid and block and launch_dims"),
-    (ValueError, {"launch_dims": (1, 2, 3, 4)}, "must be an int or a tuple of 1 to 3 ints; got (1, 2, 3, 4)"),
-    (TypeError, {"grid": 1.5, "block": 1}, "grid must be an int or a tuple of 1 to 3 ints; got 1.5"),
-    (ValueError, {"grid": 1, "block": (32, 64)}, "at most 1024 threads; block=(32, 64, 1) has 2048"),
+    (ValueError, {}, "grid and block, or launch_dims"),
+    (ValueError, {**BLOCK, "launch_dims": 1}, "grid and block, or launch_dims"),
+    (ValueError, {"launch_dims": (1, 2, 3, 4)}, "got (1, 2, 3, 4)"),
+    (TypeError, {"grid": 1.5, "block": 1}, "got 1.5"),
+    (ValueError, {"grid": 1, "block": (32, 64)}, "2048"),
     (ValueError, {"grid": 1, "block": (1, 1, 65)}, "block.z must be from 1 to 64; got 65"),
     (ValueError, {"grid": 1, "block": 0}, "block.x must be from 1 to 1024; got 0"),
-    (ValueError, {"grid": 2**31, "block": 1}, "from 0 to 2147483647; got 2147483648 in grid=(2147483648, 1, 1)"),
+    (ValueError, {"grid": 2**31, "block": 1}, "got 2147483648"),
     (ValueError, {"grid": (1, 65536), "block": 1}, "grid.y must be from 0 to 65535; got 65536"),
-    (ValueError, {"grid": (1, 1, 65536), "block": 1}, "grid.z must be from 0 to 65535; got 65536"),
-    (ValueError, {"launch_dims": lambda x: -3}, "got -3 in launch_dims=(-3, 1, 1)"),
+    (ValueError, {"launch_dims": lambda x: -3}, "got -3"),
     (ValueError, {"launch_dims": 1, "threads_per_block": 2048}, "from 1 to 1024; got 2048"),
-    (TypeError, {"launch_dims": 1, "threads_per_block": (8, 8)}, "threads_per_block must be an int, or "),
+    (TypeError, {"launch_dims": 1, "threads_per_block": (8, 8)}, "threads_per_block must be an int"),
     (ValueError, {**BLOCK, "shared_mem": -1}, "shared_mem must be a number of bytes; got -1"),
-    (ValueError, {**BLOCK, "shared_mem": 2**31}, "must be a number of bytes; got 2147483648"),
-    (TypeError, {**BLOCK, "outs": spec(3, dtype=jnp.bfloat16)},
-     "output 0 is bfloat16[3], a dtype that Numba CUDA has no arrays of"),
-    (TypeError, {**BLOCK, "outs": [spec(3)] * 2}, "this call has 1 inputs and 2 outputs"),
-    (TypeError, {**BLOCK, "kernel": HOST_KERNEL},
-     "takes a function decorated with numba.cuda.jit (without [grid, block]) or a plain function; got"),
+    (TypeError, {**BLOCK, "outs": spec(3, dtype=jnp.bfloat16)}, "output 0 is bfloat16[3]"),
+    (TypeError, {**BLOCK, "outs": [spec(3)] * 2}, "1 inputs and 2 outputs"),
+    (TypeError, {**BLOCK, "kernel": HOST_KERNEL}, "numba.cuda.jit"),
 ])  # fmt: skip
 def test_cuda_refused_kernel(error, options, text):
     options = {"kernel": lambda x, out: None, "outs": spec(3), **options}
@@ -2310,10 +2251,9 @@ def test_cuda_refused_kernel(error, options, text):
 
 
 @pytest.mark.parametrize("func, text", [
-    (3, r"takes a Python function that launches kernels \(for one kernel use numba_cuda_kernel\); got .*int 3"),
-    (HOST_KERNEL, r"takes a Python function that launches kernels \(for .*; got .*CPUDispatcher"),
-    (lambda x, out, stream: None, r"takes \(x, out, stream\), but this call has 2 inputs, 1 outputs and scratch "
-     r"buffers, and a stream: func\(in..., out..., stream\)"),
+    (3, "for one kernel use numba_cuda_kernel.*int 3"),
+    (HOST_KERNEL, "CPUDispatcher"),
+    (lambda x, out, stream: None, r"\(x, out, stream\).* 2 inputs, 1 outputs"),
 ])  # fmt: skip
 def test_cuda_refused_callable(func, text):
     with pytest.raises(TypeError, match=text):
@@ -2323,19 +2263,16 @@ def test_cuda_refused_callable(func, text):
 @pytest.mark.needs("no gpu", "compiler")
 def test_cuda_without_gpu_or_simulator():
     kernel = cuda_op(cuda_copy)
-    text = (
-        r"numba_cuda_kernel 'cuda_copy' runs on NVIDIA GPUs \(pip install .*\), or in Python if "
-        r"NUMBA_ENABLE_CUDASIM=1 was set; for CPUs use numba_kernel; .* compiled for 'cpu'"
-    )
     for call in (kernel, kernel, jax.jit(kernel)):
-        with pytest.raises(NotImplementedError, match=text):
+        with pytest.raises(NotImplementedError, match="'cuda_copy' .*pip install .*NUMBA_ENABLE_CUDASIM=1.*numba_kernel"):
             call(F32)
 
 
 def test_cuda_missing_package(monkeypatch):
     monkeypatch.setitem(sys.modules, getattr(cuda, "__name__", "numba.cuda"), None)  # what `cuda_copy` reads
-    with pytest.raises(ImportError, match=r"numba_cuda_kernel needs numba\w* .*pip install 'xla_kernels\[cuda13\]'"):
+    with pytest.raises(ImportError, match="pip install"):
         cuda_op(cuda_copy)(F32)
+
 
 
 # -- without a GPU: what the driver is asked to do -----------------------------------------------------
@@ -2441,7 +2378,7 @@ R cuGetProcAddress_v2(const char *name, P *result, int version, D flags, int *st
 }
 """
 
-# Stands in for numba_cuda_mlir where that is not installed: handlers and launches can be tested with no compiler.
+# Stands in for numba_cuda_mlir where that is not installed: it compiles nothing, and its PTX is written here.
 NO_COMPILER = """
 import ctypes, types as modules
 from numba import types
@@ -2470,14 +2407,14 @@ def jit(**options):
 """
 
 
-# How many of the tests below run with each kind of package; one more takes no package.
-FAKE_DRIVER_TESTS = {"numba_cuda_mlir": 30, "numba": 31, "built-in": 26, "stand-in": 14}
+linux = pytest.mark.skipif(sys.platform != "linux", reason="the driver of another platform has another name")
 
 
+@linux
 @pytest.mark.processes
 @pytest.mark.needs("compiler", "real driver", "no gpu", "gcc")
 def test_cuda_fake_driver(tmp_path):
-    """Runs the tests below, in a process with the fake driver."""
+    """Runs the tests below, in a process with the fake driver: on PTX of the packages that are here, or written here."""
     (tmp_path / "fake.c").write_text(FAKE_DRIVER)
     flags = "-shared -fPIC -w -Wl,-soname,libcuda.so.1 -o libcuda.so.1 fake.c -ldl".split()
     subprocess.run(["gcc", *flags], cwd=tmp_path, check=True)
@@ -2487,15 +2424,17 @@ def test_cuda_fake_driver(tmp_path):
         "NUMBA_CUDA_DRIVER": str(tmp_path / "libcuda.so.1"),
         "XLA_KERNELS_FAKE_CUDA": "1",
     }
-    kinds = [kind_of("numba_cuda_mlir"), kind_of("numba")]
-    if importlib.util.find_spec("numba_cuda_mlir") is None:
+    successor = "numba_cuda_mlir"
+    if importlib.util.find_spec(successor) is None:
+        successor = "handwritten_ptx"
         (tmp_path / "numba_cuda_mlir").mkdir()
         (tmp_path / "numba_cuda_mlir/__init__.py").touch()
         (tmp_path / "numba_cuda_mlir/cuda.py").write_text(NO_COMPILER)
         environment["PYTHONPATH"] = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
-        kinds.append("stand-in")
-    passed = run_pytest("-k", "test_fakecuda", **environment)["passed"]
-    assert passed == 1 + sum(FAKE_DRIVER_TESTS.get(kind, 0) for kind in kinds)
+    passed = re.findall(r"test_fakecuda.*\[.*PASSED", run_pytest("-k", "test_fakecuda", **environment))
+    assert sum(successor in line for line in passed) >= 14
+    if importlib.util.find_spec("numba_cuda") is not None:
+        assert sum(re.search(r"\bnumba\b", line) is not None for line in passed) >= 24
 
 
 class FakeGpus:
@@ -2638,6 +2577,31 @@ def test_fakecuda_packs_arrays(gpus, package_cuda):
     assert len({0, *addresses}) == 1 + len(addresses)
 
 
+PTX_READS = {  # which parameters of an array of rank 3 an expression reads
+    "numba": {".size": {2}, ".itemsize": {3}, "[0, 0, 0]": {4}, ".shape[0]": {5}, ".shape[1]": {6}, ".shape[2]": {7},
+              ".strides[0]": {8}, ".strides[1]": {9}, ".strides[2]": {10}},
+    "numba_cuda_mlir": {"[0, 0, 0]": {1, 2}, ".shape[0]": {3}, ".shape[1]": {4}, ".shape[2]": {5},
+                        "[1, 0, 0]": {1, 2, 6}, "[0, 1, 0]": {1, 2, 7}, "[0, 0, 1]": {1, 2, 8}},
+}  # fmt: skip
+
+
+def ptx_for_arrays_of_rank_3(package_cuda, function):
+    nbtypes = package_cuda.types if hasattr(package_cuda.types, "Array") else numba.types
+    argtypes = (nbtypes.Array(nbtypes.int64, 3, "C"),)
+    return package_cuda.compile(function, argtypes, device=False, abi="numba", cc=(9, 0))[0]
+
+
+def test_fakecuda_parameters_mean_what_the_handler_packs(gpus, compiling_cuda):
+    read_by = PTX_READS[compiling_cuda.__name__.partition(".")[0]]
+    for expression, numbers in read_by.items():
+        ptx = ptx_for_arrays_of_rank_3(compiling_cuda, runs(f"x[0, 0, 0] += x{expression}", "x"))
+        loads = re.findall(r"ld\.param\.\w+\s+(%\w+), \[\w+_param_(\d+)\]", ptx)
+        registers = {int(number): register for register, number in loads}
+        assert set(registers) == numbers | read_by["[0, 0, 0]"], expression
+        if len(numbers) == 3:  # strides count elements, here of 8 bytes
+            assert re.search(rf"shl\.b64\s+%\w+, {registers[max(numbers)]}, 3;", ptx)
+
+
 def test_fakecuda_launches_natively_on_each_device_that_jax_lists(gpus, package_cuda):
     op = own_op(package_cuda, grid=(2, 3), block=(4, 5, 6), shared_mem=64)
     run_for_cuda(op, F32)
@@ -2669,7 +2633,7 @@ def test_fakecuda_jax_may_free_an_array_of_another_gpu_meanwhile(gpus, monkeypat
 
 def test_fakecuda_asks_xla_for_the_device(gpus, package_cuda):
     """By XLA's own function, which knows the CPU's devices, too."""
-    program = exported_for("cuda", own_op(package_cuda), spec(4)).call
+    program = program_for_cuda(own_op(package_cuda), spec(4))
     xla_knows = jax.__version_info__ >= (0, 8)  # before that the handler asks CUDA
     gpus.set(device=-1 if xla_knows else 0)
     gpus.log()
@@ -2842,16 +2806,22 @@ def test_fakecuda_callable(gpus, compiling_cuda):
     assert seen == [((5,), "float16"), ((2, 3), "int8"), ((5,), "float16")]
 
 
-@pytest.mark.parametrize("static", [{}, {"out": 3}], ids=["launched", "called by what is launched"])
 @pytest.mark.parametrize("body, refused", [
+    ("x[0] = out[0]", "its inputs are read-only"),
     ("cuda.atomic.add(x[1:], 0, 1)", "its inputs are read-only"),
     ("return 1.0", "it returns a value"),
+    ("out[0] = x.nope", "nope"),
 ])  # fmt: skip
-def test_fakecuda_refused_kernels(gpus, compiling_cuda, body, refused, static):
+def test_fakecuda_refused_kernels(gpus, compiling_cuda, body, refused):
     kernel = compiling_cuda.jit(runs(body, cuda=compiling_cuda))
-    op = xk.numba_cuda_kernel(kernel, () if static else like_first, has_side_effect=True, **BLOCK)
-    with pytest.raises(TypeError, match=f"kernel 'kernel' .*; {refused}"):
-        run_for_cuda(functools.partial(op, **static), F32)
+    with pytest.raises(TypeError, match=rf"(?s)kernel 'kernel' for \(float32\[:\]\).*{refused}"):
+        run_for_cuda(xk.numba_cuda_kernel(kernel, like_first, **BLOCK), F32)
+
+
+@pytest.mark.parametrize("body, copied", [("out[0] = x.view(np.float32)[0]", 400_000), ("out[0] = x[0]", 0)])
+def test_fakecuda_a_kernel_that_may_write_to_an_input_gets_a_copy(gpus, compiling_cuda, body, copied):
+    op = xk.numba_cuda_kernel(own_kernel(compiling_cuda, "x, out", body), like_first, **BLOCK)
+    assert 0 <= copied_bytes(program_for_cuda(op, LARGE), LARGE) - copied < 1000
 
 
 def cuda_count(x, out):
@@ -2888,11 +2858,11 @@ def test_fakecuda_explicit_signature(gpus, compiling_cuda):
 @pytest.mark.processes
 def test_cuda_simulator():
     """Runs what needs a device on the simulator, which Numba decides on when it is imported."""
-    cells = [backend for _, backend, _, _ in all_cells() if backend.startswith("numba_cuda")]
     tests = "test_on_cuda or test_cudasim or (test_matrix and numba_cuda) or test_export_and"
-    outcomes = run_pytest("-k", tests, NUMBA_ENABLE_CUDASIM="1", JAX_PLATFORMS="cpu")
-    del outcomes["deselected"]
-    assert outcomes == {"passed": len(cells) + 1 + 19}  # export, and the tests of this section
+    lines = run_pytest("-k", tests, NUMBA_ENABLE_CUDASIM="1", JAX_PLATFORMS="cpu")
+    for kind in "test_export_and", "test_on_cuda", "test_cudasim", r"test_matrix\[.*numba_cuda":
+        assert re.search(rf"{kind}.* PASSED", lines)
+    assert "SKIPPED" not in lines
 
 
 @on_device
@@ -2978,23 +2948,6 @@ def test_on_cuda_exceptions_of_callables_reach_the_user():
         jax.block_until_ready(refuse(jnp.ones((1, 3))))
 
 
-@on_device
-def test_on_cuda_equal_closures_share_a_target():
-    def scale_by(factor):
-        @cuda.jit(device=True)
-        def scaled(value):
-            return factor * value
-
-        def kernel(x, out):
-            out[0] = scaled(x[0])
-
-        return xk.numba_cuda_kernel(cuda.jit(kernel), like_first, **BLOCK)
-
-    before = len(xk.export_checks())
-    assert [scale_by(factor)(F32)[0] for factor in (2, 3, 2, 3)] == [2, 3, 2, 3]
-    assert len(xk.export_checks()) == before + 2
-
-
 @simulated
 def test_cudasim_input_is_read_only_and_errors_name_the_thread():
     op = xk.numba_cuda_kernel(runs("x[0] = 1"), like_first, **BLOCK)
@@ -3005,11 +2958,9 @@ def test_cudasim_input_is_read_only_and_errors_name_the_thread():
 
 
 @simulated
-@pytest.mark.parametrize("static", [{}, {"n": 3}], ids=["launched", "called by what is launched"])
-def test_cudasim_refuses_a_kernel_that_returns(static):
-    op = xk.numba_cuda_kernel(runs("return 1", ", ".join(["x", *static, "out"])), spec(3), **BLOCK)
-    with pytest.raises(Exception, match="the kernel returns a value: write to the output arrays"):
-        jax.block_until_ready(op(F32, **static))
+def test_cudasim_refuses_a_kernel_that_returns():
+    with pytest.raises(Exception, match="returns a value"):
+        jax.block_until_ready(xk.numba_cuda_kernel(runs("return 1"), spec(3), **BLOCK)(F32))
 
 
 @simulated
@@ -3025,54 +2976,17 @@ def test_cudasim_runs_one_kernel_at_a_time():
 def test_cudasim_refuses_kernels_of_the_successor():
     members = {"__module__": "numba_cuda_mlir.descriptor", "py_func": staticmethod(cuda_copy), "__name__": "cuda_copy"}
     op = cuda_op(type("MLIRDispatcher", (), members)())
-    with pytest.raises(NotImplementedError, match="'cuda_copy' is written for numba_cuda_mlir, which has no simulator"):
+    with pytest.raises(NotImplementedError, match="numba_cuda_mlir, which has no simulator"):
         op(F32)
 
 
 @simulated
 def test_cudasim_runs_on_cpu_only():
-    with pytest.raises(NotImplementedError, match=r"runs on the CPU only where NUMBA_ENABLE_CUDASIM=1 .* for 'cuda'"):
+    with pytest.raises(NotImplementedError, match="NUMBA_ENABLE_CUDASIM=1"):
         lower_for_cuda(cuda_op(cuda_copy), spec(3))
 
 
 # -- with a GPU ----------------------------------------------------------------------------------------
-
-CUDA_ON_DISK = """
-    from numba import cuda
-
-    compiled = []
-    dispatcher = type(cuda.jit(like_first))
-    compile_ = dispatcher.compile
-    dispatcher.compile = lambda *args: compiled.append(args) or compile_(*args)
-    added = int(sys.argv[1])
-
-    def helper(a):
-        return a * 2 + added
-
-    def run(helper):
-        kernel = cuda.jit(runs("out[0] = helper(x[0])", helper=helper))
-        call = xk.numba_cuda_kernel(kernel, like_first, grid=1, block=1)
-        print(call(ones)[0], jax.vmap(call)(jnp.ones((3, 4)))[2, 0], len(compiled) > 0)
-
-    used = cuda.jit(device=True)(helper)
-    run(used)
-    added += 10
-    run(used)  # with the code from before the change, if Numba compiled it
-    run(cuda.jit(device=True)(helper))
-    """
-
-
-@on_gpu
-def test_gpu_kernels_on_disk(tmp_path):
-    def results(added):
-        environment = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PLATFORMS": "cuda,cpu"}
-        first, _, last = run_code(CUDA_ON_DISK, added, **environment).splitlines()[-3:]
-        return first, last
-
-    assert results(1) == ("3.0 3.0 True", "13.0 13.0 True")
-    assert results(1) == ("3.0 3.0 False", "13.0 13.0 False")
-    assert results(2) == ("4.0 4.0 True", "14.0 14.0 True")
-
 
 def gpu_copy(how):
     """A kernel that copies its input, launched in each way that there is."""
@@ -3136,22 +3050,22 @@ def integers(*shape):
     return np.random.default_rng(sum(shape)).integers(-8, 9, shape).astype(np.float32)
 
 
-STARTING = {  # kernels for v + d: parameters, what they do for each i, options, and constants of the call
+STARTING = {  # kernels for v + d: parameters, what they do for each i, options, and scalars of the call
     "aliased": ("v, d, out", "out[i] += d[i]", {"input_output_aliases": {0: 0}}, {}),
     "in_out": ("v, d", "v[i] += d[i]", {"in_out_argnames": ["v"]}, {}),
     "zeros": ("v, d, out, tmp", "out[i] += v[i]; tmp[i] = d[i]; out[i] += tmp[i]",
               {"zero_outputs": True, "scratch": lambda v, d: v}, {}),
-    "scalars": ("v, d, a, n, out", "out[i] = v[i] * a + d[i] * n", {"scalars": ["a"]}, {"a": np.float32(1), "n": 1}),
+    "scalars": ("v, d, a, out", "out[i] = v[i] * a + d[i]", {"scalars": ["a"]}, {"a": np.float32(1)}),
 }  # fmt: skip
 
 
 def starting_kernel(how):
     """A function that gives v + d, by a kernel whose outputs start from something, or that takes other things."""
     if how in STARTING:
-        parameters, statements, options, constants = STARTING[how]
+        parameters, statements, options, scalars = STARTING[how]
         kernel = own_kernel(cuda, parameters, f"i = cuda.grid(1)\n    if i < v.size: {statements}")
         op = xk.numba_cuda_kernel(kernel, lambda v, *_: v, launch_dims=lambda v, *_: v.size, **options)
-        return functools.partial(op, **constants)
+        return functools.partial(op, **scalars)
     pytest.importorskip("warp")
     if how == "warp differentiable":
         add = xk.warp_kernel(matrix_kernel("add", "warp", np.dtype("float32")), like_first, differentiable=True)
@@ -3239,8 +3153,8 @@ def test_gpu_command_buffers(captured):
     """Tests that run on the GPU, with CUDA graphs off, and on for every computation."""
     flags = f"--xla_gpu_enable_command_buffer={captured} --xla_gpu_graph_min_graph_size=1"
     tests = "test_on_cuda or stream_order or (gpu and (test_warp_ops or test_warp_grad))"
-    outcomes = run_pytest("-k", tests, XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} {flags}")
-    assert outcomes["passed"] >= 15  # more with Warp
+    lines = run_pytest("-k", tests, XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} {flags}")
+    assert lines.count("PASSED") >= 15  # more with Warp
 
 
 @on_gpu
