@@ -1085,22 +1085,22 @@ DISTRIBUTED = """
     jax.distributed.initialize(f"localhost:{sys.argv[1]}", num_processes=2, process_id=int(sys.argv[2]))
     P = jax.sharding.PartitionSpec
     square = xk.XLACustomKernel("square")
-    square.def_sharding_rule("i -> i")
     @square.def_numba_kernel
     @numba.njit
     def kernel(x, out):
-        for i in range(x.size):
-            out[i] = x[i] * x[i]
+        out[()] = x[()] * x[()]
     sharding = jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(jax.devices()), "d"), P("d"))
     x = jax.make_array_from_callback((8,), sharding, lambda index: np.arange(8, dtype=np.float32)[index])
-    total = jax.jit(lambda x: square(x, outs=x).sum())(x)
+    squares = jax.jit(jax.vmap(lambda x: square(x, outs=x)))
+    total = jax.jit(lambda x: squares(x).sum())(x)
+    assert "all-gather" not in squares.lower(x).compile().as_text()
     print("devices", len(jax.devices()), "total", float(total))
     """
 
 
 @pytest.mark.processes
 def test_two_processes_share_a_mesh():
-    """An op is split over the four devices of both."""
+    """A batch of an op is split over the four devices of both."""
     with socket.socket() as listening:
         listening.bind(("localhost", 0))
         _, port = listening.getsockname()
@@ -1162,28 +1162,6 @@ def test_program_numpyro_sampler():
     assert abs(samples["scale"].mean() - y.std()) < 0.02
 
 
-@pytest.mark.needs("diffrax")
-def test_program_diffrax_ode():
-    """Heat flow on a ring, integrated by diffrax with a Numba right-hand side, also under vmap: waves decay."""
-    import diffrax
-
-    @xk.numba_kernel(outs=like_first)
-    def heat(y, dy):
-        for i in range(y.size):
-            dy[i] = y[i - 1] - 2 * y[i] + y[(i + 1) % y.size]
-
-    def solve(y):
-        steps = diffrax.PIDController(rtol=1e-5, atol=1e-6)
-        problem = diffrax.ODETerm(lambda t, y, _: heat(y)), diffrax.Tsit5(), 0, 2, 0.1, y
-        return diffrax.diffeqsolve(*problem, stepsize_controller=steps).ys[-1]
-
-    angles = 2 * np.pi / 60 * np.array([1, 2, 5])
-    waves = np.cos(np.outer(angles, np.arange(60))).astype(np.float32)
-    decayed = waves * np.exp(4 * np.cos(angles) - 4)[:, None]
-    np.testing.assert_allclose(jax.jit(solve)(waves[0]), decayed[0], atol=1e-4)
-    np.testing.assert_allclose(jax.vmap(solve)(waves), decayed, atol=1e-4)
-
-
 @pytest.mark.needs("equinox", "optax", "warp")
 def test_program_equinox_warp_training():
     """Springs of unknown stiffness: equinox and optax learn it through the adjoint of a Warp kernel, in a scan."""
@@ -1224,7 +1202,7 @@ def test_program_equinox_warp_training():
 
 
 # ======================================================================================================
-# Numba on CPU, and with it what all wrappers share: the C interface, names, inputs, the primitive, the handler
+# Numba on CPU, and with it what all wrappers share: the C interface, kernels, inputs, the primitive, the handler
 # ======================================================================================================
 
 
@@ -1273,22 +1251,15 @@ def reads(expression, **values):
     return runs(f"out[0] = {expression}", **values)
 
 
-def custom_call_of(function, *specs):
-    """The line of the lowered program that calls the kernel."""
-    text = jax.jit(function).lower(*specs).as_text()
-    return next(line for line in text.splitlines() if re.search(r'custom_call @"?xla_kernels', line))
-
-
 def target_of(function, *specs):
     """The name under which XLA finds the kernel."""
-    return re.search(r"custom_call @\"?(xla_kernels[\w.]*)", custom_call_of(function, *specs))[1]
+    return re.search(r"custom_call @\"?([\w.]+)", jax.jit(function).lower(*specs).as_text())[1]
 
 
-def hidden_outputs_of(function, *specs):
-    """How many outputs the kernel's call has besides those that it returns: copies of inputs that it may write to."""
-    results = custom_call_of(function, *specs).rpartition("->")[2]
-    returned = jax.tree.leaves(jax.eval_shape(function, *specs))
-    return results.count("tensor<") - len(returned)
+def copied_bytes(function, *specs):
+    """What a program copies beside its inputs and outputs, such as inputs that a kernel may write to."""
+    lowered = getattr(function, "lower", jax.jit(function).lower)(*specs)
+    return lowered.compile().memory_analysis().temp_size_in_bytes
 
 
 def in_threads(work, args):
@@ -1374,20 +1345,7 @@ def test_mirrored_structs_equal_the_header():
         assert fields == fields_in_header(c_header(), struct.__name__)[: len(fields)]
 
 
-# -- names ---------------------------------------------------------------------------------------------
-
-
-def name_of(kernel):
-    """Under which XLA finds what was compiled for a kernel."""
-    return target_of(wrap(kernel), FLOATS)
-
-
-def names_of(kernels):
-    """Those of kernels of which no two are equal; each stays the same."""
-    names = [name_of(kernel) for kernel in kernels]
-    assert names == [name_of(kernel) for kernel in kernels]
-    assert len(set(names)) == len(names) > 1
-    return names
+# -- kernels that look alike ---------------------------------------------------------------------------
 
 
 def helper(expression, jit=numba.njit, **values):
@@ -1412,204 +1370,10 @@ def add_first(values):
     return kernel
 
 
-def third(x, out):
-    out[0] = x[0] / 3
-
-
-RECURSION = """
-    @numba.njit
-    def f(n):
-        return 0 if n < 1 else 1 + g(n - 1)
-    @numba.njit
-    def g(n):
-        return 0 if n < 1 else 10 + {}(n - 1)
-    def kernel(x, out):
-        out[0] = f(5)
-    """
-LINES_BEFORE = itertools.count()
-signed = numba.njit("float32(float32)")
-
-
-@functools.cache
-def used_again():
-    """Functions that gain code, or cannot, where they are used."""
-    return helper("a + 7", numba.vectorize), (helper("a + 1", signed), helper("a + 2", signed))
-
-
-def equal_kernels():
-    """Kernels of new objects, equal to those that this made before."""
-    vectorized, pair = used_again()
-    return {
-        "closure": add_first(np.arange(3.0)),
-        "helper of helper": calls(helper("inner(a) * 2", inner=helper("a + 1"))),
-        "vectorize": calls(vectorized),
-        "functions with signatures": reads("pair[int(x[0])](x[1])", pair=pair),
-        "line moved": kernel_from("\n" * next(LINES_BEFORE) + "def kernel(x, out):\n    out[0] = 1"),
-        "recursion": kernel_from(RECURSION.format("f")),
-        "object mode": runs("with numba.objmode():\n        print()\n    out[0] = 1"),
-    }
-
-
-@pytest.mark.filterwarnings("ignore:First-class function type")
-def test_equal_content_is_one_target():
-    first = {case: name_of(kernel) for case, kernel in equal_kernels().items()}
-    assert len(set(first.values())) == len(first)
-    assert {case: name_of(kernel) for case, kernel in equal_kernels().items()} == first
-
-
-class HiddenFloat(float):
-    """Does not show what it holds."""
-
-    def __repr__(self):
-        return "0"
-
-
-Mode = enum.Enum("Mode", "SLOW FAST")
-PAIRS = [collections.namedtuple("Pair", fields) for fields in ("a b", "b a")]
-
-
-@numba.guvectorize(["void(float32[:], float32[:])"], "(n)->(n)")
-def gu_swap(a, out):
-    a[0], out[0] = 77, a[0]
-
-
-@numba.extending.intrinsic
-def poke(typing_context, a):
-    def write(context, builder, signature, args):
-        array = context.make_array(a)(context, builder, args[0])
-        builder.store(context.get_constant(a.dtype, 77), array.data)
-        return context.get_dummy_value()
-
-    return numba.void(a), write
-
-
-def reads_each(values, expression="v", **others):
-    """For each value of `v` a kernel whose result is the expression."""
-    return [reads(expression, v=value, **others) for value in values]
-
-
-def holds_each(values):
-    """For each value a kernel with a function of it, which is not called: Numba need not know such values."""
-    return [runs("uncalled = lambda: v\n    out[0] = 1", v=value) for value in values]
-
-
-EXPRESSIONS = ["x[0] + 1", "x[0] - 1", "x[0] + 2", "x[0] + 1.0", "math.sin(x[0])", "math.cos(x[0])",
-               "(lambda a: a + 1)(x[0])", "(lambda a: a + 2)(x[0])"]  # fmt: skip
-NUMBA_OPTIONS = [
-    {"fastmath": False}, {"fastmath": True}, {"fastmath": {"nnan"}}, {"fastmath": {"ninf"}}, {"parallel": True},
-    {"error_model": "numpy"}, {"locals": {"total": numba.int8}}, {"locals": {"total": numba.int64}},
-]  # fmt: skip
-HELPERS = [
-    helper("a + 1"), helper("a + 2"), helper("a + n", n=1), helper("a + n", n=2),
-    helper("inner(a)", inner=helper("a + 1")), helper("inner(a)", inner=helper("a + 2")),
-    helper("a + n", n=3, __name__="numpy"), helper("a + n", n=4, __name__="numpy"),  # of which they are not
-    helper("a + 1", numba.vectorize), helper("a + 2", numba.vectorize), helper("a + 1", numba.vectorize(["f4(f4)"])),
-]  # fmt: skip
-MODULES = [module_with(helper=helper("a + 1")), module_with(helper=helper("a + 2"))]
-BY_CONTENT = {  # kernels of which no two are equal, and which are the same in another process
-    "code": [reads(expression) for expression in EXPRESSIONS],
-    "defaults": [reads("x[0] + n", parameters="x, out, n=1"), reads("x[0] + n", parameters="x, out, n=2")],
-    "options": [numba.njit(**options)(third) for options in NUMBA_OPTIONS],
-    "helpers": reads_each(HELPERS, "v(x[0])"),
-    "modules": reads_each(MODULES, "v.helper(x[0])"),
-    "recursion": [kernel_from(RECURSION.format(called)) for called in "fg"],
-    "submodules": [reads("package.v.helper(x[0])", package=module_with(v=module)) for module in MODULES],
-    "numbers": holds_each([
-        1, True, 1.0, 0.0, -0.0, math.nan, -math.nan, math.inf, 2, 2**40, 10**5000, 1j, -0.0j, None, ...,
-        np.float64(2), np.float32(2), np.int64(2), np.longlong(2), np.bool_(True),
-    ]),
-    "text": holds_each(["a", b"a", np.str_("a"), "a" * 2]),
-    "tuples": holds_each([(0, 1), (0.0, 1.0), (1, 0), (0, (1,)), frozenset({0, 1}), range(3), slice(3)]),
-    "arrays": holds_each([
-        np.arange(3), np.arange(3.0), np.arange(1, 4), np.arange(3)[::-1].copy(), np.arange(4), np.eye(2),
-        np.arange(4).reshape(2, 2), np.ones((2, 3)), np.ones((2, 3), order="F"),
-        np.frombuffer(np.arange(3).tobytes(), int), np.arange(3, dtype=">i8"), np.arange(3).view(np.recarray),
-    ]),
-    "dtypes": holds_each([
-        np.float32, np.dtype("f4"), np.dtype(">f4"), np.dtype([("a", "f4"), ("b", "f8")]),
-        np.dtype([("a", "f4"), ("b", "f8")], align=True),
-    ]),
-    "functions": holds_each([np.sin, math.sin, len, np.random.normal, operator.add, numba.objmode, ValueError]),
-    "types of Numba": holds_each([numba.f4, numba.f8[:], numba.f4(numba.f8), numba.typed.List, numba.prange]),
-}  # fmt: skip
-BY_IDENTITY = {  # which are others in another process
-    "enums": [Mode, Mode.SLOW, Mode.FAST],
-    "values of a subclass": [HiddenFloat(1), HiddenFloat(2)],
-    "classes": [*PAIRS, type("Own", (), {}), type("Own", (), {})],
-    "named tuples": [pair(1, 2) for pair in PAIRS],
-    "types of named tuples": [numba.types.NamedUniTuple(numba.float64, 2, pair) for pair in PAIRS],
-    "functions of Numba": [gu_swap, poke],
-    "modules as objects": [types.ModuleType("module"), types.ModuleType("module")],
-    "objects": [object(), object(), np.array([None]), np.array([None])],
-}
-
-
-@pytest.mark.parametrize("case", BY_CONTENT)
-def test_kernels_count_by_all_they_are(case, monkeypatch):
-    names = names_of(BY_CONTENT[case])
-    monkeypatch.setattr(os, "getpid", lambda: -1)
-    assert names_of(BY_CONTENT[case]) == names
-
-
-@pytest.mark.parametrize("case", BY_IDENTITY)
-def test_what_is_rare_counts_by_identity(case, monkeypatch):
-    kernels = holds_each(BY_IDENTITY[case])
-    names = names_of(kernels)
-    monkeypatch.setattr(os, "getpid", lambda: -1)
-    assert not set(names_of(kernels)) & set(names)
-
-
-@pytest.mark.parametrize("names_before", [0, 300])
-def test_of_a_module_counts_what_is_read(names_before):
-    """From 256 names on, Python splits an instruction in two."""
-    numbers = {f"number{i}": i for i in range(names_before)}
-    module = module_with(helper=helper("a + 1"), other=helper("a + 2"), name=object())
-    kernel = runs(f"{'; '.join([*numbers, 'pass'])}\n    out[0] = module.helper(x[0])", module=module, **numbers)
-    before = name_of(kernel)
-    module.other = helper("a + 3")
-    assert name_of(kernel) == before
-    module.helper = helper("a + 4")
-    assert name_of(kernel) != before
-    module.helper = helper("a + 1")
-    assert name_of(kernel) == before
-
-
-def test_of_a_module_in_a_variable_counts_what_changes_inside_of_it():
-    inner = module_with(value=1.0)
-    array = np.ones(3)
-    module = module_with(array=array, pair=(array, 1), inner=inner)
-    kernel = runs("own = module\n    out[0] = own.array[0]", module=module)
-    before = name_of(kernel)
-    assert name_of(kernel) == before
-    array[0] = 5.0
-    changed = name_of(kernel)
-    assert changed != before
-    inner.value = 2.0
-    assert name_of(kernel) not in (before, changed)
-
-
-@pytest.mark.parametrize("setting, value", [("BOUNDSCHECK", 1), ("DEBUGINFO_DEFAULT", 1), ("LOOP_VECTORIZE", 0)])
-def test_settings_of_numba_make_another_target(setting, value, monkeypatch):
-    before = name_of(third)
-    monkeypatch.setattr(numba.config, setting, value)
-    assert name_of(third) != before
-
-
-def lazy_module(number):
-    lazy = type("LazyModule", (types.ModuleType,), {"constant": property(lambda module: number)})
-    return lazy("lazy")
-
-
-def edited(kernel, namespace, name, *values):
-    """The kernel, while what it reads changes."""
-    for value in values:
-        namespace[name] = value
-        yield kernel
-
-
-def edited_global(decorate):
-    function = reads("number")
-    return edited(decorate(function), function.__globals__, "number", 1, 10)
+def closures(expression, values):
+    """Kernels that one `def` makes: for each value `v` one whose result is the expression."""
+    source = f"def make(v):\n    def kernel(x, out):\n        out[0] = {expression}\n    return kernel"
+    return map(kernel_from(source, name="make"), values)
 
 
 def jitable_is_nan(fastmath):
@@ -1618,57 +1382,44 @@ def jitable_is_nan(fastmath):
     return numba.extending.register_jitable(fastmath=fastmath)(is_nan)
 
 
-def typed(expression, n):
-    """What an overload gives to compile."""
-    return kernel_from(f"def typed(a):\n    return lambda a: {expression}", name="typed", n=n)
-
-
-def function_without_body():
-    return kernel_from("def helper(a):\n    pass", name="helper")
-
-
-def overloaded_methods():
-    for n in (1, 2):
-        numba.extending.overload_method(numba.types.Array, "plus_something")(typed("a[0] + n", n))
-        yield reads("x.plus_something()")
-
-
-def foreign_functions():
-    function = ctypes.CDLL(None).labs
-    for restype in (ctypes.c_long, ctypes.c_int8):
+def typed_labs(restypes):
+    """A function of C, while its type changes."""
+    function = C_LIBRARY.labs
+    for restype in restypes:
         function.restype, function.argtypes = restype, [ctypes.c_long]
-        yield reads("function(300)", function=function)
+        yield function
 
 
-OWN_ARRAY = np.ones(3).view(type("OwnArray", (np.ndarray,), {}))
-LOOK_ALIKES = {  # kernels that a name could take for each other, and that compute different things
-    "fields of named tuples": reads_each([pair(1, 2) for pair in PAIRS], "v.a"),
-    "lazy modules": reads_each([lazy_module(1), lazy_module(2)], "v.constant"),
-    "edited array of a subclass": edited(reads("v[0]", v=OWN_ARRAY), OWN_ARRAY, 0, 1, 5),
-    "edited global of njit": edited_global(numba.njit),
-    "edited global of guvectorize": edited_global(numba.guvectorize("(n)->(n)")),
-    "added to builtins": edited(reads("added"), vars(builtins), "added", 1, 2),
-    "options of register_jitable": reads_each(map(jitable_is_nan, (set(), {"nnan"})), "v(x[0] + np.nan)"),
-    "overload_method": overloaded_methods(),
-    "foreign function": foreign_functions(),
+C_LIBRARY = ctypes.cdll.msvcrt if sys.platform == "win32" else ctypes.CDLL(None)
+PAIRS = [collections.namedtuple("Pair", fields) for fields in ("a b", "b a")]
+HELPERS = [helper("a + 1"), helper("a + n", n=2), helper("inner(a)", inner=helper("a + 3")),
+           helper("a + 4", numba.vectorize)]  # fmt: skip
+LOOK_ALIKES = {  # the same expression of other values, each of which gives another result
+    "signs": ("math.copysign(1.0, v)", [0.0, -0.0]),
+    "types of numbers": ("np.array([v]).itemsize", [True, 1, np.float32(1), np.int16(1)]),
+    "precision": ("v - 0.1", [0.1, np.float32(0.1), np.float64(0.2)]),
+    "tuples": ("v[1]", [(0, 1), (0, 2), (0, 1.5)]),
+    "arrays": ("v[1, 0]", [np.eye(2), np.arange(4).reshape(2, 2), np.arange(4).reshape(2, 2, order="F")]),
+    "dtypes": ("np.zeros(1, v).itemsize", [np.float32, np.dtype("f8"), np.int16]),
+    "functions": ("v(x[0] + 1)", [math.sin, math.cos, np.tan, abs]),
+    "helpers": ("v(x[0])", HELPERS),
+    "helpers in modules": ("v.helper(x[0])", [module_with(helper=function) for function in HELPERS]),
+    "fields of named tuples": ("v.a", [pair(1, 2) for pair in PAIRS]),
+    "options of register_jitable": ("v(x[0] + np.nan)", map(jitable_is_nan, (set(), {"nnan"}))),
+    "foreign functions": ("v(300)", typed_labs([ctypes.c_long, ctypes.c_int8])),
 }
 
 
 @pytest.mark.parametrize("case", LOOK_ALIKES)
 def test_kernels_that_differ_give_different_results(case):
-    x = jnp.zeros(1)
-    results = [float(wrap(kernel)(x)[0]) for kernel in LOOK_ALIKES[case]]
+    results = [float(wrap(kernel)(np.zeros(1, np.float32))[0]) for kernel in closures(*LOOK_ALIKES[case])]
     assert len(set(results)) == len(results) > 1, results
 
 
-def test_a_function_without_overloads_is_not_another_of_its_name():
-    functions = [function_without_body(), function_without_body()]
-    for function, n in zip(functions, (1, 2)):
-        numba.extending.overload(function)(typed("a + n", n))
-    for i, result in ((0, 2), (1, 3), (0, 2)):
-        assert wrap(calls(functions[i]))(F32)[0] == result
-    with pytest.raises(TypeError, match="Numba cannot compile"):
-        wrap(calls(function_without_body()))(F32)
+def test_options_of_njit_make_another_kernel():
+    for fastmath, found in ((False, 1), (True, 0), (False, 1)):
+        is_nan = runs("out[0] = 1.0 if x[0] != x[0] else 0.0")
+        assert wrap(numba.njit(fastmath=fastmath)(is_nan))(np.nan * F32)[0] == found
 
 
 @pytest.mark.parametrize("size, step", [(4, 1), (4, 2), (200_000, 1)])
@@ -1679,23 +1430,6 @@ def test_an_array_that_changes_is_its_own(size, step):
     array[:] = 2
     assert wrap(add_first(array))(F32)[0] == 3
     assert wrap(add_first(np.ones(size)[::step]))(F32)[0] == 2
-
-
-def test_a_helper_that_was_compiled_before_an_edit_is_its_own():
-    """Numba keeps what a helper read when it was compiled: who uses a new one must not get its code."""
-    compiled = helper("a + n", n=71)  # which no other test has compiled
-    assert wrap(calls(compiled))(F32)[0] == 72
-    assert wrap(calls(helper("a + n", n=71)))(F32)[0] == 72
-    compiled.py_func.__globals__["n"] = 72
-    assert wrap(calls(compiled))(F32)[0] == 72  # as Numba has it
-    assert wrap(calls(helper("a + n", n=72)))(F32)[0] == 73
-
-
-def test_different_signatures_are_different_targets():
-    names = [target_of(copy, x) for x in (FLOATS, spec(4, dtype=np.int32), spec(2, 2), spec())]
-    assert len(set(names)) == 4
-    assert target_of(copy, spec(9)) == names[0]
-    assert target_of(jax.vmap(copy), spec(3, 4)) == names[0]
 
 
 def test_a_variable_that_a_kernel_reads_may_get_its_value_later():
@@ -1725,7 +1459,7 @@ def test_copies_and_pickles_are_those_of_a_function(name, monkeypatch):
         pickle.dumps(kept)
 
 
-# -- errors --------------------------------------------------------------------------------------------
+# -- errors: each says the rule, the value and the fix; here the words that matter --------------------
 
 
 def _axpy(a, x, y):
@@ -1764,11 +1498,6 @@ def itself(x):
     return x
 
 
-@numba.njit("f8(f8[:])")
-def first_double(x):
-    return x[0]
-
-
 def add_one_to_a_key():
     return add_one(jax.random.key(0))
 
@@ -1778,82 +1507,60 @@ def raises(text):
     return wrap(runs(f"raise ArithmeticError({text!r})"))
 
 
-NAMES = "must be a list of names of parameters"
-cuda_head, head = xk.numba_cuda_callable(_head, like_first), wrap(_head)
-unary_op = xk.XLACustomKernel("unary")
-unary_op.def_numba_kernel(numba.njit(add_one.__wrapped__))
-TRACED_WITH_AN_ERROR = partial(jax.eval_shape, wrap(reads("x.nothing")))  # not only when the kernel runs
-ANOTHER_NUMBER = r"outs takes \(x, y\), but this call gives it \(float32\[4\]\): missing .*'y'; give it one parameter"
-ERRORS = {  # text of the error, a function, and its inputs
+head = wrap(_head)
+ALIASED_TWICE = {"outs": FLOATS, "in_out_argnames": ["x"], "input_output_aliases": {0: 1}}
+ERRORS = {  # a word of the error, a function, and its inputs
     TypeError: [
         # when a wrapper is made
-        ("numba_kernel takes a function .*numba.njit or a plain function; got int 3", partial(wrap, kernel=3)),
-        (r"outs\[1\] must be specs .*got 'f4' of type str", partial(wrap, outs=[FLOATS, "f4"])),
-        ("outs is missing: .*outs=lambda x: x", partial(wrap, outs=None)),
-        ("outs must be specs with both .shape and .dtype.* got .*float32", partial(wrap, outs=jnp.float32)),
-        (r"input_output_aliases must be a dict .*; got \[\(0, 0\)\]", partial(wrap, input_output_aliases=[(0, 0)])),
-        (rf'scalars {NAMES}, such as \["x"\]; got 3', partial(wrap, scalars=3)),
-        (f"scalars {NAMES}.*; got 'x'", partial(wrap, scalars="x")),
-        (rf"in_out_argnames {NAMES}.*; got \[0\]", partial(wrap, in_out_argnames=[0])),
-        ("block_dim must be an int, .*; got 'a'", partial(xk.warp_kernel, outs=like_first, block_dim="a")),
+        ("numba.njit or a plain function; got int 3", partial(wrap, kernel=3)),
+        (r"outs\[1\].*'f4'", partial(wrap, outs=[FLOATS, "f4"])),
+        ("outs is missing", partial(wrap, outs=None)),
+        (".shape and .dtype", partial(wrap, outs=jnp.float32)),
+        ("input_output_aliases must be a dict", partial(wrap, input_output_aliases=[(0, 0)])),
+        ('scalars.*"x".*; got 3', partial(wrap, scalars=3)),
+        ("in_out_argnames.*names", partial(wrap, in_out_argnames=[0])),
+        ("block_dim must be an int", partial(xk.warp_kernel, outs=like_first, block_dim="a")),
         # inputs
-        (r"add_one: input 0 must be an array .*; got list \[1, 2\]; pass its leaves", add_one, [1, 2]),
-        ("input 0 must be an array or a number; got str 'ab'; convert it", add_one, "ab"),
-        ("input 0 .*structured", wrap(itself), np.zeros(3, "f4,i4")),
-        (r"input 0 .*key<.*pass jax.random.key_data", add_one_to_a_key),
+        ("input 0.*list.*leaves", add_one, [1, 2]),
+        ("input 0.*str 'ab'", add_one, "ab"),
+        ("input 0.*structured", wrap(itself), np.zeros(3, "f4,i4")),
+        ("input 0.*key_data", add_one_to_a_key),
         # outputs
-        ("outs must be specs .*got 1.5 of type", wrap(outs=lambda x: 1.5), F32),
+        ("outs must be specs.*1.5", wrap(outs=lambda x: 1.5), F32),
         (r"scratch 0 is bfloat16\[4\]", wrap(scratch=spec(4, dtype=jnp.bfloat16)), F32),
-        (f"numba_kernel 'add_one': {ANOTHER_NUMBER} for each input", wrap(outs=lambda x, y: x), F32),
-        (f"XLACustomKernel 'unary': {ANOTHER_NUMBER} for each input", partial(unary_op, outs=lambda x, y: x), F32),
+        (r"outs takes \(x, y\).*float32\[4\]", wrap(outs=lambda x, y: x), F32),
         ("unsupported operand", wrap(outs=lambda x: x + "a"), F32),  # an error inside of `outs` stays itself
         # the arguments of the kernel
-        (r"'add_one' takes \(x, out\), but .* 1 inputs and 2 outputs: .*in_out_argn", wrap(outs=[FLOATS] * 2), F32),
-        ("takes the 2 inputs alone, so it must return the outputs", wrap(outs=FLOATS), F32, F32),
-        ("1 inputs and 2 outputs and scratch buffers", wrap(scratch=FLOATS), F32),
-        ("1 arguments .* and {'n': 3} by keyword, .* its parameters: arrays, for the f", partial(cuda_head, n=3), F32),
-        (r"_head\(x, n, alpha, out\) got 1 .* and {'m': 2} by keyword", partial(head, m=2), F32),
-        ("got 1 arguments by position and {'x': array.* by keyword", partial(head, x=F32), F32),
-        (r"by position only\) got 1 arguments .* {'n': 3} by keyword", partial(wrap(_positional), n=3), F32),
-        ("'n' is no array.* must be hashable, got .* of type list", partial(head, n=[2], alpha=1.0), F32),
-        (r"n\[\(\)\], or name it in scalars=", head, F32, 2, 3.0),
+        (r"\(x, out\).* 1 inputs and 2 outputs", wrap(outs=[FLOATS] * 2), F32),
+        ("must return the outputs", wrap(outs=FLOATS), F32, F32),
+        ("scratch buffers", wrap(scratch=FLOATS), F32),
+        (r"_head\(x, n, alpha, out\).*'m'", partial(head, m=F32), F32),
+        ("'x'", partial(head, x=F32), F32),  # by position and by keyword
+        ("position only", partial(wrap(_positional), n=F32[0]), F32),
+        (r"n\[\(\)\].*scalars=", head, F32, 2, 3.0),
         # what the kernel does
-        ("'kernel' returns int64, not nothing: with parameters", wrap(runs("return x.size")), F32),
-        (r"array\(float32.*, not int32\[:\]", wrap(itself, spec(4, dtype=np.int32)), F32),
-        ("jax_enable_x64 is set", wrap(first_double), F32),
-        (r"(?s)cannot compile .*'kernel' for \(float32\[:\]\) -> \(float.*nothing", TRACED_WITH_AN_ERROR, FLOATS),
+        ("'kernel' returns int64", wrap(runs("return x.size")), F32),
+        (r"int32\[:\]", wrap(itself, spec(4, dtype=np.int32)), F32),
+        (r"(?s)cannot compile .*'kernel' for \(float32\[:\]\)", wrap(reads("x.nothing")), F32),
         # transformations
-        ("no derivative.*jax.custom_vjp", partial(jax.jvp, add_one, [F32]), [F32]),
+        ("no derivative.*custom_vjp", partial(jax.jvp, add_one, [F32]), [F32]),
     ],
     ValueError: [
-        ("vmap_method must be one of .*got 'loop'", partial(wrap, vmap_method="loop")),
-        ("numba_kernel 'add_one': a sharding rule names .*; got 3", partial(wrap, sharding_rule=3)),
+        ("vmap_method.*'loop'", partial(wrap, vmap_method="loop")),
         (r"negative.*\(-1,\)", partial(wrap, outs=spec(-1))),
-        ("'t' must be the name of an array para", partial(wrap, kernel=_running, in_out_argnames=["t"])),
-        ("'t' must be the name of an array para", partial(wrap, kernel=_running, scalars=["t"])),
-        (r"of ranks \[\[2\], \[1\]\], but the call has \[\[1\], \[1\]\]", wrap(sharding_rule="i j -> i"), F32),
-        ("gives the sizes 4 and 3 one name, 'i'", wrap(outs=spec(3), sharding_rule="i -> i"), F32),
-        ("{1: 0}: there is no input 1; the call has 1 .* from 0", wrap(input_output_aliases={1: 0}), F32),
+        ("'t'", partial(wrap, kernel=_running, in_out_argnames=["t"])),
+        ("'t'", partial(wrap, kernel=_running, scalars=["t"])),
+        ("there is no input 1", wrap(input_output_aliases={1: 0}), F32),
         ("there is no output -1", wrap(input_output_aliases={0: -1}), F32),
-        (
-            r"input 0 \(float32\[4\]\) and output 0 \(float32\[3\]\) must be equal",
-            wrap(outs=spec(3), input_output_aliases={0: 0}),
-            F32,
-        ),
+        ("must be equal", wrap(outs=spec(3), input_output_aliases={0: 0}), F32),
         ("an output can alias one input", wrap(outs=FLOATS, input_output_aliases={0: 0, 1: 0}), F32, F32),
         ("'out' is not the name of an input", wrap(_running, in_out_argnames=["out"]), F32),
-        (
-            "input 0 cannot start both output 1 and output 0",
-            wrap(outs=FLOATS, in_out_argnames=["x"], input_output_aliases={0: 1}),
-            F32,
-        ),
+        ("output 1 and output 0", wrap(_running, **ALIASED_TWICE), F32),
     ],
     jax.errors.JaxRuntimeError: [  # when the kernel runs
-        (r"shape', \(4,\), .* declares', \(2,\)", wrap(transpose_of, spec(2)), F32),
-        (r"destination is read-only .raised in", wrap(runs("with numba.objmode():\n        x[0] = 77")), F32),
-        (r"ValueError: \('negative element', -1.0\) \(raised in .*'refuse_negative'\)", refuse_negative, -F32),
+        (r"\(4,\).*\(2,\)", wrap(transpose_of, spec(2)), F32),
+        (r"ValueError: \('negative element', -1.0\).*'refuse_negative'", refuse_negative, -F32),
         ("ArithmeticError: größe 日本 \U0001f600 .raised in", raises("größe 日本 \U0001f600"), F32),
-        ("ArithmeticError: a", raises("a\udc80b"), F32),
         ("ArithmeticError: a.*raised in kernel", raises("a\0b"), F32),
         ("ArithmeticError: xxx", raises("x" * 1_000_000), F32),
     ],
@@ -1869,11 +1576,15 @@ def test_errors_say_what_is_wrong(kind, text, call, inputs):
     np.testing.assert_array_equal(add_one(F32), F32 + 1)  # the process goes on
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e4m3fn", "int4", "uint4"])
+def test_kernels_are_compiled_when_they_are_traced():
+    with pytest.raises(TypeError, match="cannot compile"):
+        jax.eval_shape(wrap(reads("x.nothing")), FLOATS)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int4"])
 def test_a_dtype_without_arithmetic_in_numba_is_refused_with_casts_that_can_be_pasted(dtype):
     x = jnp.array([0, 1, 1, 2]).astype(dtype)
-    refused = rf"'add_one': input 0 is {dtype}\[4\], a dtype for which Numba has .*; cast it, and the result back: "
-    with pytest.raises(TypeError, match=refused) as caught:
+    with pytest.raises(TypeError, match=rf"'add_one': input 0 is {dtype}\[4\]") as caught:
         add_one(x)
     result = eval(str(caught.value).partition("back: ")[2], {"f": add_one, "x": x, "jnp": jnp})
     assert result.dtype == dtype
@@ -1889,16 +1600,11 @@ class OwnError(LookupError):
     pass
 
 
-def fail_in_python():
-    raise KeyError("from Python")
-
-
 ERROR_OF_CODE = {
     "out[0] = 1 // int(x[0] - 1)": "ZeroDivisionError: integer division by zero",
     "raise OwnError('mine', 3)": r"OwnError: \('mine', 3\)",
-    "raise ErrorWithoutText()": r"ErrorWithoutText \(its text cannot be shown\)",
+    "raise ErrorWithoutText()": "ErrorWithoutText",
     "raise StopIteration": "StopIteration",
-    "with numba.objmode(): fail_in_python()": "KeyError: 'from Python'",
 }
 
 
@@ -1906,10 +1612,8 @@ ERROR_OF_CODE = {
 def test_exception_in_a_kernel_becomes_an_error(code):
     kernel = wrap(runs(code, **globals()))
     batch = np.ones((4, 4), np.float32)
-    buffer = "(Buffer Definition Event: )?"  # what pmap of jaxlib 0.7 adds
-    text = f"^INTERNAL: {buffer}{ERROR_OF_CODE[code]}.*raised in kernel 'kernel'"
     for call, x in ((kernel, F32), (jax.jit(kernel), F32), (jax.vmap(kernel), batch), (jax.pmap(kernel), batch)):
-        assert re.match(text, error_of(call, x))
+        assert re.search(f"INTERNAL: .*{ERROR_OF_CODE[code]}.*raised in kernel 'kernel'", error_of(call, x))
     gc.collect()
     assert not [x for x in gc.get_objects() if type(x) is OwnError]  # it was given back
 
@@ -1930,7 +1634,7 @@ def test_threads_that_raise_in_a_loop():
 
 
 def test_another_platform_is_an_error_that_says_what_to_use():
-    with pytest.raises(NotImplementedError, match=r"runs on the CPU; .* numba_cuda_kernel .* compiled for 'cuda'"):
+    with pytest.raises(NotImplementedError, match="numba_cuda_kernel"):
         jax.jit(add_one).trace(F32).lower(lowering_platforms=("cuda",))
 
 
@@ -1958,18 +1662,6 @@ def test_programs_are_exported_with_symbolic_shapes():
     program = export.export(jax.jit(triple), disabled_checks=xk.export_checks())(spec(n))
     for size in (1, 5, 8):
         np.testing.assert_array_equal(program.call(np.ones(size, np.float32)), np.full(size, 3.0))
-
-
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_calls_with_other_scratch_on_a_shard_are_not_one(order):
-    """The two ask for the same scratch for the whole array."""
-    size_of_scratch = runs("out[:] = scratch.size", "x, out, scratch")
-    options = {"sharding_rule": "i -> i"}
-    fixed = wrap(size_of_scratch, scratch=spec(8), **options)
-    of_shard = wrap(size_of_scratch, scratch=lambda x: x, **options)
-    calls = fixed, of_shard
-    results = jax.jit(lambda x: [calls[i](x) for i in order])(on_mesh(np.ones(8, np.float32), "d"))
-    assert [result[0] for result in results] == [(8, 2)[i] for i in order]
 
 
 def test_integer_outputs_and_scratch_need_no_derivative():
@@ -2044,16 +1736,7 @@ def test_any_nest_of_vmaps_is_a_loop_over_slices(rank, dtype):
     check_running_sums(run(running_sum, operands), run(running_sum_in_jax, operands))
 
 
-@numba.extending.intrinsic
-def thread_id(typing_context):
-    from llvmlite import ir
-
-    def write(context, builder, signature, args):
-        kind = ir.FunctionType(ir.IntType(64), [])
-        pthread_self = numba.core.cgutils.get_or_insert_function(builder.module, kind, "pthread_self")
-        return builder.call(pthread_self, [])
-
-    return numba.types.uint64(), write
+pthread_self = numba.types.ExternalFunction("pthread_self", numba.types.uint64())
 
 
 def spin_on_a_thread(x, out):
@@ -2062,7 +1745,7 @@ def spin_on_a_thread(x, out):
     for i in range(5000):
         total += math.sin(x[0] + i)
     out[0] = total
-    out[1] = thread_id()
+    out[1] = pthread_self()
 
 
 needs_cores = pytest.mark.skipif((os.cpu_count() or 1) < 2 or sys.platform == "win32", reason="needs cores that share")
@@ -2114,18 +1797,6 @@ def _scaled_head(x, n, alpha):
     return np.where(np.arange(x.size) < n, alpha * x, 0).astype(np.float32)
 
 
-def _window(x, n, weight=1.0, power=1.0):
-    return np.full(n, weight * x[0] ** power)
-
-
-def window_outs(x, power, *, n):
-    return spec(n)
-
-
-def _mean(self):
-    return self.mean()
-
-
 def _sum_and_twice(x):
     return x.sum(), (2 * x, x.size)
 
@@ -2157,29 +1828,26 @@ def add_both(x, y, first, second):
 SCALARS, VECTORS = np.array([1.25, 1.5], np.float32), np.array([[1, 1.5, 1.75], [2, 1.25, 1.125]], np.float32)
 THREE_INPUTS = [SCALARS, VECTORS, VECTORS + 1]
 THREE_FLOATS, COUNT = spec(3), spec(dtype=np.int32)
+TWO_COUNTS = np.full(2, 2, np.int32)
 in_out = wrap(_running, lambda x, total: (total, x), in_out_argnames=iter(["total"]))
 shifted = runs("for i in range(x.size): out[i] = x[i] + y", "x, y, out")
-typed_add_one = numba.njit(["void(f8[:],f8[:])", "void(f4[:],f4[:])"])(add_one.__wrapped__)
-typed_in_c_order = numba.njit("void(f4[::1],f4[::1])")(add_one.__wrapped__)
+typed_add_one = numba.njit(["void(f8[:],f8[:])", "void(f4[::1],f4[::1])"])(add_one.__wrapped__)
 gu_shifted = numba.guvectorize("(n),()->(n)")(shifted)
 positive_part = numba.vectorize(lambda a: a if a > 0 else 0 * a)
 typed_gu_shifted = numba.guvectorize(["void(f4[:],f4,f4[:])"], "(n),()->(n)")(shifted)
-ONE_LINERS = {  # a function as it is, the same in Python, two slices of each input, and what goes by keyword
-    "returns a scalar": (wrap(lambda self: self.mean(), spec(), scratch=()), _mean, [], {"self": VECTORS}),
+ONE_LINERS = {  # a function as it is, the same in Python, two slices of each input, and of those that go by keyword
+    "returns a scalar": (wrap(lambda x: x.mean(), spec(), scratch=()), lambda x: x.mean(), [], {"x": VECTORS}),
     "returns another layout": (wrap(transpose_of, spec(3, 1)), np.transpose, [VECTORS[:, None]], {}),
     "returns a tuple": (wrap(_sum_and_twice, (spec(), (THREE_FLOATS, COUNT))), _sum_and_twice, [VECTORS], {}),
     "star args": (wrap(runs("a[-1][:] = a[0]", "*a")), like_first, [VECTORS, VECTORS + 1], {}),
     "a default": (wrap(runs("out[:] = n * x", "x, out, n=3")), lambda x: 3 * x, [VECTORS], {}),
     "typed": (wrap(typed_add_one), lambda x: x + 1, [VECTORS], {}),
-    "typed in C order": (wrap(typed_in_c_order), lambda x: x + 1, [VECTORS], {}),
     "vectorize": (wrap(numba.vectorize(_axpy), like_second), _axpy, THREE_INPUTS, {}),
     "typed vectorize": (wrap(numba.vectorize(["f4(f4,f4,f4)"])(_axpy), THREE_FLOATS), _axpy, THREE_INPUTS, {}),
     "guvectorize": (wrap(gu_shifted, THREE_FLOATS), np.add, [VECTORS, SCALARS], {}),
     "typed guvectorize": (wrap(typed_gu_shifted, THREE_FLOATS), np.add, [VECTORS, SCALARS], {}),
-    "a constant": (wrap(_window, lambda x, n: spec(n)), _window, [VECTORS], {"n": 3}),
-    "an input past a default": (wrap(_window, window_outs), _window, [VECTORS], {"power": SCALARS, "n": 3}),
-    "scalars": (wrap(_head, scalars=True), _scaled_head, [VECTORS], {"alpha": SCALARS, "n": np.full(2, 2, np.int32)}),
-    "a named scalar": (wrap(_head, THREE_FLOATS, scalars=["alpha"]), _scaled_head, [VECTORS], {"alpha": 3.0, "n": 2}),
+    "scalars": (wrap(_head, scalars=True), _scaled_head, [VECTORS], {"alpha": SCALARS, "n": TWO_COUNTS}),
+    "named scalars": (wrap(_head, scalars=["alpha", "n"]), _scaled_head, [VECTORS, TWO_COUNTS, SCALARS], {}),
     "in-out": (in_out, lambda x, total: (x + total, 2 * (x + total)), [VECTORS], {"total": VECTORS + 1}),
     "scratch": (reverse, lambda x: x[::-1], [VECTORS], {}),
     "an alias": (add_both, lambda x, y: (x + y, x + y), [VECTORS, VECTORS + 1], {}),
@@ -2188,17 +1856,15 @@ ONE_LINERS = {  # a function as it is, the same in Python, two slices of each in
 
 
 def check_slices(function, expected, inputs, named):
-    """Compare the two slices of all inputs, alone and under vmap; what is no array is the same in both."""
-    constants = {name: value for name, value in named.items() if not isinstance(value, np.ndarray)}
-    arrays = {name: value for name, value in named.items() if isinstance(value, np.ndarray)}
+    """Compare the two slices of all inputs, alone and under vmap."""
 
     def slices_of(function):
-        slices = [jax.tree.map(operator.itemgetter(i), (inputs, arrays)) for i in range(2)]
-        results = [function(*args, **named_arrays, **constants) for args, named_arrays in slices]
+        slices = [jax.tree.map(operator.itemgetter(i), (inputs, named)) for i in range(2)]
+        results = [function(*args, **named) for args, named in slices]
         return jax.tree.map(lambda *slices: np.stack(slices), *results)
 
-    vmapped = jax.vmap(lambda args, named_arrays: function(*args, **named_arrays, **constants))
-    for found in (slices_of(function), vmapped(inputs, arrays)):
+    vmapped = jax.vmap(lambda args, named: function(*args, **named))
+    for found in (slices_of(function), vmapped(inputs, named)):
         jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), found, slices_of(expected))
 
 
@@ -2210,14 +1876,11 @@ def test_numba_functions_in_one_line(name):
 # Double precision, as these libraries are made for.
 POINTS, OTHER_POINTS = np.random.default_rng(1).uniform(0.1, 1, (2, 2, 8))
 SORTED_POINTS = np.sort(POINTS)
-LIBRARY_FUNCTIONS = {  # function: outs, inputs, constants
-    "pynndescent.distances.euclidean": (spec(dtype=float), [POINTS, OTHER_POINTS], {}),
-    "umap.distances.minkowski": (spec(dtype=float), [POINTS, OTHER_POINTS], {"p": 3}),
-    "stumpy.core._rolling_nanstd_1d": (spec(6, dtype=float), [POINTS], {"w": 3}),
-    "quantecon.lorenz_curve": ((spec(9, dtype=float), spec(9, dtype=float)), [POINTS], {}),
-    "quantecon.util.searchsorted": (spec(dtype=int), [SORTED_POINTS, OTHER_POINTS[:, 0]], {}),
-    "numba_stats.norm._cdf": (spec(8, dtype=float), [POINTS, OTHER_POINTS[:, 0], OTHER_POINTS[:, 1]], {}),
-    "interpolation.interp": (spec(8, dtype=float), [SORTED_POINTS, OTHER_POINTS, (POINTS + OTHER_POINTS) / 2], {}),
+LIBRARY_FUNCTIONS = {  # function: outs, inputs
+    "pynndescent.distances.euclidean": (spec(dtype=float), [POINTS, OTHER_POINTS]),
+    "quantecon.lorenz_curve": ((spec(9, dtype=float), spec(9, dtype=float)), [POINTS]),
+    "numba_stats.norm._cdf": (spec(8, dtype=float), [POINTS, OTHER_POINTS[:, 0], OTHER_POINTS[:, 1]]),
+    "interpolation.interp": (spec(8, dtype=float), [SORTED_POINTS, OTHER_POINTS, (POINTS + OTHER_POINTS) / 2]),
 }
 
 
@@ -2226,12 +1889,17 @@ LIBRARY_FUNCTIONS = {  # function: outs, inputs, constants
 def test_library_functions_in_one_line(name):
     module, _, function = name.rpartition(".")
     function = getattr(pytest.importorskip(module, exc_type=ImportError), function)
-    outs, inputs, constants = LIBRARY_FUNCTIONS[name]
+    outs, inputs = LIBRARY_FUNCTIONS[name]
     with x64():
-        check_slices(wrap(function, outs), function, inputs, constants)
+        check_slices(wrap(function, outs), function, inputs, {})
 
 
 # -- inputs are never changed --------------------------------------------------------------------------
+
+
+@numba.guvectorize(["void(float32[:], float32[:])"], "(n)->(n)")
+def gu_swap(a, out):
+    a[0], out[0] = 77, a[0]
 
 
 @numba.experimental.jitclass([("a", numba.float32[::1])])
@@ -2246,7 +1914,7 @@ class Holder:
 add_in_place = numba.vectorize(lambda a, b: a + b)
 RECORDS = np.dtype([("a", np.float32)])
 contiguous, fill = np.ascontiguousarray, np.fill_diagonal  # under another name
-memset = ctypes.CDLL(None).memset
+memset = C_LIBRARY.memset
 memset.argtypes, memset.restype = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t], ctypes.c_void_p
 square_of_ones = np.ones((4, 4), np.float32)
 
@@ -2257,14 +1925,11 @@ REFUSED_WRITES = [  # Numba sees that a read-only array is written to
 ]  # fmt: skip
 COPIED_WRITES = [  # Numba does not, so that the kernel runs on a copy
     "x += 77", "np.add(x, 77, x)", "gu_swap(x, out)", "for a in (x, out): a[0] = 77", "np.nan_to_num(x, False)",
-    "np.dot(square_of_ones, out, x)", "np.dot(square_of_ones, out, out=x)", "a = (square_of_ones, out, x); np.dot(*a)",
-    "x.flat[0] = 77", "for v in np.nditer(x): v[()] = 77", "fill(x.reshape((2, 2)), 77)",
+    "np.dot(square_of_ones, out, out=x)", "a = (square_of_ones, out, x); np.dot(*a)",
+    "x.flat[0] = 77", "fill(x.reshape((2, 2)), 77)", "np.frombuffer(x, RECORDS)[0].a = 77",
     "l = numba.typed.List(); l.append(out); l.append(x); l[1][0] = 77",
-    "d = numba.typed.Dict(); d[0] = out; d[1] = x; d[1][0] = 77",
-    "x.view(RECORDS)[0].a = 77", "np.frombuffer(x, RECORDS)[0].a = 77",
-    "add_in_place.at(x, np.arange(1), np.float32(77))",
-    "with numba.objmode(y='float32[::1]'):\n        y = np.asarray(x)\n    y += 77",
-    "Holder(x).put(77)", "poke(x)", "memset(x.ctypes, 77, 4)", "memset(getattr(x, 'ctypes'), 77, 4)",
+    "add_in_place.at(x, np.arange(1), np.float32(77))", "Holder(x).put(77)",
+    "memset(x.ctypes, 77, 4)", "memset(getattr(x, 'ctypes'), 77, 4)",
 ]  # fmt: skip
 CONTIGUOUS_WRITES = [  # refused before Numba 0.64, copied since: numba/numba#10390 makes these arrays writable
     "np.asfortranarray(x)[0] = 77", "contiguous(x)[0] = 77",
@@ -2279,7 +1944,7 @@ def writes(code, **options):
 
 @pytest.mark.parametrize("code", REFUSED_WRITES)
 def test_a_kernel_that_writes_to_an_input_is_refused(code):
-    with pytest.raises(TypeError, match=r"(?s)inputs are read-only, .*use input_output_aliases.*readonly array"):
+    with pytest.raises(TypeError, match=r"(?s)inputs are read-only, .*input_output_aliases"):
         writes(code)(F32)
 
 
@@ -2294,7 +1959,6 @@ def test_a_kernel_that_may_write_to_an_input_gets_a_copy(code, parallel):
     seen = write(x)
     np.testing.assert_array_equal(x, [4, np.nan, 2, 1])
     assert not np.array_equal(seen, x, equal_nan=True)  # what the kernel wrote to its copy, it reads there
-    assert hidden_outputs_of(write, FLOATS) == 1
 
 
 def add_by_overload(x, out):
@@ -2306,22 +1970,24 @@ def _(x, out):
     return add_one.__wrapped__ if x == numba.float32[::1] else None
 
 
-def test_a_kernel_that_only_reads_gets_no_copies():
+LARGE = spec(100_000)  # XLA keeps some bytes for itself
+
+
+@pytest.mark.parametrize("code", [
+    "out[:] = x + 1", "for i, v in enumerate(x.flat): out[i] = v + 1", "typed_add_one(x, out)",
+    "add_by_overload(x, out)",
+])  # fmt: skip
+def test_a_kernel_that_only_reads_gets_no_copies(code):
     """Also where it gives an input to what is compiled for writable arrays."""
-    call = "function(x, out)"
-    kernels = [
-        runs("out[:] = x + 1"), runs("for i, v in enumerate(x.flat): out[i] = v + 1"),
-        runs(call, function=typed_in_c_order), runs(call, function=add_by_overload),
-    ]  # fmt: skip
-    for kernel in map(wrap, kernels):
-        np.testing.assert_array_equal(kernel(F32), F32 + 1)
-        assert hidden_outputs_of(kernel, FLOATS) == 0
+    kernel = wrap(runs(code, **globals()))
+    np.testing.assert_array_equal(kernel(F32), F32 + 1)
+    assert copied_bytes(kernel, LARGE) < 1000
 
 
 def test_only_the_input_that_a_kernel_may_write_to_is_copied():
     kernel = wrap(runs("out[:] = x[0] + y\n    memset(x.ctypes, 0, 0)", "x, y, out", memset=memset), lambda x, y: y)
     np.testing.assert_array_equal(kernel(F32[None], 2 * F32), 3 * F32)
-    assert hidden_outputs_of(kernel, spec(1, 4), FLOATS) == 1
+    assert 0 <= copied_bytes(kernel, spec(1, *LARGE.shape), LARGE) - 400_000 < 1000
 
 
 # -- aliases, scratch, effects -------------------------------------------------------------------------
@@ -2335,15 +2001,18 @@ def accumulate(acc, x, out):
 
 @pytest.mark.parametrize("batch", [(), (3,), (3, 2)])
 def test_what_starts_with_an_input_does_where_xla_lost_the_alias(batch):
-    """An alias is a hint: fusions of slices on GPUs lose it.  Here the programs have none."""
-    assert "output_operand_alias<" in custom_call_of(accumulate, spec(2), spec(4))  # where XLA gets one
+    """An alias is a hint: fusions of slices on GPUs lose it.  Here the program has none."""
     acc, x = jnp.broadcast_to(jnp.array([10.0, 5.0]), (*batch, 2)), jnp.broadcast_to(jnp.arange(4.0), (*batch, 4))
     call = jax.ffi.ffi_call(target_of(accumulate, spec(2), spec(4)), spec(*batch, 2))
     np.testing.assert_array_equal(call(acc, x), np.broadcast_to([16, 5], (*batch, 2)))
     np.testing.assert_array_equal(acc, np.broadcast_to([10, 5], (*batch, 2)))
-    call = jax.ffi.ffi_call(target_of(writes("x.flat[0] = 77"), FLOATS), [spec(*batch, 4)] * 2)
-    np.testing.assert_array_equal(call(x)[0], np.broadcast_to([77, 1, 2, 3], (*batch, 4)))
-    np.testing.assert_array_equal(x, np.broadcast_to(np.arange(4), (*batch, 4)))
+
+
+def test_xla_is_told_of_an_alias():
+    """So that it copies nothing where the input is donated."""
+    donating = [jax.jit(call, donate_argnums=0) for call in (accumulate, lambda acc, x: add_one(acc))]
+    told, not_told = [copied_bytes(call, LARGE, FLOATS) for call in donating]
+    assert told < 1000 < 400_000 <= not_told
 
 
 def test_zero_outputs_start_every_slice_from_zeros():
@@ -2373,38 +2042,29 @@ def test_a_side_effect_keeps_an_unused_call(kept):
 # -- many threads, and what is registered --------------------------------------------------------------
 
 
-def names_with(part):
-    """The names of registered targets that have this in them."""
-    return [check.is_custom_call() for check in xk.export_checks() if part in check.is_custom_call()]
-
-
 def test_threads_that_trace_the_same_kernels_register_each_once():
     """16 threads race for 3 kernels of 2 dtypes each: a target that is registered twice is an error of XLA's."""
     start = threading.Barrier(16)
+    kernels = list(closures("x[0] + v", [0, 1, 2]))
 
     def work(number):
         start.wait()
         for i in range(6):
             value = (number + i) % 3
-            code = "def from_many_threads(x, out): out[:] = x + value"
-            add = wrap(kernel_from(code, name="from_many_threads", value=value))
+            add = wrap(kernels[value], lambda x: spec(1, dtype=x.dtype))
             x = np.arange(1 + i, dtype=np.float32 if i < 3 else np.int32)
-            np.testing.assert_array_equal(jax.jit(lambda x: copy(add(x)))(x), x + value)
-            np.testing.assert_array_equal(jax.vmap(add)(x[None]), x[None] + value)
+            np.testing.assert_array_equal(jax.jit(lambda x: copy(add(x)))(x), x[:1] + value)
+            np.testing.assert_array_equal(jax.vmap(add)(x[None]), x[None, :1] + value)
 
     in_threads(work, range(16))
-    assert len(names_with("from_many_threads")) == 6
 
 
 def test_export_checks_are_those_of_the_kernels_registered_when_they_are_read():
     checks = xk.export_checks()
-    before = names_with("")
+    before = list(checks)
     name = target_of(wrap(runs("out[:] = x - 11")), FLOATS)
-    assert re.fullmatch(r"xla_kernels\.kernel\.4\.[0-9a-f]{24}", name)  # 4 is the version of what copies of it share
-    after = [check.is_custom_call() for check in checks]
-    assert after == sorted([*before, name])
-    assert len(checks) == len(after)
-    assert [check.is_custom_call() for check in checks[:2]] == after[:2]
+    assert {check.is_custom_call() for check in checks} - {check.is_custom_call() for check in before} == {name}
+    assert len(checks) == len(before) + 1 and list(checks[:2]) == list(checks)[:2]
     with_platforms = [export.DisabledSafetyCheck.platform()]
     assert (checks + with_platforms)[-1] is with_platforms[0]
 
@@ -2421,15 +2081,13 @@ def test_collected_wrappers_leave_their_kernels():
 
 
 @pytest.mark.parametrize("outs, args", [
-    (FLOATS, ()), (FLOATS, (F32, F32)), ([FLOATS, FLOATS], (F32,)),
-    (FLOATS, (F32.astype(np.int32),)), (FLOATS, (F32.astype(jnp.bfloat16),)), (spec(4, dtype=np.int32), (F32,)),
-    (FLOATS, (F32[0],)), (spec(), (F32[0],)), (spec(2, 4), (F32,)), (FLOATS, (F32[None],)),
+    (FLOATS, ()), (FLOATS, (F32, F32)), ([FLOATS, FLOATS], (F32,)), (FLOATS, (F32.astype(np.int32),)),
+    (spec(4, dtype=np.int32), (F32,)), (FLOATS, (F32[0],)), (spec(), (F32[0],)), (spec(), (F32,)),
 ])  # fmt: skip
 def test_buffers_of_another_count_rank_or_dtype_are_an_error(outs, args):
     """As another program of the same names could pass them."""
     target = target_of(add_one, FLOATS)
-    error = error_of(jax.ffi.ffi_call(target, outs), *args)
-    assert "INVALID_ARGUMENT" in error and "'add_one' was called with other buffers than" in error
+    assert "'add_one' was called with other buffers" in error_of(jax.ffi.ffi_call(target, outs), *args)
 
 
 def load_copy(name, path=xk.__file__):
@@ -2442,31 +2100,12 @@ def load_copy(name, path=xk.__file__):
     return copy
 
 
-def test_two_copies_of_this_file_in_a_process():
-    """Vendored copies under other names, and one that replaces this module."""
-    names = ["vendored_a", "package.vendored_b", "xla_kernels", "xla_kernels"]
-    kernels = [module.numba_kernel(add_one.__wrapped__, like_first) for module in (xk, *map(load_copy, names))]
-
-    @jax.jit
-    def chain(x):
-        for kernel in kernels:
-            x = kernel(x)
-        return x
-
-    np.testing.assert_array_equal(chain(F32), [6, 6, 6, 6])
-
-
-def test_kernels_run_where_jax_has_lost_private_names(monkeypatch):
-    from jax._src import dispatch
-
-    with monkeypatch.context() as patch:
-        patch.delattr(dispatch, "prim_requires_devices_during_lowering")
-        patch.setitem(sys.modules, "jax.interpreters.xla", None)
-        copy = load_copy("without_private_names")
-    add = copy.numba_kernel(add_one.__wrapped__, like_first)
-    x = jnp.arange(6.0).reshape(2, 3)
-    np.testing.assert_array_equal(jax.jit(add)(x[0]), [1, 2, 3])
-    np.testing.assert_array_equal(jax.vmap(add)(x), x + 1)
+def test_copies_of_this_file_in_a_process():
+    """One that is vendored under another name, and one that replaces this module."""
+    modules = xk, load_copy("package.vendored"), load_copy("xla_kernels")
+    kernels = [module.numba_kernel(add_one.__wrapped__, like_first) for module in modules]
+    chain = jax.jit(lambda x: functools.reduce(lambda x, kernel: kernel(x), kernels, x))
+    np.testing.assert_array_equal(chain(F32), F32 + 3)
 
 
 def headers_of_version(major, minor, folder):
@@ -2480,8 +2119,7 @@ def headers_of_version(major, minor, folder):
 def test_an_unknown_major_version_of_the_interface_is_refused(monkeypatch, tmp_path):
     headers = headers_of_version(1, 4, tmp_path)
     monkeypatch.setattr(jax.ffi, "include_dir", lambda: headers)
-    refused = r"version 1\.4 of XLA's FFI, and xla_kernels .* knows 0\.x: install an older jaxlib, or a newer"
-    with pytest.raises(NotImplementedError, match=refused):
+    with pytest.raises(NotImplementedError, match=r"1\.4 .*install"):
         load_copy("of_another_version").numba_kernel(add_one.__wrapped__, like_first)(F32)
 
 
@@ -2507,36 +2145,11 @@ def test_without_jit_the_kernel_is_plain_python(monkeypatch):
         check_slices(*ONE_LINERS[name])
 
 
-TYPED = """
-    import xla_kernels as xk
-
-    def kernel(x, out): ...
-
-    reveal_type(xk.numba_kernel(kernel, outs=lambda x: x))
-    reveal_type(xk.numba_kernel(outs=lambda x: x, vmap_method="sequential"))
-    reveal_type(xk.warp_kernel(kernel, outs=lambda x: x, block_dim=128))
-    xk.numba_kernel(kernel, outs=lambda x: x, vmap_metod="sequential")
-    """
-
-
-def test_type_checkers_know_what_public_functions_take_and_return(tmp_path):
-    pytest.importorskip("mypy")
-    program = tmp_path / "program.py"
-    program.write_text(textwrap.dedent(TYPED))
-    options = ["--config-file=", "--follow-imports=skip", f"--cache-dir={tmp_path / 'cache'}"]  # not JAX
-    said = run_python("-m", "mypy", *options, program, ROOT / "xla_kernels.py", rc=1, MYPYPATH=str(ROOT))
-    assert said.count('Revealed type is "def (*Any, **Any) -> Any"') == 3  # of a wrapper, and of a decorator's result
-    assert 'error: Unexpected keyword argument "vmap_metod"' in said
-
-
 # -- processes -----------------------------------------------------------------------------------------
 # What only a process of its own can show.  Those of one kind run in one process, as it takes 3 s to start.
 
 
 SHARED_BATCHES = """
-    if sys.argv[1:]:
-        os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])  # a pool of one thread
-
     def spin(x, y, out):
         total = 0.0
         for i in range(300):
@@ -2570,43 +2183,30 @@ SHARED_BATCHES = """
     """
 
 
-@pytest.mark.parametrize("threads", [(), ("one",)], ids=["all threads", "one thread"])
-def test_batches_of_many_callers_on_many_devices(threads):
+def test_batches_of_many_callers_on_many_devices():
     """16 callers of 8 devices share XLA's threads, which none may wait for; ten rounds find a lost wake-up."""
-    if threads and not hasattr(os, "sched_setaffinity"):
-        pytest.skip("the number of XLA's threads is that of the cores, which only Linux restricts")
-    run_code(SHARED_BATCHES, *threads, XLA_FLAGS="--xla_force_host_platform_device_count=8")
+    run_code(SHARED_BATCHES, XLA_FLAGS="--xla_force_host_platform_device_count=8")
 
 
 LIFE_OF_A_PROCESS = """
     import importlib, multiprocessing
 
-    # A kernel is registered before JAX has a backend, and the process forks.
-    jax.eval_shape(add_one, ones)
-
-    def check_in_child():
-        assert add_one(ones)[3] == 2
-
-    child = multiprocessing.get_context("fork").Process(target=check_in_child)
-    child.start()
-    child.join()
-    assert child.exitcode == 0, "the forked process"
-    jax.config.update("jax_platforms", "cpu")
-    assert add_one(ones)[3] == 2, "registered before the backend started"
-
-    # The module is loaded again, in its place and anew.
-    held = jax.jit(add_one)
-
-    def check(module):
+    def check(module=xk):
         new = module.numba_kernel(add_one.__wrapped__, like_first)
         for kernel in (add_one, held, new):
             assert kernel(ones)[3] == 2
         assert jax.vmap(new)(ones[None])[0, 3] == 2
 
-    check(xk)
+    held = jax.jit(add_one)
+    jax.eval_shape(add_one, ones)  # registered before JAX has a backend
+    if hasattr(os, "fork"):
+        child = multiprocessing.get_context("fork").Process(target=check)
+        child.start()
+        child.join()
+        assert child.exitcode == 0, "the forked process"
+    jax.config.update("jax_platforms", "cpu")
+    check()
     check(importlib.reload(xk))
-    del sys.modules["xla_kernels"]
-    check(importlib.import_module("xla_kernels"))
     """
 
 
@@ -2616,7 +2216,7 @@ def test_the_life_of_a_process():
 
 
 MEMORY = """
-    import resource
+    import resource  # Linux only, as /proc
 
     def resident():
         return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize() / 2**20
@@ -2656,15 +2256,21 @@ WORKQUEUE = """
     import contextlib
 
     @numba.njit(parallel=True)
-    def helper(x, out):
+    def direct(x, out):
         for i in numba.prange(x.size):
             out[i] = x[i] + 1
         if x[0] < 0:
             raise ValueError("negative")
 
-    @numba.njit
-    def direct(x, out):
-        helper(x, out)
+    @numba.cfunc("void(CPointer(float32), CPointer(float32), int64)")
+    def callback(x, out, n):
+        direct(numba.carray(x, (n,)), numba.carray(out, (n,)))
+
+    def through_helper(x, out):
+        direct(x, out)
+
+    def through_pointer(x, out):
+        callback(x.ctypes, out.ctypes, x.size)
 
     def work(kernel):
         f = wrap(kernel)
@@ -2674,314 +2280,66 @@ WORKQUEUE = """
                 jax.block_until_ready(f(-np.ones(10, np.float32)))
             assert (jax.pmap(f)(np.ones((4, 1000), np.float32)) == 2).all()
 
-    warnings.simplefilter("error")
-    work(direct)  # kept on disk, as nothing was compiled before
-    warnings.simplefilter("ignore")  # functions in tuples are experimental
-    jit = numba.njit("void(float32[::1], float32[::1])", parallel=True)
-    functions = (jit(helper.py_func), jit(lambda x, out: helper(x, out)))
-
-    def through_tuple(x, out):
-        for i in range(2):
-            functions[i](x, out)
-
-    @numba.cfunc("void(CPointer(float32), CPointer(float32), int64)")
-    def callback(x, out, n):
-        helper(numba.carray(x, (n,)), numba.carray(out, (n,)))
-
-    def through_pointer(x, out):
-        callback(x.ctypes, out.ctypes, x.size)
-
-    later = numba.njit(parallel=True)(helper.py_func)  # compiled by the first call
-
-    def in_python(x, out):
-        later(x, out)
-
-    def through_python(x, out):
-        with numba.objmode():
-            in_python(x, out)
-
-    in_threads(work, [through_python, direct, through_tuple, through_pointer] * 2)
+    in_threads(work, [through_pointer, direct, through_helper] * 3)
     """
 
 
-def test_parallel_kernels_entered_at_once(tmp_path):
-    """Numba's workqueue aborts a process in which two threads enter it, also by a kernel that is kept on disk."""
-    for _ in range(2):
-        run_code(WORKQUEUE, NUMBA_THREADING_LAYER="workqueue", JAX_COMPILATION_CACHE_DIR=str(tmp_path))
-        assert kept_files(tmp_path)  # which the second process finds
+def test_parallel_kernels_entered_at_once():
+    """Numba's workqueue aborts a process in which two threads enter it."""
+    run_code(WORKQUEUE, NUMBA_THREADING_LAYER="workqueue")
 
 
-# ======================================================================================================
-# Kernels on disk
-# ======================================================================================================
+# -- kernels on disk: those that Numba caches ----------------------------------------------------------
 
-# What a process does with kernels of each kind: prints the result of each, and which Numba or JAX compiled.
-ON_DISK = r"""
-    import ctypes, enum, functools, json, llvmlite.binding, random
-    from numba.core.event import install_recorder
-
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    hits = []
-    jax.monitoring.register_event_listener(lambda event, **_: hits.append(event.endswith("/cache_hits")))
-    os.getpid = lambda: 1  # as in containers
-    changed = sys.argv[1:] == ["changed"]
-    increment = 2 if changed else 1
-    Mode = enum.Enum("Mode", "SLOW FAST")
-    labs = ctypes.CDLL(None).labs
-    labs.argtypes, labs.restype = [ctypes.c_long], ctypes.c_long
-    compiled_before = numba.njit("float32(float32)")(lambda a: a)
-
-    absolute = numba.types.ExternalFunction("absolute", numba.int64(numba.int64))
-
-    def external(x):
-        größe = kernel_from("def größe(x, out): out[0] = absolute(-3)", name="größe", absolute=absolute)
-        call = wrap(größe)
-        if changed:  # LLVM does not know the symbol that the code on disk needs
-            jax.eval_shape(call, x)
-            return x
-        llvmlite.binding.add_symbol("absolute", ctypes.cast(labs, ctypes.c_void_p).value)
-        return call(x)
-
-    op = xk.XLACustomKernel("on_disk")
-    op.def_numba_kernel(lambda scale, outs: wrap(lambda x: x * scale))
-    random_functions = {"normal": np.random.normal, "gauss": random.gauss}
-    number_and_size = np.zeros((), np.float32), np.zeros((), np.int32)
-    calls = {
-        "plain": add_one,
-        "generator": lambda x: op(x, outs=x, scale=4.0),
-        "returns": wrap(lambda x: (x[0] + x[1], x.size), number_and_size),
-        "constant": functools.partial(wrap(runs("out[0] = x[0] + n", "x, n, out")), n=3),
-        "vmap": lambda x: jax.vmap(wrap(lambda x: x * 2))(jnp.ones((3, 4))),
-        "parallel": wrap(numba.njit(parallel=True)(runs("for i in numba.prange(x.size): out[i] = x[i] + 1"))),
-        "raises": wrap(runs("raise ValueError('from', x.size)")),
-        "writes": wrap(runs("x.flat[0] = 7; out[:] = x")),
-        "vectorized": wrap(numba.vectorize(lambda x: x * 5)),
-        "constants": wrap(reads("np.pi + table[x.size - 1] + math.sin(x[0])", table=np.arange(4.0))),
-        "functions": wrap(reads("total(x) + 0 * normal() + 0 * gauss(0, 1)", total=np.sum, **random_functions)),
-        "with_global": wrap(reads("x[0] + increment", increment=increment)),
-        "with_helper": wrap(reads("add(x[0])", add=numba.njit(lambda a: a + increment))),
-        "with_option": wrap(numba.njit(fastmath=changed)(reads("x[0]"))),
-        "by_identity": wrap(reads("Mode.FAST.value", Mode=Mode)),
-        "in_place": wrap(reads("large[0]", large=np.ones(200_000))),
-        "foreign": wrap(reads("labs(-3)", labs=labs)),
-        "through_python": wrap(runs("with numba.objmode():\n        print(end='')\n    out[0] = 1")),
-        "helper_compiled_before": wrap(reads("helper(x[0])", helper=compiled_before)),
-        "external": external,
-    }
-    results, by_numba, by_jax = {}, [], []
-    for name, call in calls.items():
-        x = jnp.asarray(ones)
-        hits.clear()
-        with install_recorder("numba:compile") as recorder:
-            try:
-                results[name] = float(np.ravel(jax.tree.leaves(call(x))[0])[0])
-            except jax.errors.JaxRuntimeError as error:
-                results[name] = re.search(r"ValueError.*", str(error))[0]
-        if recorder.buffer:
-            by_numba.append(name)
-        if not any(hits):
-            by_jax.append(name)
-        assert (np.asarray(x) == 1).all()  # no input was written to
-    print("RESULTS", json.dumps([results, by_numba, by_jax]))
-    """
-OF_A_PROCESS = {"by_identity", "in_place", "foreign"}  # kernels that are others in each
-CHANGED = {"with_global": 3.0, "with_helper": 3.0, "with_option": 1.0, "external": 1.0}  # the new results
-
-
-def on_disk(folder, *args):
-    """The results of a process that keeps its kernels there, and the names of those that Numba and JAX compiled."""
-    out = run_code(ON_DISK, *args, JAX_COMPILATION_CACHE_DIR=str(folder))
-    results, by_numba, by_jax = json.loads(out.partition("RESULTS")[2])
-    return results, set(by_numba), set(by_jax)
-
-
-def kept_files(folder):
-    return sorted((folder / "xla_kernels").iterdir())
-
-
-def damage(files):
-    """Each file in another way: cut, one bit changed, empty, that of another kernel, no file of ours."""
-    contents = [file.read_bytes() for file in files]
-    flipped = bytearray(contents[1])
-    flipped[-1] ^= 1
-    for file, content in zip(files, itertools.cycle((contents[0][:-1], flipped, b"", contents[4], b"other" * 1000))):
-        file.write_bytes(content)
-
-
-def test_a_second_process_compiles_what_changed_and_what_is_not_kept(tmp_path):
-    results, by_numba, by_jax = on_disk(tmp_path)
-    assert by_numba == by_jax == set(results)
-    files = kept_files(tmp_path)
-    not_kept = OF_A_PROCESS | {"through_python", "helper_compiled_before"}
-    assert len(files) == len(results) - len(not_kept) + 1  # what all handlers have in common
-
-    again, by_numba, by_jax = on_disk(tmp_path, "changed")
-    assert again == results | CHANGED
-    assert by_numba == not_kept | set(CHANGED)
-    assert by_jax == OF_A_PROCESS | set(CHANGED)
-
-    assert all(file.name.isascii() for file in files)
-    [driver] = tmp_path.glob("xla_kernels/driver-*")
-    code_of_driver = driver.read_bytes()
-    damage(files)
-    damaged = [file.read_bytes() for file in files]
-    again, by_numba, _ = on_disk(tmp_path)
-    assert again == results and by_numba == set(results)
-    assert all(file.read_bytes() != content for file, content in zip(files, damaged, strict=True))
-    assert driver.read_bytes() == code_of_driver  # no address of a process is in it
-
-
-@pytest.fixture
-def kept_in(tmp_path):
-    """The folder in which kernels are kept meanwhile."""
-    with conftest.configured("jax_compilation_cache_dir", str(tmp_path)):
-        yield tmp_path / "xla_kernels"
-
-
-def test_another_machine_or_version_finds_other_files(monkeypatch, kept_in, tmp_path):
-    """Copies of this file, each of which writes what its handlers share unless it finds that."""
-    headers = headers_of_version(0, 99, tmp_path)
-    edited_file = tmp_path / "edited.py"
-    edited_file.write_text(pathlib.Path(xk.__file__).read_text() + "# edited\n")
-
-    def number_of_files(path=xk.__file__):
-        copy = load_copy(f"copy_{next(KERNEL_NUMBERS)}", path)
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # XLA knows no handlers of another version
-            copy.numba_kernel(add_one.__wrapped__, like_first)(F32)
-        return len(list(kept_in.glob("driver-*")))
-
-    assert number_of_files() == number_of_files() == 1
-    assert number_of_files(edited_file) == 2
-    for already, (owner, name, value) in enumerate([
-        (numba, "__version__", "0"), (importlib.import_module("llvmlite"), "__version__", "0"),
-        (np, "__version__", "0"), (jax.ffi, "include_dir", lambda: headers), (numba.config, "CPU_NAME", "generic"),
-    ], 2):  # fmt: skip
-        with monkeypatch.context() as patch:
-            patch.setattr(owner, name, value)
-            assert number_of_files() == already + 1, name
-    assert number_of_files() == 7
-
-
-@pytest.mark.parametrize("enabled, place, number", [(True, "kept", 2), (False, "kept", 0), (True, "gs://kept", 0)])
-def test_kernels_are_kept_beside_the_programs_of_jax(enabled, place, number, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    in_folder = conftest.configured("jax_compilation_cache_dir", place)
-    with conftest.configured("jax_enable_compilation_cache", enabled), in_folder:
-        load_copy(f"copy_{next(KERNEL_NUMBERS)}").numba_kernel(add_one.__wrapped__, like_first)(F32)
-    assert len(list(tmp_path.glob("**/*.xla_kernel"))) == len(list(tmp_path.glob("kept/xla_kernels/*"))) == number
-
-
-def disk_is_full(*args, **kwargs):
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
-@pytest.mark.parametrize("owner, name", [(os, "makedirs"), (os, "replace"), (xk, "open")])
-def test_a_folder_that_takes_no_files_costs_only_the_caching(monkeypatch, kept_in, owner, name):
-    monkeypatch.setattr(owner, name, disk_is_full, raising=owner is os)
-    assert wrap(reads(f"x[0] + {len(name)}"))(F32)[0] == 1 + len(name)
-    assert not kept_in.exists() or not list(kept_in.iterdir())
-
-
-def test_code_is_not_written_under_a_name_that_it_has_no_more(kept_in):
-    """Here a global changes while Numba compiles."""
-
-    class Edit(numba.core.event.Listener):
-        def on_start(self, event):
-            kernel.__globals__["value"] = 2
-
-        def on_end(self, event):
-            pass
-
-    kernel = reads("x[0] + 1000 * value", value=1)  # of its own, as its target gets the code of the other value
-    with numba.core.event.install_listener("numba:compile", Edit()):
-        wrap(kernel)(F32)
-    assert not list(kept_in.glob("*kernel-*"))
-    wrap(reads("x[0] + 1001"))(F32)
-    assert list(kept_in.glob("*kernel-*"))
-
-
-CACHED_BY_NUMBA = """
-    from numba.core.event import install_recorder
-    sys.path.insert(0, sys.argv[1])
-    import cached
-    with install_recorder("numba:compile") as recorder:
-        print(wrap(cached.kernel)(ones)[0], len(recorder.buffer) > 0)
-    print(wrap(reads("helper(x[0])", helper=cached.helper))(ones)[0])  # not as in Numba's cache
-    jax.config.update("jax_compilation_cache_dir", sys.argv[1] + "/kept")
-    print(wrap(reads("helper(x[0]) * 2", helper=cached.helper))(ones)[0])
-    """
 CACHED = """
-    import constants, numba
+    import numba, numpy as np
 
     @numba.njit(cache=True)
     def helper(a):
-        return a + constants.n
+        return a + 1
 
     @numba.njit(cache=True)
-    def kernel(x, out):
+    def adds(x, out):
         out[:] = helper(x[0])
+
+    @numba.njit(cache=True)
+    def writes(x, out):
+        x.flat[0] = 7
+        out[:] = x
+
+    @numba.njit(cache=True, parallel=True)
+    def in_parallel(x, out):
+        for i in numba.prange(x.size):
+            out[i] = 2 * x[i]
+
+    @numba.njit(cache=True)
+    def raises(x, out):
+        raise ValueError("from", x.size)
     """
-
-
-def test_kernels_that_numba_caches_are_kept_without_a_setting_and_see_changes(tmp_path):
-    def results(n):
-        (tmp_path / "constants.py").write_text(f"n = {n}\n")
-        return run_code(CACHED_BY_NUMBA, tmp_path, JAX_COMPILATION_CACHE_DIR="").split()
-
-    (tmp_path / "cached.py").write_text(textwrap.dedent(CACHED))
-    assert results(1) == ["2.0", "True", "2.0", "4.0"]
-    assert results(1) == ["2.0", "False", "2.0", "4.0"]
-    assert results(30) == ["31.0", "True", "31.0", "62.0"]
-    assert len(list(tmp_path.glob("kept/xla_kernels/kernel-*"))) == 2  # of the last one, with each constant
-
-
-COUNTED = """
-    import runpy
+CACHED_BY_NUMBA = """
     from numba.core.event import install_recorder
+    import cached
+
+    x = jnp.asarray(ones)
     with install_recorder("numba:compile") as recorder:
-        runpy.run_path(sys.argv[1])
+        for kernel in (cached.adds, cached.writes, cached.in_parallel):
+            call = wrap(kernel)
+            print(*call(x), *jax.vmap(call)(x[None])[0])
+        print(re.search("ValueError.*", error_of(wrap(cached.raises), x))[0])
+    assert (x == 1).all()
     print("compiled:", len(recorder.buffer) > 0)
     """
 
 
-@pytest.mark.processes
-def test_the_first_example_of_the_readme_is_compiled_once(tmp_path):
-    """The second process prints the same, and Numba compiles nothing in it."""
-    (tmp_path / "block.py").write_text(README_BLOCKS[0], encoding="utf-8")
-    environment = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "kept")}
-    first, second = [run_code(COUNTED, tmp_path / "block.py", **environment) for _ in range(2)]
-    assert first.endswith("compiled: True\n")
-    assert second == first.replace("compiled: True", "compiled: False")
+def test_a_second_process_compiles_no_kernel_that_numba_caches(tmp_path):
+    (tmp_path / "cached.py").write_text(textwrap.dedent(CACHED))
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    first, second = [run_code(CACHED_BY_NUMBA, PYTHONPATH=path).splitlines() for _ in range(2)]
+    assert first == [" ".join(numbers * 2) for numbers in (["2.0"] * 4, ["7.0", "1.0", "1.0", "1.0"], ["2.0"] * 4)] + [
+        "ValueError: ('from', 4) (raised in kernel 'raises')", "compiled: True",
+    ]  # fmt: skip
+    assert second == [*first[:-1], "compiled: False"]
 
-
-STARTS_TOGETHER = """
-import numpy as np
-import xla_kernels as xk
-
-for n in range(4):
-    add = xk.numba_kernel(lambda x, n=n: x + n, lambda x: x)
-    print(int(add(np.zeros(1, np.float32))[0]), end=" ", flush=True)
-"""
-
-
-def start_on_disk(folder):
-    """A process that keeps kernels there, in no time that it has to wait for."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_COMPILATION_CACHE_DIR": str(folder)}
-    return subprocess.Popen([sys.executable, "-c", STARTS_TOGETHER], stdout=subprocess.PIPE, env=environment, text=True)
-
-
-def test_processes_that_start_together_and_are_killed_leave_whole_files(tmp_path):
-    processes = [start_on_disk(tmp_path) for _ in range(4)]
-    for process in processes[:2]:  # as it writes
-        process.stdout.read(2)
-        process.kill()
-    outputs = [process.communicate()[0] for process in processes]
-    assert outputs[2:] == ["0 1 2 3 "] * 2
-    before = {file: file.read_bytes() for file in kept_files(tmp_path) if file.suffix == ".xla_kernel"}
-    assert len(before) == 5  # with what all handlers have in common
-    assert start_on_disk(tmp_path).communicate()[0] == "0 1 2 3 "
-    assert all(file.read_bytes() == content for file, content in before.items())  # found, so not written again
 
 
 # ======================================================================================================
@@ -3015,11 +2373,11 @@ def cuda_axpy(n, a, x, y):
 
 
 def axpy_op(kernel, scalars):
-    """Takes the array x, the array y that it changes, and n and a, which are scalars or constants."""
+    """Takes the array x, the array y that it changes, and n and a, which are scalars."""
     return xk.numba_cuda_kernel(kernel, spec(8), in_out_argnames=["y"], scalars=scalars, grid=1, block=8)
 
 
-in_axpy = pytest.mark.parametrize("scalars", [("n", "a"), True, ()], ids=["scalars", "all scalars", "constants"])
+in_axpy = pytest.mark.parametrize("scalars", [("n", "a"), True], ids=["scalars", "all scalars"])
 
 
 def cuda_op(kernel, outs=like_first, **options):
@@ -3028,9 +2386,8 @@ def cuda_op(kernel, outs=like_first, **options):
 
 
 def run_pytest(*args, **environment):
-    """Run tests of this file in a process with another environment; returns the numbers of its last line."""
-    out = run_python("-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, *args, **environment)
-    return {outcome: int(number) for number, outcome in re.findall(r"(\d+) (\w+)", out.splitlines()[-1])}
+    """Run tests of this file in a process with another environment, which must pass; returns what it prints."""
+    return run_python("-m", "pytest", "-v", "-p", "no:cacheprovider", __file__, *args, **environment)
 
 
 # -- the packages that compile CUDA kernels ------------------------------------------------------------
@@ -3038,33 +2395,36 @@ def run_pytest(*args, **environment):
 
 @functools.cache
 def kind_of(package):
-    """Which CUDA package this is here: "built-in" is Numba's own, "stand-in" what the fake driver's tests have."""
+    """What stands for a CUDA package here: itself, "built-in" for Numba's own, "handwritten_ptx", or nothing."""
     try:
         package_cuda = importlib.import_module(f"{package}.cuda")
         if hasattr(package_cuda, "compiles_nothing"):
-            return "stand-in"
-        cuda_ptx(package_cuda, lambda x: None, 1)
+            return "handwritten_ptx"
+        package_cuda.compile(lambda: None, (), device=False, abi="numba", cc=(9, 0))
     except ImportError:
         return "missing, or without NVVM"
     return "built-in" if getattr(package_cuda, "implementation", "") == "Built-in" else package
 
 
-def fixture_of_packages(*without):
-    @pytest.fixture(params=["numba_cuda_mlir", "numba"])
-    def package_cuda(request):
-        kind = kind_of(request.param)
-        if kind in ("missing, or without NVVM", *without):
-            pytest.skip(f"{request.param} is {kind}")
-        return importlib.import_module(f"{request.param}.cuda")
+def fixture_of_packages(*kinds):
+    """The module `cuda` of each package of these kinds, in a process that has a driver."""
+
+    @pytest.fixture(params=["numba_cuda_mlir", "numba", "handwritten_ptx"])
+    def package_cuda(request, gpus):
+        package = "numba_cuda_mlir" if request.param == "handwritten_ptx" else request.param
+        kind = kind_of(package)
+        if kind not in kinds or (kind == "handwritten_ptx") != (request.param == "handwritten_ptx"):
+            pytest.skip(f"{package} is {kind}")
+        return importlib.import_module(f"{package}.cuda")
 
     return package_cuda
 
 
-# The module `cuda` of each package that compiles CUDA kernels: numba-cuda's successor, and numba-cuda.
-package_cuda = fixture_of_packages()
-compiling_cuda = fixture_of_packages("stand-in")
-batching_cuda = fixture_of_packages("built-in")  # it does not compile the kernel that runs a batch
-compiling_batching_cuda = fixture_of_packages("stand-in", "built-in")
+# The successor of numba-cuda, numba-cuda, Numba's own, and PTX that this file writes, where the first is missing.
+package_cuda = fixture_of_packages("numba_cuda_mlir", "numba", "built-in", "handwritten_ptx")
+compiling_cuda = fixture_of_packages("numba_cuda_mlir", "numba", "built-in")
+batching_cuda = fixture_of_packages("numba_cuda_mlir", "numba", "handwritten_ptx")  # Numba's own compiles no batch
+compiling_batching_cuda = fixture_of_packages("numba_cuda_mlir", "numba")
 
 
 def is_successor(package_cuda):
@@ -3083,36 +2443,8 @@ KERNEL_NUMBERS = itertools.count(1)
 
 def own_kernel(package_cuda, parameters, body="cuda.grid(1)"):
     """A kernel that no other test has compiled."""
-    return runs(f"{body}\n    number", parameters, cuda=package_cuda, number=next(KERNEL_NUMBERS))
+    return runs(f"{body}\n    number = {next(KERNEL_NUMBERS)}", parameters, cuda=package_cuda)
 
-
-def cuda_ptx(package_cuda, function, *ranks):
-    """PTX for compute capability 9.0, which takes no driver, for arrays of int64."""
-    if is_successor(package_cuda):  # it asks for the capability of a GPU, whatever it compiles for
-        importlib.import_module("numba_cuda_mlir.tools")._cached_cc = (9, 0)
-    nbtypes = package_cuda.types if hasattr(package_cuda.types, "Array") else numba.types
-    argtypes = tuple([nbtypes.Array(nbtypes.int64, rank, "C") for rank in ranks])
-    return package_cuda.compile(function, argtypes, device=False, abi="numba", cc=(9, 0))[0]
-
-
-PTX_READS = {  # which parameters of an array of rank 3 an expression reads
-    "numba": {".size": {2}, ".itemsize": {3}, "[0, 0, 0]": {4}, ".shape[0]": {5}, ".shape[1]": {6}, ".shape[2]": {7},
-              ".strides[0]": {8}, ".strides[1]": {9}, ".strides[2]": {10}},
-    "numba_cuda_mlir": {"[0, 0, 0]": {1, 2}, ".shape[0]": {3}, ".shape[1]": {4}, ".shape[2]": {5},
-                        "[1, 0, 0]": {1, 2, 6}, "[0, 1, 0]": {1, 2, 7}, "[0, 0, 1]": {1, 2, 8}},
-}  # fmt: skip
-
-
-@compiled
-def test_cuda_parameters_mean_what_the_handler_packs(compiling_cuda):
-    read_by = PTX_READS[compiling_cuda.__name__.partition(".")[0]]
-    for expression, numbers in read_by.items():
-        ptx = cuda_ptx(compiling_cuda, runs(f"x[0, 0, 0] += x{expression}", "x"), 3)
-        loads = re.findall(r"ld\.param\.\w+\s+(%\w+), \[\w+_param_(\d+)\]", ptx)
-        registers = {int(number): register for register, number in loads}
-        assert set(registers) == numbers | read_by["[0, 0, 0]"], expression
-        if len(numbers) == 3:  # strides count elements, here of 8 bytes
-            assert re.search(rf"shl\.b64\s+%\w+, {registers[max(numbers)]}, 3;", ptx)
 
 
 # -- without a GPU: what XLA is told -------------------------------------------------------------------
@@ -3124,19 +2456,19 @@ def lower_for_cuda(function, *args):
 
 def run_for_cuda(function, *args):
     """Lower for CUDA, and run that program on the CPU."""
-    return jax.block_until_ready(exported_for("cuda", function, *args).call(*args))
+    return jax.block_until_ready(program_for_cuda(function, *args)(*args))
+
+
+def program_for_cuda(function, *args):
+    """For JAX an exported program, so that it may be lowered for another platform than it runs on."""
+    names = re.findall(r"custom_call @\"?([\w.]+)", lower_for_cuda(function, *args))
+    checks = [export.DisabledSafetyCheck.platform(), *map(export.DisabledSafetyCheck.custom_call, names)]
+    return export.export(jax.jit(function), platforms=["cuda"], disabled_checks=checks)(*args).call
 
 
 def cuda_target(function, *args):
     """The name of a kernel's target, in a program for CUDA."""
     return re.search(r"custom_call @([\w.]+)", lower_for_cuda(function, *args))[1]
-
-
-@compiled
-@pytest.mark.parametrize("body, copies", [("out[0] = x.view(np.float32)[0]", 1), ("out[0] = x[0]", 0)])
-def test_cuda_kernel_that_may_write_to_an_input_gets_a_copy(body, copies):
-    text = lower_for_cuda(cuda_op(own_kernel(cuda, "x, out", body)), spec(4))
-    assert text.count("output_operand_alias<") == copies
 
 
 @compiled
@@ -3156,7 +2488,7 @@ def test_cuda_nothing_to_run_is_no_call():
 def test_cuda_ready_kernel_whose_output_has_too_many_dimensions_for_a_launch():
     op = xk.XLACustomKernel("four")
     op.def_numba_cuda_kernel(cuda.jit(cuda_copy))
-    with pytest.raises(RuntimeError, match=r"shape \(2, 3, 4, 5\), and CUDA has 3: register it with launch_dims="):
+    with pytest.raises(RuntimeError, match=r"\(2, 3, 4, 5\).*launch_dims="):
         lower_for_cuda(lambda x: op(x, outs=spec(2, 3, 4, 5)), F32)
 
 
@@ -3170,60 +2502,27 @@ def test_cuda_wrappers_can_be_freed():
     assert freed() is None
 
 
-@compiled
-def test_cuda_targets_derive_from_content(package_cuda):
-    def target(factor, jit=package_cuda.jit, dtype="float32"):
-        def kernel(x, out):
-            out[0] = factor * x[0]
-
-        return cuda_target(xk.numba_cuda_kernel(jit(kernel), like_first, **BLOCK), spec(1, dtype=dtype))
-
-    plain, fast = like_first, package_cuda.jit(fastmath=True)
-    names = [target(2), target(2, plain), target(2, fast), target(3), target(2, dtype="int32")]
-    assert len(set(names)) == 5
-    assert names[:2] == [target(2), target(2, plain)]
-    if is_successor(package_cuda):  # which notes the GPU that it compiles for
-        assert target(2, package_cuda.jit(chip="sm_90")) == names[0]
-
-
-@compiled
-@pytest.mark.parametrize("body, reason", [
-    ("x[0] = out[0]", "; its inputs are read-only, because JAX may share them: write to an output, .*"),
-    ("out[0] = x.nope", ""),
-    ("return 1", "; it returns a value: write to the output arrays and return nothing"),
-])  # fmt: skip
-def test_cuda_kernel_that_cannot_be_compiled(body, reason, package_cuda):
-    op = xk.numba_cuda_kernel(package_cuda.jit(runs(body)), like_first, grid=1, block=1)
-    refused = r" cannot compile kernel 'kernel' for \(float32\[:\]\) -> \(float32\[:\]\)"
-    with pytest.raises(TypeError, match=f"(Numba CUDA|numba_cuda_mlir){refused}{reason}:\n"):
-        lower_for_cuda(op, spec(1))
-
-
 HOST_KERNEL = numba.njit(lambda x, out: None)
 BLOCK = {"grid": 1, "block": 1}
 
 
 @pytest.mark.parametrize("error, options, text", [
-    (ValueError, {}, "give either both grid and block, or launch_dims; got none"),
-    (ValueError, {**BLOCK, "launch_dims": 1}, "or launch_dims; got grid and block and launch_dims"),
-    (ValueError, {"launch_dims": (1, 2, 3, 4)}, "must be an int or a tuple of 1 to 3 ints; got (1, 2, 3, 4)"),
-    (TypeError, {"grid": 1.5, "block": 1}, "grid must be an int or a tuple of 1 to 3 ints; got 1.5"),
-    (ValueError, {"grid": 1, "block": (32, 64)}, "at most 1024 threads; block=(32, 64, 1) has 2048"),
+    (ValueError, {}, "grid and block, or launch_dims"),
+    (ValueError, {**BLOCK, "launch_dims": 1}, "grid and block, or launch_dims"),
+    (ValueError, {"launch_dims": (1, 2, 3, 4)}, "got (1, 2, 3, 4)"),
+    (TypeError, {"grid": 1.5, "block": 1}, "got 1.5"),
+    (ValueError, {"grid": 1, "block": (32, 64)}, "2048"),
     (ValueError, {"grid": 1, "block": (1, 1, 65)}, "block.z must be from 1 to 64; got 65"),
     (ValueError, {"grid": 1, "block": 0}, "block.x must be from 1 to 1024; got 0"),
-    (ValueError, {"grid": 2**31, "block": 1}, "from 0 to 2147483647; got 2147483648 in grid=(2147483648, 1, 1)"),
+    (ValueError, {"grid": 2**31, "block": 1}, "got 2147483648"),
     (ValueError, {"grid": (1, 65536), "block": 1}, "grid.y must be from 0 to 65535; got 65536"),
-    (ValueError, {"grid": (1, 1, 65536), "block": 1}, "grid.z must be from 0 to 65535; got 65536"),
-    (ValueError, {"launch_dims": lambda x: -3}, "got -3 in launch_dims=(-3, 1, 1)"),
+    (ValueError, {"launch_dims": lambda x: -3}, "got -3"),
     (ValueError, {"launch_dims": 1, "threads_per_block": 2048}, "from 1 to 1024; got 2048"),
-    (TypeError, {"launch_dims": 1, "threads_per_block": (8, 8)}, "threads_per_block must be an int, or "),
+    (TypeError, {"launch_dims": 1, "threads_per_block": (8, 8)}, "threads_per_block must be an int"),
     (ValueError, {**BLOCK, "shared_mem": -1}, "shared_mem must be a number of bytes; got -1"),
-    (ValueError, {**BLOCK, "shared_mem": 2**31}, "must be a number of bytes; got 2147483648"),
-    (TypeError, {**BLOCK, "outs": spec(3, dtype=jnp.bfloat16)},
-     "output 0 is bfloat16[3], a dtype that Numba CUDA has no arrays of"),
-    (TypeError, {**BLOCK, "outs": [spec(3)] * 2}, "this call has 1 inputs and 2 outputs"),
-    (TypeError, {**BLOCK, "kernel": HOST_KERNEL},
-     "takes a function decorated with numba.cuda.jit (without [grid, block]) or a plain function; got"),
+    (TypeError, {**BLOCK, "outs": spec(3, dtype=jnp.bfloat16)}, "output 0 is bfloat16[3]"),
+    (TypeError, {**BLOCK, "outs": [spec(3)] * 2}, "1 inputs and 2 outputs"),
+    (TypeError, {**BLOCK, "kernel": HOST_KERNEL}, "numba.cuda.jit"),
 ])  # fmt: skip
 def test_cuda_refused_kernel(error, options, text):
     options = {"kernel": lambda x, out: None, "outs": spec(3), **options}
@@ -3232,10 +2531,9 @@ def test_cuda_refused_kernel(error, options, text):
 
 
 @pytest.mark.parametrize("func, text", [
-    (3, r"takes a Python function that launches kernels \(for one kernel use numba_cuda_kernel\); got .*int 3"),
-    (HOST_KERNEL, r"takes a Python function that launches kernels \(for .*; got .*CPUDispatcher"),
-    (lambda x, out, stream: None, r"takes \(x, out, stream\), but this call has 2 inputs, 1 outputs and scratch "
-     r"buffers, and a stream: func\(in..., out..., stream\)"),
+    (3, "for one kernel use numba_cuda_kernel.*int 3"),
+    (HOST_KERNEL, "CPUDispatcher"),
+    (lambda x, out, stream: None, r"\(x, out, stream\).* 2 inputs, 1 outputs"),
 ])  # fmt: skip
 def test_cuda_refused_callable(func, text):
     with pytest.raises(TypeError, match=text):
@@ -3245,19 +2543,16 @@ def test_cuda_refused_callable(func, text):
 @pytest.mark.needs("no gpu", "compiler")
 def test_cuda_without_gpu_or_simulator():
     kernel = cuda_op(cuda_copy)
-    text = (
-        r"numba_cuda_kernel 'cuda_copy' runs on NVIDIA GPUs \(pip install .*\), or in Python if "
-        r"NUMBA_ENABLE_CUDASIM=1 was set; for CPUs use numba_kernel; .* compiled for 'cpu'"
-    )
     for call in (kernel, kernel, jax.jit(kernel)):
-        with pytest.raises(NotImplementedError, match=text):
+        with pytest.raises(NotImplementedError, match="'cuda_copy' .*pip install .*NUMBA_ENABLE_CUDASIM=1.*numba_kernel"):
             call(F32)
 
 
 def test_cuda_missing_package(monkeypatch):
     monkeypatch.setitem(sys.modules, getattr(cuda, "__name__", "numba.cuda"), None)  # what `cuda_copy` reads
-    with pytest.raises(ImportError, match=r"numba_cuda_kernel needs numba\w* .*pip install 'xla_kernels\[cuda13\]'"):
+    with pytest.raises(ImportError, match="pip install"):
         cuda_op(cuda_copy)(F32)
+
 
 
 # -- without a GPU: what the driver is asked to do -----------------------------------------------------
@@ -3363,7 +2658,7 @@ R cuGetProcAddress_v2(const char *name, P *result, int version, D flags, int *st
 }
 """
 
-# Stands in for numba_cuda_mlir where that is not installed: handlers and launches can be tested with no compiler.
+# Stands in for numba_cuda_mlir where that is not installed: it compiles nothing, and its PTX is written here.
 NO_COMPILER = """
 import ctypes, types as modules
 from numba import types
@@ -3392,14 +2687,14 @@ def jit(**options):
 """
 
 
-# How many of the tests below run with each kind of package; one more takes no package.
-FAKE_DRIVER_TESTS = {"numba_cuda_mlir": 30, "numba": 31, "built-in": 26, "stand-in": 14}
+linux = pytest.mark.skipif(sys.platform != "linux", reason="the driver of another platform has another name")
 
 
+@linux
 @pytest.mark.processes
 @pytest.mark.needs("compiler", "real driver", "no gpu", "gcc")
 def test_cuda_fake_driver(tmp_path):
-    """Runs the tests below, in a process with the fake driver."""
+    """Runs the tests below, in a process with the fake driver: on PTX of the packages that are here, or written here."""
     (tmp_path / "fake.c").write_text(FAKE_DRIVER)
     flags = "-shared -fPIC -w -Wl,-soname,libcuda.so.1 -o libcuda.so.1 fake.c -ldl".split()
     subprocess.run(["gcc", *flags], cwd=tmp_path, check=True)
@@ -3409,15 +2704,17 @@ def test_cuda_fake_driver(tmp_path):
         "NUMBA_CUDA_DRIVER": str(tmp_path / "libcuda.so.1"),
         "XLA_KERNELS_FAKE_CUDA": "1",
     }
-    kinds = [kind_of("numba_cuda_mlir"), kind_of("numba")]
-    if importlib.util.find_spec("numba_cuda_mlir") is None:
+    successor = "numba_cuda_mlir"
+    if importlib.util.find_spec(successor) is None:
+        successor = "handwritten_ptx"
         (tmp_path / "numba_cuda_mlir").mkdir()
         (tmp_path / "numba_cuda_mlir/__init__.py").touch()
         (tmp_path / "numba_cuda_mlir/cuda.py").write_text(NO_COMPILER)
         environment["PYTHONPATH"] = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
-        kinds.append("stand-in")
-    passed = run_pytest("-k", "test_fakecuda", **environment)["passed"]
-    assert passed == 1 + sum(FAKE_DRIVER_TESTS.get(kind, 0) for kind in kinds)
+    passed = re.findall(r"test_fakecuda.*\[.*PASSED", run_pytest("-k", "test_fakecuda", **environment))
+    assert sum(successor in line for line in passed) >= 14
+    if importlib.util.find_spec("numba_cuda") is not None:
+        assert sum(re.search(r"\bnumba\b", line) is not None for line in passed) >= 24
 
 
 class FakeGpus:
@@ -3560,6 +2857,31 @@ def test_fakecuda_packs_arrays(gpus, package_cuda):
     assert len({0, *addresses}) == 1 + len(addresses)
 
 
+PTX_READS = {  # which parameters of an array of rank 3 an expression reads
+    "numba": {".size": {2}, ".itemsize": {3}, "[0, 0, 0]": {4}, ".shape[0]": {5}, ".shape[1]": {6}, ".shape[2]": {7},
+              ".strides[0]": {8}, ".strides[1]": {9}, ".strides[2]": {10}},
+    "numba_cuda_mlir": {"[0, 0, 0]": {1, 2}, ".shape[0]": {3}, ".shape[1]": {4}, ".shape[2]": {5},
+                        "[1, 0, 0]": {1, 2, 6}, "[0, 1, 0]": {1, 2, 7}, "[0, 0, 1]": {1, 2, 8}},
+}  # fmt: skip
+
+
+def ptx_for_arrays_of_rank_3(package_cuda, function):
+    nbtypes = package_cuda.types if hasattr(package_cuda.types, "Array") else numba.types
+    argtypes = (nbtypes.Array(nbtypes.int64, 3, "C"),)
+    return package_cuda.compile(function, argtypes, device=False, abi="numba", cc=(9, 0))[0]
+
+
+def test_fakecuda_parameters_mean_what_the_handler_packs(gpus, compiling_cuda):
+    read_by = PTX_READS[compiling_cuda.__name__.partition(".")[0]]
+    for expression, numbers in read_by.items():
+        ptx = ptx_for_arrays_of_rank_3(compiling_cuda, runs(f"x[0, 0, 0] += x{expression}", "x"))
+        loads = re.findall(r"ld\.param\.\w+\s+(%\w+), \[\w+_param_(\d+)\]", ptx)
+        registers = {int(number): register for register, number in loads}
+        assert set(registers) == numbers | read_by["[0, 0, 0]"], expression
+        if len(numbers) == 3:  # strides count elements, here of 8 bytes
+            assert re.search(rf"shl\.b64\s+%\w+, {registers[max(numbers)]}, 3;", ptx)
+
+
 def test_fakecuda_launches_natively_on_each_device_that_jax_lists(gpus, package_cuda):
     op = own_op(package_cuda, grid=(2, 3), block=(4, 5, 6), shared_mem=64)
     run_for_cuda(op, F32)
@@ -3591,7 +2913,7 @@ def test_fakecuda_jax_may_free_an_array_of_another_gpu_meanwhile(gpus, monkeypat
 
 def test_fakecuda_asks_xla_for_the_device(gpus, package_cuda):
     """By XLA's own function, which knows the CPU's devices, too."""
-    program = exported_for("cuda", own_op(package_cuda), spec(4)).call
+    program = program_for_cuda(own_op(package_cuda), spec(4))
     xla_knows = jax.__version_info__ >= (0, 8)  # before that the handler asks CUDA
     gpus.set(device=-1 if xla_knows else 0)
     gpus.log()
@@ -3764,16 +3086,22 @@ def test_fakecuda_callable(gpus, compiling_cuda):
     assert seen == [((5,), "float16"), ((2, 3), "int8"), ((5,), "float16")]
 
 
-@pytest.mark.parametrize("static", [{}, {"out": 3}], ids=["launched", "called by what is launched"])
 @pytest.mark.parametrize("body, refused", [
+    ("x[0] = out[0]", "its inputs are read-only"),
     ("cuda.atomic.add(x[1:], 0, 1)", "its inputs are read-only"),
     ("return 1.0", "it returns a value"),
+    ("out[0] = x.nope", "nope"),
 ])  # fmt: skip
-def test_fakecuda_refused_kernels(gpus, compiling_cuda, body, refused, static):
+def test_fakecuda_refused_kernels(gpus, compiling_cuda, body, refused):
     kernel = compiling_cuda.jit(runs(body, cuda=compiling_cuda))
-    op = xk.numba_cuda_kernel(kernel, () if static else like_first, has_side_effect=True, **BLOCK)
-    with pytest.raises(TypeError, match=f"kernel 'kernel' .*; {refused}"):
-        run_for_cuda(functools.partial(op, **static), F32)
+    with pytest.raises(TypeError, match=rf"(?s)kernel 'kernel' for \(float32\[:\]\).*{refused}"):
+        run_for_cuda(xk.numba_cuda_kernel(kernel, like_first, **BLOCK), F32)
+
+
+@pytest.mark.parametrize("body, copied", [("out[0] = x.view(np.float32)[0]", 400_000), ("out[0] = x[0]", 0)])
+def test_fakecuda_a_kernel_that_may_write_to_an_input_gets_a_copy(gpus, compiling_cuda, body, copied):
+    op = xk.numba_cuda_kernel(own_kernel(compiling_cuda, "x, out", body), like_first, **BLOCK)
+    assert 0 <= copied_bytes(program_for_cuda(op, LARGE), LARGE) - copied < 1000
 
 
 def cuda_count(x, out):
@@ -3810,11 +3138,11 @@ def test_fakecuda_explicit_signature(gpus, compiling_cuda):
 @pytest.mark.processes
 def test_cuda_simulator():
     """Runs what needs a device on the simulator, which Numba decides on when it is imported."""
-    cells = [backend for _, backend, _, _ in all_cells() if backend.startswith("numba_cuda")]
     tests = "test_on_cuda or test_cudasim or (test_matrix and numba_cuda) or test_export_and"
-    outcomes = run_pytest("-k", tests, NUMBA_ENABLE_CUDASIM="1", JAX_PLATFORMS="cpu")
-    del outcomes["deselected"]
-    assert outcomes == {"passed": len(cells) + 1 + 19}  # export, and the tests of this section
+    lines = run_pytest("-k", tests, NUMBA_ENABLE_CUDASIM="1", JAX_PLATFORMS="cpu")
+    for kind in "test_export_and", "test_on_cuda", "test_cudasim", r"test_matrix\[.*numba_cuda":
+        assert re.search(rf"{kind}.* PASSED", lines)
+    assert "SKIPPED" not in lines
 
 
 @on_device
@@ -3900,23 +3228,6 @@ def test_on_cuda_exceptions_of_callables_reach_the_user():
         jax.block_until_ready(refuse(jnp.ones((1, 3))))
 
 
-@on_device
-def test_on_cuda_equal_closures_share_a_target():
-    def scale_by(factor):
-        @cuda.jit(device=True)
-        def scaled(value):
-            return factor * value
-
-        def kernel(x, out):
-            out[0] = scaled(x[0])
-
-        return xk.numba_cuda_kernel(cuda.jit(kernel), like_first, **BLOCK)
-
-    before = len(xk.export_checks())
-    assert [scale_by(factor)(F32)[0] for factor in (2, 3, 2, 3)] == [2, 3, 2, 3]
-    assert len(xk.export_checks()) == before + 2
-
-
 @simulated
 def test_cudasim_input_is_read_only_and_errors_name_the_thread():
     op = xk.numba_cuda_kernel(runs("x[0] = 1"), like_first, **BLOCK)
@@ -3927,11 +3238,9 @@ def test_cudasim_input_is_read_only_and_errors_name_the_thread():
 
 
 @simulated
-@pytest.mark.parametrize("static", [{}, {"n": 3}], ids=["launched", "called by what is launched"])
-def test_cudasim_refuses_a_kernel_that_returns(static):
-    op = xk.numba_cuda_kernel(runs("return 1", ", ".join(["x", *static, "out"])), spec(3), **BLOCK)
-    with pytest.raises(Exception, match="the kernel returns a value: write to the output arrays"):
-        jax.block_until_ready(op(F32, **static))
+def test_cudasim_refuses_a_kernel_that_returns():
+    with pytest.raises(Exception, match="returns a value"):
+        jax.block_until_ready(xk.numba_cuda_kernel(runs("return 1"), spec(3), **BLOCK)(F32))
 
 
 @simulated
@@ -3947,54 +3256,17 @@ def test_cudasim_runs_one_kernel_at_a_time():
 def test_cudasim_refuses_kernels_of_the_successor():
     members = {"__module__": "numba_cuda_mlir.descriptor", "py_func": staticmethod(cuda_copy), "__name__": "cuda_copy"}
     op = cuda_op(type("MLIRDispatcher", (), members)())
-    with pytest.raises(NotImplementedError, match="'cuda_copy' is written for numba_cuda_mlir, which has no simulator"):
+    with pytest.raises(NotImplementedError, match="numba_cuda_mlir, which has no simulator"):
         op(F32)
 
 
 @simulated
 def test_cudasim_runs_on_cpu_only():
-    with pytest.raises(NotImplementedError, match=r"runs on the CPU only where NUMBA_ENABLE_CUDASIM=1 .* for 'cuda'"):
+    with pytest.raises(NotImplementedError, match="NUMBA_ENABLE_CUDASIM=1"):
         lower_for_cuda(cuda_op(cuda_copy), spec(3))
 
 
 # -- with a GPU ----------------------------------------------------------------------------------------
-
-CUDA_ON_DISK = """
-    from numba import cuda
-
-    compiled = []
-    dispatcher = type(cuda.jit(like_first))
-    compile_ = dispatcher.compile
-    dispatcher.compile = lambda *args: compiled.append(args) or compile_(*args)
-    added = int(sys.argv[1])
-
-    def helper(a):
-        return a * 2 + added
-
-    def run(helper):
-        kernel = cuda.jit(runs("out[0] = helper(x[0])", helper=helper))
-        call = xk.numba_cuda_kernel(kernel, like_first, grid=1, block=1)
-        print(call(ones)[0], jax.vmap(call)(jnp.ones((3, 4)))[2, 0], len(compiled) > 0)
-
-    used = cuda.jit(device=True)(helper)
-    run(used)
-    added += 10
-    run(used)  # with the code from before the change, if Numba compiled it
-    run(cuda.jit(device=True)(helper))
-    """
-
-
-@on_gpu
-def test_gpu_kernels_on_disk(tmp_path):
-    def results(added):
-        environment = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PLATFORMS": "cuda,cpu"}
-        first, _, last = run_code(CUDA_ON_DISK, added, **environment).splitlines()[-3:]
-        return first, last
-
-    assert results(1) == ("3.0 3.0 True", "13.0 13.0 True")
-    assert results(1) == ("3.0 3.0 False", "13.0 13.0 False")
-    assert results(2) == ("4.0 4.0 True", "14.0 14.0 True")
-
 
 def gpu_copy(how):
     """A kernel that copies its input, launched in each way that there is."""
@@ -4058,22 +3330,22 @@ def integers(*shape):
     return np.random.default_rng(sum(shape)).integers(-8, 9, shape).astype(np.float32)
 
 
-STARTING = {  # kernels for v + d: parameters, what they do for each i, options, and constants of the call
+STARTING = {  # kernels for v + d: parameters, what they do for each i, options, and scalars of the call
     "aliased": ("v, d, out", "out[i] += d[i]", {"input_output_aliases": {0: 0}}, {}),
     "in_out": ("v, d", "v[i] += d[i]", {"in_out_argnames": ["v"]}, {}),
     "zeros": ("v, d, out, tmp", "out[i] += v[i]; tmp[i] = d[i]; out[i] += tmp[i]",
               {"zero_outputs": True, "scratch": lambda v, d: v}, {}),
-    "scalars": ("v, d, a, n, out", "out[i] = v[i] * a + d[i] * n", {"scalars": ["a"]}, {"a": np.float32(1), "n": 1}),
+    "scalars": ("v, d, a, out", "out[i] = v[i] * a + d[i]", {"scalars": ["a"]}, {"a": np.float32(1)}),
 }  # fmt: skip
 
 
 def starting_kernel(how):
     """A function that gives v + d, by a kernel whose outputs start from something, or that takes other things."""
     if how in STARTING:
-        parameters, statements, options, constants = STARTING[how]
+        parameters, statements, options, scalars = STARTING[how]
         kernel = own_kernel(cuda, parameters, f"i = cuda.grid(1)\n    if i < v.size: {statements}")
         op = xk.numba_cuda_kernel(kernel, lambda v, *_: v, launch_dims=lambda v, *_: v.size, **options)
-        return functools.partial(op, **constants)
+        return functools.partial(op, **scalars)
     pytest.importorskip("warp")
     if how == "warp differentiable":
         add = xk.warp_kernel(matrix_kernel("add", "warp", np.dtype("float32")), like_first, differentiable=True)
@@ -4161,8 +3433,8 @@ def test_gpu_command_buffers(captured):
     """Tests that run on the GPU, with CUDA graphs off, and on for every computation."""
     flags = f"--xla_gpu_enable_command_buffer={captured} --xla_gpu_graph_min_graph_size=1"
     tests = "test_on_cuda or stream_order or (gpu and (test_warp_ops or test_warp_grad))"
-    outcomes = run_pytest("-k", tests, XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} {flags}")
-    assert outcomes["passed"] >= 15  # more with Warp
+    lines = run_pytest("-k", tests, XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} {flags}")
+    assert lines.count("PASSED") >= 15  # more with Warp
 
 
 @on_gpu
