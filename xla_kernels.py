@@ -5666,7 +5666,8 @@ def _with_source(kernel: Any, source: str, kinds: Mapping[str, Any]) -> Any:
     )
     function.__annotations__ = dict(kinds)
     function.__module__ = python.__module__
-    module = type(kernel.module)(f"{kernel.key}_{kernel.hash.hex()[:8]}", None)
+    digest = hashlib.sha256(kernel.hash + source.encode()).hexdigest()[:12]  # Warp tells modules apart by name
+    module = type(kernel.module)(f"{kernel.key}_{digest}", None)
     module.options.update(kernel.module.options)
     return type(kernel)(function, key=kernel.key, module=module, options=dict(kernel.options), source=source)
 
