@@ -4742,10 +4742,9 @@ class _WarpKernel(_Wrapper):
         super().__init__(kernel, options)
         self.title = f"Warp kernel {self.__name__!r}"
         self.values = copy.deepcopy(values or {})  # callables get them when a call is traced again: structs may change
-        self.given_values = _Recent()  # this kernel with values
+        self.with_values = _Recent()  # this kernel with others
         self.takes_values = not all(param.ndim for param in self.params)
-        by_name = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in self.parameters]
-        self.full_signature = inspect.Signature(by_name)  # `__signature__` has the inputs alone
+        self.kernel_signature = inspect.signature(kernel.func)
         self._name_aliases()
         self.parameters = tuple(name for name in self.parameters if name not in self.values)
         self.order = self.parameters  # until `_Wrapper` has none
@@ -4763,22 +4762,23 @@ class _WarpKernel(_Wrapper):
     # -- from a call to its inputs ---------------------------------------------------------------------
 
     def __call__(self, /, *args: Any, **named: Any) -> Any:
-        has_null_arrays = any(x is None for x in args)
-        if not named and not has_null_arrays and not self.takes_values:
+        if not named and not self.takes_values and not any(x is None for x in args):
             return self._call_inputs(args)
         arrays = []
         values = {}
+        key = []
         for param, x in self._bound(args, named):
             if param.ndim and x is not None:
                 arrays.append(x)
             else:
-                values[param.name] = param.as_value(x)
-        return self._with_values(values)._call_inputs(arrays)
+                values[param.name] = value = param.as_value(x)
+                key.append(param.key(value))
+        return self._with_values(values, tuple(key))._call_inputs(arrays)
 
     def _bound(self, args: Sequence, named: Mapping[str, Any]) -> list[tuple[_WarpParam, Any]]:
         """The first parameters and what they get, bound as Python binds arguments."""
         try:
-            arguments = self.full_signature.bind_partial(*args, **named).arguments
+            arguments = self.kernel_signature.bind_partial(*args, **named).arguments
         except TypeError as error:
             raise self._wrong_arity(f"got {error}") from None
         given = self.params[: len(arguments)]
@@ -4787,12 +4787,11 @@ class _WarpKernel(_Wrapper):
             raise self._wrong_arity(f"got only ({', '.join(arguments)})")
         return list(zip(given, arguments.values(), strict=True))
 
-    def _with_values(self, values: Mapping[str, Any]) -> _WarpKernel:
+    def _with_values(self, values: Mapping[str, Any], key: tuple) -> _WarpKernel:
         if not values:
             return self
-        key = tuple([(param.name, param.key(values[param.name])) for param in self.params if param.name in values])
-        known = self.given_values.get(key)
-        return known or self.given_values.keep(key, _WarpKernel(self.kernel, self.options, values))
+        known = self.with_values.get(key)
+        return known or self.with_values.keep(key, _WarpKernel(self.kernel, self.options, values))
 
     def _for_inputs(self, what: str, ins: Sequence[Spec]) -> Any:
         """An option, which may be a callable of all that the call got, values included."""
@@ -4818,8 +4817,9 @@ class _WarpKernel(_Wrapper):
         params = [*inputs, *in_outs, *self.params[n_given:]]  # of each buffer
         for param, spec in zip(params, call.ins + call.outs, strict=True):
             param.check(spec)
+        written = _written_names(self.kernel.adj, {})
         for i, param in enumerate(inputs):
-            if i not in call.aliases and _is_written(self.kernel.adj, param.name):
+            if i not in call.aliases and param.name in written:
                 raise TypeError(
                     f"{self.title} writes to its input {param.name!r}, which JAX may share: name it "
                     "in in_out_argnames, or write to an output"
@@ -4900,34 +4900,33 @@ class _WarpKernel(_Wrapper):
         args, outs = residuals
         leaves = jax.tree_util.tree_leaves(cotangents)
         operands = _make_varying([*args, *outs, *(leaves[j] for j in _floats(outs))])
-        call = self._resolve_adjoint(_input_specs(operands), len(args), len(outs))
+        call = self._resolve_adjoint(_input_specs(operands), len(args))
         results = self._bind(lambda *_: call, operands, call.outs, None)
         cotangents_of_args: list[Any] = [None] * len(args)  # a zero, for JAX
         for i in reversed(_floats(args)):
             cotangents_of_args[i] = _sharded_like(results.pop(), jax.typeof(args[i]))
         return tuple(cotangents_of_args)
 
-    def _resolve_adjoint(self, ins: list[Spec], n_args: int, n_outs: int) -> _Call:
+    def _resolve_adjoint(self, ins: list[Spec], n_args: int) -> _Call:
         """The call of the adjoint: (inputs, outputs, cotangents) -> (what it changes of these, gradients).
 
         It changes the cotangents, and outputs that the kernel gives to a function, as that runs again.  Gradients are
         added to zeros.
         """
-        args = ins[:n_args]
-        outs = ins[n_args : n_args + n_outs]
-        params = [param.name for param in self.params if param.name not in self.values]
-        rewritten = [n_args + j for j in range(n_outs) if _is_written_in_functions(self.kernel.adj, params[n_args + j])]
-        changed = [*rewritten, *range(n_args + n_outs, len(ins))]
-        gradients = [args[i] for i in _floats(args)]
-        results = [ins[k] for k in changed] + gradients
+        params = [param.name for param in self.params if param.name not in self.values]  # of inputs and outputs
+        run_again = _names_written_in_functions(self.kernel.adj, {})
+        changed = [k for k, name in enumerate(params) if name in run_again]
+        first_grad = len(ins) + len(changed)
+        changed += range(len(params), len(ins))
+        float_ins = _floats(ins[:n_args])
+        results = [ins[k] for k in [*changed, *float_ins]]
         aliases = {k: j for j, k in enumerate(changed)}
         call = _Call(ins, results, aliases, zeroed=tuple(range(len(changed), len(results))))
-        with_grads = [n_args + j for j in _floats(outs)] + _floats(args)
-        first_grad = len(ins) + len(rewritten)
-        grads = {params[k]: first_grad + j for j, k in enumerate(with_grads)}
+        owners = [k for k in _floats(ins[: len(params)]) if k >= n_args] + float_ins  # of cotangents, then of gradients
+        grads = {params[k]: first_grad + j for j, k in enumerate(owners)}
         arguments = self._arguments({name: k for k, name in enumerate(params)}, grads)
         adjoints = [_WarpArgument(param, grads.get(param.name)) for param in self.params]
-        return dataclasses.replace(call, target=self._target(call, arguments + adjoints, args))
+        return dataclasses.replace(call, target=self._target(call, arguments + adjoints, ins[:n_args]))
 
 
 def _floats(arrays: Sequence[Any]) -> list[int]:
@@ -5003,10 +5002,8 @@ def jaxinfo_to_warpinfo(info: Any) -> Any:
 
 
 def _warp_interop(name: str) -> Any:
-    wp = _warp(name)
-    if hasattr(wp, name):
-        return getattr(wp, name)
-    return getattr(_warp(name, "warp.jax_experimental.ffi"), name)  # before Warp 1.14
+    is_early = not hasattr(_warp(name), name)  # before Warp 1.14
+    return getattr(_warp(name, "warp.jax_experimental.ffi" if is_early else "warp"), name)
 
 
 def jax_kernel(*args: Any, **options: Any) -> Any:
@@ -5070,11 +5067,11 @@ class _WarpParam:
     def key(self, value: Any) -> Any:
         """What tells a value from others: the kernel gets its memory, but functions such as `outs` get it as it is."""
         if self.ndim:
-            return None  # a null array
+            return self.name  # a null array
         seen = getattr(value, "value", value)
         if isinstance(value, np.ndarray):  # its repr leaves out digits
             seen = value.dtype, value.tolist()
-        return type(value), repr(seen), self.pack(value)
+        return self.name, type(value), repr(seen), self.pack(value)
 
     def pack(self, value: Any) -> bytes:
         """The memory of a value."""
@@ -5141,7 +5138,7 @@ def _holds_arrays(kind: Any) -> bool:
 
 
 def _warp_content(wp: Any, kernel: Any) -> tuple[str, ...]:
-    """What decides the machine code of a kernel: Warp's hash (code, constants, functions, types), options and settings."""
+    """What decides a kernel's machine code: Warp's hash (code, constants, functions, types), options and settings."""
     kernel.module.get_module_hash()  # also hashes the kernels
     options = {**kernel.module.options, **kernel.options, "block_dim": None}  # Warp 1.13 keeps the last launch's there
     settings = {name: x for name, x in vars(wp.config).items() if isinstance(x, (bool, int, float, str))}
@@ -5181,15 +5178,38 @@ def _named_functions(adjoint: Any, node: Any) -> list[Any]:
 # -- inputs are not written: a contract, and a check of what a kernel does by an input's name ----------
 
 
-def _is_written(adjoint: Any, name: str, seen: set | None = None) -> bool:
-    """Whether code stores to the array of this name, also by atomics and tiles, or in a function that gets it."""
+def _written_names(adjoint: Any, known: dict) -> set:
+    """The names of the arrays that code stores to, also by atomics and tiles, or in functions that get them."""
+    if adjoint not in known:
+        known[adjoint] = set()  # as functions may call themselves
+        known[adjoint] = _stored_names(adjoint) | _names_written_in_functions(adjoint, known)
+    return known[adjoint]
+
+
+def _stored_names(adjoint: Any) -> set:
+    """Those that code stores to by itself."""
+    targets: list[Any] = []
     for node in ast.walk(adjoint.tree):
-        is_store = isinstance(node, (ast.Subscript, ast.Attribute)) and isinstance(node.ctx, ast.Store)
-        if is_store and _first_name(node) == name:
-            return True
-        if isinstance(node, ast.Call) and _first_name(_written_argument(adjoint, node)) == name:
-            return True
-    return _is_written_in_functions(adjoint, name, seen)
+        if isinstance(node, (ast.Subscript, ast.Attribute)) and isinstance(node.ctx, ast.Store):
+            targets.append(node)
+        function = getattr(node, "func", None)
+        name = getattr(function, "attr", getattr(function, "id", ""))
+        if isinstance(node, ast.Call) and _WARP_WRITERS.fullmatch(name):
+            targets += node.args[:1] or [keyword.value for keyword in node.keywords if keyword.arg in ("arr", "a")]
+    return {_first_name(target) for target in targets}
+
+
+def _names_written_in_functions(adjoint: Any, known: dict) -> set:
+    """Those that code gives to functions that write to them, also a view of them, but no element."""
+    names = set()
+    for call in [node for node in ast.walk(adjoint.tree) if isinstance(node, ast.Call)]:
+        for function in [f for f in _named_functions(adjoint, call.func) if not f.is_builtin()]:
+            types = {arg.label: arg.type for arg in function.adj.args}
+            given = dict(zip(types, call.args)) | {keyword.arg: keyword.value for keyword in call.keywords}
+            for label in _written_names(function.adj, known) & given.keys():
+                if isinstance(given[label], ast.Name) or hasattr(types[label], "ndim"):
+                    names.add(_first_name(given[label]))
+    return names
 
 
 def _first_name(node: Any) -> str | None:
@@ -5197,32 +5217,6 @@ def _first_name(node: Any) -> str | None:
     while isinstance(node, (ast.Subscript, ast.Attribute)):
         node = node.value
     return getattr(node, "id", None)
-
-
-def _written_argument(adjoint: Any, call: ast.Call) -> Any:
-    """What a function of Warp's own writes to: its first argument, `arr` or `a`."""
-    for function in _named_functions(adjoint, call.func):
-        if function.is_builtin() and _WARP_WRITERS.fullmatch(function.key):
-            named = [keyword.value for keyword in call.keywords if keyword.arg in ("arr", "a")]
-            return next(iter([*call.args, *named]), None)
-    return None
-
-
-def _is_written_in_functions(adjoint: Any, name: str, seen: set | None = None) -> bool:
-    """Whether code gives the array of this name, or a view of it, to a function that writes to it."""
-    seen = set() if seen is None else seen
-    for call in [node for node in ast.walk(adjoint.tree) if isinstance(node, ast.Call)]:
-        for function in [f for f in _named_functions(adjoint, call.func) if not f.is_builtin()]:
-            labels = [arg.label for arg in function.adj.args]
-            given = dict(zip(labels, call.args)) | {keyword.arg: keyword.value for keyword in call.keywords}
-            for arg in function.adj.args:
-                value = given.get(arg.label)
-                is_array = isinstance(value, ast.Name) or hasattr(arg.type, "ndim")  # else it is an element
-                if is_array and _first_name(value) == name and (function, arg.label) not in seen:
-                    seen.add((function, arg.label))
-                    if _is_written(function.adj, arg.label, seen):
-                        return True
-    return False
 
 
 # -- 11.4 One target: what a launch is given, and its recording ----------------------------------------
@@ -5733,15 +5727,12 @@ def _check_batchable(kernel: Any) -> None:
     words = [function.key for function in functions]
     words += [code.source for code in _warp_codes(kernel.adj)]
     text = " ".join(words)
-    if _WARP_UNBATCHED.search(text) or any(_is_c(function) for function in functions):
+    # C that users added, in Warp 1.19 also to Warp's own functions
+    is_c = [bool(f.native_snippet) or getattr(f, "_has_external_builtin_contract", False) for f in functions]
+    if _WARP_UNBATCHED.search(text) or any(is_c):
         raise ValueError("the kernel may see blocks, or what nobody looks into")
     if "while" in text and "atomic_" in text:
         raise ValueError("threads may wait for each other")
-
-
-def _is_c(function: Any) -> bool:
-    """Whether a function is written in C by users, which Warp 1.19 lets them add to its own, too."""
-    return bool(function.native_snippet) or getattr(function, "_has_external_builtin_contract", False)
 
 
 # ======================================================================================================
