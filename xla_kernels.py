@@ -4605,14 +4605,12 @@ class _CudaEmitter(_Emitter):
 
 _WARP_INSTALL = "pip install warp-lang numba"
 _WARP_DTYPES = "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 bfloat16 float32 float64".split()
-_WARP_WRITERS = re.compile(r"atomic_\w+|tile_store|tile_atomic_add")  # functions that write to their first argument
-_WARP_READERS = frozenset({"len", "lower_bound", "tile_load", "tile_load_indexed"})  # those that only read an array
-_WARP_PROPERTIES = frozenset({"dtype", "ndim", "shape", "size", "strides"})
+_WARP_WRITERS = re.compile(r"atomic_\w+|tile_(store|atomic_add)(_indexed)?")  # write to their first argument
 # In the source of code that sees blocks, that runs other code than it names, or that is not what its source says:
 _WARP_UNBATCHED = re.compile(r"\b(block_dim|\w*tile\w*|grad|static)\b|_xla_")
 _WARP_MAX_DIMS = 4
 _WARP_MAX_EXTENT = 2**31 - 1  # Warp keeps extents, strides in bytes and thread indices in 32-bit integers
-# The attribute `launch`.  Behind it is what is passed by value.
+# The attribute `launch` of a call.  Behind it are the values of the parameters that are no arrays.
 _WarpExtents = _struct("_WarpExtents", dims=_I64 * _WARP_MAX_DIMS, ndim=_I64, size=_I64)  # ndim of them, their product
 _WarpLaunch = _struct("_WarpLaunch", cuda=_CudaLaunch, on_gpu=_WarpExtents, on_cpu=_WarpExtents)
 _WARP_BATCH_THREADS = 2**24  # in one launch: the grid of more is not one of Warp's first axis alone (warp.cu)
@@ -4636,43 +4634,44 @@ def warp_kernel(
     has_side_effect: bool = False,
     scratch: Any = None,
     zero_outputs: bool = False,
-    sharding_rule: str | None = None,
+    name: str | None = None,
     differentiable: bool = False,
 ) -> Callable[..., Any]:
     """Make an NVIDIA Warp kernel a JAX function, on CPUs and GPUs.
 
     The kernel's parameters are the inputs, then the outputs, then the scratch buffers.  Arrays of vectors and
     matrices are JAX arrays with the elements in trailing dimensions; an array of one element may be 0-d, and None is a
-    null array.  A generic kernel runs as the call's dtypes say.  A `vmap` is one call: on a CPU threads share its
-    slices; on a GPU it is one launch, or one per slice of a kernel with arrays or launches of 4 dimensions, tiles, C,
-    `wp.static`, atomics and `while` together, or another number of `wp.tid()` indices than `launch_dims` has.
+    null array.  An input must not be written to: where a kernel does so by name, it is refused.  A `vmap` is one call:
+    on a CPU threads share its slices; on a GPU it is one launch, or one per slice of a kernel with arrays or launches
+    of 4 dimensions, tiles, C, `wp.static`, atomics and `while` together, or another number of `wp.tid()` indices than
+    `launch_dims` has.
 
-    Parameters that are not arrays (scalars, vectors, matrices, structs) take Python or NumPy values as constants,
-    and each new one compiles again: give what changes, such as a time step, as a JAX scalar.  That is read when
-    the kernel runs, also where it is traced, on the CPU alone: for a GPU make it a `warp.array` of shape (1,).
+    Parameters that are not arrays (scalars, vectors, matrices, structs) take values that are known when JAX traces,
+    and JAX traces and compiles a call again for each new one.  So what changes, such as a time step, is better a
+    `warp.array` of shape (1,).
 
     Warp builds a whole module again for each new kernel: in generators, `warp.kernel(module="unique")` saves that.
 
     Args:
-      kernel: a function decorated with `warp.kernel`; without it, `warp_kernel(outs=...)` is a decorator.
+      kernel: a function decorated with `warp.kernel`, not generic; without it, `warp_kernel(outs=...)` is a decorator.
       outs: as for `numba_kernel`; a callable gets what the call got, values included.  A kernel that adds into an
         output says `zero_outputs=True`, or names it in `in_out_argnames`; if the launch is empty all are zero.
       launch_dims: the number of threads: an int, a tuple of up to 4, or a callable of the inputs; by default the shape
-        of the kernel's first array (without the dimensions of its elements).  With `sharding_rule` not a number.
+        of the kernel's first array (without the dimensions of its elements).
       block_dim: threads per block on a GPU; a block on the CPU has one.
       tiled: True for kernels whose blocks work on tiles, as `warp.launch_tiled` starts them: `launch_dims`, up
         to 3, counts blocks, of `block_dim` threads each.
-      vmap_method, input_output_aliases, in_out_argnames, has_side_effect, scratch, zero_outputs, sharding_rule: as
-        for `numba_kernel`.
+      vmap_method, input_output_aliases, in_out_argnames, has_side_effect, scratch, zero_outputs: as for `numba_kernel`.
+      name: the target's name, of your own choice; see `numba_kernel`.
       differentiable: True gives reverse mode through the kernel's own adjoint, for arrays of floats.
 
     Returns:
       A function whose result has the structure of `outs`.
 
     Raises:
-      TypeError: arguments or parameters of a type that does not fit; a traced value with `differentiable`.
+      TypeError: a generic kernel; arguments or parameters of a type that does not fit; a traced value for a parameter
+        that is no array; an input that the kernel writes to.
       ValueError: launch dimensions out of range; in-out arguments, aliases or scratch with `differentiable`.
-      NotImplementedError: a traced value for a parameter passed by value, on a GPU.
 
     Example:
       >>> import jax.numpy as jnp, warp as wp
@@ -4683,16 +4682,12 @@ def warp_kernel(
       >>> warp_kernel(scale, outs=lambda x, factor: x)(jnp.arange(3.0), 2.0).tolist()
       [0.0, 2.0, 4.0]
     """
-    return _wrap(_warp_wrapper, locals(), _WarpOptions)
-
-
-def _warp_wrapper(kernel: Any, options: _Options) -> _Wrapper:
-    if getattr(kernel, "is_generic", False):
-        return _GenericWarpKernel(kernel, options)
-    return _WarpKernel(kernel, options)
+    return _wrap(_WarpKernel, locals(), _WarpOptions)
 
 
 class _WarpOptions(_Options):
+    sharding_rule = None  # until `_Wrapper` asks for none
+
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.block_dim: int = self._checked_block_dim()
@@ -4700,8 +4695,6 @@ class _WarpOptions(_Options):
             raise ValueError("tiled=True needs launch_dims, the number of blocks")
         if self.launch_dims is not None and not callable(self.launch_dims):
             self.checked_dims(self.launch_dims)
-            if self.sharding_rule:
-                raise ValueError(f"sharding_rule splits arrays, so launch_dims={self.launch_dims!r} must be a callable")
         if self.differentiable and (self.input_output_aliases or self.in_out_argnames or self.scratch is not None):
             raise ValueError(
                 "differentiable=True does not go with in_out_argnames, input_output_aliases or scratch: the adjoint "
@@ -4728,83 +4721,33 @@ class _WarpOptions(_Options):
         return (*dims, 1) if self.tiled else dims
 
 
-class _GenericWarpKernel(_Wrapper):
-    """A generic kernel: a call runs the instance for its dtypes, and `dtype=Any` may stand for vectors and matrices."""
-
-    decorator = "warp_kernel"
-
-    def __call__(self, /, *args: Any, **named: Any) -> Any:
-        arguments = dict(zip(self.parameters, args)) | named
-        instance = self._instance(arguments)
-        wrapper = self.variants.get(instance)
-        if wrapper is None:
-            wrapper = self.variants.keep(instance, _WarpKernel(instance, self.options))
-        return wrapper(*args, **named)
-
-    def _instance(self, arguments: Mapping[str, Any]) -> Any:
-        """Warp's kernel for the types of these arguments, of the outputs and of scratch."""
-        wp = _warp("warp_kernel")
-        in_order = [arguments[name] for name in self.parameters if name in arguments]
-        ins = [_spec_or_value(x, i) for i, x in enumerate(in_order)]
-        outs, _ = _flat_specs(self._for_inputs("outs", ins), "outs")
-        scratch, _ = _flat_specs(self._for_inputs("scratch", ins), "scratch")
-        n_in_outs = len(self.options.in_out_argnames)
-        values = [*ins, *outs[n_in_outs:], *scratch]
-        kinds = [arg.type for arg in self.kernel.adj.args]
-        if len(kinds) != len(values):
-            raise TypeError(f"generic Warp kernel {self.__name__!r} takes {self.parameters}; this call gives {values}")
-        instance_types = [_warp_instance_type(wp, kind, value) for kind, value in zip(kinds, values, strict=True)]
-        return wp.overload(self.kernel, instance_types)
-
-
-def _spec_or_value(value: Any, i: int) -> Any:
-    """The spec of an array, or a value that is passed by value."""
-    if isinstance(value, (jax.Array, np.ndarray)):
-        return _input_spec(value, i)
-    if hasattr(value, "__jax_array__") or hasattr(value, "__dlpack__"):
-        return _input_spec(_from_foreign(value, i, "warp_kernel"), i)
-    return value
-
-
-def _warp_instance_type(wp: Any, kind: Any, value: Any) -> Any:
-    """The type of a parameter, for what a call gives where it is generic."""
-    with contextlib.suppress(TypeError):
-        _warp_param(wp, "", "", kind)
-        return kind  # it is not generic
-    if not isinstance(value, (Spec, np.generic)):
-        return type(value)
-    ndim = getattr(kind, "ndim", len(value.shape))
-    element = jaxtype_to_warptype(value.dtype)
-    inner = value.shape[ndim:]
-    if len(inner) == 1:
-        element = wp.types.vector(*inner, element)
-    elif inner:
-        element = wp.types.matrix(inner, element)
-    return wp.array(dtype=element, ndim=ndim) if ndim else element
-
-
-class _WarpBuffers(NamedTuple):
-    """What the buffers of a call hold; buffers are numbers: inputs, then outputs."""
-
-    params: Sequence[_WarpParam]  # the first buffers hold one of these each: its array, or its traced value
-    n_args: int  # so many of them are inputs of the user's call
-    adjoints: Mapping[_WarpParam, int] | None = None  # in an adjoint launch: the cotangent or gradient of a parameter
-
-
 class _WarpKernel(_Wrapper):
+    """A kernel, or one with `values` for some parameters: those that are no arrays, and None for null arrays.
+
+    A call with values goes to such a wrapper, which has a jitted function of the other inputs.
+    """
+
     decorator = "warp_kernel"
 
-    def __init__(self, kernel: Any, *args: Any) -> None:
+    def __init__(self, kernel: Any, options: Any, values: Mapping[str, Any] | None = None) -> None:
         wp = _warp("warp_kernel")
         if not isinstance(kernel, wp.Kernel):
             raise _wrong_kernel("warp_kernel", "a function decorated with warp.kernel", kernel)
+        if kernel.is_generic:
+            raise TypeError(
+                f"warp_kernel takes no generic kernel such as {kernel.key!r}: wp.overload(kernel, [the parameters' "
+                "types]) gives one that is not"
+            )
         self.params = [_warp_param(wp, kernel.func.__name__, arg.label, arg.type) for arg in kernel.adj.args]
-        self.by_value = {param.name: param for param in self.params if not param.ndim}
-        super().__init__(kernel, *args)
+        super().__init__(kernel, options)
         self.title = f"Warp kernel {self.__name__!r}"
+        self.values = copy.deepcopy(values or {})  # callables get them when a call is traced again: structs may change
+        self.with_values = _Recent()  # this kernel with others
+        self.takes_values = not all(param.ndim for param in self.params)
+        self.kernel_signature = inspect.signature(kernel.func)
         self._name_aliases()
-        self.static = copy.deepcopy(self.static)  # callables get it when a call is traced again: structs may change
-        self._pack_constants()
+        self.parameters = tuple(name for name in self.parameters if name not in self.values)
+        self.order = self.parameters  # until `_Wrapper` has none
         self._vjp = jax.custom_vjp(super()._trace)
         self._vjp.defvjp(self._forward, self._backward)
 
@@ -4812,137 +4755,124 @@ class _WarpKernel(_Wrapper):
         """Aliases by the names of parameters: by position they count all arguments of a call, values too."""
         names = dict(enumerate(self.parameters))
         self.aliases = self._one_output_each((names.get(i, i), j) for i, j in self.aliases.items())
-        self._check_names("input_output_aliases", list(self.aliases))
+        for param in self.params:
+            if param.name in self.aliases and not param.ndim:
+                raise ValueError(f"{param.by_value_text}: an output can start with an array alone")
 
-    def _pack_constants(self) -> None:
-        """The memory of the values, which ends the attribute `launch`, and where each begins there."""
-        self.constants = b""
-        self.constant_offsets: dict[str, int] = {}
-        for name, param in self.by_value.items():
-            if name in self.static:
-                packed = param.pack(self.static[name])
-                self.constant_offsets[name] = ctypes.sizeof(_WarpLaunch) + len(self.constants)
-                self.constants += packed + bytes(-len(packed) % 8)
-
-    # -- from a call to its inputs: values, and None for an array, are static --------------------------
+    # -- from a call to its inputs ---------------------------------------------------------------------
 
     def __call__(self, /, *args: Any, **named: Any) -> Any:
-        has_null_arrays = any(x is None for x in args)
-        if not named and not self.by_value and not has_null_arrays:
+        if not named and not self.takes_values and not any(x is None for x in args):
             return self._call_inputs(args)
-        arguments = dict(zip(self.parameters, args)) | named
-        count = len(args) + len(named)
-        are_the_first = len(arguments) == count and arguments.keys() == {*self.parameters[:count]}
-        if not are_the_first or not self.by_value.keys() <= arguments.keys():
-            raise self._wrong_arity(f"{len(args)} arguments by position and {', '.join(named) or 'none'} by keyword")
-        return self._call_by_name((), {name: self._as_value(name, x) for name, x in arguments.items()})
+        arrays = []
+        values = {}
+        key = []
+        for param, x in self._bound(args, named):
+            if param.ndim and x is not None:
+                arrays.append(x)
+            else:
+                values[param.name] = value = param.as_value(x)
+                key.append(param.key(value))
+        return self._with_values(values, tuple(key))._call_inputs(arrays)
 
-    def _is_input(self, name: str, value: Any) -> bool:
-        if name in self.by_value:
-            return isinstance(value, jax.Array)
-        return value is not None
+    def _bound(self, args: Sequence, named: Mapping[str, Any]) -> list[tuple[_WarpParam, Any]]:
+        """The first parameters and what they get, bound as Python binds arguments."""
+        try:
+            arguments = self.kernel_signature.bind_partial(*args, **named).arguments
+        except TypeError as error:
+            raise self._wrong_arity(f"got {error}") from None
+        given = self.params[: len(arguments)]
+        others = self.params[len(arguments) :]
+        if [param.name for param in given] != list(arguments) or not all(param.ndim for param in others):
+            raise self._wrong_arity(f"got only ({', '.join(arguments)})")
+        return list(zip(given, arguments.values(), strict=True))
 
-    def _as_value(self, name: str, value: Any) -> Any:
-        """The argument; for a by-value parameter JAX's values get its dtype, and those on a GPU become NumPy's."""
-        param = self.by_value.get(name)
-        if param is None or not isinstance(value, jax.Array):
-            return value
-        is_traced = isinstance(value, jax.core.Tracer)
-        if not is_traced and any(device.platform != "cpu" for device in value.devices()):
-            return np.asarray(value)
-        fits = param.takes(value) and _allowed_dtype(param.dtype, [value]) == param.dtype
-        if self.options.differentiable or not fits:
-            why = "differentiable=True needs a Python value, and so do 64 bits without jax_enable_x64"
-            raise TypeError(f"{param.by_value_text}; got {value}: make it a warp.array of shape (1,) ({why})")
-        return value if value.dtype == param.dtype else value.astype(param.dtype)
+    def _with_values(self, values: Mapping[str, Any], key: tuple) -> _WarpKernel:
+        if not values:
+            return self
+        known = self.with_values.get(key)
+        return known or self.with_values.keep(key, _WarpKernel(self.kernel, self.options, values))
 
-    def _static_key(self, static: Mapping[str, Any]) -> Any:
-        key = dict.fromkeys(static)  # None for null arrays
-        for name, param in self.by_value.items():
-            if name in static:
-                key[name] = type(static[name]), param.pack(static[name])  # functions such as `outs` get it as it is
-        return frozenset(key.items())
-
-    def _option_arguments(self, option: Callable[..., Any], ins: Sequence[Spec]) -> tuple[Sequence[Any], dict]:
-        """All that the call got, values included."""
+    def _for_inputs(self, what: str, ins: Sequence[Spec]) -> Any:
+        """An option, which may be a callable of all that the call got, values included."""
         specs = iter(ins)
-        names = self.parameters[: len(ins) + len(self.static)]
-        return [self.static[name] if name in self.static else next(specs) for name in names], {}
+        given = [param.name for param in self.params[: len(ins) + len(self.values)]]
+        arguments = [self.values[name] if name in self.values else next(specs) for name in given]
+        return super()._for_inputs(what, arguments)
 
-    def _wrong_arity(self, what_it_got: str) -> TypeError:
-        return TypeError(
-            f"{self.title} takes the parameters ({', '.join(self.parameters)}): inputs and values, "
-            f"then outputs and scratch; this call gives it {what_it_got}"
-        )
+    def _wrong_arity(self, problem: str) -> TypeError:
+        names = ", ".join(param.name for param in self.params)
+        takes = f"{self.title} takes the parameters ({names}): inputs and values, then outputs and scratch"
+        return TypeError(f"{takes}; {problem}")
 
     # -- from a call to a target -----------------------------------------------------------------------
 
     def _find_target(self, call: _Call) -> _Target:
-        n_arguments = len(call.ins) + len(self.static)
-        if len(self.params) != n_arguments + len(call.outs) - len(self.in_outs):
-            raise self._wrong_arity(
-                f"{n_arguments} inputs and {len(call.outs)} outputs (in-out arguments count as both)"
-            )
-        inputs = [param for param in self.params[:n_arguments] if param.name not in self.static]
+        n_given = len(call.ins) + len(self.values)
+        if len(self.params) != n_given + len(call.outs) - len(self.in_outs):
+            n_outs = len(call.outs)
+            raise self._wrong_arity(f"got {n_given} inputs and {n_outs} outputs (in-out arguments count as both)")
+        inputs = [param for param in self.params[:n_given] if param.name not in self.values]
         in_outs = [param for param in inputs if param.name in self.in_outs]
-        params = [*inputs, *in_outs, *self.params[n_arguments:]]  # of each buffer
+        params = [*inputs, *in_outs, *self.params[n_given:]]  # of each buffer
         for param, spec in zip(params, call.ins + call.outs, strict=True):
             param.check(spec)
+        written = _written_names(self.kernel.adj, {})
         for i, param in enumerate(inputs):
-            if i not in call.aliases and param.use(self.kernel) == _WRITES_BY_NAME:
+            if i not in call.aliases and param.name in written:
                 raise TypeError(
                     f"{self.title} writes to its input {param.name!r}, which JAX may share: name it "
                     "in in_out_argnames, or write to an output"
                 )
-        return self._target(call, _WarpBuffers(params, len(call.ins)))
+        arguments = self._arguments({param.name: k for k, param in enumerate(params)}, {})
+        return self._target(call, arguments, call.ins)
 
-    def _target(self, call: _Call, buffers: _WarpBuffers) -> _Target:
-        """What launches the kernel, or its adjoint, on these buffers."""
+    def _arguments(self, buffers: Mapping[str, int], grads: Mapping[str, int]) -> list[_WarpArgument]:
+        """What a launch passes for the parameters, by the numbers of their buffers and of those of their gradients."""
+        arguments = []
+        offset = ctypes.sizeof(_WarpLaunch)
+        for param in self.params:
+            if param.ndim:
+                arguments.append(_WarpArgument(param, buffers.get(param.name), grads.get(param.name)))
+            else:
+                arguments.append(_WarpArgument(param, value_offset=offset))
+                offset += len(self._packed(param))
+        return arguments
+
+    def _packed(self, param: _WarpParam) -> bytes:
+        return _padded(param.pack(self.values[param.name]))
+
+    def _target(self, call: _Call, arguments: Sequence[_WarpArgument], ins: Sequence[Spec]) -> _Target:
+        """What launches the kernel, or its adjoint, on the buffers of a call, which the user gave these inputs."""
+        options = self.options
         with _warp_session() as wp:
-            content = (wp.__version__, _settings(wp.config), *_warp_content(self.kernel))
-        plan = self._plan(call, buffers)
-        signature = call.signature(self.__name__).with_hidden(plan.may_write)
-        launched = tuple(argument[1:] for argument in plan.arguments)
-        name = self._target_name(_digest("warp", plan.block_dim, plan.in_order, launched, str(signature), *content))
-        compilers = {"cpu": functools.partial(_compile_warp, plan, signature)}
-        where = "runs on CPUs and NVIDIA GPUs"
-        traced = [param.name for param in buffers.params if not param.ndim]
-        if traced:  # a launch on a GPU takes values from the host
-            where = f"has traced values for {traced}, which only CPUs take; make each a warp.array of shape (1,)"
-        else:
-            compilers["cuda"] = functools.partial(_compile_warp, plan, signature, on_gpu=True)
-        launch = self._launch(call, buffers)
-        target = _Target(name, launch, plan.may_write, compilers=compilers, title=self.title, where=where)
+            content = _warp_content(wp, self.kernel)
+        plan = _WarpPlan(self.kernel, tuple(arguments), options.block_dim, options.in_order)
+        signature = call.signature(self.__name__)
+        passed = [argument[1:] for argument in arguments]
+        decisive = str(signature), str(passed), plan.block_dim, plan.in_order, *content
+        compile_target = functools.partial(_compile_warp, plan, signature)
+        compilers = {"cpu": compile_target, "cuda": functools.partial(compile_target, on_gpu=True)}
+        target = _Target(
+            self._target_name(_digest("warp", *decisive)),
+            self._launch(call, arguments, ins),
+            compilers=compilers,
+            title=self.title,
+            where="runs on CPUs and NVIDIA GPUs",
+        )
         target.register_where_traced()
-        is_batched = buffers.adjoints is None and not plan.in_order and _cuda_ordinals() and _has_short_strides(call)
-        if traced or not is_batched:
+        if plan.is_adjoint or plan.in_order or not _cuda_ordinals() or not _has_short_strides(call):
             return target
-        batch_compilers = compilers | {"cuda": functools.partial(compilers["cuda"], batch_of=content[2:])}
-        for_batches = dataclasses.replace(target, name=f"{name}.batched", compilers=batch_compilers)
+        batch_compilers = compilers | {"cuda": functools.partial(compile_target, on_gpu=True, batch_of=content)}
+        for_batches = dataclasses.replace(target, name=f"{target.name}.batched", compilers=batch_compilers)
         return dataclasses.replace(target, for_batches=for_batches)
 
-    def _plan(self, call: _Call, buffers: _WarpBuffers) -> _WarpPlan:
-        numbers = {param: k for k, param in enumerate(buffers.params)}
-        adjoints = buffers.adjoints or {}
-        arguments = []
-        for param in self.params:
-            constant = self.constant_offsets.get(param.name)
-            arguments.append(_WarpArgument(param, numbers.get(param), adjoints.get(param), constant))
-        is_adjoint = buffers.adjoints is not None
-        if is_adjoint:
-            arguments += [_WarpArgument(param, adjoints.get(param)) for param in self.params]
-        may_write = []
-        for k, param in enumerate(buffers.params[: len(call.ins)]):
-            if param.use(self.kernel, is_adjoint) != _ONLY_READS:
-                may_write.append(k)
-        return _WarpPlan(self.kernel, tuple(arguments), self.options.block_dim, tuple(may_write), self.options.in_order)
-
-    def _launch(self, call: _Call, buffers: _WarpBuffers) -> tuple[int, ...]:
-        """The attribute `launch` of a call."""
-        launch_dims = self._for_inputs("launch_dims", call.ins[: buffers.n_args])
+    def _launch(self, call: _Call, arguments: Sequence[_WarpArgument], ins: Sequence[Spec]) -> tuple[int, ...]:
+        """The attribute `launch` of a call: a `_WarpLaunch` and the values, in words."""
+        launch_dims = self._for_inputs("launch_dims", ins)
         if launch_dims is None:
-            specs = zip(buffers.params, call.ins + call.outs)
-            shapes = [param.dims(spec.shape) for param, spec in specs if param.ndim]
+            specs = [*call.ins, *call.outs]
+            shapes = [x.param.dims(specs[x.buffer].shape) for x in arguments if x.buffer is not None]
             launch_dims = shapes[0] if shapes else ()
         dims = self.options.checked_dims(launch_dims)
         block_dim = self.options.block_dim
@@ -4950,8 +4880,9 @@ class _WarpKernel(_Wrapper):
         has_grid_stride = getattr(self.kernel, "grid_stride", True)  # known once the content is; False since Warp 1.15
         grid = _warp_grid(self.title, math.prod(gpu_dims), block_dim, has_grid_stride)
         cuda = grid, (block_dim, 1, 1), 0
-        launch = _WarpLaunch(cuda, _warp_extents(gpu_dims), _warp_extents(dims))
-        return tuple(memoryview(bytes(launch) + self.constants).cast("q"))
+        launch = bytes(_WarpLaunch(cuda, _warp_extents(gpu_dims), _warp_extents(dims)))
+        values = [self._packed(param) for param in self.params if not param.ndim]
+        return tuple(memoryview(b"".join([launch, *values])).cast("q"))
 
     # -- derivatives -----------------------------------------------------------------------------------
 
@@ -4965,38 +4896,37 @@ class _WarpKernel(_Wrapper):
         return results, (args, jax.tree_util.tree_leaves(results))
 
     def _backward(self, residuals: Any, cotangents: Any) -> tuple:
-        """One adjoint launch: (inputs, outputs, cotangents) -> (cotangents, which Warp may change, and gradients).
-
-        Cotangents and gradients are those of floats; `owners` has the number of the operand that each belongs to.
-        """
+        """One adjoint launch, whose last results are the gradients of the inputs of floats."""
         args, outs = residuals
-        n_args = len(args)
-        float_ins = _floats(args)
-        float_outs = _floats(outs)
         leaves = jax.tree_util.tree_leaves(cotangents)
-        operands = _make_varying([*args, *outs, *(leaves[j] for j in float_outs)])
-        owners = [n_args + j for j in float_outs] + float_ins
-        specs = _input_specs(operands)
-        rule = self.rule and self.rule.adjoint(float_ins, float_outs)
-
-        def resolve(wrapper: _WarpKernel, ins: list[Spec], results: list[Spec]) -> _Call:
-            return wrapper._resolve_adjoint(ins, results, n_args, owners)
-
-        results = self._bind(resolve, operands, [specs[k] for k in owners], rule)
-        gradients = results[len(float_outs) :]
-        cotangents_of_args: list[Any] = [None] * n_args  # a zero, for JAX
-        for i, gradient in zip(float_ins, gradients, strict=True):
-            cotangents_of_args[i] = _sharded_like(gradient, jax.typeof(args[i]))
+        operands = _make_varying([*args, *outs, *(leaves[j] for j in _floats(outs))])
+        call = self._resolve_adjoint(_input_specs(operands), len(args))
+        results = self._bind(lambda *_: call, operands, call.outs, None)
+        cotangents_of_args: list[Any] = [None] * len(args)  # a zero, for JAX
+        for i in reversed(_floats(args)):
+            cotangents_of_args[i] = _sharded_like(results.pop(), jax.typeof(args[i]))
         return tuple(cotangents_of_args)
 
-    def _resolve_adjoint(self, ins: list[Spec], results: list[Spec], n_args: int, owners: list[int]) -> _Call:
-        """The call of the adjoint on these operands; results are cotangents, and zeros that gradients add to."""
-        params = [param for param in self.params if param.name not in self.static]  # of inputs and outputs
-        adjoints = {params[owner]: len(ins) + k for k, owner in enumerate(owners)}
-        n_cotangents = len(ins) - len(params)
-        aliases = {len(params) + k: k for k in range(n_cotangents)}
-        call = _Call(ins, results, aliases, zeroed=tuple(range(n_cotangents, len(results))))
-        return call.run_by(self._target(call, _WarpBuffers(params, n_args, adjoints)))
+    def _resolve_adjoint(self, ins: list[Spec], n_args: int) -> _Call:
+        """The call of the adjoint: (inputs, outputs, cotangents) -> (what it changes of these, gradients).
+
+        It changes the cotangents, and outputs that the kernel gives to a function, as that runs again.  Gradients are
+        added to zeros.
+        """
+        params = [param.name for param in self.params if param.name not in self.values]  # of inputs and outputs
+        run_again = _names_written_in_functions(self.kernel.adj, {})
+        changed = [k for k, name in enumerate(params) if name in run_again]
+        first_grad = len(ins) + len(changed)
+        changed += range(len(params), len(ins))
+        float_ins = _floats(ins[:n_args])
+        results = [ins[k] for k in [*changed, *float_ins]]
+        aliases = {k: j for j, k in enumerate(changed)}
+        call = _Call(ins, results, aliases, zeroed=tuple(range(len(changed), len(results))))
+        owners = [k for k in _floats(ins[: len(params)]) if k >= n_args] + float_ins  # of cotangents, then of gradients
+        grads = {params[k]: first_grad + j for j, k in enumerate(owners)}
+        arguments = self._arguments({name: k for k, name in enumerate(params)}, grads)
+        adjoints = [_WarpArgument(param, grads.get(param.name)) for param in self.params]
+        return dataclasses.replace(call, target=self._target(call, arguments + adjoints, ins[:n_args]))
 
 
 def _floats(arrays: Sequence[Any]) -> list[int]:
@@ -5011,7 +4941,7 @@ def _has_short_strides(call: _Call) -> bool:
 
 
 # -- 11.2 Warp itself: import, silence, types ----------------------------------------------------------
-# What differs between Warp's versions names the version, here and in 11.3; `_warp_layout` looks at what Warp does.
+# What differs between Warp's versions names the version, here and in 11.3; `_layout_of` looks at what Warp does.
 # Checked on 1.13, 1.15, 1.18 and 1.19.
 
 
@@ -5072,10 +5002,8 @@ def jaxinfo_to_warpinfo(info: Any) -> Any:
 
 
 def _warp_interop(name: str) -> Any:
-    wp = _warp(name)
-    if hasattr(wp, name):
-        return getattr(wp, name)
-    return getattr(_warp(name, "warp.jax_experimental.ffi"), name)  # before Warp 1.14
+    is_early = not hasattr(_warp(name), name)  # before Warp 1.14
+    return getattr(_warp(name, "warp.jax_experimental.ffi" if is_early else "warp"), name)
 
 
 def jax_kernel(*args: Any, **options: Any) -> Any:
@@ -5116,21 +5044,34 @@ class _WarpParam:
         missing = [1] * (self.ndim - len(outer))
         return (*outer, *missing)
 
-    @property
-    def by_value_text(self) -> str:
-        return f"Warp kernel {self.kernel!r}: parameter {self.name!r} ({self}) is passed by value"
-
     def __str__(self) -> str:
         scalar = self.dtype.name if self.dtype else f"struct {self.type.key}"
         dims = [":"] * self.ndim + [str(n) for n in self.inner]
         return f"{scalar}[{','.join(dims)}]" if dims else scalar
 
-    def takes(self, array: Any) -> bool:
-        """Whether an array can be given by value: of the right shape, and integers for integers and booleans."""
-        if self.dtype is None or array.shape != self.inner:
-            return False
-        kinds = "biu" if self.dtype.kind in "biu" else "biuf"
-        return array.dtype == self.dtype or array.dtype.kind in kinds
+    # -- a value --
+
+    @property
+    def by_value_text(self) -> str:
+        return f"Warp kernel {self.kernel!r}: parameter {self.name!r} ({self}) is passed by value"
+
+    def as_value(self, value: Any) -> Any:
+        """What a call gives, which JAX must know."""
+        if isinstance(value, jax.core.Tracer):
+            raise TypeError(
+                f"{self.by_value_text}; got {value}, which JAX traces: make it a warp.array of shape (1,), or give a "
+                "Python value (under jax.jit a static argument)"
+            )
+        return np.asarray(value) if isinstance(value, jax.Array) else value
+
+    def key(self, value: Any) -> Any:
+        """What tells a value from others: the kernel gets its memory, but functions such as `outs` get it as it is."""
+        if self.ndim:
+            return self.name  # a null array
+        seen = getattr(value, "value", value)
+        if isinstance(value, np.ndarray):  # its repr leaves out digits
+            seen = value.dtype, value.tolist()
+        return self.name, type(value), repr(seen), self.pack(value)
 
     def pack(self, value: Any) -> bytes:
         """The memory of a value."""
@@ -5142,17 +5083,18 @@ class _WarpParam:
         if isinstance(value, self.type) and isinstance(value, ctypes.Array):
             return bytes(value)
         array = np.asarray(getattr(value, "value", value))  # Warp's scalars keep theirs in `value`
-        if not self.takes(array):
+        kinds = "biu" if self.dtype.kind in "biu" else "biuf"
+        if array.shape != self.inner or (array.dtype != self.dtype and array.dtype.kind not in kinds):
             raise TypeError(refused)
         packed = array.astype(self.dtype)
         if packed.dtype.kind in "biu" and (packed != array).any():
             raise ValueError(f"{self.by_value_text}; {value!r:.80} is out of its range")
         return packed.tobytes()
 
+    # -- an array --
+
     def check(self, spec: Spec) -> None:
         """Raise if an array of this spec cannot be the argument."""
-        if not self.ndim:
-            return
         what = f"Warp kernel {self.kernel!r}: argument {self.name!r} is a warp.array, {self} for JAX; got {_show(spec)}"
         if spec.dtype != self.dtype:
             raise TypeError(f"{what}: wrong dtype; {self._dtype_hint(spec)}")
@@ -5171,13 +5113,6 @@ class _WarpParam:
         if np.dtype(spec.dtype).itemsize == 4 and str(self.dtype).endswith("64"):
             return f"JAX keeps 64 bits `with jax.enable_x64(True): x = jnp.asarray(x, jnp.{self.dtype})`"
         return "cast it, or annotate the parameter with jaxinfo_to_warpinfo(x)"
-
-    def use(self, kernel: Any, adjoint: bool = False) -> int:
-        """What a kernel, or its adjoint, does to it, as `_WarpUses` says."""
-        if not self.ndim:
-            return _ONLY_READS
-        replayed = kernel.adj if adjoint else None
-        return _WarpUses(replayed).of(kernel.adj, self.name, self.ndim)
 
 
 def _warp_param(wp: Any, kernel: str, name: str, kind: Any) -> _WarpParam:
@@ -5202,161 +5137,86 @@ def _holds_arrays(kind: Any) -> bool:
     return hasattr(kind, "ndim") or any(_holds_arrays(field.type) for field in fields)
 
 
-def _warp_content(kernel: Any) -> tuple[str, str]:
-    """What defines a kernel: Warp's hash (code, constants, functions, structs, types) and the options of its build."""
-
-    def read() -> str:
-        kernel.module.get_module_hash()  # also hashes the kernels
-        return kernel.hash.hex()  # an AttributeError if another thread was faster
-
+def _warp_content(wp: Any, kernel: Any) -> tuple[str, ...]:
+    """What decides a kernel's machine code: Warp's hash (code, constants, functions, types), options and settings."""
+    kernel.module.get_module_hash()  # also hashes the kernels
     options = {**kernel.module.options, **kernel.options, "block_dim": None}  # Warp 1.13 keeps the last launch's there
-    return _despite_changes(kernel, read), str(sorted(options.items()))
+    settings = {name: x for name, x in vars(wp.config).items() if isinstance(x, (bool, int, float, str))}
+    return wp.__version__, kernel.hash.hex(), str(sorted(options.items())), str(sorted(settings.items()))
 
 
-def _despite_changes(kernel: Any, action: Callable[[], Any]) -> Any:
-    """`action()`, again if another thread was adding a kernel to the module, which Warp does not guard against."""
-    for attempt in itertools.count(1):
-        try:
-            return action()
-        except Exception as error:
-            for adjoint in _warp_adjoints(kernel.adj):
-                adjoint.skip_build = False  # or Warp < 1.19 builds nothing from now on, silently
-            kernel.module.mark_modified()
-            is_race = type(error) in (AttributeError, KeyError, FileNotFoundError)  # Warp's own errors are subclasses
-            is_race = is_race or "changed size during iteration" in str(error)
-            if attempt == 10 or not is_race:
-                if kernel.generic_parent:  # else the builds of its other instances fail
-                    kernel.generic_parent.overloads.pop(kernel.sig, None)
-                raise
-
-
-def _warp_adjoints(adjoint: Any) -> list[Any]:
+def _warp_codes(adjoint: Any) -> list[Any]:
     """Warp's record of a kernel's code, and those of the functions that it may call."""
     return [adjoint, *(function.adj for function in _warp_functions(adjoint) if not function.is_builtin())]
 
 
 def _warp_functions(adjoint: Any) -> list[Any]:
-    """The functions that code names, Warp's own and all overloads of the users', and those that these name."""
+    """The functions that code names, and those that these name."""
     functions: list[Any] = []
     codes = [adjoint]  # grows by theirs
     for code in codes:
         for node in ast.walk(code.tree):
-            named = None
-            if isinstance(node, (ast.Name, ast.Attribute)):
-                named = code.resolve_static_expression(node, eval_types=False)[0]
-            for function in _overloads(named) if hasattr(named, "is_builtin") else []:
+            for function in _named_functions(code, node):
                 if function not in functions:
                     functions.append(function)
                     codes += [] if function.is_builtin() else [function.adj]
     return functions
 
 
-def _overloads(function: Any) -> list[Any]:
+def _named_functions(adjoint: Any, node: Any) -> list[Any]:
+    """The functions that a node of code may name: one of Warp's own, or all overloads of a user's."""
+    if not isinstance(node, (ast.Name, ast.Attribute)):
+        return []
+    function, _ = adjoint.resolve_static_expression(node, eval_types=False)
+    if not isinstance(function, _warp("warp_kernel").Function):
+        return []
     if function.is_builtin():
         return [function]
     return [*function.user_overloads.values(), *function.user_templates.values()]
 
 
-# What a kernel's code does to an array, as far as its syntax shows.  Warp marks what is written, too, but not for a
-# cached binary, and it misses other names, C, tiles and views that functions return.
-_ONLY_READS = 0
-_MAY_WRITE = 1  # then the kernel gets a copy, where others need the array
-_WRITES_BY_NAME = 2  # by the name of the parameter, which is refused for an input
+# -- inputs are not written: a contract, and a check of what a kernel does by an input's name ----------
 
 
-@functools.lru_cache(maxsize=64)
-def _parents(tree: Any) -> dict[Any, Any]:
-    """What each node of a syntax tree is a part of."""
-    return {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+def _written_names(adjoint: Any, known: dict) -> set:
+    """The names of the arrays that code stores to, also by atomics and tiles, or in functions that get them."""
+    if adjoint not in known:
+        known[adjoint] = set()  # as functions may call themselves
+        known[adjoint] = _stored_names(adjoint) | _names_written_in_functions(adjoint, known)
+    return known[adjoint]
 
 
-class _WarpUses:
-    """A walk from the name of an array over all that is done to it, to views of it, and to its other names.
+def _stored_names(adjoint: Any) -> set:
+    """Those that code stores to by itself."""
+    targets: list[Any] = []
+    for node in ast.walk(adjoint.tree):
+        if isinstance(node, (ast.Subscript, ast.Attribute)) and isinstance(node.ctx, ast.Store):
+            targets.append(node)
+        function = getattr(node, "func", None)
+        name = getattr(function, "attr", getattr(function, "id", ""))
+        if isinstance(node, ast.Call) and _WARP_WRITERS.fullmatch(name):
+            targets += node.args[:1] or [keyword.value for keyword in node.keywords if keyword.arg in ("arr", "a")]
+    return {_first_name(target) for target in targets}
 
-    Each use counts by the expression around it:
-      a store to an element or a part     writes by name
-      an index or a slice                 what is done to the view; an element only reads, unless a function gets it
-      a property, such as `x.shape`       only reads
-      an argument of a built-in function  writes by name, or only reads, if the function is known to
-      an argument of a user's function    what the function does to its parameter, at most "may write"
-      another name                        what is done under that name, at most "may write"
-      anything else                       may write
-    The worst use counts.  So "only reads" is what each use is known to do.
-    """
 
-    # `replayed` is the kernel whose adjoint is asked about: that runs its code again without its stores, but with those
-    # of the functions that it calls.
-    def __init__(self, replayed: Any = None) -> None:
-        self.replayed = replayed
-        self.seen = set[tuple]()
+def _names_written_in_functions(adjoint: Any, known: dict) -> set:
+    """Those that code gives to functions that write to them, also a view of them, but no element."""
+    names = set()
+    for call in [node for node in ast.walk(adjoint.tree) if isinstance(node, ast.Call)]:
+        for function in [f for f in _named_functions(adjoint, call.func) if not f.is_builtin()]:
+            types = {arg.label: arg.type for arg in function.adj.args}
+            given = dict(zip(types, call.args)) | {keyword.arg: keyword.value for keyword in call.keywords}
+            for label in _written_names(function.adj, known) & given.keys():
+                if isinstance(given[label], ast.Name) or hasattr(types[label], "ndim"):
+                    names.add(_first_name(given[label]))
+    return names
 
-    def of(self, adjoint: Any, name: str, ndim: int) -> int:
-        """The worst of the uses of `name`, of `ndim` dimensions; `adjoint` is Warp's record of the code."""
-        key = id(adjoint), name, ndim
-        if key in self.seen:
-            return _ONLY_READS  # unless another use does more
-        self.seen.add(key)
-        names = [node for node in _parents(adjoint.tree) if isinstance(node, ast.Name) and node.id == name]
-        worst = _ONLY_READS
-        most = _WRITES_BY_NAME
-        for node in names:
-            if isinstance(node.ctx, ast.Load):
-                worst = max(worst, self._of_node(adjoint, node, ndim))
-            else:
-                most = _MAY_WRITE  # the name may stand for another array
-        return min(worst, most)
 
-    def _of_node(self, adjoint: Any, node: Any, ndim: int) -> int:
-        """What is done to an expression: to the array, a view of so many dimensions, or (0 or less) an element."""
-        parents = _parents(adjoint.tree)
-        user = parents[node]
-        while isinstance(user, (ast.Subscript, ast.Attribute)) and user.value is node:  # x[...] or x.name
-            if not isinstance(user.ctx, ast.Load) and adjoint is not self.replayed:
-                return _WRITES_BY_NAME
-            if isinstance(user, ast.Subscript):
-                indices = user.slice.elts if isinstance(user.slice, ast.Tuple) else [user.slice]
-                ndim -= sum(not isinstance(index, ast.Slice) for index in indices)
-            elif ndim > 0:
-                return _ONLY_READS if user.attr in _WARP_PROPERTIES else _MAY_WRITE
-            node = user
-            user = parents[node]
-        targets: list[Any] = getattr(user, "targets", [])  # of an assignment
-        if targets and ndim > 0 and all(isinstance(name, ast.Name) for name in targets):
-            worst = max(self.of(adjoint, name.id, ndim) for name in targets)
-            return min(worst, _MAY_WRITE)
-        if isinstance(user, ast.keyword):
-            return self._of_argument(adjoint, parents[user], user.arg, ndim)
-        if isinstance(user, ast.Call) and node in user.args:
-            return self._of_argument(adjoint, user, user.args.index(node), ndim)
-        return _MAY_WRITE if ndim > 0 or isinstance(user, ast.Call) else _ONLY_READS
-
-    def _of_argument(self, adjoint: Any, call: ast.Call, position: Any, ndim: int) -> int:
-        """What a call does to an argument, given by its position or keyword."""
-        function = adjoint.resolve_static_expression(call.func, eval_types=False)[0]
-        if not hasattr(function, "user_overloads") or function.is_builtin():
-            name = getattr(call.func, "attr", getattr(call.func, "id", ""))
-            if position == 0 and _WARP_WRITERS.fullmatch(name):
-                return _WRITES_BY_NAME
-            return _MAY_WRITE if ndim > 0 and name not in _WARP_READERS else _ONLY_READS
-        is_parameter = any(arg.label == getattr(call.func, "id", None) for arg in adjoint.args)
-        if is_parameter or any(isinstance(arg, ast.Starred) for arg in call.args):
-            return _MAY_WRITE
-        worst = _ONLY_READS
-        for overload in self._codes(function):
-            for k, arg in enumerate(overload.adj.args):
-                if position in (k, arg.label):
-                    is_reference = hasattr(arg.type, "value_type")  # a wp.ref
-                    is_known = not overload.native_snippet and not is_reference
-                    worst = max(worst, self.of(overload.adj, arg.label, ndim) if is_known else _MAY_WRITE)
-        return min(worst, _MAY_WRITE)
-
-    def _codes(self, function: Any) -> list[Any]:
-        """All that may run for a call of a function."""
-        codes = _overloads(function)
-        if self.replayed:
-            for overload in _overloads(function):
-                codes += [code for code in (overload.custom_replay_func, overload.custom_grad_func) if code]
-        return codes
+def _first_name(node: Any) -> str | None:
+    """The name of what an expression such as `x[i].y` is a part of."""
+    while isinstance(node, (ast.Subscript, ast.Attribute)):
+        node = node.value
+    return getattr(node, "id", None)
 
 
 # -- 11.4 One target: what a launch is given, and its recording ----------------------------------------
@@ -5367,22 +5227,9 @@ class _WarpArgument(NamedTuple):
     """What a launch passes for a parameter, or as its adjoint; buffers are numbers: inputs, then outputs."""
 
     param: _WarpParam
-    buffer: int | None  # of an array, or of a traced value
+    buffer: int | None = None  # of an array; a null array has none, nor has the adjoint of a value
     grad: int | None = None  # in an adjoint launch, the buffer where views of this array find its gradient
-    constant: int | None = None  # where a value that is not traced starts in the attribute `launch`
-
-    @property
-    def is_array(self) -> bool:
-        """Else it is a null array, or passed by value."""
-        return self.param.ndim > 0 and self.buffer is not None
-
-    def source(self, arrays: Any, attribute: Any) -> Any:
-        """The address of what is passed by value, None for arrays and for the adjoint of a value."""
-        if self.param.ndim:
-            return None
-        if self.buffer is not None:
-            return arrays[self.buffer].pointer
-        return None if self.constant is None else attribute + self.constant
+    value_offset: int | None = None  # where a value starts in the attribute `launch`
 
     @property
     def nbytes(self) -> int:
@@ -5396,9 +5243,12 @@ class _WarpPlan:
     kernel: Any
     arguments: tuple[_WarpArgument, ...]
     block_dim: int
-    may_write: tuple[int, ...]  # the inputs that the launch is not seen to only read
     in_order: bool  # on the CPU, the slices of a batch
     n_indices: int = 0  # of a kernel for batches: those of a thread in its slice
+
+    @property
+    def is_adjoint(self) -> bool:
+        return len(self.arguments) > len(self.kernel.adj.args)
 
     def array(self, argument: _WarpArgument, arrays: Any, device: Any) -> Any:
         """Warp's array over the buffer of an argument, with its gradient."""
@@ -5415,35 +5265,30 @@ class _WarpPlan:
         """The arrays of a recorded launch, by buffer: two elements along each dimension."""
         arrays = {}
         for param, buffer, *_ in self.arguments:
-            if param.ndim and buffer is not None:
+            if buffer is not None:
                 arrays[buffer] = _Array(4096 * (buffer + 1), [*[2] * param.ndim, *param.inner], [], param.nbytes)
         return arrays
 
-    def _recorded_value(self, argument: _WarpArgument, device: str) -> Any:
-        """A stand-in: of an array, None for a null array, or zeros by value."""
-        param = argument.param
-        if argument.is_array:
-            return self.array(argument, self.stand_ins, device)
-        return None if param.ndim else param.type()
-
     def record(self, device: str) -> Any:
-        """Warp's recorded launch, with stand-ins for arrays and values; compiles and loads the kernel."""
+        """Warp's recorded launch, with stand-ins for arrays, and zeros for values; compiles and loads the kernel."""
         with _warp_session() as wp:
             if device == "cpu" and not wp.is_cpu_available():
                 raise ImportError("Warp cannot compile for CPUs here: it was installed without its library warp-clang")
-            values = [self._recorded_value(argument, device) for argument in self.arguments]
+            passed: list[Any] = []
+            for argument in self.arguments:
+                if argument.buffer is not None:
+                    passed.append(self.array(argument, self.stand_ins, device))
+                else:
+                    passed.append(None if argument.param.ndim else argument.param.type())
             n = len(self.kernel.adj.args)
-            options = {
-                "adj_inputs": values[n:],
-                "adjoint": len(values) > n,
-                "device": device,
-                "block_dim": 1 if device == "cpu" else self.block_dim,
-                "record_cmd": True,
-            }
-            launch = functools.partial(wp.launch, self.kernel, _STAND_IN_DIMS, values[:n], **options)
+            options = {"device": device, "block_dim": 1 if device == "cpu" else self.block_dim, "record_cmd": True}
+            adjoint = {"adj_inputs": passed[n:], "adjoint": self.is_adjoint}
             try:
-                recorded = _despite_changes(self.kernel, launch)
-            except RuntimeError as error:
+                recorded = wp.launch(self.kernel, _STAND_IN_DIMS, passed[:n], **options, **adjoint)
+            except Exception as error:
+                for code in _warp_codes(self.kernel.adj):
+                    code.skip_build = False  # or Warp < 1.19 leaves it out of all later builds, silently
+                self.kernel.module.mark_modified()
                 if "backward kernel" in str(error):
                     error.add_note("differentiable=True needs enable_backward=True, in warp.config too")
                 raise
@@ -5451,23 +5296,20 @@ class _WarpPlan:
                 raise RuntimeError(f"Warp cannot build kernel {self.kernel.key!r}: see its first error, or its log")
             return recorded
 
-    def record_all(self, driver: _CudaDriver | None) -> dict[int, Any]:
-        """Warp's recorded launch for each device, by CUDA ordinal; 0 is the CPU."""
-        if driver is None:
-            return {0: self.record("cpu")}
-        with driver.keeping_context():  # Warp leaves another one current
-            return {n: self.record(f"cuda:{n}") for n in _cuda_ordinals()}
 
-
-# -- 11.5 What a launch passes, and native launches ----------------------------------------------------
-# Knows the memory of Warp's structs, as long as it is what Warp packs.  Does not call Python.
+# -- 11.5 The memory of a launch -----------------------------------------------------------------------
+# Knows Warp's structs, as long as they are what Warp packs.  Does not call Python.
 #
 # Warp packs the parameters of a launch into blocks of memory: first the bounds of the launch, then an `array_t` or the
 # value of each parameter.  No header of Warp promises how, so it is tried out: a launch is recorded with arrays whose
 # addresses and dimensions are known, and what a handler would write is compared with what Warp packed, byte by byte.
-# If they are equal, on each device alike, handlers write the blocks themselves and start the kernel's machine code.
-# If they are not, as with a later Warp, or the launch does more than start a kernel (a deterministic one allocates, and
-# clusters have a launch of their own), Python replays what Warp recorded: 11.6.
+# So `write_bounds` and `write_arrays` are run twice.  For the comparison `struct_at` gives ctypes structs over bytes,
+# arrays have Python's ints, and an assignment fills bytes.  For a handler it gives `_Struct`s, arrays have `_Word`s,
+# and an assignment writes LLVM.
+#
+# If the bytes are equal, on each device alike, handlers write the blocks themselves and start the kernel's machine
+# code.  If they are not, as with a later Warp, or the launch does more than start a kernel (a deterministic one
+# allocates, and clusters have a launch of their own), Python replays what Warp recorded: `_WarpCode.replay`.
 
 
 @functools.cache
@@ -5499,10 +5341,14 @@ class _WarpLayout:
     arguments: tuple[int, ...]  # where each argument is, then each adjoint
 
     def write_bounds(self, struct_at: _StructAt, dims: Sequence[Any], ndim: Any, size: Any) -> None:
-        """The bounds of a launch, as `_WarpExtents` has them."""
+        """The bounds of a launch, as `_WarpExtents` has them.
+
+        Warp 1.19 keeps as many extents as `wp.tid()` has indices.  Threads along the others get equal indices:
+        `coord_mult` threads each.
+        """
         kind = _flat(self.bounds)
         numbers = {f"shape_{axis}": n for axis, n in enumerate(dims)}
-        dropped = [n for name, n in numbers.items() if not hasattr(kind, name)]  # threads along these share coordinates
+        dropped = [n for name, n in numbers.items() if not hasattr(kind, name)]
         numbers |= {"ndim": ndim, "size": size, "coord_mult": math.prod(dropped)}
         bounds = struct_at(kind, 0)
         for name, number in numbers.items():
@@ -5519,7 +5365,7 @@ class _WarpLayout:
             struct.ndim = param.ndim  # all that a null array has
             if argument.grad is not None:
                 struct.grad = arrays[argument.grad].pointer
-            if argument.is_array:
+            if argument.buffer is not None:
                 array = arrays[argument.buffer]
                 struct.data = array.pointer
                 dims = param.dims(array.dims)
@@ -5527,39 +5373,37 @@ class _WarpLayout:
                     setattr(struct, f"shape_{axis}", n)
                     setattr(struct, f"strides_{axis}", stride)
 
+    def written(self, plan: _WarpPlan) -> bytearray:
+        """What a handler would pass for the recorded launch, whose values are zeros."""
+        memory = bytearray(self.blocks[-1])
 
-def _warp_layout(plan: _WarpPlan, launches: Iterable[Any], on_cpu: bool) -> _WarpLayout | None:
-    """The layout of what the recorded launches pass; None unless it is known, and the same on all devices."""
-    layouts = {_layout_of(plan, launch, on_cpu) for launch in launches}
-    return layouts.pop() if len(layouts) == 1 else None
+        def struct_at(kind: Any, offset: int) -> Any:
+            return kind.from_buffer(memory, offset)
+
+        self.write_bounds(struct_at, *_warp_extents(_STAND_IN_DIMS))
+        self.write_arrays(struct_at, plan, plan.stand_ins)
+        return memory
 
 
-def _layout_of(plan: _WarpPlan, launch: Any, on_cpu: bool) -> _WarpLayout | None:
-    is_plain = type(launch).__name__ == "Launch" and getattr(launch, "cluster_dim", 1) == 1
+def _layout_of(plan: _WarpPlan, recorded: Any, on_cpu: bool) -> _WarpLayout | None:
+    """The layout of what a recorded launch passes; None unless it is known."""
+    is_plain = type(recorded).__name__ == "Launch" and getattr(recorded, "cluster_dim", 1) == 1
     if not is_plain:
         return None
-    blocks = _warp_cpu_blocks(launch) if on_cpu else launch.params
+    blocks = _warp_cpu_blocks(recorded) if on_cpu else recorded.params
     memory = [_padded(bytes(block)) for block in blocks]
-    starts = list(itertools.accumulate(map(len, memory), initial=0))
-    places = _argument_places(starts, blocks, on_cpu)
-    if [size for _, size in places] != [argument.nbytes for argument in plan.arguments]:
-        return None
-    layout = _WarpLayout(type(blocks[0]), tuple(starts), tuple(offset for offset, _ in places))
-    is_known = {name for name, _ in layout.bounds._fields_} <= {"shape", "ndim", "size", "coord_mult"}
-    return layout if is_known and _written_memory(layout, plan) == b"".join(memory) else None
-
-
-def _argument_places(starts: Sequence[int], blocks: Sequence[Any], on_cpu: bool) -> list[tuple[int, int]]:
-    """Offset and size of each argument, then of each adjoint."""
-    places = []
+    starts = tuple(itertools.accumulate(map(len, memory), initial=0))
+    places = []  # offset and size of each argument, then of each adjoint
     for start, block in zip(starts[1:], blocks[1:]):
-        if not on_cpu:
+        if on_cpu:
+            fields = [getattr(type(block), name) for name, *_ in block._fields_]
+            places += [(start + field.offset, field.size) for field in fields]
+        else:
             places.append((start, ctypes.sizeof(block)))
-            continue
-        for name, *_ in block._fields_:
-            field = getattr(type(block), name)
-            places.append((start + field.offset, field.size))
-    return places
+    layout = _WarpLayout(type(blocks[0]), starts, tuple(offset for offset, _ in places))
+    is_known = {name for name, _ in layout.bounds._fields_} <= {"shape", "ndim", "size", "coord_mult"}
+    has_sizes = [size for _, size in places] == [argument.nbytes for argument in plan.arguments]
+    return layout if is_known and has_sizes and layout.written(plan) == b"".join(memory) else None
 
 
 def _padded(memory: bytes) -> bytes:
@@ -5567,136 +5411,20 @@ def _padded(memory: bytes) -> bytes:
     return memory + bytes(-len(memory) % 8)
 
 
-def _written_memory(layout: _WarpLayout, plan: _WarpPlan) -> bytearray:
-    """What a handler would pass for the recorded launch, whose values are zeros."""
-    memory = bytearray(layout.blocks[-1])
-
-    def struct_at(kind: Any, offset: int) -> Any:
-        return kind.from_buffer(memory, offset)
-
-    layout.write_bounds(struct_at, *_warp_extents(_STAND_IN_DIMS))
-    layout.write_arrays(struct_at, plan, plan.stand_ins)
-    return memory
-
-
-def _warp_cpu_blocks(launch: Any) -> list[Any]:
+def _warp_cpu_blocks(recorded: Any) -> list[Any]:
     """The structs whose addresses a recorded launch on the CPU passes: it is run, with nothing behind it."""
     passed: list[Any] = []
 
     def run_nothing(*args: Any) -> None:
         passed.extend(args)
 
-    hooks = launch.hooks
-    launch.hooks = types.SimpleNamespace(forward=run_nothing, backward=run_nothing)
+    hooks = recorded.hooks
+    recorded.hooks = types.SimpleNamespace(forward=run_nothing, backward=run_nothing)
     try:
-        launch.launch()
+        recorded.launch()
     finally:
-        launch.hooks = hooks
+        recorded.hooks = hooks
     return [getattr(arg, "_obj", arg) for arg in passed]  # of pointers made by ctypes.byref
-
-
-class _WarpCode:
-    """A kernel that is loaded on each device, and how a handler starts it."""
-
-    def __init__(self, label: str, plan: _WarpPlan, driver: _CudaDriver | None) -> None:
-        self.plan = plan
-        self.driver = driver
-        self.launches = plan.record_all(driver)  # which keep Warp's modules loaded
-        self.layout: Any = _warp_layout(plan, self.launches.values(), on_cpu=driver is None)
-        self.entries = {n: _warp_entry(launch) for n, launch in self.launches.items()}
-        self.launcher = _CudaLauncher(label, driver, self.entries) if driver else None
-
-    def extents(self, launch: Any) -> Any:
-        """Those of the attribute `launch`."""
-        return launch.on_gpu if self.driver else launch.on_cpu
-
-    def launch_in(self, handler: _Handler) -> Callable[..., None]:
-        """What writes a launch with blocks of memory at some addresses; on a GPU, of so many blocks along x."""
-        if self.launcher:
-            return self.launcher.launch_in(handler)
-        entry, _ = self.entries[0]
-
-        def launch(blocks: Sequence[Any]) -> None:
-            handler.call(entry, *blocks)
-
-        return launch
-
-
-def _warp_entry(launch: Any) -> tuple[int, int]:
-    """The machine code of a recorded launch, on a GPU a CUfunction, and the shared memory that it takes."""
-    kind = "backward" if launch.adjoint else "forward"
-    address = ctypes.cast(getattr(launch.hooks, kind), _PTR).value or 0
-    return address, getattr(launch.hooks, f"{kind}_smem_bytes")
-
-
-class _WarpLaunches:
-    """Launches that a handler makes one after another, from the same memory."""
-
-    def __init__(self, handler: _Handler, code: _WarpCode) -> None:
-        self.handler = handler
-        self.code = code
-        self.launch = code.launch_in(handler)
-        self.attribute = handler.launch
-        *starts, nbytes = code.layout.blocks
-        self.memory = handler.zeros(nbytes)
-        self.blocks = [self.memory + start for start in starts]
-
-    def _struct_at(self, kind: Any, offset: int) -> _Struct:
-        return _Struct(self.handler, kind, self.memory + offset)
-
-    def set_bounds(self, dims: Sequence[Any], ndim: Any, size: Any) -> None:
-        self.code.layout.write_bounds(self._struct_at, dims, ndim, size)
-
-    def run(self, slices: Sequence[_Array], **grid: Any) -> None:
-        """One launch, on these arrays: empty ones are null."""
-        handler = self.handler
-        plan = self.code.plan
-        layout = self.code.layout
-        arrays = []
-        for array in slices:
-            is_empty = handler.word(math.prod(array.dims)) == 0
-            arrays.append(array._replace(pointer=handler.select(is_empty, 0, array.pointer)))
-        layout.write_arrays(self._struct_at, plan, arrays)
-        for argument, offset in zip(plan.arguments, layout.arguments, strict=True):
-            source = argument.source(arrays, self.attribute)
-            if source is not None:
-                handler.copy_bytes(self.memory + offset, source, argument.nbytes)
-        self.launch(self.blocks, **grid)
-
-
-class _WarpEmitter(_Emitter):
-    """Writes the blocks of a launch, and starts the kernel's machine code."""
-
-    def __init__(self, code: _WarpCode, batch_code: _WarpCode | None) -> None:
-        self.code = code
-        self.batch_code = batch_code  # whose threads have one more index, that of their slice
-        self.driver = code.driver
-        self.traits = _COMMAND_BUFFER_COMPATIBLE if self.driver else 0  # it only launches, always the same
-        self.in_order = code.plan.in_order or self.driver is not None
-
-    def write(self, handler: _Handler) -> None:
-        extents = self.code.extents(_Struct(handler, _WarpLaunch, handler.launch))
-        dims = [handler.load(extents.address_of("dims") + 8 * axis) for axis in range(_WARP_MAX_DIMS)]
-        if self.batch_code:
-            self._write_batch(handler, self.batch_code, dims, extents)
-        launches = _WarpLaunches(handler, self.code)
-        launches.set_bounds(dims, extents.ndim, extents.size)
-        with handler.each_slice() as slices:
-            launches.run(slices)
-
-    def _write_batch(self, handler: _Handler, code: _WarpCode, dims: list[_Word], extents: Any) -> None:
-        """Run all slices in one launch and return, if the launch has the dimensions that the kernel asks for."""
-        size = extents.size
-        block_dim = code.plan.block_dim
-        fits = (extents.ndim == code.plan.n_indices) & (size > 0) & (size < _WARP_BATCH_THREADS)
-        with handler.when((handler.count > 1) & fits):
-            launches = _WarpLaunches(handler, code)
-            most = handler.word(_WARP_BATCH_THREADS) // size
-            with handler.each_chunk(most) as (arrays, count):
-                n_threads = size * count
-                launches.set_bounds([count, *dims[:-1]], extents.ndim + 1, n_threads)
-                launches.run(arrays, x=(n_threads + (block_dim - 1)) // block_dim)
-            handler.ret(0)
 
 
 def _warp_extents(dims: Sequence[int]) -> tuple[tuple[int, ...], int, int]:
@@ -5721,58 +5449,135 @@ def _warp_grid(title: str, n_threads: int, block_dim: int, has_grid_stride: bool
     return x, y, z
 
 
-# -- 11.6 Through Warp's own launch, where it is more than that ----------------------------------------
-# Knows how to fill in and replay what was recorded.  Does not know its memory.
-#
-# Warp's `Launch` has methods that set the dimensions and pack an array anew.  What is passed by value has none that
-# takes bytes, so these are copied into `Launch.params`, where it stands behind the bounds.  A recorded launch is one
-# object: a lock is held from the first change until it is launched, on XLA's stream.
+# -- 11.6 Launches: from a handler, or through Warp's own launch where it is more than that ------------
 
 
-class _WarpReplay:
-    """For a `_CallbackEmitter`: runs Warp's recorded launch on the arrays of a slice."""
+class _WarpCode:
+    """A kernel that Warp loaded on each device, and what launches it there."""
 
-    def __init__(self, code: _WarpCode) -> None:
-        self.code = code
-        self.lock = threading.Lock()
+    def __init__(self, label: str, plan: _WarpPlan, driver: _CudaDriver | None) -> None:
+        self.plan = plan
+        self.driver = driver
+        if driver:
+            with driver.keeping_context():  # Warp leaves another one current
+                recorded = {n: plan.record(f"cuda:{n}") for n in _cuda_ordinals()}
+        else:
+            recorded = {0: plan.record("cpu")}
+        self.recorded = recorded  # Warp's launches, which keep its modules loaded
+        layouts = {_layout_of(plan, launch, on_cpu=driver is None) for launch in recorded.values()}
+        self.layout: Any = layouts.pop() if len(layouts) == 1 else None  # None: Warp's launches are replayed
+        self.entries = {n: _warp_entry(launch) for n, launch in recorded.items()}
+        self.launcher = _CudaLauncher(label, driver, self.entries) if driver else None
+        self.lock = threading.Lock()  # of a replay
 
-    def __call__(self, pointers: list[int], dims: list[tuple], attribute: int, stream: int, ordinal: int) -> None:
-        launch = self.code.launches[ordinal]
-        extents = self.code.extents(_WarpLaunch.from_address(attribute))
-        with self.lock:
-            launch.set_dim(tuple(extents.dims[: extents.ndim]))
-            self._set_arguments(launch, pointers, dims, attribute)
-            self._run(launch, stream)
+    def extents(self, launch: Any) -> Any:
+        """Those of the attribute `launch`, a `_WarpLaunch`."""
+        return launch.on_gpu if self.driver else launch.on_cpu
 
-    def _set_arguments(self, launch: Any, pointers: list[int], dims: list[tuple], attribute: int) -> None:
-        """All but null arrays and the adjoints of values, which stay as they were recorded."""
+    def launch_in(self, handler: _Handler) -> Callable[..., None]:
+        """Write what all launches share; returns what writes one on some arrays, of which empty ones are null."""
+        layout = self.layout
+        memory = handler.zeros(layout.blocks[-1])
+        blocks = [memory + start for start in layout.blocks[:-1]]
+        launch_blocks = self.launcher.launch_in(handler) if self.launcher else None
+        for argument, offset in zip(self.plan.arguments, layout.arguments, strict=True):
+            if argument.value_offset is not None:
+                handler.copy_bytes(memory + offset, handler.launch + argument.value_offset, argument.nbytes)
+
+        def struct_at(kind: Any, offset: int) -> _Struct:
+            return _Struct(handler, kind, memory + offset)
+
+        def launch(slices: Sequence[_Array], dims: Sequence[Any], ndim: Any, size: Any, **grid: Any) -> None:
+            arrays = []
+            for array in slices:
+                is_empty = handler.word(math.prod(array.dims)) == 0
+                arrays.append(array._replace(pointer=handler.select(is_empty, 0, array.pointer)))
+            layout.write_bounds(struct_at, dims, ndim, size)
+            layout.write_arrays(struct_at, self.plan, arrays)
+            if launch_blocks:
+                launch_blocks(blocks, **grid)
+            else:
+                handler.call(self.entries[0][0], *blocks)
+
+        return launch
+
+    # Warp's `Launch` has methods that set the dimensions and pack an array anew.  What is passed by value has none that
+    # takes bytes, so these are copied into `Launch.params`, where it stands behind the bounds.  A recorded launch is
+    # one object: a lock is held from the first change until it is launched, on XLA's stream.
+    def replay(self, pointers: list[int], dims: list[tuple], attribute: int, stream: int, ordinal: int) -> None:
+        """Run Warp's recorded launch on the arrays of a slice: for a `_CallbackEmitter`."""
+        recorded = self.recorded[ordinal]
+        extents = self.extents(_WarpLaunch.from_address(attribute))
         arrays = [_Array(pointer, [*shape], [], 0) for pointer, shape in zip(pointers, dims, strict=True)]
-        plan = self.code.plan
-        n = len(plan.kernel.adj.args)
-        for i, argument in enumerate(plan.arguments):
-            if argument.is_array:
-                array = plan.array(argument, arrays, launch.device)
-                launch.set_param_at_index(i % n, array, adjoint=i >= n)
-            source = argument.source(arrays, attribute)
-            if source is not None:
-                ctypes.memmove(ctypes.byref(launch.params[1 + i]), source, argument.nbytes)
+        n = len(self.plan.kernel.adj.args)
+        with self.lock:
+            recorded.set_dim(tuple(extents.dims[: extents.ndim]))
+            for i, argument in enumerate(self.plan.arguments):  # null arrays and adjoints of values stay as they are
+                if argument.buffer is not None:
+                    array = self.plan.array(argument, arrays, recorded.device)
+                    recorded.set_param_at_index(i % n, array, adjoint=i >= n)
+                if argument.value_offset is not None:
+                    value = attribute + argument.value_offset
+                    ctypes.memmove(ctypes.byref(recorded.params[1 + i]), value, argument.nbytes)
+            self._launch_recorded(recorded, stream)
 
-    def _run(self, launch: Any, stream: int) -> None:
-        if self.code.driver is None:
-            launch.launch()
+    def _launch_recorded(self, recorded: Any, stream: int) -> None:
+        if self.driver is None:
+            recorded.launch()
             return
         wp = _warp("warp_kernel")
         # no wp.Stream: that would register XLA's stream with Warp, and unregister it under the feet of others
-        xla_stream = types.SimpleNamespace(device=launch.device, cuda_stream=stream)
-        if type(launch) is wp.Launch:
-            launch.launch(stream=xla_stream)
+        xla_stream = types.SimpleNamespace(device=recorded.device, cuda_stream=stream)
+        if type(recorded) is wp.Launch:
+            recorded.launch(stream=xla_stream)
             return
         with wp.ScopedStream(xla_stream, sync_enter=False):  # a deterministic one allocates, on Warp's current stream
-            launch.launch(stream=xla_stream)
+            recorded.launch(stream=xla_stream)
+
+
+def _warp_entry(recorded: Any) -> tuple[int, int]:
+    """The machine code of a recorded launch, on a GPU a CUfunction, and the shared memory that it takes."""
+    kind = "backward" if recorded.adjoint else "forward"
+    address = ctypes.cast(getattr(recorded.hooks, kind), _PTR).value or 0
+    return address, getattr(recorded.hooks, f"{kind}_smem_bytes")
+
+
+class _WarpEmitter(_Emitter):
+    """Writes the memory of a launch, and starts the kernel's machine code."""
+
+    def __init__(self, code: _WarpCode, batch_code: _WarpCode | None) -> None:
+        self.code = code
+        self.batch_code = batch_code  # whose threads have one more index, that of their slice
+        self.driver = code.driver
+        self.traits = _COMMAND_BUFFER_COMPATIBLE if self.driver else 0  # it only launches, always the same
+        self.in_order = code.plan.in_order or self.driver is not None
+
+    def write(self, handler: _Handler) -> None:
+        extents = self.code.extents(_Struct(handler, _WarpLaunch, handler.launch))
+        dims = [handler.load(extents.address_of("dims") + 8 * axis) for axis in range(_WARP_MAX_DIMS)]
+        if self.batch_code:
+            self._write_batch(handler, self.batch_code, dims, extents)
+        launch = self.code.launch_in(handler)
+        with handler.each_slice() as slices:
+            launch(slices, dims, extents.ndim, extents.size)
+
+    def _write_batch(self, handler: _Handler, code: _WarpCode, dims: list[_Word], extents: Any) -> None:
+        """Run all slices in one launch and return, if the launch has the dimensions that the kernel asks for."""
+        size = extents.size
+        block_dim = code.plan.block_dim
+        fits = (extents.ndim == code.plan.n_indices) & (size > 0) & (size < _WARP_BATCH_THREADS)
+        with handler.when((handler.count > 1) & fits):
+            launch = code.launch_in(handler)
+            most = handler.word(_WARP_BATCH_THREADS) // size
+            with handler.each_chunk(most) as (arrays, count):
+                n_threads = size * count
+                blocks = (n_threads + (block_dim - 1)) // block_dim
+                launch(arrays, [count, *dims[:-1]], extents.ndim + 1, n_threads, x=blocks)
+            handler.ret(0)
 
 
 def _compile_warp(
-    plan: _WarpPlan, signature: _Signature, on_gpu: bool = False, batch_of: tuple[str, str] | None = None
+    plan: _WarpPlan, signature: _Signature, on_gpu: bool = False, batch_of: tuple[str, ...] | None = None
 ) -> _Compiled:
     """A handler for the CPU or for GPUs; for batches in one launch, too, if the kernel's content is given."""
     _import("numba", "warp_kernel compiles what XLA calls with Numba's LLVM: it", _NUMBA_INSTALL)
@@ -5782,8 +5587,8 @@ def _compile_warp(
     if code.layout:
         emitter = _WarpEmitter(code, _batch_code(signature.label, code, batch_of) if batch_of else None)
     else:
-        emitter = _CallbackEmitter(signature, _WarpReplay(code), driver)
-    if not on_gpu and any("tile" in adjoint.source for adjoint in _warp_adjoints(plan.kernel.adj)):
+        emitter = _CallbackEmitter(signature, code.replay, driver)
+    if not on_gpu and any("tile" in adjoint.source for adjoint in _warp_codes(plan.kernel.adj)):
         # Warp keeps the CPU memory of tiles behind one static pointer (tile.h): such kernels must not overlap
         emitter.lock = _native_lock("tile_lock")
         emitter.in_order = True
@@ -5809,31 +5614,31 @@ def _compile_warp(
 # for others.  C and `wp.static` are not looked into: a launch for each slice, too.
 
 
-def _batch_code(label: str, slice_code: _WarpCode, content: tuple[str, str]) -> _WarpCode | None:
+def _batch_code(label: str, slice_code: _WarpCode, content: tuple[str, ...]) -> _WarpCode | None:
     """The code of a kernel of this content for batches; None if it gets a launch for each slice."""
     with contextlib.suppress(Exception):  # also of Warp: what compiles with parameters may not with views of them
-        with _warp_session():
-            batch_plan = _batch_plan(slice_code.plan, content)
+        with _warp_session() as wp:
+            batch_plan = _batch_plan(wp, slice_code.plan, content)
         code = _WarpCode(label, batch_plan, slice_code.driver)
         return code if code.layout else None
     return None
 
 
-def _batch_plan(plan: _WarpPlan, content: tuple[str, str]) -> _WarpPlan:
+def _batch_plan(wp: Any, plan: _WarpPlan, content: tuple[str, ...]) -> _WarpPlan:
     """Raises an error for a kernel that gets a launch for each slice."""
     kernel = plan.kernel
     _check_batchable(kernel)
     # Warp reads constants when it builds a kernel: those of a copy that is built now must still be the same.
     kinds = {arg.label: arg.type for arg in kernel.adj.args}
-    if _warp_content(_with_source(kernel, kernel.adj.source, kinds)) != content:
+    if _warp_content(wp, _with_source(kernel, kernel.adj.source, kinds)) != content:
         raise ValueError("the kernel has changed")
     arguments = []
     for argument in plan.arguments:
-        if argument.is_array:
+        if argument.buffer is not None:
             argument = argument._replace(param=_batch_param(argument.param))
             kinds[argument.param.name] = argument.param.type
         arguments.append(argument)
-    batcher = _WarpBatcher([argument.param.name for argument in arguments if argument.is_array])
+    batcher = _WarpBatcher([argument.param.name for argument in arguments if argument.buffer is not None])
     batch_kernel = _with_source(kernel, batcher.batched(kernel.adj.source), kinds)
     [n_indices] = batcher.n_indices
     return dataclasses.replace(plan, kernel=batch_kernel, arguments=tuple(arguments), n_indices=n_indices)
@@ -5855,7 +5660,8 @@ def _with_source(kernel: Any, source: str, kinds: Mapping[str, Any]) -> Any:
     )
     function.__annotations__ = dict(kinds)
     function.__module__ = python.__module__
-    module = type(kernel.module)(f"{kernel.key}_{_digest(kernel.hash.hex(), source)[:12]}", None)
+    digest = hashlib.sha256(kernel.hash + source.encode()).hexdigest()[:12]  # Warp tells modules apart by name
+    module = type(kernel.module)(f"{kernel.key}_{digest}", None)
     module.options.update(kernel.module.options)
     return type(kernel)(function, key=kernel.key, module=module, options=dict(kernel.options), source=source)
 
@@ -5919,17 +5725,14 @@ def _check_batchable(kernel: Any) -> None:
         raise ValueError("the source of the kernel is not all that it is")
     functions = _warp_functions(kernel.adj)
     words = [function.key for function in functions]
-    words += [code.source for code in _warp_adjoints(kernel.adj)]
+    words += [code.source for code in _warp_codes(kernel.adj)]
     text = " ".join(words)
-    if _WARP_UNBATCHED.search(text) or any(_is_c(function) for function in functions):
+    # C that users added, in Warp 1.19 also to Warp's own functions
+    is_c = [bool(f.native_snippet) or getattr(f, "_has_external_builtin_contract", False) for f in functions]
+    if _WARP_UNBATCHED.search(text) or any(is_c):
         raise ValueError("the kernel may see blocks, or what nobody looks into")
     if "while" in text and "atomic_" in text:
         raise ValueError("threads may wait for each other")
-
-
-def _is_c(function: Any) -> bool:
-    """Whether a function is written in C by users, which Warp 1.19 lets them add to its own, too."""
-    return bool(function.native_snippet) or getattr(function, "_has_external_builtin_contract", False)
 
 
 # ======================================================================================================
