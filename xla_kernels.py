@@ -6226,12 +6226,18 @@ class XLACustomKernel(_Kept):
         self._entry(platform, backend)  # raises where there is none
         backends = self.available_backends(platform) if backend is None else [backend]
         result = _OpBenchmark(self.name, platform, [])
-        reference = None
+        reference: list = []
         for name in backends:
             call = jax.jit(functools.partial(self, outs=outs, backend=name, **params))
-            row, results = _time_backend(name, functools.partial(call, *args), reference)
-            result.rows.append(row)
+            try:
+                first, median, results = _time_call(functools.partial(call, *args))
+            except Exception as error:
+                text = f"{type(error).__name__}: {error}".partition("\n")[0]
+                result.rows.append(_BenchmarkRow(name, error=text))
+                continue
             reference = reference or results
+            difference = max(map(_largest_difference, results, reference), default=0.0)
+            result.rows.append(_BenchmarkRow(name, first * 1e3, median * 1e6, difference))
         return result
 
 
@@ -6250,35 +6256,25 @@ class _OpBenchmark(NamedTuple):
 
     def __repr__(self) -> str:
         lines = [f"{self.name} on {self.platform}", f"{'backend':<14}{'first (ms)':>12}{'median (us)':>14}  difference"]
-        for row in self.rows:
-            times = f"{row.first_ms or math.nan:>12.2f}{row.median_us or math.nan:>14.2f}"
-            difference = row.error or f"{row.difference:.3g}"
-            lines.append(f"{row.backend:<14}{times}  {difference}")
+        for backend, first, median, difference, error in self.rows:
+            times = f"{first or math.nan:>12.2f}{median or math.nan:>14.2f}"
+            lines.append(f"{backend:<14}{times}  {error or f'{difference:.3g}'}")
         return "\n".join(lines)
 
 
-def _time_backend(backend: str, run: Callable[[], Any], reference: list | None) -> tuple[_BenchmarkRow, list | None]:
-    """Time a call, and compare its results with the reference, if there is one; None for those of a failed call."""
-    timer = timeit.Timer(lambda: jax.block_until_ready(run()))
-    try:
-        first = timer.timeit(1)
-        calls = int(0.2 / timer.timeit(1))
-        times = timer.repeat(min(max(calls, 5), 10_000), 1)
-        results = jax.tree.leaves(run())
-    except Exception as error:  # reported as the row of this backend
-        text = f"{type(error).__name__}: {error}".partition("\n")[0]
-        return _BenchmarkRow(backend, error=text), None
-    difference = _largest_difference(results, reference or results)
-    return _BenchmarkRow(backend, first * 1e3, float(np.median(times)) * 1e6, difference), results
+def _time_call(call: Callable[[], Any]) -> tuple[float, float, list]:
+    """The seconds that the first call takes, those of the median of many, and the results."""
+    timer = timeit.Timer(lambda: jax.block_until_ready(call()))
+    first = timer.timeit(1)
+    calls = int(0.2 / timer.timeit(1))
+    times = timer.repeat(min(max(calls, 5), 10_000), 1)
+    return first, float(np.median(times)), jax.tree.leaves(call())
 
 
-def _largest_difference(results: list, reference: list) -> float:
+def _largest_difference(x: Any, y: Any) -> float:
     """NaN, if one is."""
-    gaps = [0.0]
-    for x, y in zip(results, reference, strict=True):
-        gap = np.abs(np.asarray(x, complex) - np.asarray(y, complex))
-        gaps.append(np.max(gap, initial=0.0))
-    return float(np.max(gaps))
+    gap = np.abs(np.asarray(x, complex) - np.asarray(y, complex))
+    return float(np.max(gap, initial=0.0))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -6477,9 +6473,8 @@ def _run_slice(bound: _OpBinding, entry: KernelEntry, *ins: Any) -> list:
     try:
         results = _function_to_trace(bound, entry, ins)(*ins)
     except Exception as error:
-        choice = (
-            f"{entry.platform!r} has {', '.join(bound.op.available_backends(entry.platform))}: choose with backend="
-        )
+        backends = ", ".join(bound.op.available_backends(entry.platform))
+        choice = f"{entry.platform!r} has {backends}: choose with backend="
         raise RuntimeError(f"{what} raised {type(error).__name__}: {error} ({choice})") from error
     return _outputs(what, results, bound.slice_outs)
 
@@ -6607,10 +6602,6 @@ class _OpBinding(NamedTuple):
         """What a user's rules get, which are for one slice."""
         return {**self.params, "outs": self.slice_outs, "backend": self.backend}
 
-    def axes_of(self, i: int) -> list[int | None]:
-        """For each recorded vmap, whether operand `i` is batched (0) or shared by all slices (None)."""
-        return [in_axes[i] for in_axes in self.vmaps]
-
     def run(self, entry: KernelEntry, *ins: Any) -> list:
         """The results of a kernel: for a batch by the batching rules of what it calls, or else slice by slice."""
         if self.outs and all(0 in out.shape for out in self.outs):  # nothing to compute, and not every backend could
@@ -6706,9 +6697,7 @@ def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None],
     """
     primitive = getattr(prim, "primitive", prim)
     if _is_op(primitive) and "outs" not in params:
-        raise TypeError(
-            f"general_batching_rule: the op {primitive.name!r} needs outs=, the specs of one slice's results"
-        )
+        raise TypeError(f"general_batching_rule: outs, which op {primitive.name!r} needs, is missing: give one slice's")
     function = functools.partial(getattr(prim, "bind", prim), **params)
     if all(axis is None for axis in axes):
         out = function(*args)
@@ -6750,7 +6739,7 @@ def _without_axis(x: Any, axis: int | None) -> Any:
     return Spec(tuple(sizes), x.dtype)
 
 
-def _for_each_vmap(transform: Callable, function: Callable, vmaps: tuple) -> Callable:
+def _for_each_vmap(transform: Callable, function: Callable, vmaps: Sequence) -> Callable:
     """`transform(function, in_axes)`, vmap around vmap."""
     for in_axes in reversed(vmaps):
         function = transform(function, in_axes)
@@ -6773,8 +6762,9 @@ def _sequential(function: Callable, in_axes: tuple) -> Callable:
 # A user's rule is a function of one slice; it is vmapped by the recorded vmaps (12.5), in which tangents are batched as
 # their primals, and cotangents by all, as outputs are.
 #
-# Zeros are symbolic.  JAX gives rules an `ad.Zero`, in which (as in an `ad.UndefinedPrimal`) `jax.vmap` finds nothing to
-# batch: `_slice_of_symbolic` makes it one of a slice.  `_from_rule` takes a zero in any form, and makes it None.
+# Zeros are symbolic.  JAX gives rules an `ad.Zero`, in which `jax.vmap` finds nothing to batch, as in an
+# `ad.UndefinedPrimal`: `_symbolic_slice` makes it one of a slice.  Rules may return zeros in any form: `_from_rule`
+# makes them None.
 
 
 def defjvp(primitive: Any, *jvp_rules: Callable | None) -> None:
@@ -6818,12 +6808,13 @@ def _jvp_by_operand(primitive: Any, rules: Sequence, primals: Any, tangents: Any
     avals = list(map(jax.typeof, outputs))
     totals: list = list(map(_zero_tangent, outputs))
     for i, (rule, tangent) in enumerate(zip(rules, tangents)):
-        if rule is not None and type(tangent) is not ad.Zero:
-            returned = jax.tree.leaves(rule(tangent, *primals, **params), is_leaf=_is_zero)
-            terms = _from_rule(
-                f"the jvp rule of {primitive.name!r} for operand {i}", returned, "the outputs are", avals
-            )
-            totals = [total if term is None else ad.add_tangents(total, term) for total, term in zip(totals, terms)]
+        if rule is None or type(tangent) is ad.Zero:
+            continue
+        returned = jax.tree.leaves(rule(tangent, *primals, **params), is_leaf=_is_zero)
+        what = f"the jvp rule of {primitive.name!r} for operand {i}"
+        for j, term in enumerate(_from_rule(what, returned, "the outputs are", avals)):
+            if term is not None:
+                totals[j] = ad.add_tangents(totals[j], term)
     if primitive.multiple_results:
         return outputs, totals
     return outputs[0], totals[0]
@@ -6838,13 +6829,11 @@ def _op_jvp(bound: _OpBinding, primals: Sequence, tangents: Sequence) -> tuple:
     def of_slice(primals: tuple, tangents: tuple) -> tuple:
         outputs, tangents_out = rule(primals, tangents, **params)
         outputs = _outputs(what, outputs, params["outs"] or jax.tree.leaves(outputs))
-        return outputs, _from_rule(what, tangents_out, "the outputs are", list(map(jax.typeof, outputs)))
+        avals = list(map(jax.typeof, outputs))
+        return outputs, _from_rule(what, tangents_out, "the outputs are", avals)
 
-    def vmapped(function: Callable, in_axes: tuple) -> Callable:
-        return jax.vmap(function, (in_axes, in_axes))
-
-    tangents = [_slice_of_symbolic(t, bound.axes_of(i)) for i, t in enumerate(tangents)]
-    outputs, tangents_out = _for_each_vmap(vmapped, of_slice, bound.vmaps)(tuple(primals), tuple(tangents))
+    vmaps = [(in_axes, in_axes) for in_axes in bound.vmaps]
+    outputs, tangents_out = _vmap_rule(of_slice, vmaps, primals, tangents)
     return outputs, [_zero_tangent(x) if t is None else t for x, t in zip(outputs, tangents_out)]
 
 
@@ -6859,30 +6848,37 @@ def _op_transpose(bound: _OpBinding, cts: Sequence, *operands: Any) -> list:
         return [None] * len(operands)
     what = f"the transpose rule of {bound.op.name!r}"
 
-    def of_slice(cts: list, operands: tuple) -> list:
+    def of_slice(cts: tuple, operands: tuple) -> list:
         avals = [x.aval if ad.is_undefined_primal(x) else None for x in operands]
-        return _from_rule(what, rule(cts, *operands, **bound.rule_params), "the operands are", avals)
+        return _from_rule(what, rule(list(cts), *operands, **bound.rule_params), "the operands are", avals)
 
-    def vmapped(function: Callable, in_axes: tuple) -> Callable:
-        return jax.vmap(function, (0, in_axes))
-
-    cts = [_slice_of_symbolic(ct, [0] * len(bound.vmaps)) for ct in cts]
-    ins = [_slice_of_symbolic(x, bound.axes_of(i)) for i, x in enumerate(operands)]
-    results = list(_for_each_vmap(vmapped, of_slice, bound.vmaps)(cts, tuple(ins)))
+    vmaps = [((0,) * len(cts), in_axes) for in_axes in bound.vmaps]
+    results = _vmap_rule(of_slice, vmaps, cts, operands)
     for i, ct in enumerate(results):
-        if ct is not None:  # that of an operand which slices share is the sum of theirs
-            shared = [d for d, axis in enumerate(bound.axes_of(i)) if axis is None]
-            ct = jax.lax.reduce_sum(ct, shared) if shared else ct
+        if ct is not None:
+            shared = [d for d, in_axes in enumerate(bound.vmaps) if in_axes[i] is None]
+            if shared:
+                ct = jax.lax.reduce_sum(ct, shared)  # over the slices that share the operand
             results[i] = _sharded_like(ct, operands[i].aval)
     return results
 
 
-def _slice_of_symbolic(x: Any, axes: Sequence[int | None]) -> Any:
-    """What is symbolic, as one slice under vmaps with these axes sees it; anything else as it is."""
-    depth = axes.count(0)
+def _vmap_rule(of_slice: Callable, vmaps: Sequence[tuple], *groups: Sequence) -> Any:
+    """A user's rule of groups of values under vmaps: `in_axes` of each has a tuple for each group."""
+    slices = []
+    for k, values in enumerate(groups):
+        axes_of_group = [in_axes[k] for in_axes in vmaps]
+        depths = [[axes[i] for axes in axes_of_group].count(0) for i in range(len(values))]
+        slices.append(tuple(map(_symbolic_slice, values, depths)))
+    return _for_each_vmap(jax.vmap, of_slice, vmaps)(*slices)
+
+
+def _symbolic_slice(x: Any, depth: int) -> Any:
+    """What is symbolic, as one slice of `depth` batch dimensions sees it; anything else as it is."""
     if not depth or type(x) not in (ad.Zero, ad.UndefinedPrimal):
         return x
-    return type(x)(_out_aval(x.aval.shape[depth:], x.aval.dtype, [x.aval], x.aval.sharding.spec[depth:]))
+    aval = _out_aval(x.aval.shape[depth:], x.aval.dtype, [x.aval], x.aval.sharding.spec[depth:])
+    return type(x)(aval)
 
 
 def _bind_with_vjp(call: _OpCall, ins: Sequence, fwd: Callable, bwd: Callable) -> Any:
