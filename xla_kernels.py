@@ -6304,8 +6304,6 @@ def _check_name(what: str, name: Any) -> None:
 # Does not know kernels, but for tracing one, so that its errors too are raised there.
 
 _SPEC_TYPES: tuple[type, ...] = (Spec, jax.core.ShapedArray)
-_RESERVED = ("_batch", "_static")  # what the primitive adds to the parameters of a call
-_OWN_PARAMS = ("outs", "backend", *_RESERVED)
 
 
 def _find_call(op: XLACustomKernel, args: Sequence, outs: Any, backend: Any, params: dict) -> _OpCall:
@@ -6355,7 +6353,7 @@ class _OpCall:
         return self.bind_primitive(*ins)
 
     def bind_primitive(self, *ins: Any) -> Any:
-        results = self.op.primitive.bind(*ins, **self.binding(ins).rule_params)
+        results = self.op.primitive.bind(*ins, _binding=self.binding(ins))
         return jax.tree_util.tree_unflatten(self.tree, results)
 
     def binding(self, ins: Sequence) -> _OpBinding:
@@ -6383,7 +6381,7 @@ class _OpCall:
 
 def _check_static_params(op: str, params: dict) -> None:
     for name, value in params.items():
-        if name in _RESERVED:
+        if name == "_binding":
             raise TypeError(f"{op}: the parameter name {name!r} is reserved; use another one")
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
             raise TypeError(
@@ -6522,29 +6520,9 @@ def _is_op(primitive: Any) -> bool:
     return hasattr(primitive, "bind_batch")
 
 
-class _StaticParams:
-    """The static parameters of a call, told from equal ones of other types, which JAX's caches would not do."""
-
-    def __init__(self, values: dict[str, Any]) -> None:
-        self.values = values
-        self.key = _tagged(values)
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-    def __eq__(self, other: Any) -> bool:
-        return type(other) is _StaticParams and self.key == other.key
-
-    def __repr__(self) -> str:
-        return repr(self.values)
-
-
 class _OpPrimitive(Primitive):
-    """The primitive of an op; under recorded vmaps (12.5) its `outs` are those of the whole batch."""
+    """The primitive of an op, whose one parameter is an `_OpBinding`: bound by hand, it is given what makes one."""
 
-    # Its parameters: `outs`, `backend` and, where there are any,
-    #   _batch   the recorded vmaps
-    #   _static  the static parameters of the call: as one, because functions of JAX have arguments of any name
     multiple_results = True
 
     def __init__(self, op: XLACustomKernel) -> None:
@@ -6559,39 +6537,53 @@ class _OpPrimitive(Primitive):
             mlir.register_lowering(self, self.rule(_op_lowering), platform=platform)
 
     def rule(self, function: Callable) -> Callable:
-        """A rule for JAX: `function`, with the parameters as one object before its other arguments."""
+        """A rule for JAX: `function`, with the binding before its other arguments."""
 
-        def call(
-            *args: Any, outs: tuple = (), backend: Any = None, _batch: tuple = (), _static: Any = None, **params: Any
-        ) -> Any:  # BrainEvent calls rules without outs, and with static parameters by name
+        def call(*args: Any, **params: Any) -> Any:
             self.op._is_traced = True
-            if _static:
-                params = _static.values
-            return function(_OpBinding(self.op, outs, backend, params, _batch), *args)
+            return function(self.binding(**params), *args)
 
         return call
 
+    def binding(
+        self, /, outs: Sequence = (), backend: Any = None, _binding: _OpBinding | None = None, **params: Any
+    ) -> _OpBinding:
+        """That of the primitive's parameters; BrainEvent calls rules without outs."""
+        return _binding or _OpBinding(self.op, tuple(outs), backend, params)
+
     def bind(self, /, *args: Any, **params: Any) -> Any:
-        """Static parameters may be given by name."""
-        own = {name: params.pop(name) for name in _OWN_PARAMS if name in params}
-        if params:
-            own["_static"] = _StaticParams(params)
-        return super().bind(*_make_varying(args), **own)
+        return super().bind(*_make_varying(args), _binding=self.binding(**params))
 
-    def bind_batch(self, in_axes: tuple, ins: Sequence, /, outs: Sequence, _batch: tuple = (), **params: Any) -> list:
-        """Bind with one more vmap, over the first axis of the operands for which `in_axes` has 0 and not None."""
-        size = ins[in_axes.index(0)].shape[0]
-        return self.bind(*ins, outs=_batches([size], outs), _batch=(in_axes, *_batch), **params)
+    def bind_batch(self, args: Sequence, axes: Sequence[int | None], /, **params: Any) -> list:
+        """Bind with one more vmap; the batched axes of the results are in front."""
+        in_axes, batch = _with_axes_in_front(args, axes)
+        size = batch[in_axes.index(0)].shape[0]
+        bound = self.binding(**params)
+        outs = _batches([size], bound.outs)
+        batched = dataclasses.replace(bound, outs=outs, vmaps=(in_axes, *bound.vmaps))
+        return self.bind(*batch, _binding=batched)
 
 
-class _OpBinding(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class _OpBinding:
     """What the primitive of an op was bound with, or will be."""
 
-    op: XLACustomKernel
+    op: XLACustomKernel = dataclasses.field(repr=False)
     outs: tuple  # of the whole batch
     backend: str | None
-    params: dict[str, Any]  # static
-    vmaps: tuple = ()  # the recorded ones: the `in_axes` of each
+    params: dict[str, Any]  # static; as one, because functions of JAX have arguments of any name
+    vmaps: tuple = ()  # the recorded ones (12.5): the `in_axes` of each
+
+    @functools.cached_property
+    def key(self) -> tuple:
+        """What JAX's caches compare; they would take equal static parameters of other types for the same."""
+        return self.outs, self.backend, _tagged(self.params), self.vmaps
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: Any) -> bool:
+        return type(other) is _OpBinding and self.key == other.key
 
     @property
     def slice_outs(self) -> tuple:
@@ -6666,13 +6658,13 @@ def _op_lowering(bound: _OpBinding, ctx: Any, *ins: Any) -> Any:
 # How a batch is best run, only the backend knows, and that is known only when the op is lowered.  So:
 #
 # 1. `vmap` of an op binds its primitive once more, with the axis of this vmap in front of the batched operands, and
-#    records which these are: `_batch` is a tuple of `in_axes`, as `jax.vmap` takes them, one entry per vmap, in the
-#    order of their axes: the outermost first.
+#    records which these are: `_OpBinding.vmaps` has `in_axes`, as `jax.vmap` takes them, for each vmap, in the order
+#    of their axes: the outermost first.
 # 2. The lowering applies the recorded vmaps to the function of one slice, by `jax.vmap`: each wrapper, and all that JAX
 #    can trace, has its own rule.  Where one has none, the batch is a `jax.lax.map`.
 # 3. Derivative rules get the same vmaps, when JAX asks for them (12.6).
 #
-# All that a user writes sees one slice: generators, outs, rules.  Only the primitive's `outs` are those of the batch.
+# All that a user writes sees one slice: generators, outs, rules.  Only `_OpBinding.outs` are those of the batch.
 
 
 def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None], /, **params: Any) -> tuple:
@@ -6702,33 +6694,36 @@ def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None],
     if all(axis is None for axis in axes):
         out = function(*args)
         return out, jax.tree.map(lambda _: None, out)
-    in_axes = tuple([None if axis is None else 0 for axis in axes])
-    batch = [jax.numpy.moveaxis(x, axis, 0) if axis else x for x, axis in zip(args, axes)]
-    if not _is_op(primitive):
-        out = _sequential(function, in_axes)(*batch)
-    else:
+    if _is_op(primitive):
         outs = params.pop("outs")
         if callable(outs):
             outs = _call_option(outs, "general_batching_rule: outs", list(map(_without_axis, args, axes)), {})
         outs, tree = jax.tree.flatten(outs)
-        out = jax.tree.unflatten(tree, primitive.bind_batch(in_axes, batch, outs=outs, **params))
+        out = jax.tree.unflatten(tree, primitive.bind_batch(args, axes, outs=outs, **params))
+    else:
+        in_axes, batch = _with_axes_in_front(args, axes)
+        out = _sequential(function, in_axes)(*batch)
     return out, jax.tree.map(lambda _: 0, out)
 
 
 def _op_batching(bound: _OpBinding, args: Sequence, axes: Sequence) -> Any:
-    op, outs, backend, params, vmaps = bound
-    rule = op._rules.get("batching")
-    if rule is None or vmaps:  # a user's rule is for the op on one slice, not on the batch of a recorded vmap
-        return general_batching_rule(op.primitive, args, axes, outs=outs, backend=backend, **params, _batch=vmaps)
+    rule = bound.op._rules.get("batching")
+    if rule is None or bound.vmaps:  # a user's rule is for the op on one slice, not on the batch of a recorded vmap
+        results = bound.op.primitive.bind_batch(args, axes, _binding=bound)
+        return results, [0] * len(results)
+    what = f"the batching rule of {bound.op.name!r}"
     results, result_axes = rule(args, axes, **bound.rule_params)
     if not isinstance(results, (list, tuple)) or not isinstance(result_axes, (list, tuple)):
-        raise TypeError(
-            f"the batching rule of {op.name!r} must return (results, their axes), two sequences; got {results}"
-        )
-    slices = list(map(_without_axis, results, result_axes))
-    _check_returned(f"the batching rule of {op.name!r}", slices, "the slices of outs are", outs)
-    from_front = [axis if axis is None else axis % np.ndim(x) for x, axis in zip(results, result_axes)]
-    return results, from_front
+        raise TypeError(f"{what} must return (results, their axes), two sequences; got {results}")
+    _check_returned(what, list(map(_without_axis, results, result_axes)), "the slices of outs are", bound.outs)
+    axes_from_the_front = [axis if axis is None else axis % np.ndim(x) for x, axis in zip(results, result_axes)]
+    return results, axes_from_the_front
+
+
+def _with_axes_in_front(args: Sequence, axes: Sequence[int | None]) -> tuple[tuple, list]:
+    """The `in_axes` of a batch, and the batch."""
+    in_axes = tuple([None if axis is None else 0 for axis in axes])
+    return in_axes, [jax.numpy.moveaxis(x, axis, 0) if axis else x for x, axis in zip(args, axes)]
 
 
 def _without_axis(x: Any, axis: int | None) -> Any:
