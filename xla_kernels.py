@@ -992,35 +992,6 @@ def _check_takes(signature: inspect.Signature, what: str, args: Sequence, named:
         ) from None
 
 
-# -- static arguments: of a kernel, or of a call of an op ----------------------------------------------
-
-
-def _check_hashable(value: Any, what: str, fix: str) -> None:
-    try:
-        hash((value, _tagged(value)))
-    except TypeError:
-        raise TypeError(f"{what} must be hashable, got {value!r:.80} of type {type(value).__name__}. {fix}") from None
-
-
-def _tagged(value: Any) -> Any:
-    """A key that tells apart what Python calls equal: 1, 1.0 and True, 0.0 and -0.0, Decimal("1") and "1.0"."""
-    if isinstance(value, dict):
-        return tuple([(name, _tagged(x)) for name, x in value.items()])
-    if isinstance(value, tuple):
-        return type(value), *map(_tagged, value)
-    if isinstance(value, frozenset):
-        return type(value), frozenset(map(_tagged, value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        compared = [getattr(value, field.name) for field in dataclasses.fields(value) if field.compare]
-        return type(value), value, *map(_tagged, compared)
-    if isinstance(value, _DIFFERENT_IF_EQUAL):
-        return type(value), repr(value)
-    return type(value), value
-
-
-_DIFFERENT_IF_EQUAL = (float, complex, np.generic, decimal.Decimal, range, slice)  # perhaps; their repr says all
-
-
 # ======================================================================================================
 # 6. Partitioning under jax.jit: how XLA may split a call over a mesh, for wrappers and ops alike.
 #
@@ -5741,7 +5712,13 @@ def _check_batchable(kernel: Any) -> None:
 #
 # An op is a JAX primitive.  A call binds it with the static parameters; only its lowering knows the platform, and so
 # the backend: it traces that backend's kernel and lowers the result.  Until then all transformations act on the
-# primitive, with the derivative rules of the user.
+# primitive, with the derivative rules of the user.  Who makes whom:
+#
+#   XLACustomKernel   kernels (a `KernelEntry` each), rules, and one `_OpPrimitive`
+#     -> _OpCall      by the first op(...) with these outs, backend and static parameters; kept for the next ones.
+#                     Each trace of the call binds the primitive
+#     -> _OpBinding   of what the primitive was bound with, whenever JAX asks it for something: shapes, a vmap,
+#                     derivatives, and at last the lowering, which has it run a kernel
 
 # -- 12.1 The op: registration, dispatch, rules --------------------------------------------------------
 # Holds kernels by platform and backend, and rules by kind.  Traces nothing: 12.2 is about calls.
@@ -5752,8 +5729,7 @@ class XLACustomKernel(_Kept):
 
     Kernels are registered with the `def_*_kernel` methods: as a *generator*, which is called with the static parameters
     of a call and returns the function to trace, or ready-made (`@njit`, `@cuda.jit`, `@wp.kernel`). `vmap` is handed to
-    the backend's own batching rules. Derivatives, and how `jax.jit` partitions the op over a mesh, are for the
-    `def_*_rule` methods.
+    the backend's own batching rules. Derivatives are for the `def_*_rule` methods.
 
     Args:
       name: shown in jaxprs and error messages; it need not be unique.
@@ -5789,7 +5765,8 @@ class XLACustomKernel(_Kept):
         self._lock = threading.RLock()
         self._kernels: dict[str, dict[str, KernelEntry]] = {}
         self._chosen: dict[str, str] = {}  # platform -> default set by asdefault=True or set_default
-        self._rules: dict[str, Any] = {}  # "batching", "jvp", "transpose", "vjp", "sharding": the newest of each
+        self._rules: dict[str, Any] = {}  # "batching", "jvp", "transpose", "vjp": the newest of each
+        self._is_traced = False  # whether JAX's caches may hold what it made with a kernel or rule of now
         self._recent = _Recent()  # the calls by their outs, backend and static parameters
         self._call_fn: Callable | None = None
         self._benchmark_data_fn: Callable | None = None
@@ -5879,24 +5856,20 @@ class XLACustomKernel(_Kept):
         _check_name("backend", backend)
         _check_name("platform", platforms[0])
         generator = _as_generator(f"{self.title}: the kernel of backend {backend!r}", kg, options)
-        first, *others = map(_platform_name, platforms)
-        self._change(first, KernelEntry(backend, first, generator), default=backend if asdefault else None)
-        for platform in others:
-            self._change(platform, KernelEntry(backend, platform, generator, fallback=True))
+        for i, platform in enumerate(map(_platform_name, platforms)):
+            entry = KernelEntry(backend, platform, generator, fallback=i > 0)
+            with self._lock:  # a new dict each time: other threads read without the lock
+                self._kernels[platform] = {**self._kernels.get(platform, {}), backend: entry}
+            if asdefault and not entry.fallback:
+                self._chosen[platform] = backend
+        self._trace_again()
         return kg
 
-    def _change(self, platform: str, entry: KernelEntry | None = None, default: str | None = None) -> None:
-        """Add a kernel, choose a default, and drop what was lowered with a kernel that is no more the choice."""
-        with self._lock:
-            before = self._choices(platform)
-            if entry:  # a new dict each time: other threads read without the lock
-                self._kernels[platform] = {**self._kernels.get(platform, {}), entry.backend: entry}
-            if default:
-                self._chosen[platform] = default
-            after = self._choices(platform)
-            for backend in before:
-                if after[backend] is not before[backend]:
-                    _forget((self, platform, backend))
+    def _trace_again(self) -> None:
+        """Drop what JAX made with an earlier kernel or rule: it can only drop all its caches at once."""
+        if self._is_traced:
+            self._is_traced = False
+            jax.clear_caches()
 
     # -- dispatch --------------------------------------------------------------------------------------
 
@@ -5916,7 +5889,8 @@ class XLACustomKernel(_Kept):
         """
         name = _platform_name(platform)
         entry = self._entry(name, backend or "")  # None would be the default of now
-        self._change(name, default=entry.backend)
+        self._chosen[name] = entry.backend
+        self._trace_again()
 
     def available_backends(self, platform: str) -> list[str]:
         """The backends registered for `platform`, in order of registration."""
@@ -5924,7 +5898,7 @@ class XLACustomKernel(_Kept):
 
     def _choices(self, platform: str) -> dict[str | None, KernelEntry]:
         """The kernel for each `backend` that a call may name; None is the default."""
-        chosen = self._chosen.get(platform)  # before the kernels, which `_change` sets first: so it is among them
+        chosen = self._chosen.get(platform)  # before the kernels, which `_define` sets first: so it is among them
         entries: dict[Any, KernelEntry] = self._kernels.get(platform, {})
         if not entries:
             return {}
@@ -5998,37 +5972,18 @@ class XLACustomKernel(_Kept):
         what = "def_vjp_rule: a rule"
         self._set_rule("vjp", (_tolerant(fwd, what), _tolerant(bwd, what)))
 
-    def def_sharding_rule(self, rule: str) -> None:
-        """Say which dimensions the op treats independently, so that `jax.jit` can partition it over a mesh.
-
-        Args:
-          rule: names of all dimensions, as in `"i, i -> i"` (elementwise) or `"b i, i j -> b j"`. A dimension
-            that every output and some operand has may be sharded: each device runs the kernel on its shard, with the
-            `outs` of the shard. Any other is gathered first, so reductions stay correct. `vmap` needs no rule.
-
-        Raises:
-          ValueError: the rule cannot be read, or (at the call) does not fit the number or the ranks of the arrays.
-
-        Example:
-          >>> op = XLACustomKernel("add")
-          >>> _ = op.def_kernel("jax", "cpu", lambda: lambda x, y: x + y)
-          >>> op.def_sharding_rule("i, i -> i")
-        """
-        self._set_rule("sharding", _ShardingRule.parse(self.title, rule))
-        _need_devices(self.primitive)
-
     def _define_rule(self, kind: str, fun: Callable) -> Callable:
         self._set_rule(kind, _tolerant(fun, f"{self.title}: a {kind} rule"))
         return fun
 
     def _set_rule(self, kind: str, rule: Any) -> None:
-        """Replace a rule (None: by the default), and drop what was traced with the old one."""
+        """Replace a rule (None: by the default)."""
         with self._lock:
             rules = {**self._rules, kind: rule}  # a new dict: other threads read without the lock
             if kind == "jvp":
                 rules["vjp"] = None  # of the two, the newest counts
-            self._rules = {name: given for name, given in rules.items() if given is not None}
-            _forget((self, "rules"))
+            self._rules = {name: rule for name, rule in rules.items() if rule is not None}
+        self._trace_again()
 
     # -- what BrainEvent's operators attach to an op ---------------------------------------------------
 
@@ -6052,8 +6007,8 @@ class XLACustomKernel(_Kept):
         self._benchmark_data_fn = fn
         return fn
 
-    def benchmark(self, *ins: Any, outs: Any, **params: Any) -> _OpBenchmark:
-        """Time every backend of the operands' platform on a call, `op(*ins, outs=outs, **params)`, under `jax.jit`.
+    def benchmark(self, *ins: Any, outs: Any, backend: str | None = None, **params: Any) -> _OpBenchmark:
+        """Time a call, `op(*ins, outs=outs, **params)`, under `jax.jit`: one backend, or all of the operands' platform.
 
         Returns:
           A result that prints as a table; each of its `.rows` has `backend`, `first_ms` (first call, with compilation),
@@ -6071,14 +6026,21 @@ class XLACustomKernel(_Kept):
         if args:
             device, *_ = args[0].devices()
             platform = _platform_name(device.platform)
-        self._entry(platform, None)  # raises where there is none
+        self._entry(platform, backend)  # raises where there is none
+        backends = self.available_backends(platform) if backend is None else [backend]
         result = _OpBenchmark(self.name, platform, [])
-        reference = None
-        for backend in self.available_backends(platform):
-            call = jax.jit(functools.partial(self, outs=outs, backend=backend, **params))
-            row, results = _time_backend(backend, functools.partial(call, *args), reference)
-            result.rows.append(row)
+        reference: list = []
+        for name in backends:
+            call = jax.jit(functools.partial(self, outs=outs, backend=name, **params))
+            try:
+                first, median, results = _time_call(functools.partial(call, *args))
+            except Exception as error:
+                text = f"{type(error).__name__}: {error}".partition("\n")[0]
+                result.rows.append(_BenchmarkRow(name, error=text))
+                continue
             reference = reference or results
+            difference = max(map(_largest_difference, results, reference), default=0.0)
+            result.rows.append(_BenchmarkRow(name, first * 1e3, median * 1e6, difference))
         return result
 
 
@@ -6097,35 +6059,25 @@ class _OpBenchmark(NamedTuple):
 
     def __repr__(self) -> str:
         lines = [f"{self.name} on {self.platform}", f"{'backend':<14}{'first (ms)':>12}{'median (us)':>14}  difference"]
-        for row in self.rows:
-            times = f"{row.first_ms or math.nan:>12.2f}{row.median_us or math.nan:>14.2f}"
-            difference = row.error or f"{row.difference:.3g}"
-            lines.append(f"{row.backend:<14}{times}  {difference}")
+        for backend, first, median, difference, error in self.rows:
+            times = f"{first or math.nan:>12.2f}{median or math.nan:>14.2f}"
+            lines.append(f"{backend:<14}{times}  {error or f'{difference:.3g}'}")
         return "\n".join(lines)
 
 
-def _time_backend(backend: str, run: Callable[[], Any], reference: list | None) -> tuple[_BenchmarkRow, list | None]:
-    """Time a call, and compare its results with the reference, if there is one; None for those of a failed call."""
-    timer = timeit.Timer(lambda: jax.block_until_ready(run()))
-    try:
-        first = timer.timeit(1)
-        calls = int(0.2 / timer.timeit(1))
-        times = timer.repeat(min(max(calls, 5), 10_000), 1)
-        results = jax.tree.leaves(run())
-    except Exception as error:  # reported as the row of this backend
-        text = f"{type(error).__name__}: {error}".partition("\n")[0]
-        return _BenchmarkRow(backend, error=text), None
-    difference = _largest_difference(results, reference or results)
-    return _BenchmarkRow(backend, first * 1e3, float(np.median(times)) * 1e6, difference), results
+def _time_call(call: Callable[[], Any]) -> tuple[float, float, list]:
+    """The seconds that the first call takes, those of the median of many, and the results."""
+    timer = timeit.Timer(lambda: jax.block_until_ready(call()))
+    first = timer.timeit(1)
+    calls = int(0.2 / timer.timeit(1))
+    times = timer.repeat(min(max(calls, 5), 10_000), 1)
+    return first, float(np.median(times)), jax.tree.leaves(call())
 
 
-def _largest_difference(results: list, reference: list) -> float:
+def _largest_difference(x: Any, y: Any) -> float:
     """NaN, if one is."""
-    gaps = [0.0]
-    for x, y in zip(results, reference, strict=True):
-        gap = np.abs(np.asarray(x, complex) - np.asarray(y, complex))
-        gaps.append(np.max(gap, initial=0.0))
-    return float(np.max(gaps))
+    gap = np.abs(np.asarray(x, complex) - np.asarray(y, complex))
+    return float(np.max(gap, initial=0.0))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -6155,8 +6107,6 @@ def _check_name(what: str, name: Any) -> None:
 # Does not know kernels, but for tracing one, so that its errors too are raised there.
 
 _SPEC_TYPES: tuple[type, ...] = (Spec, jax.core.ShapedArray)
-_RESERVED = ("_batch", "_static")  # what the primitive adds to the parameters of a call
-_OWN_PARAMS = ("outs", "backend", *_RESERVED)
 
 
 def _find_call(op: XLACustomKernel, args: Sequence, outs: Any, backend: Any, params: dict) -> _OpCall:
@@ -6200,50 +6150,41 @@ class _OpCall:
 
     def bind(self, *ins: Any) -> Any:
         """The op on tracers (or, under disable_jit, on arrays)."""
-        _IN_JAX_CACHES.add((self.op, "rules"))
+        self.op._is_traced = True  # also where the vjp rule, which JAX then holds, does not bind the primitive
         if "vjp" in self.op._rules:
             return _bind_with_vjp(self, ins, *self.op._rules["vjp"])
         return self.bind_primitive(*ins)
 
     def bind_primitive(self, *ins: Any) -> Any:
-        specs = _input_specs(ins)
-        rule = self.op._rules.get("sharding")
-        if rule:
-            rule.check(specs, self.specs)
-        results = self.op.primitive.bind(*ins, **self.options(specs))
+        results = self.op.primitive.bind(*ins, _binding=self.binding(ins))
         return jax.tree_util.tree_unflatten(self.tree, results)
 
-    def options(self, ins: Sequence[Spec]) -> dict:
+    def binding(self, ins: Sequence) -> _OpBinding:
         # the dtypes are decided here and not on construction: jax_enable_x64 can change between two calls
-        outs, _ = _flat_specs(self.specs, self.what, ins)
-        return {**self.params, "outs": tuple(outs), "backend": self.backend}
+        outs, _ = _flat_specs(self.specs, self.what, _input_specs(ins))
+        return _OpBinding(self.op, tuple(outs), self.backend, self.params)
 
     def check(self, ins: Sequence) -> None:
         """Trace the kernel that will probably run, once for these inputs, so that its errors are raised here."""
         platform = _default_platform()
-        platforms = self.platforms()
+        platforms = [name for name in list(self.op._kernels) if self.backend in self.op._choices(name)]
         if platforms and platform not in platforms:
             return  # if it is lowered for this one after all, the lowering raises
         entry = self.op._entry(platform, self.backend)
-        specs = tuple(_input_specs(ins))
-        if (entry, specs) in self.checked:
+        key = (entry, *_input_specs(ins))
+        if key in self.checked:
             return
         try:
-            run = functools.partial(_run_vmaps, _OpKernel(self.op, entry, self.params), ())
-            jax.make_jaxpr(functools.partial(run, self.options(specs)["outs"]))(*ins)
+            jax.make_jaxpr(functools.partial(self.binding(ins).run, entry))(*ins)
         except RuntimeError:
             if jax.default_backend() == "cpu":  # else the platform may be another one: the lowering raises
                 raise
-        self.checked.keep((entry, specs), True)
-
-    def platforms(self) -> list[str]:
-        """Those that have a kernel for this call."""
-        return [name for name in list(self.op._kernels) if self.backend in self.op._choices(name)]
+        self.checked.keep(key, True)
 
 
 def _check_static_params(op: str, params: dict) -> None:
     for name, value in params.items():
-        if name in _RESERVED:
+        if name == "_binding":
             raise TypeError(f"{op}: the parameter name {name!r} is reserved; use another one")
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
             raise TypeError(
@@ -6252,6 +6193,31 @@ def _check_static_params(op: str, params: dict) -> None:
             )
         _check_hashable(value, f"{op}: parameter {name!r}", "Pass a number or a tuple, or pass the array as an operand")
 
+
+def _check_hashable(value: Any, what: str, fix: str) -> None:
+    try:
+        hash((value, _tagged(value)))
+    except TypeError:
+        raise TypeError(f"{what} must be hashable, got {value!r:.80} of type {type(value).__name__}. {fix}") from None
+
+
+def _tagged(value: Any) -> Any:
+    """A key that tells apart what Python calls equal: 1, 1.0 and True, 0.0 and -0.0, Decimal("1") and "1.0"."""
+    if isinstance(value, dict):
+        return tuple([(name, _tagged(x)) for name, x in value.items()])
+    if isinstance(value, tuple):
+        return type(value), *map(_tagged, value)
+    if isinstance(value, frozenset):
+        return type(value), frozenset(map(_tagged, value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        compared = [getattr(value, field.name) for field in dataclasses.fields(value) if field.compare]
+        return type(value), value, *map(_tagged, compared)
+    if isinstance(value, _DIFFERENT_IF_EQUAL):
+        return type(value), repr(value)
+    return type(value), value
+
+
+_DIFFERENT_IF_EQUAL = (float, complex, np.generic, decimal.Decimal, range, slice)  # perhaps; their repr says all
 
 # -- 12.3 A kernel: from a generator, or a ready kernel, to its results --------------------------------
 # Knows one slice and one backend.  Does not know vmap, nor what the call was traced for.
@@ -6302,96 +6268,64 @@ def _tolerant(fun: Callable, what: str = "") -> Callable:
     return call
 
 
-class _OpKernel(NamedTuple):
-    """A kernel of an op, with the static parameters of a call."""
-
-    op: XLACustomKernel
-    entry: KernelEntry
-    params: dict[str, Any]
-
-    def run_slice(self, outs: Sequence[Spec], *ins: Any) -> list:
-        """The flat list of results for the operands of one slice."""
-        backend = self.entry.backend
-        platform = self.entry.platform
-        what = f"{self.op.title}: the kernel of backend {backend!r} for platform {platform!r}"
-        try:
-            results = self.function(outs, ins)(*ins)
-        except Exception as error:
-            choice = f"{platform!r} has {', '.join(self.op.available_backends(platform))}: choose with backend="
-            raise RuntimeError(f"{what} raised {type(error).__name__}: {error} ({choice})") from error
-        return _returned(what, jax.tree.leaves(results), "outs declares", outs)
-
-    def function(self, outs: Sequence[Spec], ins: Sequence) -> Callable:
-        """The function to trace, which the generator makes for these parameters and outs."""
-        axes = _all_varying_axes(map(jax.typeof, ins))
-        varying = [Spec(out.shape, out.dtype, **_varying(axes)) for out in outs]
-        made = _tolerant(self.entry.kernel_generator)(**self.params, outs=tuple(varying))
-        function = _wrap_ready(made, {}, tuple(outs))
-        if not callable(function):
-            raise TypeError(f"the generator must return the function to trace, got {function!r}")
-        return function
+def _run_slice(bound: _OpBinding, entry: KernelEntry, *ins: Any) -> list:
+    """The flat list of results of a kernel for the operands of one slice."""
+    what = f"{bound.op.title}: the kernel of backend {entry.backend!r} for platform {entry.platform!r}"
+    try:
+        results = _function_to_trace(bound, entry, ins)(*ins)
+    except Exception as error:
+        backends = ", ".join(bound.op.available_backends(entry.platform))
+        choice = f"{entry.platform!r} has {backends}: choose with backend="
+        raise RuntimeError(f"{what} raised {type(error).__name__}: {error} ({choice})") from error
+    return _outputs(what, results, bound.slice_outs)
 
 
-def _returned(what: str, values: Sequence, rule: str, expected: Sequence) -> list:
-    """What a kernel or a rule returned, as arrays like those expected; None for zeros, and where None is expected."""
-    arrays = list(map(_array_or_none, values))
-    returned = list(map(_show, arrays))
+def _function_to_trace(bound: _OpBinding, entry: KernelEntry, ins: Sequence) -> Callable:
+    """What the generator makes for these parameters and outs."""
+    axes = _all_varying_axes(map(jax.typeof, ins))
+    varying = [Spec(out.shape, out.dtype, **_varying(axes)) for out in bound.slice_outs]
+    made = _tolerant(entry.kernel_generator)(**bound.params, outs=tuple(varying))
+    function = _wrap_ready(made, {}, bound.slice_outs)
+    if not callable(function):
+        raise TypeError(f"the generator must return the function to trace, got {function!r}")
+    return function
+
+
+def _outputs(what: str, returned: Any, outs: Sequence) -> list:
+    """The outputs that a kernel or a jvp rule returned in any container, as arrays."""
+    arrays = list(map(_as_array, jax.tree.leaves(returned)))
+    _check_returned(what, arrays, "outs declares", outs)
+    return arrays
+
+
+def _as_array(x: Any) -> Any:
+    return x if isinstance(x, jax.Array) else jax.numpy.asarray(x)  # which would truncate an array of 64 bits
+
+
+def _check_returned(what: str, returned: Sequence, declares: str, expected: Sequence) -> None:
+    """Compare shapes and dtypes; None fits everything, on either side."""
+    shown = list(map(_show, returned))
     wanted = list(map(_show, expected))
-    fits = [pair[0] == pair[1] or "None" in pair for pair in zip(returned, wanted)]
-    if len(returned) != len(wanted) or not all(fits):
+    fits = [pair[0] == pair[1] or "None" in pair for pair in zip(shown, wanted)]
+    if len(shown) != len(wanted) or not all(fits):
         raise ValueError(
-            f"{what} returned ({', '.join(returned)}), but {rule} ({', '.join(wanted)}): return as many, of equal "
+            f"{what} returned ({', '.join(shown)}), but {declares} ({', '.join(wanted)}): return as many, of equal "
             "shape and dtype (None for zero in a rule), or correct what is declared"
         )
-    return [None if spec is None else x for x, spec in zip(arrays, expected)]
-
-
-def _array_or_none(x: Any) -> Any:
-    if _is_zero(x):
-        return None
-    if isinstance(x, (jax.Array, Spec)):
-        return x
-    return jax.numpy.asarray(x)
-
-
-def _is_zero(x: Any) -> bool:
-    return x is None or isinstance(x, (ad.Zero, ad.UndefinedPrimal))  # rules of BrainEvent return operands
 
 
 # -- 12.4 The primitive: its rules for JAX's interpreters ----------------------------------------------
-# Each rule looks up what the op has now when JAX asks.  JAX keeps the answer in its caches: `_forget` drops it.
-
-_IN_JAX_CACHES: set[tuple] = set()  # (op, "rules") of what was traced, (op, platform, backend) of what was lowered
+# Each rule looks up what the op has now when JAX asks.  JAX keeps the answers until `_trace_again` drops them.
 
 
 def _is_op(primitive: Any) -> bool:
     """Whether this is the primitive of an op, of any copy of this file."""
-    return hasattr(primitive, "record_vmap") and hasattr(primitive, "kernel_jaxpr")
-
-
-class _StaticParams:
-    """The static parameters of a call, told from equal ones of other types, which JAX's caches would not do."""
-
-    def __init__(self, values: dict[str, Any]) -> None:
-        self.values = values
-        self.key = _tagged(values)
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-    def __eq__(self, other: Any) -> bool:
-        return type(other) is _StaticParams and self.key == other.key
-
-    def __repr__(self) -> str:
-        return repr(self.values)
+    return hasattr(primitive, "bind_batch")
 
 
 class _OpPrimitive(Primitive):
-    """The primitive of an op; under recorded vmaps (12.5) its `outs` are those of the whole batch."""
+    """The primitive of an op, whose one parameter is an `_OpBinding`: bound by hand, it is given what makes one."""
 
-    # Its parameters: `outs`, `backend` and, where there are any,
-    #   _batch   the recorded vmaps
-    #   _static  the static parameters of the call: as one, because functions of JAX have arguments of any name
     multiple_results = True
 
     def __init__(self, op: XLACustomKernel) -> None:
@@ -6406,84 +6340,115 @@ class _OpPrimitive(Primitive):
             mlir.register_lowering(self, self.rule(_op_lowering), platform=platform)
 
     def rule(self, function: Callable) -> Callable:
-        """A rule for JAX: `function`, with the parameters as one object before its other arguments."""
+        """A rule for JAX: `function`, with the binding before its other arguments."""
 
-        def call(
-            *args: Any, outs: tuple = (), backend: Any = None, _batch: tuple = (), _static: Any = None, **params: Any
-        ) -> Any:  # BrainEvent calls rules without outs, and with static parameters by name
-            if _static:
-                params = _static.values
-            return function(_OpBinding(self.op, outs, backend, params, _batch), *args)
+        def call(*args: Any, **params: Any) -> Any:
+            self.op._is_traced = True
+            return function(self.binding(**params), *args)
 
         return call
 
+    def binding(
+        self, /, outs: Sequence = (), backend: Any = None, _binding: _OpBinding | None = None, **params: Any
+    ) -> _OpBinding:
+        """That of the primitive's parameters; BrainEvent calls rules without outs."""
+        return _binding or _OpBinding(self.op, tuple(outs), backend, params)
+
     def bind(self, /, *args: Any, **params: Any) -> Any:
-        """Static parameters may be given by name."""
-        _IN_JAX_CACHES.add((self.op, "rules"))
-        own = {name: params.pop(name) for name in _OWN_PARAMS if name in params}
-        if params:
-            own["_static"] = _StaticParams(params)
-        return super().bind(*_make_varying(args), **own)
+        return super().bind(*_make_varying(args), _binding=self.binding(**params))
 
-    def record_vmap(self, ins: Sequence, flags: tuple, /, outs: Sequence, _batch: tuple = (), **params: Any) -> list:
-        """Bind with one more vmap, over the first axis of the flagged operands."""
-        size = ins[flags.index(True)].shape[0]
-        _need_devices(self)
-        return self.bind(*ins, outs=_batches([size], outs), _batch=(flags, *_batch), **params)
-
-    def kernel_jaxpr(self, ctx: Any, equation: Any) -> Any:
-        """The closed jaxpr of the kernel that an equation of this primitive is lowered to."""
-
-        def trace(bound: _OpBinding, *ins: Any) -> Any:
-            return jax.make_jaxpr(functools.partial(bound.runner(_platform_of(ctx)), bound.outs))(*ins)
-
-        return self.rule(trace)(*[var.aval for var in equation.invars], **equation.params)
+    def bind_batch(self, args: Sequence, axes: Sequence[int | None], /, **params: Any) -> list:
+        """Bind with one more vmap; the batched axes of the results are in front."""
+        in_axes, batch = _with_axes_in_front(args, axes)
+        size = batch[in_axes.index(0)].shape[0]
+        bound = self.binding(**params)
+        outs = _batches([size], bound.outs)
+        batched = dataclasses.replace(bound, outs=outs, vmaps=(in_axes, *bound.vmaps))
+        return self.bind(*batch, _binding=batched)
 
 
-class _OpBinding(NamedTuple):
-    """What the primitive of an op is bound with."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class _OpBinding:
+    """What the primitive of an op was bound with, or will be."""
 
-    op: XLACustomKernel
+    op: XLACustomKernel = dataclasses.field(repr=False)
     outs: tuple  # of the whole batch
     backend: str | None
-    params: dict[str, Any]  # static
-    vmaps: tuple  # recorded
+    params: dict[str, Any]  # static; as one, because functions of JAX have arguments of any name
+    vmaps: tuple = ()  # the recorded ones (12.5): the `in_axes` of each
+
+    @functools.cached_property
+    def key(self) -> tuple:
+        """What JAX's caches compare; they would take equal static parameters of other types for the same."""
+        return self.outs, self.backend, _tagged(self.params), self.vmaps
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: Any) -> bool:
+        return type(other) is _OpBinding and self.key == other.key
 
     @property
-    def slice_params(self) -> dict[str, Any]:
+    def slice_outs(self) -> tuple:
+        return tuple(_specs_of_slices(self.outs, len(self.vmaps)))
+
+    @property
+    def rule_params(self) -> dict[str, Any]:
         """What a user's rules get, which are for one slice."""
-        outs = tuple(_specs_of_slices(self.outs, len(self.vmaps)))
-        return {**self.params, "outs": outs, "backend": self.backend}
+        return {**self.params, "outs": self.slice_outs, "backend": self.backend}
 
-    def runner(self, platform: str) -> Callable:
-        """A function of `outs`, of a batch or of a shard of it, and operands."""
-        kernel = _OpKernel(self.op, self.op._entry(platform, self.backend), self.params)
-        return functools.partial(_run_vmaps, kernel, self.vmaps)
+    def run(self, entry: KernelEntry, *ins: Any) -> list:
+        """The results of a kernel: for a batch by the batching rules of what it calls, or else slice by slice."""
+        if self.outs and all(0 in out.shape for out in self.outs):  # nothing to compute, and not every backend could
+            return [_zeros(out) for out in self.outs]
+        run_slice = functools.partial(_run_slice, self, entry)
+        if not self.vmaps:
+            return run_slice(*ins)
 
-    def sharding_rule(self, ins: Sequence) -> _ShardingRule:
-        rule = self.op._rules.get("sharding")
-        if rule is None:
-            slices = []
-            for x, flags in zip(ins, _by_operand(self.vmaps, len(ins))):
-                slices += _specs_of_slices([x], depth=sum(flags))
-            rule = _ShardingRule.whole(slices, _specs_of_slices(self.outs, depth=len(self.vmaps)))
-        return _for_each_vmap(_ShardingRule.batched, rule, self.vmaps)
+        def staged(*ins: Any) -> list:  # the generator runs outside the vmaps, so that its errors stay its own
+            return _eval_jaxpr(jax.make_jaxpr(run_slice)(*ins), ins)
+
+        batched = _for_each_vmap(jax.vmap, staged, self.vmaps)
+        try:
+            closed = jax.make_jaxpr(batched)(*ins)  # first as a whole: a failure must leave nothing behind
+        except NotImplementedError:  # something has no batching rule
+            return _for_each_vmap(_sequential, run_slice, self.vmaps)(*ins)
+        return _eval_jaxpr(closed, ins)
 
 
 def _op_abstract_eval(bound: _OpBinding, *avals: Any) -> list:
-    return bound.sharding_rule(avals).out_avals(avals, bound.outs)
+    specs = [iter(aval.sharding.spec) for aval in avals]
+    candidates = []
+    for in_axes in bound.vmaps:  # each is the next dimension of the operands that it batches
+        candidates.append([next(spec) for spec, axis in zip(specs, in_axes) if axis == 0])
+    axes = _batch_axes(candidates)
+    return [_out_aval(out.shape, out.dtype, avals, axes) for out in bound.outs]
+
+
+def _batch_axes(candidates: Iterable[Sequence[Any]]) -> list:
+    """The mesh axes over which each batch dimension of the results is split, on meshes of explicit axes.
+
+    `candidates` has, for each dimension, what the operands' partition specs say there: the first one that is split
+    decides, if no dimension before has its axes.
+    """
+    taken: set[str] = set()
+    chosen: list[Any] = []
+    for entries in candidates:
+        chosen.append(None)
+        for entry in entries:
+            axes = entry if isinstance(entry, tuple) else (entry,)
+            if entry and taken.isdisjoint(axes):
+                taken.update(axes)
+                chosen[-1] = entry
+                break
+    return chosen
 
 
 def _op_lowering(bound: _OpBinding, ctx: Any, *ins: Any) -> Any:
-    platform = _platform_of(ctx)
-    run = bound.runner(platform)
-    _IN_JAX_CACHES.add((bound.op, platform, bound.backend))
-    rule = bound.sharding_rule(ctx.avals_in)
-    on_mesh = _on_mesh(ctx) if rule.split else None
+    platforms = _platforms(ctx)
+    entry = bound.op._entry(_platform_name(platforms[0]), bound.backend)
     try:
-        if on_mesh:
-            return rule.lower(on_mesh, ins, run, bound.outs)
-        return _lower(functools.partial(run, bound.outs), ctx, ins)
+        return _lower(functools.partial(bound.run, entry), ctx, ins)
     except KeyError as error:
         if not any("Effect" in type(arg).__name__ for arg in error.args):
             raise
@@ -6492,30 +6457,17 @@ def _op_lowering(bound: _OpBinding, ctx: Any, *ins: Any) -> Any:
         raise NotImplementedError(text) from error
 
 
-def _platform_of(ctx: Any) -> str:
-    """The platform that is lowered for."""
-    platforms = _platforms(ctx)
-    return _platform_name(platforms[0])
-
-
-def _forget(stale: tuple) -> None:
-    """Have JAX trace and lower again what was made with a stale choice: it can only drop all its caches at once."""
-    if stale in _IN_JAX_CACHES:
-        _IN_JAX_CACHES.clear()
-        jax.clear_caches()
-
-
 # -- 12.5 Batching: recorded vmaps ---------------------------------------------------------------------
 # How a batch is best run, only the backend knows, and that is known only when the op is lowered.  So:
 #
 # 1. `vmap` of an op binds its primitive once more, with the axis of this vmap in front of the batched operands, and
-#    records which these are: `_batch` is a tuple of such flags, one entry per vmap, in the order of their axes: the
-#    outermost first.
+#    records which these are: `_OpBinding.vmaps` has `in_axes`, as `jax.vmap` takes them, for each vmap, in the order
+#    of their axes: the outermost first.
 # 2. The lowering applies the recorded vmaps to the function of one slice, by `jax.vmap`: each wrapper, and all that JAX
 #    can trace, has its own rule.  Where one has none, the batch is a `jax.lax.map`.
 # 3. Derivative rules get the same vmaps, when JAX asks for them (12.6).
 #
-# All that a user writes sees one slice: generators, outs, rules.  Only the primitive's `outs` are those of the batch.
+# All that a user writes sees one slice: generators, outs, rules.  Only `_OpBinding.outs` are those of the batch.
 
 
 def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None], /, **params: Any) -> tuple:
@@ -6524,123 +6476,93 @@ def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None],
     Args:
       prim: an :class:`XLACustomKernel` or its `primitive`, which is bound once, with the batch recorded, and leaves the
         work to its backend's own `vmap`; or any primitive or function of arrays, for a `jax.lax.map` over the slices.
-      args, params: its operands, and its parameters by keyword.
+      args, params: its operands, and its parameters by keyword: for an op `outs`, those of one slice, too.
       axes: the batched axis of each operand, or None.
 
     Returns:
       The outputs and, in the same structure, their batched axes: 0, or None if no operand is batched.
+
+    Raises:
+      TypeError: `prim` is an op, and `outs` is missing.
 
     Example:
       >>> out, axis = general_batching_rule(lambda x, y: x @ y, (np.ones((5, 3)), np.ones(3)), (0, None))
       >>> print(out.shape, axis)
       (5,) 0
     """
+    primitive = getattr(prim, "primitive", prim)
+    if _is_op(primitive) and "outs" not in params:
+        raise TypeError(f"general_batching_rule: outs, which op {primitive.name!r} needs, is missing: give one slice's")
     function = functools.partial(getattr(prim, "bind", prim), **params)
-    axes = list(map(_from_the_front, args, axes))
-    flags = tuple([axis is not None for axis in axes])
-    if not any(flags):
+    if all(axis is None for axis in axes):
         out = function(*args)
         return out, jax.tree.map(lambda _: None, out)
-    batch = list(map(_with_axis_in_front, args, axes))
-    primitive = getattr(prim, "primitive", prim)
     if _is_op(primitive):
         outs = params.pop("outs")
         if callable(outs):
             outs = _call_option(outs, "general_batching_rule: outs", list(map(_without_axis, args, axes)), {})
         outs, tree = jax.tree.flatten(outs)
-        out = jax.tree.unflatten(tree, primitive.record_vmap(batch, flags, outs=outs, **params))
+        out = jax.tree.unflatten(tree, primitive.bind_batch(args, axes, outs=outs, **params))
     else:
-        out = _sequential(function, flags)(*batch)
+        in_axes, batch = _with_axes_in_front(args, axes)
+        out = _sequential(function, in_axes)(*batch)
     return out, jax.tree.map(lambda _: 0, out)
 
 
-def _with_axis_in_front(x: Any, axis: int | None) -> Any:
-    return jax.numpy.moveaxis(x, axis, 0) if axis else x
-
-
 def _op_batching(bound: _OpBinding, args: Sequence, axes: Sequence) -> Any:
-    op, outs, backend, params, vmaps = bound
-    rule = op._rules.get("batching")
-    if rule is None or vmaps:  # a user's rule is for the op on one slice, not on the batch of a recorded vmap
-        return general_batching_rule(op.primitive, args, axes, outs=outs, backend=backend, **params, _batch=vmaps)
-    results, result_axes = rule(args, axes, **bound.slice_params)
+    rule = bound.op._rules.get("batching")
+    if rule is None or bound.vmaps:  # a user's rule is for the op on one slice, not on the batch of a recorded vmap
+        results = bound.op.primitive.bind_batch(args, axes, _binding=bound)
+        return results, [0] * len(results)
+    what = f"the batching rule of {bound.op.name!r}"
+    results, result_axes = rule(args, axes, **bound.rule_params)
     if not isinstance(results, (list, tuple)) or not isinstance(result_axes, (list, tuple)):
-        raise TypeError(
-            f"the batching rule of {op.name!r} must return (results, their axes), two sequences; got {results}"
-        )
-    result_axes = list(map(_from_the_front, results, result_axes))
-    slices = list(map(_without_axis, results, result_axes))
-    _returned(f"the batching rule of {op.name!r}", slices, "the slices of outs are", outs)
-    return results, result_axes
+        raise TypeError(f"{what} must return (results, their axes), two sequences; got {results}")
+    _check_returned(what, list(map(_without_axis, results, result_axes)), "the slices of outs are", bound.outs)
+    axes_from_the_front = [axis if axis is None else axis % np.ndim(x) for x, axis in zip(results, result_axes)]
+    return results, axes_from_the_front
 
 
-def _from_the_front(x: Any, axis: int | None) -> int | None:
-    """An axis that may count from the end, as JAX takes it."""
-    return None if axis is None else range(np.ndim(x))[axis]
+def _with_axes_in_front(args: Sequence, axes: Sequence[int | None]) -> tuple[tuple, list]:
+    """The `in_axes` of a batch, and the batch."""
+    in_axes = tuple([None if axis is None else 0 for axis in axes])
+    return in_axes, [jax.numpy.moveaxis(x, axis, 0) if axis else x for x, axis in zip(args, axes)]
 
 
 def _without_axis(x: Any, axis: int | None) -> Any:
-    if axis is None:
-        return x
-    return Spec(x.shape[:axis] + x.shape[axis + 1 :], x.dtype)
+    """The spec of a slice; the axis may count from the end, as JAX takes it."""
+    sizes = list(np.shape(x))
+    if axis is not None:
+        del sizes[axis]
+    return Spec(tuple(sizes), x.dtype)
 
 
-def _by_operand(vmaps: tuple, count: int) -> list[tuple[bool, ...]]:
-    """For each operand, by which of the recorded vmaps it is batched."""
-    return list(zip(*vmaps)) if vmaps else [()] * count
+def _for_each_vmap(transform: Callable, function: Callable, vmaps: Sequence) -> Callable:
+    """`transform(function, in_axes)`, vmap around vmap."""
+    for in_axes in reversed(vmaps):
+        function = transform(function, in_axes)
+    return function
 
 
-def _for_each_vmap(wrap: Callable, inner: Any, vmaps: tuple) -> Any:
-    """What `wrap(inner, flags)` makes of something for one slice, vmap around vmap."""
-    for flags in reversed(vmaps):
-        inner = wrap(inner, flags)
-    return inner
-
-
-def _run_vmaps(kernel: _OpKernel, vmaps: tuple, outs: Sequence, *ins: Any) -> list:
-    """A kernel under the recorded vmaps: by the batching rules of what it calls, or else slice by slice."""
-    if outs and all(0 in out.shape for out in outs):  # nothing to compute, and not every backend takes empty arrays
-        return [_zeros(out) for out in outs]
-    run = functools.partial(kernel.run_slice, _specs_of_slices(outs, len(vmaps)))
-    if not vmaps:
-        return run(*ins)
-
-    def staged(*ins: Any) -> list:  # the generator runs outside the vmaps, so that its errors stay its own
-        return _eval_jaxpr(jax.make_jaxpr(run)(*ins), ins)
-
-    batched = _for_each_vmap(_vmapped, staged, vmaps)
-    try:
-        closed = jax.make_jaxpr(batched)(*ins)  # first as a whole: a failure must leave nothing behind
-    except NotImplementedError:  # something has no batching rule
-        return _for_each_vmap(_sequential, run, vmaps)(*ins)
-    return _eval_jaxpr(closed, ins)
-
-
-def _in_axes(flags: tuple) -> tuple:
-    return tuple([0 if flag else None for flag in flags])
-
-
-def _vmapped(function: Callable, flags: tuple) -> Callable:
-    return jax.vmap(function, in_axes=_in_axes(flags))
-
-
-def _sequential(function: Callable, flags: tuple) -> Callable:
-    """A function mapped over the first axis of the flagged operands, one slice at a time."""
+def _sequential(function: Callable, in_axes: tuple) -> Callable:
+    """`jax.vmap(function, in_axes)`, but one slice at a time."""
 
     def mapped(*ins: Any) -> Any:
         def of_slice(slices: Sequence) -> Any:
-            return function(*[x if one is None else one for x, one in zip(ins, slices)])
+            return function(*[x if axis is None else one for x, one, axis in zip(ins, slices, in_axes)])
 
-        return jax.lax.map(of_slice, [x if flag else None for x, flag in zip(ins, flags)])
+        return jax.lax.map(of_slice, [None if axis is None else x for x, axis in zip(ins, in_axes)])
 
     return mapped
 
 
 # -- 12.6 Derivatives ----------------------------------------------------------------------------------
 # A user's rule is a function of one slice; it is vmapped by the recorded vmaps (12.5), in which tangents are batched as
-# their primals, and cotangents by all, as outputs are.  Zeros are symbolic on both sides: JAX gives and takes an
-# `ad.Zero`, in which `jax.vmap` finds nothing to batch, as in an `ad.UndefinedPrimal`; a user may return None, and
-# inside this section a zero that a rule returned is None.
+# their primals, and cotangents by all, as outputs are.
+#
+# Zeros are symbolic.  JAX gives rules an `ad.Zero`, in which `jax.vmap` finds nothing to batch, as in an
+# `ad.UndefinedPrimal`: `_symbolic_slice` makes it one of a slice.  Rules may return zeros in any form: `_from_rule`
+# makes them None.
 
 
 def defjvp(primitive: Any, *jvp_rules: Callable | None) -> None:
@@ -6667,11 +6589,7 @@ def defjvp(primitive: Any, *jvp_rules: Callable | None) -> None:
     primitive = getattr(primitive, "primitive", primitive)
     if not isinstance(primitive, Primitive):
         raise TypeError(f"defjvp: expected an XLACustomKernel or a jax Primitive, got {primitive!r}")
-    rules: list = []
-    for rule in jvp_rules:
-        if rule is not None:
-            rule = _tolerant(rule, "defjvp: a rule")
-        rules.append(rule)
+    rules = [rule if rule is None else _tolerant(rule, "defjvp: a rule") for rule in jvp_rules]
     jvp = functools.partial(_jvp_by_operand, primitive, rules)
     if _is_op(primitive):
         primitive.op._set_rule("jvp", jvp)
@@ -6686,55 +6604,39 @@ def _jvp_by_operand(primitive: Any, rules: Sequence, primals: Any, tangents: Any
     results = primitive.bind(*primals, **params)
     outputs = list(results) if primitive.multiple_results else [results]
     avals = list(map(jax.typeof, outputs))
-    totals: list = [None] * len(outputs)
+    totals: list = list(map(_zero_tangent, outputs))
     for i, (rule, tangent) in enumerate(zip(rules, tangents)):
-        if rule is not None and type(tangent) is not ad.Zero:
-            returned = jax.tree.leaves(rule(tangent, *primals, **params), is_leaf=_is_zero)
-            what = f"the jvp rule of {primitive.name!r} for operand {i}"
-            terms = _from_rule(what, returned, "the outputs are", avals)
-            totals = list(map(_sum_of, totals, terms))
-    totals = _with_zeros(totals, outputs)
+        if rule is None or type(tangent) is ad.Zero:
+            continue
+        returned = jax.tree.leaves(rule(tangent, *primals, **params), is_leaf=_is_zero)
+        what = f"the jvp rule of {primitive.name!r} for operand {i}"
+        for j, term in enumerate(_from_rule(what, returned, "the outputs are", avals)):
+            if term is not None:
+                totals[j] = ad.add_tangents(totals[j], term)
     if primitive.multiple_results:
         return outputs, totals
     return outputs[0], totals[0]
-
-
-def _sum_of(x: Any, y: Any) -> Any:
-    """The sum of two tangents, of which None is zero."""
-    if x is None:
-        return y
-    if y is None:
-        return x
-    return ad.add_tangents(x, y)
 
 
 def _op_jvp(bound: _OpBinding, primals: Sequence, tangents: Sequence) -> tuple:
     """The op's jvp rule, which is for one slice, under the recorded vmaps."""
     rule = _derivative_rule(bound.op, "jvp")
     what = f"the jvp rule of {bound.op.name!r}"
-    params = bound.slice_params
+    params = bound.rule_params
 
     def of_slice(primals: tuple, tangents: tuple) -> tuple:
-        returned = rule(primals, tuple(_with_zeros(tangents, primals)), **params)
-        outputs = jax.tree.leaves(returned[0])
-        outputs = _returned(what, outputs, "outs declares", params["outs"] or outputs)
+        outputs, tangents_out = rule(primals, tangents, **params)
+        outputs = _outputs(what, outputs, params["outs"] or jax.tree.leaves(outputs))
         avals = list(map(jax.typeof, outputs))
-        return outputs, _from_rule(what, returned[1], "the outputs are", avals)
+        return outputs, _from_rule(what, tangents_out, "the outputs are", avals)
 
-    def vmapped(function: Callable, flags: tuple) -> Callable:
-        return jax.vmap(function, in_axes=(_in_axes(flags), _in_axes(flags)))
-
-    outputs, tangents_out = _for_each_vmap(vmapped, of_slice, bound.vmaps)(tuple(primals), tuple(tangents))
-    return outputs, _with_zeros(tangents_out, outputs)
+    vmaps = [(in_axes, in_axes) for in_axes in bound.vmaps]
+    outputs, tangents_out = _vmap_rule(of_slice, vmaps, primals, tangents)
+    return outputs, [_zero_tangent(x) if t is None else t for x, t in zip(outputs, tangents_out)]
 
 
-def _with_zeros(tangents: Sequence, values: Sequence) -> list:
-    """The tangents of `values`: a new Zero for None, and for a Zero, whose shape may be another."""
-    with_zeros = []
-    for tangent, value in zip(tangents, values):
-        zero = ad.Zero(jax.typeof(value).to_tangent_aval())
-        with_zeros.append(zero if _is_zero(tangent) else tangent)
-    return with_zeros
+def _zero_tangent(x: Any) -> Any:
+    return ad.Zero(jax.typeof(x).to_tangent_aval())
 
 
 def _op_transpose(bound: _OpBinding, cts: Sequence, *operands: Any) -> list:
@@ -6743,67 +6645,69 @@ def _op_transpose(bound: _OpBinding, cts: Sequence, *operands: Any) -> list:
     if all(type(ct) is ad.Zero for ct in cts):
         return [None] * len(operands)
     what = f"the transpose rule of {bound.op.name!r}"
-    params = bound.slice_params
 
-    def of_slice(cts: list, operands: tuple) -> list:
+    def of_slice(cts: tuple, operands: tuple) -> list:
         avals = [x.aval if ad.is_undefined_primal(x) else None for x in operands]
-        return _from_rule(what, rule(cts, *operands, **params), "the operands are", avals)
+        return _from_rule(what, rule(list(cts), *operands, **bound.rule_params), "the operands are", avals)
 
-    def vmapped(function: Callable, flags: tuple) -> Callable:
-        return jax.vmap(function, in_axes=(0, _in_axes(flags)))
+    vmaps = [((0,) * len(cts), in_axes) for in_axes in bound.vmaps]
+    results = _vmap_rule(of_slice, vmaps, cts, operands)
+    for i, ct in enumerate(results):
+        if ct is not None:
+            shared = [d for d, in_axes in enumerate(bound.vmaps) if in_axes[i] is None]
+            if shared:
+                ct = jax.lax.reduce_sum(ct, shared)  # over the slices that share the operand
+            results[i] = _sharded_like(ct, operands[i].aval)
+    return results
 
-    flags_of = _by_operand(bound.vmaps, len(operands))
-    cts = [_symbolic_slice(ct, len(bound.vmaps)) for ct in cts]
-    ins = [_symbolic_slice(x, sum(flags)) for x, flags in zip(operands, flags_of)]
-    results = _for_each_vmap(vmapped, of_slice, bound.vmaps)(cts, tuple(ins))
-    return list(map(_summed, results, operands, flags_of))
+
+def _vmap_rule(of_slice: Callable, vmaps: Sequence[tuple], *groups: Sequence) -> Any:
+    """A user's rule of groups of values under vmaps: `in_axes` of each has a tuple for each group."""
+    slices = []
+    for k, values in enumerate(groups):
+        axes_of_group = [in_axes[k] for in_axes in vmaps]
+        depths = [[axes[i] for axes in axes_of_group].count(0) for i in range(len(values))]
+        slices.append(tuple(map(_symbolic_slice, values, depths)))
+    return _for_each_vmap(jax.vmap, of_slice, vmaps)(*slices)
 
 
 def _symbolic_slice(x: Any, depth: int) -> Any:
-    """What is symbolic, as one slice under `depth` vmaps sees it; anything else as it is."""
+    """What is symbolic, as one slice of `depth` batch dimensions sees it; anything else as it is."""
     if not depth or type(x) not in (ad.Zero, ad.UndefinedPrimal):
         return x
     aval = _out_aval(x.aval.shape[depth:], x.aval.dtype, [x.aval], x.aval.sharding.spec[depth:])
     return type(x)(aval)
 
 
-def _summed(ct: Any, operand: Any, flags: Sequence[bool]) -> Any:
-    """The cotangent of an operand: summed over the vmaps whose slices share it."""
-    if ct is None:
-        return None
-    shared_axes = [axis for axis, flag in enumerate(flags) if not flag]
-    if shared_axes:
-        ct = jax.lax.reduce_sum(ct, shared_axes)
-    return _sharded_like(ct, operand.aval)
-
-
 def _bind_with_vjp(call: _OpCall, ins: Sequence, fwd: Callable, bwd: Callable) -> Any:
-    """Bind the op with its vjp rule, whose functions get the options of a call with these operands."""
+    """Bind the op with its vjp rule, whose functions get the parameters of a call with these operands."""
     ins = _make_varying(ins)
     avals = list(map(jax.typeof, ins))
-    options = call.options(_input_specs(ins))
-
-    def forward(*ins: Any) -> tuple:
-        return fwd(*ins, **options)
+    params = call.binding(ins).rule_params
 
     def backward(residuals: Any, cotangents: Any) -> tuple:
-        returned = bwd(residuals, cotangents, **options)
+        returned = bwd(residuals, cotangents, **params)
         return tuple(_from_rule(f"the vjp rule of {call.op.name!r}", returned, "the operands are", avals))
 
     function = jax.custom_vjp(call.bind_primitive)
-    function.defvjp(forward, backward)
+    function.defvjp(functools.partial(fwd, **params), backward)
     return function(*ins)
 
 
-def _from_rule(what: str, returned: Any, kind: str, avals: Sequence) -> list:
+def _from_rule(what: str, returned: Any, declares: str, avals: Sequence) -> list:
     """What a rule returned, as arrays of these types: None for zeros, and where a type is None or has no derivative."""
     if isinstance(returned, dict):
         raise TypeError(f"{what} returned {returned!r:.80}: return a tuple, in the order of what it is for")
     if not isinstance(returned, (list, tuple)):
         returned = [returned]
+    arrays = [None if _is_zero(x) else _as_array(x) for x in returned]
     expected = [aval if aval and jax.dtypes.issubdtype(aval.dtype, np.inexact) else None for aval in avals]
-    arrays = _returned(what, returned, kind, expected)
-    return [x if x is None else _sharded_like(x, aval) for x, aval in zip(arrays, avals)]
+    _check_returned(what, arrays, declares, expected)
+    return [None if x is None or aval is None else _sharded_like(x, aval) for x, aval in zip(arrays, expected)]
+
+
+def _is_zero(x: Any) -> bool:
+    return x is None or isinstance(x, (ad.Zero, ad.UndefinedPrimal))  # rules of BrainEvent return operands
 
 
 def _derivative_rule(op: XLACustomKernel, kind: str) -> Callable:
@@ -6882,7 +6786,10 @@ _BACKENDS = {
         {"cpu": _NUMBA_INSTALL}, ("numba.Dispatcher", "numba.DUFunc", "numba.GUFunc"), numba_kernel, _check_numba
     ),
     "warp": _Backend(
-        {"cpu": _WARP_INSTALL, "gpu": "jax[cuda13], " + _WARP_INSTALL}, ("warp.Kernel",), warp_kernel, _check_warp
+        {"cpu": _WARP_INSTALL, "gpu": 'pip install "jax[cuda13]" warp-lang numba'},
+        ("warp.Kernel",),
+        warp_kernel,
+        _check_warp,
     ),
     "numba_cuda": _Backend({"gpu": _CUDA_INSTALL}, _CUDA_DISPATCHERS, _wrap_numba_cuda, _check_numba_cuda),
 }
