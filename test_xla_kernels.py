@@ -2061,7 +2061,6 @@ def test_a_second_process_compiles_no_kernel_that_numba_caches(tmp_path):
     assert second == [*first[:-1], "compiled: False"]
 
 
-
 # ======================================================================================================
 # Numba CUDA
 # ======================================================================================================
@@ -2166,7 +2165,6 @@ def own_kernel(package_cuda, parameters, body="cuda.grid(1)"):
     return runs(f"{body}\n    number = {next(KERNEL_NUMBERS)}", parameters, cuda=package_cuda)
 
 
-
 # -- without a GPU: what XLA is told -------------------------------------------------------------------
 
 
@@ -2264,7 +2262,9 @@ def test_cuda_refused_callable(func, text):
 def test_cuda_without_gpu_or_simulator():
     kernel = cuda_op(cuda_copy)
     for call in (kernel, kernel, jax.jit(kernel)):
-        with pytest.raises(NotImplementedError, match="'cuda_copy' .*pip install .*NUMBA_ENABLE_CUDASIM=1.*numba_kernel"):
+        with pytest.raises(
+            NotImplementedError, match="'cuda_copy' .*pip install .*NUMBA_ENABLE_CUDASIM=1.*numba_kernel"
+        ):
             call(F32)
 
 
@@ -2272,7 +2272,6 @@ def test_cuda_missing_package(monkeypatch):
     monkeypatch.setitem(sys.modules, getattr(cuda, "__name__", "numba.cuda"), None)  # what `cuda_copy` reads
     with pytest.raises(ImportError, match="pip install"):
         cuda_op(cuda_copy)(F32)
-
 
 
 # -- without a GPU: what the driver is asked to do -----------------------------------------------------
@@ -2401,7 +2400,8 @@ class Dispatcher:
     def compile(self, arrays):
         words = ", ".join(".param .u64 word" for array in arrays for _ in range(3 + 2 * array.ndim))
         found = {"func_name": "entry", "cubin": b"\\x7fELF", "targetoptions": {}}
-        return modules.SimpleNamespace(ptx=f".entry entry({words})", metadata=found, _type_annotation=None)
+        ptx = f".entry entry({words}) {{ {self.targetoptions.get('ptx', '')} }}"
+        return modules.SimpleNamespace(ptx=ptx, metadata=found, _type_annotation=None)
 def jit(**options):
     return lambda function: Dispatcher(function, options)
 """
@@ -2988,6 +2988,7 @@ def test_cudasim_runs_on_cpu_only():
 
 # -- with a GPU ----------------------------------------------------------------------------------------
 
+
 def gpu_copy(how):
     """A kernel that copies its input, launched in each way that there is."""
     if how == "native":
@@ -3198,6 +3199,486 @@ def test_gpu_every_device():
 def test_gpu_cuda_cooperative_goes_through_python():
     kernel = own_kernel(cuda, "x, out", "cuda.cg.this_grid().sync(); out[0] = x[0]")
     np.testing.assert_array_equal(xk.numba_cuda_kernel(cuda.jit(kernel), spec(1), grid=2, block=8)(F32), [1])
+
+
+# -- new in 0.4 ----------------------------------------------------------------------------------------
+
+# A dict takes a read-only array as a writable one, as Numba casts the value.
+numbers_and_arrays = numba.njit(lambda out: {0: out})
+
+
+@numba.njit
+def put_in(d, x):
+    d[1] = x
+
+
+@numba.njit
+def write_in_dict(x, out):
+    d = {0: out}
+    d[1] = x
+    d[1][0] = 77
+
+
+WRITES_IN_DICTS = [
+    "d = {0: out}; d[1] = x; d[1][0] = 77",
+    "d = dict(); d[0] = out; d[1] = x; d[1][0] = 77",
+    "d = {0: out}; d.setdefault(1, x)[0] = 77",
+    "d = {0: out}; d.update({1: x}); d[1][0] = 77",
+    "d = {0: (out, 1)}; d[1] = (x, 2); d[1][0][0] = 77",
+    "d = {0: out}; d[1] = x\n    for a in d.values(): a[0] = 77",
+    "d = {1: out}; d[0] = x; d[0].sort()",
+    "d = numbers_and_arrays(out); d[1] = x; d[1][0] = 77",
+    "d = {0: out}; put_in(d, x); d[1][0] = 77",
+    "write_in_dict(x, out)",
+    "d = {0: np.zeros(x.size, x.dtype)}; d[1] = x; d[1][0] = 77; return d[1]",
+]
+
+
+@pytest.mark.filterwarnings("ignore::numba.core.errors.NumbaTypeSafetyWarning")
+@pytest.mark.parametrize("code", WRITES_IN_DICTS)
+def test_a_dict_leaves_the_callers_array_alone(code):
+    kernel = wrap(runs(code if "return" in code else f"{code}\n    out[:] = 0", **globals()))
+    if "return" in code:
+        kernel = wrap(runs(code, "x", **globals()))
+    before = np.array([4, 3, 2, 1], np.float32)
+    x, batch = jnp.array(before), jnp.array([before, -before])
+    kernel(x), jax.vmap(kernel)(batch)
+    np.testing.assert_array_equal(x, before)
+    np.testing.assert_array_equal(batch, [before, -before])
+    _, beside = jax.jit(lambda x: (kernel(x), x + 0))(x)
+    np.testing.assert_array_equal(beside, before)
+
+
+CACHED_DICT = """
+    import numba
+
+    @numba.njit(cache=True)
+    def normalized(x, out):
+        rows = {0: out}
+        rows[1] = x
+        rows[1] /= 2
+        out[:] = rows[1]
+    """
+NORMALIZES = """
+    from normalizing import normalized
+    x = jnp.asarray(ones)
+    print(wrap(normalized)(x), x)
+    """
+
+
+def test_a_dict_leaves_the_callers_array_alone_in_a_second_process(tmp_path):
+    (tmp_path / "normalizing.py").write_text(textwrap.dedent(CACHED_DICT))
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    for _ in range(2):
+        assert run_code(NORMALIZES, PYTHONPATH=path) == "[0.5 0.5 0.5 0.5] [1. 1. 1. 1.]\n"
+
+
+# A kernel object is compiled once for each signature: what it reads of globals is read then, and never again.
+
+
+def result_of(kernel, x=F32):
+    return float(wrap(kernel)(x).ravel()[0])
+
+
+def calls_again(function):
+    """A kernel that the same `def` makes each time."""
+
+    def kernel(x, out):
+        out[0] = function(x[0])
+
+    return kernel
+
+
+def test_helpers_that_were_compiled_in_a_loop_that_reads_a_global():
+    helpers = []
+    for scale in (1.0, 2.0, 3.0):
+
+        @numba.njit("float32(float32)")
+        def scaled(a):
+            return a * scale
+
+        helpers.append(scaled)
+    assert [result_of(calls_again(function)) for function in helpers] == [1, 2, 3]
+
+
+def test_globals_are_read_when_a_kernel_is_compiled():
+    jitted = numba.njit(kernel_from("def kernel(x, out): out[0] = number", number=1))
+    assert result_of(jitted) == 1
+    jitted.py_func.__globals__["number"] = 2
+    jax.clear_caches()
+    assert result_of(jitted) == 1
+    assert result_of(jitted, F32.astype(np.int32)) == 2  # a signature of its own
+    assert result_of(jitted.py_func) == result_of(numba.njit(jitted.py_func)) == 2
+
+
+def test_a_helper_keeps_what_it_was_compiled_with_until_recompiled():
+    compiled = helper("a + n", n=71)
+    first = calls_again(compiled)
+    assert result_of(first) == result_of(calls_again(compiled)) == 72
+    compiled.py_func.__globals__["n"] = 1
+    assert result_of(calls_again(compiled)) == 72
+    assert result_of(calls_again(helper("a + n", n=1))) == 2
+    compiled.recompile()
+    assert result_of(calls_again(compiled)) == 2
+
+
+def test_a_helper_that_took_fastmath_from_its_first_caller():
+    def kernels():
+        is_nan = helper("1.0 if a != a else 0.0")
+        return numba.njit(fastmath=True)(calls_again(is_nan)), calls_again(is_nan)
+
+    fast, plain = kernels()
+    assert result_of(fast, np.nan * F32) == 0
+    assert result_of(plain, np.nan * F32) == 0  # as in Numba
+    assert result_of(kernels()[1], np.nan * F32) == 1
+
+
+def test_defaults_that_change_after_njit():
+    def times(a, n=1.0):
+        return a * n
+
+    before = numba.njit(times)
+    times.__defaults__ = (2.0,)
+    assert [result_of(calls_again(function)) for function in (before, numba.njit(times))] == [1, 2]
+
+
+def test_attributes_of_modules_builtins_and_inlined_helpers_that_change(monkeypatch):
+    module, inlined = module_with(n=1), helper("a + n", numba.njit(inline="always"), n=0)
+
+    def make(expression):
+        source = f"def make(module, inlined):\n    def kernel(x, out): out[0] = {expression}\n    return kernel"
+        return kernel_from(source, name="make")
+
+    makers = [make(expression) for expression in ("module.n", "added", "inlined(x[0])")]
+    for n in (1, 2):
+        module.n = inlined.py_func.__globals__["n"] = n
+        monkeypatch.setattr(builtins, "added", n, raising=False)
+        assert [result_of(make(module, inlined)) for make in makers] == [n, n, 1 + n]
+
+
+def test_options_and_layouts_of_one_function():
+    def overflows(x, out):
+        total = 100 * int(x[0])
+        total += 100
+        out[0] = total
+
+    for kind, found in ((numba.int8, -56), (numba.int64, 200)):
+        assert result_of(numba.njit(locals={"total": kind})(overflows)) == found
+
+    def size(x, out):
+        out[:] = x.size
+
+    for layout, found in (("(n)->(n)", 3), ("(m,n)->(m,n)", 6)):
+        assert result_of(numba.guvectorize(layout)(size), np.ones((2, 3), np.float32)) == found
+
+
+WITHOUT_JIT = """
+    factor = 1.0
+    def kernel(x, out):
+        out[:] = factor * x
+    made = wrap(kernel)
+    for factor in (1.0, 2.0):
+        print(made(ones)[0], wrap(numba.njit(kernel))(ones)[0], jax.vmap(made)(ones[None])[0, 0])
+    """
+
+
+def test_without_jit_python_reads_globals_in_every_call():
+    assert run_code(WITHOUT_JIT, NUMBA_DISABLE_JIT="1").split() == ["1.0"] * 3 + ["2.0"] * 3
+
+
+@contextlib.contextmanager
+def compiled_functions():
+    """The names of the functions that Numba compiles meanwhile."""
+    names = []
+    with numba.core.event.install_recorder("numba:compile") as recorder:
+        yield names
+    names += [event.data["dispatcher"].py_func.__name__ for _, event in recorder.buffer if event.is_start]
+
+
+def test_a_kernel_that_is_made_again_for_each_shape_is_compiled_once():
+    doubled = numba.njit(lambda a: 2 * a)
+
+    def make(alpha, jit=lambda kernel: kernel):
+        def kernel(x, out):
+            for i in range(x.size):
+                out[i] = alpha * np.sqrt(doubled(x[i]))
+
+        return wrap(jit(kernel))
+
+    for alpha, jit, dtype in ((2.0, None, "f4"), (3.0, None, "f4"), (3.0, None, "f8"), (3.0, numba.njit, "f4")):
+        with x64(), compiled_functions() as names:
+            for n in (1, 2, 3, 4):
+                call = make(alpha, *filter(None, [jit]))
+                x = np.full(n, 2, dtype)
+                np.testing.assert_array_equal(jax.jit(call)(x), 2 * alpha * x / x)
+                np.testing.assert_array_equal(jax.vmap(call)(x[None]), 2 * alpha * x[None] / 2)
+        assert names.count("kernel") == 1, (alpha, jit, dtype)
+
+
+# XLA splits a batch over a mesh itself; a kernel's own dimensions are gathered.
+
+
+@xk.numba_kernel(outs=like_first)
+def running_product(x, y, out):
+    total = 0.0
+    for i in range(x.size):
+        total += x[i]
+        out[i] = total * y[i]
+
+
+@xk.numba_kernel(outs=like_first)
+def matvec(x, w, out):
+    for i in range(x.size):
+        total = 0.0
+        for j in range(x.size):
+            total += w[i, j] * x[j]
+        out[i] = total
+
+
+@xk.numba_kernel(outs=lambda total, x: (total, spec(dtype=np.int32)), input_output_aliases={0: 0})
+def added_to(total, x, out, count):
+    for i in range(x.size):
+        out[i] += x[i]
+    count[()] = x.size
+
+
+def mesh_of(*shape, **options):
+    """Of the first four devices, with axes a, b."""
+    return jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(shape), ("a", "b")[-len(shape) :], **options)
+
+
+def on_devices(x, *axes, mesh=None):
+    return jax.device_put(x, jax.sharding.NamedSharding(mesh or mesh_of(2, 2), P(*axes)))
+
+
+def check_split(function, args, expected, is_split=True):
+    """The numbers are right, and nothing is gathered."""
+    compiled = jax.jit(function).lower(*args).compile()
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), compiled(*args), expected)
+    assert ("all-gather" not in compiled.as_text()) == is_split
+
+
+ROWS_OF_6, SIX_BY_SIX, BLOCKS_OF_6 = [
+    np.random.default_rng(0).random(shape, np.float32) for shape in ((8, 6), (6, 6), (8, 4, 6))
+]
+matvecs = jax.vmap(matvec, (0, None))
+matvecs_of_blocks = jax.vmap(matvecs, (0, None))
+
+
+def all_matvecs(rows, square=SIX_BY_SIX):
+    return rows @ square.T
+
+
+SPLIT_PROGRAMS = {  # a function, its arrays with the axes that their dimensions are split over, and what is right
+    "a shared matrix": (matvecs, [(ROWS_OF_6, "b"), (SIX_BY_SIX,)], all_matvecs(ROWS_OF_6)),
+    "in a program": (lambda x, w: matvecs(2 * x, w + 1).sum(1), [(ROWS_OF_6, "b"), (SIX_BY_SIX,)],
+                     all_matvecs(2 * ROWS_OF_6, SIX_BY_SIX + 1).sum(1)),
+    "two vmaps, both split": (matvecs_of_blocks, [(BLOCKS_OF_6, "a", "b"), (SIX_BY_SIX,)], all_matvecs(BLOCKS_OF_6)),
+    "two axes on one dimension": (matvecs_of_blocks, [(BLOCKS_OF_6, ("a", "b")), (SIX_BY_SIX,)], all_matvecs(BLOCKS_OF_6)),
+    "in a loop": (lambda x, w: jax.lax.fori_loop(0, 2, lambda _, x: matvecs_of_blocks(x, w), x),
+                  [(BLOCKS_OF_6, "a"), (SIX_BY_SIX,)], all_matvecs(all_matvecs(BLOCKS_OF_6))),
+    "one of two operands split": (jax.vmap(running_product), [(ROWS_OF_6, "a"), (ROWS_OF_6,)], ROWS_OF_6.cumsum(1) * ROWS_OF_6),
+    "batched by the inner vmap only": (jax.vmap(jax.vmap(running_product), (0, None)), [(BLOCKS_OF_6, "a"), (BLOCKS_OF_6[0],)],
+                                       BLOCKS_OF_6.cumsum(2) * BLOCKS_OF_6[0]),
+    "an alias, two results": (jax.vmap(added_to), [(ROWS_OF_6, "a"), (ROWS_OF_6, "a")], (2 * ROWS_OF_6, np.full(8, 6))),
+    "seven slices, and those beside them": (lambda x, w: (matvecs(x[:7], w), x), [(ROWS_OF_6,), (SIX_BY_SIX,)],
+                                            (all_matvecs(ROWS_OF_6[:7]), ROWS_OF_6)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SPLIT_PROGRAMS)
+def test_xla_splits_a_batch(case):
+    function, arrays, expected = SPLIT_PROGRAMS[case]
+    check_split(function, [on_devices(*array) for array in arrays], expected)
+
+
+def test_a_kernels_own_dimensions_are_gathered():
+    check_split(
+        matvecs_of_blocks,
+        [on_devices(BLOCKS_OF_6, "a", None, "b"), on_devices(SIX_BY_SIX)],
+        all_matvecs(BLOCKS_OF_6),
+        is_split=False,
+    )
+
+
+@pytest.mark.parametrize("ranks", [(0, 2), (1, 2), (0, 1, 2), (2, 0), (3, 0), (1, 0, 3), (1, 1)])
+def test_xla_splits_a_batch_whose_shared_operands_have_any_rank(ranks):
+    terms = [f"x{k}[{', '.join(['0'] * rank) or '()'}]" for k, rank in enumerate(ranks)]
+    names = [f"x{k}" for k in range(len(ranks))]
+    add = wrap(runs(f"for i in range(3): out[i] = i + {' + '.join(terms)}", ", ".join([*names, "out"])), spec(3))
+    for batched in itertools.product([True, False], repeat=len(ranks)):
+        arrays = [
+            np.random.default_rng(0).random([8] * flag + [2] * rank, np.float32) for flag, rank in zip(batched, ranks)
+        ]
+        args = [on_devices(x, *["a"] * flag) for x, flag in zip(arrays, batched)]
+        if any(batched):
+            firsts = [x.reshape(x.shape[0] if flag else 1, -1)[:, 0] for x, flag in zip(arrays, batched)]
+            expected = np.sum(np.broadcast_arrays(*firsts), axis=0)[:, None] + np.arange(3)
+            check_split(jax.vmap(add, [0 if flag else None for flag in batched]), args, expected)
+
+
+def test_an_exported_program_stays_split():
+    line = mesh_of(4)
+    placed = [jax.sharding.NamedSharding(line, P(*axes)) for axes in ("b", ())]
+    program = export.export(jax.jit(matvecs, in_shardings=placed), disabled_checks=xk.export_checks())(
+        ROWS_OF_6, SIX_BY_SIX
+    )
+    program = export.deserialize(program.serialize())
+    check_split(
+        program.call, [on_devices(ROWS_OF_6, "b", mesh=line), on_devices(SIX_BY_SIX, mesh=line)], all_matvecs(ROWS_OF_6)
+    )
+
+
+def test_two_meshes_in_one_program():
+    args = on_devices(ROWS_OF_6, "b", mesh=mesh_of(4)), on_devices(BLOCKS_OF_6, "a", "b"), on_devices(SIX_BY_SIX)
+    check_split(
+        lambda rows, blocks, w: (matvecs(rows, w), matvecs_of_blocks(blocks, w)),
+        args, (all_matvecs(ROWS_OF_6), all_matvecs(BLOCKS_OF_6)),
+    )  # fmt: skip
+
+
+def test_an_abstract_mesh():
+    abstract = mesh_of(2, 2).abstract_mesh
+
+    def constrained(x, w):
+        return matvecs(jax.lax.with_sharding_constraint(2 * x, jax.sharding.NamedSharding(abstract, P("b"))), w)
+
+    check_split(constrained, [on_devices(ROWS_OF_6, "b"), on_devices(SIX_BY_SIX)], all_matvecs(2 * ROWS_OF_6))
+
+
+def test_explicit_axes_keep_vmaps_dimensions_sharded():
+    mesh = mesh_of(4, axis_types=(jax.sharding.AxisType.Explicit,))
+    x, w = on_devices(ROWS_OF_6, "b", mesh=mesh), on_devices(SIX_BY_SIX, mesh=mesh)
+    result = jax.eval_shape(matvecs, x, w)
+    assert result.sharding.spec[0] == "b"
+    np.testing.assert_allclose(jax.jit(matvecs)(x, w), all_matvecs(ROWS_OF_6), rtol=1e-5)
+
+
+def test_side_effects_over_several_devices_are_refused():
+    call = jax.jit(jax.vmap(wrap(has_side_effect=True)))
+    with pytest.raises(Exception, match="shard_map"):
+        call(on_devices(ROWS_OF_6, "a"))
+
+
+RAISES_ON_SEVEN_SLICES = """
+    import faulthandler
+    faulthandler.dump_traceback_later(120, exit=True)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), "b")
+    whole, split = [jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)) for axes in ((), "b")]
+    kernel = jax.vmap(wrap(runs("if x[0] > 5: raise ValueError('too large')\\n    out[:] = x")))
+    call = jax.jit(lambda x: jax.lax.with_sharding_constraint(2 * kernel(x[:7]), whole), in_shardings=split)
+    x = jax.device_put(np.arange(16, dtype=np.float32).reshape(8, 2) / 4, split)
+    print(call(x)[6])
+    print("too large" in error_of(call, 4 * x))
+    """
+
+
+def test_a_kernel_that_raises_in_a_batch_that_devices_do_not_divide():
+    output = run_code(RAISES_ON_SEVEN_SLICES, XLA_FLAGS="--xla_force_host_platform_device_count=4")
+    assert output == "[6.  6.5]\nTrue\n"
+
+
+SCALES = """
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    hits = []
+    jax.monitoring.register_event_listener(lambda event, **_: hits.append(event.endswith("/cache_hits")))
+    scaled = wrap(runs(f"out[:] = {sys.argv[1]} * x"), name="scaled")
+    print(jax.jit(lambda x: jax.vmap(scaled)(x))(ones[None])[0, 0], any(hits))
+    """
+
+
+def test_programs_that_jax_keeps_on_disk_run_the_kernels_of_their_process(tmp_path):
+    outputs = [run_code(SCALES, factor, JAX_COMPILATION_CACHE_DIR=str(tmp_path)) for factor in (2, 3)]
+    assert outputs == ["2.0 False\n", "3.0 True\n"]
+
+
+# Names: unique within a process, and the user's own for other processes.
+
+LOADS_MINE = """
+    program = jax.export.deserialize(bytearray(open(sys.argv[1], "rb").read()))
+    jax.eval_shape(wrap(runs("out[:] = x + 2"), name="mine"), ones)  # another kernel
+    print(program.call(ones))
+    """
+
+
+def exported_bytes(function, *args):
+    jax.eval_shape(function, *args)
+    return export.export(jax.jit(function), disabled_checks=xk.export_checks())(*args).serialize()
+
+
+def test_a_kernel_of_the_users_name_is_found_in_another_process(tmp_path):
+    mine = wrap(name="mine")
+    (tmp_path / "program").write_bytes(exported_bytes(mine, FLOATS))
+    assert run_code(LOADS_MINE, tmp_path / "program") == "[3. 3. 3. 3.]\n"
+    for dtype in (np.float32, np.int32):  # one kernel of each signature
+        np.testing.assert_array_equal(mine(np.ones(3, dtype)), [2, 2, 2])
+
+
+def test_two_kernels_of_one_name_and_signature_are_an_error():
+    first, second = [wrap(kernel, name="twice") for kernel in closures("x[0] + v", [1, 2])]
+    assert first(F32)[0] == first(F32)[0] == 2
+    with pytest.raises(ValueError, match="twice"):
+        second(F32)
+
+
+def test_kernels_that_only_a_number_tells_apart_are_not_exported():
+    first, second = [wrap(kernel_from("def kernel(x, out): out[:] = x * 123")) for _ in range(2)]
+    assert exported_bytes(first, FLOATS)
+    with pytest.raises(ValueError, match="custom call"):
+        exported_bytes(second, FLOATS)
+    np.testing.assert_array_equal(second(F32), 123 * F32)
+
+
+# What went, and the way that there is.
+
+
+def _times_first(n, x, out):
+    out[:] = n[()] * x
+
+
+@pytest.mark.parametrize("text, call, inputs, named", [
+    ("scalars", head, [F32], {"n": 3, "alpha": F32[0]}),
+    ("multiple values", wrap(_times_first), [F32], {"n": F32[0]}),
+    ("pure_callback", wrap(runs("with numba.objmode():\n        print()\n    out[:] = x")), [F32], {}),
+])  # fmt: skip
+def test_what_is_refused_and_what_to_use(text, call, inputs, named):
+    with pytest.raises(TypeError, match=text):
+        call(*inputs, **named)
+
+
+@pytest.mark.parametrize(
+    "signature", ["void(float32[:], float32[:])", ["void(f8[:], f8[:])", "void(f4[::1], f4[::1])"]]
+)
+@pytest.mark.parametrize("dtype", [np.float32, np.int32])
+def test_explicit_signatures_are_compiled_anew_for_the_call(signature, dtype):
+    typed = numba.njit(signature)(add_one.__wrapped__)
+    np.testing.assert_array_equal(wrap(typed)(np.ones(4, dtype)), [2, 2, 2, 2])
+
+
+@pytest.mark.parametrize("call", [lambda f: f, jax.jit, jax.vmap])
+def test_the_warning_of_64_bits_names_the_users_line(call):
+    with pytest.warns(UserWarning, match="float64.*jax_enable_x64") as caught:
+        call(wrap(outs=lambda x: spec(*x.shape, dtype=np.float64)))(F32[None])
+    assert {warning.filename for warning in caught} == {__file__}
+
+
+SPINS = (
+    "while cuda.atomic.compare_and_swap(out, 0, 1) == 0:\n        pass",
+    "while cuda.atomic.exch(out, 0, 1) == 0: pass",
+)
+PTX_OF_SPINS = "atom.global.cas.b32 %r1, [%rd1], 0, 1;", "atom.global.exch.b32 %r1, [%rd1], 1;"
+
+
+@pytest.mark.parametrize("k", [0, 1], ids=["cas", "exch"])
+def test_fakecuda_kernels_that_spin_on_atomics_are_launched_per_slice(gpus, batching_cuda, k):
+    """Blocks of other slices that do not run may be what they wait for."""
+    if hasattr(batching_cuda, "compiles_nothing"):
+        kernel = batching_cuda.jit(ptx=PTX_OF_SPINS[k])(own_kernel(batching_cuda, "x, out"))
+    else:
+        kernel = own_kernel(batching_cuda, "x, out", SPINS[k])
+    op = xk.numba_cuda_kernel(kernel, like_first, **BLOCK)
+    assert gpus.launches(jax.vmap(op), jnp.ones((4, 3), np.int32)) == [ONE_THREAD] * 4
 
 
 # ======================================================================================================
