@@ -3659,7 +3659,7 @@ def test_explicit_signatures_are_compiled_anew_for_the_call(signature, dtype):
 @pytest.mark.parametrize("call", [lambda f: f, jax.jit, jax.vmap])
 def test_the_warning_of_64_bits_names_the_users_line(call):
     with pytest.warns(UserWarning, match="float64.*jax_enable_x64") as caught:
-        call(wrap(outs=lambda x: spec(*x.shape, dtype=np.float64)))(F32[None])
+        call(wrap(copy.__wrapped__, lambda x: spec(*x.shape, dtype=np.float64)))(F32[None])
     assert {warning.filename for warning in caught} == {__file__}
 
 
