@@ -768,8 +768,9 @@ EXPORTED = ("leaky_relu", "csr_event")  # with a static parameter, and with an o
 
 def exported_calls():
     """(name, call, reference, inputs) with those backends that run here."""
-    for op, (backend, (_, needs, _)) in itertools.product(EXPORTED, BACKENDS.items()):
-        if can_run(op, backend, "float32") and not conftest.missing(needs):
+    for op, backend in itertools.product(EXPORTED, BACKENDS):
+        needs = BACKENDS[backend].needs
+        if not conftest.missing(needs):
             inputs = OPS[op].inputs(np.random.default_rng(0), np.dtype("float32"))
             with conftest.computing_for([needs]):
                 yield f"{op}-{backend}", *call_and_reference(op, backend), inputs
@@ -880,45 +881,6 @@ def test_program_numpyro_sampler():
     samples = chains.get_samples()
     assert abs(samples["mean"].mean() - y.mean()) < 0.02
     assert abs(samples["scale"].mean() - y.std()) < 0.02
-
-
-@pytest.mark.needs("equinox", "optax", "warp")
-def test_program_equinox_warp_training():
-    """Springs of unknown stiffness: equinox and optax learn it through the adjoint of a Warp kernel, in a scan."""
-    import equinox as eqx
-    import optax
-
-    @wp.kernel
-    def pull(x: wp.array(dtype=float), stiffness: wp.array(dtype=float), force: wp.array(dtype=float)):
-        i = wp.tid()
-        force[i] = stiffness[i] * wp.sin(x[i])
-
-    force = xk.warp_kernel(pull, outs=like_first, differentiable=True)
-
-    class Springs(eqx.Module):
-        stiffness: jax.Array
-
-        def __call__(self, x):
-            """The positions after ten steps."""
-            return jax.lax.scan(lambda x, _: (x - 0.1 * force(x, self.stiffness), None), x, length=10)[0]
-
-    xs = jnp.asarray(np.random.default_rng(0).uniform(-0.5, 0.5, (16, 8)), jnp.float32)
-    stiffness, optimizer = jnp.linspace(0.5, 1.5, 8), optax.adam(0.05)
-    targets = jax.vmap(Springs(stiffness))(xs)
-
-    def loss(model):
-        return jnp.mean((jax.vmap(model)(xs) - targets) ** 2)
-
-    @eqx.filter_jit
-    def train(model, state):
-        updates, state = optimizer.update(eqx.filter_grad(loss)(model), state)
-        return eqx.apply_updates(model, updates), state
-
-    model = Springs(jnp.ones(8))
-    state = optimizer.init(model)
-    for _ in range(200):
-        model, state = train(model, state)
-    np.testing.assert_allclose(model.stiffness, stiffness, atol=0.05)
 
 
 # ======================================================================================================
@@ -1096,20 +1058,6 @@ def closures(expression, values):
     return map(kernel_from(source, name="make"), values)
 
 
-def jitable_is_nan(fastmath):
-    """Of which `nnan` says that there are no NaNs."""
-    is_nan = kernel_from("def is_nan(a):\n    return 1.0 if a != a else 0.0", name="is_nan")
-    return numba.extending.register_jitable(fastmath=fastmath)(is_nan)
-
-
-def typed_labs(restypes):
-    """A function of C, while its type changes."""
-    function = C_LIBRARY.labs
-    for restype in restypes:
-        function.restype, function.argtypes = restype, [ctypes.c_long]
-        yield function
-
-
 C_LIBRARY = ctypes.cdll.msvcrt if sys.platform == "win32" else ctypes.CDLL(None)
 PAIRS = [collections.namedtuple("Pair", fields) for fields in ("a b", "b a")]
 HELPERS = [helper("a + 1"), helper("a + n", n=2), helper("inner(a)", inner=helper("a + 3")),
@@ -1125,8 +1073,6 @@ LOOK_ALIKES = {  # the same expression of other values, each of which gives anot
     "helpers": ("v(x[0])", HELPERS),
     "helpers in modules": ("v.helper(x[0])", [module_with(helper=function) for function in HELPERS]),
     "fields of named tuples": ("v.a", [pair(1, 2) for pair in PAIRS]),
-    "options of register_jitable": ("v(x[0] + np.nan)", map(jitable_is_nan, (set(), {"nnan"}))),
-    "foreign functions": ("v(300)", typed_labs([ctypes.c_long, ctypes.c_int8])),
 }
 
 
@@ -1134,12 +1080,6 @@ LOOK_ALIKES = {  # the same expression of other values, each of which gives anot
 def test_kernels_that_differ_give_different_results(case):
     results = [float(wrap(kernel)(np.zeros(1, np.float32))[0]) for kernel in closures(*LOOK_ALIKES[case])]
     assert len(set(results)) == len(results) > 1, results
-
-
-def test_options_of_njit_make_another_kernel():
-    for fastmath, found in ((False, 1), (True, 0), (False, 1)):
-        is_nan = runs("out[0] = 1.0 if x[0] != x[0] else 0.0")
-        assert wrap(numba.njit(fastmath=fastmath)(is_nan))(np.nan * F32)[0] == found
 
 
 @pytest.mark.parametrize("size, step", [(4, 1), (4, 2), (200_000, 1)])
@@ -1521,30 +1461,6 @@ def _sum_and_twice(x):
     return x.sum(), (2 * x, x.size)
 
 
-@dataclasses.dataclass
-class Work:
-    """As `scratch`: a function that cannot be hashed."""
-
-    dtype: str
-
-    def __call__(self, x):
-        return {"twice": x, "n": spec(dtype=self.dtype)}
-
-
-@xk.numba_kernel(outs=like_first, scratch=Work("int32"))
-def reverse(x, out, n, work):
-    n[()] = x.size
-    work[:] = x
-    for i in range(n[()]):
-        out[i] = work[x.size - 1 - i]
-
-
-@xk.numba_kernel(outs=lambda x, y: (x, y), input_output_aliases={1: 1})
-def add_both(x, y, first, second):
-    first[:] = x + y
-    second += x
-
-
 SCALARS, VECTORS = np.array([1.25, 1.5], np.float32), np.array([[1, 1.5, 1.75], [2, 1.25, 1.125]], np.float32)
 THREE_INPUTS = [SCALARS, VECTORS, VECTORS + 1]
 THREE_FLOATS, COUNT = spec(3), spec(dtype=np.int32)
@@ -1569,8 +1485,6 @@ ONE_LINERS = {  # a function as it is, the same in Python, two slices of each in
     "scalars": (wrap(_head, scalars=True), _scaled_head, [VECTORS], {"alpha": SCALARS, "n": TWO_COUNTS}),
     "named scalars": (wrap(_head, scalars=["alpha", "n"]), _scaled_head, [VECTORS, TWO_COUNTS, SCALARS], {}),
     "in-out": (in_out, lambda x, total: (x + total, 2 * (x + total)), [VECTORS], {"total": VECTORS + 1}),
-    "scratch": (reverse, lambda x: x[::-1], [VECTORS], {}),
-    "an alias": (add_both, lambda x, y: (x + y, x + y), [VECTORS, VECTORS + 1], {}),
     "in place": (wrap(runs("x += 1", "x"), THREE_FLOATS, in_out_argnames=["x"]), lambda x: x + 1, [VECTORS], {}),
 }
 
@@ -2615,20 +2529,6 @@ def test_fakecuda_launches_natively_on_each_device_that_jax_lists(gpus, package_
     assert not gpus.log()
 
 
-def test_fakecuda_jax_may_free_an_array_of_another_gpu_meanwhile(gpus, monkeypatch, compiling_cuda):
-    """XLA leaves the context of that GPU current."""
-    kernel = compiling_cuda.jit(own_kernel(compiling_cuda, "x, out"))
-    compile_ = type(kernel).compile
-
-    def compile_and_free(*args):
-        compiled = compile_(*args)
-        gpus.driver.cuCtxSetCurrent(ctypes.c_void_p(0x1010))
-        return compiled
-
-    monkeypatch.setattr(type(kernel), "compile", compile_and_free)
-    assert gpus.launches(xk.numba_cuda_kernel(kernel, like_first, **BLOCK), F32) == [ONE_THREAD]
-
-
 def test_fakecuda_asks_xla_for_the_device(gpus, package_cuda):
     """By XLA's own function, which knows the CPU's devices, too."""
     program = program_for_cuda(own_op(package_cuda), spec(4))
@@ -2759,7 +2659,6 @@ def test_fakecuda_callables_may_be_captured_if_one_says_so(gpus):
     ("debug", " on stream 0"),  # on which Numba reads the error code of a debug kernel
     ("cooperative", ""),
     ("another layout", ""),
-    ("compiled for each grid", ""),
 ])  # fmt: skip
 def test_fakecuda_kernels_that_python_launches(gpus, monkeypatch, compiling_cuda, kind, stream):
     body = "cuda.cg.this_grid().sync()" if kind == "cooperative" else "cuda.grid(1)"
@@ -2773,12 +2672,9 @@ def test_fakecuda_kernels_that_python_launches(gpus, monkeypatch, compiling_cuda
 
 
 def compiling(kind, compile_):
-    """Compiles as a package might: for a given grid only, or for arrays by reference."""
-    refusals = ["whole-function planner requires launch metadata, No launch config set for this thread"]
+    """Compiles as a package might: for arrays by reference."""
 
     def compile_otherwise(dispatcher, *args):
-        if kind == "compiled for each grid" and refusals:
-            raise RuntimeError(refusals.pop())
         found = compile_(dispatcher, *args)
         parameters = "(.param .u64 a, .param .align 8 .b8 b[56])"
         if kind == "another layout" and hasattr(found, "ptx"):
@@ -2856,9 +2752,9 @@ def test_fakecuda_explicit_signature(gpus, compiling_cuda):
 @pytest.mark.processes
 def test_cuda_simulator():
     """Runs what needs a device on the simulator, which Numba decides on when it is imported."""
-    tests = "test_on_cuda or test_cudasim or (test_matrix and numba_cuda) or test_export_and"
+    tests = "test_on_cuda or test_cudasim or test_export_and"
     lines = run_pytest("-k", tests, NUMBA_ENABLE_CUDASIM="1", JAX_PLATFORMS="cpu")
-    for kind in "test_export_and", "test_on_cuda", "test_cudasim", r"test_matrix\[.*numba_cuda":
+    for kind in "test_export_and", "test_on_cuda", "test_cudasim":
         assert re.search(rf"{kind}.* PASSED", lines)
     assert "SKIPPED" not in lines
 
@@ -2875,13 +2771,6 @@ def test_on_cuda_kernel_that_does_not_take_buffers(scalars, jitted):
         np.testing.assert_array_equal(call(y=3 * x), expected)
         slices = jax.vmap(lambda y: call(y=y))(jnp.stack([3 * x, 3 * x]))
         np.testing.assert_array_equal(slices, [expected, expected])
-
-
-@on_device
-def test_on_cuda_op_runs_where_its_kernels_do():
-    op = xk.XLACustomKernel("copy")
-    op.def_numba_cuda_kernel(functools.partial(cuda_op, cuda_copy))
-    np.testing.assert_array_equal(op(F32, outs=spec(4)), F32)
 
 
 @on_device
@@ -3309,13 +3198,11 @@ def test_globals_are_read_when_a_kernel_is_compiled():
     assert result_of(jitted.py_func) == result_of(numba.njit(jitted.py_func)) == 2
 
 
-def test_a_helper_keeps_what_it_was_compiled_with_until_recompiled():
+def test_a_helper_is_what_it_was_compiled_to_until_it_is_recompiled():
     compiled = helper("a + n", n=71)
-    first = calls_again(compiled)
-    assert result_of(first) == result_of(calls_again(compiled)) == 72
-    compiled.py_func.__globals__["n"] = 1
     assert result_of(calls_again(compiled)) == 72
-    assert result_of(calls_again(helper("a + n", n=1))) == 2
+    compiled.py_func.__globals__["n"] = 1
+    assert [result_of(calls_again(function)) for function in (compiled, helper("a + n", n=1))] == [72, 2]
     compiled.recompile()
     assert result_of(calls_again(compiled)) == 2
 
