@@ -19,30 +19,28 @@ A map of this file, whose sections begin under a line of `=`:
 
     1  JAX               what differs between its versions, what it does not document, and what it lacks
     2  C structs         those of XLA that a handler reads and writes: what a new jaxlib may change
-    3  Digests           names that equal kernels share, in every process, and that no others have
-    4  Targets           what is registered with XLA under these names
-    5  Specs and inputs  what comes in and goes out, checked where the user's call is on the stack
-    6  Partitioning      what XLA may split over a mesh
-    7  The primitive     one call of one target, and `_Wrapper`, which all backends share
-    8  The handler       machine code that XLA calls: it runs a kernel for each slice of a batch
-    9  Numba on CPU, 10 Numba CUDA, 11 Warp: wrappers, and what runs one slice
-    12 XLACustomKernel   one operation, many backends, all of JAX's transformations
-    13 Backends          one row each, and the self-check
+    3  Names             which kernels are one kernel, and what is registered with XLA under which name
+    4  Specs and inputs  what comes in and goes out, checked where the user's call is on the stack
+    5  The primitive     one call of one target, split over a mesh by XLA; and `_Wrapper`, which all backends share
+    6  The handler       machine code that XLA calls: it runs a kernel for each slice of a batch
+    7  Numba on CPU, 8 Numba CUDA, 9 Warp: wrappers, and what runs one slice
+    10 XLACustomKernel   one operation, many backends, all of JAX's transformations
+    11 Backends          one row each, and the self-check
 
 A call, from Python to machine code: `numba_kernel` makes a `_NumbaKernel`; `_Wrapper.__call__` -> `_Wrapper._trace` ->
-`_Wrapper._bind` -> `_Wrapper._resolve` -> `_NumbaKernel._find_target`, which names it (`_Digester`) and registers it
-(`_Target.register` -> `_compile_numba` -> `_Handler`, for which `_NumbaEmitter` writes what runs a slice) ->
-`_BoundCall.bind` -> `_call_lowering` -> XLA -> the machine code of `_Handler` and, for a batch, of `_Driver`.
+`_Wrapper._resolve` -> `_NumbaKernel._find_target`, which names it (`_Names`) and registers it (`_Target.register` ->
+`_compile_numba` -> `_Handler`, for which `_NumbaEmitter` writes what runs a slice) -> `_Call.bind` -> `_call_lowering`
+-> XLA -> the machine code of `_Handler` and, for a batch, of `_Driver`.
 An op under grad of vmap: `XLACustomKernel.__call__` -> `_find_call` -> `_OpCall.bind` (with a vjp rule
 `_bind_with_vjp`: a `jax.custom_vjp`, whose functions JAX batches) -> `_op_batching`, which records the vmap ->
-`_op_jvp`, `_op_transpose`, which vmap the user's rules -> `_op_lowering`, which knows the platform -> `_run_vmaps` ->
-`_OpKernel.run_slice` -> the call of a wrapper, as above.
+`_op_jvp`, `_op_transpose`, which vmap the user's rules -> `_op_lowering`, which knows the platform -> `_OpBinding.run`
+-> `_run_slice` -> the call of a wrapper, as above.
 The order of a kernel's arguments: above `_NumbaWrapper`; `_CudaCode._callable_emitter` for callables; in
 `_WarpKernel._find_target`.  A dtype: above `_XLA_FFI_DATA_TYPES`.
 An exception in a slice: `_NumbaEmitter`, `_keep_message`, `_Driver.run`, `_Driver.work`.
-A new backend takes four places: a section like 9 to 11 (what to install, dtypes, a public `..._kernel`, a `_Wrapper`,
-an `_Emitter`), a row in `_BACKENDS` with a check like `_check_numba`, a `def_..._kernel`, and `_is_stable_module`.
-What two copies of this file share: `_STORE`, if they are of one layout, and `_shared_locks`.
+A new backend takes four places: a section like 7 to 9 (what to install, dtypes, a public `..._kernel`, a `_Wrapper`,
+an `_Emitter`), a row in `_BACKENDS` with a check like `_check_numba`, a `def_..._kernel`, and `_is_stable`.
+What two copies of this file share: `_SHARED`.
 """
 
 from __future__ import annotations
@@ -55,7 +53,6 @@ import copy
 import ctypes
 import dataclasses
 import decimal
-import dis
 import functools
 import hashlib
 import importlib
@@ -66,7 +63,6 @@ import math
 import mmap
 import operator
 import os
-import pickle
 import re
 import sys
 import threading
@@ -74,6 +70,7 @@ import time
 import timeit
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -81,7 +78,7 @@ import jax
 import numpy as np
 from jax.interpreters import ad, batching, mlir
 
-__version__ = "0.3.2"
+__version__ = "0.4.0"
 __all__ = [
     "KernelEntry",
     "XLACustomKernel",
@@ -100,12 +97,8 @@ __all__ = [
 
 # ======================================================================================================
 # 1. JAX: what differs between its versions, what it does not document, and what it lacks.
-# Checked on 0.7.2 to 0.12.0.1.  What JAX's interpreters ask of a primitive is in sections 6, 7 and 12.4 to 12.6.
-#
-# What a new JAX may break.
-# - With an error: what a lowering rule knows (`_on_mesh`), `custom_partitioning` (`_ShardingRule`), what `mlir`, `ad`
-#   and `batching` export.
-# - Silently: `prim_requires_devices_during_lowering` (without it nothing is split over a mesh).
+# Checked on 0.7.2 to 0.12.0.1.  What JAX's interpreters ask of a primitive is in sections 6 and 12.4 to 12.6.
+# A new JAX may break, with an error: what a lowering rule knows, and what `mlir`, `ad` and `batching` export.
 
 Spec = jax.ShapeDtypeStruct
 Primitive: Any = type(jax.lax.add_p)  # jax.extend.core.Primitive, without the 36 ms that importing jax.extend takes
@@ -169,19 +162,18 @@ def _lower(function: Callable, ctx: Any, operands: Sequence) -> Any:
     return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
 
 
+def _lower_untyped(function: Callable, ctx: Any, operands: Sequence, ins: Sequence, outs: Sequence) -> Any:
+    """Lower a function that changes shapes alone, without the shardings that explicit meshes have in their types."""
+    avals = [[jax.core.ShapedArray(x.shape, x.dtype) for x in arrays] for arrays in (ins, outs)]
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        return _lower(function, ctx.replace(avals_in=avals[0], avals_out=avals[1]), operands)
+
+
 @functools.cache
 def _side_effect() -> frozenset:
     """The effect of `jax.ffi.ffi_call(has_side_effect=True)`, which JAX knows how to keep and to order."""
     call = jax.ffi.ffi_call("xla_kernels.effect", Spec((), np.float32), has_side_effect=True)
     return frozenset(jax.make_jaxpr(call)().effects)
-
-
-def _need_devices(primitive: Any) -> None:
-    """Have JAX tell the lowering of `primitive` its devices, which `custom_partitioning` inside of it needs."""
-    with contextlib.suppress(ImportError, AttributeError):  # private: without it nothing is split over a mesh
-        from jax._src import dispatch
-
-        dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
 # -- meshes, and the types of values on them -----------------------------------------------------------
@@ -249,37 +241,9 @@ def _sharded_like(x: Any, aval: Any) -> Any:
     return jax.sharding.reshard(x, aval.sharding)
 
 
-def _on_mesh(ctx: Any) -> Any:
-    """`ctx` with the mesh over which XLA may split what is lowered; None where it may not.
-
-    That is in shard_map and pmap, on one device, and in an exported program, which cannot keep the Python function
-    that `custom_partitioning` calls.
-    """
-    module = ctx.module_context
-    context = module.axis_context
-    if not isinstance(context, mlir.ShardingContext) or module.lowering_parameters.for_export:
-        return None
-    mesh = context.abstract_mesh or _mesh_of(ctx.avals_in)  # JAX looks for it in concrete shardings only
-    if context.num_devices == 1 or mesh.size != context.num_devices or not context.device_assignment:
-        return None
-    with_mesh = dataclasses.replace(context, abstract_mesh=_halved_axes(mesh))
-    return ctx.replace(module_context=module.replace(axis_context=with_mesh))
-
-
-def _halved_axes(mesh: Any) -> Any:
-    """The mesh with axes of size 2, as far as they divide.
-
-    XLA may split a dimension over a part of an axis, as where a vmap of a vmap takes a sharded array in another shape.
-    JAX has no name for the part, and raises: "dim_size=2 is not divisible by axis_size=4".
-    """
-    sizes: list[int] = []
-    for size in mesh.axis_sizes:
-        while size % 2 == 0:
-            sizes.append(2)
-            size //= 2
-        sizes.append(size)
-    names = tuple(map(str, range(len(sizes))))
-    return jax.sharding.AbstractMesh(tuple(sizes), names)
+def _devices_to_split_over(ctx: Any) -> int:
+    """Over how many devices XLA may split a batch: none in `shard_map` and `pmap`, which have split it."""
+    return getattr(ctx.module_context.axis_context, "num_devices", 1)
 
 
 def _auto_devices(ctx: Any) -> int:
@@ -334,20 +298,24 @@ def _sized_struct(name: str, **fields: Any) -> Any:
     return _struct(name, struct_size=_SIZE, extension_start=_PTR, **fields)
 
 
+def _words(name: str, fields: str, **pointers: Any) -> Any:
+    """A struct of 64-bit words, some of which point to structs."""
+    kinds: dict[str, Any] = dict.fromkeys(fields.split(), _I64)
+    kinds |= {field: ctypes.POINTER(kind) for field, kind in pointers.items()}
+    return _struct(name, **kinds)
+
+
 XLA_FFI_InternalExtension = _struct("XLA_FFI_InternalExtension", struct_size=_SIZE, type=_I32, next=_PTR)
 XLA_FFI_Api_Version = _sized_struct("XLA_FFI_Api_Version", major_version=_I32, minor_version=_I32)
 XLA_FFI_Metadata = _struct("XLA_FFI_Metadata", struct_size=_SIZE, api_version=XLA_FFI_Api_Version, traits=_I32)
 XLA_FFI_Metadata_Extension = _struct(
-    "XLA_FFI_Metadata_Extension", extension_base=XLA_FFI_InternalExtension, metadata=_PTR
+    "XLA_FFI_Metadata_Extension", extension_base=XLA_FFI_InternalExtension, metadata=ctypes.POINTER(XLA_FFI_Metadata)
 )
 XLA_FFI_Buffer = _sized_struct("XLA_FFI_Buffer", dtype=_I32, data=_PTR, rank=_I64, dims=_PTR)
 XLA_FFI_Array = _struct("XLA_FFI_Array", dtype=_I32, size=_SIZE, data=_PTR)
 XLA_FFI_Args = _sized_struct("XLA_FFI_Args", size=_I64, types=_PTR, args=_PTR)
 XLA_FFI_Rets = _sized_struct("XLA_FFI_Rets", size=_I64, types=_PTR, rets=_PTR)
 XLA_FFI_Attrs = _sized_struct("XLA_FFI_Attrs", size=_I64, types=_PTR, names=_PTR, attrs=_PTR)
-XLA_FFI_CallFrame = _sized_struct(
-    "XLA_FFI_CallFrame", api=_PTR, ctx=_PTR, stage=_I32, args=XLA_FFI_Args, rets=XLA_FFI_Rets, attrs=XLA_FFI_Attrs
-)
 XLA_FFI_Error_Create_Args = _sized_struct("XLA_FFI_Error_Create_Args", message=_PTR, errc=_I32)
 XLA_FFI_Error_Destroy_Args = _sized_struct("XLA_FFI_Error_Destroy_Args", error=_PTR)
 XLA_FFI_ThreadPool_Schedule_Args = _sized_struct("XLA_FFI_ThreadPool_Schedule_Args", ctx=_PTR, task=_PTR, data=_PTR)
@@ -364,6 +332,16 @@ XLA_FFI_Api = _sized_struct(
     api_version=XLA_FFI_Api_Version,
     internal_api=_PTR,
     **{f"XLA_FFI_{name}": _PTR for name in _API_FUNCTIONS},
+)
+
+XLA_FFI_CallFrame = _sized_struct(
+    "XLA_FFI_CallFrame",
+    api=ctypes.POINTER(XLA_FFI_Api),
+    ctx=_PTR,
+    stage=_I32,
+    args=XLA_FFI_Args,
+    rets=XLA_FFI_Rets,
+    attrs=XLA_FFI_Attrs,
 )
 
 # A new dtype is added in four places: its number in c_api.h here; its name in what backends take (_NUMBA_DTYPES,
@@ -400,360 +378,308 @@ def _ffi_api_version() -> tuple[int, int]:
 
 
 # ======================================================================================================
-# 3. Content digests: equal kernels get equal names; kernels that differ never share one.
+# 3. Names, and what is registered with XLA under them.
 #
-# One walk over all that the code can reach, written to one hash.  An object counts
-# 1. by its name and the package's version, if one that does not change while a process runs holds this very object;
-# 2. by its content, if its type is in `_ATOMS`, `_VALUES` or `_NODES`, or `_numba_content` knows it;
-# 3. else by its identity: kept alive and never taken for another, but not equal in other processes.
-#
-# Invariants:
-# - What counts by content leaves nothing out that a compiler can see.
-# - What may contain itself gets a number when it is met first, and counts by that from then on.
-# - Of a module that may change counts what the code reads of it, as in `module.part.value`.  Code that does anything
-#   else with it may read all of it: then it counts by identity, and so does each value that it holds; arrays and other
-#   modules there count by their content as well.
-# - An overload counts by identity where its name stands in the code, and so does a function that has one: another
-#   function of this name may have other overloads.
-
-
-@functools.cache
-def _is_stable_module(name: str) -> bool:
-    package = name.partition(".")[0]
-    if package not in sys.stdlib_module_names:
-        return package in "jax jaxlib llvmlite ml_dtypes numba numba_cuda_mlir numpy scipy warp".split()
-    file = getattr(sys.modules.get(package), "__file__", None)  # a user's code.py is not the library's
-    return file is None or os.path.abspath(file).startswith(os.path.dirname(os.path.abspath(os.__file__)))
-
-
-def _is_stable_function(function: types.FunctionType) -> bool:
-    """Whether a stable module defines a function, whatever that says of itself."""
-    name = str(function.__globals__.get("__name__"))
-    return _is_stable_module(name) and vars(sys.modules.get(name, types)) is function.__globals__
-
-
-def _home(obj: Any) -> tuple[str, str] | None:
-    """The stable module that holds this very object, and its name there."""
-    own_module = getattr(obj, "__module__", None)
-    if own_module is None and isinstance(obj, types.BuiltinFunctionType):
-        own_module = type(obj.__self__).__module__
-    for module in (own_module, "scipy.special"):  # whose ufuncs name no module
-        if type(module) is str and _is_stable_module(module):
-            for name, value in list(vars(sys.modules.get(module, types)).items()):
-                if value is obj:
-                    return module, name
-    return None
-
-
-def _version(module: str) -> Any:
-    return getattr(sys.modules.get(module.partition(".")[0]), "__version__", None)
-
-
-def _identity(obj: Any) -> tuple:
-    # Two containers may have a process of the same number, and a forked process has its parent's token.  No lock: code
-    # that holds another one comes here.
-    number, _ = _OBJECTS.setdefault(id(obj), (next(_NUMBERS), obj))
-    return "identity", _TOKEN, os.getpid(), number
-
-
-def _never(array: np.ndarray) -> bool:
-    return False
-
-
-def _always(array: np.ndarray) -> bool:
-    return True
-
-
-def _digest(*objects: Any, in_place: Callable[[np.ndarray], bool] = _never) -> str:
-    """A hash of `objects`, of 96 bits; see `_Digester`."""
-    return _Digester(in_place).walk(*objects).hash.hexdigest()
-
-
-class _Digester:
-    """Writes objects to a hash, and notes what else is asked of them.
-
-    `in_place` says of an array whether code reads it where it is: then its address counts, as its content may change.
-    """
-
-    def __init__(self, in_place: Callable[[np.ndarray], bool] = _never) -> None:
-        self.hash = hashlib.blake2b(digest_size=12)
-        self.in_place = in_place
-        self.seen: dict[int, tuple[bytes, Any]] = {}  # id -> (number, the object, kept alive)
-        self.names = {""}  # that stand in the code; the empty one is for what code calls without naming it
-        self.calls_three = False  # whether code calls something with three arguments, as in np.dot(x, y, out)
-        self.by_identity = False  # whether anything counts by it: then the hash is of this process only
-        self.overloads = _users_overloads()
-
-    def walk(self, *objects: Any) -> _Digester:
-        """Write objects, and users' overloads of what is named in their code."""
-        self.add(*objects)
-        for name in sorted(self.names & self.overloads.keys()):
-            self.names.add("overload")
-            self.add(name, *map(self.identity, self.overloads[name]))
-        return self
-
-    def add(self, *objects: Any) -> _Digester:
-        for obj in objects:
-            kind: Any = type(obj)
-            if kind in _ATOMS:
-                self._write(kind.__name__, _ATOMS[kind](obj))
-                if kind is str and obj.isidentifier():
-                    self.names.add(obj)
-            elif id(obj) in self.seen:
-                self._write("seen", self.seen[id(obj)][0])
-            else:
-                self._add_parts(obj, _family(kind))
-        return self
-
-    def _add_parts(self, obj: Any, family: Any) -> None:
-        parts = _VALUES[family](self, obj) if family in _VALUES else None
-        if parts is None:
-            self.seen[id(obj)] = b"%d" % len(self.seen), obj
-            parts = self._node(obj, family)
-        self._write(getattr(family, "__name__", "object"), b"%d" % len(parts))
-        self.add(*parts)
-
-    def _write(self, kind: str, data: bytes) -> None:
-        self.hash.update(b"%s %d:%s" % (kind.encode(), len(data), data))
-
-    def identity(self, obj: Any) -> tuple:
-        self.by_identity = True
-        return _identity(obj)
-
-    def _node(self, obj: Any, family: Any) -> tuple:
-        kind = type(obj)
-        self.names.add(kind.__name__)
-        if isinstance(obj, type):
-            self.names.update(base.__name__ for base in obj.__mro__)
-        if family is types.ModuleType:
-            return self._module(obj)
-        if home := _home(obj):
-            self.names.add(getattr(obj, "__name__", home[1]))
-            return *home, _version(home[0])
-        if family in _NODES:
-            return _NODES[family](self, obj)
-        content = _numba_content(obj)
-        if content is None:  # a guvectorize has a dispatcher, and with that reads globals that may change
-            return *self.identity(obj), getattr(obj, "_dispatcher", None)
-        return kind.__module__, kind.__name__, *content
-
-    def _array(self, obj: np.ndarray) -> tuple:
-        subclass = () if type(obj) is np.ndarray else (type(obj),)
-        layout = *subclass, obj.dtype, obj.shape, obj.strides, obj.flags.writeable, obj.flags.aligned
-        if self.in_place(obj) or obj.dtype.hasobject:
-            return *layout, obj.ctypes.data, *self.identity(obj)
-        return *layout, obj.tobytes()
-
-    def _scalar(self, obj: np.generic) -> tuple | None:
-        if type(obj) is not obj.dtype.type or obj.dtype.hasobject:
-            return None
-        return obj.dtype, obj.tobytes()
-
-    def _code(self, obj: types.CodeType) -> tuple:
-        facts = _code_facts(obj)
-        self.names |= facts.names
-        self.calls_three |= facts.calls_three
-        return (facts.digest,)
-
-    def _function(self, obj: types.FunctionType) -> tuple:
-        """Its code, its defaults, and each name that the code reads with its value, where it has one."""
-        self.names.add(obj.__name__)
-        facts = _code_facts(obj.__code__)
-        parts: list = [obj.__code__, obj.__defaults__, tuple((obj.__kwdefaults__ or {}).items())]
-        namespace = collections.ChainMap(obj.__globals__, vars(builtins))  # as Numba looks names up
-        parts += _values_at(facts.globals, namespace)
-        parts += _values_at(facts.cells, _cell_contents(obj))
-        if obj.__name__ in self.overloads:
-            parts += self.identity(obj)
-        return tuple(parts)
-
-    def _module(self, obj: types.ModuleType) -> tuple:
-        if not _is_open(obj):
-            return obj.__name__, _version(obj.__name__)
-        parts = list(self.identity(obj))
-        for name, x in sorted(vars(obj).items()):
-            parts += name, self.identity(x)
-            if isinstance(x, (np.ndarray, tuple, types.ModuleType)):  # it may change and stay what it is
-                parts.append(x)
-        return tuple(parts)
-
-    def _foreign_function(self, obj: Any) -> tuple:
-        """Of ctypes, whose functions have types that can be set."""
-        return *self.identity(obj), obj.restype, *(obj.argtypes or ())
-
-
-def _is_open(obj: Any) -> bool:
-    """Whether this is a module that may change."""
-    if not isinstance(obj, types.ModuleType):
-        return False
-    name = str(vars(obj).get("__name__"))
-    return sys.modules.get(name) is not obj or not _is_stable_module(name)
-
-
-def _cell_contents(function: types.FunctionType) -> dict[str, Any]:
-    """The variables of the functions around this one, as far as they are bound."""
-    contents = {}
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):
-            contents[name] = cell.cell_contents
-    return contents
-
-
-def _values_at(paths: Iterable[tuple[str, ...]], namespace: Mapping[str, Any]) -> list[tuple]:
-    """What code reads, each path with its value, of names that have one."""
-    values = []
-    for path in paths:
-        if path[0] in namespace:
-            values.append((path, *_read(namespace[path[0]], path[1:])))
-    return values
-
-
-def _read(obj: Any, attributes: tuple[str, ...]) -> tuple:
-    """What `obj.a.b` is, as far as this leads through modules that may change; empty if it cannot be read."""
-    for name in attributes:
-        if not _is_open(obj):
-            break
-        try:
-            obj = getattr(obj, name)
-        except Exception:
-            return ()
-    return (obj,)
-
-
-# Each gives the bytes that a value counts by.
-_ATOMS: dict[type, Callable[[Any], bytes]] = {
-    **dict.fromkeys((type(None), type(...), bool, str), lambda x: ascii(x).encode()),
-    int: lambda x: b"%x" % x,
-    float: lambda x: np.float64(x).tobytes(),  # tells NaNs apart
-    complex: lambda x: np.complex128(x).tobytes(),
-    bytes: bytes,
-}
-# Each gives the parts that an object counts by, or None.  Values hold nothing that may lead back to them, and are
-# written anew wherever they stand: whether Python makes one object or two of equal constants must not count.
-_VALUES: dict[Any, Callable[[_Digester, Any], tuple | None]] = {
-    tuple: lambda self, x: x,
-    NamedTuple: lambda self, x: (type(x), *x),
-    frozenset: lambda self, x: tuple(sorted(x, key=repr)),
-    range: lambda self, x: (x.start, x.stop, x.step),
-    slice: lambda self, x: (x.start, x.stop, x.step),
-    types.CodeType: _Digester._code,
-    np.ndarray: _Digester._array,
-    np.generic: _Digester._scalar,
-    np.dtype: lambda self, x: (x.type, repr(x)),
-}
-_NODES: dict[Any, Callable[[_Digester, Any], tuple]] = {
-    types.FunctionType: _Digester._function,
-    types.MethodType: lambda self, x: (x.__func__, x.__self__),
-    ctypes._CFuncPtr: _Digester._foreign_function,  # type: ignore[attr-defined]
-}
-
-
-@functools.lru_cache(maxsize=1024)
-def _family(kind: type) -> Any:
-    """The row of the tables for a type: its own, or that of a base whose subclasses add nothing that Numba sees."""
-    if issubclass(kind, tuple) and hasattr(kind, "_fields"):
-        return NamedTuple
-    if kind in _VALUES or kind in _NODES:
-        return kind
-    bases = (np.ndarray, np.generic, np.dtype, types.ModuleType, ctypes._CFuncPtr)  # type: ignore[attr-defined]
-    return next((base for base in bases if issubclass(kind, base)), None)
-
-
-# Settings that differ between machines, or only say what is printed.
-_LOCAL = "^_|NUM_THREADS|CACHE|PATH|_DIR$|BINARY|QUIET|VERBOSE|LOG_LEVEL|PRINT|VERSION"
-_is_local = functools.cache(re.compile(_LOCAL, re.IGNORECASE).search)
-
-
-def _settings(config: types.ModuleType) -> str:
-    settings = {}
-    for name, value in vars(config).items():
-        if not (callable(value) or inspect.ismodule(value) or _is_local(name)):
-            settings[name] = value
-    return repr(sorted(settings.items()))
-
-
-class _CodeFacts(NamedTuple):
-    """Of code, with that nested in it."""
-
-    digest: bytes
-    names: frozenset[str]  # all that stand in it
-    calls_three: bool
-    globals: list[tuple[str, ...]]  # what it reads, as ("module", "part", "value")
-    cells: list[tuple[str, ...]]  # what it reads of the functions around it
-
-
-@functools.lru_cache(maxsize=1024)
-def _code_facts(code: types.CodeType) -> _CodeFacts:
-    digester = _Digester().add(
-        (code.co_name, code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags),
-        (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars),
-        (code.co_code, code.co_exceptiontable, code.co_consts),
-    )
-    instructions = [i for i in dis.get_instructions(code) if i.opname != "EXTENDED_ARG"]
-    calls_three = digester.calls_three or any(map(_is_call_of_three, instructions))
-    global_reads = _paths(instructions, ("LOAD_GLOBAL", "LOAD_NAME"))
-    cell_reads = _paths(instructions, ("LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_CLOSURE"))
-    for nested in code.co_consts:
-        if isinstance(nested, types.CodeType):
-            global_reads.update(_code_facts(nested).globals)
-            cell_reads.update(_code_facts(nested).cells)
-    of_functions_around = sorted(path for path in cell_reads if path[0] in code.co_freevars)
-    names = frozenset(digester.names)
-    return _CodeFacts(digester.hash.digest(), names, calls_three, sorted(global_reads), of_functions_around)
-
-
-def _is_call_of_three(instruction: dis.Instruction) -> bool:
-    """Whether this is a call of three arguments or more, or of those in a tuple."""
-    if not instruction.opname.startswith("CALL"):
-        return False
-    return (instruction.arg or 0) > 2 or instruction.opname.endswith("EX")
-
-
-def _paths(instructions: Sequence[dis.Instruction], roots: Sequence[str]) -> set[tuple[str, ...]]:
-    """What code reads: a name that one of these instructions loads, with the attributes taken of it at once."""
-    found: set[tuple[str, ...]] = set()
-    path: tuple[str, ...] = ()
-    for instruction in instructions:
-        if path and instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            path = *path, instruction.argval
-            continue
-        found.add(path)
-        path = (instruction.argval,) if instruction.opname in roots else ()
-    return found - {()}
-
-
-# ======================================================================================================
-# 4. Targets: what is registered with XLA, under which name.
+# XLA links a program with the handlers of its process by their names, a program from JAX's persistent cache too.  So
+# right numbers need one thing: two kernels of a process that may differ never share a name.
+# - A kernel object is a kernel: what it reads of globals is read when it is compiled, and never again, as in Numba.
+# - A function that the same `def` made again is the same kernel, if all that it reads is exact constants, stable
+#   modules, or the very same jitted functions with the very same code (`_made_again`).  In doubt it is another kernel:
+#   compiled twice, never wrong.
+# - A name holds a fingerprint of the code that is equal in other processes, so that exported programs find their
+#   kernels there.  It is a best effort: kernels that would share a name get a number.
 # XLA keeps raw pointers to handlers, so whatever is registered stays in memory until the process ends.
-# Knows names, platforms and addresses; does not know how a name came about.
 
-# The version of what `_STORE` holds (digests too), of the attribute `launch` and of the buffers that a handler
-# expects: raise it when one of them changes.  Names of targets hold it, so that the program of one version never calls
-# the handler of another.
-_LAYOUT = 4
+# The version of the attribute `launch` and of the buffers that a handler expects.  Names of targets hold it, so that an
+# exported program never calls a handler of another version.
+_LAYOUT = 5
 
-# What copies of this file of one layout share, also one that is loaded again.
-_STORE_NAME = f"_xla_kernels_store_{_LAYOUT}"
-_STORE: Any = sys.modules.setdefault(_STORE_NAME, types.ModuleType(_STORE_NAME))
-_LOCK: threading.RLock = vars(_STORE).setdefault("lock", threading.RLock())
-_TARGETS: dict[tuple[str, str], Any] = vars(_STORE).setdefault("targets", {})  # (name, platform) -> _Compiled, or None
-_OBJECTS: dict[int, tuple[int, Any]] = vars(_STORE).setdefault("objects", {})  # known by identity, kept alive
-_NUMBERS: Iterator[int] = vars(_STORE).setdefault("numbers", itertools.count())  # for those
-_TOKEN: str = vars(_STORE).setdefault("token", os.urandom(8).hex())  # of this process
-_HELPERS: dict[int, Any] = vars(_STORE).setdefault("helpers", {})  # id -> _Helper
-
-
-def _shared_locks() -> dict[str, Any]:
-    """The locks that all copies of this file share, whatever their layout."""
-    return vars(sys.modules.setdefault("_xla_kernels_locks", types.ModuleType("_xla_kernels_locks")))
+# What all copies of this file in a process share, also one that is loaded again: locks, and the names that are taken.
+_SHARED: dict[str, Any] = vars(sys.modules.setdefault("_xla_kernels_shared", types.ModuleType("_xla_kernels_shared")))
+_LOCK: threading.RLock = _SHARED.setdefault("lock", threading.RLock())
+_TAKEN: set[str] = _SHARED.setdefault("names", set())
 
 
 def _native_lock(name: str) -> int:
-    """The address of such a lock for machine code: CPython's, which can be taken without the GIL."""
-    locks = _shared_locks()
+    """The address of a lock that all copies share, for machine code: CPython's, which can be taken without the GIL."""
     allocate = ctypes.pythonapi.PyThread_allocate_lock
     allocate.restype = _PTR
-    return locks.get(name) or locks.setdefault(name, allocate())  # atomic; a lock that came too late is lost
+    return _SHARED.get(name) or _SHARED.setdefault(name, allocate())  # atomic; a lock that came too late is lost
+
+
+# -- 3.1 What a kernel reads ---------------------------------------------------------------------------
+
+
+def _python(kernel: Any) -> Any:
+    """The Python function of a kernel: of what Numba jitted or vectorized, or Warp decorated; a plain one is itself."""
+    dispatcher = getattr(kernel, "_dispatcher", kernel)  # where numba.vectorize keeps it
+    function = getattr(dispatcher, "py_func", None)
+    if function is None and hasattr(kernel, "adj"):  # Warp
+        function = kernel.func
+    return function or kernel
+
+
+def _is_stable(module: Any) -> bool:
+    """Whether a module of this name does not change while a process runs."""
+    root = str(module).partition(".")[0]
+    return root in ("_operator", "builtins", "cmath", "heapq", "math", "numba", "numba_cuda_mlir", "numpy", "operator")
+
+
+@functools.lru_cache(maxsize=1024)
+def _names_in(code: types.CodeType) -> frozenset[str]:
+    """The names that stand in code, and in code nested in it."""
+    names = {*code.co_names, *code.co_freevars}
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= _names_in(constant)
+    return frozenset(names)
+
+
+def _values_read(function: types.FunctionType) -> dict[str, Any]:
+    """What the names in a function stand for: in its closure, its globals, and modules of the user that it names."""
+    names = sorted(_names_in(function.__code__))
+    values = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+        with contextlib.suppress(ValueError):  # not bound yet
+            values[name] = cell.cell_contents
+    for name in names:
+        if name in function.__globals__:
+            values.setdefault(name, function.__globals__[name])
+    modules = [x for x in values.values() if isinstance(x, types.ModuleType)]
+    for module in modules:  # grows by those that it holds
+        for name in () if _is_stable(module.__name__) else names:
+            path = f"{module.__name__}.{name}"
+            if name in vars(module) and path not in values:
+                values[path] = vars(module)[name]
+                modules += [values[path]] if isinstance(values[path], types.ModuleType) else []
+    return values
+
+
+def _functions_read(kernel: Any) -> list[types.FunctionType]:
+    """The user's Python functions that a kernel may call, its own first."""
+    functions = [_python(kernel)]
+    for function in functions:  # grows by those that it names
+        for value in _values_read(function).values():
+            called = _python(value)
+            is_users = isinstance(called, types.FunctionType) and not _is_stable(called.__module__)
+            if is_users and called not in functions:
+                functions.append(called)
+    return functions
+
+
+# -- 3.2 Which kernels are one kernel ------------------------------------------------------------------
+
+
+class _Same:
+    """A part of a key: an object that equals itself alone.  The key keeps it alive, so that its id is not used again."""
+
+    def __init__(self, obj: Any) -> None:
+        self.obj = obj
+
+    def __hash__(self) -> int:
+        return id(self.obj)
+
+    def __eq__(self, other: Any) -> bool:
+        return type(other) is _Same and self.obj is other.obj
+
+
+class _MadeAgain(NamedTuple):
+    """What kernels have in common that the same `def` made again."""
+
+    reads: tuple  # all that the code reads
+    helpers: tuple  # the code that Numba has compiled for the functions that it calls
+
+
+def _made_again(kernel: Any) -> _MadeAgain | None:
+    """None where a kernel may differ from others of the same `def`."""
+    function = _python(kernel)
+    is_jitted = hasattr(kernel, "overloads") and getattr(kernel, "_can_compile", True)
+    is_plain = kernel is function or (is_jitted and not getattr(kernel, "locals", None))
+    # vars(function): __wrapped__ and __signature__, which Numba reads
+    if not is_plain or vars(function) or type(function.__globals__) is not dict:
+        return None
+    namespace = collections.ChainMap(function.__globals__, vars(builtins))
+    try:
+        values = [cell.cell_contents for cell in function.__closure__ or ()]
+        values += [function.__defaults__, *(function.__kwdefaults__ or {}).items()]
+        names = sorted(_names_in(function.__code__).difference(function.__code__.co_freevars))
+        values += [(name, namespace[name]) for name in names if name in namespace]
+        reads = tuple(map(_exactly, values))
+    except ValueError:  # something that may change, or is not bound yet
+        return None
+    options = {**getattr(kernel, "targetoptions", {}), "chip": None}  # which numba_cuda_mlir sets when it compiles
+    pipeline = getattr(getattr(kernel, "_compiler", None), "pipeline_class", type(None))
+    if _is_stable(pipeline.__module__):  # numba_cuda_mlir makes a class for each dispatcher
+        pipeline = pipeline.__qualname__
+    options_text = repr(sorted(options.items()))
+    made_by = _Same(function.__code__), _Same(function.__globals__), type(kernel), options_text, pipeline
+    helpers = [tuple(map(_Same, x.overloads.values())) for x in _values_read(function).values() if _is_jitted(x)]
+    return _MadeAgain((*made_by, _registered_by_users(), *reads), tuple(helpers))
+
+
+def _is_jitted(value: Any) -> bool:
+    return hasattr(value, "py_func") and hasattr(value, "overloads")
+
+
+def _exactly(value: Any) -> Any:
+    """What tells a value from all others, as part of a key; a ValueError where that is not known."""
+    kind = type(value)
+    if kind in (type(None), bool, int, str, bytes):
+        return kind, value
+    is_scalar = isinstance(value, np.generic) and kind is value.dtype.type and not value.dtype.hasobject
+    if is_scalar or kind in (float, complex):
+        array = np.array(value)
+        return kind, repr(array.dtype), array.tobytes()  # tells NaNs apart, and units of time
+    if kind is tuple:
+        return tuple(map(_exactly, value))
+    if _is_jitted(value):  # code that is inlined is read anew each time
+        is_stable = getattr(value, "targetoptions", {}).get("inline", "never") in ("never", False)
+    elif kind is types.ModuleType:
+        is_stable = _is_stable(value.__name__)
+    elif kind is types.FunctionType:  # one of the user may be an overload, and change
+        is_stable = _is_stable(value.__module__)
+    else:
+        is_stable = kind in (types.BuiltinFunctionType, type, np.ufunc)
+    if not is_stable:
+        raise ValueError("it may change")
+    return _Same(value)
+
+
+def _registered_by_users() -> int:
+    """How much users gave to `numba.extending`: an overload may change what code does."""
+    return _count_of_users(*map(len, _registries()))
+
+
+@functools.lru_cache(maxsize=1)
+def _count_of_users(*lengths: int) -> int:
+    """Numba adds to its registries whenever it imports a part of itself: only these lists say when to look again."""
+    return sum(_is_of_users(entry) for registry in _registries() for entry in registry)
+
+
+def _registries() -> list[list]:
+    found = []
+    for package in ("numba.core", "numba.cuda", "numba_cuda_mlir.numba_cuda"):
+        for module in ("typing.templates", "imputils", "core.imputils"):
+            registry = getattr(sys.modules.get(f"{package}.{module}"), "builtin_registry", None)
+            found += [x for x in vars(registry).values() if isinstance(x, list)] if registry else []
+    return found
+
+
+def _is_of_users(entry: Any) -> bool:
+    """Whether an entry of a registry, or a template of a typed function, is of a user's function."""
+    functions = [getattr(entry, name, None) for name in ("_overload_func", "_definition_func", "key")]
+    functions += entry[:1] if isinstance(entry, tuple) else ()
+    modules = [x.__module__ for x in functions if isinstance(x, types.FunctionType)]
+    return not all(module is None or _is_stable(module) for module in modules)
+
+
+def _fingerprint(kernel: Any, *more: Any) -> str:
+    """A hash of the code of a kernel, of what that reads and of `more`: best effort, equal in other processes."""
+    parts = [*map(str, more), _constant_text(getattr(kernel, "targetoptions", {}))]
+    for function in _functions_read(kernel) if isinstance(_python(kernel), types.FunctionType) else ():
+        parts += _code_text(function.__code__), _constant_text(function.__defaults__)
+        parts += [f"{name}={_constant_text(value)}" for name, value in _values_read(function).items()]
+    return _hash(*parts)
+
+
+def _code_text(code: types.CodeType) -> str:
+    constants = [_code_text(x) if isinstance(x, types.CodeType) else _constant_text(x) for x in code.co_consts]
+    return repr((code.co_name, code.co_code, code.co_names, code.co_varnames, code.co_freevars, constants))
+
+
+def _constant_text(value: Any) -> str:
+    """What a constant is, for a fingerprint; of anything else its type, as other texts may hold an address."""
+    if isinstance(value, (tuple, list, set, frozenset)):
+        parts = list(map(_constant_text, value))
+        return f"{type(value).__name__}{parts if isinstance(value, (tuple, list)) else sorted(parts)}"
+    if isinstance(value, dict):
+        return f"dict{sorted((str(name), _constant_text(x)) for name, x in value.items())}"
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return repr((value.dtype, value.shape, value.tobytes()))
+    if isinstance(value, types.ModuleType):
+        return value.__name__
+    is_constant = isinstance(value, (type(None), bool, int, float, complex, str, bytes, np.generic, np.dtype))
+    return repr(value) if is_constant else type(value).__name__
+
+
+def _hash(*parts: str) -> str:
+    """Of 96 bits, equal in all processes."""
+    return hashlib.blake2b("\n".join(parts).encode("utf-8", "replace"), digest_size=12).hexdigest()
+
+
+class _Names:
+    """The names of targets.  None is ever given back, and none is given to two kernels."""
+
+    def __init__(self) -> None:
+        # kernel object of Numba, or the wrapper that jits a plain function -> {what it is for: name}
+        self.by_owner: Any = weakref.WeakKeyDictionary()
+        self.by_content: dict[Any, str] = {}
+        self.not_found_elsewhere: set[str] = set()  # by other processes
+
+    def of_kernel(
+        self, owner: Any, kernel: Any, what: tuple, label: str, given: str | None, is_python: bool = False
+    ) -> tuple[str, Callable]:
+        """The name of a kernel for a signature and options, `what`; and what to call once it has been compiled."""
+        with _LOCK:
+            names = self.by_owner.setdefault(owner, {})
+            again = None
+            # Python reads a variable whenever it runs; and what Numba has compiled may be of long ago.
+            if what not in names and not is_python and not getattr(kernel, "overloads", None):
+                again = _made_again(kernel)
+            name = names.get(what) or self.by_content.get((again, what))
+            if name is None:
+                name = self._new(label, lambda: _fingerprint(kernel, *what), what, given)
+                if again:
+                    self.by_content[again, what] = name
+            names[what] = name
+        return name, functools.partial(self._compiled, name, kernel, what, again)
+
+    def of_content(self, content: tuple, label: str, given: str | None) -> str:
+        """The name of what this content, of texts and numbers, decides alone."""
+        with _LOCK:
+            if content not in self.by_content:
+                self.by_content[content] = self._new(label, lambda: _hash(*map(str, content)), content, given)
+            return self.by_content[content]
+
+    def _new(self, label: str, fingerprint: Callable[[], str], what: tuple, given: str | None) -> str:
+        if given is None:
+            first = f"{__name__}.{label}.{_LAYOUT}.{fingerprint()}"
+        else:
+            first = f"{given}.{_LAYOUT}.{_hash(*map(str, what))}"
+            if first in _TAKEN:
+                raise ValueError(
+                    f"name={given!r}: another kernel of this process has this name, for the same signature; give each "
+                    "kernel a name of its own, and wrap a kernel that is made again once"
+                )
+        name = first
+        for number in itertools.count(2):
+            if name not in _TAKEN:
+                break
+            name = f"{first}.{number}"
+        if name != first:
+            self.not_found_elsewhere.add(name)
+        _TAKEN.add(name)
+        return name
+
+    def _compiled(self, name: str, kernel: Any, what: tuple, before: _MadeAgain | None) -> None:
+        """Share the code with functions that are made again, unless what it reads changed while it was compiled."""
+        if before is None:
+            return
+        self.by_content.pop((before, what), None)
+        now = _made_again(kernel)
+        if now and now.reads == before.reads:
+            self.by_content[now, what] = name
+        else:
+            self.not_found_elsewhere.add(name)
+
+
+_NAMES = _Names()
+
+
+# -- 3.3 Targets ---------------------------------------------------------------------------------------
+
+
+_TARGETS: dict[tuple[str, str], Any] = {}  # (name, platform) -> _Compiled, or None where another machine compiles it
 
 
 class _Compiled(NamedTuple):
@@ -777,8 +703,9 @@ class _Target:
     launch: tuple[int, ...] = ()  # the grid, with a 0 if nothing is to run, block and what else the handler reads
     may_write: tuple[int, ...] = ()  # the inputs that the kernel may write to
     for_batches: _Target | None = None
-    # by platform; where the machine has no GPU to compile for, `check` does what it can
+    # by platform; `compiled` is called after; where the machine has no GPU to compile for, `check` does what it can
     compilers: Mapping[str, Callable[[], _Compiled]] = dataclasses.field(compare=False, default_factory=dict)
+    compiled: Callable[[], None] = dataclasses.field(compare=False, default=lambda: None)
     check: Callable[[], None] = dataclasses.field(compare=False, default=lambda: None)
     # for errors: whose it is, and where it runs
     title: str = dataclasses.field(compare=False, default="")
@@ -805,8 +732,10 @@ class _Target:
             compiled = _TARGETS.get((self.name, platform))
             if compiled is None:
                 compiled = self.compilers[platform]()
+                self.compiled()
                 handler = jax.ffi.pycapsule(ctypes.c_void_p(compiled.address))
                 jax.ffi.register_ffi_target(self.name, handler, platform.replace("cuda", "CUDA"))
+                jax.ffi.register_ffi_target_as_batch_partitionable(self.name)
                 _TARGETS[self.name, platform] = compiled
             return compiled
 
@@ -825,8 +754,10 @@ def export_checks() -> Sequence:
     """A `jax.export.DisabledSafetyCheck` for each kernel, to export programs that call kernels.
 
     The sequence has those that are registered when it is read, which JAX does after lowering: it need not know a kernel
-    before.  The names derive from what a kernel contains, so a process that loads an exported program finds them again
-    once it has traced the same kernels (calling them, or `jax.eval_shape` of them, is enough).
+    before.  A process that loads an exported program finds its kernels once it has traced them (calling them, or
+    `jax.eval_shape` of them, is enough), by names that derive from their code, or from `name=`, which also holds
+    for other versions of Python.  Kernels of equal code have one such name: all but the first of them in a
+    process need `name=` to be exported.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -848,7 +779,8 @@ class _ExportChecks(Sequence):
 
         with _LOCK:
             names = {name for name, _ in _TARGETS}
-        return list(map(export.DisabledSafetyCheck.custom_call, sorted(names)))
+        found = [x for x in names if x.removesuffix(".batched") not in _NAMES.not_found_elsewhere]
+        return list(map(export.DisabledSafetyCheck.custom_call, sorted(found)))
 
     def __len__(self) -> int:
         return len(self._read())
@@ -864,7 +796,7 @@ class _ExportChecks(Sequence):
 
 
 # ======================================================================================================
-# 5. Specs and inputs: what comes in and what goes out, checked where the user's call is on the stack.
+# 4. Specs and inputs: what comes in and what goes out, checked where the user's call is on the stack.
 # A spec is the shape and dtype of an array.  Knows shapes, dtypes, arrays of other libraries and static values; does
 # not know kernels.
 
@@ -914,9 +846,19 @@ def _declared_spec(x: Any, what: str, ins: Sequence[Spec] | None) -> Spec:
         return Spec(shape, dtype)
     allowed = _allowed_dtype(dtype, ins)
     if allowed != dtype:
-        text = f"{what} asks for {dtype}, which JAX truncates to {allowed} unless jax_enable_x64 is set"
-        warnings.warn(text, stacklevel=2)
+        _warn_user(f"{what} asks for {dtype}, which JAX truncates to {allowed} unless jax_enable_x64 is set")
     return Spec(shape, allowed)
+
+
+def _warn_user(text: str) -> None:
+    """Warn of the user's line: the innermost call that is neither of this file nor of JAX."""
+    libraries = __file__, os.path.dirname(jax.__file__)
+    level = 1
+    frame: Any = sys._getframe()
+    while frame.f_back and frame.f_code.co_filename.startswith(libraries):
+        frame = frame.f_back
+        level += 1
+    warnings.warn(text, stacklevel=level)
 
 
 def _checked_shape(shape: Sequence, what: str) -> tuple:
@@ -972,19 +914,19 @@ def _from_foreign(x: Any, i: int, name: str) -> Any:
     raise TypeError(f"{name}: input {i} must be an array or a number; got {type(x).__name__} {x!r:.80}; {hint}")
 
 
-def _call_option(function: Callable, what: str, args: Sequence, named: Mapping[str, Any]) -> Any:
+def _call_option(function: Callable, what: str, args: Sequence) -> Any:
     """Call an option that is a function of the inputs; the error says so if it takes another number of them."""
     try:
-        return function(*args, **named)
+        return function(*args)
     except TypeError:
         with contextlib.suppress(ValueError):  # what has no signature
-            _check_takes(inspect.signature(function), what, args, named)
+            _check_takes(inspect.signature(function), what, args)
         raise
 
 
-def _check_takes(signature: inspect.Signature, what: str, args: Sequence, named: Mapping[str, Any]) -> None:
+def _check_takes(signature: inspect.Signature, what: str, args: Sequence) -> None:
     try:
-        signature.bind(*args, **named)
+        signature.bind(*args)
     except TypeError as error:
         shown = ", ".join(_show(x) if _is_spec(x) else repr(x) for x in args)
         raise TypeError(
@@ -993,242 +935,11 @@ def _check_takes(signature: inspect.Signature, what: str, args: Sequence, named:
 
 
 # ======================================================================================================
-# 6. Partitioning under jax.jit: how XLA may split a call over a mesh, for wrappers and ops alike.
-#
-# A sharding rule names the dimensions of all operands and outputs, as in "b i, i j -> b j"; those of one name are split
-# alike.  A name that every output and some operand has is one over which the kernel works independently, such as b:
-# each device then runs the kernel on its shard.  Any other dimension is gathered first, so that reductions stay right.
-# A kernel without a rule gets names that occur once, and each `vmap` adds one name in front: so a batch is split.
-# Which dimensions XLA splits, only its partitioner knows: that asks `custom_partitioning` for the shardings of a call,
-# and then for what a device runs, which is traced with the shapes of its shard.
-#
-# Knows a mesh and the names of dimensions; kernels, and the vmaps around them, it takes as functions.
-
-
-@dataclasses.dataclass(frozen=True)
-class _ShardingRule:
-    """The names of the dimensions of every operand and output.  Those that this file makes up begin with `__`."""
-
-    owner: str  # who was given the rule, for errors
-    text: str
-    ins: tuple[tuple[str, ...], ...]
-    outs: tuple[tuple[str, ...], ...]
-    depth: int = 0  # the number of vmaps
-
-    @classmethod
-    def parse(cls, owner: str, text: str) -> _ShardingRule:
-        left, arrow, right = str(text).partition("->")
-        ins = _parse_names(left) if left.strip() else ()
-        outs = _parse_names(right)
-        if not arrow or not all(map(_are_names, ins + outs)):
-            raise ValueError(f"{owner}: a sharding rule names each array's dimensions, 'b i, i j -> b j'; got {text!r}")
-        return cls(owner, text, ins, outs)
-
-    @classmethod
-    def whole(cls, ins: Sequence, outs: Sequence) -> _ShardingRule:
-        """The rule of a kernel that was given none."""
-        return cls("", "", _unique_names("in", ins), _unique_names("out", outs))
-
-    def check(self, ins: Sequence[Spec], outs: Sequence[Spec]) -> None:
-        where = f"{self.owner}: the sharding rule {self.text!r}"
-        ranks = [[*map(len, self.ins)], [*map(len, self.outs)]]
-        ranks_of_call = [[*map(np.ndim, ins)], [*map(np.ndim, outs)]]
-        if ranks != ranks_of_call:
-            raise ValueError(f"{where} is for operands and outputs of ranks {ranks}, but the call has {ranks_of_call}")
-        size_of: dict[str, Any] = {}
-        for names, array in zip(self.ins + self.outs, [*ins, *outs], strict=True):
-            for name, size in zip(names, array.shape, strict=True):
-                first = size_of.setdefault(name, size)
-                if first != size:
-                    raise ValueError(f"{where} gives the sizes {first} and {size} one name, {name!r}; give them two")
-
-    def batched(self, flags: Sequence[bool], shared: int = 0) -> _ShardingRule:
-        """The rule under one more vmap; an operand without a flag gets `shared` dimensions of its own."""
-        name = f"__vmap{self.depth}"
-        ins = []
-        for i, (is_batched, names) in enumerate(zip(flags, self.ins)):
-            front = (name,) if is_batched else (f"{name}_{i}",) * shared
-            ins.append(front + names)
-        outs = tuple((name, *names) for names in self.outs)
-        return dataclasses.replace(self, ins=tuple(ins), outs=outs, depth=self.depth + 1)
-
-    def adjoint(self, wrt: Sequence[int], of: Sequence[int]) -> _ShardingRule:
-        """The rule of (operands, outputs, cotangents) -> (cotangents, gradients)."""
-        cotangents = tuple(self.outs[j] for j in of)
-        gradients = tuple(self.ins[i] for i in wrt)
-        return dataclasses.replace(self, ins=self.ins + self.outs + cotangents, outs=cotangents + gradients)
-
-    @property
-    def split(self) -> set[str]:
-        """The names that may be split: what some output lacks is reduced, what no operand has is unknown to a shard."""
-        return set().union(*self.ins).intersection(*self.outs)
-
-    def partition_specs(self, mesh: Any, arrays: Sequence) -> list:
-        """How each array is split, from what XLA has found so far: of the operands alone, at first.
-
-        A name is split over the same mesh axes everywhere: those of the first array in which they divide it evenly and
-        no other name has them.
-        """
-        undecided = self.split
-        axes_of: dict[str, Any] = {}
-        free = set(mesh.axis_names)
-        for names, array in zip(self.ins + self.outs, arrays):
-            spec = getattr(array.sharding, "spec", None) or ()
-            for name, size, entry in zip(names, array.shape, spec):
-                if not entry or name not in undecided:
-                    continue
-                axes = entry if isinstance(entry, tuple) else (entry,)
-                is_even = size % math.prod(mesh.shape[axis] for axis in axes) == 0
-                if is_even and free.issuperset(axes):
-                    axes_of[name] = entry
-                    undecided.remove(name)
-                    free.difference_update(axes)
-        return [jax.sharding.PartitionSpec(*map(axes_of.get, names)) for names in self.ins + self.outs]
-
-    def out_avals(self, ins: Sequence, outs: Sequence[Spec]) -> list:
-        """The abstract values of results with these specs; those that the rule does not know are last."""
-        specs = self.partition_specs(_mesh_of(ins), ins)[len(self.ins) :]
-        specs += [()] * (len(outs) - len(specs))
-        return [_out_aval(out.shape, out.dtype, ins, spec) for out, spec in zip(outs, specs, strict=True)]
-
-    def lower(self, ctx: Any, operands: Any, run: Callable, outs: Any, rest: Any = (), effect: bool = False) -> Any:
-        """Lower `run(outs, *ins)` for XLA to split: a device runs it with the `outs` of its shard.
-
-        The results for `rest`, scratch and hidden outputs, which nobody reads, are zeros.
-        """
-        closed = jax.make_jaxpr(functools.partial(run, outs))(*ctx.avals_in)
-        jaxprs = list(_all_jaxprs(closed, ctx))
-        if any(map(_calls_python, jaxprs)):  # custom_partitioning would not keep the Python function alive
-            return _lower(functools.partial(run, outs), ctx, operands)
-        partitioned = _Partitioned.of(self, closed, run, outs).function()
-
-        def call(*ins: Any) -> list:
-            return [*partitioned(*ins, *closed.consts), *map(_zeros, rest)]
-
-        results = _lower(call, ctx, operands)
-        # What custom_partitioning writes for keys of the persistent cache is an address, which can recur.
-        content = {"xla_kernel": _digest(*map(str, jaxprs), *_constants(jaxprs))}
-        attributes = results[0].owner.attributes
-        attributes["has_side_effect"] = mlir.ir_attribute(effect)
-        attributes["mhlo.frontend_attributes"] = mlir.ir_attribute(content)
-        return results
-
-
-@dataclasses.dataclass(frozen=True, eq=False)  # JAX takes its methods by identity
-class _Partitioned:
-    """`closed`, which is `run` with these `outs`, for XLA to split: a function of its operands and its constants."""
-
-    rule: _ShardingRule  # that of the kernel, with the constants as operands that are not split
-    n_operands: int
-    closed: Any
-    run: Callable[..., list]
-    outs: Any
-
-    @classmethod
-    def of(cls, rule: _ShardingRule, closed: Any, run: Callable[..., list], outs: Any) -> _Partitioned:
-        with_constants = dataclasses.replace(rule, ins=rule.ins + _unique_names("const", closed.consts))
-        return cls(with_constants, len(rule.ins), closed, run, outs)
-
-    def function(self) -> Callable:
-        from jax.experimental.custom_partitioning import custom_partitioning
-
-        names = f"{_write_names(self.rule.ins)} -> {_write_names(self.rule.outs)}"
-        function = custom_partitioning(self.run_whole)
-        function.def_partition(self.partition, self.infer_sharding, sharding_rule=names)
-        return function
-
-    def run_whole(self, *args: Any) -> tuple:
-        operands, constants = args[: self.n_operands], args[self.n_operands :]
-        return tuple(jax.core.eval_jaxpr(self.closed.jaxpr, constants, *operands))
-
-    def run_shard(self, local_outs: list[Spec], *args: Any) -> tuple:
-        """Constants that the trace of the whole has too are operands; those made of shapes are this shard's own."""
-        operands, constants = args[: self.n_operands], args[self.n_operands :]
-        operand_of = {id(const): arg for const, arg in zip(self.closed.consts, constants)}
-        no_mesh = jax.sharding.AbstractMesh((), ())  # one device has none
-        with jax.sharding.use_abstract_mesh(no_mesh):
-            of_shard = jax.make_jaxpr(functools.partial(self.run, local_outs))(*operands)
-            own_constants = [operand_of.get(id(const), const) for const in of_shard.consts]
-            return tuple(jax.core.eval_jaxpr(of_shard.jaxpr, own_constants, *operands))
-
-    def shardings(self, mesh: Any, args: Any, results: Any) -> tuple[tuple, tuple]:
-        specs = self.rule.partition_specs(mesh, (*args, *results))
-        found = tuple([jax.sharding.NamedSharding(mesh, spec) for spec in specs])
-        return found[: len(args)], found[len(args) :]
-
-    def infer_sharding(self, mesh: Any, args: Any, results: Any) -> tuple:
-        _, of_results = self.shardings(mesh, args, results)
-        return of_results
-
-    def partition(self, mesh: Any, args: Any, results: Any) -> tuple:
-        of_args, of_results = self.shardings(mesh, args, results)
-        local_outs = []
-        for sharding, out in zip(of_results, self.outs):
-            local_outs.append(Spec(sharding.shard_shape(out.shape), out.dtype))
-        return mesh, functools.partial(self.run_shard, local_outs), of_results, of_args
-
-
-def _parse_names(side: str) -> tuple[tuple[str, ...], ...]:
-    return tuple(tuple(array.split()) for array in side.split(","))
-
-
-def _are_names(names: Sequence[str]) -> bool:
-    is_unique = len(set(names)) == len(names)
-    return is_unique and all(map(str.isidentifier, names))
-
-
-def _write_names(arrays: Sequence[Sequence[str]]) -> str:
-    """One side of a rule as `custom_partitioning` reads it, whose names begin with a letter."""
-    written = []
-    for names in arrays:
-        written.append(" ".join(f"d{name}" for name in names))
-    return ", ".join(written)
-
-
-def _unique_names(kind: str, arrays: Sequence) -> tuple[tuple[str, ...], ...]:
-    """A name of its own for each dimension, so that none is split."""
-    names = []
-    for i, x in enumerate(arrays):
-        names.append(tuple(f"__{kind}{i}_{axis}" for axis in range(np.ndim(x))))
-    return tuple(names)
-
-
-def _all_jaxprs(jaxpr: Any, ctx: Any) -> Iterator:
-    """A jaxpr with those in it, such as the body of a loop, and those of the kernels of ops that it calls."""
-    yield jaxpr
-    for equation in jaxpr.eqns:
-        parts = jax.tree.leaves(equation.params)
-        if _is_op(equation.primitive):
-            parts.append(equation.primitive.kernel_jaxpr(ctx, equation))
-        for part in parts:
-            if hasattr(part, "eqns"):
-                yield from _all_jaxprs(part, ctx)
-
-
-def _calls_python(jaxpr: Any) -> bool:
-    """Whether there is a callback among the equations of a jaxpr."""
-    if jaxpr.effects - _side_effect():  # those of jax.debug and of io_callback; a handler with an effect is no Python
-        return True
-    return any("callback" in equation.params for equation in jaxpr.eqns)  # a pure_callback has no effect
-
-
-def _constants(jaxprs: Sequence) -> list:
-    """The arrays that jaxprs hold, which their text does not show."""
-    constants = []
-    for jaxpr in jaxprs:
-        for constant in getattr(jaxpr, "consts", ()):
-            with contextlib.suppress(TypeError):  # keys of random numbers
-                constant = np.asarray(constant)
-            constants.append(constant)
-    return constants
-
-
-# ======================================================================================================
-# 7. The primitive behind every wrapper: one call of one target.
+# 5. The primitive behind every wrapper: one call of one target.
 # A wrapper finds the target of a call, and binds the primitive `xla_kernel` with it; what JAX asks of the primitive
 # (its outputs, its lowering, its vmap) stands first, then the wrapper.  Does not know a backend: it derives a wrapper.
 
-# -- 7.1 The primitive: what JAX's interpreters ask ----------------------------------------------------
+# -- 5.1 The primitive: what JAX's interpreters ask ----------------------------------------------------
 # An alias says that an output starts with an input.  A wrapper has those that the user gave, by name or number.  In a
 # `_Call` they are by number and, once it is known what runs it, those of hidden outputs are among them.  `_BoundCall`
 # and `_Signature`, which are compared, have them as pairs; in a `_Signature` the hidden ones stand apart.
@@ -1239,10 +950,10 @@ class _Call:
     """A call of a kernel, without batch: its buffers, and what runs it, once that is found."""
 
     ins: list[Spec]
-    outs: list[Spec]  # with scratch, and then the hidden ones
+    outs: list[Spec]  # the results, then scratch, and then the hidden ones
+    n_results: int
     aliases: dict[int, int]
     zeroed: tuple[int, ...] = ()  # the outputs that start from zeros
-    n_scratch: int = 0
     target: Any = None
 
     def signature(self, label: str) -> _Signature:
@@ -1261,31 +972,28 @@ class _Call:
                 outs.append(self.ins[i])
         return dataclasses.replace(self, outs=outs, aliases=aliases, target=target)
 
+    def bind(self, has_side_effect: bool, args: Sequence) -> list:
+        """The results of the primitive."""
+        aliases = tuple(self.aliases.items())
+        bound = _BoundCall(self.target, tuple(self.outs), self.n_results, aliases, has_side_effect)
+        return _call_p.bind(*args, call=bound)[: self.n_results]
+
 
 @dataclasses.dataclass(frozen=True)
 class _BoundCall:
     """The parameter of the primitive: a call of a whole batch, each `vmap` having added a dimension in front."""
 
     target: _Target
-    outs: tuple[Spec, ...]  # those that the rule names; then scratch and hidden ones, which nobody reads
+    outs: tuple[Spec, ...]
+    n_results: int  # behind them are scratch and hidden outputs, which nobody reads
     aliases: tuple[tuple[int, int], ...]
-    rule: _ShardingRule
     has_side_effect: bool
-    shape_options: tuple[Callable, ...]  # the user's functions of the inputs that `resolve` asks
-    # (inputs, outputs) of one slice -> the call with a shard's shapes, where XLA splits the kernel's own dimensions
-    resolve: Callable[[list[Spec], list[Spec]], _Call] = dataclasses.field(compare=False, repr=False)
-
-    def bind(self, *args: Any) -> list:
-        """Bind the primitive: another one, if XLA's partitioner must be told what to do with the call."""
-        rule = self.rule
-        if rule.ins and rule.outs and (rule.split or self.has_side_effect):
-            return _split_call_p.bind(*args, call=self)
-        return _call_p.bind(*args, call=self)
+    depth: int = 0  # the number of vmaps
 
     @property
     def runs_nothing(self) -> bool:
         grid = self.target.launch[:3]
-        batch_is_empty = any(0 in out.shape[: self.rule.depth] for out in self.outs)
+        batch_is_empty = any(0 in out.shape[: self.depth] for out in self.outs)
         return 0 in grid or batch_is_empty
 
 
@@ -1299,8 +1007,27 @@ def _batches(batch: Sequence, slices: Sequence) -> tuple[Spec, ...]:
     return tuple([Spec((*batch, *x.shape), x.dtype) for x in slices])
 
 
+def _batch_axes(candidates: Iterable[Sequence[Any]]) -> list:
+    """The mesh axes over which each dimension of a batch is split.
+
+    `candidates` has, for each dimension, those of the operands: the first that no other dimension has counts.
+    """
+    taken: set[str] = set()
+    axes = []
+    for entries in candidates:
+        found = None
+        for entry in entries:
+            names = entry if isinstance(entry, tuple) else (entry,)
+            if entry and found is None and taken.isdisjoint(names):
+                found = entry
+                taken.update(names)
+        axes.append(found)
+    return axes
+
+
 def _call_abstract_eval(*ins: Any, call: _BoundCall) -> tuple:
-    avals = call.rule.out_avals(ins, call.outs)
+    split = _batch_axes([x.sharding.spec[d] for x in ins if x.shape[d] != 1] for d in range(call.depth))
+    avals = [_out_aval(out.shape, out.dtype, ins, split) for out in call.outs]
     if call.has_side_effect:
         return avals, _side_effect()
     return avals, frozenset()
@@ -1314,32 +1041,37 @@ def _platforms(ctx: Any) -> Sequence[str]:
 def _call_lowering(ctx: Any, *operands: Any, call: _BoundCall) -> Any:
     for platform in _platforms(ctx):
         call.target.register(platform)
-    if ctx.primitive is _split_call_p:
-        on_mesh = _on_mesh(ctx)
-        if on_mesh:
-            return _lower_on_shards(on_mesh, operands, call)
     if call.has_side_effect and _auto_devices(ctx) > 1:
         raise NotImplementedError(
-            f"{call.target.title} has side effects, and XLA cannot tell on which devices: over several, give it an "
-            "input and an output, and the program a mesh (jax.set_mesh), or call it in a jax.shard_map over all axes"
+            f"{call.target.title} has side effects, and XLA cannot tell on which devices: over several, call it in a "
+            "jax.shard_map over all axes of the mesh"
         )
     if call.runs_nothing:  # XLA before jax 0.10 refuses a call that launches nothing in a command buffer
         return _lower_to_starts(ctx, operands, call.aliases)
-    return _lower_to_custom_call(ctx, operands, call)
-
-
-def _lower_to_custom_call(ctx: Any, operands: Any, call: _BoundCall) -> Any:
-    # An alias only lets XLA save a copy: that an output starts with an input is the handler's business.
-    aliases = dict(call.aliases)
-    name = call.target.name
-    lower = jax.ffi.ffi_lowering(name, operand_output_aliases=aliases, has_side_effect=call.has_side_effect)
-    attributes = {}
-    if call.target.launch:
-        attributes["launch"] = np.array(call.target.launch, np.int64)
-    results = lower(ctx, *operands, **attributes)
+    n_split = _count_split(ctx, call)
+    if n_split:
+        results = _lower_to_split_call(ctx, operands, call, n_split)
+    else:
+        results = _lower_to_custom_call(ctx, operands, call, ctx.avals_in, ctx.avals_out)
     if "cuda" in _platforms(ctx):
         return _keep_from_updates(ctx, results)
     return results
+
+
+def _lower_to_custom_call(
+    ctx: Any, operands: Any, call: _BoundCall, ins: Sequence, outs: Sequence, **attributes: Any
+) -> Any:
+    # An alias only lets XLA save a copy: that an output starts with an input is the handler's business.
+    lower = jax.ffi.ffi_lowering(
+        call.target.name,
+        operand_output_aliases=dict(call.aliases),
+        has_side_effect=call.has_side_effect,
+        extra_attributes=attributes,
+    )
+    launch = {}
+    if call.target.launch:
+        launch["launch"] = np.array(call.target.launch, np.int64)
+    return lower(ctx.replace(avals_in=ins, avals_out=outs), *operands, **launch)
 
 
 def _keep_from_updates(ctx: Any, results: Any) -> Any:
@@ -1366,25 +1098,6 @@ def _lower_to_starts(ctx: Any, operands: Any, aliases: Sequence[tuple[int, int]]
     return _lower(start, ctx, operands)
 
 
-def _lower_on_shards(ctx: Any, operands: Any, call: _BoundCall) -> Any:
-    """Give XLA the call on a shard: of the results that the rule knows, as nobody asks for those behind them."""
-    depth = call.rule.depth
-    n = len(call.rule.outs)
-
-    def run(results: Sequence[Spec], *ins: Any) -> list:
-        local = call.resolve(_specs_of_slices(ins, depth), _specs_of_slices(results, depth))
-        batch = results[0].shape[:depth]
-        shard = dataclasses.replace(
-            call,
-            target=local.target.under_vmaps(depth),
-            outs=_batches(batch, local.outs),
-            aliases=tuple(local.aliases.items()),
-        )
-        return _call_p.bind(*ins, call=shard)[:n]
-
-    return call.rule.lower(ctx, operands, run, call.outs[:n], call.outs[n:], call.has_side_effect)
-
-
 def _call_batching(args: Any, dims: Any, *, call: _BoundCall) -> Any:
     """One more leading dimension everywhere; size 1 says that an operand is the same for every slice."""
     target = call.target.under_vmaps(1)
@@ -1396,40 +1109,124 @@ def _call_batching(args: Any, dims: Any, *, call: _BoundCall) -> Any:
     sizes = [size if has_slice else 1 for has_slice in has_slices]
     ins = map(batching.bdim_at_front, args, dims, sizes)
     outs = _batches([size], call.outs)
-    batched = dataclasses.replace(call, target=target, outs=outs, rule=call.rule.batched(has_slices, 1))
-    return batched.bind(*ins), [0] * len(outs)
+    batched = dataclasses.replace(call, target=target, outs=outs, depth=call.depth + 1)
+    return _call_p.bind(*ins, call=batched), [0] * len(outs)
 
 
 def _call_jvp(primals: Sequence, tangents: Sequence, *, call: _BoundCall) -> tuple:
-    outs = call.outs[: len(call.rule.outs)]
-    if any(jax.dtypes.issubdtype(out.dtype, np.inexact) for out in outs):
+    if any(jax.dtypes.issubdtype(out.dtype, np.inexact) for out in call.outs[: call.n_results]):
         raise TypeError(f"{call.target.title} has no derivative: use jax.custom_vjp, or an XLACustomKernel's rules")
-    results = call.bind(*primals)
+    results = _call_p.bind(*primals, call=call)
     return results, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in results]
 
 
 _call_p = Primitive("xla_kernel")
-_split_call_p = Primitive("xla_kernel")  # XLA's partitioner is told what to do with it
-for _primitive in (_call_p, _split_call_p):
-    _primitive.multiple_results = True
-    _primitive.def_impl(functools.partial(_apply_primitive, _primitive))
-    _primitive.def_effectful_abstract_eval(_call_abstract_eval)
-    ad.primitive_jvps[_primitive] = _call_jvp
-    batching.primitive_batchers[_primitive] = _call_batching
-    mlir.register_lowering(_primitive, _call_lowering)
-_need_devices(_split_call_p)
+_call_p.multiple_results = True
+_call_p.def_impl(functools.partial(_apply_primitive, _call_p))
+_call_p.def_effectful_abstract_eval(_call_abstract_eval)
+ad.primitive_jvps[_call_p] = _call_jvp
+batching.primitive_batchers[_call_p] = _call_batching
+mlir.register_lowering(_call_p, _call_lowering)
 
 
-# -- 7.2 What a public function is given: a kernel, and options ----------------------------------------
+# -- 5.2 Over a mesh: XLA splits a batch ---------------------------------------------------------------
+# Under plain `jit` XLA's partitioner for batches (custom_call_batch_partitioner.cc) runs a call on each device's part of
+# the batch.  It splits the first `num_batch_dims` dimensions of every operand that has more of them, and leaves others
+# whole.  So:
+# - An operand that all slices share is passed with the kernel's own rank.  The batch gets dimensions of size 1, so that
+#   every split operand has more dimensions than any shared one.
+# - An operand that only some of the vmaps batch is broadcast.  So is a first operand that is shared, if another shared
+#   one follows a batched one: where shardings differ, XLA takes that of the first for all (FindCommonSharding).
+# - Only the leading dimensions that the number of devices divides may be split: else XLA would run the kernel on
+#   padding, and a kernel that raises there leaves the other devices waiting.
+# - A call with side effects is not split: XLA would drop the flag.
+# The kernel's own dimensions are gathered: only `jax.shard_map` splits them.
 
 
-def _python(kernel: Any) -> Any:
-    """The Python function of a kernel: of what Numba jitted or vectorized, or Warp decorated; a plain one is itself."""
-    dispatcher = getattr(kernel, "_dispatcher", kernel)  # where numba.vectorize keeps it
-    function = getattr(dispatcher, "py_func", None)
-    if function is None and hasattr(kernel, "adj"):  # Warp
-        function = kernel.func
-    return function or kernel
+def _count_split(ctx: Any, call: _BoundCall) -> int:
+    """How many leading dimensions of the batch XLA may split."""
+    n_devices = _devices_to_split_over(ctx)
+    if n_devices == 1 or call.has_side_effect or not call.outs:
+        return 0
+    sizes = [size for aval in (*ctx.avals_in, *ctx.avals_out) for size in aval.shape]
+    if not all(isinstance(size, int) for size in sizes):  # symbolic, for which Shardy's rule has no text
+        return 0
+    divisible = itertools.takewhile(lambda size: size % n_devices == 0, call.outs[0].shape[: call.depth])
+    return len(list(divisible))
+
+
+def _lower_to_split_call(ctx: Any, operands: Any, call: _BoundCall, n_split: int) -> Any:
+    depth = call.depth
+    batch = call.outs[0].shape[:depth]
+    is_whole = _stay_whole(ctx.avals_in, depth)
+    ranks_of_whole = [len(x.shape) - depth for x, whole in zip(ctx.avals_in, is_whole) if whole]
+    n_batch_dims = max([n_split, *(rank + 1 for rank in ranks_of_whole)])
+    ones = (1,) * (n_batch_dims + 1 - n_split)  # one more: an operand of just these dimensions counts as whole
+    leading = (*batch[:n_split], *ones, *batch[n_split:])
+
+    def passed(x: Any, whole: bool = False) -> Any:
+        """The abstract value that the call gets or returns in the place of `x`."""
+        return jax.core.ShapedArray((*(() if whole else leading), *x.shape[depth:]), x.dtype)
+
+    def reshape_operands(*operands: Any) -> list:
+        reshaped = []
+        for x, aval, whole in zip(operands, ins, is_whole):
+            if not whole:
+                x = jax.numpy.broadcast_to(x, (*batch, *x.shape[depth:]))
+            reshaped.append(jax.lax.reshape(x, aval.shape))
+        return reshaped
+
+    def reshape_results(*results: Any) -> list:
+        return [jax.lax.reshape(x, aval.shape) for x, aval in zip(results, ctx.avals_out)]
+
+    ins = list(map(passed, ctx.avals_in, is_whole))
+    outs = list(map(passed, ctx.avals_out))
+    rule = _SharedBatch(len(leading) - len(batch[n_split:]))
+    attributes = {
+        "mhlo.frontend_attributes": mlir.ir_attribute({"num_batch_dims": str(n_batch_dims)}),
+        "sdy.sharding_rule": mlir.ir.Attribute.parse(rule.text(ins, is_whole, outs)),
+    }
+    operands = _lower_untyped(reshape_operands, ctx, operands, ctx.avals_in, ins)
+    results = _lower_to_custom_call(ctx, operands, call, ins, outs, **attributes)
+    return _lower_untyped(reshape_results, ctx, results, outs, ctx.avals_out)
+
+
+def _stay_whole(ins: Sequence, depth: int) -> list[bool]:
+    """Which operands are passed without batch: those that all slices share, but for the first in one case (above)."""
+    is_shared = [all(size == 1 for size in x.shape[:depth]) for x in ins]
+    if is_shared[:1] == [True] and any(is_shared[is_shared.index(False) :]):
+        is_shared[0] = False
+    return is_shared
+
+
+class _SharedBatch:
+    """Shardy's rule of a call: arrays have these leading dimensions in common; each other dimension is of its own."""
+
+    def __init__(self, n_dims: int) -> None:
+        self.n_dims = n_dims
+        self.sizes: list[int] = []  # by factor, which is what Shardy calls a dimension in rules
+
+    def text(self, ins: Sequence, is_whole: Sequence[bool], outs: Sequence) -> str:
+        self.sizes += outs[0].shape[: self.n_dims]
+        operands = ", ".join(map(self.dims, ins, is_whole))
+        results = ", ".join(map(self.dims, outs))
+        sizes = ", ".join(f"{self.name(n)}={size}" for n, size in enumerate(self.sizes))
+        return f"#sdy.op_sharding_rule<({operands})->({results}) {{{sizes}}}>"
+
+    def dims(self, x: Any, whole: bool = False) -> str:
+        n_common = 0 if whole else self.n_dims
+        factors = list(range(n_common))
+        for size in x.shape[n_common:]:
+            factors.append(len(self.sizes))
+            self.sizes.append(size)
+        return f"[{', '.join(map(self.name, factors))}]"
+
+    def name(self, factor: int) -> str:
+        """As Shardy writes them: i, j, ..., z, z_1, z_2, ..."""
+        return chr(ord("i") + factor) if factor < 18 else f"z_{factor - 17}"
+
+
+# -- 5.3 What a public function is given: a kernel, and options ----------------------------------------
 
 
 def _parameters(kernel: Any) -> tuple[str, ...]:
@@ -1472,29 +1269,38 @@ def _wrong_kernel(user: str, takes: str, kernel: Any) -> TypeError:
 _VMAP_METHODS = (None, "sequential", "sequential_unrolled", "expand_dims", "broadcast_all", "legacy_vectorized")
 
 
-class _Options(types.SimpleNamespace):
+@dataclasses.dataclass(kw_only=True)
+class _Options:
     """The arguments of a public function but its kernel, checked at once where that does not depend on inputs."""
 
-    in_out_argnames: Sequence[str] | None = None  # of a function that has no such parameter
-    scalars: Sequence[str] | bool = False
+    outs: Any
+    vmap_method: str | None
+    input_output_aliases: Any
+    has_side_effect: bool
+    scratch: Any
+    zero_outputs: bool
+    in_out_argnames: Any = None  # the last three are not options of all
+    scalars: Any = False
+    name: str | None = None
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+    def __post_init__(self) -> None:
         if self.outs is None:
             raise TypeError("outs is missing: give the results' specs, such as outs=lambda x: x, or () for none")
         if self.vmap_method not in _VMAP_METHODS:
             raise ValueError(f"vmap_method must be one of {_VMAP_METHODS}; got {self.vmap_method!r}")
         if not callable(self.outs) or isinstance(self.outs, type):  # such as jnp.float32
             _flat_specs(self.outs, "outs")
-        # The user's functions of the inputs, as part of JAX's keys: what has no hash of its own counts by identity.
-        functions = filter(callable, map(vars(self).get, ("scratch", "launch_dims")))
-        self.shape_options = tuple([functools.partial(x) if type(x).__hash__ is None else x for x in functions])
+        if not isinstance(self.name, (str, type(None))) or self.name == "":
+            raise TypeError(f"name must be a text, under which XLA finds the kernel; got {self.name!r}")
         self.input_output_aliases = self._checked_aliases()
         self.in_out_argnames = self._checked_names("in_out_argnames", self.in_out_argnames)
         if not isinstance(self.scalars, bool):
             self.scalars = self._checked_names("scalars", self.scalars)
-        # whether the slices of a batch run one after another, on one thread
-        self.in_order = str(self.vmap_method).startswith("sequential")
+
+    @property
+    def in_order(self) -> bool:
+        """Whether the slices of a batch run one after another, on one thread."""
+        return str(self.vmap_method).startswith("sequential")
 
     def _checked_aliases(self) -> dict[int | str, int]:
         aliases = self.input_output_aliases or {}
@@ -1518,8 +1324,8 @@ class _Options(types.SimpleNamespace):
 
 def _wrap(make_wrapper: Callable[..., _Wrapper], arguments: dict, options_type: type[_Options] = _Options) -> Any:
     """The wrapper that the arguments of a public function ask for, the kernel first; without one, a decorator."""
-    (_, kernel), *options = arguments.items()
-    checked = options_type(**dict(options))
+    kernel, *_ = arguments.values()
+    checked = options_type(**dict([*arguments.items()][1:]))
 
     def decorate(kernel: Any) -> _Wrapper:
         return make_wrapper(kernel, checked)
@@ -1565,43 +1371,33 @@ class _Kept:
         return self.__name__
 
 
-# -- 7.3 The wrapper -----------------------------------------------------------------------------------
+# -- 5.4 The wrapper -----------------------------------------------------------------------------------
 
 
 class _Wrapper(_Kept):
     """A kernel as a JAX function.
 
-    A call takes these steps; a backend gives or overrides those with a star, and these call no step but their own:
-      `__call__`*      arguments that are no arrays (`_is_input`*) go into a variant of the wrapper (`_static_key`*);
-                       `_call_inputs` has the others traced, by jax.jit unless they are already
-      `_trace`*        reads the declared outputs (`_for_inputs`, `_option_arguments`*) and binds the primitive
+    A call takes these steps; a backend gives or overrides those with a star:
+      `__call__`*      finds arrays given by keyword, and has all traced, by jax.jit unless they are already
+      `_trace`*        reads the declared outputs (`_for_inputs`*) and binds the primitive
       `_resolve`       finds what outputs start from, and scratch buffers
       `_find_target`*  checks dtypes and arguments, and names what runs the call
     """
 
     decorator: str  # the public function that made it, for error messages
     _find_target: Callable[[_Call], _Target]
-    takes_constants = True  # by keyword
-    by_value: Mapping[str, Any] = types.MappingProxyType({})  # Warp's parameters that are no arrays
 
-    def __init__(self, kernel: Any, options: Any, order: tuple[str, ...] | None = None, static: Any = None) -> None:
+    def __init__(self, kernel: Any, options: Any) -> None:
         self.kernel = kernel
         self.options = options
         self.parameters = _parameters(kernel)
-        self.order = self.parameters if order is None else order  # those that the inputs of a call go to
-        self.static: Mapping[str, Any] = static or {}  # the arguments that are no arrays, by parameter
-        self.variants = _Recent()  # this kernel with another order and static arguments
         self._describe(kernel)
-        aliases = options.input_output_aliases
         self._check_names("in_out_argnames", options.in_out_argnames)
-        self._check_names("input_output_aliases", [i for i in aliases if isinstance(i, str)])
+        self._check_names("input_output_aliases", [i for i in options.input_output_aliases if isinstance(i, str)])
         # those that are returned too, in the kernel's order: the first outputs start with them
         self.in_outs = [name for name in self.parameters if name in options.in_out_argnames]
         in_outs = [(name, j) for j, name in enumerate(self.in_outs)]
-        self.aliases = self._one_output_each([*aliases.items(), *in_outs])
-        self.rule: _ShardingRule | None = None
-        if options.sharding_rule is not None:
-            self.rule = _ShardingRule.parse(self.title, options.sharding_rule)
+        self.aliases = self._one_output_each([*options.input_output_aliases.items(), *in_outs])
         self._jitted = jax.jit(self._function())
 
     def _describe(self, kernel: Any) -> None:
@@ -1624,7 +1420,7 @@ class _Wrapper(_Kept):
         return f"<{self.decorator} {self.__name__}>"
 
     def __call__(self, /, *args: Any, **named: Any) -> Any:
-        return self._call_by_name(args, named) if named else self._call_inputs(args)
+        return self._call_inputs(self._in_order(args, named) if named else args)
 
     def _call_inputs(self, args: Sequence) -> Any:
         args, is_traced = _as_inputs(args, self.__name__)
@@ -1634,53 +1430,34 @@ class _Wrapper(_Kept):
             _input_specs(args)  # says more of a dtype that JAX does not have
             raise
 
-    # -- arguments by name; those that are no arrays are static, and a variant has them ----------------
+    def _in_order(self, args: Sequence, named: Mapping[str, Any]) -> list:
+        """All arguments in the order of the parameters: arrays, by keyword too, for the first of them."""
+        for name, value in named.items():
+            is_array = _is_spec(value) or hasattr(value, "__jax_array__") or hasattr(value, "__dlpack__")
+            if name in self.parameters and not is_array and not self._takes_number(name):
+                raise TypeError(
+                    f"{self.title}: {name}={value!r:.80} is no array; what is given by keyword is an input: name it in "
+                    f"scalars=[{name!r}] to give numbers, or make a constant part of the kernel, by a closure"
+                )
+        positional = dict(zip(self.parameters, args))
+        names = self.parameters[: len(args) + len(named)]
+        if positional.keys() & named or {*positional, *named} != {*names} or len(args) > len(positional):
+            twice = [name for name in positional if name in named]
+            reason = f"multiple values for {', '.join(twice)}" if twice else f"{len(args)} by position"
+            raise TypeError(
+                f"{self.__name__}({', '.join(self.parameters) or 'by position only'}) got {reason} and {named!r:.80} by "
+                "keyword: give arrays for the first of its parameters, each once"
+            )
+        return [{**positional, **named}[name] for name in names]
 
-    def _call_by_name(self, args: Sequence, named: Mapping[str, Any]) -> Any:
-        """A call with arguments by keyword: arrays are inputs, and a Python value is static."""
-        static = {name: x for name, x in named.items() if not self._is_input(name, x)}
-        free = [name for name in self.parameters if name not in static]
-        arrays = dict(zip(free, args))
-        if len(args) > len(free) or arrays.keys() & named or not named.keys() <= {*self.parameters}:
-            raise self._wrong_keywords(args, named)
-        for name in named.keys() - static:
-            arrays[name] = named[name]
-        inputs = tuple(name for name in free if name in arrays)
-        values = [arrays[name] for name in inputs]
-        if not static and inputs == self.parameters[: len(inputs)]:
-            return self._call_inputs(values)
-        if not self.takes_constants:
-            raise self._wrong_keywords(args, named)
-        return self._variant(inputs, static)._call_inputs(values)
-
-    def _wrong_keywords(self, args: Sequence, named: Mapping[str, Any]) -> TypeError:
-        kernel = f"{self.__name__}({', '.join(self.parameters) or 'by position only'})"
-        also = "" if self.takes_constants else ": arrays, for the first of them"
-        return TypeError(
-            f"{kernel} got {len(args)} arguments by position and {named!r:.80} by keyword, where each must be another "
-            f"of its parameters{also}"
-        )
-
-    def _variant(self, order: tuple[str, ...], static: Mapping[str, Any]) -> _Wrapper:
-        key = order, self._static_key(static)
-        known = self.variants.get(key)
-        return known or self.variants.keep(key, type(self)(self.kernel, self.options, order, static))
-
-    def _is_input(self, name: str, value: Any) -> bool:
-        return _is_spec(value) or hasattr(value, "__jax_array__") or hasattr(value, "__dlpack__")
-
-    def _static_key(self, static: Mapping[str, Any]) -> Any:
-        """What tells one set of static arguments from another; raises for those that cannot be."""
-        for name, value in static.items():
-            what = f"{self.__name__}: {name!r} is no array but a constant of the compiled kernel, so it"
-            _check_hashable(value, what, "Pass a tuple, or an array")
-        return frozenset(_tagged(static))
+    def _takes_number(self, name: str) -> bool:
+        """Whether a parameter is an input that may be given as a Python number by keyword."""
+        return False
 
     def _check_names(self, option: str, names: Sequence[str]) -> None:
-        known = [name for name in self.parameters if name not in self.by_value]
         for name in names:
-            if name not in known or names.count(name) > 1:
-                shown = ", ".join(known)
+            if name not in self.parameters or names.count(name) > 1:
+                shown = ", ".join(self.parameters)
                 raise ValueError(f"{option}={names}: {name!r} must be the name of an array parameter, once: {shown}")
 
     # -- from inputs to the primitive ------------------------------------------------------------------
@@ -1688,32 +1465,11 @@ class _Wrapper(_Kept):
     def _trace(self, *args: Any) -> Any:
         ins = _input_specs(args)
         outs, tree = _flat_specs(self._for_inputs("outs", ins), "outs", ins)
-        if self.rule:
-            self.rule.check(ins, outs)
-        results = self._bind(type(self)._resolve, args, outs, self.rule)
+        results = self._bind(self._resolve(ins, outs), args)
         return jax.tree_util.tree_unflatten(tree, results)
 
-    def _bind(self, resolve: Callable[..., _Call], args: Any, outs: Any, rule: _ShardingRule | None) -> list:
-        """Bind the primitive for the call that `resolve(wrapper, ins, outs)` makes."""
-        ins = _input_specs(args)
-        resolve_slice = functools.partial(resolve, self._without_caches())
-        call = resolve_slice(ins, outs)
-        bound = _BoundCall(
-            call.target,
-            tuple(call.outs),
-            tuple(call.aliases.items()),
-            rule or _ShardingRule.whole(ins, outs),
-            bool(self.options.has_side_effect),
-            self.options.shape_options,
-            resolve_slice,
-        )
-        return bound.bind(*args)[: len(outs)]
-
-    def _without_caches(self) -> _Wrapper:
-        """A copy that JAX may keep as long as the wrapper lives, as it refers to nothing that JAX keeps it for."""
-        wrapper = object.__new__(type(self))
-        vars(wrapper).update(vars(self), _jitted=None, _vjp=None, variants=None)
-        return wrapper
+    def _bind(self, call: _Call, args: Sequence) -> list:
+        return call.bind(bool(self.options.has_side_effect), args)
 
     def _resolve(self, ins: list[Spec], outs: list[Spec]) -> _Call:
         """The call with these inputs and declared outputs, and what runs it."""
@@ -1723,7 +1479,7 @@ class _Wrapper(_Kept):
         zeroed: list[int] = []
         if self.options.zero_outputs:
             zeroed = [j for j in range(len(outs)) if j not in aliases.values()]
-        call = _Call(ins, outs + scratch, aliases, tuple(zeroed), len(scratch))
+        call = _Call(ins, outs + scratch, len(outs), aliases, tuple(zeroed))
         return call.run_by(self._find_target(call))
 
     def _for_inputs(self, what: str, ins: Sequence[Spec]) -> Any:
@@ -1731,24 +1487,11 @@ class _Wrapper(_Kept):
         option = getattr(self.options, what)
         if not callable(option):
             return option
-        args, named = self._option_arguments(option, ins)
-        return _call_option(option, f"{self.title}: {what}", args, named)
-
-    def _option_arguments(self, option: Callable, ins: Sequence[Spec]) -> tuple[Sequence, dict]:
-        """The inputs, and the static arguments that a callable has parameters for."""
-        args: list = list(ins)
-        named = {}
-        parameters = inspect.signature(option).parameters if self.static else {}
-        for i, (name, parameter) in enumerate(parameters.items()):
-            if name in self.static and parameter.kind is parameter.KEYWORD_ONLY:
-                named[name] = self.static[name]
-            elif name in self.static:
-                args.insert(i, self.static[name])
-        return args, named
+        return _call_option(option, f"{self.title}: {what}", ins)
 
     def _numbered_aliases(self, n_in: int) -> dict[int, int]:
         """Those of a call with so many inputs."""
-        names = self.order[:n_in]
+        names = self.parameters[:n_in]
         numbered = []
         for i, j in self.aliases.items():
             if isinstance(i, str):
@@ -1769,13 +1512,10 @@ class _Wrapper(_Kept):
                 )
         return aliases
 
-    def _target_name(self, digest: str) -> str:
-        """Begins with the name of this module, so that the copies of this file in a process do not meet."""
-        return f"{__name__}.{self.__name__}.{_LAYOUT}.{digest}"
-
     def _check_dtypes(self, call: _Call, allowed: frozenset[str], refused: str) -> None:
-        n_out = len(call.outs) - call.n_scratch
-        for what, specs in (("input", call.ins), ("output", call.outs[:n_out]), ("scratch", call.outs[n_out:])):
+        results = call.outs[: call.n_results]
+        scratch = call.outs[call.n_results :]
+        for what, specs in (("input", call.ins), ("output", results), ("scratch", scratch)):
             for i, spec in enumerate(specs):
                 if np.dtype(spec.dtype).name not in allowed:
                     fix = "f(x.astype(jnp.float32)).astype(x.dtype)"
@@ -1786,7 +1526,7 @@ class _Wrapper(_Kept):
 
 
 # ======================================================================================================
-# 8. The native handler: machine code for `XLA_FFI_Error* handler(XLA_FFI_CallFrame*)`, written in LLVM.
+# 6. The native handler: machine code for `XLA_FFI_Error* handler(XLA_FFI_CallFrame*)`, written in LLVM.
 #
 # XLA calls `handler` with the buffers of a call.  The dimensions of a batch come before those of the kernel; a buffer
 # that is the same for all slices has the size 1 there (size 1 broadcasts).
@@ -1803,7 +1543,7 @@ class _Wrapper(_Kept):
 # Relies on sections 1 and 2, llvmlite, Numba's tools for it, and the C API of CPython.  The emitter of a backend writes
 # what runs one slice.
 
-# -- 8.1 What a backend gives: a signature, and an emitter ---------------------------------------------
+# -- 6.1 What a backend gives: a signature, and an emitter ---------------------------------------------
 # One slice: its buffers and their dimensions.
 
 
@@ -1865,17 +1605,16 @@ class _Emitter:
     """The part of a handler that differs between backends: how one slice is run."""
 
     traits = 0
-    # a lock to hold while slices run, as `_native_lock` gives it; 0 if only other processes that load the code need one
-    lock: int | None = None
-    uses_python = False  # slices take the GIL: their thread has a state of Python's all along, where exceptions wait
+    lock = 0  # one to hold while slices run, as `_native_lock` gives it
     in_order = True  # slices run one after another, on the thread that XLA calls from
     driver: _CudaDriver | None = None  # libcuda, where the buffers lie in a GPU's memory
-    entry = report = 0  # for fields of `_Kernel`: addresses that code for any process cannot hold
+    entry = report = 0  # for fields of `_Kernel`: addresses that code which several kernels share cannot hold
+    code_key: Any = None  # with the signature it decides the code of a handler; None if that is of one kernel only
     # writes what all slices share, and what runs one of them under `with handler.each_slice() as arrays`
     write: Callable[[_Handler], None]
 
 
-# -- 8.2 Writing LLVM ----------------------------------------------------------------------------------
+# -- 6.2 Writing LLVM ----------------------------------------------------------------------------------
 # Integers, addresses, structs, calls and control flow, as Python's operators and methods.  A Python function becomes a
 # C function: it is called once, with words that stand for the arguments, and writes an instruction for each operation.
 
@@ -1929,7 +1668,8 @@ class _Struct(_Word):
         address = self.address_of(field)
         if issubclass(kind, ctypes.Structure):
             return _Struct(self.code, kind, address)
-        return self.code.typed(field, self.code.load(address, ctypes.sizeof(kind)))
+        word = self.code.load(address, ctypes.sizeof(kind))
+        return _Struct(self.code, kind._type_, word) if issubclass(kind, ctypes._Pointer) else word
 
     def __setattr__(self, field: str, value: Any) -> None:
         self.code.store(value, self.address_of(field), getattr(self.kind, field).size)
@@ -1955,24 +1695,28 @@ class _Code:
 
     # -- functions --
 
-    def define(self, name: str, body: Callable[..., Any]) -> None:
+    def define(self, name: str, body: Callable[..., Any], **structs: Any) -> None:
         """Write a C function that takes integers and addresses, as `body` does, and returns one.
 
-        Parameters whose names are in `_POINTED` arrive as structs.
+        `structs` says which parameters point to structs, and of which kind.
         """
         names = inspect.signature(body).parameters
         function = self.ir.Function(self.module, self._function_type(names), name)
         self.functions[name] = function
         self.builder = self.ir.IRBuilder(function.append_basic_block())
-        words = [_Word(self, argument) for argument in function.args]
-        result = body(*map(self.typed, names, words))
+        arguments = []
+        for parameter, value in zip(names, function.args):
+            word = _Word(self, value)
+            arguments.append(_Struct(self, structs[parameter], word) if parameter in structs else word)
+        result = body(*arguments)
         if result is not None:  # else it is a loop that never ends
             self.ret(result)
 
-    def compile(self) -> _ObjectCode:
+    def compile(self) -> bytes:
+        """Object code."""
         module = self.llvm.parse_assembly(str(self.module))
         module.verify()
-        return _ObjectCode(_target_machine().emit_object(module), _symbols_needed(module))
+        return _target_machine().emit_object(module)
 
     def call(self, function: Any, *args: Any) -> _Word:
         """Call a function, as `value` takes it."""
@@ -2008,10 +1752,6 @@ class _Code:
 
     def word(self, x: Any) -> _Word:
         return _Word(self, self.value(x))
-
-    def typed(self, name: str, word: _Word) -> Any:
-        """The struct that a field or parameter of this name points to, or the word as it is."""
-        return _Struct(self, _POINTED[name], word) if name in _POINTED else word
 
     def pointer(self, address: Any, size: int = 1) -> Any:
         """LLVM's pointer to an integer of so many bytes."""
@@ -2127,26 +1867,9 @@ class _Code:
         self.builder.branch(body)
 
 
-# -- 8.3 Machine code: made, loaded, kept on disk ------------------------------------------------------
-# Object code has no address of this process in it: functions that it needs are found by name, and what else differs
-# between processes is written into its memory (`_Kernel`).  So any process of the same machine can load it from a file.
-# Knows files and object code.  Does not know how a name comes about.
-#
-# Invariants:
-# - A file is what `_KernelFile.framed` makes of its content, byte by byte, or it is as if it were not there.
-# - A file appears whole, as it is written beside and then renamed.  What the system refuses costs the caching only.
-# - Loaded code has an execution engine of its own: different code of two processes can have the same symbols.
-# - LLVM aborts a process whose code needs a symbol that is not there, so these are looked up before.
-
-
-class _ObjectCode(NamedTuple):
-    code: bytes
-    symbols: list[str]  # the names of what it needs of the process
-
-
-def _symbols_needed(module: Any) -> list[str]:
-    defined = [*module.functions, *module.global_variables]
-    return [x.name for x in defined if x.is_declaration and not x.name.startswith("llvm.")]
+# -- 6.3 Machine code: made and loaded -----------------------------------------------------------------
+# Object code has no address of a kernel in it: what differs between kernels is written into its memory (`_Kernel`).  So
+# the code of a handler is compiled once for each signature, and loaded again for each kernel: 1.5 ms instead of 8.
 
 
 @functools.cache
@@ -2157,18 +1880,13 @@ def _target_machine() -> Any:
 
 def _new_target_machine() -> Any:
     import llvmlite.binding as llvm
+    from numba.core.registry import cpu_target
 
-    triple, cpu, features = _target_of_numba()
+    # of this machine, but for settings of Numba; this also initializes LLVM, in the way of its version
+    triple, cpu, features = cpu_target.target_context.codegen().magic_tuple()
     arch = llvm.Target.from_triple(triple)
     reloc = "static" if arch.name.startswith("x86") else "default"
     return arch.create_target_machine(cpu=cpu, features=features, opt=1, reloc=reloc, codemodel="jitdefault", jit=True)
-
-
-def _target_of_numba() -> tuple[str, str, str]:
-    """The triple, CPU and features for which Numba compiles: of this machine, but for settings of Numba."""
-    from numba.core.registry import cpu_target
-
-    return cpu_target.target_context.codegen().magic_tuple()  # this also initializes LLVM, in the way of its version
 
 
 def _load_code(code: bytes) -> Any:
@@ -2182,124 +1900,32 @@ def _load_code(code: bytes) -> Any:
     return engine
 
 
-@dataclasses.dataclass(frozen=True)
-class _KernelFile:
-    """Where what was compiled for a kernel is kept."""
-
-    path: str
-    key: str  # what that depends on
-    is_current: Callable[[], bool]  # whether what the key was made of is still the same
-
-    @classmethod
-    def of_kernel(
-        cls, kernel: Any, name: str, is_current: Callable[[], bool], more: Callable[[], Iterable] = tuple
-    ) -> _KernelFile | None:
-        """Of the kernel with this name; `more` says what else counts.  None where nothing is to be kept."""
-        folder = _jax_folder() or getattr(getattr(kernel, "_cache", None), "cache_path", None)  # of njit(cache=True)
-        return cls._find(folder, _python(kernel).__name__, lambda: (name, *more()), is_current)
-
-    @classmethod
-    def of_driver(cls) -> _KernelFile | None:
-        return cls._find(_jax_folder(), "driver", tuple, lambda: True)
-
-    @classmethod
-    def _find(
-        cls, folder: str | None, label: str, parts: Callable[[], tuple], is_current: Callable[[], bool]
-    ) -> _KernelFile | None:
-        if folder is None or _OWN_DIGEST is None:
-            return None
-        key = f"{_OWN_DIGEST} {_machine()} {parts()}\n"
-        label = re.sub(r"\W", "_", label, flags=re.ASCII)[:80]  # any file system takes it
-        return cls(os.path.join(folder, f"{label}-{_digest(key)}.xla_kernel"), key, is_current)
-
-    def framed(self, content: bytes) -> bytes:
-        return f"{self.key}{hashlib.blake2b(content).hexdigest()}\n".encode() + content
-
-    def read(self) -> Any:
-        """What another process wrote; None if there is nothing, or it is damaged."""
-        with contextlib.suppress(Exception):  # the file may hold anything
-            with open(self.path, "rb") as file:
-                data = file.read()
-            content = data[len(self.framed(b"")) :]
-            return pickle.loads(content) if data == self.framed(content) else None
-        return None
-
-    def write(self, obj: Any) -> None:
-        """Keep what every process would compile under this name."""
-        if not self.is_current():
-            return
-        try:
-            content = self.framed(pickle.dumps(obj))
-        except Exception:  # something that is of this process only
-            return
-        temporary = f"{self.path}.{os.getpid()}.{os.urandom(4).hex()}"
-        with contextlib.suppress(OSError):
-            os.makedirs(os.path.dirname(self.path), exist_ok=True)
-            try:
-                with open(temporary, "xb") as file:
-                    file.write(content)
-                os.replace(temporary, self.path)
-            except OSError:
-                os.unlink(temporary)
-
-
-def _jax_folder() -> str | None:
-    """A folder beside JAX's programs, where JAX keeps these on a local disk."""
-    folder = str(jax.config.jax_compilation_cache_dir or "")
-    if folder and jax.config.jax_enable_compilation_cache and "://" not in folder:
-        return os.path.join(folder, "xla_kernels")
-    return None
-
-
-def _read_own_digest() -> str | None:
-    """Of this file, whose text decides what it compiles; None where it is not on disk: then nothing is kept."""
-    path = globals().get("__file__", "")
-    try:
-        with open(path, "rb") as file:
-            return hashlib.blake2b(file.read(), digest_size=12).hexdigest()
-    except OSError:
-        return None
-
-
-_OWN_DIGEST = _read_own_digest()  # now: the file may change while a process runs
-
-
-def _machine() -> str:
-    """What compiled code depends on besides its kernel and this file."""
-    import llvmlite
-    import numba
-
-    python = sys.implementation.cache_tag, getattr(sys, "abiflags", "")
-    versions = numba.__version__, llvmlite.__version__, np.__version__, _known_api_version()
-    return " ".join(map(str, (*versions, *python, *_target_of_numba())))
-
-
-# -- 8.4 The driver: which slices, and on which threads ------------------------------------------------
+# -- 6.4 The driver: which slices, and on which threads ------------------------------------------------
 # XLA's table of functions and its threads.  Does not know dtypes, nor what a slice does.
-
-
-def _words(name: str, fields: str) -> Any:
-    """A struct of 64-bit words."""
-    return _struct(name, **dict.fromkeys(fields.split(), _I64))
 
 
 _Variable = _words("_Variable", "current")
 
-# Where a buffer's slice is: `data`; `dims` points to the kernel's dimensions, which those of the batch lie before;
-# `nbytes` is the size of a slice, and `step` is how far the next slice of the row is: 0 if all share this one.
-_Cursor = _words("_Cursor", "data step dims nbytes")
+# Where a buffer's slice is: `data`; `dims` points to the kernel's dimensions, which the `depth` ones of the batch lie
+# before, if the buffer has them.  `nbytes` is the size of a slice, and `step` is how far the next slice of the row is: 0
+# if all share this one.
+_Cursor = _words("_Cursor", "data step dims depth nbytes")
 
 # A kernel, in the memory of its handler.  Outputs, whose memory is mapped on first use, begin at `first_output`.  The
-# fields from `slices` on are addresses of this process, filled in when the code is loaded: `entry`, `lock` and
-# `report` come from the emitter, the last four are functions of the driver.
-_Kernel = _words("_Kernel", "n_buffers first_output in_order slices entry lock report answer error fill drive")
+# fields from `in_order` on are filled in when the code is loaded: texts for errors, `entry`, `lock` and `report` of the
+# emitter, and functions of the driver.
+_Kernel = _words(
+    "_Kernel", "n_buffers first_output in_order slices wrong_buffers entry lock report answer error fill drive"
+)
 
 # A call with a batch.  The cursors stand at its first slice.  `sizes` are those of its `depth` dimensions, outermost
 # first, `count` is their product; slices [k * row, (k + 1) * row) are one step apart.  For example, all pairs of three
 # slices of x and two of y: buffers of 1 x 3, 2 x 1 and, for the output, 2 x 3 slices.  Neither x nor y has all six or
 # only one, so a row is what the last dimension spans: three slices, along which x and the output go on by one slice,
 # and y stays where it is (step 0).
-_Batch = _words("_Batch", "frame kernel cursors depth sizes count row")
+_Batch = _words(
+    "_Batch", "frame kernel cursors depth sizes count row", frame=XLA_FFI_CallFrame, kernel=_Kernel, cursors=_Cursor
+)
 
 # A batch that several threads share.  On the heap, as queued tasks may outlive the call.
 #   next     the first slice that nobody has taken (atomic fetch-and-add of `chunk`); beyond `count` nothing is left
@@ -2308,18 +1934,7 @@ _Batch = _words("_Batch", "frame kernel cursors depth sizes count row")
 #   error    the first XLA_FFI_Error*, by compare-and-swap; later ones are destroyed
 #   idle     a lock that the last worker releases, to wake the caller
 # The caller waits for workers only, never for queued tasks: these may stand behind callers that wait, a deadlock.
-_Shared = _words("_Shared", "batch next count chunk workers holders error idle")
-
-# What fields and parameters of these names point to.
-_POINTED = {
-    "frame": XLA_FFI_CallFrame,
-    "api": XLA_FFI_Api,
-    "metadata": XLA_FFI_Metadata,
-    "kernel": _Kernel,
-    "cursors": _Cursor,
-    "batch": _Batch,
-    "shared": _Shared,
-}
+_Shared = _words("_Shared", "batch next count chunk workers holders error idle", batch=_Batch)
 
 # In microseconds of work:
 _MEASURABLE = 1  # slices that took less do not tell how long others take
@@ -2340,19 +1955,21 @@ class _Driver(_Code):
     def __init__(self) -> None:
         super().__init__()
         self.ticks = self.static("ticks", _Variable)  # of the clock in a microsecond
+        self.one = self.static("one", _Variable, current=1)
+        frame = XLA_FFI_CallFrame
         self.define("answer", self.answer)
-        self.define("error", self.error)
+        self.define("error", self.error, frame=frame)
         self.define("now", self.now)
         self.define("fill", self.fill)
-        self.define("seek", self.seek)
-        self.define("run", self.run)
-        self.define("release", self.release)
-        self.define("work", self.work)
-        self.define("task", self.task)
-        self.define("share", self.share)
-        self.define("finish", self.finish)
-        self.define("probe", self.probe)
-        self.define("drive", self.drive)
+        self.define("seek", self.seek, batch=_Batch, cursors=_Cursor)
+        self.define("run", self.run, batch=_Batch)
+        self.define("release", self.release, shared=_Shared)
+        self.define("work", self.work, shared=_Shared)
+        self.define("task", self.task, shared=_Shared)
+        self.define("share", self.share, batch=_Batch)
+        self.define("finish", self.finish, batch=_Batch)
+        self.define("probe", self.probe, batch=_Batch)
+        self.define("drive", self.drive, frame=frame, kernel=_Kernel, cursors=_Cursor)
 
     def answer(self, extension: Any, traits: Any) -> Any:
         """On registration XLA asks for the API version and traits, through an extension; returns whether it does."""
@@ -2376,7 +1993,7 @@ class _Driver(_Code):
             self.api(frame, "Error_Destroy", self.new(XLA_FFI_Error_Destroy_Args, error=error))
 
     def now(self) -> Any:
-        """A clock that only goes on, in ticks: on x86 the processor's, as to ask the system may take 400 ns."""
+        """A monotonic clock, in ticks: on x86 the processor's, as a system call may take 400 ns."""
         if self.module.triple.startswith("x86_64"):
             counter = self.module.declare_intrinsic("llvm.readcyclecounter", (), self.ir.FunctionType(self.i64, []))
             return _Word(self, self.builder.call(counter, []))
@@ -2418,7 +2035,7 @@ class _Driver(_Code):
             rest.current = rest.current // size
             with self.loop(0, kernel.n_buffers) as k:
                 cursor = cursors[k]
-                own_size = self.load(cursor.dims - d * 8)
+                own_size = self._batch_size(cursor, d)
                 skipped = self.load(span + 8 * k)
                 cursor.data = cursor.data + self.select(own_size == 1, 0, position * skipped)  # size 1 broadcasts
                 self.store(skipped * own_size, span + 8 * k)
@@ -2476,7 +2093,7 @@ class _Driver(_Code):
 
     def share(self, batch: Any, first: Any, helpers: Any, chunk: Any) -> Any:
         """Run the slices from `first` on with so many threads of XLA, each of which may come or not."""
-        shared = self.typed("shared", self.external("PyMem_RawMalloc", ctypes.sizeof(_Shared)))
+        shared = _Struct(self, _Shared, self.external("PyMem_RawMalloc", ctypes.sizeof(_Shared)))
         idle = self.external("PyThread_allocate_lock")
         with self.when((shared == 0) | (idle == 0)):  # out of memory, which one thread does not need
             self.ret(self.call("run", batch, first, batch.count))
@@ -2552,7 +2169,7 @@ class _Driver(_Code):
         with self.loop(0, depth) as d:
             size = self.variable(1)
             with self.loop(0, kernel.n_buffers) as k:
-                own_size = self._batch_size(batch, k, d)
+                own_size = self._batch_size(cursors[k], batch.depth - d)
                 size.current = self.select(own_size == 1, size.current, own_size)
             self.store(size.current, batch.sizes + d * 8)
             batch.count = batch.count * size.current
@@ -2566,9 +2183,9 @@ class _Driver(_Code):
             self.ret(self.call("run", batch, 0, batch.count))
         return self.call("probe", batch)
 
-    def _batch_size(self, batch: Any, k: Any, d: Any) -> _Word:
-        """The size of buffer k along dimension d of the batch, 0 being the outermost."""
-        return self.load(batch.cursors[k].dims + (d - batch.depth) * 8)
+    def _batch_size(self, cursor: Any, d: Any) -> _Word:
+        """The size of a buffer along dimension d of the batch, 1 being the innermost; 1 if it has no batch."""
+        return self.load(self.select(cursor.depth == 0, self.one, cursor.dims - d * 8))
 
     def _find_rows(self, batch: Any) -> None:
         """A row is the whole batch if every buffer has all slices or only one, else what its last dimension spans."""
@@ -2580,28 +2197,22 @@ class _Driver(_Code):
         batch.row = self.select(one_row.current, batch.count, last)
         with self.loop(0, batch.kernel.n_buffers) as k:
             cursor = batch.cursors[k]
-            along_last = self._batch_size(batch, k, batch.depth - 1)
+            along_last = self._batch_size(cursor, 1)
             along_row = self.select(one_row.current, self._own_count(batch, k), along_last)
             cursor.step = self.select(along_row == 1, 0, cursor.nbytes)
 
     def _own_count(self, batch: Any, k: Any) -> _Word:
         """How many slices buffer k has in memory."""
         count = self.variable(1)
-        with self.loop(0, batch.depth) as d:
-            count.current = count.current * self._batch_size(batch, k, d)
+        with self.loop(1, batch.depth + 1) as d:
+            count.current = count.current * self._batch_size(batch.cursors[k], d)
         return count.current
 
 
 @functools.cache
 def _driver() -> Any:
     """The execution engine that has the driver's functions."""
-    file = _KernelFile.of_driver()
-    code = file.read() if file else None
-    if code is None:
-        code, _ = _Driver().compile()
-        if file:
-            file.write(code)
-    engine = _load_code(code)
+    engine = _load_code(_Driver().compile())
     read_clock = ctypes.CFUNCTYPE(_I64)(engine.get_function_address("now"))
     began = time.perf_counter()
     ticks = read_clock()
@@ -2612,32 +2223,42 @@ def _driver() -> Any:
     return engine
 
 
-# -- 8.5 A handler -------------------------------------------------------------------------------------
+# -- 6.5 A handler -------------------------------------------------------------------------------------
 # One signature and one emitter.  Leaves batches to the driver.
 
 
-def _compile_handler(signature: _Signature, emitter: _Emitter) -> tuple[int, Any]:
-    """Compile and load a handler; returns its address and what must stay alive with it."""
-    handler = _Handler(signature, emitter)
-    address, alive = _load_handler(emitter, handler.compile().code)
-    return address, (alive, handler.alive)
+_HANDLERS: dict[tuple, bytes] = {}  # the object code of those that several kernels share
 
 
-def _load_handler(emitter: _Emitter, code: bytes) -> tuple[int, Any]:
+def _compile_handler(signature: _Signature, emitter: _Emitter, may_write: tuple[int, ...] = ()) -> _Compiled:
+    """Compile a handler, or take the code of another one of this signature, and load it."""
+    key = dataclasses.replace(signature, label=""), emitter.code_key
+    code = _HANDLERS.get(key)
+    alive: list[Any] = []
+    if code is None:
+        handler = _Handler(signature, emitter)
+        code = handler.compile()
+        alive = handler.alive
+        if emitter.code_key:
+            _HANDLERS[key] = code
     engine = _load_code(code)
+    driver = _driver()
     kernel = _Kernel.from_address(engine.get_global_value_address("kernel"))
+    text = f"kernel '{signature.label}' was called with other buffers than {signature}"
+    wrong_buffers = ctypes.create_string_buffer(text.encode("utf-8", "replace"))
+    kernel.wrong_buffers = ctypes.addressof(wrong_buffers)
+    kernel.in_order = emitter.in_order
     kernel.slices = engine.get_function_address("slices")
     kernel.entry = emitter.entry
-    kernel.lock = emitter.lock or 0
+    kernel.lock = emitter.lock
     kernel.report = emitter.report
-    driver = _driver()
     for name in ("answer", "error", "fill", "drive"):
         setattr(kernel, name, driver.get_function_address(name))
-    return engine.get_function_address("handler"), (engine, driver, emitter)
+    return _Compiled(engine.get_function_address("handler"), (engine, emitter, wrong_buffers, alive), may_write)
 
 
 class _Handler(_Code):
-    """Writes what is compiled for one kernel and signature."""
+    """Writes what is compiled for one signature."""
 
     def __init__(self, signature: _Signature, emitter: _Emitter) -> None:
         super().__init__()
@@ -2646,15 +2267,12 @@ class _Handler(_Code):
         self.alive: list[Any] = []  # what the machine code has the addresses of
         self.n_buffers = len(signature.ranks)
         self.first_output = self.n_buffers if emitter.driver else signature.n_in
-        self.kernel = self.static(
-            "kernel", _Kernel, n_buffers=self.n_buffers, first_output=self.first_output, in_order=emitter.in_order
-        )
-        if emitter.lock is not None or emitter.uses_python:
-            self.define("unguarded", self._slices)
-            self.define("slices", self._guarded_slices)
-        else:
-            self.define("slices", self._slices)
-        self.define("handler", self._handler)
+        self.kernel = self.static("kernel", _Kernel, n_buffers=self.n_buffers, first_output=self.first_output)
+        structs = {"frame": XLA_FFI_CallFrame, "cursors": _Cursor}
+        self.define("unlocked" if emitter.lock else "slices", self._slices, **structs)
+        if emitter.lock:
+            self.define("slices", self._locked_slices, **structs)
+        self.define("handler", self._handler, frame=XLA_FFI_CallFrame)
 
     # -- slices --
 
@@ -2665,20 +2283,10 @@ class _Handler(_Code):
         self.emitter.write(self)
         return 0
 
-    def _guarded_slices(self, frame: Any, cursors: Any, count: Any) -> Any:
-        """The same, with what the emitter has to hold, which is given back also if a slice fails."""
-        lock = self.kernel.lock
-        with self.when(lock != 0):
-            self.external("PyThread_acquire_lock", lock, 1)
-        if self.emitter.uses_python:
-            gil = self.external("PyGILState_Ensure")
-            thread_state = self.external("PyEval_SaveThread")
-        error = self.call("unguarded", frame, cursors, count)
-        if self.emitter.uses_python:
-            self.external("PyEval_RestoreThread", thread_state)
-            self.external("PyGILState_Release", gil)
-        with self.when(lock != 0):
-            self.external("PyThread_release_lock", lock)
+    def _locked_slices(self, frame: Any, cursors: Any, count: Any) -> Any:
+        self.external("PyThread_acquire_lock", self.kernel.lock, 1)
+        error = self.call("unlocked", frame, cursors, count)
+        self.external("PyThread_release_lock", self.kernel.lock)
         return error
 
     @contextlib.contextmanager
@@ -2727,7 +2335,7 @@ class _Handler(_Code):
         self.ret(0, when=frame.stage != _STAGE_EXECUTE)
         buffers, depth = self._read_buffers()
         self._start_outputs(buffers)
-        cursors = self._cursors(buffers, depth)
+        cursors = self._cursors(buffers)
         needs_driver = depth
         for k in range(self.first_output, self.n_buffers):  # for huge pages
             needs_driver = needs_driver | (cursors[k].nbytes >= _HUGE_PAGE_MIN)
@@ -2747,17 +2355,19 @@ class _Handler(_Code):
         kinds += [kinds[i] for i in signature.hidden]
         n_in = signature.n_in
         n_out = len(kinds) - n_in
-        text = f"kernel '{signature.label}' was called with other buffers than {signature}"
-        self.fail(text, _ERROR_INVALID_ARGUMENT, when=(args.size != n_in) | (rets.size != n_out))
+        wrong_buffers = self.kernel.wrong_buffers
+        self.fail(wrong_buffers, _ERROR_INVALID_ARGUMENT, when=(args.size != n_in) | (rets.size != n_out))
         addresses = [args.args + 8 * i for i in range(n_in)]
         addresses += [rets.rets + 8 * j for j in range(n_out)]
         buffers = [_Struct(self, XLA_FFI_Buffer, self.load(address)) for address in addresses]
-        depth = buffers[0].rank - signature.ranks[0] if buffers else self.word(0)
+        depth = buffers[-1].rank - kinds[-1][1] if buffers else self.word(0)
         is_wrong = depth < 0
-        for buffer, (dtype, rank) in zip(buffers, kinds, strict=True):
-            is_wrong = is_wrong | (buffer.rank != depth + rank)
-            is_wrong = is_wrong | (buffer.dtype != _XLA_FFI_DATA_TYPES[dtype.name])
-        self.fail(text, _ERROR_INVALID_ARGUMENT, when=is_wrong)
+        for k, (buffer, (dtype, rank)) in enumerate(zip(buffers, kinds, strict=True)):
+            has_other_rank = buffer.rank != depth + rank
+            if k < n_in:  # one that all slices share may lack the batch
+                has_other_rank = has_other_rank & (buffer.rank != rank)
+            is_wrong = is_wrong | has_other_rank | (buffer.dtype != _XLA_FFI_DATA_TYPES[dtype.name])
+        self.fail(wrong_buffers, _ERROR_INVALID_ARGUMENT, when=is_wrong)
         return buffers, depth
 
     def _start_outputs(self, buffers: Sequence[Any]) -> None:
@@ -2786,18 +2396,20 @@ class _Handler(_Code):
             with self.when(nbytes > 0):
                 _cuda_fill(self, self.emitter.driver, out.data, source, nbytes)
 
-    def _cursors(self, buffers: Sequence[Any], depth: _Word) -> _Struct:
+    def _cursors(self, buffers: Sequence[Any]) -> _Struct:
         """Cursors at the first slice.  A kernel gets the output itself in the place of an input that it starts with."""
         signature = self.signature
         cursors = self.alloca(_Cursor, len(signature.ranks))
         for k, (dtype, rank) in enumerate(zip(signature.dtypes, signature.ranks, strict=True)):
             buffer = buffers[signature.n_in + signature.starts[k]] if k in signature.starts else buffers[k]
+            depth = buffer.rank - rank
             dims = buffer.dims + depth * 8
             sizes = [self.load(dims + 8 * axis) for axis in range(rank)]
             cursor = cursors[k]
             cursor.data = buffer.data
             cursor.step = 0
             cursor.dims = dims
+            cursor.depth = depth
             cursor.nbytes = math.prod(sizes) * dtype.itemsize
         return cursors
 
@@ -2818,7 +2430,7 @@ class _Handler(_Code):
         return _Struct(self, XLA_FFI_Array, self.load(self.frame.attrs.attrs)).data
 
 
-# -- 8.6 Slices that run in Python ---------------------------------------------------------------------
+# -- 6.6 Slices that run in Python ---------------------------------------------------------------------
 # The GIL, arrays and messages of errors.
 
 
@@ -2867,14 +2479,12 @@ def _launch_address(frame: int) -> int:
 _MESSAGES: dict[int, Any] = {}  # by thread: a text must live until XLA has copied it
 
 
-def _keep_message(error: BaseException | None, label: str) -> int:
+def _keep_message(error: BaseException, label: str) -> int:
     """The address of the text that the user should read in JAX's error.  Never raises: a C caller waits for it."""
     try:
         text = f"{type(error).__name__}: {error}"
     except BaseException:
         text = f"{type(error).__name__} (its text cannot be shown)"
-    if error is None:  # Numba's object mode drops errors with the thread state
-        text = "an exception in object mode, whose text is lost"
     text = f"{text[:10_000]} (raised in kernel '{label}')".replace("\0", "\\0")
     _MESSAGES[threading.get_ident()] = message = ctypes.create_string_buffer(text.encode("utf-8", "replace"))
     return ctypes.addressof(message)
@@ -2891,28 +2501,25 @@ def _host_arrays(signature: _Signature, pointers: Sequence[int], dims: Sequence[
 
 
 # ======================================================================================================
-# 9. Numba on CPU: a wrapper, and an emitter that calls what Numba compiled.
+# 7. Numba on CPU: a wrapper, and an emitter that calls what Numba compiled.
 # One slice of a call; the handler finds the slices.
 #
 # What a new Numba may break.
-# - With an error: `library._final_module`, `_shared_module` and `_get_compiled_object`, `has_dynamic_globals`,
-#   `lookup_environment`, `reload_init`, `_compiler.pipeline_class`, `gufunc_builder`, the status of
-#   `call_conv.call_function`; for CUDA `_codelibrary`.
+# - With an error: `library._final_module` and `_shared_module`, `_compiler.pipeline_class`, `type_annotation`, the
+#   status of `call_conv.call_function`; for CUDA `_codelibrary`.
 # - Silently, so that tests of each must pass before it counts as supported: the parameters of arrays
 #   (`_numba_params`, `_not_only_read`), new ways to write to a read-only array (`_UNCHECKED_WRITERS`), how calls of
-#   threads and C wrappers show in LLVM's text (`_uses_threads`), the symbols of environments (`_portable`), the
-#   attributes `_can_compile`, `_cache._enabled` and `_cache_hits` of dispatchers, and where users' overloads are
-#   (`_users_overloads`).
+#   threads and C wrappers show in LLVM's text (`_uses_threads`), and where overloads are registered (`_registered`).
 
 _NUMBA_INSTALL = "pip install numba"
 _NUMBA_DTYPES = frozenset(
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float32 float64 complex64 complex128".split()
 )
-# Ways to write through a read-only array that Numba (0.61 to 0.68) does not refuse: functions, attributes, classes of
+# Ways to write through a read-only array that Numba (0.61 to 0.68) does not refuse: functions, attributes, and classes of
 # objects.  A kernel that names one gets copies of the inputs that LLVM does not find to be only read.
 _UNCHECKED_WRITERS = frozenset(
-    "asfortranarray ascontiguousarray at CFunc ctypes Dict dot(out) fill_diagonal flat from_buffer frombuffer GUFunc "
-    "_Intrinsic JitClassType List nan_to_num nditer objmode overload StructRefProxy view".split()
+    "asfortranarray ascontiguousarray at CFunc ctypes fill_diagonal flat from_buffer frombuffer GUFunc _Intrinsic "
+    "nan_to_num nditer view".split()
 )
 _WRITES = "Cannot modify readonly array"  # in what Numba says
 _READ_ONLY = (
@@ -2935,7 +2542,7 @@ def numba_kernel(
     has_side_effect: bool = False,
     scratch: Any = None,
     zero_outputs: bool = False,
-    sharding_rule: str | None = None,
+    name: str | None = None,
 ) -> Callable[..., Any]:
     """Make a Numba CPU kernel a JAX function.
 
@@ -2945,8 +2552,8 @@ def numba_kernel(
     and export; `vmap` runs the kernel once per slice inside one call.  It has no derivative of its own: see
     `XLACustomKernel` and `jax.custom_vjp`.
 
-    What is no array and given by keyword (`f(x, n=3)`) is a constant of the compiled kernel: hashable, each new value
-    compiles again, and callables such as `outs` get it, if they have a parameter of that name.
+    A kernel is compiled once for each combination of dtypes and ranks.  What it reads of globals is read then and never
+    again, as always in Numba; functions that a generator makes again of the same constants are compiled once.
 
     XLA may make equal calls once, also of a kernel that draws random numbers: `has_side_effect=True` keeps each.
     What Numba keeps per thread (`np.random.seed`, `numba.set_num_threads`) is that of XLA's threads.
@@ -2962,19 +2569,19 @@ def numba_kernel(
         in its memory.  The array that the caller holds is never changed.
       in_out_argnames: names of parameters that are given a value, changed by the kernel and returned: they count as
         inputs in the call and, in the kernel's order, as the first of `outs`.
-      scalars: the names of 0-d inputs that a kernel which writes takes as scalars, or True for all of them; a number
-        given by keyword is an input only if its parameter is named here.
+      scalars: the names of 0-d inputs that a kernel which writes takes as scalars, or True for all of them; those
+        named may be given as numbers by keyword.  A constant of the compiled kernel is a variable of its closure.
       has_side_effect: True keeps the call even where its results are not used.
       scratch: like `outs`: uninitialized buffers passed after the outputs and not returned.
       zero_outputs: True starts every output but the aliased ones from zeros, in each slice of a `vmap`.
-      sharding_rule: names of the dimensions of every input and output, as in `"i, i -> i"`, that lets `jax.jit` split
-        the call over a mesh: see `XLACustomKernel.def_sharding_rule`.  What `vmap` adds needs no rule.
+      name: how XLA finds the kernel, instead of a name made of its code: an exported program then finds it also after
+        changes, or in another version of Python.
 
     Raises:
       TypeError: dtypes that Numba has no CPU arithmetic for (float16, bfloat16, float8, sub-byte), a wrong number of
-        arguments, a kernel that writes to an input or cannot be typed, results of another dtype or rank than `outs`
-        (64 bits may be declared as 32 where x64 is disabled).
-      ValueError: an unknown `vmap_method`, aliases or a sharding rule that do not fit the call.
+        arguments, a kernel that writes to an input, uses object mode (there is `jax.pure_callback`) or cannot be
+        typed, results of another dtype or rank than `outs` (64 bits may be declared as 32 where x64 is disabled).
+      ValueError: an unknown `vmap_method`, aliases that do not fit the call, a `name` that another kernel has.
       jax.errors.JaxRuntimeError: with the type and text of an exception that the kernel raised (jaxlib's fast path
         for compiled functions makes it a ValueError), or for a result of another shape than `outs`.
 
@@ -2990,10 +2597,10 @@ def numba_kernel(
       >>> cumsum(jnp.array([1.0, 2.0, 3.0])).tolist()
       [1.0, 3.0, 6.0]
     """
-    return _wrap(_NumbaKernel, locals())
+    return _wrap(_NumbaKernel, locals(), _Options)
 
 
-# -- 9.1 The wrapper, and the forms in which it may call a function ------------------------------------
+# -- 7.1 The wrapper, and the forms in which it may call a function ------------------------------------
 # Which buffer goes to which parameter.  Does not compile.
 #
 # The arguments of a kernel, in order:
@@ -3001,21 +2608,20 @@ def numba_kernel(
 #   other outputs; then scratch.  A 0-d input is an array, unless `scalars` names it.
 # - that returns (on CPUs): the inputs alone, 0-d ones as scalars; what it returns goes to the outputs behind those of
 #   in-out arguments.  It has no scratch.
-# - Constants go by keyword to the parameters of their names, and then all others do too.
 # Hidden outputs are no arguments: the kernel gets their memory in the place of an input's.
 
 
 class _NumbaWrapper(_Wrapper):
     """What kernels for CPUs and GPUs share: which of their parameters gets what of a call."""
 
-    def __init__(self, kernel: Any, *args: Any) -> None:
-        super().__init__(kernel, *args)
-        self.all_scalars = self.options.scalars is True
-        self.scalars = [] if self.all_scalars else list(self.options.scalars or ())
+    def __init__(self, kernel: Any, options: _Options) -> None:
+        super().__init__(kernel, options)
+        self.all_scalars = options.scalars is True
+        self.scalars = [] if self.all_scalars else list(options.scalars or ())
         self._check_names("scalars", self.scalars)
 
-    def _is_input(self, name: str, value: Any) -> bool:
-        return super()._is_input(name, value) or name in self.scalars
+    def _takes_number(self, name: str) -> bool:
+        return self.all_scalars or name in self.scalars
 
     def _written_form(self, signature: _Signature) -> _Form | None:
         """The call of a function that writes its outputs; None if its parameters do not allow it."""
@@ -3039,7 +2645,7 @@ class _NumbaWrapper(_Wrapper):
         arguments = []
         in_outs = iter(range(signature.n_in, len(signature.ranks)))
         for i in range(signature.n_in):
-            name = self.order[i] if i < len(self.order) else None
+            name = self.parameters[i] if i < len(self.parameters) else None
             if name in self.in_outs:
                 arguments.append(f"b{next(in_outs)}")
             elif not signature.ranks[i] and (scalars or name in self.scalars):
@@ -3049,22 +2655,12 @@ class _NumbaWrapper(_Wrapper):
         return arguments
 
     def _form(self, signature: _Signature, arguments: list[str], results: tuple[int, ...]) -> _Form | None:
-        """The call with these arguments, in order, and the constants; None if the parameters do not allow it."""
-        named = {}
-        if self.order != self.parameters:  # some are not where they would be by position: all go by name
-            inputs = self.order[: signature.n_in]
-            others = [name for name in self.parameters if name not in inputs and name not in self.static]
-            names = [*inputs, *others]
-            if len(arguments) > len(names):
-                return None
-            named = dict(zip(names, arguments)) | {name: f"static_{name}" for name in self.static}
-            arguments = []
+        """The call with these arguments; None if the parameters do not allow it."""
         try:
-            bound = inspect.signature(_python(self.kernel)).bind(*arguments, **named)
+            inspect.signature(_python(self.kernel)).bind(*arguments)
         except TypeError:
             return None
-        by_name = tuple(bound.kwargs.items())
-        return _Form(len(signature.ranks), bound.args, by_name, results, tuple(self.static.items()))
+        return _Form(len(signature.ranks), tuple(arguments), results)
 
     def _allowed(self, signature: _Signature, forms: Sequence[_Form | None]) -> list[_Form]:
         """Those of some ways to call the function that its parameters allow; an error if there is none."""
@@ -3078,37 +2674,48 @@ class _NumbaWrapper(_Wrapper):
         raise TypeError(
             f"kernel {self.__name__!r} takes {takes}, but this call has {n_in} inputs and "
             f"{n_out} outputs{scratch}: a kernel takes all, or the inputs alone and return "
-            "the outputs. Give constants by keyword, name in in_out_argnames what is both, or wrap it in a function"
+            "the outputs. Name in in_out_argnames what is both, or wrap it in a function, which has constants in its "
+            "closure"
         )
 
 
 class _NumbaKernel(_NumbaWrapper):
     decorator = "numba_kernel"
 
-    def __init__(self, kernel: Any, *args: Any) -> None:
+    def __init__(self, kernel: Any, options: _Options) -> None:
         if not isinstance(_python(kernel), types.FunctionType) or _ready_kind(kernel) not in (None, "numba"):
             raise _wrong_kernel("numba_kernel", "a function decorated with numba.njit or a plain function", kernel)
-        super().__init__(kernel, *args)
+        super().__init__(kernel, options)
 
     def _find_target(self, call: _Call) -> _Target:
         numba = _import("numba", "numba_kernel", _NUMBA_INSTALL)
         self._check_dtypes(call, _NUMBA_DTYPES, "for which Numba has no CPU arithmetic")
         signature = call.signature(self.__name__)
         forms = self._allowed(signature, [self._written_form(signature), self._returned_form(signature)])
-        kernel = _identity(self.kernel) if numba.config.DISABLE_JIT else self.kernel  # Python reads all where it is
-        in_order = self.options.in_order
-        parts = "numba", kernel, numba.__version__, in_order, str(signature), *map(tuple, forms)
-
-        def walk() -> _Digester:
-            return _Digester(_numba_reads_in_place).walk(*parts, _settings(numba.config))
-
-        kernel_name = _KernelName.of(self.kernel, walk)
-        name = self._target_name(kernel_name.digest)
-        find_file = functools.partial(kernel_name.file, name)
-        make = functools.partial(_compile_numba, self.kernel, signature, forms, in_order, find_file)
+        kernel = self._numba_dispatcher
+        what = "numba", self.options.in_order, signature, *forms, self.options.name
+        owner = kernel if kernel is self.kernel else self
+        is_python = bool(numba.config.DISABLE_JIT)
+        name, compiled = _NAMES.of_kernel(owner, kernel, what, self.__name__, self.options.name, is_python)
+        make = functools.partial(_compile_numba, kernel, signature, forms, self.options.in_order)
         where = "runs on the CPU; for GPUs there are numba_cuda_kernel and warp_kernel"
-        target = _Target(name, compilers={"cpu": make}, title=self.title, where=where)
-        return dataclasses.replace(target, may_write=target.register("cpu").may_write)
+        target = _Target(name, compilers={"cpu": make}, compiled=compiled, title=self.title, where=where)
+        try:
+            return dataclasses.replace(target, may_write=target.register("cpu").may_write)
+        except TypeError:  # Numba remembers that it could not compile, but the user may define what is missing
+            vars(self).pop("_numba_dispatcher", None)
+            raise
+
+    @functools.cached_property
+    def _numba_dispatcher(self) -> Any:
+        """The kernel as Numba compiles it: a plain function, and one of explicit signatures, is jitted here, once."""
+        import numba
+
+        if isinstance(self.kernel, types.FunctionType):
+            return numba.njit(self.kernel)
+        if getattr(self.kernel, "_can_compile", True):
+            return self.kernel
+        return numba.jit(**self.kernel.targetoptions)(self.kernel.py_func)
 
 
 class _Form(NamedTuple):
@@ -3116,9 +2723,7 @@ class _Form(NamedTuple):
 
     n: int
     args: tuple[str, ...]
-    named: tuple[tuple[str, str], ...] = ()
     results: tuple[int, ...] = ()  # the buffers for what it returns; without any it writes to its arguments
-    static: tuple[tuple[str, Any], ...] = ()  # the values of its constants
 
     @classmethod
     def plain(cls, n: int) -> _Form:
@@ -3129,44 +2734,63 @@ class _Form(NamedTuple):
 
         def slice_of(argument: str) -> str:
             buffer, is_scalar, _ = argument.partition("[()]")
-            if not re.fullmatch(r"b\d+", buffer):  # a constant
-                return argument
             z = f"min(cuda.blockIdx.z, {buffer}.shape[0] - 1)"  # size 1 broadcasts
             if is_scalar or ranks[int(buffer[1:])]:
                 return f"{buffer}[{z}]"
             return f"{buffer}[{z} : {z} + 1].reshape(())"
 
-        named = tuple((name, slice_of(argument)) for name, argument in self.named)
-        return self._replace(args=tuple(map(slice_of, self.args)), named=named)
+        return self._replace(args=tuple(map(slice_of, self.args)))
 
     @property
     def arrays(self) -> list[int]:
         """The buffers that are passed as arrays, not as scalars."""
-        arguments = [*self.args, *dict(self.named).values()]
-        return [k for k in range(self.n) if f"b{k}" in arguments]
+        return [k for k in range(self.n) if f"b{k}" in self.args]
 
     def adapter(self, kernel: Any, *ends: str, **namespace: Any) -> Callable[..., Any]:
-        """A function of all buffers that calls `kernel`, and goes on with these lines."""
+        """A function of all buffers that calls `kernel`, and goes on with these lines.
+
+        For three buffers, of which the first is a scalar and the last is returned:
+
+            def adapter(b0, b1, b2):
+                returned_by_kernel = kernel(b0[()], b1)
+                b2[...] = returned_by_kernel
+        """
         parameters = ", ".join(_Form.plain(self.n).args)
-        arguments = ", ".join([*self.args, *map("=".join, self.named)])
-        lines = [f"def adapter({parameters}):", f"{_RETURNED} = kernel({arguments})", *ends]
+        lines = [f"def adapter({parameters}):", f"{_RETURNED} = kernel({', '.join(self.args)})", *ends]
         text = "\n    ".join(lines) + "\n"
-        file = f"<adapter {_digest(text)}>"
+        file = f"<adapter {_hash(text)}>"
         linecache.cache[file] = len(text), None, text.splitlines(True), file  # Numba (not 0.61) finds lines there
         namespace["kernel"] = kernel
-        for name, value in self.static:
-            namespace[f"static_{name}"] = value
         exec(compile(text, file, "exec"), namespace)
         return namespace["adapter"]
 
 
-# -- 9.2 Compiling -------------------------------------------------------------------------------------
-# Knows Numba's types, what its compiler refuses and which inputs its code may write to.  Does not know XLA.
+# -- 7.2 Compiling -------------------------------------------------------------------------------------
+# Numba's types, what its compiler refuses and which inputs its code may write to.  Does not know XLA.
 
 
-def _numba_reads_in_place(array: np.ndarray) -> bool:
-    """Whether Numba's code reads an array of its globals where it is; of others it has copies."""
-    return array.nbytes > 10**6 or not array.flags.forc
+class _NumbaCode(NamedTuple):
+    """The machine code of a kernel, and what the wrapper and the handler must know of it."""
+
+    overload: Any  # of Numba, which keeps the code in memory
+    may_write: tuple[int, ...]  # the inputs that it may write to
+    uses_threads: bool
+
+    @property
+    def entry(self) -> int:
+        """The address of the code."""
+        return self.overload.library.get_pointer_to_function(self.overload.fndesc.llvm_func_name)
+
+
+def _compile_numba(kernel: Any, signature: _Signature, forms: list[_Form], in_order: bool) -> _Compiled:
+    """Compile the kernel for the signature, and the handler that calls it."""
+    import numba
+
+    if numba.config.DISABLE_JIT:  # plain Python, for prints and pdb
+        return _compile_handler(signature, _CallbackEmitter(signature, _in_python(kernel, signature, forms)))
+    code = _first_that_compiles(functools.partial(_compile_form, kernel, signature), forms)
+    emitter = _NumbaEmitter(signature.label, code, in_order)
+    return _compile_handler(signature.with_hidden(code.may_write), emitter, code.may_write)
 
 
 def _array_types(nbtypes: Any, signature: _Signature, readonly: bool = True) -> tuple[Any, ...]:
@@ -3177,83 +2801,6 @@ def _array_types(nbtypes: Any, signature: _Signature, readonly: bool = True) -> 
         is_input = k < signature.n_in
         array_types.append(nbtypes.Array(element, rank, "C", readonly and is_input))
     return tuple(array_types)
-
-
-def _compile_numba(
-    kernel: Any, signature: _Signature, forms: list[_Form], in_order: bool, find_file: Callable[[], _KernelFile | None]
-) -> _Compiled:
-    """Compile the kernel for the signature, and the handler that calls it; or load both."""
-    import numba
-
-    if numba.config.DISABLE_JIT:  # plain Python, for prints and pdb
-        python = _CallbackEmitter(signature, _in_python(kernel, signature, forms))
-        return _Compiled(*_compile_handler(signature, python))
-    file = find_file()
-    loaded = _load_kernel(file, signature.label, in_order) if file else None
-    if loaded:
-        return loaded
-    code = _compile_code(kernel, signature, forms)
-    emitter = _NumbaEmitter(signature.label, code, in_order)
-    handler = _Handler(signature.with_hidden(code.may_write), emitter).compile()
-    if file and code.may_keep:
-        portable = _portable(code, handler)
-        if portable:
-            file.write(tuple(portable))
-    return _Compiled(*_load_handler(emitter, handler.code), code.may_write)
-
-
-class _NumbaCode(NamedTuple):
-    """The machine code of a kernel, and what the wrapper and the handler must know of it."""
-
-    entry: int  # its address
-    alive: Any  # what must stay alive with it
-    may_write: tuple[int, ...]  # the inputs that it may write to
-    uses_threads: bool = False
-    uses_python: bool = False
-    may_keep: bool = False  # whether another process would compile the same
-
-
-def _compile_code(kernel: Any, signature: _Signature, forms: list[_Form]) -> _NumbaCode:
-    walked = _Digester(_numba_reads_in_place).walk(kernel, forms[0].static)
-    names = walked.names
-    if "dot" in names and walked.calls_three:
-        names.add("dot(out)")  # which writes
-    with _caches_disabled(_jitted(walked, kernel)):
-        found = _first_that_compiles(functools.partial(_compile_form, kernel, signature, names), forms)
-    entry = found.overload.library.get_pointer_to_function(found.overload.fndesc.llvm_func_name)
-    may_write = _not_only_read(found.overload, signature) if found.may_write else ()
-    uses_python = "objmode" in names
-    # Else this is the code of explicit signatures, which Numba compiled when the kernel was decorated.
-    is_new = not found.may_write or getattr(kernel, "_can_compile", True)
-    return _NumbaCode(
-        entry,
-        found.overload,
-        may_write,
-        uses_threads=_uses_threads(found.overload),
-        uses_python=uses_python,
-        may_keep=is_new and not uses_python,
-    )
-
-
-@contextlib.contextmanager
-def _caches_disabled(functions: list[Any]) -> Iterator[None]:
-    """Compile these anew, and not from Numba's own cache on disk."""
-    found = [getattr(function, "_cache", None) for function in functions]
-    caches: list[Any] = [cache for cache in found if getattr(cache, "_enabled", False)]
-    for cache in caches:
-        cache.disable()
-    try:
-        yield
-    finally:
-        for cache in caches:
-            cache.enable()
-
-
-def _uses_threads(overload: Any) -> bool:
-    """Whether the code may run Numba's threads, as its text has a call that could."""
-    functions = str(_llvm(overload)).split("\ndefine ")[1:]  # of the kernel, and of all that it calls
-    wrappers = re.compile(r'[^(]*@"?(_ZN7cpython|cfunc\.)')  # for calls from Python and C
-    return any(_CALLS_OF_THREADS.search(text) for text in functions if not wrappers.match(text))
 
 
 def _first_that_compiles(compile_: Callable[[Any], Any], candidates: Iterable[Any]) -> Any:
@@ -3291,41 +2838,47 @@ def _in_python(kernel: Any, signature: _Signature, forms: list[_Form]) -> Callab
     return body
 
 
-class _Found(NamedTuple):
-    """What Numba compiled for one form of a call."""
-
-    overload: Any
-    may_write: bool  # whether its array types leave open that the kernel writes to an input
-
-
-def _compile_form(kernel: Any, signature: _Signature, names: set[str], form: _Form) -> _Found:
+def _compile_form(kernel: Any, signature: _Signature, form: _Form) -> _NumbaCode:
     """Read-only inputs make Numba refuse a kernel that writes to one.
 
-    What names writable arrays (explicit signatures, `locals`, `overload`s) may refuse them for another reason: then the
-    kernel gets those.
+    What names writable arrays itself (`locals`, users' overloads) may refuse them for another reason: then the kernel
+    gets writable ones, and copies of the inputs that LLVM does not find to be only read.
     """
     from numba import types as nbtypes
 
-    readonly = _array_types(nbtypes, signature)
-    writable = _array_types(nbtypes, signature, readonly=False)
-    has_signatures = not getattr(kernel, "_can_compile", True)
-    argtypes = readonly
-    may_write = not names.isdisjoint(_UNCHECKED_WRITERS)
+    _refuse_object_mode(kernel, signature)
+    argtypes = _array_types(nbtypes, signature)
+    is_checked = True
     try:
-        if has_signatures:  # Numba's own error if none of them fits
-            _compile_call(form, kernel, writable)
-        dispatcher = _compile_call(form, _fresh_dispatcher(kernel), readonly)
+        dispatcher = _compile_call(form, kernel, argtypes)
     except Exception as error:
-        refusal = _refusal("Numba", signature, error, kernel, bool(form.results))
+        refusal = _refusal("Numba", signature, error, bool(form.results))
         if _WRITES in str(error):
             raise refusal from error
-        argtypes = writable
-        may_write = True
+        argtypes = _array_types(nbtypes, signature, readonly=False)
+        is_checked = False
         try:
-            dispatcher = _compile_call(form, kernel if has_signatures else _fresh_dispatcher(kernel), writable)
+            dispatcher = _compile_call(form, kernel, argtypes)
         except Exception:
             raise refusal from error
-    return _Found(_compile_results(dispatcher, argtypes, signature, form), may_write)
+    overload = _compile_results(dispatcher, argtypes, signature, form)
+    may_write: tuple[int, ...] = ()
+    if not is_checked or _may_write_unseen(kernel, overload):
+        may_write = _not_only_read(overload, signature)
+    return _NumbaCode(overload, may_write, _uses_threads(overload))
+
+
+def _refuse_object_mode(kernel: Any, signature: _Signature) -> None:
+    import numba
+
+    read = [value for function in _functions_read(kernel) for value in _values_read(function).values()]
+    names = set().union(*(_names_in(function.__code__) for function in _functions_read(kernel)))
+    has_object_mode = "objmode" in names or any(value is numba.objmode for value in read)
+    if has_object_mode or getattr(kernel, "targetoptions", {}).get("forceobj"):
+        raise TypeError(
+            f"numba_kernel {signature.label!r} uses Numba's object mode, which needs the GIL: call Python by "
+            "jax.pure_callback, beside the kernel or instead of it"
+        )
 
 
 def _compile_call(form: _Form, dispatcher: Any, argtypes: tuple) -> Any:
@@ -3396,20 +2949,67 @@ def _is_declared(kind: Any, declared: tuple[np.dtype, int]) -> bool:
     return getattr(kind, "dtype", kind) in allowed and getattr(kind, "ndim", 0) == rank
 
 
-def _refusal(by: str, signature: _Signature, error: Exception, kernel: Any = None, returns: bool = False) -> TypeError:
+def _refusal(by: str, signature: _Signature, error: Exception, returns: bool = False) -> TypeError:
     """What a kernel that cannot be compiled has wrong, and what to do about it."""
     text = str(error) or type(error).__name__
     hint = f"; it takes the {signature.n_in} inputs alone, so it must return the outputs" if returns else ""
-    explicit = [str(s) for s in getattr(kernel, "nopython_signatures", ())]
     if _WRITES in text or "setitem(readonly array" in text:
         hint += _READ_ONLY
     elif "must have void return type" in text or "to none" in text:
         hint += "; it returns a value: write to the output arrays and return nothing"
-    elif not getattr(kernel, "_can_compile", True) and not jax.config.jax_enable_x64 and "64" in str(explicit):
-        hint += f"; its signatures {explicit} have 64 bits, which JAX's arrays have where jax_enable_x64 is set"
     elif "0d, C" in text:
         hint += "; a 0-d input is a 0-d array: read it as n[()], or name it in scalars="
     return TypeError(f"{by} cannot compile kernel {signature.label!r} for {signature}{hint}:\n{text}")
+
+
+# -- 7.3 Which inputs a kernel may write to, and whether it uses threads -------------------------------
+
+
+def _type_records(overload: Any) -> Iterator[Any]:
+    """Numba's record of the types in a function and in those that it calls; None where there is none."""
+    annotations = [getattr(overload, "type_annotation", None)]
+    for annotation in annotations:  # grows by those of called functions
+        if not hasattr(annotation, "calltypes"):  # of code from Numba's cache
+            yield None
+            continue
+        yield annotation
+        for call, signature in annotation.calltypes.items():
+            if getattr(call, "op", None) == "call" and signature:
+                dispatcher = getattr(annotation.typemap.get(call.func.name), "dispatcher", None)
+                if hasattr(dispatcher, "overloads"):
+                    called = getattr(dispatcher.overloads.get(signature.args), "type_annotation", None)
+                    annotations += [called] if called not in annotations else []
+
+
+def _may_write_unseen(kernel: Any, overload: Any) -> bool:
+    """Whether a kernel may write to a read-only array in a way that Numba does not refuse."""
+    for function in _functions_read(kernel):
+        names = {type(value).__name__ for value in _values_read(function).values()} | _names_in(function.__code__)
+        if not names.isdisjoint(_UNCHECKED_WRITERS):
+            return True
+    return any(record is None or _record_has_writers(record) for record in _type_records(overload))
+
+
+def _record_has_writers(record: Any) -> bool:
+    """Whether values may be cast to writable arrays, or passed to what takes them as writable.
+
+    A container casts what is put into it (a dict of arrays takes a read-only one); so do users' overloads and
+    intrinsics, and `np.dot` writes to its third argument.
+    """
+    from numba import types as nbtypes
+
+    containers = nbtypes.DictType, nbtypes.ListType, nbtypes.StructRef, nbtypes.ClassInstanceType
+    for kind in record.typemap.values():
+        if isinstance(kind, containers) and "array(" in str(kind):
+            return True
+        templates = getattr(kind, "templates", ()) or [getattr(kind, "template", None)]
+        if any(map(_is_of_users, templates)):
+            return True
+    for call, signature in record.calltypes.items():
+        is_call = getattr(call, "op", None) == "call" and signature
+        if is_call and "dot" in str(record.typemap.get(call.func.name)) and len(signature.args) > 2:
+            return True
+    return False
 
 
 def _llvm(overload: Any) -> Any:
@@ -3430,273 +3030,14 @@ def _not_only_read(overload: Any, signature: _Signature) -> tuple[int, ...]:
     return tuple(may_write)
 
 
-def _fresh_dispatcher(kernel: Any) -> Any:
-    """A new dispatcher with the kernel's options, so that its globals and helpers are read as they are now."""
-    import numba
-
-    if isinstance(kernel, types.FunctionType):
-        return numba.njit(kernel)
-    if builder := getattr(kernel, "gufunc_builder", None):
-        signatures = [] if kernel.is_dynamic else [builder._sigs]
-        return numba.guvectorize(*signatures, builder.signature, **builder.targetoptions)(builder.py_func)
-    if isinstance(kernel, np.ufunc) or not hasattr(kernel, "py_func"):  # numba.vectorize
-        signatures = [list(kernel._dispatcher.overloads)] if kernel._frozen else []
-        return numba.vectorize(*signatures, **kernel._dispatcher.targetoptions)(kernel._dispatcher.py_func)
-    pipeline = kernel._compiler.pipeline_class
-    return type(kernel)(kernel.py_func, kernel.locals, dict(kernel.targetoptions), pipeline_class=pipeline)
+def _uses_threads(overload: Any) -> bool:
+    """Whether the code may run Numba's threads, as its text has a call that could."""
+    functions = str(_llvm(overload)).split("\ndefine ")[1:]  # of the kernel, and of all that it calls
+    wrappers = re.compile(r'[^(]*@"?(_ZN7cpython|cfunc\.)')  # for calls from Python and C
+    return any(_CALLS_OF_THREADS.search(text) for text in functions if not wrappers.match(text))
 
 
-# -- 9.3 The name of a kernel, and what Numba's objects count by ---------------------------------------
-# Knows what defines them.  Does not know how they are compiled.
-
-
-class _KernelName(NamedTuple):
-    """The digest of all that compiling a kernel reads."""
-
-    digest: str
-    names: set[str]  # that stand in the code
-    is_portable: bool  # whether other processes would compile the same under this name
-    kernel: Any
-    walk: Callable[[], _Digester]
-
-    @classmethod
-    def of(cls, kernel: Any, walk: Callable[[], _Digester]) -> _KernelName:
-        """The digest of what `walk` writes, and of what is known of the helpers of the kernel."""
-        walked = walk()
-        helpers = [_look_at_helper(function, walked.in_place) for function in _jitted(walked, kernel)]
-        for helper in helpers:
-            if helper.content is None:
-                walked.add(walked.identity(helper.function))
-        has_known_helpers = all(helper.is_known and not _may_be_cached(helper.function) for helper in helpers)
-        is_portable = has_known_helpers and not walked.by_identity and not _links_files(walked)
-        return cls(walked.hash.hexdigest(), walked.names, is_portable, kernel, walk)
-
-    def is_current(self) -> bool:
-        return _KernelName.of(self.kernel, self.walk).digest == self.digest
-
-    def file(self, target_name: str, more: Callable[[], Iterable] = tuple) -> _KernelFile | None:
-        """Where the code is kept, if it depends on nothing but this name and what `more` says."""
-        if not self.is_portable:
-            return None
-        return _KernelFile.of_kernel(self.kernel, target_name, self.is_current, more)
-
-
-def _links_files(walked: _Digester) -> bool:
-    """Whether a kernel is linked with files, of which its digest knows the names alone."""
-    options = [getattr(obj, "targetoptions", None) or {} for _, obj in walked.seen.values()]
-    return any(given.get("link") for given in options)
-
-
-class _Helper(NamedTuple):
-    """A jitted function that kernels call.  Numba compiles it once for its arguments' types, and keeps that code.
-
-    Say a helper reads a global `n`, and a kernel that calls it is compiled while n is 1.  With n = 2 a new kernel still
-    gets the helper's code of 1, so a name made of the content, 2, would be wrong: from then on the helper counts by
-    identity.  A helper that Numba had compiled before it was seen here counts by its content as it was then, but is not
-    kept on disk, as n may have been another.
-    """
-
-    function: Any
-    content: str | None  # its digest when Numba compiled it; None for ever once that has changed
-    is_known: bool  # False if Numba had compiled it before it was seen
-
-
-def _jitted(walked: _Digester, kernel: Any) -> list[Any]:
-    """The jitted functions that a kernel calls, itself too if it is recursive."""
-    found = []
-    for _, obj in walked.seen.values():
-        is_jitted = hasattr(obj, "py_func") and hasattr(obj, "overloads")
-        is_numbas = type(obj).__module__.startswith(("numba.", "numba_"))
-        is_called = obj is not kernel or any(value is kernel for value in _values_read(_python(kernel)))
-        if is_jitted and is_numbas and is_called:
-            found.append(obj)
-    return found
-
-
-def _values_read(function: types.FunctionType) -> list[Any]:
-    """What the names in a function stand for, of which code that calls itself reads its own."""
-    return [*_cell_contents(function).values(), *map(function.__globals__.get, function.__code__.co_names)]
-
-
-def _look_at_helper(function: Any, in_place: Callable[[np.ndarray], bool]) -> _Helper:
-    """What is known of a helper's code, after a look at its content now."""
-    content = _digest(function, in_place=in_place)
-    known = _HELPERS.get(id(function))
-    if known is None or not function.overloads:
-        known = _Helper(function, content, not function.overloads)
-    elif known.content != content:
-        # It may have code from before the change for some types, and from after it for others.
-        known = _Helper(function, None, False)
-    _HELPERS[id(function)] = known
-    return known
-
-
-def _may_be_cached(function: Any) -> bool:
-    """Whether code may be from Numba's own cache on disk, which does not see that a global or a helper changed."""
-    if hasattr(function, "_cache_hits"):
-        return bool(function._cache_hits)
-    return getattr(getattr(function, "cache", None), "cache_path", None) is not None  # vectorize does not tell
-
-
-def _numba_content(obj: Any) -> tuple | None:
-    """What defines one of Numba's objects, None if that is not known: its Python function, signatures, options."""
-    home = _home(type(obj))
-    if not home or home[0].partition(".")[0] not in ("numba", "numba_cuda_mlir"):
-        return None
-    if hasattr(obj, "gufunc_builder") or isinstance(obj, type):
-        return None
-    if hasattr(obj, "py_func"):  # jit and cuda.jit
-        return _dispatcher_content(obj)
-    if hasattr(obj, "_dispatcher"):  # vectorize
-        return obj._dispatcher, tuple(obj.types) if obj._frozen else None, obj.identity
-    if hasattr(obj, "recvr"):  # a signature
-        return obj.return_type, obj.args
-    if hasattr(obj, "mangling_args"):  # a type: two that print alike may differ
-        return (obj.key,)
-    return None
-
-
-def _dispatcher_content(obj: Any) -> tuple:
-    # One that takes any types gains those of its calls: each has code of its own, so these do not count.
-    explicit = None if getattr(obj, "_can_compile", True) else tuple(obj.nopython_signatures)
-    pipeline = getattr(getattr(obj, "_compiler", None), "pipeline_class", None)
-    options = dict(getattr(obj, "targetoptions", None) or {})
-    if type(obj).__module__.startswith("numba_cuda_mlir"):  # makes a class for each dispatcher, and names the GPU
-        pipeline = None
-        options["chip"] = None
-    return obj.py_func, explicit, _frozen(options), _frozen(getattr(obj, "locals", None)), pipeline
-
-
-def _frozen(options: Any) -> Any:
-    if isinstance(options, dict):
-        return tuple((name, _frozen(options[name])) for name in sorted(options))
-    return tuple(sorted(options, key=str)) if isinstance(options, (set, list)) else options
-
-
-def _users_overloads() -> Mapping[str, list[Any]]:
-    """What users gave to `numba.extending`, by the name that calls it; "" where code calls it without naming it."""
-    registries = []
-    for part in ("core", "cuda"):
-        module = sys.modules.get(f"numba.{part}.typing.templates")
-        registry = getattr(module, "builtin_registry", None)
-        if registry:
-            registries.append((registry, len(registry.functions), len(registry.attributes)))
-    return _sorted_overloads(*registries)
-
-
-@functools.lru_cache(maxsize=1)
-def _sorted_overloads(*registries: tuple[Any, int, int]) -> Mapping[str, list[Any]]:
-    by_name: dict[str, list[Any]] = {}
-    for registry, *_ in registries:
-        for template in (*registry.functions, *registry.attributes):
-            if _is_users(template.key) or _is_users(getattr(template, "_overload_func", None)):
-                by_name.setdefault(_name_in_code(template), []).append(template)
-    return by_name
-
-
-def _is_users(function: Any) -> bool:
-    """Whether this is a function that no stable package defines; register_jitable has one of Numba's beside it."""
-    return isinstance(function, types.FunctionType) and not _is_stable_function(function)
-
-
-def _name_in_code(template: Any) -> str:
-    if getattr(template.key, "__module__", None) in ("_operator", "builtins"):
-        return ""
-    return str(getattr(template, "_attr", None) or getattr(template.key, "__name__", ""))
-
-
-# -- 9.4 Kernels on disk -------------------------------------------------------------------------------
-# A kernel is written if every process would compile the same code under its name:
-# - its digest counts nothing by identity, and is after compiling what it was before: nothing changed meanwhile;
-# - Numba compiled its helpers after a digest of theirs (`_Helper.is_known`), and not from Numba's own cache;
-# - its code has no address of this process in it, and the objects that it needs can be pickled (`_portable`).
-
-_ADDRESS = re.compile(r"inttoptr \(i64 \d{5,} ")  # in LLVM's text
-
-
-class _Portable(NamedTuple):
-    """What another process needs to run a kernel without compiling it."""
-
-    code: bytes
-    symbol: str  # of its function
-    environments: Mapping[str, list]  # the constants of its functions, by their symbols
-    starts: Sequence[Callable[[], Any]]  # to call before: they start Numba's threads
-    may_write: tuple[int, ...]
-    uses_threads: bool
-    handler: bytes
-    symbols: list[str]  # that code and handler need of the process
-
-
-def _portable(code: _NumbaCode, handler: _ObjectCode) -> _Portable | None:
-    """None if the code is of this process only."""
-    from numba.core.environment import lookup_environment
-
-    overload = code.alive
-    library = overload.library
-    if library.has_dynamic_globals or overload.objectmode or overload.lifted:
-        return None
-    module = library._final_module
-    if _ADDRESS.search(str(module)):
-        return None
-    names = [x.name for x in module.global_variables if x.name.startswith("_ZN08NumbaEnv")]
-    return _Portable(
-        code=library._get_compiled_object(),
-        symbol=overload.fndesc.llvm_func_name,
-        environments={name: getattr(lookup_environment(name), "consts", []) for name in names},
-        starts=overload.reload_init,
-        may_write=code.may_write,
-        uses_threads=code.uses_threads,
-        handler=handler.code,
-        symbols=_symbols_needed(module) + handler.symbols,
-    )
-
-
-def _load_kernel(file: _KernelFile, label: str, in_order: bool) -> _Compiled | None:
-    """What another process compiled, handler and all; None if there is nothing, or it cannot be used here."""
-    kept = file.read()
-    if kept is None:
-        return None
-    portable = _Portable(*kept)
-    code = _link(portable)
-    if code is None:
-        return None
-    return _Compiled(*_load_handler(_NumbaEmitter(label, code, in_order), portable.handler), code.may_write)
-
-
-def _link(portable: _Portable) -> _NumbaCode | None:
-    """Loaded code; None where a symbol is missing."""
-    from numba.core.environment import Environment
-
-    for start in portable.starts:
-        start()
-    if not _find_symbols(portable.symbols):
-        return None
-    engine = _load_code(portable.code)
-    alive: list[Any] = [engine]
-    for name, constants in portable.environments.items():
-        alive.append(Environment({}))
-        alive[-1].consts[:] = constants
-        if address := engine.get_global_value_address(name):
-            _PTR.from_address(address).value = id(alive[-1])
-    entry = engine.get_function_address(portable.symbol)
-    return _NumbaCode(entry, alive, portable.may_write, portable.uses_threads)
-
-
-def _find_symbols(symbols: list[str]) -> bool:
-    """Whether code can be linked, after as little of Numba as it takes: its registries alone take 0.6 s."""
-    import llvmlite.binding as llvm
-    from numba.core.registry import cpu_target
-    from numba.core.runtime import rtsys
-
-    context = cpu_target.target_context
-    for load in (lambda: None, lambda: rtsys.initialize(context), context.refresh):
-        load()
-        if all(map(llvm.address_of_symbol, symbols)):
-            return True
-    return False
-
-
-# -- 9.5 The emitter -----------------------------------------------------------------------------------
+# -- 7.4 The emitter -----------------------------------------------------------------------------------
 # Knows Numba's calling convention, exceptions and threads.  Does not know where arrays come from.
 
 
@@ -3717,17 +3058,17 @@ def _numba_params(array: _Array) -> list[Any]:
 class _NumbaEmitter(_Emitter):
     def __init__(self, label: str, code: _NumbaCode, in_order: bool) -> None:
         self.entry = code.entry
-        self.in_order = in_order or code.uses_threads or code.uses_python
-        self.uses_python = code.uses_python  # object mode drops an exception with the thread's state of Python
+        self.in_order = in_order or code.uses_threads
         if code.uses_threads:  # perhaps; Numba's, on all cores
             self.lock = _lock_of_numbas_threads()
 
-        def report(error: int | None) -> int:
-            return _keep_message(ctypes.cast(error, ctypes.py_object).value if error else None, label)
+        def report(error: int) -> int:
+            return _keep_message(ctypes.cast(error, ctypes.py_object).value, label)
 
         callback = ctypes.CFUNCTYPE(_PTR, _PTR)(report)
         self.report = ctypes.cast(callback, _PTR).value or 0
-        self.alive = code.alive, callback
+        self.alive = code, callback
+        self.code_key = "numba", bool(self.lock)
 
     def write(self, handler: _Handler) -> None:
         from numba.core import types as nbtypes
@@ -3762,7 +3103,7 @@ class _NumbaEmitter(_Emitter):
 
 
 # ======================================================================================================
-# 10. Numba CUDA: wrappers, launch configurations, and an emitter that calls cuLaunchKernel.
+# 8. Numba CUDA: wrappers, launch configurations, and an emitter that calls cuLaunchKernel.
 # Knows one slice of a call; the handler finds the slices.
 
 _CUDA_DTYPES = _NUMBA_DTYPES | {"float16"}
@@ -3770,9 +3111,9 @@ _CUDA_UNCHECKED_WRITERS = _UNCHECKED_WRITERS | {"stcg", "stcs", "stwb", "stwt"}
 _CUDA_BLOCKS = {2: (16, 16), 3: (8, 8, 4)}  # threads per block over launch_dims of two and three dimensions
 _CUDA_LIMITS = {"grid": (2**31 - 1, 65535, 65535), "block": (1024, 1024, 64), "launch_dims": (sys.maxsize,) * 3}
 _CudaLaunch = _struct("_CudaLaunch", grid=_I64 * 3, block=_I64 * 3, shared_mem=_I64)  # begins the attribute `launch`
-_CUDA_INSTALL = "pip install 'xla_kernels[cuda13]' (CUDA 12: [cuda12]), or numba-cuda-mlir[cu13] beside jax[cuda13]"
+_CUDA_INSTALL = 'pip install "jax[cuda13]" "numba-cuda-mlir[cu13]" (CUDA 12: cuda12, cu12)'
 # The simulator keeps the running kernel in globals, also in those of the kernel's module.
-_CUDASIM_LOCK: threading.RLock = _shared_locks().setdefault("cudasim_lock", threading.RLock())
+_CUDASIM_LOCK: threading.RLock = _SHARED.setdefault("cudasim_lock", threading.RLock())
 
 
 def numba_cuda_kernel(
@@ -3791,7 +3132,7 @@ def numba_cuda_kernel(
     has_side_effect: bool = False,
     scratch: Any = None,
     zero_outputs: bool = False,
-    sharding_rule: str | None = None,
+    name: str | None = None,
 ) -> Callable[..., Any]:
     """Make a Numba CUDA kernel a JAX function.
 
@@ -3801,8 +3142,8 @@ def numba_cuda_kernel(
     launched through Python.
 
     A `vmap` is one launch, whose blocks along z are the slices, where the grid of a call has one block there and the
-    kernel neither asks for z nor waits for other blocks (as its PTX shows: memory fences and volatile loads count as
-    waiting; blocks that wait by atomics alone do not show).  Else, and with `vmap_method="sequential"`, there is a
+    kernel neither asks for z nor may wait for other blocks (as its PTX shows: memory fences, volatile loads and atomic
+    exchanges count as waiting).  Else, and with `vmap_method="sequential"`, there is a
     launch for each slice.
 
     With NUMBA_ENABLE_CUDASIM=1 (set before Numba is imported) kernels that `numba.cuda` compiles run in Python on
@@ -3812,8 +3153,8 @@ def numba_cuda_kernel(
       kernel: a function decorated with `cuda.jit` of `numba` (numba-cuda) or of its successor, `numba_cuda_mlir`, or
         a plain one, which is jitted: by the one whose `cuda` it reads, else by the successor, else by `numba`.
       outs, vmap_method, input_output_aliases, in_out_argnames, scalars, has_side_effect, scratch, zero_outputs,
-        sharding_rule, and constants by keyword: as for `numba_kernel`.  With in-out arguments, scalars or constants
-        the kernel is compiled as a device function of one that passes them.
+        name: as for `numba_kernel`.  With in-out arguments or scalars the kernel is compiled as a device function of
+        one that passes them.
       grid, block: blocks in the grid and threads in a block: ints or tuples of up to three (x, y, z).
       launch_dims: instead of both, the number of threads, an int or a tuple of up to three, or a callable like
         `outs`.  Whole blocks cover it, so the kernel must guard the edge (`if i < out.size`).  With no threads at all
@@ -3835,7 +3176,7 @@ def numba_cuda_kernel(
       ...     if i < out.size:
       ...         out[i] = x[i] + y[i]
     """
-    return _wrap(_CudaKernel, locals())
+    return _wrap(_CudaKernel, locals(), _CudaOptions)
 
 
 def numba_cuda_callable(
@@ -3847,7 +3188,6 @@ def numba_cuda_callable(
     has_side_effect: bool = False,
     scratch: Any = None,
     zero_outputs: bool = False,
-    sharding_rule: str | None = None,
     command_buffer: bool = False,
 ) -> Callable[..., Any]:
     """Make a Python function that launches Numba CUDA kernels a JAX function.
@@ -3859,7 +3199,7 @@ def numba_cuda_callable(
 
     Args:
       func: the function.
-      outs, vmap_method, input_output_aliases, has_side_effect, scratch, zero_outputs, sharding_rule: as for
+      outs, vmap_method, input_output_aliases, has_side_effect, scratch, zero_outputs: as for
         `numba_kernel`; `scratch` gives temporary buffers without an allocation.
       command_buffer: True lets XLA capture the launches in a CUDA graph and replay them without calling `func` again:
         only for functions that do nothing but launch kernels that are compiled already, the same ones every time.
@@ -3874,10 +3214,10 @@ def numba_cuda_callable(
       ...     scale[out.size // 256 + 1, 256, stream](x, out)
       ...     scale[out.size // 256 + 1, 256, stream](out, out)
     """
-    return _wrap(_CudaCallable, locals())
+    return _wrap(_CudaCallable, locals(), _CudaCallableOptions)
 
 
-# -- 10.1 Wrappers, and launch configurations ----------------------------------------------------------
+# -- 8.1 Wrappers, and launch configurations ----------------------------------------------------------
 # What is to run, and CUDA's limits.  Does not know where it runs: on a GPU, or in a simulator.
 
 
@@ -3907,6 +3247,31 @@ def _dim3(name: str, value: Any) -> tuple[int, ...]:
     return sizes
 
 
+@dataclasses.dataclass(kw_only=True)
+class _CudaOptions(_Options):
+    grid: Any
+    block: Any
+    launch_dims: Any
+    threads_per_block: int
+    shared_mem: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        forms = [name for name in ("grid", "block", "launch_dims") if getattr(self, name) is not None]
+        if forms not in (["grid", "block"], ["launch_dims"]):
+            raise ValueError(f"give either both grid and block, or launch_dims; got {' and '.join(forms) or 'none'}")
+        if not 0 <= operator.index(self.shared_mem) < 2**31:
+            raise ValueError(f"shared_mem must be a number of bytes; got {self.shared_mem}")
+        if not isinstance(self.threads_per_block, (int, np.integer)):
+            raise TypeError(f"threads_per_block must be an int, or give grid and block; got {self.threads_per_block!r}")
+        _dim3("block", self.threads_per_block)
+
+
+@dataclasses.dataclass(kw_only=True)
+class _CudaCallableOptions(_Options):
+    command_buffer: bool
+
+
 class _CudaWrapper(_Wrapper):
     _code: Callable[[list[_NumbaCuda], _Signature], _CudaCode]  # raises TypeError for another number of arguments
 
@@ -3916,16 +3281,17 @@ class _CudaWrapper(_Wrapper):
         launch = self._launch(call.ins)
         code = self._code(packages, call.signature(self.__name__))
         self._check_dtypes(call, _CUDA_DTYPES, "that Numba CUDA has no arrays of")
-        kernel_name = _KernelName.of(self.kernel, code.walk)
-        name = self._target_name(kernel_name.digest)
-        # In PTX is not seen what is written to.
-        writes_unseen = code.is_native and not kernel_name.names.isdisjoint(_CUDA_UNCHECKED_WRITERS)
-        may_write = tuple(range(len(call.ins))) if writes_unseen else ()
-        signature = code.signature.with_hidden(may_write)
-        code = dataclasses.replace(code, signature=signature, find_file=functools.partial(kernel_name.file, name))
+        given = self.options.name
+        what = "cuda", code.signature, code.form, code.command_buffer, *(package.module for package in packages), given
+        owner = self if isinstance(self.kernel, types.FunctionType) else self.kernel
+        name, compiled = _NAMES.of_kernel(owner, self.kernel, what, self.__name__, given, not code.is_native)
+        may_write: tuple[int, ...] = ()
+        if code.is_native and _names_unchecked_writers(self.kernel):
+            may_write = tuple(range(len(call.ins)))  # PTX does not show what is written to
+        code = dataclasses.replace(code, signature=code.signature.with_hidden(may_write))
         where = f"runs on {packages[0].where}"
-        compilers = {platform: code.compile}
-        target = _Target(name, launch, may_write, compilers=compilers, check=code.check, title=self.title, where=where)
+        more = {"compiled": compiled, "check": code.check, "title": self.title, "where": where}
+        target = _Target(name, launch, may_write, compilers={platform: code.compile}, **more)
         target.register_where_traced()
         if not code.is_native or self.options.in_order:
             return target
@@ -3937,6 +3303,11 @@ class _CudaWrapper(_Wrapper):
         return ()
 
 
+def _names_unchecked_writers(kernel: Any) -> bool:
+    names = set().union(*(_names_in(function.__code__) for function in _functions_read(kernel)))
+    return not names.isdisjoint(_CUDA_UNCHECKED_WRITERS)
+
+
 @dataclasses.dataclass(frozen=True)
 class _CudaCode:
     """What runs, and how it gets ready.  Knows no wrapper: see `_Target`."""
@@ -3946,20 +3317,12 @@ class _CudaCode:
     signature: _Signature
     form: _Form | None = None  # how a kernel is called; a function that launches kernels has none
     command_buffer: bool = False
-    find_file: Callable[..., _KernelFile | None] = lambda *_: None  # where machine code is kept
     batched: bool = False  # whether it runs a batch in one launch, where the kernel allows that
 
     @property
     def is_native(self) -> bool:
         """Whether it is compiled to machine code."""
         return self.form is not None and self.packages[0].platform == "cuda"
-
-    def walk(self) -> _Digester:
-        modules = [package.module for package in self.packages]
-        how = self.form and tuple(self.form), self.command_buffer, str(self.signature), *modules
-        in_place = _never if self.is_native else _always  # Python has no copies
-        with _CUDASIM_LOCK:  # a simulated kernel may be running with its globals replaced
-            return _Digester(in_place).walk(self.function, *how, _settings(sys.modules["numba"].config))
 
     def check(self) -> None:
         """Raise if a kernel cannot be compiled, as far as that can be told without a GPU."""
@@ -3977,7 +3340,7 @@ class _CudaCode:
             emitter = _first_that_compiles(self._kernel_emitter, self.packages)
         else:
             emitter = self._callable_emitter(self.packages[0])
-        return _Compiled(*_compile_handler(self.signature, emitter))
+        return _compile_handler(self.signature, emitter)
 
     def _callable_emitter(self, package: _NumbaCuda) -> _Emitter:
         def run(arrays: list, stream: Any, _: int) -> None:
@@ -3990,7 +3353,7 @@ class _CudaCode:
 
     def _kernel_emitter(self, package: _NumbaCuda) -> _Emitter:
         dispatcher = package.dispatcher(self.function, self._written(package))
-        launcher = package.launcher(dispatcher, self.signature, self.find_file, "kernel")
+        launcher = package.launcher(dispatcher, self.signature)
         if launcher is None:
             return self._python_emitter(package, dispatcher)
         batch_launcher = self._batch_launcher(package) if self.batched and launcher.may_batch else None
@@ -4022,7 +3385,7 @@ class _CudaCode:
                 package.device_function(self.function), *package.ends, cuda=package.cuda
             )
             dispatcher = package.dispatcher(self.function, adapter)
-            return package.launcher(dispatcher, signature, self.find_file, "batch")
+            return package.launcher(dispatcher, signature)
         return None
 
     def _written(self, package: _NumbaCuda) -> Callable[..., Any]:
@@ -4035,22 +3398,11 @@ class _CudaCode:
 class _CudaKernel(_NumbaWrapper, _CudaWrapper):
     decorator = "numba_cuda_kernel"
 
-    def __init__(self, kernel: Any, *args: Any) -> None:
+    def __init__(self, kernel: Any, options: _CudaOptions) -> None:
         if not isinstance(kernel, types.FunctionType) and _ready_kind(kernel) != "numba_cuda":
             takes = "a function decorated with numba.cuda.jit (without [grid, block]) or a plain function"
             raise _wrong_kernel("numba_cuda_kernel", takes, kernel)
-        super().__init__(kernel, *args)
-        options = self.options
-        forms = [name for name in ("grid", "block", "launch_dims") if vars(options)[name] is not None]
-        if forms not in (["grid", "block"], ["launch_dims"]):
-            raise ValueError(f"give either both grid and block, or launch_dims; got {' and '.join(forms) or 'none'}")
-        if not 0 <= operator.index(options.shared_mem) < 2**31:
-            raise ValueError(f"shared_mem must be a number of bytes; got {options.shared_mem}")
-        if not isinstance(options.threads_per_block, (int, np.integer)):
-            raise TypeError(
-                f"threads_per_block must be an int, or give grid and block; got {options.threads_per_block!r}"
-            )
-        _dim3("block", options.threads_per_block)
+        super().__init__(kernel, options)
         if not callable(options.launch_dims):
             self._launch([])
 
@@ -4073,7 +3425,6 @@ class _CudaKernel(_NumbaWrapper, _CudaWrapper):
 
 class _CudaCallable(_CudaWrapper):
     decorator = "numba_cuda_callable"
-    takes_constants = False
 
     def __init__(self, func: Any, options: _Options) -> None:
         if not callable(func) or hasattr(func, "py_func"):
@@ -4095,7 +3446,7 @@ class _CudaCallable(_CudaWrapper):
         return _CudaCode(self.kernel, packages, signature, command_buffer=bool(self.options.command_buffer))
 
 
-# -- 10.2 The packages that compile kernels, and the driver --------------------------------------------
+# -- 8.2 The packages that compile kernels, and the driver --------------------------------------------
 # All that differs between numba-cuda, its successor and the simulator.  Of handlers knows the layout of parameters.
 
 
@@ -4124,10 +3475,11 @@ class _NumbaCuda:
     # -- compiling --
 
     def dispatcher(self, kernel: Any, function: Any, **more: Any) -> Any:
-        """A new dispatcher with the kernel's options, so that globals are read as they are now, and types are ours."""
+        """What compiles a kernel: its own dispatcher, or a new one with its options for another function."""
         if isinstance(kernel, types.FunctionType):
             return self.cuda.jit(**more)(function)
-        # Without Numba's own cache on disk, which sees no change of a global, and whose code has no types to check.
+        if function is kernel.py_func and not more:
+            return kernel
         return type(kernel)(function, {**kernel.targetoptions, **more})
 
     def device_function(self, kernel: Any) -> Any:
@@ -4150,24 +3502,8 @@ class _NumbaCuda:
                 raise _refusal(self.name, signature, error) from error
             raise
 
-    def launcher(
-        self, dispatcher: Any, signature: _Signature, find_file: Callable[..., _KernelFile | None], role: str
-    ) -> _CudaLauncher | None:
-        """Compile the kernel and load it for every GPU; None where a launch takes more than cuLaunchKernel."""
-        file = find_file(lambda: (self.module, role, *self.machine()))
-        carveout = dispatcher.targetoptions.get("shared_memory_carveout")
-        percent = {"default": -1, "maxl1": 0, "maxshared": 100}.get(str(carveout).lower(), carveout)
-        kept = file.read() if file else None
-        if kept:
-            with contextlib.suppress(RuntimeError):  # what the driver refuses is compiled anew
-                return self._load(signature.label, percent, *kept)
-        compiled = self._compiled(dispatcher, signature)
-        if compiled and file:
-            file.write(compiled)
-        return self._load(signature.label, percent, *compiled) if compiled else None
-
-    def _compiled(self, dispatcher: Any, signature: _Signature) -> tuple[str, dict[int, bytes], bool] | None:
-        """The entry of a kernel, its machine code by CUDA ordinal, and whether it does the same for all z."""
+    def launcher(self, dispatcher: Any, signature: _Signature) -> _CudaLauncher | None:
+        """Compile a kernel and load it for every GPU; None where a launch takes more than cuLaunchKernel."""
         ordinals = _cuda_ordinals()
         n_params = 0
         for rank in signature.ranks:
@@ -4179,28 +3515,15 @@ class _NumbaCuda:
             ptx, entry, _ = self.code(compiled)
             if _ptx_params(ptx, entry) != ["u64"] * n_params:
                 return None
-        cubins = {}
-        for ordinal in ordinals:
-            with self.on_device(ordinal):
-                _, _, cubins[ordinal] = self.code(compiled)
-        return entry, cubins, _knows_no_z(ptx)
-
-    def _load(
-        self, label: str, carveout: int | None, entry: str, cubins: Mapping[int, bytes], may_batch: bool
-    ) -> _CudaLauncher:
+        carveout = dispatcher.targetoptions.get("shared_memory_carveout")
+        percent = {"default": -1, "maxl1": 0, "maxshared": 100}.get(str(carveout).lower(), carveout)
         driver = _CudaDriver()
         functions = {}
-        for ordinal, cubin in cubins.items():
+        for ordinal in ordinals:
             with self.on_device(ordinal):
-                functions[ordinal] = driver.load(cubin, entry, ordinal, carveout), 0
-        return _CudaLauncher(label, driver, functions, may_batch)
-
-    def machine(self) -> list[Any]:
-        """What a file depends on besides its kernel: versions, and the GPUs of this process with their capabilities."""
-        version = _I32()
-        _CudaDriver().call("cuDriverGetVersion", ctypes.byref(version))
-        gpus = [(ordinal, tuple(self.cuda.gpus[ordinal].compute_capability)) for ordinal in _cuda_ordinals()]
-        return [version.value, _version("numba_cuda"), _version("numba_cuda_mlir"), *gpus]
+                _, _, cubin = self.code(compiled)
+                functions[ordinal] = driver.load(cubin, entry, ordinal, percent), 0
+        return _CudaLauncher(signature.label, driver, functions, _runs_alike_for_all_z(ptx))
 
     def extras(self, dispatcher: Any, compiled: Any) -> tuple:
         """What makes a launch more than cuLaunchKernel, where it is true."""
@@ -4341,7 +3664,7 @@ def _packages_read(function: Any) -> set[str]:
     objects = [function]
     if isinstance(function, types.FunctionType):
         with _CUDASIM_LOCK:  # a simulated kernel may be running with its globals replaced
-            objects = [obj for _, obj in _Digester().walk(function).seen.values()]
+            objects = [value for called in _functions_read(function) for value in _values_read(called).values()]
     roots = set()
     for obj in objects:
         module = obj.__name__ if isinstance(obj, types.ModuleType) else type(obj).__module__
@@ -4400,37 +3723,40 @@ class _CudaDriver:
         return function.value or 0
 
 
-# -- 10.3 From a kernel to a handler -------------------------------------------------------------------
+# -- 8.3 From a kernel to a handler -------------------------------------------------------------------
 # Streams, devices and launches, native or through Python.  Does not know what compiled the kernel.
 
 
 def _compile_cuda(dispatcher: Any, argtypes: tuple) -> Any:
     """Compile for the current device; atomics on inputs are refused here, as Numba does not."""
     compiled = dispatcher.compile(argtypes)
-    annotation = compiled._type_annotation  # None for a kernel from Numba's cache
-    if annotation:
-        _refuse_atomics_on_inputs(annotation)
-        for name, kind in annotation.typemap.items():
-            if name.startswith(_RETURNED) and str(kind) != "none":
-                raise TypeError(f"cannot cast {kind} to none")
+    annotation = compiled._type_annotation
+    if not annotation and not _names_atomics(dispatcher):  # of a kernel from Numba's cache
+        return compiled
+    if not annotation:  # such kernels must be looked at
+        compiled = type(dispatcher)(dispatcher.py_func, dispatcher.targetoptions).compile(argtypes)
+        annotation = compiled._type_annotation
+    for record in _type_records(types.SimpleNamespace(type_annotation=annotation)):
+        if record:
+            _refuse_atomics_on_inputs(record)
+    for name, kind in annotation.typemap.items():
+        if name.startswith(_RETURNED) and str(kind) != "none":
+            raise TypeError(f"cannot cast {kind} to none")
     return compiled
 
 
-def _refuse_atomics_on_inputs(annotation: Any) -> None:
-    """Look at the calls of a kernel, by Numba's record of their types, and at those of the functions that it calls."""
-    annotations = [annotation]  # grows by those
-    for typed in annotations:
-        for call, signature in typed.calltypes.items():
-            if getattr(call, "op", None) != "call":
-                continue
-            called = typed.typemap[call.func.name]
-            device_function = getattr(called, "dispatcher", None)
-            if device_function:
-                inner = getattr(device_function.overloads.get(signature.args), "type_annotation", None)
-                if inner and inner not in annotations:
-                    annotations.append(inner)
-            elif "atomic" in str(called) and not getattr(signature.args[0], "mutable", True):
-                raise TypeError(f"{_WRITES}: an atomic operation on an input, at {call.loc}")
+def _names_atomics(kernel: Any) -> bool:
+    return any("atomic" in _names_in(function.__code__) for function in _functions_read(kernel))
+
+
+def _refuse_atomics_on_inputs(record: Any) -> None:
+    """Look at the calls of a function, by Numba's record of their types."""
+    for call, signature in record.calltypes.items():
+        if getattr(call, "op", None) != "call":
+            continue
+        called = record.typemap[call.func.name]
+        if "atomic" in str(called) and not getattr(signature.args[0], "mutable", True):
+            raise TypeError(f"{_WRITES}: an atomic operation on an input, at {call.loc}")
 
 
 def _ptx_params(ptx: str, entry: str) -> list[str]:
@@ -4439,16 +3765,16 @@ def _ptx_params(ptx: str, entry: str) -> list[str]:
     return re.findall(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)", found[1]) if found else []
 
 
-def _knows_no_z(ptx: str) -> bool:
+def _runs_alike_for_all_z(ptx: str) -> bool:
     """Whether a kernel does the same in all blocks that differ in z, which may then stand for the slices of a batch.
 
-    Memory fences and volatile loads are how blocks wait for each other, which they cannot if not all of them run.
+    Blocks wait for each other by memory fences, volatile loads and atomic exchanges.  They cannot if not all of them run.
     """
     linked_later = set(re.findall(r"\.extern\s+\.func\s*(?:\([^)]*\)\s*)?(\w+)", ptx))
     if not linked_later <= {"vprintf", "__assertfail", "malloc", "free"}:  # nobody sees what they do
         return False
     asks_for_z = r"%n?ctaid\.z|%gridid|%n?clusterid|%cluster_"
-    waits = r"\b(membar|fence|griddepcontrol)\b|\.(volatile|acquire|release|acq_rel)\b"
+    waits = r"\b(membar|fence|griddepcontrol)\b|\.(volatile|acquire|release|acq_rel)\b|\batom\.[\w.]*\b(cas|exch)\b"
     return not re.search(f"{asks_for_z}|{waits}", ptx)
 
 
@@ -4571,7 +3897,7 @@ class _CudaEmitter(_Emitter):
 
 
 # ======================================================================================================
-# 11. Warp: a wrapper with a derivative, and an emitter that calls Warp's code on CPUs and GPUs.
+# 9. Warp: a wrapper with a derivative, and an emitter that calls Warp's code on CPUs and GPUs.
 # Knows one slice of a call; the handler finds the slices.
 
 _WARP_INSTALL = "pip install warp-lang numba"
@@ -4588,7 +3914,7 @@ _WARP_BATCH_THREADS = 2**24  # in one launch: the grid of more is not one of War
 _STAND_IN_DIMS = (720720, 1024)  # of a recorded launch: Warp checks that clusters, of up to 16 blocks, divide the grid
 
 
-# -- 11.1 The wrapper ----------------------------------------------------------------------------------
+# -- 9.1 The wrapper ----------------------------------------------------------------------------------
 # Knows which buffer goes to which parameter, and the adjoint launch.  Does not know how a launch is made.
 
 
@@ -4656,12 +3982,19 @@ def warp_kernel(
     return _wrap(_WarpKernel, locals(), _WarpOptions)
 
 
+@dataclasses.dataclass(kw_only=True)
 class _WarpOptions(_Options):
-    sharding_rule = None  # until `_Wrapper` asks for none
+    launch_dims: Any
+    block_dim: int
+    tiled: bool
+    differentiable: bool
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.block_dim: int = self._checked_block_dim()
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        what = f"block_dim must be an int, the threads of a block; got {self.block_dim!r}"
+        (self.block_dim,) = _ints((self.block_dim,), what)  # a Python int
+        if not 1 <= self.block_dim <= 1024:
+            raise ValueError(f"block_dim must be 1 to 1024 threads; got {self.block_dim}")
         if self.tiled and self.launch_dims is None:
             raise ValueError("tiled=True needs launch_dims, the number of blocks")
         if self.launch_dims is not None and not callable(self.launch_dims):
@@ -4671,16 +4004,6 @@ class _WarpOptions(_Options):
                 "differentiable=True does not go with in_out_argnames, input_output_aliases or scratch: the adjoint "
                 "needs the values that a kernel overwrites; return what is in scratch as an output"
             )
-
-    def _checked_block_dim(self) -> int:
-        block_dim = vars(self)["block_dim"]
-        try:
-            n_threads = operator.index(block_dim)
-        except TypeError:
-            raise TypeError(f"block_dim must be an int, the threads of a block; got {block_dim!r}") from None
-        if not 1 <= n_threads <= 1024:
-            raise ValueError(f"block_dim must be 1 to 1024 threads; got {n_threads}")
-        return n_threads
 
     def checked_dims(self, launch_dims: Any) -> tuple[int, ...]:
         """The dimensions of a launch; if it is tiled, followed by 1 for the threads of a block."""
@@ -4706,19 +4029,18 @@ class _WarpKernel(_Wrapper):
             raise _wrong_kernel("warp_kernel", "a function decorated with warp.kernel", kernel)
         if kernel.is_generic:
             raise TypeError(
-                f"warp_kernel takes no generic kernel such as {kernel.key!r}: wp.overload(kernel, [the parameters' "
-                "types]) gives one that is not"
+                f"warp_kernel takes no generic kernel such as {kernel.func.__name__!r}: wp.overload(kernel, [types of "
+                "its parameters]) gives one that is not"
             )
-        self.params = [_warp_param(wp, kernel.func.__name__, arg.label, arg.type) for arg in kernel.adj.args]
+        self.params = _warp_params(wp, kernel)
         super().__init__(kernel, options)
         self.title = f"Warp kernel {self.__name__!r}"
         self.values = copy.deepcopy(values or {})  # callables get them when a call is traced again: structs may change
         self.with_values = _Recent()  # this kernel with others
-        self.takes_values = not all(param.ndim for param in self.params)
+        self.by_value_names = {name for name, param in self.params.items() if not param.ndim}
         self.kernel_signature = inspect.signature(kernel.func)
         self._name_aliases()
-        self.parameters = tuple(name for name in self.parameters if name not in self.values)
-        self.order = self.parameters  # until `_Wrapper` has none
+        self.parameters = tuple(name for name in self.params if name not in self.values)  # of inputs and outputs
         self._vjp = jax.custom_vjp(super()._trace)
         self._vjp.defvjp(self._forward, self._backward)
 
@@ -4726,92 +4048,88 @@ class _WarpKernel(_Wrapper):
         """Aliases by the names of parameters: by position they count all arguments of a call, values too."""
         names = dict(enumerate(self.parameters))
         self.aliases = self._one_output_each((names.get(i, i), j) for i, j in self.aliases.items())
-        for param in self.params:
-            if param.name in self.aliases and not param.ndim:
-                raise ValueError(f"{param.by_value_text}: an output can start with an array alone")
+        for name in self.aliases.keys() & self.by_value_names:
+            raise ValueError(f"{self.params[name].by_value_text}: an output can start with an array alone")
 
     # -- from a call to its inputs ---------------------------------------------------------------------
 
     def __call__(self, /, *args: Any, **named: Any) -> Any:
-        if not named and not self.takes_values and not any(x is None for x in args):
+        if not named and not self.by_value_names and not any(x is None for x in args):
             return self._call_inputs(args)
         arrays = []
         values = {}
-        key = []
-        for param, x in self._bound(args, named):
-            if param.ndim and x is not None:
-                arrays.append(x)
+        for name, x in self._bound(args, named).items():
+            if name in self.by_value_names or x is None:
+                values[name] = self.params[name].as_value(x)
             else:
-                values[param.name] = value = param.as_value(x)
-                key.append(param.key(value))
-        return self._with_values(values, tuple(key))._call_inputs(arrays)
+                arrays.append(x)
+        return self._with_values(values)._call_inputs(arrays)
 
-    def _bound(self, args: Sequence, named: Mapping[str, Any]) -> list[tuple[_WarpParam, Any]]:
-        """The first parameters and what they get, bound as Python binds arguments."""
+    def _bound(self, args: Sequence, named: Mapping[str, Any]) -> dict[str, Any]:
+        """What the first parameters get, bound as Python binds arguments."""
         try:
             arguments = self.kernel_signature.bind_partial(*args, **named).arguments
         except TypeError as error:
-            raise self._wrong_arity(f"got {error}") from None
-        given = self.params[: len(arguments)]
-        others = self.params[len(arguments) :]
-        if [param.name for param in given] != list(arguments) or not all(param.ndim for param in others):
+            raise self._wrong_arity(str(error)) from None
+        are_first = [*arguments] == [*self.params][: len(arguments)]
+        if not are_first or not self.by_value_names <= arguments.keys():
             raise self._wrong_arity(f"got only ({', '.join(arguments)})")
-        return list(zip(given, arguments.values(), strict=True))
+        return arguments
 
-    def _with_values(self, values: Mapping[str, Any], key: tuple) -> _WarpKernel:
+    def _with_values(self, values: Mapping[str, Any]) -> _WarpKernel:
         if not values:
             return self
+        key = tuple([(name, self.params[name].key(x)) for name, x in values.items()])
         known = self.with_values.get(key)
         return known or self.with_values.keep(key, _WarpKernel(self.kernel, self.options, values))
 
     def _for_inputs(self, what: str, ins: Sequence[Spec]) -> Any:
         """An option, which may be a callable of all that the call got, values included."""
         specs = iter(ins)
-        given = [param.name for param in self.params[: len(ins) + len(self.values)]]
+        given = [*self.params][: len(ins) + len(self.values)]
         arguments = [self.values[name] if name in self.values else next(specs) for name in given]
         return super()._for_inputs(what, arguments)
 
     def _wrong_arity(self, problem: str) -> TypeError:
-        names = ", ".join(param.name for param in self.params)
+        names = ", ".join(self.params)
         takes = f"{self.title} takes the parameters ({names}): inputs and values, then outputs and scratch"
         return TypeError(f"{takes}; {problem}")
 
     # -- from a call to a target -----------------------------------------------------------------------
 
     def _find_target(self, call: _Call) -> _Target:
-        n_given = len(call.ins) + len(self.values)
-        if len(self.params) != n_given + len(call.outs) - len(self.in_outs):
-            n_outs = len(call.outs)
-            raise self._wrong_arity(f"got {n_given} inputs and {n_outs} outputs (in-out arguments count as both)")
-        inputs = [param for param in self.params[:n_given] if param.name not in self.values]
-        in_outs = [param for param in inputs if param.name in self.in_outs]
-        params = [*inputs, *in_outs, *self.params[n_given:]]  # of each buffer
-        for param, spec in zip(params, call.ins + call.outs, strict=True):
-            param.check(spec)
+        n_in = len(call.ins)
+        n_out = len(call.outs)
+        names = [*self.parameters[:n_in], *self.in_outs, *self.parameters[n_in:]]  # of each buffer
+        if len(names) != n_in + n_out:
+            n_given = n_in + len(self.values)
+            raise self._wrong_arity(f"got {n_given} inputs and {n_out} outputs (in-out arguments count as both)")
+        for name, spec in zip(names, call.ins + call.outs, strict=True):
+            self.params[name].check(spec)
         written = _written_names(self.kernel.adj, {})
-        for i, param in enumerate(inputs):
-            if i not in call.aliases and param.name in written:
+        for i, name in enumerate(names[:n_in]):
+            if i not in call.aliases and name in written:
                 raise TypeError(
-                    f"{self.title} writes to its input {param.name!r}, which JAX may share: name it "
-                    "in in_out_argnames, or write to an output"
+                    f"{self.title} writes to its input {name!r}, which JAX may share: name it in in_out_argnames, or "
+                    "write to an output"
                 )
-        arguments = self._arguments({param.name: k for k, param in enumerate(params)}, {})
+        arguments = self._arguments({name: k for k, name in enumerate(names)}, {})
         return self._target(call, arguments, call.ins)
 
     def _arguments(self, buffers: Mapping[str, int], grads: Mapping[str, int]) -> list[_WarpArgument]:
         """What a launch passes for the parameters, by the numbers of their buffers and of those of their gradients."""
         arguments = []
         offset = ctypes.sizeof(_WarpLaunch)
-        for param in self.params:
+        for name, param in self.params.items():
             if param.ndim:
-                arguments.append(_WarpArgument(param, buffers.get(param.name), grads.get(param.name)))
+                arguments.append(_WarpArgument(param, buffers.get(name), grads.get(name)))
             else:
                 arguments.append(_WarpArgument(param, value_offset=offset))
-                offset += len(self._packed(param))
+                offset += len(self._packed(name))
         return arguments
 
-    def _packed(self, param: _WarpParam) -> bytes:
-        return _padded(param.pack(self.values[param.name]))
+    def _packed(self, name: str) -> bytes:
+        return _padded(self.params[name].pack(self.values[name]))
 
     def _target(self, call: _Call, arguments: Sequence[_WarpArgument], ins: Sequence[Spec]) -> _Target:
         """What launches the kernel, or its adjoint, on the buffers of a call, which the user gave these inputs."""
@@ -4825,7 +4143,7 @@ class _WarpKernel(_Wrapper):
         compile_target = functools.partial(_compile_warp, plan, signature)
         compilers = {"cpu": compile_target, "cuda": functools.partial(compile_target, on_gpu=True)}
         target = _Target(
-            self._target_name(_digest("warp", *decisive)),
+            _NAMES.of_content(("warp", *decisive, options.name), self.__name__, options.name),
             self._launch(call, arguments, ins),
             compilers=compilers,
             title=self.title,
@@ -4852,7 +4170,7 @@ class _WarpKernel(_Wrapper):
         grid = _warp_grid(self.title, math.prod(gpu_dims), block_dim, has_grid_stride)
         cuda = grid, (block_dim, 1, 1), 0
         launch = bytes(_WarpLaunch(cuda, _warp_extents(gpu_dims), _warp_extents(dims)))
-        values = [self._packed(param) for param in self.params if not param.ndim]
+        values = [self._packed(name) for name in self.params if name in self.by_value_names]
         return tuple(memoryview(b"".join([launch, *values])).cast("q"))
 
     # -- derivatives -----------------------------------------------------------------------------------
@@ -4872,7 +4190,7 @@ class _WarpKernel(_Wrapper):
         leaves = jax.tree_util.tree_leaves(cotangents)
         operands = _make_varying([*args, *outs, *(leaves[j] for j in _floats(outs))])
         call = self._resolve_adjoint(_input_specs(operands), len(args))
-        results = self._bind(lambda *_: call, operands, call.outs, None)
+        results = self._bind(call, operands)
         cotangents_of_args: list[Any] = [None] * len(args)  # a zero, for JAX
         for i in reversed(_floats(args)):
             cotangents_of_args[i] = _sharded_like(results.pop(), jax.typeof(args[i]))
@@ -4884,19 +4202,19 @@ class _WarpKernel(_Wrapper):
         It changes the cotangents, and outputs that the kernel gives to a function, as that runs again.  Gradients are
         added to zeros.
         """
-        params = [param.name for param in self.params if param.name not in self.values]  # of inputs and outputs
+        names = self.parameters
         run_again = _names_written_in_functions(self.kernel.adj, {})
-        changed = [k for k, name in enumerate(params) if name in run_again]
+        changed = [k for k, name in enumerate(names) if name in run_again]
         first_grad = len(ins) + len(changed)
-        changed += range(len(params), len(ins))
+        changed += range(len(names), len(ins))
         float_ins = _floats(ins[:n_args])
         results = [ins[k] for k in [*changed, *float_ins]]
         aliases = {k: j for j, k in enumerate(changed)}
-        call = _Call(ins, results, aliases, zeroed=tuple(range(len(changed), len(results))))
-        owners = [k for k in _floats(ins[: len(params)]) if k >= n_args] + float_ins  # of cotangents, then of gradients
-        grads = {params[k]: first_grad + j for j, k in enumerate(owners)}
-        arguments = self._arguments({name: k for k, name in enumerate(params)}, grads)
-        adjoints = [_WarpArgument(param, grads.get(param.name)) for param in self.params]
+        call = _Call(ins, results, len(results), aliases, zeroed=tuple(range(len(changed), len(results))))
+        owners = [k for k in _floats(ins[: len(names)]) if k >= n_args] + float_ins  # of cotangents, then of gradients
+        grads = {names[k]: first_grad + j for j, k in enumerate(owners)}
+        arguments = self._arguments({name: k for k, name in enumerate(names)}, grads)
+        adjoints = [_WarpArgument(param, grads.get(name)) for name, param in self.params.items()]
         return dataclasses.replace(call, target=self._target(call, arguments + adjoints, ins[:n_args]))
 
 
@@ -4911,8 +4229,8 @@ def _has_short_strides(call: _Call) -> bool:
     return max(sizes, default=0) <= _WARP_MAX_EXTENT
 
 
-# -- 11.2 Warp itself: import, silence, types ----------------------------------------------------------
-# What differs between Warp's versions names the version, here and in 11.3; `_layout_of` looks at what Warp does.
+# -- 9.2 Warp itself: import, silence, types ----------------------------------------------------------
+# What differs between Warp's versions names the version, here and in 9.3; `_layout_of` looks at what Warp does.
 # Checked on 1.13, 1.15, 1.18 and 1.19.
 
 
@@ -4987,7 +4305,7 @@ def jax_callable(*args: Any, **options: Any) -> Any:
     return _warp_interop("jax_callable")(*args, **options)
 
 
-# -- 11.3 The parameters of a kernel, and its content --------------------------------------------------
+# -- 9.3 The parameters of a kernel, and its content --------------------------------------------------
 # Knows types and values.  Does not know calls.
 
 
@@ -5038,11 +4356,11 @@ class _WarpParam:
     def key(self, value: Any) -> Any:
         """What tells a value from others: the kernel gets its memory, but functions such as `outs` get it as it is."""
         if self.ndim:
-            return self.name  # a null array
+            return None  # a null array
         seen = getattr(value, "value", value)
         if isinstance(value, np.ndarray):  # its repr leaves out digits
             seen = value.dtype, value.tolist()
-        return self.name, type(value), repr(seen), self.pack(value)
+        return type(value), repr(seen), self.pack(value)
 
     def pack(self, value: Any) -> bytes:
         """The memory of a value."""
@@ -5084,6 +4402,10 @@ class _WarpParam:
         if np.dtype(spec.dtype).itemsize == 4 and str(self.dtype).endswith("64"):
             return f"JAX keeps 64 bits `with jax.enable_x64(True): x = jnp.asarray(x, jnp.{self.dtype})`"
         return "cast it, or annotate the parameter with jaxinfo_to_warpinfo(x)"
+
+
+def _warp_params(wp: Any, kernel: Any) -> dict[str, _WarpParam]:
+    return {arg.label: _warp_param(wp, kernel.func.__name__, arg.label, arg.type) for arg in kernel.adj.args}
 
 
 def _warp_param(wp: Any, kernel: str, name: str, kind: Any) -> _WarpParam:
@@ -5190,7 +4512,7 @@ def _first_name(node: Any) -> str | None:
     return getattr(node, "id", None)
 
 
-# -- 11.4 One target: what a launch is given, and its recording ----------------------------------------
+# -- 9.4 One target: what a launch is given, and its recording ----------------------------------------
 # Knows how Warp records a launch.  Does not run it.
 
 
@@ -5268,7 +4590,7 @@ class _WarpPlan:
             return recorded
 
 
-# -- 11.5 The memory of a launch -----------------------------------------------------------------------
+# -- 9.5 The memory of a launch -----------------------------------------------------------------------
 # Knows Warp's structs, as long as they are what Warp packs.  Does not call Python.
 #
 # Warp packs the parameters of a launch into blocks of memory: first the bounds of the launch, then an `array_t` or the
@@ -5420,7 +4742,7 @@ def _warp_grid(title: str, n_threads: int, block_dim: int, has_grid_stride: bool
     return x, y, z
 
 
-# -- 11.6 Launches: from a handler, or through Warp's own launch where it is more than that ------------
+# -- 9.6 Launches: from a handler, or through Warp's own launch where it is more than that ------------
 
 
 class _WarpCode:
@@ -5563,10 +4885,10 @@ def _compile_warp(
         # Warp keeps the CPU memory of tiles behind one static pointer (tile.h): such kernels must not overlap
         emitter.lock = _native_lock("tile_lock")
         emitter.in_order = True
-    return _Compiled(*_compile_handler(signature, emitter))
+    return _compile_handler(signature, emitter)
 
 
-# -- 11.7 A batch in one launch ------------------------------------------------------------------------
+# -- 9.7 A batch in one launch ------------------------------------------------------------------------
 # Knows the syntax of kernels.  Does not know handlers.
 #
 # A launch for each slice of a batch takes time, and leaves most of a GPU idle where slices are small.  So a second
@@ -5599,28 +4921,21 @@ def _batch_plan(wp: Any, plan: _WarpPlan, content: tuple[str, ...]) -> _WarpPlan
     """Raises an error for a kernel that gets a launch for each slice."""
     kernel = plan.kernel
     _check_batchable(kernel)
-    # Warp reads constants when it builds a kernel: those of a copy that is built now must still be the same.
     kinds = {arg.label: arg.type for arg in kernel.adj.args}
+    # Warp reads constants when it builds a kernel: those of a copy that is built now must still be the same.
     if _warp_content(wp, _with_source(kernel, kernel.adj.source, kinds)) != content:
         raise ValueError("the kernel has changed")
-    arguments = []
-    for argument in plan.arguments:
-        if argument.buffer is not None:
-            argument = argument._replace(param=_batch_param(argument.param))
-            kinds[argument.param.name] = argument.param.type
-        arguments.append(argument)
-    batcher = _WarpBatcher([argument.param.name for argument in arguments if argument.buffer is not None])
+    arrays = [argument.param.name for argument in plan.arguments if argument.buffer is not None]
+    if any(kinds[name].ndim == _WARP_MAX_DIMS for name in arrays):
+        raise ValueError("Warp has no arrays of so many dimensions")
+    for name in arrays:
+        kinds[name] = wp.array(dtype=kinds[name].dtype, ndim=kinds[name].ndim + 1)
+    batcher = _WarpBatcher(arrays)
     batch_kernel = _with_source(kernel, batcher.batched(kernel.adj.source), kinds)
     [n_indices] = batcher.n_indices
-    return dataclasses.replace(plan, kernel=batch_kernel, arguments=tuple(arguments), n_indices=n_indices)
-
-
-def _batch_param(param: _WarpParam) -> _WarpParam:
-    """The parameter for an array of all slices."""
-    if param.ndim == _WARP_MAX_DIMS:
-        raise ValueError("Warp has no arrays of so many dimensions")
-    kind = _warp("warp_kernel").array(dtype=param.type.dtype, ndim=param.ndim + 1)
-    return dataclasses.replace(param, type=kind, ndim=kind.ndim)
+    params = _warp_params(wp, batch_kernel)
+    arguments = tuple(argument._replace(param=params[argument.param.name]) for argument in plan.arguments)
+    return dataclasses.replace(plan, kernel=batch_kernel, arguments=arguments, n_indices=n_indices)
 
 
 def _with_source(kernel: Any, source: str, kinds: Mapping[str, Any]) -> Any:
@@ -5707,8 +5022,8 @@ def _check_batchable(kernel: Any) -> None:
 
 
 # ======================================================================================================
-# 12. XLACustomKernel: one operation, many backends, all of JAX's transformations.
-# An op (12.1), a call of it (12.2), a kernel (12.3), and the rules of its primitive (12.4 to 12.6).
+# 10. XLACustomKernel: one operation, many backends, all of JAX's transformations.
+# An op (10.1), a call of it (10.2), a kernel (10.3), and the rules of its primitive (10.4 to 10.6).
 #
 # An op is a JAX primitive.  A call binds it with the static parameters; only its lowering knows the platform, and so
 # the backend: it traces that backend's kernel and lowers the result.  Until then all transformations act on the
@@ -5720,8 +5035,8 @@ def _check_batchable(kernel: Any) -> None:
 #     -> _OpBinding   of what the primitive was bound with, whenever JAX asks it for something: shapes, a vmap,
 #                     derivatives, and at last the lowering, which has it run a kernel
 
-# -- 12.1 The op: registration, dispatch, rules --------------------------------------------------------
-# Holds kernels by platform and backend, and rules by kind.  Traces nothing: 12.2 is about calls.
+# -- 10.1 The op: registration, dispatch, rules --------------------------------------------------------
+# Holds kernels by platform and backend, and rules by kind.  Traces nothing: 10.2 is about calls.
 
 
 class XLACustomKernel(_Kept):
@@ -6102,7 +5417,7 @@ def _check_name(what: str, name: Any) -> None:
         raise ValueError(f"def_kernel: {what} must be a name, got {name!r}")
 
 
-# -- 12.2 A call: from op(...) to its primitive --------------------------------------------------------
+# -- 10.2 A call: from op(...) to its primitive --------------------------------------------------------
 # Knows operands, outs and static parameters, and checks them where the user's call is on the stack.
 # Does not know kernels, but for tracing one, so that its errors too are raised there.
 
@@ -6113,7 +5428,7 @@ def _find_call(op: XLACustomKernel, args: Sequence, outs: Any, backend: Any, par
     """What serves a call with these outs, backend and parameters: checked when it is new, then remembered."""
     if callable(outs) and not isinstance(outs, type):  # such as jnp.float32
         avals = [getattr(x, "aval", None) or _input_spec(x, i) for i, x in enumerate(args)]
-        outs = _call_option(outs, f"{op.title}: outs", avals, {})
+        outs = _call_option(outs, f"{op.title}: outs", avals)
     try:
         key = (_outs_key(outs), backend, _tagged(params) if params else ())
         known = op._recent.get(key)
@@ -6219,7 +5534,8 @@ def _tagged(value: Any) -> Any:
 
 _DIFFERENT_IF_EQUAL = (float, complex, np.generic, decimal.Decimal, range, slice)  # perhaps; their repr says all
 
-# -- 12.3 A kernel: from a generator, or a ready kernel, to its results --------------------------------
+
+# -- 10.3 A kernel: from a generator, or a ready kernel, to its results --------------------------------
 # Knows one slice and one backend.  Does not know vmap, nor what the call was traced for.
 
 
@@ -6314,7 +5630,7 @@ def _check_returned(what: str, returned: Sequence, declares: str, expected: Sequ
         )
 
 
-# -- 12.4 The primitive: its rules for JAX's interpreters ----------------------------------------------
+# -- 10.4 The primitive: its rules for JAX's interpreters ----------------------------------------------
 # Each rule looks up what the op has now when JAX asks.  JAX keeps the answers until `_trace_again` drops them.
 
 
@@ -6332,15 +5648,15 @@ class _OpPrimitive(Primitive):
         super().__init__(op.name)
         self.op = op
         self.def_impl(functools.partial(_apply_primitive, self))
-        self.def_abstract_eval(self.rule(_op_abstract_eval))
-        ad.primitive_jvps[self] = self.rule(_op_jvp)
-        ad.primitive_transposes[self] = self.rule(_op_transpose)
-        batching.primitive_batchers[self] = self.rule(_op_batching)
+        self.def_abstract_eval(self.jax_rule(_op_abstract_eval))
+        ad.primitive_jvps[self] = self.jax_rule(_op_jvp)
+        ad.primitive_transposes[self] = self.jax_rule(_op_transpose)
+        batching.primitive_batchers[self] = self.jax_rule(_op_batching)
         for platform in (None, "cpu", "gpu", "tpu"):  # one for each, or JAX would lower for several at once
-            mlir.register_lowering(self, self.rule(_op_lowering), platform=platform)
+            mlir.register_lowering(self, self.jax_rule(_op_lowering), platform=platform)
 
-    def rule(self, function: Callable) -> Callable:
-        """A rule for JAX: `function`, with the binding before its other arguments."""
+    def jax_rule(self, function: Callable) -> Callable:
+        """A rule for JAX's interpreters: `function`, with the binding before its other arguments."""
 
         def call(*args: Any, **params: Any) -> Any:
             self.op._is_traced = True
@@ -6375,7 +5691,7 @@ class _OpBinding:
     outs: tuple  # of the whole batch
     backend: str | None
     params: dict[str, Any]  # static; as one, because functions of JAX have arguments of any name
-    vmaps: tuple = ()  # the recorded ones (12.5): the `in_axes` of each
+    vmaps: tuple = ()  # the recorded ones (10.5): the `in_axes` of each
 
     @functools.cached_property
     def key(self) -> tuple:
@@ -6425,25 +5741,6 @@ def _op_abstract_eval(bound: _OpBinding, *avals: Any) -> list:
     return [_out_aval(out.shape, out.dtype, avals, axes) for out in bound.outs]
 
 
-def _batch_axes(candidates: Iterable[Sequence[Any]]) -> list:
-    """The mesh axes over which each batch dimension of the results is split, on meshes of explicit axes.
-
-    `candidates` has, for each dimension, what the operands' partition specs say there: the first one that is split
-    decides, if no dimension before has its axes.
-    """
-    taken: set[str] = set()
-    chosen: list[Any] = []
-    for entries in candidates:
-        chosen.append(None)
-        for entry in entries:
-            axes = entry if isinstance(entry, tuple) else (entry,)
-            if entry and taken.isdisjoint(axes):
-                taken.update(axes)
-                chosen[-1] = entry
-                break
-    return chosen
-
-
 def _op_lowering(bound: _OpBinding, ctx: Any, *ins: Any) -> Any:
     platforms = _platforms(ctx)
     entry = bound.op._entry(_platform_name(platforms[0]), bound.backend)
@@ -6453,11 +5750,11 @@ def _op_lowering(bound: _OpBinding, ctx: Any, *ins: Any) -> Any:
         if not any("Effect" in type(arg).__name__ for arg in error.args):
             raise
         # an ordered effect of the kernel, for which JAX has no token here
-        text = f"op {bound.op.name!r} has no ordered effects; call its kernel itself: {error}"
+        text = f"{bound.op.title} has no ordered effects; call its kernel itself: {error}"
         raise NotImplementedError(text) from error
 
 
-# -- 12.5 Batching: recorded vmaps ---------------------------------------------------------------------
+# -- 10.5 Batching: recorded vmaps ---------------------------------------------------------------------
 # How a batch is best run, only the backend knows, and that is known only when the op is lowered.  So:
 #
 # 1. `vmap` of an op binds its primitive once more, with the axis of this vmap in front of the batched operands, and
@@ -6465,7 +5762,7 @@ def _op_lowering(bound: _OpBinding, ctx: Any, *ins: Any) -> Any:
 #    of their axes: the outermost first.
 # 2. The lowering applies the recorded vmaps to the function of one slice, by `jax.vmap`: each wrapper, and all that JAX
 #    can trace, has its own rule.  Where one has none, the batch is a `jax.lax.map`.
-# 3. Derivative rules get the same vmaps, when JAX asks for them (12.6).
+# 3. Derivative rules get the same vmaps, when JAX asks for them (10.6).
 #
 # All that a user writes sees one slice: generators, outs, rules.  Only `_OpBinding.outs` are those of the batch.
 
@@ -6500,7 +5797,7 @@ def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None],
     if _is_op(primitive):
         outs = params.pop("outs")
         if callable(outs):
-            outs = _call_option(outs, "general_batching_rule: outs", list(map(_without_axis, args, axes)), {})
+            outs = _call_option(outs, "general_batching_rule: outs", list(map(_without_axis, args, axes)))
         outs, tree = jax.tree.flatten(outs)
         out = jax.tree.unflatten(tree, primitive.bind_batch(args, axes, outs=outs, **params))
     else:
@@ -6556,8 +5853,8 @@ def _sequential(function: Callable, in_axes: tuple) -> Callable:
     return mapped
 
 
-# -- 12.6 Derivatives ----------------------------------------------------------------------------------
-# A user's rule is a function of one slice; it is vmapped by the recorded vmaps (12.5), in which tangents are batched as
+# -- 10.6 Derivatives ----------------------------------------------------------------------------------
+# A user's rule is a function of one slice; it is vmapped by the recorded vmaps (10.5), in which tangents are batched as
 # their primals, and cotangents by all, as outputs are.
 #
 # Zeros are symbolic.  JAX gives rules an `ad.Zero`, in which `jax.vmap` finds nothing to batch, as in an
@@ -6662,11 +5959,10 @@ def _op_transpose(bound: _OpBinding, cts: Sequence, *operands: Any) -> list:
 
 
 def _vmap_rule(of_slice: Callable, vmaps: Sequence[tuple], *groups: Sequence) -> Any:
-    """A user's rule of groups of values under vmaps: `in_axes` of each has a tuple for each group."""
+    """A user's rule of groups of values, such as (primals, tangents), under vmaps: `in_axes` for each of the groups."""
     slices = []
-    for k, values in enumerate(groups):
-        axes_of_group = [in_axes[k] for in_axes in vmaps]
-        depths = [[axes[i] for axes in axes_of_group].count(0) for i in range(len(values))]
+    for values, *vmaps_of_values in zip(groups, *vmaps):
+        depths = [axes.count(0) for _, *axes in zip(values, *vmaps_of_values)]
         slices.append(tuple(map(_symbolic_slice, values, depths)))
     return _for_each_vmap(jax.vmap, of_slice, vmaps)(*slices)
 
@@ -6720,7 +6016,7 @@ def _derivative_rule(op: XLACustomKernel, kind: str) -> Callable:
 
 
 # ======================================================================================================
-# 13. Backends: one row each; and the self-check, python -m xla_kernels.
+# 11. Backends: one row each; and the self-check, python -m xla_kernels.
 # Knows what each backend needs and how it takes a ready kernel.  Does not know how that is compiled.
 
 
