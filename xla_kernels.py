@@ -394,10 +394,11 @@ def _ffi_api_version() -> tuple[int, int]:
 # exported program never calls a handler of another version.
 _LAYOUT = 5
 
-# What all copies of this file in a process share, also one that is loaded again: locks, and the names that are taken.
+# What all copies of this file in a process share, also one that is loaded again: locks, names that are taken, handlers.
 _SHARED: dict[str, Any] = vars(sys.modules.setdefault("_xla_kernels_shared", types.ModuleType("_xla_kernels_shared")))
 _LOCK: threading.RLock = _SHARED.setdefault("lock", threading.RLock())
 _TAKEN: set[str] = _SHARED.setdefault("names", set())
+_ALIVE: list[Any] = _SHARED.setdefault("handlers", [])  # for ever
 
 
 def _native_lock(name: str) -> int:
@@ -427,11 +428,13 @@ def _is_stable(module: Any) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _names_in(code: types.CodeType) -> frozenset[str]:
-    """The names that stand in code, and in code nested in it."""
+    """The names that stand in code, and in code nested in it; also as texts, for `getattr`."""
     names = {*code.co_names, *code.co_freevars}
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             names |= _names_in(constant)
+        elif isinstance(constant, str) and constant.isidentifier():
+            names.add(constant)
     return frozenset(names)
 
 
@@ -465,6 +468,16 @@ def _functions_read(kernel: Any) -> list[types.FunctionType]:
             if is_users and called not in functions:
                 functions.append(called)
     return functions
+
+
+def _names_read(kernel: Any) -> set[str]:
+    """The names in a kernel and in what it calls, those of what they stand for, and of its types."""
+    names: set[str] = set()
+    for function in _functions_read(kernel):
+        names |= _names_in(function.__code__)
+        for value in _values_read(function).values():
+            names |= {str(getattr(value, "__name__", "")), type(value).__name__}
+    return names
 
 
 # -- 3.2 Which kernels are one kernel ------------------------------------------------------------------
@@ -737,6 +750,7 @@ class _Target:
                 jax.ffi.register_ffi_target(self.name, handler, platform.replace("cuda", "CUDA"))
                 jax.ffi.register_ffi_target_as_batch_partitionable(self.name)
                 _TARGETS[self.name, platform] = compiled
+                _ALIVE.append(compiled)
             return compiled
 
     def register_where_traced(self) -> None:
@@ -2254,7 +2268,7 @@ def _compile_handler(signature: _Signature, emitter: _Emitter, may_write: tuple[
     kernel.report = emitter.report
     for name in ("answer", "error", "fill", "drive"):
         setattr(kernel, name, driver.get_function_address(name))
-    return _Compiled(engine.get_function_address("handler"), (engine, emitter, wrong_buffers, alive), may_write)
+    return _Compiled(engine.get_function_address("handler"), (engine, driver, emitter, wrong_buffers, alive), may_write)
 
 
 class _Handler(_Code):
@@ -2871,9 +2885,7 @@ def _compile_form(kernel: Any, signature: _Signature, form: _Form) -> _NumbaCode
 def _refuse_object_mode(kernel: Any, signature: _Signature) -> None:
     import numba
 
-    read = [value for function in _functions_read(kernel) for value in _values_read(function).values()]
-    names = set().union(*(_names_in(function.__code__) for function in _functions_read(kernel)))
-    has_object_mode = "objmode" in names or any(value is numba.objmode for value in read)
+    has_object_mode = not _names_read(kernel).isdisjoint({"objmode", type(numba.objmode).__name__})
     if has_object_mode or getattr(kernel, "targetoptions", {}).get("forceobj"):
         raise TypeError(
             f"numba_kernel {signature.label!r} uses Numba's object mode, which needs the GIL: call Python by "
@@ -2983,10 +2995,8 @@ def _type_records(overload: Any) -> Iterator[Any]:
 
 def _may_write_unseen(kernel: Any, overload: Any) -> bool:
     """Whether a kernel may write to a read-only array in a way that Numba does not refuse."""
-    for function in _functions_read(kernel):
-        names = {type(value).__name__ for value in _values_read(function).values()} | _names_in(function.__code__)
-        if not names.isdisjoint(_UNCHECKED_WRITERS):
-            return True
+    if not _names_read(kernel).isdisjoint(_UNCHECKED_WRITERS):
+        return True
     return any(record is None or _record_has_writers(record) for record in _type_records(overload))
 
 
@@ -3286,7 +3296,7 @@ class _CudaWrapper(_Wrapper):
         owner = self if isinstance(self.kernel, types.FunctionType) else self.kernel
         name, compiled = _NAMES.of_kernel(owner, self.kernel, what, self.__name__, given, not code.is_native)
         may_write: tuple[int, ...] = ()
-        if code.is_native and _names_unchecked_writers(self.kernel):
+        if code.is_native and not _names_read(self.kernel).isdisjoint(_CUDA_UNCHECKED_WRITERS):
             may_write = tuple(range(len(call.ins)))  # PTX does not show what is written to
         code = dataclasses.replace(code, signature=code.signature.with_hidden(may_write))
         where = f"runs on {packages[0].where}"
@@ -3301,11 +3311,6 @@ class _CudaWrapper(_Wrapper):
 
     def _launch(self, ins: list[Spec]) -> tuple[int, ...]:
         return ()
-
-
-def _names_unchecked_writers(kernel: Any) -> bool:
-    names = set().union(*(_names_in(function.__code__) for function in _functions_read(kernel)))
-    return not names.isdisjoint(_CUDA_UNCHECKED_WRITERS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -3731,7 +3736,7 @@ def _compile_cuda(dispatcher: Any, argtypes: tuple) -> Any:
     """Compile for the current device; atomics on inputs are refused here, as Numba does not."""
     compiled = dispatcher.compile(argtypes)
     annotation = compiled._type_annotation
-    if not annotation and not _names_atomics(dispatcher):  # of a kernel from Numba's cache
+    if not annotation and "atomic" not in _names_read(dispatcher):  # of a kernel from Numba's cache
         return compiled
     if not annotation:  # such kernels must be looked at
         compiled = type(dispatcher)(dispatcher.py_func, dispatcher.targetoptions).compile(argtypes)
@@ -3743,10 +3748,6 @@ def _compile_cuda(dispatcher: Any, argtypes: tuple) -> Any:
         if name.startswith(_RETURNED) and str(kind) != "none":
             raise TypeError(f"cannot cast {kind} to none")
     return compiled
-
-
-def _names_atomics(kernel: Any) -> bool:
-    return any("atomic" in _names_in(function.__code__) for function in _functions_read(kernel))
 
 
 def _refuse_atomics_on_inputs(record: Any) -> None:
@@ -4351,13 +4352,14 @@ class _WarpParam:
                 f"{self.by_value_text}; got {value}, which JAX traces: make it a warp.array of shape (1,), or give a "
                 "Python value (under jax.jit a static argument)"
             )
-        return np.asarray(value) if isinstance(value, jax.Array) else value
+        is_foreign = hasattr(value, "__array__") and not isinstance(value, (np.ndarray, np.generic))
+        return np.asarray(value) if is_foreign else value
 
     def key(self, value: Any) -> Any:
         """What tells a value from others: the kernel gets its memory, but functions such as `outs` get it as it is."""
         if self.ndim:
             return None  # a null array
-        seen = getattr(value, "value", value)
+        seen = value if self.dtype is None else getattr(value, "value", value)
         if isinstance(value, np.ndarray):  # its repr leaves out digits
             seen = value.dtype, value.tolist()
         return type(value), repr(seen), self.pack(value)
@@ -4497,10 +4499,10 @@ def _names_written_in_functions(adjoint: Any, known: dict) -> set:
     names = set()
     for call in [node for node in ast.walk(adjoint.tree) if isinstance(node, ast.Call)]:
         for function in [f for f in _named_functions(adjoint, call.func) if not f.is_builtin()]:
-            types = {arg.label: arg.type for arg in function.adj.args}
-            given = dict(zip(types, call.args)) | {keyword.arg: keyword.value for keyword in call.keywords}
+            kinds = {arg.label: arg.type for arg in function.adj.args}
+            given = dict(zip(kinds, call.args)) | {keyword.arg: keyword.value for keyword in call.keywords}
             for label in _written_names(function.adj, known) & given.keys():
-                if isinstance(given[label], ast.Name) or hasattr(types[label], "ndim"):
+                if isinstance(given[label], ast.Name) or hasattr(kinds[label], "ndim"):
                     names.add(_first_name(given[label]))
     return names
 
