@@ -4686,11 +4686,15 @@ def warp_kernel(
 
 
 class _WarpOptions(_Options):
+    block_dim: int
     sharding_rule = None  # until `_Wrapper` asks for none
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.block_dim: int = self._checked_block_dim()
+        what = f"block_dim must be an int, the threads of a block; got {self.block_dim!r}"
+        (self.block_dim,) = _ints((self.block_dim,), what)  # a Python int
+        if not 1 <= self.block_dim <= 1024:
+            raise ValueError(f"block_dim must be 1 to 1024 threads; got {self.block_dim}")
         if self.tiled and self.launch_dims is None:
             raise ValueError("tiled=True needs launch_dims, the number of blocks")
         if self.launch_dims is not None and not callable(self.launch_dims):
@@ -4700,16 +4704,6 @@ class _WarpOptions(_Options):
                 "differentiable=True does not go with in_out_argnames, input_output_aliases or scratch: the adjoint "
                 "needs the values that a kernel overwrites; return what is in scratch as an output"
             )
-
-    def _checked_block_dim(self) -> int:
-        block_dim = vars(self)["block_dim"]
-        try:
-            n_threads = operator.index(block_dim)
-        except TypeError:
-            raise TypeError(f"block_dim must be an int, the threads of a block; got {block_dim!r}") from None
-        if not 1 <= n_threads <= 1024:
-            raise ValueError(f"block_dim must be 1 to 1024 threads; got {n_threads}")
-        return n_threads
 
     def checked_dims(self, launch_dims: Any) -> tuple[int, ...]:
         """The dimensions of a launch; if it is tiled, followed by 1 for the threads of a block."""
@@ -5628,28 +5622,21 @@ def _batch_plan(wp: Any, plan: _WarpPlan, content: tuple[str, ...]) -> _WarpPlan
     """Raises an error for a kernel that gets a launch for each slice."""
     kernel = plan.kernel
     _check_batchable(kernel)
-    # Warp reads constants when it builds a kernel: those of a copy that is built now must still be the same.
     kinds = {arg.label: arg.type for arg in kernel.adj.args}
+    # Warp reads constants when it builds a kernel: those of a copy that is built now must still be the same.
     if _warp_content(wp, _with_source(kernel, kernel.adj.source, kinds)) != content:
         raise ValueError("the kernel has changed")
-    arguments = []
-    for argument in plan.arguments:
-        if argument.buffer is not None:
-            argument = argument._replace(param=_batch_param(argument.param))
-            kinds[argument.param.name] = argument.param.type
-        arguments.append(argument)
-    batcher = _WarpBatcher([argument.param.name for argument in arguments if argument.buffer is not None])
+    arrays = [argument.param.name for argument in plan.arguments if argument.buffer is not None]
+    if any(kinds[name].ndim == _WARP_MAX_DIMS for name in arrays):
+        raise ValueError("Warp has no arrays of so many dimensions")
+    for name in arrays:
+        kinds[name] = wp.array(dtype=kinds[name].dtype, ndim=kinds[name].ndim + 1)
+    batcher = _WarpBatcher(arrays)
     batch_kernel = _with_source(kernel, batcher.batched(kernel.adj.source), kinds)
     [n_indices] = batcher.n_indices
+    params = [_warp_param(wp, kernel.key, name, kind) for name, kind in kinds.items()]
+    arguments = [argument._replace(param=param) for argument, param in zip(plan.arguments, params, strict=True)]
     return dataclasses.replace(plan, kernel=batch_kernel, arguments=tuple(arguments), n_indices=n_indices)
-
-
-def _batch_param(param: _WarpParam) -> _WarpParam:
-    """The parameter for an array of all slices."""
-    if param.ndim == _WARP_MAX_DIMS:
-        raise ValueError("Warp has no arrays of so many dimensions")
-    kind = _warp("warp_kernel").array(dtype=param.type.dtype, ndim=param.ndim + 1)
-    return dataclasses.replace(param, type=kind, ndim=kind.ndim)
 
 
 def _with_source(kernel: Any, source: str, kinds: Mapping[str, Any]) -> Any:
