@@ -4729,7 +4729,7 @@ class _WarpKernel(_Wrapper):
             raise _wrong_kernel("warp_kernel", "a function decorated with warp.kernel", kernel)
         if kernel.is_generic:
             raise TypeError(
-                f"warp_kernel takes no generic kernel such as {kernel.key!r}: wp.overload(kernel, [the parameters' "
+                f"warp_kernel takes no generic kernel such as {kernel.func.__name__!r}: wp.overload(kernel, [the parameters' "
                 "types]) gives one that is not"
             )
         self.params = [_warp_param(wp, kernel.func.__name__, arg.label, arg.type) for arg in kernel.adj.args]
@@ -4774,7 +4774,7 @@ class _WarpKernel(_Wrapper):
         try:
             arguments = self.kernel_signature.bind_partial(*args, **named).arguments
         except TypeError as error:
-            raise self._wrong_arity(f"got {error}") from None
+            raise self._wrong_arity(str(error)) from None
         given = self.params[: len(arguments)]
         others = self.params[len(arguments) :]
         if [param.name for param in given] != list(arguments) or not all(param.ndim for param in others):
