@@ -4242,9 +4242,10 @@ def test_warp_struct_that_changes_is_another_value():
 @needs_warp
 @pytest.mark.parametrize("kind", ["float", "wp.float32", "list", "NumPy"])
 def test_functions_get_warp_values_whatever_was_called_before(kind):
-    """Also those that are equal for the kernel: no float32 is between 2**24 and 2**24 + 2."""
-    make = {"float": float, "wp.float32": wp.float32, "list": lambda n: [n, 0, 0], "NumPy": lambda n: np.array([n, 0, 0])}
-    is_vector = kind in ("list", "NumPy")
+    """Also those that are equal for the kernel: 2**24 + 1 is no float32."""
+    of_vectors = {"list": lambda n: [n, 0, 0], "NumPy": lambda n: np.array([n, 0, 0])}
+    make = {"float": float, "wp.float32": wp.float32, **of_vectors}[kind]
+    is_vector = kind in of_vectors
 
     @unique_kernel
     def nothing(x: floats, n: wp.vec3 if is_vector else float, out: floats):
@@ -4252,10 +4253,10 @@ def test_functions_get_warp_values_whatever_was_called_before(kind):
 
     def outs(x, n):
         number = n[0] if is_vector else getattr(n, "value", n)
-        return spec(int(number) - 2**24)
+        return spec(int(number) - 2**24 + 1)
 
     f = xk.warp_kernel(nothing, outs)
-    assert [f(THREE, make[kind](2**24 + k)).size for k in (2, 1, 2)] == [2, 1, 2]
+    assert [f(THREE, make(2**24 + k)).size for k in (1, 0, 1)] == [2, 1, 2]
 
 
 @needs_warp
@@ -4972,7 +4973,6 @@ def test_warp_generic_kernel_needs_an_overload():
 
 
 @needs_warp
-@pytest.mark.skipif("conftest.missing('warp') or wp.__version__ < '1.16'", reason="takes functions as arguments")
 def test_warp_functions_of_functions(tmp_path):
     functions = """
 import warp as wp
@@ -4985,7 +4985,10 @@ def apply(f: wp.Function, a: float):
     return f(a)
 """
     body = "out[wp.tid()] = apply(twice, x[wp.tid()])"
-    kernel = kernel_from_file(tmp_path, functions, "x: floats, out: floats", body)
+    try:
+        kernel = kernel_from_file(tmp_path, functions, "x: floats, out: floats", body)
+    except RuntimeError:
+        pytest.skip("functions of this Warp take no functions")
     check_equal(xk.warp_kernel(kernel, like_first)(THREE), 2 * THREE)
 
 

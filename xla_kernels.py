@@ -4729,8 +4729,8 @@ class _WarpKernel(_Wrapper):
             raise _wrong_kernel("warp_kernel", "a function decorated with warp.kernel", kernel)
         if kernel.is_generic:
             raise TypeError(
-                f"warp_kernel takes no generic kernel such as {kernel.func.__name__!r}: wp.overload(kernel, [the parameters' "
-                "types]) gives one that is not"
+                f"warp_kernel takes no generic kernel such as {kernel.func.__name__!r}: wp.overload(kernel, [types of "
+                "its parameters]) gives one that is not"
             )
         self.params = [_warp_param(wp, kernel.func.__name__, arg.label, arg.type) for arg in kernel.adj.args]
         super().__init__(kernel, options)
