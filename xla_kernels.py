@@ -4732,15 +4732,15 @@ class _WarpKernel(_Wrapper):
                 f"warp_kernel takes no generic kernel such as {kernel.func.__name__!r}: wp.overload(kernel, [types of "
                 "its parameters]) gives one that is not"
             )
-        self.params = [_warp_param(wp, kernel.func.__name__, arg.label, arg.type) for arg in kernel.adj.args]
+        self.params = _warp_params(wp, kernel)
         super().__init__(kernel, options)
         self.title = f"Warp kernel {self.__name__!r}"
         self.values = copy.deepcopy(values or {})  # callables get them when a call is traced again: structs may change
         self.with_values = _Recent()  # this kernel with others
-        self.takes_values = not all(param.ndim for param in self.params)
+        self.by_value_names = {name for name, param in self.params.items() if not param.ndim}
         self.kernel_signature = inspect.signature(kernel.func)
         self._name_aliases()
-        self.parameters = tuple(name for name in self.parameters if name not in self.values)
+        self.parameters = tuple(name for name in self.params if name not in self.values)  # of inputs and outputs
         self.order = self.parameters  # until `_Wrapper` has none
         self._vjp = jax.custom_vjp(super()._trace)
         self._vjp.defvjp(self._forward, self._backward)
@@ -4749,92 +4749,88 @@ class _WarpKernel(_Wrapper):
         """Aliases by the names of parameters: by position they count all arguments of a call, values too."""
         names = dict(enumerate(self.parameters))
         self.aliases = self._one_output_each((names.get(i, i), j) for i, j in self.aliases.items())
-        for param in self.params:
-            if param.name in self.aliases and not param.ndim:
-                raise ValueError(f"{param.by_value_text}: an output can start with an array alone")
+        for name in self.aliases.keys() & self.by_value_names:
+            raise ValueError(f"{self.params[name].by_value_text}: an output can start with an array alone")
 
     # -- from a call to its inputs ---------------------------------------------------------------------
 
     def __call__(self, /, *args: Any, **named: Any) -> Any:
-        if not named and not self.takes_values and not any(x is None for x in args):
+        if not named and not self.by_value_names and not any(x is None for x in args):
             return self._call_inputs(args)
         arrays = []
         values = {}
-        key = []
-        for param, x in self._bound(args, named):
-            if param.ndim and x is not None:
-                arrays.append(x)
+        for name, x in self._bound(args, named).items():
+            if name in self.by_value_names or x is None:
+                values[name] = self.params[name].as_value(x)
             else:
-                values[param.name] = value = param.as_value(x)
-                key.append(param.key(value))
-        return self._with_values(values, tuple(key))._call_inputs(arrays)
+                arrays.append(x)
+        return self._with_values(values)._call_inputs(arrays)
 
-    def _bound(self, args: Sequence, named: Mapping[str, Any]) -> list[tuple[_WarpParam, Any]]:
-        """The first parameters and what they get, bound as Python binds arguments."""
+    def _bound(self, args: Sequence, named: Mapping[str, Any]) -> dict[str, Any]:
+        """What the first parameters get, bound as Python binds arguments."""
         try:
             arguments = self.kernel_signature.bind_partial(*args, **named).arguments
         except TypeError as error:
             raise self._wrong_arity(str(error)) from None
-        given = self.params[: len(arguments)]
-        others = self.params[len(arguments) :]
-        if [param.name for param in given] != list(arguments) or not all(param.ndim for param in others):
+        are_first = [*arguments] == [*self.params][: len(arguments)]
+        if not are_first or not self.by_value_names <= arguments.keys():
             raise self._wrong_arity(f"got only ({', '.join(arguments)})")
-        return list(zip(given, arguments.values(), strict=True))
+        return arguments
 
-    def _with_values(self, values: Mapping[str, Any], key: tuple) -> _WarpKernel:
+    def _with_values(self, values: Mapping[str, Any]) -> _WarpKernel:
         if not values:
             return self
+        key = tuple([(name, self.params[name].key(x)) for name, x in values.items()])
         known = self.with_values.get(key)
         return known or self.with_values.keep(key, _WarpKernel(self.kernel, self.options, values))
 
     def _for_inputs(self, what: str, ins: Sequence[Spec]) -> Any:
         """An option, which may be a callable of all that the call got, values included."""
         specs = iter(ins)
-        given = [param.name for param in self.params[: len(ins) + len(self.values)]]
+        given = [*self.params][: len(ins) + len(self.values)]
         arguments = [self.values[name] if name in self.values else next(specs) for name in given]
         return super()._for_inputs(what, arguments)
 
     def _wrong_arity(self, problem: str) -> TypeError:
-        names = ", ".join(param.name for param in self.params)
+        names = ", ".join(self.params)
         takes = f"{self.title} takes the parameters ({names}): inputs and values, then outputs and scratch"
         return TypeError(f"{takes}; {problem}")
 
     # -- from a call to a target -----------------------------------------------------------------------
 
     def _find_target(self, call: _Call) -> _Target:
-        n_given = len(call.ins) + len(self.values)
-        if len(self.params) != n_given + len(call.outs) - len(self.in_outs):
-            n_outs = len(call.outs)
-            raise self._wrong_arity(f"got {n_given} inputs and {n_outs} outputs (in-out arguments count as both)")
-        inputs = [param for param in self.params[:n_given] if param.name not in self.values]
-        in_outs = [param for param in inputs if param.name in self.in_outs]
-        params = [*inputs, *in_outs, *self.params[n_given:]]  # of each buffer
-        for param, spec in zip(params, call.ins + call.outs, strict=True):
-            param.check(spec)
+        n_in = len(call.ins)
+        n_out = len(call.outs)
+        names = [*self.parameters[:n_in], *self.in_outs, *self.parameters[n_in:]]  # of each buffer
+        if len(names) != n_in + n_out:
+            n_given = n_in + len(self.values)
+            raise self._wrong_arity(f"got {n_given} inputs and {n_out} outputs (in-out arguments count as both)")
+        for name, spec in zip(names, call.ins + call.outs, strict=True):
+            self.params[name].check(spec)
         written = _written_names(self.kernel.adj, {})
-        for i, param in enumerate(inputs):
-            if i not in call.aliases and param.name in written:
+        for i, name in enumerate(names[:n_in]):
+            if i not in call.aliases and name in written:
                 raise TypeError(
-                    f"{self.title} writes to its input {param.name!r}, which JAX may share: name it "
-                    "in in_out_argnames, or write to an output"
+                    f"{self.title} writes to its input {name!r}, which JAX may share: name it in in_out_argnames, or "
+                    "write to an output"
                 )
-        arguments = self._arguments({param.name: k for k, param in enumerate(params)}, {})
+        arguments = self._arguments({name: k for k, name in enumerate(names)}, {})
         return self._target(call, arguments, call.ins)
 
     def _arguments(self, buffers: Mapping[str, int], grads: Mapping[str, int]) -> list[_WarpArgument]:
         """What a launch passes for the parameters, by the numbers of their buffers and of those of their gradients."""
         arguments = []
         offset = ctypes.sizeof(_WarpLaunch)
-        for param in self.params:
+        for name, param in self.params.items():
             if param.ndim:
-                arguments.append(_WarpArgument(param, buffers.get(param.name), grads.get(param.name)))
+                arguments.append(_WarpArgument(param, buffers.get(name), grads.get(name)))
             else:
                 arguments.append(_WarpArgument(param, value_offset=offset))
-                offset += len(self._packed(param))
+                offset += len(self._packed(name))
         return arguments
 
-    def _packed(self, param: _WarpParam) -> bytes:
-        return _padded(param.pack(self.values[param.name]))
+    def _packed(self, name: str) -> bytes:
+        return _padded(self.params[name].pack(self.values[name]))
 
     def _target(self, call: _Call, arguments: Sequence[_WarpArgument], ins: Sequence[Spec]) -> _Target:
         """What launches the kernel, or its adjoint, on the buffers of a call, which the user gave these inputs."""
@@ -4875,7 +4871,7 @@ class _WarpKernel(_Wrapper):
         grid = _warp_grid(self.title, math.prod(gpu_dims), block_dim, has_grid_stride)
         cuda = grid, (block_dim, 1, 1), 0
         launch = bytes(_WarpLaunch(cuda, _warp_extents(gpu_dims), _warp_extents(dims)))
-        values = [self._packed(param) for param in self.params if not param.ndim]
+        values = [self._packed(name) for name in self.params if name in self.by_value_names]
         return tuple(memoryview(b"".join([launch, *values])).cast("q"))
 
     # -- derivatives -----------------------------------------------------------------------------------
@@ -4907,19 +4903,19 @@ class _WarpKernel(_Wrapper):
         It changes the cotangents, and outputs that the kernel gives to a function, as that runs again.  Gradients are
         added to zeros.
         """
-        params = [param.name for param in self.params if param.name not in self.values]  # of inputs and outputs
+        names = self.parameters
         run_again = _names_written_in_functions(self.kernel.adj, {})
-        changed = [k for k, name in enumerate(params) if name in run_again]
+        changed = [k for k, name in enumerate(names) if name in run_again]
         first_grad = len(ins) + len(changed)
-        changed += range(len(params), len(ins))
+        changed += range(len(names), len(ins))
         float_ins = _floats(ins[:n_args])
         results = [ins[k] for k in [*changed, *float_ins]]
         aliases = {k: j for j, k in enumerate(changed)}
         call = _Call(ins, results, aliases, zeroed=tuple(range(len(changed), len(results))))
-        owners = [k for k in _floats(ins[: len(params)]) if k >= n_args] + float_ins  # of cotangents, then of gradients
-        grads = {params[k]: first_grad + j for j, k in enumerate(owners)}
-        arguments = self._arguments({name: k for k, name in enumerate(params)}, grads)
-        adjoints = [_WarpArgument(param, grads.get(param.name)) for param in self.params]
+        owners = [k for k in _floats(ins[: len(names)]) if k >= n_args] + float_ins  # of cotangents, then of gradients
+        grads = {names[k]: first_grad + j for j, k in enumerate(owners)}
+        arguments = self._arguments({name: k for k, name in enumerate(names)}, grads)
+        adjoints = [_WarpArgument(param, grads.get(name)) for name, param in self.params.items()]
         return dataclasses.replace(call, target=self._target(call, arguments + adjoints, ins[:n_args]))
 
 
@@ -5061,11 +5057,11 @@ class _WarpParam:
     def key(self, value: Any) -> Any:
         """What tells a value from others: the kernel gets its memory, but functions such as `outs` get it as it is."""
         if self.ndim:
-            return self.name  # a null array
+            return None  # a null array
         seen = getattr(value, "value", value)
         if isinstance(value, np.ndarray):  # its repr leaves out digits
             seen = value.dtype, value.tolist()
-        return self.name, type(value), repr(seen), self.pack(value)
+        return type(value), repr(seen), self.pack(value)
 
     def pack(self, value: Any) -> bytes:
         """The memory of a value."""
@@ -5107,6 +5103,10 @@ class _WarpParam:
         if np.dtype(spec.dtype).itemsize == 4 and str(self.dtype).endswith("64"):
             return f"JAX keeps 64 bits `with jax.enable_x64(True): x = jnp.asarray(x, jnp.{self.dtype})`"
         return "cast it, or annotate the parameter with jaxinfo_to_warpinfo(x)"
+
+
+def _warp_params(wp: Any, kernel: Any) -> dict[str, _WarpParam]:
+    return {arg.label: _warp_param(wp, kernel.func.__name__, arg.label, arg.type) for arg in kernel.adj.args}
 
 
 def _warp_param(wp: Any, kernel: str, name: str, kind: Any) -> _WarpParam:
@@ -5634,9 +5634,9 @@ def _batch_plan(wp: Any, plan: _WarpPlan, content: tuple[str, ...]) -> _WarpPlan
     batcher = _WarpBatcher(arrays)
     batch_kernel = _with_source(kernel, batcher.batched(kernel.adj.source), kinds)
     [n_indices] = batcher.n_indices
-    params = [_warp_param(wp, kernel.key, name, kind) for name, kind in kinds.items()]
-    arguments = [argument._replace(param=param) for argument, param in zip(plan.arguments, params, strict=True)]
-    return dataclasses.replace(plan, kernel=batch_kernel, arguments=tuple(arguments), n_indices=n_indices)
+    params = _warp_params(wp, batch_kernel)
+    arguments = tuple(argument._replace(param=params[argument.param.name]) for argument in plan.arguments)
+    return dataclasses.replace(plan, kernel=batch_kernel, arguments=arguments, n_indices=n_indices)
 
 
 def _with_source(kernel: Any, source: str, kinds: Mapping[str, Any]) -> Any:
