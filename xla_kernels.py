@@ -5052,13 +5052,14 @@ class _WarpParam:
                 f"{self.by_value_text}; got {value}, which JAX traces: make it a warp.array of shape (1,), or give a "
                 "Python value (under jax.jit a static argument)"
             )
-        return np.asarray(value) if isinstance(value, jax.Array) else value
+        is_foreign = hasattr(value, "__array__") and not isinstance(value, (np.ndarray, np.generic))
+        return np.asarray(value) if is_foreign else value
 
     def key(self, value: Any) -> Any:
         """What tells a value from others: the kernel gets its memory, but functions such as `outs` get it as it is."""
         if self.ndim:
             return None  # a null array
-        seen = getattr(value, "value", value)
+        seen = value if self.dtype is None else getattr(value, "value", value)
         if isinstance(value, np.ndarray):  # its repr leaves out digits
             seen = value.dtype, value.tolist()
         return type(value), repr(seen), self.pack(value)
@@ -5198,10 +5199,10 @@ def _names_written_in_functions(adjoint: Any, known: dict) -> set:
     names = set()
     for call in [node for node in ast.walk(adjoint.tree) if isinstance(node, ast.Call)]:
         for function in [f for f in _named_functions(adjoint, call.func) if not f.is_builtin()]:
-            types = {arg.label: arg.type for arg in function.adj.args}
-            given = dict(zip(types, call.args)) | {keyword.arg: keyword.value for keyword in call.keywords}
+            kinds = {arg.label: arg.type for arg in function.adj.args}
+            given = dict(zip(kinds, call.args)) | {keyword.arg: keyword.value for keyword in call.keywords}
             for label in _written_names(function.adj, known) & given.keys():
-                if isinstance(given[label], ast.Name) or hasattr(types[label], "ndim"):
+                if isinstance(given[label], ast.Name) or hasattr(kinds[label], "ndim"):
                     names.add(_first_name(given[label]))
     return names
 
