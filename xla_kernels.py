@@ -6416,6 +6416,7 @@ def _tagged(value: Any) -> Any:
 
 _DIFFERENT_IF_EQUAL = (float, complex, np.generic, decimal.Decimal, range, slice)  # perhaps; their repr says all
 
+
 # -- 12.3 A kernel: from a generator, or a ready kernel, to its results --------------------------------
 # Knows one slice and one backend.  Does not know vmap, nor what the call was traced for.
 
@@ -6529,15 +6530,15 @@ class _OpPrimitive(Primitive):
         super().__init__(op.name)
         self.op = op
         self.def_impl(functools.partial(_apply_primitive, self))
-        self.def_abstract_eval(self.rule(_op_abstract_eval))
-        ad.primitive_jvps[self] = self.rule(_op_jvp)
-        ad.primitive_transposes[self] = self.rule(_op_transpose)
-        batching.primitive_batchers[self] = self.rule(_op_batching)
+        self.def_abstract_eval(self.jax_rule(_op_abstract_eval))
+        ad.primitive_jvps[self] = self.jax_rule(_op_jvp)
+        ad.primitive_transposes[self] = self.jax_rule(_op_transpose)
+        batching.primitive_batchers[self] = self.jax_rule(_op_batching)
         for platform in (None, "cpu", "gpu", "tpu"):  # one for each, or JAX would lower for several at once
-            mlir.register_lowering(self, self.rule(_op_lowering), platform=platform)
+            mlir.register_lowering(self, self.jax_rule(_op_lowering), platform=platform)
 
-    def rule(self, function: Callable) -> Callable:
-        """A rule for JAX: `function`, with the binding before its other arguments."""
+    def jax_rule(self, function: Callable) -> Callable:
+        """A rule for JAX's interpreters: `function`, with the binding before its other arguments."""
 
         def call(*args: Any, **params: Any) -> Any:
             self.op._is_traced = True
@@ -6650,7 +6651,7 @@ def _op_lowering(bound: _OpBinding, ctx: Any, *ins: Any) -> Any:
         if not any("Effect" in type(arg).__name__ for arg in error.args):
             raise
         # an ordered effect of the kernel, for which JAX has no token here
-        text = f"op {bound.op.name!r} has no ordered effects; call its kernel itself: {error}"
+        text = f"{bound.op.title} has no ordered effects; call its kernel itself: {error}"
         raise NotImplementedError(text) from error
 
 
@@ -6859,11 +6860,10 @@ def _op_transpose(bound: _OpBinding, cts: Sequence, *operands: Any) -> list:
 
 
 def _vmap_rule(of_slice: Callable, vmaps: Sequence[tuple], *groups: Sequence) -> Any:
-    """A user's rule of groups of values under vmaps: `in_axes` of each has a tuple for each group."""
+    """A user's rule of groups of values, such as (primals, tangents), under vmaps: `in_axes` for each of the groups."""
     slices = []
-    for k, values in enumerate(groups):
-        axes_of_group = [in_axes[k] for in_axes in vmaps]
-        depths = [[axes[i] for axes in axes_of_group].count(0) for i in range(len(values))]
+    for values, *vmaps_of_values in zip(groups, *vmaps):
+        depths = [axes.count(0) for _, *axes in zip(values, *vmaps_of_values)]
         slices.append(tuple(map(_symbolic_slice, values, depths)))
     return _for_each_vmap(jax.vmap, of_slice, vmaps)(*slices)
 
