@@ -51,7 +51,7 @@ def gpu():
 
 
 NO_GPU = "JAX has no GPU here"
-NO_DEVICE = f"{NO_GPU}, or nothing that compiles for it (test_cuda_simulator runs it on the simulator)"
+NO_DEVICE = f"{NO_GPU}, or nothing that compiles for it (other tests run it on the simulator)"
 
 
 def has_no_gpu():
@@ -86,14 +86,15 @@ CONDITIONS = {  # requirement: (is it met?, the reason of the skip); others are 
     "cuda": (runs_cuda, NO_DEVICE),
     "warp": (runs_warp_on_cpu, "Warp has no compiler for CPUs here"),
     "warp_gpu": (gpu, NO_GPU),
-    "simulator": (SIMULATOR, "needs NUMBA_ENABLE_CUDASIM=1 (test_cuda_simulator runs it)"),
+    "simulator": (SIMULATOR, "needs NUMBA_ENABLE_CUDASIM=1 (other tests start such a process)"),
     "compiler": (not SIMULATOR, "the simulator compiles nothing"),
     "fake driver": (FAKE_DRIVER, "test_cuda_fake_driver runs it"),
     "real driver": (not FAKE_DRIVER, "runs once, without the fake driver"),
     "gcc": (shutil.which("gcc"), "no C compiler"),
 }
-PACKAGES = dict.fromkeys(CONDITIONS, "numba")  # requirement: its package, if that has another name
+PACKAGES = dict.fromkeys(CONDITIONS, "numba")  # requirement: the package that it is imported from
 PACKAGES |= {"warp": "warp", "warp_gpu": "warp", "pallas": "jax.experimental.pallas"}
+PACKAGES |= {name: name for name in ("jax", "numba", "cffi", "numpyro", "diffrax", "equinox", "optax")}
 ON_GPU = {"gpu", "cuda", "warp_gpu"}  # what computes on the GPU if there is one
 
 
@@ -129,12 +130,16 @@ def x64(on=True):
 
 @functools.cache
 def missing(requirement):
-    """Why something cannot be tested here, or None."""
-    package = PACKAGES.get(requirement, requirement)
+    """Why something cannot be tested here, or None; that an installed package cannot be imported is an error."""
+    if requirement not in PACKAGES:
+        raise ValueError(f"needs({requirement!r}): unknown; choose from {', '.join(PACKAGES)}, or add it to PACKAGES")
+    package = PACKAGES[requirement]
     try:
         importlib.import_module(package)
-    except ImportError as error:
-        return f"{package} cannot be imported ({error})"
+    except ModuleNotFoundError as error:
+        if error.name != package.partition(".")[0]:
+            raise
+        return f"{package} is not installed"
     condition, reason = CONDITIONS.get(requirement, (True, ""))
     if callable(condition):
         condition = condition()
@@ -143,7 +148,10 @@ def missing(requirement):
 
 def pytest_addoption(parser):
     parser.addoption("--require", default="", help="comma-separated: fail where one of these is missing, do not skip")
-    parser.addoption("--bench-out", metavar="PREFIX", help="write the benchmark to PREFIX.json and PREFIX.md")
+    parser.addoption("--optimize", action="store_true", help="compile as users do, which takes longer")
+    parser.addoption("--cells-out", metavar="PATH", help="write which cells of the matrix passed")
+    parser.addoption("--bench", action="store_true", help="run the benchmarks, and nothing else")
+    parser.addoption("--bench-out", metavar="PREFIX", help="write the benchmark to PREFIX.json, .md and pictures")
 
 
 def pytest_report_header(config):
@@ -153,13 +161,20 @@ def pytest_report_header(config):
         devices += f", {jax.device_count('cuda')} GPUs"
     if SIMULATOR:
         devices += ", Numba CUDA simulator"
-    tested, skipped = [], []
+    tested, others = [], []
     for requirement in TESTED:
-        if reason := missing(requirement):
-            skipped.append(f"skipped: {requirement} ({reason})")
+        try:
+            reason = missing(requirement)
+        except ImportError as error:
+            others.append(f"BROKEN: {requirement} ({error})")
+            continue
+        if reason:
+            others.append(f"skipped: {requirement} ({reason})")
         else:
             tested.append(requirement)
-    return [names_and_versions(versions_of(packages)), f"{devices}; testing: {', '.join(tested)}", *skipped]
+    settings = [f"{name}={os.environ[name]}" for name in FAST if name in os.environ] or ["as users have them"]
+    devices = f"{devices}; compilers' settings: {', '.join(settings)}; testing: {', '.join(tested)}"
+    return [names_and_versions(versions_of(packages)), devices, *others]
 
 
 def names_and_versions(versions):
@@ -183,9 +198,8 @@ def requirements_of(item):
         needed += mark.args
     if item.get_closest_marker("gpu"):
         needed.append("gpu")
-    if cell := cell_of(item):
-        _, backend = cell
-        needed.append(item.module.BACKENDS[backend].needs)
+    if is_cell(item):
+        needed.append(item.module.BACKENDS[item.callspec.params["backend"]].needs)
     return needed
 
 
@@ -212,16 +226,18 @@ def pytest_configure(config):
     for name in names_in(config.getoption("--require")):
         if name not in TESTED:
             raise pytest.UsageError(f"--require={name}: unknown; choose from {', '.join(TESTED)}")
-    may_measure = "not bench" not in config.getoption("markexpr")
-    wanted = os.environ.get("XLA_KERNELS_TESTS_OPTIMIZED") == "1"
-    if not (may_measure or wanted or finds_gpu()):  # on a GPU, XLA's fusions are part of what is tested
+    as_users_do = config.getoption("--bench") or config.getoption("--optimize")
+    if not (as_users_do or finds_gpu()):  # on a GPU, XLA's fusions are part of what is tested
         compile_fast()
+
+
+FAST = {"NUMBA_OPT": "1", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # Numba reads its own when it is imported
 
 
 def compile_fast():
     """Few optimizations, here and in processes that tests start, as code runs for microseconds: a third of the time."""
-    os.environ.setdefault("NUMBA_OPT", "1")  # read when Numba is imported
-    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+    for name, value in FAST.items():
+        os.environ.setdefault(name, value)
     jax.config.update("jax_disable_most_optimizations", os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1")
 
 
@@ -232,12 +248,17 @@ def pytest_cmdline_main(config):
         config.option.dist = "worksteal"
 
 
-def pytest_collection_modifyitems(items):
-    """Run tests that start processes first, as they take longest; and say in each report which cell it is of."""
-    items.sort(key=lambda item: item.get_closest_marker("processes") is None)
+def pytest_collection_modifyitems(config, items):
+    """Benchmarks with --bench alone; first the tests that start processes, as they take longest."""
+    chosen, others = [], []
     for item in items:
-        if cell_of(item):
-            item.user_properties.append(("place in grid", place_in_grid(item)))
+        is_benchmark = item.get_closest_marker("bench") is not None
+        (chosen if is_benchmark == config.getoption("--bench") else others).append(item)
+    config.hook.pytest_deselected(items=others)
+    items[:] = sorted(chosen, key=lambda item: item.get_closest_marker("processes") is None)
+    for number, item in enumerate(items):
+        if is_cell(item):
+            item.user_properties.append(("cell", [number, *cell_of(item)]))
 
 
 @pytest.fixture(autouse=True)
@@ -252,65 +273,78 @@ def computing(request):
 # ======================================================================================================
 
 
+def is_cell(item):
+    return item.originalname == "test_matrix"
+
+
 def cell_of(item):
-    """The transformation and the backend of a test of the matrix, or None."""
-    if item.originalname != "test_matrix":
-        return None
-    params = item.callspec.params
-    return params["transformation"], params["backend"]
-
-
-def place_in_grid(item):
-    """Line, transformation, column and backend: what a report carries, also from a worker of xdist."""
-    transformation, backend = cell_of(item)
-    line = list(item.module.TRANSFORMS).index(transformation)
-    column = list(item.module.BACKENDS).index(backend)
-    return line, transformation, column, backend
+    """Operation, backend, transformation and dtype: what a report carries, also from a worker of xdist."""
+    return [item.callspec.params[name] for name in ("op", "backend", "transformation", "dtype")]
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    lines, reasons = lines_of_grid(terminalreporter.stats)
-    if lines:
-        terminalreporter.section("matrix: cells that passed")
-        terminalreporter.write(grid_text(lines, reasons))
+    cells, simulated = cells_of(terminalreporter.stats)
+    if path := config.getoption("--cells-out"):
+        pathlib.Path(path).write_text(json.dumps(cells), encoding="utf-8")
+    if cells or simulated:
+        terminalreporter.section("matrix: transformations that passed, and operations by dtype")
+        terminalreporter.write(grids(cells, simulated))
     if tables := config.stash.get(TABLES, {}):
         terminalreporter.section("benchmark")
         terminalreporter.write(benchmark_report(tables, config.getoption("--bench-out")))
 
 
-def lines_of_grid(stats):
-    """{line: {column: outcomes}}, where letters stand for skips, and the reasons that the letters mean."""
-    lines, reasons = {}, []
+def cells_of(stats):
+    """(cell, outcome) of those that ran here, whose outcome may be the reason of a skip; and those that passed in the
+    simulator."""
+    cells, simulated = [], []
     for outcome in ("passed", "failed", "error", "skipped"):
         for report in stats.get(outcome, []):
-            place = dict(getattr(report, "user_properties", [])).get("place in grid")
-            if place is None:
-                continue
-            line, transformation, column, backend = place
-            cells = lines.setdefault((line, transformation), {})
-            outcomes = cells.setdefault((column, backend), [])
-            if outcome == "skipped":
-                reason = report.longrepr[2].removeprefix("Skipped: ")
-                if reason not in reasons:
-                    reasons.append(reason)
-                outcomes.append(string.ascii_lowercase[reasons.index(reason)])
-            else:
-                outcomes.append(outcome)
-    return lines, reasons
+            properties = dict(getattr(report, "user_properties", []))
+            simulated += properties.get("simulated", [])
+            if "cell" in properties:
+                reason = report.longrepr[2].removeprefix("Skipped: ") if outcome == "skipped" else outcome
+                cells.append((properties["cell"], reason))
+    return [(cell, outcome) for (_, *cell), outcome in sorted(cells)], simulated
 
 
-def grid_text(lines, reasons):
-    """A line for each transformation, a column for each backend, and below what the letters of skips mean."""
-    columns = sorted(set().union(*lines.values()))
-    rows = [["", *[backend for _, backend in columns]]]
-    for (_, transformation), cells in sorted(lines.items()):
-        rows.append([transformation, *[cell_text(cells.get(column, [])) for column in columns]])
-    text = ""
-    for row in aligned(rows):
-        text += "  ".join(row).rstrip() + "\n"
+def grids(cells, simulated):
+    """A table of operations, one of dtypes, and what the letters of skips mean."""
+    simulated = [(cell, "simulator" if not SIMULATOR else "passed") for cell in simulated]
+    by_op, by_dtype = {}, {}
+    for (op, backend, transformation, dtype), outcome in cells + simulated:
+        by_op.setdefault((op, backend), {}).setdefault(outcome, set()).add(transformation)
+        by_dtype.setdefault((dtype, backend), {}).setdefault(outcome, set()).add(op)
+    reasons = []
+    text = grid_text(by_op, reasons) + "\n" + grid_text(by_dtype, reasons)
     for letter, reason in zip(string.ascii_lowercase, reasons):
         text += f"{letter}: skipped: {reason}\n"
-    return text
+    return text + "sim: on Numba's simulator of CUDA\n" * bool(simulated)
+
+
+def grid_text(outcomes, reasons):
+    """The text of {(line, column): {outcome: names}}."""
+    lines, columns = [list(dict.fromkeys(names)) for names in zip(*outcomes)]
+    rows = [["", *columns]]
+    for line in lines:
+        rows.append([line, *[cell_text(outcomes.get((line, column), {}), reasons) for column in columns]])
+    return "".join("  ".join(row).rstrip() + "\n" for row in aligned(rows))
+
+
+def cell_text(outcomes, reasons):
+    """How many passed, how many did not, and letters for those skipped: "28", "26 a", "27 1 FAILED", "27 sim"."""
+    passed = set().union(*[outcomes.get(outcome, ()) for outcome in ("passed", "simulator")])
+    failed = set().union(*[outcomes.get(outcome, ()) for outcome in ("failed", "error")])
+    parts = [str(len(passed - failed))] * bool(passed - failed)
+    parts += [f"{len(failed)} FAILED"] * bool(failed)
+    parts += ["sim"] * ("simulator" in outcomes)
+    for outcome, names in sorted(outcomes.items()):
+        if outcome in ("passed", "failed", "error", "simulator") or names <= passed | failed:
+            continue
+        if outcome not in reasons:
+            reasons.append(outcome)
+        parts.append(string.ascii_lowercase[reasons.index(outcome)])
+    return " ".join(parts) or "-"
 
 
 def aligned(rows):
@@ -319,19 +353,8 @@ def aligned(rows):
     return [list(map(str.ljust, row, widths)) for row in rows]
 
 
-def cell_text(outcomes):
-    """How many passed, how many did not, and letters for those skipped: "28", "26 a", "27 1 FAILED"."""
-    passed, failed = outcomes.count("passed"), outcomes.count("failed") + outcomes.count("error")
-    parts = sorted(set(outcomes) - {"passed", "failed", "error"})
-    if failed:
-        parts.insert(0, f"{failed} FAILED")
-    if passed:
-        parts.insert(0, str(passed))
-    return " ".join(parts) or "-"
-
-
 # ======================================================================================================
-# The benchmark's report: printed at the end of `pytest -m bench`, written with --bench-out=PREFIX
+# The benchmark's report: printed at the end of `pytest --bench`, written with --bench-out=PREFIX
 # ======================================================================================================
 
 TABLES = pytest.StashKey[dict]()
@@ -359,10 +382,11 @@ def machine():
     where = f"{processor()}, {os.cpu_count()} cores"
     if gpu():
         where += f", {gpu().device_kind}"
+    load = f"{os.getloadavg()[2]:.1f}" if hasattr(os, "getloadavg") else "unknown"  # Windows has none
     return {
         "date": datetime.date.today().isoformat(),
         "machine": where,
-        "load": f"{os.getloadavg()[2]:.1f}",
+        "load": load,
         "versions": {"python": platform.python_version(), **versions_of(packages)},
     }
 

@@ -81,45 +81,35 @@ except ImportError:  # it needs absl with old versions of jax
 # Every cell runs a kernel: as it is and compares it with NumPy, or transformed and compares it with plain JAX.
 # At the end of a run, conftest.py prints which cells passed.
 #
-# To add an operation: a class and a row of OPS.  A transformation: a function and a row of TRANSFORMS.
-# A backend: a row of BACKENDS and a function that wraps a kernel; of another language, also a row of LANGUAGES and its
-# letter in DTYPES.
+# To add an operation: a class, and a row of OPS.  A transformation: a function, and a row of TRANSFORMS.
+# A backend: a function that wraps a kernel, and a row of BACKENDS; of another language, also a row of LANGUAGES; and one
+# of PACKAGES in conftest.py, where it needs a package that no other test does.
 # ======================================================================================================
 
 
-# -- dtypes ------
-
-
 class Dtype(typing.NamedTuple):
-    languages: str  # those that have arrays of it
     tolerance: float = 0.0  # relative
     needs_x64: bool = False  # JAX has it only with jax_enable_x64
 
 
 DTYPES = {
-    "bool": Dtype("numba cuda warp pallas jax"),
-    "int8": Dtype("numba cuda warp pallas jax"),
-    "int16": Dtype("numba cuda warp pallas jax"),
-    "int32": Dtype("numba cuda warp pallas jax"),
-    "int64": Dtype("numba cuda warp pallas jax", needs_x64=True),
-    "uint8": Dtype("numba cuda warp pallas jax"),
-    "uint16": Dtype("numba cuda warp pallas jax"),
-    "uint32": Dtype("numba cuda warp pallas jax"),
-    "uint64": Dtype("numba cuda warp pallas jax", needs_x64=True),
-    "float16": Dtype("cuda warp pallas jax", 1e-2),  # Numba has none on the CPU
-    "bfloat16": Dtype("warp pallas jax" if hasattr(wp, "bfloat16") else "pallas jax", 5e-2),
-    "float32": Dtype("numba cuda warp pallas jax", 1e-5),
-    "float64": Dtype("numba cuda warp pallas jax", 1e-12, needs_x64=True),
-    "complex64": Dtype("numba cuda jax", 1e-5),
-    "complex128": Dtype("numba cuda jax", 1e-12, needs_x64=True),
+    "bool": Dtype(),
+    "int8": Dtype(),
+    "int16": Dtype(),
+    "int32": Dtype(),
+    "int64": Dtype(needs_x64=True),
+    "uint8": Dtype(),
+    "uint16": Dtype(),
+    "uint32": Dtype(),
+    "uint64": Dtype(needs_x64=True),
+    "float16": Dtype(1e-2),
+    "bfloat16": Dtype(5e-2),
+    "float32": Dtype(1e-5),
+    "float64": Dtype(1e-12, needs_x64=True),
+    "complex64": Dtype(1e-5),
+    "complex128": Dtype(1e-12, needs_x64=True),
 }
 NUMBERS = tuple(DTYPES)[1:]
-MULTIPLIED = ("int32", "float32", "float64", "complex64")
-
-
-def dtypes_of(language):
-    """The names of the dtypes that kernels in a language have arrays of."""
-    return [name for name, dtype in DTYPES.items() if language in dtype.languages.split()]
 
 
 def random_array(rng, shape, dtype):
@@ -321,7 +311,7 @@ class Op(typing.NamedTuple):
 
     kernels: type  # its kernels and its reference
     inputs: Callable  # (rng, dtype) -> NumPy arrays
-    dtypes: tuple = ("float32", "float64")
+    dtypes: tuple = ("float32", "float64")  # those of "eager" and "vmap"; the other transformations have float32
     state: bool = False  # the first output can be the first input of the next step
     threads: tuple | None = None  # where there is not one for each element of the first output
     params: typing.Any = types.MappingProxyType({})  # static parameters of the call
@@ -332,7 +322,7 @@ OPS = {
     "reversed": Op(Reversed, arrays(17), tuple(DTYPES)),  # computes nothing
     "add": Op(Add, arrays(17, 17), NUMBERS, state=True),
     "leaky_relu": Op(LeakyRelu, arrays(17), state=True, params={"alpha": 0.25}),  # a static parameter
-    "hadamard": Op(Hadamard, arrays((5, 7), (5, 7)), MULTIPLIED, state=True),  # two dimensions
+    "hadamard": Op(Hadamard, arrays((5, 7), (5, 7)), ("int32", "float32", "float64", "complex64"), state=True),  # two dimensions
     "matvec": Op(Matvec, arrays((6, 6), 6)),  # inputs of different ranks
     "outer": Op(Outer, arrays(4, 3)),  # an output like no input
     "transposed": Op(Transposed, arrays((2, 3, 4))),  # three dimensions
@@ -370,28 +360,35 @@ def choose(condition, a, b):
     return a if condition else b
 
 
-class Language(typing.NamedTuple):
-    """How `matrix_kernel` makes a kernel of an `element`."""
-
-    start: Callable | None  # (indices, out) -> the lines before the element's; None: called with tracers, as it is
-    scalar: Callable  # dtype -> `Scalar`
-    where: Callable  # () -> `where`
-    finish: Callable = lambda kernel, arrays: kernel
-
-
-def warp_finish(kernel, arrays):
+def annotated(kernel, arrays):
     kernel.__annotations__.update({name: xk.jaxinfo_to_warpinfo(x) for name, x in arrays.items()})
     return wp.kernel(kernel, module="unique")
 
 
-scalar_type = operator.attrgetter("type")
+class Language(typing.NamedTuple):
+    """How `matrix_kernel` makes a kernel of an `element`."""
+
+    start: Callable | None  # (indices, out) -> the lines before the element's; None: JAX traces it as it is
+    where: Callable  # () -> `where`
+    lacks: tuple = ()  # dtypes that it has no arrays of
+    scalar: Callable = operator.attrgetter("type")  # dtype -> `Scalar`
+    finish: Callable = lambda kernel, arrays: kernel  # (a Python function, the specs of its parameters) -> the kernel
+
+
+COMPLEX = ("complex64", "complex128")
+NOT_IN_WARP = COMPLEX if hasattr(wp, "bfloat16") else (*COMPLEX, "bfloat16")
 LANGUAGES = {
-    "numba": Language(numba_loops, scalar_type, lambda: numba.njit(choose)),
-    "cuda": Language(cuda_thread, scalar_type, lambda: cuda.jit(device=True)(choose)),
-    "warp": Language(warp_thread, lambda dtype: xk.jaxtype_to_warptype(dtype), lambda: wp.where, warp_finish),
-    "pallas": Language(None, scalar_type, lambda: jnp.where),
-    "jax": Language(None, scalar_type, lambda: jnp.where),
+    "numba": Language(numba_loops, lambda: numba.njit(choose), ("float16", "bfloat16")),
+    "cuda": Language(cuda_thread, lambda: cuda.jit(device=True)(choose), ("bfloat16",)),
+    "warp": Language(warp_thread, lambda: wp.where, NOT_IN_WARP, lambda d: xk.jaxtype_to_warptype(d), annotated),
+    "pallas": Language(None, lambda: jnp.where, COMPLEX),
+    "jax": Language(None, lambda: jnp.where),
 }
+
+
+def dtypes_of(language):
+    """The names of the dtypes that kernels in a language have arrays of."""
+    return [name for name in DTYPES if name not in LANGUAGES[language].lacks]
 
 
 def reference_of(name):
@@ -420,7 +417,7 @@ def specs_of(name, dtype):
 @functools.cache
 def matrix_kernel(name, language, dtype, **params):
     """The kernel of an operation in a language."""
-    start, scalar, make_where, finish = LANGUAGES[language]
+    start, make_where, _, scalar, finish = LANGUAGES[language]
     op, specs = OPS[name], specs_of(name, dtype)
     body = getattr(op.kernels, language, None) or op.kernels.element
     namespace = globals() | {"Scalar": scalar(dtype), "where": make_where(), **params}
@@ -839,7 +836,7 @@ def left_out(op, backend, transformation):
 
 
 def all_cells():
-    """Neighbours share what is right; those that are left out have no dtype."""
+    """Neighbours share what is right."""
     for transformation, op in itertools.product(TRANSFORMS, OPS):
         dtypes = ["float32"]
         if TRANSFORMS[transformation].every_dtype:
@@ -895,10 +892,14 @@ def check_close(results, expected, tolerance):
             np.testing.assert_allclose(result, array, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("op, backend, transformation, dtype", list(all_cells()))
+def marked(cell):
+    """A cell as a parameter: one that is left out is a skip, so that its reason shows in the grid."""
+    reason = left_out(*cell[:3])
+    return pytest.param(*cell, marks=[pytest.mark.skip(reason=reason)] if reason else [])
+
+
+@pytest.mark.parametrize("op, backend, transformation, dtype", list(map(marked, all_cells())))
 def test_matrix(op, backend, transformation, dtype):
-    if reason := left_out(op, backend, transformation):
-        pytest.skip(reason)
     call, _ = call_and_reference(op, backend, dtype)
     arrays = inputs_and_batch(op, dtype)
     before = jax.tree.map(np.copy, arrays)
@@ -907,6 +908,21 @@ def test_matrix(op, backend, transformation, dtype):
         results = getattr(Transformations, transformation)(call, *arrays)
     check_close(results, expected, DTYPES[dtype].tolerance)
     jax.tree.map(np.testing.assert_array_equal, arrays, before)
+
+
+@pytest.mark.processes
+@pytest.mark.needs("compiler")
+@pytest.mark.parametrize("backend", [name for name, backend in BACKENDS.items() if backend.language == "cuda"])
+def test_matrix_in_the_simulator(backend, tmp_path, record_property):
+    """Which Numba decides on when it is imported."""
+    path = tmp_path / "cells"
+    tests = f"test_matrix and -{backend}-"
+    run_pytest("-k", tests, f"--cells-out={path}", NUMBA_ENABLE_CUDASIM="1", JAX_PLATFORMS="cpu")
+    outcomes = json.loads(path.read_text())
+    passed = [cell for cell, outcome in outcomes if outcome == "passed"]
+    left = [cell for cell in all_cells() if cell[1] == backend and left_out(*cell[:3])]
+    assert len(passed) == len(outcomes) - len(left)
+    record_property("simulated", passed)
 
 
 # ======================================================================================================
