@@ -322,7 +322,9 @@ OPS = {
     "reversed": Op(Reversed, arrays(17), tuple(DTYPES)),  # computes nothing
     "add": Op(Add, arrays(17, 17), NUMBERS, state=True),
     "leaky_relu": Op(LeakyRelu, arrays(17), state=True, params={"alpha": 0.25}),  # a static parameter
-    "hadamard": Op(Hadamard, arrays((5, 7), (5, 7)), ("int32", "float32", "float64", "complex64"), state=True),  # two dimensions
+    "hadamard": Op(
+        Hadamard, arrays((5, 7), (5, 7)), ("int32", "float32", "float64", "complex64"), state=True
+    ),  # two dimensions
     "matvec": Op(Matvec, arrays((6, 6), 6)),  # inputs of different ranks
     "outer": Op(Outer, arrays(4, 3)),  # an output like no input
     "transposed": Op(Transposed, arrays((2, 3, 4))),  # three dimensions

@@ -448,13 +448,15 @@ def _values_read(function: types.FunctionType) -> dict[str, Any]:
     for name in names:
         if name in function.__globals__:
             values.setdefault(name, function.__globals__[name])
-    modules = [x for x in values.values() if isinstance(x, types.ModuleType)]
-    for module in modules:  # grows by those that it holds
-        for name in () if _is_stable(module.__name__) else names:
-            path = f"{module.__name__}.{name}"
-            if name in vars(module) and path not in values:
-                values[path] = vars(module)[name]
-                modules += [values[path]] if isinstance(values[path], types.ModuleType) else []
+    paths = list(values)
+    for path in paths:  # grows by what modules hold
+        module = values[path]
+        if isinstance(module, types.ModuleType) and not _is_stable(module.__name__):
+            for name in names:
+                inner = f"{module.__name__}.{name}"
+                if name in vars(module) and inner not in values:
+                    values[inner] = vars(module)[name]
+                    paths.append(inner)
     return values
 
 
@@ -484,7 +486,7 @@ def _names_read(kernel: Any) -> set[str]:
 
 
 class _Same:
-    """A part of a key: an object that equals itself alone.  The key keeps it alive, so that its id is not used again."""
+    """A part of a key: an object that equals itself alone.  The key keeps it alive, so that its id stays its own."""
 
     def __init__(self, obj: Any) -> None:
         self.obj = obj
@@ -588,27 +590,25 @@ def _is_of_users(entry: Any) -> bool:
 
 def _fingerprint(kernel: Any, *more: Any) -> str:
     """A hash of the code of a kernel, of what that reads and of `more`: best effort, equal in other processes."""
-    parts = [*map(str, more), _constant_text(getattr(kernel, "targetoptions", {}))]
+    options = getattr(kernel, "targetoptions", {})
+    parts = [*map(str, more), *(f"{name}={_constant_text(options[name])}" for name in sorted(options))]
     for function in _functions_read(kernel) if isinstance(_python(kernel), types.FunctionType) else ():
-        parts += _code_text(function.__code__), _constant_text(function.__defaults__)
+        parts += _constant_text(function.__code__), _constant_text(function.__defaults__)
         parts += [f"{name}={_constant_text(value)}" for name, value in _values_read(function).items()]
     return _hash(*parts)
 
 
-def _code_text(code: types.CodeType) -> str:
-    constants = [_code_text(x) if isinstance(x, types.CodeType) else _constant_text(x) for x in code.co_consts]
-    return repr((code.co_name, code.co_code, code.co_names, code.co_varnames, code.co_freevars, constants))
-
-
 def _constant_text(value: Any) -> str:
     """What a constant is, for a fingerprint; of anything else its type, as other texts may hold an address."""
-    if isinstance(value, (tuple, list, set, frozenset)):
-        parts = list(map(_constant_text, value))
-        return f"{type(value).__name__}{parts if isinstance(value, (tuple, list)) else sorted(parts)}"
-    if isinstance(value, dict):
-        return f"dict{sorted((str(name), _constant_text(x)) for name, x in value.items())}"
+    if isinstance(value, types.CodeType):
+        names = value.co_name, value.co_names, value.co_varnames, value.co_freevars
+        return repr((names, value.co_code, list(map(_constant_text, value.co_consts))))
+    if isinstance(value, tuple):
+        return repr(list(map(_constant_text, value)))
+    if isinstance(value, frozenset):
+        return repr(sorted(map(_constant_text, value)))
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        return repr((value.dtype, value.shape, value.tobytes()))
+        return repr((value.dtype, value.shape, hashlib.blake2b(value.tobytes()).digest()))
     if isinstance(value, types.ModuleType):
         return value.__name__
     is_constant = isinstance(value, (type(None), bool, int, float, complex, str, bytes, np.generic, np.dtype))
@@ -645,7 +645,7 @@ class _Names:
                 if again:
                     self.by_content[again, what] = name
             names[what] = name
-        return name, functools.partial(self._compiled, name, kernel, what, again)
+        return name, functools.partial(self._share, name, kernel, what, again)
 
     def of_content(self, content: tuple, label: str, given: str | None) -> str:
         """The name of what this content, of texts and numbers, decides alone."""
@@ -674,7 +674,7 @@ class _Names:
         _TAKEN.add(name)
         return name
 
-    def _compiled(self, name: str, kernel: Any, what: tuple, before: _MadeAgain | None) -> None:
+    def _share(self, name: str, kernel: Any, what: tuple, before: _MadeAgain | None) -> None:
         """Share the code with functions that are made again, unless what it reads changed while it was compiled."""
         if before is None:
             return
@@ -716,9 +716,9 @@ class _Target:
     launch: tuple[int, ...] = ()  # the grid, with a 0 if nothing is to run, block and what else the handler reads
     may_write: tuple[int, ...] = ()  # the inputs that the kernel may write to
     for_batches: _Target | None = None
-    # by platform; `compiled` is called after; where the machine has no GPU to compile for, `check` does what it can
+    # by platform, and what is called then; where the machine has no GPU to compile for, `check` does what it can
     compilers: Mapping[str, Callable[[], _Compiled]] = dataclasses.field(compare=False, default_factory=dict)
-    compiled: Callable[[], None] = dataclasses.field(compare=False, default=lambda: None)
+    after_compiling: Callable[[], None] = dataclasses.field(compare=False, default=lambda: None)
     check: Callable[[], None] = dataclasses.field(compare=False, default=lambda: None)
     # for errors: whose it is, and where it runs
     title: str = dataclasses.field(compare=False, default="")
@@ -745,7 +745,7 @@ class _Target:
             compiled = _TARGETS.get((self.name, platform))
             if compiled is None:
                 compiled = self.compilers[platform]()
-                self.compiled()
+                self.after_compiling()
                 handler = jax.ffi.pycapsule(ctypes.c_void_p(compiled.address))
                 jax.ffi.register_ffi_target(self.name, handler, platform.replace("cuda", "CUDA"))
                 jax.ffi.register_ffi_target_as_batch_partitionable(self.name)
@@ -1144,8 +1144,8 @@ mlir.register_lowering(_call_p, _call_lowering)
 
 
 # -- 5.2 Over a mesh: XLA splits a batch ---------------------------------------------------------------
-# Under plain `jit` XLA's partitioner for batches (custom_call_batch_partitioner.cc) runs a call on each device's part of
-# the batch.  It splits the first `num_batch_dims` dimensions of every operand that has more of them, and leaves others
+# Under plain `jit` XLA's partitioner for batches (custom_call_batch_partitioner.cc) runs a call on each device's part
+# of the batch.  It splits the first `num_batch_dims` dimensions of every operand that has more of them, and leaves others
 # whole.  So:
 # - An operand that all slices share is passed with the kernel's own rank.  The batch gets dimensions of size 1, so that
 #   every split operand has more dimensions than any shared one.
@@ -1458,9 +1458,10 @@ class _Wrapper(_Kept):
         if positional.keys() & named or {*positional, *named} != {*names} or len(args) > len(positional):
             twice = [name for name in positional if name in named]
             reason = f"multiple values for {', '.join(twice)}" if twice else f"{len(args)} by position"
+            takes = ", ".join(self.parameters) or "by position only"
             raise TypeError(
-                f"{self.__name__}({', '.join(self.parameters) or 'by position only'}) got {reason} and {named!r:.80} by "
-                "keyword: give arrays for the first of its parameters, each once"
+                f"{self.__name__}({takes}) got {reason} and {named!r:.80} by keyword: give arrays for the first of its "
+                "parameters, each once"
             )
         return [{**positional, **named}[name] for name in names]
 
@@ -1920,9 +1921,8 @@ def _load_code(code: bytes) -> Any:
 
 _Variable = _words("_Variable", "current")
 
-# Where a buffer's slice is: `data`; `dims` points to the kernel's dimensions, which the `depth` ones of the batch lie
-# before, if the buffer has them.  `nbytes` is the size of a slice, and `step` is how far the next slice of the row is: 0
-# if all share this one.
+# Where a buffer's slice is: `data`.  `dims` points to the kernel's dimensions, before which lie `depth` of the batch, or
+# none.  `nbytes` is the size of a slice, and `step` is how far the next slice of the row is: 0 if all share this one.
 _Cursor = _words("_Cursor", "data step dims depth nbytes")
 
 # A kernel, in the memory of its handler.  Outputs, whose memory is mapped on first use, begin at `first_output`.  The
@@ -2529,8 +2529,8 @@ _NUMBA_INSTALL = "pip install numba"
 _NUMBA_DTYPES = frozenset(
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float32 float64 complex64 complex128".split()
 )
-# Ways to write through a read-only array that Numba (0.61 to 0.68) does not refuse: functions, attributes, and classes of
-# objects.  A kernel that names one gets copies of the inputs that LLVM does not find to be only read.
+# Ways to write through a read-only array that Numba (0.61 to 0.68) does not refuse: functions, attributes, classes.  A
+# kernel that names one gets copies of the inputs that LLVM does not find to be only read.
 _UNCHECKED_WRITERS = frozenset(
     "asfortranarray ascontiguousarray at CFunc ctypes fill_diagonal flat from_buffer frombuffer GUFunc _Intrinsic "
     "nan_to_num nditer view".split()
@@ -2710,10 +2710,10 @@ class _NumbaKernel(_NumbaWrapper):
         what = "numba", self.options.in_order, signature, *forms, self.options.name
         owner = kernel if kernel is self.kernel else self
         is_python = bool(numba.config.DISABLE_JIT)
-        name, compiled = _NAMES.of_kernel(owner, kernel, what, self.__name__, self.options.name, is_python)
+        name, after_compiling = _NAMES.of_kernel(owner, kernel, what, self.__name__, self.options.name, is_python)
         make = functools.partial(_compile_numba, kernel, signature, forms, self.options.in_order)
         where = "runs on the CPU; for GPUs there are numba_cuda_kernel and warp_kernel"
-        target = _Target(name, compilers={"cpu": make}, compiled=compiled, title=self.title, where=where)
+        target = _Target(name, compilers={"cpu": make}, after_compiling=after_compiling, title=self.title, where=where)
         try:
             return dataclasses.replace(target, may_write=target.register("cpu").may_write)
         except TypeError:  # Numba remembers that it could not compile, but the user may define what is missing
@@ -2979,7 +2979,7 @@ def _refusal(by: str, signature: _Signature, error: Exception, returns: bool = F
 
 def _type_records(overload: Any) -> Iterator[Any]:
     """Numba's record of the types in a function and in those that it calls; None where there is none."""
-    annotations = [getattr(overload, "type_annotation", None)]
+    annotations: list[Any] = [getattr(overload, "type_annotation", None)]
     for annotation in annotations:  # grows by those of called functions
         if not hasattr(annotation, "calltypes"):  # of code from Numba's cache
             yield None
@@ -2987,7 +2987,7 @@ def _type_records(overload: Any) -> Iterator[Any]:
         yield annotation
         for call, signature in annotation.calltypes.items():
             if getattr(call, "op", None) == "call" and signature:
-                dispatcher = getattr(annotation.typemap.get(call.func.name), "dispatcher", None)
+                dispatcher: Any = getattr(annotation.typemap.get(call.func.name), "dispatcher", None)
                 if hasattr(dispatcher, "overloads"):
                     called = getattr(dispatcher.overloads.get(signature.args), "type_annotation", None)
                     annotations += [called] if called not in annotations else []
@@ -3293,15 +3293,23 @@ class _CudaWrapper(_Wrapper):
         self._check_dtypes(call, _CUDA_DTYPES, "that Numba CUDA has no arrays of")
         given = self.options.name
         what = "cuda", code.signature, code.form, code.command_buffer, *(package.module for package in packages), given
-        owner = self if isinstance(self.kernel, types.FunctionType) else self.kernel
-        name, compiled = _NAMES.of_kernel(owner, self.kernel, what, self.__name__, given, not code.is_native)
+        owner = self.kernel if _is_jitted(self.kernel) else self
+        name, after_compiling = _NAMES.of_kernel(owner, self.kernel, what, self.__name__, given, not code.is_native)
         may_write: tuple[int, ...] = ()
         if code.is_native and not _names_read(self.kernel).isdisjoint(_CUDA_UNCHECKED_WRITERS):
             may_write = tuple(range(len(call.ins)))  # PTX does not show what is written to
         code = dataclasses.replace(code, signature=code.signature.with_hidden(may_write))
         where = f"runs on {packages[0].where}"
-        more = {"compiled": compiled, "check": code.check, "title": self.title, "where": where}
-        target = _Target(name, launch, may_write, compilers={platform: code.compile}, **more)
+        target = _Target(
+            name,
+            launch,
+            may_write,
+            compilers={platform: code.compile},
+            after_compiling=after_compiling,
+            check=code.check,
+            title=self.title,
+            where=where,
+        )
         target.register_where_traced()
         if not code.is_native or self.options.in_order:
             return target
