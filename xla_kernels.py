@@ -866,7 +866,7 @@ def _declared_spec(x: Any, what: str, ins: Sequence[Spec] | None) -> Spec:
 
 def _warn_user(text: str) -> None:
     """Warn of the user's line: the innermost call that is neither of this file nor of JAX."""
-    libraries = __file__, os.path.dirname(jax.__file__)
+    libraries = _warn_user.__code__.co_filename, os.path.dirname(jax.__file__)
     level = 1
     frame: Any = sys._getframe()
     while frame.f_back and frame.f_code.co_filename.startswith(libraries):
@@ -1145,8 +1145,8 @@ mlir.register_lowering(_call_p, _call_lowering)
 
 # -- 5.2 Over a mesh: XLA splits a batch ---------------------------------------------------------------
 # Under plain `jit` XLA's partitioner for batches (custom_call_batch_partitioner.cc) runs a call on each device's part
-# of the batch.  It splits the first `num_batch_dims` dimensions of every operand that has more of them, and leaves others
-# whole.  So:
+# of the batch.  It splits the first `num_batch_dims` dimensions of every operand that has more of them, and leaves
+# others whole.  So:
 # - An operand that all slices share is passed with the kernel's own rank.  The batch gets dimensions of size 1, so that
 #   every split operand has more dimensions than any shared one.
 # - An operand that only some of the vmaps batch is broadcast.  So is a first operand that is shared, if another shared
@@ -1922,7 +1922,7 @@ def _load_code(code: bytes) -> Any:
 _Variable = _words("_Variable", "current")
 
 # Where a buffer's slice is: `data`.  `dims` points to the kernel's dimensions, before which lie `depth` of the batch, or
-# none.  `nbytes` is the size of a slice, and `step` is how far the next slice of the row is: 0 if all share this one.
+# none.  `nbytes` is the size of a slice, and `step` is how far the next slice of the row is: 0 if it is this one.
 _Cursor = _words("_Cursor", "data step dims depth nbytes")
 
 # A kernel, in the memory of its handler.  Outputs, whose memory is mapped on first use, begin at `first_output`.  The
