@@ -3488,10 +3488,10 @@ class _NumbaCuda:
     # -- compiling --
 
     def dispatcher(self, kernel: Any, function: Any, **more: Any) -> Any:
-        """What compiles a kernel: its own dispatcher, or a new one with its options for another function."""
+        """What compiles a kernel: its own dispatcher, or a new one with its options for another function or types."""
         if isinstance(kernel, types.FunctionType):
             return self.cuda.jit(**more)(function)
-        if function is kernel.py_func and not more:
+        if function is kernel.py_func and not more and getattr(kernel, "_can_compile", True):
             return kernel
         return type(kernel)(function, {**kernel.targetoptions, **more})
 
