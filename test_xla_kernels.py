@@ -1331,10 +1331,6 @@ def helper(expression, jit=numba.njit, **values):
     return jit(kernel_from(f"def helper(a):\n    return {expression}", name="helper", **values))
 
 
-def calls(function):
-    return reads("function(x[0])", function=function)
-
-
 def module_with(**values):
     module = types.ModuleType("module_with_values")
     module.__dict__.update(values)
