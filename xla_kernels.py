@@ -3207,6 +3207,8 @@ def numba_cuda_callable(
     (`kernel[grid, block, stream](...)`), writes the outputs and not the inputs, keeps no array, calls no jax
     function, and need not synchronize.  What it raises reaches the user.  `vmap` calls it once per slice.
 
+    Make it once: another function that a generator made counts as another, also in names for `jax.export`.
+
     Args:
       func: the function.
       outs, vmap_method, input_output_aliases, has_side_effect, scratch, zero_outputs: as for
@@ -3293,8 +3295,9 @@ class _CudaWrapper(_Wrapper):
         self._check_dtypes(call, _CUDA_DTYPES, "that Numba CUDA has no arrays of")
         given = self.options.name
         what = "cuda", code.signature, code.form, code.command_buffer, *(package.module for package in packages), given
-        owner = self.kernel if _is_jitted(self.kernel) else self
-        name, after_compiling = _NAMES.of_kernel(owner, self.kernel, what, self.__name__, given, not code.is_native)
+        is_callable = code.form is None and isinstance(self.kernel, types.FunctionType)
+        owner = self.kernel if is_callable or _is_jitted(self.kernel) else self
+        name, after_compiling = _NAMES.of_kernel(owner, self.kernel, what, self.__name__, given, code.form is None)
         may_write: tuple[int, ...] = ()
         if code.is_native and not _names_read(self.kernel).isdisjoint(_CUDA_UNCHECKED_WRITERS):
             may_write = tuple(range(len(call.ins)))  # PTX does not show what is written to
