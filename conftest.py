@@ -1,7 +1,7 @@
 """Devices, what is available, the head of the report, the grid of the matrix, and the table of the benchmark."""
 
 import contextlib
-import ctypes
+import ctypes.util
 import datetime
 import functools
 import html
@@ -93,6 +93,7 @@ CONDITIONS = {  # requirement: (is it met?, the reason of the skip); others are 
     "fake driver": (FAKE_DRIVER, "test_cuda_fake_driver runs it"),
     "real driver": (not FAKE_DRIVER, "runs once, without the fake driver"),
     "gcc": (shutil.which("gcc"), "no C compiler"),
+    "libm": (ctypes.util.find_library("m"), "C's functions of numbers are in no library of their own"),
 }
 PACKAGES = dict.fromkeys(CONDITIONS, "numba")  # requirement: the package that it is imported from
 PACKAGES |= {"warp": "warp", "warp_gpu": "warp", "pallas": "jax.experimental.pallas"}
@@ -433,7 +434,7 @@ def figures(row):
 
 # -- its pictures, for light and dark backgrounds ------------------------------------------------------
 
-SVG = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 {height}" font-family="sans-serif" font-size="14">
+SVG = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 740 {height}" font-family="sans-serif" font-size="14">
 <style>
 text {{ fill: #1f2328 }} .axis {{ fill: #59636e; font-size: 12px }} line {{ stroke: #d1d9e0 }}
 .ours {{ fill: #0969da }} .other {{ fill: #818b98 }} path {{ stroke: #0969da }}
@@ -446,7 +447,7 @@ text {{ fill: #f0f6fc }} .axis {{ fill: #9198a1 }} line {{ stroke: #3d444d }}
 {lines}
 </svg>
 """
-OURS = ("numba_kernel", "warp_kernel", "numba_cuda_kernel")
+OURS = ("numba_kernel", "warp_kernel", "numba_cuda_kernel", "XLACustomKernel (Numba)")
 
 
 def svg(title, height, lines):
@@ -464,17 +465,17 @@ def speed_picture(title, rows):
     first, last = math.floor(math.log10(min(values)) - 0.5), math.ceil(math.log10(max(values)))
     decade = 400 / (last - first)
     bottom = 40 + 28 * len(rows)
-    lines = [svg_text(200, 20, f"{title}, in {unit} on a logarithmic scale", kind="axis")]
+    lines = [svg_text(220, 20, f"{title}, in {unit} on a logarithmic scale", kind="axis")]
     for power in range(first, last + 1):
-        x = 200 + decade * (power - first)
+        x = 220 + decade * (power - first)
         lines.append(f'<line x1="{x:.0f}" x2="{x:.0f}" y1="32" y2="{bottom}"/>')
         lines.append(svg_text(x, bottom + 18, f"{10.0**power:,g}", "middle", "axis"))
     for number, row in enumerate(rows):
         y, width = 36 + 28 * number, decade * (math.log10(row["value"]) - first)
         kind = "ours" if row["path"] in OURS else "other"
-        lines.append(svg_text(190, y + 16, row["path"], "end"))
-        lines.append(f'<rect x="200" y="{y}" width="{width:.1f}" height="22" rx="3" class="{kind}"/>')
-        lines.append(svg_text(208 + width, y + 16, f"{row['value']:.3g} {unit}"))
+        lines.append(svg_text(210, y + 16, row["path"], "end"))
+        lines.append(f'<rect x="220" y="{y}" width="{width:.1f}" height="22" rx="3" class="{kind}"/>')
+        lines.append(svg_text(228 + width, y + 16, f"{row['value']:.3g} {unit}"))
     return svg(title, bottom + 28, lines)
 
 
