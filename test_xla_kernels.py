@@ -547,11 +547,12 @@ class Backend(typing.NamedTuple):
 
 SHARD_MAPS = ("shard_map", "eager_shard_map", "grad_of_shard_map", "shard_map_of_grad")
 NO_SHARD_MAP = dict.fromkeys(SHARD_MAPS, "Pallas does not interpret under check_vma=True")
+NO_EXPORT = {"export": "a function that a generator makes again has another name"}
 BACKENDS = {
     "numba": Backend("numba", "numba", in_numba),  # on the CPU, in one thread
     "numba_parallel": Backend("numba", "numba", partial(in_numba, parallel=True)),
     "numba_cuda": Backend("cuda", "cuda", in_cuda),  # a GPU, or Numba's simulator
-    "numba_cuda_callable": Backend("cuda", "cuda", in_cuda_callable),
+    "numba_cuda_callable": Backend("cuda", "cuda", in_cuda_callable, NO_EXPORT),
     "warp": Backend("warp", "warp", in_warp),  # on the CPU
     "warp_gpu": Backend("warp", "warp_gpu", in_warp),
     "pallas": Backend("pallas", "pallas", in_pallas, NO_SHARD_MAP),
@@ -4098,6 +4099,7 @@ def packed_otherwise(launch):
 def compile_anew(monkeypatch):
     """All kernels: their targets have other names from now on."""
     monkeypatch.setattr(xk, "__name__", f"xla_kernels_{os.urandom(4).hex()}")
+    monkeypatch.setattr(xk, "_NAMES", xk._Names())
 
 
 def change_recorded_launches(monkeypatch, change):

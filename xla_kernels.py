@@ -1271,7 +1271,7 @@ def _ready_kind(kernel: Any) -> str | None:
         for backend, row in _BACKENDS.items():
             if f"{package}.{cls.__name__}" in row.ready:
                 return backend
-    return "wrapper" if hasattr(kernel, "_call_by_name") else None  # of any copy of this file
+    return "wrapper" if hasattr(kernel, "_call_inputs") else None  # of any copy of this file
 
 
 def _wrong_kernel(user: str, takes: str, kernel: Any) -> TypeError:
