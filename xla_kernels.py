@@ -4834,7 +4834,7 @@ class _WarpCode:
             recorded.launch()
             return
         wp = _warp("warp_kernel")
-        # no wp.Stream: that would register XLA's stream with Warp, and unregister it under the feet of others
+        # no wp.Stream: that would register the stream with Warp, and unregister it while other launches use it
         xla_stream = types.SimpleNamespace(device=recorded.device, cuda_stream=stream)
         if type(recorded) is wp.Launch:
             recorded.launch(stream=xla_stream)
