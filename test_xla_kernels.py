@@ -110,6 +110,7 @@ DTYPES = {
     "complex128": Dtype(1e-12, needs_x64=True),
 }
 NUMBERS = tuple(DTYPES)[1:]
+ONE_OF_EACH_KIND = ("int32", "float32", "float64", "complex64")
 
 
 def random_array(rng, shape, dtype):
@@ -322,9 +323,7 @@ OPS = {
     "reversed": Op(Reversed, arrays(9), tuple(DTYPES)),  # computes nothing
     "add": Op(Add, arrays(9, 9), NUMBERS, state=True),
     "leaky_relu": Op(LeakyRelu, arrays(9), state=True, params={"alpha": 0.25}),  # a static parameter
-    "hadamard": Op(
-        Hadamard, arrays((3, 5), (3, 5)), ("int32", "float32", "float64", "complex64"), state=True
-    ),  # two dimensions
+    "hadamard": Op(Hadamard, arrays((3, 5), (3, 5)), ONE_OF_EACH_KIND, state=True),  # two dimensions
     "matvec": Op(Matvec, arrays((6, 6), 6)),  # inputs of different ranks
     "outer": Op(Outer, arrays(4, 3)),  # an output like no input
     "transposed": Op(Transposed, arrays((2, 3, 4))),  # three dimensions
@@ -380,8 +379,8 @@ class Language(typing.NamedTuple):
 COMPLEX = ("complex64", "complex128")
 NOT_IN_WARP = COMPLEX if hasattr(wp, "bfloat16") else (*COMPLEX, "bfloat16")
 LANGUAGES = {
-    "numba": Language(numba_loops, lambda: numba.njit(choose), ("float16", "bfloat16")),
-    "cuda": Language(cuda_thread, lambda: cuda.jit(device=True)(choose), ("bfloat16",)),
+    "numba": Language(numba_loops, functools.cache(lambda: numba.njit(choose)), ("float16", "bfloat16")),
+    "cuda": Language(cuda_thread, functools.cache(lambda: cuda.jit(device=True)(choose)), ("bfloat16",)),
     "warp": Language(warp_thread, lambda: wp.where, NOT_IN_WARP, lambda d: xk.jaxtype_to_warptype(d), annotated),
     "pallas": Language(None, lambda: jnp.where, COMPLEX),
     "jax": Language(None, lambda: jnp.where),
@@ -834,6 +833,9 @@ def left_out(op, backend, transformation):
     """Why there is no such cell, or None."""
     if TRANSFORMS[transformation].needs_state and not OPS[op].state:
         return "its first output is not its next first input"
+    kernels, language = OPS[op].kernels, BACKENDS[backend].language
+    if not (hasattr(kernels, language) or hasattr(kernels, "element")):
+        return f"{op} has no kernel in {language}"
     return BACKENDS[backend].without.get(transformation)
 
 
