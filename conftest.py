@@ -1,13 +1,15 @@
 """Devices, what is available, the head of the report, the grid of the matrix, and the table of the benchmark."""
 
 import contextlib
-import ctypes
+import ctypes.util
 import datetime
 import functools
+import html
 import importlib
 import importlib.metadata
 import io
 import json
+import math
 import os
 import pathlib
 import platform
@@ -91,6 +93,7 @@ CONDITIONS = {  # requirement: (is it met?, the reason of the skip); others are 
     "fake driver": (FAKE_DRIVER, "test_cuda_fake_driver runs it"),
     "real driver": (not FAKE_DRIVER, "runs once, without the fake driver"),
     "gcc": (shutil.which("gcc"), "no C compiler"),
+    "libm": (ctypes.util.find_library("m"), "C's functions of numbers are in no library of their own"),
 }
 PACKAGES = dict.fromkeys(CONDITIONS, "numba")  # requirement: the package that it is imported from
 PACKAGES |= {"warp": "warp", "warp_gpu": "warp", "pallas": "jax.experimental.pallas"}
@@ -362,7 +365,7 @@ TABLES = pytest.StashKey[dict]()
 
 @pytest.fixture
 def bench_table(request):
-    """A function that adds a table to the report: its title and its rows."""
+    """A function that adds a table to the report: its title, and its rows with the name of its picture or None."""
     return request.config.stash.setdefault(TABLES, {}).__setitem__
 
 
@@ -373,6 +376,10 @@ def benchmark_report(tables, prefix):
     if prefix:
         pathlib.Path(f"{prefix}.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         pathlib.Path(f"{prefix}.md").write_text(text, encoding="utf-8")
+        for title, table in tables.items():
+            if draw := PICTURES.get(table["picture"]):
+                picture = draw(title, table["rows"])
+                pathlib.Path(f"{prefix}-{table['picture']}.svg").write_text(picture, encoding="utf-8")
     return text
 
 
@@ -405,9 +412,9 @@ def markdown(report):
     versions = names_and_versions(report["versions"])
     text = f"{report['date']}; {report['machine']}, mean load {report['load']}; {versions}\n\n"
     rows = [("path", "median", "range", "ratio")]
-    for title, measured in report["tables"].items():
+    for title, table in report["tables"].items():
         rows.append((f"**{title}**", "", "", ""))
-        for row in measured:
+        for row in table["rows"]:
             path = f"{row['case']}: {row['path']}".removeprefix(": ")
             rows.append((path, *figures(row)))
     header, *others = aligned(rows)
@@ -423,3 +430,67 @@ def figures(row):
     extent = f"{row['min']:.3g} - {row['max']:.3g}" if "min" in row else ""
     ratio = f"{row['ratio']:.3g}" if "ratio" in row else ""
     return f"{row['value']:.3g} {row['unit']}", extent, ratio
+
+
+# -- its pictures, for light and dark backgrounds ------------------------------------------------------
+
+SVG = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 740 {height}" font-family="sans-serif" font-size="14">
+<style>
+text {{ fill: #1f2328 }} .axis {{ fill: #59636e; font-size: 12px }} line {{ stroke: #d1d9e0 }}
+.ours {{ fill: #0969da }} .other {{ fill: #818b98 }} path {{ stroke: #0969da }}
+@media (prefers-color-scheme: dark) {{
+text {{ fill: #f0f6fc }} .axis {{ fill: #9198a1 }} line {{ stroke: #3d444d }}
+.ours {{ fill: #4493f8 }} .other {{ fill: #656c76 }} path {{ stroke: #4493f8 }}
+}}
+</style>
+<title>{title}</title>
+{lines}
+</svg>
+"""
+OURS = ("numba_kernel", "warp_kernel", "numba_cuda_kernel", "XLACustomKernel (Numba)")
+
+
+def svg(title, height, lines):
+    return SVG.format(title=html.escape(title), height=height, lines="\n".join(lines))
+
+
+def svg_text(x, y, text, anchor="start", kind=""):
+    return f'<text x="{x:.0f}" y="{y}" text-anchor="{anchor}" class="{kind}">{html.escape(text)}</text>'
+
+
+def speed_picture(title, rows):
+    """Horizontal bars with values, on a logarithmic scale from a decade below the smallest."""
+    rows = sorted([row for row in rows if "value" in row], key=lambda row: row["value"])
+    values, unit = [row["value"] for row in rows], rows[0]["unit"]
+    first, last = math.floor(math.log10(min(values)) - 0.5), math.ceil(math.log10(max(values)))
+    decade = 400 / (last - first)
+    bottom = 40 + 28 * len(rows)
+    lines = [svg_text(220, 20, f"{title}, in {unit} on a logarithmic scale", kind="axis")]
+    for power in range(first, last + 1):
+        x = 220 + decade * (power - first)
+        lines.append(f'<line x1="{x:.0f}" x2="{x:.0f}" y1="32" y2="{bottom}"/>')
+        lines.append(svg_text(x, bottom + 18, f"{10.0**power:,g}", "middle", "axis"))
+    for number, row in enumerate(rows):
+        y, width = 36 + 28 * number, decade * (math.log10(row["value"]) - first)
+        kind = "ours" if row["path"] in OURS else "other"
+        lines.append(svg_text(210, y + 16, row["path"], "end"))
+        lines.append(f'<rect x="220" y="{y}" width="{width:.1f}" height="22" rx="3" class="{kind}"/>')
+        lines.append(svg_text(228 + width, y + 16, f"{row['value']:.3g} {unit}"))
+    return svg(title, bottom + 28, lines)
+
+
+def raster_picture(title, rows):
+    """A dot for each spike: time to the right, a line for each neuron."""
+    spikes = rows[0]["raster"]
+    end, n_neurons = max(time for time, _ in spikes), 1 + max(neuron for _, neuron in spikes)
+    dots = "".join(f"M{40 + 660 * time / end:.1f} {32 + 240 * neuron / n_neurons:.1f}h0" for time, neuron in spikes)
+    lines = [
+        svg_text(40, 20, f"{title}: {n_neurons} of the neurons", kind="axis"),
+        f'<path d="{dots}" stroke-width="2" stroke-linecap="round"/>',
+        svg_text(40, 292, "0", "middle", "axis"),
+        svg_text(700, 292, f"{end:.0f} ms", "end", "axis"),
+    ]
+    return svg(title, 300, lines)
+
+
+PICTURES = {"speed": speed_picture, "raster": raster_picture}

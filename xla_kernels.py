@@ -1271,7 +1271,7 @@ def _ready_kind(kernel: Any) -> str | None:
         for backend, row in _BACKENDS.items():
             if f"{package}.{cls.__name__}" in row.ready:
                 return backend
-    return "wrapper" if hasattr(kernel, "_call_by_name") else None  # of any copy of this file
+    return "wrapper" if hasattr(kernel, "_call_inputs") else None  # of any copy of this file
 
 
 def _wrong_kernel(user: str, takes: str, kernel: Any) -> TypeError:
@@ -2977,27 +2977,28 @@ def _refusal(by: str, signature: _Signature, error: Exception, returns: bool = F
 # -- 7.3 Which inputs a kernel may write to, and whether it uses threads -------------------------------
 
 
-def _type_records(overload: Any) -> Iterator[Any]:
-    """Numba's record of the types in a function and in those that it calls; None where there is none."""
-    annotations: list[Any] = [getattr(overload, "type_annotation", None)]
-    for annotation in annotations:  # grows by those of called functions
-        if not hasattr(annotation, "calltypes"):  # of code from Numba's cache
-            yield None
-            continue
-        yield annotation
-        for call, signature in annotation.calltypes.items():
+def _type_records(overload: Any) -> list[Any]:
+    """Numba's record of the types in a function, and in those that it calls; of code from its cache it is a text."""
+    records: list[Any] = [overload.type_annotation]
+    for record in records:  # grows by those of called functions
+        for call, signature in getattr(record, "calltypes", {}).items():
             if getattr(call, "op", None) == "call" and signature:
-                dispatcher: Any = getattr(annotation.typemap.get(call.func.name), "dispatcher", None)
+                dispatcher: Any = getattr(record.typemap.get(call.func.name), "dispatcher", None)
                 if hasattr(dispatcher, "overloads"):
                     called = getattr(dispatcher.overloads.get(signature.args), "type_annotation", None)
-                    annotations += [called] if called not in annotations else []
+                    records += [called] if called not in records else []
+    return records
 
 
 def _may_write_unseen(kernel: Any, overload: Any) -> bool:
     """Whether a kernel may write to a read-only array in a way that Numba does not refuse."""
     if not _names_read(kernel).isdisjoint(_UNCHECKED_WRITERS):
         return True
-    return any(record is None or _record_has_writers(record) for record in _type_records(overload))
+    records = _type_records(overload)
+    is_from_cache = any(isinstance(record, str) for record in records)
+    if is_from_cache and (len(_functions_read(kernel)) > 1 or _registered_by_users()):  # of which it says nothing
+        return True
+    return any(map(_record_has_writers, records))
 
 
 def _record_has_writers(record: Any) -> bool:
@@ -3008,12 +3009,14 @@ def _record_has_writers(record: Any) -> bool:
     """
     from numba import types as nbtypes
 
+    if not hasattr(record, "typemap"):
+        return record is None or bool(re.search(r"DictType|ListType|jitclass|\bdot\b", record))
     containers = nbtypes.DictType, nbtypes.ListType, nbtypes.StructRef, nbtypes.ClassInstanceType
     for kind in record.typemap.values():
-        if isinstance(kind, containers) and "array(" in str(kind):
-            return True
         templates = getattr(kind, "templates", ()) or [getattr(kind, "template", None)]
         if any(map(_is_of_users, templates)):
+            return True
+        if isinstance(kind, containers) and "array(" in str(kind):
             return True
     for call, signature in record.calltypes.items():
         is_call = getattr(call, "op", None) == "call" and signature
@@ -3207,6 +3210,8 @@ def numba_cuda_callable(
     (`kernel[grid, block, stream](...)`), writes the outputs and not the inputs, keeps no array, calls no jax
     function, and need not synchronize.  What it raises reaches the user.  `vmap` calls it once per slice.
 
+    Make it once: another function that a generator made counts as another, also in names for `jax.export`.
+
     Args:
       func: the function.
       outs, vmap_method, input_output_aliases, has_side_effect, scratch, zero_outputs: as for
@@ -3293,8 +3298,9 @@ class _CudaWrapper(_Wrapper):
         self._check_dtypes(call, _CUDA_DTYPES, "that Numba CUDA has no arrays of")
         given = self.options.name
         what = "cuda", code.signature, code.form, code.command_buffer, *(package.module for package in packages), given
-        owner = self.kernel if _is_jitted(self.kernel) else self
-        name, after_compiling = _NAMES.of_kernel(owner, self.kernel, what, self.__name__, given, not code.is_native)
+        is_callable = code.form is None and isinstance(self.kernel, types.FunctionType)
+        owner = self.kernel if is_callable or _is_jitted(self.kernel) else self
+        name, after_compiling = _NAMES.of_kernel(owner, self.kernel, what, self.__name__, given, code.form is None)
         may_write: tuple[int, ...] = ()
         if code.is_native and not _names_read(self.kernel).isdisjoint(_CUDA_UNCHECKED_WRITERS):
             may_write = tuple(range(len(call.ins)))  # PTX does not show what is written to
@@ -3750,8 +3756,7 @@ def _compile_cuda(dispatcher: Any, argtypes: tuple) -> Any:
         compiled = type(dispatcher)(dispatcher.py_func, dispatcher.targetoptions).compile(argtypes)
         annotation = compiled._type_annotation
     for record in _type_records(types.SimpleNamespace(type_annotation=annotation)):
-        if record:
-            _refuse_atomics_on_inputs(record)
+        _refuse_atomics_on_inputs(record)
     for name, kind in annotation.typemap.items():
         if name.startswith(_RETURNED) and str(kind) != "none":
             raise TypeError(f"cannot cast {kind} to none")
@@ -3760,7 +3765,7 @@ def _compile_cuda(dispatcher: Any, argtypes: tuple) -> Any:
 
 def _refuse_atomics_on_inputs(record: Any) -> None:
     """Look at the calls of a function, by Numba's record of their types."""
-    for call, signature in record.calltypes.items():
+    for call, signature in getattr(record, "calltypes", {}).items():
         if getattr(call, "op", None) != "call":
             continue
         called = record.typemap[call.func.name]
@@ -4829,7 +4834,7 @@ class _WarpCode:
             recorded.launch()
             return
         wp = _warp("warp_kernel")
-        # no wp.Stream: that would register XLA's stream with Warp, and unregister it under the feet of others
+        # no wp.Stream: that would register the stream with Warp, and unregister it while other launches use it
         xla_stream = types.SimpleNamespace(device=recorded.device, cuda_stream=stream)
         if type(recorded) is wp.Launch:
             recorded.launch(stream=xla_stream)
