@@ -9,7 +9,6 @@ import dataclasses
 import decimal
 import doctest
 import enum
-import errno
 import functools
 import gc
 import importlib.util

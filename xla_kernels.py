@@ -1921,8 +1921,8 @@ def _load_code(code: bytes) -> Any:
 
 _Variable = _words("_Variable", "current")
 
-# Where a buffer's slice is: `data`.  `dims` points to the kernel's dimensions, before which lie `depth` of the batch, or
-# none.  `nbytes` is the size of a slice, and `step` is how far the next slice of the row is: 0 if it is this one.
+# Where a buffer's slice is: `data`.  `dims` points to the kernel's dimensions, before which lie `depth` of the batch,
+# or none.  `nbytes` is the size of a slice, and `step` is how far the next slice of the row is: 0 if it is this one.
 _Cursor = _words("_Cursor", "data step dims depth nbytes")
 
 # A kernel, in the memory of its handler.  Outputs, whose memory is mapped on first use, begin at `first_output`.  The
@@ -3782,7 +3782,8 @@ def _ptx_params(ptx: str, entry: str) -> list[str]:
 def _runs_alike_for_all_z(ptx: str) -> bool:
     """Whether a kernel does the same in all blocks that differ in z, which may then stand for the slices of a batch.
 
-    Blocks wait for each other by memory fences, volatile loads and atomic exchanges.  They cannot if not all of them run.
+    Blocks wait for each other by memory fences, volatile loads and atomic exchanges, which may be for ever if not all
+    of them run.
     """
     linked_later = set(re.findall(r"\.extern\s+\.func\s*(?:\([^)]*\)\s*)?(\w+)", ptx))
     if not linked_later <= {"vprintf", "__assertfail", "malloc", "free"}:  # nobody sees what they do
