@@ -3920,6 +3920,7 @@ _WARP_DTYPES = "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 b
 _WARP_WRITERS = re.compile(r"atomic_\w+|tile_(store|atomic_add)(_indexed)?")  # write to their first argument
 # In the source of code that sees blocks, that runs other code than it names, or that is not what its source says:
 _WARP_UNBATCHED = re.compile(r"\b(block_dim|\w*tile\w*|grad|static)\b|_xla_")
+_WARP_LOCAL = re.compile("^_|cache|path|dir$|verbose|quiet|log_|print|version")  # settings of a machine, or of texts
 _WARP_MAX_DIMS = 4
 _WARP_MAX_EXTENT = 2**31 - 1  # Warp keeps extents, strides in bytes and thread indices in 32-bit integers
 # The attribute `launch` of a call.  Behind it are the values of the parameters that are no arrays.
@@ -4450,7 +4451,10 @@ def _warp_content(wp: Any, kernel: Any) -> tuple[str, ...]:
     """What decides a kernel's machine code: Warp's hash (code, constants, functions, types), options and settings."""
     kernel.module.get_module_hash()  # also hashes the kernels
     options = {**kernel.module.options, **kernel.options, "block_dim": None}  # Warp 1.13 keeps the last launch's there
-    settings = {name: x for name, x in vars(wp.config).items() if isinstance(x, (bool, int, float, str))}
+    settings = {}
+    for name, value in vars(wp.config).items():
+        if isinstance(value, (bool, int, float, str)) and not _WARP_LOCAL.search(name):
+            settings[name] = value
     return wp.__version__, kernel.hash.hex(), str(sorted(options.items())), str(sorted(settings.items()))
 
 
