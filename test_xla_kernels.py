@@ -971,6 +971,21 @@ def test_readme_blocks_print_what_their_comments_say(block, tmp_path, monkeypatc
     assert capsys.readouterr().out.splitlines() == expected
 
 
+def test_network_of_the_readme(tmp_path):
+    """It spikes at the rate that Brette et al. report."""
+    path = tmp_path / "block.py"
+    path.write_text(next(block for block in README_BLOCKS if "def step(" in block), encoding="utf-8")
+    step = runpy.run_path(path)["step"]
+    synapses = random_csr(4000, 4000)
+
+    def counted(state, _):
+        *state, spikes = step(*state, *synapses)
+        return tuple(state), spikes
+
+    counts = jax.jit(lambda state: jax.lax.scan(counted, state, length=2000)[1])(first_state(4000))
+    assert 4 < counts.sum() / 4000 / 0.2 < 8
+
+
 def test_readme_installs_extras_that_exist():
     """pip only warns of others."""
     named = set(",".join(re.findall(r"\.\[([\w,]+)\]", README)).split(","))

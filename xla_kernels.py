@@ -2,7 +2,7 @@
 """Call kernels written in Python (Numba, Numba CUDA, Warp) from JAX, at the cost of C++.
 
 One file to copy or to install.  The handler that XLA's foreign function interface calls is compiled to machine code:
-no Python runs on the call path, but for errors and for what must be called in Python (`_CallbackEmitter`).
+no Python runs during a call, except for errors and for kernels that must run in Python (`_CallbackEmitter`).
 
     import jax, jax.numpy as jnp
     from xla_kernels import numba_kernel
@@ -97,8 +97,8 @@ __all__ = [
 
 # ======================================================================================================
 # 1. JAX: what differs between its versions, what it does not document, and what it lacks.
-# Checked on 0.7.2 to 0.12.0.1.  What JAX's interpreters ask of a primitive is in sections 6 and 12.4 to 12.6.
-# A new JAX may break, with an error: what a lowering rule knows, and what `mlir`, `ad` and `batching` export.
+# Checked on 0.7.2 to 0.12.0.1.  What JAX's interpreters ask of a primitive is in 5.1, 5.2 and 10.4 to 10.6.
+# A new JAX may change the context of lowering rules and what `mlir`, `ad` and `batching` export: errors would say so.
 
 Spec = jax.ShapeDtypeStruct
 Primitive: Any = type(jax.lax.add_p)  # jax.extend.core.Primitive, without the 36 ms that importing jax.extend takes
@@ -122,7 +122,7 @@ def _platform_name(platform: str) -> str:
 
 
 def _default_platform() -> str:
-    """The platform that a computation traced now is expected to run on."""
+    """The platform that a computation which is traced now will probably run on."""
     device = jax.config.jax_default_device or jax.default_backend()
     return _platform_name(device if isinstance(device, str) else device.platform)
 
@@ -158,12 +158,12 @@ def _eval_jaxpr(closed: Any, args: Sequence) -> list:
 
 
 def _lower(function: Callable, ctx: Any, operands: Sequence) -> Any:
-    """Lower what a function of the operands, which returns a sequence, does."""
+    """Trace a function of the operands, which returns a sequence, and lower it."""
     return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
 
 
 def _lower_untyped(function: Callable, ctx: Any, operands: Sequence, ins: Sequence, outs: Sequence) -> Any:
-    """Lower a function that changes shapes alone, without the shardings that explicit meshes have in their types."""
+    """Lower a function that only changes shapes, with types without the shardings that explicit meshes add."""
     avals = [[jax.core.ShapedArray(x.shape, x.dtype) for x in arrays] for arrays in (ins, outs)]
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         return _lower(function, ctx.replace(avals_in=avals[0], avals_out=avals[1]), operands)
@@ -200,7 +200,7 @@ def _all_varying_axes(avals: Iterable) -> frozenset:
 
 
 def _varying(axes: frozenset) -> dict[str, Any]:
-    """What tells an abstract value, or a spec (Pallas makes arrays of it), that it varies over these axes."""
+    """Arguments for an abstract value, or a spec, that varies over these axes (Pallas makes arrays of specs)."""
     if not axes:
         return {}
     if hasattr(jax.sharding, "ManualAxisType"):  # jax >= 0.11
@@ -242,7 +242,7 @@ def _sharded_like(x: Any, aval: Any) -> Any:
 
 
 def _devices_to_split_over(ctx: Any) -> int:
-    """Over how many devices XLA may split a batch: none in `shard_map` and `pmap`, which have split it."""
+    """Over how many devices XLA may split a batch: 1 in `shard_map` and `pmap`, which have split it already."""
     return getattr(ctx.module_context.axis_context, "num_devices", 1)
 
 
@@ -380,9 +380,9 @@ def _ffi_api_version() -> tuple[int, int]:
 # ======================================================================================================
 # 3. Names, and what is registered with XLA under them.
 #
-# XLA links a program with the handlers of its process by their names, a program from JAX's persistent cache too.  So
-# right numbers need one thing: two kernels of a process that may differ never share a name.
-# - A kernel object is a kernel: what it reads of globals is read when it is compiled, and never again, as in Numba.
+# XLA finds the handlers of a program by their names, in the process that runs it; also for a program from JAX's
+# persistent cache.  So results are right if two kernels of a process that may differ never share a name.
+# - A kernel object has a name of its own.  Globals are read when it is compiled, and never again, as in Numba.
 # - A function that the same `def` made again is the same kernel, if all that it reads is exact constants, stable
 #   modules, or the very same jitted functions with the very same code (`_made_again`).  In doubt it is another kernel:
 #   compiled twice, never wrong.
@@ -394,25 +394,25 @@ def _ffi_api_version() -> tuple[int, int]:
 # exported program never calls a handler of another version.
 _LAYOUT = 5
 
-# What all copies of this file in a process share, also one that is loaded again: locks, names that are taken, handlers.
+# Shared by all copies of this file in a process, also by one that is reloaded: locks, names in use, handlers.
 _SHARED: dict[str, Any] = vars(sys.modules.setdefault("_xla_kernels_shared", types.ModuleType("_xla_kernels_shared")))
 _LOCK: threading.RLock = _SHARED.setdefault("lock", threading.RLock())
 _TAKEN: set[str] = _SHARED.setdefault("names", set())
-_ALIVE: list[Any] = _SHARED.setdefault("handlers", [])  # for ever
+_ALIVE: list[Any] = _SHARED.setdefault("handlers", [])  # never shrinks: XLA keeps pointers
 
 
 def _native_lock(name: str) -> int:
     """The address of a lock that all copies share, for machine code: CPython's, which can be taken without the GIL."""
     allocate = ctypes.pythonapi.PyThread_allocate_lock
     allocate.restype = _PTR
-    return _SHARED.get(name) or _SHARED.setdefault(name, allocate())  # atomic; a lock that came too late is lost
+    return _SHARED.get(name) or _SHARED.setdefault(name, allocate())  # atomic: the first lock wins
 
 
 # -- 3.1 What a kernel reads ---------------------------------------------------------------------------
 
 
 def _python(kernel: Any) -> Any:
-    """The Python function of a kernel: of what Numba jitted or vectorized, or Warp decorated; a plain one is itself."""
+    """The Python function of a kernel that Numba jitted or vectorized, or Warp decorated; a plain function itself."""
     dispatcher = getattr(kernel, "_dispatcher", kernel)  # where numba.vectorize keeps it
     function = getattr(dispatcher, "py_func", None)
     if function is None and hasattr(kernel, "adj"):  # Warp
@@ -428,7 +428,7 @@ def _is_stable(module: Any) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _names_in(code: types.CodeType) -> frozenset[str]:
-    """The names that stand in code, and in code nested in it; also as texts, for `getattr`."""
+    """The names that occur in code and in code nested in it; texts, too, as `getattr` may get them."""
     names = {*code.co_names, *code.co_freevars}
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -473,7 +473,7 @@ def _functions_read(kernel: Any) -> list[types.FunctionType]:
 
 
 def _names_read(kernel: Any) -> set[str]:
-    """The names in a kernel and in what it calls, those of what they stand for, and of its types."""
+    """The names in a kernel and in what it calls, and the names and types of the objects that these refer to."""
     names: set[str] = set()
     for function in _functions_read(kernel):
         names |= _names_in(function.__code__)
@@ -537,7 +537,7 @@ def _is_jitted(value: Any) -> bool:
 
 
 def _exactly(value: Any) -> Any:
-    """What tells a value from all others, as part of a key; a ValueError where that is not known."""
+    """A part of a key that is equal for equal values alone; a ValueError if the value may change."""
     kind = type(value)
     if kind in (type(None), bool, int, str, bytes):
         return kind, value
@@ -551,7 +551,7 @@ def _exactly(value: Any) -> Any:
         is_stable = getattr(value, "targetoptions", {}).get("inline", "never") in ("never", False)
     elif kind is types.ModuleType:
         is_stable = _is_stable(value.__name__)
-    elif kind is types.FunctionType:  # one of the user may be an overload, and change
+    elif kind is types.FunctionType:  # a user's function may be an overload, which can change what it does
         is_stable = _is_stable(value.__module__)
     else:
         is_stable = kind in (types.BuiltinFunctionType, type, np.ufunc)
@@ -561,7 +561,7 @@ def _exactly(value: Any) -> Any:
 
 
 def _registered_by_users() -> int:
-    """How much users gave to `numba.extending`: an overload may change what code does."""
+    """How many extensions users have registered with Numba: an overload may change what code does."""
     return _count_of_users(*map(len, _registries()))
 
 
@@ -581,7 +581,7 @@ def _registries() -> list[list]:
 
 
 def _is_of_users(entry: Any) -> bool:
-    """Whether an entry of a registry, or a template of a typed function, is of a user's function."""
+    """Whether an entry of a registry, or the template of a typed function, comes from a user's function."""
     functions = [getattr(entry, name, None) for name in ("_overload_func", "_definition_func", "key")]
     functions += entry[:1] if isinstance(entry, tuple) else ()
     modules = [x.__module__ for x in functions if isinstance(x, types.FunctionType)]
@@ -599,7 +599,7 @@ def _fingerprint(kernel: Any, *more: Any) -> str:
 
 
 def _constant_text(value: Any) -> str:
-    """What a constant is, for a fingerprint; of anything else its type, as other texts may hold an address."""
+    """The text of a constant, for a fingerprint; for anything else its type, as its text may hold an address."""
     if isinstance(value, types.CodeType):
         names = value.co_name, value.co_names, value.co_varnames, value.co_freevars
         return repr((names, value.co_code, list(map(_constant_text, value.co_consts))))
@@ -616,7 +616,7 @@ def _constant_text(value: Any) -> str:
 
 
 def _hash(*parts: str) -> str:
-    """Of 96 bits, equal in all processes."""
+    """A hash of 96 bits that is equal in all processes."""
     return hashlib.blake2b("\n".join(parts).encode("utf-8", "replace"), digest_size=12).hexdigest()
 
 
@@ -627,7 +627,7 @@ class _Names:
         # kernel object of Numba, or the wrapper that jits a plain function -> {what it is for: name}
         self.by_owner: Any = weakref.WeakKeyDictionary()
         self.by_content: dict[Any, str] = {}
-        self.not_found_elsewhere: set[str] = set()  # by other processes
+        self.not_found_elsewhere: set[str] = set()  # names with a number, which depend on this process
 
     def of_kernel(
         self, owner: Any, kernel: Any, what: tuple, label: str, given: str | None, is_python: bool = False
@@ -636,7 +636,7 @@ class _Names:
         with _LOCK:
             names = self.by_owner.setdefault(owner, {})
             again = None
-            # Python reads a variable whenever it runs; and what Numba has compiled may be of long ago.
+            # Not shared: plain Python, which reads a variable on each run, and code that Numba compiled earlier.
             if what not in names and not is_python and not getattr(kernel, "overloads", None):
                 again = _made_again(kernel)
             name = names.get(what) or self.by_content.get((again, what))
@@ -648,7 +648,7 @@ class _Names:
         return name, functools.partial(self._share, name, kernel, what, again)
 
     def of_content(self, content: tuple, label: str, given: str | None) -> str:
-        """The name of what this content, of texts and numbers, decides alone."""
+        """The name of a kernel that is fully described by this content: texts and numbers."""
         with _LOCK:
             if content not in self.by_content:
                 self.by_content[content] = self._new(label, lambda: _hash(*map(str, content)), content, given)
@@ -713,14 +713,14 @@ class _Target:
 
     # It must not refer to the wrapper: JAX keeps a target as long as the wrapper lives, so neither would ever be freed.
     name: str
-    launch: tuple[int, ...] = ()  # the grid, with a 0 if nothing is to run, block and what else the handler reads
+    launch: tuple[int, ...] = ()  # what the handler reads: grid (with a 0 if nothing is to run), block, ...
     may_write: tuple[int, ...] = ()  # the inputs that the kernel may write to
     for_batches: _Target | None = None
-    # by platform, and what is called then; where the machine has no GPU to compile for, `check` does what it can
+    # `compilers` by platform; `check` looks for errors where the machine has no GPU to compile for
     compilers: Mapping[str, Callable[[], _Compiled]] = dataclasses.field(compare=False, default_factory=dict)
     after_compiling: Callable[[], None] = dataclasses.field(compare=False, default=lambda: None)
     check: Callable[[], None] = dataclasses.field(compare=False, default=lambda: None)
-    # for errors: whose it is, and where it runs
+    # for error messages: the wrapper's name, and on which platforms it runs
     title: str = dataclasses.field(compare=False, default="")
     where: str = dataclasses.field(compare=False, default="")
 
@@ -754,7 +754,7 @@ class _Target:
             return compiled
 
     def register_where_traced(self) -> None:
-        """Register the handler for this machine, for errors where it is traced; or name what others will register."""
+        """Compile for this machine at the trace, where errors are raised; or note the name, for other machines."""
         platform = _default_platform().replace("gpu", "cuda")
         if platform in self.compilers:
             self.register(platform)
@@ -767,11 +767,10 @@ class _Target:
 def export_checks() -> Sequence:
     """A `jax.export.DisabledSafetyCheck` for each kernel, to export programs that call kernels.
 
-    The sequence has those that are registered when it is read, which JAX does after lowering: it need not know a kernel
-    before.  A process that loads an exported program finds its kernels once it has traced them (calling them, or
-    `jax.eval_shape` of them, is enough), by names that derive from their code, or from `name=`, which also holds
-    for other versions of Python.  Kernels of equal code have one such name: all but the first of them in a
-    process need `name=` to be exported.
+    JAX reads the sequence after lowering, when all kernels are registered, so it can be made before the first trace.  A
+    process that loads an exported program must first trace its kernels (a call, or `jax.eval_shape`).  It finds them by
+    names that are made of their code, or by `name=`, which is the same in other versions of Python, too.  Of several
+    kernels with equal code in one process, all but the first need `name=` to be exported.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -865,7 +864,7 @@ def _declared_spec(x: Any, what: str, ins: Sequence[Spec] | None) -> Spec:
 
 
 def _warn_user(text: str) -> None:
-    """Warn of the user's line: the innermost call that is neither of this file nor of JAX."""
+    """Warn with the user's line: that of the innermost call which is neither in this file nor in JAX."""
     libraries = _warn_user.__code__.co_filename, os.path.dirname(jax.__file__)
     level = 1
     frame: Any = sys._getframe()
@@ -999,7 +998,7 @@ class _BoundCall:
 
     target: _Target
     outs: tuple[Spec, ...]
-    n_results: int  # behind them are scratch and hidden outputs, which nobody reads
+    n_results: int  # scratch and hidden outputs follow them, and are not returned
     aliases: tuple[tuple[int, int], ...]
     has_side_effect: bool
     depth: int = 0  # the number of vmaps
@@ -1012,7 +1011,7 @@ class _BoundCall:
 
 
 def _specs_of_slices(arrays: Sequence, depth: int) -> list[Spec]:
-    """The specs of one slice, under so many vmaps."""
+    """The specs of one slice: without the dimensions of `depth` vmaps."""
     return [Spec(x.shape[depth:], x.dtype) for x in arrays]
 
 
@@ -1075,7 +1074,7 @@ def _call_lowering(ctx: Any, *operands: Any, call: _BoundCall) -> Any:
 def _lower_to_custom_call(
     ctx: Any, operands: Any, call: _BoundCall, ins: Sequence, outs: Sequence, **attributes: Any
 ) -> Any:
-    # An alias only lets XLA save a copy: that an output starts with an input is the handler's business.
+    # An alias lets XLA save a copy; it is the handler that makes sure that the output starts with the input.
     lower = jax.ffi.ffi_lowering(
         call.target.name,
         operand_output_aliases=dict(call.aliases),
@@ -1089,9 +1088,9 @@ def _lower_to_custom_call(
 
 
 def _keep_from_updates(ctx: Any, results: Any) -> Any:
-    """Give XLA's dynamic-slice fusion no dynamic-update-slice that takes a result of a call.
+    """Keep results of a call out of XLA's dynamic-slice fusion.
 
-    It would let the call write into the updated array, also where the call reads that array (XLA of jax 0.11.2).
+    It lets a call write straight into the array that is updated, even if the call reads that (XLA of jax 0.11.2).
     """
 
     def keep(*results: Any) -> list:
@@ -1101,7 +1100,7 @@ def _keep_from_updates(ctx: Any, results: Any) -> Any:
 
 
 def _lower_to_starts(ctx: Any, operands: Any, aliases: Sequence[tuple[int, int]]) -> Any:
-    """What the outputs of a call start from, without the call: an input, or zeros."""
+    """The outputs of a call that runs nothing: what they start from, an input or zeros."""
 
     def start(*ins: Any) -> list:
         outs = [*map(_zeros, ctx.avals_out)]
@@ -1347,8 +1346,10 @@ def _wrap(make_wrapper: Callable[..., _Wrapper], arguments: dict, options_type: 
     return decorate if kernel is None else decorate(kernel)
 
 
-def _check_aliases(aliases: Mapping[int, int], ins: Sequence[Spec], outs: Sequence[Spec]) -> None:
+def _check_aliases(aliases: Mapping[int, int], in_outs: list[str], ins: Sequence[Spec], outs: Sequence[Spec]) -> None:
     where = f"input_output_aliases={aliases}"
+    if in_outs:
+        where = f"in_out_argnames={in_outs}, which must be like the first of outs, in this order ({where})"
     for i, j in aliases.items():
         for what, k, specs in (("input", i, ins), ("output", j, outs)):
             if not 0 <= k < len(specs):
@@ -1363,7 +1364,7 @@ def _check_aliases(aliases: Mapping[int, int], ins: Sequence[Spec], outs: Sequen
 
 
 class _Recent(dict):
-    """The newest entries only: what changes on every call must not fill the memory."""
+    """A dict that keeps its newest entries only, as keys that change on every call would fill the memory."""
 
     most = 1024
 
@@ -1377,7 +1378,7 @@ class _Recent(dict):
 
 
 class _Kept:
-    """Copied and pickled as a function is: a copy is the object itself, a pickle the name of a global variable."""
+    """Is copied and pickled like a function: a copy is the object itself, a pickle is the name of a global variable."""
 
     __name__: str
 
@@ -1415,7 +1416,7 @@ class _Wrapper(_Kept):
         self._jitted = jax.jit(self._function())
 
     def _describe(self, kernel: Any) -> None:
-        """Look like the kernel's function, with the inputs as parameters: jax.custom_vjp binds arguments by them."""
+        """Take over name, docstring and signature of the kernel: jax.custom_vjp binds arguments by the signature."""
         self.__name__ = getattr(kernel, "__name__", None) or getattr(kernel, "key", None) or type(kernel).__name__
         self.__module__ = getattr(_python(kernel), "__module__", None)  # type: ignore[assignment]
         self.__doc__ = getattr(kernel, "__doc__", None)
@@ -1441,11 +1442,11 @@ class _Wrapper(_Kept):
         try:
             return self._trace(*args) if is_traced else self._jitted(*args)
         except TypeError:
-            _input_specs(args)  # says more of a dtype that JAX does not have
+            _input_specs(args)  # explains better what is wrong with a dtype that JAX lacks
             raise
 
     def _in_order(self, args: Sequence, named: Mapping[str, Any]) -> list:
-        """All arguments in the order of the parameters: arrays, by keyword too, for the first of them."""
+        """The arguments in the order of the parameters, with those that are given by keyword."""
         for name, value in named.items():
             is_array = _is_spec(value) or hasattr(value, "__jax_array__") or hasattr(value, "__dlpack__")
             if name in self.parameters and not is_array and not self._takes_number(name):
@@ -1490,7 +1491,7 @@ class _Wrapper(_Kept):
         """The call with these inputs and declared outputs, and what runs it."""
         scratch, _ = _flat_specs(self._for_inputs("scratch", ins), "scratch", ins)
         aliases = self._numbered_aliases(len(ins))
-        _check_aliases(aliases, ins, outs)
+        _check_aliases(aliases, self.in_outs, ins, outs)
         zeroed: list[int] = []
         if self.options.zero_outputs:
             zeroed = [j for j in range(len(outs)) if j not in aliases.values()]
@@ -1517,7 +1518,7 @@ class _Wrapper(_Kept):
         return dict(sorted(self._one_output_each(numbered).items()))
 
     def _one_output_each(self, pairs: Iterable[tuple]) -> dict:
-        """Aliases, of which no two are of one input: there is one memory for the output that starts with it."""
+        """Aliases as a dict; an error if two outputs are to start in the memory of one input."""
         aliases: dict = {}
         for i, j in pairs:
             if aliases.setdefault(i, j) != j:
@@ -1617,15 +1618,15 @@ def _row_major(dims: Sequence[Any], unit: int) -> list[Any]:
 
 
 class _Emitter:
-    """The part of a handler that differs between backends: how one slice is run."""
+    """The part of a handler that a backend gives: how one slice is run."""
 
     traits = 0
-    lock = 0  # one to hold while slices run, as `_native_lock` gives it
+    lock = 0  # address of a lock (`_native_lock`) that is held while slices run; 0: none
     in_order = True  # slices run one after another, on the thread that XLA calls from
     driver: _CudaDriver | None = None  # libcuda, where the buffers lie in a GPU's memory
-    entry = report = 0  # for fields of `_Kernel`: addresses that code which several kernels share cannot hold
-    code_key: Any = None  # with the signature it decides the code of a handler; None if that is of one kernel only
-    # writes what all slices share, and what runs one of them under `with handler.each_slice() as arrays`
+    entry = report = 0  # addresses that go to `_Kernel`, as several kernels share the code
+    code_key: Any = None  # handlers of equal signature and key share their code; None: not shared
+    # Writes what is done once for a call, and under `with handler.each_slice() as arrays` what runs one slice.
     write: Callable[[_Handler], None]
 
 
@@ -1643,7 +1644,7 @@ class _Word:
 
     def _calculate(self, operation: str, other: Any) -> _Word:
         if operation == "add" and isinstance(other, int) and other == 0:
-            return self  # LLVM would keep a sum
+            return self  # adding 0: LLVM, which does not optimize here, would keep the sum
         operands = self.value, self.code.value(other)
         return _Word(self.code, getattr(self.code.builder, operation)(*operands))
 
@@ -1724,7 +1725,7 @@ class _Code:
             word = _Word(self, value)
             arguments.append(_Struct(self, structs[parameter], word) if parameter in structs else word)
         result = body(*arguments)
-        if result is not None:  # else it is a loop that never ends
+        if result is not None:  # None: the body has returned already
             self.ret(result)
 
     def compile(self) -> bytes:
@@ -1857,7 +1858,7 @@ class _Code:
         return self.builder.if_then(self._is_true(condition), likely)
 
     def select(self, condition: Any, yes: Any, no: Any) -> _Word:
-        """One of two words, both of which are there."""
+        """One of two words (LLVM's select): both are computed."""
         words = self.value(yes), self.value(no)
         return _Word(self, self.builder.select(self._is_true(condition), *words))
 
@@ -1889,7 +1890,7 @@ class _Code:
 
 @functools.cache
 def _target_machine() -> Any:
-    """What makes machine code; not Numba's code generation, as that always optimizes."""
+    """LLVM's target machine; Numba's own always optimizes, which handlers do not need."""
     return _new_target_machine()
 
 
@@ -1897,7 +1898,7 @@ def _new_target_machine() -> Any:
     import llvmlite.binding as llvm
     from numba.core.registry import cpu_target
 
-    # of this machine, but for settings of Numba; this also initializes LLVM, in the way of its version
+    # for this machine's CPU, unless Numba's settings name another; also initializes LLVM as its version wants it
     triple, cpu, features = cpu_target.target_context.codegen().magic_tuple()
     arch = llvm.Target.from_triple(triple)
     reloc = "static" if arch.name.startswith("x86") else "default"
@@ -1951,10 +1952,10 @@ _Batch = _words(
 _Shared = _words("_Shared", "batch next count chunk workers holders error idle", batch=_Batch)
 
 # In microseconds of work:
-_MEASURABLE = 1  # slices that took less do not tell how long others take
-_WORTH_SHARING = 40  # a rest that takes less is not worth waking threads for
-_WORTH_A_THREAD = 15  # there are no more threads than have so much to do
-_CHUNK = 20  # what a thread takes at a time: as little as costs nothing, as cores may differ in speed
+_MEASURABLE = 1  # a shorter time does not tell how long other slices take
+_WORTH_SHARING = 40  # waking threads does not pay for less work than this
+_WORTH_A_THREAD = 15  # each thread that is woken must have this much work
+_CHUNK = 20  # work that a thread takes at a time: little, as cores differ in speed
 
 _HUGE_PAGE_MIN = 1 << 22  # bytes, from which on NumPy asks for huge pages too
 _MADV_HUGEPAGE = 14  # sys/mman.h of Linux
@@ -2094,7 +2095,7 @@ class _Driver(_Code):
 
     def task(self, shared: Any) -> Any:
         """What a thread of XLA runs: it joins the workers unless none is left, and as the last one wakes the caller."""
-        with self.forever():  # until the number of workers does not change between reading it and adding one
+        with self.forever():  # compare-and-swap: again if another thread changed `workers` in between
             workers = self.atomic_add(shared.address_of("workers"), 0)
             with self.when(workers == 0):
                 self.ret(self.call("release", shared))
@@ -2106,7 +2107,7 @@ class _Driver(_Code):
                 self.ret(self.call("release", shared))
 
     def share(self, batch: Any, first: Any, helpers: Any, chunk: Any) -> Any:
-        """Run the slices from `first` on with so many threads of XLA, each of which may come or not."""
+        """Run the slices from `first` on, with up to `helpers` of XLA's threads, which may come too late."""
         shared = _Struct(self, _Shared, self.external("PyMem_RawMalloc", ctypes.sizeof(_Shared)))
         idle = self.external("PyThread_allocate_lock")
         with self.when((shared == 0) | (idle == 0)):  # out of memory, which one thread does not need
@@ -2147,13 +2148,12 @@ class _Driver(_Code):
         return self.call("run", batch, first, batch.count)
 
     def probe(self, batch: Any) -> Any:
-        """Run slices on this thread, in ranges of 1, 8, 64, ..., until the time of one tells what to do with the rest.
+        """Run slices on this thread, in ranges of 1, 8, 64, ..., until one took long enough to estimate the rest.
 
-        Ranges grow, as a short one takes less than the clock can measure; and as long as none takes longer than that,
-        the rest may as well be run here.
+        A range that is too short for the clock says only that eight times as many slices can be run here without loss.
         """
         ticks = self.ticks.current
-        began = self.variable(self.call("now"))  # when the newest range did
+        began = self.variable(self.call("now"))  # when the newest range began
         n_newest = self.variable(1)  # how many slices it has
         n_done = self.variable(1)
         error = self.call(batch.kernel.slices, batch.frame, batch.cursors, 1)
@@ -2278,7 +2278,7 @@ class _Handler(_Code):
         super().__init__()
         self.signature = signature
         self.emitter = emitter
-        self.alive: list[Any] = []  # what the machine code has the addresses of
+        self.alive: list[Any] = []  # kept alive, as the machine code holds their addresses
         self.n_buffers = len(signature.ranks)
         self.first_output = self.n_buffers if emitter.driver else signature.n_in
         self.kernel = self.static("kernel", _Kernel, n_buffers=self.n_buffers, first_output=self.first_output)
@@ -2378,14 +2378,14 @@ class _Handler(_Code):
         is_wrong = depth < 0
         for k, (buffer, (dtype, rank)) in enumerate(zip(buffers, kinds, strict=True)):
             has_other_rank = buffer.rank != depth + rank
-            if k < n_in:  # one that all slices share may lack the batch
+            if k < n_in:  # an operand that all slices share may have no batch dimensions
                 has_other_rank = has_other_rank & (buffer.rank != rank)
             is_wrong = is_wrong | has_other_rank | (buffer.dtype != _XLA_FFI_DATA_TYPES[dtype.name])
         self.fail(wrong_buffers, _ERROR_INVALID_ARGUMENT, when=is_wrong)
         return buffers, depth
 
     def _start_outputs(self, buffers: Sequence[Any]) -> None:
-        """Write what outputs start from, all slices at once.
+        """Write the values that outputs start with, for all slices at once.
 
         XLA gives an output that starts with an input the memory of that input, or of a copy; but not always: in a
         dynamic-slice fusion on GPUs (XLA of jax 0.11.2) the alias is lost, and the output is uninitialized.
@@ -2494,7 +2494,7 @@ _MESSAGES: dict[int, Any] = {}  # by thread: a text must live until XLA has copi
 
 
 def _keep_message(error: BaseException, label: str) -> int:
-    """The address of the text that the user should read in JAX's error.  Never raises: a C caller waits for it."""
+    """The address of the text for JAX's error.  Never raises, as its caller is machine code."""
     try:
         text = f"{type(error).__name__}: {error}"
     except BaseException:
@@ -2519,11 +2519,11 @@ def _host_arrays(signature: _Signature, pointers: Sequence[int], dims: Sequence[
 # One slice of a call; the handler finds the slices.
 #
 # What a new Numba may break.
-# - With an error: `library._final_module` and `_shared_module`, `_compiler.pipeline_class`, `type_annotation`, the
+# - Loudly: `library._final_module` and `_shared_module`, `_compiler.pipeline_class`, `type_annotation`, the
 #   status of `call_conv.call_function`; for CUDA `_codelibrary`.
 # - Silently, so that tests of each must pass before it counts as supported: the parameters of arrays
 #   (`_numba_params`, `_not_only_read`), new ways to write to a read-only array (`_UNCHECKED_WRITERS`), how calls of
-#   threads and C wrappers show in LLVM's text (`_uses_threads`), and where overloads are registered (`_registered`).
+#   threads and C wrappers show in LLVM's text (`_uses_threads`), and where overloads are registered (`_registries`).
 
 _NUMBA_INSTALL = "pip install numba"
 _NUMBA_DTYPES = frozenset(
@@ -2540,8 +2540,8 @@ _READ_ONLY = (
     "; its inputs are read-only, because JAX may share them: write to an output, name what it changes in "
     "in_out_argnames, or use input_output_aliases to start with an input's value"
 )
-_RETURNED = "returned_by_kernel"  # in code that calls it; numba_cuda_mlir 0.6.0 cannot compile `return kernel()`
-# In LLVM's text: Numba's threads, or a call of what the text does not hold: through a pointer, or of a Python function.
+_RETURNED = "returned_by_kernel"  # in adapters: numba_cuda_mlir 0.6.0 cannot compile `return kernel()`
+# In LLVM's text: a start of Numba's threads, or a call of unknown code: through a pointer, or of a Python function.
 _CALLS_OF_THREADS = re.compile(r"@numba_parallel_for\(|call [^@\n(]*(?:%[^\s(]+|inttoptr )\(|@PyObject_Call\w*\(")
 
 
@@ -2566,11 +2566,11 @@ def numba_kernel(
     and export; `vmap` runs the kernel once per slice inside one call.  It has no derivative of its own: see
     `XLACustomKernel` and `jax.custom_vjp`.
 
-    A kernel is compiled once for each combination of dtypes and ranks.  What it reads of globals is read then and never
-    again, as always in Numba; functions that a generator makes again of the same constants are compiled once.
+    A kernel is compiled once for each combination of dtypes and ranks.  Globals are read then and never again, as in
+    Numba.  A function that a generator makes again, with the same constants, is not compiled again.
 
-    XLA may make equal calls once, also of a kernel that draws random numbers: `has_side_effect=True` keeps each.
-    What Numba keeps per thread (`np.random.seed`, `numba.set_num_threads`) is that of XLA's threads.
+    XLA may run two equal calls once, even if the kernel draws random numbers: `has_side_effect=True` prevents that.
+    Kernels run on XLA's threads: `np.random.seed` and `numba.set_num_threads`, which are per thread, miss them.
 
     Args:
       kernel: a function decorated with `numba.njit` (any options), `numba.vectorize` or `numba.guvectorize`, or a
@@ -2581,10 +2581,10 @@ def numba_kernel(
         other, XLA's threads share the slices of a batch for which that pays.  The results are the same.
       input_output_aliases: `{i: j}`: output j starts with the value of input i (or of that name) and, where XLA can,
         in its memory.  The array that the caller holds is never changed.
-      in_out_argnames: names of parameters that are given a value, changed by the kernel and returned: they count as
-        inputs in the call and, in the kernel's order, as the first of `outs`.
-      scalars: the names of 0-d inputs that a kernel which writes takes as scalars, or True for all of them; those
-        named may be given as numbers by keyword.  A constant of the compiled kernel is a variable of its closure.
+      in_out_argnames: names of parameters that the kernel changes: each is given as an input, and its new value is a
+        result.  `outs` begins with them, in the kernel's order.
+      scalars: the names of 0-d inputs that the kernel takes as numbers, or True for all of them; they may be given as
+        Python numbers by keyword.  For a constant of the compiled kernel use a variable of its closure.
       has_side_effect: True keeps the call even where its results are not used.
       scratch: like `outs`: uninitialized buffers passed after the outputs and not returned.
       zero_outputs: True starts every output but the aliased ones from zeros, in each slice of a `vmap`.
@@ -2618,15 +2618,15 @@ def numba_kernel(
 # Which buffer goes to which parameter.  Does not compile.
 #
 # The arguments of a kernel, in order:
-# - that writes: the inputs, an in-out argument in the place of its input but with the memory of its output; then the
-#   other outputs; then scratch.  A 0-d input is an array, unless `scalars` names it.
-# - that returns (on CPUs): the inputs alone, 0-d ones as scalars; what it returns goes to the outputs behind those of
+# - if it writes its outputs: the inputs (an in-out argument in its input's place, with its output's memory); the other
+#   outputs; scratch.  A 0-d input is an array, unless `scalars` names it.
+# - if it returns them (on CPUs): the inputs alone, 0-d ones as scalars.  Results go to the outputs after those of
 #   in-out arguments.  It has no scratch.
-# Hidden outputs are no arguments: the kernel gets their memory in the place of an input's.
+# A hidden output is no argument: the kernel gets its memory instead of that of the input which it copies.
 
 
 class _NumbaWrapper(_Wrapper):
-    """What kernels for CPUs and GPUs share: which of their parameters gets what of a call."""
+    """What Numba kernels for CPUs and GPUs share: which parameter gets which buffer of a call."""
 
     def __init__(self, kernel: Any, options: _Options) -> None:
         super().__init__(kernel, options)
@@ -2677,7 +2677,7 @@ class _NumbaWrapper(_Wrapper):
         return _Form(len(signature.ranks), tuple(arguments), results)
 
     def _allowed(self, signature: _Signature, forms: Sequence[_Form | None]) -> list[_Form]:
-        """Those of some ways to call the function that its parameters allow; an error if there is none."""
+        """The forms that the function's parameters allow; an error if there is none."""
         allowed = [form for form in forms if form]
         if allowed:
             return allowed
@@ -2716,7 +2716,7 @@ class _NumbaKernel(_NumbaWrapper):
         target = _Target(name, compilers={"cpu": make}, after_compiling=after_compiling, title=self.title, where=where)
         try:
             return dataclasses.replace(target, may_write=target.register("cpu").may_write)
-        except TypeError:  # Numba remembers that it could not compile, but the user may define what is missing
+        except TypeError:  # a new dispatcher next time, as this one remembers the failure
             vars(self).pop("_numba_dispatcher", None)
             raise
 
@@ -2818,7 +2818,7 @@ def _array_types(nbtypes: Any, signature: _Signature, readonly: bool = True) -> 
 
 
 def _first_that_compiles(compile_: Callable[[Any], Any], candidates: Iterable[Any]) -> Any:
-    """What `compile_` makes of the first that it does not refuse; else its first TypeError, or else its ImportError."""
+    """The result of `compile_` for the first candidate that it accepts, or its first TypeError or ImportError."""
     errors: list[Exception] = []
     for candidate in candidates:
         try:
@@ -2829,9 +2829,9 @@ def _first_that_compiles(compile_: Callable[[Any], Any], candidates: Iterable[An
 
 
 def _in_python(kernel: Any, signature: _Signature, forms: list[_Form]) -> Callable[..., None]:
-    """A slice in plain Python, in the first form in which the kernel returns as much as that says."""
+    """A function that runs a slice in plain Python: in the first form whose results the kernel returns."""
     function = getattr(kernel, "py_func", kernel)
-    is_ufunc = not isinstance(function, types.FunctionType)  # these return what they write to
+    is_ufunc = not isinstance(function, types.FunctionType)  # ufuncs return the array that they write to
     calls = [form.adapter(function, f"return {_RETURNED}") for form in forms]
 
     def body(pointers: list[int], dims: list[tuple], *_: int) -> None:
@@ -2901,7 +2901,7 @@ def _compile_call(form: _Form, dispatcher: Any, argtypes: tuple) -> Any:
     is_plain = form == _Form.plain(len(parameters)) and len(parameters) == len(_parameters(dispatcher))
     if not is_plain or not getattr(dispatcher, "_can_compile", False):
         dispatcher = numba.njit(form.adapter(dispatcher, f"return {_RETURNED}"))
-    with warnings.catch_warnings():  # a kernel that parallel=True finds nothing to do in is no news here
+    with warnings.catch_warnings():  # parallel=True warns where it finds nothing to do in parallel
         warnings.simplefilter("ignore", numba.NumbaPerformanceWarning)
         dispatcher.compile(argtypes)
     return dispatcher
@@ -2978,7 +2978,7 @@ def _refusal(by: str, signature: _Signature, error: Exception, returns: bool = F
 
 
 def _type_records(overload: Any) -> list[Any]:
-    """Numba's record of the types in a function, and in those that it calls; of code from its cache it is a text."""
+    """Numba's records of the types in a function and in those that it calls; a text for code from Numba's cache."""
     records: list[Any] = [overload.type_annotation]
     for record in records:  # grows by those of called functions
         for call, signature in getattr(record, "calltypes", {}).items():
@@ -2996,7 +2996,7 @@ def _may_write_unseen(kernel: Any, overload: Any) -> bool:
         return True
     records = _type_records(overload)
     is_from_cache = any(isinstance(record, str) for record in records)
-    if is_from_cache and (len(_functions_read(kernel)) > 1 or _registered_by_users()):  # of which it says nothing
+    if is_from_cache and (len(_functions_read(kernel)) > 1 or _registered_by_users()):  # a text does not say
         return True
     return any(map(_record_has_writers, records))
 
@@ -3031,7 +3031,7 @@ def _llvm(overload: Any) -> Any:
 
 
 def _not_only_read(overload: Any, signature: _Signature) -> tuple[int, ...]:
-    """The inputs that LLVM does not find to be only read: through what the kernel is given, as far as it can follow."""
+    """The inputs that the kernel may write to: those whose addresses LLVM could not mark as `readonly`."""
     parameters = list(_llvm(overload).get_function(overload.fndesc.llvm_func_name).arguments)
     may_write = []
     position = 2 + 4  # two addresses for results; of each array meminfo, parent, nitems, itemsize, data, shape, strides
@@ -3058,8 +3058,8 @@ def _lock_of_numbas_threads() -> int:
     """What to hold while they run; 0 for a layer of threads that needs no lock."""
     import numba
 
-    numba.get_num_threads()  # starts them, which decides on their layer
-    is_workqueue = numba.threading_layer() == "workqueue"  # aborts the process when two threads enter it
+    numba.get_num_threads()  # starts Numba's threads: only then their layer is known
+    is_workqueue = numba.threading_layer() == "workqueue"  # this layer aborts the process when two threads enter it
     return _native_lock("workqueue_lock") if is_workqueue else 0
 
 
@@ -3072,7 +3072,7 @@ class _NumbaEmitter(_Emitter):
     def __init__(self, label: str, code: _NumbaCode, in_order: bool) -> None:
         self.entry = code.entry
         self.in_order = in_order or code.uses_threads
-        if code.uses_threads:  # perhaps; Numba's, on all cores
+        if code.uses_threads:  # it may start Numba's threads, which use all cores
             self.lock = _lock_of_numbas_threads()
 
         def report(error: int) -> int:
@@ -3106,7 +3106,7 @@ class _NumbaEmitter(_Emitter):
         gil = python.gil_ensure()
         context.call_conv.raise_error(handler.builder, python, status)
         parts = handler.alloca(_I64, 3)
-        for fetch in ("PyErr_Fetch", "PyErr_NormalizeException"):  # Python 3.11 has bare values
+        for fetch in ("PyErr_Fetch", "PyErr_NormalizeException"):  # Python 3.11: not yet an exception
             handler.external(fetch, parts, parts + 8, parts + 16)
         message = handler.call(handler.kernel.report, handler.load(parts + 8))
         for i in range(3):
@@ -3303,7 +3303,7 @@ class _CudaWrapper(_Wrapper):
         name, after_compiling = _NAMES.of_kernel(owner, self.kernel, what, self.__name__, given, code.form is None)
         may_write: tuple[int, ...] = ()
         if code.is_native and not _names_read(self.kernel).isdisjoint(_CUDA_UNCHECKED_WRITERS):
-            may_write = tuple(range(len(call.ins)))  # PTX does not show what is written to
+            may_write = tuple(range(len(call.ins)))  # PTX does not show which inputs a kernel writes to
         code = dataclasses.replace(code, signature=code.signature.with_hidden(may_write))
         where = f"runs on {packages[0].where}"
         target = _Target(
@@ -3329,7 +3329,7 @@ class _CudaWrapper(_Wrapper):
 
 @dataclasses.dataclass(frozen=True)
 class _CudaCode:
-    """What runs, and how it gets ready.  Knows no wrapper: see `_Target`."""
+    """A kernel or callable, and how it is compiled.  Does not refer to the wrapper: see `_Target`."""
 
     function: Any
     packages: list[_NumbaCuda]  # who may compile it
@@ -3350,7 +3350,7 @@ class _CudaCode:
                 _first_that_compiles(self._compile_to_ptx, self.packages)
 
     def _compile_to_ptx(self, package: _NumbaCuda) -> Any:
-        options = {"device": False, "abi": "numba", "cc": (9, 0)}  # which capability does not matter
+        options = {"device": False, "abi": "numba", "cc": (9, 0)}  # any compute capability will do
         compile_ = functools.partial(package.cuda.compile, self._written(package), **options)
         return package.compile_typed(self.signature, compile_)
 
@@ -3399,7 +3399,7 @@ class _CudaCode:
         if not package.has_0d_slices and not all(ranks[k] for k in form.arrays):
             return None
         signature = dataclasses.replace(self.signature, ranks=tuple(rank + 1 for rank in ranks))
-        with contextlib.suppress(Exception):  # what works as a kernel may not as a function that one calls
+        with contextlib.suppress(Exception):  # some kernels cannot be compiled as device functions
             adapter = form.for_batch(ranks).adapter(
                 package.device_function(self.function), *package.ends, cuda=package.cuda
             )
@@ -3545,7 +3545,7 @@ class _NumbaCuda:
         return _CudaLauncher(signature.label, driver, functions, _runs_alike_for_all_z(ptx))
 
     def extras(self, dispatcher: Any, compiled: Any) -> tuple:
-        """What makes a launch more than cuLaunchKernel, where it is true."""
+        """Features that cuLaunchKernel alone cannot launch; true for those that the kernel has."""
         return (
             compiled.debug,  # Numba reads an error code back after the launch
             compiled.cooperative,
@@ -3565,13 +3565,13 @@ class _NumbaCuda:
 
     @contextlib.contextmanager
     def on_device(self, ordinal: int) -> Iterator:
-        """With a device's primary context, which is XLA's too."""
+        """Make a device's primary context current, which XLA uses, too."""
         device = self.cuda.gpus[ordinal]
         device.__enter__()
         try:
             yield
         finally:
-            # Where JAX meanwhile freed an array of another GPU, that GPU's context is current, which Numba asserts not.
+            # When JAX has freed an array of another GPU, that GPU's context is current, and Numba's assertion fails.
             with contextlib.suppress(AssertionError):
                 device.__exit__(None, None, None)
 
@@ -3659,7 +3659,7 @@ def _uses_cudasim() -> bool:
 
 
 def _cuda_packages(function: Any, user: str) -> list[_NumbaCuda]:
-    """Who may compile a kernel (or, for a callable, gives it arrays): the packages it reads, else who is installed."""
+    """The packages that may compile a kernel (or make arrays for a callable): those it reads, else those installed."""
     _import("numba", user, _CUDA_INSTALL)
     roots = _packages_read(function)
     named = [package for root, package in _CUDA_PACKAGES.items() if root in roots]
@@ -3780,13 +3780,13 @@ def _ptx_params(ptx: str, entry: str) -> list[str]:
 
 
 def _runs_alike_for_all_z(ptx: str) -> bool:
-    """Whether a kernel does the same in all blocks that differ in z, which may then stand for the slices of a batch.
+    """Whether a kernel ignores the z of its blocks and never waits for other blocks: z may then count slices.
 
     Blocks wait for each other by memory fences, volatile loads and atomic exchanges, which may be for ever if not all
     of them run.
     """
     linked_later = set(re.findall(r"\.extern\s+\.func\s*(?:\([^)]*\)\s*)?(\w+)", ptx))
-    if not linked_later <= {"vprintf", "__assertfail", "malloc", "free"}:  # nobody sees what they do
+    if not linked_later <= {"vprintf", "__assertfail", "malloc", "free"}:  # unknown code
         return False
     asks_for_z = r"%n?ctaid\.z|%gridid|%n?clusterid|%cluster_"
     waits = r"\b(membar|fence|griddepcontrol)\b|\.(volatile|acquire|release|acq_rel)\b|\batom\.[\w.]*\b(cas|exch)\b"
@@ -3825,7 +3825,7 @@ def _cuda_place(handler: _Handler, driver: _CudaDriver) -> tuple[_Word, _Word]:
     stream = _cuda_stream(handler)
     if _ffi_api_version() >= (0, 2):
         return stream, _ask_xla(handler, "DeviceOrdinal_Get", XLA_FFI_DeviceOrdinal_Get_Args).device_ordinal
-    ordinal = handler.array([-1])  # jaxlib < 0.8 need not have that; XLA's context is current while it calls handlers
+    ordinal = handler.array([-1])  # jaxlib < 0.8 may lack it; XLA's context is current while it calls handlers
     handler.call(driver.address("cuCtxGetDevice"), ordinal)
     return stream, handler.load(ordinal, 4)
 
@@ -3918,7 +3918,7 @@ class _CudaEmitter(_Emitter):
 _WARP_INSTALL = "pip install warp-lang numba"
 _WARP_DTYPES = "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 bfloat16 float32 float64".split()
 _WARP_WRITERS = re.compile(r"atomic_\w+|tile_(store|atomic_add)(_indexed)?")  # write to their first argument
-# In the source of code that sees blocks, that runs other code than it names, or that is not what its source says:
+# In source: what sees blocks, calls code by other names, or is replaced before compilation (`wp.static`).
 _WARP_UNBATCHED = re.compile(r"\b(block_dim|\w*tile\w*|grad|static)\b|_xla_")
 _WARP_LOCAL = re.compile("^_|cache|path|dir$|verbose|quiet|log_|print|version")  # settings of a machine, or of texts
 _WARP_MAX_DIMS = 4
@@ -3926,8 +3926,8 @@ _WARP_MAX_EXTENT = 2**31 - 1  # Warp keeps extents, strides in bytes and thread 
 # The attribute `launch` of a call.  Behind it are the values of the parameters that are no arrays.
 _WarpExtents = _struct("_WarpExtents", dims=_I64 * _WARP_MAX_DIMS, ndim=_I64, size=_I64)  # ndim of them, their product
 _WarpLaunch = _struct("_WarpLaunch", cuda=_CudaLaunch, on_gpu=_WarpExtents, on_cpu=_WarpExtents)
-_WARP_BATCH_THREADS = 2**24  # in one launch: the grid of more is not one of Warp's first axis alone (warp.cu)
-_STAND_IN_DIMS = (720720, 1024)  # of a recorded launch: Warp checks that clusters, of up to 16 blocks, divide the grid
+_WARP_BATCH_THREADS = 2**24  # in one launch: for more, Warp spreads the grid over other axes (warp.cu)
+_STAND_IN_DIMS = (720720, 1024)  # of a recorded launch: clusters, of up to 16 blocks, must divide the grid
 
 
 # -- 9.1 The wrapper ----------------------------------------------------------------------------------
@@ -4034,7 +4034,7 @@ class _WarpOptions(_Options):
 class _WarpKernel(_Wrapper):
     """A kernel, or one with `values` for some parameters: those that are no arrays, and None for null arrays.
 
-    A call with values goes to such a wrapper, which has a jitted function of the other inputs.
+    A call with values is passed on to a wrapper for these values, which has a jitted function of the other inputs.
     """
 
     decorator = "warp_kernel"
@@ -4051,7 +4051,7 @@ class _WarpKernel(_Wrapper):
         self.params = _warp_params(wp, kernel)
         super().__init__(kernel, options)
         self.title = f"Warp kernel {self.__name__!r}"
-        self.values = copy.deepcopy(values or {})  # callables get them when a call is traced again: structs may change
+        self.values = copy.deepcopy(values or {})  # for later traces, too: structs may change
         self.with_values = _Recent()  # this kernel with others
         self.by_value_names = {name for name, param in self.params.items() if not param.ndim}
         self.kernel_signature = inspect.signature(kernel.func)
@@ -4182,7 +4182,7 @@ class _WarpKernel(_Wrapper):
         dims = self.options.checked_dims(launch_dims)
         block_dim = self.options.block_dim
         gpu_dims = (*dims[:-1], block_dim) if self.options.tiled else dims
-        has_grid_stride = getattr(self.kernel, "grid_stride", True)  # known once the content is; False since Warp 1.15
+        has_grid_stride = getattr(self.kernel, "grid_stride", True)  # set when the content was read
         grid = _warp_grid(self.title, math.prod(gpu_dims), block_dim, has_grid_stride)
         cuda = grid, (block_dim, 1, 1), 0
         launch = bytes(_WarpLaunch(cuda, _warp_extents(gpu_dims), _warp_extents(dims)))
@@ -4371,11 +4371,11 @@ class _WarpParam:
         return np.asarray(value) if is_foreign else value
 
     def key(self, value: Any) -> Any:
-        """What tells a value from others: the kernel gets its memory, but functions such as `outs` get it as it is."""
+        """A key for a value: its memory, which the kernel gets, and itself, as functions such as `outs` get that."""
         if self.ndim:
             return None  # a null array
         seen = value if self.dtype is None else getattr(value, "value", value)
-        if isinstance(value, np.ndarray):  # its repr leaves out digits
+        if isinstance(value, np.ndarray):  # NumPy's repr leaves out digits
             seen = value.dtype, value.tolist()
         return type(value), repr(seen), self.pack(value)
 
@@ -4388,7 +4388,7 @@ class _WarpParam:
             return bytes(value.__ctype__())
         if isinstance(value, self.type) and isinstance(value, ctypes.Array):
             return bytes(value)
-        array = np.asarray(getattr(value, "value", value))  # Warp's scalars keep theirs in `value`
+        array = np.asarray(getattr(value, "value", value))  # Warp's scalars keep their number in `value`
         kinds = "biu" if self.dtype.kind in "biu" else "biuf"
         if array.shape != self.inner or (array.dtype != self.dtype and array.dtype.kind not in kinds):
             raise TypeError(refused)
@@ -4450,7 +4450,7 @@ def _holds_arrays(kind: Any) -> bool:
 def _warp_content(wp: Any, kernel: Any) -> tuple[str, ...]:
     """What decides a kernel's machine code: Warp's hash (code, constants, functions, types), options and settings."""
     kernel.module.get_module_hash()  # also hashes the kernels
-    options = {**kernel.module.options, **kernel.options, "block_dim": None}  # Warp 1.13 keeps the last launch's there
+    options = {**kernel.module.options, **kernel.options, "block_dim": None}  # Warp 1.13: of the last launch
     settings = {}
     for name, value in vars(wp.config).items():
         if isinstance(value, (bool, int, float, str)) and not _WARP_LOCAL.search(name):
@@ -4464,7 +4464,7 @@ def _warp_codes(adjoint: Any) -> list[Any]:
 
 
 def _warp_functions(adjoint: Any) -> list[Any]:
-    """The functions that code names, and those that these name."""
+    """The functions that code names, directly or through others."""
     functions: list[Any] = []
     codes = [adjoint]  # grows by theirs
     for code in codes:
@@ -4500,7 +4500,7 @@ def _written_names(adjoint: Any, known: dict) -> set:
 
 
 def _stored_names(adjoint: Any) -> set:
-    """Those that code stores to by itself."""
+    """The names of the arrays that this code itself stores to."""
     targets: list[Any] = []
     for node in ast.walk(adjoint.tree):
         if isinstance(node, (ast.Subscript, ast.Attribute)) and isinstance(node.ctx, ast.Store):
@@ -4513,7 +4513,7 @@ def _stored_names(adjoint: Any) -> set:
 
 
 def _names_written_in_functions(adjoint: Any, known: dict) -> set:
-    """Those that code gives to functions that write to them, also a view of them, but no element."""
+    """The names of arrays that code passes, whole or as a view, to functions that write to them."""
     names = set()
     for call in [node for node in ast.walk(adjoint.tree) if isinstance(node, ast.Call)]:
         for function in [f for f in _named_functions(adjoint, call.func) if not f.is_builtin()]:
@@ -4526,7 +4526,7 @@ def _names_written_in_functions(adjoint: Any, known: dict) -> set:
 
 
 def _first_name(node: Any) -> str | None:
-    """The name of what an expression such as `x[i].y` is a part of."""
+    """The variable at the root of an expression: x of `x[i].y`."""
     while isinstance(node, (ast.Subscript, ast.Attribute)):
         node = node.value
     return getattr(node, "id", None)
@@ -4600,7 +4600,7 @@ class _WarpPlan:
                 recorded = wp.launch(self.kernel, _STAND_IN_DIMS, passed[:n], **options, **adjoint)
             except Exception as error:
                 for code in _warp_codes(self.kernel.adj):
-                    code.skip_build = False  # or Warp < 1.19 leaves it out of all later builds, silently
+                    code.skip_build = False  # else Warp < 1.19 silently leaves it out of all later builds
                 self.kernel.module.mark_modified()
                 if "backward kernel" in str(error):
                     error.add_note("differentiable=True needs enable_backward=True, in warp.config too")
@@ -4675,7 +4675,7 @@ class _WarpLayout:
             if not param.ndim:
                 continue
             struct = struct_at(_WarpArray, offset)
-            struct.ndim = param.ndim  # all that a null array has
+            struct.ndim = param.ndim  # a null array has no more fields to fill
             if argument.grad is not None:
                 struct.grad = arrays[argument.grad].pointer
             if argument.buffer is not None:
@@ -4720,7 +4720,7 @@ def _layout_of(plan: _WarpPlan, recorded: Any, on_cpu: bool) -> _WarpLayout | No
 
 
 def _padded(memory: bytes) -> bytes:
-    """As long as whole words."""
+    """The bytes, padded to whole words."""
     return memory + bytes(-len(memory) % 8)
 
 
@@ -4741,7 +4741,7 @@ def _warp_cpu_blocks(recorded: Any) -> list[Any]:
 
 
 def _warp_extents(dims: Sequence[int]) -> tuple[tuple[int, ...], int, int]:
-    """As `_WarpExtents` has them: four dimensions, how many of them count, and their product."""
+    """The fields of `_WarpExtents`: four dimensions, how many of them are used, and their product."""
     ones = (1,) * (_WARP_MAX_DIMS - len(dims))
     return (*dims, *ones), len(dims), math.prod(dims)
 
@@ -4772,7 +4772,7 @@ class _WarpCode:
         self.plan = plan
         self.driver = driver
         if driver:
-            with driver.keeping_context():  # Warp leaves another one current
+            with driver.keeping_context():  # Warp may leave another device's context current
                 recorded = {n: plan.record(f"cuda:{n}") for n in _cuda_ordinals()}
         else:
             recorded = {0: plan.record("cpu")}
@@ -4781,7 +4781,7 @@ class _WarpCode:
         self.layout: Any = layouts.pop() if len(layouts) == 1 else None  # None: Warp's launches are replayed
         self.entries = {n: _warp_entry(launch) for n, launch in recorded.items()}
         self.launcher = _CudaLauncher(label, driver, self.entries) if driver else None
-        self.lock = threading.Lock()  # of a replay
+        self.lock = threading.Lock()  # held during a replay
 
     def extents(self, launch: Any) -> Any:
         """Those of the attribute `launch`, a `_WarpLaunch`."""
@@ -4978,7 +4978,7 @@ class _WarpBatcher(ast.NodeTransformer):
     def __init__(self, arrays: list[str]) -> None:
         self.arrays = arrays
         self.tid = ""  # the function, as the source calls it
-        self.n_indices = set[int]()  # for how many it is asked
+        self.n_indices = set[int]()  # the number of indices that `wp.tid()` is asked for
 
     def batched(self, source: str) -> str:
         tree = ast.parse(source)
@@ -5017,7 +5017,7 @@ class _WarpBatcher(ast.NodeTransformer):
     def _indices(self, call: Any, count: int) -> ast.expr:
         self.tid = ast.unparse(call.func)
         self.n_indices.add(count)
-        copies = [f"_xla_{axis} + 0" for axis in range(count)]  # as code may change what it gets in place
+        copies = [f"_xla_{axis} + 0" for axis in range(count)]  # a copy, as code may change an index in place
         return ast.parse(", ".join(copies), mode="eval").body
 
 
@@ -5026,7 +5026,7 @@ def _calls_tid(node: Any) -> bool:
 
 
 def _check_batchable(kernel: Any) -> None:
-    """Raise unless all that threads know of each other and of the launch is memory and what `wp.tid()` says."""
+    """Raise if threads of the kernel may wait for others, or learn of the launch by more than `wp.tid()`."""
     if not isinstance(kernel.func, types.FunctionType) or kernel.adj.transformers:
         raise ValueError("the source of the kernel is not all that it is")
     functions = _warp_functions(kernel.adj)
@@ -5064,7 +5064,7 @@ class XLACustomKernel(_Kept):
 
     Kernels are registered with the `def_*_kernel` methods: as a *generator*, which is called with the static parameters
     of a call and returns the function to trace, or ready-made (`@njit`, `@cuda.jit`, `@wp.kernel`). `vmap` is handed to
-    the backend's own batching rules. Derivatives are for the `def_*_rule` methods.
+    the backend's own batching rules. Derivatives are given by the `def_*_rule` methods.
 
     Args:
       name: shown in jaxprs and error messages; it need not be unique.
@@ -5101,7 +5101,7 @@ class XLACustomKernel(_Kept):
         self._kernels: dict[str, dict[str, KernelEntry]] = {}
         self._chosen: dict[str, str] = {}  # platform -> default set by asdefault=True or set_default
         self._rules: dict[str, Any] = {}  # "batching", "jvp", "transpose", "vjp": the newest of each
-        self._is_traced = False  # whether JAX's caches may hold what it made with a kernel or rule of now
+        self._is_traced = False  # whether JAX's caches may hold traces with the present kernels and rules
         self._recent = _Recent()  # the calls by their outs, backend and static parameters
         self._call_fn: Callable | None = None
         self._benchmark_data_fn: Callable | None = None
@@ -5201,7 +5201,7 @@ class XLACustomKernel(_Kept):
         return kg
 
     def _trace_again(self) -> None:
-        """Drop what JAX made with an earlier kernel or rule: it can only drop all its caches at once."""
+        """Drop JAX's traces with an earlier kernel or rule: JAX can only clear all its caches at once."""
         if self._is_traced:
             self._is_traced = False
             jax.clear_caches()
@@ -5223,7 +5223,7 @@ class XLACustomKernel(_Kept):
         For those, all of JAX's caches are cleared.  A backend that the platform does not have is a ValueError.
         """
         name = _platform_name(platform)
-        entry = self._entry(name, backend or "")  # None would be the default of now
+        entry = self._entry(name, backend or "")  # "", as None would mean the present default
         self._chosen[name] = entry.backend
         self._trace_again()
 
@@ -5233,7 +5233,7 @@ class XLACustomKernel(_Kept):
 
     def _choices(self, platform: str) -> dict[str | None, KernelEntry]:
         """The kernel for each `backend` that a call may name; None is the default."""
-        chosen = self._chosen.get(platform)  # before the kernels, which `_define` sets first: so it is among them
+        chosen = self._chosen.get(platform)  # before the kernels, as `_define` sets it after them
         entries: dict[Any, KernelEntry] = self._kernels.get(platform, {})
         if not entries:
             return {}
@@ -5461,7 +5461,7 @@ def _find_call(op: XLACustomKernel, args: Sequence, outs: Any, backend: Any, par
 
 
 def _outs_key(outs: Any) -> tuple:
-    if type(outs) in _SPEC_TYPES:  # the usual case, at half the price
+    if type(outs) in _SPEC_TYPES:  # the usual case, in half the time
         return outs.shape, outs.dtype
     leaves, tree = jax.tree_util.tree_flatten(outs, is_leaf=_is_spec)
     shown = [(tuple(x.shape), x.dtype) if _is_spec(x) else x for x in leaves]
@@ -5485,7 +5485,7 @@ class _OpCall:
 
     def bind(self, *ins: Any) -> Any:
         """The op on tracers (or, under disable_jit, on arrays)."""
-        self.op._is_traced = True  # also where the vjp rule, which JAX then holds, does not bind the primitive
+        self.op._is_traced = True  # here, too, as a vjp rule that JAX's caches hold need not bind the primitive
         if "vjp" in self.op._rules:
             return _bind_with_vjp(self, ins, *self.op._rules["vjp"])
         return self.bind_primitive(*ins)
@@ -5537,7 +5537,7 @@ def _check_hashable(value: Any, what: str, fix: str) -> None:
 
 
 def _tagged(value: Any) -> Any:
-    """A key that tells apart what Python calls equal: 1, 1.0 and True, 0.0 and -0.0, Decimal("1") and "1.0"."""
+    """A key that differs for values which Python finds equal: 1, 1.0 and True; 0.0 and -0.0; Decimal("1") and "1.0"."""
     if isinstance(value, dict):
         return tuple([(name, _tagged(x)) for name, x in value.items()])
     if isinstance(value, tuple):
@@ -5552,7 +5552,7 @@ def _tagged(value: Any) -> Any:
     return type(value), value
 
 
-_DIFFERENT_IF_EQUAL = (float, complex, np.generic, decimal.Decimal, range, slice)  # perhaps; their repr says all
+_DIFFERENT_IF_EQUAL = (float, complex, np.generic, decimal.Decimal, range, slice)  # they may be; repr is exact
 
 
 # -- 10.3 A kernel: from a generator, or a ready kernel, to its results --------------------------------
@@ -5635,7 +5635,7 @@ def _outputs(what: str, returned: Any, outs: Sequence) -> list:
 
 
 def _as_array(x: Any) -> Any:
-    return x if isinstance(x, jax.Array) else jax.numpy.asarray(x)  # which would truncate an array of 64 bits
+    return x if isinstance(x, jax.Array) else jax.numpy.asarray(x)  # asarray would truncate 64 bits
 
 
 def _check_returned(what: str, returned: Sequence, declares: str, expected: Sequence) -> None:
@@ -5672,7 +5672,7 @@ class _OpPrimitive(Primitive):
         ad.primitive_jvps[self] = self.jax_rule(_op_jvp)
         ad.primitive_transposes[self] = self.jax_rule(_op_transpose)
         batching.primitive_batchers[self] = self.jax_rule(_op_batching)
-        for platform in (None, "cpu", "gpu", "tpu"):  # one for each, or JAX would lower for several at once
+        for platform in (None, "cpu", "gpu", "tpu"):  # a rule for each platform, or JAX would lower for several at once
             mlir.register_lowering(self, self.jax_rule(_op_lowering), platform=platform)
 
     def jax_rule(self, function: Callable) -> Callable:
@@ -5715,7 +5715,7 @@ class _OpBinding:
 
     @functools.cached_property
     def key(self) -> tuple:
-        """What JAX's caches compare; they would take equal static parameters of other types for the same."""
+        """What JAX's caches compare: exactly, as they would take 1 and 1.0 for the same parameter."""
         return self.outs, self.backend, _tagged(self.params), self.vmaps
 
     def __hash__(self) -> int:
@@ -5735,7 +5735,7 @@ class _OpBinding:
 
     def run(self, entry: KernelEntry, *ins: Any) -> list:
         """The results of a kernel: for a batch by the batching rules of what it calls, or else slice by slice."""
-        if self.outs and all(0 in out.shape for out in self.outs):  # nothing to compute, and not every backend could
+        if self.outs and all(0 in out.shape for out in self.outs):  # not every backend takes it
             return [_zeros(out) for out in self.outs]
         run_slice = functools.partial(_run_slice, self, entry)
         if not self.vmaps:
@@ -5746,7 +5746,7 @@ class _OpBinding:
 
         batched = _for_each_vmap(jax.vmap, staged, self.vmaps)
         try:
-            closed = jax.make_jaxpr(batched)(*ins)  # first as a whole: a failure must leave nothing behind
+            closed = jax.make_jaxpr(batched)(*ins)  # traced as a whole first: a failure must leave nothing behind
         except NotImplementedError:  # something has no batching rule
             return _for_each_vmap(_sequential, run_slice, self.vmaps)(*ins)
         return _eval_jaxpr(closed, ins)
@@ -5769,7 +5769,7 @@ def _op_lowering(bound: _OpBinding, ctx: Any, *ins: Any) -> Any:
     except KeyError as error:
         if not any("Effect" in type(arg).__name__ for arg in error.args):
             raise
-        # an ordered effect of the kernel, for which JAX has no token here
+        # JAX has no token here for an ordered effect of the kernel
         text = f"{bound.op.title} has no ordered effects; call its kernel itself: {error}"
         raise NotImplementedError(text) from error
 
@@ -5784,7 +5784,7 @@ def _op_lowering(bound: _OpBinding, ctx: Any, *ins: Any) -> Any:
 #    can trace, has its own rule.  Where one has none, the batch is a `jax.lax.map`.
 # 3. Derivative rules get the same vmaps, when JAX asks for them (10.6).
 #
-# All that a user writes sees one slice: generators, outs, rules.  Only `_OpBinding.outs` are those of the batch.
+# Generators, `outs` and rules of the user are for one slice.  Only `_OpBinding.outs` are those of the whole batch.
 
 
 def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None], /, **params: Any) -> tuple:
@@ -5877,9 +5877,8 @@ def _sequential(function: Callable, in_axes: tuple) -> Callable:
 # A user's rule is a function of one slice; it is vmapped by the recorded vmaps (10.5), in which tangents are batched as
 # their primals, and cotangents by all, as outputs are.
 #
-# Zeros are symbolic.  JAX gives rules an `ad.Zero`, in which `jax.vmap` finds nothing to batch, as in an
-# `ad.UndefinedPrimal`: `_symbolic_slice` makes it one of a slice.  Rules may return zeros in any form: `_from_rule`
-# makes them None.
+# Zeros are symbolic.  JAX gives rules `ad.Zero` and `ad.UndefinedPrimal`, which `jax.vmap` cannot batch, so
+# `_symbolic_slice` gives them the shape of a slice.  Rules may return zeros in any form, which `_from_rule` makes None.
 
 
 def defjvp(primitive: Any, *jvp_rules: Callable | None) -> None:
@@ -5973,7 +5972,7 @@ def _op_transpose(bound: _OpBinding, cts: Sequence, *operands: Any) -> list:
         if ct is not None:
             shared = [d for d, in_axes in enumerate(bound.vmaps) if in_axes[i] is None]
             if shared:
-                ct = jax.lax.reduce_sum(ct, shared)  # over the slices that share the operand
+                ct = jax.lax.reduce_sum(ct, shared)  # summed over the slices that share the operand
             results[i] = _sharded_like(ct, operands[i].aval)
     return results
 
@@ -5988,7 +5987,7 @@ def _vmap_rule(of_slice: Callable, vmaps: Sequence[tuple], *groups: Sequence) ->
 
 
 def _symbolic_slice(x: Any, depth: int) -> Any:
-    """What is symbolic, as one slice of `depth` batch dimensions sees it; anything else as it is."""
+    """A symbolic value with the shape of one slice, without `depth` batch dimensions; anything else as it is."""
     if not depth or type(x) not in (ad.Zero, ad.UndefinedPrimal):
         return x
     aval = _out_aval(x.aval.shape[depth:], x.aval.dtype, [x.aval], x.aval.sharding.spec[depth:])
@@ -6023,7 +6022,7 @@ def _from_rule(what: str, returned: Any, declares: str, avals: Sequence) -> list
 
 
 def _is_zero(x: Any) -> bool:
-    return x is None or isinstance(x, (ad.Zero, ad.UndefinedPrimal))  # rules of BrainEvent return operands
+    return x is None or isinstance(x, (ad.Zero, ad.UndefinedPrimal))  # BrainEvent's rules return undefined operands
 
 
 def _derivative_rule(op: XLACustomKernel, kind: str) -> Callable:
