@@ -3773,7 +3773,9 @@ def test_programs_that_jax_keeps_on_disk_run_the_kernels_of_their_process(tmp_pa
 # Names: unique within a process, and the user's own for other processes.
 
 LOADS_MINE = """
-    program = jax.export.deserialize(bytearray(open(sys.argv[1], "rb").read()))
+    from jax import export
+
+    program = export.deserialize(bytearray(open(sys.argv[1], "rb").read()))
     jax.eval_shape(wrap(runs("out[:] = x + 2"), name="mine"), ones)  # another kernel
     print(program.call(ones))
     """
