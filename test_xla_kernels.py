@@ -3563,6 +3563,33 @@ WITHOUT_JIT = """
     """
 
 
+def test_code_of_an_earlier_global_is_not_shared():
+    """What users compiled by themselves may be of other values than a kernel that is made again."""
+    namespace = {"factor": 1.0}
+    exec("def make():\n    def kernel(x, out):\n        out[0] = factor\n    return kernel", namespace)
+    x = np.zeros(1, np.float32)
+    x.flags.writeable = False
+    first = numba.njit(namespace["make"]())
+    first(x, np.zeros(1, np.float32))
+    namespace["factor"] = 2.0
+    second = numba.njit(namespace["make"]())
+    assert [float(wrap(kernel)(x)[0]) for kernel in (first, second)] == [1, 2]
+
+
+def test_kernels_of_other_options_are_others():
+    def make(**options):
+        @numba.njit(**options)
+        def kernel(x, out):
+            for i in range(2):  # beyond the end
+                out[0] = x[i]
+
+        return wrap(kernel)
+
+    one = np.ones(1, np.float32)
+    make()(one)
+    assert "IndexError" in error_of(make(boundscheck=True), one)
+
+
 def test_without_jit_python_reads_globals_in_every_call():
     assert run_code(WITHOUT_JIT, NUMBA_DISABLE_JIT="1").split() == ["1.0"] * 3 + ["2.0"] * 3
 
