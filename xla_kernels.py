@@ -608,7 +608,8 @@ def _constant_text(value: Any) -> str:
     if isinstance(value, frozenset):
         return repr(sorted(map(_constant_text, value)))
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        return repr((value.dtype, value.shape, hashlib.blake2b(value.tobytes()).digest()))
+        content = value.tobytes() if value.nbytes < 10**6 else b""  # to hash more would take long
+        return repr((value.dtype, value.shape, hashlib.blake2b(content).digest()))
     if isinstance(value, types.ModuleType):
         return value.__name__
     is_constant = isinstance(value, (type(None), bool, int, float, complex, str, bytes, np.generic, np.dtype))
