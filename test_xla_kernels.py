@@ -3563,6 +3563,18 @@ WITHOUT_JIT = """
     """
 
 
+@xk.numba_kernel(outs=like_first, in_out_argnames=["v"])
+def count_runs(v):
+    total = 0.0
+    for i in range(20_000):  # long enough for other threads to take slices
+        total += math.sin(total + i)
+    v[0] += 1 if total < 1e9 else 2
+
+
+def test_each_slice_runs_once_on_many_threads():
+    np.testing.assert_array_equal(jax.vmap(count_runs)(jnp.zeros((64, 1))), np.ones((64, 1)))
+
+
 def test_code_of_an_earlier_global_is_not_shared():
     """What users compiled by themselves may be of other values than a kernel that is made again."""
     namespace = {"factor": 1.0}
