@@ -2202,6 +2202,11 @@ WORKQUEUE = """
     def through_pointer(x, out):
         callback(x.ctypes, out.ctypes, x.size)
 
+    def single(x, out):
+        out[:] = x
+
+    wrap(single)(np.ones(1, np.float32))  # of the same signature, but without a lock
+
     def work(kernel):
         f = wrap(kernel)
         for i in range(50 if kernel is direct else 3):
@@ -3441,11 +3446,15 @@ CACHED_DICT = """
         rows[1] = x
         rows[1] /= 2
         out[:] = rows[1]
+
+    @numba.njit(cache=True)
+    def by_a_helper(x, out):
+        normalized(x, out)
     """
 NORMALIZES = """
-    from normalizing import normalized
+    from normalizing import by_a_helper, normalized
     x = jnp.asarray(ones)
-    print(wrap(normalized)(x), x)
+    print(wrap(by_a_helper)(x), wrap(normalized)(x), x)
     """
 
 
@@ -3453,7 +3462,7 @@ def test_a_dict_leaves_the_callers_array_alone_in_a_second_process(tmp_path):
     (tmp_path / "normalizing.py").write_text(textwrap.dedent(CACHED_DICT))
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     for _ in range(2):
-        assert run_code(NORMALIZES, PYTHONPATH=path) == "[0.5 0.5 0.5 0.5] [1. 1. 1. 1.]\n"
+        assert run_code(NORMALIZES, PYTHONPATH=path) == "[0.5 0.5 0.5 0.5] [0.5 0.5 0.5 0.5] [1. 1. 1. 1.]\n"
 
 
 # A kernel object is compiled once for each signature: what it reads of globals is read then, and never again.
