@@ -3584,6 +3584,16 @@ def test_each_slice_runs_once_on_many_threads():
     np.testing.assert_array_equal(jax.vmap(count_runs)(jnp.zeros((64, 1))), np.ones((64, 1)))
 
 
+def test_kernels_that_only_their_process_can_tell_apart_are_not_exported():
+    color = enum.Enum("Color", "RED BLUE")
+    for red in closures("x[0] + (1 if v is color.RED else 2)", [color.RED]):
+        red.__globals__["color"] = color
+        f = wrap(red)
+        jax.eval_shape(f, F32)
+        with pytest.raises(ValueError, match="custom call"):
+            export.export(jax.jit(f), disabled_checks=xk.export_checks())(F32)
+
+
 def test_code_of_an_earlier_global_is_not_shared():
     """What users compiled by themselves may be of other values than a kernel that is made again."""
     namespace = {"factor": 1.0}

@@ -588,32 +588,40 @@ def _is_of_users(entry: Any) -> bool:
     return not all(module is None or _is_stable(module) for module in modules)
 
 
-def _fingerprint(kernel: Any, *more: Any) -> str:
-    """A hash of the code of a kernel, of what that reads and of `more`: best effort, equal in other processes."""
+def _fingerprint(kernel: Any, *more: Any) -> tuple[str, bool]:
+    """A hash of the code of a kernel, of what that reads and of `more`, equal in other processes.
+
+    Also whether it tells all of that: another process may have another kernel with a hash that does not.
+    """
     options = getattr(kernel, "targetoptions", {})
-    parts = [*map(str, more), *(f"{name}={_constant_text(options[name])}" for name in sorted(options))]
+    parts = [*map(str, more), *(f"{name}={_constant_text(options[name], [])}" for name in sorted(options))]
+    unknown: list[Any] = []
     for function in _functions_read(kernel) if isinstance(_python(kernel), types.FunctionType) else ():
-        parts += _constant_text(function.__code__), _constant_text(function.__defaults__)
-        parts += [f"{name}={_constant_text(value)}" for name, value in _values_read(function).items()]
-    return _hash(*parts)
+        values = {"code": function.__code__, "defaults": function.__defaults__, **_values_read(function)}
+        parts += [f"{name}={_constant_text(value, unknown)}" for name, value in values.items()]
+    return _hash(*parts), not unknown
 
 
-def _constant_text(value: Any) -> str:
-    """The text of a constant, for a fingerprint; for anything else its type, as its text may hold an address."""
+def _constant_text(value: Any, unknown: list[Any]) -> str:
+    """The text of a constant, for a fingerprint; for what is `unknown` its type, as its text may hold an address."""
     if isinstance(value, types.CodeType):
         names = value.co_name, value.co_names, value.co_varnames, value.co_freevars
-        return repr((names, value.co_code, list(map(_constant_text, value.co_consts))))
-    if isinstance(value, tuple):
-        return repr(list(map(_constant_text, value)))
-    if isinstance(value, frozenset):
-        return repr(sorted(map(_constant_text, value)))
-    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        content = value.tobytes() if value.nbytes < 10**6 else b""  # to hash more would take long
-        return repr((value.dtype, value.shape, hashlib.blake2b(content).digest()))
-    if isinstance(value, types.ModuleType):
-        return value.__name__
-    is_constant = isinstance(value, (type(None), bool, int, float, complex, str, bytes, np.generic, np.dtype))
-    return repr(value) if is_constant else type(value).__name__
+        return repr((names, value.co_code, [_constant_text(x, unknown) for x in value.co_consts]))
+    if type(value) in (tuple, frozenset):
+        parts = [_constant_text(x, unknown) for x in value]
+        return repr(parts if type(value) is tuple else sorted(parts))
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject and value.nbytes < 10**6:  # more would take long
+        return repr((value.dtype, value.shape, hashlib.blake2b(value.tobytes()).digest()))
+    if isinstance(value, (types.ModuleType, type, types.BuiltinFunctionType, np.ufunc)):
+        return f"{getattr(value, '__module__', '')}.{value.__name__}"
+    if type(value) in (type(None), bool, int, float, complex, str, bytes) or isinstance(value, (np.generic, np.dtype)):
+        return repr(value)
+    if isinstance(_python(value), types.FunctionType):  # whose code counts by itself
+        return type(value).__name__
+    if _is_stable(type(value).__module__) and " at 0x" not in repr(value):  # such as numba.float32
+        return repr(value)
+    unknown.append(value)
+    return type(value).__name__
 
 
 def _hash(*parts: str) -> str:
@@ -628,7 +636,7 @@ class _Names:
         # kernel object of Numba, or the wrapper that jits a plain function -> {what it is for: name}
         self.by_owner: Any = weakref.WeakKeyDictionary()
         self.by_content: dict[Any, str] = {}
-        self.not_found_elsewhere: set[str] = set()  # names with a number, which depend on this process
+        self.not_found_elsewhere: set[str] = set()  # those that may be of another kernel in other processes
 
     def of_kernel(
         self, owner: Any, kernel: Any, what: tuple, label: str, given: str | None, is_python: bool = False
@@ -642,7 +650,10 @@ class _Names:
                 again = _made_again(kernel)
             name = names.get(what) or self.by_content.get((again, what))
             if name is None:
-                name = self._new(label, lambda: _fingerprint(kernel, *what), what, given)
+                fingerprint, is_exact = (_hash(*map(str, what)), True) if given else _fingerprint(kernel, *what)
+                name = self._new(label, fingerprint, given)
+                if not is_exact:
+                    self.not_found_elsewhere.add(name)
                 if again:
                     self.by_content[again, what] = name
             names[what] = name
@@ -652,20 +663,16 @@ class _Names:
         """The name of a kernel that is fully described by this content: texts and numbers."""
         with _LOCK:
             if content not in self.by_content:
-                self.by_content[content] = self._new(label, lambda: _hash(*map(str, content)), content, given)
+                self.by_content[content] = self._new(label, _hash(*map(str, content)), given)
             return self.by_content[content]
 
-    def _new(self, label: str, fingerprint: Callable[[], str], what: tuple, given: str | None) -> str:
-        if given is None:
-            first = f"{__name__}.{label}.{_LAYOUT}.{fingerprint()}"
-        else:
-            first = f"{given}.{_LAYOUT}.{_hash(*map(str, what))}"
-            if first in _TAKEN:
-                raise ValueError(
-                    f"name={given!r}: another kernel of this process has this name, for the same signature; give each "
-                    "kernel a name of its own, and wrap a kernel that is made again once"
-                )
-        name = first
+    def _new(self, label: str, fingerprint: str, given: str | None) -> str:
+        first = name = f"{given or f'{__name__}.{label}'}.{_LAYOUT}.{fingerprint}"
+        if given and name in _TAKEN:
+            raise ValueError(
+                f"name={given!r}: another kernel of this process has this name, for the same signature; give each "
+                "kernel a name of its own, and wrap a kernel that is made again once"
+            )
         for number in itertools.count(2):
             if name not in _TAKEN:
                 break
@@ -5412,8 +5419,9 @@ def _time_call(call: Callable[[], Any]) -> tuple[float, float, list]:
 
 def _largest_difference(x: Any, y: Any) -> float:
     """NaN, if one is."""
-    gap = np.abs(np.asarray(x, complex) - np.asarray(y, complex))
-    return float(np.max(gap, initial=0.0))
+    with np.errstate(invalid="ignore"):  # infinities, which are equal or not
+        gap = np.abs(np.asarray(x, complex) - np.asarray(y, complex))
+    return float(np.max(np.where(np.asarray(x) == np.asarray(y), 0.0, gap), initial=0.0))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -5487,8 +5495,9 @@ class _OpCall:
     def bind(self, *ins: Any) -> Any:
         """The op on tracers (or, under disable_jit, on arrays)."""
         self.op._is_traced = True  # here, too, as a vjp rule that JAX's caches hold need not bind the primitive
-        if "vjp" in self.op._rules:
-            return _bind_with_vjp(self, ins, *self.op._rules["vjp"])
+        rule = self.op._rules.get("vjp")
+        if rule:
+            return _bind_with_vjp(self, ins, *rule)
         return self.bind_primitive(*ins)
 
     def bind_primitive(self, *ins: Any) -> Any:
@@ -5680,8 +5689,10 @@ class _OpPrimitive(Primitive):
         """A rule for JAX's interpreters: `function`, with the binding before its other arguments."""
 
         def call(*args: Any, **params: Any) -> Any:
-            self.op._is_traced = True
-            return function(self.binding(**params), *args)
+            try:
+                return function(self.binding(**params), *args)
+            finally:  # last, as JAX caches what is returned now: another thread may have cleared its caches meanwhile
+                self.op._is_traced = True
 
         return call
 
@@ -6027,12 +6038,13 @@ def _is_zero(x: Any) -> bool:
 
 
 def _derivative_rule(op: XLACustomKernel, kind: str) -> Callable:
-    if kind not in op._rules:
+    rule = op._rules.get(kind)
+    if rule is None:
         raise NotImplementedError(
             f"{op.title} has no {kind} rule, which a derivative needs: use def_{kind}_rule, or define "
             "the derivative with def_jvp_rule2 or def_vjp_rule, or keep the op out of it with jax.lax.stop_gradient"
         )
-    return op._rules[kind]
+    return rule
 
 
 # ======================================================================================================
