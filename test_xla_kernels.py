@@ -1129,55 +1129,6 @@ def test_two_processes_share_a_mesh():
 
 
 # ======================================================================================================
-# Programs: other libraries with kernels in them, as users write it
-# ======================================================================================================
-
-
-@pytest.mark.needs("numpyro")
-def test_program_numpyro_sampler():
-    """A likelihood and its gradient in one pass of a Numba kernel, under NUTS with two chains in a batch."""
-    import numpyro
-    from numpyro import distributions as dist
-    from numpyro.infer import MCMC, NUTS
-
-    @numba.njit
-    def normal_loss(mean, scale, y, loss, gradient):
-        loss[()] = 0.0
-        gradient[:] = 0.0
-        for value in y:
-            z = (value - mean[()]) / scale[()]
-            loss[()] += 0.5 * z * z + math.log(scale[()])
-            gradient[0] -= z / scale[()]
-            gradient[1] += (1 - z * z) / scale[()]
-
-    op = xk.XLACustomKernel("normal_loss")
-    op.def_numba_kernel(normal_loss)
-    y = jnp.asarray(np.random.default_rng(0).normal(2, 0.5, size=400), jnp.float32)
-
-    def forward(*inputs, outs):
-        loss, gradient = op(*inputs, outs=outs)
-        return [loss, gradient], gradient
-
-    def backward(gradient, cotangents):
-        return cotangents[0] * gradient[0], cotangents[0] * gradient[1], None
-
-    op.def_vjp_rule(forward, backward)
-
-    def model():
-        mean = numpyro.sample("mean", dist.Normal(0, 10))
-        scale = numpyro.sample("scale", dist.Uniform(0.1, 10))
-        loss, _ = op(mean, scale, y, outs=(spec(), spec(2)))
-        numpyro.factor("likelihood", -loss)
-
-    options = {"num_chains": 2, "chain_method": "vectorized", "progress_bar": False}
-    chains = MCMC(NUTS(model), num_warmup=200, num_samples=200, **options)
-    chains.run(jax.random.key(0))
-    samples = chains.get_samples()
-    assert abs(samples["mean"].mean() - y.mean()) < 0.02
-    assert abs(samples["scale"].mean() - y.std()) < 0.02
-
-
-# ======================================================================================================
 # Numba on CPU, and with it what all wrappers share: the C interface, kernels, inputs, the primitive, the handler
 # ======================================================================================================
 
@@ -6290,7 +6241,7 @@ def test_op_benchmark_compares_backends():
 
 
 # ======================================================================================================
-# A network of spiking neurons, the README's whole program
+# A network of spiking neurons: what the benchmark simulates with two kernels, and the README with one
 # CUBA, benchmark 2 of Brette et al. (2007): leaky integrate-and-fire neurons, 80% of them excitatory, 80 synapses each.
 # ======================================================================================================
 
@@ -6351,22 +6302,6 @@ def cuba(n, numba_kernel=xk.numba_kernel):
         return (v, ge, gi, wait), spiking, count[0]
 
     return step
-
-
-def spike_counts(step, steps):
-    """A function of the first state that returns how many neurons spike in each step."""
-
-    def counted(state, _):
-        state, _, count = step(state)
-        return state, count
-
-    return jax.jit(lambda state: jax.lax.scan(counted, state, length=steps)[1])
-
-
-def test_network_of_spiking_neurons():
-    """It spikes at the rate that Brette et al. report."""
-    counts = spike_counts(cuba(4000), 2000)(first_state(4000))
-    assert 4 < counts.sum() / 4000 / 0.2 < 8
 
 
 # ======================================================================================================
@@ -6650,30 +6585,6 @@ def bench_start():
 # -- the network of spiking neurons, by others ---------------------------------------------------------
 
 
-def cuba_brainevent(n):
-    """The same as brainevent's users write it."""
-    import brainevent
-
-    excitatory = n * 4 // 5
-
-    def weights(n_rows, weight):
-        indptr, indices = random_csr(n_rows, n)
-        return brainevent.CSR((jnp.float32([weight]), indices, indptr), shape=(n_rows, n))
-
-    excite, inhibit = weights(excitatory, 1.62), weights(n - excitatory, -9)
-
-    def step(state):
-        v, ge, gi, wait = state
-        u = EL + (v - EL) * DECAY_V + ge * GAIN_E + gi * GAIN_I
-        u = jnp.where(wait > 1, v, u)
-        spikes = u > VT
-        ge = ge * DECAY_E + brainevent.BinaryArray(spikes[:excitatory]) @ excite
-        gi = gi * DECAY_I + brainevent.BinaryArray(spikes[excitatory:]) @ inhibit
-        return (jnp.where(spikes, VR, u), ge, gi, jnp.where(spikes, REFRACTORY, wait - 1)), None, spikes.sum()
-
-    return step
-
-
 def brainevent_kernel(kernel, outs, **options):
     import brainevent
 
@@ -6683,9 +6594,9 @@ def brainevent_kernel(kernel, outs, **options):
 BRIAN2 = """
 import sys
 from brian2 import *
-n, steps, dtype, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+n, steps, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 set_device("cpp_standalone", build_on_run=False)
-prefs.core.default_float_dtype = getattr(np, dtype)
+prefs.core.default_float_dtype = np.float32
 equations = '''
 dv/dt = (ge + gi - (v + 49*mV)) / (20*ms) : volt (unless refractory)
 dge/dt = -ge / (5*ms) : volt
@@ -6702,11 +6613,11 @@ device.build(directory=folder, compile=True, run=False)
 """
 
 
-def brian2_program(n, steps, dtype):
+def brian2_program(n, steps):
     """A function that runs Brian2's compiled program and reads the time of a step that it reports."""
     kept = tempfile.TemporaryDirectory()
     folder = pathlib.Path(kept.name)
-    run_python("-W", "ignore", "-c", BRIAN2, n, steps, dtype, folder, cwd=folder)
+    run_python("-W", "ignore", "-c", BRIAN2, n, steps, folder, cwd=folder)
 
     def once():
         subprocess.run([folder / "main"], check=True, capture_output=True, cwd=kept.name)
@@ -6715,37 +6626,32 @@ def brian2_program(n, steps, dtype):
     return once
 
 
-def bench_network(steps=5_000):
-    """CUBA network (Brette et al. 2007), 80 synapses a neuron: one step of 0.1 ms"""
-    networks = {
-        "numba_kernel": cuba,
-        "the same with brainevent.numba_kernel": partial(cuba, numba_kernel=brainevent_kernel),
-        "brainevent BinaryArray @ CSR, neurons in jnp": cuba_brainevent,
-    }
-    rows = []
-    for n in (4_000, 40_000):
+def simulation(step, steps, seen):
+    """A function of the first state that returns what is seen of the state and the count after each step."""
 
-        def stepping(network):
-            once = timed(spike_counts(network(n), steps), first_state(n))
-            return lambda: once() / steps
+    def stepping(state, _):
+        state, _, count = step(state)
+        return state, seen(state, count)
 
-        paths = over(networks, stepping)
-        paths["Brian2 C++ standalone"] = partial(brian2_program, n, steps, "float64")
-        paths["Brian2 C++ standalone, float32"] = partial(brian2_program, n, steps, "float32")
-        rows += compare(paths, case=f"{n:,} neurons")
-    return rows
+    return jax.jit(lambda state: jax.lax.scan(stepping, state, length=steps)[1])
+
+
+def bench_network(n=4_000, steps=5_000):
+    """CUBA network (Brette et al. 2007) of 4,000 neurons, 80 synapses a neuron: one step of 0.1 ms"""
+
+    def stepping(network):
+        once = timed(simulation(network(n), steps, lambda state, count: count), first_state(n))
+        return lambda: once() / steps
+
+    networks = {"numba_kernel": cuba, "brainevent.numba_kernel": partial(cuba, numba_kernel=brainevent_kernel)}
+    brian2 = {"Brian2 C++ standalone, float32": partial(brian2_program, n, steps)}
+    return compare(over(networks, stepping) | brian2)
 
 
 def bench_spikes(n=4_000, steps=5_000, shown=250):
     """Spikes of the CUBA network in half a second"""
-    step = cuba(n)
-
-    def stepping(state, _):
-        state, _, _ = step(state)
-        return state, state[3][:: n // shown] == REFRACTORY
-
-    _, spikes = jax.jit(lambda state: jax.lax.scan(stepping, state, length=steps))(first_state(n))
-    times, numbers = np.nonzero(np.asarray(spikes))
+    seen = simulation(cuba(n), steps, lambda state, count: state[3][:: n // shown] == REFRACTORY)
+    times, numbers = np.nonzero(np.asarray(seen(first_state(n))))
     raster = [[float(t), int(i)] for t, i in zip(np.round(times * 0.1, 1), numbers)]
     return [{"case": "", "path": "rate", "unit": "Hz", "value": len(raster) / shown / (steps * 1e-4), "raster": raster}]
 
