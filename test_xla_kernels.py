@@ -951,18 +951,20 @@ def run_python(*args, cwd=ROOT, timeout=900, rc=0, **environment):
     return process.stdout
 
 
-README_BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+README_BLOCKS = {}  # by the heading above each
+for section in README.split("\n## "):
+    for code in re.findall(r"```python\n(.*?)```", section, re.DOTALL):
+        README_BLOCKS[section.partition("\n")[0]] = code
 
 
-@pytest.mark.parametrize("block", [
-    pytest.param(
-        block,
-        id=re.findall(r"^def (\w+)", block, re.MULTILINE)[-1],
-        marks=pytest.mark.needs("warp" if "import warp" in block else "numba"),
-    )
-    for block in README_BLOCKS
-])  # fmt: skip
-def test_readme_blocks_print_what_their_comments_say(block, tmp_path, monkeypatch, capsys):
+def readme_headings():
+    for heading, code in README_BLOCKS.items():
+        yield pytest.param(heading, marks=pytest.mark.needs("warp" if "import warp" in code else "numba"))
+
+
+@pytest.mark.parametrize("heading", readme_headings())
+def test_readme_blocks_print_what_their_comments_say(heading, tmp_path, monkeypatch, capsys):
+    block = README_BLOCKS[heading]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XLA_FLAGS", "")  # which one of them sets, as the first thing in a process
     pathlib.Path("block.py").write_text(block, encoding="utf-8")
@@ -974,7 +976,7 @@ def test_readme_blocks_print_what_their_comments_say(block, tmp_path, monkeypatc
 def test_network_of_the_readme(tmp_path):
     """It spikes at the rate that Brette et al. report."""
     path = tmp_path / "block.py"
-    path.write_text(next(block for block in README_BLOCKS if "def step(" in block), encoding="utf-8")
+    path.write_text(README_BLOCKS["A network of spiking neurons"], encoding="utf-8")
     step = runpy.run_path(path)["step"]
     synapses = random_csr(4000, 4000)
 
