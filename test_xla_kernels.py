@@ -962,7 +962,7 @@ def readme_headings():
         yield pytest.param(heading, marks=pytest.mark.needs("warp" if "import warp" in code else "numba"))
 
 
-@pytest.mark.parametrize("heading", readme_headings())
+@pytest.mark.parametrize("heading", list(readme_headings()))
 def test_readme_blocks_print_what_their_comments_say(heading, tmp_path, monkeypatch, capsys):
     block = README_BLOCKS[heading]
     monkeypatch.chdir(tmp_path)
