@@ -5733,6 +5733,13 @@ def test_xla_splits_a_batch_whose_shared_operands_have_any_rank(ranks):
             check_split(jax.vmap(add, [0 if flag else None for flag in batched]), args, expected)
 
 
+def test_a_batch_is_split_over_the_axes_that_a_shard_map_leaves():
+    over_d = jax.shard_map(
+        matvecs_of_blocks, mesh=mesh_of(2, 2), in_specs=(P("d"), P()), out_specs=P("d"), axis_names={"d"}
+    )
+    check_split(over_d, [on_devices(X846, "d", "e"), on_devices(W66)], all_matvecs(X846))
+
+
 def test_an_exported_program_stays_split():
     line = mesh_of(4)
     placed = [jax.sharding.NamedSharding(line, P(*axes)) for axes in ("d", ())]

@@ -242,11 +242,6 @@ def _sharded_like(x: Any, aval: Any) -> Any:
 
 
 def _devices_to_split_over(ctx: Any) -> int:
-    """Over how many devices XLA may split a batch: 1 in `shard_map` and `pmap`, which have split it already."""
-    return getattr(ctx.module_context.axis_context, "num_devices", 1)
-
-
-def _auto_devices(ctx: Any) -> int:
     """Over how many devices XLA splits what is lowered: in `shard_map`, those of the axes that are not manual."""
     context = ctx.module_context.axis_context
     if not isinstance(context, mlir.SPMDAxisContext):
@@ -1062,7 +1057,7 @@ def _platforms(ctx: Any) -> Sequence[str]:
 def _call_lowering(ctx: Any, *operands: Any, call: _BoundCall) -> Any:
     for platform in _platforms(ctx):
         call.target.register(platform)
-    if call.has_side_effect and _auto_devices(ctx) > 1:
+    if call.has_side_effect and _devices_to_split_over(ctx) > 1:
         raise NotImplementedError(
             f"{call.target.title} has side effects, and XLA cannot tell on which devices: over several, call it in a "
             "jax.shard_map over all axes of the mesh"
