@@ -730,12 +730,6 @@ class _Target:
     def __repr__(self) -> str:
         return f"{self.name}{self.launch or ''}"
 
-    def under_vmaps(self, depth: int) -> _Target:
-        """What runs a call under so many vmaps."""
-        if depth and self.for_batches:
-            return self.for_batches
-        return self
-
     def register(self, platform: str) -> Any:
         """Compile and register the handler for a platform, unless one of this name is registered there."""
         if platform not in self.compilers:
@@ -1013,11 +1007,6 @@ class _BoundCall:
         return 0 in grid or batch_is_empty
 
 
-def _specs_of_slices(arrays: Sequence, depth: int) -> list[Spec]:
-    """The specs of one slice: without the dimensions of `depth` vmaps."""
-    return [Spec(x.shape[depth:], x.dtype) for x in arrays]
-
-
 def _batches(batch: Sequence, slices: Sequence) -> tuple[Spec, ...]:
     """The specs of all slices, of a batch with these dimensions."""
     return tuple([Spec((*batch, *x.shape), x.dtype) for x in slices])
@@ -1116,7 +1105,7 @@ def _lower_to_starts(ctx: Any, operands: Any, aliases: Sequence[tuple[int, int]]
 
 def _call_batching(args: Any, dims: Any, *, call: _BoundCall) -> Any:
     """One more leading dimension everywhere; size 1 says that an operand is the same for every slice."""
-    target = call.target.under_vmaps(1)
+    target = call.target.for_batches or call.target
     target.register_where_traced()
     size = next(x.shape[dim] for x, dim in zip(args, dims) if dim is not None)
     has_slices = [dim is not None for dim in dims]
@@ -1157,6 +1146,16 @@ mlir.register_lowering(_call_p, _call_lowering)
 #   padding, and a kernel that raises there leaves the other devices waiting.
 # - A call with side effects is not split: XLA would drop the flag.
 # The kernel's own dimensions are gathered: only `jax.shard_map` splits them.
+#
+# For example, eight slices of a kernel of x and w, on four devices; all slices share w:
+#
+#     operand    in JAX    passed as        dimensions
+#     x          [8,6]     [8,1,1,1,6]      5: more than num_batch_dims = 3, so split
+#     w          [1,6,6]   [6,6]            2: whole
+#     result     [8,6]     [8,1,1,1,6]
+#
+# One dimension of the batch is split.  The ones make num_batch_dims more than the two dimensions of w, and one more of
+# them keeps operands whose slices have no dimensions above it.
 
 
 def _count_split(ctx: Any, call: _BoundCall) -> int:
@@ -5733,7 +5732,8 @@ class _OpBinding:
 
     @property
     def slice_outs(self) -> tuple:
-        return tuple(_specs_of_slices(self.outs, len(self.vmaps)))
+        depth = len(self.vmaps)
+        return tuple([Spec(out.shape[depth:], out.dtype) for out in self.outs])
 
     @property
     def rule_params(self) -> dict[str, Any]:
