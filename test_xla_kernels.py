@@ -3162,17 +3162,21 @@ def test_fakecuda_kernels_that_know_of_z_or_wait_are_launched_per_slice(gpus, co
     assert gpus.launches(jax.vmap(op), jnp.ones((4, 3))) == [ONE_THREAD] * 4
 
 
-SPINS = ("while cuda.atomic.cas(out, 0, x[0], x[1]) == 0: pass", "while cuda.atomic.exch(out, 0, 1) == 0: pass")
-PTX_OF_SPINS = "atom.global.cas.b32 %r1, [%rd1], 0, 1;", "atom.global.exch.b32 %r1, [%rd1], 1;"
+SPINS = {  # the instruction that waits: the kernel, and its PTX
+    "cas": ("while cuda.atomic.cas(out, 0, x[0], x[1]) == 0: pass", "atom.global.cas.b32 %r1, [%rd1], 0, 1;"),
+    "exch": ("while cuda.atomic.exch(out, 0, 1) == 0: pass", "atom.global.exch.b32 %r1, [%rd1], 1;"),
+    "read": ("while cuda.atomic.add(out, 0, 0) == 0: pass", "atom.global.add.u32 %r1, [%rd1], 0;"),
+}
 
 
-@pytest.mark.parametrize("k", [0, 1], ids=["cas", "exch"])
-def test_fakecuda_kernels_that_spin_on_atomics_are_launched_per_slice(gpus, batching_cuda, k):
+@pytest.mark.parametrize("how", SPINS)
+def test_fakecuda_kernels_that_spin_on_atomics_are_launched_per_slice(gpus, batching_cuda, how):
     """Blocks of other slices that do not run may be what they wait for."""
+    code, ptx = SPINS[how]
     if hasattr(batching_cuda, "compiles_nothing"):
-        kernel = batching_cuda.jit(ptx=PTX_OF_SPINS[k])(own_kernel(batching_cuda, "x, out"))
+        kernel = batching_cuda.jit(ptx=ptx)(own_kernel(batching_cuda, "x, out"))
     else:
-        kernel = own_kernel(batching_cuda, "x, out", SPINS[k])
+        kernel = own_kernel(batching_cuda, "x, out", code)
     op = xk.numba_cuda_kernel(kernel, like_first, **BLOCK)
     assert gpus.launches(jax.vmap(op), jnp.ones((4, 3), np.int32)) == [ONE_THREAD] * 4
 

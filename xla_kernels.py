@@ -3157,9 +3157,9 @@ def numba_cuda_kernel(
     launched through Python.
 
     A `vmap` is one launch, whose blocks along z are the slices, where the grid of a call has one block there and the
-    kernel neither asks for z nor may wait for other blocks (as its PTX shows: memory fences, volatile loads and atomic
-    exchanges count as waiting).  Else, and with `vmap_method="sequential"`, there is a
-    launch for each slice.
+    kernel neither asks for z nor may wait for other blocks (as its PTX shows: memory fences, volatile loads, atomic
+    exchanges and atomic reads count as waiting).  Else, and with `vmap_method="sequential"`, there is a launch for each
+    slice.
 
     With NUMBA_ENABLE_CUDASIM=1 (set before Numba is imported) kernels that `numba.cuda` compiles run in Python on
     JAX's CPU backend.
@@ -3784,15 +3784,16 @@ def _ptx_params(ptx: str, entry: str) -> list[str]:
 def _runs_alike_for_all_z(ptx: str) -> bool:
     """Whether a kernel ignores the z of its blocks and never waits for other blocks: z may then count slices.
 
-    Blocks wait for each other by memory fences, volatile loads and atomic exchanges, which may be for ever if not all
-    of them run.
+    Blocks wait for each other by memory fences, volatile loads, and atomic exchanges or reads, which may be for ever if
+    not all of them run.
     """
     linked_later = set(re.findall(r"\.extern\s+\.func\s*(?:\([^)]*\)\s*)?(\w+)", ptx))
     if not linked_later <= {"vprintf", "__assertfail", "malloc", "free"}:  # unknown code
         return False
     asks_for_z = r"%n?ctaid\.z|%gridid|%n?clusterid|%cluster_"
-    waits = r"\b(membar|fence|griddepcontrol)\b|\.(volatile|acquire|release|acq_rel)\b|\batom\.[\w.]*\b(cas|exch)\b"
-    return not re.search(f"{asks_for_z}|{waits}", ptx)
+    waits = r"\b(membar|fence|griddepcontrol)\b|\.(volatile|acquire|release|acq_rel)\b"
+    polls = r"\batom\.[^;]*(\b(cas|exch)\b|, 0([fd]0+)?;)"  # to add 0 is to read
+    return not re.search(f"{asks_for_z}|{waits}|{polls}", ptx)
 
 
 def _ask_xla(handler: _Handler, function: str, kind: Any) -> Any:
