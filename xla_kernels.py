@@ -2943,8 +2943,7 @@ def _returned_leaves(kind: Any, expression: str = _RETURNED) -> dict[str, Any]:
     if kind == nbtypes.none:
         return {}
     if not isinstance(kind, nbtypes.BaseTuple):
-        is_0d = getattr(kind, "ndim", None) == 0
-        return {expression + "[()]" * is_0d: nbtypes.unliteral(kind)}
+        return {expression: nbtypes.unliteral(kind)}
     leaves = {}
     for i, item in enumerate(kind):
         leaves.update(_returned_leaves(item, f"{expression}[{i}]"))
