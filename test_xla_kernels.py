@@ -4140,6 +4140,9 @@ def test_warp_generated_kernels_are_theirs_by_constant_and_setting(warp_path, mo
     monkeypatch.setitem(options, "fast_math", not options["fast_math"])
     check_equal(kernel_with_a_constant(2.0)(x), 2 * x)
     assert len(xk.export_checks()) == n_targets + 1
+    monkeypatch.setattr(wp.config, "verify_fp", True)
+    check_equal(kernel_with_a_constant(2.0)(x), 2 * x)
+    assert len(xk.export_checks()) == n_targets + 2
 
 
 def test_warp_threads_that_call_kernels_of_one_module(warp_path, monkeypatch):
@@ -4604,6 +4607,7 @@ REFUSED_BY_WARP_KERNEL = [  # error, its text, kernel, arguments of the call, if
     (TypeError, r"'multiply': argument 'x' is a warp.array, float32\[:\] .*int32\[3\]: wrong dtype", "multiply",
      (INTEGERS, THREE), {}),
     (TypeError, r"'y' .*got float32\[3,1\]: wrong number of dimensions", "multiply", (THREE, sample(3, 1)), {}),
+    (ValueError, r"'out' .*got float32\[2147483648\]: .*32 bits", "multiply", (THREE, THREE), {"outs": spec(2**31)}),
     (TypeError, r"'v' .*float32\[:,2\].*: wrong inner", "matvec", (sample(3, 2, 2), sample(3, 4)), {}),
     (TypeError, r"'out' .*got int32\[3\]: wrong dtype", "multiply", (THREE, THREE), {"outs": spec(3, dtype=np.int32)}),
     (TypeError, r"with jax.enable_x64\(True\): x = jnp.asarray\(x, jnp.float64\)", "takes_doubles", (THREE,),
