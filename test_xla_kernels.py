@@ -1474,7 +1474,8 @@ def compiled_functions():
 
 
 def test_a_kernel_that_is_made_again_for_each_shape_is_compiled_once():
-    doubled = numba.njit(["f4(f4)", "f8(f8)"])(lambda a: 2 * a)
+    """Also if a function that it calls is compiled for other types meanwhile."""
+    doubled = numba.njit(lambda a: 2 * a)
 
     def make(alpha, jit=lambda kernel: kernel):
         def kernel(x, out):
@@ -1491,6 +1492,9 @@ def test_a_kernel_that_is_made_again_for_each_shape_is_compiled_once():
                 np.testing.assert_array_equal(jax.jit(call)(x), 2 * alpha * x / x)
                 np.testing.assert_array_equal(jax.vmap(call)(x[None]), 2 * alpha * x[None] / 2)
         assert names.count("kernel") == 1, (alpha, jit, dtype)
+    with compiled_functions() as names:
+        np.testing.assert_array_equal(make(2.0)(2 * F32), 4 * F32)
+    assert not names
 
 
 @pytest.mark.parametrize("size, step", [(4, 1), (4, 2), (200_000, 1)])

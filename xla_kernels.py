@@ -497,7 +497,7 @@ class _MadeAgain(NamedTuple):
     """What kernels have in common that the same `def` made again."""
 
     reads: tuple  # all that the code reads
-    helpers: tuple  # the code that Numba has compiled for the functions that it calls
+    helpers: tuple[frozenset, ...]  # the code that Numba has compiled for each function that it calls
 
 
 def _made_again(kernel: Any) -> _MadeAgain | None:
@@ -523,7 +523,7 @@ def _made_again(kernel: Any) -> _MadeAgain | None:
         pipeline = pipeline.__qualname__
     options_text = repr(sorted(options.items()))
     made_by = _Same(function.__code__), _Same(function.__globals__), type(kernel), options_text, pipeline
-    helpers = [tuple(map(_Same, x.overloads.values())) for x in _values_read(function).values() if _is_jitted(x)]
+    helpers = [frozenset(map(_Same, x.overloads.values())) for x in _values_read(function).values() if _is_jitted(x)]
     return _MadeAgain((*made_by, _registered_by_users(), *reads), tuple(helpers))
 
 
@@ -624,13 +624,28 @@ def _hash(*parts: str) -> str:
     return hashlib.blake2b("\n".join(parts).encode("utf-8", "replace"), digest_size=12).hexdigest()
 
 
+class _Named(NamedTuple):
+    """A kernel that may be made again."""
+
+    name: str
+    helpers: tuple[frozenset, ...]
+    is_compiled: bool = False
+
+    def calls_same_code(self, helpers: tuple[frozenset, ...]) -> bool:
+        """Whether the functions that it calls are what they were; once it is compiled, they may get more types."""
+        if self.is_compiled:
+            return all(map(frozenset.issuperset, helpers, self.helpers))
+        return helpers == self.helpers
+
+
 class _Names:
     """The names of targets.  None is ever given back, and none is given to two kernels."""
 
     def __init__(self) -> None:
         # kernel object of Numba, or the wrapper that jits a plain function -> {what it is for: name}
         self.by_owner: Any = weakref.WeakKeyDictionary()
-        self.by_content: dict[Any, str] = {}
+        self.by_content: dict[tuple, str] = {}
+        self.by_reads: dict[tuple, _Named] = {}  # by what a kernel reads and what it is for: the newest such kernel
         self.not_found_elsewhere: set[str] = set()  # those that may be of another kernel in other processes
 
     def of_kernel(
@@ -643,14 +658,14 @@ class _Names:
             # Not shared: plain Python, which reads a variable on each run, and code that Numba compiled earlier.
             if what not in names and not is_python and not getattr(kernel, "overloads", None):
                 again = _made_again(kernel)
-            name = names.get(what) or self.by_content.get((again, what))
+            name = names.get(what) or self._of_equal(again, what)
             if name is None:
                 fingerprint, is_exact = (_hash(*map(str, what)), True) if given else _fingerprint(kernel, *what)
                 name = self._new(label, fingerprint, given)
                 if not is_exact:
                     self.not_found_elsewhere.add(name)
                 if again:
-                    self.by_content[again, what] = name
+                    self.by_reads[again.reads, what] = _Named(name, again.helpers)
             names[what] = name
         return name, functools.partial(self._share, name, kernel, what, again)
 
@@ -660,6 +675,13 @@ class _Names:
             if content not in self.by_content:
                 self.by_content[content] = self._new(label, _hash(*map(str, content)), given)
             return self.by_content[content]
+
+    def _of_equal(self, again: _MadeAgain | None, what: tuple) -> str | None:
+        """The name of a kernel that the same `def` made, if it is equal."""
+        named = self.by_reads.get((again.reads, what)) if again else None
+        if named and again and named.calls_same_code(again.helpers):
+            return named.name
+        return None
 
     def _new(self, label: str, fingerprint: str, given: str | None) -> str:
         first = name = f"{given or f'{__name__}.{label}'}.{_LAYOUT}.{fingerprint}"
@@ -681,11 +703,11 @@ class _Names:
         """Share the code with functions that are made again, unless what it reads changed while it was compiled."""
         if before is None:
             return
-        self.by_content.pop((before, what), None)
         now = _made_again(kernel)
         if now and now.reads == before.reads:
-            self.by_content[now, what] = name
+            self.by_reads[now.reads, what] = _Named(name, now.helpers, is_compiled=True)
         else:
+            self.by_reads.pop((before.reads, what), None)
             self.not_found_elsewhere.add(name)
 
 
