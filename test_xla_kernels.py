@@ -959,12 +959,15 @@ README_BLOCKS = {  # by the heading above each
 
 def readme_headings():
     for heading, code in README_BLOCKS.items():
-        yield pytest.param(heading, marks=pytest.mark.needs("warp" if "import warp" in code else "numba"))
+        needs = "warp" if "import warp" in code else "cuda" if "import cuda" in code else "numba"
+        yield pytest.param(heading, marks=pytest.mark.needs(needs))
 
 
 @pytest.mark.parametrize("heading", list(readme_headings()))
 def test_readme_blocks_print_what_their_comments_say(heading, tmp_path, monkeypatch, capsys):
     block = README_BLOCKS[heading]
+    if cuda:  # the package that is installed, or the simulator
+        block = block.replace("from numba_cuda_mlir import cuda", f"import {cuda.__name__} as cuda")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XLA_FLAGS", "")  # which one of them sets, as the first thing in a process
     pathlib.Path("block.py").write_text(block, encoding="utf-8")

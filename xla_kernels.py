@@ -3191,10 +3191,12 @@ def numba_cuda_kernel(
       outs, vmap_method, input_output_aliases, in_out_argnames, scalars, has_side_effect, scratch, zero_outputs,
         name: as for `numba_kernel`.  With in-out arguments or scalars the kernel is compiled as a device function of
         one that passes them.
-      grid, block: blocks in the grid and threads in a block: ints or tuples of up to three (x, y, z).
-      launch_dims: instead of both, the number of threads, an int or a tuple of up to three, or a callable like
-        `outs`.  Whole blocks cover it, so the kernel must guard the edge (`if i < out.size`).  With no threads at all
-        nothing is launched, and outputs are zeros.
+      grid, block: blocks in the grid and threads in a block: ints or tuples of up to three (x, y, z).  Where they
+        depend on the inputs, make the wrapper inside of the function that calls it.
+      launch_dims: instead of both, the number of threads, an int or a tuple of up to three (x, y, z), or a callable
+        like `outs`.  Threads next to each other differ in x, so for a matrix it is `x.shape[::-1]`.  Whole blocks cover
+        it, so the kernel must guard the edge (`if i < out.size`).  With no threads at all nothing is launched, and
+        outputs are zeros.
       threads_per_block: block size over one-dimensional `launch_dims`: over two it is 16x16, over three 8x8x4.
       shared_mem: bytes of dynamic shared memory, up to the device's opt-in maximum (48 KiB through Python).
 
@@ -3233,7 +3235,8 @@ def numba_cuda_callable(
     (`kernel[grid, block, stream](...)`), writes the outputs and not the inputs, keeps no array, calls no jax
     function, and need not synchronize.  What it raises reaches the user.  `vmap` calls it once per slice.
 
-    Make it once: another function that a generator made counts as another, also in names for `jax.export`.
+    Make it once: another function that a generator made counts as another, also in names for `jax.export`.  To be
+    exported, it names the kernels that it launches, as globals or in its closure, not as attributes of other objects.
 
     Args:
       func: the function.
@@ -3994,13 +3997,14 @@ def warp_kernel(
       outs: as for `numba_kernel`; a callable gets what the call got, values included.  A kernel that adds into an
         output says `zero_outputs=True`, or names it in `in_out_argnames`; if the launch is empty all are zero.
       launch_dims: the number of threads: an int, a tuple of up to 4, or a callable of the inputs; by default the shape
-        of the kernel's first array (without the dimensions of its elements).
+        of the kernel's first array (without the dimensions of its elements).  `wp.tid()` should give as many indices.
       block_dim: threads per block on a GPU; a block on the CPU has one.
       tiled: True for kernels whose blocks work on tiles, as `warp.launch_tiled` starts them: `launch_dims`, up
         to 3, counts blocks, of `block_dim` threads each.
       vmap_method, input_output_aliases, in_out_argnames, has_side_effect, scratch, zero_outputs: as for `numba_kernel`.
       name: the target's name, of your own choice; see `numba_kernel`.
-      differentiable: True gives reverse mode through the kernel's own adjoint, for arrays of floats.
+      differentiable: True gives reverse mode, first derivatives only, through the kernel's own adjoint, for arrays of
+        floats.
 
     Returns:
       A function whose result has the structure of `outs`.
@@ -4255,7 +4259,8 @@ class _WarpKernel(_Wrapper):
         grads = {names[k]: first_grad + j for j, k in enumerate(owners)}
         arguments = self._arguments({name: k for k, name in enumerate(names)}, grads)
         adjoints = [_WarpArgument(param, grads.get(name)) for name, param in self.params.items()]
-        return dataclasses.replace(call, target=self._target(call, arguments + adjoints, ins[:n_args]))
+        target = self._target(call, arguments + adjoints, ins[:n_args])
+        return dataclasses.replace(call, target=dataclasses.replace(target, title=f"the adjoint of {self.title}"))
 
 
 def _floats(arrays: Sequence[Any]) -> list[int]:
@@ -6057,9 +6062,12 @@ def _is_zero(x: Any) -> bool:
 def _derivative_rule(op: XLACustomKernel, kind: str) -> Callable:
     rule = op._rules.get(kind)
     if rule is None:
+        other = "define the derivative with def_jvp_rule2 or def_vjp_rule"
+        if kind == "transpose" and "jvp" in op._rules:
+            other = "write its jvp rule, which calls the op on tangents, in jax.numpy"
         raise NotImplementedError(
-            f"{op.title} has no {kind} rule, which a derivative needs: use def_{kind}_rule, or define "
-            "the derivative with def_jvp_rule2 or def_vjp_rule, or keep the op out of it with jax.lax.stop_gradient"
+            f"{op.title} has no {kind} rule, which a derivative needs: use def_{kind}_rule, or {other}, or keep the op "
+            "out of it with jax.lax.stop_gradient"
         )
     return rule
 
