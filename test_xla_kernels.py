@@ -1410,6 +1410,10 @@ def test_attributes_of_modules_builtins_and_inlined_helpers_that_change(monkeypa
         assert [result_of(make(module, inlined)) for make in makers] == [n, n, 1 + n]
 
 
+def test_a_name_in_a_kernel_may_be_that_of_any_object():
+    assert result_of(runs("out[:] = x.size", size=types.SimpleNamespace(adj=3))) == 4
+
+
 def test_options_and_layouts_of_one_function():
     def overflows(x, out):
         total = 100 * int(x[0])
@@ -2720,6 +2724,7 @@ BLOCK = {"grid": 1, "block": 1}
     (ValueError, {"launch_dims": lambda x: -3}, "got -3"),
     (ValueError, {"launch_dims": 1, "threads_per_block": 2048}, "from 1 to 1024; got 2048"),
     (TypeError, {"launch_dims": 1, "threads_per_block": (8, 8)}, "threads_per_block must be an int"),
+    (TypeError, {**BLOCK, "shared_mem": None}, "shared_mem must be a number of bytes; got None"),
     (ValueError, {**BLOCK, "shared_mem": -1}, "shared_mem must be a number of bytes; got -1"),
     (TypeError, {**BLOCK, "outs": spec(3, dtype=jnp.bfloat16)}, "output 0 is bfloat16[3]"),
     (TypeError, {**BLOCK, "outs": [spec(3)] * 2}, "1 inputs and 2 outputs"),
@@ -4950,6 +4955,16 @@ def test_op_tells_equal_parameters_apart(kind):
         assert f(0.0) == [len(repr(k)) for k in values]
 
 
+@dataclasses.dataclass(eq=False)
+class EqualToItself:
+    sizes: list
+
+
+def test_op_parameter_that_equals_itself_alone():
+    op = op_of(lambda x, k: x + len(k.sizes))
+    assert [op(0.0, outs=spec(), k=EqualToItself([1] * n)) for n in (1, 2)] == [1, 2]
+
+
 def test_op_parameters_may_have_the_names_of_the_librarys_arguments():
     names = "self args axes ins fun kernel name op options prim primals primitive rules tangents key ctx".split()
     op = op_of(lambda x, **parameters: x * sum(parameters.values()))
@@ -5223,11 +5238,18 @@ def print_in_order(x):
 cuda_kernel_of = partial(xk.numba_cuda_kernel, outs=like_first, grid=1, block=1)
 
 
+def op_that_calls_itself():
+    op = op_adding(a=1)
+    op.def_jvp_rule2(lambda t, x: op(t, outs=like_first))
+    return call_op(op)
+
+
 MISUSES = [  # the error, what its text says, what is done to an op
     (TypeError, "backend must be a name, got 1", methodcaller("def_kernel", 1, "cpu", add_to(1))),
     (ValueError, "platform must be a name, got ''", methodcaller("def_kernel", "a", "", add_to(1))),
     (TypeError, "must be callable, got 'kernel'", methodcaller("def_kernel", "a", "cpu", "kernel")),
     (TypeError, "grid can be given with a ready kernel only", methodcaller("def_numba_kernel", add_to(1), grid=3)),
+    (TypeError, "grid can be given with a ready kernel only", methodcaller("def_numba_kernel", add_one, grid=3)),
     (TypeError, "cannot have side effects", methodcaller("def_numba_kernel", numba_multiply, has_side_effect=True)),
     (TypeError, "must be callable, got 3", methodcaller("def_jvp_rule2", 3)),
     (TypeError, "expected an XLACustomKernel or a jax Primitive, got 3", lambda op: xk.defjvp(3)),
@@ -5239,6 +5261,7 @@ MISUSES = [  # the error, what its text says, what is done to an op
     (ValueError, "no call function", methodcaller("call", 1)),
     (TypeError, "for this one there is numba_kernel", lambda op: cuda_kernel_of(numba_multiply)),
     (NotImplementedError, "'op' has no ordered effects", lambda op: call_op(op_of(print_in_order))(1.0)),
+    (NotImplementedError, "calls the op on tangents", lambda op: jax.grad(op_that_calls_itself())(1.0)),
     (NotImplementedError, "has no jvp rule", lambda op: jax.grad(call_op(op))(1.0)),
 ]
 
@@ -5330,6 +5353,8 @@ RULE_ERRORS = {  # the method that defines a rule of the product, its arguments,
     "vjp: scalar": ("def_vjp_rule", [lambda x, y: (x, y), lambda y, ct: (None, 0.0)], "(None, float32[]), but"),
     "vjp: dict": ("def_vjp_rule", [lambda x, y: (x, y), lambda y, ct: {"x": ct}], "return a tuple"),
     "batch: no axis": ("def_batching_rule", [lambda args, axes: (args[:1], [None])], "(float32[3,8]), but the slices"),
+    "batch: no such axis": ("def_batching_rule", [lambda args, axes: (args[:1], [2])], "along axis 2"),
+    "batch: a number": ("def_batching_rule", [lambda args, axes: ([1.0], [None])], "(float32[]), but the slices"),
     "batch: no sequences": ("def_batching_rule", [lambda args, axes: (args[0], 0)], "two sequences"),
 }
 
@@ -5451,6 +5476,9 @@ def test_op_benchmark_compares_backends():
     assert bad.first_ms is None and "KeyError" in bad.error
     (chosen,) = op.benchmark(VECTOR, outs=like_first, backend="c").rows
     assert chosen.backend == "c" and chosen.difference == 0
+    of_two = op_with(lambda: lambda x: [x, x])
+    of_two.def_kernel("nan", "cpu", lambda: lambda x: [x, np.nan * x])
+    assert np.isnan(of_two.benchmark(VECTOR, outs=lambda x: [x, x]).rows[1].difference)
     table = r"op on cpu\nbackend .*\na .*\d  0\nb .*\d  nan\nc .*\d  0.5\nbad .*nan  .*KeyError.*"
     assert re.fullmatch(table, str(result))
 

@@ -411,7 +411,7 @@ def _python(kernel: Any) -> Any:
     dispatcher = getattr(kernel, "_dispatcher", kernel)  # where numba.vectorize keeps it
     function = getattr(dispatcher, "py_func", None)
     if function is None and hasattr(kernel, "adj"):  # Warp
-        function = kernel.func
+        function = getattr(kernel, "func", None)
     return function or kernel
 
 
@@ -589,7 +589,8 @@ def _fingerprint(kernel: Any, *more: Any) -> tuple[str, bool]:
     Also whether it tells all of that: another process may have another kernel with a hash that does not.
     """
     options = getattr(kernel, "targetoptions", {})
-    parts = [*map(str, more), *(f"{name}={_constant_text(options[name], [])}" for name in sorted(options))]
+    parts = [*map(str, more), str(getattr(kernel, "signature", ""))]  # of guvectorize
+    parts += [f"{name}={_constant_text(options[name], [])}" for name in sorted(options)]
     unknown: list[Any] = []
     for function in _functions_read(kernel) if isinstance(_python(kernel), types.FunctionType) else ():
         values = {"code": function.__code__, "defaults": function.__defaults__, **_values_read(function)}
@@ -884,7 +885,7 @@ def _declared_spec(x: Any, what: str, ins: Sequence[Spec] | None) -> Spec:
 
 def _warn_user(text: str) -> None:
     """Warn with the user's line: that of the innermost call which is neither in this file nor in JAX."""
-    libraries = _warn_user.__code__.co_filename, os.path.dirname(jax.__file__)
+    libraries = _warn_user.__code__.co_filename, os.path.join(os.path.dirname(jax.__file__), "")
     level = 1
     frame: Any = sys._getframe()
     while frame.f_back and frame.f_code.co_filename.startswith(libraries):
@@ -3301,8 +3302,10 @@ class _CudaOptions(_Options):
         forms = [name for name in ("grid", "block", "launch_dims") if getattr(self, name) is not None]
         if forms not in (["grid", "block"], ["launch_dims"]):
             raise ValueError(f"give either both grid and block, or launch_dims; got {' and '.join(forms) or 'none'}")
-        if not 0 <= operator.index(self.shared_mem) < 2**31:
-            raise ValueError(f"shared_mem must be a number of bytes; got {self.shared_mem}")
+        what = f"shared_mem must be a number of bytes; got {self.shared_mem!r}"
+        (self.shared_mem,) = _ints((self.shared_mem,), what)
+        if not 0 <= self.shared_mem < 2**31:
+            raise ValueError(what)
         if not isinstance(self.threads_per_block, (int, np.integer)):
             raise TypeError(f"threads_per_block must be an int, or give grid and block; got {self.threads_per_block!r}")
         _dim3("block", self.threads_per_block)
@@ -3461,7 +3464,7 @@ class _CudaKernel(_NumbaWrapper, _CudaWrapper):
             block = _dim3("block", _CUDA_BLOCKS.get(rank, self.options.threads_per_block))
             threads = _dim3("launch_dims", dims)
             grid = tuple(-(-size // per_block) for size, per_block in zip(threads, block, strict=True))
-        return *_dim3("grid", grid), *_dim3("block", block), operator.index(self.options.shared_mem)
+        return *_dim3("grid", grid), *_dim3("block", block), self.options.shared_mem
 
     def _code(self, packages: list[_NumbaCuda], signature: _Signature) -> _CudaCode:
         [form] = self._allowed(signature, [self._written_form(signature)])
@@ -5403,7 +5406,7 @@ class XLACustomKernel(_Kept):
                 result.rows.append(_BenchmarkRow(name, error=text))
                 continue
             reference = reference or results
-            difference = max(map(_largest_difference, results, reference), default=0.0)
+            difference = float(np.max([*map(_largest_difference, results, reference)], initial=0.0))  # NaN if one is
             result.rows.append(_BenchmarkRow(name, first * 1e3, median * 1e6, difference))
         return result
 
@@ -5575,7 +5578,7 @@ def _tagged(value: Any) -> Any:
         return type(value), *map(_tagged, value)
     if isinstance(value, frozenset):
         return type(value), frozenset(map(_tagged, value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if dataclasses.is_dataclass(type(value)) and type(value).__eq__ is not object.__eq__:
         compared = [getattr(value, field.name) for field in dataclasses.fields(value) if field.compare]
         return type(value), value, *map(_tagged, compared)
     if isinstance(value, _DIFFERENT_IF_EQUAL):
@@ -5596,12 +5599,14 @@ def _as_generator(kernel: str, kg: Any, options: dict) -> Callable:
         raise TypeError(
             f"{kernel} cannot have side effects: a call of an op whose results nobody uses is dropped; call it directly"
         )
-    if _ready_kind(kg) is not None:
-        return functools.partial(_wrap_ready, kg, options)
-    if options:
+    kind = _ready_kind(kg)
+    if options and kind not in _BACKENDS:
         raise TypeError(
-            f"{kernel}: {', '.join(options)} can be given with a ready kernel only; a generator applies options itself"
+            f"{kernel}: {', '.join(options)} can be given with a ready kernel only; a generator applies options "
+            "itself, and a wrapper has its own"
         )
+    if kind is not None:
+        return functools.partial(_wrap_ready, kg, options)
     if not callable(kg):
         raise TypeError(f"{kernel} (a generator, or a Numba, Numba CUDA or Warp kernel) must be callable, got {kg!r}")
     return kg
@@ -5869,6 +5874,7 @@ def _op_batching(bound: _OpBinding, args: Sequence, axes: Sequence) -> Any:
     results, result_axes = rule(args, axes, **bound.rule_params)
     if not isinstance(results, (list, tuple)) or not isinstance(result_axes, (list, tuple)):
         raise TypeError(f"{what} must return (results, their axes), two sequences; got {results}")
+    results = list(map(_as_array, results))
     _check_returned(what, list(map(_without_axis, results, result_axes)), "the slices of outs are", bound.outs)
     axes_from_the_front = [axis if axis is None else axis % np.ndim(x) for x, axis in zip(results, result_axes)]
     return results, axes_from_the_front
@@ -5882,8 +5888,10 @@ def _with_axes_in_front(args: Sequence, axes: Sequence[int | None]) -> tuple[tup
 
 def _without_axis(x: Any, axis: int | None) -> Any:
     """The spec of a slice; the axis may count from the end, as JAX takes it."""
-    sizes = list(np.shape(x))
+    sizes = list(x.shape)
     if axis is not None:
+        if not -len(sizes) <= axis < len(sizes):
+            raise ValueError(f"a batch along axis {axis} of an array that has {len(sizes)} dimensions, {_show(x)}")
         del sizes[axis]
     return Spec(tuple(sizes), x.dtype)
 
