@@ -1728,18 +1728,6 @@ def test_another_platform_is_an_error_that_says_what_to_use():
 P = jax.sharding.PartitionSpec
 
 
-@pytest.mark.parametrize("spec", [P("i"), P(("i", "j")), P()])
-def test_shard_map_of_a_scan(spec):
-    def add_three(x):
-        return jax.lax.scan(lambda x, _: (add_one(x), None), x, length=3)[0]
-
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("i", "j"))
-    sharded = jax.shard_map(add_three, mesh=mesh, in_specs=spec, out_specs=spec)
-    x = np.arange(8, dtype=np.float32)
-    for found in (sharded(x), jax.jit(sharded)(x), jax.vmap(sharded)(x[None])[0]):
-        np.testing.assert_array_equal(found, x + 3)
-
-
 def test_programs_are_exported_with_symbolic_shapes():
     (n,) = export.symbolic_shape("n")
     triple = wrap(runs("out[:] = 3 * x"))  # which nothing has traced before
@@ -1915,7 +1903,6 @@ ONE_LINERS = {  # a function as it is, the same in Python, two slices of each in
     "a default": (wrap(runs("out[:] = n * x", "x, out, n=3")), lambda x: 3 * x, [VECTORS], {}),
     "typed": (wrap(typed_add_one), lambda x: x + 1, [VECTORS], {}),
     "vectorize": (wrap(numba.vectorize(_axpy), like_second), _axpy, THREE_INPUTS, {}),
-    "typed vectorize": (wrap(numba.vectorize(["f4(f4,f4,f4)"])(_axpy), THREE_FLOATS), _axpy, THREE_INPUTS, {}),
     "guvectorize": (wrap(gu_shifted, THREE_FLOATS), np.add, [VECTORS, SCALARS], {}),
     "typed guvectorize": (wrap(typed_gu_shifted, THREE_FLOATS), np.add, [VECTORS, SCALARS], {}),
     "scalars": (wrap(_head, scalars=True), _scaled_head, [VECTORS], {"alpha": SCALARS, "n": TWO_COUNTS}),
@@ -2066,12 +2053,7 @@ def write_in_dict(x, out):
 
 WRITES_IN_DICTS = [
     "d = {0: out}; d[1] = x; d[1][0] = 77",
-    "d = dict(); d[0] = out; d[1] = x; d[1][0] = 77",
-    "d = {0: out}; d.setdefault(1, x)[0] = 77",
-    "d = {0: out}; d.update({1: x}); d[1][0] = 77",
     "d = {0: (out, 1)}; d[1] = (x, 2); d[1][0][0] = 77",
-    "d = {0: out}; d[1] = x\n    for a in d.values(): a[0] = 77",
-    "d = {1: out}; d[0] = x; d[0].sort()",
     "d = numbers_and_arrays(out); d[1] = x; d[1][0] = 77",
     "d = {0: out}; put_in(d, x); d[1][0] = 77",
     "write_in_dict(x, out)",
