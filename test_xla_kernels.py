@@ -2505,6 +2505,13 @@ def test_a_kernel_of_the_users_name_is_found_in_another_process(tmp_path):
         np.testing.assert_array_equal(mine(np.ones(3, dtype)), [2, 2, 2])
 
 
+def test_a_kernel_that_does_not_compile_takes_no_name():
+    """As in a notebook, where it is mended and run again."""
+    with pytest.raises(TypeError, match="cannot compile"):
+        wrap(reads("undefined_thing"), name="mended")(F32)
+    assert wrap(name="mended")(F32)[0] == 2
+
+
 def test_two_kernels_of_one_name_and_signature_are_an_error():
     first, second = [wrap(kernel, name="twice") for kernel in closures("x[0] + v", [1, 2])]
     assert first(F32)[0] == first(F32)[0] == 2

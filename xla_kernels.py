@@ -143,7 +143,7 @@ def _jitted_primitive(primitive: Any, **params: Any) -> Callable:
         return primitive.bind(*args, **params)
 
     bind.__name__ = bind.__qualname__ = primitive.name
-    bind._apply_primitive = True  # type: ignore[attr-defined]  # or jax_debug_nans runs it again without jit, for ever
+    bind._apply_primitive = True  # type: ignore[attr-defined]  # or jax_debug_nans runs it without jit, again and again
     return jax.jit(bind)
 
 
@@ -481,7 +481,7 @@ def _names_read(kernel: Any) -> set[str]:
 
 
 class _Same:
-    """A part of a key: an object that equals itself alone.  The key keeps it alive, so that its id stays its own."""
+    """A part of a key: an object that equals itself alone.  The key keeps it alive, so its id is not used again."""
 
     def __init__(self, obj: Any) -> None:
         self.obj = obj
@@ -586,7 +586,7 @@ def _is_of_users(entry: Any) -> bool:
 def _fingerprint(kernel: Any, *more: Any) -> tuple[str, bool]:
     """A hash of the code of a kernel, of what that reads and of `more`, equal in other processes.
 
-    Also whether it tells all of that: another process may have another kernel with a hash that does not.
+    Also whether it covers everything: if not, another process may have another kernel with the same hash.
     """
     options = getattr(kernel, "targetoptions", {})
     parts = [*map(str, more), str(getattr(kernel, "signature", ""))]  # of guvectorize
@@ -640,7 +640,7 @@ class _Named(NamedTuple):
 
 
 class _Names:
-    """The names of targets.  None is ever given back, and none is given to two kernels."""
+    """The names of targets.  What is registered keeps its name for ever, and no two kernels have one."""
 
     def __init__(self) -> None:
         # kernel object of Numba, or the wrapper that jits a plain function -> {what it is for: name}
@@ -677,6 +677,12 @@ class _Names:
                 self.by_content[content] = self._new(label, _hash(*map(str, content)), given)
             return self.by_content[content]
 
+    def give_back(self, owner: Any, what: tuple) -> None:
+        """After a failure to compile: nothing is registered under the name."""
+        name = self.by_owner[owner].pop(what)
+        _TAKEN.discard(name)
+        self.by_reads = {key: named for key, named in self.by_reads.items() if named.name != name}
+
     def _of_equal(self, again: _MadeAgain | None, what: tuple) -> str | None:
         """The name of a kernel that the same `def` made, if it is equal."""
         named = self.by_reads.get((again.reads, what)) if again else None
@@ -704,7 +710,7 @@ class _Names:
         """Share the code with functions that are made again, unless what it reads changed while it was compiled."""
         if before is None:
             return
-        now = _made_again(kernel)
+        now = _made_again(kernel)  # compiling has added to the code of the functions that it calls
         if now and now.reads == before.reads:
             self.by_reads[now.reads, what] = _Named(name, now.helpers, is_compiled=True)
         else:
@@ -787,7 +793,7 @@ class _Target:
 def export_checks() -> Sequence:
     """A `jax.export.DisabledSafetyCheck` for each kernel, to export programs that call kernels.
 
-    JAX reads the sequence after lowering, when all kernels are registered, so it can be made before the first trace.  A
+    It can be made before the first trace, as JAX reads it after lowering, when all kernels are registered.  A
     process that loads an exported program must first trace its kernels (a call, or `jax.eval_shape`).  It finds them by
     names that are made of their code, or by `name=`, which is the same in other versions of Python, too.  Of several
     kernels with equal code in one process, all but the first need `name=` to be exported.
@@ -973,9 +979,10 @@ def _check_takes(signature: inspect.Signature, what: str, args: Sequence) -> Non
 # (its outputs, its lowering, its vmap) stands first, then the wrapper.  Does not know a backend: it derives a wrapper.
 
 # -- 5.1 The primitive: what JAX's interpreters ask ----------------------------------------------------
-# An alias says that an output starts with an input.  A wrapper has those that the user gave, by name or number.  In a
-# `_Call` they are by number and, once it is known what runs it, those of hidden outputs are among them.  `_BoundCall`
-# and `_Signature`, which are compared, have them as pairs; in a `_Signature` the hidden ones stand apart.
+# An alias (i, j) says that output j starts with the value of input i.  A wrapper has those that the user gave, by name
+# or number.  In a `_Call` they are by number.  Once it is known what runs it, those of hidden outputs are among them:
+# where a kernel (x, y) -> out may write to x, XLA calls (x, y) -> (out, copy of x), and the kernel gets the copy for x.
+# `_BoundCall` and `_Signature`, which are compared, have pairs; in a `_Signature` the hidden ones stand apart.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -1071,8 +1078,8 @@ def _call_lowering(ctx: Any, *operands: Any, call: _BoundCall) -> Any:
         call.target.register(platform)
     if call.has_side_effect and _devices_to_split_over(ctx) > 1:
         raise NotImplementedError(
-            f"{call.target.title} has side effects, and XLA cannot tell on which devices: over several, call it in a "
-            "jax.shard_map over all axes of the mesh"
+            f"{call.target.title} has side effects, and XLA does not say on which devices it runs them: over several, "
+            "call it in a jax.shard_map over all axes of the mesh"
         )
     if call.runs_nothing:  # XLA before jax 0.10 refuses a call that launches nothing in a command buffer
         return _lower_to_starts(ctx, operands, call.aliases)
@@ -1187,7 +1194,7 @@ def _count_split(ctx: Any, call: _BoundCall) -> int:
     if n_devices == 1 or call.has_side_effect or not call.outs:
         return 0
     sizes = [size for aval in (*ctx.avals_in, *ctx.avals_out) for size in aval.shape]
-    if not all(isinstance(size, int) for size in sizes):  # symbolic, for which Shardy's rule has no text
+    if not all(isinstance(size, int) for size in sizes):  # symbolic sizes cannot be written in a rule of Shardy's
         return 0
     divisible = itertools.takewhile(lambda size: size % n_devices == 0, call.outs[0].shape[: call.depth])
     return len(list(divisible))
@@ -1309,7 +1316,7 @@ _VMAP_METHODS = (None, "sequential", "sequential_unrolled", "expand_dims", "broa
 
 @dataclasses.dataclass(kw_only=True)
 class _Options:
-    """The arguments of a public function but its kernel, checked at once where that does not depend on inputs."""
+    """The arguments of a public function but its kernel, checked at once as far as that is possible without inputs."""
 
     outs: Any
     vmap_method: str | None
@@ -1388,17 +1395,30 @@ def _check_aliases(aliases: Mapping[int, int], in_outs: list[str], ins: Sequence
         raise ValueError(f"{where}: an output can alias one input only")
 
 
-class _Recent(dict):
-    """A dict that keeps its newest entries only, as keys that change on every call would fill the memory."""
+class _Recent:
+    """Keeps what was used last, as keys that change on every call would fill the memory.
+
+    A full dict becomes the older one, and what is found there moves to the newer one.  Threads may lose an entry.
+    """
 
     most = 1024
 
+    def __init__(self) -> None:
+        self.newer: dict = {}
+        self.older: dict = {}
+
+    def get(self, key: Any) -> Any:
+        value = self.newer.get(key)
+        if value is None:
+            value = self.older.get(key)
+            if value is not None:
+                self.keep(key, value)
+        return value
+
     def keep(self, key: Any, value: Any) -> Any:
-        with _LOCK:
-            while len(self) >= self.most:
-                oldest = next(iter(self))
-                del self[oldest]
-            self[key] = value
+        if len(self.newer) >= self.most // 2:
+            self.older, self.newer = self.newer, {}
+        self.newer[key] = value
         return value
 
 
@@ -1579,7 +1599,7 @@ class _Wrapper(_Kept):
 #   4. `run` runs a range of slices, row by row.
 #   5. `probe` runs the first slices alone and measures them.  If it pays, XLA's threads and this one `share` the rest:
 #      each takes chunk after chunk until none is left.
-# The first slice that fails in time, which need not be the first of the batch, gives the call its error: nobody takes a
+# The slice that fails earliest, which need not be the one of the lowest index, gives the call its error: nobody takes a
 # chunk after that, and chunks that are being run elsewhere are waited for.
 # Relies on sections 1 and 2, llvmlite, Numba's tools for it, and the C API of CPython.  The emitter of a backend writes
 # what runs one slice.
@@ -1969,11 +1989,11 @@ _Batch = _words(
 
 # A batch that several threads share.  On the heap, as queued tasks may outlive the call.
 #   next     the first slice that nobody has taken (atomic fetch-and-add of `chunk`); beyond `count` nothing is left
-#   workers  threads inside `work`, the caller too.  0 is final: a task that finds 0 leaves the batch alone
+#   workers  threads inside `work`, the caller too.  once it is 0 it stays 0: a task that sees 0 leaves the batch alone
 #   holders  references: one for each queued task and one for the caller; the last one frees the memory
 #   error    the first XLA_FFI_Error*, by compare-and-swap; later ones are destroyed
 #   idle     a lock that the last worker releases, to wake the caller
-# The caller waits for workers only, never for queued tasks: these may stand behind callers that wait, a deadlock.
+# The caller waits for workers only, never for queued tasks: one may stand behind a caller that waits, a deadlock.
 _Shared = _words("_Shared", "batch next count chunk workers holders error idle", batch=_Batch)
 
 # In microseconds of work:
@@ -1989,6 +2009,7 @@ _MADV_HUGEPAGE = 14  # sys/mman.h of Linux
 class _Driver(_Code):
     """What all handlers have in common, compiled once.  Each public method is written as a C function.
 
+    Python's own `if` and `for` decide what is written; `when`, `loop` and `forever` are in the code that is.
     They are defined in order of use: a call by name needs the function to be there.
     """
 
@@ -2175,7 +2196,7 @@ class _Driver(_Code):
     def probe(self, batch: Any) -> Any:
         """Run slices on this thread, in ranges of 1, 8, 64, ..., until one took long enough to estimate the rest.
 
-        A range that is too short for the clock says only that eight times as many slices can be run here without loss.
+        A range that is too short for the clock means only that it is harmless to run eight times as many slices here.
         """
         ticks = self.ticks.current
         began = self.variable(self.call("now"))  # when the newest range began
@@ -2594,8 +2615,8 @@ def numba_kernel(
     A kernel is compiled once for each combination of dtypes and ranks.  Globals are read then and never again, as in
     Numba.  A function that a generator makes again, with the same constants, is not compiled again.
 
-    XLA may run two equal calls once, even if the kernel draws random numbers: `has_side_effect=True` prevents that.
-    Kernels run on XLA's threads: `np.random.seed` and `numba.set_num_threads`, which are per thread, miss them.
+    XLA may merge two equal calls into one, even if the kernel draws random numbers: `has_side_effect=True` prevents
+    that.  Kernels run on XLA's threads: `np.random.seed` and `numba.set_num_threads`, which are per thread, miss them.
 
     Args:
       kernel: a function decorated with `numba.njit` (any options), `numba.vectorize` or `numba.guvectorize`, or a
@@ -2643,8 +2664,8 @@ def numba_kernel(
 # Which buffer goes to which parameter.  Does not compile.
 #
 # The arguments of a kernel, in order:
-# - if it writes its outputs: the inputs (an in-out argument in its input's place, with its output's memory); the other
-#   outputs; scratch.  A 0-d input is an array, unless `scalars` names it.
+# - if it writes its outputs: the inputs (an in-out argument stands in its input's place, and has its output's memory);
+#   the other outputs; scratch.  A 0-d input is an array, unless `scalars` names it.
 # - if it returns them (on CPUs): the inputs alone, 0-d ones as scalars.  Results go to the outputs after those of
 #   in-out arguments.  It has no scratch.
 # A hidden output is no argument: the kernel gets its memory instead of that of the input which it copies.
@@ -2735,15 +2756,17 @@ class _NumbaKernel(_NumbaWrapper):
         what = "numba", self.options.in_order, signature, *forms, self.options.name
         owner = kernel if kernel is self.kernel else self
         is_python = bool(numba.config.DISABLE_JIT)
-        name, after_compiling = _NAMES.of_kernel(owner, kernel, what, self.__name__, self.options.name, is_python)
         make = functools.partial(_compile_numba, kernel, signature, forms, self.options.in_order)
         where = "runs on the CPU; for GPUs there are numba_cuda_kernel and warp_kernel"
-        target = _Target(name, compilers={"cpu": make}, after_compiling=after_compiling, title=self.title, where=where)
-        try:
-            return dataclasses.replace(target, may_write=target.register("cpu").may_write)
-        except TypeError:  # a new dispatcher next time, as this one remembers the failure
-            vars(self).pop("_numba_dispatcher", None)
-            raise
+        with _LOCK:  # nobody else gets the name before it is known whether the kernel compiles
+            name, compiled = _NAMES.of_kernel(owner, kernel, what, self.__name__, self.options.name, is_python)
+            target = _Target(name, compilers={"cpu": make}, after_compiling=compiled, title=self.title, where=where)
+            try:
+                return dataclasses.replace(target, may_write=target.register("cpu").may_write)
+            except Exception:
+                vars(self).pop("_numba_dispatcher", None)  # a new one next time, as this one remembers the failure
+                _NAMES.give_back(owner, what)
+                raise
 
     @functools.cached_property
     def _numba_dispatcher(self) -> Any:
@@ -2843,7 +2866,7 @@ def _array_types(nbtypes: Any, signature: _Signature, readonly: bool = True) -> 
 
 
 def _first_that_compiles(compile_: Callable[[Any], Any], candidates: Iterable[Any]) -> Any:
-    """The result of `compile_` for the first candidate that it accepts, or its first TypeError or ImportError."""
+    """The result of `compile_` for the first candidate that it accepts, else its first TypeError or ImportError."""
     errors: list[Exception] = []
     for candidate in candidates:
         try:
@@ -2880,8 +2903,8 @@ def _in_python(kernel: Any, signature: _Signature, forms: list[_Form]) -> Callab
 def _compile_form(kernel: Any, signature: _Signature, form: _Form) -> _NumbaCode:
     """Read-only inputs make Numba refuse a kernel that writes to one.
 
-    What names writable arrays itself (`locals`, users' overloads) may refuse them for another reason: then the kernel
-    gets writable ones, and copies of the inputs that LLVM does not find to be only read.
+    Code that declares writable arrays itself (`locals`, users' overloads) may refuse them for another reason: then the
+    kernel gets writable ones, and copies of the inputs that LLVM does not find to be only read.
     """
     from numba import types as nbtypes
 
@@ -3301,7 +3324,7 @@ class _CudaOptions(_Options):
         super().__post_init__()
         forms = [name for name in ("grid", "block", "launch_dims") if getattr(self, name) is not None]
         if forms not in (["grid", "block"], ["launch_dims"]):
-            raise ValueError(f"give either both grid and block, or launch_dims; got {' and '.join(forms) or 'none'}")
+            raise ValueError(f"give either both grid and block, or launch_dims; got {' and '.join(forms) or 'neither'}")
         what = f"shared_mem must be a number of bytes; got {self.shared_mem!r}"
         (self.shared_mem,) = _ints((self.shared_mem,), what)
         if not 0 <= self.shared_mem < 2**31:
@@ -3535,7 +3558,7 @@ class _NumbaCuda:
         return self.dispatcher(kernel, _python(kernel), **self.device_options)
 
     def compile_typed(self, signature: _Signature, compile_: Callable[[tuple], Any]) -> Any:
-        """Compile for our arrays: a TypeError if that cannot be, None if it must be compiled anew for each grid."""
+        """Compile for our arrays: a TypeError if that cannot be, None for a kernel that is compiled for each grid."""
         import numba
 
         nbtypes = self.cuda.types if hasattr(self.cuda.types, "Array") else numba.types  # of the CUDA target of Numba
@@ -4278,7 +4301,7 @@ def _has_short_strides(call: _Call) -> bool:
 
 
 # -- 9.2 Warp itself: import, silence, types ----------------------------------------------------------
-# What differs between Warp's versions names the version, here and in 9.3; `_layout_of` looks at what Warp does.
+# Code for some versions of Warp names them, here and in 9.3; `_layout_of` looks at what Warp does.
 # Checked on 1.13, 1.15, 1.18 and 1.19.
 
 
@@ -4637,7 +4660,7 @@ class _WarpPlan:
                 if "backward kernel" in str(error):
                     error.add_note("differentiable=True needs enable_backward=True, in warp.config too")
                 raise
-            if recorded is None:  # some Warps report a failed build once only
+            if recorded is None:  # some versions of Warp report a failed build once only
                 raise RuntimeError(f"Warp cannot build kernel {self.kernel.key!r}: see its first error, or its log")
             return recorded
 
@@ -4686,7 +4709,7 @@ class _WarpLayout:
     arguments: tuple[int, ...]  # where each argument is, then each adjoint
 
     def write_bounds(self, struct_at: _StructAt, dims: Sequence[Any], ndim: Any, size: Any) -> None:
-        """The bounds of a launch, as `_WarpExtents` has them.
+        """The bounds of a launch, as `_WarpExtents` has them; for `written` with numbers, for `launch_in` with words.
 
         Warp 1.19 keeps as many extents as `wp.tid()` has indices.  Threads along the others get equal indices:
         `coord_mult` threads each.
@@ -4953,10 +4976,10 @@ def _compile_warp(
 #                                        i = _xla_0 + 0
 #                                        _xla_out[i] = k * _xla_x[i]
 #
-# Each of its threads does what one of the first kernel does on its slice, if that knows its place by `wp.tid()` alone,
-# with as many indices as the launch has dimensions.  Threads of two slices may share a block, so kernels that see
-# blocks or work on tiles get a launch for each slice, and so do those with atomics and `while`, whose threads may wait
-# for others.  C and `wp.static` are not looked into: a launch for each slice, too.
+# Each of its threads does what one of the first kernel does on its slice, provided that it learns its place from
+# `wp.tid()` alone, with as many indices as the launch has dimensions.  Threads of two slices may share a block, so
+# kernels that see blocks or work on tiles get a launch for each slice, and so do those with atomics and `while`, whose
+# threads may wait for others.  C and `wp.static` are not looked into: a launch for each slice, too.
 
 
 def _batch_code(label: str, slice_code: _WarpCode, content: tuple[str, ...]) -> _WarpCode | None:
@@ -5097,6 +5120,8 @@ class XLACustomKernel(_Kept):
     Kernels are registered with the `def_*_kernel` methods: as a *generator*, which is called with the static parameters
     of a call and returns the function to trace, or ready-made (`@njit`, `@cuda.jit`, `@wp.kernel`). `vmap` is handed to
     the backend's own batching rules. Derivatives are given by the `def_*_rule` methods.
+
+    An op lives as long as the process, as JAX's tables hold its primitive.
 
     Args:
       name: shown in jaxprs and error messages; it need not be unique.
@@ -5374,7 +5399,7 @@ class XLACustomKernel(_Kept):
         self._benchmark_data_fn = fn
         return fn
 
-    def benchmark(self, *ins: Any, outs: Any, backend: str | None = None, **params: Any) -> _OpBenchmark:
+    def benchmark(self, /, *ins: Any, outs: Any, backend: str | None = None, **params: Any) -> _OpBenchmark:
         """Time a call, `op(*ins, outs=outs, **params)`, under `jax.jit`: one backend, or all of the operands' platform.
 
         Returns:
@@ -5541,7 +5566,7 @@ class _OpCall:
             return  # if it is lowered for this one after all, the lowering raises
         entry = self.op._entry(platform, self.backend)
         key = (entry, *_input_specs(ins))
-        if key in self.checked:
+        if self.checked.get(key):
             return
         try:
             jax.make_jaxpr(functools.partial(self.binding(ins).run, entry))(*ins)
@@ -5717,7 +5742,7 @@ class _OpPrimitive(Primitive):
         def call(*args: Any, **params: Any) -> Any:
             try:
                 return function(self.binding(**params), *args)
-            finally:  # last, as JAX caches what is returned now: another thread may have cleared its caches meanwhile
+            finally:  # set last, as JAX keeps what is returned: another thread may have cleared the caches, and this
                 self.op._is_traced = True
 
         return call
@@ -6022,8 +6047,8 @@ def _op_transpose(bound: _OpBinding, cts: Sequence, *operands: Any) -> list:
 def _vmap_rule(of_slice: Callable, vmaps: Sequence[tuple], *groups: Sequence) -> Any:
     """A user's rule of groups of values, such as (primals, tangents), under vmaps: `in_axes` for each of the groups."""
     slices = []
-    for values, *vmaps_of_values in zip(groups, *vmaps):
-        depths = [axes.count(0) for _, *axes in zip(values, *vmaps_of_values)]
+    for g, values in enumerate(groups):
+        depths = [sum(in_axes[g][i] == 0 for in_axes in vmaps) for i in range(len(values))]
         slices.append(tuple(map(_symbolic_slice, values, depths)))
     return _for_each_vmap(jax.vmap, of_slice, vmaps)(*slices)
 
