@@ -1226,10 +1226,10 @@ def _lower_to_split_call(ctx: Any, operands: Any, call: _BoundCall, n_split: int
 
     ins = list(map(passed, ctx.avals_in, is_whole))
     outs = list(map(passed, ctx.avals_out))
-    rule = _SharedBatch(len(leading) - len(batch[n_split:]))
+    rule = _sharding_rule(ins, is_whole, outs, n_common=n_batch_dims + 1)
     attributes = {
         "mhlo.frontend_attributes": mlir.ir_attribute({"num_batch_dims": str(n_batch_dims)}),
-        "sdy.sharding_rule": mlir.ir.Attribute.parse(rule.text(ins, is_whole, outs)),
+        "sdy.sharding_rule": mlir.ir.Attribute.parse(rule),
     }
     operands = _lower_untyped(reshape_operands, ctx, operands, ctx.avals_in, ins)
     results = _lower_to_custom_call(ctx, operands, call, ins, outs, **attributes)
@@ -1244,31 +1244,25 @@ def _stay_whole(ins: Sequence, depth: int) -> list[bool]:
     return is_shared
 
 
-class _SharedBatch:
-    """Shardy's rule of a call: arrays have these leading dimensions in common; each other dimension is of its own."""
+def _sharding_rule(ins: Sequence, is_whole: Sequence[bool], outs: Sequence, n_common: int) -> str:
+    """Shardy's rule of a call: arrays have so many leading dimensions in common; each other one is of its own."""
+    sizes = list(outs[0].shape[:n_common])  # by factor, which is what Shardy calls a dimension in rules
 
-    def __init__(self, n_dims: int) -> None:
-        self.n_dims = n_dims
-        self.sizes: list[int] = []  # by factor, which is what Shardy calls a dimension in rules
+    def dims(x: Any, whole: bool = False) -> str:
+        n = 0 if whole else n_common
+        factors = [*range(n), *range(len(sizes), len(sizes) + len(x.shape) - n)]
+        sizes.extend(x.shape[n:])
+        return f"[{', '.join(map(_factor_name, factors))}]"
 
-    def text(self, ins: Sequence, is_whole: Sequence[bool], outs: Sequence) -> str:
-        self.sizes += outs[0].shape[: self.n_dims]
-        operands = ", ".join(map(self.dims, ins, is_whole))
-        results = ", ".join(map(self.dims, outs))
-        sizes = ", ".join(f"{self.name(n)}={size}" for n, size in enumerate(self.sizes))
-        return f"#sdy.op_sharding_rule<({operands})->({results}) {{{sizes}}}>"
+    operands = ", ".join(map(dims, ins, is_whole))
+    results = ", ".join(map(dims, outs))
+    shown_sizes = ", ".join(f"{_factor_name(n)}={size}" for n, size in enumerate(sizes))
+    return f"#sdy.op_sharding_rule<({operands})->({results}) {{{shown_sizes}}}>"
 
-    def dims(self, x: Any, whole: bool = False) -> str:
-        n_common = 0 if whole else self.n_dims
-        factors = list(range(n_common))
-        for size in x.shape[n_common:]:
-            factors.append(len(self.sizes))
-            self.sizes.append(size)
-        return f"[{', '.join(map(self.name, factors))}]"
 
-    def name(self, factor: int) -> str:
-        """As Shardy writes them: i, j, ..., z, z_1, z_2, ..."""
-        return chr(ord("i") + factor) if factor < 18 else f"z_{factor - 17}"
+def _factor_name(n: int) -> str:
+    """As Shardy writes them: i, j, ..., z, z_1, z_2, ..."""
+    return chr(ord("i") + n) if n < 18 else f"z_{n - 17}"
 
 
 # -- 5.3 What a public function is given: a kernel, and options ----------------------------------------
@@ -4271,6 +4265,9 @@ class _WarpKernel(_Wrapper):
 
         It changes the cotangents, and outputs that the kernel gives to a function, as that runs again.  Gradients are
         added to zeros.
+
+        For a kernel (x, k) -> out, where k has integers, the inputs are x, k, out and the cotangent of out.  `changed`
+        is [3], the results are that cotangent and the gradient of x, and `grads` has {"out": 4, "x": 5}.
         """
         names = self.parameters
         run_again = _names_written_in_functions(self.kernel.adj, {})
