@@ -2702,12 +2702,10 @@ BLOCK = {"grid": 1, "block": 1}
 
 @pytest.mark.parametrize("error, options, text", [
     (ValueError, {}, "grid and block, or launch_dims"),
-    (ValueError, {**BLOCK, "launch_dims": 1}, "grid and block, or launch_dims"),
     (ValueError, {"launch_dims": (1, 2, 3, 4)}, "got (1, 2, 3, 4)"),
     (TypeError, {"grid": 1.5, "block": 1}, "got 1.5"),
     (ValueError, {"grid": 1, "block": (32, 64)}, "2048"),
     (ValueError, {"grid": 1, "block": (1, 1, 65)}, "block.z must be from 1 to 64; got 65"),
-    (ValueError, {"grid": 1, "block": 0}, "block.x must be from 1 to 1024; got 0"),
     (ValueError, {"grid": 2**31, "block": 1}, "got 2147483648"),
     (ValueError, {"grid": (1, 65536), "block": 1}, "grid.y must be from 0 to 65535; got 65536"),
     (ValueError, {"launch_dims": lambda x: -3}, "got -3"),
@@ -3240,32 +3238,15 @@ def test_fakecuda_callables_may_be_captured_if_one_says_so(gpus):
 @pytest.mark.parametrize("kind, stream", [
     ("debug", " on stream 0"),  # on which Numba reads the error code of a debug kernel
     ("cooperative", ""),
-    ("another layout", ""),
 ])  # fmt: skip
-def test_fakecuda_kernels_that_python_launches(gpus, monkeypatch, compiling_cuda, kind, stream):
+def test_fakecuda_kernels_that_python_launches(gpus, compiling_cuda, kind, stream):
     body = "cuda.cg.this_grid().sync()" if kind == "cooperative" else "cuda.grid(1)"
     options = {"debug": True, "opt": False} if kind == "debug" else {}
     kernel = compiling_cuda.jit(**options)(own_kernel(compiling_cuda, "x, out", body))
-    monkeypatch.setattr(type(kernel), "compile", compiling(kind, type(kernel).compile))
     op = jax.vmap(xk.numba_cuda_kernel(kernel, like_first, grid=(2, 3), block=8, shared_mem=64))
     gpus.set(device=1)
     assert gpus.launches(op, jnp.ones((2, 9))) == [f"numba 1: 2,3,1 x 8,1,1 +64{stream}"] * 2
     assert gpus.traits(op, spec(2, 9)) == 0
-
-
-def compiling(kind, compile_):
-    """Compiles as a package might: for arrays by reference."""
-
-    def compile_otherwise(dispatcher, *args):
-        found = compile_(dispatcher, *args)
-        parameters = "(.param .u64 a, .param .align 8 .b8 b[56])"
-        if kind == "another layout" and hasattr(found, "ptx"):
-            found.ptx = f".entry {found.metadata['func_name']}{parameters}"
-        elif kind == "another layout":
-            found._codelibrary.get_asm_str = lambda: f".entry {found.entry_name}{parameters}"
-        return found
-
-    return compile_otherwise
 
 
 def test_fakecuda_callable(gpus, compiling_cuda):
@@ -3427,12 +3408,6 @@ def test_cudasim_input_is_read_only_and_errors_name_the_thread():
 
 
 @simulated
-def test_cudasim_refuses_a_kernel_that_returns():
-    with pytest.raises(Exception, match="returns a value"):
-        jax.block_until_ready(xk.numba_cuda_kernel(runs("return 1"), spec(3), **BLOCK)(F32))
-
-
-@simulated
 def test_cudasim_runs_one_kernel_at_a_time():
     """The simulator keeps the running kernel in globals."""
     rows = np.arange(96, dtype=np.float32).reshape(8, 12)
@@ -3458,6 +3433,10 @@ def test_cudasim_runs_on_cpu_only():
 # -- with a GPU ----------------------------------------------------------------------------------------
 
 
+def with_warp(case):
+    return pytest.param(case, marks=pytest.mark.needs("warp_gpu"))
+
+
 def gpu_copy(how):
     """A kernel that copies its input, launched in each way that there is."""
     if how == "native":
@@ -3465,7 +3444,6 @@ def gpu_copy(how):
     if how == "debug":
         return cuda_op(cuda.jit(debug=True, opt=False)(cuda_copy))
     if how == "warp":
-        pytest.importorskip("warp")
         relu = matrix_kernel("leaky_relu", "warp", np.dtype("float32"), alpha=0.5)  # copies positive numbers
         return xk.warp_kernel(relu, like_first)
     copy = cuda.jit(cuda_copy)
@@ -3473,7 +3451,7 @@ def gpu_copy(how):
 
 
 @on_gpu
-@pytest.mark.parametrize("how", ["native", "debug", "callable", "warp"])
+@pytest.mark.parametrize("how", ["native", "debug", "callable", with_warp("warp")])
 def test_gpu_stream_order_under_load(how):
     """The kernel stands between two XLA operations that take their time, many times over."""
 
@@ -3536,7 +3514,6 @@ def starting_kernel(how):
         kernel = own_kernel(cuda, parameters, f"i = cuda.grid(1)\n    if i < v.size: {statements}")
         op = xk.numba_cuda_kernel(kernel, lambda v, *_: v, launch_dims=lambda v, *_: v.size, **options)
         return functools.partial(op, **scalars)
-    pytest.importorskip("warp")
     if how == "warp differentiable":
         add = xk.warp_kernel(matrix_kernel("add", "warp", np.dtype("float32")), like_first, differentiable=True)
         return jax.grad(lambda v, d: (add(v, d) ** 2).sum() / 2)
@@ -3554,7 +3531,7 @@ def starting_kernel(how):
     {"xla_gpu_enable_command_buffer": ""},
     {"xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL", "xla_gpu_graph_min_graph_size": 1},
 ], ids=["launched", "command buffers"])  # fmt: skip
-@pytest.mark.parametrize("how", [*STARTING, "warp in_out", "warp differentiable"])
+@pytest.mark.parametrize("how", [*STARTING, with_warp("warp in_out"), with_warp("warp differentiable")])
 def test_gpu_outputs_start_right_in_loops(how, options):
     """XLA fuses slices of 256 bytes in loops, and loses the alias of a kernel in the fusion (jax 0.11.2)."""
     kernel = starting_kernel(how)
@@ -3622,7 +3599,7 @@ def test_gpu_a_row_that_a_kernel_reads_and_the_program_replaces():
 def test_gpu_command_buffers(captured):
     """Tests that run on the GPU, with CUDA graphs off, and on for every computation."""
     flags = f"--xla_gpu_enable_command_buffer={captured} --xla_gpu_graph_min_graph_size=1"
-    tests = "test_on_cuda or stream_order or (gpu and (test_warp_ops or test_warp_grad))"
+    tests = "test_on_cuda or stream_order or (gpu and test_warp_ops)"
     lines = run_pytest("-k", tests, XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} {flags}")
     assert lines.count("PASSED") >= 15  # more with Warp
 
