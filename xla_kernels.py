@@ -176,6 +176,13 @@ def _side_effect() -> frozenset:
     return frozenset(jax.make_jaxpr(call)().effects)
 
 
+def _batch_in_front(x: Any, dim: int | None, size: int) -> Any:
+    """An operand with its batch, which gets this size if it has none, as the first dimension."""
+    if type(x) is _LiteralArray:  # jax 0.7 cannot transpose its own constants
+        x = np.asarray(x)
+    return batching.bdim_at_front(x, dim, size)
+
+
 # -- meshes, and the types of values on them -----------------------------------------------------------
 
 
@@ -1142,7 +1149,7 @@ def _call_batching(args: Any, dims: Any, *, call: _BoundCall) -> Any:
     for i, _ in call.aliases:
         has_slices[i] = True  # each slice of the output starts with one of the input
     sizes = [size if has_slice else 1 for has_slice in has_slices]
-    ins = map(batching.bdim_at_front, args, dims, sizes)
+    ins = map(_batch_in_front, args, dims, sizes)
     outs = _batches([size], call.outs)
     batched = dataclasses.replace(call, target=target, outs=outs, depth=call.depth + 1)
     return _call_p.bind(*ins, call=batched), [0] * len(outs)
