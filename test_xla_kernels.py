@@ -109,6 +109,7 @@ DTYPES = {
 }
 NUMBERS = tuple(DTYPES)[1:]
 ONE_OF_EACH_KIND = ("int32", "float32", "float64", "complex64")
+FLOATING = ("float32", "float64")
 
 
 def random_array(rng, shape, dtype):
@@ -310,7 +311,7 @@ class Op(typing.NamedTuple):
 
     kernels: type  # its kernels and its reference
     inputs: Callable  # (rng, dtype) -> NumPy arrays
-    dtypes: tuple = ("float32", "float64")  # those of "eager" and "vmap"; the other transformations have float32
+    dtypes: tuple = ("float32",)  # those of "eager" and "vmap"; the other transformations have float32
     state: bool = False  # the first output can be the first input of the next step
     threads: tuple | None = None  # where there is not one for each element of the first output
     params: typing.Any = types.MappingProxyType({})  # static parameters of the call
@@ -318,17 +319,17 @@ class Op(typing.NamedTuple):
 
 
 OPS = {
-    "reversed": Op(Reversed, arrays(9), tuple(DTYPES)),  # computes nothing
-    "add": Op(Add, arrays(9, 9), NUMBERS, state=True),
+    "reversed": Op(Reversed, arrays(9), ("bool", "float32")),  # computes nothing
+    "add": Op(Add, arrays(9, 9), NUMBERS, state=True),  # arithmetic in every dtype
     "leaky_relu": Op(LeakyRelu, arrays(9), state=True, params={"alpha": 0.25}),  # a static parameter
     "hadamard": Op(Hadamard, arrays((3, 5), (3, 5)), ONE_OF_EACH_KIND, state=True),  # two dimensions
     "matvec": Op(Matvec, arrays((6, 6), 6)),  # inputs of different ranks
     "outer": Op(Outer, arrays(4, 3)),  # an output like no input
     "transposed": Op(Transposed, arrays((2, 3, 4))),  # three dimensions
     "csr_event": Op(  # integers, bool, atomics, outputs of two shapes
-        CsrEvent, CsrEvent.inputs, threads=(CsrEvent.rows,), options={"zero_outputs": True}
+        CsrEvent, CsrEvent.inputs, FLOATING, threads=(CsrEvent.rows,), options={"zero_outputs": True}
     ),
-    "lif": Op(Lif, arrays(9, 9), state=True),  # outputs of two dtypes
+    "lif": Op(Lif, arrays(9, 9), FLOATING, state=True),  # outputs of two dtypes
     "in_place": Op(InPlace, arrays(9, 9), state=True, options={"input_output_aliases": {0: 0}}),
     "blend": Op(  # starts as the input that vmap shares
         Blend, arrays(9, 9), state=True, options={"input_output_aliases": {1: 0}, "scratch": lambda v, current: v}
@@ -1788,7 +1789,7 @@ def random_nest(rng, rank, dtype):
 
 
 @pytest.mark.parametrize("rank, dtype", [
-    (0, "float32"), (1, "float32"), (2, "float32"), (4, "float32"), (2, "int8"), (2, "complex64"),
+    (0, "float32"), (2, "float32"), (4, "int8"), (2, "complex64"),
 ])  # fmt: skip
 def test_any_nest_of_vmaps_is_a_loop_over_slices(rank, dtype):
     rng = np.random.default_rng(rank)
