@@ -843,8 +843,7 @@ class _ExportChecks(Sequence):
 
 # ======================================================================================================
 # 4. Specs and inputs: what comes in and what goes out, checked where the user's call is on the stack.
-# A spec is the shape and dtype of an array.  Knows shapes, dtypes, arrays of other libraries and static values; does
-# not know kernels.
+# A spec is the shape and dtype of an array.
 
 
 def _is_spec(x: Any) -> bool:
@@ -983,7 +982,7 @@ def _check_takes(signature: inspect.Signature, what: str, args: Sequence) -> Non
 # ======================================================================================================
 # 5. The primitive behind every wrapper: one call of one target.
 # A wrapper finds the target of a call, and binds the primitive `xla_kernel` with it; what JAX asks of the primitive
-# (its outputs, its lowering, its vmap) stands first, then the wrapper.  Does not know a backend: it derives a wrapper.
+# (its outputs, its lowering, its vmap) stands first, then the wrapper, from which a backend derives its own.
 
 # -- 5.1 The primitive: what JAX's interpreters ask ----------------------------------------------------
 # An alias (i, j) says that output j starts with the value of input i.  A wrapper has those that the user gave, by name
@@ -2662,7 +2661,7 @@ def numba_kernel(
 
 
 # -- 7.1 The wrapper, and the forms in which it may call a function ------------------------------------
-# Which buffer goes to which parameter.  Does not compile.
+# Which buffer goes to which parameter.
 #
 # The arguments of a kernel, in order:
 # - if it writes its outputs: the inputs (an in-out argument stands in its input's place, and has its output's memory);
@@ -2829,7 +2828,7 @@ class _Form(NamedTuple):
 
 
 # -- 7.2 Compiling -------------------------------------------------------------------------------------
-# Numba's types, what its compiler refuses and which inputs its code may write to.  Does not know XLA.
+# Numba's types, what its compiler refuses and which inputs its code may write to.
 
 
 class _NumbaCode(NamedTuple):
@@ -3099,7 +3098,7 @@ def _uses_threads(overload: Any) -> bool:
 
 
 # -- 7.4 The emitter -----------------------------------------------------------------------------------
-# Knows Numba's calling convention, exceptions and threads.  Does not know where arrays come from.
+# Numba's calling convention, exceptions and threads.
 
 
 def _lock_of_numbas_threads() -> int:
@@ -3165,7 +3164,7 @@ class _NumbaEmitter(_Emitter):
 
 # ======================================================================================================
 # 8. Numba CUDA: wrappers, launch configurations, and an emitter that calls cuLaunchKernel.
-# Knows one slice of a call; the handler finds the slices.
+# For one slice of a call; the handler finds the slices.
 
 _CUDA_DTYPES = _NUMBA_DTYPES | {"float16"}
 _CUDA_UNCHECKED_WRITERS = _UNCHECKED_WRITERS | {"stcg", "stcs", "stwb", "stwt"}
@@ -3284,7 +3283,7 @@ def numba_cuda_callable(
 
 
 # -- 8.1 Wrappers, and launch configurations ----------------------------------------------------------
-# What is to run, and CUDA's limits.  Does not know where it runs: on a GPU, or in a simulator.
+# What is to run, on a GPU or in a simulator, and CUDA's limits.
 
 
 def _ints(value: Any, what: str) -> tuple[int, ...]:
@@ -3519,7 +3518,7 @@ class _CudaCallable(_CudaWrapper):
 
 
 # -- 8.2 The packages that compile kernels, and the driver --------------------------------------------
-# All that differs between numba-cuda, its successor and the simulator.  Of handlers knows the layout of parameters.
+# All that differs between numba-cuda, its successor and the simulator.
 
 
 class _NumbaCuda:
@@ -3796,7 +3795,7 @@ class _CudaDriver:
 
 
 # -- 8.3 From a kernel to a handler -------------------------------------------------------------------
-# Streams, devices and launches, native or through Python.  Does not know what compiled the kernel.
+# Streams, devices and launches, native or through Python, whatever compiled the kernel.
 
 
 def _compile_cuda(dispatcher: Any, argtypes: tuple) -> Any:
@@ -3967,7 +3966,7 @@ class _CudaEmitter(_Emitter):
 
 # ======================================================================================================
 # 9. Warp: a wrapper with a derivative, and an emitter that calls Warp's code on CPUs and GPUs.
-# Knows one slice of a call; the handler finds the slices.
+# For one slice of a call; the handler finds the slices.
 
 _WARP_INSTALL = "pip install warp-lang numba"
 _WARP_DTYPES = "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 bfloat16 float32 float64".split()
@@ -3985,7 +3984,7 @@ _STAND_IN_DIMS = (720720, 1024)  # of a recorded launch: clusters, of up to 16 b
 
 
 # -- 9.1 The wrapper ----------------------------------------------------------------------------------
-# Knows which buffer goes to which parameter, and the adjoint launch.  Does not know how a launch is made.
+# Which buffer goes to which parameter, and the adjoint launch.
 
 
 def warp_kernel(
@@ -4381,7 +4380,6 @@ def jax_callable(*args: Any, **options: Any) -> Any:
 
 
 # -- 9.3 The parameters of a kernel, and its content --------------------------------------------------
-# Knows types and values.  Does not know calls.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -4592,7 +4590,7 @@ def _first_name(node: Any) -> str | None:
 
 
 # -- 9.4 One target: what a launch is given, and its recording ----------------------------------------
-# Knows how Warp records a launch.  Does not run it.
+# How Warp records a launch.
 
 
 class _WarpArgument(NamedTuple):
@@ -4670,8 +4668,6 @@ class _WarpPlan:
 
 
 # -- 9.5 The memory of a launch -----------------------------------------------------------------------
-# Knows Warp's structs, as long as they are what Warp packs.  Does not call Python.
-#
 # Warp packs the parameters of a launch into blocks of memory: first the bounds of the launch, then an `array_t` or the
 # value of each parameter.  No header of Warp promises how, so it is tried out: a launch is recorded with arrays whose
 # addresses and dimensions are known, and what a handler would write is compared with what Warp packed, byte by byte.
@@ -4968,8 +4964,6 @@ def _compile_warp(
 
 
 # -- 9.7 A batch in one launch ------------------------------------------------------------------------
-# Knows the syntax of kernels.  Does not know handlers.
-#
 # A launch for each slice of a batch takes time, and leaves most of a GPU idle where slices are small.  So a second
 # kernel is made from the syntax tree of the first: its arrays have one more dimension, its threads one more index:
 #
@@ -5500,8 +5494,8 @@ def _check_name(what: str, name: Any) -> None:
 
 
 # -- 10.2 A call: from op(...) to its primitive --------------------------------------------------------
-# Knows operands, outs and static parameters, and checks them where the user's call is on the stack.
-# Does not know kernels, but for tracing one, so that its errors too are raised there.
+# Operands, outs and static parameters are checked where the user's call is on the stack.  A kernel is traced there
+# once, so that its errors are raised there, too.
 
 _SPEC_TYPES: tuple[type, ...] = (Spec, jax.core.ShapedArray)
 
@@ -5619,7 +5613,7 @@ _DIFFERENT_IF_EQUAL = (float, complex, np.generic, decimal.Decimal, range, slice
 
 
 # -- 10.3 A kernel: from a generator, or a ready kernel, to its results --------------------------------
-# Knows one slice and one backend.  Does not know vmap, nor what the call was traced for.
+# For one slice and one backend.
 
 
 def _as_generator(kernel: str, kg: Any, options: dict) -> Callable:
@@ -6111,7 +6105,7 @@ def _derivative_rule(op: XLACustomKernel, kind: str) -> Callable:
 
 # ======================================================================================================
 # 11. Backends: one row each; and the self-check, python -m xla_kernels.
-# Knows what each backend needs and how it takes a ready kernel.  Does not know how that is compiled.
+# What each backend needs, and how it takes a ready kernel.
 
 
 class _Backend(NamedTuple):
