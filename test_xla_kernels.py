@@ -1234,39 +1234,21 @@ RENAMED_IN_HEADER = {  # since jaxlib 0.7.2; the functions kept their places
     "XLA_FFI_ExecutionContext_Get": "XLA_FFI_InvokeContext_Get",
     "XLA_FFI_Extension_Base": "XLA_FFI_InternalExtension",
 }
-SIZES = {"*": 8, "size_t": 8, "int64_t": 8, "int": 4, "int32_t": 4, "uint32_t": 4, "XLA_FFI_Handler_Traits": 4,
-         "XLA_FFI_DataType": 4, "XLA_FFI_ExecutionStage": 4, "XLA_FFI_Error_Code": 4, "XLA_FFI_Extension_Type": 4,
-         "XLA_FFI_InternalExtension_Type": 4}  # fmt: skip
 
 
-def c_header():
-    """The text of XLA's header with the names of the newest version."""
+def fields_in_header(name):
+    """(name, bytes) of every field of a struct."""
     path = pathlib.Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h")
     text = re.sub(r"//.*", "", path.read_text(encoding="utf-8"))
-    text = re.sub(r"_XLA_FFI_API_STRUCT_FIELD\((\w+)\)", r"void* \1", text)
     for old, new in RENAMED_IN_HEADER.items():
         text = text.replace(old, new)
-    return text
-
-
-def fields_in_header(text, name):
-    """(name, type) of every field of a struct: the name of another struct, or its size."""
     body = re.search(rf"struct {name} \{{(.*?)\}}", text, re.DOTALL)[1]
     fields = []
     for declaration in body.split(";")[:-1]:
-        pattern = r"(?:const |struct )?(\w+)\s*(\**)\s*(\w+)"
-        kind, stars, field = re.fullmatch(pattern, " ".join(declaration.split())).groups()
-        if stars:
-            kind = "*"
-        fields.append((field, SIZES.get(kind, kind)))
-    return fields
-
-
-def mirrored_fields(struct):
-    fields = []
-    for name, kind in struct._fields_:
-        is_struct = issubclass(kind, ctypes.Structure)
-        fields.append((name, kind.__name__ if is_struct else ctypes.sizeof(kind)))
+        *kind, field = re.findall(r"\w+|\*", declaration)
+        is_word = set(kind) & {"*", "size_t", "int64_t", "_XLA_FFI_API_STRUCT_FIELD"}
+        struct_or_enum = getattr(xk, kind[-1], ctypes.c_int32)
+        fields.append((field, 8 if is_word else ctypes.sizeof(struct_or_enum)))
     return fields
 
 
@@ -1275,8 +1257,8 @@ def test_mirrored_structs_equal_the_header():
     structs = [value for name, value in vars(xk).items() if name.startswith("XLA_FFI_") and isinstance(value, type)]
     assert len(structs) == 17
     for struct in structs:
-        fields = mirrored_fields(struct)
-        assert fields == fields_in_header(c_header(), struct.__name__)[: len(fields)]
+        fields = [(name, ctypes.sizeof(kind)) for name, kind in struct._fields_]
+        assert fields == fields_in_header(struct.__name__)[: len(fields)]
 
 
 # -- which kernels are one kernel -----------------------------------------------------------------------
@@ -1431,16 +1413,6 @@ def test_options_and_layouts_of_one_function():
         assert result_of(numba.guvectorize(layout)(size), np.ones((2, 3), np.float32)) == found
 
 
-WITHOUT_JIT = """
-    factor = 1.0
-    def kernel(x, out):
-        out[:] = factor * x
-    made = wrap(kernel)
-    for factor in (1.0, 2.0):
-        print(made(ones)[0], wrap(numba.njit(kernel))(ones)[0], jax.vmap(made)(ones[None])[0, 0])
-    """
-
-
 def test_code_of_an_earlier_global_is_not_shared():
     """What users compiled by themselves may be of other values than a kernel that is made again."""
     namespace = {"factor": 1.0}
@@ -1452,24 +1424,6 @@ def test_code_of_an_earlier_global_is_not_shared():
     namespace["factor"] = 2.0
     second = numba.njit(namespace["make"]())
     assert [float(wrap(kernel)(x)[0]) for kernel in (first, second)] == [1, 2]
-
-
-def test_kernels_of_other_options_are_others():
-    def make(**options):
-        @numba.njit(**options)
-        def kernel(x, out):
-            for i in range(2):  # beyond the end
-                out[0] = x[i]
-
-        return wrap(kernel)
-
-    one = np.ones(1, np.float32)
-    make()(one)
-    assert "IndexError" in error_of(make(boundscheck=True), one)
-
-
-def test_without_jit_python_reads_globals_in_every_call():
-    assert run_code(WITHOUT_JIT, NUMBA_DISABLE_JIT="1").split() == ["1.0"] * 3 + ["2.0"] * 3
 
 
 @contextlib.contextmanager
@@ -1520,8 +1474,8 @@ def test_a_variable_that_a_kernel_reads_may_get_its_value_later():
     def kernel(x, out):
         out[0] = later
 
-    with pytest.raises(TypeError, match="Numba cannot compile"):
-        kernel(F32)
+    with pytest.raises(TypeError, match=r"(?s)Numba cannot compile .*'kernel' for \(float32\[:\]\)"):
+        jax.eval_shape(kernel, FLOATS)
     later = 7
     assert kernel(F32)[0] == 7
 
@@ -1585,12 +1539,8 @@ def add_one_to_a_key():
     return add_one(jax.random.key(0))
 
 
-def raises(text):
-    """A function whose kernel raises an error with this text."""
-    return wrap(runs(f"raise ArithmeticError({text!r})"))
-
-
 head = wrap(_head)
+ODD_TEXT = "größe 日本 \U0001f600 a\0" + "x" * 1_000_000
 ALIASED_TWICE = {"outs": FLOATS, "in_out_argnames": ["x"], "input_output_aliases": {0: 1}}
 ERRORS = {  # a word of the error, a function, and its inputs
     TypeError: [
@@ -1601,23 +1551,18 @@ ERRORS = {  # a word of the error, a function, and its inputs
         (".shape and .dtype", partial(wrap, outs=jnp.float32)),
         ("input_output_aliases must be a dict", partial(wrap, input_output_aliases=[(0, 0)])),
         ('scalars.*"x".*; got 3', partial(wrap, scalars=3)),
-        ("in_out_argnames.*names", partial(wrap, in_out_argnames=[0])),
         ("block_dim must be an int", partial(xk.warp_kernel, outs=like_first, block_dim="a")),
         # inputs
         ("input 0.*list.*leaves", add_one, [1, 2]),
-        ("input 0.*str 'ab'", add_one, "ab"),
         ("input 0.*structured", wrap(itself), np.zeros(3, "f4,i4")),
         ("input 0.*key_data", add_one_to_a_key),
         # outputs
-        ("outs must be specs.*1.5", wrap(outs=lambda x: 1.5), F32),
         (r"scratch 0 is bfloat16\[4\]", wrap(scratch=spec(4, dtype=jnp.bfloat16)), F32),
         (r"outs takes \(x, y\).*float32\[4\]", wrap(outs=lambda x, y: x), F32),
         ("unsupported operand", wrap(outs=lambda x: x + "a"), F32),  # an error inside of `outs` stays itself
         # the arguments of the kernel
         (r"\(x, out\).* 1 inputs and 2 outputs", wrap(outs=[FLOATS] * 2), F32),
         ("must return the outputs", wrap(outs=FLOATS), F32, F32),
-        ("scratch buffers", wrap(scratch=FLOATS), F32),
-        (r"_head\(x, n, alpha, out\).*'m'", partial(head, m=F32), F32),
         ("'x'", partial(head, x=F32), F32),  # by position and by keyword
         ("position only", partial(wrap(_positional), n=F32[0]), F32),
         (r"n\[\(\)\].*scalars=", head, F32, 2, 3.0),
@@ -1626,7 +1571,6 @@ ERRORS = {  # a word of the error, a function, and its inputs
         ("pure_callback", wrap(runs("with numba.objmode():\n        print()\n    out[:] = x")), F32),
         ("'kernel' returns int64", wrap(runs("return x.size")), F32),
         (r"int32\[:\]", wrap(itself, spec(4, dtype=np.int32)), F32),
-        (r"(?s)cannot compile .*'kernel' for \(float32\[:\]\)", wrap(reads("x.nothing")), F32),
         # transformations
         ("no derivative.*custom_vjp", partial(jax.jvp, add_one, [F32]), [F32]),
     ],
@@ -1635,7 +1579,6 @@ ERRORS = {  # a word of the error, a function, and its inputs
         (r"negative.*\(-1,\)", partial(wrap, outs=spec(-1))),
         ("'t'", partial(wrap, kernel=_running, in_out_argnames=["t"])),
         ("'t'", partial(wrap, kernel=_running, scalars=["t"])),
-        ("there is no input 1", wrap(input_output_aliases={1: 0}), F32),
         ("there is no output -1", wrap(input_output_aliases={0: -1}), F32),
         ("must be equal", wrap(outs=spec(3), input_output_aliases={0: 0}), F32),
         ("an output can alias one input", wrap(outs=FLOATS, input_output_aliases={0: 0, 1: 0}), F32, F32),
@@ -1644,10 +1587,11 @@ ERRORS = {  # a word of the error, a function, and its inputs
     ],
     jax.errors.JaxRuntimeError: [  # when the kernel runs
         (r"\(4,\).*\(2,\)", wrap(transpose_of, spec(2)), F32),
-        (r"ValueError: \('negative element', -1.0\).*'refuse_negative'", refuse_negative, -F32),
-        ("ArithmeticError: größe 日本 \U0001f600 .raised in", raises("größe 日本 \U0001f600"), F32),
-        ("ArithmeticError: a.*raised in kernel", raises("a\0b"), F32),
-        ("ArithmeticError: xxx", raises("x" * 1_000_000), F32),
+        (
+            "ArithmeticError: größe 日本 \U0001f600 a.*raised in kernel",
+            wrap(runs(f"raise ArithmeticError({ODD_TEXT!r})")),
+            F32,
+        ),
     ],
 }
 
@@ -1659,11 +1603,6 @@ def test_errors_say_what_is_wrong(kind, text, call, inputs):
     with pytest.raises(kind, match=text):
         jax.block_until_ready(call(*inputs))
     np.testing.assert_array_equal(add_one(F32), F32 + 1)  # the process goes on
-
-
-def test_kernels_are_compiled_when_they_are_traced():
-    with pytest.raises(TypeError, match="cannot compile"):
-        jax.eval_shape(wrap(reads("x.nothing")), FLOATS)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int4"])
@@ -1767,14 +1706,6 @@ def check_running_sums(found, expected):
     jax.tree.map(partial(np.testing.assert_array_equal, strict=True), found, expected)
 
 
-def test_numpy_views_are_taken_as_they_are():
-    base = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
-    for view in (base.T, base[:, ::-1, ::2], np.asfortranarray(base), base[1:1], base.astype(">f4").astype("f4")):
-        expected = running_sum_in_jax(jnp.asarray(view), jnp.float32(1))
-        check_running_sums(running_sum(view, 1), expected)
-        check_running_sums(jax.jit(lambda x: running_sum(x.T, 1))(view.T), expected)
-
-
 def random_nest(rng, rank, dtype):
     """Operands, and for each vmap over them, from the outermost in, its axes."""
     shapes = {"x": rng.choice([0, 1, 2, 3, 5, 7], rank, p=[0.06, 0.2, 0.2, 0.2, 0.2, 0.14]).tolist(), "y": []}
@@ -1812,46 +1743,35 @@ def test_any_nest_of_vmaps_is_a_loop_over_slices(rank, dtype):
 pthread_self = numba.types.ExternalFunction("pthread_self", numba.types.uint64())
 
 
-def spin_on_a_thread(x, out):
-    """Some 50 µs of work; says which thread did it."""
+def spin_on_a_thread(x, thread):
+    """Some 50 µs of work that gives something else if it is done twice; says which thread did it."""
     total = 0.0
     for i in range(5000):
         total += math.sin(x[0] + i)
-    out[0] = total
-    out[1] = pthread_self()
+    x[0] = total
+    thread[0] = pthread_self()
 
 
 needs_cores = pytest.mark.skipif((os.cpu_count() or 1) < 2 or sys.platform == "win32", reason="needs cores that share")
 
 
 @needs_cores
-@pytest.mark.parametrize("method", ["sequential", "sequential_unrolled", "expand_dims", "broadcast_all", None])
-def test_slices_of_a_batch_run_on_all_threads_unless_in_order(method):
-    spin = wrap(spin_on_a_thread, spec(2, dtype="float64"), vmap_method=method)
+@pytest.mark.parametrize("method", ["sequential", "sequential_unrolled", "broadcast_all", None])
+def test_each_slice_runs_once_on_any_thread_unless_in_order(method):
+    outs = spec(1, dtype="float64"), spec(1, dtype="uint64")
+    spin = wrap(spin_on_a_thread, outs, in_out_argnames=["x"], vmap_method=method)
     x = np.arange(128.0).reshape(2, 64, 1)
     in_order = method in ("sequential", "sequential_unrolled")
     with x64(True):
         batched = jax.jit(jax.vmap(jax.vmap(spin)))
         expected = [[spin(value)[0] for value in row] for row in x]
         for _ in range(100):  # a busy machine may leave the caller alone
-            sums, threads = np.moveaxis(batched(x), -1, 0)
+            sums, threads = batched(x)
             np.testing.assert_array_equal(sums, expected)
             on_one_thread = len(np.unique(threads)) == 1
             if in_order or not on_one_thread:
                 break
     assert on_one_thread == in_order
-
-
-@xk.numba_kernel(outs=like_first, in_out_argnames=["v"])
-def count_runs(v):
-    total = 0.0
-    for i in range(20_000):  # long enough for other threads to take slices
-        total += math.sin(total + i)
-    v[0] += 1 if total < 1e9 else 2
-
-
-def test_each_slice_runs_once_on_many_threads():
-    np.testing.assert_array_equal(jax.vmap(count_runs)(jnp.zeros((64, 1))), np.ones((64, 1)))
 
 
 def test_no_argument():
@@ -1890,7 +1810,7 @@ SCALARS, VECTORS = np.array([1.25, 1.5], np.float32), np.array([[1, 1.5, 1.75], 
 THREE_INPUTS = [SCALARS, VECTORS, VECTORS + 1]
 THREE_FLOATS, COUNT = spec(3), spec(dtype=np.int32)
 TWO_COUNTS = np.full(2, 2, np.int32)
-in_out = wrap(_running, lambda x, total: (total, x), in_out_argnames=iter(["total"]))
+in_out = wrap(_running, lambda x, total: (total, x), in_out_argnames=iter(["total"]), zero_outputs=True)
 shifted = runs("for i in range(x.size): out[i] = x[i] + y", "x, y, out")
 typed_add_one = numba.njit(["void(f8[:],f8[:])", "void(f4[::1],f4[::1])"])(add_one.__wrapped__)
 gu_shifted = numba.guvectorize("(n),()->(n)")(shifted)
@@ -1903,13 +1823,13 @@ ONE_LINERS = {  # a function as it is, the same in Python, two slices of each in
     "star args": (wrap(runs("a[-1][:] = a[0]", "*a")), like_first, [VECTORS, VECTORS + 1], {}),
     "a default": (wrap(runs("out[:] = n * x", "x, out, n=3")), lambda x: 3 * x, [VECTORS], {}),
     "typed": (wrap(typed_add_one), lambda x: x + 1, [VECTORS], {}),
+    "typed for other dtypes": (wrap(typed_add_one), lambda x: x + 1, [TWO_COUNTS[:, None]], {}),
     "vectorize": (wrap(numba.vectorize(_axpy), like_second), _axpy, THREE_INPUTS, {}),
     "guvectorize": (wrap(gu_shifted, THREE_FLOATS), np.add, [VECTORS, SCALARS], {}),
     "typed guvectorize": (wrap(typed_gu_shifted, THREE_FLOATS), np.add, [VECTORS, SCALARS], {}),
     "scalars": (wrap(_head, scalars=True), _scaled_head, [VECTORS], {"alpha": SCALARS, "n": TWO_COUNTS}),
     "named scalars": (wrap(_head, scalars=["alpha", "n"]), _scaled_head, [VECTORS, TWO_COUNTS, SCALARS], {}),
     "in-out": (in_out, lambda x, total: (x + total, 2 * (x + total)), [VECTORS], {"total": VECTORS + 1}),
-    "in place": (wrap(runs("x += 1", "x"), THREE_FLOATS, in_out_argnames=["x"]), lambda x: x + 1, [VECTORS], {}),
 }
 
 
@@ -1929,15 +1849,6 @@ def check_slices(function, expected, inputs, named):
 @pytest.mark.parametrize("name", ONE_LINERS)
 def test_numba_functions_in_one_line(name):
     check_slices(*ONE_LINERS[name])
-
-
-@pytest.mark.parametrize(
-    "signature", ["void(float32[:], float32[:])", ["void(f8[:], f8[:])", "void(f4[::1], f4[::1])"]]
-)
-@pytest.mark.parametrize("dtype", [np.float32, np.int32])
-def test_explicit_signatures_are_compiled_anew_for_the_call(signature, dtype):
-    typed = numba.njit(signature)(add_one.__wrapped__)
-    np.testing.assert_array_equal(wrap(typed)(np.ones(4, dtype)), [2, 2, 2, 2])
 
 
 # -- inputs are never changed --------------------------------------------------------------------------
@@ -1964,6 +1875,12 @@ memset = C_LIBRARY.memset
 memset.argtypes, memset.restype = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t], ctypes.c_void_p
 square_of_ones = np.ones((4, 4), np.float32)
 
+
+@numba.njit
+def put_in(d, x):
+    d[1] = x
+
+
 REFUSED_WRITES = [  # Numba sees that a read-only array is written to
     "x[0] = 77", "x[1:] = 77", "x[x > 0] = 77", "x[::-1].sort()", "x.fill(77)", "np.random.shuffle(x)",
     "x.view(np.int32)[0] = 77", "x.reshape((2, 2))[0, 0] = 77", "x.T[0] = 77", "np.asarray(x)[0] = 77",
@@ -1974,6 +1891,7 @@ COPIED_WRITES = [  # Numba does not, so that the kernel runs on a copy
     "np.dot(square_of_ones, out, out=x)", "a = (square_of_ones, out, x); np.dot(*a)",
     "x.flat[0] = 77", "fill(x.reshape((2, 2)), 77)", "np.frombuffer(x, RECORDS)[0].a = 77",
     "l = numba.typed.List(); l.append(out); l.append(x); l[1][0] = 77",
+    "d = {0: out}; put_in(d, x); d[1][0] = 77", "d = {0: (out, 1)}; d[1] = (x, 2); d[1][0][0] = 77",
     "add_in_place.at(x, np.arange(1), np.float32(77))", "Holder(x).put(77)",
     "memset(x.ctypes, 77, 4)", "memset(getattr(x, 'ctypes'), 77, 4)",
 ]  # fmt: skip
@@ -1994,26 +1912,20 @@ def test_a_kernel_that_writes_to_an_input_is_refused(code):
         writes(code)(F32)
 
 
-@pytest.mark.filterwarnings("ignore::numba.core.errors.NumbaWarning")  # `at` is experimental
+@pytest.mark.filterwarnings("ignore::numba.core.errors.NumbaWarning")  # `at` is experimental, a dict casts
 @pytest.mark.parametrize("parallel, code", [
     *itertools.product([False], COPIED_WRITES),
     *itertools.product([True], ["x += 77", "x.flat[0] = 77"]),
 ])  # fmt: skip
 def test_a_kernel_that_may_write_to_an_input_gets_a_copy(code, parallel):
     write = writes(code, parallel=parallel)
-    x = jnp.array([4.0, np.nan, 2.0, 1.0], jnp.float32)
-    seen = write(x)
-    np.testing.assert_array_equal(x, [4, np.nan, 2, 1])
-    assert not np.array_equal(seen, x, equal_nan=True)  # what the kernel wrote to its copy, it reads there
-
-
-def add_by_overload(x, out):
-    """Has an overload that takes writable arrays only."""
-
-
-@numba.extending.overload(add_by_overload)
-def _(x, out):
-    return add_one.__wrapped__ if x == numba.float32[::1] else None
+    before = np.array([4.0, np.nan, 2.0, 1.0], np.float32)
+    x, batch = jnp.array(before), jnp.array([before, before])
+    seen, beside = jax.jit(lambda x: (write(x), x + 0))(x)
+    for result in (seen, write(x), *jax.vmap(write)(batch)):
+        assert not np.array_equal(result, before, equal_nan=True)  # what the kernel wrote to its copy, it reads there
+    for array in (x, beside, *batch):
+        np.testing.assert_array_equal(array, before)
 
 
 LARGE = spec(100_000)  # XLA keeps some bytes for itself
@@ -2021,7 +1933,6 @@ LARGE = spec(100_000)  # XLA keeps some bytes for itself
 
 @pytest.mark.parametrize("code", [
     "out[:] = x + 1", "for i, v in enumerate(x.flat): out[i] = v + 1", "typed_add_one(x, out)",
-    "add_by_overload(x, out)",
 ])  # fmt: skip
 def test_a_kernel_that_only_reads_gets_no_copies(code):
     """Also where it gives an input to what is compiled for writable arrays."""
@@ -2034,75 +1945,6 @@ def test_only_the_input_that_a_kernel_may_write_to_is_copied():
     kernel = wrap(runs("out[:] = x[0] + y\n    memset(x.ctypes, 0, 0)", "x, y, out", memset=memset), lambda x, y: y)
     np.testing.assert_array_equal(kernel(F32[None], 2 * F32), 3 * F32)
     assert 0 <= copied_bytes(kernel, spec(1, *LARGE.shape), LARGE) - 400_000 < 1000
-
-
-# A dict takes a read-only array as a writable one, as Numba casts the value.
-numbers_and_arrays = numba.njit(lambda out: {0: out})
-
-
-@numba.njit
-def put_in(d, x):
-    d[1] = x
-
-
-@numba.njit
-def write_in_dict(x, out):
-    d = {0: out}
-    d[1] = x
-    d[1][0] = 77
-
-
-WRITES_IN_DICTS = [
-    "d = {0: out}; d[1] = x; d[1][0] = 77",
-    "d = {0: (out, 1)}; d[1] = (x, 2); d[1][0][0] = 77",
-    "d = numbers_and_arrays(out); d[1] = x; d[1][0] = 77",
-    "d = {0: out}; put_in(d, x); d[1][0] = 77",
-    "write_in_dict(x, out)",
-    "d = {0: np.zeros(x.size, x.dtype)}; d[1] = x; d[1][0] = 77; return d[1]",
-]
-
-
-@pytest.mark.filterwarnings("ignore::numba.core.errors.NumbaTypeSafetyWarning")
-@pytest.mark.parametrize("code", WRITES_IN_DICTS)
-def test_a_dict_leaves_the_callers_array_alone(code):
-    kernel = wrap(runs(code if "return" in code else f"{code}\n    out[:] = 0", **globals()))
-    if "return" in code:
-        kernel = wrap(runs(code, "x", **globals()))
-    before = np.array([4, 3, 2, 1], np.float32)
-    x, batch = jnp.array(before), jnp.array([before, -before])
-    kernel(x), jax.vmap(kernel)(batch)
-    np.testing.assert_array_equal(x, before)
-    np.testing.assert_array_equal(batch, [before, -before])
-    _, beside = jax.jit(lambda x: (kernel(x), x + 0))(x)
-    np.testing.assert_array_equal(beside, before)
-
-
-CACHED_DICT = """
-    import numba
-
-    @numba.njit(cache=True)
-    def normalized(x, out):
-        rows = {0: out}
-        rows[1] = x
-        rows[1] /= 2
-        out[:] = rows[1]
-
-    @numba.njit(cache=True)
-    def by_a_helper(x, out):
-        normalized(x, out)
-    """
-NORMALIZES = """
-    from normalizing import by_a_helper, normalized
-    x = jnp.asarray(ones)
-    print(wrap(by_a_helper)(x), wrap(normalized)(x), x)
-    """
-
-
-def test_a_dict_leaves_the_callers_array_alone_in_a_second_process(tmp_path):
-    (tmp_path / "normalizing.py").write_text(textwrap.dedent(CACHED_DICT))
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    for _ in range(2):
-        assert run_code(NORMALIZES, PYTHONPATH=path) == "[0.5 0.5 0.5 0.5] [0.5 0.5 0.5 0.5] [1. 1. 1. 1.]\n"
 
 
 # -- aliases, scratch, effects -------------------------------------------------------------------------
@@ -2128,18 +1970,6 @@ def test_xla_is_told_of_an_alias():
     donating = [jax.jit(call, donate_argnums=0) for call in (accumulate, lambda acc, x: add_one(acc))]
     told, not_told = [copied_bytes(call, LARGE, FLOATS) for call in donating]
     assert told < 1000 < 400_000 <= not_told
-
-
-def test_zero_outputs_start_every_slice_from_zeros():
-    def adds(x, kept, out):
-        out += x
-        kept += x
-
-    add = wrap(adds, lambda x, y: (y, x), zero_outputs=True, in_out_argnames=["kept"])
-    x = jnp.ones((2, 300_000))  # memory that was used before is likely to be found again
-    for _ in range(3):
-        for kept, out in (jax.vmap(add)(x, x), jax.jit(jax.vmap(add))(x, x), add(x[0], x[1])):
-            assert (out == 1).all() and (kept == 2).all()
 
 
 @pytest.mark.parametrize("kept", [True, False])
@@ -2172,16 +2002,6 @@ def test_threads_that_trace_the_same_kernels_register_each_once():
             np.testing.assert_array_equal(jax.vmap(add)(x[None]), x[None, :1] + value)
 
     in_threads(work, range(16))
-
-
-def test_export_checks_are_those_of_the_kernels_registered_when_they_are_read():
-    checks = xk.export_checks()
-    before = list(checks)
-    name = target_of(wrap(runs("out[:] = x - 11")), FLOATS)
-    assert {check.is_custom_call() for check in checks} - {check.is_custom_call() for check in before} == {name}
-    assert len(checks) == len(before) + 1 and list(checks[:2]) == list(checks)[:2]
-    with_platforms = [export.DisabledSafetyCheck.platform()]
-    assert (checks + with_platforms)[-1] is with_platforms[0]
 
 
 def test_collected_wrappers_leave_their_kernels():
@@ -2223,40 +2043,30 @@ def test_copies_of_this_file_in_a_process():
     np.testing.assert_array_equal(chain(F32), F32 + 3)
 
 
-def headers_of_version(major, minor, folder):
-    """A folder with XLA's headers, as far as they say their version."""
-    header = folder / "xla" / "ffi" / "api" / "c_api.h"
-    header.parent.mkdir(parents=True)
-    header.write_text(f"#define XLA_FFI_API_MAJOR {major}\n#define XLA_FFI_API_MINOR {minor}\n")
-    return str(folder)
-
-
 def test_an_unknown_major_version_of_the_interface_is_refused(monkeypatch, tmp_path):
-    headers = headers_of_version(1, 4, tmp_path)
-    monkeypatch.setattr(jax.ffi, "include_dir", lambda: headers)
+    header = tmp_path / "xla" / "ffi" / "api" / "c_api.h"
+    header.parent.mkdir(parents=True)
+    header.write_text("#define XLA_FFI_API_MAJOR 1\n#define XLA_FFI_API_MINOR 4\n")
+    monkeypatch.setattr(jax.ffi, "include_dir", lambda: str(tmp_path))
     with pytest.raises(NotImplementedError, match=r"1\.4 .*install"):
         load_copy("of_another_version").numba_kernel(add_one.__wrapped__, like_first)(F32)
 
 
 def test_without_jit_the_kernel_is_plain_python(monkeypatch):
     monkeypatch.setattr(numba.config, "DISABLE_JIT", True)
-    seen = []
 
-    def shows(x, out):
-        seen.append((x.tolist(), out.shape, x.flags.writeable))
-        if x[0] < 0:
+    def scaled(x, out):
+        if x.flags.writeable or x[0] < 0:
             raise KeyError("negative", x[0].item())
-        out[:] = x + 1
+        out[:] = factor * x
 
-    show = wrap(shows)
-    np.testing.assert_array_equal(show(np.ones(2, np.float32)), [2, 2])
-    assert seen == [([1, 1], (2,), False)]
-    np.testing.assert_array_equal(jax.vmap(show)(np.ones((3, 2), np.float32)), np.full((3, 2), 2))
-    assert "KeyError: ('negative', -1.0)" in error_of(show, -F32)
-    np.testing.assert_array_equal(wrap(lambda x, factor=3.0: factor * x)(F32), 3 * F32)
+    made = wrap(scaled)
+    for factor in (1.0, 2.0):  # read in every call
+        for result in (made(F32), wrap(numba.njit(scaled))(F32), jax.vmap(made)(np.stack([F32, F32]))[1]):
+            np.testing.assert_array_equal(result, factor * F32)
+    assert "KeyError: ('negative', -1.0)" in error_of(made, -F32)
     assert "returned as many values as no call" in error_of(wrap(lambda x: (x, x)), F32)
-    np.testing.assert_array_equal(wrap(positive_part)(-F32), 0 * F32)
-    for name in ("typed", "vectorize", "guvectorize"):
+    for name in ("typed", "returns a tuple", "vectorize", "guvectorize"):
         check_slices(*ONE_LINERS[name])
 
 
@@ -2308,9 +2118,7 @@ LIFE_OF_A_PROCESS = """
 
     def check(module=xk):
         new = module.numba_kernel(add_one.__wrapped__, like_first)
-        for kernel in (add_one, held, new):
-            assert kernel(ones)[3] == 2
-        assert jax.vmap(new)(ones[None])[0, 3] == 2
+        assert held(ones)[3] == jax.vmap(new)(ones[None])[0, 3] == 2
 
     held = jax.jit(add_one)
     jax.eval_shape(add_one, ones)  # registered before JAX has a backend
@@ -2319,7 +2127,6 @@ LIFE_OF_A_PROCESS = """
         child.start()
         child.join()
         assert child.exitcode == 0, "the forked process"
-    jax.config.update("jax_platforms", "cpu")
     check()
     check(importlib.reload(xk))
     """
@@ -2336,46 +2143,32 @@ MEMORY = """
     def resident():
         return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize() / 2**20
 
-    def growth(run, count, warm_up):
-        run(warm_up)
-        before = resident()
-        run(count)
-        return resident() - before
-
-    @jax.jit
-    def calls(count):
-        return jax.lax.fori_loop(0, count, lambda i, x: add_one(x) * 0.5, ones)
-
     def made_again(value=2.5):
         def kernel(x, out):
             out[:] = x[0] + value
 
         return wrap(kernel)
 
-    def retraces(count):
+    failing = jax.vmap(wrap(runs("raise ValueError('no')")))
+
+    def run(count):
         for _ in range(count):
             jax.make_jaxpr(made_again())(ones)
+            assert error_of(failing, ones[:, None])
 
-    failing = wrap(runs("raise ValueError('no')"))
-
-    def errors(count):
-        for _ in range(count):
-            assert error_of(failing, ones)
-
-    assert growth(lambda count: calls(count).block_until_ready(), 1_000_000, 1000) < 5
-    assert growth(retraces, 600, 100) < 15
-    assert growth(errors, 1000, 500) < 5  # MiB
+    run(500)
+    before = resident()
+    run(1000)
+    assert resident() - before < 15  # MiB
     """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_memory_of_calls_retraces_and_errors():
+def test_memory_of_retraces_and_errors():
     run_code(MEMORY)
 
 
 WORKQUEUE = """
-    import contextlib
-
     @numba.njit(parallel=True)
     def direct(x, out):
         for i in numba.prange(x.size):
@@ -2393,17 +2186,13 @@ WORKQUEUE = """
     def through_pointer(x, out):
         callback(x.ctypes, out.ctypes, x.size)
 
-    def single(x, out):
-        out[:] = x
-
-    wrap(single)(np.ones(1, np.float32))  # of the same signature, but without a lock
+    wrap(runs("out[:] = x"))(ones)  # of the same signature, but without a lock
 
     def work(kernel):
         f = wrap(kernel)
         for i in range(50 if kernel is direct else 3):
-            assert f(np.ones(5000, np.float32))[-1] == 2
-            with contextlib.suppress(ValueError, jax.errors.JaxRuntimeError):  # which Numba loses behind a pointer
-                jax.block_until_ready(f(-np.ones(10, np.float32)))
+            if kernel is not through_pointer:  # where Numba loses errors
+                assert "negative" in error_of(f, -ones)
             assert (jax.pmap(f)(np.ones((4, 1000), np.float32)) == 2).all()
 
     in_threads(work, [through_pointer, direct, through_helper] * 3)
@@ -2433,6 +2222,17 @@ CACHED = """
         x.flat[0] = 7
         out[:] = x
 
+    @numba.njit(cache=True)
+    def writes_in_a_dict(x, out):
+        rows = {0: out}
+        rows[1] = x
+        rows[1] /= 2
+        out[:] = rows[1]
+
+    @numba.njit(cache=True)
+    def by_a_helper(x, out):
+        writes_in_a_dict(x, out)
+
     @numba.njit(cache=True, parallel=True)
     def in_parallel(x, out):
         for i in numba.prange(x.size):
@@ -2448,23 +2248,30 @@ CACHED_BY_NUMBA = """
 
     x = jnp.asarray(ones)
     with install_recorder("numba:compile") as recorder:
-        for kernel in (cached.adds, cached.writes, cached.in_parallel):
-            call = wrap(kernel)
-            print(*call(x), *jax.vmap(call)(x[None])[0])
+        for name in ("adds", "by_a_helper", "writes", "writes_in_a_dict", "in_parallel"):
+            call = wrap(getattr(cached, name))
+            print(name, *call(x), *jax.vmap(call)(x[None])[0])
         print(re.search("ValueError.*", error_of(wrap(cached.raises), x))[0])
     assert (x == 1).all()
     print("compiled:", len(recorder.buffer) > 0)
     """
+OF_CACHED = """
+adds 2.0 2.0 2.0 2.0 2.0 2.0 2.0 2.0
+by_a_helper 0.5 0.5 0.5 0.5 0.5 0.5 0.5 0.5
+writes 7.0 1.0 1.0 1.0 7.0 1.0 1.0 1.0
+writes_in_a_dict 0.5 0.5 0.5 0.5 0.5 0.5 0.5 0.5
+in_parallel 2.0 2.0 2.0 2.0 2.0 2.0 2.0 2.0
+ValueError: ('from', 4) (raised in kernel 'raises')
+compiled: """
 
 
+@pytest.mark.filterwarnings("ignore::numba.core.errors.NumbaTypeSafetyWarning")
 def test_a_second_process_compiles_no_kernel_that_numba_caches(tmp_path):
+    """Nor does it write to inputs, though what Numba loads does not say what is in it."""
     (tmp_path / "cached.py").write_text(textwrap.dedent(CACHED))
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    first, second = [run_code(CACHED_BY_NUMBA, PYTHONPATH=path).splitlines() for _ in range(2)]
-    assert first == [" ".join(numbers * 2) for numbers in (["2.0"] * 4, ["7.0", "1.0", "1.0", "1.0"], ["2.0"] * 4)] + [
-        "ValueError: ('from', 4) (raised in kernel 'raises')", "compiled: True",
-    ]  # fmt: skip
-    assert second == [*first[:-1], "compiled: False"]
+    for is_compiled in (True, False):
+        assert run_code(CACHED_BY_NUMBA, PYTHONPATH=path) == f"{OF_CACHED}{is_compiled}\n".lstrip()
 
 
 # -- names, in this process and in others -------------------------------------------------------------
