@@ -79,7 +79,7 @@ except ImportError:  # it needs absl with old versions of jax
 # Every cell runs a kernel: as it is and compares it with NumPy, or transformed and compares it with plain JAX.
 # At the end of a run, conftest.py prints which cells passed.
 #
-# To add an operation: a class, and a row of OPS.  A transformation: a function, and a row of TRANSFORMS.
+# To add an operation: a class, and a row of OPS.  A transformation: a function among the Transformations.
 # A backend: a function that wraps a kernel, and a row of BACKENDS; of another language, also a row of LANGUAGES; and
 # one of PACKAGES in conftest.py, where it needs a package that no other test does.
 # ======================================================================================================
@@ -311,7 +311,7 @@ class Op(typing.NamedTuple):
 
     kernels: type  # its kernels and its reference
     inputs: Callable  # (rng, dtype) -> NumPy arrays
-    dtypes: tuple = ("float32",)  # those of "eager" and "vmap"; the other transformations have float32
+    dtypes: tuple = ("float32",)
     state: bool = False  # the first output can be the first input of the next step
     threads: tuple | None = None  # where there is not one for each element of the first output
     params: typing.Any = types.MappingProxyType({})  # static parameters of the call
@@ -790,40 +790,9 @@ def read_exported(serialized):
     return export.deserialize(bytearray(serialized)).call
 
 
-class Transform(typing.NamedTuple):
-    every_dtype: bool = False
-    needs_state: bool = False
-
-
-TRANSFORMS = {
-    "eager": Transform(every_dtype=True),
-    "jit": Transform(),
-    "without_jit": Transform(),
-    "vmap": Transform(every_dtype=True),
-    "vmap_every_input": Transform(),
-    "vmap_other_axes": Transform(),
-    "vmap_nested": Transform(),
-    "vmap_of_nothing": Transform(),
-    "lax_map": Transform(),
-    "scan": Transform(),
-    "loop_of_state": Transform(needs_state=True),
-    "while_loop": Transform(),
-    "cond": Transform(),
-    "shard_map": Transform(),
-    "eager_shard_map": Transform(),
-    "jit_over_mesh": Transform(),
-    "jvp": Transform(),
-    "grad": Transform(),
-    "grad_of_vmap": Transform(),
-    "grad_of_nested_vmap": Transform(),
-    "vmap_of_grad": Transform(),
-    "grad_of_scan": Transform(),
-    "grad_of_shard_map": Transform(),
-    "shard_map_of_grad": Transform(),
-    "jvp_of_grad": Transform(),
-    "checkpoint": Transform(),
-    "export": Transform(),
-}
+TRANSFORMS = [name for name in vars(Transformations) if not name.startswith("_")]
+EVERY_DTYPE = ("eager", "vmap")  # those that run in all dtypes of an operation; the others in float32
+NEED_STATE = ("loop_of_state",)
 
 
 # -- the cells -----------------------------------------------------------------------------------------
@@ -831,7 +800,7 @@ TRANSFORMS = {
 
 def left_out(op, backend, transformation):
     """Why there is no such cell, or None."""
-    if TRANSFORMS[transformation].needs_state and not OPS[op].state:
+    if transformation in NEED_STATE and not OPS[op].state:
         return "its first output is not its next first input"
     kernels, language = OPS[op].kernels, BACKENDS[backend].language
     if not (hasattr(kernels, language) or hasattr(kernels, "element")):
@@ -842,9 +811,7 @@ def left_out(op, backend, transformation):
 def all_cells():
     """Neighbours share what is right."""
     for transformation, op in itertools.product(TRANSFORMS, OPS):
-        dtypes = ["float32"]
-        if TRANSFORMS[transformation].every_dtype:
-            dtypes = OPS[op].dtypes
+        dtypes = OPS[op].dtypes if transformation in EVERY_DTYPE else ("float32",)
         for dtype, backend in itertools.product(dtypes, BACKENDS):
             if dtype in dtypes_of(BACKENDS[backend].language):
                 yield op, backend, transformation, dtype
@@ -975,21 +942,6 @@ def test_readme_blocks_print_what_their_comments_say(heading, tmp_path, monkeypa
     runpy.run_path("block.py", run_name="__main__")
     expected = re.findall(r"^print\(.*\)  # (.*)$", block, re.MULTILINE)
     assert capsys.readouterr().out.splitlines() == expected
-
-
-def test_network_of_the_readme(tmp_path):
-    """It spikes at the rate that Brette et al. report."""
-    path = tmp_path / "block.py"
-    path.write_text(README_BLOCKS["A network of spiking neurons"], encoding="utf-8")
-    step = runpy.run_path(path)["step"]
-    synapses = random_csr(4000, 4000)
-
-    def counted(state, _):
-        state = step(*state, *synapses)
-        return state, (state[3] == REFRACTORY).sum()
-
-    counts = jax.jit(lambda state: jax.lax.scan(counted, state, length=2000)[1])(first_state(4000))
-    assert 4 < counts.sum() / 4000 / 0.2 < 8
 
 
 def test_readme_installs_extras_that_exist():
@@ -5309,40 +5261,15 @@ def test_op_on_a_mesh_of_explicit_axes(x_axes, y_axes, define_derivative):
 
 
 # ======================================================================================================
-# A network of spiking neurons: what the benchmark simulates with two kernels, and the README with one
+# A network of spiking neurons: the program of the README, which the benchmark times
 # CUBA, benchmark 2 of Brette et al. (2007): leaky integrate-and-fire neurons, 80% of them excitatory, 80 synapses each.
 # ======================================================================================================
 
-EL, VT, VR, REFRACTORY = np.float32(-49), np.float32(-50), np.float32(-60), np.int32(50)  # mV, and steps of 0.1 ms
-DECAY_V, DECAY_E, DECAY_I = np.exp(np.float32(-0.1) / np.float32([20, 5, 10]))  # exact: the equations are linear
-GAIN_E, GAIN_I = np.float32(-1 / 3) * (DECAY_E - DECAY_V), np.float32(-1) * (DECAY_I - DECAY_V)
 
-
-def neurons(_v, _ge, _gi, _wait, v, ge, gi, wait, spiking, count):
-    """Advances the neurons in place, and lists those that spike."""
-    for i in range(v.size):
-        u = EL + (v[i] - EL) * DECAY_V + ge[i] * GAIN_E + gi[i] * GAIN_I
-        u = v[i] if wait[i] > 1 else u
-        v[i] = VR if u > VT else u
-        wait[i] = REFRACTORY if u > VT else wait[i] - np.int32(1)
-        ge[i] *= DECAY_E
-        gi[i] *= DECAY_I
-    count[0] = 0
-    for i in range(v.size):
-        if wait[i] == REFRACTORY:
-            spiking[count[0]] = i
-            count[0] += 1
-
-
-def synapses(_ge, _gi, spiking, count, indptr, indices, ge, gi):
-    """Adds up the synapses of the listed neurons: an event-driven product with a sparse matrix in CSR form."""
-    for i in spiking[: count[0]]:
-        for k in range(indptr[i], indptr[i + 1]):
-            j = np.uint32(indices[k])  # unsigned, so that Numba need not look for negative indices
-            if i < 0.8 * ge.size:
-                ge[j] += np.float32(1.62)
-            else:
-                gi[j] -= np.float32(9)
+def step_of_the_readme():
+    namespace = {}
+    exec(README_BLOCKS["A network of spiking neurons"], namespace)
+    return namespace["step"]
 
 
 def random_csr(n_rows, n_columns):
@@ -5353,23 +5280,25 @@ def random_csr(n_rows, n_columns):
 
 
 def first_state(n):
-    v = np.random.default_rng(2).uniform(VR, VT, n)
+    v = np.random.default_rng(2).uniform(-60, -50, n)  # mV
     return jnp.asarray(v, jnp.float32), jnp.zeros(n), jnp.zeros(n), jnp.zeros(n, jnp.int32)
 
 
-def cuba(n, numba_kernel=xk.numba_kernel):
-    """A step of the network: its state -> the next one, the neurons that spike, and their number."""
-    spiking, count = spec(n, dtype=jnp.int32), spec(1, dtype=jnp.int32)
-    advance = numba_kernel(neurons, lambda *s: (*s, spiking, count), input_output_aliases={0: 0, 1: 1, 2: 2, 3: 3})
-    transmit = numba_kernel(synapses, lambda ge, gi, *_: (ge, gi), input_output_aliases={0: 0, 1: 1})
-    csr = random_csr(n, n)
+def simulation(step, n, steps, seen=lambda spikes: None):
+    """A function of the first state of n neurons that returns what is seen of the spikes in each step of 0.1 ms."""
+    synapses = random_csr(n, n)
 
-    def step(state):
-        v, ge, gi, wait, spiking, count = advance(*state)
-        ge, gi = transmit(ge, gi, spiking, count, *csr)
-        return (v, ge, gi, wait), spiking, count[0]
+    def stepping(state, _):
+        state = step(*state, *synapses)
+        return state, seen(state[3] == 50)
 
-    return step
+    return jax.jit(lambda state: jax.lax.scan(stepping, state, length=steps))
+
+
+def test_network_of_the_readme():
+    """It spikes at the rate that Brette et al. report."""
+    _, counts = simulation(step_of_the_readme(), 4000, 2000, jnp.count_nonzero)(first_state(4000))
+    assert 4 < counts.sum() / 4000 / 0.2 < 8
 
 
 # ======================================================================================================
@@ -5653,10 +5582,17 @@ def bench_start():
 # -- the network of spiking neurons, by others ---------------------------------------------------------
 
 
-def brainevent_kernel(kernel, outs, **options):
+def step_by_brainevent():
     import brainevent
 
-    return lambda *args: brainevent.numba_kernel(numba.njit(kernel), outs=outs(*args), **options)(*args)
+    step = numba.njit(step_of_the_readme().__wrapped__)
+
+    @numba.njit
+    def in_place(_v, _ge, _gi, _wait, indptr, indices, v, ge, gi, wait):
+        step(v, ge, gi, wait, indptr, indices)
+
+    aliases = {0: 0, 1: 1, 2: 2, 3: 3}
+    return lambda *args: brainevent.numba_kernel(in_place, outs=args[:4], input_output_aliases=aliases)(*args)
 
 
 BRIAN2 = """
@@ -5694,32 +5630,22 @@ def brian2_program(n, steps):
     return once
 
 
-def simulation(step, steps, seen):
-    """A function of the first state that returns what is seen of the state and the count after each step."""
-
-    def stepping(state, _):
-        state, _, count = step(state)
-        return state, seen(state, count)
-
-    return jax.jit(lambda state: jax.lax.scan(stepping, state, length=steps)[1])
-
-
 def bench_network(n=4_000, steps=5_000):
     """CUBA network (Brette et al. 2007) of 4,000 neurons, 80 synapses a neuron: one step of 0.1 ms"""
 
-    def stepping(network):
-        once = timed(simulation(network(n), steps, lambda state, count: count), first_state(n))
+    def stepping(make_step):
+        once = timed(simulation(make_step(), n, steps), first_state(n))
         return lambda: once() / steps
 
-    networks = {"numba_kernel": cuba, "brainevent.numba_kernel": partial(cuba, numba_kernel=brainevent_kernel)}
+    steppers = {"numba_kernel": step_of_the_readme, "brainevent.numba_kernel": step_by_brainevent}
     brian2 = {"Brian2 C++ standalone, float32": partial(brian2_program, n, steps)}
-    return compare(over(networks, stepping) | brian2)
+    return compare(over(steppers, stepping) | brian2)
 
 
 def bench_spikes(n=4_000, steps=5_000, shown=250):
     """Spikes of the CUBA network in half a second"""
-    seen = simulation(cuba(n), steps, lambda state, count: state[3][:: n // shown] == REFRACTORY)
-    times, numbers = np.nonzero(np.asarray(seen(first_state(n))))
+    run = simulation(step_of_the_readme(), n, steps, lambda spikes: spikes[:: n // shown])
+    times, numbers = np.nonzero(np.asarray(run(first_state(n))[1]))
     raster = [[float(t), int(i)] for t, i in zip(np.round(times * 0.1, 1), numbers)]
     return [{"case": "", "path": "rate", "unit": "Hz", "value": len(raster) / shown / (steps * 1e-4), "raster": raster}]
 
