@@ -1102,6 +1102,7 @@ def like_first(x, *others):
 
 
 F32, FLOATS = np.ones(4, np.float32), spec(4)  # an input, and its spec
+DESCRIBED = types.SimpleNamespace(shape=[3], dtype="int32", adj="of no graph of Warp's")
 
 
 @xk.numba_kernel(outs=like_first)
@@ -1293,11 +1294,13 @@ def test_helpers_that_were_compiled_in_a_loop_that_reads_a_global():
 
 
 def test_globals_are_read_when_a_kernel_is_compiled():
+    """Also by a call of the user's own."""
     jitted = numba.njit(kernel_from("def kernel(x, out): out[0] = number", number=1))
-    assert result_of(jitted) == 1
+    jitted(np.frombuffer(F32.tobytes(), np.float32), F32.copy())  # read-only, as inputs are
     jitted.py_func.__globals__["number"] = 2
-    jax.clear_caches()
-    assert result_of(jitted) == 1
+    for _ in range(2):
+        assert result_of(jitted) == 1
+        jax.clear_caches()
     assert result_of(jitted, F32.astype(np.int32)) == 2  # a signature of its own
     assert result_of(jitted.py_func) == result_of(numba.njit(jitted.py_func)) == 2
 
@@ -1322,15 +1325,6 @@ def test_a_helper_that_took_fastmath_from_its_first_caller():
     assert result_of(kernels()[1], np.nan * F32) == 1
 
 
-def test_defaults_that_change_after_njit():
-    def times(a, n=1.0):
-        return a * n
-
-    before = numba.njit(times)
-    times.__defaults__ = (2.0,)
-    assert [result_of(calls_again(function)) for function in (before, numba.njit(times))] == [1, 2]
-
-
 def test_attributes_of_modules_builtins_and_inlined_helpers_that_change(monkeypatch):
     module, inlined = module_with(n=1), helper("a + n", numba.njit(inline="always"), n=0)
 
@@ -1343,10 +1337,6 @@ def test_attributes_of_modules_builtins_and_inlined_helpers_that_change(monkeypa
         module.n = inlined.py_func.__globals__["n"] = n
         monkeypatch.setattr(builtins, "added", n, raising=False)
         assert [result_of(make(module, inlined)) for make in makers] == [n, n, 1 + n]
-
-
-def test_a_name_in_a_kernel_may_be_that_of_any_object():
-    assert result_of(runs("out[:] = x.size", size=types.SimpleNamespace(adj=3))) == 4
 
 
 def test_options_and_layouts_of_one_function():
@@ -1363,19 +1353,6 @@ def test_options_and_layouts_of_one_function():
 
     for layout, found in (("(n)->(n)", 3), ("(m,n)->(m,n)", 6)):
         assert result_of(numba.guvectorize(layout)(size), np.ones((2, 3), np.float32)) == found
-
-
-def test_code_of_an_earlier_global_is_not_shared():
-    """What users compiled by themselves may be of other values than a kernel that is made again."""
-    namespace = {"factor": 1.0}
-    exec("def make():\n    def kernel(x, out):\n        out[0] = factor\n    return kernel", namespace)
-    x = np.zeros(1, np.float32)
-    x.flags.writeable = False
-    first = numba.njit(namespace["make"]())
-    first(x, np.zeros(1, np.float32))
-    namespace["factor"] = 2.0
-    second = numba.njit(namespace["make"]())
-    assert [float(wrap(kernel)(x)[0]) for kernel in (first, second)] == [1, 2]
 
 
 @contextlib.contextmanager
@@ -1419,17 +1396,6 @@ def test_an_array_that_changes_is_its_own(size, step):
     array[:] = 2
     assert wrap(add_first(array))(F32)[0] == 3
     assert wrap(add_first(np.ones(size)[::step]))(F32)[0] == 2
-
-
-def test_a_variable_that_a_kernel_reads_may_get_its_value_later():
-    @wrap
-    def kernel(x, out):
-        out[0] = later
-
-    with pytest.raises(TypeError, match=r"(?s)Numba cannot compile .*'kernel' for \(float32\[:\]\)"):
-        jax.eval_shape(kernel, FLOATS)
-    later = 7
-    assert kernel(F32)[0] == 7
 
 
 KEPT_OP = xk.XLACustomKernel("KEPT_OP")
@@ -1773,6 +1739,7 @@ ONE_LINERS = {  # a function as it is, the same in Python, two slices of each in
     "returns another layout": (wrap(transpose_of, spec(3, 1)), np.transpose, [VECTORS[:, None]], {}),
     "returns a tuple": (wrap(_sum_and_twice, (spec(), (THREE_FLOATS, COUNT))), _sum_and_twice, [VECTORS], {}),
     "star args": (wrap(runs("a[-1][:] = a[0]", "*a")), like_first, [VECTORS, VECTORS + 1], {}),
+    "a name of any object": (wrap(runs("out[:] = x.ndim * x", ndim=DESCRIBED)), like_first, [VECTORS], {}),
     "a default": (wrap(runs("out[:] = n * x", "x, out, n=3")), lambda x: 3 * x, [VECTORS], {}),
     "typed": (wrap(typed_add_one), lambda x: x + 1, [VECTORS], {}),
     "typed for other dtypes": (wrap(typed_add_one), lambda x: x + 1, [TWO_COUNTS[:, None]], {}),
@@ -2162,14 +2129,6 @@ CACHED = """
     import numba, numpy as np
 
     @numba.njit(cache=True)
-    def helper(a):
-        return a + 1
-
-    @numba.njit(cache=True)
-    def adds(x, out):
-        out[:] = helper(x[0])
-
-    @numba.njit(cache=True)
     def writes(x, out):
         x.flat[0] = 7
         out[:] = x
@@ -2189,10 +2148,6 @@ CACHED = """
     def in_parallel(x, out):
         for i in numba.prange(x.size):
             out[i] = 2 * x[i]
-
-    @numba.njit(cache=True)
-    def raises(x, out):
-        raise ValueError("from", x.size)
     """
 CACHED_BY_NUMBA = """
     from numba.core.event import install_recorder
@@ -2200,20 +2155,17 @@ CACHED_BY_NUMBA = """
 
     x = jnp.asarray(ones)
     with install_recorder("numba:compile") as recorder:
-        for name in ("adds", "by_a_helper", "writes", "writes_in_a_dict", "in_parallel"):
+        for name in ("by_a_helper", "writes", "writes_in_a_dict", "in_parallel"):
             call = wrap(getattr(cached, name))
             print(name, *call(x), *jax.vmap(call)(x[None])[0])
-        print(re.search("ValueError.*", error_of(wrap(cached.raises), x))[0])
     assert (x == 1).all()
     print("compiled:", len(recorder.buffer) > 0)
     """
 OF_CACHED = """
-adds 2.0 2.0 2.0 2.0 2.0 2.0 2.0 2.0
 by_a_helper 0.5 0.5 0.5 0.5 0.5 0.5 0.5 0.5
 writes 7.0 1.0 1.0 1.0 7.0 1.0 1.0 1.0
 writes_in_a_dict 0.5 0.5 0.5 0.5 0.5 0.5 0.5 0.5
 in_parallel 2.0 2.0 2.0 2.0 2.0 2.0 2.0 2.0
-ValueError: ('from', 4) (raised in kernel 'raises')
 compiled: """
 
 
@@ -2279,22 +2231,16 @@ def test_two_kernels_of_one_name_and_signature_are_an_error():
         second(F32)
 
 
-def test_kernels_that_only_a_number_tells_apart_are_not_exported():
+def test_kernels_that_only_their_process_tells_apart_are_not_exported():
+    """By a number, as their code is equal, or by an object of its own."""
     first, second = [wrap(kernel_from("def kernel(x, out): out[:] = x * 123")) for _ in range(2)]
-    assert exported_bytes(first, FLOATS)
-    with pytest.raises(ValueError, match="custom call"):
-        exported_bytes(second, FLOATS)
-    np.testing.assert_array_equal(second(F32), 123 * F32)
-
-
-def test_kernels_that_only_their_process_can_tell_apart_are_not_exported():
     color = enum.Enum("Color", "RED BLUE")
-    for red in closures("x[0] + (1 if v is color.RED else 2)", [color.RED]):
-        red.__globals__["color"] = color
-        f = wrap(red)
-        jax.eval_shape(f, F32)
+    of_enum = wrap(runs("out[:] = 1 if x[0] > 0 and color.RED is red else 2", color=color, red=color.RED))
+    assert exported_bytes(first, FLOATS)
+    for kernel in (second, of_enum):
         with pytest.raises(ValueError, match="custom call"):
-            export.export(jax.jit(f), disabled_checks=xk.export_checks())(F32)
+            exported_bytes(kernel, FLOATS)
+    np.testing.assert_array_equal(second(F32), 123 * F32)
 
 
 # ======================================================================================================
@@ -4389,7 +4335,6 @@ def test_op_shard_map_adds_tangents_of_which_one_is_replicated():
 
 # -- outs, operands, parameters ------------------------------------------------------------------------
 SPECS = [spec(8), spec(8, dtype=bool), spec(4), [spec(8)], [spec(4)], (spec(8),), {"a": spec(8)}, {"b": spec(8)}, ()]
-DESCRIBED = types.SimpleNamespace(shape=[3], dtype="int32")
 OUTS = [  # what `outs` may be, and as what it is understood
     *zip(SPECS, SPECS),
     (lambda x: (x, {"x": x}), (spec(8), {"x": spec(8)})),
