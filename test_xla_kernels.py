@@ -644,7 +644,8 @@ class Transformations:
         return jax.jit(partial(scan_slices, call))(batch[0][:4], *inputs[1:])
 
     def loop_of_state(call, inputs, batch):
-        return jax.jit(partial(last_state, call))(*inputs)
+        state, *others = inputs
+        return jax.lax.fori_loop(0, 3, lambda _, state: call(state, *others)[0], state)
 
     def while_loop(call, inputs, batch):
         """Until the results of a slice no longer follow from the step."""
@@ -653,11 +654,7 @@ class Transformations:
             i, _ = i_and_results
             return i + 1, call(jnp.asarray(batch[0])[i], *inputs[1:])
 
-        @jax.jit
-        def run(first):
-            return jax.lax.while_loop(lambda i_and_results: i_and_results[0] < 4, step, (1, first))
-
-        return run(call(*inputs))
+        return jax.lax.while_loop(lambda i_and_results: i_and_results[0] < 4, step, (1, call(*inputs)))
 
     def cond(call, inputs, batch):
         @jax.jit
@@ -737,10 +734,6 @@ def all_pairs(call, inputs):
 
 def scan_slices(call, batch, *others):
     return jax.lax.scan(lambda _, x: (None, call(x, *others)), None, batch)[1]
-
-
-def last_state(call, state, *others):
-    return [jax.lax.fori_loop(0, 3, lambda _, state: call(state, *others)[0], state)]
 
 
 def default_platform():
