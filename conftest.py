@@ -97,7 +97,7 @@ CONDITIONS = {  # requirement: (is it met?, the reason of the skip); others are 
 }
 PACKAGES = dict.fromkeys(CONDITIONS, "numba")  # requirement: the package that it is imported from
 PACKAGES |= {"warp": "warp", "warp_gpu": "warp", "pallas": "jax.experimental.pallas"}
-PACKAGES |= {name: name for name in ("jax", "numba", "cffi")}
+PACKAGES |= {name: name for name in ("jax", "numba")}
 ON_GPU = {"gpu", "cuda", "warp_gpu"}  # what computes on the GPU if there is one
 
 

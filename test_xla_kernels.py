@@ -918,10 +918,13 @@ README_BLOCKS = {  # by the heading above each
 }
 
 
+NEEDED_FOR = {"warp as wp": "warp", "import cuda": "cuda", 'find_library("m")': "libm"}
+
+
 def readme_headings():
     for heading, code in README_BLOCKS.items():
-        needs = "warp" if "import warp" in code else "cuda" if "import cuda" in code else "numba"
-        yield pytest.param(heading, marks=pytest.mark.needs(needs))
+        needed = [requirement for words, requirement in NEEDED_FOR.items() if words in code]
+        yield pytest.param(heading, marks=pytest.mark.needs("numba", *needed))
 
 
 @pytest.mark.parametrize("heading", list(readme_headings()))
