@@ -1161,11 +1161,19 @@ def _call_jvp(primals: Sequence, tangents: Sequence, *, call: _BoundCall) -> tup
     return results, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in results]
 
 
+def _call_transpose(cts: Sequence, *operands: Any, call: _BoundCall) -> list:
+    raise NotImplementedError(
+        f"{call.target.title} cannot be transposed, as `grad` does with a jax.custom_jvp whose rule calls it on "
+        "tangents: use jax.custom_vjp, or an XLACustomKernel's rules"
+    )
+
+
 _call_p = Primitive("xla_kernel")
 _call_p.multiple_results = True
 _call_p.def_impl(functools.partial(_apply_primitive, _call_p))
 _call_p.def_effectful_abstract_eval(_call_abstract_eval)
 ad.primitive_jvps[_call_p] = _call_jvp
+ad.primitive_transposes[_call_p] = _call_transpose
 batching.primitive_batchers[_call_p] = _call_batching
 mlir.register_lowering(_call_p, _call_lowering)
 
@@ -3016,6 +3024,8 @@ def _refusal(by: str, signature: _Signature, error: Exception, returns: bool = F
         hint += _READ_ONLY
     elif "must have void return type" in text or "to none" in text:
         hint += "; it returns a value: write to the output arrays and return nothing"
+    elif "<class 'jax" in text or "readonly buffer(" in text:
+        hint += "; it reads an array of JAX's, which must be an input, or NumPy's if it is a constant"
     elif "0d, C" in text:
         hint += "; a 0-d input is a 0-d array: read it as n[()], or name it in scalars="
     return TypeError(f"{by} cannot compile kernel {signature.label!r} for {signature}{hint}:\n{text}")
@@ -5671,6 +5681,8 @@ def _run_slice(bound: _OpBinding, entry: KernelEntry, *ins: Any) -> list:
     except Exception as error:
         backends = ", ".join(bound.op.available_backends(entry.platform))
         choice = f"{entry.platform!r} has {backends}: choose with backend="
+        if isinstance(error, TypeError) and "missing" in str(error):
+            choice += "; what no numba.njit or the like decorates is a generator: it gets static parameters alone"
         raise RuntimeError(f"{what} raised {type(error).__name__}: {error} ({choice})") from error
     return _outputs(what, results, bound.slice_outs)
 
