@@ -5248,7 +5248,7 @@ def test_network_of_the_readme():
 # ======================================================================================================
 
 
-def compare(paths, unit="µs", case="", rounds=7):
+def compare(paths, unit="µs", case="", rounds=15):
     """Rows of one table: `paths` maps a name to a function that prepares it and returns one that measures once."""
     rows, running = [], []
     for name, prepare in paths.items():
