@@ -48,7 +48,6 @@ import numba
 import numpy as np
 import pytest
 from jax import export
-from jax.experimental import checkify
 from jax.interpreters import ad, batching, mlir
 
 import conftest
@@ -1393,9 +1392,7 @@ KEPT_OP = xk.XLACustomKernel("KEPT_OP")
 def test_copies_and_pickles_are_those_of_a_function(name, monkeypatch):
     kept = globals()[name]
     data = pickle.dumps([kept])
-    assert pickle.loads(data)[0] is kept
-    assert deepcopy([kept])[0] is kept
-    assert shallow_copy(kept) is kept
+    assert pickle.loads(data)[0] is deepcopy(kept) is shallow_copy(kept) is kept
     monkeypatch.setitem(globals(), name, None)
     assert pickle.loads(data) == [None]  # the name is all that is kept
     with pytest.raises(pickle.PicklingError, match=name):
@@ -4284,8 +4281,6 @@ def test_op_parameters_may_have_the_names_of_the_librarys_arguments():
     op.def_transpose_rule(lambda cts, *operands, **parameters: [scale(cts[0])])
     x = jnp.arange(3.0)
     check_equal(jax.vmap(jax.grad(lambda x: scale(x) ** 2))(x), 8 * x)
-    _, scaled = checkify.checkify(jax.jit(scale), errors=checkify.all_checks)(x)
-    check_equal(scaled, 2 * x)
 
 
 # -- arrays of 64 bits ---------------------------------------------------------------------------------
@@ -4322,32 +4317,14 @@ def test_the_warning_of_64_bits_names_the_users_line(call):
     assert {warning.filename for warning in caught} == {__file__}
 
 
-@pytest.mark.skipif(not HAS_EXPLICIT_X64, reason="this JAX computes in 32 bits then")
-def test_op_of_64_bits_where_x64_is_disabled():
-    op = op_of(operator.add)
-    op.def_jvp_rule2(lambda t, x, y: op(t, jax.lax.sub(y, y), outs=t), None)
-    op.def_transpose_rule(lambda cts, x, y: [cts[0], None])
-    add = call_op(op)
-    with x64():
-        x = jnp.arange(3.0) + 2**40
-    batch = jnp.stack([x, x])
-    assert jax.vmap(add)(batch[:, :0], batch[:, :0]).dtype == np.float64
-    gradient = jax.grad(lambda x: jax.lax.reduce_sum(jax.vmap(add, (None, 0))(x, batch), (0, 1)))(x)
-    assert gradient.dtype == np.float64 and gradient.tolist() == [2, 2, 2]
-
-
 def test_op_says_what_it_has():
     op = xk.XLACustomKernel("op", doc="Adds one.")
-    assert op.__doc__ == "Adds one."
     op.def_kernel("a", "cpu", add_to(1))
     op.def_kernel("b", "cpu", add_to(2))
+    op.def_jvp_rule2(None)
+    assert op.__doc__ == "Adds one." and repr(op) == "XLACustomKernel('op')\n  cpu: a (default), b\n  rules: jvp"
     assert op.defaults == {"cpu": "a"} and op.get_default("cpu") == "a" and op.get_default("tpu") is None
     assert op.available_backends("cpu") == ["a", "b"] and op.available_backends("tpu") == []
-    op.def_jvp_rule2(None)
-    op.def_batching_rule(lambda args, axes: (args, axes))
-    assert repr(op) == "XLACustomKernel('op')\n  cpu: a (default), b\n  rules: batching, jvp"
-    op.register_general_batching()
-    assert repr(op).endswith("\n  rules: jvp")
 
 
 def test_op_carries_what_brainevent_attaches():
@@ -4990,31 +4967,15 @@ def test_side_effects_need_a_sharding_that_says_where():
     check_equal(jax.jit(over_both)(XS), XS + 1)
 
 
-def addresses(array):
-    return [shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards]
-
-
 def test_donation_of_what_is_sharded():
     """With scratch, and a hidden copy of y, which the kernel could write to."""
     kernel = runs("memset(y.ctypes, 0, 0); work[:] = out * y; out[:] = work", "x, y, out, work", memset=memset)
     product = jax.vmap(wrap(kernel, input_output_aliases={0: 0}, scratch=like_first))
     x = jax.jit(jnp.negative)(on_mesh(XS, "d"))  # no view of NumPy's memory
-    before = addresses(x)
+    before = [shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards]
     products = jax.jit(product, donate_argnums=0)(x, on_mesh(YS, "d"))
-    assert addresses(products) == before
+    assert [shard.data.unsafe_buffer_pointer() for shard in products.addressable_shards] == before
     check_equal(products, -XS * YS)
-
-
-def test_op_over_a_mesh_may_call_python():
-    """Under a condition, in the kernel of an op that its kernel calls."""
-
-    def on_the_host(x):
-        return jax.pure_callback(np.square, x, x, vmap_method="sequential")
-
-    op = op_of(lambda x: jax.lax.cond(x[0] < 100, on_the_host, jnp.square, x))
-    call = call_op(op_of(call_op(op)))
-    check_equal(jax.jit(call)(on_mesh(VECTOR, "d")), VECTOR * VECTOR)
-    check_equal(jax.jit(jax.vmap(call))(on_mesh(XS, "d")), XS * XS)
 
 
 @pytest.mark.parametrize("define_derivative", [Hadamard.differentiate, define_backward_pass])
