@@ -713,7 +713,7 @@ class Transformations:
 
     def export(call, inputs, batch):
         """Serialized and read again; test_export_and_reload does so in a new process."""
-        return read_exported(export_here(call, *inputs))(*inputs)
+        return read_exported(exported_here(call, *inputs))(*inputs)
 
 
 def over_first(call, inputs, **options):
@@ -764,17 +764,12 @@ def gradient(call, inputs, total=jnp.sum):
     return jax.grad(sum_of_sines, [i for i, x in enumerate(inputs) if is_real(x)])
 
 
-def exported_for(platform, function, *args):
-    """A function exported for a platform, on which it need not run."""
-    jax.eval_shape(function, *args)  # registers the targets, which `export_checks` names
-    checks = [*xk.export_checks(), export.DisabledSafetyCheck.platform()]
-    return export.export(jax.jit(function), platforms=[platform], disabled_checks=checks)(*args)
-
-
-def export_here(call, *inputs):
+def exported_here(call, *inputs):
     """The bytes of a call exported for the platform on which it runs here."""
+    jax.eval_shape(call, *inputs)  # registers the targets, which `export_checks` names
+    checks = [*xk.export_checks(), export.DisabledSafetyCheck.platform()]
     platform = {"cpu": "cpu", "gpu": "cuda"}[default_platform()]
-    return exported_for(platform, call, *inputs).serialize()
+    return export.export(jax.jit(call), platforms=[platform], disabled_checks=checks)(*inputs).serialize()
 
 
 def read_exported(serialized):
@@ -1039,7 +1034,7 @@ def test_export_and_reload(tmp_path):
     """Also where Python hashes text in another way."""
     names = []
     for name, call, _, inputs in exported_calls():
-        (tmp_path / name).write_bytes(export_here(call, *inputs))
+        (tmp_path / name).write_bytes(exported_here(call, *inputs))
         names.append(name)
     assert "csr_event-numba" in names
     code = f"import test_xla_kernels; test_xla_kernels.check_exported({str(tmp_path)!r})"
@@ -2185,14 +2180,9 @@ LOADS_MINE = """
     """
 
 
-def exported_bytes(function, *args):
-    jax.eval_shape(function, *args)
-    return export.export(jax.jit(function), disabled_checks=xk.export_checks())(*args).serialize()
-
-
 def test_a_kernel_of_the_users_name_is_found_in_another_process(tmp_path):
     mine = wrap(name="mine")
-    (tmp_path / "program").write_bytes(exported_bytes(mine, FLOATS))
+    (tmp_path / "program").write_bytes(exported_here(mine, FLOATS))
     assert run_code(LOADS_MINE, tmp_path / "program") == "[3. 3. 3. 3.]\n"
     for dtype in (np.float32, np.int32):  # one kernel of each signature
         np.testing.assert_array_equal(mine(np.ones(3, dtype)), [2, 2, 2])
@@ -2217,10 +2207,10 @@ def test_kernels_that_only_their_process_tells_apart_are_not_exported():
     first, second = [wrap(kernel_from("def kernel(x, out): out[:] = x * 123")) for _ in range(2)]
     color = enum.Enum("Color", "RED BLUE")
     of_enum = wrap(runs("out[:] = 1 if x[0] > 0 and color.RED is red else 2", color=color, red=color.RED))
-    assert exported_bytes(first, FLOATS)
+    assert exported_here(first, FLOATS)
     for kernel in (second, of_enum):
         with pytest.raises(ValueError, match="custom call"):
-            exported_bytes(kernel, FLOATS)
+            exported_here(kernel, FLOATS)
     np.testing.assert_array_equal(second(F32), 123 * F32)
 
 
