@@ -3479,10 +3479,11 @@ def test_warp_values(warp_path):
 
 @needs_warp
 def test_warp_struct_that_changes_is_another_value():
+    """And one that equals what it was is that value."""
     every, values = kernel_of_every_kind()
-    settings = deepcopy(values["s"])
+    changing = deepcopy(values["s"])
     f = xk.warp_kernel(every, lambda x, *others: others[-1], launch_dims=lambda x, *_: (len(x), 3))
-    for gain, n_rows in ((1.5, 2), (4.0, 2), (1.5, 1)):
+    for settings, gain, n_rows in ((changing, 1.5, 2), (changing, 4.0, 2), (values["s"], 1.5, 1)):
         settings.gain = gain
         x, w = [a[:n_rows] for a in EVERY]
         check_equal(f(x, *(values | {"s": settings}).values(), w), every_in_jax(x, w) + gain - 1.5)
