@@ -714,18 +714,14 @@ class Transformations:
         return read_exported(exported_here(call, *inputs))(*inputs)
 
 
-def over_first(call, inputs, **options):
+def over_first(call, inputs):
     """A vmap over the first input, with the others shared."""
-    return jax.vmap(call, (0, *[None] * (len(inputs) - 1)), **options)
-
-
-def over_others(call, inputs, **options):
-    return jax.vmap(call, (None, *[0] * (len(inputs) - 1)), **options)
+    return jax.vmap(call, (0, *[None] * (len(inputs) - 1)))
 
 
 def all_pairs(call, inputs):
     """Slices of the first input, with each slice of the others."""
-    return over_others(over_first(call, inputs), inputs, axis_size=2)
+    return jax.vmap(over_first(call, inputs), (None, *[0] * (len(inputs) - 1)), axis_size=2)
 
 
 def scan_slices(call, batch, *others):
@@ -1312,6 +1308,12 @@ def test_options_layouts_and_defaults_of_one_function():
     for kind, found in ((numba.int8, -56), (numba.int64, 200)):
         assert result_of(numba.njit(locals={"total": kind})(overflows)) == found
 
+    def inverse(x, out):
+        out[0] = 1 / x[0]
+
+    assert result_of(numba.njit(error_model="numpy")(inverse), 0 * F32) == np.inf
+    assert "ZeroDivisionError" in error_of(wrap(numba.njit(inverse)), 0 * F32)
+
     def size(x, out):
         out[:] = x.size
 
@@ -1392,10 +1394,6 @@ def _axpy(a, x, y):
     return a * x + y
 
 
-def _positional(x, /, n, out):
-    out[:] = n * x
-
-
 def _head(x, n, alpha, out):
     out[:] = 0
     for i in range(n):
@@ -1422,10 +1420,6 @@ def transpose_of(x):
 
 def itself(x):
     return x
-
-
-def add_one_to_a_key():
-    return add_one(jax.random.key(0))
 
 
 class OwnError(LookupError):
@@ -1458,7 +1452,7 @@ ERRORS = {  # a word of the error, a function, and its inputs
         # inputs
         ("input 0.*list.*leaves", add_one, [1, 2]),
         ("input 0.*structured", wrap(itself), np.zeros(3, "f4,i4")),
-        ("input 0.*key_data", add_one_to_a_key),
+        ("input 0.*key_data", lambda: add_one(jax.random.key(0))),
         # outputs
         (r"scratch 0 is bfloat16\[4\]", wrap(scratch=spec(4, dtype=jnp.bfloat16)), F32),
         (r"outs takes \(x, y\).*float32\[4\]", wrap(outs=lambda x, y: x), F32),
@@ -1467,7 +1461,7 @@ ERRORS = {  # a word of the error, a function, and its inputs
         (r"\(x, out\).* 1 inputs and 2 outputs", wrap(outs=[FLOATS] * 2), F32),
         ("must return the outputs", wrap(outs=FLOATS), F32, F32),
         ("'x'", partial(head, x=F32), F32),  # by position and by keyword
-        ("position only", partial(wrap(_positional), n=F32[0]), F32),
+        ("position only", partial(wrap(lambda x, /, n, out: None), n=F32[0]), F32),
         (r"n\[\(\)\].*scalars=", head, F32, 2, 3.0),
         ("scalars", partial(head, n=3, alpha=F32[0]), F32),
         # what the kernel does
@@ -1577,10 +1571,6 @@ def running_sum_in_jax(x, y):
     return out.reshape(x.shape), start + x.sum(dtype=x.dtype)
 
 
-def check_running_sums(found, expected):
-    jax.tree.map(partial(np.testing.assert_array_equal, strict=True), found, expected)
-
-
 def random_nest(rng, rank, dtype):
     """Operands, and for each vmap over them, from the outermost in, its axes."""
     shapes = {"x": rng.choice([0, 1, 2, 3, 5, 7], rank, p=[0.06, 0.2, 0.2, 0.2, 0.2, 0.14]).tolist(), "y": []}
@@ -1612,7 +1602,8 @@ def test_any_nest_of_vmaps_is_a_loop_over_slices(rank, dtype):
         return results
 
     operands = [operands for operands, _ in cases]
-    check_running_sums(run(running_sum, operands), run(running_sum_in_jax, operands))
+    results, expected = run(running_sum, operands), run(running_sum_in_jax, operands)
+    jax.tree.map(partial(np.testing.assert_array_equal, strict=True), results, expected)
 
 
 pthread_self = numba.types.ExternalFunction("pthread_self", numba.types.uint64())
@@ -1685,7 +1676,6 @@ in_out = wrap(_running, lambda x, total: (total, x), in_out_argnames=iter(["tota
 shifted = runs("for i in range(x.size): out[i] = x[i] + y", "x, y, out")
 typed_add_one = numba.njit(["void(f8[:],f8[:])", "void(f4[::1],f4[::1])"])(add_one.__wrapped__)
 gu_shifted = numba.guvectorize("(n),()->(n)")(shifted)
-positive_part = numba.vectorize(lambda a: a if a > 0 else 0 * a)
 typed_gu_shifted = numba.guvectorize(["void(f4[:],f4,f4[:])"], "(n),()->(n)")(shifted)
 ONE_LINERS = {  # a function as it is, the same in Python, two slices of each input, and of those that go by keyword
     "returns a scalar": (wrap(lambda x: x.mean(), spec(), scratch=()), lambda x: x.mean(), [], {"x": VECTORS}),
@@ -1731,12 +1721,8 @@ RECORDS = np.dtype([("a", np.float32)])
 contiguous, fill = np.ascontiguousarray, np.fill_diagonal  # under another name
 memset = C_LIBRARY.memset
 memset.argtypes, memset.restype = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t], ctypes.c_void_p
+put_in = numba.njit(runs("d[1] = x", "d, x"))
 square_of_ones = np.ones((4, 4), np.float32)
-
-
-@numba.njit
-def put_in(d, x):
-    d[1] = x
 
 
 REFUSED_WRITES = [  # Numba sees that a read-only array is written to
@@ -2300,11 +2286,6 @@ def program_for_cuda(function, *args):
     return export.export(jax.jit(function), platforms=["cuda"], disabled_checks=checks)(*args).call
 
 
-def cuda_target(function, *args):
-    """The name of a kernel's target, in a program for CUDA."""
-    return re.search(r"custom_call @([\w.]+)", lower_for_cuda(function, *args))[1]
-
-
 @compiled
 def test_cuda_nothing_to_run_is_no_call():
     """XLA may not capture an empty launch in a CUDA graph."""
@@ -2610,7 +2591,7 @@ class FakeGpus:
 
     def traits(self, function, *args):
         """What XLA is told about the handler of a kernel: 1 is compatible with command buffers."""
-        return self.all_traits[cuda_target(function, *args)]
+        return self.all_traits[re.search(r"custom_call @([\w.]+)", lower_for_cuda(function, *args))[1]]
 
 
 def packed_array(package_cuda, address, array):
@@ -2677,16 +2658,13 @@ PTX_READS = {  # which parameters of an array of rank 3 an expression reads
 }  # fmt: skip
 
 
-def ptx_for_arrays_of_rank_3(package_cuda, function):
-    nbtypes = package_cuda.types if hasattr(package_cuda.types, "Array") else numba.types
-    argtypes = (nbtypes.Array(nbtypes.int64, 3, "C"),)
-    return package_cuda.compile(function, argtypes, device=False, abi="numba", cc=(9, 0))[0]
-
-
 def test_fakecuda_parameters_mean_what_the_handler_packs(gpus, compiling_cuda):
     read_by = PTX_READS[compiling_cuda.__name__.partition(".")[0]]
+    nbtypes = compiling_cuda.types if hasattr(compiling_cuda.types, "Array") else numba.types
+    argtypes = (nbtypes.Array(nbtypes.int64, 3, "C"),)
     for expression, numbers in read_by.items():
-        ptx = ptx_for_arrays_of_rank_3(compiling_cuda, runs(f"x[0, 0, 0] += x{expression}", "x"))
+        kernel = runs(f"x[0, 0, 0] += x{expression}", "x")
+        ptx, _ = compiling_cuda.compile(kernel, argtypes, device=False, abi="numba", cc=(9, 0))
         loads = re.findall(r"ld\.param\.\w+\s+(%\w+), \[\w+_param_(\d+)\]", ptx)
         registers = {int(number): register for register, number in loads}
         assert set(registers) == numbers | read_by["[0, 0, 0]"], expression
@@ -4384,11 +4362,7 @@ def test_op_without_a_kernel_for_the_platform():
             call(VECTOR, outs=like_first)
 
 
-def print_in_order(x):
-    jax.debug.print("{}", x, ordered=True)
-    return x
-
-
+print_in_order = lambda x: jax.debug.print("{}", x, ordered=True) or x
 cuda_kernel_of = partial(xk.numba_cuda_kernel, outs=like_first, grid=1, block=1)
 
 
@@ -4768,10 +4742,6 @@ def of_pairs(product):
     return jax.vmap(jax.vmap(product, (None, 0)), (0, None))
 
 
-def of_inner_batch(product):
-    return jax.vmap(jax.vmap(product, (0, None)))
-
-
 def gradient_of_batch(product):
     batch = jax.vmap(product, (0, None))
     return jax.grad(lambda x, y: (batch(x, y) ** 2).sum())
@@ -4783,7 +4753,7 @@ INNER = (None, ("e", "d"))
 SPLITS = {  # what is done to the product of two vectors, the arrays, how these are split, and how the result is
     "crossed": (of_pairs, (XS, YS), [("d",), ("e",)], ("d", "e")),
     "only the second": (of_pairs, (XS, YS), [(), ("e",)], (None, "e")),
-    "inner": (of_inner_batch, (CUBE, CUBE[:, 0]), [INNER, ()], INNER),
+    "inner": (lambda product: jax.vmap(jax.vmap(product, (0, None))), (CUBE, CUBE[:, 0]), [INNER, ()], INNER),
     "grad": (gradient_of_batch, (XS, YS[0]), [("d",), ()], ("d",)),
 }
 SPLIT_KINDS = ["numba", "explicit", pytest.param("warp", marks=pytest.mark.needs("warp"))]
