@@ -1161,20 +1161,9 @@ def run_code(code, *argv, **env):
 
 # -- the C interface -----------------------------------------------------------------------------------
 
-RENAMED_IN_HEADER = {  # since jaxlib 0.7.2; the functions kept their places
-    "XLA_FFI_Error_GetMessage": "XLA_FFI_Error_GetDetails",
-    "XLA_FFI_TypeId_Register": "XLA_FFI_Type_Register",
-    "XLA_FFI_ExecutionContext_Get": "XLA_FFI_InvokeContext_Get",
-    "XLA_FFI_Extension_Base": "XLA_FFI_InternalExtension",
-}
 
-
-def fields_in_header(name):
+def fields_in_header(text, name):
     """(name, bytes) of every field of a struct."""
-    path = pathlib.Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h")
-    text = re.sub(r"//.*", "", path.read_text(encoding="utf-8"))
-    for old, new in RENAMED_IN_HEADER.items():
-        text = text.replace(old, new)
     body = re.search(rf"struct {name} \{{(.*?)\}}", text, re.DOTALL)[1]
     fields = []
     for declaration in body.split(";")[:-1]:
@@ -1187,11 +1176,15 @@ def fields_in_header(name):
 
 def test_mirrored_structs_equal_the_header():
     """Which may have more fields at the end of a struct."""
+    path = pathlib.Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h")
+    text = re.sub(r"//.*", "", path.read_text(encoding="utf-8"))
+    if "XLA_FFI_InternalExtension" not in text:
+        pytest.skip("older headers have other names")
     structs = [value for name, value in vars(xk).items() if name.startswith("XLA_FFI_") and isinstance(value, type)]
     assert len(structs) == 17
     for struct in structs:
         fields = [(name, ctypes.sizeof(kind)) for name, kind in struct._fields_]
-        assert fields == fields_in_header(struct.__name__)[: len(fields)]
+        assert fields == fields_in_header(text, struct.__name__)[: len(fields)]
 
 
 # -- which kernels are one kernel -----------------------------------------------------------------------
