@@ -1306,6 +1306,7 @@ def test_options_layouts_and_defaults_of_one_function():
 
     assert result_of(numba.njit(error_model="numpy")(inverse), 0 * F32) == np.inf
     assert "ZeroDivisionError" in error_of(wrap(numba.njit(inverse)), 0 * F32)
+    assert exported_here(wrap(numba.njit(inverse)), F32)
 
     def size(x, out):
         out[:] = x.size
@@ -4537,7 +4538,7 @@ def test_op_batching_rules_as_brainevent_writes_them():
             return xk.general_batching_rule(op, args, axes, **options)
         matrix, vectors = args
         options["outs"] = (spec(3, 3),)
-        return op(matrix, vectors.T, **options), [-1]
+        return [products.T for products in op(matrix, vectors.T, **options)], [-2]
 
     matrix = ROWS @ ROWS.T
     products = 2 * matrix @ matrix.T
