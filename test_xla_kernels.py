@@ -3117,9 +3117,7 @@ def test_gpu_a_row_that_a_kernel_reads_and_the_program_replaces():
 def test_gpu_command_buffers(captured):
     """Tests that run on the GPU, with CUDA graphs off, and on for every computation."""
     flags = f"--xla_gpu_enable_command_buffer={captured} --xla_gpu_graph_min_graph_size=1"
-    tests = (
-        "test_on_cuda or stream_order or (gpu and test_warp_ops) or (warp_gpu-vmap-float32 and (blend or csr_event))"
-    )
+    tests = "test_on_cuda or stream_order or (gpu and warp_ops) or (warp_gpu-vmap-float32 and (blend or csr_event))"
     lines = run_pytest("-k", tests, XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} {flags}")
     assert lines.count("PASSED") >= 15  # more with Warp
 
@@ -4538,7 +4536,7 @@ def test_op_batching_rules_as_brainevent_writes_them():
             return xk.general_batching_rule(op, args, axes, **options)
         matrix, vectors = args
         options["outs"] = (spec(3, 3),)
-        return [products.T for products in op(matrix, vectors.T, **options)], [-2]
+        return [out.T for out in op(matrix, vectors.T, **options)], [-2]
 
     matrix = ROWS @ ROWS.T
     products = 2 * matrix @ matrix.T
