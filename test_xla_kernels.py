@@ -2131,10 +2131,15 @@ def test_a_kernel_of_the_users_name_is_found_in_another_process(tmp_path):
         np.testing.assert_array_equal(mine(np.ones(3, dtype)), [2, 2, 2])
 
 
-def test_a_kernel_that_does_not_compile_takes_no_name():
-    """As in a notebook, where it is mended and run again."""
-    with pytest.raises(TypeError, match="cannot compile"):
-        wrap(reads("undefined_thing"), name="mended")(F32)
+def test_a_kernel_that_does_not_compile_takes_no_name_and_can_be_mended():
+    """As in a notebook, where it is run again after what it reads is defined, or with another text."""
+    kernel = reads("late")
+    call = wrap(kernel)
+    for failing in (call, wrap(kernel, name="mended")):
+        with pytest.raises(TypeError, match="cannot compile"):
+            failing(F32)
+    kernel.__globals__["late"] = 5
+    assert call(F32)[0] == 5
     assert wrap(name="mended")(F32)[0] == 2
 
 
