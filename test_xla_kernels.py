@@ -1658,6 +1658,10 @@ def _scaled_head(x, n, alpha):
     return np.where(np.arange(x.size) < n, alpha * x, 0).astype(np.float32)
 
 
+def _swap(x, y):
+    return y, x
+
+
 def _sum_and_twice(x):
     return x.sum(), (2 * x, x.size)
 
@@ -1675,6 +1679,12 @@ ONE_LINERS = {  # a function as it is, the same in Python, two slices of each in
     "returns a scalar": (wrap(lambda x: x.mean(), spec(), scratch=()), lambda x: x.mean(), [], {"x": VECTORS}),
     "returns another layout": (wrap(transpose_of, spec(3, 1)), np.transpose, [VECTORS[:, None]], {}),
     "returns a tuple": (wrap(_sum_and_twice, (spec(), (THREE_FLOATS, COUNT))), _sum_and_twice, [VECTORS], {}),
+    "returns what outputs start as": (
+        wrap(_swap, _swap, input_output_aliases={0: 0, 1: 1}),
+        _swap,
+        [VECTORS, -VECTORS],
+        {},
+    ),
     "star args": (wrap(runs("a[-1][:] = a[0]", "*a")), like_first, [VECTORS, VECTORS + 1], {}),
     "a name of any object": (wrap(runs("out[:] = x.ndim * x", ndim=DESCRIBED)), like_first, [VECTORS], {}),
     "a default": (wrap(runs("out[:] = n * x", "x, out, n=3")), lambda x: 3 * x, [VECTORS], {}),
@@ -1904,7 +1914,7 @@ def test_without_jit_the_kernel_is_plain_python(monkeypatch):
             np.testing.assert_array_equal(result, factor * F32)
     assert "KeyError: ('negative', -1.0)" in error_of(made, -F32)
     assert "returned as many values as no call" in error_of(wrap(lambda x: (x, x)), F32)
-    for name in ("typed", "returns a tuple", "vectorize", "guvectorize"):
+    for name in ("typed", "returns a tuple", "returns what outputs start as", "vectorize"):
         check_slices(*ONE_LINERS[name])
 
 

@@ -2893,7 +2893,7 @@ def _in_python(kernel: Any, signature: _Signature, forms: list[_Form]) -> Callab
     def body(pointers: list[int], dims: list[tuple], *_: int) -> None:
         buffers = _host_arrays(signature, pointers, dims)
         for form, call in zip(forms, calls):
-            returned = jax.tree_util.tree_leaves(call(*buffers))
+            returned = [np.array(leaf) for leaf in jax.tree_util.tree_leaves(call(*buffers))]  # no views of outputs
             if is_ufunc and not form.results:
                 return
             if len(returned) == len(form.results):
@@ -2966,6 +2966,7 @@ def _compile_call(form: _Form, dispatcher: Any, argtypes: tuple) -> Any:
 def _compile_results(dispatcher: Any, argtypes: tuple, signature: _Signature, form: _Form) -> Any:
     """What Numba compiled, after a check of what it returns, with that stored into the outputs."""
     import numba
+    from numba import types as nbtypes
 
     overload = dispatcher.overloads[argtypes]
     returned = overload.signature.return_type
@@ -2979,13 +2980,17 @@ def _compile_results(dispatcher: Any, argtypes: tuple, signature: _Signature, fo
         )
     if not form.results:
         return overload
+    copies = []
     stores = []
-    for leaf, k in zip(leaves, form.results, strict=True):
+    for (leaf, kind), k in zip(leaves.items(), form.results, strict=True):
+        if signature.aliases and len(leaves) > 1 and isinstance(kind, nbtypes.Array):
+            copies.append(f"r{k} = {leaf}.copy()")  # it may be a view of an output that is stored before
+            leaf = f"r{k}"
         if signature.ranks[k]:
             text = f"'returned an array of shape', {leaf}.shape, 'where outs declares', b{k}.shape"
             stores.append(f"if {leaf}.shape != b{k}.shape: raise ValueError({text})")
         stores.append(f"b{k}[...] = {leaf}")
-    stored = numba.njit(_Form.plain(form.n).adapter(dispatcher, *stores))
+    stored = numba.njit(_Form.plain(form.n).adapter(dispatcher, *copies, *stores))
     stored.compile(argtypes)
     return stored.overloads[argtypes]
 
