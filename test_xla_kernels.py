@@ -1832,6 +1832,24 @@ def test_a_side_effect_keeps_an_unused_call(kept):
     np.testing.assert_array_equal(compiled(F32), 8 * F32)
 
 
+@pytest.mark.parametrize("transform", [lambda kernel: kernel, jax.jit, jax.vmap])
+def test_a_loop_whose_whole_state_is_what_a_kernel_gives(transform):
+    """XLA alone moves such a call out of the loop, which then never ends."""
+    kernel = wrap(runs("v[()] *= 0.5; n[()] += 1", "v, n"), lambda v, n: (v, n), in_out_argnames=["v", "n"])
+    asked = []
+
+    def goes_on(n):
+        asked.append(n)
+        return np.bool_(n.max() < 10 and len(asked) < 50)
+
+    def condition(state):
+        return jax.pure_callback(goes_on, spec(dtype=bool), state[1])
+
+    v, n = jax.lax.while_loop(condition, lambda state: transform(kernel)(*state), (8 * F32, np.zeros(4, np.int32)))
+    np.testing.assert_array_equal(v, F32 / 128)
+    np.testing.assert_array_equal(n, [10, 10, 10, 10])
+
+
 # -- many threads, and what is registered --------------------------------------------------------------
 
 

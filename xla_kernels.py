@@ -1094,8 +1094,8 @@ def _call_lowering(ctx: Any, *operands: Any, call: _BoundCall) -> Any:
         results = _lower_to_split_call(ctx, operands, call, n_split)
     else:
         results = _lower_to_custom_call(ctx, operands, call, ctx.avals_in, ctx.avals_out)
-    if "cuda" in _platforms(ctx):
-        return _keep_from_updates(ctx, results)
+    if "cuda" in _platforms(ctx) or len(results) > 1:
+        return _keep_from_loops(ctx, results)
     return results
 
 
@@ -1115,10 +1115,12 @@ def _lower_to_custom_call(
     return lower(ctx.replace(avals_in=ins, avals_out=outs), *operands, **launch)
 
 
-def _keep_from_updates(ctx: Any, results: Any) -> Any:
-    """Keep results of a call out of XLA's dynamic-slice fusion.
+def _keep_from_loops(ctx: Any, results: Any) -> Any:
+    """Keep results of a call from two passes of XLA that are wrong (seen in jax 0.7.2, 0.11.2 and 0.12).
 
-    It lets a call write straight into the array that is updated, even if the call reads that (XLA of jax 0.11.2).
+    A dynamic-slice fusion on GPUs lets a call write straight into the array that is updated, even if the call reads it.
+    Invariant code is moved out of a `while_loop`, and with it a call whose results are the whole state of the loop: it
+    is the root of the body, and its operands are taken for those of a tuple.
     """
 
     def keep(*results: Any) -> list:
