@@ -2689,6 +2689,9 @@ class _NumbaWrapper(_Wrapper):
         self.all_scalars = options.scalars is True
         self.scalars = [] if self.all_scalars else list(options.scalars or ())
         self._check_names("scalars", self.scalars)
+        for name in self.in_outs:
+            if name in self.scalars:
+                raise ValueError(f"{name!r} is in scalars and in in_out_argnames: what a kernel changes is an array")
 
     def _takes_number(self, name: str) -> bool:
         return self.all_scalars or name in self.scalars
@@ -5689,7 +5692,8 @@ def _run_slice(bound: _OpBinding, entry: KernelEntry, *ins: Any) -> list:
         backends = ", ".join(bound.op.available_backends(entry.platform))
         choice = f"{entry.platform!r} has {backends}: choose with backend="
         if isinstance(error, TypeError) and "missing" in str(error):
-            choice += "; what no numba.njit or the like decorates is a generator: it gets static parameters alone"
+            choice += "; what no numba.njit or the like decorates (as all under NUMBA_DISABLE_JIT=1, but not what "
+            choice += "numba_kernel wraps) is a generator: it gets static parameters alone"
         raise RuntimeError(f"{what} raised {type(error).__name__}: {error} ({choice})") from error
     return _outputs(what, results, bound.slice_outs)
 
