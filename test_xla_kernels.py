@@ -16,6 +16,7 @@ import itertools
 import json
 import linecache
 import math
+import multiprocessing
 import operator
 import os
 import pathlib
@@ -34,7 +35,7 @@ import traceback
 import types
 import typing
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from copy import copy as shallow_copy
 from copy import deepcopy
 from functools import partial
@@ -72,12 +73,13 @@ except ImportError:  # it needs absl with old versions of jax
 
 # ======================================================================================================
 # The matrix: operations x backends x transformations x dtypes, each a table here.
-# Every cell runs a kernel: as it is and compares it with NumPy, or transformed and compares it with plain JAX.
+# Every cell runs a kernel and compares what it gives with NumPy: with a loop over slices where it is batched, with
+# differences where it is differentiated.  All other kernels of the cell's operation raise, so it shows who ran.
 # At the end of a run, conftest.py prints which cells passed.
 #
-# To add an operation: a class, and a row of OPS.  A transformation: a function among the Transformations.
-# A backend: a function that wraps a kernel, and a row of BACKENDS; of another language, also a row of LANGUAGES; and
-# one of PACKAGES in conftest.py, where it needs a package that no other test does.
+# To add an operation: a class, and a row of OPS.  A transformation: a function among the Transformations, decorated
+# with what is right.  A backend: a function that wraps a kernel, and a row of BACKENDS; of another language, also a row
+# of LANGUAGES; and one of PACKAGES in conftest.py, where it needs a package that no other test does.
 # ======================================================================================================
 
 
@@ -309,31 +311,60 @@ class Op(typing.NamedTuple):
     inputs: Callable  # (rng, dtype) -> NumPy arrays
     dtypes: tuple = ("float32",)
     state: bool = False  # the first output can be the first input of the next step
+    derivatives: tuple = ("jvp", "grad")  # or all
     threads: tuple | None = None  # where there is not one for each element of the first output
     params: typing.Any = types.MappingProxyType({})  # static parameters of the call
     options: typing.Any = types.MappingProxyType({})  # of the wrappers
 
 
+DERIVATIVES = (
+    "jvp", "grad", "grad_of_vmap", "grad_of_nested_vmap", "vmap_of_grad", "grad_of_scan", "grad_of_shard_map",
+    "shard_map_of_grad", "jvp_of_grad", "checkpoint",
+)  # fmt: skip
 OPS = {
     "reversed": Op(Reversed, arrays(9), ("bool", "float32")),  # computes nothing
     "add": Op(Add, arrays(9, 9), NUMBERS, state=True),  # arithmetic in every dtype
     "leaky_relu": Op(LeakyRelu, arrays(9), state=True, params={"alpha": 0.25}),  # a static parameter
-    "hadamard": Op(Hadamard, arrays((3, 5), (3, 5)), ONE_OF_EACH_KIND, state=True),  # two dimensions
+    "hadamard": Op(  # two dimensions; its derivative calls it
+        Hadamard, arrays((3, 5), (3, 5)), ONE_OF_EACH_KIND, state=True, derivatives=DERIVATIVES
+    ),
     "matvec": Op(Matvec, arrays((6, 6), 6)),  # inputs of different ranks
     "outer": Op(Outer, arrays(4, 3)),  # an output like no input
     "transposed": Op(Transposed, arrays((2, 3, 4))),  # three dimensions
     "csr_event": Op(  # integers, bool, atomics, outputs of two shapes
-        CsrEvent, CsrEvent.inputs, FLOATING, threads=(CsrEvent.rows,), options={"zero_outputs": True}
+        CsrEvent, CsrEvent.inputs, FLOATING, derivatives=DERIVATIVES, threads=(CsrEvent.rows,),
+        options={"zero_outputs": True},
     ),
     "lif": Op(Lif, arrays(9, 9), FLOATING, state=True),  # outputs of two dtypes
     "in_place": Op(InPlace, arrays(9, 9), state=True, options={"input_output_aliases": {0: 0}}),
     "blend": Op(  # starts as the input that vmap shares
         Blend, arrays(9, 9), state=True, options={"input_output_aliases": {1: 0}, "scratch": lambda v, current: v}
     ),
-}
+}  # fmt: skip
 
 
 # -- languages, and what a kernel of each is made of ---------------------------------------------------
+# A kernel of `Hadamard` as it is compiled; in Warp it also gets annotations, and "pallas" and "jax" run the element.
+
+LOOKS = {
+    "numba": """
+def Hadamard(x, y, out):
+    for i in numba.prange(out.shape[0]):
+        for j in range(out.shape[1]):
+            out[i, j] = x[i, j] * y[i, j]
+""",
+    "cuda": """
+def Hadamard(x, y, out):
+    i, j = cuda.grid(2)
+    if i < out.shape[0] and j < out.shape[1]:
+        out[i, j] = x[i, j] * y[i, j]
+""",
+    "warp": """
+def Hadamard(x, y, out):
+    i, j = wp.tid()
+    out[i, j] = x[i, j] * y[i, j]
+""",
+}
 
 
 def numba_loops(indices, out):
@@ -422,39 +453,47 @@ def matrix_kernel(name, language, dtype, **params):
     parameters = list(inspect.signature(body).parameters)
     arrays = parameters[-sum(map(len, specs)) :]
     indices, out = parameters[: -len(arrays)], arrays[len(specs[0])]
-    head = [f"def {op.kernels.__name__}({', '.join(arrays)}):"]
-    if indices:
-        head += start(indices, out)
-    source = source_of(head, body)
+    source = kernel_source(op.kernels.__name__, language, body, arrays, indices, out)
     file = f"<{name} in {language}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)  # Warp reads it there
     exec(compile(source, file, "exec"), namespace)
     return finish(namespace[op.kernels.__name__], dict(zip(arrays, itertools.chain(*specs), strict=True)))
 
 
-def source_of(head, body):
-    """These lines, and below them the statements of a function."""
+def kernel_source(name, language, body, arrays, indices, out):
+    """The text of a kernel: the statements of an element below what its language starts with."""
+    head = [f"def {name}({', '.join(arrays)}):"]
+    if indices:
+        head += LANGUAGES[language].start(indices, out)
     lines, depth = [], 0
     for line in head:
         lines.append(" " * depth + line)
-        depth += line.endswith(":")
+        depth += 4 * line.endswith(":")
     (function,) = ast.parse(textwrap.dedent(inspect.getsource(body))).body
     for statement in function.body:
         lines.append(textwrap.indent(ast.unparse(statement), " " * depth))
     return "\n".join(lines) + "\n"
 
 
+@pytest.mark.parametrize("language", LOOKS)
+def test_kernels_of_the_matrix_look_like_this(language):
+    source = kernel_source("Hadamard", language, Hadamard.element, ["x", "y", "out"], ["i", "j"], "out")
+    assert source == LOOKS[language].lstrip()
+
+
 # -- backends: functions of an operation, its kernel and `outs` that return what JAX calls -------------
+# Each kernel has a name, by which another process finds it in an exported program.
 
 numba_jit = functools.cache(numba.njit)
+cuda_jit = functools.cache(lambda kernel: cuda.jit(kernel))
 
 
-def in_numba(op, kernel, outs, parallel=False):
-    return xk.numba_kernel(numba_jit(kernel, parallel=parallel), outs, **op.options)
+def in_numba(op, kernel, outs, name=None, parallel=False):
+    return xk.numba_kernel(numba_jit(kernel, parallel=parallel), outs, name=name, **op.options)
 
 
-def in_warp(op, kernel, outs):
-    return xk.warp_kernel(kernel, outs, launch_dims=op.threads or outs[0].shape, **op.options)
+def in_warp(op, kernel, outs, name=None, **options):
+    return xk.warp_kernel(kernel, outs, launch_dims=op.threads or outs[0].shape, name=name, **options, **op.options)
 
 
 def grid_and_block(op, outs):
@@ -464,15 +503,15 @@ def grid_and_block(op, outs):
     return tuple(-(-size // threads) for size, threads in zip(dims, block)), block
 
 
-def in_cuda(op, kernel, outs):
+def in_cuda(op, kernel, outs, name=None):
     grid, block = grid_and_block(op, outs)
-    return xk.numba_cuda_kernel(kernel, outs, grid=grid, block=block, **op.options)
+    return xk.numba_cuda_kernel(cuda_jit(kernel), outs, grid=grid, block=block, name=name, **op.options)
 
 
-def in_cuda_callable(op, kernel, outs):
+def in_cuda_callable(op, kernel, outs, name=None):
     """Python that launches the kernel."""
     grid, block = grid_and_block(op, outs)
-    compiled = cuda.jit(kernel)
+    compiled = cuda_jit(kernel)
 
     def launch(*arrays_and_stream):
         *arrays, stream = arrays_and_stream
@@ -494,7 +533,7 @@ class Cell:
         self.value = value
 
 
-def in_jax(op, element, outs):
+def in_jax(op, element, outs, name=None):
     """All elements by a vmap over their indices."""
 
     def kernel(*inputs):
@@ -519,7 +558,7 @@ def with_scratch(op, outs):
     return [*outs, *outs[: len(op.options.keys() & {"scratch"})]]
 
 
-def in_pallas(op, element, outs):
+def in_pallas(op, element, outs, name=None):
     """A program for each element, interpreted."""
 
     def kernel(*refs):
@@ -535,13 +574,18 @@ def in_pallas(op, element, outs):
 class Backend(typing.NamedTuple):
     language: str  # in which its kernels are written: a row of LANGUAGES
     needs: str  # what must be there: see conftest.CONDITIONS
-    wrap: Callable  # (op, kernel, outs) -> a function of the inputs
-    without: typing.Any = types.MappingProxyType({})  # transformation: why this backend cannot have it
+    wrap: Callable  # (op, kernel, outs, name) -> a function of the inputs
+    without: typing.Any = types.MappingProxyType({})  # an operation, a transformation or both: why it cannot have them
+    is_op: bool = True  # a kernel of an XLACustomKernel; else what `wrap` returns is called as it is
 
 
 SHARD_MAPS = ("shard_map", "eager_shard_map", "grad_of_shard_map", "shard_map_of_grad")
 NO_SHARD_MAP = dict.fromkeys(SHARD_MAPS, "Pallas does not interpret under check_vma=True")
-NO_EXPORT = {"export": "a function that a generator makes again has another name"}
+NO_EXPORT = {"export": "a function that launches kernels has no name"}
+GRADIENTS_ALONE = dict.fromkeys(["jvp", "jvp_of_grad"], "Warp's adjoints are for first derivatives in reverse mode")
+GRADIENTS_ALONE |= dict.fromkeys(["in_place", "blend"], "Warp's adjoints change no arrays in place")
+INTEGERS_ON_MESH = [("csr_event", "grad_of_shard_map"), ("csr_event", "shard_map_of_grad")]
+BARE = dict.fromkeys(INTEGERS_ON_MESH, "JAX's custom_jvp has no tangents of integers that vary over devices")
 BACKENDS = {
     "numba": Backend("numba", "numba", in_numba),  # on the CPU, in one thread
     "numba_parallel": Backend("numba", "numba", partial(in_numba, parallel=True)),
@@ -551,6 +595,10 @@ BACKENDS = {
     "warp_gpu": Backend("warp", "warp_gpu", in_warp),
     "pallas": Backend("pallas", "pallas", in_pallas, NO_SHARD_MAP),
     "jax": Backend("jax", "jax", in_jax),
+    "numba_kernel": Backend("numba", "numba", in_numba, BARE, is_op=False),
+    "numba_cuda_kernel": Backend("cuda", "cuda", in_cuda, BARE, is_op=False),
+    "warp_kernel": Backend("warp", "warp", in_warp, BARE, is_op=False),
+    "differentiable": Backend("warp", "warp", partial(in_warp, differentiable=True), GRADIENTS_ALONE, is_op=False),
 }
 
 
@@ -559,14 +607,13 @@ def refuse(outs, **params):
 
 
 @functools.cache
-def custom_kernel(name):
-    """The operation with every backend, each for the platform on which this machine can run it."""
+def custom_kernel(name, backend):
+    """The operation with the kernel of this backend, beside others that raise."""
     op = xk.XLACustomKernel(name)
     for platform in ("cpu", "gpu"):
-        op.def_kernel("none", platform, refuse)  # the default, as it is the first: a cell must get what it asks for
-    for backend in BACKENDS:
-        generator = partial(generate, name, backend)
-        op.def_kernel(backend, conftest.platform_of([BACKENDS[backend].needs]), generator)
+        for other in ("the default, as it is the first", *BACKENDS):
+            op.def_kernel(other, platform, refuse)
+    op.def_kernel(backend, conftest.platform_of([BACKENDS[backend].needs]), partial(generate, name, backend))
     differentiate = getattr(OPS[name].kernels, "differentiate", partial(differentiate_reference, name))
     differentiate(op)
     return op
@@ -574,8 +621,9 @@ def custom_kernel(name):
 
 def generate(name, backend, outs, **params):
     """What `XLACustomKernel.def_kernel` takes, for each backend: a function of `outs` and the static parameters."""
-    language, _, wrap, _ = BACKENDS[backend]
-    return wrap(OPS[name], matrix_kernel(name, language, outs[0].dtype, **params), outs)
+    language, _, wrap, *_ = BACKENDS[backend]
+    kernel = matrix_kernel(name, language, outs[0].dtype, **params)
+    return wrap(OPS[name], kernel, outs, name=f"{name}_{backend}")
 
 
 def differentiate_reference(name, op):
@@ -589,6 +637,35 @@ def differentiate_reference(name, op):
         return op(*primals, **params), tangents_out
 
 
+@functools.cache
+def bare_kernel(name, backend, dtype):
+    _, outs, _ = specs_of(name, dtype)
+    return generate(name, backend, outs, **OPS[name].params)
+
+
+def call_backend(name, backend, dtype, *inputs):
+    """A call of an operation on a backend, whose results are a list."""
+    if not BACKENDS[backend].is_op:
+        return bare_kernel(name, backend, dtype)(*inputs)
+    _, outs, _ = specs_of(name, dtype)
+    return custom_kernel(name, backend)(*inputs, outs=outs, backend=backend, **OPS[name].params)
+
+
+def call_with_rule(name, backend, dtype):
+    """The same with a derivative: a wrapper gets it from jax.custom_jvp, with a rule in jnp."""
+    call = partial(call_backend, name, backend, dtype)
+    if BACKENDS[backend].is_op or backend == "differentiable":
+        return call
+    with_rule = jax.custom_jvp(call)
+
+    @with_rule.defjvp
+    def jvp(primals, tangents):
+        _, tangents_out = jax.jvp(reference_list(name), primals, tangents)
+        return with_rule(*primals), tangents_out
+
+    return with_rule
+
+
 def zero_tangent(x):
     return np.zeros(x.shape, x.dtype if is_real(x) else jax.dtypes.float0)
 
@@ -600,49 +677,179 @@ def is_real(x):
 # -- the transformations -------------------------------------------------------------------------------
 
 
+# What is right, by NumPy: each a function of the reference, of NumPy arrays, and of the arguments of a transformation.
+
+
+def alone(function, inputs, batch):
+    return function(*inputs)
+
+
+def stacked(results, axis=0):
+    return [np.stack(slices, axis) for slices in zip(*results)]
+
+
+def loop_over_first(function, n=None):
+    """Of batches of the first input, whose slices share the others."""
+    return lambda first, *others: stacked([function(x, *others) for x in first[:n]])
+
+
+def loop_over_pairs(function):
+    """The second slices are the outer ones."""
+    loop = loop_over_first(function)
+    return lambda first, *others: stacked([loop(first, *slices) for slices in zip(*others)] or [loop(first)] * 2)
+
+
+def slices_of_first(function, inputs, batch, n=None):
+    return loop_over_first(function, n)(batch[0], *inputs[1:])
+
+
+def slices_of_every_input(function, inputs, batch):
+    return stacked([function(*slices) for slices in zip(*batch)])
+
+
+def pairs_of_slices(function, inputs, batch):
+    return loop_over_pairs(function)(batch[0], *[x[:2] for x in batch[1:]])
+
+
+def third_state(function, inputs, batch):
+    state, *others = inputs
+    for _ in range(3):
+        state, *_ = function(state, *others)
+    return state
+
+
+def fourth_slice(function, inputs, batch):
+    return function(batch[0][3], *inputs[1:])
+
+
+def second_slice_and_inputs(function, inputs, batch):
+    return function(batch[0][1], *inputs[1:]), function(*inputs)
+
+
+STEP = 1e-4  # of central differences in float64: errors of some 1e-8
+
+
+def in_float64(x):
+    return np.asarray(x, np.float64) if is_real(x) else np.asarray(x)
+
+
+def change_along(function, inputs, tangents):
+    """The change of the real results in a direction of the real inputs."""
+
+    def at(step):
+        moved = [in_float64(x) + step * t if is_real(x) else x for x, t in zip(inputs, tangents)]
+        return filter(is_real, function(*moved))
+
+    return [(plus - minus) / (2 * STEP) for plus, minus in zip(at(STEP), at(-STEP))]
+
+
+def differences(function):
+    """As `gradient`, which it is compared with."""
+
+    def sum_of_sines(*inputs):
+        return [sum(np.sin(result).sum(keepdims=True) for result in function(*inputs) if is_real(result))]
+
+    def gradients(*inputs):
+        results = []
+        for i, x in enumerate(inputs):
+            if is_real(x):
+                units = np.eye(x.size).reshape(x.size, *x.shape)
+                rows = [[unit if k == i else 0 for k in range(len(inputs))] for unit in units]
+                changes = [change_along(sum_of_sines, inputs, row)[0] for row in rows]
+                results.append(np.reshape(changes, x.shape))
+        return results
+
+    return gradients
+
+
+def results_and_changes(function, inputs, batch):
+    return function(*inputs), change_along(function, inputs, [x[1] for x in batch])
+
+
+def of_gradient(right):
+    return lambda function, inputs, batch: right(differences(function), inputs, batch)
+
+
+def gradient_of_slices(function, inputs, batch, n=None):
+    return differences(loop_over_first(function))(batch[0][:n], *inputs[1:])
+
+
+def gradient_of_pairs(function, inputs, batch):
+    return differences(loop_over_pairs(function))(batch[0], *[x[:2] for x in batch[1:]])
+
+
+RIGHT = {}  # by the name of a transformation
+
+
+def gives(right, **options):
+    """Decorates a transformation with what is right."""
+
+    def decorate(transformation):
+        RIGHT[transformation.__name__] = partial(right, **options)
+        return transformation
+
+    return decorate
+
+
 class Transformations:
     """Programs of an operation: functions of `call`, inputs, and a batch of eight slices of each, that return arrays.
 
-    `call` returns a list of arrays: those of a kernel, or, with the reference, what is right.
+    `call` returns a list of arrays.
     """
 
+    @gives(alone)
     def eager(call, inputs, batch):
         return call(*inputs)
 
+    @gives(alone)
     def jit(call, inputs, batch):
         return jax.jit(call)(*inputs)
 
+    @gives(alone)
     def without_jit(call, inputs, batch):
         with jax.disable_jit():
             return call(*inputs)
 
+    @gives(slices_of_first)
     def vmap(call, inputs, batch):
         return over_first(call, inputs)(batch[0], *inputs[1:])
 
+    @gives(slices_of_every_input)
     def vmap_every_input(call, inputs, batch):
         return jax.vmap(call)(*batch)
 
+    @gives(slices_of_every_input)
     def vmap_other_axes(call, inputs, batch):
         last = [jnp.moveaxis(x, 0, -1) for x in batch]
-        return jax.vmap(call, in_axes=-1, out_axes=-1)(*last)
+        results = jax.vmap(call, in_axes=-1, out_axes=-1)(*last)
+        return [jnp.moveaxis(result, -1, 0) for result in results]
 
+    @gives(pairs_of_slices)
     def vmap_nested(call, inputs, batch):
         return jax.jit(all_pairs(call, inputs))(batch[0], *[x[:2] for x in batch[1:]])
 
+    @gives(slices_of_first, n=2)
     def vmap_of_nothing(call, inputs, batch):
-        return over_first(call, inputs)(batch[0][:0], *inputs[1:])
+        """Before two slices, as nothing has no values."""
+        vmapped = over_first(call, inputs)
+        parts = [vmapped(slices, *inputs[1:]) for slices in (batch[0][:0], batch[0][:2])]
+        return [jnp.concatenate(results) for results in zip(*parts)]
 
+    @gives(slices_of_first, n=5)
     def lax_map(call, inputs, batch):
         """Batches of slices, and what is left over."""
         return jax.lax.map(lambda x: call(x, *inputs[1:]), batch[0][:5], batch_size=2)
 
+    @gives(slices_of_first, n=4)
     def scan(call, inputs, batch):
         return jax.jit(partial(scan_slices, call))(batch[0][:4], *inputs[1:])
 
+    @gives(third_state)
     def loop_of_state(call, inputs, batch):
         state, *others = inputs
         return jax.lax.fori_loop(0, 3, lambda _, state: call(state, *others)[0], state)
 
+    @gives(fourth_slice)
     def while_loop(call, inputs, batch):
         """Until the results of a slice no longer follow from the step."""
 
@@ -650,8 +857,10 @@ class Transformations:
             i, _ = i_and_results
             return i + 1, call(jnp.asarray(batch[0])[i], *inputs[1:])
 
-        return jax.lax.while_loop(lambda i_and_results: i_and_results[0] < 4, step, (1, call(*inputs)))
+        _, results = jax.lax.while_loop(lambda i_and_results: i_and_results[0] < 4, step, (1, call(*inputs)))
+        return results
 
+    @gives(second_slice_and_inputs)
     def cond(call, inputs, batch):
         @jax.jit
         def chosen(second):
@@ -659,59 +868,81 @@ class Transformations:
 
         return chosen(True), chosen(False)
 
+    @gives(slices_of_first, n=4)
+    def pmap(call, inputs, batch):
+        devices = list(mesh_of_four().devices)
+        in_axes = (0, *[None] * (len(inputs) - 1))
+        return jax.pmap(call, in_axes=in_axes, devices=devices)(batch[0][:4], *inputs[1:])
+
+    @gives(slices_of_first)
     def shard_map(call, inputs, batch):
         split = over_devices(over_first(call, inputs), inputs)
         return jax.jit(split)(batch[0], *inputs[1:])
 
+    @gives(slices_of_first)
     def eager_shard_map(call, inputs, batch):
         return over_devices(over_first(call, inputs), inputs)(batch[0], *inputs[1:])
 
+    @gives(slices_of_first)
     def jit_over_mesh(call, inputs, batch):
         """XLA splits the batch."""
         first = jax.device_put(batch[0], jax.sharding.NamedSharding(mesh_of_four(), SPLIT))
         return jax.jit(over_first(call, inputs))(first, *inputs[1:])
 
-    def jvp(call, inputs, batch):
-        return jax.jvp(call, inputs, tuple(x[1] if is_real(x) else zero_tangent(x[1]) for x in batch))
+    @gives(alone)
+    def export(call, inputs, batch):
+        """To a process that has traced the same kernel."""
+        return loaded_elsewhere(call, *inputs)
 
+    @gives(results_and_changes)
+    def jvp(call, inputs, batch):
+        tangents = tuple(x[1] if is_real(x) else zero_tangent(x[1]) for x in batch)
+        results, tangents_out = jax.jvp(call, inputs, tangents)
+        return results, list(filter(is_real, tangents_out))
+
+    @gives(of_gradient(alone))
     def grad(call, inputs, batch):
         return gradient(call, inputs)(*inputs)
 
+    @gives(gradient_of_slices)
     def grad_of_vmap(call, inputs, batch):
         """The gradient of the shared input adds up those of the slices."""
         return jax.jit(gradient(over_first(call, inputs), inputs))(batch[0], *inputs[1:])
 
+    @gives(gradient_of_pairs)
     def grad_of_nested_vmap(call, inputs, batch):
         return jax.jit(gradient(all_pairs(call, inputs), inputs))(batch[0], *[x[:2] for x in batch[1:]])
 
+    @gives(of_gradient(slices_of_first))
     def vmap_of_grad(call, inputs, batch):
         return jax.jit(over_first(gradient(call, inputs), inputs))(batch[0], *inputs[1:])
 
+    @gives(gradient_of_slices, n=4)
     def grad_of_scan(call, inputs, batch):
         return jax.jit(gradient(partial(scan_slices, call), inputs))(batch[0][:4], *inputs[1:])
 
+    @gives(gradient_of_slices)
     def grad_of_shard_map(call, inputs, batch):
         """The gradient of the replicated input adds up those of the devices."""
         split = over_devices(over_first(call, inputs), inputs)
         return jax.jit(gradient(split, inputs))(batch[0], *inputs[1:])
 
+    @gives(gradient_of_slices)
     def shard_map_of_grad(call, inputs, batch):
         """The cotangent of a replicated input is summed over the devices."""
         gradients = gradient(over_first(call, inputs), inputs)
         out_specs = (SPLIT, *[REPLICATED for x in inputs[1:] if is_real(x)])
         return jax.jit(over_devices(gradients, inputs, out_specs))(batch[0], *inputs[1:])
 
+    @gives(of_gradient(results_and_changes))
     def jvp_of_grad(call, inputs, batch):
         """Forward over reverse: the change of the gradients in a direction."""
         return Transformations.jvp(jax.jit(gradient(call, inputs)), inputs, batch)
 
+    @gives(of_gradient(alone))
     def checkpoint(call, inputs, batch):
         """Computes again in the backward pass."""
         return jax.jit(gradient(jax.checkpoint(call), inputs))(*inputs)
-
-    def export(call, inputs, batch):
-        """Serialized and read again; test_export_and_reload does so in a new process."""
-        return read_exported(exported_here(call, *inputs))(*inputs)
 
 
 def over_first(call, inputs):
@@ -770,6 +1001,30 @@ def read_exported(serialized):
     return export.deserialize(bytearray(serialized)).call
 
 
+@functools.cache
+def another_process():
+    """It hashes text in another way."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONHASHSEED", "1")
+        pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+        pool.submit(os.getpid).result()  # it starts with the first task
+    return pool
+
+
+def loaded_elsewhere(call, *inputs):
+    """What a call that can be pickled gives where it is exported here, and loaded in another process."""
+    exported = exported_here(call, *inputs)
+    on_gpu = ["gpu"] * (default_platform() == "gpu")
+    return another_process().submit(load_and_run, on_gpu, exported, call, inputs).result()
+
+
+def load_and_run(needs, exported, call, inputs):
+    """In that process."""
+    with conftest.computing_for(needs):
+        jax.jit(call).lower(*inputs)
+        return jax.tree.map(np.asarray, read_exported(exported)(*inputs))
+
+
 TRANSFORMS = [name for name in vars(Transformations) if not name.startswith("_")]
 EVERY_DTYPE = ("eager", "vmap")  # those that run in all dtypes of an operation; the others in float32
 NEED_STATE = ("loop_of_state",)
@@ -782,15 +1037,17 @@ def left_out(op, backend, transformation):
     """Why there is no such cell, or None."""
     if transformation in NEED_STATE and not OPS[op].state:
         return "its first output is not its next first input"
-    kernels, language = OPS[op].kernels, BACKENDS[backend].language
+    kernels, language, without = OPS[op].kernels, BACKENDS[backend].language, BACKENDS[backend].without
     if not (hasattr(kernels, language) or hasattr(kernels, "element")):
         return f"{op} has no kernel in {language}"
-    return BACKENDS[backend].without.get(transformation)
+    return without.get(op) or without.get(transformation) or without.get((op, transformation))
 
 
 def all_cells():
     """Neighbours share what is right."""
     for transformation, op in itertools.product(TRANSFORMS, OPS):
+        if transformation in DERIVATIVES and transformation not in OPS[op].derivatives:
+            continue
         dtypes = OPS[op].dtypes if transformation in EVERY_DTYPE else ("float32",)
         for dtype, backend in itertools.product(dtypes, BACKENDS):
             if dtype in dtypes_of(BACKENDS[backend].language):
@@ -813,34 +1070,23 @@ def inputs_and_batch(op, dtype):
     return tuple(map(aligned_copy, inputs)), tuple(map(aligned_copy, batch))
 
 
-def call_and_reference(name, backend, dtype="float32"):
-    """The operation on a backend, and its reference: functions of arrays that return lists."""
-
-    def reference(*inputs):
-        return jax.tree.leaves(reference_of(name)(*inputs))
-
-    def call(*inputs):
-        _, outs, _ = specs_of(name, np.dtype(dtype))
-        return custom_kernel(name)(*inputs, outs=outs, backend=backend, **OPS[name].params)
-
-    return call, reference
+def reference_list(name):
+    """The reference of an operation as a function that returns a list."""
+    return lambda *inputs: jax.tree.leaves(reference_of(name)(*inputs))
 
 
 @functools.cache
 def what_is_right(op, transformation, dtype):
-    """By NumPy for the kernel as it is, else by JAX, compiled as one."""
-    _, reference = call_and_reference(op, None)
-    program = partial(getattr(Transformations, transformation), reference)
-    if transformation != "eager":
-        program = jax.jit(program)
-    return program(*inputs_and_batch(op, dtype))
+    expected = RIGHT[transformation](reference_list(op), *inputs_and_batch(op, dtype))
+    if transformation in DERIVATIVES:  # computed in float64
+        expected = jax.tree.map(lambda x: x.astype(dtype) if is_real(x) else x, expected)
+    return expected
 
 
 def check_close(results, expected, tolerance):
     for result, array in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
         assert (result.shape, result.dtype) == (array.shape, array.dtype)
-        if array.dtype != jax.dtypes.float0:
-            np.testing.assert_allclose(result, array, rtol=tolerance, atol=tolerance)
+        np.testing.assert_allclose(result, array, rtol=tolerance, atol=tolerance)
 
 
 def marked(cell):
@@ -851,13 +1097,14 @@ def marked(cell):
 
 @pytest.mark.parametrize("op, backend, transformation, dtype", list(map(marked, all_cells())))
 def test_matrix(op, backend, transformation, dtype):
-    call, _ = call_and_reference(op, backend, dtype)
+    call = partial(call_backend, op, backend, np.dtype(dtype))
+    if transformation in DERIVATIVES:
+        call = call_with_rule(op, backend, np.dtype(dtype))
     arrays = inputs_and_batch(op, dtype)
     before = jax.tree.map(np.copy, arrays)
     with x64(DTYPES[dtype].needs_x64):
-        expected = what_is_right(op, transformation, dtype)
         results = getattr(Transformations, transformation)(call, *arrays)
-    check_close(results, expected, DTYPES[dtype].tolerance)
+    check_close(results, what_is_right(op, transformation, dtype), DTYPES[dtype].tolerance)
     jax.tree.map(np.testing.assert_array_equal, arrays, before)
 
 
@@ -988,44 +1235,6 @@ def test_self_check_of_the_file_alone(numba_computes, args, rc, numba_says, tmp_
     warp_says = "not available: " if conftest.missing("warp") else WORKS
     assert re.search(f"^numba +cpu +{numba_says}", report, re.MULTILINE), report
     assert re.search(f"^warp +cpu +{warp_says}", report, re.MULTILINE), report
-
-
-# -- export: a fresh process that traces the same kernels finds them under the same names --------------
-
-EXPORTED = ("leaky_relu", "csr_event")  # with a static parameter, and with an output that starts as zeros
-
-
-def exported_calls():
-    """(name, call, reference, inputs) with those backends that run here."""
-    for op, (backend, (_, needs, *_)) in itertools.product(EXPORTED, BACKENDS.items()):
-        is_made_once = backend not in ("jax", "pallas", "numba_cuda_callable")  # functions of Python have no such name
-        if is_made_once and not conftest.missing(needs):
-            inputs, _ = inputs_and_batch(op, "float32")
-            with conftest.computing_for([needs]):
-                yield f"{op}-{backend}", *call_and_reference(op, backend), inputs
-    if not conftest.missing("warp"):
-        yield "structs-warp", call_every, every_in_jax, EVERY
-
-
-def check_exported(folder):
-    """In the fresh process."""
-    for name, call, reference, inputs in exported_calls():
-        jax.jit(call).lower(*inputs)
-        exported = pathlib.Path(folder, name).read_bytes()
-        check_close(read_exported(exported)(*inputs), reference(*inputs), 1e-5)
-        print(name)
-
-
-@pytest.mark.processes
-def test_export_and_reload(tmp_path):
-    """Also where Python hashes text in another way."""
-    names = []
-    for name, call, _, inputs in exported_calls():
-        (tmp_path / name).write_bytes(exported_here(call, *inputs))
-        names.append(name)
-    assert "csr_event-numba" in names
-    code = f"import test_xla_kernels; test_xla_kernels.check_exported({str(tmp_path)!r})"
-    assert run_python("-c", code, PYTHONHASHSEED="1").splitlines() == names
 
 
 # -- several processes ---------------------------------------------------------------------------------
@@ -2890,9 +3099,9 @@ def test_fakecuda_kernel_that_does_not_take_buffers(gpus, compiling_batching_cud
 @pytest.mark.processes
 def test_cuda_simulator():
     """Runs what needs a device on the simulator, which Numba decides on when it is imported."""
-    tests = "test_on_cuda or test_cudasim or test_export_and"
+    tests = "test_on_cuda or test_cudasim"
     lines = run_pytest("-k", tests, NUMBA_ENABLE_CUDASIM="1", JAX_PLATFORMS="cpu")
-    for kind in "test_export_and", "test_on_cuda", "test_cudasim":
+    for kind in "test_on_cuda", "test_cudasim":
         assert re.search(rf"{kind}.* PASSED", lines)
     assert "SKIPPED" not in lines
 
@@ -3326,8 +3535,8 @@ def warp_op_of_matrix(name):
     """An operation of the matrix, the same in JAX, its inputs, and a batch."""
     op, dtype = OPS[name], np.dtype("float32")
     _, outs, _ = specs_of(name, dtype)
-    _, reference = call_and_reference(name, None)
-    return in_warp(op, matrix_kernel(name, "warp", dtype, **op.params), outs), reference, *inputs_and_batch(name, dtype)
+    call = in_warp(op, matrix_kernel(name, "warp", dtype, **op.params), outs)
+    return call, reference_list(name), *inputs_and_batch(name, dtype)
 
 
 @functools.cache
@@ -3361,10 +3570,10 @@ def kernel_of_every_kind():
 EVERY = sample(2, 3), sample(2, 3, seed=1)
 
 
-def call_every(x, w, **others):
+def call_every(x, w, name=None, **others):
     """A call with those values, or others."""
     kernel, values = kernel_of_every_kind()
-    options = {"launch_dims": (2, 3), "block_dim": 4, "differentiable": True}
+    options = {"launch_dims": (2, 3), "block_dim": 4, "differentiable": True, "name": name}
     return xk.warp_kernel(kernel, spec(2, 3), **options)(x, *(values | others).values(), w)
 
 
@@ -3457,6 +3666,12 @@ def test_warp_values(warp_path):
     n_targets = len(xk.export_checks())
     check_equal(call_every(*EVERY, i=3, m=[[1, 2, 3]] * 3, n=9), every_in_jax(*EVERY) + 6 + 1 - 5)
     assert len(xk.export_checks()) == n_targets
+
+
+@needs_warp
+def test_warp_values_are_exported():
+    call = partial(call_every, name="of_every_kind")
+    check_close(loaded_elsewhere(call, *EVERY), every_in_jax(*EVERY), 1e-5)
 
 
 @needs_warp
