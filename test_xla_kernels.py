@@ -1145,33 +1145,35 @@ def run_python(*args, cwd=ROOT, timeout=900, rc=0, **environment):
     return process.stdout
 
 
-README_BLOCKS = {  # by the heading above each
-    section.partition("\n")[0]: code
+README_BLOCKS = {  # by the heading above each, and their number below it
+    (section.partition("\n")[0], number): code
     for section in README.split("\n## ")
-    for code in re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    for number, code in enumerate(re.findall(r"```python\n(.*?)```", section, re.DOTALL))
 }
 
 
 NEEDED_FOR = {"warp as wp": "warp", "import cuda": "cuda", 'find_library("m")': "libm"}
 
 
-def readme_headings():
-    for heading, code in README_BLOCKS.items():
+def readme_blocks():
+    for (heading, number), code in README_BLOCKS.items():
         needed = [requirement for words, requirement in NEEDED_FOR.items() if words in code]
-        yield pytest.param(heading, marks=pytest.mark.needs("numba", *needed))
+        yield pytest.param(code, marks=pytest.mark.needs("numba", *needed), id=f"{heading} {number}")
 
 
-@pytest.mark.parametrize("heading", list(readme_headings()))
-def test_readme_blocks_print_what_their_comments_say(heading, tmp_path, monkeypatch, capsys):
-    block = README_BLOCKS[heading]
+@pytest.mark.parametrize("block", list(readme_blocks()))
+def test_readme_blocks_print_what_their_comments_say(block, tmp_path, monkeypatch, capsys):
     if cuda:  # the package that is installed, or the simulator
         block = block.replace("from numba_cuda_mlir import cuda", f"import {cuda.__name__} as cuda")
+    path = tmp_path / "block.py"
+    path.write_text(block, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XLA_FLAGS", "")  # which one of them sets, as the first thing in a process
-    pathlib.Path("block.py").write_text(block, encoding="utf-8")
-    runpy.run_path("block.py", run_name="__main__")
-    expected = re.findall(r"^print\(.*\)  # (.*)$", block, re.MULTILINE)
-    assert capsys.readouterr().out.splitlines() == expected
+    if "XLA_FLAGS" in block:  # which count in a process that has one device otherwise
+        output = run_python(path, XLA_FLAGS="", JAX_PLATFORMS="cpu")
+    else:
+        runpy.run_path(path, run_name="__main__")
+        output = capsys.readouterr().out
+    assert output.splitlines() == re.findall(r"^print\(.*\)  # (.*)$", block, re.MULTILINE)
 
 
 BACKENDS_LOAD_ON_USE = """
@@ -1344,9 +1346,12 @@ def in_threads(work, args):
         list(pool.map(work, args))
 
 
+RUNTIME_ERRORS = (ValueError, jax.errors.JaxRuntimeError)  # the first comes from jaxlib's fast path
+
+
 def error_of(call, *args):
-    """The text of the error that a kernel's call raises: a ValueError comes from jaxlib's fast path."""
-    with pytest.raises((ValueError, jax.errors.JaxRuntimeError)) as caught:
+    """The text of the error that a kernel's call raises."""
+    with pytest.raises(RUNTIME_ERRORS) as caught:
         jax.block_until_ready(call(*args))
     return str(caught.value)
 
@@ -1358,6 +1363,7 @@ import jax, jax.numpy as jnp, numba, numpy as np, pytest
 import xla_kernels as xk
 
 ones = np.ones(4, np.float32)
+RUNTIME_ERRORS = (ValueError, jax.errors.JaxRuntimeError)
 """
 
 
@@ -1383,12 +1389,19 @@ def fields_in_header(text, name):
     return fields
 
 
+IN_JAXLIB_0_9 = {  # what has another name there
+    "XLA_FFI_InternalExtension": "XLA_FFI_Extension_Base",
+    "XLA_FFI_Error_GetDetails": "XLA_FFI_Error_GetMessage",
+    "XLA_FFI_InvokeContext_Get": "XLA_FFI_ExecutionContext_Get",
+}
+
+
 def test_mirrored_structs_equal_the_header():
     """Which may have more fields at the end of a struct."""
     path = pathlib.Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h")
     text = re.sub(r"//.*", "", path.read_text(encoding="utf-8"))
-    if "XLA_FFI_InternalExtension" not in text:
-        pytest.skip("older headers have other names")
+    for name, older in IN_JAXLIB_0_9.items():
+        text = text if name in text else text.replace(older, name)
     structs = [value for name, value in vars(xk).items() if name.startswith("XLA_FFI_") and isinstance(value, type)]
     assert len(structs) == 17
     for struct in structs:
@@ -1663,10 +1676,10 @@ ERRORS = {  # a word of the error, a function, and its inputs
         # the arguments of the kernel
         (r"\(x, out\).* 1 inputs and 2 outputs", wrap(outs=[FLOATS] * 2), F32),
         ("must return the outputs", wrap(outs=FLOATS), F32, F32),
-        ("'x'", partial(head, x=F32), F32),  # by position and by keyword
+        ("got multiple values for x", partial(head, x=F32), F32),  # by position and by keyword
         ("position only", partial(wrap(lambda x, /, n, out: None), n=F32[0]), F32),
         (r"n\[\(\)\].*scalars=", head, F32, 2, 3.0),
-        ("scalars", partial(head, n=3, alpha=F32[0]), F32),
+        (r"n=3 is no array; .*scalars=\['n'\]", partial(head, n=3, alpha=F32[0]), F32),
         # what the kernel does
         ("pure_callback", wrap(runs("with numba.objmode():\n        print()\n    out[:] = x")), F32),
         ("'kernel' returns int64", wrap(runs("return x.size")), F32),
@@ -1682,8 +1695,8 @@ ERRORS = {  # a word of the error, a function, and its inputs
     ValueError: [
         ("vmap_method.*'loop'", partial(wrap, vmap_method="loop")),
         (r"negative.*\(-1,\)", partial(wrap, outs=spec(-1))),
-        ("'t'", partial(wrap, kernel=_running, in_out_argnames=["t"])),
-        ("'t'", partial(wrap, kernel=_running, scalars=["t"])),
+        ("in_out_argnames=.*'t' must be the name of an array", partial(wrap, kernel=_running, in_out_argnames=["t"])),
+        ("scalars=.*'t' must be the name of an array", partial(wrap, kernel=_running, scalars=["t"])),
         ("'x' is in scalars and in", partial(wrap, in_out_argnames=["x"], scalars=["x"])),
         ("there is no output -1", wrap(input_output_aliases={0: -1}), F32),
         ("must be equal", wrap(outs=spec(3), input_output_aliases={0: 0}), F32),
@@ -1835,11 +1848,11 @@ def test_each_slice_runs_once_on_any_thread_unless_in_order(method):
     with x64(True):
         batched = jax.jit(jax.vmap(jax.vmap(spin)))
         expected = [[spin(value)[0] for value in row] for row in x]
-        for _ in range(100):  # a busy machine may leave the caller alone
+        for _ in range(20 if in_order else 100):  # a busy machine may leave the caller alone
             sums, threads = batched(x)
             np.testing.assert_array_equal(sums, expected)
             on_one_thread = len(np.unique(threads)) == 1
-            if in_order or not on_one_thread:
+            if not on_one_thread:
                 break
     assert on_one_thread == in_order
 
@@ -2919,7 +2932,7 @@ def test_fakecuda_launches_natively_on_each_device_that_jax_lists(gpus, package_
     assert gpus.launches(op, F32) == ["native 1: 2,3,1 x 4,5,6 +64"]
     for device in 2, 3, 10**9:  # the last one far beyond the table of functions
         gpus.set(device=device)
-        with pytest.raises(Exception, match="kernel 'kernel' is not loaded on this GPU, which JAX did not list"):
+        with pytest.raises(RUNTIME_ERRORS, match="kernel 'kernel' is not loaded on this GPU, which JAX did not list"):
             run_for_cuda(op, F32)
     assert not gpus.log()
 
@@ -3030,7 +3043,7 @@ def test_fakecuda_a_failure_ends_the_call_and_no_other(gpus, package_cuda, funct
     op = own_op(package_cuda, grid=(1, 2), block=64, shared_mem=300_000, vmap_method="sequential", zero_outputs=True)
     batch = jnp.ones((4, 2))
     gpus.driver.fail(function.encode())
-    with pytest.raises(Exception, match=re.escape(text)):
+    with pytest.raises(RUNTIME_ERRORS, match=re.escape(text)):
         run_for_cuda(jax.vmap(op), batch)
     launch = "native 0: 1,2,1 x 64,1,1 +300000"
     assert gpus.log().count(launch) == n_launches
@@ -3178,7 +3191,7 @@ def test_on_cuda_exceptions_of_callables_reach_the_user():
     def refuse(x, out, stream):
         raise LookupError(f"no table for {x.shape}", cuda)
 
-    with pytest.raises(Exception, match=r"LookupError: .*no table for \(1, 3\).* \(raised in kernel 'refuse'\)"):
+    with pytest.raises(RUNTIME_ERRORS, match=r"LookupError: .*no table for \(1, 3\).* \(raised in kernel 'refuse'\)"):
         jax.block_until_ready(refuse(jnp.ones((1, 3))))
 
 
@@ -3186,7 +3199,7 @@ def test_on_cuda_exceptions_of_callables_reach_the_user():
 def test_cudasim_input_is_read_only_and_errors_name_the_thread():
     op = xk.numba_cuda_kernel(runs("x[0] = 1"), like_first, **BLOCK)
     text = "tid=[0, 0, 0] ctaid=[0, 0, 0]: assignment destination is read-only (raised in kernel 'kernel')"
-    with pytest.raises(Exception, match=re.escape(f"ValueError: {text}")):
+    with pytest.raises(RUNTIME_ERRORS, match=re.escape(f"ValueError: {text}")):
         jax.block_until_ready(op(F32))
     np.testing.assert_array_equal(cuda_op(cuda_add)(F32, F32), F32 + F32)
 
@@ -3784,9 +3797,9 @@ def test_warp_slices_of_a_batch_run_on_all_threads_unless_in_order_or_on_tiles(h
         return run(patience, PAIR[0]).max()
 
     with ThreadPoolExecutor(n_threads) as pool:
-        for _ in range(100):  # a busy machine may leave the caller alone
+        for _ in range(100 if overlap else 5):  # a busy machine may leave the caller alone
             most = max(pool.map(most_at_once, range(n_threads)))
-            if most > 1 or not overlap:
+            if most > 1:
                 break
     assert (most > 1) == overlap
 
@@ -3932,7 +3945,7 @@ def test_warp_tiles_on_fake_gpu(fake_gpu):
 @needs_warp
 def test_warp_kernel_is_not_loaded_on_another_gpu(fake_gpu):
     fake_gpu.ordinal = 2
-    with pytest.raises(Exception, match="kernel 'multiply' is not loaded on this GPU"):
+    with pytest.raises(RUNTIME_ERRORS, match="kernel 'multiply' is not loaded on this GPU"):
         fake_gpu.run(product(), *PAIR)
 
 
@@ -4206,7 +4219,7 @@ def test_warp_build_error_stays_an_error():
         out[wp.tid()] = undefined_thing(x[wp.tid()])  # noqa: F821
 
     for _ in range(3):
-        with pytest.raises(Exception, match="undefined_thing"):
+        with pytest.raises(KeyError, match="undefined_thing"):
             xk.warp_kernel(broken, like_first)(jnp.arange(3.0))
 
 
@@ -5087,7 +5100,7 @@ def test_op_on_a_mesh_of_explicit_axes(x_axes, y_axes, define_derivative):
 
 def step_of_the_readme():
     namespace = {}
-    exec(README_BLOCKS["A network of spiking neurons"], namespace)
+    exec(README_BLOCKS["A network of spiking neurons", 0], namespace)
     return namespace["step"]
 
 
