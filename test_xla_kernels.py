@@ -1,7 +1,6 @@
 """Tests of xla_kernels: the matrix of operations, backends and transformations, and everything that broke elsewhere."""
 
 import ast
-import builtins
 import collections
 import contextlib
 import ctypes
@@ -23,6 +22,7 @@ import pathlib
 import pickle
 import re
 import runpy
+import shutil
 import socket
 import statistics
 import subprocess
@@ -47,6 +47,7 @@ import numba
 import numpy as np
 import pytest
 from jax import export
+from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 import conftest
@@ -1224,18 +1225,16 @@ WORKS = r"works, [\d.]+ µs per call under jit"
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("numba_computes, args, rc, numba_says", [
-    ("2 * x[i] + y[i]", ["my_kernels.py"], 0, WORKS),
-    ("3 * x[i] + y[i]", ["-m", "my_kernels"], 1, "FAILED: AssertionError"),  # wrong; Warp still works
-], ids=["right", "wrong"])  # fmt: skip
-def test_self_check_of_the_file_alone(numba_computes, args, rc, numba_says, tmp_path):
-    """Under another name, in an empty folder."""
-    text = (ROOT / "xla_kernels.py").read_text(encoding="utf-8")
-    text = text.replace("out[i] = 2 * x[i] + y[i]", f"out[i] = {numba_computes}")
-    (tmp_path / "my_kernels.py").write_text(text, encoding="utf-8")
-    report = run_python(*args, cwd=tmp_path, rc=rc, PYTHONPATH=os.environ.get("PYTHONPATH", ""))
+@pytest.mark.parametrize("args, rc", [(["my_kernels.py"], 0), (["-m", "my_kernels"], 1)], ids=["right", "broken"])
+def test_self_check_of_the_file_alone(args, rc, tmp_path):
+    """Under another name, in an empty folder, or beside a file that takes Warp's place."""
+    shutil.copy(ROOT / "xla_kernels.py", tmp_path / "my_kernels.py")
     warp_says = "not available: " if conftest.missing("warp") else WORKS
-    assert re.search(f"^numba +cpu +{numba_says}", report, re.MULTILINE), report
+    if rc:
+        (tmp_path / "warp.py").touch()
+        warp_says = "FAILED: "
+    report = run_python(*args, cwd=tmp_path, rc=rc, PYTHONPATH=os.environ.get("PYTHONPATH", ""))
+    assert re.search(f"^numba +cpu +{WORKS}", report, re.MULTILINE), report
     assert re.search(f"^warp +cpu +{warp_says}", report, re.MULTILINE), report
 
 
@@ -1498,52 +1497,6 @@ def test_a_helper_is_what_it_was_compiled_to_until_it_is_recompiled():
     assert [result_of(calls_again(function)) for function in (compiled, helper("a + n", n=1))] == [72, 2]
     compiled.recompile()
     assert result_of(calls_again(compiled)) == 2
-
-
-def test_attributes_of_modules_builtins_and_inlined_helpers_that_change(monkeypatch):
-    module, inlined = module_with(n=1), helper("a + n", numba.njit(inline="always"), n=0)
-
-    def make(expression):
-        source = f"def make(module, inlined):\n    def kernel(x, out): out[0] = {expression}\n    return kernel"
-        return kernel_from(source, name="make")
-
-    makers = [make(expression) for expression in ("module.n", "added", "inlined(x[0])")]
-    for n in (1, 2):
-        module.n = inlined.py_func.__globals__["n"] = n
-        monkeypatch.setattr(builtins, "added", n, raising=False)
-        assert [result_of(make(module, inlined)) for make in makers] == [n, n, 1 + n]
-
-
-def test_options_layouts_and_defaults_of_one_function():
-    def overflows(x, out):
-        total = 100 * int(x[0])
-        total += 100
-        out[0] = total
-
-    for kind, found in ((numba.int8, -56), (numba.int64, 200)):
-        assert result_of(numba.njit(locals={"total": kind})(overflows)) == found
-
-    def inverse(x, out):
-        out[0] = 1 / x[0]
-
-    assert result_of(numba.njit(error_model="numpy")(inverse), 0 * F32) == np.inf
-    assert "ZeroDivisionError" in error_of(wrap(numba.njit(inverse)), 0 * F32)
-    assert exported_here(wrap(numba.njit(inverse)), F32)
-
-    def size(x, out):
-        out[:] = x.size
-
-    for layout, found in (("(n)->(n)", 3), ("(m,n)->(m,n)", 6)):
-        assert result_of(numba.guvectorize(layout)(size), np.ones((2, 3), np.float32)) == found
-
-    def with_default(value):
-        def kernel(x, out, n=value):
-            out[0] = n
-
-        return kernel
-
-    assert [result_of(with_default(found)) for found in (1, 2)] == [1, 2]
-    assert exported_here(wrap(with_default(2)), F32)
 
 
 @contextlib.contextmanager
@@ -2245,10 +2198,10 @@ MEMORY = """
             jax.make_jaxpr(made_again())(ones)
             assert error_of(failing, ones[:, None])
 
-    run(500)
+    run(300)
     before = resident()
-    run(1000)
-    assert resident() - before < 15  # MiB
+    run(500)
+    assert resident() - before < 1  # MiB: 2 KB for each
     """
 
 
@@ -4291,7 +4244,7 @@ def numba_multiply(x, y, out):
         out[i] = x[i] * y[i]
 
 
-multiply_p = xk.Primitive("multiply_without_batching_rule")  # as most hand-written primitives
+multiply_p = Primitive("multiply_without_batching_rule")  # as most hand-written primitives
 multiply_p.def_abstract_eval(like_first)
 mlir.register_lowering(multiply_p, mlir.lower_fun(operator.mul, multiple_results=False))
 
@@ -4322,8 +4275,9 @@ def sum_of(f):
     return lambda *operands: f(*operands).sum()
 
 
+BATCHED = ["vmap_nested", "vmap_of_nothing", "jit_over_mesh", *SHARD_MAPS]
 BESIDE_THE_MATRIX = [  # backend, how the derivative is defined, and the transformation
-    *itertools.product(["no_batching"], [Hadamard.differentiate], ["vmap_nested", "vmap_of_nothing", *SHARD_MAPS]),
+    *itertools.product(["no_batching"], [Hadamard.differentiate], BATCHED),
     *itertools.product(["jax"], [define_backward_pass], [t for t in TRANSFORMS if "grad" in t and "jvp" not in t]),
 ]
 
@@ -4452,8 +4406,6 @@ def test_op_says_what_it_has_and_carries_what_brainevent_attaches():
     assert op.__doc__ == "Adds one." and repr(op) == "XLACustomKernel('op')\n  cpu: a (default), b\n  rules: jvp"
     assert op.defaults == {"cpu": "a"} and op.get_default("cpu") == "a" and op.get_default("tpu") is None
     assert op.available_backends("cpu") == ["a", "b"] and op.available_backends("tpu") == []
-    op.def_tags("csr", "binary")
-    assert op._tags == {"csr", "binary"}  # it finds ops by them
     op.def_call(lambda x, backend=None: (x, backend))
     assert op.call(1, backend="numba") == (1, "numba") and op.def_benchmark_data(add_to) is add_to
 
@@ -4515,8 +4467,6 @@ def test_op_shorthands_and_decorators(name):
     op.def_kernel("first", platform, generator, asdefault=True)
     assert define(*args)(generator) is generator and op.defaults[platform] == "first"
     assert define(*args, asdefault=True)(generator) is generator and op.defaults[platform] == backend
-    entry = op._kernels[platform][backend]  # BrainEvent reads it
-    assert (entry.backend, entry.platform, entry.kernel_generator) == (backend, platform, generator)
 
 
 @pytest.mark.parametrize("platforms", [("cuda",), ("cpu", "cuda", "tpu")], ids="+".join)
@@ -4631,9 +4581,7 @@ MISUSES = [  # the error, what its text says, what is done to an op
     (ValueError, "platform must be a name, got ''", methodcaller("def_kernel", "a", "", add_to(1))),
     (TypeError, "must be callable, got 'kernel'", methodcaller("def_kernel", "a", "cpu", "kernel")),
     (TypeError, "grid can be given with a ready kernel only", methodcaller("def_numba_kernel", add_to(1), grid=3)),
-    (TypeError, "grid can be given with a ready kernel only", methodcaller("def_numba_kernel", add_one, grid=3)),
     (TypeError, "cannot have side effects", methodcaller("def_numba_kernel", numba_multiply, has_side_effect=True)),
-    (TypeError, "must be callable, got 3", methodcaller("def_jvp_rule2", 3)),
     (TypeError, "expected an XLACustomKernel or a jax Primitive, got 3", lambda op: xk.defjvp(3)),
     (TypeError, "parameter 'k' is traced", lambda op: jax.jit(call_op(op))(1.0, k=2.0)),
     (TypeError, "'_binding' is reserved", lambda op: call_op(op)(1.0, _binding=3.0)),
@@ -4720,23 +4668,15 @@ def test_op_rules_see_no_zero_tangents_and_no_call_without_cotangents():
 
 RULE_ERRORS = {  # the method that defines a rule of the product, its arguments, and what the error says
     "jvps: too few": ("def_jvp_rule2", [None], "1 jvp rules for 2 operands"),
-    "jvps: shape": (
-        "def_jvp_rule2",
-        [None, lambda t, x, y: t[:2]],
-        "operand 1 returned (float32[2]), but the outputs are (float32[8])",
-    ),
-    "jvp: no output": ("def_jvp_rule", [lambda x, t: ([], t[:1])], "returned (), but outs declares (float32[8])"),
     "jvp: dtype": (
         "def_jvp_rule",
         [lambda x, t: (x[:1], [t[0].astype(int)])],
         "(int32[8]), but the outputs are (float32[8])",
     ),
     "transpose": ("def_transpose_rule", [lambda cts, x, y: cts], "but the operands are (None, float32[8])"),
-    "vjp: scalar": ("def_vjp_rule", [lambda x, y: (x, y), lambda y, ct: (None, 0.0)], "(None, float32[]), but"),
     "vjp: dict": ("def_vjp_rule", [lambda x, y: (x, y), lambda y, ct: {"x": ct}], "return a tuple"),
     "batch: no axis": ("def_batching_rule", [lambda args, axes: (args[:1], [None])], "(float32[3,8]), but the slices"),
     "batch: no such axis": ("def_batching_rule", [lambda args, axes: (args[:1], [2])], "along axis 2"),
-    "batch: a number": ("def_batching_rule", [lambda args, axes: ([1.0], [None])], "(float32[]), but the slices"),
     "batch: no sequences": ("def_batching_rule", [lambda args, axes: (args[0], 0)], "two sequences"),
 }
 
@@ -4766,7 +4706,7 @@ def test_op_newest_rules_reach_warm_functions():
 
 
 def test_defjvp_and_general_batching_take_a_primitive_of_someone_else():
-    square_p = xk.Primitive("square")
+    square_p = Primitive("square")
     square_p.def_impl(jnp.square)
     square_p.def_abstract_eval(like_first)
     mlir.register_lowering(square_p, mlir.lower_fun(jnp.square, multiple_results=False))
@@ -4774,16 +4714,6 @@ def test_defjvp_and_general_batching_take_a_primitive_of_someone_else():
     xk.defjvp(square_p, lambda t, x: 2 * x * t)
     check_equal(jax.jvp(square_p.bind, (VECTOR,), (WEIGHTS,)), (VECTOR**2, 2 * VECTOR * WEIGHTS))
     check_equal(jax.vmap(square_p.bind, 1)(ROWS.T), ROWS**2)
-
-
-def test_general_batching_rule_called_by_hand():
-    """With `outs` as in a call of the op, an axis that counts from the end, or nothing that is batched."""
-    rows, axis = xk.general_batching_rule(product_op(), (ROWS.T, WEIGHTS), (-1, None), outs=like_first)
-    check_equal(rows, ROWS * WEIGHTS)
-    assert axis == 0
-    outputs, axes = xk.general_batching_rule(lambda x: (x, x), (VECTOR,), (None,))
-    check_equal(outputs, (VECTOR, VECTOR))
-    assert axes == (None, None)
 
 
 def test_op_batching_rules_as_brainevent_writes_them():
@@ -4807,16 +4737,6 @@ def test_op_batching_rules_as_brainevent_writes_them():
     check_equal(jax.vmap(product, (None, 0))(matrix, matrix), products)
     check_equal(jax.vmap(of_matrices, (None, 0))(np.stack([matrix, matrix]), matrix)[:, 1], products)
     assert seen == [(None, 0), (0, None)]
-
-
-def test_op_rules_can_be_called_and_primitives_bound_as_brainevent_does():
-    op = product_op()
-    op.def_transpose_rule(lambda cts, x, y, **options: (cts[0], x))
-    linear = ad.UndefinedPrimal(jax.typeof(jnp.asarray(VECTOR)))
-    transpose = ad.primitive_transposes[op.primitive]
-    check_equal(transpose([WEIGHTS], linear, WEIGHTS, backend=None)[0], WEIGHTS)
-    (out,) = op.primitive.bind(VECTOR, WEIGHTS, outs=(spec(8),), backend=None)
-    check_equal(out, VECTOR * WEIGHTS)
 
 
 # -- debugging and timing ------------------------------------------------------------------------------
@@ -5001,8 +4921,14 @@ def gradient_of_batch(product):
     return jax.grad(lambda x, y: (batch(x, y) ** 2).sum())
 
 
+def of_parts(product):
+    """A device has a half of a slice."""
+    return lambda x, y: jax.vmap(product)(x.reshape(2, 8), y.reshape(2, 8)).ravel()
+
+
 CUBE = np.arange(128.0, dtype=np.float32).reshape(8, 4, 4)
 XS, YS = CUBE[:2]
+XS_FLAT = XS.ravel()
 INNER = (None, ("e", "d"))
 SPLITS = {  # what is done to the product of two vectors, the arrays, how these are split, and how the result is
     "crossed": (of_pairs, (XS, YS), [("d",), ("e",)], ("d", "e")),
@@ -5010,18 +4936,28 @@ SPLITS = {  # what is done to the product of two vectors, the arrays, how these 
     "inner": (lambda product: jax.vmap(jax.vmap(product, (0, None))), (CUBE, CUBE[:, 0]), [INNER, ()], INNER),
     "grad": (gradient_of_batch, (XS, YS[0]), [("d",), ()], ("d",)),
 }
-SPLIT_KINDS = ["numba", "explicit", pytest.param("warp", marks=pytest.mark.needs("warp"))]
+GATHERED = {  # the same, where XLA must gather
+    "without vmap": (lambda product: product, (XS_FLAT, XS_FLAT), [("d",), ("d",)]),
+    "an axis shared by two batches": (of_pairs, (XS, YS), [("d",), ("d",)]),
+    "parts of slices": (of_parts, (XS_FLAT, XS_FLAT), [(("d", "e"),), (("d", "e"),)]),
+}
+WITH_WARP = pytest.param("warp", marks=pytest.mark.needs("warp"))
 
 
-@pytest.mark.parametrize("kind", SPLIT_KINDS)
-@pytest.mark.parametrize("program", SPLITS)
-def test_what_is_sharded_stays_sharded(program, kind):
-    transform, arrays, placed, axes_of_result = SPLITS[program]
+def on_devices(kind, arrays, placed):
+    """The product of two vectors, and arrays on a mesh of two by two."""
     product = call_op(product_op("numba"))
     if kind == "warp":
         product = xk.warp_kernel(warp_kernels().multiply, like_first, differentiable=True)
     mesh = four_devices(2, 2, axis_type=EXPLICIT if kind == "explicit" else AUTO)
-    operands = [on_mesh(x, *axes, mesh=mesh) for x, axes in zip(arrays, placed)]
+    return product, [on_mesh(x, *axes, mesh=mesh) for x, axes in zip(arrays, placed)], mesh
+
+
+@pytest.mark.parametrize("kind", ["numba", "explicit", WITH_WARP])
+@pytest.mark.parametrize("program", SPLITS)
+def test_what_is_sharded_stays_sharded(program, kind):
+    transform, arrays, placed, axes_of_result = SPLITS[program]
+    product, operands, mesh = on_devices(kind, arrays, placed)
     compiled = jax.jit(transform(product)).lower(*operands).compile()
     assert not COLLECTIVES.search(compiled.as_text())
     result = compiled(*operands)
@@ -5029,28 +4965,12 @@ def test_what_is_sharded_stays_sharded(program, kind):
     assert result.sharding.is_equivalent_to(jax.sharding.NamedSharding(mesh, P(*axes_of_result)), result.ndim)
 
 
-def test_batches_that_share_an_axis_or_are_split_over_a_part_of_one():
-    product = call_op(product_op("numba"))
-    pairs = of_pairs(product)
-    check_equal(jax.jit(pairs)(on_mesh(XS, "d"), on_mesh(YS, "d")), of_pairs(operator.mul)(XS, YS))
-
-    @jax.jit
-    def squares(x):
-        x = x.reshape(2, 2, 4)
-        return jax.vmap(jax.vmap(product))(x, x).ravel()
-
-    x = XS.ravel()  # four of its 16 elements on each device
-    check_equal(squares(on_mesh(x, "d")), x * x)
-
-
-@pytest.mark.parametrize("kind", PRODUCT_KERNELS)
-@pytest.mark.parametrize("axes", [("d",), (None, "d")], ids=str)
-def test_op_over_a_mesh_without_vmap(axes, kind):
-    """XLA gathers what a kernel takes whole, and loops over a batch that has no rule."""
-    op = product_op(kind)
-    for product in (partial(op, outs=spec(4, 8)), jax.vmap(call_op(op))):
-        x = on_mesh(np.arange(32.0, dtype=np.float32).reshape(4, 8), *axes)
-        check_equal(jax.jit(product)(x, x), x * x)
+@pytest.mark.parametrize("kind", ["numba", WITH_WARP])
+@pytest.mark.parametrize("program", GATHERED)
+def test_what_cannot_stay_sharded_is_gathered(program, kind):
+    transform, arrays, placed = GATHERED[program]
+    product, operands, _ = on_devices(kind, arrays, placed)
+    check_close(jax.jit(transform(product))(*operands), transform(operator.mul)(*arrays), 1e-6)
 
 
 def over_axis(f, axis, **mesh):
@@ -5344,8 +5264,10 @@ import jax, numba, numpy as np
 
 start = time.perf_counter()
 import xla_kernels as xk
+kernels = []
 """
 KERNEL = """
+@kernels.append
 @numba.njit(cache=True)
 def kernel_{0}(x, y, out):
     for i in range(x.size):
@@ -5353,31 +5275,28 @@ def kernel_{0}(x, y, out):
 """
 FIRST_RESULT = """
 x = np.ones(16, np.float32)
-kernels = [xk.numba_kernel(kernel, lambda x, y: x) for name, kernel in globals().items() if name.startswith("kernel_")]
-jax.block_until_ready(jax.jit(lambda x: [kernel(x, x) for kernel in kernels])(x))
+calls = [xk.numba_kernel(kernel, lambda x, y: x) for kernel in kernels]
+jax.block_until_ready(jax.jit(lambda x: [call(x, x) for call in calls])(x))
 print(1e3 * (time.perf_counter() - start))
 """
 
 
 def bench_start():
     """From importing this library to the first result of 20 kernels with cache=True"""
-    program = START + "".join(map(KERNEL.format, range(20))) + FIRST_RESULT
 
-    def first_and_next():
-        """The times of two processes that share a folder."""
-        with tempfile.TemporaryDirectory() as folder:
-            file = pathlib.Path(folder, "kernels.py")
-            file.write_text(program)
-            settings = {"JAX_COMPILATION_CACHE_DIR": folder, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-            return [float(run_python(file, **settings)) for _ in range(2)]
+    def first_and_next(folder):
+        file = pathlib.Path(folder, "kernels.py")
+        file.write_text(START + "".join(map(KERNEL.format, range(20))) + FIRST_RESULT)
+        settings = {"JAX_COMPILATION_CACHE_DIR": folder, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+        return [float(run_python(file, **settings)) for _ in range(2)]
 
-    pairs = [first_and_next() for _ in range(4)]
-    first, following = [iter(times) for times in zip(*pairs)]
-    return compare(
-        {"the first process": lambda: partial(next, first), "the next": lambda: partial(next, following)},
-        "ms",
-        rounds=3,
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        return [figure(*row, "ms") for row in zip(("the first process", "the next"), first_and_next(folder))]
+
+
+def figure(path, value, unit, **others):
+    """A row of one measurement."""
+    return {"case": "", "path": path, "value": value, "unit": unit, **others}
 
 
 # -- the network of spiking neurons, by others ---------------------------------------------------------
@@ -5418,12 +5337,11 @@ device.build(directory=folder, compile=True, run=False)
 
 def brian2_program(n, steps):
     """A function that runs Brian2's compiled program and reads the time of a step that it reports."""
-    kept = tempfile.TemporaryDirectory()
-    folder = pathlib.Path(kept.name)
+    folder = pathlib.Path(tempfile.mkdtemp())
     run_python("-W", "ignore", "-c", BRIAN2, n, steps, folder, cwd=folder)
 
     def once():
-        subprocess.run([folder / "main"], check=True, capture_output=True, cwd=kept.name)
+        subprocess.run([folder / "main"], check=True, capture_output=True, cwd=folder)
         return float((folder / "results" / "last_run_info.txt").read_text().split()[0]) / steps * 1e6
 
     return once
@@ -5437,8 +5355,7 @@ def bench_network(n=4_000, steps=5_000):
         return lambda: once() / steps
 
     steppers = {"numba_kernel": step_of_the_readme, "brainevent.numba_kernel": step_by_brainevent}
-    brian2 = {"Brian2 C++ standalone, float32": partial(brian2_program, n, steps)}
-    return compare(over(steppers, stepping) | brian2)
+    return compare(over(steppers, stepping) | {"Brian2 C++ standalone, float32": partial(brian2_program, n, steps)})
 
 
 def bench_spikes(n=4_000, steps=5_000, shown=250):
@@ -5446,7 +5363,7 @@ def bench_spikes(n=4_000, steps=5_000, shown=250):
     run = simulation(step_of_the_readme(), n, steps, lambda spikes: spikes[:: n // shown])
     times, numbers = np.nonzero(np.asarray(run(first_state(n))[1]))
     raster = [[float(t), int(i)] for t, i in zip(np.round(times * 0.1, 1), numbers)]
-    return [{"case": "", "path": "rate", "unit": "Hz", "value": len(raster) / shown / (steps * 1e-4), "raster": raster}]
+    return [figure("rate", len(raster) / shown / (steps * 1e-4), "Hz", raster=raster)]
 
 
 # -- the tests that measure ----------------------------------------------------------------------------
