@@ -31,7 +31,6 @@ import tempfile
 import textwrap
 import threading
 import time
-import traceback
 import types
 import typing
 from collections.abc import Callable
@@ -1458,8 +1457,6 @@ def test_kernels_that_differ_give_different_results(case):
     x, calls = np.zeros(1, np.float32), [wrap(kernel) for kernel in closures(*LOOK_ALIKES[case])]
     results = [float(call(x)[0]) for call in calls]
     assert len(set(results)) == len(results) > 1, results
-    if case != "fields of named tuples":  # in which no other process would know them
-        assert all(exported_here(call, x) for call in calls)
 
 
 # A kernel object is compiled once for each signature: what it reads of globals is read then, and never again.
@@ -1499,6 +1496,24 @@ def test_a_helper_is_what_it_was_compiled_to_until_it_is_recompiled():
     assert result_of(calls_again(compiled)) == 2
 
 
+def test_options_and_defaults_of_one_function():
+    def overflows(x, out):
+        total = 100 * int(x[0])
+        total += 100
+        out[0] = total
+
+    for kind, found in ((numba.int8, -56), (numba.int64, 200)):
+        assert result_of(numba.njit(locals={"total": kind})(overflows)) == found
+
+    def with_default(value):
+        def kernel(x, out, n=value):
+            out[0] = n
+
+        return kernel
+
+    assert [result_of(with_default(found)) for found in (1, 2)] == [1, 2]
+
+
 @contextlib.contextmanager
 def compiled_functions():
     """The names of the functions that Numba compiles meanwhile."""
@@ -1509,13 +1524,12 @@ def compiled_functions():
 
 
 def test_a_kernel_that_is_made_again_for_each_shape_is_compiled_once():
-    """Also if a function that it calls is compiled for other types meanwhile."""
-    doubled = numba.njit(lambda a: 2 * a)
+    """If it reads exact constants and stable modules alone."""
 
     def make(alpha, jit=lambda kernel: kernel):
         def kernel(x, out):
             for i in range(x.size):
-                out[i] = alpha * np.sqrt(doubled(x[i]))
+                out[i] = alpha * np.sqrt(2 * x[i])
 
         return wrap(jit(kernel))
 
@@ -1709,7 +1723,7 @@ P = jax.sharding.PartitionSpec
 
 def test_programs_are_exported_with_symbolic_shapes():
     (n,) = export.symbolic_shape("n")
-    triple = wrap(runs("out[:] = 3 * x"))  # which nothing has traced before
+    triple = wrap(runs("out[:] = 3 * x"), name="triple")  # which nothing has traced before
     program = export.export(jax.jit(triple), disabled_checks=xk.export_checks())(spec(n))
     for size in (1, 5, 8):
         np.testing.assert_array_equal(program.call(np.ones(size, np.float32)), np.full(size, 3.0))
@@ -2347,23 +2361,59 @@ def test_a_kernel_that_does_not_compile_takes_no_name_and_can_be_mended():
     assert wrap(name="mended")(F32)[0] == 2
 
 
+def test_a_kernel_without_a_name_is_not_exported():
+    with pytest.raises(ValueError, match="custom call"):
+        exported_here(wrap(), FLOATS)
+
+
+def test_a_named_kernel_whose_module_is_loaded_again_is_the_same(tmp_path, monkeypatch):
+    """If it is unchanged; a changed one needs another name."""
+    module = tmp_path / "reloaded_kernels.py"
+    source = "import math\ndef kernel(x, out):\n    out[0] = math.floor(x[0]) + CONSTANT\n"
+    module.write_text(f"CONSTANT = 1\n{source}")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    kernels = importlib.import_module("reloaded_kernels")
+    assert wrap(kernels.kernel, name="reloaded")(F32)[0] == 2
+    importlib.reload(kernels)
+    assert wrap(kernels.kernel, name="reloaded")(F32)[0] == 2
+    module.write_text(f"CONSTANT = 5\n{source}")
+    importlib.reload(kernels)
+    with pytest.raises(ValueError, match="another kernel of this process has this name"):
+        wrap(kernels.kernel, name="reloaded")(F32)
+    assert wrap(kernels.kernel)(F32)[0] == 6
+
+
+def test_an_op_calls_a_generator_once_for_its_parameters():
+    """Also if that computes with jnp, under jit: it gets arrays, which serve the next trace, too."""
+    made = []
+    op = xk.XLACustomKernel("counted")
+
+    @op.def_numba_kernel
+    def generator(outs, power):
+        made.append((outs[0].shape, power))
+        factors = np.asarray(jnp.full(outs[0].shape, 2.0) ** power)
+        return wrap(lambda x: factors * x)
+
+    call = partial(op, outs=like_first)
+    for _ in range(2):
+        for power in (1, 2):
+            jax.clear_caches()
+            x = jnp.ones(3)
+            jax.jit(partial(call, power=power))(x)
+            jax.vmap(partial(call, power=power))(jnp.ones((4, 3)))
+            np.testing.assert_array_equal(call(x, power=power), np.full(3, 2.0**power))
+    assert made == [((3,), 1), ((3,), 2)]
+    op.def_numba_kernel(generator)
+    call(jnp.ones(3), power=1)
+    assert len(made) == 3
+
+
 def test_two_kernels_of_one_name_and_signature_are_an_error():
     first, second = [wrap(kernel, name="twice") for kernel in closures("x[0] + v", [1, 2])]
     assert first(F32)[0] == first(F32)[0] == 2
     with pytest.raises(ValueError, match="twice"):
         second(F32)
-
-
-def test_kernels_that_only_their_process_tells_apart_are_not_exported():
-    """By a number, as their code is equal, or by an object of its own."""
-    first, second = [wrap(kernel_from("def kernel(x, out): out[:] = x * 123")) for _ in range(2)]
-    color = enum.Enum("Color", "RED BLUE")
-    of_enum = wrap(runs("out[:] = 1 if x[0] > 0 and color.RED is red else 2", color=color, red=color.RED))
-    assert exported_here(first, FLOATS)
-    for kernel in (second, of_enum):
-        with pytest.raises(ValueError, match="custom call"):
-            exported_here(kernel, FLOATS)
-    np.testing.assert_array_equal(second(F32), 123 * F32)
 
 
 # ======================================================================================================
@@ -4525,10 +4575,10 @@ OP_ERRORS = {  # the error, what its text says, the options of a call
         {},
     ),
     "unknown backend": (ValueError, f"no backend '' for platform 'cpu'; registered: {REGISTERED}", {"backend": ""}),
-    "kernel raises": (RuntimeError, "raised KeyError: 'boom' ('cpu' has shape, raising", {"backend": "raising"}),
-    "no function": (RuntimeError, "got None", {"backend": "nothing"}),
-    "undecorated": (RuntimeError, "is a generator: it gets static parameters alone", {"backend": "undecorated"}),
-    "ready kernel": (RuntimeError, "['alpha'] need a generator", {"backend": "numba", "alpha": 2}),
+    "kernel raises": (KeyError, "raised this; 'cpu' has shape, raising", {"backend": "raising"}),
+    "no function": (TypeError, "got None", {"backend": "nothing"}),
+    "undecorated": (TypeError, "is a generator: it gets static parameters alone", {"backend": "undecorated"}),
+    "ready kernel": (TypeError, "['alpha'] need a generator", {"backend": "numba", "alpha": 2}),
     "list inside": (TypeError, "'alpha' must be hashable", {"alpha": (Config(1.0, table=[1]),)}),
     "outs: a dtype": (TypeError, "outs must be specs", {"outs": np.float32}),
     "outs: None": (TypeError, "outs is missing", {"outs": None}),
@@ -4546,9 +4596,7 @@ def test_op_errors(case):
     for use in uses_of(partial(broken_op(), **{"outs": spec(8), "backend": "shape", **options})):
         with pytest.raises(error, match=re.escape(text)) as raised:
             use()
-        assert "'broken'" in str(raised.value)
-        if case == "kernel raises":
-            assert "\nKeyError: 'boom'\n" in "".join(traceback.format_exception(raised.value))
+        assert "'broken'" in "".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
 
 
 def test_op_backend_of_another_platform_can_be_traced_and_lowered_there_alone():
@@ -4763,9 +4811,9 @@ def test_op_benchmark_compares_backends():
     op.def_kernel("far", "gpu", add_to(1))
     result = op.benchmark(VECTOR, outs=like_first)
     a, b, c, bad = result.rows
-    assert (a.difference, c.difference, bad.difference) == (0, 0.5, None) and np.isnan(b.difference)  # from a
+    assert (a.difference, c.difference) == (0, 0.5) and np.isnan(b.difference)  # from a
     assert a.first_ms > 0 and a.median_us > 0 and a.error is None
-    assert bad.first_ms is None and "KeyError" in bad.error
+    assert np.isnan(bad.first_ms) and "KeyError" in bad.error
     (chosen,) = op.benchmark(VECTOR, outs=like_first, backend="c").rows
     assert chosen.backend == "c" and chosen.difference == 0
     of_two = op_with(lambda: lambda x: [x, x])
