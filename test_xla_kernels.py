@@ -2309,9 +2309,9 @@ def written_for(package_cuda, function):
 KERNEL_NUMBERS = itertools.count(1)
 
 
-def own_kernel(package_cuda, parameters, body="cuda.grid(1)", **options):
+def own_kernel(package_cuda, parameters, body="cuda.grid(1)", *, names={}, **options):
     """A kernel that no other test has compiled."""
-    function = runs(f"{body}\n    number = {next(KERNEL_NUMBERS)}", parameters, cuda=package_cuda)
+    function = runs(f"{body}\n    number = {next(KERNEL_NUMBERS)}", parameters, cuda=package_cuda, **names)
     return package_cuda.jit(**options)(function)
 
 
@@ -2886,10 +2886,12 @@ def test_fakecuda_refused_kernels(gpus, compiling_cuda, body, refused):
 @pytest.mark.parametrize("body, copied", [
     ("out[0] = x.view(np.float32)[0]", 400_000),
     ("out[0] = x[0]", 0),
-    ("view = x[0]; out[0] = view", 0),
+    ("tile = x[0]; out[0] = view(tile) + flat[1]", 0),  # such names alone do not write
+    ("flat = cuda.stwt; flat(x, 0, x[1])", 400_000),
 ])  # fmt: skip
 def test_fakecuda_a_kernel_that_may_write_to_an_input_gets_a_copy(gpus, compiling_cuda, body, copied):
-    op = xk.numba_cuda_kernel(own_kernel(compiling_cuda, "x, out", body), like_first, **BLOCK)
+    names = {"view": compiling_cuda.jit(device=True)(lambda x: x), "flat": np.ones(2, np.float32)}
+    op = xk.numba_cuda_kernel(own_kernel(compiling_cuda, "x, out", body, names=names), like_first, **BLOCK)
     assert 0 <= copied_bytes(program_for_cuda(op, LARGE), LARGE) - copied < 1000
 
 

@@ -3376,7 +3376,6 @@ class _NumbaCuda:
     platform = "cuda"
     where = f"NVIDIA GPUs ({_CUDA_INSTALL}), or in Python if NUMBA_ENABLE_CUDASIM=1 was set; for CPUs use numba_kernel"
     refuses_with_any_error = False  # a kernel that it cannot compile; else with NumbaError or TypeError
-    has_0d_slices = True  # reshapes a part of an array to ()
     device_options: Mapping[str, Any] = types.MappingProxyType({"device": True})
     params = staticmethod(_numba_params)  # one array as kernels take it
 
@@ -3394,28 +3393,21 @@ class _NumbaCuda:
 
     def adapted(self, kernel: Any, form: _Form) -> Any:
         """The dispatcher of a kernel that takes all buffers: its own, or that of one which calls it on the device."""
-        if form != _Form.plain(form.n):
-            return self.with_options_of(kernel, form.adapter(self.device_function(kernel)))
-        if getattr(kernel, "_can_compile", True):
+        is_plain = form == _Form.plain(form.n)
+        if is_plain and getattr(kernel, "_can_compile", True):
             return kernel
-        return self.with_options_of(kernel, kernel.py_func)  # one of explicit signatures
-
-    def with_options_of(self, kernel: Any, function: Any, **more: Any) -> Any:
-        return type(kernel)(function, {**kernel.targetoptions, **more})
-
-    def device_function(self, kernel: Any) -> Any:
-        """A kernel as a function that another kernel calls."""
-        return self.with_options_of(kernel, kernel.py_func, **self.device_options)
+        function = kernel.py_func  # of explicit signatures
+        options = kernel.targetoptions
+        if not is_plain:
+            on_device = type(kernel)(function, {**options, **self.device_options})
+            function = form.adapter(on_device, cuda=self.cuda)
+        return type(kernel)(function, dict(options))
 
     def batch_launcher(self, kernel: Any, signature: _Signature, form: _Form) -> _CudaLauncher | None:
         """Launches a kernel of arrays with one dimension more, each block of which runs the user's on slice z."""
-        ranks = signature.ranks
-        if not self.has_0d_slices and not all(ranks[k] for k in form.arrays):
-            return None
-        of_batch = dataclasses.replace(signature, ranks=tuple(rank + 1 for rank in ranks))
+        of_batch = dataclasses.replace(signature, ranks=tuple(rank + 1 for rank in signature.ranks))
         with contextlib.suppress(Exception):  # some kernels cannot be compiled as device functions
-            adapter = form.for_batch(ranks).adapter(self.device_function(kernel), cuda=self.cuda)
-            return self.launcher(self.with_options_of(kernel, adapter), of_batch)
+            return self.launcher(self.adapted(kernel, form.for_batch(signature.ranks)), of_batch)
         return None
 
     def launcher(self, dispatcher: Any, signature: _Signature) -> _CudaLauncher:
@@ -3517,7 +3509,6 @@ class _NumbaCudaMlir(_NumbaCuda):
     module = "numba_cuda_mlir.cuda"
     where = f"NVIDIA GPUs ({_CUDA_INSTALL}), and has no simulator, as numba.cuda has; for CPUs use numba_kernel"
     refuses_with_any_error = True
-    has_0d_slices = False
     device_options = types.MappingProxyType({"device": True, "inline": "always"})  # else it has no shared memory
 
     def extras(self, dispatcher: Any, compiled: Any) -> dict[str, Any]:
@@ -3717,11 +3708,12 @@ def _may_write_unseen_by_cuda(kernel: Any) -> bool:
     PTX does not show it, and where there is no GPU nothing is compiled: so what the code names counts, as attributes
     and methods, and under other names (`from numba.cuda import stwt as store`).
     """
+    functions = _functions_read(kernel)
     names: set[str] = set()
-    for function in _functions_read(kernel):
+    for function in functions:
         names |= _attributes_in(function.__code__)
         for value in _values_read(function).values():
-            if _python(value) not in _functions_read(kernel):  # whose code counts, not the name
+            if not any(_python(value) is called for called in functions):  # whose code counts, not its name
                 names |= {str(getattr(value, "__name__", "")), type(value).__name__}
     return not names.isdisjoint(_CUDA_UNCHECKED_WRITERS)
 
