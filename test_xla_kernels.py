@@ -3905,7 +3905,7 @@ def test_warp_refuses(text, kernel, args, options):
 @pytest.mark.parametrize("call, text", [
     (partial(call_every, *EVERY, s=1), r"'s' \(struct .*Settings\) is passed .*got int 1, not an instance"),
     (partial(call_every, *EVERY, m=[1.0, 2.0]), r"Failed to convert argument for param m to mat33f?"),
-    (partial(call_every, *EVERY, i=1.5), r"unable to pack kernel parameter type .*float.* for param i, expected .*int8"),
+    (partial(call_every, *EVERY, i=1.5), r"unable to pack kernel parameter type .*float.* for param i"),
     (partial(call_every, *EVERY, i=300), r"'i' \(int8\) is passed by value; got int 300, which is out of its range"),
     (partial(xk.warp_kernel, like_first, spec()), r"takes a function decorated with warp.kernel; got function"),
     (partial(xk.jaxtype_to_warptype, np.complex64), r"Warp has no scalar type for dtype .*it has bool, .*float64"),
