@@ -3755,6 +3755,16 @@ try:
         return f(a, i)
 except RuntimeError:  # functions of this Warp take no functions
     apply = None
+@wp.func
+def tail(a: floats):
+    return a[1:]
+def make_add(value: float):
+    @wp.func
+    def add_value(a: floats, i: int):
+        tail(a)[i] += value
+    return add_value
+@wp.func_native("a.data[0] = 1.0f;")
+def in_c(a: floats): ...
 @wp.func_native("return 2.0f * x;")
 def twice_in_c(x: float) -> float: ...
 @wp.func_native('''
@@ -3850,6 +3860,16 @@ WARP_WRITES = [  # statements that write to the input y, or x
     "wp.tile_store(y, wp.tile_load(out, shape=3))",
     "add_by_name(y, i)",
     "add(y[1:], i, 1.0)",
+    "z = y\nz[i] = 1.0",
+    "z = y[1:]\nz[i] = 1.0",
+    "z = out\nif i > 0:\n    z = y\nz[i] = 1.0",
+    "tail(y)[i] = 1.0",
+    "wp.static(add)(y, i, 1.0)",
+    "wp.static(make_add(5.0))(y, i)",
+    "in_c(y)",
+    "wp.dense_chol(1, y, out[0], y)",
+    "wp.dense_subs(1, out, out, y)",
+    "wp.dense_solve(n=1, A=out, L=out, b=out, x=y)",
 ]
 
 
@@ -3865,7 +3885,8 @@ def test_warp_kernel_that_writes_to_an_input_is_refused(statement, tmp_path):
 
 @needs_warp
 def test_warp_kernel_that_reads_an_input(tmp_path):
-    body = "i = wp.tid()\nz = y[1:]\nout[i] = x[i][0] + twice(z, 0) + twice(a=y, i=i) + x[i].x + change(x[i])"
+    body = "i = wp.tid()\nz = y[1:]\nv = x[i]\nv[0] = 9.0\nn = wp.lower_bound(y, -9.0) + len(y) - y.shape[0]"
+    body += "\nout[i] = x[i][0] + twice(z, n) + twice(a=y, i=i) + x[i].x + change(x[i])"
     x, y = sample(3, 2), sample(3)
     f = xk.warp_kernel(kernel_with_body(body, tmp_path, x="vectors"), like_last)
     check_equal(f(x, y), 2 * (x[:, 0] + y[1] + y) + 1)

@@ -3897,7 +3897,6 @@ class _CudaEmitter(_Emitter):
 
 _WARP_INSTALL = "pip install warp-lang numba"
 _WARP_DTYPES = "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 bfloat16 float32 float64".split()
-_WARP_WRITERS = re.compile(r"atomic_\w+|tile_(store|atomic_add)(_indexed)?")  # write to their first argument
 # In source: what sees blocks, calls code by other names, or is replaced before compilation (`wp.static`).
 _WARP_UNBATCHED = re.compile(r"\b(block_dim|\w*tile\w*|grad|static)\b|_xla_")
 _WARP_LOCAL = re.compile("^_|cache|path|dir$|verbose|quiet|log_|print|version")  # settings of a machine, or of texts
@@ -4101,7 +4100,7 @@ class _WarpKernel(_Wrapper):
             raise self._wrong_arity(f"got {n_given} inputs and {n_out} outputs (in-out arguments count as both)")
         for name, spec in zip(names, call.ins + call.outs, strict=True):
             self.params[name].check(spec)
-        written = _written_names(self.kernel.adj, {})
+        written, _ = _writes_of(self.kernel)
         for i, name in enumerate(names[:n_in]):
             if i not in call.aliases and name in written:
                 raise TypeError(
@@ -4187,7 +4186,7 @@ class _WarpKernel(_Wrapper):
         """
         names = self.parameters
         buffers = {(name, "value"): k for k, name in enumerate(names)}
-        run_again = _names_written_in_functions(self.kernel.adj, {})
+        _, run_again = _writes_of(self.kernel)
         changed = [k for k, name in enumerate(names) if name in run_again]
         changed += range(len(names), len(ins))
         float_ins = _floats(ins[:n_args])
@@ -4421,41 +4420,137 @@ def _named_functions(adjoint: Any, node: Any) -> list[Any]:
     return [*function.user_overloads.values(), *function.user_templates.values()]
 
 
-# -- inputs are not written: a contract, and a check of what a kernel does by an input's name ----------
+# -- inputs are not written: a contract, and a check of what Warp sees when it builds a kernel --------
 
 
-def _written_names(adjoint: Any, known: dict) -> set:
-    """The names of the arrays that code stores to, also by atomics and tiles, or in functions that get them."""
-    if adjoint not in known:
-        known[adjoint] = set()  # as functions may call themselves
-        known[adjoint] = _stored_names(adjoint) | _names_written_in_functions(adjoint, known)
-    return known[adjoint]
+_WRITES_OF_WARP: Any = weakref.WeakKeyDictionary()  # kernel -> (its content, what was found)
+_WARP_READERS = frozenset(
+    "address copy len load lower_bound sample_cdf select tile_load tile_load_indexed unot view "
+    "volume_sample_grad_index volume_sample_index where".split()
+)
 
 
-def _stored_names(adjoint: Any) -> set:
-    """The names of the arrays that this code itself stores to."""
-    targets: list[Any] = []
-    for node in ast.walk(adjoint.tree):
-        if isinstance(node, (ast.Subscript, ast.Attribute)) and isinstance(node.ctx, ast.Store):
-            targets.append(node)
-        function = getattr(node, "func", None)
-        name = getattr(function, "attr", getattr(function, "id", ""))
-        if isinstance(node, ast.Call) and _WARP_WRITERS.fullmatch(name):
-            targets += node.args[:1] or [keyword.value for keyword in node.keywords if keyword.arg in ("arr", "a")]
-    return {_first_name(target) for target in targets}
+def _writes_of(kernel: Any) -> tuple[frozenset, frozenset]:
+    """The names of the arrays that a kernel writes to, and of those among them that its functions write to."""
+    with _warp_session() as wp:
+        content = _warp_content(wp, kernel)
+        known, found = _WRITES_OF_WARP.get(kernel, (None, None))
+        if known != content:
+            with _forgetting_failures(kernel):
+                writes = _WarpWrites(kernel)
+            found = writes.names(writes.written), writes.names(writes.in_functions)
+            _WRITES_OF_WARP[kernel] = content, found
+        return found
 
 
-def _names_written_in_functions(adjoint: Any, known: dict) -> set:
-    """The names of arrays that code passes, whole or as a view, to functions that write to them."""
-    names = set()
-    for call in [node for node in ast.walk(adjoint.tree) if isinstance(node, ast.Call)]:
-        for function in [f for f in _named_functions(adjoint, call.func) if not f.is_builtin()]:
-            kinds = {arg.label: arg.type for arg in function.adj.args}
-            given = dict(zip(kinds, call.args)) | {keyword.arg: keyword.value for keyword in call.keywords}
-            for label in _written_names(function.adj, known) & given.keys():
-                if isinstance(given[label], ast.Name) or hasattr(kinds[label], "ndim"):
-                    names.add(_first_name(given[label]))
-    return names
+class _WarpWrites:
+    """Has Warp build a kernel, without a compiler, and looks at what each call and assignment does to arrays.
+
+    A call of C, or of Warp's that is not known to read, counts as a write to all arrays that it gets.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self.roots: dict[Any, set] = {}  # variable -> the parameters in whose memory its array may be
+        self.written: set[Any] = set()  # parameters of the kernel and of its functions
+        self.in_functions: set[Any] = set()
+        self.is_built: set[Any] = set()
+        self.built_by_call: list[Any] = []  # the code of the functions that the current call runs
+        self.adjoint = copy.copy(kernel.adj)
+        with self._watching(type(self.adjoint)):
+            self.adjoint.build(None, {**kernel.module.options, **kernel.options, "output_arch": None})
+
+    def names(self, parameters: set) -> frozenset[str]:
+        return frozenset(arg.label for arg in self.adjoint.args if arg in parameters)
+
+    @contextlib.contextmanager
+    def _watching(self, adjoint_type: Any) -> Iterator[None]:
+        hooks: dict[str, Callable] = {"build": self._build, "add_call": self._add_call, "eval": self._eval}
+        originals = {name: getattr(adjoint_type, name) for name in hooks}
+        thread = threading.get_ident()
+
+        def watch(name: str) -> Callable:
+            def watched(adjoint: Any, *args: Any, **named: Any) -> Any:
+                original = functools.partial(originals[name], adjoint)
+                if threading.get_ident() != thread:  # where the user's code has Warp build something
+                    return original(*args, **named)
+                return hooks[name](original, adjoint, *args, **named)
+
+            return watched
+
+        try:
+            for name in hooks:
+                setattr(adjoint_type, name, watch(name))
+            yield
+        finally:
+            for name, original in originals.items():
+                setattr(adjoint_type, name, original)
+
+    def _build(self, original: Callable, adjoint: Any, *args: Any, **named: Any) -> None:
+        self.built_by_call.append(adjoint)
+        if adjoint not in self.is_built:  # Warp would build a function again for each call
+            self.is_built.add(adjoint)
+            original(*args, **named)
+
+    def _eval(self, original: Callable, adjoint: Any, node: Any) -> Any:
+        """To assign to x[i] or x[i].y is to write to x, whatever Warp makes of it."""
+        result = original(node)
+        if isinstance(node, (ast.Assign, ast.AugAssign)):
+            for target in ast.walk(node):
+                if isinstance(target, (ast.Subscript, ast.Attribute)) and isinstance(target.ctx, ast.Store):
+                    self._write(adjoint.symbols.get(_first_name(target)))
+        return result
+
+    def _add_call(
+        self, original: Callable, adjoint: Any, func: Any, args: Any, kwargs: Any, *more: Any, **named: Any
+    ) -> Any:
+        outer, self.built_by_call = self.built_by_call, []
+        result = original(func, args, kwargs, *more, **named)
+        codes, self.built_by_call = self.built_by_call, outer
+        given = [x for x in (*args, *kwargs.values()) if _is_memory(x)]
+        for x in result if isinstance(result, (list, tuple)) else [result]:  # a view, or one of them
+            if _is_memory(x):
+                self.roots[x] = set().union(*map(self._roots_of, given))
+        if func.is_builtin():
+            written = _written_by_builtin(func.key, given)
+        else:
+            written = self._written_by_function(func, codes, args, kwargs)
+            if adjoint is self.adjoint:
+                self.in_functions.update(*map(self._roots_of, written))
+        for x in written:
+            self._write(x)
+        return result
+
+    def _written_by_function(self, func: Any, codes: Sequence, args: Any, kwargs: Any) -> list:
+        written = []
+        if any(function.native_snippet for function in (func, *func.user_overloads.values())):
+            written += [x for x in (*args, *kwargs.values()) if not _is_reference(x)]
+        for code in codes:
+            given = dict(zip([param.label for param in code.args], args)) | kwargs
+            written += [given.get(param.label) for param in code.args if param in self.written or _is_reference(param)]
+        return written
+
+    def _roots_of(self, x: Any) -> set:
+        return self.roots.get(x, {x})
+
+    def _write(self, x: Any) -> None:
+        if _is_memory(x):
+            self.written |= self._roots_of(x)
+
+
+def _is_reference(x: Any) -> bool:
+    """Whether a variable refers to an element of an array."""
+    return type(getattr(x, "type", None)).__name__ == "Reference"
+
+
+def _is_memory(x: Any) -> bool:
+    return _is_reference(x) or hasattr(getattr(x, "type", None), "ndim")
+
+
+def _written_by_builtin(name: str, given: list) -> list:
+    if name in _WARP_READERS:
+        return []
+    arrays = [x for x in given if not _is_reference(x)]  # of a reference it gets the value
+    return arrays[-1:] if name.startswith("dense_") else arrays  # the result of those comes last
 
 
 def _first_name(node: Any) -> str | None:
@@ -4561,15 +4656,8 @@ class _WarpPlan:
             options |= {"adj_inputs": gradients, "adjoint": True}
         on_cpu = device == "cpu"
         dims = self.launch_dims if on_cpu else self.gpu_dims
-        try:
+        with _forgetting_failures(self.kernel):
             recorded = wp.launch(self.kernel, dims, inputs, block_dim=1 if on_cpu else self.threads_of_block, **options)
-        except Exception as error:
-            for code in _warp_codes(self.kernel.adj):
-                code.skip_build = False  # else Warp < 1.19 silently leaves it out of all later builds
-            self.kernel.module.mark_modified()
-            if "backward kernel" in str(error):
-                error.add_note("differentiable=True needs enable_backward=True, in warp.config too")
-            raise
         if recorded is None:  # some versions of Warp report a failed build once only
             raise RuntimeError(f"Warp cannot build kernel {self.kernel.key!r}: see its first error, or its log")
         if type(recorded).__name__ != "Launch" or getattr(recorded, "cluster_dim", 1) != 1:
@@ -4578,6 +4666,20 @@ class _WarpPlan:
                 "start of a kernel: call it by warp.jax_kernel"
             )
         return recorded
+
+
+@contextlib.contextmanager
+def _forgetting_failures(kernel: Any) -> Iterator[None]:
+    """Warp < 1.19 notes which code it could not build, and silently leaves that out of all later builds."""
+    try:
+        yield
+    except Exception as error:
+        for code in _warp_codes(kernel.adj):
+            code.skip_build = False
+        kernel.module.mark_modified()
+        if "backward kernel" in str(error):
+            error.add_note("differentiable=True needs enable_backward=True, in warp.config too")
+        raise
 
 
 class _Recorded(NamedTuple):
