@@ -4100,7 +4100,8 @@ class _WarpKernel(_Wrapper):
             raise self._wrong_arity(f"got {n_given} inputs and {n_out} outputs (in-out arguments count as both)")
         for name, spec in zip(names, call.ins + call.outs, strict=True):
             self.params[name].check(spec)
-        written, _ = _writes_of(self.kernel)
+        build = _build_of(self.kernel)
+        written = build.names(build.written)
         for i, name in enumerate(names[:n_in]):
             if i not in call.aliases and name in written:
                 raise TypeError(
@@ -4186,7 +4187,8 @@ class _WarpKernel(_Wrapper):
         """
         names = self.parameters
         buffers = {(name, "value"): k for k, name in enumerate(names)}
-        _, run_again = _writes_of(self.kernel)
+        build = _build_of(self.kernel)
+        run_again = build.names(build.in_functions)
         changed = [k for k, name in enumerate(names) if name in run_again]
         changed += range(len(names), len(ins))
         float_ins = _floats(ins[:n_args])
@@ -4390,77 +4392,60 @@ def _warp_content(wp: Any, kernel: Any) -> tuple[str, ...]:
     return wp.__version__, kernel.hash.hex(), str(sorted(options.items())), str(sorted(settings.items()))
 
 
-def _warp_codes(adjoint: Any) -> list[Any]:
-    """Warp's record of a kernel's code, and those of the functions that it may call."""
-    return [adjoint, *(function.adj for function in _warp_functions(adjoint) if not function.is_builtin())]
+# -- what a kernel calls, and what it writes to: Warp builds it, without compiling, and is watched ----
 
 
-def _warp_functions(adjoint: Any) -> list[Any]:
-    """The functions that code names, directly or through others."""
-    functions: list[Any] = []
-    codes = [adjoint]  # grows by theirs
-    for code in codes:
-        for node in ast.walk(code.tree):
-            for function in _named_functions(code, node):
-                if function not in functions:
-                    functions.append(function)
-                    codes += [] if function.is_builtin() else [function.adj]
-    return functions
-
-
-def _named_functions(adjoint: Any, node: Any) -> list[Any]:
-    """The functions that a node of code may name: one of Warp's own, or all overloads of a user's."""
-    if not isinstance(node, (ast.Name, ast.Attribute)):
-        return []
-    function, _ = adjoint.resolve_static_expression(node, eval_types=False)
-    if not isinstance(function, _warp("warp_kernel").Function):
-        return []
-    if function.is_builtin():
-        return [function]
-    return [*function.user_overloads.values(), *function.user_templates.values()]
-
-
-# -- inputs are not written: a contract, and a check of what Warp sees when it builds a kernel --------
-
-
-_WRITES_OF_WARP: Any = weakref.WeakKeyDictionary()  # kernel -> (its content, what was found)
+_WARP_BUILDS: Any = weakref.WeakKeyDictionary()  # kernel -> (its content, a `_WarpBuild`)
 _WARP_READERS = frozenset(
     "address copy len load lower_bound sample_cdf select tile_load tile_load_indexed unot view "
     "volume_sample_grad_index volume_sample_index where".split()
 )
 
 
-def _writes_of(kernel: Any) -> tuple[frozenset, frozenset]:
-    """The names of the arrays that a kernel writes to, and of those among them that its functions write to."""
+def _build_of(kernel: Any) -> _WarpBuild:
     with _warp_session() as wp:
         content = _warp_content(wp, kernel)
-        known, found = _WRITES_OF_WARP.get(kernel, (None, None))
+        known, build = _WARP_BUILDS.get(kernel, (None, None))
         if known != content:
-            with _forgetting_failures(kernel):
-                writes = _WarpWrites(kernel)
-            found = writes.names(writes.written), writes.names(writes.in_functions)
-            _WRITES_OF_WARP[kernel] = content, found
-        return found
+            build = _WarpBuild(kernel)
+            _WARP_BUILDS[kernel] = content, build
+        return build
 
 
-class _WarpWrites:
-    """Has Warp build a kernel, without a compiler, and looks at what each call and assignment does to arrays.
+@contextlib.contextmanager
+def _forgetting_failures(kernel: Any, codes: Iterable) -> Iterator[None]:
+    """Warp < 1.19 notes which code it could not build, and silently leaves that out of all later builds."""
+    try:
+        yield
+    except Exception as error:
+        for code in [kernel.adj, *codes]:
+            code.skip_build = False
+        kernel.module.mark_modified()
+        if "backward kernel" in str(error):
+            error.add_note("differentiable=True needs enable_backward=True, in warp.config too")
+        raise
+
+
+class _WarpBuild:
+    """What calls and assignments of a kernel do to arrays.
 
     A call of C, or of Warp's that is not known to read, counts as a write to all arrays that it gets.
     """
 
     def __init__(self, kernel: Any) -> None:
+        self.adjoint = copy.copy(kernel.adj)
+        self.codes: set[Any] = set()  # Warp's records of the code of the kernel, and of functions that it calls
+        self.functions: list[Any] = []  # Warp's own, too
         self.roots: dict[Any, set] = {}  # variable -> the parameters in whose memory its array may be
         self.written: set[Any] = set()  # parameters of the kernel and of its functions
         self.in_functions: set[Any] = set()
-        self.is_built: set[Any] = set()
-        self.built_by_call: list[Any] = []  # the code of the functions that the current call runs
-        self.adjoint = copy.copy(kernel.adj)
-        with self._watching(type(self.adjoint)):
+        self.built_by_call: list[Any] = []  # the code that the current call runs
+        with self._watching(type(self.adjoint)), _forgetting_failures(kernel, self.codes):
             self.adjoint.build(None, {**kernel.module.options, **kernel.options, "output_arch": None})
 
-    def names(self, parameters: set) -> frozenset[str]:
-        return frozenset(arg.label for arg in self.adjoint.args if arg in parameters)
+    def names(self, parameters: set) -> set[str]:
+        """Those of the kernel."""
+        return {arg.label for arg in self.adjoint.args if arg in parameters}
 
     @contextlib.contextmanager
     def _watching(self, adjoint_type: Any) -> Iterator[None]:
@@ -4487,8 +4472,8 @@ class _WarpWrites:
 
     def _build(self, original: Callable, adjoint: Any, *args: Any, **named: Any) -> None:
         self.built_by_call.append(adjoint)
-        if adjoint not in self.is_built:  # Warp would build a function again for each call
-            self.is_built.add(adjoint)
+        if adjoint not in self.codes:  # Warp would build a function again for each call
+            self.codes.add(adjoint)
             original(*args, **named)
 
     def _eval(self, original: Callable, adjoint: Any, node: Any) -> Any:
@@ -4503,6 +4488,7 @@ class _WarpWrites:
     def _add_call(
         self, original: Callable, adjoint: Any, func: Any, args: Any, kwargs: Any, *more: Any, **named: Any
     ) -> Any:
+        self.functions.append(func)
         outer, self.built_by_call = self.built_by_call, []
         result = original(func, args, kwargs, *more, **named)
         codes, self.built_by_call = self.built_by_call, outer
@@ -4522,7 +4508,7 @@ class _WarpWrites:
 
     def _written_by_function(self, func: Any, codes: Sequence, args: Any, kwargs: Any) -> list:
         written = []
-        if any(function.native_snippet for function in (func, *func.user_overloads.values())):
+        if _is_c(func):
             written += [x for x in (*args, *kwargs.values()) if not _is_reference(x)]
         for code in codes:
             given = dict(zip([param.label for param in code.args], args)) | kwargs
@@ -4535,6 +4521,12 @@ class _WarpWrites:
     def _write(self, x: Any) -> None:
         if _is_memory(x):
             self.written |= self._roots_of(x)
+
+
+def _is_c(function: Any) -> bool:
+    if function.is_builtin():  # in Warp 1.19 users may add C to these
+        return getattr(function, "_has_external_builtin_contract", False)
+    return any(overload.native_snippet for overload in (function, *function.user_overloads.values()))
 
 
 def _is_reference(x: Any) -> bool:
@@ -4656,7 +4648,7 @@ class _WarpPlan:
             options |= {"adj_inputs": gradients, "adjoint": True}
         on_cpu = device == "cpu"
         dims = self.launch_dims if on_cpu else self.gpu_dims
-        with _forgetting_failures(self.kernel):
+        with _forgetting_failures(self.kernel, _build_of(self.kernel).codes):
             recorded = wp.launch(self.kernel, dims, inputs, block_dim=1 if on_cpu else self.threads_of_block, **options)
         if recorded is None:  # some versions of Warp report a failed build once only
             raise RuntimeError(f"Warp cannot build kernel {self.kernel.key!r}: see its first error, or its log")
@@ -4666,20 +4658,6 @@ class _WarpPlan:
                 "start of a kernel: call it by warp.jax_kernel"
             )
         return recorded
-
-
-@contextlib.contextmanager
-def _forgetting_failures(kernel: Any) -> Iterator[None]:
-    """Warp < 1.19 notes which code it could not build, and silently leaves that out of all later builds."""
-    try:
-        yield
-    except Exception as error:
-        for code in _warp_codes(kernel.adj):
-            code.skip_build = False
-        kernel.module.mark_modified()
-        if "backward kernel" in str(error):
-            error.add_note("differentiable=True needs enable_backward=True, in warp.config too")
-        raise
 
 
 class _Recorded(NamedTuple):
@@ -4821,6 +4799,9 @@ class _WarpTarget(_Target):
         batches = [x.shape[: len(x.shape) - n] for x, n in zip(arrays, self.signature.ranks, strict=True)]
         if not all(isinstance(size, int) for batch in batches for size in batch):
             return None
+        slice_bytes = [math.prod(x.shape[len(batch) :]) * x.dtype.itemsize for x, batch in zip(arrays, batches)]
+        if max(slice_bytes) > _WARP_MAX_EXTENT:  # Warp cannot count the bytes from one slice to the next
+            return None
         counts = [*map(math.prod, batches)]
         if not set(counts) <= {1, max(counts)}:  # a row is what the last dimension spans
             counts = [[1, *batch][-1] for batch in batches]
@@ -4902,7 +4883,7 @@ def _compile_warp(signature: _Signature, in_order: bool, plans: Sequence[_WarpPl
     emitter = _WarpEmitter(signature.label, recorded, driver)
     emitter.in_order = in_order or on_gpu
     if not on_gpu:
-        if any("tile" in code.source for code in _warp_codes(plans[0].kernel.adj)):
+        if any("tile" in function.key for function in _build_of(plans[0].kernel).functions):
             # Warp keeps the CPU memory of tiles behind one static pointer (tile.h): such kernels must not overlap
             emitter.lock = _native_lock("tile_lock")
             emitter.in_order = True
@@ -5041,13 +5022,11 @@ def _check_batchable(kernel: Any) -> None:
     """Raise if threads of the kernel may wait for others, or learn of the launch by more than `wp.tid()`."""
     if not isinstance(kernel.func, types.FunctionType) or kernel.adj.transformers:
         raise ValueError("the source of the kernel is not all that it is")
-    functions = _warp_functions(kernel.adj)
-    words = [function.key for function in functions]
-    words += [code.source for code in _warp_codes(kernel.adj)]
+    build = _build_of(kernel)
+    words = [function.key for function in build.functions]
+    words += [code.source for code in build.codes]
     text = " ".join(words)
-    # C that users added, in Warp 1.19 also to Warp's own functions
-    is_c = [bool(f.native_snippet) or getattr(f, "_has_external_builtin_contract", False) for f in functions]
-    if _WARP_UNBATCHED.search(text) or any(is_c):
+    if _WARP_UNBATCHED.search(text) or any(map(_is_c, build.functions)):
         raise ValueError("the kernel may see blocks, or what nobody looks into")
     if "while" in text and "atomic_" in text:
         raise ValueError("threads may wait for each other")
