@@ -1814,6 +1814,65 @@ def test_what_starts_with_an_input_does_where_xla_lost_the_alias(batch):
     np.testing.assert_array_equal(acc, np.broadcast_to([10, 5], (*batch, 2)))
 
 
+def unlike_sorted(*names):
+    """Specs of numbers under these names, which are not in the order of the alphabet."""
+    return dict.fromkeys(names, spec())
+
+
+def lowest_and_highest(x, low, high):
+    low[()], high[()] = x.min(), x.max()
+
+
+def double_both(v, a):
+    v[()] *= 2
+    a[()] *= 2
+
+
+def double_in_scratch(x, out, two, zero):
+    zero[()] = 0
+    two[()] = 2
+    out[()] = two[()] * x[0] + zero[()]
+
+
+DICTS = {  # a kernel, its options, inputs, and what it returns
+    "written": (lowest_and_highest, {"outs": unlike_sorted("low", "high")}, [F32 * 2], {"low": 2, "high": 2}),
+    "returned": (lambda x: (x - 1, x + 1), {"outs": unlike_sorted("low", "high")}, [1.0], {"low": 0, "high": 2}),
+    "nested": (
+        lambda x: ((x, (x + 1, x + 2)), x + 3),
+        {"outs": [{"z": {"y": spec(), "x": (spec(), spec())}, "a": spec()}]},
+        [0.0],
+        [{"z": {"y": 0, "x": (1, 2)}, "a": 3}],
+    ),
+    "in-outs": (
+        double_both,
+        {"outs": unlike_sorted("v", "a"), "in_out_argnames": ("v", "a")},
+        [1.0, 2.0],
+        {"v": 2, "a": 4},
+    ),
+    "ordered": (
+        lambda x: (x, x + 1),
+        {"outs": collections.OrderedDict(unlike_sorted("z", "a"))},
+        [0.0],
+        collections.OrderedDict(z=0, a=1),
+    ),
+    "scratch": (double_in_scratch, {"outs": spec(), "scratch": unlike_sorted("two", "a_zero")}, [F32], 2),
+}
+
+
+@pytest.mark.parametrize("case", DICTS)
+def test_dicts_are_filled_in_the_order_in_which_they_are_written(case):
+    kernel, options, args, expected = DICTS[case]
+    call = wrap(kernel, **options)
+    args = list(map(np.float32, args))
+    twice = [np.stack([x, x]) for x in args]
+    second = jax.tree.map(lambda x: x[1], jax.vmap(call)(*twice))
+    exported = export.export(jax.jit(call), disabled_checks=xk.export_checks())(*args).call(*args)
+    for result in (call(*args), jax.jit(call)(*args), second, exported):
+        assert jax.tree.map(float, result) == expected
+    if isinstance(expected, dict):
+        assert list(call(*args)) == list(expected)
+
+
 def test_xla_is_told_of_an_alias():
     """So that it copies nothing where the input is donated."""
     donating = [jax.jit(call, donate_argnums=0) for call in (accumulate, lambda acc, x: add_one(acc))]
@@ -3460,6 +3519,16 @@ def test_warp_values(warp_path):
 
 
 @needs_warp
+def test_warp_fills_dicts_in_written_order(tmp_path):
+    kernel = kernel_with_body("i = wp.tid()\ny[i] = x[i]\nout[i] = 3.0 * x[i]", tmp_path)
+    for differentiable in (False, True):
+        call = xk.warp_kernel(kernel, lambda x: {"z": x, "a": x}, differentiable=differentiable)
+        assert list(call(F32)) == ["z", "a"]
+        check_equal(jax.jit(call)(F32), {"z": F32, "a": 3 * F32})
+    check_equal(jax.jit(jax.grad(lambda x: (call(x)["z"] + 10 * call(x)["a"]).sum()))(F32), 31 * F32)
+
+
+@needs_warp
 def test_warp_struct_that_changes_is_another_value():
     """And one that equals what it was is that value."""
     every, values = kernel_of_every_kind()
@@ -4135,6 +4204,50 @@ def test_op_returns_what_outs_describes():
         call = partial(op, outs=outs)
         for f in (call, jax.jit(call), jax.disable_jit()(call)):
             assert jax.eval_shape(like_first, f(VECTOR)) == understood
+
+
+LOW_AND_HIGH = {"low": spec(), "high": spec()}  # not in the order of the alphabet
+RETURNED = {  # what a kernel for these outs may return
+    "in order": lambda x: (x.min(), x.max()),
+    "written alike": lambda x: {"low": x.min(), "high": x.max()},
+    "by key": lambda x: {"high": x.max(), "low": x.min()},
+    "ready": numba.njit(lowest_and_highest),
+}
+
+
+@pytest.mark.parametrize("kind", RETURNED)
+def test_op_fills_a_dict_in_written_order_or_by_key(kind):
+    kernel = RETURNED[kind]
+    op = op_with(kernel if kind == "ready" else lambda: kernel)
+
+    def forward(x, outs):
+        results = op(x, outs=dict(zip(LOW_AND_HIGH, outs)))
+        return {"high": results["high"], "low": results["low"]}, x
+
+    def backward(x, cotangents):
+        return jnp.stack([cotangents["low"], cotangents["high"]])
+
+    call = partial(op, outs=LOW_AND_HIGH)
+    x = np.array([1, 2], np.float32)
+    for define_rule in (lambda *rule: None, op.def_vjp_rule):
+        define_rule(forward, backward)
+        for f in (call, jax.jit(call), jax.disable_jit()(call)):
+            assert f(x) == {"low": 1, "high": 2}
+        assert list(call(x)) == list(call(jnp.array(x))) == ["low", "high"]
+        assert jax.tree.map(list, jax.vmap(call)(np.stack([x, x + 1]))) == {"low": [1, 2], "high": [2, 3]}
+    check_equal(jax.grad(lambda x: call(x)["low"] + 3 * call(x)["high"])(x), [1, 3])
+    op.def_jvp_rule2(lambda t, x: (t[0], t[1]))
+    assert jax.jvp(call, [x], [x + 4]) == ({"low": 1, "high": 2}, {"low": 5, "high": 6})
+    batch, axes = xk.general_batching_rule(op, [np.stack([x, x])], [0], outs=LOW_AND_HIGH)
+    check_equal(batch["high"], [2, 2])
+    assert axes == {"low": 0, "high": 0}
+
+
+@pytest.mark.parametrize("outs, keys", [(LOW_AND_HIGH, "['low', 'high']"), ([spec(), spec()], "none")])
+def test_op_refuses_a_dict_of_other_keys(outs, keys):
+    op = op_of(lambda x: {"low": x.min(), "top": x.max()})
+    with pytest.raises(ValueError, match=re.escape(f"a dict of ['low', 'top'], but outs declares {keys}")):
+        op(VECTOR, outs=outs)
 
 
 def test_op_operands_may_be_numbers_or_arrays_of_other_libraries():

@@ -858,6 +858,68 @@ def _show(spec: Any) -> str:
     return f"{np.dtype(spec.dtype).name}[{sizes}]"
 
 
+class _Written(dict):
+    """A dict whose leaves come in the order in which it is written, as buffers do: of others JAX sorts the keys."""
+
+
+def _flatten_written(written: _Written) -> tuple[tuple, tuple]:
+    return tuple(written.values()), tuple(written)
+
+
+def _unflatten_written(keys: tuple, values: Iterable) -> dict:
+    """A plain dict, so JAX must not see the structure: it expects that one which is flattened again is the same."""
+    return dict(zip(keys, values, strict=True))
+
+
+jax.tree_util.register_pytree_node(_Written, _flatten_written, _unflatten_written)  # type: ignore[arg-type]
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["leaves"], meta_fields=["tree"])
+@dataclasses.dataclass
+class _Results:
+    """The results of a call as JAX's transformations see them, and the structure that the user gets them in."""
+
+    leaves: list
+    tree: Any
+
+    def from_jit(self) -> Any:
+        """What a jitted function returns: the user's structure, for `_unflatten`, unless JAX would change its order."""
+        results = _unflatten(self)
+        return results if jax.tree.structure(results) == self.tree else self
+
+
+def _unflatten(results: Any) -> Any:
+    return results.tree.unflatten(results.leaves) if type(results) is _Results else results
+
+
+def _in_written_order(tree: Any, is_leaf: Callable = lambda x: False) -> Any:
+    """A pytree with `_Written` in the place of dicts, to be flattened."""
+
+    def convert(x: Any) -> Any:
+        if type(x) is not dict:
+            return x
+        return _Written({key: _in_written_order(value, is_leaf) for key, value in x.items()})
+
+    return jax.tree.map(convert, tree, is_leaf=lambda x: type(x) is dict or is_leaf(x))
+
+
+def _flatten(tree: Any, is_leaf: Callable = lambda x: False) -> tuple[list, Any]:
+    """The leaves of a pytree, those of dicts in written order, and its structure: buffers follow the user's order."""
+    return jax.tree.flatten(_in_written_order(tree, is_leaf), is_leaf)
+
+
+def _ordered_like(declared: Any, returned: Any, what: str) -> Any:
+    """What a function returned, with its dicts in the order of those that outs declares."""
+    if isinstance(returned, dict) and (isinstance(declared, dict) or len(returned) > 1):
+        keys = [*declared] if isinstance(declared, dict) else "none"
+        if set(keys) != returned.keys():
+            raise ValueError(f"{what} returned a dict of {[*returned]}, but outs declares {keys}: return a tuple")
+        return {key: _ordered_like(value, returned[key], what) for key, value in declared.items()}
+    if isinstance(declared, (list, tuple)) and isinstance(returned, (list, tuple)) and len(declared) == len(returned):
+        return [_ordered_like(*pair, what) for pair in zip(declared, returned)]
+    return returned
+
+
 def _check_dtype(dtype: Any, what: str) -> None:
     if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
         raise TypeError(f"{what} has the dtype {dtype}, which has no memory layout: pass jax.random.key_data(key)")
@@ -870,7 +932,7 @@ def _flat_specs(specs: Any, what: str, ins: Sequence[Spec] | None = None) -> tup
 
     With `ins` they get the dtypes that JAX allows beside these inputs.
     """
-    leaves, tree = jax.tree_util.tree_flatten(specs, is_leaf=_is_spec)
+    leaves, tree = _flatten(specs, _is_spec)
     declared = []
     for i, leaf in enumerate(leaves):
         name = f"{what}[{i}]" if len(leaves) > 1 else what
@@ -1481,7 +1543,7 @@ class _Wrapper(_Kept):
 
     def _function(self) -> Callable:
         def call(*args: Any) -> Any:
-            return self._trace(*args)
+            return self._trace(*args).from_jit()
 
         call.__name__ = call.__qualname__ = self.__name__
         return call
@@ -1495,10 +1557,11 @@ class _Wrapper(_Kept):
     def _call_inputs(self, args: Sequence) -> Any:
         args, is_traced = _as_inputs(args, self.__name__)
         try:
-            return self._trace(*args) if is_traced else self._jitted(*args)
+            results = self._trace(*args) if is_traced else self._jitted(*args)
         except TypeError:
             _input_specs(args)  # explains better what is wrong with a dtype that JAX lacks
             raise
+        return _unflatten(results)
 
     def _in_order(self, args: Sequence, named: Mapping[str, Any]) -> list:
         """The arguments in the order of the parameters, with those that are given by keyword."""
@@ -1533,11 +1596,10 @@ class _Wrapper(_Kept):
 
     # -- from inputs to the primitive ------------------------------------------------------------------
 
-    def _trace(self, *args: Any) -> Any:
+    def _trace(self, *args: Any) -> _Results:
         ins = _input_specs(args)
         outs, tree = _flat_specs(self._for_inputs("outs", ins), "outs", ins)
-        results = self._bind(self._resolve(ins, outs), args)
-        return jax.tree_util.tree_unflatten(tree, results)
+        return _Results(self._bind(self._resolve(ins, outs), args), tree)
 
     def _bind(self, call: _Call, args: Sequence) -> list:
         return call.bind(bool(self.options.has_side_effect), args)
@@ -2632,7 +2694,8 @@ def numba_kernel(
       kernel: a function decorated with `numba.njit` (any options), `numba.vectorize` or `numba.guvectorize`, or a
         plain one, which is jitted.  Without it, `numba_kernel(outs=...)` is a decorator.
       outs: the outputs, uninitialized: a `jax.ShapeDtypeStruct` (anything with `.shape` and `.dtype`), a pytree of
-        them, or a callable of the inputs' `ShapeDtypeStruct`s that returns one.  Results have its structure.
+        them, or a callable of the inputs' `ShapeDtypeStruct`s that returns one.  Results have its structure.  The
+        values of a dict are outputs in the order in which it is written.
       vmap_method: "sequential" and "sequential_unrolled" run the slices of a batch in order on one thread; with any
         other, XLA's threads share the slices of a batch for which that pays.  The results are the same.
       input_output_aliases: `{i: j}`: output j starts with the value of input i (or of that name) and, where XLA can,
@@ -2898,7 +2961,7 @@ def _in_python(kernel: Any, signature: _Signature, forms: list[_Form]) -> Callab
     def body(pointers: list[int], dims: list[tuple], *_: int) -> None:
         buffers = _host_arrays(signature, pointers, dims)
         for form, call in zip(forms, calls):
-            returned = [np.array(leaf) for leaf in jax.tree_util.tree_leaves(call(*buffers))]  # no views of outputs
+            returned = [np.array(leaf) for leaf in _flatten(call(*buffers))[0]]  # no views of outputs
             if is_ufunc and not form.results:
                 return
             if len(returned) == len(form.results):
@@ -4272,13 +4335,12 @@ class _WarpKernel(_Wrapper):
 
     def _forward(self, *args: Any) -> tuple[Any, Any]:
         results = super()._trace(*args)
-        return results, (args, jax.tree_util.tree_leaves(results))
+        return results, (args, results.leaves)
 
     def _backward(self, residuals: Any, cotangents: Any) -> tuple:
         """One adjoint launch, whose last results are the gradients of the inputs of floats."""
         args, outs = residuals
-        leaves = jax.tree_util.tree_leaves(cotangents)
-        operands = _make_varying([*args, *outs, *(leaves[j] for j in _floats(outs))])
+        operands = _make_varying([*args, *outs, *(cotangents.leaves[j] for j in _floats(outs))])
         call = self._resolve_adjoint(_input_specs(operands), len(args))
         results = self._bind(call, operands)
         cotangents_of_args: list[Any] = [None] * len(args)  # a zero, for JAX
@@ -5148,7 +5210,8 @@ class XLACustomKernel(_Kept):
     Calling the op, `op(*ins, outs=..., backend=None, **params)`:
       ins: arrays, Python scalars, or anything with `__dlpack__` (Warp, PyTorch and CuPy arrays).
       outs: what the op returns: a `jax.ShapeDtypeStruct` (or anything with `.shape` and `.dtype`), a pytree of them,
-        or a callable of the operands' abstract values that returns one.
+        or a callable of the operands' abstract values that returns one. The values of a dict are outputs in the order
+        in which it is written; from a kernel that returns a dict they are taken by key.
       backend: a registered one; by default that of the platform which the computation is lowered for.
       params: static, hashable parameters, handed to generators and rules.
 
@@ -5188,9 +5251,9 @@ class XLACustomKernel(_Kept):
         args, traced = _as_inputs(ins, self.name)
         call = _find_call(self, args, outs, backend, params)
         if not traced:
-            return call.jitted(*args)
+            return _unflatten(call.jitted(*args))
         call.check(args)
-        return call.bind(*args)
+        return _unflatten(call.bind(*args))
 
     def __repr__(self) -> str:
         lines = [f"XLACustomKernel({self.name!r})"]
@@ -5539,7 +5602,7 @@ def _find_call(op: XLACustomKernel, args: Sequence, outs: Any, backend: Any, par
 def _outs_key(outs: Any) -> tuple:
     if type(outs) in _SPEC_TYPES:  # the usual case, in half the time
         return outs.shape, outs.dtype
-    leaves, tree = jax.tree_util.tree_flatten(outs, is_leaf=_is_spec)
+    leaves, tree = _flatten(outs, _is_spec)
     shown = [(tuple(x.shape), x.dtype) if _is_spec(x) else x for x in leaves]
     return tree, *shown
 
@@ -5557,24 +5620,26 @@ class _OpCall:
         self.backend = backend
         self.params = params
         self.checked = _Recent()
-        self.jitted = jax.jit(self.bind)
+        self.jitted = jax.jit(self.bind_in_jit)
 
-    def bind(self, *ins: Any) -> Any:
+    def bind_in_jit(self, *ins: Any) -> Any:
+        return self.bind(*ins).from_jit()
+
+    def bind(self, *ins: Any) -> _Results:
         """The op on tracers (or, under disable_jit, on arrays)."""
         self.op._is_traced = True  # here, too, as a vjp rule that JAX's caches hold need not bind the primitive
         rule = self.op._rules.get("vjp")
         if rule:
-            return _bind_with_vjp(self, ins, *rule)
-        return self.bind_primitive(*ins)
+            return _Results(_bind_with_vjp(self, ins, *rule), self.tree)
+        return _Results(self.bind_primitive(*ins), self.tree)
 
-    def bind_primitive(self, *ins: Any) -> Any:
-        results = self.op.primitive.bind(*ins, _binding=self.binding(ins))
-        return jax.tree_util.tree_unflatten(self.tree, results)
+    def bind_primitive(self, *ins: Any) -> list:
+        return self.op.primitive.bind(*ins, _binding=self.binding(ins))
 
     def binding(self, ins: Sequence) -> _OpBinding:
         # the dtypes are decided here and not on construction: jax_enable_x64 can change between two calls
         outs, _ = _flat_specs(self.specs, self.what, _input_specs(ins))
-        return _OpBinding(self.op, tuple(outs), self.backend, self.params)
+        return _OpBinding(self.op, tuple(outs), self.backend, self.params, tree=self.tree)
 
     def check(self, ins: Sequence) -> None:
         """Trace the kernel that will probably run, once for these inputs, so that its errors are raised here."""
@@ -5695,7 +5760,7 @@ def _run_slice(bound: _OpBinding, entry: KernelEntry, *ins: Any) -> list:
             choice += "; what no numba.njit or the like decorates (as all under NUMBA_DISABLE_JIT=1, but not what "
             choice += "numba_kernel wraps) is a generator: it gets static parameters alone"
         raise RuntimeError(f"{what} raised {type(error).__name__}: {error} ({choice})") from error
-    return _outputs(what, results, bound.slice_outs)
+    return _outputs(what, results, bound.slice_outs, bound.tree)
 
 
 def _function_to_trace(bound: _OpBinding, entry: KernelEntry, ins: Sequence) -> Callable:
@@ -5709,9 +5774,12 @@ def _function_to_trace(bound: _OpBinding, entry: KernelEntry, ins: Sequence) -> 
     return function
 
 
-def _outputs(what: str, returned: Any, outs: Sequence) -> list:
-    """The outputs that a kernel or a jvp rule returned in any container, as arrays."""
-    arrays = list(map(_as_array, jax.tree.leaves(returned)))
+def _outputs(what: str, returned: Any, outs: Sequence, tree: Any = None) -> list:
+    """The outputs that a kernel or a rule returned, as arrays: in any container, but dicts by the keys of `tree`."""
+    if tree:
+        returned = _ordered_like(tree.unflatten(range(tree.num_leaves)), returned, what)
+    leaves, _ = _flatten(returned)
+    arrays = list(map(_as_array, leaves))
     _check_returned(what, arrays, "outs declares", outs)
     return arrays
 
@@ -5772,7 +5840,10 @@ class _OpPrimitive(Primitive):
         self, /, outs: Sequence = (), backend: Any = None, _binding: _OpBinding | None = None, **params: Any
     ) -> _OpBinding:
         """That of the primitive's parameters; BrainEvent calls rules without outs."""
-        return _binding or _OpBinding(self.op, tuple(outs), backend, params)
+        if _binding:
+            return _binding
+        leaves, tree = _flatten(outs, _is_spec)
+        return _OpBinding(self.op, tuple(leaves), backend, params, tree=tree)
 
     def bind(self, /, *args: Any, **params: Any) -> Any:
         return super().bind(*_make_varying(args), _binding=self.binding(**params))
@@ -5796,11 +5867,12 @@ class _OpBinding:
     backend: str | None
     params: dict[str, Any]  # static; as one, because functions of JAX have arguments of any name
     vmaps: tuple = ()  # the recorded ones (10.5): the `in_axes` of each
+    tree: Any = None  # the structure of outs
 
     @functools.cached_property
     def key(self) -> tuple:
         """What JAX's caches compare: exactly, as they would take 1 and 1.0 for the same parameter."""
-        return self.outs, self.backend, _tagged(self.params), self.vmaps
+        return self.outs, self.backend, _tagged(self.params), self.vmaps, self.tree
 
     def __hash__(self) -> int:
         return hash(self.key)
@@ -5903,7 +5975,7 @@ def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None],
         outs = params.pop("outs")
         if callable(outs):
             outs = _call_option(outs, "general_batching_rule: outs", list(map(_without_axis, args, axes)))
-        outs, tree = jax.tree.flatten(outs)
+        _, tree = _flatten(outs)
         out = jax.tree.unflatten(tree, primitive.bind_batch(args, axes, outs=outs, **params))
     else:
         in_axes, batch = _with_axes_in_front(args, axes)
@@ -5975,7 +6047,7 @@ def defjvp(primitive: Any, *jvp_rules: Callable | None) -> None:
     Args:
       primitive: an :class:`XLACustomKernel`, or a JAX primitive with one or several results.
       jvp_rules: one per operand: `rule(tangent, *primals, **params)` returns the tangents of the outputs that this
-        operand's tangent causes, in any container (one array if there is one output; None for zero), and is only
+        operand's tangent causes, in a list or tuple (one array if there is one output; None for zero), and is only
         called for an operand that is differentiated. None in place of a rule: the operand contributes nothing.
         `params` is as in :meth:`XLACustomKernel.def_jvp_rule`.
 
@@ -5994,43 +6066,56 @@ def defjvp(primitive: Any, *jvp_rules: Callable | None) -> None:
     if not isinstance(primitive, Primitive):
         raise TypeError(f"defjvp: expected an XLACustomKernel or a jax Primitive, got {primitive!r}")
     rules = [rule if rule is None else _tolerant(rule, "defjvp: a rule") for rule in jvp_rules]
-    jvp = functools.partial(_jvp_by_operand, primitive, rules)
     if _is_op(primitive):
-        primitive.op._set_rule("jvp", jvp)
+        primitive.op._set_rule("jvp", rules)
     else:
-        ad.primitive_jvps[primitive] = jvp
+        ad.primitive_jvps[primitive] = functools.partial(_jvp_by_operand, primitive, rules)
 
 
 def _jvp_by_operand(primitive: Any, rules: Sequence, primals: Any, tangents: Any, /, **params: Any) -> tuple:
-    """The jvp rule that adds up what each operand's rule gives."""
+    """The jvp rule of a primitive that is no op."""
+    results = primitive.bind(*primals, **params)
+    if primitive.multiple_results:
+        return results, _add_tangents(primitive, rules, primals, tangents, results, params)
+    [tangent] = _add_tangents(primitive, rules, primals, tangents, [results], params)
+    return results, tangent
+
+
+def _add_tangents(
+    primitive: Any, rules: Sequence, primals: Any, tangents: Any, outputs: Sequence, params: dict
+) -> list:
+    """The tangents of the outputs: what each operand's rule gives, added up."""
     if len(rules) != len(primals):
         raise ValueError(f"{primitive.name!r} has {len(rules)} jvp rules for {len(primals)} operands; give each one")
-    results = primitive.bind(*primals, **params)
-    outputs = list(results) if primitive.multiple_results else [results]
     avals = list(map(jax.typeof, outputs))
     totals: list = list(map(_zero_tangent, outputs))
     for i, (rule, tangent) in enumerate(zip(rules, tangents)):
         if rule is None or type(tangent) is ad.Zero:
             continue
-        returned = jax.tree.leaves(rule(tangent, *primals, **params), is_leaf=_is_zero)
+        returned = rule(tangent, *primals, **params)
+        if not isinstance(returned, dict):  # which `_from_rule` refuses
+            returned, _ = _flatten(returned, _is_zero)
         what = f"the jvp rule of {primitive.name!r} for operand {i}"
         for j, term in enumerate(_from_rule(what, returned, "the outputs are", avals)):
             if term is not None:
                 totals[j] = ad.add_tangents(totals[j], term)
-    if primitive.multiple_results:
-        return outputs, totals
-    return outputs[0], totals[0]
+    return totals
 
 
 def _op_jvp(bound: _OpBinding, primals: Sequence, tangents: Sequence) -> tuple:
     """The op's jvp rule, which is for one slice, under the recorded vmaps."""
     rule = _derivative_rule(bound.op, "jvp")
+    primitive = bound.op.primitive
     what = f"the jvp rule of {bound.op.name!r}"
     params = bound.rule_params
 
     def of_slice(primals: tuple, tangents: tuple) -> tuple:
-        outputs, tangents_out = rule(primals, tangents, **params)
-        outputs = _outputs(what, outputs, params["outs"] or jax.tree.leaves(outputs))
+        if isinstance(rule, list):  # of `defjvp`
+            outputs = primitive.bind(*primals, _binding=dataclasses.replace(bound, outs=bound.slice_outs, vmaps=()))
+            tangents_out = _add_tangents(primitive, rule, primals, tangents, outputs, params)
+        else:
+            outputs, tangents_out = rule(primals, tangents, **params)
+        outputs = _outputs(what, outputs, params["outs"] or _flatten(outputs)[0], bound.tree)
         avals = list(map(jax.typeof, outputs))
         return outputs, _from_rule(what, tangents_out, "the outputs are", avals)
 
@@ -6082,18 +6167,24 @@ def _symbolic_slice(x: Any, depth: int) -> Any:
     return type(x)(aval)
 
 
-def _bind_with_vjp(call: _OpCall, ins: Sequence, fwd: Callable, bwd: Callable) -> Any:
+def _bind_with_vjp(call: _OpCall, ins: Sequence, fwd: Callable, bwd: Callable) -> list:
     """Bind the op with its vjp rule, whose functions get the parameters of a call with these operands."""
     ins = _make_varying(ins)
     avals = list(map(jax.typeof, ins))
-    params = call.binding(ins).rule_params
+    bound = call.binding(ins)
+    params = bound.rule_params
+    what = f"the vjp rule of {call.op.name!r}"
+
+    def forward(*ins: Any) -> tuple:
+        results, residuals = fwd(*ins, **params)
+        return _outputs(what, results, bound.outs, call.tree), residuals
 
     def backward(residuals: Any, cotangents: Any) -> tuple:
-        returned = bwd(residuals, cotangents, **params)
-        return tuple(_from_rule(f"the vjp rule of {call.op.name!r}", returned, "the operands are", avals))
+        returned = bwd(residuals, call.tree.unflatten(cotangents), **params)
+        return tuple(_from_rule(what, returned, "the operands are", avals))
 
     function = jax.custom_vjp(call.bind_primitive)
-    function.defvjp(functools.partial(fwd, **params), backward)
+    function.defvjp(forward, backward)
     return function(*ins)
 
 
@@ -6113,7 +6204,7 @@ def _is_zero(x: Any) -> bool:
     return x is None or isinstance(x, (ad.Zero, ad.UndefinedPrimal))  # BrainEvent's rules return undefined operands
 
 
-def _derivative_rule(op: XLACustomKernel, kind: str) -> Callable:
+def _derivative_rule(op: XLACustomKernel, kind: str) -> Any:
     rule = op._rules.get(kind)
     if rule is None:
         other = "define the derivative with def_jvp_rule2 or def_vjp_rule"
