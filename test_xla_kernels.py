@@ -1635,6 +1635,28 @@ def test_each_slice_runs_once_on_any_thread_unless_in_order(method):
     assert on_one_thread == in_order
 
 
+def spin_for(x, thread):
+    """As many µs of work as x says, about; also says which thread did it."""
+    total = 0.0
+    for i in range(np.int64(x[0]) * 100):
+        total += math.sin(x[0] + i)
+    thread[0] = pthread_self() if total < 1e9 else 0
+
+
+@needs_cores
+def test_two_heavy_slices_run_at_once_when_the_kernel_is_known_to_be_heavy():
+    batched = jax.jit(jax.vmap(wrap(spin_for, spec(1, dtype="uint64"))))
+    with x64(True):
+        n_threads = 0
+        for _ in range(100):  # a busy machine may leave the caller alone
+            n_threads = max(n_threads, len(np.unique(batched(np.full((2, 1), 1000.0)))))
+            assert batched(np.full((2, 1), 1.0)).all()  # of the same size, but not heavy
+            assert batched(np.full((2, 1), 1000.0)).all()
+            if n_threads == 2:
+                break
+    assert n_threads == 2
+
+
 def test_no_argument():
     count = wrap(runs("out[:] = np.arange(out.size)", "out"), [spec(3, dtype=np.int32)])
     np.testing.assert_array_equal(count()[0], [0, 1, 2])
@@ -5221,6 +5243,16 @@ def bench_slices():
 
     paths = {"numba_kernel": partial(batched, None), 'vmap_method="sequential"': partial(batched, "sequential")}
     return compare(paths, case=f"{os.cpu_count()} cores")
+
+
+def bench_few_slices():
+    """vmap over as many slices of 2 ms as there are cores, and one slice"""
+
+    def batched(count):
+        call = xk.numba_kernel(spin, like_first)
+        return timed(jax.jit(jax.vmap(call)), jnp.ones((count, 20)))
+
+    return compare({f"{count} slices": partial(batched, count) for count in (1, os.cpu_count())})
 
 
 START = """

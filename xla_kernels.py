@@ -1669,8 +1669,8 @@ class _Wrapper(_Kept):
 # These are compiled for each kernel.  What they have in common is compiled once per process, in `_Driver`:
 #   3. `drive` finds the slices of a batch, and the rows: slices that are one step apart in every buffer.
 #   4. `run` runs a range of slices, row by row.
-#   5. `probe` runs the first slices alone and measures them.  If it pays, XLA's threads and this one `share` the rest:
-#      each takes chunk after chunk until none is left.
+#   5. `probe` runs the first slices alone and measures them, unless the kernel remembers what slices of this size took.
+#      If it pays, XLA's threads and this one `share` the rest: each takes chunk after chunk until none is left.
 # The slice that fails earliest, which need not be the one of the lowest index, gives the call its error: nobody takes a
 # chunk after that, and chunks that are being run elsewhere are waited for.
 # Relies on sections 1 and 2, llvmlite, Numba's tools for it, and the C API of CPython.  The emitter of a backend writes
@@ -2043,11 +2043,14 @@ _Variable = _words("_Variable", "current")
 # or none.  `nbytes` is the size of a slice, and `step` is how far the next slice of the row is: 0 if it is this one.
 _Cursor = _words("_Cursor", "data step dims depth nbytes")
 
-# A kernel, in the memory of its handler.  Outputs, whose memory is mapped on first use, begin at `first_output`.  The
-# fields from `in_order` on are filled in when the code is loaded: texts for errors, `entry`, `lock` and `report` of the
-# emitter, and functions of the driver.
+# A kernel, in the memory of its handler.  Outputs, whose memory is mapped on first use, begin at `first_output`.
+# `slice_ticks` is what a slice took when that was last measured, and `slice_nbytes` how large the buffers of that slice
+# were: a hint, which any thread may overwrite.  The fields from `in_order` on are filled in when the code is loaded:
+# texts for errors, `entry`, `lock` and `report` of the emitter, and functions of the driver.
 _Kernel = _words(
-    "_Kernel", "n_buffers first_output in_order slices wrong_buffers entry lock report answer error fill drive"
+    "_Kernel",
+    "n_buffers first_output slice_ticks slice_nbytes "
+    "in_order slices wrong_buffers entry lock report answer error fill drive",
 )
 
 # A call with a batch.  The cursors stand at its first slice.  `sizes` are those of its `depth` dimensions, outermost
@@ -2056,7 +2059,11 @@ _Kernel = _words(
 # only one, so a row is what the last dimension spans: three slices, along which x and the output go on by one slice,
 # and y stays where it is (step 0).
 _Batch = _words(
-    "_Batch", "frame kernel cursors depth sizes count row", frame=XLA_FFI_CallFrame, kernel=_Kernel, cursors=_Cursor
+    "_Batch",
+    "frame kernel cursors depth sizes count row slice_nbytes",
+    frame=XLA_FFI_CallFrame,
+    kernel=_Kernel,
+    cursors=_Cursor,
 )
 
 # A batch that several threads share.  On the heap, as queued tasks may outlive the call.
@@ -2202,7 +2209,9 @@ class _Driver(_Code):
             first = self.atomic_add(shared.address_of("next"), shared.chunk)
             self.ret(0, when=first >= shared.count)
             stop = self.minimum(first + shared.chunk, shared.count)
+            began = self.call("now")
             error = self.call("run", shared.batch, first, stop)
+            self._remember(shared.batch, self.call("now") - began, stop - first)
             with self.when(error != 0):
                 # `next` becomes more than any index: nothing is left for the others.
                 self.atomic_add(shared.address_of("next"), shared.count)
@@ -2282,6 +2291,7 @@ class _Driver(_Code):
             now = self.call("now")
             took = now - began.current
             with self.when(took > ticks * _MEASURABLE):
+                self._remember(batch, took, n_newest.current)
                 work = took * left // n_newest.current // ticks
                 with self.when(work > _WORTH_SHARING):
                     self.ret(self.call("finish", batch, n_done.current, work))
@@ -2292,11 +2302,18 @@ class _Driver(_Code):
             self.ret(error, when=error != 0)
             n_done.current = stop
 
+    def _remember(self, batch: Any, took: Any, count: Any) -> None:
+        """Note for later calls what slices took."""
+        batch.kernel.slice_ticks = took // count
+        batch.kernel.slice_nbytes = batch.slice_nbytes
+
     # -- a call --
 
     def drive(self, frame: Any, kernel: Any, cursors: Any, depth: Any) -> Any:
         """Run a call with `depth` batch dimensions, whose first slice the cursors stand at."""
-        batch = self.new(_Batch, frame=frame, kernel=kernel, cursors=cursors, depth=depth, count=1, row=1)
+        batch = self.new(
+            _Batch, frame=frame, kernel=kernel, cursors=cursors, depth=depth, count=1, row=1, slice_nbytes=0
+        )
         batch.sizes = self.alloca(_I64, depth)
         with self.loop(0, depth) as d:
             size = self.variable(1)
@@ -2313,6 +2330,12 @@ class _Driver(_Code):
             with self.when(batch.count == batch.row):
                 self.ret(self.call(kernel.slices, frame, cursors, batch.count))
             self.ret(self.call("run", batch, 0, batch.count))
+        with self.loop(0, kernel.n_buffers) as k:
+            batch.slice_nbytes = batch.slice_nbytes + cursors[k].nbytes
+        with self.when(kernel.slice_nbytes == batch.slice_nbytes):
+            work = kernel.slice_ticks * batch.count // self.ticks.current
+            with self.when(work > _WORTH_SHARING):
+                self.ret(self.call("finish", batch, 0, work))
         return self.call("probe", batch)
 
     def _batch_size(self, cursor: Any, d: Any) -> _Word:
