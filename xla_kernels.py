@@ -1407,8 +1407,8 @@ class _Options:
             raise ValueError(f"vmap_method must be one of {_VMAP_METHODS}; got {self.vmap_method!r}")
         if not callable(self.outs) or isinstance(self.outs, type):  # such as jnp.float32
             _flat_specs(self.outs, "outs")
-        if not isinstance(self.name, (str, type(None))) or self.name == "":
-            raise TypeError(f"name must be a text, under which XLA finds the kernel; got {self.name!r}")
+        if self.name is not None and not (isinstance(self.name, str) and self.name and self.name.isprintable()):
+            raise TypeError(f"name must be a printable text, under which XLA finds the kernel; got {self.name!r}")
         self.input_output_aliases = self._checked_aliases()
         self.in_out_argnames = self._checked_names("in_out_argnames", self.in_out_argnames)
         if not isinstance(self.scalars, bool):
@@ -1629,7 +1629,10 @@ class _Wrapper(_Kept):
         for i, j in self.aliases.items():
             if isinstance(i, str):
                 if i not in names:
-                    raise ValueError(f"{self.title}: {i!r} is not the name of an input; this call has {names}")
+                    raise ValueError(
+                        f"{self.title}: {i!r} is not the name of an input; this call has {names}: what is both "
+                        "input and output stands before the other outputs, kernel(in..., out...)"
+                    )
                 i = names.index(i)
             numbered.append((i, j))
         return dict(sorted(self._one_output_each(numbered).items()))
@@ -2677,6 +2680,10 @@ _UNCHECKED_WRITERS = frozenset(
     "nan_to_num nditer view".split()
 )
 _WRITES = "Cannot modify readonly array"  # in what Numba says
+# And in what it says of `x[0] = 1`, too, where that is a call; of `np.add(x, 1, x)`; and of `x += 1` (0.63 to 0.68).
+_SEEN_WRITES = re.compile(
+    rf"{_WRITES}|setitem\(readonly array|explicit output that is read-only|'NoneType' object has no attribute 'args'"
+)
 _READ_ONLY = (
     "; its inputs are read-only, because JAX may share them: write to an output, name what it changes in "
     "in_out_argnames, or use input_output_aliases to start with an input's value"
@@ -2927,7 +2934,16 @@ class _Form(NamedTuple):
 
 
 # -- 7.2 Compiling -------------------------------------------------------------------------------------
-# Numba's types, what its compiler refuses and which inputs its code may write to.
+# Numba's types, and what its compiler refuses.  Which inputs a kernel gets, by what Numba says of read-only ones:
+#
+#     it compiles the kernel                                       read-only
+#     it does, but the kernel names what writes unseen (7.3)       read-only, and copies *
+#     it sees a write: `x[0] = 1`, `x += 1`, `np.add(x, 1, x)`     the kernel is refused
+#     it has another error, and none with writable inputs          writable, and copies *
+#     it has another error, and one with writable inputs           the kernel is refused, with the first error
+#
+# * of the inputs that LLVM does not find to be only read.  Another error is, for example, that of a helper of explicit
+# signatures, of which libraries are full: it takes no read-only array.
 
 
 class _NumbaCode(NamedTuple):
@@ -3000,11 +3016,7 @@ def _in_python(kernel: Any, signature: _Signature, forms: list[_Form]) -> Callab
 
 
 def _compile_form(kernel: Any, signature: _Signature, form: _Form) -> _NumbaCode:
-    """Read-only inputs make Numba refuse a kernel that writes to one.
-
-    Code that declares writable arrays itself (`locals`, users' overloads) may refuse them for another reason: then the
-    kernel gets writable ones, and copies of the inputs that LLVM does not find to be only read.
-    """
+    """The kernel with read-only inputs or, if it takes none, with writable ones: see the table above."""
     from numba import types as nbtypes
 
     _refuse_object_mode(kernel, signature)
@@ -3014,7 +3026,7 @@ def _compile_form(kernel: Any, signature: _Signature, form: _Form) -> _NumbaCode
         dispatcher = _compile_call(form, kernel, argtypes)
     except Exception as error:
         refusal = _refusal("Numba", signature, error, bool(form.results))
-        if _WRITES in str(error):
+        if _SEEN_WRITES.search(str(error)):
             raise refusal from error
         argtypes = _array_types(nbtypes, signature, readonly=False)
         is_checked = False
@@ -3065,9 +3077,10 @@ def _compile_results(dispatcher: Any, argtypes: tuple, signature: _Signature, fo
     declared = [(signature.dtypes[k], signature.ranks[k]) for k in form.results]
     if len(leaves) != len(declared) or not all(map(_is_declared, leaves.values(), declared)):
         shown = ", ".join(f"{dtype.name}[{','.join(':' * rank)}]" for dtype, rank in declared)
+        hint = "" if form.results else "; wrap one that does both in a function that drops the result"
         raise TypeError(
-            f"kernel {signature.label!r} returns {returned}, not {shown or 'nothing'}: with "
-            "parameters for its outputs it writes to them, and with the inputs alone it returns what outs declares"
+            f"kernel {signature.label!r} returns {returned}, not {shown or 'nothing'}: with parameters for its outputs "
+            f"it writes to them, and with the inputs alone it returns what outs declares{hint}"
         )
     if not form.results:
         return overload
@@ -3103,25 +3116,30 @@ def _returned_leaves(kind: Any, expression: str = _RETURNED) -> dict[str, Any]:
 def _is_declared(kind: Any, declared: tuple[np.dtype, int]) -> bool:
     """Whether a result has the declared dtype and rank; where x64 is disabled, 64 bits are declared as 32."""
     from numba import from_dtype
+    from numba import types as nbtypes
 
     dtype, rank = declared
+    is_array = isinstance(kind, nbtypes.Array)
+    element = kind.dtype if is_array or isinstance(kind, nbtypes.IntEnumMember) else kind
     allowed = []
     for name in _NUMBA_DTYPES:
         if dtype in (np.dtype(name), jax.dtypes.canonicalize_dtype(name)):
             allowed.append(from_dtype(np.dtype(name)))
-    return getattr(kind, "dtype", kind) in allowed and getattr(kind, "ndim", 0) == rank
+    return element in allowed and (kind.ndim if is_array else 0) == rank
 
 
 def _refusal(by: str, signature: _Signature, error: Exception, returns: bool = False) -> TypeError:
     """What a kernel that cannot be compiled has wrong, and what to do about it."""
     text = str(error) or type(error).__name__
     hint = f"; it takes the {signature.n_in} inputs alone, so it must return the outputs" if returns else ""
-    if _WRITES in text or "setitem(readonly array" in text:
+    if _SEEN_WRITES.search(text):
         hint += _READ_ONLY
     elif "must have void return type" in text or "to none" in text:
         hint += "; it returns a value: write to the output arrays and return nothing"
     elif "<class 'jax" in text or "readonly buffer(" in text:
         hint += "; it reads an array of JAX's, which must be an input, or NumPy's if it is a constant"
+    elif not jax.config.jax_enable_x64 and re.search(r"(?s)Known signatures:.*64|mismatch: (double|i64)", text):
+        hint += "; it has a signature of 64 bits, which JAX truncates to 32 unless jax_enable_x64 is set"
     elif "0d, C" in text:
         hint += "; a 0-d input is a 0-d array: read it as n[()], or name it in scalars="
     return TypeError(f"{by} cannot compile kernel {signature.label!r} for {signature}{hint}:\n{text}")
