@@ -97,12 +97,11 @@ __all__ = [
 
 # ======================================================================================================
 # 1. JAX: what differs between its versions, what it does not document, and what it lacks.
-# Checked on 0.7.2 to 0.12.0.1.  What JAX's interpreters ask of a primitive is in 5.1, 5.2 and 10.4 to 10.6.
+# Checked on 0.9.0 to 0.12.0.1.  What JAX's interpreters ask of a primitive is in 5.1, 5.2 and 10.4 to 10.6.
 # A new JAX may change the context of lowering rules and what `mlir`, `ad` and `batching` export: errors would say so.
 
 Spec = jax.ShapeDtypeStruct
 Primitive: Any = type(jax.lax.add_p)  # jax.extend.core.Primitive, without the 36 ms that importing jax.extend takes
-_LiteralArray: Any = getattr(sys.modules.get("jax._src.literals"), "LiteralArray", jax.Array)  # constants of jax 0.7
 
 
 def _import(module: str, user: str, install: str) -> Any:
@@ -178,7 +177,7 @@ def _side_effect() -> frozenset:
 
 def _batch_in_front(x: Any, dim: int | None, size: int) -> Any:
     """An operand with its batch, which gets this size if it has none, as the first dimension."""
-    if type(x) is _LiteralArray:  # jax 0.7 cannot transpose its own constants
+    if not isinstance(x, jax.Array):  # jax before 0.9.2 cannot transpose its own constants
         x = np.asarray(x)
     return batching.bdim_at_front(x, dim, size)
 
@@ -233,11 +232,7 @@ def _make_varying(args: Sequence) -> list:
 
 def _vary_over(axes: frozenset, x: Any) -> Any:
     missing = tuple(axes - _varying_axes(jax.typeof(x)))
-    if not missing:
-        return x
-    if hasattr(jax.lax, "pcast"):
-        return jax.lax.pcast(x, missing, to="varying")
-    return jax.lax.pvary(x, missing)  # type: ignore[attr-defined]  # jax 0.7
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
 def _sharded_like(x: Any, aval: Any) -> Any:
@@ -267,16 +262,16 @@ def _zeros(like: Any) -> Any:
 
 def _allowed_dtype(dtype: Any, ins: Sequence) -> np.dtype:
     """The dtype of a declared output: of 64 bits where x64 is enabled, or these are allowed, or an input has them."""
-    setting = getattr(jax.config, "jax_explicit_x64_dtypes", None)  # jax >= 0.8
-    if getattr(setting, "name", "") == "ALLOW" or any(x.dtype == dtype for x in ins):
+    is_allowed = jax.config.jax_explicit_x64_dtypes.name == "ALLOW"
+    if is_allowed or any(x.dtype == dtype for x in ins):
         return np.dtype(dtype)
     return np.dtype(jax.dtypes.canonicalize_dtype(dtype))
 
 
 # ======================================================================================================
 # 2. The C structs of jaxlib/include/xla/ffi/api/c_api.h that a handler reads and writes.
-# XLA adds fields at the end of a struct only, so these, which are those of jaxlib 0.7.2, fit every later one; a test
-# compares them with the installed header.  A new major version may change anything, so it is refused.
+# XLA adds fields at the end of a struct only, so these fit every later jaxlib; a test compares them with the installed
+# header.  A new major version may change anything, so it is refused.
 
 _API_MAJOR = 0
 
@@ -959,13 +954,8 @@ def _declared_spec(x: Any, what: str, ins: Sequence[Spec] | None) -> Spec:
 
 def _warn_user(text: str) -> None:
     """Warn with the user's line: that of the innermost call which is neither in this file nor in JAX."""
-    libraries = _warn_user.__code__.co_filename, os.path.join(os.path.dirname(jax.__file__), "")
-    level = 1
-    frame: Any = sys._getframe()
-    while frame.f_back and frame.f_code.co_filename.startswith(libraries):
-        frame = frame.f_back
-        level += 1
-    warnings.warn(text, stacklevel=level)
+    this_file = __file__[:-1]  # CPython 3.12 and 3.13 take no whole name for a prefix
+    warnings.warn(text, skip_file_prefixes=(this_file, os.path.join(os.path.dirname(jax.__file__), "")))
 
 
 def _checked_shape(shape: Sequence, what: str) -> tuple:
@@ -982,7 +972,7 @@ def _checked_shape(shape: Sequence, what: str) -> tuple:
 def _input_spec(x: Any, i: int) -> Spec:
     dtype = x.dtype if _is_spec(x) else jax.dtypes.result_type(x)
     _check_dtype(dtype, f"input {i}")
-    if not isinstance(x, jax.Array):  # or a tracer, which may be of 64 bits also where x64 is disabled
+    if isinstance(x, (np.ndarray, np.generic)):  # JAX's own may be of 64 bits also where x64 is disabled
         dtype = jax.dtypes.canonicalize_dtype(dtype)
     return Spec(np.shape(x), dtype)
 
@@ -991,7 +981,6 @@ def _input_specs(args: Sequence) -> list[Spec]:
     return [_input_spec(x, i) for i, x in enumerate(args)]
 
 
-_INPUT_CLASSES = (jax.Array, _LiteralArray, np.ndarray, np.generic, int, float, complex)
 _INPUT_TYPES: set[type] = {np.ndarray, bool, int, float, complex}  # exact types, which are quick to find; it grows
 
 
@@ -1004,11 +993,20 @@ def _as_inputs(args: Sequence, name: str) -> tuple[Sequence, bool]:
             continue
         if isinstance(x, jax.core.Tracer):
             is_traced = True
-        elif isinstance(x, _INPUT_CLASSES):
+        elif _is_jax_type(x):
             _INPUT_TYPES.add(type(x))
         else:
             inputs[i] = _from_foreign(x, i, name)
     return inputs, is_traced
+
+
+def _is_jax_type(x: Any) -> bool:
+    """Whether JAX takes values of this type as they are."""
+    if hasattr(x, "__jax_array__"):
+        return False
+    with contextlib.suppress(TypeError):
+        return bool(jax.typeof(x))
+    return False
 
 
 def _from_foreign(x: Any, i: int, name: str) -> Any:
@@ -1178,7 +1176,7 @@ def _lower_to_custom_call(
 
 
 def _keep_from_loops(ctx: Any, results: Any) -> Any:
-    """Keep results of a call from two passes of XLA that are wrong (seen in jax 0.7.2, 0.11.2 and 0.12).
+    """Keep results of a call from two passes of XLA that are wrong (seen in jax 0.11.2 and 0.12).
 
     A dynamic-slice fusion on GPUs lets a call write straight into the array that is updated, even if the call reads it.
     Invariant code is moved out of a `while_loop`, and with it a call whose results are the whole state of the loop: it
@@ -1357,14 +1355,16 @@ def _parameters(kernel: Any) -> tuple[str, ...]:
 
 def _input_signature(parameters: Sequence[str], outs: Any) -> inspect.Signature:
     """The signature of a wrapper: the first parameters of the kernel, as many as `outs` takes, or any number."""
-    inputs = [inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)]
     with contextlib.suppress(TypeError, ValueError):
         taken_by_outs = inspect.signature(outs).parameters.values()
         has_only_inputs = all(p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty for p in taken_by_outs)
         if has_only_inputs and len(taken_by_outs) <= len(parameters):
-            names = parameters[: len(taken_by_outs)]
-            inputs = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
-    return inspect.Signature(inputs)
+            return _signature_of(parameters[: len(taken_by_outs)])
+    return inspect.Signature([inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)])
+
+
+def _signature_of(names: Iterable[str]) -> inspect.Signature:
+    return inspect.Signature([inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names])
 
 
 def _ready_kind(kernel: Any) -> str | None:
@@ -1450,23 +1450,6 @@ def _wrap(make_wrapper: Callable[..., _Wrapper], arguments: dict, options_type: 
     return decorate if kernel is None else decorate(kernel)
 
 
-def _check_aliases(aliases: Mapping[int, int], in_outs: list[str], ins: Sequence[Spec], outs: Sequence[Spec]) -> None:
-    where = f"input_output_aliases={aliases}"
-    if in_outs:
-        where = f"in_out_argnames={in_outs}, which must be like the first of outs, in this order ({where})"
-    for i, j in aliases.items():
-        for what, k, specs in (("input", i, ins), ("output", j, outs)):
-            if not 0 <= k < len(specs):
-                n = len(specs)
-                raise ValueError(f"{where}: there is no {what} {k}; the call has {n} {what}s, numbered from 0")
-        start = _show(ins[i])
-        out = _show(outs[j])
-        if start != out:
-            raise ValueError(f"{where}: input {i} ({start}) and output {j} ({out}) must be equal in shape and dtype")
-    if len(set(aliases.values())) < len(aliases):
-        raise ValueError(f"{where}: an output can alias one input only")
-
-
 class _Recent:
     """Keeps what was used last, as keys that change on every call would fill the memory.
 
@@ -1523,13 +1506,12 @@ class _Wrapper(_Kept):
         self.kernel = kernel
         self.options = options
         self.parameters = _parameters(kernel)
+        self.named_parameters = _signature_of(self.parameters)
         self._describe(kernel)
         self._check_names("in_out_argnames", options.in_out_argnames)
         self._check_names("input_output_aliases", [i for i in options.input_output_aliases if isinstance(i, str)])
         # those that are returned too, in the kernel's order: the first outputs start with them
         self.in_outs = [name for name in self.parameters if name in options.in_out_argnames]
-        in_outs = [(name, j) for j, name in enumerate(self.in_outs)]
-        self.aliases = self._one_output_each([*options.input_output_aliases.items(), *in_outs])
         self._jitted = jax.jit(self._function())
 
     def _describe(self, kernel: Any) -> None:
@@ -1552,7 +1534,10 @@ class _Wrapper(_Kept):
         return f"<{self.decorator} {self.__name__}>"
 
     def __call__(self, /, *args: Any, **named: Any) -> Any:
-        return self._call_inputs(self._in_order(args, named) if named else args)
+        if named:
+            self._check_numbers(named)
+            args = tuple(self._bound(args, named).values())
+        return self._call_inputs(args)
 
     def _call_inputs(self, args: Sequence) -> Any:
         args, is_traced = _as_inputs(args, self.__name__)
@@ -1563,8 +1548,24 @@ class _Wrapper(_Kept):
             raise
         return _unflatten(results)
 
-    def _in_order(self, args: Sequence, named: Mapping[str, Any]) -> list:
-        """The arguments in the order of the parameters, with those that are given by keyword."""
+    def _bound(self, args: Sequence, named: Mapping[str, Any]) -> dict[str, Any]:
+        """What the first parameters get, bound as Python binds arguments."""
+        try:
+            arguments = self.named_parameters.bind_partial(*args, **named).arguments
+        except TypeError as error:
+            raise self._wrong_arity(str(error)) from None
+        if [*arguments] != [*self.named_parameters.parameters][: len(arguments)]:
+            raise self._wrong_arity(f"got only ({', '.join(arguments)})")
+        return arguments
+
+    def _wrong_arity(self, problem: str) -> TypeError:
+        takes = (
+            f"the parameters ({', '.join(self.parameters)}), inputs first" if self.parameters else "by position only"
+        )
+        return TypeError(f"{self.title} takes {takes}; {problem}")
+
+    def _check_numbers(self, named: Mapping[str, Any]) -> None:
+        """Raise if a number is given by keyword for what the kernel takes as an array."""
         for name, value in named.items():
             is_array = _is_spec(value) or hasattr(value, "__jax_array__") or hasattr(value, "__dlpack__")
             if name in self.parameters and not is_array and not self._takes_number(name):
@@ -1572,17 +1573,6 @@ class _Wrapper(_Kept):
                     f"{self.title}: {name}={value!r:.80} is no array; what is given by keyword is an input: name it in "
                     f"scalars=[{name!r}] to give numbers, or make a constant part of the kernel, by a closure"
                 )
-        positional = dict(zip(self.parameters, args))
-        names = self.parameters[: len(args) + len(named)]
-        if positional.keys() & named or {*positional, *named} != {*names} or len(args) > len(positional):
-            twice = [name for name in positional if name in named]
-            reason = f"multiple values for {', '.join(twice)}" if twice else f"{len(args)} by position"
-            takes = ", ".join(self.parameters) or "by position only"
-            raise TypeError(
-                f"{self.__name__}({takes}) got {reason} and {named!r:.80} by keyword: give arrays for the first of its "
-                "parameters, each once"
-            )
-        return [{**positional, **named}[name] for name in names]
 
     def _takes_number(self, name: str) -> bool:
         """Whether a parameter is an input that may be given as a Python number by keyword."""
@@ -1607,8 +1597,7 @@ class _Wrapper(_Kept):
     def _resolve(self, ins: list[Spec], outs: list[Spec]) -> _Call:
         """The call with these inputs and declared outputs, and what runs it."""
         scratch, _ = _flat_specs(self._for_inputs("scratch", ins), "scratch", ins)
-        aliases = self._numbered_aliases(len(ins))
-        _check_aliases(aliases, self.in_outs, ins, outs)
+        aliases = self._numbered_aliases(ins, outs)
         zeroed: list[int] = []
         if self.options.zero_outputs:
             zeroed = [j for j in range(len(outs)) if j not in aliases.values()]
@@ -1622,31 +1611,43 @@ class _Wrapper(_Kept):
             return option
         return _call_option(option, f"{self.title}: {what}", ins)
 
-    def _numbered_aliases(self, n_in: int) -> dict[int, int]:
-        """Those of a call with so many inputs."""
-        names = self.parameters[:n_in]
-        numbered = []
-        for i, j in self.aliases.items():
-            if isinstance(i, str):
-                if i not in names:
-                    raise ValueError(
-                        f"{self.title}: {i!r} is not the name of an input; this call has {names}: what is both "
-                        "input and output stands before the other outputs, kernel(in..., out...)"
-                    )
-                i = names.index(i)
-            numbered.append((i, j))
-        return dict(sorted(self._one_output_each(numbered).items()))
-
-    def _one_output_each(self, pairs: Iterable[tuple]) -> dict:
-        """Aliases as a dict; an error if two outputs are to start in the memory of one input."""
-        aliases: dict = {}
-        for i, j in pairs:
+    def _numbered_aliases(self, ins: Sequence[Spec], outs: Sequence[Spec]) -> dict[int, int]:
+        """Which output starts with which input, checked: the aliases that the user gave, and in-out arguments."""
+        given = self.options.input_output_aliases
+        where = f"{self.title}: input_output_aliases={given}"
+        if self.in_outs:
+            where += f", and in_out_argnames={self.in_outs}, which must be like the first of outs, in this order"
+        aliases: dict[int, int] = {}
+        for key, j in [*given.items(), *((name, j) for j, name in enumerate(self.in_outs))]:
+            i = self._input_number(key, len(ins))
             if aliases.setdefault(i, j) != j:
+                raise ValueError(f"{where}: input {i} cannot start both output {aliases[i]} and output {j}")
+        if len(set(aliases.values())) < len(aliases):
+            raise ValueError(f"{where}: an output can alias one input only")
+        for i, j in aliases.items():
+            for what, k, specs in (("input", i, ins), ("output", j, outs)):
+                if not 0 <= k < len(specs):
+                    n = len(specs)
+                    raise ValueError(f"{where}: there is no {what} {k}; the call has {n} {what}s, numbered from 0")
+            start = _show(ins[i])
+            out = _show(outs[j])
+            if start != out:
                 raise ValueError(
-                    f"{self.title}: input {i!r} cannot start both output {aliases[i]} and output {j}: each starts one, "
-                    "and those in in_out_argnames start the first outputs"
+                    f"{where}: input {i} ({start}) and output {j} ({out}) must be equal in shape and dtype"
                 )
-        return aliases
+        return dict(sorted(aliases.items()))
+
+    def _input_number(self, key: int | str, n_in: int) -> int:
+        """The number of an input that an alias names."""
+        if isinstance(key, int):
+            return key
+        names = self.parameters[:n_in]
+        if key not in names:
+            raise ValueError(
+                f"{self.title}: {key!r} is not the name of an input; this call has {names}: what is both input and "
+                "output stands before the other outputs, kernel(in..., out...)"
+            )
+        return names.index(key)
 
     def _check_dtypes(self, call: _Call, allowed: frozenset[str], refused: str) -> None:
         results = call.outs[: call.n_results]
@@ -2673,7 +2674,7 @@ _NUMBA_INSTALL = "pip install numba"
 _NUMBA_DTYPES = frozenset(
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float32 float64 complex64 complex128".split()
 )
-# Ways to write through a read-only array that Numba (0.61 to 0.68) does not refuse: functions, attributes, classes.  A
+# Ways to write through a read-only array that Numba (0.63 to 0.68) does not refuse: functions, attributes, classes.  A
 # kernel that names one gets copies of the inputs that LLVM does not find to be only read.
 _UNCHECKED_WRITERS = frozenset(
     "asfortranarray ascontiguousarray at CFunc ctypes fill_diagonal flat from_buffer frombuffer GUFunc _Intrinsic "
@@ -2927,7 +2928,7 @@ class _Form(NamedTuple):
         lines = [f"def adapter({parameters}):", f"{_RETURNED} = kernel({', '.join(self.args)})", *ends]
         text = "\n    ".join(lines) + "\n"
         file = f"<adapter {_hash(text)}>"
-        linecache.cache[file] = len(text), None, text.splitlines(True), file  # Numba (not 0.61) finds lines there
+        linecache.cache[file] = len(text), None, text.splitlines(True), file  # Numba finds lines there
         namespace["kernel"] = kernel
         exec(compile(text, file, "exec"), namespace)
         return namespace["adapter"]
@@ -3167,7 +3168,7 @@ def _may_write_unseen(kernel: Any, overload: Any) -> bool:
         return True
     records = _type_records(overload)
     is_from_cache = any(isinstance(record, str) for record in records)
-    if is_from_cache and (len(_functions_read(kernel)) > 1 or _registered_by_users()):  # a text does not say
+    if is_from_cache and len(_functions_read(kernel)) > 1:  # a text does not say what these do
         return True
     return any(map(_record_has_writers, records))
 
@@ -3276,12 +3277,9 @@ class _NumbaEmitter(_Emitter):
         python = context.get_python_api(handler.builder)
         gil = python.gil_ensure()
         context.call_conv.raise_error(handler.builder, python, status)
-        parts = handler.alloca(_I64, 3)
-        for fetch in ("PyErr_Fetch", "PyErr_NormalizeException"):  # Python 3.11: not yet an exception
-            handler.external(fetch, parts, parts + 8, parts + 16)
-        message = handler.call(handler.kernel.report, handler.load(parts + 8))
-        for i in range(3):
-            handler.external("Py_DecRef", handler.load(parts + 8 * i))
+        error = handler.external("PyErr_GetRaisedException")
+        message = handler.call(handler.kernel.report, error)
+        handler.external("Py_DecRef", error)
         python.gil_release(gil)
         return message
 
@@ -4232,18 +4230,21 @@ class _WarpKernel(_Wrapper):
         self.values = copy.deepcopy(values or {})  # for later traces, too: structs may change
         self.with_values = _Recent()  # this kernel with others
         self.by_value_names = {name for name, param in self.params.items() if not param.ndim}
-        self.kernel_signature = inspect.signature(kernel.func)
-        self._name_aliases()
+        for key in options.input_output_aliases:
+            self._aliased_name(key)
         self.parameters = tuple(name for name in self.params if name not in self.values)  # of inputs and outputs
         self._vjp = jax.custom_vjp(super()._trace)
         self._vjp.defvjp(self._forward, self._backward)
 
-    def _name_aliases(self) -> None:
-        """Aliases by the names of parameters: by position they count all arguments of a call, values too."""
-        names = dict(enumerate(self.parameters))
-        self.aliases = self._one_output_each((names.get(i, i), j) for i, j in self.aliases.items())
-        for name in self.aliases.keys() & self.by_value_names:
+    def _aliased_name(self, key: Any) -> Any:
+        """The name of the parameter that an alias names: by position it counts all arguments of a call, values too."""
+        name = dict(enumerate(self.params)).get(key, key)
+        if name in self.by_value_names:
             raise ValueError(f"{self.params[name].by_value_text}: an output can start with an array alone")
+        return name
+
+    def _input_number(self, key: int | str, n_in: int) -> int:
+        return super()._input_number(self._aliased_name(key), n_in)
 
     # -- from a call to its inputs ---------------------------------------------------------------------
 
@@ -4260,13 +4261,8 @@ class _WarpKernel(_Wrapper):
         return self._with_values(values)._call_inputs(arrays)
 
     def _bound(self, args: Sequence, named: Mapping[str, Any]) -> dict[str, Any]:
-        """What the first parameters get, bound as Python binds arguments."""
-        try:
-            arguments = self.kernel_signature.bind_partial(*args, **named).arguments
-        except TypeError as error:
-            raise self._wrong_arity(str(error)) from None
-        are_first = [*arguments] == [*self.params][: len(arguments)]
-        if not are_first or not self.by_value_names <= arguments.keys():
+        arguments = super()._bound(args, named)
+        if not self.by_value_names <= arguments.keys():
             raise self._wrong_arity(f"got only ({', '.join(arguments)})")
         return arguments
 
