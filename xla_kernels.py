@@ -3127,8 +3127,8 @@ def numba_cuda_kernel(
     can be lowered for CUDA, and exported.
 
     A `vmap` is one launch, whose blocks along z are the slices, where the grid of a call has one block there and the
-    kernel neither asks for z nor may wait for other blocks (as its PTX shows: memory fences, volatile, relaxed and
-    uncached loads, `nanosleep`, atomic exchanges and atomic reads count as waiting).  Else, and with
+    kernel neither asks for z nor may wait for other blocks (as its PTX shows: memory fences, volatile and relaxed
+    loads, `ldcg` and `ldcv`, `nanosleep`, atomic exchanges and atomic reads count as waiting).  Else, and with
     `vmap_method="sequential"`, there is a launch for each slice.
 
     With NUMBA_ENABLE_CUDASIM=1 (set before Numba is imported) kernels of `numba.cuda` run in Python on JAX's CPU
@@ -3299,14 +3299,9 @@ class _CudaKernel(_NumbaWrapper):
         options = "cuda", form, package.module
         compiled = self.kernel if package.platform == "cuda" else None  # Python reads a variable on each run
         with _NAMES.of_kernel(self.kernel, compiled, signature, options, self.options.name) as name:
-            target = _Target(
-                name,
-                launch,
-                may_write,
-                compilers={package.platform: compile_},
-                title=self.title,
-                where=f"runs on {package.where}",
-            )
+            compilers = {package.platform: compile_}
+            where = f"runs on {package.where}"
+            target = _Target(name, launch, may_write, compilers=compilers, title=self.title, where=where)
             target.register_where_traced()
         if package.platform != "cuda" or self.options.in_order:
             return target
@@ -3375,7 +3370,6 @@ class _NumbaCuda:
     module = "numba.cuda"
     platform = "cuda"
     where = f"NVIDIA GPUs ({_CUDA_INSTALL}), or in Python if NUMBA_ENABLE_CUDASIM=1 was set; for CPUs use numba_kernel"
-    refuses_with_any_error = False  # a kernel that it cannot compile; else with NumbaError or TypeError
     device_options: Mapping[str, Any] = types.MappingProxyType({"device": True})
     params = staticmethod(_numba_params)  # one array as kernels take it
 
@@ -3442,9 +3436,7 @@ class _NumbaCuda:
         except Exception as error:
             if re.search("No launch config|requires launch metadata", str(error)):
                 raise _not_launched_alone(signature, _DEPENDS_ON_LAUNCH) from error
-            if self.refuses_with_any_error or isinstance(error, (numba.errors.NumbaError, TypeError)):
-                raise _refusal(self.name, signature, error) from error
-            raise
+            raise _refusal(self.name, signature, error) from error
 
     def extras(self, dispatcher: Any, compiled: Any) -> dict[str, Any]:
         """Features that cuLaunchKernel alone cannot launch -> whether the kernel has them."""
@@ -3508,7 +3500,6 @@ class _NumbaCudaMlir(_NumbaCuda):
     name = "numba_cuda_mlir"
     module = "numba_cuda_mlir.cuda"
     where = f"NVIDIA GPUs ({_CUDA_INSTALL}), and has no simulator, as numba.cuda has; for CPUs use numba_kernel"
-    refuses_with_any_error = True
     device_options = types.MappingProxyType({"device": True, "inline": "always"})  # else it has no shared memory
 
     def extras(self, dispatcher: Any, compiled: Any) -> dict[str, Any]:
@@ -3591,8 +3582,7 @@ def _cuda_package_named_by(func: Any, title: str) -> _NumbaCuda:
     """The package that makes the arrays and the stream of a callable: the one that its own code names."""
     function = getattr(func, "__func__", func)  # of a method
     with _CUDASIM_LOCK:  # a simulated kernel may be running with its globals replaced
-        values = [*(function.__defaults__ or ()), *_values_read(function).values()]
-    found = {_cuda_package(value) for value in values}
+        found = {*map(_cuda_package, [*(function.__defaults__ or ()), *_values_read(function).values()])}
     for package in (_NUMBA_CUDA_MLIR, _NUMBA_CUDA, _CUDA_SIMULATOR):
         if package in found:
             return package
@@ -3721,7 +3711,7 @@ def _may_write_unseen_by_cuda(kernel: Any) -> bool:
 @functools.lru_cache(maxsize=1024)
 def _attributes_in(code: types.CodeType) -> frozenset[str]:
     """The attributes and methods that code and code nested in it ask for: Numba CUDA has no `getattr`."""
-    names = {x.argval for x in dis.get_instructions(code) if x.opname in ("LOAD_ATTR", "LOAD_METHOD")}
+    names = {x.argval for x in dis.get_instructions(code) if x.opname == "LOAD_ATTR"}
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             names |= _attributes_in(constant)
@@ -3739,7 +3729,7 @@ def _runs_alike_for_all_z(ptx: str) -> bool:
         return False
     asks_for_z = r"%n?ctaid\.z|%gridid|%n?clusterid|%cluster_"
     waits = r"\b(membar|fence|griddepcontrol|nanosleep)\b|\.(volatile|acquire|release|acq_rel)\b"
-    loads_anew = r"\bld\.[\w.:]*\b(cv|relaxed|mmio)\b"
+    loads_anew = r"\bld\.[\w.:]*\b(cg|cv|relaxed|mmio)\b"  # cg: from the cache that all blocks share
     polls = r"\batom\.[^;]*(\b(cas|exch)\b|, 0([fd]0+)?;)"  # to add 0 is to read
     return not re.search(f"{asks_for_z}|{waits}|{loads_anew}|{polls}", ptx)
 
