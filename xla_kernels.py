@@ -450,7 +450,7 @@ def _reads(kernel: Any) -> tuple | None:
     function = _python(kernel)
     if not isinstance(function, types.FunctionType) or vars(function):  # Numba reads __wrapped__ and __signature__
         return None
-    jit = ()
+    jit: tuple = ()
     if kernel is not function:
         pipeline = getattr(getattr(kernel, "_compiler", None), "pipeline_class", type(None))
         is_plain = hasattr(kernel, "overloads") and not getattr(kernel, "locals", None)
