@@ -1,7 +1,6 @@
 """Tests of xla_kernels: the matrix of operations, backends and transformations, and everything that broke elsewhere."""
 
 import ast
-import builtins
 import collections
 import contextlib
 import ctypes
@@ -30,7 +29,6 @@ import tempfile
 import textwrap
 import threading
 import time
-import traceback
 import types
 import typing
 from collections.abc import Callable
@@ -464,9 +462,12 @@ def grid_and_block(op, outs):
     return tuple(-(-size // threads) for size, threads in zip(dims, block)), block
 
 
+cuda_jit = functools.cache(lambda kernel: cuda.jit(kernel))
+
+
 def in_cuda(op, kernel, outs):
     grid, block = grid_and_block(op, outs)
-    return xk.numba_cuda_kernel(kernel, outs, grid=grid, block=block, **op.options)
+    return xk.numba_cuda_kernel(cuda_jit(kernel), outs, grid=grid, block=block, **op.options)
 
 
 def in_cuda_callable(op, kernel, outs):
@@ -1237,8 +1238,6 @@ def test_kernels_that_differ_give_different_results(case):
     x, calls = np.zeros(1, np.float32), [wrap(kernel) for kernel in closures(*LOOK_ALIKES[case])]
     results = [float(call(x)[0]) for call in calls]
     assert len(set(results)) == len(results) > 1, results
-    if case != "fields of named tuples":  # in which no other process would know them
-        assert all(exported_here(call, x) for call in calls)
 
 
 # A kernel object is compiled once for each signature: what it reads of globals is read then, and never again.
@@ -1278,20 +1277,6 @@ def test_a_helper_is_what_it_was_compiled_to_until_it_is_recompiled():
     assert result_of(calls_again(compiled)) == 2
 
 
-def test_attributes_of_modules_builtins_and_inlined_helpers_that_change(monkeypatch):
-    module, inlined = module_with(n=1), helper("a + n", numba.njit(inline="always"), n=0)
-
-    def make(expression):
-        source = f"def make(module, inlined):\n    def kernel(x, out): out[0] = {expression}\n    return kernel"
-        return kernel_from(source, name="make")
-
-    makers = [make(expression) for expression in ("module.n", "added", "inlined(x[0])")]
-    for n in (1, 2):
-        module.n = inlined.py_func.__globals__["n"] = n
-        monkeypatch.setattr(builtins, "added", n, raising=False)
-        assert [result_of(make(module, inlined)) for make in makers] == [n, n, 1 + n]
-
-
 def test_options_layouts_and_defaults_of_one_function():
     def overflows(x, out):
         total = 100 * int(x[0])
@@ -1306,7 +1291,6 @@ def test_options_layouts_and_defaults_of_one_function():
 
     assert result_of(numba.njit(error_model="numpy")(inverse), 0 * F32) == np.inf
     assert "ZeroDivisionError" in error_of(wrap(numba.njit(inverse)), 0 * F32)
-    assert exported_here(wrap(numba.njit(inverse)), F32)
 
     def size(x, out):
         out[:] = x.size
@@ -1321,7 +1305,6 @@ def test_options_layouts_and_defaults_of_one_function():
         return kernel
 
     assert [result_of(with_default(found)) for found in (1, 2)] == [1, 2]
-    assert exported_here(wrap(with_default(2)), F32)
 
 
 @contextlib.contextmanager
@@ -1334,13 +1317,12 @@ def compiled_functions():
 
 
 def test_a_kernel_that_is_made_again_for_each_shape_is_compiled_once():
-    """Also if a function that it calls is compiled for other types meanwhile."""
-    doubled = numba.njit(lambda a: 2 * a)
+    """If it reads exact constants and stable modules alone."""
 
     def make(alpha, jit=lambda kernel: kernel):
         def kernel(x, out):
             for i in range(x.size):
-                out[i] = alpha * np.sqrt(doubled(x[i]))
+                out[i] = alpha * np.sqrt(2 * x[i])
 
         return wrap(jit(kernel))
 
@@ -1899,7 +1881,7 @@ DICTS = {  # a kernel, its options, inputs, and what it returns
 @pytest.mark.parametrize("case", DICTS)
 def test_dicts_are_filled_in_the_order_in_which_they_are_written(case):
     kernel, options, args, expected = DICTS[case]
-    call = wrap(kernel, **options)
+    call = wrap(kernel, name=f"dicts {case}", **options)
     args = list(map(np.float32, args))
     twice = [np.stack([x, x]) for x in args]
     second = jax.tree.map(lambda x: x[1], jax.vmap(call)(*twice))
@@ -2268,23 +2250,59 @@ def test_a_kernel_that_does_not_compile_takes_no_name_and_can_be_mended():
     assert wrap(name="mended")(F32)[0] == 2
 
 
+def test_a_kernel_without_a_name_is_not_exported():
+    with pytest.raises(ValueError, match="custom call"):
+        exported_here(wrap(), FLOATS)
+
+
+def test_a_named_kernel_whose_module_is_loaded_again_is_the_same(tmp_path, monkeypatch):
+    """If it is unchanged; a changed one needs another name."""
+    module = tmp_path / "reloaded_kernels.py"
+    source = "import math\ndef kernel(x, out):\n    out[0] = math.floor(x[0]) + CONSTANT\n"
+    module.write_text(f"CONSTANT = 1\n{source}")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    kernels = importlib.import_module("reloaded_kernels")
+    assert wrap(kernels.kernel, name="reloaded")(F32)[0] == 2
+    importlib.reload(kernels)
+    assert wrap(kernels.kernel, name="reloaded")(F32)[0] == 2
+    module.write_text(f"CONSTANT = 5\n{source}")
+    importlib.reload(kernels)
+    with pytest.raises(ValueError, match="another kernel of this process has this name"):
+        wrap(kernels.kernel, name="reloaded")(F32)
+    assert wrap(kernels.kernel)(F32)[0] == 6
+
+
+def test_an_op_calls_a_generator_once_for_its_parameters():
+    """Also if that computes with jnp, under jit: it gets arrays, which serve the next trace, too."""
+    made = []
+    op = xk.XLACustomKernel("counted")
+
+    @op.def_numba_kernel
+    def generator(outs, power):
+        made.append((outs[0].shape, power))
+        factors = np.asarray(jnp.full(outs[0].shape, 2.0) ** power)
+        return wrap(lambda x: factors * x)
+
+    call = partial(op, outs=like_first)
+    for _ in range(2):
+        for power in (1, 2):
+            jax.clear_caches()
+            x = jnp.ones(3)
+            jax.jit(partial(call, power=power))(x)
+            jax.vmap(partial(call, power=power))(jnp.ones((4, 3)))
+            np.testing.assert_array_equal(call(x, power=power), np.full(3, 2.0**power))
+    assert made == [((3,), 1), ((3,), 2)]
+    op.def_numba_kernel(generator)
+    call(jnp.ones(3), power=1)
+    assert len(made) == 3
+
+
 def test_two_kernels_of_one_name_and_signature_are_an_error():
     first, second = [wrap(kernel, name="twice") for kernel in closures("x[0] + v", [1, 2])]
     assert first(F32)[0] == first(F32)[0] == 2
     with pytest.raises(ValueError, match="twice"):
         second(F32)
-
-
-def test_kernels_that_only_their_process_tells_apart_are_not_exported():
-    """By a number, as their code is equal, or by an object of its own."""
-    first, second = [wrap(kernel_from("def kernel(x, out): out[:] = x * 123")) for _ in range(2)]
-    color = enum.Enum("Color", "RED BLUE")
-    of_enum = wrap(runs("out[:] = 1 if x[0] > 0 and color.RED is red else 2", color=color, red=color.RED))
-    assert exported_here(first, FLOATS)
-    for kernel in (second, of_enum):
-        with pytest.raises(ValueError, match="custom call"):
-            exported_here(kernel, FLOATS)
-    np.testing.assert_array_equal(second(F32), 123 * F32)
 
 
 # ======================================================================================================
@@ -2327,7 +2345,8 @@ in_axpy = pytest.mark.parametrize("scalars", [("n", "a"), True], ids=["scalars",
 
 def cuda_op(kernel, outs=like_first, **options):
     """`kernel` with a thread for each element of its first input."""
-    return xk.numba_cuda_kernel(kernel, outs, launch_dims=lambda x, *_: x.size, threads_per_block=8, **options)
+    options = {"launch_dims": lambda x, *_: x.size, "threads_per_block": 8, **options}
+    return xk.numba_cuda_kernel(cuda.jit(kernel), outs, **options)
 
 
 def run_pytest(*args, **environment):
@@ -2386,9 +2405,10 @@ def written_for(package_cuda, function):
 KERNEL_NUMBERS = itertools.count(1)
 
 
-def own_kernel(package_cuda, parameters, body="cuda.grid(1)"):
+def own_kernel(package_cuda, parameters, body="cuda.grid(1)", *, names={}, **options):
     """A kernel that no other test has compiled."""
-    return runs(f"{body}\n    number = {next(KERNEL_NUMBERS)}", parameters, cuda=package_cuda)
+    function = runs(f"{body}\n    number = {next(KERNEL_NUMBERS)}", parameters, cuda=package_cuda, **names)
+    return package_cuda.jit(**options)(function)
 
 
 # -- without a GPU: what XLA is told -------------------------------------------------------------------
@@ -2413,7 +2433,7 @@ def program_for_cuda(function, *args):
 @compiled
 def test_cuda_nothing_to_run_is_no_call():
     """XLA may not capture an empty launch in a CUDA graph."""
-    kernel = lambda x, y, z: None
+    kernel = cuda.jit(lambda x, y, z: None)
     op = xk.numba_cuda_kernel(kernel, lambda x: (x, x), launch_dims=lambda x: x.size - 3, input_output_aliases={0: 1})
     assert "custom_call" in lower_for_cuda(jax.vmap(op), spec(1, 4))
     assert "custom_call" not in lower_for_cuda(jax.vmap(op), spec(0, 4))
@@ -2440,10 +2460,11 @@ BLOCK = {"grid": 1, "block": 1}
     (ValueError, {**BLOCK, "shared_mem": -1}, "shared_mem must be a number of bytes; got -1"),
     (TypeError, {**BLOCK, "outs": spec(3, dtype=jnp.bfloat16)}, "output 0 is bfloat16[3]"),
     (TypeError, {**BLOCK, "outs": [spec(3)] * 2}, "1 inputs and 2 outputs"),
-    (TypeError, {**BLOCK, "kernel": HOST_KERNEL}, "numba.cuda.jit"),
+    (TypeError, {**BLOCK, "kernel": HOST_KERNEL}, "@cuda.jit of numba or numba_cuda_mlir"),
+    (TypeError, {**BLOCK, "kernel": lambda x, out: None}, "@cuda.jit of numba or numba_cuda_mlir"),
 ])  # fmt: skip
 def test_cuda_refused_kernel(error, options, text):
-    options = {"kernel": lambda x, out: None, "outs": spec(3), **options}
+    options = {"kernel": cuda.jit(lambda x, out: None), "outs": spec(3), **options}
     with pytest.raises(error, match=re.escape(text)):
         jax.eval_shape(xk.numba_cuda_kernel(**options), spec(3))
 
@@ -2451,7 +2472,8 @@ def test_cuda_refused_kernel(error, options, text):
 @pytest.mark.parametrize("func, text", [
     (3, "for one kernel use numba_cuda_kernel.*int 3"),
     (HOST_KERNEL, "CPUDispatcher"),
-    (lambda x, out, stream: None, r"\(x, out, stream\).* 2 inputs, 1 outputs"),
+    (lambda x, y, out, stream: math.pi, "names neither a kernel nor the `cuda`"),
+    (lambda x, out, stream: cuda, r"\(x, out, stream\).* 2 inputs, 1 outputs"),
 ])  # fmt: skip
 def test_cuda_refused_callable(func, text):
     with pytest.raises(TypeError, match=text):
@@ -2464,12 +2486,6 @@ def test_cuda_without_gpu_or_simulator():
     for call in (kernel, kernel, jax.jit(kernel)):
         with pytest.raises(NotImplementedError, match=r"'cuda_copy' .*NUMBA_ENABLE_CUDASIM=1.*numba_kernel"):
             call(F32)
-
-
-def test_cuda_missing_package(monkeypatch):
-    monkeypatch.setitem(sys.modules, getattr(cuda, "__name__", "numba.cuda"), None)  # what `cuda_copy` reads
-    with pytest.raises(ImportError, match="pip install"):
-        cuda_op(cuda_copy)(F32)
 
 
 # -- without a GPU: what the driver is asked to do -----------------------------------------------------
@@ -2542,7 +2558,7 @@ R cuMemcpyDtoDAsync_v2(P to, P from, size_t n, P stream) {
   return 0;
 }
 R cuMemsetD8Async(P to, unsigned char value, size_t n, P stream) {
-  if (*on_stream(stream)) { return 0; }  // Numba's own
+  if (to == (P)0x1234) { return 0; }  // Numba's own, for the error code of a debug kernel
   LOG("set %zu bytes to %d\n", n, value);
   memset(to, value, n);
   return outcome(__func__);
@@ -2861,6 +2877,8 @@ SLICED = {  # what z or a wait shows in: the kernel, and its PTX
     "cas": ("while cuda.atomic.cas(out, 0, x[0], x[1]) == 0: pass", "atom.global.cas.b32 %r1, [%rd1], 0, 1;"),
     "exch": ("while cuda.atomic.exch(out, 0, 1) == 0: pass", "atom.global.exch.b32 %r1, [%rd1], 1;"),
     "read": ("while cuda.atomic.add(out, 0, 0) == 0: pass", "atom.global.add.u32 %r1, [%rd1], 0;"),
+    "ldcv": ("while cuda.ldcv(out, 0) == 0: pass", "ld.global.cv.b32 %r1, [%rd1];"),
+    "sleep": ("while out[0] == 0: cuda.nanosleep(100)", "nanosleep.u32 100;"),
 }
 
 
@@ -2869,13 +2887,27 @@ def test_fakecuda_kernels_that_know_of_z_or_wait_are_launched_per_slice(gpus, ba
     """Blocks of other slices that do not run may be what they wait for."""
     code, ptx = SLICED[how]
     if hasattr(batching_cuda, "compiles_nothing"):
-        kernel = batching_cuda.jit(ptx=ptx)(own_kernel(batching_cuda, "x, out"))
+        kernel = own_kernel(batching_cuda, "x, out", ptx=ptx)
     elif how == "fence" and is_successor(batching_cuda):
         pytest.skip("numba-cuda-mlir 0.6.0 fails to compile cuda.threadfence()")
     else:
         kernel = own_kernel(batching_cuda, "x, out", code)
     op = xk.numba_cuda_kernel(kernel, like_first, **BLOCK)
     assert gpus.launches(jax.vmap(op), jnp.ones((4, 3), np.int32)) == [ONE_THREAD] * 4
+
+
+@pytest.mark.parametrize("may_wait, ptx", [
+    (True, "ld.volatile.global.u32 %r1, [%rd1];"),
+    (True, "ld.relaxed.gpu.global.u32 %r1, [%rd1];"),
+    (True, "ld.mmio.relaxed.sys.global.u32 %r1, [%rd1];"),
+    (True, "ld.global.cg.b32 %r1, [%rd1];"),
+    (True, "atom.relaxed.gpu.global.add.u32 %r1, [%rd1], 0;"),
+    (False, "atom.relaxed.gpu.global.add.u32 %r1, [%rd1], 1;"),
+    (False, "ld.global.nc.v4.f32 {%f1, %f2, %f3, %f4}, [%rd1];"),
+    (False, "ld.param.u64 %rd1, [relaxed_param_0];"),
+])  # fmt: skip
+def test_cuda_kernels_that_may_wait(may_wait, ptx):
+    assert xk._runs_alike_for_all_z(ptx) is not may_wait
 
 
 def without_aliases(ffi_lowering):
@@ -2925,18 +2957,28 @@ def test_fakecuda_a_failure_ends_the_call_and_no_other(gpus, package_cuda, funct
 
 
 @pytest.mark.filterwarnings("ignore:Could not find source for function")  # that debug kernels would name
-@pytest.mark.parametrize("kind, stream", [
-    ("debug", " on stream 0"),  # on which Numba reads the error code of a debug kernel
-    ("cooperative", ""),
+@pytest.mark.parametrize("body, options, feature", [
+    ("cuda.grid(1)", {"debug": True, "opt": False}, "debug=True"),
+    ("cuda.cg.this_grid().sync()", {}, "a cooperative launch"),
+    ("cuda.grid(1)", {"extensions": [types.SimpleNamespace(prepare_args=lambda *x, **_: x)]}, "extensions"),
 ])  # fmt: skip
-def test_fakecuda_kernels_that_python_launches(gpus, compiling_cuda, kind, stream):
-    body = "cuda.cg.this_grid().sync()" if kind == "cooperative" else "cuda.grid(1)"
-    options = {"debug": True, "opt": False} if kind == "debug" else {}
-    kernel = compiling_cuda.jit(**options)(own_kernel(compiling_cuda, "x, out", body))
-    op = jax.vmap(xk.numba_cuda_kernel(kernel, like_first, grid=(2, 3), block=8, shared_mem=64))
+def test_fakecuda_kernels_that_only_numba_can_launch_are_refused(
+    gpus, monkeypatch, compiling_cuda, body, options, feature
+):
+    """At the trace.  Their names are free again, and a callable launches them."""
+
+    def launch(x, out, stream):
+        kernel[1, 8, stream](x, out)
+
+    monkeypatch.setattr(xk, "_default_platform", lambda: "gpu")
+    for _ in range(2):
+        kernel = own_kernel(compiling_cuda, "x, out", body, **options)
+        op = xk.numba_cuda_kernel(kernel, like_first, **BLOCK, name=feature)
+        for _ in range(2):
+            with pytest.raises(TypeError, match=f"'kernel' has {feature}: .*numba_cuda_callable"):
+                jax.eval_shape(op, F32)
     gpus.set(device=1)
-    assert gpus.launches(op, jnp.ones((2, 9))) == [f"numba 1: 2,3,1 x 8,1,1 +64{stream}"] * 2
-    assert gpus.traits(op, spec(2, 9)) == 0
+    assert gpus.launches(xk.numba_cuda_callable(launch, like_first), F32) == ["numba 1: 1,1,1 x 8,1,1 +0"]
 
 
 @pytest.mark.parametrize("body, refused", [
@@ -2946,14 +2988,19 @@ def test_fakecuda_kernels_that_python_launches(gpus, compiling_cuda, kind, strea
     ("out[0] = x.nope", "nope"),
 ])  # fmt: skip
 def test_fakecuda_refused_kernels(gpus, compiling_cuda, body, refused):
-    kernel = compiling_cuda.jit(runs(body, cuda=compiling_cuda))
+    kernel = own_kernel(compiling_cuda, "x, out", body)
     with pytest.raises(TypeError, match=rf"(?s)kernel 'kernel' for \(float32\[:\]\).*{refused}"):
         run_for_cuda(xk.numba_cuda_kernel(kernel, like_first, **BLOCK), F32)
 
 
-@pytest.mark.parametrize("body, copied", [("out[0] = x.view(np.float32)[0]", 400_000), ("out[0] = x[0]", 0)])
+@pytest.mark.parametrize("body, copied", [
+    ("out[0] = x.view(np.float32)[0]", 400_000),
+    ("out[0] = x[0]", 0),
+    ("tile = x[0]; out[0] = view(tile) + flat[1]", 0),  # such names alone do not write
+])  # fmt: skip
 def test_fakecuda_a_kernel_that_may_write_to_an_input_gets_a_copy(gpus, compiling_cuda, body, copied):
-    op = xk.numba_cuda_kernel(own_kernel(compiling_cuda, "x, out", body), like_first, **BLOCK)
+    names = {"view": compiling_cuda.jit(device=True)(lambda x: x), "flat": np.ones(2, np.float32)}
+    op = xk.numba_cuda_kernel(own_kernel(compiling_cuda, "x, out", body, names=names), like_first, **BLOCK)
     assert 0 <= copied_bytes(program_for_cuda(op, LARGE), LARGE) - copied < 1000
 
 
@@ -2994,10 +3041,9 @@ def test_cuda_simulator():
 
 
 @on_device
-@pytest.mark.parametrize("jitted", [False, True])
 @in_axpy
-def test_on_cuda_kernel_that_does_not_take_buffers(scalars, jitted):
-    op = axpy_op(cuda.jit(cuda_axpy) if jitted else cuda_axpy, scalars)
+def test_on_cuda_kernel_that_does_not_take_buffers(scalars):
+    op = axpy_op(cuda.jit(cuda_axpy), scalars)
     x = jnp.arange(8.0)
     for n in 5, 3:
         call = functools.partial(op, n=n, a=2.0, x=x)
@@ -3010,6 +3056,7 @@ def test_on_cuda_kernel_that_does_not_take_buffers(scalars, jitted):
 @on_device
 def test_on_cuda_dynamic_shared_memory():
     @xk.numba_cuda_kernel(outs=like_first, grid=3, block=8, shared_mem=4 * 16_008)  # above the usual 48 KiB
+    @cuda.jit
     def reverse_blocks(x, out):
         tile = cuda.shared.array(0, cuda_float32)
         i, t = cuda.grid(1), cuda.threadIdx.x
@@ -3036,7 +3083,7 @@ def test_on_cuda_operands_without_dimensions_and_without_batch():
 
 @on_device
 def test_on_cuda_arrays_without_elements():
-    for op in cuda_op(cuda_copy), xk.numba_cuda_kernel(cuda_copy, like_first, grid=1, block=4):
+    for op in cuda_op(cuda_copy), xk.numba_cuda_kernel(cuda.jit(cuda_copy), like_first, grid=1, block=4):
         assert op(jnp.zeros(0)).shape == (0,)
         assert jax.vmap(op)(jnp.zeros((0, 3))).shape == (0, 3)
         assert jax.vmap(op)(jnp.zeros((3, 0))).shape == (3, 0)
@@ -3060,6 +3107,16 @@ def test_on_cuda_callable_launches_several_kernels():
 
 
 @on_device
+def test_on_cuda_callable_may_be_a_method_and_have_kernels_as_defaults():
+    class Doubles:
+        def launch(self, x, out, stream, add=cuda.jit(cuda_add)):
+            add[1, 8, stream](x, x, out)
+
+    double = xk.numba_cuda_callable(Doubles().launch, like_first)
+    np.testing.assert_array_equal(double(F32), 2 * F32)
+
+
+@on_device
 def test_on_cuda_exceptions_of_callables_reach_the_user():
     @xk.numba_cuda_callable(outs=like_first)
     def refuse(x, out, stream):
@@ -3071,7 +3128,7 @@ def test_on_cuda_exceptions_of_callables_reach_the_user():
 
 @simulated
 def test_cudasim_input_is_read_only_and_errors_name_the_thread():
-    op = xk.numba_cuda_kernel(runs("x[0] = 1"), like_first, **BLOCK)
+    op = xk.numba_cuda_kernel(cuda.jit(runs("x[0] = 1")), like_first, **BLOCK)
     text = "tid=[0, 0, 0] ctaid=[0, 0, 0]: assignment destination is read-only (raised in kernel 'kernel')"
     with pytest.raises(Exception, match=re.escape(f"ValueError: {text}")):
         jax.block_until_ready(op(F32))
@@ -3089,8 +3146,6 @@ def gpu_copy(how):
     """A kernel that copies its input, launched in each way that there is."""
     if how == "native":
         return cuda_op(cuda_copy)
-    if how == "debug":
-        return cuda_op(cuda.jit(debug=True, opt=False)(cuda_copy))
     if how == "warp":
         relu = matrix_kernel("leaky_relu", "warp", np.dtype("float32"), alpha=0.5)  # copies positive numbers
         return xk.warp_kernel(relu, like_first)
@@ -3099,7 +3154,7 @@ def gpu_copy(how):
 
 
 @on_gpu
-@pytest.mark.parametrize("how", ["native", "debug", "callable", with_warp("warp")])
+@pytest.mark.parametrize("how", ["native", "callable", with_warp("warp")])
 def test_gpu_stream_order_under_load(how):
     """The kernel stands between two XLA operations that take their time, many times over."""
 
@@ -3225,6 +3280,7 @@ def test_gpu_a_row_that_a_kernel_reads_and_the_program_replaces():
     """XLA's dynamic-slice fusion lets a kernel write into the array that it reads (jax 0.11.2)."""
 
     @xk.numba_cuda_kernel(outs=lambda v, w: (v, w), launch_dims=64)
+    @cuda.jit
     def left_and_right(v, w, left, right):
         i = cuda.grid(1)
         if i < v.size:
@@ -3270,10 +3326,12 @@ def test_gpu_callable_in_a_command_buffer():
 
 
 @on_gpu
-def test_gpu_a_kernel_that_writes_to_an_input_changes_a_copy():
+@pytest.mark.parametrize("store", ["cuda.stwt", "store"])
+def test_gpu_a_kernel_that_writes_to_an_input_changes_a_copy(store):
     """In every slice of a batch, which shares the input."""
-    body = "i = cuda.grid(1)\n    if i < x.size:\n        cuda.stwt(x, i, x[i] + y[i])\n        out[i] = x[i]"
-    add = cuda_op(own_kernel(cuda, "x, y, out", body))
+    body = f"i = cuda.grid(1)\n    if i < x.size:\n        {store}(x, i, x[i] + y[i])\n        out[i] = x[i]"
+    kernel = own_kernel(cuda, "x, y, out", body, names={"store": cuda.stwt})
+    add = xk.numba_cuda_kernel(kernel, like_first, grid=1, block=8)
     x, y = jnp.arange(4.0), jnp.ones((3, 4))
     np.testing.assert_array_equal(jax.vmap(add, (None, 0))(x, y), x + y)
     np.testing.assert_array_equal(x, [0, 1, 2, 3])
@@ -3287,12 +3345,6 @@ def test_gpu_every_device():
         out = op(x, x)
         assert out.devices() == {device}
         np.testing.assert_array_equal(out, 2 * x)
-
-
-@on_gpu
-def test_gpu_cuda_cooperative_goes_through_python():
-    kernel = own_kernel(cuda, "x, out", "cuda.cg.this_grid().sync(); out[0] = x[0]")
-    np.testing.assert_array_equal(xk.numba_cuda_kernel(cuda.jit(kernel), spec(1), grid=2, block=8)(F32), [1])
 
 
 # ======================================================================================================
@@ -4497,10 +4549,10 @@ OP_ERRORS = {  # the error, what its text says, the options of a call
         {},
     ),
     "unknown backend": (ValueError, f"no backend '' for platform 'cpu'; registered: {REGISTERED}", {"backend": ""}),
-    "kernel raises": (RuntimeError, "raised KeyError: 'boom' ('cpu' has shape, raising", {"backend": "raising"}),
-    "no function": (RuntimeError, "got None", {"backend": "nothing"}),
-    "undecorated": (RuntimeError, "is a generator: it gets static parameters alone", {"backend": "undecorated"}),
-    "ready kernel": (RuntimeError, "['alpha'] need a generator", {"backend": "numba", "alpha": 2}),
+    "kernel raises": (KeyError, "raised this; 'cpu' has shape, raising", {"backend": "raising"}),
+    "no function": (TypeError, "got None", {"backend": "nothing"}),
+    "undecorated": (TypeError, "is a generator: it gets static parameters alone", {"backend": "undecorated"}),
+    "ready kernel": (TypeError, "['alpha'] need a generator", {"backend": "numba", "alpha": 2}),
     "list inside": (TypeError, "'alpha' must be hashable", {"alpha": (Config(1.0, table=[1]),)}),
     "outs: a dtype": (TypeError, "outs must be specs", {"outs": np.float32}),
     "outs: None": (TypeError, "outs is missing", {"outs": None}),
@@ -4518,9 +4570,7 @@ def test_op_errors(case):
     for use in uses_of(partial(broken_op(), **{"outs": spec(8), "backend": "shape", **options})):
         with pytest.raises(error, match=re.escape(text)) as raised:
             use()
-        assert "'broken'" in str(raised.value)
-        if case == "kernel raises":
-            assert "\nKeyError: 'boom'\n" in "".join(traceback.format_exception(raised.value))
+        assert "'broken'" in "".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
 
 
 def test_op_backend_of_another_platform_can_be_traced_and_lowered_there_alone():
@@ -4765,9 +4815,9 @@ def test_op_benchmark_compares_backends():
     op.def_kernel("far", "gpu", add_to(1))
     result = op.benchmark(VECTOR, outs=like_first)
     a, b, c, bad = result.rows
-    assert (a.difference, c.difference, bad.difference) == (0, 0.5, None) and np.isnan(b.difference)  # from a
+    assert (a.difference, c.difference) == (0, 0.5) and np.isnan(b.difference)  # from a
     assert a.first_ms > 0 and a.median_us > 0 and a.error is None
-    assert bad.first_ms is None and "KeyError" in bad.error
+    assert np.isnan(bad.first_ms) and "KeyError" in bad.error
     (chosen,) = op.benchmark(VECTOR, outs=like_first, backend="c").rows
     assert chosen.backend == "c" and chosen.difference == 0
     of_two = op_with(lambda: lambda x: [x, x])
@@ -5181,7 +5231,7 @@ def brainevent():
 
 ADD = {  # by the name of a path: the platform that it is for, and a function of the output's spec
     "numba_kernel": ("cpu", lambda out: xk.numba_kernel(add_in("numba"), out)),
-    "numba_cuda_kernel": ("gpu", lambda out: xk.numba_cuda_kernel(add_in("cuda"), out, launch_dims=out.size)),
+    "numba_cuda_kernel": ("gpu", lambda out: xk.numba_cuda_kernel(cuda_jit(add_in("cuda")), out, launch_dims=out.size)),
     "warp_kernel": (None, lambda out: xk.warp_kernel(add_in("warp"), out)),
     "XLACustomKernel (Numba)": ("cpu", add_op),
     "C++ FFI handler": ("cpu", add_cpp),

@@ -33,9 +33,9 @@ A call, from Python to machine code: `numba_kernel` makes a `_NumbaKernel`; `_Wr
 -> XLA -> the machine code of `_Handler` and, for a batch, of `_Driver`.
 An op under grad of vmap: `XLACustomKernel.__call__` -> `_find_call` -> `_OpCall.bind` (with a vjp rule
 `_bind_with_vjp`: a `jax.custom_vjp`, whose functions JAX batches) -> `_op_batching`, which records the vmap ->
-`_op_jvp`, `_op_transpose`, which vmap the user's rules -> `_op_lowering`, which knows the platform -> `_OpBinding.run`
+`_op_jvp`, `_op_transpose`, which vmap the user's rules -> `_op_lowering`, which knows the platform -> `_OpParams.run`
 -> `_run_slice` -> the call of a wrapper, as above.
-The order of a kernel's arguments: above `_NumbaWrapper`; `_CudaCode._callable_emitter` for callables; in
+The order of a kernel's arguments: above `_NumbaWrapper`; `_CudaCallable` for callables; in
 `_WarpKernel._find_target`.  A dtype: above `_XLA_FFI_DATA_TYPES`.
 An exception in a slice: `_NumbaEmitter`, `_keep_message`, `_Driver.run`, `_Driver.work`.
 A new backend takes four places: a section like 7 to 9 (what to install, dtypes, a public `..._kernel`, a `_Wrapper`,
@@ -53,6 +53,7 @@ import copy
 import ctypes
 import dataclasses
 import decimal
+import dis
 import functools
 import hashlib
 import importlib
@@ -78,7 +79,7 @@ import jax
 import numpy as np
 from jax.interpreters import ad, batching, mlir
 
-__version__ = "0.4.0"
+__version__ = "0.5.0"
 __all__ = [
     "KernelEntry",
     "XLACustomKernel",
@@ -379,17 +380,16 @@ def _ffi_api_version() -> tuple[int, int]:
 #
 # XLA finds the handlers of a program by their names, in the process that runs it; also for a program from JAX's
 # persistent cache.  So results are right if two kernels of a process that may differ never share a name.
-# - A kernel object has a name of its own.  Globals are read when it is compiled, and never again, as in Numba.
-# - A function that the same `def` made again is the same kernel, if all that it reads is exact constants, stable
-#   modules, or the very same jitted functions with the very same code (`_made_again`).  In doubt it is another kernel:
-#   compiled twice, never wrong.
-# - A name holds a fingerprint of the code that is equal in other processes, so that exported programs find their
-#   kernels there.  It is a best effort: kernels that would share a name get a number.
+# - A kernel is its object: a dispatcher, or for a plain function the wrapper that jits it.  What it reads of globals is
+#   read when it is compiled, and never again, as in Numba.
+# - A function that the same `def` made again is the same kernel, if it reads exact constants and stable modules alone
+#   (`_reads`).  In doubt it is another kernel: compiled twice, never wrong.
+# - The hash in a name is a help for JAX's cache, no promise.  In other processes a kernel is found by `name=` alone.
 # XLA keeps raw pointers to handlers, so whatever is registered stays in memory until the process ends.
 
 # The version of the attribute `launch` and of the buffers that a handler expects.  Names of targets hold it, so that an
 # exported program never calls a handler of another version.
-_LAYOUT = 5
+_LAYOUT = 6
 
 # Shared by all copies of this file in a process, also by one that is reloaded: locks, names in use, handlers.
 _SHARED: dict[str, Any] = vars(sys.modules.setdefault("_xla_kernels_shared", types.ModuleType("_xla_kernels_shared")))
@@ -405,7 +405,7 @@ def _native_lock(name: str) -> int:
     return _SHARED.get(name) or _SHARED.setdefault(name, allocate())  # atomic: the first lock wins
 
 
-# -- 3.1 What a kernel reads ---------------------------------------------------------------------------
+# -- 3.1 Which kernels are one kernel ------------------------------------------------------------------
 
 
 def _python(kernel: Any) -> Any:
@@ -423,65 +423,6 @@ def _is_stable(module: Any) -> bool:
     return root in ("_operator", "builtins", "cmath", "heapq", "math", "numba", "numba_cuda_mlir", "numpy", "operator")
 
 
-@functools.lru_cache(maxsize=1024)
-def _names_in(code: types.CodeType) -> frozenset[str]:
-    """The names that occur in code and in code nested in it; texts, too, as `getattr` may get them."""
-    names = {*code.co_names, *code.co_freevars}
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= _names_in(constant)
-        elif isinstance(constant, str) and constant.isidentifier():
-            names.add(constant)
-    return frozenset(names)
-
-
-def _values_read(function: types.FunctionType) -> dict[str, Any]:
-    """What the names in a function stand for: in its closure, its globals, and modules of the user that it names."""
-    names = sorted(_names_in(function.__code__))
-    values = {}
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
-        with contextlib.suppress(ValueError):  # not bound yet
-            values[name] = cell.cell_contents
-    for name in names:
-        if name in function.__globals__:
-            values.setdefault(name, function.__globals__[name])
-    paths = list(values)
-    for path in paths:  # grows by what modules hold
-        module = values[path]
-        if isinstance(module, types.ModuleType) and not _is_stable(module.__name__):
-            for name in names:
-                inner = f"{module.__name__}.{name}"
-                if name in vars(module) and inner not in values:
-                    values[inner] = vars(module)[name]
-                    paths.append(inner)
-    return values
-
-
-def _functions_read(kernel: Any) -> list[types.FunctionType]:
-    """The user's Python functions that a kernel may call, its own first."""
-    functions = [_python(kernel)]
-    for function in functions:  # grows by those that it names
-        for value in _values_read(function).values():
-            called = _python(value)
-            is_users = isinstance(called, types.FunctionType) and not _is_stable(called.__module__)
-            if is_users and called not in functions:
-                functions.append(called)
-    return functions
-
-
-def _names_read(kernel: Any) -> set[str]:
-    """The names in a kernel and in what it calls, and the names and types of the objects that these refer to."""
-    names: set[str] = set()
-    for function in _functions_read(kernel):
-        names |= _names_in(function.__code__)
-        for value in _values_read(function).values():
-            names |= {str(getattr(value, "__name__", "")), type(value).__name__}
-    return names
-
-
-# -- 3.2 Which kernels are one kernel ------------------------------------------------------------------
-
-
 class _Same:
     """A part of a key: an object that equals itself alone.  The key keeps it alive, so its id is not used again."""
 
@@ -495,42 +436,41 @@ class _Same:
         return type(other) is _Same and self.obj is other.obj
 
 
-class _MadeAgain(NamedTuple):
-    """What kernels have in common that the same `def` made again."""
+def _reads(kernel: Any) -> tuple | None:
+    """A key for all that a kernel reads, with the `def` that made it; None where that may change.
 
-    reads: tuple  # all that the code reads
-    helpers: tuple[frozenset, ...]  # the code that Numba has compiled for each function that it calls
-
-
-def _made_again(kernel: Any) -> _MadeAgain | None:
-    """None where a kernel may differ from others of the same `def`."""
+    A helper that the kernel calls may change, too: by `recompile`, or by the types that it is compiled for first.
+    Known and accepted: a kernel that is made again after an `overload_method` was defined anew is the same one.
+    """
     function = _python(kernel)
-    is_jitted = hasattr(kernel, "overloads") and getattr(kernel, "_can_compile", True)
-    is_plain = kernel is function or (is_jitted and not getattr(kernel, "locals", None))
-    # vars(function): __wrapped__ and __signature__, which Numba reads
-    if not is_plain or vars(function) or type(function.__globals__) is not dict:
+    if not isinstance(function, types.FunctionType) or vars(function):  # Numba reads __wrapped__ and __signature__
         return None
+    jit: tuple = ()
+    if kernel is not function:
+        pipeline = getattr(getattr(kernel, "_compiler", None), "pipeline_class", type(None))
+        is_plain = hasattr(kernel, "overloads") and not getattr(kernel, "locals", None)
+        if not is_plain or not _is_stable(pipeline.__module__):
+            return None
+        options = {**kernel.targetoptions, "chip": None}  # which numba_cuda_mlir sets when it compiles
+        jit = type(kernel), repr(sorted(options.items()))
     namespace = collections.ChainMap(function.__globals__, vars(builtins))
+    names = [name for name in _global_names(function.__code__) if name in namespace]
     try:
         values = [cell.cell_contents for cell in function.__closure__ or ()]
         values += [function.__defaults__, *(function.__kwdefaults__ or {}).items()]
-        names = sorted(_names_in(function.__code__).difference(function.__code__.co_freevars))
-        values += [(name, namespace[name]) for name in names if name in namespace]
-        reads = tuple(map(_exactly, values))
-    except ValueError:  # something that may change, or is not bound yet
+        values += [(name, namespace[name]) for name in names]
+        exact = tuple(map(_exactly, values))
+    except ValueError:  # something may change, or is not bound yet
         return None
-    options = {**getattr(kernel, "targetoptions", {}), "chip": None}  # which numba_cuda_mlir sets when it compiles
-    pipeline = getattr(getattr(kernel, "_compiler", None), "pipeline_class", type(None))
-    if _is_stable(pipeline.__module__):  # numba_cuda_mlir makes a class for each dispatcher
-        pipeline = pipeline.__qualname__
-    options_text = repr(sorted(options.items()))
-    made_by = _Same(function.__code__), _Same(function.__globals__), type(kernel), options_text, pipeline
-    helpers = [frozenset(map(_Same, x.overloads.values())) for x in _values_read(function).values() if _is_jitted(x)]
-    return _MadeAgain((*made_by, _registered_by_users(), *reads), tuple(helpers))
+    # Equal code, as a module that is loaded again has: its globals are the same dict.
+    return function.__code__, _Same(function.__globals__), *jit, *exact
 
 
-def _is_jitted(value: Any) -> bool:
-    return hasattr(value, "py_func") and hasattr(value, "overloads")
+@functools.lru_cache(maxsize=1024)
+def _global_names(code: types.CodeType) -> tuple[str, ...]:
+    """The names in code that may be of globals, also in code nested in it."""
+    nested = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return tuple(dict.fromkeys(itertools.chain(code.co_names, *map(_global_names, nested))))
 
 
 def _exactly(value: Any) -> Any:
@@ -542,158 +482,76 @@ def _exactly(value: Any) -> Any:
     if is_scalar or kind in (float, complex):
         array = np.array(value)
         return kind, repr(array.dtype), array.tobytes()  # tells NaNs apart, and units of time
+    if isinstance(value, np.dtype):
+        return kind, repr(value)
     if kind is tuple:
         return tuple(map(_exactly, value))
-    if _is_jitted(value):  # code that is inlined is read anew each time
-        is_stable = getattr(value, "targetoptions", {}).get("inline", "never") in ("never", False)
-    elif kind is types.ModuleType:
+    if kind is types.ModuleType:
         is_stable = _is_stable(value.__name__)
-    elif kind is types.FunctionType:  # a user's function may be an overload, which can change what it does
+    elif isinstance(value, (types.FunctionType, types.BuiltinFunctionType, type, np.ufunc)):
         is_stable = _is_stable(value.__module__)
     else:
-        is_stable = kind in (types.BuiltinFunctionType, type, np.ufunc)
+        is_stable = _is_stable(kind.__module__) and ".types." in kind.__module__  # such as numba.float32
     if not is_stable:
         raise ValueError("it may change")
     return _Same(value)
 
 
-def _registered_by_users() -> int:
-    """How many extensions users have registered with Numba: an overload may change what code does."""
-    return _count_of_users(*map(len, _registries()))
-
-
-@functools.lru_cache(maxsize=1)
-def _count_of_users(*lengths: int) -> int:
-    """Numba adds to its registries whenever it imports a part of itself: only these lists say when to look again."""
-    return sum(_is_of_users(entry) for registry in _registries() for entry in registry)
-
-
-def _registries() -> list[list]:
-    found = []
-    for package in ("numba.core", "numba.cuda", "numba_cuda_mlir.numba_cuda"):
-        for module in ("typing.templates", "imputils", "core.imputils"):
-            registry = getattr(sys.modules.get(f"{package}.{module}"), "builtin_registry", None)
-            found += [x for x in vars(registry).values() if isinstance(x, list)] if registry else []
-    return found
-
-
-def _is_of_users(entry: Any) -> bool:
-    """Whether an entry of a registry, or the template of a typed function, comes from a user's function."""
-    functions = [getattr(entry, name, None) for name in ("_overload_func", "_definition_func", "key")]
-    functions += entry[:1] if isinstance(entry, tuple) else ()
-    modules = [x.__module__ for x in functions if isinstance(x, types.FunctionType)]
-    return not all(module is None or _is_stable(module) for module in modules)
-
-
-def _fingerprint(kernel: Any, *more: Any) -> tuple[str, bool]:
-    """A hash of the code of a kernel, of what that reads and of `more`, equal in other processes.
-
-    Also whether it covers everything: if not, another process may have another kernel with the same hash.
-    """
-    options = getattr(kernel, "targetoptions", {})
-    parts = [*map(str, more), str(getattr(kernel, "signature", ""))]  # of guvectorize
-    parts += [f"{name}={_constant_text(options[name], [])}" for name in sorted(options)]
-    unknown: list[Any] = []
-    for function in _functions_read(kernel) if isinstance(_python(kernel), types.FunctionType) else ():
-        values = {"code": function.__code__, "defaults": function.__defaults__, **_values_read(function)}
-        parts += [f"{name}={_constant_text(value, unknown)}" for name, value in values.items()]
-    return _hash(*parts), not unknown
-
-
-def _constant_text(value: Any, unknown: list[Any]) -> str:
-    """The text of a constant, for a fingerprint; for what is `unknown` its type, as its text may hold an address."""
-    if isinstance(value, types.CodeType):
-        names = value.co_name, value.co_names, value.co_varnames, value.co_freevars
-        return repr((names, value.co_code, [_constant_text(x, unknown) for x in value.co_consts]))
-    if type(value) in (tuple, frozenset):
-        parts = [_constant_text(x, unknown) for x in value]
-        return repr(parts if type(value) is tuple else sorted(parts))
-    if isinstance(value, np.ndarray) and not value.dtype.hasobject and value.nbytes < 10**6:  # more would take long
-        return repr((value.dtype, value.shape, hashlib.blake2b(value.tobytes()).digest()))
-    if isinstance(value, (types.ModuleType, type, types.BuiltinFunctionType, np.ufunc)):
-        return f"{getattr(value, '__module__', '')}.{value.__name__}"
-    if type(value) in (type(None), bool, int, float, complex, str, bytes) or isinstance(value, (np.generic, np.dtype)):
-        return repr(value)
-    if isinstance(_python(value), types.FunctionType):  # whose code counts by itself
-        return type(value).__name__
-    if _is_stable(type(value).__module__) and " at 0x" not in repr(value):  # such as numba.float32
-        return repr(value)
-    unknown.append(value)
-    return type(value).__name__
-
-
-def _hash(*parts: str) -> str:
-    """A hash of 96 bits that is equal in all processes."""
-    return hashlib.blake2b("\n".join(parts).encode("utf-8", "replace"), digest_size=12).hexdigest()
-
-
-class _Named(NamedTuple):
-    """A kernel that may be made again."""
-
-    name: str
-    helpers: tuple[frozenset, ...]
-    is_compiled: bool = False
-
-    def calls_same_code(self, helpers: tuple[frozenset, ...]) -> bool:
-        """Whether the functions that it calls are what they were; once it is compiled, they may get more types."""
-        if self.is_compiled:
-            return all(map(frozenset.issuperset, helpers, self.helpers))
-        return helpers == self.helpers
+# -- 3.2 Names -----------------------------------------------------------------------------------------
 
 
 class _Names:
     """The names of targets.  What is registered keeps its name for ever, and no two kernels have one."""
 
     def __init__(self) -> None:
-        # kernel object of Numba, or the wrapper that jits a plain function -> {what it is for: name}
-        self.by_owner: Any = weakref.WeakKeyDictionary()
-        self.by_content: dict[tuple, str] = {}
-        self.by_reads: dict[tuple, _Named] = {}  # by what a kernel reads and what it is for: the newest such kernel
-        self.not_found_elsewhere: set[str] = set()  # those that may be of another kernel in other processes
+        self.by_owner: Any = weakref.WeakKeyDictionary()  # kernel -> {signature and options: name}
+        self.by_reads: dict[tuple, str] = {}  # of kernels that may be made again
+        self.by_content: dict[tuple, str] = {}  # of Warp's kernels, which Warp has a hash of
+        self.exported: set[str] = set()  # those that begin with the user's `name=`
 
+    @contextlib.contextmanager
     def of_kernel(
-        self, owner: Any, kernel: Any, what: tuple, label: str, given: str | None, is_python: bool = False
-    ) -> tuple[str, Callable]:
-        """The name of a kernel for a signature and options, `what`; and what to call once it has been compiled."""
+        self, owner: Any, kernel: Any, signature: _Signature, options: tuple, given: str | None
+    ) -> Iterator[str]:
+        """The name under which a kernel is compiled meanwhile, for a signature and options.
+
+        `owner` is the object that the kernel is.  `kernel` is None if it shares no code with others of its `def`.
+        Nobody else gets the name before it is known whether the kernel compiles.
+        """
+        what = signature, options, given
         with _LOCK:
             names = self.by_owner.setdefault(owner, {})
-            again = None
-            # Not shared: plain Python, which reads a variable on each run, and code that Numba compiled earlier.
-            if what not in names and not is_python and not getattr(kernel, "overloads", None):
-                again = _made_again(kernel)
-            name = names.get(what) or self._of_equal(again, what)
+            reads = None
+            name = names.get(what)
+            is_compiled = bool(getattr(kernel, "overloads", None))  # earlier, perhaps with other values
+            if name is None and kernel is not None and not is_compiled:
+                reads = _reads(kernel)
+                name = self.by_reads.get((reads, what)) if reads else None
+            is_new = name is None
             if name is None:
-                fingerprint, is_exact = (_hash(*map(str, what)), True) if given else _fingerprint(kernel, *what)
-                name = self._new(label, fingerprint, given)
-                if not is_exact:
-                    self.not_found_elsewhere.add(name)
-                if again:
-                    self.by_reads[again.reads, what] = _Named(name, again.helpers)
+                parts = [] if given else [*map(str, options), _code_text(kernel)]
+                name = self._new(signature, given, *parts)
+            try:
+                yield name
+            except BaseException:
+                if is_new and name not in _TARGETS:
+                    self._give_back(name)
+                raise
             names[what] = name
-        return name, functools.partial(self._share, name, kernel, what, again)
+            if reads and name in _TARGETS and reads == _reads(kernel):  # so these values are compiled in
+                self.by_reads[reads, what] = name
 
-    def of_content(self, content: tuple, label: str, given: str | None) -> str:
-        """The name of a kernel that is fully described by this content: texts and numbers."""
+    def of_content(self, content: tuple, signature: _Signature, given: str | None, memory: str) -> str:
+        """The name of a kernel that is fully described by this content and by the memory of its launch."""
+        key = content, signature, given, memory
         with _LOCK:
-            if content not in self.by_content:
-                self.by_content[content] = self._new(label, _hash(*map(str, content)), given)
-            return self.by_content[content]
+            if key not in self.by_content:
+                parts = [memory] if given else [memory, *map(str, content)]
+                self.by_content[key] = self._new(signature, given, *parts)
+            return self.by_content[key]
 
-    def give_back(self, owner: Any, what: tuple) -> None:
-        """After a failure to compile: nothing is registered under the name."""
-        name = self.by_owner[owner].pop(what)
-        _TAKEN.discard(name)
-        self.by_reads = {key: named for key, named in self.by_reads.items() if named.name != name}
-
-    def _of_equal(self, again: _MadeAgain | None, what: tuple) -> str | None:
-        """The name of a kernel that the same `def` made, if it is equal."""
-        named = self.by_reads.get((again.reads, what)) if again else None
-        if named and again and named.calls_same_code(again.helpers):
-            return named.name
-        return None
-
-    def _new(self, label: str, fingerprint: str, given: str | None) -> str:
-        first = name = f"{given or f'{__name__}.{label}'}.{_LAYOUT}.{fingerprint}"
+    def _new(self, signature: _Signature, given: str | None, *more: str) -> str:
+        first = name = f"{given or f'{__name__}.{signature.label}'}.{_LAYOUT}.{_hash(str(signature), *more)}"
         if given and name in _TAKEN:
             raise ValueError(
                 f"name={given!r}: another kernel of this process has this name, for the same signature; give each "
@@ -703,30 +561,36 @@ class _Names:
             if name not in _TAKEN:
                 break
             name = f"{first}.{number}"
-        if name != first:
-            self.not_found_elsewhere.add(name)
         _TAKEN.add(name)
+        if given:
+            self.exported.add(name)
         return name
 
-    def _share(self, name: str, kernel: Any, what: tuple, before: _MadeAgain | None) -> None:
-        """Share the code with functions that are made again, unless what it reads changed while it was compiled."""
-        if before is None:
-            return
-        now = _made_again(kernel)  # compiling has added to the code of the functions that it calls
-        if now and now.reads == before.reads:
-            self.by_reads[now.reads, what] = _Named(name, now.helpers, is_compiled=True)
-        else:
-            self.by_reads.pop((before.reads, what), None)
-            self.not_found_elsewhere.add(name)
+    def _give_back(self, name: str) -> None:
+        """After a failure to compile: nothing is registered under the name."""
+        _TAKEN.discard(name)
+        self.exported.discard(name)
 
 
 _NAMES = _Names()
 
 
+def _hash(*parts: str) -> str:
+    """A hash of 96 bits that is equal in all processes."""
+    return hashlib.blake2b("\n".join(parts).encode("utf-8", "replace"), digest_size=12).hexdigest()
+
+
+def _code_text(kernel: Any) -> str:
+    """Bytecode and options, to tell most kernels apart, in other processes, too."""
+    code = getattr(_python(kernel), "__code__", None)
+    options = getattr(kernel, "targetoptions", "")
+    return f"{code.co_code.hex()} {code.co_names} {code.co_consts} {options}" if code else ""
+
+
 # -- 3.3 Targets ---------------------------------------------------------------------------------------
 
 
-_TARGETS: dict[tuple[str, str], Any] = {}  # (name, platform) -> _Compiled, or None where another machine compiles it
+_TARGETS: dict[str, dict[str, _Compiled]] = collections.defaultdict(dict)  # by name, then by platform
 
 
 class _Compiled(NamedTuple):
@@ -750,10 +614,7 @@ class _Target:
     launch: tuple[int, ...] = ()  # what the handler reads: grid (with a 0 if nothing is to run), block, ...
     may_write: tuple[int, ...] = ()  # the inputs that the kernel may write to
     for_batches: _Target | None = None
-    # `compilers` by platform; `check` looks for errors where the machine has no GPU to compile for
     compilers: Mapping[str, Callable[[], _Compiled]] = dataclasses.field(compare=False, default_factory=dict)
-    after_compiling: Callable[[], None] = dataclasses.field(compare=False, default=lambda: None)
-    check: Callable[[], None] = dataclasses.field(compare=False, default=lambda: None)
     # for error messages: the wrapper's name, and on which platforms it runs
     title: str = dataclasses.field(compare=False, default="")
     where: str = dataclasses.field(compare=False, default="")
@@ -768,42 +629,35 @@ class _Target:
                 f"{self.title} {self.where}; this call is compiled for {platform!r}: move it by jax.device_put"
             )
         if platform == "cuda" and not _cuda_ordinals():  # it will be registered where the program runs
-            return self.check()
+            return None
         with _LOCK:
-            compiled = _TARGETS.get((self.name, platform))
+            compiled = _TARGETS.get(self.name, {}).get(platform)
             if compiled is None:
                 compiled = self.compilers[platform]()
-                self.after_compiling()
                 handler = jax.ffi.pycapsule(ctypes.c_void_p(compiled.address))
                 jax.ffi.register_ffi_target(self.name, handler, platform.replace("cuda", "CUDA"))
                 jax.ffi.register_ffi_target_as_batch_partitionable(self.name)
-                _TARGETS[self.name, platform] = compiled
+                _TARGETS[self.name][platform] = compiled
                 _ALIVE.append(compiled)
             return compiled
 
     def register_where_traced(self) -> None:
-        """Compile for this machine at the trace, where errors are raised; or note the name, for other machines."""
+        """Compile for this machine at the trace, where errors are raised."""
         platform = _default_platform().replace("gpu", "cuda")
         if platform in self.compilers:
             self.register(platform)
-            return
-        with _LOCK:
-            for elsewhere in self.compilers:
-                _TARGETS.setdefault((self.name, elsewhere), None)
 
 
-def export_checks() -> Sequence:
-    """A `jax.export.DisabledSafetyCheck` for each kernel, to export programs that call kernels.
+def export_checks() -> Iterable:
+    """A `jax.export.DisabledSafetyCheck` for each kernel with `name=`, to export programs that call kernels.
 
-    It can be made before the first trace, as JAX reads it after lowering, when all kernels are registered.  A
-    process that loads an exported program must first trace its kernels (a call, or `jax.eval_shape`).  It finds them by
-    names that are made of their code, or by `name=`, which is the same in other versions of Python, too.  Of several
-    kernels with equal code in one process, all but the first need `name=` to be exported.
+    It can be made before the first trace, as JAX reads it after lowering.  A process that loads an exported program
+    must first trace its kernels (a call, or `jax.eval_shape`): there XLA finds them by these names.
 
     Example:
       >>> import jax, jax.numpy as jnp
       >>> from jax import export
-      >>> double = numba_kernel(lambda x: 2 * x, outs=lambda x: x)
+      >>> double = numba_kernel(lambda x: 2 * x, outs=lambda x: x, name="double")
       >>> spec = jax.ShapeDtypeStruct((3,), jnp.float32)
       >>> data = export.export(jax.jit(double), disabled_checks=export_checks())(spec).serialize()
       >>> export.deserialize(data).call(jnp.arange(3.0)).tolist()
@@ -812,28 +666,17 @@ def export_checks() -> Sequence:
     return _ExportChecks()
 
 
-class _ExportChecks(Sequence):
+class _ExportChecks:
     """See `export_checks`."""
 
-    def _read(self) -> list:
+    def __iter__(self) -> Iterator:
         from jax import export
 
         with _LOCK:
-            names = {name for name, _ in _TARGETS}
-        found = [x for x in names if x.removesuffix(".batched") not in _NAMES.not_found_elsewhere]
-        return list(map(export.DisabledSafetyCheck.custom_call, sorted(found)))
-
-    def __len__(self) -> int:
-        return len(self._read())
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._read()[index]
-
-    def __iter__(self) -> Iterator:
-        return iter(self._read())
-
-    def __add__(self, others: Iterable) -> list:
-        return [*self, *others]
+            names = sorted(_NAMES.exported)
+        for name in names:
+            yield export.DisabledSafetyCheck.custom_call(name)
+            yield export.DisabledSafetyCheck.custom_call(f"{name}.batched")
 
 
 # ======================================================================================================
@@ -1453,7 +1296,8 @@ def _wrap(make_wrapper: Callable[..., _Wrapper], arguments: dict, options_type: 
 class _Recent:
     """Keeps what was used last, as keys that change on every call would fill the memory.
 
-    A full dict becomes the older one, and what is found there moves to the newer one.  Threads may lose an entry.
+    A full dict becomes the older one, and what is found there moves to the newer one.  Threads may lose an entry; of
+    two that keep a value for one key, both get the first one's.
     """
 
     most = 1024
@@ -1473,8 +1317,7 @@ class _Recent:
     def keep(self, key: Any, value: Any) -> Any:
         if len(self.newer) >= self.most // 2:
             self.older, self.newer = self.newer, {}
-        self.newer[key] = value
-        return value
+        return self.newer.setdefault(key, value)
 
 
 class _Kept:
@@ -2617,7 +2460,7 @@ class _CallbackEmitter(_Emitter):
         self.callback = ctypes.CFUNCTYPE(_PTR, _PTR, ctypes.POINTER(_I64))(callback)
 
     def write(self, handler: _Handler) -> None:
-        place = _cuda_place(handler, self.driver) if self.driver else (0, 0)
+        place = _cuda_place(handler) if self.driver else (0, 0)
         with handler.each_slice() as arrays:
             words = [array.pointer for array in arrays]
             for array in arrays:
@@ -2860,20 +2703,18 @@ class _NumbaKernel(_NumbaWrapper):
         signature = call.signature(self.__name__)
         forms = self._allowed(signature, [self._written_form(signature), self._returned_form(signature)])
         kernel = self._numba_dispatcher
-        what = "numba", self.options.in_order, signature, *forms, self.options.name
         owner = kernel if kernel is self.kernel else self
-        is_python = bool(numba.config.DISABLE_JIT)
+        shared = None if numba.config.DISABLE_JIT else kernel  # plain Python reads a variable on each run
+        options = "numba", self.options.in_order, *forms
         make = functools.partial(_compile_numba, kernel, signature, forms, self.options.in_order)
         where = "runs on the CPU; for GPUs there are numba_cuda_kernel and warp_kernel"
-        with _LOCK:  # nobody else gets the name before it is known whether the kernel compiles
-            name, compiled = _NAMES.of_kernel(owner, kernel, what, self.__name__, self.options.name, is_python)
-            target = _Target(name, compilers={"cpu": make}, after_compiling=compiled, title=self.title, where=where)
-            try:
+        try:
+            with _NAMES.of_kernel(owner, shared, signature, options, self.options.name) as name:
+                target = _Target(name, compilers={"cpu": make}, title=self.title, where=where)
                 return dataclasses.replace(target, may_write=target.register("cpu").may_write)
-            except Exception:
-                vars(self).pop("_numba_dispatcher", None)  # a new one next time, as this one remembers the failure
-                _NAMES.give_back(owner, what)
-                raise
+        except Exception:
+            vars(self).pop("_numba_dispatcher", None)  # a new one next time, as this one remembers the failure
+            raise
 
     @functools.cached_property
     def _numba_dispatcher(self) -> Any:
@@ -3149,6 +2990,70 @@ def _refusal(by: str, signature: _Signature, error: Exception, returns: bool = F
 # -- 7.3 Which inputs a kernel may write to, and whether it uses threads -------------------------------
 
 
+@functools.lru_cache(maxsize=1024)
+def _names_in(code: types.CodeType) -> frozenset[str]:
+    """The names that occur in code and in code nested in it; texts, too, as `getattr` may get them."""
+    names = {*code.co_names, *code.co_freevars}
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= _names_in(constant)
+        elif isinstance(constant, str) and constant.isidentifier():
+            names.add(constant)
+    return frozenset(names)
+
+
+def _values_read(function: types.FunctionType) -> dict[str, Any]:
+    """What the names in a function stand for: in its closure, its globals, and modules of the user that it names."""
+    names = sorted(_names_in(function.__code__))
+    values = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+        with contextlib.suppress(ValueError):  # not bound yet
+            values[name] = cell.cell_contents
+    for name in names:
+        if name in function.__globals__:
+            values.setdefault(name, function.__globals__[name])
+    paths = list(values)
+    for path in paths:  # grows by what modules hold
+        module = values[path]
+        if isinstance(module, types.ModuleType) and not _is_stable(module.__name__):
+            for name in names:
+                inner = f"{module.__name__}.{name}"
+                if name in vars(module) and inner not in values:
+                    values[inner] = vars(module)[name]
+                    paths.append(inner)
+    return values
+
+
+def _functions_read(kernel: Any) -> list[types.FunctionType]:
+    """The user's Python functions that a kernel may call, its own first."""
+    functions = [_python(kernel)]
+    for function in functions:  # grows by those that it names
+        for value in _values_read(function).values():
+            called = _python(value)
+            is_users = isinstance(called, types.FunctionType) and not _is_stable(called.__module__)
+            if is_users and called not in functions:
+                functions.append(called)
+    return functions
+
+
+def _names_read(kernel: Any) -> set[str]:
+    """The names in a kernel and in what it calls, and the names and types of the objects that these refer to."""
+    names: set[str] = set()
+    for function in _functions_read(kernel):
+        names |= _names_in(function.__code__)
+        for value in _values_read(function).values():
+            names |= {str(getattr(value, "__name__", "")), type(value).__name__}
+    return names
+
+
+def _is_of_users(entry: Any) -> bool:
+    """Whether an entry of a registry, or the template of a typed function, comes from a user's function."""
+    functions = [getattr(entry, name, None) for name in ("_overload_func", "_definition_func", "key")]
+    functions += entry[:1] if isinstance(entry, tuple) else ()
+    modules = [x.__module__ for x in functions if isinstance(x, types.FunctionType)]
+    return not all(module is None or _is_stable(module) for module in modules)
+
+
 def _type_records(overload: Any) -> list[Any]:
     """Numba's records of the types in a function and in those that it calls; a text for code from Numba's cache."""
     records: list[Any] = [overload.type_annotation]
@@ -3320,20 +3225,20 @@ def numba_cuda_kernel(
 
     The kernel is called as `kernel(in..., out..., scratch...)` with row-major device arrays (inputs read-only),
     writes its outputs and returns nothing.  It is launched by machine code on XLA's stream: no Python, no GIL, and
-    XLA may capture the launch in a CUDA graph.  Kernels compiled with `debug=True` and cooperative kernels are
-    launched through Python.
+    XLA may capture the launch in a CUDA graph.  It is compiled where JAX has a GPU; elsewhere a program that calls it
+    can be lowered for CUDA, and exported.
 
     A `vmap` is one launch, whose blocks along z are the slices, where the grid of a call has one block there and the
-    kernel neither asks for z nor may wait for other blocks (as its PTX shows: memory fences, volatile loads, atomic
-    exchanges and atomic reads count as waiting).  Else, and with `vmap_method="sequential"`, there is a launch for each
-    slice.
+    kernel neither asks for z nor may wait for other blocks (as its PTX shows: memory fences, volatile and relaxed
+    loads, `ldcg` and `ldcv`, `nanosleep`, atomic exchanges and atomic reads count as waiting).  Else, and with
+    `vmap_method="sequential"`, there is a launch for each slice.
 
-    With NUMBA_ENABLE_CUDASIM=1 (set before Numba is imported) kernels that `numba.cuda` compiles run in Python on
-    JAX's CPU backend.
+    With NUMBA_ENABLE_CUDASIM=1 (set before Numba is imported) kernels of `numba.cuda` run in Python on JAX's CPU
+    backend.
 
     Args:
-      kernel: a function decorated with `cuda.jit` of `numba` (numba-cuda) or of its successor, `numba_cuda_mlir`, or
-        a plain one, which is jitted: by the one whose `cuda` it reads, else by the successor, else by `numba`.
+      kernel: a function decorated with `@cuda.jit` of `numba` (numba-cuda) or of its successor, `numba_cuda_mlir`.
+        Without it, `numba_cuda_kernel(outs=...)` is a decorator, above `@cuda.jit`.
       outs, vmap_method, input_output_aliases, in_out_argnames, scalars, has_side_effect, scratch, zero_outputs,
         name: as for `numba_kernel`.  With in-out arguments or scalars the kernel is compiled as a device function of
         one that passes them.
@@ -3344,10 +3249,12 @@ def numba_cuda_kernel(
         it, so the kernel must guard the edge (`if i < out.size`).  With no threads at all nothing is launched, and
         outputs are zeros.
       threads_per_block: block size over one-dimensional `launch_dims`: over two it is 16x16, over three 8x8x4.
-      shared_mem: bytes of dynamic shared memory, up to the device's opt-in maximum (48 KiB through Python).
+      shared_mem: bytes of dynamic shared memory, up to the device's opt-in maximum.
 
     Raises:
-      TypeError: as `numba_kernel`, for dtypes that Numba CUDA lacks.
+      TypeError: as `numba_kernel`, for dtypes that Numba CUDA lacks; and for kernels whose launch is more than one
+        call of CUDA's driver (`debug=True`, cooperative ones, extensions, callbacks of modules): for these there is
+        `numba_cuda_callable`.
       ValueError: also neither or both launch forms, or one beyond CUDA's limits (1,024 threads in a block).
       NotImplementedError: on a platform other than CUDA, without the simulator.
       jax.errors.JaxRuntimeError: with CUDA's name for the error of a launch that failed.
@@ -3355,6 +3262,7 @@ def numba_cuda_kernel(
     Example:
       >>> from numba import cuda
       >>> @numba_cuda_kernel(outs=lambda x, y: x, launch_dims=lambda x, y: x.size)
+      ... @cuda.jit
       ... def add(x, y, out):
       ...     i = cuda.grid(1)
       ...     if i < out.size:
@@ -3376,16 +3284,16 @@ def numba_cuda_callable(
 ) -> Callable[..., Any]:
     """Make a Python function that launches Numba CUDA kernels a JAX function.
 
-    `func(in..., out..., scratch..., stream)` runs on every call, with device arrays and a stream of the package whose
-    `cuda` it reads, on XLA's memory, and the right device current.  It launches any number of kernels on that stream
+    `func(in..., out..., scratch..., stream)` runs on every call, with device arrays and a stream of the package that
+    it names, on XLA's memory, and the right device current.  It launches any number of kernels on that stream
     (`kernel[grid, block, stream](...)`), writes the outputs and not the inputs, keeps no array, calls no jax
     function, and need not synchronize.  What it raises reaches the user.  `vmap` calls it once per slice.
 
-    Make it once: another function that a generator made counts as another, also in names for `jax.export`.  To be
-    exported, it names the kernels that it launches, as globals or in its closure, not as attributes of other objects.
+    Make it once: another function that a generator made counts as another.
 
     Args:
-      func: the function.
+      func: the function (or a method).  Its own code names a kernel, or `cuda` of `numba` or of `numba_cuda_mlir`: as a
+        global, in its closure, as a default, or in a module of yours that it names.
       outs, vmap_method, input_output_aliases, has_side_effect, scratch, zero_outputs: as for
         `numba_kernel`; `scratch` gives temporary buffers without an allocation.
       command_buffer: True lets XLA capture the launches in a CUDA graph and replay them without calling `func` again:
@@ -3396,6 +3304,12 @@ def numba_cuda_callable(
       jax.errors.JaxRuntimeError: with the type and text of an exception that `func` raised.
 
     Example:
+      >>> from numba import cuda
+      >>> @cuda.jit
+      ... def scale(x, out):
+      ...     i = cuda.grid(1)
+      ...     if i < out.size:
+      ...         out[i] = 2 * x[i]
       >>> @numba_cuda_callable(outs=lambda x: x)
       ... def scale_twice(x, out, stream):
       ...     scale[out.size // 256 + 1, 256, stream](x, out)
@@ -3461,145 +3375,43 @@ class _CudaCallableOptions(_Options):
     command_buffer: bool
 
 
-class _CudaWrapper(_Wrapper):
-    _code: Callable[[list[_NumbaCuda], _Signature], _CudaCode]  # raises TypeError for another number of arguments
-
-    def _find_target(self, call: _Call) -> _Target:
-        packages = _cuda_packages(self.kernel, self.decorator)
-        platform = packages[0].platform
-        launch = self._launch(call.ins)
-        code = self._code(packages, call.signature(self.__name__))
-        self._check_dtypes(call, _CUDA_DTYPES, "that Numba CUDA has no arrays of")
-        given = self.options.name
-        what = "cuda", code.signature, code.form, code.command_buffer, *(package.module for package in packages), given
-        is_callable = code.form is None and isinstance(self.kernel, types.FunctionType)
-        owner = self.kernel if is_callable or _is_jitted(self.kernel) else self
-        name, after_compiling = _NAMES.of_kernel(owner, self.kernel, what, self.__name__, given, code.form is None)
-        may_write: tuple[int, ...] = ()
-        if code.is_native and not _names_read(self.kernel).isdisjoint(_CUDA_UNCHECKED_WRITERS):
-            may_write = tuple(range(len(call.ins)))  # PTX does not show which inputs a kernel writes to
-        code = dataclasses.replace(code, signature=code.signature.with_hidden(may_write))
-        where = f"runs on {packages[0].where}"
-        target = _Target(
-            name,
-            launch,
-            may_write,
-            compilers={platform: code.compile},
-            after_compiling=after_compiling,
-            check=code.check,
-            title=self.title,
-            where=where,
-        )
-        target.register_where_traced()
-        if not code.is_native or self.options.in_order:
-            return target
-        batch_code = dataclasses.replace(code, batched=True)
-        for_batches = dataclasses.replace(target, name=f"{name}.batched", compilers={platform: batch_code.compile})
-        return dataclasses.replace(target, for_batches=for_batches)
-
-    def _launch(self, ins: list[Spec]) -> tuple[int, ...]:
-        return ()
-
-
-@dataclasses.dataclass(frozen=True)
-class _CudaCode:
-    """A kernel or callable, and how it is compiled.  Does not refer to the wrapper: see `_Target`."""
-
-    function: Any
-    packages: list[_NumbaCuda]  # who may compile it
-    signature: _Signature
-    form: _Form | None = None  # how a kernel is called; a function that launches kernels has none
-    command_buffer: bool = False
-    batched: bool = False  # whether it runs a batch in one launch, where the kernel allows that
-
-    @property
-    def is_native(self) -> bool:
-        """Whether it is compiled to machine code."""
-        return self.form is not None and self.packages[0].platform == "cuda"
-
-    def check(self) -> None:
-        """Raise if a kernel cannot be compiled, as far as that can be told without a GPU."""
-        with contextlib.suppress(ImportError, OSError, RuntimeError):  # no NVVM; or a package that needs a GPU
-            if self.form:
-                _first_that_compiles(self._compile_to_ptx, self.packages)
-
-    def _compile_to_ptx(self, package: _NumbaCuda) -> Any:
-        options = {"device": False, "abi": "numba", "cc": (9, 0)}  # any compute capability will do
-        compile_ = functools.partial(package.cuda.compile, self._written(package), **options)
-        return package.compile_typed(self.signature, compile_)
-
-    def compile(self) -> _Compiled:
-        if self.form:
-            emitter = _first_that_compiles(self._kernel_emitter, self.packages)
-        else:
-            emitter = self._callable_emitter(self.packages[0])
-        return _compile_handler(self.signature, emitter)
-
-    def _callable_emitter(self, package: _NumbaCuda) -> _Emitter:
-        def run(arrays: list, stream: Any, _: int) -> None:
-            with package.cuda.defer_cleanup() if self.command_buffer else contextlib.nullcontext():  # XLA may capture
-                self.function(*arrays, stream)
-
-        emitter = package.callback(self.signature, run)
-        emitter.traits = _COMMAND_BUFFER_COMPATIBLE if self.command_buffer else 0
-        return emitter
-
-    def _kernel_emitter(self, package: _NumbaCuda) -> _Emitter:
-        dispatcher = package.dispatcher(self.function, self._written(package))
-        launcher = package.launcher(dispatcher, self.signature)
-        if launcher is None:
-            return self._python_emitter(package, dispatcher)
-        batch_launcher = self._batch_launcher(package) if self.batched and launcher.may_batch else None
-        return _CudaEmitter(package, launcher, batch_launcher)
-
-    def _python_emitter(self, package: _NumbaCuda, dispatcher: Any) -> _Emitter:
-        """Launches through the package, in Python."""
-        # After a launch Numba reads the error code of a debug kernel back on stream 0, which XLA's does not wait for.
-        is_debug = getattr(dispatcher, "targetoptions", {}).get("debug")
-
-        def run(arrays: list, stream: Any, launch: int) -> None:
-            words = _CudaLaunch.from_address(launch)
-            if is_debug:
-                stream.synchronize()
-                stream = 0
-            dispatcher[tuple(words.grid), tuple(words.block), stream, words.shared_mem](*arrays)
-
-        return package.callback(self.signature, run)
-
-    def _batch_launcher(self, package: _NumbaCuda) -> _CudaLauncher | None:
-        """Launches a kernel of arrays with one dimension more, each block of which runs the user's on slice z."""
-        form: Any = self.form
-        ranks = self.signature.ranks
-        if not package.has_0d_slices and not all(ranks[k] for k in form.arrays):
-            return None
-        signature = dataclasses.replace(self.signature, ranks=tuple(rank + 1 for rank in ranks))
-        with contextlib.suppress(Exception):  # some kernels cannot be compiled as device functions
-            adapter = form.for_batch(ranks).adapter(
-                package.device_function(self.function), *package.ends, cuda=package.cuda
-            )
-            dispatcher = package.dispatcher(self.function, adapter)
-            return package.launcher(dispatcher, signature)
-        return None
-
-    def _written(self, package: _NumbaCuda) -> Callable[..., Any]:
-        """The function to compile: the kernel's own, or one of all buffers that calls it on the device."""
-        if self.form is None or self.form == _Form.plain(self.form.n):
-            return _python(self.function)
-        return self.form.adapter(package.device_function(self.function), *package.ends)
-
-
-class _CudaKernel(_NumbaWrapper, _CudaWrapper):
+class _CudaKernel(_NumbaWrapper):
     decorator = "numba_cuda_kernel"
 
     def __init__(self, kernel: Any, options: _CudaOptions) -> None:
-        if not isinstance(kernel, types.FunctionType) and _ready_kind(kernel) != "numba_cuda":
-            takes = "a function decorated with numba.cuda.jit (without [grid, block]) or a plain function"
+        if _ready_kind(kernel) != "numba_cuda":
+            takes = "a function decorated with @cuda.jit of numba or numba_cuda_mlir (without [grid, block])"
             raise _wrong_kernel("numba_cuda_kernel", takes, kernel)
         super().__init__(kernel, options)
+        self.package: Any = _cuda_package(kernel)
         if not callable(options.launch_dims):
-            self._launch([])
+            self._launch_configuration([])
 
-    def _launch(self, ins: list[Spec]) -> tuple[int, ...]:
+    def _find_target(self, call: _Call) -> _Target:
+        _import("numba", self.decorator, _CUDA_INSTALL)
+        package = self.package
+        launch = self._launch_configuration(call.ins)
+        signature = call.signature(self.__name__)
+        [form] = self._allowed(signature, [self._written_form(signature)])
+        self._check_dtypes(call, _CUDA_DTYPES, "that Numba CUDA has no arrays of")
+        may_write: tuple[int, ...] = ()
+        if package.platform == "cuda" and _may_write_unseen_by_cuda(self.kernel):
+            may_write = tuple(range(len(call.ins)))
+        compile_ = functools.partial(package.compile, self.kernel, signature.with_hidden(may_write), form)
+        options = "cuda", form, package.module
+        compiled = self.kernel if package.platform == "cuda" else None  # Python reads a variable on each run
+        with _NAMES.of_kernel(self.kernel, compiled, signature, options, self.options.name) as name:
+            compilers = {package.platform: compile_}
+            where = f"runs on {package.where}"
+            target = _Target(name, launch, may_write, compilers=compilers, title=self.title, where=where)
+            target.register_where_traced()
+        if package.platform != "cuda" or self.options.in_order:
+            return target
+        compile_batched = functools.partial(compile_, batched=True)
+        for_batches = dataclasses.replace(target, name=f"{name}.batched", compilers={"cuda": compile_batched})
+        return dataclasses.replace(target, for_batches=for_batches)
+
+    def _launch_configuration(self, ins: list[Spec]) -> tuple[int, ...]:
         """The words of `_CudaLaunch`."""
         grid = self.options.grid
         block = self.options.block
@@ -3611,21 +3423,32 @@ class _CudaKernel(_NumbaWrapper, _CudaWrapper):
             grid = tuple(-(-size // per_block) for size, per_block in zip(threads, block, strict=True))
         return *_dim3("grid", grid), *_dim3("block", block), self.options.shared_mem
 
-    def _code(self, packages: list[_NumbaCuda], signature: _Signature) -> _CudaCode:
-        [form] = self._allowed(signature, [self._written_form(signature)])
-        return _CudaCode(self.kernel, packages, signature, form)
 
-
-class _CudaCallable(_CudaWrapper):
+class _CudaCallable(_Wrapper):
     decorator = "numba_cuda_callable"
 
-    def __init__(self, func: Any, options: _Options) -> None:
-        if not callable(func) or hasattr(func, "py_func"):
+    def __init__(self, func: Any, options: _CudaCallableOptions) -> None:
+        if not isinstance(func, (types.FunctionType, types.MethodType)):
             takes = "a Python function that launches kernels (for one kernel use numba_cuda_kernel)"
             raise _wrong_kernel("numba_cuda_callable", takes, func)
         super().__init__(func, options)
 
-    def _code(self, packages: list[_NumbaCuda], signature: _Signature) -> _CudaCode:
+    def _find_target(self, call: _Call) -> _Target:
+        _import("numba", self.decorator, _CUDA_INSTALL)
+        package = _cuda_package_named_by(self.kernel, self.title)
+        signature = call.signature(self.__name__)
+        self._check_takes_buffers(signature)
+        self._check_dtypes(call, _CUDA_DTYPES, "that Numba CUDA has no arrays of")
+        may_capture = bool(self.options.command_buffer)
+        compile_ = functools.partial(_compile_callable, package, self.kernel, signature, may_capture)
+        options = "cuda", package.module, may_capture
+        with _NAMES.of_kernel(self.kernel, None, signature, options, None) as name:
+            where = f"runs on {package.where}"
+            target = _Target(name, compilers={package.platform: compile_}, title=self.title, where=where)
+            target.register_where_traced()
+        return target
+
+    def _check_takes_buffers(self, signature: _Signature) -> None:
         takes = inspect.signature(self.kernel)
         try:
             takes.bind(*signature.ranks, None)
@@ -3633,10 +3456,9 @@ class _CudaCallable(_CudaWrapper):
             n_in = signature.n_in
             n_out = len(signature.ranks) - signature.n_in
             raise TypeError(
-                f"numba_cuda_callable {self.__name__!r} takes {takes}, but this call has {n_in} inputs, "
+                f"{self.title} takes {takes}, but this call has {n_in} inputs, "
                 f"{n_out} outputs and scratch buffers, and a stream: func(in..., out..., stream)"
             ) from None
-        return _CudaCode(self.kernel, packages, signature, command_buffer=bool(self.options.command_buffer))
 
 
 # -- 8.2 The packages that compile kernels, and the driver --------------------------------------------
@@ -3650,64 +3472,50 @@ class _NumbaCuda:
     module = "numba.cuda"
     platform = "cuda"
     where = f"NVIDIA GPUs ({_CUDA_INSTALL}), or in Python if NUMBA_ENABLE_CUDASIM=1 was set; for CPUs use numba_kernel"
-    refuses_with_any_error = False  # a kernel that it cannot compile; else with NumbaError or TypeError
-    has_0d_slices = True  # reshapes a part of an array to ()
     device_options: Mapping[str, Any] = types.MappingProxyType({"device": True})
-    ends: tuple[str, ...] = ()  # the last lines of a kernel that calls the user's
     params = staticmethod(_numba_params)  # one array as kernels take it
 
     @property
     def cuda(self) -> Any:
-        return _import(self.module, "numba_cuda_kernel", _CUDA_INSTALL)
-
-    def is_installed(self) -> bool:
-        with contextlib.suppress(ImportError):
-            return bool(self.cuda)
-        return False
+        return importlib.import_module(self.module)
 
     # -- compiling --
 
-    def dispatcher(self, kernel: Any, function: Any, **more: Any) -> Any:
-        """What compiles a kernel: its own dispatcher, or a new one with its options for another function or types."""
-        if isinstance(kernel, types.FunctionType):
-            return self.cuda.jit(**more)(function)
-        if function is kernel.py_func and not more and getattr(kernel, "_can_compile", True):
+    def compile(self, kernel: Any, signature: _Signature, form: _Form, batched: bool = False) -> _Compiled:
+        """A handler that launches a kernel; if `batched`, a batch in one launch, where the kernel allows that."""
+        launcher = self.launcher(self.adapted(kernel, form), signature)
+        batch_launcher = self.batch_launcher(kernel, signature, form) if batched and launcher.may_batch else None
+        return _compile_handler(signature, _CudaEmitter(self, launcher, batch_launcher))
+
+    def adapted(self, kernel: Any, form: _Form) -> Any:
+        """The dispatcher of a kernel that takes all buffers: its own, or that of one which calls it on the device."""
+        is_plain = form == _Form.plain(form.n)
+        if is_plain and getattr(kernel, "_can_compile", True):
             return kernel
-        return type(kernel)(function, {**kernel.targetoptions, **more})
+        function = kernel.py_func  # of explicit signatures
+        options = kernel.targetoptions
+        if not is_plain:
+            on_device = type(kernel)(function, {**options, **self.device_options})
+            function = form.adapter(on_device, cuda=self.cuda)
+        return type(kernel)(function, dict(options))
 
-    def device_function(self, kernel: Any) -> Any:
-        """A kernel as a function that another kernel calls."""
-        return self.dispatcher(kernel, _python(kernel), **self.device_options)
+    def batch_launcher(self, kernel: Any, signature: _Signature, form: _Form) -> _CudaLauncher | None:
+        """Launches a kernel of arrays with one dimension more, each block of which runs the user's on slice z."""
+        of_batch = dataclasses.replace(signature, ranks=tuple(rank + 1 for rank in signature.ranks))
+        with contextlib.suppress(Exception):  # some kernels cannot be compiled as device functions
+            return self.launcher(self.adapted(kernel, form.for_batch(signature.ranks)), of_batch)
+        return None
 
-    def compile_typed(self, signature: _Signature, compile_: Callable[[tuple], Any]) -> Any:
-        """Compile for our arrays: a TypeError if that cannot be, None for a kernel that is compiled for each grid."""
-        import numba
-
-        nbtypes = self.cuda.types if hasattr(self.cuda.types, "Array") else numba.types  # of the CUDA target of Numba
-        try:
-            return compile_(_array_types(nbtypes, signature))
-        except ImportError as error:  # Numba's CudaSupportError and NvvmSupportError are ImportErrors
-            raise ImportError(f"{_refusal(self.name, signature, error)}; {_CUDA_INSTALL}") from error
-        except Exception as error:
-            if re.search("No launch config|requires launch metadata", str(error)):
-                return None
-            if self.refuses_with_any_error or isinstance(error, (numba.errors.NumbaError, TypeError)):
-                raise _refusal(self.name, signature, error) from error
-            raise
-
-    def launcher(self, dispatcher: Any, signature: _Signature) -> _CudaLauncher | None:
-        """Compile a kernel and load it for every GPU; None where a launch takes more than cuLaunchKernel."""
+    def launcher(self, dispatcher: Any, signature: _Signature) -> _CudaLauncher:
+        """Compile a kernel and load it for every GPU."""
         ordinals = _cuda_ordinals()
-        n_params = 0
-        for rank in signature.ranks:
-            n_params += len(self.params(_Array.row_major(0, [1] * rank, 1)))
         with self.on_device(ordinals[0]):
-            compiled = self.compile_typed(signature, functools.partial(_compile_cuda, dispatcher))
-            if not compiled or any(self.extras(dispatcher, compiled)):
-                return None
+            compiled = self.compile_typed(dispatcher, signature)
+            for feature, is_used in self.extras(dispatcher, compiled).items():
+                if is_used:
+                    raise _not_launched_alone(signature, feature)
             ptx, entry, _ = self.code(compiled)
-            if _ptx_params(ptx, entry) != ["u64"] * n_params:
-                return None
+        self.check_params(ptx, entry, signature)
         carveout = dispatcher.targetoptions.get("shared_memory_carveout")
         percent = {"default": -1, "maxl1": 0, "maxshared": 100}.get(str(carveout).lower(), carveout)
         driver = _CudaDriver()
@@ -3718,22 +3526,46 @@ class _NumbaCuda:
                 functions[ordinal] = driver.load(cubin, entry, ordinal, percent), 0
         return _CudaLauncher(signature.label, driver, functions, _runs_alike_for_all_z(ptx))
 
-    def extras(self, dispatcher: Any, compiled: Any) -> tuple:
-        """Features that cuLaunchKernel alone cannot launch; true for those that the kernel has."""
-        return (
-            compiled.debug,  # Numba reads an error code back after the launch
-            compiled.cooperative,
-            compiled.extensions,
-            getattr(compiled._codelibrary, "_setup_functions", None),  # callbacks on Numba's own module
-            getattr(compiled, "launch_config_sensitive", False),  # compiled anew for each grid
-            getattr(dispatcher.targetctx, "enable_nrt", False),
-        )
+    def compile_typed(self, dispatcher: Any, signature: _Signature) -> Any:
+        """Compile for our arrays: a TypeError if that cannot be."""
+        import numba
+
+        nbtypes = self.cuda.types if hasattr(self.cuda.types, "Array") else numba.types  # of the CUDA target of Numba
+        try:
+            return _compile_cuda(dispatcher, _array_types(nbtypes, signature))
+        except ImportError as error:  # Numba's CudaSupportError and NvvmSupportError are ImportErrors
+            raise ImportError(f"{_refusal(self.name, signature, error)}; {_CUDA_INSTALL}") from error
+        except Exception as error:
+            if re.search("No launch config|requires launch metadata", str(error)):
+                raise _not_launched_alone(signature, _DEPENDS_ON_LAUNCH) from error
+            raise _refusal(self.name, signature, error) from error
+
+    def extras(self, dispatcher: Any, compiled: Any) -> dict[str, Any]:
+        """Features that cuLaunchKernel alone cannot launch -> whether the kernel has them."""
+        return {
+            "debug=True": compiled.debug,  # Numba reads an error code back after the launch
+            "a cooperative launch": compiled.cooperative,
+            "extensions": compiled.extensions,
+            "callbacks of its module": getattr(compiled._codelibrary, "_setup_functions", None),
+            _DEPENDS_ON_LAUNCH: getattr(compiled, "launch_config_sensitive", False),
+            "memory that Numba counts references of": getattr(dispatcher.targetctx, "enable_nrt", False),
+        }
 
     def code(self, compiled: Any) -> tuple[str, str, bytes]:
         """PTX, the name of its entry, and the machine code for the current device."""
         library = compiled._codelibrary
         cubin = library.get_cubin()
         return library.get_asm_str(), compiled.entry_name, getattr(cubin, "code", cubin)
+
+    def check_params(self, ptx: str, entry: str, signature: _Signature) -> None:
+        """An error if PTX declares other parameters than those that the handler passes."""
+        n_params = 0
+        for rank in signature.ranks:
+            n_params += len(self.params(_Array.row_major(0, [1] * rank, 1)))
+        found = re.search(rf"\.entry\s+{re.escape(entry)}\s*\(([^)]*)\)", ptx)
+        declared = re.findall(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)", found[1]) if found else []
+        if declared != ["u64"] * n_params:
+            raise _not_launched_alone(signature, f"parameters that this version of {self.name} packs in another way")
 
     # -- running --
 
@@ -3769,14 +3601,19 @@ class _NumbaCudaMlir(_NumbaCuda):
 
     name = "numba_cuda_mlir"
     module = "numba_cuda_mlir.cuda"
-    refuses_with_any_error = True
-    has_0d_slices = False
+    where = f"NVIDIA GPUs ({_CUDA_INSTALL}), and has no simulator, as numba.cuda has; for CPUs use numba_kernel"
     device_options = types.MappingProxyType({"device": True, "inline": "always"})  # else it has no shared memory
 
-    def extras(self, dispatcher: Any, compiled: Any) -> tuple:
-        names = ("use_cooperative", "setup_callbacks", "required_dynamic_shared_memory", "needs_nrt")
-        callbacks = dispatcher.extensions, dispatcher._module_setup_callbacks
-        return dispatcher.targetoptions.get("debug"), *callbacks, *map(compiled.metadata.get, names)
+    def extras(self, dispatcher: Any, compiled: Any) -> dict[str, Any]:
+        metadata = compiled.metadata
+        return {
+            "debug=True": dispatcher.targetoptions.get("debug"),
+            "a cooperative launch": metadata.get("use_cooperative"),
+            "extensions": dispatcher.extensions,
+            "callbacks of its module": dispatcher._module_setup_callbacks or metadata.get("setup_callbacks"),
+            _DEPENDS_ON_LAUNCH: metadata.get("required_dynamic_shared_memory"),
+            "memory that Numba counts references of": metadata.get("needs_nrt"),
+        }
 
     def code(self, compiled: Any) -> tuple[str, str, bytes]:
         return compiled.ptx, compiled.metadata["func_name"], compiled.metadata["cubin"]
@@ -3791,24 +3628,23 @@ class _CudaSimulator(_NumbaCuda):
 
     platform = "cpu"
     where = "the CPU only where NUMBA_ENABLE_CUDASIM=1 is set; unset it"
-    ends = (f"return {_RETURNED}",)
 
-    def device_function(self, kernel: Any) -> Any:
-        return _python(kernel)
+    def compile(self, kernel: Any, signature: _Signature, form: _Form, batched: bool = False) -> _Compiled:
+        function = form.adapter(kernel.py_func, f"return {_RETURNED}")
 
-    def dispatcher(self, kernel: Any, function: Any, **more: Any) -> Any:
         def launched(*buffers: Any) -> None:
             if function(*buffers) is not None:
                 raise TypeError("the kernel returns a value: write to the output arrays and return nothing")
 
         # The simulator replaces `cuda` in the globals of what it launches: these must be the kernel's.
-        code = launched.__code__
-        name = function.__name__
-        cells = launched.__closure__
-        return self.cuda.jit(types.FunctionType(code, _python(kernel).__globals__, name, closure=cells))
+        namespace = kernel.py_func.__globals__
+        simulated = self.cuda.jit(types.FunctionType(launched.__code__, namespace, closure=launched.__closure__))
 
-    def launcher(self, *_: Any) -> None:
-        """It has no machine code."""
+        def run(arrays: list, stream: Any, launch: int) -> None:
+            words = _CudaLaunch.from_address(launch)
+            simulated[tuple(words.grid), tuple(words.block), stream, words.shared_mem](*arrays)
+
+        return _compile_handler(signature, self.callback(signature, run))
 
     def callback(self, signature: _Signature, run: Callable[[list, Any, int], None]) -> _CallbackEmitter:
         from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
@@ -3821,7 +3657,9 @@ class _CudaSimulator(_NumbaCuda):
         return _CallbackEmitter(signature, body)
 
 
-_CUDA_PACKAGES = {"numba_cuda_mlir": _NumbaCudaMlir(), "numba": _NumbaCuda()}  # the successor first
+_NUMBA_CUDA = _NumbaCuda()
+_NUMBA_CUDA_MLIR = _NumbaCudaMlir()
+_CUDA_SIMULATOR = _CudaSimulator()
 
 
 def _uses_cudasim() -> bool:
@@ -3832,38 +3670,28 @@ def _uses_cudasim() -> bool:
     return os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0")
 
 
-def _cuda_packages(function: Any, user: str) -> list[_NumbaCuda]:
-    """The packages that may compile a kernel (or make arrays for a callable): those it reads, else those installed."""
-    _import("numba", user, _CUDA_INSTALL)
-    roots = _packages_read(function)
-    named = [package for root, package in _CUDA_PACKAGES.items() if root in roots]
-    if _uses_cudasim():
-        if named == [_CUDA_PACKAGES["numba_cuda_mlir"]]:
-            raise NotImplementedError(
-                f"{user} {_python(function).__name__!r} is written for numba_cuda_mlir, which has no simulator: unset "
-                "NUMBA_ENABLE_CUDASIM to run it on a GPU, or write it with `from numba import cuda`"
-            )
-        return [_CudaSimulator()]
-    candidates = named or list(_CUDA_PACKAGES.values())
-    installed = [package for package in candidates if package.is_installed()]
-    if not installed:
-        wanted = named[0] if named else _CUDA_PACKAGES["numba"]
-        _import(wanted.module, user, _CUDA_INSTALL)  # raises
-    return installed
+def _cuda_package(value: Any) -> _NumbaCuda | None:
+    """The package of a kernel, or of a module `cuda`; None for other values."""
+    module = value.__name__ if isinstance(value, types.ModuleType) else type(value).__module__
+    if module.partition(".")[0] == "numba_cuda_mlir":
+        return _NUMBA_CUDA_MLIR
+    if module == "numba" or module.startswith(("numba.cuda", "numba_cuda")):
+        return _CUDA_SIMULATOR if _uses_cudasim() else _NUMBA_CUDA
+    return None
 
 
-def _packages_read(function: Any) -> set[str]:
-    """The packages of what a function reads, or of what a compiled kernel is."""
-    objects = [function]
-    if isinstance(function, types.FunctionType):
-        with _CUDASIM_LOCK:  # a simulated kernel may be running with its globals replaced
-            objects = [value for called in _functions_read(function) for value in _values_read(called).values()]
-    roots = set()
-    for obj in objects:
-        module = obj.__name__ if isinstance(obj, types.ModuleType) else type(obj).__module__
-        for name in (module, getattr(obj, "__module__", "")):
-            roots.add(str(name).partition(".")[0])
-    return roots
+def _cuda_package_named_by(func: Any, title: str) -> _NumbaCuda:
+    """The package that makes the arrays and the stream of a callable: the one that its own code names."""
+    function = getattr(func, "__func__", func)  # of a method
+    with _CUDASIM_LOCK:  # a simulated kernel may be running with its globals replaced
+        found = {*map(_cuda_package, [*(function.__defaults__ or ()), *_values_read(function).values()])}
+    for package in (_NUMBA_CUDA_MLIR, _NUMBA_CUDA, _CUDA_SIMULATOR):
+        if package in found:
+            return package
+    raise TypeError(
+        f"{title} names neither a kernel nor the `cuda` of numba or numba_cuda_mlir, whose arrays it would get: name "
+        "one in its own code, as a global, in its closure, or as a default of a parameter"
+    )
 
 
 def _cuda_ordinals() -> list[int]:
@@ -3917,7 +3745,26 @@ class _CudaDriver:
 
 
 # -- 8.3 From a kernel to a handler -------------------------------------------------------------------
-# Streams, devices and launches, native or through Python, whatever compiled the kernel.
+# Streams, devices and launches, whatever compiled the kernel.
+
+_DEPENDS_ON_LAUNCH = "code that depends on the launch"
+
+
+def _not_launched_alone(signature: _Signature, feature: str) -> TypeError:
+    return TypeError(
+        f"numba_cuda_kernel {signature.label!r} has {feature}: its launch is more than one call of CUDA's driver, and "
+        "a handler makes no other; launch it in a function, by numba_cuda_callable"
+    )
+
+
+def _compile_callable(package: _NumbaCuda, func: Any, signature: _Signature, may_capture: bool) -> _Compiled:
+    def run(arrays: list, stream: Any, _: int) -> None:
+        with package.cuda.defer_cleanup() if may_capture else contextlib.nullcontext():
+            func(*arrays, stream)
+
+    emitter = package.callback(signature, run)
+    emitter.traits = _COMMAND_BUFFER_COMPATIBLE if may_capture else 0
+    return _compile_handler(signature, emitter)
 
 
 def _compile_cuda(dispatcher: Any, argtypes: tuple) -> Any:
@@ -3947,25 +3794,46 @@ def _refuse_atomics_on_inputs(record: Any) -> None:
             raise TypeError(f"{_WRITES}: an atomic operation on an input, at {call.loc}")
 
 
-def _ptx_params(ptx: str, entry: str) -> list[str]:
-    """The types of a kernel's parameters in the order of its declaration."""
-    found = re.search(rf"\.entry\s+{re.escape(entry)}\s*\(([^)]*)\)", ptx)
-    return re.findall(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)", found[1]) if found else []
+def _may_write_unseen_by_cuda(kernel: Any) -> bool:
+    """Whether a kernel may write to an input in a way that Numba does not refuse.
+
+    PTX does not show it, and where there is no GPU nothing is compiled: so what the code names counts, as attributes
+    and methods, and under other names (`from numba.cuda import stwt as store`).
+    """
+    functions = _functions_read(kernel)
+    names: set[str] = set()
+    for function in functions:
+        names |= _attributes_in(function.__code__)
+        for value in _values_read(function).values():
+            if not any(_python(value) is called for called in functions):  # whose code counts, not its name
+                names |= {str(getattr(value, "__name__", "")), type(value).__name__}
+    return not names.isdisjoint(_CUDA_UNCHECKED_WRITERS)
+
+
+@functools.lru_cache(maxsize=1024)
+def _attributes_in(code: types.CodeType) -> frozenset[str]:
+    """The attributes and methods that code and code nested in it ask for: Numba CUDA has no `getattr`."""
+    names = {x.argval for x in dis.get_instructions(code) if x.opname == "LOAD_ATTR"}
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= _attributes_in(constant)
+    return frozenset(names)
 
 
 def _runs_alike_for_all_z(ptx: str) -> bool:
     """Whether a kernel ignores the z of its blocks and never waits for other blocks: z may then count slices.
 
-    Blocks wait for each other by memory fences, volatile loads, and atomic exchanges or reads, which may be for ever if
-    not all of them run.
+    Blocks wait for each other by memory fences, loads that read memory anew each time, and atomic exchanges or reads,
+    which may be for ever if not all of them run.
     """
     linked_later = set(re.findall(r"\.extern\s+\.func\s*(?:\([^)]*\)\s*)?(\w+)", ptx))
     if not linked_later <= {"vprintf", "__assertfail", "malloc", "free"}:  # unknown code
         return False
     asks_for_z = r"%n?ctaid\.z|%gridid|%n?clusterid|%cluster_"
-    waits = r"\b(membar|fence|griddepcontrol)\b|\.(volatile|acquire|release|acq_rel)\b"
+    waits = r"\b(membar|fence|griddepcontrol|nanosleep)\b|\.(volatile|acquire|release|acq_rel)\b"
+    loads_anew = r"\bld\.[\w.:]*\b(cg|cv|relaxed|mmio)\b"  # cg: from the cache that all blocks share
     polls = r"\batom\.[^;]*(\b(cas|exch)\b|, 0([fd]0+)?;)"  # to add 0 is to read
-    return not re.search(f"{asks_for_z}|{waits}|{polls}", ptx)
+    return not re.search(f"{asks_for_z}|{waits}|{loads_anew}|{polls}", ptx)
 
 
 def _ask_xla(handler: _Handler, function: str, kind: Any) -> Any:
@@ -3995,14 +3863,10 @@ def _cuda_fill(handler: _Handler, driver: _CudaDriver, target: _Word, source: An
         handler.fail(handler.call(callback, code))
 
 
-def _cuda_place(handler: _Handler, driver: _CudaDriver) -> tuple[_Word, _Word]:
+def _cuda_place(handler: _Handler) -> tuple[_Word, _Word]:
     """The stream and the CUDA ordinal of the call."""
-    stream = _cuda_stream(handler)
-    if _ffi_api_version() >= (0, 2):
-        return stream, _ask_xla(handler, "DeviceOrdinal_Get", XLA_FFI_DeviceOrdinal_Get_Args).device_ordinal
-    ordinal = handler.array([-1])  # jaxlib < 0.8 may lack it; XLA's context is current while it calls handlers
-    handler.call(driver.address("cuCtxGetDevice"), ordinal)
-    return stream, handler.load(ordinal, 4)
+    ordinal = _ask_xla(handler, "DeviceOrdinal_Get", XLA_FFI_DeviceOrdinal_Get_Args).device_ordinal
+    return _cuda_stream(handler), ordinal
 
 
 _CudaFunction = _words("_CudaFunction", "handle shared_mem")  # with the dynamic shared memory beyond that of the call
@@ -4031,11 +3895,11 @@ class _CudaLauncher:
         self.report = ctypes.CFUNCTYPE(_PTR, _I32, ctypes.POINTER(_CudaLaunch), _I32)(report)
 
     def launch_in(self, handler: _Handler) -> Callable[..., None]:
-        """Write what all launches share.
+        """Write what all launches of a call share.
 
-        Returns what writes one, for parameters at some addresses and so many blocks along z and x.
+        Returns what writes one, for parameters at these addresses, with other numbers of blocks along z and x if given.
         """
-        stream, ordinal = _cuda_place(handler, self.driver)
+        stream, ordinal = _cuda_place(handler)
         last = len(self.table) - 1
         is_known = (ordinal >= 0) & (ordinal < last)
         table = _Struct(handler, _CudaFunction, ctypes.addressof(self.table))
@@ -4047,13 +3911,13 @@ class _CudaLauncher:
         x, y, z, *block, shared = [handler.load(attribute + 8 * i) for i in range(7)]
         shared = shared + function.shared_mem
 
-        def launch(params: Sequence[Any], z: Any = z, x: Any = x) -> None:
+        def start(params: Sequence[Any], *, z: Any = z, x: Any = x) -> None:
             args = handle, x, y, z, *block, shared, stream, handler.array(params), 0
             code = handler.call(self.driver.address("cuLaunchKernel"), *args)
             with handler.when(code & 0xFFFF_FFFF, likely=False):  # a C int
                 handler.fail(handler.call(self.report, code, attribute, shared))
 
-        return launch
+        return start
 
 
 class _CudaEmitter(_Emitter):
@@ -4071,13 +3935,13 @@ class _CudaEmitter(_Emitter):
         if self.batch_launcher:
             grid_z = handler.load(handler.launch + 16)
             with handler.when((handler.count > 1) & (grid_z == 1)):
-                launch = self.batch_launcher.launch_in(handler)
+                start = self.batch_launcher.launch_in(handler)
                 with handler.each_chunk(_CUDA_LIMITS["grid"][2]) as (arrays, count):
-                    launch(self._params(handler, arrays), count)
+                    start(self._params(handler, arrays), z=count)
                 handler.ret(0)
-        launch = self.launcher.launch_in(handler)
+        start = self.launcher.launch_in(handler)
         with handler.each_slice() as arrays:
-            launch(self._params(handler, arrays))
+            start(self._params(handler, arrays))
 
     def _params(self, handler: _Handler, arrays: Sequence[_Array]) -> list[_Word]:
         """The addresses of the kernel's parameters."""
@@ -4329,11 +4193,11 @@ class _WarpKernel(_Wrapper):
         plan = _WarpPlan(self.kernel, tuple(arguments), options.block_dim, options.in_order)
         signature = call.signature(self.__name__)
         passed = [argument[1:] for argument in arguments]
-        decisive = str(signature), str(passed), plan.block_dim, plan.in_order, *content
+        decisive = str(passed), plan.block_dim, plan.in_order, *content
         compile_target = functools.partial(_compile_warp, plan, signature)
         compilers = {"cpu": compile_target, "cuda": functools.partial(compile_target, on_gpu=True)}
         target = _Target(
-            _NAMES.of_content(("warp", *decisive, options.name), self.__name__, options.name),
+            _NAMES.of_content(("warp", *decisive), signature, options.name, str(passed)),
             self._launch(call, arguments, ins),
             compilers=compilers,
             title=self.title,
@@ -5224,7 +5088,7 @@ def _check_batchable(kernel: Any) -> None:
 #   XLACustomKernel   kernels (a `KernelEntry` each), rules, and one `_OpPrimitive`
 #     -> _OpCall      by the first op(...) with these outs, backend and static parameters; kept for the next ones.
 #                     Each trace of the call binds the primitive
-#     -> _OpBinding   of what the primitive was bound with, whenever JAX asks it for something: shapes, a vmap,
+#     -> _OpParams   of what the primitive was bound with, whenever JAX asks it for something: shapes, a vmap,
 #                     derivatives, and at last the lowering, which has it run a kernel
 
 # -- 10.1 The op: registration, dispatch, rules --------------------------------------------------------
@@ -5256,7 +5120,7 @@ class XLACustomKernel(_Kept):
       TypeError: a parameter is traced or not hashable, or an operand is no array.
       ValueError: the backend is unknown, or a kernel returns something else than `outs` declares.
       NotImplementedError: there is no kernel for the platform, or a derivative without a rule is asked for.
-      RuntimeError: a generator or kernel raised; its exception is chained.
+      What a generator or kernel raises, with a note of the op and the backend.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -5278,6 +5142,7 @@ class XLACustomKernel(_Kept):
         self._rules: dict[str, Any] = {}  # "batching", "jvp", "transpose", "vjp": the newest of each
         self._is_traced = False  # whether JAX's caches may hold traces with the present kernels and rules
         self._recent = _Recent()  # the calls by their outs, backend and static parameters
+        self._made = _Recent()  # what generators made
         self._call_fn: Callable | None = None
         self._benchmark_data_fn: Callable | None = None
         self._tags: set[str] = set()
@@ -5376,7 +5241,8 @@ class XLACustomKernel(_Kept):
         return kg
 
     def _trace_again(self) -> None:
-        """Drop JAX's traces with an earlier kernel or rule: JAX can only clear all its caches at once."""
+        """Drop what generators made, and JAX's traces with earlier kernels or rules, for which all its caches go."""
+        self._made = _Recent()
         if self._is_traced:
             self._is_traced = False
             jax.clear_caches()
@@ -5520,10 +5386,8 @@ class XLACustomKernel(_Kept):
     def benchmark(self, /, *ins: Any, outs: Any, backend: str | None = None, **params: Any) -> _OpBenchmark:
         """Time a call, `op(*ins, outs=outs, **params)`, under `jax.jit`: one backend, or all of the operands' platform.
 
-        Returns:
-          A result that prints as a table; each of its `.rows` has `backend`, `first_ms` (first call, with compilation),
-          `median_us` (of calls for about a fifth of a second), `difference` (largest absolute difference from the first
-          backend that ran) and `error` (None unless the backend failed).
+        The result prints as a table.  Each of its `.rows` has `backend`, `first_ms` (the first call, with compilation),
+        `median_us`, `difference` (the largest absolute one from the first backend that ran) and `error`.
 
         Example:
           >>> op = XLACustomKernel("double")
@@ -5531,34 +5395,30 @@ class XLACustomKernel(_Kept):
           >>> [row.backend for row in op.benchmark(np.ones(8), outs=lambda x: x).rows]
           ['jax']
         """
-        args = jax.device_put(tuple(_as_inputs(ins, self.name)[0]))
-        platform = _default_platform()
-        if args:
-            device, *_ = args[0].devices()
-            platform = _platform_name(device.platform)
+        args = jax.device_put(_as_inputs(ins, self.name)[0])
+        platforms = [_platform_name(device.platform) for x in args for device in x.devices()]
+        platform = platforms[0] if platforms else _default_platform()
         self._entry(platform, backend)  # raises where there is none
-        backends = self.available_backends(platform) if backend is None else [backend]
         result = _OpBenchmark(self.name, platform, [])
         reference: list = []
-        for name in backends:
+        for name in [backend] if backend else self.available_backends(platform):
             call = jax.jit(functools.partial(self, outs=outs, backend=name, **params))
             try:
                 first, median, results = _time_call(functools.partial(call, *args))
             except Exception as error:
-                text = f"{type(error).__name__}: {error}".partition("\n")[0]
-                result.rows.append(_BenchmarkRow(name, error=text))
+                result.rows.append(_BenchmarkRow(name, error=f"{type(error).__name__}: {error}".partition("\n")[0]))
                 continue
             reference = reference or results
-            difference = float(np.max([*map(_largest_difference, results, reference)], initial=0.0))  # NaN if one is
-            result.rows.append(_BenchmarkRow(name, first * 1e3, median * 1e6, difference))
+            gaps = map(_largest_difference, results, reference)
+            result.rows.append(_BenchmarkRow(name, first * 1e3, median * 1e6, float(np.max([*gaps], initial=0.0))))
         return result
 
 
 class _BenchmarkRow(NamedTuple):
     backend: str
-    first_ms: float | None = None
-    median_us: float | None = None
-    difference: float | None = None
+    first_ms: float = math.nan
+    median_us: float = math.nan
+    difference: float = math.nan
     error: str | None = None
 
 
@@ -5570,25 +5430,24 @@ class _OpBenchmark(NamedTuple):
     def __repr__(self) -> str:
         lines = [f"{self.name} on {self.platform}", f"{'backend':<14}{'first (ms)':>12}{'median (us)':>14}  difference"]
         for backend, first, median, difference, error in self.rows:
-            times = f"{first or math.nan:>12.2f}{median or math.nan:>14.2f}"
-            lines.append(f"{backend:<14}{times}  {error or f'{difference:.3g}'}")
+            lines.append(f"{backend:<14}{first:>12.2f}{median:>14.2f}  {error or f'{difference:.3g}'}")
         return "\n".join(lines)
 
 
 def _time_call(call: Callable[[], Any]) -> tuple[float, float, list]:
-    """The seconds that the first call takes, those of the median of many, and the results."""
+    """The seconds of the first call, and of the median of calls for a fifth of a second; the results."""
     timer = timeit.Timer(lambda: jax.block_until_ready(call()))
     first = timer.timeit(1)
-    calls = int(0.2 / timer.timeit(1))
-    times = timer.repeat(min(max(calls, 5), 10_000), 1)
+    n_calls = int(0.2 / timer.timeit(1))
+    times = timer.repeat(min(max(n_calls, 5), 10_000), 1)
     return first, float(np.median(times)), jax.tree.leaves(call())
 
 
 def _largest_difference(x: Any, y: Any) -> float:
-    """NaN, if one is."""
-    with np.errstate(invalid="ignore"):  # infinities, which are equal or not
-        gap = np.abs(np.asarray(x, complex) - np.asarray(y, complex))
-    return float(np.max(np.where(np.asarray(x) == np.asarray(y), 0.0, gap), initial=0.0))
+    """NaN if one is, and equal infinities do not differ."""
+    with np.errstate(invalid="ignore"):
+        gaps = np.abs(np.asarray(x, complex) - np.asarray(y, complex))
+    return float(np.max(gaps, where=np.asarray(x) != np.asarray(y), initial=0.0))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -5673,10 +5532,10 @@ class _OpCall:
     def bind_primitive(self, *ins: Any) -> list:
         return self.op.primitive.bind(*ins, _binding=self.binding(ins))
 
-    def binding(self, ins: Sequence) -> _OpBinding:
+    def binding(self, ins: Sequence) -> _OpParams:
         # the dtypes are decided here and not on construction: jax_enable_x64 can change between two calls
         outs, _ = _flat_specs(self.specs, self.what, _input_specs(ins))
-        return _OpBinding(self.op, tuple(outs), self.backend, self.params, tree=self.tree)
+        return _OpParams(self.op, tuple(outs), self.backend, self.params, tree=self.tree)
 
     def check(self, ins: Sequence) -> None:
         """Trace the kernel that will probably run, once for these inputs, so that its errors are raised here."""
@@ -5690,7 +5549,7 @@ class _OpCall:
             return
         try:
             jax.make_jaxpr(functools.partial(self.binding(ins).run, entry))(*ins)
-        except RuntimeError:
+        except Exception:
             if jax.default_backend() == "cpu":  # else the platform may be another one: the lowering raises
                 raise
         self.checked.keep(key, True)
@@ -5785,26 +5644,35 @@ def _tolerant(fun: Callable, what: str = "") -> Callable:
     return call
 
 
-def _run_slice(bound: _OpBinding, entry: KernelEntry, *ins: Any) -> list:
+def _run_slice(bound: _OpParams, entry: KernelEntry, *ins: Any) -> list:
     """The flat list of results of a kernel for the operands of one slice."""
     what = f"{bound.op.title}: the kernel of backend {entry.backend!r} for platform {entry.platform!r}"
     try:
         results = _function_to_trace(bound, entry, ins)(*ins)
     except Exception as error:
         backends = ", ".join(bound.op.available_backends(entry.platform))
-        choice = f"{entry.platform!r} has {backends}: choose with backend="
+        note = f"{what} raised this; {entry.platform!r} has {backends}: choose with backend="
         if isinstance(error, TypeError) and "missing" in str(error):
-            choice += "; what no numba.njit or the like decorates (as all under NUMBA_DISABLE_JIT=1, but not what "
-            choice += "numba_kernel wraps) is a generator: it gets static parameters alone"
-        raise RuntimeError(f"{what} raised {type(error).__name__}: {error} ({choice})") from error
+            note += "; what no numba.njit or the like decorates (as all under NUMBA_DISABLE_JIT=1, but not what "
+            note += "numba_kernel wraps) is a generator: it gets static parameters alone"
+        error.add_note(note)
+        raise
     return _outputs(what, results, bound.slice_outs, bound.tree)
 
 
-def _function_to_trace(bound: _OpBinding, entry: KernelEntry, ins: Sequence) -> Callable:
-    """What the generator makes for these parameters and outs."""
+def _function_to_trace(bound: _OpParams, entry: KernelEntry, ins: Sequence) -> Callable:
+    """What the generator made of these parameters and outs, when it was first called for them."""
+    made = bound.op._made
     axes = _all_varying_axes(map(jax.typeof, ins))
-    varying = [Spec(out.shape, out.dtype, **_varying(axes)) for out in bound.slice_outs]
-    made = _tolerant(entry.kernel_generator)(**bound.params, outs=tuple(varying))
+    key = entry, bound.slice_outs, axes, _tagged(bound.params), jax.config.jax_enable_x64
+    return made.get(key) or made.keep(key, _call_generator(bound, entry, axes))
+
+
+def _call_generator(bound: _OpParams, entry: KernelEntry, axes: frozenset) -> Callable:
+    """What it computes with jax.numpy is an array, not a tracer of the trace at hand: it serves other traces, too."""
+    outs = [Spec(out.shape, out.dtype, **_varying(axes)) for out in bound.slice_outs]
+    with jax.ensure_compile_time_eval():
+        made = _tolerant(entry.kernel_generator)(**bound.params, outs=tuple(outs))
     function = _wrap_ready(made, {}, bound.slice_outs)
     if not callable(function):
         raise TypeError(f"the generator must return the function to trace, got {function!r}")
@@ -5847,7 +5715,7 @@ def _is_op(primitive: Any) -> bool:
 
 
 class _OpPrimitive(Primitive):
-    """The primitive of an op, whose one parameter is an `_OpBinding`: bound by hand, it is given what makes one."""
+    """The primitive of an op, whose one parameter is an `_OpParams`: bound by hand, it is given what makes one."""
 
     multiple_results = True
 
@@ -5874,13 +5742,13 @@ class _OpPrimitive(Primitive):
         return call
 
     def binding(
-        self, /, outs: Sequence = (), backend: Any = None, _binding: _OpBinding | None = None, **params: Any
-    ) -> _OpBinding:
+        self, /, outs: Sequence = (), backend: Any = None, _binding: _OpParams | None = None, **params: Any
+    ) -> _OpParams:
         """That of the primitive's parameters; BrainEvent calls rules without outs."""
         if _binding:
             return _binding
         leaves, tree = _flatten(outs, _is_spec)
-        return _OpBinding(self.op, tuple(leaves), backend, params, tree=tree)
+        return _OpParams(self.op, tuple(leaves), backend, params, tree=tree)
 
     def bind(self, /, *args: Any, **params: Any) -> Any:
         return super().bind(*_make_varying(args), _binding=self.binding(**params))
@@ -5896,7 +5764,7 @@ class _OpPrimitive(Primitive):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _OpBinding:
+class _OpParams:
     """What the primitive of an op was bound with, or will be."""
 
     op: XLACustomKernel = dataclasses.field(repr=False)
@@ -5915,7 +5783,7 @@ class _OpBinding:
         return hash(self.key)
 
     def __eq__(self, other: Any) -> bool:
-        return type(other) is _OpBinding and self.key == other.key
+        return type(other) is _OpParams and self.key == other.key
 
     @property
     def slice_outs(self) -> tuple:
@@ -5935,18 +5803,17 @@ class _OpBinding:
         if not self.vmaps:
             return run_slice(*ins)
 
-        def staged(*ins: Any) -> list:  # the generator runs outside the vmaps, so that its errors stay its own
-            return _eval_jaxpr(jax.make_jaxpr(run_slice)(*ins), ins)
-
-        batched = _for_each_vmap(jax.vmap, staged, self.vmaps)
+        batched = _for_each_vmap(jax.vmap, run_slice, self.vmaps)
         try:
             closed = jax.make_jaxpr(batched)(*ins)  # traced as a whole first: a failure must leave nothing behind
-        except NotImplementedError:  # something has no batching rule
+        except NotImplementedError as error:
+            if not str(error).startswith("Batching rule for"):  # JAX's words where a primitive has none (0.9 to 0.12)
+                raise
             return _for_each_vmap(_sequential, run_slice, self.vmaps)(*ins)
         return _eval_jaxpr(closed, ins)
 
 
-def _op_abstract_eval(bound: _OpBinding, *avals: Any) -> list:
+def _op_abstract_eval(bound: _OpParams, *avals: Any) -> list:
     specs = [iter(aval.sharding.spec) for aval in avals]
     candidates = []
     for in_axes in bound.vmaps:  # each is the next dimension of the operands that it batches
@@ -5955,7 +5822,7 @@ def _op_abstract_eval(bound: _OpBinding, *avals: Any) -> list:
     return [_out_aval(out.shape, out.dtype, avals, axes) for out in bound.outs]
 
 
-def _op_lowering(bound: _OpBinding, ctx: Any, *ins: Any) -> Any:
+def _op_lowering(bound: _OpParams, ctx: Any, *ins: Any) -> Any:
     platforms = _platforms(ctx)
     entry = bound.op._entry(_platform_name(platforms[0]), bound.backend)
     try:
@@ -5972,13 +5839,13 @@ def _op_lowering(bound: _OpBinding, ctx: Any, *ins: Any) -> Any:
 # How a batch is best run, only the backend knows, and that is known only when the op is lowered.  So:
 #
 # 1. `vmap` of an op binds its primitive once more, with the axis of this vmap in front of the batched operands, and
-#    records which these are: `_OpBinding.vmaps` has `in_axes`, as `jax.vmap` takes them, for each vmap, in the order
+#    records which these are: `_OpParams.vmaps` has `in_axes`, as `jax.vmap` takes them, for each vmap, in the order
 #    of their axes: the outermost first.
 # 2. The lowering applies the recorded vmaps to the function of one slice, by `jax.vmap`: each wrapper, and all that JAX
 #    can trace, has its own rule.  Where one has none, the batch is a `jax.lax.map`.
 # 3. Derivative rules get the same vmaps, when JAX asks for them (10.6).
 #
-# Generators, `outs` and rules of the user are for one slice.  Only `_OpBinding.outs` are those of the whole batch.
+# Generators, `outs` and rules of the user are for one slice.  Only `_OpParams.outs` are those of the whole batch.
 
 
 def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None], /, **params: Any) -> tuple:
@@ -6020,7 +5887,7 @@ def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None],
     return out, jax.tree.map(lambda _: 0, out)
 
 
-def _op_batching(bound: _OpBinding, args: Sequence, axes: Sequence) -> Any:
+def _op_batching(bound: _OpParams, args: Sequence, axes: Sequence) -> Any:
     rule = bound.op._rules.get("batching")
     if rule is None or bound.vmaps:  # a user's rule is for the op on one slice, not on the batch of a recorded vmap
         results = bound.op.primitive.bind_batch(args, axes, _binding=bound)
@@ -6139,7 +6006,7 @@ def _add_tangents(
     return totals
 
 
-def _op_jvp(bound: _OpBinding, primals: Sequence, tangents: Sequence) -> tuple:
+def _op_jvp(bound: _OpParams, primals: Sequence, tangents: Sequence) -> tuple:
     """The op's jvp rule, which is for one slice, under the recorded vmaps."""
     rule = _derivative_rule(bound.op, "jvp")
     primitive = bound.op.primitive
@@ -6165,7 +6032,7 @@ def _zero_tangent(x: Any) -> Any:
     return ad.Zero(jax.typeof(x).to_tangent_aval())
 
 
-def _op_transpose(bound: _OpBinding, cts: Sequence, *operands: Any) -> list:
+def _op_transpose(bound: _OpParams, cts: Sequence, *operands: Any) -> list:
     """The op's transpose rule, which is for one slice, under the recorded vmaps."""
     rule = _derivative_rule(bound.op, "transpose")
     if all(type(ct) is ad.Zero for ct in cts):
@@ -6288,8 +6155,12 @@ def _check_numba() -> Callable:
 
 
 def _check_numba_cuda() -> Callable:
-    cuda = _cuda_packages(None, "the check of numba_cuda")[0].cuda
+    try:
+        cuda = importlib.import_module("numba_cuda_mlir.cuda")
+    except ImportError:
+        cuda = _import("numba.cuda", "the check of numba_cuda", _CUDA_INSTALL)
 
+    @cuda.jit
     def kernel(x: Any, y: Any, out: Any) -> None:
         i = cuda.grid(1)
         if i < out.size:
@@ -6333,9 +6204,7 @@ _BACKENDS = {
 def _self_check() -> int:
     """Run `2 * x + y` through every backend; returns 1 if one that is installed is wrong."""
     print(f"xla_kernels {__version__}, Python {sys.version.split()[0]}, jax {jax.__version__}, NumPy {np.__version__}")
-    print(f"platform {jax.default_backend()}, {jax.device_count()} device(s), XLA FFI API {_ffi_api_version()}")
-    compilers = [package.name for package in _CUDA_PACKAGES.values() if package.is_installed()]
-    print(f"plain functions become CUDA kernels by {', else '.join(compilers) or 'nothing that is installed'}\n")
+    print(f"platform {jax.default_backend()}, {jax.device_count()} device(s), XLA FFI API {_ffi_api_version()}\n")
     status = 0
     for name, backend in _BACKENDS.items():
         for platform, install in backend.platforms.items():
