@@ -3970,6 +3970,63 @@ def test_warp_arguments_bind_as_pythons():
 
 
 @needs_warp
+def test_warp_names_the_order_of_parameters(tmp_path):
+    kernel = kernel_with_body("i = wp.tid()\ny[i] = x[i] * out[i]", tmp_path)  # an output between inputs
+    for call in (lambda f: f(THREE, THREE), lambda f: f(THREE, out=THREE)):
+        with pytest.raises(
+            TypeError, match=r"inputs and values, then outputs.*in_out_argnames|in_out_argnames.*then out"
+        ):
+            call(xk.warp_kernel(kernel, lambda x, out: x))
+    f = xk.warp_kernel(kernel, lambda x, y, out: x, in_out_argnames=["y"])
+    check_equal(f(THREE, y=THREE, out=THREE), THREE * THREE)
+
+
+@needs_warp
+def test_warp_names_the_settings_that_are_in_the_way(monkeypatch, tmp_path):
+    monkeypatch.setattr(wp.config, "enable_backward", False)
+    f = xk.warp_kernel(kernel_with_body("i = wp.tid()\nout[i] = x[i]", tmp_path), like_first, differentiable=True)
+    with pytest.raises(RuntimeError) as caught:
+        jax.grad(lambda x: f(x, x).sum())(THREE)
+    assert "enable_backward=False leaves out" in " ".join(caught.value.__notes__)
+    monkeypatch.setattr(wp.config, "enable_cpu_blocks", True, raising=False)  # came with Warp 1.19
+    check_equal(product(launch_dims=3)(THREE, THREE), THREE * THREE)
+    with pytest.raises(NotImplementedError, match=r"enable_cpu_blocks, .* blocks of 4 threads, .*: use block_dim=1"):
+        product(block_dim=4)(THREE, THREE)
+
+
+@needs_warp
+def test_warp_launches_that_are_more_than_the_start_of_a_kernel_are_refused(monkeypatch):
+    launch = type("DeterministicLaunch", (wp.Launch,), {"__init__": lambda self: None})()
+    monkeypatch.setattr(wp, "launch", lambda *args, **options: launch)
+    with pytest.raises(NotImplementedError, match=r"Warp kernel 'multiply': .*: call it by warp.jax_kernel"):
+        product(launch_dims=2)(*PAIR)
+
+
+@needs_warp
+def test_warp_values_that_look_like_pointers():
+    """No pointer is written where a value stands."""
+
+    @unique_kernel
+    def wide(x: floats, bits: wp.uint64, out: wp.array(dtype=wp.uint64)):
+        out[wp.tid()] = bits
+
+    with jax.enable_x64(True):
+        for bits in (0, 4096, 2**59 + 16, 2**64 - 1):
+            f = xk.warp_kernel(wide, spec(3, dtype=np.uint64))
+            check_equal(f(THREE, bits), np.full(3, bits, np.uint64))
+
+
+@needs_warp
+def test_warp_kernel_that_does_not_build_gives_its_name_back(tmp_path):
+    for statement in ("undefined(x)", "out[wp.tid()] = x[wp.tid()]"):
+        f = xk.warp_kernel(kernel_with_body(statement, tmp_path), like_first, name="given back")
+        with contextlib.suppress(KeyError):
+            check_equal(f(*PAIR), PAIR[0])
+    with pytest.raises(ValueError, match="name='given back': another kernel"):
+        xk.warp_kernel(warp_kernels().multiply, like_first, name="given back")(*PAIR)
+
+
+@needs_warp
 def test_warp_build_error_stays_an_error():
     """Warp < 1.19 notes what failed, and leaves it out of later builds."""
 

@@ -4086,8 +4086,10 @@ class _WarpKernel(_Wrapper):
 
     def _wrong_arity(self, problem: str) -> TypeError:
         names = ", ".join(self.params)
-        takes = f"{self.title} takes the parameters ({names}): inputs and values, then outputs and scratch"
-        return TypeError(f"{takes}; {problem}")
+        return TypeError(
+            f"{self.title} takes the parameters ({names}) in this order: inputs and values, then outputs and scratch; "
+            f"{problem}.  An output in front of an input or a value is given, too, and named in in_out_argnames"
+        )
 
     # -- from a call to a target -----------------------------------------------------------------------
 
@@ -4106,7 +4108,7 @@ class _WarpKernel(_Wrapper):
             if i not in call.aliases and name in written:
                 raise TypeError(
                     f"{self.title} writes to its input {name!r}, which JAX may share: name it in in_out_argnames, or "
-                    "write to an output"
+                    "write to an output (the parameters are inputs and values, then outputs)"
                 )
         target = self._target(call, {(name, "value"): k for k, name in enumerate(names)}, call.ins)
         target.register_where_traced()
@@ -4139,7 +4141,7 @@ class _WarpKernel(_Wrapper):
             buffers=buffers,
             dims=dims,
             launch_dims=checked_dims,
-            block_dim=options.block_dim or _WARP_BLOCK_DIM,
+            block_dim=options.block_dim,
             is_tiled=options.tiled,
         )
         return _WarpTarget(
@@ -4422,7 +4424,10 @@ def _forgetting_failures(kernel: Any, codes: Iterable) -> Iterator[None]:
             code.skip_build = False
         kernel.module.mark_modified()
         if "backward kernel" in str(error):
-            error.add_note("differentiable=True needs enable_backward=True, in warp.config too")
+            error.add_note(
+                "differentiable=True needs the kernel's adjoint, which enable_backward=False leaves out: in "
+                "warp.kernel, in the options of its module, or in warp.config"
+            )
         raise
 
 
@@ -4585,6 +4590,10 @@ class _WarpPlan:
     is_tiled: bool
 
     @property
+    def title(self) -> str:
+        return f"Warp kernel {self.kernel.func.__name__!r}"
+
+    @property
     def is_adjoint(self) -> bool:
         return any(role == "gradient" for _, role in self.buffers)
 
@@ -4623,7 +4632,7 @@ class _WarpPlan:
             raise ImportError("Warp cannot compile for CPUs here: it was installed without its library warp-clang")
         if getattr(wp.config, "enable_cpu_blocks", False) and (self.block_dim or 1) > 1:  # Warp >= 1.19
             raise NotImplementedError(
-                f"Warp kernel {self.kernel.key!r}: with warp.config.enable_cpu_blocks, Warp's scheduler runs blocks of "
+                f"{self.title}: with warp.config.enable_cpu_blocks, Warp's scheduler runs blocks of "
                 f"{self.block_dim} threads, and a handler runs no scheduler: use block_dim=1, or warp.jax_kernel"
             )
 
@@ -4654,7 +4663,7 @@ class _WarpPlan:
             raise RuntimeError(f"Warp cannot build kernel {self.kernel.key!r}: see its first error, or its log")
         if type(recorded).__name__ != "Launch" or getattr(recorded, "cluster_dim", 1) != 1:
             raise NotImplementedError(
-                f"Warp kernel {self.kernel.key!r}: in deterministic mode, or of clusters, a launch is more than the "
+                f"{self.title}: in deterministic mode, or of clusters, a launch is more than the "
                 "start of a kernel: call it by warp.jax_kernel"
             )
         return recorded
