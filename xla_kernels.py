@@ -4102,8 +4102,7 @@ class _WarpKernel(_Wrapper):
             raise self._wrong_arity(f"got {n_given} inputs and {n_out} outputs (in-out arguments count as both)")
         for name, spec in zip(names, call.ins + call.outs, strict=True):
             self.params[name].check(spec)
-        build = _build_of(self.kernel)
-        written = build.names(build.written)
+        written = _build_of(self.kernel).written
         for i, name in enumerate(names[:n_in]):
             if i not in call.aliases and name in written:
                 raise TypeError(
@@ -4189,8 +4188,7 @@ class _WarpKernel(_Wrapper):
         """
         names = self.parameters
         buffers = {(name, "value"): k for k, name in enumerate(names)}
-        build = _build_of(self.kernel)
-        run_again = build.names(build.in_functions)
+        run_again = _build_of(self.kernel).in_functions
         changed = [k for k, name in enumerate(names) if name in run_again]
         changed += range(len(names), len(ins))
         float_ins = _floats(ins[:n_args])
@@ -4213,12 +4211,11 @@ def _floats(arrays: Sequence[Any]) -> list[int]:
 
 
 # -- 9.2 Warp itself: import, silence, types ----------------------------------------------------------
-# Code for some versions of Warp names them, here and in 9.3; `_layout_of` looks at what Warp does.
-# Checked on 1.13, 1.15, 1.18 and 1.19.
+# Code for some versions of Warp names them, here and in 9.3.  Checked on 1.14 and 1.19.
 
 
-def _warp(user: str, module: str = "warp") -> Any:
-    return _import(module, user, _WARP_INSTALL)
+def _warp(user: str) -> Any:
+    return _import("warp", user, _WARP_INSTALL)
 
 
 @contextlib.contextmanager
@@ -4226,21 +4223,14 @@ def _warp_session() -> Iterator[Any]:
     """Warp, initialized, silent unless the user raised the verbosity, and locked, as loading modules is not safe."""
     wp = _warp("warp_kernel")
     with _LOCK:
-        if hasattr(wp.config, "log_level"):  # Warp >= 1.14; touching `quiet` there prints a deprecation
-            setting = "log_level"
-            silent = max(wp.config.log_level, 30)
-            is_verbose = wp.config.log_level < 20
-        else:
-            setting = "quiet"
-            silent = True
-            is_verbose = wp.config.verbose
-        before = getattr(wp.config, setting)
+        level = wp.config.log_level
         try:
-            setattr(wp.config, setting, before if is_verbose else silent)
+            if level >= 20:
+                wp.config.log_level = max(level, 30)
             wp.init()
             yield wp
         finally:
-            setattr(wp.config, setting, before)
+            wp.config.log_level = level
 
 
 def _warp_scalars(wp: Any) -> dict[np.dtype, Any]:
@@ -4286,13 +4276,6 @@ class _WarpParam:
     dtype: np.dtype | None  # of the scalars; None for a struct
     inner: tuple[int, ...]  # the shape of one element: () for scalars, (3,) for vec3
     ndim: int
-
-    @property
-    def nbytes(self) -> int:
-        """The size of a value, or of one array element."""
-        if self.dtype is None:
-            return ctypes.sizeof(self.type.ctype)
-        return self.dtype.itemsize * math.prod(self.inner)
 
     def dims(self, shape: Sequence[Any]) -> Sequence[Any]:
         """The dimensions of an array without those of its elements; an array of one element may lack dimensions."""
@@ -4432,25 +4415,25 @@ def _forgetting_failures(kernel: Any, codes: Iterable) -> Iterator[None]:
 
 
 class _WarpBuild:
-    """What calls and assignments of a kernel do to arrays.
+    """What a kernel calls, and the names of its arrays that are `written`, and of those written `in_functions`.
 
     A call of C, or of Warp's that is not known to read, counts as a write to all arrays that it gets.
     """
 
     def __init__(self, kernel: Any) -> None:
-        self.adjoint = copy.copy(kernel.adj)
-        self.codes: set[Any] = set()  # Warp's records of the code of the kernel, and of functions that it calls
-        self.functions: list[Any] = []  # Warp's own, too
+        self.functions: set[Any] = set()  # that are called, Warp's own too
+        self.codes: set[Any] = set()  # Warp's records of their code
         self.roots: dict[Any, set] = {}  # variable -> the parameters in whose memory its array may be
         self.written: set[Any] = set()  # parameters of the kernel and of its functions
         self.in_functions: set[Any] = set()
         self.built_by_call: list[Any] = []  # the code that the current call runs
+        self.adjoint = copy.copy(kernel.adj)
         with self._watching(type(self.adjoint)), _forgetting_failures(kernel, self.codes):
             self.adjoint.build(None, {**kernel.module.options, **kernel.options, "output_arch": None})
-
-    def names(self, parameters: set) -> set[str]:
-        """Those of the kernel."""
-        return {arg.label for arg in self.adjoint.args if arg in parameters}
+        self.written = {arg.label for arg in kernel.adj.args if arg in self.written}
+        self.in_functions = {arg.label for arg in kernel.adj.args if arg in self.in_functions}
+        self.codes.discard(self.adjoint)
+        del self.adjoint, self.roots  # as they are large
 
     @contextlib.contextmanager
     def _watching(self, adjoint_type: Any) -> Iterator[None]:
@@ -4493,7 +4476,7 @@ class _WarpBuild:
     def _add_call(
         self, original: Callable, adjoint: Any, func: Any, args: Any, kwargs: Any, *more: Any, **named: Any
     ) -> Any:
-        self.functions.append(func)
+        self.functions.add(func)
         outer, self.built_by_call = self.built_by_call, []
         result = original(func, args, kwargs, *more, **named)
         codes, self.built_by_call = self.built_by_call, outer
@@ -4618,9 +4601,11 @@ class _WarpPlan:
         places: list[tuple[int, int]] = []
         for word, other in zip(*map(_words_of, (blocks, others)), strict=True):
             if word != other:
-                assert first[word] == second[other], "Warp passes something else that changes"
-                places.append((len(words), first[word]))
+                places.append((len(words), first.get(word, -1)))
             words.append(word if word == other else 0)
+        passed = {k for key, k in self.buffers.items() if 0 not in self.dims[key]}
+        if {k for _, k in places} != passed:
+            raise NotImplementedError(f"{self.title}: this Warp passes arrays in an unknown way: use warp.jax_kernel")
         return _Recorded(recorded, tuple(words), tuple(len(block) // 8 for block in blocks), tuple(places))
 
     def _stand_ins(self) -> dict[int, int]:
@@ -5033,7 +5018,7 @@ def _check_batchable(kernel: Any) -> None:
         raise ValueError("the source of the kernel is not all that it is")
     build = _build_of(kernel)
     words = [function.key for function in build.functions]
-    words += [code.source for code in build.codes]
+    words += [code.source for code in (kernel.adj, *build.codes)]
     text = " ".join(words)
     if _WARP_UNBATCHED.search(text) or any(map(_is_c, build.functions)):
         raise ValueError("the kernel may see blocks, or what nobody looks into")
