@@ -35,7 +35,7 @@ An op under grad of vmap: `XLACustomKernel.__call__` -> `_find_call` -> `_OpCall
 `_bind_with_vjp`: a `jax.custom_vjp`, whose functions JAX batches) -> `_op_batching`, which records the vmap ->
 `_op_jvp`, `_op_transpose`, which vmap the user's rules -> `_op_lowering`, which knows the platform -> `_OpParams.run`
 -> `_run_slice` -> the call of a wrapper, as above.
-The order of a kernel's arguments: above `_NumbaWrapper`; `_CudaCode._callable_emitter` for callables; in
+The order of a kernel's arguments: above `_NumbaWrapper`; `_CudaCallable` for callables; in
 `_WarpKernel._find_target`.  A dtype: above `_XLA_FFI_DATA_TYPES`.
 An exception in a slice: `_NumbaEmitter`, `_keep_message`, `_Driver.run`, `_Driver.work`.
 A new backend takes four places: a section like 7 to 9 (what to install, dtypes, a public `..._kernel`, a `_Wrapper`,
@@ -53,6 +53,7 @@ import copy
 import ctypes
 import dataclasses
 import decimal
+import dis
 import functools
 import hashlib
 import importlib
@@ -447,7 +448,7 @@ def _reads(kernel: Any) -> tuple | None:
     function = _python(kernel)
     if not isinstance(function, types.FunctionType) or vars(function):  # Numba reads __wrapped__ and __signature__
         return None
-    jit = ()
+    jit: tuple = ()
     if kernel is not function:
         pipeline = getattr(getattr(kernel, "_compiler", None), "pipeline_class", type(None))
         is_plain = hasattr(kernel, "overloads") and not getattr(kernel, "locals", None)
@@ -2376,7 +2377,7 @@ class _CallbackEmitter(_Emitter):
         self.callback = ctypes.CFUNCTYPE(_PTR, _PTR, ctypes.POINTER(_I64))(callback)
 
     def write(self, handler: _Handler) -> None:
-        place = _cuda_place(handler, self.driver) if self.driver else (0, 0)
+        place = _cuda_place(handler) if self.driver else (0, 0)
         with handler.each_slice() as arrays:
             words = [array.pointer for array in arrays]
             for array in arrays:
@@ -3128,20 +3129,20 @@ def numba_cuda_kernel(
 
     The kernel is called as `kernel(in..., out..., scratch...)` with row-major device arrays (inputs read-only),
     writes its outputs and returns nothing.  It is launched by machine code on XLA's stream: no Python, no GIL, and
-    XLA may capture the launch in a CUDA graph.  Kernels compiled with `debug=True` and cooperative kernels are
-    launched through Python.
+    XLA may capture the launch in a CUDA graph.  It is compiled where JAX has a GPU; elsewhere a program that calls it
+    can be lowered for CUDA, and exported.
 
     A `vmap` is one launch, whose blocks along z are the slices, where the grid of a call has one block there and the
-    kernel neither asks for z nor may wait for other blocks (as its PTX shows: memory fences, volatile loads, atomic
-    exchanges and atomic reads count as waiting).  Else, and with `vmap_method="sequential"`, there is a launch for each
-    slice.
+    kernel neither asks for z nor may wait for other blocks (as its PTX shows: memory fences, volatile and relaxed
+    loads, `ldcg` and `ldcv`, `nanosleep`, atomic exchanges and atomic reads count as waiting).  Else, and with
+    `vmap_method="sequential"`, there is a launch for each slice.
 
-    With NUMBA_ENABLE_CUDASIM=1 (set before Numba is imported) kernels that `numba.cuda` compiles run in Python on
-    JAX's CPU backend.
+    With NUMBA_ENABLE_CUDASIM=1 (set before Numba is imported) kernels of `numba.cuda` run in Python on JAX's CPU
+    backend.
 
     Args:
-      kernel: a function decorated with `cuda.jit` of `numba` (numba-cuda) or of its successor, `numba_cuda_mlir`, or
-        a plain one, which is jitted: by the one whose `cuda` it reads, else by the successor, else by `numba`.
+      kernel: a function decorated with `@cuda.jit` of `numba` (numba-cuda) or of its successor, `numba_cuda_mlir`.
+        Without it, `numba_cuda_kernel(outs=...)` is a decorator, above `@cuda.jit`.
       outs, vmap_method, input_output_aliases, in_out_argnames, scalars, has_side_effect, scratch, zero_outputs,
         name: as for `numba_kernel`.  With in-out arguments or scalars the kernel is compiled as a device function of
         one that passes them.
@@ -3152,10 +3153,12 @@ def numba_cuda_kernel(
         it, so the kernel must guard the edge (`if i < out.size`).  With no threads at all nothing is launched, and
         outputs are zeros.
       threads_per_block: block size over one-dimensional `launch_dims`: over two it is 16x16, over three 8x8x4.
-      shared_mem: bytes of dynamic shared memory, up to the device's opt-in maximum (48 KiB through Python).
+      shared_mem: bytes of dynamic shared memory, up to the device's opt-in maximum.
 
     Raises:
-      TypeError: as `numba_kernel`, for dtypes that Numba CUDA lacks.
+      TypeError: as `numba_kernel`, for dtypes that Numba CUDA lacks; and for kernels whose launch is more than one
+        call of CUDA's driver (`debug=True`, cooperative ones, extensions, callbacks of modules): for these there is
+        `numba_cuda_callable`.
       ValueError: also neither or both launch forms, or one beyond CUDA's limits (1,024 threads in a block).
       NotImplementedError: on a platform other than CUDA, without the simulator.
       jax.errors.JaxRuntimeError: with CUDA's name for the error of a launch that failed.
@@ -3163,6 +3166,7 @@ def numba_cuda_kernel(
     Example:
       >>> from numba import cuda
       >>> @numba_cuda_kernel(outs=lambda x, y: x, launch_dims=lambda x, y: x.size)
+      ... @cuda.jit
       ... def add(x, y, out):
       ...     i = cuda.grid(1)
       ...     if i < out.size:
@@ -3184,16 +3188,16 @@ def numba_cuda_callable(
 ) -> Callable[..., Any]:
     """Make a Python function that launches Numba CUDA kernels a JAX function.
 
-    `func(in..., out..., scratch..., stream)` runs on every call, with device arrays and a stream of the package whose
-    `cuda` it reads, on XLA's memory, and the right device current.  It launches any number of kernels on that stream
+    `func(in..., out..., scratch..., stream)` runs on every call, with device arrays and a stream of the package that
+    it names, on XLA's memory, and the right device current.  It launches any number of kernels on that stream
     (`kernel[grid, block, stream](...)`), writes the outputs and not the inputs, keeps no array, calls no jax
     function, and need not synchronize.  What it raises reaches the user.  `vmap` calls it once per slice.
 
-    Make it once: another function that a generator made counts as another, also in names for `jax.export`.  To be
-    exported, it names the kernels that it launches, as globals or in its closure, not as attributes of other objects.
+    Make it once: another function that a generator made counts as another.
 
     Args:
-      func: the function.
+      func: the function (or a method).  Its own code names a kernel, or `cuda` of `numba` or of `numba_cuda_mlir`: as a
+        global, in its closure, as a default, or in a module of yours that it names.
       outs, vmap_method, input_output_aliases, has_side_effect, scratch, zero_outputs: as for
         `numba_kernel`; `scratch` gives temporary buffers without an allocation.
       command_buffer: True lets XLA capture the launches in a CUDA graph and replay them without calling `func` again:
@@ -3204,6 +3208,12 @@ def numba_cuda_callable(
       jax.errors.JaxRuntimeError: with the type and text of an exception that `func` raised.
 
     Example:
+      >>> from numba import cuda
+      >>> @cuda.jit
+      ... def scale(x, out):
+      ...     i = cuda.grid(1)
+      ...     if i < out.size:
+      ...         out[i] = 2 * x[i]
       >>> @numba_cuda_callable(outs=lambda x: x)
       ... def scale_twice(x, out, stream):
       ...     scale[out.size // 256 + 1, 256, stream](x, out)
@@ -3269,142 +3279,43 @@ class _CudaCallableOptions(_Options):
     command_buffer: bool
 
 
-class _CudaWrapper(_Wrapper):
-    _code: Callable[[list[_NumbaCuda], _Signature], _CudaCode]  # raises TypeError for another number of arguments
-
-    def _find_target(self, call: _Call) -> _Target:
-        packages = _cuda_packages(self.kernel, self.decorator)
-        platform = packages[0].platform
-        launch = self._launch(call.ins)
-        code = self._code(packages, call.signature(self.__name__))
-        self._check_dtypes(call, _CUDA_DTYPES, "that Numba CUDA has no arrays of")
-        may_write: tuple[int, ...] = ()
-        if code.is_native and not _names_read(self.kernel).isdisjoint(_CUDA_UNCHECKED_WRITERS):
-            may_write = tuple(range(len(call.ins)))  # PTX does not show which inputs a kernel writes to
-        code = dataclasses.replace(code, signature=code.signature.with_hidden(may_write))
-        is_callable = code.form is None
-        owner = self.kernel if is_callable or hasattr(self.kernel, "py_func") else self
-        shared = None if is_callable else self.kernel
-        options = "cuda", code.form, code.command_buffer, *(package.module for package in packages)
-        with _NAMES.of_kernel(owner, shared, code.signature, options, self.options.name) as name:
-            target = _Target(
-                name,
-                launch,
-                may_write,
-                compilers={platform: code.compile},
-                title=self.title,
-                where=f"runs on {packages[0].where}",
-            )
-            target.register_where_traced()
-        if not code.is_native or self.options.in_order:
-            return target
-        batch_code = dataclasses.replace(code, batched=True)
-        for_batches = dataclasses.replace(target, name=f"{name}.batched", compilers={platform: batch_code.compile})
-        return dataclasses.replace(target, for_batches=for_batches)
-
-    def _launch(self, ins: list[Spec]) -> tuple[int, ...]:
-        return ()
-
-
-@dataclasses.dataclass(frozen=True)
-class _CudaCode:
-    """A kernel or callable, and how it is compiled.  Does not refer to the wrapper: see `_Target`."""
-
-    function: Any
-    packages: list[_NumbaCuda]  # who may compile it
-    signature: _Signature
-    form: _Form | None = None  # how a kernel is called; a function that launches kernels has none
-    command_buffer: bool = False
-    batched: bool = False  # whether it runs a batch in one launch, where the kernel allows that
-
-    @property
-    def is_native(self) -> bool:
-        """Whether it is compiled to machine code."""
-        return self.form is not None and self.packages[0].platform == "cuda"
-
-    def check(self) -> None:
-        """Raise if a kernel cannot be compiled, as far as that can be told without a GPU."""
-        with contextlib.suppress(ImportError, OSError, RuntimeError):  # no NVVM; or a package that needs a GPU
-            if self.form:
-                _first_that_compiles(self._compile_to_ptx, self.packages)
-
-    def _compile_to_ptx(self, package: _NumbaCuda) -> Any:
-        options = {"device": False, "abi": "numba", "cc": (9, 0)}  # any compute capability will do
-        compile_ = functools.partial(package.cuda.compile, self._written(package), **options)
-        return package.compile_typed(self.signature, compile_)
-
-    def compile(self) -> _Compiled:
-        if self.form:
-            emitter = _first_that_compiles(self._kernel_emitter, self.packages)
-        else:
-            emitter = self._callable_emitter(self.packages[0])
-        return _compile_handler(self.signature, emitter)
-
-    def _callable_emitter(self, package: _NumbaCuda) -> _Emitter:
-        def run(arrays: list, stream: Any, _: int) -> None:
-            with package.cuda.defer_cleanup() if self.command_buffer else contextlib.nullcontext():  # XLA may capture
-                self.function(*arrays, stream)
-
-        emitter = package.callback(self.signature, run)
-        emitter.traits = _COMMAND_BUFFER_COMPATIBLE if self.command_buffer else 0
-        return emitter
-
-    def _kernel_emitter(self, package: _NumbaCuda) -> _Emitter:
-        dispatcher = package.dispatcher(self.function, self._written(package))
-        launcher = package.launcher(dispatcher, self.signature)
-        if launcher is None:
-            return self._python_emitter(package, dispatcher)
-        batch_launcher = self._batch_launcher(package) if self.batched and launcher.may_batch else None
-        return _CudaEmitter(package, launcher, batch_launcher)
-
-    def _python_emitter(self, package: _NumbaCuda, dispatcher: Any) -> _Emitter:
-        """Launches through the package, in Python."""
-        # After a launch Numba reads the error code of a debug kernel back on stream 0, which XLA's does not wait for.
-        is_debug = getattr(dispatcher, "targetoptions", {}).get("debug")
-
-        def run(arrays: list, stream: Any, launch: int) -> None:
-            words = _CudaLaunch.from_address(launch)
-            if is_debug:
-                stream.synchronize()
-                stream = 0
-            dispatcher[tuple(words.grid), tuple(words.block), stream, words.shared_mem](*arrays)
-
-        return package.callback(self.signature, run)
-
-    def _batch_launcher(self, package: _NumbaCuda) -> _CudaLauncher | None:
-        """Launches a kernel of arrays with one dimension more, each block of which runs the user's on slice z."""
-        form: Any = self.form
-        ranks = self.signature.ranks
-        if not package.has_0d_slices and not all(ranks[k] for k in form.arrays):
-            return None
-        signature = dataclasses.replace(self.signature, ranks=tuple(rank + 1 for rank in ranks))
-        with contextlib.suppress(Exception):  # some kernels cannot be compiled as device functions
-            adapter = form.for_batch(ranks).adapter(
-                package.device_function(self.function), *package.ends, cuda=package.cuda
-            )
-            dispatcher = package.dispatcher(self.function, adapter)
-            return package.launcher(dispatcher, signature)
-        return None
-
-    def _written(self, package: _NumbaCuda) -> Callable[..., Any]:
-        """The function to compile: the kernel's own, or one of all buffers that calls it on the device."""
-        if self.form is None or self.form == _Form.plain(self.form.n):
-            return _python(self.function)
-        return self.form.adapter(package.device_function(self.function), *package.ends)
-
-
-class _CudaKernel(_NumbaWrapper, _CudaWrapper):
+class _CudaKernel(_NumbaWrapper):
     decorator = "numba_cuda_kernel"
 
     def __init__(self, kernel: Any, options: _CudaOptions) -> None:
-        if not isinstance(kernel, types.FunctionType) and _ready_kind(kernel) != "numba_cuda":
-            takes = "a function decorated with numba.cuda.jit (without [grid, block]) or a plain function"
+        if _ready_kind(kernel) != "numba_cuda":
+            takes = "a function decorated with @cuda.jit of numba or numba_cuda_mlir (without [grid, block])"
             raise _wrong_kernel("numba_cuda_kernel", takes, kernel)
         super().__init__(kernel, options)
+        self.package: Any = _cuda_package(kernel)
         if not callable(options.launch_dims):
-            self._launch([])
+            self._launch_configuration([])
 
-    def _launch(self, ins: list[Spec]) -> tuple[int, ...]:
+    def _find_target(self, call: _Call) -> _Target:
+        _import("numba", self.decorator, _CUDA_INSTALL)
+        package = self.package
+        launch = self._launch_configuration(call.ins)
+        signature = call.signature(self.__name__)
+        [form] = self._allowed(signature, [self._written_form(signature)])
+        self._check_dtypes(call, _CUDA_DTYPES, "that Numba CUDA has no arrays of")
+        may_write: tuple[int, ...] = ()
+        if package.platform == "cuda" and _may_write_unseen_by_cuda(self.kernel):
+            may_write = tuple(range(len(call.ins)))
+        compile_ = functools.partial(package.compile, self.kernel, signature.with_hidden(may_write), form)
+        options = "cuda", form, package.module
+        compiled = self.kernel if package.platform == "cuda" else None  # Python reads a variable on each run
+        with _NAMES.of_kernel(self.kernel, compiled, signature, options, self.options.name) as name:
+            compilers = {package.platform: compile_}
+            where = f"runs on {package.where}"
+            target = _Target(name, launch, may_write, compilers=compilers, title=self.title, where=where)
+            target.register_where_traced()
+        if package.platform != "cuda" or self.options.in_order:
+            return target
+        compile_batched = functools.partial(compile_, batched=True)
+        for_batches = dataclasses.replace(target, name=f"{name}.batched", compilers={"cuda": compile_batched})
+        return dataclasses.replace(target, for_batches=for_batches)
+
+    def _launch_configuration(self, ins: list[Spec]) -> tuple[int, ...]:
         """The words of `_CudaLaunch`."""
         grid = self.options.grid
         block = self.options.block
@@ -3416,21 +3327,32 @@ class _CudaKernel(_NumbaWrapper, _CudaWrapper):
             grid = tuple(-(-size // per_block) for size, per_block in zip(threads, block, strict=True))
         return *_dim3("grid", grid), *_dim3("block", block), self.options.shared_mem
 
-    def _code(self, packages: list[_NumbaCuda], signature: _Signature) -> _CudaCode:
-        [form] = self._allowed(signature, [self._written_form(signature)])
-        return _CudaCode(self.kernel, packages, signature, form)
 
-
-class _CudaCallable(_CudaWrapper):
+class _CudaCallable(_Wrapper):
     decorator = "numba_cuda_callable"
 
-    def __init__(self, func: Any, options: _Options) -> None:
-        if not callable(func) or hasattr(func, "py_func"):
+    def __init__(self, func: Any, options: _CudaCallableOptions) -> None:
+        if not isinstance(func, (types.FunctionType, types.MethodType)):
             takes = "a Python function that launches kernels (for one kernel use numba_cuda_kernel)"
             raise _wrong_kernel("numba_cuda_callable", takes, func)
         super().__init__(func, options)
 
-    def _code(self, packages: list[_NumbaCuda], signature: _Signature) -> _CudaCode:
+    def _find_target(self, call: _Call) -> _Target:
+        _import("numba", self.decorator, _CUDA_INSTALL)
+        package = _cuda_package_named_by(self.kernel, self.title)
+        signature = call.signature(self.__name__)
+        self._check_takes_buffers(signature)
+        self._check_dtypes(call, _CUDA_DTYPES, "that Numba CUDA has no arrays of")
+        may_capture = bool(self.options.command_buffer)
+        compile_ = functools.partial(_compile_callable, package, self.kernel, signature, may_capture)
+        options = "cuda", package.module, may_capture
+        with _NAMES.of_kernel(self.kernel, None, signature, options, None) as name:
+            where = f"runs on {package.where}"
+            target = _Target(name, compilers={package.platform: compile_}, title=self.title, where=where)
+            target.register_where_traced()
+        return target
+
+    def _check_takes_buffers(self, signature: _Signature) -> None:
         takes = inspect.signature(self.kernel)
         try:
             takes.bind(*signature.ranks, None)
@@ -3438,10 +3360,9 @@ class _CudaCallable(_CudaWrapper):
             n_in = signature.n_in
             n_out = len(signature.ranks) - signature.n_in
             raise TypeError(
-                f"numba_cuda_callable {self.__name__!r} takes {takes}, but this call has {n_in} inputs, "
+                f"{self.title} takes {takes}, but this call has {n_in} inputs, "
                 f"{n_out} outputs and scratch buffers, and a stream: func(in..., out..., stream)"
             ) from None
-        return _CudaCode(self.kernel, packages, signature, command_buffer=bool(self.options.command_buffer))
 
 
 # -- 8.2 The packages that compile kernels, and the driver --------------------------------------------
@@ -3455,64 +3376,50 @@ class _NumbaCuda:
     module = "numba.cuda"
     platform = "cuda"
     where = f"NVIDIA GPUs ({_CUDA_INSTALL}), or in Python if NUMBA_ENABLE_CUDASIM=1 was set; for CPUs use numba_kernel"
-    refuses_with_any_error = False  # a kernel that it cannot compile; else with NumbaError or TypeError
-    has_0d_slices = True  # reshapes a part of an array to ()
     device_options: Mapping[str, Any] = types.MappingProxyType({"device": True})
-    ends: tuple[str, ...] = ()  # the last lines of a kernel that calls the user's
     params = staticmethod(_numba_params)  # one array as kernels take it
 
     @property
     def cuda(self) -> Any:
-        return _import(self.module, "numba_cuda_kernel", _CUDA_INSTALL)
-
-    def is_installed(self) -> bool:
-        with contextlib.suppress(ImportError):
-            return bool(self.cuda)
-        return False
+        return importlib.import_module(self.module)
 
     # -- compiling --
 
-    def dispatcher(self, kernel: Any, function: Any, **more: Any) -> Any:
-        """What compiles a kernel: its own dispatcher, or a new one with its options for another function or types."""
-        if isinstance(kernel, types.FunctionType):
-            return self.cuda.jit(**more)(function)
-        if function is kernel.py_func and not more and getattr(kernel, "_can_compile", True):
+    def compile(self, kernel: Any, signature: _Signature, form: _Form, batched: bool = False) -> _Compiled:
+        """A handler that launches a kernel; if `batched`, a batch in one launch, where the kernel allows that."""
+        launcher = self.launcher(self.adapted(kernel, form), signature)
+        batch_launcher = self.batch_launcher(kernel, signature, form) if batched and launcher.may_batch else None
+        return _compile_handler(signature, _CudaEmitter(self, launcher, batch_launcher))
+
+    def adapted(self, kernel: Any, form: _Form) -> Any:
+        """The dispatcher of a kernel that takes all buffers: its own, or that of one which calls it on the device."""
+        is_plain = form == _Form.plain(form.n)
+        if is_plain and getattr(kernel, "_can_compile", True):
             return kernel
-        return type(kernel)(function, {**kernel.targetoptions, **more})
+        function = kernel.py_func  # of explicit signatures
+        options = kernel.targetoptions
+        if not is_plain:
+            on_device = type(kernel)(function, {**options, **self.device_options})
+            function = form.adapter(on_device, cuda=self.cuda)
+        return type(kernel)(function, dict(options))
 
-    def device_function(self, kernel: Any) -> Any:
-        """A kernel as a function that another kernel calls."""
-        return self.dispatcher(kernel, _python(kernel), **self.device_options)
+    def batch_launcher(self, kernel: Any, signature: _Signature, form: _Form) -> _CudaLauncher | None:
+        """Launches a kernel of arrays with one dimension more, each block of which runs the user's on slice z."""
+        of_batch = dataclasses.replace(signature, ranks=tuple(rank + 1 for rank in signature.ranks))
+        with contextlib.suppress(Exception):  # some kernels cannot be compiled as device functions
+            return self.launcher(self.adapted(kernel, form.for_batch(signature.ranks)), of_batch)
+        return None
 
-    def compile_typed(self, signature: _Signature, compile_: Callable[[tuple], Any]) -> Any:
-        """Compile for our arrays: a TypeError if that cannot be, None for a kernel that is compiled for each grid."""
-        import numba
-
-        nbtypes = self.cuda.types if hasattr(self.cuda.types, "Array") else numba.types  # of the CUDA target of Numba
-        try:
-            return compile_(_array_types(nbtypes, signature))
-        except ImportError as error:  # Numba's CudaSupportError and NvvmSupportError are ImportErrors
-            raise ImportError(f"{_refusal(self.name, signature, error)}; {_CUDA_INSTALL}") from error
-        except Exception as error:
-            if re.search("No launch config|requires launch metadata", str(error)):
-                return None
-            if self.refuses_with_any_error or isinstance(error, (numba.errors.NumbaError, TypeError)):
-                raise _refusal(self.name, signature, error) from error
-            raise
-
-    def launcher(self, dispatcher: Any, signature: _Signature) -> _CudaLauncher | None:
-        """Compile a kernel and load it for every GPU; None where a launch takes more than cuLaunchKernel."""
+    def launcher(self, dispatcher: Any, signature: _Signature) -> _CudaLauncher:
+        """Compile a kernel and load it for every GPU."""
         ordinals = _cuda_ordinals()
-        n_params = 0
-        for rank in signature.ranks:
-            n_params += len(self.params(_Array.row_major(0, [1] * rank, 1)))
         with self.on_device(ordinals[0]):
-            compiled = self.compile_typed(signature, functools.partial(_compile_cuda, dispatcher))
-            if not compiled or any(self.extras(dispatcher, compiled)):
-                return None
+            compiled = self.compile_typed(dispatcher, signature)
+            for feature, is_used in self.extras(dispatcher, compiled).items():
+                if is_used:
+                    raise _not_launched_alone(signature, feature)
             ptx, entry, _ = self.code(compiled)
-            if _ptx_params(ptx, entry) != ["u64"] * n_params:
-                return None
+        self.check_params(ptx, entry, signature)
         carveout = dispatcher.targetoptions.get("shared_memory_carveout")
         percent = {"default": -1, "maxl1": 0, "maxshared": 100}.get(str(carveout).lower(), carveout)
         driver = _CudaDriver()
@@ -3523,22 +3430,46 @@ class _NumbaCuda:
                 functions[ordinal] = driver.load(cubin, entry, ordinal, percent), 0
         return _CudaLauncher(signature.label, driver, functions, _runs_alike_for_all_z(ptx))
 
-    def extras(self, dispatcher: Any, compiled: Any) -> tuple:
-        """Features that cuLaunchKernel alone cannot launch; true for those that the kernel has."""
-        return (
-            compiled.debug,  # Numba reads an error code back after the launch
-            compiled.cooperative,
-            compiled.extensions,
-            getattr(compiled._codelibrary, "_setup_functions", None),  # callbacks on Numba's own module
-            getattr(compiled, "launch_config_sensitive", False),  # compiled anew for each grid
-            getattr(dispatcher.targetctx, "enable_nrt", False),
-        )
+    def compile_typed(self, dispatcher: Any, signature: _Signature) -> Any:
+        """Compile for our arrays: a TypeError if that cannot be."""
+        import numba
+
+        nbtypes = self.cuda.types if hasattr(self.cuda.types, "Array") else numba.types  # of the CUDA target of Numba
+        try:
+            return _compile_cuda(dispatcher, _array_types(nbtypes, signature))
+        except ImportError as error:  # Numba's CudaSupportError and NvvmSupportError are ImportErrors
+            raise ImportError(f"{_refusal(self.name, signature, error)}; {_CUDA_INSTALL}") from error
+        except Exception as error:
+            if re.search("No launch config|requires launch metadata", str(error)):
+                raise _not_launched_alone(signature, _DEPENDS_ON_LAUNCH) from error
+            raise _refusal(self.name, signature, error) from error
+
+    def extras(self, dispatcher: Any, compiled: Any) -> dict[str, Any]:
+        """Features that cuLaunchKernel alone cannot launch -> whether the kernel has them."""
+        return {
+            "debug=True": compiled.debug,  # Numba reads an error code back after the launch
+            "a cooperative launch": compiled.cooperative,
+            "extensions": compiled.extensions,
+            "callbacks of its module": getattr(compiled._codelibrary, "_setup_functions", None),
+            _DEPENDS_ON_LAUNCH: getattr(compiled, "launch_config_sensitive", False),
+            "memory that Numba counts references of": getattr(dispatcher.targetctx, "enable_nrt", False),
+        }
 
     def code(self, compiled: Any) -> tuple[str, str, bytes]:
         """PTX, the name of its entry, and the machine code for the current device."""
         library = compiled._codelibrary
         cubin = library.get_cubin()
         return library.get_asm_str(), compiled.entry_name, getattr(cubin, "code", cubin)
+
+    def check_params(self, ptx: str, entry: str, signature: _Signature) -> None:
+        """An error if PTX declares other parameters than those that the handler passes."""
+        n_params = 0
+        for rank in signature.ranks:
+            n_params += len(self.params(_Array.row_major(0, [1] * rank, 1)))
+        found = re.search(rf"\.entry\s+{re.escape(entry)}\s*\(([^)]*)\)", ptx)
+        declared = re.findall(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)", found[1]) if found else []
+        if declared != ["u64"] * n_params:
+            raise _not_launched_alone(signature, f"parameters that this version of {self.name} packs in another way")
 
     # -- running --
 
@@ -3574,14 +3505,19 @@ class _NumbaCudaMlir(_NumbaCuda):
 
     name = "numba_cuda_mlir"
     module = "numba_cuda_mlir.cuda"
-    refuses_with_any_error = True
-    has_0d_slices = False
+    where = f"NVIDIA GPUs ({_CUDA_INSTALL}), and has no simulator, as numba.cuda has; for CPUs use numba_kernel"
     device_options = types.MappingProxyType({"device": True, "inline": "always"})  # else it has no shared memory
 
-    def extras(self, dispatcher: Any, compiled: Any) -> tuple:
-        names = ("use_cooperative", "setup_callbacks", "required_dynamic_shared_memory", "needs_nrt")
-        callbacks = dispatcher.extensions, dispatcher._module_setup_callbacks
-        return dispatcher.targetoptions.get("debug"), *callbacks, *map(compiled.metadata.get, names)
+    def extras(self, dispatcher: Any, compiled: Any) -> dict[str, Any]:
+        metadata = compiled.metadata
+        return {
+            "debug=True": dispatcher.targetoptions.get("debug"),
+            "a cooperative launch": metadata.get("use_cooperative"),
+            "extensions": dispatcher.extensions,
+            "callbacks of its module": dispatcher._module_setup_callbacks or metadata.get("setup_callbacks"),
+            _DEPENDS_ON_LAUNCH: metadata.get("required_dynamic_shared_memory"),
+            "memory that Numba counts references of": metadata.get("needs_nrt"),
+        }
 
     def code(self, compiled: Any) -> tuple[str, str, bytes]:
         return compiled.ptx, compiled.metadata["func_name"], compiled.metadata["cubin"]
@@ -3596,24 +3532,23 @@ class _CudaSimulator(_NumbaCuda):
 
     platform = "cpu"
     where = "the CPU only where NUMBA_ENABLE_CUDASIM=1 is set; unset it"
-    ends = (f"return {_RETURNED}",)
 
-    def device_function(self, kernel: Any) -> Any:
-        return _python(kernel)
+    def compile(self, kernel: Any, signature: _Signature, form: _Form, batched: bool = False) -> _Compiled:
+        function = form.adapter(kernel.py_func, f"return {_RETURNED}")
 
-    def dispatcher(self, kernel: Any, function: Any, **more: Any) -> Any:
         def launched(*buffers: Any) -> None:
             if function(*buffers) is not None:
                 raise TypeError("the kernel returns a value: write to the output arrays and return nothing")
 
         # The simulator replaces `cuda` in the globals of what it launches: these must be the kernel's.
-        code = launched.__code__
-        name = function.__name__
-        cells = launched.__closure__
-        return self.cuda.jit(types.FunctionType(code, _python(kernel).__globals__, name, closure=cells))
+        namespace = kernel.py_func.__globals__
+        simulated = self.cuda.jit(types.FunctionType(launched.__code__, namespace, closure=launched.__closure__))
 
-    def launcher(self, *_: Any) -> None:
-        """It has no machine code."""
+        def run(arrays: list, stream: Any, launch: int) -> None:
+            words = _CudaLaunch.from_address(launch)
+            simulated[tuple(words.grid), tuple(words.block), stream, words.shared_mem](*arrays)
+
+        return _compile_handler(signature, self.callback(signature, run))
 
     def callback(self, signature: _Signature, run: Callable[[list, Any, int], None]) -> _CallbackEmitter:
         from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
@@ -3626,7 +3561,9 @@ class _CudaSimulator(_NumbaCuda):
         return _CallbackEmitter(signature, body)
 
 
-_CUDA_PACKAGES = {"numba_cuda_mlir": _NumbaCudaMlir(), "numba": _NumbaCuda()}  # the successor first
+_NUMBA_CUDA = _NumbaCuda()
+_NUMBA_CUDA_MLIR = _NumbaCudaMlir()
+_CUDA_SIMULATOR = _CudaSimulator()
 
 
 def _uses_cudasim() -> bool:
@@ -3637,38 +3574,28 @@ def _uses_cudasim() -> bool:
     return os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0")
 
 
-def _cuda_packages(function: Any, user: str) -> list[_NumbaCuda]:
-    """The packages that may compile a kernel (or make arrays for a callable): those it reads, else those installed."""
-    _import("numba", user, _CUDA_INSTALL)
-    roots = _packages_read(function)
-    named = [package for root, package in _CUDA_PACKAGES.items() if root in roots]
-    if _uses_cudasim():
-        if named == [_CUDA_PACKAGES["numba_cuda_mlir"]]:
-            raise NotImplementedError(
-                f"{user} {_python(function).__name__!r} is written for numba_cuda_mlir, which has no simulator: unset "
-                "NUMBA_ENABLE_CUDASIM to run it on a GPU, or write it with `from numba import cuda`"
-            )
-        return [_CudaSimulator()]
-    candidates = named or list(_CUDA_PACKAGES.values())
-    installed = [package for package in candidates if package.is_installed()]
-    if not installed:
-        wanted = named[0] if named else _CUDA_PACKAGES["numba"]
-        _import(wanted.module, user, _CUDA_INSTALL)  # raises
-    return installed
+def _cuda_package(value: Any) -> _NumbaCuda | None:
+    """The package of a kernel, or of a module `cuda`; None for other values."""
+    module = value.__name__ if isinstance(value, types.ModuleType) else type(value).__module__
+    if module.partition(".")[0] == "numba_cuda_mlir":
+        return _NUMBA_CUDA_MLIR
+    if module == "numba" or module.startswith(("numba.cuda", "numba_cuda")):
+        return _CUDA_SIMULATOR if _uses_cudasim() else _NUMBA_CUDA
+    return None
 
 
-def _packages_read(function: Any) -> set[str]:
-    """The packages of what a function reads, or of what a compiled kernel is."""
-    objects = [function]
-    if isinstance(function, types.FunctionType):
-        with _CUDASIM_LOCK:  # a simulated kernel may be running with its globals replaced
-            objects = [value for called in _functions_read(function) for value in _values_read(called).values()]
-    roots = set()
-    for obj in objects:
-        module = obj.__name__ if isinstance(obj, types.ModuleType) else type(obj).__module__
-        for name in (module, getattr(obj, "__module__", "")):
-            roots.add(str(name).partition(".")[0])
-    return roots
+def _cuda_package_named_by(func: Any, title: str) -> _NumbaCuda:
+    """The package that makes the arrays and the stream of a callable: the one that its own code names."""
+    function = getattr(func, "__func__", func)  # of a method
+    with _CUDASIM_LOCK:  # a simulated kernel may be running with its globals replaced
+        found = {*map(_cuda_package, [*(function.__defaults__ or ()), *_values_read(function).values()])}
+    for package in (_NUMBA_CUDA_MLIR, _NUMBA_CUDA, _CUDA_SIMULATOR):
+        if package in found:
+            return package
+    raise TypeError(
+        f"{title} names neither a kernel nor the `cuda` of numba or numba_cuda_mlir, whose arrays it would get: name "
+        "one in its own code, as a global, in its closure, or as a default of a parameter"
+    )
 
 
 def _cuda_ordinals() -> list[int]:
@@ -3722,7 +3649,26 @@ class _CudaDriver:
 
 
 # -- 8.3 From a kernel to a handler -------------------------------------------------------------------
-# Streams, devices and launches, native or through Python, whatever compiled the kernel.
+# Streams, devices and launches, whatever compiled the kernel.
+
+_DEPENDS_ON_LAUNCH = "code that depends on the launch"
+
+
+def _not_launched_alone(signature: _Signature, feature: str) -> TypeError:
+    return TypeError(
+        f"numba_cuda_kernel {signature.label!r} has {feature}: its launch is more than one call of CUDA's driver, and "
+        "a handler makes no other; launch it in a function, by numba_cuda_callable"
+    )
+
+
+def _compile_callable(package: _NumbaCuda, func: Any, signature: _Signature, may_capture: bool) -> _Compiled:
+    def run(arrays: list, stream: Any, _: int) -> None:
+        with package.cuda.defer_cleanup() if may_capture else contextlib.nullcontext():
+            func(*arrays, stream)
+
+    emitter = package.callback(signature, run)
+    emitter.traits = _COMMAND_BUFFER_COMPATIBLE if may_capture else 0
+    return _compile_handler(signature, emitter)
 
 
 def _compile_cuda(dispatcher: Any, argtypes: tuple) -> Any:
@@ -3752,25 +3698,46 @@ def _refuse_atomics_on_inputs(record: Any) -> None:
             raise TypeError(f"{_WRITES}: an atomic operation on an input, at {call.loc}")
 
 
-def _ptx_params(ptx: str, entry: str) -> list[str]:
-    """The types of a kernel's parameters in the order of its declaration."""
-    found = re.search(rf"\.entry\s+{re.escape(entry)}\s*\(([^)]*)\)", ptx)
-    return re.findall(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)", found[1]) if found else []
+def _may_write_unseen_by_cuda(kernel: Any) -> bool:
+    """Whether a kernel may write to an input in a way that Numba does not refuse.
+
+    PTX does not show it, and where there is no GPU nothing is compiled: so what the code names counts, as attributes
+    and methods, and under other names (`from numba.cuda import stwt as store`).
+    """
+    functions = _functions_read(kernel)
+    names: set[str] = set()
+    for function in functions:
+        names |= _attributes_in(function.__code__)
+        for value in _values_read(function).values():
+            if not any(_python(value) is called for called in functions):  # whose code counts, not its name
+                names |= {str(getattr(value, "__name__", "")), type(value).__name__}
+    return not names.isdisjoint(_CUDA_UNCHECKED_WRITERS)
+
+
+@functools.lru_cache(maxsize=1024)
+def _attributes_in(code: types.CodeType) -> frozenset[str]:
+    """The attributes and methods that code and code nested in it ask for: Numba CUDA has no `getattr`."""
+    names = {x.argval for x in dis.get_instructions(code) if x.opname == "LOAD_ATTR"}
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= _attributes_in(constant)
+    return frozenset(names)
 
 
 def _runs_alike_for_all_z(ptx: str) -> bool:
     """Whether a kernel ignores the z of its blocks and never waits for other blocks: z may then count slices.
 
-    Blocks wait for each other by memory fences, volatile loads, and atomic exchanges or reads, which may be for ever if
-    not all of them run.
+    Blocks wait for each other by memory fences, loads that read memory anew each time, and atomic exchanges or reads,
+    which may be for ever if not all of them run.
     """
     linked_later = set(re.findall(r"\.extern\s+\.func\s*(?:\([^)]*\)\s*)?(\w+)", ptx))
     if not linked_later <= {"vprintf", "__assertfail", "malloc", "free"}:  # unknown code
         return False
     asks_for_z = r"%n?ctaid\.z|%gridid|%n?clusterid|%cluster_"
-    waits = r"\b(membar|fence|griddepcontrol)\b|\.(volatile|acquire|release|acq_rel)\b"
+    waits = r"\b(membar|fence|griddepcontrol|nanosleep)\b|\.(volatile|acquire|release|acq_rel)\b"
+    loads_anew = r"\bld\.[\w.:]*\b(cg|cv|relaxed|mmio)\b"  # cg: from the cache that all blocks share
     polls = r"\batom\.[^;]*(\b(cas|exch)\b|, 0([fd]0+)?;)"  # to add 0 is to read
-    return not re.search(f"{asks_for_z}|{waits}|{polls}", ptx)
+    return not re.search(f"{asks_for_z}|{waits}|{loads_anew}|{polls}", ptx)
 
 
 def _ask_xla(handler: _Handler, function: str, kind: Any) -> Any:
@@ -3800,14 +3767,10 @@ def _cuda_fill(handler: _Handler, driver: _CudaDriver, target: _Word, source: An
         handler.fail(handler.call(callback, code))
 
 
-def _cuda_place(handler: _Handler, driver: _CudaDriver) -> tuple[_Word, _Word]:
+def _cuda_place(handler: _Handler) -> tuple[_Word, _Word]:
     """The stream and the CUDA ordinal of the call."""
-    stream = _cuda_stream(handler)
-    if _ffi_api_version() >= (0, 2):
-        return stream, _ask_xla(handler, "DeviceOrdinal_Get", XLA_FFI_DeviceOrdinal_Get_Args).device_ordinal
-    ordinal = handler.array([-1])  # jaxlib < 0.8 may lack it; XLA's context is current while it calls handlers
-    handler.call(driver.address("cuCtxGetDevice"), ordinal)
-    return stream, handler.load(ordinal, 4)
+    ordinal = _ask_xla(handler, "DeviceOrdinal_Get", XLA_FFI_DeviceOrdinal_Get_Args).device_ordinal
+    return _cuda_stream(handler), ordinal
 
 
 _CudaFunction = _words("_CudaFunction", "handle shared_mem")  # with the dynamic shared memory beyond that of the call
@@ -3836,11 +3799,11 @@ class _CudaLauncher:
         self.report = ctypes.CFUNCTYPE(_PTR, _I32, ctypes.POINTER(_CudaLaunch), _I32)(report)
 
     def launch_in(self, handler: _Handler) -> Callable[..., None]:
-        """Write what all launches share.
+        """Write what all launches of a call share.
 
-        Returns what writes one, for parameters at some addresses and so many blocks along z and x.
+        Returns what writes one, for parameters at these addresses, with other numbers of blocks along z and x if given.
         """
-        stream, ordinal = _cuda_place(handler, self.driver)
+        stream, ordinal = _cuda_place(handler)
         last = len(self.table) - 1
         is_known = (ordinal >= 0) & (ordinal < last)
         table = _Struct(handler, _CudaFunction, ctypes.addressof(self.table))
@@ -3852,13 +3815,13 @@ class _CudaLauncher:
         x, y, z, *block, shared = [handler.load(attribute + 8 * i) for i in range(7)]
         shared = shared + function.shared_mem
 
-        def launch(params: Sequence[Any], z: Any = z, x: Any = x) -> None:
+        def start(params: Sequence[Any], *, z: Any = z, x: Any = x) -> None:
             args = handle, x, y, z, *block, shared, stream, handler.array(params), 0
             code = handler.call(self.driver.address("cuLaunchKernel"), *args)
             with handler.when(code & 0xFFFF_FFFF, likely=False):  # a C int
                 handler.fail(handler.call(self.report, code, attribute, shared))
 
-        return launch
+        return start
 
 
 class _CudaEmitter(_Emitter):
@@ -3876,13 +3839,13 @@ class _CudaEmitter(_Emitter):
         if self.batch_launcher:
             grid_z = handler.load(handler.launch + 16)
             with handler.when((handler.count > 1) & (grid_z == 1)):
-                launch = self.batch_launcher.launch_in(handler)
+                start = self.batch_launcher.launch_in(handler)
                 with handler.each_chunk(_CUDA_LIMITS["grid"][2]) as (arrays, count):
-                    launch(self._params(handler, arrays), count)
+                    start(self._params(handler, arrays), z=count)
                 handler.ret(0)
-        launch = self.launcher.launch_in(handler)
+        start = self.launcher.launch_in(handler)
         with handler.each_slice() as arrays:
-            launch(self._params(handler, arrays))
+            start(self._params(handler, arrays))
 
     def _params(self, handler: _Handler, arrays: Sequence[_Array]) -> list[_Word]:
         """The addresses of the kernel's parameters."""
@@ -6075,8 +6038,12 @@ def _check_numba() -> Callable:
 
 
 def _check_numba_cuda() -> Callable:
-    cuda = _cuda_packages(None, "the check of numba_cuda")[0].cuda
+    try:
+        cuda = importlib.import_module("numba_cuda_mlir.cuda")
+    except ImportError:
+        cuda = _import("numba.cuda", "the check of numba_cuda", _CUDA_INSTALL)
 
+    @cuda.jit
     def kernel(x: Any, y: Any, out: Any) -> None:
         i = cuda.grid(1)
         if i < out.size:
@@ -6120,9 +6087,7 @@ _BACKENDS = {
 def _self_check() -> int:
     """Run `2 * x + y` through every backend; returns 1 if one that is installed is wrong."""
     print(f"xla_kernels {__version__}, Python {sys.version.split()[0]}, jax {jax.__version__}, NumPy {np.__version__}")
-    print(f"platform {jax.default_backend()}, {jax.device_count()} device(s), XLA FFI API {_ffi_api_version()}")
-    compilers = [package.name for package in _CUDA_PACKAGES.values() if package.is_installed()]
-    print(f"plain functions become CUDA kernels by {', else '.join(compilers) or 'nothing that is installed'}\n")
+    print(f"platform {jax.default_backend()}, {jax.device_count()} device(s), XLA FFI API {_ffi_api_version()}\n")
     status = 0
     for name, backend in _BACKENDS.items():
         for platform, install in backend.platforms.items():
