@@ -3901,6 +3901,7 @@ WARP_WRITES = [  # statements that write to the input y, or x
     "z = y[1:]\nz[i] = 1.0",
     "z = out\nif i > 0:\n    z = y\nz[i] = 1.0",
     "tail(y)[i] = 1.0",
+    "wp.where(i > 0, x, x)[i][0] = 1.0",
     "wp.static(add)(y, i, 1.0)",
     "wp.static(make_add(5.0))(y, i)",
     "in_c(y)",
@@ -4037,6 +4038,19 @@ def test_warp_launches_that_are_more_than_the_start_of_a_kernel_are_refused(monk
     monkeypatch.setattr(wp, "launch", lambda *args, **options: launch)
     with pytest.raises(NotImplementedError, match=r"Warp kernel 'multiply': .*: call it by warp.jax_kernel"):
         product(launch_dims=2)(*PAIR)
+
+
+@needs_warp
+@on_gpu
+def test_warp_is_exported_for_two_platforms():
+    """A launch has other bytes on each."""
+    f = jax.vmap(product(name="for two platforms"))
+    xs = integers(2, 5), sample(2, 5)
+    checks = xk.export_checks()
+    exported = export.export(jax.jit(f), platforms=["cpu", "cuda"], disabled_checks=checks)(*xs)
+    for platform in ("cpu", "cuda"):
+        args = jax.device_put(xs, jax.devices(platform)[0])
+        check_equal(export.deserialize(exported.serialize()).call(*args), xs[0] * xs[1])
 
 
 @needs_warp

@@ -3925,6 +3925,8 @@ def warp_kernel(
       TypeError: a generic kernel; arguments or parameters of a type that does not fit; a traced value for a parameter
         that is no array; an input that the kernel writes to.
       ValueError: launch dimensions out of range; in-out arguments, aliases or scratch with `differentiable`.
+      NotImplementedError: launches that are more than the start of a kernel (Warp's deterministic mode, clusters, its
+        blocks on CPUs), for which there is `warp.jax_kernel`; to compile for CUDA where JAX has no GPU.
 
     Example:
       >>> import jax.numpy as jnp, warp as wp
@@ -4332,7 +4334,7 @@ def _holds_arrays(kind: Any) -> bool:
 def _warp_content(wp: Any, kernel: Any) -> tuple[str, ...]:
     """What decides a kernel's machine code: Warp's hash (code, constants, functions, types), options and settings."""
     kernel.module.get_module_hash()  # also hashes the kernels
-    options = {**kernel.module.options, **kernel.options, "block_dim": None}  # Warp 1.13: of the last launch
+    options = {**kernel.module.options, **kernel.options, "block_dim": None}  # in Warp 1.14 of the last launch
     settings = {}
     for name, value in vars(wp.config).items():
         if isinstance(value, (bool, int, float, str)) and not _WARP_LOCAL.search(name):
@@ -4433,7 +4435,8 @@ class _WarpBuild:
         if isinstance(node, (ast.Assign, ast.AugAssign)):
             for target in ast.walk(node):
                 if isinstance(target, (ast.Subscript, ast.Attribute)) and isinstance(target.ctx, ast.Store):
-                    self._write(adjoint.symbols.get(_first_name(target)))
+                    for name in ast.walk(_root(target)):  # one, unless it is a call
+                        self._write(adjoint.symbols.get(getattr(name, "id", None)))
         return result
 
     def _add_call(
@@ -4496,11 +4499,11 @@ def _written_by_builtin(name: str, given: list) -> list:
     return arrays[-1:] if name.startswith("dense_") else arrays  # the result of those comes last
 
 
-def _first_name(node: Any) -> str | None:
-    """The variable at the root of an expression: x of `x[i].y`."""
+def _root(node: Any) -> Any:
+    """What stands at the root of an expression: x of `x[i].y`."""
     while isinstance(node, (ast.Subscript, ast.Attribute)):
         node = node.value
-    return getattr(node, "id", None)
+    return node
 
 
 def _value_key(value: Any) -> Any:
@@ -4760,7 +4763,8 @@ class _WarpTarget(_Target):
         if max(slice_bytes) > _WARP_MAX_EXTENT:  # Warp cannot count the bytes from one slice to the next
             return None
         counts = [*map(math.prod, batches)]
-        if not set(counts) <= {1, max(counts)}:  # a row is what the last dimension spans
+        sizes = map(max, zip(*filter(None, batches)))  # operands that all slices share may have no batch
+        if not set(counts) <= {1, math.prod(sizes)}:  # a row is what the last dimension spans
             counts = [[1, *batch][-1] for batch in batches]
         return _WarpRow(max(counts) // n_devices, tuple(n == 1 for n in counts))
 
