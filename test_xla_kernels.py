@@ -4220,6 +4220,7 @@ WARP_WRITES = [  # statements that write to the input y, or x
     "z = y[1:]\nz[i] = 1.0",
     "z = out\nif i > 0:\n    z = y\nz[i] = 1.0",
     "tail(y)[i] = 1.0",
+    "wp.where(i > 0, x, x)[i][0] = 1.0",
     "wp.static(add)(y, i, 1.0)",
     "wp.static(make_add(5.0))(y, i)",
     "in_c(y)",
@@ -4323,6 +4324,76 @@ def test_warp_arguments_bind_as_pythons():
     text = r"'weight' \(float32\) .* got .* make it a warp.array of shape \(1,\), .* static argument"
     with pytest.raises(TypeError, match=text):
         jax.vmap(f, (None, 0))(INTEGERS, THREE)
+
+
+@needs_warp
+def test_warp_names_the_order_of_parameters(tmp_path):
+    kernel = kernel_with_body("i = wp.tid()\ny[i] = x[i] * out[i]", tmp_path)  # an output between inputs
+    for call in (lambda f: f(THREE, THREE), lambda f: f(THREE, out=THREE)):
+        with pytest.raises(
+            TypeError, match=r"inputs and values, then outputs.*in_out_argnames|in_out_argnames.*then out"
+        ):
+            call(xk.warp_kernel(kernel, lambda x, out: x))
+    f = xk.warp_kernel(kernel, lambda x, y, out: x, in_out_argnames=["y"])
+    check_equal(f(THREE, y=THREE, out=THREE), THREE * THREE)
+
+
+@needs_warp
+def test_warp_names_the_settings_that_are_in_the_way(monkeypatch, tmp_path):
+    monkeypatch.setattr(wp.config, "enable_backward", False)
+    f = xk.warp_kernel(kernel_with_body("i = wp.tid()\nout[i] = x[i]", tmp_path), like_first, differentiable=True)
+    with pytest.raises(RuntimeError) as caught:
+        jax.grad(lambda x: f(x, x).sum())(THREE)
+    assert "enable_backward=False leaves out" in " ".join(caught.value.__notes__)
+    monkeypatch.setattr(wp.config, "enable_cpu_blocks", True, raising=False)  # came with Warp 1.19
+    check_equal(product(launch_dims=3)(THREE, THREE), THREE * THREE)
+    with pytest.raises(NotImplementedError, match=r"enable_cpu_blocks, .* blocks of 4 threads, .*: use block_dim=1"):
+        product(block_dim=4)(THREE, THREE)
+
+
+@needs_warp
+def test_warp_launches_that_are_more_than_the_start_of_a_kernel_are_refused(monkeypatch):
+    launch = type("DeterministicLaunch", (wp.Launch,), {"__init__": lambda self: None})()
+    monkeypatch.setattr(wp, "launch", lambda *args, **options: launch)
+    with pytest.raises(NotImplementedError, match=r"Warp kernel 'multiply': .*: call it by warp.jax_kernel"):
+        product(launch_dims=2)(*PAIR)
+
+
+@needs_warp
+@on_gpu
+def test_warp_is_exported_for_two_platforms():
+    """A launch has other bytes on each."""
+    f = jax.vmap(product(name="for two platforms"))
+    xs = integers(2, 5), sample(2, 5)
+    checks = xk.export_checks()
+    exported = export.export(jax.jit(f), platforms=["cpu", "cuda"], disabled_checks=checks)(*xs)
+    for platform in ("cpu", "cuda"):
+        args = jax.device_put(xs, jax.devices(platform)[0])
+        check_equal(export.deserialize(exported.serialize()).call(*args), xs[0] * xs[1])
+
+
+@needs_warp
+def test_warp_values_that_look_like_pointers():
+    """No pointer is written where a value stands."""
+
+    @unique_kernel
+    def wide(x: floats, bits: wp.uint64, out: wp.array(dtype=wp.uint64)):
+        out[wp.tid()] = bits
+
+    with jax.enable_x64(True):
+        for bits in (0, 4096, 2**59 + 16, 2**64 - 1):
+            f = xk.warp_kernel(wide, spec(3, dtype=np.uint64))
+            check_equal(f(THREE, bits), np.full(3, bits, np.uint64))
+
+
+@needs_warp
+def test_warp_kernel_that_does_not_build_gives_its_name_back(tmp_path):
+    for statement in ("undefined(x)", "out[wp.tid()] = x[wp.tid()]"):
+        f = xk.warp_kernel(kernel_with_body(statement, tmp_path), like_first, name="given back")
+        with contextlib.suppress(KeyError):
+            check_equal(f(*PAIR), PAIR[0])
+    with pytest.raises(ValueError, match="name='given back': another kernel"):
+        xk.warp_kernel(warp_kernels().multiply, like_first, name="given back")(*PAIR)
 
 
 @needs_warp

@@ -4027,6 +4027,8 @@ def warp_kernel(
       TypeError: a generic kernel; arguments or parameters of a type that does not fit; a traced value for a parameter
         that is no array; an input that the kernel writes to.
       ValueError: launch dimensions out of range; in-out arguments, aliases or scratch with `differentiable`.
+      NotImplementedError: launches that are more than the start of a kernel (Warp's deterministic mode, clusters, its
+        blocks on CPUs), for which there is `warp.jax_kernel`; to compile for CUDA where JAX has no GPU.
 
     Example:
       >>> import jax.numpy as jnp, warp as wp
@@ -4149,8 +4151,10 @@ class _WarpKernel(_Wrapper):
 
     def _wrong_arity(self, problem: str) -> TypeError:
         names = ", ".join(self.params)
-        takes = f"{self.title} takes the parameters ({names}): inputs and values, then outputs and scratch"
-        return TypeError(f"{takes}; {problem}")
+        return TypeError(
+            f"{self.title} takes the parameters ({names}) in this order: inputs and values, then outputs and scratch; "
+            f"{problem}.  An output in front of an input or a value is given, too, and named in in_out_argnames"
+        )
 
     # -- from a call to a target -----------------------------------------------------------------------
 
@@ -4163,13 +4167,12 @@ class _WarpKernel(_Wrapper):
             raise self._wrong_arity(f"got {n_given} inputs and {n_out} outputs (in-out arguments count as both)")
         for name, spec in zip(names, call.ins + call.outs, strict=True):
             self.params[name].check(spec)
-        build = _build_of(self.kernel)
-        written = build.names(build.written)
+        written = _build_of(self.kernel).written
         for i, name in enumerate(names[:n_in]):
             if i not in call.aliases and name in written:
                 raise TypeError(
                     f"{self.title} writes to its input {name!r}, which JAX may share: name it in in_out_argnames, or "
-                    "write to an output"
+                    "write to an output (the parameters are inputs and values, then outputs)"
                 )
         target = self._target(call, {(name, "value"): k for k, name in enumerate(names)}, call.ins)
         target.register_where_traced()
@@ -4202,7 +4205,7 @@ class _WarpKernel(_Wrapper):
             buffers=buffers,
             dims=dims,
             launch_dims=checked_dims,
-            block_dim=options.block_dim or _WARP_BLOCK_DIM,
+            block_dim=options.block_dim,
             is_tiled=options.tiled,
         )
         return _WarpTarget(
@@ -4249,8 +4252,7 @@ class _WarpKernel(_Wrapper):
         """
         names = self.parameters
         buffers = {(name, "value"): k for k, name in enumerate(names)}
-        build = _build_of(self.kernel)
-        run_again = build.names(build.in_functions)
+        run_again = _build_of(self.kernel).in_functions
         changed = [k for k, name in enumerate(names) if name in run_again]
         changed += range(len(names), len(ins))
         float_ins = _floats(ins[:n_args])
@@ -4273,12 +4275,11 @@ def _floats(arrays: Sequence[Any]) -> list[int]:
 
 
 # -- 9.2 Warp itself: import, silence, types ----------------------------------------------------------
-# Code for some versions of Warp names them, here and in 9.3; `_layout_of` looks at what Warp does.
-# Checked on 1.13, 1.15, 1.18 and 1.19.
+# Code for some versions of Warp names them, here and in 9.3.  Checked on 1.14 and 1.19.
 
 
-def _warp(user: str, module: str = "warp") -> Any:
-    return _import(module, user, _WARP_INSTALL)
+def _warp(user: str) -> Any:
+    return _import("warp", user, _WARP_INSTALL)
 
 
 @contextlib.contextmanager
@@ -4286,21 +4287,14 @@ def _warp_session() -> Iterator[Any]:
     """Warp, initialized, silent unless the user raised the verbosity, and locked, as loading modules is not safe."""
     wp = _warp("warp_kernel")
     with _LOCK:
-        if hasattr(wp.config, "log_level"):  # Warp >= 1.14; touching `quiet` there prints a deprecation
-            setting = "log_level"
-            silent = max(wp.config.log_level, 30)
-            is_verbose = wp.config.log_level < 20
-        else:
-            setting = "quiet"
-            silent = True
-            is_verbose = wp.config.verbose
-        before = getattr(wp.config, setting)
+        level = wp.config.log_level
         try:
-            setattr(wp.config, setting, before if is_verbose else silent)
+            if level >= 20:
+                wp.config.log_level = max(level, 30)
             wp.init()
             yield wp
         finally:
-            setattr(wp.config, setting, before)
+            wp.config.log_level = level
 
 
 def _warp_scalars(wp: Any) -> dict[np.dtype, Any]:
@@ -4346,13 +4340,6 @@ class _WarpParam:
     dtype: np.dtype | None  # of the scalars; None for a struct
     inner: tuple[int, ...]  # the shape of one element: () for scalars, (3,) for vec3
     ndim: int
-
-    @property
-    def nbytes(self) -> int:
-        """The size of a value, or of one array element."""
-        if self.dtype is None:
-            return ctypes.sizeof(self.type.ctype)
-        return self.dtype.itemsize * math.prod(self.inner)
 
     def dims(self, shape: Sequence[Any]) -> Sequence[Any]:
         """The dimensions of an array without those of its elements; an array of one element may lack dimensions."""
@@ -4446,7 +4433,7 @@ def _holds_arrays(kind: Any) -> bool:
 def _warp_content(wp: Any, kernel: Any) -> tuple[str, ...]:
     """What decides a kernel's machine code: Warp's hash (code, constants, functions, types), options and settings."""
     kernel.module.get_module_hash()  # also hashes the kernels
-    options = {**kernel.module.options, **kernel.options, "block_dim": None}  # Warp 1.13: of the last launch
+    options = {**kernel.module.options, **kernel.options, "block_dim": None}  # in Warp 1.14 of the last launch
     settings = {}
     for name, value in vars(wp.config).items():
         if isinstance(value, (bool, int, float, str)) and not _WARP_LOCAL.search(name):
@@ -4484,30 +4471,33 @@ def _forgetting_failures(kernel: Any, codes: Iterable) -> Iterator[None]:
             code.skip_build = False
         kernel.module.mark_modified()
         if "backward kernel" in str(error):
-            error.add_note("differentiable=True needs enable_backward=True, in warp.config too")
+            error.add_note(
+                "differentiable=True needs the kernel's adjoint, which enable_backward=False leaves out: in "
+                "warp.kernel, in the options of its module, or in warp.config"
+            )
         raise
 
 
 class _WarpBuild:
-    """What calls and assignments of a kernel do to arrays.
+    """What a kernel calls, and the names of its arrays that are `written`, and of those written `in_functions`.
 
     A call of C, or of Warp's that is not known to read, counts as a write to all arrays that it gets.
     """
 
     def __init__(self, kernel: Any) -> None:
-        self.adjoint = copy.copy(kernel.adj)
-        self.codes: set[Any] = set()  # Warp's records of the code of the kernel, and of functions that it calls
-        self.functions: list[Any] = []  # Warp's own, too
+        self.functions: set[Any] = set()  # that are called, Warp's own too
+        self.codes: set[Any] = set()  # Warp's records of their code
         self.roots: dict[Any, set] = {}  # variable -> the parameters in whose memory its array may be
         self.written: set[Any] = set()  # parameters of the kernel and of its functions
         self.in_functions: set[Any] = set()
         self.built_by_call: list[Any] = []  # the code that the current call runs
+        self.adjoint = copy.copy(kernel.adj)
         with self._watching(type(self.adjoint)), _forgetting_failures(kernel, self.codes):
             self.adjoint.build(None, {**kernel.module.options, **kernel.options, "output_arch": None})
-
-    def names(self, parameters: set) -> set[str]:
-        """Those of the kernel."""
-        return {arg.label for arg in self.adjoint.args if arg in parameters}
+        self.written = {arg.label for arg in kernel.adj.args if arg in self.written}
+        self.in_functions = {arg.label for arg in kernel.adj.args if arg in self.in_functions}
+        self.codes.discard(self.adjoint)
+        del self.adjoint, self.roots  # as they are large
 
     @contextlib.contextmanager
     def _watching(self, adjoint_type: Any) -> Iterator[None]:
@@ -4544,13 +4534,14 @@ class _WarpBuild:
         if isinstance(node, (ast.Assign, ast.AugAssign)):
             for target in ast.walk(node):
                 if isinstance(target, (ast.Subscript, ast.Attribute)) and isinstance(target.ctx, ast.Store):
-                    self._write(adjoint.symbols.get(_first_name(target)))
+                    for name in ast.walk(_root(target)):  # one, unless it is a call
+                        self._write(adjoint.symbols.get(getattr(name, "id", None)))
         return result
 
     def _add_call(
         self, original: Callable, adjoint: Any, func: Any, args: Any, kwargs: Any, *more: Any, **named: Any
     ) -> Any:
-        self.functions.append(func)
+        self.functions.add(func)
         outer, self.built_by_call = self.built_by_call, []
         result = original(func, args, kwargs, *more, **named)
         codes, self.built_by_call = self.built_by_call, outer
@@ -4607,11 +4598,11 @@ def _written_by_builtin(name: str, given: list) -> list:
     return arrays[-1:] if name.startswith("dense_") else arrays  # the result of those comes last
 
 
-def _first_name(node: Any) -> str | None:
-    """The variable at the root of an expression: x of `x[i].y`."""
+def _root(node: Any) -> Any:
+    """What stands at the root of an expression: x of `x[i].y`."""
     while isinstance(node, (ast.Subscript, ast.Attribute)):
         node = node.value
-    return getattr(node, "id", None)
+    return node
 
 
 def _value_key(value: Any) -> Any:
@@ -4647,6 +4638,10 @@ class _WarpPlan:
     is_tiled: bool
 
     @property
+    def title(self) -> str:
+        return f"Warp kernel {self.kernel.func.__name__!r}"
+
+    @property
     def is_adjoint(self) -> bool:
         return any(role == "gradient" for _, role in self.buffers)
 
@@ -4671,9 +4666,11 @@ class _WarpPlan:
         places: list[tuple[int, int]] = []
         for word, other in zip(*map(_words_of, (blocks, others)), strict=True):
             if word != other:
-                assert first[word] == second[other], "Warp passes something else that changes"
-                places.append((len(words), first[word]))
+                places.append((len(words), first.get(word, -1)))
             words.append(word if word == other else 0)
+        passed = {k for key, k in self.buffers.items() if 0 not in self.dims[key]}
+        if {k for _, k in places} != passed:
+            raise NotImplementedError(f"{self.title}: this Warp passes arrays in an unknown way: use warp.jax_kernel")
         return _Recorded(recorded, tuple(words), tuple(len(block) // 8 for block in blocks), tuple(places))
 
     def _stand_ins(self) -> dict[int, int]:
@@ -4685,7 +4682,7 @@ class _WarpPlan:
             raise ImportError("Warp cannot compile for CPUs here: it was installed without its library warp-clang")
         if getattr(wp.config, "enable_cpu_blocks", False) and (self.block_dim or 1) > 1:  # Warp >= 1.19
             raise NotImplementedError(
-                f"Warp kernel {self.kernel.key!r}: with warp.config.enable_cpu_blocks, Warp's scheduler runs blocks of "
+                f"{self.title}: with warp.config.enable_cpu_blocks, Warp's scheduler runs blocks of "
                 f"{self.block_dim} threads, and a handler runs no scheduler: use block_dim=1, or warp.jax_kernel"
             )
 
@@ -4716,7 +4713,7 @@ class _WarpPlan:
             raise RuntimeError(f"Warp cannot build kernel {self.kernel.key!r}: see its first error, or its log")
         if type(recorded).__name__ != "Launch" or getattr(recorded, "cluster_dim", 1) != 1:
             raise NotImplementedError(
-                f"Warp kernel {self.kernel.key!r}: in deterministic mode, or of clusters, a launch is more than the "
+                f"{self.title}: in deterministic mode, or of clusters, a launch is more than the "
                 "start of a kernel: call it by warp.jax_kernel"
             )
         return recorded
@@ -4865,7 +4862,8 @@ class _WarpTarget(_Target):
         if max(slice_bytes) > _WARP_MAX_EXTENT:  # Warp cannot count the bytes from one slice to the next
             return None
         counts = [*map(math.prod, batches)]
-        if not set(counts) <= {1, max(counts)}:  # a row is what the last dimension spans
+        sizes = map(max, zip(*filter(None, batches)))  # operands that all slices share may have no batch
+        if not set(counts) <= {1, math.prod(sizes)}:  # a row is what the last dimension spans
             counts = [[1, *batch][-1] for batch in batches]
         return _WarpRow(max(counts) // n_devices, tuple(n == 1 for n in counts))
 
@@ -5086,7 +5084,7 @@ def _check_batchable(kernel: Any) -> None:
         raise ValueError("the source of the kernel is not all that it is")
     build = _build_of(kernel)
     words = [function.key for function in build.functions]
-    words += [code.source for code in build.codes]
+    words += [code.source for code in (kernel.adj, *build.codes)]
     text = " ".join(words)
     if _WARP_UNBATCHED.search(text) or any(map(_is_c, build.functions)):
         raise ValueError("the kernel may see blocks, or what nobody looks into")
