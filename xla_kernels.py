@@ -707,57 +707,37 @@ def _flatten_written(written: _Written) -> tuple[tuple, tuple]:
 
 
 def _unflatten_written(keys: tuple, values: Iterable) -> dict:
-    """A plain dict, so JAX must not see the structure: it expects that one which is flattened again is the same."""
     return dict(zip(keys, values, strict=True))
 
 
 jax.tree_util.register_pytree_node(_Written, _flatten_written, _unflatten_written)  # type: ignore[arg-type]
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["leaves"], meta_fields=["tree"])
-@dataclasses.dataclass
-class _Results:
-    """The results of a call as JAX's transformations see them, and the structure that the user gets them in."""
+def _flatten(tree: Any, is_leaf: Callable = lambda x: False) -> tuple[list, Any]:
+    """The leaves of a pytree, those of dicts in written order, and its structure, which makes plain dicts of them."""
 
-    leaves: list
-    tree: Any
+    def in_written_order(tree: Any) -> Any:
+        return jax.tree.map(written, tree, is_leaf=lambda x: type(x) is dict or is_leaf(x))
 
-    def from_jit(self) -> Any:
-        """What a jitted function returns: the user's structure, for `_unflatten`, unless JAX would change its order."""
-        results = _unflatten(self)
-        return results if jax.tree.structure(results) == self.tree else self
-
-
-def _unflatten(results: Any) -> Any:
-    return results.tree.unflatten(results.leaves) if type(results) is _Results else results
-
-
-def _in_written_order(tree: Any, is_leaf: Callable = lambda x: False) -> Any:
-    """A pytree with `_Written` in the place of dicts, to be flattened."""
-
-    def convert(x: Any) -> Any:
+    def written(x: Any) -> Any:
         if type(x) is not dict:
             return x
-        return _Written({key: _in_written_order(value, is_leaf) for key, value in x.items()})
+        return _Written({key: in_written_order(value) for key, value in x.items()})
 
-    return jax.tree.map(convert, tree, is_leaf=lambda x: type(x) is dict or is_leaf(x))
-
-
-def _flatten(tree: Any, is_leaf: Callable = lambda x: False) -> tuple[list, Any]:
-    """The leaves of a pytree, those of dicts in written order, and its structure: buffers follow the user's order."""
-    return jax.tree.flatten(_in_written_order(tree, is_leaf), is_leaf)
+    return jax.tree.flatten(in_written_order(tree), is_leaf)
 
 
-def _ordered_like(declared: Any, returned: Any, what: str) -> Any:
-    """What a function returned, with its dicts in the order of those that outs declares."""
-    if isinstance(returned, dict) and (isinstance(declared, dict) or len(returned) > 1):
-        keys = [*declared] if isinstance(declared, dict) else "none"
-        if set(keys) != returned.keys():
-            raise ValueError(f"{what} returned a dict of {[*returned]}, but outs declares {keys}: return a tuple")
-        return {key: _ordered_like(value, returned[key], what) for key, value in declared.items()}
-    if isinstance(declared, (list, tuple)) and isinstance(returned, (list, tuple)) and len(declared) == len(returned):
-        return [_ordered_like(*pair, what) for pair in zip(declared, returned)]
-    return returned
+def _leaves_like(tree: Any, returned: Any, what: str) -> list:
+    """The leaves of what a function returned, in the order of a structure of declared outputs: of dicts by key."""
+    numbers = tree.unflatten(range(tree.num_leaves))
+    leaves, structure = jax.tree.flatten(returned)
+    if jax.tree.structure(numbers) == structure:
+        by_number = dict(zip(jax.tree.leaves(numbers), leaves, strict=True))
+        return [by_number[k] for k in range(len(leaves))]
+    parts = jax.tree.leaves(returned, is_leaf=lambda x: isinstance(x, dict))
+    if len(leaves) > 1 and any(isinstance(part, dict) for part in parts):
+        raise ValueError(f"{what} returned {structure}, but outs declares {tree}: return equal keys, or a tuple")
+    return leaves
 
 
 def _check_dtype(dtype: Any, what: str) -> None:
@@ -1374,7 +1354,7 @@ class _Wrapper(_Kept):
 
     def _function(self) -> Callable:
         def call(*args: Any) -> Any:
-            return self._trace(*args).from_jit()
+            return self._trace(*args)
 
         call.__name__ = call.__qualname__ = self.__name__
         return call
@@ -1391,11 +1371,10 @@ class _Wrapper(_Kept):
     def _call_inputs(self, args: Sequence) -> Any:
         args, is_traced = _as_inputs(args, self.__name__)
         try:
-            results = self._trace(*args) if is_traced else self._jitted(*args)
+            return self._trace(*args) if is_traced else self._jitted(*args)
         except TypeError:
             _input_specs(args)  # explains better what is wrong with a dtype that JAX lacks
             raise
-        return _unflatten(results)
 
     def _bound(self, args: Sequence, named: Mapping[str, Any]) -> dict[str, Any]:
         """What the first parameters get, bound as Python binds arguments."""
@@ -1435,10 +1414,13 @@ class _Wrapper(_Kept):
 
     # -- from inputs to the primitive ------------------------------------------------------------------
 
-    def _trace(self, *args: Any) -> _Results:
+    def _trace(self, *args: Any) -> Any:
         ins = _input_specs(args)
         outs, tree = _flat_specs(self._for_inputs("outs", ins), "outs", ins)
-        return _Results(self._bind(self._resolve(ins, outs), args), tree)
+        return tree.unflatten(self._leaves(outs, *args))
+
+    def _leaves(self, outs: list[Spec], *args: Any) -> list:
+        return self._bind(self._resolve(_input_specs(args), outs), args)
 
     def _bind(self, call: _Call, args: Sequence) -> list:
         return call.bind(bool(self.options.has_side_effect), args)
@@ -4102,8 +4084,6 @@ class _WarpKernel(_Wrapper):
         for key in options.input_output_aliases:
             self._aliased_name(key)
         self.parameters = tuple(name for name in self.params if name not in self.values)  # of inputs and outputs
-        self._vjp = jax.custom_vjp(super()._trace)
-        self._vjp.defvjp(self._forward, self._backward)
 
     def _aliased_name(self, key: Any) -> Any:
         """The name of the parameter that an alias names: by position it counts all arguments of a call, values too."""
@@ -4221,19 +4201,23 @@ class _WarpKernel(_Wrapper):
 
     # -- derivatives -----------------------------------------------------------------------------------
 
-    def _trace(self, *args: Any) -> Any:
-        if self.options.differentiable:
-            return self._vjp(*_make_varying(args))
-        return super()._trace(*args)
+    def _leaves(self, outs: list[Spec], *args: Any) -> list:
+        plain = functools.partial(super()._leaves, outs)
+        if not self.options.differentiable:
+            return plain(*args)
 
-    def _forward(self, *args: Any) -> tuple[Any, Any]:
-        results = super()._trace(*args)
-        return results, (args, results.leaves)
+        def forward(*args: Any) -> tuple[list, Any]:
+            results = plain(*args)
+            return results, (args, results)
 
-    def _backward(self, residuals: Any, cotangents: Any) -> tuple:
+        function = jax.custom_vjp(plain)
+        function.defvjp(forward, self._backward)
+        return function(*_make_varying(args))
+
+    def _backward(self, residuals: Any, cotangents: Sequence) -> tuple:
         """One adjoint launch, whose last results are the gradients of the inputs of floats."""
         args, outs = residuals
-        operands = _make_varying([*args, *outs, *(cotangents.leaves[j] for j in _floats(outs))])
+        operands = _make_varying([*args, *outs, *(cotangents[j] for j in _floats(outs))])
         call = self._resolve_adjoint(_input_specs(operands), len(args))
         results = self._bind(call, operands)
         cotangents_of_args: list[Any] = [None] * len(args)  # a zero, for JAX
@@ -5168,9 +5152,9 @@ class XLACustomKernel(_Kept):
         args, traced = _as_inputs(ins, self.name)
         call = _find_call(self, args, outs, backend, params)
         if not traced:
-            return _unflatten(call.jitted(*args))
+            return call.jitted(*args)
         call.check(args)
-        return _unflatten(call.bind(*args))
+        return call.bind(*args)
 
     def __repr__(self) -> str:
         lines = [f"XLACustomKernel({self.name!r})"]
@@ -5531,18 +5515,14 @@ class _OpCall:
         self.backend = backend
         self.params = params
         self.checked = _Recent()
-        self.jitted = jax.jit(self.bind_in_jit)
+        self.jitted = jax.jit(self.bind)
 
-    def bind_in_jit(self, *ins: Any) -> Any:
-        return self.bind(*ins).from_jit()
-
-    def bind(self, *ins: Any) -> _Results:
+    def bind(self, *ins: Any) -> Any:
         """The op on tracers (or, under disable_jit, on arrays)."""
         self.op._is_traced = True  # here, too, as a vjp rule that JAX's caches hold need not bind the primitive
         rule = self.op._rules.get("vjp")
-        if rule:
-            return _Results(_bind_with_vjp(self, ins, *rule), self.tree)
-        return _Results(self.bind_primitive(*ins), self.tree)
+        results = _bind_with_vjp(self, ins, *rule) if rule else self.bind_primitive(*ins)
+        return self.tree.unflatten(results)
 
     def bind_primitive(self, *ins: Any) -> list:
         return self.op.primitive.bind(*ins, _binding=self.binding(ins))
@@ -5696,9 +5676,7 @@ def _call_generator(bound: _OpParams, entry: KernelEntry, axes: frozenset) -> Ca
 
 def _outputs(what: str, returned: Any, outs: Sequence, tree: Any = None) -> list:
     """The outputs that a kernel or a rule returned, as arrays: in any container, but dicts by the keys of `tree`."""
-    if tree:
-        returned = _ordered_like(tree.unflatten(range(tree.num_leaves)), returned, what)
-    leaves, _ = _flatten(returned)
+    leaves = _leaves_like(tree, returned, what) if tree else jax.tree.leaves(returned)
     arrays = list(map(_as_array, leaves))
     _check_returned(what, arrays, "outs declares", outs)
     return arrays
@@ -6013,7 +5991,7 @@ def _add_tangents(
             continue
         returned = rule(tangent, *primals, **params)
         if not isinstance(returned, dict):  # which `_from_rule` refuses
-            returned, _ = _flatten(returned, _is_zero)
+            returned = jax.tree.leaves(returned, is_leaf=_is_zero)
         what = f"the jvp rule of {primitive.name!r} for operand {i}"
         for j, term in enumerate(_from_rule(what, returned, "the outputs are", avals)):
             if term is not None:
@@ -6034,7 +6012,7 @@ def _op_jvp(bound: _OpParams, primals: Sequence, tangents: Sequence) -> tuple:
             tangents_out = _add_tangents(primitive, rule, primals, tangents, outputs, params)
         else:
             outputs, tangents_out = rule(primals, tangents, **params)
-        outputs = _outputs(what, outputs, params["outs"] or _flatten(outputs)[0], bound.tree)
+        outputs = _outputs(what, outputs, params["outs"] or jax.tree.leaves(outputs), bound.tree)
         avals = list(map(jax.typeof, outputs))
         return outputs, _from_rule(what, tangents_out, "the outputs are", avals)
 
