@@ -96,12 +96,11 @@ __all__ = [
 
 # ======================================================================================================
 # 1. JAX: what differs between its versions, what it does not document, and what it lacks.
-# Checked on 0.7.2 to 0.12.0.1.  What JAX's interpreters ask of a primitive is in 5.1, 5.2 and 10.4 to 10.6.
+# Checked on 0.9.0 to 0.12.0.1.  What JAX's interpreters ask of a primitive is in 5.1, 5.2 and 10.4 to 10.6.
 # A new JAX may change the context of lowering rules and what `mlir`, `ad` and `batching` export: errors would say so.
 
 Spec = jax.ShapeDtypeStruct
 Primitive: Any = type(jax.lax.add_p)  # jax.extend.core.Primitive, without the 36 ms that importing jax.extend takes
-_LiteralArray: Any = getattr(sys.modules.get("jax._src.literals"), "LiteralArray", jax.Array)  # constants of jax 0.7
 
 
 def _import(module: str, user: str, install: str) -> Any:
@@ -177,7 +176,7 @@ def _side_effect() -> frozenset:
 
 def _batch_in_front(x: Any, dim: int | None, size: int) -> Any:
     """An operand with its batch, which gets this size if it has none, as the first dimension."""
-    if type(x) is _LiteralArray:  # jax 0.7 cannot transpose its own constants
+    if not isinstance(x, jax.Array):  # jax before 0.9.2 cannot transpose its own constants
         x = np.asarray(x)
     return batching.bdim_at_front(x, dim, size)
 
@@ -232,11 +231,7 @@ def _make_varying(args: Sequence) -> list:
 
 def _vary_over(axes: frozenset, x: Any) -> Any:
     missing = tuple(axes - _varying_axes(jax.typeof(x)))
-    if not missing:
-        return x
-    if hasattr(jax.lax, "pcast"):
-        return jax.lax.pcast(x, missing, to="varying")
-    return jax.lax.pvary(x, missing)  # type: ignore[attr-defined]  # jax 0.7
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
 def _sharded_like(x: Any, aval: Any) -> Any:
@@ -266,16 +261,16 @@ def _zeros(like: Any) -> Any:
 
 def _allowed_dtype(dtype: Any, ins: Sequence) -> np.dtype:
     """The dtype of a declared output: of 64 bits where x64 is enabled, or these are allowed, or an input has them."""
-    setting = getattr(jax.config, "jax_explicit_x64_dtypes", None)  # jax >= 0.8
-    if getattr(setting, "name", "") == "ALLOW" or any(x.dtype == dtype for x in ins):
+    is_allowed = jax.config.jax_explicit_x64_dtypes.name == "ALLOW"
+    if is_allowed or any(x.dtype == dtype for x in ins):
         return np.dtype(dtype)
     return np.dtype(jax.dtypes.canonicalize_dtype(dtype))
 
 
 # ======================================================================================================
 # 2. The C structs of jaxlib/include/xla/ffi/api/c_api.h that a handler reads and writes.
-# XLA adds fields at the end of a struct only, so these, which are those of jaxlib 0.7.2, fit every later one; a test
-# compares them with the installed header.  A new major version may change anything, so it is refused.
+# XLA adds fields at the end of a struct only, so these fit every later jaxlib; a test compares them with the installed
+# header.  A new major version may change anything, so it is refused.
 
 _API_MAJOR = 0
 
@@ -703,6 +698,48 @@ def _show(spec: Any) -> str:
     return f"{np.dtype(spec.dtype).name}[{sizes}]"
 
 
+class _Written(dict):
+    """A dict whose leaves come in the order in which it is written, as buffers do: of others JAX sorts the keys."""
+
+
+def _flatten_written(written: _Written) -> tuple[tuple, tuple]:
+    return tuple(written.values()), tuple(written)
+
+
+def _unflatten_written(keys: tuple, values: Iterable) -> dict:
+    return dict(zip(keys, values, strict=True))
+
+
+jax.tree_util.register_pytree_node(_Written, _flatten_written, _unflatten_written)  # type: ignore[arg-type]
+
+
+def _flatten(tree: Any, is_leaf: Callable = lambda x: False) -> tuple[list, Any]:
+    """The leaves of a pytree, those of dicts in written order, and its structure, which makes plain dicts of them."""
+
+    def in_written_order(tree: Any) -> Any:
+        return jax.tree.map(written, tree, is_leaf=lambda x: type(x) is dict or is_leaf(x))
+
+    def written(x: Any) -> Any:
+        if type(x) is not dict:
+            return x
+        return _Written({key: in_written_order(value) for key, value in x.items()})
+
+    return jax.tree.flatten(in_written_order(tree), is_leaf)
+
+
+def _leaves_like(tree: Any, returned: Any, what: str) -> list:
+    """The leaves of what a function returned, in the order of a structure of declared outputs: of dicts by key."""
+    numbers = tree.unflatten(range(tree.num_leaves))
+    leaves, structure = jax.tree.flatten(returned)
+    if jax.tree.structure(numbers) == structure:
+        by_number = dict(zip(jax.tree.leaves(numbers), leaves, strict=True))
+        return [by_number[k] for k in range(len(leaves))]
+    parts = jax.tree.leaves(returned, is_leaf=lambda x: isinstance(x, dict))
+    if len(leaves) > 1 and any(isinstance(part, dict) for part in parts):
+        raise ValueError(f"{what} returned {structure}, but outs declares {tree}: return equal keys, or a tuple")
+    return leaves
+
+
 def _check_dtype(dtype: Any, what: str) -> None:
     if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
         raise TypeError(f"{what} has the dtype {dtype}, which has no memory layout: pass jax.random.key_data(key)")
@@ -715,7 +752,7 @@ def _flat_specs(specs: Any, what: str, ins: Sequence[Spec] | None = None) -> tup
 
     With `ins` they get the dtypes that JAX allows beside these inputs.
     """
-    leaves, tree = jax.tree_util.tree_flatten(specs, is_leaf=_is_spec)
+    leaves, tree = _flatten(specs, _is_spec)
     declared = []
     for i, leaf in enumerate(leaves):
         name = f"{what}[{i}]" if len(leaves) > 1 else what
@@ -742,13 +779,8 @@ def _declared_spec(x: Any, what: str, ins: Sequence[Spec] | None) -> Spec:
 
 def _warn_user(text: str) -> None:
     """Warn with the user's line: that of the innermost call which is neither in this file nor in JAX."""
-    libraries = _warn_user.__code__.co_filename, os.path.join(os.path.dirname(jax.__file__), "")
-    level = 1
-    frame: Any = sys._getframe()
-    while frame.f_back and frame.f_code.co_filename.startswith(libraries):
-        frame = frame.f_back
-        level += 1
-    warnings.warn(text, stacklevel=level)
+    this_file = __file__[:-1]  # CPython 3.12 and 3.13 take no whole name for a prefix
+    warnings.warn(text, skip_file_prefixes=(this_file, os.path.join(os.path.dirname(jax.__file__), "")))
 
 
 def _checked_shape(shape: Sequence, what: str) -> tuple:
@@ -765,7 +797,7 @@ def _checked_shape(shape: Sequence, what: str) -> tuple:
 def _input_spec(x: Any, i: int) -> Spec:
     dtype = x.dtype if _is_spec(x) else jax.dtypes.result_type(x)
     _check_dtype(dtype, f"input {i}")
-    if not isinstance(x, jax.Array):  # or a tracer, which may be of 64 bits also where x64 is disabled
+    if isinstance(x, (np.ndarray, np.generic)):  # JAX's own may be of 64 bits also where x64 is disabled
         dtype = jax.dtypes.canonicalize_dtype(dtype)
     return Spec(np.shape(x), dtype)
 
@@ -774,7 +806,6 @@ def _input_specs(args: Sequence) -> list[Spec]:
     return [_input_spec(x, i) for i, x in enumerate(args)]
 
 
-_INPUT_CLASSES = (jax.Array, _LiteralArray, np.ndarray, np.generic, int, float, complex)
 _INPUT_TYPES: set[type] = {np.ndarray, bool, int, float, complex}  # exact types, which are quick to find; it grows
 
 
@@ -787,11 +818,20 @@ def _as_inputs(args: Sequence, name: str) -> tuple[Sequence, bool]:
             continue
         if isinstance(x, jax.core.Tracer):
             is_traced = True
-        elif isinstance(x, _INPUT_CLASSES):
+        elif _is_jax_type(x):
             _INPUT_TYPES.add(type(x))
         else:
             inputs[i] = _from_foreign(x, i, name)
     return inputs, is_traced
+
+
+def _is_jax_type(x: Any) -> bool:
+    """Whether JAX takes values of this type as they are."""
+    if hasattr(x, "__jax_array__"):
+        return False
+    with contextlib.suppress(TypeError):
+        return bool(jax.typeof(x))
+    return False
 
 
 def _from_foreign(x: Any, i: int, name: str) -> Any:
@@ -963,7 +1003,7 @@ def _lower_to_custom_call(
 
 
 def _keep_from_loops(ctx: Any, results: Any) -> Any:
-    """Keep results of a call from two passes of XLA that are wrong (seen in jax 0.7.2, 0.11.2 and 0.12).
+    """Keep results of a call from two passes of XLA that are wrong (seen in jax 0.11.2 and 0.12).
 
     A dynamic-slice fusion on GPUs lets a call write straight into the array that is updated, even if the call reads it.
     Invariant code is moved out of a `while_loop`, and with it a call whose results are the whole state of the loop: it
@@ -1144,14 +1184,16 @@ def _parameters(kernel: Any) -> tuple[str, ...]:
 
 def _input_signature(parameters: Sequence[str], outs: Any) -> inspect.Signature:
     """The signature of a wrapper: the first parameters of the kernel, as many as `outs` takes, or any number."""
-    inputs = [inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)]
     with contextlib.suppress(TypeError, ValueError):
         taken_by_outs = inspect.signature(outs).parameters.values()
         has_only_inputs = all(p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty for p in taken_by_outs)
         if has_only_inputs and len(taken_by_outs) <= len(parameters):
-            names = parameters[: len(taken_by_outs)]
-            inputs = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
-    return inspect.Signature(inputs)
+            return _signature_of(parameters[: len(taken_by_outs)])
+    return inspect.Signature([inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)])
+
+
+def _signature_of(names: Iterable[str]) -> inspect.Signature:
+    return inspect.Signature([inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names])
 
 
 def _ready_kind(kernel: Any) -> str | None:
@@ -1194,8 +1236,8 @@ class _Options:
             raise ValueError(f"vmap_method must be one of {_VMAP_METHODS}; got {self.vmap_method!r}")
         if not callable(self.outs) or isinstance(self.outs, type):  # such as jnp.float32
             _flat_specs(self.outs, "outs")
-        if not isinstance(self.name, (str, type(None))) or self.name == "":
-            raise TypeError(f"name must be a text, under which XLA finds the kernel; got {self.name!r}")
+        if self.name is not None and not (isinstance(self.name, str) and self.name and self.name.isprintable()):
+            raise TypeError(f"name must be a printable text, under which XLA finds the kernel; got {self.name!r}")
         self.input_output_aliases = self._checked_aliases()
         self.in_out_argnames = self._checked_names("in_out_argnames", self.in_out_argnames)
         if not isinstance(self.scalars, bool):
@@ -1235,23 +1277,6 @@ def _wrap(make_wrapper: Callable[..., _Wrapper], arguments: dict, options_type: 
         return make_wrapper(kernel, checked)
 
     return decorate if kernel is None else decorate(kernel)
-
-
-def _check_aliases(aliases: Mapping[int, int], in_outs: list[str], ins: Sequence[Spec], outs: Sequence[Spec]) -> None:
-    where = f"input_output_aliases={aliases}"
-    if in_outs:
-        where = f"in_out_argnames={in_outs}, which must be like the first of outs, in this order ({where})"
-    for i, j in aliases.items():
-        for what, k, specs in (("input", i, ins), ("output", j, outs)):
-            if not 0 <= k < len(specs):
-                n = len(specs)
-                raise ValueError(f"{where}: there is no {what} {k}; the call has {n} {what}s, numbered from 0")
-        start = _show(ins[i])
-        out = _show(outs[j])
-        if start != out:
-            raise ValueError(f"{where}: input {i} ({start}) and output {j} ({out}) must be equal in shape and dtype")
-    if len(set(aliases.values())) < len(aliases):
-        raise ValueError(f"{where}: an output can alias one input only")
 
 
 class _Recent:
@@ -1310,13 +1335,12 @@ class _Wrapper(_Kept):
         self.kernel = kernel
         self.options = options
         self.parameters = _parameters(kernel)
+        self.named_parameters = _signature_of(self.parameters)
         self._describe(kernel)
         self._check_names("in_out_argnames", options.in_out_argnames)
         self._check_names("input_output_aliases", [i for i in options.input_output_aliases if isinstance(i, str)])
         # those that are returned too, in the kernel's order: the first outputs start with them
         self.in_outs = [name for name in self.parameters if name in options.in_out_argnames]
-        in_outs = [(name, j) for j, name in enumerate(self.in_outs)]
-        self.aliases = self._one_output_each([*options.input_output_aliases.items(), *in_outs])
         self._jitted = jax.jit(self._function())
 
     def _describe(self, kernel: Any) -> None:
@@ -1339,7 +1363,10 @@ class _Wrapper(_Kept):
         return f"<{self.decorator} {self.__name__}>"
 
     def __call__(self, /, *args: Any, **named: Any) -> Any:
-        return self._call_inputs(self._in_order(args, named) if named else args)
+        if named:
+            self._check_numbers(named)
+            args = tuple(self._bound(args, named).values())
+        return self._call_inputs(args)
 
     def _call_inputs(self, args: Sequence) -> Any:
         args, is_traced = _as_inputs(args, self.__name__)
@@ -1349,8 +1376,24 @@ class _Wrapper(_Kept):
             _input_specs(args)  # explains better what is wrong with a dtype that JAX lacks
             raise
 
-    def _in_order(self, args: Sequence, named: Mapping[str, Any]) -> list:
-        """The arguments in the order of the parameters, with those that are given by keyword."""
+    def _bound(self, args: Sequence, named: Mapping[str, Any]) -> dict[str, Any]:
+        """What the first parameters get, bound as Python binds arguments."""
+        try:
+            arguments = self.named_parameters.bind_partial(*args, **named).arguments
+        except TypeError as error:
+            raise self._wrong_arity(str(error)) from None
+        if [*arguments] != [*self.named_parameters.parameters][: len(arguments)]:
+            raise self._wrong_arity(f"got only ({', '.join(arguments)})")
+        return arguments
+
+    def _wrong_arity(self, problem: str) -> TypeError:
+        takes = (
+            f"the parameters ({', '.join(self.parameters)}), inputs first" if self.parameters else "by position only"
+        )
+        return TypeError(f"{self.title} takes {takes}; {problem}")
+
+    def _check_numbers(self, named: Mapping[str, Any]) -> None:
+        """Raise if a number is given by keyword for what the kernel takes as an array."""
         for name, value in named.items():
             is_array = _is_spec(value) or hasattr(value, "__jax_array__") or hasattr(value, "__dlpack__")
             if name in self.parameters and not is_array and not self._takes_number(name):
@@ -1358,17 +1401,6 @@ class _Wrapper(_Kept):
                     f"{self.title}: {name}={value!r:.80} is no array; what is given by keyword is an input: name it in "
                     f"scalars=[{name!r}] to give numbers, or make a constant part of the kernel, by a closure"
                 )
-        positional = dict(zip(self.parameters, args))
-        names = self.parameters[: len(args) + len(named)]
-        if positional.keys() & named or {*positional, *named} != {*names} or len(args) > len(positional):
-            twice = [name for name in positional if name in named]
-            reason = f"multiple values for {', '.join(twice)}" if twice else f"{len(args)} by position"
-            takes = ", ".join(self.parameters) or "by position only"
-            raise TypeError(
-                f"{self.__name__}({takes}) got {reason} and {named!r:.80} by keyword: give arrays for the first of its "
-                "parameters, each once"
-            )
-        return [{**positional, **named}[name] for name in names]
 
     def _takes_number(self, name: str) -> bool:
         """Whether a parameter is an input that may be given as a Python number by keyword."""
@@ -1385,8 +1417,10 @@ class _Wrapper(_Kept):
     def _trace(self, *args: Any) -> Any:
         ins = _input_specs(args)
         outs, tree = _flat_specs(self._for_inputs("outs", ins), "outs", ins)
-        results = self._bind(self._resolve(ins, outs), args)
-        return jax.tree_util.tree_unflatten(tree, results)
+        return tree.unflatten(self._leaves(outs, *args))
+
+    def _leaves(self, outs: list[Spec], *args: Any) -> list:
+        return self._bind(self._resolve(_input_specs(args), outs), args)
 
     def _bind(self, call: _Call, args: Sequence) -> list:
         return call.bind(bool(self.options.has_side_effect), args)
@@ -1394,8 +1428,7 @@ class _Wrapper(_Kept):
     def _resolve(self, ins: list[Spec], outs: list[Spec]) -> _Call:
         """The call with these inputs and declared outputs, and what runs it."""
         scratch, _ = _flat_specs(self._for_inputs("scratch", ins), "scratch", ins)
-        aliases = self._numbered_aliases(len(ins))
-        _check_aliases(aliases, self.in_outs, ins, outs)
+        aliases = self._numbered_aliases(ins, outs)
         zeroed: list[int] = []
         if self.options.zero_outputs:
             zeroed = [j for j in range(len(outs)) if j not in aliases.values()]
@@ -1409,28 +1442,43 @@ class _Wrapper(_Kept):
             return option
         return _call_option(option, f"{self.title}: {what}", ins)
 
-    def _numbered_aliases(self, n_in: int) -> dict[int, int]:
-        """Those of a call with so many inputs."""
-        names = self.parameters[:n_in]
-        numbered = []
-        for i, j in self.aliases.items():
-            if isinstance(i, str):
-                if i not in names:
-                    raise ValueError(f"{self.title}: {i!r} is not the name of an input; this call has {names}")
-                i = names.index(i)
-            numbered.append((i, j))
-        return dict(sorted(self._one_output_each(numbered).items()))
-
-    def _one_output_each(self, pairs: Iterable[tuple]) -> dict:
-        """Aliases as a dict; an error if two outputs are to start in the memory of one input."""
-        aliases: dict = {}
-        for i, j in pairs:
+    def _numbered_aliases(self, ins: Sequence[Spec], outs: Sequence[Spec]) -> dict[int, int]:
+        """Which output starts with which input, checked: the aliases that the user gave, and in-out arguments."""
+        given = self.options.input_output_aliases
+        where = f"{self.title}: input_output_aliases={given}"
+        if self.in_outs:
+            where += f", and in_out_argnames={self.in_outs}, which must be like the first of outs, in this order"
+        aliases: dict[int, int] = {}
+        for key, j in [*given.items(), *((name, j) for j, name in enumerate(self.in_outs))]:
+            i = self._input_number(key, len(ins))
             if aliases.setdefault(i, j) != j:
+                raise ValueError(f"{where}: input {i} cannot start both output {aliases[i]} and output {j}")
+        if len(set(aliases.values())) < len(aliases):
+            raise ValueError(f"{where}: an output can alias one input only")
+        for i, j in aliases.items():
+            for what, k, specs in (("input", i, ins), ("output", j, outs)):
+                if not 0 <= k < len(specs):
+                    n = len(specs)
+                    raise ValueError(f"{where}: there is no {what} {k}; the call has {n} {what}s, numbered from 0")
+            start = _show(ins[i])
+            out = _show(outs[j])
+            if start != out:
                 raise ValueError(
-                    f"{self.title}: input {i!r} cannot start both output {aliases[i]} and output {j}: each starts one, "
-                    "and those in in_out_argnames start the first outputs"
+                    f"{where}: input {i} ({start}) and output {j} ({out}) must be equal in shape and dtype"
                 )
-        return aliases
+        return dict(sorted(aliases.items()))
+
+    def _input_number(self, key: int | str, n_in: int) -> int:
+        """The number of an input that an alias names."""
+        if isinstance(key, int):
+            return key
+        names = self.parameters[:n_in]
+        if key not in names:
+            raise ValueError(
+                f"{self.title}: {key!r} is not the name of an input; this call has {names}: what is both input and "
+                "output stands before the other outputs, kernel(in..., out...)"
+            )
+        return names.index(key)
 
     def _check_dtypes(self, call: _Call, allowed: frozenset[str], refused: str) -> None:
         results = call.outs[: call.n_results]
@@ -1456,8 +1504,8 @@ class _Wrapper(_Kept):
 # These are compiled for each kernel.  What they have in common is compiled once per process, in `_Driver`:
 #   3. `drive` finds the slices of a batch, and the rows: slices that are one step apart in every buffer.
 #   4. `run` runs a range of slices, row by row.
-#   5. `probe` runs the first slices alone and measures them.  If it pays, XLA's threads and this one `share` the rest:
-#      each takes chunk after chunk until none is left.
+#   5. `probe` runs the first slices alone and measures them, unless the kernel remembers what slices of this size took.
+#      If it pays, XLA's threads and this one `share` the rest: each takes chunk after chunk until none is left.
 # The slice that fails earliest, which need not be the one of the lowest index, gives the call its error: nobody takes a
 # chunk after that, and chunks that are being run elsewhere are waited for.
 # Relies on sections 1 and 2, llvmlite, Numba's tools for it, and the C API of CPython.  The emitter of a backend writes
@@ -1830,11 +1878,14 @@ _Variable = _words("_Variable", "current")
 # or none.  `nbytes` is the size of a slice, and `step` is how far the next slice of the row is: 0 if it is this one.
 _Cursor = _words("_Cursor", "data step dims depth nbytes")
 
-# A kernel, in the memory of its handler.  Outputs, whose memory is mapped on first use, begin at `first_output`.  The
-# fields from `in_order` on are filled in when the code is loaded: texts for errors, `entry`, `lock` and `report` of the
-# emitter, and functions of the driver.
+# A kernel, in the memory of its handler.  Outputs, whose memory is mapped on first use, begin at `first_output`.
+# `slice_ticks` is what a slice took when that was last measured, and `slice_nbytes` how large the buffers of that slice
+# were: a hint, which any thread may overwrite.  The fields from `in_order` on are filled in when the code is loaded:
+# texts for errors, `entry`, `lock` and `report` of the emitter, and functions of the driver.
 _Kernel = _words(
-    "_Kernel", "n_buffers first_output in_order slices wrong_buffers entry lock report answer error fill drive"
+    "_Kernel",
+    "n_buffers first_output slice_ticks slice_nbytes "
+    "in_order slices wrong_buffers entry lock report answer error fill drive",
 )
 
 # A call with a batch.  The cursors stand at its first slice.  `sizes` are those of its `depth` dimensions, outermost
@@ -1843,7 +1894,11 @@ _Kernel = _words(
 # only one, so a row is what the last dimension spans: three slices, along which x and the output go on by one slice,
 # and y stays where it is (step 0).
 _Batch = _words(
-    "_Batch", "frame kernel cursors depth sizes count row", frame=XLA_FFI_CallFrame, kernel=_Kernel, cursors=_Cursor
+    "_Batch",
+    "frame kernel cursors depth sizes count row slice_nbytes",
+    frame=XLA_FFI_CallFrame,
+    kernel=_Kernel,
+    cursors=_Cursor,
 )
 
 # A batch that several threads share.  On the heap, as queued tasks may outlive the call.
@@ -1989,7 +2044,9 @@ class _Driver(_Code):
             first = self.atomic_add(shared.address_of("next"), shared.chunk)
             self.ret(0, when=first >= shared.count)
             stop = self.minimum(first + shared.chunk, shared.count)
+            began = self.call("now")
             error = self.call("run", shared.batch, first, stop)
+            self._remember(shared.batch, self.call("now") - began, stop - first)
             with self.when(error != 0):
                 # `next` becomes more than any index: nothing is left for the others.
                 self.atomic_add(shared.address_of("next"), shared.count)
@@ -2069,6 +2126,7 @@ class _Driver(_Code):
             now = self.call("now")
             took = now - began.current
             with self.when(took > ticks * _MEASURABLE):
+                self._remember(batch, took, n_newest.current)
                 work = took * left // n_newest.current // ticks
                 with self.when(work > _WORTH_SHARING):
                     self.ret(self.call("finish", batch, n_done.current, work))
@@ -2079,11 +2137,18 @@ class _Driver(_Code):
             self.ret(error, when=error != 0)
             n_done.current = stop
 
+    def _remember(self, batch: Any, took: Any, count: Any) -> None:
+        """Note for later calls what slices took."""
+        batch.kernel.slice_ticks = took // count
+        batch.kernel.slice_nbytes = batch.slice_nbytes
+
     # -- a call --
 
     def drive(self, frame: Any, kernel: Any, cursors: Any, depth: Any) -> Any:
         """Run a call with `depth` batch dimensions, whose first slice the cursors stand at."""
-        batch = self.new(_Batch, frame=frame, kernel=kernel, cursors=cursors, depth=depth, count=1, row=1)
+        batch = self.new(
+            _Batch, frame=frame, kernel=kernel, cursors=cursors, depth=depth, count=1, row=1, slice_nbytes=0
+        )
         batch.sizes = self.alloca(_I64, depth)
         with self.loop(0, depth) as d:
             size = self.variable(1)
@@ -2100,6 +2165,12 @@ class _Driver(_Code):
             with self.when(batch.count == batch.row):
                 self.ret(self.call(kernel.slices, frame, cursors, batch.count))
             self.ret(self.call("run", batch, 0, batch.count))
+        with self.loop(0, kernel.n_buffers) as k:
+            batch.slice_nbytes = batch.slice_nbytes + cursors[k].nbytes
+        with self.when(kernel.slice_nbytes == batch.slice_nbytes):
+            work = kernel.slice_ticks * batch.count // self.ticks.current
+            with self.when(work > _WORTH_SHARING):
+                self.ret(self.call("finish", batch, 0, work))
         return self.call("probe", batch)
 
     def _batch_size(self, cursor: Any, d: Any) -> _Word:
@@ -2434,13 +2505,17 @@ _NUMBA_INSTALL = "pip install numba"
 _NUMBA_DTYPES = frozenset(
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float32 float64 complex64 complex128".split()
 )
-# Ways to write through a read-only array that Numba (0.61 to 0.68) does not refuse: functions, attributes, classes.  A
+# Ways to write through a read-only array that Numba (0.63 to 0.68) does not refuse: functions, attributes, classes.  A
 # kernel that names one gets copies of the inputs that LLVM does not find to be only read.
 _UNCHECKED_WRITERS = frozenset(
     "asfortranarray ascontiguousarray at CFunc ctypes fill_diagonal flat from_buffer frombuffer GUFunc _Intrinsic "
     "nan_to_num nditer view".split()
 )
 _WRITES = "Cannot modify readonly array"  # in what Numba says
+# And in what it says of `x[0] = 1`, too, where that is a call; of `np.add(x, 1, x)`; and of `x += 1` (0.63 to 0.68).
+_SEEN_WRITES = re.compile(
+    rf"{_WRITES}|setitem\(readonly array|explicit output that is read-only|'NoneType' object has no attribute 'args'"
+)
 _READ_ONLY = (
     "; its inputs are read-only, because JAX may share them: write to an output, name what it changes in "
     "in_out_argnames, or use input_output_aliases to start with an input's value"
@@ -2481,7 +2556,8 @@ def numba_kernel(
       kernel: a function decorated with `numba.njit` (any options), `numba.vectorize` or `numba.guvectorize`, or a
         plain one, which is jitted.  Without it, `numba_kernel(outs=...)` is a decorator.
       outs: the outputs, uninitialized: a `jax.ShapeDtypeStruct` (anything with `.shape` and `.dtype`), a pytree of
-        them, or a callable of the inputs' `ShapeDtypeStruct`s that returns one.  Results have its structure.
+        them, or a callable of the inputs' `ShapeDtypeStruct`s that returns one.  Results have its structure.  The
+        values of a dict are outputs in the order in which it is written.
       vmap_method: "sequential" and "sequential_unrolled" run the slices of a batch in order on one thread; with any
         other, XLA's threads share the slices of a batch for which that pays.  The results are the same.
       input_output_aliases: `{i: j}`: output j starts with the value of input i (or of that name) and, where XLA can,
@@ -2681,14 +2757,23 @@ class _Form(NamedTuple):
         lines = [f"def adapter({parameters}):", f"{_RETURNED} = kernel({', '.join(self.args)})", *ends]
         text = "\n    ".join(lines) + "\n"
         file = f"<adapter {_hash(text)}>"
-        linecache.cache[file] = len(text), None, text.splitlines(True), file  # Numba (not 0.61) finds lines there
+        linecache.cache[file] = len(text), None, text.splitlines(True), file  # Numba finds lines there
         namespace["kernel"] = kernel
         exec(compile(text, file, "exec"), namespace)
         return namespace["adapter"]
 
 
 # -- 7.2 Compiling -------------------------------------------------------------------------------------
-# Numba's types, what its compiler refuses and which inputs its code may write to.
+# Numba's types, and what its compiler refuses.  Which inputs a kernel gets, by what Numba says of read-only ones:
+#
+#     it compiles the kernel                                       read-only
+#     it does, but the kernel names what writes unseen (7.3)       read-only, and copies *
+#     it sees a write: `x[0] = 1`, `x += 1`, `np.add(x, 1, x)`     the kernel is refused
+#     it has another error, and none with writable inputs          writable, and copies *
+#     it has another error, and one with writable inputs           the kernel is refused, with the first error
+#
+# * of the inputs that LLVM does not find to be only read.  Another error is, for example, that of a helper of explicit
+# signatures, of which libraries are full: it takes no read-only array.
 
 
 class _NumbaCode(NamedTuple):
@@ -2745,7 +2830,7 @@ def _in_python(kernel: Any, signature: _Signature, forms: list[_Form]) -> Callab
     def body(pointers: list[int], dims: list[tuple], *_: int) -> None:
         buffers = _host_arrays(signature, pointers, dims)
         for form, call in zip(forms, calls):
-            returned = [np.array(leaf) for leaf in jax.tree_util.tree_leaves(call(*buffers))]  # no views of outputs
+            returned = [np.array(leaf) for leaf in _flatten(call(*buffers))[0]]  # no views of outputs
             if is_ufunc and not form.results:
                 return
             if len(returned) == len(form.results):
@@ -2761,11 +2846,7 @@ def _in_python(kernel: Any, signature: _Signature, forms: list[_Form]) -> Callab
 
 
 def _compile_form(kernel: Any, signature: _Signature, form: _Form) -> _NumbaCode:
-    """Read-only inputs make Numba refuse a kernel that writes to one.
-
-    Code that declares writable arrays itself (`locals`, users' overloads) may refuse them for another reason: then the
-    kernel gets writable ones, and copies of the inputs that LLVM does not find to be only read.
-    """
+    """The kernel with read-only inputs or, if it takes none, with writable ones: see the table above."""
     from numba import types as nbtypes
 
     _refuse_object_mode(kernel, signature)
@@ -2775,7 +2856,7 @@ def _compile_form(kernel: Any, signature: _Signature, form: _Form) -> _NumbaCode
         dispatcher = _compile_call(form, kernel, argtypes)
     except Exception as error:
         refusal = _refusal("Numba", signature, error, bool(form.results))
-        if _WRITES in str(error):
+        if _SEEN_WRITES.search(str(error)):
             raise refusal from error
         argtypes = _array_types(nbtypes, signature, readonly=False)
         is_checked = False
@@ -2826,9 +2907,10 @@ def _compile_results(dispatcher: Any, argtypes: tuple, signature: _Signature, fo
     declared = [(signature.dtypes[k], signature.ranks[k]) for k in form.results]
     if len(leaves) != len(declared) or not all(map(_is_declared, leaves.values(), declared)):
         shown = ", ".join(f"{dtype.name}[{','.join(':' * rank)}]" for dtype, rank in declared)
+        hint = "" if form.results else "; wrap one that does both in a function that drops the result"
         raise TypeError(
-            f"kernel {signature.label!r} returns {returned}, not {shown or 'nothing'}: with "
-            "parameters for its outputs it writes to them, and with the inputs alone it returns what outs declares"
+            f"kernel {signature.label!r} returns {returned}, not {shown or 'nothing'}: with parameters for its outputs "
+            f"it writes to them, and with the inputs alone it returns what outs declares{hint}"
         )
     if not form.results:
         return overload
@@ -2864,25 +2946,30 @@ def _returned_leaves(kind: Any, expression: str = _RETURNED) -> dict[str, Any]:
 def _is_declared(kind: Any, declared: tuple[np.dtype, int]) -> bool:
     """Whether a result has the declared dtype and rank; where x64 is disabled, 64 bits are declared as 32."""
     from numba import from_dtype
+    from numba import types as nbtypes
 
     dtype, rank = declared
+    is_array = isinstance(kind, nbtypes.Array)
+    element = kind.dtype if is_array or isinstance(kind, nbtypes.IntEnumMember) else kind
     allowed = []
     for name in _NUMBA_DTYPES:
         if dtype in (np.dtype(name), jax.dtypes.canonicalize_dtype(name)):
             allowed.append(from_dtype(np.dtype(name)))
-    return getattr(kind, "dtype", kind) in allowed and getattr(kind, "ndim", 0) == rank
+    return element in allowed and (kind.ndim if is_array else 0) == rank
 
 
 def _refusal(by: str, signature: _Signature, error: Exception, returns: bool = False) -> TypeError:
     """What a kernel that cannot be compiled has wrong, and what to do about it."""
     text = str(error) or type(error).__name__
     hint = f"; it takes the {signature.n_in} inputs alone, so it must return the outputs" if returns else ""
-    if _WRITES in text or "setitem(readonly array" in text:
+    if _SEEN_WRITES.search(text):
         hint += _READ_ONLY
     elif "must have void return type" in text or "to none" in text:
         hint += "; it returns a value: write to the output arrays and return nothing"
     elif "<class 'jax" in text or "readonly buffer(" in text:
         hint += "; it reads an array of JAX's, which must be an input, or NumPy's if it is a constant"
+    elif not jax.config.jax_enable_x64 and re.search(r"(?s)Known signatures:.*64|mismatch: (double|i64)", text):
+        hint += "; it has a signature of 64 bits, which JAX truncates to 32 unless jax_enable_x64 is set"
     elif "0d, C" in text:
         hint += "; a 0-d input is a 0-d array: read it as n[()], or name it in scalars="
     return TypeError(f"{by} cannot compile kernel {signature.label!r} for {signature}{hint}:\n{text}")
@@ -2974,7 +3061,7 @@ def _may_write_unseen(kernel: Any, overload: Any) -> bool:
         return True
     records = _type_records(overload)
     is_from_cache = any(isinstance(record, str) for record in records)
-    if is_from_cache and len(_functions_read(kernel)) > 1:  # a text does not say
+    if is_from_cache and len(_functions_read(kernel)) > 1:  # a text does not say what these do
         return True
     return any(map(_record_has_writers, records))
 
@@ -3083,12 +3170,9 @@ class _NumbaEmitter(_Emitter):
         python = context.get_python_api(handler.builder)
         gil = python.gil_ensure()
         context.call_conv.raise_error(handler.builder, python, status)
-        parts = handler.alloca(_I64, 3)
-        for fetch in ("PyErr_Fetch", "PyErr_NormalizeException"):  # Python 3.11: not yet an exception
-            handler.external(fetch, parts, parts + 8, parts + 16)
-        message = handler.call(handler.kernel.report, handler.load(parts + 8))
-        for i in range(3):
-            handler.external("Py_DecRef", handler.load(parts + 8 * i))
+        error = handler.external("PyErr_GetRaisedException")
+        message = handler.call(handler.kernel.report, error)
+        handler.external("Py_DecRef", error)
         python.gil_release(gil)
         return message
 
@@ -3997,18 +4081,19 @@ class _WarpKernel(_Wrapper):
         self.values = copy.deepcopy(values or {})  # for later traces, too: structs may change
         self.with_values = _Recent()  # this kernel with others
         self.by_value_names = {name for name, param in self.params.items() if not param.ndim}
-        self.kernel_signature = inspect.signature(kernel.func)
-        self._name_aliases()
+        for key in options.input_output_aliases:
+            self._aliased_name(key)
         self.parameters = tuple(name for name in self.params if name not in self.values)  # of inputs and outputs
-        self._vjp = jax.custom_vjp(super()._trace)
-        self._vjp.defvjp(self._forward, self._backward)
 
-    def _name_aliases(self) -> None:
-        """Aliases by the names of parameters: by position they count all arguments of a call, values too."""
-        names = dict(enumerate(self.parameters))
-        self.aliases = self._one_output_each((names.get(i, i), j) for i, j in self.aliases.items())
-        for name in self.aliases.keys() & self.by_value_names:
+    def _aliased_name(self, key: Any) -> Any:
+        """The name of the parameter that an alias names: by position it counts all arguments of a call, values too."""
+        name = dict(enumerate(self.params)).get(key, key)
+        if name in self.by_value_names:
             raise ValueError(f"{self.params[name].by_value_text}: an output can start with an array alone")
+        return name
+
+    def _input_number(self, key: int | str, n_in: int) -> int:
+        return super()._input_number(self._aliased_name(key), n_in)
 
     # -- from a call to its inputs ---------------------------------------------------------------------
 
@@ -4025,13 +4110,8 @@ class _WarpKernel(_Wrapper):
         return self._with_values(values)._call_inputs(arrays)
 
     def _bound(self, args: Sequence, named: Mapping[str, Any]) -> dict[str, Any]:
-        """What the first parameters get, bound as Python binds arguments."""
-        try:
-            arguments = self.kernel_signature.bind_partial(*args, **named).arguments
-        except TypeError as error:
-            raise self._wrong_arity(str(error)) from None
-        are_first = [*arguments] == [*self.params][: len(arguments)]
-        if not are_first or not self.by_value_names <= arguments.keys():
+        arguments = super()._bound(args, named)
+        if not self.by_value_names <= arguments.keys():
             raise self._wrong_arity(f"got only ({', '.join(arguments)})")
         return arguments
 
@@ -4121,20 +4201,23 @@ class _WarpKernel(_Wrapper):
 
     # -- derivatives -----------------------------------------------------------------------------------
 
-    def _trace(self, *args: Any) -> Any:
-        if self.options.differentiable:
-            return self._vjp(*_make_varying(args))
-        return super()._trace(*args)
+    def _leaves(self, outs: list[Spec], *args: Any) -> list:
+        plain = functools.partial(super()._leaves, outs)
+        if not self.options.differentiable:
+            return plain(*args)
 
-    def _forward(self, *args: Any) -> tuple[Any, Any]:
-        results = super()._trace(*args)
-        return results, (args, jax.tree_util.tree_leaves(results))
+        def forward(*args: Any) -> tuple[list, Any]:
+            results = plain(*args)
+            return results, (args, results)
 
-    def _backward(self, residuals: Any, cotangents: Any) -> tuple:
+        function = jax.custom_vjp(plain)
+        function.defvjp(forward, self._backward)
+        return function(*_make_varying(args))
+
+    def _backward(self, residuals: Any, cotangents: Sequence) -> tuple:
         """One adjoint launch, whose last results are the gradients of the inputs of floats."""
         args, outs = residuals
-        leaves = jax.tree_util.tree_leaves(cotangents)
-        operands = _make_varying([*args, *outs, *(leaves[j] for j in _floats(outs))])
+        operands = _make_varying([*args, *outs, *(cotangents[j] for j in _floats(outs))])
         call = self._resolve_adjoint(_input_specs(operands), len(args))
         results = self._bind(call, operands)
         cotangents_of_args: list[Any] = [None] * len(args)  # a zero, for JAX
@@ -5027,7 +5110,8 @@ class XLACustomKernel(_Kept):
     Calling the op, `op(*ins, outs=..., backend=None, **params)`:
       ins: arrays, Python scalars, or anything with `__dlpack__` (Warp, PyTorch and CuPy arrays).
       outs: what the op returns: a `jax.ShapeDtypeStruct` (or anything with `.shape` and `.dtype`), a pytree of them,
-        or a callable of the operands' abstract values that returns one.
+        or a callable of the operands' abstract values that returns one. The values of a dict are outputs in the order
+        in which it is written; from a kernel that returns a dict they are taken by key.
       backend: a registered one; by default that of the platform which the computation is lowered for.
       params: static, hashable parameters, handed to generators and rules.
 
@@ -5413,7 +5497,7 @@ def _find_call(op: XLACustomKernel, args: Sequence, outs: Any, backend: Any, par
 def _outs_key(outs: Any) -> tuple:
     if type(outs) in _SPEC_TYPES:  # the usual case, in half the time
         return outs.shape, outs.dtype
-    leaves, tree = jax.tree_util.tree_flatten(outs, is_leaf=_is_spec)
+    leaves, tree = _flatten(outs, _is_spec)
     shown = [(tuple(x.shape), x.dtype) if _is_spec(x) else x for x in leaves]
     return tree, *shown
 
@@ -5437,18 +5521,16 @@ class _OpCall:
         """The op on tracers (or, under disable_jit, on arrays)."""
         self.op._is_traced = True  # here, too, as a vjp rule that JAX's caches hold need not bind the primitive
         rule = self.op._rules.get("vjp")
-        if rule:
-            return _bind_with_vjp(self, ins, *rule)
-        return self.bind_primitive(*ins)
+        results = _bind_with_vjp(self, ins, *rule) if rule else self.bind_primitive(*ins)
+        return self.tree.unflatten(results)
 
-    def bind_primitive(self, *ins: Any) -> Any:
-        results = self.op.primitive.bind(*ins, _binding=self.binding(ins))
-        return jax.tree_util.tree_unflatten(self.tree, results)
+    def bind_primitive(self, *ins: Any) -> list:
+        return self.op.primitive.bind(*ins, _binding=self.binding(ins))
 
     def binding(self, ins: Sequence) -> _OpParams:
         # the dtypes are decided here and not on construction: jax_enable_x64 can change between two calls
         outs, _ = _flat_specs(self.specs, self.what, _input_specs(ins))
-        return _OpParams(self.op, tuple(outs), self.backend, self.params)
+        return _OpParams(self.op, tuple(outs), self.backend, self.params, tree=self.tree)
 
     def check(self, ins: Sequence) -> None:
         """Trace the kernel that will probably run, once for these inputs, so that its errors are raised here."""
@@ -5570,7 +5652,7 @@ def _run_slice(bound: _OpParams, entry: KernelEntry, *ins: Any) -> list:
             note += "numba_kernel wraps) is a generator: it gets static parameters alone"
         error.add_note(note)
         raise
-    return _outputs(what, results, bound.slice_outs)
+    return _outputs(what, results, bound.slice_outs, bound.tree)
 
 
 def _function_to_trace(bound: _OpParams, entry: KernelEntry, ins: Sequence) -> Callable:
@@ -5592,9 +5674,10 @@ def _call_generator(bound: _OpParams, entry: KernelEntry, axes: frozenset) -> Ca
     return function
 
 
-def _outputs(what: str, returned: Any, outs: Sequence) -> list:
-    """The outputs that a kernel or a jvp rule returned in any container, as arrays."""
-    arrays = list(map(_as_array, jax.tree.leaves(returned)))
+def _outputs(what: str, returned: Any, outs: Sequence, tree: Any = None) -> list:
+    """The outputs that a kernel or a rule returned, as arrays: in any container, but dicts by the keys of `tree`."""
+    leaves = _leaves_like(tree, returned, what) if tree else jax.tree.leaves(returned)
+    arrays = list(map(_as_array, leaves))
     _check_returned(what, arrays, "outs declares", outs)
     return arrays
 
@@ -5655,7 +5738,10 @@ class _OpPrimitive(Primitive):
         self, /, outs: Sequence = (), backend: Any = None, _binding: _OpParams | None = None, **params: Any
     ) -> _OpParams:
         """That of the primitive's parameters; BrainEvent calls rules without outs."""
-        return _binding or _OpParams(self.op, tuple(outs), backend, params)
+        if _binding:
+            return _binding
+        leaves, tree = _flatten(outs, _is_spec)
+        return _OpParams(self.op, tuple(leaves), backend, params, tree=tree)
 
     def bind(self, /, *args: Any, **params: Any) -> Any:
         return super().bind(*_make_varying(args), _binding=self.binding(**params))
@@ -5679,11 +5765,12 @@ class _OpParams:
     backend: str | None
     params: dict[str, Any]  # static; as one, because functions of JAX have arguments of any name
     vmaps: tuple = ()  # the recorded ones (10.5): the `in_axes` of each
+    tree: Any = None  # the structure of outs
 
     @functools.cached_property
     def key(self) -> tuple:
         """What JAX's caches compare: exactly, as they would take 1 and 1.0 for the same parameter."""
-        return self.outs, self.backend, _tagged(self.params), self.vmaps
+        return self.outs, self.backend, _tagged(self.params), self.vmaps, self.tree
 
     def __hash__(self) -> int:
         return hash(self.key)
@@ -5785,7 +5872,7 @@ def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None],
         outs = params.pop("outs")
         if callable(outs):
             outs = _call_option(outs, "general_batching_rule: outs", list(map(_without_axis, args, axes)))
-        outs, tree = jax.tree.flatten(outs)
+        _, tree = _flatten(outs)
         out = jax.tree.unflatten(tree, primitive.bind_batch(args, axes, outs=outs, **params))
     else:
         in_axes, batch = _with_axes_in_front(args, axes)
@@ -5857,7 +5944,7 @@ def defjvp(primitive: Any, *jvp_rules: Callable | None) -> None:
     Args:
       primitive: an :class:`XLACustomKernel`, or a JAX primitive with one or several results.
       jvp_rules: one per operand: `rule(tangent, *primals, **params)` returns the tangents of the outputs that this
-        operand's tangent causes, in any container (one array if there is one output; None for zero), and is only
+        operand's tangent causes, in a list or tuple (one array if there is one output; None for zero), and is only
         called for an operand that is differentiated. None in place of a rule: the operand contributes nothing.
         `params` is as in :meth:`XLACustomKernel.def_jvp_rule`.
 
@@ -5876,43 +5963,56 @@ def defjvp(primitive: Any, *jvp_rules: Callable | None) -> None:
     if not isinstance(primitive, Primitive):
         raise TypeError(f"defjvp: expected an XLACustomKernel or a jax Primitive, got {primitive!r}")
     rules = [rule if rule is None else _tolerant(rule, "defjvp: a rule") for rule in jvp_rules]
-    jvp = functools.partial(_jvp_by_operand, primitive, rules)
     if _is_op(primitive):
-        primitive.op._set_rule("jvp", jvp)
+        primitive.op._set_rule("jvp", rules)
     else:
-        ad.primitive_jvps[primitive] = jvp
+        ad.primitive_jvps[primitive] = functools.partial(_jvp_by_operand, primitive, rules)
 
 
 def _jvp_by_operand(primitive: Any, rules: Sequence, primals: Any, tangents: Any, /, **params: Any) -> tuple:
-    """The jvp rule that adds up what each operand's rule gives."""
+    """The jvp rule of a primitive that is no op."""
+    results = primitive.bind(*primals, **params)
+    if primitive.multiple_results:
+        return results, _add_tangents(primitive, rules, primals, tangents, results, params)
+    [tangent] = _add_tangents(primitive, rules, primals, tangents, [results], params)
+    return results, tangent
+
+
+def _add_tangents(
+    primitive: Any, rules: Sequence, primals: Any, tangents: Any, outputs: Sequence, params: dict
+) -> list:
+    """The tangents of the outputs: what each operand's rule gives, added up."""
     if len(rules) != len(primals):
         raise ValueError(f"{primitive.name!r} has {len(rules)} jvp rules for {len(primals)} operands; give each one")
-    results = primitive.bind(*primals, **params)
-    outputs = list(results) if primitive.multiple_results else [results]
     avals = list(map(jax.typeof, outputs))
     totals: list = list(map(_zero_tangent, outputs))
     for i, (rule, tangent) in enumerate(zip(rules, tangents)):
         if rule is None or type(tangent) is ad.Zero:
             continue
-        returned = jax.tree.leaves(rule(tangent, *primals, **params), is_leaf=_is_zero)
+        returned = rule(tangent, *primals, **params)
+        if not isinstance(returned, dict):  # which `_from_rule` refuses
+            returned = jax.tree.leaves(returned, is_leaf=_is_zero)
         what = f"the jvp rule of {primitive.name!r} for operand {i}"
         for j, term in enumerate(_from_rule(what, returned, "the outputs are", avals)):
             if term is not None:
                 totals[j] = ad.add_tangents(totals[j], term)
-    if primitive.multiple_results:
-        return outputs, totals
-    return outputs[0], totals[0]
+    return totals
 
 
 def _op_jvp(bound: _OpParams, primals: Sequence, tangents: Sequence) -> tuple:
     """The op's jvp rule, which is for one slice, under the recorded vmaps."""
     rule = _derivative_rule(bound.op, "jvp")
+    primitive = bound.op.primitive
     what = f"the jvp rule of {bound.op.name!r}"
     params = bound.rule_params
 
     def of_slice(primals: tuple, tangents: tuple) -> tuple:
-        outputs, tangents_out = rule(primals, tangents, **params)
-        outputs = _outputs(what, outputs, params["outs"] or jax.tree.leaves(outputs))
+        if isinstance(rule, list):  # of `defjvp`
+            outputs = primitive.bind(*primals, _binding=dataclasses.replace(bound, outs=bound.slice_outs, vmaps=()))
+            tangents_out = _add_tangents(primitive, rule, primals, tangents, outputs, params)
+        else:
+            outputs, tangents_out = rule(primals, tangents, **params)
+        outputs = _outputs(what, outputs, params["outs"] or jax.tree.leaves(outputs), bound.tree)
         avals = list(map(jax.typeof, outputs))
         return outputs, _from_rule(what, tangents_out, "the outputs are", avals)
 
@@ -5964,18 +6064,24 @@ def _symbolic_slice(x: Any, depth: int) -> Any:
     return type(x)(aval)
 
 
-def _bind_with_vjp(call: _OpCall, ins: Sequence, fwd: Callable, bwd: Callable) -> Any:
+def _bind_with_vjp(call: _OpCall, ins: Sequence, fwd: Callable, bwd: Callable) -> list:
     """Bind the op with its vjp rule, whose functions get the parameters of a call with these operands."""
     ins = _make_varying(ins)
     avals = list(map(jax.typeof, ins))
-    params = call.binding(ins).rule_params
+    bound = call.binding(ins)
+    params = bound.rule_params
+    what = f"the vjp rule of {call.op.name!r}"
+
+    def forward(*ins: Any) -> tuple:
+        results, residuals = fwd(*ins, **params)
+        return _outputs(what, results, bound.outs, call.tree), residuals
 
     def backward(residuals: Any, cotangents: Any) -> tuple:
-        returned = bwd(residuals, cotangents, **params)
-        return tuple(_from_rule(f"the vjp rule of {call.op.name!r}", returned, "the operands are", avals))
+        returned = bwd(residuals, call.tree.unflatten(cotangents), **params)
+        return tuple(_from_rule(what, returned, "the operands are", avals))
 
     function = jax.custom_vjp(call.bind_primitive)
-    function.defvjp(functools.partial(fwd, **params), backward)
+    function.defvjp(forward, backward)
     return function(*ins)
 
 
@@ -5995,7 +6101,7 @@ def _is_zero(x: Any) -> bool:
     return x is None or isinstance(x, (ad.Zero, ad.UndefinedPrimal))  # BrainEvent's rules return undefined operands
 
 
-def _derivative_rule(op: XLACustomKernel, kind: str) -> Callable:
+def _derivative_rule(op: XLACustomKernel, kind: str) -> Any:
     rule = op._rules.get(kind)
     if rule is None:
         other = "define the derivative with def_jvp_rule2 or def_vjp_rule"
