@@ -4200,12 +4200,12 @@ def _warp_session() -> Iterator[Any]:
 
 
 def _warp_scalars(wp: Any) -> dict[np.dtype, Any]:
-    """NumPy dtype -> Warp scalar type, for those that the installed Warp has."""
-    return {np.dtype(name): getattr(wp, name) for name in _WARP_DTYPES if hasattr(wp, name)}
+    """NumPy dtype -> Warp scalar type."""
+    return {np.dtype(name): getattr(wp, name) for name in _WARP_DTYPES}
 
 
 def jaxtype_to_warptype(dtype: Any) -> Any:
-    """The Warp scalar type of what NumPy reads as a dtype; a ValueError for one that the installed Warp lacks."""
+    """The Warp scalar type of what NumPy reads as a dtype; a ValueError for one that Warp lacks."""
     scalars = _warp_scalars(_warp("jaxtype_to_warptype"))
     try:
         return scalars[np.dtype(dtype)]
