@@ -697,19 +697,19 @@ def _show(spec: Any) -> str:
     return f"{np.dtype(spec.dtype).name}[{sizes}]"
 
 
+@jax.tree_util.register_pytree_node_class
 class _Written(dict):
-    """A dict whose leaves come in the order in which it is written, as buffers do: of others JAX sorts the keys."""
+    """A dict whose leaves come in the order in which it is written, as buffers do: of others JAX sorts the keys.
 
+    What is made again is a plain dict, so JAX must not see the structure: it expects that it can flatten that alike.
+    """
 
-def _flatten_written(written: _Written) -> tuple[tuple, tuple]:
-    return tuple(written.values()), tuple(written)
+    def tree_flatten(self) -> tuple[tuple, tuple]:
+        return tuple(self.values()), tuple(self)
 
-
-def _unflatten_written(keys: tuple, values: Iterable) -> dict:
-    return dict(zip(keys, values, strict=True))
-
-
-jax.tree_util.register_pytree_node(_Written, _flatten_written, _unflatten_written)  # type: ignore[arg-type]
+    @classmethod
+    def tree_unflatten(cls, keys: tuple, values: Iterable) -> dict:
+        return dict(zip(keys, values, strict=True))
 
 
 def _flatten(tree: Any, is_leaf: Callable = lambda x: False) -> tuple[list, Any]:
@@ -729,8 +729,9 @@ def _flatten(tree: Any, is_leaf: Callable = lambda x: False) -> tuple[list, Any]
 def _leaves_like(tree: Any, returned: Any, what: str) -> list:
     """The leaves of what a function returned, in the order of a structure of declared outputs: of dicts by key."""
     numbers = tree.unflatten(range(tree.num_leaves))
-    leaves, structure = jax.tree.flatten(returned)
-    if jax.tree.structure(numbers) == structure:
+    structure: Any = jax.tree.structure(returned)
+    leaves = jax.tree.leaves(returned)
+    if structure == jax.tree.structure(numbers):
         by_number = dict(zip(jax.tree.leaves(numbers), leaves, strict=True))
         return [by_number[k] for k in range(len(leaves))]
     parts = jax.tree.leaves(returned, is_leaf=lambda x: isinstance(x, dict))
@@ -872,7 +873,7 @@ def _check_takes(signature: inspect.Signature, what: str, args: Sequence) -> Non
 # An alias (i, j) says that output j starts with the value of input i.  A wrapper has those that the user gave, by name
 # or number.  In a `_Call` they are by number.  Once it is known what runs it, those of hidden outputs are among them:
 # where a kernel (x, y) -> out may write to x, XLA calls (x, y) -> (out, copy of x), and the kernel gets the copy for x.
-# `_BoundCall` and `_Signature`, which are compared, have pairs; in a `_Signature` the hidden ones stand apart.
+# `_CallParams` and `_Signature`, which are compared, have pairs; in a `_Signature` the hidden ones stand apart.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -905,12 +906,12 @@ class _Call:
     def bind(self, has_side_effect: bool, args: Sequence) -> list:
         """The results of the primitive."""
         aliases = tuple(self.aliases.items())
-        bound = _BoundCall(self.target, tuple(self.outs), self.n_results, aliases, has_side_effect)
+        bound = _CallParams(self.target, tuple(self.outs), self.n_results, aliases, has_side_effect)
         return _call_p.bind(*args, call=bound)[: self.n_results]
 
 
 @dataclasses.dataclass(frozen=True)
-class _BoundCall:
+class _CallParams:
     """The parameter of the primitive: a call of a whole batch, each `vmap` having added a dimension in front."""
 
     target: _Target
@@ -950,7 +951,7 @@ def _batch_axes(candidates: Iterable[Sequence[Any]]) -> list:
     return axes
 
 
-def _call_abstract_eval(*ins: Any, call: _BoundCall) -> tuple:
+def _call_abstract_eval(*ins: Any, call: _CallParams) -> tuple:
     split = _batch_axes([x.sharding.spec[d] for x in ins if x.shape[d] != 1] for d in range(call.depth))
     avals = [_out_aval(out.shape, out.dtype, ins, split) for out in call.outs]
     if call.has_side_effect:
@@ -963,7 +964,7 @@ def _platforms(ctx: Any) -> Sequence[str]:
     return ctx.platforms or ctx.module_context.platforms
 
 
-def _call_lowering(ctx: Any, *operands: Any, call: _BoundCall) -> Any:
+def _call_lowering(ctx: Any, *operands: Any, call: _CallParams) -> Any:
     for platform in _platforms(ctx):
         call.target.register(platform)
     if call.has_side_effect and _devices_to_split_over(ctx) > 1:
@@ -984,7 +985,7 @@ def _call_lowering(ctx: Any, *operands: Any, call: _BoundCall) -> Any:
 
 
 def _lower_to_custom_call(
-    ctx: Any, operands: Any, call: _BoundCall, ins: Sequence, outs: Sequence, **attributes: Any
+    ctx: Any, operands: Any, call: _CallParams, ins: Sequence, outs: Sequence, **attributes: Any
 ) -> Any:
     # An alias lets XLA save a copy; it is the handler that makes sure that the output starts with the input.
     [platform] = _platforms(ctx)
@@ -1027,7 +1028,7 @@ def _lower_to_starts(ctx: Any, operands: Any, aliases: Sequence[tuple[int, int]]
     return _lower(start, ctx, operands)
 
 
-def _call_batching(args: Any, dims: Any, *, call: _BoundCall) -> Any:
+def _call_batching(args: Any, dims: Any, *, call: _CallParams) -> Any:
     """One more leading dimension everywhere; size 1 says that an operand is the same for every slice."""
     target = call.target.for_batches or call.target
     target.register_where_traced()
@@ -1042,14 +1043,14 @@ def _call_batching(args: Any, dims: Any, *, call: _BoundCall) -> Any:
     return _call_p.bind(*ins, call=batched), [0] * len(outs)
 
 
-def _call_jvp(primals: Sequence, tangents: Sequence, *, call: _BoundCall) -> tuple:
+def _call_jvp(primals: Sequence, tangents: Sequence, *, call: _CallParams) -> tuple:
     if any(jax.dtypes.issubdtype(out.dtype, np.inexact) for out in call.outs[: call.n_results]):
         raise TypeError(f"{call.target.title} has no derivative: use jax.custom_vjp, or an XLACustomKernel's rules")
     results = _call_p.bind(*primals, call=call)
     return results, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in results]
 
 
-def _call_transpose(cts: Sequence, *operands: Any, call: _BoundCall) -> list:
+def _call_transpose(cts: Sequence, *operands: Any, call: _CallParams) -> list:
     raise NotImplementedError(
         f"{call.target.title} cannot be transposed, as `grad` does with a jax.custom_jvp whose rule calls it on "
         "tangents: use jax.custom_vjp, or an XLACustomKernel's rules"
@@ -1076,8 +1077,9 @@ for _platform in ("cpu", "cuda"):  # so each gets a call of its own where a prog
 #   every split operand has more dimensions than any shared one.
 # - An operand that only some of the vmaps batch is broadcast.  So is a first operand that is shared, if another shared
 #   one follows a batched one: where shardings differ, XLA takes that of the first for all (FindCommonSharding).
-# - Only the leading dimensions that the number of devices divides may be split: else XLA would run the kernel on
-#   padding, and a kernel that raises there leaves the other devices waiting.
+# - Only the leading dimensions that the number of all devices divides may be split: else XLA would run the kernel on
+#   padding, and a kernel that raises there leaves the other devices waiting.  It is not enough that some axes of a mesh
+#   divide one: what is sliced, such as `x[:4]` of eight slices, stays split over all eight devices.
 # - A call with side effects is not split: XLA would drop the flag.
 # The kernel's own dimensions are gathered: only `jax.shard_map` splits them.
 #
@@ -1092,7 +1094,7 @@ for _platform in ("cpu", "cuda"):  # so each gets a call of its own where a prog
 # them keeps operands whose slices have no dimensions above it.
 
 
-def _count_split(ctx: Any, call: _BoundCall) -> int:
+def _count_split(ctx: Any, call: _CallParams) -> int:
     """How many leading dimensions of the batch XLA may split."""
     n_devices = _devices_to_split_over(ctx)
     if n_devices == 1 or call.has_side_effect or not call.outs:
@@ -1104,7 +1106,7 @@ def _count_split(ctx: Any, call: _BoundCall) -> int:
     return len(list(divisible))
 
 
-def _lower_to_split_call(ctx: Any, operands: Any, call: _BoundCall, n_split: int) -> Any:
+def _lower_to_split_call(ctx: Any, operands: Any, call: _CallParams, n_split: int) -> Any:
     depth = call.depth
     batch = call.outs[0].shape[:depth]
     is_whole = _stay_whole(ctx.avals_in, depth)
@@ -1143,7 +1145,8 @@ def _lower_to_split_call(ctx: Any, operands: Any, call: _BoundCall, n_split: int
 def _stay_whole(ins: Sequence, depth: int) -> list[bool]:
     """Which operands are passed without batch: those that all slices share, but for the first in one case (above)."""
     is_shared = [all(size == 1 for size in x.shape[:depth]) for x in ins]
-    if is_shared[:1] == [True] and any(is_shared[is_shared.index(False) :]):
+    follows_batched = [shared and not all(is_shared[:i]) for i, shared in enumerate(is_shared)]
+    if any(follows_batched):
         is_shared[0] = False
     return is_shared
 
@@ -1893,21 +1896,17 @@ _Kernel = _words(
 # only one, so a row is what the last dimension spans: three slices, along which x and the output go on by one slice,
 # and y stays where it is (step 0).
 _Batch = _words(
-    "_Batch",
-    "frame kernel cursors depth sizes count row slice_nbytes",
-    frame=XLA_FFI_CallFrame,
-    kernel=_Kernel,
-    cursors=_Cursor,
+    "_Batch", "frame kernel cursors depth sizes count row", frame=XLA_FFI_CallFrame, kernel=_Kernel, cursors=_Cursor
 )
 
 # A batch that several threads share.  On the heap, as queued tasks may outlive the call.
 #   next     the first slice that nobody has taken (atomic fetch-and-add of `chunk`); beyond `count` nothing is left
-#   workers  threads inside `work`, the caller too.  once it is 0 it stays 0: a task that sees 0 leaves the batch alone
+#   workers  threads inside `work`, the caller too; once it is 0 it stays 0
 #   holders  references: one for each queued task and one for the caller; the last one frees the memory
 #   error    the first XLA_FFI_Error*, by compare-and-swap; later ones are destroyed
 #   idle     a lock that the last worker releases, to wake the caller
 # The caller waits for workers only, never for queued tasks: one may stand behind a caller that waits, a deadlock.
-_Shared = _words("_Shared", "batch next count chunk workers holders error idle", batch=_Batch)
+_SharedBatch = _words("_SharedBatch", "batch next count chunk workers holders error idle", batch=_Batch)
 
 # In microseconds of work:
 _MEASURABLE = 1  # a shorter time does not tell how long other slices take
@@ -1937,9 +1936,9 @@ class _Driver(_Code):
         self.define("fill", self.fill)
         self.define("seek", self.seek, batch=_Batch, cursors=_Cursor)
         self.define("run", self.run, batch=_Batch)
-        self.define("release", self.release, shared=_Shared)
-        self.define("work", self.work, shared=_Shared)
-        self.define("task", self.task, shared=_Shared)
+        self.define("release", self.release, shared=_SharedBatch)
+        self.define("work", self.work, shared=_SharedBatch)
+        self.define("task", self.task, shared=_SharedBatch)
         self.define("share", self.share, batch=_Batch)
         self.define("finish", self.finish, batch=_Batch)
         self.define("probe", self.probe, batch=_Batch)
@@ -1995,14 +1994,17 @@ class _Driver(_Code):
     # -- a range of slices on one thread --
 
     def seek(self, batch: Any, cursors: Any, index: Any) -> Any:
-        """Point `cursors` at slice `index`; gives the number of slices before it in its row."""
+        """Point `cursors` at slice `index`; gives the number of slices before it in its row.
+
+        Dimension d of the batch has `size` positions, and a buffer has `own_size` of them: as many, or one.  `strides`
+        has, for each buffer, the bytes from one of these to the next.
+        """
         kernel = batch.kernel
+        strides = self.alloca(_I64, kernel.n_buffers)
         with self.loop(0, kernel.n_buffers) as k:
             self.copy_bytes(cursors[k], batch.cursors[k], ctypes.sizeof(_Cursor))
+            self.store(cursors[k].nbytes, strides + 8 * k)
         rest = self.variable(index)
-        span = self.alloca(_I64, kernel.n_buffers)  # bytes that a step along the current dimension skips
-        with self.loop(0, kernel.n_buffers) as k:
-            self.store(cursors[k].nbytes, span + 8 * k)
         with self.loop(1, batch.depth + 1) as d:  # from the innermost dimension to the outermost
             size = self.load(batch.sizes + (batch.depth - d) * 8)
             position = rest.current % size
@@ -2010,9 +2012,9 @@ class _Driver(_Code):
             with self.loop(0, kernel.n_buffers) as k:
                 cursor = cursors[k]
                 own_size = self._batch_size(cursor, d)
-                skipped = self.load(span + 8 * k)
-                cursor.data = cursor.data + self.select(own_size == 1, 0, position * skipped)  # size 1 broadcasts
-                self.store(skipped * own_size, span + 8 * k)
+                stride = self.load(strides + 8 * k)
+                cursor.data = cursor.data + self.select(own_size == 1, 0, position * stride)  # size 1 broadcasts
+                self.store(stride * own_size, strides + 8 * k)
         return index % batch.row
 
     def run(self, batch: Any, first: Any, stop: Any) -> Any:
@@ -2028,7 +2030,7 @@ class _Driver(_Code):
             self.ret(error, when=error != 0)
             position.current = start + count
 
-    # -- a batch on several threads: the invariants stand above `_Shared` --
+    # -- a batch on several threads: the invariants stand above `_SharedBatch` --
 
     def release(self, shared: Any) -> Any:
         """Give up a reference; the last one frees the memory."""
@@ -2056,20 +2058,21 @@ class _Driver(_Code):
 
     def task(self, shared: Any) -> Any:
         """What a thread of XLA runs: it joins the workers unless none is left, and as the last one wakes the caller."""
-        with self.forever():  # compare-and-swap: again if another thread changed `workers` in between
+        with self.forever():  # again if another thread changed `workers` between the load and the compare-and-swap
             workers = self.atomic_add(shared.address_of("workers"), 0)
-            with self.when(workers == 0):
+            with self.when(workers == 0):  # the caller may have returned: its batch is gone, `shared` is not
                 self.ret(self.call("release", shared))
-            has_joined = self.compare_and_swap(shared.address_of("workers"), workers, workers + 1)
+            has_joined = self.compare_and_swap(shared.address_of("workers"), workers, workers + 1)  # never from 0
             with self.when(has_joined):
                 self.call("work", shared)
-                with self.when(self.atomic_add(shared.address_of("workers"), -1) == 1):
+                is_last = self.atomic_add(shared.address_of("workers"), -1) == 1
+                with self.when(is_last):  # so the caller is no worker any more: it waits
                     self.external("PyThread_release_lock", shared.idle)
                 self.ret(self.call("release", shared))
 
     def share(self, batch: Any, first: Any, helpers: Any, chunk: Any) -> Any:
         """Run the slices from `first` on, with up to `helpers` of XLA's threads, which may come too late."""
-        shared = _Struct(self, _Shared, self.external("PyMem_RawMalloc", ctypes.sizeof(_Shared)))
+        shared = _Struct(self, _SharedBatch, self.external("PyMem_RawMalloc", ctypes.sizeof(_SharedBatch)))
         idle = self.external("PyThread_allocate_lock")
         with self.when((shared == 0) | (idle == 0)):  # out of memory, which one thread does not need
             self.ret(self.call("run", batch, first, batch.count))
@@ -2077,21 +2080,21 @@ class _Driver(_Code):
         shared.next = first
         shared.count = batch.count
         shared.chunk = chunk
-        shared.workers = 1
-        shared.holders = helpers + 1
+        shared.workers = 1  # the caller
+        shared.holders = helpers + 1  # counted before any task runs
         shared.error = 0
         shared.idle = idle
-        self.external("PyThread_acquire_lock", idle, 1)
+        self.external("PyThread_acquire_lock", idle, 1)  # for the last worker to release
         args = self.new(XLA_FFI_ThreadPool_Schedule_Args, ctx=batch.frame.ctx, task="task", data=shared)
         with self.loop(0, helpers):
             error = self.api(batch.frame, "ThreadPool_Schedule", args)
-            with self.when(error != 0):
+            with self.when(error != 0):  # no task will give up its reference
                 self._destroy(batch.frame, error)
                 self.call("release", shared)
-        self.call("work", shared)
+        self.call("work", shared)  # until no slice is left to take; those that others took may still run
         with self.when(self.atomic_add(shared.address_of("workers"), -1) > 1):
             self.external("PyThread_acquire_lock", shared.idle, 1)
-        error = shared.error
+        error = shared.error  # from here on nobody works, and nobody will: `workers` is 0
         self.call("release", shared)
         return error
 
@@ -2139,15 +2142,24 @@ class _Driver(_Code):
     def _remember(self, batch: Any, took: Any, count: Any) -> None:
         """Note for later calls what slices took."""
         batch.kernel.slice_ticks = took // count
-        batch.kernel.slice_nbytes = batch.slice_nbytes
+        batch.kernel.slice_nbytes = self._slice_nbytes(batch)
+
+    def _remembered_ticks(self, batch: Any) -> _Word:
+        """What a slice of this size took, 0 if that was another size."""
+        is_known = batch.kernel.slice_nbytes == self._slice_nbytes(batch)
+        return self.select(is_known, batch.kernel.slice_ticks, 0)
+
+    def _slice_nbytes(self, batch: Any) -> _Word:
+        nbytes = self.variable(0)
+        with self.loop(0, batch.kernel.n_buffers) as k:
+            nbytes.current = nbytes.current + batch.cursors[k].nbytes
+        return nbytes.current
 
     # -- a call --
 
     def drive(self, frame: Any, kernel: Any, cursors: Any, depth: Any) -> Any:
         """Run a call with `depth` batch dimensions, whose first slice the cursors stand at."""
-        batch = self.new(
-            _Batch, frame=frame, kernel=kernel, cursors=cursors, depth=depth, count=1, row=1, slice_nbytes=0
-        )
+        batch = self.new(_Batch, frame=frame, kernel=kernel, cursors=cursors, depth=depth, count=1, row=1)
         batch.sizes = self.alloca(_I64, depth)
         with self.loop(0, depth) as d:
             size = self.variable(1)
@@ -2164,10 +2176,8 @@ class _Driver(_Code):
             with self.when(batch.count == batch.row):
                 self.ret(self.call(kernel.slices, frame, cursors, batch.count))
             self.ret(self.call("run", batch, 0, batch.count))
-        with self.loop(0, kernel.n_buffers) as k:
-            batch.slice_nbytes = batch.slice_nbytes + cursors[k].nbytes
-        with self.when(kernel.slice_nbytes == batch.slice_nbytes):
-            work = kernel.slice_ticks * batch.count // self.ticks.current
+        with self.when(kernel.slice_ticks != 0):
+            work = self._remembered_ticks(batch) * batch.count // self.ticks.current
             with self.when(work > _WORTH_SHARING):
                 self.ret(self.call("finish", batch, 0, work))
         return self.call("probe", batch)
@@ -2506,7 +2516,7 @@ _NUMBA_DTYPES = frozenset(
 )
 # What may write through a read-only array, and Numba (0.63 to 0.68) does not refuse it: in the texts of its types.
 _UNSEEN_WRITERS = re.compile(
-    r"^(ArrayCTypes|FunctionType)|\barray\.(flat|view)\b|\bnditer\b|\.at\b|GUFunc|intrinsic |\bfrom_buffer\b|"
+    r"^(ArrayCTypes|FunctionType)|\barray\.(flat|view)\b|\bnditer\b|'at'|GUFunc|intrinsic |\bfrom_buffer\b|"
     r"function (ascontiguousarray|asfortranarray|fill_diagonal|frombuffer|nan_to_num)\b"
 )
 _WRITES = "Cannot modify readonly array"  # in what Numba says
@@ -2793,7 +2803,7 @@ def _compile_numba(kernel: Any, signature: _Signature, forms: list[_Form], in_or
 
     if numba.config.DISABLE_JIT:  # plain Python, for prints and pdb
         return _compile_handler(signature, _CallbackEmitter(signature, _in_python(kernel, signature, forms)))
-    code = _first_that_compiles(functools.partial(_compile_form, kernel, signature), forms)
+    code = _compile_first_form(kernel, signature, forms)
     emitter = _NumbaEmitter(signature.label, code, in_order)
     return _compile_handler(signature.with_hidden(code.may_write), emitter, code.may_write)
 
@@ -2808,15 +2818,15 @@ def _array_types(nbtypes: Any, signature: _Signature, readonly: bool = True) -> 
     return tuple(array_types)
 
 
-def _first_that_compiles(compile_: Callable[[Any], Any], candidates: Iterable[Any]) -> Any:
-    """The result of `compile_` for the first candidate that it accepts, else its first TypeError or ImportError."""
+def _compile_first_form(kernel: Any, signature: _Signature, forms: Iterable[_Form]) -> _NumbaCode:
+    """The kernel in the first form that compiles, else the first error."""
     errors: list[Exception] = []
-    for candidate in candidates:
+    for form in forms:
         try:
-            return compile_(candidate)
-        except (TypeError, ImportError) as error:
+            return _compile_form(kernel, signature, form)
+        except TypeError as error:
             errors.append(error)
-    raise min(errors, key=lambda error: isinstance(error, ImportError))
+    raise errors[0]
 
 
 def _in_python(kernel: Any, signature: _Signature, forms: list[_Form]) -> Callable[..., None]:
@@ -2976,10 +2986,9 @@ def _refusal(by: str, signature: _Signature, error: Exception, returns: bool = F
 # -- 7.3 Which inputs a kernel may write to, and whether it uses threads -------------------------------
 
 
-def _is_of_users(entry: Any) -> bool:
-    """Whether an entry of a registry, or the template of a typed function, comes from a user's function."""
-    functions = [getattr(entry, name, None) for name in ("_overload_func", "_definition_func", "key")]
-    functions += entry[:1] if isinstance(entry, tuple) else ()
+def _is_of_users(template: Any) -> bool:
+    """Whether the template of a typed function comes from a user's function."""
+    functions = [getattr(template, name, None) for name in ("_overload_func", "_definition_func", "key")]
     modules = [x.__module__ for x in functions if isinstance(x, types.FunctionType)]
     return not all(module is None or _is_stable(module) for module in modules)
 
