@@ -1207,11 +1207,12 @@ def test_backends_load_on_use_and_a_missing_one_is_explained():
 
 
 def docstring_examples():
-    """Those of Warp need it, the others do not."""
+    """Those of Warp need it; those of `numba.cuda` run in the simulator."""
     for examples in doctest.DocTestFinder().find(xk):
         source = "".join(example.source for example in examples.examples)
         if source:
             marks = [pytest.mark.needs("warp")] if re.search(r"\b(wp|warp)\b|_warp", source) else []
+            marks += [pytest.mark.needs("simulator")] * ("import cuda" in source)
             yield pytest.param(examples, id=examples.name, marks=marks)
 
 
@@ -2127,7 +2128,7 @@ def test_a_side_effect_keeps_an_unused_call(kept):
 @pytest.mark.parametrize("transform", [lambda kernel: kernel, jax.jit, jax.vmap])
 def test_a_loop_whose_whole_state_is_what_a_kernel_gives(transform):
     """XLA alone moves such a call out of the loop, which then never ends."""
-    kernel = wrap(runs("v[()] *= 0.5; n[()] += 1", "v, n"), lambda v, n: (v, n), in_out_argnames=["v", "n"])
+    kernel = wrap(runs("v[()] *= 0.5; n[()] += 1", "v, n"), lambda v, n: (v, n), in_out_argnames=["n", "v"])
     asked = []
 
     def goes_on(n):
@@ -3163,9 +3164,9 @@ def test_fakecuda_kernel_that_does_not_take_buffers(gpus, package_cuda, scalars)
 @pytest.mark.processes
 def test_cuda_simulator():
     """Runs what needs a device on the simulator, which Numba decides on when it is imported."""
-    tests = "test_on_cuda or test_cudasim"
+    tests = "test_on_cuda or test_cudasim or (test_docstring and cuda)"
     lines = run_pytest("-k", tests, NUMBA_ENABLE_CUDASIM="1", JAX_PLATFORMS="cpu")
-    for kind in "test_on_cuda", "test_cudasim":
+    for kind in "test_on_cuda", "test_cudasim", "numba_cuda_kernel", "numba_cuda_callable":
         assert re.search(rf"{kind}.* PASSED", lines)
     assert "SKIPPED" not in lines
 
