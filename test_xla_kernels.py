@@ -1652,7 +1652,7 @@ ERRORS = {  # a word of the error, a function, and its inputs
         # the arguments of the kernel
         (r"\(x, out\).* 1 inputs and 2 outputs", wrap(outs=[FLOATS] * 2), F32),
         ("must return the outputs", wrap(outs=FLOATS), F32, F32),
-        ("got multiple values for x", partial(head, x=F32), F32),  # by position and by keyword
+        ("multiple values for argument 'x'", partial(head, x=F32), F32),  # by position and by keyword
         ("position only", partial(wrap(lambda x, /, n, out: None), n=F32[0]), F32),
         (r"n\[\(\)\].*scalars=", head, F32, 2, 3.0),
         (r"n=3 is no array; .*scalars=\['n'\]", partial(head, n=3, alpha=F32[0]), F32),
