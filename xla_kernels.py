@@ -3199,6 +3199,8 @@ def numba_cuda_kernel(
       ...     i = cuda.grid(1)
       ...     if i < out.size:
       ...         out[i] = x[i] + y[i]
+      >>> add(np.ones(3), np.ones(3)).tolist()
+      [2.0, 2.0, 2.0]
     """
     return _wrap(_CudaKernel, locals(), _CudaOptions)
 
@@ -3246,6 +3248,8 @@ def numba_cuda_callable(
       ... def scale_twice(x, out, stream):
       ...     scale[out.size // 256 + 1, 256, stream](x, out)
       ...     scale[out.size // 256 + 1, 256, stream](out, out)
+      >>> scale_twice(np.ones(3, np.float32)).tolist()
+      [4.0, 4.0, 4.0]
     """
     return _wrap(_CudaCallable, locals(), _CudaCallableOptions)
 
