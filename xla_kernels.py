@@ -638,8 +638,8 @@ class _Target:
                 _ALIVE.append(compiled)
             return compiled
 
-    def lowered(self, platform: str, ins: Sequence, outs: Sequence, n_devices: int) -> _Target:
-        """What runs a call of arrays with these abstract values, batch included, on a platform."""
+    def lowered(self, platform: str) -> _Target:
+        """What runs a call on a platform: of Warp's targets it differs."""
         return self
 
     def register_where_traced(self) -> None:
@@ -989,7 +989,7 @@ def _lower_to_custom_call(
 ) -> Any:
     # An alias lets XLA save a copy; it is the handler that makes sure that the output starts with the input.
     [platform] = _platforms(ctx)
-    target = call.target.lowered(platform, ins, outs, _devices_to_split_over(ctx))
+    target = call.target.lowered(platform)
     lower = jax.ffi.ffi_lowering(
         target.name,
         operand_output_aliases=dict(call.aliases),
@@ -3875,13 +3875,10 @@ class _CudaEmitter(_Emitter):
 
 _WARP_INSTALL = "pip install warp-lang numba"
 _WARP_DTYPES = "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 bfloat16 float32 float64".split()
-# In source: what sees blocks, calls code by other names, or is replaced before compilation (`wp.static`).
-_WARP_UNBATCHED = re.compile(r"\b(block_dim|\w*tile\w*|grad|static)\b|_xla_")
 _WARP_LOCAL = re.compile("^_|cache|path|dir$|verbose|quiet|log_|print|version")  # settings of a machine, or of texts
 _WARP_MAX_DIMS = 4
 _WARP_MAX_EXTENT = 2**31 - 1  # Warp keeps extents, strides in bytes and thread indices in 32-bit integers
 _WARP_BLOCK_DIM = 256
-_WARP_BATCH_THREADS = 2**24  # in one launch: for more, Warp spreads the grid over other axes (warp.cu)
 
 
 # -- 9.1 The wrapper ----------------------------------------------------------------------------------
@@ -4087,10 +4084,7 @@ class _WarpKernel(_Wrapper):
                 )
         target = self._target(call, {(name, "value"): k for k, name in enumerate(names)}, call.ins)
         target.register_where_traced()
-        if self.options.in_order or not _cuda_ordinals():
-            return target
-        for_batches = dataclasses.replace(target, launches_rows=True)
-        return dataclasses.replace(target, for_batches=for_batches)
+        return target
 
     def _target(self, call: _Call, buffers: Mapping[tuple[str, str], int], ins: Sequence[Spec]) -> _WarpTarget:
         """What launches the kernel on the buffers of a call, which the user gave these inputs.
@@ -4568,6 +4562,16 @@ class _WarpPlan:
     def gpu_dims(self) -> tuple[int, ...]:
         return (*self.launch_dims[:-1], self.threads_of_block) if self.is_tiled else self.launch_dims
 
+    def recorded_on(self, platform: str) -> dict[str, _Recorded]:
+        """What Warp passes on each device of a platform: the same on all."""
+        if platform == "cpu":
+            return {"cpu": self.recorded("cpu")}
+        with _CudaDriver().keeping_context():  # Warp may leave another device's context current
+            recorded = {f"cuda:{n}": self.recorded(f"cuda:{n}") for n in _cuda_ordinals()}
+        if len({x[1:] for x in recorded.values()}) > 1:
+            raise NotImplementedError(f"{self.title}: Warp passes other bytes on another GPU")
+        return recorded
+
     def recorded(self, device: str) -> _Recorded:
         """What Warp passes on a device.  Pointers are where two recordings with other stand-ins differ."""
         with _warp_session() as wp:
@@ -4678,19 +4682,21 @@ def _words_of(blocks: Sequence[bytes]) -> list[int]:
     return memoryview(b"".join(blocks)).cast("q").tolist()
 
 
-def _warp_grid(title: str, n_threads: int, block_dim: int, has_grid_stride: bool) -> tuple[int, int, int]:
+def _warp_grid(plan: _WarpPlan) -> tuple[int, int, int]:
     """The grid of `wp_cuda_launch_kernel` (warp.cu): without a loop in the kernel, blocks spread over three axes."""
-    blocks = -(-n_threads // block_dim)
+    has_grid_stride = getattr(plan.kernel, "grid_stride", True)  # set when the content was read
+    n_threads = math.prod(plan.gpu_dims)
+    blocks = -(-n_threads // plan.threads_of_block)
     x = min(blocks, _CUDA_LIMITS["grid"][0])
     y = 1
     z = 1
     if blocks and not has_grid_stride:
-        x = min(blocks, 2**24 // block_dim)
+        x = min(blocks, 2**24 // plan.threads_of_block)
         y = min(-(-blocks // x), 65535)
         z = -(-blocks // (x * y))
     if z > 65535 or n_threads > sys.maxsize:
         limit = "" if has_grid_stride else " without a grid stride"
-        raise ValueError(f"{title}: {n_threads} threads are too many for one launch{limit}")
+        raise ValueError(f"{plan.title}: {n_threads} threads are too many for one launch{limit}")
     return x, y, z
 
 
@@ -4708,7 +4714,6 @@ class _WarpTarget(_Target):
     signature: _Signature
     given: str | None  # the user's `name=`
     in_order: bool
-    launches_rows: bool = False
 
     def register(self, platform: str) -> None:
         if platform not in ("cpu", "cuda"):
@@ -4721,290 +4726,68 @@ class _WarpTarget(_Target):
     def register_where_traced(self) -> None:
         platform = _default_platform().replace("gpu", "cuda")
         if platform in ("cpu", "cuda") and 0 not in self.launch:
-            self._on_platform(platform, _WarpRow(2, (False,) * len(self.signature.ranks)))
+            self.lowered(platform)
 
-    def lowered(self, platform: str, ins: Sequence, outs: Sequence, n_devices: int) -> _Target:
-        return self._on_platform(platform, self._row([*ins, *outs], n_devices))
-
-    def _on_platform(self, platform: str, row: _WarpRow | None) -> _Target:
-        """Record a launch, and one of a row of slices where that can be, and register what starts them."""
+    def lowered(self, platform: str) -> _Target:
+        """Record a launch, and register what starts it."""
         self.register(platform)
-        if platform == "cpu":
-            plans = [self.plan]
-            recorded = [self.plan.recorded("cpu")]
-            launch = recorded[0].words
-        else:
-            with _CudaDriver().keeping_context():  # Warp may leave another device's context current
-                plans, recorded = self._recorded_on_gpu(row)
-            launch = self._cuda_launch(plans, recorded)
-        memory = [x.memory for x in recorded]
+        recorded = self.plan.recorded_on(platform)
+        launch = next(iter(recorded.values())).words
+        if platform == "cuda":
+            launch = *_warp_grid(self.plan), self.plan.threads_of_block, 1, 1, 0, *launch
+        memory = next(iter(recorded.values())).memory
         content = "warp", platform, self.in_order, *self.plan.content
         name = _NAMES.of_content(content, self.signature, self.given, str((platform, memory)))
-        compile_target = functools.partial(_compile_warp, self.signature, self.in_order, plans, platform == "cuda")
-        target = _Target(name, launch, compilers={platform: compile_target}, title=self.title, where=self.where)
+        make = functools.partial(_compile_warp, self.plan, self.signature, self.in_order, recorded)
+        target = _Target(name, launch, compilers={platform: make}, title=self.title, where=self.where)
         target.register(platform)
         return target
 
-    def _recorded_on_gpu(self, row: _WarpRow | None) -> tuple[list[_WarpPlan], list[_Recorded]]:
-        device = f"cuda:{_cuda_ordinals()[0]}"
-        plans = [self.plan]
-        recorded = [self.plan.recorded(device)]
-        row_plan = _row_plan(self.plan, row) if self.launches_rows and row else None
-        if row_plan:
-            try:
-                recorded.append(row_plan.recorded(device))
-                plans.append(row_plan)
-            except Exception:  # of Warp: what compiles with parameters may not with views of them
-                _BATCH_KERNELS[self.plan.content] = None
-        return plans, recorded
 
-    def _cuda_launch(self, plans: Sequence[_WarpPlan], recorded: Sequence[_Recorded]) -> tuple[int, ...]:
-        """The attribute `launch`: `_CudaLaunch` and the memory of a launch; a row's slices, blocks and memory."""
-        block_dim = self.plan.threads_of_block
-        has_grid_stride = getattr(self.plan.kernel, "grid_stride", True)  # set when the content was read
-        grids = [_warp_grid(self.title, math.prod(x.gpu_dims), block_dim, has_grid_stride) for x in plans]
-        launch = [*grids[0], block_dim, 1, 1, 0, *recorded[0].words]
-        if len(plans) > 1:
-            launch += [plans[1].launch_dims[0], grids[1][0], *recorded[1].words]
-        return tuple(launch)
-
-    def _row(self, arrays: Sequence, n_devices: int) -> _WarpRow | None:
-        """The row of a batch, as `_Driver` finds it; of each device's part, if XLA splits the batch."""
-        batches = [x.shape[: len(x.shape) - n] for x, n in zip(arrays, self.signature.ranks, strict=True)]
-        if not all(isinstance(size, int) for batch in batches for size in batch):
-            return None
-        slice_bytes = [math.prod(x.shape[len(batch) :]) * x.dtype.itemsize for x, batch in zip(arrays, batches)]
-        if max(slice_bytes) > _WARP_MAX_EXTENT:  # Warp cannot count the bytes from one slice to the next
-            return None
-        counts = [*map(math.prod, batches)]
-        sizes = map(max, zip(*filter(None, batches)))  # operands that all slices share may have no batch
-        if not set(counts) <= {1, math.prod(sizes)}:  # a row is what the last dimension spans
-            counts = [[1, *batch][-1] for batch in batches]
-        return _WarpRow(max(counts) // n_devices, tuple(n == 1 for n in counts))
-
-
-class _WarpRow(NamedTuple):
-    """Slices of a batch that are one step apart in every buffer."""
-
-    n_slices: int
-    is_shared: tuple[bool, ...]  # by buffer: whether it is the same for all
-
-
-class _WarpEmitter(_Emitter):
-    """Copies the memory of a launch, and starts the kernel's machine code for each slice, or for each row."""
-
-    # `recorded`: of the launch of a slice, and perhaps of one of a row, what Warp passes on each device.
-    def __init__(self, label: str, recorded: Sequence[Mapping[int, _Recorded]], driver: _CudaDriver | None) -> None:
-        self.recorded = recorded
-        self.driver = driver
-        self.traits = _COMMAND_BUFFER_COMPATIBLE if driver else 0  # it only launches, always the same
-        entries = [{n: x.entry for n, x in on_devices.items()} for on_devices in recorded]
-        if driver:
-            self.launchers = [_CudaLauncher(label, driver, functions) for functions in entries]
-        else:
-            self.entry, _ = entries[0][0]
-
-    def write(self, handler: _Handler) -> None:
-        done: Any = 0
-        memories = [next(iter(on_devices.values())).memory for on_devices in self.recorded]
-        offset = ctypes.sizeof(_CudaLaunch) if self.driver else 0
-        if len(memories) > 1:
-            row_offset = offset + 8 * sum(memories[0][0])
-            length = handler.load(handler.launch + row_offset)
-            blocks = handler.load(handler.launch + row_offset + 8)
-            n_rows = handler.count // length
-            launch = self._launch_in(handler, 1, memories[1], row_offset + 16)
-            with handler.loop(0, n_rows) as i:
-                launch(i * length, x=blocks)
-            done = n_rows * length
-        launch = self._launch_in(handler, 0, memories[0], offset)
-        with handler.loop(done, handler.count) as i:
-            launch(i)
-
-    def _launch_in(self, handler: _Handler, number: int, memory: tuple, offset: int) -> Callable[..., None]:
-        """Write what all launches share; returns what writes one, from some slice on."""
-        sizes, places = memory
-        cursors = [handler.cursors[k] for k in range(handler.n_buffers)]
-        pointers = [(cursor.data, cursor.step) for cursor in cursors]
-        words = handler.alloca(_I64, sum(sizes))
-        handler.copy_bytes(words, handler.launch + offset, 8 * sum(sizes))
-        starts = itertools.accumulate(sizes[:-1], initial=0)
-        blocks = [words + 8 * start for start in starts]
-        launch_blocks = self.launchers[number].launch_in(handler) if self.driver else None
-        entry = handler.kernel.entry
-
-        def launch(i: _Word, **grid: Any) -> None:
-            for place, k in places:
-                data, step = pointers[k]
-                handler.store(data + step * i, words + 8 * place)
-            if launch_blocks:
-                launch_blocks(blocks, **grid)
-            else:
-                handler.call(entry, *blocks)
-
-        return launch
-
-
-def _compile_warp(signature: _Signature, in_order: bool, plans: Sequence[_WarpPlan], on_gpu: bool) -> _Compiled:
-    """The handler for launches that are recorded as these."""
+def _compile_warp(
+    plan: _WarpPlan, signature: _Signature, in_order: bool, recorded: Mapping[str, _Recorded]
+) -> _Compiled:
+    """The handler for a launch that was recorded on each device."""
     _import("numba", "warp_kernel compiles what XLA calls with Numba's LLVM: it", _NUMBA_INSTALL)
-    driver = _CudaDriver() if on_gpu else None
-    devices = {n: f"cuda:{n}" for n in _cuda_ordinals()} if on_gpu else {0: "cpu"}
-    with driver.keeping_context() if driver else contextlib.nullcontext():
-        recorded = [{n: plan.recorded(device) for n, device in devices.items()} for plan in plans]
-    for on_devices in recorded:
-        if len({x[1:] for x in on_devices.values()}) > 1:
-            raise NotImplementedError(f"Warp kernel {signature.label!r}: Warp passes other bytes on another GPU")
-    emitter = _WarpEmitter(signature.label, recorded, driver)
-    emitter.in_order = in_order or on_gpu
-    if not on_gpu:
-        if any("tile" in function.key for function in _build_of(plans[0].kernel).functions):
+    emitter = _WarpEmitter(signature.label, recorded)
+    emitter.in_order = in_order or emitter.driver is not None
+    if emitter.driver is None:
+        if any("tile" in function.key for function in _build_of(plan.kernel).functions):
             # Warp keeps the CPU memory of tiles behind one static pointer (tile.h): such kernels must not overlap
             emitter.lock = _native_lock("tile_lock")
             emitter.in_order = True
-        emitter.code_key = "warp", recorded[0][0].memory, bool(emitter.lock)
+        emitter.code_key = "warp", emitter.memory, bool(emitter.lock)
     return _compile_handler(signature, emitter)
 
 
-# -- 9.6 A batch in one launch ------------------------------------------------------------------------
-# A launch for each slice of a batch takes time, and leaves most of a GPU idle where slices are small.  So a second
-# kernel is made from the syntax tree of the first: its arrays have one more dimension, its threads one more index:
-#
-#     def kernel(x, k, out):         def kernel(x, k, out):
-#         i = wp.tid()                   _xla_slice, _xla_0 = wp.tid()
-#         out[i] = k * x[i]              _xla_x = x[_xla_slice if x.shape[0] > 1 else 0]        # size 1 broadcasts
-#                                        _xla_out = out[_xla_slice if out.shape[0] > 1 else 0]
-#                                        i = _xla_0 + 0
-#                                        _xla_out[i] = k * _xla_x[i]
-#
-# Each of its threads does what one of the first kernel does on its slice, provided that it learns its place from
-# `wp.tid()` alone, with as many indices as the launch has dimensions.  Threads of two slices may share a block, so
-# kernels that see blocks or work on tiles get a launch for each slice, and so do those with atomics and `while`, whose
-# threads may wait for others.  C and `wp.static` are not looked into: a launch for each slice, too.
+class _WarpEmitter(_Emitter):
+    """Copies the memory of a launch, and for each slice starts the kernel's machine code."""
 
+    def __init__(self, label: str, recorded: Mapping[str, _Recorded]) -> None:
+        self.recorded = recorded  # keeps Warp's modules loaded
+        entries = [x.entry for x in recorded.values()]
+        self.memory = next(iter(recorded.values())).memory
+        if "cpu" in recorded:
+            [(self.entry, _)] = entries
+        else:
+            self.driver = _CudaDriver()
+            self.launcher = _CudaLauncher(label, self.driver, dict(zip(_cuda_ordinals(), entries, strict=True)))
+            self.traits = _COMMAND_BUFFER_COMPATIBLE  # it only launches, always the same
 
-_BATCH_KERNELS: dict[tuple, Any] = {}  # by content: the kernel for batches and the number of its indices, or None
-
-
-def _row_plan(plan: _WarpPlan, row: _WarpRow) -> _WarpPlan | None:
-    """The launch of a row of slices, or of an equal part of it; None if each slice gets a launch."""
-    with _LOCK:
-        if plan.content not in _BATCH_KERNELS:
-            _BATCH_KERNELS[plan.content] = None
-            with contextlib.suppress(Exception), _warp_session() as wp:
-                _BATCH_KERNELS[plan.content] = _batch_kernel(wp, plan)
-        found = _BATCH_KERNELS[plan.content]
-    most = (_WARP_BATCH_THREADS - 1) // math.prod(plan.launch_dims)
-    if not found or found[1] != len(plan.launch_dims) or not most:
-        return None
-    n_launches = max(1, -(-row.n_slices // most))
-    length = row.n_slices // n_launches
-    if length < 2:
-        return None
-    dims = {}
-    for key, k in plan.buffers.items():
-        dims[key] = (1 if row.is_shared[k] else length, *plan.dims[key])
-    return dataclasses.replace(plan, kernel=found[0], dims=dims, launch_dims=(length, *plan.launch_dims))
-
-
-def _batch_kernel(wp: Any, plan: _WarpPlan) -> tuple[Any, int]:
-    """Raises an error for a kernel that gets a launch for each slice."""
-    kernel = plan.kernel
-    _check_batchable(kernel)
-    kinds = {arg.label: arg.type for arg in kernel.adj.args}
-    # Warp reads constants when it builds a kernel: those of a copy that is built now must still be the same.
-    if _warp_content(wp, _with_source(kernel, kernel.adj.source, kinds)) != plan.content[0]:
-        raise ValueError("the kernel has changed")
-    arrays = [name for name, _ in plan.buffers]
-    if any(kinds[name].ndim == _WARP_MAX_DIMS for name in arrays):
-        raise ValueError("Warp has no arrays of so many dimensions")
-    for name in arrays:
-        kinds[name] = wp.array(dtype=kinds[name].dtype, ndim=kinds[name].ndim + 1)
-    batcher = _WarpBatcher(arrays)
-    batch_kernel = _with_source(kernel, batcher.batched(kernel.adj.source), kinds)
-    [n_indices] = batcher.n_indices
-    return batch_kernel, n_indices
-
-
-def _with_source(kernel: Any, source: str, kinds: Mapping[str, Any]) -> Any:
-    """A Warp kernel like another one, in a module of its own, with another source and types of parameters."""
-    python = kernel.func
-    function = types.FunctionType(
-        python.__code__, python.__globals__, python.__name__, python.__defaults__, python.__closure__
-    )
-    function.__annotations__ = dict(kinds)
-    function.__module__ = python.__module__
-    digest = hashlib.sha256(kernel.hash + source.encode()).hexdigest()[:12]  # Warp tells modules apart by name
-    module = type(kernel.module)(f"{kernel.key}_{digest}", None)
-    module.options.update(kernel.module.options)
-    return type(kernel)(function, key=kernel.key, module=module, options=dict(kernel.options), source=source)
-
-
-class _WarpBatcher(ast.NodeTransformer):
-    """Makes a kernel's source that of its kernel for batches; parameters of these names are arrays of all slices."""
-
-    def __init__(self, arrays: list[str]) -> None:
-        self.arrays = arrays
-        self.tid = ""  # the function, as the source calls it
-        self.n_indices = set[int]()  # the number of indices that `wp.tid()` is asked for
-
-    def batched(self, source: str) -> str:
-        tree = ast.parse(source)
-        function: Any = tree.body[0]
-        function.decorator_list = []
-        body = [self.visit(statement) for statement in function.body]
-        n_indices = max(self.n_indices, default=0)
-        indices = ["_xla_slice", *(f"_xla_{axis}" for axis in range(n_indices))]
-        lines = [f"{', '.join(indices)} = {self.tid}()"]
-        lines += [f"_xla_{name} = {name}[_xla_slice if {name}.shape[0] > 1 else 0]" for name in self.arrays]
-        function.body = ast.parse("\n".join(lines)).body + body
-        return ast.unparse(ast.fix_missing_locations(tree))
-
-    def visit_Name(self, node: ast.Name) -> ast.AST:
-        if node.id in self.arrays:
-            node.id = f"_xla_{node.id}"
-        return node
-
-    def visit_Assign(self, node: ast.Assign) -> Any:
-        target = node.targets[0]
-        if _calls_tid(node.value) and isinstance(target, ast.Tuple):
-            node.value = self._indices(node.value, len(target.elts))
-            return node
-        return self.generic_visit(node)
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        if _calls_tid(node):
-            return self._indices(node, 1)
-        return self.generic_visit(node)
-
-    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        if node.attr == "tid":
-            raise ValueError("wp.tid gets another name")
-        return self.generic_visit(node)
-
-    def _indices(self, call: Any, count: int) -> ast.expr:
-        self.tid = ast.unparse(call.func)
-        self.n_indices.add(count)
-        copies = [f"_xla_{axis} + 0" for axis in range(count)]  # a copy, as code may change an index in place
-        return ast.parse(", ".join(copies), mode="eval").body
-
-
-def _calls_tid(node: Any) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "tid"
-
-
-def _check_batchable(kernel: Any) -> None:
-    """Raise if threads of the kernel may wait for others, or learn of the launch by more than `wp.tid()`."""
-    if not isinstance(kernel.func, types.FunctionType) or kernel.adj.transformers:
-        raise ValueError("the source of the kernel is not all that it is")
-    build = _build_of(kernel)
-    words = [function.key for function in build.functions]
-    words += [code.source for code in (kernel.adj, *build.codes)]
-    text = " ".join(words)
-    if _WARP_UNBATCHED.search(text) or any(map(_is_c, build.functions)):
-        raise ValueError("the kernel may see blocks, or what nobody looks into")
-    if "while" in text and "atomic_" in text:
-        raise ValueError("threads may wait for each other")
+    def write(self, handler: _Handler) -> None:
+        sizes, places = self.memory
+        offset = ctypes.sizeof(_CudaLaunch) if self.driver else 0
+        words = handler.alloca(_I64, sum(sizes))
+        handler.copy_bytes(words, handler.launch + offset, 8 * sum(sizes))
+        blocks = [words + 8 * start for start in itertools.accumulate(sizes[:-1], initial=0)]
+        start = self.launcher.launch_in(handler) if self.driver else None
+        with handler.each_slice() as arrays:
+            for place, k in places:
+                handler.store(arrays[k].pointer, words + 8 * place)
+            if start:
+                start(blocks)
+            else:
+                handler.call(handler.kernel.entry, *blocks)
 
 
 # ======================================================================================================
