@@ -151,6 +151,7 @@ def missing(requirement):
 
 def pytest_addoption(parser):
     parser.addoption("--require", default="", help="comma-separated: fail where one of these is missing, do not skip")
+    parser.addoption("--warnings-are-errors", action="store_true", help="but for those that pyproject.toml ignores")
     parser.addoption("--optimize", action="store_true", help="compile as users do, which takes longer")
     parser.addoption("--cells-out", metavar="PATH", help="write which cells of the matrix passed")
     parser.addoption("--bench", action="store_true", help="run the benchmarks, and nothing else")
@@ -225,10 +226,12 @@ def names_in(text):
 
 
 def pytest_configure(config):
-    """Refuse names that --require does not know, which would require nothing; and compile in less time."""
+    """Refuse names that --require does not know, which would require nothing; filter warnings; compile in less time."""
     for name in names_in(config.getoption("--require")):
         if name not in TESTED:
             raise pytest.UsageError(f"--require={name}: unknown; choose from {', '.join(TESTED)}")
+    if config.getoption("--warnings-are-errors"):
+        config.getini("filterwarnings").insert(0, "error")
     as_users_do = config.getoption("--bench") or config.getoption("--optimize")
     if not (as_users_do or finds_gpu()):  # on a GPU, XLA's fusions are part of what is tested
         compile_fast()

@@ -15,12 +15,14 @@ import itertools
 import json
 import linecache
 import math
+import multiprocessing
 import operator
 import os
 import pathlib
 import pickle
 import re
 import runpy
+import shutil
 import socket
 import statistics
 import subprocess
@@ -32,7 +34,7 @@ import time
 import types
 import typing
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from copy import copy as shallow_copy
 from copy import deepcopy
 from functools import partial
@@ -44,6 +46,7 @@ import numba
 import numpy as np
 import pytest
 from jax import export
+from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 import conftest
@@ -70,12 +73,13 @@ except ImportError:  # it needs absl with old versions of jax
 
 # ======================================================================================================
 # The matrix: operations x backends x transformations x dtypes, each a table here.
-# Every cell runs a kernel: as it is and compares it with NumPy, or transformed and compares it with plain JAX.
+# Every cell runs a kernel and compares what it gives with NumPy: with a loop over slices where it is batched, with
+# differences where it is differentiated.  All other kernels of the cell's operation raise, so it shows who ran.
 # At the end of a run, conftest.py prints which cells passed.
 #
-# To add an operation: a class, and a row of OPS.  A transformation: a function among the Transformations.
-# A backend: a function that wraps a kernel, and a row of BACKENDS; of another language, also a row of LANGUAGES; and
-# one of PACKAGES in conftest.py, where it needs a package that no other test does.
+# To add an operation: a class, and a row of OPS.  A transformation: a function among the Transformations, decorated
+# with what is right.  A backend: a function that wraps a kernel, and a row of BACKENDS; of another language, also a row
+# of LANGUAGES; and one of PACKAGES in conftest.py, where it needs a package that no other test does.
 # ======================================================================================================
 
 
@@ -307,31 +311,60 @@ class Op(typing.NamedTuple):
     inputs: Callable  # (rng, dtype) -> NumPy arrays
     dtypes: tuple = ("float32",)
     state: bool = False  # the first output can be the first input of the next step
+    derivatives: tuple = ("jvp", "grad")  # or all
     threads: tuple | None = None  # where there is not one for each element of the first output
     params: typing.Any = types.MappingProxyType({})  # static parameters of the call
     options: typing.Any = types.MappingProxyType({})  # of the wrappers
 
 
+DERIVATIVES = (
+    "jvp", "grad", "grad_of_vmap", "grad_of_nested_vmap", "vmap_of_grad", "grad_of_scan", "grad_of_shard_map",
+    "shard_map_of_grad", "jvp_of_grad", "checkpoint",
+)  # fmt: skip
 OPS = {
     "reversed": Op(Reversed, arrays(9), ("bool", "float32")),  # computes nothing
     "add": Op(Add, arrays(9, 9), NUMBERS, state=True),  # arithmetic in every dtype
     "leaky_relu": Op(LeakyRelu, arrays(9), state=True, params={"alpha": 0.25}),  # a static parameter
-    "hadamard": Op(Hadamard, arrays((3, 5), (3, 5)), ONE_OF_EACH_KIND, state=True),  # two dimensions
+    "hadamard": Op(  # two dimensions; its derivative calls it
+        Hadamard, arrays((3, 5), (3, 5)), ONE_OF_EACH_KIND, state=True, derivatives=DERIVATIVES
+    ),
     "matvec": Op(Matvec, arrays((6, 6), 6)),  # inputs of different ranks
     "outer": Op(Outer, arrays(4, 3)),  # an output like no input
     "transposed": Op(Transposed, arrays((2, 3, 4))),  # three dimensions
     "csr_event": Op(  # integers, bool, atomics, outputs of two shapes
-        CsrEvent, CsrEvent.inputs, FLOATING, threads=(CsrEvent.rows,), options={"zero_outputs": True}
+        CsrEvent, CsrEvent.inputs, FLOATING, derivatives=DERIVATIVES, threads=(CsrEvent.rows,),
+        options={"zero_outputs": True},
     ),
     "lif": Op(Lif, arrays(9, 9), FLOATING, state=True),  # outputs of two dtypes
     "in_place": Op(InPlace, arrays(9, 9), state=True, options={"input_output_aliases": {0: 0}}),
     "blend": Op(  # starts as the input that vmap shares
         Blend, arrays(9, 9), state=True, options={"input_output_aliases": {1: 0}, "scratch": lambda v, current: v}
     ),
-}
+}  # fmt: skip
 
 
 # -- languages, and what a kernel of each is made of ---------------------------------------------------
+# A kernel of `Hadamard` as it is compiled; in Warp it also gets annotations, and "pallas" and "jax" run the element.
+
+LOOKS = {
+    "numba": """
+def Hadamard(x, y, out):
+    for i in numba.prange(out.shape[0]):
+        for j in range(out.shape[1]):
+            out[i, j] = x[i, j] * y[i, j]
+""",
+    "cuda": """
+def Hadamard(x, y, out):
+    i, j = cuda.grid(2)
+    if i < out.shape[0] and j < out.shape[1]:
+        out[i, j] = x[i, j] * y[i, j]
+""",
+    "warp": """
+def Hadamard(x, y, out):
+    i, j = wp.tid()
+    out[i, j] = x[i, j] * y[i, j]
+""",
+}
 
 
 def numba_loops(indices, out):
@@ -420,39 +453,47 @@ def matrix_kernel(name, language, dtype, **params):
     parameters = list(inspect.signature(body).parameters)
     arrays = parameters[-sum(map(len, specs)) :]
     indices, out = parameters[: -len(arrays)], arrays[len(specs[0])]
-    head = [f"def {op.kernels.__name__}({', '.join(arrays)}):"]
-    if indices:
-        head += start(indices, out)
-    source = source_of(head, body)
+    source = kernel_source(op.kernels.__name__, language, body, arrays, indices, out)
     file = f"<{name} in {language}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)  # Warp reads it there
     exec(compile(source, file, "exec"), namespace)
     return finish(namespace[op.kernels.__name__], dict(zip(arrays, itertools.chain(*specs), strict=True)))
 
 
-def source_of(head, body):
-    """These lines, and below them the statements of a function."""
+def kernel_source(name, language, body, arrays, indices, out):
+    """The text of a kernel: the statements of an element below what its language starts with."""
+    head = [f"def {name}({', '.join(arrays)}):"]
+    if indices:
+        head += LANGUAGES[language].start(indices, out)
     lines, depth = [], 0
     for line in head:
         lines.append(" " * depth + line)
-        depth += line.endswith(":")
+        depth += 4 * line.endswith(":")
     (function,) = ast.parse(textwrap.dedent(inspect.getsource(body))).body
     for statement in function.body:
         lines.append(textwrap.indent(ast.unparse(statement), " " * depth))
     return "\n".join(lines) + "\n"
 
 
+@pytest.mark.parametrize("language", LOOKS)
+def test_kernels_of_the_matrix_look_like_this(language):
+    source = kernel_source("Hadamard", language, Hadamard.element, ["x", "y", "out"], ["i", "j"], "out")
+    assert source == LOOKS[language].lstrip()
+
+
 # -- backends: functions of an operation, its kernel and `outs` that return what JAX calls -------------
+# Each kernel has a name, by which another process finds it in an exported program.
 
 numba_jit = functools.cache(numba.njit)
+cuda_jit = functools.cache(lambda kernel: cuda.jit(kernel))
 
 
-def in_numba(op, kernel, outs, parallel=False):
-    return xk.numba_kernel(numba_jit(kernel, parallel=parallel), outs, **op.options)
+def in_numba(op, kernel, outs, name=None, parallel=False):
+    return xk.numba_kernel(numba_jit(kernel, parallel=parallel), outs, name=name, **op.options)
 
 
-def in_warp(op, kernel, outs):
-    return xk.warp_kernel(kernel, outs, launch_dims=op.threads or outs[0].shape, **op.options)
+def in_warp(op, kernel, outs, name=None, **options):
+    return xk.warp_kernel(kernel, outs, launch_dims=op.threads or outs[0].shape, name=name, **options, **op.options)
 
 
 def grid_and_block(op, outs):
@@ -462,18 +503,15 @@ def grid_and_block(op, outs):
     return tuple(-(-size // threads) for size, threads in zip(dims, block)), block
 
 
-cuda_jit = functools.cache(lambda kernel: cuda.jit(kernel))
-
-
-def in_cuda(op, kernel, outs):
+def in_cuda(op, kernel, outs, name=None):
     grid, block = grid_and_block(op, outs)
-    return xk.numba_cuda_kernel(cuda_jit(kernel), outs, grid=grid, block=block, **op.options)
+    return xk.numba_cuda_kernel(cuda_jit(kernel), outs, grid=grid, block=block, name=name, **op.options)
 
 
-def in_cuda_callable(op, kernel, outs):
+def in_cuda_callable(op, kernel, outs, name=None):
     """Python that launches the kernel."""
     grid, block = grid_and_block(op, outs)
-    compiled = cuda.jit(kernel)
+    compiled = cuda_jit(kernel)
 
     def launch(*arrays_and_stream):
         *arrays, stream = arrays_and_stream
@@ -495,7 +533,7 @@ class Cell:
         self.value = value
 
 
-def in_jax(op, element, outs):
+def in_jax(op, element, outs, name=None):
     """All elements by a vmap over their indices."""
 
     def kernel(*inputs):
@@ -520,7 +558,7 @@ def with_scratch(op, outs):
     return [*outs, *outs[: len(op.options.keys() & {"scratch"})]]
 
 
-def in_pallas(op, element, outs):
+def in_pallas(op, element, outs, name=None):
     """A program for each element, interpreted."""
 
     def kernel(*refs):
@@ -536,13 +574,18 @@ def in_pallas(op, element, outs):
 class Backend(typing.NamedTuple):
     language: str  # in which its kernels are written: a row of LANGUAGES
     needs: str  # what must be there: see conftest.CONDITIONS
-    wrap: Callable  # (op, kernel, outs) -> a function of the inputs
-    without: typing.Any = types.MappingProxyType({})  # transformation: why this backend cannot have it
+    wrap: Callable  # (op, kernel, outs, name) -> a function of the inputs
+    without: typing.Any = types.MappingProxyType({})  # an operation, a transformation or both: why it cannot have them
+    is_op: bool = True  # a kernel of an XLACustomKernel; else what `wrap` returns is called as it is
 
 
 SHARD_MAPS = ("shard_map", "eager_shard_map", "grad_of_shard_map", "shard_map_of_grad")
 NO_SHARD_MAP = dict.fromkeys(SHARD_MAPS, "Pallas does not interpret under check_vma=True")
-NO_EXPORT = {"export": "a function that a generator makes again has another name"}
+NO_EXPORT = {"export": "a function that launches kernels has no name"}
+GRADIENTS_ALONE = dict.fromkeys(["jvp", "jvp_of_grad"], "Warp's adjoints are for first derivatives in reverse mode")
+GRADIENTS_ALONE |= dict.fromkeys(["in_place", "blend"], "Warp's adjoints change no arrays in place")
+INTEGERS_ON_MESH = [("csr_event", "grad_of_shard_map"), ("csr_event", "shard_map_of_grad")]
+BARE = dict.fromkeys(INTEGERS_ON_MESH, "JAX's custom_jvp has no tangents of integers that vary over devices")
 BACKENDS = {
     "numba": Backend("numba", "numba", in_numba),  # on the CPU, in one thread
     "numba_parallel": Backend("numba", "numba", partial(in_numba, parallel=True)),
@@ -552,6 +595,10 @@ BACKENDS = {
     "warp_gpu": Backend("warp", "warp_gpu", in_warp),
     "pallas": Backend("pallas", "pallas", in_pallas, NO_SHARD_MAP),
     "jax": Backend("jax", "jax", in_jax),
+    "numba_kernel": Backend("numba", "numba", in_numba, BARE, is_op=False),
+    "numba_cuda_kernel": Backend("cuda", "cuda", in_cuda, BARE, is_op=False),
+    "warp_kernel": Backend("warp", "warp", in_warp, BARE, is_op=False),
+    "differentiable": Backend("warp", "warp", partial(in_warp, differentiable=True), GRADIENTS_ALONE, is_op=False),
 }
 
 
@@ -560,14 +607,13 @@ def refuse(outs, **params):
 
 
 @functools.cache
-def custom_kernel(name):
-    """The operation with every backend, each for the platform on which this machine can run it."""
+def custom_kernel(name, backend):
+    """The operation with the kernel of this backend, beside others that raise."""
     op = xk.XLACustomKernel(name)
     for platform in ("cpu", "gpu"):
-        op.def_kernel("none", platform, refuse)  # the default, as it is the first: a cell must get what it asks for
-    for backend in BACKENDS:
-        generator = partial(generate, name, backend)
-        op.def_kernel(backend, conftest.platform_of([BACKENDS[backend].needs]), generator)
+        for other in ("the default, as it is the first", *BACKENDS):
+            op.def_kernel(other, platform, refuse)
+    op.def_kernel(backend, conftest.platform_of([BACKENDS[backend].needs]), partial(generate, name, backend))
     differentiate = getattr(OPS[name].kernels, "differentiate", partial(differentiate_reference, name))
     differentiate(op)
     return op
@@ -575,8 +621,9 @@ def custom_kernel(name):
 
 def generate(name, backend, outs, **params):
     """What `XLACustomKernel.def_kernel` takes, for each backend: a function of `outs` and the static parameters."""
-    language, _, wrap, _ = BACKENDS[backend]
-    return wrap(OPS[name], matrix_kernel(name, language, outs[0].dtype, **params), outs)
+    language, _, wrap, *_ = BACKENDS[backend]
+    kernel = matrix_kernel(name, language, outs[0].dtype, **params)
+    return wrap(OPS[name], kernel, outs, name=f"{name}_{backend}")
 
 
 def differentiate_reference(name, op):
@@ -590,6 +637,35 @@ def differentiate_reference(name, op):
         return op(*primals, **params), tangents_out
 
 
+@functools.cache
+def bare_kernel(name, backend, dtype):
+    _, outs, _ = specs_of(name, dtype)
+    return generate(name, backend, outs, **OPS[name].params)
+
+
+def call_backend(name, backend, dtype, *inputs):
+    """A call of an operation on a backend, whose results are a list."""
+    if not BACKENDS[backend].is_op:
+        return bare_kernel(name, backend, dtype)(*inputs)
+    _, outs, _ = specs_of(name, dtype)
+    return custom_kernel(name, backend)(*inputs, outs=outs, backend=backend, **OPS[name].params)
+
+
+def call_with_rule(name, backend, dtype):
+    """The same with a derivative: a wrapper gets it from jax.custom_jvp, with a rule in jnp."""
+    call = partial(call_backend, name, backend, dtype)
+    if BACKENDS[backend].is_op or backend == "differentiable":
+        return call
+    with_rule = jax.custom_jvp(call)
+
+    @with_rule.defjvp
+    def jvp(primals, tangents):
+        _, tangents_out = jax.jvp(reference_list(name), primals, tangents)
+        return with_rule(*primals), tangents_out
+
+    return with_rule
+
+
 def zero_tangent(x):
     return np.zeros(x.shape, x.dtype if is_real(x) else jax.dtypes.float0)
 
@@ -601,49 +677,179 @@ def is_real(x):
 # -- the transformations -------------------------------------------------------------------------------
 
 
+# What is right, by NumPy: each a function of the reference, of NumPy arrays, and of the arguments of a transformation.
+
+
+def alone(function, inputs, batch):
+    return function(*inputs)
+
+
+def stacked(results, axis=0):
+    return [np.stack(slices, axis) for slices in zip(*results)]
+
+
+def loop_over_first(function, n=None):
+    """Of batches of the first input, whose slices share the others."""
+    return lambda first, *others: stacked([function(x, *others) for x in first[:n]])
+
+
+def loop_over_pairs(function):
+    """The second slices are the outer ones."""
+    loop = loop_over_first(function)
+    return lambda first, *others: stacked([loop(first, *slices) for slices in zip(*others)] or [loop(first)] * 2)
+
+
+def slices_of_first(function, inputs, batch, n=None):
+    return loop_over_first(function, n)(batch[0], *inputs[1:])
+
+
+def slices_of_every_input(function, inputs, batch):
+    return stacked([function(*slices) for slices in zip(*batch)])
+
+
+def pairs_of_slices(function, inputs, batch):
+    return loop_over_pairs(function)(batch[0], *[x[:2] for x in batch[1:]])
+
+
+def third_state(function, inputs, batch):
+    state, *others = inputs
+    for _ in range(3):
+        state, *_ = function(state, *others)
+    return state
+
+
+def fourth_slice(function, inputs, batch):
+    return function(batch[0][3], *inputs[1:])
+
+
+def second_slice_and_inputs(function, inputs, batch):
+    return function(batch[0][1], *inputs[1:]), function(*inputs)
+
+
+STEP = 1e-4  # of central differences in float64: errors of some 1e-8
+
+
+def in_float64(x):
+    return np.asarray(x, np.float64) if is_real(x) else np.asarray(x)
+
+
+def change_along(function, inputs, tangents):
+    """The change of the real results in a direction of the real inputs."""
+
+    def at(step):
+        moved = [in_float64(x) + step * t if is_real(x) else x for x, t in zip(inputs, tangents)]
+        return filter(is_real, function(*moved))
+
+    return [(plus - minus) / (2 * STEP) for plus, minus in zip(at(STEP), at(-STEP))]
+
+
+def differences(function):
+    """As `gradient`, which it is compared with."""
+
+    def sum_of_sines(*inputs):
+        return [sum(np.sin(result).sum(keepdims=True) for result in function(*inputs) if is_real(result))]
+
+    def gradients(*inputs):
+        results = []
+        for i, x in enumerate(inputs):
+            if is_real(x):
+                units = np.eye(x.size).reshape(x.size, *x.shape)
+                rows = [[unit if k == i else 0 for k in range(len(inputs))] for unit in units]
+                changes = [change_along(sum_of_sines, inputs, row)[0] for row in rows]
+                results.append(np.reshape(changes, x.shape))
+        return results
+
+    return gradients
+
+
+def results_and_changes(function, inputs, batch):
+    return function(*inputs), change_along(function, inputs, [x[1] for x in batch])
+
+
+def of_gradient(right):
+    return lambda function, inputs, batch: right(differences(function), inputs, batch)
+
+
+def gradient_of_slices(function, inputs, batch, n=None):
+    return differences(loop_over_first(function))(batch[0][:n], *inputs[1:])
+
+
+def gradient_of_pairs(function, inputs, batch):
+    return differences(loop_over_pairs(function))(batch[0], *[x[:2] for x in batch[1:]])
+
+
+RIGHT = {}  # by the name of a transformation
+
+
+def gives(right, **options):
+    """Decorates a transformation with what is right."""
+
+    def decorate(transformation):
+        RIGHT[transformation.__name__] = partial(right, **options)
+        return transformation
+
+    return decorate
+
+
 class Transformations:
     """Programs of an operation: functions of `call`, inputs, and a batch of eight slices of each, that return arrays.
 
-    `call` returns a list of arrays: those of a kernel, or, with the reference, what is right.
+    `call` returns a list of arrays.
     """
 
+    @gives(alone)
     def eager(call, inputs, batch):
         return call(*inputs)
 
+    @gives(alone)
     def jit(call, inputs, batch):
         return jax.jit(call)(*inputs)
 
+    @gives(alone)
     def without_jit(call, inputs, batch):
         with jax.disable_jit():
             return call(*inputs)
 
+    @gives(slices_of_first)
     def vmap(call, inputs, batch):
         return over_first(call, inputs)(batch[0], *inputs[1:])
 
+    @gives(slices_of_every_input)
     def vmap_every_input(call, inputs, batch):
         return jax.vmap(call)(*batch)
 
+    @gives(slices_of_every_input)
     def vmap_other_axes(call, inputs, batch):
         last = [jnp.moveaxis(x, 0, -1) for x in batch]
-        return jax.vmap(call, in_axes=-1, out_axes=-1)(*last)
+        results = jax.vmap(call, in_axes=-1, out_axes=-1)(*last)
+        return [jnp.moveaxis(result, -1, 0) for result in results]
 
+    @gives(pairs_of_slices)
     def vmap_nested(call, inputs, batch):
         return jax.jit(all_pairs(call, inputs))(batch[0], *[x[:2] for x in batch[1:]])
 
+    @gives(slices_of_first, n=2)
     def vmap_of_nothing(call, inputs, batch):
-        return over_first(call, inputs)(batch[0][:0], *inputs[1:])
+        """Before two slices, as nothing has no values."""
+        vmapped = over_first(call, inputs)
+        parts = [vmapped(slices, *inputs[1:]) for slices in (batch[0][:0], batch[0][:2])]
+        return [jnp.concatenate(results) for results in zip(*parts)]
 
+    @gives(slices_of_first, n=5)
     def lax_map(call, inputs, batch):
         """Batches of slices, and what is left over."""
         return jax.lax.map(lambda x: call(x, *inputs[1:]), batch[0][:5], batch_size=2)
 
+    @gives(slices_of_first, n=4)
     def scan(call, inputs, batch):
         return jax.jit(partial(scan_slices, call))(batch[0][:4], *inputs[1:])
 
+    @gives(third_state)
     def loop_of_state(call, inputs, batch):
         state, *others = inputs
         return jax.lax.fori_loop(0, 3, lambda _, state: call(state, *others)[0], state)
 
+    @gives(fourth_slice)
     def while_loop(call, inputs, batch):
         """Until the results of a slice no longer follow from the step."""
 
@@ -651,8 +857,10 @@ class Transformations:
             i, _ = i_and_results
             return i + 1, call(jnp.asarray(batch[0])[i], *inputs[1:])
 
-        return jax.lax.while_loop(lambda i_and_results: i_and_results[0] < 4, step, (1, call(*inputs)))
+        _, results = jax.lax.while_loop(lambda i_and_results: i_and_results[0] < 4, step, (1, call(*inputs)))
+        return results
 
+    @gives(second_slice_and_inputs)
     def cond(call, inputs, batch):
         @jax.jit
         def chosen(second):
@@ -660,59 +868,81 @@ class Transformations:
 
         return chosen(True), chosen(False)
 
+    @gives(slices_of_first, n=4)
+    def pmap(call, inputs, batch):
+        devices = list(mesh_of_four().devices)
+        in_axes = (0, *[None] * (len(inputs) - 1))
+        return jax.pmap(call, in_axes=in_axes, devices=devices)(batch[0][:4], *inputs[1:])
+
+    @gives(slices_of_first)
     def shard_map(call, inputs, batch):
         split = over_devices(over_first(call, inputs), inputs)
         return jax.jit(split)(batch[0], *inputs[1:])
 
+    @gives(slices_of_first)
     def eager_shard_map(call, inputs, batch):
         return over_devices(over_first(call, inputs), inputs)(batch[0], *inputs[1:])
 
+    @gives(slices_of_first)
     def jit_over_mesh(call, inputs, batch):
         """XLA splits the batch."""
         first = jax.device_put(batch[0], jax.sharding.NamedSharding(mesh_of_four(), SPLIT))
         return jax.jit(over_first(call, inputs))(first, *inputs[1:])
 
-    def jvp(call, inputs, batch):
-        return jax.jvp(call, inputs, tuple(x[1] if is_real(x) else zero_tangent(x[1]) for x in batch))
+    @gives(alone)
+    def export(call, inputs, batch):
+        """To a process that has traced the same kernel."""
+        return loaded_elsewhere(call, *inputs)
 
+    @gives(results_and_changes)
+    def jvp(call, inputs, batch):
+        tangents = tuple(x[1] if is_real(x) else zero_tangent(x[1]) for x in batch)
+        results, tangents_out = jax.jvp(call, inputs, tangents)
+        return results, list(filter(is_real, tangents_out))
+
+    @gives(of_gradient(alone))
     def grad(call, inputs, batch):
         return gradient(call, inputs)(*inputs)
 
+    @gives(gradient_of_slices)
     def grad_of_vmap(call, inputs, batch):
         """The gradient of the shared input adds up those of the slices."""
         return jax.jit(gradient(over_first(call, inputs), inputs))(batch[0], *inputs[1:])
 
+    @gives(gradient_of_pairs)
     def grad_of_nested_vmap(call, inputs, batch):
         return jax.jit(gradient(all_pairs(call, inputs), inputs))(batch[0], *[x[:2] for x in batch[1:]])
 
+    @gives(of_gradient(slices_of_first))
     def vmap_of_grad(call, inputs, batch):
         return jax.jit(over_first(gradient(call, inputs), inputs))(batch[0], *inputs[1:])
 
+    @gives(gradient_of_slices, n=4)
     def grad_of_scan(call, inputs, batch):
         return jax.jit(gradient(partial(scan_slices, call), inputs))(batch[0][:4], *inputs[1:])
 
+    @gives(gradient_of_slices)
     def grad_of_shard_map(call, inputs, batch):
         """The gradient of the replicated input adds up those of the devices."""
         split = over_devices(over_first(call, inputs), inputs)
         return jax.jit(gradient(split, inputs))(batch[0], *inputs[1:])
 
+    @gives(gradient_of_slices)
     def shard_map_of_grad(call, inputs, batch):
         """The cotangent of a replicated input is summed over the devices."""
         gradients = gradient(over_first(call, inputs), inputs)
         out_specs = (SPLIT, *[REPLICATED for x in inputs[1:] if is_real(x)])
         return jax.jit(over_devices(gradients, inputs, out_specs))(batch[0], *inputs[1:])
 
+    @gives(of_gradient(results_and_changes))
     def jvp_of_grad(call, inputs, batch):
         """Forward over reverse: the change of the gradients in a direction."""
         return Transformations.jvp(jax.jit(gradient(call, inputs)), inputs, batch)
 
+    @gives(of_gradient(alone))
     def checkpoint(call, inputs, batch):
         """Computes again in the backward pass."""
         return jax.jit(gradient(jax.checkpoint(call), inputs))(*inputs)
-
-    def export(call, inputs, batch):
-        """Serialized and read again; test_export_and_reload does so in a new process."""
-        return read_exported(exported_here(call, *inputs))(*inputs)
 
 
 def over_first(call, inputs):
@@ -771,6 +1001,30 @@ def read_exported(serialized):
     return export.deserialize(bytearray(serialized)).call
 
 
+@functools.cache
+def another_process():
+    """It hashes text in another way."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONHASHSEED", "1")
+        pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+        pool.submit(os.getpid).result()  # it starts with the first task
+    return pool
+
+
+def loaded_elsewhere(call, *inputs):
+    """What a call that can be pickled gives where it is exported here, and loaded in another process."""
+    exported = exported_here(call, *inputs)
+    on_gpu = ["gpu"] * (default_platform() == "gpu")
+    return another_process().submit(load_and_run, on_gpu, exported, call, inputs).result()
+
+
+def load_and_run(needs, exported, call, inputs):
+    """In that process."""
+    with conftest.computing_for(needs):
+        jax.jit(call).lower(*inputs)
+        return jax.tree.map(np.asarray, read_exported(exported)(*inputs))
+
+
 TRANSFORMS = [name for name in vars(Transformations) if not name.startswith("_")]
 EVERY_DTYPE = ("eager", "vmap")  # those that run in all dtypes of an operation; the others in float32
 NEED_STATE = ("loop_of_state",)
@@ -783,15 +1037,17 @@ def left_out(op, backend, transformation):
     """Why there is no such cell, or None."""
     if transformation in NEED_STATE and not OPS[op].state:
         return "its first output is not its next first input"
-    kernels, language = OPS[op].kernels, BACKENDS[backend].language
+    kernels, language, without = OPS[op].kernels, BACKENDS[backend].language, BACKENDS[backend].without
     if not (hasattr(kernels, language) or hasattr(kernels, "element")):
         return f"{op} has no kernel in {language}"
-    return BACKENDS[backend].without.get(transformation)
+    return without.get(op) or without.get(transformation) or without.get((op, transformation))
 
 
 def all_cells():
     """Neighbours share what is right."""
     for transformation, op in itertools.product(TRANSFORMS, OPS):
+        if transformation in DERIVATIVES and transformation not in OPS[op].derivatives:
+            continue
         dtypes = OPS[op].dtypes if transformation in EVERY_DTYPE else ("float32",)
         for dtype, backend in itertools.product(dtypes, BACKENDS):
             if dtype in dtypes_of(BACKENDS[backend].language):
@@ -814,34 +1070,23 @@ def inputs_and_batch(op, dtype):
     return tuple(map(aligned_copy, inputs)), tuple(map(aligned_copy, batch))
 
 
-def call_and_reference(name, backend, dtype="float32"):
-    """The operation on a backend, and its reference: functions of arrays that return lists."""
-
-    def reference(*inputs):
-        return jax.tree.leaves(reference_of(name)(*inputs))
-
-    def call(*inputs):
-        _, outs, _ = specs_of(name, np.dtype(dtype))
-        return custom_kernel(name)(*inputs, outs=outs, backend=backend, **OPS[name].params)
-
-    return call, reference
+def reference_list(name):
+    """The reference of an operation as a function that returns a list."""
+    return lambda *inputs: jax.tree.leaves(reference_of(name)(*inputs))
 
 
 @functools.cache
 def what_is_right(op, transformation, dtype):
-    """By NumPy for the kernel as it is, else by JAX, compiled as one."""
-    _, reference = call_and_reference(op, None)
-    program = partial(getattr(Transformations, transformation), reference)
-    if transformation != "eager":
-        program = jax.jit(program)
-    return program(*inputs_and_batch(op, dtype))
+    expected = RIGHT[transformation](reference_list(op), *inputs_and_batch(op, dtype))
+    if transformation in DERIVATIVES:  # computed in float64
+        expected = jax.tree.map(lambda x: x.astype(dtype) if is_real(x) else x, expected)
+    return expected
 
 
 def check_close(results, expected, tolerance):
     for result, array in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
         assert (result.shape, result.dtype) == (array.shape, array.dtype)
-        if array.dtype != jax.dtypes.float0:
-            np.testing.assert_allclose(result, array, rtol=tolerance, atol=tolerance)
+        np.testing.assert_allclose(result, array, rtol=tolerance, atol=tolerance)
 
 
 def marked(cell):
@@ -852,13 +1097,14 @@ def marked(cell):
 
 @pytest.mark.parametrize("op, backend, transformation, dtype", list(map(marked, all_cells())))
 def test_matrix(op, backend, transformation, dtype):
-    call, _ = call_and_reference(op, backend, dtype)
+    call = partial(call_backend, op, backend, np.dtype(dtype))
+    if transformation in DERIVATIVES:
+        call = call_with_rule(op, backend, np.dtype(dtype))
     arrays = inputs_and_batch(op, dtype)
     before = jax.tree.map(np.copy, arrays)
     with x64(DTYPES[dtype].needs_x64):
-        expected = what_is_right(op, transformation, dtype)
         results = getattr(Transformations, transformation)(call, *arrays)
-    check_close(results, expected, DTYPES[dtype].tolerance)
+    check_close(results, what_is_right(op, transformation, dtype), DTYPES[dtype].tolerance)
     jax.tree.map(np.testing.assert_array_equal, arrays, before)
 
 
@@ -899,33 +1145,35 @@ def run_python(*args, cwd=ROOT, timeout=900, rc=0, **environment):
     return process.stdout
 
 
-README_BLOCKS = {  # by the heading above each
-    section.partition("\n")[0]: code
+README_BLOCKS = {  # by the heading above each, and their number below it
+    (section.partition("\n")[0], number): code
     for section in README.split("\n## ")
-    for code in re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    for number, code in enumerate(re.findall(r"```python\n(.*?)```", section, re.DOTALL))
 }
 
 
 NEEDED_FOR = {"warp as wp": "warp", "import cuda": "cuda", 'find_library("m")': "libm"}
 
 
-def readme_headings():
-    for heading, code in README_BLOCKS.items():
+def readme_blocks():
+    for (heading, number), code in README_BLOCKS.items():
         needed = [requirement for words, requirement in NEEDED_FOR.items() if words in code]
-        yield pytest.param(heading, marks=pytest.mark.needs("numba", *needed))
+        yield pytest.param(code, marks=pytest.mark.needs("numba", *needed), id=f"{heading} {number}")
 
 
-@pytest.mark.parametrize("heading", list(readme_headings()))
-def test_readme_blocks_print_what_their_comments_say(heading, tmp_path, monkeypatch, capsys):
-    block = README_BLOCKS[heading]
+@pytest.mark.parametrize("block", list(readme_blocks()))
+def test_readme_blocks_print_what_their_comments_say(block, tmp_path, monkeypatch, capsys):
     if cuda:  # the package that is installed, or the simulator
         block = block.replace("from numba_cuda_mlir import cuda", f"import {cuda.__name__} as cuda")
+    path = tmp_path / "block.py"
+    path.write_text(block, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XLA_FLAGS", "")  # which one of them sets, as the first thing in a process
-    pathlib.Path("block.py").write_text(block, encoding="utf-8")
-    runpy.run_path("block.py", run_name="__main__")
-    expected = re.findall(r"^print\(.*\)  # (.*)$", block, re.MULTILINE)
-    assert capsys.readouterr().out.splitlines() == expected
+    if "XLA_FLAGS" in block:  # which count in a process that has one device otherwise
+        output = run_python(path, XLA_FLAGS="", JAX_PLATFORMS="cpu")
+    else:
+        runpy.run_path(path, run_name="__main__")
+        output = capsys.readouterr().out
+    assert output.splitlines() == re.findall(r"^print\(.*\)  # (.*)$", block, re.MULTILINE)
 
 
 BACKENDS_LOAD_ON_USE = """
@@ -976,57 +1224,17 @@ WORKS = r"works, [\d.]+ µs per call under jit"
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("numba_computes, args, rc, numba_says", [
-    ("2 * x[i] + y[i]", ["my_kernels.py"], 0, WORKS),
-    ("3 * x[i] + y[i]", ["-m", "my_kernels"], 1, "FAILED: AssertionError"),  # wrong; Warp still works
-], ids=["right", "wrong"])  # fmt: skip
-def test_self_check_of_the_file_alone(numba_computes, args, rc, numba_says, tmp_path):
-    """Under another name, in an empty folder."""
-    text = (ROOT / "xla_kernels.py").read_text(encoding="utf-8")
-    text = text.replace("out[i] = 2 * x[i] + y[i]", f"out[i] = {numba_computes}")
-    (tmp_path / "my_kernels.py").write_text(text, encoding="utf-8")
-    report = run_python(*args, cwd=tmp_path, rc=rc, PYTHONPATH=os.environ.get("PYTHONPATH", ""))
+@pytest.mark.parametrize("args, rc", [(["my_kernels.py"], 0), (["-m", "my_kernels"], 1)], ids=["right", "broken"])
+def test_self_check_of_the_file_alone(args, rc, tmp_path):
+    """Under another name, in an empty folder, or beside a file that takes Warp's place."""
+    shutil.copy(ROOT / "xla_kernels.py", tmp_path / "my_kernels.py")
     warp_says = "not available: " if conftest.missing("warp") else WORKS
-    assert re.search(f"^numba +cpu +{numba_says}", report, re.MULTILINE), report
+    if rc:
+        (tmp_path / "warp.py").touch()
+        warp_says = "FAILED: "
+    report = run_python(*args, cwd=tmp_path, rc=rc, PYTHONPATH=os.environ.get("PYTHONPATH", ""))
+    assert re.search(f"^numba +cpu +{WORKS}", report, re.MULTILINE), report
     assert re.search(f"^warp +cpu +{warp_says}", report, re.MULTILINE), report
-
-
-# -- export: a fresh process that traces the same kernels finds them under the same names --------------
-
-EXPORTED = ("leaky_relu", "csr_event")  # with a static parameter, and with an output that starts as zeros
-
-
-def exported_calls():
-    """(name, call, reference, inputs) with those backends that run here."""
-    for op, (backend, (_, needs, *_)) in itertools.product(EXPORTED, BACKENDS.items()):
-        is_made_once = backend not in ("jax", "pallas", "numba_cuda_callable")  # functions of Python have no such name
-        if is_made_once and not conftest.missing(needs):
-            inputs, _ = inputs_and_batch(op, "float32")
-            with conftest.computing_for([needs]):
-                yield f"{op}-{backend}", *call_and_reference(op, backend), inputs
-    if not conftest.missing("warp"):
-        yield "structs-warp", call_every, every_in_jax, EVERY
-
-
-def check_exported(folder):
-    """In the fresh process."""
-    for name, call, reference, inputs in exported_calls():
-        jax.jit(call).lower(*inputs)
-        exported = pathlib.Path(folder, name).read_bytes()
-        check_close(read_exported(exported)(*inputs), reference(*inputs), 1e-5)
-        print(name)
-
-
-@pytest.mark.processes
-def test_export_and_reload(tmp_path):
-    """Also where Python hashes text in another way."""
-    names = []
-    for name, call, _, inputs in exported_calls():
-        (tmp_path / name).write_bytes(exported_here(call, *inputs))
-        names.append(name)
-    assert "csr_event-numba" in names
-    code = f"import test_xla_kernels; test_xla_kernels.check_exported({str(tmp_path)!r})"
-    assert run_python("-c", code, PYTHONHASHSEED="1").splitlines() == names
 
 
 # -- several processes ---------------------------------------------------------------------------------
@@ -1136,9 +1344,12 @@ def in_threads(work, args):
         list(pool.map(work, args))
 
 
+RUNTIME_ERRORS = (ValueError, jax.errors.JaxRuntimeError)  # the first comes from jaxlib's fast path
+
+
 def error_of(call, *args):
-    """The text of the error that a kernel's call raises: a ValueError comes from jaxlib's fast path."""
-    with pytest.raises((ValueError, jax.errors.JaxRuntimeError)) as caught:
+    """The text of the error that a kernel's call raises."""
+    with pytest.raises(RUNTIME_ERRORS) as caught:
         jax.block_until_ready(call(*args))
     return str(caught.value)
 
@@ -1150,6 +1361,7 @@ import jax, jax.numpy as jnp, numba, numpy as np, pytest
 import xla_kernels as xk
 
 ones = np.ones(4, np.float32)
+RUNTIME_ERRORS = (ValueError, jax.errors.JaxRuntimeError)
 """
 
 
@@ -1175,12 +1387,19 @@ def fields_in_header(text, name):
     return fields
 
 
+IN_JAXLIB_0_9 = {  # what has another name there
+    "XLA_FFI_InternalExtension": "XLA_FFI_Extension_Base",
+    "XLA_FFI_Error_GetDetails": "XLA_FFI_Error_GetMessage",
+    "XLA_FFI_InvokeContext_Get": "XLA_FFI_ExecutionContext_Get",
+}
+
+
 def test_mirrored_structs_equal_the_header():
     """Which may have more fields at the end of a struct."""
     path = pathlib.Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h")
     text = re.sub(r"//.*", "", path.read_text(encoding="utf-8"))
-    if "XLA_FFI_InternalExtension" not in text:
-        pytest.skip("older headers have other names")
+    for name, older in IN_JAXLIB_0_9.items():
+        text = text if name in text else text.replace(older, name)
     structs = [value for name, value in vars(xk).items() if name.startswith("XLA_FFI_") and isinstance(value, type)]
     assert len(structs) == 17
     for struct in structs:
@@ -1277,7 +1496,7 @@ def test_a_helper_is_what_it_was_compiled_to_until_it_is_recompiled():
     assert result_of(calls_again(compiled)) == 2
 
 
-def test_options_layouts_and_defaults_of_one_function():
+def test_options_and_defaults_of_one_function():
     def overflows(x, out):
         total = 100 * int(x[0])
         total += 100
@@ -1285,18 +1504,6 @@ def test_options_layouts_and_defaults_of_one_function():
 
     for kind, found in ((numba.int8, -56), (numba.int64, 200)):
         assert result_of(numba.njit(locals={"total": kind})(overflows)) == found
-
-    def inverse(x, out):
-        out[0] = 1 / x[0]
-
-    assert result_of(numba.njit(error_model="numpy")(inverse), 0 * F32) == np.inf
-    assert "ZeroDivisionError" in error_of(wrap(numba.njit(inverse)), 0 * F32)
-
-    def size(x, out):
-        out[:] = x.size
-
-    for layout, found in (("(n)->(n)", 3), ("(m,n)->(m,n)", 6)):
-        assert result_of(numba.guvectorize(layout)(size), np.ones((2, 3), np.float32)) == found
 
     def with_default(value):
         def kernel(x, out, n=value):
@@ -1444,10 +1651,10 @@ ERRORS = {  # a word of the error, a function, and its inputs
         # the arguments of the kernel
         (r"\(x, out\).* 1 inputs and 2 outputs", wrap(outs=[FLOATS] * 2), F32),
         ("must return the outputs", wrap(outs=FLOATS), F32, F32),
-        ("'x'", partial(head, x=F32), F32),  # by position and by keyword
+        ("got multiple values for x", partial(head, x=F32), F32),  # by position and by keyword
         ("position only", partial(wrap(lambda x, /, n, out: None), n=F32[0]), F32),
         (r"n\[\(\)\].*scalars=", head, F32, 2, 3.0),
-        ("scalars", partial(head, n=3, alpha=F32[0]), F32),
+        (r"n=3 is no array; .*scalars=\['n'\]", partial(head, n=3, alpha=F32[0]), F32),
         # what the kernel does
         ("pure_callback", wrap(runs("with numba.objmode():\n        print()\n    out[:] = x")), F32),
         ("'kernel' returns int64", wrap(runs("return x.size")), F32),
@@ -1469,8 +1676,8 @@ ERRORS = {  # a word of the error, a function, and its inputs
     ValueError: [
         ("vmap_method.*'loop'", partial(wrap, vmap_method="loop")),
         (r"negative.*\(-1,\)", partial(wrap, outs=spec(-1))),
-        ("'t'", partial(wrap, kernel=_running, in_out_argnames=["t"])),
-        ("'t'", partial(wrap, kernel=_running, scalars=["t"])),
+        ("in_out_argnames=.*'t' must be the name of an array", partial(wrap, kernel=_running, in_out_argnames=["t"])),
+        ("scalars=.*'t' must be the name of an array", partial(wrap, kernel=_running, scalars=["t"])),
         ("'x' is in scalars and in", partial(wrap, in_out_argnames=["x"], scalars=["x"])),
         ("there is no output -1", wrap(input_output_aliases={0: -1}), F32),
         ("must be equal", wrap(outs=spec(3), input_output_aliases={0: 0}), F32),
@@ -1530,7 +1737,7 @@ P = jax.sharding.PartitionSpec
 
 def test_programs_are_exported_with_symbolic_shapes():
     (n,) = export.symbolic_shape("n")
-    triple = wrap(runs("out[:] = 3 * x"))  # which nothing has traced before
+    triple = wrap(runs("out[:] = 3 * x"), name="triple")  # which nothing has traced before
     program = export.export(jax.jit(triple), disabled_checks=xk.export_checks())(spec(n))
     for size in (1, 5, 8):
         np.testing.assert_array_equal(program.call(np.ones(size, np.float32)), np.full(size, 3.0))
@@ -1622,11 +1829,11 @@ def test_each_slice_runs_once_on_any_thread_unless_in_order(method):
     with x64(True):
         batched = jax.jit(jax.vmap(jax.vmap(spin)))
         expected = [[spin(value)[0] for value in row] for row in x]
-        for _ in range(100):  # a busy machine may leave the caller alone
+        for _ in range(20 if in_order else 100):  # a busy machine may leave the caller alone
             sums, threads = batched(x)
             np.testing.assert_array_equal(sums, expected)
             on_one_thread = len(np.unique(threads)) == 1
-            if in_order or not on_one_thread:
+            if not on_one_thread:
                 break
     assert on_one_thread == in_order
 
@@ -1888,8 +2095,6 @@ def test_dicts_are_filled_in_the_order_in_which_they_are_written(case):
     exported = export.export(jax.jit(call), disabled_checks=xk.export_checks())(*args).call(*args)
     for result in (call(*args), jax.jit(call)(*args), second, exported):
         assert jax.tree.map(float, result) == expected
-    if isinstance(expected, dict):
-        assert list(call(*args)) == list(expected)
 
 
 def test_xla_is_told_of_an_alias():
@@ -2101,10 +2306,10 @@ MEMORY = """
             jax.make_jaxpr(made_again())(ones)
             assert error_of(failing, ones[:, None])
 
-    run(500)
+    run(300)
     before = resident()
-    run(1000)
-    assert resident() - before < 15  # MiB
+    run(500)
+    assert resident() - before < 1  # MiB: 2 KB for each
     """
 
 
@@ -2822,7 +3027,7 @@ def test_fakecuda_launches_natively_on_each_device_that_jax_lists(gpus, package_
     assert gpus.launches(op, F32) == ["native 1: 2,3,1 x 4,5,6 +64"]
     for device in 2, 3, 10**9:  # the last one far beyond the table of functions
         gpus.set(device=device)
-        with pytest.raises(Exception, match="kernel 'kernel' is not loaded on this GPU, which JAX did not list"):
+        with pytest.raises(RUNTIME_ERRORS, match="kernel 'kernel' is not loaded on this GPU, which JAX did not list"):
             run_for_cuda(op, F32)
     assert not gpus.log()
 
@@ -2949,7 +3154,7 @@ def test_fakecuda_a_failure_ends_the_call_and_no_other(gpus, package_cuda, funct
     op = own_op(package_cuda, grid=(1, 2), block=64, shared_mem=300_000, vmap_method="sequential", zero_outputs=True)
     batch = jnp.ones((4, 2))
     gpus.driver.fail(function.encode())
-    with pytest.raises(Exception, match=re.escape(text)):
+    with pytest.raises(RUNTIME_ERRORS, match=re.escape(text)):
         run_for_cuda(jax.vmap(op), batch)
     launch = "native 0: 1,2,1 x 64,1,1 +300000"
     assert gpus.log().count(launch) == n_launches
@@ -3033,9 +3238,9 @@ def test_fakecuda_kernel_that_does_not_take_buffers(gpus, compiling_batching_cud
 @pytest.mark.processes
 def test_cuda_simulator():
     """Runs what needs a device on the simulator, which Numba decides on when it is imported."""
-    tests = "test_on_cuda or test_cudasim or test_export_and"
+    tests = "test_on_cuda or test_cudasim"
     lines = run_pytest("-k", tests, NUMBA_ENABLE_CUDASIM="1", JAX_PLATFORMS="cpu")
-    for kind in "test_export_and", "test_on_cuda", "test_cudasim":
+    for kind in "test_on_cuda", "test_cudasim":
         assert re.search(rf"{kind}.* PASSED", lines)
     assert "SKIPPED" not in lines
 
@@ -3122,7 +3327,7 @@ def test_on_cuda_exceptions_of_callables_reach_the_user():
     def refuse(x, out, stream):
         raise LookupError(f"no table for {x.shape}", cuda)
 
-    with pytest.raises(Exception, match=r"LookupError: .*no table for \(1, 3\).* \(raised in kernel 'refuse'\)"):
+    with pytest.raises(RUNTIME_ERRORS, match=r"LookupError: .*no table for \(1, 3\).* \(raised in kernel 'refuse'\)"):
         jax.block_until_ready(refuse(jnp.ones((1, 3))))
 
 
@@ -3130,7 +3335,7 @@ def test_on_cuda_exceptions_of_callables_reach_the_user():
 def test_cudasim_input_is_read_only_and_errors_name_the_thread():
     op = xk.numba_cuda_kernel(cuda.jit(runs("x[0] = 1")), like_first, **BLOCK)
     text = "tid=[0, 0, 0] ctaid=[0, 0, 0]: assignment destination is read-only (raised in kernel 'kernel')"
-    with pytest.raises(Exception, match=re.escape(f"ValueError: {text}")):
+    with pytest.raises(RUNTIME_ERRORS, match=re.escape(f"ValueError: {text}")):
         jax.block_until_ready(op(F32))
     np.testing.assert_array_equal(cuda_op(cuda_add)(F32, F32), F32 + F32)
 
@@ -3474,8 +3679,8 @@ def warp_op_of_matrix(name):
     """An operation of the matrix, the same in JAX, its inputs, and a batch."""
     op, dtype = OPS[name], np.dtype("float32")
     _, outs, _ = specs_of(name, dtype)
-    _, reference = call_and_reference(name, None)
-    return in_warp(op, matrix_kernel(name, "warp", dtype, **op.params), outs), reference, *inputs_and_batch(name, dtype)
+    call = in_warp(op, matrix_kernel(name, "warp", dtype, **op.params), outs)
+    return call, reference_list(name), *inputs_and_batch(name, dtype)
 
 
 @functools.cache
@@ -3509,10 +3714,10 @@ def kernel_of_every_kind():
 EVERY = sample(2, 3), sample(2, 3, seed=1)
 
 
-def call_every(x, w, **others):
+def call_every(x, w, name=None, **others):
     """A call with those values, or others."""
     kernel, values = kernel_of_every_kind()
-    options = {"launch_dims": (2, 3), "block_dim": 4, "differentiable": True}
+    options = {"launch_dims": (2, 3), "block_dim": 4, "differentiable": True, "name": name}
     return xk.warp_kernel(kernel, spec(2, 3), **options)(x, *(values | others).values(), w)
 
 
@@ -3524,62 +3729,24 @@ def every_in_jax(x, w):
 # -- the ways in which a Warp kernel is started --------------------------------------------------------
 
 
-def with_unknown_bounds(launch):
-    """A recorded launch of a Warp that passes more than the library knows."""
-
-    class Bounds(ctypes.Structure):
-        _fields_: typing.ClassVar = [*type(launch.bounds)._fields_, ("unknown", ctypes.c_int64)]
-
-    known = bytes(launch.bounds)
-    launch.bounds = launch.params[0] = Bounds.from_buffer_copy(known.ljust(ctypes.sizeof(Bounds), b"\0"))
-    return launch
-
-
-def packed_otherwise(launch):
-    """A recorded launch of a Warp that packs arrays otherwise, in structs of the same size."""
-    launch.params[1].strides[0] += 4
-    return launch
-
-
 def compile_anew(monkeypatch):
     """All kernels: their targets have other names from now on."""
     monkeypatch.setattr(xk, "__name__", f"xla_kernels_{os.urandom(4).hex()}")
     monkeypatch.setattr(xk, "_NAMES", xk._Names())
 
 
-def change_recorded_launches(monkeypatch, change):
-    compile_anew(monkeypatch)
-    launch = wp.launch
-
-    def launching(*args, record_cmd=False, **options):
-        launched = launch(*args, record_cmd=record_cmd, **options)
-        return change(launched) if record_cmd else launched
-
-    monkeypatch.setattr(wp, "launch", launching)
-
-
-@needs_warp
-@pytest.mark.parametrize("change, n_replays", [(None, 0), (with_unknown_bounds, 1), (packed_otherwise, 1)])
-def test_warp_replays_launches_that_the_library_does_not_know(change, n_replays, monkeypatch):
-    if change:
-        change_recorded_launches(monkeypatch, change)
-    f = product()
-    check_equal(f(*PAIR), PAIR[0] * PAIR[1])
-    replays = []
-    monkeypatch.setattr(wp.Launch, "launch", lambda launch: replays.append(launch))
-    jax.block_until_ready(f(*PAIR))
-    assert len(replays) == n_replays
-
-
-NEEDED_BY_PATH = {"native": "warp", "replay": "warp", "gpu": "warp_gpu"}
+NEEDED_BY_PATH = {"cpu": "warp", "gpu": "warp_gpu"}
 
 
 @pytest.fixture(params=[pytest.param(path, marks=pytest.mark.needs(need)) for path, need in NEEDED_BY_PATH.items()])
-def warp_path(request, monkeypatch):
-    """On the CPU, natively and (as of a Warp that is not known) by replaying its recorded launch; and on a GPU."""
-    if request.param == "replay":
-        change_recorded_launches(monkeypatch, with_unknown_bounds)
+def warp_path(request):
+    """On the CPU, and on a GPU."""
     return request.param
+
+
+def n_handlers():
+    """How many have been compiled."""
+    return len(xk._ALIVE)
 
 
 # -- values --------------------------------------------------------------------------------------------
@@ -3602,9 +3769,15 @@ def test_warp_values(warp_path):
     for values in (typed, plain):
         call = partial(call_every, **values)
         check_close(gradient(call, EVERY)(*EVERY), gradient(every_in_jax, EVERY)(*EVERY), 1e-4)
-    n_targets = len(xk.export_checks())
+    n_targets = n_handlers()
     check_equal(call_every(*EVERY, i=3, m=[[1, 2, 3]] * 3, n=9), every_in_jax(*EVERY) + 6 + 1 - 5)
-    assert len(xk.export_checks()) == n_targets
+    assert n_handlers() == n_targets
+
+
+@needs_warp
+def test_warp_values_are_exported():
+    call = partial(call_every, name="of_every_kind")
+    check_close(loaded_elsewhere(call, *EVERY), every_in_jax(*EVERY), 1e-5)
 
 
 @needs_warp
@@ -3612,7 +3785,6 @@ def test_warp_fills_dicts_in_written_order(tmp_path):
     kernel = kernel_with_body("i = wp.tid()\ny[i] = x[i]\nout[i] = 3.0 * x[i]", tmp_path)
     for differentiable in (False, True):
         call = xk.warp_kernel(kernel, lambda x: {"z": x, "a": x}, differentiable=differentiable)
-        assert list(call(F32)) == ["z", "a"]
         check_equal(jax.jit(call)(F32), {"z": F32, "a": 3 * F32})
     check_equal(jax.jit(jax.grad(lambda x: (call(x)["z"] + 10 * call(x)["a"]).sum()))(F32), 31 * F32)
 
@@ -3682,14 +3854,14 @@ def test_warp_generated_kernels_are_theirs_by_constant_and_setting(warp_path, mo
     for constant in (2.0, 3.0):
         check_equal(kernel_with_a_constant(constant)(x), constant * x)
     check_equal(first(x), 2 * x)  # although its module was built again
-    n_targets = len(xk.export_checks())
+    n_targets = n_handlers()
     options = wp.get_module("generated").options
     monkeypatch.setitem(options, "fast_math", not options["fast_math"])
     check_equal(kernel_with_a_constant(2.0)(x), 2 * x)
-    assert len(xk.export_checks()) == n_targets + 1
+    assert n_handlers() == n_targets + 1
     monkeypatch.setattr(wp.config, "verify_fp", True)
     check_equal(kernel_with_a_constant(2.0)(x), 2 * x)
-    assert len(xk.export_checks()) == n_targets + 2
+    assert n_handlers() == n_targets + 2
 
 
 def test_warp_threads_that_call_kernels_of_one_module(warp_path, monkeypatch):
@@ -3727,9 +3899,9 @@ def test_warp_slices_of_a_batch_run_on_all_threads_unless_in_order_or_on_tiles(h
         return run(patience, PAIR[0]).max()
 
     with ThreadPoolExecutor(n_threads) as pool:
-        for _ in range(100):  # a busy machine may leave the caller alone
+        for _ in range(100 if overlap else 5):  # a busy machine may leave the caller alone
             most = max(pool.map(most_at_once, range(n_threads)))
-            if most > 1 or not overlap:
+            if most > 1:
                 break
     assert (most > 1) == overlap
 
@@ -3758,12 +3930,11 @@ class FakeGpu(FakeGpus):
     def __init__(self, monkeypatch):
         self.handlers, self.all_traits = {}, {}
         self.local_devices, self.register = jax.local_devices, jax.ffi.register_ffi_target
-        self.record_on_cpu, self.run_on_cpu = wp.launch, wp.Launch.launch
+        self.record_on_cpu = wp.launch
         self.ordinal = 1
         self.recorded = {}  # by the address of the machine code
         self.launches = []  # by libcuda: (grid, block, shared memory, stream)
         self.grids = []
-        self.python_launches = []  # the streams of those by Warp
         library, load_library, make_array = self.make_library(), ctypes.CDLL, wp.array.__init__
 
         def open_library(name, *args, **options):
@@ -3772,10 +3943,6 @@ class FakeGpu(FakeGpus):
         def make_on_cpu(array, *args, **options):
             make_array(array, *args, **{**options, "device": "cpu"})
 
-        def launch_by_warp(launch, stream):
-            self.python_launches.append(stream.cuda_stream)
-            self.run_on_cpu(launch)
-
         compile_anew(monkeypatch)
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
         monkeypatch.setattr(jax, "local_devices", self.with_gpus)
@@ -3783,7 +3950,6 @@ class FakeGpu(FakeGpus):
         monkeypatch.setattr(ctypes, "CDLL", open_library)
         monkeypatch.setattr(wp, "launch", self.record)
         monkeypatch.setattr(wp.array, "__init__", make_on_cpu)
-        monkeypatch.setattr(wp.Launch, "launch", launch_by_warp)
         self.kept.append(self)
 
     def get(self, name):
@@ -3795,6 +3961,7 @@ class FakeGpu(FakeGpus):
         shared_memory = block_dim + int(device.removeprefix("cuda:"))  # tells one recording from another
         launch.hooks = type(launch.hooks)(forward, backward, shared_memory, shared_memory)
         code = backward if launch.adjoint else forward
+        launch.device = types.SimpleNamespace(is_cpu=False)
         self.recorded[ctypes.cast(code, ctypes.c_void_p).value] = launch
         return launch
 
@@ -3819,7 +3986,8 @@ class FakeGpu(FakeGpus):
         launch = self.recorded[function]
         for param, passed in zip(launch.params, params):
             ctypes.memmove(ctypes.addressof(param), passed, ctypes.sizeof(param))
-        self.run_on_cpu(launch)
+        launch.device = wp.get_device("cpu")
+        launch.launch()
         return 0
 
     def copy(self, target, source, size, stream):
@@ -3841,23 +4009,15 @@ def fake_gpu(monkeypatch):
 
 
 @needs_warp
-@pytest.mark.parametrize("is_known", [True, False])
-def test_warp_on_fake_gpu(is_known, monkeypatch):
-    """Where a handler calls libcuda, and where it goes through Warp's own launch."""
-    if not is_known:
-        change_recorded_launches(monkeypatch, with_unknown_bounds)
-    gpu = FakeGpu(monkeypatch)
+def test_warp_on_fake_gpu(fake_gpu):
+    """Three slices in one launch, and the adjoint of each."""
     args = sample(3, 2, 3), EVERY[1]
     f, in_jax = over_first(call_every, args), over_first(every_in_jax, args)
-    check_close(gpu.run(gradient(f, args), *args), gradient(in_jax, args)(*args), 1e-4)
-    is_command_buffer_compatible = int(is_known)
-    assert set(gpu.all_traits.values()) == {is_command_buffer_compatible}
-    if is_known:  # three slices in one launch, and the adjoint of each
-        recorded_for_the_device = 4 + gpu.ordinal
-        assert gpu.grids == [(5, 1, 1), *[(2, 1, 1)] * 3]
-        assert {tuple(rest) for _, *rest in gpu.launches} == {((4, 1, 1), recorded_for_the_device, gpu.STREAM)}
-    else:
-        assert gpu.python_launches == [gpu.STREAM] * 6
+    check_close(fake_gpu.run(gradient(f, args), *args), gradient(in_jax, args)(*args), 1e-4)
+    assert set(fake_gpu.all_traits.values()) == {1}  # compatible with command buffers
+    recorded_for_the_device = 4 + fake_gpu.ordinal
+    assert fake_gpu.grids == [(5, 1, 1), *[(2, 1, 1)] * 3]
+    assert {tuple(rest) for _, *rest in fake_gpu.launches} == {((4, 1, 1), recorded_for_the_device, fake_gpu.STREAM)}
 
 
 @needs_warp
@@ -3875,12 +4035,12 @@ def test_warp_tiles_on_fake_gpu(fake_gpu):
 @needs_warp
 def test_warp_kernel_is_not_loaded_on_another_gpu(fake_gpu):
     fake_gpu.ordinal = 2
-    with pytest.raises(Exception, match="kernel 'multiply' is not loaded on this GPU"):
+    with pytest.raises(RUNTIME_ERRORS, match="kernel 'multiply' is not loaded on this GPU"):
         fake_gpu.run(product(), *PAIR)
 
 
 @needs_warp
-def test_warp_grid_of_kernels_without_a_grid_stride_is_that_of_wp_cuda_launch_kernel():
+def test_warp_grid_of_kernels_without_a_grid_stride_is_that_of_wp_cuda_launch_kernel(fake_gpu):
     if "grid_stride" not in inspect.signature(wp.kernel).parameters:
         pytest.skip("they came with Warp 1.15")
 
@@ -3948,6 +4108,16 @@ try:
         return f(a, i)
 except RuntimeError:  # functions of this Warp take no functions
     apply = None
+@wp.func
+def tail(a: floats):
+    return a[1:]
+def make_add(value: float):
+    @wp.func
+    def add_value(a: floats, i: int):
+        tail(a)[i] += value
+    return add_value
+@wp.func_native("a.data[0] = 1.0f;")
+def in_c(a: floats): ...
 @wp.func_native("return 2.0f * x;")
 def twice_in_c(x: float) -> float: ...
 @wp.func_native('''
@@ -4043,6 +4213,17 @@ WARP_WRITES = [  # statements that write to the input y, or x
     "wp.tile_store(y, wp.tile_load(out, shape=3))",
     "add_by_name(y, i)",
     "add(y[1:], i, 1.0)",
+    "z = y\nz[i] = 1.0",
+    "z = y[1:]\nz[i] = 1.0",
+    "z = out\nif i > 0:\n    z = y\nz[i] = 1.0",
+    "tail(y)[i] = 1.0",
+    "wp.where(i > 0, x, x)[i][0] = 1.0",
+    "wp.static(add)(y, i, 1.0)",
+    "wp.static(make_add(5.0))(y, i)",
+    "in_c(y)",
+    "wp.dense_chol(1, y, out[0], y)",
+    "wp.dense_subs(1, out, out, y)",
+    "wp.dense_solve(n=1, A=out, L=out, b=out, x=y)",
 ]
 
 
@@ -4058,7 +4239,8 @@ def test_warp_kernel_that_writes_to_an_input_is_refused(statement, tmp_path):
 
 @needs_warp
 def test_warp_kernel_that_reads_an_input(tmp_path):
-    body = "i = wp.tid()\nz = y[1:]\nout[i] = x[i][0] + twice(z, 0) + twice(a=y, i=i) + x[i].x + change(x[i])"
+    body = "i = wp.tid()\nz = y[1:]\nv = x[i]\nv[0] = 9.0\nn = wp.lower_bound(y, -9.0) + len(y) - y.shape[0]"
+    body += "\nout[i] = x[i][0] + twice(z, n) + twice(a=y, i=i) + x[i].x + change(x[i])"
     x, y = sample(3, 2), sample(3)
     f = xk.warp_kernel(kernel_with_body(body, tmp_path, x="vectors"), like_last)
     check_equal(f(x, y), 2 * (x[:, 0] + y[1] + y) + 1)
@@ -4097,15 +4279,16 @@ def test_warp_refuses(text, kernel, args, options):
 @needs_warp
 @pytest.mark.parametrize("call, text", [
     (partial(call_every, *EVERY, s=1), r"'s' \(struct .*Settings\) is passed .*got int 1, not an instance"),
-    (partial(call_every, *EVERY, m=[1.0, 2.0]), r"'m' \(float32\[3,3\]\) is passed by value; got"),
-    (partial(call_every, *EVERY, i=1.5), r"'i' \(int8\) is passed by value; got float 1.5"),
-    (partial(call_every, *EVERY, i=300), r"'i' \(int8\) is passed by value; 300 is out of its range"),
+    (partial(call_every, *EVERY, m=[1.0, 2.0]), r"Failed to convert argument for param m to mat33f?"),
+    (partial(call_every, *EVERY, i=1.5), r"unable to pack kernel parameter type .*float.* for param i"),
+    (partial(call_every, *EVERY, i=300), r"'i' \(int8\) is passed by value; got int 300, which is out of its range"),
     (partial(xk.warp_kernel, like_first, spec()), r"takes a function decorated with warp.kernel; got function"),
     (partial(xk.jaxtype_to_warptype, np.complex64), r"Warp has no scalar type for dtype .*it has bool, .*float64"),
     (partial(xk.jaxinfo_to_warpinfo, spec()), r"1 to 4 dimensions; got 0 in float32\[\]; reshape it to \(1,\)"),
 ])  # fmt: skip
 def test_warp_has_no_such_value_or_type(call, text):
-    with pytest.raises((TypeError, ValueError), match=text):
+    """Values of a wrong type get Warp's errors."""
+    with pytest.raises((TypeError, ValueError, RuntimeError), match=text):
         call()
 
 
@@ -4141,6 +4324,76 @@ def test_warp_arguments_bind_as_pythons():
 
 
 @needs_warp
+def test_warp_names_the_order_of_parameters(tmp_path):
+    kernel = kernel_with_body("i = wp.tid()\ny[i] = x[i] * out[i]", tmp_path)  # an output between inputs
+    for call in (lambda f: f(THREE, THREE), lambda f: f(THREE, out=THREE)):
+        with pytest.raises(
+            TypeError, match=r"inputs and values, then outputs.*in_out_argnames|in_out_argnames.*then out"
+        ):
+            call(xk.warp_kernel(kernel, lambda x, out: x))
+    f = xk.warp_kernel(kernel, lambda x, y, out: x, in_out_argnames=["y"])
+    check_equal(f(THREE, y=THREE, out=THREE), THREE * THREE)
+
+
+@needs_warp
+def test_warp_names_the_settings_that_are_in_the_way(monkeypatch, tmp_path):
+    monkeypatch.setattr(wp.config, "enable_backward", False)
+    f = xk.warp_kernel(kernel_with_body("i = wp.tid()\nout[i] = x[i]", tmp_path), like_first, differentiable=True)
+    with pytest.raises(RuntimeError) as caught:
+        jax.grad(lambda x: f(x, x).sum())(THREE)
+    assert "enable_backward=False leaves out" in " ".join(caught.value.__notes__)
+    monkeypatch.setattr(wp.config, "enable_cpu_blocks", True, raising=False)  # came with Warp 1.19
+    check_equal(product(launch_dims=3)(THREE, THREE), THREE * THREE)
+    with pytest.raises(NotImplementedError, match=r"enable_cpu_blocks, .* blocks of 4 threads, .*: use block_dim=1"):
+        product(block_dim=4)(THREE, THREE)
+
+
+@needs_warp
+def test_warp_launches_that_are_more_than_the_start_of_a_kernel_are_refused(monkeypatch):
+    launch = type("DeterministicLaunch", (wp.Launch,), {"__init__": lambda self: None})()
+    monkeypatch.setattr(wp, "launch", lambda *args, **options: launch)
+    with pytest.raises(NotImplementedError, match=r"Warp kernel 'multiply': .*: call it by warp.jax_kernel"):
+        product(launch_dims=2)(*PAIR)
+
+
+@needs_warp
+@on_gpu
+def test_warp_is_exported_for_two_platforms():
+    """A launch has other bytes on each."""
+    f = jax.vmap(product(name="for two platforms"))
+    xs = integers(2, 5), sample(2, 5)
+    checks = xk.export_checks()
+    exported = export.export(jax.jit(f), platforms=["cpu", "cuda"], disabled_checks=checks)(*xs)
+    for platform in ("cpu", "cuda"):
+        args = jax.device_put(xs, jax.devices(platform)[0])
+        check_equal(export.deserialize(exported.serialize()).call(*args), xs[0] * xs[1])
+
+
+@needs_warp
+def test_warp_values_that_look_like_pointers():
+    """No pointer is written where a value stands."""
+
+    @unique_kernel
+    def wide(x: floats, bits: wp.uint64, out: wp.array(dtype=wp.uint64)):
+        out[wp.tid()] = bits
+
+    with jax.enable_x64(True):
+        for bits in (0, 4096, 2**59 + 16, 2**64 - 1):
+            f = xk.warp_kernel(wide, spec(3, dtype=np.uint64))
+            check_equal(f(THREE, bits), np.full(3, bits, np.uint64))
+
+
+@needs_warp
+def test_warp_kernel_that_does_not_build_gives_its_name_back(tmp_path):
+    for statement in ("undefined(x)", "out[wp.tid()] = x[wp.tid()]"):
+        f = xk.warp_kernel(kernel_with_body(statement, tmp_path), like_first, name="given back")
+        with contextlib.suppress(KeyError):
+            check_equal(f(*PAIR), PAIR[0])
+    with pytest.raises(ValueError, match="name='given back': another kernel"):
+        xk.warp_kernel(warp_kernels().multiply, like_first, name="given back")(*PAIR)
+
+
+@needs_warp
 def test_warp_build_error_stays_an_error():
     """Warp < 1.19 notes what failed, and leaves it out of later builds."""
 
@@ -4149,18 +4402,11 @@ def test_warp_build_error_stays_an_error():
         out[wp.tid()] = undefined_thing(x[wp.tid()])  # noqa: F821
 
     for _ in range(3):
-        with pytest.raises(Exception, match="undefined_thing"):
+        with pytest.raises(KeyError, match="undefined_thing"):
             xk.warp_kernel(broken, like_first)(jnp.arange(3.0))
 
 
 # -- Warp's own functions, no Warp ---------------------------------------------------------------------
-
-
-@needs_warp
-def test_warp_jax_kernel_and_jax_callable_are_warps_own():
-    multiply = warp_kernels().multiply
-    for f in (xk.jax_kernel(multiply, num_outputs=1), xk.jax_callable(multiply.func, num_outputs=1)):
-        assert type(f).__module__.startswith("warp.")
 
 
 def test_warp_is_missing(monkeypatch):
@@ -4221,7 +4467,7 @@ def numba_multiply(x, y, out):
         out[i] = x[i] * y[i]
 
 
-multiply_p = xk.Primitive("multiply_without_batching_rule")  # as most hand-written primitives
+multiply_p = Primitive("multiply_without_batching_rule")  # as most hand-written primitives
 multiply_p.def_abstract_eval(like_first)
 mlir.register_lowering(multiply_p, mlir.lower_fun(operator.mul, multiple_results=False))
 
@@ -4252,8 +4498,9 @@ def sum_of(f):
     return lambda *operands: f(*operands).sum()
 
 
+BATCHED = ["vmap_nested", "vmap_of_nothing", "jit_over_mesh", *SHARD_MAPS]
 BESIDE_THE_MATRIX = [  # backend, how the derivative is defined, and the transformation
-    *itertools.product(["no_batching"], [Hadamard.differentiate], ["vmap_nested", "vmap_of_nothing", *SHARD_MAPS]),
+    *itertools.product(["no_batching"], [Hadamard.differentiate], BATCHED),
     *itertools.product(["jax"], [define_backward_pass], [t for t in TRANSFORMS if "grad" in t and "jvp" not in t]),
 ]
 
@@ -4322,7 +4569,6 @@ def test_op_fills_a_dict_in_written_order_or_by_key(kind):
         define_rule(forward, backward)
         for f in (call, jax.jit(call), jax.disable_jit()(call)):
             assert f(x) == {"low": 1, "high": 2}
-        assert list(call(x)) == list(call(jnp.array(x))) == ["low", "high"]
         assert jax.tree.map(list, jax.vmap(call)(np.stack([x, x + 1]))) == {"low": [1, 2], "high": [2, 3]}
     check_equal(jax.grad(lambda x: call(x)["low"] + 3 * call(x)["high"])(x), [1, 3])
     op.def_jvp_rule2(lambda t, x: (t[0], t[1]))
@@ -4332,10 +4578,10 @@ def test_op_fills_a_dict_in_written_order_or_by_key(kind):
     assert axes == {"low": 0, "high": 0}
 
 
-@pytest.mark.parametrize("outs, keys", [(LOW_AND_HIGH, "['low', 'high']"), ([spec(), spec()], "none")])
-def test_op_refuses_a_dict_of_other_keys(outs, keys):
+@pytest.mark.parametrize("outs", [LOW_AND_HIGH, [spec(), spec()]])
+def test_op_refuses_a_dict_of_other_keys(outs):
     op = op_of(lambda x: {"low": x.min(), "top": x.max()})
-    with pytest.raises(ValueError, match=re.escape(f"a dict of ['low', 'top'], but outs declares {keys}")):
+    with pytest.raises(ValueError, match=r"'op'.*returned .*'low': \*, 'top'.*return equal keys, or a tuple"):
         op(VECTOR, outs=outs)
 
 
@@ -4426,8 +4672,6 @@ def test_op_says_what_it_has_and_carries_what_brainevent_attaches():
     assert op.__doc__ == "Adds one." and repr(op) == "XLACustomKernel('op')\n  cpu: a (default), b\n  rules: jvp"
     assert op.defaults == {"cpu": "a"} and op.get_default("cpu") == "a" and op.get_default("tpu") is None
     assert op.available_backends("cpu") == ["a", "b"] and op.available_backends("tpu") == []
-    op.def_tags("csr", "binary")
-    assert op._tags == {"csr", "binary"}  # it finds ops by them
     op.def_call(lambda x, backend=None: (x, backend))
     assert op.call(1, backend="numba") == (1, "numba") and op.def_benchmark_data(add_to) is add_to
 
@@ -4489,8 +4733,6 @@ def test_op_shorthands_and_decorators(name):
     op.def_kernel("first", platform, generator, asdefault=True)
     assert define(*args)(generator) is generator and op.defaults[platform] == "first"
     assert define(*args, asdefault=True)(generator) is generator and op.defaults[platform] == backend
-    entry = op._kernels[platform][backend]  # BrainEvent reads it
-    assert (entry.backend, entry.platform, entry.kernel_generator) == (backend, platform, generator)
 
 
 @pytest.mark.parametrize("platforms", [("cuda",), ("cpu", "cuda", "tpu")], ids="+".join)
@@ -4603,9 +4845,7 @@ MISUSES = [  # the error, what its text says, what is done to an op
     (ValueError, "platform must be a name, got ''", methodcaller("def_kernel", "a", "", add_to(1))),
     (TypeError, "must be callable, got 'kernel'", methodcaller("def_kernel", "a", "cpu", "kernel")),
     (TypeError, "grid can be given with a ready kernel only", methodcaller("def_numba_kernel", add_to(1), grid=3)),
-    (TypeError, "grid can be given with a ready kernel only", methodcaller("def_numba_kernel", add_one, grid=3)),
     (TypeError, "cannot have side effects", methodcaller("def_numba_kernel", numba_multiply, has_side_effect=True)),
-    (TypeError, "must be callable, got 3", methodcaller("def_jvp_rule2", 3)),
     (TypeError, "expected an XLACustomKernel or a jax Primitive, got 3", lambda op: xk.defjvp(3)),
     (TypeError, "parameter 'k' is traced", lambda op: jax.jit(call_op(op))(1.0, k=2.0)),
     (TypeError, "'_binding' is reserved", lambda op: call_op(op)(1.0, _binding=3.0)),
@@ -4692,23 +4932,15 @@ def test_op_rules_see_no_zero_tangents_and_no_call_without_cotangents():
 
 RULE_ERRORS = {  # the method that defines a rule of the product, its arguments, and what the error says
     "jvps: too few": ("def_jvp_rule2", [None], "1 jvp rules for 2 operands"),
-    "jvps: shape": (
-        "def_jvp_rule2",
-        [None, lambda t, x, y: t[:2]],
-        "operand 1 returned (float32[2]), but the outputs are (float32[8])",
-    ),
-    "jvp: no output": ("def_jvp_rule", [lambda x, t: ([], t[:1])], "returned (), but outs declares (float32[8])"),
     "jvp: dtype": (
         "def_jvp_rule",
         [lambda x, t: (x[:1], [t[0].astype(int)])],
         "(int32[8]), but the outputs are (float32[8])",
     ),
     "transpose": ("def_transpose_rule", [lambda cts, x, y: cts], "but the operands are (None, float32[8])"),
-    "vjp: scalar": ("def_vjp_rule", [lambda x, y: (x, y), lambda y, ct: (None, 0.0)], "(None, float32[]), but"),
     "vjp: dict": ("def_vjp_rule", [lambda x, y: (x, y), lambda y, ct: {"x": ct}], "return a tuple"),
     "batch: no axis": ("def_batching_rule", [lambda args, axes: (args[:1], [None])], "(float32[3,8]), but the slices"),
     "batch: no such axis": ("def_batching_rule", [lambda args, axes: (args[:1], [2])], "along axis 2"),
-    "batch: a number": ("def_batching_rule", [lambda args, axes: ([1.0], [None])], "(float32[]), but the slices"),
     "batch: no sequences": ("def_batching_rule", [lambda args, axes: (args[0], 0)], "two sequences"),
 }
 
@@ -4738,7 +4970,7 @@ def test_op_newest_rules_reach_warm_functions():
 
 
 def test_defjvp_and_general_batching_take_a_primitive_of_someone_else():
-    square_p = xk.Primitive("square")
+    square_p = Primitive("square")
     square_p.def_impl(jnp.square)
     square_p.def_abstract_eval(like_first)
     mlir.register_lowering(square_p, mlir.lower_fun(jnp.square, multiple_results=False))
@@ -4746,16 +4978,6 @@ def test_defjvp_and_general_batching_take_a_primitive_of_someone_else():
     xk.defjvp(square_p, lambda t, x: 2 * x * t)
     check_equal(jax.jvp(square_p.bind, (VECTOR,), (WEIGHTS,)), (VECTOR**2, 2 * VECTOR * WEIGHTS))
     check_equal(jax.vmap(square_p.bind, 1)(ROWS.T), ROWS**2)
-
-
-def test_general_batching_rule_called_by_hand():
-    """With `outs` as in a call of the op, an axis that counts from the end, or nothing that is batched."""
-    rows, axis = xk.general_batching_rule(product_op(), (ROWS.T, WEIGHTS), (-1, None), outs=like_first)
-    check_equal(rows, ROWS * WEIGHTS)
-    assert axis == 0
-    outputs, axes = xk.general_batching_rule(lambda x: (x, x), (VECTOR,), (None,))
-    check_equal(outputs, (VECTOR, VECTOR))
-    assert axes == (None, None)
 
 
 def test_op_batching_rules_as_brainevent_writes_them():
@@ -4779,16 +5001,6 @@ def test_op_batching_rules_as_brainevent_writes_them():
     check_equal(jax.vmap(product, (None, 0))(matrix, matrix), products)
     check_equal(jax.vmap(of_matrices, (None, 0))(np.stack([matrix, matrix]), matrix)[:, 1], products)
     assert seen == [(None, 0), (0, None)]
-
-
-def test_op_rules_can_be_called_and_primitives_bound_as_brainevent_does():
-    op = product_op()
-    op.def_transpose_rule(lambda cts, x, y, **options: (cts[0], x))
-    linear = ad.UndefinedPrimal(jax.typeof(jnp.asarray(VECTOR)))
-    transpose = ad.primitive_transposes[op.primitive]
-    check_equal(transpose([WEIGHTS], linear, WEIGHTS, backend=None)[0], WEIGHTS)
-    (out,) = op.primitive.bind(VECTOR, WEIGHTS, outs=(spec(8),), backend=None)
-    check_equal(out, VECTOR * WEIGHTS)
 
 
 # -- debugging and timing ------------------------------------------------------------------------------
@@ -4973,8 +5185,14 @@ def gradient_of_batch(product):
     return jax.grad(lambda x, y: (batch(x, y) ** 2).sum())
 
 
+def of_parts(product):
+    """A device has a half of a slice."""
+    return lambda x, y: jax.vmap(product)(x.reshape(2, 8), y.reshape(2, 8)).ravel()
+
+
 CUBE = np.arange(128.0, dtype=np.float32).reshape(8, 4, 4)
 XS, YS = CUBE[:2]
+XS_FLAT = XS.ravel()
 INNER = (None, ("e", "d"))
 SPLITS = {  # what is done to the product of two vectors, the arrays, how these are split, and how the result is
     "crossed": (of_pairs, (XS, YS), [("d",), ("e",)], ("d", "e")),
@@ -4982,18 +5200,28 @@ SPLITS = {  # what is done to the product of two vectors, the arrays, how these 
     "inner": (lambda product: jax.vmap(jax.vmap(product, (0, None))), (CUBE, CUBE[:, 0]), [INNER, ()], INNER),
     "grad": (gradient_of_batch, (XS, YS[0]), [("d",), ()], ("d",)),
 }
-SPLIT_KINDS = ["numba", "explicit", pytest.param("warp", marks=pytest.mark.needs("warp"))]
+GATHERED = {  # the same, where XLA must gather
+    "without vmap": (lambda product: product, (XS_FLAT, XS_FLAT), [("d",), ("d",)]),
+    "an axis shared by two batches": (of_pairs, (XS, YS), [("d",), ("d",)]),
+    "parts of slices": (of_parts, (XS_FLAT, XS_FLAT), [(("d", "e"),), (("d", "e"),)]),
+}
+WITH_WARP = pytest.param("warp", marks=pytest.mark.needs("warp"))
 
 
-@pytest.mark.parametrize("kind", SPLIT_KINDS)
-@pytest.mark.parametrize("program", SPLITS)
-def test_what_is_sharded_stays_sharded(program, kind):
-    transform, arrays, placed, axes_of_result = SPLITS[program]
+def on_devices(kind, arrays, placed):
+    """The product of two vectors, and arrays on a mesh of two by two."""
     product = call_op(product_op("numba"))
     if kind == "warp":
         product = xk.warp_kernel(warp_kernels().multiply, like_first, differentiable=True)
     mesh = four_devices(2, 2, axis_type=EXPLICIT if kind == "explicit" else AUTO)
-    operands = [on_mesh(x, *axes, mesh=mesh) for x, axes in zip(arrays, placed)]
+    return product, [on_mesh(x, *axes, mesh=mesh) for x, axes in zip(arrays, placed)], mesh
+
+
+@pytest.mark.parametrize("kind", ["numba", "explicit", WITH_WARP])
+@pytest.mark.parametrize("program", SPLITS)
+def test_what_is_sharded_stays_sharded(program, kind):
+    transform, arrays, placed, axes_of_result = SPLITS[program]
+    product, operands, mesh = on_devices(kind, arrays, placed)
     compiled = jax.jit(transform(product)).lower(*operands).compile()
     assert not COLLECTIVES.search(compiled.as_text())
     result = compiled(*operands)
@@ -5001,28 +5229,12 @@ def test_what_is_sharded_stays_sharded(program, kind):
     assert result.sharding.is_equivalent_to(jax.sharding.NamedSharding(mesh, P(*axes_of_result)), result.ndim)
 
 
-def test_batches_that_share_an_axis_or_are_split_over_a_part_of_one():
-    product = call_op(product_op("numba"))
-    pairs = of_pairs(product)
-    check_equal(jax.jit(pairs)(on_mesh(XS, "d"), on_mesh(YS, "d")), of_pairs(operator.mul)(XS, YS))
-
-    @jax.jit
-    def squares(x):
-        x = x.reshape(2, 2, 4)
-        return jax.vmap(jax.vmap(product))(x, x).ravel()
-
-    x = XS.ravel()  # four of its 16 elements on each device
-    check_equal(squares(on_mesh(x, "d")), x * x)
-
-
-@pytest.mark.parametrize("kind", PRODUCT_KERNELS)
-@pytest.mark.parametrize("axes", [("d",), (None, "d")], ids=str)
-def test_op_over_a_mesh_without_vmap(axes, kind):
-    """XLA gathers what a kernel takes whole, and loops over a batch that has no rule."""
-    op = product_op(kind)
-    for product in (partial(op, outs=spec(4, 8)), jax.vmap(call_op(op))):
-        x = on_mesh(np.arange(32.0, dtype=np.float32).reshape(4, 8), *axes)
-        check_equal(jax.jit(product)(x, x), x * x)
+@pytest.mark.parametrize("kind", ["numba", WITH_WARP])
+@pytest.mark.parametrize("program", GATHERED)
+def test_what_cannot_stay_sharded_is_gathered(program, kind):
+    transform, arrays, placed = GATHERED[program]
+    product, operands, _ = on_devices(kind, arrays, placed)
+    check_close(jax.jit(transform(product))(*operands), transform(operator.mul)(*arrays), 1e-6)
 
 
 def over_axis(f, axis, **mesh):
@@ -5072,7 +5284,7 @@ def test_op_on_a_mesh_of_explicit_axes(x_axes, y_axes, define_derivative):
 
 def step_of_the_readme():
     namespace = {}
-    exec(README_BLOCKS["A network of spiking neurons"], namespace)
+    exec(README_BLOCKS["A network of spiking neurons", 0], namespace)
     return namespace["step"]
 
 
@@ -5326,8 +5538,10 @@ import jax, numba, numpy as np
 
 start = time.perf_counter()
 import xla_kernels as xk
+kernels = []
 """
 KERNEL = """
+@kernels.append
 @numba.njit(cache=True)
 def kernel_{0}(x, y, out):
     for i in range(x.size):
@@ -5335,31 +5549,28 @@ def kernel_{0}(x, y, out):
 """
 FIRST_RESULT = """
 x = np.ones(16, np.float32)
-kernels = [xk.numba_kernel(kernel, lambda x, y: x) for name, kernel in globals().items() if name.startswith("kernel_")]
-jax.block_until_ready(jax.jit(lambda x: [kernel(x, x) for kernel in kernels])(x))
+calls = [xk.numba_kernel(kernel, lambda x, y: x) for kernel in kernels]
+jax.block_until_ready(jax.jit(lambda x: [call(x, x) for call in calls])(x))
 print(1e3 * (time.perf_counter() - start))
 """
 
 
 def bench_start():
     """From importing this library to the first result of 20 kernels with cache=True"""
-    program = START + "".join(map(KERNEL.format, range(20))) + FIRST_RESULT
 
-    def first_and_next():
-        """The times of two processes that share a folder."""
-        with tempfile.TemporaryDirectory() as folder:
-            file = pathlib.Path(folder, "kernels.py")
-            file.write_text(program)
-            settings = {"JAX_COMPILATION_CACHE_DIR": folder, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-            return [float(run_python(file, **settings)) for _ in range(2)]
+    def first_and_next(folder):
+        file = pathlib.Path(folder, "kernels.py")
+        file.write_text(START + "".join(map(KERNEL.format, range(20))) + FIRST_RESULT)
+        settings = {"JAX_COMPILATION_CACHE_DIR": folder, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+        return [float(run_python(file, **settings)) for _ in range(2)]
 
-    pairs = [first_and_next() for _ in range(4)]
-    first, following = [iter(times) for times in zip(*pairs)]
-    return compare(
-        {"the first process": lambda: partial(next, first), "the next": lambda: partial(next, following)},
-        "ms",
-        rounds=3,
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        return [figure(*row, "ms") for row in zip(("the first process", "the next"), first_and_next(folder))]
+
+
+def figure(path, value, unit, **others):
+    """A row of one measurement."""
+    return {"case": "", "path": path, "value": value, "unit": unit, **others}
 
 
 # -- the network of spiking neurons, by others ---------------------------------------------------------
@@ -5400,12 +5611,11 @@ device.build(directory=folder, compile=True, run=False)
 
 def brian2_program(n, steps):
     """A function that runs Brian2's compiled program and reads the time of a step that it reports."""
-    kept = tempfile.TemporaryDirectory()
-    folder = pathlib.Path(kept.name)
+    folder = pathlib.Path(tempfile.mkdtemp())
     run_python("-W", "ignore", "-c", BRIAN2, n, steps, folder, cwd=folder)
 
     def once():
-        subprocess.run([folder / "main"], check=True, capture_output=True, cwd=kept.name)
+        subprocess.run([folder / "main"], check=True, capture_output=True, cwd=folder)
         return float((folder / "results" / "last_run_info.txt").read_text().split()[0]) / steps * 1e6
 
     return once
@@ -5419,8 +5629,7 @@ def bench_network(n=4_000, steps=5_000):
         return lambda: once() / steps
 
     steppers = {"numba_kernel": step_of_the_readme, "brainevent.numba_kernel": step_by_brainevent}
-    brian2 = {"Brian2 C++ standalone, float32": partial(brian2_program, n, steps)}
-    return compare(over(steppers, stepping) | brian2)
+    return compare(over(steppers, stepping) | {"Brian2 C++ standalone, float32": partial(brian2_program, n, steps)})
 
 
 def bench_spikes(n=4_000, steps=5_000, shown=250):
@@ -5428,7 +5637,7 @@ def bench_spikes(n=4_000, steps=5_000, shown=250):
     run = simulation(step_of_the_readme(), n, steps, lambda spikes: spikes[:: n // shown])
     times, numbers = np.nonzero(np.asarray(run(first_state(n))[1]))
     raster = [[float(t), int(i)] for t, i in zip(np.round(times * 0.1, 1), numbers)]
-    return [{"case": "", "path": "rate", "unit": "Hz", "value": len(raster) / shown / (steps * 1e-4), "raster": raster}]
+    return [figure("rate", len(raster) / shown / (steps * 1e-4), "Hz", raster=raster)]
 
 
 # -- the tests that measure ----------------------------------------------------------------------------

@@ -86,8 +86,6 @@ __all__ = [
     "defjvp",
     "export_checks",
     "general_batching_rule",
-    "jax_callable",
-    "jax_kernel",
     "jaxinfo_to_warpinfo",
     "jaxtype_to_warptype",
     "numba_cuda_callable",
@@ -641,6 +639,10 @@ class _Target:
                 _ALIVE.append(compiled)
             return compiled
 
+    def lowered(self, platform: str, ins: Sequence, outs: Sequence, n_devices: int) -> _Target:
+        """What runs a call of arrays with these abstract values, batch included, on a platform."""
+        return self
+
     def register_where_traced(self) -> None:
         """Compile for this machine at the trace, where errors are raised."""
         platform = _default_platform().replace("gpu", "cuda")
@@ -711,50 +713,31 @@ class _Written(dict):
         return dict(zip(keys, values, strict=True))
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["leaves"], meta_fields=["tree"])
-@dataclasses.dataclass
-class _Results:
-    """The results of a call as JAX's transformations see them, and the structure that the user gets them in."""
+def _flatten(tree: Any, is_leaf: Callable = lambda x: False) -> tuple[list, Any]:
+    """The leaves of a pytree, those of dicts in written order, and its structure, which makes plain dicts of them."""
 
-    leaves: list
-    tree: Any
+    def in_written_order(tree: Any) -> Any:
+        return jax.tree.map(written, tree, is_leaf=lambda x: type(x) is dict or is_leaf(x))
 
-    def from_jit(self) -> Any:
-        """What a jitted function returns: the user's structure, for `_unflatten`, unless JAX would change its order."""
-        results = _unflatten(self)
-        return results if jax.tree.structure(results) == self.tree else self
-
-
-def _unflatten(results: Any) -> Any:
-    return results.tree.unflatten(results.leaves) if type(results) is _Results else results
-
-
-def _in_written_order(tree: Any, is_leaf: Callable = lambda x: False) -> Any:
-    """A pytree with `_Written` in the place of dicts, to be flattened."""
-
-    def convert(x: Any) -> Any:
+    def written(x: Any) -> Any:
         if type(x) is not dict:
             return x
-        return _Written({key: _in_written_order(value, is_leaf) for key, value in x.items()})
+        return _Written({key: in_written_order(value) for key, value in x.items()})
 
-    return jax.tree.map(convert, tree, is_leaf=lambda x: type(x) is dict or is_leaf(x))
-
-
-def _flatten(tree: Any, is_leaf: Callable = lambda x: False) -> tuple[list, Any]:
-    """The leaves of a pytree, those of dicts in written order, and its structure: buffers follow the user's order."""
-    return jax.tree.flatten(_in_written_order(tree, is_leaf), is_leaf)
+    return jax.tree.flatten(in_written_order(tree), is_leaf)
 
 
-def _ordered_like(declared: Any, returned: Any, what: str) -> Any:
-    """What a function returned, with its dicts in the order of those that outs declares."""
-    if isinstance(returned, dict) and (isinstance(declared, dict) or len(returned) > 1):
-        keys = [*declared] if isinstance(declared, dict) else "none"
-        if set(keys) != returned.keys():
-            raise ValueError(f"{what} returned a dict of {[*returned]}, but outs declares {keys}: return a tuple")
-        return {key: _ordered_like(value, returned[key], what) for key, value in declared.items()}
-    if isinstance(declared, (list, tuple)) and isinstance(returned, (list, tuple)) and len(declared) == len(returned):
-        return [_ordered_like(*pair, what) for pair in zip(declared, returned)]
-    return returned
+def _leaves_like(tree: Any, returned: Any, what: str) -> list:
+    """The leaves of what a function returned, in the order of a structure of declared outputs: of dicts by key."""
+    numbers = tree.unflatten(range(tree.num_leaves))
+    leaves, structure = jax.tree.flatten(returned)
+    if structure == jax.tree.structure(numbers):
+        by_number = dict(zip(jax.tree.leaves(numbers), leaves, strict=True))
+        return [by_number[k] for k in range(len(leaves))]
+    parts = jax.tree.leaves(returned, is_leaf=lambda x: isinstance(x, dict))
+    if len(leaves) > 1 and any(isinstance(part, dict) for part in parts):
+        raise ValueError(f"{what} returned {structure}, but outs declares {tree}: return equal keys, or a tuple")
+    return leaves
 
 
 def _check_dtype(dtype: Any, what: str) -> None:
@@ -1005,15 +988,17 @@ def _lower_to_custom_call(
     ctx: Any, operands: Any, call: _CallParams, ins: Sequence, outs: Sequence, **attributes: Any
 ) -> Any:
     # An alias lets XLA save a copy; it is the handler that makes sure that the output starts with the input.
+    [platform] = _platforms(ctx)
+    target = call.target.lowered(platform, ins, outs, _devices_to_split_over(ctx))
     lower = jax.ffi.ffi_lowering(
-        call.target.name,
+        target.name,
         operand_output_aliases=dict(call.aliases),
         has_side_effect=call.has_side_effect,
         extra_attributes=attributes,
     )
     launch = {}
-    if call.target.launch:
-        launch["launch"] = np.array(call.target.launch, np.int64)
+    if target.launch:
+        launch["launch"] = np.array(target.launch, np.int64)
     return lower(ctx.replace(avals_in=ins, avals_out=outs), *operands, **launch)
 
 
@@ -1080,6 +1065,8 @@ ad.primitive_jvps[_call_p] = _call_jvp
 ad.primitive_transposes[_call_p] = _call_transpose
 batching.primitive_batchers[_call_p] = _call_batching
 mlir.register_lowering(_call_p, _call_lowering)
+for _platform in ("cpu", "cuda"):  # so each gets a call of its own where a program is lowered for both
+    mlir.register_lowering(_call_p, _call_lowering, platform=_platform)
 
 
 # -- 5.2 Over a mesh: XLA splits a batch ---------------------------------------------------------------
@@ -1369,7 +1356,7 @@ class _Wrapper(_Kept):
 
     def _function(self) -> Callable:
         def call(*args: Any) -> Any:
-            return self._trace(*args).from_jit()
+            return self._trace(*args)
 
         call.__name__ = call.__qualname__ = self.__name__
         return call
@@ -1386,11 +1373,10 @@ class _Wrapper(_Kept):
     def _call_inputs(self, args: Sequence) -> Any:
         args, is_traced = _as_inputs(args, self.__name__)
         try:
-            results = self._trace(*args) if is_traced else self._jitted(*args)
+            return self._trace(*args) if is_traced else self._jitted(*args)
         except TypeError:
             _input_specs(args)  # explains better what is wrong with a dtype that JAX lacks
             raise
-        return _unflatten(results)
 
     def _bound(self, args: Sequence, named: Mapping[str, Any]) -> dict[str, Any]:
         """What the first parameters get, bound as Python binds arguments."""
@@ -1430,10 +1416,13 @@ class _Wrapper(_Kept):
 
     # -- from inputs to the primitive ------------------------------------------------------------------
 
-    def _trace(self, *args: Any) -> _Results:
+    def _trace(self, *args: Any) -> Any:
         ins = _input_specs(args)
         outs, tree = _flat_specs(self._for_inputs("outs", ins), "outs", ins)
-        return _Results(self._bind(self._resolve(ins, outs), args), tree)
+        return tree.unflatten(self._leaves(outs, *args))
+
+    def _leaves(self, outs: list[Spec], *args: Any) -> list:
+        return self._bind(self._resolve(_input_specs(args), outs), args)
 
     def _bind(self, call: _Call, args: Sequence) -> list:
         return call.bind(bool(self.options.has_side_effect), args)
@@ -3963,17 +3952,13 @@ class _CudaEmitter(_Emitter):
 
 _WARP_INSTALL = "pip install warp-lang numba"
 _WARP_DTYPES = "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 bfloat16 float32 float64".split()
-_WARP_WRITERS = re.compile(r"atomic_\w+|tile_(store|atomic_add)(_indexed)?")  # write to their first argument
 # In source: what sees blocks, calls code by other names, or is replaced before compilation (`wp.static`).
 _WARP_UNBATCHED = re.compile(r"\b(block_dim|\w*tile\w*|grad|static)\b|_xla_")
 _WARP_LOCAL = re.compile("^_|cache|path|dir$|verbose|quiet|log_|print|version")  # settings of a machine, or of texts
 _WARP_MAX_DIMS = 4
 _WARP_MAX_EXTENT = 2**31 - 1  # Warp keeps extents, strides in bytes and thread indices in 32-bit integers
-# The attribute `launch` of a call.  Behind it are the values of the parameters that are no arrays.
-_WarpExtents = _struct("_WarpExtents", dims=_I64 * _WARP_MAX_DIMS, ndim=_I64, size=_I64)  # ndim of them, their product
-_WarpLaunch = _struct("_WarpLaunch", cuda=_CudaLaunch, on_gpu=_WarpExtents, on_cpu=_WarpExtents)
+_WARP_BLOCK_DIM = 256
 _WARP_BATCH_THREADS = 2**24  # in one launch: for more, Warp spreads the grid over other axes (warp.cu)
-_STAND_IN_DIMS = (720720, 1024)  # of a recorded launch: clusters, of up to 16 blocks, must divide the grid
 
 
 # -- 9.1 The wrapper ----------------------------------------------------------------------------------
@@ -3985,7 +3970,7 @@ def warp_kernel(
     outs: Any = None,
     *,
     launch_dims: Any = None,
-    block_dim: int = 256,
+    block_dim: int | None = None,
     tiled: bool = False,
     vmap_method: str | None = None,
     input_output_aliases: Mapping[int, int] | None = None,
@@ -4017,7 +4002,7 @@ def warp_kernel(
         output says `zero_outputs=True`, or names it in `in_out_argnames`; if the launch is empty all are zero.
       launch_dims: the number of threads: an int, a tuple of up to 4, or a callable of the inputs; by default the shape
         of the kernel's first array (without the dimensions of its elements).  `wp.tid()` should give as many indices.
-      block_dim: threads per block on a GPU; a block on the CPU has one.
+      block_dim: threads per block on a GPU, by default 256; a block on the CPU has one.
       tiled: True for kernels whose blocks work on tiles, as `warp.launch_tiled` starts them: `launch_dims`, up
         to 3, counts blocks, of `block_dim` threads each.
       vmap_method, input_output_aliases, in_out_argnames, has_side_effect, scratch, zero_outputs: as for `numba_kernel`.
@@ -4032,6 +4017,8 @@ def warp_kernel(
       TypeError: a generic kernel; arguments or parameters of a type that does not fit; a traced value for a parameter
         that is no array; an input that the kernel writes to.
       ValueError: launch dimensions out of range; in-out arguments, aliases or scratch with `differentiable`.
+      NotImplementedError: launches that are more than the start of a kernel (Warp's deterministic mode, clusters, its
+        blocks on CPUs), for which there is `warp.jax_kernel`; to compile for CUDA where JAX has no GPU.
 
     Example:
       >>> import jax.numpy as jnp, warp as wp
@@ -4048,16 +4035,17 @@ def warp_kernel(
 @dataclasses.dataclass(kw_only=True)
 class _WarpOptions(_Options):
     launch_dims: Any
-    block_dim: int
+    block_dim: int | None
     tiled: bool
     differentiable: bool
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        what = f"block_dim must be an int, the threads of a block; got {self.block_dim!r}"
-        (self.block_dim,) = _ints((self.block_dim,), what)  # a Python int
-        if not 1 <= self.block_dim <= 1024:
-            raise ValueError(f"block_dim must be 1 to 1024 threads; got {self.block_dim}")
+        if self.block_dim is not None:
+            what = f"block_dim must be an int, the threads of a block; got {self.block_dim!r}"
+            (self.block_dim,) = _ints((self.block_dim,), what)  # a Python int
+            if not 1 <= self.block_dim <= 1024:
+                raise ValueError(f"block_dim must be 1 to 1024 threads; got {self.block_dim}")
         if self.tiled and self.launch_dims is None:
             raise ValueError("tiled=True needs launch_dims, the number of blocks")
         if self.launch_dims is not None and not callable(self.launch_dims):
@@ -4104,8 +4092,6 @@ class _WarpKernel(_Wrapper):
         for key in options.input_output_aliases:
             self._aliased_name(key)
         self.parameters = tuple(name for name in self.params if name not in self.values)  # of inputs and outputs
-        self._vjp = jax.custom_vjp(super()._trace)
-        self._vjp.defvjp(self._forward, self._backward)
 
     def _aliased_name(self, key: Any) -> Any:
         """The name of the parameter that an alias names: by position it counts all arguments of a call, values too."""
@@ -4140,7 +4126,7 @@ class _WarpKernel(_Wrapper):
     def _with_values(self, values: Mapping[str, Any]) -> _WarpKernel:
         if not values:
             return self
-        key = tuple([(name, self.params[name].key(x)) for name, x in values.items()])
+        key = tuple([(name, _value_key(x)) for name, x in values.items()])
         known = self.with_values.get(key)
         return known or self.with_values.keep(key, _WarpKernel(self.kernel, self.options, values))
 
@@ -4153,8 +4139,10 @@ class _WarpKernel(_Wrapper):
 
     def _wrong_arity(self, problem: str) -> TypeError:
         names = ", ".join(self.params)
-        takes = f"{self.title} takes the parameters ({names}): inputs and values, then outputs and scratch"
-        return TypeError(f"{takes}; {problem}")
+        return TypeError(
+            f"{self.title} takes the parameters ({names}) in this order: inputs and values, then outputs and scratch; "
+            f"{problem}.  An output in front of an input or a value is given, too, and named in in_out_argnames"
+        )
 
     # -- from a call to a target -----------------------------------------------------------------------
 
@@ -4167,88 +4155,77 @@ class _WarpKernel(_Wrapper):
             raise self._wrong_arity(f"got {n_given} inputs and {n_out} outputs (in-out arguments count as both)")
         for name, spec in zip(names, call.ins + call.outs, strict=True):
             self.params[name].check(spec)
-        written = _written_names(self.kernel.adj, {})
+        written = _build_of(self.kernel).written
         for i, name in enumerate(names[:n_in]):
             if i not in call.aliases and name in written:
                 raise TypeError(
                     f"{self.title} writes to its input {name!r}, which JAX may share: name it in in_out_argnames, or "
-                    "write to an output"
+                    "write to an output (the parameters are inputs and values, then outputs)"
                 )
-        arguments = self._arguments({name: k for k, name in enumerate(names)}, {})
-        return self._target(call, arguments, call.ins)
-
-    def _arguments(self, buffers: Mapping[str, int], grads: Mapping[str, int]) -> list[_WarpArgument]:
-        """What a launch passes for the parameters, by the numbers of their buffers and of those of their gradients."""
-        arguments = []
-        offset = ctypes.sizeof(_WarpLaunch)
-        for name, param in self.params.items():
-            if param.ndim:
-                arguments.append(_WarpArgument(param, buffers.get(name), grads.get(name)))
-            else:
-                arguments.append(_WarpArgument(param, value_offset=offset))
-                offset += len(self._packed(name))
-        return arguments
-
-    def _packed(self, name: str) -> bytes:
-        return _padded(self.params[name].pack(self.values[name]))
-
-    def _target(self, call: _Call, arguments: Sequence[_WarpArgument], ins: Sequence[Spec]) -> _Target:
-        """What launches the kernel, or its adjoint, on the buffers of a call, which the user gave these inputs."""
-        options = self.options
-        with _warp_session() as wp:
-            content = _warp_content(wp, self.kernel)
-        plan = _WarpPlan(self.kernel, tuple(arguments), options.block_dim, options.in_order)
-        signature = call.signature(self.__name__)
-        passed = [argument[1:] for argument in arguments]
-        decisive = str(passed), plan.block_dim, plan.in_order, *content
-        compile_target = functools.partial(_compile_warp, plan, signature)
-        compilers = {"cpu": compile_target, "cuda": functools.partial(compile_target, on_gpu=True)}
-        target = _Target(
-            _NAMES.of_content(("warp", *decisive), signature, options.name, str(passed)),
-            self._launch(call, arguments, ins),
-            compilers=compilers,
-            title=self.title,
-            where="runs on CPUs and NVIDIA GPUs",
-        )
+        target = self._target(call, {(name, "value"): k for k, name in enumerate(names)}, call.ins)
         target.register_where_traced()
-        if plan.is_adjoint or plan.in_order or not _cuda_ordinals() or not _has_short_strides(call):
+        if self.options.in_order or not _cuda_ordinals():
             return target
-        batch_compilers = compilers | {"cuda": functools.partial(compile_target, on_gpu=True, batch_of=content)}
-        for_batches = dataclasses.replace(target, name=f"{target.name}.batched", compilers=batch_compilers)
+        for_batches = dataclasses.replace(target, launches_rows=True)
         return dataclasses.replace(target, for_batches=for_batches)
 
-    def _launch(self, call: _Call, arguments: Sequence[_WarpArgument], ins: Sequence[Spec]) -> tuple[int, ...]:
-        """The attribute `launch` of a call: a `_WarpLaunch` and the values, in words."""
+    def _target(self, call: _Call, buffers: Mapping[tuple[str, str], int], ins: Sequence[Spec]) -> _WarpTarget:
+        """What launches the kernel on the buffers of a call, which the user gave these inputs.
+
+        `buffers` has the number of the one that is the "value" or the "gradient" of a parameter, which for an output is
+        the cotangent; with gradients the adjoint is launched.
+        """
+        options = self.options
+        specs = [*call.ins, *call.outs]
+        dims = {key: self.params[key[0]].dims(specs[k].shape) for key, k in buffers.items()}
         launch_dims = self._for_inputs("launch_dims", ins)
         if launch_dims is None:
-            specs = [*call.ins, *call.outs]
-            shapes = [x.param.dims(specs[x.buffer].shape) for x in arguments if x.buffer is not None]
-            launch_dims = shapes[0] if shapes else ()
-        dims = self.options.checked_dims(launch_dims)
-        block_dim = self.options.block_dim
-        gpu_dims = (*dims[:-1], block_dim) if self.options.tiled else dims
-        has_grid_stride = getattr(self.kernel, "grid_stride", True)  # set when the content was read
-        grid = _warp_grid(self.title, math.prod(gpu_dims), block_dim, has_grid_stride)
-        cuda = grid, (block_dim, 1, 1), 0
-        launch = bytes(_WarpLaunch(cuda, _warp_extents(gpu_dims), _warp_extents(dims)))
-        values = [self._packed(name) for name in self.params if name in self.by_value_names]
-        return tuple(memoryview(b"".join([launch, *values])).cast("q"))
+            launch_dims = next((dims[name, "value"] for name in self.params if (name, "value") in dims), ())
+        checked_dims = options.checked_dims(launch_dims)
+        with _warp_session() as wp:
+            content = _warp_content(wp, self.kernel)
+        keys = [(name, _value_key(x)) for name, x in self.values.items()]
+        plan = _WarpPlan(
+            kernel=self.kernel,
+            values=self.values,
+            content=(content, tuple(buffers.items()), options.block_dim),
+            asked=(*keys, *dims.values()),
+            buffers=buffers,
+            dims=dims,
+            launch_dims=checked_dims,
+            block_dim=options.block_dim,
+            is_tiled=options.tiled,
+        )
+        return _WarpTarget(
+            self.__name__,
+            launch=(math.prod(checked_dims),),
+            title=self.title,
+            where="runs on CPUs and NVIDIA GPUs",
+            plan=plan,
+            signature=call.signature(self.__name__),
+            given=options.name,
+            in_order=options.in_order,
+        )
 
     # -- derivatives -----------------------------------------------------------------------------------
 
-    def _trace(self, *args: Any) -> Any:
-        if self.options.differentiable:
-            return self._vjp(*_make_varying(args))
-        return super()._trace(*args)
+    def _leaves(self, outs: list[Spec], *args: Any) -> list:
+        plain = functools.partial(super()._leaves, outs)
+        if not self.options.differentiable:
+            return plain(*args)
 
-    def _forward(self, *args: Any) -> tuple[Any, Any]:
-        results = super()._trace(*args)
-        return results, (args, results.leaves)
+        def forward(*args: Any) -> tuple[list, Any]:
+            results = plain(*args)
+            return results, (args, results)
 
-    def _backward(self, residuals: Any, cotangents: Any) -> tuple:
+        function = jax.custom_vjp(plain)
+        function.defvjp(forward, self._backward)
+        return function(*_make_varying(args))
+
+    def _backward(self, residuals: Any, cotangents: Sequence) -> tuple:
         """One adjoint launch, whose last results are the gradients of the inputs of floats."""
         args, outs = residuals
-        operands = _make_varying([*args, *outs, *(cotangents.leaves[j] for j in _floats(outs))])
+        operands = _make_varying([*args, *outs, *(cotangents[j] for j in _floats(outs))])
         call = self._resolve_adjoint(_input_specs(operands), len(args))
         results = self._bind(call, operands)
         cotangents_of_args: list[Any] = [None] * len(args)  # a zero, for JAX
@@ -4263,23 +4240,25 @@ class _WarpKernel(_Wrapper):
         added to zeros.
 
         For a kernel (x, k) -> out, where k has integers, the inputs are x, k, out and the cotangent of out.  `changed`
-        is [3], the results are that cotangent and the gradient of x, and `grads` has {"out": 4, "x": 5}.
+        is [3], and the results are that cotangent and the gradient of x.
         """
         names = self.parameters
-        run_again = _names_written_in_functions(self.kernel.adj, {})
+        buffers = {(name, "value"): k for k, name in enumerate(names)}
+        run_again = _build_of(self.kernel).in_functions
         changed = [k for k, name in enumerate(names) if name in run_again]
-        first_grad = len(ins) + len(changed)
         changed += range(len(names), len(ins))
         float_ins = _floats(ins[:n_args])
         results = [ins[k] for k in [*changed, *float_ins]]
+        float_outs = [k for k in _floats(ins[: len(names)]) if k >= n_args]
+        for k, cotangent in zip(float_outs, range(len(names), len(ins)), strict=True):
+            buffers[names[k], "gradient"] = cotangent
+        for j, k in enumerate(float_ins, start=len(ins) + len(changed)):
+            buffers[names[k], "gradient"] = j
         aliases = {k: j for j, k in enumerate(changed)}
         call = _Call(ins, results, len(results), aliases, zeroed=tuple(range(len(changed), len(results))))
-        owners = [k for k in _floats(ins[: len(names)]) if k >= n_args] + float_ins  # of cotangents, then of gradients
-        grads = {names[k]: first_grad + j for j, k in enumerate(owners)}
-        arguments = self._arguments({name: k for k, name in enumerate(names)}, grads)
-        adjoints = [_WarpArgument(param, grads.get(name)) for name, param in self.params.items()]
-        target = self._target(call, arguments + adjoints, ins[:n_args])
-        return dataclasses.replace(call, target=dataclasses.replace(target, title=f"the adjoint of {self.title}"))
+        target = dataclasses.replace(self._target(call, buffers, ins[:n_args]), title=f"the adjoint of {self.title}")
+        target.register_where_traced()
+        return dataclasses.replace(call, target=target)
 
 
 def _floats(arrays: Sequence[Any]) -> list[int]:
@@ -4287,19 +4266,12 @@ def _floats(arrays: Sequence[Any]) -> list[int]:
     return [k for k, x in enumerate(arrays) if jax.dtypes.issubdtype(x.dtype, np.floating)]
 
 
-def _has_short_strides(call: _Call) -> bool:
-    """Whether Warp can count the bytes from one slice of a batch to the next."""
-    sizes = [math.prod(spec.shape) * spec.dtype.itemsize for spec in call.ins + call.outs]
-    return max(sizes, default=0) <= _WARP_MAX_EXTENT
-
-
 # -- 9.2 Warp itself: import, silence, types ----------------------------------------------------------
-# Code for some versions of Warp names them, here and in 9.3; `_layout_of` looks at what Warp does.
-# Checked on 1.13, 1.15, 1.18 and 1.19.
+# Code for some versions of Warp names them, here and in 9.3.  Checked on 1.14 and 1.19.
 
 
-def _warp(user: str, module: str = "warp") -> Any:
-    return _import(module, user, _WARP_INSTALL)
+def _warp(user: str) -> Any:
+    return _import("warp", user, _WARP_INSTALL)
 
 
 @contextlib.contextmanager
@@ -4307,21 +4279,14 @@ def _warp_session() -> Iterator[Any]:
     """Warp, initialized, silent unless the user raised the verbosity, and locked, as loading modules is not safe."""
     wp = _warp("warp_kernel")
     with _LOCK:
-        if hasattr(wp.config, "log_level"):  # Warp >= 1.14; touching `quiet` there prints a deprecation
-            setting = "log_level"
-            silent = max(wp.config.log_level, 30)
-            is_verbose = wp.config.log_level < 20
-        else:
-            setting = "quiet"
-            silent = True
-            is_verbose = wp.config.verbose
-        before = getattr(wp.config, setting)
+        level = wp.config.log_level
         try:
-            setattr(wp.config, setting, before if is_verbose else silent)
+            if level >= 20:
+                wp.config.log_level = max(level, 30)
             wp.init()
             yield wp
         finally:
-            setattr(wp.config, setting, before)
+            wp.config.log_level = level
 
 
 def _warp_scalars(wp: Any) -> dict[np.dtype, Any]:
@@ -4354,21 +4319,6 @@ def jaxinfo_to_warpinfo(info: Any) -> Any:
     return wp.array(dtype=jaxtype_to_warptype(info.dtype), ndim=ndim)
 
 
-def _warp_interop(name: str) -> Any:
-    is_early = not hasattr(_warp(name), name)  # before Warp 1.14
-    return getattr(_warp(name, "warp.jax_experimental.ffi" if is_early else "warp"), name)
-
-
-def jax_kernel(*args: Any, **options: Any) -> Any:
-    """Warp's own `jax_kernel`, from wherever the installed Warp keeps it."""
-    return _warp_interop("jax_kernel")(*args, **options)
-
-
-def jax_callable(*args: Any, **options: Any) -> Any:
-    """Warp's own `jax_callable`, from wherever the installed Warp keeps it."""
-    return _warp_interop("jax_callable")(*args, **options)
-
-
 # -- 9.3 The parameters of a kernel, and its content --------------------------------------------------
 
 
@@ -4382,13 +4332,6 @@ class _WarpParam:
     dtype: np.dtype | None  # of the scalars; None for a struct
     inner: tuple[int, ...]  # the shape of one element: () for scalars, (3,) for vec3
     ndim: int
-
-    @property
-    def nbytes(self) -> int:
-        """The size of a value, or of one array element."""
-        if self.dtype is None:
-            return ctypes.sizeof(self.type.ctype)
-        return self.dtype.itemsize * math.prod(self.inner)
 
     def dims(self, shape: Sequence[Any]) -> Sequence[Any]:
         """The dimensions of an array without those of its elements; an array of one element may lack dimensions."""
@@ -4414,35 +4357,20 @@ class _WarpParam:
                 f"{self.by_value_text}; got {value}, which JAX traces: make it a warp.array of shape (1,), or give a "
                 "Python value (under jax.jit a static argument)"
             )
+        refused = f"{self.by_value_text}; got {type(value).__name__} {value!r:.80}"
+        if self.dtype is None and not isinstance(getattr(value, "_ctype", None), self.type.ctype):
+            raise TypeError(f"{refused}, not an instance of that struct")  # Warp would read it as one
+        if not self._holds(value):
+            raise ValueError(f"{refused}, which is out of its range")  # Warp would wrap it around
         is_foreign = hasattr(value, "__array__") and not isinstance(value, (np.ndarray, np.generic))
         return np.asarray(value) if is_foreign else value
 
-    def key(self, value: Any) -> Any:
-        """A key for a value: its memory, which the kernel gets, and itself, as functions such as `outs` get that."""
-        if self.ndim:
-            return None  # a null array
-        seen = value if self.dtype is None else getattr(value, "value", value)
-        if isinstance(value, np.ndarray):  # NumPy's repr leaves out digits
-            seen = value.dtype, value.tolist()
-        return type(value), repr(seen), self.pack(value)
-
-    def pack(self, value: Any) -> bytes:
-        """The memory of a value."""
-        refused = f"{self.by_value_text}; got {type(value).__name__} {value!r:.80}"
-        if self.dtype is None:
-            if not isinstance(getattr(value, "_ctype", None), self.type.ctype):
-                raise TypeError(f"{refused}, not an instance of that struct")
-            return bytes(value.__ctype__())
-        if isinstance(value, self.type) and isinstance(value, ctypes.Array):
-            return bytes(value)
-        array = np.asarray(getattr(value, "value", value))  # Warp's scalars keep their number in `value`
-        kinds = "biu" if self.dtype.kind in "biu" else "biuf"
-        if array.shape != self.inner or (array.dtype != self.dtype and array.dtype.kind not in kinds):
-            raise TypeError(refused)
-        packed = array.astype(self.dtype)
-        if packed.dtype.kind in "biu" and (packed != array).any():
-            raise ValueError(f"{self.by_value_text}; {value!r:.80} is out of its range")
-        return packed.tobytes()
+    def _holds(self, value: Any) -> bool:
+        """Whether an integer fits into this parameter, if that is one too."""
+        if self.inner or self.dtype is None or self.dtype.kind not in "iu" or not hasattr(value, "__index__"):
+            return True
+        limits = np.iinfo(self.dtype)
+        return limits.min <= operator.index(value) <= limits.max
 
     # -- an array --
 
@@ -4497,7 +4425,7 @@ def _holds_arrays(kind: Any) -> bool:
 def _warp_content(wp: Any, kernel: Any) -> tuple[str, ...]:
     """What decides a kernel's machine code: Warp's hash (code, constants, functions, types), options and settings."""
     kernel.module.get_module_hash()  # also hashes the kernels
-    options = {**kernel.module.options, **kernel.options, "block_dim": None}  # Warp 1.13: of the last launch
+    options = {**kernel.module.options, **kernel.options, "block_dim": None}  # in Warp 1.14 of the last launch
     settings = {}
     for name, value in vars(wp.config).items():
         if isinstance(value, (bool, int, float, str)) and not _WARP_LOCAL.search(name):
@@ -4505,290 +4433,326 @@ def _warp_content(wp: Any, kernel: Any) -> tuple[str, ...]:
     return wp.__version__, kernel.hash.hex(), str(sorted(options.items())), str(sorted(settings.items()))
 
 
-def _warp_codes(adjoint: Any) -> list[Any]:
-    """Warp's record of a kernel's code, and those of the functions that it may call."""
-    return [adjoint, *(function.adj for function in _warp_functions(adjoint) if not function.is_builtin())]
+# -- what a kernel calls, and what it writes to: Warp builds it, without compiling, and is watched ----
 
 
-def _warp_functions(adjoint: Any) -> list[Any]:
-    """The functions that code names, directly or through others."""
-    functions: list[Any] = []
-    codes = [adjoint]  # grows by theirs
-    for code in codes:
-        for node in ast.walk(code.tree):
-            for function in _named_functions(code, node):
-                if function not in functions:
-                    functions.append(function)
-                    codes += [] if function.is_builtin() else [function.adj]
-    return functions
+_WARP_BUILDS: Any = weakref.WeakKeyDictionary()  # kernel -> (its content, a `_WarpBuild`)
+_WARP_READERS = frozenset(
+    "address copy len load lower_bound sample_cdf select tile_load tile_load_indexed unot view "
+    "volume_sample_grad_index volume_sample_index where".split()
+)
 
 
-def _named_functions(adjoint: Any, node: Any) -> list[Any]:
-    """The functions that a node of code may name: one of Warp's own, or all overloads of a user's."""
-    if not isinstance(node, (ast.Name, ast.Attribute)):
+def _build_of(kernel: Any) -> _WarpBuild:
+    with _warp_session() as wp:
+        content = _warp_content(wp, kernel)
+        known, build = _WARP_BUILDS.get(kernel, (None, None))
+        if known != content:
+            build = _WarpBuild(kernel)
+            _WARP_BUILDS[kernel] = content, build
+        return build
+
+
+@contextlib.contextmanager
+def _forgetting_failures(kernel: Any, codes: Iterable) -> Iterator[None]:
+    """Warp < 1.19 notes which code it could not build, and silently leaves that out of all later builds."""
+    try:
+        yield
+    except Exception as error:
+        for code in [kernel.adj, *codes]:
+            code.skip_build = False
+        kernel.module.mark_modified()
+        if "backward kernel" in str(error):
+            error.add_note(
+                "differentiable=True needs the kernel's adjoint, which enable_backward=False leaves out: in "
+                "warp.kernel, in the options of its module, or in warp.config"
+            )
+        raise
+
+
+class _WarpBuild:
+    """What a kernel calls, and the names of its arrays that are `written`, and of those written `in_functions`.
+
+    A call of C, or of Warp's that is not known to read, counts as a write to all arrays that it gets.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self.functions: set[Any] = set()  # that are called, Warp's own too
+        self.codes: set[Any] = set()  # Warp's records of their code
+        self.roots: dict[Any, set] = {}  # variable -> the parameters in whose memory its array may be
+        self.written: set[Any] = set()  # parameters of the kernel and of its functions
+        self.in_functions: set[Any] = set()
+        self.built_by_call: list[Any] = []  # the code that the current call runs
+        self.adjoint = copy.copy(kernel.adj)
+        with self._watching(type(self.adjoint)), _forgetting_failures(kernel, self.codes):
+            self.adjoint.build(None, {**kernel.module.options, **kernel.options, "output_arch": None})
+        self.written = {arg.label for arg in kernel.adj.args if arg in self.written}
+        self.in_functions = {arg.label for arg in kernel.adj.args if arg in self.in_functions}
+        self.codes.discard(self.adjoint)
+        del self.adjoint, self.roots  # as they are large
+
+    @contextlib.contextmanager
+    def _watching(self, adjoint_type: Any) -> Iterator[None]:
+        hooks: dict[str, Callable] = {"build": self._build, "add_call": self._add_call, "eval": self._eval}
+        originals = {name: getattr(adjoint_type, name) for name in hooks}
+        thread = threading.get_ident()
+
+        def watch(name: str) -> Callable:
+            def watched(adjoint: Any, *args: Any, **named: Any) -> Any:
+                original = functools.partial(originals[name], adjoint)
+                if threading.get_ident() != thread:  # where the user's code has Warp build something
+                    return original(*args, **named)
+                return hooks[name](original, adjoint, *args, **named)
+
+            return watched
+
+        try:
+            for name in hooks:
+                setattr(adjoint_type, name, watch(name))
+            yield
+        finally:
+            for name, original in originals.items():
+                setattr(adjoint_type, name, original)
+
+    def _build(self, original: Callable, adjoint: Any, *args: Any, **named: Any) -> None:
+        self.built_by_call.append(adjoint)
+        if adjoint not in self.codes:  # Warp would build a function again for each call
+            self.codes.add(adjoint)
+            original(*args, **named)
+
+    def _eval(self, original: Callable, adjoint: Any, node: Any) -> Any:
+        """To assign to x[i] or x[i].y is to write to x, whatever Warp makes of it."""
+        result = original(node)
+        if isinstance(node, (ast.Assign, ast.AugAssign)):
+            for target in ast.walk(node):
+                if isinstance(target, (ast.Subscript, ast.Attribute)) and isinstance(target.ctx, ast.Store):
+                    for name in ast.walk(_root(target)):  # one, unless it is a call
+                        self._write(adjoint.symbols.get(getattr(name, "id", None)))
+        return result
+
+    def _add_call(
+        self, original: Callable, adjoint: Any, func: Any, args: Any, kwargs: Any, *more: Any, **named: Any
+    ) -> Any:
+        self.functions.add(func)
+        outer, self.built_by_call = self.built_by_call, []
+        result = original(func, args, kwargs, *more, **named)
+        codes, self.built_by_call = self.built_by_call, outer
+        given = [x for x in (*args, *kwargs.values()) if _is_memory(x)]
+        for x in result if isinstance(result, (list, tuple)) else [result]:  # a view, or one of them
+            if _is_memory(x):
+                self.roots[x] = set().union(*map(self._roots_of, given))
+        if func.is_builtin():
+            written = _written_by_builtin(func.key, given)
+        else:
+            written = self._written_by_function(func, codes, args, kwargs)
+            if adjoint is self.adjoint:
+                self.in_functions.update(*map(self._roots_of, written))
+        for x in written:
+            self._write(x)
+        return result
+
+    def _written_by_function(self, func: Any, codes: Sequence, args: Any, kwargs: Any) -> list:
+        written = []
+        if _is_c(func):
+            written += [x for x in (*args, *kwargs.values()) if not _is_reference(x)]
+        for code in codes:
+            given = dict(zip([param.label for param in code.args], args)) | kwargs
+            written += [given.get(param.label) for param in code.args if param in self.written or _is_reference(param)]
+        return written
+
+    def _roots_of(self, x: Any) -> set:
+        return self.roots.get(x, {x})
+
+    def _write(self, x: Any) -> None:
+        if _is_memory(x):
+            self.written |= self._roots_of(x)
+
+
+def _is_c(function: Any) -> bool:
+    if function.is_builtin():  # in Warp 1.19 users may add C to these
+        return getattr(function, "_has_external_builtin_contract", False)
+    return any(overload.native_snippet for overload in (function, *function.user_overloads.values()))
+
+
+def _is_reference(x: Any) -> bool:
+    """Whether a variable refers to an element of an array."""
+    return type(getattr(x, "type", None)).__name__ == "Reference"
+
+
+def _is_memory(x: Any) -> bool:
+    return _is_reference(x) or hasattr(getattr(x, "type", None), "ndim")
+
+
+def _written_by_builtin(name: str, given: list) -> list:
+    if name in _WARP_READERS:
         return []
-    function, _ = adjoint.resolve_static_expression(node, eval_types=False)
-    if not isinstance(function, _warp("warp_kernel").Function):
-        return []
-    if function.is_builtin():
-        return [function]
-    return [*function.user_overloads.values(), *function.user_templates.values()]
+    arrays = [x for x in given if not _is_reference(x)]  # of a reference it gets the value
+    return arrays[-1:] if name.startswith("dense_") else arrays  # the result of those comes last
 
 
-# -- inputs are not written: a contract, and a check of what a kernel does by an input's name ----------
-
-
-def _written_names(adjoint: Any, known: dict) -> set:
-    """The names of the arrays that code stores to, also by atomics and tiles, or in functions that get them."""
-    if adjoint not in known:
-        known[adjoint] = set()  # as functions may call themselves
-        known[adjoint] = _stored_names(adjoint) | _names_written_in_functions(adjoint, known)
-    return known[adjoint]
-
-
-def _stored_names(adjoint: Any) -> set:
-    """The names of the arrays that this code itself stores to."""
-    targets: list[Any] = []
-    for node in ast.walk(adjoint.tree):
-        if isinstance(node, (ast.Subscript, ast.Attribute)) and isinstance(node.ctx, ast.Store):
-            targets.append(node)
-        function = getattr(node, "func", None)
-        name = getattr(function, "attr", getattr(function, "id", ""))
-        if isinstance(node, ast.Call) and _WARP_WRITERS.fullmatch(name):
-            targets += node.args[:1] or [keyword.value for keyword in node.keywords if keyword.arg in ("arr", "a")]
-    return {_first_name(target) for target in targets}
-
-
-def _names_written_in_functions(adjoint: Any, known: dict) -> set:
-    """The names of arrays that code passes, whole or as a view, to functions that write to them."""
-    names = set()
-    for call in [node for node in ast.walk(adjoint.tree) if isinstance(node, ast.Call)]:
-        for function in [f for f in _named_functions(adjoint, call.func) if not f.is_builtin()]:
-            kinds = {arg.label: arg.type for arg in function.adj.args}
-            given = dict(zip(kinds, call.args)) | {keyword.arg: keyword.value for keyword in call.keywords}
-            for label in _written_names(function.adj, known) & given.keys():
-                if isinstance(given[label], ast.Name) or hasattr(kinds[label], "ndim"):
-                    names.add(_first_name(given[label]))
-    return names
-
-
-def _first_name(node: Any) -> str | None:
-    """The variable at the root of an expression: x of `x[i].y`."""
+def _root(node: Any) -> Any:
+    """What stands at the root of an expression: x of `x[i].y`."""
     while isinstance(node, (ast.Subscript, ast.Attribute)):
         node = node.value
-    return getattr(node, "id", None)
+    return node
 
 
-# -- 9.4 One target: what a launch is given, and its recording ----------------------------------------
-# How Warp records a launch.
+def _value_key(value: Any) -> Any:
+    """A key for a value: its memory, which the kernel gets, and itself, as functions such as `outs` get that."""
+    if hasattr(value, "__ctype__"):  # a struct
+        return type(value), repr(value), bytes(value.__ctype__())
+    array = np.asarray(getattr(value, "value", value))  # Warp's scalars keep their number in `value`
+    return type(value), repr(value), array.dtype, array.tobytes()
 
 
-class _WarpArgument(NamedTuple):
-    """What a launch passes for a parameter, or as its adjoint; buffers are numbers: inputs, then outputs."""
-
-    param: _WarpParam
-    buffer: int | None = None  # of an array; a null array has none, nor has the adjoint of a value
-    grad: int | None = None  # in an adjoint launch, the buffer where views of this array find its gradient
-    value_offset: int | None = None  # where a value starts in the attribute `launch`
-
-    @property
-    def nbytes(self) -> int:
-        return ctypes.sizeof(_WarpArray) if self.param.ndim else self.param.nbytes
+# -- 9.4 A launch, as Warp records it -----------------------------------------------------------------
+# How Warp packs a launch into blocks of memory differs between its versions.  So where a call is traced, and where it
+# is lowered for a platform, Warp records one: with the dimensions and values of the call, and with stand-ins for the
+# pointers to its buffers.  These bytes are passed on in the attribute `launch`.  A handler copies them, and writes the
+# pointers of a slice where stand-ins stood.
 
 
 @dataclasses.dataclass(frozen=True)
 class _WarpPlan:
-    """How a target runs a kernel: forward or, where the arguments are followed by their adjoints, backward."""
+    """A launch of a kernel, or of its adjoint: what Warp must know to record it."""
 
-    kernel: Any
-    arguments: tuple[_WarpArgument, ...]
-    block_dim: int
-    in_order: bool  # on the CPU, the slices of a batch
-    n_indices: int = 0  # of a kernel for batches: those of a thread in its slice
+    # By the name of a parameter, and whether it is for the "value" or the "gradient", which for an output is the
+    # cotangent: the number of its buffer, and the dimensions of the array there.
+    buffers: Mapping[tuple[str, str], int] = dataclasses.field(compare=False)
+    dims: Mapping[tuple[str, str], Sequence[int]] = dataclasses.field(compare=False)
+    kernel: Any = dataclasses.field(compare=False)
+    values: Mapping[str, Any] = dataclasses.field(compare=False)
+    # What is compared in their place: `content` decides which machine code it is, `asked` what that gets.
+    content: tuple
+    asked: tuple
+    launch_dims: tuple[int, ...]
+    block_dim: int | None
+    is_tiled: bool
+
+    @property
+    def title(self) -> str:
+        return f"Warp kernel {self.kernel.func.__name__!r}"
 
     @property
     def is_adjoint(self) -> bool:
-        return len(self.arguments) > len(self.kernel.adj.args)
-
-    def array(self, argument: _WarpArgument, arrays: Any, device: Any) -> Any:
-        """Warp's array over the buffer of an argument, with its gradient."""
-        grad = None
-        if argument.grad is not None:
-            grad = self.array(_WarpArgument(argument.param, argument.grad), arrays, device)
-        dims = argument.param.dims(arrays[argument.buffer].dims)
-        pointer = arrays[argument.buffer].pointer if math.prod(dims) else 0
-        dtype = argument.param.type.dtype
-        return _warp("warp_kernel").array(ptr=pointer, shape=tuple(dims), dtype=dtype, device=device, grad=grad)
+        return any(role == "gradient" for _, role in self.buffers)
 
     @property
-    def stand_ins(self) -> dict[int, _Array]:
-        """The arrays of a recorded launch, by buffer: two elements along each dimension."""
-        arrays = {}
-        for param, buffer, *_ in self.arguments:
-            if buffer is not None:
-                arrays[buffer] = _Array(4096 * (buffer + 1), [*[2] * param.ndim, *param.inner], [], param.nbytes)
-        return arrays
+    def threads_of_block(self) -> int:
+        return self.block_dim or _WARP_BLOCK_DIM
 
-    def record(self, device: str) -> Any:
-        """Warp's recorded launch, with stand-ins for arrays, and zeros for values; compiles and loads the kernel."""
+    @property
+    def gpu_dims(self) -> tuple[int, ...]:
+        return (*self.launch_dims[:-1], self.threads_of_block) if self.is_tiled else self.launch_dims
+
+    def recorded(self, device: str) -> _Recorded:
+        """What Warp passes on a device.  Pointers are where two recordings with other stand-ins differ."""
         with _warp_session() as wp:
-            if device == "cpu" and not wp.is_cpu_available():
-                raise ImportError("Warp cannot compile for CPUs here: it was installed without its library warp-clang")
-            passed: list[Any] = []
-            for argument in self.arguments:
-                if argument.buffer is not None:
-                    passed.append(self.array(argument, self.stand_ins, device))
-                else:
-                    passed.append(None if argument.param.ndim else argument.param.type())
-            n = len(self.kernel.adj.args)
-            options = {"device": device, "block_dim": 1 if device == "cpu" else self.block_dim, "record_cmd": True}
-            adjoint = {"adj_inputs": passed[n:], "adjoint": self.is_adjoint}
-            try:
-                recorded = wp.launch(self.kernel, _STAND_IN_DIMS, passed[:n], **options, **adjoint)
-            except Exception as error:
-                for code in _warp_codes(self.kernel.adj):
-                    code.skip_build = False  # else Warp < 1.19 silently leaves it out of all later builds
-                self.kernel.module.mark_modified()
-                if "backward kernel" in str(error):
-                    error.add_note("differentiable=True needs enable_backward=True, in warp.config too")
-                raise
-            if recorded is None:  # some versions of Warp report a failed build once only
-                raise RuntimeError(f"Warp cannot build kernel {self.kernel.key!r}: see its first error, or its log")
-            return recorded
+            if device == "cpu":
+                self._check_cpu(wp)
+            first, second = self._stand_ins(), self._stand_ins()
+            recorded = self._record(wp, device, first)
+            blocks = _warp_blocks(recorded)
+            others = _warp_blocks(self._record(wp, device, second))
+        words: list[int] = []
+        places: list[tuple[int, int]] = []
+        for word, other in zip(*map(_words_of, (blocks, others)), strict=True):
+            if word != other:
+                places.append((len(words), first.get(word, -1)))
+            words.append(word if word == other else 0)
+        passed = {k for key, k in self.buffers.items() if 0 not in self.dims[key]}
+        if {k for _, k in places} != passed:
+            raise NotImplementedError(f"{self.title}: this Warp passes arrays in an unknown way: use warp.jax_kernel")
+        return _Recorded(recorded, tuple(words), tuple(len(block) // 8 for block in blocks), tuple(places))
+
+    def _stand_ins(self) -> dict[int, int]:
+        """A pointer that nothing else is likely to be -> the buffer for which it stands."""
+        return {int.from_bytes(os.urandom(7), "little") << 4: k for k in self.buffers.values()}
+
+    def _check_cpu(self, wp: Any) -> None:
+        if not wp.is_cpu_available():
+            raise ImportError("Warp cannot compile for CPUs here: it was installed without its library warp-clang")
+        if getattr(wp.config, "enable_cpu_blocks", False) and (self.block_dim or 1) > 1:  # Warp >= 1.19
+            raise NotImplementedError(
+                f"{self.title}: with warp.config.enable_cpu_blocks, Warp's scheduler runs blocks of "
+                f"{self.block_dim} threads, and a handler runs no scheduler: use block_dim=1, or warp.jax_kernel"
+            )
+
+    def _record(self, wp: Any, device: str, stand_ins: Mapping[int, int]) -> Any:
+        """Warp's recorded launch; compiles and loads the kernel."""
+        pointers = {k: pointer for pointer, k in stand_ins.items()}
+        names = [arg.label for arg in self.kernel.adj.args]
+        kinds = {arg.label: arg.type for arg in self.kernel.adj.args}
+
+        def array(name: str, role: str) -> Any:
+            if (name, role) not in self.buffers:
+                return None
+            dims = tuple(self.dims[name, role])
+            pointer = 0 if 0 in dims else pointers[self.buffers[name, role]]
+            gradient = array(name, "gradient") if role == "value" else None
+            return wp.array(ptr=pointer, shape=dims, dtype=kinds[name].dtype, device=device, grad=gradient)
+
+        inputs = [self.values.get(name, array(name, "value")) for name in names]
+        options: dict[str, Any] = {"device": device, "record_cmd": True, "record_tape": False}
+        if self.is_adjoint:
+            gradients = [array(name, "gradient") if hasattr(kinds[name], "ndim") else kinds[name]() for name in names]
+            options |= {"adj_inputs": gradients, "adjoint": True}
+        on_cpu = device == "cpu"
+        dims = self.launch_dims if on_cpu else self.gpu_dims
+        with _forgetting_failures(self.kernel, _build_of(self.kernel).codes):
+            recorded = wp.launch(self.kernel, dims, inputs, block_dim=1 if on_cpu else self.threads_of_block, **options)
+        if recorded is None:  # some versions of Warp report a failed build once only
+            raise RuntimeError(f"Warp cannot build kernel {self.kernel.key!r}: see its first error, or its log")
+        if type(recorded).__name__ != "Launch" or getattr(recorded, "cluster_dim", 1) != 1:
+            raise NotImplementedError(
+                f"{self.title}: in deterministic mode, or of clusters, a launch is more than the "
+                "start of a kernel: call it by warp.jax_kernel"
+            )
+        return recorded
 
 
-# -- 9.5 The memory of a launch -----------------------------------------------------------------------
-# Warp packs the parameters of a launch into blocks of memory: first the bounds of the launch, then an `array_t` or the
-# value of each parameter.  No header of Warp promises how, so it is tried out: a launch is recorded with arrays whose
-# addresses and dimensions are known, and what a handler would write is compared with what Warp packed, byte by byte.
-# So `write_bounds` and `write_arrays` are run twice.  For the comparison `struct_at` gives ctypes structs over bytes,
-# arrays have Python's ints, and an assignment fills bytes.  For a handler it gives `_Struct`s, arrays have `_Word`s,
-# and an assignment writes LLVM.
-#
-# If the bytes are equal, on each device alike, handlers write the blocks themselves and start the kernel's machine
-# code.  If they are not, as with a later Warp, or the launch does more than start a kernel (a deterministic one
-# allocates, and clusters have a launch of their own), Python replays what Warp recorded: `_WarpCode.replay`.
+class _Recorded(NamedTuple):
+    """What Warp passes in a launch: blocks of words, one behind the other, in which pointers are 0."""
+
+    launch: Any  # Warp's, which keeps the module of the kernel loaded
+    words: tuple[int, ...]
+    sizes: tuple[int, ...]  # the words of each block
+    places: tuple[tuple[int, int], ...]  # (word, the buffer whose pointer belongs there)
+
+    @property
+    def memory(self) -> tuple:
+        """What a handler is written for."""
+        return self.sizes, self.places
+
+    @property
+    def entry(self) -> tuple[int, int]:
+        """The machine code, on a GPU a CUfunction, and the shared memory that it takes."""
+        kind = "backward" if self.launch.adjoint else "forward"
+        address = ctypes.cast(getattr(self.launch.hooks, kind), _PTR).value or 0
+        return address, getattr(self.launch.hooks, f"{kind}_smem_bytes")
 
 
-@functools.cache
-def _flat(kind: Any) -> Any:
-    """A struct without arrays: a field that is one becomes as many, `shape_0` and so on."""
-    fields: dict[str, Any] = {}
-    for name, field in kind._fields_:
-        if issubclass(field, ctypes.Array):
-            fields |= {f"{name}_{i}": field._type_ for i in range(field._length_)}
-        else:
-            fields[name] = field
-    return _struct(kind.__name__, **fields)
+def _warp_blocks(recorded: Any) -> list[bytes]:
+    """The memory of each parameter, padded to words.  A launch on the CPU is run for that, with nothing behind it."""
+    passed = list(recorded.params)
+    if recorded.device.is_cpu:
+        passed.clear()
+
+        def run_nothing(*args: Any) -> None:
+            passed.extend(getattr(arg, "_obj", arg) for arg in args)  # of pointers made by ctypes.byref
+
+        hooks = recorded.hooks
+        recorded.hooks = types.SimpleNamespace(forward=run_nothing, backward=run_nothing)
+        try:
+            recorded.launch()
+        finally:
+            recorded.hooks = hooks
+    blocks = map(bytes, passed)
+    return [block + bytes(-len(block) % 8) for block in blocks]
 
 
-_I32_ROW = _I32 * _WARP_MAX_DIMS
-_WarpArray = _flat(  # array_t of warp/native/array.h
-    _struct("_WarpArray", data=_PTR, grad=_PTR, shape=_I32_ROW, strides=_I32_ROW, ndim=ctypes.c_uint16)
-)
-_StructAt = Callable[[Any, int], Any]  # (kind, offset) -> the struct there, in the memory of a launch
-
-
-@dataclasses.dataclass(frozen=True)
-class _WarpLayout:
-    """The memory of a launch: its blocks, one behind the other."""
-
-    # On a GPU each block holds one argument or adjoint; on the CPU one holds all arguments, and one all adjoints.
-    bounds: Any  # the struct in the first block
-    blocks: tuple[int, ...]  # where each block begins, and where the last one ends
-    arguments: tuple[int, ...]  # where each argument is, then each adjoint
-
-    def write_bounds(self, struct_at: _StructAt, dims: Sequence[Any], ndim: Any, size: Any) -> None:
-        """The bounds of a launch, as `_WarpExtents` has them; for `written` with numbers, for `launch_in` with words.
-
-        Warp 1.19 keeps as many extents as `wp.tid()` has indices.  Threads along the others get equal indices:
-        `coord_mult` threads each.
-        """
-        kind = _flat(self.bounds)
-        numbers = {f"shape_{axis}": n for axis, n in enumerate(dims)}
-        dropped = [n for name, n in numbers.items() if not hasattr(kind, name)]
-        numbers |= {"ndim": ndim, "size": size, "coord_mult": math.prod(dropped)}
-        bounds = struct_at(kind, 0)
-        for name, number in numbers.items():
-            if hasattr(kind, name):
-                setattr(bounds, name, number)
-
-    def write_arrays(self, struct_at: _StructAt, plan: _WarpPlan, arrays: Any) -> None:
-        """The arrays of one slice, given by buffer; the dimensions of elements come last, uncounted."""
-        for argument, offset in zip(plan.arguments, self.arguments, strict=True):
-            param = argument.param
-            if not param.ndim:
-                continue
-            struct = struct_at(_WarpArray, offset)
-            struct.ndim = param.ndim  # a null array has no more fields to fill
-            if argument.grad is not None:
-                struct.grad = arrays[argument.grad].pointer
-            if argument.buffer is not None:
-                array = arrays[argument.buffer]
-                struct.data = array.pointer
-                dims = param.dims(array.dims)
-                for axis, (n, stride) in enumerate(zip(dims, _row_major(dims, param.nbytes), strict=True)):
-                    setattr(struct, f"shape_{axis}", n)
-                    setattr(struct, f"strides_{axis}", stride)
-
-    def written(self, plan: _WarpPlan) -> bytearray:
-        """What a handler would pass for the recorded launch, whose values are zeros."""
-        memory = bytearray(self.blocks[-1])
-
-        def struct_at(kind: Any, offset: int) -> Any:
-            return kind.from_buffer(memory, offset)
-
-        self.write_bounds(struct_at, *_warp_extents(_STAND_IN_DIMS))
-        self.write_arrays(struct_at, plan, plan.stand_ins)
-        return memory
-
-
-def _layout_of(plan: _WarpPlan, recorded: Any, on_cpu: bool) -> _WarpLayout | None:
-    """The layout of what a recorded launch passes; None unless it is known."""
-    is_plain = type(recorded).__name__ == "Launch" and getattr(recorded, "cluster_dim", 1) == 1
-    if not is_plain:
-        return None
-    blocks = _warp_cpu_blocks(recorded) if on_cpu else recorded.params
-    memory = [_padded(bytes(block)) for block in blocks]
-    starts = tuple(itertools.accumulate(map(len, memory), initial=0))
-    places = []  # offset and size of each argument, then of each adjoint
-    for start, block in zip(starts[1:], blocks[1:]):
-        if on_cpu:
-            fields = [getattr(type(block), name) for name, *_ in block._fields_]
-            places += [(start + field.offset, field.size) for field in fields]
-        else:
-            places.append((start, ctypes.sizeof(block)))
-    layout = _WarpLayout(type(blocks[0]), starts, tuple(offset for offset, _ in places))
-    is_known = {name for name, _ in layout.bounds._fields_} <= {"shape", "ndim", "size", "coord_mult"}
-    has_sizes = [size for _, size in places] == [argument.nbytes for argument in plan.arguments]
-    return layout if is_known and has_sizes and layout.written(plan) == b"".join(memory) else None
-
-
-def _padded(memory: bytes) -> bytes:
-    """The bytes, padded to whole words."""
-    return memory + bytes(-len(memory) % 8)
-
-
-def _warp_cpu_blocks(recorded: Any) -> list[Any]:
-    """The structs whose addresses a recorded launch on the CPU passes: it is run, with nothing behind it."""
-    passed: list[Any] = []
-
-    def run_nothing(*args: Any) -> None:
-        passed.extend(args)
-
-    hooks = recorded.hooks
-    recorded.hooks = types.SimpleNamespace(forward=run_nothing, backward=run_nothing)
-    try:
-        recorded.launch()
-    finally:
-        recorded.hooks = hooks
-    return [getattr(arg, "_obj", arg) for arg in passed]  # of pointers made by ctypes.byref
-
-
-def _warp_extents(dims: Sequence[int]) -> tuple[tuple[int, ...], int, int]:
-    """The fields of `_WarpExtents`: four dimensions, how many of them are used, and their product."""
-    ones = (1,) * (_WARP_MAX_DIMS - len(dims))
-    return (*dims, *ones), len(dims), math.prod(dims)
+def _words_of(blocks: Sequence[bytes]) -> list[int]:
+    return memoryview(b"".join(blocks)).cast("q").tolist()
 
 
 def _warp_grid(title: str, n_threads: int, block_dim: int, has_grid_stride: bool) -> tuple[int, int, int]:
@@ -4807,153 +4771,179 @@ def _warp_grid(title: str, n_threads: int, block_dim: int, has_grid_stride: bool
     return x, y, z
 
 
-# -- 9.6 Launches: from a handler, or through Warp's own launch where it is more than that ------------
+# -- 9.5 Targets, and handlers that launch what was recorded ------------------------------------------
 
 
-class _WarpCode:
-    """A kernel that Warp loaded on each device, and what launches it there."""
+@dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
+class _WarpTarget(_Target):
+    """What a launch passes differs by platform, so it is recorded, and its handler named, for each.
 
-    def __init__(self, label: str, plan: _WarpPlan, driver: _CudaDriver | None) -> None:
-        self.plan = plan
-        self.driver = driver
-        if driver:
-            with driver.keeping_context():  # Warp may leave another device's context current
-                recorded = {n: plan.record(f"cuda:{n}") for n in _cuda_ordinals()}
+    Until then `name` is that of the kernel, and `launch` has the number of threads.
+    """
+
+    plan: _WarpPlan
+    signature: _Signature
+    given: str | None  # the user's `name=`
+    in_order: bool
+    launches_rows: bool = False
+
+    def register(self, platform: str) -> None:
+        if platform not in ("cpu", "cuda"):
+            super().register(platform)  # raises
+        if platform == "cuda" and not _cuda_ordinals():
+            raise NotImplementedError(
+                f"{self.title}: to compile for CUDA takes a GPU, for which Warp says what a launch passes: JAX has none"
+            )
+
+    def register_where_traced(self) -> None:
+        platform = _default_platform().replace("gpu", "cuda")
+        if platform in ("cpu", "cuda") and 0 not in self.launch:
+            self._on_platform(platform, _WarpRow(2, (False,) * len(self.signature.ranks)))
+
+    def lowered(self, platform: str, ins: Sequence, outs: Sequence, n_devices: int) -> _Target:
+        return self._on_platform(platform, self._row([*ins, *outs], n_devices))
+
+    def _on_platform(self, platform: str, row: _WarpRow | None) -> _Target:
+        """Record a launch, and one of a row of slices where that can be, and register what starts them."""
+        self.register(platform)
+        if platform == "cpu":
+            plans = [self.plan]
+            recorded = [self.plan.recorded("cpu")]
+            launch = recorded[0].words
         else:
-            recorded = {0: plan.record("cpu")}
-        self.recorded = recorded  # Warp's launches, which keep its modules loaded
-        layouts = {_layout_of(plan, launch, on_cpu=driver is None) for launch in recorded.values()}
-        self.layout: Any = layouts.pop() if len(layouts) == 1 else None  # None: Warp's launches are replayed
-        self.entries = {n: _warp_entry(launch) for n, launch in recorded.items()}
-        self.launcher = _CudaLauncher(label, driver, self.entries) if driver else None
-        self.lock = threading.Lock()  # held during a replay
+            with _CudaDriver().keeping_context():  # Warp may leave another device's context current
+                plans, recorded = self._recorded_on_gpu(row)
+            launch = self._cuda_launch(plans, recorded)
+        memory = [x.memory for x in recorded]
+        content = "warp", platform, self.in_order, *self.plan.content
+        name = _NAMES.of_content(content, self.signature, self.given, str((platform, memory)))
+        compile_target = functools.partial(_compile_warp, self.signature, self.in_order, plans, platform == "cuda")
+        target = _Target(name, launch, compilers={platform: compile_target}, title=self.title, where=self.where)
+        target.register(platform)
+        return target
 
-    def extents(self, launch: Any) -> Any:
-        """Those of the attribute `launch`, a `_WarpLaunch`."""
-        return launch.on_gpu if self.driver else launch.on_cpu
+    def _recorded_on_gpu(self, row: _WarpRow | None) -> tuple[list[_WarpPlan], list[_Recorded]]:
+        device = f"cuda:{_cuda_ordinals()[0]}"
+        plans = [self.plan]
+        recorded = [self.plan.recorded(device)]
+        row_plan = _row_plan(self.plan, row) if self.launches_rows and row else None
+        if row_plan:
+            try:
+                recorded.append(row_plan.recorded(device))
+                plans.append(row_plan)
+            except Exception:  # of Warp: what compiles with parameters may not with views of them
+                _BATCH_KERNELS[self.plan.content] = None
+        return plans, recorded
 
-    def launch_in(self, handler: _Handler) -> Callable[..., None]:
-        """Write what all launches share; returns what writes one on some arrays, of which empty ones are null."""
-        layout = self.layout
-        memory = handler.zeros(layout.blocks[-1])
-        blocks = [memory + start for start in layout.blocks[:-1]]
-        launch_blocks = self.launcher.launch_in(handler) if self.launcher else None
-        for argument, offset in zip(self.plan.arguments, layout.arguments, strict=True):
-            if argument.value_offset is not None:
-                handler.copy_bytes(memory + offset, handler.launch + argument.value_offset, argument.nbytes)
+    def _cuda_launch(self, plans: Sequence[_WarpPlan], recorded: Sequence[_Recorded]) -> tuple[int, ...]:
+        """The attribute `launch`: `_CudaLaunch` and the memory of a launch; a row's slices, blocks and memory."""
+        block_dim = self.plan.threads_of_block
+        has_grid_stride = getattr(self.plan.kernel, "grid_stride", True)  # set when the content was read
+        grids = [_warp_grid(self.title, math.prod(x.gpu_dims), block_dim, has_grid_stride) for x in plans]
+        launch = [*grids[0], block_dim, 1, 1, 0, *recorded[0].words]
+        if len(plans) > 1:
+            launch += [plans[1].launch_dims[0], grids[1][0], *recorded[1].words]
+        return tuple(launch)
 
-        def struct_at(kind: Any, offset: int) -> _Struct:
-            return _Struct(handler, kind, memory + offset)
-
-        def launch(slices: Sequence[_Array], dims: Sequence[Any], ndim: Any, size: Any, **grid: Any) -> None:
-            arrays = []
-            for array in slices:
-                is_empty = handler.word(math.prod(array.dims)) == 0
-                arrays.append(array._replace(pointer=handler.select(is_empty, 0, array.pointer)))
-            layout.write_bounds(struct_at, dims, ndim, size)
-            layout.write_arrays(struct_at, self.plan, arrays)
-            if launch_blocks:
-                launch_blocks(blocks, **grid)
-            else:
-                handler.call(self.entries[0][0], *blocks)
-
-        return launch
-
-    # Warp's `Launch` has methods that set the dimensions and pack an array anew.  What is passed by value has none that
-    # takes bytes, so these are copied into `Launch.params`, where it stands behind the bounds.  A recorded launch is
-    # one object: a lock is held from the first change until it is launched, on XLA's stream.
-    def replay(self, pointers: list[int], dims: list[tuple], attribute: int, stream: int, ordinal: int) -> None:
-        """Run Warp's recorded launch on the arrays of a slice: for a `_CallbackEmitter`."""
-        recorded = self.recorded[ordinal]
-        extents = self.extents(_WarpLaunch.from_address(attribute))
-        arrays = [_Array(pointer, [*shape], [], 0) for pointer, shape in zip(pointers, dims, strict=True)]
-        n = len(self.plan.kernel.adj.args)
-        with self.lock:
-            recorded.set_dim(tuple(extents.dims[: extents.ndim]))
-            for i, argument in enumerate(self.plan.arguments):  # null arrays and adjoints of values stay as they are
-                if argument.buffer is not None:
-                    array = self.plan.array(argument, arrays, recorded.device)
-                    recorded.set_param_at_index(i % n, array, adjoint=i >= n)
-                if argument.value_offset is not None:
-                    value = attribute + argument.value_offset
-                    ctypes.memmove(ctypes.byref(recorded.params[1 + i]), value, argument.nbytes)
-            self._launch_recorded(recorded, stream)
-
-    def _launch_recorded(self, recorded: Any, stream: int) -> None:
-        if self.driver is None:
-            recorded.launch()
-            return
-        wp = _warp("warp_kernel")
-        # no wp.Stream: that would register the stream with Warp, and unregister it while other launches use it
-        xla_stream = types.SimpleNamespace(device=recorded.device, cuda_stream=stream)
-        if type(recorded) is wp.Launch:
-            recorded.launch(stream=xla_stream)
-            return
-        with wp.ScopedStream(xla_stream, sync_enter=False):  # a deterministic one allocates, on Warp's current stream
-            recorded.launch(stream=xla_stream)
+    def _row(self, arrays: Sequence, n_devices: int) -> _WarpRow | None:
+        """The row of a batch, as `_Driver` finds it; of each device's part, if XLA splits the batch."""
+        batches = [x.shape[: len(x.shape) - n] for x, n in zip(arrays, self.signature.ranks, strict=True)]
+        if not all(isinstance(size, int) for batch in batches for size in batch):
+            return None
+        slice_bytes = [math.prod(x.shape[len(batch) :]) * x.dtype.itemsize for x, batch in zip(arrays, batches)]
+        if max(slice_bytes) > _WARP_MAX_EXTENT:  # Warp cannot count the bytes from one slice to the next
+            return None
+        counts = [*map(math.prod, batches)]
+        sizes = map(max, zip(*filter(None, batches)))  # operands that all slices share may have no batch
+        if not set(counts) <= {1, math.prod(sizes)}:  # a row is what the last dimension spans
+            counts = [[1, *batch][-1] for batch in batches]
+        return _WarpRow(max(counts) // n_devices, tuple(n == 1 for n in counts))
 
 
-def _warp_entry(recorded: Any) -> tuple[int, int]:
-    """The machine code of a recorded launch, on a GPU a CUfunction, and the shared memory that it takes."""
-    kind = "backward" if recorded.adjoint else "forward"
-    address = ctypes.cast(getattr(recorded.hooks, kind), _PTR).value or 0
-    return address, getattr(recorded.hooks, f"{kind}_smem_bytes")
+class _WarpRow(NamedTuple):
+    """Slices of a batch that are one step apart in every buffer."""
+
+    n_slices: int
+    is_shared: tuple[bool, ...]  # by buffer: whether it is the same for all
 
 
 class _WarpEmitter(_Emitter):
-    """Writes the memory of a launch, and starts the kernel's machine code."""
+    """Copies the memory of a launch, and starts the kernel's machine code for each slice, or for each row."""
 
-    def __init__(self, code: _WarpCode, batch_code: _WarpCode | None) -> None:
-        self.code = code
-        self.batch_code = batch_code  # whose threads have one more index, that of their slice
-        self.driver = code.driver
-        self.traits = _COMMAND_BUFFER_COMPATIBLE if self.driver else 0  # it only launches, always the same
-        self.in_order = code.plan.in_order or self.driver is not None
+    # `recorded`: of the launch of a slice, and perhaps of one of a row, what Warp passes on each device.
+    def __init__(self, label: str, recorded: Sequence[Mapping[int, _Recorded]], driver: _CudaDriver | None) -> None:
+        self.recorded = recorded
+        self.driver = driver
+        self.traits = _COMMAND_BUFFER_COMPATIBLE if driver else 0  # it only launches, always the same
+        entries = [{n: x.entry for n, x in on_devices.items()} for on_devices in recorded]
+        if driver:
+            self.launchers = [_CudaLauncher(label, driver, functions) for functions in entries]
+        else:
+            self.entry, _ = entries[0][0]
 
     def write(self, handler: _Handler) -> None:
-        extents = self.code.extents(_Struct(handler, _WarpLaunch, handler.launch))
-        dims = [handler.load(extents.address_of("dims") + 8 * axis) for axis in range(_WARP_MAX_DIMS)]
-        if self.batch_code:
-            self._write_batch(handler, self.batch_code, dims, extents)
-        launch = self.code.launch_in(handler)
-        with handler.each_slice() as slices:
-            launch(slices, dims, extents.ndim, extents.size)
+        done: Any = 0
+        memories = [next(iter(on_devices.values())).memory for on_devices in self.recorded]
+        offset = ctypes.sizeof(_CudaLaunch) if self.driver else 0
+        if len(memories) > 1:
+            row_offset = offset + 8 * sum(memories[0][0])
+            length = handler.load(handler.launch + row_offset)
+            blocks = handler.load(handler.launch + row_offset + 8)
+            n_rows = handler.count // length
+            launch = self._launch_in(handler, 1, memories[1], row_offset + 16)
+            with handler.loop(0, n_rows) as i:
+                launch(i * length, x=blocks)
+            done = n_rows * length
+        launch = self._launch_in(handler, 0, memories[0], offset)
+        with handler.loop(done, handler.count) as i:
+            launch(i)
 
-    def _write_batch(self, handler: _Handler, code: _WarpCode, dims: list[_Word], extents: Any) -> None:
-        """Run all slices in one launch and return, if the launch has the dimensions that the kernel asks for."""
-        size = extents.size
-        block_dim = code.plan.block_dim
-        fits = (extents.ndim == code.plan.n_indices) & (size > 0) & (size < _WARP_BATCH_THREADS)
-        with handler.when((handler.count > 1) & fits):
-            launch = code.launch_in(handler)
-            most = handler.word(_WARP_BATCH_THREADS) // size
-            with handler.each_chunk(most) as (arrays, count):
-                n_threads = size * count
-                blocks = (n_threads + (block_dim - 1)) // block_dim
-                launch(arrays, [count, *dims[:-1]], extents.ndim + 1, n_threads, x=blocks)
-            handler.ret(0)
+    def _launch_in(self, handler: _Handler, number: int, memory: tuple, offset: int) -> Callable[..., None]:
+        """Write what all launches share; returns what writes one, from some slice on."""
+        sizes, places = memory
+        cursors = [handler.cursors[k] for k in range(handler.n_buffers)]
+        pointers = [(cursor.data, cursor.step) for cursor in cursors]
+        words = handler.alloca(_I64, sum(sizes))
+        handler.copy_bytes(words, handler.launch + offset, 8 * sum(sizes))
+        starts = itertools.accumulate(sizes[:-1], initial=0)
+        blocks = [words + 8 * start for start in starts]
+        launch_blocks = self.launchers[number].launch_in(handler) if self.driver else None
+        entry = handler.kernel.entry
+
+        def launch(i: _Word, **grid: Any) -> None:
+            for place, k in places:
+                data, step = pointers[k]
+                handler.store(data + step * i, words + 8 * place)
+            if launch_blocks:
+                launch_blocks(blocks, **grid)
+            else:
+                handler.call(entry, *blocks)
+
+        return launch
 
 
-def _compile_warp(
-    plan: _WarpPlan, signature: _Signature, on_gpu: bool = False, batch_of: tuple[str, ...] | None = None
-) -> _Compiled:
-    """A handler for the CPU or for GPUs; for batches in one launch, too, if the kernel's content is given."""
+def _compile_warp(signature: _Signature, in_order: bool, plans: Sequence[_WarpPlan], on_gpu: bool) -> _Compiled:
+    """The handler for launches that are recorded as these."""
     _import("numba", "warp_kernel compiles what XLA calls with Numba's LLVM: it", _NUMBA_INSTALL)
     driver = _CudaDriver() if on_gpu else None
-    code = _WarpCode(signature.label, plan, driver)
-    emitter: _Emitter
-    if code.layout:
-        emitter = _WarpEmitter(code, _batch_code(signature.label, code, batch_of) if batch_of else None)
-    else:
-        emitter = _CallbackEmitter(signature, code.replay, driver)
-    if not on_gpu and any("tile" in adjoint.source for adjoint in _warp_codes(plan.kernel.adj)):
-        # Warp keeps the CPU memory of tiles behind one static pointer (tile.h): such kernels must not overlap
-        emitter.lock = _native_lock("tile_lock")
-        emitter.in_order = True
+    devices = {n: f"cuda:{n}" for n in _cuda_ordinals()} if on_gpu else {0: "cpu"}
+    with driver.keeping_context() if driver else contextlib.nullcontext():
+        recorded = [{n: plan.recorded(device) for n, device in devices.items()} for plan in plans]
+    for on_devices in recorded:
+        if len({x[1:] for x in on_devices.values()}) > 1:
+            raise NotImplementedError(f"Warp kernel {signature.label!r}: Warp passes other bytes on another GPU")
+    emitter = _WarpEmitter(signature.label, recorded, driver)
+    emitter.in_order = in_order or on_gpu
+    if not on_gpu:
+        if any("tile" in function.key for function in _build_of(plans[0].kernel).functions):
+            # Warp keeps the CPU memory of tiles behind one static pointer (tile.h): such kernels must not overlap
+            emitter.lock = _native_lock("tile_lock")
+            emitter.in_order = True
+        emitter.code_key = "warp", recorded[0][0].memory, bool(emitter.lock)
     return _compile_handler(signature, emitter)
 
 
-# -- 9.7 A batch in one launch ------------------------------------------------------------------------
+# -- 9.6 A batch in one launch ------------------------------------------------------------------------
 # A launch for each slice of a batch takes time, and leaves most of a GPU idle where slices are small.  So a second
 # kernel is made from the syntax tree of the first: its arrays have one more dimension, its threads one more index:
 #
@@ -4970,25 +4960,39 @@ def _compile_warp(
 # threads may wait for others.  C and `wp.static` are not looked into: a launch for each slice, too.
 
 
-def _batch_code(label: str, slice_code: _WarpCode, content: tuple[str, ...]) -> _WarpCode | None:
-    """The code of a kernel of this content for batches; None if it gets a launch for each slice."""
-    with contextlib.suppress(Exception):  # also of Warp: what compiles with parameters may not with views of them
-        with _warp_session() as wp:
-            batch_plan = _batch_plan(wp, slice_code.plan, content)
-        code = _WarpCode(label, batch_plan, slice_code.driver)
-        return code if code.layout else None
-    return None
+_BATCH_KERNELS: dict[tuple, Any] = {}  # by content: the kernel for batches and the number of its indices, or None
 
 
-def _batch_plan(wp: Any, plan: _WarpPlan, content: tuple[str, ...]) -> _WarpPlan:
+def _row_plan(plan: _WarpPlan, row: _WarpRow) -> _WarpPlan | None:
+    """The launch of a row of slices, or of an equal part of it; None if each slice gets a launch."""
+    with _LOCK:
+        if plan.content not in _BATCH_KERNELS:
+            _BATCH_KERNELS[plan.content] = None
+            with contextlib.suppress(Exception), _warp_session() as wp:
+                _BATCH_KERNELS[plan.content] = _batch_kernel(wp, plan)
+        found = _BATCH_KERNELS[plan.content]
+    most = (_WARP_BATCH_THREADS - 1) // math.prod(plan.launch_dims)
+    if not found or found[1] != len(plan.launch_dims) or not most:
+        return None
+    n_launches = max(1, -(-row.n_slices // most))
+    length = row.n_slices // n_launches
+    if length < 2:
+        return None
+    dims = {}
+    for key, k in plan.buffers.items():
+        dims[key] = (1 if row.is_shared[k] else length, *plan.dims[key])
+    return dataclasses.replace(plan, kernel=found[0], dims=dims, launch_dims=(length, *plan.launch_dims))
+
+
+def _batch_kernel(wp: Any, plan: _WarpPlan) -> tuple[Any, int]:
     """Raises an error for a kernel that gets a launch for each slice."""
     kernel = plan.kernel
     _check_batchable(kernel)
     kinds = {arg.label: arg.type for arg in kernel.adj.args}
     # Warp reads constants when it builds a kernel: those of a copy that is built now must still be the same.
-    if _warp_content(wp, _with_source(kernel, kernel.adj.source, kinds)) != content:
+    if _warp_content(wp, _with_source(kernel, kernel.adj.source, kinds)) != plan.content[0]:
         raise ValueError("the kernel has changed")
-    arrays = [argument.param.name for argument in plan.arguments if argument.buffer is not None]
+    arrays = [name for name, _ in plan.buffers]
     if any(kinds[name].ndim == _WARP_MAX_DIMS for name in arrays):
         raise ValueError("Warp has no arrays of so many dimensions")
     for name in arrays:
@@ -4996,9 +5000,7 @@ def _batch_plan(wp: Any, plan: _WarpPlan, content: tuple[str, ...]) -> _WarpPlan
     batcher = _WarpBatcher(arrays)
     batch_kernel = _with_source(kernel, batcher.batched(kernel.adj.source), kinds)
     [n_indices] = batcher.n_indices
-    params = _warp_params(wp, batch_kernel)
-    arguments = tuple(argument._replace(param=params[argument.param.name]) for argument in plan.arguments)
-    return dataclasses.replace(plan, kernel=batch_kernel, arguments=arguments, n_indices=n_indices)
+    return batch_kernel, n_indices
 
 
 def _with_source(kernel: Any, source: str, kinds: Mapping[str, Any]) -> Any:
@@ -5072,13 +5074,11 @@ def _check_batchable(kernel: Any) -> None:
     """Raise if threads of the kernel may wait for others, or learn of the launch by more than `wp.tid()`."""
     if not isinstance(kernel.func, types.FunctionType) or kernel.adj.transformers:
         raise ValueError("the source of the kernel is not all that it is")
-    functions = _warp_functions(kernel.adj)
-    words = [function.key for function in functions]
-    words += [code.source for code in _warp_codes(kernel.adj)]
+    build = _build_of(kernel)
+    words = [function.key for function in build.functions]
+    words += [code.source for code in (kernel.adj, *build.codes)]
     text = " ".join(words)
-    # C that users added, in Warp 1.19 also to Warp's own functions
-    is_c = [bool(f.native_snippet) or getattr(f, "_has_external_builtin_contract", False) for f in functions]
-    if _WARP_UNBATCHED.search(text) or any(is_c):
+    if _WARP_UNBATCHED.search(text) or any(map(_is_c, build.functions)):
         raise ValueError("the kernel may see blocks, or what nobody looks into")
     if "while" in text and "atomic_" in text:
         raise ValueError("threads may wait for each other")
@@ -5160,9 +5160,9 @@ class XLACustomKernel(_Kept):
         args, traced = _as_inputs(ins, self.name)
         call = _find_call(self, args, outs, backend, params)
         if not traced:
-            return _unflatten(call.jitted(*args))
+            return call.jitted(*args)
         call.check(args)
-        return _unflatten(call.bind(*args))
+        return call.bind(*args)
 
     def __repr__(self) -> str:
         lines = [f"XLACustomKernel({self.name!r})"]
@@ -5523,18 +5523,14 @@ class _OpCall:
         self.backend = backend
         self.params = params
         self.checked = _Recent()
-        self.jitted = jax.jit(self.bind_in_jit)
+        self.jitted = jax.jit(self.bind)
 
-    def bind_in_jit(self, *ins: Any) -> Any:
-        return self.bind(*ins).from_jit()
-
-    def bind(self, *ins: Any) -> _Results:
+    def bind(self, *ins: Any) -> Any:
         """The op on tracers (or, under disable_jit, on arrays)."""
         self.op._is_traced = True  # here, too, as a vjp rule that JAX's caches hold need not bind the primitive
         rule = self.op._rules.get("vjp")
-        if rule:
-            return _Results(_bind_with_vjp(self, ins, *rule), self.tree)
-        return _Results(self.bind_primitive(*ins), self.tree)
+        results = _bind_with_vjp(self, ins, *rule) if rule else self.bind_primitive(*ins)
+        return self.tree.unflatten(results)
 
     def bind_primitive(self, *ins: Any) -> list:
         return self.op.primitive.bind(*ins, _binding=self.binding(ins))
@@ -5688,9 +5684,7 @@ def _call_generator(bound: _OpParams, entry: KernelEntry, axes: frozenset) -> Ca
 
 def _outputs(what: str, returned: Any, outs: Sequence, tree: Any = None) -> list:
     """The outputs that a kernel or a rule returned, as arrays: in any container, but dicts by the keys of `tree`."""
-    if tree:
-        returned = _ordered_like(tree.unflatten(range(tree.num_leaves)), returned, what)
-    leaves, _ = _flatten(returned)
+    leaves = _leaves_like(tree, returned, what) if tree else jax.tree.leaves(returned)
     arrays = list(map(_as_array, leaves))
     _check_returned(what, arrays, "outs declares", outs)
     return arrays
@@ -6005,7 +5999,7 @@ def _add_tangents(
             continue
         returned = rule(tangent, *primals, **params)
         if not isinstance(returned, dict):  # which `_from_rule` refuses
-            returned, _ = _flatten(returned, _is_zero)
+            returned = jax.tree.leaves(returned, is_leaf=_is_zero)
         what = f"the jvp rule of {primitive.name!r} for operand {i}"
         for j, term in enumerate(_from_rule(what, returned, "the outputs are", avals)):
             if term is not None:
@@ -6026,7 +6020,7 @@ def _op_jvp(bound: _OpParams, primals: Sequence, tangents: Sequence) -> tuple:
             tangents_out = _add_tangents(primitive, rule, primals, tangents, outputs, params)
         else:
             outputs, tangents_out = rule(primals, tangents, **params)
-        outputs = _outputs(what, outputs, params["outs"] or _flatten(outputs)[0], bound.tree)
+        outputs = _outputs(what, outputs, params["outs"] or jax.tree.leaves(outputs), bound.tree)
         avals = list(map(jax.typeof, outputs))
         return outputs, _from_rule(what, tangents_out, "the outputs are", avals)
 
