@@ -7,6 +7,7 @@ import functools
 import html
 import importlib
 import importlib.metadata
+import importlib.util
 import io
 import json
 import math
@@ -90,6 +91,10 @@ CONDITIONS = {  # requirement: (is it met?, the reason of the skip); others are 
     "warp_gpu": (gpu, NO_GPU),
     "simulator": (SIMULATOR, "needs NUMBA_ENABLE_CUDASIM=1 (other tests start such a process)"),
     "compiler": (not SIMULATOR, "the simulator compiles nothing"),
+    "cuda package": (
+        any(map(importlib.util.find_spec, ("numba_cuda", "numba_cuda_mlir"))),
+        "neither numba-cuda nor numba-cuda-mlir is installed",
+    ),
     "fake driver": (FAKE_DRIVER, "test_cuda_fake_driver runs it"),
     "real driver": (not FAKE_DRIVER, "runs once, without the fake driver"),
     "gcc": (shutil.which("gcc"), "no C compiler"),

@@ -53,7 +53,6 @@ import copy
 import ctypes
 import dataclasses
 import decimal
-import dis
 import functools
 import hashlib
 import importlib
@@ -730,7 +729,8 @@ def _flatten(tree: Any, is_leaf: Callable = lambda x: False) -> tuple[list, Any]
 def _leaves_like(tree: Any, returned: Any, what: str) -> list:
     """The leaves of what a function returned, in the order of a structure of declared outputs: of dicts by key."""
     numbers = tree.unflatten(range(tree.num_leaves))
-    leaves, structure = jax.tree.flatten(returned)
+    structure: Any = jax.tree.structure(returned)
+    leaves = jax.tree.leaves(returned)
     if structure == jax.tree.structure(numbers):
         by_number = dict(zip(jax.tree.leaves(numbers), leaves, strict=True))
         return [by_number[k] for k in range(len(leaves))]
@@ -2514,11 +2514,10 @@ _NUMBA_INSTALL = "pip install numba"
 _NUMBA_DTYPES = frozenset(
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float32 float64 complex64 complex128".split()
 )
-# Ways to write through a read-only array that Numba (0.63 to 0.68) does not refuse: functions, attributes, classes.  A
-# kernel that names one gets copies of the inputs that LLVM does not find to be only read.
-_UNCHECKED_WRITERS = frozenset(
-    "asfortranarray ascontiguousarray at CFunc ctypes fill_diagonal flat from_buffer frombuffer GUFunc _Intrinsic "
-    "nan_to_num nditer view".split()
+# What may write through a read-only array, and Numba (0.63 to 0.68) does not refuse it: in the texts of its types.
+_UNSEEN_WRITERS = re.compile(
+    r"^(ArrayCTypes|FunctionType)|\barray\.(flat|view)\b|\bnditer\b|'at'|GUFunc|intrinsic |\bfrom_buffer\b|"
+    r"function (ascontiguousarray|asfortranarray|fill_diagonal|frombuffer|nan_to_num)\b"
 )
 _WRITES = "Cannot modify readonly array"  # in what Numba says
 # And in what it says of `x[0] = 1`, too, where that is a call; of `np.add(x, 1, x)`; and of `x += 1` (0.63 to 0.68).
@@ -2858,7 +2857,8 @@ def _compile_form(kernel: Any, signature: _Signature, form: _Form) -> _NumbaCode
     """The kernel with read-only inputs or, if it takes none, with writable ones: see the table above."""
     from numba import types as nbtypes
 
-    _refuse_object_mode(kernel, signature)
+    if getattr(kernel, "targetoptions", {}).get("forceobj"):
+        raise _uses_object_mode(signature)
     argtypes = _array_types(nbtypes, signature)
     is_checked = True
     try:
@@ -2874,21 +2874,20 @@ def _compile_form(kernel: Any, signature: _Signature, form: _Form) -> _NumbaCode
         except Exception:
             raise refusal from error
     overload = _compile_results(dispatcher, argtypes, signature, form)
+    records = _type_records(overload)
+    if any("_ObjModeContextType" in str(kind) for kind in _types_in(records)):
+        raise _uses_object_mode(signature)
     may_write: tuple[int, ...] = ()
-    if not is_checked or _may_write_unseen(kernel, overload):
+    if not is_checked or any(map(_has_unseen_writers, records)):
         may_write = _not_only_read(overload, signature)
     return _NumbaCode(overload, may_write, _uses_threads(overload))
 
 
-def _refuse_object_mode(kernel: Any, signature: _Signature) -> None:
-    import numba
-
-    has_object_mode = not _names_read(kernel).isdisjoint({"objmode", type(numba.objmode).__name__})
-    if has_object_mode or getattr(kernel, "targetoptions", {}).get("forceobj"):
-        raise TypeError(
-            f"numba_kernel {signature.label!r} uses Numba's object mode, which needs the GIL: call Python by "
-            "jax.pure_callback, beside the kernel or instead of it"
-        )
+def _uses_object_mode(signature: _Signature) -> TypeError:
+    return TypeError(
+        f"numba_kernel {signature.label!r} uses Numba's object mode, which needs the GIL: call Python by "
+        "jax.pure_callback, beside the kernel or instead of it"
+    )
 
 
 def _compile_call(form: _Form, dispatcher: Any, argtypes: tuple) -> Any:
@@ -2987,62 +2986,6 @@ def _refusal(by: str, signature: _Signature, error: Exception, returns: bool = F
 # -- 7.3 Which inputs a kernel may write to, and whether it uses threads -------------------------------
 
 
-@functools.lru_cache(maxsize=1024)
-def _names_in(code: types.CodeType) -> frozenset[str]:
-    """The names that occur in code and in code nested in it; texts, too, as `getattr` may get them."""
-    names = {*code.co_names, *code.co_freevars}
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= _names_in(constant)
-        elif isinstance(constant, str) and constant.isidentifier():
-            names.add(constant)
-    return frozenset(names)
-
-
-def _values_read(function: types.FunctionType) -> dict[str, Any]:
-    """What the names in a function stand for: in its closure, its globals, and modules of the user that it names."""
-    names = sorted(_names_in(function.__code__))
-    values = {}
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
-        with contextlib.suppress(ValueError):  # not bound yet
-            values[name] = cell.cell_contents
-    for name in names:
-        if name in function.__globals__:
-            values.setdefault(name, function.__globals__[name])
-    paths = list(values)
-    for path in paths:  # grows by what modules hold
-        module = values[path]
-        if isinstance(module, types.ModuleType) and not _is_stable(module.__name__):
-            for name in names:
-                inner = f"{module.__name__}.{name}"
-                if name in vars(module) and inner not in values:
-                    values[inner] = vars(module)[name]
-                    paths.append(inner)
-    return values
-
-
-def _functions_read(kernel: Any) -> list[types.FunctionType]:
-    """The user's Python functions that a kernel may call, its own first."""
-    functions = [_python(kernel)]
-    for function in functions:  # grows by those that it names
-        for value in _values_read(function).values():
-            called = _python(value)
-            is_users = isinstance(called, types.FunctionType) and not _is_stable(called.__module__)
-            if is_users and called not in functions:
-                functions.append(called)
-    return functions
-
-
-def _names_read(kernel: Any) -> set[str]:
-    """The names in a kernel and in what it calls, and the names and types of the objects that these refer to."""
-    names: set[str] = set()
-    for function in _functions_read(kernel):
-        names |= _names_in(function.__code__)
-        for value in _values_read(function).values():
-            names |= {str(getattr(value, "__name__", "")), type(value).__name__}
-    return names
-
-
 def _is_of_users(template: Any) -> bool:
     """Whether the template of a typed function comes from a user's function."""
     functions = [getattr(template, name, None) for name in ("_overload_func", "_definition_func", "key")]
@@ -3063,33 +3006,26 @@ def _type_records(overload: Any) -> list[Any]:
     return records
 
 
-def _may_write_unseen(kernel: Any, overload: Any) -> bool:
-    """Whether a kernel may write to a read-only array in a way that Numba does not refuse."""
-    if not _names_read(kernel).isdisjoint(_UNCHECKED_WRITERS):
-        return True
-    records = _type_records(overload)
-    is_from_cache = any(isinstance(record, str) for record in records)
-    if is_from_cache and len(_functions_read(kernel)) > 1:  # a text does not say what these do
-        return True
-    return any(map(_record_has_writers, records))
+def _types_in(records: Iterable) -> list[Any]:
+    """The types of all variables that these records tell of."""
+    return [kind for record in records for kind in getattr(record, "typemap", {}).values()]
 
 
-def _record_has_writers(record: Any) -> bool:
-    """Whether values may be cast to writable arrays, or passed to what takes them as writable.
+def _has_unseen_writers(record: Any) -> bool:
+    """Whether a function may write to a read-only array in a way that Numba does not refuse.
 
-    A container casts what is put into it (a dict of arrays takes a read-only one); so do users' overloads and
-    intrinsics, and `np.dot` writes to its third argument.
+    A container casts what is put into it to a writable array (a dict of arrays takes a read-only one); so do users'
+    overloads and intrinsics, and `np.dot` writes to its third argument.
     """
     from numba import types as nbtypes
 
-    if not hasattr(record, "typemap"):
-        return record is None or bool(re.search(r"DictType|ListType|jitclass|\bdot\b", record))
+    if not hasattr(record, "typemap"):  # of code from Numba's cache nothing is known
+        return True
     containers = nbtypes.DictType, nbtypes.ListType, nbtypes.StructRef, nbtypes.ClassInstanceType
     for kind in record.typemap.values():
         templates = getattr(kind, "templates", ()) or [getattr(kind, "template", None)]
-        if any(map(_is_of_users, templates)):
-            return True
-        if isinstance(kind, containers) and "array(" in str(kind):
+        holds_arrays = isinstance(kind, containers) and "array(" in str(kind)
+        if holds_arrays or any(map(_is_of_users, templates)) or _UNSEEN_WRITERS.search(str(kind)):
             return True
     for call, signature in record.calltypes.items():
         is_call = getattr(call, "op", None) == "call" and signature
@@ -3190,11 +3126,11 @@ class _NumbaEmitter(_Emitter):
 # For one slice of a call; the handler finds the slices.
 
 _CUDA_DTYPES = _NUMBA_DTYPES | {"float16"}
-_CUDA_UNCHECKED_WRITERS = _UNCHECKED_WRITERS | {"stcg", "stcs", "stwb", "stwt"}
 _CUDA_BLOCKS = {2: (16, 16), 3: (8, 8, 4)}  # threads per block over launch_dims of two and three dimensions
 _CUDA_LIMITS = {"grid": (2**31 - 1, 65535, 65535), "block": (1024, 1024, 64), "launch_dims": (sys.maxsize,) * 3}
 _CudaLaunch = _struct("_CudaLaunch", grid=_I64 * 3, block=_I64 * 3, shared_mem=_I64)  # begins the attribute `launch`
 _CUDA_INSTALL = 'pip install "jax[cuda13]" "numba-cuda-mlir[cu13]" (CUDA 12: cuda12, cu12)'
+_CUDA_WRITERS = frozenset("atomic flat stcg stcs stwb stwt view".split())  # what `_refuse_writes_to_inputs` may refuse
 # The simulator keeps the running kernel in globals, also in those of the kernel's module.
 _CUDASIM_LOCK: threading.RLock = _SHARED.setdefault("cudasim_lock", threading.RLock())
 
@@ -3263,6 +3199,8 @@ def numba_cuda_kernel(
       ...     i = cuda.grid(1)
       ...     if i < out.size:
       ...         out[i] = x[i] + y[i]
+      >>> add(np.ones(3), np.ones(3)).tolist()
+      [2.0, 2.0, 2.0]
     """
     return _wrap(_CudaKernel, locals(), _CudaOptions)
 
@@ -3310,6 +3248,8 @@ def numba_cuda_callable(
       ... def scale_twice(x, out, stream):
       ...     scale[out.size // 256 + 1, 256, stream](x, out)
       ...     scale[out.size // 256 + 1, 256, stream](out, out)
+      >>> scale_twice(np.ones(3, np.float32)).tolist()
+      [4.0, 4.0, 4.0]
     """
     return _wrap(_CudaCallable, locals(), _CudaCallableOptions)
 
@@ -3390,16 +3330,13 @@ class _CudaKernel(_NumbaWrapper):
         signature = call.signature(self.__name__)
         [form] = self._allowed(signature, [self._written_form(signature)])
         self._check_dtypes(call, _CUDA_DTYPES, "that Numba CUDA has no arrays of")
-        may_write: tuple[int, ...] = ()
-        if package.platform == "cuda" and _may_write_unseen_by_cuda(self.kernel):
-            may_write = tuple(range(len(call.ins)))
-        compile_ = functools.partial(package.compile, self.kernel, signature.with_hidden(may_write), form)
+        compile_ = functools.partial(package.compile, self.kernel, signature, form)
         options = "cuda", form, package.module
         compiled = self.kernel if package.platform == "cuda" else None  # Python reads a variable on each run
         with _NAMES.of_kernel(self.kernel, compiled, signature, options, self.options.name) as name:
             compilers = {package.platform: compile_}
             where = f"runs on {package.where}"
-            target = _Target(name, launch, may_write, compilers=compilers, title=self.title, where=where)
+            target = _Target(name, launch, compilers=compilers, title=self.title, where=where)
             target.register_where_traced()
         if package.platform != "cuda" or self.options.in_order:
             return target
@@ -3676,11 +3613,20 @@ def _cuda_package(value: Any) -> _NumbaCuda | None:
     return None
 
 
+def _values_named_by(function: types.FunctionType) -> list[Any]:
+    """What a function reads of its closure and its globals, and of the user's modules among these."""
+    names = inspect.getclosurevars(function)
+    values = [*names.nonlocals.values(), *names.globals.values()]
+    for module in [x for x in values if isinstance(x, types.ModuleType) and not _is_stable(x.__name__)]:
+        values += [vars(module).get(name) for name in function.__code__.co_names]
+    return values
+
+
 def _cuda_package_named_by(func: Any, title: str) -> _NumbaCuda:
     """The package that makes the arrays and the stream of a callable: the one that its own code names."""
     function = getattr(func, "__func__", func)  # of a method
     with _CUDASIM_LOCK:  # a simulated kernel may be running with its globals replaced
-        found = {*map(_cuda_package, [*(function.__defaults__ or ()), *_values_read(function).values()])}
+        found = {*map(_cuda_package, [*(function.__defaults__ or ()), *_values_named_by(function)])}
     for package in (_NUMBA_CUDA_MLIR, _NUMBA_CUDA, _CUDA_SIMULATOR):
         if package in found:
             return package
@@ -3764,56 +3710,33 @@ def _compile_callable(package: _NumbaCuda, func: Any, signature: _Signature, may
 
 
 def _compile_cuda(dispatcher: Any, argtypes: tuple) -> Any:
-    """Compile for the current device; atomics on inputs are refused here, as Numba does not."""
+    """Compile for the current device; writes to inputs that Numba does not refuse are refused here."""
     compiled = dispatcher.compile(argtypes)
-    annotation = compiled._type_annotation
-    if not annotation and "atomic" not in _names_read(dispatcher):  # of a kernel from Numba's cache
-        return compiled
-    if not annotation:  # such kernels must be looked at
+    if not compiled._type_annotation:  # it comes from Numba's cache, which keeps no record of types
+        if _CUDA_WRITERS.isdisjoint(dispatcher.py_func.__code__.co_names):
+            return compiled
         compiled = type(dispatcher)(dispatcher.py_func, dispatcher.targetoptions).compile(argtypes)
-        annotation = compiled._type_annotation
+    annotation = compiled._type_annotation
     for record in _type_records(types.SimpleNamespace(type_annotation=annotation)):
-        _refuse_atomics_on_inputs(record)
+        _refuse_writes_to_inputs(record)
     for name, kind in annotation.typemap.items():
         if name.startswith(_RETURNED) and str(kind) != "none":
             raise TypeError(f"cannot cast {kind} to none")
     return compiled
 
 
-def _refuse_atomics_on_inputs(record: Any) -> None:
-    """Look at the calls of a function, by Numba's record of their types."""
+def _refuse_writes_to_inputs(record: Any) -> None:
+    """By atomics, stores of CUDA's own, and what makes a writable array of a read-only one."""
+    for kind in getattr(record, "typemap", {}).values():
+        if re.search(r"(?i)array\.(flat|view)\b.*readonly", str(kind)):
+            raise TypeError(f"{_WRITES}: it may be written to through {kind}")
     for call, signature in getattr(record, "calltypes", {}).items():
         if getattr(call, "op", None) != "call":
             continue
-        called = record.typemap[call.func.name]
-        if "atomic" in str(called) and not getattr(signature.args[0], "mutable", True):
-            raise TypeError(f"{_WRITES}: an atomic operation on an input, at {call.loc}")
-
-
-def _may_write_unseen_by_cuda(kernel: Any) -> bool:
-    """Whether a kernel may write to an input in a way that Numba does not refuse.
-
-    PTX does not show it, and where there is no GPU nothing is compiled: so what the code names counts, as attributes
-    and methods, and under other names (`from numba.cuda import stwt as store`).
-    """
-    functions = _functions_read(kernel)
-    names: set[str] = set()
-    for function in functions:
-        names |= _attributes_in(function.__code__)
-        for value in _values_read(function).values():
-            if not any(_python(value) is called for called in functions):  # whose code counts, not its name
-                names |= {str(getattr(value, "__name__", "")), type(value).__name__}
-    return not names.isdisjoint(_CUDA_UNCHECKED_WRITERS)
-
-
-@functools.lru_cache(maxsize=1024)
-def _attributes_in(code: types.CodeType) -> frozenset[str]:
-    """The attributes and methods that code and code nested in it ask for: Numba CUDA has no `getattr`."""
-    names = {x.argval for x in dis.get_instructions(code) if x.opname == "LOAD_ATTR"}
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= _attributes_in(constant)
-    return frozenset(names)
+        called = str(record.typemap[call.func.name])
+        is_store = re.search(r"\batomic\b|function st(cg|cs|wb|wt)\b", called)
+        if is_store and not getattr(signature.args[0], "mutable", True):
+            raise TypeError(f"{_WRITES}: {called} on an input, at {call.loc}")
 
 
 def _runs_alike_for_all_z(ptx: str) -> bool:
@@ -4290,12 +4213,12 @@ def _warp_session() -> Iterator[Any]:
 
 
 def _warp_scalars(wp: Any) -> dict[np.dtype, Any]:
-    """NumPy dtype -> Warp scalar type, for those that the installed Warp has."""
-    return {np.dtype(name): getattr(wp, name) for name in _WARP_DTYPES if hasattr(wp, name)}
+    """NumPy dtype -> Warp scalar type."""
+    return {np.dtype(name): getattr(wp, name) for name in _WARP_DTYPES}
 
 
 def jaxtype_to_warptype(dtype: Any) -> Any:
-    """The Warp scalar type of what NumPy reads as a dtype; a ValueError for one that the installed Warp lacks."""
+    """The Warp scalar type of what NumPy reads as a dtype; a ValueError for one that Warp lacks."""
     scalars = _warp_scalars(_warp("jaxtype_to_warptype"))
     try:
         return scalars[np.dtype(dtype)]
