@@ -2504,11 +2504,12 @@ def _host_arrays(signature: _Signature, pointers: Sequence[int], dims: Sequence[
 # One slice of a call; the handler finds the slices.
 #
 # What a new Numba may break.
-# - Loudly: `library._final_module` and `_shared_module`, `_compiler.pipeline_class`, `type_annotation`, the
-#   status of `call_conv.call_function`; for CUDA `_codelibrary`.
+# - Loudly: `library._final_module` and `_shared_module`, `_compiler.pipeline_class`, `type_annotation`, the status of
+#   `call_conv.call_function`; for CUDA `_codelibrary`.
 # - Silently, so that tests of each must pass before it counts as supported: the parameters of arrays
 #   (`_numba_params`, `_not_only_read`), new ways to write to a read-only array (`_UNCHECKED_WRITERS`), how calls of
-#   threads and C wrappers show in LLVM's text (`_uses_threads`), and where overloads are registered (`_registries`).
+#   threads and C wrappers show in LLVM's text (`_uses_threads`), and what the templates of users' overloads have
+#   (`_is_of_users`).
 
 _NUMBA_INSTALL = "pip install numba"
 _NUMBA_DTYPES = frozenset(
