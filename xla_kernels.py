@@ -1,5 +1,5 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Call kernels written in Python (Numba, Numba CUDA, Warp) from JAX, at the cost of C++.
+# Copyright 2026 the authors of xla_kernels.  SPDX-License-Identifier: Apache-2.0
+"""Call kernels written in Python (Numba, Numba CUDA, Warp) from JAX; on a CPU at the cost of C++.
 
 One file to copy or to install.  The handler that XLA's foreign function interface calls is compiled to machine code:
 no Python runs during a call, except for errors and for kernels that must run in Python (`_CallbackEmitter`).
