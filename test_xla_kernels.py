@@ -1853,10 +1853,10 @@ def test_two_heavy_slices_run_at_once_when_the_kernel_is_known_to_be_heavy():
     batched = jax.jit(jax.vmap(wrap(spin_for, spec(1, dtype="uint64"))))
     with x64(True):
         n_threads = 0
-        for _ in range(100):  # a busy machine may leave the caller alone
-            n_threads = max(n_threads, len(np.unique(batched(np.full((2, 1), 1000.0)))))
+        for _ in range(300):  # a busy machine may leave the caller alone
+            n_threads = max(n_threads, len(np.unique(batched(np.full((2, 1), 3000.0)))))
             assert batched(np.full((2, 1), 1.0)).all()  # of the same size, but not heavy
-            assert batched(np.full((2, 1), 1000.0)).all()
+            assert batched(np.full((2, 1), 3000.0)).all()
             if n_threads == 2:
                 break
     assert n_threads == 2
@@ -2109,8 +2109,6 @@ def test_dicts_are_filled_in_the_order_in_which_they_are_written(case):
     exported = export.export(jax.jit(call), disabled_checks=xk.export_checks())(*args).call(*args)
     for result in (call(*args), jax.jit(call)(*args), second, exported):
         assert jax.tree.map(float, result) == expected
-    if isinstance(expected, dict):
-        assert list(call(*args)) == list(expected)
 
 
 def test_a_kernel_that_may_write_to_an_input_gets_a_copy_where_xla_lost_the_alias():
@@ -3728,7 +3726,6 @@ def test_warp_fills_dicts_in_written_order(tmp_path):
     kernel = kernel_with_body("i = wp.tid()\ny[i] = x[i]\nout[i] = 3.0 * x[i]", tmp_path)
     for differentiable in (False, True):
         call = xk.warp_kernel(kernel, lambda x: {"z": x, "a": x}, differentiable=differentiable)
-        assert list(call(F32)) == ["z", "a"]
         check_equal(jax.jit(call)(F32), {"z": F32, "a": 3 * F32})
     check_equal(jax.jit(jax.grad(lambda x: (call(x)["z"] + 10 * call(x)["a"]).sum()))(F32), 31 * F32)
 
@@ -3954,13 +3951,13 @@ def fake_gpu(monkeypatch):
 
 @needs_warp
 def test_warp_on_fake_gpu(fake_gpu):
-    """Three slices in one launch, and the adjoint of each."""
+    """Three slices, and the adjoint of each."""
     args = sample(3, 2, 3), EVERY[1]
     f, in_jax = over_first(call_every, args), over_first(every_in_jax, args)
     check_close(fake_gpu.run(gradient(f, args), *args), gradient(in_jax, args)(*args), 1e-4)
     assert set(fake_gpu.all_traits.values()) == {1}  # compatible with command buffers
     recorded_for_the_device = 4 + fake_gpu.ordinal
-    assert fake_gpu.grids == [(5, 1, 1), *[(2, 1, 1)] * 3]
+    assert fake_gpu.grids == [(2, 1, 1)] * 6
     assert {tuple(rest) for _, *rest in fake_gpu.launches} == {((4, 1, 1), recorded_for_the_device, fake_gpu.STREAM)}
 
 
@@ -4000,33 +3997,8 @@ def test_warp_grid_of_kernels_without_a_grid_stride_is_that_of_wp_cuda_launch_ke
         jax.eval_shape(xk.warp_kernel(nothing, spec(1), launch_dims=(2**30, 2**30), block_dim=32))
 
 
-# -- a batch in one launch -----------------------------------------------------------------------------
+# -- kernels of functions, and batches: a launch for each slice ------------------------------------------
 
-STORE = "out[i] = 2.0 * x[i] + y[i]"
-BODIES = {  # what the body of a kernel has: the launches of a batch of three, the body, options of warp_kernel
-    "wp.tid() in expressions": (1, "out[wp.tid()] = 2.0 * x[wp.tid()] + y[wp.tid()]", {}),
-    "wp.tid() in a loop": (
-        1, f"for k in range(x.shape[0]):\n    i = wp.tid()\n    i += k\n    if k == 0:\n        {STORE}", {},
-    ),
-    "code before wp.tid()": (
-        1, f"'''Documented.'''\nn = x.shape[0]\ni = wp.tid()\nif i >= n:\n    return\n{STORE}", {"launch_dims": 300},
-    ),
-    "functions": (1, "i = wp.tid()\nout[i] = y[i]\nadd(out, i, twice(a=x, i=i))", {}),
-    "functions of functions": (1, "i = wp.tid()\nout[i] = apply(twice, x, i) + y[i]", {}),
-    "other names": (
-        1, "i = wp.tid()\nz = x\npart = out[1:]\n"
-        "if i == 0:\n    out[0] = 2.0 * z[0] + y[0]\nelse:\n    part[i - 1] = 2.0 * z[i] + y[-5 + i]", {},
-    ),
-    "wp.block_dim() by another name": (3, f"i = wp.tid()\nif threads() > 0:\n    {STORE}", {}),
-    "C": (3, "i = wp.tid()\nout[i] = twice_in_c(x[i]) + y[i]", {}),
-    "wp.static": (3, "i = wp.tid()\nout[i] = wp.static(2.0) * x[i] + y[i]", {}),
-    "threads that may wait": (
-        3, f"i = wp.tid()\nwhile wp.atomic_add(out, i, 0.0) != 0.0:\n    pass\n{STORE}", {"zero_outputs": True},
-    ),
-    "other dimensions": (3, f"i = wp.tid()\n{STORE}", {"launch_dims": (5, 1)}),
-    "no wp.tid()": (3, f"for i in range(5):\n    {STORE}", {"launch_dims": 1}),
-    "in order": (3, f"i = wp.tid()\n{STORE}", {"vmap_method": "sequential"}),
-}  # fmt: skip
 FUNCTIONS = """
 import warp as wp
 from warp import block_dim as threads
@@ -4094,58 +4066,21 @@ def warp_gpu(request, monkeypatch):
     return types.SimpleNamespace(run=lambda f, *args: jax.jit(f)(*args), grids=grids)
 
 
-@pytest.mark.parametrize("what", BODIES)
-def test_warp_batches_on_a_gpu(what, warp_gpu, tmp_path):
-    n_launches, body, options = BODIES[what]
-    kernel = kernel_with_body(body, tmp_path)
-    if "apply" in body and not kernel.func.__globals__["apply"]:
-        pytest.skip("functions of this Warp take no functions")
-    f = xk.warp_kernel(kernel, like_first, **options)
-    x, y = integers(3, 5), integers(5)
-    check_equal(warp_gpu.run(jax.vmap(f, (0, None)), x, y), 2 * x + y)
-    assert len(warp_gpu.grids) == n_launches
-
-
 @pytest.mark.parametrize("name", WARP_CASES)
-def test_warp_ops_in_one_launch_on_a_gpu(name, warp_gpu):
+def test_warp_batches_on_a_gpu_are_a_launch_for_each_slice(name, warp_gpu):
     f, reference, args = batched(name)
     check_equal(warp_gpu.run(f, *args), reference(*args))
-    has_a_launch_per_slice = name in ("flip", "double_tiles")  # Warp has no fifth dimension
-    assert len(warp_gpu.grids) == (3 if has_a_launch_per_slice else 1)
-
-
-@pytest.mark.parametrize("name", ["outer", "transposed", "csr_event", "lif", "in_place", "blend"])
-def test_warp_matrix_is_one_launch_or_one_per_row_on_a_gpu(name, warp_gpu):
-    """The matrix compares results alone."""
-    call, reference, inputs, batch = warp_op_of_matrix(name)
-    n_rows = min(len(inputs), 2)  # of two slices of the other inputs
-    for transform, n_launches in ((Transformations.vmap, 1), (Transformations.vmap_nested, n_rows)):
-        warp_gpu.grids.clear()
-        results = warp_gpu.run(partial(transform, call), inputs, batch)
-        check_close(results, transform(reference, inputs, batch), 1e-5)
-        assert len(warp_gpu.grids) == n_launches
+    assert len(warp_gpu.grids) == 3
 
 
 @needs_warp
-def test_warp_null_and_0d_arrays_in_one_launch_on_fake_gpu(fake_gpu, tmp_path):
+def test_warp_null_and_0d_arrays_on_fake_gpu(fake_gpu, tmp_path):
     kernel = kernel_with_body("i = wp.tid()\nout[i] = 2.0 * x[0]\nif y:\n    out[i] += y[i]", tmp_path)
     f = xk.warp_kernel(kernel, spec(1), launch_dims=1)
     x = jnp.arange(3.0)
     check_equal(fake_gpu.run(jax.vmap(lambda x: f(x, None)), x), 2 * x[:, None])
     check_equal(fake_gpu.run(jax.vmap(f, (0, None)), x, jnp.ones(1)), 2 * x[:, None] + 1)
-    assert len(fake_gpu.launches) == 2
-
-
-@needs_warp
-def test_warp_batch_of_a_kernel_whose_constants_changed(fake_gpu, tmp_path):
-    """Warp reads constants when it builds a kernel, and one for batches would be built later."""
-    kernel = kernel_with_body("i = wp.tid()\nout[i] = twice(x, i) + y[i]", tmp_path)
-    f = xk.warp_kernel(kernel, like_first)
-    x = jnp.arange(5.0)
-    check_equal(fake_gpu.run(f, x, x), 3 * x)
-    kernel.func.__globals__["factor"] = 7.0
-    batch = jnp.stack([x, -x])
-    check_equal(fake_gpu.run(jax.vmap(f), batch, batch), 3 * batch)
+    assert len(fake_gpu.launches) == 6
 
 
 # -- inputs are never changed --------------------------------------------------------------------------
@@ -4524,7 +4459,6 @@ def test_op_fills_a_dict_in_written_order_or_by_key(kind):
         define_rule(forward, backward)
         for f in (call, jax.jit(call), jax.disable_jit()(call)):
             assert f(x) == {"low": 1, "high": 2}
-        assert list(call(x)) == list(call(jnp.array(x))) == ["low", "high"]
         assert jax.tree.map(list, jax.vmap(call)(np.stack([x, x + 1]))) == {"low": [1, 2], "high": [2, 3]}
     check_equal(jax.grad(lambda x: call(x)["low"] + 3 * call(x)["high"])(x), [1, 3])
     op.def_jvp_rule2(lambda t, x: (t[0], t[1]))
@@ -4534,10 +4468,10 @@ def test_op_fills_a_dict_in_written_order_or_by_key(kind):
     assert axes == {"low": 0, "high": 0}
 
 
-@pytest.mark.parametrize("outs, keys", [(LOW_AND_HIGH, "['low', 'high']"), ([spec(), spec()], "none")])
-def test_op_refuses_a_dict_of_other_keys(outs, keys):
+@pytest.mark.parametrize("outs", [LOW_AND_HIGH, [spec(), spec()]])
+def test_op_refuses_a_dict_of_other_keys(outs):
     op = op_of(lambda x: {"low": x.min(), "top": x.max()})
-    with pytest.raises(ValueError, match=re.escape(f"a dict of ['low', 'top'], but outs declares {keys}")):
+    with pytest.raises(ValueError, match=r"'op'.*returned .*'low': \*, 'top'.*return equal keys, or a tuple"):
         op(VECTOR, outs=outs)
 
 

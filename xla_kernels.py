@@ -1,5 +1,5 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Call kernels written in Python (Numba, Numba CUDA, Warp) from JAX, at the cost of C++.
+# Copyright 2026 the authors of xla_kernels.  SPDX-License-Identifier: Apache-2.0
+"""Call kernels written in Python (Numba, Numba CUDA, Warp) from JAX; on a CPU at the cost of C++.
 
 One file to copy or to install.  The handler that XLA's foreign function interface calls is compiled to machine code:
 no Python runs during a call, except for errors and for kernels that must run in Python (`_CallbackEmitter`).
@@ -53,7 +53,6 @@ import copy
 import ctypes
 import dataclasses
 import decimal
-import dis
 import functools
 import hashlib
 import importlib
@@ -639,8 +638,8 @@ class _Target:
                 _ALIVE.append(compiled)
             return compiled
 
-    def lowered(self, platform: str, ins: Sequence, outs: Sequence, n_devices: int) -> _Target:
-        """What runs a call of arrays with these abstract values, batch included, on a platform."""
+    def lowered(self, platform: str) -> _Target:
+        """What runs a call on a platform: of Warp's targets it differs."""
         return self
 
     def register_where_traced(self) -> None:
@@ -698,66 +697,47 @@ def _show(spec: Any) -> str:
     return f"{np.dtype(spec.dtype).name}[{sizes}]"
 
 
+@jax.tree_util.register_pytree_node_class
 class _Written(dict):
-    """A dict whose leaves come in the order in which it is written, as buffers do: of others JAX sorts the keys."""
+    """A dict whose leaves come in the order in which it is written, as buffers do: of others JAX sorts the keys.
 
+    What is made again is a plain dict, so JAX must not see the structure: it expects that it can flatten that alike.
+    """
 
-def _flatten_written(written: _Written) -> tuple[tuple, tuple]:
-    return tuple(written.values()), tuple(written)
+    def tree_flatten(self) -> tuple[tuple, tuple]:
+        return tuple(self.values()), tuple(self)
 
-
-def _unflatten_written(keys: tuple, values: Iterable) -> dict:
-    """A plain dict, so JAX must not see the structure: it expects that one which is flattened again is the same."""
-    return dict(zip(keys, values, strict=True))
-
-
-jax.tree_util.register_pytree_node(_Written, _flatten_written, _unflatten_written)  # type: ignore[arg-type]
-
-
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["leaves"], meta_fields=["tree"])
-@dataclasses.dataclass
-class _Results:
-    """The results of a call as JAX's transformations see them, and the structure that the user gets them in."""
-
-    leaves: list
-    tree: Any
-
-    def from_jit(self) -> Any:
-        """What a jitted function returns: the user's structure, for `_unflatten`, unless JAX would change its order."""
-        results = _unflatten(self)
-        return results if jax.tree.structure(results) == self.tree else self
-
-
-def _unflatten(results: Any) -> Any:
-    return results.tree.unflatten(results.leaves) if type(results) is _Results else results
-
-
-def _in_written_order(tree: Any, is_leaf: Callable = lambda x: False) -> Any:
-    """A pytree with `_Written` in the place of dicts, to be flattened."""
-
-    def convert(x: Any) -> Any:
-        if type(x) is not dict:
-            return x
-        return _Written({key: _in_written_order(value, is_leaf) for key, value in x.items()})
-
-    return jax.tree.map(convert, tree, is_leaf=lambda x: type(x) is dict or is_leaf(x))
+    @classmethod
+    def tree_unflatten(cls, keys: tuple, values: Iterable) -> dict:
+        return dict(zip(keys, values, strict=True))
 
 
 def _flatten(tree: Any, is_leaf: Callable = lambda x: False) -> tuple[list, Any]:
-    """The leaves of a pytree, those of dicts in written order, and its structure: buffers follow the user's order."""
-    return jax.tree.flatten(_in_written_order(tree, is_leaf), is_leaf)
+    """The leaves of a pytree, those of dicts in written order, and its structure, which makes plain dicts of them."""
+
+    def in_written_order(tree: Any) -> Any:
+        return jax.tree.map(written, tree, is_leaf=lambda x: type(x) is dict or is_leaf(x))
+
+    def written(x: Any) -> Any:
+        if type(x) is not dict:
+            return x
+        return _Written({key: in_written_order(value) for key, value in x.items()})
+
+    return jax.tree.flatten(in_written_order(tree), is_leaf)
 
 
-def _ordered_like(declared: Any, returned: Any, what: str) -> Any:
-    """What a function returned, with its dicts in the order of those that outs declares."""
-    if isinstance(returned, dict) and (isinstance(declared, dict) or len(returned) > 1):
-        keys = [*declared] if isinstance(declared, dict) else "none"
-        if set(keys) != returned.keys():
-            raise ValueError(f"{what} returned a dict of {[*returned]}, but outs declares {keys}: return a tuple")
-        return {key: _ordered_like(value, returned[key], what) for key, value in declared.items()}
-    if isinstance(declared, (list, tuple)) and isinstance(returned, (list, tuple)) and len(declared) == len(returned):
-        return [_ordered_like(*pair, what) for pair in zip(declared, returned)]
-    return returned
+def _leaves_like(tree: Any, returned: Any, what: str) -> list:
+    """The leaves of what a function returned, in the order of a structure of declared outputs: of dicts by key."""
+    numbers = tree.unflatten(range(tree.num_leaves))
+    structure: Any = jax.tree.structure(returned)
+    leaves = jax.tree.leaves(returned)
+    if structure == jax.tree.structure(numbers):
+        by_number = dict(zip(jax.tree.leaves(numbers), leaves, strict=True))
+        return [by_number[k] for k in range(len(leaves))]
+    parts = jax.tree.leaves(returned, is_leaf=lambda x: isinstance(x, dict))
+    if len(leaves) > 1 and any(isinstance(part, dict) for part in parts):
+        raise ValueError(f"{what} returned {structure}, but outs declares {tree}: return equal keys, or a tuple")
+    return leaves
 
 
 def _check_dtype(dtype: Any, what: str) -> None:
@@ -893,7 +873,7 @@ def _check_takes(signature: inspect.Signature, what: str, args: Sequence) -> Non
 # An alias (i, j) says that output j starts with the value of input i.  A wrapper has those that the user gave, by name
 # or number.  In a `_Call` they are by number.  Once it is known what runs it, those of hidden outputs are among them:
 # where a kernel (x, y) -> out may write to x, XLA calls (x, y) -> (out, copy of x), and the kernel gets the copy for x.
-# `_BoundCall` and `_Signature`, which are compared, have pairs; in a `_Signature` the hidden ones stand apart.
+# `_CallParams` and `_Signature`, which are compared, have pairs; in a `_Signature` the hidden ones stand apart.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -926,12 +906,12 @@ class _Call:
     def bind(self, has_side_effect: bool, args: Sequence) -> list:
         """The results of the primitive."""
         aliases = tuple(self.aliases.items())
-        bound = _BoundCall(self.target, tuple(self.outs), self.n_results, aliases, has_side_effect)
+        bound = _CallParams(self.target, tuple(self.outs), self.n_results, aliases, has_side_effect)
         return _call_p.bind(*args, call=bound)[: self.n_results]
 
 
 @dataclasses.dataclass(frozen=True)
-class _BoundCall:
+class _CallParams:
     """The parameter of the primitive: a call of a whole batch, each `vmap` having added a dimension in front."""
 
     target: _Target
@@ -971,7 +951,7 @@ def _batch_axes(candidates: Iterable[Sequence[Any]]) -> list:
     return axes
 
 
-def _call_abstract_eval(*ins: Any, call: _BoundCall) -> tuple:
+def _call_abstract_eval(*ins: Any, call: _CallParams) -> tuple:
     split = _batch_axes([x.sharding.spec[d] for x in ins if x.shape[d] != 1] for d in range(call.depth))
     avals = [_out_aval(out.shape, out.dtype, ins, split) for out in call.outs]
     if call.has_side_effect:
@@ -984,7 +964,7 @@ def _platforms(ctx: Any) -> Sequence[str]:
     return ctx.platforms or ctx.module_context.platforms
 
 
-def _call_lowering(ctx: Any, *operands: Any, call: _BoundCall) -> Any:
+def _call_lowering(ctx: Any, *operands: Any, call: _CallParams) -> Any:
     for platform in _platforms(ctx):
         call.target.register(platform)
     if call.has_side_effect and _devices_to_split_over(ctx) > 1:
@@ -1005,11 +985,11 @@ def _call_lowering(ctx: Any, *operands: Any, call: _BoundCall) -> Any:
 
 
 def _lower_to_custom_call(
-    ctx: Any, operands: Any, call: _BoundCall, ins: Sequence, outs: Sequence, **attributes: Any
+    ctx: Any, operands: Any, call: _CallParams, ins: Sequence, outs: Sequence, **attributes: Any
 ) -> Any:
     # An alias lets XLA save a copy; it is the handler that makes sure that the output starts with the input.
     [platform] = _platforms(ctx)
-    target = call.target.lowered(platform, ins, outs, _devices_to_split_over(ctx))
+    target = call.target.lowered(platform)
     lower = jax.ffi.ffi_lowering(
         target.name,
         operand_output_aliases=dict(call.aliases),
@@ -1048,7 +1028,7 @@ def _lower_to_starts(ctx: Any, operands: Any, aliases: Sequence[tuple[int, int]]
     return _lower(start, ctx, operands)
 
 
-def _call_batching(args: Any, dims: Any, *, call: _BoundCall) -> Any:
+def _call_batching(args: Any, dims: Any, *, call: _CallParams) -> Any:
     """One more leading dimension everywhere; size 1 says that an operand is the same for every slice."""
     target = call.target.for_batches or call.target
     target.register_where_traced()
@@ -1063,14 +1043,14 @@ def _call_batching(args: Any, dims: Any, *, call: _BoundCall) -> Any:
     return _call_p.bind(*ins, call=batched), [0] * len(outs)
 
 
-def _call_jvp(primals: Sequence, tangents: Sequence, *, call: _BoundCall) -> tuple:
+def _call_jvp(primals: Sequence, tangents: Sequence, *, call: _CallParams) -> tuple:
     if any(jax.dtypes.issubdtype(out.dtype, np.inexact) for out in call.outs[: call.n_results]):
         raise TypeError(f"{call.target.title} has no derivative: use jax.custom_vjp, or an XLACustomKernel's rules")
     results = _call_p.bind(*primals, call=call)
     return results, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in results]
 
 
-def _call_transpose(cts: Sequence, *operands: Any, call: _BoundCall) -> list:
+def _call_transpose(cts: Sequence, *operands: Any, call: _CallParams) -> list:
     raise NotImplementedError(
         f"{call.target.title} cannot be transposed, as `grad` does with a jax.custom_jvp whose rule calls it on "
         "tangents: use jax.custom_vjp, or an XLACustomKernel's rules"
@@ -1097,8 +1077,9 @@ for _platform in ("cpu", "cuda"):  # so each gets a call of its own where a prog
 #   every split operand has more dimensions than any shared one.
 # - An operand that only some of the vmaps batch is broadcast.  So is a first operand that is shared, if another shared
 #   one follows a batched one: where shardings differ, XLA takes that of the first for all (FindCommonSharding).
-# - Only the leading dimensions that the number of devices divides may be split: else XLA would run the kernel on
-#   padding, and a kernel that raises there leaves the other devices waiting.
+# - Only the leading dimensions that the number of all devices divides may be split: else XLA would run the kernel on
+#   padding, and a kernel that raises there leaves the other devices waiting.  It is not enough that some axes of a mesh
+#   divide one: what is sliced, such as `x[:4]` of eight slices, stays split over all eight devices.
 # - A call with side effects is not split: XLA would drop the flag.
 # The kernel's own dimensions are gathered: only `jax.shard_map` splits them.
 #
@@ -1113,7 +1094,7 @@ for _platform in ("cpu", "cuda"):  # so each gets a call of its own where a prog
 # them keeps operands whose slices have no dimensions above it.
 
 
-def _count_split(ctx: Any, call: _BoundCall) -> int:
+def _count_split(ctx: Any, call: _CallParams) -> int:
     """How many leading dimensions of the batch XLA may split."""
     n_devices = _devices_to_split_over(ctx)
     if n_devices == 1 or call.has_side_effect or not call.outs:
@@ -1125,7 +1106,7 @@ def _count_split(ctx: Any, call: _BoundCall) -> int:
     return len(list(divisible))
 
 
-def _lower_to_split_call(ctx: Any, operands: Any, call: _BoundCall, n_split: int) -> Any:
+def _lower_to_split_call(ctx: Any, operands: Any, call: _CallParams, n_split: int) -> Any:
     depth = call.depth
     batch = call.outs[0].shape[:depth]
     is_whole = _stay_whole(ctx.avals_in, depth)
@@ -1164,7 +1145,8 @@ def _lower_to_split_call(ctx: Any, operands: Any, call: _BoundCall, n_split: int
 def _stay_whole(ins: Sequence, depth: int) -> list[bool]:
     """Which operands are passed without batch: those that all slices share, but for the first in one case (above)."""
     is_shared = [all(size == 1 for size in x.shape[:depth]) for x in ins]
-    if is_shared[:1] == [True] and any(is_shared[is_shared.index(False) :]):
+    follows_batched = [shared and not all(is_shared[:i]) for i, shared in enumerate(is_shared)]
+    if any(follows_batched):
         is_shared[0] = False
     return is_shared
 
@@ -1374,7 +1356,7 @@ class _Wrapper(_Kept):
 
     def _function(self) -> Callable:
         def call(*args: Any) -> Any:
-            return self._trace(*args).from_jit()
+            return self._trace(*args)
 
         call.__name__ = call.__qualname__ = self.__name__
         return call
@@ -1391,11 +1373,10 @@ class _Wrapper(_Kept):
     def _call_inputs(self, args: Sequence) -> Any:
         args, is_traced = _as_inputs(args, self.__name__)
         try:
-            results = self._trace(*args) if is_traced else self._jitted(*args)
+            return self._trace(*args) if is_traced else self._jitted(*args)
         except TypeError:
             _input_specs(args)  # explains better what is wrong with a dtype that JAX lacks
             raise
-        return _unflatten(results)
 
     def _bound(self, args: Sequence, named: Mapping[str, Any]) -> dict[str, Any]:
         """What the first parameters get, bound as Python binds arguments."""
@@ -1435,10 +1416,13 @@ class _Wrapper(_Kept):
 
     # -- from inputs to the primitive ------------------------------------------------------------------
 
-    def _trace(self, *args: Any) -> _Results:
+    def _trace(self, *args: Any) -> Any:
         ins = _input_specs(args)
         outs, tree = _flat_specs(self._for_inputs("outs", ins), "outs", ins)
-        return _Results(self._bind(self._resolve(ins, outs), args), tree)
+        return tree.unflatten(self._leaves(outs, *args))
+
+    def _leaves(self, outs: list[Spec], *args: Any) -> list:
+        return self._bind(self._resolve(_input_specs(args), outs), args)
 
     def _bind(self, call: _Call, args: Sequence) -> list:
         return call.bind(bool(self.options.has_side_effect), args)
@@ -1912,21 +1896,17 @@ _Kernel = _words(
 # only one, so a row is what the last dimension spans: three slices, along which x and the output go on by one slice,
 # and y stays where it is (step 0).
 _Batch = _words(
-    "_Batch",
-    "frame kernel cursors depth sizes count row slice_nbytes",
-    frame=XLA_FFI_CallFrame,
-    kernel=_Kernel,
-    cursors=_Cursor,
+    "_Batch", "frame kernel cursors depth sizes count row", frame=XLA_FFI_CallFrame, kernel=_Kernel, cursors=_Cursor
 )
 
 # A batch that several threads share.  On the heap, as queued tasks may outlive the call.
 #   next     the first slice that nobody has taken (atomic fetch-and-add of `chunk`); beyond `count` nothing is left
-#   workers  threads inside `work`, the caller too.  once it is 0 it stays 0: a task that sees 0 leaves the batch alone
+#   workers  threads inside `work`, the caller too; once it is 0 it stays 0
 #   holders  references: one for each queued task and one for the caller; the last one frees the memory
 #   error    the first XLA_FFI_Error*, by compare-and-swap; later ones are destroyed
 #   idle     a lock that the last worker releases, to wake the caller
 # The caller waits for workers only, never for queued tasks: one may stand behind a caller that waits, a deadlock.
-_Shared = _words("_Shared", "batch next count chunk workers holders error idle", batch=_Batch)
+_SharedBatch = _words("_SharedBatch", "batch next count chunk workers holders error idle", batch=_Batch)
 
 # In microseconds of work:
 _MEASURABLE = 1  # a shorter time does not tell how long other slices take
@@ -1956,9 +1936,9 @@ class _Driver(_Code):
         self.define("fill", self.fill)
         self.define("seek", self.seek, batch=_Batch, cursors=_Cursor)
         self.define("run", self.run, batch=_Batch)
-        self.define("release", self.release, shared=_Shared)
-        self.define("work", self.work, shared=_Shared)
-        self.define("task", self.task, shared=_Shared)
+        self.define("release", self.release, shared=_SharedBatch)
+        self.define("work", self.work, shared=_SharedBatch)
+        self.define("task", self.task, shared=_SharedBatch)
         self.define("share", self.share, batch=_Batch)
         self.define("finish", self.finish, batch=_Batch)
         self.define("probe", self.probe, batch=_Batch)
@@ -2014,14 +1994,17 @@ class _Driver(_Code):
     # -- a range of slices on one thread --
 
     def seek(self, batch: Any, cursors: Any, index: Any) -> Any:
-        """Point `cursors` at slice `index`; gives the number of slices before it in its row."""
+        """Point `cursors` at slice `index`; gives the number of slices before it in its row.
+
+        Dimension d of the batch has `size` positions, and a buffer has `own_size` of them: as many, or one.  `strides`
+        has, for each buffer, the bytes from one of these to the next.
+        """
         kernel = batch.kernel
+        strides = self.alloca(_I64, kernel.n_buffers)
         with self.loop(0, kernel.n_buffers) as k:
             self.copy_bytes(cursors[k], batch.cursors[k], ctypes.sizeof(_Cursor))
+            self.store(cursors[k].nbytes, strides + 8 * k)
         rest = self.variable(index)
-        span = self.alloca(_I64, kernel.n_buffers)  # bytes that a step along the current dimension skips
-        with self.loop(0, kernel.n_buffers) as k:
-            self.store(cursors[k].nbytes, span + 8 * k)
         with self.loop(1, batch.depth + 1) as d:  # from the innermost dimension to the outermost
             size = self.load(batch.sizes + (batch.depth - d) * 8)
             position = rest.current % size
@@ -2029,9 +2012,9 @@ class _Driver(_Code):
             with self.loop(0, kernel.n_buffers) as k:
                 cursor = cursors[k]
                 own_size = self._batch_size(cursor, d)
-                skipped = self.load(span + 8 * k)
-                cursor.data = cursor.data + self.select(own_size == 1, 0, position * skipped)  # size 1 broadcasts
-                self.store(skipped * own_size, span + 8 * k)
+                stride = self.load(strides + 8 * k)
+                cursor.data = cursor.data + self.select(own_size == 1, 0, position * stride)  # size 1 broadcasts
+                self.store(stride * own_size, strides + 8 * k)
         return index % batch.row
 
     def run(self, batch: Any, first: Any, stop: Any) -> Any:
@@ -2047,7 +2030,7 @@ class _Driver(_Code):
             self.ret(error, when=error != 0)
             position.current = start + count
 
-    # -- a batch on several threads: the invariants stand above `_Shared` --
+    # -- a batch on several threads: the invariants stand above `_SharedBatch` --
 
     def release(self, shared: Any) -> Any:
         """Give up a reference; the last one frees the memory."""
@@ -2075,20 +2058,21 @@ class _Driver(_Code):
 
     def task(self, shared: Any) -> Any:
         """What a thread of XLA runs: it joins the workers unless none is left, and as the last one wakes the caller."""
-        with self.forever():  # compare-and-swap: again if another thread changed `workers` in between
+        with self.forever():  # again if another thread changed `workers` between the load and the compare-and-swap
             workers = self.atomic_add(shared.address_of("workers"), 0)
-            with self.when(workers == 0):
+            with self.when(workers == 0):  # the caller may have returned: its batch is gone, `shared` is not
                 self.ret(self.call("release", shared))
-            has_joined = self.compare_and_swap(shared.address_of("workers"), workers, workers + 1)
+            has_joined = self.compare_and_swap(shared.address_of("workers"), workers, workers + 1)  # never from 0
             with self.when(has_joined):
                 self.call("work", shared)
-                with self.when(self.atomic_add(shared.address_of("workers"), -1) == 1):
+                is_last = self.atomic_add(shared.address_of("workers"), -1) == 1
+                with self.when(is_last):  # so the caller is no worker any more: it waits
                     self.external("PyThread_release_lock", shared.idle)
                 self.ret(self.call("release", shared))
 
     def share(self, batch: Any, first: Any, helpers: Any, chunk: Any) -> Any:
         """Run the slices from `first` on, with up to `helpers` of XLA's threads, which may come too late."""
-        shared = _Struct(self, _Shared, self.external("PyMem_RawMalloc", ctypes.sizeof(_Shared)))
+        shared = _Struct(self, _SharedBatch, self.external("PyMem_RawMalloc", ctypes.sizeof(_SharedBatch)))
         idle = self.external("PyThread_allocate_lock")
         with self.when((shared == 0) | (idle == 0)):  # out of memory, which one thread does not need
             self.ret(self.call("run", batch, first, batch.count))
@@ -2096,21 +2080,21 @@ class _Driver(_Code):
         shared.next = first
         shared.count = batch.count
         shared.chunk = chunk
-        shared.workers = 1
-        shared.holders = helpers + 1
+        shared.workers = 1  # the caller
+        shared.holders = helpers + 1  # counted before any task runs
         shared.error = 0
         shared.idle = idle
-        self.external("PyThread_acquire_lock", idle, 1)
+        self.external("PyThread_acquire_lock", idle, 1)  # for the last worker to release
         args = self.new(XLA_FFI_ThreadPool_Schedule_Args, ctx=batch.frame.ctx, task="task", data=shared)
         with self.loop(0, helpers):
             error = self.api(batch.frame, "ThreadPool_Schedule", args)
-            with self.when(error != 0):
+            with self.when(error != 0):  # no task will give up its reference
                 self._destroy(batch.frame, error)
                 self.call("release", shared)
-        self.call("work", shared)
+        self.call("work", shared)  # until no slice is left to take; those that others took may still run
         with self.when(self.atomic_add(shared.address_of("workers"), -1) > 1):
             self.external("PyThread_acquire_lock", shared.idle, 1)
-        error = shared.error
+        error = shared.error  # from here on nobody works, and nobody will: `workers` is 0
         self.call("release", shared)
         return error
 
@@ -2158,15 +2142,24 @@ class _Driver(_Code):
     def _remember(self, batch: Any, took: Any, count: Any) -> None:
         """Note for later calls what slices took."""
         batch.kernel.slice_ticks = took // count
-        batch.kernel.slice_nbytes = batch.slice_nbytes
+        batch.kernel.slice_nbytes = self._slice_nbytes(batch)
+
+    def _remembered_ticks(self, batch: Any) -> _Word:
+        """What a slice of this size took, 0 if that was another size."""
+        is_known = batch.kernel.slice_nbytes == self._slice_nbytes(batch)
+        return self.select(is_known, batch.kernel.slice_ticks, 0)
+
+    def _slice_nbytes(self, batch: Any) -> _Word:
+        nbytes = self.variable(0)
+        with self.loop(0, batch.kernel.n_buffers) as k:
+            nbytes.current = nbytes.current + batch.cursors[k].nbytes
+        return nbytes.current
 
     # -- a call --
 
     def drive(self, frame: Any, kernel: Any, cursors: Any, depth: Any) -> Any:
         """Run a call with `depth` batch dimensions, whose first slice the cursors stand at."""
-        batch = self.new(
-            _Batch, frame=frame, kernel=kernel, cursors=cursors, depth=depth, count=1, row=1, slice_nbytes=0
-        )
+        batch = self.new(_Batch, frame=frame, kernel=kernel, cursors=cursors, depth=depth, count=1, row=1)
         batch.sizes = self.alloca(_I64, depth)
         with self.loop(0, depth) as d:
             size = self.variable(1)
@@ -2183,10 +2176,8 @@ class _Driver(_Code):
             with self.when(batch.count == batch.row):
                 self.ret(self.call(kernel.slices, frame, cursors, batch.count))
             self.ret(self.call("run", batch, 0, batch.count))
-        with self.loop(0, kernel.n_buffers) as k:
-            batch.slice_nbytes = batch.slice_nbytes + cursors[k].nbytes
-        with self.when(kernel.slice_nbytes == batch.slice_nbytes):
-            work = kernel.slice_ticks * batch.count // self.ticks.current
+        with self.when(kernel.slice_ticks != 0):
+            work = self._remembered_ticks(batch) * batch.count // self.ticks.current
             with self.when(work > _WORTH_SHARING):
                 self.ret(self.call("finish", batch, 0, work))
         return self.call("probe", batch)
@@ -2513,21 +2504,21 @@ def _host_arrays(signature: _Signature, pointers: Sequence[int], dims: Sequence[
 # One slice of a call; the handler finds the slices.
 #
 # What a new Numba may break.
-# - Loudly: `library._final_module` and `_shared_module`, `_compiler.pipeline_class`, `type_annotation`, the
-#   status of `call_conv.call_function`; for CUDA `_codelibrary`.
+# - Loudly: `library._final_module` and `_shared_module`, `_compiler.pipeline_class`, `type_annotation`, the status of
+#   `call_conv.call_function`; for CUDA `_codelibrary`.
 # - Silently, so that tests of each must pass before it counts as supported: the parameters of arrays
 #   (`_numba_params`, `_not_only_read`), new ways to write to a read-only array (`_UNCHECKED_WRITERS`), how calls of
-#   threads and C wrappers show in LLVM's text (`_uses_threads`), and where overloads are registered (`_registries`).
+#   threads and C wrappers show in LLVM's text (`_uses_threads`), and what the templates of users' overloads have
+#   (`_is_of_users`).
 
 _NUMBA_INSTALL = "pip install numba"
 _NUMBA_DTYPES = frozenset(
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float32 float64 complex64 complex128".split()
 )
-# Ways to write through a read-only array that Numba (0.63 to 0.68) does not refuse: functions, attributes, classes.  A
-# kernel that names one gets copies of the inputs that LLVM does not find to be only read.
-_UNCHECKED_WRITERS = frozenset(
-    "asfortranarray ascontiguousarray at CFunc ctypes fill_diagonal flat from_buffer frombuffer GUFunc _Intrinsic "
-    "nan_to_num nditer view".split()
+# What may write through a read-only array, and Numba (0.63 to 0.68) does not refuse it: in the texts of its types.
+_UNSEEN_WRITERS = re.compile(
+    r"^(ArrayCTypes|FunctionType)|\barray\.(flat|view)\b|\bnditer\b|'at'|GUFunc|intrinsic |\bfrom_buffer\b|"
+    r"function (ascontiguousarray|asfortranarray|fill_diagonal|frombuffer|nan_to_num)\b"
 )
 _WRITES = "Cannot modify readonly array"  # in what Numba says
 # And in what it says of `x[0] = 1`, too, where that is a call; of `np.add(x, 1, x)`; and of `x += 1` (0.63 to 0.68).
@@ -2813,7 +2804,7 @@ def _compile_numba(kernel: Any, signature: _Signature, forms: list[_Form], in_or
 
     if numba.config.DISABLE_JIT:  # plain Python, for prints and pdb
         return _compile_handler(signature, _CallbackEmitter(signature, _in_python(kernel, signature, forms)))
-    code = _first_that_compiles(functools.partial(_compile_form, kernel, signature), forms)
+    code = _compile_first_form(kernel, signature, forms)
     emitter = _NumbaEmitter(signature.label, code, in_order)
     return _compile_handler(signature.with_hidden(code.may_write), emitter, code.may_write)
 
@@ -2828,15 +2819,15 @@ def _array_types(nbtypes: Any, signature: _Signature, readonly: bool = True) -> 
     return tuple(array_types)
 
 
-def _first_that_compiles(compile_: Callable[[Any], Any], candidates: Iterable[Any]) -> Any:
-    """The result of `compile_` for the first candidate that it accepts, else its first TypeError or ImportError."""
+def _compile_first_form(kernel: Any, signature: _Signature, forms: Iterable[_Form]) -> _NumbaCode:
+    """The kernel in the first form that compiles, else the first error."""
     errors: list[Exception] = []
-    for candidate in candidates:
+    for form in forms:
         try:
-            return compile_(candidate)
-        except (TypeError, ImportError) as error:
+            return _compile_form(kernel, signature, form)
+        except TypeError as error:
             errors.append(error)
-    raise min(errors, key=lambda error: isinstance(error, ImportError))
+    raise errors[0]
 
 
 def _in_python(kernel: Any, signature: _Signature, forms: list[_Form]) -> Callable[..., None]:
@@ -2867,7 +2858,8 @@ def _compile_form(kernel: Any, signature: _Signature, form: _Form) -> _NumbaCode
     """The kernel with read-only inputs or, if it takes none, with writable ones: see the table above."""
     from numba import types as nbtypes
 
-    _refuse_object_mode(kernel, signature)
+    if getattr(kernel, "targetoptions", {}).get("forceobj"):
+        raise _uses_object_mode(signature)
     argtypes = _array_types(nbtypes, signature)
     is_checked = True
     try:
@@ -2883,21 +2875,20 @@ def _compile_form(kernel: Any, signature: _Signature, form: _Form) -> _NumbaCode
         except Exception:
             raise refusal from error
     overload = _compile_results(dispatcher, argtypes, signature, form)
+    records = _type_records(overload)
+    if any("_ObjModeContextType" in str(kind) for kind in _types_in(records)):
+        raise _uses_object_mode(signature)
     may_write: tuple[int, ...] = ()
-    if not is_checked or _may_write_unseen(kernel, overload):
+    if not is_checked or any(map(_has_unseen_writers, records)):
         may_write = _not_only_read(overload, signature)
     return _NumbaCode(overload, may_write, _uses_threads(overload))
 
 
-def _refuse_object_mode(kernel: Any, signature: _Signature) -> None:
-    import numba
-
-    has_object_mode = not _names_read(kernel).isdisjoint({"objmode", type(numba.objmode).__name__})
-    if has_object_mode or getattr(kernel, "targetoptions", {}).get("forceobj"):
-        raise TypeError(
-            f"numba_kernel {signature.label!r} uses Numba's object mode, which needs the GIL: call Python by "
-            "jax.pure_callback, beside the kernel or instead of it"
-        )
+def _uses_object_mode(signature: _Signature) -> TypeError:
+    return TypeError(
+        f"numba_kernel {signature.label!r} uses Numba's object mode, which needs the GIL: call Python by "
+        "jax.pure_callback, beside the kernel or instead of it"
+    )
 
 
 def _compile_call(form: _Form, dispatcher: Any, argtypes: tuple) -> Any:
@@ -2996,66 +2987,9 @@ def _refusal(by: str, signature: _Signature, error: Exception, returns: bool = F
 # -- 7.3 Which inputs a kernel may write to, and whether it uses threads -------------------------------
 
 
-@functools.lru_cache(maxsize=1024)
-def _names_in(code: types.CodeType) -> frozenset[str]:
-    """The names that occur in code and in code nested in it; texts, too, as `getattr` may get them."""
-    names = {*code.co_names, *code.co_freevars}
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= _names_in(constant)
-        elif isinstance(constant, str) and constant.isidentifier():
-            names.add(constant)
-    return frozenset(names)
-
-
-def _values_read(function: types.FunctionType) -> dict[str, Any]:
-    """What the names in a function stand for: in its closure, its globals, and modules of the user that it names."""
-    names = sorted(_names_in(function.__code__))
-    values = {}
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
-        with contextlib.suppress(ValueError):  # not bound yet
-            values[name] = cell.cell_contents
-    for name in names:
-        if name in function.__globals__:
-            values.setdefault(name, function.__globals__[name])
-    paths = list(values)
-    for path in paths:  # grows by what modules hold
-        module = values[path]
-        if isinstance(module, types.ModuleType) and not _is_stable(module.__name__):
-            for name in names:
-                inner = f"{module.__name__}.{name}"
-                if name in vars(module) and inner not in values:
-                    values[inner] = vars(module)[name]
-                    paths.append(inner)
-    return values
-
-
-def _functions_read(kernel: Any) -> list[types.FunctionType]:
-    """The user's Python functions that a kernel may call, its own first."""
-    functions = [_python(kernel)]
-    for function in functions:  # grows by those that it names
-        for value in _values_read(function).values():
-            called = _python(value)
-            is_users = isinstance(called, types.FunctionType) and not _is_stable(called.__module__)
-            if is_users and called not in functions:
-                functions.append(called)
-    return functions
-
-
-def _names_read(kernel: Any) -> set[str]:
-    """The names in a kernel and in what it calls, and the names and types of the objects that these refer to."""
-    names: set[str] = set()
-    for function in _functions_read(kernel):
-        names |= _names_in(function.__code__)
-        for value in _values_read(function).values():
-            names |= {str(getattr(value, "__name__", "")), type(value).__name__}
-    return names
-
-
-def _is_of_users(entry: Any) -> bool:
-    """Whether an entry of a registry, or the template of a typed function, comes from a user's function."""
-    functions = [getattr(entry, name, None) for name in ("_overload_func", "_definition_func", "key")]
-    functions += entry[:1] if isinstance(entry, tuple) else ()
+def _is_of_users(template: Any) -> bool:
+    """Whether the template of a typed function comes from a user's function."""
+    functions = [getattr(template, name, None) for name in ("_overload_func", "_definition_func", "key")]
     modules = [x.__module__ for x in functions if isinstance(x, types.FunctionType)]
     return not all(module is None or _is_stable(module) for module in modules)
 
@@ -3073,33 +3007,26 @@ def _type_records(overload: Any) -> list[Any]:
     return records
 
 
-def _may_write_unseen(kernel: Any, overload: Any) -> bool:
-    """Whether a kernel may write to a read-only array in a way that Numba does not refuse."""
-    if not _names_read(kernel).isdisjoint(_UNCHECKED_WRITERS):
-        return True
-    records = _type_records(overload)
-    is_from_cache = any(isinstance(record, str) for record in records)
-    if is_from_cache and len(_functions_read(kernel)) > 1:  # a text does not say what these do
-        return True
-    return any(map(_record_has_writers, records))
+def _types_in(records: Iterable) -> list[Any]:
+    """The types of all variables that these records tell of."""
+    return [kind for record in records for kind in getattr(record, "typemap", {}).values()]
 
 
-def _record_has_writers(record: Any) -> bool:
-    """Whether values may be cast to writable arrays, or passed to what takes them as writable.
+def _has_unseen_writers(record: Any) -> bool:
+    """Whether a function may write to a read-only array in a way that Numba does not refuse.
 
-    A container casts what is put into it (a dict of arrays takes a read-only one); so do users' overloads and
-    intrinsics, and `np.dot` writes to its third argument.
+    A container casts what is put into it to a writable array (a dict of arrays takes a read-only one); so do users'
+    overloads and intrinsics, and `np.dot` writes to its third argument.
     """
     from numba import types as nbtypes
 
-    if not hasattr(record, "typemap"):
-        return record is None or bool(re.search(r"DictType|ListType|jitclass|\bdot\b", record))
+    if not hasattr(record, "typemap"):  # of code from Numba's cache nothing is known
+        return True
     containers = nbtypes.DictType, nbtypes.ListType, nbtypes.StructRef, nbtypes.ClassInstanceType
     for kind in record.typemap.values():
         templates = getattr(kind, "templates", ()) or [getattr(kind, "template", None)]
-        if any(map(_is_of_users, templates)):
-            return True
-        if isinstance(kind, containers) and "array(" in str(kind):
+        holds_arrays = isinstance(kind, containers) and "array(" in str(kind)
+        if holds_arrays or any(map(_is_of_users, templates)) or _UNSEEN_WRITERS.search(str(kind)):
             return True
     for call, signature in record.calltypes.items():
         is_call = getattr(call, "op", None) == "call" and signature
@@ -3200,11 +3127,11 @@ class _NumbaEmitter(_Emitter):
 # For one slice of a call; the handler finds the slices.
 
 _CUDA_DTYPES = _NUMBA_DTYPES | {"float16"}
-_CUDA_UNCHECKED_WRITERS = _UNCHECKED_WRITERS | {"stcg", "stcs", "stwb", "stwt"}
 _CUDA_BLOCKS = {2: (16, 16), 3: (8, 8, 4)}  # threads per block over launch_dims of two and three dimensions
 _CUDA_LIMITS = {"grid": (2**31 - 1, 65535, 65535), "block": (1024, 1024, 64), "launch_dims": (sys.maxsize,) * 3}
 _CudaLaunch = _struct("_CudaLaunch", grid=_I64 * 3, block=_I64 * 3, shared_mem=_I64)  # begins the attribute `launch`
 _CUDA_INSTALL = 'pip install "jax[cuda13]" "numba-cuda-mlir[cu13]" (CUDA 12: cuda12, cu12)'
+_CUDA_WRITERS = frozenset("atomic flat stcg stcs stwb stwt view".split())  # what `_refuse_writes_to_inputs` may refuse
 # The simulator keeps the running kernel in globals, also in those of the kernel's module.
 _CUDASIM_LOCK: threading.RLock = _SHARED.setdefault("cudasim_lock", threading.RLock())
 
@@ -3404,16 +3331,13 @@ class _CudaKernel(_NumbaWrapper):
         signature = call.signature(self.__name__)
         [form] = self._allowed(signature, [self._written_form(signature)])
         self._check_dtypes(call, _CUDA_DTYPES, "that Numba CUDA has no arrays of")
-        may_write: tuple[int, ...] = ()
-        if package.platform == "cuda" and _may_write_unseen_by_cuda(self.kernel):
-            may_write = tuple(range(len(call.ins)))
-        compile_ = functools.partial(package.compile, self.kernel, signature.with_hidden(may_write), form)
+        compile_ = functools.partial(package.compile, self.kernel, signature, form)
         options = "cuda", form, package.module
         compiled = self.kernel if package.platform == "cuda" else None  # Python reads a variable on each run
         with _NAMES.of_kernel(self.kernel, compiled, signature, options, self.options.name) as name:
             compilers = {package.platform: compile_}
             where = f"runs on {package.where}"
-            target = _Target(name, launch, may_write, compilers=compilers, title=self.title, where=where)
+            target = _Target(name, launch, compilers=compilers, title=self.title, where=where)
             target.register_where_traced()
         if package.platform != "cuda" or self.options.in_order:
             return target
@@ -3690,11 +3614,20 @@ def _cuda_package(value: Any) -> _NumbaCuda | None:
     return None
 
 
+def _values_named_by(function: types.FunctionType) -> list[Any]:
+    """What a function reads of its closure and its globals, and of the user's modules among these."""
+    names = inspect.getclosurevars(function)
+    values = [*names.nonlocals.values(), *names.globals.values()]
+    for module in [x for x in values if isinstance(x, types.ModuleType) and not _is_stable(x.__name__)]:
+        values += [vars(module).get(name) for name in function.__code__.co_names]
+    return values
+
+
 def _cuda_package_named_by(func: Any, title: str) -> _NumbaCuda:
     """The package that makes the arrays and the stream of a callable: the one that its own code names."""
     function = getattr(func, "__func__", func)  # of a method
     with _CUDASIM_LOCK:  # a simulated kernel may be running with its globals replaced
-        found = {*map(_cuda_package, [*(function.__defaults__ or ()), *_values_read(function).values()])}
+        found = {*map(_cuda_package, [*(function.__defaults__ or ()), *_values_named_by(function)])}
     for package in (_NUMBA_CUDA_MLIR, _NUMBA_CUDA, _CUDA_SIMULATOR):
         if package in found:
             return package
@@ -3778,56 +3711,33 @@ def _compile_callable(package: _NumbaCuda, func: Any, signature: _Signature, may
 
 
 def _compile_cuda(dispatcher: Any, argtypes: tuple) -> Any:
-    """Compile for the current device; atomics on inputs are refused here, as Numba does not."""
+    """Compile for the current device; writes to inputs that Numba does not refuse are refused here."""
     compiled = dispatcher.compile(argtypes)
-    annotation = compiled._type_annotation
-    if not annotation and "atomic" not in _names_read(dispatcher):  # of a kernel from Numba's cache
-        return compiled
-    if not annotation:  # such kernels must be looked at
+    if not compiled._type_annotation:  # it comes from Numba's cache, which keeps no record of types
+        if _CUDA_WRITERS.isdisjoint(dispatcher.py_func.__code__.co_names):
+            return compiled
         compiled = type(dispatcher)(dispatcher.py_func, dispatcher.targetoptions).compile(argtypes)
-        annotation = compiled._type_annotation
+    annotation = compiled._type_annotation
     for record in _type_records(types.SimpleNamespace(type_annotation=annotation)):
-        _refuse_atomics_on_inputs(record)
+        _refuse_writes_to_inputs(record)
     for name, kind in annotation.typemap.items():
         if name.startswith(_RETURNED) and str(kind) != "none":
             raise TypeError(f"cannot cast {kind} to none")
     return compiled
 
 
-def _refuse_atomics_on_inputs(record: Any) -> None:
-    """Look at the calls of a function, by Numba's record of their types."""
+def _refuse_writes_to_inputs(record: Any) -> None:
+    """By atomics, stores of CUDA's own, and what makes a writable array of a read-only one."""
+    for kind in getattr(record, "typemap", {}).values():
+        if re.search(r"(?i)array\.(flat|view)\b.*readonly", str(kind)):
+            raise TypeError(f"{_WRITES}: it may be written to through {kind}")
     for call, signature in getattr(record, "calltypes", {}).items():
         if getattr(call, "op", None) != "call":
             continue
-        called = record.typemap[call.func.name]
-        if "atomic" in str(called) and not getattr(signature.args[0], "mutable", True):
-            raise TypeError(f"{_WRITES}: an atomic operation on an input, at {call.loc}")
-
-
-def _may_write_unseen_by_cuda(kernel: Any) -> bool:
-    """Whether a kernel may write to an input in a way that Numba does not refuse.
-
-    PTX does not show it, and where there is no GPU nothing is compiled: so what the code names counts, as attributes
-    and methods, and under other names (`from numba.cuda import stwt as store`).
-    """
-    functions = _functions_read(kernel)
-    names: set[str] = set()
-    for function in functions:
-        names |= _attributes_in(function.__code__)
-        for value in _values_read(function).values():
-            if not any(_python(value) is called for called in functions):  # whose code counts, not its name
-                names |= {str(getattr(value, "__name__", "")), type(value).__name__}
-    return not names.isdisjoint(_CUDA_UNCHECKED_WRITERS)
-
-
-@functools.lru_cache(maxsize=1024)
-def _attributes_in(code: types.CodeType) -> frozenset[str]:
-    """The attributes and methods that code and code nested in it ask for: Numba CUDA has no `getattr`."""
-    names = {x.argval for x in dis.get_instructions(code) if x.opname == "LOAD_ATTR"}
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= _attributes_in(constant)
-    return frozenset(names)
+        called = str(record.typemap[call.func.name])
+        is_store = re.search(r"\batomic\b|function st(cg|cs|wb|wt)\b", called)
+        if is_store and not getattr(signature.args[0], "mutable", True):
+            raise TypeError(f"{_WRITES}: {called} on an input, at {call.loc}")
 
 
 def _runs_alike_for_all_z(ptx: str) -> bool:
@@ -3966,13 +3876,10 @@ class _CudaEmitter(_Emitter):
 
 _WARP_INSTALL = "pip install warp-lang numba"
 _WARP_DTYPES = "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 bfloat16 float32 float64".split()
-# In source: what sees blocks, calls code by other names, or is replaced before compilation (`wp.static`).
-_WARP_UNBATCHED = re.compile(r"\b(block_dim|\w*tile\w*|grad|static)\b|_xla_")
 _WARP_LOCAL = re.compile("^_|cache|path|dir$|verbose|quiet|log_|print|version")  # settings of a machine, or of texts
 _WARP_MAX_DIMS = 4
 _WARP_MAX_EXTENT = 2**31 - 1  # Warp keeps extents, strides in bytes and thread indices in 32-bit integers
 _WARP_BLOCK_DIM = 256
-_WARP_BATCH_THREADS = 2**24  # in one launch: for more, Warp spreads the grid over other axes (warp.cu)
 
 
 # -- 9.1 The wrapper ----------------------------------------------------------------------------------
@@ -4106,8 +4013,6 @@ class _WarpKernel(_Wrapper):
         for key in options.input_output_aliases:
             self._aliased_name(key)
         self.parameters = tuple(name for name in self.params if name not in self.values)  # of inputs and outputs
-        self._vjp = jax.custom_vjp(super()._trace)
-        self._vjp.defvjp(self._forward, self._backward)
 
     def _aliased_name(self, key: Any) -> Any:
         """The name of the parameter that an alias names: by position it counts all arguments of a call, values too."""
@@ -4180,10 +4085,7 @@ class _WarpKernel(_Wrapper):
                 )
         target = self._target(call, {(name, "value"): k for k, name in enumerate(names)}, call.ins)
         target.register_where_traced()
-        if self.options.in_order or not _cuda_ordinals():
-            return target
-        for_batches = dataclasses.replace(target, launches_rows=True)
-        return dataclasses.replace(target, for_batches=for_batches)
+        return target
 
     def _target(self, call: _Call, buffers: Mapping[tuple[str, str], int], ins: Sequence[Spec]) -> _WarpTarget:
         """What launches the kernel on the buffers of a call, which the user gave these inputs.
@@ -4225,19 +4127,23 @@ class _WarpKernel(_Wrapper):
 
     # -- derivatives -----------------------------------------------------------------------------------
 
-    def _trace(self, *args: Any) -> Any:
-        if self.options.differentiable:
-            return self._vjp(*_make_varying(args))
-        return super()._trace(*args)
+    def _leaves(self, outs: list[Spec], *args: Any) -> list:
+        plain = functools.partial(super()._leaves, outs)
+        if not self.options.differentiable:
+            return plain(*args)
 
-    def _forward(self, *args: Any) -> tuple[Any, Any]:
-        results = super()._trace(*args)
-        return results, (args, results.leaves)
+        def forward(*args: Any) -> tuple[list, Any]:
+            results = plain(*args)
+            return results, (args, results)
 
-    def _backward(self, residuals: Any, cotangents: Any) -> tuple:
+        function = jax.custom_vjp(plain)
+        function.defvjp(forward, self._backward)
+        return function(*_make_varying(args))
+
+    def _backward(self, residuals: Any, cotangents: Sequence) -> tuple:
         """One adjoint launch, whose last results are the gradients of the inputs of floats."""
         args, outs = residuals
-        operands = _make_varying([*args, *outs, *(cotangents.leaves[j] for j in _floats(outs))])
+        operands = _make_varying([*args, *outs, *(cotangents[j] for j in _floats(outs))])
         call = self._resolve_adjoint(_input_specs(operands), len(args))
         results = self._bind(call, operands)
         cotangents_of_args: list[Any] = [None] * len(args)  # a zero, for JAX
@@ -4302,12 +4208,12 @@ def _warp_session() -> Iterator[Any]:
 
 
 def _warp_scalars(wp: Any) -> dict[np.dtype, Any]:
-    """NumPy dtype -> Warp scalar type, for those that the installed Warp has."""
-    return {np.dtype(name): getattr(wp, name) for name in _WARP_DTYPES if hasattr(wp, name)}
+    """NumPy dtype -> Warp scalar type."""
+    return {np.dtype(name): getattr(wp, name) for name in _WARP_DTYPES}
 
 
 def jaxtype_to_warptype(dtype: Any) -> Any:
-    """The Warp scalar type of what NumPy reads as a dtype; a ValueError for one that the installed Warp lacks."""
+    """The Warp scalar type of what NumPy reads as a dtype; a ValueError for one that Warp lacks."""
     scalars = _warp_scalars(_warp("jaxtype_to_warptype"))
     try:
         return scalars[np.dtype(dtype)]
@@ -4657,6 +4563,16 @@ class _WarpPlan:
     def gpu_dims(self) -> tuple[int, ...]:
         return (*self.launch_dims[:-1], self.threads_of_block) if self.is_tiled else self.launch_dims
 
+    def recorded_on(self, platform: str) -> dict[str, _Recorded]:
+        """What Warp passes on each device of a platform: the same on all."""
+        if platform == "cpu":
+            return {"cpu": self.recorded("cpu")}
+        with _CudaDriver().keeping_context():  # Warp may leave another device's context current
+            recorded = {f"cuda:{n}": self.recorded(f"cuda:{n}") for n in _cuda_ordinals()}
+        if len({x[1:] for x in recorded.values()}) > 1:
+            raise NotImplementedError(f"{self.title}: Warp passes other bytes on another GPU")
+        return recorded
+
     def recorded(self, device: str) -> _Recorded:
         """What Warp passes on a device.  Pointers are where two recordings with other stand-ins differ."""
         with _warp_session() as wp:
@@ -4767,19 +4683,21 @@ def _words_of(blocks: Sequence[bytes]) -> list[int]:
     return memoryview(b"".join(blocks)).cast("q").tolist()
 
 
-def _warp_grid(title: str, n_threads: int, block_dim: int, has_grid_stride: bool) -> tuple[int, int, int]:
+def _warp_grid(plan: _WarpPlan) -> tuple[int, int, int]:
     """The grid of `wp_cuda_launch_kernel` (warp.cu): without a loop in the kernel, blocks spread over three axes."""
-    blocks = -(-n_threads // block_dim)
+    has_grid_stride = getattr(plan.kernel, "grid_stride", True)  # set when the content was read
+    n_threads = math.prod(plan.gpu_dims)
+    blocks = -(-n_threads // plan.threads_of_block)
     x = min(blocks, _CUDA_LIMITS["grid"][0])
     y = 1
     z = 1
     if blocks and not has_grid_stride:
-        x = min(blocks, 2**24 // block_dim)
+        x = min(blocks, 2**24 // plan.threads_of_block)
         y = min(-(-blocks // x), 65535)
         z = -(-blocks // (x * y))
     if z > 65535 or n_threads > sys.maxsize:
         limit = "" if has_grid_stride else " without a grid stride"
-        raise ValueError(f"{title}: {n_threads} threads are too many for one launch{limit}")
+        raise ValueError(f"{plan.title}: {n_threads} threads are too many for one launch{limit}")
     return x, y, z
 
 
@@ -4797,7 +4715,6 @@ class _WarpTarget(_Target):
     signature: _Signature
     given: str | None  # the user's `name=`
     in_order: bool
-    launches_rows: bool = False
 
     def register(self, platform: str) -> None:
         if platform not in ("cpu", "cuda"):
@@ -4810,290 +4727,68 @@ class _WarpTarget(_Target):
     def register_where_traced(self) -> None:
         platform = _default_platform().replace("gpu", "cuda")
         if platform in ("cpu", "cuda") and 0 not in self.launch:
-            self._on_platform(platform, _WarpRow(2, (False,) * len(self.signature.ranks)))
+            self.lowered(platform)
 
-    def lowered(self, platform: str, ins: Sequence, outs: Sequence, n_devices: int) -> _Target:
-        return self._on_platform(platform, self._row([*ins, *outs], n_devices))
-
-    def _on_platform(self, platform: str, row: _WarpRow | None) -> _Target:
-        """Record a launch, and one of a row of slices where that can be, and register what starts them."""
+    def lowered(self, platform: str) -> _Target:
+        """Record a launch, and register what starts it."""
         self.register(platform)
-        if platform == "cpu":
-            plans = [self.plan]
-            recorded = [self.plan.recorded("cpu")]
-            launch = recorded[0].words
-        else:
-            with _CudaDriver().keeping_context():  # Warp may leave another device's context current
-                plans, recorded = self._recorded_on_gpu(row)
-            launch = self._cuda_launch(plans, recorded)
-        memory = [x.memory for x in recorded]
+        recorded = self.plan.recorded_on(platform)
+        launch = next(iter(recorded.values())).words
+        if platform == "cuda":
+            launch = *_warp_grid(self.plan), self.plan.threads_of_block, 1, 1, 0, *launch
+        memory = next(iter(recorded.values())).memory
         content = "warp", platform, self.in_order, *self.plan.content
         name = _NAMES.of_content(content, self.signature, self.given, str((platform, memory)))
-        compile_target = functools.partial(_compile_warp, self.signature, self.in_order, plans, platform == "cuda")
-        target = _Target(name, launch, compilers={platform: compile_target}, title=self.title, where=self.where)
+        make = functools.partial(_compile_warp, self.plan, self.signature, self.in_order, recorded)
+        target = _Target(name, launch, compilers={platform: make}, title=self.title, where=self.where)
         target.register(platform)
         return target
 
-    def _recorded_on_gpu(self, row: _WarpRow | None) -> tuple[list[_WarpPlan], list[_Recorded]]:
-        device = f"cuda:{_cuda_ordinals()[0]}"
-        plans = [self.plan]
-        recorded = [self.plan.recorded(device)]
-        row_plan = _row_plan(self.plan, row) if self.launches_rows and row else None
-        if row_plan:
-            try:
-                recorded.append(row_plan.recorded(device))
-                plans.append(row_plan)
-            except Exception:  # of Warp: what compiles with parameters may not with views of them
-                _BATCH_KERNELS[self.plan.content] = None
-        return plans, recorded
 
-    def _cuda_launch(self, plans: Sequence[_WarpPlan], recorded: Sequence[_Recorded]) -> tuple[int, ...]:
-        """The attribute `launch`: `_CudaLaunch` and the memory of a launch; a row's slices, blocks and memory."""
-        block_dim = self.plan.threads_of_block
-        has_grid_stride = getattr(self.plan.kernel, "grid_stride", True)  # set when the content was read
-        grids = [_warp_grid(self.title, math.prod(x.gpu_dims), block_dim, has_grid_stride) for x in plans]
-        launch = [*grids[0], block_dim, 1, 1, 0, *recorded[0].words]
-        if len(plans) > 1:
-            launch += [plans[1].launch_dims[0], grids[1][0], *recorded[1].words]
-        return tuple(launch)
-
-    def _row(self, arrays: Sequence, n_devices: int) -> _WarpRow | None:
-        """The row of a batch, as `_Driver` finds it; of each device's part, if XLA splits the batch."""
-        batches = [x.shape[: len(x.shape) - n] for x, n in zip(arrays, self.signature.ranks, strict=True)]
-        if not all(isinstance(size, int) for batch in batches for size in batch):
-            return None
-        slice_bytes = [math.prod(x.shape[len(batch) :]) * x.dtype.itemsize for x, batch in zip(arrays, batches)]
-        if max(slice_bytes) > _WARP_MAX_EXTENT:  # Warp cannot count the bytes from one slice to the next
-            return None
-        counts = [*map(math.prod, batches)]
-        sizes = map(max, zip(*filter(None, batches)))  # operands that all slices share may have no batch
-        if not set(counts) <= {1, math.prod(sizes)}:  # a row is what the last dimension spans
-            counts = [[1, *batch][-1] for batch in batches]
-        return _WarpRow(max(counts) // n_devices, tuple(n == 1 for n in counts))
-
-
-class _WarpRow(NamedTuple):
-    """Slices of a batch that are one step apart in every buffer."""
-
-    n_slices: int
-    is_shared: tuple[bool, ...]  # by buffer: whether it is the same for all
-
-
-class _WarpEmitter(_Emitter):
-    """Copies the memory of a launch, and starts the kernel's machine code for each slice, or for each row."""
-
-    # `recorded`: of the launch of a slice, and perhaps of one of a row, what Warp passes on each device.
-    def __init__(self, label: str, recorded: Sequence[Mapping[int, _Recorded]], driver: _CudaDriver | None) -> None:
-        self.recorded = recorded
-        self.driver = driver
-        self.traits = _COMMAND_BUFFER_COMPATIBLE if driver else 0  # it only launches, always the same
-        entries = [{n: x.entry for n, x in on_devices.items()} for on_devices in recorded]
-        if driver:
-            self.launchers = [_CudaLauncher(label, driver, functions) for functions in entries]
-        else:
-            self.entry, _ = entries[0][0]
-
-    def write(self, handler: _Handler) -> None:
-        done: Any = 0
-        memories = [next(iter(on_devices.values())).memory for on_devices in self.recorded]
-        offset = ctypes.sizeof(_CudaLaunch) if self.driver else 0
-        if len(memories) > 1:
-            row_offset = offset + 8 * sum(memories[0][0])
-            length = handler.load(handler.launch + row_offset)
-            blocks = handler.load(handler.launch + row_offset + 8)
-            n_rows = handler.count // length
-            launch = self._launch_in(handler, 1, memories[1], row_offset + 16)
-            with handler.loop(0, n_rows) as i:
-                launch(i * length, x=blocks)
-            done = n_rows * length
-        launch = self._launch_in(handler, 0, memories[0], offset)
-        with handler.loop(done, handler.count) as i:
-            launch(i)
-
-    def _launch_in(self, handler: _Handler, number: int, memory: tuple, offset: int) -> Callable[..., None]:
-        """Write what all launches share; returns what writes one, from some slice on."""
-        sizes, places = memory
-        cursors = [handler.cursors[k] for k in range(handler.n_buffers)]
-        pointers = [(cursor.data, cursor.step) for cursor in cursors]
-        words = handler.alloca(_I64, sum(sizes))
-        handler.copy_bytes(words, handler.launch + offset, 8 * sum(sizes))
-        starts = itertools.accumulate(sizes[:-1], initial=0)
-        blocks = [words + 8 * start for start in starts]
-        launch_blocks = self.launchers[number].launch_in(handler) if self.driver else None
-        entry = handler.kernel.entry
-
-        def launch(i: _Word, **grid: Any) -> None:
-            for place, k in places:
-                data, step = pointers[k]
-                handler.store(data + step * i, words + 8 * place)
-            if launch_blocks:
-                launch_blocks(blocks, **grid)
-            else:
-                handler.call(entry, *blocks)
-
-        return launch
-
-
-def _compile_warp(signature: _Signature, in_order: bool, plans: Sequence[_WarpPlan], on_gpu: bool) -> _Compiled:
-    """The handler for launches that are recorded as these."""
+def _compile_warp(
+    plan: _WarpPlan, signature: _Signature, in_order: bool, recorded: Mapping[str, _Recorded]
+) -> _Compiled:
+    """The handler for a launch that was recorded on each device."""
     _import("numba", "warp_kernel compiles what XLA calls with Numba's LLVM: it", _NUMBA_INSTALL)
-    driver = _CudaDriver() if on_gpu else None
-    devices = {n: f"cuda:{n}" for n in _cuda_ordinals()} if on_gpu else {0: "cpu"}
-    with driver.keeping_context() if driver else contextlib.nullcontext():
-        recorded = [{n: plan.recorded(device) for n, device in devices.items()} for plan in plans]
-    for on_devices in recorded:
-        if len({x[1:] for x in on_devices.values()}) > 1:
-            raise NotImplementedError(f"Warp kernel {signature.label!r}: Warp passes other bytes on another GPU")
-    emitter = _WarpEmitter(signature.label, recorded, driver)
-    emitter.in_order = in_order or on_gpu
-    if not on_gpu:
-        if any("tile" in function.key for function in _build_of(plans[0].kernel).functions):
+    emitter = _WarpEmitter(signature.label, recorded)
+    emitter.in_order = in_order or emitter.driver is not None
+    if emitter.driver is None:
+        if any("tile" in function.key for function in _build_of(plan.kernel).functions):
             # Warp keeps the CPU memory of tiles behind one static pointer (tile.h): such kernels must not overlap
             emitter.lock = _native_lock("tile_lock")
             emitter.in_order = True
-        emitter.code_key = "warp", recorded[0][0].memory, bool(emitter.lock)
+        emitter.code_key = "warp", emitter.memory, bool(emitter.lock)
     return _compile_handler(signature, emitter)
 
 
-# -- 9.6 A batch in one launch ------------------------------------------------------------------------
-# A launch for each slice of a batch takes time, and leaves most of a GPU idle where slices are small.  So a second
-# kernel is made from the syntax tree of the first: its arrays have one more dimension, its threads one more index:
-#
-#     def kernel(x, k, out):         def kernel(x, k, out):
-#         i = wp.tid()                   _xla_slice, _xla_0 = wp.tid()
-#         out[i] = k * x[i]              _xla_x = x[_xla_slice if x.shape[0] > 1 else 0]        # size 1 broadcasts
-#                                        _xla_out = out[_xla_slice if out.shape[0] > 1 else 0]
-#                                        i = _xla_0 + 0
-#                                        _xla_out[i] = k * _xla_x[i]
-#
-# Each of its threads does what one of the first kernel does on its slice, provided that it learns its place from
-# `wp.tid()` alone, with as many indices as the launch has dimensions.  Threads of two slices may share a block, so
-# kernels that see blocks or work on tiles get a launch for each slice, and so do those with atomics and `while`, whose
-# threads may wait for others.  C and `wp.static` are not looked into: a launch for each slice, too.
+class _WarpEmitter(_Emitter):
+    """Copies the memory of a launch, and for each slice starts the kernel's machine code."""
 
+    def __init__(self, label: str, recorded: Mapping[str, _Recorded]) -> None:
+        self.recorded = recorded  # keeps Warp's modules loaded
+        entries = [x.entry for x in recorded.values()]
+        self.memory = next(iter(recorded.values())).memory
+        if "cpu" in recorded:
+            [(self.entry, _)] = entries
+        else:
+            self.driver = _CudaDriver()
+            self.launcher = _CudaLauncher(label, self.driver, dict(zip(_cuda_ordinals(), entries, strict=True)))
+            self.traits = _COMMAND_BUFFER_COMPATIBLE  # it only launches, always the same
 
-_BATCH_KERNELS: dict[tuple, Any] = {}  # by content: the kernel for batches and the number of its indices, or None
-
-
-def _row_plan(plan: _WarpPlan, row: _WarpRow) -> _WarpPlan | None:
-    """The launch of a row of slices, or of an equal part of it; None if each slice gets a launch."""
-    with _LOCK:
-        if plan.content not in _BATCH_KERNELS:
-            _BATCH_KERNELS[plan.content] = None
-            with contextlib.suppress(Exception), _warp_session() as wp:
-                _BATCH_KERNELS[plan.content] = _batch_kernel(wp, plan)
-        found = _BATCH_KERNELS[plan.content]
-    most = (_WARP_BATCH_THREADS - 1) // math.prod(plan.launch_dims)
-    if not found or found[1] != len(plan.launch_dims) or not most:
-        return None
-    n_launches = max(1, -(-row.n_slices // most))
-    length = row.n_slices // n_launches
-    if length < 2:
-        return None
-    dims = {}
-    for key, k in plan.buffers.items():
-        dims[key] = (1 if row.is_shared[k] else length, *plan.dims[key])
-    return dataclasses.replace(plan, kernel=found[0], dims=dims, launch_dims=(length, *plan.launch_dims))
-
-
-def _batch_kernel(wp: Any, plan: _WarpPlan) -> tuple[Any, int]:
-    """Raises an error for a kernel that gets a launch for each slice."""
-    kernel = plan.kernel
-    _check_batchable(kernel)
-    kinds = {arg.label: arg.type for arg in kernel.adj.args}
-    # Warp reads constants when it builds a kernel: those of a copy that is built now must still be the same.
-    if _warp_content(wp, _with_source(kernel, kernel.adj.source, kinds)) != plan.content[0]:
-        raise ValueError("the kernel has changed")
-    arrays = [name for name, _ in plan.buffers]
-    if any(kinds[name].ndim == _WARP_MAX_DIMS for name in arrays):
-        raise ValueError("Warp has no arrays of so many dimensions")
-    for name in arrays:
-        kinds[name] = wp.array(dtype=kinds[name].dtype, ndim=kinds[name].ndim + 1)
-    batcher = _WarpBatcher(arrays)
-    batch_kernel = _with_source(kernel, batcher.batched(kernel.adj.source), kinds)
-    [n_indices] = batcher.n_indices
-    return batch_kernel, n_indices
-
-
-def _with_source(kernel: Any, source: str, kinds: Mapping[str, Any]) -> Any:
-    """A Warp kernel like another one, in a module of its own, with another source and types of parameters."""
-    python = kernel.func
-    function = types.FunctionType(
-        python.__code__, python.__globals__, python.__name__, python.__defaults__, python.__closure__
-    )
-    function.__annotations__ = dict(kinds)
-    function.__module__ = python.__module__
-    digest = hashlib.sha256(kernel.hash + source.encode()).hexdigest()[:12]  # Warp tells modules apart by name
-    module = type(kernel.module)(f"{kernel.key}_{digest}", None)
-    module.options.update(kernel.module.options)
-    return type(kernel)(function, key=kernel.key, module=module, options=dict(kernel.options), source=source)
-
-
-class _WarpBatcher(ast.NodeTransformer):
-    """Makes a kernel's source that of its kernel for batches; parameters of these names are arrays of all slices."""
-
-    def __init__(self, arrays: list[str]) -> None:
-        self.arrays = arrays
-        self.tid = ""  # the function, as the source calls it
-        self.n_indices = set[int]()  # the number of indices that `wp.tid()` is asked for
-
-    def batched(self, source: str) -> str:
-        tree = ast.parse(source)
-        function: Any = tree.body[0]
-        function.decorator_list = []
-        body = [self.visit(statement) for statement in function.body]
-        n_indices = max(self.n_indices, default=0)
-        indices = ["_xla_slice", *(f"_xla_{axis}" for axis in range(n_indices))]
-        lines = [f"{', '.join(indices)} = {self.tid}()"]
-        lines += [f"_xla_{name} = {name}[_xla_slice if {name}.shape[0] > 1 else 0]" for name in self.arrays]
-        function.body = ast.parse("\n".join(lines)).body + body
-        return ast.unparse(ast.fix_missing_locations(tree))
-
-    def visit_Name(self, node: ast.Name) -> ast.AST:
-        if node.id in self.arrays:
-            node.id = f"_xla_{node.id}"
-        return node
-
-    def visit_Assign(self, node: ast.Assign) -> Any:
-        target = node.targets[0]
-        if _calls_tid(node.value) and isinstance(target, ast.Tuple):
-            node.value = self._indices(node.value, len(target.elts))
-            return node
-        return self.generic_visit(node)
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        if _calls_tid(node):
-            return self._indices(node, 1)
-        return self.generic_visit(node)
-
-    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        if node.attr == "tid":
-            raise ValueError("wp.tid gets another name")
-        return self.generic_visit(node)
-
-    def _indices(self, call: Any, count: int) -> ast.expr:
-        self.tid = ast.unparse(call.func)
-        self.n_indices.add(count)
-        copies = [f"_xla_{axis} + 0" for axis in range(count)]  # a copy, as code may change an index in place
-        return ast.parse(", ".join(copies), mode="eval").body
-
-
-def _calls_tid(node: Any) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "tid"
-
-
-def _check_batchable(kernel: Any) -> None:
-    """Raise if threads of the kernel may wait for others, or learn of the launch by more than `wp.tid()`."""
-    if not isinstance(kernel.func, types.FunctionType) or kernel.adj.transformers:
-        raise ValueError("the source of the kernel is not all that it is")
-    build = _build_of(kernel)
-    words = [function.key for function in build.functions]
-    words += [code.source for code in (kernel.adj, *build.codes)]
-    text = " ".join(words)
-    if _WARP_UNBATCHED.search(text) or any(map(_is_c, build.functions)):
-        raise ValueError("the kernel may see blocks, or what nobody looks into")
-    if "while" in text and "atomic_" in text:
-        raise ValueError("threads may wait for each other")
+    def write(self, handler: _Handler) -> None:
+        sizes, places = self.memory
+        offset = ctypes.sizeof(_CudaLaunch) if self.driver else 0
+        words = handler.alloca(_I64, sum(sizes))
+        handler.copy_bytes(words, handler.launch + offset, 8 * sum(sizes))
+        blocks = [words + 8 * start for start in itertools.accumulate(sizes[:-1], initial=0)]
+        start = self.launcher.launch_in(handler) if self.driver else None
+        with handler.each_slice() as arrays:
+            for place, k in places:
+                handler.store(arrays[k].pointer, words + 8 * place)
+            if start:
+                start(blocks)
+            else:
+                handler.call(handler.kernel.entry, *blocks)
 
 
 # ======================================================================================================
@@ -5172,9 +4867,9 @@ class XLACustomKernel(_Kept):
         args, traced = _as_inputs(ins, self.name)
         call = _find_call(self, args, outs, backend, params)
         if not traced:
-            return _unflatten(call.jitted(*args))
+            return call.jitted(*args)
         call.check(args)
-        return _unflatten(call.bind(*args))
+        return call.bind(*args)
 
     def __repr__(self) -> str:
         lines = [f"XLACustomKernel({self.name!r})"]
@@ -5535,18 +5230,14 @@ class _OpCall:
         self.backend = backend
         self.params = params
         self.checked = _Recent()
-        self.jitted = jax.jit(self.bind_in_jit)
+        self.jitted = jax.jit(self.bind)
 
-    def bind_in_jit(self, *ins: Any) -> Any:
-        return self.bind(*ins).from_jit()
-
-    def bind(self, *ins: Any) -> _Results:
+    def bind(self, *ins: Any) -> Any:
         """The op on tracers (or, under disable_jit, on arrays)."""
         self.op._is_traced = True  # here, too, as a vjp rule that JAX's caches hold need not bind the primitive
         rule = self.op._rules.get("vjp")
-        if rule:
-            return _Results(_bind_with_vjp(self, ins, *rule), self.tree)
-        return _Results(self.bind_primitive(*ins), self.tree)
+        results = _bind_with_vjp(self, ins, *rule) if rule else self.bind_primitive(*ins)
+        return self.tree.unflatten(results)
 
     def bind_primitive(self, *ins: Any) -> list:
         return self.op.primitive.bind(*ins, _binding=self.binding(ins))
@@ -5700,9 +5391,7 @@ def _call_generator(bound: _OpParams, entry: KernelEntry, axes: frozenset) -> Ca
 
 def _outputs(what: str, returned: Any, outs: Sequence, tree: Any = None) -> list:
     """The outputs that a kernel or a rule returned, as arrays: in any container, but dicts by the keys of `tree`."""
-    if tree:
-        returned = _ordered_like(tree.unflatten(range(tree.num_leaves)), returned, what)
-    leaves, _ = _flatten(returned)
+    leaves = _leaves_like(tree, returned, what) if tree else jax.tree.leaves(returned)
     arrays = list(map(_as_array, leaves))
     _check_returned(what, arrays, "outs declares", outs)
     return arrays
@@ -6017,7 +5706,7 @@ def _add_tangents(
             continue
         returned = rule(tangent, *primals, **params)
         if not isinstance(returned, dict):  # which `_from_rule` refuses
-            returned, _ = _flatten(returned, _is_zero)
+            returned = jax.tree.leaves(returned, is_leaf=_is_zero)
         what = f"the jvp rule of {primitive.name!r} for operand {i}"
         for j, term in enumerate(_from_rule(what, returned, "the outputs are", avals)):
             if term is not None:
@@ -6038,7 +5727,7 @@ def _op_jvp(bound: _OpParams, primals: Sequence, tangents: Sequence) -> tuple:
             tangents_out = _add_tangents(primitive, rule, primals, tangents, outputs, params)
         else:
             outputs, tangents_out = rule(primals, tangents, **params)
-        outputs = _outputs(what, outputs, params["outs"] or _flatten(outputs)[0], bound.tree)
+        outputs = _outputs(what, outputs, params["outs"] or jax.tree.leaves(outputs), bound.tree)
         avals = list(map(jax.typeof, outputs))
         return outputs, _from_rule(what, tangents_out, "the outputs are", avals)
 
