@@ -1652,6 +1652,7 @@ ERRORS = {  # a word of the error, a function, and its inputs
         # the arguments of the kernel
         (r"\(x, out\).* 1 inputs and 2 outputs", wrap(outs=[FLOATS] * 2), F32),
         ("must return the outputs", wrap(outs=FLOATS), F32, F32),
+        (r"got only \(x, alpha\)", partial(head, alpha=F32[0]), F32),  # n is missing
         ("multiple values for argument 'x'", partial(head, x=F32), F32),  # by position and by keyword
         ("position only", partial(wrap(lambda x, /, n, out: None), n=F32[0]), F32),
         (r"n\[\(\)\].*scalars=", head, F32, 2, 3.0),
@@ -1912,6 +1913,12 @@ ONE_LINERS = {  # a function as it is, the same in Python, two slices of each in
         [VECTORS, -VECTORS],
         {},
     ),
+    "a view by strides": (
+        wrap(runs("out[:] = x[:, 1]"), spec(2)),
+        lambda x: x[:, 1],
+        [np.arange(12, dtype=np.float32).reshape(2, 2, 3)],
+        {},
+    ),
     "star args": (wrap(runs("a[-1][:] = a[0]", "*a")), like_first, [VECTORS, VECTORS + 1], {}),
     "a name of any object": (wrap(runs("out[:] = x.ndim * x", ndim=DESCRIBED)), like_first, [VECTORS], {}),
     "a default": (wrap(runs("out[:] = n * x", "x, out, n=3")), lambda x: 3 * x, [VECTORS], {}),
@@ -2102,6 +2109,16 @@ def test_dicts_are_filled_in_the_order_in_which_they_are_written(case):
     exported = export.export(jax.jit(call), disabled_checks=xk.export_checks())(*args).call(*args)
     for result in (call(*args), jax.jit(call)(*args), second, exported):
         assert jax.tree.map(float, result) == expected
+
+
+def test_a_kernel_that_may_write_to_an_input_gets_a_copy_where_xla_lost_the_alias():
+    """Which stands behind the outputs."""
+    x = jnp.arange(4.0)
+    write = writes("x.flat[0] = 77")
+    out, copied = jax.ffi.ffi_call(target_of(write, FLOATS), (FLOATS, FLOATS))(x)
+    np.testing.assert_array_equal(out, [77, 1, 2, 3])
+    np.testing.assert_array_equal(copied, out)
+    np.testing.assert_array_equal(x, [0, 1, 2, 3])
 
 
 def test_xla_is_told_of_an_alias():
@@ -4385,6 +4402,17 @@ def test_op_vmap_is_that_of_the_backend():
         return jax.pure_callback(lambda x: x * np.ndim(x), x, x, vmap_method="broadcast_all")
 
     check_equal(jax.vmap(call_op(op_of(multiply_by_rank)))(ROWS), 2 * ROWS)
+
+
+def test_op_vmap_raises_what_is_no_missing_batching_rule():
+    kernel = jax.custom_batching.custom_vmap(jnp.sin)
+
+    @kernel.def_vmap
+    def refuse(axis_size, in_batched, x):
+        raise NotImplementedError("no batches of sines")
+
+    with pytest.raises(NotImplementedError, match="no batches of sines"):
+        jax.vmap(call_op(op_of(kernel)))(ROWS)
 
 
 # -- outs, operands, parameters ------------------------------------------------------------------------
