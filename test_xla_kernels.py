@@ -3481,7 +3481,7 @@ def test_gpu_a_kernel_that_writes_to_an_input_is_refused(write):
     body = f"i = cuda.grid(1)\n    if i < x.size:\n        {write}\n        out[i] = x[i]"
     kernel = own_kernel(cuda, "x, y, out", body, names={"store": cuda.stwt})
     x, y = jnp.arange(4.0), jnp.ones((3, 4))
-    with pytest.raises(TypeError, match=r"(?s)Cannot modify readonly array.*in_out_argnames"):
+    with pytest.raises(TypeError, match=r"(?s)in_out_argnames.*Cannot modify readonly array"):
         xk.numba_cuda_kernel(kernel, like_first, grid=1, block=8)(x, y[0])
     add = xk.numba_cuda_kernel(kernel, lambda x, y: (x, x), grid=1, block=8, in_out_argnames=["x"])
     np.testing.assert_array_equal(jax.vmap(add, (None, 0))(x, y)[0], x + y)
