@@ -150,10 +150,6 @@ def _apply_primitive(primitive: Any, *args: Any, **params: Any) -> Any:
         return _jitted_primitive(primitive, **params)(*args)
 
 
-def _eval_jaxpr(closed: Any, args: Sequence) -> list:
-    return jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *args)
-
-
 def _lower(function: Callable, ctx: Any, operands: Sequence) -> Any:
     """Trace a function of the operands, which returns a sequence, and lower it."""
     return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
@@ -430,7 +426,7 @@ class _Same:
         return id(self.obj)
 
     def __eq__(self, other: Any) -> bool:
-        return type(other) is _Same and self.obj is other.obj
+        return self.obj is getattr(other, "obj", None)  # also if this file was loaded again in between
 
 
 def _reads(kernel: Any) -> tuple | None:
@@ -485,10 +481,11 @@ def _exactly(value: Any) -> Any:
         return tuple(map(_exactly, value))
     if kind is types.ModuleType:
         is_stable = _is_stable(value.__name__)
-    elif isinstance(value, (types.FunctionType, types.BuiltinFunctionType, type, np.ufunc)):
+    elif isinstance(value, (types.FunctionType, types.BuiltinFunctionType, type)):
         is_stable = _is_stable(value.__module__)
     else:
-        is_stable = _is_stable(kind.__module__) and ".types." in kind.__module__  # such as numba.float32
+        is_type_of_numba = _is_stable(kind.__module__) and ".types." in kind.__module__  # such as numba.float32
+        is_stable = is_type_of_numba or kind is np.ufunc
     if not is_stable:
         raise ValueError("it may change")
     return _Same(value)
@@ -515,7 +512,7 @@ class _Names:
         `owner` is the object that the kernel is.  `kernel` is None if it shares no code with others of its `def`.
         Nobody else gets the name before it is known whether the kernel compiles.
         """
-        what = signature, options, given
+        what = tuple(vars(signature).values()), options, given
         with _LOCK:
             names = self.by_owner.setdefault(owner, {})
             reads = None
@@ -531,16 +528,18 @@ class _Names:
             try:
                 yield name
             except BaseException:
-                if is_new and name not in _TARGETS:
-                    self._give_back(name)
+                if is_new and name not in _TARGETS:  # nothing is registered under it
+                    _TAKEN.discard(name)
+                    self.exported.discard(name)
                 raise
             names[what] = name
-            if reads and name in _TARGETS and reads == _reads(kernel):  # so these values are compiled in
+            is_settled = name in _TARGETS or not _cuda_ordinals()  # compiled with these values, or nothing compiles it
+            if reads and is_settled and reads == _reads(kernel):
                 self.by_reads[reads, what] = name
 
     def of_content(self, content: tuple, signature: _Signature, given: str | None, memory: str) -> str:
         """The name of a kernel that is fully described by this content and by the memory of its launch."""
-        key = content, signature, given, memory
+        key = content, tuple(vars(signature).values()), given, memory
         with _LOCK:
             if key not in self.by_content:
                 parts = [memory] if given else [memory, *map(str, content)]
@@ -563,13 +562,8 @@ class _Names:
             self.exported.add(name)
         return name
 
-    def _give_back(self, name: str) -> None:
-        """After a failure to compile: nothing is registered under the name."""
-        _TAKEN.discard(name)
-        self.exported.discard(name)
 
-
-_NAMES = _Names()
+_NAMES: _Names = globals().get("_NAMES") or _Names()  # importlib.reload keeps both, and with them the names of kernels
 
 
 def _hash(*parts: str) -> str:
@@ -587,7 +581,8 @@ def _code_text(kernel: Any) -> str:
 # -- 3.3 Targets ---------------------------------------------------------------------------------------
 
 
-_TARGETS: dict[str, dict[str, _Compiled]] = collections.defaultdict(dict)  # by name, then by platform
+# By name, then by platform.
+_TARGETS: dict[str, dict[str, _Compiled]] = globals().get("_TARGETS") or collections.defaultdict(dict)
 
 
 class _Compiled(NamedTuple):
@@ -694,7 +689,7 @@ def _show(spec: Any) -> str:
     if spec is None:
         return "None"
     sizes = ",".join(map(str, spec.shape))
-    return f"{np.dtype(spec.dtype).name}[{sizes}]"
+    return f"{getattr(spec.dtype, 'name', spec.dtype)}[{sizes}]"
 
 
 @jax.tree_util.register_pytree_node_class
@@ -858,9 +853,9 @@ def _check_takes(signature: inspect.Signature, what: str, args: Sequence) -> Non
     try:
         signature.bind(*args)
     except TypeError as error:
-        shown = ", ".join(_show(x) if _is_spec(x) else repr(x) for x in args)
+        shown = ", ".join(_show(x) if _is_spec(x) else str(x) for x in args)
         raise TypeError(
-            f"{what} takes {signature}, but this call gives it ({shown}): {error}; give it one parameter for each input"
+            f"{what} takes {signature}, but this call gives it ({shown}): {error}; give it one parameter for each"
         ) from None
 
 
@@ -1227,9 +1222,10 @@ class _Options:
     has_side_effect: bool
     scratch: Any
     zero_outputs: bool
-    in_out_argnames: Any = None  # the last three are not options of all
+    in_out_argnames: Any = None  # the last four are not options of all
     scalars: Any = False
     name: str | None = None
+    command_buffer: bool = False
 
     def __post_init__(self) -> None:
         if self.outs is None:
@@ -1331,6 +1327,8 @@ class _Wrapper(_Kept):
     """
 
     decorator: str  # the public function that made it, for error messages
+    scalars: Sequence[str] = ()  # the parameters that may be given as Python numbers by keyword
+    all_scalars = False
     _find_target: Callable[[_Call], _Target]
 
     def __init__(self, kernel: Any, options: Any) -> None:
@@ -1398,15 +1396,11 @@ class _Wrapper(_Kept):
         """Raise if a number is given by keyword for what the kernel takes as an array."""
         for name, value in named.items():
             is_array = _is_spec(value) or hasattr(value, "__jax_array__") or hasattr(value, "__dlpack__")
-            if name in self.parameters and not is_array and not self._takes_number(name):
+            if name in self.parameters and not (is_array or self.all_scalars or name in self.scalars):
                 raise TypeError(
                     f"{self.title}: {name}={value!r:.80} is no array; what is given by keyword is an input: name it in "
                     f"scalars=[{name!r}] to give numbers, or make a constant part of the kernel, by a closure"
                 )
-
-    def _takes_number(self, name: str) -> bool:
-        """Whether a parameter is an input that may be given as a Python number by keyword."""
-        return False
 
     def _check_names(self, option: str, names: Sequence[str]) -> None:
         for name in names:
@@ -1615,7 +1609,6 @@ class _Word:
     __or__ = functools.partialmethod(_calculate, "or_")
     __lt__ = functools.partialmethod(_compare, "<")
     __gt__ = functools.partialmethod(_compare, ">")
-    __le__ = functools.partialmethod(_compare, "<=")
     __ge__ = functools.partialmethod(_compare, ">=")
     __eq__ = functools.partialmethod(_compare, "==")  # type: ignore[assignment]
     __ne__ = functools.partialmethod(_compare, "!=")  # type: ignore[assignment]
@@ -1773,12 +1766,6 @@ class _Code:
             self.store(value, first + 8 * i)
         return first
 
-    def zeros(self, nbytes: int) -> _Word:
-        """The address of zeroed memory on the stack."""
-        first = self.alloca(_I64, -(-nbytes // 8))
-        self.zero_bytes(first, nbytes)
-        return first
-
     def new(self, kind: Any, **fields: Any) -> Any:
         """A struct on the stack, with its size filled in if it is one of XLA's."""
         struct = self.alloca(kind)
@@ -1883,7 +1870,7 @@ _Cursor = _words("_Cursor", "data step dims depth nbytes")
 # A kernel, in the memory of its handler.  Outputs, whose memory is mapped on first use, begin at `first_output`.
 # `slice_ticks` is what a slice took when that was last measured, and `slice_nbytes` how large the buffers of that slice
 # were: a hint, which any thread may overwrite.  The fields from `in_order` on are filled in when the code is loaded:
-# texts for errors, `entry`, `lock` and `report` of the emitter, and functions of the driver.
+# the text of an error, `entry`, `lock` and `report` of the emitter, and functions of the driver.
 _Kernel = _words(
     "_Kernel",
     "n_buffers first_output slice_ticks slice_nbytes "
@@ -1891,10 +1878,7 @@ _Kernel = _words(
 )
 
 # A call with a batch.  The cursors stand at its first slice.  `sizes` are those of its `depth` dimensions, outermost
-# first, `count` is their product; slices [k * row, (k + 1) * row) are one step apart.  For example, all pairs of three
-# slices of x and two of y: buffers of 1 x 3, 2 x 1 and, for the output, 2 x 3 slices.  Neither x nor y has all six or
-# only one, so a row is what the last dimension spans: three slices, along which x and the output go on by one slice,
-# and y stays where it is (step 0).
+# first, `count` is their product; slices [k * row, (k + 1) * row) are one step apart.
 _Batch = _words(
     "_Batch", "frame kernel cursors depth sizes count row", frame=XLA_FFI_CallFrame, kernel=_Kernel, cursors=_Cursor
 )
@@ -2144,11 +2128,6 @@ class _Driver(_Code):
         batch.kernel.slice_ticks = took // count
         batch.kernel.slice_nbytes = self._slice_nbytes(batch)
 
-    def _remembered_ticks(self, batch: Any) -> _Word:
-        """What a slice of this size took, 0 if that was another size."""
-        is_known = batch.kernel.slice_nbytes == self._slice_nbytes(batch)
-        return self.select(is_known, batch.kernel.slice_ticks, 0)
-
     def _slice_nbytes(self, batch: Any) -> _Word:
         nbytes = self.variable(0)
         with self.loop(0, batch.kernel.n_buffers) as k:
@@ -2177,7 +2156,8 @@ class _Driver(_Code):
                 self.ret(self.call(kernel.slices, frame, cursors, batch.count))
             self.ret(self.call("run", batch, 0, batch.count))
         with self.when(kernel.slice_ticks != 0):
-            work = self._remembered_ticks(batch) * batch.count // self.ticks.current
+            is_known = kernel.slice_nbytes == self._slice_nbytes(batch)
+            work = self.select(is_known, kernel.slice_ticks, 0) * batch.count // self.ticks.current
             with self.when(work > _WORTH_SHARING):
                 self.ret(self.call("finish", batch, 0, work))
         return self.call("probe", batch)
@@ -2501,13 +2481,12 @@ def _host_arrays(signature: _Signature, pointers: Sequence[int], dims: Sequence[
 
 # ======================================================================================================
 # 7. Numba on CPU: a wrapper, and an emitter that calls what Numba compiled.
-# One slice of a call; the handler finds the slices.
 #
 # What a new Numba may break.
 # - Loudly: `library._final_module` and `_shared_module`, `_compiler.pipeline_class`, `type_annotation`, the status of
 #   `call_conv.call_function`; for CUDA `_codelibrary`.
 # - Silently, so that tests of each must pass before it counts as supported: the parameters of arrays
-#   (`_numba_params`, `_not_only_read`), new ways to write to a read-only array (`_UNCHECKED_WRITERS`), how calls of
+#   (`_numba_params`, `_not_only_read`), new ways to write to a read-only array (`_UNSEEN_WRITERS`), how calls of
 #   threads and C wrappers show in LLVM's text (`_uses_threads`), and what the templates of users' overloads have
 #   (`_is_of_users`).
 
@@ -2626,9 +2605,6 @@ class _NumbaWrapper(_Wrapper):
         for name in self.in_outs:
             if name in self.scalars:
                 raise ValueError(f"{name!r} is in scalars and in in_out_argnames: what a kernel changes is an array")
-
-    def _takes_number(self, name: str) -> bool:
-        return self.all_scalars or name in self.scalars
 
     def _written_form(self, signature: _Signature) -> _Form | None:
         """The call of a function that writes its outputs; None if its parameters do not allow it."""
@@ -2792,11 +2768,6 @@ class _NumbaCode(NamedTuple):
     may_write: tuple[int, ...]  # the inputs that it may write to
     uses_threads: bool
 
-    @property
-    def entry(self) -> int:
-        """The address of the code."""
-        return self.overload.library.get_pointer_to_function(self.overload.fndesc.llvm_func_name)
-
 
 def _compile_numba(kernel: Any, signature: _Signature, forms: list[_Form], in_order: bool) -> _Compiled:
     """Compile the kernel for the signature, and the handler that calls it."""
@@ -2876,8 +2847,9 @@ def _compile_form(kernel: Any, signature: _Signature, form: _Form) -> _NumbaCode
             raise refusal from error
     overload = _compile_results(dispatcher, argtypes, signature, form)
     records = _type_records(overload)
-    if any("_ObjModeContextType" in str(kind) for kind in _types_in(records)):
-        raise _uses_object_mode(signature)
+    for record in records:
+        if "_ObjModeContextType" in str(getattr(record, "typemap", "")):
+            raise _uses_object_mode(signature)
     may_write: tuple[int, ...] = ()
     if not is_checked or any(map(_has_unseen_writers, records)):
         may_write = _not_only_read(overload, signature)
@@ -3007,11 +2979,6 @@ def _type_records(overload: Any) -> list[Any]:
     return records
 
 
-def _types_in(records: Iterable) -> list[Any]:
-    """The types of all variables that these records tell of."""
-    return [kind for record in records for kind in getattr(record, "typemap", {}).values()]
-
-
 def _has_unseen_writers(record: Any) -> bool:
     """Whether a function may write to a read-only array in a way that Numba does not refuse.
 
@@ -3080,7 +3047,8 @@ def _numba_params(array: _Array) -> list[Any]:
 
 class _NumbaEmitter(_Emitter):
     def __init__(self, label: str, code: _NumbaCode, in_order: bool) -> None:
-        self.entry = code.entry
+        name = code.overload.fndesc.llvm_func_name
+        self.entry = code.overload.library.get_pointer_to_function(name)
         self.in_order = in_order or code.uses_threads
         if code.uses_threads:  # it may start Numba's threads, which use all cores
             self.lock = _lock_of_numbas_threads()
@@ -3124,7 +3092,6 @@ class _NumbaEmitter(_Emitter):
 
 # ======================================================================================================
 # 8. Numba CUDA: wrappers, launch configurations, and an emitter that calls cuLaunchKernel.
-# For one slice of a call; the handler finds the slices.
 
 _CUDA_DTYPES = _NUMBA_DTYPES | {"float16"}
 _CUDA_BLOCKS = {2: (16, 16), 3: (8, 8, 4)}  # threads per block over launch_dims of two and three dimensions
@@ -3252,7 +3219,7 @@ def numba_cuda_callable(
       >>> scale_twice(np.ones(3, np.float32)).tolist()
       [4.0, 4.0, 4.0]
     """
-    return _wrap(_CudaCallable, locals(), _CudaCallableOptions)
+    return _wrap(_CudaCallable, locals(), _Options)
 
 
 # -- 8.1 Wrappers, and launch configurations ----------------------------------------------------------
@@ -3307,11 +3274,6 @@ class _CudaOptions(_Options):
         _dim3("block", self.threads_per_block)
 
 
-@dataclasses.dataclass(kw_only=True)
-class _CudaCallableOptions(_Options):
-    command_buffer: bool
-
-
 class _CudaKernel(_NumbaWrapper):
     decorator = "numba_cuda_kernel"
 
@@ -3361,7 +3323,7 @@ class _CudaKernel(_NumbaWrapper):
 class _CudaCallable(_Wrapper):
     decorator = "numba_cuda_callable"
 
-    def __init__(self, func: Any, options: _CudaCallableOptions) -> None:
+    def __init__(self, func: Any, options: _Options) -> None:
         if not isinstance(func, (types.FunctionType, types.MethodType)):
             takes = "a Python function that launches kernels (for one kernel use numba_cuda_kernel)"
             raise _wrong_kernel("numba_cuda_callable", takes, func)
@@ -3371,7 +3333,7 @@ class _CudaCallable(_Wrapper):
         _import("numba", self.decorator, _CUDA_INSTALL)
         package = _cuda_package_named_by(self.kernel, self.title)
         signature = call.signature(self.__name__)
-        self._check_takes_buffers(signature)
+        _check_takes(inspect.signature(self.kernel), self.title, [*call.ins, *call.outs, "a stream"])
         self._check_dtypes(call, _CUDA_DTYPES, "that Numba CUDA has no arrays of")
         may_capture = bool(self.options.command_buffer)
         compile_ = functools.partial(_compile_callable, package, self.kernel, signature, may_capture)
@@ -3381,18 +3343,6 @@ class _CudaCallable(_Wrapper):
             target = _Target(name, compilers={package.platform: compile_}, title=self.title, where=where)
             target.register_where_traced()
         return target
-
-    def _check_takes_buffers(self, signature: _Signature) -> None:
-        takes = inspect.signature(self.kernel)
-        try:
-            takes.bind(*signature.ranks, None)
-        except TypeError:
-            n_in = signature.n_in
-            n_out = len(signature.ranks) - signature.n_in
-            raise TypeError(
-                f"{self.title} takes {takes}, but this call has {n_in} inputs, "
-                f"{n_out} outputs and scratch buffers, and a stream: func(in..., out..., stream)"
-            ) from None
 
 
 # -- 8.2 The packages that compile kernels, and the driver --------------------------------------------
@@ -3843,9 +3793,7 @@ class _CudaLauncher:
 class _CudaEmitter(_Emitter):
     traits = _COMMAND_BUFFER_COMPATIBLE  # nothing but launches, the same ones whenever it is called
 
-    def __init__(
-        self, package: _NumbaCuda, launcher: _CudaLauncher, batch_launcher: _CudaLauncher | None = None
-    ) -> None:
+    def __init__(self, package: _NumbaCuda, launcher: _CudaLauncher, batch_launcher: _CudaLauncher | None) -> None:
         self.package = package
         self.launcher = launcher
         self.driver = launcher.driver
@@ -3872,7 +3820,6 @@ class _CudaEmitter(_Emitter):
 
 # ======================================================================================================
 # 9. Warp: a wrapper with a derivative, and an emitter that calls Warp's code on CPUs and GPUs.
-# For one slice of a call; the handler finds the slices.
 
 _WARP_INSTALL = "pip install warp-lang numba"
 _WARP_DTYPES = "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 bfloat16 float32 float64".split()
@@ -4185,7 +4132,7 @@ def _floats(arrays: Sequence[Any]) -> list[int]:
 
 
 # -- 9.2 Warp itself: import, silence, types ----------------------------------------------------------
-# Code for some versions of Warp names them, here and in 9.3.  Checked on 1.14 and 1.19.
+# Code for some versions of Warp names them, here and in 9.3 and 9.4.  Checked on 1.14 and 1.19.
 
 
 def _warp(user: str) -> Any:
@@ -4552,10 +4499,6 @@ class _WarpPlan:
         return f"Warp kernel {self.kernel.func.__name__!r}"
 
     @property
-    def is_adjoint(self) -> bool:
-        return any(role == "gradient" for _, role in self.buffers)
-
-    @property
     def threads_of_block(self) -> int:
         return self.block_dim or _WARP_BLOCK_DIM
 
@@ -4622,7 +4565,7 @@ class _WarpPlan:
 
         inputs = [self.values.get(name, array(name, "value")) for name in names]
         options: dict[str, Any] = {"device": device, "record_cmd": True, "record_tape": False}
-        if self.is_adjoint:
+        if any(role == "gradient" for _, role in self.buffers):
             gradients = [array(name, "gradient") if hasattr(kinds[name], "ndim") else kinds[name]() for name in names]
             options |= {"adj_inputs": gradients, "adjoint": True}
         on_cpu = device == "cpu"
@@ -4797,13 +4740,7 @@ class _WarpEmitter(_Emitter):
 #
 # An op is a JAX primitive.  A call binds it with the static parameters; only its lowering knows the platform, and so
 # the backend: it traces that backend's kernel and lowers the result.  Until then all transformations act on the
-# primitive, with the derivative rules of the user.  Who makes whom:
-#
-#   XLACustomKernel   kernels (a `KernelEntry` each), rules, and one `_OpPrimitive`
-#     -> _OpCall      by the first op(...) with these outs, backend and static parameters; kept for the next ones.
-#                     Each trace of the call binds the primitive
-#     -> _OpParams   of what the primitive was bound with, whenever JAX asks it for something: shapes, a vmap,
-#                     derivatives, and at last the lowering, which has it run a kernel
+# primitive, with the derivative rules of the user.
 
 # -- 10.1 The op: registration, dispatch, rules --------------------------------------------------------
 # Holds kernels by platform and backend, and rules by kind.  Traces nothing: 10.2 is about calls.
@@ -4898,7 +4835,7 @@ class XLACustomKernel(_Kept):
           options: for a ready kernel, passed to `numba_kernel`, `numba_cuda_kernel` or `warp_kernel`.
 
         Raises:
-          TypeError: `backend` or `platform` is not a string (empty: ValueError), or `kg` neither callable nor a kernel.
+          TypeError: `backend` or `platform` is no name, or `kg` neither callable nor a kernel.
 
         Example:
           >>> op = XLACustomKernel("double")
@@ -4942,8 +4879,9 @@ class XLACustomKernel(_Kept):
         """Register a kernel for `platforms`: on those after the first it is a fallback."""
         if kg is None:
             return functools.partial(self._define, backend, platforms, asdefault=asdefault, options=options)
-        _check_name("backend", backend)
-        _check_name("platform", platforms[0])
+        for what, name in (("backend", backend), ("platform", platforms[0])):
+            if not isinstance(name, str) or not name:
+                raise TypeError(f"def_kernel: {what} must be a name, got {name!r}")
         generator = _as_generator(f"{self.title}: the kernel of backend {backend!r}", kg, options)
         for i, platform in enumerate(map(_platform_name, platforms)):
             entry = KernelEntry(backend, platform, generator, fallback=i > 0)
@@ -4966,7 +4904,7 @@ class XLACustomKernel(_Kept):
     @property
     def defaults(self) -> dict[str, str]:
         """The default backend of every platform that has a kernel (a copy)."""
-        return {platform: self._choices(platform)[None].backend for platform in self._kernels}
+        return {platform: self._choices(platform)[None].backend for platform in list(self._kernels)}
 
     def get_default(self, platform: str) -> str | None:
         """The default backend of `platform`, or None where it has no kernel."""
@@ -5000,7 +4938,9 @@ class XLACustomKernel(_Kept):
         choices = self._choices(platform)
         if backend in choices:
             return choices[backend]
-        registered = "; ".join(f"{name}: {', '.join(entries)}" for name, entries in self._kernels.items()) or "nothing"
+        registered = (
+            "; ".join(f"{name}: {', '.join(entries)}" for name, entries in [*self._kernels.items()]) or "nothing"
+        )
         missing = "kernel" if backend is None else f"backend {backend!r}"
         text = (
             f"{self.title} has no {missing} for platform {platform!r}; registered: {registered}; "
@@ -5179,13 +5119,6 @@ class KernelEntry:
     fallback: bool = False
 
 
-def _check_name(what: str, name: Any) -> None:
-    if not isinstance(name, str):
-        raise TypeError(f"def_kernel: {what} must be a name, got {name!r}")
-    if not name:
-        raise ValueError(f"def_kernel: {what} must be a name, got {name!r}")
-
-
 # -- 10.2 A call: from op(...) to its primitive --------------------------------------------------------
 # Operands, outs and static parameters are checked where the user's call is on the stack.  A kernel is traced there
 # once, so that its errors are raised there, too.
@@ -5287,7 +5220,7 @@ def _check_hashable(value: Any, what: str, fix: str) -> None:
 def _tagged(value: Any) -> Any:
     """A key that differs for values which Python finds equal: 1, 1.0 and True; 0.0 and -0.0; Decimal("1") and "1.0"."""
     if isinstance(value, dict):
-        return tuple([(name, _tagged(x)) for name, x in value.items()])
+        return tuple([(name, _tagged(x)) for name, x in sorted(value.items())])
     if isinstance(value, tuple):
         return type(value), *map(_tagged, value)
     if isinstance(value, frozenset):
@@ -5389,10 +5322,9 @@ def _call_generator(bound: _OpParams, entry: KernelEntry, axes: frozenset) -> Ca
     return function
 
 
-def _outputs(what: str, returned: Any, outs: Sequence, tree: Any = None) -> list:
+def _outputs(what: str, returned: Any, outs: Sequence, tree: Any) -> list:
     """The outputs that a kernel or a rule returned, as arrays: in any container, but dicts by the keys of `tree`."""
-    leaves = _leaves_like(tree, returned, what) if tree else jax.tree.leaves(returned)
-    arrays = list(map(_as_array, leaves))
+    arrays = list(map(_as_array, _leaves_like(tree, returned, what)))
     _check_returned(what, arrays, "outs declares", outs)
     return arrays
 
@@ -5455,8 +5387,8 @@ class _OpPrimitive(Primitive):
         """That of the primitive's parameters; BrainEvent calls rules without outs."""
         if _binding:
             return _binding
-        leaves, tree = _flatten(outs, _is_spec)
-        return _OpParams(self.op, tuple(leaves), backend, params, tree=tree)
+        specs, tree = _flat_specs(outs, f"{self.op.title}: outs")
+        return _OpParams(self.op, tuple(specs), backend, params, tree=tree)
 
     def bind(self, /, *args: Any, **params: Any) -> Any:
         return super().bind(*_make_varying(args), _binding=self.binding(**params))
@@ -5518,7 +5450,7 @@ class _OpParams:
             if not str(error).startswith("Batching rule for"):  # JAX's words where a primitive has none (0.9 to 0.12)
                 raise
             return _for_each_vmap(_sequential, run_slice, self.vmaps)(*ins)
-        return _eval_jaxpr(closed, ins)
+        return jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *ins)
 
 
 def _op_abstract_eval(bound: _OpParams, *avals: Any) -> list:
@@ -5587,7 +5519,7 @@ def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None],
         outs = params.pop("outs")
         if callable(outs):
             outs = _call_option(outs, "general_batching_rule: outs", list(map(_without_axis, args, axes)))
-        _, tree = _flatten(outs)
+        _, tree = _flatten(outs, _is_spec)
         out = jax.tree.unflatten(tree, primitive.bind_batch(args, axes, outs=outs, **params))
     else:
         in_axes, batch = _with_axes_in_front(args, axes)
