@@ -2488,7 +2488,7 @@ def _host_arrays(signature: _Signature, pointers: Sequence[int], dims: Sequence[
 # - Silently, so that tests of each must pass before it counts as supported: the parameters of arrays
 #   (`_numba_params`, `_not_only_read`), new ways to write to a read-only array (`_UNSEEN_WRITERS`), how calls of
 #   threads and C wrappers show in LLVM's text (`_uses_threads`), and what the templates of users' overloads have
-#   (`_is_of_users`).
+#   (`_has_extensions_of_users`).
 
 _NUMBA_INSTALL = "pip install numba"
 _NUMBA_DTYPES = frozenset(
@@ -2678,7 +2678,7 @@ class _NumbaKernel(_NumbaWrapper):
         kernel = self._numba_dispatcher
         owner = kernel if kernel is self.kernel else self
         shared = None if numba.config.DISABLE_JIT else kernel  # plain Python reads a variable on each run
-        options = "numba", self.options.in_order, *forms
+        options = "numba", self.options.in_order, numba.config.BOUNDSCHECK, *forms
         make = functools.partial(_compile_numba, kernel, signature, forms, self.options.in_order)
         where = "runs on the CPU; for GPUs there are numba_cuda_kernel and warp_kernel"
         try:
@@ -2851,7 +2851,7 @@ def _compile_form(kernel: Any, signature: _Signature, form: _Form) -> _NumbaCode
         if "_ObjModeContextType" in str(getattr(record, "typemap", "")):
             raise _uses_object_mode(signature)
     may_write: tuple[int, ...] = ()
-    if not is_checked or any(map(_has_unseen_writers, records)):
+    if not is_checked or _has_extensions_of_users() or any(map(_has_unseen_writers, records)):
         may_write = _not_only_read(overload, signature)
     return _NumbaCode(overload, may_write, _uses_threads(overload))
 
@@ -2959,11 +2959,16 @@ def _refusal(by: str, signature: _Signature, error: Exception, returns: bool = F
 # -- 7.3 Which inputs a kernel may write to, and whether it uses threads -------------------------------
 
 
-def _is_of_users(template: Any) -> bool:
-    """Whether the template of a typed function comes from a user's function."""
-    functions = [getattr(template, name, None) for name in ("_overload_func", "_definition_func", "key")]
-    modules = [x.__module__ for x in functions if isinstance(x, types.FunctionType)]
-    return not all(module is None or _is_stable(module) for module in modules)
+def _has_extensions_of_users() -> bool:
+    """Whether anyone extends Numba, by overloads or intrinsics: these may write by what looks like reading."""
+    from numba.core.typing.templates import builtin_registry as registry
+
+    for template in (*registry.functions, *registry.attributes):
+        for name in ("_overload_func", "_definition_func"):
+            function = getattr(template, name, None)
+            if isinstance(function, types.FunctionType) and not _is_stable(function.__module__ or "numba"):
+                return True
+    return False
 
 
 def _type_records(overload: Any) -> list[Any]:
@@ -2982,8 +2987,8 @@ def _type_records(overload: Any) -> list[Any]:
 def _has_unseen_writers(record: Any) -> bool:
     """Whether a function may write to a read-only array in a way that Numba does not refuse.
 
-    A container casts what is put into it to a writable array (a dict of arrays takes a read-only one); so do users'
-    overloads and intrinsics, and `np.dot` writes to its third argument.
+    A container casts what is put into it to a writable array (a dict of arrays takes a read-only one), and `np.dot`
+    writes to its third argument.
     """
     from numba import types as nbtypes
 
@@ -2991,9 +2996,8 @@ def _has_unseen_writers(record: Any) -> bool:
         return True
     containers = nbtypes.DictType, nbtypes.ListType, nbtypes.StructRef, nbtypes.ClassInstanceType
     for kind in record.typemap.values():
-        templates = getattr(kind, "templates", ()) or [getattr(kind, "template", None)]
         holds_arrays = isinstance(kind, containers) and "array(" in str(kind)
-        if holds_arrays or any(map(_is_of_users, templates)) or _UNSEEN_WRITERS.search(str(kind)):
+        if holds_arrays or _UNSEEN_WRITERS.search(str(kind)):
             return True
     for call, signature in record.calltypes.items():
         is_call = getattr(call, "op", None) == "call" and signature
@@ -4232,7 +4236,7 @@ class _WarpParam:
 
     def _holds(self, value: Any) -> bool:
         """Whether an integer fits into this parameter, if that is one too."""
-        if self.inner or self.dtype is None or self.dtype.kind not in "iu" or not hasattr(value, "__index__"):
+        if self.inner or self.dtype is None or self.dtype.kind not in "iu" or not isinstance(value, (int, np.integer)):
             return True
         limits = np.iinfo(self.dtype)
         return limits.min <= operator.index(value) <= limits.max
@@ -5304,18 +5308,22 @@ def _run_slice(bound: _OpParams, entry: KernelEntry, *ins: Any) -> list:
 
 
 def _function_to_trace(bound: _OpParams, entry: KernelEntry, ins: Sequence) -> Callable:
-    """What the generator made of these parameters and outs, when it was first called for them."""
-    made = bound.op._made
+    """What the generator makes of these parameters and outs: but on a mesh, when it is first called for them."""
     axes = _all_varying_axes(map(jax.typeof, ins))
+    if not jax.sharding.get_abstract_mesh().empty:  # what jax.numpy computes here lies on this mesh, for this trace
+        return _call_generator(bound, entry, axes)
+    made = bound.op._made
     key = entry, bound.slice_outs, axes, _tagged(bound.params), jax.config.jax_enable_x64
-    return made.get(key) or made.keep(key, _call_generator(bound, entry, axes))
+    known = made.get(key)
+    if known:
+        return known
+    with jax.ensure_compile_time_eval():  # an array, and no tracer of the trace at hand: it serves other traces, too
+        return made.keep(key, _call_generator(bound, entry, axes))
 
 
 def _call_generator(bound: _OpParams, entry: KernelEntry, axes: frozenset) -> Callable:
-    """What it computes with jax.numpy is an array, not a tracer of the trace at hand: it serves other traces, too."""
     outs = [Spec(out.shape, out.dtype, **_varying(axes)) for out in bound.slice_outs]
-    with jax.ensure_compile_time_eval():
-        made = _tolerant(entry.kernel_generator)(**bound.params, outs=tuple(outs))
+    made = _tolerant(entry.kernel_generator)(**bound.params, outs=tuple(outs))
     function = _wrap_ready(made, {}, bound.slice_outs)
     if not callable(function):
         raise TypeError(f"the generator must return the function to trace, got {function!r}")
