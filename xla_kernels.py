@@ -3857,10 +3857,8 @@ def warp_kernel(
 
     The kernel's parameters are the inputs, then the outputs, then the scratch buffers.  Arrays of vectors and
     matrices are JAX arrays with the elements in trailing dimensions; an array of one element may be 0-d, and None is a
-    null array.  An input must not be written to: where a kernel does so by name, it is refused.  A `vmap` is one call:
-    on a CPU threads share its slices; on a GPU it is one launch, or one per slice of a kernel with arrays or launches
-    of 4 dimensions, tiles, C, `wp.static`, atomics and `while` together, or another number of `wp.tid()` indices than
-    `launch_dims` has.
+    null array.  A kernel that writes to an input is refused (one that does so through `x.ptr` is not seen).  A `vmap` is
+    one call: on a CPU threads share its slices, on a GPU there is a launch for each.
 
     Parameters that are not arrays (scalars, vectors, matrices, structs) take values that are known when JAX traces,
     and JAX traces and compiles a call again for each new one.  So what changes, such as a time step, is better a
@@ -3886,8 +3884,8 @@ def warp_kernel(
       A function whose result has the structure of `outs`.
 
     Raises:
-      TypeError: a generic kernel; arguments or parameters of a type that does not fit; a traced value for a parameter
-        that is no array; an input that the kernel writes to.
+      TypeError: a generic kernel; arrays that do not fit; a traced value for a parameter that is no array; an input
+        that the kernel writes to.  RuntimeError: Warp's own, for a value of a wrong type.
       ValueError: launch dimensions out of range; in-out arguments, aliases or scratch with `differentiable`.
       NotImplementedError: launches that are more than the start of a kernel (Warp's deterministic mode, clusters, its
         blocks on CPUs), for which there is `warp.jax_kernel`; to compile for CUDA where JAX has no GPU.
