@@ -3857,8 +3857,8 @@ def warp_kernel(
 
     The kernel's parameters are the inputs, then the outputs, then the scratch buffers.  Arrays of vectors and
     matrices are JAX arrays with the elements in trailing dimensions; an array of one element may be 0-d, and None is a
-    null array.  A kernel that writes to an input is refused (one that does so through `x.ptr` is not seen).  A `vmap` is
-    one call: on a CPU threads share its slices, on a GPU there is a launch for each.
+    null array.  A kernel that writes to an input is refused (but one that does so through `x.ptr` is not seen).  A
+    `vmap` is one call: on a CPU threads share its slices, on a GPU there is a launch for each.
 
     Parameters that are not arrays (scalars, vectors, matrices, structs) take values that are known when JAX traces,
     and JAX traces and compiles a call again for each new one.  So what changes, such as a time step, is better a
