@@ -3206,15 +3206,14 @@ def test_fakecuda_refused_kernels(gpus, package_cuda, body, refused):
         run_for_cuda(xk.numba_cuda_kernel(kernel, like_first, **BLOCK), F32)
 
 
-@pytest.mark.parametrize("body, copied", [
-    ("out[0] = x.view(np.float32)[0]", 400_000),
-    ("out[0] = x[0]", 0),
-    ("tile = x[0]; out[0] = view(tile) + flat[1]", 0),  # such names alone do not write
+@pytest.mark.parametrize("body", [
+    "out[0] = x[0]",
+    "tile = x[0]; out[0] = view(tile) + flat[1]",  # such names alone do not write
 ])  # fmt: skip
-def test_fakecuda_a_kernel_that_may_write_to_an_input_gets_a_copy(gpus, package_cuda, body, copied):
+def test_fakecuda_a_kernel_that_reads_gets_no_copies(gpus, package_cuda, body):
     names = {"view": package_cuda.jit(device=True)(lambda x: x), "flat": np.ones(2, np.float32)}
     op = xk.numba_cuda_kernel(own_kernel(package_cuda, "x, out", body, names=names), like_first, **BLOCK)
-    assert 0 <= copied_bytes(program_for_cuda(op, LARGE), LARGE) - copied < 1000
+    assert copied_bytes(program_for_cuda(op, LARGE), LARGE) < 1000
 
 
 def cuda_count(x, out):
