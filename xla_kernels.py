@@ -626,11 +626,11 @@ class _Target:
             compiled = _TARGETS.get(self.name, {}).get(platform)
             if compiled is None:
                 compiled = self.compilers[platform]()
+                _ALIVE.append(compiled)
                 handler = jax.ffi.pycapsule(ctypes.c_void_p(compiled.address))
                 jax.ffi.register_ffi_target(self.name, handler, platform.replace("cuda", "CUDA"))
                 jax.ffi.register_ffi_target_as_batch_partitionable(self.name)
                 _TARGETS[self.name][platform] = compiled
-                _ALIVE.append(compiled)
             return compiled
 
     def lowered(self, platform: str) -> _Target:
@@ -3151,7 +3151,7 @@ def numba_cuda_kernel(
       launch_dims: instead of both, the number of threads, an int or a tuple of up to three (x, y, z), or a callable
         like `outs`.  Threads next to each other differ in x, so for a matrix it is `x.shape[::-1]`.  Whole blocks cover
         it, so the kernel must guard the edge (`if i < out.size`).  With no threads at all nothing is launched, and
-        outputs are zeros.
+        outputs are what they start from, or zeros.
       threads_per_block: block size over one-dimensional `launch_dims`: over two it is 16x16, over three 8x8x4.
       shared_mem: bytes of dynamic shared memory, up to the device's opt-in maximum.
 
@@ -3182,7 +3182,7 @@ def numba_cuda_callable(
     outs: Any = None,
     *,
     vmap_method: str | None = None,
-    input_output_aliases: Mapping[int, int] | None = None,
+    input_output_aliases: Mapping[int | str, int] | None = None,
     has_side_effect: bool = False,
     scratch: Any = None,
     zero_outputs: bool = False,
@@ -3668,7 +3668,9 @@ def _compile_cuda(dispatcher: Any, argtypes: tuple) -> Any:
     """Compile for the current device; writes to inputs that Numba does not refuse are refused here."""
     compiled = dispatcher.compile(argtypes)
     if not compiled._type_annotation:  # it comes from Numba's cache, which keeps no record of types
-        if _CUDA_WRITERS.isdisjoint(dispatcher.py_func.__code__.co_names):
+        function = dispatcher.py_func
+        has_helpers = any(hasattr(value, "py_func") for value in _values_named_by(function))
+        if not has_helpers and _CUDA_WRITERS.isdisjoint(function.__code__.co_names):
             return compiled
         compiled = type(dispatcher)(dispatcher.py_func, dispatcher.targetoptions).compile(argtypes)
     annotation = compiled._type_annotation
@@ -3845,7 +3847,7 @@ def warp_kernel(
     block_dim: int | None = None,
     tiled: bool = False,
     vmap_method: str | None = None,
-    input_output_aliases: Mapping[int, int] | None = None,
+    input_output_aliases: Mapping[int | str, int] | None = None,
     in_out_argnames: Sequence[str] | None = None,
     has_side_effect: bool = False,
     scratch: Any = None,
@@ -3869,7 +3871,7 @@ def warp_kernel(
     Args:
       kernel: a function decorated with `warp.kernel`, not generic; without it, `warp_kernel(outs=...)` is a decorator.
       outs: as for `numba_kernel`; a callable gets what the call got, values included.  A kernel that adds into an
-        output says `zero_outputs=True`, or names it in `in_out_argnames`; if the launch is empty all are zero.
+        output says `zero_outputs=True`, or names it in `in_out_argnames`; if the launch is empty, the others are zero.
       launch_dims: the number of threads: an int, a tuple of up to 4, or a callable of the inputs; by default the shape
         of the kernel's first array (without the dimensions of its elements).  `wp.tid()` should give as many indices.
       block_dim: threads per block on a GPU, by default 256; a block on the CPU has one.
@@ -5382,7 +5384,7 @@ class _OpPrimitive(Primitive):
         def call(*args: Any, **params: Any) -> Any:
             try:
                 return function(self.binding(**params), *args)
-            finally:  # set last, as JAX keeps what is returned: another thread may have cleared the caches, and this
+            finally:  # set last, as JAX keeps what is returned: another thread may have cleared the caches
                 self.op._is_traced = True
 
         return call
