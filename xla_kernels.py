@@ -3430,11 +3430,13 @@ class _NumbaCuda:
 
     def extras(self, dispatcher: Any, compiled: Any) -> dict[str, Any]:
         """Features that cuLaunchKernel alone cannot launch -> whether the kernel has them."""
+        callbacks = getattr(compiled._codelibrary, "_setup_functions", None) or ()
         return {
             "debug=True": compiled.debug,  # Numba reads an error code back after the launch
             "a cooperative launch": compiled.cooperative,
             "extensions": compiled.extensions,
-            "callbacks of its module": getattr(compiled._codelibrary, "_setup_functions", None),
+            # that of float16 is Numba's own, and warns
+            "callbacks of its module": not all(_is_stable(callback.__module__) for callback in callbacks),
             _DEPENDS_ON_LAUNCH: getattr(compiled, "launch_config_sensitive", False),
             "memory that Numba counts references of": getattr(dispatcher.targetctx, "enable_nrt", False),
         }
