@@ -2248,15 +2248,6 @@ def test_copies_of_this_file_in_a_process():
     np.testing.assert_array_equal(chain(F32), F32 + 3)
 
 
-def test_an_unknown_major_version_of_the_interface_is_refused(monkeypatch, tmp_path):
-    header = tmp_path / "xla" / "ffi" / "api" / "c_api.h"
-    header.parent.mkdir(parents=True)
-    header.write_text("#define XLA_FFI_API_MAJOR 1\n#define XLA_FFI_API_MINOR 4\n")
-    monkeypatch.setattr(jax.ffi, "include_dir", lambda: str(tmp_path))
-    with pytest.raises(NotImplementedError, match=r"1\.4 .*install"):
-        load_copy("of_another_version").numba_kernel(add_one.__wrapped__, like_first)(F32)
-
-
 def test_without_jit_the_kernel_is_plain_python(monkeypatch):
     monkeypatch.setattr(numba.config, "DISABLE_JIT", True)
 

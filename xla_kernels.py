@@ -265,7 +265,7 @@ def _allowed_dtype(dtype: Any, ins: Sequence) -> np.dtype:
 # ======================================================================================================
 # 2. The C structs of jaxlib/include/xla/ffi/api/c_api.h that a handler reads and writes.
 # XLA adds fields at the end of a struct only, so these fit every later jaxlib; a test compares them with the installed
-# header.  A new major version may change anything, so it is refused.
+# header.  A new major version may change anything: XLA refuses a handler that reports another one.
 
 _API_MAJOR = 0
 
@@ -342,30 +342,6 @@ _XLA_FFI_DATA_TYPES = {
     "bool": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint8": 6, "uint16": 7, "uint32": 8, "uint64": 9,
     "float16": 10, "float32": 11, "float64": 12, "complex64": 15, "bfloat16": 16, "complex128": 18,
 }  # fmt: skip
-
-
-def _known_api_version() -> tuple[int, int]:
-    """The version to report in the handshake: jaxlib's own, as it accepts no newer one."""
-    major, minor = _ffi_api_version()
-    if major != _API_MAJOR:
-        raise NotImplementedError(
-            f"jaxlib has version {major}.{minor} of XLA's FFI, and xla_kernels {__version__} knows {_API_MAJOR}.x: "
-            "install an older jaxlib, or a newer xla_kernels"
-        )
-    return major, minor
-
-
-@functools.cache
-def _ffi_api_version() -> tuple[int, int]:
-    """The version of jaxlib's interface, or 0.1 without its header."""
-    path = os.path.join(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h")
-    try:
-        with open(path, encoding="utf-8") as header:
-            text = header.read()
-    except OSError:
-        text = ""
-    numbers = dict(re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", text))
-    return int(numbers.get("MAJOR", 0)), int(numbers.get("MINOR", 1))
 
 
 # ======================================================================================================
@@ -1914,7 +1890,7 @@ class _Driver(_Code):
         self.ticks = self.static("ticks", _Variable)  # of the clock in a microsecond
         self.one = self.static("one", _Variable, current=1)
         frame = XLA_FFI_CallFrame
-        self.define("answer", self.answer)
+        self.define("answer", self.answer, frame=frame)
         self.define("error", self.error, frame=frame)
         self.define("now", self.now)
         self.define("fill", self.fill)
@@ -1928,16 +1904,20 @@ class _Driver(_Code):
         self.define("probe", self.probe, batch=_Batch)
         self.define("drive", self.drive, frame=frame, kernel=_Kernel, cursors=_Cursor)
 
-    def answer(self, extension: Any, traits: Any) -> Any:
-        """On registration XLA asks for the API version and traits, through an extension; returns whether it does."""
-        position = self.variable(extension)
+    def answer(self, frame: Any, traits: Any) -> Any:
+        """On registration XLA asks for the API version and traits, through an extension; returns whether it does.
+
+        The minor version is XLA's own: it accepts no newer one.
+        """
+        position = self.variable(frame.extension_start)
         with self.forever():
             found = _Struct(self, XLA_FFI_Metadata_Extension, position.current)
             self.ret(0, when=position.current == 0)
             with self.when(found.extension_base.type == _EXTENSION_METADATA):
                 metadata = found.metadata
                 metadata.traits = traits
-                metadata.api_version.major_version, metadata.api_version.minor_version = _known_api_version()
+                metadata.api_version.major_version = _API_MAJOR
+                metadata.api_version.minor_version = frame.api.api_version.minor_version
                 self.ret(1)
             position.current = found.extension_base.next
 
@@ -2309,7 +2289,7 @@ class _Handler(_Code):
         """Run a call: at once if it has no batch, else by the driver."""
         self.frame = frame
         with self.when(frame.extension_start != 0, likely=False):
-            is_registration = self.call(self.kernel.answer, frame.extension_start, self.emitter.traits)
+            is_registration = self.call(self.kernel.answer, frame, self.emitter.traits)
             self.ret(0, when=is_registration)
         self.ret(0, when=frame.stage != _STAGE_EXECUTE)
         buffers, depth = self._read_buffers()
@@ -5854,7 +5834,7 @@ _BACKENDS = {
 def _self_check() -> int:
     """Run `2 * x + y` through every backend; returns 1 if one that is installed is wrong."""
     print(f"xla_kernels {__version__}, Python {sys.version.split()[0]}, jax {jax.__version__}, NumPy {np.__version__}")
-    print(f"platform {jax.default_backend()}, {jax.device_count()} device(s), XLA FFI API {_ffi_api_version()}\n")
+    print(f"platform {jax.default_backend()}, {jax.device_count()} device(s)\n")
     status = 0
     for name, backend in _BACKENDS.items():
         for platform, install in backend.platforms.items():
