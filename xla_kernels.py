@@ -2704,11 +2704,6 @@ class _Form(NamedTuple):
 
         return self._replace(args=tuple(map(slice_of, self.args)))
 
-    @property
-    def arrays(self) -> list[int]:
-        """The buffers that are passed as arrays, not as scalars."""
-        return [k for k in range(self.n) if f"b{k}" in self.args]
-
     def adapter(self, kernel: Any, *ends: str, **namespace: Any) -> Callable[..., Any]:
         """A function of all buffers that calls `kernel`, and goes on with these lines.
 
@@ -3115,7 +3110,8 @@ def numba_cuda_kernel(
     A `vmap` is one launch, whose blocks along z are the slices, where the grid of a call has one block there and the
     kernel neither asks for z nor may wait for other blocks (as its PTX shows: memory fences, volatile and relaxed
     loads, `ldcg` and `ldcv`, `nanosleep`, atomic exchanges and atomic reads count as waiting).  Else, and with
-    `vmap_method="sequential"`, there is a launch for each slice.
+    `vmap_method="sequential"`, there is a launch for each slice.  For one launch the kernel is compiled once more, at
+    the first `vmap`: it then reads globals anew, and may need more registers.
 
     With NUMBA_ENABLE_CUDASIM=1 (set before Numba is imported) kernels of `numba.cuda` run in Python on JAX's CPU
     backend.
