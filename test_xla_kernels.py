@@ -3257,7 +3257,7 @@ def test_on_cuda_exceptions_of_callables_reach_the_user():
 @simulated
 def test_cudasim_input_is_read_only_and_errors_name_the_thread():
     op = xk.numba_cuda_kernel(cuda.jit(runs("x[0] = 1")), like_first, **BLOCK)
-    text = "tid=[0, 0, 0] ctaid=[0, 0, 0]: assignment destination is read-only (raised in kernel 'kernel')"
+    text = "tid=[0, 0, 0] ctaid=[0, 0, 0]: assignment destination is read-only; its inputs are read-only, because JAX"
     with pytest.raises(RUNTIME_ERRORS, match=re.escape(f"ValueError: {text}")):
         jax.block_until_ready(op(F32))
     np.testing.assert_array_equal(cuda_op(cuda_add)(F32, F32), F32 + F32)

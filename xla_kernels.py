@@ -2444,7 +2444,8 @@ def _keep_message(error: BaseException, label: str) -> int:
         text = f"{type(error).__name__}: {error}"
     except BaseException:
         text = f"{type(error).__name__} (its text cannot be shown)"
-    text = f"{text[:10_000]} (raised in kernel '{label}')".replace("\0", "\\0")
+    hint = _READ_ONLY if "destination is read-only" in text else ""  # as NumPy says it
+    text = f"{text[:10_000]}{hint} (raised in kernel '{label}')".replace("\0", "\\0")
     _MESSAGES[threading.get_ident()] = message = ctypes.create_string_buffer(text.encode("utf-8", "replace"))
     return ctypes.addressof(message)
 
