@@ -4096,8 +4096,18 @@ try:
 except RuntimeError:  # functions of this Warp take no functions
     apply = None
 @wp.func
+def set_to_one(a: floats, i: int):
+    a[i] = 1.0
+    return i
+@wp.func
 def tail(a: floats):
     return a[1:]
+@wp.func
+def second_and_tail(a: floats):
+    return a[1], a[1:]
+@wp.struct
+class Holder:
+    a: floats
 def make_add(value: float):
     @wp.func
     def add_value(a: floats, i: int):
@@ -4170,6 +4180,10 @@ WARP_WRITES = [  # statements that write to the input y, or x
     "wp.where(i > 0, x, x)[i][0] = 1.0",
     "wp.static(add)(y, i, 1.0)",
     "wp.static(make_add(5.0))(y, i)",
+    "second, z = second_and_tail(y)\nz[i] = second",
+    "z = out\nfor k in range(i):\n    z[k] = 1.0\n    z = y",
+    "h = Holder()\nh.a = y\nadd(h.a, i, 1.0)",
+    pytest.param("n = apply(set_to_one, y, i)", marks=pytest.mark.skipif(not hasattr(wp, "ref"), reason="Warp < 1.19")),
     "in_c(y)",
     "wp.dense_chol(1, y, out[0], y)",
     "wp.dense_subs(1, out, out, y)",
@@ -4190,7 +4204,8 @@ def test_warp_kernel_that_writes_to_an_input_is_refused(statement, tmp_path):
 @needs_warp
 def test_warp_kernel_that_reads_an_input(tmp_path):
     body = "i = wp.tid()\nz = y[1:]\nv = x[i]\nv[0] = 9.0\nn = wp.lower_bound(y, -9.0) + len(y) - y.shape[0]"
-    body += "\nout[i] = x[i][0] + twice(z, n) + twice(a=y, i=i) + x[i].x + change(x[i])"
+    body += "\nsecond, w = second_and_tail(y)"
+    body += "\nout[i] = x[i][0] + twice(z, n) + twice(a=y, i=i) + x[i].x + change(x[i]) + second - w[0]"
     x, y = sample(3, 2), sample(3)
     f = xk.warp_kernel(kernel_with_body(body, tmp_path, x="vectors"), like_last)
     check_equal(f(x, y), 2 * (x[:, 0] + y[1] + y) + 1)

@@ -45,7 +45,6 @@ What two copies of this file share: `_SHARED`.
 
 from __future__ import annotations
 
-import ast
 import builtins
 import collections
 import contextlib
@@ -4029,9 +4028,9 @@ class _WarpKernel(_Wrapper):
             raise self._wrong_arity(f"got {n_given} inputs and {n_out} outputs (in-out arguments count as both)")
         for name, spec in zip(names, call.ins + call.outs, strict=True):
             self.params[name].check(spec)
-        written = _build_of(self.kernel).written
+        writes = _source_of(self.kernel).writes
         for i, name in enumerate(names[:n_in]):
-            if i not in call.aliases and name in written:
+            if i not in call.aliases and writes[name]:
                 raise TypeError(
                     f"{self.title} writes to its input {name!r}, which JAX may share: name it in in_out_argnames, or "
                     "write to an output (the parameters are inputs and values, then outputs)"
@@ -4115,8 +4114,8 @@ class _WarpKernel(_Wrapper):
         """
         names = self.parameters
         buffers = {(name, "value"): k for k, name in enumerate(names)}
-        run_again = _build_of(self.kernel).in_functions
-        changed = [k for k, name in enumerate(names) if name in run_again]
+        writes_again = _source_of(self.kernel).writes_again
+        changed = [k for k, name in enumerate(names) if writes_again[name]]
         changed += range(len(names), len(ins))
         float_ins = _floats(ins[:n_args])
         results = [ins[k] for k in [*changed, *float_ins]]
@@ -4279,7 +4278,7 @@ def _warp_param(wp: Any, kernel: str, name: str, kind: Any) -> _WarpParam:
     element = kind.dtype if is_array else kind
     dtype = scalars.get(getattr(element, "_wp_scalar_type_", element))
     is_struct = not is_array and hasattr(element, "ctype") and hasattr(element, "vars")
-    if dtype is None and (not is_struct or _holds_arrays(element)):
+    if dtype is None and (not is_struct or _points_to_arrays(element)):
         raise TypeError(
             f"Warp kernel {kernel!r}: parameter {name!r} is {kind!r}; supported are scalars, vectors and matrices, "
             "arrays of those, and structs without arrays; of an array of structs make one array for each field"
@@ -4288,9 +4287,11 @@ def _warp_param(wp: Any, kernel: str, name: str, kind: Any) -> _WarpParam:
     return _WarpParam(kernel, name, kind, dtype, inner, kind.ndim if is_array else 0)
 
 
-def _holds_arrays(kind: Any) -> bool:
+def _points_to_arrays(kind: Any) -> bool:
+    """Whether this is the type of arrays, of references to their elements, or of structs with these."""
     fields = getattr(kind, "vars", {}).values()
-    return hasattr(kind, "ndim") or any(_holds_arrays(field.type) for field in fields)
+    is_pointer = hasattr(kind, "ndim") or type(kind).__name__ == "Reference"
+    return is_pointer or any(_points_to_arrays(field.type) for field in fields)
 
 
 def _warp_content(wp: Any, kernel: Any) -> tuple[str, ...]:
@@ -4304,168 +4305,82 @@ def _warp_content(wp: Any, kernel: Any) -> tuple[str, ...]:
     return wp.__version__, kernel.hash.hex(), str(sorted(options.items())), str(sorted(settings.items()))
 
 
-# -- what a kernel calls, and what it writes to: Warp builds it, without compiling, and is watched ----
+# -- what a kernel writes to ---------------------------------------------------------------------------
 
-
-_WARP_BUILDS: Any = weakref.WeakKeyDictionary()  # kernel -> (its content, a `_WarpBuild`)
-_WARP_READERS = frozenset(
+_WARP_SOURCES: Any = weakref.WeakKeyDictionary()  # kernel -> {content: `_WarpSource`}
+_WARP_READERS = (
     "address copy len load lower_bound sample_cdf select tile_load tile_load_indexed unot view "
     "volume_sample_grad_index volume_sample_index where".split()
 )
 
 
-def _build_of(kernel: Any) -> _WarpBuild:
+def _source_of(kernel: Any) -> _WarpSource:
     with _warp_session() as wp:
         content = _warp_content(wp, kernel)
-        known, build = _WARP_BUILDS.get(kernel, (None, None))
-        if known != content:
-            build = _WarpBuild(kernel)
-            _WARP_BUILDS[kernel] = content, build
-        return build
+        sources = _WARP_SOURCES.setdefault(kernel, {})
+        if content not in sources:
+            sources[content] = _WarpSource(kernel)
+        return sources[content]
 
 
-@contextlib.contextmanager
-def _forgetting_failures(kernel: Any, codes: Iterable) -> Iterator[None]:
-    """Warp < 1.19 notes which code it could not build, and silently leaves that out of all later builds."""
-    try:
-        yield
-    except Exception as error:
-        for code in [kernel.adj, *codes]:
-            code.skip_build = False
-        kernel.module.mark_modified()
-        if "backward kernel" in str(error):
-            error.add_note(
-                "differentiable=True needs the kernel's adjoint, which enable_backward=False leaves out: in "
-                "warp.kernel, in the options of its module, or in warp.config"
-            )
-        raise
+class _WarpSource:
+    """What is seen in the C++ that Warp writes for a kernel; nothing is compiled.
 
-
-class _WarpBuild:
-    """What a kernel calls, and the names of its arrays that are `written`, and of those written `in_functions`.
-
-    A call of C, or of Warp's that is not known to read, counts as a write to all arrays that it gets.
+    A line has a call at most, such as `var_5 = wp::view(var_x, var_2);` or `wp::array_store(var_5, var_0, var_1);`.
+    One of a function that is not known counts as a write to all arrays that it gets.
     """
 
     def __init__(self, kernel: Any) -> None:
-        self.functions: set[Any] = set()  # that are called, Warp's own too
-        self.codes: set[Any] = set()  # Warp's records of their code
-        self.roots: dict[Any, set] = {}  # variable -> the parameters in whose memory its array may be
-        self.written: set[Any] = set()  # parameters of the kernel and of its functions
-        self.in_functions: set[Any] = set()
-        self.built_by_call: list[Any] = []  # the code that the current call runs
-        self.adjoint = copy.copy(kernel.adj)
-        with self._watching(type(self.adjoint)), _forgetting_failures(kernel, self.codes):
-            self.adjoint.build(None, {**kernel.module.options, **kernel.options, "output_arch": None})
-        self.written = {arg.label for arg in kernel.adj.args if arg in self.written}
-        self.in_functions = {arg.label for arg in kernel.adj.args if arg in self.in_functions}
-        self.codes.discard(self.adjoint)
-        del self.adjoint, self.roots  # as they are large
+        class Builder(sys.modules[type(kernel).__module__].ModuleBuilder):  # type: ignore[misc]
+            def build_function(self, function: Any) -> None:
+                function.adj.skip_build = False  # Warp < 1.19 silently leaves out what failed once
+                super().build_function(function)
 
-    @contextlib.contextmanager
-    def _watching(self, adjoint_type: Any) -> Iterator[None]:
-        hooks: dict[str, Callable] = {"build": self._build, "add_call": self._add_call, "eval": self._eval}
-        originals = {name: getattr(adjoint_type, name) for name in hooks}
-        thread = threading.get_ident()
+        options = {**kernel.module.options, **kernel.options, "output_arch": None}
+        builder = Builder(kernel.module, options, types.SimpleNamespace(unique_kernels={}, get_unique_kernels=list))
+        kernel.adj.skip_build = False
+        code = copy.copy(kernel.adj)
+        code.build(builder)
+        block = code.blocks[0]
+        self.uses_tiles = "wp::tile" in str(block.body_forward)
+        self.functions: dict[str, list[bool]] = {}  # by name in C++: whether it writes to each of its arguments
+        for function in builder.functions:  # those that a function calls come before it
+            lines = function.adj.blocks[0].body_forward
+            self.uses_tiles |= "wp::tile" in str(lines)
+            if not function.native_snippet:
+                self.functions[function.native_func] = [*self._writes(function.adj, lines).values()]
+        again = [line for line in block.body_replay + block.body_reverse if not re.search("//|wp::adj_", line)]
+        self.writes = self._writes(code, block.body_forward)
+        self.writes_again = self._writes(code, again)  # in the adjoint
 
-        def watch(name: str) -> Callable:
-            def watched(adjoint: Any, *args: Any, **named: Any) -> Any:
-                original = functools.partial(originals[name], adjoint)
-                if threading.get_ident() != thread:  # where the user's code has Warp build something
-                    return original(*args, **named)
-                return hooks[name](original, adjoint, *args, **named)
+    def _writes(self, code: Any, lines: Iterable[str]) -> dict[str, bool]:
+        """Whether these lines write to the memory of a parameter."""
+        arrays = {x.emit() for x in (*code.args, *code.variables) if _points_to_arrays(x.type)}
+        origins = collections.defaultdict(set)  # variable -> those in whose memory it may lie
+        written: list[str] = []
 
-            return watched
+        def arrays_in(*texts: str) -> list[str]:
+            return [name for name in re.findall(r"var_\w+", str(texts)) if name in arrays]
 
-        try:
-            for name in hooks:
-                setattr(adjoint_type, name, watch(name))
-            yield
-        finally:
-            for name, original in originals.items():
-                setattr(adjoint_type, name, original)
-
-    def _build(self, original: Callable, adjoint: Any, *args: Any, **named: Any) -> None:
-        self.built_by_call.append(adjoint)
-        if adjoint not in self.codes:  # Warp would build a function again for each call
-            self.codes.add(adjoint)
-            original(*args, **named)
-
-    def _eval(self, original: Callable, adjoint: Any, node: Any) -> Any:
-        """To assign to x[i] or x[i].y is to write to x, whatever Warp makes of it."""
-        result = original(node)
-        if isinstance(node, (ast.Assign, ast.AugAssign)):
-            for target in ast.walk(node):
-                if isinstance(target, (ast.Subscript, ast.Attribute)) and isinstance(target.ctx, ast.Store):
-                    for name in ast.walk(_root(target)):  # one, unless it is a call
-                        self._write(adjoint.symbols.get(getattr(name, "id", None)))
-        return result
-
-    def _add_call(
-        self, original: Callable, adjoint: Any, func: Any, args: Any, kwargs: Any, *more: Any, **named: Any
-    ) -> Any:
-        self.functions.add(func)
-        outer, self.built_by_call = self.built_by_call, []
-        result = original(func, args, kwargs, *more, **named)
-        codes, self.built_by_call = self.built_by_call, outer
-        given = [x for x in (*args, *kwargs.values()) if _is_memory(x)]
-        for x in result if isinstance(result, (list, tuple)) else [result]:  # a view, or one of them
-            if _is_memory(x):
-                self.roots[x] = set().union(*map(self._roots_of, given))
-        if func.is_builtin():
-            written = _written_by_builtin(func.key, given)
-        else:
-            written = self._written_by_function(func, codes, args, kwargs)
-            if adjoint is self.adjoint:
-                self.in_functions.update(*map(self._roots_of, written))
-        for x in written:
-            self._write(x)
-        return result
-
-    def _written_by_function(self, func: Any, codes: Sequence, args: Any, kwargs: Any) -> list:
-        written = []
-        if _is_c(func):
-            written += [x for x in (*args, *kwargs.values()) if not _is_reference(x)]
-        for code in codes:
-            given = dict(zip([param.label for param in code.args], args)) | kwargs
-            written += [given.get(param.label) for param in code.args if param in self.written or _is_reference(param)]
-        return written
-
-    def _roots_of(self, x: Any) -> set:
-        return self.roots.get(x, {x})
-
-    def _write(self, x: Any) -> None:
-        if _is_memory(x):
-            self.written |= self._roots_of(x)
-
-
-def _is_c(function: Any) -> bool:
-    if function.is_builtin():  # in Warp 1.19 users may add C to these
-        return getattr(function, "_has_external_builtin_contract", False)
-    return any(overload.native_snippet for overload in (function, *function.user_overloads.values()))
-
-
-def _is_reference(x: Any) -> bool:
-    """Whether a variable refers to an element of an array."""
-    return type(getattr(x, "type", None)).__name__ == "Reference"
-
-
-def _is_memory(x: Any) -> bool:
-    return _is_reference(x) or hasattr(getattr(x, "type", None), "ndim")
-
-
-def _written_by_builtin(name: str, given: list) -> list:
-    if name in _WARP_READERS:
-        return []
-    arrays = [x for x in given if not _is_reference(x)]  # of a reference it gets the value
-    return arrays[-1:] if name.startswith("dense_") else arrays  # the result of those comes last
-
-
-def _root(node: Any) -> Any:
-    """What stands at the root of an expression: x of `x[i].y`."""
-    while isinstance(node, (ast.Subscript, ast.Attribute)):
-        node = node.value
-    return node
+        for line in lines:
+            left, _, right = line.strip().rpartition(" = ")
+            name, *_ = re.findall(r"^(?:adj_)?([\w:]+)[(<]", right) or [""]
+            arguments = right.partition("(")[2].split(", ")
+            if not left.startswith("var_"):  # but with `*var_3`
+                written += arrays_in(left)
+            if name in self.functions:
+                flags = self.functions[name]
+                written += arrays_in(*itertools.compress(arguments, flags))
+                left += str(arguments[len(flags) :])  # several results
+            elif name.removeprefix("wp::") not in _WARP_READERS:
+                given = arrays_in(right) if name else []
+                written += given[-1:] if name.startswith("wp::dense_") else given  # those write to the last one
+            for result in re.findall(r"var_\w+", left):
+                origins[result].update(arrays_in(right))
+        for name in written:  # which grows
+            written += origins[name].difference(written)
+        without = getattr(code, "callable_arg_values", None) or ()  # C++ does not pass functions
+        return {x.label: x.emit() in written for x in code.args if x.label not in without}
 
 
 def _value_key(value: Any) -> Any:
@@ -4576,8 +4491,15 @@ class _WarpPlan:
             options |= {"adj_inputs": gradients, "adjoint": True}
         on_cpu = device == "cpu"
         dims = self.launch_dims if on_cpu else self.gpu_dims
-        with _forgetting_failures(self.kernel, _build_of(self.kernel).codes):
+        try:
             recorded = wp.launch(self.kernel, dims, inputs, block_dim=1 if on_cpu else self.threads_of_block, **options)
+        except RuntimeError as error:
+            if "backward kernel" in str(error):
+                error.add_note(
+                    "differentiable=True needs the kernel's adjoint, which enable_backward=False leaves out: in "
+                    "warp.kernel, in the options of its module, or in warp.config"
+                )
+            raise
         if recorded is None:  # some versions of Warp report a failed build once only
             raise RuntimeError(f"Warp cannot build kernel {self.kernel.key!r}: see its first error, or its log")
         if type(recorded).__name__ != "Launch" or getattr(recorded, "cluster_dim", 1) != 1:
@@ -4702,7 +4624,7 @@ def _compile_warp(
     emitter = _WarpEmitter(signature.label, recorded)
     emitter.in_order = in_order or emitter.driver is not None
     if emitter.driver is None:
-        if any("tile" in function.key for function in _build_of(plan.kernel).functions):
+        if _source_of(plan.kernel).uses_tiles:
             # Warp keeps the CPU memory of tiles behind one static pointer (tile.h): such kernels must not overlap
             emitter.lock = _native_lock("tile_lock")
             emitter.in_order = True
