@@ -633,7 +633,8 @@ class _Target:
             return compiled
 
     def lowered(self, platform: str) -> _Target:
-        """What runs a call on a platform: of Warp's targets it differs."""
+        """What runs a call on a platform, registered: of Warp's targets it differs."""
+        self.register(platform)
         return self
 
     def register_where_traced(self) -> None:
@@ -959,8 +960,6 @@ def _platforms(ctx: Any) -> Sequence[str]:
 
 
 def _call_lowering(ctx: Any, *operands: Any, call: _CallParams) -> Any:
-    for platform in _platforms(ctx):
-        call.target.register(platform)
     if call.has_side_effect and _devices_to_split_over(ctx) > 1:
         raise NotImplementedError(
             f"{call.target.title} has side effects, and XLA does not say on which devices it runs them: over several, "
@@ -3956,7 +3955,7 @@ class _WarpKernel(_Wrapper):
                 f"warp_kernel takes no generic kernel such as {kernel.func.__name__!r}: wp.overload(kernel, [types of "
                 "its parameters]) gives one that is not"
             )
-        self.params = _warp_params(wp, kernel)
+        self.params = {x.label: _warp_param(wp, kernel.func.__name__, x.label, x.type) for x in kernel.adj.args}
         super().__init__(kernel, options)
         self.title = f"Warp kernel {self.__name__!r}"
         self.values = copy.deepcopy(values or {})  # for later traces, too: structs may change
@@ -4047,31 +4046,27 @@ class _WarpKernel(_Wrapper):
         """
         options = self.options
         specs = [*call.ins, *call.outs]
-        dims = {key: self.params[key[0]].dims(specs[k].shape) for key, k in buffers.items()}
+        dims = {(name, role): self.params[name].dims(specs[k].shape) for (name, role), k in buffers.items()}
         launch_dims = self._for_inputs("launch_dims", ins)
         if launch_dims is None:
             launch_dims = next((dims[name, "value"] for name in self.params if (name, "value") in dims), ())
         checked_dims = options.checked_dims(launch_dims)
         with _warp_session() as wp:
             content = _warp_content(wp, self.kernel)
-        keys = [(name, _value_key(x)) for name, x in self.values.items()]
-        plan = _WarpPlan(
-            kernel=self.kernel,
-            values=self.values,
-            content=(content, tuple(buffers.items()), options.block_dim),
-            asked=(*keys, *dims.values()),
-            buffers=buffers,
-            dims=dims,
-            launch_dims=checked_dims,
-            block_dim=options.block_dim,
-            is_tiled=options.tiled,
-        )
         return _WarpTarget(
             self.__name__,
             launch=(math.prod(checked_dims),),
             title=self.title,
             where="runs on CPUs and NVIDIA GPUs",
-            plan=plan,
+            kernel=self.kernel,
+            values=self.values,
+            content=content,
+            value_keys=tuple([(name, _value_key(x)) for name, x in self.values.items()]),
+            buffers=tuple(buffers.items()),
+            dims=tuple(dims.items()),
+            launch_dims=checked_dims,
+            block_dim=options.block_dim,
+            is_tiled=options.tiled,
             signature=call.signature(self.__name__),
             given=options.name,
             in_order=options.in_order,
@@ -4203,7 +4198,7 @@ class _WarpParam:
     inner: tuple[int, ...]  # the shape of one element: () for scalars, (3,) for vec3
     ndim: int
 
-    def dims(self, shape: Sequence[Any]) -> Sequence[Any]:
+    def dims(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The dimensions of an array without those of its elements; an array of one element may lack dimensions."""
         outer = shape[: len(shape) - len(self.inner)]
         missing = [1] * (self.ndim - len(outer))
@@ -4264,10 +4259,6 @@ class _WarpParam:
         if np.dtype(spec.dtype).itemsize == 4 and str(self.dtype).endswith("64"):
             return f"JAX keeps 64 bits `with jax.enable_x64(True): x = jnp.asarray(x, jnp.{self.dtype})`"
         return "cast it, or annotate the parameter with jaxinfo_to_warpinfo(x)"
-
-
-def _warp_params(wp: Any, kernel: Any) -> dict[str, _WarpParam]:
-    return {arg.label: _warp_param(wp, kernel.func.__name__, arg.label, arg.type) for arg in kernel.adj.args}
 
 
 def _warp_param(wp: Any, kernel: str, name: str, kind: Any) -> _WarpParam:
@@ -4398,202 +4389,44 @@ def _value_key(value: Any) -> Any:
 # pointers of a slice where stand-ins stood.
 
 
-@dataclasses.dataclass(frozen=True)
-class _WarpPlan:
-    """A launch of a kernel, or of its adjoint: what Warp must know to record it."""
-
-    # By the name of a parameter, and whether it is for the "value" or the "gradient", which for an output is the
-    # cotangent: the number of its buffer, and the dimensions of the array there.
-    buffers: Mapping[tuple[str, str], int] = dataclasses.field(compare=False)
-    dims: Mapping[tuple[str, str], Sequence[int]] = dataclasses.field(compare=False)
-    kernel: Any = dataclasses.field(compare=False)
-    values: Mapping[str, Any] = dataclasses.field(compare=False)
-    # What is compared in their place: `content` decides which machine code it is, `asked` what that gets.
-    content: tuple
-    asked: tuple
-    launch_dims: tuple[int, ...]
-    block_dim: int | None
-    is_tiled: bool
-
-    @property
-    def title(self) -> str:
-        return f"Warp kernel {self.kernel.func.__name__!r}"
-
-    @property
-    def threads_of_block(self) -> int:
-        return self.block_dim or _WARP_BLOCK_DIM
-
-    @property
-    def gpu_dims(self) -> tuple[int, ...]:
-        return (*self.launch_dims[:-1], self.threads_of_block) if self.is_tiled else self.launch_dims
-
-    def recorded_on(self, platform: str) -> dict[str, _Recorded]:
-        """What Warp passes on each device of a platform: the same on all."""
-        if platform == "cpu":
-            return {"cpu": self.recorded("cpu")}
-        with _CudaDriver().keeping_context():  # Warp may leave another device's context current
-            recorded = {f"cuda:{n}": self.recorded(f"cuda:{n}") for n in _cuda_ordinals()}
-        if len({x[1:] for x in recorded.values()}) > 1:
-            raise NotImplementedError(f"{self.title}: Warp passes other bytes on another GPU")
-        return recorded
-
-    def recorded(self, device: str) -> _Recorded:
-        """What Warp passes on a device.  Pointers are where two recordings with other stand-ins differ."""
-        with _warp_session() as wp:
-            if device == "cpu":
-                self._check_cpu(wp)
-            first, second = self._stand_ins(), self._stand_ins()
-            recorded = self._record(wp, device, first)
-            blocks = _warp_blocks(recorded)
-            others = _warp_blocks(self._record(wp, device, second))
-        words: list[int] = []
-        places: list[tuple[int, int]] = []
-        for word, other in zip(*map(_words_of, (blocks, others)), strict=True):
-            if word != other:
-                places.append((len(words), first.get(word, -1)))
-            words.append(word if word == other else 0)
-        passed = {k for key, k in self.buffers.items() if 0 not in self.dims[key]}
-        if {k for _, k in places} != passed:
-            raise NotImplementedError(f"{self.title}: this Warp passes arrays in an unknown way: use warp.jax_kernel")
-        return _Recorded(recorded, tuple(words), tuple(len(block) // 8 for block in blocks), tuple(places))
-
-    def _stand_ins(self) -> dict[int, int]:
-        """A pointer that nothing else is likely to be -> the buffer for which it stands."""
-        return {int.from_bytes(os.urandom(7), "little") << 4: k for k in self.buffers.values()}
-
-    def _check_cpu(self, wp: Any) -> None:
-        if not wp.is_cpu_available():
-            raise ImportError("Warp cannot compile for CPUs here: it was installed without its library warp-clang")
-        if getattr(wp.config, "enable_cpu_blocks", False) and (self.block_dim or 1) > 1:  # Warp >= 1.19
-            raise NotImplementedError(
-                f"{self.title}: with warp.config.enable_cpu_blocks, Warp's scheduler runs blocks of "
-                f"{self.block_dim} threads, and a handler runs no scheduler: use block_dim=1, or warp.jax_kernel"
-            )
-
-    def _record(self, wp: Any, device: str, stand_ins: Mapping[int, int]) -> Any:
-        """Warp's recorded launch; compiles and loads the kernel."""
-        pointers = {k: pointer for pointer, k in stand_ins.items()}
-        names = [arg.label for arg in self.kernel.adj.args]
-        kinds = {arg.label: arg.type for arg in self.kernel.adj.args}
-
-        def array(name: str, role: str) -> Any:
-            if (name, role) not in self.buffers:
-                return None
-            dims = tuple(self.dims[name, role])
-            pointer = 0 if 0 in dims else pointers[self.buffers[name, role]]
-            gradient = array(name, "gradient") if role == "value" else None
-            return wp.array(ptr=pointer, shape=dims, dtype=kinds[name].dtype, device=device, grad=gradient)
-
-        inputs = [self.values.get(name, array(name, "value")) for name in names]
-        options: dict[str, Any] = {"device": device, "record_cmd": True, "record_tape": False}
-        if any(role == "gradient" for _, role in self.buffers):
-            gradients = [array(name, "gradient") if hasattr(kinds[name], "ndim") else kinds[name]() for name in names]
-            options |= {"adj_inputs": gradients, "adjoint": True}
-        on_cpu = device == "cpu"
-        dims = self.launch_dims if on_cpu else self.gpu_dims
-        try:
-            recorded = wp.launch(self.kernel, dims, inputs, block_dim=1 if on_cpu else self.threads_of_block, **options)
-        except RuntimeError as error:
-            if "backward kernel" in str(error):
-                error.add_note(
-                    "differentiable=True needs the kernel's adjoint, which enable_backward=False leaves out: in "
-                    "warp.kernel, in the options of its module, or in warp.config"
-                )
-            raise
-        if recorded is None:  # some versions of Warp report a failed build once only
-            raise RuntimeError(f"Warp cannot build kernel {self.kernel.key!r}: see its first error, or its log")
-        if type(recorded).__name__ != "Launch" or getattr(recorded, "cluster_dim", 1) != 1:
-            raise NotImplementedError(
-                f"{self.title}: in deterministic mode, or of clusters, a launch is more than the "
-                "start of a kernel: call it by warp.jax_kernel"
-            )
-        return recorded
-
-
 class _Recorded(NamedTuple):
     """What Warp passes in a launch: blocks of words, one behind the other, in which pointers are 0."""
 
-    launch: Any  # Warp's, which keeps the module of the kernel loaded
+    command: Any  # Warp's, which keeps the module of the kernel loaded
     words: tuple[int, ...]
     sizes: tuple[int, ...]  # the words of each block
     places: tuple[tuple[int, int], ...]  # (word, the buffer whose pointer belongs there)
 
     @property
-    def memory(self) -> tuple:
-        """What a handler is written for."""
-        return self.sizes, self.places
-
-    @property
     def entry(self) -> tuple[int, int]:
         """The machine code, on a GPU a CUfunction, and the shared memory that it takes."""
-        kind = "backward" if self.launch.adjoint else "forward"
-        address = ctypes.cast(getattr(self.launch.hooks, kind), _PTR).value or 0
-        return address, getattr(self.launch.hooks, f"{kind}_smem_bytes")
-
-
-def _warp_blocks(recorded: Any) -> list[bytes]:
-    """The memory of each parameter, padded to words.  A launch on the CPU is run for that, with nothing behind it."""
-    passed = list(recorded.params)
-    if recorded.device.is_cpu:
-        passed.clear()
-
-        def run_nothing(*args: Any) -> None:
-            passed.extend(getattr(arg, "_obj", arg) for arg in args)  # of pointers made by ctypes.byref
-
-        hooks = recorded.hooks
-        recorded.hooks = types.SimpleNamespace(forward=run_nothing, backward=run_nothing)
-        try:
-            recorded.launch()
-        finally:
-            recorded.hooks = hooks
-    blocks = map(bytes, passed)
-    return [block + bytes(-len(block) % 8) for block in blocks]
-
-
-def _words_of(blocks: Sequence[bytes]) -> list[int]:
-    return memoryview(b"".join(blocks)).cast("q").tolist()
-
-
-def _warp_grid(plan: _WarpPlan) -> tuple[int, int, int]:
-    """The grid of `wp_cuda_launch_kernel` (warp.cu): without a loop in the kernel, blocks spread over three axes."""
-    has_grid_stride = getattr(plan.kernel, "grid_stride", True)  # set when the content was read
-    n_threads = math.prod(plan.gpu_dims)
-    blocks = -(-n_threads // plan.threads_of_block)
-    x = min(blocks, _CUDA_LIMITS["grid"][0])
-    y = 1
-    z = 1
-    if blocks and not has_grid_stride:
-        x = min(blocks, 2**24 // plan.threads_of_block)
-        y = min(-(-blocks // x), 65535)
-        z = -(-blocks // (x * y))
-    if z > 65535 or n_threads > sys.maxsize:
-        limit = "" if has_grid_stride else " without a grid stride"
-        raise ValueError(f"{plan.title}: {n_threads} threads are too many for one launch{limit}")
-    return x, y, z
-
-
-# -- 9.5 Targets, and handlers that launch what was recorded ------------------------------------------
+        kind = "backward" if self.command.adjoint else "forward"
+        address = ctypes.cast(getattr(self.command.hooks, kind), _PTR).value or 0
+        return address, getattr(self.command.hooks, f"{kind}_smem_bytes")
 
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class _WarpTarget(_Target):
-    """What a launch passes differs by platform, so it is recorded, and its handler named, for each.
+    """A launch of a kernel, or of its adjoint, of which Warp records for each platform what it passes.
 
     Until then `name` is that of the kernel, and `launch` has the number of threads.
     """
 
-    plan: _WarpPlan
+    kernel: Any = dataclasses.field(compare=False)
+    values: Mapping[str, Any] = dataclasses.field(compare=False)
+    # What is compared in their place, and decides the machine code and what it gets.
+    content: tuple
+    value_keys: tuple
+    # For the name of a parameter, and whether it is for the "value" or the "gradient", which for an output is the
+    # cotangent: the number of its buffer, and the dimensions of the array there.
+    buffers: tuple[tuple[tuple[str, str], int], ...]
+    dims: tuple[tuple[tuple[str, str], tuple[int, ...]], ...]
+    launch_dims: tuple[int, ...]
+    block_dim: int | None
+    is_tiled: bool
     signature: _Signature
     given: str | None  # the user's `name=`
     in_order: bool
-
-    def register(self, platform: str) -> None:
-        if platform not in ("cpu", "cuda"):
-            super().register(platform)  # raises
-        if platform == "cuda" and not _cuda_ordinals():
-            raise NotImplementedError(
-                f"{self.title}: to compile for CUDA takes a GPU, for which Warp says what a launch passes: JAX has none"
-            )
 
     def register_where_traced(self) -> None:
         platform = _default_platform().replace("gpu", "cuda")
@@ -4602,59 +4435,180 @@ class _WarpTarget(_Target):
 
     def lowered(self, platform: str) -> _Target:
         """Record a launch, and register what starts it."""
-        self.register(platform)
-        recorded = self.plan.recorded_on(platform)
-        launch = next(iter(recorded.values())).words
+        if platform == "cuda" and not _cuda_ordinals():
+            raise NotImplementedError(
+                f"{self.title}: to compile for CUDA takes a GPU, for which Warp says what a launch passes: JAX has none"
+            )
+        if platform not in ("cpu", "cuda"):
+            return super().lowered(platform)  # raises
+        recorded = self._record_on(platform)
+        _, launch, *memory = recorded[0]
         if platform == "cuda":
-            launch = *_warp_grid(self.plan), self.plan.threads_of_block, 1, 1, 0, *launch
-        memory = next(iter(recorded.values())).memory
-        content = "warp", platform, self.in_order, *self.plan.content
+            launch = *self._grid(), self._threads_of_block, 1, 1, 0, *launch
+        content = "warp", platform, self.in_order, self.content, self.buffers, self.block_dim
         name = _NAMES.of_content(content, self.signature, self.given, str((platform, memory)))
-        make = functools.partial(_compile_warp, self.plan, self.signature, self.in_order, recorded)
-        target = _Target(name, launch, compilers={platform: make}, title=self.title, where=self.where)
-        target.register(platform)
-        return target
+
+        def compile_handler() -> _Compiled:
+            _import("numba", "warp_kernel compiles what XLA calls with Numba's LLVM: it", _NUMBA_INSTALL)
+            return _compile_handler(self.signature, _WarpEmitter(self, platform, recorded))
+
+        target = _Target(name, launch, compilers={platform: compile_handler}, title=self.title, where=self.where)
+        return target.lowered(platform)
+
+    @property
+    def _threads_of_block(self) -> int:
+        return self.block_dim or _WARP_BLOCK_DIM
+
+    @property
+    def _gpu_dims(self) -> tuple[int, ...]:
+        return (*self.launch_dims[:-1], self._threads_of_block) if self.is_tiled else self.launch_dims
+
+    def _grid(self) -> tuple[int, int, int]:
+        """The grid of `wp_cuda_launch_kernel` (warp.cu): without a loop in the kernel, blocks fill three axes."""
+        has_grid_stride = getattr(self.kernel, "grid_stride", True)  # set when the content was read
+        n_threads = math.prod(self._gpu_dims)
+        blocks = -(-n_threads // self._threads_of_block)
+        x = min(blocks, _CUDA_LIMITS["grid"][0])
+        y = 1
+        z = 1
+        if blocks and not has_grid_stride:
+            x = min(blocks, 2**24 // self._threads_of_block)
+            y = min(-(-blocks // x), 65535)
+            z = -(-blocks // (x * y))
+        if z > 65535 or n_threads > sys.maxsize:
+            limit = "" if has_grid_stride else " without a grid stride"
+            raise ValueError(f"{self.title}: {n_threads} threads are too many for one launch{limit}")
+        return x, y, z
+
+    def _record_on(self, platform: str) -> list[_Recorded]:
+        """What Warp passes on each device of a platform: the same on all."""
+        if platform == "cpu":
+            return [self._record("cpu")]
+        with _CudaDriver().keeping_context():  # Warp may leave another device's context current
+            recorded = [self._record(f"cuda:{n}") for n in _cuda_ordinals()]
+        if len({x[1:] for x in recorded}) > 1:
+            raise NotImplementedError(f"{self.title}: Warp passes other bytes on another GPU")
+        return recorded
+
+    def _record(self, device: str) -> _Recorded:
+        """What Warp passes on a device.  Pointers are where two recordings with other stand-ins differ."""
+        buffers = {int.from_bytes(os.urandom(7), "little") << 4: k for _, k in self.buffers}  # by stand-in
+        others = {int.from_bytes(os.urandom(7), "little") << 4: k for _, k in self.buffers}
+        with _warp_session() as wp:
+            command = self._command(wp, device, buffers)
+            blocks = _warp_blocks(command)
+            other_blocks = _warp_blocks(self._command(wp, device, others))
+        words, other_words = [memoryview(b"".join(x)).cast("q").tolist() for x in (blocks, other_blocks)]
+        places = []
+        for n, (word, other) in enumerate(zip(words, other_words, strict=True)):
+            if word != other:
+                places.append((n, buffers.get(word, -1)))
+                words[n] = 0
+        passed = {k for (_, k), (_, dims) in zip(self.buffers, self.dims) if 0 not in dims}
+        if {k for _, k in places} != passed:
+            raise NotImplementedError(f"{self.title}: this Warp passes arrays in an unknown way: use warp.jax_kernel")
+        return _Recorded(command, tuple(words), tuple(len(block) // 8 for block in blocks), tuple(places))
+
+    def _command(self, wp: Any, device: str, stand_ins: Mapping[int, int]) -> Any:
+        """Warp's recorded launch; compiles and loads the kernel."""
+        dims = dict(self.dims)
+        pointers = {k: pointer for pointer, k in stand_ins.items()}
+        pointer_of = {key: pointers[k] for key, k in self.buffers}
+        kinds = {arg.label: arg.type for arg in self.kernel.adj.args}
+
+        def array(name: str, role: str) -> Any:
+            shape = dims.get((name, role))
+            if shape is None:
+                return None
+            pointer = 0 if 0 in shape else pointer_of[name, role]
+            gradient = array(name, "gradient") if role == "value" else None
+            return wp.array(ptr=pointer, shape=shape, dtype=kinds[name].dtype, device=device, grad=gradient)
+
+        options: dict[str, Any] = {"device": device, "record_cmd": True, "record_tape": False}
+        if any(role == "gradient" for _, role in dims):
+            gradients = [array(name, "gradient") if hasattr(kind, "ndim") else kind() for name, kind in kinds.items()]
+            options |= {"adj_inputs": gradients, "adjoint": True}
+        launch_dims = self._gpu_dims
+        options["block_dim"] = self._threads_of_block
+        if device == "cpu":
+            launch_dims = self.launch_dims
+            options["block_dim"] = 1
+            if getattr(wp.config, "enable_cpu_blocks", False) and (self.block_dim or 1) > 1:  # Warp >= 1.19
+                raise NotImplementedError(
+                    f"{self.title}: with warp.config.enable_cpu_blocks, Warp's scheduler runs blocks of "
+                    f"{self.block_dim} threads, and a handler runs no scheduler: use block_dim=1, or warp.jax_kernel"
+                )
+        inputs = [self.values.get(name, array(name, "value")) for name in kinds]
+        try:
+            command = wp.launch(self.kernel, launch_dims, inputs, **options)
+        except RuntimeError as error:
+            if "backward kernel" in str(error):
+                error.add_note(
+                    "differentiable=True needs the kernel's adjoint, which enable_backward=False leaves out: in "
+                    "warp.kernel, in the options of its module, or in warp.config"
+                )
+            raise
+        if command is None:  # some versions of Warp report a failed build once only
+            raise RuntimeError(f"Warp cannot build kernel {self.kernel.key!r}: see its first error, or its log")
+        if type(command).__name__ != "Launch" or getattr(command, "cluster_dim", 1) != 1:
+            raise NotImplementedError(
+                f"{self.title}: in deterministic mode, or of clusters, a launch is more than the start of a kernel: "
+                "call it by warp.jax_kernel"
+            )
+        return command
 
 
-def _compile_warp(
-    plan: _WarpPlan, signature: _Signature, in_order: bool, recorded: Mapping[str, _Recorded]
-) -> _Compiled:
-    """The handler for a launch that was recorded on each device."""
-    _import("numba", "warp_kernel compiles what XLA calls with Numba's LLVM: it", _NUMBA_INSTALL)
-    emitter = _WarpEmitter(signature.label, recorded)
-    emitter.in_order = in_order or emitter.driver is not None
-    if emitter.driver is None:
-        if _source_of(plan.kernel).uses_tiles:
-            # Warp keeps the CPU memory of tiles behind one static pointer (tile.h): such kernels must not overlap
-            emitter.lock = _native_lock("tile_lock")
-            emitter.in_order = True
-        emitter.code_key = "warp", emitter.memory, bool(emitter.lock)
-    return _compile_handler(signature, emitter)
+def _warp_blocks(command: Any) -> list[bytes]:
+    """The memory of each parameter, padded to words.  A launch on the CPU is run for that, with nothing behind it."""
+    passed = list(command.params)
+    if command.device.is_cpu:
+        passed.clear()
+
+        def run_nothing(*args: Any) -> None:
+            passed.extend(getattr(arg, "_obj", arg) for arg in args)  # of pointers made by ctypes.byref
+
+        hooks = command.hooks
+        command.hooks = types.SimpleNamespace(forward=run_nothing, backward=run_nothing)
+        try:
+            command.launch()
+        finally:
+            command.hooks = hooks
+    blocks = map(bytes, passed)
+    return [block + bytes(-len(block) % 8) for block in blocks]
+
+
+# -- 9.5 Handlers that launch what was recorded --------------------------------------------------------
 
 
 class _WarpEmitter(_Emitter):
     """Copies the memory of a launch, and for each slice starts the kernel's machine code."""
 
-    def __init__(self, label: str, recorded: Mapping[str, _Recorded]) -> None:
+    def __init__(self, target: _WarpTarget, platform: str, recorded: Sequence[_Recorded]) -> None:
         self.recorded = recorded  # keeps Warp's modules loaded
-        entries = [x.entry for x in recorded.values()]
-        self.memory = next(iter(recorded.values())).memory
-        if "cpu" in recorded:
+        _, _, self.sizes, self.places = recorded[0]
+        entries = [x.entry for x in recorded]
+        if platform == "cpu":
             [(self.entry, _)] = entries
+            self.in_order = target.in_order
+            if _source_of(target.kernel).uses_tiles:
+                # Warp keeps the CPU memory of tiles behind one static pointer (tile.h): such kernels must not overlap
+                self.lock = _native_lock("tile_lock")
+                self.in_order = True
+            self.code_key = "warp", self.sizes, self.places, bool(self.lock)
         else:
             self.driver = _CudaDriver()
-            self.launcher = _CudaLauncher(label, self.driver, dict(zip(_cuda_ordinals(), entries, strict=True)))
+            functions = dict(zip(_cuda_ordinals(), entries, strict=True))
+            self.launcher = _CudaLauncher(target.signature.label, self.driver, functions)
             self.traits = _COMMAND_BUFFER_COMPATIBLE  # it only launches, always the same
 
     def write(self, handler: _Handler) -> None:
-        sizes, places = self.memory
         offset = ctypes.sizeof(_CudaLaunch) if self.driver else 0
-        words = handler.alloca(_I64, sum(sizes))
-        handler.copy_bytes(words, handler.launch + offset, 8 * sum(sizes))
-        blocks = [words + 8 * start for start in itertools.accumulate(sizes[:-1], initial=0)]
+        words = handler.alloca(_I64, sum(self.sizes))
+        handler.copy_bytes(words, handler.launch + offset, 8 * sum(self.sizes))
+        blocks = [words + 8 * start for start in itertools.accumulate(self.sizes[:-1], initial=0)]
         start = self.launcher.launch_in(handler) if self.driver else None
         with handler.each_slice() as arrays:
-            for place, k in places:
+            for place, k in self.places:
                 handler.store(arrays[k].pointer, words + 8 * place)
             if start:
                 start(blocks)
