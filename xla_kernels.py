@@ -3832,7 +3832,6 @@ _WARP_DTYPES = "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 b
 _WARP_LOCAL = re.compile("^_|cache|path|dir$|verbose|quiet|log_|print|version")  # settings of a machine, or of texts
 _WARP_MAX_DIMS = 4
 _WARP_MAX_EXTENT = 2**31 - 1  # Warp keeps extents, strides in bytes and thread indices in 32-bit integers
-_WARP_BLOCK_DIM = 256
 
 
 # -- 9.1 The wrapper ----------------------------------------------------------------------------------
@@ -3863,10 +3862,8 @@ def warp_kernel(
     `vmap` is one call: on a CPU threads share its slices, on a GPU there is a launch for each.
 
     Parameters that are not arrays (scalars, vectors, matrices, structs) take values that are known when JAX traces,
-    and JAX traces and compiles a call again for each new one.  So what changes, such as a time step, is better a
-    `warp.array` of shape (1,).
-
-    Warp builds a whole module again for each new kernel: in generators, `warp.kernel(module="unique")` saves that.
+    and JAX compiles a call again for each new one.  So what changes, such as a time step, is better a `warp.array` of
+    shape (1,).  For kernels that are made in a loop, `warp.kernel(module="unique")` saves builds of whole modules.
 
     Args:
       kernel: a function decorated with `warp.kernel`, not generic; without it, `warp_kernel(outs=...)` is a decorator.
@@ -3961,19 +3958,15 @@ class _WarpKernel(_Wrapper):
         self.values = copy.deepcopy(values or {})  # for later traces, too: structs may change
         self.with_values = _Recent()  # this kernel with others
         self.by_value_names = {name for name, param in self.params.items() if not param.ndim}
-        for key in options.input_output_aliases:
-            self._aliased_name(key)
         self.parameters = tuple(name for name in self.params if name not in self.values)  # of inputs and outputs
+        for key in options.input_output_aliases:
+            self._input_number(key, len(self.parameters))  # refuses values
 
-    def _aliased_name(self, key: Any) -> Any:
-        """The name of the parameter that an alias names: by position it counts all arguments of a call, values too."""
-        name = dict(enumerate(self.params)).get(key, key)
+    def _input_number(self, key: Any, n_in: int) -> int:
+        name = dict(enumerate(self.params)).get(key, key)  # a number counts all arguments of a call, values too
         if name in self.by_value_names:
             raise ValueError(f"{self.params[name].by_value_text}: an output can start with an array alone")
-        return name
-
-    def _input_number(self, key: int | str, n_in: int) -> int:
-        return super()._input_number(self._aliased_name(key), n_in)
+        return super()._input_number(name, n_in)
 
     # -- from a call to its inputs ---------------------------------------------------------------------
 
@@ -4034,11 +4027,11 @@ class _WarpKernel(_Wrapper):
                     f"{self.title} writes to its input {name!r}, which JAX may share: name it in in_out_argnames, or "
                     "write to an output (the parameters are inputs and values, then outputs)"
                 )
-        target = self._target(call, {(name, "value"): k for k, name in enumerate(names)}, call.ins)
-        target.register_where_traced()
-        return target
+        return self._target(call, {(name, "value"): k for k, name in enumerate(names)}, call.ins, self.title)
 
-    def _target(self, call: _Call, buffers: Mapping[tuple[str, str], int], ins: Sequence[Spec]) -> _WarpTarget:
+    def _target(
+        self, call: _Call, buffers: Mapping[tuple[str, str], int], ins: Sequence[Spec], title: str
+    ) -> _WarpTarget:
         """What launches the kernel on the buffers of a call, which the user gave these inputs.
 
         `buffers` has the number of the one that is the "value" or the "gradient" of a parameter, which for an output is
@@ -4046,24 +4039,24 @@ class _WarpKernel(_Wrapper):
         """
         options = self.options
         specs = [*call.ins, *call.outs]
-        dims = {(name, role): self.params[name].dims(specs[k].shape) for (name, role), k in buffers.items()}
+        arrays = [(key, k, self.params[key[0]].dims(specs[k].shape)) for key, k in buffers.items()]
         launch_dims = self._for_inputs("launch_dims", ins)
         if launch_dims is None:
+            dims = {key: dims for key, _, dims in arrays}
             launch_dims = next((dims[name, "value"] for name in self.params if (name, "value") in dims), ())
         checked_dims = options.checked_dims(launch_dims)
         with _warp_session() as wp:
             content = _warp_content(wp, self.kernel)
-        return _WarpTarget(
+        target = _WarpTarget(
             self.__name__,
             launch=(math.prod(checked_dims),),
-            title=self.title,
+            title=title,
             where="runs on CPUs and NVIDIA GPUs",
             kernel=self.kernel,
             values=self.values,
             content=content,
             value_keys=tuple([(name, _value_key(x)) for name, x in self.values.items()]),
-            buffers=tuple(buffers.items()),
-            dims=tuple(dims.items()),
+            arrays=tuple(arrays),
             launch_dims=checked_dims,
             block_dim=options.block_dim,
             is_tiled=options.tiled,
@@ -4071,6 +4064,8 @@ class _WarpKernel(_Wrapper):
             given=options.name,
             in_order=options.in_order,
         )
+        target.register_where_traced()
+        return target
 
     # -- derivatives -----------------------------------------------------------------------------------
 
@@ -4101,11 +4096,8 @@ class _WarpKernel(_Wrapper):
     def _resolve_adjoint(self, ins: list[Spec], n_args: int) -> _Call:
         """The call of the adjoint: (inputs, outputs, cotangents) -> (what it changes of these, gradients).
 
-        It changes the cotangents, and outputs that the kernel gives to a function, as that runs again.  Gradients are
-        added to zeros.
-
-        For a kernel (x, k) -> out, where k has integers, the inputs are x, k, out and the cotangent of out.  `changed`
-        is [3], and the results are that cotangent and the gradient of x.
+        For a kernel (x, k) -> out, where k has integers, the inputs are x, k, out and the cotangent of out, which it
+        changes, and the results are that and the gradient of x, which it adds to zeros.
         """
         names = self.parameters
         buffers = {(name, "value"): k for k, name in enumerate(names)}
@@ -4121,8 +4113,7 @@ class _WarpKernel(_Wrapper):
             buffers[names[k], "gradient"] = j
         aliases = {k: j for j, k in enumerate(changed)}
         call = _Call(ins, results, len(results), aliases, zeroed=tuple(range(len(changed), len(results))))
-        target = dataclasses.replace(self._target(call, buffers, ins[:n_args]), title=f"the adjoint of {self.title}")
-        target.register_where_traced()
+        target = self._target(call, buffers, ins[:n_args], f"the adjoint of {self.title}")
         return dataclasses.replace(call, target=target)
 
 
@@ -4225,17 +4216,12 @@ class _WarpParam:
         refused = f"{self.by_value_text}; got {type(value).__name__} {value!r:.80}"
         if self.dtype is None and not isinstance(getattr(value, "_ctype", None), self.type.ctype):
             raise TypeError(f"{refused}, not an instance of that struct")  # Warp would read it as one
-        if not self._holds(value):
-            raise ValueError(f"{refused}, which is out of its range")  # Warp would wrap it around
+        if self.dtype and self.dtype.kind in "iu" and not self.inner and isinstance(value, (int, np.integer)):
+            limits = np.iinfo(self.dtype)
+            if not limits.min <= int(value) <= limits.max:
+                raise ValueError(f"{refused}, which is out of its range")  # Warp would wrap it around
         is_foreign = hasattr(value, "__array__") and not isinstance(value, (np.ndarray, np.generic))
         return np.asarray(value) if is_foreign else value
-
-    def _holds(self, value: Any) -> bool:
-        """Whether an integer fits into this parameter, if that is one too."""
-        if self.inner or self.dtype is None or self.dtype.kind not in "iu" or not isinstance(value, (int, np.integer)):
-            return True
-        limits = np.iinfo(self.dtype)
-        return limits.min <= operator.index(value) <= limits.max
 
     # -- an array --
 
@@ -4243,7 +4229,10 @@ class _WarpParam:
         """Raise if an array of this spec cannot be the argument."""
         what = f"Warp kernel {self.kernel!r}: argument {self.name!r} is a warp.array, {self} for JAX; got {_show(spec)}"
         if spec.dtype != self.dtype:
-            raise TypeError(f"{what}: wrong dtype; {self._dtype_hint(spec)}")
+            hint = "cast it, or annotate the parameter with jaxinfo_to_warpinfo(x)"
+            if np.dtype(spec.dtype).itemsize == 4 and str(self.dtype).endswith("64"):
+                hint = f"JAX keeps 64 bits `with jax.enable_x64(True): x = jnp.asarray(x, jnp.{self.dtype})`"
+            raise TypeError(f"{what}: wrong dtype; {hint}")
         is_one_element = spec.shape == self.inner
         if len(spec.shape) != self.ndim + len(self.inner) and not is_one_element:
             raise TypeError(f"{what}: wrong number of dimensions")
@@ -4254,11 +4243,6 @@ class _WarpParam:
         first_stride = math.prod(spec.shape[1:]) * spec.dtype.itemsize
         if max(1, *spec.shape, first_stride) > _WARP_MAX_EXTENT:
             raise ValueError(f"{what}: Warp counts extents and strides in 32 bits, at most {_WARP_MAX_EXTENT}")
-
-    def _dtype_hint(self, spec: Spec) -> str:
-        if np.dtype(spec.dtype).itemsize == 4 and str(self.dtype).endswith("64"):
-            return f"JAX keeps 64 bits `with jax.enable_x64(True): x = jnp.asarray(x, jnp.{self.dtype})`"
-        return "cast it, or annotate the parameter with jaxinfo_to_warpinfo(x)"
 
 
 def _warp_param(wp: Any, kernel: str, name: str, kind: Any) -> _WarpParam:
@@ -4417,10 +4401,8 @@ class _WarpTarget(_Target):
     # What is compared in their place, and decides the machine code and what it gets.
     content: tuple
     value_keys: tuple
-    # For the name of a parameter, and whether it is for the "value" or the "gradient", which for an output is the
-    # cotangent: the number of its buffer, and the dimensions of the array there.
-    buffers: tuple[tuple[tuple[str, str], int], ...]
-    dims: tuple[tuple[tuple[str, str], tuple[int, ...]], ...]
+    # ((name of a parameter, "value" or "gradient"), number of the buffer, dimensions of the array there)
+    arrays: tuple[tuple[tuple[str, str], int, tuple[int, ...]], ...]
     launch_dims: tuple[int, ...]
     block_dim: int | None
     is_tiled: bool
@@ -4445,7 +4427,8 @@ class _WarpTarget(_Target):
         _, launch, *memory = recorded[0]
         if platform == "cuda":
             launch = *self._grid(), self._threads_of_block, 1, 1, 0, *launch
-        content = "warp", platform, self.in_order, self.content, self.buffers, self.block_dim
+        buffers = [(key, k) for key, k, _ in self.arrays]
+        content = "warp", platform, self.in_order, self.content, tuple(buffers), self.block_dim
         name = _NAMES.of_content(content, self.signature, self.given, str((platform, memory)))
 
         def compile_handler() -> _Compiled:
@@ -4457,7 +4440,7 @@ class _WarpTarget(_Target):
 
     @property
     def _threads_of_block(self) -> int:
-        return self.block_dim or _WARP_BLOCK_DIM
+        return self.block_dim or 256
 
     @property
     def _gpu_dims(self) -> tuple[int, ...]:
@@ -4492,40 +4475,38 @@ class _WarpTarget(_Target):
 
     def _record(self, device: str) -> _Recorded:
         """What Warp passes on a device.  Pointers are where two recordings with other stand-ins differ."""
-        buffers = {int.from_bytes(os.urandom(7), "little") << 4: k for _, k in self.buffers}  # by stand-in
-        others = {int.from_bytes(os.urandom(7), "little") << 4: k for _, k in self.buffers}
+        first, second = [{k: int.from_bytes(os.urandom(7), "little") << 4 for _, k, _ in self.arrays} for _ in "12"]
         with _warp_session() as wp:
-            command = self._command(wp, device, buffers)
+            command = self._command(wp, device, first)
             blocks = _warp_blocks(command)
-            other_blocks = _warp_blocks(self._command(wp, device, others))
+            other_blocks = _warp_blocks(self._command(wp, device, second))
         words, other_words = [memoryview(b"".join(x)).cast("q").tolist() for x in (blocks, other_blocks)]
+        buffers = {pointer: k for k, pointer in first.items()}
         places = []
         for n, (word, other) in enumerate(zip(words, other_words, strict=True)):
             if word != other:
                 places.append((n, buffers.get(word, -1)))
                 words[n] = 0
-        passed = {k for (_, k), (_, dims) in zip(self.buffers, self.dims) if 0 not in dims}
+        passed = {k for _, k, dims in self.arrays if 0 not in dims}
         if {k for _, k in places} != passed:
             raise NotImplementedError(f"{self.title}: this Warp passes arrays in an unknown way: use warp.jax_kernel")
         return _Recorded(command, tuple(words), tuple(len(block) // 8 for block in blocks), tuple(places))
 
-    def _command(self, wp: Any, device: str, stand_ins: Mapping[int, int]) -> Any:
-        """Warp's recorded launch; compiles and loads the kernel."""
-        dims = dict(self.dims)
-        pointers = {k: pointer for pointer, k in stand_ins.items()}
-        pointer_of = {key: pointers[k] for key, k in self.buffers}
+    def _command(self, wp: Any, device: str, pointers: Mapping[int, int]) -> Any:
+        """Warp's recorded launch, with these pointers to buffers; compiles and loads the kernel."""
+        arrays = {key: (pointers[k], dims) for key, k, dims in self.arrays}
         kinds = {arg.label: arg.type for arg in self.kernel.adj.args}
 
         def array(name: str, role: str) -> Any:
-            shape = dims.get((name, role))
-            if shape is None:
+            if (name, role) not in arrays:
                 return None
-            pointer = 0 if 0 in shape else pointer_of[name, role]
+            pointer, dims = arrays[name, role]
             gradient = array(name, "gradient") if role == "value" else None
-            return wp.array(ptr=pointer, shape=shape, dtype=kinds[name].dtype, device=device, grad=gradient)
+            pointer = 0 if 0 in dims else pointer
+            return wp.array(ptr=pointer, shape=dims, dtype=kinds[name].dtype, device=device, grad=gradient)
 
         options: dict[str, Any] = {"device": device, "record_cmd": True, "record_tape": False}
-        if any(role == "gradient" for _, role in dims):
+        if any(role == "gradient" for _, role in arrays):
             gradients = [array(name, "gradient") if hasattr(kind, "ndim") else kind() for name, kind in kinds.items()]
             options |= {"adj_inputs": gradients, "adjoint": True}
         launch_dims = self._gpu_dims
