@@ -3871,7 +3871,10 @@ def test_warp_generated_kernels_are_theirs_by_constant_and_setting(warp_path, mo
     monkeypatch.setitem(options, "fast_math", not options["fast_math"])
     check_equal(kernel_with_a_constant(2.0)(x), 2 * x)
     assert n_handlers() == n_targets + 1
+    traced = jax.jit(kernel_with_a_constant(2.0)).trace(x)
     monkeypatch.setattr(wp.config, "verify_fp", True)
+    traced.lower()  # to what the settings are now
+    assert n_handlers() == n_targets + 2
     check_equal(kernel_with_a_constant(2.0)(x), 2 * x)
     assert n_handlers() == n_targets + 2
 
@@ -4244,7 +4247,7 @@ def test_warp_refuses(text, kernel, args, options):
 @needs_warp
 @pytest.mark.parametrize("call, text", [
     (partial(call_every, *EVERY, s=1), r"'s' \(struct .*Settings\) is passed .*got int 1, not an instance"),
-    (partial(call_every, *EVERY, m=[1.0, 2.0]), r"Failed to convert argument for param m to mat33f?"),
+    (partial(call_every, *EVERY, m=[1.0, 2.0]), r"(?s)Failed to convert .* param m to mat33f?.*Warp kernel 'every'"),
     (partial(call_every, *EVERY, i=1.5), r"unable to pack kernel parameter type .*float.* for param i"),
     (partial(call_every, *EVERY, i=300), r"'i' \(int8\) is passed by value; got int 300, which is out of its range"),
     (partial(xk.warp_kernel, like_first, spec()), r"takes a function decorated with warp.kernel; got function"),

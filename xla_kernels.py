@@ -3835,7 +3835,6 @@ _WARP_MAX_EXTENT = 2**31 - 1  # Warp keeps extents, strides in bytes and thread 
 
 
 # -- 9.1 The wrapper ----------------------------------------------------------------------------------
-# Which buffer goes to which parameter, and the adjoint launch.
 
 
 def warp_kernel(
@@ -3973,20 +3972,17 @@ class _WarpKernel(_Wrapper):
     def __call__(self, /, *args: Any, **named: Any) -> Any:
         if not named and not self.by_value_names and not any(x is None for x in args):
             return self._call_inputs(args)
+        arguments = self._bound(args, named)
+        if not self.by_value_names <= arguments.keys():
+            raise self._wrong_arity(f"got only ({', '.join(arguments)})")
         arrays = []
         values = {}
-        for name, x in self._bound(args, named).items():
+        for name, x in arguments.items():
             if name in self.by_value_names or x is None:
                 values[name] = self.params[name].as_value(x)
             else:
                 arrays.append(x)
         return self._with_values(values)._call_inputs(arrays)
-
-    def _bound(self, args: Sequence, named: Mapping[str, Any]) -> dict[str, Any]:
-        arguments = super()._bound(args, named)
-        if not self.by_value_names <= arguments.keys():
-            raise self._wrong_arity(f"got only ({', '.join(arguments)})")
-        return arguments
 
     def _with_values(self, values: Mapping[str, Any]) -> _WarpKernel:
         if not values:
@@ -4029,21 +4025,18 @@ class _WarpKernel(_Wrapper):
                 )
         return self._target(call, {(name, "value"): k for k, name in enumerate(names)}, call.ins, self.title)
 
-    def _target(
-        self, call: _Call, buffers: Mapping[tuple[str, str], int], ins: Sequence[Spec], title: str
-    ) -> _WarpTarget:
+    def _target(self, call: _Call, buffers: Mapping, ins: Sequence[Spec], title: str) -> _WarpTarget:
         """What launches the kernel on the buffers of a call, which the user gave these inputs.
 
-        `buffers` has the number of the one that is the "value" or the "gradient" of a parameter, which for an output is
-        the cotangent; with gradients the adjoint is launched.
+        For the name of a parameter, and "value" or "gradient", which for an output is the cotangent, `buffers` has the
+        number of a buffer; those of the first array come first.  With gradients the adjoint is launched.
         """
         options = self.options
         specs = [*call.ins, *call.outs]
         arrays = [(key, k, self.params[key[0]].dims(specs[k].shape)) for key, k in buffers.items()]
         launch_dims = self._for_inputs("launch_dims", ins)
         if launch_dims is None:
-            dims = {key: dims for key, _, dims in arrays}
-            launch_dims = next((dims[name, "value"] for name in self.params if (name, "value") in dims), ())
+            launch_dims = arrays[0][2] if arrays else ()
         checked_dims = options.checked_dims(launch_dims)
         with _warp_session() as wp:
             content = _warp_content(wp, self.kernel)
@@ -4200,8 +4193,6 @@ class _WarpParam:
         dims = [":"] * self.ndim + [str(n) for n in self.inner]
         return f"{scalar}[{','.join(dims)}]" if dims else scalar
 
-    # -- a value --
-
     @property
     def by_value_text(self) -> str:
         return f"Warp kernel {self.kernel!r}: parameter {self.name!r} ({self}) is passed by value"
@@ -4222,8 +4213,6 @@ class _WarpParam:
                 raise ValueError(f"{refused}, which is out of its range")  # Warp would wrap it around
         is_foreign = hasattr(value, "__array__") and not isinstance(value, (np.ndarray, np.generic))
         return np.asarray(value) if is_foreign else value
-
-    # -- an array --
 
     def check(self, spec: Spec) -> None:
         """Raise if an array of this spec cannot be the argument."""
@@ -4317,13 +4306,12 @@ class _WarpSource:
         code = copy.copy(kernel.adj)
         code.build(builder)
         block = code.blocks[0]
-        self.uses_tiles = "wp::tile" in str(block.body_forward)
+        self.uses_tiles = False
         self.functions: dict[str, list[bool]] = {}  # by name in C++: whether it writes to each of its arguments
         for function in builder.functions:  # those that a function calls come before it
-            lines = function.adj.blocks[0].body_forward
-            self.uses_tiles |= "wp::tile" in str(lines)
             if not function.native_snippet:
-                self.functions[function.native_func] = [*self._writes(function.adj, lines).values()]
+                writes = self._writes(function.adj, function.adj.blocks[0].body_forward)
+                self.functions[function.native_func] = [*writes.values()]
         again = [line for line in block.body_replay + block.body_reverse if not re.search("//|wp::adj_", line)]
         self.writes = self._writes(code, block.body_forward)
         self.writes_again = self._writes(code, again)  # in the adjoint
@@ -4340,6 +4328,7 @@ class _WarpSource:
         for line in lines:
             left, _, right = line.strip().rpartition(" = ")
             name, *_ = re.findall(r"^(?:adj_)?([\w:]+)[(<]", right) or [""]
+            self.uses_tiles |= name.startswith("wp::tile_")
             arguments = right.partition("(")[2].split(", ")
             if not left.startswith("var_"):  # but with `*var_3`
                 written += arrays_in(left)
@@ -4423,12 +4412,14 @@ class _WarpTarget(_Target):
             )
         if platform not in ("cpu", "cuda"):
             return super().lowered(platform)  # raises
-        recorded = self._record_on(platform)
+        with _warp_session() as wp:
+            recorded = self._record_on(platform)
+            kernel_content = _warp_content(wp, self.kernel)  # which may be another one than where it was traced
         _, launch, *memory = recorded[0]
         if platform == "cuda":
             launch = *self._grid(), self._threads_of_block, 1, 1, 0, *launch
         buffers = [(key, k) for key, k, _ in self.arrays]
-        content = "warp", platform, self.in_order, self.content, tuple(buffers), self.block_dim
+        content = "warp", platform, self.in_order, kernel_content, tuple(buffers), self.block_dim
         name = _NAMES.of_content(content, self.signature, self.given, str((platform, memory)))
 
         def compile_handler() -> _Compiled:
@@ -4442,18 +4433,17 @@ class _WarpTarget(_Target):
     def _threads_of_block(self) -> int:
         return self.block_dim or 256
 
-    @property
-    def _gpu_dims(self) -> tuple[int, ...]:
-        return (*self.launch_dims[:-1], self._threads_of_block) if self.is_tiled else self.launch_dims
+    def _dims_on(self, device: str) -> tuple[int, ...]:
+        if self.is_tiled and device != "cpu":
+            return *self.launch_dims[:-1], self._threads_of_block
+        return self.launch_dims
 
     def _grid(self) -> tuple[int, int, int]:
         """The grid of `wp_cuda_launch_kernel` (warp.cu): without a loop in the kernel, blocks fill three axes."""
         has_grid_stride = getattr(self.kernel, "grid_stride", True)  # set when the content was read
-        n_threads = math.prod(self._gpu_dims)
+        n_threads = math.prod(self._dims_on("cuda"))
         blocks = -(-n_threads // self._threads_of_block)
-        x = min(blocks, _CUDA_LIMITS["grid"][0])
-        y = 1
-        z = 1
+        x, y, z = min(blocks, _CUDA_LIMITS["grid"][0]), 1, 1
         if blocks and not has_grid_stride:
             x = min(blocks, 2**24 // self._threads_of_block)
             y = min(-(-blocks // x), 65535)
@@ -4466,6 +4456,12 @@ class _WarpTarget(_Target):
     def _record_on(self, platform: str) -> list[_Recorded]:
         """What Warp passes on each device of a platform: the same on all."""
         if platform == "cpu":
+            has_scheduler = getattr(_warp("warp_kernel").config, "enable_cpu_blocks", False)  # Warp >= 1.19
+            if has_scheduler and (self.block_dim or 1) > 1:
+                raise NotImplementedError(
+                    f"{self.title}: with warp.config.enable_cpu_blocks, Warp's scheduler runs blocks of "
+                    f"{self.block_dim} threads, and a handler runs no scheduler: use block_dim=1, or warp.jax_kernel"
+                )
             return [self._record("cpu")]
         with _CudaDriver().keeping_context():  # Warp may leave another device's context current
             recorded = [self._record(f"cuda:{n}") for n in _cuda_ordinals()]
@@ -4509,20 +4505,12 @@ class _WarpTarget(_Target):
         if any(role == "gradient" for _, role in arrays):
             gradients = [array(name, "gradient") if hasattr(kind, "ndim") else kind() for name, kind in kinds.items()]
             options |= {"adj_inputs": gradients, "adjoint": True}
-        launch_dims = self._gpu_dims
-        options["block_dim"] = self._threads_of_block
-        if device == "cpu":
-            launch_dims = self.launch_dims
-            options["block_dim"] = 1
-            if getattr(wp.config, "enable_cpu_blocks", False) and (self.block_dim or 1) > 1:  # Warp >= 1.19
-                raise NotImplementedError(
-                    f"{self.title}: with warp.config.enable_cpu_blocks, Warp's scheduler runs blocks of "
-                    f"{self.block_dim} threads, and a handler runs no scheduler: use block_dim=1, or warp.jax_kernel"
-                )
+        options["block_dim"] = 1 if device == "cpu" else self._threads_of_block
         inputs = [self.values.get(name, array(name, "value")) for name in kinds]
         try:
-            command = wp.launch(self.kernel, launch_dims, inputs, **options)
-        except RuntimeError as error:
+            command = wp.launch(self.kernel, self._dims_on(device), inputs, **options)
+        except Exception as error:
+            error.add_note(f"This was raised for {self.title}.")
             if "backward kernel" in str(error):
                 error.add_note(
                     "differentiable=True needs the kernel's adjoint, which enable_backward=False leaves out: in "
@@ -4548,17 +4536,11 @@ def _warp_blocks(command: Any) -> list[bytes]:
         def run_nothing(*args: Any) -> None:
             passed.extend(getattr(arg, "_obj", arg) for arg in args)  # of pointers made by ctypes.byref
 
-        hooks = command.hooks
-        command.hooks = types.SimpleNamespace(forward=run_nothing, backward=run_nothing)
-        try:
-            command.launch()
-        finally:
-            command.hooks = hooks
+        empty = copy.copy(command)
+        empty.hooks = types.SimpleNamespace(forward=run_nothing, backward=run_nothing)
+        empty.launch()
     blocks = map(bytes, passed)
     return [block + bytes(-len(block) % 8) for block in blocks]
-
-
-# -- 9.5 Handlers that launch what was recorded --------------------------------------------------------
 
 
 class _WarpEmitter(_Emitter):
