@@ -45,7 +45,6 @@ What two copies of this file share: `_SHARED`.
 
 from __future__ import annotations
 
-import ast
 import builtins
 import collections
 import contextlib
@@ -610,7 +609,8 @@ class _Target:
             return compiled
 
     def lowered(self, platform: str) -> _Target:
-        """What runs a call on a platform: of Warp's targets it differs."""
+        """What runs a call on a platform, registered: of Warp's targets it differs."""
+        self.register(platform)
         return self
 
     def register_where_traced(self) -> None:
@@ -936,8 +936,6 @@ def _platforms(ctx: Any) -> Sequence[str]:
 
 
 def _call_lowering(ctx: Any, *operands: Any, call: _CallParams) -> Any:
-    for platform in _platforms(ctx):
-        call.target.register(platform)
     if call.has_side_effect and _devices_to_split_over(ctx) > 1:
         raise NotImplementedError(
             f"{call.target.title} has side effects, and XLA does not say on which devices it runs them: over several, "
@@ -3811,11 +3809,9 @@ _WARP_DTYPES = "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 b
 _WARP_LOCAL = re.compile("^_|cache|path|dir$|verbose|quiet|log_|print|version")  # settings of a machine, or of texts
 _WARP_MAX_DIMS = 4
 _WARP_MAX_EXTENT = 2**31 - 1  # Warp keeps extents, strides in bytes and thread indices in 32-bit integers
-_WARP_BLOCK_DIM = 256
 
 
 # -- 9.1 The wrapper ----------------------------------------------------------------------------------
-# Which buffer goes to which parameter, and the adjoint launch.
 
 
 def warp_kernel(
@@ -3842,10 +3838,8 @@ def warp_kernel(
     `vmap` is one call: on a CPU threads share its slices, on a GPU there is a launch for each.
 
     Parameters that are not arrays (scalars, vectors, matrices, structs) take values that are known when JAX traces,
-    and JAX traces and compiles a call again for each new one.  So what changes, such as a time step, is better a
-    `warp.array` of shape (1,).
-
-    Warp builds a whole module again for each new kernel: in generators, `warp.kernel(module="unique")` saves that.
+    and JAX compiles a call again for each new one.  So what changes, such as a time step, is better a `warp.array` of
+    shape (1,).  For kernels that are made in a loop, `warp.kernel(module="unique")` saves builds of whole modules.
 
     Args:
       kernel: a function decorated with `warp.kernel`, not generic; without it, `warp_kernel(outs=...)` is a decorator.
@@ -3934,45 +3928,38 @@ class _WarpKernel(_Wrapper):
                 f"warp_kernel takes no generic kernel such as {kernel.func.__name__!r}: wp.overload(kernel, [types of "
                 "its parameters]) gives one that is not"
             )
-        self.params = _warp_params(wp, kernel)
+        self.params = {x.label: _warp_param(wp, kernel.func.__name__, x.label, x.type) for x in kernel.adj.args}
         super().__init__(kernel, options)
         self.title = f"Warp kernel {self.__name__!r}"
         self.values = copy.deepcopy(values or {})  # for later traces, too: structs may change
         self.with_values = _Recent()  # this kernel with others
         self.by_value_names = {name for name, param in self.params.items() if not param.ndim}
-        for key in options.input_output_aliases:
-            self._aliased_name(key)
         self.parameters = tuple(name for name in self.params if name not in self.values)  # of inputs and outputs
+        for key in options.input_output_aliases:
+            self._input_number(key, len(self.parameters))  # refuses values
 
-    def _aliased_name(self, key: Any) -> Any:
-        """The name of the parameter that an alias names: by position it counts all arguments of a call, values too."""
-        name = dict(enumerate(self.params)).get(key, key)
+    def _input_number(self, key: Any, n_in: int) -> int:
+        name = dict(enumerate(self.params)).get(key, key)  # a number counts all arguments of a call, values too
         if name in self.by_value_names:
             raise ValueError(f"{self.params[name].by_value_text}: an output can start with an array alone")
-        return name
-
-    def _input_number(self, key: int | str, n_in: int) -> int:
-        return super()._input_number(self._aliased_name(key), n_in)
+        return super()._input_number(name, n_in)
 
     # -- from a call to its inputs ---------------------------------------------------------------------
 
     def __call__(self, /, *args: Any, **named: Any) -> Any:
         if not named and not self.by_value_names and not any(x is None for x in args):
             return self._call_inputs(args)
+        arguments = self._bound(args, named)
+        if not self.by_value_names <= arguments.keys():
+            raise self._wrong_arity(f"got only ({', '.join(arguments)})")
         arrays = []
         values = {}
-        for name, x in self._bound(args, named).items():
+        for name, x in arguments.items():
             if name in self.by_value_names or x is None:
                 values[name] = self.params[name].as_value(x)
             else:
                 arrays.append(x)
         return self._with_values(values)._call_inputs(arrays)
-
-    def _bound(self, args: Sequence, named: Mapping[str, Any]) -> dict[str, Any]:
-        arguments = super()._bound(args, named)
-        if not self.by_value_names <= arguments.keys():
-            raise self._wrong_arity(f"got only ({', '.join(arguments)})")
-        return arguments
 
     def _with_values(self, values: Mapping[str, Any]) -> _WarpKernel:
         if not values:
@@ -4006,54 +3993,49 @@ class _WarpKernel(_Wrapper):
             raise self._wrong_arity(f"got {n_given} inputs and {n_out} outputs (in-out arguments count as both)")
         for name, spec in zip(names, call.ins + call.outs, strict=True):
             self.params[name].check(spec)
-        written = _build_of(self.kernel).written
+        writes = _source_of(self.kernel).writes
         for i, name in enumerate(names[:n_in]):
-            if i not in call.aliases and name in written:
+            if i not in call.aliases and writes[name]:
                 raise TypeError(
                     f"{self.title} writes to its input {name!r}, which JAX may share: name it in in_out_argnames, or "
                     "write to an output (the parameters are inputs and values, then outputs)"
                 )
-        target = self._target(call, {(name, "value"): k for k, name in enumerate(names)}, call.ins)
-        target.register_where_traced()
-        return target
+        return self._target(call, {(name, "value"): k for k, name in enumerate(names)}, call.ins, self.title)
 
-    def _target(self, call: _Call, buffers: Mapping[tuple[str, str], int], ins: Sequence[Spec]) -> _WarpTarget:
+    def _target(self, call: _Call, buffers: Mapping, ins: Sequence[Spec], title: str) -> _WarpTarget:
         """What launches the kernel on the buffers of a call, which the user gave these inputs.
 
-        `buffers` has the number of the one that is the "value" or the "gradient" of a parameter, which for an output is
-        the cotangent; with gradients the adjoint is launched.
+        For the name of a parameter, and "value" or "gradient", which for an output is the cotangent, `buffers` has the
+        number of a buffer; those of the first array come first.  With gradients the adjoint is launched.
         """
         options = self.options
         specs = [*call.ins, *call.outs]
-        dims = {key: self.params[key[0]].dims(specs[k].shape) for key, k in buffers.items()}
+        arrays = [(key, k, self.params[key[0]].dims(specs[k].shape)) for key, k in buffers.items()]
         launch_dims = self._for_inputs("launch_dims", ins)
         if launch_dims is None:
-            launch_dims = next((dims[name, "value"] for name in self.params if (name, "value") in dims), ())
+            launch_dims = arrays[0][2] if arrays else ()
         checked_dims = options.checked_dims(launch_dims)
         with _warp_session() as wp:
             content = _warp_content(wp, self.kernel)
-        keys = [(name, _value_key(x)) for name, x in self.values.items()]
-        plan = _WarpPlan(
+        target = _WarpTarget(
+            self.__name__,
+            launch=(math.prod(checked_dims),),
+            title=title,
+            where="runs on CPUs and NVIDIA GPUs",
             kernel=self.kernel,
             values=self.values,
-            content=(content, tuple(buffers.items()), options.block_dim),
-            asked=(*keys, *dims.values()),
-            buffers=buffers,
-            dims=dims,
+            content=content,
+            value_keys=tuple([(name, _value_key(x)) for name, x in self.values.items()]),
+            arrays=tuple(arrays),
             launch_dims=checked_dims,
             block_dim=options.block_dim,
             is_tiled=options.tiled,
-        )
-        return _WarpTarget(
-            self.__name__,
-            launch=(math.prod(checked_dims),),
-            title=self.title,
-            where="runs on CPUs and NVIDIA GPUs",
-            plan=plan,
             signature=call.signature(self.__name__),
             given=options.name,
             in_order=options.in_order,
         )
+        target.register_where_traced()
+        return target
 
     # -- derivatives -----------------------------------------------------------------------------------
 
@@ -4084,16 +4066,13 @@ class _WarpKernel(_Wrapper):
     def _resolve_adjoint(self, ins: list[Spec], n_args: int) -> _Call:
         """The call of the adjoint: (inputs, outputs, cotangents) -> (what it changes of these, gradients).
 
-        It changes the cotangents, and outputs that the kernel gives to a function, as that runs again.  Gradients are
-        added to zeros.
-
-        For a kernel (x, k) -> out, where k has integers, the inputs are x, k, out and the cotangent of out.  `changed`
-        is [3], and the results are that cotangent and the gradient of x.
+        For a kernel (x, k) -> out, where k has integers, the inputs are x, k, out and the cotangent of out, which it
+        changes, and the results are that and the gradient of x, which it adds to zeros.
         """
         names = self.parameters
         buffers = {(name, "value"): k for k, name in enumerate(names)}
-        run_again = _build_of(self.kernel).in_functions
-        changed = [k for k, name in enumerate(names) if name in run_again]
+        writes_again = _source_of(self.kernel).writes_again
+        changed = [k for k, name in enumerate(names) if writes_again[name]]
         changed += range(len(names), len(ins))
         float_ins = _floats(ins[:n_args])
         results = [ins[k] for k in [*changed, *float_ins]]
@@ -4104,8 +4083,7 @@ class _WarpKernel(_Wrapper):
             buffers[names[k], "gradient"] = j
         aliases = {k: j for j, k in enumerate(changed)}
         call = _Call(ins, results, len(results), aliases, zeroed=tuple(range(len(changed), len(results))))
-        target = dataclasses.replace(self._target(call, buffers, ins[:n_args]), title=f"the adjoint of {self.title}")
-        target.register_where_traced()
+        target = self._target(call, buffers, ins[:n_args], f"the adjoint of {self.title}")
         return dataclasses.replace(call, target=target)
 
 
@@ -4181,7 +4159,7 @@ class _WarpParam:
     inner: tuple[int, ...]  # the shape of one element: () for scalars, (3,) for vec3
     ndim: int
 
-    def dims(self, shape: Sequence[Any]) -> Sequence[Any]:
+    def dims(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The dimensions of an array without those of its elements; an array of one element may lack dimensions."""
         outer = shape[: len(shape) - len(self.inner)]
         missing = [1] * (self.ndim - len(outer))
@@ -4191,8 +4169,6 @@ class _WarpParam:
         scalar = self.dtype.name if self.dtype else f"struct {self.type.key}"
         dims = [":"] * self.ndim + [str(n) for n in self.inner]
         return f"{scalar}[{','.join(dims)}]" if dims else scalar
-
-    # -- a value --
 
     @property
     def by_value_text(self) -> str:
@@ -4208,25 +4184,21 @@ class _WarpParam:
         refused = f"{self.by_value_text}; got {type(value).__name__} {value!r:.80}"
         if self.dtype is None and not isinstance(getattr(value, "_ctype", None), self.type.ctype):
             raise TypeError(f"{refused}, not an instance of that struct")  # Warp would read it as one
-        if not self._holds(value):
-            raise ValueError(f"{refused}, which is out of its range")  # Warp would wrap it around
+        if self.dtype and self.dtype.kind in "iu" and not self.inner and isinstance(value, (int, np.integer)):
+            limits = np.iinfo(self.dtype)
+            if not limits.min <= int(value) <= limits.max:
+                raise ValueError(f"{refused}, which is out of its range")  # Warp would wrap it around
         is_foreign = hasattr(value, "__array__") and not isinstance(value, (np.ndarray, np.generic))
         return np.asarray(value) if is_foreign else value
-
-    def _holds(self, value: Any) -> bool:
-        """Whether an integer fits into this parameter, if that is one too."""
-        if self.inner or self.dtype is None or self.dtype.kind not in "iu" or not isinstance(value, (int, np.integer)):
-            return True
-        limits = np.iinfo(self.dtype)
-        return limits.min <= operator.index(value) <= limits.max
-
-    # -- an array --
 
     def check(self, spec: Spec) -> None:
         """Raise if an array of this spec cannot be the argument."""
         what = f"Warp kernel {self.kernel!r}: argument {self.name!r} is a warp.array, {self} for JAX; got {_show(spec)}"
         if spec.dtype != self.dtype:
-            raise TypeError(f"{what}: wrong dtype; {self._dtype_hint(spec)}")
+            hint = "cast it, or annotate the parameter with jaxinfo_to_warpinfo(x)"
+            if np.dtype(spec.dtype).itemsize == 4 and str(self.dtype).endswith("64"):
+                hint = f"JAX keeps 64 bits `with jax.enable_x64(True): x = jnp.asarray(x, jnp.{self.dtype})`"
+            raise TypeError(f"{what}: wrong dtype; {hint}")
         is_one_element = spec.shape == self.inner
         if len(spec.shape) != self.ndim + len(self.inner) and not is_one_element:
             raise TypeError(f"{what}: wrong number of dimensions")
@@ -4238,15 +4210,6 @@ class _WarpParam:
         if max(1, *spec.shape, first_stride) > _WARP_MAX_EXTENT:
             raise ValueError(f"{what}: Warp counts extents and strides in 32 bits, at most {_WARP_MAX_EXTENT}")
 
-    def _dtype_hint(self, spec: Spec) -> str:
-        if np.dtype(spec.dtype).itemsize == 4 and str(self.dtype).endswith("64"):
-            return f"JAX keeps 64 bits `with jax.enable_x64(True): x = jnp.asarray(x, jnp.{self.dtype})`"
-        return "cast it, or annotate the parameter with jaxinfo_to_warpinfo(x)"
-
-
-def _warp_params(wp: Any, kernel: Any) -> dict[str, _WarpParam]:
-    return {arg.label: _warp_param(wp, kernel.func.__name__, arg.label, arg.type) for arg in kernel.adj.args}
-
 
 def _warp_param(wp: Any, kernel: str, name: str, kind: Any) -> _WarpParam:
     scalars = {scalar: dtype for dtype, scalar in _warp_scalars(wp).items()}
@@ -4256,7 +4219,7 @@ def _warp_param(wp: Any, kernel: str, name: str, kind: Any) -> _WarpParam:
     element = kind.dtype if is_array else kind
     dtype = scalars.get(getattr(element, "_wp_scalar_type_", element))
     is_struct = not is_array and hasattr(element, "ctype") and hasattr(element, "vars")
-    if dtype is None and (not is_struct or _holds_arrays(element)):
+    if dtype is None and (not is_struct or _points_to_arrays(element)):
         raise TypeError(
             f"Warp kernel {kernel!r}: parameter {name!r} is {kind!r}; supported are scalars, vectors and matrices, "
             "arrays of those, and structs without arrays; of an array of structs make one array for each field"
@@ -4265,9 +4228,11 @@ def _warp_param(wp: Any, kernel: str, name: str, kind: Any) -> _WarpParam:
     return _WarpParam(kernel, name, kind, dtype, inner, kind.ndim if is_array else 0)
 
 
-def _holds_arrays(kind: Any) -> bool:
+def _points_to_arrays(kind: Any) -> bool:
+    """Whether this is the type of arrays, of references to their elements, or of structs with these."""
     fields = getattr(kind, "vars", {}).values()
-    return hasattr(kind, "ndim") or any(_holds_arrays(field.type) for field in fields)
+    is_pointer = hasattr(kind, "ndim") or type(kind).__name__ == "Reference"
+    return is_pointer or any(_points_to_arrays(field.type) for field in fields)
 
 
 def _warp_content(wp: Any, kernel: Any) -> tuple[str, ...]:
@@ -4281,168 +4246,82 @@ def _warp_content(wp: Any, kernel: Any) -> tuple[str, ...]:
     return wp.__version__, kernel.hash.hex(), str(sorted(options.items())), str(sorted(settings.items()))
 
 
-# -- what a kernel calls, and what it writes to: Warp builds it, without compiling, and is watched ----
+# -- what a kernel writes to ---------------------------------------------------------------------------
 
-
-_WARP_BUILDS: Any = weakref.WeakKeyDictionary()  # kernel -> (its content, a `_WarpBuild`)
-_WARP_READERS = frozenset(
+_WARP_SOURCES: Any = weakref.WeakKeyDictionary()  # kernel -> {content: `_WarpSource`}
+_WARP_READERS = (
     "address copy len load lower_bound sample_cdf select tile_load tile_load_indexed unot view "
     "volume_sample_grad_index volume_sample_index where".split()
 )
 
 
-def _build_of(kernel: Any) -> _WarpBuild:
+def _source_of(kernel: Any) -> _WarpSource:
     with _warp_session() as wp:
         content = _warp_content(wp, kernel)
-        known, build = _WARP_BUILDS.get(kernel, (None, None))
-        if known != content:
-            build = _WarpBuild(kernel)
-            _WARP_BUILDS[kernel] = content, build
-        return build
+        sources = _WARP_SOURCES.setdefault(kernel, {})
+        if content not in sources:
+            sources[content] = _WarpSource(kernel)
+        return sources[content]
 
 
-@contextlib.contextmanager
-def _forgetting_failures(kernel: Any, codes: Iterable) -> Iterator[None]:
-    """Warp < 1.19 notes which code it could not build, and silently leaves that out of all later builds."""
-    try:
-        yield
-    except Exception as error:
-        for code in [kernel.adj, *codes]:
-            code.skip_build = False
-        kernel.module.mark_modified()
-        if "backward kernel" in str(error):
-            error.add_note(
-                "differentiable=True needs the kernel's adjoint, which enable_backward=False leaves out: in "
-                "warp.kernel, in the options of its module, or in warp.config"
-            )
-        raise
+class _WarpSource:
+    """What is seen in the C++ that Warp writes for a kernel; nothing is compiled.
 
-
-class _WarpBuild:
-    """What a kernel calls, and the names of its arrays that are `written`, and of those written `in_functions`.
-
-    A call of C, or of Warp's that is not known to read, counts as a write to all arrays that it gets.
+    A line has a call at most, such as `var_5 = wp::view(var_x, var_2);` or `wp::array_store(var_5, var_0, var_1);`.
+    One of a function that is not known counts as a write to all arrays that it gets.
     """
 
     def __init__(self, kernel: Any) -> None:
-        self.functions: set[Any] = set()  # that are called, Warp's own too
-        self.codes: set[Any] = set()  # Warp's records of their code
-        self.roots: dict[Any, set] = {}  # variable -> the parameters in whose memory its array may be
-        self.written: set[Any] = set()  # parameters of the kernel and of its functions
-        self.in_functions: set[Any] = set()
-        self.built_by_call: list[Any] = []  # the code that the current call runs
-        self.adjoint = copy.copy(kernel.adj)
-        with self._watching(type(self.adjoint)), _forgetting_failures(kernel, self.codes):
-            self.adjoint.build(None, {**kernel.module.options, **kernel.options, "output_arch": None})
-        self.written = {arg.label for arg in kernel.adj.args if arg in self.written}
-        self.in_functions = {arg.label for arg in kernel.adj.args if arg in self.in_functions}
-        self.codes.discard(self.adjoint)
-        del self.adjoint, self.roots  # as they are large
+        class Builder(sys.modules[type(kernel).__module__].ModuleBuilder):  # type: ignore[misc]
+            def build_function(self, function: Any) -> None:
+                function.adj.skip_build = False  # Warp < 1.19 silently leaves out what failed once
+                super().build_function(function)
 
-    @contextlib.contextmanager
-    def _watching(self, adjoint_type: Any) -> Iterator[None]:
-        hooks: dict[str, Callable] = {"build": self._build, "add_call": self._add_call, "eval": self._eval}
-        originals = {name: getattr(adjoint_type, name) for name in hooks}
-        thread = threading.get_ident()
+        options = {**kernel.module.options, **kernel.options, "output_arch": None}
+        builder = Builder(kernel.module, options, types.SimpleNamespace(unique_kernels={}, get_unique_kernels=list))
+        kernel.adj.skip_build = False
+        code = copy.copy(kernel.adj)
+        code.build(builder)
+        block = code.blocks[0]
+        self.uses_tiles = False
+        self.functions: dict[str, list[bool]] = {}  # by name in C++: whether it writes to each of its arguments
+        for function in builder.functions:  # those that a function calls come before it
+            if not function.native_snippet:
+                writes = self._writes(function.adj, function.adj.blocks[0].body_forward)
+                self.functions[function.native_func] = [*writes.values()]
+        again = [line for line in block.body_replay + block.body_reverse if not re.search("//|wp::adj_", line)]
+        self.writes = self._writes(code, block.body_forward)
+        self.writes_again = self._writes(code, again)  # in the adjoint
 
-        def watch(name: str) -> Callable:
-            def watched(adjoint: Any, *args: Any, **named: Any) -> Any:
-                original = functools.partial(originals[name], adjoint)
-                if threading.get_ident() != thread:  # where the user's code has Warp build something
-                    return original(*args, **named)
-                return hooks[name](original, adjoint, *args, **named)
+    def _writes(self, code: Any, lines: Iterable[str]) -> dict[str, bool]:
+        """Whether these lines write to the memory of a parameter."""
+        arrays = {x.emit() for x in (*code.args, *code.variables) if _points_to_arrays(x.type)}
+        origins = collections.defaultdict(set)  # variable -> those in whose memory it may lie
+        written: list[str] = []
 
-            return watched
+        def arrays_in(*texts: str) -> list[str]:
+            return [name for name in re.findall(r"var_\w+", str(texts)) if name in arrays]
 
-        try:
-            for name in hooks:
-                setattr(adjoint_type, name, watch(name))
-            yield
-        finally:
-            for name, original in originals.items():
-                setattr(adjoint_type, name, original)
-
-    def _build(self, original: Callable, adjoint: Any, *args: Any, **named: Any) -> None:
-        self.built_by_call.append(adjoint)
-        if adjoint not in self.codes:  # Warp would build a function again for each call
-            self.codes.add(adjoint)
-            original(*args, **named)
-
-    def _eval(self, original: Callable, adjoint: Any, node: Any) -> Any:
-        """To assign to x[i] or x[i].y is to write to x, whatever Warp makes of it."""
-        result = original(node)
-        if isinstance(node, (ast.Assign, ast.AugAssign)):
-            for target in ast.walk(node):
-                if isinstance(target, (ast.Subscript, ast.Attribute)) and isinstance(target.ctx, ast.Store):
-                    for name in ast.walk(_root(target)):  # one, unless it is a call
-                        self._write(adjoint.symbols.get(getattr(name, "id", None)))
-        return result
-
-    def _add_call(
-        self, original: Callable, adjoint: Any, func: Any, args: Any, kwargs: Any, *more: Any, **named: Any
-    ) -> Any:
-        self.functions.add(func)
-        outer, self.built_by_call = self.built_by_call, []
-        result = original(func, args, kwargs, *more, **named)
-        codes, self.built_by_call = self.built_by_call, outer
-        given = [x for x in (*args, *kwargs.values()) if _is_memory(x)]
-        for x in result if isinstance(result, (list, tuple)) else [result]:  # a view, or one of them
-            if _is_memory(x):
-                self.roots[x] = set().union(*map(self._roots_of, given))
-        if func.is_builtin():
-            written = _written_by_builtin(func.key, given)
-        else:
-            written = self._written_by_function(func, codes, args, kwargs)
-            if adjoint is self.adjoint:
-                self.in_functions.update(*map(self._roots_of, written))
-        for x in written:
-            self._write(x)
-        return result
-
-    def _written_by_function(self, func: Any, codes: Sequence, args: Any, kwargs: Any) -> list:
-        written = []
-        if _is_c(func):
-            written += [x for x in (*args, *kwargs.values()) if not _is_reference(x)]
-        for code in codes:
-            given = dict(zip([param.label for param in code.args], args)) | kwargs
-            written += [given.get(param.label) for param in code.args if param in self.written or _is_reference(param)]
-        return written
-
-    def _roots_of(self, x: Any) -> set:
-        return self.roots.get(x, {x})
-
-    def _write(self, x: Any) -> None:
-        if _is_memory(x):
-            self.written |= self._roots_of(x)
-
-
-def _is_c(function: Any) -> bool:
-    if function.is_builtin():  # in Warp 1.19 users may add C to these
-        return getattr(function, "_has_external_builtin_contract", False)
-    return any(overload.native_snippet for overload in (function, *function.user_overloads.values()))
-
-
-def _is_reference(x: Any) -> bool:
-    """Whether a variable refers to an element of an array."""
-    return type(getattr(x, "type", None)).__name__ == "Reference"
-
-
-def _is_memory(x: Any) -> bool:
-    return _is_reference(x) or hasattr(getattr(x, "type", None), "ndim")
-
-
-def _written_by_builtin(name: str, given: list) -> list:
-    if name in _WARP_READERS:
-        return []
-    arrays = [x for x in given if not _is_reference(x)]  # of a reference it gets the value
-    return arrays[-1:] if name.startswith("dense_") else arrays  # the result of those comes last
-
-
-def _root(node: Any) -> Any:
-    """What stands at the root of an expression: x of `x[i].y`."""
-    while isinstance(node, (ast.Subscript, ast.Attribute)):
-        node = node.value
-    return node
+        for line in lines:
+            left, _, right = line.strip().rpartition(" = ")
+            name, *_ = re.findall(r"^(?:adj_)?([\w:]+)[(<]", right) or [""]
+            self.uses_tiles |= name.startswith("wp::tile_")
+            arguments = right.partition("(")[2].split(", ")
+            if not left.startswith("var_"):  # but with `*var_3`
+                written += arrays_in(left)
+            if name in self.functions:
+                flags = self.functions[name]
+                written += arrays_in(*itertools.compress(arguments, flags))
+                left += str(arguments[len(flags) :])  # several results
+            elif name.removeprefix("wp::") not in _WARP_READERS:
+                given = arrays_in(right) if name else []
+                written += given[-1:] if name.startswith("wp::dense_") else given  # those write to the last one
+            for result in re.findall(r"var_\w+", left):
+                origins[result].update(arrays_in(right))
+        for name in written:  # which grows
+            written += origins[name].difference(written)
+        without = getattr(code, "callable_arg_values", None) or ()  # C++ does not pass functions
+        return {x.label: x.emit() in written for x in code.args if x.label not in without}
 
 
 def _value_key(value: Any) -> Any:
@@ -4460,195 +4339,42 @@ def _value_key(value: Any) -> Any:
 # pointers of a slice where stand-ins stood.
 
 
-@dataclasses.dataclass(frozen=True)
-class _WarpPlan:
-    """A launch of a kernel, or of its adjoint: what Warp must know to record it."""
-
-    # By the name of a parameter, and whether it is for the "value" or the "gradient", which for an output is the
-    # cotangent: the number of its buffer, and the dimensions of the array there.
-    buffers: Mapping[tuple[str, str], int] = dataclasses.field(compare=False)
-    dims: Mapping[tuple[str, str], Sequence[int]] = dataclasses.field(compare=False)
-    kernel: Any = dataclasses.field(compare=False)
-    values: Mapping[str, Any] = dataclasses.field(compare=False)
-    # What is compared in their place: `content` decides which machine code it is, `asked` what that gets.
-    content: tuple
-    asked: tuple
-    launch_dims: tuple[int, ...]
-    block_dim: int | None
-    is_tiled: bool
-
-    @property
-    def title(self) -> str:
-        return f"Warp kernel {self.kernel.func.__name__!r}"
-
-    @property
-    def threads_of_block(self) -> int:
-        return self.block_dim or _WARP_BLOCK_DIM
-
-    @property
-    def gpu_dims(self) -> tuple[int, ...]:
-        return (*self.launch_dims[:-1], self.threads_of_block) if self.is_tiled else self.launch_dims
-
-    def recorded_on(self, platform: str) -> dict[str, _Recorded]:
-        """What Warp passes on each device of a platform: the same on all."""
-        if platform == "cpu":
-            return {"cpu": self.recorded("cpu")}
-        with _CudaDriver().keeping_context():  # Warp may leave another device's context current
-            recorded = {f"cuda:{n}": self.recorded(f"cuda:{n}") for n in _cuda_ordinals()}
-        if len({x[1:] for x in recorded.values()}) > 1:
-            raise NotImplementedError(f"{self.title}: Warp passes other bytes on another GPU")
-        return recorded
-
-    def recorded(self, device: str) -> _Recorded:
-        """What Warp passes on a device.  Pointers are where two recordings with other stand-ins differ."""
-        with _warp_session() as wp:
-            if device == "cpu":
-                self._check_cpu(wp)
-            first, second = self._stand_ins(), self._stand_ins()
-            recorded = self._record(wp, device, first)
-            blocks = _warp_blocks(recorded)
-            others = _warp_blocks(self._record(wp, device, second))
-        words: list[int] = []
-        places: list[tuple[int, int]] = []
-        for word, other in zip(*map(_words_of, (blocks, others)), strict=True):
-            if word != other:
-                places.append((len(words), first.get(word, -1)))
-            words.append(word if word == other else 0)
-        passed = {k for key, k in self.buffers.items() if 0 not in self.dims[key]}
-        if {k for _, k in places} != passed:
-            raise NotImplementedError(f"{self.title}: this Warp passes arrays in an unknown way: use warp.jax_kernel")
-        return _Recorded(recorded, tuple(words), tuple(len(block) // 8 for block in blocks), tuple(places))
-
-    def _stand_ins(self) -> dict[int, int]:
-        """A pointer that nothing else is likely to be -> the buffer for which it stands."""
-        return {int.from_bytes(os.urandom(7), "little") << 4: k for k in self.buffers.values()}
-
-    def _check_cpu(self, wp: Any) -> None:
-        if not wp.is_cpu_available():
-            raise ImportError("Warp cannot compile for CPUs here: it was installed without its library warp-clang")
-        if getattr(wp.config, "enable_cpu_blocks", False) and (self.block_dim or 1) > 1:  # Warp >= 1.19
-            raise NotImplementedError(
-                f"{self.title}: with warp.config.enable_cpu_blocks, Warp's scheduler runs blocks of "
-                f"{self.block_dim} threads, and a handler runs no scheduler: use block_dim=1, or warp.jax_kernel"
-            )
-
-    def _record(self, wp: Any, device: str, stand_ins: Mapping[int, int]) -> Any:
-        """Warp's recorded launch; compiles and loads the kernel."""
-        pointers = {k: pointer for pointer, k in stand_ins.items()}
-        names = [arg.label for arg in self.kernel.adj.args]
-        kinds = {arg.label: arg.type for arg in self.kernel.adj.args}
-
-        def array(name: str, role: str) -> Any:
-            if (name, role) not in self.buffers:
-                return None
-            dims = tuple(self.dims[name, role])
-            pointer = 0 if 0 in dims else pointers[self.buffers[name, role]]
-            gradient = array(name, "gradient") if role == "value" else None
-            return wp.array(ptr=pointer, shape=dims, dtype=kinds[name].dtype, device=device, grad=gradient)
-
-        inputs = [self.values.get(name, array(name, "value")) for name in names]
-        options: dict[str, Any] = {"device": device, "record_cmd": True, "record_tape": False}
-        if any(role == "gradient" for _, role in self.buffers):
-            gradients = [array(name, "gradient") if hasattr(kinds[name], "ndim") else kinds[name]() for name in names]
-            options |= {"adj_inputs": gradients, "adjoint": True}
-        on_cpu = device == "cpu"
-        dims = self.launch_dims if on_cpu else self.gpu_dims
-        with _forgetting_failures(self.kernel, _build_of(self.kernel).codes):
-            recorded = wp.launch(self.kernel, dims, inputs, block_dim=1 if on_cpu else self.threads_of_block, **options)
-        if recorded is None:  # some versions of Warp report a failed build once only
-            raise RuntimeError(f"Warp cannot build kernel {self.kernel.key!r}: see its first error, or its log")
-        if type(recorded).__name__ != "Launch" or getattr(recorded, "cluster_dim", 1) != 1:
-            raise NotImplementedError(
-                f"{self.title}: in deterministic mode, or of clusters, a launch is more than the "
-                "start of a kernel: call it by warp.jax_kernel"
-            )
-        return recorded
-
-
 class _Recorded(NamedTuple):
     """What Warp passes in a launch: blocks of words, one behind the other, in which pointers are 0."""
 
-    launch: Any  # Warp's, which keeps the module of the kernel loaded
+    command: Any  # Warp's, which keeps the module of the kernel loaded
     words: tuple[int, ...]
     sizes: tuple[int, ...]  # the words of each block
     places: tuple[tuple[int, int], ...]  # (word, the buffer whose pointer belongs there)
 
     @property
-    def memory(self) -> tuple:
-        """What a handler is written for."""
-        return self.sizes, self.places
-
-    @property
     def entry(self) -> tuple[int, int]:
         """The machine code, on a GPU a CUfunction, and the shared memory that it takes."""
-        kind = "backward" if self.launch.adjoint else "forward"
-        address = ctypes.cast(getattr(self.launch.hooks, kind), _PTR).value or 0
-        return address, getattr(self.launch.hooks, f"{kind}_smem_bytes")
-
-
-def _warp_blocks(recorded: Any) -> list[bytes]:
-    """The memory of each parameter, padded to words.  A launch on the CPU is run for that, with nothing behind it."""
-    passed = list(recorded.params)
-    if recorded.device.is_cpu:
-        passed.clear()
-
-        def run_nothing(*args: Any) -> None:
-            passed.extend(getattr(arg, "_obj", arg) for arg in args)  # of pointers made by ctypes.byref
-
-        hooks = recorded.hooks
-        recorded.hooks = types.SimpleNamespace(forward=run_nothing, backward=run_nothing)
-        try:
-            recorded.launch()
-        finally:
-            recorded.hooks = hooks
-    blocks = map(bytes, passed)
-    return [block + bytes(-len(block) % 8) for block in blocks]
-
-
-def _words_of(blocks: Sequence[bytes]) -> list[int]:
-    return memoryview(b"".join(blocks)).cast("q").tolist()
-
-
-def _warp_grid(plan: _WarpPlan) -> tuple[int, int, int]:
-    """The grid of `wp_cuda_launch_kernel` (warp.cu): without a loop in the kernel, blocks spread over three axes."""
-    has_grid_stride = getattr(plan.kernel, "grid_stride", True)  # set when the content was read
-    n_threads = math.prod(plan.gpu_dims)
-    blocks = -(-n_threads // plan.threads_of_block)
-    x = min(blocks, _CUDA_LIMITS["grid"][0])
-    y = 1
-    z = 1
-    if blocks and not has_grid_stride:
-        x = min(blocks, 2**24 // plan.threads_of_block)
-        y = min(-(-blocks // x), 65535)
-        z = -(-blocks // (x * y))
-    if z > 65535 or n_threads > sys.maxsize:
-        limit = "" if has_grid_stride else " without a grid stride"
-        raise ValueError(f"{plan.title}: {n_threads} threads are too many for one launch{limit}")
-    return x, y, z
-
-
-# -- 9.5 Targets, and handlers that launch what was recorded ------------------------------------------
+        kind = "backward" if self.command.adjoint else "forward"
+        address = ctypes.cast(getattr(self.command.hooks, kind), _PTR).value or 0
+        return address, getattr(self.command.hooks, f"{kind}_smem_bytes")
 
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class _WarpTarget(_Target):
-    """What a launch passes differs by platform, so it is recorded, and its handler named, for each.
+    """A launch of a kernel, or of its adjoint, of which Warp records for each platform what it passes.
 
     Until then `name` is that of the kernel, and `launch` has the number of threads.
     """
 
-    plan: _WarpPlan
+    kernel: Any = dataclasses.field(compare=False)
+    values: Mapping[str, Any] = dataclasses.field(compare=False)
+    # What is compared in their place, and decides the machine code and what it gets.
+    content: tuple
+    value_keys: tuple
+    # ((name of a parameter, "value" or "gradient"), number of the buffer, dimensions of the array there)
+    arrays: tuple[tuple[tuple[str, str], int, tuple[int, ...]], ...]
+    launch_dims: tuple[int, ...]
+    block_dim: int | None
+    is_tiled: bool
     signature: _Signature
     given: str | None  # the user's `name=`
     in_order: bool
-
-    def register(self, platform: str) -> None:
-        if platform not in ("cpu", "cuda"):
-            super().register(platform)  # raises
-        if platform == "cuda" and not _cuda_ordinals():
-            raise NotImplementedError(
-                f"{self.title}: to compile for CUDA takes a GPU, for which Warp says what a launch passes: JAX has none"
-            )
 
     def register_where_traced(self) -> None:
         platform = _default_platform().replace("gpu", "cuda")
@@ -4657,59 +4383,172 @@ class _WarpTarget(_Target):
 
     def lowered(self, platform: str) -> _Target:
         """Record a launch, and register what starts it."""
-        self.register(platform)
-        recorded = self.plan.recorded_on(platform)
-        launch = next(iter(recorded.values())).words
+        if platform == "cuda" and not _cuda_ordinals():
+            raise NotImplementedError(
+                f"{self.title}: to compile for CUDA takes a GPU, for which Warp says what a launch passes: JAX has none"
+            )
+        if platform not in ("cpu", "cuda"):
+            return super().lowered(platform)  # raises
+        with _warp_session() as wp:
+            recorded = self._record_on(platform)
+            kernel_content = _warp_content(wp, self.kernel)  # which may be another one than where it was traced
+        _, launch, *memory = recorded[0]
         if platform == "cuda":
-            launch = *_warp_grid(self.plan), self.plan.threads_of_block, 1, 1, 0, *launch
-        memory = next(iter(recorded.values())).memory
-        content = "warp", platform, self.in_order, *self.plan.content
+            launch = *self._grid(), self._threads_of_block, 1, 1, 0, *launch
+        buffers = [(key, k) for key, k, _ in self.arrays]
+        content = "warp", platform, self.in_order, kernel_content, tuple(buffers), self.block_dim
         name = _NAMES.of_content(content, self.signature, self.given, str((platform, memory)))
-        make = functools.partial(_compile_warp, self.plan, self.signature, self.in_order, recorded)
-        target = _Target(name, launch, compilers={platform: make}, title=self.title, where=self.where)
-        target.register(platform)
-        return target
+
+        def compile_handler() -> _Compiled:
+            _import("numba", "warp_kernel compiles what XLA calls with Numba's LLVM: it", _NUMBA_INSTALL)
+            return _compile_handler(self.signature, _WarpEmitter(self, platform, recorded))
+
+        target = _Target(name, launch, compilers={platform: compile_handler}, title=self.title, where=self.where)
+        return target.lowered(platform)
+
+    @property
+    def _threads_of_block(self) -> int:
+        return self.block_dim or 256
+
+    def _dims_on(self, device: str) -> tuple[int, ...]:
+        if self.is_tiled and device != "cpu":
+            return *self.launch_dims[:-1], self._threads_of_block
+        return self.launch_dims
+
+    def _grid(self) -> tuple[int, int, int]:
+        """The grid of `wp_cuda_launch_kernel` (warp.cu): without a loop in the kernel, blocks fill three axes."""
+        has_grid_stride = getattr(self.kernel, "grid_stride", True)  # set when the content was read
+        n_threads = math.prod(self._dims_on("cuda"))
+        blocks = -(-n_threads // self._threads_of_block)
+        x, y, z = min(blocks, _CUDA_LIMITS["grid"][0]), 1, 1
+        if blocks and not has_grid_stride:
+            x = min(blocks, 2**24 // self._threads_of_block)
+            y = min(-(-blocks // x), 65535)
+            z = -(-blocks // (x * y))
+        if z > 65535 or n_threads > sys.maxsize:
+            limit = "" if has_grid_stride else " without a grid stride"
+            raise ValueError(f"{self.title}: {n_threads} threads are too many for one launch{limit}")
+        return x, y, z
+
+    def _record_on(self, platform: str) -> list[_Recorded]:
+        """What Warp passes on each device of a platform: the same on all."""
+        if platform == "cpu":
+            has_scheduler = getattr(_warp("warp_kernel").config, "enable_cpu_blocks", False)  # Warp >= 1.19
+            if has_scheduler and (self.block_dim or 1) > 1:
+                raise NotImplementedError(
+                    f"{self.title}: with warp.config.enable_cpu_blocks, Warp's scheduler runs blocks of "
+                    f"{self.block_dim} threads, and a handler runs no scheduler: use block_dim=1, or warp.jax_kernel"
+                )
+            return [self._record("cpu")]
+        with _CudaDriver().keeping_context():  # Warp may leave another device's context current
+            recorded = [self._record(f"cuda:{n}") for n in _cuda_ordinals()]
+        if len({x[1:] for x in recorded}) > 1:
+            raise NotImplementedError(f"{self.title}: Warp passes other bytes on another GPU")
+        return recorded
+
+    def _record(self, device: str) -> _Recorded:
+        """What Warp passes on a device.  Pointers are where two recordings with other stand-ins differ."""
+        first, second = [{k: int.from_bytes(os.urandom(7), "little") << 4 for _, k, _ in self.arrays} for _ in "12"]
+        with _warp_session() as wp:
+            command = self._command(wp, device, first)
+            blocks = _warp_blocks(command)
+            other_blocks = _warp_blocks(self._command(wp, device, second))
+        words, other_words = [memoryview(b"".join(x)).cast("q").tolist() for x in (blocks, other_blocks)]
+        buffers = {pointer: k for k, pointer in first.items()}
+        places = []
+        for n, (word, other) in enumerate(zip(words, other_words, strict=True)):
+            if word != other:
+                places.append((n, buffers.get(word, -1)))
+                words[n] = 0
+        passed = {k for _, k, dims in self.arrays if 0 not in dims}
+        if {k for _, k in places} != passed:
+            raise NotImplementedError(f"{self.title}: this Warp passes arrays in an unknown way: use warp.jax_kernel")
+        return _Recorded(command, tuple(words), tuple(len(block) // 8 for block in blocks), tuple(places))
+
+    def _command(self, wp: Any, device: str, pointers: Mapping[int, int]) -> Any:
+        """Warp's recorded launch, with these pointers to buffers; compiles and loads the kernel."""
+        arrays = {key: (pointers[k], dims) for key, k, dims in self.arrays}
+        kinds = {arg.label: arg.type for arg in self.kernel.adj.args}
+
+        def array(name: str, role: str) -> Any:
+            if (name, role) not in arrays:
+                return None
+            pointer, dims = arrays[name, role]
+            gradient = array(name, "gradient") if role == "value" else None
+            pointer = 0 if 0 in dims else pointer
+            return wp.array(ptr=pointer, shape=dims, dtype=kinds[name].dtype, device=device, grad=gradient)
+
+        options: dict[str, Any] = {"device": device, "record_cmd": True, "record_tape": False}
+        if any(role == "gradient" for _, role in arrays):
+            gradients = [array(name, "gradient") if hasattr(kind, "ndim") else kind() for name, kind in kinds.items()]
+            options |= {"adj_inputs": gradients, "adjoint": True}
+        options["block_dim"] = 1 if device == "cpu" else self._threads_of_block
+        inputs = [self.values.get(name, array(name, "value")) for name in kinds]
+        try:
+            command = wp.launch(self.kernel, self._dims_on(device), inputs, **options)
+        except Exception as error:
+            error.add_note(f"This was raised for {self.title}.")
+            if "backward kernel" in str(error):
+                error.add_note(
+                    "differentiable=True needs the kernel's adjoint, which enable_backward=False leaves out: in "
+                    "warp.kernel, in the options of its module, or in warp.config"
+                )
+            raise
+        if command is None:  # some versions of Warp report a failed build once only
+            raise RuntimeError(f"Warp cannot build kernel {self.kernel.key!r}: see its first error, or its log")
+        if type(command).__name__ != "Launch" or getattr(command, "cluster_dim", 1) != 1:
+            raise NotImplementedError(
+                f"{self.title}: in deterministic mode, or of clusters, a launch is more than the start of a kernel: "
+                "call it by warp.jax_kernel"
+            )
+        return command
 
 
-def _compile_warp(
-    plan: _WarpPlan, signature: _Signature, in_order: bool, recorded: Mapping[str, _Recorded]
-) -> _Compiled:
-    """The handler for a launch that was recorded on each device."""
-    _import("numba", "warp_kernel compiles what XLA calls with Numba's LLVM: it", _NUMBA_INSTALL)
-    emitter = _WarpEmitter(signature.label, recorded)
-    emitter.in_order = in_order or emitter.driver is not None
-    if emitter.driver is None:
-        if any("tile" in function.key for function in _build_of(plan.kernel).functions):
-            # Warp keeps the CPU memory of tiles behind one static pointer (tile.h): such kernels must not overlap
-            emitter.lock = _native_lock("tile_lock")
-            emitter.in_order = True
-        emitter.code_key = "warp", emitter.memory, bool(emitter.lock)
-    return _compile_handler(signature, emitter)
+def _warp_blocks(command: Any) -> list[bytes]:
+    """The memory of each parameter, padded to words.  A launch on the CPU is run for that, with nothing behind it."""
+    passed = list(command.params)
+    if command.device.is_cpu:
+        passed.clear()
+
+        def run_nothing(*args: Any) -> None:
+            passed.extend(getattr(arg, "_obj", arg) for arg in args)  # of pointers made by ctypes.byref
+
+        empty = copy.copy(command)
+        empty.hooks = types.SimpleNamespace(forward=run_nothing, backward=run_nothing)
+        empty.launch()
+    blocks = map(bytes, passed)
+    return [block + bytes(-len(block) % 8) for block in blocks]
 
 
 class _WarpEmitter(_Emitter):
     """Copies the memory of a launch, and for each slice starts the kernel's machine code."""
 
-    def __init__(self, label: str, recorded: Mapping[str, _Recorded]) -> None:
+    def __init__(self, target: _WarpTarget, platform: str, recorded: Sequence[_Recorded]) -> None:
         self.recorded = recorded  # keeps Warp's modules loaded
-        entries = [x.entry for x in recorded.values()]
-        self.memory = next(iter(recorded.values())).memory
-        if "cpu" in recorded:
+        _, _, self.sizes, self.places = recorded[0]
+        entries = [x.entry for x in recorded]
+        if platform == "cpu":
             [(self.entry, _)] = entries
+            self.in_order = target.in_order
+            if _source_of(target.kernel).uses_tiles:
+                # Warp keeps the CPU memory of tiles behind one static pointer (tile.h): such kernels must not overlap
+                self.lock = _native_lock("tile_lock")
+                self.in_order = True
+            self.code_key = "warp", self.sizes, self.places, bool(self.lock)
         else:
             self.driver = _CudaDriver()
-            self.launcher = _CudaLauncher(label, self.driver, dict(zip(_cuda_ordinals(), entries, strict=True)))
+            functions = dict(zip(_cuda_ordinals(), entries, strict=True))
+            self.launcher = _CudaLauncher(target.signature.label, self.driver, functions)
             self.traits = _COMMAND_BUFFER_COMPATIBLE  # it only launches, always the same
 
     def write(self, handler: _Handler) -> None:
-        sizes, places = self.memory
         offset = ctypes.sizeof(_CudaLaunch) if self.driver else 0
-        words = handler.alloca(_I64, sum(sizes))
-        handler.copy_bytes(words, handler.launch + offset, 8 * sum(sizes))
-        blocks = [words + 8 * start for start in itertools.accumulate(sizes[:-1], initial=0)]
+        words = handler.alloca(_I64, sum(self.sizes))
+        handler.copy_bytes(words, handler.launch + offset, 8 * sum(self.sizes))
+        blocks = [words + 8 * start for start in itertools.accumulate(self.sizes[:-1], initial=0)]
         start = self.launcher.launch_in(handler) if self.driver else None
         with handler.each_slice() as arrays:
-            for place, k in places:
+            for place, k in self.places:
                 handler.store(arrays[k].pointer, words + 8 * place)
             if start:
                 start(blocks)
