@@ -5061,8 +5061,8 @@ matvecs = jax.vmap(matvec, (0, None))
 matvecs_of_blocks = jax.vmap(matvecs, (0, None))
 
 
-def all_matvecs(rows, square=W66):
-    return rows @ square.T
+def all_matvecs(rows):
+    return rows @ W66.T
 
 
 def constrained(x, mesh, *axes):
@@ -5070,8 +5070,6 @@ def constrained(x, mesh, *axes):
 
 
 SPLIT_PROGRAMS = {  # a function, its arrays with the axes that their dimensions are split over, and what is right
-    "in a program": (lambda x, w: matvecs(2 * x, w + 1).sum(1), [(X86, "e"), (W66,)],
-                     all_matvecs(2 * X86, W66 + 1).sum(1)),
     "two axes on one dimension": (matvecs_of_blocks, [(X846, ("d", "e")), (W66,)], all_matvecs(X846)),
     "in a loop": (lambda x, w: jax.lax.fori_loop(0, 2, lambda _, x: matvecs_of_blocks(x, w), x),
                   [(X846, "d"), (W66,)], all_matvecs(all_matvecs(X846))),
@@ -5093,20 +5091,15 @@ def test_xla_splits_a_batch(case):
     check_split(function, [on_square(*array) for array in arrays], expected)
 
 
-@pytest.mark.parametrize("ranks", [(0, 2), (1, 2), (0, 1, 2), (2, 0), (3, 0), (1, 0, 3), (1, 1)])
-def test_xla_splits_a_batch_whose_shared_operands_have_any_rank(ranks):
-    terms = [f"x{k}[{', '.join(['0'] * rank) or '()'}]" for k, rank in enumerate(ranks)]
-    names = [f"x{k}" for k in range(len(ranks))]
-    add = wrap(runs(f"for i in range(3): out[i] = i + {' + '.join(terms)}", ", ".join([*names, "out"])), spec(3))
-    for batched in itertools.product([True, False], repeat=len(ranks)):
-        arrays = [
-            np.random.default_rng(0).random([8] * flag + [2] * rank, np.float32) for flag, rank in zip(batched, ranks)
-        ]
-        args = [on_mesh(x, *["d"] * flag) for x, flag in zip(arrays, batched)]
-        if any(batched):
-            firsts = [x.reshape(x.shape[0] if flag else 1, -1)[:, 0] for x, flag in zip(arrays, batched)]
-            expected = np.sum(np.broadcast_arrays(*firsts), axis=0)[:, None] + np.arange(3)
-            check_split(jax.vmap(add, [0 if flag else None for flag in batched]), args, expected)
+@pytest.mark.parametrize("batched", list(itertools.product([True, False], repeat=3))[:-1])
+def test_xla_splits_a_batch_whose_shared_operands_have_any_rank(batched):
+    add = wrap(runs("for i in range(3): out[i] = x[()] + y[0, 0, 0] + i * z[0]", "x, y, z, out"), spec(3))
+    in_axes = [0 if flag else None for flag in batched]
+    shapes = [[8] * flag + [2] * rank for flag, rank in zip(batched, (0, 3, 1))]
+    arrays = [np.random.default_rng(0).random(shape, np.float32) for shape in shapes]
+    args = [on_mesh(x, *["d"] * flag) for x, flag in zip(arrays, batched)]
+    in_jax = jax.vmap(lambda x, y, z: x + y[0, 0, 0] + jnp.arange(3) * z[0], in_axes)
+    check_split(jax.vmap(add, in_axes), args, in_jax(*arrays))
 
 
 def test_a_batch_is_split_over_the_axes_that_a_shard_map_leaves():
@@ -5155,47 +5148,36 @@ CUBE = np.arange(128.0, dtype=np.float32).reshape(8, 4, 4)
 XS, YS = CUBE[:2]
 XS_FLAT = XS.ravel()
 INNER = (None, ("e", "d"))
-SPLITS = {  # what is done to the product of two vectors, the arrays, how these are split, and how the result is
+SHARDED = {  # what is done to the product of two vectors, the arrays, how these are split, and how the result is
     "crossed": (of_pairs, (XS, YS), [("d",), ("e",)], ("d", "e")),
     "only the second": (of_pairs, (XS, YS), [(), ("e",)], (None, "e")),
     "inner": (lambda product: jax.vmap(jax.vmap(product, (0, None))), (CUBE, CUBE[:, 0]), [INNER, ()], INNER),
     "grad": (gradient_of_batch, (XS, YS[0]), [("d",), ()], ("d",)),
-}
-GATHERED = {  # the same, where XLA must gather
-    "without vmap": (lambda product: product, (XS_FLAT, XS_FLAT), [("d",), ("d",)]),
-    "an axis shared by two batches": (of_pairs, (XS, YS), [("d",), ("d",)]),
-    "parts of slices": (of_parts, (XS_FLAT, XS_FLAT), [(("d", "e"),), (("d", "e"),)]),
+    # XLA must gather
+    "without vmap": (lambda product: product, (XS_FLAT, XS_FLAT), [("d",), ("d",)], None),
+    "an axis shared by two batches": (of_pairs, (XS, YS), [("d",), ("d",)], None),
+    "parts of slices": (of_parts, (XS_FLAT, XS_FLAT), [(("d", "e"),), (("d", "e"),)], None),
 }
 WITH_WARP = pytest.param("warp", marks=pytest.mark.needs("warp"))
 
 
-def on_devices(kind, arrays, placed):
-    """The product of two vectors, and arrays on a mesh of two by two."""
+@pytest.mark.parametrize("kind", ["numba", "explicit", WITH_WARP])
+@pytest.mark.parametrize("program", SHARDED)
+def test_what_is_sharded_stays_sharded_where_it_can(program, kind):
+    transform, arrays, placed, axes_of_result = SHARDED[program]
+    if kind == "explicit" and not axes_of_result:
+        pytest.skip("JAX refuses it")
     product = call_op(product_op("numba"))
     if kind == "warp":
         product = xk.warp_kernel(warp_kernels().multiply, like_first, differentiable=True)
     mesh = four_devices(2, 2, axis_type=EXPLICIT if kind == "explicit" else AUTO)
-    return product, [on_mesh(x, *axes, mesh=mesh) for x, axes in zip(arrays, placed)], mesh
-
-
-@pytest.mark.parametrize("kind", ["numba", "explicit", WITH_WARP])
-@pytest.mark.parametrize("program", SPLITS)
-def test_what_is_sharded_stays_sharded(program, kind):
-    transform, arrays, placed, axes_of_result = SPLITS[program]
-    product, operands, mesh = on_devices(kind, arrays, placed)
+    operands = [on_mesh(x, *axes, mesh=mesh) for x, axes in zip(arrays, placed)]
     compiled = jax.jit(transform(product)).lower(*operands).compile()
-    assert not COLLECTIVES.search(compiled.as_text())
     result = compiled(*operands)
     check_close(result, transform(operator.mul)(*arrays), 1e-6)
-    assert result.sharding.is_equivalent_to(jax.sharding.NamedSharding(mesh, P(*axes_of_result)), result.ndim)
-
-
-@pytest.mark.parametrize("kind", ["numba", WITH_WARP])
-@pytest.mark.parametrize("program", GATHERED)
-def test_what_cannot_stay_sharded_is_gathered(program, kind):
-    transform, arrays, placed = GATHERED[program]
-    product, operands, _ = on_devices(kind, arrays, placed)
-    check_close(jax.jit(transform(product))(*operands), transform(operator.mul)(*arrays), 1e-6)
+    if axes_of_result:
+        assert not COLLECTIVES.search(compiled.as_text())
+        assert result.sharding.is_equivalent_to(jax.sharding.NamedSharding(mesh, P(*axes_of_result)), result.ndim)
 
 
 def over_axis(f, axis, **mesh):
