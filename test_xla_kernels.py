@@ -1111,9 +1111,9 @@ def test_matrix(op, backend, transformation, dtype):
 @pytest.mark.processes
 @pytest.mark.needs("compiler")
 def test_matrix_in_the_simulator(tmp_path, record_property):
-    """Which Numba decides on when it is imported."""
+    """Which Numba decides on when it is imported.  Of derivatives `jvp` alone, as all others call kernels in its way."""
     path = tmp_path / "cells"
-    tests = "test_matrix and -numba_cuda"
+    tests = "test_matrix and -numba_cuda and not (grad or checkpoint or eager_shard_map)"
     run_pytest("-k", tests, f"--cells-out={path}", NUMBA_ENABLE_CUDASIM="1", JAX_PLATFORMS="cpu")
     outcomes = json.loads(path.read_text())
     passed = [cell for cell, outcome in outcomes if outcome == "passed"]
@@ -2725,7 +2725,6 @@ BLOCK = {"grid": 1, "block": 1}
 
 @pytest.mark.parametrize("error, options, text", [
     (ValueError, {}, "grid and block, or launch_dims"),
-    (ValueError, {"launch_dims": (1, 2, 3, 4)}, "got (1, 2, 3, 4)"),
     (TypeError, {"grid": 1.5, "block": 1}, "got 1.5"),
     (ValueError, {"grid": 1, "block": (32, 64)}, "2048"),
     (ValueError, {"grid": 1, "block": (1, 1, 65)}, "block.z must be from 1 to 64; got 65"),
@@ -2735,9 +2734,7 @@ BLOCK = {"grid": 1, "block": 1}
     (TypeError, {"launch_dims": 1, "threads_per_block": (8, 8)}, "threads_per_block must be an int"),
     (ValueError, {**BLOCK, "shared_mem": -1}, "shared_mem must be a number of bytes; got -1"),
     (TypeError, {**BLOCK, "outs": spec(3, dtype=jnp.bfloat16)}, "output 0 is bfloat16[3]"),
-    (TypeError, {**BLOCK, "outs": [spec(3)] * 2}, "1 inputs and 2 outputs"),
     (TypeError, {**BLOCK, "kernel": HOST_KERNEL}, "@cuda.jit of numba or numba_cuda_mlir"),
-    (TypeError, {**BLOCK, "kernel": lambda x, out: None}, "@cuda.jit of numba or numba_cuda_mlir"),
 ])  # fmt: skip
 def test_cuda_refused_kernel(error, options, text):
     options = {"kernel": cuda.jit(lambda x, out: None), "outs": spec(3), **options}
@@ -2747,7 +2744,6 @@ def test_cuda_refused_kernel(error, options, text):
 
 @pytest.mark.parametrize("func, text", [
     (3, "for one kernel use numba_cuda_kernel.*int 3"),
-    (HOST_KERNEL, "CPUDispatcher"),
     (lambda x, y, out, stream: math.pi, "names neither a kernel nor the `cuda`"),
     (lambda x, out, stream: cuda, r"\(x, out, stream\).*gives it \(float32\[3\], .*, a stream\)"),
 ])  # fmt: skip
@@ -2828,11 +2824,7 @@ R cuLinkCreate_v2(U n, P a, P b, P *s) { *s = (P)9; return 0; }
 R cuLinkComplete(P s, P *o, size_t *n) { static char cubin[] = "\177ELF"; *o = cubin; *n = 5; return 0; }
 R cuGetErrorName(int e, const char **s) { *s = e == 2 ? "CUDA_ERROR_OUT_OF_MEMORY" : "another"; return 0; }
 R cuGetErrorString(int e, const char **s) { *s = e == 2 ? "out of memory" : "another"; return 0; }
-R cuMemcpyDtoDAsync_v2(P to, P from, size_t n, P stream) {
-  LOG("copy %zu bytes%s\n", n, on_stream(stream));
-  memmove(to, from, n);
-  return 0;
-}
+R cuMemcpyDtoDAsync_v2(P to, P from, size_t n, P stream) { memmove(to, from, n); return 0; }
 R cuMemsetD8Async(P to, unsigned char value, size_t n, P stream) {
   if (to == (P)0x1234) { return 0; }  // Numba's own, for the error code of a debug kernel
   LOG("set %zu bytes to %d\n", n, value);
@@ -3051,6 +3043,14 @@ def test_fakecuda_parameters_mean_what_the_handler_packs(gpus, package_cuda):
             assert re.search(rf"shl\.b64\s+%\w+, {registers[max(numbers)]}, 3;", ptx)
 
 
+@pytest.mark.parametrize("launch_dims, launch", [
+    (256, "1,1,1 x 256,1,1"), (257, "2,1,1 x 256,1,1"), ((17, 33), "2,3,1 x 16,16,1"), ((9, 8, 5), "2,1,2 x 8,8,4"),
+])  # fmt: skip
+def test_fakecuda_launch_dims(gpus, package_cuda, launch_dims, launch):
+    op = xk.numba_cuda_kernel(package_cuda.jit(written_for(package_cuda, cuda_copy)), like_first, launch_dims=launch_dims)
+    assert gpus.launches(op, F32) == [f"native 0: {launch} +0"]
+
+
 def test_fakecuda_launches_natively_on_each_device_that_jax_lists(gpus, package_cuda):
     op = own_op(package_cuda, grid=(2, 3), block=(4, 5, 6), shared_mem=64)
     assert gpus.launches(op, F32) == ["native 0: 2,3,1 x 4,5,6 +64"]
@@ -3062,18 +3062,6 @@ def test_fakecuda_launches_natively_on_each_device_that_jax_lists(gpus, package_
         with pytest.raises(RUNTIME_ERRORS, match="kernel 'kernel' is not loaded on this GPU, which JAX did not list"):
             run_for_cuda(op, F32)
     assert not gpus.log()
-
-
-def test_fakecuda_one_kernel_with_every_shape_and_launch(gpus, package_cuda):
-    kernel = own_kernel(package_cuda, "x, out")
-    for launch_dims, launch in (
-        ((256,), "1,1,1 x 256,1,1"),
-        ((257,), "2,1,1 x 256,1,1"),
-        ((17, 33), "2,3,1 x 16,16,1"),
-        ((9, 8, 5), "2,1,2 x 8,8,4"),
-    ):
-        op = xk.numba_cuda_kernel(kernel, like_first, launch_dims=launch_dims)
-        assert gpus.launches(op, jnp.ones(math.prod(launch_dims))) == [f"native 0: {launch} +0"]
 
 
 ROWS_AT_ONCE = [[0, 0, 0], [0, 20, 60]]  # where x, y and out start in each launch, in bytes
@@ -3106,49 +3094,29 @@ def test_fakecuda_more_slices_than_a_grid_has_blocks(gpus, package_cuda):
     assert np.subtract(second, first).tolist() == [4 * 65_535] * 2 and first[0] == x_data
 
 
-@pytest.mark.parametrize("code", [  # z or a wait shows in its PTX
-    "out[0] = cuda.blockIdx.z",
-    "cuda.threadfence()",
-    "while cuda.atomic.cas(out, 0, x[0], x[1]) == 0: pass",
-    "while cuda.atomic.exch(out, 0, 1) == 0: pass",
-    "while cuda.atomic.add(out, 0, 0) == 0: pass",
-    "while cuda.ldcv(out, 0) == 0: pass",
-    "while out[0] == 0: cuda.nanosleep(100)",
+@pytest.mark.parametrize("n_launches, code", [  # z or a wait shows in its PTX
+    (4, "out[0] = cuda.blockIdx.z"),
+    (4, "cuda.threadfence()"),
+    (4, "while cuda.atomic.cas(out, 0, x[0], x[1]) == 0: pass"),
+    (4, "while cuda.atomic.exch(out, 0, 1) == 0: pass"),
+    (4, "while cuda.atomic.add(out, 0, 0) == 0: pass"),
+    (4, "while cuda.ldcv(out, 0) == 0: pass"),
+    (4, "while out[0] == 0: cuda.nanosleep(100)"),
+    (1, "cuda.atomic.add(out, 0, 1)"),
 ])  # fmt: skip
-def test_fakecuda_kernels_that_know_of_z_or_wait_are_launched_per_slice(gpus, package_cuda, code):
+def test_fakecuda_kernels_that_know_of_z_or_wait_are_launched_per_slice(gpus, package_cuda, n_launches, code):
     """Blocks of other slices that do not run may be what they wait for."""
     if "fence" in code and is_successor(package_cuda):
         pytest.skip("numba-cuda-mlir 0.6.0 fails to compile cuda.threadfence()")
-    kernel = own_kernel(package_cuda, "x, out", code)
-    op = xk.numba_cuda_kernel(kernel, like_first, **BLOCK)
-    assert gpus.launches(jax.vmap(op), jnp.ones((4, 3), np.int32)) == [ONE_THREAD] * 4
+    op = xk.numba_cuda_kernel(own_kernel(package_cuda, "x, out", code), like_first, **BLOCK)
+    assert len(gpus.launches(jax.vmap(op), jnp.ones((4, 3), np.int32))) == n_launches
 
 
-@pytest.mark.parametrize("may_wait, ptx", [
-    (True, "ld.volatile.global.u32 %r1, [%rd1];"),
-    (True, "ld.relaxed.gpu.global.u32 %r1, [%rd1];"),
-    (True, "ld.mmio.relaxed.sys.global.u32 %r1, [%rd1];"),
-    (True, "ld.global.cg.b32 %r1, [%rd1];"),
-    (True, "atom.relaxed.gpu.global.add.u32 %r1, [%rd1], 0;"),
-    (False, "atom.relaxed.gpu.global.add.u32 %r1, [%rd1], 1;"),
-    (False, "ld.global.nc.v4.f32 {%f1, %f2, %f3, %f4}, [%rd1];"),
-    (False, "ld.param.u64 %rd1, [relaxed_param_0];"),
-])  # fmt: skip
-def test_cuda_kernels_that_may_wait(may_wait, ptx):
-    assert xk._runs_alike_for_all_z(ptx) is not may_wait
-
-
-@pytest.mark.parametrize("options, starts, value", [
-    ({"input_output_aliases": {0: 0}}, [], 1),
-    ({"zero_outputs": True}, ["set 24 bytes to 0"], 0),
-])  # fmt: skip
-def test_fakecuda_outputs_start_before_the_launches(gpus, package_cuda, options, starts, value):
-    """All slices at once, on the stream of the call."""
-    out = run_for_cuda(jax.vmap(own_op(package_cuda, **options)), jnp.ones((2, 3)))
-    np.testing.assert_array_equal(out, [[value] * 3] * 2)
-    log = gpus.log()
-    assert log[: len(starts)] == starts
-    assert all("native" in line for line in log[len(starts) :])
+def test_fakecuda_zeros_are_written_before_the_launches(gpus, package_cuda):
+    """In all slices at once, on the stream of the call."""
+    out = run_for_cuda(jax.vmap(own_op(package_cuda, zero_outputs=True)), jnp.ones((2, 3)))
+    np.testing.assert_array_equal(out, np.zeros((2, 3)))
+    assert gpus.log()[0] == "set 24 bytes to 0"
 
 
 @pytest.mark.parametrize("function, text, n_launches", [
@@ -3183,13 +3151,12 @@ def test_fakecuda_kernels_that_only_numba_can_launch_are_refused(
     def launch(x, out, stream):
         kernel[1, 8, stream](x, out)
 
-    monkeypatch.setattr(xk, "_default_platform", lambda: "gpu")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     for _ in range(2):
         kernel = own_kernel(package_cuda, "x, out", body, **options)
         op = xk.numba_cuda_kernel(kernel, like_first, **BLOCK, name=feature)
-        for _ in range(2):
-            with pytest.raises(TypeError, match=f"'kernel' has {feature}: .*numba_cuda_callable"):
-                jax.eval_shape(op, F32)
+        with pytest.raises(TypeError, match=f"'kernel' has {feature}: .*numba_cuda_callable"):
+            jax.eval_shape(op, F32)
     gpus.set(device=1)
     assert gpus.launches(xk.numba_cuda_callable(launch, like_first), F32) == ["numba 1: 1,1,1 x 8,1,1 +0"]
 
@@ -3302,30 +3269,22 @@ def test_on_cuda_arrays_without_elements():
     np.testing.assert_array_equal(cuda_op(cuda_copy, spec(2))(jnp.zeros(0)), [0, 0])
 
 
-@on_device
-def test_on_cuda_callable_launches_several_kernels():
-    """By way of a temporary buffer and of an array of its own, eagerly and for every slice."""
-    add = cuda.jit(cuda_add)
+class FiveTimes:
+    """A method, with a kernel as its default."""
 
-    @xk.numba_cuda_callable(outs=like_first, scratch=like_first)
-    def five_times(x, out, tmp, stream):
+    def launch(self, x, out, tmp, stream, add=cuda and cuda.jit(cuda_add)):
         own = cuda.device_array(x.shape, x.dtype)
         for a, b, total in (x, x, tmp), (tmp, x, own), (tmp, own, out):
             add[1, 8, stream](a, b, total)
 
+
+@on_device
+def test_on_cuda_callable_launches_several_kernels():
+    """By way of a temporary buffer and of an array of its own, eagerly and for every slice."""
+    five_times = xk.numba_cuda_callable(FiveTimes().launch, like_first, scratch=like_first)
     x = np.arange(30, dtype=np.float32).reshape(2, 3, 5)
     np.testing.assert_array_equal(five_times(x[0, 0]), 5 * x[0, 0])
     np.testing.assert_array_equal(jax.jit(jax.vmap(jax.vmap(five_times)))(x), 5 * x)
-
-
-@on_device
-def test_on_cuda_callable_may_be_a_method_and_have_kernels_as_defaults():
-    class Doubles:
-        def launch(self, x, out, stream, add=cuda.jit(cuda_add)):
-            add[1, 8, stream](x, x, out)
-
-    double = xk.numba_cuda_callable(Doubles().launch, like_first)
-    np.testing.assert_array_equal(double(F32), 2 * F32)
 
 
 @on_device
@@ -3669,7 +3628,7 @@ WARP_CASES = {  # by the name of the kernel: options of warp_kernel, arguments o
 }
 
 
-def wrapped(name, **options):
+def wrapped(name, /, **options):
     """A kernel of the table, wrapped as its case says."""
     case_options, _, _ = WARP_CASES[name]
     return xk.warp_kernel(getattr(warp_kernels(), name), **{**case_options, **options})
@@ -3679,7 +3638,7 @@ def product(**options):
     return xk.warp_kernel(warp_kernels().multiply, like_first, **options)
 
 
-def batched(name, axis=0, **options):
+def batched(name, /, axis=0, **options):
     """A kernel of the table, the same in JAX, and arguments: a batch of the first, whose slices share the others."""
     _, (first, *others), reference = WARP_CASES[name]
     in_axes = axis, *[None] * len(others)
@@ -3738,14 +3697,7 @@ def every_in_jax(x, w):
     return x[:, :1] * w + (-3 + 5 + 7 + 1.5 + 3 + 8)
 
 
-# -- the ways in which a Warp kernel is started --------------------------------------------------------
-
-
-def compile_anew(monkeypatch):
-    """All kernels: their targets have other names from now on."""
-    monkeypatch.setattr(xk, "__name__", f"xla_kernels_{os.urandom(4).hex()}")
-    monkeypatch.setattr(xk, "_NAMES", xk._Names())
-
+# -- values --------------------------------------------------------------------------------------------
 
 NEEDED_BY_PATH = {"cpu": "warp", "gpu": "warp_gpu"}
 
@@ -3754,14 +3706,6 @@ NEEDED_BY_PATH = {"cpu": "warp", "gpu": "warp_gpu"}
 def warp_path(request):
     """On the CPU, and on a GPU."""
     return request.param
-
-
-def n_handlers():
-    """How many have been compiled."""
-    return len(xk._ALIVE)
-
-
-# -- values --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", WARP_CASES)
@@ -3781,9 +3725,9 @@ def test_warp_values(warp_path):
     for values in (typed, plain):
         call = partial(call_every, **values)
         check_close(gradient(call, EVERY)(*EVERY), gradient(every_in_jax, EVERY)(*EVERY), 1e-4)
-    n_targets = n_handlers()
-    check_equal(call_every(*EVERY, i=3, m=[[1, 2, 3]] * 3, n=9), every_in_jax(*EVERY) + 6 + 1 - 5)
-    assert n_handlers() == n_targets
+    others = partial(call_every, i=3, m=[[1, 2, 3]] * 3, n=9)
+    check_equal(others(*EVERY), every_in_jax(*EVERY) + 6 + 1 - 5)
+    assert target_of(others, *EVERY) == target_of(call_every, *EVERY)
 
 
 @needs_warp
@@ -3866,14 +3810,14 @@ def test_warp_generated_kernels_are_theirs_by_constant_and_setting(warp_path, mo
     for constant in (2.0, 3.0):
         check_equal(kernel_with_a_constant(constant)(x), constant * x)
     check_equal(first(x), 2 * x)  # although its module was built again
-    n_targets = n_handlers()
     options = wp.get_module("generated").options
+    targets = [target_of(kernel_with_a_constant(2.0), x) for _ in range(2)]
     monkeypatch.setitem(options, "fast_math", not options["fast_math"])
-    check_equal(kernel_with_a_constant(2.0)(x), 2 * x)
-    assert n_handlers() == n_targets + 1
+    targets.append(target_of(kernel_with_a_constant(2.0), x))
     monkeypatch.setattr(wp.config, "verify_fp", True)
+    targets.append(target_of(kernel_with_a_constant(2.0), x))
     check_equal(kernel_with_a_constant(2.0)(x), 2 * x)
-    assert n_handlers() == n_targets + 2
+    assert targets[0] == targets[1] and len(set(targets)) == 3
 
 
 def test_warp_threads_that_call_kernels_of_one_module(warp_path, monkeypatch):
@@ -3929,43 +3873,39 @@ def capsule_address(capsule):
 
 
 class FakeGpu(FakeGpus):
-    """CUDA device 1, made of the CPU.  For JAX and XLA it is one of two GPUs; and it stands in for
+    """CUDA device 1 for Warp, made of the CPU: Warp records launches there, which `libcuda` runs with what it gets."""
 
-    Warp: a launch on a GPU is recorded on the CPU;
-    libcuda: a launch runs what was recorded, with the parameters that the handler passed.
-    """
-
-    STREAM = 0x5EED
     run = staticmethod(run_for_cuda)
-    kept: typing.ClassVar = []  # XLA never forgets a handler
 
-    def __init__(self, monkeypatch):
+    def __init__(self):
         self.handlers, self.all_traits = {}, {}
         self.local_devices, self.register = jax.local_devices, jax.ffi.register_ffi_target
-        self.record_on_cpu = wp.launch
-        self.ordinal = 1
+        self.load_library, self.make_array, self.record_on_cpu = ctypes.CDLL, wp.array.__init__, wp.launch
         self.recorded = {}  # by the address of the machine code
-        self.launches = []  # by libcuda: (grid, block, shared memory, stream)
-        self.grids = []
-        library, load_library, make_array = self.make_library(), ctypes.CDLL, wp.array.__init__
-
-        def open_library(name, *args, **options):
-            return library if name == "libcuda.so.1" else load_library(name, *args, **options)
-
-        def make_on_cpu(array, *args, **options):
-            make_array(array, *args, **{**options, "device": "cpu"})
-
-        compile_anew(monkeypatch)
-        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-        monkeypatch.setattr(jax, "local_devices", self.with_gpus)
-        monkeypatch.setattr(jax.ffi, "register_ffi_target", self.register_for_cpu)
-        monkeypatch.setattr(ctypes, "CDLL", open_library)
-        monkeypatch.setattr(wp, "launch", self.record)
-        monkeypatch.setattr(wp.array, "__init__", make_on_cpu)
-        self.kept.append(self)
+        self.grids, self.others = [], set()  # of launches: what goes with their grids
+        number, size, pointer = ctypes.c_uint32, ctypes.c_size_t, ctypes.c_void_p
+        launch = ctypes.CFUNCTYPE(number, pointer, *[number] * 7, pointer, ctypes.POINTER(pointer), pointer)
+        self.library = types.SimpleNamespace(
+            cuLaunchKernel=launch(self.launch),
+            cuMemcpyDtoDAsync_v2=ctypes.CFUNCTYPE(number, pointer, pointer, size, pointer)(self.copy),
+            cuMemsetD8Async=ctypes.CFUNCTYPE(number, pointer, ctypes.c_ubyte, size, pointer)(self.fill),
+            cuCtxGetCurrent=lambda context: 0,
+            cuCtxSetCurrent=lambda context: 0,
+        )
 
     def get(self, name):
-        return self.ordinal
+        return 1
+
+    def copy(self, target, source, size, stream):
+        ctypes.memmove(target, source, size)
+        return 0
+
+    def fill(self, target, value, size, stream):
+        ctypes.memset(target, value, size)
+        return 0
+
+    def open_library(self, name, *args, **options):
+        return self.library if name == "libcuda.so.1" else self.load_library(name, *args, **options)
 
     def record(self, kernel, *args, device, block_dim, **options):
         launch = self.record_on_cpu(kernel, *args, device="cpu", block_dim=1, **options)
@@ -3977,24 +3917,9 @@ class FakeGpu(FakeGpus):
         self.recorded[ctypes.cast(code, ctypes.c_void_p).value] = launch
         return launch
 
-    def make_library(self):
-        code, number, size, pointer = ctypes.c_int32, ctypes.c_uint32, ctypes.c_size_t, ctypes.c_void_p
-        launch = ctypes.CFUNCTYPE(code, pointer, *[number] * 7, pointer, ctypes.POINTER(pointer), pointer)
-        copy = ctypes.CFUNCTYPE(code, pointer, pointer, size, pointer)
-        fill = ctypes.CFUNCTYPE(code, pointer, ctypes.c_ubyte, size, pointer)
-        get_device = ctypes.CFUNCTYPE(code, ctypes.POINTER(code))
-        return types.SimpleNamespace(
-            cuLaunchKernel=launch(self.launch),
-            cuMemcpyDtoDAsync_v2=copy(self.copy),
-            cuMemsetD8Async=fill(self.fill),
-            cuCtxGetDevice=get_device(self.get_device),
-            cuCtxGetCurrent=lambda context: 0,
-            cuCtxSetCurrent=lambda context: 0,
-        )
-
     def launch(self, function, gx, gy, gz, bx, by, bz, shared_memory, stream, params, extra):
         self.grids.append((gx, gy, gz))
-        self.launches.append((self.grids[-1], (bx, by, bz), shared_memory, stream))
+        self.others.add(((bx, by, bz), shared_memory, stream))
         launch = self.recorded[function]
         for param, passed in zip(launch.params, params):
             ctypes.memmove(ctypes.addressof(param), passed, ctypes.sizeof(param))
@@ -4002,22 +3927,25 @@ class FakeGpu(FakeGpus):
         launch.launch()
         return 0
 
-    def copy(self, target, source, size, stream):
-        ctypes.memmove(target, source, size)
-        return 0
 
-    def fill(self, target, value, size, stream):
-        ctypes.memset(target, value, size)
-        return 0
-
-    def get_device(self, ordinal):
-        ordinal[0] = self.ordinal
-        return 0
+fake_gpu_for_warp = functools.cache(FakeGpu)
 
 
 @pytest.fixture
 def fake_gpu(monkeypatch):
-    return FakeGpu(monkeypatch)
+    gpu = fake_gpu_for_warp()
+
+    def make_on_cpu(array, *args, **options):
+        gpu.make_array(array, *args, **{**options, "device": "cpu"})
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_devices", gpu.with_gpus)
+    monkeypatch.setattr(jax.ffi, "register_ffi_target", gpu.register_for_cpu)
+    monkeypatch.setattr(ctypes, "CDLL", gpu.open_library)
+    monkeypatch.setattr(wp, "launch", gpu.record)
+    monkeypatch.setattr(wp.array, "__init__", make_on_cpu)
+    gpu.grids, gpu.others = [], set()
+    return gpu
 
 
 @needs_warp
@@ -4027,32 +3955,13 @@ def test_warp_on_fake_gpu(fake_gpu):
     f, in_jax = over_first(call_every, args), over_first(every_in_jax, args)
     check_close(fake_gpu.run(gradient(f, args), *args), gradient(in_jax, args)(*args), 1e-4)
     assert set(fake_gpu.all_traits.values()) == {1}  # compatible with command buffers
-    recorded_for_the_device = 4 + fake_gpu.ordinal
     assert fake_gpu.grids == [(2, 1, 1)] * 6
-    assert {tuple(rest) for _, *rest in fake_gpu.launches} == {((4, 1, 1), recorded_for_the_device, fake_gpu.STREAM)}
+    assert fake_gpu.others == {((4, 1, 1), 4 + 1, 0x5EED)}  # recorded for device 1, on the stream of the call
 
 
 @needs_warp
-def test_warp_tiles_on_fake_gpu(fake_gpu):
-    """Warp makes code for a number of threads per block, on which the memory of tiles depends."""
-    x = sample(128)
-    check_equal(fake_gpu.run(wrapped("double_tiles", block_dim=32), x), 2 * x)
-    assert fake_gpu.launches == [((2, 1, 1), (32, 1, 1), 32 + fake_gpu.ordinal, fake_gpu.STREAM)]
-    [launch] = fake_gpu.recorded.values()
-    passed = bytes(launch.params[0])
-    launch.set_dim((2, 32))
-    assert passed == bytes(launch.params[0])
-
-
-@needs_warp
-def test_warp_kernel_is_not_loaded_on_another_gpu(fake_gpu):
-    fake_gpu.ordinal = 2
-    with pytest.raises(RUNTIME_ERRORS, match="kernel 'multiply' is not loaded on this GPU"):
-        fake_gpu.run(product(), *PAIR)
-
-
-@needs_warp
-def test_warp_grid_of_kernels_without_a_grid_stride_is_that_of_wp_cuda_launch_kernel(fake_gpu):
+def test_warp_grid_of_kernels_without_a_grid_stride(fake_gpu):
+    """That of wp_cuda_launch_kernel."""
     if "grid_stride" not in inspect.signature(wp.kernel).parameters:
         pytest.skip("they came with Warp 1.15")
 
@@ -4060,10 +3969,8 @@ def test_warp_grid_of_kernels_without_a_grid_stride_is_that_of_wp_cuda_launch_ke
     def nothing(out: floats):
         wp.tid()
 
-    for dims, grid in ((2**24 + 1, [2**19, 2, 1]), ((2**24, 2**16), [2**19, 65535, 2])):
-        f = xk.warp_kernel(nothing, spec(1), launch_dims=dims, block_dim=32)
-        numbers = re.search(r"launch = (?:array<i64: |dense<\[)([\d, ]+)", lower_for_cuda(f))[1]
-        assert json.loads(f"[{numbers}]")[:6] == [*grid, 32, 1, 1]
+    fake_gpu.run(xk.warp_kernel(nothing, spec(1), launch_dims=2**24 + 1, block_dim=32))
+    assert fake_gpu.grids == [(2**19, 2, 1)]
     with pytest.raises(ValueError, match=r"Warp kernel 'nothing': 1152921504606846976 threads are too many"):
         jax.eval_shape(xk.warp_kernel(nothing, spec(1), launch_dims=(2**30, 2**30), block_dim=32))
 
@@ -4127,31 +4034,22 @@ def kernel_with_body(body, tmp_path, x="floats"):
     return runpy.run_path(str(path))["kernel"]
 
 
-@pytest.fixture(params=[pytest.param("fake", marks=needs_warp), pytest.param("real", marks=on_gpu)])
-def warp_gpu(request, monkeypatch):
+@pytest.fixture(params=[pytest.param("fake_gpu", marks=needs_warp), pytest.param("real_gpu", marks=on_gpu)])
+def warp_gpu(request):
     """A GPU that runs functions and says the `grids` of the launches: one made of the CPU, and a real one."""
-    if request.param == "fake":
-        return FakeGpu(monkeypatch)
-    compile_anew(monkeypatch)
-    grids = request.getfixturevalue("launches")
-    return types.SimpleNamespace(run=lambda f, *args: jax.jit(f)(*args), grids=grids)
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture
+def real_gpu(launches):
+    return types.SimpleNamespace(run=lambda f, *args: jax.jit(f)(*args), grids=launches)
 
 
 @pytest.mark.parametrize("name", WARP_CASES)
 def test_warp_batches_on_a_gpu_are_a_launch_for_each_slice(name, warp_gpu):
-    f, reference, args = batched(name)
+    f, reference, args = batched(name, name=f"{name}_in_a_batch")  # which nothing has compiled before
     check_equal(warp_gpu.run(f, *args), reference(*args))
     assert len(warp_gpu.grids) == 3
-
-
-@needs_warp
-def test_warp_null_and_0d_arrays_on_fake_gpu(fake_gpu, tmp_path):
-    kernel = kernel_with_body("i = wp.tid()\nout[i] = 2.0 * x[0]\nif y:\n    out[i] += y[i]", tmp_path)
-    f = xk.warp_kernel(kernel, spec(1), launch_dims=1)
-    x = jnp.arange(3.0)
-    check_equal(fake_gpu.run(jax.vmap(lambda x: f(x, None)), x), 2 * x[:, None])
-    check_equal(fake_gpu.run(jax.vmap(f, (0, None)), x, jnp.ones(1)), 2 * x[:, None] + 1)
-    assert len(fake_gpu.launches) == 6
 
 
 # -- inputs are never changed --------------------------------------------------------------------------
