@@ -3164,11 +3164,12 @@ def test_fakecuda_kernels_that_only_numba_can_launch_are_refused(
 @pytest.mark.parametrize("body, refused", [
     ("x[0] = out[0]", "its inputs are read-only"),
     ("cuda.atomic.add(x[1:], 0, 1)", "its inputs are read-only"),
+    ("store(x, 0, out[0])", "its inputs are read-only"),  # which Numba does not see
     ("return 1.0", "it returns a value"),
     ("out[0] = x.nope", "nope"),
 ])  # fmt: skip
 def test_fakecuda_refused_kernels(gpus, package_cuda, body, refused):
-    kernel = own_kernel(package_cuda, "x, out", body)
+    kernel = own_kernel(package_cuda, "x, out", body, names={"store": package_cuda.stwt})
     with pytest.raises(TypeError, match=rf"(?s)kernel 'kernel' for \(float32\[:\]\).*{refused}"):
         run_for_cuda(xk.numba_cuda_kernel(kernel, like_first, **BLOCK), F32)
 
@@ -3345,28 +3346,6 @@ def test_gpu_stream_order_under_load(how):
         np.testing.assert_allclose(run(a), expected, rtol=1e-2)
 
 
-@pytest.fixture
-def launches(monkeypatch):
-    """The grids of all launches of kernels that are compiled from now on."""
-    grids, driver = [], ctypes.CDLL("libcuda.so.1")
-    number, pointer = ctypes.c_uint32, ctypes.c_void_p
-    kind = ctypes.CFUNCTYPE(ctypes.c_int32, pointer, *[number] * 7, pointer, pointer, pointer)
-
-    def launch(function, *args):
-        grids.append(args[:3])
-        return kind(("cuLaunchKernel", driver))(function, *args)
-
-    class Library(ctypes.CDLL):
-        cuLaunchKernel = kind(launch)
-
-    monkeypatch.setattr(ctypes, "CDLL", Library)
-    yield grids
-    KEPT.append(Library)  # targets are never freed
-
-
-KEPT = []
-
-
 def integers(*shape):
     """float32 numbers whose sums and products are exact."""
     return np.random.default_rng(sum(shape)).integers(-8, 9, shape).astype(np.float32)
@@ -3430,23 +3409,6 @@ def test_gpu_outputs_start_right_in_loops(how, options):
 
 
 @on_gpu
-@pytest.mark.parametrize("inner, outer, x, y, grids", [
-    ((0, None), (0, None), (40, 25, 40), (40,), [(1, 1, 1000)]),
-    ((0, 0), (0, 0), (3, 5, 40), (3, 5, 40), [(1, 1, 15)]),
-    ((0, None), (None, 0), (5, 40), (3, 40), [(1, 1, 5)] * 3),
-    ((0, 0), (0, 0), (1, 1, 40), (1, 1, 40), [(1, 1, 1)]),
-    ((0, 0), (0, 0), (2, 0, 40), (2, 0, 40), []),
-])  # fmt: skip
-def test_gpu_batches_in_one_launch_or_one_per_row(launches, inner, outer, x, y, grids):
-    kernel = own_kernel(cuda, "x, y, out", "i = cuda.grid(1)\n    if i < x.size: out[i] = x[i] + y[i]")
-    add = xk.numba_cuda_kernel(kernel, like_first, grid=1, block=64)
-    x, y = integers(*x), integers(*y)
-    results, expected = [jax.vmap(jax.vmap(function, inner), outer)(x, y) for function in (jax.jit(add), jnp.add)]
-    np.testing.assert_array_equal(results, expected)
-    assert launches == grids
-
-
-@on_gpu
 def test_gpu_a_row_that_a_kernel_reads_and_the_program_replaces():
     """XLA's dynamic-slice fusion lets a kernel write into the array that it reads (jax 0.11.2)."""
 
@@ -3496,23 +3458,6 @@ def test_gpu_callable_in_a_command_buffer():
     assert len(calls) < 40
 
 
-UNSEEN_BY_NUMBA = ["cuda.stwt(x, i, x[i] + y[i])", "store(x, i, x[i] + y[i])", "cuda.atomic.add(x, i, y[i])"]
-
-
-@on_gpu
-@pytest.mark.parametrize("write", UNSEEN_BY_NUMBA)
-def test_gpu_a_kernel_that_writes_to_an_input_is_refused(write):
-    """Also where Numba does not see it; in-outs may be written to."""
-    body = f"i = cuda.grid(1)\n    if i < x.size:\n        {write}\n        out[i] = x[i]"
-    kernel = own_kernel(cuda, "x, y, out", body, names={"store": cuda.stwt})
-    x, y = jnp.arange(4.0), jnp.ones((3, 4))
-    with pytest.raises(TypeError, match=r"(?s)in_out_argnames.*Cannot modify readonly array"):
-        xk.numba_cuda_kernel(kernel, like_first, grid=1, block=8)(x, y[0])
-    add = xk.numba_cuda_kernel(kernel, lambda x, y: (x, x), grid=1, block=8, in_out_argnames=["x"])
-    np.testing.assert_array_equal(jax.vmap(add, (None, 0))(x, y)[0], x + y)
-    np.testing.assert_array_equal(x, [0, 1, 2, 3])
-
-
 @on_gpu
 def test_gpu_every_device():
     op = jax.jit(cuda_op(cuda_add))
@@ -3558,11 +3503,6 @@ def warp_kernels():
     def matvec(m: wp.array(dtype=wp.mat22), v: wp.array(dtype=wp.vec2), out: wp.array(dtype=wp.vec2)):
         i = wp.tid()
         out[i] = m[i] * v[i]
-
-    @unique_kernel
-    def flip(x: wp.array4d(dtype=float), out: wp.array4d(dtype=float)):
-        i, j, k, n = wp.tid()
-        out[n, k, j, i] = x[i, j, k, n]
 
     @unique_kernel
     def squares_of_rows(x: rows_of_floats, out: floats):
@@ -3613,7 +3553,6 @@ def warp_kernels():
 PAIR = sample(5), sample(5, seed=1)
 WARP_CASES = {  # by the name of the kernel: options of warp_kernel, arguments of a call, the same in JAX
     "matvec": ({"outs": spec(3, 2)}, (sample(3, 2, 2), sample(3, 2)), jax.vmap(jnp.matmul)),
-    "flip": ({"outs": spec(5, 4, 3, 2)}, (sample(2, 3, 4, 5),), jnp.transpose),
     "squares_of_rows": ({"outs": spec(2), "launch_dims": 2}, (sample(2, 3),), lambda x: (x * x).sum(1)),
     "smooth": (
         {"outs": (spec(5), spec(3), spec(5, dtype=np.int32)), "launch_dims": 5},
@@ -3628,7 +3567,7 @@ WARP_CASES = {  # by the name of the kernel: options of warp_kernel, arguments o
 }
 
 
-def wrapped(name, /, **options):
+def wrapped(name, **options):
     """A kernel of the table, wrapped as its case says."""
     case_options, _, _ = WARP_CASES[name]
     return xk.warp_kernel(getattr(warp_kernels(), name), **{**case_options, **options})
@@ -3638,7 +3577,7 @@ def product(**options):
     return xk.warp_kernel(warp_kernels().multiply, like_first, **options)
 
 
-def batched(name, /, axis=0, **options):
+def batched(name, axis=0, **options):
     """A kernel of the table, the same in JAX, and arguments: a batch of the first, whose slices share the others."""
     _, (first, *others), reference = WARP_CASES[name]
     in_axes = axis, *[None] * len(others)
@@ -3996,12 +3935,6 @@ def twice(a: floats, i: int):
 def change(v: wp.vec2):
     v[0] = 1.0
     return v[0]
-try:
-    @wp.func
-    def apply(f: wp.Function, a: floats, i: int):
-        return f(a, i)
-except RuntimeError:  # functions of this Warp take no functions
-    apply = None
 @wp.func
 def tail(a: floats):
     return a[1:]
@@ -4034,22 +3967,12 @@ def kernel_with_body(body, tmp_path, x="floats"):
     return runpy.run_path(str(path))["kernel"]
 
 
-@pytest.fixture(params=[pytest.param("fake_gpu", marks=needs_warp), pytest.param("real_gpu", marks=on_gpu)])
-def warp_gpu(request):
-    """A GPU that runs functions and says the `grids` of the launches: one made of the CPU, and a real one."""
-    return request.getfixturevalue(request.param)
-
-
-@pytest.fixture
-def real_gpu(launches):
-    return types.SimpleNamespace(run=lambda f, *args: jax.jit(f)(*args), grids=launches)
-
-
+@needs_warp
 @pytest.mark.parametrize("name", WARP_CASES)
-def test_warp_batches_on_a_gpu_are_a_launch_for_each_slice(name, warp_gpu):
-    f, reference, args = batched(name, name=f"{name}_in_a_batch")  # which nothing has compiled before
-    check_equal(warp_gpu.run(f, *args), reference(*args))
-    assert len(warp_gpu.grids) == 3
+def test_warp_batches_on_a_gpu_are_a_launch_for_each_slice(name, fake_gpu):
+    f, reference, args = batched(name)
+    check_equal(fake_gpu.run(f, *args), reference(*args))
+    assert len(fake_gpu.grids) == 3
 
 
 # -- inputs are never changed --------------------------------------------------------------------------
@@ -4061,16 +3984,12 @@ WARP_WRITES = [  # statements that write to the input y, or x
     "wp.tile_store(y, wp.tile_load(out, shape=3))",
     "add_by_name(y, i)",
     "add(y[1:], i, 1.0)",
-    "z = y\nz[i] = 1.0",
     "z = y[1:]\nz[i] = 1.0",
     "z = out\nif i > 0:\n    z = y\nz[i] = 1.0",
     "tail(y)[i] = 1.0",
     "wp.where(i > 0, x, x)[i][0] = 1.0",
-    "wp.static(add)(y, i, 1.0)",
     "wp.static(make_add(5.0))(y, i)",
     "in_c(y)",
-    "wp.dense_chol(1, y, out[0], y)",
-    "wp.dense_subs(1, out, out, y)",
     "wp.dense_solve(n=1, A=out, L=out, b=out, x=y)",
 ]
 
@@ -4152,9 +4071,7 @@ def test_warp_arguments_as_kernels_take_them(warp_path):
     x = jnp.arange(3.0)
     f = xk.warp_kernel(scaled, like_first)
     check_equal(f(x, jnp.float32(2), kind, 1, 1), [6, 8, 10])  # an array of one element
-    for null_array in (None, jnp.zeros(0)):
-        check_equal(f(x, null_array, kind, 1, 1), [3, 4, 5])
-        check_equal(f(x, h=1, on=True, kind=kind, factor=null_array), [3, 4, 5])
+    check_equal(f(x, h=1, on=True, kind=kind, factor=None), [3, 4, 5])
 
 
 @needs_warp
