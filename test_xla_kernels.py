@@ -1416,47 +1416,44 @@ def helper(expression, jit=numba.njit, **values):
     return jit(kernel_from(f"def helper(a):\n    return {expression}", name="helper", **values))
 
 
-def module_with(**values):
-    module = types.ModuleType("module_with_values")
-    module.__dict__.update(values)
-    return module
+def closures(expression, values):
+    """Kernels that one `def` makes: for each value `v` one whose result is the expression."""
+    source = f"def make(v):\n    def kernel(x, out):\n        out[0] = {expression}\n    return kernel"
+    return list(map(kernel_from(source, name="make"), values))
 
 
-def add_first(values):
-    def kernel(x, out):
-        out[0] = x[0] + values[0]
+C_LIBRARY = ctypes.cdll.msvcrt if sys.platform == "win32" else ctypes.CDLL(None)
+
+
+def with_default(value):
+    def kernel(x, out, n=value):
+        out[0] = n
 
     return kernel
 
 
-def closures(expression, values):
-    """Kernels that one `def` makes: for each value `v` one whose result is the expression."""
-    source = f"def make(v):\n    def kernel(x, out):\n        out[0] = {expression}\n    return kernel"
-    return map(kernel_from(source, name="make"), values)
+def overflows(x, out):
+    total = 100 * int(x[0] + 1)
+    total += 100
+    out[0] = total
 
 
-C_LIBRARY = ctypes.cdll.msvcrt if sys.platform == "win32" else ctypes.CDLL(None)
-PAIRS = [collections.namedtuple("Pair", fields) for fields in ("a b", "b a")]
-HELPERS = [helper("a + 1"), helper("a + n", n=2), helper("inner(a)", inner=helper("a + 3")),
-           helper("a + 4", numba.vectorize)]  # fmt: skip
-LOOK_ALIKES = {  # the same expression of other values, each of which gives another result
-    "signs": ("math.copysign(1.0, v)", [0.0, -0.0]),
-    "types of numbers": ("np.array([v]).itemsize", [True, 1, np.float32(1), np.int16(1)]),
-    "precision": ("v - 0.1", [0.1, np.float32(0.1), np.float64(0.2)]),
-    "tuples": ("v[1]", [(0, 1), (0, 2), (0, 1.5)]),
-    "arrays": ("v[1, 0]", [np.eye(2), np.arange(4).reshape(2, 2), np.arange(4).reshape(2, 2, order="F")]),
-    "dtypes": ("np.zeros(1, v).itemsize", [np.float32, np.dtype("f8"), np.int16]),
-    "functions": ("v(x[0] + 1)", [math.sin, math.cos, np.tan, abs]),
-    "helpers": ("v(x[0])", HELPERS),
-    "helpers in modules": ("v.helper(x[0])", [module_with(helper=function) for function in HELPERS]),
-    "fields of named tuples": ("v.a", [pair(1, 2) for pair in PAIRS]),
+HELPERS = [helper("a + 1"), helper("a + n", n=2), helper("a + 4", numba.vectorize)]
+LOOK_ALIKES = {  # kernels of equal text
+    "signs": closures("math.copysign(1.0, v)", [0.0, -0.0]),
+    "types of numbers": closures("np.array([v]).itemsize", [True, 1, np.float32(1), np.int16(1)]),
+    "tuples": closures("v[1]", [(0, 1), (0, 2), (0, 1.5)]),
+    "arrays": closures("v[1, 0]", [np.eye(2), np.arange(4).reshape(2, 2), np.arange(4).reshape(2, 2, order="F")]),
+    "dtypes": closures("np.zeros(1, v).itemsize", [np.float32, np.dtype("f8"), np.int16]),
+    "functions": closures("v(x[0] + 1)", [math.sin, math.cos, np.tan, abs, *HELPERS]),
+    "defaults": [with_default(1), with_default(2)],
+    "options": [numba.njit(locals={"total": kind})(overflows) for kind in (numba.int8, numba.int64)],
 }
 
 
 @pytest.mark.parametrize("case", LOOK_ALIKES)
 def test_kernels_that_differ_give_different_results(case):
-    x, calls = np.zeros(1, np.float32), [wrap(kernel) for kernel in closures(*LOOK_ALIKES[case])]
-    results = [float(call(x)[0]) for call in calls]
+    results = [float(wrap(kernel)(np.zeros(1, np.float32))[0]) for kernel in LOOK_ALIKES[case]]
     assert len(set(results)) == len(results) > 1, results
 
 
@@ -1497,24 +1494,6 @@ def test_a_helper_is_what_it_was_compiled_to_until_it_is_recompiled():
     assert result_of(calls_again(compiled)) == 2
 
 
-def test_options_and_defaults_of_one_function():
-    def overflows(x, out):
-        total = 100 * int(x[0])
-        total += 100
-        out[0] = total
-
-    for kind, found in ((numba.int8, -56), (numba.int64, 200)):
-        assert result_of(numba.njit(locals={"total": kind})(overflows)) == found
-
-    def with_default(value):
-        def kernel(x, out, n=value):
-            out[0] = n
-
-        return kernel
-
-    assert [result_of(with_default(found)) for found in (1, 2)] == [1, 2]
-
-
 @contextlib.contextmanager
 def compiled_functions():
     """The names of the functions that Numba compiles meanwhile."""
@@ -1551,10 +1530,10 @@ def test_a_kernel_that_is_made_again_for_each_shape_is_compiled_once():
 def test_an_array_that_changes_is_its_own(size, step):
     """Numba reads large and strided arrays where they are: a kernel over another one must not see this one change."""
     array = np.ones(size)[::step]
-    assert wrap(add_first(array))(F32)[0] == 2
-    array[:] = 2
-    assert wrap(add_first(array))(F32)[0] == 3
-    assert wrap(add_first(np.ones(size)[::step]))(F32)[0] == 2
+    for value, read in ((1, array), (2, array), (1, np.ones(size)[::step])):
+        array[:] = value
+        (kernel,) = closures("x[0] + v[0]", [read])
+        assert result_of(kernel) == 1 + value
 
 
 KEPT_OP = xk.XLACustomKernel("KEPT_OP")
@@ -1640,7 +1619,6 @@ ERRORS = {  # a word of the error, a function, and its inputs
         ("input_output_aliases must be a dict", partial(wrap, input_output_aliases=[(0, 0)])),
         ('scalars.*"x".*; got 3', partial(wrap, scalars=3)),
         (r"printable text.*'a\\n'", partial(wrap, name="a\n")),
-        ("block_dim must be an int", partial(xk.warp_kernel, outs=like_first, block_dim="a")),
         # inputs
         ("input 0.*list.*leaves", add_one, [1, 2]),
         ("input 0.*structured", wrap(itself), np.zeros(3, "f4,i4")),
@@ -1662,8 +1640,6 @@ ERRORS = {  # a word of the error, a function, and its inputs
         ("'kernel' returns int64", wrap(runs("return x.size")), F32),
         (r"int32\[:\]", wrap(itself, spec(4, dtype=np.int32)), F32),
         (r"returns list\(float64\).*, not float32\[\]", wrap(lambda x: [1.0], spec()), F32),
-        (r"returns set\(float64\), not float32\[\]", wrap(lambda x: {1.0}, spec()), F32),
-        (r"returns range_state_int64, not", wrap(lambda x: range(3), spec(dtype=np.int32)), F32),
         (r"returns class\(float32\), not float32\[\]", wrap(lambda x: np.float32, spec()), F32),
         ("drops the result", wrap(runs("x[0] = 1; return x", "x"), FLOATS, in_out_argnames=["x"]), F32),
         ("jax_enable_x64", wrap(runs("out[0] = total_of_64_bits(x)", total_of_64_bits=total_of_64_bits)), F32),
@@ -1679,7 +1655,6 @@ ERRORS = {  # a word of the error, a function, and its inputs
         ("vmap_method.*'loop'", partial(wrap, vmap_method="loop")),
         (r"negative.*\(-1,\)", partial(wrap, outs=spec(-1))),
         ("in_out_argnames=.*'t' must be the name of an array", partial(wrap, kernel=_running, in_out_argnames=["t"])),
-        ("scalars=.*'t' must be the name of an array", partial(wrap, kernel=_running, scalars=["t"])),
         ("'x' is in scalars and in", partial(wrap, in_out_argnames=["x"], scalars=["x"])),
         ("there is no output -1", wrap(input_output_aliases={0: -1}), F32),
         ("must be equal", wrap(outs=spec(3), input_output_aliases={0: 0}), F32),
@@ -1691,7 +1666,6 @@ ERRORS = {  # a word of the error, a function, and its inputs
         (r"\(4,\).*\(2,\)", wrap(transpose_of, spec(2)), F32),
         ("LookupError: größe 日本 \U0001f600 a.*raised in kernel 'kernel'", raising(f"LookupError({ODD_TEXT!r})"), F32),
         (r"OwnError: \('mine', 3\)", jax.jit(raising("OwnError('mine', 3)")), F32),
-        ("StopIteration", jax.vmap(raising("StopIteration")), F32[None]),
         ("ZeroDivisionError", jax.pmap(wrap(runs("out[0] = 1 // int(x[0] - 1)"))), F32[None]),
     ],
 }
@@ -1840,28 +1814,6 @@ def test_each_slice_runs_once_on_any_thread_unless_in_order(method):
     assert on_one_thread == in_order
 
 
-def spin_for(x, thread):
-    """As many µs of work as x says, about; also says which thread did it."""
-    total = 0.0
-    for i in range(np.int64(x[0]) * 100):
-        total += math.sin(x[0] + i)
-    thread[0] = pthread_self() if total < 1e9 else 0
-
-
-@needs_cores
-def test_two_heavy_slices_run_at_once_when_the_kernel_is_known_to_be_heavy():
-    batched = jax.jit(jax.vmap(wrap(spin_for, spec(1, dtype="uint64"))))
-    with x64(True):
-        n_threads = 0
-        for _ in range(300):  # a busy machine may leave the caller alone
-            n_threads = max(n_threads, len(np.unique(batched(np.full((2, 1), 3000.0)))))
-            assert batched(np.full((2, 1), 1.0)).all()  # of the same size, but not heavy
-            assert batched(np.full((2, 1), 3000.0)).all()
-            if n_threads == 2:
-                break
-    assert n_threads == 2
-
-
 def test_no_argument():
     count = wrap(runs("out[:] = np.arange(out.size)", "out"), [spec(3, dtype=np.int32)])
     np.testing.assert_array_equal(count()[0], [0, 1, 2])
@@ -1971,12 +1923,12 @@ REFUSED_WRITES = [  # Numba sees that a read-only array is written to
 ]  # fmt: skip
 COPIED_WRITES = [  # Numba does not, so that the kernel runs on a copy
     "for a in (x, out): a[0] = 77", "np.nan_to_num(x, False)",
-    "np.dot(square_of_ones, out, out=x)", "a = (square_of_ones, out, x); np.dot(*a)",
+    "a = (square_of_ones, out, x); np.dot(*a)",
     "x.flat[0] = 77", "fill(x.reshape((2, 2)), 77)", "np.frombuffer(x, RECORDS)[0].a = 77",
     "l = numba.typed.List(); l.append(out); l.append(x); l[1][0] = 77",
-    "d = {0: out}; put_in(d, x); d[1][0] = 77", "d = {0: (out, 1)}; d[1] = (x, 2); d[1][0][0] = 77",
+    "d = {0: out}; put_in(d, x); d[1][0] = 77",
     "add_in_place.at(x, np.arange(1), np.float32(77))",
-    "memset(x.ctypes, 77, 4)", "memset(getattr(x, 'ctypes'), 77, 4)",
+    "memset(x.ctypes, 77, 4)",
 ]  # fmt: skip
 CONTIGUOUS_WRITES = [  # refused before Numba 0.64, copied since: numba/numba#10390 makes these arrays writable
     "np.asfortranarray(x)[0] = 77", "contiguous(x)[0] = 77",
@@ -2009,37 +1961,6 @@ def test_a_kernel_that_may_write_to_an_input_gets_a_copy(code, parallel):
         assert not np.array_equal(result, before, equal_nan=True)  # what the kernel wrote to its copy, it reads there
     for array in (x, beside, *batch):
         np.testing.assert_array_equal(array, before)
-
-
-EXTENSIONS = """
-    import operator
-    from numba.extending import overload, overload_attribute
-
-    @overload_attribute(numba.types.Array, "zap")
-    def zap(x):
-        def get(x):
-            x.flat[0] = 77
-            return 1
-        return get
-
-    @overload(operator.rshift)
-    def shift(x, n):
-        if isinstance(x, numba.types.Array):
-            def write(x, n):
-                x.flat[0] = 77
-                return n
-            return write
-
-    for code in ("x.zap", "x >> 1"):
-        x = jnp.arange(1.0, 5.0)
-        wrap(runs(f"out[:] = {code}"))(x)
-        print(x[0])
-    """
-
-
-@pytest.mark.processes
-def test_inputs_that_users_extensions_of_numba_write_to_are_copied():
-    assert run_code(EXTENSIONS).split() == ["1.0", "1.0"]
 
 
 LARGE = spec(100_000)  # XLA keeps some bytes for itself
@@ -2195,7 +2116,7 @@ def test_a_loop_whose_whole_state_is_what_a_kernel_gives(transform):
 def test_threads_that_trace_the_same_kernels_register_each_once():
     """16 threads race for 3 kernels of 2 dtypes each: a target that is registered twice is an error of XLA's."""
     start = threading.Barrier(16)
-    kernels = list(closures("x[0] + v", [0, 1, 2]))
+    kernels = closures("x[0] + v", [0, 1, 2])
 
     def work(number):
         start.wait()
@@ -2280,6 +2201,9 @@ def test_without_jit_the_kernel_is_plain_python(monkeypatch):
 
 
 SHARED_BATCHES = """
+    import faulthandler
+    faulthandler.dump_traceback_later(120, exit=True)
+
     def spin(x, y, out):
         total = 0.0
         for i in range(300):
@@ -2310,12 +2234,22 @@ SHARED_BATCHES = """
 
     pmapped(x, y)  # the first call by one thread: JAX's own cache of pmap (0.9) fails where several trace it at once
     in_threads(work, [10] * 16)
+
+    whole, split = [jax.sharding.NamedSharding(mesh, P(*axes)) for axes in ((), "i")]
+    kernel = jax.vmap(wrap(runs("if x[0] > 8: raise ValueError('too large')\\n    out[:] = x")))
+    of_seven = jax.jit(lambda x: jax.lax.with_sharding_constraint(2 * kernel(x[:7]), whole), in_shardings=split)
+    slices = jax.device_put(np.arange(8, dtype=np.float32)[:, None], split)
+    assert of_seven(slices)[6] == 12
+    assert "too large" in error_of(of_seven, 2 * slices)
     running = [pmapped(x + i, y) for i in range(100)]  # when the process ends
     """
 
 
 def test_batches_of_many_callers_on_many_devices():
-    """16 callers of 8 devices share XLA's threads, which none may wait for; ten rounds find a lost wake-up."""
+    """16 callers of 8 devices share XLA's threads, which none may wait for; ten rounds find a lost wake-up.
+
+    Nor is there one for each of seven slices.
+    """
     run_code(SHARED_BATCHES, XLA_FLAGS="--xla_force_host_platform_device_count=8")
 
 
@@ -2334,44 +2268,40 @@ LIFE_OF_A_PROCESS = """
         child.join()
         assert child.exitcode == 0, "the forked process"
     check()
-    check(importlib.reload(xk))
+    jitted = numba.njit(add_one.__wrapped__)
+    for module in (xk, importlib.reload(xk)):  # named kernels are the same then
+        check(module)
+        for name, kernel in (("plain", add_one.__wrapped__), ("jitted", jitted)):
+            assert module.numba_kernel(kernel, like_first, name=name)(ones)[0] == 2
+
+    import operator  # users' extensions of Numba may write to inputs
+    from numba.extending import overload, overload_attribute
+
+    @overload_attribute(numba.types.Array, "zap")
+    def zap(x):
+        def get(x):
+            x.flat[0] = 77
+            return 1
+        return get
+
+    @overload(operator.rshift)
+    def shift(x, n):
+        if isinstance(x, numba.types.Array):
+            def write(x, n):
+                x.flat[0] = 77
+                return n
+            return write
+
+    for code in ("x.zap", "x >> 1"):
+        x = jnp.arange(1.0, 5.0)
+        wrap(runs(f"out[:] = {code}"))(x)
+        assert x[0] == 1
     """
 
 
 def test_the_life_of_a_process():
-    """Fork, late start of the backend, reload."""
+    """Fork, late start of the backend, reload, extensions of Numba."""
     run_code(LIFE_OF_A_PROCESS)
-
-
-MEMORY = """
-    import resource  # Linux only, as /proc
-
-    def resident():
-        return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize() / 2**20
-
-    def made_again(value=2.5):
-        def kernel(x, out):
-            out[:] = x[0] + value
-
-        return wrap(kernel)
-
-    failing = jax.vmap(wrap(runs("raise ValueError('no')")))
-
-    def run(count):
-        for _ in range(count):
-            jax.make_jaxpr(made_again())(ones)
-            assert error_of(failing, ones[:, None])
-
-    run(300)
-    before = resident()
-    run(500)
-    assert resident() - before < 1  # MiB: 2 KB for each
-    """
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_memory_of_retraces_and_errors():
-    run_code(MEMORY)
 
 
 WORKQUEUE = """
@@ -2440,6 +2370,13 @@ CACHED_BY_NUMBA = """
     from numba.core.event import install_recorder
     import cached
 
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    hits = []
+    jax.monitoring.register_event_listener(lambda event, **_: hits.append(event.endswith("/cache_hits")))
+    scaled = wrap(runs(f"out[:] = {sys.argv[1]} * x"), name="scaled")
+    print("scaled", jax.jit(lambda x: jax.vmap(scaled)(x))(ones[None])[0, 0], "found:", any(hits))
+
     x = jnp.asarray(ones)
     with install_recorder("numba:compile") as recorder:
         for name in ("by_a_helper", "writes", "writes_in_a_dict", "in_parallel"):
@@ -2453,48 +2390,35 @@ by_a_helper 0.5 0.5 0.5 0.5 0.5 0.5 0.5 0.5
 writes 7.0 1.0 1.0 1.0 7.0 1.0 1.0 1.0
 writes_in_a_dict 0.5 0.5 0.5 0.5 0.5 0.5 0.5 0.5
 in_parallel 2.0 2.0 2.0 2.0 2.0 2.0 2.0 2.0
-compiled: """
+"""
 
 
 @pytest.mark.filterwarnings("ignore::numba.core.errors.NumbaTypeSafetyWarning")
 def test_a_second_process_compiles_no_kernel_that_numba_caches(tmp_path):
-    """Nor does it write to inputs, though what Numba loads does not say what is in it."""
+    """Nor does it write to inputs, though what Numba loads does not say what is in it.
+
+    And programs that JAX keeps run the kernels of their process.
+    """
     (tmp_path / "cached.py").write_text(textwrap.dedent(CACHED))
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    for is_compiled in (True, False):
-        assert run_code(CACHED_BY_NUMBA, PYTHONPATH=path) == f"{OF_CACHED}{is_compiled}\n".lstrip()
+    for factor, is_first in ((2, True), (3, False)):
+        output = run_code(CACHED_BY_NUMBA, factor, PYTHONPATH=path, JAX_COMPILATION_CACHE_DIR=str(tmp_path))
+        assert output == f"scaled {factor}.0 found: {not is_first}{OF_CACHED}compiled: {is_first}\n"
 
 
 # -- names, in this process and in others -------------------------------------------------------------
 
-SCALES = """
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    hits = []
-    jax.monitoring.register_event_listener(lambda event, **_: hits.append(event.endswith("/cache_hits")))
-    scaled = wrap(runs(f"out[:] = {sys.argv[1]} * x"), name="scaled")
-    print(jax.jit(lambda x: jax.vmap(scaled)(x))(ones[None])[0, 0], any(hits))
-    """
+
+def load_beside_another(program):
+    """In a process that has another kernel of this name."""
+    assert wrap(runs("out[:] = x + 2"), name="mine")(F32)[0] == 3
+    return np.asarray(read_exported(program)(F32))
 
 
-def test_programs_that_jax_keeps_on_disk_run_the_kernels_of_their_process(tmp_path):
-    outputs = [run_code(SCALES, factor, JAX_COMPILATION_CACHE_DIR=str(tmp_path)) for factor in (2, 3)]
-    assert outputs == ["2.0 False\n", "3.0 True\n"]
-
-
-LOADS_MINE = """
-    from jax import export
-
-    program = export.deserialize(bytearray(open(sys.argv[1], "rb").read()))
-    jax.eval_shape(wrap(runs("out[:] = x + 2"), name="mine"), ones)  # another kernel
-    print(program.call(ones))
-    """
-
-
-def test_a_kernel_of_the_users_name_is_found_in_another_process(tmp_path):
+def test_a_kernel_of_the_users_name_is_found_in_another_process():
     mine = wrap(name="mine")
-    (tmp_path / "program").write_bytes(exported_here(mine, FLOATS))
-    assert run_code(LOADS_MINE, tmp_path / "program") == "[3. 3. 3. 3.]\n"
+    elsewhere = another_process().submit(load_beside_another, exported_here(mine, FLOATS))
+    np.testing.assert_array_equal(elsewhere.result(), 3 * F32)
     for dtype in (np.float32, np.int32):  # one kernel of each signature
         np.testing.assert_array_equal(mine(np.ones(3, dtype)), [2, 2, 2])
 
@@ -2545,28 +2469,6 @@ def test_a_generator_that_computes_with_jnp_on_a_mesh(axis_type):
         x = jax.device_put(np.ones((8, 4), np.float32), jax.sharding.NamedSharding(mesh, P("i")))
         for f in (split, jax.jit(split)):
             np.testing.assert_array_equal(f(x), np.full((8, 4), 2))
-
-
-@pytest.mark.processes
-def test_named_kernels_are_the_same_after_the_library_was_loaded_again(tmp_path):
-    (tmp_path / "program.py").write_text(
-        """
-import importlib
-import numba, numpy as np
-import xla_kernels as xk
-
-def kernel(x, out):
-    out[:] = x + 1
-
-jitted = numba.njit(kernel)
-ones = np.ones(3, np.float32)
-for _ in range(2):
-    for name, function in (("plain", kernel), ("jitted", jitted)):
-        print(xk.numba_kernel(function, lambda x: x, name=name)(ones)[0])
-    importlib.reload(xk)
-"""
-    )
-    assert run_python(tmp_path / "program.py").split() == ["2.0"] * 4
 
 
 def test_an_op_calls_a_generator_once_for_its_parameters():
@@ -4922,24 +4824,6 @@ def test_a_batch_is_split_over_the_axes_that_a_shard_map_leaves():
         matvecs_of_blocks, mesh=four_devices(2, 2), in_specs=(P("d"), P()), out_specs=P("d"), axis_names={"d"}
     )
     check_split(over_d, [on_square(X846, "d", "e"), on_square(W66)], all_matvecs(X846))
-
-
-RAISES_ON_SEVEN_SLICES = """
-    import faulthandler
-    faulthandler.dump_traceback_later(120, exit=True)
-    mesh = jax.sharding.Mesh(np.array(jax.devices()), "d")
-    whole, split = [jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)) for axes in ((), "d")]
-    kernel = jax.vmap(wrap(runs("if x[0] > 5: raise ValueError('too large')\\n    out[:] = x")))
-    call = jax.jit(lambda x: jax.lax.with_sharding_constraint(2 * kernel(x[:7]), whole), in_shardings=split)
-    x = jax.device_put(np.arange(16, dtype=np.float32).reshape(8, 2) / 4, split)
-    print(call(x)[6])
-    print("too large" in error_of(call, 4 * x))
-    """
-
-
-def test_a_kernel_that_raises_in_a_batch_that_devices_do_not_divide():
-    output = run_code(RAISES_ON_SEVEN_SLICES, XLA_FLAGS="--xla_force_host_platform_device_count=4")
-    assert output == "[6.  6.5]\nTrue\n"
 
 
 COLLECTIVES = re.compile(r"\b(all-gather|all-to-all|collective-permute|all-reduce)(?:-start)?\(")
