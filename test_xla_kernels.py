@@ -1110,16 +1110,23 @@ def test_matrix(op, backend, transformation, dtype):
 
 @pytest.mark.processes
 @pytest.mark.needs("compiler")
-def test_matrix_in_the_simulator(tmp_path, record_property):
-    """Which Numba decides on when it is imported."""
+def test_cuda_simulator(tmp_path, record_property):
+    """What needs a device, in the simulator, which Numba decides on when it is imported.
+
+    Of derivatives in the matrix `jvp` alone, as all others call kernels in its way.
+    """
     path = tmp_path / "cells"
-    tests = "test_matrix and -numba_cuda"
-    run_pytest("-k", tests, f"--cells-out={path}", NUMBA_ENABLE_CUDASIM="1", JAX_PLATFORMS="cpu")
+    cells = "test_matrix and -numba_cuda and not (grad or checkpoint or eager_shard_map)"
+    tests = f"test_on_cuda or test_cudasim or (test_docstring and cuda) or {cells}"
+    lines = run_pytest("-k", tests, f"--cells-out={path}", NUMBA_ENABLE_CUDASIM="1", JAX_PLATFORMS="cpu")
+    for kind in "test_on_cuda", "test_cudasim", "numba_cuda_kernel", "numba_cuda_callable":
+        assert re.search(rf"{kind}.* PASSED", lines)
     outcomes = json.loads(path.read_text())
     passed = [cell for cell, outcome in outcomes if outcome == "passed"]
     skipped = [cell[:3] for cell, outcome in outcomes if outcome != "passed"]
     assert {op for op, *_ in passed} == OPS.keys()
     assert all(left_out(*cell) for cell in skipped)
+    assert lines.count(" SKIPPED") == len(skipped)
     record_property("simulated", passed)
 
 
@@ -1416,34 +1423,44 @@ def helper(expression, jit=numba.njit, **values):
     return jit(kernel_from(f"def helper(a):\n    return {expression}", name="helper", **values))
 
 
-def add_first(values):
-    def kernel(x, out):
-        out[0] = x[0] + values[0]
+def closures(expression, values):
+    """Kernels that one `def` makes: for each value `v` one whose result is the expression."""
+    source = f"def make(v):\n    def kernel(x, out):\n        out[0] = {expression}\n    return kernel"
+    return list(map(kernel_from(source, name="make"), values))
+
+
+C_LIBRARY = ctypes.cdll.msvcrt if sys.platform == "win32" else ctypes.CDLL(None)
+
+
+def with_default(value):
+    def kernel(x, out, n=value):
+        out[0] = n
 
     return kernel
 
 
-def closures(expression, values):
-    """Kernels that one `def` makes: for each value `v` one whose result is the expression."""
-    source = f"def make(v):\n    def kernel(x, out):\n        out[0] = {expression}\n    return kernel"
-    return map(kernel_from(source, name="make"), values)
+def overflows(x, out):
+    total = 100 * int(x[0] + 1)
+    total += 100
+    out[0] = total
 
 
-C_LIBRARY = ctypes.cdll.msvcrt if sys.platform == "win32" else ctypes.CDLL(None)
-LOOK_ALIKES = {  # the same expression of other values, each of which gives another result
-    "signs": ("math.copysign(1.0, v)", [0.0, -0.0]),
-    "types of numbers": ("np.array([v]).itemsize", [True, 1, np.float32(1), np.int16(1)]),
-    "precision": ("v - 0.1", [0.1, np.float32(0.1), np.float64(0.2)]),
-    "tuples": ("v[1]", [(0, 1), (0, 2), (0, 1.5)]),
-    "functions": ("v(x[0] + 1)", [math.sin, math.cos, np.tan, abs]),
-    "helpers": ("v(x[0])", [helper("a + 1"), helper("a + n", n=2)]),
+HELPERS = [helper("a + 1"), helper("a + n", n=2), helper("a + 4", numba.vectorize)]
+LOOK_ALIKES = {  # kernels of equal text
+    "signs": closures("math.copysign(1.0, v)", [0.0, -0.0]),
+    "types of numbers": closures("np.array([v]).itemsize", [True, 1, np.float32(1), np.int16(1)]),
+    "tuples": closures("v[1]", [(0, 1), (0, 2), (0, 1.5)]),
+    "arrays": closures("v[1, 0]", [np.eye(2), np.arange(4).reshape(2, 2), np.arange(4).reshape(2, 2, order="F")]),
+    "dtypes": closures("np.zeros(1, v).itemsize", [np.float32, np.dtype("f8"), np.int16]),
+    "functions": closures("v(x[0] + 1)", [math.sin, math.cos, np.tan, abs, *HELPERS]),
+    "defaults": [with_default(1), with_default(2)],
+    "options": [numba.njit(locals={"total": kind})(overflows) for kind in (numba.int8, numba.int64)],
 }
 
 
 @pytest.mark.parametrize("case", LOOK_ALIKES)
 def test_kernels_that_differ_give_different_results(case):
-    x, calls = np.zeros(1, np.float32), [wrap(kernel) for kernel in closures(*LOOK_ALIKES[case])]
-    results = [float(call(x)[0]) for call in calls]
+    results = [float(wrap(kernel)(np.zeros(1, np.float32))[0]) for kernel in LOOK_ALIKES[case]]
     assert len(set(results)) == len(results) > 1, results
 
 
@@ -1520,10 +1537,10 @@ def test_a_kernel_that_is_made_again_for_each_shape_is_compiled_once():
 def test_an_array_that_changes_is_its_own(size, step):
     """Numba reads large and strided arrays where they are: a kernel over another one must not see this one change."""
     array = np.ones(size)[::step]
-    assert wrap(add_first(array))(F32)[0] == 2
-    array[:] = 2
-    assert wrap(add_first(array))(F32)[0] == 3
-    assert wrap(add_first(np.ones(size)[::step]))(F32)[0] == 2
+    for value, read in ((1, array), (2, array), (1, np.ones(size)[::step])):
+        array[:] = value
+        (kernel,) = closures("x[0] + v[0]", [read])
+        assert result_of(kernel) == 1 + value
 
 
 KEPT_OP = xk.XLACustomKernel("KEPT_OP")
@@ -1609,7 +1626,6 @@ ERRORS = {  # a word of the error, a function, and its inputs
         ("input_output_aliases must be a dict", partial(wrap, input_output_aliases=[(0, 0)])),
         ('scalars.*"x".*; got 3', partial(wrap, scalars=3)),
         (r"printable text.*'a\\n'", partial(wrap, name="a\n")),
-        ("block_dim must be an int", partial(xk.warp_kernel, outs=like_first, block_dim="a")),
         # inputs
         ("input 0.*list.*leaves", add_one, [1, 2]),
         ("input 0.*structured", wrap(itself), np.zeros(3, "f4,i4")),
@@ -1631,8 +1647,6 @@ ERRORS = {  # a word of the error, a function, and its inputs
         ("'kernel' returns int64", wrap(runs("return x.size")), F32),
         (r"int32\[:\]", wrap(itself, spec(4, dtype=np.int32)), F32),
         (r"returns list\(float64\).*, not float32\[\]", wrap(lambda x: [1.0], spec()), F32),
-        (r"returns set\(float64\), not float32\[\]", wrap(lambda x: {1.0}, spec()), F32),
-        (r"returns range_state_int64, not", wrap(lambda x: range(3), spec(dtype=np.int32)), F32),
         (r"returns class\(float32\), not float32\[\]", wrap(lambda x: np.float32, spec()), F32),
         ("drops the result", wrap(runs("x[0] = 1; return x", "x"), FLOATS, in_out_argnames=["x"]), F32),
         ("jax_enable_x64", wrap(runs("out[0] = total_of_64_bits(x)", total_of_64_bits=total_of_64_bits)), F32),
@@ -1648,7 +1662,6 @@ ERRORS = {  # a word of the error, a function, and its inputs
         ("vmap_method.*'loop'", partial(wrap, vmap_method="loop")),
         (r"negative.*\(-1,\)", partial(wrap, outs=spec(-1))),
         ("in_out_argnames=.*'t' must be the name of an array", partial(wrap, kernel=_running, in_out_argnames=["t"])),
-        ("scalars=.*'t' must be the name of an array", partial(wrap, kernel=_running, scalars=["t"])),
         ("'x' is in scalars and in", partial(wrap, in_out_argnames=["x"], scalars=["x"])),
         ("there is no output -1", wrap(input_output_aliases={0: -1}), F32),
         ("must be equal", wrap(outs=spec(3), input_output_aliases={0: 0}), F32),
@@ -1660,7 +1673,6 @@ ERRORS = {  # a word of the error, a function, and its inputs
         (r"\(4,\).*\(2,\)", wrap(transpose_of, spec(2)), F32),
         ("LookupError: größe 日本 \U0001f600 a.*raised in kernel 'kernel'", raising(f"LookupError({ODD_TEXT!r})"), F32),
         (r"OwnError: \('mine', 3\)", jax.jit(raising("OwnError('mine', 3)")), F32),
-        ("StopIteration", jax.vmap(raising("StopIteration")), F32[None]),
         ("ZeroDivisionError", jax.pmap(wrap(runs("out[0] = 1 // int(x[0] - 1)"))), F32[None]),
     ],
 }
@@ -1809,28 +1821,6 @@ def test_each_slice_runs_once_on_any_thread_unless_in_order(method):
     assert on_one_thread == in_order
 
 
-def spin_for(x, thread):
-    """As many µs of work as x says, about; also says which thread did it."""
-    total = 0.0
-    for i in range(np.int64(x[0]) * 100):
-        total += math.sin(x[0] + i)
-    thread[0] = pthread_self() if total < 1e9 else 0
-
-
-@needs_cores
-def test_two_heavy_slices_run_at_once_when_the_kernel_is_known_to_be_heavy():
-    batched = jax.jit(jax.vmap(wrap(spin_for, spec(1, dtype="uint64"))))
-    with x64(True):
-        n_threads = 0
-        for _ in range(300):  # a busy machine may leave the caller alone
-            n_threads = max(n_threads, len(np.unique(batched(np.full((2, 1), 3000.0)))))
-            assert batched(np.full((2, 1), 1.0)).all()  # of the same size, but not heavy
-            assert batched(np.full((2, 1), 3000.0)).all()
-            if n_threads == 2:
-                break
-    assert n_threads == 2
-
-
 def test_no_argument():
     count = wrap(runs("out[:] = np.arange(out.size)", "out"), [spec(3, dtype=np.int32)])
     np.testing.assert_array_equal(count()[0], [0, 1, 2])
@@ -1940,12 +1930,12 @@ REFUSED_WRITES = [  # Numba sees that a read-only array is written to
 ]  # fmt: skip
 COPIED_WRITES = [  # Numba does not, so that the kernel runs on a copy
     "for a in (x, out): a[0] = 77", "np.nan_to_num(x, False)",
-    "np.dot(square_of_ones, out, out=x)", "a = (square_of_ones, out, x); np.dot(*a)",
+    "a = (square_of_ones, out, x); np.dot(*a)",
     "x.flat[0] = 77", "fill(x.reshape((2, 2)), 77)", "np.frombuffer(x, RECORDS)[0].a = 77",
     "l = numba.typed.List(); l.append(out); l.append(x); l[1][0] = 77",
-    "d = {0: out}; put_in(d, x); d[1][0] = 77", "d = {0: (out, 1)}; d[1] = (x, 2); d[1][0][0] = 77",
+    "d = {0: out}; put_in(d, x); d[1][0] = 77",
     "add_in_place.at(x, np.arange(1), np.float32(77))",
-    "memset(x.ctypes, 77, 4)", "memset(getattr(x, 'ctypes'), 77, 4)",
+    "memset(x.ctypes, 77, 4)",
 ]  # fmt: skip
 CONTIGUOUS_WRITES = [  # refused before Numba 0.64, copied since: numba/numba#10390 makes these arrays writable
     "np.asfortranarray(x)[0] = 77", "contiguous(x)[0] = 77",
@@ -1978,37 +1968,6 @@ def test_a_kernel_that_may_write_to_an_input_gets_a_copy(code, parallel):
         assert not np.array_equal(result, before, equal_nan=True)  # what the kernel wrote to its copy, it reads there
     for array in (x, beside, *batch):
         np.testing.assert_array_equal(array, before)
-
-
-EXTENSIONS = """
-    import operator
-    from numba.extending import overload, overload_attribute
-
-    @overload_attribute(numba.types.Array, "zap")
-    def zap(x):
-        def get(x):
-            x.flat[0] = 77
-            return 1
-        return get
-
-    @overload(operator.rshift)
-    def shift(x, n):
-        if isinstance(x, numba.types.Array):
-            def write(x, n):
-                x.flat[0] = 77
-                return n
-            return write
-
-    for code in ("x.zap", "x >> 1"):
-        x = jnp.arange(1.0, 5.0)
-        wrap(runs(f"out[:] = {code}"))(x)
-        print(x[0])
-    """
-
-
-@pytest.mark.processes
-def test_inputs_that_users_extensions_of_numba_write_to_are_copied():
-    assert run_code(EXTENSIONS).split() == ["1.0", "1.0"]
 
 
 LARGE = spec(100_000)  # XLA keeps some bytes for itself
@@ -2164,7 +2123,7 @@ def test_a_loop_whose_whole_state_is_what_a_kernel_gives(transform):
 def test_threads_that_trace_the_same_kernels_register_each_once():
     """16 threads race for 3 kernels of 2 dtypes each: a target that is registered twice is an error of XLA's."""
     start = threading.Barrier(16)
-    kernels = list(closures("x[0] + v", [0, 1, 2]))
+    kernels = closures("x[0] + v", [0, 1, 2])
 
     def work(number):
         start.wait()
@@ -2240,6 +2199,9 @@ def test_without_jit_the_kernel_is_plain_python(monkeypatch):
 
 
 SHARED_BATCHES = """
+    import faulthandler
+    faulthandler.dump_traceback_later(120, exit=True)
+
     def spin(x, y, out):
         total = 0.0
         for i in range(300):
@@ -2270,12 +2232,22 @@ SHARED_BATCHES = """
 
     pmapped(x, y)  # the first call by one thread: JAX's own cache of pmap (0.9) fails where several trace it at once
     in_threads(work, [10] * 16)
+
+    whole, split = [jax.sharding.NamedSharding(mesh, P(*axes)) for axes in ((), "i")]
+    kernel = jax.vmap(wrap(runs("if x[0] > 8: raise ValueError('too large')\\n    out[:] = x")))
+    of_seven = jax.jit(lambda x: jax.lax.with_sharding_constraint(2 * kernel(x[:7]), whole), in_shardings=split)
+    slices = jax.device_put(np.arange(8, dtype=np.float32)[:, None], split)
+    assert of_seven(slices)[6] == 12
+    assert "too large" in error_of(of_seven, 2 * slices)
     running = [pmapped(x + i, y) for i in range(100)]  # when the process ends
     """
 
 
 def test_batches_of_many_callers_on_many_devices():
-    """16 callers of 8 devices share XLA's threads, which none may wait for; ten rounds find a lost wake-up."""
+    """16 callers of 8 devices share XLA's threads, which none may wait for; ten rounds find a lost wake-up.
+
+    Nor is there one for each of seven slices.
+    """
     run_code(SHARED_BATCHES, XLA_FLAGS="--xla_force_host_platform_device_count=8")
 
 
@@ -2294,12 +2266,39 @@ LIFE_OF_A_PROCESS = """
         child.join()
         assert child.exitcode == 0, "the forked process"
     check()
-    check(importlib.reload(xk))
+    jitted = numba.njit(add_one.__wrapped__)
+    for module in (xk, importlib.reload(xk)):  # named kernels are the same then
+        check(module)
+        for name, kernel in (("plain", add_one.__wrapped__), ("jitted", jitted)):
+            assert module.numba_kernel(kernel, like_first, name=name)(ones)[0] == 2
+
+    import operator  # users' extensions of Numba may write to inputs
+    from numba.extending import overload, overload_attribute
+
+    @overload_attribute(numba.types.Array, "zap")
+    def zap(x):
+        def get(x):
+            x.flat[0] = 77
+            return 1
+        return get
+
+    @overload(operator.rshift)
+    def shift(x, n):
+        if isinstance(x, numba.types.Array):
+            def write(x, n):
+                x.flat[0] = 77
+                return n
+            return write
+
+    for code in ("x.zap", "x >> 1"):
+        x = jnp.arange(1.0, 5.0)
+        wrap(runs(f"out[:] = {code}"))(x)
+        assert x[0] == 1
     """
 
 
 def test_the_life_of_a_process():
-    """Fork, late start of the backend, reload."""
+    """Fork, late start of the backend, reload, extensions of Numba."""
     run_code(LIFE_OF_A_PROCESS)
 
 
@@ -2369,6 +2368,13 @@ CACHED_BY_NUMBA = """
     from numba.core.event import install_recorder
     import cached
 
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    hits = []
+    jax.monitoring.register_event_listener(lambda event, **_: hits.append(event.endswith("/cache_hits")))
+    scaled = wrap(runs(f"out[:] = {sys.argv[1]} * x"), name="scaled")
+    print("scaled", jax.jit(lambda x: jax.vmap(scaled)(x))(ones[None])[0, 0], "found:", any(hits))
+
     x = jnp.asarray(ones)
     with install_recorder("numba:compile") as recorder:
         for name in ("by_a_helper", "writes", "writes_in_a_dict", "in_parallel"):
@@ -2382,48 +2388,35 @@ by_a_helper 0.5 0.5 0.5 0.5 0.5 0.5 0.5 0.5
 writes 7.0 1.0 1.0 1.0 7.0 1.0 1.0 1.0
 writes_in_a_dict 0.5 0.5 0.5 0.5 0.5 0.5 0.5 0.5
 in_parallel 2.0 2.0 2.0 2.0 2.0 2.0 2.0 2.0
-compiled: """
+"""
 
 
 @pytest.mark.filterwarnings("ignore::numba.core.errors.NumbaTypeSafetyWarning")
 def test_a_second_process_compiles_no_kernel_that_numba_caches(tmp_path):
-    """Nor does it write to inputs, though what Numba loads does not say what is in it."""
+    """Nor does it write to inputs, though what Numba loads does not say what is in it.
+
+    And programs that JAX keeps run the kernels of their process.
+    """
     (tmp_path / "cached.py").write_text(textwrap.dedent(CACHED))
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    for is_compiled in (True, False):
-        assert run_code(CACHED_BY_NUMBA, PYTHONPATH=path) == f"{OF_CACHED}{is_compiled}\n".lstrip()
+    for factor, is_first in ((2, True), (3, False)):
+        output = run_code(CACHED_BY_NUMBA, factor, PYTHONPATH=path, JAX_COMPILATION_CACHE_DIR=str(tmp_path))
+        assert output == f"scaled {factor}.0 found: {not is_first}{OF_CACHED}compiled: {is_first}\n"
 
 
 # -- names, in this process and in others -------------------------------------------------------------
 
-SCALES = """
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    hits = []
-    jax.monitoring.register_event_listener(lambda event, **_: hits.append(event.endswith("/cache_hits")))
-    scaled = wrap(runs(f"out[:] = {sys.argv[1]} * x"), name="scaled")
-    print(jax.jit(lambda x: jax.vmap(scaled)(x))(ones[None])[0, 0], any(hits))
-    """
+
+def load_beside_another(program):
+    """In a process that has another kernel of this name."""
+    assert wrap(runs("out[:] = x + 2"), name="mine")(F32)[0] == 3
+    return np.asarray(read_exported(program)(F32))
 
 
-def test_programs_that_jax_keeps_on_disk_run_the_kernels_of_their_process(tmp_path):
-    outputs = [run_code(SCALES, factor, JAX_COMPILATION_CACHE_DIR=str(tmp_path)) for factor in (2, 3)]
-    assert outputs == ["2.0 False\n", "3.0 True\n"]
-
-
-LOADS_MINE = """
-    from jax import export
-
-    program = export.deserialize(bytearray(open(sys.argv[1], "rb").read()))
-    jax.eval_shape(wrap(runs("out[:] = x + 2"), name="mine"), ones)  # another kernel
-    print(program.call(ones))
-    """
-
-
-def test_a_kernel_of_the_users_name_is_found_in_another_process(tmp_path):
+def test_a_kernel_of_the_users_name_is_found_in_another_process():
     mine = wrap(name="mine")
-    (tmp_path / "program").write_bytes(exported_here(mine, FLOATS))
-    assert run_code(LOADS_MINE, tmp_path / "program") == "[3. 3. 3. 3.]\n"
+    elsewhere = another_process().submit(load_beside_another, exported_here(mine, FLOATS))
+    np.testing.assert_array_equal(elsewhere.result(), 3 * F32)
     for dtype in (np.float32, np.int32):  # one kernel of each signature
         np.testing.assert_array_equal(mine(np.ones(3, dtype)), [2, 2, 2])
 
@@ -2445,24 +2438,6 @@ def test_a_kernel_without_a_name_is_not_exported():
         exported_here(wrap(), FLOATS)
 
 
-def test_a_named_kernel_whose_module_is_loaded_again_is_the_same(tmp_path, monkeypatch):
-    """If it is unchanged; a changed one needs another name."""
-    module = tmp_path / "reloaded_kernels.py"
-    source = "import math\ndef kernel(x, out):\n    out[0] = math.floor(x[0]) + CONSTANT\n"
-    module.write_text(f"CONSTANT = 1\n{source}")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    kernels = importlib.import_module("reloaded_kernels")
-    assert wrap(kernels.kernel, name="reloaded")(F32)[0] == 2
-    importlib.reload(kernels)
-    assert wrap(kernels.kernel, name="reloaded")(F32)[0] == 2
-    module.write_text(f"CONSTANT = 5\n{source}")
-    importlib.reload(kernels)
-    with pytest.raises(ValueError, match="another kernel of this process has this name"):
-        wrap(kernels.kernel, name="reloaded")(F32)
-    assert wrap(kernels.kernel)(F32)[0] == 6
-
-
 @pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
 def test_a_generator_that_computes_with_jnp_on_a_mesh(axis_type):
     op = op_with(lambda: partial(jnp.multiply, 2 * jnp.ones(4)))
@@ -2474,28 +2449,6 @@ def test_a_generator_that_computes_with_jnp_on_a_mesh(axis_type):
         x = jax.device_put(np.ones((8, 4), np.float32), jax.sharding.NamedSharding(mesh, P("i")))
         for f in (split, jax.jit(split)):
             np.testing.assert_array_equal(f(x), np.full((8, 4), 2))
-
-
-@pytest.mark.processes
-def test_named_kernels_are_the_same_after_the_library_was_loaded_again(tmp_path):
-    (tmp_path / "program.py").write_text(
-        """
-import importlib
-import numba, numpy as np
-import xla_kernels as xk
-
-def kernel(x, out):
-    out[:] = x + 1
-
-jitted = numba.njit(kernel)
-ones = np.ones(3, np.float32)
-for _ in range(2):
-    for name, function in (("plain", kernel), ("jitted", jitted)):
-        print(xk.numba_kernel(function, lambda x: x, name=name)(ones)[0])
-    importlib.reload(xk)
-"""
-    )
-    assert run_python(tmp_path / "program.py").split() == ["2.0"] * 4
 
 
 def test_an_op_calls_a_generator_once_for_its_parameters():
@@ -2654,7 +2607,6 @@ BLOCK = {"grid": 1, "block": 1}
 
 @pytest.mark.parametrize("error, options, text", [
     (ValueError, {}, "grid and block, or launch_dims"),
-    (ValueError, {"launch_dims": (1, 2, 3, 4)}, "got (1, 2, 3, 4)"),
     (TypeError, {"grid": 1.5, "block": 1}, "got 1.5"),
     (ValueError, {"grid": 1, "block": (32, 64)}, "2048"),
     (ValueError, {"grid": 1, "block": (1, 1, 65)}, "block.z must be from 1 to 64; got 65"),
@@ -2664,9 +2616,7 @@ BLOCK = {"grid": 1, "block": 1}
     (TypeError, {"launch_dims": 1, "threads_per_block": (8, 8)}, "threads_per_block must be an int"),
     (ValueError, {**BLOCK, "shared_mem": -1}, "shared_mem must be a number of bytes; got -1"),
     (TypeError, {**BLOCK, "outs": spec(3, dtype=jnp.bfloat16)}, "output 0 is bfloat16[3]"),
-    (TypeError, {**BLOCK, "outs": [spec(3)] * 2}, "1 inputs and 2 outputs"),
     (TypeError, {**BLOCK, "kernel": HOST_KERNEL}, "@cuda.jit of numba or numba_cuda_mlir"),
-    (TypeError, {**BLOCK, "kernel": lambda x, out: None}, "@cuda.jit of numba or numba_cuda_mlir"),
 ])  # fmt: skip
 def test_cuda_refused_kernel(error, options, text):
     options = {"kernel": cuda.jit(lambda x, out: None), "outs": spec(3), **options}
@@ -2676,7 +2626,6 @@ def test_cuda_refused_kernel(error, options, text):
 
 @pytest.mark.parametrize("func, text", [
     (3, "for one kernel use numba_cuda_kernel.*int 3"),
-    (HOST_KERNEL, "CPUDispatcher"),
     (lambda x, y, out, stream: math.pi, "names neither a kernel nor the `cuda`"),
     (lambda x, out, stream: cuda, r"\(x, out, stream\).*gives it \(float32\[3\], .*, a stream\)"),
 ])  # fmt: skip
@@ -2757,11 +2706,7 @@ R cuLinkCreate_v2(U n, P a, P b, P *s) { *s = (P)9; return 0; }
 R cuLinkComplete(P s, P *o, size_t *n) { static char cubin[] = "\177ELF"; *o = cubin; *n = 5; return 0; }
 R cuGetErrorName(int e, const char **s) { *s = e == 2 ? "CUDA_ERROR_OUT_OF_MEMORY" : "another"; return 0; }
 R cuGetErrorString(int e, const char **s) { *s = e == 2 ? "out of memory" : "another"; return 0; }
-R cuMemcpyDtoDAsync_v2(P to, P from, size_t n, P stream) {
-  LOG("copy %zu bytes%s\n", n, on_stream(stream));
-  memmove(to, from, n);
-  return 0;
-}
+R cuMemcpyDtoDAsync_v2(P to, P from, size_t n, P stream) { memmove(to, from, n); return 0; }
 R cuMemsetD8Async(P to, unsigned char value, size_t n, P stream) {
   if (to == (P)0x1234) { return 0; }  // Numba's own, for the error code of a debug kernel
   LOG("set %zu bytes to %d\n", n, value);
@@ -2939,9 +2884,6 @@ def own_op(package_cuda, parameters="x, out", **options):
     return xk.numba_cuda_kernel(own_kernel(package_cuda, parameters), like_first, **BLOCK | options)
 
 
-ONE_THREAD = "native 0: 1,1,1 x 1,1,1 +0"  # the launch of such a kernel
-
-
 def test_fakecuda_packs_arrays(gpus, package_cuda):
     """Of each dtype, with one to three dimensions and with none."""
     dtypes = [name for name in dtypes_of("cuda") if not DTYPES[name].needs_x64]
@@ -2980,6 +2922,14 @@ def test_fakecuda_parameters_mean_what_the_handler_packs(gpus, package_cuda):
             assert re.search(rf"shl\.b64\s+%\w+, {registers[max(numbers)]}, 3;", ptx)
 
 
+@pytest.mark.parametrize("launch_dims, launch", [
+    (256, "1,1,1 x 256,1,1"), (257, "2,1,1 x 256,1,1"), ((17, 33), "2,3,1 x 16,16,1"), ((9, 8, 5), "2,1,2 x 8,8,4"),
+])  # fmt: skip
+def test_fakecuda_launch_dims(gpus, package_cuda, launch_dims, launch):
+    op = xk.numba_cuda_kernel(package_cuda.jit(written_for(package_cuda, cuda_copy)), like_first, launch_dims=launch_dims)
+    assert gpus.launches(op, F32) == [f"native 0: {launch} +0"]
+
+
 def test_fakecuda_launches_natively_on_each_device_that_jax_lists(gpus, package_cuda):
     op = own_op(package_cuda, grid=(2, 3), block=(4, 5, 6), shared_mem=64)
     assert gpus.launches(op, F32) == ["native 0: 2,3,1 x 4,5,6 +64"]
@@ -2991,18 +2941,6 @@ def test_fakecuda_launches_natively_on_each_device_that_jax_lists(gpus, package_
         with pytest.raises(RUNTIME_ERRORS, match="kernel 'kernel' is not loaded on this GPU, which JAX did not list"):
             run_for_cuda(op, F32)
     assert not gpus.log()
-
-
-def test_fakecuda_one_kernel_with_every_shape_and_launch(gpus, package_cuda):
-    kernel = own_kernel(package_cuda, "x, out")
-    for launch_dims, launch in (
-        ((256,), "1,1,1 x 256,1,1"),
-        ((257,), "2,1,1 x 256,1,1"),
-        ((17, 33), "2,3,1 x 16,16,1"),
-        ((9, 8, 5), "2,1,2 x 8,8,4"),
-    ):
-        op = xk.numba_cuda_kernel(kernel, like_first, launch_dims=launch_dims)
-        assert gpus.launches(op, jnp.ones(math.prod(launch_dims))) == [f"native 0: {launch} +0"]
 
 
 ROWS_AT_ONCE = [[0, 0, 0], [0, 20, 60]]  # where x, y and out start in each launch, in bytes
@@ -3035,36 +2973,29 @@ def test_fakecuda_more_slices_than_a_grid_has_blocks(gpus, package_cuda):
     assert np.subtract(second, first).tolist() == [4 * 65_535] * 2 and first[0] == x_data
 
 
-@pytest.mark.parametrize("code", [  # z or a wait shows in its PTX
-    "out[0] = cuda.blockIdx.z",
-    "cuda.threadfence()",
-    "while cuda.atomic.cas(out, 0, x[0], x[1]) == 0: pass",
-    "while cuda.atomic.exch(out, 0, 1) == 0: pass",
-    "while cuda.atomic.add(out, 0, 0) == 0: pass",
-    "while cuda.ldcv(out, 0) == 0: pass",
-    "while cuda.ldcg(out, 0) == 0: pass",
-    "while out[0] == 0: cuda.nanosleep(100)",
+@pytest.mark.parametrize("n_launches, code", [  # z or a wait shows in its PTX
+    (4, "out[0] = cuda.blockIdx.z"),
+    (4, "cuda.threadfence()"),
+    (4, "while cuda.atomic.cas(out, 0, x[0], x[1]) == 0: pass"),
+    (4, "while cuda.atomic.exch(out, 0, 1) == 0: pass"),
+    (4, "while cuda.atomic.add(out, 0, 0) == 0: pass"),
+    (4, "while cuda.ldcv(out, 0) == 0: pass"),
+    (4, "while out[0] == 0: cuda.nanosleep(100)"),
+    (1, "cuda.atomic.add(out, 0, 1)"),
 ])  # fmt: skip
-def test_fakecuda_kernels_that_know_of_z_or_wait_are_launched_per_slice(gpus, package_cuda, code):
+def test_fakecuda_kernels_that_know_of_z_or_wait_are_launched_per_slice(gpus, package_cuda, n_launches, code):
     """Blocks of other slices that do not run may be what they wait for."""
     if "fence" in code and is_successor(package_cuda):
         pytest.skip("numba-cuda-mlir 0.6.0 fails to compile cuda.threadfence()")
-    kernel = own_kernel(package_cuda, "x, out", code)
-    op = xk.numba_cuda_kernel(kernel, like_first, **BLOCK)
-    assert gpus.launches(jax.vmap(op), jnp.ones((4, 3), np.int32)) == [ONE_THREAD] * 4
+    op = xk.numba_cuda_kernel(own_kernel(package_cuda, "x, out", code), like_first, **BLOCK)
+    assert len(gpus.launches(jax.vmap(op), jnp.ones((4, 3), np.int32))) == n_launches
 
 
-@pytest.mark.parametrize("options, starts, value", [
-    ({"input_output_aliases": {0: 0}}, [], 1),
-    ({"zero_outputs": True}, ["set 24 bytes to 0"], 0),
-])  # fmt: skip
-def test_fakecuda_outputs_start_before_the_launches(gpus, package_cuda, options, starts, value):
-    """All slices at once, on the stream of the call."""
-    out = run_for_cuda(jax.vmap(own_op(package_cuda, **options)), jnp.ones((2, 3)))
-    np.testing.assert_array_equal(out, [[value] * 3] * 2)
-    log = gpus.log()
-    assert log[: len(starts)] == starts
-    assert all("native" in line for line in log[len(starts) :])
+def test_fakecuda_zeros_are_written_before_the_launches(gpus, package_cuda):
+    """In all slices at once, on the stream of the call."""
+    out = run_for_cuda(jax.vmap(own_op(package_cuda, zero_outputs=True)), jnp.ones((2, 3)))
+    np.testing.assert_array_equal(out, np.zeros((2, 3)))
+    assert gpus.log()[0] == "set 24 bytes to 0"
 
 
 @pytest.mark.parametrize("function, text, n_launches", [
@@ -3103,9 +3034,8 @@ def test_fakecuda_kernels_that_only_numba_can_launch_are_refused(
     for _ in range(2):
         kernel = own_kernel(package_cuda, "x, out", body, **options)
         op = xk.numba_cuda_kernel(kernel, like_first, **BLOCK, name=feature)
-        for _ in range(2):
-            with pytest.raises(TypeError, match=f"'kernel' has {feature}: .*numba_cuda_callable"):
-                jax.eval_shape(op, F32)
+        with pytest.raises(TypeError, match=f"'kernel' has {feature}: .*numba_cuda_callable"):
+            jax.eval_shape(op, F32)
     gpus.set(device=1)
     assert gpus.launches(xk.numba_cuda_callable(launch, like_first), F32) == ["numba 1: 1,1,1 x 8,1,1 +0"]
 
@@ -3113,11 +3043,12 @@ def test_fakecuda_kernels_that_only_numba_can_launch_are_refused(
 @pytest.mark.parametrize("body, refused", [
     ("x[0] = out[0]", "its inputs are read-only"),
     ("cuda.atomic.add(x[1:], 0, 1)", "its inputs are read-only"),
+    ("store(x, 0, out[0])", "its inputs are read-only"),  # which Numba does not see
     ("return 1.0", "it returns a value"),
     ("out[0] = x.nope", "nope"),
 ])  # fmt: skip
 def test_fakecuda_refused_kernels(gpus, package_cuda, body, refused):
-    kernel = own_kernel(package_cuda, "x, out", body)
+    kernel = own_kernel(package_cuda, "x, out", body, names={"store": package_cuda.stwt})
     with pytest.raises(TypeError, match=rf"(?s)kernel 'kernel' for \(float32\[:\]\).*{refused}"):
         run_for_cuda(xk.numba_cuda_kernel(kernel, like_first, **BLOCK), F32)
 
@@ -3155,17 +3086,6 @@ def test_fakecuda_kernel_that_does_not_take_buffers(gpus, package_cuda, scalars)
 
 
 # -- the simulator, and the same on a GPU --------------------------------------------------------------
-
-
-@compiled
-@pytest.mark.processes
-def test_cuda_simulator():
-    """Runs what needs a device on the simulator, which Numba decides on when it is imported."""
-    tests = "test_on_cuda or test_cudasim or (test_docstring and cuda)"
-    lines = run_pytest("-k", tests, NUMBA_ENABLE_CUDASIM="1", JAX_PLATFORMS="cpu")
-    for kind in "test_on_cuda", "test_cudasim", "numba_cuda_kernel", "numba_cuda_callable":
-        assert re.search(rf"{kind}.* PASSED", lines)
-    assert "SKIPPED" not in lines
 
 
 @on_device
@@ -3218,30 +3138,22 @@ def test_on_cuda_arrays_without_elements():
     np.testing.assert_array_equal(cuda_op(cuda_copy, spec(2))(jnp.zeros(0)), [0, 0])
 
 
-@on_device
-def test_on_cuda_callable_launches_several_kernels():
-    """By way of a temporary buffer and of an array of its own, eagerly and for every slice."""
-    add = cuda.jit(cuda_add)
+class FiveTimes:
+    """A method, with a kernel as its default."""
 
-    @xk.numba_cuda_callable(outs=like_first, scratch=like_first)
-    def five_times(x, out, tmp, stream):
+    def launch(self, x, out, tmp, stream, add=cuda and cuda.jit(cuda_add)):
         own = cuda.device_array(x.shape, x.dtype)
         for a, b, total in (x, x, tmp), (tmp, x, own), (tmp, own, out):
             add[1, 8, stream](a, b, total)
 
+
+@on_device
+def test_on_cuda_callable_launches_several_kernels():
+    """By way of a temporary buffer and of an array of its own, eagerly and for every slice."""
+    five_times = xk.numba_cuda_callable(FiveTimes().launch, like_first, scratch=like_first)
     x = np.arange(30, dtype=np.float32).reshape(2, 3, 5)
     np.testing.assert_array_equal(five_times(x[0, 0]), 5 * x[0, 0])
     np.testing.assert_array_equal(jax.jit(jax.vmap(jax.vmap(five_times)))(x), 5 * x)
-
-
-@on_device
-def test_on_cuda_callable_may_be_a_method_and_have_kernels_as_defaults():
-    class Doubles:
-        def launch(self, x, out, stream, add=cuda.jit(cuda_add)):
-            add[1, 8, stream](x, x, out)
-
-    double = xk.numba_cuda_callable(Doubles().launch, like_first)
-    np.testing.assert_array_equal(double(F32), 2 * F32)
 
 
 @on_device
@@ -3300,28 +3212,6 @@ def test_gpu_stream_order_under_load(how):
     run = jax.jit(functools.partial(chain, gpu_copy(how)))
     for _ in range(2):
         np.testing.assert_allclose(run(a), expected, rtol=1e-2)
-
-
-@pytest.fixture
-def launches(monkeypatch):
-    """The grids of all launches of kernels that are compiled from now on."""
-    grids, driver = [], ctypes.CDLL("libcuda.so.1")
-    number, pointer = ctypes.c_uint32, ctypes.c_void_p
-    kind = ctypes.CFUNCTYPE(ctypes.c_int32, pointer, *[number] * 7, pointer, pointer, pointer)
-
-    def launch(function, *args):
-        grids.append(args[:3])
-        return kind(("cuLaunchKernel", driver))(function, *args)
-
-    class Library(ctypes.CDLL):
-        cuLaunchKernel = kind(launch)
-
-    monkeypatch.setattr(ctypes, "CDLL", Library)
-    yield grids
-    KEPT.append(Library)  # targets are never freed
-
-
-KEPT = []
 
 
 def integers(*shape):
@@ -3387,23 +3277,6 @@ def test_gpu_outputs_start_right_in_loops(how, options):
 
 
 @on_gpu
-@pytest.mark.parametrize("inner, outer, x, y, grids", [
-    ((0, None), (0, None), (40, 25, 40), (40,), [(1, 1, 1000)]),
-    ((0, 0), (0, 0), (3, 5, 40), (3, 5, 40), [(1, 1, 15)]),
-    ((0, None), (None, 0), (5, 40), (3, 40), [(1, 1, 5)] * 3),
-    ((0, 0), (0, 0), (1, 1, 40), (1, 1, 40), [(1, 1, 1)]),
-    ((0, 0), (0, 0), (2, 0, 40), (2, 0, 40), []),
-])  # fmt: skip
-def test_gpu_batches_in_one_launch_or_one_per_row(launches, inner, outer, x, y, grids):
-    kernel = own_kernel(cuda, "x, y, out", "i = cuda.grid(1)\n    if i < x.size: out[i] = x[i] + y[i]")
-    add = xk.numba_cuda_kernel(kernel, like_first, grid=1, block=64)
-    x, y = integers(*x), integers(*y)
-    results, expected = [jax.vmap(jax.vmap(function, inner), outer)(x, y) for function in (jax.jit(add), jnp.add)]
-    np.testing.assert_array_equal(results, expected)
-    assert launches == grids
-
-
-@on_gpu
 def test_gpu_a_row_that_a_kernel_reads_and_the_program_replaces():
     """XLA's dynamic-slice fusion lets a kernel write into the array that it reads (jax 0.11.2)."""
 
@@ -3453,23 +3326,6 @@ def test_gpu_callable_in_a_command_buffer():
     assert len(calls) < 40
 
 
-UNSEEN_BY_NUMBA = ["cuda.stwt(x, i, x[i] + y[i])", "store(x, i, x[i] + y[i])", "cuda.atomic.add(x, i, y[i])"]
-
-
-@on_gpu
-@pytest.mark.parametrize("write", UNSEEN_BY_NUMBA)
-def test_gpu_a_kernel_that_writes_to_an_input_is_refused(write):
-    """Also where Numba does not see it; in-outs may be written to."""
-    body = f"i = cuda.grid(1)\n    if i < x.size:\n        {write}\n        out[i] = x[i]"
-    kernel = own_kernel(cuda, "x, y, out", body, names={"store": cuda.stwt})
-    x, y = jnp.arange(4.0), jnp.ones((3, 4))
-    with pytest.raises(TypeError, match=r"(?s)in_out_argnames.*Cannot modify readonly array"):
-        xk.numba_cuda_kernel(kernel, like_first, grid=1, block=8)(x, y[0])
-    add = xk.numba_cuda_kernel(kernel, lambda x, y: (x, x), grid=1, block=8, in_out_argnames=["x"])
-    np.testing.assert_array_equal(jax.vmap(add, (None, 0))(x, y)[0], x + y)
-    np.testing.assert_array_equal(x, [0, 1, 2, 3])
-
-
 @on_gpu
 def test_gpu_every_device():
     op = jax.jit(cuda_op(cuda_add))
@@ -3515,11 +3371,6 @@ def warp_kernels():
     def matvec(m: wp.array(dtype=wp.mat22), v: wp.array(dtype=wp.vec2), out: wp.array(dtype=wp.vec2)):
         i = wp.tid()
         out[i] = m[i] * v[i]
-
-    @unique_kernel
-    def flip(x: wp.array4d(dtype=float), out: wp.array4d(dtype=float)):
-        i, j, k, n = wp.tid()
-        out[n, k, j, i] = x[i, j, k, n]
 
     @unique_kernel
     def squares_of_rows(x: rows_of_floats, out: floats):
@@ -3570,7 +3421,6 @@ def warp_kernels():
 PAIR = sample(5), sample(5, seed=1)
 WARP_CASES = {  # by the name of the kernel: options of warp_kernel, arguments of a call, the same in JAX
     "matvec": ({"outs": spec(3, 2)}, (sample(3, 2, 2), sample(3, 2)), jax.vmap(jnp.matmul)),
-    "flip": ({"outs": spec(5, 4, 3, 2)}, (sample(2, 3, 4, 5),), jnp.transpose),
     "squares_of_rows": ({"outs": spec(2), "launch_dims": 2}, (sample(2, 3),), lambda x: (x * x).sum(1)),
     "smooth": (
         {"outs": (spec(5), spec(3), spec(5, dtype=np.int32)), "launch_dims": 5},
@@ -3601,14 +3451,6 @@ def batched(name, axis=0, **options):
     in_axes = axis, *[None] * len(others)
     batch = np.stack([first, 2 * first, 3 * first], axis)
     return jax.vmap(wrapped(name, **options), in_axes), jax.vmap(reference, in_axes), (batch, *others)
-
-
-def warp_op_of_matrix(name):
-    """An operation of the matrix, the same in JAX, its inputs, and a batch."""
-    op, dtype = OPS[name], np.dtype("float32")
-    _, outs, _ = specs_of(name, dtype)
-    call = in_warp(op, matrix_kernel(name, "warp", dtype, **op.params), outs)
-    return call, reference_list(name), *inputs_and_batch(name, dtype)
 
 
 @functools.cache
@@ -3654,14 +3496,7 @@ def every_in_jax(x, w):
     return x[:, :1] * w + (-3 + 5 + 7 + 1.5 + 3 + 8)
 
 
-# -- the ways in which a Warp kernel is started --------------------------------------------------------
-
-
-def compile_anew(monkeypatch):
-    """All kernels: their targets have other names from now on."""
-    monkeypatch.setattr(xk, "__name__", f"xla_kernels_{os.urandom(4).hex()}")
-    monkeypatch.setattr(xk, "_NAMES", xk._Names())
-
+# -- values --------------------------------------------------------------------------------------------
 
 NEEDED_BY_PATH = {"cpu": "warp", "gpu": "warp_gpu"}
 
@@ -3670,9 +3505,6 @@ NEEDED_BY_PATH = {"cpu": "warp", "gpu": "warp_gpu"}
 def warp_path(request):
     """On the CPU, and on a GPU."""
     return request.param
-
-
-# -- values --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", WARP_CASES)
@@ -3777,15 +3609,14 @@ def test_warp_generated_kernels_are_theirs_by_constant_and_setting(warp_path, mo
     for constant in (2.0, 3.0):
         check_equal(kernel_with_a_constant(constant)(x), constant * x)
     check_equal(first(x), 2 * x)  # although its module was built again
-    targets = {target_of(first, x)}
     options = wp.get_module("generated").options
+    targets = [target_of(kernel_with_a_constant(2.0), x) for _ in range(2)]
     monkeypatch.setitem(options, "fast_math", not options["fast_math"])
-    traced = jax.jit(kernel_with_a_constant(2.0)).trace(x)
-    targets.add(target_of(kernel_with_a_constant(2.0), x))
+    targets.append(target_of(kernel_with_a_constant(2.0), x))
     monkeypatch.setattr(wp.config, "verify_fp", True)
-    targets.add(target_of(kernel_with_a_constant(2.0), x))
-    targets.add(re.search(r"custom_call @\"?([\w.]+)", traced.lower().as_text())[1])  # by what the settings are now
-    assert len(targets) == 3
+    targets.append(target_of(kernel_with_a_constant(2.0), x))
+    check_equal(kernel_with_a_constant(2.0)(x), 2 * x)
+    assert targets[0] == targets[1] and len(set(targets)) == 3
 
 
 def test_warp_threads_that_call_kernels_of_one_module(warp_path, monkeypatch):
@@ -3841,43 +3672,39 @@ def capsule_address(capsule):
 
 
 class FakeGpu(FakeGpus):
-    """CUDA device 1, made of the CPU.  For JAX and XLA it is one of two GPUs; and it stands in for
+    """CUDA device 1 for Warp, made of the CPU: Warp records launches there, which `libcuda` runs with what it gets."""
 
-    Warp: a launch on a GPU is recorded on the CPU;
-    libcuda: a launch runs what was recorded, with the parameters that the handler passed.
-    """
-
-    STREAM = 0x5EED
     run = staticmethod(run_for_cuda)
-    kept: typing.ClassVar = []  # XLA never forgets a handler
 
-    def __init__(self, monkeypatch):
+    def __init__(self):
         self.handlers, self.all_traits = {}, {}
         self.local_devices, self.register = jax.local_devices, jax.ffi.register_ffi_target
-        self.record_on_cpu = wp.launch
-        self.ordinal = 1
+        self.load_library, self.make_array, self.record_on_cpu = ctypes.CDLL, wp.array.__init__, wp.launch
         self.recorded = {}  # by the address of the machine code
-        self.launches = []  # by libcuda: (grid, block, shared memory, stream)
-        self.grids = []
-        library, load_library, make_array = self.make_library(), ctypes.CDLL, wp.array.__init__
-
-        def open_library(name, *args, **options):
-            return library if name == "libcuda.so.1" else load_library(name, *args, **options)
-
-        def make_on_cpu(array, *args, **options):
-            make_array(array, *args, **{**options, "device": "cpu"})
-
-        compile_anew(monkeypatch)
-        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-        monkeypatch.setattr(jax, "local_devices", self.with_gpus)
-        monkeypatch.setattr(jax.ffi, "register_ffi_target", self.register_for_cpu)
-        monkeypatch.setattr(ctypes, "CDLL", open_library)
-        monkeypatch.setattr(wp, "launch", self.record)
-        monkeypatch.setattr(wp.array, "__init__", make_on_cpu)
-        self.kept.append(self)
+        self.grids, self.others = [], set()  # of launches: what goes with their grids
+        number, size, pointer = ctypes.c_uint32, ctypes.c_size_t, ctypes.c_void_p
+        launch = ctypes.CFUNCTYPE(number, pointer, *[number] * 7, pointer, ctypes.POINTER(pointer), pointer)
+        self.library = types.SimpleNamespace(
+            cuLaunchKernel=launch(self.launch),
+            cuMemcpyDtoDAsync_v2=ctypes.CFUNCTYPE(number, pointer, pointer, size, pointer)(self.copy),
+            cuMemsetD8Async=ctypes.CFUNCTYPE(number, pointer, ctypes.c_ubyte, size, pointer)(self.fill),
+            cuCtxGetCurrent=lambda context: 0,
+            cuCtxSetCurrent=lambda context: 0,
+        )
 
     def get(self, name):
-        return self.ordinal
+        return 1
+
+    def copy(self, target, source, size, stream):
+        ctypes.memmove(target, source, size)
+        return 0
+
+    def fill(self, target, value, size, stream):
+        ctypes.memset(target, value, size)
+        return 0
+
+    def open_library(self, name, *args, **options):
+        return self.library if name == "libcuda.so.1" else self.load_library(name, *args, **options)
 
     def record(self, kernel, *args, device, block_dim, **options):
         launch = self.record_on_cpu(kernel, *args, device="cpu", block_dim=1, **options)
@@ -3889,24 +3716,9 @@ class FakeGpu(FakeGpus):
         self.recorded[ctypes.cast(code, ctypes.c_void_p).value] = launch
         return launch
 
-    def make_library(self):
-        code, number, size, pointer = ctypes.c_int32, ctypes.c_uint32, ctypes.c_size_t, ctypes.c_void_p
-        launch = ctypes.CFUNCTYPE(code, pointer, *[number] * 7, pointer, ctypes.POINTER(pointer), pointer)
-        copy = ctypes.CFUNCTYPE(code, pointer, pointer, size, pointer)
-        fill = ctypes.CFUNCTYPE(code, pointer, ctypes.c_ubyte, size, pointer)
-        get_device = ctypes.CFUNCTYPE(code, ctypes.POINTER(code))
-        return types.SimpleNamespace(
-            cuLaunchKernel=launch(self.launch),
-            cuMemcpyDtoDAsync_v2=copy(self.copy),
-            cuMemsetD8Async=fill(self.fill),
-            cuCtxGetDevice=get_device(self.get_device),
-            cuCtxGetCurrent=lambda context: 0,
-            cuCtxSetCurrent=lambda context: 0,
-        )
-
     def launch(self, function, gx, gy, gz, bx, by, bz, shared_memory, stream, params, extra):
         self.grids.append((gx, gy, gz))
-        self.launches.append((self.grids[-1], (bx, by, bz), shared_memory, stream))
+        self.others.add(((bx, by, bz), shared_memory, stream))
         launch = self.recorded[function]
         for param, passed in zip(launch.params, params):
             ctypes.memmove(ctypes.addressof(param), passed, ctypes.sizeof(param))
@@ -3914,22 +3726,25 @@ class FakeGpu(FakeGpus):
         launch.launch()
         return 0
 
-    def copy(self, target, source, size, stream):
-        ctypes.memmove(target, source, size)
-        return 0
 
-    def fill(self, target, value, size, stream):
-        ctypes.memset(target, value, size)
-        return 0
-
-    def get_device(self, ordinal):
-        ordinal[0] = self.ordinal
-        return 0
+fake_gpu_for_warp = functools.cache(FakeGpu)
 
 
 @pytest.fixture
 def fake_gpu(monkeypatch):
-    return FakeGpu(monkeypatch)
+    gpu = fake_gpu_for_warp()
+
+    def make_on_cpu(array, *args, **options):
+        gpu.make_array(array, *args, **{**options, "device": "cpu"})
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_devices", gpu.with_gpus)
+    monkeypatch.setattr(jax.ffi, "register_ffi_target", gpu.register_for_cpu)
+    monkeypatch.setattr(ctypes, "CDLL", gpu.open_library)
+    monkeypatch.setattr(wp, "launch", gpu.record)
+    monkeypatch.setattr(wp.array, "__init__", make_on_cpu)
+    gpu.grids, gpu.others = [], set()
+    return gpu
 
 
 @needs_warp
@@ -3939,32 +3754,13 @@ def test_warp_on_fake_gpu(fake_gpu):
     f, in_jax = over_first(call_every, args), over_first(every_in_jax, args)
     check_close(fake_gpu.run(gradient(f, args), *args), gradient(in_jax, args)(*args), 1e-4)
     assert set(fake_gpu.all_traits.values()) == {1}  # compatible with command buffers
-    recorded_for_the_device = 4 + fake_gpu.ordinal
     assert fake_gpu.grids == [(2, 1, 1)] * 6
-    assert {tuple(rest) for _, *rest in fake_gpu.launches} == {((4, 1, 1), recorded_for_the_device, fake_gpu.STREAM)}
+    assert fake_gpu.others == {((4, 1, 1), 4 + 1, 0x5EED)}  # recorded for device 1, on the stream of the call
 
 
 @needs_warp
-def test_warp_tiles_on_fake_gpu(fake_gpu):
-    """Warp makes code for a number of threads per block, on which the memory of tiles depends."""
-    x = sample(128)
-    check_equal(fake_gpu.run(wrapped("double_tiles", block_dim=32), x), 2 * x)
-    assert fake_gpu.launches == [((2, 1, 1), (32, 1, 1), 32 + fake_gpu.ordinal, fake_gpu.STREAM)]
-    [launch] = fake_gpu.recorded.values()
-    passed = bytes(launch.params[0])
-    launch.set_dim((2, 32))
-    assert passed == bytes(launch.params[0])
-
-
-@needs_warp
-def test_warp_kernel_is_not_loaded_on_another_gpu(fake_gpu):
-    fake_gpu.ordinal = 2
-    with pytest.raises(RUNTIME_ERRORS, match="kernel 'multiply' is not loaded on this GPU"):
-        fake_gpu.run(product(), *PAIR)
-
-
-@needs_warp
-def test_warp_grid_of_kernels_without_a_grid_stride_is_that_of_wp_cuda_launch_kernel(fake_gpu):
+def test_warp_grid_of_kernels_without_a_grid_stride(fake_gpu):
+    """That of wp_cuda_launch_kernel."""
     if "grid_stride" not in inspect.signature(wp.kernel).parameters:
         pytest.skip("they came with Warp 1.15")
 
@@ -3972,10 +3768,8 @@ def test_warp_grid_of_kernels_without_a_grid_stride_is_that_of_wp_cuda_launch_ke
     def nothing(out: floats):
         wp.tid()
 
-    for dims, grid in ((2**24 + 1, [2**19, 2, 1]), ((2**24, 2**16), [2**19, 65535, 2])):
-        f = xk.warp_kernel(nothing, spec(1), launch_dims=dims, block_dim=32)
-        numbers = re.search(r"launch = (?:array<i64: |dense<\[)([\d, ]+)", lower_for_cuda(f))[1]
-        assert json.loads(f"[{numbers}]")[:6] == [*grid, 32, 1, 1]
+    fake_gpu.run(xk.warp_kernel(nothing, spec(1), launch_dims=2**24 + 1, block_dim=32))
+    assert fake_gpu.grids == [(2**19, 2, 1)]
     with pytest.raises(ValueError, match=r"Warp kernel 'nothing': 1152921504606846976 threads are too many"):
         jax.eval_shape(xk.warp_kernel(nothing, spec(1), launch_dims=(2**30, 2**30), block_dim=32))
 
@@ -4001,12 +3795,6 @@ def twice(a: floats, i: int):
 def change(v: wp.vec2):
     v[0] = 1.0
     return v[0]
-try:
-    @wp.func
-    def apply(f: wp.Function, a: floats, i: int):
-        return f(a, i)
-except RuntimeError:  # functions of this Warp take no functions
-    apply = None
 @wp.func
 def set_to_one(a: floats, i: int):
     a[i] = 1.0
@@ -4049,31 +3837,12 @@ def kernel_with_body(body, tmp_path, x="floats"):
     return runpy.run_path(str(path))["kernel"]
 
 
-@pytest.fixture(params=[pytest.param("fake", marks=needs_warp), pytest.param("real", marks=on_gpu)])
-def warp_gpu(request, monkeypatch):
-    """A GPU that runs functions and says the `grids` of the launches: one made of the CPU, and a real one."""
-    if request.param == "fake":
-        return FakeGpu(monkeypatch)
-    compile_anew(monkeypatch)
-    grids = request.getfixturevalue("launches")
-    return types.SimpleNamespace(run=lambda f, *args: jax.jit(f)(*args), grids=grids)
-
-
-@pytest.mark.parametrize("name", WARP_CASES)
-def test_warp_batches_on_a_gpu_are_a_launch_for_each_slice(name, warp_gpu):
-    f, reference, args = batched(name)
-    check_equal(warp_gpu.run(f, *args), reference(*args))
-    assert len(warp_gpu.grids) == 3
-
-
 @needs_warp
-def test_warp_null_and_0d_arrays_on_fake_gpu(fake_gpu, tmp_path):
-    kernel = kernel_with_body("i = wp.tid()\nout[i] = 2.0 * x[0]\nif y:\n    out[i] += y[i]", tmp_path)
-    f = xk.warp_kernel(kernel, spec(1), launch_dims=1)
-    x = jnp.arange(3.0)
-    check_equal(fake_gpu.run(jax.vmap(lambda x: f(x, None)), x), 2 * x[:, None])
-    check_equal(fake_gpu.run(jax.vmap(f, (0, None)), x, jnp.ones(1)), 2 * x[:, None] + 1)
-    assert len(fake_gpu.launches) == 6
+@pytest.mark.parametrize("name", WARP_CASES)
+def test_warp_batches_on_a_gpu_are_a_launch_for_each_slice(name, fake_gpu):
+    f, reference, args = batched(name)
+    check_equal(fake_gpu.run(f, *args), reference(*args))
+    assert len(fake_gpu.grids) == 3
 
 
 # -- inputs are never changed --------------------------------------------------------------------------
@@ -4085,20 +3854,16 @@ WARP_WRITES = [  # statements that write to the input y, or x
     "wp.tile_store(y, wp.tile_load(out, shape=3))",
     "add_by_name(y, i)",
     "add(y[1:], i, 1.0)",
-    "z = y\nz[i] = 1.0",
     "z = y[1:]\nz[i] = 1.0",
     "z = out\nif i > 0:\n    z = y\nz[i] = 1.0",
     "tail(y)[i] = 1.0",
     "wp.where(i > 0, x, x)[i][0] = 1.0",
-    "wp.static(add)(y, i, 1.0)",
     "wp.static(make_add(5.0))(y, i)",
     "second, z = second_and_tail(y)\nz[i] = second",
     "z = out\nfor k in range(i):\n    z[k] = 1.0\n    z = y",
     "h = Holder()\nh.a = y\nadd(h.a, i, 1.0)",
     pytest.param("n = apply(set_to_one, y, i)", marks=pytest.mark.skipif(not hasattr(wp, "ref"), reason="Warp < 1.19")),
     "in_c(y)",
-    "wp.dense_chol(1, y, out[0], y)",
-    "wp.dense_subs(1, out, out, y)",
     "wp.dense_solve(n=1, A=out, L=out, b=out, x=y)",
 ]
 
@@ -4129,7 +3894,6 @@ THREE, INTEGERS = sample(3), np.arange(3, dtype=np.int32)
 REFUSED_BY_WARP_KERNEL = [  # the text of an error, a kernel, arguments of a call, options
     (r"'multiply': argument 'x' is .*float32\[:\] .*int32\[3\]: wrong dtype", "multiply", (INTEGERS, THREE), {}),
     (r"JAX keeps 64 bits .* x = jnp.asarray\(x, jnp.float64\)", "takes_doubles", (THREE,), {}),
-    (r"'y' .*got float32\[3,1\]: wrong number of dimensions", "multiply", (THREE, spec(3, 1)), {}),
     (r"'v' .*float32\[:,2\].*: wrong inner", "matvec", (spec(3, 2, 2), spec(3, 4)), {}),
     ("a launch has known dimensions", "multiply", (spec(*export.symbolic_shape("n")), THREE), {}),
     ("Warp counts extents and strides in 32 bits", "multiply", (spec(2**31), THREE), {}),
@@ -4181,9 +3945,7 @@ def test_warp_arguments_as_kernels_take_them(warp_path):
     x = jnp.arange(3.0)
     f = xk.warp_kernel(scaled, like_first)
     check_equal(f(x, jnp.float32(2), kind, 1, 1), [6, 8, 10])  # an array of one element
-    for null_array in (None, jnp.zeros(0)):
-        check_equal(f(x, null_array, kind, 1, 1), [3, 4, 5])
-        check_equal(f(x, h=1, on=True, kind=kind, factor=null_array), [3, 4, 5])
+    check_equal(f(x, h=1, on=True, kind=kind, factor=None), [3, 4, 5])
 
 
 @needs_warp
@@ -4258,16 +4020,6 @@ def test_warp_values_that_look_like_pointers():
         for bits in (0, 4096, 2**59 + 16, 2**64 - 1):
             f = xk.warp_kernel(wide, spec(3, dtype=np.uint64))
             check_equal(f(THREE, bits), np.full(3, bits, np.uint64))
-
-
-@needs_warp
-def test_warp_kernel_that_does_not_build_gives_its_name_back(tmp_path):
-    for statement in ("undefined(x)", "out[wp.tid()] = x[wp.tid()]"):
-        f = xk.warp_kernel(kernel_with_body(statement, tmp_path), like_first, name="given back")
-        with contextlib.suppress(KeyError):
-            check_equal(f(*PAIR), PAIR[0])
-    with pytest.raises(ValueError, match="name='given back': another kernel"):
-        xk.warp_kernel(warp_kernels().multiply, like_first, name="given back")(*PAIR)
 
 
 @needs_warp
@@ -4443,27 +4195,11 @@ RETURNED = {  # what a kernel for these outs may return
 def test_op_fills_a_dict_in_written_order_or_by_key(kind):
     kernel = RETURNED[kind]
     op = op_with(kernel if kind == "ready" else lambda: kernel)
-
-    def forward(x, outs):
-        results = op(x, outs=dict(zip(LOW_AND_HIGH, outs)))
-        return {"high": results["high"], "low": results["low"]}, x
-
-    def backward(x, cotangents):
-        return jnp.stack([cotangents["low"], cotangents["high"]])
-
     call = partial(op, outs=LOW_AND_HIGH)
     x = np.array([1, 2], np.float32)
-    for define_rule in (lambda *rule: None, op.def_vjp_rule):
-        define_rule(forward, backward)
-        for f in (call, jax.jit(call), jax.disable_jit()(call)):
-            assert f(x) == {"low": 1, "high": 2}
-        assert jax.tree.map(list, jax.vmap(call)(np.stack([x, x + 1]))) == {"low": [1, 2], "high": [2, 3]}
-    check_equal(jax.grad(lambda x: call(x)["low"] + 3 * call(x)["high"])(x), [1, 3])
-    op.def_jvp_rule2(lambda t, x: (t[0], t[1]))
-    assert jax.jvp(call, [x], [x + 4]) == ({"low": 1, "high": 2}, {"low": 5, "high": 6})
-    batch, axes = xk.general_batching_rule(op, [np.stack([x, x])], [0], outs=LOW_AND_HIGH)
-    check_equal(batch["high"], [2, 2])
-    assert axes == {"low": 0, "high": 0}
+    for f in (call, jax.jit(call), jax.disable_jit()(call)):
+        assert f(x) == {"low": 1, "high": 2}
+    assert jax.tree.map(list, jax.vmap(call)(np.stack([x, x + 1]))) == {"low": [1, 2], "high": [2, 3]}
 
 
 @pytest.mark.parametrize("outs", [LOW_AND_HIGH, [spec(), spec()]])
@@ -4638,7 +4374,6 @@ READY_KERNELS = {  # and their options
     "wrapper": (wrap(numba_multiply), {}),
     "generator of a dispatcher": (lambda outs: numba_multiply, {}),
     "in place": (numba.njit(runs("out[:] *= y", "x, y, out")), {"input_output_aliases": {0: 0}}),
-    "vectorize": (numba.vectorize(lambda x, y: x * y), {}),
     "guvectorize": (numba.guvectorize("(n),(n)->(n)")(numba_multiply.py_func), {}),
 }
 
@@ -4684,8 +4419,6 @@ OP_ERRORS = {  # the error, what its text says, the options of a call
     "undecorated": (TypeError, "is a generator: it gets static parameters alone", {"backend": "undecorated"}),
     "ready kernel": (TypeError, "['alpha'] need a generator", {"backend": "numba", "alpha": 2}),
     "list inside": (TypeError, "'alpha' must be hashable", {"alpha": (Config(1.0, table=[1]),)}),
-    "outs: a dtype": (TypeError, "outs must be specs", {"outs": np.float32}),
-    "outs: None": (TypeError, "outs is missing", {"outs": None}),
 }
 
 
@@ -4730,7 +4463,6 @@ def op_that_calls_itself():
 
 MISUSES = [  # the error, what its text says, what is done to an op
     (TypeError, "backend must be a name, got 1", methodcaller("def_kernel", 1, "cpu", add_to(1))),
-    (TypeError, "platform must be a name, got ''", methodcaller("def_kernel", "a", "", add_to(1))),
     (TypeError, "must be callable, got 'kernel'", methodcaller("def_kernel", "a", "cpu", "kernel")),
     (TypeError, "grid can be given with a ready kernel only", methodcaller("def_numba_kernel", add_to(1), grid=3)),
     (TypeError, "cannot have side effects", methodcaller("def_numba_kernel", numba_multiply, has_side_effect=True)),
@@ -4868,26 +4600,23 @@ def test_defjvp_and_general_batching_take_a_primitive_of_someone_else():
     check_equal(jax.vmap(square_p.bind, 1)(ROWS.T), ROWS**2)
 
 
-def test_op_batching_rules_as_brainevent_writes_them():
+def test_op_batching_rule_of_some_axes_leaves_others_to_the_general_one():
     """The product with a vector becomes one with a matrix, where the vectors alone are batched."""
-    op = op_of(lambda a, v, scale: a @ v * scale)
+    op = op_of(operator.matmul)
     seen = []
 
     @op.def_batching_rule
     def rule(args, axes, **options):
         seen.append(tuple(axes))
-        if tuple(axes) != (None, 0):
+        if axes[0] is not None:
             return xk.general_batching_rule(op, args, axes, **options)
-        matrix, vectors = args
-        options["outs"] = (spec(3, 3),)
-        return [out.T for out in op(matrix, vectors.T, **options)], [-2]
+        (products,) = op(args[0], args[1].T, outs=[spec(3, 3)])
+        return [products.T], [-2]
 
     matrix = ROWS @ ROWS.T
-    products = 2 * matrix @ matrix.T
-    product = partial(op, outs=spec(3), scale=2.0)
-    of_matrices = jax.vmap(product, (0, None))
-    check_equal(jax.vmap(product, (None, 0))(matrix, matrix), products)
-    check_equal(jax.vmap(of_matrices, (None, 0))(np.stack([matrix, matrix]), matrix)[:, 1], products)
+    product = partial(op, outs=spec(3))
+    check_equal(jax.vmap(product, (None, 0))(matrix, matrix), matrix @ matrix.T)
+    check_equal(jax.vmap(product, (0, None))(np.stack([matrix, matrix]), matrix[0])[1], matrix @ matrix[0])
     assert seen == [(None, 0), (0, None)]
 
 
@@ -4988,8 +4717,8 @@ matvecs = jax.vmap(matvec, (0, None))
 matvecs_of_blocks = jax.vmap(matvecs, (0, None))
 
 
-def all_matvecs(rows, square=W66):
-    return rows @ square.T
+def all_matvecs(rows):
+    return rows @ W66.T
 
 
 def constrained(x, mesh, *axes):
@@ -4997,8 +4726,6 @@ def constrained(x, mesh, *axes):
 
 
 SPLIT_PROGRAMS = {  # a function, its arrays with the axes that their dimensions are split over, and what is right
-    "in a program": (lambda x, w: matvecs(2 * x, w + 1).sum(1), [(X86, "e"), (W66,)],
-                     all_matvecs(2 * X86, W66 + 1).sum(1)),
     "two axes on one dimension": (matvecs_of_blocks, [(X846, ("d", "e")), (W66,)], all_matvecs(X846)),
     "in a loop": (lambda x, w: jax.lax.fori_loop(0, 2, lambda _, x: matvecs_of_blocks(x, w), x),
                   [(X846, "d"), (W66,)], all_matvecs(all_matvecs(X846))),
@@ -5020,20 +4747,15 @@ def test_xla_splits_a_batch(case):
     check_split(function, [on_square(*array) for array in arrays], expected)
 
 
-@pytest.mark.parametrize("ranks", [(0, 2), (1, 2), (0, 1, 2), (2, 0), (3, 0), (1, 0, 3), (1, 1)])
-def test_xla_splits_a_batch_whose_shared_operands_have_any_rank(ranks):
-    terms = [f"x{k}[{', '.join(['0'] * rank) or '()'}]" for k, rank in enumerate(ranks)]
-    names = [f"x{k}" for k in range(len(ranks))]
-    add = wrap(runs(f"for i in range(3): out[i] = i + {' + '.join(terms)}", ", ".join([*names, "out"])), spec(3))
-    for batched in itertools.product([True, False], repeat=len(ranks)):
-        arrays = [
-            np.random.default_rng(0).random([8] * flag + [2] * rank, np.float32) for flag, rank in zip(batched, ranks)
-        ]
-        args = [on_mesh(x, *["d"] * flag) for x, flag in zip(arrays, batched)]
-        if any(batched):
-            firsts = [x.reshape(x.shape[0] if flag else 1, -1)[:, 0] for x, flag in zip(arrays, batched)]
-            expected = np.sum(np.broadcast_arrays(*firsts), axis=0)[:, None] + np.arange(3)
-            check_split(jax.vmap(add, [0 if flag else None for flag in batched]), args, expected)
+@pytest.mark.parametrize("batched", list(itertools.product([True, False], repeat=3))[:-1])
+def test_xla_splits_a_batch_whose_shared_operands_have_any_rank(batched):
+    add = wrap(runs("for i in range(3): out[i] = x[()] + y[0, 0, 0] + i * z[0]", "x, y, z, out"), spec(3))
+    in_axes = [0 if flag else None for flag in batched]
+    shapes = [[8] * flag + [2] * rank for flag, rank in zip(batched, (0, 3, 1))]
+    arrays = [np.random.default_rng(0).random(shape, np.float32) for shape in shapes]
+    args = [on_mesh(x, *["d"] * flag) for x, flag in zip(arrays, batched)]
+    in_jax = jax.vmap(lambda x, y, z: x + y[0, 0, 0] + jnp.arange(3) * z[0], in_axes)
+    check_split(jax.vmap(add, in_axes), args, in_jax(*arrays))
 
 
 def test_a_batch_is_split_over_the_axes_that_a_shard_map_leaves():
@@ -5041,24 +4763,6 @@ def test_a_batch_is_split_over_the_axes_that_a_shard_map_leaves():
         matvecs_of_blocks, mesh=four_devices(2, 2), in_specs=(P("d"), P()), out_specs=P("d"), axis_names={"d"}
     )
     check_split(over_d, [on_square(X846, "d", "e"), on_square(W66)], all_matvecs(X846))
-
-
-RAISES_ON_SEVEN_SLICES = """
-    import faulthandler
-    faulthandler.dump_traceback_later(120, exit=True)
-    mesh = jax.sharding.Mesh(np.array(jax.devices()), "d")
-    whole, split = [jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)) for axes in ((), "d")]
-    kernel = jax.vmap(wrap(runs("if x[0] > 5: raise ValueError('too large')\\n    out[:] = x")))
-    call = jax.jit(lambda x: jax.lax.with_sharding_constraint(2 * kernel(x[:7]), whole), in_shardings=split)
-    x = jax.device_put(np.arange(16, dtype=np.float32).reshape(8, 2) / 4, split)
-    print(call(x)[6])
-    print("too large" in error_of(call, 4 * x))
-    """
-
-
-def test_a_kernel_that_raises_in_a_batch_that_devices_do_not_divide():
-    output = run_code(RAISES_ON_SEVEN_SLICES, XLA_FLAGS="--xla_force_host_platform_device_count=4")
-    assert output == "[6.  6.5]\nTrue\n"
 
 
 COLLECTIVES = re.compile(r"\b(all-gather|all-to-all|collective-permute|all-reduce)(?:-start)?\(")
@@ -5082,47 +4786,36 @@ CUBE = np.arange(128.0, dtype=np.float32).reshape(8, 4, 4)
 XS, YS = CUBE[:2]
 XS_FLAT = XS.ravel()
 INNER = (None, ("e", "d"))
-SPLITS = {  # what is done to the product of two vectors, the arrays, how these are split, and how the result is
+SHARDED = {  # what is done to the product of two vectors, the arrays, how these are split, and how the result is
     "crossed": (of_pairs, (XS, YS), [("d",), ("e",)], ("d", "e")),
     "only the second": (of_pairs, (XS, YS), [(), ("e",)], (None, "e")),
     "inner": (lambda product: jax.vmap(jax.vmap(product, (0, None))), (CUBE, CUBE[:, 0]), [INNER, ()], INNER),
     "grad": (gradient_of_batch, (XS, YS[0]), [("d",), ()], ("d",)),
-}
-GATHERED = {  # the same, where XLA must gather
-    "without vmap": (lambda product: product, (XS_FLAT, XS_FLAT), [("d",), ("d",)]),
-    "an axis shared by two batches": (of_pairs, (XS, YS), [("d",), ("d",)]),
-    "parts of slices": (of_parts, (XS_FLAT, XS_FLAT), [(("d", "e"),), (("d", "e"),)]),
+    # XLA must gather
+    "without vmap": (lambda product: product, (XS_FLAT, XS_FLAT), [("d",), ("d",)], None),
+    "an axis shared by two batches": (of_pairs, (XS, YS), [("d",), ("d",)], None),
+    "parts of slices": (of_parts, (XS_FLAT, XS_FLAT), [(("d", "e"),), (("d", "e"),)], None),
 }
 WITH_WARP = pytest.param("warp", marks=pytest.mark.needs("warp"))
 
 
-def on_devices(kind, arrays, placed):
-    """The product of two vectors, and arrays on a mesh of two by two."""
+@pytest.mark.parametrize("kind", ["numba", "explicit", WITH_WARP])
+@pytest.mark.parametrize("program", SHARDED)
+def test_what_is_sharded_stays_sharded_where_it_can(program, kind):
+    transform, arrays, placed, axes_of_result = SHARDED[program]
+    if kind == "explicit" and not axes_of_result:
+        pytest.skip("JAX refuses it")
     product = call_op(product_op("numba"))
     if kind == "warp":
         product = xk.warp_kernel(warp_kernels().multiply, like_first, differentiable=True)
     mesh = four_devices(2, 2, axis_type=EXPLICIT if kind == "explicit" else AUTO)
-    return product, [on_mesh(x, *axes, mesh=mesh) for x, axes in zip(arrays, placed)], mesh
-
-
-@pytest.mark.parametrize("kind", ["numba", "explicit", WITH_WARP])
-@pytest.mark.parametrize("program", SPLITS)
-def test_what_is_sharded_stays_sharded(program, kind):
-    transform, arrays, placed, axes_of_result = SPLITS[program]
-    product, operands, mesh = on_devices(kind, arrays, placed)
+    operands = [on_mesh(x, *axes, mesh=mesh) for x, axes in zip(arrays, placed)]
     compiled = jax.jit(transform(product)).lower(*operands).compile()
-    assert not COLLECTIVES.search(compiled.as_text())
     result = compiled(*operands)
     check_close(result, transform(operator.mul)(*arrays), 1e-6)
-    assert result.sharding.is_equivalent_to(jax.sharding.NamedSharding(mesh, P(*axes_of_result)), result.ndim)
-
-
-@pytest.mark.parametrize("kind", ["numba", WITH_WARP])
-@pytest.mark.parametrize("program", GATHERED)
-def test_what_cannot_stay_sharded_is_gathered(program, kind):
-    transform, arrays, placed = GATHERED[program]
-    product, operands, _ = on_devices(kind, arrays, placed)
-    check_close(jax.jit(transform(product))(*operands), transform(operator.mul)(*arrays), 1e-6)
+    if axes_of_result:
+        assert not COLLECTIVES.search(compiled.as_text())
+        assert result.sharding.is_equivalent_to(jax.sharding.NamedSharding(mesh, P(*axes_of_result)), result.ndim)
 
 
 def over_axis(f, axis, **mesh):
@@ -5162,47 +4855,6 @@ def test_op_on_a_mesh_of_explicit_axes(x_axes, y_axes, define_derivative):
         x_gradient, y_gradient = jax.jit(jax.grad(sum_of(product), (0, 1)))(x, y)
         check_equal(x_gradient, WEIGHTS)
         check_equal(y_gradient, VECTOR)
-
-
-# ======================================================================================================
-# A network of spiking neurons: the program of the README, which the benchmark times
-# CUBA, benchmark 2 of Brette et al. (2007): leaky integrate-and-fire neurons, 80% of them excitatory, 80 synapses each.
-# ======================================================================================================
-
-
-def step_of_the_readme():
-    namespace = {}
-    exec(README_BLOCKS["A network of spiking neurons", 0], namespace)
-    return namespace["step"]
-
-
-def random_csr(n_rows, n_columns):
-    """indptr and indices of a matrix with 80 columns in a row."""
-    rng = np.random.default_rng(1)
-    indptr = np.r_[0, rng.binomial(n_columns, 80 / n_columns, n_rows).cumsum()]
-    return jnp.asarray(indptr, jnp.int32), jnp.asarray(rng.integers(0, n_columns, indptr[-1]), jnp.int32)
-
-
-def first_state(n):
-    v = np.random.default_rng(2).uniform(-60, -50, n)  # mV
-    return jnp.asarray(v, jnp.float32), jnp.zeros(n), jnp.zeros(n), jnp.zeros(n, jnp.int32)
-
-
-def simulation(step, n, steps, seen=lambda spikes: None):
-    """A function of the first state of n neurons that returns what is seen of the spikes in each step of 0.1 ms."""
-    synapses = random_csr(n, n)
-
-    def stepping(state, _):
-        state = step(*state, *synapses)
-        return state, seen(state[3] == 50)
-
-    return jax.jit(lambda state: jax.lax.scan(stepping, state, length=steps))
-
-
-def test_network_of_the_readme():
-    """It spikes at the rate that Brette et al. report."""
-    _, counts = simulation(step_of_the_readme(), 4000, 2000, jnp.count_nonzero)(first_state(4000))
-    assert 4 < counts.sum() / 4000 / 0.2 < 8
 
 
 # ======================================================================================================
@@ -5432,64 +5084,48 @@ def bench_few_slices():
     return compare({f"{count} slices": partial(batched, count) for count in (1, os.cpu_count())})
 
 
-START = """
-import math, time
-import jax, numba, numpy as np
-
-start = time.perf_counter()
-import xla_kernels as xk
-kernels = []
-"""
-KERNEL = """
-@kernels.append
-@numba.njit(cache=True)
-def kernel_{0}(x, y, out):
-    for i in range(x.size):
-        out[i] = math.sin(x[i]) ** {0} + y[i]
-"""
-FIRST_RESULT = """
-x = np.ones(16, np.float32)
-calls = [xk.numba_kernel(kernel, lambda x, y: x) for kernel in kernels]
-jax.block_until_ready(jax.jit(lambda x: [call(x, x) for call in calls])(x))
-print(1e3 * (time.perf_counter() - start))
-"""
+# -- the network of spiking neurons --------------------------------------------------------------------
+# The README's program: CUBA, benchmark 2 of Brette et al. (2007), 5,000 steps of 4,000 neurons.
 
 
-def bench_start():
-    """From importing this library to the first result of 20 kernels with cache=True"""
-
-    def first_and_next(folder):
-        file = pathlib.Path(folder, "kernels.py")
-        file.write_text(START + "".join(map(KERNEL.format, range(20))) + FIRST_RESULT)
-        return [float(run_python(file)) for _ in range(2)]
-
-    with tempfile.TemporaryDirectory() as folder:
-        return [figure(*row, "ms") for row in zip(("the first process", "the next"), first_and_next(folder))]
+def network_of_the_readme():
+    """What its program defines."""
+    network = {}
+    exec(README_BLOCKS["A network of spiking neurons", 0], network)
+    return network
 
 
-def figure(path, value, unit, **others):
-    """A row of one measurement."""
-    return {"case": "", "path": path, "value": value, "unit": unit, **others}
-
-
-# -- the network of spiking neurons, by others ---------------------------------------------------------
-
-
-def step_by_brainevent():
-    step = numba.njit(step_of_the_readme().__wrapped__)
+def network_of_brainevent():
+    """The same with a kernel of its."""
+    network = network_of_the_readme()
+    step = numba.njit(network["step"].__wrapped__)
 
     @numba.njit
     def in_place(_v, _ge, _gi, _wait, indptr, indices, v, ge, gi, wait):
         step(v, ge, gi, wait, indptr, indices)
 
     aliases = {0: 0, 1: 1, 2: 2, 3: 3}
-    return lambda *args: brainevent().numba_kernel(in_place, outs=args[:4], input_output_aliases=aliases)(*args)
+    network["step"] = lambda *args: brainevent().numba_kernel(in_place, outs=args[:4], input_output_aliases=aliases)(*args)
+    return network
+
+
+def timed_step(make):
+    """A function that measures one step of a network, in µs."""
+    network = make()
+
+    @jax.jit
+    def simulate(state):
+        return jax.lax.scan(lambda state, _: (network["advance"](state, _)[0], None), state, length=5000)
+
+    zeros = network["zeros"]
+    once = timed(simulate, (network["v"], zeros, zeros, zeros.astype(np.int32)))
+    return lambda: once() / 5000
 
 
 BRIAN2 = """
 import sys
 from brian2 import *
-n, steps, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+n, steps, folder = 4000, 5000, sys.argv[1]
 set_device("cpp_standalone", build_on_run=False)
 prefs.core.default_float_dtype = np.float32
 equations = '''
@@ -5508,40 +5144,37 @@ device.build(directory=folder, compile=True, run=False)
 """
 
 
-def brian2_program(n, steps):
+def brian2_program():
     """A function that runs Brian2's compiled program and reads the time of a step that it reports."""
     folder = pathlib.Path(tempfile.mkdtemp())
-    run_python("-W", "ignore", "-c", BRIAN2, n, steps, folder, cwd=folder)
+    run_python("-W", "ignore", "-c", BRIAN2, folder, cwd=folder)
 
     def once():
         subprocess.run([folder / "main"], check=True, capture_output=True, cwd=folder)
-        return float((folder / "results" / "last_run_info.txt").read_text().split()[0]) / steps * 1e6
+        return float((folder / "results" / "last_run_info.txt").read_text().split()[0]) / 5000 * 1e6
 
     return once
 
 
-def bench_network(n=4_000, steps=5_000):
+def bench_network():
     """CUBA network (Brette et al. 2007) of 4,000 neurons, 80 synapses a neuron: one step of 0.1 ms"""
-
-    def stepping(make_step):
-        once = timed(simulation(make_step(), n, steps), first_state(n))
-        return lambda: once() / steps
-
-    steppers = {"numba_kernel": step_of_the_readme, "brainevent.numba_kernel": step_by_brainevent}
-    return compare(over(steppers, stepping) | {"Brian2 C++ standalone, float32": partial(brian2_program, n, steps)})
+    networks = {"numba_kernel": network_of_the_readme, "brainevent.numba_kernel": network_of_brainevent}
+    return compare(over(networks, timed_step) | {"Brian2 C++ standalone, float32": brian2_program})
 
 
-def bench_spikes(n=4_000, steps=5_000, shown=250):
+def bench_spikes():
     """Spikes of the CUBA network in half a second"""
-    run = simulation(step_of_the_readme(), n, steps, lambda spikes: spikes[:: n // shown])
-    times, numbers = np.nonzero(np.asarray(run(first_state(n))[1]))
-    raster = [[float(t), int(i)] for t, i in zip(np.round(times * 0.1, 1), numbers)]
-    return [figure("rate", len(raster) / shown / (steps * 1e-4), "Hz", raster=raster)]
+    network = network_of_the_readme()
+    steps, neurons = network["steps"], network["neurons"]
+    shown = neurons % 16 == 0
+    raster = np.stack([steps[shown] * 0.1, neurons[shown] // 16], axis=1).round(1).tolist()
+    rate = steps.size / network["n"] / 0.5
+    return [{"case": "", "path": "rate", "value": rate, "unit": "Hz", "raster": raster}]
 
 
 # -- the tests that measure ----------------------------------------------------------------------------
 
-CPU_ONLY = {"slices", "start", "network", "spikes"}
+CPU_ONLY = {"slices", "network", "spikes"}
 PICTURES = {"per_call": "speed", "spikes": "raster"}
 BENCHMARKS = {name[6:]: function for name, function in list(globals().items()) if name.startswith("bench_")}
 
