@@ -2980,6 +2980,7 @@ def test_fakecuda_more_slices_than_a_grid_has_blocks(gpus, package_cuda):
     (4, "while cuda.atomic.exch(out, 0, 1) == 0: pass"),
     (4, "while cuda.atomic.add(out, 0, 0) == 0: pass"),
     (4, "while cuda.ldcv(out, 0) == 0: pass"),
+    (4, "while cuda.ldcg(out, 0) == 0: pass"),
     (4, "while out[0] == 0: cuda.nanosleep(100)"),
     (1, "cuda.atomic.add(out, 0, 1)"),
 ])  # fmt: skip
@@ -3613,10 +3614,12 @@ def test_warp_generated_kernels_are_theirs_by_constant_and_setting(warp_path, mo
     targets = [target_of(kernel_with_a_constant(2.0), x) for _ in range(2)]
     monkeypatch.setitem(options, "fast_math", not options["fast_math"])
     targets.append(target_of(kernel_with_a_constant(2.0), x))
+    traced = jax.jit(kernel_with_a_constant(2.0)).trace(x)
     monkeypatch.setattr(wp.config, "verify_fp", True)
     targets.append(target_of(kernel_with_a_constant(2.0), x))
     check_equal(kernel_with_a_constant(2.0)(x), 2 * x)
     assert targets[0] == targets[1] and len(set(targets)) == 3
+    assert targets[-1] in traced.lower().as_text()  # by what the settings are now
 
 
 def test_warp_threads_that_call_kernels_of_one_module(warp_path, monkeypatch):
