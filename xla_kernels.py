@@ -700,37 +700,33 @@ class _Written(dict):
     """
 
     def tree_flatten(self) -> tuple[tuple, tuple]:
-        return tuple(self.values()), tuple(self)
+        return tuple(map(_as_written, self.values())), tuple(self)
 
     @classmethod
     def tree_unflatten(cls, keys: tuple, values: Iterable) -> dict:
         return dict(zip(keys, values, strict=True))
 
 
-def _flatten(tree: Any, is_leaf: Callable = lambda x: False) -> tuple[list, Any]:
+def _is_leaf(x: Any) -> bool:
+    return type(x) is dict or _is_spec(x)
+
+
+def _as_written(tree: Any) -> Any:
+    return jax.tree.map(lambda x: _Written(x) if type(x) is dict else x, tree, is_leaf=_is_leaf)
+
+
+def _flatten(tree: Any) -> tuple[list, Any]:
     """The leaves of a pytree, those of dicts in written order, and its structure, which makes plain dicts of them."""
-
-    def in_written_order(tree: Any) -> Any:
-        return jax.tree.map(written, tree, is_leaf=lambda x: type(x) is dict or is_leaf(x))
-
-    def written(x: Any) -> Any:
-        if type(x) is not dict:
-            return x
-        return _Written({key: in_written_order(value) for key, value in x.items()})
-
-    return jax.tree.flatten(in_written_order(tree), is_leaf)
+    return jax.tree.flatten(_as_written(tree), _is_spec)
 
 
 def _leaves_like(tree: Any, returned: Any, what: str) -> list:
     """The leaves of what a function returned, in the order of a structure of declared outputs: of dicts by key."""
-    numbers = tree.unflatten(range(tree.num_leaves))
-    structure: Any = jax.tree.structure(returned)
-    leaves = jax.tree.leaves(returned)
-    if structure == jax.tree.structure(numbers):
-        by_number = dict(zip(jax.tree.leaves(numbers), leaves, strict=True))
-        return [by_number[k] for k in range(len(leaves))]
-    parts = jax.tree.leaves(returned, is_leaf=lambda x: isinstance(x, dict))
-    if len(leaves) > 1 and any(isinstance(part, dict) for part in parts):
+    order, declared = jax.tree.flatten(tree.unflatten(range(tree.num_leaves)))
+    leaves, structure = jax.tree.flatten(returned)
+    if declared == structure:
+        return [leaves[order.index(k)] for k in range(len(leaves))]
+    if len(leaves) > 1 and any(isinstance(x, dict) for x in jax.tree.leaves(returned, is_leaf=_is_leaf)):
         raise ValueError(f"{what} returned {structure}, but outs declares {tree}: return equal keys, or a tuple")
     return leaves
 
@@ -747,11 +743,15 @@ def _flat_specs(specs: Any, what: str, ins: Sequence[Spec] | None = None) -> tup
 
     With `ins` they get the dtypes that JAX allows beside these inputs.
     """
-    leaves, tree = _flatten(specs, _is_spec)
+    leaves, tree = _flatten(specs)
     declared = []
     for i, leaf in enumerate(leaves):
         name = f"{what}[{i}]" if len(leaves) > 1 else what
         declared.append(_declared_spec(leaf, name, ins))
+    try:
+        jax.tree.structure(tree.unflatten(leaves))  # what JAX will do with the results
+    except ValueError as error:
+        raise TypeError(f"{what}: JAX sorts the keys of a dict, so they must be of one type; got {specs}") from error
     return declared, tree
 
 
@@ -761,32 +761,25 @@ def _declared_spec(x: Any, what: str, ins: Sequence[Spec] | None) -> Spec:
             f"{what} must be specs with both .shape and .dtype, such as jax.ShapeDtypeStruct(shape, dtype), or a "
             f"callable of the inputs that returns them; got {x!r} of type {type(x).__name__}"
         )
-    shape = _checked_shape(x.shape, what)
     _check_dtype(x.dtype, what)
+    try:
+        shape = jax.core.ShapedArray(x.shape, np.float32).shape  # with Python's ints, or sizes that are symbolic
+    except TypeError as error:
+        raise TypeError(f"{what} must have a tuple of ints as its shape; got {x.shape!r}") from error
+    if any(isinstance(size, int) and size < 0 for size in shape):
+        raise ValueError(f"{what} has a negative dimension in its shape {shape}")
     dtype = np.dtype(x.dtype)
     if ins is None:
         return Spec(shape, dtype)
     allowed = _allowed_dtype(dtype, ins)
     if allowed != dtype:
-        _warn_user(f"{what} asks for {dtype}, which JAX truncates to {allowed} unless jax_enable_x64 is set")
+        text = f"{what} asks for {dtype}, which JAX truncates to {allowed} unless jax_enable_x64 is set"
+        warnings.warn(text, skip_file_prefixes=_FILES_BEFORE_THE_USERS)
     return Spec(shape, allowed)
 
 
-def _warn_user(text: str) -> None:
-    """Warn with the user's line: that of the innermost call which is neither in this file nor in JAX."""
-    this_file = __file__[:-1]  # CPython 3.12 and 3.13 take no whole name for a prefix
-    warnings.warn(text, skip_file_prefixes=(this_file, os.path.join(os.path.dirname(jax.__file__), "")))
-
-
-def _checked_shape(shape: Sequence, what: str) -> tuple:
-    """A shape with Python's ints; dimensions of symbolic shapes stay what they are."""
-    if not isinstance(shape, Iterable) or any(isinstance(size, (float, str)) for size in shape):
-        raise TypeError(f"{what} must have a tuple of ints as its shape; got {shape!r}")
-    sizes = tuple(operator.index(size) if isinstance(size, (int, np.integer)) else size for size in shape)
-    for size in sizes:
-        if isinstance(size, int) and size < 0:
-            raise ValueError(f"{what} has a negative dimension in its shape {sizes}")
-    return sizes
+# CPython 3.12 and 3.13 take no whole name for a prefix, so this file's lacks the last letter.
+_FILES_BEFORE_THE_USERS = (__file__[:-1], os.path.join(os.path.dirname(jax.__file__), ""))
 
 
 def _input_spec(x: Any, i: int) -> Spec:
@@ -813,26 +806,19 @@ def _as_inputs(args: Sequence, name: str) -> tuple[Sequence, bool]:
             continue
         if isinstance(x, jax.core.Tracer):
             is_traced = True
-        elif _is_jax_type(x):
-            _INPUT_TYPES.add(type(x))
         else:
-            inputs[i] = _from_foreign(x, i, name)
+            inputs[i] = _as_input(x, i, name)
     return inputs, is_traced
 
 
-def _is_jax_type(x: Any) -> bool:
-    """Whether JAX takes values of this type as they are."""
-    if hasattr(x, "__jax_array__"):
-        return False
-    with contextlib.suppress(TypeError):
-        return bool(jax.typeof(x))
-    return False
-
-
-def _from_foreign(x: Any, i: int, name: str) -> Any:
-    """An array of another library as JAX's, without a copy where JAX can share its memory."""
+def _as_input(x: Any, i: int, name: str) -> Any:
+    """An array of another library becomes one of JAX's, without a copy where JAX can share its memory."""
     if hasattr(x, "__jax_array__"):
         return x.__jax_array__()
+    with contextlib.suppress(TypeError):
+        jax.typeof(x)
+        _INPUT_TYPES.add(type(x))
+        return x
     if hasattr(x, "__dlpack__"):
         return jax.dlpack.from_dlpack(x)
     hint = "pass its leaves one by one" if isinstance(x, (list, tuple, dict)) else "convert it with jnp.asarray"
@@ -5151,7 +5137,7 @@ def _find_call(op: XLACustomKernel, args: Sequence, outs: Any, backend: Any, par
 def _outs_key(outs: Any) -> tuple:
     if type(outs) in _SPEC_TYPES:  # the usual case, in half the time
         return outs.shape, outs.dtype
-    leaves, tree = _flatten(outs, _is_spec)
+    leaves, tree = _flatten(outs)
     shown = [(tuple(x.shape), x.dtype) if _is_spec(x) else x for x in leaves]
     return tree, *shown
 
@@ -5529,7 +5515,7 @@ def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None],
         outs = params.pop("outs")
         if callable(outs):
             outs = _call_option(outs, "general_batching_rule: outs", list(map(_without_axis, args, axes)))
-        _, tree = _flatten(outs, _is_spec)
+        _, tree = _flatten(outs)
         out = jax.tree.unflatten(tree, primitive.bind_batch(args, axes, outs=outs, **params))
     else:
         in_axes, batch = _with_axes_in_front(args, axes)
