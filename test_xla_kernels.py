@@ -4419,7 +4419,11 @@ OP_ERRORS = {  # the error, what its text says, the options of a call
     "unknown backend": (ValueError, f"no backend '' for platform 'cpu'; registered: {REGISTERED}", {"backend": ""}),
     "kernel raises": (KeyError, "raised this; 'cpu' has shape, raising", {"backend": "raising"}),
     "no function": (TypeError, "got None", {"backend": "nothing"}),
-    "undecorated": (TypeError, "is a generator: it gets static parameters alone", {"backend": "undecorated"}),
+    "undecorated": (
+        TypeError,
+        "is a generator: it takes (x, out), but this call gives it ()",
+        {"backend": "undecorated"},
+    ),
     "ready kernel": (TypeError, "['alpha'] need a generator", {"backend": "numba", "alpha": 2}),
     "list inside": (TypeError, "'alpha' must be hashable", {"alpha": (Config(1.0, table=[1]),)}),
 }

@@ -676,37 +676,34 @@ class _Written(dict):
     """
 
     def tree_flatten(self) -> tuple[tuple, tuple]:
-        return tuple(self.values()), tuple(self)
+        return tuple(map(_as_written, self.values())), tuple(self)
 
     @classmethod
     def tree_unflatten(cls, keys: tuple, values: Iterable) -> dict:
         return dict(zip(keys, values, strict=True))
 
 
-def _flatten(tree: Any, is_leaf: Callable = lambda x: False) -> tuple[list, Any]:
+def _is_leaf(x: Any) -> bool:
+    return type(x) is dict or _is_spec(x)
+
+
+def _as_written(tree: Any) -> Any:
+    return jax.tree.map(lambda x: _Written(x) if type(x) is dict else x, tree, is_leaf=_is_leaf)
+
+
+def _flatten(tree: Any) -> tuple[list, Any]:
     """The leaves of a pytree, those of dicts in written order, and its structure, which makes plain dicts of them."""
-
-    def in_written_order(tree: Any) -> Any:
-        return jax.tree.map(written, tree, is_leaf=lambda x: type(x) is dict or is_leaf(x))
-
-    def written(x: Any) -> Any:
-        if type(x) is not dict:
-            return x
-        return _Written({key: in_written_order(value) for key, value in x.items()})
-
-    return jax.tree.flatten(in_written_order(tree), is_leaf)
+    return jax.tree.flatten(_as_written(tree), _is_spec)
 
 
 def _leaves_like(tree: Any, returned: Any, what: str) -> list:
     """The leaves of what a function returned, in the order of a structure of declared outputs: of dicts by key."""
-    numbers = tree.unflatten(range(tree.num_leaves))
+    order, declared = jax.tree.flatten(tree.unflatten(range(tree.num_leaves)))
     structure: Any = jax.tree.structure(returned)
     leaves = jax.tree.leaves(returned)
-    if structure == jax.tree.structure(numbers):
-        by_number = dict(zip(jax.tree.leaves(numbers), leaves, strict=True))
-        return [by_number[k] for k in range(len(leaves))]
-    parts = jax.tree.leaves(returned, is_leaf=lambda x: isinstance(x, dict))
-    if len(leaves) > 1 and any(isinstance(part, dict) for part in parts):
+    if structure == declared:
+        return [leaves[order.index(k)] for k in range(len(leaves))]
+    if len(leaves) > 1 and any(isinstance(x, dict) for x in jax.tree.leaves(returned, is_leaf=_is_leaf)):
         raise ValueError(f"{what} returned {structure}, but outs declares {tree}: return equal keys, or a tuple")
     return leaves
 
@@ -723,11 +720,15 @@ def _flat_specs(specs: Any, what: str, ins: Sequence[Spec] | None = None) -> tup
 
     With `ins` they get the dtypes that JAX allows beside these inputs.
     """
-    leaves, tree = _flatten(specs, _is_spec)
+    leaves, tree = _flatten(specs)
     declared = []
     for i, leaf in enumerate(leaves):
         name = f"{what}[{i}]" if len(leaves) > 1 else what
         declared.append(_declared_spec(leaf, name, ins))
+    try:
+        jax.tree.structure(tree.unflatten(leaves))  # what JAX will do with the results
+    except ValueError as error:
+        raise TypeError(f"{what}: JAX sorts the keys of a dict, so they must be of one type; got {specs}") from error
     return declared, tree
 
 
@@ -737,32 +738,25 @@ def _declared_spec(x: Any, what: str, ins: Sequence[Spec] | None) -> Spec:
             f"{what} must be specs with both .shape and .dtype, such as jax.ShapeDtypeStruct(shape, dtype), or a "
             f"callable of the inputs that returns them; got {x!r} of type {type(x).__name__}"
         )
-    shape = _checked_shape(x.shape, what)
     _check_dtype(x.dtype, what)
+    try:
+        shape = jax.core.ShapedArray(x.shape, np.float32).shape  # with Python's ints, or sizes that are symbolic
+    except TypeError as error:
+        raise TypeError(f"{what} must have a tuple of ints as its shape; got {x.shape!r}") from error
+    if any(isinstance(size, int) and size < 0 for size in shape):
+        raise ValueError(f"{what} has a negative dimension in its shape {shape}")
     dtype = np.dtype(x.dtype)
     if ins is None:
         return Spec(shape, dtype)
     allowed = _allowed_dtype(dtype, ins)
     if allowed != dtype:
-        _warn_user(f"{what} asks for {dtype}, which JAX truncates to {allowed} unless jax_enable_x64 is set")
+        text = f"{what} asks for {dtype}, which JAX truncates to {allowed} unless jax_enable_x64 is set"
+        warnings.warn(text, skip_file_prefixes=_FILES_BEFORE_THE_USERS)
     return Spec(shape, allowed)
 
 
-def _warn_user(text: str) -> None:
-    """Warn with the user's line: that of the innermost call which is neither in this file nor in JAX."""
-    this_file = __file__[:-1]  # CPython 3.12 and 3.13 take no whole name for a prefix
-    warnings.warn(text, skip_file_prefixes=(this_file, os.path.join(os.path.dirname(jax.__file__), "")))
-
-
-def _checked_shape(shape: Sequence, what: str) -> tuple:
-    """A shape with Python's ints; dimensions of symbolic shapes stay what they are."""
-    if not isinstance(shape, Iterable) or any(isinstance(size, (float, str)) for size in shape):
-        raise TypeError(f"{what} must have a tuple of ints as its shape; got {shape!r}")
-    sizes = tuple(operator.index(size) if isinstance(size, (int, np.integer)) else size for size in shape)
-    for size in sizes:
-        if isinstance(size, int) and size < 0:
-            raise ValueError(f"{what} has a negative dimension in its shape {sizes}")
-    return sizes
+# CPython 3.12 and 3.13 take no whole name for a prefix, so this file's lacks the last letter.
+_FILES_BEFORE_THE_USERS = (__file__[:-1], os.path.join(os.path.dirname(jax.__file__), ""))
 
 
 def _input_spec(x: Any, i: int) -> Spec:
@@ -789,47 +783,40 @@ def _as_inputs(args: Sequence, name: str) -> tuple[Sequence, bool]:
             continue
         if isinstance(x, jax.core.Tracer):
             is_traced = True
-        elif _is_jax_type(x):
-            _INPUT_TYPES.add(type(x))
         else:
-            inputs[i] = _from_foreign(x, i, name)
+            inputs[i] = _as_input(x, i, name)
     return inputs, is_traced
 
 
-def _is_jax_type(x: Any) -> bool:
-    """Whether JAX takes values of this type as they are."""
-    if hasattr(x, "__jax_array__"):
-        return False
-    with contextlib.suppress(TypeError):
-        return bool(jax.typeof(x))
-    return False
-
-
-def _from_foreign(x: Any, i: int, name: str) -> Any:
-    """An array of another library as JAX's, without a copy where JAX can share its memory."""
+def _as_input(x: Any, i: int, name: str) -> Any:
+    """An array of another library becomes one of JAX's, without a copy where JAX can share its memory."""
     if hasattr(x, "__jax_array__"):
         return x.__jax_array__()
+    with contextlib.suppress(TypeError):
+        jax.typeof(x)
+        _INPUT_TYPES.add(type(x))
+        return x
     if hasattr(x, "__dlpack__"):
         return jax.dlpack.from_dlpack(x)
     hint = "pass its leaves one by one" if isinstance(x, (list, tuple, dict)) else "convert it with jnp.asarray"
     raise TypeError(f"{name}: input {i} must be an array or a number; got {type(x).__name__} {x!r:.80}; {hint}")
 
 
-def _call_option(function: Callable, what: str, args: Sequence) -> Any:
-    """Call an option that is a function of the inputs; the error says so if it takes another number of them."""
+def _call_checked(function: Callable, what: str, /, *args: Any, **params: Any) -> Any:
+    """Call what the user gave; the error says so if it takes other arguments."""
     try:
-        return function(*args)
+        return function(*args, **params)
     except TypeError:
         with contextlib.suppress(ValueError):  # what has no signature
-            _check_takes(inspect.signature(function), what, args)
+            _check_takes(inspect.signature(function), what, args, params)
         raise
 
 
-def _check_takes(signature: inspect.Signature, what: str, args: Sequence) -> None:
+def _check_takes(signature: inspect.Signature, what: str, args: Sequence, params: Iterable[str] = ()) -> None:
     try:
-        signature.bind(*args)
+        signature.bind(*args, **dict.fromkeys(params))
     except TypeError as error:
-        shown = ", ".join(_show(x) if _is_spec(x) else str(x) for x in args)
+        shown = ", ".join([*(_show(x) if _is_spec(x) else str(x) for x in args), *(f"{name}=" for name in params)])
         raise TypeError(
             f"{what} takes {signature}, but this call gives it ({shown}): {error}; give it one parameter for each"
         ) from None
@@ -1020,10 +1007,8 @@ def _call_jvp(primals: Sequence, tangents: Sequence, *, call: _CallParams) -> tu
 
 
 def _call_transpose(cts: Sequence, *operands: Any, call: _CallParams) -> list:
-    raise NotImplementedError(
-        f"{call.target.title} cannot be transposed, as `grad` does with a jax.custom_jvp whose rule calls it on "
-        "tangents: use jax.custom_vjp, or an XLACustomKernel's rules"
-    )
+    text = "cannot be transposed, as grad of a jax.custom_jvp does: use jax.custom_vjp, or an XLACustomKernel's rules"
+    raise NotImplementedError(f"{call.target.title} {text}")
 
 
 _call_p = Primitive("xla_kernel")
@@ -1043,7 +1028,8 @@ for _platform in ("cpu", "cuda"):  # so each gets a call of its own where a prog
 # of the batch.  It splits the first `num_batch_dims` dimensions of every operand that has more of them, and leaves
 # others whole.  So:
 # - An operand that all slices share is passed with the kernel's own rank.  The batch gets dimensions of size 1, so that
-#   every split operand has more dimensions than any shared one.
+#   every split operand has more dimensions than any shared one: of eight slices of x and a shared w on four devices,
+#   x [8,6] is passed as [8,1,1,1,6], of which num_batch_dims = 3 are the batch's, and w [1,6,6] as [6,6].
 # - An operand that only some of the vmaps batch is broadcast.  So is a first operand that is shared, if another shared
 #   one follows a batched one: where shardings differ, XLA takes that of the first for all (FindCommonSharding).
 # - Only the leading dimensions that the number of all devices divides may be split: else XLA would run the kernel on
@@ -1051,16 +1037,6 @@ for _platform in ("cpu", "cuda"):  # so each gets a call of its own where a prog
 #   divide one: what is sliced, such as `x[:4]` of eight slices, stays split over all eight devices.
 # - A call with side effects is not split: XLA would drop the flag.
 # The kernel's own dimensions are gathered: only `jax.shard_map` splits them.
-#
-# For example, eight slices of a kernel of x and w, on four devices; all slices share w:
-#
-#     operand    in JAX    passed as        dimensions
-#     x          [8,6]     [8,1,1,1,6]      5: more than num_batch_dims = 3, so split
-#     w          [1,6,6]   [6,6]            2: whole
-#     result     [8,6]     [8,1,1,1,6]
-#
-# One dimension of the batch is split.  The ones make num_batch_dims more than the two dimensions of w, and one more of
-# them keeps operands whose slices have no dimensions above it.
 
 
 def _count_split(ctx: Any, call: _CallParams) -> int:
@@ -1251,31 +1227,16 @@ def _wrap(make_wrapper: Callable[..., _Wrapper], arguments: dict, options_type: 
     return decorate if kernel is None else decorate(kernel)
 
 
-class _Recent:
-    """Keeps what was used last, as keys that change on every call would fill the memory.
+class _Recent(dict):
+    """Forgets all when it is full, as keys that change on every call would fill the memory.
 
-    A full dict becomes the older one, and what is found there moves to the newer one.  Threads may lose an entry; of
-    two that keep a value for one key, both get the first one's.
+    Of two threads that keep a value for one key, both get the first one's.
     """
 
-    most = 1024
-
-    def __init__(self) -> None:
-        self.newer: dict = {}
-        self.older: dict = {}
-
-    def get(self, key: Any) -> Any:
-        value = self.newer.get(key)
-        if value is None:
-            value = self.older.get(key)
-            if value is not None:
-                self.keep(key, value)
-        return value
-
     def keep(self, key: Any, value: Any) -> Any:
-        if len(self.newer) >= self.most // 2:
-            self.older, self.newer = self.newer, {}
-        return self.newer.setdefault(key, value)
+        if len(self) >= 1024:
+            self.clear()
+        return self.setdefault(key, value)
 
 
 class _Kept:
@@ -1293,11 +1254,8 @@ class _Kept:
 class _Wrapper(_Kept):
     """A kernel as a JAX function.
 
-    A call takes these steps; a backend gives or overrides those with a star:
-      `__call__`*      finds arrays given by keyword, and has all traced, by jax.jit unless they are already
-      `_trace`*        reads the declared outputs (`_for_inputs`*) and binds the primitive
-      `_resolve`       finds what outputs start from, and scratch buffers
-      `_find_target`*  checks dtypes and arguments, and names what runs the call
+    A backend gives `_find_target`: it checks dtypes and arguments, and names what runs a call.  It may override
+    `__call__`, `_leaves` and `_for_inputs`.
     """
 
     decorator: str  # the public function that made it, for error messages
@@ -1310,28 +1268,23 @@ class _Wrapper(_Kept):
         self.options = options
         self.parameters = _parameters(kernel)
         self.named_parameters = _signature_of(self.parameters)
-        self._describe(kernel)
-        self._check_names("in_out_argnames", options.in_out_argnames)
-        self._check_names("input_output_aliases", [i for i in options.input_output_aliases if isinstance(i, str)])
-        # those that are returned too, in the kernel's order: the first outputs start with them
-        self.in_outs = [name for name in self.parameters if name in options.in_out_argnames]
-        self._jitted = jax.jit(self._function())
-
-    def _describe(self, kernel: Any) -> None:
-        """Take over name, docstring and signature of the kernel: jax.custom_vjp binds arguments by the signature."""
+        # as the kernel has them; jax.custom_vjp binds arguments by the signature
         self.__name__ = getattr(kernel, "__name__", None) or getattr(kernel, "key", None) or type(kernel).__name__
         self.__module__ = getattr(_python(kernel), "__module__", None)  # type: ignore[assignment]
         self.__doc__ = getattr(kernel, "__doc__", None)
         self.__wrapped__ = kernel
-        self.__signature__ = _input_signature(self.parameters, self.options.outs)
+        self.__signature__ = _input_signature(self.parameters, options.outs)
         self.title = f"{self.decorator} {self.__name__!r}"  # for errors
+        self._check_names("in_out_argnames", options.in_out_argnames)
+        self._check_names("input_output_aliases", [i for i in options.input_output_aliases if isinstance(i, str)])
+        # those that are returned too, in the kernel's order: the first outputs start with them
+        self.in_outs = [name for name in self.parameters if name in options.in_out_argnames]
 
-    def _function(self) -> Callable:
         def call(*args: Any) -> Any:
             return self._trace(*args)
 
         call.__name__ = call.__qualname__ = self.__name__
-        return call
+        self._jitted = jax.jit(call)
 
     def __repr__(self) -> str:
         return f"<{self.decorator} {self.__name__}>"
@@ -1410,7 +1363,7 @@ class _Wrapper(_Kept):
         option = getattr(self.options, what)
         if not callable(option):
             return option
-        return _call_option(option, f"{self.title}: {what}", ins)
+        return _call_checked(option, f"{self.title}: {what}", *ins)
 
     def _numbered_aliases(self, ins: Sequence[Spec], outs: Sequence[Spec]) -> dict[int, int]:
         """Which output starts with which input, checked: the aliases that the user gave, and in-out arguments."""
@@ -4952,7 +4905,7 @@ def _find_call(op: XLACustomKernel, args: Sequence, outs: Any, backend: Any, par
     """What serves a call with these outs, backend and parameters: checked when it is new, then remembered."""
     if callable(outs) and not isinstance(outs, type):  # such as jnp.float32
         avals = [getattr(x, "aval", None) or _input_spec(x, i) for i, x in enumerate(args)]
-        outs = _call_option(outs, f"{op.title}: outs", avals)
+        outs = _call_checked(outs, f"{op.title}: outs", *avals)
     try:
         key = (_outs_key(outs), backend, _tagged(params) if params else ())
         known = op._recent.get(key)
@@ -4967,7 +4920,7 @@ def _find_call(op: XLACustomKernel, args: Sequence, outs: Any, backend: Any, par
 def _outs_key(outs: Any) -> tuple:
     if type(outs) in _SPEC_TYPES:  # the usual case, in half the time
         return outs.shape, outs.dtype
-    leaves, tree = _flatten(outs, _is_spec)
+    leaves, tree = _flatten(outs)
     shown = [(tuple(x.shape), x.dtype) if _is_spec(x) else x for x in leaves]
     return tree, *shown
 
@@ -5089,7 +5042,7 @@ def _wrap_ready(kernel: Any, options: dict, /, outs: tuple, **params: Any) -> An
     return _BACKENDS[kind].wrap(kernel, outs, **options) if kind in _BACKENDS else kernel
 
 
-def _tolerant(fun: Callable, what: str = "") -> Callable:
+def _tolerant(fun: Callable, what: str) -> Callable:
     """`fun`, called without those of `outs` and `backend` that its signature does not take."""
     if not callable(fun):
         raise TypeError(f"{what} must be callable, got {fun!r}")
@@ -5104,7 +5057,7 @@ def _tolerant(fun: Callable, what: str = "") -> Callable:
     def call(*args: Any, **params: Any) -> Any:
         for name in unwanted & params.keys():
             del params[name]
-        return fun(*args, **params)
+        return _call_checked(fun, what, *args, **params)
 
     return call
 
@@ -5116,32 +5069,33 @@ def _run_slice(bound: _OpParams, entry: KernelEntry, *ins: Any) -> list:
         results = _function_to_trace(bound, entry, ins)(*ins)
     except Exception as error:
         backends = ", ".join(bound.op.available_backends(entry.platform))
-        note = f"{what} raised this; {entry.platform!r} has {backends}: choose with backend="
-        if isinstance(error, TypeError) and "missing" in str(error):
-            note += "; what no numba.njit or the like decorates (as all under NUMBA_DISABLE_JIT=1, but not what "
-            note += "numba_kernel wraps) is a generator: it gets static parameters alone"
-        error.add_note(note)
+        error.add_note(f"{what} raised this; {entry.platform!r} has {backends}: choose with backend=")
         raise
     return _outputs(what, results, bound.slice_outs, bound.tree)
 
 
 def _function_to_trace(bound: _OpParams, entry: KernelEntry, ins: Sequence) -> Callable:
-    """What the generator makes of these parameters and outs: but on a mesh, when it is first called for them."""
+    """What the generator makes of these parameters and outs: when it is first called for them."""
     axes = _all_varying_axes(map(jax.typeof, ins))
-    if not jax.sharding.get_abstract_mesh().empty:  # what jax.numpy computes here lies on this mesh, for this trace
-        return _call_generator(bound, entry, axes)
+    mesh = jax.sharding.get_abstract_mesh()
+    if jax.sharding.AxisType.Explicit in (mesh.axis_types or ()):
+        return _call_generator(bound, entry, axes)  # as an array that it makes has this mesh in its type
     made = bound.op._made
     key = entry, bound.slice_outs, axes, _tagged(bound.params), jax.config.jax_enable_x64
     known = made.get(key)
     if known:
         return known
-    with jax.ensure_compile_time_eval():  # an array, and no tracer of the trace at hand: it serves other traces, too
+    # What it computes with jax.numpy serves other traces, too: so it is an array, no tracer, and has no manual axes.
+    auto = (jax.sharding.AxisType.Auto,) * len(mesh.axis_names)
+    without_manual = jax.sharding.AbstractMesh(mesh.axis_sizes, mesh.axis_names, auto)
+    with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(without_manual):
         return made.keep(key, _call_generator(bound, entry, axes))
 
 
 def _call_generator(bound: _OpParams, entry: KernelEntry, axes: frozenset) -> Callable:
     outs = [Spec(out.shape, out.dtype, **_varying(axes)) for out in bound.slice_outs]
-    made = _tolerant(entry.kernel_generator)(**bound.params, outs=tuple(outs))
+    what = "what no numba.njit or the like decorates (as all under NUMBA_DISABLE_JIT=1) is a generator: it"
+    made = _tolerant(entry.kernel_generator, what)(**bound.params, outs=tuple(outs))
     function = _wrap_ready(made, {}, bound.slice_outs)
     if not callable(function):
         raise TypeError(f"the generator must return the function to trace, got {function!r}")
@@ -5344,8 +5298,8 @@ def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None],
     if _is_op(primitive):
         outs = params.pop("outs")
         if callable(outs):
-            outs = _call_option(outs, "general_batching_rule: outs", list(map(_without_axis, args, axes)))
-        _, tree = _flatten(outs, _is_spec)
+            outs = _call_checked(outs, "general_batching_rule: outs", *map(_without_axis, args, axes))
+        _, tree = _flatten(outs)
         out = jax.tree.unflatten(tree, primitive.bind_batch(args, axes, outs=outs, **params))
     else:
         in_axes, batch = _with_axes_in_front(args, axes)
