@@ -2297,7 +2297,7 @@ LIFE_OF_A_PROCESS = """
     """
 
 
-def test_the_life_of_a_process():
+def test_the_life_of_a_process_in_which_an_extension_writes():
     """Fork, late start of the backend, reload, extensions of Numba."""
     run_code(LIFE_OF_A_PROCESS)
 
@@ -4732,7 +4732,11 @@ def constrained(x, mesh, *axes):
     return jax.lax.with_sharding_constraint(2 * x, jax.sharding.NamedSharding(mesh, P(*axes)))
 
 
+over_d = jax.shard_map(
+    matvecs_of_blocks, mesh=four_devices(2, 2), in_specs=(P("d"), P()), out_specs=P("d"), axis_names={"d"}
+)
 SPLIT_PROGRAMS = {  # a function, its arrays with the axes that their dimensions are split over, and what is right
+    "what a shard_map leaves": (over_d, [(X846, "d", "e"), (W66,)], all_matvecs(X846)),
     "two axes on one dimension": (matvecs_of_blocks, [(X846, ("d", "e")), (W66,)], all_matvecs(X846)),
     "in a loop": (lambda x, w: jax.lax.fori_loop(0, 2, lambda _, x: matvecs_of_blocks(x, w), x),
                   [(X846, "d"), (W66,)], all_matvecs(all_matvecs(X846))),
@@ -4763,13 +4767,6 @@ def test_xla_splits_a_batch_whose_shared_operands_have_any_rank(batched):
     args = [on_mesh(x, *["d"] * flag) for x, flag in zip(arrays, batched)]
     in_jax = jax.vmap(lambda x, y, z: x + y[0, 0, 0] + jnp.arange(3) * z[0], in_axes)
     check_split(jax.vmap(add, in_axes), args, in_jax(*arrays))
-
-
-def test_a_batch_is_split_over_the_axes_that_a_shard_map_leaves():
-    over_d = jax.shard_map(
-        matvecs_of_blocks, mesh=four_devices(2, 2), in_specs=(P("d"), P()), out_specs=P("d"), axis_names={"d"}
-    )
-    check_split(over_d, [on_square(X846, "d", "e"), on_square(W66)], all_matvecs(X846))
 
 
 COLLECTIVES = re.compile(r"\b(all-gather|all-to-all|collective-permute|all-reduce)(?:-start)?\(")
