@@ -4732,9 +4732,13 @@ def constrained(x, mesh, *axes):
     return jax.lax.with_sharding_constraint(2 * x, jax.sharding.NamedSharding(mesh, P(*axes)))
 
 
-over_d = jax.shard_map(
-    matvecs_of_blocks, mesh=four_devices(2, 2), in_specs=(P("d"), P()), out_specs=P("d"), axis_names={"d"}
-)
+def over_d(x, w):
+    call = jax.shard_map(
+        matvecs_of_blocks, mesh=four_devices(2, 2), in_specs=(P("d"), P()), out_specs=P("d"), axis_names={"d"}
+    )
+    return call(x, w)
+
+
 SPLIT_PROGRAMS = {  # a function, its arrays with the axes that their dimensions are split over, and what is right
     "what a shard_map leaves": (over_d, [(X846, "d", "e"), (W66,)], all_matvecs(X846)),
     "two axes on one dimension": (matvecs_of_blocks, [(X846, ("d", "e")), (W66,)], all_matvecs(X846)),
