@@ -4813,7 +4813,7 @@ class XLACustomKernel(_Kept):
         return fn
 
     def benchmark(self, /, *ins: Any, outs: Any, backend: str | None = None, **params: Any) -> _OpBenchmark:
-        """Time a call, `op(*ins, outs=outs, **params)`, under `jax.jit`: one backend, or all of the operands' platform.
+        """Time `op(*ins, outs=outs, **params)` under `jax.jit`: by one backend, or by all of the default platform.
 
         The result prints as a table.  Each of its `.rows` has `backend`, `first_ms` (the first call, with compilation),
         `median_us`, `difference` (the largest absolute one from the first backend that ran) and `error`.
@@ -4824,59 +4824,41 @@ class XLACustomKernel(_Kept):
           >>> [row.backend for row in op.benchmark(np.ones(8), outs=lambda x: x).rows]
           ['jax']
         """
-        args = jax.device_put(_as_inputs(ins, self.name)[0])
-        platforms = [_platform_name(device.platform) for x in args for device in x.devices()]
-        platform = platforms[0] if platforms else _default_platform()
+        platform = _default_platform()
         self._entry(platform, backend)  # raises where there is none
-        result = _OpBenchmark(self.name, platform, [])
-        reference: list = []
+        args = jax.device_put(_as_inputs(ins, self.name)[0])
+        rows = []
+        reference = None
         for name in [backend] if backend else self.available_backends(platform):
             call = jax.jit(functools.partial(self, outs=outs, backend=name, **params))
+            timer = timeit.Timer(lambda call=call: jax.block_until_ready(call(*args)))  # type: ignore[misc]
             try:
-                first, median, results = _time_call(functools.partial(call, *args))
+                first = timer.timeit(1)
             except Exception as error:
-                result.rows.append(_BenchmarkRow(name, error=f"{type(error).__name__}: {error}".partition("\n")[0]))
+                rows.append(_BenchmarkRow(name, error=f"{type(error).__name__}: {error}".partition("\n")[0]))
                 continue
-            reference = reference or results
-            gaps = map(_largest_difference, results, reference)
-            result.rows.append(_BenchmarkRow(name, first * 1e3, median * 1e6, float(np.max([*gaps], initial=0.0))))
-        return result
+            times = timer.repeat(int(np.clip(0.2 / timer.timeit(1), 5, 10_000)), 1)
+            results = np.concatenate([np.ravel(x) for x in [*jax.tree.leaves(call(*args)), 0j]])
+            reference = results if reference is None else reference
+            differs = results != reference  # equal infinities do not
+            difference = np.max(np.abs(results[differs] - reference[differs]), initial=0.0)
+            rows.append(_BenchmarkRow(name, 1e3 * first, 1e6 * float(np.median(times)), float(difference)))
+        return _OpBenchmark(rows)
 
 
-class _BenchmarkRow(NamedTuple):
-    backend: str
-    first_ms: float = math.nan
-    median_us: float = math.nan
-    difference: float = math.nan
-    error: str | None = None
+_BenchmarkRow = collections.namedtuple(  # backend is a name, error a text; the others are floats
+    "_BenchmarkRow", "backend first_ms median_us difference error", defaults=(math.nan, math.nan, math.nan, "")
+)
 
 
 class _OpBenchmark(NamedTuple):
-    name: str
-    platform: str
-    rows: list[_BenchmarkRow]
+    rows: list
 
     def __repr__(self) -> str:
-        lines = [f"{self.name} on {self.platform}", f"{'backend':<14}{'first (ms)':>12}{'median (us)':>14}  difference"]
+        lines = ["backend         first (ms)   median (us)  difference"]
         for backend, first, median, difference, error in self.rows:
             lines.append(f"{backend:<14}{first:>12.2f}{median:>14.2f}  {error or f'{difference:.3g}'}")
         return "\n".join(lines)
-
-
-def _time_call(call: Callable[[], Any]) -> tuple[float, float, list]:
-    """The seconds of the first call, and of the median of calls for a fifth of a second; the results."""
-    timer = timeit.Timer(lambda: jax.block_until_ready(call()))
-    first = timer.timeit(1)
-    n_calls = int(0.2 / timer.timeit(1))
-    times = timer.repeat(min(max(n_calls, 5), 10_000), 1)
-    return first, float(np.median(times)), jax.tree.leaves(call())
-
-
-def _largest_difference(x: Any, y: Any) -> float:
-    """NaN if one is, and equal infinities do not differ."""
-    with np.errstate(invalid="ignore"):
-        gaps = np.abs(np.asarray(x, complex) - np.asarray(y, complex))
-    return float(np.max(gaps, where=np.asarray(x) != np.asarray(y), initial=0.0))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
