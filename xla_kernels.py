@@ -4309,9 +4309,10 @@ class _WarpSource:
         self.uses_tiles = False
         self.functions: dict[str, list[bool]] = {}  # by name in C++: whether it writes to each of its arguments
         for function in builder.functions:  # those that a function calls come before it
-            if not function.native_snippet:
-                writes = self._writes(function.adj, function.adj.blocks[0].body_forward)
-                self.functions[function.native_func] = [*writes.values()]
+            writes = self._writes(function.adj, function.adj.blocks[0].body_forward)
+            same_name = self.functions.get(function.native_func, [])  # the same function, for other types
+            each = itertools.zip_longest(same_name, writes.values())
+            self.functions[function.native_func] = [any(flags) or bool(function.native_snippet) for flags in each]
         again = [line for line in block.body_replay + block.body_reverse if not re.search("//|wp::adj_", line)]
         self.writes = self._writes(code, block.body_forward)
         self.writes_again = self._writes(code, again)  # in the adjoint
