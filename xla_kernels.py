@@ -4239,9 +4239,10 @@ class _WarpSource:
         self.uses_tiles = False
         self.functions: dict[str, list[bool]] = {}  # by name in C++: whether it writes to each of its arguments
         for function in builder.functions:  # those that a function calls come before it
-            if not function.native_snippet:
-                writes = self._writes(function.adj, function.adj.blocks[0].body_forward)
-                self.functions[function.native_func] = [*writes.values()]
+            writes = self._writes(function.adj, function.adj.blocks[0].body_forward)
+            same_name = self.functions.get(function.native_func, [])  # the same function, for other types
+            each = itertools.zip_longest(same_name, writes.values())
+            self.functions[function.native_func] = [any(flags) or bool(function.native_snippet) for flags in each]
         again = [line for line in block.body_replay + block.body_reverse if not re.search("//|wp::adj_", line)]
         self.writes = self._writes(code, block.body_forward)
         self.writes_again = self._writes(code, again)  # in the adjoint
@@ -4310,9 +4311,9 @@ class _Recorded(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class _WarpTarget(_Target):
-    """A launch of a kernel, or of its adjoint, of which Warp records for each platform what it passes.
+    """A launch of a kernel, or of its adjoint: what Warp must know to record it.
 
-    Until then `name` is that of the kernel, and `launch` has the number of threads.
+    Until it is lowered, `name` is that of the kernel, and `launch` has the number of threads.
     """
 
     kernel: Any = dataclasses.field(compare=False)
@@ -4343,7 +4344,7 @@ class _WarpTarget(_Target):
         if platform not in ("cpu", "cuda"):
             return super().lowered(platform)  # raises
         with _warp_session() as wp:
-            recorded = self._record_on(platform)
+            recorded = self._record_on(wp, platform)
             kernel_content = _warp_content(wp, self.kernel)  # which may be another one than where it was traced
         _, launch, *memory = recorded[0]
         if platform == "cuda":
@@ -4383,35 +4384,34 @@ class _WarpTarget(_Target):
             raise ValueError(f"{self.title}: {n_threads} threads are too many for one launch{limit}")
         return x, y, z
 
-    def _record_on(self, platform: str) -> list[_Recorded]:
+    def _record_on(self, wp: Any, platform: str) -> list[_Recorded]:
         """What Warp passes on each device of a platform: the same on all."""
         if platform == "cpu":
-            has_scheduler = getattr(_warp("warp_kernel").config, "enable_cpu_blocks", False)  # Warp >= 1.19
-            if has_scheduler and (self.block_dim or 1) > 1:
+            if getattr(wp.config, "enable_cpu_blocks", False) and (self.block_dim or 1) > 1:  # Warp >= 1.19
                 raise NotImplementedError(
                     f"{self.title}: with warp.config.enable_cpu_blocks, Warp's scheduler runs blocks of "
                     f"{self.block_dim} threads, and a handler runs no scheduler: use block_dim=1, or warp.jax_kernel"
                 )
-            return [self._record("cpu")]
+            return [self._record(wp, "cpu")]
         with _CudaDriver().keeping_context():  # Warp may leave another device's context current
-            recorded = [self._record(f"cuda:{n}") for n in _cuda_ordinals()]
+            recorded = [self._record(wp, f"cuda:{n}") for n in _cuda_ordinals()]
         if len({x[1:] for x in recorded}) > 1:
             raise NotImplementedError(f"{self.title}: Warp passes other bytes on another GPU")
         return recorded
 
-    def _record(self, device: str) -> _Recorded:
+    def _record(self, wp: Any, device: str) -> _Recorded:
         """What Warp passes on a device.  Pointers are where two recordings with other stand-ins differ."""
-        first, second = [{k: int.from_bytes(os.urandom(7), "little") << 4 for _, k, _ in self.arrays} for _ in "12"]
-        with _warp_session() as wp:
-            command = self._command(wp, device, first)
-            blocks = _warp_blocks(command)
-            other_blocks = _warp_blocks(self._command(wp, device, second))
+        buffers = [k for _, k, _ in self.arrays]
+        first, second = [{k: int.from_bytes(os.urandom(7), "little") << 4 for k in buffers} for _ in range(2)]
+        command = self._command(wp, device, first)
+        blocks = _warp_blocks(command)
+        other_blocks = _warp_blocks(self._command(wp, device, second))
         words, other_words = [memoryview(b"".join(x)).cast("q").tolist() for x in (blocks, other_blocks)]
-        buffers = {pointer: k for k, pointer in first.items()}
+        buffer_of = {pointer: k for k, pointer in first.items()}
         places = []
         for n, (word, other) in enumerate(zip(words, other_words, strict=True)):
             if word != other:
-                places.append((n, buffers.get(word, -1)))
+                places.append((n, buffer_of.get(word, -1)))
                 words[n] = 0
         passed = {k for _, k, dims in self.arrays if 0 not in dims}
         if {k for _, k in places} != passed:
