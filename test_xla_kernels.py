@@ -1663,6 +1663,7 @@ ERRORS = {  # a word of the error, a function, and its inputs
         (r"negative.*\(-1,\)", partial(wrap, outs=spec(-1))),
         ("in_out_argnames=.*'t' must be the name of an array", partial(wrap, kernel=_running, in_out_argnames=["t"])),
         ("'x' is in scalars and in", partial(wrap, in_out_argnames=["x"], scalars=["x"])),
+        (r"keys \['b', 'a'\].*in the order \['a', 'b'\]", wrap(runs("0", "x, a, b"), dict.fromkeys("ba", FLOATS)), F32),
         ("there is no output -1", wrap(input_output_aliases={0: -1}), F32),
         ("must be equal", wrap(outs=spec(3), input_output_aliases={0: 0}), F32),
         ("an output can alias one input", wrap(outs=FLOATS, input_output_aliases={0: 0, 1: 0}), F32, F32),
@@ -2936,7 +2937,8 @@ def test_fakecuda_parameters_mean_what_the_handler_packs(gpus, package_cuda):
     (256, "1,1,1 x 256,1,1"), (257, "2,1,1 x 256,1,1"), ((17, 33), "2,3,1 x 16,16,1"), ((9, 8, 5), "2,1,2 x 8,8,4"),
 ])  # fmt: skip
 def test_fakecuda_launch_dims(gpus, package_cuda, launch_dims, launch):
-    op = xk.numba_cuda_kernel(package_cuda.jit(written_for(package_cuda, cuda_copy)), like_first, launch_dims=launch_dims)
+    kernel = package_cuda.jit(written_for(package_cuda, cuda_copy))
+    op = xk.numba_cuda_kernel(kernel, like_first, launch_dims=launch_dims)
     assert gpus.launches(op, F32) == [f"native 0: {launch} +0"]
 
 
@@ -5123,7 +5125,8 @@ def network_of_brainevent():
         step(v, ge, gi, wait, indptr, indices)
 
     aliases = {0: 0, 1: 1, 2: 2, 3: 3}
-    network["step"] = lambda *args: brainevent().numba_kernel(in_place, outs=args[:4], input_output_aliases=aliases)(*args)
+    numba_kernel = brainevent().numba_kernel
+    network["step"] = lambda *args: numba_kernel(in_place, outs=args[:4], input_output_aliases=aliases)(*args)
     return network
 
 

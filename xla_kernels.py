@@ -1339,8 +1339,22 @@ class _Wrapper(_Kept):
 
     def _trace(self, *args: Any) -> Any:
         ins = _input_specs(args)
-        outs, tree = _flat_specs(self._for_inputs("outs", ins), "outs", ins)
+        declared = self._for_inputs("outs", ins)
+        self._check_keys(declared, len(ins))
+        outs, tree = _flat_specs(declared, "outs", ins)
         return tree.unflatten(self._leaves(outs, *args))
+
+    def _check_keys(self, outs: Any, n_in: int) -> None:
+        """Raise if the keys of a dict are the names of output parameters in another order than these."""
+        if not isinstance(outs, dict):
+            return
+        order = [name for name in (*self.in_outs, *self.parameters[n_in:]) if name in outs]
+        keys = [key for key in outs if key in order]
+        if keys != order:
+            raise ValueError(
+                f"{self.title}: outs has the keys {keys}, but these parameters are in the order {order}: write the "
+                "dict in that order, or give it keys that are no parameters"
+            )
 
     def _leaves(self, outs: list[Spec], *args: Any) -> list:
         return self._bind(self._resolve(_input_specs(args), outs), args)
