@@ -1001,7 +1001,9 @@ def _call_batching(args: Any, dims: Any, *, call: _CallParams) -> Any:
 
 def _call_jvp(primals: Sequence, tangents: Sequence, *, call: _CallParams) -> tuple:
     if any(jax.dtypes.issubdtype(out.dtype, np.inexact) for out in call.outs[: call.n_results]):
-        raise TypeError(f"{call.target.title} has no derivative, or no further one: use jax.custom_vjp, or rules of an XLACustomKernel")
+        raise TypeError(
+            f"{call.target.title} has no (further) derivative: use jax.custom_vjp, or an XLACustomKernel's rules"
+        )
     results = _call_p.bind(*primals, call=call)
     return results, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in results]
 
