@@ -1974,26 +1974,23 @@ def test_a_kernel_that_may_write_to_an_input_gets_a_copy(code, parallel):
 LARGE = spec(100_000)  # XLA keeps some bytes for itself
 
 
-@pytest.mark.parametrize("code", [
-    "out[:] = x + 1", "for i, v in enumerate(x.flat): out[i] = v + 1", "typed_add_one(x, out)",
-])  # fmt: skip
-def test_a_kernel_that_only_reads_gets_no_copies(code):
-    """Also where it gives an input to what is compiled for writable arrays."""
-    kernel = wrap(runs(code, **globals()))
-    np.testing.assert_array_equal(kernel(F32), F32 + 1)
-    assert copied_bytes(kernel, LARGE) < 1000
+reads_x0 = runs("out[:] = x[0] + y\n    memset(x.ctypes, 0, 0)", "x, y, out", memset=memset)
+shares_y = runs("out[0] = x[0] + y[-1]", "x, y, out")
+COPIES = {  # a kernel, its inputs, and the bytes that it copies
+    "reads": (wrap(runs("out[:] = x + 1")), [LARGE], 0),
+    "reads in a loop": (wrap(runs("for i, v in enumerate(x.flat): out[i] = v + 1")), [LARGE], 0),
+    "gives it to a function for writable arrays": (wrap(runs("typed_add_one(x, out)", **globals())), [LARGE], 0),
+    "may write to x, not to y": (wrap(reads_x0, like_last), [spec(1, *LARGE.shape), LARGE], 4 * LARGE.size),
+    "slices share y": (jax.vmap(wrap(shares_y), (0, None)), [spec(8, 1), LARGE], 0),
+}
 
 
-def test_only_the_input_that_a_kernel_may_write_to_is_copied():
-    kernel = wrap(runs("out[:] = x[0] + y\n    memset(x.ctypes, 0, 0)", "x, y, out", memset=memset), like_last)
-    np.testing.assert_array_equal(kernel(F32[None], 2 * F32), 3 * F32)
-    assert 0 <= copied_bytes(kernel, spec(1, *LARGE.shape), LARGE) - 400_000 < 1000
-
-
-def test_what_slices_share_is_not_copied():
-    batch = jax.vmap(wrap(runs("out[0] = x[0] + y[-1]", "x, y, out")), (0, None))
-    np.testing.assert_array_equal(batch(F32[:, None], F32), 2 * F32[:, None])
-    assert copied_bytes(batch, spec(8, 1), LARGE) < 1000
+@pytest.mark.parametrize("case", COPIES)
+def test_only_the_input_that_a_kernel_may_write_to_is_copied(case):
+    kernel, specs, nbytes = COPIES[case]
+    results = kernel(*[np.ones(spec.shape, np.float32) for spec in specs])
+    np.testing.assert_array_equal(results, np.full(results.shape, 2))
+    assert 0 <= copied_bytes(kernel, *specs) - nbytes < 1000
 
 
 # -- aliases, scratch, effects -------------------------------------------------------------------------
@@ -2487,11 +2484,16 @@ def test_an_op_calls_a_generator_once_for_its_parameters():
     assert len(made) == 3
 
 
-def test_two_kernels_of_one_name_and_signature_are_an_error():
-    first, second = [wrap(kernel, name="twice") for kernel in closures("x[0] + v", [1, 2])]
-    assert first(F32)[0] == first(F32)[0] == 2
-    with pytest.raises(ValueError, match="twice"):
-        second(F32)
+def test_a_named_kernel_that_is_defined_again_is_the_same_if_it_is_unchanged():
+    """As by importlib.reload."""
+    namespace = {"math": math, "constant": 1}
+    for _ in range(2):
+        exec("def kernel(x, out): out[0] = math.floor(x[0]) + constant", namespace)
+        assert wrap(namespace["kernel"], name="defined again")(F32)[0] == 2
+    exec("constant = 5\ndef kernel(x, out): out[0] = math.floor(x[0]) + constant", namespace)
+    with pytest.raises(ValueError, match="defined again.*another kernel of this process has this name"):
+        wrap(namespace["kernel"], name="defined again")(F32)
+    assert wrap(namespace["kernel"])(F32)[0] == 6
 
 
 # ======================================================================================================
