@@ -577,6 +577,7 @@ class Backend(typing.NamedTuple):
     wrap: Callable  # (op, kernel, outs, name) -> a function of the inputs
     without: typing.Any = types.MappingProxyType({})  # an operation, a transformation or both: why it cannot have them
     is_op: bool = True  # a kernel of an XLACustomKernel; else what `wrap` returns is called as it is
+    every_dtype: bool = False  # else float32 alone, as another backend has the same kernel in all dtypes
 
 
 SHARD_MAPS = ("shard_map", "eager_shard_map", "grad_of_shard_map", "shard_map_of_grad")
@@ -587,14 +588,14 @@ GRADIENTS_ALONE |= dict.fromkeys(["in_place", "blend"], "Warp's adjoints change 
 INTEGERS_ON_MESH = [("csr_event", "grad_of_shard_map"), ("csr_event", "shard_map_of_grad")]
 BARE = dict.fromkeys(INTEGERS_ON_MESH, "JAX's custom_jvp has no tangents of integers that vary over devices")
 BACKENDS = {
-    "numba": Backend("numba", "numba", in_numba),  # on the CPU, in one thread
+    "numba": Backend("numba", "numba", in_numba, every_dtype=True),  # on the CPU, in one thread
     "numba_parallel": Backend("numba", "numba", partial(in_numba, parallel=True)),
-    "numba_cuda": Backend("cuda", "cuda", in_cuda),  # a GPU, or Numba's simulator
-    "numba_cuda_callable": Backend("cuda", "cuda", in_cuda_callable, NO_EXPORT),
-    "warp": Backend("warp", "warp", in_warp),  # on the CPU
-    "warp_gpu": Backend("warp", "warp_gpu", in_warp),
-    "pallas": Backend("pallas", "pallas", in_pallas, NO_SHARD_MAP),
-    "jax": Backend("jax", "jax", in_jax),
+    "numba_cuda": Backend("cuda", "cuda", in_cuda, every_dtype=True),  # a GPU, or Numba's simulator
+    "numba_cuda_callable": Backend("cuda", "cuda", in_cuda_callable, NO_EXPORT, every_dtype=True),
+    "warp": Backend("warp", "warp", in_warp, every_dtype=True),  # on the CPU
+    "warp_gpu": Backend("warp", "warp_gpu", in_warp, every_dtype=True),
+    "pallas": Backend("pallas", "pallas", in_pallas, NO_SHARD_MAP, every_dtype=True),
+    "jax": Backend("jax", "jax", in_jax, every_dtype=True),
     "numba_kernel": Backend("numba", "numba", in_numba, BARE, is_op=False),
     "numba_cuda_kernel": Backend("cuda", "cuda", in_cuda, BARE, is_op=False),
     "warp_kernel": Backend("warp", "warp", in_warp, BARE, is_op=False),
@@ -1050,7 +1051,8 @@ def all_cells():
             continue
         dtypes = OPS[op].dtypes if transformation in EVERY_DTYPE else ("float32",)
         for dtype, backend in itertools.product(dtypes, BACKENDS):
-            if dtype in dtypes_of(BACKENDS[backend].language):
+            has_dtype = dtype == "float32" or BACKENDS[backend].every_dtype
+            if has_dtype and dtype in dtypes_of(BACKENDS[backend].language):
                 yield op, backend, transformation, dtype
 
 
