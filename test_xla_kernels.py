@@ -2200,7 +2200,7 @@ def test_without_jit_the_kernel_is_plain_python(monkeypatch):
 
 SHARED_BATCHES = """
     import faulthandler
-    faulthandler.dump_traceback_later(120, exit=True)
+    faulthandler.dump_traceback_later(240, exit=True)
 
     def spin(x, y, out):
         total = 0.0
@@ -2493,7 +2493,7 @@ def test_a_named_kernel_that_is_defined_again_is_the_same_if_it_is_unchanged():
         exec("def kernel(x, out): out[0] = math.floor(x[0]) + constant", namespace)
         assert wrap(namespace["kernel"], name="defined again")(F32)[0] == 2
     exec("constant = 5\ndef kernel(x, out): out[0] = math.floor(x[0]) + constant", namespace)
-    with pytest.raises(ValueError, match="defined again.*another kernel of this process has this name"):
+    with pytest.raises(ValueError, match=r"defined again.*another kernel of this process has this name"):
         wrap(namespace["kernel"], name="defined again")(F32)
     assert wrap(namespace["kernel"])(F32)[0] == 6
 
