@@ -577,6 +577,7 @@ class Backend(typing.NamedTuple):
     wrap: Callable  # (op, kernel, outs, name) -> a function of the inputs
     without: typing.Any = types.MappingProxyType({})  # an operation, a transformation or both: why it cannot have them
     is_op: bool = True  # a kernel of an XLACustomKernel; else what `wrap` returns is called as it is
+    every_dtype: bool = False  # else float32 alone, as another backend has the same kernel in all dtypes
 
 
 SHARD_MAPS = ("shard_map", "eager_shard_map", "grad_of_shard_map", "shard_map_of_grad")
@@ -587,14 +588,14 @@ GRADIENTS_ALONE |= dict.fromkeys(["in_place", "blend"], "Warp's adjoints change 
 INTEGERS_ON_MESH = [("csr_event", "grad_of_shard_map"), ("csr_event", "shard_map_of_grad")]
 BARE = dict.fromkeys(INTEGERS_ON_MESH, "JAX's custom_jvp has no tangents of integers that vary over devices")
 BACKENDS = {
-    "numba": Backend("numba", "numba", in_numba),  # on the CPU, in one thread
+    "numba": Backend("numba", "numba", in_numba, every_dtype=True),  # on the CPU, in one thread
     "numba_parallel": Backend("numba", "numba", partial(in_numba, parallel=True)),
-    "numba_cuda": Backend("cuda", "cuda", in_cuda),  # a GPU, or Numba's simulator
-    "numba_cuda_callable": Backend("cuda", "cuda", in_cuda_callable, NO_EXPORT),
-    "warp": Backend("warp", "warp", in_warp),  # on the CPU
-    "warp_gpu": Backend("warp", "warp_gpu", in_warp),
-    "pallas": Backend("pallas", "pallas", in_pallas, NO_SHARD_MAP),
-    "jax": Backend("jax", "jax", in_jax),
+    "numba_cuda": Backend("cuda", "cuda", in_cuda, every_dtype=True),  # a GPU, or Numba's simulator
+    "numba_cuda_callable": Backend("cuda", "cuda", in_cuda_callable, NO_EXPORT, every_dtype=True),
+    "warp": Backend("warp", "warp", in_warp, every_dtype=True),  # on the CPU
+    "warp_gpu": Backend("warp", "warp_gpu", in_warp, every_dtype=True),
+    "pallas": Backend("pallas", "pallas", in_pallas, NO_SHARD_MAP, every_dtype=True),
+    "jax": Backend("jax", "jax", in_jax, every_dtype=True),
     "numba_kernel": Backend("numba", "numba", in_numba, BARE, is_op=False),
     "numba_cuda_kernel": Backend("cuda", "cuda", in_cuda, BARE, is_op=False),
     "warp_kernel": Backend("warp", "warp", in_warp, BARE, is_op=False),
@@ -1050,7 +1051,8 @@ def all_cells():
             continue
         dtypes = OPS[op].dtypes if transformation in EVERY_DTYPE else ("float32",)
         for dtype, backend in itertools.product(dtypes, BACKENDS):
-            if dtype in dtypes_of(BACKENDS[backend].language):
+            has_dtype = dtype == "float32" or BACKENDS[backend].every_dtype
+            if has_dtype and dtype in dtypes_of(BACKENDS[backend].language):
                 yield op, backend, transformation, dtype
 
 
@@ -1974,26 +1976,23 @@ def test_a_kernel_that_may_write_to_an_input_gets_a_copy(code, parallel):
 LARGE = spec(100_000)  # XLA keeps some bytes for itself
 
 
-@pytest.mark.parametrize("code", [
-    "out[:] = x + 1", "for i, v in enumerate(x.flat): out[i] = v + 1", "typed_add_one(x, out)",
-])  # fmt: skip
-def test_a_kernel_that_only_reads_gets_no_copies(code):
-    """Also where it gives an input to what is compiled for writable arrays."""
-    kernel = wrap(runs(code, **globals()))
-    np.testing.assert_array_equal(kernel(F32), F32 + 1)
-    assert copied_bytes(kernel, LARGE) < 1000
+reads_x0 = runs("out[:] = x[0] + y\n    memset(x.ctypes, 0, 0)", "x, y, out", memset=memset)
+shares_y = runs("out[0] = x[0] + y[-1]", "x, y, out")
+COPIES = {  # a kernel, its inputs, and the bytes that it copies
+    "reads": (wrap(runs("out[:] = x + 1")), [LARGE], 0),
+    "reads in a loop": (wrap(runs("for i, v in enumerate(x.flat): out[i] = v + 1")), [LARGE], 0),
+    "gives it to a function for writable arrays": (wrap(runs("typed_add_one(x, out)", **globals())), [LARGE], 0),
+    "may write to x, not to y": (wrap(reads_x0, like_last), [spec(1, *LARGE.shape), LARGE], 4 * LARGE.size),
+    "slices share y": (jax.vmap(wrap(shares_y), (0, None)), [spec(8, 1), LARGE], 0),
+}
 
 
-def test_only_the_input_that_a_kernel_may_write_to_is_copied():
-    kernel = wrap(runs("out[:] = x[0] + y\n    memset(x.ctypes, 0, 0)", "x, y, out", memset=memset), like_last)
-    np.testing.assert_array_equal(kernel(F32[None], 2 * F32), 3 * F32)
-    assert 0 <= copied_bytes(kernel, spec(1, *LARGE.shape), LARGE) - 400_000 < 1000
-
-
-def test_what_slices_share_is_not_copied():
-    batch = jax.vmap(wrap(runs("out[0] = x[0] + y[-1]", "x, y, out")), (0, None))
-    np.testing.assert_array_equal(batch(F32[:, None], F32), 2 * F32[:, None])
-    assert copied_bytes(batch, spec(8, 1), LARGE) < 1000
+@pytest.mark.parametrize("case", COPIES)
+def test_only_the_input_that_a_kernel_may_write_to_is_copied(case):
+    kernel, specs, nbytes = COPIES[case]
+    results = kernel(*[np.ones(spec.shape, np.float32) for spec in specs])
+    np.testing.assert_array_equal(results, np.full(results.shape, 2))
+    assert 0 <= copied_bytes(kernel, *specs) - nbytes < 1000
 
 
 # -- aliases, scratch, effects -------------------------------------------------------------------------
@@ -2201,7 +2200,7 @@ def test_without_jit_the_kernel_is_plain_python(monkeypatch):
 
 SHARED_BATCHES = """
     import faulthandler
-    faulthandler.dump_traceback_later(120, exit=True)
+    faulthandler.dump_traceback_later(240, exit=True)
 
     def spin(x, y, out):
         total = 0.0
@@ -2487,11 +2486,16 @@ def test_an_op_calls_a_generator_once_for_its_parameters():
     assert len(made) == 3
 
 
-def test_two_kernels_of_one_name_and_signature_are_an_error():
-    first, second = [wrap(kernel, name="twice") for kernel in closures("x[0] + v", [1, 2])]
-    assert first(F32)[0] == first(F32)[0] == 2
-    with pytest.raises(ValueError, match="twice"):
-        second(F32)
+def test_a_named_kernel_that_is_defined_again_is_the_same_if_it_is_unchanged():
+    """As by importlib.reload."""
+    namespace = {"math": math, "constant": 1}
+    for _ in range(2):
+        exec("def kernel(x, out): out[0] = math.floor(x[0]) + constant", namespace)
+        assert wrap(namespace["kernel"], name="defined again")(F32)[0] == 2
+    exec("constant = 5\ndef kernel(x, out): out[0] = math.floor(x[0]) + constant", namespace)
+    with pytest.raises(ValueError, match=r"defined again.*another kernel of this process has this name"):
+        wrap(namespace["kernel"], name="defined again")(F32)
+    assert wrap(namespace["kernel"])(F32)[0] == 6
 
 
 # ======================================================================================================
@@ -3066,11 +3070,9 @@ def test_fakecuda_refused_kernels(gpus, package_cuda, body, refused):
         run_for_cuda(xk.numba_cuda_kernel(kernel, like_first, **BLOCK), F32)
 
 
-@pytest.mark.parametrize("body", [
-    "out[0] = x[0]",
-    "tile = x[0]; out[0] = view(tile) + flat[1]",  # such names alone do not write
-])  # fmt: skip
-def test_fakecuda_a_kernel_that_reads_gets_no_copies(gpus, package_cuda, body):
+def test_fakecuda_a_kernel_that_reads_gets_no_copies(gpus, package_cuda):
+    """Names such as these alone do not write."""
+    body = "tile = x[0]; out[0] = view(tile) + flat[1]"
     names = {"view": package_cuda.jit(device=True)(lambda x: x), "flat": np.ones(2, np.float32)}
     op = xk.numba_cuda_kernel(own_kernel(package_cuda, "x, out", body, names=names), like_first, **BLOCK)
     assert copied_bytes(program_for_cuda(op, LARGE), LARGE) < 1000
@@ -3925,26 +3927,29 @@ REFUSED_BY_WARP_KERNEL = [  # the text of an error, a kernel, arguments of a cal
 ]
 
 
-@needs_warp
-@pytest.mark.parametrize("text, kernel, args, options", REFUSED_BY_WARP_KERNEL)
-def test_warp_refuses(text, kernel, args, options):
-    with pytest.raises((TypeError, ValueError, NotImplementedError), match=text):
-        jax.eval_shape(xk.warp_kernel(getattr(warp_kernels(), kernel), **{"outs": like_first, **options}), *args)
+REFUSED_VALUES_AND_TYPES = [  # the text of an error, which for values of a wrong type is Warp's own, and a call
+    (r"'s' \(struct .*Settings\) is passed .*got int 1, not an instance", partial(call_every, *EVERY, s=1)),
+    (r"Failed to convert argument for param m to mat33f?", partial(call_every, *EVERY, m=[1.0, 2.0])),
+    (r"unable to pack kernel parameter type .*float.* for param i", partial(call_every, *EVERY, i=1.5)),
+    (r"'i' \(int8\) is passed by value; got int 300, which is out of its range", partial(call_every, *EVERY, i=300)),
+    (r"takes a function decorated with warp.kernel; got function", partial(xk.warp_kernel, like_first, spec())),
+    (r"Warp has no scalar type for dtype .*it has bool, .*float64", partial(xk.jaxtype_to_warptype, np.complex64)),
+    (r"1 to 4 dimensions; got 0 in float32\[\]; reshape it to \(1,\)", partial(xk.jaxinfo_to_warpinfo, spec())),
+]
+
+
+def traced(kernel, args, options):
+    """A call of a kernel of the table that is only traced."""
+    options = {"outs": like_first, **options}
+    return lambda: jax.eval_shape(xk.warp_kernel(getattr(warp_kernels(), kernel), **options), *args)
 
 
 @needs_warp
-@pytest.mark.parametrize("call, text", [
-    (partial(call_every, *EVERY, s=1), r"'s' \(struct .*Settings\) is passed .*got int 1, not an instance"),
-    (partial(call_every, *EVERY, m=[1.0, 2.0]), r"(?s)Failed to convert .* param m to mat33f?.*Warp kernel 'every'"),
-    (partial(call_every, *EVERY, i=1.5), r"unable to pack kernel parameter type .*float.* for param i"),
-    (partial(call_every, *EVERY, i=300), r"'i' \(int8\) is passed by value; got int 300, which is out of its range"),
-    (partial(xk.warp_kernel, like_first, spec()), r"takes a function decorated with warp.kernel; got function"),
-    (partial(xk.jaxtype_to_warptype, np.complex64), r"Warp has no scalar type for dtype .*it has bool, .*float64"),
-    (partial(xk.jaxinfo_to_warpinfo, spec()), r"1 to 4 dimensions; got 0 in float32\[\]; reshape it to \(1,\)"),
+@pytest.mark.parametrize("text, call", [
+    *REFUSED_VALUES_AND_TYPES, *[(text, traced(*call)) for text, *call in REFUSED_BY_WARP_KERNEL],
 ])  # fmt: skip
-def test_warp_has_no_such_value_or_type(call, text):
-    """Values of a wrong type get Warp's errors."""
-    with pytest.raises((TypeError, ValueError, RuntimeError), match=text):
+def test_warp_refuses(text, call):
+    with pytest.raises((TypeError, ValueError, NotImplementedError, RuntimeError), match=text):
         call()
 
 
@@ -4021,20 +4026,6 @@ def test_warp_is_exported_for_two_platforms():
     for platform in ("cpu", "cuda"):
         args = jax.device_put(xs, jax.devices(platform)[0])
         check_equal(export.deserialize(exported.serialize()).call(*args), xs[0] * xs[1])
-
-
-@needs_warp
-def test_warp_values_that_look_like_pointers():
-    """No pointer is written where a value stands."""
-
-    @unique_kernel
-    def wide(x: floats, bits: wp.uint64, out: wp.array(dtype=wp.uint64)):
-        out[wp.tid()] = bits
-
-    with jax.enable_x64(True):
-        for bits in (0, 4096, 2**59 + 16, 2**64 - 1):
-            f = xk.warp_kernel(wide, spec(3, dtype=np.uint64))
-            check_equal(f(THREE, bits), np.full(3, bits, np.uint64))
 
 
 @needs_warp
