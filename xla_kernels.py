@@ -4855,7 +4855,6 @@ class XLACustomKernel(_Kept):
         """Drop what generators made, and JAX's traces with earlier kernels or rules, for which all its caches go."""
         self._made = _Recent()
         if self._is_traced:
-            self._is_traced = False
             jax.clear_caches()
 
     # -- dispatch --------------------------------------------------------------------------------------
@@ -5047,11 +5046,10 @@ class _OpBenchmark(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class KernelEntry:
-    """One kernel of an :class:`XLACustomKernel`: what `op._kernels[platform][backend]` holds, made by `def_kernel`.
+    """One kernel of an :class:`XLACustomKernel`, made by `def_kernel`.
 
-    `kernel_generator` is the registered generator itself, or for a ready kernel one that returns its wrapper: called
-    with the static parameters of a call, and with `outs` if it takes them, it returns the function to trace. A
-    `fallback` (Warp on the CPU) serves, unless asked for by name, only where the platform has no other.
+    `kernel_generator` is what was registered, or for a ready kernel a generator that returns its wrapper. A `fallback`
+    (Warp on the CPU) serves, unless asked for by name, only where the platform has no other.
     """
 
     backend: str
@@ -5063,8 +5061,6 @@ class KernelEntry:
 # -- 10.2 A call: from op(...) to its primitive --------------------------------------------------------
 # Operands, outs and static parameters are checked where the user's call is on the stack.  A kernel is traced there
 # once, so that its errors are raised there, too.
-
-_SPEC_TYPES: tuple[type, ...] = (Spec, jax.core.ShapedArray)
 
 
 def _find_call(op: XLACustomKernel, args: Sequence, outs: Any, backend: Any, params: dict) -> _OpCall:
@@ -5084,7 +5080,7 @@ def _find_call(op: XLACustomKernel, args: Sequence, outs: Any, backend: Any, par
 
 
 def _outs_key(outs: Any) -> tuple:
-    if type(outs) in _SPEC_TYPES:  # the usual case, in half the time
+    if type(outs) in (Spec, jax.core.ShapedArray):  # the usual case, in half the time
         return outs.shape, outs.dtype
     leaves, tree = _flatten(outs)
     shown = [(tuple(x.shape), x.dtype) if _is_spec(x) else x for x in leaves]
@@ -5148,14 +5144,13 @@ def _check_static_params(op: str, params: dict) -> None:
                 f"{op}: parameter {name!r} is traced ({value}), but keyword parameters are static: pass it as an "
                 f"operand, or compile the caller with jax.jit(..., static_argnames={name!r})"
             )
-        _check_hashable(value, f"{op}: parameter {name!r}", "Pass a number or a tuple, or pass the array as an operand")
-
-
-def _check_hashable(value: Any, what: str, fix: str) -> None:
-    try:
-        hash((value, _tagged(value)))
-    except TypeError:
-        raise TypeError(f"{what} must be hashable, got {value!r:.80} of type {type(value).__name__}. {fix}") from None
+        try:
+            hash((value, _tagged(value)))
+        except TypeError:
+            raise TypeError(
+                f"{op}: parameter {name!r} must be hashable, got {value!r:.80} of type {type(value).__name__}: pass a "
+                "number or a tuple, or pass the array as an operand"
+            ) from None
 
 
 def _tagged(value: Any) -> Any:
@@ -5320,10 +5315,14 @@ class _OpPrimitive(Primitive):
         """A rule for JAX's interpreters: `function`, with the binding before its other arguments."""
 
         def call(*args: Any, **params: Any) -> Any:
-            try:
-                return function(self.binding(**params), *args)
-            finally:  # set last, as JAX keeps what is returned: another thread may have cleared the caches
-                self.op._is_traced = True
+            self.op._is_traced = True
+            made = None
+            while (
+                made is not self.op._made
+            ):  # once more if kernels or rules changed meanwhile: JAX keeps what is returned
+                made = self.op._made
+                result = function(self.binding(**params), *args)
+            return result
 
         return call
 
@@ -5422,16 +5421,10 @@ def _op_lowering(bound: _OpParams, ctx: Any, *ins: Any) -> Any:
 
 
 # -- 10.5 Batching: recorded vmaps ---------------------------------------------------------------------
-# How a batch is best run, only the backend knows, and that is known only when the op is lowered.  So:
-#
-# 1. `vmap` of an op binds its primitive once more, with the axis of this vmap in front of the batched operands, and
-#    records which these are: `_OpParams.vmaps` has `in_axes`, as `jax.vmap` takes them, for each vmap, in the order
-#    of their axes: the outermost first.
-# 2. The lowering applies the recorded vmaps to the function of one slice, by `jax.vmap`: each wrapper, and all that JAX
-#    can trace, has its own rule.  Where one has none, the batch is a `jax.lax.map`.
-# 3. Derivative rules get the same vmaps, when JAX asks for them (10.6).
-#
-# Generators, `outs` and rules of the user are for one slice.  Only `_OpParams.outs` are those of the whole batch.
+# Generators, `outs` and rules of the user are for one slice, and how a batch is best run only the backend knows, when the
+# op is lowered.  So a `vmap` of an op is recorded: it binds the primitive once more, with its axis in front of the
+# batched operands.  `_OpParams.vmaps` has the `in_axes` of each, the outermost first, and `_OpParams.outs` are those of
+# the whole batch.  By these `jax.vmap` then batches what runs a slice, or is a rule (10.6).
 
 
 def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None], /, **params: Any) -> tuple:
@@ -5524,8 +5517,7 @@ def _sequential(function: Callable, in_axes: tuple) -> Callable:
 
 
 # -- 10.6 Derivatives ----------------------------------------------------------------------------------
-# A user's rule is a function of one slice; it is vmapped by the recorded vmaps (10.5), in which tangents are batched as
-# their primals, and cotangents by all, as outputs are.
+# A user's rule is vmapped by the recorded vmaps: tangents are batched as their primals, cotangents by all, as outputs are.
 #
 # Zeros are symbolic.  JAX gives rules `ad.Zero` and `ad.UndefinedPrimal`, which `jax.vmap` cannot batch, so
 # `_symbolic_slice` gives them the shape of a slice.  Rules may return zeros in any form, which `_from_rule` makes None.
