@@ -4938,6 +4938,13 @@ def test_op_newest_rules_reach_warm_functions():
         assert derivative(0.0) == value
         op.def_vjp_rule(lambda x: (x, None), lambda residuals, ct, value=value: -value * ct)
         assert derivative(0.0) == -value
+
+    def replaced_while_jax_traces(primals, tangents):
+        op.def_jvp_rule(lambda primals, tangents: (primals, [7 * tangents[0]]))
+        return primals, tangents
+
+    op.def_jvp_rule(replaced_while_jax_traces)
+    assert derivative(0.0) == 7
     batched = jax.jit(jax.vmap(lambda x: op.primitive.bind(x, outs=(spec(),))[0]))  # also if bound by hand
     for value in (2, 3):
         op.def_batching_rule(lambda args, axes, value=value: ([value * args[0]], axes))

@@ -5316,12 +5316,11 @@ class _OpPrimitive(Primitive):
 
         def call(*args: Any, **params: Any) -> Any:
             self.op._is_traced = True
-            made = None
-            while (
-                made is not self.op._made
-            ):  # once more if kernels or rules changed meanwhile: JAX keeps what is returned
+            for _ in range(2):  # again if kernels or rules changed meanwhile, as JAX keeps what is returned
                 made = self.op._made
                 result = function(self.binding(**params), *args)
+                if made is self.op._made:
+                    break
             return result
 
         return call
@@ -5421,8 +5420,8 @@ def _op_lowering(bound: _OpParams, ctx: Any, *ins: Any) -> Any:
 
 
 # -- 10.5 Batching: recorded vmaps ---------------------------------------------------------------------
-# Generators, `outs` and rules of the user are for one slice, and how a batch is best run only the backend knows, when the
-# op is lowered.  So a `vmap` of an op is recorded: it binds the primitive once more, with its axis in front of the
+# Generators, `outs` and rules of the user are for one slice, and how a batch is best run only the backend knows, when
+# the op is lowered.  So a `vmap` of an op is recorded: it binds the primitive once more, with its axis in front of the
 # batched operands.  `_OpParams.vmaps` has the `in_axes` of each, the outermost first, and `_OpParams.outs` are those of
 # the whole batch.  By these `jax.vmap` then batches what runs a slice, or is a rule (10.6).
 
@@ -5517,7 +5516,7 @@ def _sequential(function: Callable, in_axes: tuple) -> Callable:
 
 
 # -- 10.6 Derivatives ----------------------------------------------------------------------------------
-# A user's rule is vmapped by the recorded vmaps: tangents are batched as their primals, cotangents by all, as outputs are.
+# A user's rule is vmapped by the recorded vmaps: tangents are batched as their primals, cotangents by all, as outputs.
 #
 # Zeros are symbolic.  JAX gives rules `ad.Zero` and `ad.UndefinedPrimal`, which `jax.vmap` cannot batch, so
 # `_symbolic_slice` gives them the shape of a slice.  Rules may return zeros in any form, which `_from_rule` makes None.
@@ -5758,24 +5757,28 @@ def _check_warp() -> Callable:
     return warp_kernel(wp.kernel(kernel), outs=lambda x, y: x)
 
 
-_CUDA_DISPATCHERS = (
-    "numba.CUDADispatcher",
-    "numba.FakeCUDAKernel",
-    "numba_cuda.CUDADispatcher",
-    "numba_cuda.FakeCUDAKernel",
-    "numba_cuda_mlir.MLIRDispatcher",
-)
 _BACKENDS = {
     "numba": _Backend(
-        {"cpu": _NUMBA_INSTALL}, ("numba.Dispatcher", "numba.DUFunc", "numba.GUFunc"), numba_kernel, _check_numba
+        platforms={"cpu": _NUMBA_INSTALL},
+        ready=("numba.Dispatcher", "numba.DUFunc", "numba.GUFunc"),
+        wrap=numba_kernel,
+        check=_check_numba,
     ),
     "warp": _Backend(
-        {"cpu": _WARP_INSTALL, "gpu": 'pip install "jax[cuda13]" warp-lang numba'},
-        ("warp.Kernel",),
-        warp_kernel,
-        _check_warp,
+        platforms={"cpu": _WARP_INSTALL, "gpu": 'pip install "jax[cuda13]" warp-lang numba'},
+        ready=("warp.Kernel",),
+        wrap=warp_kernel,
+        check=_check_warp,
     ),
-    "numba_cuda": _Backend({"gpu": _CUDA_INSTALL}, _CUDA_DISPATCHERS, _wrap_numba_cuda, _check_numba_cuda),
+    "numba_cuda": _Backend(
+        platforms={"gpu": _CUDA_INSTALL},
+        ready=(
+            *("numba.CUDADispatcher", "numba.FakeCUDAKernel"),
+            *("numba_cuda.CUDADispatcher", "numba_cuda.FakeCUDAKernel", "numba_cuda_mlir.MLIRDispatcher"),
+        ),
+        wrap=_wrap_numba_cuda,
+        check=_check_numba_cuda,
+    ),
 }
 
 
@@ -5787,7 +5790,10 @@ def _self_check() -> int:
     for name, backend in _BACKENDS.items():
         for platform, install in backend.platforms.items():
             try:
-                result = _check_backend(backend, platform)
+                if not _local_devices(platform):
+                    raise ImportError(f"JAX finds no {platform}")
+                cost = _cost_per_call(backend.check(), _local_devices(platform)[0])
+                result = f"works, {cost:.2f} µs per call under jit"
             except ImportError as error:
                 needs = "an NVIDIA GPU, " if platform == "gpu" else ""
                 result = f"not available: {error}\n{'':17}to get it: {needs}{install}"
@@ -5798,28 +5804,15 @@ def _self_check() -> int:
     return status
 
 
-def _check_backend(backend: _Backend, platform: str) -> str:
-    devices = _local_devices(platform)
-    if not devices:
-        raise ImportError(f"JAX finds no {platform}")
-    return f"works, {_cost_per_call(backend.check(), devices[0]):.2f} µs per call under jit"
-
-
-def _cost_per_call(call: Callable, device: Any, steps: int = 10_000) -> float:
-    """Compare a call with NumPy, then time a loop of calls: microseconds for each, at best."""
-    a = np.arange(16, dtype=np.float32)
-    b = a + 1
-    x = jax.device_put(a, device)
-    y = jax.device_put(b, device)
-    np.testing.assert_array_equal(call(x, y), 2 * a + b)
-
-    @jax.jit
-    def loop(x: Any, y: Any) -> Any:
-        return jax.lax.fori_loop(0, steps, lambda i, z: call(y, z), x)
-
-    timer = timeit.Timer(lambda: loop(x, y).block_until_ready())
-    times = timer.repeat(6, 1)  # the first one compiles
-    return min(times) / steps * 1e6
+def _cost_per_call(call: Callable, device: Any) -> float:
+    """Compare a call with NumPy, then time it in a loop: microseconds, at best."""
+    x = np.arange(16, dtype=np.float32)
+    y = x + 1
+    operands = jax.device_put((x, y), device)
+    np.testing.assert_array_equal(call(*operands), 2 * x + y)
+    loop = jax.jit(lambda x, y: jax.lax.fori_loop(0, 10_000, lambda i, z: call(y, z), x))
+    timer = timeit.Timer(lambda: loop(*operands).block_until_ready())
+    return min(timer.repeat(6, 1)) / 10_000 * 1e6  # the first one compiles
 
 
 if __name__ == "__main__":
