@@ -759,16 +759,15 @@ def _declared_spec(x: Any, what: str, ins: Sequence[Spec] | None) -> Spec:
 _FILES_BEFORE_THE_USERS = (__file__[:-1], os.path.join(os.path.dirname(jax.__file__), ""))
 
 
-def _input_spec(x: Any, i: int) -> Spec:
-    dtype = x.dtype if _is_spec(x) else jax.dtypes.result_type(x)
-    _check_dtype(dtype, f"input {i}")
-    if isinstance(x, (np.ndarray, np.generic)):  # JAX's own may be of 64 bits also where x64 is disabled
-        dtype = jax.dtypes.canonicalize_dtype(dtype)
-    return Spec(np.shape(x), dtype)
-
-
 def _input_specs(args: Sequence) -> list[Spec]:
-    return [_input_spec(x, i) for i, x in enumerate(args)]
+    specs = []
+    for i, x in enumerate(args):
+        dtype = x.dtype if _is_spec(x) else jax.dtypes.result_type(x)
+        _check_dtype(dtype, f"input {i}")
+        if isinstance(x, (np.ndarray, np.generic)):  # JAX's own may be of 64 bits also where x64 is disabled
+            dtype = jax.dtypes.canonicalize_dtype(dtype)
+        specs.append(Spec(np.shape(x), dtype))
+    return specs
 
 
 _INPUT_TYPES: set[type] = {np.ndarray, bool, int, float, complex}  # exact types, which are quick to find; it grows
@@ -1200,14 +1199,10 @@ class _Options:
 
     def _checked_aliases(self) -> dict[int | str, int]:
         aliases = self.input_output_aliases or {}
-        checked = {}
         try:
-            for i, j in aliases.items():
-                name_or_number = i if isinstance(i, str) else operator.index(i)
-                checked[name_or_number] = operator.index(j)
+            return {i if isinstance(i, str) else operator.index(i): operator.index(j) for i, j in aliases.items()}
         except (AttributeError, TypeError):
             raise TypeError(f"input_output_aliases must be a dict {{input: output}}; got {aliases!r}") from None
-        return checked
 
     def _checked_names(self, option: str, names: Any) -> list[str]:
         if names is None:
@@ -4600,14 +4595,7 @@ class XLACustomKernel(_Kept):
         return call.bind(*args)
 
     def __repr__(self) -> str:
-        lines = [f"XLACustomKernel({self.name!r})"]
-        for platform, default in self.defaults.items():
-            names = list(self._kernels[platform])
-            names[names.index(default)] += " (default)"
-            lines.append(f"  {platform}: {', '.join(names)}")
-        if self._rules:
-            lines.append(f"  rules: {', '.join(sorted(self._rules))}")
-        return "\n".join(lines)
+        return f"<{self.title}: {self._registered()}>"
 
     # -- registration ----------------------------------------------------------------------------------
 
@@ -4627,13 +4615,6 @@ class XLACustomKernel(_Kept):
 
         Raises:
           TypeError: `backend` or `platform` is no name, or `kg` neither callable nor a kernel.
-
-        Example:
-          >>> op = XLACustomKernel("double")
-          >>> _ = op.def_kernel("a", "cpu", lambda outs: lambda x: 2 * x)
-          >>> _ = op.def_kernel("b", "cpu", lambda: lambda x: x + x, asdefault=True)
-          >>> op.available_backends("cpu"), op.get_default("cpu")
-          (['a', 'b'], 'b')
         """
         return self._define(backend, [platform], kg, asdefault, options)
 
@@ -4654,8 +4635,6 @@ class XLACustomKernel(_Kept):
 
     def def_pallas_kernel(self, platform: str, kg: Any = None, asdefault: bool = False) -> Any:
         """Register a Pallas kernel for `"gpu"`, `"tpu"`, or (in interpret mode) `"cpu"`; see :meth:`def_kernel`."""
-        if _platform_name(platform) not in ("cpu", "gpu", "tpu"):
-            raise ValueError(f"def_pallas_kernel: platform must be 'gpu', 'tpu' or 'cpu', got {platform!r}")
         return self._define("pallas", [platform], kg, asdefault, {})
 
     def def_triton_kernel(self, kg: Any = None, asdefault: bool = False) -> Any:
@@ -4687,7 +4666,6 @@ class XLACustomKernel(_Kept):
         """Drop what generators made, and JAX's traces with earlier kernels or rules, for which all its caches go."""
         self._made = _Recent()
         if self._is_traced:
-            self._is_traced = False
             jax.clear_caches()
 
     # -- dispatch --------------------------------------------------------------------------------------
@@ -4729,15 +4707,15 @@ class XLACustomKernel(_Kept):
         choices = self._choices(platform)
         if backend in choices:
             return choices[backend]
-        registered = (
-            "; ".join(f"{name}: {', '.join(entries)}" for name, entries in [*self._kernels.items()]) or "nothing"
-        )
         missing = "kernel" if backend is None else f"backend {backend!r}"
         text = (
-            f"{self.title} has no {missing} for platform {platform!r}; registered: {registered}; "
+            f"{self.title} has no {missing} for platform {platform!r}; registered: {self._registered()}; "
             "choose one of these (backend=, jax.default_device), or register another with def_kernel"
         )
         raise NotImplementedError(text) if backend is None else ValueError(text)
+
+    def _registered(self) -> str:
+        return "; ".join(f"{name}: {', '.join(entries)}" for name, entries in [*self._kernels.items()]) or "nothing"
 
     # -- rules -----------------------------------------------------------------------------------------
 
@@ -4833,12 +4811,6 @@ class XLACustomKernel(_Kept):
 
         The result prints as a table.  Each of its `.rows` has `backend`, `first_ms` (the first call, with compilation),
         `median_us`, `difference` (the largest absolute one from the first backend that ran) and `error`.
-
-        Example:
-          >>> op = XLACustomKernel("double")
-          >>> _ = op.def_kernel("jax", "cpu", lambda: lambda x: 2 * x)
-          >>> [row.backend for row in op.benchmark(np.ones(8), outs=lambda x: x).rows]
-          ['jax']
         """
         platform = _default_platform()
         self._entry(platform, backend)  # raises where there is none
@@ -4879,11 +4851,10 @@ class _OpBenchmark(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class KernelEntry:
-    """One kernel of an :class:`XLACustomKernel`: what `op._kernels[platform][backend]` holds, made by `def_kernel`.
+    """One kernel of an :class:`XLACustomKernel`, made by `def_kernel`.
 
-    `kernel_generator` is the registered generator itself, or for a ready kernel one that returns its wrapper: called
-    with the static parameters of a call, and with `outs` if it takes them, it returns the function to trace. A
-    `fallback` (Warp on the CPU) serves, unless asked for by name, only where the platform has no other.
+    `kernel_generator` is what was registered, or for a ready kernel a generator that returns its wrapper. A `fallback`
+    (Warp on the CPU) serves, unless asked for by name, only where the platform has no other.
     """
 
     backend: str
@@ -4896,13 +4867,11 @@ class KernelEntry:
 # Operands, outs and static parameters are checked where the user's call is on the stack.  A kernel is traced there
 # once, so that its errors are raised there, too.
 
-_SPEC_TYPES: tuple[type, ...] = (Spec, jax.core.ShapedArray)
-
 
 def _find_call(op: XLACustomKernel, args: Sequence, outs: Any, backend: Any, params: dict) -> _OpCall:
     """What serves a call with these outs, backend and parameters: checked when it is new, then remembered."""
     if callable(outs) and not isinstance(outs, type):  # such as jnp.float32
-        avals = [getattr(x, "aval", None) or _input_spec(x, i) for i, x in enumerate(args)]
+        avals = [getattr(x, "aval", None) or jax.typeof(x) for x in args]
         outs = _call_checked(outs, f"{op.title}: outs", *avals)
     try:
         key = (_outs_key(outs), backend, _tagged(params) if params else ())
@@ -4916,7 +4885,7 @@ def _find_call(op: XLACustomKernel, args: Sequence, outs: Any, backend: Any, par
 
 
 def _outs_key(outs: Any) -> tuple:
-    if type(outs) in _SPEC_TYPES:  # the usual case, in half the time
+    if type(outs) in (Spec, jax.core.ShapedArray):  # the usual case, in half the time
         return outs.shape, outs.dtype
     leaves, tree = _flatten(outs)
     shown = [(tuple(x.shape), x.dtype) if _is_spec(x) else x for x in leaves]
@@ -4980,14 +4949,13 @@ def _check_static_params(op: str, params: dict) -> None:
                 f"{op}: parameter {name!r} is traced ({value}), but keyword parameters are static: pass it as an "
                 f"operand, or compile the caller with jax.jit(..., static_argnames={name!r})"
             )
-        _check_hashable(value, f"{op}: parameter {name!r}", "Pass a number or a tuple, or pass the array as an operand")
-
-
-def _check_hashable(value: Any, what: str, fix: str) -> None:
-    try:
-        hash((value, _tagged(value)))
-    except TypeError:
-        raise TypeError(f"{what} must be hashable, got {value!r:.80} of type {type(value).__name__}. {fix}") from None
+        try:
+            hash((value, _tagged(value)))
+        except TypeError:
+            raise TypeError(
+                f"{op}: parameter {name!r} must be hashable, got {value!r:.80} of type {type(value).__name__}: pass a "
+                "number or a tuple, or pass the array as an operand"
+            ) from None
 
 
 def _tagged(value: Any) -> Any:
@@ -5152,10 +5120,13 @@ class _OpPrimitive(Primitive):
         """A rule for JAX's interpreters: `function`, with the binding before its other arguments."""
 
         def call(*args: Any, **params: Any) -> Any:
-            try:
-                return function(self.binding(**params), *args)
-            finally:  # set last, as JAX keeps what is returned: another thread may have cleared the caches
-                self.op._is_traced = True
+            self.op._is_traced = True
+            for _ in range(2):  # again if kernels or rules changed meanwhile, as JAX keeps what is returned
+                made = self.op._made
+                result = function(self.binding(**params), *args)
+                if made is self.op._made:
+                    break
+            return result
 
         return call
 
@@ -5254,16 +5225,10 @@ def _op_lowering(bound: _OpParams, ctx: Any, *ins: Any) -> Any:
 
 
 # -- 10.5 Batching: recorded vmaps ---------------------------------------------------------------------
-# How a batch is best run, only the backend knows, and that is known only when the op is lowered.  So:
-#
-# 1. `vmap` of an op binds its primitive once more, with the axis of this vmap in front of the batched operands, and
-#    records which these are: `_OpParams.vmaps` has `in_axes`, as `jax.vmap` takes them, for each vmap, in the order
-#    of their axes: the outermost first.
-# 2. The lowering applies the recorded vmaps to the function of one slice, by `jax.vmap`: each wrapper, and all that JAX
-#    can trace, has its own rule.  Where one has none, the batch is a `jax.lax.map`.
-# 3. Derivative rules get the same vmaps, when JAX asks for them (10.6).
-#
-# Generators, `outs` and rules of the user are for one slice.  Only `_OpParams.outs` are those of the whole batch.
+# Generators, `outs` and rules of the user are for one slice, and how a batch is best run only the backend knows, when
+# the op is lowered.  So a `vmap` of an op is recorded: it binds the primitive once more, with its axis in front of the
+# batched operands.  `_OpParams.vmaps` has the `in_axes` of each, the outermost first, and `_OpParams.outs` are those of
+# the whole batch.  By these `jax.vmap` then batches what runs a slice, or is a rule (10.6).
 
 
 def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None], /, **params: Any) -> tuple:
@@ -5356,8 +5321,7 @@ def _sequential(function: Callable, in_axes: tuple) -> Callable:
 
 
 # -- 10.6 Derivatives ----------------------------------------------------------------------------------
-# A user's rule is a function of one slice; it is vmapped by the recorded vmaps (10.5), in which tangents are batched as
-# their primals, and cotangents by all, as outputs are.
+# A user's rule is vmapped by the recorded vmaps: tangents are batched as their primals, cotangents by all, as outputs.
 #
 # Zeros are symbolic.  JAX gives rules `ad.Zero` and `ad.UndefinedPrimal`, which `jax.vmap` cannot batch, so
 # `_symbolic_slice` gives them the shape of a slice.  Rules may return zeros in any form, which `_from_rule` makes None.
@@ -5415,8 +5379,6 @@ def _add_tangents(
         if rule is None or type(tangent) is ad.Zero:
             continue
         returned = rule(tangent, *primals, **params)
-        if not isinstance(returned, dict):  # which `_from_rule` refuses
-            returned = jax.tree.leaves(returned, is_leaf=_is_zero)
         what = f"the jvp rule of {primitive.name!r} for operand {i}"
         for j, term in enumerate(_from_rule(what, returned, "the outputs are", avals)):
             if term is not None:
@@ -5552,15 +5514,9 @@ class _Backend(NamedTuple):
 
 
 def _wrap_numba_cuda(kernel: Any, outs: tuple, **options: Any) -> Any:
-    """By default, one thread per element of the first output that has dimensions."""
+    """By default, one thread per element of the first output that has dimensions: at most three."""
     if options.keys().isdisjoint({"grid", "block", "launch_dims"}):
-        shapes = [out.shape for out in outs if out.shape]
-        options["launch_dims"] = shapes[0] if shapes else 1
-        if shapes and len(shapes[0]) > 3:
-            raise ValueError(
-                "a ready CUDA kernel gets a thread for each element of the first output that has dimensions, but that "
-                f"is of shape {shapes[0]}, and CUDA has 3: register it with launch_dims=, or with grid= and block="
-            )
+        options["launch_dims"] = next((out.shape for out in outs if out.shape), 1)
     return numba_cuda_kernel(kernel, outs, **options)
 
 
@@ -5598,24 +5554,28 @@ def _check_warp() -> Callable:
     return warp_kernel(wp.kernel(kernel), outs=lambda x, y: x)
 
 
-_CUDA_DISPATCHERS = (
-    "numba.CUDADispatcher",
-    "numba.FakeCUDAKernel",
-    "numba_cuda.CUDADispatcher",
-    "numba_cuda.FakeCUDAKernel",
-    "numba_cuda_mlir.MLIRDispatcher",
-)
 _BACKENDS = {
     "numba": _Backend(
-        {"cpu": _NUMBA_INSTALL}, ("numba.Dispatcher", "numba.DUFunc", "numba.GUFunc"), numba_kernel, _check_numba
+        platforms={"cpu": _NUMBA_INSTALL},
+        ready=("numba.Dispatcher", "numba.DUFunc", "numba.GUFunc"),
+        wrap=numba_kernel,
+        check=_check_numba,
     ),
     "warp": _Backend(
-        {"cpu": _WARP_INSTALL, "gpu": 'pip install "jax[cuda13]" warp-lang numba'},
-        ("warp.Kernel",),
-        warp_kernel,
-        _check_warp,
+        platforms={"cpu": _WARP_INSTALL, "gpu": 'pip install "jax[cuda13]" warp-lang numba'},
+        ready=("warp.Kernel",),
+        wrap=warp_kernel,
+        check=_check_warp,
     ),
-    "numba_cuda": _Backend({"gpu": _CUDA_INSTALL}, _CUDA_DISPATCHERS, _wrap_numba_cuda, _check_numba_cuda),
+    "numba_cuda": _Backend(
+        platforms={"gpu": _CUDA_INSTALL},
+        ready=(
+            *("numba.CUDADispatcher", "numba.FakeCUDAKernel"),
+            *("numba_cuda.CUDADispatcher", "numba_cuda.FakeCUDAKernel", "numba_cuda_mlir.MLIRDispatcher"),
+        ),
+        wrap=_wrap_numba_cuda,
+        check=_check_numba_cuda,
+    ),
 }
 
 
@@ -5627,7 +5587,10 @@ def _self_check() -> int:
     for name, backend in _BACKENDS.items():
         for platform, install in backend.platforms.items():
             try:
-                result = _check_backend(backend, platform)
+                if not _local_devices(platform):
+                    raise ImportError(f"JAX finds no {platform}")
+                cost = _cost_per_call(backend.check(), _local_devices(platform)[0])
+                result = f"works, {cost:.2f} µs per call under jit"
             except ImportError as error:
                 needs = "an NVIDIA GPU, " if platform == "gpu" else ""
                 result = f"not available: {error}\n{'':17}to get it: {needs}{install}"
@@ -5638,28 +5601,15 @@ def _self_check() -> int:
     return status
 
 
-def _check_backend(backend: _Backend, platform: str) -> str:
-    devices = _local_devices(platform)
-    if not devices:
-        raise ImportError(f"JAX finds no {platform}")
-    return f"works, {_cost_per_call(backend.check(), devices[0]):.2f} µs per call under jit"
-
-
-def _cost_per_call(call: Callable, device: Any, steps: int = 10_000) -> float:
-    """Compare a call with NumPy, then time a loop of calls: microseconds for each, at best."""
-    a = np.arange(16, dtype=np.float32)
-    b = a + 1
-    x = jax.device_put(a, device)
-    y = jax.device_put(b, device)
-    np.testing.assert_array_equal(call(x, y), 2 * a + b)
-
-    @jax.jit
-    def loop(x: Any, y: Any) -> Any:
-        return jax.lax.fori_loop(0, steps, lambda i, z: call(y, z), x)
-
-    timer = timeit.Timer(lambda: loop(x, y).block_until_ready())
-    times = timer.repeat(6, 1)  # the first one compiles
-    return min(times) / steps * 1e6
+def _cost_per_call(call: Callable, device: Any) -> float:
+    """Compare a call with NumPy, then time it in a loop: microseconds, at best."""
+    x = np.arange(16, dtype=np.float32)
+    y = x + 1
+    operands = jax.device_put((x, y), device)
+    np.testing.assert_array_equal(call(*operands), 2 * x + y)
+    loop = jax.jit(lambda x, y: jax.lax.fori_loop(0, 10_000, lambda i, z: call(y, z), x))
+    timer = timeit.Timer(lambda: loop(*operands).block_until_ready())
+    return min(timer.repeat(6, 1)) / 10_000 * 1e6  # the first one compiles
 
 
 if __name__ == "__main__":
