@@ -4773,6 +4773,7 @@ OP_ERRORS = {  # the error, what its text says, the options of a call
     "list inside": (TypeError, "'alpha' must be hashable", {"alpha": (Config(1.0, table=[1]),)}),
     "outs: a dtype": (TypeError, "outs must be specs", {"outs": np.float32}),
     "outs: None": (TypeError, "outs is missing", {"outs": None}),
+    "outs: keys": (TypeError, "sorts the keys", {"outs": {1: spec(8), "one": spec(8)}}),
 }
 
 

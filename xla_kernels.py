@@ -1027,7 +1027,7 @@ def _call_jvp(primals: Sequence, tangents: Sequence, *, call: _CallParams) -> tu
     if any(jax.dtypes.issubdtype(out.dtype, np.inexact) for out in call.outs[: call.n_results]):
         raise TypeError(f"{call.target.title} has no derivative: use jax.custom_vjp, or an XLACustomKernel's rules")
     results = _call_p.bind(*primals, call=call)
-    return results, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in results]
+    return results, list(map(_zero_tangent, results))
 
 
 def _call_transpose(cts: Sequence, *operands: Any, call: _CallParams) -> list:
