@@ -4429,6 +4429,7 @@ OP_ERRORS = {  # the error, what its text says, the options of a call
     ),
     "ready kernel": (TypeError, "['alpha'] need a generator", {"backend": "numba", "alpha": 2}),
     "list inside": (TypeError, "'alpha' must be hashable", {"alpha": (Config(1.0, table=[1]),)}),
+    "outs: keys": (TypeError, "sorts the keys", {"outs": {1: spec(8), "one": spec(8)}}),
 }
 
 
@@ -4478,7 +4479,7 @@ MISUSES = [  # the error, what its text says, what is done to an op
     (TypeError, "cannot have side effects", methodcaller("def_numba_kernel", numba_multiply, has_side_effect=True)),
     (TypeError, "expected an XLACustomKernel or a jax Primitive, got 3", lambda op: xk.defjvp(3)),
     (TypeError, "parameter 'k' is traced", lambda op: jax.jit(call_op(op))(1.0, k=2.0)),
-    (TypeError, "'_binding' is reserved", lambda op: call_op(op)(1.0, _binding=3.0)),
+    (TypeError, "'_bound' is reserved", lambda op: call_op(op)(1.0, _bound=3.0)),
     (TypeError, "outs, which op 'op' needs, is missing", lambda op: xk.general_batching_rule(op, (VECTOR,), (0,))),
     (ValueError, "no backend '' for platform 'cpu'", methodcaller("set_default", "cpu", None)),
     (ValueError, "no call function", methodcaller("call", 1)),

@@ -683,12 +683,11 @@ class _Written(dict):
         return dict(zip(keys, values, strict=True))
 
 
-def _is_leaf(x: Any) -> bool:
-    return type(x) is dict or _is_spec(x)
-
-
 def _as_written(tree: Any) -> Any:
-    return jax.tree.map(lambda x: _Written(x) if type(x) is dict else x, tree, is_leaf=_is_leaf)
+    def is_leaf(x: Any) -> bool:
+        return type(x) is dict or _is_spec(x)
+
+    return jax.tree.map(lambda x: _Written(x) if type(x) is dict else x, tree, is_leaf=is_leaf)
 
 
 def _flatten(tree: Any) -> tuple[list, Any]:
@@ -703,7 +702,8 @@ def _leaves_like(tree: Any, returned: Any, what: str) -> list:
     leaves = jax.tree.leaves(returned)
     if structure == declared:
         return [leaves[order.index(k)] for k in range(len(leaves))]
-    if len(leaves) > 1 and any(isinstance(x, dict) for x in jax.tree.leaves(returned, is_leaf=_is_leaf)):
+    parts = jax.tree.leaves(returned, is_leaf=lambda x: isinstance(x, dict))
+    if len(leaves) > 1 and any(isinstance(part, dict) for part in parts):
         raise ValueError(f"{what} returned {structure}, but outs declares {tree}: return equal keys, or a tuple")
     return leaves
 
@@ -739,10 +739,7 @@ def _declared_spec(x: Any, what: str, ins: Sequence[Spec] | None) -> Spec:
             f"callable of the inputs that returns them; got {x!r} of type {type(x).__name__}"
         )
     _check_dtype(x.dtype, what)
-    try:
-        shape = jax.core.ShapedArray(x.shape, np.float32).shape  # with Python's ints, or sizes that are symbolic
-    except TypeError as error:
-        raise TypeError(f"{what} must have a tuple of ints as its shape; got {x.shape!r}") from error
+    shape = jax.core.ShapedArray(x.shape, np.float32).shape  # checked, of Python's ints and of symbolic sizes
     if any(isinstance(size, int) and size < 0 for size in shape):
         raise ValueError(f"{what} has a negative dimension in its shape {shape}")
     dtype = np.dtype(x.dtype)
@@ -797,8 +794,10 @@ def _as_input(x: Any, i: int, name: str) -> Any:
         return x
     if hasattr(x, "__dlpack__"):
         return jax.dlpack.from_dlpack(x)
-    hint = "pass its leaves one by one" if isinstance(x, (list, tuple, dict)) else "convert it with jnp.asarray"
-    raise TypeError(f"{name}: input {i} must be an array or a number; got {type(x).__name__} {x!r:.80}; {hint}")
+    raise TypeError(
+        f"{name}: input {i} must be an array or a number; got {type(x).__name__} {x!r:.80}; pass its leaves one by "
+        "one, or convert it with jnp.asarray"
+    )
 
 
 def _call_checked(function: Callable, what: str, /, *args: Any, **params: Any) -> Any:
@@ -1004,7 +1003,7 @@ def _call_jvp(primals: Sequence, tangents: Sequence, *, call: _CallParams) -> tu
             f"{call.target.title} has no (further) derivative: use jax.custom_vjp, or an XLACustomKernel's rules"
         )
     results = _call_p.bind(*primals, call=call)
-    return results, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in results]
+    return results, list(map(_zero_tangent, results))
 
 
 def _call_transpose(cts: Sequence, *operands: Any, call: _CallParams) -> list:
@@ -4915,9 +4914,9 @@ class _OpCall:
         return self.tree.unflatten(results)
 
     def bind_primitive(self, *ins: Any) -> list:
-        return self.op.primitive.bind(*ins, _binding=self.binding(ins))
+        return self.op.primitive.bind(*ins, _bound=self.bound(ins))
 
-    def binding(self, ins: Sequence) -> _OpParams:
+    def bound(self, ins: Sequence) -> _OpParams:
         # the dtypes are decided here and not on construction: jax_enable_x64 can change between two calls
         outs, _ = _flat_specs(self.specs, self.what, _input_specs(ins))
         return _OpParams(self.op, tuple(outs), self.backend, self.params, tree=self.tree)
@@ -4933,7 +4932,7 @@ class _OpCall:
         if self.checked.get(key):
             return
         try:
-            jax.make_jaxpr(functools.partial(self.binding(ins).run, entry))(*ins)
+            jax.make_jaxpr(functools.partial(self.bound(ins).run, entry))(*ins)
         except Exception:
             if jax.default_backend() == "cpu":  # else the platform may be another one: the lowering raises
                 raise
@@ -4942,7 +4941,7 @@ class _OpCall:
 
 def _check_static_params(op: str, params: dict) -> None:
     for name, value in params.items():
-        if name == "_binding":
+        if name == "_bound":
             raise TypeError(f"{op}: the parameter name {name!r} is reserved; use another one")
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
             raise TypeError(
@@ -5117,39 +5116,39 @@ class _OpPrimitive(Primitive):
             mlir.register_lowering(self, self.jax_rule(_op_lowering), platform=platform)
 
     def jax_rule(self, function: Callable) -> Callable:
-        """A rule for JAX's interpreters: `function`, with the binding before its other arguments."""
+        """A rule for JAX's interpreters: `function`, with an `_OpParams` before its other arguments."""
 
         def call(*args: Any, **params: Any) -> Any:
             self.op._is_traced = True
             for _ in range(2):  # again if kernels or rules changed meanwhile, as JAX keeps what is returned
                 made = self.op._made
-                result = function(self.binding(**params), *args)
+                result = function(self.bound(**params), *args)
                 if made is self.op._made:
                     break
             return result
 
         return call
 
-    def binding(
-        self, /, outs: Sequence = (), backend: Any = None, _binding: _OpParams | None = None, **params: Any
+    def bound(
+        self, /, outs: Sequence = (), backend: Any = None, _bound: _OpParams | None = None, **params: Any
     ) -> _OpParams:
-        """That of the primitive's parameters; BrainEvent calls rules without outs."""
-        if _binding:
-            return _binding
+        """The one parameter, also where the others are given by hand: BrainEvent calls rules without outs."""
+        if _bound:
+            return _bound
         specs, tree = _flat_specs(outs, f"{self.op.title}: outs")
         return _OpParams(self.op, tuple(specs), backend, params, tree=tree)
 
     def bind(self, /, *args: Any, **params: Any) -> Any:
-        return super().bind(*_make_varying(args), _binding=self.binding(**params))
+        return super().bind(*_make_varying(args), _bound=self.bound(**params))
 
     def bind_batch(self, args: Sequence, axes: Sequence[int | None], /, **params: Any) -> list:
         """Bind with one more vmap; the batched axes of the results are in front."""
         in_axes, batch = _with_axes_in_front(args, axes)
         size = batch[in_axes.index(0)].shape[0]
-        bound = self.binding(**params)
+        bound = self.bound(**params)
         outs = _batches([size], bound.outs)
         batched = dataclasses.replace(bound, outs=outs, vmaps=(in_axes, *bound.vmaps))
-        return self.bind(*batch, _binding=batched)
+        return self.bind(*batch, _bound=batched)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -5273,7 +5272,7 @@ def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None],
 def _op_batching(bound: _OpParams, args: Sequence, axes: Sequence) -> Any:
     rule = bound.op._rules.get("batching")
     if rule is None or bound.vmaps:  # a user's rule is for the op on one slice, not on the batch of a recorded vmap
-        results = bound.op.primitive.bind_batch(args, axes, _binding=bound)
+        results = bound.op.primitive.bind_batch(args, axes, _bound=bound)
         return results, [0] * len(results)
     what = f"the batching rule of {bound.op.name!r}"
     results, result_axes = rule(args, axes, **bound.rule_params)
@@ -5395,7 +5394,7 @@ def _op_jvp(bound: _OpParams, primals: Sequence, tangents: Sequence) -> tuple:
 
     def of_slice(primals: tuple, tangents: tuple) -> tuple:
         if isinstance(rule, list):  # of `defjvp`
-            outputs = primitive.bind(*primals, _binding=dataclasses.replace(bound, outs=bound.slice_outs, vmaps=()))
+            outputs = primitive.bind(*primals, _bound=dataclasses.replace(bound, outs=bound.slice_outs, vmaps=()))
             tangents_out = _add_tangents(primitive, rule, primals, tangents, outputs, params)
         else:
             outputs, tangents_out = rule(primals, tangents, **params)
@@ -5455,7 +5454,7 @@ def _bind_with_vjp(call: _OpCall, ins: Sequence, fwd: Callable, bwd: Callable) -
     """Bind the op with its vjp rule, whose functions get the parameters of a call with these operands."""
     ins = _make_varying(ins)
     avals = list(map(jax.typeof, ins))
-    bound = call.binding(ins)
+    bound = call.bound(ins)
     params = bound.rule_params
     what = f"the vjp rule of {call.op.name!r}"
 
