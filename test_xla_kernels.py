@@ -5111,6 +5111,42 @@ def bench_few_slices():
     return compare({f"{count} slices": partial(batched, count) for count in (1, os.cpu_count())})
 
 
+START = """
+import math, time
+import jax, numba, numpy as np
+
+start = time.perf_counter()
+import xla_kernels as xk
+kernels = []
+"""
+KERNEL = """
+@kernels.append
+@numba.njit(cache=True)
+def kernel_{0}(x, y, out):
+    for i in range(x.size):
+        out[i] = math.sin(x[i]) ** {0} + y[i]
+"""
+FIRST_RESULT = """
+x = np.ones(16, np.float32)
+calls = [xk.numba_kernel(kernel, lambda x, y: x) for kernel in kernels]
+jax.block_until_ready(jax.jit(lambda x: [call(x, x) for call in calls])(x))
+print(1e3 * (time.perf_counter() - start))
+"""
+
+
+def bench_start():
+    """From importing this library to the first result of 20 kernels with cache=True"""
+
+    def first_and_next(folder):
+        file = pathlib.Path(folder, "kernels.py")
+        file.write_text(START + "".join(map(KERNEL.format, range(20))) + FIRST_RESULT)
+        return [float(run_python(file)) for _ in range(2)]
+
+    with tempfile.TemporaryDirectory() as folder:
+        took = zip(("the first process", "the next"), first_and_next(folder))
+        return [{"case": "", "path": path, "value": value, "unit": "ms"} for path, value in took]
+
+
 # -- the network of spiking neurons --------------------------------------------------------------------
 # The README's program: CUBA, benchmark 2 of Brette et al. (2007), 5,000 steps of 4,000 neurons.
 
@@ -5202,7 +5238,7 @@ def bench_spikes():
 
 # -- the tests that measure ----------------------------------------------------------------------------
 
-CPU_ONLY = {"slices", "network", "spikes"}
+CPU_ONLY = {"slices", "start", "network", "spikes"}
 PICTURES = {"per_call": "speed", "spikes": "raster"}
 BENCHMARKS = {name[6:]: function for name, function in list(globals().items()) if name.startswith("bench_")}
 
