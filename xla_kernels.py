@@ -1508,7 +1508,7 @@ class _Emitter:
     traits = 0
     lock = 0  # address of a lock (`_native_lock`) that is held while slices run; 0: none
     in_order = True  # slices run one after another, on the thread that XLA calls from
-    driver: _CudaDriver | None = None  # libcuda, where the buffers lie in a GPU's memory
+    driver: _LibCuda | None = None  # libcuda, where the buffers lie in a GPU's memory
     entry = report = 0  # addresses that go to `_Kernel`, as several kernels share the code
     code_key: Any = None  # handlers of equal signature and key share their code; None: not shared
     # Writes what is done once for a call, and under `with handler.each_slice() as arrays` what runs one slice.
@@ -3344,7 +3344,7 @@ class _NumbaCuda:
         self.check_params(ptx, entry, signature)
         carveout = dispatcher.targetoptions.get("shared_memory_carveout")
         percent = {"default": -1, "maxl1": 0, "maxshared": 100}.get(str(carveout).lower(), carveout)
-        driver = _CudaDriver()
+        driver = _LibCuda()
         functions = {}
         for ordinal in ordinals:
             with self.on_device(ordinal):
@@ -3421,7 +3421,7 @@ class _NumbaCuda:
                     arrays.append(self.cuda.from_cuda_array_interface(view, sync=False))
                 run(arrays, self.cuda.external_stream(stream), launch)
 
-        return _CallbackEmitter(signature, body, _CudaDriver())
+        return _CallbackEmitter(signature, body, _LibCuda())
 
 
 class _NumbaCudaMlir(_NumbaCuda):
@@ -3536,7 +3536,7 @@ def _cuda_ordinals() -> list[int]:
     return sorted(device.local_hardware_id for device in _local_devices("cuda"))
 
 
-class _CudaDriver:
+class _LibCuda:
     """libcuda: called from Python here, and by address from handlers."""
 
     def __init__(self) -> None:
@@ -3664,7 +3664,7 @@ def _cuda_stream(handler: _Handler) -> _Word:
     return _ask_xla(handler, "Stream_Get", XLA_FFI_Stream_Get_Args).stream
 
 
-def _cuda_fill(handler: _Handler, driver: _CudaDriver, target: _Word, source: Any, nbytes: _Word) -> None:
+def _cuda_fill(handler: _Handler, driver: _LibCuda, target: _Word, source: Any, nbytes: _Word) -> None:
     """Copy `source`, or write zeros if that is 0, on the call's stream, as CUDA graphs can capture it."""
     function = "cuMemsetD8Async" if isinstance(source, int) else "cuMemcpyDtoDAsync_v2"
     code = handler.call(driver.address(function), target, source, nbytes, _cuda_stream(handler))
@@ -4403,7 +4403,7 @@ class _WarpTarget(_Target):
                     f"{self.block_dim} threads, and a handler runs no scheduler: use block_dim=1, or warp.jax_kernel"
                 )
             return [self._record(wp, "cpu")]
-        with _CudaDriver().keeping_context():  # Warp may leave another device's context current
+        with _LibCuda().keeping_context():  # Warp may leave another device's context current
             recorded = [self._record(wp, f"cuda:{n}") for n in _cuda_ordinals()]
         if len({x[1:] for x in recorded}) > 1:
             raise NotImplementedError(f"{self.title}: Warp passes other bytes on another GPU")
@@ -4499,7 +4499,7 @@ class _WarpEmitter(_Emitter):
                 self.in_order = True
             self.code_key = "warp", self.sizes, self.places, bool(self.lock)
         else:
-            self.driver = _CudaDriver()
+            self.driver = _LibCuda()
             functions = dict(zip(_cuda_ordinals(), entries, strict=True))
             self.launcher = _CudaLauncher(target.signature.label, self.driver, functions)
             self.traits = _COMMAND_BUFFER_COMPATIBLE  # it only launches, always the same
