@@ -1643,7 +1643,6 @@ ERRORS = {  # a word of the error, a function, and its inputs
         ("multiple values for argument 'x'", partial(head, x=F32), F32),  # by position and by keyword
         ("position only", partial(wrap(lambda x, /, n, out: None), n=F32[0]), F32),
         (r"n\[\(\)\].*scalars=", head, F32, 2, 3.0),
-        (r"n=3 is no array; .*scalars=\['n'\]", partial(head, n=3, alpha=F32[0]), F32),
         # what the kernel does
         ("pure_callback", wrap(runs("with numba.objmode():\n        print()\n    out[:] = x")), F32),
         ("'kernel' returns int64", wrap(runs("return x.size")), F32),
@@ -3322,23 +3321,6 @@ def test_gpu_command_buffers(captured):
     tests = "test_on_cuda or stream_order or (gpu and warp_ops) or (warp_gpu-vmap-float32 and (blend or csr_event))"
     lines = run_pytest("-k", tests, XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} {flags}")
     assert lines.count("PASSED") >= 15  # more with Warp
-
-
-@on_gpu
-def test_gpu_callable_in_a_command_buffer():
-    """XLA replays the launches, on fresh memory, without calling the function."""
-    copy, calls = cuda.jit("void(float32[::1], float32[::1])")(cuda_copy), []
-
-    @xk.numba_cuda_callable(outs=like_first, command_buffer=True)
-    def op(x, out, stream):
-        calls.append(1)
-        copy[1, 32, stream](x, out)
-
-    x = jnp.arange(8.0)
-    step = jax.jit(lambda x: op(op(x * 2) + 1), compiler_options={"xla_gpu_graph_min_graph_size": 1})
-    for k in range(20):
-        np.testing.assert_array_equal(step(x + k), (x + k) * 2 + 1)
-    assert len(calls) < 40
 
 
 @on_gpu

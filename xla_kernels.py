@@ -357,7 +357,7 @@ _XLA_FFI_DATA_TYPES = {
 
 # The version of the attribute `launch` and of the buffers that a handler expects.  Names of targets hold it, so that an
 # exported program never calls a handler of another version.
-_LAYOUT = 6
+_LAYOUT = 7
 
 # Shared by all copies of this file in a process, also by one that is reloaded: locks, names in use, handlers.
 _SHARED: dict[str, Any] = vars(sys.modules.setdefault("_xla_kernels_shared", types.ModuleType("_xla_kernels_shared")))
@@ -950,10 +950,7 @@ def _lower_to_custom_call(
         has_side_effect=call.has_side_effect,
         extra_attributes=attributes,
     )
-    launch = {}
-    if target.launch:
-        launch["launch"] = np.array(target.launch, np.int64)
-    return lower(ctx.replace(avals_in=ins, avals_out=outs), *operands, **launch)
+    return lower(ctx.replace(avals_in=ins, avals_out=outs), *operands, launch=np.array(target.launch, np.int64))
 
 
 def _keep_from_loops(ctx: Any, results: Any) -> Any:
@@ -1172,10 +1169,9 @@ class _Options:
     has_side_effect: bool
     scratch: Any
     zero_outputs: bool
-    in_out_argnames: Any = None  # the last four are not options of all
+    in_out_argnames: Any = None  # the last three are not options of all
     scalars: Any = False
     name: str | None = None
-    command_buffer: bool = False
 
     def __post_init__(self) -> None:
         if self.outs is None:
@@ -1255,8 +1251,6 @@ class _Wrapper(_Kept):
     """
 
     decorator: str  # the public function that made it, for error messages
-    scalars: Sequence[str] = ()  # the parameters that may be given as Python numbers by keyword
-    all_scalars = False
     _find_target: Callable[[_Call], _Target]
 
     def __init__(self, kernel: Any, options: Any) -> None:
@@ -1287,7 +1281,6 @@ class _Wrapper(_Kept):
 
     def __call__(self, /, *args: Any, **named: Any) -> Any:
         if named:
-            self._check_numbers(named)
             args = tuple(self._bound(args, named).values())
         return self._call_inputs(args)
 
@@ -1314,16 +1307,6 @@ class _Wrapper(_Kept):
             f"the parameters ({', '.join(self.parameters)}), inputs first" if self.parameters else "by position only"
         )
         return TypeError(f"{self.title} takes {takes}; {problem}")
-
-    def _check_numbers(self, named: Mapping[str, Any]) -> None:
-        """Raise if a number is given by keyword for what the kernel takes as an array."""
-        for name, value in named.items():
-            is_array = _is_spec(value) or hasattr(value, "__jax_array__") or hasattr(value, "__dlpack__")
-            if name in self.parameters and not (is_array or self.all_scalars or name in self.scalars):
-                raise TypeError(
-                    f"{self.title}: {name}={value!r:.80} is no array; what is given by keyword is an input: name it in "
-                    f"scalars=[{name!r}] to give numbers, or make a constant part of the kernel, by a closure"
-                )
 
     def _check_names(self, option: str, names: Sequence[str]) -> None:
         for name in names:
@@ -2346,7 +2329,7 @@ class _Handler(_Code):
 
     @property
     def launch(self) -> _Word:
-        """The address of the integers of a call's one attribute, `launch`."""
+        """The address of the integers of a call's one attribute, `launch`, which may be none."""
         return _Struct(self, XLA_FFI_Array, self.load(self.frame.attrs.attrs)).data
 
 
@@ -2362,20 +2345,19 @@ class _CallbackEmitter(_Emitter):
     def __init__(self, signature: _Signature, body: Callable[..., None], driver: Any = None) -> None:
         self.driver = driver
         ranks = signature.ranks
-        n_words = len(ranks) + sum(ranks) + 2
+        n_words = len(ranks) + sum(ranks) + 3
 
-        def callback(frame: int, words: Any) -> int | None:
+        def callback(words: Any) -> int | None:
             try:
                 numbers = iter(words[:n_words])
                 pointers = list(itertools.islice(numbers, len(ranks)))
                 dims = [tuple(itertools.islice(numbers, rank)) for rank in ranks]
-                stream, ordinal = numbers
-                body(pointers, dims, _launch_address(frame), stream, ordinal)
+                body(pointers, dims, *numbers)
             except BaseException as error:  # nothing may unwind into XLA
                 return _keep_message(error, signature.label)
             return None
 
-        self.callback = ctypes.CFUNCTYPE(_PTR, _PTR, ctypes.POINTER(_I64))(callback)
+        self.callback = ctypes.CFUNCTYPE(_PTR, ctypes.POINTER(_I64))(callback)
 
     def write(self, handler: _Handler) -> None:
         place = _cuda_place(handler) if self.driver else (0, 0)
@@ -2383,17 +2365,8 @@ class _CallbackEmitter(_Emitter):
             words = [array.pointer for array in arrays]
             for array in arrays:
                 words += array.dims
-            message = handler.call(self.callback, handler.frame, handler.array([*words, *place]))
+            message = handler.call(self.callback, handler.array([*words, handler.launch, *place]))
             handler.fail(message, when=message != 0)
-
-
-def _launch_address(frame: int) -> int:
-    """The address of the integers of a call's attribute `launch`, 0 if it has none."""
-    attrs = XLA_FFI_CallFrame.from_address(frame).attrs
-    if not attrs.size:
-        return 0
-    first = _SIZE.from_address(attrs.attrs).value
-    return XLA_FFI_Array.from_address(first).data or 0
 
 
 _MESSAGES: dict[int, Any] = {}  # by thread: a text must live until XLA has copied it
@@ -2494,8 +2467,7 @@ def numba_kernel(
         in its memory.  The array that the caller holds is never changed.
       in_out_argnames: names of parameters that the kernel changes: each is given as an input, and its new value is a
         result.  `outs` begins with them, in the kernel's order.
-      scalars: the names of 0-d inputs that the kernel takes as numbers, or True for all of them; they may be given as
-        Python numbers by keyword.  For a constant of the compiled kernel use a variable of its closure.
+      scalars: the names of 0-d inputs that the kernel takes as numbers, or True for all of them.  For a constant of the compiled kernel use a variable of its closure.
       has_side_effect: True keeps the call even where its results are not used.
       scratch: like `outs`: uninitialized buffers passed after the outputs and not returned.
       zero_outputs: True starts every output but the aliased ones from zeros, in each slice of a `vmap`.
@@ -3124,7 +3096,6 @@ def numba_cuda_callable(
     has_side_effect: bool = False,
     scratch: Any = None,
     zero_outputs: bool = False,
-    command_buffer: bool = False,
 ) -> Callable[..., Any]:
     """Make a Python function that launches Numba CUDA kernels a JAX function.
 
@@ -3140,8 +3111,6 @@ def numba_cuda_callable(
         global, in its closure, as a default, or in a module of yours that it names.
       outs, vmap_method, input_output_aliases, has_side_effect, scratch, zero_outputs: as for
         `numba_kernel`; `scratch` gives temporary buffers without an allocation.
-      command_buffer: True lets XLA capture the launches in a CUDA graph and replay them without calling `func` again:
-        only for functions that do nothing but launch kernels that are compiled already, the same ones every time.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as `numba_cuda_kernel`.
@@ -3277,9 +3246,8 @@ class _CudaCallable(_Wrapper):
         signature = call.signature(self.__name__)
         _check_takes(inspect.signature(self.kernel), self.title, [*call.ins, *call.outs, "a stream"])
         self._check_dtypes(call, _CUDA_DTYPES, "that Numba CUDA has no arrays of")
-        may_capture = bool(self.options.command_buffer)
-        compile_ = functools.partial(_compile_callable, package, self.kernel, signature, may_capture)
-        options = "cuda", package.module, may_capture
+        compile_ = functools.partial(_compile_callable, package, self.kernel, signature)
+        options = "cuda", package.module
         with _NAMES.of_kernel(self.kernel, None, signature, options, None) as name:
             where = f"runs on {package.where}"
             target = _Target(name, compilers={package.platform: compile_}, title=self.title, where=where)
@@ -3594,14 +3562,11 @@ def _not_launched_alone(signature: _Signature, feature: str) -> TypeError:
     )
 
 
-def _compile_callable(package: _NumbaCuda, func: Any, signature: _Signature, may_capture: bool) -> _Compiled:
+def _compile_callable(package: _NumbaCuda, func: Any, signature: _Signature) -> _Compiled:
     def run(arrays: list, stream: Any, _: int) -> None:
-        with package.cuda.defer_cleanup() if may_capture else contextlib.nullcontext():
-            func(*arrays, stream)
+        func(*arrays, stream)
 
-    emitter = package.callback(signature, run)
-    emitter.traits = _COMMAND_BUFFER_COMPATIBLE if may_capture else 0
-    return _compile_handler(signature, emitter)
+    return _compile_handler(signature, package.callback(signature, run))
 
 
 def _compile_cuda(dispatcher: Any, argtypes: tuple) -> Any:
