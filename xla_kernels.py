@@ -2467,7 +2467,8 @@ def numba_kernel(
         in its memory.  The array that the caller holds is never changed.
       in_out_argnames: names of parameters that the kernel changes: each is given as an input, and its new value is a
         result.  `outs` begins with them, in the kernel's order.
-      scalars: the names of 0-d inputs that the kernel takes as numbers, or True for all of them.  For a constant of the compiled kernel use a variable of its closure.
+      scalars: the names of 0-d inputs that the kernel takes as numbers, or True for all of them.  For a constant of the
+        compiled kernel use a variable of its closure.
       has_side_effect: True keeps the call even where its results are not used.
       scratch: like `outs`: uninitialized buffers passed after the outputs and not returned.
       zero_outputs: True starts every output but the aliased ones from zeros, in each slice of a `vmap`.
