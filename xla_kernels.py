@@ -2472,8 +2472,7 @@ def numba_kernel(
       has_side_effect: True keeps the call even where its results are not used.
       scratch: like `outs`: uninitialized buffers passed after the outputs and not returned.
       zero_outputs: True starts every output but the aliased ones from zeros, in each slice of a `vmap`.
-      name: how XLA finds the kernel, instead of a name made of its code: an exported program then finds it also after
-        changes, or in another version of Python.
+      name: of your own choice: by it an exported program finds the kernel in another process (see `export_checks`).
 
     Raises:
       TypeError: dtypes that Numba has no CPU arithmetic for (float16, bfloat16, float8, sub-byte), a wrong number of
@@ -5025,7 +5024,7 @@ def _function_to_trace(bound: _OpParams, entry: KernelEntry, ins: Sequence) -> C
 
 def _call_generator(bound: _OpParams, entry: KernelEntry, axes: frozenset) -> Callable:
     outs = [Spec(out.shape, out.dtype, **_varying(axes)) for out in bound.slice_outs]
-    what = "what no numba.njit or the like decorates (as all under NUMBA_DISABLE_JIT=1) is a generator: it"
+    what = "a plain function (as all are under NUMBA_DISABLE_JIT=1) is a generator, if no numba.njit decorates it: it"
     made = _tolerant(entry.kernel_generator, what)(**bound.params, outs=tuple(outs))
     function = _wrap_ready(made, {}, bound.slice_outs)
     if not callable(function):
