@@ -2384,16 +2384,6 @@ def _keep_message(error: BaseException, label: str) -> int:
     return ctypes.addressof(message)
 
 
-def _host_arrays(signature: _Signature, pointers: Sequence[int], dims: Sequence[tuple]) -> list[np.ndarray]:
-    """NumPy views of the slice's buffers in host memory; inputs are read-only."""
-    arrays = []
-    for dtype, address, shape in zip(signature.dtypes, pointers, dims, strict=True):
-        memory = (ctypes.c_char * (dtype.itemsize * math.prod(shape))).from_address(address)
-        arrays.append(np.ndarray(shape, dtype, memory))
-        arrays[-1].flags.writeable = len(arrays) > signature.n_in
-    return arrays
-
-
 # ======================================================================================================
 # 7. Numba on CPU: a wrapper, and an emitter that calls what Numba compiled.
 #
@@ -2520,25 +2510,34 @@ class _NumbaWrapper(_Wrapper):
             if name in self.scalars:
                 raise ValueError(f"{name!r} is in scalars and in in_out_argnames: what a kernel changes is an array")
 
-    def _written_form(self, signature: _Signature) -> _Form | None:
-        """The call of a function that writes its outputs; None if its parameters do not allow it."""
-        results = self._results(signature)
+    def _forms(self, signature: _Signature, may_return: bool) -> list[_Form]:
+        """The calls that the kernel's parameters allow: it writes its outputs or, if it may, returns them."""
+        n = len(signature.ranks)
+        results = tuple(range(signature.n_in + len(self.in_outs), n))  # outputs and scratch
         inputs = self._input_arguments(signature, scalars=self.all_scalars)
-        return self._form(signature, [*inputs, *(f"b{k}" for k in results)], ())
-
-    def _returned_form(self, signature: _Signature) -> _Form | None:
-        """The call of a function that takes the inputs alone, 0-d ones as scalars, and returns the outputs."""
-        results = self._results(signature)
-        if jax.tree.leaves(self.options.scratch) or not results:
-            return None
-        return self._form(signature, self._input_arguments(signature, scalars=True), tuple(results))
-
-    def _results(self, signature: _Signature) -> range:
-        """The buffers of outputs and scratch, but for those that are in-out arguments."""
-        return range(signature.n_in + len(self.in_outs), len(signature.ranks))
+        forms = [_Form(n, (*inputs, *(f"b{k}" for k in results)))]
+        scratch = jax.tree.leaves(self.options.scratch)
+        if may_return and results and not scratch:
+            inputs = self._input_arguments(signature, scalars=True)
+            forms.append(_Form(n, tuple(inputs), results))
+        takes = inspect.signature(_python(self.kernel))
+        allowed = []
+        for form in forms:
+            with contextlib.suppress(TypeError):
+                takes.bind(*form.args)
+                allowed.append(form)
+        if not allowed:
+            with_scratch = " and scratch buffers" if scratch else ""
+            raise TypeError(
+                f"kernel {self.__name__!r} takes {takes}, but this call has {signature.n_in} inputs and "
+                f"{n - signature.n_in} outputs{with_scratch}: a kernel takes all, or the inputs alone and return the "
+                "outputs. Name in in_out_argnames what is both, or wrap it in a function, which has constants in its "
+                "closure"
+            )
+        return allowed
 
     def _input_arguments(self, signature: _Signature, scalars: bool) -> list[str]:
-        """An expression for each input; in-out arguments are the first outputs."""
+        """An expression for each input; in-out arguments are the first outputs, and 0-d ones may be scalars."""
         arguments = []
         in_outs = iter(range(signature.n_in, len(signature.ranks)))
         for i in range(signature.n_in):
@@ -2551,30 +2550,6 @@ class _NumbaWrapper(_Wrapper):
                 arguments.append(f"b{i}")
         return arguments
 
-    def _form(self, signature: _Signature, arguments: list[str], results: tuple[int, ...]) -> _Form | None:
-        """The call with these arguments; None if the parameters do not allow it."""
-        try:
-            inspect.signature(_python(self.kernel)).bind(*arguments)
-        except TypeError:
-            return None
-        return _Form(len(signature.ranks), tuple(arguments), results)
-
-    def _allowed(self, signature: _Signature, forms: Sequence[_Form | None]) -> list[_Form]:
-        """The forms that the function's parameters allow; an error if there is none."""
-        allowed = [form for form in forms if form]
-        if allowed:
-            return allowed
-        n_in = signature.n_in
-        n_out = len(signature.ranks) - n_in
-        takes = inspect.signature(_python(self.kernel))
-        scratch = " and scratch buffers" if jax.tree.leaves(self.options.scratch) else ""
-        raise TypeError(
-            f"kernel {self.__name__!r} takes {takes}, but this call has {n_in} inputs and "
-            f"{n_out} outputs{scratch}: a kernel takes all, or the inputs alone and return "
-            "the outputs. Name in in_out_argnames what is both, or wrap it in a function, which has constants in its "
-            "closure"
-        )
-
 
 class _NumbaKernel(_NumbaWrapper):
     decorator = "numba_kernel"
@@ -2586,17 +2561,21 @@ class _NumbaKernel(_NumbaWrapper):
 
     def _find_target(self, call: _Call) -> _Target:
         numba = _import("numba", "numba_kernel", _NUMBA_INSTALL)
+        if numba.config.DISABLE_JIT:
+            raise RuntimeError(
+                f"{self.title} is compiled, which NUMBA_DISABLE_JIT=1 forbids: unset it; to debug a kernel in plain "
+                "Python call it with NumPy arrays, without JAX"
+            )
         self._check_dtypes(call, _NUMBA_DTYPES, "for which Numba has no CPU arithmetic")
         signature = call.signature(self.__name__)
-        forms = self._allowed(signature, [self._written_form(signature), self._returned_form(signature)])
+        forms = self._forms(signature, may_return=True)
         kernel = self._numba_dispatcher
         owner = kernel if kernel is self.kernel else self
-        shared = None if numba.config.DISABLE_JIT else kernel  # plain Python reads a variable on each run
         options = "numba", self.options.in_order, numba.config.BOUNDSCHECK, *forms
         make = functools.partial(_compile_numba, kernel, signature, forms, self.options.in_order)
         where = "runs on the CPU; for GPUs there are numba_cuda_kernel and warp_kernel"
         try:
-            with _NAMES.of_kernel(owner, shared, signature, options, self.options.name) as name:
+            with _NAMES.of_kernel(owner, kernel, signature, options, self.options.name) as name:
                 target = _Target(name, compilers={"cpu": make}, title=self.title, where=where)
                 return dataclasses.replace(target, may_write=target.register("cpu").may_write)
         except Exception:
@@ -2680,10 +2659,6 @@ class _NumbaCode(NamedTuple):
 
 def _compile_numba(kernel: Any, signature: _Signature, forms: list[_Form], in_order: bool) -> _Compiled:
     """Compile the kernel for the signature, and the handler that calls it."""
-    import numba
-
-    if numba.config.DISABLE_JIT:  # plain Python, for prints and pdb
-        return _compile_handler(signature, _CallbackEmitter(signature, _in_python(kernel, signature, forms)))
     code = _compile_first_form(kernel, signature, forms)
     emitter = _NumbaEmitter(signature.label, code, in_order)
     return _compile_handler(signature.with_hidden(code.may_write), emitter, code.may_write)
@@ -2708,30 +2683,6 @@ def _compile_first_form(kernel: Any, signature: _Signature, forms: Iterable[_For
         except TypeError as error:
             errors.append(error)
     raise errors[0]
-
-
-def _in_python(kernel: Any, signature: _Signature, forms: list[_Form]) -> Callable[..., None]:
-    """A function that runs a slice in plain Python: in the first form whose results the kernel returns."""
-    function = getattr(kernel, "py_func", kernel)
-    is_ufunc = not isinstance(function, types.FunctionType)  # ufuncs return the array that they write to
-    calls = [form.adapter(function, f"return {_RETURNED}") for form in forms]
-
-    def body(pointers: list[int], dims: list[tuple], *_: int) -> None:
-        buffers = _host_arrays(signature, pointers, dims)
-        for form, call in zip(forms, calls):
-            returned = [np.array(leaf) for leaf in _flatten(call(*buffers))[0]]  # no views of outputs
-            if is_ufunc and not form.results:
-                return
-            if len(returned) == len(form.results):
-                break
-        else:
-            raise TypeError("the kernel returned as many values as no call with these outputs takes", len(returned))
-        for k, leaf in zip(form.results, returned):
-            if np.shape(leaf) != buffers[k].shape:
-                raise ValueError("returned an array of shape", np.shape(leaf), "where outs declares", buffers[k].shape)
-            buffers[k][...] = leaf
-
-    return body
 
 
 def _compile_form(kernel: Any, signature: _Signature, form: _Form) -> _NumbaCode:
@@ -3202,7 +3153,7 @@ class _CudaKernel(_NumbaWrapper):
         package = self.package
         launch = self._launch_configuration(call.ins)
         signature = call.signature(self.__name__)
-        [form] = self._allowed(signature, [self._written_form(signature)])
+        [form] = self._forms(signature, may_return=False)
         self._check_dtypes(call, _CUDA_DTYPES, "that Numba CUDA has no arrays of")
         compile_ = functools.partial(package.compile, self.kernel, signature, form)
         options = "cuda", form, package.module
@@ -3451,6 +3402,16 @@ class _CudaSimulator(_NumbaCuda):
                 run(arrays, self.cuda.stream(), launch)
 
         return _CallbackEmitter(signature, body)
+
+
+def _host_arrays(signature: _Signature, pointers: Sequence[int], dims: Sequence[tuple]) -> list[np.ndarray]:
+    """NumPy views of the slice's buffers in host memory; inputs are read-only."""
+    arrays = []
+    for dtype, address, shape in zip(signature.dtypes, pointers, dims, strict=True):
+        memory = (ctypes.c_char * (dtype.itemsize * math.prod(shape))).from_address(address)
+        arrays.append(np.ndarray(shape, dtype, memory))
+        arrays[-1].flags.writeable = len(arrays) > signature.n_in
+    return arrays
 
 
 _NUMBA_CUDA = _NumbaCuda()
