@@ -62,6 +62,7 @@ import math
 import mmap
 import operator
 import os
+import pickle
 import re
 import sys
 import threading
@@ -413,25 +414,21 @@ def _reads(kernel: Any) -> tuple | None:
     function = _python(kernel)
     if not isinstance(function, types.FunctionType) or vars(function):  # Numba reads __wrapped__ and __signature__
         return None
-    jit: tuple = ()
-    if kernel is not function:
-        pipeline = getattr(getattr(kernel, "_compiler", None), "pipeline_class", type(None))
-        is_plain = hasattr(kernel, "overloads") and not getattr(kernel, "locals", None)
-        if not is_plain or not _is_stable(pipeline.__module__):
-            return None
-        options = {**kernel.targetoptions, "chip": None}  # which numba_cuda_mlir sets when it compiles
-        jit = type(kernel), repr(sorted(options.items()))
+    if kernel is not function and not hasattr(kernel, "overloads"):  # a ufunc
+        return None
     namespace = collections.ChainMap(function.__globals__, vars(builtins))
-    names = [name for name in _global_names(function.__code__) if name in namespace]
+    values: list[Any] = [(name, namespace[name]) for name in _global_names(function.__code__) if name in namespace]
+    values += [function.__defaults__, *(function.__kwdefaults__ or {}).items()]
+    options = {**getattr(kernel, "targetoptions", {}), "chip": None}  # which numba_cuda_mlir sets when it compiles
+    values += [*sorted(options.items()), *getattr(kernel, "locals", {}).items()]
+    values += [getattr(getattr(kernel, "_compiler", None), "pipeline_class", None)]
     try:
-        values = [cell.cell_contents for cell in function.__closure__ or ()]
-        values += [function.__defaults__, *(function.__kwdefaults__ or {}).items()]
-        values += [(name, namespace[name]) for name in names]
+        values += [cell.cell_contents for cell in function.__closure__ or ()]
         exact = tuple(map(_exactly, values))
     except ValueError:  # something may change, or is not bound yet
         return None
     # Equal code, as a module that is loaded again has: its globals are the same dict.
-    return function.__code__, _Same(function.__globals__), *jit, *exact
+    return type(kernel), function.__code__, _Same(function.__globals__), exact
 
 
 @functools.lru_cache(maxsize=1024)
@@ -444,16 +441,11 @@ def _global_names(code: types.CodeType) -> tuple[str, ...]:
 def _exactly(value: Any) -> Any:
     """A part of a key that is equal for equal values alone; a ValueError if the value may change."""
     kind = type(value)
-    if kind in (type(None), bool, int, str, bytes):
-        return kind, value
-    is_scalar = isinstance(value, np.generic) and kind is value.dtype.type and not value.dtype.hasobject
-    if is_scalar or kind in (float, complex):
-        array = np.array(value)
-        return kind, repr(array.dtype), array.tobytes()  # tells NaNs apart, and units of time
-    if isinstance(value, np.dtype):
-        return kind, repr(value)
-    if kind is tuple:
-        return tuple(map(_exactly, value))
+    if kind in (tuple, list):
+        return kind, *map(_exactly, value)
+    is_numpys = isinstance(value, (np.generic, np.dtype)) and _is_stable(kind.__module__)
+    if is_numpys or kind in (type(None), bool, int, float, complex, str, bytes):
+        return kind, pickle.dumps(value)  # exactly: of NaNs and units of time, too
     if kind is types.ModuleType:
         is_stable = _is_stable(value.__name__)
     elif isinstance(value, (types.FunctionType, types.BuiltinFunctionType, type)):
