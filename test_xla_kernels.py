@@ -3763,7 +3763,7 @@ def test_warp_grid_of_kernels_without_a_grid_stride(fake_gpu):
 
     fake_gpu.run(xk.warp_kernel(nothing, spec(1), launch_dims=2**24 + 1, block_dim=32))
     assert fake_gpu.grids == [(2**19, 2, 1)]
-    with pytest.raises(ValueError, match=r"Warp kernel 'nothing': 1152921504606846976 threads are too many"):
+    with pytest.raises(ValueError, match=r"warp_kernel 'nothing': 1152921504606846976 threads are too many"):
         jax.eval_shape(xk.warp_kernel(nothing, spec(1), launch_dims=(2**30, 2**30), block_dim=32))
 
 
@@ -3871,7 +3871,7 @@ WARP_WRITES = [  # statements that write to the input y, or x
 @pytest.mark.parametrize("statement", WARP_WRITES)
 def test_warp_kernel_that_writes_to_an_input_is_refused(statement, tmp_path):
     kernel = kernel_with_body(f"i = wp.tid()\n{statement}", tmp_path, x="vectors")
-    with pytest.raises(TypeError, match=r"Warp kernel 'kernel' writes to its input '[xy]', which JAX may share: name"):
+    with pytest.raises(TypeError, match=r"warp_kernel 'kernel' writes to its input '[xy]', which JAX may share: name"):
         jax.eval_shape(xk.warp_kernel(kernel, like_last), spec(3, 2), spec(3))
     f = xk.warp_kernel(kernel, lambda x, y: (x, y, y), in_out_argnames=["x", "y"])
     jax.eval_shape(f, spec(3, 2), spec(3))
@@ -3911,7 +3911,7 @@ REFUSED_BY_WARP_KERNEL = [  # the text of an error, a kernel, arguments of a cal
 
 REFUSED_VALUES_AND_TYPES = [  # the text of an error, which for values of a wrong type is Warp's own, and a call
     (r"'s' \(struct .*Settings\) is passed .*got int 1, not an instance", partial(call_every, *EVERY, s=1)),
-    (r"(?s)Failed to convert .* param m to mat33f?.*Warp kernel 'every'", partial(call_every, *EVERY, m=[1.0, 2.0])),
+    (r"(?s)Failed to convert .* param m to mat33f?.*warp_kernel 'every'", partial(call_every, *EVERY, m=[1.0, 2.0])),
     (r"unable to pack kernel parameter type .*float.* for param i", partial(call_every, *EVERY, i=1.5)),
     (r"'i' \(int8\) is passed by value; got int 300, which is out of its range", partial(call_every, *EVERY, i=300)),
     (r"takes a function decorated with warp.kernel; got function", partial(xk.warp_kernel, like_first, spec())),
@@ -3993,7 +3993,7 @@ def test_warp_names_the_settings_that_are_in_the_way(monkeypatch, tmp_path):
 def test_warp_launches_that_are_more_than_the_start_of_a_kernel_are_refused(monkeypatch):
     launch = type("DeterministicLaunch", (wp.Launch,), {"__init__": lambda self: None})()
     monkeypatch.setattr(wp, "launch", lambda *args, **options: launch)
-    with pytest.raises(NotImplementedError, match=r"Warp kernel 'multiply': .*: call it by warp.jax_kernel"):
+    with pytest.raises(NotImplementedError, match=r"warp_kernel 'multiply': .*: call it by warp.jax_kernel"):
         product(launch_dims=2)(*PAIR)
 
 

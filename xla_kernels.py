@@ -557,7 +557,7 @@ class _Compiled(NamedTuple):
 
     address: int
     alive: Any
-    may_write: tuple[int, ...] = ()  # the inputs that the kernel may write to
+    hidden: tuple[int, ...] = ()  # the inputs of which the kernel gets a copy
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -571,7 +571,7 @@ class _Target:
     # It must not refer to the wrapper: JAX keeps a target as long as the wrapper lives, so neither would ever be freed.
     name: str
     launch: tuple[int, ...] = ()  # what the handler reads: grid (with a 0 if nothing is to run), block, ...
-    may_write: tuple[int, ...] = ()  # the inputs that the kernel may write to
+    hidden: tuple[int, ...] = ()  # the inputs of which the kernel gets a copy, as it may write to them
     for_batches: _Target | None = None
     compilers: Mapping[str, Callable[[], _Compiled]] = dataclasses.field(compare=False, default_factory=dict)
     # for error messages: the wrapper's name, and on which platforms it runs
@@ -842,14 +842,10 @@ class _Call:
         return _Signature(label, len(self.ins), dtypes, ranks, tuple(self.aliases.items()), self.zeroed)
 
     def run_by(self, target: _Target) -> _Call:
-        """An input that the kernel may write to is aliased to a hidden output, which the kernel gets in its place."""
-        outs = list(self.outs)
-        aliases = dict(self.aliases)
-        for i in target.may_write:
-            if i not in aliases:
-                aliases[i] = len(outs)
-                outs.append(self.ins[i])
-        return dataclasses.replace(self, outs=outs, aliases=aliases, target=target)
+        """With a hidden output for each input of which the kernel gets a copy: XLA makes the copy for the alias."""
+        copies = [self.ins[i] for i in target.hidden]
+        aliases = dict(zip(target.hidden, itertools.count(len(self.outs))))
+        return dataclasses.replace(self, outs=self.outs + copies, aliases=self.aliases | aliases, target=target)
 
     def bind(self, has_side_effect: bool, args: Sequence) -> list:
         """The results of the primitive."""
@@ -1245,10 +1241,10 @@ class _Wrapper(_Kept):
     decorator: str  # the public function that made it, for error messages
     _find_target: Callable[[_Call], _Target]
 
-    def __init__(self, kernel: Any, options: Any) -> None:
+    def __init__(self, kernel: Any, options: Any, parameters: tuple[str, ...] | None = None) -> None:
         self.kernel = kernel
         self.options = options
-        self.parameters = _parameters(kernel)
+        self.parameters = _parameters(kernel) if parameters is None else parameters
         self.named_parameters = _signature_of(self.parameters)
         # as the kernel has them; jax.custom_vjp binds arguments by the signature
         self.__name__ = getattr(kernel, "__name__", None) or getattr(kernel, "key", None) or type(kernel).__name__
@@ -1434,11 +1430,6 @@ class _Signature:
     aliases: tuple[tuple[int, int], ...] = ()  # (input, the output that starts with it)
     zeroed: tuple[int, ...] = ()  # the outputs that start from zeros
     hidden: tuple[int, ...] = ()  # inputs, each with an output behind the others that starts with it
-
-    def with_hidden(self, may_write: Sequence[int]) -> _Signature:
-        """The signature with a hidden output for each of these inputs that no other output starts with."""
-        aliased = [i for i, _ in self.aliases]
-        return dataclasses.replace(self, hidden=tuple(i for i in may_write if i not in aliased))
 
     @property
     def starts(self) -> dict[int, int]:
@@ -2125,7 +2116,7 @@ def _driver() -> Any:
 _HANDLERS: dict[tuple, bytes] = {}  # the object code of those that several kernels share
 
 
-def _compile_handler(signature: _Signature, emitter: _Emitter, may_write: tuple[int, ...] = ()) -> _Compiled:
+def _compile_handler(signature: _Signature, emitter: _Emitter) -> _Compiled:
     """Compile a handler, or take the code of another one of this signature, and load it."""
     key = dataclasses.replace(signature, label=""), emitter.code_key
     code = _HANDLERS.get(key)
@@ -2149,7 +2140,8 @@ def _compile_handler(signature: _Signature, emitter: _Emitter, may_write: tuple[
     kernel.report = emitter.report
     for name in ("answer", "error", "fill", "drive"):
         setattr(kernel, name, driver.get_function_address(name))
-    return _Compiled(engine.get_function_address("handler"), (engine, driver, emitter, wrong_buffers, alive), may_write)
+    alive += [engine, driver, emitter, wrong_buffers]
+    return _Compiled(engine.get_function_address("handler"), alive, signature.hidden)
 
 
 class _Handler(_Code):
@@ -2569,7 +2561,7 @@ class _NumbaKernel(_NumbaWrapper):
         try:
             with _NAMES.of_kernel(owner, kernel, signature, options, self.options.name) as name:
                 target = _Target(name, compilers={"cpu": make}, title=self.title, where=where)
-                return dataclasses.replace(target, may_write=target.register("cpu").may_write)
+                return dataclasses.replace(target, hidden=target.register("cpu").hidden)
         except Exception:
             vars(self).pop("_numba_dispatcher", None)  # a new one next time, as this one remembers the failure
             raise
@@ -2653,7 +2645,9 @@ def _compile_numba(kernel: Any, signature: _Signature, forms: list[_Form], in_or
     """Compile the kernel for the signature, and the handler that calls it."""
     code = _compile_first_form(kernel, signature, forms)
     emitter = _NumbaEmitter(signature.label, code, in_order)
-    return _compile_handler(signature.with_hidden(code.may_write), emitter, code.may_write)
+    aliased = dict(signature.aliases)
+    hidden = tuple(i for i in code.may_write if i not in aliased)
+    return _compile_handler(dataclasses.replace(signature, hidden=hidden), emitter)
 
 
 def _array_types(nbtypes: Any, signature: _Signature, readonly: bool = True) -> tuple[Any, ...]:
@@ -3810,12 +3804,10 @@ class _WarpKernel(_Wrapper):
                 "its parameters]) gives one that is not"
             )
         self.params = {x.label: _warp_param(wp, kernel.func.__name__, x.label, x.type) for x in kernel.adj.args}
-        super().__init__(kernel, options)
-        self.title = f"Warp kernel {self.__name__!r}"
         self.values = copy.deepcopy(values or {})  # for later traces, too: structs may change
+        super().__init__(kernel, options, tuple(name for name in self.params if name not in self.values))
         self.with_values = _Recent()  # this kernel with others
         self.by_value_names = {name for name, param in self.params.items() if not param.ndim}
-        self.parameters = tuple(name for name in self.params if name not in self.values)  # of inputs and outputs
         for key in options.input_output_aliases:
             self._input_number(key, len(self.parameters))  # refuses values
 
@@ -4053,7 +4045,7 @@ class _WarpParam:
 
     @property
     def by_value_text(self) -> str:
-        return f"Warp kernel {self.kernel!r}: parameter {self.name!r} ({self}) is passed by value"
+        return f"warp_kernel {self.kernel!r}: parameter {self.name!r} ({self}) is passed by value"
 
     def as_value(self, value: Any) -> Any:
         """What a call gives, which JAX must know."""
@@ -4074,7 +4066,7 @@ class _WarpParam:
 
     def check(self, spec: Spec) -> None:
         """Raise if an array of this spec cannot be the argument."""
-        what = f"Warp kernel {self.kernel!r}: argument {self.name!r} is a warp.array, {self} for JAX; got {_show(spec)}"
+        what = f"warp_kernel {self.kernel!r}: argument {self.name!r} is a warp.array, {self} for JAX; got {_show(spec)}"
         if spec.dtype != self.dtype:
             hint = "cast it, or annotate the parameter with jaxinfo_to_warpinfo(x)"
             if np.dtype(spec.dtype).itemsize == 4 and str(self.dtype).endswith("64"):
@@ -4102,7 +4094,7 @@ def _warp_param(wp: Any, kernel: str, name: str, kind: Any) -> _WarpParam:
     is_struct = not is_array and hasattr(element, "ctype") and hasattr(element, "vars")
     if dtype is None and (not is_struct or _points_to_arrays(element)):
         raise TypeError(
-            f"Warp kernel {kernel!r}: parameter {name!r} is {kind!r}; supported are scalars, vectors and matrices, "
+            f"warp_kernel {kernel!r}: parameter {name!r} is {kind!r}; supported are scalars, vectors and matrices, "
             "arrays of those, and structs without arrays; of an array of structs make one array for each field"
         )
     inner = tuple(getattr(element, "_shape_", ()))
