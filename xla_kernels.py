@@ -425,7 +425,7 @@ def _reads(kernel: Any) -> tuple | None:
     try:
         values += [cell.cell_contents for cell in function.__closure__ or ()]
         exact = tuple(map(_exactly, values))
-    except ValueError:  # something may change, or is not bound yet
+    except Exception:  # something may change, is not bound yet, or cannot be pickled: another kernel
         return None
     # Equal code, as a module that is loaded again has: its globals are the same dict.
     return type(kernel), function.__code__, _Same(function.__globals__), exact
