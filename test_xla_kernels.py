@@ -4197,6 +4197,18 @@ def test_op_refuses_a_dict_of_other_keys(outs):
         op(VECTOR, outs=outs)
 
 
+def test_op_refuses_a_dict_whose_keys_are_output_parameters_in_another_order():
+    def kernel(x, low, top):
+        low[()] = x.min()
+        top[()] = x.max()
+
+    op = xk.XLACustomKernel("extremes")
+    op.def_numba_kernel(numba.njit(kernel))
+    check_equal(op(VECTOR, outs={"low": spec(), "top": spec()}), {"low": VECTOR.min(), "top": VECTOR.max()})
+    with pytest.raises(ValueError, match=r"keys \['top', 'low'\].*in the order \['low', 'top'\]"):
+        op(VECTOR, outs={"top": spec(), "low": spec()})
+
+
 def test_op_operands_may_be_numbers_or_arrays_of_other_libraries():
     two = jnp.int32(2)
     of_dlpack = types.SimpleNamespace(__dlpack__=two.__dlpack__, __dlpack_device__=two.__dlpack_device__)

@@ -4941,7 +4941,10 @@ def _run_slice(bound: _OpParams, entry: KernelEntry, *ins: Any) -> list:
     """The flat list of results of a kernel for the operands of one slice."""
     what = f"{bound.op.title}: the kernel of backend {entry.backend!r} for platform {entry.platform!r}"
     try:
-        results = _function_to_trace(bound, entry, ins)(*ins)
+        function = _function_to_trace(bound, entry, ins)
+        if hasattr(function, "_check_keys"):  # a wrapper, which gets the outputs without their names
+            function._check_keys(bound.tree.unflatten(bound.slice_outs), len(ins))
+        results = function(*ins)
     except Exception as error:
         backends = ", ".join(bound.op.available_backends(entry.platform))
         error.add_note(f"{what} raised this; {entry.platform!r} has {backends}: choose with backend=")
