@@ -392,19 +392,6 @@ def _is_stable(module: Any) -> bool:
     return root in ("_operator", "builtins", "cmath", "heapq", "math", "numba", "numba_cuda_mlir", "numpy", "operator")
 
 
-class _Same:
-    """A part of a key: an object that equals itself alone.  The key keeps it alive, so its id is not used again."""
-
-    def __init__(self, obj: Any) -> None:
-        self.obj = obj
-
-    def __hash__(self) -> int:
-        return id(self.obj)
-
-    def __eq__(self, other: Any) -> bool:
-        return self.obj is getattr(other, "obj", None)  # also if this file was loaded again in between
-
-
 def _reads(kernel: Any) -> tuple | None:
     """A key for all that a kernel reads, with the `def` that made it; None where that may change.
 
@@ -427,8 +414,8 @@ def _reads(kernel: Any) -> tuple | None:
         exact = tuple(map(_exactly, values))
     except Exception:  # something may change, is not bound yet, or cannot be pickled: another kernel
         return None
-    # Equal code, as a module that is loaded again has: its globals are the same dict.
-    return type(kernel), function.__code__, _Same(function.__globals__), exact
+    # Equal code, as a module that is loaded again has: its globals are the same dict, which `of_kernel` keeps alive.
+    return type(kernel), function.__code__, id(function.__globals__), exact
 
 
 @functools.lru_cache(maxsize=1024)
@@ -455,7 +442,7 @@ def _exactly(value: Any) -> Any:
         is_stable = is_type_of_numba or kind is np.ufunc
     if not is_stable:
         raise ValueError("it may change")
-    return _Same(value)
+    return kind, value
 
 
 # -- 3.2 Names -----------------------------------------------------------------------------------------
@@ -501,8 +488,9 @@ class _Names:
                 raise
             names[what] = name
             is_settled = name in _TARGETS or not _cuda_ordinals()  # compiled with these values, or nothing compiles it
-            if reads and is_settled and reads == _reads(kernel):
+            if is_new and reads and is_settled and reads == _reads(kernel):
                 self.by_reads[reads, what] = name
+                _ALIVE.append(kernel)
 
     def of_content(self, content: tuple, signature: _Signature, given: str | None, memory: str) -> str:
         """The name of a kernel that is fully described by this content and by the memory of its launch."""
@@ -514,16 +502,14 @@ class _Names:
             return self.by_content[key]
 
     def _new(self, signature: _Signature, given: str | None, *more: str) -> str:
-        first = name = f"{given or f'{__name__}.{signature.label}'}.{_LAYOUT}.{_hash(str(signature), *more)}"
-        if given and name in _TAKEN:
+        first = f"{given or f'{__name__}.{signature.label}'}.{_LAYOUT}.{_hash(str(signature), *more)}"
+        if given and first in _TAKEN:
             raise ValueError(
                 f"name={given!r}: another kernel of this process has this name, for the same signature; give each "
                 "kernel a name of its own, and wrap a kernel that is made again once"
             )
-        for number in itertools.count(2):
-            if name not in _TAKEN:
-                break
-            name = f"{first}.{number}"
+        others = (f"{first}.{number}" for number in itertools.count(2))
+        name = next(name for name in itertools.chain([first], others) if name not in _TAKEN)
         _TAKEN.add(name)
         if given:
             self.exported.add(name)
@@ -2979,10 +2965,9 @@ def numba_cuda_kernel(
     can be lowered for CUDA, and exported.
 
     A `vmap` is one launch, whose blocks along z are the slices, where the grid of a call has one block there and the
-    kernel neither asks for z nor may wait for other blocks (as its PTX shows: memory fences, volatile and relaxed
-    loads, `ldcg` and `ldcv`, `nanosleep`, atomic exchanges and atomic reads count as waiting).  Else, and with
-    `vmap_method="sequential"`, there is a launch for each slice.  For one launch the kernel is compiled once more, at
-    the first `vmap`: it then reads globals anew, and may need more registers.
+    kernel neither asks for z nor may wait for other blocks (by fences, volatile loads, atomic exchanges and the like).
+    Else, and with `vmap_method="sequential"`, there is a launch for each slice.  For one launch the kernel is compiled
+    once more, at the first `vmap`: it then reads globals anew, and may need more registers.
 
     With NUMBA_ENABLE_CUDASIM=1 (set before Numba is imported) kernels of `numba.cuda` run in Python on JAX's CPU
     backend.
