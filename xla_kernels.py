@@ -364,7 +364,7 @@ _LAYOUT = 7
 _SHARED: dict[str, Any] = vars(sys.modules.setdefault("_xla_kernels_shared", types.ModuleType("_xla_kernels_shared")))
 _LOCK: threading.RLock = _SHARED.setdefault("lock", threading.RLock())
 _TAKEN: set[str] = _SHARED.setdefault("names", set())
-_ALIVE: list[Any] = _SHARED.setdefault("handlers", [])  # never shrinks: XLA keeps pointers
+_TARGETS: dict[str, _Compiled] = _SHARED.setdefault("targets", {})  # by name; never shrinks: XLA keeps pointers
 
 
 def _native_lock(name: str) -> int:
@@ -414,7 +414,7 @@ def _reads(kernel: Any) -> tuple | None:
         exact = tuple(map(_exactly, values))
     except Exception:  # something may change, is not bound yet, or cannot be pickled: another kernel
         return None
-    # Equal code, as a module that is loaded again has: its globals are the same dict, which `of_kernel` keeps alive.
+    # Equal code, as a module that is loaded again has: its globals are the same dict, which `by_reads` keeps alive.
     return type(kernel), function.__code__, id(function.__globals__), exact
 
 
@@ -453,7 +453,7 @@ class _Names:
 
     def __init__(self) -> None:
         self.by_owner: Any = weakref.WeakKeyDictionary()  # kernel -> {signature and options: name}
-        self.by_reads: dict[tuple, str] = {}  # of kernels that may be made again
+        self.by_reads: dict[tuple, tuple] = {}  # of a kernel that may be made again: the name, and it, to keep it alive
         self.by_content: dict[tuple, str] = {}  # of Warp's kernels, which Warp has a hash of
         self.exported: set[str] = set()  # those that begin with the user's `name=`
 
@@ -474,7 +474,7 @@ class _Names:
             is_compiled = bool(getattr(kernel, "overloads", None))  # earlier, perhaps with other values
             if name is None and kernel is not None and not is_compiled:
                 reads = _reads(kernel)
-                name = self.by_reads.get((reads, what)) if reads else None
+                name, _ = self.by_reads.get((reads, what), (None, None))
             is_new = name is None
             if name is None:
                 parts = [] if given else [*map(str, options), _code_text(kernel)]
@@ -489,8 +489,7 @@ class _Names:
             names[what] = name
             is_settled = name in _TARGETS or not _cuda_ordinals()  # compiled with these values, or nothing compiles it
             if is_new and reads and is_settled and reads == _reads(kernel):
-                self.by_reads[reads, what] = name
-                _ALIVE.append(kernel)
+                self.by_reads[reads, what] = name, kernel
 
     def of_content(self, content: tuple, signature: _Signature, given: str | None, memory: str) -> str:
         """The name of a kernel that is fully described by this content and by the memory of its launch."""
@@ -516,7 +515,7 @@ class _Names:
         return name
 
 
-_NAMES: _Names = globals().get("_NAMES") or _Names()  # importlib.reload keeps both, and with them the names of kernels
+_NAMES: _Names = globals().get("_NAMES") or _Names()  # importlib.reload keeps it, and with it the names of kernels
 
 
 def _hash(*parts: str) -> str:
@@ -532,10 +531,6 @@ def _code_text(kernel: Any) -> str:
 
 
 # -- 3.3 Targets ---------------------------------------------------------------------------------------
-
-
-# By name, then by platform.
-_TARGETS: dict[str, dict[str, _Compiled]] = globals().get("_TARGETS") or collections.defaultdict(dict)
 
 
 class _Compiled(NamedTuple):
@@ -559,7 +554,8 @@ class _Target:
     launch: tuple[int, ...] = ()  # what the handler reads: grid (with a 0 if nothing is to run), block, ...
     hidden: tuple[int, ...] = ()  # the inputs of which the kernel gets a copy, as it may write to them
     for_batches: _Target | None = None
-    compilers: Mapping[str, Callable[[], _Compiled]] = dataclasses.field(compare=False, default_factory=dict)
+    platform: str = ""
+    compile: Any = dataclasses.field(compare=False, default=None)  # makes a `_Compiled` for this platform
     # for error messages: the wrapper's name, and on which platforms it runs
     title: str = dataclasses.field(compare=False, default="")
     where: str = dataclasses.field(compare=False, default="")
@@ -569,22 +565,19 @@ class _Target:
 
     def register(self, platform: str) -> Any:
         """Compile and register the handler for a platform, unless one of this name is registered there."""
-        if platform not in self.compilers:
+        if platform != self.platform:
             raise NotImplementedError(
                 f"{self.title} {self.where}; this call is compiled for {platform!r}: move it by jax.device_put"
             )
         if platform == "cuda" and not _cuda_ordinals():  # it will be registered where the program runs
             return None
         with _LOCK:
-            compiled = _TARGETS.get(self.name, {}).get(platform)
-            if compiled is None:
-                compiled = self.compilers[platform]()
-                _ALIVE.append(compiled)
+            if self.name not in _TARGETS:
+                compiled = _TARGETS[self.name] = self.compile()
                 handler = jax.ffi.pycapsule(ctypes.c_void_p(compiled.address))
                 jax.ffi.register_ffi_target(self.name, handler, platform.replace("cuda", "CUDA"))
                 jax.ffi.register_ffi_target_as_batch_partitionable(self.name)
-                _TARGETS[self.name][platform] = compiled
-            return compiled
+            return _TARGETS[self.name]
 
     def lowered(self, platform: str) -> _Target:
         """What runs a call on a platform, registered: of Warp's targets it differs."""
@@ -594,7 +587,7 @@ class _Target:
     def register_where_traced(self) -> None:
         """Compile for this machine at the trace, where errors are raised."""
         platform = _default_platform().replace("gpu", "cuda")
-        if platform in self.compilers:
+        if platform == self.platform:
             self.register(platform)
 
 
@@ -2546,7 +2539,7 @@ class _NumbaKernel(_NumbaWrapper):
         where = "runs on the CPU; for GPUs there are numba_cuda_kernel and warp_kernel"
         try:
             with _NAMES.of_kernel(owner, kernel, signature, options, self.options.name) as name:
-                target = _Target(name, compilers={"cpu": make}, title=self.title, where=where)
+                target = _Target(name, platform="cpu", compile=make, title=self.title, where=where)
                 return dataclasses.replace(target, hidden=target.register("cpu").hidden)
         except Exception:
             vars(self).pop("_numba_dispatcher", None)  # a new one next time, as this one remembers the failure
@@ -3130,14 +3123,13 @@ class _CudaKernel(_NumbaWrapper):
         options = "cuda", form, package.module
         compiled = self.kernel if package.platform == "cuda" else None  # Python reads a variable on each run
         with _NAMES.of_kernel(self.kernel, compiled, signature, options, self.options.name) as name:
-            compilers = {package.platform: compile_}
             where = f"runs on {package.where}"
-            target = _Target(name, launch, compilers=compilers, title=self.title, where=where)
+            target = _Target(name, launch, platform=package.platform, compile=compile_, title=self.title, where=where)
             target.register_where_traced()
         if package.platform != "cuda" or self.options.in_order:
             return target
         compile_batched = functools.partial(compile_, batched=True)
-        for_batches = dataclasses.replace(target, name=f"{name}.batched", compilers={"cuda": compile_batched})
+        for_batches = dataclasses.replace(target, name=f"{name}.batched", compile=compile_batched)
         return dataclasses.replace(target, for_batches=for_batches)
 
     def _launch_configuration(self, ins: list[Spec]) -> tuple[int, ...]:
@@ -3172,7 +3164,7 @@ class _CudaCallable(_Wrapper):
         options = "cuda", package.module
         with _NAMES.of_kernel(self.kernel, None, signature, options, None) as name:
             where = f"runs on {package.where}"
-            target = _Target(name, compilers={package.platform: compile_}, title=self.title, where=where)
+            target = _Target(name, platform=package.platform, compile=compile_, title=self.title, where=where)
             target.register_where_traced()
         return target
 
@@ -4262,7 +4254,7 @@ class _WarpTarget(_Target):
             _import("numba", "warp_kernel compiles what XLA calls with Numba's LLVM: it", _NUMBA_INSTALL)
             return _compile_handler(self.signature, _WarpEmitter(self, platform, recorded))
 
-        target = _Target(name, launch, compilers={platform: compile_handler}, title=self.title, where=self.where)
+        target = _Target(name, launch, platform=platform, compile=compile_handler, title=self.title, where=self.where)
         return target.lowered(platform)
 
     @property
