@@ -351,13 +351,14 @@ _XLA_FFI_DATA_TYPES = {
 # persistent cache.  So results are right if two kernels of a process that may differ never share a name.
 # - A kernel is its object: a dispatcher, or for a plain function the wrapper that jits it.  What it reads of globals is
 #   read when it is compiled, and never again, as in Numba.
-# - A function that the same `def` made again is the same kernel, if it reads exact constants and stable modules alone
-#   (`_reads`).  In doubt it is another kernel: compiled twice, never wrong.
+# - A kernel made inside a function would be compiled, and kept for ever, at each call of that.  So what the same `def`
+#   made again is the same kernel, if it reads exact constants and stable modules alone (`_reads`).  In doubt it is
+#   another one: compiled twice, never wrong.
 # - The hash in a name is a help for JAX's cache, no promise.  In other processes a kernel is found by `name=` alone.
 # XLA keeps raw pointers to handlers, so whatever is registered stays in memory until the process ends.
 
-# The version of the attribute `launch` and of the buffers that a handler expects.  Names of targets hold it, so that an
-# exported program never calls a handler of another version.
+# The version of the attribute `launch` and of the buffers that a handler expects: raise it when these change.  Names of
+# targets hold it, so that an exported program never calls a handler of another version.
 _LAYOUT = 7
 
 # Shared by all copies of this file in a process, also by one that is reloaded: locks, names in use, handlers.
@@ -387,7 +388,7 @@ def _python(kernel: Any) -> Any:
 
 
 def _is_stable(module: Any) -> bool:
-    """Whether a module of this name does not change while a process runs."""
+    """Whether this is the name of a module whose attributes nobody is expected to assign anew."""
     root = str(module).partition(".")[0]
     return root in ("_operator", "builtins", "cmath", "heapq", "math", "numba", "numba_cuda_mlir", "numpy", "operator")
 
@@ -395,7 +396,7 @@ def _is_stable(module: Any) -> bool:
 def _reads(kernel: Any) -> tuple | None:
     """A key for all that a kernel reads, with the `def` that made it; None where that may change.
 
-    A helper that the kernel calls may change, too: by `recompile`, or by the types that it is compiled for first.
+    A jitted helper that the kernel calls may change: by `recompile`, or by the types that it is compiled for first.
     Known and accepted: a kernel that is made again after an `overload_method` was defined anew is the same one.
     """
     function = _python(kernel)
@@ -461,10 +462,10 @@ class _Names:
     def of_kernel(
         self, owner: Any, kernel: Any, signature: _Signature, options: tuple, given: str | None
     ) -> Iterator[str]:
-        """The name under which a kernel is compiled meanwhile, for a signature and options.
+        """A context that gives the name to compile a kernel under, for a signature and options.
 
         `owner` is the object that the kernel is.  `kernel` is None if it shares no code with others of its `def`.
-        Nobody else gets the name before it is known whether the kernel compiles.
+        Nobody else gets the name meanwhile; if compiling fails, it is free again.
         """
         what = tuple(vars(signature).values()), options, given
         with _LOCK:
@@ -487,7 +488,7 @@ class _Names:
                     self.exported.discard(name)
                 raise
             names[what] = name
-            is_settled = name in _TARGETS or not _cuda_ordinals()  # compiled with these values, or nothing compiles it
+            is_settled = name in _TARGETS or not _cuda_ordinals()  # compiled just now; without a GPU it is only named
             if is_new and reads and is_settled and reads == _reads(kernel):
                 self.by_reads[reads, what] = name, kernel
 
@@ -798,68 +799,49 @@ def _check_takes(signature: inspect.Signature, what: str, args: Sequence, params
 
 # -- 5.1 The primitive: what JAX's interpreters ask ----------------------------------------------------
 # An alias (i, j) says that output j starts with the value of input i.  A wrapper has those that the user gave, by name
-# or number.  In a `_Call` they are by number.  Once it is known what runs it, those of hidden outputs are among them:
-# where a kernel (x, y) -> out may write to x, XLA calls (x, y) -> (out, copy of x), and the kernel gets the copy for x.
-# `_CallParams` and `_Signature`, which are compared, have pairs; in a `_Signature` the hidden ones stand apart.
+# or number; a `_Call` has them by number.  Once it is known what runs it, those of hidden outputs are among them: where
+# a kernel (x, y) -> out may write to x, XLA calls (x, y) -> (out, copy of x), and the kernel gets the copy for x.  In a
+# `_Signature` these stand apart.
 
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """A call of a kernel, without batch: its buffers, and what runs it, once that is found."""
+    """The parameter of the primitive: the buffers of one slice, what runs it once that is found, and the batch."""
 
-    ins: list[Spec]
-    outs: list[Spec]  # the results, then scratch, and then the hidden ones
+    ins: tuple[Spec, ...]
+    outs: tuple[Spec, ...]  # the results, then scratch, and then the hidden ones
     n_results: int
-    aliases: dict[int, int]
-    zeroed: tuple[int, ...] = ()  # the outputs that start from zeros
+    aliases: tuple[tuple[int, int], ...]
+    zeroed: tuple[int, ...]  # the outputs that start from zeros
+    has_side_effect: bool
     target: Any = None
+    batch: tuple[int, ...] = ()  # the dimension that each `vmap` has added in front, the last one's first
 
     def signature(self, label: str) -> _Signature:
-        specs = [*self.ins, *self.outs]
+        specs = self.ins + self.outs
         dtypes = tuple(np.dtype(spec.dtype) for spec in specs)
         ranks = tuple(len(spec.shape) for spec in specs)
-        return _Signature(label, len(self.ins), dtypes, ranks, tuple(self.aliases.items()), self.zeroed)
+        return _Signature(label, len(self.ins), dtypes, ranks, self.aliases, self.zeroed)
 
     def run_by(self, target: _Target) -> _Call:
         """With a hidden output for each input of which the kernel gets a copy: XLA makes the copy for the alias."""
-        copies = [self.ins[i] for i in target.hidden]
-        aliases = dict(zip(target.hidden, itertools.count(len(self.outs))))
-        return dataclasses.replace(self, outs=self.outs + copies, aliases=self.aliases | aliases, target=target)
+        copies = tuple(self.ins[i] for i in target.hidden)
+        aliases = zip(target.hidden, itertools.count(len(self.outs)))
+        return dataclasses.replace(self, outs=self.outs + copies, aliases=(*self.aliases, *aliases), target=target)
 
-    def bind(self, has_side_effect: bool, args: Sequence) -> list:
+    def bind(self, args: Sequence) -> list:
         """The results of the primitive."""
-        aliases = tuple(self.aliases.items())
-        bound = _CallParams(self.target, tuple(self.outs), self.n_results, aliases, has_side_effect)
-        return _call_p.bind(*args, call=bound)[: self.n_results]
-
-
-@dataclasses.dataclass(frozen=True)
-class _CallParams:
-    """The parameter of the primitive: a call of a whole batch, each `vmap` having added a dimension in front."""
-
-    target: _Target
-    outs: tuple[Spec, ...]
-    n_results: int  # scratch and hidden outputs follow them, and are not returned
-    aliases: tuple[tuple[int, int], ...]
-    has_side_effect: bool
-    depth: int = 0  # the number of vmaps
+        return _call_p.bind(*args, call=self)[: self.n_results]
 
     @property
     def runs_nothing(self) -> bool:
-        grid = self.target.launch[:3]
-        batch_is_empty = any(0 in out.shape[: self.depth] for out in self.outs)
-        return 0 in grid or batch_is_empty
-
-
-def _batches(batch: Sequence, slices: Sequence) -> tuple[Spec, ...]:
-    """The specs of all slices, of a batch with these dimensions."""
-    return tuple([Spec((*batch, *x.shape), x.dtype) for x in slices])
+        return 0 in self.target.launch[:3] or 0 in self.batch
 
 
 def _batch_axes(candidates: Iterable[Sequence[Any]]) -> list:
     """The mesh axes over which each dimension of a batch is split.
 
-    `candidates` has, for each dimension, those of the operands: the first that no other dimension has counts.
+    `candidates` has, for each dimension, the axes over which operands split it: the first not yet taken is chosen.
     """
     taken: set[str] = set()
     axes = []
@@ -874,20 +856,20 @@ def _batch_axes(candidates: Iterable[Sequence[Any]]) -> list:
     return axes
 
 
-def _call_abstract_eval(*ins: Any, call: _CallParams) -> tuple:
-    split = _batch_axes([x.sharding.spec[d] for x in ins if x.shape[d] != 1] for d in range(call.depth))
-    avals = [_out_aval(out.shape, out.dtype, ins, split) for out in call.outs]
+def _call_abstract_eval(*ins: Any, call: _Call) -> tuple:
+    split = _batch_axes([x.sharding.spec[d] for x in ins if x.shape[d] != 1] for d in range(len(call.batch)))
+    avals = [_out_aval((*call.batch, *out.shape), out.dtype, ins, split) for out in call.outs]
     if call.has_side_effect:
         return avals, _side_effect()
     return avals, frozenset()
 
 
 def _platforms(ctx: Any) -> Sequence[str]:
-    """What a lowering rule lowers for."""
+    """The platforms that a lowering rule is asked for."""
     return ctx.platforms or ctx.module_context.platforms
 
 
-def _call_lowering(ctx: Any, *operands: Any, call: _CallParams) -> Any:
+def _call_lowering(ctx: Any, *operands: Any, call: _Call) -> Any:
     if call.has_side_effect and _devices_to_split_over(ctx) > 1:
         raise NotImplementedError(
             f"{call.target.title} has side effects, and XLA does not say on which devices it runs them: over several, "
@@ -906,7 +888,7 @@ def _call_lowering(ctx: Any, *operands: Any, call: _CallParams) -> Any:
 
 
 def _lower_to_custom_call(
-    ctx: Any, operands: Any, call: _CallParams, ins: Sequence, outs: Sequence, **attributes: Any
+    ctx: Any, operands: Any, call: _Call, ins: Sequence, outs: Sequence, **attributes: Any
 ) -> Any:
     # An alias lets XLA save a copy; it is the handler that makes sure that the output starts with the input.
     [platform] = _platforms(ctx)
@@ -924,8 +906,8 @@ def _keep_from_loops(ctx: Any, results: Any) -> Any:
     """Keep results of a call from two passes of XLA that are wrong (seen in jax 0.11.2 and 0.12).
 
     A dynamic-slice fusion on GPUs lets a call write straight into the array that is updated, even if the call reads it.
-    Invariant code is moved out of a `while_loop`, and with it a call whose results are the whole state of the loop: it
-    is the root of the body, and its operands are taken for those of a tuple.
+    Invariant code is moved out of a `while_loop`, and with it a call whose results are the whole state of the loop: as
+    the root of the body it is taken for a tuple, and its operands for the elements.
     """
 
     def keep(*results: Any) -> list:
@@ -946,7 +928,7 @@ def _lower_to_starts(ctx: Any, operands: Any, aliases: Sequence[tuple[int, int]]
     return _lower(start, ctx, operands)
 
 
-def _call_batching(args: Any, dims: Any, *, call: _CallParams) -> Any:
+def _call_batching(args: Any, dims: Any, *, call: _Call) -> Any:
     """One more leading dimension everywhere; size 1 says that an operand is the same for every slice."""
     target = call.target.for_batches or call.target
     target.register_where_traced()
@@ -956,12 +938,11 @@ def _call_batching(args: Any, dims: Any, *, call: _CallParams) -> Any:
         has_slices[i] = True  # each slice of the output starts with one of the input
     sizes = [size if has_slice else 1 for has_slice in has_slices]
     ins = map(_batch_in_front, args, dims, sizes)
-    outs = _batches([size], call.outs)
-    batched = dataclasses.replace(call, target=target, outs=outs, depth=call.depth + 1)
-    return _call_p.bind(*ins, call=batched), [0] * len(outs)
+    batched = dataclasses.replace(call, target=target, batch=(size, *call.batch))
+    return _call_p.bind(*ins, call=batched), [0] * len(call.outs)
 
 
-def _call_jvp(primals: Sequence, tangents: Sequence, *, call: _CallParams) -> tuple:
+def _call_jvp(primals: Sequence, tangents: Sequence, *, call: _Call) -> tuple:
     if any(jax.dtypes.issubdtype(out.dtype, np.inexact) for out in call.outs[: call.n_results]):
         raise TypeError(
             f"{call.target.title} has no (further) derivative: use jax.custom_vjp, or an XLACustomKernel's rules"
@@ -970,7 +951,7 @@ def _call_jvp(primals: Sequence, tangents: Sequence, *, call: _CallParams) -> tu
     return results, list(map(_zero_tangent, results))
 
 
-def _call_transpose(cts: Sequence, *operands: Any, call: _CallParams) -> list:
+def _call_transpose(cts: Sequence, *operands: Any, call: _Call) -> list:
     text = "cannot be transposed, as grad of a jax.custom_jvp does: use jax.custom_vjp, or an XLACustomKernel's rules"
     raise NotImplementedError(f"{call.target.title} {text}")
 
@@ -1003,7 +984,7 @@ for _platform in ("cpu", "cuda"):  # so each gets a call of its own where a prog
 # The kernel's own dimensions are gathered: only `jax.shard_map` splits them.
 
 
-def _count_split(ctx: Any, call: _CallParams) -> int:
+def _count_split(ctx: Any, call: _Call) -> int:
     """How many leading dimensions of the batch XLA may split."""
     n_devices = _devices_to_split_over(ctx)
     if n_devices == 1 or call.has_side_effect or not call.outs:
@@ -1011,13 +992,13 @@ def _count_split(ctx: Any, call: _CallParams) -> int:
     sizes = [size for aval in (*ctx.avals_in, *ctx.avals_out) for size in aval.shape]
     if not all(isinstance(size, int) for size in sizes):  # symbolic sizes cannot be written in a rule of Shardy's
         return 0
-    divisible = itertools.takewhile(lambda size: size % n_devices == 0, call.outs[0].shape[: call.depth])
+    divisible = itertools.takewhile(lambda size: size % n_devices == 0, call.batch)
     return len(list(divisible))
 
 
-def _lower_to_split_call(ctx: Any, operands: Any, call: _CallParams, n_split: int) -> Any:
-    depth = call.depth
-    batch = call.outs[0].shape[:depth]
+def _lower_to_split_call(ctx: Any, operands: Any, call: _Call, n_split: int) -> Any:
+    batch = call.batch
+    depth = len(batch)
     is_whole = _stay_whole(ctx.avals_in, depth)
     ranks_of_whole = [len(x.shape) - depth for x, whole in zip(ctx.avals_in, is_whole) if whole]
     n_batch_dims = max([n_split, *(rank + 1 for rank in ranks_of_whole)])
@@ -1149,6 +1130,7 @@ class _Options:
             _flat_specs(self.outs, "outs")
         if self.name is not None and not (isinstance(self.name, str) and self.name and self.name.isprintable()):
             raise TypeError(f"name must be a printable text, under which XLA finds the kernel; got {self.name!r}")
+        self.has_side_effect = bool(self.has_side_effect)
         self.input_output_aliases = self._checked_aliases()
         self.in_out_argnames = self._checked_names("in_out_argnames", self.in_out_argnames)
         if not isinstance(self.scalars, bool):
@@ -1176,7 +1158,7 @@ class _Options:
 
 
 def _wrap(make_wrapper: Callable[..., _Wrapper], arguments: dict, options_type: type[_Options] = _Options) -> Any:
-    """The wrapper that the arguments of a public function ask for, the kernel first; without one, a decorator."""
+    """The wrapper that a public function returns; a decorator if the first of its `arguments`, the kernel, is None."""
     kernel, *_ = arguments.values()
     checked = options_type(**dict([*arguments.items()][1:]))
 
@@ -1303,19 +1285,15 @@ class _Wrapper(_Kept):
             )
 
     def _leaves(self, outs: list[Spec], *args: Any) -> list:
-        return self._bind(self._resolve(_input_specs(args), outs), args)
-
-    def _bind(self, call: _Call, args: Sequence) -> list:
-        return call.bind(bool(self.options.has_side_effect), args)
+        return self._resolve(_input_specs(args), outs).bind(args)
 
     def _resolve(self, ins: list[Spec], outs: list[Spec]) -> _Call:
         """The call with these inputs and declared outputs, and what runs it."""
         scratch, _ = _flat_specs(self._for_inputs("scratch", ins), "scratch", ins)
         aliases = self._numbered_aliases(ins, outs)
-        zeroed: list[int] = []
-        if self.options.zero_outputs:
-            zeroed = [j for j in range(len(outs)) if j not in aliases.values()]
-        call = _Call(ins, outs + scratch, len(outs), aliases, tuple(zeroed))
+        zeroed = set(range(len(outs))) - set(aliases.values()) if self.options.zero_outputs else ()
+        buffers = tuple(ins), (*outs, *scratch), len(outs)
+        call = _Call(*buffers, tuple(aliases.items()), tuple(sorted(zeroed)), self.options.has_side_effect)
         return call.run_by(self._find_target(call))
 
     def _for_inputs(self, what: str, ins: Sequence[Spec]) -> Any:
@@ -3132,7 +3110,7 @@ class _CudaKernel(_NumbaWrapper):
         for_batches = dataclasses.replace(target, name=f"{name}.batched", compile=compile_batched)
         return dataclasses.replace(target, for_batches=for_batches)
 
-    def _launch_configuration(self, ins: list[Spec]) -> tuple[int, ...]:
+    def _launch_configuration(self, ins: Sequence[Spec]) -> tuple[int, ...]:
         """The words of `_CudaLaunch`."""
         grid = self.options.grid
         block = self.options.block
@@ -3845,7 +3823,7 @@ class _WarpKernel(_Wrapper):
             self.params[name].check(spec)
         writes = _source_of(self.kernel).writes
         for i, name in enumerate(names[:n_in]):
-            if i not in call.aliases and writes[name]:
+            if i not in dict(call.aliases) and writes[name]:
                 raise TypeError(
                     f"{self.title} writes to its input {name!r}, which JAX may share: name it in in_out_argnames, or "
                     "write to an output (the parameters are inputs and values, then outputs)"
@@ -3906,14 +3884,14 @@ class _WarpKernel(_Wrapper):
         """One adjoint launch, whose last results are the gradients of the inputs of floats."""
         args, outs = residuals
         operands = _make_varying([*args, *outs, *(cotangents[j] for j in _floats(outs))])
-        call = self._resolve_adjoint(_input_specs(operands), len(args))
-        results = self._bind(call, operands)
+        call = self._resolve_adjoint(tuple(_input_specs(operands)), len(args))
+        results = call.bind(operands)
         cotangents_of_args: list[Any] = [None] * len(args)  # a zero, for JAX
         for i in reversed(_floats(args)):
             cotangents_of_args[i] = _sharded_like(results.pop(), jax.typeof(args[i]))
         return tuple(cotangents_of_args)
 
-    def _resolve_adjoint(self, ins: list[Spec], n_args: int) -> _Call:
+    def _resolve_adjoint(self, ins: tuple[Spec, ...], n_args: int) -> _Call:
         """The call of the adjoint: (inputs, outputs, cotangents) -> (what it changes of these, gradients).
 
         For a kernel (x, k) -> out, where k has integers, the inputs are x, k, out and the cotangent of out, which it
@@ -3925,14 +3903,15 @@ class _WarpKernel(_Wrapper):
         changed = [k for k, name in enumerate(names) if writes_again[name]]
         changed += range(len(names), len(ins))
         float_ins = _floats(ins[:n_args])
-        results = [ins[k] for k in [*changed, *float_ins]]
+        results = tuple(ins[k] for k in [*changed, *float_ins])
         float_outs = [k for k in _floats(ins[: len(names)]) if k >= n_args]
         for k, cotangent in zip(float_outs, range(len(names), len(ins)), strict=True):
             buffers[names[k], "gradient"] = cotangent
         for j, k in enumerate(float_ins, start=len(ins) + len(changed)):
             buffers[names[k], "gradient"] = j
-        aliases = {k: j for j, k in enumerate(changed)}
-        call = _Call(ins, results, len(results), aliases, zeroed=tuple(range(len(changed), len(results))))
+        aliases = tuple((k, j) for j, k in enumerate(changed))
+        zeroed = tuple(range(len(changed), len(results)))
+        call = _Call(ins, results, len(results), aliases, zeroed, self.options.has_side_effect)
         target = self._target(call, buffers, ins[:n_args], f"the adjoint of {self.title}")
         return dataclasses.replace(call, target=target)
 
@@ -4920,13 +4899,13 @@ def _run_slice(bound: _OpParams, entry: KernelEntry, *ins: Any) -> list:
     try:
         function = _function_to_trace(bound, entry, ins)
         if hasattr(function, "_check_keys"):  # a wrapper, which gets the outputs without their names
-            function._check_keys(bound.tree.unflatten(bound.slice_outs), len(ins))
+            function._check_keys(bound.tree.unflatten(bound.outs), len(ins))
         results = function(*ins)
     except Exception as error:
         backends = ", ".join(bound.op.available_backends(entry.platform))
         error.add_note(f"{what} raised this; {entry.platform!r} has {backends}: choose with backend=")
         raise
-    return _outputs(what, results, bound.slice_outs, bound.tree)
+    return _outputs(what, results, bound.outs, bound.tree)
 
 
 def _function_to_trace(bound: _OpParams, entry: KernelEntry, ins: Sequence) -> Callable:
@@ -4936,7 +4915,7 @@ def _function_to_trace(bound: _OpParams, entry: KernelEntry, ins: Sequence) -> C
     if jax.sharding.AxisType.Explicit in (mesh.axis_types or ()):
         return _call_generator(bound, entry, axes)  # as an array that it makes has this mesh in its type
     made = bound.op._made
-    key = entry, bound.slice_outs, axes, _tagged(bound.params), jax.config.jax_enable_x64
+    key = entry, bound.outs, axes, _tagged(bound.params), jax.config.jax_enable_x64
     known = made.get(key)
     if known:
         return known
@@ -4948,10 +4927,10 @@ def _function_to_trace(bound: _OpParams, entry: KernelEntry, ins: Sequence) -> C
 
 
 def _call_generator(bound: _OpParams, entry: KernelEntry, axes: frozenset) -> Callable:
-    outs = [Spec(out.shape, out.dtype, **_varying(axes)) for out in bound.slice_outs]
+    outs = [Spec(out.shape, out.dtype, **_varying(axes)) for out in bound.outs]
     what = "a plain function (as all are under NUMBA_DISABLE_JIT=1) is a generator, if no numba.njit decorates it: it"
     made = _tolerant(entry.kernel_generator, what)(**bound.params, outs=tuple(outs))
-    function = _wrap_ready(made, {}, bound.slice_outs)
+    function = _wrap_ready(made, {}, bound.outs)
     if not callable(function):
         raise TypeError(f"the generator must return the function to trace, got {function!r}")
     return function
@@ -5036,8 +5015,7 @@ class _OpPrimitive(Primitive):
         in_axes, batch = _with_axes_in_front(args, axes)
         size = batch[in_axes.index(0)].shape[0]
         bound = self.bound(**params)
-        outs = _batches([size], bound.outs)
-        batched = dataclasses.replace(bound, outs=outs, vmaps=(in_axes, *bound.vmaps))
+        batched = dataclasses.replace(bound, batch=(size, *bound.batch), vmaps=(in_axes, *bound.vmaps))
         return self.bind(*batch, _bound=batched)
 
 
@@ -5046,16 +5024,17 @@ class _OpParams:
     """What the primitive of an op was bound with, or will be."""
 
     op: XLACustomKernel = dataclasses.field(repr=False)
-    outs: tuple  # of the whole batch
+    outs: tuple  # of one slice
     backend: str | None
     params: dict[str, Any]  # static; as one, because functions of JAX have arguments of any name
-    vmaps: tuple = ()  # the recorded ones (10.5): the `in_axes` of each
     tree: Any = None  # the structure of outs
+    vmaps: tuple = ()  # the recorded ones (10.5): the `in_axes` of each
+    batch: tuple[int, ...] = ()  # and its size
 
     @functools.cached_property
     def key(self) -> tuple:
         """What JAX's caches compare: exactly, as they would take 1 and 1.0 for the same parameter."""
-        return self.outs, self.backend, _tagged(self.params), self.vmaps, self.tree
+        return self.outs, self.backend, _tagged(self.params), self.tree, self.vmaps, self.batch
 
     def __hash__(self) -> int:
         return hash(self.key)
@@ -5064,19 +5043,18 @@ class _OpParams:
         return type(other) is _OpParams and self.key == other.key
 
     @property
-    def slice_outs(self) -> tuple:
-        depth = len(self.vmaps)
-        return tuple([Spec(out.shape[depth:], out.dtype) for out in self.outs])
+    def batched_outs(self) -> list[Spec]:
+        return [Spec((*self.batch, *out.shape), out.dtype) for out in self.outs]
 
     @property
     def rule_params(self) -> dict[str, Any]:
         """What a user's rules get, which are for one slice."""
-        return {**self.params, "outs": self.slice_outs, "backend": self.backend}
+        return {**self.params, "outs": self.outs, "backend": self.backend}
 
     def run(self, entry: KernelEntry, *ins: Any) -> list:
         """The results of a kernel: for a batch by the batching rules of what it calls, or else slice by slice."""
-        if self.outs and all(0 in out.shape for out in self.outs):  # not every backend takes it
-            return [_zeros(out) for out in self.outs]
+        if self.outs and all(0 in out.shape for out in self.batched_outs):  # not every backend takes it
+            return list(map(_zeros, self.batched_outs))
         run_slice = functools.partial(_run_slice, self, entry)
         if not self.vmaps:
             return run_slice(*ins)
@@ -5097,7 +5075,7 @@ def _op_abstract_eval(bound: _OpParams, *avals: Any) -> list:
     for in_axes in bound.vmaps:  # each is the next dimension of the operands that it batches
         candidates.append([next(spec) for spec, axis in zip(specs, in_axes) if axis == 0])
     axes = _batch_axes(candidates)
-    return [_out_aval(out.shape, out.dtype, avals, axes) for out in bound.outs]
+    return [_out_aval(out.shape, out.dtype, avals, axes) for out in bound.batched_outs]
 
 
 def _op_lowering(bound: _OpParams, ctx: Any, *ins: Any) -> Any:
@@ -5116,8 +5094,8 @@ def _op_lowering(bound: _OpParams, ctx: Any, *ins: Any) -> Any:
 # -- 10.5 Batching: recorded vmaps ---------------------------------------------------------------------
 # Generators, `outs` and rules of the user are for one slice, and how a batch is best run only the backend knows, when
 # the op is lowered.  So a `vmap` of an op is recorded: it binds the primitive once more, with its axis in front of the
-# batched operands.  `_OpParams.vmaps` has the `in_axes` of each, the outermost first, and `_OpParams.outs` are those of
-# the whole batch.  By these `jax.vmap` then batches what runs a slice, or is a rule (10.6).
+# batched operands.  `_OpParams.vmaps` has the `in_axes` of each, the outermost first.  By these `jax.vmap` then batches
+# what runs a slice, or is a rule (10.6).
 
 
 def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None], /, **params: Any) -> tuple:
@@ -5284,7 +5262,7 @@ def _op_jvp(bound: _OpParams, primals: Sequence, tangents: Sequence) -> tuple:
 
     def of_slice(primals: tuple, tangents: tuple) -> tuple:
         if isinstance(rule, list):  # of `defjvp`
-            outputs = primitive.bind(*primals, _bound=dataclasses.replace(bound, outs=bound.slice_outs, vmaps=()))
+            outputs = primitive.bind(*primals, _bound=dataclasses.replace(bound, vmaps=(), batch=()))
             tangents_out = _add_tangents(primitive, rule, primals, tangents, outputs, params)
         else:
             outputs, tangents_out = rule(primals, tangents, **params)
