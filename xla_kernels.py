@@ -596,7 +596,8 @@ def export_checks() -> Iterable:
     """A `jax.export.DisabledSafetyCheck` for each kernel with `name=`, to export programs that call kernels.
 
     It can be made before the first trace, as JAX reads it after lowering.  A process that loads an exported program
-    must first trace its kernels (a call, or `jax.eval_shape`): there XLA finds them by these names.
+    must first trace its kernels (a call, or `jax.eval_shape`): there XLA finds them by these names.  Shapes may be
+    symbolic; for Warp kernels, and with `launch_dims`, in dimensions of `vmap` alone.
 
     Example:
       >>> import jax, jax.numpy as jnp
