@@ -3670,7 +3670,7 @@ class FakeGpu(FakeGpus):
         self.handlers, self.all_traits = {}, {}
         self.local_devices, self.register = jax.local_devices, jax.ffi.register_ffi_target
         self.load_library, self.make_array, self.record_on_cpu = ctypes.CDLL, wp.array.__init__, wp.launch
-        self.recorded = {}  # by the address of the machine code
+        self.recorded = {}  # by CUfunction
         self.grids, self.others = [], set()  # of launches: what goes with their grids
         number, size, pointer = ctypes.c_uint32, ctypes.c_size_t, ctypes.c_void_p
         launch = ctypes.CFUNCTYPE(number, pointer, *[number] * 7, pointer, ctypes.POINTER(pointer), pointer)
@@ -3698,18 +3698,19 @@ class FakeGpu(FakeGpus):
 
     def record(self, kernel, *args, device, block_dim, **options):
         launch = self.record_on_cpu(kernel, *args, device="cpu", block_dim=1, **options)
-        forward, backward = launch.hooks.forward, launch.hooks.backward
-        shared_memory = block_dim + int(device.removeprefix("cuda:"))  # tells one recording from another
-        launch.hooks = type(launch.hooks)(forward, backward, shared_memory, shared_memory)
-        code = backward if launch.adjoint else forward
+        hooks = launch.hooks
+        code = hooks.backward if launch.adjoint else hooks.forward
+        ordinal = int(device.removeprefix("cuda:"))
+        function = ctypes.cast(code, ctypes.c_void_p).value + ordinal  # another one on each device
+        launch.hooks = type(hooks)(*[ctypes.c_void_p(function)] * 2, block_dim + 1, block_dim + 1)
         launch.device = types.SimpleNamespace(is_cpu=False)
-        self.recorded[ctypes.cast(code, ctypes.c_void_p).value] = launch
+        self.recorded[function] = launch, hooks, ordinal
         return launch
 
     def launch(self, function, gx, gy, gz, bx, by, bz, shared_memory, stream, params, extra):
         self.grids.append((gx, gy, gz))
-        self.others.add(((bx, by, bz), shared_memory, stream))
-        launch = self.recorded[function]
+        launch, launch.hooks, ordinal = self.recorded[function]
+        self.others.add(((bx, by, bz), shared_memory, stream, ordinal))
         for param, passed in zip(launch.params, params):
             ctypes.memmove(ctypes.addressof(param), passed, ctypes.sizeof(param))
         launch.device = wp.get_device("cpu")
@@ -3748,7 +3749,7 @@ def test_warp_on_fake_gpu(fake_gpu):
     check_close(fake_gpu.run(gradient(f, args), *args), gradient(in_jax, args)(*args), 1e-4)
     assert set(fake_gpu.all_traits.values()) == {1}  # compatible with command buffers
     assert fake_gpu.grids == [(2, 1, 1)] * 6
-    assert fake_gpu.others == {((4, 1, 1), 4 + 1, 0x5EED)}  # recorded for device 1, on the stream of the call
+    assert fake_gpu.others == {((4, 1, 1), 4 + 1, 0x5EED, 1)}  # on the stream and the device of the call
 
 
 @needs_fake_gpu
@@ -4418,7 +4419,7 @@ OP_ERRORS = {  # the error, what its text says, the options of a call
     "no function": (TypeError, "got None", {"backend": "nothing"}),
     "undecorated": (
         TypeError,
-        "if no numba.njit decorates it: it takes (x, out), but this call gives it ()",
+        "takes (x, out); this call gives it ()",
         {"backend": "undecorated"},
     ),
     "ready kernel": (TypeError, "['alpha'] need a generator", {"backend": "numba", "alpha": 2}),

@@ -56,6 +56,7 @@ import functools
 import hashlib
 import importlib
 import inspect
+import io
 import itertools
 import linecache
 import math
@@ -410,13 +411,14 @@ def _reads(kernel: Any) -> tuple | None:
     options = {**getattr(kernel, "targetoptions", {}), "chip": None}  # which numba_cuda_mlir sets when it compiles
     values += [*sorted(options.items()), *getattr(kernel, "locals", {}).items()]
     values += [getattr(getattr(kernel, "_compiler", None), "pipeline_class", None)]
+    exact = io.BytesIO()
     try:
         values += [cell.cell_contents for cell in function.__closure__ or ()]
-        exact = tuple(map(_exactly, values))
+        _ExactPickler(exact).dump(values)
     except Exception:  # something may change, is not bound yet, or cannot be pickled: another kernel
         return None
     # Equal code, as a module that is loaded again has: its globals are the same dict, which `by_reads` keeps alive.
-    return type(kernel), function.__code__, id(function.__globals__), exact
+    return type(kernel), function.__code__, id(function.__globals__), exact.getvalue()
 
 
 @functools.lru_cache(maxsize=1024)
@@ -426,24 +428,19 @@ def _global_names(code: types.CodeType) -> tuple[str, ...]:
     return tuple(dict.fromkeys(itertools.chain(code.co_names, *map(_global_names, nested))))
 
 
-def _exactly(value: Any) -> Any:
-    """A part of a key that is equal for equal values alone; a ValueError if the value may change."""
-    kind = type(value)
-    if kind in (tuple, list):
-        return kind, *map(_exactly, value)
-    is_numpys = isinstance(value, (np.generic, np.dtype)) and _is_stable(kind.__module__)
-    if is_numpys or kind in (type(None), bool, int, float, complex, str, bytes):
-        return kind, pickle.dumps(value)  # exactly: of NaNs and units of time, too
-    if kind is types.ModuleType:
-        is_stable = _is_stable(value.__name__)
-    elif isinstance(value, (types.FunctionType, types.BuiltinFunctionType, type)):
-        is_stable = _is_stable(value.__module__)
-    else:
-        is_type_of_numba = _is_stable(kind.__module__) and ".types." in kind.__module__  # such as numba.float32
-        is_stable = is_type_of_numba or kind is np.ufunc
-    if not is_stable:
-        raise ValueError("it may change")
-    return kind, value
+class _ExactPickler(pickle.Pickler):
+    """Pickles constants, exactly (of NaNs and units of time, too), and stable modules with what they define, by name.
+
+    A ValueError for all else, which may change: for arrays, too, as Numba may read them when the kernel runs, and for
+    jitted functions, of whatever module they say they are.
+    """
+
+    def persistent_id(self, value: Any) -> str | None:
+        is_module = isinstance(value, types.ModuleType)
+        module = value.__name__ if is_module else getattr(value, "__module__", None) or type(value).__module__
+        if isinstance(value, np.ndarray) or hasattr(value, "py_func") or not _is_stable(module):
+            raise ValueError("it may change")
+        return module if is_module else None
 
 
 # -- 3.2 Names -----------------------------------------------------------------------------------------
@@ -592,7 +589,7 @@ class _Target:
             self.register(platform)
 
 
-def export_checks() -> Iterable:
+class export_checks:
     """A `jax.export.DisabledSafetyCheck` for each kernel with `name=`, to export programs that call kernels.
 
     It can be made before the first trace, as JAX reads it after lowering.  A process that loads an exported program
@@ -608,11 +605,6 @@ def export_checks() -> Iterable:
       >>> export.deserialize(data).call(jnp.arange(3.0)).tolist()
       [0.0, 2.0, 4.0]
     """
-    return _ExportChecks()
-
-
-class _ExportChecks:
-    """See `export_checks`."""
 
     def __iter__(self) -> Iterator:
         from jax import export
@@ -774,23 +766,15 @@ def _as_input(x: Any, i: int, name: str) -> Any:
 
 
 def _call_checked(function: Callable, what: str, /, *args: Any, **params: Any) -> Any:
-    """Call what the user gave; the error says so if it takes other arguments."""
+    """Call what the user gave; with a TypeError it says what that takes, and gets."""
     try:
         return function(*args, **params)
-    except TypeError:
-        with contextlib.suppress(ValueError):  # what has no signature
-            _check_takes(inspect.signature(function), what, args, params)
-        raise
-
-
-def _check_takes(signature: inspect.Signature, what: str, args: Sequence, params: Iterable[str] = ()) -> None:
-    try:
-        signature.bind(*args, **dict.fromkeys(params))
     except TypeError as error:
-        shown = ", ".join([*(_show(x) if _is_spec(x) else str(x) for x in args), *(f"{name}=" for name in params)])
-        raise TypeError(
-            f"{what} takes {signature}, but this call gives it ({shown}): {error}; give it one parameter for each"
-        ) from None
+        shown = [_show(x) if _is_spec(x) else str(x) for x in args]
+        shown += [f"{name}=" for name in params]
+        with contextlib.suppress(ValueError):  # what has no signature
+            error.add_note(f"{what} takes {inspect.signature(function)}; this call gives it ({', '.join(shown)})")
+        raise
 
 
 # ======================================================================================================
@@ -3137,7 +3121,10 @@ class _CudaCallable(_Wrapper):
         _import("numba", self.decorator, _CUDA_INSTALL)
         package = _cuda_package_named_by(self.kernel, self.title)
         signature = call.signature(self.__name__)
-        _check_takes(inspect.signature(self.kernel), self.title, [*call.ins, *call.outs, "a stream"])
+        try:
+            inspect.signature(self.kernel).bind(*call.ins, *call.outs, "the stream")
+        except TypeError as error:
+            raise self._wrong_arity(f"{error}: this call has {len(call.outs)} outputs, and a stream") from None
         self._check_dtypes(call, _CUDA_DTYPES, "that Numba CUDA has no arrays of")
         compile_ = functools.partial(_compile_callable, package, self.kernel, signature)
         options = "cuda", package.module
@@ -3210,7 +3197,7 @@ class _NumbaCuda:
         for ordinal in ordinals:
             with self.on_device(ordinal):
                 _, _, cubin = self.code(compiled)
-                functions[ordinal] = driver.load(cubin, entry, ordinal, percent), 0
+                functions[ordinal] = driver.load(cubin, entry, ordinal, percent)
         return _CudaLauncher(signature.label, driver, functions, _runs_alike_for_all_z(ptx))
 
     def compile_typed(self, dispatcher: Any, signature: _Signature) -> Any:
@@ -3553,53 +3540,41 @@ def _cuda_place(handler: _Handler) -> tuple[_Word, _Word]:
     return _cuda_stream(handler), ordinal
 
 
-_CudaFunction = _words("_CudaFunction", "handle shared_mem")  # with the dynamic shared memory beyond that of the call
-
-
 class _CudaLauncher:
     """cuLaunchKernel, from a handler: on XLA's stream, with what was loaded for the call's device."""
 
-    # `functions` are those of `_CudaFunction`, by CUDA ordinal.  What `may_batch` can be launched with more blocks
-    # along z.
-    def __init__(
-        self, label: str, driver: Any, functions: Mapping[int, tuple[int, int]], may_batch: bool = False
-    ) -> None:
+    # `functions` are CUfunctions by CUDA ordinal.  What `may_batch` can be launched with more blocks along z.
+    def __init__(self, label: str, driver: Any, functions: Mapping[int, int], may_batch: bool = False) -> None:
         self.label = label
         self.driver = driver
         self.may_batch = may_batch
-        self.table = (_CudaFunction * (max(functions) + 2))()  # the last row is for all other devices
+        self.table = (_I64 * (max(functions) + 2))()  # the last 0 is for all other devices
         for ordinal, function in functions.items():
             self.table[ordinal] = function
 
-        def report(code: int, launch: Any, shared: int) -> int:
+        def report(code: int, launch: Any) -> int:
             words = launch.contents
-            sizes = f"grid={tuple(words.grid)}, block={tuple(words.block)}, shared_mem={shared}"
+            sizes = f"grid={tuple(words.grid)}, block={tuple(words.block)}, shared_mem={words.shared_mem}"
             return _keep_message(RuntimeError(f"{driver.describe(code)}, from a launch with {sizes}"), label)
 
-        self.report = ctypes.CFUNCTYPE(_PTR, _I32, ctypes.POINTER(_CudaLaunch), _I32)(report)
+        self.report = ctypes.CFUNCTYPE(_PTR, _I32, ctypes.POINTER(_CudaLaunch))(report)
 
     def launch_in(self, handler: _Handler) -> Callable[..., None]:
-        """Write what all launches of a call share.
-
-        Returns what writes one, for parameters at these addresses, with other numbers of blocks along z and x if given.
-        """
+        """Write what all launches of a call share; returns what writes one, for parameters at these addresses."""
         stream, ordinal = _cuda_place(handler)
         last = len(self.table) - 1
         is_known = (ordinal >= 0) & (ordinal < last)
-        table = _Struct(handler, _CudaFunction, ctypes.addressof(self.table))
-        function = table[handler.select(is_known, ordinal, last)]
-        handle = function.handle
+        function = handler.load(handler.select(is_known, ordinal, last) * 8 + ctypes.addressof(self.table))
         lost = f"kernel '{self.label}' is not loaded on this GPU, which JAX did not list as a local device"
-        handler.fail(lost, when=handle == 0)
+        handler.fail(lost, when=function == 0)
         attribute = handler.launch
-        x, y, z, *block, shared = [handler.load(attribute + 8 * i) for i in range(7)]
-        shared = shared + function.shared_mem
+        x, y, z, *block, shared_mem = [handler.load(attribute + 8 * i) for i in range(7)]
 
-        def start(params: Sequence[Any], *, z: Any = z, x: Any = x) -> None:
-            args = handle, x, y, z, *block, shared, stream, handler.array(params), 0
+        def start(params: Sequence[Any], z: Any = z) -> None:
+            args = function, x, y, z, *block, shared_mem, stream, handler.array(params), 0
             code = handler.call(self.driver.address("cuLaunchKernel"), *args)
             with handler.when(code & 0xFFFF_FFFF, likely=False):  # a C int
-                handler.fail(handler.call(self.report, code, attribute, shared))
+                handler.fail(handler.call(self.report, code, attribute))
 
         return start
 
@@ -4174,16 +4149,11 @@ class _Recorded(NamedTuple):
     """What Warp passes in a launch: blocks of words, one behind the other, in which pointers are 0."""
 
     command: Any  # Warp's, which keeps the module of the kernel loaded
+    entry: int  # the machine code, on a GPU a CUfunction
     words: tuple[int, ...]
+    shared_mem: int
     sizes: tuple[int, ...]  # the words of each block
     places: tuple[tuple[int, int], ...]  # (word, the buffer whose pointer belongs there)
-
-    @property
-    def entry(self) -> tuple[int, int]:
-        """The machine code, on a GPU a CUfunction, and the shared memory that it takes."""
-        kind = "backward" if self.command.adjoint else "forward"
-        address = ctypes.cast(getattr(self.command.hooks, kind), _PTR).value or 0
-        return address, getattr(self.command.hooks, f"{kind}_smem_bytes")
 
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
@@ -4223,9 +4193,9 @@ class _WarpTarget(_Target):
         with _warp_session() as wp:
             recorded = self._record_on(wp, platform)
             kernel_content = _warp_content(wp, self.kernel)  # which may be another one than where it was traced
-        _, launch, *memory = recorded[0]
+        _, _, launch, *memory = recorded[0]
         if platform == "cuda":
-            launch = *self._grid(), self._threads_of_block, 1, 1, 0, *launch
+            launch = *self._grid(), self._threads_of_block, 1, 1, recorded[0].shared_mem, *launch
         buffers = [(key, k) for key, k, _ in self.arrays]
         content = "warp", platform, self.in_order, kernel_content, tuple(buffers), self.block_dim
         name = _NAMES.of_content(content, self.signature, self.given, str((platform, memory)))
@@ -4272,7 +4242,7 @@ class _WarpTarget(_Target):
             return [self._record(wp, "cpu")]
         with _LibCuda().keeping_context():  # Warp may leave another device's context current
             recorded = [self._record(wp, f"cuda:{n}") for n in _cuda_ordinals()]
-        if len({x[1:] for x in recorded}) > 1:
+        if len({x[2:] for x in recorded}) > 1:
             raise NotImplementedError(f"{self.title}: Warp passes other bytes on another GPU")
         return recorded
 
@@ -4293,7 +4263,11 @@ class _WarpTarget(_Target):
         passed = {k for _, k, dims in self.arrays if 0 not in dims}
         if {k for _, k in places} != passed:
             raise NotImplementedError(f"{self.title}: this Warp passes arrays in an unknown way: use warp.jax_kernel")
-        return _Recorded(command, tuple(words), tuple(len(block) // 8 for block in blocks), tuple(places))
+        kind = "backward" if command.adjoint else "forward"
+        entry = ctypes.cast(getattr(command.hooks, kind), _PTR).value or 0
+        shared_mem = getattr(command.hooks, f"{kind}_smem_bytes")
+        sizes = tuple(len(block) // 8 for block in blocks)
+        return _Recorded(command, entry, tuple(words), shared_mem, sizes, tuple(places))
 
     def _command(self, wp: Any, device: str, pointers: Mapping[int, int]) -> Any:
         """Warp's recorded launch, with these pointers to buffers; compiles and loads the kernel."""
@@ -4355,10 +4329,9 @@ class _WarpEmitter(_Emitter):
 
     def __init__(self, target: _WarpTarget, platform: str, recorded: Sequence[_Recorded]) -> None:
         self.recorded = recorded  # keeps Warp's modules loaded
-        _, _, self.sizes, self.places = recorded[0]
-        entries = [x.entry for x in recorded]
+        *_, self.sizes, self.places = recorded[0]
         if platform == "cpu":
-            [(self.entry, _)] = entries
+            self.entry = recorded[0].entry
             self.in_order = target.in_order
             if _source_of(target.kernel).uses_tiles:
                 # Warp keeps the CPU memory of tiles behind one static pointer (tile.h): such kernels must not overlap
@@ -4367,7 +4340,7 @@ class _WarpEmitter(_Emitter):
             self.code_key = "warp", self.sizes, self.places, bool(self.lock)
         else:
             self.driver = _LibCuda()
-            functions = dict(zip(_cuda_ordinals(), entries, strict=True))
+            functions = dict(zip(_cuda_ordinals(), [x.entry for x in recorded], strict=True))
             self.launcher = _CudaLauncher(target.signature.label, self.driver, functions)
             self.traits = _COMMAND_BUFFER_COMPATIBLE  # it only launches, always the same
 
@@ -4929,7 +4902,7 @@ def _function_to_trace(bound: _OpParams, entry: KernelEntry, ins: Sequence) -> C
 
 def _call_generator(bound: _OpParams, entry: KernelEntry, axes: frozenset) -> Callable:
     outs = [Spec(out.shape, out.dtype, **_varying(axes)) for out in bound.outs]
-    what = "a plain function (as all are under NUMBA_DISABLE_JIT=1) is a generator, if no numba.njit decorates it: it"
+    what = "a generator, which a function without numba.njit is (and all are under NUMBA_DISABLE_JIT=1),"
     made = _tolerant(entry.kernel_generator, what)(**bound.params, outs=tuple(outs))
     function = _wrap_ready(made, {}, bound.outs)
     if not callable(function):
