@@ -125,6 +125,12 @@ def _default_platform() -> str:
     return _platform_name(device if isinstance(device, str) else device.platform)
 
 
+def _traced_platform() -> str:
+    """The same, but `cuda` where JAX has such a GPU: for it a trace compiles, so that errors are raised there."""
+    platform = _default_platform()
+    return "cuda" if platform == "gpu" and _local_devices("cuda") else platform
+
+
 def _local_devices(platform: str) -> list:
     """The devices of this process, none where JAX has no such platform."""
     with contextlib.suppress(RuntimeError):
@@ -475,8 +481,9 @@ class _Names:
                 name, _ = self.by_reads.get((reads, what), (None, None))
             is_new = name is None
             if name is None:
-                parts = [] if given else [*map(str, options), _code_text(kernel)]
-                name = self._new(signature, given, *parts)
+                code = _code_text(getattr(_python(kernel), "__code__", None))
+                parts = *options, getattr(kernel, "targetoptions", ""), code
+                name = self._new(signature, given, *(() if given else map(str, parts)))
             try:
                 yield name
             except BaseException:
@@ -521,11 +528,11 @@ def _hash(*parts: str) -> str:
     return hashlib.blake2b("\n".join(parts).encode("utf-8", "replace"), digest_size=12).hexdigest()
 
 
-def _code_text(kernel: Any) -> str:
-    """Bytecode and options, to tell most kernels apart, in other processes, too."""
-    code = getattr(_python(kernel), "__code__", None)
-    options = getattr(kernel, "targetoptions", "")
-    return f"{code.co_code.hex()} {code.co_names} {code.co_consts} {options}" if code else ""
+def _code_text(code: Any) -> str:
+    """Bytecode (or a constant in it), to tell most kernels apart, in other processes, too."""
+    if not isinstance(code, types.CodeType):
+        return repr(code)
+    return f"{code.co_code.hex()} {code.co_names} {[*map(_code_text, code.co_consts)]}"
 
 
 # -- 3.3 Targets ---------------------------------------------------------------------------------------
@@ -584,9 +591,8 @@ class _Target:
 
     def register_where_traced(self) -> None:
         """Compile for this machine at the trace, where errors are raised."""
-        platform = _default_platform().replace("gpu", "cuda")
-        if platform == self.platform:
-            self.register(platform)
+        if _traced_platform() == self.platform:
+            self.register(self.platform)
 
 
 class export_checks:
@@ -2336,8 +2342,8 @@ _SEEN_WRITES = re.compile(
     rf"{_WRITES}|setitem\(readonly array|explicit output that is read-only|'NoneType' object has no attribute 'args'"
 )
 _READ_ONLY = (
-    "; its inputs are read-only, because JAX may share them: write to an output, name what it changes in "
-    "in_out_argnames, or use input_output_aliases to start with an input's value"
+    "; its inputs are read-only, because JAX may share them, and so are global arrays: write to an output, name "
+    "what it changes in in_out_argnames, or use input_output_aliases to start with an input's value"
 )
 _RETURNED = "returned_by_kernel"  # in adapters: numba_cuda_mlir 0.6.0 cannot compile `return kernel()`
 # In LLVM's text: a start of Numba's threads, or a call of unknown code: through a pointer, or of a Python function.
@@ -2366,7 +2372,7 @@ def numba_kernel(
     `XLACustomKernel` and `jax.custom_vjp`.
 
     A kernel is compiled once for each combination of dtypes and ranks.  Globals are read then and never again, as in
-    Numba.  A function that a generator makes again, with the same constants, is not compiled again.
+    Numba.  A function that is made again, and reads equal constants and no functions of yours, is not compiled again.
 
     XLA may merge two equal calls into one, even if the kernel draws random numbers: `has_side_effect=True` prevents
     that.  Kernels run on XLA's threads: `np.random.seed` and `numba.set_num_threads`, which are per thread, miss them.
@@ -2436,16 +2442,17 @@ class _NumbaWrapper(_Wrapper):
             if name in self.scalars:
                 raise ValueError(f"{name!r} is in scalars and in in_out_argnames: what a kernel changes is an array")
 
-    def _forms(self, signature: _Signature, may_return: bool) -> list[_Form]:
+    def _forms(self, call: _Call, may_return: bool) -> list[_Form]:
         """The calls that the kernel's parameters allow: it writes its outputs or, if it may, returns them."""
-        n = len(signature.ranks)
-        results = tuple(range(signature.n_in + len(self.in_outs), n))  # outputs and scratch
-        inputs = self._input_arguments(signature, scalars=self.all_scalars)
-        forms = [_Form(n, (*inputs, *(f"b{k}" for k in results)))]
-        scratch = jax.tree.leaves(self.options.scratch)
-        if may_return and results and not scratch:
-            inputs = self._input_arguments(signature, scalars=True)
-            forms.append(_Form(n, tuple(inputs), results))
+        n_in = len(call.ins)
+        n = n_in + len(call.outs)
+        has_scratch = len(call.outs) > call.n_results
+        written = tuple(range(n_in + len(self.in_outs), n))  # outputs and scratch
+        inputs = self._input_arguments(call.ins, scalars=self.all_scalars)
+        forms = [_Form(n, (*inputs, *(f"b{k}" for k in written)))]
+        if may_return and written and not has_scratch:
+            inputs = self._input_arguments(call.ins, scalars=True)
+            forms.append(_Form(n, tuple(inputs), written))
         takes = inspect.signature(_python(self.kernel))
         allowed = []
         for form in forms:
@@ -2453,24 +2460,22 @@ class _NumbaWrapper(_Wrapper):
                 takes.bind(*form.args)
                 allowed.append(form)
         if not allowed:
-            with_scratch = " and scratch buffers" if scratch else ""
+            with_scratch = ", scratch included" if has_scratch else ""
             raise TypeError(
-                f"kernel {self.__name__!r} takes {takes}, but this call has {signature.n_in} inputs and "
-                f"{n - signature.n_in} outputs{with_scratch}: a kernel takes all, or the inputs alone and return the "
-                "outputs. Name in in_out_argnames what is both, or wrap it in a function, which has constants in its "
-                "closure"
+                f"kernel {self.__name__!r} takes {takes}, but this call has {n_in} inputs and {n - n_in} outputs"
+                f"{with_scratch}: a kernel takes all, or takes the inputs alone and returns the outputs. Name in "
+                "in_out_argnames what is both, or wrap it in a function, which has constants in its closure"
             )
         return allowed
 
-    def _input_arguments(self, signature: _Signature, scalars: bool) -> list[str]:
+    def _input_arguments(self, ins: Sequence[Spec], scalars: bool) -> list[str]:
         """An expression for each input; in-out arguments are the first outputs, and 0-d ones may be scalars."""
         arguments = []
-        in_outs = iter(range(signature.n_in, len(signature.ranks)))
-        for i in range(signature.n_in):
-            name = self.parameters[i] if i < len(self.parameters) else None
+        in_outs = itertools.count(len(ins))
+        for i, (spec, name) in enumerate(itertools.zip_longest(ins, self.parameters[: len(ins)])):
             if name in self.in_outs:
                 arguments.append(f"b{next(in_outs)}")
-            elif not signature.ranks[i] and (scalars or name in self.scalars):
+            elif not spec.shape and (scalars or name in self.scalars):
                 arguments.append(f"b{i}[()]")
             else:
                 arguments.append(f"b{i}")
@@ -2494,7 +2499,7 @@ class _NumbaKernel(_NumbaWrapper):
             )
         self._check_dtypes(call, _NUMBA_DTYPES, "for which Numba has no CPU arithmetic")
         signature = call.signature(self.__name__)
-        forms = self._forms(signature, may_return=True)
+        forms = self._forms(call, may_return=True)
         kernel = self._numba_dispatcher
         owner = kernel if kernel is self.kernel else self
         options = "numba", self.options.in_order, numba.config.BOUNDSCHECK, *forms
@@ -3080,7 +3085,7 @@ class _CudaKernel(_NumbaWrapper):
         package = self.package
         launch = self._launch_configuration(call.ins)
         signature = call.signature(self.__name__)
-        [form] = self._forms(signature, may_return=False)
+        [form] = self._forms(call, may_return=False)
         self._check_dtypes(call, _CUDA_DTYPES, "that Numba CUDA has no arrays of")
         compile_ = functools.partial(package.compile, self.kernel, signature, form)
         options = "cuda", form, package.module
@@ -4178,7 +4183,7 @@ class _WarpTarget(_Target):
     in_order: bool
 
     def register_where_traced(self) -> None:
-        platform = _default_platform().replace("gpu", "cuda")
+        platform = _traced_platform()
         if platform in ("cpu", "cuda") and 0 not in self.launch:
             self.lowered(platform)
 
