@@ -162,13 +162,6 @@ def _lower(function: Callable, ctx: Any, operands: Sequence) -> Any:
     return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
 
 
-def _lower_untyped(function: Callable, ctx: Any, operands: Sequence, ins: Sequence, outs: Sequence) -> Any:
-    """Lower a function that only changes shapes, with types without the shardings that explicit meshes add."""
-    avals = [[jax.core.ShapedArray(x.shape, x.dtype) for x in arrays] for arrays in (ins, outs)]
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-        return _lower(function, ctx.replace(avals_in=avals[0], avals_out=avals[1]), operands)
-
-
 @functools.cache
 def _side_effect() -> frozenset:
     """The effect of `jax.ffi.ffi_call(has_side_effect=True)`, which JAX knows how to keep and to order."""
@@ -228,12 +221,11 @@ def _out_aval(shape: tuple, dtype: Any, ins: Sequence, axes: Sequence = ()) -> A
 def _make_varying(args: Sequence) -> list:
     """Inputs cast to vary over the same axes: the cast's transpose sums the cotangents of a replicated input."""
     axes = _all_varying_axes(map(jax.typeof, args))
-    return [_vary_over(axes, x) for x in args]
-
-
-def _vary_over(axes: frozenset, x: Any) -> Any:
-    missing = tuple(axes - _varying_axes(jax.typeof(x)))
-    return jax.lax.pcast(x, missing, to="varying") if missing else x
+    varying = []
+    for x in args:
+        missing = tuple(axes - _varying_axes(jax.typeof(x)))
+        varying.append(jax.lax.pcast(x, missing, to="varying") if missing else x)
+    return varying
 
 
 def _sharded_like(x: Any, aval: Any) -> Any:
@@ -1021,6 +1013,13 @@ def _lower_to_split_call(ctx: Any, operands: Any, call: _Call, n_split: int) -> 
     operands = _lower_untyped(reshape_operands, ctx, operands, ctx.avals_in, ins)
     results = _lower_to_custom_call(ctx, operands, call, ins, outs, **attributes)
     return _lower_untyped(reshape_results, ctx, results, outs, ctx.avals_out)
+
+
+def _lower_untyped(function: Callable, ctx: Any, operands: Sequence, ins: Sequence, outs: Sequence) -> Any:
+    """Lower a function that only changes shapes, with types without the shardings that explicit meshes add."""
+    avals = [[jax.core.ShapedArray(x.shape, x.dtype) for x in arrays] for arrays in (ins, outs)]
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        return _lower(function, ctx.replace(avals_in=avals[0], avals_out=avals[1]), operands)
 
 
 def _stay_whole(ins: Sequence, depth: int) -> list[bool]:
@@ -3068,7 +3067,28 @@ class _CudaOptions(_Options):
         _dim3("block", self.threads_per_block)
 
 
-class _CudaKernel(_NumbaWrapper):
+class _CudaWrapper(_NumbaWrapper):
+    """What one kernel and a callable share."""
+
+    def _named_target(
+        self, package: _NumbaCuda, call: _Call, launch: tuple[int, ...], options: tuple, compile_: Callable
+    ) -> _Target:
+        """What `compile_` makes of a signature, named by the user's object and by these options."""
+        _import("numba", self.decorator, _CUDA_INSTALL)
+        self._check_dtypes(call, _CUDA_DTYPES, "that Numba CUDA has no arrays of")
+        signature = call.signature(self.__name__)
+        may_be_made_again = launch and package.platform == "cuda"  # not in Python, which reads variables on each run
+        kernel = self.kernel if may_be_made_again else None
+        options = "cuda", package.module, *options
+        with _NAMES.of_kernel(self.kernel, kernel, signature, options, self.options.name) as name:
+            make = functools.partial(compile_, signature)
+            where = f"runs on {package.where}"
+            target = _Target(name, launch, platform=package.platform, compile=make, title=self.title, where=where)
+            target.register_where_traced()
+        return target
+
+
+class _CudaKernel(_CudaWrapper):
     decorator = "numba_cuda_kernel"
 
     def __init__(self, kernel: Any, options: _CudaOptions) -> None:
@@ -3081,23 +3101,15 @@ class _CudaKernel(_NumbaWrapper):
             self._launch_configuration([])
 
     def _find_target(self, call: _Call) -> _Target:
-        _import("numba", self.decorator, _CUDA_INSTALL)
         package = self.package
         launch = self._launch_configuration(call.ins)
-        signature = call.signature(self.__name__)
         [form] = self._forms(call, may_return=False)
-        self._check_dtypes(call, _CUDA_DTYPES, "that Numba CUDA has no arrays of")
-        compile_ = functools.partial(package.compile, self.kernel, signature, form)
-        options = "cuda", form, package.module
-        compiled = self.kernel if package.platform == "cuda" else None  # Python reads a variable on each run
-        with _NAMES.of_kernel(self.kernel, compiled, signature, options, self.options.name) as name:
-            where = f"runs on {package.where}"
-            target = _Target(name, launch, platform=package.platform, compile=compile_, title=self.title, where=where)
-            target.register_where_traced()
+        compile_ = functools.partial(package.compile, self.kernel, form)
+        target = self._named_target(package, call, launch, (form,), compile_)
         if package.platform != "cuda" or self.options.in_order:
             return target
-        compile_batched = functools.partial(compile_, batched=True)
-        for_batches = dataclasses.replace(target, name=f"{name}.batched", compile=compile_batched)
+        compile_batched = functools.partial(target.compile, batched=True)
+        for_batches = dataclasses.replace(target, name=f"{target.name}.batched", compile=compile_batched)
         return dataclasses.replace(target, for_batches=for_batches)
 
     def _launch_configuration(self, ins: Sequence[Spec]) -> tuple[int, ...]:
@@ -3113,7 +3125,7 @@ class _CudaKernel(_NumbaWrapper):
         return *_dim3("grid", grid), *_dim3("block", block), self.options.shared_mem
 
 
-class _CudaCallable(_Wrapper):
+class _CudaCallable(_CudaWrapper):
     decorator = "numba_cuda_callable"
 
     def __init__(self, func: Any, options: _Options) -> None:
@@ -3123,21 +3135,12 @@ class _CudaCallable(_Wrapper):
         super().__init__(func, options)
 
     def _find_target(self, call: _Call) -> _Target:
-        _import("numba", self.decorator, _CUDA_INSTALL)
         package = _cuda_package_named_by(self.kernel, self.title)
-        signature = call.signature(self.__name__)
         try:
             inspect.signature(self.kernel).bind(*call.ins, *call.outs, "the stream")
         except TypeError as error:
             raise self._wrong_arity(f"{error}: this call has {len(call.outs)} outputs, and a stream") from None
-        self._check_dtypes(call, _CUDA_DTYPES, "that Numba CUDA has no arrays of")
-        compile_ = functools.partial(_compile_callable, package, self.kernel, signature)
-        options = "cuda", package.module
-        with _NAMES.of_kernel(self.kernel, None, signature, options, None) as name:
-            where = f"runs on {package.where}"
-            target = _Target(name, platform=package.platform, compile=compile_, title=self.title, where=where)
-            target.register_where_traced()
-        return target
+        return self._named_target(package, call, (), (), functools.partial(_compile_callable, package, self.kernel))
 
 
 # -- 8.2 The packages that compile kernels, and the driver --------------------------------------------
@@ -3160,7 +3163,7 @@ class _NumbaCuda:
 
     # -- compiling --
 
-    def compile(self, kernel: Any, signature: _Signature, form: _Form, batched: bool = False) -> _Compiled:
+    def compile(self, kernel: Any, form: _Form, signature: _Signature, batched: bool = False) -> _Compiled:
         """A handler that launches a kernel; if `batched`, a batch in one launch, where the kernel allows that."""
         launcher = self.launcher(self.adapted(kernel, form), signature)
         batch_launcher = self.batch_launcher(kernel, signature, form) if batched and launcher.may_batch else None
@@ -3310,7 +3313,7 @@ class _CudaSimulator(_NumbaCuda):
     platform = "cpu"
     where = "the CPU only where NUMBA_ENABLE_CUDASIM=1 is set; unset it"
 
-    def compile(self, kernel: Any, signature: _Signature, form: _Form, batched: bool = False) -> _Compiled:
+    def compile(self, kernel: Any, form: _Form, signature: _Signature, batched: bool = False) -> _Compiled:
         function = form.adapter(kernel.py_func, f"return {_RETURNED}")
 
         def launched(*buffers: Any) -> None:
@@ -3331,21 +3334,16 @@ class _CudaSimulator(_NumbaCuda):
         from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
 
         def body(buffers: list[int], dims: list[tuple], launch: int, *_: int) -> None:
+            arrays = []
+            for k, (dtype, address, shape) in enumerate(zip(signature.dtypes, buffers, dims, strict=True)):
+                memory = (ctypes.c_char * (dtype.itemsize * math.prod(shape))).from_address(address)
+                array = np.ndarray(shape, dtype, memory)
+                array.flags.writeable = k >= signature.n_in
+                arrays.append(FakeCUDAArray(array))
             with _CUDASIM_LOCK:
-                arrays = [FakeCUDAArray(array) for array in _host_arrays(signature, buffers, dims)]
                 run(arrays, self.cuda.stream(), launch)
 
         return _CallbackEmitter(signature, body)
-
-
-def _host_arrays(signature: _Signature, pointers: Sequence[int], dims: Sequence[tuple]) -> list[np.ndarray]:
-    """NumPy views of the slice's buffers in host memory; inputs are read-only."""
-    arrays = []
-    for dtype, address, shape in zip(signature.dtypes, pointers, dims, strict=True):
-        memory = (ctypes.c_char * (dtype.itemsize * math.prod(shape))).from_address(address)
-        arrays.append(np.ndarray(shape, dtype, memory))
-        arrays[-1].flags.writeable = len(arrays) > signature.n_in
-    return arrays
 
 
 _NUMBA_CUDA = _NumbaCuda()
