@@ -1535,6 +1535,23 @@ def test_a_kernel_that_is_made_again_for_each_shape_is_compiled_once():
     assert not names
 
 
+def test_a_type_of_numba_is_exact():
+    """A kernel over one is compiled once, however often it is made."""
+
+    def make(kind):
+        def kernel(x, out):
+            for i in range(x.size):
+                out[i] = kind(x[i])
+
+        return wrap(kernel)
+
+    for kind, count in ((numba.int8, 1), (numba.int16, 1), (numba.int8, 0)):
+        with compiled_functions() as names:
+            for n in (1, 2):
+                np.testing.assert_array_equal(make(kind)(np.full(n, 300, "f4")), 44 if kind == numba.int8 else 300)
+        assert names.count("kernel") == count
+
+
 @pytest.mark.parametrize("size, step", [(4, 1), (4, 2), (200_000, 1)])
 def test_an_array_that_changes_is_its_own(size, step):
     """Numba reads large and strided arrays where they are: a kernel over another one must not see this one change."""
@@ -2632,7 +2649,7 @@ def test_cuda_refused_kernel(error, options, text):
 @pytest.mark.parametrize("func, text", [
     (3, "for one kernel use numba_cuda_kernel.*int 3"),
     (lambda x, y, out, stream: math.pi, "names neither a kernel nor the `cuda`"),
-    (lambda x, out, stream: cuda, r"\(x, out, stream\).*too many .*: this call has 1 outputs, and a stream"),
+    (lambda x, out, stream: cuda, r"\(x, out, stream\).*gives it \(float32\[3\], .*, a stream\)"),
 ])  # fmt: skip
 def test_cuda_refused_callable(func, text):
     with pytest.raises(TypeError, match=text):
@@ -4417,7 +4434,11 @@ OP_ERRORS = {  # the error, what its text says, the options of a call
     "unknown backend": (ValueError, f"no backend '' for platform 'cpu'; registered: {REGISTERED}", {"backend": ""}),
     "kernel raises": (KeyError, "raised this; 'cpu' has shape, raising", {"backend": "raising"}),
     "no function": (TypeError, "got None", {"backend": "nothing"}),
-    "undecorated": (TypeError, "takes (x, out); this call gives it ()", {"backend": "undecorated"}),
+    "undecorated": (
+        TypeError,
+        "if no numba.njit decorates it: it takes (x, out), but this call gives it ()",
+        {"backend": "undecorated"},
+    ),
     "ready kernel": (TypeError, "['alpha'] need a generator", {"backend": "numba", "alpha": 2}),
     "list inside": (TypeError, "'alpha' must be hashable", {"alpha": (Config(1.0, table=[1]),)}),
     "outs: keys": (TypeError, "sorts the keys", {"outs": {1: spec(8), "one": spec(8)}}),

@@ -56,7 +56,6 @@ import functools
 import hashlib
 import importlib
 import inspect
-import io
 import itertools
 import linecache
 import math
@@ -409,14 +408,13 @@ def _reads(kernel: Any) -> tuple | None:
     options = {**getattr(kernel, "targetoptions", {}), "chip": None}  # which numba_cuda_mlir sets when it compiles
     values += [*sorted(options.items()), *getattr(kernel, "locals", {}).items()]
     values += [getattr(getattr(kernel, "_compiler", None), "pipeline_class", None)]
-    exact = io.BytesIO()
     try:
         values += [cell.cell_contents for cell in function.__closure__ or ()]
-        _ExactPickler(exact).dump(values)
+        exact = tuple(map(_exactly, values))
     except Exception:  # something may change, is not bound yet, or cannot be pickled: another kernel
         return None
     # Equal code, as a module that is loaded again has: its globals are the same dict, which `by_reads` keeps alive.
-    return type(kernel), function.__code__, id(function.__globals__), exact.getvalue()
+    return type(kernel), function.__code__, id(function.__globals__), exact
 
 
 @functools.lru_cache(maxsize=1024)
@@ -426,19 +424,24 @@ def _global_names(code: types.CodeType) -> tuple[str, ...]:
     return tuple(dict.fromkeys(itertools.chain(code.co_names, *map(_global_names, nested))))
 
 
-class _ExactPickler(pickle.Pickler):
-    """Pickles constants, exactly (of NaNs and units of time, too), and stable modules with what they define, by name.
-
-    A ValueError for all else, which may change: for arrays, too, as Numba may read them when the kernel runs, and for
-    jitted functions, of whatever module they say they are.
-    """
-
-    def persistent_id(self, value: Any) -> str | None:
-        is_module = isinstance(value, types.ModuleType)
-        module = value.__name__ if is_module else getattr(value, "__module__", None) or type(value).__module__
-        if isinstance(value, np.ndarray) or hasattr(value, "py_func") or not _is_stable(module):
-            raise ValueError("it may change")
-        return module if is_module else None
+def _exactly(value: Any) -> Any:
+    """A part of a key that is equal for equal values alone; a ValueError if the value may change."""
+    kind = type(value)
+    if kind in (tuple, list):
+        return kind, *map(_exactly, value)
+    is_numpys = isinstance(value, (np.generic, np.dtype)) and _is_stable(kind.__module__)
+    if is_numpys or kind in (type(None), bool, int, float, complex, str, bytes):
+        return kind, pickle.dumps(value)  # exactly: of NaNs and units of time, too
+    if kind is types.ModuleType:
+        is_stable = _is_stable(value.__name__)
+    elif isinstance(value, (types.FunctionType, types.BuiltinFunctionType, type)):
+        is_stable = _is_stable(value.__module__)
+    else:
+        is_type_of_numba = _is_stable(kind.__module__) and ".types." in kind.__module__  # such as numba.float32
+        is_stable = is_type_of_numba or kind is np.ufunc
+    if not is_stable:
+        raise ValueError("it may change")
+    return kind, value
 
 
 # -- 3.2 Names -----------------------------------------------------------------------------------------
@@ -764,15 +767,23 @@ def _as_input(x: Any, i: int, name: str) -> Any:
 
 
 def _call_checked(function: Callable, what: str, /, *args: Any, **params: Any) -> Any:
-    """Call what the user gave; with a TypeError it says what that takes, and gets."""
+    """Call what the user gave; the error says so if it takes other arguments."""
     try:
         return function(*args, **params)
-    except TypeError as error:
-        shown = [_show(x) if _is_spec(x) else str(x) for x in args]
-        shown += [f"{name}=" for name in params]
+    except TypeError:
         with contextlib.suppress(ValueError):  # what has no signature
-            error.add_note(f"{what} takes {inspect.signature(function)}; this call gives it ({', '.join(shown)})")
+            _check_takes(inspect.signature(function), what, args, params)
         raise
+
+
+def _check_takes(signature: inspect.Signature, what: str, args: Sequence, params: Iterable[str] = ()) -> None:
+    try:
+        signature.bind(*args, **dict.fromkeys(params))
+    except TypeError as error:
+        shown = ", ".join([*(_show(x) if _is_spec(x) else str(x) for x in args), *(f"{name}=" for name in params)])
+        raise TypeError(
+            f"{what} takes {signature}, but this call gives it ({shown}): {error}; give it one parameter for each"
+        ) from None
 
 
 # ======================================================================================================
@@ -3071,16 +3082,21 @@ class _CudaWrapper(_NumbaWrapper):
     """What one kernel and a callable share."""
 
     def _named_target(
-        self, package: _NumbaCuda, call: _Call, launch: tuple[int, ...], options: tuple, compile_: Callable
+        self,
+        package: _NumbaCuda,
+        call: _Call,
+        kernel: Any,
+        compile_: Callable,
+        launch: tuple[int, ...] = (),
+        *options: Any,
     ) -> _Target:
-        """What `compile_` makes of a signature, named by the user's object and by these options."""
+        """What `compile_` makes of a signature.  `kernel` is None if one that is made again is another one."""
         _import("numba", self.decorator, _CUDA_INSTALL)
         self._check_dtypes(call, _CUDA_DTYPES, "that Numba CUDA has no arrays of")
         signature = call.signature(self.__name__)
-        may_be_made_again = launch and package.platform == "cuda"  # not in Python, which reads variables on each run
-        kernel = self.kernel if may_be_made_again else None
-        options = "cuda", package.module, *options
-        with _NAMES.of_kernel(self.kernel, kernel, signature, options, self.options.name) as name:
+        with _NAMES.of_kernel(
+            self.kernel, kernel, signature, ("cuda", package.module, *options), self.options.name
+        ) as name:
             make = functools.partial(compile_, signature)
             where = f"runs on {package.where}"
             target = _Target(name, launch, platform=package.platform, compile=make, title=self.title, where=where)
@@ -3105,7 +3121,8 @@ class _CudaKernel(_CudaWrapper):
         launch = self._launch_configuration(call.ins)
         [form] = self._forms(call, may_return=False)
         compile_ = functools.partial(package.compile, self.kernel, form)
-        target = self._named_target(package, call, launch, (form,), compile_)
+        kernel = self.kernel if package.platform == "cuda" else None  # Python reads a variable on each run
+        target = self._named_target(package, call, kernel, compile_, launch, form)
         if package.platform != "cuda" or self.options.in_order:
             return target
         compile_batched = functools.partial(target.compile, batched=True)
@@ -3136,11 +3153,8 @@ class _CudaCallable(_CudaWrapper):
 
     def _find_target(self, call: _Call) -> _Target:
         package = _cuda_package_named_by(self.kernel, self.title)
-        try:
-            inspect.signature(self.kernel).bind(*call.ins, *call.outs, "the stream")
-        except TypeError as error:
-            raise self._wrong_arity(f"{error}: this call has {len(call.outs)} outputs, and a stream") from None
-        return self._named_target(package, call, (), (), functools.partial(_compile_callable, package, self.kernel))
+        _check_takes(inspect.signature(self.kernel), self.title, [*call.ins, *call.outs, "a stream"])
+        return self._named_target(package, call, None, functools.partial(_compile_callable, package, self.kernel))
 
 
 # -- 8.2 The packages that compile kernels, and the driver --------------------------------------------
@@ -4905,7 +4919,7 @@ def _function_to_trace(bound: _OpParams, entry: KernelEntry, ins: Sequence) -> C
 
 def _call_generator(bound: _OpParams, entry: KernelEntry, axes: frozenset) -> Callable:
     outs = [Spec(out.shape, out.dtype, **_varying(axes)) for out in bound.outs]
-    what = "a generator, which a function without numba.njit is (and all are under NUMBA_DISABLE_JIT=1),"
+    what = "a plain function (as all are under NUMBA_DISABLE_JIT=1) is a generator, if no numba.njit decorates it: it"
     made = _tolerant(entry.kernel_generator, what)(**bound.params, outs=tuple(outs))
     function = _wrap_ready(made, {}, bound.outs)
     if not callable(function):
