@@ -4681,6 +4681,7 @@ def test_op_benchmark_compares_backends():
     of_two = op_with(lambda: lambda x: [x, x])
     of_two.def_kernel("nan", "cpu", lambda: lambda x: [x, np.nan * x])
     assert np.isnan(of_two.benchmark(VECTOR, outs=lambda x: [x, x]).rows[1].difference)
+    assert op_adding(a=np.nan, b=np.nan).benchmark(VECTOR, outs=like_first).rows[1].difference == 0
     table = r"backend .*\na .*\d  0\nb .*\d  nan\nc .*\d  0.5\nbad .*nan  .*KeyError.*"
     assert re.fullmatch(table, str(result))
 

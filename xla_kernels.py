@@ -488,7 +488,7 @@ class _Names:
                 raise
             names[what] = name
             is_settled = name in _TARGETS or not _cuda_ordinals()  # compiled just now; without a GPU it is only named
-            if is_new and reads and is_settled and reads == _reads(kernel):
+            if is_new and reads and is_settled and reads == _reads(kernel):  # nothing changed during the compilation
                 self.by_reads[reads, what] = name, kernel
 
     def of_content(self, content: tuple, signature: _Signature, given: str | None, memory: str) -> str:
@@ -1432,7 +1432,7 @@ class _Emitter:
     traits = 0
     lock = 0  # address of a lock (`_native_lock`) that is held while slices run; 0: none
     in_order = True  # slices run one after another, on the thread that XLA calls from
-    driver: _LibCuda | None = None  # libcuda, where the buffers lie in a GPU's memory
+    libcuda: _LibCuda | None = None  # where the buffers lie in a GPU's memory
     entry = report = 0  # addresses that go to `_Kernel`, as several kernels share the code
     code_key: Any = None  # handlers of equal signature and key share their code; None: not shared
     # Writes what is done once for a call, and under `with handler.each_slice() as arrays` what runs one slice.
@@ -1728,7 +1728,8 @@ _Variable = _words("_Variable", "current")
 # or none.  `nbytes` is the size of a slice, and `step` is how far the next slice of the row is: 0 if it is this one.
 _Cursor = _words("_Cursor", "data step dims depth nbytes")
 
-# A kernel, in the memory of its handler.  Outputs, whose memory is mapped on first use, begin at `first_output`.
+# A kernel, in the memory of its handler.  Outputs, whose memory is mapped on first use, begin at `first_output`: on a
+# GPU, whose memory the driver leaves alone, there are none of these.
 # `slice_ticks` is what a slice took when that was last measured, and `slice_nbytes` how large the buffers of that slice
 # were: a hint, which any thread may overwrite.  The fields from `in_order` on are filled in when the code is loaded:
 # the text of an error, `entry`, `lock` and `report` of the emitter, and functions of the driver.
@@ -2111,7 +2112,7 @@ class _Handler(_Code):
         self.emitter = emitter
         self.alive: list[Any] = []  # kept alive, as the machine code holds their addresses
         self.n_buffers = len(signature.ranks)
-        self.first_output = self.n_buffers if emitter.driver else signature.n_in
+        self.first_output = self.n_buffers if emitter.libcuda else signature.n_in
         self.kernel = self.static("kernel", _Kernel, n_buffers=self.n_buffers, first_output=self.first_output)
         structs = {"frame": XLA_FFI_CallFrame, "cursors": _Cursor}
         self.define("unlocked" if emitter.lock else "slices", self._slices, **structs)
@@ -2235,11 +2236,11 @@ class _Handler(_Code):
         with self.loop(0, out.rank) as d:
             size.current = size.current * self.load(out.dims + 8 * d)
         nbytes = size.current
-        if self.emitter.driver is None:
+        if self.emitter.libcuda is None:
             self.call(self.kernel.fill, out.data, source, nbytes)
         else:
             with self.when(nbytes > 0):
-                _cuda_fill(self, self.emitter.driver, out.data, source, nbytes)
+                _cuda_fill(self, self.emitter.libcuda, out.data, source, nbytes)
 
     def _cursors(self, buffers: Sequence[Any]) -> _Struct:
         """Cursors at the first slice.  A kernel gets the output itself in the place of an input that it starts with."""
@@ -2283,9 +2284,9 @@ class _CallbackEmitter(_Emitter):
     """Runs a slice by calling Python, under the GIL: for what cannot be native."""
 
     # `body(pointers, dims, launch, stream, ordinal)` gets the addresses and dimensions of the buffers, the address of
-    # the attribute `launch` and, with a driver, a CUDA stream and device.  What it raises the user sees.
-    def __init__(self, signature: _Signature, body: Callable[..., None], driver: Any = None) -> None:
-        self.driver = driver
+    # the attribute `launch` and, with `libcuda`, a CUDA stream and device.  What it raises the user sees.
+    def __init__(self, signature: _Signature, body: Callable[..., None], libcuda: Any = None) -> None:
+        self.libcuda = libcuda
         ranks = signature.ranks
         n_words = len(ranks) + sum(ranks) + 3
 
@@ -2302,7 +2303,7 @@ class _CallbackEmitter(_Emitter):
         self.callback = ctypes.CFUNCTYPE(_PTR, ctypes.POINTER(_I64))(callback)
 
     def write(self, handler: _Handler) -> None:
-        place = _cuda_place(handler) if self.driver else (0, 0)
+        place = _cuda_place(handler) if self.libcuda else (0, 0)
         with handler.each_slice() as arrays:
             words = [array.pointer for array in arrays]
             for array in arrays:
@@ -3214,13 +3215,13 @@ class _NumbaCuda:
         self.check_params(ptx, entry, signature)
         carveout = dispatcher.targetoptions.get("shared_memory_carveout")
         percent = {"default": -1, "maxl1": 0, "maxshared": 100}.get(str(carveout).lower(), carveout)
-        driver = _LibCuda()
+        libcuda = _LibCuda()
         functions = {}
         for ordinal in ordinals:
             with self.on_device(ordinal):
                 _, _, cubin = self.code(compiled)
-                functions[ordinal] = driver.load(cubin, entry, ordinal, percent)
-        return _CudaLauncher(signature.label, driver, functions, _runs_alike_for_all_z(ptx))
+                functions[ordinal] = libcuda.load(cubin, entry, ordinal, percent)
+        return _CudaLauncher(signature.label, libcuda, functions, _runs_alike_for_all_z(ptx))
 
     def compile_typed(self, dispatcher: Any, signature: _Signature) -> Any:
         """Compile for our arrays: a TypeError if that cannot be."""
@@ -3536,14 +3537,14 @@ def _cuda_stream(handler: _Handler) -> _Word:
     return _ask_xla(handler, "Stream_Get", XLA_FFI_Stream_Get_Args).stream
 
 
-def _cuda_fill(handler: _Handler, driver: _LibCuda, target: _Word, source: Any, nbytes: _Word) -> None:
+def _cuda_fill(handler: _Handler, libcuda: _LibCuda, target: _Word, source: Any, nbytes: _Word) -> None:
     """Copy `source`, or write zeros if that is 0, on the call's stream, as CUDA graphs can capture it."""
     function = "cuMemsetD8Async" if isinstance(source, int) else "cuMemcpyDtoDAsync_v2"
-    code = handler.call(driver.address(function), target, source, nbytes, _cuda_stream(handler))
+    code = handler.call(libcuda.address(function), target, source, nbytes, _cuda_stream(handler))
     label = handler.signature.label
 
     def report(code: int) -> int:
-        return _keep_message(RuntimeError(f"{driver.describe(code)}, when an output got its first values"), label)
+        return _keep_message(RuntimeError(f"{libcuda.describe(code)}, when an output got its first values"), label)
 
     callback = ctypes.CFUNCTYPE(_PTR, _I32)(report)
     handler.alive.append(callback)
@@ -3561,9 +3562,9 @@ class _CudaLauncher:
     """cuLaunchKernel, from a handler: on XLA's stream, with what was loaded for the call's device."""
 
     # `functions` are CUfunctions by CUDA ordinal.  What `may_batch` can be launched with more blocks along z.
-    def __init__(self, label: str, driver: Any, functions: Mapping[int, int], may_batch: bool = False) -> None:
+    def __init__(self, label: str, libcuda: Any, functions: Mapping[int, int], may_batch: bool = False) -> None:
         self.label = label
-        self.driver = driver
+        self.libcuda = libcuda
         self.may_batch = may_batch
         self.table = (_I64 * (max(functions) + 2))()  # the last 0 is for all other devices
         for ordinal, function in functions.items():
@@ -3572,7 +3573,7 @@ class _CudaLauncher:
         def report(code: int, launch: Any) -> int:
             words = launch.contents
             sizes = f"grid={tuple(words.grid)}, block={tuple(words.block)}, shared_mem={words.shared_mem}"
-            return _keep_message(RuntimeError(f"{driver.describe(code)}, from a launch with {sizes}"), label)
+            return _keep_message(RuntimeError(f"{libcuda.describe(code)}, from a launch with {sizes}"), label)
 
         self.report = ctypes.CFUNCTYPE(_PTR, _I32, ctypes.POINTER(_CudaLaunch))(report)
 
@@ -3589,7 +3590,7 @@ class _CudaLauncher:
 
         def start(params: Sequence[Any], z: Any = z) -> None:
             args = function, x, y, z, *block, shared_mem, stream, handler.array(params), 0
-            code = handler.call(self.driver.address("cuLaunchKernel"), *args)
+            code = handler.call(self.libcuda.address("cuLaunchKernel"), *args)
             with handler.when(code & 0xFFFF_FFFF, likely=False):  # a C int
                 handler.fail(handler.call(self.report, code, attribute))
 
@@ -3602,7 +3603,7 @@ class _CudaEmitter(_Emitter):
     def __init__(self, package: _NumbaCuda, launcher: _CudaLauncher, batch_launcher: _CudaLauncher | None) -> None:
         self.package = package
         self.launcher = launcher
-        self.driver = launcher.driver
+        self.libcuda = launcher.libcuda
         self.batch_launcher = batch_launcher  # of arrays with the slices as first dimension, which are the grid's z
 
     def write(self, handler: _Handler) -> None:
@@ -3823,8 +3824,8 @@ class _WarpKernel(_Wrapper):
                 )
         return self._target(call, {(name, "value"): k for k, name in enumerate(names)}, call.ins, self.title)
 
-    def _target(self, call: _Call, buffers: Mapping, ins: Sequence[Spec], title: str) -> _WarpTarget:
-        """What launches the kernel on the buffers of a call, which the user gave these inputs.
+    def _target(self, call: _Call, buffers: Mapping, user_ins: Sequence[Spec], title: str) -> _WarpTarget:
+        """What launches the kernel on the buffers of a call; the user's own inputs are those of the options.
 
         For the name of a parameter, and "value" or "gradient", which for an output is the cotangent, `buffers` has the
         number of a buffer; those of the first array come first.  With gradients the adjoint is launched.
@@ -3832,7 +3833,7 @@ class _WarpKernel(_Wrapper):
         options = self.options
         specs = [*call.ins, *call.outs]
         arrays = [(key, k, self.params[key[0]].dims(specs[k].shape)) for key, k in buffers.items()]
-        launch_dims = self._for_inputs("launch_dims", ins)
+        launch_dims = self._for_inputs("launch_dims", user_ins)
         if launch_dims is None:
             launch_dims = arrays[0][2] if arrays else ()
         checked_dims = options.checked_dims(launch_dims)
@@ -4356,17 +4357,17 @@ class _WarpEmitter(_Emitter):
                 self.in_order = True
             self.code_key = "warp", self.sizes, self.places, bool(self.lock)
         else:
-            self.driver = _LibCuda()
+            self.libcuda = _LibCuda()
             functions = dict(zip(_cuda_ordinals(), [x.entry for x in recorded], strict=True))
-            self.launcher = _CudaLauncher(target.signature.label, self.driver, functions)
+            self.launcher = _CudaLauncher(target.signature.label, self.libcuda, functions)
             self.traits = _COMMAND_BUFFER_COMPATIBLE  # it only launches, always the same
 
     def write(self, handler: _Handler) -> None:
-        offset = ctypes.sizeof(_CudaLaunch) if self.driver else 0
+        offset = ctypes.sizeof(_CudaLaunch) if self.libcuda else 0
         words = handler.alloca(_I64, sum(self.sizes))
         handler.copy_bytes(words, handler.launch + offset, 8 * sum(self.sizes))
         blocks = [words + 8 * start for start in itertools.accumulate(self.sizes[:-1], initial=0)]
-        start = self.launcher.launch_in(handler) if self.driver else None
+        start = self.launcher.launch_in(handler) if self.libcuda else None
         with handler.each_slice() as arrays:
             for place, k in self.places:
                 handler.store(arrays[k].pointer, words + 8 * place)
@@ -4684,7 +4685,7 @@ class XLACustomKernel(_Kept):
             times = timer.repeat(int(np.clip(0.2 / timer.timeit(1), 5, 10_000)), 1)
             results = np.concatenate([np.ravel(x) for x in [*jax.tree.leaves(call(*args)), 0j]])
             reference = results if reference is None else reference
-            differs = results != reference  # equal infinities do not
+            differs = ~np.isclose(results, reference, 0, 0, equal_nan=True)
             difference = np.max(np.abs(results[differs] - reference[differs]), initial=0.0)
             rows.append(_BenchmarkRow(name, 1e3 * first, 1e6 * float(np.median(times)), float(difference)))
         return _OpBenchmark(rows)
