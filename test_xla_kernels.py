@@ -1447,6 +1447,7 @@ def overflows(x, out):
     out[0] = total
 
 
+TYPED = numba.void(numba.types.Array(numba.float32, 1, "C", readonly=True), numba.float32[::1])
 HELPERS = [helper("a + 1"), helper("a + n", n=2), helper("a + 4", numba.vectorize)]
 LOOK_ALIKES = {  # kernels of equal text
     "signs": closures("math.copysign(1.0, v)", [0.0, -0.0]),
@@ -1457,6 +1458,7 @@ LOOK_ALIKES = {  # kernels of equal text
     "functions": closures("v(x[0] + 1)", [math.sin, math.cos, np.tan, abs, *HELPERS]),
     "defaults": [with_default(1), with_default(2)],
     "options": [numba.njit(locals={"total": kind})(overflows) for kind in (numba.int8, numba.int64)],
+    "with a signature": [numba.njit(TYPED, locals={"total": kind})(overflows) for kind in (numba.int8, numba.int64)],
 }
 
 
@@ -1492,6 +1494,25 @@ def test_globals_are_read_when_a_kernel_is_compiled():
         jax.clear_caches()
     assert result_of(jitted, F32.astype(np.int32)) == 2  # a signature of its own
     assert result_of(jitted.py_func) == result_of(numba.njit(jitted.py_func)) == 2
+
+
+def test_a_kernel_that_asks_for_no_cache_gets_none(tmp_path):
+    """Numba's may have code that read other globals."""
+    file = tmp_path / "kernels.py"
+    file.write_text("def kernel(x, out): out[0] = number")
+    code = compile(file.read_text(), file, "exec").co_consts[0]
+    read = {"__name__": "kernels"}
+    for read["number"], is_cached, expected in ((1, True, 1), (2, True, 1), (2, False, 2)):
+        assert result_of(numba.njit(cache=is_cached)(types.FunctionType(code, read))) == expected
+
+
+def test_a_kernel_that_numba_would_inline_keeps_its_options():
+    """Where it returns its results, another function calls it."""
+    kernel = numba.njit(boundscheck=True, inline="always")(lambda x: x[int(x[0])])
+    call = wrap(kernel, outs=spec())
+    assert call(jnp.array([1.0, 5.0])) == 5
+    with pytest.raises(RUNTIME_ERRORS, match="IndexError"):
+        call(jnp.array([2.0, 5.0]))
 
 
 def test_a_helper_is_what_it_was_compiled_to_until_it_is_recompiled():
@@ -3932,6 +3953,7 @@ REFUSED_VALUES_AND_TYPES = [  # the text of an error, which for values of a wron
     (r"(?s)Failed to convert .* param m to mat33f?.*warp_kernel 'every'", partial(call_every, *EVERY, m=[1.0, 2.0])),
     (r"unable to pack kernel parameter type .*float.* for param i", partial(call_every, *EVERY, i=1.5)),
     (r"'i' \(int8\) is passed by value; got int 300, which is out of its range", partial(call_every, *EVERY, i=300)),
+    (r"'i' \(int8\) is passed by value; .*300.*, which is", partial(call_every, *EVERY, i=np.array(300))),
     (r"takes a function decorated with warp.kernel; got function", partial(xk.warp_kernel, like_first, spec())),
     (r"Warp has no scalar type for dtype .*it has bool, .*float64", partial(xk.jaxtype_to_warptype, np.complex64)),
     (r"1 to 4 dimensions; got 0 in float32\[\]; reshape it to \(1,\)", partial(xk.jaxinfo_to_warpinfo, spec())),

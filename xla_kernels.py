@@ -408,6 +408,7 @@ def _reads(kernel: Any) -> tuple | None:
     options = {**getattr(kernel, "targetoptions", {}), "chip": None}  # which numba_cuda_mlir sets when it compiles
     values += [*sorted(options.items()), *getattr(kernel, "locals", {}).items()]
     values += [getattr(getattr(kernel, "_compiler", None), "pipeline_class", None)]
+    values += [type(getattr(kernel, "_cache", None))]  # as Numba's cache may have code that read other globals
     try:
         values += [cell.cell_contents for cell in function.__closure__ or ()]
         exact = tuple(map(_exactly, values))
@@ -433,7 +434,7 @@ def _exactly(value: Any) -> Any:
     if is_numpys or kind in (type(None), bool, int, float, complex, str, bytes):
         return kind, pickle.dumps(value)  # exactly: of NaNs and units of time, too
     if kind is types.ModuleType:
-        is_stable = _is_stable(value.__name__)
+        is_stable = _is_stable(value.__name__) and value.__name__ != "numba.core.config"
     elif isinstance(value, (types.FunctionType, types.BuiltinFunctionType, type)):
         is_stable = _is_stable(value.__module__)
     else:
@@ -2382,8 +2383,9 @@ def numba_kernel(
     and export; `vmap` runs the kernel once per slice inside one call.  It has no derivative of its own: see
     `XLACustomKernel` and `jax.custom_vjp`.
 
-    A kernel is compiled once for each combination of dtypes and ranks.  Globals are read then and never again, as in
-    Numba.  A function that is made again, and reads equal constants and no functions of yours, is not compiled again.
+    A kernel is compiled once for each combination of dtypes and ranks (also one of explicit signatures).  Globals are
+    read then and never again, as in Numba.  A function that is made again, and reads equal constants and no functions
+    of yours, is not compiled again.
 
     XLA may merge two equal calls into one, even if the kernel draws random numbers: `has_side_effect=True` prevents
     that.  Kernels run on XLA's threads: `np.random.seed` and `numba.set_num_threads`, which are per thread, miss them.
@@ -2526,14 +2528,22 @@ class _NumbaKernel(_NumbaWrapper):
 
     @functools.cached_property
     def _numba_dispatcher(self) -> Any:
-        """The kernel as Numba compiles it: a plain function, and one of explicit signatures, is jitted here, once."""
+        """The kernel as Numba compiles it: a plain function is jitted here, once.
+
+        So is one of explicit signatures, to take read-only arrays; and one that Numba would inline, which then would
+        lose its options.
+        """
         import numba
 
-        if isinstance(self.kernel, types.FunctionType):
-            return numba.njit(self.kernel)
-        if getattr(self.kernel, "_can_compile", True):
-            return self.kernel
-        return numba.jit(**self.kernel.targetoptions)(self.kernel.py_func)
+        kernel = self.kernel
+        if isinstance(kernel, types.FunctionType):
+            return numba.njit(kernel)
+        options = dict(getattr(kernel, "targetoptions", {}))
+        is_inlined = options.pop("inline", "never") != "never"
+        if getattr(kernel, "_can_compile", True) and not is_inlined:
+            return kernel
+        pipeline = kernel._compiler.pipeline_class
+        return numba.jit(locals=kernel.locals, pipeline_class=pipeline, **options)(kernel.py_func)
 
 
 class _Form(NamedTuple):
@@ -3663,7 +3673,9 @@ def warp_kernel(
 
     Parameters that are not arrays (scalars, vectors, matrices, structs) take values that are known when JAX traces,
     and JAX compiles a call again for each new one.  So what changes, such as a time step, is better a `warp.array` of
-    shape (1,).  For kernels that are made in a loop, `warp.kernel(module="unique")` saves builds of whole modules.
+    shape (1,).  Functions and constants that a kernel names are those of when JAX traced the call; if you define them
+    anew, make the wrapper anew.  For kernels that are made in a loop, `warp.kernel(module="unique")` saves builds of
+    whole modules.
 
     Args:
       kernel: a function decorated with `warp.kernel`, not generic; without it, `warp_kernel(outs=...)` is a decorator.
@@ -4007,9 +4019,10 @@ class _WarpParam:
         refused = f"{self.by_value_text}; got {type(value).__name__} {value!r:.80}"
         if self.dtype is None and not isinstance(getattr(value, "_ctype", None), self.type.ctype):
             raise TypeError(f"{refused}, not an instance of that struct")  # Warp would read it as one
-        if self.dtype and self.dtype.kind in "iu" and not self.inner and isinstance(value, (int, np.integer)):
+        if self.dtype and self.dtype.kind in "iu":
             limits = np.iinfo(self.dtype)
-            if not limits.min <= int(value) <= limits.max:
+            numbers = np.ravel(getattr(value, "value", value)).tolist()
+            if any(isinstance(n, int) and not limits.min <= n <= limits.max for n in numbers):
                 raise ValueError(f"{refused}, which is out of its range")  # Warp would wrap it around
         is_foreign = hasattr(value, "__array__") and not isinstance(value, (np.ndarray, np.generic))
         return np.asarray(value) if is_foreign else value
@@ -4152,7 +4165,7 @@ def _value_key(value: Any) -> Any:
     """A key for a value: its memory, which the kernel gets, and itself, as functions such as `outs` get that."""
     if hasattr(value, "__ctype__"):  # a struct
         return type(value), repr(value), bytes(value.__ctype__())
-    array = np.asarray(getattr(value, "value", value))  # Warp's scalars keep their number in `value`
+    array = np.asarray(getattr(value, "value", value))
     return type(value), repr(value), array.dtype, array.tobytes()
 
 
@@ -4408,7 +4421,8 @@ class XLACustomKernel(_Kept):
         or a callable of the operands' abstract values that returns one. The values of a dict are outputs in the order
         in which it is written; from a kernel that returns a dict they are taken by key.
       backend: a registered one; by default that of the platform which the computation is lowered for.
-      params: static, hashable parameters, handed to generators and rules.
+      params: static, hashable parameters, handed to generators and rules.  Values of a class with an `__eq__` of its
+        own that are equal are one (but 1, 1.0 and True are three).
 
     Raises:
       TypeError: a parameter is traced or not hashable, or an operand is no array.
