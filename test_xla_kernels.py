@@ -2091,6 +2091,12 @@ DICTS = {  # a kernel, its options, inputs, and what it returns
         [0.0],
         collections.OrderedDict(z=0, a=1),
     ),
+    "default": (
+        lambda x: (x, x + 1),
+        {"outs": collections.defaultdict(None, unlike_sorted("z", "a"))},
+        [0.0],
+        {"z": 0, "a": 1},
+    ),
     "scratch": (double_in_scratch, {"outs": spec(), "scratch": unlike_sorted("two", "a_zero")}, [F32], 2),
 }
 
@@ -4230,10 +4236,17 @@ def test_op_fills_a_dict_in_written_order_or_by_key(kind):
     assert jax.tree.map(list, jax.vmap(call)(np.stack([x, x + 1]))) == {"low": [1, 2], "high": [2, 3]}
 
 
+def test_op_refuses_another_key():
+    op = op_of(lambda x: {"loss": x})
+    assert op(F32[0], outs=spec()) == op(F32[0], outs={"loss": spec()})["loss"] == F32[0]
+    with pytest.raises(ValueError, match=r"returned .*'loss'.*, but outs declares .*'gradient'.*: return that"):
+        op(F32[0], outs={"gradient": spec()})
+
+
 @pytest.mark.parametrize("outs", [LOW_AND_HIGH, [spec(), spec()]])
 def test_op_refuses_a_dict_of_other_keys(outs):
     op = op_of(lambda x: {"low": x.min(), "top": x.max()})
-    with pytest.raises(ValueError, match=r"'op'.*returned .*'low': \*, 'top'.*return equal keys, or a tuple"):
+    with pytest.raises(ValueError, match=r"'op'.*returned .*'low': \*, 'top'.*return that, or a tuple"):
         op(VECTOR, outs=outs)
 
 
@@ -4458,7 +4471,7 @@ OP_ERRORS = {  # the error, what its text says, the options of a call
     "no function": (TypeError, "got None", {"backend": "nothing"}),
     "undecorated": (
         TypeError,
-        "if no numba.njit decorates it: it takes (x, out), but this call gives it ()",
+        "or any under NUMBA_DISABLE_JIT=1) takes (x, out), but this call gives it ()",
         {"backend": "undecorated"},
     ),
     "ready kernel": (TypeError, "['alpha'] need a generator", {"backend": "numba", "alpha": 2}),
@@ -4506,11 +4519,17 @@ def op_that_calls_itself():
     return call_op(op)
 
 
+def call_with_side_effects(op):
+    op.def_numba_kernel(numba_multiply, asdefault=True, has_side_effect=True)
+    op(VECTOR, VECTOR, outs=like_first)
+
+
 MISUSES = [  # the error, what its text says, what is done to an op
     (TypeError, "backend must be a name, got 1", methodcaller("def_kernel", 1, "cpu", add_to(1))),
     (TypeError, "must be callable, got 'kernel'", methodcaller("def_kernel", "a", "cpu", "kernel")),
     (TypeError, "grid can be given with a ready kernel only", methodcaller("def_numba_kernel", add_to(1), grid=3)),
-    (TypeError, "cannot have side effects", methodcaller("def_numba_kernel", numba_multiply, has_side_effect=True)),
+    (TypeError, "an op has no side effects", call_with_side_effects),
+    (TypeError, "of another byte order", lambda op: op(1.0, outs=np.ones(1, ">f4"))),
     (TypeError, "expected an XLACustomKernel or a jax Primitive, got 3", lambda op: xk.defjvp(3)),
     (TypeError, "parameter 'k' is traced", lambda op: jax.jit(call_op(op))(1.0, k=2.0)),
     (TypeError, "'_bound' is reserved", lambda op: call_op(op)(1.0, _bound=3.0)),

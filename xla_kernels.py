@@ -13,7 +13,8 @@ no Python runs during a call, except for errors and for kernels that must run in
 
     add(jnp.arange(3.0), jnp.ones(3))            # works under jit, vmap, scan, shard_map, export
 
-`python -m xla_kernels` shows which backends work on this machine.
+`python -m xla_kernels` shows which backends work on this machine.  Needs Python 3.12, jax 0.9 and NumPy 2.0; of its
+backends Numba 0.63, which Warp's calls need too, and Warp 1.14.
 
 A map of this file, whose sections begin under a line of `=`:
 
@@ -539,7 +540,7 @@ class _Compiled(NamedTuple):
 
     address: int
     alive: Any
-    hidden: tuple[int, ...] = ()  # the inputs of which the kernel gets a copy
+    copied: tuple[int, ...] = ()  # the inputs of which the kernel gets a copy
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -553,7 +554,7 @@ class _Target:
     # It must not refer to the wrapper: JAX keeps a target as long as the wrapper lives, so neither would ever be freed.
     name: str
     launch: tuple[int, ...] = ()  # what the handler reads: grid (with a 0 if nothing is to run), block, ...
-    hidden: tuple[int, ...] = ()  # the inputs of which the kernel gets a copy, as it may write to them
+    copied: tuple[int, ...] = ()  # the inputs of which the kernel gets a copy, as it may write to them
     for_batches: _Target | None = None
     platform: str = ""
     compile: Any = dataclasses.field(compare=False, default=None)  # makes a `_Compiled` for this platform
@@ -639,7 +640,7 @@ def _show(spec: Any) -> str:
 class _Written(dict):
     """A dict whose leaves come in the order in which it is written, as buffers do: of others JAX sorts the keys.
 
-    What is made again is a plain dict, so JAX must not see the structure: it expects that it can flatten that alike.
+    Unflattening gives a plain dict, which flattens in another order: never give JAX the structure.
     """
 
     def tree_flatten(self) -> tuple[tuple, tuple]:
@@ -651,10 +652,13 @@ class _Written(dict):
 
 
 def _as_written(tree: Any) -> Any:
-    def is_leaf(x: Any) -> bool:
-        return type(x) is dict or _is_spec(x)
+    def is_sorted(x: Any) -> bool:
+        return type(x) in (dict, collections.defaultdict)
 
-    return jax.tree.map(lambda x: _Written(x) if type(x) is dict else x, tree, is_leaf=is_leaf)
+    def is_leaf(x: Any) -> bool:
+        return is_sorted(x) or _is_spec(x)
+
+    return jax.tree.map(lambda x: _Written(x) if is_sorted(x) else x, tree, is_leaf=is_leaf)
 
 
 def _flatten(tree: Any) -> tuple[list, Any]:
@@ -664,15 +668,20 @@ def _flatten(tree: Any) -> tuple[list, Any]:
 
 def _leaves_like(tree: Any, returned: Any, what: str) -> list:
     """The leaves of what a function returned, in the order of a structure of declared outputs: of dicts by key."""
-    order, declared = jax.tree.flatten(tree.unflatten(range(tree.num_leaves)))
+    outs = tree.unflatten(range(tree.num_leaves))
+    order, declared = jax.tree.flatten(outs)
     structure: Any = jax.tree.structure(returned)
     leaves = jax.tree.leaves(returned)
     if structure == declared:
         return [leaves[order.index(k)] for k in range(len(leaves))]
-    parts = jax.tree.leaves(returned, is_leaf=lambda x: isinstance(x, dict))
-    if len(leaves) > 1 and any(isinstance(part, dict) for part in parts):
-        raise ValueError(f"{what} returned {structure}, but outs declares {tree}: return equal keys, or a tuple")
+    if _has_dicts(returned) and (len(leaves) > 1 or _has_dicts(outs)):
+        raise ValueError(f"{what} returned {structure}, but outs declares {declared}: return that, or a tuple")
     return leaves
+
+
+def _has_dicts(tree: Any) -> bool:
+    parts = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, dict))
+    return any(isinstance(part, dict) for part in parts)
 
 
 def _check_dtype(dtype: Any, what: str) -> None:
@@ -680,6 +689,8 @@ def _check_dtype(dtype: Any, what: str) -> None:
         raise TypeError(f"{what} has the dtype {dtype}, which has no memory layout: pass jax.random.key_data(key)")
     if issubclass(np.dtype(dtype).type, (np.flexible, np.object_, np.datetime64, np.timedelta64)):
         raise TypeError(f"{what} has the dtype {dtype}: pass numbers, each field of a structured array on its own")
+    if not np.dtype(dtype).isnative:
+        raise TypeError(f"{what} has the dtype {dtype}, of another byte order: cast it")
 
 
 def _flat_specs(specs: Any, what: str, ins: Sequence[Spec] | None = None) -> tuple[list[Spec], Any]:
@@ -820,8 +831,8 @@ class _Call:
 
     def run_by(self, target: _Target) -> _Call:
         """With a hidden output for each input of which the kernel gets a copy: XLA makes the copy for the alias."""
-        copies = tuple(self.ins[i] for i in target.hidden)
-        aliases = zip(target.hidden, itertools.count(len(self.outs)))
+        copies = tuple(self.ins[i] for i in target.copied)
+        aliases = zip(target.copied, itertools.count(len(self.outs)))
         return dataclasses.replace(self, outs=self.outs + copies, aliases=(*self.aliases, *aliases), target=target)
 
     def bind(self, args: Sequence) -> list:
@@ -886,7 +897,7 @@ def _lower_to_custom_call(
     ctx: Any, operands: Any, call: _Call, ins: Sequence, outs: Sequence, **attributes: Any
 ) -> Any:
     # An alias lets XLA save a copy; it is the handler that makes sure that the output starts with the input.
-    [platform] = _platforms(ctx)
+    platform, *_ = _platforms(ctx)  # several are refused
     target = call.target.lowered(platform)
     lower = jax.ffi.ffi_lowering(
         target.name,
@@ -997,7 +1008,7 @@ def _lower_to_split_call(ctx: Any, operands: Any, call: _Call, n_split: int) -> 
     is_whole = _stay_whole(ctx.avals_in, depth)
     ranks_of_whole = [len(x.shape) - depth for x, whole in zip(ctx.avals_in, is_whole) if whole]
     n_batch_dims = max([n_split, *(rank + 1 for rank in ranks_of_whole)])
-    ones = (1,) * (n_batch_dims + 1 - n_split)  # one more: an operand of just these dimensions counts as whole
+    ones = (1,) * (n_batch_dims + 1 - n_split)  # one more, as XLA leaves operands of just `n_batch_dims` whole
     leading = (*batch[:n_split], *ones, *batch[n_split:])
 
     def passed(x: Any, whole: bool = False) -> Any:
@@ -1125,7 +1136,9 @@ class _Options:
 
     def __post_init__(self) -> None:
         if self.outs is None:
-            raise TypeError("outs is missing: give the results' specs, such as outs=lambda x: x, or () for none")
+            raise TypeError(
+                "outs is missing: give the results' specs, such as outs=lambda x: x; for none, () and has_side_effect"
+            )
         if self.vmap_method not in _VMAP_METHODS:
             raise ValueError(f"vmap_method must be one of {_VMAP_METHODS}; got {self.vmap_method!r}")
         if not callable(self.outs) or isinstance(self.outs, type):  # such as jnp.float32
@@ -1388,13 +1401,13 @@ class _Signature:
     ranks: tuple[int, ...]
     aliases: tuple[tuple[int, int], ...] = ()  # (input, the output that starts with it)
     zeroed: tuple[int, ...] = ()  # the outputs that start from zeros
-    hidden: tuple[int, ...] = ()  # inputs, each with an output behind the others that starts with it
+    copied: tuple[int, ...] = ()  # inputs, each with a hidden output behind the others that starts with it
 
     @property
     def starts(self) -> dict[int, int]:
         """Which output starts with an input, hidden ones too."""
         n_out = len(self.ranks) - self.n_in
-        return dict(self.aliases) | {i: n_out + k for k, i in enumerate(self.hidden)}
+        return dict(self.aliases) | {i: n_out + k for k, i in enumerate(self.copied)}
 
     def __str__(self) -> str:
         shown = []
@@ -2101,7 +2114,7 @@ def _compile_handler(signature: _Signature, emitter: _Emitter) -> _Compiled:
     for name in ("answer", "error", "fill", "drive"):
         setattr(kernel, name, driver.get_function_address(name))
     alive += [engine, driver, emitter, wrong_buffers]
-    return _Compiled(engine.get_function_address("handler"), alive, signature.hidden)
+    return _Compiled(engine.get_function_address("handler"), alive, signature.copied)
 
 
 class _Handler(_Code):
@@ -2199,7 +2212,7 @@ class _Handler(_Code):
         rets = self.frame.rets
         signature = self.signature
         kinds = list(zip(signature.dtypes, signature.ranks, strict=True))
-        kinds += [kinds[i] for i in signature.hidden]
+        kinds += [kinds[i] for i in signature.copied]
         n_in = signature.n_in
         n_out = len(kinds) - n_in
         wrong_buffers = self.kernel.wrong_buffers
@@ -2384,8 +2397,8 @@ def numba_kernel(
     `XLACustomKernel` and `jax.custom_vjp`.
 
     A kernel is compiled once for each combination of dtypes and ranks (also one of explicit signatures).  Globals are
-    read then and never again, as in Numba.  A function that is made again, and reads equal constants and no functions
-    of yours, is not compiled again.
+    read then and never again (not by `recompile` either).  A function that is made again, and reads equal constants
+    and no functions of yours, is not compiled again.
 
     XLA may merge two equal calls into one, even if the kernel draws random numbers: `has_side_effect=True` prevents
     that.  Kernels run on XLA's threads: `np.random.seed` and `numba.set_num_threads`, which are per thread, miss them.
@@ -2399,7 +2412,7 @@ def numba_kernel(
       vmap_method: "sequential" and "sequential_unrolled" run the slices of a batch in order on one thread; with any
         other, XLA's threads share the slices of a batch for which that pays.  The results are the same.
       input_output_aliases: `{i: j}`: output j starts with the value of input i (or of that name) and, where XLA can,
-        in its memory.  The array that the caller holds is never changed.
+        in its memory; the kernel gets one array for both.  The array that the caller holds is never changed.
       in_out_argnames: names of parameters that the kernel changes: each is given as an input, and its new value is a
         result.  `outs` begins with them, in the kernel's order.
       scalars: the names of 0-d inputs that the kernel takes as numbers, or True for all of them.  For a constant of the
@@ -2521,9 +2534,9 @@ class _NumbaKernel(_NumbaWrapper):
         try:
             with _NAMES.of_kernel(owner, kernel, signature, options, self.options.name) as name:
                 target = _Target(name, platform="cpu", compile=make, title=self.title, where=where)
-                return dataclasses.replace(target, hidden=target.register("cpu").hidden)
+                return dataclasses.replace(target, copied=target.register("cpu").copied)
         except Exception:
-            vars(self).pop("_numba_dispatcher", None)  # a new one next time, as this one remembers the failure
+            vars(self).pop("_numba_dispatcher", None)  # made here: a new one next time, as it remembers the failure
             raise
 
     @functools.cached_property
@@ -2614,8 +2627,8 @@ def _compile_numba(kernel: Any, signature: _Signature, forms: list[_Form], in_or
     code = _compile_first_form(kernel, signature, forms)
     emitter = _NumbaEmitter(signature.label, code, in_order)
     aliased = dict(signature.aliases)
-    hidden = tuple(i for i in code.may_write if i not in aliased)
-    return _compile_handler(dataclasses.replace(signature, hidden=hidden), emitter)
+    copied = tuple(i for i in code.may_write if i not in aliased)
+    return _compile_handler(dataclasses.replace(signature, copied=copied), emitter)
 
 
 def _array_types(nbtypes: Any, signature: _Signature, readonly: bool = True) -> tuple[Any, ...]:
@@ -4196,7 +4209,7 @@ class _WarpTarget(_Target):
 
     kernel: Any = dataclasses.field(compare=False)
     values: Mapping[str, Any] = dataclasses.field(compare=False)
-    # What is compared in their place, and decides the machine code and what it gets.
+    # Compared in their place: these decide the machine code, and what it gets.
     content: tuple
     value_keys: tuple
     # ((name of a parameter, "value" or "gradient"), number of the buffer, dimensions of the array there)
@@ -4681,7 +4694,8 @@ class XLACustomKernel(_Kept):
         """Time `op(*ins, outs=outs, **params)` under `jax.jit`: by one backend, or by all of the default platform.
 
         The result prints as a table.  Each of its `.rows` has `backend`, `first_ms` (the first call, with compilation),
-        `median_us`, `difference` (the largest absolute one from the first backend that ran) and `error`.
+        `median_us`, `difference` (the largest absolute one from the first backend that ran, in double precision) and
+        `error`.
         """
         platform = _default_platform()
         self._entry(platform, backend)  # raises where there is none
@@ -4693,11 +4707,11 @@ class XLACustomKernel(_Kept):
             timer = timeit.Timer(lambda call=call: jax.block_until_ready(call(*args)))  # type: ignore[misc]
             try:
                 first = timer.timeit(1)
+                times = timer.repeat(int(np.clip(0.2 / timer.timeit(1), 5, 10_000)), 1)
+                results = np.concatenate([np.ravel(x) for x in [*jax.tree.leaves(call(*args)), 0j]])
             except Exception as error:
                 rows.append(_BenchmarkRow(name, error=f"{type(error).__name__}: {error}".partition("\n")[0]))
                 continue
-            times = timer.repeat(int(np.clip(0.2 / timer.timeit(1), 5, 10_000)), 1)
-            results = np.concatenate([np.ravel(x) for x in [*jax.tree.leaves(call(*args)), 0j]])
             reference = results if reference is None else reference
             differs = ~np.isclose(results, reference, 0, 0, equal_nan=True)
             difference = np.max(np.abs(results[differs] - reference[differs]), initial=0.0)
@@ -4747,12 +4761,9 @@ def _find_call(op: XLACustomKernel, args: Sequence, outs: Any, backend: Any, par
     try:
         key = (_outs_key(outs), backend, _tagged(params) if params else ())
         known = op._recent.get(key)
-    except TypeError:  # something is not hashable: a new call raises and says what
-        known = None
-    if known:
-        return known
-    call = _OpCall(op, outs, backend, params)
-    return op._recent.keep(key, call)
+    except TypeError:  # something is not hashable: a parameter, which a new call says, or sizes that are arrays
+        return _OpCall(op, outs, backend, params)
+    return known or op._recent.keep(key, _OpCall(op, outs, backend, params))
 
 
 def _outs_key(outs: Any) -> tuple:
@@ -4854,10 +4865,6 @@ _DIFFERENT_IF_EQUAL = (float, complex, np.generic, decimal.Decimal, range, slice
 
 def _as_generator(kernel: str, kg: Any, options: dict) -> Callable:
     """The generator of a ready kernel; any other is the user's own function, which `KernelEntry` holds as it is."""
-    if options.get("has_side_effect"):
-        raise TypeError(
-            f"{kernel} cannot have side effects: a call of an op whose results nobody uses is dropped; call it directly"
-        )
     kind = _ready_kind(kg)
     if options and kind not in _BACKENDS:
         raise TypeError(
@@ -4872,7 +4879,7 @@ def _as_generator(kernel: str, kg: Any, options: dict) -> Callable:
 
 
 def _wrap_ready(kernel: Any, options: dict, /, outs: tuple, **params: Any) -> Any:
-    """The generator of a ready kernel: it as a function of arrays; anything else as it is."""
+    """A ready kernel as a function of arrays; anything else as it is."""
     kind = _ready_kind(kernel)
     if params:
         raise TypeError(f"static parameters {list(params)} need a generator that makes this {kind} kernel of them")
@@ -4934,11 +4941,13 @@ def _function_to_trace(bound: _OpParams, entry: KernelEntry, ins: Sequence) -> C
 
 def _call_generator(bound: _OpParams, entry: KernelEntry, axes: frozenset) -> Callable:
     outs = [Spec(out.shape, out.dtype, **_varying(axes)) for out in bound.outs]
-    what = "a plain function (as all are under NUMBA_DISABLE_JIT=1) is a generator, if no numba.njit decorates it: it"
+    what = "the generator (as a function that no numba.njit decorates is, or any under NUMBA_DISABLE_JIT=1)"
     made = _tolerant(entry.kernel_generator, what)(**bound.params, outs=tuple(outs))
     function = _wrap_ready(made, {}, bound.outs)
     if not callable(function):
         raise TypeError(f"the generator must return the function to trace, got {function!r}")
+    if getattr(getattr(function, "options", None), "has_side_effect", False):
+        raise TypeError("an op has no side effects, as a call whose results nobody uses is dropped: call it directly")
     return function
 
 
