@@ -4471,7 +4471,7 @@ OP_ERRORS = {  # the error, what its text says, the options of a call
     "no function": (TypeError, "got None", {"backend": "nothing"}),
     "undecorated": (
         TypeError,
-        "or any under NUMBA_DISABLE_JIT=1) takes (x, out), but this call gives it ()",
+        "lambda: f gives a function f) takes (x, out), but this call gives it ()",
         {"backend": "undecorated"},
     ),
     "ready kernel": (TypeError, "['alpha'] need a generator", {"backend": "numba", "alpha": 2}),
@@ -4613,6 +4613,21 @@ def test_op_rules_see_no_zero_tangents_and_no_call_without_cotangents():
     assert seen == ["x", "x", "transpose"]
 
 
+@pytest.mark.parametrize("outs_of", [lambda x: x, lambda x: (x,), lambda x: {"x": x}])
+def test_op_takes_an_operand_without_value_as_outs(outs_of):
+    """In rules JAX gives an operand that the op is linear in, and a tangent that is zero, by type alone."""
+    op = op_of(operator.mul)
+
+    def multiply(x, y, like):
+        return jax.tree.leaves(op(x, y, outs=outs_of(like)))
+
+    op.def_jvp_rule(lambda primals, tangents: (multiply(*primals, primals[0]), multiply(primals[0], *tangents[::-1])))
+    op.def_transpose_rule(lambda cts, x, y: [None, *multiply(x, cts[0], y)])
+    product = partial(op, WEIGHTS, outs=like_first)
+    for f in (lambda y: product(y).sum(), lambda y: jax.vmap(product)(jnp.stack([y, y])).sum() / 2):
+        check_equal(jax.grad(f)(VECTOR), WEIGHTS)
+
+
 RULE_ERRORS = {  # the method that defines a rule of the product, its arguments, and what the error says
     "jvps: too few": ("def_jvp_rule2", [None], "1 jvp rules for 2 operands"),
     "jvp: dtype": (
@@ -4621,6 +4636,7 @@ RULE_ERRORS = {  # the method that defines a rule of the product, its arguments,
         "(int32[8]), but the outputs are (float32[8])",
     ),
     "transpose": ("def_transpose_rule", [lambda cts, x, y: cts], "but the operands are (None, float32[8])"),
+    "vjp: no residuals": ("def_vjp_rule", [lambda x, y: x * y, lambda y, ct: (ct, ct)], "return (results, residuals)"),
     "vjp: dict": ("def_vjp_rule", [lambda x, y: (x, y), lambda y, ct: {"x": ct}], "return a tuple"),
     "batch: no axis": ("def_batching_rule", [lambda args, axes: (args[:1], [None])], "(float32[3,8]), but the slices"),
     "batch: no such axis": ("def_batching_rule", [lambda args, axes: (args[:1], [2])], "along axis 2"),

@@ -100,6 +100,7 @@ __all__ = [
 # A new JAX may change the context of lowering rules and what `mlir`, `ad` and `batching` export: errors would say so.
 
 Spec = jax.ShapeDtypeStruct
+_SYMBOLIC = (ad.Zero, ad.UndefinedPrimal)  # what rules of derivatives may get in the place of an array
 Primitive: Any = type(jax.lax.add_p)  # jax.extend.core.Primitive, without the 36 ms that importing jax.extend takes
 
 
@@ -652,13 +653,17 @@ class _Written(dict):
 
 
 def _as_written(tree: Any) -> Any:
-    def is_sorted(x: Any) -> bool:
-        return type(x) in (dict, collections.defaultdict)
+    sorted_by_jax = (dict, collections.defaultdict)
 
     def is_leaf(x: Any) -> bool:
-        return is_sorted(x) or _is_spec(x)
+        return type(x) in (*sorted_by_jax, *_SYMBOLIC) or _is_spec(x)
 
-    return jax.tree.map(lambda x: _Written(x) if is_sorted(x) else x, tree, is_leaf=is_leaf)
+    def written(x: Any) -> Any:
+        if type(x) in _SYMBOLIC:  # for JAX it has no leaves
+            return x.aval
+        return _Written(x) if type(x) in sorted_by_jax else x
+
+    return jax.tree.map(written, tree, is_leaf=is_leaf)
 
 
 def _flatten(tree: Any) -> tuple[list, Any]:
@@ -4941,7 +4946,7 @@ def _function_to_trace(bound: _OpParams, entry: KernelEntry, ins: Sequence) -> C
 
 def _call_generator(bound: _OpParams, entry: KernelEntry, axes: frozenset) -> Callable:
     outs = [Spec(out.shape, out.dtype, **_varying(axes)) for out in bound.outs]
-    what = "the generator (as a function that no numba.njit decorates is, or any under NUMBA_DISABLE_JIT=1)"
+    what = "the generator (any plain function is one: @numba.njit makes a Numba kernel, lambda: f gives a function f)"
     made = _tolerant(entry.kernel_generator, what)(**bound.params, outs=tuple(outs))
     function = _wrap_ready(made, {}, bound.outs)
     if not callable(function):
@@ -5327,7 +5332,7 @@ def _vmap_rule(of_slice: Callable, vmaps: Sequence[tuple], *groups: Sequence) ->
 
 def _symbolic_slice(x: Any, depth: int) -> Any:
     """A symbolic value with the shape of one slice, without `depth` batch dimensions; anything else as it is."""
-    if not depth or type(x) not in (ad.Zero, ad.UndefinedPrimal):
+    if not depth or type(x) not in _SYMBOLIC:
         return x
     aval = _out_aval(x.aval.shape[depth:], x.aval.dtype, [x.aval], x.aval.sharding.spec[depth:])
     return type(x)(aval)
@@ -5342,8 +5347,10 @@ def _bind_with_vjp(call: _OpCall, ins: Sequence, fwd: Callable, bwd: Callable) -
     what = f"the vjp rule of {call.op.name!r}"
 
     def forward(*ins: Any) -> tuple:
-        results, residuals = fwd(*ins, **params)
-        return _outputs(what, results, bound.outs, call.tree), residuals
+        returned = fwd(*ins, **params)
+        if not isinstance(returned, (tuple, list)) or len(returned) != 2:
+            raise TypeError(f"{what}: fwd must return (results, residuals); got {returned!r:.80}")
+        return _outputs(what, returned[0], bound.outs, call.tree), returned[1]
 
     def backward(residuals: Any, cotangents: Any) -> tuple:
         returned = bwd(residuals, call.tree.unflatten(cotangents), **params)
@@ -5367,7 +5374,7 @@ def _from_rule(what: str, returned: Any, declares: str, avals: Sequence) -> list
 
 
 def _is_zero(x: Any) -> bool:
-    return x is None or isinstance(x, (ad.Zero, ad.UndefinedPrimal))  # BrainEvent's rules return undefined operands
+    return x is None or isinstance(x, _SYMBOLIC)  # BrainEvent's rules return undefined operands
 
 
 def _derivative_rule(op: XLACustomKernel, kind: str) -> Any:
