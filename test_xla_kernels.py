@@ -2704,7 +2704,7 @@ FAKE_DRIVER = r"""
 typedef int R; typedef void *P; typedef uint64_t D; typedef unsigned U;
 
 // what tests set and read
-int device, n_params;
+int device, n_params, most_threads, more_threads;  // of a block, and how many more in each function that is asked
 static char failing[64];  // the function that fails when it is called next
 void fail(const char *function) { strcpy(failing, function); }
 static char log_[1 << 16]; static int used; static pthread_mutex_t logging = PTHREAD_MUTEX_INITIALIZER;
@@ -2745,7 +2745,7 @@ R cuModuleLoadData(P *m, const char *image) {
 }
 R cuModuleLoadDataEx(P *m, P image, U n, P o, P v) { *m = (P)((next_ += 16) | 1u << 30); return 0; }  // Numba's way
 R cuModuleGetFunction(P *f, uintptr_t m, P name) { *f = (P)(m >> 30 ? m : m | stack[top - 1] << 32); return 0; }
-R cuFuncGetAttribute(int *v, int a, P f) { *v = a == 1 ? 128 : 64; return 0; }
+R cuFuncGetAttribute(int *v, int a, P f) { *v = a ? 128 : (most_threads += more_threads); return 0; }
 R cuLibraryLoadData(P *l, P c, P a, P b, U n, P d, P e, U m) { *l = (P)(next_ += 16); return 0; }
 R cuLibraryGetKernel(P *k, P l, P name) { *k = l; return 0; }
 R cuLibraryGetGlobal(D *p, size_t *n, P l, P s) { *p = 0x1234; *n = 4; return 0; }
@@ -2916,7 +2916,7 @@ def gpus(monkeypatch):
     found = fake_gpus()
     monkeypatch.setattr(jax, "local_devices", found.with_gpus)
     monkeypatch.setattr(jax.ffi, "register_ffi_target", found.register_for_cpu)
-    found.set(device=0, n_params=0)
+    found.set(device=0, n_params=0, most_threads=64, more_threads=0)
     found.driver.fail(b"")
     found.log()
     return found
@@ -3029,10 +3029,14 @@ def test_fakecuda_more_slices_than_a_grid_has_blocks(gpus, package_cuda):
     (4, "while cuda.atomic.cas(out, 0, x[0], x[1]) == 0: pass"),
     (4, "while cuda.atomic.exch(out, 0, 1) == 0: pass"),
     (4, "while cuda.atomic.add(out, 0, 0) == 0: pass"),
+    (4, "while cuda.atomic.add(out, 0, x[0]) == 0: pass"),
+    (4, "while cuda.atomic.and_(out, 0, -1) == 0: pass"),
+    (4, "while cuda.atomic.max(out, 0, -5) == 0: pass"),
     (4, "while cuda.ldcv(out, 0) == 0: pass"),
     (4, "while cuda.ldcg(out, 0) == 0: pass"),
     (4, "while out[0] == 0: cuda.nanosleep(100)"),
     (1, "cuda.atomic.add(out, 0, 1)"),
+    (1, "cuda.atomic.max(out, 0, x[0])"),
 ])  # fmt: skip
 def test_fakecuda_kernels_that_know_of_z_or_wait_are_launched_per_slice(gpus, package_cuda, n_launches, code):
     """Blocks of other slices that do not run may be what they wait for."""
@@ -3040,6 +3044,19 @@ def test_fakecuda_kernels_that_know_of_z_or_wait_are_launched_per_slice(gpus, pa
         pytest.skip("numba-cuda-mlir 0.6.0 fails to compile cuda.threadfence()")
     op = xk.numba_cuda_kernel(own_kernel(package_cuda, "x, out", code), like_first, **BLOCK)
     assert len(gpus.launches(jax.vmap(op), jnp.ones((4, 3), np.int32))) == n_launches
+
+
+@pytest.mark.parametrize("more_threads, n_launches", [(-1, 4), (1, 1)])
+def test_fakecuda_a_batch_is_one_launch_if_its_blocks_can_be_as_large(gpus, package_cuda, more_threads, n_launches):
+    """The kernel for batches, which is loaded last, may need more registers."""
+    gpus.set(more_threads=more_threads)
+    assert len(gpus.launches(jax.vmap(own_op(package_cuda)), jnp.ones((4, 3)))) == n_launches
+
+
+def test_fakecuda_a_kernel_that_is_exported_is_there_for_batches_too(gpus, package_cuda):
+    name = f"exported {package_cuda.__name__}"
+    jax.eval_shape(own_op(package_cuda, name=name), FLOATS)
+    assert [target.endswith(".batched") for target in xk._TARGETS if target.startswith(name)] == [False, True]
 
 
 def test_fakecuda_zeros_are_written_before_the_launches(gpus, package_cuda):
@@ -3206,6 +3223,18 @@ def test_on_cuda_callable_launches_several_kernels():
 
 
 @on_device
+def test_on_cuda_a_kernel_may_take_any_number_of_arrays():
+    def any_number(*arrays):
+        arrays[-1][0] = 2 * arrays[0][0]
+
+    def with_default(x, out, n=2):
+        out[0] = n * x[0]
+
+    for kernel in any_number, with_default:
+        assert cuda_op(kernel)(F32)[0] == 2
+
+
+@on_device
 def test_on_cuda_exceptions_of_callables_reach_the_user():
     @xk.numba_cuda_callable(outs=like_first)
     def refuse(x, out, stream):
@@ -3213,6 +3242,17 @@ def test_on_cuda_exceptions_of_callables_reach_the_user():
 
     with pytest.raises(RUNTIME_ERRORS, match=r"LookupError: .*no table for \(1, 3\).* \(raised in kernel 'refuse'\)"):
         jax.block_until_ready(refuse(jnp.ones((1, 3))))
+
+
+@on_device
+def test_on_cuda_a_callable_that_returns_a_value_is_refused():
+    """As a generator does, which has not begun."""
+
+    def launch(x, out, stream):
+        yield cuda
+
+    with pytest.raises(RUNTIME_ERRORS, match="it returns a value: launch kernels that write to the outputs"):
+        jax.block_until_ready(xk.numba_cuda_callable(launch, like_first)(F32))
 
 
 @simulated

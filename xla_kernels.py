@@ -507,8 +507,8 @@ class _Names:
         first = f"{given or f'{__name__}.{signature.label}'}.{_LAYOUT}.{_hash(str(signature), *more)}"
         if given and first in _TAKEN:
             raise ValueError(
-                f"name={given!r}: another kernel of this process has this name, for the same signature; give each "
-                "kernel a name of its own, and wrap a kernel that is made again once"
+                f"name={given!r}: another kernel of this process, or this one with other options, has this name, for "
+                "the same signature; give each a name of its own, and wrap a kernel that is made again once"
             )
         others = (f"{first}.{number}" for number in itertools.count(2))
         name = next(name for name in itertools.chain([first], others) if name not in _TAKEN)
@@ -2494,7 +2494,7 @@ class _NumbaWrapper(_Wrapper):
             with_scratch = ", scratch included" if has_scratch else ""
             raise TypeError(
                 f"kernel {self.__name__!r} takes {takes}, but this call has {n_in} inputs and {n - n_in} outputs"
-                f"{with_scratch}: a kernel takes all, or takes the inputs alone and returns the outputs. Name in "
+                f"{with_scratch}: a kernel takes all{', or returns the outputs' if may_return else ''}. Name in "
                 "in_out_argnames what is both, or wrap it in a function, which has constants in its closure"
             )
         return allowed
@@ -2574,6 +2574,11 @@ class _Form(NamedTuple):
     @classmethod
     def plain(cls, n: int) -> _Form:
         return cls(n, tuple(f"b{k}" for k in range(n)))
+
+    def is_plain_for(self, kernel: Any) -> bool:
+        """Whether the kernel takes the buffers as they are, by position."""
+        parameters = inspect.signature(_python(kernel)).parameters
+        return self == _Form.plain(len(parameters)) and len(parameters) == len(_parameters(kernel))
 
     def for_batch(self, ranks: Sequence[int]) -> _Form:
         """The same call on the GPU, with slice z of buffers that have the slices of a batch as first dimension."""
@@ -2699,9 +2704,7 @@ def _compile_call(form: _Form, dispatcher: Any, argtypes: tuple) -> Any:
     """Compile a call with buffers of these types: of the dispatcher itself where it takes them as they are."""
     import numba
 
-    parameters = inspect.signature(_python(dispatcher)).parameters
-    is_plain = form == _Form.plain(len(parameters)) and len(parameters) == len(_parameters(dispatcher))
-    if not is_plain or not getattr(dispatcher, "_can_compile", False):
+    if not form.is_plain_for(dispatcher) or not getattr(dispatcher, "_can_compile", False):
         dispatcher = numba.njit(form.adapter(dispatcher, f"return {_RETURNED}"))
     with warnings.catch_warnings():  # parallel=True warns where it finds nothing to do in parallel
         warnings.simplefilter("ignore", numba.NumbaPerformanceWarning)
@@ -2784,7 +2787,7 @@ def _refusal(by: str, signature: _Signature, error: Exception, returns: bool = F
     elif not jax.config.jax_enable_x64 and re.search(r"(?s)Known signatures:.*64|mismatch: (double|i64)", text):
         hint += "; it has a signature of 64 bits, which JAX truncates to 32 unless jax_enable_x64 is set"
     elif "0d, C" in text:
-        hint += "; a 0-d input is a 0-d array: read it as n[()], or name it in scalars="
+        hint += "; an array without dimensions is read and written as n[()], an input of them can be in scalars="
     return TypeError(f"{by} cannot compile kernel {signature.label!r} for {signature}{hint}:\n{text}")
 
 
@@ -2965,9 +2968,11 @@ def numba_cuda_kernel(
     can be lowered for CUDA, and exported.
 
     A `vmap` is one launch, whose blocks along z are the slices, where the grid of a call has one block there and the
-    kernel neither asks for z nor may wait for other blocks (by fences, volatile loads, atomic exchanges and the like).
+    kernel neither asks for z nor may wait for other blocks (by fences, volatile loads, what atomics return).
     Else, and with `vmap_method="sequential"`, there is a launch for each slice.  For one launch the kernel is compiled
-    once more, at the first `vmap`: it then reads globals anew, and may need more registers.
+    once more, at the first `vmap` (with `name=` at once), and then reads globals anew.
+
+    A kernel cannot raise: CUDA has no exceptions, and what Numba makes of `raise` is not reported.
 
     With NUMBA_ENABLE_CUDASIM=1 (set before Numba is imported) kernels of `numba.cuda` run in Python on JAX's CPU
     backend.
@@ -3024,7 +3029,8 @@ def numba_cuda_callable(
     `func(in..., out..., scratch..., stream)` runs on every call, with device arrays and a stream of the package that
     it names, on XLA's memory, and the right device current.  It launches any number of kernels on that stream
     (`kernel[grid, block, stream](...)`), writes the outputs and not the inputs, keeps no array, calls no jax
-    function, and need not synchronize.  What it raises reaches the user.  `vmap` calls it once per slice.
+    function, and need not synchronize.  What it raises reaches the user with the result.  `vmap` calls it once per
+    slice.
 
     Make it once: another function that a generator made counts as another.
 
@@ -3137,7 +3143,7 @@ class _CudaKernel(_CudaWrapper):
     decorator = "numba_cuda_kernel"
 
     def __init__(self, kernel: Any, options: _CudaOptions) -> None:
-        if _ready_kind(kernel) != "numba_cuda":
+        if _ready_kind(kernel) != "numba_cuda" or getattr(kernel, "targetoptions", {}).get("device"):
             takes = "a function decorated with @cuda.jit of numba or numba_cuda_mlir (without [grid, block])"
             raise _wrong_kernel("numba_cuda_kernel", takes, kernel)
         super().__init__(kernel, options)
@@ -3156,6 +3162,8 @@ class _CudaKernel(_CudaWrapper):
             return target
         compile_batched = functools.partial(target.compile, batched=True)
         for_batches = dataclasses.replace(target, name=f"{target.name}.batched", compile=compile_batched)
+        if self.options.name:  # so that an exported program finds both
+            for_batches.register_where_traced()
         return dataclasses.replace(target, for_batches=for_batches)
 
     def _launch_configuration(self, ins: Sequence[Spec]) -> tuple[int, ...]:
@@ -3210,11 +3218,13 @@ class _NumbaCuda:
         """A handler that launches a kernel; if `batched`, a batch in one launch, where the kernel allows that."""
         launcher = self.launcher(self.adapted(kernel, form), signature)
         batch_launcher = self.batch_launcher(kernel, signature, form) if batched and launcher.may_batch else None
+        if batch_launcher and batch_launcher.most_threads < launcher.most_threads:  # it needs more registers
+            batch_launcher = None
         return _compile_handler(signature, _CudaEmitter(self, launcher, batch_launcher))
 
     def adapted(self, kernel: Any, form: _Form) -> Any:
         """The dispatcher of a kernel that takes all buffers: its own, or that of one which calls it on the device."""
-        is_plain = form == _Form.plain(form.n)
+        is_plain = form.is_plain_for(kernel)
         if is_plain and getattr(kernel, "_can_compile", True):
             return kernel
         function = kernel.py_func  # of explicit signatures
@@ -3275,7 +3285,7 @@ class _NumbaCuda:
             # that of float16 is Numba's own, and warns
             "callbacks of its module": not all(_is_stable(callback.__module__) for callback in callbacks),
             _DEPENDS_ON_LAUNCH: getattr(compiled, "launch_config_sensitive", False),
-            "memory that Numba counts references of": getattr(dispatcher.targetctx, "enable_nrt", False),
+            "reference-counted memory": getattr(dispatcher.targetctx, "enable_nrt", False),
         }
 
     def code(self, compiled: Any) -> tuple[str, str, bytes]:
@@ -3339,7 +3349,7 @@ class _NumbaCudaMlir(_NumbaCuda):
             "extensions": dispatcher.extensions,
             "callbacks of its module": dispatcher._module_setup_callbacks or metadata.get("setup_callbacks"),
             _DEPENDS_ON_LAUNCH: metadata.get("required_dynamic_shared_memory"),
-            "memory that Numba counts references of": metadata.get("needs_nrt"),
+            "reference-counted memory": metadata.get("needs_nrt"),
         }
 
     def code(self, compiled: Any) -> tuple[str, str, bytes]:
@@ -3484,6 +3494,12 @@ class _LibCuda:
             self.call("cuFuncSetAttribute", function, 9, carveout)  # PREFERRED_SHARED_MEMORY_CARVEOUT
         return function.value or 0
 
+    def most_threads(self, function: int) -> int:
+        """The threads of the largest block that a CUfunction can be launched with: its registers limit them."""
+        most = _I32()
+        self.call("cuFuncGetAttribute", ctypes.byref(most), 0, _PTR(function))
+        return most.value
+
 
 # -- 8.3 From a kernel to a handler -------------------------------------------------------------------
 # Streams, devices and launches, whatever compiled the kernel.
@@ -3500,7 +3516,8 @@ def _not_launched_alone(signature: _Signature, feature: str) -> TypeError:
 
 def _compile_callable(package: _NumbaCuda, func: Any, signature: _Signature) -> _Compiled:
     def run(arrays: list, stream: Any, _: int) -> None:
-        func(*arrays, stream)
+        if func(*arrays, stream) is not None:
+            raise TypeError("it returns a value: launch kernels that write to the outputs, and return nothing")
 
     return _compile_handler(signature, package.callback(signature, run))
 
@@ -3540,8 +3557,8 @@ def _refuse_writes_to_inputs(record: Any) -> None:
 def _runs_alike_for_all_z(ptx: str) -> bool:
     """Whether a kernel ignores the z of its blocks and never waits for other blocks: z may then count slices.
 
-    Blocks wait for each other by memory fences, loads that read memory anew each time, and atomic exchanges or reads,
-    which may be for ever if not all of them run.
+    Blocks wait for each other, which may be for ever if not all of them run, by memory fences, by loads that read
+    memory anew each time, and by what atomics return.  (By plain loads they must not: CUDA calls that a race.)
     """
     linked_later = set(re.findall(r"\.extern\s+\.func\s*(?:\([^)]*\)\s*)?(\w+)", ptx))
     if not linked_later <= {"vprintf", "__assertfail", "malloc", "free"}:  # unknown code
@@ -3549,8 +3566,11 @@ def _runs_alike_for_all_z(ptx: str) -> bool:
     asks_for_z = r"%n?ctaid\.z|%gridid|%n?clusterid|%cluster_"
     waits = r"\b(membar|fence|griddepcontrol|nanosleep)\b|\.(volatile|acquire|release|acq_rel)\b"
     loads_anew = r"\bld\.[\w.:]*\b(cg|cv|relaxed|mmio)\b"  # cg: from the cache that all blocks share
-    polls = r"\batom\.[^;]*(\b(cas|exch)\b|, 0([fd]0+)?;)"  # to add 0 is to read
-    return not re.search(f"{asks_for_z}|{waits}|{loads_anew}|{polls}", ptx)
+    returned = set(re.findall(r"\batom\.[^;%]*(%\w+)", ptx))
+    uses = collections.Counter(re.findall(r"%\w+", ptx))
+    return not re.search(f"{asks_for_z}|{waits}|{loads_anew}", ptx) and all(
+        uses[register] == 1 for register in returned
+    )
 
 
 def _ask_xla(handler: _Handler, function: str, kind: Any) -> Any:
@@ -3590,10 +3610,11 @@ class _CudaLauncher:
     """cuLaunchKernel, from a handler: on XLA's stream, with what was loaded for the call's device."""
 
     # `functions` are CUfunctions by CUDA ordinal.  What `may_batch` can be launched with more blocks along z.
-    def __init__(self, label: str, libcuda: Any, functions: Mapping[int, int], may_batch: bool = False) -> None:
+    def __init__(self, label: str, libcuda: _LibCuda, functions: Mapping[int, int], may_batch: bool = False) -> None:
         self.label = label
         self.libcuda = libcuda
         self.may_batch = may_batch
+        self.most_threads = min(map(libcuda.most_threads, functions.values()))
         self.table = (_I64 * (max(functions) + 2))()  # the last 0 is for all other devices
         for ordinal, function in functions.items():
             self.table[ordinal] = function
@@ -3700,7 +3721,8 @@ def warp_kernel(
       outs: as for `numba_kernel`; a callable gets what the call got, values included.  A kernel that adds into an
         output says `zero_outputs=True`, or names it in `in_out_argnames`; if the launch is empty, the others are zero.
       launch_dims: the number of threads: an int, a tuple of up to 4, or a callable of the inputs; by default the shape
-        of the kernel's first array (without the dimensions of its elements).  `wp.tid()` should give as many indices.
+        of the first array that is not None (without the dimensions of its elements).  `wp.tid()` should give as many
+        indices.
       block_dim: threads per block on a GPU, by default 256; a block on the CPU has one.
       tiled: True for kernels whose blocks work on tiles, as `warp.launch_tiled` starts them: `launch_dims`, up
         to 3, counts blocks, of `block_dim` threads each.
@@ -3865,7 +3887,11 @@ class _WarpKernel(_Wrapper):
         arrays = [(key, k, self.params[key[0]].dims(specs[k].shape)) for key, k in buffers.items()]
         launch_dims = self._for_inputs("launch_dims", user_ins)
         if launch_dims is None:
-            launch_dims = arrays[0][2] if arrays else ()
+            if not arrays:
+                raise ValueError(
+                    f"{title}: launch_dims is missing, and no array has the number of threads as its shape"
+                )
+            launch_dims = arrays[0][2]
         checked_dims = options.checked_dims(launch_dims)
         with _warp_session() as wp:
             content = _warp_content(wp, self.kernel)
@@ -4516,7 +4542,10 @@ class XLACustomKernel(_Kept):
         return self._define("warp", ["gpu", "cpu"], kg, asdefault, options)
 
     def def_numba_cuda_kernel(self, kg: Any = None, asdefault: bool = False, **options: Any) -> Any:
-        """Register a Numba CUDA kernel (a generator, or `@cuda.jit`) for the GPU; see :meth:`def_kernel`."""
+        """Register a Numba CUDA kernel (a generator, or `@cuda.jit`) for the GPU; see :meth:`def_kernel`.
+
+        Without another launch `launch_dims` is the shape of the first output that has dimensions: x counts its rows.
+        """
         platforms = ["gpu"]
         if _uses_cudasim():
             platforms.append("cpu")  # Numba's simulator: as Warp, where there is no other kernel
