@@ -3218,7 +3218,7 @@ class _NumbaCuda:
         """A handler that launches a kernel; if `batched`, a batch in one launch, where the kernel allows that."""
         launcher = self.launcher(self.adapted(kernel, form), signature)
         batch_launcher = self.batch_launcher(kernel, signature, form) if batched and launcher.may_batch else None
-        if batch_launcher and batch_launcher.most_threads < launcher.most_threads:  # it needs more registers
+        if batch_launcher and launcher.most_threads > batch_launcher.most_threads:  # which needs more registers
             batch_launcher = None
         return _compile_handler(signature, _CudaEmitter(self, launcher, batch_launcher))
 
@@ -3495,7 +3495,7 @@ class _LibCuda:
         return function.value or 0
 
     def most_threads(self, function: int) -> int:
-        """The threads of the largest block that a CUfunction can be launched with: its registers limit them."""
+        """The threads of the largest block of a CUfunction: its registers limit them."""
         most = _I32()
         self.call("cuFuncGetAttribute", ctypes.byref(most), 0, _PTR(function))
         return most.value
@@ -3614,7 +3614,6 @@ class _CudaLauncher:
         self.label = label
         self.libcuda = libcuda
         self.may_batch = may_batch
-        self.most_threads = min(map(libcuda.most_threads, functions.values()))
         self.table = (_I64 * (max(functions) + 2))()  # the last 0 is for all other devices
         for ordinal, function in functions.items():
             self.table[ordinal] = function
@@ -3625,6 +3624,11 @@ class _CudaLauncher:
             return _keep_message(RuntimeError(f"{libcuda.describe(code)}, from a launch with {sizes}"), label)
 
         self.report = ctypes.CFUNCTYPE(_PTR, _I32, ctypes.POINTER(_CudaLaunch))(report)
+
+    @property
+    def most_threads(self) -> int:
+        """The threads of the largest block that every GPU can launch."""
+        return min(map(self.libcuda.most_threads, filter(None, self.table)))
 
     def launch_in(self, handler: _Handler) -> Callable[..., None]:
         """Write what all launches of a call share; returns what writes one, for parameters at these addresses."""
