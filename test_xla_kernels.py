@@ -3485,6 +3485,10 @@ def warp_kernels():
         out[wp.tid()] = h.values[wp.tid()]
 
     @unique_kernel
+    def takes_nothing():
+        wp.tid()
+
+    @unique_kernel
     def takes_anything(x: wp.array(dtype=typing.Any), out: wp.array(dtype=typing.Any)):
         out[wp.tid()] = x[wp.tid()]
 
@@ -3985,6 +3989,7 @@ REFUSED_BY_WARP_KERNEL = [  # the text of an error, a kernel, arguments of a cal
     (r"the parameters \(x, y, out\).* got 1 inputs and 1 outputs", "multiply", (THREE,), {}),
     (r"parameter 'h' is .*; supported are scalars, .* and structs without arrays", "takes_arrays_in_structs", (), {}),
     (r"no generic kernel such as 'takes_anything': wp.overload\(kernel, ", "takes_anything", (), {}),
+    ("launch_dims is missing, and there is no array", "takes_nothing", (), {"outs": (), "has_side_effect": True}),
     (r"launch_dims must be an int or a tuple of ints; got", "multiply", (), {"launch_dims": "3"}),
     (r"1 to 4 numbers from 0 to 2147483647; got \(-1,\)", "multiply", (), {"launch_dims": -1}),
     (r"block_dim must be 1 to 1024 threads; got 2048", "multiply", (), {"block_dim": 2048}),

@@ -3566,11 +3566,9 @@ def _runs_alike_for_all_z(ptx: str) -> bool:
     asks_for_z = r"%n?ctaid\.z|%gridid|%n?clusterid|%cluster_"
     waits = r"\b(membar|fence|griddepcontrol|nanosleep)\b|\.(volatile|acquire|release|acq_rel)\b"
     loads_anew = r"\bld\.[\w.:]*\b(cg|cv|relaxed|mmio)\b"  # cg: from the cache that all blocks share
-    returned = set(re.findall(r"\batom\.[^;%]*(%\w+)", ptx))
-    uses = collections.Counter(re.findall(r"%\w+", ptx))
-    return not re.search(f"{asks_for_z}|{waits}|{loads_anew}", ptx) and all(
-        uses[register] == 1 for register in returned
-    )
+    uses = collections.Counter(re.findall(r"%\w+", ptx))  # of registers
+    is_read = [uses[register] > 1 for register in re.findall(r"\batom\.[^;%[]*(%\w+)", ptx)]
+    return not re.search(f"{asks_for_z}|{waits}|{loads_anew}", ptx) and not any(is_read)
 
 
 def _ask_xla(handler: _Handler, function: str, kind: Any) -> Any:
@@ -3892,9 +3890,7 @@ class _WarpKernel(_Wrapper):
         launch_dims = self._for_inputs("launch_dims", user_ins)
         if launch_dims is None:
             if not arrays:
-                raise ValueError(
-                    f"{title}: launch_dims is missing, and no array has the number of threads as its shape"
-                )
+                raise ValueError(f"{title}: launch_dims is missing, and there is no array of that shape")
             launch_dims = arrays[0][2]
         checked_dims = options.checked_dims(launch_dims)
         with _warp_session() as wp:
@@ -4213,7 +4209,7 @@ def _value_key(value: Any) -> Any:
     """A key for a value: its memory, which the kernel gets, and itself, as functions such as `outs` get that."""
     if hasattr(value, "__ctype__"):  # a struct
         return type(value), repr(value), bytes(value.__ctype__())
-    array = np.asarray(getattr(value, "value", value))
+    array = np.asarray(getattr(value, "value", value))  # where Warp's scalars keep their number
     return type(value), repr(value), array.dtype, array.tobytes()
 
 
