@@ -337,7 +337,7 @@ XLA_FFI_CallFrame = _sized_struct(
 
 # A new dtype is added in four places: its number in c_api.h here; its name in what backends take (_NUMBA_DTYPES,
 # _CUDA_DTYPES, _WARP_DTYPES); its type there (`_array_types`, which looks for that name in Numba;
-# `_NumbaCuda.callback`, by `typestr`; `_warp_scalars`); the docstrings and the README, which say what is refused.
+# `_NumbaCuda.callback`, by `typestr`; `_warp_scalars`); the docstrings, which say what is refused.
 _XLA_FFI_DATA_TYPES = {
     "bool": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint8": 6, "uint16": 7, "uint32": 8, "uint64": 9,
     "float16": 10, "float32": 11, "float64": 12, "complex64": 15, "bfloat16": 16, "complex128": 18,
