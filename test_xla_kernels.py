@@ -3046,6 +3046,11 @@ def test_fakecuda_kernels_that_know_of_z_or_wait_are_launched_per_slice(gpus, pa
     assert len(gpus.launches(jax.vmap(op), jnp.ones((4, 3), np.int32))) == n_launches
 
 
+def test_fakecuda_a_device_function_is_no_kernel(package_cuda):
+    with pytest.raises(TypeError, match=r"takes a function decorated with @cuda\.jit"):
+        xk.numba_cuda_kernel(package_cuda.jit(device=True)(runs("out[0] = x[0]")), like_first, **BLOCK)
+
+
 @pytest.mark.parametrize("more_threads, n_launches", [(-1, 4), (1, 1)])
 def test_fakecuda_a_batch_is_one_launch_if_its_blocks_can_be_as_large(gpus, package_cuda, more_threads, n_launches):
     """The kernel for batches, which is loaded last, may need more registers."""
@@ -4282,6 +4287,17 @@ def test_op_fills_a_dict_in_written_order_or_by_key(kind):
     assert jax.tree.map(list, jax.vmap(call)(np.stack([x, x + 1]))) == {"low": [1, 2], "high": [2, 3]}
 
 
+def test_sizes_may_be_numbers_of_jax():
+    like_four = jax.ShapeDtypeStruct((jnp.int32(4),), np.float32)
+    for call in (wrap(outs=like_four), partial(op_of(lambda x: x + 1), outs=like_four)):
+        np.testing.assert_array_equal(call(F32), F32 + 1)
+
+
+def test_a_platform_is_refused_beside_another():
+    with pytest.raises(NotImplementedError, match=r"runs on the CPU; .*this call is compiled for 'tpu'"):
+        export.export(jax.jit(wrap()), platforms=["tpu", "rocm"])(FLOATS)
+
+
 def test_op_refuses_another_key():
     op = op_of(lambda x: {"loss": x})
     assert op(F32[0], outs=spec()) == op(F32[0], outs={"loss": spec()})["loss"] == F32[0]
@@ -4785,6 +4801,9 @@ def test_op_benchmark_compares_backends():
     of_two.def_kernel("nan", "cpu", lambda: lambda x: [x, np.nan * x])
     assert np.isnan(of_two.benchmark(VECTOR, outs=lambda x: [x, x]).rows[1].difference)
     assert op_adding(a=np.nan, b=np.nan).benchmark(VECTOR, outs=like_first).rows[1].difference == 0
+    calls = itertools.count(1)
+    failing = op_with(lambda: lambda x: jax.pure_callback(lambda x: 1 / (3 - next(calls)) + x, x, x))
+    assert failing.benchmark(VECTOR, outs=like_first).rows[0].error and next(calls) > 3
     table = r"backend .*\na .*\d  0\nb .*\d  nan\nc .*\d  0.5\nbad .*nan  .*KeyError.*"
     assert re.fullmatch(table, str(result))
 
