@@ -389,6 +389,8 @@ def _python(kernel: Any) -> Any:
 
 def _is_stable(module: Any) -> bool:
     """Whether this is the name of a module whose attributes nobody is expected to assign anew."""
+    if str(module) == "numba.core.config":
+        return False
     root = str(module).partition(".")[0]
     return root in ("_operator", "builtins", "cmath", "heapq", "math", "numba", "numba_cuda_mlir", "numpy", "operator")
 
@@ -436,7 +438,7 @@ def _exactly(value: Any) -> Any:
     if is_numpys or kind in (type(None), bool, int, float, complex, str, bytes):
         return kind, pickle.dumps(value)  # exactly: of NaNs and units of time, too
     if kind is types.ModuleType:
-        is_stable = _is_stable(value.__name__) and value.__name__ != "numba.core.config"
+        is_stable = _is_stable(value.__name__)
     elif isinstance(value, (types.FunctionType, types.BuiltinFunctionType, type)):
         is_stable = _is_stable(value.__module__)
     else:
@@ -4065,7 +4067,7 @@ class _WarpParam:
             raise TypeError(f"{refused}, not an instance of that struct")  # Warp would read it as one
         if self.dtype and self.dtype.kind in "iu":
             limits = np.iinfo(self.dtype)
-            numbers = np.ravel(getattr(value, "value", value)).tolist()
+            numbers = _number(value).ravel().tolist()
             if any(isinstance(n, int) and not limits.min <= n <= limits.max for n in numbers):
                 raise ValueError(f"{refused}, which is out of its range")  # Warp would wrap it around
         is_foreign = hasattr(value, "__array__") and not isinstance(value, (np.ndarray, np.generic))
@@ -4205,11 +4207,16 @@ class _WarpSource:
         return {x.label: x.emit() in written for x in code.args if x.label not in without}
 
 
+def _number(value: Any) -> np.ndarray:
+    """A value that is no struct, as an array: Warp's scalars keep their number in `value`."""
+    return np.asarray(getattr(value, "value", value))
+
+
 def _value_key(value: Any) -> Any:
     """A key for a value: its memory, which the kernel gets, and itself, as functions such as `outs` get that."""
     if hasattr(value, "__ctype__"):  # a struct
         return type(value), repr(value), bytes(value.__ctype__())
-    array = np.asarray(getattr(value, "value", value))  # where Warp's scalars keep their number
+    array = _number(value)
     return type(value), repr(value), array.dtype, array.tobytes()
 
 
