@@ -3568,9 +3568,10 @@ def _runs_alike_for_all_z(ptx: str) -> bool:
     asks_for_z = r"%n?ctaid\.z|%gridid|%n?clusterid|%cluster_"
     waits = r"\b(membar|fence|griddepcontrol|nanosleep)\b|\.(volatile|acquire|release|acq_rel)\b"
     loads_anew = r"\bld\.[\w.:]*\b(cg|cv|relaxed|mmio)\b"  # cg: from the cache that all blocks share
+    locks = r"\batom\.[^;]*\b(cas|exch)\b"
     uses = collections.Counter(re.findall(r"%\w+", ptx))  # of registers
     is_read = [uses[register] > 1 for register in re.findall(r"\batom\.[^;%[]*(%\w+)", ptx)]
-    return not re.search(f"{asks_for_z}|{waits}|{loads_anew}", ptx) and not any(is_read)
+    return not re.search(f"{asks_for_z}|{waits}|{loads_anew}|{locks}", ptx) and not any(is_read)
 
 
 def _ask_xla(handler: _Handler, function: str, kind: Any) -> Any:
