@@ -4337,6 +4337,31 @@ def test_op_operands_may_be_numbers_or_arrays_of_other_libraries():
         check_equal(f(), np.float32([3, 4]))
 
 
+class OwnArray(np.ndarray):
+    pass
+
+
+OTHER_BYTE_ORDER = {  # how an array gets where it is called
+    "array": lambda x: x,
+    "without dimensions": lambda x: x[0, ...],
+    "subclass": lambda x: x.view(OwnArray),
+    "recarray": lambda x: x.view(np.recarray),
+    "of __jax_array__": lambda x: types.SimpleNamespace(__jax_array__=lambda: x),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_BYTE_ORDER)
+@pytest.mark.parametrize("call", [lambda x: add_one(x), partial(op_adding(a=1), outs=spec(4, dtype=np.int32))])
+def test_an_input_of_another_byte_order_is_refused_after_one_of_the_same_kind(call, kind):
+    native = np.arange(4, dtype=np.int32)
+    other = native.astype(native.dtype.newbyteorder())
+    make = OTHER_BYTE_ORDER[kind]
+    with contextlib.suppress(TypeError, ValueError):  # an op declares one shape
+        call(make(native))
+    with pytest.raises(TypeError, match=r"input 0.*of another byte order.*newbyteorder\("):
+        call(make(other))
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
     scale: float

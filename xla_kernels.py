@@ -697,7 +697,7 @@ def _check_dtype(dtype: Any, what: str) -> None:
     if issubclass(np.dtype(dtype).type, (np.flexible, np.object_, np.datetime64, np.timedelta64)):
         raise TypeError(f"{what} has the dtype {dtype}: pass numbers, each field of a structured array on its own")
     if not np.dtype(dtype).isnative:
-        raise TypeError(f"{what} has the dtype {dtype}, of another byte order: cast it")
+        raise TypeError(f'{what} has the dtype {dtype}, of another byte order: x.astype(x.dtype.newbyteorder("="))')
 
 
 def _flat_specs(specs: Any, what: str, ins: Sequence[Spec] | None = None) -> tuple[list[Spec], Any]:
@@ -752,7 +752,8 @@ def _input_specs(args: Sequence) -> list[Spec]:
     return specs
 
 
-_INPUT_TYPES: set[type] = {np.ndarray, bool, int, float, complex}  # exact types, which are quick to find; it grows
+# Exact types that JAX takes, which are quick to find; it grows.  None is NumPy's array: its dtypes are checked.
+_INPUT_TYPES: set[type] = {bool, int, float, complex}
 
 
 def _as_inputs(args: Sequence, name: str) -> tuple[Sequence, bool]:
@@ -771,8 +772,14 @@ def _as_inputs(args: Sequence, name: str) -> tuple[Sequence, bool]:
 
 def _as_input(x: Any, i: int, name: str) -> Any:
     """An array of another library becomes one of JAX's, without a copy where JAX can share its memory."""
-    if hasattr(x, "__jax_array__"):
-        return x.__jax_array__()
+    is_wrapped = hasattr(x, "__jax_array__")
+    if is_wrapped:
+        x = x.__jax_array__()
+    is_numpys = isinstance(x, np.ndarray)
+    if is_numpys and not x.dtype.isnative:  # jitted functions read it as native, once they know its kind (jax 0.12)
+        _check_dtype(x.dtype, f"{name}: input {i}")
+    if is_wrapped or is_numpys:
+        return x
     with contextlib.suppress(TypeError):
         jax.typeof(x)
         _INPUT_TYPES.add(type(x))
