@@ -4738,7 +4738,7 @@ def test_op_rule_errors(case):
     op = product_op()
     getattr(op, method)(*args)
     with pytest.raises((ValueError, TypeError), match=re.escape(text)):
-        jax.grad(sum_of(jax.vmap(call_op(op))), (0, 1))(ROWS, ROWS)
+        jax.make_jaxpr(jax.grad(sum_of(jax.vmap(call_op(op))), (0, 1)))(ROWS, ROWS)
 
 
 def test_op_newest_rules_reach_warm_functions():
@@ -4791,6 +4791,71 @@ def test_op_batching_rule_of_some_axes_leaves_others_to_the_general_one():
     check_equal(jax.vmap(product, (None, 0))(matrix, matrix), matrix @ matrix.T)
     check_equal(jax.vmap(product, (0, None))(np.stack([matrix, matrix]), matrix[0])[1], matrix @ matrix[0])
     assert seen == [(None, 0), (0, None)]
+
+
+@functools.cache
+def pass_where_positive():
+    return wrap(runs("out[:] = np.where(x > 0, y, 0)", "x, y, out"))
+
+
+def spike_op(batching_rule=None):
+    """Passes y where x > 0, with a surrogate derivative by x: y."""
+    op = op_with(pass_where_positive)
+    spike = call_op(op)
+    op.def_jvp_rule2(lambda t, x, y: t * y, lambda t, x, y: spike(x, t))
+    op.def_transpose_rule(lambda cts, x, y: [None, spike(x, cts[0])])
+    if batching_rule:
+        op.def_batching_rule(lambda args, axes, outs: batching_rule(op, args, axes))
+    return spike
+
+
+SPIKE_RULES = {
+    "jax": lambda op, args, axes: ([jnp.where(args[0] > 0, args[1], 0)], [0]),
+    "kernel": lambda op, args, axes: ([jax.vmap(pass_where_positive(), axes)(*args).T], [-1]),
+    "op": lambda op, args, axes: xk.general_batching_rule(op, args, axes, outs=[spec(8)]),
+}
+SPIKE_NESTS = {  # functions of x and y [2, 3, 8], and what they are batched by
+    "one": lambda f: lambda x, y: jax.vmap(f)(x[0], y[0]),
+    "columns": lambda f: lambda x, y: jax.vmap(f, (1, 0))(x[0].T, y[0]),
+    "two": lambda f: jax.vmap(jax.vmap(f)),
+    "shared": lambda f: lambda x, y: jax.vmap(jax.vmap(f, (0, 0)), (0, None), 1)(x, y[0]),
+    "loop": lambda f: lambda x, y: jax.lax.map(lambda operands: jax.vmap(jax.jit(f))(*operands), (x, y)),
+}
+
+
+@pytest.mark.parametrize("nest", SPIKE_NESTS)
+@pytest.mark.parametrize("rule", ["jax", "kernel", "op"])
+def test_op_with_a_batching_rule_keeps_its_derivatives(rule, nest):
+    """What the rule runs has others, or none."""
+    x = np.stack([ROWS - 4, 3 - ROWS])
+    y = np.stack([ROWS, 2 * ROWS])
+    f, expected = (SPIKE_NESTS[nest](spike_op(rule)) for rule in (SPIKE_RULES[rule], None))
+
+    def derivatives(f):
+        return jax.jvp(f, (x, y), (y, x)), jax.grad(lambda *operands: (f(*operands) ** 2).sum(), (0, 1))(x, y)
+
+    check_equal(*jax.jit(lambda: (derivatives(f), derivatives(expected)))())
+
+
+def test_op_batching_rule_runs_when_the_op_is_batched_if_that_has_no_derivative():
+    """So it may return what is no batch, close over traced values, use names of axes, and be differentiated."""
+
+    def f(x, scale):
+        op = op_with(lambda: lambda x: [jnp.sin(x), x.sum()])
+
+        @op.def_batching_rule
+        def sines_of_all(args, axes, outs):
+            total = jax.lax.psum(args[0], "outer").sum()
+            return [scale * jnp.sin(args[0][0]), scale * total], [None, None]
+
+        batched = jax.vmap(lambda x: op(x, outs=lambda x: [x, spec()]), out_axes=None)
+        return jax.vmap(batched, axis_name="outer")(x)
+
+    x = np.stack([ROWS, 2 * ROWS])
+    sines, totals = jax.jit(f)(x, 3.0)
+    check_equal(sines, 3 * np.sin(x[:, 0]))
+    check_equal(totals, [3 * x.sum()] * 2)
+    check_equal(jax.grad(lambda x: f(x, 3.0)[0].sum())(x)[:, 0], 3 * np.cos(x[:, 0]))
 
 
 # -- debugging and timing ------------------------------------------------------------------------------

@@ -4655,7 +4655,8 @@ class XLACustomKernel(_Kept):
     def def_batching_rule(self, fun: Callable) -> Callable:
         """Override batching: `fun(args, axes, **params) -> (outputs, output_axes)`; usable as a decorator.
 
-        `axes` holds the batched axis of each operand or None; `params` is as in :meth:`def_jvp_rule`.
+        `axes` holds the batched axis of each operand or None; `params` is as in :meth:`def_jvp_rule`. Of an op with a jvp
+        or a transpose rule, which are the derivatives then, the rule runs when the op is lowered, with batches in front.
         """
         return self._define_rule("batching", fun)
 
@@ -5077,10 +5078,7 @@ class _OpPrimitive(Primitive):
     def bind_batch(self, args: Sequence, axes: Sequence[int | None], /, **params: Any) -> list:
         """Bind with one more vmap; the batched axes of the results are in front."""
         in_axes, batch = _with_axes_in_front(args, axes)
-        size = batch[in_axes.index(0)].shape[0]
-        bound = self.bound(**params)
-        batched = dataclasses.replace(bound, batch=(size, *bound.batch), vmaps=(in_axes, *bound.vmaps))
-        return self.bind(*batch, _bound=batched)
+        return self.bind(*batch, _bound=self.bound(**params).batched(in_axes, batch))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -5094,17 +5092,24 @@ class _OpParams:
     tree: Any = None  # the structure of outs
     vmaps: tuple = ()  # the recorded ones (10.5): the `in_axes` of each
     batch: tuple[int, ...] = ()  # and its size
+    innermost_by_rule: bool = False  # whether the op's batching rule does the innermost of the vmaps
 
     @functools.cached_property
     def key(self) -> tuple:
         """What JAX's caches compare: exactly, as they would take 1 and 1.0 for the same parameter."""
-        return self.outs, self.backend, _tagged(self.params), self.tree, self.vmaps, self.batch
+        vmaps = self.vmaps, self.batch, self.innermost_by_rule
+        return self.outs, self.backend, _tagged(self.params), self.tree, *vmaps
 
     def __hash__(self) -> int:
         return hash(self.key)
 
     def __eq__(self, other: Any) -> bool:
         return type(other) is _OpParams and self.key == other.key
+
+    def batched(self, in_axes: tuple, batch: Sequence) -> _OpParams:
+        """With one more vmap around the others, whose axis is in front."""
+        size = batch[in_axes.index(0)].shape[0]
+        return dataclasses.replace(self, batch=(size, *self.batch), vmaps=(in_axes, *self.vmaps))
 
     @property
     def batched_outs(self) -> list[Spec]:
@@ -5120,16 +5125,21 @@ class _OpParams:
         if self.outs and all(0 in out.shape for out in self.batched_outs):  # not every backend takes it
             return list(map(_zeros, self.batched_outs))
         run_slice = functools.partial(_run_slice, self, entry)
-        if not self.vmaps:
+        vmaps = self.vmaps
+        rule = self.op._rules.get("batching")
+        if rule and self.innermost_by_rule:
+            *vmaps, innermost = vmaps
+            run_slice = functools.partial(_run_batching_rule, self, rule, innermost)
+        if not vmaps:
             return run_slice(*ins)
 
-        batched = _for_each_vmap(jax.vmap, run_slice, self.vmaps)
+        batched = _for_each_vmap(jax.vmap, run_slice, vmaps)
         try:
             closed = jax.make_jaxpr(batched)(*ins)  # traced as a whole first: a failure must leave nothing behind
         except NotImplementedError as error:
             if not str(error).startswith("Batching rule for"):  # JAX's words where a primitive has none (0.9 to 0.12)
                 raise
-            return _for_each_vmap(_sequential, run_slice, self.vmaps)(*ins)
+            return _for_each_vmap(_sequential, run_slice, vmaps)(*ins)
         return jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *ins)
 
 
@@ -5160,6 +5170,13 @@ def _op_lowering(bound: _OpParams, ctx: Any, *ins: Any) -> Any:
 # the op is lowered.  So a `vmap` of an op is recorded: it binds the primitive once more, with its axis in front of the
 # batched operands.  `_OpParams.vmaps` has the `in_axes` of each, the outermost first.  By these `jax.vmap` then batches
 # what runs a slice, or is a rule (10.6).
+#
+# A user's batching rule is for one vmap of the op.  JAX cannot derive what it runs: kernels have no derivatives, and
+# the op's own rules say something else (a surrogate gradient).  So where the op has rules of derivatives, this vmap is
+# recorded too, with a mark, and the rule runs when the op is lowered.  The mark stays when further vmaps are recorded
+# around it.  What the rule itself binds by `general_batching_rule` has no mark, or its lowering would never end.
+# Where the op has no such rules, the batching rule runs at once, as any of JAX's: there it may close over traced values,
+# use the names of outer vmaps, be differentiated, and return results that are no batch (None).
 
 
 def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None], /, **params: Any) -> tuple:
@@ -5206,6 +5223,17 @@ def _op_batching(bound: _OpParams, args: Sequence, axes: Sequence) -> Any:
     if rule is None or bound.vmaps:  # a user's rule is for the op on one slice, not on the batch of a recorded vmap
         results = bound.op.primitive.bind_batch(args, axes, _bound=bound)
         return results, [0] * len(results)
+    if bound.op._rules.keys().isdisjoint({"jvp", "transpose"}):
+        return _call_batching_rule(bound, rule, args, axes)
+    in_axes, batch = _with_axes_in_front(args, axes)
+    jax.eval_shape(functools.partial(_run_batching_rule, bound, rule, in_axes), *batch)  # raises its errors here
+    bound = dataclasses.replace(bound, innermost_by_rule=True)
+    results = bound.op.primitive.bind_batch(batch, in_axes, _bound=bound)
+    return results, [0] * len(results)
+
+
+def _call_batching_rule(bound: _OpParams, rule: Callable, args: Sequence, axes: Sequence) -> tuple[list, list]:
+    """The results of the user's rule for one vmap, and their axes."""
     what = f"the batching rule of {bound.op.name!r}"
     results, result_axes = rule(args, axes, **bound.rule_params)
     if not isinstance(results, (list, tuple)) or not isinstance(result_axes, (list, tuple)):
@@ -5214,6 +5242,13 @@ def _op_batching(bound: _OpParams, args: Sequence, axes: Sequence) -> Any:
     _check_returned(what, list(map(_without_axis, results, result_axes)), "the slices of outs are", bound.outs)
     axes_from_the_front = [axis if axis is None else axis % np.ndim(x) for x, axis in zip(results, result_axes)]
     return results, axes_from_the_front
+
+
+def _run_batching_rule(bound: _OpParams, rule: Callable, in_axes: tuple, *batch: Any) -> list:
+    """The results of the user's rule for a vmap that is recorded, whose axis is in front."""
+    size = batch[in_axes.index(0)].shape[0]
+    results, axes = _call_batching_rule(bound, rule, batch, in_axes)
+    return [_batch_in_front(x, axis, size) for x, axis in zip(results, axes)]
 
 
 def _with_axes_in_front(args: Sequence, axes: Sequence[int | None]) -> tuple[tuple, list]:
@@ -5323,10 +5358,11 @@ def _op_jvp(bound: _OpParams, primals: Sequence, tangents: Sequence) -> tuple:
     primitive = bound.op.primitive
     what = f"the jvp rule of {bound.op.name!r}"
     params = bound.rule_params
+    one_slice = dataclasses.replace(bound, vmaps=(), batch=(), innermost_by_rule=False)
 
     def of_slice(primals: tuple, tangents: tuple) -> tuple:
         if isinstance(rule, list):  # of `defjvp`
-            outputs = primitive.bind(*primals, _bound=dataclasses.replace(bound, vmaps=(), batch=()))
+            outputs = primitive.bind(*primals, _bound=one_slice)
             tangents_out = _add_tangents(primitive, rule, primals, tangents, outputs, params)
         else:
             outputs, tangents_out = rule(primals, tangents, **params)
