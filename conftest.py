@@ -82,7 +82,8 @@ def runs_warp_on_cpu():
         return wp.is_cpu_available()
 
 
-TESTED = ("numba", "cuda", "warp", "warp_gpu", "pallas", "gpu")  # what the report's head and --require know
+# What the report's head and --require know.
+TESTED = ("numba", "cuda", "warp", "warp_gpu", "pallas", "gpu", "cuda package", "gcc", "simulator")
 CONDITIONS = {  # requirement: (is it met?, the reason of the skip); others are packages
     "gpu": (gpu, NO_GPU),
     "no gpu": (has_no_gpu, "shows what can be done without a GPU"),
@@ -159,12 +160,15 @@ def pytest_addoption(parser):
     parser.addoption("--warnings-are-errors", action="store_true", help="but for those that pyproject.toml ignores")
     parser.addoption("--optimize", action="store_true", help="compile as users do, which takes longer")
     parser.addoption("--cells-out", metavar="PATH", help="write which cells of the matrix passed")
+    parser.addoption("--grid-out", metavar="PATH", help="append the grid of the matrix, as Markdown")
     parser.addoption("--bench", action="store_true", help="run the benchmarks, and nothing else")
     parser.addoption("--bench-out", metavar="PREFIX", help="write the benchmark to PREFIX.json, .md and pictures")
 
 
+PACKAGES_OF_HEAD = "jax jaxlib numpy numba warp-lang numba-cuda numba-cuda-mlir brainevent".split()
+
+
 def pytest_report_header(config):
-    packages = ("jax", "jaxlib", "numpy", "numba", "warp-lang", "numba-cuda", "numba-cuda-mlir", "brainevent")
     devices = f"{jax.device_count('cpu')} CPU devices"
     if gpu():
         devices += f", {jax.device_count('cuda')} GPUs"
@@ -183,7 +187,7 @@ def pytest_report_header(config):
             tested.append(requirement)
     settings = [f"{name}={os.environ[name]}" for name in FAST if name in os.environ] or ["as users have them"]
     devices = f"{devices}; compilers' settings: {', '.join(settings)}; testing: {', '.join(tested)}"
-    return [names_and_versions(versions_of(packages)), devices, *others]
+    return [names_and_versions(versions_of(PACKAGES_OF_HEAD)), devices, *others]
 
 
 def names_and_versions(versions):
@@ -252,6 +256,19 @@ def compile_fast():
     jax.config.update("jax_disable_most_optimizations", os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config):
+    """Beside a GPU a few, as each has a CUDA context there."""
+    if finds_gpu() and "PYTEST_XDIST_AUTO_NUM_WORKERS" not in os.environ:
+        return min(4, cores())
+    return None  # xdist's own number
+
+
+def cores():
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config):
     """With -n but no --dist, let workers that are done take over tests from others."""
@@ -298,8 +315,13 @@ def pytest_terminal_summary(terminalreporter, config):
     if path := config.getoption("--cells-out"):
         pathlib.Path(path).write_text(json.dumps(cells), encoding="utf-8")
     if cells or simulated:
-        terminalreporter.section("matrix: transformations that passed, and operations by dtype")
-        terminalreporter.write(grids(cells, simulated))
+        title, text = "matrix: transformations that passed, and operations by dtype", grids(cells, simulated)
+        terminalreporter.section(title)
+        terminalreporter.write(text)
+        if path := config.getoption("--grid-out"):
+            head = names_and_versions(versions_of(PACKAGES_OF_HEAD))
+            with open(path, "a", encoding="utf-8") as file:
+                file.write(f"### {title}\n\nPython {platform.python_version()}, {head}\n\n```\n{text}```\n\n")
     if tables := config.stash.get(TABLES, {}):
         terminalreporter.section("benchmark")
         terminalreporter.write(benchmark_report(tables, config.getoption("--bench-out")))

@@ -1097,6 +1097,7 @@ def marked(cell):
     return pytest.param(*cell, marks=[pytest.mark.skip(reason=reason)] if reason else [])
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("op, backend, transformation, dtype", list(map(marked, all_cells())))
 def test_matrix(op, backend, transformation, dtype):
     call = partial(call_backend, op, backend, np.dtype(dtype))
@@ -1267,6 +1268,7 @@ DISTRIBUTED = """
     """
 
 
+@pytest.mark.optimized
 @pytest.mark.processes
 def test_two_processes_share_a_mesh():
     """A batch of an op is split over the four devices of both."""
@@ -1737,6 +1739,7 @@ def test_a_dtype_without_arithmetic_in_numba_is_refused_with_casts_that_can_be_p
     np.testing.assert_array_equal(result.astype(int), [1, 2, 2, 3])
 
 
+@pytest.mark.optimized
 def test_threads_that_raise_in_a_loop():
     """What a call takes (references, the GIL, memory) is given back where its kernel fails, on every thread.
 
@@ -1842,6 +1845,7 @@ def spin_on_a_thread(x, thread):
 needs_cores = pytest.mark.skipif((os.cpu_count() or 1) < 2 or sys.platform == "win32", reason="needs cores that share")
 
 
+@pytest.mark.optimized
 @needs_cores
 @pytest.mark.parametrize("method", ["sequential", "sequential_unrolled", "broadcast_all", None])
 def test_each_slice_runs_once_on_any_thread_unless_in_order(method):
@@ -1988,12 +1992,14 @@ def writes(code, **options):
     return wrap(numba.njit(**options)(runs(f"{code}\n    out[:] = x", **globals())))
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("code", REFUSED_WRITES)
 def test_a_kernel_that_writes_to_an_input_is_refused(code):
     with pytest.raises(TypeError, match=r"(?s)inputs are read-only, .*input_output_aliases"):
         writes(code)(F32)
 
 
+@pytest.mark.optimized
 @pytest.mark.filterwarnings("ignore::numba.core.errors.NumbaWarning")  # `at` is experimental, a dict casts
 @pytest.mark.parametrize("parallel, code", [
     *itertools.product([False], COPIED_WRITES),
@@ -2024,6 +2030,7 @@ COPIES = {  # a kernel, its inputs, and the bytes that it copies
 }
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("case", COPIES)
 def test_only_the_input_that_a_kernel_may_write_to_is_copied(case):
     kernel, specs, nbytes = COPIES[case]
@@ -2041,6 +2048,7 @@ def accumulate(acc, x, out):
         out[0] += x[i]
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("batch", [(), (3,), (3, 2)])
 def test_what_starts_with_an_input_does_where_xla_lost_the_alias(batch):
     """An alias is a hint: fusions of slices on GPUs lose it.  Here the program has none."""
@@ -2113,6 +2121,7 @@ def test_dicts_are_filled_in_the_order_in_which_they_are_written(case):
         assert jax.tree.map(float, result) == expected
 
 
+@pytest.mark.optimized
 def test_a_kernel_that_may_write_to_an_input_gets_a_copy_where_xla_lost_the_alias():
     """Which stands behind the outputs."""
     x = jnp.arange(4.0)
@@ -2123,6 +2132,7 @@ def test_a_kernel_that_may_write_to_an_input_gets_a_copy_where_xla_lost_the_alia
     np.testing.assert_array_equal(x, [0, 1, 2, 3])
 
 
+@pytest.mark.optimized
 def test_xla_is_told_of_an_alias():
     """So that it copies nothing where the input is donated."""
     donating = [jax.jit(call, donate_argnums=0) for call in (accumulate, lambda acc, x: add_one(acc))]
@@ -2130,6 +2140,7 @@ def test_xla_is_told_of_an_alias():
     assert told < 1000 < 400_000 <= not_told
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_side_effect_keeps_an_unused_call(kept):
     call = wrap(has_side_effect=kept)
@@ -2142,6 +2153,7 @@ def test_a_side_effect_keeps_an_unused_call(kept):
     np.testing.assert_array_equal(compiled(F32), 8 * F32)
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("transform", [lambda kernel: kernel, jax.jit, jax.vmap])
 def test_a_loop_whose_whole_state_is_what_a_kernel_gives(transform):
     """XLA alone moves such a call out of the loop, which then never ends."""
@@ -2277,6 +2289,8 @@ SHARED_BATCHES = """
     """
 
 
+@pytest.mark.optimized
+@pytest.mark.processes
 def test_batches_of_many_callers_on_many_devices():
     """16 callers of 8 devices share XLA's threads, which none may wait for; ten rounds find a lost wake-up.
 
@@ -2331,6 +2345,8 @@ LIFE_OF_A_PROCESS = """
     """
 
 
+@pytest.mark.optimized
+@pytest.mark.processes
 def test_the_life_of_a_process_in_which_an_extension_writes():
     """Fork, late start of the backend, reload, extensions of Numba."""
     run_code(LIFE_OF_A_PROCESS)
@@ -2367,6 +2383,8 @@ WORKQUEUE = """
     """
 
 
+@pytest.mark.optimized
+@pytest.mark.processes
 def test_parallel_kernels_entered_at_once():
     """Numba's workqueue aborts a process in which two threads enter it."""
     run_code(WORKQUEUE, NUMBA_THREADING_LAYER="workqueue")
@@ -2425,6 +2443,8 @@ in_parallel 2.0 2.0 2.0 2.0 2.0 2.0 2.0 2.0
 """
 
 
+@pytest.mark.optimized
+@pytest.mark.processes
 @pytest.mark.filterwarnings("ignore::numba.core.errors.NumbaTypeSafetyWarning")
 def test_a_second_process_compiles_no_kernel_that_numba_caches(tmp_path):
     """Nor does it write to inputs, though what Numba loads does not say what is in it.
@@ -2447,6 +2467,7 @@ def load_beside_another(program):
     return np.asarray(read_exported(program)(F32))
 
 
+@pytest.mark.processes
 def test_a_kernel_of_the_users_name_is_found_in_another_process():
     mine = wrap(name="mine")
     elsewhere = another_process().submit(load_beside_another, exported_here(mine, FLOATS))
@@ -3724,6 +3745,7 @@ SLICES = {  # how a kernel meets others: its body, options, threads that call it
 }
 
 
+@pytest.mark.optimized
 @needs_warp
 @needs_cores
 @pytest.mark.parametrize("how", SLICES)
@@ -4991,12 +5013,14 @@ SPLIT_PROGRAMS = {  # a function, its arrays with the axes that their dimensions
 }  # fmt: skip
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("case", SPLIT_PROGRAMS)
 def test_xla_splits_a_batch(case):
     function, arrays, expected = SPLIT_PROGRAMS[case]
     check_split(function, [on_square(*array) for array in arrays], expected)
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("batched", list(itertools.product([True, False], repeat=3))[:-1])
 def test_xla_splits_a_batch_whose_shared_operands_have_any_rank(batched):
     add = wrap(runs("for i in range(3): out[i] = x[()] + y[0, 0, 0] + i * z[0]", "x, y, z, out"), spec(3))
@@ -5042,6 +5066,7 @@ SHARDED = {  # what is done to the product of two vectors, the arrays, how these
 WITH_WARP = pytest.param("warp", marks=pytest.mark.needs("warp"))
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("kind", ["numba", "explicit", WITH_WARP])
 @pytest.mark.parametrize("program", SHARDED)
 def test_what_is_sharded_stays_sharded_where_it_can(program, kind):
@@ -5066,6 +5091,7 @@ def over_axis(f, axis, **mesh):
     return jax.shard_map(f, in_specs=P(axis), out_specs=P(axis), axis_names={axis}, **mesh)
 
 
+@pytest.mark.optimized
 def test_side_effects_need_a_sharding_that_says_where():
     two_by_two = four_devices(2, 2)
     add_aloud = wrap(runs("print('slice'); out[:] = x + 1"), has_side_effect=True)
@@ -5076,6 +5102,7 @@ def test_side_effects_need_a_sharding_that_says_where():
     check_equal(jax.jit(over_both)(XS), XS + 1)
 
 
+@pytest.mark.optimized
 def test_donation_of_what_is_sharded():
     """With scratch, and a hidden copy of y, which the kernel could write to."""
     kernel = runs("memset(y.ctypes, 0, 0); work[:] = out * y; out[:] = work", "x, y, out, work", memset=memset)
@@ -5087,6 +5114,7 @@ def test_donation_of_what_is_sharded():
     check_equal(products, -XS * YS)
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("define_derivative", [Hadamard.differentiate, define_backward_pass])
 @pytest.mark.parametrize("x_axes, y_axes", [(("d",), ()), ((), ("d",))])
 def test_op_on_a_mesh_of_explicit_axes(x_axes, y_axes, define_derivative):
