@@ -33,6 +33,7 @@ import threading
 import time
 import types
 import typing
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from copy import copy as shallow_copy
@@ -3154,6 +3155,27 @@ def test_fakecuda_a_kernel_that_reads_gets_no_copies(gpus, package_cuda):
     names = {"view": package_cuda.jit(device=True)(lambda x: x), "flat": np.ones(2, np.float32)}
     op = xk.numba_cuda_kernel(own_kernel(package_cuda, "x, out", body, names=names), like_first, **BLOCK)
     assert copied_bytes(program_for_cuda(op, LARGE), LARGE) < 1000
+
+
+class DeviceArray:
+    """What Numba takes for an array on the device."""
+
+    __cuda_array_interface__ = {"shape": (8,), "typestr": "<f4", "data": (0x7000, False), "version": 3}
+
+
+@pytest.mark.parametrize("parameters, options", [
+    ("x, out", {}), ("x, out", {"scalars": ["x"]}), ("x", {"in_out_argnames": ["x"]}),
+], ids=str)  # fmt: skip
+def test_fakecuda_a_global_array_lives_as_long_as_the_program(gpus, package_cuda, parameters, options):
+    """Another array has its name before the program runs."""
+    kernel = own_kernel(package_cuda, parameters, "table[0]", names={"table": DeviceArray()})
+    array = weakref.ref(kernel.py_func.__globals__["table"])
+    op = jax.vmap(xk.numba_cuda_kernel(kernel, like_first, **BLOCK, **options))
+    run = program_for_cuda(op, jnp.ones(4))
+    kernel.py_func.__globals__["table"] = None
+    gc.collect()
+    assert array() is not None
+    run(jnp.ones(4))
 
 
 def cuda_count(x, out):

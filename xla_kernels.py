@@ -2981,7 +2981,9 @@ def numba_cuda_kernel(
     Else, and with `vmap_method="sequential"`, there is a launch for each slice.  For one launch the kernel is compiled
     once more, at the first `vmap` (with `name=` at once), and then reads globals anew.
 
-    A kernel cannot raise: CUDA has no exceptions, and what Numba makes of `raise` is not reported.
+    A global array on the device is read where it lies, and stays in memory for ever; to write to it, as Numba lets a
+    kernel do, changes JAX's array.  A kernel cannot raise: CUDA has no exceptions, and what Numba makes of `raise` is
+    not reported.
 
     With NUMBA_ENABLE_CUDASIM=1 (set before Numba is imported) kernels of `numba.cuda` run in Python on JAX's CPU
     backend.
@@ -3268,7 +3270,7 @@ class _NumbaCuda:
             with self.on_device(ordinal):
                 _, _, cubin = self.code(compiled)
                 functions[ordinal] = libcuda.load(cubin, entry, ordinal, percent)
-        return _CudaLauncher(signature.label, libcuda, functions, _runs_alike_for_all_z(ptx))
+        return _CudaLauncher(signature.label, libcuda, functions, (dispatcher, compiled), _runs_alike_for_all_z(ptx))
 
     def compile_typed(self, dispatcher: Any, signature: _Signature) -> Any:
         """Compile for our arrays: a TypeError if that cannot be."""
@@ -3617,8 +3619,12 @@ def _cuda_place(handler: _Handler) -> tuple[_Word, _Word]:
 class _CudaLauncher:
     """cuLaunchKernel, from a handler: on XLA's stream, with what was loaded for the call's device."""
 
-    # `functions` are CUfunctions by CUDA ordinal.  What `may_batch` can be launched with more blocks along z.
-    def __init__(self, label: str, libcuda: _LibCuda, functions: Mapping[int, int], may_batch: bool = False) -> None:
+    # `functions` are CUfunctions by CUDA ordinal.  `compiled` owns them, and the global device arrays that they read.
+    # What `may_batch` can be launched with more blocks along z.
+    def __init__(
+        self, label: str, libcuda: _LibCuda, functions: Mapping[int, int], compiled: Any, may_batch: bool = False
+    ) -> None:
+        self.compiled = compiled
         self.label = label
         self.libcuda = libcuda
         self.may_batch = may_batch
@@ -4431,7 +4437,7 @@ class _WarpEmitter(_Emitter):
         else:
             self.libcuda = _LibCuda()
             functions = dict(zip(_cuda_ordinals(), [x.entry for x in recorded], strict=True))
-            self.launcher = _CudaLauncher(target.signature.label, self.libcuda, functions)
+            self.launcher = _CudaLauncher(target.signature.label, self.libcuda, functions, recorded)
             self.traits = _COMMAND_BUFFER_COMPATIBLE  # it only launches, always the same
 
     def write(self, handler: _Handler) -> None:
