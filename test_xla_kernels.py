@@ -5,6 +5,7 @@ import collections
 import contextlib
 import ctypes
 import dataclasses
+import decimal
 import doctest
 import enum
 import functools
@@ -4436,6 +4437,38 @@ def test_op_tells_equal_parameters_apart(kind):
 
     for f in (call, jax.jit(call), bind, jax.jit(bind)):
         assert f(0.0) == [len(repr(k)) for k in values]
+
+
+class Rounded:
+    def __repr__(self):
+        return "about 1"
+
+
+class Volt(Rounded, float):
+    pass
+
+
+class Ratio(Rounded, decimal.Decimal):
+    pass
+
+
+class Single(Rounded, np.float64):
+    pass
+
+
+class Level(Rounded, float, enum.Enum):
+    LOW = 1.25
+    HIGH = 1.375
+
+
+VALUES_OF_ONE_REPR = [(Volt(1.25), Volt(1.375)), (Ratio("1.25"), Ratio("1.375")), (Single(1.25), Single(1.375)), Level]
+
+
+@pytest.mark.parametrize("values", VALUES_OF_ONE_REPR)
+def test_op_tells_parameters_of_one_representation_apart(values):
+    op = op_of(lambda x, k: x + float(k))
+    for f in eager_and_jitted(lambda x: [op(x, outs=spec(), k=k) for k in values]):
+        assert f(0.0) == [1.25, 1.375]
 
 
 # -- arrays of 64 bits ---------------------------------------------------------------------------------

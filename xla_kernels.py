@@ -4661,8 +4661,9 @@ class XLACustomKernel(_Kept):
     def def_batching_rule(self, fun: Callable) -> Callable:
         """Override batching: `fun(args, axes, **params) -> (outputs, output_axes)`; usable as a decorator.
 
-        `axes` holds the batched axis of each operand or None; `params` is as in :meth:`def_jvp_rule`. Of an op with a jvp
-        or a transpose rule, which are the derivatives then, the rule runs when the op is lowered, with batches in front.
+        `axes` holds the batched axis of each operand or None; `params` is as in :meth:`def_jvp_rule`. The rule of an op
+        that has a jvp or a transpose rule, too, runs when the op is lowered, with batches in front: so it must not
+        close over traced values, and derivatives are by the op's rules.
         """
         return self._define_rule("batching", fun)
 
@@ -4908,11 +4909,15 @@ def _tagged(value: Any) -> Any:
         compared = [getattr(value, field.name) for field in dataclasses.fields(value) if field.compare]
         return type(value), value, *map(_tagged, compared)
     if isinstance(value, _DIFFERENT_IF_EQUAL):
-        return type(value), repr(value)
+        base = next(cls for cls in type(value).__mro__ if cls.__module__ in _MODULES_OF_EXACT_REPR)
+        if base is type(value):
+            return base, repr(value)
+        return type(value), base.__repr__(value), repr(value), value  # its own repr may say less, or more
     return type(value), value
 
 
-_DIFFERENT_IF_EQUAL = (float, complex, np.generic, decimal.Decimal, range, slice)  # they may be; repr is exact
+_DIFFERENT_IF_EQUAL = (float, complex, np.generic, decimal.Decimal, range, slice)  # they may be
+_MODULES_OF_EXACT_REPR = ("builtins", "decimal", "ml_dtypes", "numpy")
 
 
 # -- 10.3 A kernel: from a generator, or a ready kernel, to its results --------------------------------
@@ -5181,8 +5186,8 @@ def _op_lowering(bound: _OpParams, ctx: Any, *ins: Any) -> Any:
 # the op's own rules say something else (a surrogate gradient).  So where the op has rules of derivatives, this vmap is
 # recorded too, with a mark, and the rule runs when the op is lowered.  The mark stays when further vmaps are recorded
 # around it.  What the rule itself binds by `general_batching_rule` has no mark, or its lowering would never end.
-# Where the op has no such rules, the batching rule runs at once, as any of JAX's: there it may close over traced values,
-# use the names of outer vmaps, be differentiated, and return results that are no batch (None).
+# Where the op has no such rules, the batching rule runs at once, as any of JAX's: there it may close over traced
+# values, use the names of outer vmaps, be differentiated, and return results that are no batch (None).
 
 
 def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None], /, **params: Any) -> tuple:
