@@ -1,21 +1,22 @@
 """Devices, what is available, the head of the report, the grid of the matrix, and the table of the benchmark."""
 
+import collections
 import contextlib
 import ctypes.util
 import datetime
 import functools
-import html
 import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 import io
 import json
-import math
 import os
 import pathlib
 import platform
 import shutil
 import string
+import sys
 
 # Several CPU devices, for shard_map and pmap; must be set before jax makes its backend.
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
@@ -82,28 +83,64 @@ def runs_warp_on_cpu():
         return wp.is_cpu_available()
 
 
-# What the report's head and --require know.
-TESTED = ("numba", "cuda", "warp", "warp_gpu", "pallas", "gpu", "cuda package", "gcc", "simulator")
+def has_four(platform):
+    """Whether JAX has four devices, for shard_map and pmap."""
+    try:
+        return jax.device_count(platform) >= 4
+    except RuntimeError:
+        return False
+
+
+def cores():
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def installed(package):
+    return importlib.util.find_spec(package) is not None
+
+
+def warp_has_grid_stride():
+    import warp as wp
+
+    return "grid_stride" in inspect.signature(wp.kernel).parameters
+
+
+def warp_functions_take_functions():
+    import warp as wp
+
+    return hasattr(wp, "ref")
+
+
 CONDITIONS = {  # requirement: (is it met?, the reason of the skip); others are packages
     "gpu": (gpu, NO_GPU),
     "no gpu": (has_no_gpu, "shows what can be done without a GPU"),
+    "four devices": (functools.partial(has_four, "cpu"), "JAX has fewer than four CPU devices here"),
+    "four gpus": (functools.partial(has_four, "cuda"), "JAX has fewer than four GPUs here"),
     "cuda": (runs_cuda, NO_DEVICE),
     "warp": (runs_warp_on_cpu, "Warp has no compiler for CPUs here"),
     "warp_gpu": (gpu, NO_GPU),
+    "warp 1.15": (warp_has_grid_stride, "Warp 1.15 brought kernels without a grid stride"),
+    "warp 1.19": (warp_functions_take_functions, "Warp 1.19 brought functions that take functions"),
     "simulator": (SIMULATOR, "needs NUMBA_ENABLE_CUDASIM=1 (other tests start such a process)"),
     "compiler": (not SIMULATOR, "the simulator compiles nothing"),
+    "numba-cuda": (installed("numba_cuda"), "numba-cuda is not installed"),
+    "numba-cuda-mlir": (installed("numba_cuda_mlir"), "numba-cuda-mlir is not installed"),
     "cuda package": (
-        any(map(importlib.util.find_spec, ("numba_cuda", "numba_cuda_mlir"))),
-        "neither numba-cuda nor numba-cuda-mlir is installed",
+        installed("numba_cuda") or installed("numba_cuda_mlir"), "neither numba-cuda nor numba-cuda-mlir is installed",
     ),
     "fake driver": (FAKE_DRIVER, "test_cuda_fake_driver runs it"),
     "real driver": (not FAKE_DRIVER, "runs once, without the fake driver"),
+    "linux": (sys.platform == "linux", "CUDA's driver and threads have other names on another system"),
+    "cores": (cores() > 1 and sys.platform != "win32", "needs two cores that share the slices of a batch"),
     "gcc": (shutil.which("gcc"), "no C compiler"),
     "libm": (ctypes.util.find_library("m"), "C's functions of numbers are in no library of their own"),
-}
+}  # fmt: skip
 PACKAGES = dict.fromkeys(CONDITIONS, "numba")  # requirement: the package that it is imported from
-PACKAGES |= {"warp": "warp", "warp_gpu": "warp", "pallas": "jax.experimental.pallas"}
-PACKAGES |= {name: name for name in ("jax", "numba")}
+PACKAGES |= dict.fromkeys(("warp", "warp_gpu", "warp 1.15", "warp 1.19"), "warp")
+PACKAGES |= {"pallas": "jax.experimental.pallas", "jax": "jax", "numba": "numba"}
+# What the report's head and --require know.
+TESTED = ("numba", "cuda", "warp", "warp_gpu", "pallas", "gpu", "four gpus", "cuda package", "gcc", "simulator")
 ON_GPU = {"gpu", "cuda", "warp_gpu"}  # what computes on the GPU if there is one
 
 
@@ -160,6 +197,7 @@ def pytest_addoption(parser):
     parser.addoption("--warnings-are-errors", action="store_true", help="but for those that pyproject.toml ignores")
     parser.addoption("--optimize", action="store_true", help="compile as users do, which takes longer")
     parser.addoption("--cells-out", metavar="PATH", help="write which cells of the matrix passed")
+    parser.addoption("--outcomes-out", metavar="PATH", help="write which tests passed, and why others were skipped")
     parser.addoption("--grid-out", metavar="PATH", help="append the grid of the matrix, as Markdown")
     parser.addoption("--bench", action="store_true", help="run the benchmarks, and nothing else")
     parser.addoption("--bench-out", metavar="PREFIX", help="write the benchmark to PREFIX.json, .md and pictures")
@@ -205,14 +243,12 @@ def versions_of(packages):
 
 
 def requirements_of(item):
-    """What a test needs: the marks `gpu` and `needs(...)`, and of a cell of the matrix what the backend needs."""
-    needed = []
-    for mark in item.iter_markers("needs"):
-        needed += mark.args
+    """What a test needs: the marks `gpu` and `needs(...)`."""
+    needed = [requirement for mark in item.iter_markers("needs") for requirement in mark.args]
     if item.get_closest_marker("gpu"):
         needed.append("gpu")
-    if is_cell(item):
-        needed.append(item.module.BACKENDS[item.callspec.params["backend"]].needs)
+    if platform_of(needed) == "gpu":
+        needed = ["four gpus" if requirement == "four devices" else requirement for requirement in needed]
     return needed
 
 
@@ -264,11 +300,6 @@ def pytest_xdist_auto_num_workers(config):
     return None  # xdist's own number
 
 
-def cores():
-    """Those that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config):
     """With -n but no --dist, let workers that are done take over tests from others."""
@@ -284,9 +315,12 @@ def pytest_collection_modifyitems(config, items):
         (chosen if is_benchmark == config.getoption("--bench") else others).append(item)
     config.hook.pytest_deselected(items=others)
     items[:] = sorted(chosen, key=lambda item: item.get_closest_marker("processes") is None)
-    for number, item in enumerate(items):
-        if is_cell(item):
-            item.user_properties.append(("cell", [number, *cell_of(item)]))
+    cells = [item for item in items if is_cell(item)]
+    for number, item in enumerate(cells):
+        item.user_properties.append(("cell", [number, *cell_of(item)]))
+    if cells:
+        counts = collections.Counter(pair for cell in cells[0].module.all_cells() for pair in pairs_of(cell))
+        getattr(config, "workeroutput", {})["counts"] = config.stash[COUNTS] = dict(counts)
 
 
 @pytest.fixture(autouse=True)
@@ -297,8 +331,10 @@ def computing(request):
 
 
 # ======================================================================================================
-# The grid of the matrix: printed at the end of a run that had cells of it
+# What came out: of all tests with --outcomes-out, and of the cells of the matrix as a grid at the end of a run
 # ======================================================================================================
+
+COUNTS = pytest.StashKey[dict]()  # how many cells there are for each pair that `pairs_of` gives
 
 
 def is_cell(item):
@@ -310,12 +346,30 @@ def cell_of(item):
     return [item.callspec.params[name] for name in ("op", "backend", "transformation", "dtype")]
 
 
+def pairs_of(cell):
+    """Where a cell stands in the two tables of the grid: a row and a column of each."""
+    _, backend, transformation, dtype = cell
+    return (transformation, backend), (dtype, backend)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    """A worker of xdist is done; the process that prints the report collects no tests itself."""
+    if counts := getattr(node, "workeroutput", {}).get("counts"):
+        node.config.stash[COUNTS] = counts
+
+
 def pytest_terminal_summary(terminalreporter, config):
-    cells, simulated = cells_of(terminalreporter.stats)
+    reports = terminalreporter.stats
+    cells, simulated = cells_of(reports)
     if path := config.getoption("--cells-out"):
         pathlib.Path(path).write_text(json.dumps(cells), encoding="utf-8")
+    if path := config.getoption("--outcomes-out"):
+        outcomes = {report.nodeid.partition("::")[2]: outcome for report, outcome in outcomes_of(reports)}
+        pathlib.Path(path).write_text(json.dumps(outcomes), encoding="utf-8")
     if cells or simulated:
-        title, text = "matrix: transformations that passed, and operations by dtype", grids(cells, simulated)
+        title = "matrix: cells that passed, of those that there are"
+        text = grids(cells, simulated, config.stash.get(COUNTS, {}))
         terminalreporter.section(title)
         terminalreporter.write(text)
         if path := config.getoption("--grid-out"):
@@ -327,57 +381,66 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.write(benchmark_report(tables, config.getoption("--bench-out")))
 
 
-def cells_of(stats):
-    """(cell, outcome) of those that ran here, whose outcome may be the reason of a skip; and those that passed in the
-    simulator."""
-    cells, simulated = [], []
+def outcomes_of(reports):
+    """(report, outcome) of each test: "passed", "failed", "error", or the reason of a skip."""
     for outcome in ("passed", "failed", "error", "skipped"):
-        for report in stats.get(outcome, []):
-            properties = dict(getattr(report, "user_properties", []))
-            simulated += properties.get("simulated", [])
-            if "cell" in properties:
-                reason = report.longrepr[2].removeprefix("Skipped: ") if outcome == "skipped" else outcome
-                cells.append((properties["cell"], reason))
+        for report in reports.get(outcome, []):
+            yield report, report.longrepr[2].removeprefix("Skipped: ") if outcome == "skipped" else outcome
+
+
+def cells_of(reports):
+    """[(cell, outcome)] of those that ran here, in the order of the file; and those that passed in the simulator."""
+    cells, simulated = [], []
+    for report, outcome in outcomes_of(reports):
+        properties = dict(getattr(report, "user_properties", []))
+        simulated += properties.get("simulated", [])
+        if "cell" in properties:
+            cells.append((properties["cell"], outcome))
     return [(cell, outcome) for (_, *cell), outcome in sorted(cells)], simulated
 
 
-def grids(cells, simulated):
-    """A table of operations, one of dtypes, and what the letters of skips mean."""
-    simulated = [(cell, "simulator" if not SIMULATOR else "passed") for cell in simulated]
-    by_op, by_dtype = {}, {}
-    for (op, backend, transformation, dtype), outcome in cells + simulated:
-        by_op.setdefault((op, backend), {}).setdefault(outcome, set()).add(transformation)
-        by_dtype.setdefault((dtype, backend), {}).setdefault(outcome, set()).add(op)
-    reasons = []
-    text = grid_text(by_op, reasons) + "\n" + grid_text(by_dtype, reasons)
+def grids(cells, simulated, counts):
+    """Tables of transformations and of dtypes by backend; what failed, by name; and what the letters of skips mean."""
+    outcomes = {tuple(cell): outcome for cell, outcome in cells}
+    for cell in map(tuple, simulated):
+        if outcomes.get(cell) not in ("passed", "failed", "error"):
+            outcomes[cell] = "simulated"
+    by_transformation, by_dtype, reasons = {}, {}, []
+    for cell, outcome in outcomes.items():
+        for table, pair in zip((by_transformation, by_dtype), pairs_of(cell)):
+            table.setdefault(pair, []).append(outcome)
+    text = grid_text(by_transformation, counts, reasons) + "\n" + grid_text(by_dtype, counts, reasons)
+    for cell, outcome in outcomes.items():
+        text += f"FAILED: {'-'.join(cell)}\n" * (outcome in ("failed", "error"))
     for letter, reason in zip(string.ascii_lowercase, reasons):
         text += f"{letter}: skipped: {reason}\n"
-    return text + "sim: on Numba's simulator of CUDA\n" * bool(simulated)
+    return text + "sim: on Numba's simulator of CUDA; n/a: there is no such cell; -: it was not run\n"
 
 
-def grid_text(outcomes, reasons):
-    """The text of {(line, column): {outcome: names}}."""
-    lines, columns = [list(dict.fromkeys(names)) for names in zip(*outcomes)]
-    rows = [["", *columns]]
-    for line in lines:
-        rows.append([line, *[cell_text(outcomes.get((line, column), {}), reasons) for column in columns]])
-    return "".join("  ".join(row).rstrip() + "\n" for row in aligned(rows))
+def grid_text(table, counts, reasons):
+    """The text of {(row, column): outcomes}."""
+    rows, columns = [list(dict.fromkeys(names)) for names in zip(*table)]
+    lines = [["", *columns]]
+    for row in rows:
+        pairs = [(row, column) for column in columns]
+        lines.append([row, *[pair_text(table.get(pair, []), counts.get(pair, 0), reasons) for pair in pairs]])
+    return "".join("  ".join(line).rstrip() + "\n" for line in aligned(lines))
 
 
-def cell_text(outcomes, reasons):
-    """How many passed, how many did not, and letters for those skipped: "28", "26 a", "27 1 FAILED", "27 sim"."""
-    passed = set().union(*[outcomes.get(outcome, ()) for outcome in ("passed", "simulator")])
-    failed = set().union(*[outcomes.get(outcome, ()) for outcome in ("failed", "error")])
-    parts = [str(len(passed - failed))] * bool(passed - failed)
-    parts += [f"{len(failed)} FAILED"] * bool(failed)
-    parts += ["sim"] * ("simulator" in outcomes)
-    for outcome, names in sorted(outcomes.items()):
-        if outcome in ("passed", "failed", "error", "simulator") or names <= passed | failed:
-            continue
-        if outcome not in reasons:
-            reasons.append(outcome)
-        parts.append(string.ascii_lowercase[reasons.index(outcome)])
-    return " ".join(parts) or "-"
+def pair_text(outcomes, count, reasons):
+    """How many passed of how many, how many failed, and letters for skips: "28 of 28 sim", "26 of 28 a", "n/a"."""
+    if not outcomes:
+        return "-" if count else "n/a"
+    n_passed = sum(outcome in ("passed", "simulated") for outcome in outcomes)
+    n_failed = sum(outcome in ("failed", "error") for outcome in outcomes)
+    parts = [f"{n_passed} of {count}"] * (n_passed > 0)
+    parts += [f"{n_failed} FAILED"] * (n_failed > 0)
+    parts += ["sim"] * ("simulated" in outcomes)
+    for reason in sorted(set(outcomes) - {"passed", "simulated", "failed", "error"}):
+        if reason not in reasons:
+            reasons.append(reason)
+        parts.append(string.ascii_lowercase[reasons.index(reason)])
+    return " ".join(parts)
 
 
 def aligned(rows):
@@ -407,9 +470,8 @@ def benchmark_report(tables, prefix):
         pathlib.Path(f"{prefix}.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         pathlib.Path(f"{prefix}.md").write_text(text, encoding="utf-8")
         for title, table in tables.items():
-            if draw := PICTURES.get(table["picture"]):
-                picture = draw(title, table["rows"])
-                pathlib.Path(f"{prefix}-{table['picture']}.svg").write_text(picture, encoding="utf-8")
+            if picture := table["picture"]:
+                draw(f"{prefix}-{picture}.svg", *PICTURES[picture], title, table["rows"], report["date"])
     return text
 
 
@@ -462,65 +524,62 @@ def figures(row):
     return f"{row['value']:.3g} {row['unit']}", extent, ratio
 
 
-# -- its pictures, for light and dark backgrounds ------------------------------------------------------
+# -- its pictures, by the matplotlib of the `bench` extra ----------------------------------------------
+# Of their own white background, so that they read alike on light and dark pages.
 
-SVG = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 740 {height}" font-family="sans-serif" font-size="14">
-<style>
-text {{ fill: #1f2328 }} .axis {{ fill: #59636e; font-size: 12px }} line {{ stroke: #d1d9e0 }}
-.ours {{ fill: #0969da }} .other {{ fill: #818b98 }} path {{ stroke: #0969da }}
-@media (prefers-color-scheme: dark) {{
-text {{ fill: #f0f6fc }} .axis {{ fill: #9198a1 }} line {{ stroke: #3d444d }}
-.ours {{ fill: #4493f8 }} .other {{ fill: #656c76 }} path {{ stroke: #4493f8 }}
-}}
-</style>
-<title>{title}</title>
-{lines}
-</svg>
-"""
-OURS = ("numba_kernel", "warp_kernel", "numba_cuda_kernel", "XLACustomKernel (Numba)")
+OURS, OTHERS, SECOND = "#0969da", "#818b98", "#cf222e"
+PATHS_OF_OURS = ("numba_kernel", "warp_kernel", "numba_cuda_kernel", "XLACustomKernel (Numba)")
 
 
-def svg(title, height, lines):
-    return SVG.format(title=html.escape(title), height=height, lines="\n".join(lines))
+def draw(path, height, draw_in, *args):
+    """Write an SVG of what `draw_in(figure, ...)` draws: the same file for the same figures, and with text as text."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    style = {"svg.fonttype": "none", "svg.hashsalt": "xla_kernels", "font.size": 10, "axes.titlesize": 10}
+    style |= {"axes.spines.top": False, "axes.spines.right": False, "font.family": "sans-serif"}
+    with matplotlib.rc_context(style):
+        figure = Figure((7.4, height), layout="constrained", facecolor="white")
+        draw_in(figure, *args)
+        figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
 
 
-def svg_text(x, y, text, anchor="start", kind=""):
-    return f'<text x="{x:.0f}" y="{y}" text-anchor="{anchor}" class="{kind}">{html.escape(text)}</text>'
-
-
-def speed_picture(title, rows):
-    """Horizontal bars with values, on a logarithmic scale from a decade below the smallest."""
-    rows = sorted([row for row in rows if "value" in row], key=lambda row: row["value"])
-    values, unit = [row["value"] for row in rows], rows[0]["unit"]
-    first, last = math.floor(math.log10(min(values)) - 0.5), math.ceil(math.log10(max(values)))
-    decade = 400 / (last - first)
-    bottom = 40 + 28 * len(rows)
-    lines = [svg_text(220, 20, f"{title}, in {unit} on a logarithmic scale", kind="axis")]
-    for power in range(first, last + 1):
-        x = 220 + decade * (power - first)
-        lines.append(f'<line x1="{x:.0f}" x2="{x:.0f}" y1="32" y2="{bottom}"/>')
-        lines.append(svg_text(x, bottom + 18, f"{10.0**power:,g}", "middle", "axis"))
+def draw_speed(figure, title, rows, date):
+    """A dot for each path on a logarithmic axis, the fastest on top."""
+    rows = sorted([row for row in rows if "value" in row], key=lambda row: row["value"], reverse=True)
+    axes = figure.subplots()
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
     for number, row in enumerate(rows):
-        y, width = 36 + 28 * number, decade * (math.log10(row["value"]) - first)
-        kind = "ours" if row["path"] in OURS else "other"
-        lines.append(svg_text(210, y + 16, row["path"], "end"))
-        lines.append(f'<rect x="220" y="{y}" width="{width:.1f}" height="22" rx="3" class="{kind}"/>')
-        lines.append(svg_text(228 + width, y + 16, f"{row['value']:.3g} {unit}"))
-    return svg(title, bottom + 28, lines)
+        axes.plot(row["value"], number, "o", color=OURS if row["path"] in PATHS_OF_OURS else OTHERS)
+        text = f"{row['value']:.3g}"
+        axes.annotate(text, (row["value"], number), (8, 0), textcoords="offset points", verticalalignment="center")
+    axes.set_yticks(range(len(rows)), [row["path"] for row in rows])
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x", color="#d1d9e0")
+    axes.set_axisbelow(True)
+    axes.margins(x=0.12)
+    axes.set_xlabel(f"{rows[0]['unit']}, logarithmic; lower is better")
+    axes.set_title(f"{title}: CPU, {date}", loc="left")
 
 
-def raster_picture(title, rows):
-    """A dot for each spike: time to the right, a line for each neuron."""
-    spikes = rows[0]["raster"]
-    end, n_neurons = max(time for time, _ in spikes), 1 + max(neuron for _, neuron in spikes)
-    dots = "".join(f"M{40 + 660 * time / end:.1f} {32 + 240 * neuron / n_neurons:.1f}h0" for time, neuron in spikes)
-    lines = [
-        svg_text(40, 20, f"{title}: {n_neurons} of the neurons", kind="axis"),
-        f'<path d="{dots}" stroke-width="2" stroke-linecap="round"/>',
-        svg_text(40, 292, "0", "middle", "axis"),
-        svg_text(700, 292, f"{end:.0f} ms", "end", "axis"),
-    ]
-    return svg(title, 300, lines)
+def draw_raster(figure, title, rows, date):
+    """A dot for each spike, of excitatory and of inhibitory neurons; below them the rate."""
+    import numpy as np
+
+    bar, spikes = 5, np.array(rows[0]["raster"])  # milliseconds of a bar of the rate; (time, number among those shown)
+    n_shown, n_excitatory, every = rows[0]["shown"], rows[0]["excitatory"], rows[0]["every"]
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    for name, color, chosen in (
+        ("inhibitory", SECOND, spikes[:, 1] >= n_excitatory), ("excitatory", OURS, spikes[:, 1] < n_excitatory),
+    ):  # fmt: skip
+        above.plot(*spikes[chosen].T, ".", markersize=2, color=color, label=name)
+    above.legend(loc="upper right", bbox_to_anchor=(1, 1.22), ncols=2, frameon=False, markerscale=5)
+    above.set(ylabel="neuron", ylim=(0, n_shown), xlim=(0, 500))
+    above.set_title(f"Spikes of every {every}th of {n_shown * every:,} neurons", loc="left")
+    counts, edges = np.histogram(spikes[:, 0], np.arange(0, 500 + bar, bar))
+    below.stairs(counts / n_shown / (bar / 1000), edges, color=OTHERS, fill=True)
+    below.set(xlabel="ms", ylabel="rate, Hz")
 
 
-PICTURES = {"speed": speed_picture, "raster": raster_picture}
+PICTURES = {"speed": (2.8, draw_speed), "raster": (3.6, draw_raster)}  # height in inches, function

@@ -583,6 +583,7 @@ class Backend(typing.NamedTuple):
 
 
 SHARD_MAPS = ("shard_map", "eager_shard_map", "grad_of_shard_map", "shard_map_of_grad")
+ON_FOUR_DEVICES = ("pmap", "jit_over_mesh", *SHARD_MAPS)
 NO_SHARD_MAP = dict.fromkeys(SHARD_MAPS, "Pallas does not interpret under check_vma=True")
 NO_EXPORT = {"export": "a function that launches kernels has no name"}
 GRADIENTS_ALONE = dict.fromkeys(["jvp", "jvp_of_grad"], "Warp's adjoints are for first derivatives in reverse mode")
@@ -968,10 +969,7 @@ def default_platform():
 
 
 def mesh_of_four():
-    devices = jax.devices(default_platform())
-    if len(devices) < 4:
-        pytest.skip("needs four devices")
-    return jax.sharding.Mesh(np.array(devices[:4]), "i")
+    return jax.sharding.Mesh(np.array(jax.devices(default_platform())[:4]).reshape(4), "i")
 
 
 SPLIT, REPLICATED = jax.sharding.PartitionSpec("i"), jax.sharding.PartitionSpec()
@@ -1053,8 +1051,9 @@ def all_cells():
             continue
         dtypes = OPS[op].dtypes if transformation in EVERY_DTYPE else ("float32",)
         for dtype, backend in itertools.product(dtypes, BACKENDS):
-            has_dtype = dtype == "float32" or BACKENDS[backend].every_dtype
-            if has_dtype and dtype in dtypes_of(BACKENDS[backend].language):
+            has_dtype = dtype in dtypes_of(BACKENDS[backend].language)
+            is_asked = dtype == "float32" or BACKENDS[backend].every_dtype
+            if has_dtype and is_asked and not left_out(op, backend, transformation):
                 yield op, backend, transformation, dtype
 
 
@@ -1094,9 +1093,10 @@ def check_close(results, expected, tolerance):
 
 
 def marked(cell):
-    """A cell as a parameter: one that is left out is a skip, so that its reason shows in the grid."""
-    reason = left_out(*cell[:3])
-    return pytest.param(*cell, marks=[pytest.mark.skip(reason=reason)] if reason else [])
+    """A cell as a parameter, with what it needs."""
+    _, backend, transformation, _ = cell
+    needed = [BACKENDS[backend].needs] + ["four devices"] * (transformation in ON_FOUR_DEVICES)
+    return pytest.param(*cell, marks=pytest.mark.needs(*needed))
 
 
 @pytest.mark.optimized
@@ -1113,26 +1113,39 @@ def test_matrix(op, backend, transformation, dtype):
     jax.tree.map(np.testing.assert_array_equal, arrays, before)
 
 
+def outcomes_elsewhere(tests, folder, **environment):
+    """{test: "passed", or why it was skipped} of those that `-k tests` selects, in a process with this environment, in
+    which none may fail."""
+    path = folder / "outcomes"
+    options = ["-p", "no:cacheprovider", f"--outcomes-out={path}"]
+    run_python("-m", "pytest", "-q", __file__, "-k", tests, *options, **environment)
+    return json.loads(path.read_text())
+
+
+def skips_for(*requirements):
+    """Why tests that need these are skipped here: nothing where all are there."""
+    return {f"{name}: {conftest.missing(name)}" for name in requirements if conftest.missing(name)}
+
+
+CELLS_IN_SIMULATOR = "test_matrix and {} and not (grad or checkpoint or eager_shard_map)"
+IN_SIMULATOR = {  # what each process runs; of derivatives `jvp` alone, as all others call kernels in its way
+    "numba_cuda_kernel": CELLS_IN_SIMULATOR.format("-numba_cuda_kernel-"),
+    "numba_cuda_callable": CELLS_IN_SIMULATOR.format("-numba_cuda_callable-"),
+    "numba_cuda": CELLS_IN_SIMULATOR.format("-numba_cuda-"),
+    "beside the matrix": "test_on_cuda or test_cudasim or (test_docstring and cuda)",
+}
+
+
 @pytest.mark.processes
 @pytest.mark.needs("compiler")
-def test_cuda_simulator(tmp_path, record_property):
-    """What needs a device, in the simulator, which Numba decides on when it is imported.
-
-    Of derivatives in the matrix `jvp` alone, as all others call kernels in its way.
-    """
-    path = tmp_path / "cells"
-    cells = "test_matrix and -numba_cuda and not (grad or checkpoint or eager_shard_map)"
-    tests = f"test_on_cuda or test_cudasim or (test_docstring and cuda) or {cells}"
-    lines = run_pytest("-k", tests, f"--cells-out={path}", NUMBA_ENABLE_CUDASIM="1", JAX_PLATFORMS="cpu")
-    for kind in "test_on_cuda", "test_cudasim", "numba_cuda_kernel", "numba_cuda_callable":
-        assert re.search(rf"{kind}.* PASSED", lines)
-    outcomes = json.loads(path.read_text())
-    passed = [cell for cell, outcome in outcomes if outcome == "passed"]
-    skipped = [cell[:3] for cell, outcome in outcomes if outcome != "passed"]
-    assert {op for op, *_ in passed} == OPS.keys()
-    assert all(left_out(*cell) for cell in skipped)
-    assert lines.count(" SKIPPED") == len(skipped)
-    record_property("simulated", passed)
+@pytest.mark.parametrize("part", IN_SIMULATOR)
+def test_cuda_simulator(part, tmp_path, record_property):
+    """What needs a device, in the simulator, which Numba decides on when it is imported."""
+    outcomes = outcomes_elsewhere(IN_SIMULATOR[part], tmp_path, NUMBA_ENABLE_CUDASIM="1", JAX_PLATFORMS="cpu")
+    assert set(outcomes.values()) == {"passed"}
+    cells = [re.findall(r"\w+", name)[1:] for name in outcomes if name.startswith("test_matrix")]
+    assert {op for op, *_ in cells} == set(OPS if part in BACKENDS else [])
+    record_property("simulated", cells)
 
 
 # ======================================================================================================
@@ -1844,11 +1857,8 @@ def spin_on_a_thread(x, thread):
     thread[0] = pthread_self()
 
 
-needs_cores = pytest.mark.skipif((os.cpu_count() or 1) < 2 or sys.platform == "win32", reason="needs cores that share")
-
-
 @pytest.mark.optimized
-@needs_cores
+@pytest.mark.needs("cores")
 @pytest.mark.parametrize("method", ["sequential", "sequential_unrolled", "broadcast_all", None])
 def test_each_slice_runs_once_on_any_thread_unless_in_order(method):
     outs = spec(1, dtype="float64"), spec(1, dtype="uint64")
@@ -2599,26 +2609,18 @@ def cuda_op(kernel, outs=like_first, **options):
     return xk.numba_cuda_kernel(cuda.jit(kernel), outs, **options)
 
 
-def run_pytest(*args, **environment):
-    """Run tests of this file in a process with another environment, which must pass; returns what it prints."""
-    return run_python("-m", "pytest", "-v", "-p", "no:cacheprovider", __file__, *args, **environment)
-
-
 # -- the packages that compile CUDA kernels ------------------------------------------------------------
 
 
-@pytest.fixture(params=["numba_cuda_mlir", "numba"])
+CUDA_MODULES = {"numba_cuda_mlir.cuda": "numba-cuda-mlir", "numba.cuda": "numba-cuda"}  # which takes Numba's own place
+
+
+@pytest.fixture(params=[
+    pytest.param(module, marks=pytest.mark.needs("fake driver", package)) for module, package in CUDA_MODULES.items()
+])  # fmt: skip
 def package_cuda(request, gpus):
     """The module `cuda` of the successor of numba-cuda, and of numba-cuda, in a process that has the fake driver."""
-    package = importlib.import_module(f"{request.param}.cuda") if installed_for_cuda(request.param) else None
-    if package is None or getattr(package, "implementation", "") == "Built-in":
-        pytest.skip(f"{request.param} compiles nothing for CUDA here")
-    return package
-
-
-def installed_for_cuda(package):
-    """Where numba-cuda is, it is in the place of `numba.cuda`."""
-    return importlib.util.find_spec({"numba": "numba_cuda"}.get(package, package)) is not None
+    return importlib.import_module(request.param)
 
 
 def is_successor(package_cuda):
@@ -2813,12 +2815,9 @@ R cuGetProcAddress_v2(const char *name, P *result, int version, D flags, int *st
 }
 """
 
-linux = pytest.mark.skipif(sys.platform != "linux", reason="the driver of another platform has another name")
 
-
-@linux
 @pytest.mark.processes
-@pytest.mark.needs("compiler", "real driver", "no gpu", "gcc", "cuda package")
+@pytest.mark.needs("linux", "compiler", "real driver", "no gpu", "gcc", "cuda package")
 def test_cuda_fake_driver(tmp_path):
     """Runs the tests below with the fake driver, on PTX of the packages that are here."""
     (tmp_path / "fake.c").write_text(FAKE_DRIVER)
@@ -2830,10 +2829,8 @@ def test_cuda_fake_driver(tmp_path):
         "NUMBA_CUDA_DRIVER": str(tmp_path / "libcuda.so.1"),
         "XLA_KERNELS_FAKE_CUDA": "1",
     }
-    passed = re.findall(
-        r"test_fakecuda.*\b(numba_cuda_mlir|numba)\b.*PASSED", run_pytest("-k", "test_fakecuda", **environment)
-    )
-    assert set(passed) == set(filter(installed_for_cuda, ("numba_cuda_mlir", "numba")))
+    outcomes = outcomes_elsewhere("test_fakecuda", tmp_path, **environment)
+    assert set(outcomes.values()) == {"passed"} | skips_for("numba-cuda", "numba-cuda-mlir")
 
 
 class FakeGpus:
@@ -2934,8 +2931,6 @@ fake_gpus = functools.cache(FakeGpus)  # the same ones for all tests, as XLA nev
 
 @pytest.fixture
 def gpus(monkeypatch):
-    if reason := conftest.missing("fake driver"):
-        pytest.skip(reason)
     found = fake_gpus()
     monkeypatch.setattr(jax, "local_devices", found.with_gpus)
     monkeypatch.setattr(jax.ffi, "register_ffi_target", found.register_for_cpu)
@@ -3440,12 +3435,12 @@ def test_gpu_a_row_that_a_kernel_reads_and_the_program_replaces():
 
 @on_gpu
 @pytest.mark.parametrize("captured", ["", "FUSION,CUBLAS,CUSTOM_CALL"], ids=["launched", "command buffers"])
-def test_gpu_command_buffers(captured):
+def test_gpu_command_buffers(captured, tmp_path):
     """Tests that run on the GPU, with CUDA graphs off, and on for every computation."""
     flags = f"--xla_gpu_enable_command_buffer={captured} --xla_gpu_graph_min_graph_size=1"
     tests = "test_on_cuda or stream_order or (gpu and warp_ops) or (warp_gpu-vmap-float32 and (blend or csr_event))"
-    lines = run_pytest("-k", tests, XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} {flags}")
-    assert lines.count("PASSED") >= 15  # more with Warp
+    outcomes = outcomes_elsewhere(tests, tmp_path, XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} {flags}")
+    assert set(outcomes.values()) == {"passed"} | skips_for("warp_gpu")
 
 
 @on_gpu
@@ -3770,7 +3765,7 @@ SLICES = {  # how a kernel meets others: its body, options, threads that call it
 
 @pytest.mark.optimized
 @needs_warp
-@needs_cores
+@pytest.mark.needs("cores")
 @pytest.mark.parametrize("how", SLICES)
 def test_warp_slices_of_a_batch_run_on_all_threads_unless_in_order_or_on_tiles(how, tmp_path):
     """Warp keeps the CPU's memory of all tiles behind one pointer."""
@@ -3892,10 +3887,9 @@ def test_warp_on_fake_gpu(fake_gpu):
 
 
 @needs_fake_gpu
+@pytest.mark.needs("warp 1.15")
 def test_warp_grid_of_kernels_without_a_grid_stride(fake_gpu):
     """That of wp_cuda_launch_kernel."""
-    if "grid_stride" not in inspect.signature(wp.kernel).parameters:
-        pytest.skip("they came with Warp 1.15")
 
     @wp.kernel(module="unique", grid_stride=False)
     def nothing(out: floats):
@@ -4001,7 +3995,7 @@ WARP_WRITES = [  # statements that write to the input y, or x
     "second, z = second_and_tail(y)\nz[i] = second",
     "z = out\nfor k in range(i):\n    z[k] = 1.0\n    z = y",
     "h = Holder()\nh.a = y\nadd(h.a, i, 1.0)",
-    pytest.param("n = apply(set_to_one, y, i)", marks=pytest.mark.skipif(not hasattr(wp, "ref"), reason="Warp < 1.19")),
+    pytest.param("n = apply(set_to_one, y, i)", marks=pytest.mark.needs("warp 1.19")),
     "in_c(y)",
     "wp.dense_solve(n=1, A=out, L=out, b=out, x=y)",
 ]
@@ -5118,16 +5112,19 @@ SHARDED = {  # what is done to the product of two vectors, the arrays, how these
     "an axis shared by two batches": (of_pairs, (XS, YS), [("d",), ("d",)], None),
     "parts of slices": (of_parts, (XS_FLAT, XS_FLAT), [(("d", "e"),), (("d", "e"),)], None),
 }
-WITH_WARP = pytest.param("warp", marks=pytest.mark.needs("warp"))
+
+
+def sharded_programs():
+    for kind, program in itertools.product(("numba", "explicit", "warp"), SHARDED):
+        *_, axes_of_result = SHARDED[program]
+        if kind != "explicit" or axes_of_result:  # JAX refuses the others
+            yield pytest.param(program, kind, marks=pytest.mark.needs("warp" if kind == "warp" else "numba"))
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("kind", ["numba", "explicit", WITH_WARP])
-@pytest.mark.parametrize("program", SHARDED)
+@pytest.mark.parametrize("program, kind", list(sharded_programs()))
 def test_what_is_sharded_stays_sharded_where_it_can(program, kind):
     transform, arrays, placed, axes_of_result = SHARDED[program]
-    if kind == "explicit" and not axes_of_result:
-        pytest.skip("JAX refuses it")
     product = call_op(product_op("numba"))
     if kind == "warp":
         product = xk.warp_kernel(warp_kernels().multiply, like_first, differentiable=True)
@@ -5312,7 +5309,7 @@ ADD = {  # by the name of a path: the platform that it is for, and a function of
     "numba_cuda_kernel": ("gpu", lambda out: xk.numba_cuda_kernel(cuda_jit(add_in("cuda")), out, launch_dims=out.size)),
     "warp_kernel": (None, lambda out: xk.warp_kernel(add_in("warp"), out)),
     "XLACustomKernel (Numba)": ("cpu", add_op),
-    "C++ FFI handler": ("cpu", add_cpp),
+    "C++ for XLA": ("cpu", add_cpp),
     "brainevent.numba_kernel": (
         "cpu", lambda out: brainevent().numba_kernel(add_in("numba"), outs=out, vmap_method="sequential"),
     ),
@@ -5376,7 +5373,7 @@ def bench_vmap():
     """vmap over 1,000 slices of 16 elements; by others one after another, but for one that sees a single array"""
     paths = adders()
     if jax.default_backend() == "cpu":
-        paths['C++, "broadcast_all"'] = partial(add_cpp, vmap_method="broadcast_all")
+        paths['C++ for XLA, "broadcast_all"'] = partial(add_cpp, vmap_method="broadcast_all")
     return compare(over(paths, lambda make: timed(jax.jit(jax.vmap(make(spec(16)))), *pair(1000, 16))))
 
 
@@ -5529,10 +5526,11 @@ def bench_spikes():
     """Spikes of the CUBA network in half a second"""
     network = network_of_the_readme()
     steps, neurons = network["steps"], network["neurons"]
-    shown = neurons % 16 == 0
-    raster = np.stack([steps[shown] * 0.1, neurons[shown] // 16], axis=1).round(1).tolist()
-    rate = steps.size / network["n"] / 0.5
-    return [{"case": "", "path": "rate", "value": rate, "unit": "Hz", "raster": raster}]
+    every, n = 16, network["n"]
+    is_shown = neurons % every == 0
+    raster = np.stack([steps[is_shown] * 0.1, neurons[is_shown] // every], axis=1).round(1).tolist()
+    drawn = {"raster": raster, "every": every, "shown": n // every, "excitatory": n * 4 // 5 // every}
+    return [{"case": "", "path": "rate", "value": steps.size / n / 0.5, "unit": "Hz", **drawn}]
 
 
 # -- the tests that measure ----------------------------------------------------------------------------
@@ -5542,17 +5540,18 @@ PICTURES = {"per_call": "speed", "spikes": "raster"}
 BENCHMARKS = {name[6:]: function for name, function in list(globals().items()) if name.startswith("bench_")}
 
 
+ON_PLATFORMS = [(name, "cpu") for name in BENCHMARKS]
+ON_PLATFORMS += [pytest.param(name, "gpu", marks=pytest.mark.gpu) for name in BENCHMARKS if name not in CPU_ONLY]
+
+
 @pytest.mark.bench
-@pytest.mark.parametrize("platform", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("name", BENCHMARKS)
+@pytest.mark.parametrize("name, platform", ON_PLATFORMS)
 def test_bench(name, platform, bench_table):
     title, picture = BENCHMARKS[name].__doc__, PICTURES.get(name)
     settings = {"JAX_PLATFORMS": "cpu", "timeout": None}
     if platform == "gpu":  # where pure_callback needs the CPU as well, and a hang is to cost one comparison only
         settings = {"JAX_PLATFORMS": "cuda,cpu", "timeout": 150}
         title, picture = f"{title} (GPU)", None
-        if name in CPU_ONLY:
-            pytest.skip("is about CPUs")
     report = run_python("-W", "ignore", __file__, name, **settings)
     bench_table(title, {"rows": json.loads(report.splitlines()[-1]), "picture": picture})
 
