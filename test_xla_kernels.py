@@ -1719,7 +1719,6 @@ ERRORS = {  # a word of the error, a function, and its inputs
         (r"negative.*\(-1,\)", partial(wrap, outs=spec(-1))),
         ("in_out_argnames=.*'t' must be the name of an array", partial(wrap, kernel=_running, in_out_argnames=["t"])),
         ("'x' is in scalars and in", partial(wrap, in_out_argnames=["x"], scalars=["x"])),
-        (r"keys \['b', 'a'\].*in the order \['a', 'b'\]", wrap(runs("0", "x, a, b"), dict.fromkeys("ba", FLOATS)), F32),
         ("there is no output -1", wrap(input_output_aliases={0: -1}), F32),
         ("must be equal", wrap(outs=spec(3), input_output_aliases={0: 0}), F32),
         ("an output can alias one input", wrap(outs=FLOATS, input_output_aliases={0: 0, 1: 0}), F32, F32),
@@ -2070,59 +2069,47 @@ def test_what_starts_with_an_input_does_where_xla_lost_the_alias(batch):
     np.testing.assert_array_equal(acc, np.broadcast_to([10, 5], (*batch, 2)))
 
 
-def unlike_sorted(*names):
-    """Specs of numbers under these names, which are not in the order of the alphabet."""
-    return dict.fromkeys(names, spec())
+def numbers_named(names):
+    return dict.fromkeys(names.split(), spec())
 
 
 def lowest_and_highest(x, low, high):
     low[()], high[()] = x.min(), x.max()
 
 
-def double_both(v, a):
-    v[()] *= 2
+def double_both(v, a, two=2):
+    v[()] *= two
     a[()] *= 2
 
 
-def double_in_scratch(x, out, two, zero):
-    zero[()] = 0
+def double_in_scratch(x, z, a, two):
     two[()] = 2
-    out[()] = two[()] * x[0] + zero[()]
+    z[()] = two[()] * x[0]
+    a[()] = two[()] + x[0]
 
 
 DICTS = {  # a kernel, its options, inputs, and what it returns
-    "written": (lowest_and_highest, {"outs": unlike_sorted("low", "high")}, [F32 * 2], {"low": 2, "high": 2}),
-    "returned": (lambda x: (x - 1, x + 1), {"outs": unlike_sorted("low", "high")}, [1.0], {"low": 0, "high": 2}),
-    "nested": (
-        lambda x: ((x, (x + 1, x + 2)), x + 3),
-        {"outs": [{"z": {"y": spec(), "x": (spec(), spec())}, "a": spec()}]},
-        [0.0],
-        [{"z": {"y": 0, "x": (1, 2)}, "a": 3}],
-    ),
-    "in-outs": (
-        double_both,
-        {"outs": unlike_sorted("v", "a"), "in_out_argnames": ("v", "a")},
-        [1.0, 2.0],
-        {"v": 2, "a": 4},
-    ),
+    "in order": (lowest_and_highest, {"outs": numbers_named("low high")}, [[2, 3]], {"low": 2, "high": 3}),
+    "in another order": (lowest_and_highest, {"outs": numbers_named("high low")}, [[2, 3]], {"low": 2, "high": 3}),
+    "in-outs": (double_both, {"outs": numbers_named("a v"), "in_out_argnames": ["v", "a"]}, [1, 2], {"v": 2, "a": 4}),
     "ordered": (
-        lambda x: (x, x + 1),
-        {"outs": collections.OrderedDict(unlike_sorted("z", "a"))},
-        [0.0],
-        collections.OrderedDict(z=0, a=1),
+        lowest_and_highest,
+        {"outs": collections.OrderedDict(numbers_named("high low"))},
+        [[2, 3]],
+        collections.OrderedDict(high=3, low=2),
     ),
     "default": (
-        lambda x: (x, x + 1),
-        {"outs": collections.defaultdict(None, unlike_sorted("z", "a"))},
-        [0.0],
-        {"z": 0, "a": 1},
+        lowest_and_highest,
+        {"outs": collections.defaultdict(None, numbers_named("low high"))},
+        [[2, 3]],
+        {"low": 2, "high": 3},
     ),
-    "scratch": (double_in_scratch, {"outs": spec(), "scratch": unlike_sorted("two", "a_zero")}, [F32], 2),
+    "scratch": (double_in_scratch, {"outs": numbers_named("a z"), "scratch": spec()}, [[3]], {"z": 6, "a": 5}),
 }
 
 
 @pytest.mark.parametrize("case", DICTS)
-def test_dicts_are_filled_in_the_order_in_which_they_are_written(case):
+def test_a_dict_has_the_names_of_output_parameters(case):
     kernel, options, args, expected = DICTS[case]
     call = wrap(kernel, name=f"dicts {case}", **options)
     args = list(map(np.float32, args))
@@ -2131,6 +2118,34 @@ def test_dicts_are_filled_in_the_order_in_which_they_are_written(case):
     exported = export.export(jax.jit(call), disabled_checks=xk.export_checks())(*args).call(*args)
     for result in (call(*args), jax.jit(call)(*args), second, exported):
         assert jax.tree.map(float, result) == expected
+
+
+WRONG_DICTS = {
+    "another key": (
+        lowest_and_highest,
+        {"outs": numbers_named("low top")},
+        r"these are \(low, high\), not \(low, top\)",
+    ),
+    "a key less": (lowest_and_highest, {"outs": numbers_named("low")}, r"these are \(low, high\), not \(low\)"),
+    "in a list": (lowest_and_highest, {"outs": [numbers_named("low high")]}, "no dict is in another pytree"),
+    "of tuples": (lowest_and_highest, {"outs": {"low": (), "high": (spec(),) * 2}}, "no dict is in another pytree"),
+    "scratch": (
+        double_in_scratch,
+        {"outs": numbers_named("z a two"), "scratch": spec()},
+        r"these are \(z, a\), not \(a, two, z\)",
+    ),
+    "scratch as a dict": (lowest_and_highest, {"outs": spec(), "scratch": numbers_named("high")}, "scratch is a spec"),
+    "returned": (lambda x: (x, x), {"outs": numbers_named("a b")}, "there are none: give a tuple, or a NamedTuple"),
+    "no names": (lambda *x: None, {"outs": numbers_named("a b")}, "there are none: give a tuple, or a NamedTuple"),
+    "keys of two types": (lowest_and_highest, {"outs": {"a": spec(), 1: spec()}}, "must be of one type"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_DICTS)
+def test_a_dict_of_other_names_is_refused(case):
+    kernel, options, text = WRONG_DICTS[case]
+    with pytest.raises((ValueError, TypeError), match=text):
+        wrap(kernel, **options)(F32)
 
 
 @pytest.mark.optimized
@@ -3261,10 +3276,10 @@ class FiveTimes:
 @on_device
 def test_on_cuda_callable_launches_several_kernels():
     """By way of a temporary buffer and of an array of its own, eagerly and for every slice."""
-    five_times = xk.numba_cuda_callable(FiveTimes().launch, like_first, scratch=like_first)
+    five_times = xk.numba_cuda_callable(FiveTimes().launch, lambda x: {"out": x}, scratch=like_first)
     x = np.arange(30, dtype=np.float32).reshape(2, 3, 5)
-    np.testing.assert_array_equal(five_times(x[0, 0]), 5 * x[0, 0])
-    np.testing.assert_array_equal(jax.jit(jax.vmap(jax.vmap(five_times)))(x), 5 * x)
+    np.testing.assert_array_equal(five_times(x[0, 0])["out"], 5 * x[0, 0])
+    np.testing.assert_array_equal(jax.jit(jax.vmap(jax.vmap(five_times)))(x)["out"], 5 * x)
 
 
 @on_device
@@ -3657,12 +3672,12 @@ def test_warp_values_are_exported():
 
 
 @needs_warp
-def test_warp_fills_dicts_in_written_order(tmp_path):
+def test_warp_dicts_have_names_of_output_parameters(tmp_path):
     kernel = kernel_with_body("i = wp.tid()\ny[i] = x[i]\nout[i] = 3.0 * x[i]", tmp_path)
     for differentiable in (False, True):
-        call = xk.warp_kernel(kernel, lambda x: {"z": x, "a": x}, differentiable=differentiable)
-        check_equal(jax.jit(call)(F32), {"z": F32, "a": 3 * F32})
-    check_equal(jax.jit(jax.grad(lambda x: (call(x)["z"] + 10 * call(x)["a"]).sum()))(F32), 31 * F32)
+        call = xk.warp_kernel(kernel, lambda x: {"out": x, "y": x}, differentiable=differentiable)
+        check_equal(jax.jit(call)(F32), {"y": F32, "out": 3 * F32})
+    check_equal(jax.jit(jax.grad(lambda x: (call(x)["y"] + 10 * call(x)["out"]).sum()))(F32), 31 * F32)
 
 
 @needs_warp
@@ -4296,34 +4311,37 @@ OUTS = [  # what `outs` may be, and as what it is understood
 def test_op_returns_what_outs_describes():
     """What an op remembers of a call is for its shapes, its dtypes and its structure."""
 
-    def generator(outs):
-        return lambda x: [jnp.zeros(out.shape, out.dtype) for out in outs]
-
-    op = op_with(generator)
+    op = op_of(lambda x: jax.tree.map(lambda out: jnp.zeros(out.shape, out.dtype), understood))
     for outs, understood in OUTS:
         call = partial(op, outs=outs)
         for f in (call, jax.jit(call), jax.disable_jit()(call)):
             assert jax.eval_shape(like_first, f(VECTOR)) == understood
 
 
-LOW_AND_HIGH = {"low": spec(), "high": spec()}  # not in the order of the alphabet
-RETURNED = {  # what a kernel for these outs may return
-    "in order": lambda x: (x.min(), x.max()),
-    "written alike": lambda x: {"low": x.min(), "high": x.max()},
-    "by key": lambda x: {"high": x.max(), "low": x.min()},
-    "ready": numba.njit(lowest_and_highest),
+LOW_AND_HIGH = {"low": spec(), "high": spec()}
+Extremes = collections.namedtuple("Extremes", "low high")
+RETURNED = {  # what a kernel may return for outs that are a dict
+    "dict": lambda outs: lambda x: {"low": x.min(), "high": x.max()},
+    "of sorted outs": lambda outs: lambda x: dict(zip(["high", "low"], [x.max(), x.min()])),
+    "wrapper": lambda outs: wrap(lowest_and_highest, LOW_AND_HIGH),
 }
 
 
 @pytest.mark.parametrize("kind", RETURNED)
-def test_op_fills_a_dict_in_written_order_or_by_key(kind):
-    kernel = RETURNED[kind]
-    op = op_with(kernel if kind == "ready" else lambda: kernel)
-    call = partial(op, outs=LOW_AND_HIGH)
+def test_op_returns_a_dict_that_its_kernel_returns(kind):
+    call = partial(op_with(RETURNED[kind]), outs=LOW_AND_HIGH)
     x = np.array([1, 2], np.float32)
     for f in (call, jax.jit(call), jax.disable_jit()(call)):
         assert f(x) == {"low": 1, "high": 2}
     assert jax.tree.map(list, jax.vmap(call)(np.stack([x, x + 1]))) == {"low": [1, 2], "high": [2, 3]}
+
+
+@pytest.mark.parametrize("kernel", [numba.njit(lowest_and_highest), lambda: lambda x: (x.min(), x.max())])
+def test_op_wants_a_dict_for_a_dict_or_a_namedtuple(kernel):
+    op = op_with(kernel)
+    assert op(VECTOR, outs=Extremes(spec(), spec())) == Extremes(1, 8)
+    with pytest.raises(ValueError, match=r"\(\*, \*\)\), but outs declares .*'high'.*or a NamedTuple, which"):
+        op(VECTOR, outs=LOW_AND_HIGH)
 
 
 def test_sizes_may_be_numbers_of_jax():
@@ -4347,20 +4365,8 @@ def test_op_refuses_another_key():
 @pytest.mark.parametrize("outs", [LOW_AND_HIGH, [spec(), spec()]])
 def test_op_refuses_a_dict_of_other_keys(outs):
     op = op_of(lambda x: {"low": x.min(), "top": x.max()})
-    with pytest.raises(ValueError, match=r"'op'.*returned .*'low': \*, 'top'.*return that, or a tuple"):
+    with pytest.raises(ValueError, match=r"'op'.*returned .*'low': \*, 'top'.*return that, or declare a tuple"):
         op(VECTOR, outs=outs)
-
-
-def test_op_refuses_a_dict_whose_keys_are_output_parameters_in_another_order():
-    def kernel(x, low, top):
-        low[()] = x.min()
-        top[()] = x.max()
-
-    op = xk.XLACustomKernel("extremes")
-    op.def_numba_kernel(numba.njit(kernel))
-    check_equal(op(VECTOR, outs={"low": spec(), "top": spec()}), {"low": VECTOR.min(), "top": VECTOR.max()})
-    with pytest.raises(ValueError, match=r"keys \['top', 'low'\].*in the order \['low', 'top'\]"):
-        op(VECTOR, outs={"top": spec(), "low": spec()})
 
 
 def test_op_operands_may_be_numbers_or_arrays_of_other_libraries():
@@ -4716,7 +4722,7 @@ def like_sine_and_signs(x, n):
 
 def sine_and_signs(x, n, a):
     """Two outputs of two dtypes: sin(a x) and, as integers, n times the signs."""
-    return jnp.sin(a * x), jnp.sign(x).astype(np.int32) * n
+    return {"sine": jnp.sin(a * x), "times_sign": jnp.sign(x).astype(np.int32) * n}
 
 
 def define_jvp_rules_by_operand(op):

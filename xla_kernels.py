@@ -639,56 +639,27 @@ def _show(spec: Any) -> str:
     return f"{getattr(spec.dtype, 'name', spec.dtype)}[{sizes}]"
 
 
-@jax.tree_util.register_pytree_node_class
-class _Written(dict):
-    """A dict whose leaves come in the order in which it is written, as buffers do: of others JAX sorts the keys.
-
-    Unflattening gives a plain dict, which flattens in another order: never give JAX the structure.
-    """
-
-    def tree_flatten(self) -> tuple[tuple, tuple]:
-        return tuple(map(_as_written, self.values())), tuple(self)
-
-    @classmethod
-    def tree_unflatten(cls, keys: tuple, values: Iterable) -> dict:
-        return dict(zip(keys, values, strict=True))
-
-
-def _as_written(tree: Any) -> Any:
-    sorted_by_jax = (dict, collections.defaultdict)
-
-    def is_leaf(x: Any) -> bool:
-        return type(x) in (*sorted_by_jax, *_SYMBOLIC) or _is_spec(x)
-
-    def written(x: Any) -> Any:
-        if type(x) in _SYMBOLIC:  # for JAX it has no leaves
-            return x.aval
-        return _Written(x) if type(x) in sorted_by_jax else x
-
-    return jax.tree.map(written, tree, is_leaf=is_leaf)
-
-
 def _flatten(tree: Any) -> tuple[list, Any]:
-    """The leaves of a pytree, those of dicts in written order, and its structure, which makes plain dicts of them."""
-    return jax.tree.flatten(_as_written(tree), _is_spec)
+    """The specs of a pytree, in JAX's order, and its structure."""
+    try:
+        leaves, structure = jax.tree.flatten(tree, _is_leaf)
+    except ValueError as error:
+        raise TypeError(f"JAX sorts the keys of a dict, so they must be of one type; got {tree}") from error
+    return [x.aval if type(x) in _SYMBOLIC else x for x in leaves], structure
 
 
-def _leaves_like(tree: Any, returned: Any, what: str) -> list:
-    """The leaves of what a function returned, in the order of a structure of declared outputs: of dicts by key."""
-    outs = tree.unflatten(range(tree.num_leaves))
-    order, declared = jax.tree.flatten(outs)
-    structure: Any = jax.tree.structure(returned)
-    leaves = jax.tree.leaves(returned)
-    if structure == declared:
-        return [leaves[order.index(k)] for k in range(len(leaves))]
-    if _has_dicts(returned) and (len(leaves) > 1 or _has_dicts(outs)):
-        raise ValueError(f"{what} returned {structure}, but outs declares {declared}: return that, or a tuple")
-    return leaves
+def _is_leaf(x: Any) -> bool:
+    return type(x) in _SYMBOLIC or _is_spec(x)  # for JAX a symbolic value has no leaves
 
 
-def _has_dicts(tree: Any) -> bool:
-    parts = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, dict))
-    return any(isinstance(part, dict) for part in parts)
+def _numbers(structure: Any) -> Any:
+    """A pytree of this structure, whose leaves are their numbers."""
+    return structure.unflatten(range(structure.num_leaves))
+
+
+def _has_dicts(structure: Any) -> bool:
+    parts = jax.tree.leaves(_numbers(structure), is_leaf=lambda x: isinstance(x, Mapping))
+    return any(isinstance(part, Mapping) for part in parts)
 
 
 def _check_dtype(dtype: Any, what: str) -> None:
@@ -710,10 +681,6 @@ def _flat_specs(specs: Any, what: str, ins: Sequence[Spec] | None = None) -> tup
     for i, leaf in enumerate(leaves):
         name = f"{what}[{i}]" if len(leaves) > 1 else what
         declared.append(_declared_spec(leaf, name, ins))
-    try:
-        jax.tree.structure(tree.unflatten(leaves))  # what JAX will do with the results
-    except ValueError as error:
-        raise TypeError(f"{what}: JAX sorts the keys of a dict, so they must be of one type; got {specs}") from error
     return declared, tree
 
 
@@ -1092,12 +1059,12 @@ def _factor_name(n: int) -> str:
 # -- 5.3 What a public function is given: a kernel, and options ----------------------------------------
 
 
-def _parameters(kernel: Any) -> tuple[str, ...]:
+def _parameters(kernel: Any, with_defaults: bool = True) -> tuple[str, ...]:
     """The names by which a kernel's arguments can be given, in order; none if the first have no names."""
     with contextlib.suppress(TypeError, ValueError):
         parameters = inspect.signature(_python(kernel)).parameters.values()
         named = itertools.takewhile(lambda parameter: parameter.kind is parameter.POSITIONAL_OR_KEYWORD, parameters)
-        return tuple(parameter.name for parameter in named)
+        return tuple(x.name for x in named if with_defaults or x.default is x.empty)
     return ()
 
 
@@ -1296,29 +1263,46 @@ class _Wrapper(_Kept):
 
     def _trace(self, *args: Any) -> Any:
         ins = _input_specs(args)
-        declared = self._for_inputs("outs", ins)
-        self._check_keys(declared, len(ins))
-        outs, tree = _flat_specs(declared, "outs", ins)
-        return tree.unflatten(self._leaves(outs, *args))
+        outs, tree = _flat_specs(self._for_inputs("outs", ins), "outs", ins)
+        if not _has_dicts(tree):
+            return tree.unflatten(self._leaves(outs, *args))
+        order = self._order_of_dict(tree, ins)
+        results = self._leaves([outs[k] for k in order], *args)
+        return tree.unflatten([results[order.index(k)] for k in range(len(order))])
 
-    def _check_keys(self, outs: Any, n_in: int) -> None:
-        """Raise if the keys of a dict are the names of output parameters in another order than these."""
-        if not isinstance(outs, dict):
-            return
-        order = [name for name in (*self.in_outs, *self.parameters[n_in:]) if name in outs]
-        keys = [key for key in outs if key in order]
-        if keys != order:
-            raise ValueError(
-                f"{self.title}: outs has the keys {keys}, but these parameters are in the order {order}: write the "
-                "dict in that order, or give it keys that are no parameters"
-            )
+    def _order_of_dict(self, tree: Any, ins: Sequence[Spec]) -> list[int]:
+        """Which leaf of `outs`, a dict of specs by the names of output parameters, each of these parameters has."""
+        names = self._output_names(ins)
+        outs = _numbers(tree)
+        if not names:
+            fix = "here there are none: give a tuple, or a NamedTuple, in the order of the outputs"
+        elif not isinstance(outs, Mapping) or not all(isinstance(leaf, int) for leaf in outs.values()):
+            fix = f"each of ({', '.join(names)}) is a spec, and no dict is in another pytree; or give tuples"
+        elif outs.keys() != {*names}:
+            fix = f"these are ({', '.join(names)}), not ({', '.join(map(str, outs))})"
+        else:
+            return [outs[name] for name in names]
+        raise ValueError(f"{self.title}: a dict as outs has the names of the kernel's output parameters: {fix}")
+
+    def _output_names(self, ins: Sequence[Spec]) -> list[str]:
+        """The parameters of the results, in the kernel's order."""
+        required = _parameters(self.kernel, with_defaults=False)
+        behind_inputs = [name for name in self.parameters[len(ins) :] if name in required]
+        n_outputs = len(behind_inputs) - len(self._scratch(ins))
+        return [*self.in_outs, *behind_inputs[:n_outputs]]
+
+    def _scratch(self, ins: Sequence[Spec]) -> list[Spec]:
+        scratch, tree = _flat_specs(self._for_inputs("scratch", ins), "scratch", ins)
+        if _has_dicts(tree):
+            raise ValueError(f"{self.title}: scratch is a spec, or a tuple of them in the kernel's order; got {tree}")
+        return scratch
 
     def _leaves(self, outs: list[Spec], *args: Any) -> list:
         return self._resolve(_input_specs(args), outs).bind(args)
 
     def _resolve(self, ins: list[Spec], outs: list[Spec]) -> _Call:
         """The call with these inputs and declared outputs, and what runs it."""
-        scratch, _ = _flat_specs(self._for_inputs("scratch", ins), "scratch", ins)
+        scratch = self._scratch(ins)
         aliases = self._numbered_aliases(ins, outs)
         zeroed = set(range(len(outs))) - set(aliases.values()) if self.options.zero_outputs else ()
         buffers = tuple(ins), (*outs, *scratch), len(outs)
@@ -2421,8 +2405,8 @@ def numba_kernel(
       kernel: a function decorated with `numba.njit` (any options), `numba.vectorize` or `numba.guvectorize`, or a
         plain one, which is jitted.  Without it, `numba_kernel(outs=...)` is a decorator.
       outs: the outputs, uninitialized: a `jax.ShapeDtypeStruct` (anything with `.shape` and `.dtype`), a pytree of
-        them, or a callable of the inputs' `ShapeDtypeStruct`s that returns one.  Results have its structure.  The
-        values of a dict are outputs in the order in which it is written.
+        them, or a callable of the inputs' `ShapeDtypeStruct`s that returns one.  Results have its structure.  A dict,
+        which stands alone, has the names of the kernel's output parameters, in any order.
       vmap_method: "sequential" and "sequential_unrolled" run the slices of a batch in order on one thread; with any
         other, XLA's threads share the slices of a batch for which that pays.  The results are the same.
       input_output_aliases: `{i: j}`: output j starts with the value of input i (or of that name) and, where XLA can,
@@ -3198,6 +3182,9 @@ class _CudaCallable(_CudaWrapper):
             takes = "a Python function that launches kernels (for one kernel use numba_cuda_kernel)"
             raise _wrong_kernel("numba_cuda_callable", takes, func)
         super().__init__(func, options)
+
+    def _output_names(self, ins: Sequence[Spec]) -> list[str]:
+        return super()._output_names(ins)[:-1]  # without the stream
 
     def _find_target(self, call: _Call) -> _Target:
         package = _cuda_package_named_by(self.kernel, self.title)
@@ -4483,8 +4470,8 @@ class XLACustomKernel(_Kept):
     Calling the op, `op(*ins, outs=..., backend=None, **params)`:
       ins: arrays, Python scalars, or anything with `__dlpack__` (Warp, PyTorch and CuPy arrays).
       outs: what the op returns: a `jax.ShapeDtypeStruct` (or anything with `.shape` and `.dtype`), a pytree of them,
-        or a callable of the operands' abstract values that returns one. The values of a dict are outputs in the order
-        in which it is written; from a kernel that returns a dict they are taken by key.
+        or a callable of the operands' abstract values that returns one. JAX sorts the keys of a dict, so a kernel must
+        return a dict of these keys for it; for ready kernels, which return tuples, a NamedTuple keeps names and order.
       backend: a registered one; by default that of the platform which the computation is lowered for.
       params: static, hashable parameters, handed to generators and rules.  Values of a class with an `__eq__` of its
         own that are equal are one (but 1, 1.0 and True are three).
@@ -4909,7 +4896,7 @@ def _tagged(value: Any) -> Any:
         compared = [getattr(value, field.name) for field in dataclasses.fields(value) if field.compare]
         return type(value), value, *map(_tagged, compared)
     if isinstance(value, _DIFFERENT_IF_EQUAL):
-        base = next(cls for cls in type(value).__mro__ if cls.__module__ in _MODULES_OF_EXACT_REPR)
+        base: Any = next(cls for cls in type(value).__mro__ if cls.__module__ in _MODULES_OF_EXACT_REPR)
         if base is type(value):
             return base, repr(value)
         return type(value), base.__repr__(value), repr(value), value  # its own repr may say less, or more
@@ -4971,10 +4958,7 @@ def _run_slice(bound: _OpParams, entry: KernelEntry, *ins: Any) -> list:
     """The flat list of results of a kernel for the operands of one slice."""
     what = f"{bound.op.title}: the kernel of backend {entry.backend!r} for platform {entry.platform!r}"
     try:
-        function = _function_to_trace(bound, entry, ins)
-        if hasattr(function, "_check_keys"):  # a wrapper, which gets the outputs without their names
-            function._check_keys(bound.tree.unflatten(bound.outs), len(ins))
-        results = function(*ins)
+        results = _function_to_trace(bound, entry, ins)(*ins)
     except Exception as error:
         backends = ", ".join(bound.op.available_backends(entry.platform))
         error.add_note(f"{what} raised this; {entry.platform!r} has {backends}: choose with backend=")
@@ -5013,8 +4997,14 @@ def _call_generator(bound: _OpParams, entry: KernelEntry, axes: frozenset) -> Ca
 
 
 def _outputs(what: str, returned: Any, outs: Sequence, tree: Any) -> list:
-    """The outputs that a kernel or a rule returned, as arrays: in any container, but dicts by the keys of `tree`."""
-    arrays = list(map(_as_array, _leaves_like(tree, returned, what)))
+    """The outputs that a kernel or a rule returned, as arrays: in any container, but dicts only as declared."""
+    leaves, structure = jax.tree.flatten(returned)
+    if structure != tree and (_has_dicts(tree) or (_has_dicts(structure) and len(leaves) > 1)):
+        raise ValueError(
+            f"{what} returned {structure}, but outs declares {tree}: return that, or declare a tuple, or a NamedTuple, "
+            "which keeps names and order"
+        )
+    arrays = list(map(_as_array, leaves))
     _check_returned(what, arrays, "outs declares", outs)
     return arrays
 
@@ -5139,8 +5129,8 @@ class _OpParams:
         vmaps = self.vmaps
         rule = self.op._rules.get("batching")
         if rule and self.innermost_by_rule:
-            *vmaps, innermost = vmaps
-            run_slice = functools.partial(_run_batching_rule, self, rule, innermost)
+            run_slice = functools.partial(_run_batching_rule, self, rule, vmaps[-1])
+            vmaps = vmaps[:-1]
         if not vmaps:
             return run_slice(*ins)
 
@@ -5377,7 +5367,8 @@ def _op_jvp(bound: _OpParams, primals: Sequence, tangents: Sequence) -> tuple:
             tangents_out = _add_tangents(primitive, rule, primals, tangents, outputs, params)
         else:
             outputs, tangents_out = rule(primals, tangents, **params)
-        outputs = _outputs(what, outputs, params["outs"] or jax.tree.leaves(outputs), bound.tree)
+        tree = bound.tree if _has_dicts(jax.tree.structure(outputs)) else jax.tree.structure([*bound.outs])
+        outputs = _outputs(what, outputs, params["outs"] or jax.tree.leaves(outputs), tree)
         avals = list(map(jax.typeof, outputs))
         return outputs, _from_rule(what, tangents_out, "the outputs are", avals)
 
