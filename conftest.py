@@ -25,6 +25,8 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 import jax
 import pytest
 
+pytest_plugins = ("pytester",)  # for the tests of this file
+
 
 def finds_gpu():
     """Whether JAX will find an NVIDIA GPU: it has a plugin for it, and CUDA's driver lists one."""

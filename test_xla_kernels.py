@@ -5187,6 +5187,95 @@ def test_op_on_a_mesh_of_explicit_axes(x_axes, y_axes, define_derivative):
 
 
 # ======================================================================================================
+# conftest.py: what is missing, what is required, and the grid
+# ======================================================================================================
+
+TWO_TESTS = """
+    import pytest
+
+    @pytest.mark.needs("warp")
+    def test_of_warp(): pass
+
+    def test_of_nothing(): pass
+"""
+A_MATRIX = """
+    import pytest
+
+    CELLS = [("add", "numba", "jit", "float32"), ("add", "warp", "jit", "float32"), ("add", "numba", "vmap", "float32"),
+             ("lif", "numba", "jit", "float32"), ("lif", "numba", "jit", "int8"), ("lif", "warp", "jit", "float32")]
+
+    def all_cells():
+        return CELLS
+
+    @pytest.mark.parametrize("op, backend, transformation, dtype", CELLS)
+    def test_matrix(op, backend, transformation, dtype, record_property):
+        if backend == "warp":
+            pytest.skip("no Warp")
+        record_property("simulated", [("lif", "warp", "jit", "float32")])
+        assert dtype != "int8"
+"""
+
+
+@pytest.fixture
+def run_tests(pytester, monkeypatch):
+    """A function that runs a test file with this conftest, where Warp is missing."""
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    monkeypatch.setattr(conftest, "missing", {"warp": "warp is not installed"}.get)
+    shutil.copy(ROOT / "pyproject.toml", pytester.path)
+
+    def run(source, *options):
+        pytester.makepyfile(source)
+        always = ["-p", "no:cacheprovider", "-o", "testpaths=.", "--optimize"]
+        return pytester.runpytest_inprocess(*always, *options, plugins=[conftest])
+
+    return run
+
+
+def test_conftest_what_is_missing_is_skipped_with_the_reason(run_tests):
+    result = run_tests(TWO_TESTS)
+    result.assert_outcomes(passed=1, skipped=1)
+    result.stdout.fnmatch_lines(["skipped: warp (warp is not installed)", "SKIPPED * warp: warp is not installed"])
+
+
+def test_conftest_what_is_required_fails(run_tests):
+    result = run_tests(TWO_TESTS, "--require=numba,warp")
+    result.assert_outcomes(passed=1, errors=1)
+    result.stdout.fnmatch_lines(["*--require=warp: warp is not installed"])
+
+
+def test_conftest_refuses_a_requirement_that_it_does_not_know(run_tests):
+    result = run_tests(TWO_TESTS, "--require=wrap")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*--require=wrap: unknown; choose from numba, *"])
+
+
+def test_conftest_outcomes_are_data(run_tests, pytester):
+    run_tests(TWO_TESTS, "--outcomes-out=outcomes")
+    outcomes = json.loads((pytester.path / "outcomes").read_text())
+    assert outcomes == {"test_of_nothing": "passed", "test_of_warp": "warp: warp is not installed"}
+
+
+def test_conftest_grid(run_tests, pytester):
+    result = run_tests(A_MATRIX, "--cells-out=cells", "--grid-out=grid.md", "-k", "not vmap-float32")
+    grid = """
+         numba            warp
+    jit  2 of 3 1 FAILED  1 of 2 sim a
+
+             numba     warp
+    float32  2 of 3    1 of 2 sim a
+    int8     1 FAILED  n/a
+    FAILED: lif-numba-jit-int8
+    a: skipped: no Warp
+    """
+    result.stdout.fnmatch_lines(textwrap.dedent(grid).split("\n")[1:-1], consecutive=True)
+    assert textwrap.dedent(grid) in (pytester.path / "grid.md").read_text()
+    cells = json.loads((pytester.path / "cells").read_text())
+    assert [(*cell, outcome) for cell, outcome in cells][:2] == [
+        ("add", "numba", "jit", "float32", "passed"), ("add", "warp", "jit", "float32", "no Warp"),
+    ]  # fmt: skip
+
+
+# ======================================================================================================
 # Benchmarks: pytest --bench [--bench-out=PREFIX].  They measure what the README cites, and assert no time.
 # Each comparison runs in a process of its own; its paths take turns, round by round.
 # ======================================================================================================
