@@ -3171,7 +3171,9 @@ def test_fakecuda_a_kernel_that_reads_gets_no_copies(gpus, package_cuda):
 class DeviceArray:
     """What Numba takes for an array on the device."""
 
-    __cuda_array_interface__ = {"shape": (8,), "typestr": "<f4", "data": (0x7000, False), "version": 3}
+    @property
+    def __cuda_array_interface__(self):
+        return {"shape": (8,), "typestr": "<f4", "data": (0x7000, False), "version": 3}
 
 
 @pytest.mark.parametrize("parameters, options", [
@@ -3193,12 +3195,21 @@ def cuda_count(x, out):
     cuda.atomic.add(x, 0, 1.0)
 
 
-def test_fakecuda_a_kernel_in_numbas_cache_is_refused_again(gpus, package_cuda, tmp_path, monkeypatch):
-    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+def cuda_wait_for_all(x, out):
+    cuda.cg.this_grid().sync()
+
+
+@pytest.mark.parametrize("kernel, refused", [
+    (cuda_count, "its inputs are read-only"), (cuda_wait_for_all, "a cooperative launch"),
+])  # fmt: skip
+def test_fakecuda_a_kernel_in_numbas_cache_is_refused_again(gpus, package_cuda, tmp_path, monkeypatch, kernel, refused):
+    config = "numba_cuda_mlir.numba_cuda.core.config" if is_successor(package_cuda) else "numba.core.config"
+    monkeypatch.setattr(sys.modules[config], "CACHE_DIR", str(tmp_path))
     for _ in range(2):
-        kernel = package_cuda.jit(cache=True)(written_for(package_cuda, cuda_count))
-        with pytest.raises(TypeError, match="its inputs are read-only"):
-            run_for_cuda(xk.numba_cuda_kernel(kernel, like_first, **BLOCK), F32)
+        cached = package_cuda.jit(cache=True)(written_for(package_cuda, kernel))
+        with pytest.raises(TypeError, match=refused):
+            run_for_cuda(xk.numba_cuda_kernel(cached, like_first, **BLOCK), F32)
+        assert list(tmp_path.rglob("*.nbc"))
 
 
 @in_axpy

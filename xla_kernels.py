@@ -3343,7 +3343,8 @@ class _NumbaCudaMlir(_NumbaCuda):
         metadata = compiled.metadata
         return {
             "debug=True": dispatcher.targetoptions.get("debug"),
-            "a cooperative launch": metadata.get("use_cooperative"),
+            # by the PTX of what comes from its cache, which keeps no note
+            "a cooperative launch": metadata.get("use_cooperative") or "cudaCGSynchronize" in compiled.ptx,
             "extensions": dispatcher.extensions,
             "callbacks of its module": dispatcher._module_setup_callbacks or metadata.get("setup_callbacks"),
             _DEPENDS_ON_LAUNCH: metadata.get("required_dynamic_shared_memory"),
