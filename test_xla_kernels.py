@@ -505,9 +505,10 @@ def grid_and_block(op, outs):
     return tuple(-(-size // threads) for size, threads in zip(dims, block)), block
 
 
-def in_cuda(op, kernel, outs, name=None):
+def in_cuda(op, kernel, outs, name=None, batch_in_z=False):
     grid, block = grid_and_block(op, outs)
-    return xk.numba_cuda_kernel(cuda_jit(kernel), outs, grid=grid, block=block, name=name, **op.options)
+    options = {"batch_in_z": batch_in_z and len(grid) < 3, "name": name, **op.options}
+    return xk.numba_cuda_kernel(cuda_jit(kernel), outs, grid=grid, block=block, **options)
 
 
 def in_cuda_callable(op, kernel, outs, name=None):
@@ -600,7 +601,7 @@ BACKENDS = {
     "pallas": Backend("pallas", "pallas", in_pallas, NO_SHARD_MAP, every_dtype=True),
     "jax": Backend("jax", "jax", in_jax, every_dtype=True),
     "numba_kernel": Backend("numba", "numba", in_numba, BARE, is_op=False),
-    "numba_cuda_kernel": Backend("cuda", "cuda", in_cuda, BARE, is_op=False),
+    "numba_cuda_kernel": Backend("cuda", "cuda", partial(in_cuda, batch_in_z=True), BARE, is_op=False),
     "warp_kernel": Backend("warp", "warp", in_warp, BARE, is_op=False),
     "differentiable": Backend("warp", "warp", partial(in_warp, differentiable=True), GRADIENTS_ALONE, is_op=False),
 }
@@ -2610,9 +2611,9 @@ def cuda_axpy(n, a, x, y):
         y[i] += a * tile[i]
 
 
-def axpy_op(kernel, scalars):
+def axpy_op(kernel, scalars, **options):
     """Takes the array x, the array y that it changes, and n and a, which are scalars."""
-    return xk.numba_cuda_kernel(kernel, spec(8), in_out_argnames=["y"], scalars=scalars, grid=1, block=8)
+    return xk.numba_cuda_kernel(kernel, spec(8), in_out_argnames=["y"], scalars=scalars, grid=1, block=8, **options)
 
 
 in_axpy = pytest.mark.parametrize("scalars", [("n", "a"), True], ids=["scalars", "all scalars"])
@@ -2704,6 +2705,9 @@ BLOCK = {"grid": 1, "block": 1}
     (ValueError, {"launch_dims": 1, "threads_per_block": 2048}, "from 1 to 1024; got 2048"),
     (TypeError, {"launch_dims": 1, "threads_per_block": (8, 8)}, "threads_per_block must be an int"),
     (ValueError, {**BLOCK, "shared_mem": -1}, "shared_mem must be a number of bytes; got -1"),
+    (ValueError, {**BLOCK, "batch_in_z": True, "vmap_method": "sequential"}, "vmap_method='sequential'"),
+    (ValueError, {"grid": (7, 1, 2), "block": 1, "batch_in_z": True}, "got grid=(7, 1, 2)"),
+    (ValueError, {"launch_dims": lambda x: (8, 8, 5), "batch_in_z": True}, "got grid=(1, 1, 2)"),
     (TypeError, {**BLOCK, "outs": spec(3, dtype=jnp.bfloat16)}, "output 0 is bfloat16[3]"),
     (TypeError, {**BLOCK, "kernel": HOST_KERNEL}, "@cuda.jit of numba or numba_cuda_mlir"),
 ])  # fmt: skip
@@ -2744,7 +2748,7 @@ FAKE_DRIVER = r"""
 typedef int R; typedef void *P; typedef uint64_t D; typedef unsigned U;
 
 // what tests set and read
-int device, n_params, most_threads, more_threads;  // of a block, and how many more in each function that is asked
+int device, n_params;
 static char failing[64];  // the function that fails when it is called next
 void fail(const char *function) { strcpy(failing, function); }
 static char log_[1 << 16]; static int used; static pthread_mutex_t logging = PTHREAD_MUTEX_INITIALIZER;
@@ -2785,7 +2789,7 @@ R cuModuleLoadData(P *m, const char *image) {
 }
 R cuModuleLoadDataEx(P *m, P image, U n, P o, P v) { *m = (P)((next_ += 16) | 1u << 30); return 0; }  // Numba's way
 R cuModuleGetFunction(P *f, uintptr_t m, P name) { *f = (P)(m >> 30 ? m : m | stack[top - 1] << 32); return 0; }
-R cuFuncGetAttribute(int *v, int a, P f) { *v = a ? 128 : (most_threads += more_threads); return 0; }
+R cuFuncGetAttribute(int *v, int a, P f) { *v = 128; return 0; }
 R cuLibraryLoadData(P *l, P c, P a, P b, U n, P d, P e, U m) { *l = (P)(next_ += 16); return 0; }
 R cuLibraryGetKernel(P *k, P l, P name) { *k = l; return 0; }
 R cuLibraryGetGlobal(D *p, size_t *n, P l, P s) { *p = 0x1234; *n = 4; return 0; }
@@ -2949,7 +2953,7 @@ def gpus(monkeypatch):
     found = fake_gpus()
     monkeypatch.setattr(jax, "local_devices", found.with_gpus)
     monkeypatch.setattr(jax.ffi, "register_ffi_target", found.register_for_cpu)
-    found.set(device=0, n_params=0, most_threads=64, more_threads=0)
+    found.set(device=0, n_params=0)
     found.driver.fail(b"")
     found.log()
     return found
@@ -3031,12 +3035,11 @@ ONE_BY_ONE = [[0, 0, 0], [20, 0, 20], [40, 0, 40], [0, 20, 60], [20, 20, 80], [4
 
 
 @pytest.mark.parametrize("options, grid, shapes, starts", [
-    ({"grid": (7, 2)}, "7,2,3", [(3, 5), (1, 5), (3, 5)], ROWS_AT_ONCE),
-    ({"grid": 7, "vmap_method": "sequential"}, "7,1,1", [(5,)] * 3, ONE_BY_ONE),
-    ({"grid": (7, 1, 2)}, "7,1,2", [(5,)] * 3, ONE_BY_ONE),  # z is the kernel's own
-], ids=["row", "sequential", "z"])  # fmt: skip
+    ({"grid": (7, 2), "batch_in_z": True}, "7,2,3", [(3, 5), (1, 5), (3, 5)], ROWS_AT_ONCE),
+    ({"grid": (7, 1, 2)}, "7,1,2", [(5,)] * 3, ONE_BY_ONE),
+], ids=["in z", "in order"])  # fmt: skip
 def test_fakecuda_nested_batches(gpus, package_cuda, options, grid, shapes, starts):
-    """Slices are the blocks' z; arrays have them as first dimension, of size 1 where they are not batched."""
+    """If slices are the blocks' z, arrays have them as first dimension, of size 1 where they are not batched."""
     op = own_op(package_cuda, "x, y, out", block=32, **options)
     (x, x_data), (y, y_data) = aligned((3, 5)), aligned((2, 5))
     nested = jax.vmap(jax.vmap(op, in_axes=(0, None)), in_axes=(None, 0))
@@ -3050,33 +3053,36 @@ def test_fakecuda_nested_batches(gpus, package_cuda, options, grid, shapes, star
 def test_fakecuda_more_slices_than_a_grid_has_blocks(gpus, package_cuda):
     x, x_data = aligned((65_538, 1))
     chunks = [[spec(65_535, 1)] * 2, [spec(3, 1)] * 2]
-    op = jax.vmap(own_op(package_cuda))
+    op = jax.vmap(own_op(package_cuda, batch_in_z=True))
     launches, [first, second] = gpus.launches_and_addresses(package_cuda, chunks, op, x)
     assert launches == ["native 0: 1,1,65535 x 1,1,1 +0", "native 0: 1,1,3 x 1,1,1 +0"]
     assert np.subtract(second, first).tolist() == [4 * 65_535] * 2 and first[0] == x_data
 
 
-@pytest.mark.parametrize("n_launches, code", [  # z or a wait shows in its PTX
-    (4, "out[0] = cuda.blockIdx.z"),
-    (4, "cuda.threadfence()"),
-    (4, "while cuda.atomic.cas(out, 0, x[0], x[1]) == 0: pass"),
-    (4, "while cuda.atomic.exch(out, 0, 1) == 0: pass"),
-    (4, "while cuda.atomic.add(out, 0, 0) == 0: pass"),
-    (4, "while cuda.atomic.add(out, 0, x[0]) == 0: pass"),
-    (4, "while cuda.atomic.and_(out, 0, -1) == 0: pass"),
-    (4, "while cuda.atomic.max(out, 0, -5) == 0: pass"),
-    (4, "while cuda.ldcv(out, 0) == 0: pass"),
-    (4, "while cuda.ldcg(out, 0) == 0: pass"),
-    (4, "while out[0] == 0: cuda.nanosleep(100)"),
-    (1, "cuda.atomic.add(out, 0, 1)"),
-    (1, "cuda.atomic.max(out, 0, x[0])"),
+def asks_for_z(i):
+    """A helper of a kernel."""
+    return i + cuda.gridDim.z
+
+
+@pytest.mark.parametrize("asks, code", [
+    ("%ctaid.z", "out[0] = cuda.blockIdx.z"),
+    ("%ctaid.z", "out[cuda.grid(3)[0]] = cuda.grid(3)[2]"),
+    ("%nctaid.z", "out[0] = asks_for_z(1)"),
+    (None, "i, j = cuda.grid(2); cuda.atomic.add(out, i + j + cuda.threadIdx.z, cuda.blockDim.z)"),
 ])  # fmt: skip
-def test_fakecuda_kernels_that_know_of_z_or_wait_are_launched_per_slice(gpus, package_cuda, n_launches, code):
-    """Blocks of other slices that do not run may be what they wait for."""
-    if "fence" in code and is_successor(package_cuda):
-        pytest.skip("numba-cuda-mlir 0.6.0 fails to compile cuda.threadfence()")
-    op = xk.numba_cuda_kernel(own_kernel(package_cuda, "x, out", code), like_first, **BLOCK)
-    assert len(gpus.launches(jax.vmap(op), jnp.ones((4, 3), np.int32))) == n_launches
+def test_fakecuda_a_kernel_that_asks_for_z_has_no_batch_in_z(gpus, package_cuda, asks, code):
+    """With a launch for each slice it may ask."""
+    names = {"asks_for_z": package_cuda.jit(device=True)(written_for(package_cuda, asks_for_z))}
+    kernel = own_kernel(package_cuda, "x, out", code, names=names)
+    x = jnp.ones((4, 3), np.int32)
+    for _ in range(2):
+        batched = jax.vmap(xk.numba_cuda_kernel(kernel, like_first, batch_in_z=True, **BLOCK))
+        if asks is None:
+            assert len(gpus.launches(batched, x)) == 1
+        else:
+            with pytest.raises(TypeError, match=f"'kernel' uses {asks}, and with batch_in_z=True blocks along z"):
+                gpus.launches(batched, x)
+    assert len(gpus.launches(jax.vmap(xk.numba_cuda_kernel(kernel, like_first, **BLOCK)), x)) == 4
 
 
 def test_fakecuda_a_device_function_is_no_kernel(package_cuda):
@@ -3084,18 +3090,29 @@ def test_fakecuda_a_device_function_is_no_kernel(package_cuda):
         xk.numba_cuda_kernel(package_cuda.jit(device=True)(runs("out[0] = x[0]")), like_first, **BLOCK)
 
 
-@pytest.mark.parametrize("more_threads, n_launches", [(-1, 4), (1, 1)])
-def test_fakecuda_a_batch_is_one_launch_if_its_blocks_can_be_as_large(gpus, package_cuda, more_threads, n_launches):
-    """The kernel for batches, which is loaded last, may need more registers."""
-    gpus.set(more_threads=more_threads)
-    assert len(gpus.launches(jax.vmap(own_op(package_cuda)), jnp.ones((4, 3)))) == n_launches
+def test_fakecuda_a_batch_in_z_of_arrays_without_dimensions(gpus, package_cuda):
+    """reshape(()) of numba-cuda-mlir 0.6.0 fails; a scalar needs none."""
+    kernel = own_kernel(package_cuda, "x, out", "out[0] = x + 1.0")
+    op = jax.vmap(xk.numba_cuda_kernel(kernel, spec(1), scalars=True, batch_in_z=True, **BLOCK))
+    assert len(gpus.launches(op, jnp.ones(4))) == 1
+    op = jax.vmap(own_op(package_cuda, batch_in_z=True))
+    with contextlib.ExitStack() as stack:
+        if is_successor(package_cuda):
+            stack.enter_context(pytest.raises(TypeError, match=r"takes no arrays without dimensions.*scalars"))
+        assert len(gpus.launches(op, jnp.ones(4))) == 1
 
 
-def test_fakecuda_a_kernel_that_is_exported_is_there_for_batches_too(gpus, package_cuda, monkeypatch):
+@pytest.mark.parametrize("batch_in_z", [False, True])
+def test_fakecuda_all_is_compiled_when_a_call_is_traced(gpus, package_cuda, monkeypatch, batch_in_z):
+    """Under the name that exported programs call; a batch, which has the same handler, reads no globals anew."""
     monkeypatch.setattr(xk, "_traced_platform", lambda: "cuda")
-    name = f"exported {package_cuda.__name__}"
-    jax.eval_shape(own_op(package_cuda, name=name), FLOATS)
-    assert [target.endswith(".batched") for target in xk._TARGETS if target.startswith(name)] == [False, True]
+    name = f"exported.{package_cuda.__name__}.{batch_in_z}"
+    op = own_op(package_cuda, name=name, batch_in_z=batch_in_z)
+    jax.eval_shape(op, FLOATS)
+    names = [target for target in xk._TARGETS if target.startswith(name)]
+    jax.eval_shape(jax.vmap(op), spec(4, 3))
+    assert [target for target in xk._TARGETS if target.startswith(name)] == names and len(names) == 1
+    assert len(gpus.launches(jax.vmap(op), jnp.ones((4, 3)))) == (1 if batch_in_z else 4)
 
 
 def test_fakecuda_zeros_are_written_before_the_launches(gpus, package_cuda):
@@ -3216,10 +3233,11 @@ def test_fakecuda_a_kernel_in_numbas_cache_is_refused_again(gpus, package_cuda, 
 def test_fakecuda_kernel_that_does_not_take_buffers(gpus, package_cuda, scalars):
     kernel = written_for(package_cuda, cuda_axpy)
     kernel = package_cuda.jit(fastmath=True, lineinfo=True)(kernel)
-    op = axpy_op(kernel, scalars)
-    call = lambda x: op(n=8, a=2.0, x=x, y=x)
-    assert gpus.launches(call, jnp.ones(8)) == ["native 0: 1,1,1 x 8,1,1 +0"]
-    assert gpus.launches(jax.vmap(call), jnp.ones((4, 8))) == ["native 0: 1,1,4 x 8,1,1 +0"]
+    for options, launches in ({}, ["1,1,1"] * 4), ({"batch_in_z": True}, ["1,1,4"]):
+        op = axpy_op(kernel, scalars, **options)
+        call = lambda x: op(n=8, a=2.0, x=x, y=x)
+        assert gpus.launches(call, jnp.ones(8)) == ["native 0: 1,1,1 x 8,1,1 +0"]
+        assert gpus.launches(jax.vmap(call), jnp.ones((4, 8))) == [f"native 0: {grid} x 8,1,1 +0" for grid in launches]
 
 
 # -- the simulator, and the same on a GPU --------------------------------------------------------------
@@ -3227,8 +3245,9 @@ def test_fakecuda_kernel_that_does_not_take_buffers(gpus, package_cuda, scalars)
 
 @on_device
 @in_axpy
-def test_on_cuda_kernel_that_does_not_take_buffers(scalars):
-    op = axpy_op(cuda.jit(cuda_axpy), scalars)
+@pytest.mark.parametrize("batch_in_z", [False, True])
+def test_on_cuda_kernel_that_does_not_take_buffers(scalars, batch_in_z):
+    op = axpy_op(cuda.jit(cuda_axpy), scalars, batch_in_z=batch_in_z)
     x = jnp.arange(8.0)
     for n in 5, 3:
         call = functools.partial(op, n=n, a=2.0, x=x)
@@ -3254,8 +3273,9 @@ def test_on_cuda_dynamic_shared_memory():
 
 
 @on_device
-def test_on_cuda_operands_without_dimensions_and_without_batch():
-    @cuda_op
+@pytest.mark.parametrize("batch_in_z", [False, True])
+def test_on_cuda_operands_without_dimensions_and_without_batch(batch_in_z):
+    @partial(cuda_op, batch_in_z=batch_in_z)
     def scale(x, factor, out):
         i = cuda.grid(1)
         if i < out.size:

@@ -548,17 +548,12 @@ class _Compiled(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class _Target:
-    """What a call runs: a registered name, and the integers that this call's shapes and options give it.
-
-    Most handlers run a single slice and batches alike.  A GPU kernel that runs a whole batch in one launch is compiled
-    on its own, as the target `for_batches`: the first `vmap` of a call puts that in the place of this one.
-    """
+    """What a call runs, alone or in a batch: a registered name, and the integers that shapes and options give it."""
 
     # It must not refer to the wrapper: JAX keeps a target as long as the wrapper lives, so neither would ever be freed.
     name: str
     launch: tuple[int, ...] = ()  # what the handler reads: grid (with a 0 if nothing is to run), block, ...
     copied: tuple[int, ...] = ()  # the inputs of which the kernel gets a copy, as it may write to them
-    for_batches: _Target | None = None
     platform: str = ""
     compile: Any = dataclasses.field(compare=False, default=None)  # makes a `_Compiled` for this platform
     # for error messages: the wrapper's name, and on which platforms it runs
@@ -619,7 +614,6 @@ class export_checks:
             names = sorted(_NAMES.exported)
         for name in names:
             yield export.DisabledSafetyCheck.custom_call(name)
-            yield export.DisabledSafetyCheck.custom_call(f"{name}.batched")
 
 
 # ======================================================================================================
@@ -917,15 +911,13 @@ def _lower_to_starts(ctx: Any, operands: Any, aliases: Sequence[tuple[int, int]]
 
 def _call_batching(args: Any, dims: Any, *, call: _Call) -> Any:
     """One more leading dimension everywhere; size 1 says that an operand is the same for every slice."""
-    target = call.target.for_batches or call.target
-    target.register_where_traced()
     size = next(x.shape[dim] for x, dim in zip(args, dims) if dim is not None)
     has_slices = [dim is not None for dim in dims]
     for i, _ in call.aliases:
         has_slices[i] = True  # each slice of the output starts with one of the input
     sizes = [size if has_slice else 1 for has_slice in has_slices]
     ins = map(_batch_in_front, args, dims, sizes)
-    batched = dataclasses.replace(call, target=target, batch=(size, *call.batch))
+    batched = dataclasses.replace(call, batch=(size, *call.batch))
     return _call_p.bind(*ins, call=batched), [0] * len(call.outs)
 
 
@@ -2573,6 +2565,11 @@ class _Form(NamedTuple):
         parameters = inspect.signature(_python(kernel)).parameters
         return self == _Form.plain(len(parameters)) and len(parameters) == len(_parameters(kernel))
 
+    @property
+    def arrays(self) -> list[int]:
+        """The buffers that it takes as arrays, not as scalars."""
+        return [int(argument[1:]) for argument in self.args if "[()]" not in argument]
+
     def for_batch(self, ranks: Sequence[int]) -> _Form:
         """The same call on the GPU, with slice z of buffers that have the slices of a batch as first dimension."""
 
@@ -2928,7 +2925,7 @@ class _NumbaEmitter(_Emitter):
 _CUDA_DTYPES = _NUMBA_DTYPES | {"float16"}
 _CUDA_BLOCKS = {2: (16, 16), 3: (8, 8, 4)}  # threads per block over launch_dims of two and three dimensions
 _CUDA_LIMITS = {"grid": (2**31 - 1, 65535, 65535), "block": (1024, 1024, 64), "launch_dims": (sys.maxsize,) * 3}
-_CudaLaunch = _struct("_CudaLaunch", grid=_I64 * 3, block=_I64 * 3, shared_mem=_I64)  # begins the attribute `launch`
+_CUDA_LAUNCH_WORDS = 7  # of `_CudaLaunch`
 _CUDA_INSTALL = 'pip install "jax[cuda13]" "numba-cuda-mlir[cu13]" (CUDA 12: cuda12, cu12)'
 _CUDA_WRITERS = frozenset("atomic flat stcg stcs stwb stwt view".split())  # what `_refuse_writes_to_inputs` may refuse
 # The simulator keeps the running kernel in globals, also in those of the kernel's module.
@@ -2944,6 +2941,7 @@ def numba_cuda_kernel(
     launch_dims: Any = None,
     threads_per_block: int = 256,
     shared_mem: int = 0,
+    batch_in_z: bool = False,
     vmap_method: str | None = None,
     input_output_aliases: Mapping[int | str, int] | None = None,
     in_out_argnames: Sequence[str] | None = None,
@@ -2960,10 +2958,7 @@ def numba_cuda_kernel(
     XLA may capture the launch in a CUDA graph.  It is compiled where JAX has a GPU; elsewhere a program that calls it
     can be lowered for CUDA, and exported.
 
-    A `vmap` is one launch, whose blocks along z are the slices, where the grid of a call has one block there and the
-    kernel neither asks for z nor may wait for other blocks (by fences, volatile loads, what atomics return).
-    Else, and with `vmap_method="sequential"`, there is a launch for each slice.  For one launch the kernel is compiled
-    once more, at the first `vmap` (with `name=` at once), and then reads globals anew.
+    A `vmap` launches the kernel for each slice, in order; with `batch_in_z=True` once for all.
 
     A global array on the device is read where it lies, and stays in memory for ever; to write to it, as Numba lets a
     kernel do, changes JAX's array.  A kernel cannot raise: CUDA has no exceptions, and what Numba makes of `raise` is
@@ -2976,8 +2971,8 @@ def numba_cuda_kernel(
       kernel: a function decorated with `@cuda.jit` of `numba` (numba-cuda) or of its successor, `numba_cuda_mlir`.
         Without it, `numba_cuda_kernel(outs=...)` is a decorator, above `@cuda.jit`.
       outs, vmap_method, input_output_aliases, in_out_argnames, scalars, has_side_effect, scratch, zero_outputs,
-        name: as for `numba_kernel`.  With in-out arguments or scalars the kernel is compiled as a device function of
-        one that passes them.
+        name: as for `numba_kernel`.  With in-out arguments, scalars or `batch_in_z` the kernel is compiled as a device
+        function of one that passes them.
       grid, block: blocks in the grid and threads in a block: ints or tuples of up to three (x, y, z).  Where they
         depend on the inputs, make the wrapper inside of the function that calls it.
       launch_dims: instead of both, the number of threads, an int or a tuple of up to three (x, y, z), or a callable
@@ -2986,12 +2981,17 @@ def numba_cuda_kernel(
         outputs are what they start from, or zeros.
       threads_per_block: block size over one-dimensional `launch_dims`: over two it is 16x16, over three 8x8x4.
       shared_mem: bytes of dynamic shared memory, up to the device's opt-in maximum.
+      batch_in_z: True runs a `vmap` as one launch (per 65,535 slices), whose blocks along z are the slices.  You say
+        by it that no block waits for another one: not all of them may run at once, so that would never end.  The grid
+        must have one block along z, and the kernel must not ask for z of its blocks or grid, nor be part of a cluster.
+        It goes with no `vmap_method="sequential"`, which means slices in order.  The simulator takes no notice.
 
     Raises:
       TypeError: as `numba_kernel`, for dtypes that Numba CUDA lacks; and for kernels whose launch is more than one
         call of CUDA's driver (`debug=True`, cooperative ones, extensions, callbacks of modules): for these there is
-        `numba_cuda_callable`.
-      ValueError: also neither or both launch forms, or one beyond CUDA's limits (1,024 threads in a block).
+        `numba_cuda_callable`.  With `batch_in_z`, for kernels that ask for z.
+      ValueError: also neither or both launch forms, or one beyond CUDA's limits (1,024 threads in a block), or with
+        more than one block along z for `batch_in_z`.
       NotImplementedError: on a platform other than CUDA, without the simulator.
       jax.errors.JaxRuntimeError: with CUDA's name for the error of a launch that failed.
 
@@ -3093,9 +3093,12 @@ class _CudaOptions(_Options):
     launch_dims: Any
     threads_per_block: int
     shared_mem: int
+    batch_in_z: bool
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.batch_in_z and self.in_order:
+            raise ValueError(f"batch_in_z=True runs slices at once, vmap_method={self.vmap_method!r} does it in order")
         forms = [name for name in ("grid", "block", "launch_dims") if getattr(self, name) is not None]
         if forms not in (["grid", "block"], ["launch_dims"]):
             raise ValueError(f"give either both grid and block, or launch_dims; got {' and '.join(forms) or 'neither'}")
@@ -3106,6 +3109,31 @@ class _CudaOptions(_Options):
         if not isinstance(self.threads_per_block, (int, np.integer)):
             raise TypeError(f"threads_per_block must be an int, or give grid and block; got {self.threads_per_block!r}")
         _dim3("block", self.threads_per_block)
+
+
+class _CudaLaunch(NamedTuple):
+    """What cuLaunchKernel gets, but for parameters: the words that begin the attribute `launch` of a call on a GPU."""
+
+    grid: tuple[Any, ...]
+    block: tuple[Any, ...]
+    shared_mem: Any
+
+    @property
+    def words(self) -> tuple[Any, ...]:
+        return *self.grid, *self.block, self.shared_mem
+
+    @classmethod
+    def read(cls, load: Callable[[Any], Any], address: Any) -> _CudaLaunch:
+        """Read by a function that loads a word."""
+        words = [load(address + 8 * i) for i in range(_CUDA_LAUNCH_WORDS)]
+        return cls(tuple(words[:3]), tuple(words[3:6]), words[6])
+
+    def __str__(self) -> str:
+        return f"grid={self.grid}, block={self.block}, shared_mem={self.shared_mem}"
+
+
+def _word_at(address: int) -> int:
+    return _I64.from_address(address).value
 
 
 class _CudaWrapper(_NumbaWrapper):
@@ -3150,19 +3178,12 @@ class _CudaKernel(_CudaWrapper):
         package = self.package
         launch = self._launch_configuration(call.ins)
         [form] = self._forms(call, may_return=False)
-        compile_ = functools.partial(package.compile, self.kernel, form)
+        batch_in_z = bool(self.options.batch_in_z)
+        compile_ = functools.partial(package.compile, self.kernel, form, batch_in_z)
         kernel = self.kernel if package.platform == "cuda" else None  # Python reads a variable on each run
-        target = self._named_target(package, call, kernel, compile_, launch, form)
-        if package.platform != "cuda" or self.options.in_order:
-            return target
-        compile_batched = functools.partial(target.compile, batched=True)
-        for_batches = dataclasses.replace(target, name=f"{target.name}.batched", compile=compile_batched)
-        if self.options.name:  # so that an exported program finds both
-            for_batches.register_where_traced()
-        return dataclasses.replace(target, for_batches=for_batches)
+        return self._named_target(package, call, kernel, compile_, launch.words, form, batch_in_z)
 
-    def _launch_configuration(self, ins: Sequence[Spec]) -> tuple[int, ...]:
-        """The words of `_CudaLaunch`."""
+    def _launch_configuration(self, ins: Sequence[Spec]) -> _CudaLaunch:
         grid = self.options.grid
         block = self.options.block
         dims = self._for_inputs("launch_dims", ins)
@@ -3171,7 +3192,10 @@ class _CudaKernel(_CudaWrapper):
             block = _dim3("block", _CUDA_BLOCKS.get(rank, self.options.threads_per_block))
             threads = _dim3("launch_dims", dims)
             grid = tuple(-(-size // per_block) for size, per_block in zip(threads, block, strict=True))
-        return *_dim3("grid", grid), *_dim3("block", block), self.options.shared_mem
+        launch = _CudaLaunch(_dim3("grid", grid), _dim3("block", block), self.options.shared_mem)
+        if self.options.batch_in_z and launch.grid[2] > 1:
+            raise ValueError(f"with batch_in_z=True blocks along z are the slices of a batch; got grid={launch.grid}")
+        return launch
 
 
 class _CudaCallable(_CudaWrapper):
@@ -3212,13 +3236,16 @@ class _NumbaCuda:
 
     # -- compiling --
 
-    def compile(self, kernel: Any, form: _Form, signature: _Signature, batched: bool = False) -> _Compiled:
-        """A handler that launches a kernel; if `batched`, a batch in one launch, where the kernel allows that."""
-        launcher = self.launcher(self.adapted(kernel, form), signature)
-        batch_launcher = self.batch_launcher(kernel, signature, form) if batched and launcher.may_batch else None
-        if batch_launcher and launcher.most_threads > batch_launcher.most_threads:  # which needs more registers
-            batch_launcher = None
-        return _compile_handler(signature, _CudaEmitter(self, launcher, batch_launcher))
+    def compile(self, kernel: Any, form: _Form, batch_in_z: bool, signature: _Signature) -> _Compiled:
+        """A handler that launches a kernel: for each slice, or once for a batch, whose slices are the blocks' z."""
+        with self.on_device(_cuda_ordinals()[0]):
+            compiled = self.compile_checked(self.adapted(kernel, form), signature)
+            if batch_in_z:
+                _check_ignores_z(self.code(compiled)[0], signature)
+                of_batch = dataclasses.replace(signature, ranks=tuple(rank + 1 for rank in signature.ranks))
+                compiled = self.compile_checked(self.adapted(kernel, form.for_batch(signature.ranks)), of_batch)
+        launcher = self.launcher(compiled, kernel.targetoptions.get("shared_memory_carveout"), signature.label)
+        return _compile_handler(signature, _CudaEmitter(self, launcher, batch_in_z))
 
     def adapted(self, kernel: Any, form: _Form) -> Any:
         """The dispatcher of a kernel that takes all buffers: its own, or that of one which calls it on the device."""
@@ -3232,32 +3259,26 @@ class _NumbaCuda:
             function = form.adapter(on_device, cuda=self.cuda)
         return type(kernel)(function, dict(options))
 
-    def batch_launcher(self, kernel: Any, signature: _Signature, form: _Form) -> _CudaLauncher | None:
-        """Launches a kernel of arrays with one dimension more, each block of which runs the user's on slice z."""
-        of_batch = dataclasses.replace(signature, ranks=tuple(rank + 1 for rank in signature.ranks))
-        with contextlib.suppress(Exception):  # some kernels cannot be compiled as device functions
-            return self.launcher(self.adapted(kernel, form.for_batch(signature.ranks)), of_batch)
-        return None
-
-    def launcher(self, dispatcher: Any, signature: _Signature) -> _CudaLauncher:
-        """Compile a kernel and load it for every GPU."""
-        ordinals = _cuda_ordinals()
-        with self.on_device(ordinals[0]):
-            compiled = self.compile_typed(dispatcher, signature)
-            for feature, is_used in self.extras(dispatcher, compiled).items():
-                if is_used:
-                    raise _not_launched_alone(signature, feature)
-            ptx, entry, _ = self.code(compiled)
+    def compile_checked(self, dispatcher: Any, signature: _Signature) -> Any:
+        """Compile a kernel that cuLaunchKernel alone launches, with the parameters that a handler packs."""
+        compiled = self.compile_typed(dispatcher, signature)
+        ptx, entry, _ = self.code(compiled)
+        for feature, is_used in self.extras(dispatcher, compiled, ptx).items():
+            if is_used:
+                raise _not_launched_alone(signature, feature)
         self.check_params(ptx, entry, signature)
-        carveout = dispatcher.targetoptions.get("shared_memory_carveout")
+        return compiled
+
+    def launcher(self, compiled: Any, carveout: Any, label: str) -> _CudaLauncher:
+        """Load a kernel for every GPU."""
         percent = {"default": -1, "maxl1": 0, "maxshared": 100}.get(str(carveout).lower(), carveout)
         libcuda = _LibCuda()
         functions = {}
-        for ordinal in ordinals:
+        for ordinal in _cuda_ordinals():
             with self.on_device(ordinal):
-                _, _, cubin = self.code(compiled)
+                _, entry, cubin = self.code(compiled)
                 functions[ordinal] = libcuda.load(cubin, entry, ordinal, percent)
-        return _CudaLauncher(signature.label, libcuda, functions, (dispatcher, compiled), _runs_alike_for_all_z(ptx))
+        return _CudaLauncher(label, libcuda, functions, compiled)
 
     def compile_typed(self, dispatcher: Any, signature: _Signature) -> Any:
         """Compile for our arrays: a TypeError if that cannot be."""
@@ -3273,7 +3294,7 @@ class _NumbaCuda:
                 raise _not_launched_alone(signature, _DEPENDS_ON_LAUNCH) from error
             raise _refusal(self.name, signature, error) from error
 
-    def extras(self, dispatcher: Any, compiled: Any) -> dict[str, Any]:
+    def extras(self, dispatcher: Any, compiled: Any, ptx: str) -> dict[str, Any]:
         """Features that cuLaunchKernel alone cannot launch -> whether the kernel has them."""
         callbacks = getattr(compiled._codelibrary, "_setup_functions", None) or ()
         return {
@@ -3339,12 +3360,21 @@ class _NumbaCudaMlir(_NumbaCuda):
     where = f"NVIDIA GPUs ({_CUDA_INSTALL}), and has no simulator, as numba.cuda has; for CPUs use numba_kernel"
     device_options = types.MappingProxyType({"device": True, "inline": "always"})  # else it has no shared memory
 
-    def extras(self, dispatcher: Any, compiled: Any) -> dict[str, Any]:
+    def compile(self, kernel: Any, form: _Form, batch_in_z: bool, signature: _Signature) -> _Compiled:
+        if batch_in_z and any(signature.ranks[k] == 0 for k in form.arrays):
+            raise TypeError(
+                f"numba_cuda_kernel {signature.label!r}: with batch_in_z=True {self.name} takes no arrays without "
+                f"dimensions, which it cannot make of a batch; got {signature}: name inputs in scalars, or make the "
+                "arrays of shape (1,)"
+            )
+        return super().compile(kernel, form, batch_in_z, signature)
+
+    def extras(self, dispatcher: Any, compiled: Any, ptx: str) -> dict[str, Any]:
         metadata = compiled.metadata
         return {
             "debug=True": dispatcher.targetoptions.get("debug"),
             # by the PTX of what comes from its cache, which keeps no note
-            "a cooperative launch": metadata.get("use_cooperative") or "cudaCGSynchronize" in compiled.ptx,
+            "a cooperative launch": metadata.get("use_cooperative") or "cudaCGSynchronize" in ptx,
             "extensions": dispatcher.extensions,
             "callbacks of its module": dispatcher._module_setup_callbacks or metadata.get("setup_callbacks"),
             _DEPENDS_ON_LAUNCH: metadata.get("required_dynamic_shared_memory"),
@@ -3365,7 +3395,7 @@ class _CudaSimulator(_NumbaCuda):
     platform = "cpu"
     where = "the CPU only where NUMBA_ENABLE_CUDASIM=1 is set; unset it"
 
-    def compile(self, kernel: Any, form: _Form, signature: _Signature, batched: bool = False) -> _Compiled:
+    def compile(self, kernel: Any, form: _Form, batch_in_z: bool, signature: _Signature) -> _Compiled:
         function = form.adapter(kernel.py_func, f"return {_RETURNED}")
 
         def launched(*buffers: Any) -> None:
@@ -3377,8 +3407,8 @@ class _CudaSimulator(_NumbaCuda):
         simulated = self.cuda.jit(types.FunctionType(launched.__code__, namespace, closure=launched.__closure__))
 
         def run(arrays: list, stream: Any, launch: int) -> None:
-            words = _CudaLaunch.from_address(launch)
-            simulated[tuple(words.grid), tuple(words.block), stream, words.shared_mem](*arrays)
+            grid, block, shared_mem = _CudaLaunch.read(_word_at, launch)
+            simulated[grid, block, stream, shared_mem](*arrays)
 
         return _compile_handler(signature, self.callback(signature, run))
 
@@ -3493,12 +3523,6 @@ class _LibCuda:
             self.call("cuFuncSetAttribute", function, 9, carveout)  # PREFERRED_SHARED_MEMORY_CARVEOUT
         return function.value or 0
 
-    def most_threads(self, function: int) -> int:
-        """The threads of the largest block of a CUfunction: its registers limit them."""
-        most = _I32()
-        self.call("cuFuncGetAttribute", ctypes.byref(most), 0, _PTR(function))
-        return most.value
-
 
 # -- 8.3 From a kernel to a handler -------------------------------------------------------------------
 # Streams, devices and launches, whatever compiled the kernel.
@@ -3553,22 +3577,16 @@ def _refuse_writes_to_inputs(record: Any) -> None:
             raise TypeError(f"{_WRITES}: {called} on an input, at {call.loc}")
 
 
-def _runs_alike_for_all_z(ptx: str) -> bool:
-    """Whether a kernel ignores the z of its blocks and never waits for other blocks: z may then count slices.
-
-    Blocks wait for each other, which may be for ever if not all of them run, by memory fences, by loads that read
-    memory anew each time, and by what atomics return.  (By plain loads they must not: CUDA calls that a race.)
-    """
+def _check_ignores_z(ptx: str, signature: _Signature) -> None:
+    """An error if a kernel knows of the z of its blocks or grid, or may: z can then not count slices."""
+    asks = re.findall(r"%n?ctaid(?!\.[xy])[.\w]*|%gridid|%\w*cluster\w*|\.\w+cluster\b", ptx)
     linked_later = set(re.findall(r"\.extern\s+\.func\s*(?:\([^)]*\)\s*)?(\w+)", ptx))
-    if not linked_later <= {"vprintf", "__assertfail", "malloc", "free"}:  # unknown code
-        return False
-    asks_for_z = r"%n?ctaid\.z|%gridid|%n?clusterid|%cluster_"
-    waits = r"\b(membar|fence|griddepcontrol|nanosleep)\b|\.(volatile|acquire|release|acq_rel)\b"
-    loads_anew = r"\bld\.[\w.:]*\b(cg|cv|relaxed|mmio)\b"  # cg: from the cache that all blocks share
-    locks = r"\batom\.[^;]*\b(cas|exch)\b"
-    uses = collections.Counter(re.findall(r"%\w+", ptx))  # of registers
-    is_read = [uses[register] > 1 for register in re.findall(r"\batom\.[^;%[]*(%\w+)", ptx)]
-    return not re.search(f"{asks_for_z}|{waits}|{loads_anew}|{locks}", ptx) and not any(is_read)
+    asks += sorted(linked_later - {"vprintf", "__assertfail", "malloc", "free"})  # unknown code
+    if asks:
+        raise TypeError(
+            f"numba_cuda_kernel {signature.label!r} uses {asks[0]}, and with batch_in_z=True blocks along z are the "
+            "slices of a batch: leave batch_in_z out, for a launch for each slice"
+        )
 
 
 def _ask_xla(handler: _Handler, function: str, kind: Any) -> Any:
@@ -3607,30 +3625,20 @@ def _cuda_place(handler: _Handler) -> tuple[_Word, _Word]:
 class _CudaLauncher:
     """cuLaunchKernel, from a handler: on XLA's stream, with what was loaded for the call's device."""
 
-    # `functions` are CUfunctions by CUDA ordinal.  `compiled` owns them, and the global device arrays that they read.
-    # What `may_batch` can be launched with more blocks along z.
-    def __init__(
-        self, label: str, libcuda: _LibCuda, functions: Mapping[int, int], compiled: Any, may_batch: bool = False
-    ) -> None:
-        self.compiled = compiled
+    # `functions` are CUfunctions by CUDA ordinal, which `compiled` keeps alive, with the global arrays that they read.
+    def __init__(self, label: str, libcuda: _LibCuda, functions: Mapping[int, int], compiled: Any) -> None:
         self.label = label
         self.libcuda = libcuda
-        self.may_batch = may_batch
+        self.compiled = compiled
         self.table = (_I64 * (max(functions) + 2))()  # the last 0 is for all other devices
         for ordinal, function in functions.items():
             self.table[ordinal] = function
 
-        def report(code: int, launch: Any) -> int:
-            words = launch.contents
-            sizes = f"grid={tuple(words.grid)}, block={tuple(words.block)}, shared_mem={words.shared_mem}"
+        def report(code: int, launch: int) -> int:
+            sizes = _CudaLaunch.read(_word_at, launch)
             return _keep_message(RuntimeError(f"{libcuda.describe(code)}, from a launch with {sizes}"), label)
 
-        self.report = ctypes.CFUNCTYPE(_PTR, _I32, ctypes.POINTER(_CudaLaunch))(report)
-
-    @property
-    def most_threads(self) -> int:
-        """The threads of the largest block that every GPU can launch."""
-        return min(map(self.libcuda.most_threads, filter(None, self.table)))
+        self.report = ctypes.CFUNCTYPE(_PTR, _I32, _PTR)(report)
 
     def launch_in(self, handler: _Handler) -> Callable[..., None]:
         """Write what all launches of a call share; returns what writes one, for parameters at these addresses."""
@@ -3641,7 +3649,7 @@ class _CudaLauncher:
         lost = f"kernel '{self.label}' is not loaded on this GPU, which JAX did not list as a local device"
         handler.fail(lost, when=function == 0)
         attribute = handler.launch
-        x, y, z, *block, shared_mem = [handler.load(attribute + 8 * i) for i in range(7)]
+        (x, y, z), block, shared_mem = _CudaLaunch.read(handler.load, attribute)
 
         def start(params: Sequence[Any], z: Any = z) -> None:
             args = function, x, y, z, *block, shared_mem, stream, handler.array(params), 0
@@ -3655,23 +3663,20 @@ class _CudaLauncher:
 class _CudaEmitter(_Emitter):
     traits = _COMMAND_BUFFER_COMPATIBLE  # nothing but launches, the same ones whenever it is called
 
-    def __init__(self, package: _NumbaCuda, launcher: _CudaLauncher, batch_launcher: _CudaLauncher | None) -> None:
+    def __init__(self, package: _NumbaCuda, launcher: _CudaLauncher, batch_in_z: bool) -> None:
         self.package = package
         self.launcher = launcher
         self.libcuda = launcher.libcuda
-        self.batch_launcher = batch_launcher  # of arrays with the slices as first dimension, which are the grid's z
+        self.batch_in_z = batch_in_z  # arrays have the slices as first dimension, which are the blocks' z
 
     def write(self, handler: _Handler) -> None:
-        if self.batch_launcher:
-            grid_z = handler.load(handler.launch + 16)
-            with handler.when((handler.count > 1) & (grid_z == 1)):
-                start = self.batch_launcher.launch_in(handler)
-                with handler.each_chunk(_CUDA_LIMITS["grid"][2]) as (arrays, count):
-                    start(self._params(handler, arrays), z=count)
-                handler.ret(0)
         start = self.launcher.launch_in(handler)
-        with handler.each_slice() as arrays:
-            start(self._params(handler, arrays))
+        if self.batch_in_z:
+            with handler.each_chunk(_CUDA_LIMITS["grid"][2]) as (arrays, count):
+                start(self._params(handler, arrays), z=count)
+        else:
+            with handler.each_slice() as arrays:
+                start(self._params(handler, arrays))
 
     def _params(self, handler: _Handler, arrays: Sequence[_Array]) -> list[_Word]:
         """The addresses of the kernel's parameters."""
@@ -4279,7 +4284,8 @@ class _WarpTarget(_Target):
             kernel_content = _warp_content(wp, self.kernel)  # which may be another one than where it was traced
         _, _, launch, *memory = recorded[0]
         if platform == "cuda":
-            launch = *self._grid(), self._threads_of_block, 1, 1, recorded[0].shared_mem, *launch
+            begin = _CudaLaunch(self._grid(), (self._threads_of_block, 1, 1), recorded[0].shared_mem)
+            launch = *begin.words, *launch
         buffers = [(key, k) for key, k, _ in self.arrays]
         content = "warp", platform, self.in_order, kernel_content, tuple(buffers), self.block_dim
         name = _NAMES.of_content(content, self.signature, self.given, str((platform, memory)))
@@ -4429,7 +4435,7 @@ class _WarpEmitter(_Emitter):
             self.traits = _COMMAND_BUFFER_COMPATIBLE  # it only launches, always the same
 
     def write(self, handler: _Handler) -> None:
-        offset = ctypes.sizeof(_CudaLaunch) if self.libcuda else 0
+        offset = 8 * _CUDA_LAUNCH_WORDS if self.libcuda else 0
         words = handler.alloca(_I64, sum(self.sizes))
         handler.copy_bytes(words, handler.launch + offset, 8 * sum(self.sizes))
         blocks = [words + 8 * start for start in itertools.accumulate(self.sizes[:-1], initial=0)]
