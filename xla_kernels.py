@@ -53,12 +53,15 @@ import copy
 import ctypes
 import dataclasses
 import decimal
+import dis
+import enum
 import functools
 import hashlib
 import importlib
 import inspect
 import itertools
 import linecache
+import logging
 import math
 import mmap
 import operator
@@ -349,17 +352,22 @@ _XLA_FFI_DATA_TYPES = {
 #
 # XLA finds the handlers of a program by their names, in the process that runs it; also for a program from JAX's
 # persistent cache.  So results are right if two kernels of a process that may differ never share a name.
-# - A kernel is its object: a dispatcher, or for a plain function the wrapper that jits it.  What it reads of globals is
-#   read when it is compiled, and never again, as in Numba.
+# - A kernel is its object: a dispatcher, or a plain function, which is jitted where it is wrapped.  What it reads of
+#   globals is read when it is compiled, and never again, as in Numba.
+# - A plain function that is wrapped again is the same kernel if all that it reads is the same.
 # - A kernel made inside a function would be compiled, and kept for ever, at each call of that.  So what the same `def`
 #   made again is the same kernel, if it reads exact constants and stable modules alone (`_reads`).  In doubt it is
 #   another one: compiled twice, never wrong.
-# - The hash in a name is a help for JAX's cache, no promise.  In other processes a kernel is found by `name=` alone.
+# - The hash in a name holds all that a kernel reads, as far as it is known.  So in most cases names do not depend on
+#   the order in which kernels are made, and JAX's cache and serialized executables find them; but only `name=` promises
+#   that a kernel is found in another process.
 # XLA keeps raw pointers to handlers, so whatever is registered stays in memory until the process ends.
 
 # The version of the attribute `launch` and of the buffers that a handler expects: raise it when these change.  Names of
 # targets hold it, so that an exported program never calls a handler of another version.
 _LAYOUT = 7
+
+_LOG = logging.getLogger(__name__)
 
 # Shared by all copies of this file in a process, also by one that is reloaded: locks, names in use, handlers.
 _SHARED: dict[str, Any] = vars(sys.modules.setdefault("_xla_kernels_shared", types.ModuleType("_xla_kernels_shared")))
@@ -375,7 +383,10 @@ def _native_lock(name: str) -> int:
     return _SHARED.get(name) or _SHARED.setdefault(name, allocate())  # atomic: the first lock wins
 
 
-# -- 3.1 Which kernels are one kernel ------------------------------------------------------------------
+# -- 3.1 What a kernel refers to -----------------------------------------------------------------------
+# Four questions are answered by the source of a kernel alone, so that the answer is the same in every process, from a
+# cache, and beside any package: whether it may write to a read-only array unseen (7.3), whether it is a kernel that was
+# there before (3.2), what is hashed into its name (3.3), and which package launches it (8.2).
 
 
 def _python(kernel: Any) -> Any:
@@ -384,6 +395,8 @@ def _python(kernel: Any) -> Any:
     function = getattr(dispatcher, "py_func", None)
     if function is None and hasattr(kernel, "adj"):  # Warp
         function = getattr(kernel, "func", None)
+    if type(kernel).__name__ == "CFunc":  # of Numba
+        function = kernel.__wrapped__
     return function or kernel
 
 
@@ -393,6 +406,202 @@ def _is_stable(module: Any) -> bool:
         return False
     root = str(module).partition(".")[0]
     return root in ("_operator", "builtins", "cmath", "heapq", "math", "numba", "numba_cuda_mlir", "numpy", "operator")
+
+
+class _References:
+    """What the code of a kernel, and of the jitted functions that it calls, refers to.
+
+    A name in code counts as a global variable and as an attribute, where it could be either: too much is found, never
+    too little.  Nested functions are part of the code.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self.functions = [kernel]  # it, and what it calls that is jitted, directly or not
+        self.words: set[str] = set()  # names and texts in code, names of values, and what code does with dicts
+        self.values: list[tuple[str, Any]] = []  # of variables, and of what they have in modules that are not stable
+        self.unknown: list[str] = []  # what could do anything, such as somebody's class, as texts
+        self.inexact: list[Any] = []  # the values that may change: `content` does not say all of them
+        self._names: dict[str, None] = {}
+        self._attributes = set(_KNOWN_ATTRIBUTES)
+        self._modules: list[types.ModuleType] = []
+        for function in self.functions:  # which grows
+            self._walk(function)
+        unknown = self._names.keys() - self._attributes
+        self.unknown += [f"the attribute {name!r}" for name in self._names if name in unknown]
+
+    def _walk(self, kernel: Any) -> None:
+        function = _python(kernel)
+        if not isinstance(function, types.FunctionType):
+            self.unknown.append(f"a {type(function).__name__}")
+            return
+        names = _names_in(function.__code__)
+        self._names |= dict.fromkeys(names)
+        self.words |= {*names, *_texts_in(function.__code__)}
+        values = list(_values_of(function))
+        for name, value in values:  # which grows
+            if isinstance(value, (tuple, list)):
+                values += [(name, item) for item in value]
+            elif isinstance(value, types.ModuleType) and not _is_stable(value.__name__) and self._is_new(value):
+                values += _named_in(value, names)
+            self.values.append((name, value))
+            self._look_at(name, value, names)
+
+    def _is_new(self, module: types.ModuleType) -> bool:
+        is_new = not any(module is other for other in self._modules)
+        self._modules.append(module)
+        return is_new
+
+    def _look_at(self, name: str, value: Any, names: Sequence[str]) -> None:
+        """Note what a value is, and what the code may name in a stable module."""
+        kind = type(value)
+        self._attributes.add(name)
+        self.words |= {kind.__name__, str(getattr(value, "__name__", ""))}
+        if isinstance(value, types.ModuleType) and _is_stable(value.__name__) and self._is_new(value):
+            for attribute, item in _named_in(value, names):
+                self._look_at(attribute, item, names)
+        is_walked = _ready_kind(value) in ("numba", "numba_cuda") or kind.__name__ == "CFunc"
+        if is_walked and not any(value is function for function in self.functions):
+            self.functions.append(value)
+        if not _is_known(value) or (value is np.dot and name != "dot"):
+            self.unknown.append(f"{name!r} (a {kind.__name__} of {kind.__module__})")
+        owner = value if isinstance(value, type) else kind
+        if issubclass(owner, (tuple, enum.Enum)) or _is_stable(owner.__module__):
+            self._attributes.update(dir(owner))  # fields of a NamedTuple, members of an Enum
+
+    @functools.cached_property
+    def content(self) -> str:
+        """What the kernel reads, exactly but for `inexact`, as a text that is equal in all processes."""
+        parts = [_code_text(getattr(_python(function), "__code__", None)) for function in self.functions]
+        parts += [f"{name} = {_describe(value, self.inexact)}" for name, value in self.values]
+        return "\n".join(parts)
+
+
+_DOT_INTO = "np.dot(a, b, out)"
+# Attributes of what kernels compute with.
+_KNOWN_ATTRIBUTES = frozenset(
+    itertools.chain(*map(dir, (np.ndarray, np.generic, np.dtype, complex, str, bytes, list, tuple, dict, set)))
+)
+_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, range, slice, enum.Enum, np.generic, np.dtype)
+
+
+@functools.lru_cache(maxsize=1024)
+def _codes_in(code: types.CodeType) -> tuple[types.CodeType, ...]:
+    """A function's code, and all that is nested in it."""
+    nested = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return code, *itertools.chain.from_iterable(map(_codes_in, nested))
+
+
+@functools.lru_cache(maxsize=1024)
+def _names_in(code: types.CodeType) -> tuple[str, ...]:
+    """The names in code that may be of globals or of attributes, each once."""
+    return tuple(dict.fromkeys(itertools.chain.from_iterable(x.co_names for x in _codes_in(code))))
+
+
+@functools.lru_cache(maxsize=1024)
+def _texts_in(code: types.CodeType) -> frozenset[str]:
+    """The texts in code, which may name an attribute, and of its instructions those that make dicts, or call `dot`."""
+    texts: set[str] = set()
+    for part in _codes_in(code):
+        texts.update(constant for constant in part.co_consts if isinstance(constant, str))
+        instructions = list(dis.get_instructions(part))
+        texts.update(x.opname for x in instructions if "MAP" in x.opname)
+        if any(x.argval == "dot" and _has_third_argument(instructions[i + 1 :]) for i, x in enumerate(instructions)):
+            texts.add(_DOT_INTO)
+    return frozenset(texts)
+
+
+def _has_third_argument(instructions: Sequence[dis.Instruction]) -> bool:
+    """Whether what was just put on the stack is called with more than two arguments, or not called at once."""
+    height = 0
+    if instructions[0].opname == "PUSH_NULL":  # with it a function is called in Python 3.13
+        instructions = instructions[1:]
+    for x in instructions:
+        height += dis.stack_effect(x.opcode, x.arg, jump=False)
+        if height < 0:
+            return x.opname not in ("CALL", "CALL_KW") or (x.arg or 0) > 2
+    return True
+
+
+class _NotBound:
+    """In the place of a variable of a closure that has no value yet."""
+
+
+def _values_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """The global and closure variables that a function's code may name, and its defaults."""
+    namespace = collections.ChainMap(function.__globals__, vars(builtins))
+    yield from ((name, namespace[name]) for name in _names_in(function.__code__) if name in namespace)
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+        value = _NotBound()
+        with contextlib.suppress(ValueError):
+            value = cell.cell_contents
+        yield name, value
+    yield from (("a default", value) for value in function.__defaults__ or ())
+    yield from (function.__kwdefaults__ or {}).items()
+
+
+def _named_in(module: types.ModuleType, names: Iterable[str]) -> list[tuple[str, Any]]:
+    return [(name, vars(module)[name]) for name in names if name in vars(module)]
+
+
+def _is_known(value: Any) -> bool:
+    """Whether a kernel that refers to it can write by it only to what Numba lets it write to."""
+    kind = type(value)
+    if isinstance(value, (*_CONSTANTS, types.ModuleType, tuple, list, np.ndarray, np.ufunc)):
+        return True
+    if isinstance(value, ctypes._CFuncPtr) or kind.__module__ == "_cffi_backend":  # type: ignore[attr-defined]
+        return True  # what gives them the address of an array is a word of `_UNSEEN_WRITERS`
+    if isinstance(value, type) and issubclass(value, (tuple, BaseException, enum.Enum)):
+        return True
+    if _ready_kind(value) in ("numba", "numba_cuda"):  # it is walked; a GUFunc stores to any argument
+        return "GUFunc" not in kind.__name__
+    return _is_numbas_type(kind) or _is_public(value)
+
+
+def _is_numbas_type(kind: type) -> bool:
+    """Whether this is the class of a type of Numba's, such as numba.float32."""
+    return _is_stable(kind.__module__) and ".types." in kind.__module__
+
+
+def _is_public(value: Any) -> bool:
+    """Whether this is a function or class that a stable module has under its name; of Numba, in its public modules.
+
+    Inside, Numba has functions that write to any array.
+    """
+    name = str(getattr(value, "__name__", None))
+    module = str(getattr(value, "__module__", None))
+    if not _is_stable(module) or type(value).__name__ == "_Intrinsic":
+        return False
+    modules = [module]
+    if module.startswith("numba"):
+        modules = ["numba", "numba.typed", "numba.cuda", "numba_cuda_mlir.cuda"]
+    return any(vars(sys.modules[x]).get(name) is value for x in modules if x in sys.modules)
+
+
+def _describe(value: Any, inexact: list) -> str:
+    """A value as a text that is equal in all processes, and for equal values alone; others are added to `inexact`."""
+    kind = type(value)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    is_numpys = isinstance(value, (np.generic, np.dtype)) and _is_stable(kind.__module__)
+    if is_numpys or kind in (type(None), bool, int, float, complex, str, bytes):
+        return f"{name} {pickle.dumps(value, protocol=4).hex()}"  # exactly: of NaNs and units of time, too
+    if kind is types.ModuleType and _is_stable(value.__name__):
+        return f"{name} {value.__name__}"
+    if _is_public(value):
+        return f"{name} {value.__module__}.{value.__name__}"
+    if _is_numbas_type(kind):
+        return f"{name} {value}"
+    if kind not in (tuple, list):
+        inexact.append(value)
+    if isinstance(value, (tuple, list)):
+        return f"{name}({', '.join(_describe(item, inexact) for item in value)})"
+    if isinstance(value, enum.Enum):
+        return f"{name}.{value.name}({_describe(value.value, inexact)})"
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return f"{name} {value.dtype} {value.shape} {_hash(value.tobytes())}"
+    return f"{name} {getattr(value, '__qualname__', '')}"
+
+
+# -- 3.2 Which kernels are one kernel ------------------------------------------------------------------
 
 
 def _reads(kernel: Any) -> tuple | None:
@@ -406,95 +615,90 @@ def _reads(kernel: Any) -> tuple | None:
         return None
     if kernel is not function and not hasattr(kernel, "overloads"):  # a ufunc
         return None
-    namespace = collections.ChainMap(function.__globals__, vars(builtins))
-    values: list[Any] = [(name, namespace[name]) for name in _global_names(function.__code__) if name in namespace]
-    values += [function.__defaults__, *(function.__kwdefaults__ or {}).items()]
-    options = {**getattr(kernel, "targetoptions", {}), "chip": None}  # which numba_cuda_mlir sets when it compiles
-    values += [*sorted(options.items()), *getattr(kernel, "locals", {}).items()]
-    values += [getattr(getattr(kernel, "_compiler", None), "pipeline_class", None)]
-    values += [type(getattr(kernel, "_cache", None))]  # as Numba's cache may have code that read other globals
-    try:
-        values += [cell.cell_contents for cell in function.__closure__ or ()]
-        exact = tuple(map(_exactly, values))
-    except Exception:  # something may change, is not bound yet, or cannot be pickled: another kernel
+    if getattr(kernel, "overloads", None):  # compiled before, perhaps with other values
         return None
-    # Equal code, as a module that is loaded again has: its globals are the same dict, which `by_reads` keeps alive.
-    return type(kernel), function.__code__, id(function.__globals__), exact
+    inexact: list[Any] = []
+    options = {**getattr(kernel, "targetoptions", {}), "chip": None}  # which numba_cuda_mlir sets when it compiles
+    described = _describe([*sorted(options.items()), *getattr(kernel, "locals", {}).items()], inexact)
+    references = _References(kernel)
+    content = references.content
+    if inexact or references.inexact:
+        return None
+    pipeline = getattr(getattr(kernel, "_compiler", None), "pipeline_class", None)
+    cache = type(getattr(kernel, "_cache", None))  # Numba's may have code that read other globals
+    # Equal code, as a module that is loaded again has: its globals are the same dict, which `made_again` keeps alive.
+    return type(kernel), function.__code__, id(function.__globals__), content, described, pipeline, cache
 
 
-@functools.lru_cache(maxsize=1024)
-def _global_names(code: types.CodeType) -> tuple[str, ...]:
-    """The names in code that may be of globals, also in code nested in it."""
-    nested = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    return tuple(dict.fromkeys(itertools.chain(code.co_names, *map(_global_names, nested))))
-
-
-def _exactly(value: Any) -> Any:
-    """A part of a key that is equal for equal values alone; a ValueError if the value may change."""
-    kind = type(value)
-    if kind in (tuple, list):
-        return kind, *map(_exactly, value)
-    is_numpys = isinstance(value, (np.generic, np.dtype)) and _is_stable(kind.__module__)
-    if is_numpys or kind in (type(None), bool, int, float, complex, str, bytes):
-        return kind, pickle.dumps(value)  # exactly: of NaNs and units of time, too
-    if kind is types.ModuleType:
-        is_stable = _is_stable(value.__name__)
-    elif isinstance(value, (types.FunctionType, types.BuiltinFunctionType, type)):
-        is_stable = _is_stable(value.__module__)
-    else:
-        is_type_of_numba = _is_stable(kind.__module__) and ".types." in kind.__module__  # such as numba.float32
-        is_stable = is_type_of_numba or kind is np.ufunc
-    if not is_stable:
-        raise ValueError("it may change")
-    return kind, value
-
-
-# -- 3.2 Names -----------------------------------------------------------------------------------------
+# -- 3.3 Names -----------------------------------------------------------------------------------------
 
 
 class _Names:
-    """The names of targets.  What is registered keeps its name for ever, and no two kernels have one."""
+    """The names of targets.  What is registered keeps its name for ever, and no two kernels have one.
+
+    A kernel is compiled first, and then named.
+    """
 
     def __init__(self) -> None:
-        self.by_owner: Any = weakref.WeakKeyDictionary()  # kernel -> {signature and options: name}
-        self.by_reads: dict[tuple, tuple] = {}  # of a kernel that may be made again: the name, and it, to keep it alive
+        # Of a dispatcher, or of the wrapper of a plain function: {signature and options: name}
+        self.by_owner: Any = weakref.WeakKeyDictionary()
+        # Of plain functions that are wrapped again: {(the same, what they read): (name, what may change of it)}
+        self.by_function: Any = weakref.WeakKeyDictionary()
+        # Of kernels that are made again: {(the same, what they read): (name, a kernel, which keeps its globals alive)}
+        self.made_again: dict[tuple, tuple] = {}
         self.by_content: dict[tuple, str] = {}  # of Warp's kernels, which Warp has a hash of
         self.exported: set[str] = set()  # those that begin with the user's `name=`
 
-    @contextlib.contextmanager
     def of_kernel(
-        self, owner: Any, kernel: Any, signature: _Signature, options: tuple, given: str | None
-    ) -> Iterator[str]:
-        """A context that gives the name to compile a kernel under, for a signature and options.
+        self,
+        wrapper: Any,
+        signature: _Signature,
+        options: tuple,
+        platform: str,
+        compile_kernel: Callable[[], _Compiled | None],
+        is_read_once: bool = True,
+    ) -> str:
+        """The name of what runs a wrapper's kernel for a signature and options; it is compiled if it is new.
 
-        `owner` is the object that the kernel is.  `kernel` is None if it shares no code with others of its `def`.
-        Nobody else gets the name meanwhile; if compiling fails, it is free again.
+        `compile_kernel` gives None where a program is only lowered, to run elsewhere.  A kernel that is not read once,
+        but whenever it runs, shares no code with others of its `def`.
         """
+        kernel = wrapper.kernel
+        given = wrapper.options.name
         what = tuple(vars(signature).values()), options, given
+        owner = wrapper if isinstance(kernel, types.FunctionType) else kernel
         with _LOCK:
             names = self.by_owner.setdefault(owner, {})
-            reads = None
-            name = names.get(what)
-            is_compiled = bool(getattr(kernel, "overloads", None))  # earlier, perhaps with other values
-            if name is None and kernel is not None and not is_compiled:
-                reads = _reads(kernel)
-                name, _ = self.by_reads.get((reads, what), (None, None))
-            is_new = name is None
-            if name is None:
-                code = _code_text(getattr(_python(kernel), "__code__", None))
-                parts = *options, getattr(kernel, "targetoptions", ""), code
-                name = self._new(signature, given, *(() if given else map(str, parts)))
-            try:
-                yield name
-            except BaseException:
-                if is_new and name not in _TARGETS:  # nothing is registered under it
-                    _TAKEN.discard(name)
-                    self.exported.discard(name)
-                raise
-            names[what] = name
-            is_settled = name in _TARGETS or not _cuda_ordinals()  # compiled just now; without a GPU it is only named
-            if is_new and reads and is_settled and reads == _reads(kernel):  # nothing changed during the compilation
-                self.by_reads[reads, what] = name, kernel
+            if what in names:
+                return names[what]
+            is_shared = is_read_once and not getattr(kernel, "overloads", None)  # compiled, perhaps with other values
+            shared, key, kept = self._shared(kernel, what) if is_shared else _NOT_SHARED
+            if key in shared:
+                names[what], _ = shared[key]
+                return names[what]
+        content = _References(kernel).content
+        compiled = compile_kernel()  # without the lock, as this may take seconds
+        with _LOCK:
+            if what in names:  # by another thread
+                return names[what]
+            parts = content, *map(str, options), str(getattr(kernel, "targetoptions", ""))
+            names[what] = name = self._new(signature, given, *(() if given else parts))
+            if compiled:
+                _register(name, platform, compiled)
+            if key and key == self._shared(kernel, what)[1]:  # nothing that it reads changed meanwhile
+                shared[key] = name, kept
+            return name
+
+    def _shared(self, kernel: Any, what: tuple) -> tuple[dict[Any, tuple], Any, Any]:
+        """A table, the key of the kernel there, and what must stay alive with it; a key of None finds nothing."""
+        reads = _reads(kernel)
+        if reads:
+            return self.made_again, (reads, what), kernel
+        if isinstance(kernel, types.FunctionType):
+            references = _References(kernel)
+            key = what, references.content, tuple(map(id, references.inexact))
+            return self.by_function.setdefault(kernel, {}), key, references.inexact
+        return _NOT_SHARED
 
     def of_content(self, content: tuple, signature: _Signature, given: str | None, memory: str) -> str:
         """The name of a kernel that is fully described by this content and by the memory of its launch."""
@@ -512,30 +716,45 @@ class _Names:
                 f"name={given!r}: another kernel of this process, or this one with other options, has this name, for "
                 "the same signature; give each a name of its own, and wrap a kernel that is made again once"
             )
-        others = (f"{first}.{number}" for number in itertools.count(2))
-        name = next(name for name in itertools.chain([first], others) if name not in _TAKEN)
+        names = itertools.chain([first], (f"{first}.{number}" for number in itertools.count(2)))
+        number, name = next((number, name) for number, name in enumerate(names, 1) if name not in _TAKEN)
+        if number == _MANY:
+            text = (
+                f"kernel {signature.label!r} was compiled {_MANY} times from one def, with equal constants: each time "
+                "costs some 75 ms, and 1 MB for as long as the process lives; make it once, and what it calls, too"
+            )
+            warnings.warn(text, skip_file_prefixes=_FILES_BEFORE_THE_USERS)
         _TAKEN.add(name)
         if given:
             self.exported.add(name)
         return name
 
 
+_MANY = 50
+_NOT_SHARED: tuple[dict[Any, tuple], Any, Any] = ({}, None, None)
 _NAMES: _Names = globals().get("_NAMES") or _Names()  # importlib.reload keeps it, and with it the names of kernels
 
 
-def _hash(*parts: str) -> str:
+def _hash(*parts: str | bytes) -> str:
     """A hash of 96 bits that is equal in all processes."""
-    return hashlib.blake2b("\n".join(parts).encode("utf-8", "replace"), digest_size=12).hexdigest()
+    digest = hashlib.blake2b(digest_size=12)
+    for part in parts:
+        digest.update(part if isinstance(part, bytes) else part.encode("utf-8", "replace"))
+        digest.update(b"\n")
+    return digest.hexdigest()
 
 
 def _code_text(code: Any) -> str:
     """Bytecode (or a constant in it), to tell most kernels apart, in other processes, too."""
+    if isinstance(code, (tuple, frozenset)):
+        parts = map(_code_text, code)
+        return f"{type(code).__name__}({', '.join(sorted(parts) if isinstance(code, frozenset) else parts)})"
     if not isinstance(code, types.CodeType):
-        return repr(code)
-    return f"{code.co_code.hex()} {code.co_names} {[*map(_code_text, code.co_consts)]}"
+        return f"{type(code).__name__} {code!r}"
+    return f"{code.co_code.hex()} {code.co_names} {_code_text(code.co_consts)}"
 
 
-# -- 3.3 Targets ---------------------------------------------------------------------------------------
+# -- 3.4 Targets ---------------------------------------------------------------------------------------
 
 
 class _Compiled(NamedTuple):
@@ -544,6 +763,14 @@ class _Compiled(NamedTuple):
     address: int
     alive: Any
     copied: tuple[int, ...] = ()  # the inputs of which the kernel gets a copy
+
+
+def _register(name: str, platform: str, compiled: _Compiled) -> None:
+    """Tell XLA of a handler, for all programs that name it."""
+    _TARGETS[name] = compiled
+    handler = jax.ffi.pycapsule(ctypes.c_void_p(compiled.address))
+    jax.ffi.register_ffi_target(name, handler, platform.replace("cuda", "CUDA"))
+    jax.ffi.register_ffi_target_as_batch_partitionable(name)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -555,7 +782,6 @@ class _Target:
     launch: tuple[int, ...] = ()  # what the handler reads: grid (with a 0 if nothing is to run), block, ...
     copied: tuple[int, ...] = ()  # the inputs of which the kernel gets a copy, as it may write to them
     platform: str = ""
-    compile: Any = dataclasses.field(compare=False, default=None)  # makes a `_Compiled` for this platform
     # for error messages: the wrapper's name, and on which platforms it runs
     title: str = dataclasses.field(compare=False, default="")
     where: str = dataclasses.field(compare=False, default="")
@@ -563,31 +789,13 @@ class _Target:
     def __repr__(self) -> str:
         return f"{self.name}{self.launch or ''}"
 
-    def register(self, platform: str) -> Any:
-        """Compile and register the handler for a platform, unless one of this name is registered there."""
+    def lowered(self, platform: str) -> _Target:
+        """What runs a call on a platform: registered there, unless the program will run in another process."""
         if platform != self.platform:
             raise NotImplementedError(
                 f"{self.title} {self.where}; this call is compiled for {platform!r}: move it by jax.device_put"
             )
-        if platform == "cuda" and not _cuda_ordinals():  # it will be registered where the program runs
-            return None
-        with _LOCK:
-            if self.name not in _TARGETS:
-                compiled = _TARGETS[self.name] = self.compile()
-                handler = jax.ffi.pycapsule(ctypes.c_void_p(compiled.address))
-                jax.ffi.register_ffi_target(self.name, handler, platform.replace("cuda", "CUDA"))
-                jax.ffi.register_ffi_target_as_batch_partitionable(self.name)
-            return _TARGETS[self.name]
-
-    def lowered(self, platform: str) -> _Target:
-        """What runs a call on a platform, registered: of Warp's targets it differs."""
-        self.register(platform)
         return self
-
-    def register_where_traced(self) -> None:
-        """Compile for this machine at the trace, where errors are raised."""
-        if _traced_platform() == self.platform:
-            self.register(self.platform)
 
 
 class export_checks:
@@ -2335,22 +2543,23 @@ def _keep_message(error: BaseException, label: str) -> int:
 # 7. Numba on CPU: a wrapper, and an emitter that calls what Numba compiled.
 #
 # What a new Numba may break.
-# - Loudly: `library._final_module` and `_shared_module`, `_compiler.pipeline_class`, `type_annotation`, the status of
-#   `call_conv.call_function`; for CUDA `_codelibrary`.
-# - Silently, so that tests of each must pass before it counts as supported: the parameters of arrays
-#   (`_numba_params`, `_not_only_read`), new ways to write to a read-only array (`_UNSEEN_WRITERS`), how calls of
-#   threads and C wrappers show in LLVM's text (`_uses_threads`), and what the templates of users' overloads have
-#   (`_has_extensions_of_users`).
+# - Loudly: `library._final_module` and `_shared_module`, `_compiler.pipeline_class`, the status of
+#   `call_conv.call_function`; for CUDA `_codelibrary`, `_type_annotation`.
+# - Silently, so that tests of each must pass before it counts as supported: the parameters of arrays (`_numba_params`:
+#   the matrix; `_not_only_read`: test_only_the_input_that_a_kernel_may_write_to_is_copied), new ways to write to a
+#   read-only array (`_UNSEEN_WRITERS`, `_KNOWN_ATTRIBUTES`: test_a_kernel_that_may_write_to_an_input_gets_a_copy), how
+#   a start of threads shows in LLVM's text (`_uses_threads`: test_parallel_kernels_entered_at_once), and what the
+#   templates of users' overloads have (`_extension_of_users`: test_the_life_of_a_process_in_which_an_extension_writes).
 
 _NUMBA_INSTALL = "pip install numba"
 _NUMBA_DTYPES = frozenset(
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float32 float64 complex64 complex128".split()
 )
-# What may write through a read-only array, and Numba (0.63 to 0.68) does not refuse it: in the texts of its types.
-_UNSEEN_WRITERS = re.compile(
-    r"^(ArrayCTypes|FunctionType)|\barray\.(flat|view)\b|\bnditer\b|'at'|GUFunc|intrinsic |\bfrom_buffer\b|"
-    r"function (ascontiguousarray|asfortranarray|fill_diagonal|frombuffer|nan_to_num)\b"
-)
+# What makes a writable array of a read-only one, or writes to it, and Numba (0.63 to 0.68) does not refuse it.
+_UNSEEN_WRITERS = frozenset(
+    "ascontiguousarray asfortranarray at ctypes fill_diagonal flat from_buffer frombuffer getattr nan_to_num nditer "
+    "view Dict List dict BUILD_MAP BUILD_CONST_KEY_MAP MAP_ADD".split()
+) | {_DOT_INTO}
 _WRITES = "Cannot modify readonly array"  # in what Numba says
 # And in what it says of `x[0] = 1`, too, where that is a call; of `np.add(x, 1, x)`; and of `x += 1` (0.63 to 0.68).
 _SEEN_WRITES = re.compile(
@@ -2361,8 +2570,6 @@ _READ_ONLY = (
     "what it changes in in_out_argnames, or use input_output_aliases to start with an input's value"
 )
 _RETURNED = "returned_by_kernel"  # in adapters: numba_cuda_mlir 0.6.0 cannot compile `return kernel()`
-# In LLVM's text: a start of Numba's threads, or a call of unknown code: through a pointer, or of a Python function.
-_CALLS_OF_THREADS = re.compile(r"@numba_parallel_for\(|call [^@\n(]*(?:%[^\s(]+|inttoptr )\(|@PyObject_Call\w*\(")
 
 
 def numba_kernel(
@@ -2516,18 +2723,18 @@ class _NumbaKernel(_NumbaWrapper):
         self._check_dtypes(call, _NUMBA_DTYPES, "for which Numba has no CPU arithmetic")
         signature = call.signature(self.__name__)
         forms = self._forms(call, may_return=True)
-        kernel = self._numba_dispatcher
-        owner = kernel if kernel is self.kernel else self
         options = "numba", self.options.in_order, numba.config.BOUNDSCHECK, *forms
-        make = functools.partial(_compile_numba, kernel, signature, forms, self.options.in_order)
-        where = "runs on the CPU; for GPUs there are numba_cuda_kernel and warp_kernel"
+
+        def compile_kernel() -> _Compiled:
+            return _compile_numba(self._numba_dispatcher, signature, forms, self.options.in_order)
+
         try:
-            with _NAMES.of_kernel(owner, kernel, signature, options, self.options.name) as name:
-                target = _Target(name, platform="cpu", compile=make, title=self.title, where=where)
-                return dataclasses.replace(target, copied=target.register("cpu").copied)
+            name = _NAMES.of_kernel(self, signature, options, "cpu", compile_kernel)
         except Exception:
             vars(self).pop("_numba_dispatcher", None)  # made here: a new one next time, as it remembers the failure
             raise
+        where = "runs on the CPU; for GPUs there are numba_cuda_kernel and warp_kernel"
+        return _Target(name, copied=_TARGETS[name].copied, platform="cpu", title=self.title, where=where)
 
     @functools.cached_property
     def _numba_dispatcher(self) -> Any:
@@ -2619,16 +2826,27 @@ class _NumbaCode(NamedTuple):
 
     overload: Any  # of Numba, which keeps the code in memory
     may_write: tuple[int, ...]  # the inputs that it may write to
+    reason: str  # why it may
     uses_threads: bool
 
 
 def _compile_numba(kernel: Any, signature: _Signature, forms: list[_Form], in_order: bool) -> _Compiled:
     """Compile the kernel for the signature, and the handler that calls it."""
+    began = time.perf_counter()
     code = _compile_first_form(kernel, signature, forms)
     emitter = _NumbaEmitter(signature.label, code, in_order)
     aliased = dict(signature.aliases)
     copied = tuple(i for i in code.may_write if i not in aliased)
-    return _compile_handler(dataclasses.replace(signature, copied=copied), emitter)
+    compiled = _compile_handler(dataclasses.replace(signature, copied=copied), emitter)
+    _LOG.debug(
+        "compiled %s for %s in %.0f ms; slices %s; copied inputs: %s",
+        signature.label,
+        signature,
+        1e3 * (time.perf_counter() - began),
+        "run in order" if emitter.in_order else "share threads",
+        f"{copied}, as {code.reason}" if copied else "none",
+    )
+    return compiled
 
 
 def _array_types(nbtypes: Any, signature: _Signature, readonly: bool = True) -> tuple[Any, ...]:
@@ -2643,44 +2861,39 @@ def _array_types(nbtypes: Any, signature: _Signature, readonly: bool = True) -> 
 
 def _compile_first_form(kernel: Any, signature: _Signature, forms: Iterable[_Form]) -> _NumbaCode:
     """The kernel in the first form that compiles, else the first error."""
+    references = _References(kernel)
+    if getattr(kernel, "targetoptions", {}).get("forceobj") or "_ObjModeContextType" in references.words:
+        raise _uses_object_mode(signature)
     errors: list[Exception] = []
     for form in forms:
         try:
-            return _compile_form(kernel, signature, form)
+            return _compile_form(kernel, references, signature, form)
         except TypeError as error:
             errors.append(error)
     raise errors[0]
 
 
-def _compile_form(kernel: Any, signature: _Signature, form: _Form) -> _NumbaCode:
+def _compile_form(kernel: Any, references: _References, signature: _Signature, form: _Form) -> _NumbaCode:
     """The kernel with read-only inputs or, if it takes none, with writable ones: see the table above."""
     from numba import types as nbtypes
 
-    if getattr(kernel, "targetoptions", {}).get("forceobj"):
-        raise _uses_object_mode(signature)
     argtypes = _array_types(nbtypes, signature)
-    is_checked = True
+    reason = _unseen_writer(references)
     try:
         dispatcher = _compile_call(form, kernel, argtypes)
     except Exception as error:
-        refusal = _refusal("Numba", signature, error, bool(form.results))
+        refusal = _refusal("Numba", signature, error, bool(form.results) and _returns_nothing(kernel))
         if _SEEN_WRITES.search(str(error)):
             raise refusal from error
         argtypes = _array_types(nbtypes, signature, readonly=False)
-        is_checked = False
+        reason = "it takes writable arrays alone"
         try:
             dispatcher = _compile_call(form, kernel, argtypes)
         except Exception:
             raise refusal from error
     overload = _compile_results(dispatcher, argtypes, signature, form)
-    records = _type_records(overload)
-    for record in records:
-        if "_ObjModeContextType" in str(getattr(record, "typemap", "")):
-            raise _uses_object_mode(signature)
-    may_write: tuple[int, ...] = ()
-    if not is_checked or _has_extensions_of_users() or any(map(_has_unseen_writers, records)):
-        may_write = _not_only_read(overload, signature)
-    return _NumbaCode(overload, may_write, _uses_threads(overload))
+    may_write = _not_only_read(overload, signature) if reason else ()
+    return _NumbaCode(overload, may_write, reason, _uses_threads(overload, references))
 
 
 def _uses_object_mode(signature: _Signature) -> TypeError:
@@ -2727,12 +2940,19 @@ def _compile_results(dispatcher: Any, argtypes: tuple, signature: _Signature, fo
             copies.append(f"r{k} = {leaf}.copy()")  # it may be a view of an output that is stored before
             leaf = f"r{k}"
         if signature.ranks[k]:
-            text = f"'returned an array of shape', {leaf}.shape, 'where outs declares', b{k}.shape"
-            stores.append(f"if {leaf}.shape != b{k}.shape: raise ValueError({text})")
+            stores.append(f"if {leaf}.shape != b{k}.shape: raise ShapeError({leaf}.shape, b{k}.shape)")
         stores.append(f"b{k}[...] = {leaf}")
-    stored = numba.njit(_Form.plain(form.n).adapter(dispatcher, *copies, *stores))
+    stored = numba.njit(_Form.plain(form.n).adapter(dispatcher, *copies, *stores, ShapeError=ShapeError))
     stored.compile(argtypes)
     return stored.overloads[argtypes]
+
+
+class ShapeError(ValueError):
+    """A kernel returned an array of another shape than `outs` declares."""
+
+    def __str__(self) -> str:
+        returned, declared = self.args
+        return f"it returned an array of shape {returned}, where outs declares {declared}"
 
 
 def _returned_leaves(kind: Any, expression: str = _RETURNED) -> dict[str, Any]:
@@ -2747,6 +2967,19 @@ def _returned_leaves(kind: Any, expression: str = _RETURNED) -> dict[str, Any]:
     for i, item in enumerate(kind):
         leaves.update(_returned_leaves(item, f"{expression}[{i}]"))
     return leaves
+
+
+def _returns_nothing(kernel: Any) -> bool:
+    """Whether the source of a kernel returns None alone."""
+    returned: list[Any] = []
+    previous = None
+    for instruction in dis.get_instructions(_python(kernel)):
+        if instruction.opname == "RETURN_CONST":  # Python < 3.14
+            returned.append(instruction.argval)
+        elif instruction.opname == "RETURN_VALUE":
+            returned.append(previous.argval if previous and previous.opname == "LOAD_CONST" else kernel)
+        previous = instruction
+    return all(value is None for value in returned)
 
 
 def _is_declared(kind: Any, declared: tuple[np.dtype, int]) -> bool:
@@ -2764,10 +2997,10 @@ def _is_declared(kind: Any, declared: tuple[np.dtype, int]) -> bool:
     return element in allowed and (kind.ndim if is_array else 0) == rank
 
 
-def _refusal(by: str, signature: _Signature, error: Exception, returns: bool = False) -> TypeError:
+def _refusal(by: str, signature: _Signature, error: Exception, returns_nothing: bool = False) -> TypeError:
     """What a kernel that cannot be compiled has wrong, and what to do about it."""
     text = str(error) or type(error).__name__
-    hint = f"; it takes the {signature.n_in} inputs alone, so it must return the outputs" if returns else ""
+    hint = f"; it takes the {signature.n_in} inputs alone, so it must return the outputs" if returns_nothing else ""
     if _SEEN_WRITES.search(text):
         hint += _READ_ONLY
     elif "must have void return type" in text or "to none" in text:
@@ -2784,50 +3017,52 @@ def _refusal(by: str, signature: _Signature, error: Exception, returns: bool = F
 # -- 7.3 Which inputs a kernel may write to, and whether it uses threads -------------------------------
 
 
-def _has_extensions_of_users() -> bool:
-    """Whether anyone extends Numba, by overloads or intrinsics: these may write by what looks like reading."""
+def _unseen_writer(references: _References) -> str:
+    """Why a kernel may write to a read-only array in a way that Numba does not refuse; empty if it may not.
+
+    A container casts what is put into it to a writable array.
+    """
+    words = sorted(references.words & _UNSEEN_WRITERS)
+    if words:
+        return f"it names {words[0]}, by which Numba lets a kernel write to any array"
+    if references.unknown:
+        return f"it names {references.unknown[0]}, which may write to any array"
+    extended = _extension_of_users(references.words)
+    return f"{extended}, which it may use, is somebody's overload" if extended else ""
+
+
+def _extension_of_users(words: set[str]) -> str:
+    """A function, method or operator that somebody extends, for what code with these words may call; or empty.
+
+    What is named by the user's own function is unknown to `_References`.  An operator is asked whether it takes arrays.
+    """
     from numba.core.typing.templates import builtin_registry as registry
 
     for template in (*registry.functions, *registry.attributes):
-        for name in ("_overload_func", "_definition_func"):
-            function = getattr(template, name, None)
-            if isinstance(function, types.FunctionType) and not _is_stable(function.__module__ or "numba"):
-                return True
-    return False
+        function = getattr(template, "_overload_func", None)
+        if not isinstance(function, types.FunctionType) or _is_stable(function.__module__ or "numba"):
+            continue
+        name = str(getattr(template, "_attr", None) or getattr(template.key, "__name__", ""))
+        owner = template.key if hasattr(template.key, "__module__") else type(template.key)
+        if not _is_stable(owner.__module__):  # somebody's own type or function
+            continue
+        if owner.__module__ in ("_operator", "operator") and _takes_arrays(function):
+            return f"operator.{name}"
+        if name in words:
+            return name
+    return ""
 
 
-def _type_records(overload: Any) -> list[Any]:
-    """Numba's records of the types in a function and in those that it calls; a text for code from Numba's cache."""
-    records: list[Any] = [overload.type_annotation]
-    for record in records:  # grows by those of called functions
-        for call, signature in getattr(record, "calltypes", {}).items():
-            if getattr(call, "op", None) == "call" and signature:
-                dispatcher: Any = getattr(record.typemap.get(call.func.name), "dispatcher", None)
-                if hasattr(dispatcher, "overloads"):
-                    called = getattr(dispatcher.overloads.get(signature.args), "type_annotation", None)
-                    records += [called] if called not in records else []
-    return records
-
-
-def _has_unseen_writers(record: Any) -> bool:
-    """Whether a function may write to a read-only array in a way that Numba does not refuse.
-
-    A container casts what is put into it to a writable array (a dict of arrays takes a read-only one), and `np.dot`
-    writes to its third argument.
-    """
+def _takes_arrays(overload_function: Callable) -> bool:
+    """Whether somebody's overload of an operator takes an array, asked as Numba does: for the types of arguments."""
     from numba import types as nbtypes
 
-    if not hasattr(record, "typemap"):  # of code from Numba's cache nothing is known
-        return True
-    containers = nbtypes.DictType, nbtypes.ListType, nbtypes.StructRef, nbtypes.ClassInstanceType
-    for kind in record.typemap.values():
-        holds_arrays = isinstance(kind, containers) and "array(" in str(kind)
-        if holds_arrays or _UNSEEN_WRITERS.search(str(kind)):
-            return True
-    for call, signature in record.calltypes.items():
-        is_call = getattr(call, "op", None) == "call" and signature
-        if is_call and "dot" in str(record.typemap.get(call.func.name)) and len(signature.args) > 2:
-            return True
+    array = nbtypes.Array(nbtypes.float64, 1, "C", readonly=True)
+    n = len(inspect.signature(overload_function).parameters)
+    for arguments in itertools.product((array, nbtypes.int64, nbtypes.float64), repeat=min(n, 3)):
+        with contextlib.suppress(Exception):  # as Numba goes on
+            if array in arguments and overload_function(*arguments) is not None:
+                return True
     return False
 
 
@@ -2849,11 +3084,11 @@ def _not_only_read(overload: Any, signature: _Signature) -> tuple[int, ...]:
     return tuple(may_write)
 
 
-def _uses_threads(overload: Any) -> bool:
-    """Whether the code may run Numba's threads, as its text has a call that could."""
-    functions = str(_llvm(overload)).split("\ndefine ")[1:]  # of the kernel, and of all that it calls
-    wrappers = re.compile(r'[^(]*@"?(_ZN7cpython|cfunc\.)')  # for calls from Python and C
-    return any(_CALLS_OF_THREADS.search(text) for text in functions if not wrappers.match(text))
+def _uses_threads(overload: Any, references: _References) -> bool:
+    """Whether the code starts Numba's threads, or names a parallel function, which it may call through a pointer."""
+    helpers = references.functions[1:]
+    names_parallel = any(getattr(helper, "targetoptions", {}).get("parallel") for helper in helpers)
+    return names_parallel or "@numba_parallel_for(" in str(_llvm(overload))
 
 
 # -- 7.4 The emitter -----------------------------------------------------------------------------------
@@ -3143,23 +3378,23 @@ class _CudaWrapper(_NumbaWrapper):
         self,
         package: _NumbaCuda,
         call: _Call,
-        kernel: Any,
-        compile_: Callable,
+        compile_kernel: Callable[[_Signature], _Compiled],
         launch: tuple[int, ...] = (),
-        *options: Any,
+        options: tuple = (),
+        is_read_once: bool = False,
     ) -> _Target:
-        """What `compile_` makes of a signature.  `kernel` is None if one that is made again is another one."""
+        """What `compile_kernel` makes of the signature of a call, if there is a GPU that it may run on."""
         _import("numba", self.decorator, _CUDA_INSTALL)
         self._check_dtypes(call, _CUDA_DTYPES, "that Numba CUDA has no arrays of")
         signature = call.signature(self.__name__)
-        with _NAMES.of_kernel(
-            self.kernel, kernel, signature, ("cuda", package.module, *options), self.options.name
-        ) as name:
-            make = functools.partial(compile_, signature)
-            where = f"runs on {package.where}"
-            target = _Target(name, launch, platform=package.platform, compile=make, title=self.title, where=where)
-            target.register_where_traced()
-        return target
+        platform = package.platform
+
+        def compile_here() -> _Compiled | None:
+            return compile_kernel(signature) if platform != "cuda" or _cuda_ordinals() else None
+
+        options = "cuda", package.module, *options
+        name = _NAMES.of_kernel(self, signature, options, platform, compile_here, is_read_once)
+        return _Target(name, launch, platform=platform, title=self.title, where=f"runs on {package.where}")
 
 
 class _CudaKernel(_CudaWrapper):
@@ -3179,9 +3414,9 @@ class _CudaKernel(_CudaWrapper):
         launch = self._launch_configuration(call.ins)
         [form] = self._forms(call, may_return=False)
         batch_in_z = bool(self.options.batch_in_z)
-        compile_ = functools.partial(package.compile, self.kernel, form, batch_in_z)
-        kernel = self.kernel if package.platform == "cuda" else None  # Python reads a variable on each run
-        return self._named_target(package, call, kernel, compile_, launch.words, form, batch_in_z)
+        compile_kernel = functools.partial(package.compile, self.kernel, form, batch_in_z)
+        is_read_once = package.platform == "cuda"  # Python reads a variable on each run
+        return self._named_target(package, call, compile_kernel, launch.words, (form, batch_in_z), is_read_once)
 
     def _launch_configuration(self, ins: Sequence[Spec]) -> _CudaLaunch:
         grid = self.options.grid
@@ -3213,7 +3448,7 @@ class _CudaCallable(_CudaWrapper):
     def _find_target(self, call: _Call) -> _Target:
         package = _cuda_package_named_by(self.kernel, self.title)
         _check_takes(inspect.signature(self.kernel), self.title, [*call.ins, *call.outs, "a stream"])
-        return self._named_target(package, call, None, functools.partial(_compile_callable, package, self.kernel))
+        return self._named_target(package, call, functools.partial(_compile_callable, package, self.kernel))
 
 
 # -- 8.2 The packages that compile kernels, and the driver --------------------------------------------
@@ -3543,6 +3778,19 @@ def _compile_callable(package: _NumbaCuda, func: Any, signature: _Signature) -> 
             raise TypeError("it returns a value: launch kernels that write to the outputs, and return nothing")
 
     return _compile_handler(signature, package.callback(signature, run))
+
+
+def _type_records(overload: Any) -> list[Any]:
+    """Numba's records of the types in a function and in those that it calls; a text for code from Numba's cache."""
+    records: list[Any] = [overload.type_annotation]
+    for record in records:  # grows by those of called functions
+        for call, signature in getattr(record, "calltypes", {}).items():
+            if getattr(call, "op", None) == "call" and signature:
+                dispatcher: Any = getattr(record.typemap.get(call.func.name), "dispatcher", None)
+                if hasattr(dispatcher, "overloads"):
+                    called = getattr(dispatcher.overloads.get(signature.args), "type_annotation", None)
+                    records += [called] if called not in records else []
+    return records
 
 
 def _compile_cuda(dispatcher: Any, argtypes: tuple) -> Any:
@@ -4290,12 +4538,12 @@ class _WarpTarget(_Target):
         content = "warp", platform, self.in_order, kernel_content, tuple(buffers), self.block_dim
         name = _NAMES.of_content(content, self.signature, self.given, str((platform, memory)))
 
-        def compile_handler() -> _Compiled:
-            _import("numba", "warp_kernel compiles what XLA calls with Numba's LLVM: it", _NUMBA_INSTALL)
-            return _compile_handler(self.signature, _WarpEmitter(self, platform, recorded))
-
-        target = _Target(name, launch, platform=platform, compile=compile_handler, title=self.title, where=self.where)
-        return target.lowered(platform)
+        with _LOCK:
+            if name not in _TARGETS:
+                _import("numba", "warp_kernel compiles what XLA calls with Numba's LLVM: it", _NUMBA_INSTALL)
+                emitter = _WarpEmitter(self, platform, recorded)
+                _register(name, platform, _compile_handler(self.signature, emitter))
+        return _Target(name, launch, platform=platform, title=self.title, where=self.where)
 
     @property
     def _threads_of_block(self) -> int:
