@@ -2691,6 +2691,20 @@ def test_cuda_nothing_to_run_is_no_call():
     np.testing.assert_array_equal(kept, [0, 1, 2])
 
 
+def in_memory_of_host(x):
+    (device,) = jnp.asarray(x).devices()
+    return jax.device_put(x, jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host"))
+
+
+@compiled
+def test_cuda_an_output_starts_with_an_array_on_the_device():
+    op = xk.numba_cuda_kernel(cuda.jit(lambda x: None), like_first, in_out_argnames=["x"], **BLOCK)
+    x = in_memory_of_host(F32)
+    with pytest.raises(ValueError, match=r"<lambda>': an output starts with input 0, .*Space\.Device\)"):
+        lower_for_cuda(op, x)
+    assert "custom_call" in lower_for_cuda(lambda x: op(jax.device_put(x, jax.memory.Space.Device)), x)
+
+
 HOST_KERNEL = numba.njit(lambda x, out: None)
 BLOCK = {"grid": 1, "block": 1}
 
@@ -2767,7 +2781,7 @@ static const char *on_stream(P s) { return s == (P)0x5eed ? "" : s ? " on anothe
 static uintptr_t next_ = 0x20000;
 static __thread uintptr_t stack[64]; static __thread int top;
 #define SUCCEEDS(name) R name(void) { return 0; }
-SUCCEEDS(cuInit) SUCCEEDS(cuFuncSetAttribute) SUCCEEDS(cuStreamSynchronize) SUCCEEDS(cuModuleUnload)
+SUCCEEDS(cuInit) SUCCEEDS(cuStreamSynchronize) SUCCEEDS(cuModuleUnload)
 SUCCEEDS(cuMemsetD8_v2) SUCCEEDS(cuLinkAddData_v2) SUCCEEDS(cuLinkAddFile_v2) SUCCEEDS(cuLinkDestroy)
 SUCCEEDS(cuMemcpyDtoH_v2)
 SUCCEEDS(cuKernelGetFunction) SUCCEEDS(cuMemGetInfo_v2) SUCCEEDS(cuDeviceGetUuid) SUCCEEDS(cuDeviceGetName)
@@ -2789,7 +2803,9 @@ R cuModuleLoadData(P *m, const char *image) {
 }
 R cuModuleLoadDataEx(P *m, P image, U n, P o, P v) { *m = (P)((next_ += 16) | 1u << 30); return 0; }  // Numba's way
 R cuModuleGetFunction(P *f, uintptr_t m, P name) { *f = (P)(m >> 30 ? m : m | stack[top - 1] << 32); return 0; }
-R cuFuncGetAttribute(int *v, int a, P f) { *v = 128; return 0; }
+static int dynamic_limit;  // of shared memory; 128 bytes are static, and blocks have up to 128 threads
+R cuFuncGetAttribute(int *v, int a, P f) { *v = a == 8 ? dynamic_limit : 128; return 0; }
+R cuFuncSetAttribute(P f, int a, int v) { if (a == 8) { dynamic_limit = v; } return 0; }
 R cuLibraryLoadData(P *l, P c, P a, P b, U n, P d, P e, U m) { *l = (P)(next_ += 16); return 0; }
 R cuLibraryGetKernel(P *k, P l, P name) { *k = l; return 0; }
 R cuLibraryGetGlobal(D *p, size_t *n, P l, P s) { *p = 0x1234; *n = 4; return 0; }
@@ -3127,15 +3143,19 @@ def test_fakecuda_zeros_are_written_before_the_launches(gpus, package_cuda):
     ("cuMemsetD8Async", "RuntimeError: CUDA_ERROR_OUT_OF_MEMORY: out of memory, when an output got its first values "
      "(raised in kernel 'kernel')", 0),
     ("cuLaunchKernel", "RuntimeError: CUDA_ERROR_OUT_OF_MEMORY: out of memory, from a launch with grid=(1, 2, 1), "
-     "block=(64, 1, 1), shared_mem=300000 (raised in kernel 'kernel')", 1),
+     "block=(64, 4, 1), shared_mem=300000; on this GPU the kernel has at most 128 threads in a block, by its registers "
+     "and launch_bounds: 256 are too many; on this GPU the kernel has at most 232320 bytes of dynamic shared memory: "
+     "300000 are too many (raised in kernel 'kernel')", 1),
 ])  # fmt: skip
 def test_fakecuda_a_failure_ends_the_call_and_no_other(gpus, package_cuda, function, text, n_launches):
-    op = own_op(package_cuda, grid=(1, 2), block=64, shared_mem=300_000, vmap_method="sequential", zero_outputs=True)
+    op = own_op(
+        package_cuda, grid=(1, 2), block=(64, 4), shared_mem=300_000, vmap_method="sequential", zero_outputs=True
+    )
     batch = jnp.ones((4, 2))
     gpus.driver.fail(function.encode())
     with pytest.raises((ValueError, RuntimeError), match=re.escape(text)):  # at the lowering, or when it runs
         run_for_cuda(jax.vmap(op), batch)
-    launch = "native 0: 1,2,1 x 64,1,1 +300000"
+    launch = "native 0: 1,2,1 x 64,4,1 +300000"
     assert gpus.log().count(launch) == n_launches
     assert gpus.launches(jax.vmap(op), batch) == [launch] * 4
 
@@ -3162,6 +3182,21 @@ def test_fakecuda_kernels_that_only_numba_can_launch_are_refused(
             jax.eval_shape(op, F32)
     gpus.set(device=1)
     assert gpus.launches(xk.numba_cuda_callable(launch, like_first), F32) == ["numba 1: 1,1,1 x 8,1,1 +0"]
+
+
+@pytest.mark.parametrize("body, is_refused", [
+    ("out[0] = x[1:][0]", False), ("out[0] = np.empty(2, np.float32)[0]", True),
+], ids=["views", "allocates"])  # fmt: skip
+def test_fakecuda_numbas_reference_counts(gpus, package_cuda, monkeypatch, body, is_refused):
+    """As NUMBA_CUDA_ENABLE_NRT=1 enables them."""
+    if is_successor(package_cuda):
+        pytest.skip("it has none of these functions: it inlines what they do")
+    monkeypatch.setattr(numba.config, "CUDA_ENABLE_NRT", True, raising=False)
+    op = xk.numba_cuda_kernel(own_kernel(package_cuda, "x, out", body, names={"np": np}), like_first, **BLOCK)
+    with contextlib.ExitStack() as stack:
+        if is_refused:
+            stack.enter_context(pytest.raises(TypeError, match=r"'kernel' has reference-counted memory: .*callable"))
+        assert len(gpus.launches(op, F32)) == 1
 
 
 @pytest.mark.parametrize("body, refused", [
@@ -3487,6 +3522,28 @@ def test_gpu_command_buffers(captured, tmp_path):
     tests = "test_on_cuda or stream_order or (gpu and warp_ops) or (warp_gpu-vmap-float32 and (blend or csr_event))"
     outcomes = outcomes_elsewhere(tests, tmp_path, XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} {flags}")
     assert set(outcomes.values()) == {"passed"} | skips_for("warp_gpu")
+
+
+@on_gpu
+def test_gpu_an_array_in_the_memory_of_the_host():
+    x = in_memory_of_host(np.arange(4, dtype=np.float32))
+    np.testing.assert_array_equal(cuda_op(cuda_copy)(x), x)
+    add = cuda_op(cuda_add, input_output_aliases={0: 0})
+    with pytest.raises(ValueError, match="'cuda_add': an output starts with input 0, which is in the memory of the h"):
+        add(x, x)
+    on_device = jax.device_put(x, jax.memory.Space.Device)
+    np.testing.assert_array_equal(add(on_device, x), np.arange(4) + np.arange(4))
+
+
+@on_gpu
+@pytest.mark.parametrize("options, text", [
+    ({"grid": 1, "block": 256}, "at most 128 threads in a block, by its registers and launch_bounds: 256 are too"),
+    ({"grid": 1, "block": 8, "shared_mem": 2**30}, "bytes of dynamic shared memory: 1073741824 are too many"),
+])  # fmt: skip
+def test_gpu_a_launch_beyond_the_limits_of_a_kernel(options, text):
+    op = xk.numba_cuda_kernel(cuda.jit(launch_bounds=128)(cuda_copy), like_first, **options)
+    with pytest.raises(RUNTIME_ERRORS, match=text):
+        jax.block_until_ready(op(F32))
 
 
 @on_gpu

@@ -249,6 +249,11 @@ def _devices_to_split_over(ctx: Any) -> int:
     return math.prod(size for axis, size in mesh.shape.items() if axis not in mesh.manual_axes)
 
 
+def _is_on_host(aval: Any) -> bool:
+    """Whether a value is in the memory of the host (`pinned_host`) of a GPU."""
+    return getattr(getattr(aval, "memory_space", None), "name", "") == "Host"
+
+
 # -- dtypes of 64 bits ---------------------------------------------------------------------------------
 
 
@@ -1064,6 +1069,8 @@ def _call_lowering(ctx: Any, *operands: Any, call: _Call) -> Any:
             f"{call.target.title} has side effects, and XLA does not say on which devices it runs them: over several, "
             "call it in a jax.shard_map over all axes of the mesh"
         )
+    if "cuda" in _platforms(ctx):
+        _check_starts_are_on_device(ctx, call)
     if call.runs_nothing:  # XLA before jax 0.10 refuses a call that launches nothing in a command buffer
         return _lower_to_starts(ctx, operands, call.aliases)
     n_split = _count_split(ctx, call)
@@ -1074,6 +1081,15 @@ def _call_lowering(ctx: Any, *operands: Any, call: _Call) -> Any:
     if "cuda" in _platforms(ctx) or len(results) > 1:
         return _keep_from_loops(ctx, results)
     return results
+
+
+def _check_starts_are_on_device(ctx: Any, call: _Call) -> None:
+    for i, _ in call.aliases:
+        if _is_on_host(ctx.avals_in[i]):
+            raise ValueError(
+                f"{call.target.title}: an output starts with input {i}, which is in the memory of the host, and XLA "
+                "makes no output of that: move it by x = jax.device_put(x, jax.memory.Space.Device)"
+            )
 
 
 def _lower_to_custom_call(
@@ -2569,6 +2585,7 @@ _READ_ONLY = (
     "; its inputs are read-only, because JAX may share them, and so are global arrays: write to an output, name "
     "what it changes in in_out_argnames, or use input_output_aliases to start with an input's value"
 )
+_RETURNS_A_VALUE = "; it returns a value: write to the output arrays and return nothing"
 _RETURNED = "returned_by_kernel"  # in adapters: numba_cuda_mlir 0.6.0 cannot compile `return kernel()`
 
 
@@ -3001,10 +3018,12 @@ def _refusal(by: str, signature: _Signature, error: Exception, returns_nothing: 
     """What a kernel that cannot be compiled has wrong, and what to do about it."""
     text = str(error) or type(error).__name__
     hint = f"; it takes the {signature.n_in} inputs alone, so it must return the outputs" if returns_nothing else ""
-    if _SEEN_WRITES.search(text):
+    if isinstance(error, _CudaRefusal):
+        hint += error.hint
+    elif _SEEN_WRITES.search(text):
         hint += _READ_ONLY
     elif "must have void return type" in text or "to none" in text:
-        hint += "; it returns a value: write to the output arrays and return nothing"
+        hint += _RETURNS_A_VALUE
     elif "<class 'jax" in text or "readonly buffer(" in text:
         hint += "; it reads an array of JAX's, which must be an input, or NumPy's if it is a constant"
     elif not jax.config.jax_enable_x64 and re.search(r"(?s)Known signatures:.*64|mismatch: (double|i64)", text):
@@ -3219,7 +3238,8 @@ def numba_cuda_kernel(
       batch_in_z: True runs a `vmap` as one launch (per 65,535 slices), whose blocks along z are the slices.  You say
         by it that no block waits for another one: not all of them may run at once, so that would never end.  The grid
         must have one block along z, and the kernel must not ask for z of its blocks or grid, nor be part of a cluster.
-        It goes with no `vmap_method="sequential"`, which means slices in order.  The simulator takes no notice.
+        It goes with no `vmap_method="sequential"`, which means slices in order.  A kernel may need more registers by
+        it, and so smaller blocks.  The simulator takes no notice.
 
     Raises:
       TypeError: as `numba_kernel`, for dtypes that Numba CUDA lacks; and for kernels whose launch is more than one
@@ -3539,7 +3559,7 @@ class _NumbaCuda:
             # that of float16 is Numba's own, and warns
             "callbacks of its module": not all(_is_stable(callback.__module__) for callback in callbacks),
             _DEPENDS_ON_LAUNCH: getattr(compiled, "launch_config_sensitive", False),
-            "reference-counted memory": getattr(dispatcher.targetctx, "enable_nrt", False),
+            "reference-counted memory": re.search(r"\bNRT_(Allocate|MemInfo_new|MemInfo_alloc)", ptx),
         }
 
     def code(self, compiled: Any) -> tuple[str, str, bytes]:
@@ -3730,6 +3750,19 @@ class _LibCuda:
         self.library.cuGetErrorString(code, ctypes.byref(parts[1]))
         return ": ".join(part.value.decode() for part in parts if part.value) or f"CUDA error {code}"
 
+    def exceeded(self, function: int, launch: _CudaLaunch) -> str:
+        """The limits of a CUfunction that a launch exceeds."""
+        text = ""
+        for attribute, what, size in (
+            (0, "threads in a block, by its registers and launch_bounds", math.prod(launch.block)),
+            (8, "bytes of dynamic shared memory", launch.shared_mem),
+        ):
+            limit = _I32(2**31 - 1)
+            self.library.cuFuncGetAttribute(ctypes.byref(limit), attribute, _PTR(function))
+            if size > limit.value:
+                text += f"; on this GPU the kernel has at most {limit.value} {what}: {size} are too many"
+        return text
+
     def call(self, name: str, *args: Any) -> None:
         if code := getattr(self.library, name)(*args):
             raise RuntimeError(f"{name} failed with {self.describe(code)}")
@@ -3807,29 +3840,43 @@ def _compile_cuda(dispatcher: Any, argtypes: tuple) -> Any:
         _refuse_writes_to_inputs(record)
     for name, kind in annotation.typemap.items():
         if name.startswith(_RETURNED) and str(kind) != "none":
-            raise TypeError(f"cannot cast {kind} to none")
+            raise _CudaRefusal(f"it returns {kind}", _RETURNS_A_VALUE)
     return compiled
+
+
+class _CudaRefusal(Exception):
+    """What is refused here of a kernel that Numba compiles: why, and what to do about it."""
+
+    def __init__(self, text: str, hint: str) -> None:
+        super().__init__(text)
+        self.hint = hint
 
 
 def _refuse_writes_to_inputs(record: Any) -> None:
     """By atomics, stores of CUDA's own, and what makes a writable array of a read-only one."""
     for kind in getattr(record, "typemap", {}).values():
         if re.search(r"(array\.flat|Array\.view)\b.*readonly", str(kind)):  # numba_cuda_mlir's view is writable
-            raise TypeError(f"{_WRITES}: it may be written to through {kind}")
+            raise _CudaRefusal(f"an input may be written to through {kind}", _READ_ONLY)
     for call, signature in getattr(record, "calltypes", {}).items():
         if getattr(call, "op", None) != "call":
             continue
         called = str(record.typemap[call.func.name])
         is_store = re.search(r"\batomic\b|function st(cg|cs|wb|wt)\b", called)
         if is_store and not getattr(signature.args[0], "mutable", True):
-            raise TypeError(f"{_WRITES}: {called} on an input, at {call.loc}")
+            raise _CudaRefusal(f"{called} on an input, at {call.loc}", _READ_ONLY)
+
+
+# What PTX may declare to be linked later, of CUDA and of Numba.
+_CUDA_EXTERNALS = frozenset(
+    "vprintf __assertfail malloc free numba_attempt_nocopy_reshape NRT_incref NRT_decref".split()
+)
 
 
 def _check_ignores_z(ptx: str, signature: _Signature) -> None:
     """An error if a kernel knows of the z of its blocks or grid, or may: z can then not count slices."""
     asks = re.findall(r"%n?ctaid(?!\.[xy])[.\w]*|%gridid|%\w*cluster\w*|\.\w+cluster\b", ptx)
     linked_later = set(re.findall(r"\.extern\s+\.func\s*(?:\([^)]*\)\s*)?(\w+)", ptx))
-    asks += sorted(linked_later - {"vprintf", "__assertfail", "malloc", "free"})  # unknown code
+    asks += sorted(linked_later - _CUDA_EXTERNALS)  # unknown code
     if asks:
         raise TypeError(
             f"numba_cuda_kernel {signature.label!r} uses {asks[0]}, and with batch_in_z=True blocks along z are the "
@@ -3882,11 +3929,12 @@ class _CudaLauncher:
         for ordinal, function in functions.items():
             self.table[ordinal] = function
 
-        def report(code: int, launch: int) -> int:
-            sizes = _CudaLaunch.read(_word_at, launch)
-            return _keep_message(RuntimeError(f"{libcuda.describe(code)}, from a launch with {sizes}"), label)
+        def report(code: int, function: int, address: int) -> int:
+            launch = _CudaLaunch.read(_word_at, address)
+            text = f"{libcuda.describe(code)}, from a launch with {launch}{libcuda.exceeded(function, launch)}"
+            return _keep_message(RuntimeError(text), label)
 
-        self.report = ctypes.CFUNCTYPE(_PTR, _I32, _PTR)(report)
+        self.report = ctypes.CFUNCTYPE(_PTR, _I32, _PTR, _PTR)(report)
 
     def launch_in(self, handler: _Handler) -> Callable[..., None]:
         """Write what all launches of a call share; returns what writes one, for parameters at these addresses."""
@@ -3903,7 +3951,7 @@ class _CudaLauncher:
             args = function, x, y, z, *block, shared_mem, stream, handler.array(params), 0
             code = handler.call(self.libcuda.address("cuLaunchKernel"), *args)
             with handler.when(code & 0xFFFF_FFFF, likely=False):  # a C int
-                handler.fail(handler.call(self.report, code, attribute))
+                handler.fail(handler.call(self.report, code, function, attribute))
 
         return start
 
