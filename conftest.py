@@ -480,7 +480,7 @@ def benchmark_report(tables, prefix):
 def machine():
     """Where and with what the figures were measured."""
     packages = "jax jaxlib numba numba-cuda numba-cuda-mlir warp-lang numpy scipy brainevent brian2".split()
-    where = f"{processor()}, {os.cpu_count()} cores"
+    where = f"{processor()}, {cores()} cores"
     if gpu():
         where += f", {gpu().device_kind}"
     load = f"{os.getloadavg()[2]:.1f}" if hasattr(os, "getloadavg") else "unknown"  # Windows has none
