@@ -2157,6 +2157,132 @@ def test_xla_is_told_of_an_alias():
     assert told < 1000 < 400_000 <= not_told
 
 
+fill_what_is_not_returned = wrap(
+    runs("x.flat[0] = s[0] = np.nan\n    out[:] = 1", "x, out, s"), scratch=lambda x: spec(2, dtype=x.dtype)
+)
+
+
+@pytest.mark.parametrize(
+    "transform", [lambda f: f, jax.jit, jax.vmap, jax.disable_jit()], ids=["eager", "jit", "vmap", "disable_jit"]
+)
+def test_scratch_and_hidden_copies_are_no_results(transform):
+    x = np.ones((2, 3), np.float32)
+    call = transform(fill_what_is_not_returned)
+    with jax.debug_nans(True):
+        check_equal(call(x), x)
+    for equation in jax.make_jaxpr(call)(x).eqns:
+        assert len(equation.outvars) == 1
+
+
+# -- state that kernels change in place ----------------------------------------------------------------
+
+
+def fori(step, *state):
+    """Nine steps, each of which gets its number and the state."""
+    return jax.lax.fori_loop(0, 9, step, *state)
+
+
+def scan(step, v):
+    def body(v, i):
+        v = step(i, v)
+        return v, v[i]
+
+    return jax.lax.scan(body, v, jnp.arange(9))
+
+
+def count_up(step, v):
+    return jax.lax.while_loop(lambda state: state[1] < 9, lambda s: (step(s[1], s[0]), s[1] + 1), (v, 0))
+
+
+def in_some_steps(step, otherwise=lambda v: v):
+    return lambda i, v: jax.lax.cond(i % 2 == 0, partial(step, i), otherwise, v)
+
+
+def read_first(k):
+    """What README says where a state is read and then changed."""
+
+    def step(i, state):
+        v, y = jax.lax.optimization_barrier((state[0], state[0][i]))
+        return k(v, i), state[1] + y
+
+    return step
+
+
+LOOPS = {  # a program of a state `v` and of `k(v, i)`, which adds 1 to v[i]
+    "changed": lambda k: partial(fori, lambda i, v: k(v, i)),
+    "set before": lambda k: partial(fori, lambda i, v: k(v.at[i].set(2), i)),
+    "set after": lambda k: partial(fori, lambda i, v: k(v, i).at[i].set(2)),
+    "set before and after": lambda k: partial(fori, lambda i, v: k(v.at[i].set(2), i).at[i + 1].multiply(2)),
+    "set by what is read": lambda k: partial(fori, lambda i, v: k(v.at[i].set(v[i + 1]), i)),
+    "slice set before": lambda k: partial(fori, lambda i, v: k(jax.lax.dynamic_update_slice(v, F32, (i,)), i)),
+    "computed before": lambda k: partial(fori, lambda i, v: k(v * 0.5, i)),
+    "reshaped before": lambda k: partial(fori, lambda i, v: k(v.reshape(2, -1).at[0, i].set(2).ravel(), i)),
+    "changed twice": lambda k: partial(fori, lambda i, v: k(k(v, i).at[i].set(2), i + 1)),
+    "read before": lambda k: lambda v: fori(lambda i, s: (k(s[0], i), s[1] + s[0][i]), (v, 0.0)),
+    "read before, in order": lambda k: lambda v: fori(read_first(k), (v, 0.0)),
+    "one row": lambda k: lambda v: fori(lambda i, v: v.at[i].set(k(v[i], 0)), v.reshape(10, -1)),
+    "scan": lambda k: partial(scan, lambda i, v: k(v, i)),
+    "scan, set before": lambda k: partial(scan, lambda i, v: k(v.at[i].set(2), i)),
+    "while_loop, set before": lambda k: partial(count_up, lambda i, v: k(v.at[i].set(2), i)),
+    "cond": lambda k: partial(fori, in_some_steps(lambda i, v: k(v.at[i].set(2), i))),
+    "cond, set otherwise": lambda k: partial(scan, in_some_steps(lambda i, v: k(v, i), lambda v: v.at[1].set(3))),
+    "cond before": lambda k: partial(scan, lambda i, v: k(in_some_steps(lambda i, v: v.at[i].set(2))(i, v), i)),
+    "nested loops": lambda k: partial(fori, lambda i, v: fori(lambda j, v: k(v.at[j].set(2), i), v)),
+    "two states": lambda k: lambda v: fori(lambda i, s: [k(v.at[i].set(2), i) for v in s], [v, v + 1]),
+    "two that are swapped": lambda k: lambda v: fori(lambda i, s: [k(v.at[i].set(2), i) for v in s[::-1]], [v, v + 1]),
+    "vmap of a loop": lambda k: lambda v: jax.vmap(LOOPS["set before"](k))(v.reshape(4, -1)),
+    "vmap in a loop": lambda k: (
+        lambda v: fori(lambda i, v: jax.vmap(k, (0, None))(v.at[:, i].set(2), i), v.reshape(4, -1))
+    ),
+    "no loop": lambda k: lambda v: k(v.at[3].set(2), 3),
+}
+add_1_at = wrap(runs("v[i] += 1", "v, i"), in_out_argnames=["v"], scalars=["i"])
+add_1_with_more = wrap(
+    runs("two[0] = 2; old[()] = v[i]; v[i] += two[0] - 1", "v, i, old, two"),
+    lambda v, i: (v, spec()), in_out_argnames=["v"], scalars=["i"], scratch=spec(1),
+)  # fmt: skip
+
+
+def add_1_by_warp(v, i):
+    options = {"outs": like_last, "in_out_argnames": ["acc"], "launch_dims": 1}
+    return xk.warp_kernel(warp_kernels().histogram, **options)(jnp.reshape(i, 1), 1.0, v)
+
+
+ADD_1 = {  # `k(v, i)`: for each program of the first one, for one of the others
+    "numba": add_1_at,
+    "another result and scratch": lambda v, i: add_1_with_more(v, i)[0],
+    "op": lambda v, i: op_with(lambda outs: add_1_at)(v, i, outs=like_first),
+    "warp": add_1_by_warp,
+}
+
+
+def copies_of_state(function, **options):
+    """How often a program that is compiled as users do copies all of a state of this size: in all, and in loops."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    try:
+        text = jax.jit(function, **options).lower(LARGE).compile().as_text()
+    finally:
+        fast = os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") == "1"  # as conftest.py sets it
+        jax.config.update("jax_disable_most_optimizations", fast)
+    in_entry = re.compile(r"^ENTRY .*?^}", re.DOTALL | re.MULTILINE)
+    return [len(re.findall(r"= f32\[[\d,]{6,}\]\S* copy\(", code)) for code in (text, in_entry.sub("", text))]
+
+
+@pytest.mark.parametrize("case, by, options", [
+    *((case, "numba", {}) for case in LOOPS),
+    *((case, "numba", {"donate_argnums": 0}) for case in ("set before", "no loop")),
+    *(("set before", by, {}) for by in ("another result and scratch", "op")),
+    pytest.param("set before", "warp", {}, marks=pytest.mark.needs("warp")),
+])  # fmt: skip
+def test_state_that_a_kernel_changes_is_copied_where_that_of_jax_is(case, by, options):
+    program = LOOPS[case](ADD_1[by])
+    jaxs = LOOPS[case](lambda v, i: v.at[i].add(1))
+    check_equal(program(jnp.arange(100.0)), jaxs(jnp.arange(100.0)))
+    copies, copies_of_jax = copies_of_state(program, **options), copies_of_state(jaxs, **options)
+    assert copies <= copies_of_jax
+    assert bool(copies_of_jax[1]) == (case in ("read before", "reshaped before", "two that are swapped"))
+
+
 @pytest.mark.optimized
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_side_effect_keeps_an_unused_call(kept):
@@ -5139,6 +5265,7 @@ SPLIT_PROGRAMS = {  # a function, its arrays with the axes that their dimensions
     "batched by the inner vmap only": (jax.vmap(jax.vmap(running_product), (0, None)), [(X846, "d"), (X846[0],)],
                                        X846.cumsum(2) * X846[0]),
     "an alias, two results": (jax.vmap(added_to), [(X86, "d"), (X86, "d")], (2 * X86, np.full(8, 6))),
+    "scratch and a hidden copy": (jax.vmap(fill_what_is_not_returned), [(X86, "d")], np.ones((8, 6))),
     "seven slices, and those beside them": (lambda x, w: (matvecs(x[:7], w), x), [(X86,), (W66,)],
                                             (all_matvecs(X86[:7]), X86)),
     "two meshes": (lambda x, w: (matvecs_of_blocks(x, w), matvecs(constrained(x[:, 0], four_devices(4), "d"), w)),
