@@ -3918,7 +3918,8 @@ def test_warp_in_out(warp_path):
 def test_warp_adjoints_change_no_outputs(warp_path, tmp_path):
     """Warp runs the functions that a kernel calls again in the adjoint, which also changes its cotangent."""
     body = "i = wp.tid()\nout[i] = x[i]\nif x[i] > 2.0:\n    out[i] = y[i]\nadd(out, i, x[i] * x[i])"
-    f = xk.warp_kernel(kernel_with_body(body, tmp_path), like_first, differentiable=True)
+    options = {"differentiable": True, "zero_outputs": False}  # as the kernel stores in `out` before it adds to it
+    f = xk.warp_kernel(kernel_with_body(body, tmp_path), like_first, **options)
     out, pullback = jax.vjp(f, jnp.arange(1.0, 5.0), jnp.ones(4))
     ct = jnp.arange(4.0)
     check_equal(pullback(ct), ([0, 5, 12, 24], [0, 0, 2, 3]))
@@ -3958,6 +3959,26 @@ def test_warp_generated_kernels_are_theirs_by_constant_and_setting(warp_path, mo
     check_equal(kernel_with_a_constant(2.0)(x), 2 * x)
     assert targets[0] == targets[1] and len(set(targets)) == 3
     assert targets[-1] in traced.lower().as_text()  # by what the settings are now
+
+
+def test_warp_kernels_are_one_kernel_where_they_are_warps(warp_path):
+    """Its hash does not tell these constants apart, but it builds each module on its own."""
+
+    def made(module, number):
+        @wp.kernel(module=module)
+        def is_number(x: wp.array(dtype=wp.uint32), out: ints):
+            out[wp.tid()] = int(wp.uint64(x[wp.tid()]) + wp.uint64(1099511627776) == wp.uint64(number))
+
+        return xk.warp_kernel(is_number, lambda x: spec(*x.shape, dtype=np.int32))
+
+    x = jnp.arange(3, dtype=jnp.uint32)
+    numbers = 2**40 + 1, 2**41 + 1  # equal in their lower 32 bits
+    first, second = [made(wp.get_module(f"module of {number}"), number) for number in numbers]
+    check_equal(first(x), [0, 1, 0])
+    check_equal(second(x), [0, 0, 0])
+    again = [made("unique", 2**40 + 2) for _ in range(2)]
+    check_equal(again[0](x), [0, 0, 1])
+    assert target_of(again[0], x) == target_of(again[1], x) != target_of(first, x)
 
 
 def test_warp_threads_that_call_kernels_of_one_module(warp_path, monkeypatch):
@@ -4159,6 +4180,15 @@ def second_and_tail(a: floats):
 @wp.struct
 class Holder:
     a: floats
+@wp.func
+def add_to_held(h: Holder, i: int):
+    h.a[i] += 1.0
+try:
+    @wp.func
+    def set_ref(r: wp.ref[float]):
+        r = 1.0
+except AttributeError:  # before Warp 1.19
+    set_ref = None
 def make_add(value: float):
     @wp.func
     def add_value(a: floats, i: int):
@@ -4166,6 +4196,8 @@ def make_add(value: float):
     return add_value
 @wp.func_native("a.data[0] = 1.0f;")
 def in_c(a: floats): ...
+@wp.func_native("wp::atomic_add(a, 0, 1.0f);")
+def add_in_c(a: floats): ...
 @wp.func_native("return 2.0f * x;")
 def twice_in_c(x: float) -> float: ...
 @wp.func_native('''
@@ -4180,10 +4212,10 @@ def meet(patience: float) -> float: ...  # how many threads are inside of it; th
 """
 
 
-def kernel_with_body(body, tmp_path, x="floats"):
+def kernel_with_body(body, tmp_path, x="floats", out="floats", options="module='unique'"):
     """A kernel that may call these functions; Warp reads the source."""
     path = tmp_path / "kernels.py"
-    head = f"@wp.kernel(module='unique')\ndef kernel(x: {x}, y: floats, out: floats):"
+    head = f"@wp.kernel({options})\ndef kernel(x: {x}, y: floats, out: {out}):"
     path.write_text("\n".join([FUNCTIONS, head, textwrap.indent(body, "    ")]))
     return runpy.run_path(str(path))["kernel"]
 
@@ -4196,25 +4228,37 @@ def test_warp_batches_on_a_gpu_are_a_launch_for_each_slice(name, fake_gpu):
     assert len(fake_gpu.grids) == 3
 
 
-# -- inputs are never changed --------------------------------------------------------------------------
+# -- inputs are never changed, and outputs start from something ----------------------------------------
+
+since_ref = pytest.mark.needs("warp 1.19")
 WARP_WRITES = [  # statements that write to the input y, or x
     "y[i] = 1.0",
     "x[i][0] = 1.0",
+    "x[i].y -= 1.0",
     "wp.atomic_add(y, i, 1.0)",
     "wp.atomic_add(arr=y, i=i, value=1.0)",
+    "n = wp.atomic_cas(y, i, 0.0, 1.0)",
     "wp.tile_store(y, wp.tile_load(out, shape=3))",
+    "wp.tile_atomic_add(y, wp.tile_load(out, shape=3))",
     "add_by_name(y, i)",
     "add(y[1:], i, 1.0)",
     "z = y[1:]\nz[i] = 1.0",
+    "z = y\nw = z\nw[i] = 1.0",
     "z = out\nif i > 0:\n    z = y\nz[i] = 1.0",
+    "z = y if i > 0 else out\nz[i] = 1.0",
     "tail(y)[i] = 1.0",
     "wp.where(i > 0, x, x)[i][0] = 1.0",
     "wp.static(make_add(5.0))(y, i)",
     "second, z = second_and_tail(y)\nz[i] = second",
     "z = out\nfor k in range(i):\n    z[k] = 1.0\n    z = y",
+    "z = out\nw = out\nfor k in range(i):\n    w[k] = 1.0\n    w = z\n    z = y",
     "h = Holder()\nh.a = y\nadd(h.a, i, 1.0)",
-    pytest.param("n = apply(set_to_one, y, i)", marks=pytest.mark.needs("warp 1.19")),
+    "h = Holder(y)\nh.a[i] = 1.0",
+    "h = Holder(y)\nadd_to_held(h, i)",
+    pytest.param("n = apply(set_to_one, y, i)", marks=since_ref),
+    pytest.param("set_ref(y[i])", marks=since_ref),
     "in_c(y)",
+    "add_in_c(y)",
     "wp.dense_solve(n=1, A=out, L=out, b=out, x=y)",
 ]
 
@@ -4224,9 +4268,95 @@ WARP_WRITES = [  # statements that write to the input y, or x
 def test_warp_kernel_that_writes_to_an_input_is_refused(statement, tmp_path):
     kernel = kernel_with_body(f"i = wp.tid()\n{statement}", tmp_path, x="vectors")
     with pytest.raises(TypeError, match=r"warp_kernel 'kernel' writes to its input '[xy]', which JAX may share: name"):
-        jax.eval_shape(xk.warp_kernel(kernel, like_last), spec(3, 2), spec(3))
-    f = xk.warp_kernel(kernel, lambda x, y: (x, y, y), in_out_argnames=["x", "y"])
+        jax.eval_shape(xk.warp_kernel(kernel, like_last, zero_outputs=False), spec(3, 2), spec(3))
+    f = xk.warp_kernel(kernel, lambda x, y: (x, y, y), in_out_argnames=["x", "y"], zero_outputs=False, launch_dims=0)
     jax.eval_shape(f, spec(3, 2), spec(3))
+
+
+WARP_UPDATES = [  # statements that update the output by an atomic, and the type of the output
+    ("wp.atomic_add(out, 0, y[i])", "floats"),
+    ("out[i] += 1.0", "floats"),
+    ("out[i] -= 1.0", "floats"),
+    ("out[i] = 0.0\nout[i] += y[i]", "floats"),  # right, but it depends on what is stored where
+    ("out[i][0] += 1.0", "vectors"),
+    ("out[i].y -= 1.0", "vectors"),
+    ("out[i] += wp.vec2(1.0, 2.0)", "vectors"),
+    ("out[i, 0] += 1.0", "wp.array2d(dtype=float)"),
+    ("row = out[i]\nrow[0] += 1.0", "wp.array2d(dtype=float)"),
+    ("wp.atomic_max(out, i, 1.0)", "floats"),
+    ("wp.atomic_min(arr=out, i=i, value=1.0)", "floats"),
+    ("n = wp.atomic_exch(out, i, 1.0)", "floats"),
+    ("n = wp.atomic_cas(out, i, 0.0, 1.0)", "floats"),
+    ("wp.tile_atomic_add(out, wp.tile_load(y, shape=3))", "floats"),
+    ("add(out, i, 1.0)", "floats"),
+    ("add_by_name(out, i)", "floats"),
+    ("out[1:][i] += 1.0", "floats"),
+    ("z = out\nif i > 0:\n    z = out[1:]\nz[i] += 1.0", "floats"),
+    ("z = tail(out)\nfor k in range(i):\n    z[k] += 1.0\n    z = out", "floats"),
+    ("tail(out)[i] += 1.0", "floats"),
+    ("wp.where(i > 0, out, out)[i] += 1.0", "floats"),
+    ("wp.static(make_add(5.0))(out, i)", "floats"),
+    ("second, z = second_and_tail(out)\nz[i] -= second", "floats"),
+    ("h = Holder()\nh.a = out\nwp.atomic_add(h.a, i, 1.0)", "floats"),
+    ("h = Holder(out)\nadd_to_held(h, i)", "floats"),
+    ("if y[i] > 9.0:\n    out[i] += 1.0", "floats"),
+    ("add_in_c(out)", "floats"),
+]
+
+
+@needs_warp
+@pytest.mark.parametrize("statement, out", WARP_UPDATES)
+def test_warp_kernel_that_adds_to_what_is_in_memory_is_refused(statement, out, tmp_path):
+    kernel = kernel_with_body(f"i = wp.tid()\n{statement}", tmp_path, out=out)
+    spec_of_out = {"floats": spec(3)}.get(out, spec(3, 2))
+
+    def trace(outs=spec_of_out, **options):
+        given = spec(3), spec(3), *([spec_of_out] if "in_out_argnames" in options else [])
+        jax.eval_shape(xk.warp_kernel(kernel, outs, launch_dims=0, **options), *given)
+
+    refused = (
+        r"warp_kernel 'kernel' updates 'out' by an atomic, .*: say zero_outputs=True, or .* in_out_argnames .*False"
+    )
+    with pytest.raises(TypeError, match=refused):
+        trace()
+    for options in ({"zero_outputs": True}, {"zero_outputs": False}, {"in_out_argnames": ["out"]}):
+        trace(**options)
+    for zero_outputs in (None, True):
+        with pytest.raises(TypeError, match=r"by an atomic, .*: make this scratch an output"):
+            trace((), scratch=spec_of_out, has_side_effect=True, zero_outputs=zero_outputs)
+
+
+WARP_STORES = [  # statements that store in the output, but add nothing to what is there
+    "out[i] = y[i]",
+    "z = out[1:]\nz[i] = y[i]",
+    "z = out\nfor k in range(i):\n    z[k] = 1.0\n    z = tail(out)",
+    "h = Holder(out)\nh.a[i] = y[i]",
+    "wp.tile_store(out, wp.tile_load(y, shape=3))",
+    "wp.dense_solve(n=1, A=y, L=y, b=y, x=out)",
+    "in_c(out)",
+    "wp.print(y)\nwp.print(out)",
+    "h = Holder(y)\nz = out\nw = y\nfor k in range(i):\n    z[k] = w[k] + h.a[k]\n    w = x",
+]
+
+
+@needs_warp
+@pytest.mark.parametrize("statement", WARP_STORES)
+def test_warp_kernel_that_only_reads_inputs_and_stores_in_outputs_is_taken(statement, tmp_path):
+    kernel = kernel_with_body(f"i = wp.tid()\n{statement}", tmp_path)
+    jax.eval_shape(xk.warp_kernel(kernel, like_last, launch_dims=0), spec(3), spec(3))
+
+
+def test_warp_outputs_that_are_added_to_start_from_zeros(warp_path, tmp_path):
+    """In each slice, of kernels and of ops that register one with this option."""
+    kernel = kernel_with_body("wp.atomic_add(out, 0, x[wp.tid()])", tmp_path)
+    op = xk.XLACustomKernel("adds")
+    op.def_warp_kernel(kernel)
+    with pytest.raises(TypeError, match="say zero_outputs=True, or"):
+        op(F32, F32, outs=spec(2))
+    op.def_warp_kernel(kernel, zero_outputs=True)
+    xs, expected = jnp.arange(6.0).reshape(2, 3), [[3, 0], [12, 0]]
+    check_equal(jax.vmap(xk.warp_kernel(kernel, spec(2), zero_outputs=True))(xs, xs), expected)
+    check_equal(jax.vmap(lambda x: op(x, x, outs=spec(2)))(xs), expected)
 
 
 @needs_warp
@@ -4237,6 +4367,49 @@ def test_warp_kernel_that_reads_an_input(tmp_path):
     x, y = sample(3, 2), sample(3)
     f = xk.warp_kernel(kernel_with_body(body, tmp_path, x="vectors"), like_last)
     check_equal(f(x, y), 2 * (x[:, 0] + y[1] + y) + 1)
+
+
+# -- launches ------------------------------------------------------------------------------------------
+
+WARP_INDICES = [  # the type of the first array, its shape, the start of a kernel, and what the error offers
+    ("wp.array2d(dtype=float)", (3, 2), "i = wp.tid()", "1 indices: .* launch_dims=lambda x, y: x.shape[0]"),
+    ("wp.array(dtype=float, ndim=4)", (3, 2, 2, 2), "i, j, k = wp.tid()", "3 indices: .*=lambda x, y: x.shape[:3]"),
+    ("floats", (3,), "i, j = wp.tid()", "2 indices: .* launch_dims=(n, n)"),
+    ("vectors", (3, 2), "i, j = wp.tid()", "2 indices: "),
+    ("floats", (3,), "i = 0", "0 indices: .* launch_dims=1"),
+    ("floats", (3,), "i = wp.tid()\ni, j = wp.tid()", "1 or 2 indices: "),
+]
+
+
+@needs_warp
+@pytest.mark.parametrize("kind, shape, start, text", WARP_INDICES)
+def test_warp_default_launch_has_as_many_dimensions_as_the_kernel_has_indices(kind, shape, start, text, tmp_path):
+    kernel = kernel_with_body(f"{start}\nout[i] = y[i]", tmp_path, x=kind)
+    text = re.escape(text).replace(r"\.\*", ".*").replace(r"\ ", " ")
+    for options in ({}, {"differentiable": True}):
+        f = xk.warp_kernel(kernel, like_last, **options)
+        with pytest.raises(ValueError, match=f"'kernel': launch_dims is missing, .* wp.tid.. gives {text}"):
+            jax.eval_shape(f, spec(*shape), spec(3))
+        jax.eval_shape(xk.warp_kernel(kernel, like_last, launch_dims=0, **options), spec(*shape), spec(3))
+
+
+@pytest.mark.needs("warp 1.19")
+@pytest.mark.parametrize("by", ["kernel", "config"])
+def test_warp_deterministic_mode_on_the_cpu(by, tmp_path, monkeypatch):
+    """There it changes nothing, as in `wp.launch`; on a GPU it is refused when the launch is recorded."""
+    options = "module='unique'"
+    if by == "config":
+        monkeypatch.setattr(wp.config, "deterministic", wp.DeterministicMode.RUN_TO_RUN)
+    else:
+        options += ", module_options={'deterministic': wp.DeterministicMode.GPU_TO_GPU}"
+    body = "i = wp.tid()\nadd(out, 0, x[i])\nwp.atomic_add(out, 1, y[i])"
+    kernel = kernel_with_body(body, tmp_path, options=options)
+    f = xk.warp_kernel(kernel, spec(2), zero_outputs=True, differentiable=True)
+    x, y = sample(3), sample(3, seed=1)
+    check_equal(f(x, y), [x.sum(), y.sum()])
+    check_equal(jax.grad(lambda x, y: f(x, y) @ jnp.arange(1.0, 3.0), (0, 1))(x, y), ([1, 1, 1], [2, 2, 2]))
+    with pytest.raises(TypeError, match="updates 'out' by an atomic"):
+        jax.eval_shape(xk.warp_kernel(kernel, spec(2)), x, y)
 
 
 # -- errors --------------------------------------------------------------------------------------------

@@ -1361,7 +1361,7 @@ class _Options:
     input_output_aliases: Any
     has_side_effect: bool
     scratch: Any
-    zero_outputs: bool
+    zero_outputs: bool | None
     in_out_argnames: Any = None  # the last three are not options of all
     scalars: Any = False
     name: str | None = None
@@ -4041,7 +4041,7 @@ def warp_kernel(
     in_out_argnames: Sequence[str] | None = None,
     has_side_effect: bool = False,
     scratch: Any = None,
-    zero_outputs: bool = False,
+    zero_outputs: bool | None = None,
     name: str | None = None,
     differentiable: bool = False,
 ) -> Callable[..., Any]:
@@ -4060,15 +4060,18 @@ def warp_kernel(
 
     Args:
       kernel: a function decorated with `warp.kernel`, not generic; without it, `warp_kernel(outs=...)` is a decorator.
-      outs: as for `numba_kernel`; a callable gets what the call got, values included.  A kernel that adds into an
-        output says `zero_outputs=True`, or names it in `in_out_argnames`; if the launch is empty, the others are zero.
+      outs: as for `numba_kernel`; a callable gets what the call got, values included.  If the launch is empty, outputs
+        that start from no input are zero.
       launch_dims: the number of threads: an int, a tuple of up to 4, or a callable of the inputs; by default the shape
-        of the first array that is not None (without the dimensions of its elements).  `wp.tid()` should give as many
+        of the first array that is not None (without the dimensions of its elements), if `wp.tid()` gives as many
         indices.
       block_dim: threads per block on a GPU, by default 256; a block on the CPU has one.
       tiled: True for kernels whose blocks work on tiles, as `warp.launch_tiled` starts them: `launch_dims`, up
         to 3, counts blocks, of `block_dim` threads each.
-      vmap_method, input_output_aliases, in_out_argnames, has_side_effect, scratch, zero_outputs: as for `numba_kernel`.
+      vmap_method, input_output_aliases, in_out_argnames, has_side_effect, scratch: as for `numba_kernel`.
+      zero_outputs: True starts every output but the aliased ones from zeros, in each slice of a `vmap`.  By default a
+        kernel that updates an output by an atomic, as `out[i] += v` does, is refused unless the output starts from
+        an input; False says that the kernel itself stores there before.
       name: the target's name, of your own choice; see `numba_kernel`.
       differentiable: True gives reverse mode, first derivatives only, through the kernel's own adjoint, for arrays of
         floats.
@@ -4078,8 +4081,9 @@ def warp_kernel(
 
     Raises:
       TypeError: a generic kernel; arrays that do not fit; a traced value for a parameter that is no array; an input
-        that the kernel writes to.  RuntimeError: Warp's own, for a value of a wrong type.
-      ValueError: launch dimensions out of range; in-out arguments, aliases or scratch with `differentiable`.
+        that the kernel writes to, or an output that starts from nothing and that it updates by an atomic.
+      ValueError: launch dimensions out of range, or left out where `wp.tid()` gives another number of indices; in-out
+        arguments, aliases or scratch with `differentiable`.  RuntimeError: Warp's own, for a value of a wrong type.
       NotImplementedError: launches that are more than the start of a kernel (Warp's deterministic mode, clusters, its
         blocks on CPUs), for which there is `warp.jax_kernel`; to compile for CUDA where JAX has no GPU.
 
@@ -4209,14 +4213,48 @@ class _WarpKernel(_Wrapper):
             raise self._wrong_arity(f"got {n_given} inputs and {n_out} outputs (in-out arguments count as both)")
         for name, spec in zip(names, call.ins + call.outs, strict=True):
             self.params[name].check(spec)
-        writes = _source_of(self.kernel).writes
-        for i, name in enumerate(names[:n_in]):
-            if i not in dict(call.aliases) and writes[name]:
+        self._check_accesses(call, names)
+        return self._target(call, {(name, "value"): k for k, name in enumerate(names)}, call.ins, self.title)
+
+    def _check_accesses(self, call: _Call, names: Sequence[str]) -> None:
+        """Raise if the kernel writes to an input, or adds to what happens to be in the memory of an output."""
+        accesses = _source_of(self.kernel).accesses
+        aliases = dict(call.aliases)
+        for i, name in enumerate(names[: len(call.ins)]):
+            if i not in aliases and accesses[name] != _READS:
                 raise TypeError(
                     f"{self.title} writes to its input {name!r}, which JAX may share: name it in in_out_argnames, or "
                     "write to an output (the parameters are inputs and values, then outputs)"
                 )
-        return self._target(call, {(name, "value"): k for k, name in enumerate(names)}, call.ins, self.title)
+        if self.options.zero_outputs is False:
+            return
+        starts = {*aliases.values(), *call.zeroed}  # the outputs that are something before the launch
+        for j, name in enumerate(names[len(call.ins) :]):
+            if j not in starts and accesses[name] == _UPDATES:
+                way = "say zero_outputs=True, or name it in in_out_argnames to start it from an input"
+                if j >= call.n_results:
+                    way = "make this scratch an output, and say zero_outputs=True"
+                raise TypeError(
+                    f"{self.title} updates {name!r} by an atomic, which adds to what happens to be in its memory: {way}"
+                    " (zero_outputs=False, if the kernel itself stores there before)"
+                )
+
+    def _default_dims(self, title: str, name: str, dims: tuple[int, ...], n_given: int) -> tuple[int, ...]:
+        """The dimensions of the first array, if `wp.tid()` gives as many indices."""
+        counts = _source_of(self.kernel).tid_counts or {0}
+        if counts == {len(dims)}:
+            return dims
+        given = [*self.params][:n_given]
+        n = max(counts)
+        way = "1" if n == 0 else f"({', '.join('n' * n)})"
+        if name in given and 0 < n < len(dims):
+            index = "0" if n == 1 else f":{n}"
+            way = f"lambda {', '.join(given)}: {name}.shape[{index}]"
+        shown = " or ".join(map(str, sorted(counts)))
+        raise ValueError(
+            f"{title}: launch_dims is missing, and the shape of {name!r}, {dims}, does not do, as wp.tid() gives "
+            f"{shown} indices: give a number of threads for each index, such as launch_dims={way}"
+        )
 
     def _target(self, call: _Call, buffers: Mapping, user_ins: Sequence[Spec], title: str) -> _WarpTarget:
         """What launches the kernel on the buffers of a call; the user's own inputs are those of the options.
@@ -4231,7 +4269,8 @@ class _WarpKernel(_Wrapper):
         if launch_dims is None:
             if not arrays:
                 raise ValueError(f"{title}: launch_dims is missing, and there is no array of that shape")
-            launch_dims = arrays[0][2]
+            (first, _), _, dims = arrays[0]
+            launch_dims = self._default_dims(title, first, dims, len(user_ins) + len(self.values))
         checked_dims = options.checked_dims(launch_dims)
         with _warp_session() as wp:
             content = _warp_content(wp, self.kernel)
@@ -4289,8 +4328,8 @@ class _WarpKernel(_Wrapper):
         """
         names = self.parameters
         buffers = {(name, "value"): k for k, name in enumerate(names)}
-        writes_again = _source_of(self.kernel).writes_again
-        changed = [k for k, name in enumerate(names) if writes_again[name]]
+        again = _source_of(self.kernel).accesses_again
+        changed = [k for k, name in enumerate(names) if again[name]]
         changed += range(len(names), len(ins))
         float_ins = _floats(ins[:n_args])
         results = tuple(ins[k] for k in [*changed, *float_ins])
@@ -4451,28 +4490,43 @@ def _warp_param(wp: Any, kernel: str, name: str, kind: Any) -> _WarpParam:
 def _points_to_arrays(kind: Any) -> bool:
     """Whether this is the type of arrays, of references to their elements, or of structs with these."""
     fields = getattr(kind, "vars", {}).values()
-    is_pointer = hasattr(kind, "ndim") or type(kind).__name__ == "Reference"
-    return is_pointer or any(_points_to_arrays(field.type) for field in fields)
+    return hasattr(kind, "ndim") or _is_reference(kind) or any(_points_to_arrays(field.type) for field in fields)
+
+
+def _is_reference(kind: Any) -> bool:
+    return type(kind).__name__ == "Reference"
 
 
 def _warp_content(wp: Any, kernel: Any) -> tuple[str, ...]:
-    """What decides a kernel's machine code: Warp's hash (code, constants, functions, types), options and settings."""
+    """What decides a kernel's machine code: its module, Warp's hash (of code, constants, types), options and settings.
+
+    Warp's hash does not tell apart some constants, such as those of float64, but what it builds is a module's own; a
+    kernel that is made again in a unique module gets the module, and is the kernel, that Warp has for that hash.
+    """
     kernel.module.get_module_hash()  # also hashes the kernels
     options = {**kernel.module.options, **kernel.options, "block_dim": None}  # in Warp 1.14 of the last launch
     settings = {}
     for name, value in vars(wp.config).items():
         if isinstance(value, (bool, int, float, str)) and not _WARP_LOCAL.search(name):
             settings[name] = value
-    return wp.__version__, kernel.hash.hex(), str(sorted(options.items())), str(sorted(settings.items()))
+    return (
+        wp.__version__,
+        kernel.module.name,
+        kernel.hash.hex(),
+        str(sorted(options.items())),
+        str(sorted(settings.items())),
+    )
 
 
-# -- what a kernel writes to ---------------------------------------------------------------------------
+# -- what the C++ of a kernel shows ---------------------------------------------------------------------
 
 _WARP_SOURCES: Any = weakref.WeakKeyDictionary()  # kernel -> {content: `_WarpSource`}
-_WARP_READERS = (
-    "address copy len load lower_bound sample_cdf select tile_load tile_load_indexed unot view "
-    "volume_sample_grad_index volume_sample_index where".split()
-)
+_READS, _STORES, _UPDATES = range(3)  # what is done to an array, the worse the greater; an atomic reads what it updates
+_WARP_ACCESSES = dict.fromkeys(
+    "address copy len load lower_bound print sample_cdf select tile_load tile_load_indexed unot view "
+    "volume_sample_grad_index volume_sample_index where".split(),
+    _READS,
+) | dict.fromkeys("array_store store tile_store tile_store_indexed".split(), _STORES)
 
 
 def _source_of(kernel: Any) -> _WarpSource:
@@ -4485,10 +4539,21 @@ def _source_of(kernel: Any) -> _WarpSource:
 
 
 class _WarpSource:
-    """What is seen in the C++ that Warp writes for a kernel; nothing is compiled.
+    """What the C++ that Warp writes for a kernel shows; nothing is compiled.
 
-    A line has a call at most, such as `var_5 = wp::view(var_x, var_2);` or `wp::array_store(var_5, var_0, var_1);`.
-    One of a function that is not known counts as a write to all arrays that it gets.
+    Read are the lines that `ModuleBuilder` puts into the blocks of an `Adjoint`, for the kernel and for each function
+    that it calls.  A line has a call at most, such as `var_5 = wp::view(var_x, var_2);` or
+    `wp::array_store(var_5, var_0, var_1);`, and what it assigns to may lie in the memory of every array that it names.
+
+    - `accesses`: the worst of what is done to the array of each parameter, under whatever name, in whatever branch.  A
+      function of Warp that is not in `_WARP_ACCESSES` counts as one that updates all arrays that it gets; C++ of the
+      user's as one that stores in them, or, if it has a word such as `atomicAdd`, updates them.
+    - `accesses_again`: the same for what the adjoint runs again of the kernel.
+    - `tid_counts`: how many indices each `wp.tid()` gives.
+    - `uses_tiles`: whether a function of tiles is called.
+
+    Not seen: what is written through `x.ptr`, or by C++ that hides an atomic.  Guarded by the tables `WARP_WRITES`,
+    `WARP_UPDATES`, `WARP_STORES` and `WARP_INDICES` of the tests.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -4498,27 +4563,41 @@ class _WarpSource:
                 super().build_function(function)
 
         options = {**kernel.module.options, **kernel.options, "output_arch": None}
+        if "deterministic" in options:  # Warp >= 1.19; it changes the code for GPUs, where such launches are refused
+            options["deterministic"] = type(options["deterministic"])(0)
         builder = Builder(kernel.module, options, types.SimpleNamespace(unique_kernels={}, get_unique_kernels=list))
         kernel.adj.skip_build = False
         code = copy.copy(kernel.adj)
+        if hasattr(code, "deterministic"):  # refers to the original
+            code.deterministic = type(code.deterministic)(code)
         code.build(builder)
         block = code.blocks[0]
         self.uses_tiles = False
-        self.functions: dict[str, list[bool]] = {}  # by name in C++: whether it writes to each of its arguments
+        self.tid_counts: set[int] = set()
+        self.kinds = {f"wp::{name}": kind for name, kind in _WARP_ACCESSES.items()}  # by name in C++
+        self.kinds |= dict.fromkeys((struct.native_name for struct in builder.structs), _READS)  # their constructors
+        self.functions: dict[str, list[int]] = {}  # the user's: what it does to each of its arguments
         for function in builder.functions:  # those that a function calls come before it
-            writes = self._writes(function.adj, function.adj.blocks[0].body_forward)
+            accesses = list(self._accesses(function.adj, function.adj.blocks[0].body_forward).values())
+            if function.native_snippet:  # C++ of the user's
+                kind = _UPDATES if re.search("atom|__sync|asm", function.native_snippet) else _STORES
+                accesses = [kind] * len(accesses)
             same_name = self.functions.get(function.native_func, [])  # the same function, for other types
-            each = itertools.zip_longest(same_name, writes.values())
-            self.functions[function.native_func] = [any(flags) or bool(function.native_snippet) for flags in each]
+            self.functions[function.native_func] = [*map(max, itertools.zip_longest(same_name, accesses, fillvalue=0))]
         again = [line for line in block.body_replay + block.body_reverse if not re.search("//|wp::adj_", line)]
-        self.writes = self._writes(code, block.body_forward)
-        self.writes_again = self._writes(code, again)  # in the adjoint
+        self.accesses = self._accesses(code, block.body_forward)
+        self.accesses_again = self._accesses(code, again)
 
-    def _writes(self, code: Any, lines: Iterable[str]) -> dict[str, bool]:
-        """Whether these lines write to the memory of a parameter."""
-        arrays = {x.emit() for x in (*code.args, *code.variables) if _points_to_arrays(x.type)}
+    def _accesses(self, code: Any, lines: Iterable[str]) -> dict[str, int]:
+        """What these lines do to the memory of each parameter."""
+        types_of = {x.emit(): x.type for x in (*code.args, *code.variables)}
+        arrays = {name for name, kind in types_of.items() if _points_to_arrays(kind)}
         origins = collections.defaultdict(set)  # variable -> those in whose memory it may lie
-        written: list[str] = []
+        worst: dict[str, int] = collections.defaultdict(int)  # variable -> what is done to it
+
+        def access(kind: int, *texts: str) -> None:
+            for name in arrays_in(*texts):
+                worst[name] = max(worst[name], kind)
 
         def arrays_in(*texts: str) -> list[str]:
             return [name for name in re.findall(r"var_\w+", str(texts)) if name in arrays]
@@ -4527,22 +4606,31 @@ class _WarpSource:
             left, _, right = line.strip().rpartition(" = ")
             name, *_ = re.findall(r"^(?:adj_)?([\w:]+)[(<]", right) or [""]
             self.uses_tiles |= name.startswith("wp::tile_")
+            self.tid_counts.update(map(int, re.findall(r"^builtin_tid(\d)d", name)))
             arguments = right.partition("(")[2].split(", ")
             if not left.startswith("var_"):  # but with `*var_3`
-                written += arrays_in(left)
+                access(_STORES, left)
             if name in self.functions:
-                flags = self.functions[name]
-                written += arrays_in(*itertools.compress(arguments, flags))
-                left += str(arguments[len(flags) :])  # several results
-            elif name.removeprefix("wp::") not in _WARP_READERS:
-                given = arrays_in(right) if name else []
-                written += given[-1:] if name.startswith("wp::dense_") else given  # those write to the last one
+                kinds = self.functions[name]
+                for kind, argument in zip(kinds, arguments):
+                    access(kind, argument)
+                left += str(arguments[len(kinds) :])  # several results
+            elif name == "wp::assign" and not _is_reference(types_of.get(arguments[0])):  # of variables, in a loop
+                left += arguments[0]
+            elif name.startswith("wp::dense_"):  # those store in the last one
+                access(_STORES, *arrays_in(right)[-1:])
+            elif name:
+                access(self.kinds.get(name, _UPDATES), right)
             for result in re.findall(r"var_\w+", left):
                 origins[result].update(arrays_in(right))
-        for name in written:  # which grows
-            written += origins[name].difference(written)
+        pending = [*worst]
+        for name in pending:  # which grows
+            for origin in origins[name]:
+                if worst[origin] < worst[name]:
+                    worst[origin] = worst[name]
+                    pending.append(origin)
         without = getattr(code, "callable_arg_values", None) or ()  # C++ does not pass functions
-        return {x.label: x.emit() in written for x in code.args if x.label not in without}
+        return {x.label: worst[x.emit()] for x in code.args if x.label not in without}
 
 
 def _number(value: Any) -> np.ndarray:
