@@ -2378,6 +2378,17 @@ def test_buffers_of_another_count_rank_or_dtype_are_an_error(outs, args):
     assert "'add_one' was called with other buffers" in error_of(jax.ffi.ffi_call(target, outs), *args)
 
 
+class SharesItsCode(xk._CallbackEmitter):
+    """An emitter of code that holds the address of a function, which another kernel would call, too."""
+
+    code_key = "shared"
+
+
+def test_code_that_kernels_share_holds_no_address():
+    with pytest.raises(AssertionError, match="may be an address"):
+        xk._compile_handler(xk._Signature("kernel", 0, (), ()), SharesItsCode(xk._Signature("kernel", 0, (), ()), None))
+
+
 def load_copy(name, path=xk.__file__):
     """Another copy of the file in this process, under a name that it has while it is loaded."""
     spec = importlib.util.spec_from_file_location(name, path)

@@ -1404,13 +1404,11 @@ class _Options:
         return checked
 
 
-def _wrap(make_wrapper: Callable[..., _Wrapper], arguments: dict, options_type: type[_Options] = _Options) -> Any:
-    """The wrapper that a public function returns; a decorator if the first of its `arguments`, the kernel, is None."""
-    kernel, *_ = arguments.values()
-    checked = options_type(**dict([*arguments.items()][1:]))
+def _wrap(make_wrapper: Callable[..., _Wrapper], kernel: Any, options: _Options) -> Any:
+    """The wrapper that a public function returns; a decorator if the kernel is None."""
 
     def decorate(kernel: Any) -> _Wrapper:
-        return make_wrapper(kernel, checked)
+        return make_wrapper(kernel, options)
 
     return decorate if kernel is None else decorate(kernel)
 
@@ -1763,11 +1761,12 @@ class _Struct(_Word):
 class _Code:
     """An LLVM module that is being written, and the tools to write with; not optimized, which saves 40 ms a kernel."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_shared: bool = True) -> None:
         import llvmlite.binding as llvm
         from llvmlite import ir
         from numba.core import cgutils
 
+        self.is_shared = is_shared  # code that holds an address is right for one kernel alone
         self.llvm = llvm
         self.ir = ir
         self.cgutils = cgutils
@@ -1832,8 +1831,11 @@ class _Code:
             return x.value
         if isinstance(x, str):
             return self.functions[x].ptrtoint(self.i64)
-        number = x if isinstance(x, int) else ctypes.cast(x, _PTR).value
-        return self.ir.Constant(self.i64, int(number or 0))
+        is_number = isinstance(x, int)
+        number = int((x if is_number else ctypes.cast(x, _PTR).value) or 0)
+        if self.is_shared and (not is_number or abs(number) >= 1 << 32):
+            raise AssertionError(f"{x!r} may be an address, and several kernels share this code: put it into _Kernel")
+        return self.ir.Constant(self.i64, number)
 
     def word(self, x: Any) -> _Word:
         return _Word(self, self.value(x))
@@ -2345,7 +2347,7 @@ def _compile_handler(signature: _Signature, emitter: _Emitter) -> _Compiled:
         handler = _Handler(signature, emitter)
         code = handler.compile()
         alive = handler.alive
-        if emitter.code_key:
+        if emitter.code_key is not None:
             _HANDLERS[key] = code
     engine = _load_code(code)
     driver = _driver()
@@ -2368,7 +2370,7 @@ class _Handler(_Code):
     """Writes what is compiled for one signature."""
 
     def __init__(self, signature: _Signature, emitter: _Emitter) -> None:
-        super().__init__()
+        super().__init__(is_shared=emitter.code_key is not None)
         self.signature = signature
         self.emitter = emitter
         self.alive: list[Any] = []  # kept alive, as the machine code holds their addresses
@@ -2689,7 +2691,18 @@ def numba_kernel(
       >>> cumsum(jnp.array([1.0, 2.0, 3.0])).tolist()
       [1.0, 3.0, 6.0]
     """
-    return _wrap(_NumbaKernel, locals(), _Options)
+    options = _Options(
+        outs=outs,
+        vmap_method=vmap_method,
+        input_output_aliases=input_output_aliases,
+        in_out_argnames=in_out_argnames,
+        scalars=scalars,
+        has_side_effect=has_side_effect,
+        scratch=scratch,
+        zero_outputs=zero_outputs,
+        name=name,
+    )
+    return _wrap(_NumbaKernel, kernel, options)
 
 
 # -- 7.1 The wrapper, and the forms in which it may call a function ------------------------------------
@@ -3294,7 +3307,24 @@ def numba_cuda_kernel(
       >>> add(np.ones(3), np.ones(3)).tolist()
       [2.0, 2.0, 2.0]
     """
-    return _wrap(_CudaKernel, locals(), _CudaOptions)
+    options = _CudaOptions(
+        outs=outs,
+        grid=grid,
+        block=block,
+        launch_dims=launch_dims,
+        threads_per_block=threads_per_block,
+        shared_mem=shared_mem,
+        batch_in_z=batch_in_z,
+        vmap_method=vmap_method,
+        input_output_aliases=input_output_aliases,
+        in_out_argnames=in_out_argnames,
+        scalars=scalars,
+        has_side_effect=has_side_effect,
+        scratch=scratch,
+        zero_outputs=zero_outputs,
+        name=name,
+    )
+    return _wrap(_CudaKernel, kernel, options)
 
 
 def numba_cuda_callable(
@@ -3341,7 +3371,15 @@ def numba_cuda_callable(
       >>> scale_twice(np.ones(3, np.float32)).tolist()
       [4.0, 4.0, 4.0]
     """
-    return _wrap(_CudaCallable, locals(), _Options)
+    options = _Options(
+        outs=outs,
+        vmap_method=vmap_method,
+        input_output_aliases=input_output_aliases,
+        has_side_effect=has_side_effect,
+        scratch=scratch,
+        zero_outputs=zero_outputs,
+    )
+    return _wrap(_CudaCallable, func, options)
 
 
 # -- 8.1 Wrappers, and launch configurations ----------------------------------------------------------
@@ -4096,7 +4134,21 @@ def warp_kernel(
       >>> warp_kernel(scale, outs=lambda x, factor: x)(jnp.arange(3.0), 2.0).tolist()
       [0.0, 2.0, 4.0]
     """
-    return _wrap(_WarpKernel, locals(), _WarpOptions)
+    options = _WarpOptions(
+        outs=outs,
+        launch_dims=launch_dims,
+        block_dim=block_dim,
+        tiled=tiled,
+        vmap_method=vmap_method,
+        input_output_aliases=input_output_aliases,
+        in_out_argnames=in_out_argnames,
+        has_side_effect=has_side_effect,
+        scratch=scratch,
+        zero_outputs=zero_outputs,
+        name=name,
+        differentiable=differentiable,
+    )
+    return _wrap(_WarpKernel, kernel, options)
 
 
 @dataclasses.dataclass(kw_only=True)
