@@ -2791,10 +2791,10 @@ def is_successor(package_cuda):
     return package_cuda.__name__ == "numba_cuda_mlir.cuda"
 
 
-def written_for(package_cuda, function):
+def written_for(package_cuda, function, **names):
     """The same kernel with the `cuda` of a package."""
     float32 = np.float32 if is_successor(package_cuda) else numba.float32
-    names = {"cuda": package_cuda, "cuda_float32": float32}
+    names = {"cuda": package_cuda, "cuda_float32": float32, **names}
     return types.FunctionType(function.__code__, {**function.__globals__, **names}, function.__name__)
 
 
@@ -3395,21 +3395,87 @@ def cuda_count(x, out):
     cuda.atomic.add(x, 0, 1.0)
 
 
+def cuda_count_in_def(x, out):
+    def count():
+        cuda.atomic.add(x, 0, 1.0)
+
+    count()
+
+
+def cuda_count_in_lambda(x, out):
+    (lambda: cuda.atomic.add(x, 0, 1.0))()
+
+
+def cuda_count_by_helper(x, out):
+    helper(x, out)
+
+
+def cuda_store_by_another_name(x, out):
+    store(x, 0, 1.0)  # noqa: F821
+
+
 def cuda_wait_for_all(x, out):
     cuda.cg.this_grid().sync()
 
 
-@pytest.mark.parametrize("kernel, refused", [
-    (cuda_count, "its inputs are read-only"), (cuda_wait_for_all, "a cooperative launch"),
-])  # fmt: skip
-def test_fakecuda_a_kernel_in_numbas_cache_is_refused_again(gpus, package_cuda, tmp_path, monkeypatch, kernel, refused):
+def cuda_read_by_helper(x, out):
+    i = cuda.grid(1)
+    cuda.syncthreads()
+    if i < out.shape[0]:
+        out[i] = cuda.fma(x[i], x[i], helper(x, cuda.blockIdx.x + cuda.shfl_sync(-1, i, 0)))
+
+
+def cuda_square(x, i):
+    tile = cuda.shared.array(8, cuda_float32)
+    tile[i] = x[i]
+    return math.sqrt(tile[i])
+
+
+@pytest.fixture
+def cached_in(package_cuda, tmp_path, monkeypatch):
+    """Makes a kernel of another process, whose code is in Numba's cache from the second time on."""
     config = "numba_cuda_mlir.numba_cuda.core.config" if is_successor(package_cuda) else "numba.core.config"
     monkeypatch.setattr(sys.modules[config], "CACHE_DIR", str(tmp_path))
+
+    def make(kernel, helper=None, **names):
+        if helper:
+            names["helper"] = package_cuda.jit(device=True)(written_for(package_cuda, helper))
+        return package_cuda.jit(cache=True)(written_for(package_cuda, kernel, **names))
+
+    yield make
+    assert list(tmp_path.rglob("*.nbc"))
+
+
+@pytest.mark.parametrize("kernel, helper, refused", [
+    (cuda_count, None, "its inputs are read-only"),
+    (cuda_count_in_def, None, "its inputs are read-only"),
+    (cuda_count_in_lambda, None, "its inputs are read-only"),
+    (cuda_count_by_helper, cuda_count, "its inputs are read-only"),
+    (cuda_count_by_helper, cuda_count_in_def, "its inputs are read-only"),
+    (cuda_store_by_another_name, None, "its inputs are read-only"),
+    (cuda_wait_for_all, None, "a cooperative launch"),
+])  # fmt: skip
+def test_fakecuda_a_kernel_in_numbas_cache_is_refused_again(gpus, package_cuda, cached_in, kernel, helper, refused):
     for _ in range(2):
-        cached = package_cuda.jit(cache=True)(written_for(package_cuda, kernel))
+        cached = cached_in(kernel, helper, store=package_cuda.stwt)
         with pytest.raises(TypeError, match=refused):
             run_for_cuda(xk.numba_cuda_kernel(cached, like_first, **BLOCK), F32)
-        assert list(tmp_path.rglob("*.nbc"))
+
+
+def test_fakecuda_a_kernel_in_numbas_cache_is_not_compiled_again(gpus, cached_in, monkeypatch):
+    compilations = []
+    for _ in range(2):
+        kernel = cached_in(cuda_read_by_helper, cuda_square)
+        compile_kernel = type(kernel).compile
+
+        def count(dispatcher, *args):
+            compilations.append(args)
+            return compile_kernel(dispatcher, *args)
+
+        with monkeypatch.context() as context:
+            context.setattr(type(kernel), "compile", count)
+            gpus.launches(xk.numba_cuda_kernel(kernel, like_first, **BLOCK), F32)
+    assert len(compilations) == 2
 
 
 @in_axpy
@@ -3506,6 +3572,18 @@ def test_on_cuda_a_kernel_may_take_any_number_of_arrays():
 
     for kernel in any_number, with_default:
         assert cuda_op(kernel)(F32)[0] == 2
+
+
+@on_device
+@pytest.mark.parametrize("body", [
+    "(lambda: copy[1, 8, stream](x, out))()",
+    "def launch():\n        copy[1, 8, stream](x, out)\n    launch()",
+    "[pair[0][1, 8, stream](x, out) for _ in range(1)]",
+], ids=["lambda", "def", "in a tuple"])  # fmt: skip
+def test_on_cuda_a_callable_names_its_package_anywhere(body):
+    copy = cuda.jit(cuda_copy)
+    function = runs(body, "x, out, stream", copy=copy, pair=(copy, 3))
+    np.testing.assert_array_equal(xk.numba_cuda_callable(function, like_first)(F32), F32)
 
 
 @on_device

@@ -439,6 +439,7 @@ class _References:
         if not isinstance(function, types.FunctionType):
             self.unknown.append(f"a {type(function).__name__}")
             return
+        self._modules.clear()  # each function names other parts of one
         names = _names_in(function.__code__)
         self._names |= dict.fromkeys(names)
         self.words |= {*names, *_texts_in(function.__code__)}
@@ -567,6 +568,10 @@ def _is_numbas_type(kind: type) -> bool:
     return _is_stable(kind.__module__) and ".types." in kind.__module__
 
 
+_PUBLIC_MODULES = ["numba", "numba.typed", "numba.cuda", "numba_cuda_mlir.cuda"]
+_PUBLIC_MODULES += [f"numba_cuda_mlir.cuda.{memory}" for memory in ("shared", "local", "const")]
+
+
 def _is_public(value: Any) -> bool:
     """Whether this is a function or class that a stable module has under its name; of Numba, in its public modules.
 
@@ -574,11 +579,9 @@ def _is_public(value: Any) -> bool:
     """
     name = str(getattr(value, "__name__", None))
     module = str(getattr(value, "__module__", None))
-    if not _is_stable(module) or type(value).__name__ == "_Intrinsic":
+    if not _is_stable(module):
         return False
-    modules = [module]
-    if module.startswith("numba"):
-        modules = ["numba", "numba.typed", "numba.cuda", "numba_cuda_mlir.cuda"]
+    modules = _PUBLIC_MODULES if module.startswith("numba") else [module]
     return any(vars(sys.modules[x]).get(name) is value for x in modules if x in sys.modules)
 
 
@@ -3779,20 +3782,11 @@ def _cuda_package(value: Any) -> _NumbaCuda | None:
     return None
 
 
-def _values_named_by(function: types.FunctionType) -> list[Any]:
-    """What a function reads of its closure and its globals, and of the user's modules among these."""
-    names = inspect.getclosurevars(function)
-    values = [*names.nonlocals.values(), *names.globals.values()]
-    for module in [x for x in values if isinstance(x, types.ModuleType) and not _is_stable(x.__name__)]:
-        values += [vars(module).get(name) for name in function.__code__.co_names]
-    return values
-
-
 def _cuda_package_named_by(func: Any, title: str) -> _NumbaCuda:
-    """The package that makes the arrays and the stream of a callable: the one that its own code names."""
+    """The package that makes the arrays and the stream of a callable: the one that its code names."""
     function = getattr(func, "__func__", func)  # of a method
     with _CUDASIM_LOCK:  # a simulated kernel may be running with its globals replaced
-        found = {*map(_cuda_package, [*(function.__defaults__ or ()), *_values_named_by(function)])}
+        found = {_cuda_package(value) for _, value in _References(function).values}
     for package in (_NUMBA_CUDA_MLIR, _NUMBA_CUDA, _CUDA_SIMULATOR):
         if package in found:
             return package
@@ -3903,9 +3897,8 @@ def _compile_cuda(dispatcher: Any, argtypes: tuple) -> Any:
     """Compile for the current device; writes to inputs that Numba does not refuse are refused here."""
     compiled = dispatcher.compile(argtypes)
     if not compiled._type_annotation:  # it comes from Numba's cache, which keeps no record of types
-        function = dispatcher.py_func
-        has_helpers = any(hasattr(value, "py_func") for value in _values_named_by(function))
-        if not has_helpers and _CUDA_WRITERS.isdisjoint(function.__code__.co_names):
+        references = _References(dispatcher)
+        if not references.unknown and _CUDA_WRITERS.isdisjoint(references.words):
             return compiled
         compiled = type(dispatcher)(dispatcher.py_func, dispatcher.targetoptions).compile(argtypes)
     annotation = compiled._type_annotation
