@@ -4869,6 +4869,42 @@ def test_op_operands_may_be_numbers_or_arrays_of_other_libraries():
         check_equal(f(), np.float32([3, 4]))
 
 
+class OfOtherLibrary:
+    """A NumPy array that JAX sees by DLPack alone, or, if `is_exported` is false, not at all."""
+
+    def __init__(self, array, is_exported=True):
+        self.array, self.is_exported = array, is_exported
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+    def __dlpack__(self, **options):
+        if not self.is_exported:
+            raise BufferError("it is not to be had")
+        return self.array.__dlpack__(**options)
+
+
+@pytest.mark.parametrize("cut", [np.s_[:, 1], np.s_[::2, ::2], np.s_[::-1], np.s_[1], np.s_[2:2]])
+def test_arrays_of_other_libraries_may_be_parts_of_arrays(cut):
+    part = np.arange(12, dtype=np.float32).reshape(4, 3)[cut]
+    kernel = xk.numba_kernel(lambda x: 2 * x, like_first)
+    for f in (kernel, call_op(op_of(lambda x: 2 * x))):
+        check_equal(f(OfOtherLibrary(part)), 2 * part)
+        with pytest.raises(
+            TypeError, match=r"(<lambda>|op): input 0: JAX cannot take this OfOther.*: pass a copy .*had"
+        ):
+            f(OfOtherLibrary(part, is_exported=False))
+
+
+@needs_warp
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_warp_arrays_may_be_columns(dtype):
+    rows = np.arange(12, dtype=np.float32).reshape(4, 3)
+    column = wp.array(rows, dtype=getattr(wp, dtype), device="cpu")[:, 1]
+    result = op_of(lambda x: x + 1)(column, outs=spec(4, dtype=dtype))
+    check_equal(result.astype(np.float32), rows[:, 1] + 1)
+
+
 class OwnArray(np.ndarray):
     pass
 

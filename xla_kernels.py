@@ -963,11 +963,25 @@ def _as_input(x: Any, i: int, name: str) -> Any:
         _INPUT_TYPES.add(type(x))
         return x
     if hasattr(x, "__dlpack__"):
-        return jax.dlpack.from_dlpack(x)
+        return _from_dlpack(x, f"{name}: input {i}")
     raise TypeError(
         f"{name}: input {i} must be an array or a number; got {type(x).__name__} {x!r:.80}; pass its leaves one by "
         "one, or convert it with jnp.asarray"
     )
+
+
+def _from_dlpack(x: Any, what: str) -> Any:
+    """A copy if there are gaps in the memory, as in that of a column, which XLA does not take."""
+    try:
+        return jax.dlpack.from_dlpack(x)
+    except Exception as error:
+        with contextlib.suppress(Exception):
+            has_own_copy = hasattr(x, "contiguous")  # Warp's and PyTorch's arrays, on GPUs too
+            copied = x.contiguous() if has_own_copy else np.ascontiguousarray(np.from_dlpack(x))
+            return jax.dlpack.from_dlpack(copied)
+        raise TypeError(
+            f"{what}: JAX cannot take this {type(x).__name__}: pass a copy of it that is contiguous ({error})"
+        ) from error
 
 
 def _call_checked(function: Callable, what: str, /, *args: Any, **params: Any) -> Any:
