@@ -2566,6 +2566,54 @@ def test_parallel_kernels_entered_at_once():
     run_code(WORKQUEUE, NUMBA_THREADING_LAYER="workqueue")
 
 
+SUBNORMAL = """
+    import os
+
+    @numba.njit(parallel=True)
+    def halve(x, out):
+        for i in numba.prange(x.size):
+            out[i] = x[i] * np.float32(0.5)
+        if np.isnan(x[0]):
+            raise ValueError("nan")
+
+    def count_zeros(out):
+        return int((np.asarray(out) == 0).sum())
+
+    def by_numba():
+        out = np.empty_like(tiny)
+        halve(tiny, out)
+        return count_zeros(out)
+
+    def by_jax():
+        return count_zeros(kernel(tiny))
+
+    def in_loop():
+        return count_zeros(jax.jit(lambda x: jax.lax.fori_loop(0, 3, lambda _, y: kernel(x), x))(tiny))
+
+    def on_threads():
+        return count_zeros(jax.vmap(kernel)(np.stack([tiny] * 3))) + count_zeros(jax.pmap(kernel)(np.stack([tiny] * 4)))
+
+    tiny = np.full(4096, 1e-40, np.float32)
+    kernel = wrap(halve)
+    order = [by_numba, by_jax, in_loop, on_threads]
+    for run in order[:: int(os.environ["ORDER"])]:
+        assert run() == 0, run.__name__
+    assert "nan" in error_of(kernel, tiny * np.nan)
+    assert by_numba() == by_jax() == 0
+    flushed = jax.jit(lambda x: (kernel(x), x * np.float32(0.5)))(tiny)
+    assert count_zeros(flushed[0]) == 0 and count_zeros(flushed[1]) == tiny.size  # XLA goes on as before
+    """
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(not hasattr(ctypes.pythonapi, "gnu_get_libc_version"), reason="the mode of floats of glibc alone")
+@pytest.mark.parametrize("layer", ["workqueue", "omp"])
+@pytest.mark.parametrize("order", [1, -1])
+def test_subnormal_numbers_in_parallel_kernels(layer, order):
+    """XLA's threads take them for 0, and Numba's inherit that."""
+    run_code(SUBNORMAL, NUMBA_THREADING_LAYER=layer, ORDER=str(order))
+
+
 # -- kernels on disk: those that Numba caches ----------------------------------------------------------
 
 CACHED = """

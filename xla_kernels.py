@@ -1708,6 +1708,7 @@ class _Emitter:
     traits = 0
     lock = 0  # address of a lock (`_native_lock`) that is held while slices run; 0: none
     in_order = True  # slices run one after another, on the thread that XLA calls from
+    starts_threads = False  # of its own, which inherit how the thread that starts them computes with floats
     libcuda: _LibCuda | None = None  # where the buffers lie in a GPU's memory
     entry = report = 0  # addresses that go to `_Kernel`, as several kernels share the code
     code_key: Any = None  # handlers of equal signature and key share their code; None: not shared
@@ -2042,6 +2043,8 @@ _CHUNK = 20  # work that a thread takes at a time: little, as cores differ in sp
 
 _HUGE_PAGE_MIN = 1 << 22  # bytes, from which on NumPy asks for huge pages too
 _MADV_HUGEPAGE = 14  # sys/mman.h of Linux
+_FE_DFL_ENV = -1  # fenv.h of glibc on x86-64 and on arm64
+_FENV_WORDS = 32  # more than fenv_t has there: 4 and 1
 
 
 class _Driver(_Code):
@@ -2395,9 +2398,10 @@ class _Handler(_Code):
         self.first_output = self.n_buffers if emitter.libcuda else signature.n_in
         self.kernel = self.static("kernel", _Kernel, n_buffers=self.n_buffers, first_output=self.first_output)
         structs = {"frame": XLA_FFI_CallFrame, "cursors": _Cursor}
-        self.define("unlocked" if emitter.lock else "slices", self._slices, **structs)
-        if emitter.lock:
-            self.define("slices", self._locked_slices, **structs)
+        is_enclosed = emitter.lock or emitter.starts_threads
+        self.define("bare_slices" if is_enclosed else "slices", self._slices, **structs)
+        if is_enclosed:
+            self.define("slices", self._enclosed_slices, **structs)
         self.define("handler", self._handler, frame=XLA_FFI_CallFrame)
 
     # -- slices --
@@ -2409,11 +2413,31 @@ class _Handler(_Code):
         self.emitter.write(self)
         return 0
 
-    def _locked_slices(self, frame: Any, cursors: Any, count: Any) -> Any:
-        self.external("PyThread_acquire_lock", self.kernel.lock, 1)
-        error = self.call("unlocked", frame, cursors, count)
-        self.external("PyThread_release_lock", self.kernel.lock)
+    def _enclosed_slices(self, frame: Any, cursors: Any, count: Any) -> Any:
+        """Slices that run while the emitter's lock is held, and as the C library computes with floats by default.
+
+        XLA's threads take subnormal numbers for 0, and threads that they start inherit that: without the default mode
+        the result depends on who starts a thread, also in the user's own parallel functions.
+        """
+        resets_floats = self.emitter.starts_threads and self._can_reset_floats()
+        if self.emitter.lock:
+            self.external("PyThread_acquire_lock", self.kernel.lock, 1)
+        if resets_floats:
+            mode = self.alloca(_I64, _FENV_WORDS)
+            self.external("fegetenv", mode)
+            self.external("fesetenv", _FE_DFL_ENV)
+        error = self.call("bare_slices", frame, cursors, count)
+        if resets_floats:
+            self.external("fesetenv", mode)
+        if self.emitter.lock:
+            self.external("PyThread_release_lock", self.kernel.lock)
         return error
+
+    def _can_reset_floats(self) -> bool:
+        """Whether this is glibc on x86-64 or arm64, whose default mode is known here; elsewhere it is left alone."""
+        functions = ("gnu_get_libc_version", "fegetenv", "fesetenv")
+        is_known = self.module.triple.startswith(("x86_64", "aarch64"))
+        return is_known and all(hasattr(ctypes.pythonapi, name) for name in functions)
 
     @contextlib.contextmanager
     def each_slice(self) -> Iterator[list[_Array]]:
@@ -3196,6 +3220,7 @@ class _NumbaEmitter(_Emitter):
         name = code.overload.fndesc.llvm_func_name
         self.entry = code.overload.library.get_pointer_to_function(name)
         self.in_order = in_order or code.uses_threads
+        self.starts_threads = code.uses_threads
         if code.uses_threads:  # it may start Numba's threads, which use all cores
             self.lock = _lock_of_numbas_threads()
 
@@ -3205,7 +3230,7 @@ class _NumbaEmitter(_Emitter):
         callback = ctypes.CFUNCTYPE(_PTR, _PTR)(report)
         self.report = ctypes.cast(callback, _PTR).value or 0
         self.alive = code, callback
-        self.code_key = "numba", bool(self.lock)
+        self.code_key = "numba", bool(self.lock), self.starts_threads
 
     def write(self, handler: _Handler) -> None:
         from numba.core import types as nbtypes
