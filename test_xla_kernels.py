@@ -48,6 +48,7 @@ import numba
 import numpy as np
 import pytest
 from jax import export
+from jax.experimental import serialize_executable
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -1378,7 +1379,7 @@ def error_of(call, *args):
 
 
 IN_A_PROCESS = """
-import math, os, re, sys, textwrap, warnings
+import math, os, pathlib, re, sys, textwrap, warnings
 from concurrent.futures import ThreadPoolExecutor
 import jax, jax.numpy as jnp, numba, numpy as np, pytest
 import xla_kernels as xk
@@ -1390,7 +1391,7 @@ RUNTIME_ERRORS = (ValueError, jax.errors.JaxRuntimeError)
 
 def run_code(code, *argv, **env):
     """Run `code` in a fresh interpreter that has these imports and functions; returns its output."""
-    functions = like_first, add_one.__wrapped__, wrap, kernel_from, runs, reads, in_threads, error_of
+    functions = like_first, add_one.__wrapped__, wrap, kernel_from, runs, reads, copied_bytes, in_threads, error_of
     sources = [IN_A_PROCESS, *map(inspect.getsource, functions), textwrap.dedent(code)]
     return run_python("-c", "\n".join(sources), *argv, timeout=300, **{"JAX_PLATFORMS": "cpu", **env})
 
@@ -1569,6 +1570,34 @@ def test_a_kernel_that_is_made_again_for_each_shape_is_compiled_once():
     assert not names
 
 
+def test_a_plain_function_that_is_wrapped_again_is_compiled_once():
+    """Also one with a helper, or an array, until what it reads is another value."""
+    function = runs("out[:] = twice(x) + table[1]", twice=numba.njit(lambda x: 2 * x))
+    for table, expected in ((np.arange(2.0), 3), (np.array([0.0, 5.0]), 7)):
+        function.__globals__["table"] = table
+        for is_new in (True, False, False):
+            with compiled_functions() as names:
+                result = jax.jit(lambda x: wrap(function)(x))(np.ones(3, np.float32))
+            np.testing.assert_array_equal(result, [expected] * 3)
+            assert names.count("kernel") == is_new
+
+
+def test_what_is_compiled_is_logged_and_why_inputs_are_copied(caplog):
+    caplog.set_level("DEBUG", logger=xk.__name__)
+    wrap(runs("x.flat[0] = 1; out[:] = x"), vmap_method="sequential")(F32)
+    text = r"compiled kernel for \(float32\[:\]\) .* ms; slices run in order; copied inputs: \(0,\), as .* 'flat'"
+    assert re.search(text, caplog.text)
+
+
+def test_many_kernels_of_one_def_are_a_warning():
+    """Which is given once."""
+    twice = numba.njit(lambda x: 2 * x)
+    kernels = [runs("out[0] = twice(x[0])", twice=twice) for _ in range(51)]
+    with pytest.warns(UserWarning, match="compiled 50 times.*make it once") as caught:
+        assert [result_of(kernel) for kernel in kernels] == [2] * 51
+    assert [warning.filename for warning in caught] == [__file__]
+
+
 def test_a_type_of_numba_is_exact():
     """A kernel over one is compiled once, however often it is made."""
 
@@ -1645,6 +1674,11 @@ def itself(x):
     return x
 
 
+class AMethod:
+    def kernel(self, x, out):
+        out[:] = x
+
+
 class OwnError(LookupError):
     pass
 
@@ -1673,6 +1707,11 @@ ERRORS = {  # a word of the error, a function, and its inputs
     TypeError: [
         # when a wrapper is made
         ("numba.njit or a plain function; got int 3", partial(wrap, kernel=3)),
+        ("got partial.*closure", partial(wrap, kernel=partial(itself))),
+        ("got method.*outside of the class", partial(wrap, kernel=AMethod().kernel)),
+        ("'kernel' is a method.*outside of the class", partial(wrap, kernel=AMethod.kernel)),
+        ("got CFunc.*Python function", lambda: wrap(numba.cfunc("f4(f4)")(itself))),
+        ('got ufunc.*instead of target="parallel"', lambda: wrap(numba.vectorize("f4(f4)", target="parallel")(itself))),
         (r"outs\[1\].*'f4'", partial(wrap, outs=[FLOATS, "f4"])),
         ("outs is missing", partial(wrap, outs=None)),
         (".shape and .dtype", partial(wrap, outs=jnp.float32)),
@@ -1700,6 +1739,8 @@ ERRORS = {  # a word of the error, a function, and its inputs
         (r"int32\[:\]", wrap(itself, spec(4, dtype=np.int32)), F32),
         (r"returns list\(float64\).*, not float32\[\]", wrap(lambda x: [1.0], spec()), F32),
         (r"returns class\(float32\), not float32\[\]", wrap(lambda x: np.float32, spec()), F32),
+        (r"(?s)cannot compile(?!.*must return)", wrap(runs("return x + 'a'", "x")), F32),
+        (r"(?s)in_out_argnames(?!.*has no attribute 'args')", wrap(runs("x += 1; out[:] = x")), F32),
         ("drops the result", wrap(runs("x[0] = 1; return x", "x"), FLOATS, in_out_argnames=["x"]), F32),
         ("jax_enable_x64", on_first_call(total_of_64_bits), F32),
         # transformations
@@ -1722,7 +1763,7 @@ ERRORS = {  # a word of the error, a function, and its inputs
         ("output 1 and output 0", wrap(_running, **ALIASED_TWICE), F32),
     ],
     jax.errors.JaxRuntimeError: [  # when the kernel runs
-        (r"\(4,\).*\(2,\)", wrap(transpose_of, spec(2)), F32),
+        (r"it returned an array of shape \(4,\), where outs declares \(2,\)", wrap(transpose_of, spec(2)), F32),
         ("LookupError: größe 日本 \U0001f600 a.*raised in kernel 'kernel'", raising(f"LookupError({ODD_TEXT!r})"), F32),
         (r"OwnError: \('mine', 3\)", jax.jit(raising("OwnError('mine', 3)")), F32),
         ("ZeroDivisionError", jax.pmap(wrap(runs("out[0] = 1 // int(x[0] - 1)"))), F32[None]),
@@ -1841,13 +1882,15 @@ def test_any_nest_of_vmaps_is_a_loop_over_slices(rank, dtype):
 
 
 pthread_self = numba.types.ExternalFunction("pthread_self", numba.types.uint64())
+labs = C_LIBRARY.labs  # is called through a pointer
+labs.argtypes, labs.restype = [ctypes.c_long], ctypes.c_long
 
 
 def spin_on_a_thread(x, thread):
     """Some 50 µs of work that gives something else if it is done twice; says which thread did it."""
     total = 0.0
     for i in range(5000):
-        total += math.sin(x[0] + i)
+        total += math.sin(x[0] + labs(-i))
     x[0] = total
     thread[0] = pthread_self()
 
@@ -1987,6 +2030,30 @@ memset = C_LIBRARY.memset
 memset.argtypes, memset.restype = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t], ctypes.c_void_p
 put_in = numba.njit(runs("d[1] = x", "d, x"))
 square_of_ones = np.ones((4, 4), np.float32)
+dot = np.dot
+HELPERS_OF_MINE = types.ModuleType("helpers_of_mine")
+HELPERS_OF_MINE.flatset = numba.njit(runs("for f in (x.flat,): f[0] = 77", "x"))
+
+
+@numba.experimental.jitclass([("value", numba.float32)])
+class Setter:
+    def __init__(self, value):
+        self.value = value
+
+    def set(self, x):
+        x.flat[0] = self.value
+
+
+@numba.extending.intrinsic
+def store_first(typing_context, array):
+    """Store 77 in an array, whatever its type says."""
+
+    def codegen(context, builder, signature, arguments):
+        struct = context.make_array(signature.args[0])(context, builder, arguments[0])
+        builder.store(context.get_constant(numba.float32, 77), struct.data)
+        return context.get_dummy_value()
+
+    return numba.void(array), codegen
 
 
 REFUSED_WRITES = [  # Numba sees that a read-only array is written to
@@ -2003,6 +2070,9 @@ COPIED_WRITES = [  # Numba does not, so that the kernel runs on a copy
     "d = {0: out}; put_in(d, x); d[1][0] = 77",
     "add_in_place.at(x, np.arange(1), np.float32(77))",
     "memset(x.ctypes, 77, 4)",
+    "np.dot(square_of_ones, out, x)", "product = np.dot; product(square_of_ones, out, x)",
+    "dot(square_of_ones, out, out=x)",
+    "HELPERS_OF_MINE.flatset(x)", "store_first(x)", "Setter(77.0).set(x)",
 ]  # fmt: skip
 CONTIGUOUS_WRITES = [  # refused before Numba 0.64, copied since: numba/numba#10390 makes these arrays writable
     "np.asfortranarray(x)[0] = 77", "contiguous(x)[0] = 77",
@@ -2639,11 +2709,18 @@ CACHED = """
     def in_parallel(x, out):
         for i in numba.prange(x.size):
             out[i] = 2 * x[i]
+
+    @numba.njit(cache=True)
+    def multiplies(A, x, out):
+        out[:] = A @ x
     """
 CACHED_BY_NUMBA = """
     from numba.core.event import install_recorder
-    import cached
+    import cached, jax.export
 
+    exported = pathlib.Path(sys.argv[2])
+    if exported.exists():
+        numba.extending.overload(add_one.__wrapped__)(lambda x, out: None)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     hits = []
@@ -2656,14 +2733,22 @@ CACHED_BY_NUMBA = """
         for name in ("by_a_helper", "writes", "writes_in_a_dict", "in_parallel"):
             call = wrap(getattr(cached, name))
             print(name, *call(x), *jax.vmap(call)(x[None])[0])
+        multiplies = wrap(cached.multiplies, lambda A, x: x, name="multiplies")
+        A = np.ones((1000, 1000), np.float32)
+        print("copied:", copied_bytes(multiplies, A, A[0]) > 1e6)
     assert (x == 1).all()
     print("compiled:", len(recorder.buffer) > 0)
+    if not exported.exists():
+        program = jax.export.export(jax.jit(multiplies), disabled_checks=xk.export_checks())(A, A[0])
+        exported.write_bytes(program.serialize())
+    assert (jax.export.deserialize(bytearray(exported.read_bytes())).call(A, A[0]) == 1000).all()
     """
 OF_CACHED = """
 by_a_helper 0.5 0.5 0.5 0.5 0.5 0.5 0.5 0.5
 writes 7.0 1.0 1.0 1.0 7.0 1.0 1.0 1.0
 writes_in_a_dict 0.5 0.5 0.5 0.5 0.5 0.5 0.5 0.5
 in_parallel 2.0 2.0 2.0 2.0 2.0 2.0 2.0 2.0
+copied: False
 """
 
 
@@ -2671,14 +2756,16 @@ in_parallel 2.0 2.0 2.0 2.0 2.0 2.0 2.0 2.0
 @pytest.mark.processes
 @pytest.mark.filterwarnings("ignore::numba.core.errors.NumbaTypeSafetyWarning")
 def test_a_second_process_compiles_no_kernel_that_numba_caches(tmp_path):
-    """Nor does it write to inputs, though what Numba loads does not say what is in it.
+    """Nor does it write to inputs, or copy more of them, though what Numba loads does not say what is in it.
 
-    And programs that JAX keeps run the kernels of their process.
+    Somebody's overload in the second process changes nothing.  And programs that JAX keeps, or that are exported, run
+    the kernels of their process.
     """
     (tmp_path / "cached.py").write_text(textwrap.dedent(CACHED))
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     for factor, is_first in ((2, True), (3, False)):
-        output = run_code(CACHED_BY_NUMBA, factor, PYTHONPATH=path, JAX_COMPILATION_CACHE_DIR=str(tmp_path))
+        environment = {"PYTHONPATH": path, "JAX_COMPILATION_CACHE_DIR": str(tmp_path)}
+        output = run_code(CACHED_BY_NUMBA, factor, tmp_path / "exported", **environment)
         assert output == f"scaled {factor}.0 found: {not is_first}{OF_CACHED}compiled: {is_first}\n"
 
 
@@ -2692,6 +2779,26 @@ def load_beside_another(program):
 
 
 @pytest.mark.processes
+def compiled_closures(values):
+    """For each value an executable of a kernel that has it in its closure, made in this order."""
+    kernels = closures("x[0] * np.sum(np.asarray(v))", values)
+    return [jax.jit(wrap(kernel, spec(1))).lower(FLOATS).compile() for kernel in kernels]
+
+
+def load_executables(serialized, values):
+    compiled_closures(values)
+    load = serialize_executable.deserialize_and_load
+    return [np.asarray(load(*data, execution_devices=jax.devices()[:1])(F32)) for data in serialized]
+
+
+def test_names_do_not_depend_on_the_order_in_which_kernels_are_made():
+    """So that serialized executables of another process find the kernels of this one."""
+    values = [2.0, -0.0, np.float32(3), np.arange(3), np.arange(4)]
+    serialized = list(map(serialize_executable.serialize, compiled_closures(values)))
+    loaded = another_process().submit(load_executables, serialized, values[::-1]).result()
+    np.testing.assert_array_equal(np.concatenate(loaded), [F32[0] * np.sum(value) for value in values])
+
+
 def test_a_kernel_of_the_users_name_is_found_in_another_process():
     mine = wrap(name="mine")
     elsewhere = another_process().submit(load_beside_another, exported_here(mine, FLOATS))

@@ -1362,8 +1362,17 @@ def _ready_kind(kernel: Any) -> str | None:
 
 def _wrong_kernel(user: str, takes: str, kernel: Any) -> TypeError:
     kind = _ready_kind(kernel)
-    hint = f"; for this one there is {kind}_kernel" if kind in _BACKENDS else ""
-    return TypeError(f"{user} takes {takes}; got {type(kernel).__name__} {kernel!r}{hint}")
+    name = type(kernel).__name__
+    hint = f"; for this one there is {kind}_kernel" if kind in _BACKENDS else _WAYS_OUT.get(name, "")
+    return TypeError(f"{user} takes {takes}; got {name} {kernel!r}{hint}")
+
+
+_WAYS_OUT = {  # by the name of a type
+    "partial": "; write a function that calls it, whose closure has the constants",
+    "method": "; write a function outside of the class: what it reads of `self` is an input, or in its closure",
+    "CFunc": "; give the Python function that it was made of, or numba.njit of that",
+    "ufunc": '; make it by numba.vectorize without target= instead of target="parallel": vmap uses all cores',
+}
 
 
 _VMAP_METHODS = (None, "sequential", "sequential_unrolled", "expand_dims", "broadcast_all", "legacy_vectorized")
@@ -1476,6 +1485,8 @@ class _Wrapper(_Kept):
         self.__wrapped__ = kernel
         self.__signature__ = _input_signature(self.parameters, options.outs)
         self.title = f"{self.decorator} {self.__name__!r}"  # for errors
+        if self.parameters[:1] == ("self",):
+            raise TypeError(f"{self.title} is a method, whose `self` is no array{_WAYS_OUT['method']}")
         self._check_names("in_out_argnames", options.in_out_argnames)
         self._check_names("input_output_aliases", [i for i in options.input_output_aliases if isinstance(i, str)])
         # those that are returned too, in the kernel's order: the first outputs start with them
@@ -2813,7 +2824,7 @@ class _NumbaKernel(_NumbaWrapper):
     decorator = "numba_kernel"
 
     def __init__(self, kernel: Any, options: _Options) -> None:
-        if not isinstance(_python(kernel), types.FunctionType) or _ready_kind(kernel) not in (None, "numba"):
+        if not isinstance(kernel, types.FunctionType) and _ready_kind(kernel) != "numba":
             raise _wrong_kernel("numba_kernel", "a function decorated with numba.njit or a plain function", kernel)
         super().__init__(kernel, options)
 
@@ -3117,6 +3128,8 @@ def _refusal(by: str, signature: _Signature, error: Exception, returns_nothing: 
         hint += "; it has a signature of 64 bits, which JAX truncates to 32 unless jax_enable_x64 is set"
     elif "0d, C" in text:
         hint += "; an array without dimensions is read and written as n[()], an input of them can be in scalars="
+    if "'NoneType' object has no attribute 'args'" in text:  # what Numba says of `x += 1`, from inside
+        text = "it updates an array in place"
     return TypeError(f"{by} cannot compile kernel {signature.label!r} for {signature}{hint}:\n{text}")
 
 
@@ -3130,11 +3143,11 @@ def _unseen_writer(references: _References) -> str:
     """
     words = sorted(references.words & _UNSEEN_WRITERS)
     if words:
-        return f"it names {words[0]}, by which Numba lets a kernel write to any array"
+        return f"it names {words[0]!r}, by which Numba lets a kernel write to any array"
     if references.unknown:
         return f"it names {references.unknown[0]}, which may write to any array"
     extended = _extension_of_users(references.words)
-    return f"{extended}, which it may use, is somebody's overload" if extended else ""
+    return f"somebody overloads {extended!r}, which it may use" if extended else ""
 
 
 def _extension_of_users(words: set[str]) -> str:
