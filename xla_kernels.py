@@ -763,6 +763,13 @@ def _code_text(code: Any) -> str:
 
 
 # -- 3.4 Targets ---------------------------------------------------------------------------------------
+# What lives how long:
+#     wrapper           as long as the user, or a function that JAX has cached, holds it
+#     kernel            as long as its wrappers; if it is made again, for ever, as `_Names.made_again` holds it
+#     `_Target`         as long as JAX's caches hold a trace that binds it; it holds texts and numbers alone
+#     `_Compiled`       for ever, in `_TARGETS`, once it has a name: XLA has its address
+#     LLVM's engine     for ever, by `_Compiled.alive`, with what Numba or Warp compiled and with callbacks
+#     XLA's executable  as long as JAX's caches hold it; it finds the handler by its name
 
 
 class _Compiled(NamedTuple):
@@ -1466,8 +1473,11 @@ class _Kept:
 class _Wrapper(_Kept):
     """A kernel as a JAX function.
 
-    A backend gives `_find_target`: it checks dtypes and arguments, and names what runs a call.  It may override
-    `__call__`, `_leaves` and `_for_inputs`.
+    A backend gives `_find_target`: it checks dtypes and arguments, compiles (where there is a device of the platform, or
+    leaves that to `_Target.lowered`), and names what runs a call.  When it returns, the name is registered with XLA, or
+    is going to be when the target is lowered.  `launch` is one array of 64-bit words, the attribute that the emitter of
+    the backend reads: on a GPU it begins with `_CudaLaunch`, and for Warp the memory of a launch follows.
+    It may override `__call__`, `_leaves` and `_for_inputs`.
     """
 
     decorator: str  # the public function that made it, for error messages
@@ -2697,12 +2707,22 @@ def numba_kernel(
     and export; `vmap` runs the kernel once per slice inside one call.  It has no derivative of its own: see
     `XLACustomKernel` and `jax.custom_vjp`.
 
-    A kernel is compiled once for each combination of dtypes and ranks (also one of explicit signatures).  Globals are
-    read then and never again (not by `recompile` either).  A function that is made again, and reads equal constants
-    and no functions of yours, is not compiled again.
+    A kernel is compiled once for each combination of dtypes and ranks (also one of explicit signatures, which may keep
+    `cache=True`).  Globals are read then and never again (not by `recompile` either).  A function that is wrapped
+    again is not compiled again; nor is one that is made again, if it reads equal constants and no functions of yours.
 
     XLA may merge two equal calls into one, even if the kernel draws random numbers: `has_side_effect=True` prevents
     that.  Kernels run on XLA's threads: `np.random.seed` and `numba.set_num_threads`, which are per thread, miss them.
+
+    Slices of a `vmap` may run on several threads at once, also where the kernel calls C functions: for a C library that
+    is not thread-safe say `vmap_method="sequential"`.  Numba's `parallel=True` is seen in the kernel and in functions
+    that it names, and not behind a pointer that C code has.
+
+    A write to an input that Numba refuses is an error.  What Numba lets pass (`x.flat`, `np.frombuffer`, a dict of
+    arrays, your own classes and intrinsics, C functions that get `x.ctypes`) gives the kernel a copy of each input that
+    LLVM does not find to be only read.  Not seen: an array whose address the kernel has from elsewhere.
+
+    `1 / 0` raises in Numba, unless the kernel has `error_model="numpy"`.
 
     Args:
       kernel: a function decorated with `numba.njit` (any options), `numba.vectorize` or `numba.guvectorize`, or a
