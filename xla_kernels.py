@@ -1473,10 +1473,10 @@ class _Kept:
 class _Wrapper(_Kept):
     """A kernel as a JAX function.
 
-    A backend gives `_find_target`: it checks dtypes and arguments, compiles (where there is a device of the platform, or
-    leaves that to `_Target.lowered`), and names what runs a call.  When it returns, the name is registered with XLA, or
-    is going to be when the target is lowered.  `launch` is one array of 64-bit words, the attribute that the emitter of
-    the backend reads: on a GPU it begins with `_CudaLaunch`, and for Warp the memory of a launch follows.
+    A backend gives `_find_target`: it checks dtypes and arguments, compiles (where there is a device of the platform,
+    or leaves that to `_Target.lowered`), and names what runs a call.  When it returns, the name is registered with XLA,
+    or is going to be when the target is lowered.  `launch` is one array of 64-bit words, the attribute that the emitter
+    of the backend reads: on a GPU it begins with `_CudaLaunch`, and for Warp the memory of a launch follows.
     It may override `__call__`, `_leaves` and `_for_inputs`.
     """
 
