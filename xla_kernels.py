@@ -801,6 +801,7 @@ class _Target:
     # for error messages: the wrapper's name, and on which platforms it runs
     title: str = dataclasses.field(compare=False, default="")
     where: str = dataclasses.field(compare=False, default="")
+    derivative: str = dataclasses.field(compare=False, default="")  # how to get one, where the wrapper has some
 
     def __repr__(self) -> str:
         return f"{self.name}{self.launch or ''}"
@@ -1206,7 +1207,8 @@ def _call_batching(args: Any, dims: Any, *, call: _Call) -> Any:
 def _call_jvp(primals: Sequence, tangents: Sequence, *, call: _Call) -> tuple:
     if any(jax.dtypes.issubdtype(out.dtype, np.inexact) for out in call.outs[: call.n_results]):
         raise TypeError(
-            f"{call.target.title} has no (further) derivative: use jax.custom_vjp, or an XLACustomKernel's rules"
+            f"{call.target.title} has no (further) derivative: {call.target.derivative}use jax.custom_vjp, or an "
+            "XLACustomKernel's rules"
         )
     results = call.bind(primals)
     return results, list(map(_zero_tangent, results))
@@ -4396,6 +4398,7 @@ class _WarpKernel(_Wrapper):
             runs_nothing=0 in checked_dims,
             title=title,
             where="runs on CPUs and NVIDIA GPUs",
+            derivative="" if options.differentiable else "say differentiable=True for reverse mode, or ",
             kernel=self.kernel,
             values=self.values,
             content=content,
@@ -4559,9 +4562,14 @@ class _WarpParam:
         refused = f"{self.by_value_text}; got {type(value).__name__} {value!r:.80}"
         if self.dtype is None and not isinstance(getattr(value, "_ctype", None), self.type.ctype):
             raise TypeError(f"{refused}, not an instance of that struct")  # Warp would read it as one
+        try:
+            number = _number(value)
+        except ValueError:  # such as of ((1, 2, 3), (0, 0, 0, 1))
+            kind = getattr(self.type, "__name__", self.type)
+            raise TypeError(f"{refused}, whose parts are not of one shape: make it a warp.{kind}") from None
         if self.dtype and self.dtype.kind in "iu":
             limits = np.iinfo(self.dtype)
-            numbers = _number(value).ravel().tolist()
+            numbers = number.ravel().tolist()
             if any(isinstance(n, int) and not limits.min <= n <= limits.max for n in numbers):
                 raise ValueError(f"{refused}, which is out of its range")  # Warp would wrap it around
         is_foreign = hasattr(value, "__array__") and not isinstance(value, (np.ndarray, np.generic))
@@ -4571,7 +4579,7 @@ class _WarpParam:
         """Raise if an array of this spec cannot be the argument."""
         what = f"warp_kernel {self.kernel!r}: argument {self.name!r} is a warp.array, {self} for JAX; got {_show(spec)}"
         if spec.dtype != self.dtype:
-            hint = "cast it, or annotate the parameter with jaxinfo_to_warpinfo(x)"
+            hint = f"cast it by jnp.asarray({self.name}, jnp.{self.dtype}), or annotate it with jaxinfo_to_warpinfo"
             if np.dtype(spec.dtype).itemsize == 4 and str(self.dtype).endswith("64"):
                 hint = f"JAX keeps 64 bits `with jax.enable_x64(True): x = jnp.asarray(x, jnp.{self.dtype})`"
             raise TypeError(f"{what}: wrong dtype; {hint}")
@@ -4594,11 +4602,15 @@ def _warp_param(wp: Any, kernel: str, name: str, kind: Any) -> _WarpParam:
     is_array = isinstance(kind, wp.array) or getattr(kind, "_concrete_cls", None) is wp.array
     element = kind.dtype if is_array else kind
     dtype = scalars.get(getattr(element, "_wp_scalar_type_", element))
-    is_struct = not is_array and hasattr(element, "ctype") and hasattr(element, "vars")
-    if dtype is None and (not is_struct or _points_to_arrays(element)):
+    is_struct = hasattr(element, "ctype") and hasattr(element, "vars")
+    what = f"warp_kernel {kernel!r}: parameter {name!r} is "
+    if is_struct and (is_array or _points_to_arrays(element)):
+        shown = f"an array of structs {element.key}" if is_array else f"a struct {element.key} with arrays"
+        fields = ", ".join(element.vars)
+        raise TypeError(f"{what}{shown}: give the kernel one parameter for each field ({fields})")
+    if dtype is None and not is_struct:
         raise TypeError(
-            f"warp_kernel {kernel!r}: parameter {name!r} is {kind!r}; supported are scalars, vectors and matrices, "
-            "arrays of those, and structs without arrays; of an array of structs make one array for each field"
+            f"{what}{kind!r}; supported are scalars, vectors and matrices, arrays of those, and structs without arrays"
         )
     inner = tuple(getattr(element, "_shape_", ()))
     return _WarpParam(kernel, name, kind, dtype, inner, kind.ndim if is_array else 0)
@@ -4643,7 +4655,7 @@ _WARP_ACCESSES = dict.fromkeys(
     "address copy len load lower_bound print sample_cdf select tile_load tile_load_indexed unot view "
     "volume_sample_grad_index volume_sample_index where".split(),
     _READS,
-) | dict.fromkeys("array_store store tile_store tile_store_indexed".split(), _STORES)
+) | dict.fromkeys("array_store tile_store tile_store_indexed".split(), _STORES)
 
 
 def _source_of(kernel: Any) -> _WarpSource:
@@ -4709,12 +4721,19 @@ class _WarpSource:
         """What these lines do to the memory of each parameter."""
         types_of = {x.emit(): x.type for x in (*code.args, *code.variables)}
         arrays = {name for name, kind in types_of.items() if _points_to_arrays(kind)}
-        origins = collections.defaultdict(set)  # variable -> those in whose memory it may lie
+        origins: dict[str, set[str]] = collections.defaultdict(set)  # variable -> those in whose memory it may lie
         worst: dict[str, int] = collections.defaultdict(int)  # variable -> what is done to it
 
         def access(kind: int, *texts: str) -> None:
             for name in arrays_in(*texts):
                 worst[name] = max(worst[name], kind)
+
+        def reached(*names: str) -> list[str]:
+            """All variables in whose memory these may lie, with these."""
+            found = [*names]
+            for name in found:  # which grows
+                found += origins[name].difference(found)
+            return found
 
         def arrays_in(*texts: str) -> list[str]:
             return [name for name in re.findall(r"var_\w+", str(texts)) if name in arrays]
@@ -4736,16 +4755,16 @@ class _WarpSource:
                 left += arguments[0]
             elif name.startswith("wp::dense_"):  # those store in the last one
                 access(_STORES, *arrays_in(right)[-1:])
+            elif name == "wp::store":  # perhaps of an array in a field of a struct
+                access(_STORES, right)
+                for holder in reached(*arrays_in(arguments[0])):
+                    origins[holder].update(arrays_in(*arguments[1:]))
             elif name:
                 access(self.kinds.get(name, _UPDATES), right)
             for result in re.findall(r"var_\w+", left):
                 origins[result].update(arrays_in(right))
-        pending = [*worst]
-        for name in pending:  # which grows
-            for origin in origins[name]:
-                if worst[origin] < worst[name]:
-                    worst[origin] = worst[name]
-                    pending.append(origin)
+        for name, kind in list(worst.items()):
+            access(kind, *reached(name))
         without = getattr(code, "callable_arg_values", None) or ()  # C++ does not pass functions
         return {x.label: worst[x.emit()] for x in code.args if x.label not in without}
 
