@@ -3648,6 +3648,19 @@ def test_fakecuda_a_kernel_in_numbas_cache_is_not_compiled_again(gpus, cached_in
     assert len(compilations) == 2
 
 
+def test_fakecuda_a_kernel_that_is_made_again_is_compiled_once(gpus, package_cuda):
+    def make(factor, cuda=package_cuda):
+        def kernel(x, out):
+            out[cuda.grid(1)] = factor * x[0]
+
+        return xk.numba_cuda_kernel(cuda.jit(kernel), like_first, **BLOCK)
+
+    before = len(xk._TARGETS)
+    for factor in 2.0, 3.0, 2.0, 3.0:
+        assert len(gpus.launches(make(factor), F32)) == 1
+    assert len(xk._TARGETS) == before + 2
+
+
 @in_axpy
 def test_fakecuda_kernel_that_does_not_take_buffers(gpus, package_cuda, scalars):
     kernel = written_for(package_cuda, cuda_axpy)

@@ -596,6 +596,8 @@ def _describe(value: Any, inexact: list) -> str:
         return f"{name} {value.__name__}"
     if _is_public(value):
         return f"{name} {value.__module__}.{value.__name__}"
+    if kind is types.FunctionType and _is_stable(value.__module__) and not value.__closure__:
+        return f"{name} {value.__module__}.{value.__qualname__} {_code_text(value.__code__)}"
     if _is_numbas_type(kind):
         return f"{name} {value}"
     if kind not in (tuple, list):
@@ -623,8 +625,6 @@ def _reads(kernel: Any) -> tuple | None:
         return None
     if kernel is not function and not hasattr(kernel, "overloads"):  # a ufunc
         return None
-    if getattr(kernel, "overloads", None):  # compiled before, perhaps with other values
-        return None
     inexact: list[Any] = []
     options = {**getattr(kernel, "targetoptions", {}), "chip": None}  # which numba_cuda_mlir sets when it compiles
     described = _describe([*sorted(options.items()), *getattr(kernel, "locals", {}).items()], inexact)
@@ -633,6 +633,8 @@ def _reads(kernel: Any) -> tuple | None:
     if inexact or references.inexact:
         return None
     pipeline = getattr(getattr(kernel, "_compiler", None), "pipeline_class", None)
+    if _is_stable(getattr(pipeline, "__module__", None)):
+        pipeline = str(pipeline)  # numba_cuda_mlir makes a class for each kernel, of its options
     cache = type(getattr(kernel, "_cache", None))  # Numba's may have code that read other globals
     # Equal code, as a module that is loaded again has: its globals are the same dict, which `made_again` keeps alive.
     return type(kernel), function.__code__, id(function.__globals__), content, described, pipeline, cache
