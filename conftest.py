@@ -136,13 +136,16 @@ CONDITIONS = {  # requirement: (is it met?, the reason of the skip); others are 
     "linux": (sys.platform == "linux", "CUDA's driver and threads have other names on another system"),
     "cores": (cores() > 1 and sys.platform != "win32", "needs two cores that share the slices of a batch"),
     "gcc": (shutil.which("gcc"), "no C compiler"),
+    "brainevent": (installed("brainevent"), "brainevent is not installed"),
     "libm": (ctypes.util.find_library("m"), "C's functions of numbers are in no library of their own"),
 }  # fmt: skip
 PACKAGES = dict.fromkeys(CONDITIONS, "numba")  # requirement: the package that it is imported from
 PACKAGES |= dict.fromkeys(("warp", "warp_gpu", "warp 1.15", "warp 1.19"), "warp")
 PACKAGES |= {"pallas": "jax.experimental.pallas", "jax": "jax", "numba": "numba"}
 # What the report's head and --require know.
-TESTED = ("numba", "cuda", "warp", "warp_gpu", "pallas", "gpu", "four gpus", "cuda package", "gcc", "simulator")
+TESTED = (
+    "numba", "cuda", "warp", "warp_gpu", "pallas", "gpu", "four gpus", "cuda package", "gcc", "simulator", "brainevent",
+)  # fmt: skip
 ON_GPU = {"gpu", "cuda", "warp_gpu"}  # what computes on the GPU if there is one
 
 

@@ -34,6 +34,7 @@ import threading
 import time
 import types
 import typing
+import warnings
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -1817,6 +1818,22 @@ def test_threads_that_raise_in_a_loop():
     in_threads(work, range(1, 9))
 
 
+@pytest.mark.needs("linux")
+def test_a_call_that_fails_gives_its_memory_back():
+    """References, and the text of the error, here of 4 MB."""
+    resource = importlib.import_module("resource")  # which Windows has not
+    call = jax.jit(raising(f"LookupError({ODD_TEXT!r})"))
+    for _ in range(3):
+        error_of(call, F32)
+    gc.collect()
+    blocks, kilobytes = sys.getallocatedblocks(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for _ in range(50):
+        error_of(call, F32)
+    gc.collect()
+    assert sys.getallocatedblocks() - blocks < 500  # ten a call would be
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - kilobytes < 50_000  # 50 texts are 200,000
+
+
 # -- transformations -----------------------------------------------------------------------------------
 # Of a wrapper; the matrix and the tests of ops have those that need nothing of its primitive.
 
@@ -2404,6 +2421,14 @@ def test_a_side_effect_keeps_an_unused_call(kept):
 
 
 @pytest.mark.optimized
+@pytest.mark.parametrize("has_side_effect, n_calls", [(False, 1), (True, 2)])
+def test_equal_calls_run_once_unless_they_have_a_side_effect(has_side_effect, n_calls):
+    call = wrap(has_side_effect=has_side_effect)
+    compiled = jax.jit(lambda x: (call(x), call(x))).lower(FLOATS).compile()
+    assert compiled.as_text().count("custom-call(") == n_calls
+
+
+@pytest.mark.optimized
 @pytest.mark.parametrize("transform", [lambda kernel: kernel, jax.jit, jax.vmap])
 def test_a_loop_whose_whole_state_is_what_a_kernel_gives(transform):
     """XLA alone moves such a call out of the loop, which then never ends."""
@@ -2444,12 +2469,15 @@ def test_threads_that_trace_the_same_kernels_register_each_once():
 
 def test_collected_wrappers_leave_their_kernels():
     """XLA keeps raw pointers to what was registered."""
-    compiled = []
+    compiled, wrappers = [], []
     for value in range(10):
-        compiled.append(jax.jit(wrap(reads("x[0] + value", value=value))).lower(F32).compile())
-    gc.collect()
+        wrapper = wrap(reads("x[0] + value", value=value))
+        compiled.append(jax.jit(wrapper).lower(F32).compile())
+        wrappers.append(weakref.ref(wrapper))
+    del wrapper
     jax.clear_caches()
     gc.collect()
+    assert [wrapper() for wrapper in wrappers] == [None] * 10
     assert [float(call(F32)[0]) for call in compiled] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
 
 
@@ -2490,6 +2518,21 @@ def test_copies_of_this_file_in_a_process():
     kernels = [module.numba_kernel(add_one.__wrapped__, like_first) for module in modules]
     chain = jax.jit(lambda x: functools.reduce(lambda x, kernel: kernel(x), kernels, x))
     np.testing.assert_array_equal(chain(F32), F32 + 3)
+
+
+def test_wrapped_is_plain_python():
+    out = np.zeros(4, np.float32)
+    add_one.__wrapped__(F32, out)
+    np.testing.assert_array_equal(out, F32 + 1)
+
+
+def test_a_handler_of_another_layout_is_not_found():
+    """As an exported program may ask for, of another version of this file."""
+    target = target_of(wrap(name="of_this_layout"), FLOATS)
+    another = target.replace(f".{xk._LAYOUT}.", f".{xk._LAYOUT + 1}.")
+    assert another != target
+    with pytest.raises(jax.errors.JaxRuntimeError, match=re.escape(another)):
+        jax.ffi.ffi_call(another, FLOATS)(F32)
 
 
 def test_without_jit_a_call_says_what_to_do(monkeypatch):
@@ -3780,6 +3823,27 @@ def test_on_cuda_exceptions_of_callables_reach_the_user():
 
 
 @on_device
+def test_on_cuda_a_callable_runs_once_per_slice():
+    shapes, copy = [], cuda.jit(cuda_copy)
+
+    def launch(x, out, stream):
+        shapes.append(x.shape)
+        copy[1, 8, stream](x, out)
+
+    x = np.arange(12, dtype=np.float32).reshape(3, 4)
+    np.testing.assert_array_equal(jax.vmap(xk.numba_cuda_callable(launch, like_first))(x), x)
+    assert shapes == [(4,)] * 3
+
+
+@on_device
+def test_on_cuda_a_ready_kernel_in_an_op_has_a_thread_for_each_element():
+    op = xk.XLACustomKernel("add")
+    op.def_numba_cuda_kernel(cuda.jit(cuda_add))
+    x = np.arange(12, dtype=np.float32).reshape(3, 4)
+    np.testing.assert_array_equal(jax.vmap(call_op(op))(x, x), 2 * x)
+
+
+@on_device
 def test_on_cuda_a_callable_that_returns_a_value_is_refused():
     """As a generator does, which has not begun."""
 
@@ -4852,6 +4916,27 @@ def test_warp_is_exported_for_two_platforms():
 
 
 @needs_warp
+@pytest.mark.parametrize("launch_dims", [None, 5, lambda x, y: x.shape])
+def test_warp_batches_of_any_size_are_exported(launch_dims):
+    (n,) = export.symbolic_shape("n")
+    f = jax.vmap(product(launch_dims=launch_dims, name="for any number of slices"))
+    jax.eval_shape(f, spec(2, 5), spec(2, 5))
+    program = export.export(jax.jit(f), disabled_checks=xk.export_checks())(spec(n, 5), spec(n, 5))
+    x = sample(3, 5)
+    check_close(program.call(x, x), x * x)
+
+
+def test_warp_launches_of_four_dimensions(warp_path):
+    @unique_kernel
+    def indices(out: wp.array4d(dtype=float)):
+        i, j, k, m = wp.tid()
+        out[i, j, k, m] = float(1000 * i + 100 * j + 10 * k + m)
+
+    out = xk.warp_kernel(indices, spec(2, 3, 4, 5), launch_dims=(2, 3, 4, 5))()
+    check_close(out, np.einsum("aijkm,a->ijkm", np.indices((2, 3, 4, 5)), [1000, 100, 10, 1]).astype(np.float32))
+
+
+@needs_warp
 def test_warp_build_error_stays_an_error():
     """Warp < 1.19 notes what failed, and leaves it out of later builds."""
 
@@ -5241,6 +5326,34 @@ def test_op_says_what_it_has_and_carries_what_brainevent_attaches():
     assert op.available_backends("cpu") == ["a", "b"] and op.available_backends("tpu") == []
     op.def_call(lambda x, backend=None: (x, backend))
     assert op.call(1, backend="numba") == (1, "numba") and op.def_benchmark_data(add_to) is add_to
+    assert op.def_tags("sparse", "event") is None
+    entry = xk.KernelEntry("a", "cpu", add_to)
+    assert (entry.backend, entry.platform, entry.kernel_generator, entry.fallback) == ("a", "cpu", add_to, False)
+
+
+@pytest.mark.needs("brainevent")
+def test_brainevents_names_and_signatures():
+    """From BrainEvent, change the import: all but its own benchmark."""
+    with warnings.catch_warnings(action="ignore"):
+        theirs = importlib.import_module("brainevent._op")
+    for name in set(theirs.__all__) & set(xk.__all__):
+        check_accepts(getattr(xk, name), getattr(theirs, name))
+    for name, method in vars(theirs.XLACustomKernel).items():
+        if not name.startswith("_") and name != "benchmark":
+            check_accepts(getattr(xk.XLACustomKernel, name), method)
+
+
+def check_accepts(ours, theirs):
+    """What can be called as theirs: required arguments by position, the others by name."""
+    if isinstance(theirs, property):
+        return
+    required, named = [], {}
+    for name, parameter in inspect.signature(theirs).parameters.items():
+        if parameter.kind is parameter.KEYWORD_ONLY or parameter.default is not parameter.empty:
+            named[name] = None
+        elif parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+            required.append(None)
+    inspect.signature(ours).bind(*required, **named)
 
 
 # -- registration and dispatch -------------------------------------------------------------------------
@@ -5300,6 +5413,28 @@ def test_op_shorthands_and_decorators(name):
     op.def_kernel("first", platform, generator, asdefault=True)
     assert define(*args)(generator) is generator and op.defaults[platform] == "first"
     assert define(*args, asdefault=True)(generator) is generator and op.defaults[platform] == backend
+
+
+@pytest.mark.parametrize("platform", ["gpu", "cuda", "rocm"])
+def test_op_names_of_the_platform_of_gpus(platform):
+    op = xk.XLACustomKernel("op")
+    op.def_kernel("a", platform, add_to(1))
+    assert op.defaults == {"gpu": "a"} and op.get_default(platform) == "a" and op.available_backends(platform) == ["a"]
+
+
+def test_op_registration_while_other_threads_call():
+    op = op_adding(a=0)
+    calls = call_op(op), jax.jit(jax.vmap(call_op(op)))
+
+    def work(number):
+        for value in range(10):
+            if number == 0:
+                op.def_kernel("a", "cpu", add_to(value))
+            for call in calls:
+                assert 0 <= call(jnp.zeros(1))[0] < 10
+
+    in_threads(work, range(4))
+    assert [call(jnp.zeros(1))[0] for call in calls] == [9, 9]
 
 
 @pytest.mark.parametrize("platforms", [("cuda",), ("cpu", "cuda", "tpu")], ids="+".join)
@@ -5659,6 +5794,13 @@ def test_op_batching_rule_runs_when_the_op_is_batched_if_that_has_no_derivative(
     check_close(sines, 3 * np.sin(x[:, 0]))
     check_close(totals, [3 * x.sum()] * 2)
     check_close(jax.grad(lambda x: f(x, 3.0)[0].sum())(x)[:, 0], 3 * np.cos(x[:, 0]))
+
+
+def test_op_general_batching_is_registered_again():
+    op = op_adding(a=1)
+    op.def_batching_rule(lambda args, axes: pytest.fail("the rule before"))
+    op.register_general_batching()
+    check_close(jax.vmap(call_op(op))(ROWS), ROWS + 1)
 
 
 # -- debugging and timing ------------------------------------------------------------------------------
