@@ -4125,6 +4125,19 @@ class _CudaEmitter(_Emitter):
 
 # ======================================================================================================
 # 9. Warp: a wrapper with a derivative, and an emitter that calls Warp's code on CPUs and GPUs.
+#
+# What a new Warp may break.
+# - Loudly: `is_generic`, `func` and `adj.args` (`label`, `type`), hashes and options of kernels and modules,
+#   types of arrays, structs and elements (`_warp_param`: test_warp_values).
+# - Silently, so that tests of each must pass before it counts as supported:
+#   what the hash of a kernel leaves out (`_warp_content`: test_warp_kernels_are_one_kernel_where_they_are_warps,
+#   test_warp_generated_kernels_are_theirs_by_constant_and_setting);
+#   the C++ of a kernel (`_WarpSource`: the tests of WARP_WRITES, WARP_UPDATES, WARP_STORES and WARP_INDICES);
+#   how a launch is recorded, packed and run (`_warp_blocks`, `_record`: test_warp_ops, test_warp_on_fake_gpu), its grid
+#   (`_grid`: test_warp_grid_of_kernels_without_a_grid_stride), and which launches are more than the start of a kernel
+#   (`_command`: test_warp_launches_that_are_more_than_the_start_of_a_kernel_are_refused);
+#   that tiles on CPUs have one memory for all threads (`_WarpEmitter`:
+#   test_warp_slices_of_a_batch_run_on_all_threads_unless_in_order_or_on_tiles).
 
 _WARP_INSTALL = "pip install warp-lang numba"
 _WARP_DTYPES = "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 bfloat16 float32 float64".split()
@@ -4410,7 +4423,7 @@ class _WarpKernel(_Wrapper):
             block_dim=options.block_dim,
             is_tiled=options.tiled,
             signature=call.signature(self.__name__),
-            given=options.name,
+            name_given=options.name,
             in_order=options.in_order,
         )
         target.register_where_traced()
@@ -4785,21 +4798,27 @@ def _value_key(value: Any) -> Any:
 
 
 # -- 9.4 A launch, as Warp records it -----------------------------------------------------------------
-# How Warp packs a launch into blocks of memory differs between its versions.  So where a call is traced, and where it
-# is lowered for a platform, Warp records one: with the dimensions and values of the call, and with stand-ins for the
-# pointers to its buffers.  These bytes are passed on in the attribute `launch`.  A handler copies them, and writes the
-# pointers of a slice where stand-ins stood.
+# How Warp packs a launch into blocks of memory differs between its versions.  So where a call is traced, and where the
+# call is lowered for a platform, Warp records a launch: with the dimensions and values of the call, and with stand-ins
+# for the pointers to its buffers.  The bytes of the blocks are passed on in the attribute `launch`.  A handler copies
+# them, and writes the pointers of a slice where stand-ins stood.
+
+
+class _Packed(NamedTuple):
+    """What Warp passes in a launch, on each device of a platform the same."""
+
+    words: tuple[int, ...]  # blocks of memory, one behind the other, in which pointers are 0
+    block_sizes: tuple[int, ...]  # in words
+    pointers: tuple[tuple[int, int], ...]  # (number of the word, the buffer whose pointer belongs there)
+    shared_mem: int
 
 
 class _Recorded(NamedTuple):
-    """What Warp passes in a launch: blocks of words, one behind the other, in which pointers are 0."""
+    """A launch that Warp has recorded for a device."""
 
     command: Any  # Warp's, which keeps the module of the kernel loaded
     entry: int  # the machine code, on a GPU a CUfunction
-    words: tuple[int, ...]
-    shared_mem: int
-    sizes: tuple[int, ...]  # the words of each block
-    places: tuple[tuple[int, int], ...]  # (word, the buffer whose pointer belongs there)
+    packed: _Packed
 
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
@@ -4811,16 +4830,15 @@ class _WarpTarget(_Target):
 
     kernel: Any = dataclasses.field(compare=False)
     values: Mapping[str, Any] = dataclasses.field(compare=False)
-    # Compared in their place: these decide the machine code, and what it gets.
-    content: tuple
-    value_keys: tuple
+    content: tuple  # what decides the kernel's machine code; compared for the kernel
+    value_keys: tuple  # compared for the values
     # ((name of a parameter, "value" or "gradient"), number of the buffer, dimensions of the array there)
     arrays: tuple[tuple[tuple[str, str], int, tuple[int, ...]], ...]
     launch_dims: tuple[int, ...]
     block_dim: int | None
     is_tiled: bool
     signature: _Signature
-    given: str | None  # the user's `name=`
+    name_given: str | None  # the user's `name=`
     in_order: bool
 
     def register_where_traced(self) -> None:
@@ -4839,13 +4857,15 @@ class _WarpTarget(_Target):
         with _warp_session() as wp:
             recorded = self._record_on(wp, platform)
             kernel_content = _warp_content(wp, self.kernel)  # which may be another one than where it was traced
-        _, _, launch, *memory = recorded[0]
+        packed = recorded[0].packed
+        launch = packed.words
         if platform == "cuda":
-            begin = _CudaLaunch(self._grid(), (self._threads_of_block, 1, 1), recorded[0].shared_mem)
-            launch = *begin.words, *launch
+            begin = _CudaLaunch(self._grid(), (self._threads_of_block, 1, 1), packed.shared_mem)
+            launch = *begin.words, *packed.words
         buffers = [(key, k) for key, k, _ in self.arrays]
         content = "warp", platform, self.in_order, kernel_content, tuple(buffers), self.block_dim
-        name = _NAMES.of_content(content, self.signature, self.given, str((platform, memory)))
+        layout = platform, packed.shared_mem, packed.block_sizes, packed.pointers
+        name = _NAMES.of_content(content, self.signature, self.name_given, str(layout))
 
         with _LOCK:
             if name not in _TARGETS:
@@ -4889,7 +4909,7 @@ class _WarpTarget(_Target):
             return [self._record(wp, "cpu")]
         with _LibCuda().keeping_context():  # Warp may leave another device's context current
             recorded = [self._record(wp, f"cuda:{n}") for n in _cuda_ordinals()]
-        if len({x[2:] for x in recorded}) > 1:
+        if len({launch.packed for launch in recorded}) > 1:
             raise NotImplementedError(f"{self.title}: Warp passes other bytes on another GPU")
         return recorded
 
@@ -4901,20 +4921,20 @@ class _WarpTarget(_Target):
         blocks = _warp_blocks(command)
         other_blocks = _warp_blocks(self._command(wp, device, second))
         words, other_words = [memoryview(b"".join(x)).cast("q").tolist() for x in (blocks, other_blocks)]
-        buffer_of = {pointer: k for k, pointer in first.items()}
-        places = []
+        buffer_of = {stand_in: k for k, stand_in in first.items()}
+        pointers = []
         for n, (word, other) in enumerate(zip(words, other_words, strict=True)):
             if word != other:
-                places.append((n, buffer_of.get(word, -1)))
+                pointers.append((n, buffer_of.get(word, -1)))
                 words[n] = 0
         passed = {k for _, k, dims in self.arrays if 0 not in dims}
-        if {k for _, k in places} != passed:
+        if {k for _, k in pointers} != passed:
             raise NotImplementedError(f"{self.title}: this Warp passes arrays in an unknown way: use warp.jax_kernel")
         kind = "backward" if command.adjoint else "forward"
         entry = ctypes.cast(getattr(command.hooks, kind), _PTR).value or 0
         shared_mem = getattr(command.hooks, f"{kind}_smem_bytes")
-        sizes = tuple(len(block) // 8 for block in blocks)
-        return _Recorded(command, entry, tuple(words), shared_mem, sizes, tuple(places))
+        block_sizes = tuple(len(block) // 8 for block in blocks)
+        return _Recorded(command, entry, _Packed(tuple(words), block_sizes, tuple(pointers), shared_mem))
 
     def _command(self, wp: Any, device: str, pointers: Mapping[int, int]) -> Any:
         """Warp's recorded launch, with these pointers to buffers; compiles and loads the kernel."""
@@ -4976,7 +4996,8 @@ class _WarpEmitter(_Emitter):
 
     def __init__(self, target: _WarpTarget, platform: str, recorded: Sequence[_Recorded]) -> None:
         self.recorded = recorded  # keeps Warp's modules loaded
-        *_, self.sizes, self.places = recorded[0]
+        self.block_sizes = recorded[0].packed.block_sizes
+        self.pointers = recorded[0].packed.pointers
         if platform == "cpu":
             self.entry = recorded[0].entry
             self.in_order = target.in_order
@@ -4984,7 +5005,7 @@ class _WarpEmitter(_Emitter):
                 # Warp keeps the CPU memory of tiles behind one static pointer (tile.h): such kernels must not overlap
                 self.lock = _native_lock("tile_lock")
                 self.in_order = True
-            self.code_key = "warp", self.sizes, self.places, bool(self.lock)
+            self.code_key = "warp", self.block_sizes, self.pointers, bool(self.lock)
         else:
             self.libcuda = _LibCuda()
             functions = dict(zip(_cuda_ordinals(), [x.entry for x in recorded], strict=True))
@@ -4993,13 +5014,13 @@ class _WarpEmitter(_Emitter):
 
     def write(self, handler: _Handler) -> None:
         offset = 8 * _CUDA_LAUNCH_WORDS if self.libcuda else 0
-        words = handler.alloca(_I64, sum(self.sizes))
-        handler.copy_bytes(words, handler.launch + offset, 8 * sum(self.sizes))
-        blocks = [words + 8 * start for start in itertools.accumulate(self.sizes[:-1], initial=0)]
+        words = handler.alloca(_I64, sum(self.block_sizes))
+        handler.copy_bytes(words, handler.launch + offset, 8 * sum(self.block_sizes))
+        blocks = [words + 8 * start for start in itertools.accumulate(self.block_sizes[:-1], initial=0)]
         start = self.launcher.launch_in(handler) if self.libcuda else None
         with handler.each_slice() as arrays:
-            for place, k in self.places:
-                handler.store(arrays[k].pointer, words + 8 * place)
+            for n, k in self.pointers:
+                handler.store(arrays[k].pointer, words + 8 * n)
             if start:
                 start(blocks)
             else:
