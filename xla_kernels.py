@@ -2661,7 +2661,7 @@ def _keep_message(error: BaseException, label: str) -> int:
 #
 # What a new Numba may break.
 # - Loudly: `library._final_module` and `_shared_module`, `_compiler.pipeline_class`, the status of
-#   `call_conv.call_function`; for CUDA `_codelibrary`, `_type_annotation`.
+#   `call_conv.call_function`.
 # - Silently, so that tests of each must pass before it counts as supported: the parameters of arrays (`_numba_params`:
 #   the matrix; `_not_only_read`: test_only_the_input_that_a_kernel_may_write_to_is_copied), new ways to write to a
 #   read-only array (`_UNSEEN_WRITERS`, `_KNOWN_ATTRIBUTES`: test_a_kernel_that_may_write_to_an_input_gets_a_copy), how
@@ -3300,13 +3300,32 @@ class _NumbaEmitter(_Emitter):
 
 # ======================================================================================================
 # 8. Numba CUDA: wrappers, launch configurations, and an emitter that calls cuLaunchKernel.
+#
+# numba-cuda (0.30), its successor numba-cuda-mlir (0.6) and Numba's simulator compile; the driver loads and launches.
+# What a new one of these may break.
+# - Loudly, as the parameters that PTX declares are counted: `compile`, `targetoptions`, `py_func`, `_can_compile` of
+#   dispatchers; of what they compile `_codelibrary` and `entry_name`, or `ptx` and `metadata`; `cuda.gpus`,
+#   `from_cuda_array_interface`, `external_stream`; the simulator's `FakeCUDAArray` (test_cuda_simulator).
+# - Silently, so that these tests must pass before it counts as supported:
+#   the meaning of the parameters: test_fakecuda_parameters_mean_what_the_handler_packs, test_fakecuda_packs_arrays;
+#   writes to inputs, read from the types of `_type_annotation`: test_fakecuda_refused_kernels, and for code from
+#   Numba's cache, which has none, from names: test_fakecuda_a_kernel_in_numbas_cache_is_refused_again;
+#   what a launch needs besides (`extras`): test_fakecuda_kernels_that_only_numba_can_launch_are_refused,
+#   test_fakecuda_numbas_reference_counts;
+#   how z shows in PTX (`_check_ignores_z`): test_fakecuda_a_kernel_that_asks_for_z_has_no_batch_in_z;
+#   that what is compiled keeps arrays alive: test_fakecuda_a_global_array_lives_as_long_as_the_program.
+# - Of the driver: its functions and the numbers of attributes in `_LibCuda`; and that the context of the call's device
+#   is current when XLA calls a handler.  test_fakecuda_a_failure_ends_the_call_and_no_other; the tests of a GPU.
+# A handler, its CUfunctions and what Numba compiled live until the process ends.
 
 _CUDA_DTYPES = _NUMBA_DTYPES | {"float16"}
 _CUDA_BLOCKS = {2: (16, 16), 3: (8, 8, 4)}  # threads per block over launch_dims of two and three dimensions
 _CUDA_LIMITS = {"grid": (2**31 - 1, 65535, 65535), "block": (1024, 1024, 64), "launch_dims": (sys.maxsize,) * 3}
 _CUDA_LAUNCH_WORDS = 7  # of `_CudaLaunch`
 _CUDA_INSTALL = 'pip install "jax[cuda13]" "numba-cuda-mlir[cu13]" (CUDA 12: cuda12, cu12)'
-_CUDA_WRITERS = frozenset("atomic flat stcg stcs stwb stwt view".split())  # what `_refuse_writes_to_inputs` may refuse
+_CUDA_WRITERS = frozenset(
+    "atomic flat stcg stcs stwb stwt view".split()
+)  # names of what `_refuse_writes_to_inputs` finds
 # The simulator keeps the running kernel in globals, also in those of the kernel's module.
 _CUDASIM_LOCK: threading.RLock = _SHARED.setdefault("cudasim_lock", threading.RLock())
 
@@ -3427,8 +3446,8 @@ def numba_cuda_callable(
     Make it once: another function that a generator made counts as another.
 
     Args:
-      func: the function (or a method).  Its own code names a kernel, or `cuda` of `numba` or of `numba_cuda_mlir`: as a
-        global, in its closure, as a default, or in a module of yours that it names.
+      func: the function (or a method).  Its code, that of nested functions included, names a kernel, or `cuda` of
+        `numba` or of `numba_cuda_mlir`: as a global, in its closure, as a default, or in a module of yours.
       outs, vmap_method, input_output_aliases, has_side_effect, scratch, zero_outputs: as for
         `numba_kernel`; `scratch` gives temporary buffers without an allocation.
 
@@ -3868,7 +3887,7 @@ def _cuda_package_named_by(func: Any, title: str) -> _NumbaCuda:
             return package
     raise TypeError(
         f"{title} names neither a kernel nor the `cuda` of numba or numba_cuda_mlir, whose arrays it would get: name "
-        "one in its own code, as a global, in its closure, or as a default of a parameter"
+        "one in its code, as a global, in its closure, or as a default of a parameter"
     )
 
 
