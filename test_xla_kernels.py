@@ -1637,18 +1637,133 @@ def test_an_array_that_changes_is_its_own(size, step):
         assert result_of(kernel) == 1 + value
 
 
-KEPT_OP = xk.XLACustomKernel("KEPT_OP")
+OP_OF_THIS_MODULE = xk.XLACustomKernel("of another name")
+also_add_one = wrap(add_one.__wrapped__)
 
 
-@pytest.mark.parametrize("name", ["add_one", "KEPT_OP"])
-def test_copies_and_pickles_are_those_of_a_function(name, monkeypatch):
+@pytest.mark.parametrize("name", ["add_one", "also_add_one", "OP_OF_THIS_MODULE"])
+def test_copies_are_the_object_and_pickles_the_name_of_its_variable(name, monkeypatch):
     kept = globals()[name]
     data = pickle.dumps([kept])
     assert pickle.loads(data)[0] is deepcopy(kept) is shallow_copy(kept) is kept
     monkeypatch.setitem(globals(), name, None)
     assert pickle.loads(data) == [None]  # the name is all that is kept
-    with pytest.raises(pickle.PicklingError, match=name):
-        pickle.dumps(kept)
+
+
+def local_op():
+    return xk.XLACustomKernel("local")
+
+
+def kernel_with_a_lock():
+    return wrap(outs=partial(lambda lock, x: x, threading.Lock()))
+
+
+def local_warp_kernel():
+    return product()
+
+
+@pytest.mark.parametrize("make", [
+    local_op, kernel_with_a_lock, pytest.param(local_warp_kernel, marks=pytest.mark.needs("warp")),
+])  # fmt: skip
+def test_what_has_no_variable_and_no_value_cannot_be_pickled(make):
+    with pytest.raises(pickle.PicklingError, match=r"'(local|add_one|.*multiply)'.*in a variable of a module"):
+        pickle.dumps(make())
+
+
+SENT = """
+    import concurrent.futures, functools, multiprocessing, os, pickle, subprocess, sys
+    import jax, numba, numpy as np
+    import xla_kernels as xk
+
+    def halved(x, out):
+        for i in range(x.size):
+            out[i] = x[i] / 2
+
+    half = xk.numba_kernel(halved, lambda x: x)
+
+    @xk.numba_kernel(outs=jax.ShapeDtypeStruct((3,), np.float32), name="decorated")
+    def decorated(x, out):
+        for i in range(x.size):
+            out[i] = x[i] / 2
+
+    @numba.njit
+    def half_of(v):
+        return v / 2
+
+    @numba.njit(fastmath=True)
+    def by_a_helper(x, out):
+        for i in range(x.size):
+            out[i] = half_of(x[i])
+
+    def divided_by(c):
+        return lambda x: x / c
+
+    def two_steps(x):
+        return 2 * half(half(x))
+
+    op = xk.XLACustomKernel("of another name")
+    op.def_numba_kernel(lambda outs: half)
+    call_op = functools.partial(op, outs=jax.ShapeDtypeStruct((3,), np.float32))
+    kernels = {
+        "plain": half,
+        "decorated": decorated,
+        "jitted, with a helper": xk.numba_kernel(by_a_helper, lambda x: x),
+        "of signatures": xk.numba_kernel(numba.njit("void(float32[::1], float32[::1])")(halved), lambda x: x),
+        "vectorized": xk.numba_kernel(numba.vectorize(lambda x: x / 2), lambda x: x),
+        "closure": xk.numba_kernel(divided_by(2), lambda x: x),
+        "names another": xk.numba_kernel(lambda x: x / 2, lambda x: jax.eval_shape(half, x)),
+    }
+    x = np.arange(3, dtype=np.float32)
+
+    def check(f):
+        np.testing.assert_array_equal(f(x), x / 2)
+        return f
+
+    def call(f):
+        return id(check(f)), os.getpid()
+
+    if __name__ == "__main__":
+        with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            for name, kernel in kernels.items():
+                assert pickle.loads(pickle.dumps(kernel)) is kernel, name
+                (first, pid), second = [pool.submit(call, kernel).result() for _ in range(2)]
+                assert (first, pid) == second and pid != os.getpid(), name
+            assert pool.submit(call, call_op).result()[1] != os.getpid()
+        try:
+            import cloudpickle
+        except ImportError:
+            cloudpickle = pickle
+            two_steps = half
+        with open("kernels", "wb") as file:
+            pickle.dump([cloudpickle.dumps(f) for f in [*kernels.values(), two_steps]], file)
+        with open("op", "wb") as file:
+            pickle.dump(op, file)
+        subprocess.run([sys.executable, "elsewhere.py"], check=True)
+    """
+ELSEWHERE = """
+    import pickle, numpy as np
+
+    half = "another variable of this name"
+    x = np.arange(3, dtype=np.float32)
+    for data in pickle.load(open("kernels", "rb")):
+        f = pickle.loads(data)
+        np.testing.assert_array_equal(f(x), x / 2)
+        assert f.__name__ == "two_steps" or pickle.loads(data) is f
+    try:
+        pickle.load(open("op", "rb"))
+    except pickle.UnpicklingError as error:
+        assert "keep it in a variable of a module" in str(error)
+    else:
+        raise AssertionError("an op that is not there")
+    """
+
+
+@pytest.mark.processes
+def test_kernels_of_main_are_sent_to_other_processes(tmp_path):
+    """To a pool, and to one with another `__main__`; a process that gets a kernel twice makes it once."""
+    for file, code in (("main.py", SENT), ("elsewhere.py", ELSEWHERE)):
+        (tmp_path / file).write_text(textwrap.dedent(code), encoding="utf-8")
+    run_python("main.py", cwd=tmp_path, PYTHONPATH=str(ROOT), JAX_PLATFORMS="cpu")
 
 
 # -- errors: each says the rule, the value and the fix; here the words that matter --------------------

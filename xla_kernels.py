@@ -1463,12 +1463,81 @@ class _Recent(dict):
 
 
 class _Kept:
-    """Is copied and pickled like a function: a copy is the object itself, a pickle is the name of a global variable."""
+    """Is copied like a function: a copy is the object itself.  A pickle is the name of the variable that holds it.
 
-    __name__: str
+    Without a variable of a module that other processes have, too, it is what `_reduce_unnamed` gives.
+    """
 
-    def __reduce__(self) -> str:
-        return self.__name__
+    _reduce_unnamed: Callable[[], tuple]
+
+    def __copy__(self) -> Any:
+        return self
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        return self
+
+    def __reduce__(self) -> tuple:
+        variable = _variable_of(self, list(sys.modules))
+        return (_value_of, variable) if variable else self._reduce_unnamed()
+
+
+def _variable_in(module: Any, x: Any) -> str | None:
+    """The name of the variable of a module that holds an object."""
+    namespace: dict = {}
+    with contextlib.suppress(AttributeError):  # `sys.modules` may have what is no module
+        namespace = object.__getattribute__(module, "__dict__")  # without loading a module that is lazy
+    for variable, value in list(namespace.items()):
+        if value is x:
+            return variable
+    return None
+
+
+def _variable_of(x: Any, modules: Iterable[str] = ()) -> tuple[str, str] | None:
+    """The names of a module and of its variable that hold an object: of its own module, or of one of these.
+
+    Not of `__main__`, which is another module in other processes.
+    """
+    main = sys.modules["__main__"]
+    for name in [getattr(x, "__module__", None), *modules]:
+        module = sys.modules.get(name or "")
+        variable = None if module is main else _variable_in(module, x)
+        if variable and getattr(module, "__spec__", None):  # else it cannot be imported
+            return str(name), variable
+    return None
+
+
+def _value_of(module: str, variable: str) -> Any:
+    return getattr(importlib.import_module(module), variable)
+
+
+# By an id that their pickles hold: so that a worker which gets a kernel twice makes it once.
+_SENT_BY_VALUE: _Recent = _Recent()
+
+
+def _dumps_by_value(wrapper: _Wrapper) -> bytes:
+    """The kernel, by name if a variable holds it, and the options of a wrapper, as plain `pickle` can read them."""
+    kernel = wrapper.kernel
+    variable = _variable_of(kernel)
+    try:
+        if not (variable or wrapper.has_kernels_by_value):
+            raise TypeError(f"Warp cannot send {kernel!r}")
+        serialize = _import("numba.core.serialize", "a pickle", _NUMBA_INSTALL)
+        return serialize.dumps((type(wrapper), variable, None if variable else kernel, wrapper.options))
+    except Exception as error:
+        raise pickle.PicklingError(
+            f"{wrapper.title} cannot be pickled by value ({type(error).__name__}: {error}): keep it in a variable of a "
+            "module that the other process imports, which is not __main__"
+        ) from error
+
+
+def _loaded_by_value(key: bytes, data: bytes) -> Any:
+    known = _SENT_BY_VALUE.get(key)
+    if known is not None:
+        return known
+    make, variable, kernel, options = pickle.loads(data)
+    wrapper = make(_value_of(*variable) if variable else kernel, options)
+    wrapper.pickle_key = key
+    return _SENT_BY_VALUE.keep(key, wrapper)
 
 
 # -- 5.4 The wrapper -----------------------------------------------------------------------------------
@@ -1485,6 +1554,8 @@ class _Wrapper(_Kept):
     """
 
     decorator: str  # the public function that made it, for error messages
+    has_kernels_by_value = True  # pickles of kernels have their code
+    pickle_key: bytes | None = None
     _find_target: Callable[[_Call], _Target]
 
     def __init__(self, kernel: Any, options: Any, parameters: tuple[str, ...] | None = None) -> None:
@@ -1514,6 +1585,12 @@ class _Wrapper(_Kept):
 
     def __repr__(self) -> str:
         return f"<{self.decorator} {self.__name__}>"
+
+    def _reduce_unnamed(self) -> tuple:
+        data = _dumps_by_value(self)
+        key = vars(self).setdefault("pickle_key", os.urandom(16))  # atomic: the first one stays
+        _SENT_BY_VALUE.keep(key, self)
+        return _loaded_by_value, (key, data)
 
     def __call__(self, /, *args: Any, **named: Any) -> Any:
         if named:
@@ -4293,6 +4370,7 @@ class _WarpKernel(_Wrapper):
     """
 
     decorator = "warp_kernel"
+    has_kernels_by_value = False  # a pickle has all of the kernel's module, which is then there twice
 
     def __init__(self, kernel: Any, options: Any, values: Mapping[str, Any] | None = None) -> None:
         wp = _warp("warp_kernel")
@@ -5098,7 +5176,6 @@ class XLACustomKernel(_Kept):
     def __init__(self, name: str, doc: str | None = None) -> None:
         self.name = self.__name__ = name
         self.title = f"XLACustomKernel {name!r}"  # for errors
-        self.__module__ = None  # type: ignore[assignment]  # pickle looks for the one that has it
         self.primitive = _OpPrimitive(self)
         self._lock = threading.RLock()
         self._kernels: dict[str, dict[str, KernelEntry]] = {}
@@ -5123,6 +5200,15 @@ class XLACustomKernel(_Kept):
 
     def __repr__(self) -> str:
         return f"<{self.title}: {self._registered()}>"
+
+    def _reduce_unnamed(self) -> tuple:
+        """By name also in `__main__`, which a pool of processes runs again, and others do not."""
+        variable = _variable_in(sys.modules["__main__"], self)
+        if variable:
+            return _op_of_main, (variable, self.name)
+        raise pickle.PicklingError(
+            f"{self.title} is pickled by name: keep it in a variable of a module that the other process imports"
+        )
 
     # -- registration ----------------------------------------------------------------------------------
 
@@ -5394,6 +5480,16 @@ class KernelEntry:
     platform: str
     kernel_generator: Callable
     fallback: bool = False
+
+
+def _op_of_main(variable: str, name: str) -> Any:
+    op = vars(sys.modules["__main__"]).get(variable)
+    if getattr(op, "name", None) != name:
+        raise pickle.UnpicklingError(
+            f"XLACustomKernel {name!r} was pickled as the variable {variable!r} of __main__, where this process has no "
+            "such op: keep it in a variable of a module that both processes import"
+        )
+    return op
 
 
 # -- 10.2 A call: from op(...) to its primitive --------------------------------------------------------
