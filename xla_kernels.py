@@ -425,10 +425,9 @@ class _References:
         self.words: set[str] = set()  # names and texts in code, names of values, and what code does with dicts
         self.values: list[tuple[str, Any]] = []  # of variables, and of what they have in modules that are not stable
         self.unknown: list[str] = []  # what could do anything, such as somebody's class, as texts
-        self.inexact: list[Any] = []  # the values that may change: `content` does not say all of them
         self._names: dict[str, None] = {}
         self._attributes = set(_KNOWN_ATTRIBUTES)
-        self._modules: list[types.ModuleType] = []
+        self._seen: list[Any] = []  # the modules, tuples and lists of the function that is being walked
         for function in self.functions:  # which grows
             self._walk(function)
         unknown = self._names.keys() - self._attributes
@@ -439,22 +438,22 @@ class _References:
         if not isinstance(function, types.FunctionType):
             self.unknown.append(f"a {type(function).__name__}")
             return
-        self._modules.clear()  # each function names other parts of one
+        self._seen.clear()  # each function names other parts of a module
         names = _names_in(function.__code__)
         self._names |= dict.fromkeys(names)
         self.words |= {*names, *_texts_in(function.__code__)}
         values = list(_values_of(function))
         for name, value in values:  # which grows
-            if isinstance(value, (tuple, list)):
+            if isinstance(value, (tuple, list)) and self._is_new(value):
                 values += [(name, item) for item in value]
             elif isinstance(value, types.ModuleType) and not _is_stable(value.__name__) and self._is_new(value):
                 values += _named_in(value, names)
             self.values.append((name, value))
             self._look_at(name, value, names)
 
-    def _is_new(self, module: types.ModuleType) -> bool:
-        is_new = not any(module is other for other in self._modules)
-        self._modules.append(module)
+    def _is_new(self, holder: Any) -> bool:
+        is_new = not any(holder is other for other in self._seen)
+        self._seen.append(holder)
         return is_new
 
     def _look_at(self, name: str, value: Any, names: Sequence[str]) -> None:
@@ -468,17 +467,25 @@ class _References:
         is_walked = _ready_kind(value) in ("numba", "numba_cuda") or kind.__name__ == "CFunc"
         if is_walked and not any(value is function for function in self.functions):
             self.functions.append(value)
-        if not _is_known(value) or (value is np.dot and name != "dot"):
+        if not _read(value).is_known or (value is np.dot and name != "dot"):
             self.unknown.append(f"{name!r} (a {kind.__name__} of {kind.__module__})")
         owner = value if isinstance(value, type) else kind
         if issubclass(owner, (tuple, enum.Enum)) or _is_stable(owner.__module__):
             self._attributes.update(dir(owner))  # fields of a NamedTuple, members of an Enum
 
+    @property
+    def inexact(self) -> list[Any]:
+        """The values that may change: `content` does not say all of them."""
+        return [value for _, value in self.values if not _read(value).is_exact]
+
     @functools.cached_property
     def content(self) -> str:
         """What the kernel reads, exactly but for `inexact`, as a text that is equal in all processes."""
         parts = [_code_text(getattr(_python(function), "__code__", None)) for function in self.functions]
-        parts += [f"{name} = {_describe(value, self.inexact)}" for name, value in self.values]
+        for name, value in self.values:
+            parts.append(f"{name} = {_read(value).text}")
+            if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+                parts.append(_hash(value.tobytes()))
         return "\n".join(parts)
 
 
@@ -487,7 +494,6 @@ _DOT_INTO = "np.dot(a, b, out)"
 _KNOWN_ATTRIBUTES = frozenset(
     itertools.chain(*map(dir, (np.ndarray, np.generic, np.dtype, complex, str, bytes, list, tuple, dict, set)))
 )
-_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, range, slice, enum.Enum, np.generic, np.dtype)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -549,23 +555,51 @@ def _named_in(module: types.ModuleType, names: Iterable[str]) -> list[tuple[str,
     return [(name, vars(module)[name]) for name in names if name in vars(module)]
 
 
-def _is_known(value: Any) -> bool:
-    """Whether a kernel that refers to it can write by it only to what Numba lets it write to."""
+class _Value(NamedTuple):
+    """What is known of a value that code refers to."""
+
+    text: str  # equal in all processes
+    is_exact: bool = False  # the text is that of equal values alone, and the value does not change
+    is_known: bool = True  # by it a kernel writes only to what Numba lets it write to
+
+
+def _read(value: Any) -> _Value:
     kind = type(value)
-    if isinstance(value, (*_CONSTANTS, types.ModuleType, tuple, list, np.ndarray, np.ufunc)):
-        return True
-    if isinstance(value, ctypes._CFuncPtr) or kind.__module__ == "_cffi_backend":  # type: ignore[attr-defined]
-        return True  # what gives them the address of an array is a word of `_UNSEEN_WRITERS`
-    if isinstance(value, type) and issubclass(value, (tuple, BaseException, enum.Enum)):
-        return True
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    is_numpys = isinstance(value, (np.generic, np.dtype)) and _is_stable(kind.__module__)
+    if is_numpys or kind in (type(None), bool, int, float, complex, str, bytes):
+        return _Value(
+            f"{name} {pickle.dumps(value, protocol=4).hex()}", is_exact=True
+        )  # of NaNs and units of time, too
+    if isinstance(value, (tuple, list)):  # whose items are values of their own
+        return _Value(f"{name} of {len(value)}", is_exact=kind in (tuple, list))
+    if kind is types.ModuleType:
+        return _Value(f"{name} {value.__name__}", is_exact=_is_stable(value.__name__))
+    if _is_public(value):
+        return _Value(f"{name} {value.__module__}.{value.__name__}", is_exact=True)
+    if kind is types.FunctionType and _is_stable(value.__module__) and not value.__closure__:
+        code = _code_text(value.__code__)
+        return _Value(f"{name} {value.__module__}.{value.__qualname__} {code}", is_exact=True, is_known=False)
+    if _is_stable(kind.__module__) and ".types." in kind.__module__:  # a type of Numba's, such as numba.float32
+        return _Value(f"{name} {value}", is_exact=True)
+    if isinstance(value, enum.Enum):
+        return _Value(f"{name}.{value.name} {value.value!r}")
+    if isinstance(value, np.ndarray):
+        return _Value(f"{name} {value.dtype} {value.shape} {value.strides}")
+    return _Value(f"{name} {getattr(value, '__qualname__', '')}", is_known=_is_harmless(value))
+
+
+def _is_harmless(value: Any) -> bool:
+    """Whether a value that may change gives a kernel no way to write to what Numba does not let it write to."""
+    kind = type(value)
     if _ready_kind(value) in ("numba", "numba_cuda"):  # it is walked; a GUFunc stores to any argument
         return "GUFunc" not in kind.__name__
-    return _is_numbas_type(kind) or _is_public(value)
-
-
-def _is_numbas_type(kind: type) -> bool:
-    """Whether this is the class of a type of Numba's, such as numba.float32."""
-    return _is_stable(kind.__module__) and ".types." in kind.__module__
+    if isinstance(value, type):
+        return issubclass(value, (tuple, BaseException, enum.Enum))
+    # What gives a C function the address of an array is a word of `_UNSEEN_WRITERS`.
+    is_c_function = isinstance(value, ctypes._CFuncPtr) or kind.__module__ == "_cffi_backend"  # type: ignore
+    constants = int, float, complex, str, bytes, range, slice, types.ModuleType, np.ufunc, np.generic, np.dtype
+    return is_c_function or isinstance(value, constants)
 
 
 _PUBLIC_MODULES = ["numba", "numba.typed", "numba.cuda", "numba_cuda_mlir.cuda"]
@@ -585,32 +619,6 @@ def _is_public(value: Any) -> bool:
     return any(vars(sys.modules[x]).get(name) is value for x in modules if x in sys.modules)
 
 
-def _describe(value: Any, inexact: list) -> str:
-    """A value as a text that is equal in all processes, and for equal values alone; others are added to `inexact`."""
-    kind = type(value)
-    name = f"{kind.__module__}.{kind.__qualname__}"
-    is_numpys = isinstance(value, (np.generic, np.dtype)) and _is_stable(kind.__module__)
-    if is_numpys or kind in (type(None), bool, int, float, complex, str, bytes):
-        return f"{name} {pickle.dumps(value, protocol=4).hex()}"  # exactly: of NaNs and units of time, too
-    if kind is types.ModuleType and _is_stable(value.__name__):
-        return f"{name} {value.__name__}"
-    if _is_public(value):
-        return f"{name} {value.__module__}.{value.__name__}"
-    if kind is types.FunctionType and _is_stable(value.__module__) and not value.__closure__:
-        return f"{name} {value.__module__}.{value.__qualname__} {_code_text(value.__code__)}"
-    if _is_numbas_type(kind):
-        return f"{name} {value}"
-    if kind not in (tuple, list):
-        inexact.append(value)
-    if isinstance(value, (tuple, list)):
-        return f"{name}({', '.join(_describe(item, inexact) for item in value)})"
-    if isinstance(value, enum.Enum):
-        return f"{name}.{value.name}({_describe(value.value, inexact)})"
-    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        return f"{name} {value.dtype} {value.shape} {_hash(value.tobytes())}"
-    return f"{name} {getattr(value, '__qualname__', '')}"
-
-
 # -- 3.2 Which kernels are one kernel ------------------------------------------------------------------
 
 
@@ -625,19 +633,19 @@ def _reads(kernel: Any) -> tuple | None:
         return None
     if kernel is not function and not hasattr(kernel, "overloads"):  # a ufunc
         return None
-    inexact: list[Any] = []
     options = {**getattr(kernel, "targetoptions", {}), "chip": None}  # which numba_cuda_mlir sets when it compiles
-    described = _describe([*sorted(options.items()), *getattr(kernel, "locals", {}).items()], inexact)
+    compiled_by = [*sorted(options.items()), *getattr(kernel, "locals", {}).items()]
+    described = tuple((name, _read(value).text) for name, value in compiled_by)
+    has_exact_options = all(_read(value).is_exact and not isinstance(value, (tuple, list)) for _, value in compiled_by)
     references = _References(kernel)
-    content = references.content
-    if inexact or references.inexact:
+    if references.inexact or not has_exact_options:
         return None
     pipeline = getattr(getattr(kernel, "_compiler", None), "pipeline_class", None)
     if _is_stable(getattr(pipeline, "__module__", None)):
         pipeline = str(pipeline)  # numba_cuda_mlir makes a class for each kernel, of its options
     cache = type(getattr(kernel, "_cache", None))  # Numba's may have code that read other globals
     # Equal code, as a module that is loaded again has: its globals are the same dict, which `made_again` keeps alive.
-    return type(kernel), function.__code__, id(function.__globals__), content, described, pipeline, cache
+    return type(kernel), function.__code__, id(function.__globals__), references.content, described, pipeline, cache
 
 
 # -- 3.3 Names -----------------------------------------------------------------------------------------
