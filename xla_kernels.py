@@ -173,6 +173,22 @@ def _side_effect() -> frozenset:
     return frozenset(jax.make_jaxpr(call)().effects)
 
 
+def _with_vjp(function: Callable, forward: Callable, backward: Callable) -> Callable:
+    """A `jax.custom_vjp` that also takes inputs which vary over different axes, and batches of NumPy arrays."""
+    with_vjp = jax.custom_vjp(function)
+    with_vjp.defvjp(forward, backward)
+    return lambda *args: with_vjp(*map(_without_numpy, _make_varying(args)))
+
+
+def _without_numpy(x: Any) -> Any:
+    """The same value; where `vmap` batches a NumPy array in `jit`, as one of JAX, which custom_vjp wants (to 0.12)."""
+    value = x
+    while isinstance(value, jax.core.Tracer):
+        value = getattr(value, "val", getattr(value, "primal", None))  # of vmap, and of jvp
+    is_numpys = value is not x and isinstance(value, (np.ndarray, np.generic))
+    return jax.lax.squeeze(jax.lax.expand_dims(x, (0,)), (0,)) if is_numpys else x
+
+
 def _batch_in_front(x: Any, dim: int | None, size: int) -> Any:
     """An operand with its batch, which gets this size if it has none, as the first dimension."""
     if not isinstance(x, jax.Array):  # jax before 0.9.2 cannot transpose its own constants
@@ -868,12 +884,12 @@ def _show(spec: Any) -> str:
     return f"{getattr(spec.dtype, 'name', spec.dtype)}[{sizes}]"
 
 
-def _flatten(tree: Any) -> tuple[list, Any]:
+def _flatten(tree: Any, what: str) -> tuple[list, Any]:
     """The specs of a pytree, in JAX's order, and its structure."""
     try:
         leaves, structure = jax.tree.flatten(tree, _is_leaf)
     except ValueError as error:
-        raise TypeError(f"JAX sorts the keys of a dict, so they must be of one type; got {tree}") from error
+        raise TypeError(f"{what}: JAX sorts the keys of a dict, so they must be of one type; got {tree}") from error
     return [x.aval if type(x) in _SYMBOLIC else x for x in leaves], structure
 
 
@@ -905,7 +921,7 @@ def _flat_specs(specs: Any, what: str, ins: Sequence[Spec] | None = None) -> tup
 
     With `ins` they get the dtypes that JAX allows beside these inputs.
     """
-    leaves, tree = _flatten(specs)
+    leaves, tree = _flatten(specs, what)
     declared = []
     for i, leaf in enumerate(leaves):
         name = f"{what}[{i}]" if len(leaves) > 1 else what
@@ -952,16 +968,14 @@ def _input_specs(args: Sequence) -> list[Spec]:
 _INPUT_TYPES: set[type] = {bool, int, float, complex}
 
 
-def _as_inputs(args: Sequence, name: str) -> tuple[Sequence, bool]:
+def _as_inputs(args: Sequence, name: str) -> tuple[Any, bool]:
     """The inputs as JAX can take them, and whether one of them is being traced."""
     is_traced = False
     inputs = list(args)
     for i, x in enumerate(args):
-        if type(x) in _INPUT_TYPES:
-            continue
         if isinstance(x, jax.core.Tracer):
             is_traced = True
-        else:
+        elif type(x) not in _INPUT_TYPES:
             inputs[i] = _as_input(x, i, name)
     return inputs, is_traced
 
@@ -1606,7 +1620,9 @@ class _Wrapper(_Kept):
         return self._call_inputs(args)
 
     def _call_inputs(self, args: Sequence) -> Any:
-        args, is_traced = _as_inputs(args, self.__name__)
+        is_traced = False
+        if not _INPUT_TYPES.issuperset(map(type, args)):
+            args, is_traced = _as_inputs(args, self.__name__)
         try:
             return self._trace(*args) if is_traced else self._jitted(*args)
         except TypeError:
@@ -4545,9 +4561,7 @@ class _WarpKernel(_Wrapper):
             results = plain(*args)
             return results, (args, results)
 
-        function = jax.custom_vjp(plain)
-        function.defvjp(forward, self._backward)
-        return function(*_make_varying(args))
+        return _with_vjp(plain, forward, self._backward)(*args)
 
     def _backward(self, residuals: Any, cotangents: Sequence) -> tuple:
         """One adjoint launch, whose last results are the gradients of the inputs of floats."""
@@ -5199,12 +5213,14 @@ class XLACustomKernel(_Kept):
 
     def __call__(self, /, *ins: Any, outs: Any, backend: str | None = None, **params: Any) -> Any:
         """Apply the op; see the class for the arguments."""
-        args, traced = _as_inputs(ins, self.name)
-        call = _find_call(self, args, outs, backend, params)
-        if not traced:
-            return call.jitted(*args)
-        call.check(args)
-        return call.bind(*args)
+        is_traced = False
+        if not _INPUT_TYPES.issuperset(map(type, ins)):
+            ins, is_traced = _as_inputs(ins, self.name)
+        call = _find_call(self, ins, outs, backend, params)
+        if not is_traced:
+            return call.jitted(*ins)
+        call.check(ins)
+        return call.bind(*ins)
 
     def __repr__(self) -> str:
         return f"<{self.title}: {self._registered()}>"
@@ -5225,7 +5241,8 @@ class XLACustomKernel(_Kept):
     ) -> Any:
         """Register a kernel for a backend and a platform; returns it, or a decorator where it is left out.
 
-        It replaces the backend's kernel from the next call on, also in functions that were compiled with the old one.
+        It replaces the backend's kernel from the next trace on, also in functions that were compiled with the old one:
+        these are traced again.
 
         Args:
           backend: any name; `"numba"`, `"warp"`, `"numba_cuda"`, `"pallas"`, `"triton"`, `"cuda_raw"` have shorthands.
@@ -5518,10 +5535,21 @@ def _find_call(op: XLACustomKernel, args: Sequence, outs: Any, backend: Any, par
     return known or op._recent.keep(key, _OpCall(op, outs, backend, params))
 
 
+_SPEC_TYPES: set[type] = {Spec, jax.core.ShapedArray, np.ndarray}  # exact types; those of JAX's arrays are added
+
+
 def _outs_key(outs: Any) -> tuple:
-    if type(outs) in (Spec, jax.core.ShapedArray):  # the usual case, in half the time
+    """Equal for equal structures of equal specs.  To flatten a list costs an eager call more than JAX's own work."""
+    kind = type(outs)
+    if kind in _SPEC_TYPES:
         return outs.shape, outs.dtype
-    leaves, tree = _flatten(outs)
+    if kind is tuple or kind is list:
+        return kind, *[(x.shape, x.dtype) if type(x) in _SPEC_TYPES else _outs_key(x) for x in outs]
+    if kind is dict:
+        return kind, *outs, *_outs_key([*outs.values()])
+    if isinstance(outs, jax.Array) and not isinstance(outs, jax.core.Tracer):
+        _SPEC_TYPES.add(kind)
+    leaves, tree = _flatten(outs, "outs")
     shown = [(tuple(x.shape), x.dtype) if _is_spec(x) else x for x in leaves]
     return tree, *shown
 
@@ -5563,11 +5591,11 @@ class _OpCall:
         if platforms and platform not in platforms:
             return  # if it is lowered for this one after all, the lowering raises
         entry = self.op._entry(platform, self.backend)
-        key = (entry, *_input_specs(ins))
+        key = (entry, jax.sharding.get_abstract_mesh(), *_input_specs(ins))
         if self.checked.get(key):
             return
         try:
-            jax.make_jaxpr(functools.partial(self.bound(ins).run, entry))(*ins)
+            _check_axis_names(self.op, self.bound(ins).traced(entry, ins))
         except Exception:
             if jax.default_backend() == "cpu":  # else the platform may be another one: the lowering raises
                 raise
@@ -5677,17 +5705,14 @@ def _run_slice(bound: _OpParams, entry: KernelEntry, *ins: Any) -> list:
 def _function_to_trace(bound: _OpParams, entry: KernelEntry, ins: Sequence) -> Callable:
     """What the generator makes of these parameters and outs: when it is first called for them."""
     axes = _all_varying_axes(map(jax.typeof, ins))
-    mesh = jax.sharding.get_abstract_mesh()
-    if jax.sharding.AxisType.Explicit in (mesh.axis_types or ()):
-        return _call_generator(bound, entry, axes)  # as an array that it makes has this mesh in its type
+    mesh = jax.sharding.get_abstract_mesh()  # an array that the generator makes has it in its type
     made = bound.op._made
-    key = entry, bound.outs, axes, _tagged(bound.params), jax.config.jax_enable_x64
+    key = entry, bound.outs, axes, mesh, _tagged(bound.params), jax.config.jax_enable_x64
     known = made.get(key)
     if known:
         return known
     # What it computes with jax.numpy serves other traces, too: so it is an array, no tracer, and has no manual axes.
-    auto = (jax.sharding.AxisType.Auto,) * len(mesh.axis_names)
-    without_manual = jax.sharding.AbstractMesh(mesh.axis_sizes, mesh.axis_names, auto)
+    without_manual = mesh.update_axis_types(dict.fromkeys(mesh.manual_axes, jax.sharding.AxisType.Auto))
     with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(without_manual):
         return made.keep(key, _call_generator(bound, entry, axes))
 
@@ -5763,11 +5788,10 @@ class _OpPrimitive(Primitive):
 
         def call(*args: Any, **params: Any) -> Any:
             self.op._is_traced = True
-            for _ in range(2):  # again if kernels or rules changed meanwhile, as JAX keeps what is returned
-                made = self.op._made
-                result = function(self.bound(**params), *args)
-                if made is self.op._made:
-                    break
+            made = self.op._made
+            result = function(self.bound(**params), *args)
+            if made is not self.op._made:  # kernels or rules changed meanwhile
+                jax.clear_caches()
             return result
 
         return call
@@ -5830,26 +5854,49 @@ class _OpParams:
         return {**self.params, "outs": self.outs, "backend": self.backend}
 
     def run(self, entry: KernelEntry, *ins: Any) -> list:
-        """The results of a kernel: for a batch by the batching rules of what it calls, or else slice by slice."""
+        """The results of a kernel."""
         if self.outs and all(0 in out.shape for out in self.batched_outs):  # not every backend takes it
             return list(map(_zeros, self.batched_outs))
+        closed = self.traced(entry, ins)  # as a whole first: a failure must leave nothing behind
+        return jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *ins)
+
+    def traced(self, entry: KernelEntry, ins: Sequence) -> Any:
+        """The jaxpr of a kernel: for a batch by the batching rules of what it calls, or else slice by slice."""
         run_slice = functools.partial(_run_slice, self, entry)
         vmaps = self.vmaps
         rule = self.op._rules.get("batching")
         if rule and self.innermost_by_rule:
             run_slice = functools.partial(_run_batching_rule, self, rule, vmaps[-1])
             vmaps = vmaps[:-1]
-        if not vmaps:
-            return run_slice(*ins)
-
-        batched = _for_each_vmap(jax.vmap, run_slice, vmaps)
         try:
-            closed = jax.make_jaxpr(batched)(*ins)  # traced as a whole first: a failure must leave nothing behind
+            return _trace_closed(self.op, _for_each_vmap(jax.vmap, run_slice, vmaps), ins)
         except NotImplementedError as error:
             if not str(error).startswith("Batching rule for"):  # JAX's words where a primitive has none (0.9 to 0.12)
                 raise
-            return _for_each_vmap(_sequential, run_slice, vmaps)(*ins)
-        return jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *ins)
+            return _trace_closed(self.op, _for_each_vmap(_sequential, run_slice, vmaps), ins)
+
+
+def _trace_closed(op: XLACustomKernel, function: Callable, ins: Sequence) -> Any:
+    """The jaxpr of a function, for the op's lowering, when traced values of the user's program are gone."""
+    problem = f"{op.title}: a kernel, or a batching rule, closes over a traced value: pass it as an operand"
+    try:
+        closed = jax.make_jaxpr(function)(*ins)
+    except jax.errors.UnexpectedTracerError as error:
+        raise TypeError(problem) from error
+    if any(isinstance(x, jax.core.Tracer) for x in closed.consts):
+        raise TypeError(problem)
+    return closed
+
+
+def _check_axis_names(op: XLACustomKernel, closed: Any) -> None:
+    """Raise if a kernel names axes of `vmap`, which are gone when the op is lowered."""
+    names = {effect.name for effect in closed.effects if type(effect).__name__ == "NamedAxisEffect"}
+    unknown = sorted(names - {*jax.sharding.get_abstract_mesh().manual_axes}, key=str)
+    if unknown:
+        raise NotImplementedError(
+            f"{op.title}: a kernel, or a batching rule, names the axes {unknown} of a vmap, and only jax.shard_map and "
+            "jax.pmap name axes for ops: use the collective outside of it"
+        )
 
 
 def _op_abstract_eval(bound: _OpParams, *avals: Any) -> list:
@@ -5919,7 +5966,7 @@ def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None],
         outs = params.pop("outs")
         if callable(outs):
             outs = _call_checked(outs, "general_batching_rule: outs", *map(_without_axis, args, axes))
-        _, tree = _flatten(outs)
+        _, tree = _flatten(outs, "general_batching_rule: outs")
         out = jax.tree.unflatten(tree, primitive.bind_batch(args, axes, outs=outs, **params))
     else:
         in_axes, batch = _with_axes_in_front(args, axes)
@@ -5935,7 +5982,8 @@ def _op_batching(bound: _OpParams, args: Sequence, axes: Sequence) -> Any:
     if bound.op._rules.keys().isdisjoint({"jvp", "transpose"}):
         return _call_batching_rule(bound, rule, args, axes)
     in_axes, batch = _with_axes_in_front(args, axes)
-    jax.eval_shape(functools.partial(_run_batching_rule, bound, rule, in_axes), *batch)  # raises its errors here
+    closed = _trace_closed(bound.op, functools.partial(_run_batching_rule, bound, rule, in_axes), batch)
+    _check_axis_names(bound.op, closed)  # as the rule's other errors, here, where the user's call is on the stack
     bound = dataclasses.replace(bound, innermost_by_rule=True)
     results = bound.op.primitive.bind_batch(batch, in_axes, _bound=bound)
     return results, [0] * len(results)
@@ -6146,9 +6194,7 @@ def _bind_with_vjp(call: _OpCall, ins: Sequence, fwd: Callable, bwd: Callable) -
         returned = bwd(residuals, call.tree.unflatten(cotangents), **params)
         return tuple(_from_rule(what, returned, "the operands are", avals))
 
-    function = jax.custom_vjp(call.bind_primitive)
-    function.defvjp(forward, backward)
-    return function(*ins)
+    return _with_vjp(call.bind_primitive, forward, backward)(*ins)
 
 
 def _from_rule(what: str, returned: Any, declares: str, avals: Sequence) -> list:
