@@ -3665,13 +3665,13 @@ def test_fakecuda_kernels_that_only_numba_can_launch_are_refused(
     assert gpus.launches(xk.numba_cuda_callable(launch, like_first), F32) == ["numba 1: 1,1,1 x 8,1,1 +0"]
 
 
+@pytest.mark.needs("fake driver", "numba-cuda")
+@pytest.mark.parametrize("package_cuda", ["numba.cuda"], indirect=True)  # the successor inlines these functions
 @pytest.mark.parametrize("body, is_refused", [
     ("out[0] = x[1:][0]", False), ("out[0] = np.empty(2, np.float32)[0]", True),
 ], ids=["views", "allocates"])  # fmt: skip
 def test_fakecuda_numbas_reference_counts(gpus, package_cuda, monkeypatch, body, is_refused):
     """As NUMBA_CUDA_ENABLE_NRT=1 enables them."""
-    if is_successor(package_cuda):
-        pytest.skip("it has none of these functions: it inlines what they do")
     monkeypatch.setattr(numba.config, "CUDA_ENABLE_NRT", True, raising=False)
     op = xk.numba_cuda_kernel(own_kernel(package_cuda, "x, out", body, names={"np": np}), like_first, **BLOCK)
     with contextlib.ExitStack() as stack:
@@ -6274,7 +6274,8 @@ def run_tests(pytester, monkeypatch):
     def run(source, *options):
         pytester.makepyfile(source)
         always = ["-p", "no:cacheprovider", "-o", "testpaths=.", "--optimize"]
-        return pytester.runpytest_inprocess(*always, *options, plugins=[conftest])
+        with warnings.catch_warnings(action="ignore"):  # argparse of Python 3.12.1 warns of pytest's use
+            return pytester.runpytest_inprocess(*always, *options, plugins=[conftest])
 
     return run
 
