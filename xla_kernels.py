@@ -3491,9 +3491,10 @@ def numba_cuda_kernel(
         call of CUDA's driver (`debug=True`, cooperative ones, extensions, callbacks of modules): for these there is
         `numba_cuda_callable`.  With `batch_in_z`, for kernels that ask for z.
       ValueError: also neither or both launch forms, or one beyond CUDA's limits (1,024 threads in a block), or with
-        more than one block along z for `batch_in_z`.
+        more than one block along z for `batch_in_z`; an output that starts with an array in the memory of the host.
       NotImplementedError: on a platform other than CUDA, without the simulator.
-      jax.errors.JaxRuntimeError: with CUDA's name for the error of a launch that failed.
+      jax.errors.JaxRuntimeError: with CUDA's name for the error of a launch that failed, and the limit of the kernel
+        that it exceeds.
 
     Example:
       >>> from numba import cuda
