@@ -4806,7 +4806,7 @@ def test_warp_kernel_that_adds_to_what_is_in_memory_is_refused(statement, out, t
     )
     with pytest.raises(TypeError, match=refused):
         trace()
-    for options in ({"zero_outputs": True}, {"zero_outputs": False}, {"in_out_argnames": ["out"]}):
+    for options in ({"zero_outputs": True}, {"zero_outputs": np.False_}, {"in_out_argnames": ["out"]}):
         trace(**options)
     for zero_outputs in (None, True):
         with pytest.raises(TypeError, match=r"by an atomic, .*: make this scratch an output"):

@@ -4370,6 +4370,8 @@ class _WarpOptions(_Options):
                 raise ValueError(f"block_dim must be 1 to 1024 threads; got {self.block_dim}")
         if self.tiled and self.launch_dims is None:
             raise ValueError("tiled=True needs launch_dims, the number of blocks")
+        if self.zero_outputs is not None:
+            self.zero_outputs = bool(self.zero_outputs)
         if self.launch_dims is not None and not callable(self.launch_dims):
             self.checked_dims(self.launch_dims)
         if self.differentiable and (self.input_output_aliases or self.in_out_argnames or self.scratch is not None):
@@ -4502,7 +4504,7 @@ class _WarpKernel(_Wrapper):
             return dims
         given = [*self.params][:n_given]
         n = max(counts)
-        way = "1" if n == 0 else f"({', '.join('n' * n)})"
+        way = ("1", "n", "(n, n)", "(n, n, n)", "(n, n, n, n)")[n]
         if name in given and 0 < n < len(dims):
             index = "0" if n == 1 else f":{n}"
             way = f"lambda {', '.join(given)}: {name}.shape[{index}]"
@@ -4854,54 +4856,70 @@ class _WarpSource:
 
     def _accesses(self, code: Any, lines: Iterable[str]) -> dict[str, int]:
         """What these lines do to the memory of each parameter."""
-        types_of = {x.emit(): x.type for x in (*code.args, *code.variables)}
-        arrays = {name for name, kind in types_of.items() if _points_to_arrays(kind)}
-        origins: dict[str, set[str]] = collections.defaultdict(set)  # variable -> those in whose memory it may lie
-        worst: dict[str, int] = collections.defaultdict(int)  # variable -> what is done to it
-
-        def access(kind: int, *texts: str) -> None:
-            for name in arrays_in(*texts):
-                worst[name] = max(worst[name], kind)
-
-        def reached(*names: str) -> list[str]:
-            """All variables in whose memory these may lie, with these."""
-            found = [*names]
-            for name in found:  # which grows
-                found += origins[name].difference(found)
-            return found
-
-        def arrays_in(*texts: str) -> list[str]:
-            return [name for name in re.findall(r"var_\w+", str(texts)) if name in arrays]
-
+        arrays = _WarpArrays(code)
         for line in lines:
-            left, _, right = line.strip().rpartition(" = ")
-            name, *_ = re.findall(r"^(?:adj_)?([\w:]+)[(<]", right) or [""]
-            self.uses_tiles |= name.startswith("wp::tile_")
-            self.tid_counts.update(map(int, re.findall(r"^builtin_tid(\d)d", name)))
-            arguments = right.partition("(")[2].split(", ")
-            if not left.startswith("var_"):  # but with `*var_3`
-                access(_STORES, left)
-            if name in self.functions:
-                kinds = self.functions[name]
-                for kind, argument in zip(kinds, arguments):
-                    access(kind, argument)
-                left += str(arguments[len(kinds) :])  # several results
-            elif name == "wp::assign" and not _is_reference(types_of.get(arguments[0])):  # of variables, in a loop
-                left += arguments[0]
-            elif name.startswith("wp::dense_"):  # those store in the last one
-                access(_STORES, *arrays_in(right)[-1:])
-            elif name == "wp::store":  # perhaps of an array in a field of a struct
-                access(_STORES, right)
-                for holder in reached(*arrays_in(arguments[0])):
-                    origins[holder].update(arrays_in(*arguments[1:]))
-            elif name:
-                access(self.kinds.get(name, _UPDATES), right)
-            for result in re.findall(r"var_\w+", left):
-                origins[result].update(arrays_in(right))
-        for name, kind in list(worst.items()):
-            access(kind, *reached(name))
+            self._read(line.strip(), arrays)
         without = getattr(code, "callable_arg_values", None) or ()  # C++ does not pass functions
-        return {x.label: worst[x.emit()] for x in code.args if x.label not in without}
+        worst = arrays.worst()
+        return {x.label: worst.get(x.emit(), _READS) for x in code.args if x.label not in without}
+
+    def _read(self, line: str, arrays: _WarpArrays) -> None:
+        left, _, right = line.rpartition(" = ")
+        function, *_ = re.findall(r"^(?:adj_)?([\w:]+)[(<]", right) or [""]
+        arguments = right.partition("(")[2].split(", ")
+        results = [left]
+        self.uses_tiles |= function.startswith("wp::tile_")
+        self.tid_counts.update(map(int, re.findall(r"^builtin_tid(\d)d", function)))
+        if not left.startswith("var_"):  # but with `*var_3`
+            arrays.access(_STORES, left)
+        if function in self.functions:
+            kinds = self.functions[function]
+            for kind, argument in zip(kinds, arguments):
+                arrays.access(kind, argument)
+            results += arguments[len(kinds) :]  # several results
+        elif function == "wp::assign" and not arrays.refers(arguments[0]):  # of one variable to another, in a loop
+            results.append(arguments[0])
+        elif function == "wp::store":  # perhaps of an array, in a field of a struct
+            arrays.access(_STORES, right)
+            results += arrays.origins_of(*arrays.named(arguments[0]))
+        elif function.startswith("wp::dense_"):  # those store in the last one
+            arrays.access(_STORES, *arrays.named(right)[-1:])
+        elif function:
+            arrays.access(self.kinds.get(function, _UPDATES), right)
+        for result in re.findall(r"var_\w+", str(results)):
+            arrays.origins[result].update(arrays.named(right))
+
+
+class _WarpArrays:
+    """The variables of some code that are arrays, or may refer to one: where they lie, and what is done to them."""
+
+    def __init__(self, code: Any) -> None:
+        self.types = {x.emit(): x.type for x in (*code.args, *code.variables) if _points_to_arrays(x.type)}
+        self.origins: dict[str, set[str]] = collections.defaultdict(set)  # variable -> those in whose memory it may lie
+        self.accesses: dict[str, int] = {}  # what is done under this name
+
+    def named(self, text: str) -> list[str]:
+        return [name for name in re.findall(r"var_\w+", text) if name in self.types]
+
+    def refers(self, name: str) -> bool:
+        return _is_reference(self.types.get(name))
+
+    def access(self, kind: int, *texts: str) -> None:
+        for name in itertools.chain(*map(self.named, texts)):
+            self.accesses[name] = max(self.accesses.get(name, _READS), kind)
+
+    def origins_of(self, *names: str) -> list[str]:
+        """These, and all variables in whose memory they may lie."""
+        found = [*names]
+        for name in found:  # which grows
+            found += self.origins[name].difference(found)
+        return found
+
+    def worst(self) -> dict[str, int]:
+        """What is done to the memory of each variable, under any name."""
+        for name, kind in list(self.accesses.items()):
+            self.access(kind, *self.origins_of(name))
+        return self.accesses
 
 
 def _number(value: Any) -> np.ndarray:
