@@ -101,6 +101,10 @@ __all__ = [
 # 1. JAX: what differs between its versions, what it does not document, and what it lacks.
 # Checked on 0.9.0 to 0.12.0.1.  What JAX's interpreters ask of a primitive is in 5.1, 5.2 and 10.4 to 10.6.
 # A new JAX may change the context of lowering rules and what `mlir`, `ad` and `batching` export: errors would say so.
+# From inside JAX:
+# - `_apply_primitive`, a mark on a function that keeps `jax_debug_nans` from running it again (test_debug_nans)
+# - the effect of `jax.ffi.ffi_call`, read from a jaxpr (test_a_side_effect_keeps_an_unused_call)
+# - where a mesh and varying axes stand in a type, and `axis_context` (test_xla_splits_a_batch, the matrix's shard_map)
 
 Spec = jax.ShapeDtypeStruct
 _SYMBOLIC = (ad.Zero, ad.UndefinedPrimal)  # what rules of derivatives may get in the place of an array
@@ -289,7 +293,8 @@ def _allowed_dtype(dtype: Any, ins: Sequence) -> np.dtype:
 # ======================================================================================================
 # 2. The C structs of jaxlib/include/xla/ffi/api/c_api.h that a handler reads and writes.
 # XLA adds fields at the end of a struct only, so these fit every later jaxlib; a test compares them with the installed
-# header.  A new major version may change anything: XLA refuses a handler that reports another one.
+# header (test_mirrored_structs_equal_the_header).  A new major version may change anything: XLA refuses a handler that
+# reports another one.
 
 _API_MAJOR = 0
 
@@ -870,6 +875,7 @@ class export_checks:
 # ======================================================================================================
 # 4. Specs and inputs: what comes in and what goes out, checked where the user's call is on the stack.
 # A spec is the shape and dtype of an array.
+# From inside JAX: that its fast path looks at no byte order (test_an_input_of_another_byte_order_is_refused...).
 
 
 def _is_spec(x: Any) -> bool:
@@ -1040,6 +1046,11 @@ def _check_takes(signature: inspect.Signature, what: str, args: Sequence, params
 # 5. The primitive behind every wrapper: one call of one target.
 # A wrapper finds the target of a call, and binds the primitive `xla_kernel` with it; what JAX asks of the primitive
 # (its outputs, its lowering, its vmap) stands first, then the wrapper, from which a backend derives its own.
+# From inside XLA and Numba:
+# - how XLA splits a batch, and how Shardy writes a rule (5.2; test_xla_splits_a_batch)
+# - two wrong passes (`_keep_from_loops`; test_a_loop_whose_whole_state_is_what_a_kernel_gives)
+# - which fusions work in place (`_keep_in_place`; test_state_that_a_kernel_changes_is_copied_where_that_of_jax_is)
+# - Numba's pickles of functions (`_dumps_by_value`; test_kernels_of_main_are_sent_to_other_processes)
 
 # -- 5.1 The primitive: what JAX's interpreters ask ----------------------------------------------------
 # An alias (i, j) says that output j starts with the value of input i.  A wrapper has those that the user gave, by name
@@ -1258,10 +1269,15 @@ for _platform in ("cpu", "cuda"):  # so each gets a call of its own where a prog
 # -- 5.2 Over a mesh: XLA splits a batch ---------------------------------------------------------------
 # Under plain `jit` XLA's partitioner for batches (custom_call_batch_partitioner.cc) runs a call on each device's part
 # of the batch.  It splits the first `num_batch_dims` dimensions of every operand that has more of them, and leaves
-# others whole.  So:
+# others whole.  So, for eight slices of x and a w that they share, on four devices:
+#
+#              one slice    bound to the primitive    passed to XLA    num_batch_dims    on each device
+#       x      [6]          [8,6]                     [8,1,1,1,6]      3, so split       [2,1,1,1,6]
+#       w      [6,6]        [1,6,6]                   [6,6]            3, so whole       [6,6]
+#       out    [6]          [8,6]                     [8,1,1,1,6]      3, so split       [2,1,1,1,6]
+#
 # - An operand that all slices share is passed with the kernel's own rank.  The batch gets dimensions of size 1, so that
-#   every split operand has more dimensions than any shared one: of eight slices of x and a shared w on four devices,
-#   x [8,6] is passed as [8,1,1,1,6], of which num_batch_dims = 3 are the batch's, and w [1,6,6] as [6,6].
+#   every split operand has more dimensions than any shared one.
 # - An operand that only some of the vmaps batch is broadcast.  So is a first operand that is shared, if another shared
 #   one follows a batched one: where shardings differ, XLA takes that of the first for all (FindCommonSharding).
 # - Only the leading dimensions that the number of all devices divides may be split: else XLA would run the kernel on
@@ -1768,14 +1784,21 @@ class _Wrapper(_Kept):
 #   2. `slices(frame, cursors, count)` runs the kernel on `count` slices.  A cursor knows where a buffer's slice is, and
 #      how far it is to the next one.
 # These are compiled for each kernel.  What they have in common is compiled once per process, in `_Driver`:
-#   3. `drive` finds the slices of a batch, and the rows: slices that are one step apart in every buffer.
-#   4. `run` runs a range of slices, row by row.
-#   5. `probe` runs the first slices alone and measures them, unless the kernel remembers what slices of this size took.
-#      If it pays, XLA's threads and this one `share` the rest: each takes chunk after chunk until none is left.
+#   3. `drive` finds the slices of a batch, and the inner loops: slices that are one step apart in every buffer, as in
+#      NumPy's ufuncs.
+#   4. `run` runs a range of slices, one inner loop after another.
+#   5. Two estimates say whether threads pay.  `drive` takes what the last call of the kernel noted, if its slices were
+#      as large, and if threads pay, they share all slices.  Else `probe` measures: it runs the first slices on this
+#      thread, and more and more of them, until the rest is seen to be worth sharing, or done.
+#   6. XLA's threads and this one `share` slices: each takes chunk after chunk until none is left.
 # The slice that fails earliest, which need not be the one of the lowest index, gives the call its error: nobody takes a
 # chunk after that, and chunks that are being run elsewhere are waited for.
-# Relies on sections 1 and 2, llvmlite, Numba's tools for it, and the C API of CPython.  The emitter of a backend writes
-# what runs one slice.
+# Relies on sections 1 and 2, llvmlite, and the C API of CPython.  The emitter of a backend writes what runs one slice.
+# From inside XLA, Numba and the C library:
+# - XLA's threads (test_each_slice_runs_once_on_any_thread_unless_in_order), and where it loses an alias
+#   (test_what_starts_with_an_input_does_where_xla_lost_the_alias)
+# - Numba's `cgutils`, and the CPU that it compiles for (`magic_tuple`): all tests of kernels
+# - the default mode of floats of glibc (`_FE_DFL_ENV`; test_subnormal_numbers_in_parallel_kernels)
 
 # -- 6.1 What a backend gives: a signature, and an emitter ---------------------------------------------
 # One slice: its buffers and their dimensions.
@@ -1829,7 +1852,21 @@ def _row_major(dims: Sequence[Any], unit: int) -> list[Any]:
 
 
 class _Emitter:
-    """The part of a handler that a backend gives: how one slice is run."""
+    """The part of a handler that a backend gives: how one slice is run.
+
+    `_compile_handler` keeps an emitter as long as the process lives, with all that it refers to: machine code has
+    addresses of that.  What only the code of one handler refers to is appended to `handler.alive`.
+
+    Handlers of equal signature and `code_key` share their code, which the first one's `write` has written.  So it holds
+    no address: what differs between kernels, `entry`, `report` and `lock`, it loads from the memory of each handler,
+    `handler.kernel`.  Where `code_key` is None, addresses may be constants.
+
+    `in_order` is about the slices of one call: False lets several threads run them at once.  `lock` is about all calls:
+    while one holds it, no slices run of any other kernel with that lock, in any copy of this file.
+
+    `write` writes a part of the C function `slices(frame, cursors, count)`, in which `handler.frame`, `.cursors` and
+    `.count` are its arguments: `_Handler` sets them before, and `frame` again for the function `handler`.
+    """
 
     traits = 0
     lock = 0  # address of a lock (`_native_lock`) that is held while slices run; 0: none
@@ -2132,14 +2169,18 @@ def _load_code(code: bytes) -> Any:
 _Variable = _words("_Variable", "current")
 
 # Where a buffer's slice is: `data`.  `dims` points to the kernel's dimensions, before which lie `depth` of the batch,
-# or none.  `nbytes` is the size of a slice, and `step` is how far the next slice of the row is: 0 if it is this one.
+# or none.  `nbytes` is the size of a slice, and `step` is how far the next slice of the inner loop is: 0 if that is the
+# same one.
 _Cursor = _words("_Cursor", "data step dims depth nbytes")
 
-# A kernel, in the memory of its handler.  Outputs, whose memory is mapped on first use, begin at `first_output`: on a
-# GPU, whose memory the driver leaves alone, there are none of these.
-# `slice_ticks` is what a slice took when that was last measured, and `slice_nbytes` how large the buffers of that slice
-# were: a hint, which any thread may overwrite.  The fields from `in_order` on are filled in when the code is loaded:
-# the text of an error, `entry`, `lock` and `report` of the emitter, and functions of the driver.
+# A kernel, in the memory of its handler.
+#   n_buffers           inputs and outputs, without hidden ones
+#   first_output        buffers from here on may get huge pages, as their memory is mapped on first use: on a CPU the
+#                       outputs; on a GPU none, so it is `n_buffers`
+#   slice_ticks         what a slice took when that was last measured, and
+#   slice_nbytes        how large the buffers of that slice were: a hint, which any thread may overwrite
+#   in_order and later  filled in when the code is loaded: functions of the handler and of the driver, the text of an
+#                       error, and what the emitter gives
 _Kernel = _words(
     "_Kernel",
     "n_buffers first_output slice_ticks slice_nbytes "
@@ -2147,9 +2188,9 @@ _Kernel = _words(
 )
 
 # A call with a batch.  The cursors stand at its first slice.  `sizes` are those of its `depth` dimensions, outermost
-# first, `count` is their product; slices [k * row, (k + 1) * row) are one step apart.
+# first, `count` is their product; slices [k * inner, (k + 1) * inner) are one step apart: an inner loop.
 _Batch = _words(
-    "_Batch", "frame kernel cursors depth sizes count row", frame=XLA_FFI_CallFrame, kernel=_Kernel, cursors=_Cursor
+    "_Batch", "frame kernel cursors depth sizes count inner", frame=XLA_FFI_CallFrame, kernel=_Kernel, cursors=_Cursor
 )
 
 # A batch that several threads share.  On the heap, as queued tasks may outlive the call.
@@ -2253,10 +2294,14 @@ class _Driver(_Code):
     # -- a range of slices on one thread --
 
     def seek(self, batch: Any, cursors: Any, index: Any) -> Any:
-        """Point `cursors` at slice `index`; gives the number of slices before it in its row.
+        """Point `cursors` at slice `index`; gives the number of slices before it in its inner loop.
 
         Dimension d of the batch has `size` positions, and a buffer has `own_size` of them: as many, or one.  `strides`
         has, for each buffer, the bytes from one of these to the next.
+
+        For example slice 4 of a batch of 2 x 3 is at the positions 1 and 1.  A buffer with all six slices, of 100 bytes
+        each, has the strides 300 and 100: its slice begins at byte 400.  One of 1 x 3 slices has the strides 300 and
+        100, too, but its first dimension broadcasts: byte 100.
         """
         kernel = batch.kernel
         strides = self.alloca(_I64, kernel.n_buffers)
@@ -2274,17 +2319,17 @@ class _Driver(_Code):
                 stride = self.load(strides + 8 * k)
                 cursor.data = cursor.data + self.select(own_size == 1, 0, position * stride)  # size 1 broadcasts
                 self.store(stride * own_size, strides + 8 * k)
-        return index % batch.row
+        return index % batch.inner
 
     def run(self, batch: Any, first: Any, stop: Any) -> Any:
-        """Run the slices [first, stop), row by row, unless one fails; gives its XLA_FFI_Error*."""
+        """Run the slices [first, stop), by inner loops, unless one fails; gives its XLA_FFI_Error*."""
         position = self.variable(first)
         cursors = self.alloca(_Cursor, batch.kernel.n_buffers)
         with self.forever():
             start = position.current
             self.ret(0, when=start >= stop)
-            left_in_row = batch.row - self.call("seek", batch, cursors, start)
-            count = self.minimum(left_in_row, stop - start)
+            left_in_loop = batch.inner - self.call("seek", batch, cursors, start)
+            count = self.minimum(left_in_loop, stop - start)
             error = self.call(batch.kernel.slices, batch.frame, cursors, count)
             self.ret(error, when=error != 0)
             position.current = start + count
@@ -2373,6 +2418,7 @@ class _Driver(_Code):
     def probe(self, batch: Any) -> Any:
         """Run slices on this thread, in ranges of 1, 8, 64, ..., until one took long enough to estimate the rest.
 
+        For calls without a note of how long such slices take, and those that an earlier call found too short to share.
         A range that is too short for the clock means only that it is harmless to run eight times as many slices here.
         """
         ticks = self.ticks.current
@@ -2399,7 +2445,7 @@ class _Driver(_Code):
             n_done.current = stop
 
     def _remember(self, batch: Any, took: Any, count: Any) -> None:
-        """Note for later calls what slices took."""
+        """Note for later calls what slices took: then `drive` need not measure."""
         batch.kernel.slice_ticks = took // count
         batch.kernel.slice_nbytes = self._slice_nbytes(batch)
 
@@ -2413,7 +2459,7 @@ class _Driver(_Code):
 
     def drive(self, frame: Any, kernel: Any, cursors: Any, depth: Any) -> Any:
         """Run a call with `depth` batch dimensions, whose first slice the cursors stand at."""
-        batch = self.new(_Batch, frame=frame, kernel=kernel, cursors=cursors, depth=depth, count=1, row=1)
+        batch = self.new(_Batch, frame=frame, kernel=kernel, cursors=cursors, depth=depth, count=1, inner=1)
         batch.sizes = self.alloca(_I64, depth)
         with self.loop(0, depth) as d:
             size = self.variable(1)
@@ -2423,11 +2469,11 @@ class _Driver(_Code):
             self.store(size.current, batch.sizes + d * 8)
             batch.count = batch.count * size.current
         with self.when(depth > 0):
-            self._find_rows(batch)
+            self._find_inner_loops(batch)
         with self.loop(kernel.first_output, kernel.n_buffers) as k:
             self._use_huge_pages(cursors[k].data, cursors[k].nbytes * batch.count)
         with self.when((batch.count < 2) | kernel.in_order):
-            with self.when(batch.count == batch.row):
+            with self.when(batch.count == batch.inner):
                 self.ret(self.call(kernel.slices, frame, cursors, batch.count))
             self.ret(self.call("run", batch, 0, batch.count))
         with self.when(kernel.slice_ticks != 0):
@@ -2441,19 +2487,19 @@ class _Driver(_Code):
         """The size of a buffer along dimension d of the batch, 1 being the innermost; 1 if it has no batch."""
         return self.load(self.select(cursor.depth == 0, self.one, cursor.dims - d * 8))
 
-    def _find_rows(self, batch: Any) -> None:
-        """A row is the whole batch if every buffer has all slices or only one, else what its last dimension spans."""
-        one_row = self.variable(1)
+    def _find_inner_loops(self, batch: Any) -> None:
+        """One inner loop is all of the batch if each buffer has all slices or only one, else its last dimension."""
+        is_one_loop = self.variable(1)
         with self.loop(0, batch.kernel.n_buffers) as k:
             own_count = self._own_count(batch, k)
-            one_row.current = one_row.current & ((own_count == 1) | (own_count == batch.count))
+            is_one_loop.current = is_one_loop.current & ((own_count == 1) | (own_count == batch.count))
         last = self.load(batch.sizes + (batch.depth - 1) * 8)
-        batch.row = self.select(one_row.current, batch.count, last)
+        batch.inner = self.select(is_one_loop.current, batch.count, last)
         with self.loop(0, batch.kernel.n_buffers) as k:
             cursor = batch.cursors[k]
             along_last = self._batch_size(cursor, 1)
-            along_row = self.select(one_row.current, self._own_count(batch, k), along_last)
-            cursor.step = self.select(along_row == 1, 0, cursor.nbytes)
+            along_loop = self.select(is_one_loop.current, self._own_count(batch, k), along_last)
+            cursor.step = self.select(along_loop == 1, 0, cursor.nbytes)
 
     def _own_count(self, batch: Any, k: Any) -> _Word:
         """How many slices buffer k has in memory."""
