@@ -5156,6 +5156,31 @@ def product_op(backend="jax", define_derivative=Hadamard.differentiate):
     return op
 
 
+VALUES_FOR_SPECS = [lambda n: spec(n), lambda n: spec(int(n)), lambda n: spec(2 * n), lambda n: [spec()] * n]
+
+
+@pytest.mark.parametrize("outs", VALUES_FOR_SPECS)
+@pytest.mark.parametrize("call", [lambda n, outs: wrap(outs=outs)(n), op_adding(a=1)])
+def test_outs_that_want_values_are_told_what_they_get(call, outs):
+    with pytest.raises(TypeError, match=r"outs.*: a function gets specs .* of arrays, no values"):
+        call(3, outs=outs)
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
+@pytest.mark.parametrize("call", [lambda x: add_one(x), call_op(op_adding(a=1))])
+def test_a_reference_is_no_input(call, transform):
+    with pytest.raises(TypeError, match=r"input 0.* is a jax.Ref: pass its value, ref\[\.\.\.\]"):
+        transform(call)(jax.new_ref(jnp.ones(4)))
+
+
+@pytest.mark.parametrize("call", [lambda x: add_one(x), call_op(op_adding(a=1))])
+def test_fields_are_no_input(call):
+    fields = np.rec.array([(1.0, 2)], dtype=[("a", "f4"), ("b", "i4")])
+    for x in (fields, np.asarray(fields)):
+        with pytest.raises(TypeError, match=r"('add_one': input 0 \('x'\)|'op': input 0) has the dtype.*each field"):
+            call(x)
+
+
 def sum_of(f):
     """A function whose gradient can be asked for."""
     return lambda *operands: f(*operands).sum()
@@ -5735,6 +5760,9 @@ MISUSES = [  # the error, what its text says, what is done to an op
     (TypeError, "an op has no side effects", call_with_side_effects),
     (TypeError, "of another byte order", lambda op: op(1.0, outs=np.ones(1, ">f4"))),
     (TypeError, "expected an XLACustomKernel or a jax Primitive, got 3", lambda op: xk.defjvp(3)),
+    (TypeError, "'op': def_jvp_rule2: the rule of operand 1 must be", methodcaller("def_jvp_rule2", None, "wrong")),
+    (TypeError, "'op': a rule of def_vjp_rule must be callable", methodcaller("def_vjp_rule", add_to(1), "wrong")),
+    (TypeError, "by def_vjp_rule", methodcaller("def_numba_kernel", numba_multiply, differentiable=True)),
     (TypeError, "parameter 'k' is traced", lambda op: jax.jit(call_op(op))(1.0, k=2.0)),
     (TypeError, "'_bound' is reserved", lambda op: call_op(op)(1.0, _bound=3.0)),
     (TypeError, "outs, which op 'op' needs, is missing", lambda op: xk.general_batching_rule(op, (VECTOR,), (0,))),

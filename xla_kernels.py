@@ -107,6 +107,7 @@ __all__ = [
 # - where a mesh and varying axes stand in a type, and `axis_context` (test_xla_splits_a_batch, the matrix's shard_map)
 
 Spec = jax.ShapeDtypeStruct
+_REF = getattr(jax, "Ref", ())  # mutable arrays, of jax >= 0.8
 _SYMBOLIC = (ad.Zero, ad.UndefinedPrimal)  # what rules of derivatives may get in the place of an array
 Primitive: Any = type(jax.lax.add_p)  # jax.extend.core.Primitive, without the 36 ms that importing jax.extend takes
 
@@ -942,7 +943,11 @@ def _declared_spec(x: Any, what: str, ins: Sequence[Spec] | None) -> Spec:
             f"callable of the inputs that returns them; got {x!r} of type {type(x).__name__}"
         )
     _check_dtype(x.dtype, what)
-    shape = jax.core.ShapedArray(x.shape, np.float32).shape  # checked, of Python's ints and of symbolic sizes
+    try:
+        shape = jax.core.ShapedArray(x.shape, np.float32).shape  # checked, of Python's ints and of symbolic sizes
+    except TypeError as error:
+        error.add_note(f"{what}: {_GETS_SPECS}")
+        raise
     if any(isinstance(size, int) and size < 0 for size in shape):
         raise ValueError(f"{what} has a negative dimension in its shape {shape}")
     dtype = np.dtype(x.dtype)
@@ -959,11 +964,16 @@ def _declared_spec(x: Any, what: str, ins: Sequence[Spec] | None) -> Spec:
 _FILES_BEFORE_THE_USERS = (__file__[:-1], os.path.join(os.path.dirname(jax.__file__), ""))
 
 
-def _input_specs(args: Sequence) -> list[Spec]:
+def _input_name(i: int, title: str, parameters: Sequence[str]) -> str:
+    name = f" ({parameters[i]!r})" if i < len(parameters) else ""
+    return f"{title}: input {i}{name}" if title else f"input {i}"
+
+
+def _input_specs(args: Sequence, title: str = "", parameters: Sequence[str] = ()) -> list[Spec]:
     specs = []
     for i, x in enumerate(args):
         dtype = x.dtype if _is_spec(x) else jax.dtypes.result_type(x)
-        _check_dtype(dtype, f"input {i}")
+        _check_dtype(dtype, _input_name(i, title, parameters))
         if isinstance(x, (np.ndarray, np.generic)):  # JAX's own may be of 64 bits also where x64 is disabled
             dtype = jax.dtypes.canonicalize_dtype(dtype)
         specs.append(Spec(np.shape(x), dtype))
@@ -974,26 +984,28 @@ def _input_specs(args: Sequence) -> list[Spec]:
 _INPUT_TYPES: set[type] = {bool, int, float, complex}
 
 
-def _as_inputs(args: Sequence, name: str) -> tuple[Any, bool]:
+def _as_inputs(args: Sequence, title: str, parameters: Sequence[str] = ()) -> tuple[Any, bool]:
     """The inputs as JAX can take them, and whether one of them is being traced."""
     is_traced = False
     inputs = list(args)
     for i, x in enumerate(args):
+        if isinstance(x, _REF):
+            raise TypeError(f"{_input_name(i, title, parameters)} is a jax.Ref: pass its value, ref[...]")
         if isinstance(x, jax.core.Tracer):
             is_traced = True
         elif type(x) not in _INPUT_TYPES:
-            inputs[i] = _as_input(x, i, name)
+            inputs[i] = _as_input(x, functools.partial(_input_name, i, title, parameters))
     return inputs, is_traced
 
 
-def _as_input(x: Any, i: int, name: str) -> Any:
+def _as_input(x: Any, name: Callable[[], str]) -> Any:
     """An array of another library becomes one of JAX's, without a copy where JAX can share its memory."""
     is_wrapped = hasattr(x, "__jax_array__")
     if is_wrapped:
         x = x.__jax_array__()
     is_numpys = isinstance(x, np.ndarray)
-    if is_numpys and not x.dtype.isnative:  # jitted functions read it as native, once they know its kind (jax 0.12)
-        _check_dtype(x.dtype, f"{name}: input {i}")
+    if is_numpys and (x.dtype.kind not in "biufc" or not x.dtype.isnative):
+        _check_dtype(x.dtype, name())  # jitted functions read another byte order as native, once they know its kind
     if is_wrapped or is_numpys:
         return x
     with contextlib.suppress(TypeError):
@@ -1001,10 +1013,10 @@ def _as_input(x: Any, i: int, name: str) -> Any:
         _INPUT_TYPES.add(type(x))
         return x
     if hasattr(x, "__dlpack__"):
-        return _from_dlpack(x, f"{name}: input {i}")
+        return _from_dlpack(x, name())
     raise TypeError(
-        f"{name}: input {i} must be an array or a number; got {type(x).__name__} {x!r:.80}; pass its leaves one by "
-        "one, or convert it with jnp.asarray"
+        f"{name()} must be an array or a number; got {type(x).__name__} {x!r:.80}; pass its leaves one by one, or "
+        "convert it with jnp.asarray"
     )
 
 
@@ -1030,6 +1042,21 @@ def _call_checked(function: Callable, what: str, /, *args: Any, **params: Any) -
         with contextlib.suppress(ValueError):  # what has no signature
             _check_takes(inspect.signature(function), what, args, params)
         raise
+
+
+def _call_with_specs(option: Callable, what: str, *specs: Any) -> Any:
+    """Call an option that is a function of the inputs' specs; the error says so if it wants their values."""
+    try:
+        return _call_checked(option, what, *specs)
+    except TypeError as error:
+        error.add_note(f"{what}: {_GETS_SPECS}")
+        raise
+
+
+_GETS_SPECS = (
+    "a function gets specs (.shape and .dtype) of arrays, no values: a size that is one must be known before the call, "
+    "such as n in outs=jax.ShapeDtypeStruct((n,), dtype)"
+)
 
 
 def _check_takes(signature: inspect.Signature, what: str, args: Sequence, params: Iterable[str] = ()) -> None:
@@ -1638,11 +1665,11 @@ class _Wrapper(_Kept):
     def _call_inputs(self, args: Sequence) -> Any:
         is_traced = False
         if not _INPUT_TYPES.issuperset(map(type, args)):
-            args, is_traced = _as_inputs(args, self.__name__)
+            args, is_traced = _as_inputs(args, self.title, self.parameters)
         try:
             return self._trace(*args) if is_traced else self._jitted(*args)
         except TypeError:
-            _input_specs(args)  # explains better what is wrong with a dtype that JAX lacks
+            _input_specs(args, self.title, self.parameters)  # explains better what is wrong with a dtype that JAX lacks
             raise
 
     def _bound(self, args: Sequence, named: Mapping[str, Any]) -> dict[str, Any]:
@@ -1670,7 +1697,7 @@ class _Wrapper(_Kept):
     # -- from inputs to the primitive ------------------------------------------------------------------
 
     def _trace(self, *args: Any) -> Any:
-        ins = _input_specs(args)
+        ins = _input_specs(args, self.title, self.parameters)
         outs, tree = _flat_specs(self._for_inputs("outs", ins), "outs", ins)
         if not _has_dicts(tree):
             return tree.unflatten(self._leaves(outs, *args))
@@ -1722,7 +1749,7 @@ class _Wrapper(_Kept):
         option = getattr(self.options, what)
         if not callable(option):
             return option
-        return _call_checked(option, f"{self.title}: {what}", *ins)
+        return _call_with_specs(option, f"{self.title}: {what}", *ins)
 
     def _numbered_aliases(self, ins: Sequence[Spec], outs: Sequence[Spec]) -> dict[int, int]:
         """Which output starts with which input, checked: the aliases that the user gave, and in-out arguments."""
@@ -5280,7 +5307,7 @@ class XLACustomKernel(_Kept):
         """Apply the op; see the class for the arguments."""
         is_traced = False
         if not _INPUT_TYPES.issuperset(map(type, ins)):
-            ins, is_traced = _as_inputs(ins, self.name)
+            ins, is_traced = _as_inputs(ins, self.title)
         call = _find_call(self, ins, outs, backend, params)
         if not is_traced:
             return call.jitted(*ins)
@@ -5449,7 +5476,7 @@ class XLACustomKernel(_Kept):
 
     def def_jvp_rule2(self, *jvp_rules: Callable | None) -> None:
         """Define the derivative by one rule per operand; see :func:`defjvp`."""
-        defjvp(self, *jvp_rules)
+        self._set_rule("jvp", _rules_by_operand(f"{self.title}: def_jvp_rule2", jvp_rules))
 
     def def_transpose_rule(self, fun: Callable) -> Callable:
         """Define the transpose of an op that is linear in some operands; usable as a decorator.
@@ -5476,7 +5503,7 @@ class XLACustomKernel(_Kept):
           >>> print(jax.grad(lambda x: op(x, outs=lambda x: x))(3.0))
           6.0
         """
-        what = "def_vjp_rule: a rule"
+        what = f"{self.title}: a rule of def_vjp_rule"
         self._set_rule("vjp", (_tolerant(fwd, what), _tolerant(bwd, what)))
 
     def _define_rule(self, kind: str, fun: Callable) -> Callable:
@@ -5523,7 +5550,7 @@ class XLACustomKernel(_Kept):
         """
         platform = _default_platform()
         self._entry(platform, backend)  # raises where there is none
-        args = jax.device_put(_as_inputs(ins, self.name)[0])
+        args = jax.device_put(_as_inputs(ins, self.title)[0])
         rows = []
         reference = None
         for name in [backend] if backend else self.available_backends(platform):
@@ -5591,7 +5618,7 @@ def _find_call(op: XLACustomKernel, args: Sequence, outs: Any, backend: Any, par
     """What serves a call with these outs, backend and parameters: checked when it is new, then remembered."""
     if callable(outs) and not isinstance(outs, type):  # such as jnp.float32
         avals = [getattr(x, "aval", None) or jax.typeof(x) for x in args]
-        outs = _call_checked(outs, f"{op.title}: outs", *avals)
+        outs = _call_with_specs(outs, f"{op.title}: outs", *avals)
     try:
         key = (_outs_key(outs), backend, _tagged(params) if params else ())
         known = op._recent.get(key)
@@ -5715,6 +5742,8 @@ _MODULES_OF_EXACT_REPR = ("builtins", "decimal", "ml_dtypes", "numpy")
 def _as_generator(kernel: str, kg: Any, options: dict) -> Callable:
     """The generator of a ready kernel; any other is the user's own function, which `KernelEntry` holds as it is."""
     kind = _ready_kind(kg)
+    if options.get("differentiable"):
+        raise TypeError(f"{kernel}: differentiable=True has no effect in an op: give its derivative by def_vjp_rule")
     if options and kind not in _BACKENDS:
         raise TypeError(
             f"{kernel}: {', '.join(options)} can be given with a ready kernel only; a generator applies options "
@@ -6030,7 +6059,7 @@ def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None],
     if _is_op(primitive):
         outs = params.pop("outs")
         if callable(outs):
-            outs = _call_checked(outs, "general_batching_rule: outs", *map(_without_axis, args, axes))
+            outs = _call_with_specs(outs, "general_batching_rule: outs", *map(_without_axis, args, axes))
         _, tree = _flatten(outs, "general_batching_rule: outs")
         out = jax.tree.unflatten(tree, primitive.bind_batch(args, axes, outs=outs, **params))
     else:
@@ -6139,11 +6168,16 @@ def defjvp(primitive: Any, *jvp_rules: Callable | None) -> None:
     primitive = getattr(primitive, "primitive", primitive)
     if not isinstance(primitive, Primitive):
         raise TypeError(f"defjvp: expected an XLACustomKernel or a jax Primitive, got {primitive!r}")
-    rules = [rule if rule is None else _tolerant(rule, "defjvp: a rule") for rule in jvp_rules]
     if _is_op(primitive):
-        primitive.op._set_rule("jvp", rules)
+        primitive.op.def_jvp_rule2(*jvp_rules)
     else:
+        rules = _rules_by_operand(f"defjvp of {primitive.name!r}", jvp_rules)
         ad.primitive_jvps[primitive] = functools.partial(_jvp_by_operand, primitive, rules)
+
+
+def _rules_by_operand(what: str, rules: Sequence) -> list:
+    names = [f"{what}: the rule of operand {i}" for i in range(len(rules))]
+    return [rule if rule is None else _tolerant(rule, name) for rule, name in zip(rules, names)]
 
 
 def _jvp_by_operand(primitive: Any, rules: Sequence, primals: Any, tangents: Any, /, **params: Any) -> tuple:
