@@ -4370,7 +4370,8 @@ def warp_kernel(
     and JAX compiles a call again for each new one.  So what changes, such as a time step, is better a `warp.array` of
     shape (1,).  Functions and constants that a kernel names are those of when JAX traced the call; if you define them
     anew, make the wrapper anew.  For kernels that are made in a loop, `warp.kernel(module="unique")` saves builds of
-    whole modules.
+    whole modules.  Warp takes kernels of one module, or unique ones, for one if they differ only in an int beyond 32
+    bits or in the last digits of a float, unless the constant has a type, such as `warp.float64(0.1)`.
 
     Args:
       kernel: a function decorated with `warp.kernel`, not generic; without it, `warp_kernel(outs=...)` is a decorator.
@@ -4398,8 +4399,8 @@ def warp_kernel(
         that the kernel writes to, or an output that starts from nothing and that it updates by an atomic.
       ValueError: launch dimensions out of range, or left out where `wp.tid()` gives another number of indices; in-out
         arguments, aliases or scratch with `differentiable`.  RuntimeError: Warp's own, for a value of a wrong type.
-      NotImplementedError: launches that are more than the start of a kernel (Warp's deterministic mode, clusters, its
-        blocks on CPUs), for which there is `warp.jax_kernel`; to compile for CUDA where JAX has no GPU.
+      NotImplementedError: launches that are more than the start of a kernel (on GPUs Warp's deterministic mode and
+        clusters, its blocks on CPUs), for which there is `warp.jax_kernel`; to compile for CUDA where JAX has no GPU.
 
     Example:
       >>> import jax.numpy as jnp, warp as wp
@@ -4775,8 +4776,8 @@ class _WarpParam:
         try:
             number = _number(value)
         except ValueError:  # such as of ((1, 2, 3), (0, 0, 0, 1))
-            kind = getattr(self.type, "__name__", self.type)
-            raise TypeError(f"{refused}, whose parts are not of one shape: make it a warp.{kind}") from None
+            type_name = getattr(self.type, "__name__", self.type)
+            raise TypeError(f"{refused}, whose parts are not of one shape: make it a warp.{type_name}") from None
         if self.dtype and self.dtype.kind in "iu":
             limits = np.iinfo(self.dtype)
             numbers = number.ravel().tolist()
@@ -4805,12 +4806,12 @@ class _WarpParam:
             raise ValueError(f"{what}: Warp counts extents and strides in 32 bits, at most {_WARP_MAX_EXTENT}")
 
 
-def _warp_param(wp: Any, kernel: str, name: str, kind: Any) -> _WarpParam:
+def _warp_param(wp: Any, kernel: str, name: str, warp_type: Any) -> _WarpParam:
     scalars = {scalar: dtype for dtype, scalar in _warp_scalars(wp).items()}
     scalars |= {float: np.dtype("float32"), int: np.dtype("int32"), bool: np.dtype("bool")}
     scalars[wp.handle] = np.dtype("uint64")
-    is_array = isinstance(kind, wp.array) or getattr(kind, "_concrete_cls", None) is wp.array
-    element = kind.dtype if is_array else kind
+    is_array = isinstance(warp_type, wp.array) or getattr(warp_type, "_concrete_cls", None) is wp.array
+    element = warp_type.dtype if is_array else warp_type
     dtype = scalars.get(getattr(element, "_wp_scalar_type_", element))
     is_struct = hasattr(element, "ctype") and hasattr(element, "vars")
     what = f"warp_kernel {kernel!r}: parameter {name!r} is "
@@ -4820,20 +4821,22 @@ def _warp_param(wp: Any, kernel: str, name: str, kind: Any) -> _WarpParam:
         raise TypeError(f"{what}{shown}: give the kernel one parameter for each field ({fields})")
     if dtype is None and not is_struct:
         raise TypeError(
-            f"{what}{kind!r}; supported are scalars, vectors and matrices, arrays of those, and structs without arrays"
+            f"{what}{warp_type!r}; supported are scalars, vectors and matrices, arrays of those, and structs without "
+            "arrays"
         )
     inner = tuple(getattr(element, "_shape_", ()))
-    return _WarpParam(kernel, name, kind, dtype, inner, kind.ndim if is_array else 0)
+    return _WarpParam(kernel, name, warp_type, dtype, inner, warp_type.ndim if is_array else 0)
 
 
-def _points_to_arrays(kind: Any) -> bool:
+def _points_to_arrays(warp_type: Any) -> bool:
     """Whether this is the type of arrays, of references to their elements, or of structs with these."""
-    fields = getattr(kind, "vars", {}).values()
-    return hasattr(kind, "ndim") or _is_reference(kind) or any(_points_to_arrays(field.type) for field in fields)
+    if hasattr(warp_type, "ndim") or _is_reference(warp_type):
+        return True
+    return any(_points_to_arrays(field.type) for field in getattr(warp_type, "vars", {}).values())
 
 
-def _is_reference(kind: Any) -> bool:
-    return type(kind).__name__ == "Reference"
+def _is_reference(warp_type: Any) -> bool:
+    return type(warp_type).__name__ == "Reference"
 
 
 def _warp_content(wp: Any, kernel: Any) -> tuple[str, ...]:
@@ -5141,16 +5144,16 @@ class _WarpTarget(_Target):
         passed = {k for _, k, dims in self.arrays if 0 not in dims}
         if {k for _, k in pointers} != passed:
             raise NotImplementedError(f"{self.title}: this Warp passes arrays in an unknown way: use warp.jax_kernel")
-        kind = "backward" if command.adjoint else "forward"
-        entry = ctypes.cast(getattr(command.hooks, kind), _PTR).value or 0
-        shared_mem = getattr(command.hooks, f"{kind}_smem_bytes")
+        direction = "backward" if command.adjoint else "forward"
+        entry = ctypes.cast(getattr(command.hooks, direction), _PTR).value or 0
+        shared_mem = getattr(command.hooks, f"{direction}_smem_bytes")
         block_sizes = tuple(len(block) // 8 for block in blocks)
         return _Recorded(command, entry, _Packed(tuple(words), block_sizes, tuple(pointers), shared_mem))
 
     def _command(self, wp: Any, device: str, pointers: Mapping[int, int]) -> Any:
         """Warp's recorded launch, with these pointers to buffers; compiles and loads the kernel."""
         arrays = {key: (pointers[k], dims) for key, k, dims in self.arrays}
-        kinds = {arg.label: arg.type for arg in self.kernel.adj.args}
+        warp_types = {arg.label: arg.type for arg in self.kernel.adj.args}
 
         def array(name: str, role: str) -> Any:
             if (name, role) not in arrays:
@@ -5158,14 +5161,16 @@ class _WarpTarget(_Target):
             pointer, dims = arrays[name, role]
             gradient = array(name, "gradient") if role == "value" else None
             pointer = 0 if 0 in dims else pointer
-            return wp.array(ptr=pointer, shape=dims, dtype=kinds[name].dtype, device=device, grad=gradient)
+            return wp.array(ptr=pointer, shape=dims, dtype=warp_types[name].dtype, device=device, grad=gradient)
 
         options: dict[str, Any] = {"device": device, "record_cmd": True, "record_tape": False}
         if any(role == "gradient" for _, role in arrays):
-            gradients = [array(name, "gradient") if hasattr(kind, "ndim") else kind() for name, kind in kinds.items()]
+            gradients = []
+            for name, warp_type in warp_types.items():
+                gradients.append(array(name, "gradient") if hasattr(warp_type, "ndim") else warp_type())
             options |= {"adj_inputs": gradients, "adjoint": True}
         options["block_dim"] = 1 if device == "cpu" else self._threads_of_block
-        inputs = [self.values.get(name, array(name, "value")) for name in kinds]
+        inputs = [self.values.get(name, array(name, "value")) for name in warp_types]
         try:
             command = wp.launch(self.kernel, self._dims_on(device), inputs, **options)
         except Exception as error:
