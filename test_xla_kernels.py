@@ -2635,6 +2635,18 @@ def test_copies_of_this_file_in_a_process():
     np.testing.assert_array_equal(chain(F32), F32 + 3)
 
 
+def test_copies_of_this_file_know_wrappers_and_ops_of_each_other():
+    copy = load_copy("package.another")
+    for one, other in (xk, copy), (copy, xk):
+        op = one.XLACustomKernel("op")
+        op.def_numba_kernel(other.numba_kernel(add_one.__wrapped__, like_first))
+        other.defjvp(op, lambda t, x: [3 * t])
+        results, axes = other.general_batching_rule(op, (np.stack([F32, F32]),), (0,), outs=[spec(4)])
+        np.testing.assert_array_equal(results[0][1], F32 + 1)
+        assert axes == [0]
+        assert jax.grad(lambda x: op(x, outs=x).sum())(F32)[0] == 3
+
+
 def test_wrapped_is_plain_python():
     out = np.zeros(4, np.float32)
     add_one.__wrapped__(F32, out)

@@ -41,7 +41,7 @@ The order of a kernel's arguments: above `_NumbaWrapper`; `_CudaCallable` for ca
 An exception in a slice: `_NumbaEmitter`, `_keep_message`, `_Driver.run`, `_Driver.work`.
 A new backend takes four places: a section like 7 to 9 (what to install, dtypes, a public `..._kernel`, a `_Wrapper`,
 an `_Emitter`), a row in `_BACKENDS` with a check like `_check_numba`, a `def_..._kernel`, and `_is_stable`.
-What two copies of this file share: `_SHARED`.
+What two copies of this file share: `_SHARED`; how they know what is of the other: `_MARK`.
 """
 
 from __future__ import annotations
@@ -1426,6 +1426,16 @@ def _signature_of(names: Iterable[str]) -> inspect.Signature:
     return inspect.Signature([inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names])
 
 
+# The mark of what is ours, also of another copy of this file: an attribute of the class, by which every copy knows it.
+# - "wrapper": it is called with arrays, and its `options.has_side_effect` is read.
+# - "op": the primitive of an op, of which other copies use `op`, `op.def_jvp_rule2` and `bind_batch`.
+_MARK = "_xla_kernels_kind"
+
+
+def _is_ours(x: Any, kind: str) -> bool:
+    return getattr(type(x), _MARK, None) == kind
+
+
 def _ready_kind(kernel: Any) -> str | None:
     """The backend of a compiled kernel (`@njit`, `@cuda.jit`, `@wp.kernel`), "wrapper" for ours; else None."""
     for cls in type(kernel).__mro__:
@@ -1433,7 +1443,7 @@ def _ready_kind(kernel: Any) -> str | None:
         for backend, row in _BACKENDS.items():
             if f"{package}.{cls.__name__}" in row.ready:
                 return backend
-    return "wrapper" if hasattr(kernel, "_call_inputs") else None  # of any copy of this file
+    return "wrapper" if _is_ours(kernel, "wrapper") else None
 
 
 def _wrong_kernel(user: str, takes: str, kernel: Any) -> TypeError:
@@ -1618,6 +1628,7 @@ class _Wrapper(_Kept):
     It may override `__call__`, `_leaves` and `_for_inputs`.
     """
 
+    _xla_kernels_kind = "wrapper"  # see _MARK
     decorator: str  # the public function that made it, for error messages
     has_kernels_by_value = True  # pickles of kernels have their code
     pickle_key: bytes | None = None
@@ -5861,14 +5872,10 @@ def _check_returned(what: str, returned: Sequence, declares: str, expected: Sequ
 # Each rule looks up what the op has now when JAX asks.  JAX keeps the answers until `_trace_again` drops them.
 
 
-def _is_op(primitive: Any) -> bool:
-    """Whether this is the primitive of an op, of any copy of this file."""
-    return hasattr(primitive, "bind_batch")
-
-
 class _OpPrimitive(Primitive):
     """The primitive of an op, whose one parameter is an `_OpParams`: bound by hand, it is given what makes one."""
 
+    _xla_kernels_kind = "op"  # see _MARK
     multiple_results = True
 
     def __init__(self, op: XLACustomKernel) -> None:
@@ -6055,13 +6062,13 @@ def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None],
       (5,) 0
     """
     primitive = getattr(prim, "primitive", prim)
-    if _is_op(primitive) and "outs" not in params:
+    if _is_ours(primitive, "op") and "outs" not in params:
         raise TypeError(f"general_batching_rule: outs, which op {primitive.name!r} needs, is missing: give one slice's")
     function = functools.partial(getattr(prim, "bind", prim), **params)
     if all(axis is None for axis in axes):
         out = function(*args)
         return out, jax.tree.map(lambda _: None, out)
-    if _is_op(primitive):
+    if _is_ours(primitive, "op"):
         outs = params.pop("outs")
         if callable(outs):
             outs = _call_with_specs(outs, "general_batching_rule: outs", *map(_without_axis, args, axes))
@@ -6173,7 +6180,7 @@ def defjvp(primitive: Any, *jvp_rules: Callable | None) -> None:
     primitive = getattr(primitive, "primitive", primitive)
     if not isinstance(primitive, Primitive):
         raise TypeError(f"defjvp: expected an XLACustomKernel or a jax Primitive, got {primitive!r}")
-    if _is_op(primitive):
+    if _is_ours(primitive, "op"):
         primitive.op.def_jvp_rule2(*jvp_rules)
     else:
         rules = _rules_by_operand(f"defjvp of {primitive.name!r}", jvp_rules)
