@@ -1408,41 +1408,6 @@ def run_code(code, *argv, **env):
     return run_python("-c", "\n".join(sources), *argv, timeout=300, **{"JAX_PLATFORMS": "cpu", **env})
 
 
-# -- the C interface -----------------------------------------------------------------------------------
-
-
-def fields_in_header(text, name):
-    """(name, bytes) of every field of a struct."""
-    body = re.search(rf"struct {name} \{{(.*?)\}}", text, re.DOTALL)[1]
-    fields = []
-    for declaration in body.split(";")[:-1]:
-        *kind, field = re.findall(r"\w+|\*", declaration)
-        is_word = set(kind) & {"*", "size_t", "int64_t", "_XLA_FFI_API_STRUCT_FIELD"}
-        struct_or_enum = getattr(xk, kind[-1], ctypes.c_int32)
-        fields.append((field, 8 if is_word else ctypes.sizeof(struct_or_enum)))
-    return fields
-
-
-IN_JAXLIB_0_9 = {  # what has another name there
-    "XLA_FFI_InternalExtension": "XLA_FFI_Extension_Base",
-    "XLA_FFI_Error_GetDetails": "XLA_FFI_Error_GetMessage",
-    "XLA_FFI_InvokeContext_Get": "XLA_FFI_ExecutionContext_Get",
-}
-
-
-def test_mirrored_structs_equal_the_header():
-    """Which may have more fields at the end of a struct."""
-    path = pathlib.Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h")
-    text = re.sub(r"//.*", "", path.read_text(encoding="utf-8"))
-    for name, older in IN_JAXLIB_0_9.items():
-        text = text if name in text else text.replace(older, name)
-    structs = [value for name, value in vars(xk).items() if name.startswith("XLA_FFI_") and isinstance(value, type)]
-    assert len(structs) == 17
-    for struct in structs:
-        fields = [(name, ctypes.sizeof(kind)) for name, kind in struct._fields_]
-        assert fields == fields_in_header(text, struct.__name__)[: len(fields)]
-
-
 # -- which kernels are one kernel -----------------------------------------------------------------------
 
 
@@ -2606,17 +2571,6 @@ def test_buffers_of_another_count_rank_or_dtype_are_an_error(outs, args):
     assert "'add_one' was called with other buffers" in error_of(jax.ffi.ffi_call(target, outs), *args)
 
 
-class SharesItsCode(xk._CallbackEmitter):
-    """An emitter of code that holds the address of a function, which another kernel would call, too."""
-
-    code_key = "shared"
-
-
-def test_code_that_kernels_share_holds_no_address():
-    with pytest.raises(AssertionError, match="may be an address"):
-        xk._compile_handler(xk._Signature("kernel", 0, (), ()), SharesItsCode(xk._Signature("kernel", 0, (), ()), None))
-
-
 def load_copy(name, path=xk.__file__):
     """Another copy of the file in this process, under a name that it has while it is loaded."""
     spec = importlib.util.spec_from_file_location(name, path)
@@ -2651,15 +2605,6 @@ def test_wrapped_is_plain_python():
     out = np.zeros(4, np.float32)
     add_one.__wrapped__(F32, out)
     np.testing.assert_array_equal(out, F32 + 1)
-
-
-def test_a_handler_of_another_layout_is_not_found():
-    """As an exported program may ask for, of another version of this file."""
-    target = target_of(wrap(name="of_this_layout"), FLOATS)
-    another = target.replace(f".{xk._LAYOUT}.", f".{xk._LAYOUT + 1}.")
-    assert another != target
-    with pytest.raises(jax.errors.JaxRuntimeError, match=re.escape(another)):
-        jax.ffi.ffi_call(another, FLOATS)(F32)
 
 
 def test_without_jit_a_call_says_what_to_do(monkeypatch):
@@ -3362,15 +3307,18 @@ def test_cuda_fake_driver(tmp_path):
 
 
 class FakeGpus:
-    """The two GPUs of the fake driver: JAX lists them, and XLA tells handlers for CUDA a stream and a device."""
+    """Two GPUs that JAX lists; XLA gives handlers for CUDA a stream and a device, and runs them on the CPU."""
 
     HANDLER = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
+    device = 0  # on which calls are
 
     def __init__(self):
-        self.driver = ctypes.CDLL("libcuda.so.1")
-        self.driver.take_log.restype = ctypes.c_char_p
-        self.handlers, self.all_traits = {}, {}  # by the name of the target
+        self.handlers, self.traits_of = {}, {}  # by the name of the target
         self.local_devices, self.register = jax.local_devices, jax.ffi.register_ffi_target
+
+    def patch(self, monkeypatch):
+        monkeypatch.setattr(jax, "local_devices", self.with_gpus)
+        monkeypatch.setattr(jax.ffi, "register_ffi_target", self.register_for_cpu)
 
     def with_gpus(self, *args, backend=None, **options):
         if backend == "cuda":
@@ -3390,7 +3338,7 @@ class FakeGpus:
         if frame.extension_start:
             error = handler(frame_address)
             extension = xk.XLA_FFI_Metadata_Extension.from_address(frame.extension_start)
-            self.all_traits[name] = extension.metadata.contents.traits
+            self.traits_of[name] = extension.metadata.contents.traits
             return error
         api = xk.XLA_FFI_Api.from_buffer_copy(frame.api.contents)
         give_stream, give_ordinal = self.HANDLER(self.give_stream), self.HANDLER(self.give_ordinal)
@@ -3403,7 +3351,22 @@ class FakeGpus:
         xk.XLA_FFI_Stream_Get_Args.from_address(args).stream = 0x5EED
 
     def give_ordinal(self, args):
-        xk.XLA_FFI_DeviceOrdinal_Get_Args.from_address(args).device_ordinal = self.get("device")
+        xk.XLA_FFI_DeviceOrdinal_Get_Args.from_address(args).device_ordinal = self.device
+
+    def traits(self, function, *args):
+        """What XLA is told about the handlers of a program: 1 is compatible with command buffers."""
+        return {self.traits_of[name] for name in re.findall(r"custom_call @([\w.]+)", lower_for_cuda(function, *args))}
+
+
+class FakeDriver(FakeGpus):
+    """Those of a `libcuda.so.1` that keeps a log and runs no kernel."""
+
+    device = property(lambda self: self.get("device"))
+
+    def __init__(self):
+        super().__init__()
+        self.driver = ctypes.CDLL("libcuda.so.1")
+        self.driver.take_log.restype = ctypes.c_char_p
 
     def set(self, **values):
         for name, value in values.items():
@@ -3439,10 +3402,6 @@ class FakeGpus:
                 addresses[-1].append(address)
         return launches, addresses
 
-    def traits(self, function, *args):
-        """What XLA is told about the handler of a kernel: 1 is compatible with command buffers."""
-        return self.all_traits[re.search(r"custom_call @([\w.]+)", lower_for_cuda(function, *args))[1]]
-
 
 def packed_array(package_cuda, address, array):
     """The words that PTX of the package reads of an array in row-major order."""
@@ -3454,14 +3413,13 @@ def packed_array(package_cuda, address, array):
     return [0, 0, math.prod(shape), itemsize, address, *shape, *[itemsize * stride for stride in strides]]
 
 
-fake_gpus = functools.cache(FakeGpus)  # the same ones for all tests, as XLA never forgets a handler
+fake_driver = functools.cache(FakeDriver)  # the same one for all tests, as XLA never forgets a handler
 
 
 @pytest.fixture
 def gpus(monkeypatch):
-    found = fake_gpus()
-    monkeypatch.setattr(jax, "local_devices", found.with_gpus)
-    monkeypatch.setattr(jax.ffi, "register_ffi_target", found.register_for_cpu)
+    found = fake_driver()
+    found.patch(monkeypatch)
     found.set(device=0, n_params=0)
     found.driver.fail(b"")
     found.log()
@@ -3529,7 +3487,7 @@ def test_fakecuda_launch_dims(gpus, package_cuda, launch_dims, launch):
 def test_fakecuda_launches_natively_on_each_device_that_jax_lists(gpus, package_cuda):
     op = own_op(package_cuda, grid=(2, 3), block=(4, 5, 6), shared_mem=64)
     assert gpus.launches(op, F32) == ["native 0: 2,3,1 x 4,5,6 +64"]
-    assert gpus.traits(op, F32) == 1
+    assert gpus.traits(op, F32) == {1}
     gpus.set(device=1)
     assert gpus.launches(op, F32) == ["native 1: 2,3,1 x 4,5,6 +64"]
     for device in 2, 3, 10**9:  # the last one far beyond the table of functions
@@ -3609,19 +3567,6 @@ def test_fakecuda_a_batch_in_z_of_arrays_without_dimensions(gpus, package_cuda):
         if is_successor(package_cuda):
             stack.enter_context(pytest.raises(TypeError, match=r"takes no arrays without dimensions.*scalars"))
         assert len(gpus.launches(op, jnp.ones(4))) == 1
-
-
-@pytest.mark.parametrize("batch_in_z", [False, True])
-def test_fakecuda_all_is_compiled_when_a_call_is_traced(gpus, package_cuda, monkeypatch, batch_in_z):
-    """Under the name that exported programs call; a batch, which has the same handler, reads no globals anew."""
-    monkeypatch.setattr(xk, "_traced_platform", lambda: "cuda")
-    name = f"exported.{package_cuda.__name__}.{batch_in_z}"
-    op = own_op(package_cuda, name=name, batch_in_z=batch_in_z)
-    jax.eval_shape(op, FLOATS)
-    names = [target for target in xk._TARGETS if target.startswith(name)]
-    jax.eval_shape(jax.vmap(op), spec(4, 3))
-    assert [target for target in xk._TARGETS if target.startswith(name)] == names and len(names) == 1
-    assert len(gpus.launches(jax.vmap(op), jnp.ones((4, 3)))) == (1 if batch_in_z else 4)
 
 
 def test_fakecuda_zeros_are_written_before_the_launches(gpus, package_cuda):
@@ -3830,10 +3775,10 @@ def test_fakecuda_a_kernel_that_is_made_again_is_compiled_once(gpus, package_cud
 
         return xk.numba_cuda_kernel(cuda.jit(kernel), like_first, **BLOCK)
 
-    before = len(xk._TARGETS)
+    before = len(gpus.handlers)
     for factor in 2.0, 3.0, 2.0, 3.0:
         assert len(gpus.launches(make(factor), F32)) == 1
-    assert len(xk._TARGETS) == before + 2
+    assert len(gpus.handlers) == before + 2
 
 
 @in_axpy
@@ -4533,17 +4478,16 @@ def capsule_address(capsule):
     return pointer(("PyCapsule_GetPointer", ctypes.pythonapi))(capsule, name(capsule))
 
 
-class FakeGpu(FakeGpus):
-    """CUDA device 1 for Warp, made of the CPU: Warp records launches there, which `libcuda` runs with what it gets."""
+class FakeWarp(FakeGpus):
+    """Those for Warp, made of the CPU: Warp records launches there, which `libcuda` runs with what it gets."""
 
+    device = 1
     run = staticmethod(run_for_cuda)
 
     def __init__(self):
-        self.handlers, self.all_traits = {}, {}
-        self.local_devices, self.register = jax.local_devices, jax.ffi.register_ffi_target
+        super().__init__()
         self.load_library, self.make_array, self.record_on_cpu = ctypes.CDLL, wp.array.__init__, wp.launch
         self.recorded = {}  # by CUfunction
-        self.grids, self.others = [], set()  # of launches: what goes with their grids
         number, size, pointer = ctypes.c_uint32, ctypes.c_size_t, ctypes.c_void_p
         launch = ctypes.CFUNCTYPE(number, pointer, *[number] * 7, pointer, ctypes.POINTER(pointer), pointer)
         self.library = types.SimpleNamespace(
@@ -4554,8 +4498,16 @@ class FakeGpu(FakeGpus):
             cuCtxSetCurrent=lambda context: 0,
         )
 
-    def get(self, name):
-        return 1
+    def patch(self, monkeypatch):
+        def make_on_cpu(array, *args, **options):
+            self.make_array(array, *args, **{**options, "device": "cpu"})
+
+        super().patch(monkeypatch)
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        monkeypatch.setattr(ctypes, "CDLL", self.open_library)
+        monkeypatch.setattr(wp, "launch", self.record)
+        monkeypatch.setattr(wp.array, "__init__", make_on_cpu)
+        self.grids, self.others = [], set()  # of launches: what goes with their grids
 
     def copy(self, target, source, size, stream):
         ctypes.memmove(target, source, size)
@@ -4590,27 +4542,15 @@ class FakeGpu(FakeGpus):
         return 0
 
 
-fake_gpu_for_warp = functools.cache(FakeGpu)
-
-
+fake_warp = functools.cache(FakeWarp)
 needs_fake_gpu = pytest.mark.needs("warp", "no gpu")  # where there is a real one, the same kernels have run on it
 
 
 @pytest.fixture
 def fake_gpu(monkeypatch):
-    gpu = fake_gpu_for_warp()
-
-    def make_on_cpu(array, *args, **options):
-        gpu.make_array(array, *args, **{**options, "device": "cpu"})
-
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(jax, "local_devices", gpu.with_gpus)
-    monkeypatch.setattr(jax.ffi, "register_ffi_target", gpu.register_for_cpu)
-    monkeypatch.setattr(ctypes, "CDLL", gpu.open_library)
-    monkeypatch.setattr(wp, "launch", gpu.record)
-    monkeypatch.setattr(wp.array, "__init__", make_on_cpu)
-    gpu.grids, gpu.others = [], set()
-    return gpu
+    found = fake_warp()
+    found.patch(monkeypatch)
+    return found
 
 
 @needs_fake_gpu
@@ -4619,7 +4559,7 @@ def test_warp_on_fake_gpu(fake_gpu):
     args = sample(3, 2, 3), EVERY[1]
     f, in_jax = over_first(call_every, args), over_first(every_in_jax, args)
     check_close(fake_gpu.run(gradient(f, args), *args), gradient(in_jax, args)(*args), 1e-4)
-    assert set(fake_gpu.all_traits.values()) == {1}  # compatible with command buffers
+    assert fake_gpu.traits(gradient(f, args), *args) == {1}
     assert fake_gpu.grids == [(2, 1, 1)] * 6
     assert fake_gpu.others == {((4, 1, 1), 4 + 1, 0x5EED, 1)}  # on the stream and the device of the call
 
@@ -6272,6 +6212,76 @@ def test_op_on_a_mesh_of_explicit_axes(x_axes, y_axes, define_derivative):
         x_gradient, y_gradient = jax.jit(jax.grad(sum_of(product), (0, 1)))(x, y)
         check_close(x_gradient, WEIGHTS)
         check_close(y_gradient, VECTOR)
+
+
+# ======================================================================================================
+# White-box tests: of what is inside the file and may change with it
+# ======================================================================================================
+
+
+def fields_in_header(text, name):
+    """(name, bytes) of every field of a struct."""
+    body = re.search(rf"struct {name} \{{(.*?)\}}", text, re.DOTALL)[1]
+    fields = []
+    for declaration in body.split(";")[:-1]:
+        *kind, field = re.findall(r"\w+|\*", declaration)
+        is_word = set(kind) & {"*", "size_t", "int64_t", "_XLA_FFI_API_STRUCT_FIELD"}
+        struct_or_enum = getattr(xk, kind[-1], ctypes.c_int32)
+        fields.append((field, 8 if is_word else ctypes.sizeof(struct_or_enum)))
+    return fields
+
+
+IN_JAXLIB_0_9 = {  # what has another name there
+    "XLA_FFI_InternalExtension": "XLA_FFI_Extension_Base",
+    "XLA_FFI_Error_GetDetails": "XLA_FFI_Error_GetMessage",
+    "XLA_FFI_InvokeContext_Get": "XLA_FFI_ExecutionContext_Get",
+}
+
+
+def test_mirrored_structs_equal_the_header():
+    """Which may have more fields at the end of a struct."""
+    path = pathlib.Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h")
+    text = re.sub(r"//.*", "", path.read_text(encoding="utf-8"))
+    for name, older in IN_JAXLIB_0_9.items():
+        text = text if name in text else text.replace(older, name)
+    structs = [value for name, value in vars(xk).items() if name.startswith("XLA_FFI_") and isinstance(value, type)]
+    assert len(structs) == 17
+    for struct in structs:
+        fields = [(name, ctypes.sizeof(kind)) for name, kind in struct._fields_]
+        assert fields == fields_in_header(text, struct.__name__)[: len(fields)]
+
+
+class SharesItsCode(xk._CallbackEmitter):
+    """An emitter of code that holds the address of a function, which another kernel would call, too."""
+
+    code_key = "shared"
+
+
+def test_code_that_kernels_share_holds_no_address():
+    with pytest.raises(AssertionError, match="may be an address"):
+        xk._compile_handler(xk._Signature("kernel", 0, (), ()), SharesItsCode(xk._Signature("kernel", 0, (), ()), None))
+
+
+def test_a_handler_of_another_layout_is_not_found():
+    """As an exported program may ask for, of another version of this file."""
+    target = target_of(wrap(name="of_this_layout"), FLOATS)
+    another = target.replace(f".{xk._LAYOUT}.", f".{xk._LAYOUT + 1}.")
+    assert another != target
+    with pytest.raises(jax.errors.JaxRuntimeError, match=re.escape(another)):
+        jax.ffi.ffi_call(another, FLOATS)(F32)
+
+
+@pytest.mark.parametrize("batch_in_z", [False, True])
+def test_fakecuda_all_is_compiled_when_a_call_is_traced(gpus, package_cuda, monkeypatch, batch_in_z):
+    """Under the name that exported programs call; a batch, which has the same handler, reads no globals anew."""
+    monkeypatch.setattr(xk, "_traced_platform", lambda: "cuda")
+    name = f"exported.{package_cuda.__name__}.{batch_in_z}"
+    op = own_op(package_cuda, name=name, batch_in_z=batch_in_z)
+    jax.eval_shape(op, FLOATS)
+    names = [target for target in gpus.handlers if target.startswith(name)]
+    jax.eval_shape(jax.vmap(op), spec(4, 3))
+    assert [target for target in gpus.handlers if target.startswith(name)] == names and len(names) == 1
+    assert len(gpus.launches(jax.vmap(op), jnp.ones((4, 3)))) == (1 if batch_in_z else 4)
 
 
 # ======================================================================================================
