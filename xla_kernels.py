@@ -1525,7 +1525,7 @@ def _wrap(make_wrapper: Callable[..., _Wrapper], kernel: Any, options: _Options)
     return decorate if kernel is None else decorate(kernel)
 
 
-class _Recent(dict):
+class _BoundedCache(dict):
     """Forgets all when it is full, as keys that change on every call would fill the memory.
 
     Of two threads that keep a value for one key, both get the first one's.
@@ -1586,7 +1586,7 @@ def _value_of(module: str, variable: str) -> Any:
 
 
 # By an id that their pickles hold: so that a worker which gets a kernel twice makes it once.
-_SENT_BY_VALUE: _Recent = _Recent()
+_SENT_BY_VALUE: _BoundedCache = _BoundedCache()
 
 
 def _dumps_by_value(wrapper: _Wrapper) -> bytes:
@@ -2901,7 +2901,9 @@ def numba_kernel(
     again is not compiled again; nor is one that is made again, if it reads equal constants and no functions of yours.
 
     XLA may merge two equal calls into one, even if the kernel draws random numbers: `has_side_effect=True` prevents
-    that.  Kernels run on XLA's threads: `np.random.seed` and `numba.set_num_threads`, which are per thread, miss them.
+    that.  Two calls with side effects are not ordered, unless one takes a result of the other.  Under `vmap` a `cond`
+    becomes a `select`: a kernel in a branch that is not taken runs, too, and what it raises is raised.  Kernels run on
+    XLA's threads: `np.random.seed` and `numba.set_num_threads`, which are per thread, miss them.
 
     Slices of a `vmap` may run on several threads at once, also where the kernel calls C functions: for a C library that
     is not thread-safe say `vmap_method="sequential"`.  Numba's `parallel=True` is seen in the kernel and in functions
@@ -2928,7 +2930,7 @@ def numba_kernel(
       scalars: the names of 0-d inputs that the kernel takes as numbers, or True for all of them.  For a constant of the
         compiled kernel use a variable of its closure.
       has_side_effect: True keeps the call even where its results are not used.
-      scratch: like `outs`: uninitialized buffers passed after the outputs and not returned.
+      scratch: a spec or a tuple of them: uninitialized buffers passed after the outputs and not returned.
       zero_outputs: True starts every output but the aliased ones from zeros, in each slice of a `vmap`.
       name: of your own choice: by it an exported program finds the kernel in another process (see `export_checks`).
 
@@ -4496,7 +4498,7 @@ class _WarpKernel(_Wrapper):
         self.params = {x.label: _warp_param(wp, kernel.func.__name__, x.label, x.type) for x in kernel.adj.args}
         self.values = copy.deepcopy(values or {})  # for later traces, too: structs may change
         super().__init__(kernel, options, tuple(name for name in self.params if name not in self.values))
-        self.with_values = _Recent()  # this kernel with others
+        self.with_values = _BoundedCache()  # this kernel with others
         self.by_value_names = {name for name, param in self.params.items() if not param.ndim}
         for key in options.input_output_aliases:
             self._input_number(key, len(self.parameters))  # refuses values
@@ -5261,6 +5263,20 @@ class _WarpEmitter(_Emitter):
 # An op is a JAX primitive.  A call binds it with the static parameters; only its lowering knows the platform, and so
 # the backend: it traces that backend's kernel and lowers the result.  Until then all transformations act on the
 # primitive, with the derivative rules of the user.
+#
+# What it takes from inside JAX, and the tests that guard it:
+# - what its interpreters ask of a primitive (10.4 to 10.6), `ad.Zero`, `ad.UndefinedPrimal` and their `aval`:
+#   test_matrix, test_op_takes_an_operand_without_value_as_outs
+# - "Batching rule for", which begins an error where a primitive has no such rule: test_op_without_a_batching_rule_...
+# - the effect `NamedAxisEffect` of a jaxpr that names axes: test_op_kernels_know_no_axes_of_vmap
+# - tracers among the constants of a jaxpr that closes over them: test_op_kernels_that_close_over_traced_values_...
+# - a KeyError of an ordered effect, for which a lowering has no token: test_op_misuse
+# - that `jax.clear_caches` drops what is being traced, too: test_op_that_changes_while_it_is_lowered_is_traced_again
+# - `val` and `primal` of tracers (`_without_numpy`): test_op_with_a_backward_pass_takes_batches_of_numpy_arrays
+#
+# What serves BrainEvent alone: the methods from `def_call` to `def_benchmark_data`, `register_general_batching`; that a
+# primitive can be bound by hand, also without outs (`_OpPrimitive.bound`, and `params["outs"] or` in `_op_jvp`); and
+# that rules may return an undefined operand for zero (`_is_zero`).
 
 # -- 10.1 The op: registration, dispatch, rules --------------------------------------------------------
 # Holds kernels by platform and backend, and rules by kind.  Traces nothing: 10.2 is about calls.
@@ -5272,6 +5288,9 @@ class XLACustomKernel(_Kept):
     Kernels are registered with the `def_*_kernel` methods: as a *generator*, which is called with the static parameters
     of a call and returns the function to trace, or ready-made (`@njit`, `@cuda.jit`, `@wp.kernel`). `vmap` is handed to
     the backend's own batching rules. Derivatives are given by the `def_*_rule` methods.
+
+    An op has no side effects: a call whose results nobody uses is dropped, and two calls are not ordered. Under `vmap`
+    a `cond` becomes a `select`: a kernel in a branch that is not taken runs, too, and what it raises is raised.
 
     An op lives as long as the process, as JAX's tables hold its primitive.
 
@@ -5312,8 +5331,8 @@ class XLACustomKernel(_Kept):
         self._chosen: dict[str, str] = {}  # platform -> default set by asdefault=True or set_default
         self._rules: dict[str, Any] = {}  # "batching", "jvp", "transpose", "vjp": the newest of each
         self._is_traced = False  # whether JAX's caches may hold traces with the present kernels and rules
-        self._recent = _Recent()  # the calls by their outs, backend and static parameters
-        self._made = _Recent()  # what generators made
+        self._calls = _BoundedCache()  # by their outs, backend and static parameters
+        self._functions = _BoundedCache()  # what generators returned
         self._call_fn: Callable | None = None
         self._benchmark_data_fn: Callable | None = None
         self._tags: set[str] = set()
@@ -5413,7 +5432,7 @@ class XLACustomKernel(_Kept):
 
     def _trace_again(self) -> None:
         """Drop what generators made, and JAX's traces with earlier kernels or rules, for which all its caches go."""
-        self._made = _Recent()
+        self._functions = _BoundedCache()
         if self._is_traced:
             jax.clear_caches()
 
@@ -5637,10 +5656,10 @@ def _find_call(op: XLACustomKernel, args: Sequence, outs: Any, backend: Any, par
         outs = _call_with_specs(outs, f"{op.title}: outs", *avals)
     try:
         key = (_outs_key(outs), backend, _tagged(params) if params else ())
-        known = op._recent.get(key)
+        known = op._calls.get(key)
     except TypeError:  # something is not hashable: a parameter, which a new call says, or sizes that are arrays
         return _OpCall(op, outs, backend, params)
-    return known or op._recent.keep(key, _OpCall(op, outs, backend, params))
+    return known or op._calls.keep(key, _OpCall(op, outs, backend, params))
 
 
 _SPEC_TYPES: set[type] = {Spec, jax.core.ShapedArray, np.ndarray}  # exact types; those of JAX's arrays are added
@@ -5674,7 +5693,7 @@ class _OpCall:
         self.op = op
         self.backend = backend
         self.params = params
-        self.checked = _Recent()
+        self.checked = _BoundedCache()
         self.jitted = jax.jit(self.bind)
 
     def bind(self, *ins: Any) -> Any:
@@ -5752,7 +5771,8 @@ _MODULES_OF_EXACT_REPR = ("builtins", "decimal", "ml_dtypes", "numpy")
 
 
 # -- 10.3 A kernel: from a generator, or a ready kernel, to its results --------------------------------
-# For one slice and one backend.
+# For one slice and one backend.  What is registered is a generator, which returns a function of arrays, or a ready
+# kernel (of Numba or Warp, or a wrapper), of which `_wrap_ready` makes one.
 
 
 def _as_generator(kernel: str, kg: Any, options: dict) -> Callable:
@@ -5804,7 +5824,7 @@ def _run_slice(bound: _OpParams, entry: KernelEntry, *ins: Any) -> list:
     """The flat list of results of a kernel for the operands of one slice."""
     what = f"{bound.op.title}: the kernel of backend {entry.backend!r} for platform {entry.platform!r}"
     try:
-        results = _function_to_trace(bound, entry, ins)(*ins)
+        results = _function_of_arrays(bound, entry, ins)(*ins)
     except Exception as error:
         backends = ", ".join(bound.op.available_backends(entry.platform))
         error.add_note(f"{what} raised this; {entry.platform!r} has {backends}: choose with backend=")
@@ -5812,26 +5832,26 @@ def _run_slice(bound: _OpParams, entry: KernelEntry, *ins: Any) -> list:
     return _outputs(what, results, bound.outs, bound.tree)
 
 
-def _function_to_trace(bound: _OpParams, entry: KernelEntry, ins: Sequence) -> Callable:
-    """What the generator makes of these parameters and outs: when it is first called for them."""
+def _function_of_arrays(bound: _OpParams, entry: KernelEntry, ins: Sequence) -> Callable:
+    """What the generator returns for these parameters and outs, which it is asked for once."""
     axes = _all_varying_axes(map(jax.typeof, ins))
     mesh = jax.sharding.get_abstract_mesh()  # an array that the generator makes has it in its type
-    made = bound.op._made
     key = entry, bound.outs, axes, mesh, _tagged(bound.params), jax.config.jax_enable_x64
-    known = made.get(key)
+    functions = bound.op._functions
+    known = functions.get(key)
     if known:
         return known
     # What it computes with jax.numpy serves other traces, too: so it is an array, no tracer, and has no manual axes.
     without_manual = mesh.update_axis_types(dict.fromkeys(mesh.manual_axes, jax.sharding.AxisType.Auto))
     with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(without_manual):
-        return made.keep(key, _call_generator(bound, entry, axes))
+        return functions.keep(key, _call_generator(bound, entry, axes))
 
 
 def _call_generator(bound: _OpParams, entry: KernelEntry, axes: frozenset) -> Callable:
     outs = [Spec(out.shape, out.dtype, **_varying(axes)) for out in bound.outs]
     what = "the generator (any plain function is one: @numba.njit makes a Numba kernel, lambda: f gives a function f)"
-    made = _tolerant(entry.kernel_generator, what)(**bound.params, outs=tuple(outs))
-    function = _wrap_ready(made, {}, bound.outs)
+    returned = _tolerant(entry.kernel_generator, what)(**bound.params, outs=tuple(outs))
+    function = _wrap_ready(returned, {}, bound.outs)
     if not callable(function):
         raise TypeError(f"the generator must return the function to trace, got {function!r}")
     if getattr(getattr(function, "options", None), "has_side_effect", False):
@@ -5894,9 +5914,9 @@ class _OpPrimitive(Primitive):
 
         def call(*args: Any, **params: Any) -> Any:
             self.op._is_traced = True
-            made = self.op._made
+            functions = self.op._functions
             result = function(self.bound(**params), *args)
-            if made is not self.op._made:  # kernels or rules changed meanwhile
+            if functions is not self.op._functions:  # kernels or rules changed meanwhile
                 jax.clear_caches()
             return result
 
