@@ -657,11 +657,13 @@ def _reads(kernel: Any) -> tuple | None:
         return None
     options = {**getattr(kernel, "targetoptions", {}), "chip": None}  # which numba_cuda_mlir sets when it compiles
     compiled_by = [*sorted(options.items()), *getattr(kernel, "locals", {}).items()]
-    described = tuple((name, _read(value).text) for name, value in compiled_by)
-    has_exact_options = all(_read(value).is_exact and not isinstance(value, (tuple, list)) for _, value in compiled_by)
+    for name, value in compiled_by:  # which grows
+        compiled_by += [(name, item) for item in value] if isinstance(value, (tuple, list)) else []
+    read = [_read(value) for _, value in compiled_by]
     references = _References(kernel)
-    if references.inexact or not has_exact_options:
+    if references.inexact or not all(value.is_exact for value in read):
         return None
+    described = tuple((name, value.text) for (name, _), value in zip(compiled_by, read))
     pipeline = getattr(getattr(kernel, "_compiler", None), "pipeline_class", None)
     if _is_stable(getattr(pipeline, "__module__", None)):
         pipeline = str(pipeline)  # numba_cuda_mlir makes a class for each kernel, of its options
