@@ -2482,6 +2482,8 @@ def test_state_that_a_kernel_changes_is_copied_where_that_of_jax_is(case, by, op
     program = LOOPS[case](ADD_1[by])
     jaxs = LOOPS[case](lambda v, i: v.at[i].add(1))
     check_close(program(jnp.arange(100.0)), jaxs(jnp.arange(100.0)))
+    if jax.__version_info__ < (0, 11, 2):
+        pytest.skip("XLA drops the barrier before it looks for copies")
     copies, copies_of_jax = copies_of_state(program, **options), copies_of_state(jaxs, **options)
     assert copies <= copies_of_jax
     assert bool(copies_of_jax[1]) == (case in ("read before", "reshaped before", "two that are swapped"))

@@ -1219,8 +1219,8 @@ def _lower_to_custom_call(
 def _keep_in_place(ctx: Any, operands: Any, call: _Call, ins: Sequence) -> Any:
     """Keep XLA from fusing what makes an operand that an output starts with: such a fusion cannot work in its memory.
 
-    `kernel(v.at[i].set(2.0), i)` in a loop over 20 MB: 1,400 us a step without, 1 with it (CPU, jax 0.12).  GPUs gain
-    nothing, and would copy slices that are fused now.
+    `kernel(v.at[i].set(2.0), i)` in a loop over 20 MB: 1,400 us a step without, 1 with it (CPU, jax 0.12; XLA before
+    jax 0.11.2 drops the barrier too early).  GPUs gain nothing, and would copy slices that are fused now.
     """
     starts = call.starts
 
