@@ -982,7 +982,7 @@ def _input_specs(args: Sequence, title: str = "", parameters: Sequence[str] = ()
     return specs
 
 
-# Exact types that JAX takes, which are quick to find; it grows.  None is NumPy's array: its dtypes are checked.
+# Exact types that JAX takes, which are quick to find; it grows.  NumPy's array is none: its dtype is looked at.
 _INPUT_TYPES: set[type] = {bool, int, float, complex}
 
 
@@ -991,13 +991,23 @@ def _as_inputs(args: Sequence, title: str, parameters: Sequence[str] = ()) -> tu
     is_traced = False
     inputs = list(args)
     for i, x in enumerate(args):
+        if type(x) in _INPUT_TYPES or (type(x) is np.ndarray and _is_plain(x.dtype)):
+            continue
         if isinstance(x, _REF):
             raise TypeError(f"{_input_name(i, title, parameters)} is a jax.Ref: pass its value, ref[...]")
         if isinstance(x, jax.core.Tracer):
             is_traced = True
-        elif type(x) not in _INPUT_TYPES:
+        else:
             inputs[i] = _as_input(x, functools.partial(_input_name, i, title, parameters))
     return inputs, is_traced
+
+
+def _is_plain(dtype: np.dtype) -> bool:
+    """Whether JAX takes a dtype of NumPy's own as it is: jitted functions read another byte order as native.
+
+    They do once they know an array of that kind (jax 0.12).
+    """
+    return dtype.isnative and dtype.kind in "biufc"
 
 
 def _as_input(x: Any, name: Callable[[], str]) -> Any:
@@ -1006,8 +1016,8 @@ def _as_input(x: Any, name: Callable[[], str]) -> Any:
     if is_wrapped:
         x = x.__jax_array__()
     is_numpys = isinstance(x, np.ndarray)
-    if is_numpys and (x.dtype.kind not in "biufc" or not x.dtype.isnative):
-        _check_dtype(x.dtype, name())  # jitted functions read another byte order as native, once they know its kind
+    if is_numpys and not _is_plain(x.dtype):
+        _check_dtype(x.dtype, name())
     if is_wrapped or is_numpys:
         return x
     with contextlib.suppress(TypeError):
