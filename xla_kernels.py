@@ -5682,10 +5682,9 @@ def _outs_key(outs: Any) -> tuple:
     kind = type(outs)
     if kind in _SPEC_TYPES:
         return outs.shape, outs.dtype
-    if kind is tuple or kind is list:
-        return kind, *[(x.shape, x.dtype) if type(x) in _SPEC_TYPES else _outs_key(x) for x in outs]
-    if kind is dict:
-        return kind, *outs, *_outs_key([*outs.values()])
+    if kind is tuple or kind is list or kind is dict:
+        names, items = (tuple(outs), outs.values()) if kind is dict else ((), outs)
+        return kind, names, *[(x.shape, x.dtype) if type(x) in _SPEC_TYPES else _outs_key(x) for x in items]
     if isinstance(outs, jax.Array) and not isinstance(outs, jax.core.Tracer):
         _SPEC_TYPES.add(kind)
     leaves, tree = _flatten(outs, "outs")
