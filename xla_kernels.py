@@ -984,6 +984,9 @@ def _input_specs(args: Sequence, title: str = "", parameters: Sequence[str] = ()
 
 # Exact types that JAX takes, which are quick to find; it grows.  NumPy's array is none: its dtype is looked at.
 _INPUT_TYPES: set[type] = {bool, int, float, complex}
+# Those of native byte order: jitted functions read another one as native, once they know an array of that kind (jax
+# 0.12).
+_PLAIN_DTYPES = frozenset(map(np.dtype, "?bhilqBHILQefdFD"))
 
 
 def _as_inputs(args: Sequence, title: str, parameters: Sequence[str] = ()) -> tuple[Any, bool]:
@@ -991,7 +994,7 @@ def _as_inputs(args: Sequence, title: str, parameters: Sequence[str] = ()) -> tu
     is_traced = False
     inputs = list(args)
     for i, x in enumerate(args):
-        if type(x) in _INPUT_TYPES or (type(x) is np.ndarray and _is_plain(x.dtype)):
+        if type(x) in _INPUT_TYPES or (type(x) is np.ndarray and x.dtype in _PLAIN_DTYPES):
             continue
         if isinstance(x, _REF):
             raise TypeError(f"{_input_name(i, title, parameters)} is a jax.Ref: pass its value, ref[...]")
@@ -1002,21 +1005,13 @@ def _as_inputs(args: Sequence, title: str, parameters: Sequence[str] = ()) -> tu
     return inputs, is_traced
 
 
-def _is_plain(dtype: np.dtype) -> bool:
-    """Whether JAX takes a dtype of NumPy's own as it is: jitted functions read another byte order as native.
-
-    They do once they know an array of that kind (jax 0.12).
-    """
-    return dtype.isnative and dtype.kind in "biufc"
-
-
 def _as_input(x: Any, name: Callable[[], str]) -> Any:
     """An array of another library becomes one of JAX's, without a copy where JAX can share its memory."""
     is_wrapped = hasattr(x, "__jax_array__")
     if is_wrapped:
         x = x.__jax_array__()
     is_numpys = isinstance(x, np.ndarray)
-    if is_numpys and not _is_plain(x.dtype):
+    if is_numpys and x.dtype not in _PLAIN_DTYPES:
         _check_dtype(x.dtype, name())
     if is_wrapped or is_numpys:
         return x
