@@ -572,19 +572,19 @@ def draw_raster(figure, title, rows, date):
     """A dot for each spike, of excitatory and of inhibitory neurons; below them the rate."""
     import numpy as np
 
-    bar, spikes = 5, np.array(rows[0]["raster"])  # milliseconds of a bar of the rate; (time, number among those shown)
-    n_shown, n_excitatory, every = rows[0]["shown"], rows[0]["excitatory"], rows[0]["every"]
+    (row,) = rows
+    spikes, bar, n_excitatory = np.array(row["spikes"]), row["bar"], row["excitatory"]  # spikes: (ms, neuron)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     for name, color, chosen in (
         ("inhibitory", SECOND, spikes[:, 1] >= n_excitatory), ("excitatory", OURS, spikes[:, 1] < n_excitatory),
     ):  # fmt: skip
-        above.plot(*spikes[chosen].T, ".", markersize=2, color=color, label=name)
+        above.plot(*spikes[chosen].T, ".", markersize=2, color=color, label=name, gid=name)
     above.legend(loc="upper right", bbox_to_anchor=(1, 1.22), ncols=2, frameon=False, markerscale=5)
-    above.set(ylabel="neuron", ylim=(0, n_shown), xlim=(0, 500))
-    above.set_title(f"Spikes of every {every}th of {n_shown * every:,} neurons", loc="left")
-    counts, edges = np.histogram(spikes[:, 0], np.arange(0, 500 + bar, bar))
-    below.stairs(counts / n_shown / (bar / 1000), edges, color=OTHERS, fill=True)
-    below.set(xlabel="ms", ylabel="rate, Hz")
+    above.set(ylabel="neuron", ylim=(0, row["neurons"]), xlim=(0, 500))
+    above.set_title(f"Spikes of every {row['every']}th of {row['neurons']:,} neurons, and the rate of all", loc="left")
+    edges = bar * np.arange(len(row["rates"]) + 1)
+    below.stairs(row["rates"], edges, color=OTHERS, fill=True)
+    below.set(xlabel="ms", ylabel="rate, Hz", ylim=(0, None))
 
 
 PICTURES = {"speed": (2.8, draw_speed), "raster": (3.6, draw_raster)}  # height in inches, function

@@ -42,6 +42,7 @@ from copy import copy as shallow_copy
 from copy import deepcopy
 from functools import partial
 from operator import methodcaller
+from xml.etree import ElementTree
 
 import jax
 import jax.numpy as jnp
@@ -1169,11 +1170,17 @@ def run_python(*args, cwd=ROOT, timeout=900, rc=0, **environment):
     return process.stdout
 
 
-README_BLOCKS = {  # by the heading above each, and their number below it
-    (section.partition("\n")[0], number): code
-    for section in README.split("\n## ")
-    for number, code in enumerate(re.findall(r"```python\n(.*?)```", section, re.DOTALL))
-}
+def readme_blocks_of(text):
+    """{(heading, number below it): code} of the README; one that does not begin with an import continues the last."""
+    blocks, code = {}, ""
+    for section in text.split("\n## "):
+        for number, block in enumerate(re.findall(r"```python\n(.*?)```", section, re.DOTALL)):
+            code = block if block.startswith("import") else code + block
+            blocks[section.partition("\n")[0], number] = code
+    return blocks
+
+
+README_BLOCKS = readme_blocks_of(README)
 
 
 NEEDED_FOR = {"warp as wp": "warp", "import cuda": "cuda", 'find_library("m")': "libm"}
@@ -1198,6 +1205,40 @@ def test_readme_blocks_print_what_their_comments_say(block, tmp_path, monkeypatc
         runpy.run_path(str(path), run_name="__main__")
         output = capsys.readouterr().out
     assert output.splitlines() == re.findall(r"^print\(.*\)  # (.*)$", block, re.MULTILINE)
+
+
+def picture(name):
+    return ElementTree.parse(ROOT / ".github" / f"{name}.svg")
+
+
+def relative(points):
+    """Where points lie between the least and the greatest of each coordinate, from 0 to 1."""
+    points = np.asarray(points)
+    return (points - points.min(0)) / np.ptp(points, axis=0)
+
+
+@pytest.mark.needs("numba")
+def test_the_picture_of_spikes_is_what_the_readmes_program_computes():
+    drawn = spikes_of_the_readme()
+    spikes, dots = np.array(drawn["spikes"]), []
+    is_excitatory = spikes[:, 1] < drawn["excitatory"]
+    for kind in "inhibitory", "excitatory":
+        uses = picture("raster").findall(f".//*[@id='{kind}']//{{*}}use")
+        dots.append([(float(use.get("x")), -float(use.get("y"))) for use in uses])
+    expected = spikes[~is_excitatory], spikes[is_excitatory]
+    assert [*map(len, dots)] == [*map(len, expected)]
+    np.testing.assert_allclose(relative(np.concatenate(dots)), relative(np.concatenate(expected)), atol=1e-4)
+
+
+def test_the_picture_of_speed_has_the_figures_of_the_readmes_table():
+    (row,) = re.findall(r"^\| add 16 elements, in `fori_loop` (.*)$", README, re.MULTILINE)
+    texts = [text.text for text in picture("speed").iter("{http://www.w3.org/2000/svg}text")]
+    assert {cell.strip() for cell in row.split("|")} - {""} <= set(texts)
+
+
+def test_the_badge_of_python_names_the_classifiers():
+    classifiers = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', (ROOT / "pyproject.toml").read_text())
+    assert f"Python: {' | '.join(classifiers)}" in (ROOT / ".github" / "python.svg").read_text()
 
 
 BACKENDS_LOAD_ON_USE = """
@@ -6560,9 +6601,48 @@ def bench_large():
     return compare(over(paths, lambda make: timed_loop(make(spec(1_000_000)), *pair(1_000_000))))
 
 
-def bench_eager():
-    """One eager call on 16 elements"""
-    return compare(over(adders(), lambda make: timed(make(spec(16)), *pair(16))))
+def bench_from_python():
+    """One call on 16 elements from Python: jitted, and as it is"""
+    jitted = over(adders(), lambda make: timed(jax.jit(make(spec(16))), *pair(16)))
+    as_it_is = over(adders(), lambda make: timed(make(spec(16)), *pair(16)))
+    return compare(jitted, case="jitted") + compare(as_it_is, case="as it is")
+
+
+def add_1(v):
+    v[1] += 1
+
+
+def add_1_by_brainevent(v):
+    """Its kernels get the input, and an output that starts from it."""
+    in_place = numba_jit(runs("v[1] += 1", "_, v"))
+    return brainevent().numba_kernel(in_place, outs=spec(v.size), input_output_aliases={0: 0})(v)
+
+
+def timed_state(change):
+    """A function that measures one step that sets an element of 20 MB and then hands them to `change`, in µs."""
+
+    @partial(jax.jit, static_argnums=1, donate_argnums=0)
+    def run(v, steps):
+        return jax.lax.fori_loop(0, steps, lambda _, v: change(v.at[0].set(2.0)), v)
+
+    v = jnp.zeros(5_000_000)
+
+    def repeat(steps):
+        nonlocal v
+        v = run(v, steps)
+        return v
+
+    return averaged(repeat, 100)
+
+
+def bench_state():
+    """State of 20 MB that is set and then changed in place, in fori_loop"""
+    paths = {
+        "numba_kernel": xk.numba_kernel(add_1, like_first, in_out_argnames=["v"]),
+        "brainevent.numba_kernel": add_1_by_brainevent,
+        "jnp alone": lambda v: v.at[1].add(1),
+    }
+    return compare({name: partial(timed_state, change) for name, change in paths.items()})
 
 
 def bench_vmap():
@@ -6718,20 +6798,31 @@ def bench_network():
     return compare(over(networks, timed_step) | {"Brian2 C++ standalone, float32": brian2_program})
 
 
+def spikes_of_the_readme(every=16, bar=5):
+    """What its picture shows: (ms, neuron) of the spikes of some neurons, and the rate of all in each bar, in ms."""
+    network = network_of_the_readme()
+    n, milliseconds, neurons = network["n"], network["steps"] * 0.1, network["neurons"]
+    is_shown = neurons % every == 0
+    counts, _ = np.histogram(network["steps"], np.arange(0, 5001, 10 * bar))
+    return {
+        "spikes": np.stack([milliseconds, neurons], axis=1)[is_shown].round(1).tolist(),
+        "rates": (counts / n / (bar / 1000)).round(2).tolist(),
+        "bar": bar,
+        "every": every,
+        "neurons": n,
+        "excitatory": n * 4 // 5,
+    }
+
+
 def bench_spikes():
     """Spikes of the CUBA network in half a second"""
-    network = network_of_the_readme()
-    steps, neurons = network["steps"], network["neurons"]
-    every, n = 16, network["n"]
-    is_shown = neurons % every == 0
-    raster = np.stack([steps[is_shown] * 0.1, neurons[is_shown] // every], axis=1).round(1).tolist()
-    drawn = {"raster": raster, "every": every, "shown": n // every, "excitatory": n * 4 // 5 // every}
-    return [{"case": "", "path": "rate", "value": steps.size / n / 0.5, "unit": "Hz", **drawn}]
+    drawn = spikes_of_the_readme()
+    return [{"case": "", "path": "rate", "value": float(np.mean(drawn["rates"])), "unit": "Hz", **drawn}]
 
 
 # -- the tests that measure ----------------------------------------------------------------------------
 
-CPU_ONLY = {"slices", "start", "network", "spikes"}
+CPU_ONLY = {"state", "slices", "start", "network", "spikes"}
 PICTURES = {"per_call": "speed", "spikes": "raster"}
 BENCHMARKS = {name[6:]: function for name, function in list(globals().items()) if name.startswith("bench_")}
 
