@@ -4402,6 +4402,14 @@ def test_warp_in_out(warp_path):
 # -- derivatives ---------------------------------------------------------------------------------------
 
 
+@needs_warp
+def test_warp_derivatives_of_batches_of_numpy_arrays():
+    x = np.arange(6, dtype=np.float32).reshape(2, 3)
+    batched = jax.vmap(product(differentiable=True))
+    results, gradient = jax.jit(lambda: (batched(x, x), jax.grad(lambda x: batched(x, x).sum())(x)))()
+    check_equal((results, gradient), (x**2, 2 * x))
+
+
 def test_warp_adjoints_change_no_outputs(warp_path, tmp_path):
     """Warp runs the functions that a kernel calls again in the adjoint, which also changes its cotangent."""
     body = "i = wp.tid()\nout[i] = x[i]\nif x[i] > 2.0:\n    out[i] = y[i]\nadd(out, i, x[i] * x[i])"
