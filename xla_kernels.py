@@ -1087,8 +1087,8 @@ def _check_takes(signature: inspect.Signature, what: str, args: Sequence, params
 # - Numba's pickles of functions (`_dumps_by_value`; test_kernels_of_main_are_sent_to_other_processes)
 
 # -- 5.1 The primitive: what JAX's interpreters ask ----------------------------------------------------
-# An alias (i, j) says that output j starts with the value of input i.  A wrapper has those that the user gave, by name
-# or number; a `_Call` has them by number.
+# An alias (i, j) says that output j starts with the value of input i.  A wrapper has the user's aliases, by name or
+# number; a `_Call` has aliases by number.
 # Only the results of a kernel are results of the primitive.  XLA's custom call has more outputs: scratch, and hidden
 # ones.  Where a kernel (x, y) -> out may write to x, XLA calls (x, y) -> (out, copy of x), and the kernel gets the copy
 # for x.
@@ -1312,8 +1312,8 @@ for _platform in ("cpu", "cuda"):  # so each gets a call of its own where a prog
 #
 # - An operand that all slices share is passed with the kernel's own rank.  The batch gets dimensions of size 1, so that
 #   every split operand has more dimensions than any shared one.
-# - An operand that only some of the vmaps batch is broadcast.  So is a first operand that is shared, if another shared
-#   one follows a batched one: where shardings differ, XLA takes that of the first for all (FindCommonSharding).
+# - An operand that only some of the vmaps batch is broadcast.  So is a shared first operand, if another shared operand
+#   follows a batched one: where shardings differ, XLA takes the first operand's for all (FindCommonSharding).
 # - Only the leading dimensions that the number of all devices divides may be split: else XLA would run the kernel on
 #   padding, and a kernel that raises there leaves the other devices waiting.  It is not enough that some axes of a mesh
 #   divide one: what is sliced, such as `x[:4]` of eight slices, stays split over all eight devices.
@@ -1828,7 +1828,8 @@ class _Wrapper(_Kept):
 #   1. `handler` checks the buffers and writes what outputs start from.  Without a batch it runs the kernel at once.
 #   2. `slices(frame, cursors, count)` runs the kernel on `count` slices.  A cursor knows where a buffer's slice is, and
 #      how far it is to the next one.
-# These are compiled for each kernel.  What they have in common is compiled once per process, in `_Driver`:
+# `handler` and `slices` are compiled for each kernel.  What kernels have in common is compiled once per process, in
+# `_Driver`:
 #   3. `drive` finds the slices of a batch, and the inner loops: slices that are one step apart in every buffer, as in
 #      NumPy's ufuncs.
 #   4. `run` runs a range of slices, one inner loop after another.
@@ -2341,8 +2342,8 @@ class _Driver(_Code):
     def seek(self, batch: Any, cursors: Any, index: Any) -> Any:
         """Point `cursors` at slice `index`; gives the number of slices before it in its inner loop.
 
-        Dimension d of the batch has `size` positions, and a buffer has `own_size` of them: as many, or one.  `strides`
-        has, for each buffer, the bytes from one of these to the next.
+        Dimension d of the batch has `size` positions, and a buffer `own_size` positions: as many, or one.  `strides`
+        has, for each buffer, the bytes from one position to the next.
 
         For example slice 4 of a batch of 2 x 3 is at the positions 1 and 1.  A buffer with all six slices, of 100 bytes
         each, has the strides 300 and 100: its slice begins at byte 400.  One of 1 x 3 slices has the strides 300 and
