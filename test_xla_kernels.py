@@ -1233,6 +1233,19 @@ def test_the_picture_of_speed_has_the_figures_of_the_readmes_table():
     assert {cell.strip() for cell in row.split("|")} - {""} <= set(texts)
 
 
+def test_the_readme_links_what_there_is():
+    headings = re.findall(r"^## (.*)$", README, re.MULTILINE)
+    anchors = {"#" + re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+    for link in re.findall(r"\]\(([^)]+)\)", README):
+        assert link in anchors or link.startswith("https://") or (ROOT / link).is_file(), link
+
+
+def test_the_readme_has_all_public_names():
+    (table,) = re.findall(r"^## All names\n+((?:\|.*\n)+)", README, re.MULTILINE)
+    first_cells = [line.split("|")[1] for line in table.splitlines()[2:]]
+    assert sorted(re.findall(r"\w+", " ".join(first_cells))) == sorted(xk.__all__)
+
+
 def test_the_badge_of_python_names_the_classifiers():
     classifiers = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', (ROOT / "pyproject.toml").read_text())
     assert f"Python: {' | '.join(classifiers)}" in (ROOT / ".github" / "python.svg").read_text()
