@@ -16,6 +16,7 @@ import pathlib
 import platform
 import shutil
 import string
+import subprocess
 import sys
 
 # Several CPU devices, for shard_map and pmap; must be set before jax makes its backend.
@@ -489,10 +490,19 @@ def machine():
     load = f"{os.getloadavg()[2]:.1f}" if hasattr(os, "getloadavg") else "unknown"  # Windows has none
     return {
         "date": datetime.date.today().isoformat(),
+        "commit": commit(),
         "machine": where,
         "load": load,
         "versions": {"python": platform.python_version(), **versions_of(packages)},
     }
+
+
+def commit():
+    """The commit of this checkout, "-dirty" with changes; a copy of the files has none."""
+    describe = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        return subprocess.check_output(describe, cwd=pathlib.Path(__file__).parent, encoding="utf-8").strip()
+    return "unknown"
 
 
 def processor():
@@ -507,7 +517,7 @@ def processor():
 def markdown(report):
     """One table of all comparisons: medians, smallest and largest, and the ratio to the first row of each."""
     versions = names_and_versions(report["versions"])
-    text = f"{report['date']}; {report['machine']}, mean load {report['load']}; {versions}\n\n"
+    text = f"{report['date']}; commit {report['commit']}; {report['machine']}, mean load {report['load']}; {versions}\n\n"
     rows = [("path", "median", "range", "ratio")]
     for title, table in report["tables"].items():
         rows.append((f"**{title}**", "", "", ""))
