@@ -517,7 +517,7 @@ def processor():
 def markdown(report):
     """One table of all comparisons: medians, smallest and largest, and the ratio to the first row of each."""
     versions = names_and_versions(report["versions"])
-    text = f"{report['date']}; commit {report['commit']}; {report['machine']}, mean load {report['load']}; {versions}\n\n"
+    text = f"{report['date']}, commit {report['commit']}; {report['machine']}, load {report['load']}; {versions}\n\n"
     rows = [("path", "median", "range", "ratio")]
     for title, table in report["tables"].items():
         rows.append((f"**{title}**", "", "", ""))
