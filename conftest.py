@@ -1,4 +1,4 @@
-"""Devices, what is available, the head of the report, the grid of the matrix, and the table of the benchmark."""
+"""Devices, what is available, the head of the report, outcomes and the grid of the matrix, and the benchmark."""
 
 import collections
 import contextlib
