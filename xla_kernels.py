@@ -698,12 +698,12 @@ class _Names:
         options: tuple,
         platform: str,
         compile_kernel: Callable[[], _Compiled | None],
-        is_read_once: bool = True,
+        freezes_globals: bool = True,
     ) -> str:
         """The name of what runs a wrapper's kernel for a signature and options; it is compiled if it is new.
 
-        `compile_kernel` gives None where a program is only lowered, to run elsewhere.  A kernel that is not read once,
-        but whenever it runs, shares no code with others of its `def`.
+        `compile_kernel` gives None where a program is only lowered, to run elsewhere.  `freezes_globals` is False for
+        what Python reads on each run (callables, and kernels in the simulator): no code is shared with another `def`.
         """
         kernel = wrapper.kernel
         given = wrapper.options.name
@@ -713,7 +713,9 @@ class _Names:
             names = self.by_owner.setdefault(owner, {})
             if what in names:
                 return names[what]
-            is_shared = is_read_once and not getattr(kernel, "overloads", None)  # compiled, perhaps with other values
+            is_shared = freezes_globals and not getattr(
+                kernel, "overloads", None
+            )  # compiled, perhaps with other values
             shared, key, kept = self._shared(kernel, what) if is_shared else _NOT_SHARED
             if key in shared:
                 names[what], _ = shared[key]
@@ -3518,9 +3520,7 @@ _CUDA_BLOCKS = {2: (16, 16), 3: (8, 8, 4)}  # threads per block over launch_dims
 _CUDA_LIMITS = {"grid": (2**31 - 1, 65535, 65535), "block": (1024, 1024, 64), "launch_dims": (sys.maxsize,) * 3}
 _CUDA_LAUNCH_WORDS = 7  # of `_CudaLaunch`
 _CUDA_INSTALL = 'pip install "jax[cuda13]" "numba-cuda-mlir[cu13]" (CUDA 12: cuda12, cu12)'
-_CUDA_WRITERS = frozenset(
-    "atomic flat stcg stcs stwb stwt view".split()
-)  # names of what `_refuse_writes_to_inputs` finds
+_CUDA_WRITERS = frozenset("atomic flat stcg stcs stwb stwt view".split())  # what `_refuse_writes_to_inputs` finds
 # The simulator keeps the running kernel in globals, also in those of the kernel's module.
 _CUDASIM_LOCK: threading.RLock = _SHARED.setdefault("cudasim_lock", threading.RLock())
 
@@ -3766,7 +3766,7 @@ class _CudaWrapper(_NumbaWrapper):
         compile_kernel: Callable[[_Signature], _Compiled],
         launch: tuple[int, ...] = (),
         options: tuple = (),
-        is_read_once: bool = False,
+        freezes_globals: bool = False,
     ) -> _Target:
         """What `compile_kernel` makes of the signature of a call, if there is a GPU that it may run on."""
         _import("numba", self.decorator, _CUDA_INSTALL)
@@ -3778,7 +3778,7 @@ class _CudaWrapper(_NumbaWrapper):
             return compile_kernel(signature) if platform != "cuda" or _cuda_ordinals() else None
 
         options = "cuda", package.module, *options
-        name = _NAMES.of_kernel(self, signature, options, platform, compile_here, is_read_once)
+        name = _NAMES.of_kernel(self, signature, options, platform, compile_here, freezes_globals)
         return _Target(name, launch, platform=platform, title=self.title, where=f"runs on {package.where}")
 
 
@@ -3800,9 +3800,9 @@ class _CudaKernel(_CudaWrapper):
         [form] = self._forms(call, may_return=False)
         batch_in_z = bool(self.options.batch_in_z)
         compile_kernel = functools.partial(package.compile, self.kernel, form, batch_in_z)
-        is_read_once = package.platform == "cuda"  # Python reads a variable on each run
+        freezes_globals = package.platform == "cuda"  # Python reads a variable on each run
         options = form, batch_in_z
-        target = self._named_target(package, call, compile_kernel, launch.words, options, is_read_once)
+        target = self._named_target(package, call, compile_kernel, launch.words, options, freezes_globals)
         return dataclasses.replace(target, runs_nothing=0 in launch.grid)
 
     def _launch_configuration(self, ins: Sequence[Spec]) -> _CudaLaunch:
@@ -3937,9 +3937,7 @@ class _NumbaCuda:
 
     def check_params(self, ptx: str, entry: str, signature: _Signature) -> None:
         """An error if PTX declares other parameters than those that the handler passes."""
-        n_params = 0
-        for rank in signature.ranks:
-            n_params += len(self.params(_Array.row_major(0, [1] * rank, 1)))
+        n_params = sum(len(self.params(_Array.row_major(0, [1] * rank, 1))) for rank in signature.ranks)
         found = re.search(rf"\.entry\s+{re.escape(entry)}\s*\(([^)]*)\)", ptx)
         declared = re.findall(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)", found[1]) if found else []
         if declared != ["u64"] * n_params:
@@ -4171,9 +4169,9 @@ def _compile_callable(package: _NumbaCuda, func: Any, signature: _Signature) -> 
     return _compile_handler(signature, package.callback(signature, run))
 
 
-def _type_records(overload: Any) -> list[Any]:
+def _type_records(annotation: Any) -> list[Any]:
     """Numba's records of the types in a function and in those that it calls; a text for code from Numba's cache."""
-    records: list[Any] = [overload.type_annotation]
+    records = [annotation]
     for record in records:  # grows by those of called functions
         for call, signature in getattr(record, "calltypes", {}).items():
             if getattr(call, "op", None) == "call" and signature:
@@ -4193,7 +4191,7 @@ def _compile_cuda(dispatcher: Any, argtypes: tuple) -> Any:
             return compiled
         compiled = type(dispatcher)(dispatcher.py_func, dispatcher.targetoptions).compile(argtypes)
     annotation = compiled._type_annotation
-    for record in _type_records(types.SimpleNamespace(type_annotation=annotation)):
+    for record in _type_records(annotation):
         _refuse_writes_to_inputs(record)
     for name, kind in annotation.typemap.items():
         if name.startswith(_RETURNED) and str(kind) != "none":
@@ -4224,9 +4222,7 @@ def _refuse_writes_to_inputs(record: Any) -> None:
 
 
 # What PTX may declare to be linked later, of CUDA and of Numba.
-_CUDA_EXTERNALS = frozenset(
-    "vprintf __assertfail malloc free numba_attempt_nocopy_reshape NRT_incref NRT_decref".split()
-)
+_CUDA_EXTERNALS = set("vprintf __assertfail malloc free numba_attempt_nocopy_reshape NRT_incref NRT_decref".split())
 
 
 def _check_ignores_z(ptx: str, signature: _Signature) -> None:
