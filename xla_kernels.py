@@ -378,13 +378,13 @@ _XLA_FFI_DATA_TYPES = {
 # 3. Names, and what is registered with XLA under them.
 #
 # XLA finds the handlers of a program by their names, in the process that runs it; also for a program from JAX's
-# persistent cache.  So results are right if two kernels of a process that may differ never share a name.
+# persistent cache.  So two kernels of a process that may differ must never share a name.
 # - A kernel is its object: a dispatcher, or a plain function, which is jitted where it is wrapped.  What it reads of
 #   globals is read when it is compiled, and never again, as in Numba.
 # - A plain function that is wrapped again is the same kernel if all that it reads is the same.
 # - A kernel made inside a function would be compiled, and kept for ever, at each call of that.  So what the same `def`
-#   made again is the same kernel, if it reads exact constants and stable modules alone (`_reads`).  In doubt it is
-#   another one: compiled twice, never wrong.
+#   made again is the same kernel, if it reads exact constants and stable modules alone (`_key_if_made_again`).  In
+#   doubt it is another one, which is compiled, too.
 # - The hash in a name holds all that a kernel reads, as far as it is known.  So in most cases names do not depend on
 #   the order in which kernels are made, and JAX's cache and serialized executables find them; but only `name=` promises
 #   that a kernel is found in another process.
@@ -449,11 +449,10 @@ class _References:
         self.unknown: list[str] = []  # what could do anything, such as somebody's class, as texts
         self._names: dict[str, None] = {}
         self._attributes = set(_KNOWN_ATTRIBUTES)
-        self._seen: list[Any] = []  # the modules, tuples and lists of the function that is being walked
+        self._seen: list[Any] = []  # the modules and lists of the function that is being walked
         for function in self.functions:  # which grows
             self._walk(function)
-        unknown = self._names.keys() - self._attributes
-        self.unknown += [f"the attribute {name!r}" for name in self._names if name in unknown]
+        self.unknown += [f"the attribute {name!r}" for name in self._names if name not in self._attributes]
 
     def _walk(self, kernel: Any) -> None:
         function = _python(kernel)
@@ -466,10 +465,12 @@ class _References:
         self.words |= {*names, *_texts_in(function.__code__)}
         values = list(_values_of(function))
         for name, value in values:  # which grows
-            if isinstance(value, (tuple, list)) and self._is_new(value):
+            if isinstance(value, tuple) or (isinstance(value, list) and self._is_new(value)):
                 values += [(name, item) for item in value]
             elif isinstance(value, types.ModuleType) and not _is_stable(value.__name__) and self._is_new(value):
                 values += _named_in(value, names)
+                if "__getattr__" in vars(value):  # by which it has other attributes
+                    values.append((name, _NotBound()))
             self.values.append((name, value))
             self._look_at(name, value, names)
 
@@ -489,7 +490,7 @@ class _References:
         is_walked = _ready_kind(value) in ("numba", "numba_cuda") or kind.__name__ == "CFunc"
         if is_walked and not any(value is function for function in self.functions):
             self.functions.append(value)
-        if not _read(value).is_known or (value is np.dot and name != "dot"):
+        if not _read(value).is_safe or (value is np.dot and name != "dot"):
             self.unknown.append(f"{name!r} (a {kind.__name__} of {kind.__module__})")
         owner = value if isinstance(value, type) else kind
         if issubclass(owner, (tuple, enum.Enum)) or _is_stable(owner.__module__):
@@ -511,7 +512,7 @@ class _References:
         return "\n".join(parts)
 
 
-_DOT_INTO = "np.dot(a, b, out)"
+_CALL_OF_MANY = "CALL_FUNCTION_EX"  # a call with a star, or with more than two arguments
 # Attributes of what kernels compute with.
 _KNOWN_ATTRIBUTES = frozenset(
     itertools.chain(*map(dir, (np.ndarray, np.generic, np.dtype, complex, str, bytes, list, tuple, dict, set)))
@@ -533,37 +534,29 @@ def _names_in(code: types.CodeType) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=1024)
 def _texts_in(code: types.CodeType) -> frozenset[str]:
-    """The texts in code, which may name an attribute, and of its instructions those that make dicts, or call `dot`."""
+    """The texts in code, which may name an attribute, and what it does: operators, dicts, calls of many arguments."""
     texts: set[str] = set()
     for part in _codes_in(code):
         texts.update(constant for constant in part.co_consts if isinstance(constant, str))
-        instructions = list(dis.get_instructions(part))
-        texts.update(x.opname for x in instructions if "MAP" in x.opname)
-        if any(x.argval == "dot" and _has_third_argument(instructions[i + 1 :]) for i, x in enumerate(instructions)):
-            texts.add(_DOT_INTO)
+        for instruction in dis.get_instructions(part):
+            texts.add(instruction.opname)
+            if instruction.opname in ("BINARY_OP", "COMPARE_OP"):
+                texts.add(instruction.argrepr.removeprefix("bool(").removesuffix(")"))  # such as +=
+            if instruction.opname in ("CALL", "CALL_KW") and (instruction.arg or 0) > 2:
+                texts.add(_CALL_OF_MANY)
     return frozenset(texts)
 
 
-def _has_third_argument(instructions: Sequence[dis.Instruction]) -> bool:
-    """Whether what was just put on the stack is called with more than two arguments, or not called at once."""
-    height = 0
-    if instructions[0].opname == "PUSH_NULL":  # with it a function is called in Python 3.13
-        instructions = instructions[1:]
-    for x in instructions:
-        height += dis.stack_effect(x.opcode, x.arg, jump=False)
-        if height < 0:
-            return x.opname not in ("CALL", "CALL_KW") or (x.arg or 0) > 2
-    return True
-
-
 class _NotBound:
-    """In the place of a variable of a closure that has no value yet."""
+    """In the place of a variable that has no value yet, or none that is found: each is another one."""
 
 
 def _values_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """The global and closure variables that a function's code may name, and its defaults."""
     namespace = collections.ChainMap(function.__globals__, vars(builtins))
-    yield from ((name, namespace[name]) for name in _names_in(function.__code__) if name in namespace)
+    for name in _names_in(function.__code__):
+        with contextlib.suppress(KeyError):
+            yield name, namespace[name]
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
         value = _NotBound()
         with contextlib.suppress(ValueError):
@@ -582,7 +575,7 @@ class _Value(NamedTuple):
 
     text: str  # equal in all processes
     is_exact: bool = False  # the text is that of equal values alone, and the value does not change
-    is_known: bool = True  # by it a kernel writes only to what Numba lets it write to
+    is_safe: bool = True  # gives a kernel no way around Numba's check of read-only arrays
 
 
 def _read(value: Any) -> _Value:
@@ -601,14 +594,14 @@ def _read(value: Any) -> _Value:
         return _Value(f"{name} {value.__module__}.{value.__name__}", is_exact=True)
     if kind is types.FunctionType and _is_stable(value.__module__) and not value.__closure__:
         code = _code_text(value.__code__)
-        return _Value(f"{name} {value.__module__}.{value.__qualname__} {code}", is_exact=True, is_known=False)
+        return _Value(f"{name} {value.__module__}.{value.__qualname__} {code}", is_exact=True, is_safe=False)
     if _is_stable(kind.__module__) and ".types." in kind.__module__:  # a type of Numba's, such as numba.float32
         return _Value(f"{name} {value}", is_exact=True)
     if isinstance(value, enum.Enum):
         return _Value(f"{name}.{value.name} {value.value!r}")
     if isinstance(value, np.ndarray):
         return _Value(f"{name} {value.dtype} {value.shape} {value.strides}")
-    return _Value(f"{name} {getattr(value, '__qualname__', '')}", is_known=_is_harmless(value))
+    return _Value(f"{name} {getattr(value, '__qualname__', '')}", is_safe=_is_harmless(value))
 
 
 def _is_harmless(value: Any) -> bool:
@@ -644,7 +637,7 @@ def _is_public(value: Any) -> bool:
 # -- 3.2 Which kernels are one kernel ------------------------------------------------------------------
 
 
-def _reads(kernel: Any) -> tuple | None:
+def _key_if_made_again(kernel: Any) -> tuple | None:
     """A key for all that a kernel reads, with the `def` that made it; None where that may change.
 
     A jitted helper that the kernel calls may change: by `recompile`, or by the types that it is compiled for first.
@@ -726,16 +719,17 @@ class _Names:
             if what in names:  # by another thread
                 return names[what]
             parts = content, *map(str, options), str(getattr(kernel, "targetoptions", ""))
-            names[what] = name = self._new(signature, given, *(() if given else parts))
+            name = self._new(signature, given, *(() if given else parts))
             if compiled:
                 _register(name, platform, compiled)
+            names[what] = name
             if key and key == self._shared(kernel, what)[1]:  # nothing that it reads changed meanwhile
                 shared[key] = name, kept
             return name
 
     def _shared(self, kernel: Any, what: tuple) -> tuple[dict[Any, tuple], Any, Any]:
         """A table, the key of the kernel there, and what must stay alive with it; a key of None finds nothing."""
-        reads = _reads(kernel)
+        reads = _key_if_made_again(kernel)
         if reads:
             return self.made_again, (reads, what), kernel
         if isinstance(kernel, types.FunctionType):
@@ -818,10 +812,10 @@ class _Compiled(NamedTuple):
 
 def _register(name: str, platform: str, compiled: _Compiled) -> None:
     """Tell XLA of a handler, for all programs that name it."""
-    _TARGETS[name] = compiled
     handler = jax.ffi.pycapsule(ctypes.c_void_p(compiled.address))
     jax.ffi.register_ffi_target(name, handler, platform.replace("cuda", "CUDA"))
     jax.ffi.register_ffi_target_as_batch_partitionable(name)
+    _TARGETS[name] = compiled
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -1547,11 +1541,12 @@ class _BoundedCache(dict):
 
 
 class _Kept:
-    """Is copied like a function: a copy is the object itself.  A pickle is the name of the variable that holds it.
+    """A copy is the object itself; a pickle is the variable of its own module that holds it.
 
-    Without a variable of a module that other processes have, too, it is what `_reduce_unnamed` gives.
+    Without one, or in `__main__`, which is another module in other processes, it is what `_reduce_unnamed` gives.
     """
 
+    __name__: str
     _reduce_unnamed: Callable[[], tuple]
 
     def __copy__(self) -> Any:
@@ -1561,8 +1556,8 @@ class _Kept:
         return self
 
     def __reduce__(self) -> tuple:
-        variable = _variable_of(self, list(sys.modules))
-        return (_value_of, variable) if variable else self._reduce_unnamed()
+        variable = _variable_of(self)
+        return (_value_of, (*variable, self.__name__)) if variable else self._reduce_unnamed()
 
 
 def _variable_in(module: Any, x: Any) -> str | None:
@@ -1571,7 +1566,7 @@ def _variable_in(module: Any, x: Any) -> str | None:
     with contextlib.suppress(AttributeError):  # `sys.modules` may have what is no module
         namespace = object.__getattribute__(module, "__dict__")  # without loading a module that is lazy
     for variable, value in list(namespace.items()):
-        if value is x:
+        if value is x and not variable.startswith("_"):  # as the prompt keeps its last result in builtins._
             return variable
     return None
 
@@ -1590,8 +1585,11 @@ def _variable_of(x: Any, modules: Iterable[str] = ()) -> tuple[str, str] | None:
     return None
 
 
-def _value_of(module: str, variable: str) -> Any:
-    return getattr(importlib.import_module(module), variable)
+def _value_of(module: str, variable: str, name: str | None = None) -> Any:
+    value = getattr(importlib.import_module(module), variable)
+    if name not in (None, getattr(value, "__name__", None)):
+        raise pickle.UnpicklingError(f"{module}.{variable} is not {name!r} here, as it was where that was pickled")
+    return value
 
 
 # By an id that their pickles hold: so that a worker which gets a kernel twice makes it once.
@@ -2867,11 +2865,12 @@ _NUMBA_INSTALL = "pip install numba"
 _NUMBA_DTYPES = frozenset(
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float32 float64 complex64 complex128".split()
 )
-# What makes a writable array of a read-only one, or writes to it, and Numba (0.63 to 0.68) does not refuse it.
+# What makes a writable array of a read-only one, or writes to it, and Numba (0.63 to 0.68) does not refuse it.  A dict
+# casts what is put into it to a writable array.
 _UNSEEN_WRITERS = frozenset(
     "ascontiguousarray asfortranarray at ctypes fill_diagonal flat from_buffer frombuffer getattr nan_to_num nditer "
     "view Dict List dict BUILD_MAP BUILD_CONST_KEY_MAP MAP_ADD".split()
-) | {_DOT_INTO}
+)
 _WRITES = "Cannot modify readonly array"  # in what Numba says
 # And in what it says of `x[0] = 1`, too, where that is a call; of `np.add(x, 1, x)`; and of `x += 1` (0.63 to 0.68).
 _SEEN_WRITES = re.compile(
@@ -3174,14 +3173,10 @@ def _compile_numba(kernel: Any, signature: _Signature, forms: list[_Form], in_or
     aliased = dict(signature.aliases)
     copied = tuple(i for i in code.may_write if i not in aliased)
     compiled = _compile_handler(dataclasses.replace(signature, copied=copied), emitter)
-    _LOG.debug(
-        "compiled %s for %s in %.0f ms; slices %s; copied inputs: %s",
-        signature.label,
-        signature,
-        1e3 * (time.perf_counter() - began),
-        "run in order" if emitter.in_order else "share threads",
-        f"{copied}, as {code.reason}" if copied else "none",
-    )
+    slices = "run in order" if emitter.in_order else "share threads"
+    why = f"{copied}, as {code.reason}" if copied else "none"
+    spent = f"{1e3 * (time.perf_counter() - began):.0f} ms"
+    _LOG.debug(f"compiled {signature.label} for {signature} in {spent}; slices {slices}; copied inputs: {why}")
     return compiled
 
 
@@ -3199,7 +3194,10 @@ def _compile_first_form(kernel: Any, signature: _Signature, forms: Iterable[_For
     """The kernel in the first form that compiles, else the first error."""
     references = _References(kernel)
     if getattr(kernel, "targetoptions", {}).get("forceobj") or "_ObjModeContextType" in references.words:
-        raise _uses_object_mode(signature)
+        raise TypeError(
+            f"numba_kernel {signature.label!r} uses Numba's object mode, which needs the GIL: call Python by "
+            "jax.pure_callback, beside the kernel or instead of it"
+        )
     errors: list[Exception] = []
     for form in forms:
         try:
@@ -3214,7 +3212,7 @@ def _compile_form(kernel: Any, references: _References, signature: _Signature, f
     from numba import types as nbtypes
 
     argtypes = _array_types(nbtypes, signature)
-    reason = _unseen_writer(references)
+    reason = _why_it_may_write_unseen(references)
     try:
         dispatcher = _compile_call(form, kernel, argtypes)
     except Exception as error:
@@ -3230,13 +3228,6 @@ def _compile_form(kernel: Any, references: _References, signature: _Signature, f
     overload = _compile_results(dispatcher, argtypes, signature, form)
     may_write = _not_only_read(overload, signature) if reason else ()
     return _NumbaCode(overload, may_write, reason, _uses_threads(overload, references))
-
-
-def _uses_object_mode(signature: _Signature) -> TypeError:
-    return TypeError(
-        f"numba_kernel {signature.label!r} uses Numba's object mode, which needs the GIL: call Python by "
-        "jax.pure_callback, beside the kernel or instead of it"
-    )
 
 
 def _compile_call(form: _Form, dispatcher: Any, argtypes: tuple) -> Any:
@@ -3357,14 +3348,13 @@ def _refusal(by: str, signature: _Signature, error: Exception, returns_nothing: 
 # -- 7.3 Which inputs a kernel may write to, and whether it uses threads -------------------------------
 
 
-def _unseen_writer(references: _References) -> str:
-    """Why a kernel may write to a read-only array in a way that Numba does not refuse; empty if it may not.
-
-    A container casts what is put into it to a writable array.
-    """
+def _why_it_may_write_unseen(references: _References) -> str:
+    """Why a kernel may write to a read-only array in a way that Numba does not refuse; empty if it may not."""
     words = sorted(references.words & _UNSEEN_WRITERS)
     if words:
         return f"it names {words[0]!r}, by which Numba lets a kernel write to any array"
+    if references.words >= {"dot", _CALL_OF_MANY}:
+        return "np.dot(a, b, out) may write to any array"
     if references.unknown:
         return f"it names {references.unknown[0]}, which may write to any array"
     extended = _extension_of_users(references.words)
@@ -3372,38 +3362,31 @@ def _unseen_writer(references: _References) -> str:
 
 
 def _extension_of_users(words: set[str]) -> str:
-    """A function, method or operator that somebody extends, for what code with these words may call; or empty.
+    """A function, method or operator that code with these words may call, and that somebody extends; or empty.
 
-    What is named by the user's own function is unknown to `_References`.  An operator is asked whether it takes arrays.
+    What somebody makes of a function of his own is unknown to `_References`.  Of operators those that have a symbol are
+    words; any other counts as called.
     """
+    from numba.core import utils
     from numba.core.typing.templates import builtin_registry as registry
 
+    symbols = {**utils.BINOPS_TO_OPERATORS, **utils.INPLACE_BINOPS_TO_OPERATORS}
+    symbol_of = {function: symbol for symbol, function in symbols.items() if not symbol[0].isalpha()}
     for template in (*registry.functions, *registry.attributes):
         function = getattr(template, "_overload_func", None)
-        if not isinstance(function, types.FunctionType) or _is_stable(function.__module__ or "numba"):
+        if not isinstance(function, types.FunctionType) or _is_stable(function.__globals__.get("__name__")):
             continue
-        name = str(getattr(template, "_attr", None) or getattr(template.key, "__name__", ""))
-        owner = template.key if hasattr(template.key, "__module__") else type(template.key)
-        if not _is_stable(owner.__module__):  # somebody's own type or function
+        module = template.key.__module__
+        if not _is_stable(module):  # of somebody's own type or function
             continue
-        if owner.__module__ in ("_operator", "operator") and _takes_arrays(function):
-            return f"operator.{name}"
-        if name in words:
+        name = str(getattr(template, "_attr", None) or getattr(template.key, "__name__", "a function"))
+        called = {name}
+        if module in ("_operator", "operator"):
+            symbol = symbol_of.get(template.key, "RESUME")  # an instruction that all code has
+            called |= {symbol, f"{symbol}="}  # `x += 1` may call what adds
+        if not called.isdisjoint(words):
             return name
     return ""
-
-
-def _takes_arrays(overload_function: Callable) -> bool:
-    """Whether somebody's overload of an operator takes an array, asked as Numba does: for the types of arguments."""
-    from numba import types as nbtypes
-
-    array = nbtypes.Array(nbtypes.float64, 1, "C", readonly=True)
-    n = len(inspect.signature(overload_function).parameters)
-    for arguments in itertools.product((array, nbtypes.int64, nbtypes.float64), repeat=min(n, 3)):
-        with contextlib.suppress(Exception):  # as Numba goes on
-            if array in arguments and overload_function(*arguments) is not None:
-                return True
-    return False
 
 
 def _llvm(overload: Any) -> Any:
@@ -5357,7 +5340,10 @@ class XLACustomKernel(_Kept):
         return f"<{self.title}: {self._registered()}>"
 
     def _reduce_unnamed(self) -> tuple:
-        """By name also in `__main__`, which a pool of processes runs again, and others do not."""
+        """By a variable of any module; also of `__main__`, which a pool of processes runs again, and others do not."""
+        found = _variable_of(self, list(sys.modules))
+        if found:
+            return _value_of, (*found, self.name)
         variable = _variable_in(sys.modules["__main__"], self)
         if variable:
             return _op_of_main, (variable, self.name)
