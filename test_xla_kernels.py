@@ -4445,6 +4445,17 @@ def test_warp_adjoints_change_no_outputs(warp_path, tmp_path):
     check_close(out, [2, 6, 10, 17])
 
 
+@pytest.mark.parametrize("function", ["double", "double_by_call", "double_again", "double_again_by_call"])
+def test_warp_custom_gradients_change_no_inputs(function, warp_path, tmp_path):
+    """Those that write to an array of floats, or count calls, and functions that are run again by another one."""
+    kernel = kernel_with_body(f"i = wp.tid()\nout[i] = y[i] * {function}(y, x, i)", tmp_path, x="ints")
+    f = xk.warp_kernel(kernel, like_last, differentiable=True)
+    count, y, ct = jnp.zeros(3, jnp.int32), jnp.arange(1.0, 4.0), jnp.arange(3.0)
+    out, pullback = jax.vjp(lambda y: f(count, y), y)
+    check_close(pullback(ct), (4 * jnp.arange(1.0, 4.0) * ct,))
+    check_close((count, y, ct, out), ([0, 0, 0], [1, 2, 3], [0, 1, 2], [2, 8, 18]))
+
+
 # -- names, lifetime, threads --------------------------------------------------------------------------
 
 
@@ -4660,6 +4671,7 @@ import warp as wp
 from warp import block_dim as threads
 factor = 2.0
 floats = wp.array(dtype=float)
+ints = wp.array(dtype=int)
 vectors = wp.array(dtype=wp.vec2)
 @wp.func
 def add(a: floats, i: int, value: float):
@@ -4702,6 +4714,45 @@ try:
         r = 1.0
 except AttributeError:  # before Warp 1.19
     set_ref = None
+@wp.func
+def first(a: floats, i: int):
+    return a[0]
+@wp.func
+def adj_first(a: floats, i: int):  # in C++ an overload of the adjoint of `first`
+    a[i] = 9.0
+@wp.func
+def adj_reads(a: floats, i: int):
+    return a[i]
+@wp.func
+def scale(a: floats, i: int):
+    a[i] *= 2.0
+@wp.func
+def double(a: floats, count: ints, i: int):
+    return 2.0 * a[i]
+@wp.func_grad(double)
+def write_and_count(a: floats, count: ints, i: int, adj_ret: float):
+    wp.adjoint[a][i] += 2.0 * adj_ret
+    a[i] = 9.0
+    wp.atomic_add(count, 0, 1)
+@wp.func
+def second(a: floats, i: int):
+    return a[1]
+@wp.func_grad(second)
+def write_second(a: floats, i: int, adj_ret: float):
+    a[1] = 9.0
+@wp.func
+def double_by_call(a: floats, count: ints, i: int):
+    return double(a, count, i)
+@wp.func
+def double_again(a: floats, count: ints, i: int):
+    return 2.0 * a[i]
+@wp.func_replay(double_again)
+def count_replays(a: floats, count: ints, i: int):
+    wp.atomic_add(count, 0, 1)
+    return 2.0 * a[i]
+@wp.func
+def double_again_by_call(a: floats, count: ints, i: int):
+    return double_again(a, count, i)
 def make_add(value: float):
     @wp.func
     def add_value(a: floats, i: int):
@@ -4772,6 +4823,9 @@ WARP_WRITES = [  # statements that write to the input y, or x
     pytest.param("set_ref(y[i])", marks=since_ref),
     "in_c(y)",
     "add_in_c(y)",
+    "n = first(y, i)\nadj_first(y, i)",
+    "scale(y, i)",
+    "a, k = wp.grad(second)(y, i)",
     "wp.dense_solve(n=1, A=out, L=out, b=out, x=y)",
 ]
 
@@ -4815,6 +4869,14 @@ WARP_UPDATES = [  # statements that update the output by an atomic, and the type
     ("h = Holder(out)\nadd_to_held(h, i)", "floats"),
     ("if y[i] > 9.0:\n    out[i] += 1.0", "floats"),
     ("add_in_c(out)", "floats"),
+    ("out[i] *= 2.0", "floats"),
+    ("out[i] += wp.int16(1)", "wp.array(dtype=wp.int16)"),
+    ("out[i] = y[i] + 2.0 * out[i]", "floats"),
+    ("out[i] *= 2.0", "vectors"),
+    ("out[i].y *= 2.0", "vectors"),
+    ("row = out[i]\nrow[0] *= y[i]", "wp.array2d(dtype=float)"),
+    ("scale(out, i)", "floats"),
+    ("z = out[1:]\nif i > 0:\n    z[i] = wp.sin(z[i])", "floats"),
 ]
 
 
@@ -4822,21 +4884,20 @@ WARP_UPDATES = [  # statements that update the output by an atomic, and the type
 @pytest.mark.parametrize("statement, out", WARP_UPDATES)
 def test_warp_kernel_that_adds_to_what_is_in_memory_is_refused(statement, out, tmp_path):
     kernel = kernel_with_body(f"i = wp.tid()\n{statement}", tmp_path, out=out)
-    spec_of_out = {"floats": spec(3)}.get(out, spec(3, 2))
+    specs = {"floats": spec(3), "wp.array(dtype=wp.int16)": spec(3, dtype=np.int16)}
+    spec_of_out = specs.get(out, spec(3, 2))
 
     def trace(outs=spec_of_out, **options):
         given = spec(3), spec(3), *([spec_of_out] if "in_out_argnames" in options else [])
         jax.eval_shape(xk.warp_kernel(kernel, outs, launch_dims=0, **options), *given)
 
-    refused = (
-        r"warp_kernel 'kernel' updates 'out' by an atomic, .*: say zero_outputs=True, or .* in_out_argnames .*False"
-    )
+    refused = r"updates 'out' (by an atomic|in place), .*: say zero_outputs=True, or .* in_out_argnames .*False"
     with pytest.raises(TypeError, match=refused):
         trace()
     for options in ({"zero_outputs": True}, {"zero_outputs": np.False_}, {"in_out_argnames": ["out"]}):
         trace(**options)
     for zero_outputs in (None, True):
-        with pytest.raises(TypeError, match=r"by an atomic, .*: make this scratch an output"):
+        with pytest.raises(TypeError, match=r"(by an atomic|in place), .*: make this scratch an output"):
             trace((), scratch=spec_of_out, has_side_effect=True, zero_outputs=zero_outputs)
 
 
@@ -4849,6 +4910,12 @@ WARP_STORES = [  # statements that store in the output, but add nothing to what 
     "wp.dense_solve(n=1, A=y, L=y, b=y, x=out)",
     "in_c(out)",
     "wp.print(y)\nwp.print(out)",
+    "out[i] = adj_reads(y, i)",
+    "out[i] = y[i]\nout[i] *= 2.0",
+    "out[i] = y[i]\nscale(out, i)",
+    "for k in range(i):\n    if k > 0:\n        out[i] *= y[k]\n    else:\n        out[i] = y[k]",
+    "for k in range(i):\n    v = y[k]\n    if k > 0:\n        v = out[i] + y[k]\n    out[i] = v",
+    "for k in range(i):\n    out[i] = out[i] + y[k] if k > 0 else y[k]",
     "h = Holder(y)\nz = out\nw = y\nfor k in range(i):\n    z[k] = w[k] + h.a[k]\n    w = x",
 ]
 

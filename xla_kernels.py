@@ -4385,8 +4385,9 @@ def warp_kernel(
         to 3, counts blocks, of `block_dim` threads each.
       vmap_method, input_output_aliases, in_out_argnames, has_side_effect, scratch: as for `numba_kernel`.
       zero_outputs: True starts every output but the aliased ones from zeros, in each slice of a `vmap`.  By default a
-        kernel that updates an output by an atomic, as `out[i] += v` does, is refused unless the output starts from
-        an input; False says that the kernel itself stores there before.
+        kernel that updates an output by an atomic, as `out[i] += v` does, or by `out[i] *= v` where nothing else
+        stores, is refused unless the output starts from an input; False says that the kernel itself stores there
+        before.
       name: the target's name, of your own choice; see `numba_kernel`.
       differentiable: True gives reverse mode, first derivatives only, through the kernel's own adjoint, for arrays of
         floats.
@@ -4396,7 +4397,7 @@ def warp_kernel(
 
     Raises:
       TypeError: a generic kernel; arrays that do not fit; a traced value for a parameter that is no array; an input
-        that the kernel writes to, or an output that starts from nothing and that it updates by an atomic.
+        that the kernel writes to, or an output that it updates and that starts from nothing.
       ValueError: launch dimensions out of range, or left out where `wp.tid()` gives another number of indices; in-out
         arguments, aliases or scratch with `differentiable`.  RuntimeError: Warp's own, for a value of a wrong type.
       NotImplementedError: launches that are more than the start of a kernel (on GPUs Warp's deterministic mode and
@@ -4562,12 +4563,13 @@ class _WarpKernel(_Wrapper):
             return
         starts = {*aliases.values(), *call.zeroed}  # the outputs that are something before the launch
         for j, name in enumerate(names[len(call.ins) :]):
-            if j not in starts and accesses[name] == _UPDATES:
+            if j not in starts and accesses[name] in (_CHANGES, _UPDATES):
                 way = "say zero_outputs=True, or name it in in_out_argnames to start it from an input"
                 if j >= call.n_results:
                     way = "make this scratch an output, and say zero_outputs=True"
+                how = "by an atomic" if accesses[name] == _UPDATES else "in place"
                 raise TypeError(
-                    f"{self.title} updates {name!r} by an atomic, which adds to what happens to be in its memory: {way}"
+                    f"{self.title} updates {name!r} {how}, from what happens to be in its memory: {way}"
                     " (zero_outputs=False, if the kernel itself stores there before)"
                 )
 
@@ -4863,12 +4865,14 @@ def _warp_content(wp: Any, kernel: Any) -> tuple[str, ...]:
 # -- what the C++ of a kernel shows ---------------------------------------------------------------------
 
 _WARP_SOURCES: Any = weakref.WeakKeyDictionary()  # kernel -> {content: `_WarpSource`}
-_READS, _STORES, _UPDATES = range(3)  # what is done to an array, the worse the greater; an atomic reads what it updates
+# What is done to an array, the worse the greater: an element is stored that was made of itself, or another one, or an
+# atomic, which reads, updates it.
+_READS, _CHANGES, _STORES, _UPDATES = range(4)
 _WARP_ACCESSES = dict.fromkeys(
     "address copy len load lower_bound print sample_cdf select tile_load tile_load_indexed unot view "
     "volume_sample_grad_index volume_sample_index where".split(),
     _READS,
-) | dict.fromkeys("array_store tile_store tile_store_indexed".split(), _STORES)
+) | dict.fromkeys("tile_store tile_store_indexed".split(), _STORES)
 
 
 def _source_of(kernel: Any) -> _WarpSource:
@@ -4890,12 +4894,13 @@ class _WarpSource:
     - `accesses`: the worst of what is done to the array of each parameter, under whatever name, in whatever branch.  A
       function of Warp that is not in `_WARP_ACCESSES` counts as one that updates all arrays that it gets; C++ of the
       user's as one that stores in them, or, if it has a word such as `atomicAdd`, updates them.
-    - `accesses_again`: the same for what the adjoint runs again of the kernel.
+    - `accesses_again`: the same for what the adjoint runs, where functions of the user's own (`wp.func_grad`,
+      `wp.func_replay`, C++) count as ones that update all arrays that they get.
     - `tid_counts`: how many indices each `wp.tid()` gives.
     - `uses_tiles`: whether a function of tiles is called.
 
-    Not seen: what is written through `x.ptr`, or by C++ that hides an atomic.  Guarded by the tables `WARP_WRITES`,
-    `WARP_UPDATES`, `WARP_STORES` and `WARP_INDICES` of the tests.
+    Not seen: what is written through `x.ptr`, or by C++ that hides an atomic, and that an output is read before a
+    kernel stores there, but for an update in place of what nothing else stores.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -4913,25 +4918,31 @@ class _WarpSource:
         if hasattr(code, "deterministic"):  # refers to the original
             code.deterministic = type(code.deterministic)(code)
         code.build(builder)
-        block = code.blocks[0]
         self.uses_tiles = False
         self.tid_counts: set[int] = set()
         self.kinds = {f"wp::{name}": kind for name, kind in _WARP_ACCESSES.items()}  # by name in C++
         self.kinds |= dict.fromkeys((struct.native_name for struct in builder.structs), _READS)  # their constructors
-        self.functions: dict[str, list[int]] = {}  # the user's: what it does to each of its arguments
+        self.functions: dict[str, list[int]] = {}  # what a function of the user's, or its adjoint, does to arguments
         for function in builder.functions:  # those that a function calls come before it
-            accesses = list(self._accesses(function.adj, function.adj.blocks[0].body_forward).values())
-            if function.native_snippet:  # C++ of the user's
-                kind = _UPDATES if re.search("atom|__sync|asm", function.native_snippet) else _STORES
-                accesses = [kind] * len(accesses)
-            same_name = self.functions.get(function.native_func, [])  # the same function, for other types
-            self.functions[function.native_func] = [*map(max, itertools.zip_longest(same_name, accesses, fillvalue=0))]
+            forward, again = [[*accesses.values()] for accesses in self._both_accesses(function.adj)]
+            snippet = function.native_snippet  # C++ of the user's
+            if snippet:
+                forward = [_UPDATES if re.search("atom|__sync|asm", snippet) else _STORES] * len(forward)
+            if snippet or function.custom_grad_func or function.custom_replay_func:
+                again = [_UPDATES] * len(forward)
+            for prefix, kinds in {"": forward, "adj_": again, "replay_": again}.items():
+                name = prefix + function.native_func
+                same_name = self.functions.get(name, [])  # for other types, or the user's own function adj_...
+                self.functions[name] = [*map(max, itertools.zip_longest(same_name, kinds, fillvalue=_READS))]
+        self.accesses, self.accesses_again = self._both_accesses(code)
+
+    def _both_accesses(self, code: Any) -> tuple[dict[str, int], dict[str, int]]:
+        """What is done to the memory of each parameter, and what the adjoint does."""
+        block = code.blocks[0]
         again = [line for line in block.body_replay + block.body_reverse if not re.search("//|wp::adj_", line)]
-        self.accesses = self._accesses(code, block.body_forward)
-        self.accesses_again = self._accesses(code, again)
+        return self._accesses(code, block.body_forward), self._accesses(code, again)
 
     def _accesses(self, code: Any, lines: Iterable[str]) -> dict[str, int]:
-        """What these lines do to the memory of each parameter."""
         arrays = _WarpArrays(code)
         for line in lines:
             self._read(line.strip(), arrays)
@@ -4941,11 +4952,12 @@ class _WarpSource:
 
     def _read(self, line: str, arrays: _WarpArrays) -> None:
         left, _, right = line.rpartition(" = ")
-        function, *_ = re.findall(r"^(?:adj_)?([\w:]+)[(<]", right) or [""]
+        function, *_ = re.findall(r"^([\w:]+)[(<]", right) or [""]
         arguments = right.partition("(")[2].split(", ")
         results = [left]
         self.uses_tiles |= function.startswith("wp::tile_")
         self.tid_counts.update(map(int, re.findall(r"^builtin_tid(\d)d", function)))
+        stores = _CHANGES if arrays.updates_in_place(left, function, right) else _STORES
         if not left.startswith("var_"):  # but with `*var_3`
             arrays.access(_STORES, left)
         if function in self.functions:
@@ -4956,12 +4968,14 @@ class _WarpSource:
         elif function == "wp::assign" and not arrays.refers(arguments[0]):  # of one variable to another, in a loop
             results.append(arguments[0])
         elif function == "wp::store":  # perhaps of an array, in a field of a struct
-            arrays.access(_STORES, right)
+            arrays.access(stores, right)
             results += arrays.origins_of(*arrays.named(arguments[0]))
         elif function.startswith("wp::dense_"):  # those store in the last one
             arrays.access(_STORES, *arrays.named(right)[-1:])
+        elif function == "wp::array_store":
+            arrays.access(stores, right)
         elif function:
-            arrays.access(self.kinds.get(function, _UPDATES), right)
+            arrays.access(self.kinds.get(function.removeprefix("adj_"), _UPDATES), right)
         for result in re.findall(r"var_\w+", str(results)):
             arrays.origins[result].update(arrays.named(right))
 
@@ -4973,6 +4987,7 @@ class _WarpArrays:
         self.types = {x.emit(): x.type for x in (*code.args, *code.variables) if _points_to_arrays(x.type)}
         self.origins: dict[str, set[str]] = collections.defaultdict(set)  # variable -> those in whose memory it may lie
         self.accesses: dict[str, int] = {}  # what is done under this name
+        self.elements: dict[str, set[str]] = collections.defaultdict(set)  # variable -> "array, index" it was made of
 
     def named(self, text: str) -> list[str]:
         return [name for name in re.findall(r"var_\w+", text) if name in self.types]
@@ -4983,6 +4998,20 @@ class _WarpArrays:
     def access(self, kind: int, *texts: str) -> None:
         for name in itertools.chain(*map(self.named, texts)):
             self.accesses[name] = max(self.accesses.get(name, _READS), kind)
+
+    def updates_in_place(self, left: str, function: str, right: str) -> bool:
+        """Whether a line stores an element that was made of itself, as `out[i] *= 2.0` does.
+
+        Not if a `where`, by which Warp also joins branches, chose between that and another value.
+        """
+        used, value = right, ""
+        if function in ("wp::array_store", "wp::store"):
+            used, _, value = right.rpartition(", ")
+        elements = set(re.findall(r"wp::(?:address|index|array_store)\((var_\w+(?:, var_\w+)+)", used))
+        elements.update(*[self.elements[name] for name in re.findall(r"var_\w+", used)])
+        if left and function not in ("wp::where", "wp::select"):
+            self.elements[left] = elements
+        return not elements.isdisjoint(self.elements[value.rstrip(");")])
 
     def origins_of(self, *names: str) -> list[str]:
         """These, and all variables in whose memory they may lie."""
