@@ -1521,11 +1521,9 @@ class _Options:
 
 def _wrap(make_wrapper: Callable[..., _Wrapper], kernel: Any, options: _Options) -> Any:
     """The wrapper that a public function returns; a decorator if the kernel is None."""
-
-    def decorate(kernel: Any) -> _Wrapper:
-        return make_wrapper(kernel, options)
-
-    return decorate if kernel is None else decorate(kernel)
+    if kernel is None:
+        return functools.partial(make_wrapper, options=options)
+    return make_wrapper(kernel, options)
 
 
 class _BoundedCache(dict):
@@ -5286,16 +5284,15 @@ class _WarpEmitter(_Emitter):
 # - "Batching rule for", which begins an error where a primitive has no such rule: test_op_without_a_batching_rule_...
 # - the effect `NamedAxisEffect` of a jaxpr that names axes: test_op_kernels_know_no_axes_of_vmap
 # - tracers among the constants of a jaxpr that closes over them: test_op_kernels_that_close_over_traced_values_...
-# - a KeyError of an ordered effect, for which a lowering has no token: test_op_misuse
+# - the names of ordered effects, for which a lowering of an op has no token: test_op_misuse
 # - that `jax.clear_caches` drops what is being traced, too: test_op_that_changes_while_it_is_lowered_is_traced_again
 # - `val` and `primal` of tracers (`_without_numpy`): test_op_with_a_backward_pass_takes_batches_of_numpy_arrays
 #
 # What serves BrainEvent alone: the methods from `def_call` to `def_benchmark_data`, `register_general_batching`; that a
-# primitive can be bound by hand, also without outs (`_OpPrimitive.bound`, and `params["outs"] or` in `_op_jvp`); and
-# that rules may return an undefined operand for zero (`_is_zero`).
+# primitive can be bound by hand, also without outs (`_OpPrimitive.op_params`, `params["outs"] or` in `_op_jvp`); and
+# that rules may return an undefined operand for zero (`_from_rule`).
 
 # -- 10.1 The op: registration, dispatch, rules --------------------------------------------------------
-# Holds kernels by platform and backend, and rules by kind.  Traces nothing: 10.2 is about calls.
 
 
 class XLACustomKernel(_Kept):
@@ -5375,7 +5372,7 @@ class XLACustomKernel(_Kept):
             return _value_of, (*found, self.name)
         variable = _variable_in(sys.modules["__main__"], self)
         if variable:
-            return _op_of_main, (variable, self.name)
+            return _value_of, ("__main__", variable)
         raise pickle.PicklingError(
             f"{self.title} is pickled by name: keep it in a variable of a module that the other process imports"
         )
@@ -5442,14 +5439,17 @@ class XLACustomKernel(_Kept):
         generator = _as_generator(f"{self.title}: the kernel of backend {backend!r}", kg, options)
         for i, platform in enumerate(map(_platform_name, platforms)):
             entry = KernelEntry(backend, platform, generator, fallback=i > 0)
-            with self._lock:  # a new dict each time: other threads read without the lock
-                self._kernels[platform] = {**self._kernels.get(platform, {}), backend: entry}
+            with self._lock:
+                entries = self._kernels.get(platform, {})
+                if entry.fallback and backend in entries and not entries[backend].fallback:
+                    continue  # registered for this platform itself
+                self._kernels[platform] = {**entries, backend: entry}  # anew: other threads read without the lock
             if asdefault and not entry.fallback:
                 self._chosen[platform] = backend
-        self._trace_again()
+        self._drop_traces()
         return kg
 
-    def _trace_again(self) -> None:
+    def _drop_traces(self) -> None:
         """Drop what generators made, and JAX's traces with earlier kernels or rules, for which all its caches go."""
         self._functions = _BoundedCache()
         if self._is_traced:
@@ -5474,7 +5474,7 @@ class XLACustomKernel(_Kept):
         name = _platform_name(platform)
         entry = self._entry(name, backend or "")  # "", as None would mean the present default
         self._chosen[name] = entry.backend
-        self._trace_again()
+        self._drop_traces()
 
     def available_backends(self, platform: str) -> list[str]:
         """The backends registered for `platform`, in order of registration."""
@@ -5571,7 +5571,7 @@ class XLACustomKernel(_Kept):
             if kind == "jvp":
                 rules["vjp"] = None  # of the two, the newest counts
             self._rules = {name: rule for name, rule in rules.items() if rule is not None}
-        self._trace_again()
+        self._drop_traces()
 
     # -- what BrainEvent's operators attach to an op ---------------------------------------------------
 
@@ -5653,16 +5653,6 @@ class KernelEntry:
     fallback: bool = False
 
 
-def _op_of_main(variable: str, name: str) -> Any:
-    op = vars(sys.modules["__main__"]).get(variable)
-    if getattr(op, "name", None) != name:
-        raise pickle.UnpicklingError(
-            f"XLACustomKernel {name!r} was pickled as the variable {variable!r} of __main__, where this process has no "
-            "such op: keep it in a variable of a module that both processes import"
-        )
-    return op
-
-
 # -- 10.2 A call: from op(...) to its primitive --------------------------------------------------------
 # Operands, outs and static parameters are checked where the user's call is on the stack.  A kernel is traced there
 # once, so that its errors are raised there, too.
@@ -5722,9 +5712,9 @@ class _OpCall:
         return self.tree.unflatten(results)
 
     def bind_primitive(self, *ins: Any) -> list:
-        return self.op.primitive.bind(*ins, _bound=self.bound(ins))
+        return self.op.primitive.bind(*ins, _op_params=self.op_params(ins))
 
-    def bound(self, ins: Sequence) -> _OpParams:
+    def op_params(self, ins: Sequence) -> _OpParams:
         # the dtypes are decided here and not on construction: jax_enable_x64 can change between two calls
         outs, _ = _flat_specs(self.specs, self.what, _input_specs(ins))
         return _OpParams(self.op, tuple(outs), self.backend, self.params, tree=self.tree)
@@ -5740,7 +5730,7 @@ class _OpCall:
         if self.checked.get(key):
             return
         try:
-            _check_axis_names(self.op, self.bound(ins).traced(entry, ins))
+            self.op_params(ins).traced(entry, ins)
         except Exception:
             if jax.default_backend() == "cpu":  # else the platform may be another one: the lowering raises
                 raise
@@ -5749,7 +5739,7 @@ class _OpCall:
 
 def _check_static_params(op: str, params: dict) -> None:
     for name, value in params.items():
-        if name == "_bound":
+        if name == "_op_params":
             raise TypeError(f"{op}: the parameter name {name!r} is reserved; use another one")
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
             raise TypeError(
@@ -5769,23 +5759,33 @@ def _tagged(value: Any) -> Any:
     """A key that differs for values which Python finds equal: 1, 1.0 and True; 0.0 and -0.0; Decimal("1") and "1.0"."""
     if isinstance(value, dict):
         return tuple([(name, _tagged(x)) for name, x in sorted(value.items())])
-    if isinstance(value, tuple):
-        return type(value), *map(_tagged, value)
-    if isinstance(value, frozenset):
-        return type(value), frozenset(map(_tagged, value))
+    if isinstance(value, np.generic):
+        dtype: Any = next(cls for cls in type(value).__mro__ if cls.__module__ in ("numpy", "ml_dtypes"))
+        return _with_own_equality(value, dtype, dtype.__repr__(value))
+    for base, parts in _PARTS.items():
+        if isinstance(value, base):
+            return _with_own_equality(value, base, parts(value))
     if dataclasses.is_dataclass(type(value)) and type(value).__eq__ is not object.__eq__:
         compared = [getattr(value, field.name) for field in dataclasses.fields(value) if field.compare]
         return type(value), value, *map(_tagged, compared)
-    if isinstance(value, _DIFFERENT_IF_EQUAL):
-        base: Any = next(cls for cls in type(value).__mro__ if cls.__module__ in _MODULES_OF_EXACT_REPR)
-        if base is type(value):
-            return base, repr(value)
-        return type(value), base.__repr__(value), repr(value), value  # its own repr may say less, or more
     return type(value), value
 
 
-_DIFFERENT_IF_EQUAL = (float, complex, np.generic, decimal.Decimal, range, slice)  # they may be
-_MODULES_OF_EXACT_REPR = ("builtins", "decimal", "ml_dtypes", "numpy")
+_PARTS: dict[Any, Callable] = {  # what tells equal values of these classes, and of their subclasses, apart
+    tuple: lambda x: tuple(map(_tagged, tuple.__iter__(x))),
+    frozenset: lambda x: frozenset(map(_tagged, frozenset.__iter__(x))),
+    slice: lambda x: (_tagged(x.start), _tagged(x.stop), _tagged(x.step)),
+    range: repr,
+    float: float.__repr__,
+    complex: complex.__repr__,
+    decimal.Decimal: decimal.Decimal.__repr__,
+}
+
+
+def _with_own_equality(value: Any, base: type, parts: Any) -> tuple:
+    """Without a NaN itself, which is not equal to another one, but with what a subclass compares."""
+    own = () if type(value).__eq__ is base.__eq__ else (value,)
+    return type(value), parts, *own
 
 
 # -- 10.3 A kernel: from a generator, or a ready kernel, to its results --------------------------------
@@ -5796,6 +5796,7 @@ _MODULES_OF_EXACT_REPR = ("builtins", "decimal", "ml_dtypes", "numpy")
 def _as_generator(kernel: str, kg: Any, options: dict) -> Callable:
     """The generator of a ready kernel; any other is the user's own function, which `KernelEntry` holds as it is."""
     kind = _ready_kind(kg)
+    _check_no_side_effect(kernel, options.get("has_side_effect"), kg)
     if options.get("differentiable"):
         raise TypeError(f"{kernel}: differentiable=True has no effect in an op: give its derivative by def_vjp_rule")
     if options and kind not in _BACKENDS:
@@ -5808,6 +5809,13 @@ def _as_generator(kernel: str, kg: Any, options: dict) -> Callable:
     if not callable(kg):
         raise TypeError(f"{kernel} (a generator, or a Numba, Numba CUDA or Warp kernel) must be callable, got {kg!r}")
     return kg
+
+
+def _check_no_side_effect(what: str, option: Any, function: Any) -> None:
+    if option or getattr(getattr(function, "options", None), "has_side_effect", False):
+        raise TypeError(
+            f"{what}: an op has no side effects, as a call whose results nobody uses is dropped: call the kernel itself"
+        )
 
 
 def _wrap_ready(kernel: Any, options: dict, /, outs: tuple, **params: Any) -> Any:
@@ -5838,43 +5846,39 @@ def _tolerant(fun: Callable, what: str) -> Callable:
     return call
 
 
-def _run_slice(bound: _OpParams, entry: KernelEntry, *ins: Any) -> list:
+def _run_slice(op_params: _OpParams, entry: KernelEntry, *ins: Any) -> list:
     """The flat list of results of a kernel for the operands of one slice."""
-    what = f"{bound.op.title}: the kernel of backend {entry.backend!r} for platform {entry.platform!r}"
+    what = f"{op_params.op.title}: the kernel of backend {entry.backend!r} for platform {entry.platform!r}"
     try:
-        results = _function_of_arrays(bound, entry, ins)(*ins)
+        results = _function_of_arrays(op_params, entry, ins)(*ins)
     except Exception as error:
-        backends = ", ".join(bound.op.available_backends(entry.platform))
+        backends = ", ".join(op_params.op.available_backends(entry.platform))
         error.add_note(f"{what} raised this; {entry.platform!r} has {backends}: choose with backend=")
         raise
-    return _outputs(what, results, bound.outs, bound.tree)
+    return _outputs(what, results, op_params.outs, op_params.tree)
 
 
-def _function_of_arrays(bound: _OpParams, entry: KernelEntry, ins: Sequence) -> Callable:
-    """What the generator returns for these parameters and outs, which it is asked for once."""
+def _function_of_arrays(op_params: _OpParams, entry: KernelEntry, ins: Sequence) -> Callable:
+    """What the generator returns for these parameters and outs, which it is asked for once under a configuration."""
     axes = _all_varying_axes(map(jax.typeof, ins))
     mesh = jax.sharding.get_abstract_mesh()  # an array that the generator makes has it in its type
-    key = entry, bound.outs, axes, mesh, _tagged(bound.params), jax.config.jax_enable_x64
-    functions = bound.op._functions
+    configuration = tuple([getattr(jax.config, name, None) for name in jax.config.values])  # of this thread
+    key = entry, op_params.outs, axes, mesh, _tagged(op_params.params), configuration
+    functions = op_params.op._functions
     known = functions.get(key)
     if known:
         return known
+    outs = tuple([Spec(out.shape, out.dtype, **_varying(axes)) for out in op_params.outs])
+    what = "the generator (any plain function is one: @numba.njit makes a Numba kernel, lambda: f gives a function f)"
     # What it computes with jax.numpy serves other traces, too: so it is an array, no tracer, and has no manual axes.
     without_manual = mesh.update_axis_types(dict.fromkeys(mesh.manual_axes, jax.sharding.AxisType.Auto))
     with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(without_manual):
-        return functions.keep(key, _call_generator(bound, entry, axes))
-
-
-def _call_generator(bound: _OpParams, entry: KernelEntry, axes: frozenset) -> Callable:
-    outs = [Spec(out.shape, out.dtype, **_varying(axes)) for out in bound.outs]
-    what = "the generator (any plain function is one: @numba.njit makes a Numba kernel, lambda: f gives a function f)"
-    returned = _tolerant(entry.kernel_generator, what)(**bound.params, outs=tuple(outs))
-    function = _wrap_ready(returned, {}, bound.outs)
+        returned = _tolerant(entry.kernel_generator, what)(**op_params.params, outs=outs)
+        function = _wrap_ready(returned, {}, op_params.outs)
     if not callable(function):
         raise TypeError(f"the generator must return the function to trace, got {function!r}")
-    if getattr(getattr(function, "options", None), "has_side_effect", False):
-        raise TypeError("an op has no side effects, as a call whose results nobody uses is dropped: call it directly")
-    return function
+    _check_no_side_effect("the generator's kernel", False, function)
+    return functions.keep(key, function)
 
 
 def _outputs(what: str, returned: Any, outs: Sequence, tree: Any) -> list:
@@ -5907,7 +5911,7 @@ def _check_returned(what: str, returned: Sequence, declares: str, expected: Sequ
 
 
 # -- 10.4 The primitive: its rules for JAX's interpreters ----------------------------------------------
-# Each rule looks up what the op has now when JAX asks.  JAX keeps the answers until `_trace_again` drops them.
+# Each rule looks up what the op has now when JAX asks.  JAX keeps the answers until `_drop_traces` drops them.
 
 
 class _OpPrimitive(Primitive):
@@ -5933,29 +5937,32 @@ class _OpPrimitive(Primitive):
         def call(*args: Any, **params: Any) -> Any:
             self.op._is_traced = True
             functions = self.op._functions
-            result = function(self.bound(**params), *args)
+            result = function(self.op_params(**params), *args)
             if functions is not self.op._functions:  # kernels or rules changed meanwhile
                 jax.clear_caches()
             return result
 
         return call
 
-    def bound(
-        self, /, outs: Sequence = (), backend: Any = None, _bound: _OpParams | None = None, **params: Any
+    def op_params(
+        self, /, outs: Sequence = (), backend: Any = None, _op_params: _OpParams | None = None, **params: Any
     ) -> _OpParams:
         """The one parameter, also where the others are given by hand: BrainEvent calls rules without outs."""
-        if _bound:
-            return _bound
+        if _op_params:
+            return _op_params
         specs, tree = _flat_specs(outs, f"{self.op.title}: outs")
         return _OpParams(self.op, tuple(specs), backend, params, tree=tree)
 
     def bind(self, /, *args: Any, **params: Any) -> Any:
-        return super().bind(*_make_varying(args), _bound=self.bound(**params))
+        return super().bind(*_make_varying(args), _op_params=self.op_params(**params))
 
     def bind_batch(self, args: Sequence, axes: Sequence[int | None], /, **params: Any) -> list:
         """Bind with one more vmap; the batched axes of the results are in front."""
         in_axes, batch = _with_axes_in_front(args, axes)
-        return self.bind(*batch, _bound=self.bound(**params).batched(in_axes, batch))
+        inner = self.op_params(**params)
+        size = batch[in_axes.index(0)].shape[0]
+        outer = dataclasses.replace(inner, batch=(size, *inner.batch), vmaps=(in_axes, *inner.vmaps))
+        return self.bind(*batch, _op_params=outer)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -5982,11 +5989,6 @@ class _OpParams:
 
     def __eq__(self, other: Any) -> bool:
         return type(other) is _OpParams and self.key == other.key
-
-    def batched(self, in_axes: tuple, batch: Sequence) -> _OpParams:
-        """With one more vmap around the others, whose axis is in front."""
-        size = batch[in_axes.index(0)].shape[0]
-        return dataclasses.replace(self, batch=(size, *self.batch), vmaps=(in_axes, *self.vmaps))
 
     @property
     def batched_outs(self) -> list[Spec]:
@@ -6029,40 +6031,36 @@ def _trace_closed(op: XLACustomKernel, function: Callable, ins: Sequence) -> Any
         raise TypeError(problem) from error
     if any(isinstance(x, jax.core.Tracer) for x in closed.consts):
         raise TypeError(problem)
+    _check_effects(op, closed.effects)
     return closed
 
 
-def _check_axis_names(op: XLACustomKernel, closed: Any) -> None:
-    """Raise if a kernel names axes of `vmap`, which are gone when the op is lowered."""
-    names = {effect.name for effect in closed.effects if type(effect).__name__ == "NamedAxisEffect"}
+def _check_effects(op: XLACustomKernel, effects: Iterable) -> None:
+    """Raise if a kernel names axes of `vmap`, which are gone when the op is lowered, or has effects in order."""
+    names = {effect.name for effect in effects if type(effect).__name__ == "NamedAxisEffect"}
     unknown = sorted(names - {*jax.sharding.get_abstract_mesh().manual_axes}, key=str)
     if unknown:
         raise NotImplementedError(
             f"{op.title}: a kernel, or a batching rule, names the axes {unknown} of a vmap, and only jax.shard_map and "
             "jax.pmap name axes for ops: use the collective outside of it"
         )
+    if any("Ordered" in type(effect).__name__ for effect in effects):  # JAX gives a lowering of an op no token for it
+        raise NotImplementedError(f"{op.title} has no ordered effects, such as {effects}; call its kernel itself")
 
 
-def _op_abstract_eval(bound: _OpParams, *avals: Any) -> list:
+def _op_abstract_eval(op_params: _OpParams, *avals: Any) -> list:
     specs = [iter(aval.sharding.spec) for aval in avals]
     candidates = []
-    for in_axes in bound.vmaps:  # each is the next dimension of the operands that it batches
+    for in_axes in op_params.vmaps:  # each is the next dimension of the operands that it batches
         candidates.append([next(spec) for spec, axis in zip(specs, in_axes) if axis == 0])
     axes = _batch_axes(candidates)
-    return [_out_aval(out.shape, out.dtype, avals, axes) for out in bound.batched_outs]
+    return [_out_aval(out.shape, out.dtype, avals, axes) for out in op_params.batched_outs]
 
 
-def _op_lowering(bound: _OpParams, ctx: Any, *ins: Any) -> Any:
+def _op_lowering(op_params: _OpParams, ctx: Any, *ins: Any) -> Any:
     platforms = _platforms(ctx)
-    entry = bound.op._entry(_platform_name(platforms[0]), bound.backend)
-    try:
-        return _lower(functools.partial(bound.run, entry), ctx, ins)
-    except KeyError as error:
-        if not any("Effect" in type(arg).__name__ for arg in error.args):
-            raise
-        # JAX has no token here for an ordered effect of the kernel
-        text = f"{bound.op.title} has no ordered effects; call its kernel itself: {error}"
-        raise NotImplementedError(text) from error
+    entry = op_params.op._entry(_platform_name(platforms[0]), op_params.backend)
+    return _lower(functools.partial(op_params.run, entry), ctx, ins)
 
 
 # -- 10.5 Batching: recorded vmaps ---------------------------------------------------------------------
@@ -6071,12 +6069,11 @@ def _op_lowering(bound: _OpParams, ctx: Any, *ins: Any) -> Any:
 # batched operands.  `_OpParams.vmaps` has the `in_axes` of each, the outermost first.  By these `jax.vmap` then batches
 # what runs a slice, or is a rule (10.6).
 #
-# A user's batching rule is for one vmap of the op.  JAX cannot derive what it runs: kernels have no derivatives, and
-# the op's own rules say something else (a surrogate gradient).  So where the op has rules of derivatives, this vmap is
-# recorded too, with a mark, and the rule runs when the op is lowered.  The mark stays when further vmaps are recorded
-# around it.  What the rule itself binds by `general_batching_rule` has no mark, or its lowering would never end.
-# Where the op has no such rules, the batching rule runs at once, as any of JAX's: there it may close over traced
-# values, use the names of outer vmaps, be differentiated, and return results that are no batch (None).
+# A batching rule cannot be differentiated through: kernels have no derivatives, and the op's rules may deliberately
+# differ (surrogate gradients).  So an op with derivative rules records the vmap and runs its batching rule only at
+# lowering: by a mark, which stays when further vmaps are recorded around it, and which nothing has that the rule itself
+# binds by `general_batching_rule`, or lowering would never end.  Of an op without such rules it runs at once, as any of
+# JAX's: it may close over traced values, use names of outer vmaps, be differentiated, and return what is no batch.
 
 
 def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None], /, **params: Any) -> tuple:
@@ -6100,55 +6097,57 @@ def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None],
       (5,) 0
     """
     primitive = getattr(prim, "primitive", prim)
-    if _is_ours(primitive, "op") and "outs" not in params:
+    is_op = _is_ours(primitive, "op")
+    if is_op and "outs" not in params:
         raise TypeError(f"general_batching_rule: outs, which op {primitive.name!r} needs, is missing: give one slice's")
-    function = functools.partial(getattr(prim, "bind", prim), **params)
     if all(axis is None for axis in axes):
-        out = function(*args)
+        function = primitive.op if is_op else getattr(prim, "bind", prim)
+        out = function(*args, **params)
         return out, jax.tree.map(lambda _: None, out)
-    if _is_ours(primitive, "op"):
+    if is_op:
         outs = params.pop("outs")
-        if callable(outs):
+        if callable(outs) and not isinstance(outs, type):
             outs = _call_with_specs(outs, "general_batching_rule: outs", *map(_without_axis, args, axes))
         _, tree = _flatten(outs, "general_batching_rule: outs")
         out = jax.tree.unflatten(tree, primitive.bind_batch(args, axes, outs=outs, **params))
     else:
         in_axes, batch = _with_axes_in_front(args, axes)
+        function = functools.partial(getattr(prim, "bind", prim), **params)
         out = _sequential(function, in_axes)(*batch)
     return out, jax.tree.map(lambda _: 0, out)
 
 
-def _op_batching(bound: _OpParams, args: Sequence, axes: Sequence) -> Any:
-    rule = bound.op._rules.get("batching")
-    if rule is None or bound.vmaps:  # a user's rule is for the op on one slice, not on the batch of a recorded vmap
-        results = bound.op.primitive.bind_batch(args, axes, _bound=bound)
-        return results, [0] * len(results)
-    if bound.op._rules.keys().isdisjoint({"jvp", "transpose"}):
-        return _call_batching_rule(bound, rule, args, axes)
-    in_axes, batch = _with_axes_in_front(args, axes)
-    closed = _trace_closed(bound.op, functools.partial(_run_batching_rule, bound, rule, in_axes), batch)
-    _check_axis_names(bound.op, closed)  # as the rule's other errors, here, where the user's call is on the stack
-    bound = dataclasses.replace(bound, innermost_by_rule=True)
-    results = bound.op.primitive.bind_batch(batch, in_axes, _bound=bound)
+def _op_batching(op_params: _OpParams, args: Sequence, axes: Sequence) -> Any:
+    rule = op_params.op._rules.get("batching")
+    if rule and not op_params.vmaps:  # it is for the op on one slice, not on the batch of a recorded vmap
+        if op_params.op._rules.keys().isdisjoint({"jvp", "transpose"}):
+            return _call_batching_rule(op_params, rule, args, axes)
+        axes, args = _with_axes_in_front(args, axes)
+        run_rule = functools.partial(_run_batching_rule, op_params, rule, axes)
+        _trace_closed(op_params.op, run_rule, args)  # for its errors, here, where the user's call is on the stack
+        op_params = dataclasses.replace(op_params, innermost_by_rule=True)
+    results = op_params.op.primitive.bind_batch(args, axes, _op_params=op_params)
     return results, [0] * len(results)
 
 
-def _call_batching_rule(bound: _OpParams, rule: Callable, args: Sequence, axes: Sequence) -> tuple[list, list]:
+def _call_batching_rule(op_params: _OpParams, rule: Callable, args: Sequence, axes: Sequence) -> tuple[list, list]:
     """The results of the user's rule for one vmap, and their axes."""
-    what = f"the batching rule of {bound.op.name!r}"
-    results, result_axes = rule(args, axes, **bound.rule_params)
+    what = f"the batching rule of {op_params.op.name!r}"
+    results, result_axes = rule(args, axes, **op_params.rule_params)
     if not isinstance(results, (list, tuple)) or not isinstance(result_axes, (list, tuple)):
         raise TypeError(f"{what} must return (results, their axes), two sequences; got {results}")
+    if len(results) != len(result_axes):
+        raise ValueError(f"{what} must return one axis per result; got {len(results)} results, axes {result_axes}")
     results = list(map(_as_array, results))
-    _check_returned(what, list(map(_without_axis, results, result_axes)), "the slices of outs are", bound.outs)
+    _check_returned(what, list(map(_without_axis, results, result_axes)), "the slices of outs are", op_params.outs)
     axes_from_the_front = [axis if axis is None else axis % np.ndim(x) for x, axis in zip(results, result_axes)]
     return results, axes_from_the_front
 
 
-def _run_batching_rule(bound: _OpParams, rule: Callable, in_axes: tuple, *batch: Any) -> list:
+def _run_batching_rule(op_params: _OpParams, rule: Callable, in_axes: tuple, *batch: Any) -> list:
     """The results of the user's rule for a vmap that is recorded, whose axis is in front."""
     size = batch[in_axes.index(0)].shape[0]
-    results, axes = _call_batching_rule(bound, rule, batch, in_axes)
+    results, axes = _call_batching_rule(op_params, rule, batch, in_axes)
     return [_batch_in_front(x, axis, size) for x, axis in zip(results, axes)]
 
 
@@ -6160,12 +6159,13 @@ def _with_axes_in_front(args: Sequence, axes: Sequence[int | None]) -> tuple[tup
 
 def _without_axis(x: Any, axis: int | None) -> Any:
     """The spec of a slice; the axis may count from the end, as JAX takes it."""
-    sizes = list(x.shape)
+    aval = jax.typeof(x)
+    sizes = list(aval.shape)
     if axis is not None:
         if not -len(sizes) <= axis < len(sizes):
-            raise ValueError(f"a batch along axis {axis} of an array that has {len(sizes)} dimensions, {_show(x)}")
+            raise ValueError(f"a batch along axis {axis} of an array that has {len(sizes)} dimensions, {_show(aval)}")
         del sizes[axis]
-    return Spec(tuple(sizes), x.dtype)
+    return Spec(tuple(sizes), aval.dtype)
 
 
 def _for_each_vmap(transform: Callable, function: Callable, vmaps: Sequence) -> Callable:
@@ -6191,7 +6191,8 @@ def _sequential(function: Callable, in_axes: tuple) -> Callable:
 # A user's rule is vmapped by the recorded vmaps: tangents are batched as their primals, cotangents by all, as outputs.
 #
 # Zeros are symbolic.  JAX gives rules `ad.Zero` and `ad.UndefinedPrimal`, which `jax.vmap` cannot batch, so
-# `_symbolic_slice` gives them the shape of a slice.  Rules may return zeros in any form, which `_from_rule` makes None.
+# `_symbolic_slice` gives them the shape of a slice.
+# A rule may return a zero as None, `ad.Zero` or an undefined primal; `_from_rule` makes it None.
 
 
 def defjvp(primitive: Any, *jvp_rules: Callable | None) -> None:
@@ -6233,10 +6234,9 @@ def _rules_by_operand(what: str, rules: Sequence) -> list:
 def _jvp_by_operand(primitive: Any, rules: Sequence, primals: Any, tangents: Any, /, **params: Any) -> tuple:
     """The jvp rule of a primitive that is no op."""
     results = primitive.bind(*primals, **params)
-    if primitive.multiple_results:
-        return results, _add_tangents(primitive, rules, primals, tangents, results, params)
-    [tangent] = _add_tangents(primitive, rules, primals, tangents, [results], params)
-    return results, tangent
+    outputs = results if primitive.multiple_results else [results]
+    tangents_out = _add_tangents(primitive, rules, primals, tangents, outputs, params)
+    return results, tangents_out if primitive.multiple_results else tangents_out[0]
 
 
 def _add_tangents(
@@ -6258,26 +6258,26 @@ def _add_tangents(
     return totals
 
 
-def _op_jvp(bound: _OpParams, primals: Sequence, tangents: Sequence) -> tuple:
+def _op_jvp(op_params: _OpParams, primals: Sequence, tangents: Sequence) -> tuple:
     """The op's jvp rule, which is for one slice, under the recorded vmaps."""
-    rule = _derivative_rule(bound.op, "jvp")
-    primitive = bound.op.primitive
-    what = f"the jvp rule of {bound.op.name!r}"
-    params = bound.rule_params
-    one_slice = dataclasses.replace(bound, vmaps=(), batch=(), innermost_by_rule=False)
+    rule = _derivative_rule(op_params.op, "jvp")
+    primitive = op_params.op.primitive
+    what = f"the jvp rule of {op_params.op.name!r}"
+    params = op_params.rule_params
+    one_slice = dataclasses.replace(op_params, vmaps=(), batch=(), innermost_by_rule=False)
 
     def of_slice(primals: tuple, tangents: tuple) -> tuple:
         if isinstance(rule, list):  # of `defjvp`
-            outputs = primitive.bind(*primals, _bound=one_slice)
+            outputs = primitive.bind(*primals, _op_params=one_slice)
             tangents_out = _add_tangents(primitive, rule, primals, tangents, outputs, params)
         else:
             outputs, tangents_out = rule(primals, tangents, **params)
-        tree = bound.tree if _has_dicts(jax.tree.structure(outputs)) else jax.tree.structure([*bound.outs])
+        tree = op_params.tree if _has_dicts(jax.tree.structure(outputs)) else jax.tree.structure([*op_params.outs])
         outputs = _outputs(what, outputs, params["outs"] or jax.tree.leaves(outputs), tree)
         avals = list(map(jax.typeof, outputs))
         return outputs, _from_rule(what, tangents_out, "the outputs are", avals)
 
-    vmaps = [(in_axes, in_axes) for in_axes in bound.vmaps]
+    vmaps = [(in_axes, in_axes) for in_axes in op_params.vmaps]
     outputs, tangents_out = _vmap_rule(of_slice, vmaps, primals, tangents)
     return outputs, [_zero_tangent(x) if t is None else t for x, t in zip(outputs, tangents_out)]
 
@@ -6286,22 +6286,22 @@ def _zero_tangent(x: Any) -> Any:
     return ad.Zero(jax.typeof(x).to_tangent_aval())
 
 
-def _op_transpose(bound: _OpParams, cts: Sequence, *operands: Any) -> list:
+def _op_transpose(op_params: _OpParams, cts: Sequence, *operands: Any) -> list:
     """The op's transpose rule, which is for one slice, under the recorded vmaps."""
-    rule = _derivative_rule(bound.op, "transpose")
+    rule = _derivative_rule(op_params.op, "transpose")
     if all(type(ct) is ad.Zero for ct in cts):
         return [None] * len(operands)
-    what = f"the transpose rule of {bound.op.name!r}"
+    what = f"the transpose rule of {op_params.op.name!r}"
 
     def of_slice(cts: tuple, operands: tuple) -> list:
         avals = [x.aval if ad.is_undefined_primal(x) else None for x in operands]
-        return _from_rule(what, rule(list(cts), *operands, **bound.rule_params), "the operands are", avals)
+        return _from_rule(what, rule(list(cts), *operands, **op_params.rule_params), "the operands are", avals)
 
-    vmaps = [((0,) * len(cts), in_axes) for in_axes in bound.vmaps]
+    vmaps = [((0,) * len(cts), in_axes) for in_axes in op_params.vmaps]
     results = _vmap_rule(of_slice, vmaps, cts, operands)
     for i, ct in enumerate(results):
         if ct is not None:
-            shared = [d for d, in_axes in enumerate(bound.vmaps) if in_axes[i] is None]
+            shared = [d for d, in_axes in enumerate(op_params.vmaps) if in_axes[i] is None]
             if shared:
                 ct = jax.lax.reduce_sum(ct, shared)  # summed over the slices that share the operand
             results[i] = _sharded_like(ct, operands[i].aval)
@@ -6329,15 +6329,15 @@ def _bind_with_vjp(call: _OpCall, ins: Sequence, fwd: Callable, bwd: Callable) -
     """Bind the op with its vjp rule, whose functions get the parameters of a call with these operands."""
     ins = _make_varying(ins)
     avals = list(map(jax.typeof, ins))
-    bound = call.bound(ins)
-    params = bound.rule_params
+    op_params = call.op_params(ins)
+    params = op_params.rule_params
     what = f"the vjp rule of {call.op.name!r}"
 
     def forward(*ins: Any) -> tuple:
         returned = fwd(*ins, **params)
         if not isinstance(returned, (tuple, list)) or len(returned) != 2:
             raise TypeError(f"{what}: fwd must return (results, residuals); got {returned!r:.80}")
-        return _outputs(what, returned[0], bound.outs, call.tree), returned[1]
+        return _outputs(what, returned[0], op_params.outs, call.tree), returned[1]
 
     def backward(residuals: Any, cotangents: Any) -> tuple:
         returned = bwd(residuals, call.tree.unflatten(cotangents), **params)
@@ -6352,14 +6352,11 @@ def _from_rule(what: str, returned: Any, declares: str, avals: Sequence) -> list
         raise TypeError(f"{what} returned {returned!r:.80}: return a tuple, in the order of what it is for")
     if not isinstance(returned, (list, tuple)):
         returned = [returned]
-    arrays = [None if _is_zero(x) else _as_array(x) for x in returned]
+    is_zero = [x is None or isinstance(x, _SYMBOLIC) for x in returned]
+    arrays = [None if zero else _as_array(x) for zero, x in zip(is_zero, returned)]
     expected = [aval if aval and jax.dtypes.issubdtype(aval.dtype, np.inexact) else None for aval in avals]
     _check_returned(what, arrays, declares, expected)
     return [None if x is None or aval is None else _sharded_like(x, aval) for x, aval in zip(arrays, expected)]
-
-
-def _is_zero(x: Any) -> bool:
-    return x is None or isinstance(x, _SYMBOLIC)  # BrainEvent's rules return undefined operands
 
 
 def _derivative_rule(op: XLACustomKernel, kind: str) -> Any:
