@@ -5282,9 +5282,8 @@ class _WarpEmitter(_Emitter):
 # - what its interpreters ask of a primitive (10.4 to 10.6), `ad.Zero`, `ad.UndefinedPrimal` and their `aval`:
 #   test_matrix, test_op_takes_an_operand_without_value_as_outs
 # - "Batching rule for", which begins an error where a primitive has no such rule: test_op_without_a_batching_rule_...
-# - the effect `NamedAxisEffect` of a jaxpr that names axes: test_op_kernels_know_no_axes_of_vmap
 # - tracers among the constants of a jaxpr that closes over them: test_op_kernels_that_close_over_traced_values_...
-# - the names of ordered effects, for which a lowering of an op has no token: test_op_misuse
+# - the names of a jaxpr's effects (`_check_effects`): test_op_kernels_know_no_axes_of_vmap, test_op_misuse
 # - that `jax.clear_caches` drops what is being traced, too: test_op_that_changes_while_it_is_lowered_is_traced_again
 # - `val` and `primal` of tracers (`_without_numpy`): test_op_with_a_backward_pass_takes_batches_of_numpy_arrays
 #
@@ -5367,21 +5366,15 @@ class XLACustomKernel(_Kept):
 
     def _reduce_unnamed(self) -> tuple:
         """By a variable of any module; also of `__main__`, which a pool of processes runs again, and others do not."""
-        found = _variable_of(self, list(sys.modules))
-        if found:
-            return _value_of, (*found, self.name)
-        variable = _variable_in(sys.modules["__main__"], self)
+        in_main = _variable_in(sys.modules["__main__"], self)
+        variable = _variable_of(self, list(sys.modules)) or (in_main and ("__main__", in_main))
         if variable:
-            return _value_of, ("__main__", variable)
-        raise pickle.PicklingError(
-            f"{self.title} is pickled by name: keep it in a variable of a module that the other process imports"
-        )
+            return _value_of, (*variable, self.name)
+        raise pickle.PicklingError(f"{self.title} is pickled by name: keep it in a variable of a module to import")
 
     # -- registration ----------------------------------------------------------------------------------
 
-    def def_kernel(
-        self, backend: str, platform: str, kg: Callable | None = None, asdefault: bool = False, **options: Any
-    ) -> Any:
+    def def_kernel(self, backend: str, platform: str, kg: Any = None, asdefault: bool = False, **options: Any) -> Any:
         """Register a kernel for a backend and a platform; returns it, or a decorator where it is left out.
 
         It replaces the backend's kernel from the next trace on, also in functions that were compiled with the old one:
@@ -5393,9 +5386,6 @@ class XLACustomKernel(_Kept):
           kg: a generator, `kg(outs=..., **params)`, which may leave out `outs`, or a ready kernel.
           asdefault: make this backend the platform's default; otherwise the first one registered is.
           options: for a ready kernel, passed to `numba_kernel`, `numba_cuda_kernel` or `warp_kernel`.
-
-        Raises:
-          TypeError: `backend` or `platform` is no name, or `kg` neither callable nor a kernel.
         """
         return self._define(backend, [platform], kg, asdefault, options)
 
@@ -5412,9 +5402,7 @@ class XLACustomKernel(_Kept):
 
         Without another launch `launch_dims` is the shape of the first output that has dimensions: x counts its rows.
         """
-        platforms = ["gpu"]
-        if _uses_cudasim():
-            platforms.append("cpu")  # Numba's simulator: as Warp, where there is no other kernel
+        platforms = ["gpu", "cpu"] if _uses_cudasim() else ["gpu"]  # in the simulator as Warp: where nothing else is
         return self._define("numba_cuda", platforms, kg, asdefault, options)
 
     def def_pallas_kernel(self, platform: str, kg: Any = None, asdefault: bool = False) -> Any:
@@ -5467,10 +5455,7 @@ class XLACustomKernel(_Kept):
         return self.defaults.get(_platform_name(platform))
 
     def set_default(self, platform: str, backend: str) -> None:
-        """Make `backend` the default of `platform`, also in functions that were compiled with the old one.
-
-        For those, all of JAX's caches are cleared.  A backend that the platform does not have is a ValueError.
-        """
+        """Make `backend`, which must be registered, the default of `platform`, also in functions compiled before."""
         name = _platform_name(platform)
         entry = self._entry(name, backend or "")  # "", as None would mean the present default
         self._chosen[name] = entry.backend
@@ -5759,33 +5744,24 @@ def _tagged(value: Any) -> Any:
     """A key that differs for values which Python finds equal: 1, 1.0 and True; 0.0 and -0.0; Decimal("1") and "1.0"."""
     if isinstance(value, dict):
         return tuple([(name, _tagged(x)) for name, x in sorted(value.items())])
-    if isinstance(value, np.generic):
-        dtype: Any = next(cls for cls in type(value).__mro__ if cls.__module__ in ("numpy", "ml_dtypes"))
-        return _with_own_equality(value, dtype, dtype.__repr__(value))
-    for base, parts in _PARTS.items():
-        if isinstance(value, base):
-            return _with_own_equality(value, base, parts(value))
-    if dataclasses.is_dataclass(type(value)) and type(value).__eq__ is not object.__eq__:
-        compared = [getattr(value, field.name) for field in dataclasses.fields(value) if field.compare]
-        return type(value), value, *map(_tagged, compared)
-    return type(value), value
+    if type(value) in (int, str, bool):  # the most common ones
+        return type(value), value
+    base: Any = next(cls for cls in type(value).__mro__ if cls.__module__ in _MODULES_OF_EXACT_REPR)
+    parts = value
+    if isinstance(value, (tuple, frozenset)):
+        parts = base(map(_tagged, base.__iter__(value)))
+    elif isinstance(value, slice):
+        parts = tuple(map(_tagged, (value.start, value.stop, value.step)))
+    elif isinstance(value, _DIFFERENT_IF_EQUAL):
+        parts = base.__repr__(value)  # a subclass's own may say less; a NaN itself is not equal to another one
+    elif dataclasses.is_dataclass(value) and type(value).__eq__ is not object.__eq__:
+        parts = tuple([_tagged(getattr(value, field.name)) for field in dataclasses.fields(value) if field.compare])
+    has_own_equality = type(value).__eq__ is not base.__eq__
+    return (type(value), parts, value) if has_own_equality else (type(value), parts)
 
 
-_PARTS: dict[Any, Callable] = {  # what tells equal values of these classes, and of their subclasses, apart
-    tuple: lambda x: tuple(map(_tagged, tuple.__iter__(x))),
-    frozenset: lambda x: frozenset(map(_tagged, frozenset.__iter__(x))),
-    slice: lambda x: (_tagged(x.start), _tagged(x.stop), _tagged(x.step)),
-    range: repr,
-    float: float.__repr__,
-    complex: complex.__repr__,
-    decimal.Decimal: decimal.Decimal.__repr__,
-}
-
-
-def _with_own_equality(value: Any, base: type, parts: Any) -> tuple:
-    """Without a NaN itself, which is not equal to another one, but with what a subclass compares."""
-    own = () if type(value).__eq__ is base.__eq__ else (value,)
-    return type(value), parts, *own
+_DIFFERENT_IF_EQUAL = (float, complex, np.generic, decimal.Decimal, range)  # they may be
+_MODULES_OF_EXACT_REPR = ("builtins", "decimal", "ml_dtypes", "numpy")
 
 
 # -- 10.3 A kernel: from a generator, or a ready kernel, to its results --------------------------------
@@ -5800,10 +5776,7 @@ def _as_generator(kernel: str, kg: Any, options: dict) -> Callable:
     if options.get("differentiable"):
         raise TypeError(f"{kernel}: differentiable=True has no effect in an op: give its derivative by def_vjp_rule")
     if options and kind not in _BACKENDS:
-        raise TypeError(
-            f"{kernel}: {', '.join(options)} can be given with a ready kernel only; a generator applies options "
-            "itself, and a wrapper has its own"
-        )
+        raise TypeError(f"{kernel}: {', '.join(options)} can be given with a ready kernel only; else in its wrapper")
     if kind is not None:
         return functools.partial(_wrap_ready, kg, options)
     if not callable(kg):
@@ -5813,9 +5786,7 @@ def _as_generator(kernel: str, kg: Any, options: dict) -> Callable:
 
 def _check_no_side_effect(what: str, option: Any, function: Any) -> None:
     if option or getattr(getattr(function, "options", None), "has_side_effect", False):
-        raise TypeError(
-            f"{what}: an op has no side effects, as a call whose results nobody uses is dropped: call the kernel itself"
-        )
+        raise TypeError(f"{what}: an op has no side effects, as a call with unused results is dropped: call the kernel")
 
 
 def _wrap_ready(kernel: Any, options: dict, /, outs: tuple, **params: Any) -> Any:
@@ -5885,10 +5856,8 @@ def _outputs(what: str, returned: Any, outs: Sequence, tree: Any) -> list:
     """The outputs that a kernel or a rule returned, as arrays: in any container, but dicts only as declared."""
     leaves, structure = jax.tree.flatten(returned)
     if structure != tree and (_has_dicts(tree) or (_has_dicts(structure) and len(leaves) > 1)):
-        raise ValueError(
-            f"{what} returned {structure}, but outs declares {tree}: return that, or declare a tuple, or a NamedTuple, "
-            "which keeps names and order"
-        )
+        fix = "return that, or declare a tuple, or a NamedTuple, which keeps names and order"
+        raise ValueError(f"{what} returned {structure}, but outs declares {tree}: {fix}")
     arrays = list(map(_as_array, leaves))
     _check_returned(what, arrays, "outs declares", outs)
     return arrays
@@ -5944,9 +5913,7 @@ class _OpPrimitive(Primitive):
 
         return call
 
-    def op_params(
-        self, /, outs: Sequence = (), backend: Any = None, _op_params: _OpParams | None = None, **params: Any
-    ) -> _OpParams:
+    def op_params(self, /, outs: Any = (), backend: Any = None, _op_params: Any = None, **params: Any) -> _OpParams:
         """The one parameter, also where the others are given by hand: BrainEvent calls rules without outs."""
         if _op_params:
             return _op_params
@@ -6088,9 +6055,6 @@ def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None],
     Returns:
       The outputs and, in the same structure, their batched axes: 0, or None if no operand is batched.
 
-    Raises:
-      TypeError: `prim` is an op, and `outs` is missing.
-
     Example:
       >>> out, axis = general_batching_rule(lambda x, y: x @ y, (np.ones((5, 3)), np.ones(3)), (0, None))
       >>> print(out.shape, axis)
@@ -6179,10 +6143,9 @@ def _sequential(function: Callable, in_axes: tuple) -> Callable:
     """`jax.vmap(function, in_axes)`, but one slice at a time."""
 
     def mapped(*ins: Any) -> Any:
-        def of_slice(slices: Sequence) -> Any:
-            return function(*[x if axis is None else one for x, one, axis in zip(ins, slices, in_axes)])
-
-        return jax.lax.map(of_slice, [None if axis is None else x for x, axis in zip(ins, in_axes)])
+        batch = [None if axis is None else x for x, axis in zip(ins, in_axes)]
+        shared = [x if axis is None else None for x, axis in zip(ins, in_axes)]
+        return jax.lax.map(lambda slices: function(*[y if x is None else x for x, y in zip(slices, shared)]), batch)
 
     return mapped
 
@@ -6239,19 +6202,17 @@ def _jvp_by_operand(primitive: Any, rules: Sequence, primals: Any, tangents: Any
     return results, tangents_out if primitive.multiple_results else tangents_out[0]
 
 
-def _add_tangents(
-    primitive: Any, rules: Sequence, primals: Any, tangents: Any, outputs: Sequence, params: dict
-) -> list:
+def _add_tangents(op: Any, rules: Sequence, primals: Any, tangents: Any, outputs: Any, params: dict) -> list:
     """The tangents of the outputs: what each operand's rule gives, added up."""
     if len(rules) != len(primals):
-        raise ValueError(f"{primitive.name!r} has {len(rules)} jvp rules for {len(primals)} operands; give each one")
+        raise ValueError(f"{op.name!r} has {len(rules)} jvp rules for {len(primals)} operands; give each one")
     avals = list(map(jax.typeof, outputs))
     totals: list = list(map(_zero_tangent, outputs))
     for i, (rule, tangent) in enumerate(zip(rules, tangents)):
         if rule is None or type(tangent) is ad.Zero:
             continue
         returned = rule(tangent, *primals, **params)
-        what = f"the jvp rule of {primitive.name!r} for operand {i}"
+        what = f"the jvp rule of {op.name!r} for operand {i}"
         for j, term in enumerate(_from_rule(what, returned, "the outputs are", avals)):
             if term is not None:
                 totals[j] = ad.add_tangents(totals[j], term)
@@ -6261,15 +6222,14 @@ def _add_tangents(
 def _op_jvp(op_params: _OpParams, primals: Sequence, tangents: Sequence) -> tuple:
     """The op's jvp rule, which is for one slice, under the recorded vmaps."""
     rule = _derivative_rule(op_params.op, "jvp")
-    primitive = op_params.op.primitive
     what = f"the jvp rule of {op_params.op.name!r}"
     params = op_params.rule_params
     one_slice = dataclasses.replace(op_params, vmaps=(), batch=(), innermost_by_rule=False)
 
     def of_slice(primals: tuple, tangents: tuple) -> tuple:
         if isinstance(rule, list):  # of `defjvp`
-            outputs = primitive.bind(*primals, _op_params=one_slice)
-            tangents_out = _add_tangents(primitive, rule, primals, tangents, outputs, params)
+            outputs = op_params.op.primitive.bind(*primals, _op_params=one_slice)
+            tangents_out = _add_tangents(op_params.op, rule, primals, tangents, outputs, params)
         else:
             outputs, tangents_out = rule(primals, tangents, **params)
         tree = op_params.tree if _has_dicts(jax.tree.structure(outputs)) else jax.tree.structure([*op_params.outs])
@@ -6352,8 +6312,7 @@ def _from_rule(what: str, returned: Any, declares: str, avals: Sequence) -> list
         raise TypeError(f"{what} returned {returned!r:.80}: return a tuple, in the order of what it is for")
     if not isinstance(returned, (list, tuple)):
         returned = [returned]
-    is_zero = [x is None or isinstance(x, _SYMBOLIC) for x in returned]
-    arrays = [None if zero else _as_array(x) for zero, x in zip(is_zero, returned)]
+    arrays = [None if x is None or isinstance(x, _SYMBOLIC) else _as_array(x) for x in returned]
     expected = [aval if aval and jax.dtypes.issubdtype(aval.dtype, np.inexact) else None for aval in avals]
     _check_returned(what, arrays, declares, expected)
     return [None if x is None or aval is None else _sharded_like(x, aval) for x, aval in zip(arrays, expected)]
