@@ -4319,17 +4319,12 @@ class _CudaEmitter(_Emitter):
 # 9. Warp: a wrapper with a derivative, and an emitter that calls Warp's code on CPUs and GPUs.
 #
 # What a new Warp may break.
-# - Loudly: `is_generic`, `func` and `adj.args` (`label`, `type`), hashes and options of kernels and modules,
-#   types of arrays, structs and elements (`_warp_param`: test_warp_values).
-# - Silently, so that tests of each must pass before it counts as supported:
-#   what the hash of a kernel leaves out (`_warp_content`: test_warp_kernels_are_one_kernel_where_they_are_warps,
-#   test_warp_generated_kernels_are_theirs_by_constant_and_setting);
-#   the C++ of a kernel (`_WarpSource`: the tests of WARP_WRITES, WARP_UPDATES, WARP_STORES and WARP_INDICES);
-#   how a launch is recorded, packed and run (`_warp_blocks`, `_record`: test_warp_ops, test_warp_on_fake_gpu), its grid
-#   (`_grid`: test_warp_grid_of_kernels_without_a_grid_stride), and which launches are more than the start of a kernel
-#   (`_command`: test_warp_launches_that_are_more_than_the_start_of_a_kernel_are_refused);
-#   that tiles on CPUs have one memory for all threads (`_WarpEmitter`:
-#   test_warp_slices_of_a_batch_run_on_all_threads_unless_in_order_or_on_tiles).
+# - Loudly: `is_generic`, `func` and `adj.args` (`label`, `type`), hashes and options of kernels and modules, types of
+#   arrays, structs and elements (`_warp_param`).
+# - Silently, so that all tests named test_warp must pass before a version counts as supported: what the hash of a
+#   kernel leaves out (`_warp_content`); the C++ of a kernel (`_WarpSource`); how a launch is recorded, packed and run
+#   (`_record`, `_warp_blocks`), its grid (`_grid`), and which launches are more than the start of a kernel
+#   (`_command`); that tiles on CPUs have one memory for all threads (`_WarpEmitter`).
 
 _WARP_INSTALL = "pip install warp-lang numba"
 _WARP_DTYPES = "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 bfloat16 float32 float64".split()
@@ -4368,8 +4363,8 @@ def warp_kernel(
     and JAX compiles a call again for each new one.  So what changes, such as a time step, is better a `warp.array` of
     shape (1,).  Functions and constants that a kernel names are those of when JAX traced the call; if you define them
     anew, make the wrapper anew.  For kernels that are made in a loop, `warp.kernel(module="unique")` saves builds of
-    whole modules.  Warp takes kernels of one module, or unique ones, for one if they differ only in an int beyond 32
-    bits or in the last digits of a float, unless the constant has a type, such as `warp.float64(0.1)`.
+    whole modules.  Two kernels of one module (or unique ones) that differ only in an int beyond 32 bits or a float's
+    last digits are the same kernel to Warp; give such constants a type.
 
     Args:
       kernel: a function decorated with `warp.kernel`, not generic; without it, `warp_kernel(outs=...)` is a decorator.
@@ -4381,12 +4376,11 @@ def warp_kernel(
       block_dim: threads per block on a GPU, by default 256; a block on the CPU has one.
       tiled: True for kernels whose blocks work on tiles, as `warp.launch_tiled` starts them: `launch_dims`, up
         to 3, counts blocks, of `block_dim` threads each.
-      vmap_method, input_output_aliases, in_out_argnames, has_side_effect, scratch: as for `numba_kernel`.
+      vmap_method, input_output_aliases, in_out_argnames, has_side_effect, scratch, name: as for `numba_kernel`.
       zero_outputs: True starts every output but the aliased ones from zeros, in each slice of a `vmap`.  By default a
         kernel that updates an output by an atomic, as `out[i] += v` does, or by `out[i] *= v` where nothing else
         stores, is refused unless the output starts from an input; False says that the kernel itself stores there
         before.
-      name: the target's name, of your own choice; see `numba_kernel`.
       differentiable: True gives reverse mode, first derivatives only, through the kernel's own adjoint, for arrays of
         floats.
 
@@ -4394,10 +4388,10 @@ def warp_kernel(
       A function whose result has the structure of `outs`.
 
     Raises:
-      TypeError: a generic kernel; arrays that do not fit; a traced value for a parameter that is no array; an input
-        that the kernel writes to, or an output that it updates and that starts from nothing.
-      ValueError: launch dimensions out of range, or left out where `wp.tid()` gives another number of indices; in-out
-        arguments, aliases or scratch with `differentiable`.  RuntimeError: Warp's own, for a value of a wrong type.
+      TypeError: a generic kernel; arrays that do not fit; a traced value for a parameter that is no array; an array
+        that the kernel must not write to.
+      ValueError: launch dimensions that are out of range or missing; in-out arguments, aliases or scratch with
+        `differentiable`.  RuntimeError: Warp's own, for a value of a wrong type.
       NotImplementedError: launches that are more than the start of a kernel (on GPUs Warp's deterministic mode and
         clusters, its blocks on CPUs), for which there is `warp.jax_kernel`; to compile for CUDA where JAX has no GPU.
 
@@ -4437,14 +4431,12 @@ class _WarpOptions(_Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.block_dim is not None:
-            what = f"block_dim must be an int, the threads of a block; got {self.block_dim!r}"
+            what = f"block_dim must be 1 to 1024 threads; got {self.block_dim!r}"
             (self.block_dim,) = _ints((self.block_dim,), what)  # a Python int
             if not 1 <= self.block_dim <= 1024:
-                raise ValueError(f"block_dim must be 1 to 1024 threads; got {self.block_dim}")
+                raise ValueError(what)
         if self.tiled and self.launch_dims is None:
             raise ValueError("tiled=True needs launch_dims, the number of blocks")
-        if self.zero_outputs is not None:
-            self.zero_outputs = bool(self.zero_outputs)
         if self.launch_dims is not None and not callable(self.launch_dims):
             self.checked_dims(self.launch_dims)
         if self.differentiable and (self.input_output_aliases or self.in_out_argnames or self.scratch is not None):
@@ -4473,18 +4465,16 @@ class _WarpKernel(_Wrapper):
     has_kernels_by_value = False  # a pickle has all of the kernel's module, which is then there twice
 
     def __init__(self, kernel: Any, options: Any, values: Mapping[str, Any] | None = None) -> None:
-        wp = _warp("warp_kernel")
+        wp = _import("warp", "warp_kernel", _WARP_INSTALL)
         if not isinstance(kernel, wp.Kernel):
             raise _wrong_kernel("warp_kernel", "a function decorated with warp.kernel", kernel)
         if kernel.is_generic:
-            raise TypeError(
-                f"warp_kernel takes no generic kernel such as {kernel.func.__name__!r}: wp.overload(kernel, [types of "
-                "its parameters]) gives one that is not"
-            )
+            fix = "wp.overload(kernel, [types of its parameters]) gives one that is not"
+            raise TypeError(f"warp_kernel takes no generic kernel such as {kernel.func.__name__!r}: {fix}")
         self.params = {x.label: _warp_param(wp, kernel.func.__name__, x.label, x.type) for x in kernel.adj.args}
         self.values = copy.deepcopy(values or {})  # for later traces, too: structs may change
         super().__init__(kernel, options, tuple(name for name in self.params if name not in self.values))
-        self.with_values = _BoundedCache()  # this kernel with others
+        self.by_values = _BoundedCache()  # this kernel with other values
         self.by_value_names = {name for name, param in self.params.items() if not param.ndim}
         for key in options.input_output_aliases:
             self._input_number(key, len(self.parameters))  # refuses values
@@ -4503,21 +4493,15 @@ class _WarpKernel(_Wrapper):
         arguments = self._bound(args, named)
         if not self.by_value_names <= arguments.keys():
             raise self._wrong_arity(f"got only ({', '.join(arguments)})")
-        arrays = []
-        values = {}
-        for name, x in arguments.items():
-            if name in self.by_value_names or x is None:
-                values[name] = self.params[name].as_value(x)
-            else:
-                arrays.append(x)
-        return self._with_values(values)._call_inputs(arrays)
+        valued = [name for name, x in arguments.items() if name in self.by_value_names or x is None]
+        values = {name: self.params[name].as_value(arguments.pop(name)) for name in valued}
+        return self._with_values(values)._call_inputs([*arguments.values()])
 
     def _with_values(self, values: Mapping[str, Any]) -> _WarpKernel:
         if not values:
             return self
         key = tuple([(name, _value_key(x)) for name, x in values.items()])
-        known = self.with_values.get(key)
-        return known or self.with_values.keep(key, _WarpKernel(self.kernel, self.options, values))
+        return self.by_values.get(key) or self.by_values.keep(key, _WarpKernel(self.kernel, self.options, values))
 
     def _for_inputs(self, what: str, ins: Sequence[Spec]) -> Any:
         """An option, which may be a callable of all that the call got, values included."""
@@ -4537,12 +4521,12 @@ class _WarpKernel(_Wrapper):
 
     def _find_target(self, call: _Call) -> _Target:
         n_in = len(call.ins)
-        n_out = len(call.outs)
+        specs = call.ins + call.outs
         names = [*self.parameters[:n_in], *self.in_outs, *self.parameters[n_in:]]  # of each buffer
-        if len(names) != n_in + n_out:
-            n_given = n_in + len(self.values)
-            raise self._wrong_arity(f"got {n_given} inputs and {n_out} outputs (in-out arguments count as both)")
-        for name, spec in zip(names, call.ins + call.outs, strict=True):
+        if len(names) != len(specs):
+            given = f"{n_in + len(self.values)} inputs and {len(call.outs)} outputs"
+            raise self._wrong_arity(f"got {given} (in-out arguments count as both)")
+        for name, spec in zip(names, specs, strict=True):
             self.params[name].check(spec)
         self._check_accesses(call, names)
         return self._target(call, {(name, "value"): k for k, name in enumerate(names)}, call.ins, self.title)
@@ -4557,7 +4541,7 @@ class _WarpKernel(_Wrapper):
                     f"{self.title} writes to its input {name!r}, which JAX may share: name it in in_out_argnames, or "
                     "write to an output (the parameters are inputs and values, then outputs)"
                 )
-        if self.options.zero_outputs is False:
+        if self.options.zero_outputs not in (None, True):
             return
         starts = {*aliases.values(), *call.zeroed}  # the outputs that are something before the launch
         for j, name in enumerate(names[len(call.ins) :]):
@@ -4571,38 +4555,31 @@ class _WarpKernel(_Wrapper):
                     " (zero_outputs=False, if the kernel itself stores there before)"
                 )
 
-    def _default_dims(self, title: str, name: str, dims: tuple[int, ...], n_given: int) -> tuple[int, ...]:
+    def _default_dims(self, title: str, name: str, dims: tuple[int, ...]) -> tuple[int, ...]:
         """The dimensions of the first array, if `wp.tid()` gives as many indices."""
         counts = _source_of(self.kernel).tid_counts or {0}
-        if counts == {len(dims)}:
-            return dims
-        given = [*self.params][:n_given]
-        n = max(counts)
-        way = ("1", "n", "(n, n)", "(n, n, n)", "(n, n, n, n)")[n]
-        if name in given and 0 < n < len(dims):
-            index = "0" if n == 1 else f":{n}"
-            way = f"lambda {', '.join(given)}: {name}.shape[{index}]"
-        shown = " or ".join(map(str, sorted(counts)))
-        raise ValueError(
-            f"{title}: launch_dims is missing, and the shape of {name!r}, {dims}, does not do, as wp.tid() gives "
-            f"{shown} indices: give a number of threads for each index, such as launch_dims={way}"
-        )
+        if counts != {len(dims)}:
+            raise ValueError(
+                f"{title}: launch_dims is missing, and the shape of {name!r}, {dims}, does not do, as wp.tid() gives "
+                f"{' or '.join(map(str, sorted(counts)))} indices: give launch_dims, such as n, or (n, m) for two"
+            )
+        return dims
 
     def _target(self, call: _Call, buffers: Mapping, user_ins: Sequence[Spec], title: str) -> _WarpTarget:
-        """What launches the kernel on the buffers of a call; the user's own inputs are those of the options.
+        """What launches the kernel, or with gradients its adjoint, on the buffers of a call.
 
-        For the name of a parameter, and "value" or "gradient", which for an output is the cotangent, `buffers` has the
-        number of a buffer; those of the first array come first.  With gradients the adjoint is launched.
+        `buffers` maps (name of a parameter, "value" or "gradient") to the number of a buffer, the first array's first.
+        Options that are callables get `user_ins`.
         """
         options = self.options
-        specs = [*call.ins, *call.outs]
+        specs = call.ins + call.outs
         arrays = [(key, k, self.params[key[0]].dims(specs[k].shape)) for key, k in buffers.items()]
         launch_dims = self._for_inputs("launch_dims", user_ins)
         if launch_dims is None:
             if not arrays:
                 raise ValueError(f"{title}: launch_dims is missing, and there is no array of that shape")
             (first, _), _, dims = arrays[0]
-            launch_dims = self._default_dims(title, first, dims, len(user_ins) + len(self.values))
+            launch_dims = self._default_dims(title, first, dims)
         checked_dims = options.checked_dims(launch_dims)
         with _warp_session() as wp:
             content = _warp_content(wp, self.kernel)
@@ -4652,23 +4629,19 @@ class _WarpKernel(_Wrapper):
         return tuple(cotangents_of_args)
 
     def _resolve_adjoint(self, ins: tuple[Spec, ...], n_args: int) -> _Call:
-        """The call of the adjoint: (inputs, outputs, cotangents) -> (what it changes of these, gradients).
+        """The call of the adjoint: (inputs, outputs, cotangents) -> (those that it changes, gradients).
 
-        For a kernel (x, k) -> out, where k has integers, the inputs are x, k, out and the cotangent of out, which it
-        changes, and the results are that and the gradient of x, which it adds to zeros.
+        Changed are what `accesses_again` says, and the cotangents; the gradients of inputs of floats start from zeros.
         """
         names = self.parameters
         buffers = {(name, "value"): k for k, name in enumerate(names)}
         again = _source_of(self.kernel).accesses_again
-        changed = [k for k, name in enumerate(names) if again[name]]
-        changed += range(len(names), len(ins))
+        changed = [*(k for k, name in enumerate(names) if again[name]), *range(len(names), len(ins))]
         float_ins = _floats(ins[:n_args])
         results = tuple(ins[k] for k in [*changed, *float_ins])
         float_outs = [k for k in _floats(ins[: len(names)]) if k >= n_args]
-        for k, cotangent in zip(float_outs, range(len(names), len(ins)), strict=True):
-            buffers[names[k], "gradient"] = cotangent
-        for j, k in enumerate(float_ins, start=len(ins) + len(changed)):
-            buffers[names[k], "gradient"] = j
+        buffers |= {(names[k], "gradient"): j for j, k in enumerate(float_outs, start=len(names))}
+        buffers |= {(names[k], "gradient"): j for j, k in enumerate(float_ins, start=len(ins) + len(changed))}
         aliases = tuple((k, j) for j, k in enumerate(changed))
         zeroed = tuple(range(len(changed), len(results)))
         call = _Call(ins, results, len(results), aliases, zeroed, self.options.has_side_effect)
@@ -4677,7 +4650,7 @@ class _WarpKernel(_Wrapper):
 
 
 def _floats(arrays: Sequence[Any]) -> list[int]:
-    """The numbers of those that are of floats."""
+    """The numbers of the arrays of floats."""
     return [k for k, x in enumerate(arrays) if jax.dtypes.issubdtype(x.dtype, np.floating)]
 
 
@@ -4685,19 +4658,14 @@ def _floats(arrays: Sequence[Any]) -> list[int]:
 # Code for some versions of Warp names them, here and in 9.3 and 9.4.  Checked on 1.14 and 1.19.
 
 
-def _warp(user: str) -> Any:
-    return _import("warp", user, _WARP_INSTALL)
-
-
 @contextlib.contextmanager
 def _warp_session() -> Iterator[Any]:
     """Warp, initialized, silent unless the user raised the verbosity, and locked, as loading modules is not safe."""
-    wp = _warp("warp_kernel")
+    wp = _import("warp", "warp_kernel", _WARP_INSTALL)
     with _LOCK:
         level = wp.config.log_level
         try:
-            if level >= 20:
-                wp.config.log_level = max(level, 30)
+            wp.config.log_level = max(level, 30) if level >= 20 else level
             wp.init()
             yield wp
         finally:
@@ -4711,7 +4679,8 @@ def _warp_scalars(wp: Any) -> dict[np.dtype, Any]:
 
 def jaxtype_to_warptype(dtype: Any) -> Any:
     """The Warp scalar type of what NumPy reads as a dtype; a ValueError for one that Warp lacks."""
-    scalars = _warp_scalars(_warp("jaxtype_to_warptype"))
+    wp = _import("warp", "jaxtype_to_warptype", _WARP_INSTALL)
+    scalars = _warp_scalars(wp)
     try:
         return scalars[np.dtype(dtype)]
     except (KeyError, TypeError):
@@ -4730,20 +4699,20 @@ def jaxinfo_to_warpinfo(info: Any) -> Any:
     if not 1 <= ndim <= _WARP_MAX_DIMS:
         hint = "; reshape it to (1,)" if ndim == 0 else ""
         raise ValueError(f"Warp arrays have 1 to {_WARP_MAX_DIMS} dimensions; got {ndim} in {_show(info)}{hint}")
-    wp = _warp("jaxinfo_to_warpinfo")
+    wp = _import("warp", "jaxinfo_to_warpinfo", _WARP_INSTALL)
     return wp.array(dtype=jaxtype_to_warptype(info.dtype), ndim=ndim)
 
 
 # -- 9.3 The parameters of a kernel, and its content --------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class _WarpParam:
     """One parameter: an array of `ndim` dimensions, or what is passed by value (`ndim` is 0)."""
 
     kernel: str
     name: str
-    type: Any = dataclasses.field(compare=False)
+    type: Any
     dtype: np.dtype | None  # of the scalars; None for a struct
     inner: tuple[int, ...]  # the shape of one element: () for scalars, (3,) for vec3
     ndim: int
@@ -4780,8 +4749,7 @@ class _WarpParam:
             raise TypeError(f"{refused}, whose parts are not of one shape: make it a warp.{type_name}") from None
         if self.dtype and self.dtype.kind in "iu":
             limits = np.iinfo(self.dtype)
-            numbers = number.ravel().tolist()
-            if any(isinstance(n, int) and not limits.min <= n <= limits.max for n in numbers):
+            if not all(limits.min <= n <= limits.max for n in number.ravel().tolist() if isinstance(n, int)):
                 raise ValueError(f"{refused}, which is out of its range")  # Warp would wrap it around
         is_foreign = hasattr(value, "__array__") and not isinstance(value, (np.ndarray, np.generic))
         return np.asarray(value) if is_foreign else value
@@ -4794,15 +4762,13 @@ class _WarpParam:
             if np.dtype(spec.dtype).itemsize == 4 and str(self.dtype).endswith("64"):
                 hint = f"JAX keeps 64 bits `with jax.enable_x64(True): x = jnp.asarray(x, jnp.{self.dtype})`"
             raise TypeError(f"{what}: wrong dtype; {hint}")
-        is_one_element = spec.shape == self.inner
-        if len(spec.shape) != self.ndim + len(self.inner) and not is_one_element:
+        if len(spec.shape) != self.ndim + len(self.inner) and spec.shape != self.inner:  # that of one element
             raise TypeError(f"{what}: wrong number of dimensions")
         if self.inner and spec.shape[-len(self.inner) :] != self.inner:
             raise TypeError(f"{what}: wrong inner dimensions, which hold the elements of the vector or matrix")
         if not all(isinstance(n, int) for n in spec.shape):
             raise NotImplementedError(f"{what}: a launch has known dimensions; export a program for each shape")
-        first_stride = math.prod(spec.shape[1:]) * spec.dtype.itemsize
-        if max(1, *spec.shape, first_stride) > _WARP_MAX_EXTENT:
+        if max(1, *spec.shape, math.prod(spec.shape[1:]) * spec.dtype.itemsize) > _WARP_MAX_EXTENT:
             raise ValueError(f"{what}: Warp counts extents and strides in 32 bits, at most {_WARP_MAX_EXTENT}")
 
 
@@ -4817,13 +4783,10 @@ def _warp_param(wp: Any, kernel: str, name: str, warp_type: Any) -> _WarpParam:
     what = f"warp_kernel {kernel!r}: parameter {name!r} is "
     if is_struct and (is_array or _points_to_arrays(element)):
         shown = f"an array of structs {element.key}" if is_array else f"a struct {element.key} with arrays"
-        fields = ", ".join(element.vars)
-        raise TypeError(f"{what}{shown}: give the kernel one parameter for each field ({fields})")
+        raise TypeError(f"{what}{shown}: give the kernel one parameter for each field ({', '.join(element.vars)})")
     if dtype is None and not is_struct:
-        raise TypeError(
-            f"{what}{warp_type!r}; supported are scalars, vectors and matrices, arrays of those, and structs without "
-            "arrays"
-        )
+        supported = "scalars, vectors and matrices, arrays of those, and structs without arrays"
+        raise TypeError(f"{what}{warp_type!r}; supported are {supported}")
     inner = tuple(getattr(element, "_shape_", ()))
     return _WarpParam(kernel, name, warp_type, dtype, inner, warp_type.ndim if is_array else 0)
 
@@ -4851,13 +4814,8 @@ def _warp_content(wp: Any, kernel: Any) -> tuple[str, ...]:
     for name, value in vars(wp.config).items():
         if isinstance(value, (bool, int, float, str)) and not _WARP_LOCAL.search(name):
             settings[name] = value
-    return (
-        wp.__version__,
-        kernel.module.name,
-        kernel.hash.hex(),
-        str(sorted(options.items())),
-        str(sorted(settings.items())),
-    )
+    sorted_items = sorted(options.items()), sorted(settings.items())
+    return wp.__version__, kernel.module.name, kernel.hash.hex(), str(sorted_items)
 
 
 # -- what the C++ of a kernel shows ---------------------------------------------------------------------
@@ -4870,7 +4828,7 @@ _WARP_ACCESSES = dict.fromkeys(
     "address copy len load lower_bound print sample_cdf select tile_load tile_load_indexed unot view "
     "volume_sample_grad_index volume_sample_index where".split(),
     _READS,
-) | dict.fromkeys("tile_store tile_store_indexed".split(), _STORES)
+) | dict.fromkeys("array_store store tile_store tile_store_indexed".split(), _STORES)
 
 
 def _source_of(kernel: Any) -> _WarpSource:
@@ -4894,8 +4852,6 @@ class _WarpSource:
       user's as one that stores in them, or, if it has a word such as `atomicAdd`, updates them.
     - `accesses_again`: the same for what the adjoint runs, where functions of the user's own (`wp.func_grad`,
       `wp.func_replay`, C++) count as ones that update all arrays that they get.
-    - `tid_counts`: how many indices each `wp.tid()` gives.
-    - `uses_tiles`: whether a function of tiles is called.
 
     Not seen: what is written through `x.ptr`, or by C++ that hides an atomic, and that an output is read before a
     kernel stores there, but for an update in place of what nothing else stores.
@@ -4917,7 +4873,7 @@ class _WarpSource:
             code.deterministic = type(code.deterministic)(code)
         code.build(builder)
         self.uses_tiles = False
-        self.tid_counts: set[int] = set()
+        self.tid_counts: set[int] = set()  # how many indices `wp.tid()` gives, in each of its calls
         self.kinds = {f"wp::{name}": kind for name, kind in _WARP_ACCESSES.items()}  # by name in C++
         self.kinds |= dict.fromkeys((struct.native_name for struct in builder.structs), _READS)  # their constructors
         self.functions: dict[str, list[int]] = {}  # what a function of the user's, or its adjoint, does to arguments
@@ -4944,9 +4900,10 @@ class _WarpSource:
         arrays = _WarpArrays(code)
         for line in lines:
             self._read(line.strip(), arrays)
+        for name, kind in [*arrays.accesses.items()]:
+            arrays.access(kind, *arrays.origins_of(name))
         without = getattr(code, "callable_arg_values", None) or ()  # C++ does not pass functions
-        worst = arrays.worst()
-        return {x.label: worst.get(x.emit(), _READS) for x in code.args if x.label not in without}
+        return {x.label: arrays.accesses.get(x.emit(), _READS) for x in code.args if x.label not in without}
 
     def _read(self, line: str, arrays: _WarpArrays) -> None:
         left, _, right = line.rpartition(" = ")
@@ -4955,7 +4912,7 @@ class _WarpSource:
         results = [left]
         self.uses_tiles |= function.startswith("wp::tile_")
         self.tid_counts.update(map(int, re.findall(r"^builtin_tid(\d)d", function)))
-        stores = _CHANGES if arrays.updates_in_place(left, function, right) else _STORES
+        is_in_place = arrays.updates_in_place(left, function, right)
         if not left.startswith("var_"):  # but with `*var_3`
             arrays.access(_STORES, left)
         if function in self.functions:
@@ -4963,17 +4920,15 @@ class _WarpSource:
             for kind, argument in zip(kinds, arguments):
                 arrays.access(kind, argument)
             results += arguments[len(kinds) :]  # several results
-        elif function == "wp::assign" and not arrays.refers(arguments[0]):  # of one variable to another, in a loop
+        elif function == "wp::assign" and not _is_reference(arrays.types.get(arguments[0])):  # in a loop
             results.append(arguments[0])
-        elif function == "wp::store":  # perhaps of an array, in a field of a struct
-            arrays.access(stores, right)
-            results += arrays.origins_of(*arrays.named(arguments[0]))
         elif function.startswith("wp::dense_"):  # those store in the last one
             arrays.access(_STORES, *arrays.named(right)[-1:])
-        elif function == "wp::array_store":
-            arrays.access(stores, right)
         elif function:
-            arrays.access(self.kinds.get(function.removeprefix("adj_"), _UPDATES), right)
+            kind = self.kinds.get(function.removeprefix("adj_"), _UPDATES)
+            arrays.access(_CHANGES if is_in_place else kind, right)
+        if function == "wp::store":  # perhaps of an array, in a field of a struct
+            results += arrays.origins_of(*arrays.named(arguments[0]))
         for result in re.findall(r"var_\w+", str(results)):
             arrays.origins[result].update(arrays.named(right))
 
@@ -4990,18 +4945,12 @@ class _WarpArrays:
     def named(self, text: str) -> list[str]:
         return [name for name in re.findall(r"var_\w+", text) if name in self.types]
 
-    def refers(self, name: str) -> bool:
-        return _is_reference(self.types.get(name))
-
     def access(self, kind: int, *texts: str) -> None:
-        for name in itertools.chain(*map(self.named, texts)):
+        for name in self.named(" ".join(texts)):
             self.accesses[name] = max(self.accesses.get(name, _READS), kind)
 
     def updates_in_place(self, left: str, function: str, right: str) -> bool:
-        """Whether a line stores an element that was made of itself, as `out[i] *= 2.0` does.
-
-        Not if a `where`, by which Warp also joins branches, chose between that and another value.
-        """
+        """Whether a line stores an element that is made of itself, and not by a `where`, which also joins branches."""
         used, value = right, ""
         if function in ("wp::array_store", "wp::store"):
             used, _, value = right.rpartition(", ")
@@ -5009,7 +4958,8 @@ class _WarpArrays:
         elements.update(*[self.elements[name] for name in re.findall(r"var_\w+", used)])
         if left and function not in ("wp::where", "wp::select"):
             self.elements[left] = elements
-        return not elements.isdisjoint(self.elements[value.rstrip(");")])
+        target = self.origins_of(*self.named(used))
+        return any(x.split(",")[0] in target for x in elements & self.elements[value.rstrip(");")])
 
     def origins_of(self, *names: str) -> list[str]:
         """These, and all variables in whose memory they may lie."""
@@ -5017,12 +4967,6 @@ class _WarpArrays:
         for name in found:  # which grows
             found += self.origins[name].difference(found)
         return found
-
-    def worst(self) -> dict[str, int]:
-        """What is done to the memory of each variable, under any name."""
-        for name, kind in list(self.accesses.items()):
-            self.access(kind, *self.origins_of(name))
-        return self.accesses
 
 
 def _number(value: Any) -> np.ndarray:
@@ -5039,10 +4983,9 @@ def _value_key(value: Any) -> Any:
 
 
 # -- 9.4 A launch, as Warp records it -----------------------------------------------------------------
-# How Warp packs a launch into blocks of memory differs between its versions.  So where a call is traced, and where the
-# call is lowered for a platform, Warp records a launch: with the dimensions and values of the call, and with stand-ins
-# for the pointers to its buffers.  The bytes of the blocks are passed on in the attribute `launch`.  A handler copies
-# them, and writes the pointers of a slice where stand-ins stood.
+# How Warp packs a launch into blocks of memory differs between versions.  So where a call is traced or lowered, Warp
+# records a launch, with stand-ins for the pointers to its buffers.  The attribute `launch` has the bytes of the blocks;
+# a handler copies them, and writes the pointers of a slice where stand-ins stood.
 
 
 class _Packed(NamedTuple):
@@ -5064,9 +5007,9 @@ class _Recorded(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class _WarpTarget(_Target):
-    """A launch of a kernel, or of its adjoint: what Warp must know to record it.
+    """What Warp must know to record a launch of a kernel, or of its adjoint.
 
-    Until it is lowered, `name` is that of the kernel.
+    `name` is for messages; `lowered` returns a `_Target` with the registered name.
     """
 
     kernel: Any = dataclasses.field(compare=False)
@@ -5179,7 +5122,7 @@ class _WarpTarget(_Target):
 
     def _command(self, wp: Any, device: str, pointers: Mapping[int, int]) -> Any:
         """Warp's recorded launch, with these pointers to buffers; compiles and loads the kernel."""
-        arrays = {key: (pointers[k], dims) for key, k, dims in self.arrays}
+        arrays = {key: (0 if 0 in dims else pointers[k], dims) for key, k, dims in self.arrays}
         warp_types = {arg.label: arg.type for arg in self.kernel.adj.args}
 
         def array(name: str, role: str) -> Any:
@@ -5187,14 +5130,11 @@ class _WarpTarget(_Target):
                 return None
             pointer, dims = arrays[name, role]
             gradient = array(name, "gradient") if role == "value" else None
-            pointer = 0 if 0 in dims else pointer
             return wp.array(ptr=pointer, shape=dims, dtype=warp_types[name].dtype, device=device, grad=gradient)
 
         options: dict[str, Any] = {"device": device, "record_cmd": True, "record_tape": False}
         if any(role == "gradient" for _, role in arrays):
-            gradients = []
-            for name, warp_type in warp_types.items():
-                gradients.append(array(name, "gradient") if hasattr(warp_type, "ndim") else warp_type())
+            gradients = [array(x, "gradient") if hasattr(t, "ndim") else t() for x, t in warp_types.items()]
             options |= {"adj_inputs": gradients, "adjoint": True}
         options["block_dim"] = 1 if device == "cpu" else self._threads_of_block
         inputs = [self.values.get(name, array(name, "value")) for name in warp_types]
@@ -6374,7 +6314,7 @@ def _check_numba_cuda() -> Callable:
 
 
 def _check_warp() -> Callable:
-    wp = _warp("the check of warp")
+    wp = _import("warp", "the check of warp", _WARP_INSTALL)
 
     def kernel(x, y, out):  # type: ignore[no-untyped-def]
         i = wp.tid()
