@@ -5223,7 +5223,7 @@ class _WarpEmitter(_Emitter):
 #   test_matrix, test_op_takes_an_operand_without_value_as_outs
 # - "Batching rule for", which begins an error where a primitive has no such rule: test_op_without_a_batching_rule_...
 # - tracers among the constants of a jaxpr that closes over them: test_op_kernels_that_close_over_traced_values_...
-# - the names of a jaxpr's effects (`_check_effects`): test_op_kernels_know_no_axes_of_vmap, test_op_misuse
+# - the class names of a jaxpr's effects (`_check_effects`): test_op_kernels_know_no_axes_of_vmap, test_op_misuse
 # - that `jax.clear_caches` drops what is being traced, too: test_op_that_changes_while_it_is_lowered_is_traced_again
 # - `val` and `primal` of tracers (`_without_numpy`): test_op_with_a_backward_pass_takes_batches_of_numpy_arrays
 #
@@ -5915,18 +5915,18 @@ class _OpParams:
 
     def traced(self, entry: KernelEntry, ins: Sequence) -> Any:
         """The jaxpr of a kernel: for a batch by the batching rules of what it calls, or else slice by slice."""
-        run_slice = functools.partial(_run_slice, self, entry)
+        run_slice: Any = functools.partial(_run_slice, self, entry)
         vmaps = self.vmaps
         rule = self.op._rules.get("batching")
         if rule and self.innermost_by_rule:
             run_slice = functools.partial(_run_batching_rule, self, rule, vmaps[-1])
             vmaps = vmaps[:-1]
         try:
-            return _trace_closed(self.op, _for_each_vmap(jax.vmap, run_slice, vmaps), ins)
+            return _trace_closed(self.op, functools.reduce(jax.vmap, reversed(vmaps), run_slice), ins)
         except NotImplementedError as error:
             if not str(error).startswith("Batching rule for"):  # JAX's words where a primitive has none (0.9 to 0.12)
                 raise
-            return _trace_closed(self.op, _for_each_vmap(_sequential, run_slice, vmaps), ins)
+            return _trace_closed(self.op, functools.reduce(_sequential, reversed(vmaps), run_slice), ins)
 
 
 def _trace_closed(op: XLACustomKernel, function: Callable, ins: Sequence) -> Any:
@@ -5951,8 +5951,9 @@ def _check_effects(op: XLACustomKernel, effects: Iterable) -> None:
             f"{op.title}: a kernel, or a batching rule, names the axes {unknown} of a vmap, and only jax.shard_map and "
             "jax.pmap name axes for ops: use the collective outside of it"
         )
-    if any("Ordered" in type(effect).__name__ for effect in effects):  # JAX gives a lowering of an op no token for it
-        raise NotImplementedError(f"{op.title} has no ordered effects, such as {effects}; call its kernel itself")
+    ordered = [type(effect).__name__ for effect in effects if "Ordered" in type(effect).__name__]
+    if ordered:  # JAX has no token for them when an op is lowered
+        raise NotImplementedError(f"{op.title} has no ordered effects, here {ordered}: call its kernel itself")
 
 
 def _op_abstract_eval(op_params: _OpParams, *avals: Any) -> list:
@@ -6004,9 +6005,9 @@ def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None],
     is_op = _is_ours(primitive, "op")
     if is_op and "outs" not in params:
         raise TypeError(f"general_batching_rule: outs, which op {primitive.name!r} needs, is missing: give one slice's")
+    function = functools.partial(primitive.op if is_op else getattr(prim, "bind", prim), **params)
     if all(axis is None for axis in axes):
-        function = primitive.op if is_op else getattr(prim, "bind", prim)
-        out = function(*args, **params)
+        out = function(*args)
         return out, jax.tree.map(lambda _: None, out)
     if is_op:
         outs = params.pop("outs")
@@ -6016,7 +6017,6 @@ def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None],
         out = jax.tree.unflatten(tree, primitive.bind_batch(args, axes, outs=outs, **params))
     else:
         in_axes, batch = _with_axes_in_front(args, axes)
-        function = functools.partial(getattr(prim, "bind", prim), **params)
         out = _sequential(function, in_axes)(*batch)
     return out, jax.tree.map(lambda _: 0, out)
 
@@ -6070,13 +6070,6 @@ def _without_axis(x: Any, axis: int | None) -> Any:
             raise ValueError(f"a batch along axis {axis} of an array that has {len(sizes)} dimensions, {_show(aval)}")
         del sizes[axis]
     return Spec(tuple(sizes), aval.dtype)
-
-
-def _for_each_vmap(transform: Callable, function: Callable, vmaps: Sequence) -> Callable:
-    """`transform(function, in_axes)`, vmap around vmap."""
-    for in_axes in reversed(vmaps):
-        function = transform(function, in_axes)
-    return function
 
 
 def _sequential(function: Callable, in_axes: tuple) -> Callable:
@@ -6214,7 +6207,7 @@ def _vmap_rule(of_slice: Callable, vmaps: Sequence[tuple], *groups: Sequence) ->
     for g, values in enumerate(groups):
         depths = [sum(in_axes[g][i] == 0 for in_axes in vmaps) for i in range(len(values))]
         slices.append(tuple(map(_symbolic_slice, values, depths)))
-    return _for_each_vmap(jax.vmap, of_slice, vmaps)(*slices)
+    return functools.reduce(jax.vmap, reversed(vmaps), of_slice)(*slices)
 
 
 def _symbolic_slice(x: Any, depth: int) -> Any:
