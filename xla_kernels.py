@@ -5524,8 +5524,7 @@ class XLACustomKernel(_Kept):
         """Time `op(*ins, outs=outs, **params)` under `jax.jit`: by one backend, or by all of the default platform.
 
         The result prints as a table.  Each of its `.rows` has `backend`, `first_ms` (the first call, with compilation),
-        `median_us`, `difference` (the largest absolute one from the first backend that ran, in double precision) and
-        `error`.
+        `median_us`, `difference` (the largest one from the first backend that ran, in double precision) and `error`.
         """
         platform = _default_platform()
         self._entry(platform, backend)  # raises where there is none
@@ -5694,7 +5693,7 @@ def _tagged(value: Any) -> Any:
         parts = tuple(map(_tagged, (value.start, value.stop, value.step)))
     elif isinstance(value, _DIFFERENT_IF_EQUAL):
         parts = base.__repr__(value)  # a subclass's own may say less; a NaN itself is not equal to another one
-    elif dataclasses.is_dataclass(value) and type(value).__eq__ is not object.__eq__:
+    elif dataclasses.is_dataclass(type(value)) and type(value).__eq__ is not object.__eq__:
         parts = tuple([_tagged(getattr(value, field.name)) for field in dataclasses.fields(value) if field.compare])
     has_own_equality = type(value).__eq__ is not base.__eq__
     return (type(value), parts, value) if has_own_equality else (type(value), parts)
@@ -5813,10 +5812,8 @@ def _check_returned(what: str, returned: Sequence, declares: str, expected: Sequ
     wanted = list(map(_show, expected))
     fits = [pair[0] == pair[1] or "None" in pair for pair in zip(shown, wanted)]
     if len(shown) != len(wanted) or not all(fits):
-        raise ValueError(
-            f"{what} returned ({', '.join(shown)}), but {declares} ({', '.join(wanted)}): return as many, of equal "
-            "shape and dtype (None for zero in a rule), or correct what is declared"
-        )
+        fix = "return as many, of equal shape and dtype (None for zero in a rule), or correct what is declared"
+        raise ValueError(f"{what} returned ({', '.join(shown)}), but {declares} ({', '.join(wanted)}): {fix}")
 
 
 # -- 10.4 The primitive: its rules for JAX's interpreters ----------------------------------------------
