@@ -3320,7 +3320,11 @@ R cuModuleLoadDataEx(P *m, P image, U n, P o, P v) { *m = (P)((next_ += 16) | 1u
 R cuModuleGetFunction(P *f, uintptr_t m, P name) { *f = (P)(m >> 30 ? m : m | stack[top - 1] << 32); return 0; }
 static int dynamic_limit;  // of shared memory; 128 bytes are static, and blocks have up to 128 threads
 R cuFuncGetAttribute(int *v, int a, P f) { *v = a == 8 ? dynamic_limit : 128; return 0; }
-R cuFuncSetAttribute(P f, int a, int v) { if (a == 8) { dynamic_limit = v; } return 0; }
+R cuFuncSetAttribute(P f, int a, int v) {
+  if (a == 8) { dynamic_limit = v; }
+  if (a == 9) { LOG("carveout %d\n", v); }
+  return 0;
+}
 R cuLibraryLoadData(P *l, P c, P a, P b, U n, P d, P e, U m) { *l = (P)(next_ += 16); return 0; }
 R cuLibraryGetKernel(P *k, P l, P name) { *k = l; return 0; }
 R cuLibraryGetGlobal(D *p, size_t *n, P l, P s) { *p = 0x1234; *n = 4; return 0; }
@@ -3550,6 +3554,14 @@ def test_fakecuda_parameters_mean_what_the_handler_packs(gpus, package_cuda):
         assert set(registers) == numbers | read_by["[0, 0, 0]"], expression
         if len(numbers) == 3:  # strides count elements, here of 8 bytes
             assert re.search(rf"shl\.b64\s+%\w+, {registers[max(numbers)]}, 3;", ptx)
+
+
+def test_fakecuda_shared_memory_carveout(gpus, package_cuda):
+    kernel = own_kernel(package_cuda, "x, out", shared_memory_carveout="MaxShared")
+    gpus.log()
+    run_for_cuda(xk.numba_cuda_kernel(kernel, like_first, **BLOCK), F32)
+    asked = [line for line in gpus.log() if "carveout" in line]
+    assert len(asked) >= 2 and set(asked) == {"carveout 100"}  # on each of the GPUs, and one package once more
 
 
 @pytest.mark.parametrize("launch_dims, launch", [
@@ -5532,6 +5544,33 @@ def test_op_tells_equal_parameters_apart(kind):
 
     for f in (call, jax.jit(call), bind, jax.jit(bind)):
         assert f(0.0) == [len(repr(k)) for k in values]
+
+
+class Unit:
+    """A name that is compared without its case."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def __eq__(self, other):
+        return self.name.lower() == other.name.lower()
+
+    def __hash__(self):
+        return hash(self.name.lower())
+
+
+def test_op_takes_parameters_that_their_class_finds_equal_for_one():
+    made = []
+    op = xk.XLACustomKernel("of_units")
+
+    @op.def_numba_kernel
+    def generator(unit):
+        made.append(unit.name)
+        return numba.njit(lambda x: 2 * x)
+
+    for name in ("mV", "MV", "nA"):
+        assert op(F32[0], outs=spec(), unit=Unit(name)) == 2 * F32[0]
+    assert made == ["mV", "nA"]
 
 
 class Rounded:
