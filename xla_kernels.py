@@ -637,7 +637,7 @@ def _is_public(value: Any) -> bool:
 # -- 3.2 Which kernels are one kernel ------------------------------------------------------------------
 
 
-def _key_if_made_again(kernel: Any) -> tuple | None:
+def _key_if_made_again(kernel: Any, references: _References) -> tuple | None:
     """A key for all that a kernel reads, with the `def` that made it; None where that may change.
 
     A jitted helper that the kernel calls may change: by `recompile`, or by the types that it is compiled for first.
@@ -653,7 +653,6 @@ def _key_if_made_again(kernel: Any) -> tuple | None:
     for name, value in compiled_by:  # which grows
         compiled_by += [(name, item) for item in value] if isinstance(value, (tuple, list)) else []
     read = [_read(value) for _, value in compiled_by]
-    references = _References(kernel)
     if references.inexact or not all(value.is_exact for value in read):
         return None
     described = tuple((name, value.text) for (name, _), value in zip(compiled_by, read))
@@ -706,9 +705,8 @@ class _Names:
             names = self.by_owner.setdefault(owner, {})
             if what in names:
                 return names[what]
-            is_shared = freezes_globals and not getattr(
-                kernel, "overloads", None
-            )  # compiled, perhaps with other values
+            is_compiled = bool(getattr(kernel, "overloads", None))  # perhaps with other values
+            is_shared = freezes_globals and not is_compiled
             shared, key, kept = self._shared(kernel, what) if is_shared else _NOT_SHARED
             if key in shared:
                 names[what], _ = shared[key]
@@ -729,11 +727,11 @@ class _Names:
 
     def _shared(self, kernel: Any, what: tuple) -> tuple[dict[Any, tuple], Any, Any]:
         """A table, the key of the kernel there, and what must stay alive with it; a key of None finds nothing."""
-        reads = _key_if_made_again(kernel)
+        references = _References(kernel)
+        reads = _key_if_made_again(kernel, references)
         if reads:
             return self.made_again, (reads, what), kernel
         if isinstance(kernel, types.FunctionType):
-            references = _References(kernel)
             key = what, references.content, tuple(map(id, references.inexact))
             return self.by_function.setdefault(kernel, {}), key, references.inexact
         return _NOT_SHARED
