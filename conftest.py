@@ -135,9 +135,11 @@ CONDITIONS = {  # requirement: (is it met?, the reason of the skip); others are 
     "fake driver": (FAKE_DRIVER, "test_cuda_fake_driver runs it"),
     "real driver": (not FAKE_DRIVER, "runs once, without the fake driver"),
     "linux": (sys.platform == "linux", "CUDA's driver and threads have other names on another system"),
+    "glibc": (hasattr(ctypes.pythonapi, "gnu_get_libc_version"), "its modes of floats, and Numba's omp for it"),
     "cores": (cores() > 1 and sys.platform != "win32", "needs two cores that share the slices of a batch"),
     "gcc": (shutil.which("gcc"), "no C compiler"),
     "brainevent": (installed("brainevent"), "brainevent is not installed"),
+    "tbb": (lambda: versions_of(["tbb"]), "tbb is not installed"),
     "libm": (ctypes.util.find_library("m"), "C's functions of numbers are in no library of their own"),
 }  # fmt: skip
 PACKAGES = dict.fromkeys(CONDITIONS, "numba")  # requirement: the package that it is imported from

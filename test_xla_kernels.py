@@ -2823,13 +2823,44 @@ WORKQUEUE = """
 
     in_threads(work, [through_pointer, direct, through_helper] * 3)
     """
+AT_ONCE = """
+    import ctypes, threading
+
+    layer = os.environ["NUMBA_THREADING_LAYER"]
+    at_once = layer != "workqueue"
+    both = threading.Barrier(2, timeout=30 if at_once else 1)
+
+    @ctypes.CFUNCTYPE(ctypes.c_int64)
+    def meets():
+        try:
+            both.wait()
+        except threading.BrokenBarrierError:
+            return False
+        return True
+
+    @numba.njit(parallel=True)
+    def meet(x, out):
+        for i in numba.prange(x.size):
+            out[i] = meets()
+
+    assert (jax.pmap(wrap(meet))(np.ones((2, 1), np.float32)) == at_once).all()
+    assert numba.threading_layer() == layer
+    """
 
 
 @pytest.mark.optimized
 @pytest.mark.processes
-def test_parallel_kernels_entered_at_once():
-    """Numba's workqueue aborts a process in which two threads enter it."""
-    run_code(WORKQUEUE, NUMBA_THREADING_LAYER="workqueue")
+@pytest.mark.parametrize("layer", [
+    "workqueue",
+    pytest.param("omp", marks=pytest.mark.needs("glibc")),
+    pytest.param("tbb", marks=pytest.mark.needs("linux", "tbb")),
+])  # fmt: skip
+def test_parallel_kernels_entered_at_once(layer):
+    """Numba's workqueue aborts a process in which two threads enter it; on other layers two kernels can meet."""
+    # where pip puts libtbb, which the loader does not find in a virtual environment
+    libraries = f"{sys.prefix}/lib:{os.environ.get('LD_LIBRARY_PATH', '')}"
+    code = WORKQUEUE + AT_ONCE if layer == "workqueue" else AT_ONCE
+    run_code(code, NUMBA_THREADING_LAYER=layer, LD_LIBRARY_PATH=libraries)
 
 
 SUBNORMAL = """
@@ -2872,7 +2903,7 @@ SUBNORMAL = """
 
 
 @pytest.mark.processes
-@pytest.mark.skipif(not hasattr(ctypes.pythonapi, "gnu_get_libc_version"), reason="the mode of floats of glibc alone")
+@pytest.mark.needs("glibc")
 @pytest.mark.parametrize("layer", ["workqueue", "omp"])
 @pytest.mark.parametrize("order", [1, -1])
 def test_subnormal_numbers_in_parallel_kernels(layer, order):
