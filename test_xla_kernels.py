@@ -3301,7 +3301,6 @@ def test_cuda_without_gpu_or_simulator():
 
 FAKE_DRIVER = r"""
 #include <dlfcn.h>
-#include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <string.h>
@@ -3311,9 +3310,8 @@ typedef int R; typedef void *P; typedef uint64_t D; typedef unsigned U;
 int device, n_params;
 static char failing[64];  // the function that fails when it is called next
 void fail(const char *function) { strcpy(failing, function); }
-static char log_[1 << 16]; static int used; static pthread_mutex_t logging = PTHREAD_MUTEX_INITIALIZER;
-#define LOG(...) do { pthread_mutex_lock(&logging); used += snprintf(log_ + used, sizeof log_ - used, __VA_ARGS__); \
-                      pthread_mutex_unlock(&logging); } while (0)
+static char log_[1 << 16]; static int used;  // lines of JSON
+#define LOG(...) (used += snprintf(log_ + used, sizeof log_ - used, __VA_ARGS__))
 const char *take_log(void) { log_[used] = 0; used = 0; return log_; }
 
 static R outcome(const char *function) {
@@ -3321,68 +3319,55 @@ static R outcome(const char *function) {
   *failing = 0;
   return 2;
 }
-static const char *on_stream(P s) { return s == (P)0x5eed ? "" : s ? " on another stream" : " on stream 0"; }
 
-// the driver: context 0x1000 + 16 n is device n's; a function loaded in it has the context in its upper half
+// the driver: context 0x1000 + 16 n is device n's; a function of a module has the context in its upper half
 static uintptr_t next_ = 0x20000;
 static __thread uintptr_t stack[64]; static __thread int top;
-#define SUCCEEDS(name) R name(void) { return 0; }
-SUCCEEDS(cuInit) SUCCEEDS(cuStreamSynchronize) SUCCEEDS(cuModuleUnload)
-SUCCEEDS(cuMemsetD8_v2) SUCCEEDS(cuLinkAddData_v2) SUCCEEDS(cuLinkAddFile_v2) SUCCEEDS(cuLinkDestroy)
-SUCCEEDS(cuMemcpyDtoH_v2)
-SUCCEEDS(cuKernelGetFunction) SUCCEEDS(cuMemGetInfo_v2) SUCCEEDS(cuDeviceGetUuid) SUCCEEDS(cuDeviceGetName)
-SUCCEEDS(cuPointerGetAttribute) SUCCEEDS(cuIpcOpenMemHandle)
-R cuDeviceGet(int *d, int i) { *d = i; return 0; }
-R cuDriverGetVersion(int *v) { *v = 13000; return 0; }
-R cuDeviceGetCount(int *n) { *n = 2; return 0; }
+#define GIVES(name, type, value) R name(type *given) { *given = (type)(value); return 0; }
+GIVES(cuDriverGetVersion, int, 13000)
+GIVES(cuDeviceGetCount, int, 2)
+GIVES(cuOccupancyMaxActiveBlocksPerMultiprocessor, int, 4)
+GIVES(cuCtxGetCurrent, P, top ? stack[top - 1] : 0)
+GIVES(cuCtxGetDevice, int, top ? (stack[top - 1] - 0x1000) / 16 : device)  // XLA has its own current
+GIVES(cuLibraryLoadData, P, next_ += 16)
+R cuInit(void) { return 0; }
+R cuStreamGetCtx(P s, P *c) { return cuCtxGetCurrent(c); }
 R cuDeviceGetAttribute(int *v, int a, int d) { *v = a == 75 ? 9 : a == 76 ? 0 : a == 97 ? 232448 : 1024; return 0; }
 R cuDevicePrimaryCtxRetain(P *c, int d) { *c = (P)(uintptr_t)(0x1000 + 16 * d); return 0; }
 R cuCtxPushCurrent_v2(P c) { stack[top++] = (uintptr_t)c; return 0; }
 R cuCtxPopCurrent_v2(P *c) { if (!top) return 201; *c = (P)stack[--top]; return 0; }
-R cuCtxGetCurrent(P *c) { *c = top ? (P)stack[top - 1] : 0; return 0; }
 R cuCtxSetCurrent(P c) { stack[top ? top - 1 : top++] = (uintptr_t)c; return 0; }
-R cuCtxGetDevice(int *d) { *d = top ? (stack[top - 1] - 0x1000) / 16 : device; return 0; }  // XLA has its own current
-R cuStreamGetCtx(P s, P *c) { return cuCtxGetCurrent(c); }
 R cuModuleLoadData(P *m, const char *image) {
   *m = (P)(next_ += 16);
   return memcmp(image, "\177ELF", 4) ? 200 : outcome(__func__);
 }
-R cuModuleLoadDataEx(P *m, P image, U n, P o, P v) { *m = (P)((next_ += 16) | 1u << 30); return 0; }  // Numba's way
-R cuModuleGetFunction(P *f, uintptr_t m, P name) { *f = (P)(m >> 30 ? m : m | stack[top - 1] << 32); return 0; }
+R cuModuleGetFunction(P *f, uintptr_t m, P name) { *f = (P)(m | stack[top - 1] << 32); return 0; }
+R cuLibraryGetKernel(P *k, P l, P name) { *k = l; return 0; }
+R cuLibraryGetGlobal(D *p, size_t *n, P l, P s) { *p = 0x1234; *n = 4; return 0; }
+R cuModuleGetGlobal_v2(D *p, size_t *n, P m, P s) { *p = 0x1234; *n = 4; return 0; }
 static int dynamic_limit;  // of shared memory; 128 bytes are static, and blocks have up to 128 threads
 R cuFuncGetAttribute(int *v, int a, P f) { *v = a == 8 ? dynamic_limit : 128; return 0; }
 R cuFuncSetAttribute(P f, int a, int v) {
   if (a == 8) { dynamic_limit = v; }
-  if (a == 9) { LOG("carveout %d\n", v); }
+  if (a == 9) { LOG("[\"carveout\", %d]\n", v); }
   return 0;
 }
-R cuLibraryLoadData(P *l, P c, P a, P b, U n, P d, P e, U m) { *l = (P)(next_ += 16); return 0; }
-R cuLibraryGetKernel(P *k, P l, P name) { *k = l; return 0; }
-R cuLibraryGetGlobal(D *p, size_t *n, P l, P s) { *p = 0x1234; *n = 4; return 0; }
-R cuOccupancyMaxActiveBlocksPerMultiprocessor(int *n, P f, int b, size_t s) { *n = 4; return 0; }
-R cuModuleGetGlobal_v2(D *p, size_t *n, P m, P s) { *p = 0x1234; *n = 4; return 0; }
-R cuLinkCreate_v2(U n, P a, P b, P *s) { *s = (P)9; return 0; }
-R cuLinkComplete(P s, P *o, size_t *n) { static char cubin[] = "\177ELF"; *o = cubin; *n = 5; return 0; }
 R cuGetErrorName(int e, const char **s) { *s = e == 2 ? "CUDA_ERROR_OUT_OF_MEMORY" : "another"; return 0; }
 R cuGetErrorString(int e, const char **s) { *s = e == 2 ? "out of memory" : "another"; return 0; }
 R cuMemcpyDtoDAsync_v2(P to, P from, size_t n, P stream) { memmove(to, from, n); return 0; }
 R cuMemsetD8Async(P to, unsigned char value, size_t n, P stream) {
   if (to == (P)0x1234) { return 0; }  // Numba's own, for the error code of a debug kernel
-  LOG("set %zu bytes to %d\n", n, value);
+  LOG("[\"set %zu bytes\", %d]\n", n, value);
   memset(to, value, n);
   return outcome(__func__);
 }
 R cuLaunchKernel(P f, U gx, U gy, U gz, U bx, U by, U bz, U shared, P stream, D **params, P extra) {
   uintptr_t loaded_in = (uintptr_t)f >> 32, context = loaded_in ? loaded_in : top ? stack[top - 1] : 0;
-  char words[4096] = "", *end = words;
-  if (n_params) { end += sprintf(end, " words"); }
-  for (int i = 0; i < n_params; i++) { end += sprintf(end, " %llu", (unsigned long long)*params[i]); }
-  LOG("%s %d: %u,%u,%u x %u,%u,%u +%u%s%s\n", loaded_in ? "native" : "numba", (int)(context - 0x1000) / 16,
-      gx, gy, gz, bx, by, bz, shared, on_stream(stream), words);
+  LOG("[\"%s %d: %u,%u,%u x %u,%u,%u +%u%s\", [", loaded_in ? "native" : "numba", (int)(context - 0x1000) / 16,
+      gx, gy, gz, bx, by, bz, shared, stream == (P)0x5eed ? "" : " on another stream");
+  for (int i = 0; i < n_params; i++) { LOG("%s%llu", i ? ", " : "", (unsigned long long)*params[i]); }
+  LOG("]]\n");
   return outcome(__func__);
-}
-R cuLaunchCooperativeKernel(P f, U a, U b, U c, U d, U e, U g, U shared, P stream, P params) {
-  return cuLaunchKernel(f, a, b, c, d, e, g, shared, stream, params, 0);
 }
 typedef struct { U gx, gy, gz, bx, by, bz, shared; P stream; } Config;
 R cuLaunchKernelEx(const Config *c, P f, P params, P extra) {
@@ -3394,7 +3379,7 @@ R cuGetProcAddress_v2(const char *name, P *result, int version, D flags, int *st
   snprintf(versioned, sizeof versioned, "%s_v2", name);
   *result = dlsym(self, versioned);
   if (!*result) { *result = dlsym(self, name); }
-  if (!*result) { *result = (P)cuInit; }
+  if (!*result) { *result = (P)cuInit; }  // any other succeeds, and gives nothing
   if (status) { *status = 0; }
   return 0;
 }
@@ -3488,22 +3473,24 @@ class FakeDriver(FakeGpus):
         return ctypes.c_int.in_dll(self.driver, name).value
 
     def log(self):
-        """What the driver was asked for since the last time."""
-        return self.driver.take_log().decode().splitlines()
+        """What the driver was asked for since the last time: each time a text, and numbers."""
+        return [json.loads(line) for line in self.driver.take_log().splitlines()]
 
     def launches(self, function, *args):
         """What a call launched: on which device, grid, block, and shared memory."""
+        return [launch for launch, _ in self.launches_and_words(function, *args)]
+
+    def launches_and_words(self, function, *args):
         self.log()
         run_for_cuda(function, *args)
-        return [line for line in self.log() if " x " in line]
+        return [(text, numbers) for text, numbers in self.log() if " x " in text]
 
     def launches_and_addresses(self, package_cuda, arrays_of_launches, function, *args):
         """The same, and the addresses of the arrays that each launch got: like these, and in row-major order."""
         self.set(n_params=sum(len(packed_array(package_cuda, 0, array)) for array in arrays_of_launches[0]))
         launches, addresses = [], []
-        for line, arrays in zip(self.launches(function, *args), arrays_of_launches, strict=True):
-            launch, words = line.split(" words ")
-            words = [int(word) for word in words.split()]
+        launched = self.launches_and_words(function, *args)
+        for (launch, words), arrays in zip(launched, arrays_of_launches, strict=True):
             launches.append(launch)
             addresses.append([])
             for array in arrays:
@@ -3591,59 +3578,57 @@ def test_fakecuda_shared_memory_carveout(gpus, package_cuda):
     kernel = own_kernel(package_cuda, "x, out", shared_memory_carveout="MaxShared")
     gpus.log()
     run_for_cuda(xk.numba_cuda_kernel(kernel, like_first, **BLOCK), F32)
-    asked = [line for line in gpus.log() if "carveout" in line]
-    assert len(asked) >= 2 and set(asked) == {"carveout 100"}  # on each of the GPUs, and one package once more
+    asked = [number for text, number in gpus.log() if text == "carveout"]
+    assert len(asked) >= 2 and set(asked) == {100}  # on each of the GPUs, and one package once more
 
 
-@pytest.mark.parametrize("launch_dims, launch", [
-    (256, "1,1,1 x 256,1,1"), (257, "2,1,1 x 256,1,1"), ((17, 33), "2,3,1 x 16,16,1"), ((9, 8, 5), "2,1,2 x 8,8,4"),
-])  # fmt: skip
-def test_fakecuda_launch_dims(gpus, package_cuda, launch_dims, launch):
-    kernel = package_cuda.jit(written_for(package_cuda, cuda_copy))
-    op = xk.numba_cuda_kernel(kernel, like_first, launch_dims=launch_dims)
-    assert gpus.launches(op, F32) == [f"native 0: {launch} +0"]
-
-
-def test_fakecuda_launches_natively_on_each_device_that_jax_lists(gpus, package_cuda):
-    op = own_op(package_cuda, grid=(2, 3), block=(4, 5, 6), shared_mem=64)
-    assert gpus.launches(op, F32) == ["native 0: 2,3,1 x 4,5,6 +64"]
-    assert gpus.traits(op, F32) == {1}
-    gpus.set(device=1)
-    assert gpus.launches(op, F32) == ["native 1: 2,3,1 x 4,5,6 +64"]
+@pytest.mark.parametrize("options, launch", [
+    ({"launch_dims": 256}, "1,1,1 x 256,1,1 +0"),
+    ({"launch_dims": 257}, "2,1,1 x 256,1,1 +0"),
+    ({"launch_dims": (17, 33)}, "2,3,1 x 16,16,1 +0"),
+    ({"launch_dims": (9, 8, 5)}, "2,1,2 x 8,8,4 +0"),
+    ({"grid": (2, 3), "block": (4, 5, 6), "shared_mem": 64}, "2,3,1 x 4,5,6 +64"),
+], ids=str)  # fmt: skip
+def test_fakecuda_launches_natively_on_each_device_that_jax_lists(gpus, package_cuda, options, launch):
+    """After zeros in all slices at once, on the stream of the call."""
+    op = jax.vmap(xk.numba_cuda_kernel(own_kernel(package_cuda, "x, out"), like_first, zero_outputs=True, **options))
+    batch = jnp.ones((2, 3))
+    for device in 0, 1:
+        gpus.set(device=device)
+        np.testing.assert_array_equal(run_for_cuda(op, batch), np.zeros((2, 3)))
+        assert gpus.log() == [["set 24 bytes", 0], *[[f"native {device}: {launch}", []]] * 2]
+    assert gpus.traits(op, batch) == {1}
     for device in 2, 3, 10**9:  # the last one far beyond the table of functions
         gpus.set(device=device)
         with pytest.raises(RUNTIME_ERRORS, match="kernel 'kernel' is not loaded on this GPU, which JAX did not list"):
-            run_for_cuda(op, F32)
-    assert not gpus.log()
+            run_for_cuda(op, batch)
+        assert gpus.log() == [["set 24 bytes", 0]]
 
 
-ROWS_AT_ONCE = [[0, 0, 0], [0, 20, 60]]  # where x, y and out start in each launch, in bytes
-ONE_BY_ONE = [[0, 0, 0], [20, 0, 20], [40, 0, 40], [0, 20, 60], [20, 20, 80], [40, 20, 100]]
+IN_Z = {"grid": (7, 2), "batch_in_z": True}
+NESTED_BATCHES = {  # options, sizes of x and y, the grids, and where x, y and out start in each launch, in floats
+    "in z": (IN_Z, (3, 2), ["7,2,3"] * 2, [[0, 0, 0], [0, 5, 15]]),
+    "in z, more than a grid has blocks": (IN_Z, (65_538, 1), ["7,2,65535", "7,2,3"],
+                                          [[0, 0, 0], [5 * 65_535, 0, 5 * 65_535]]),
+    "in order": ({"grid": (7, 1, 2)}, (3, 2), ["7,1,2"] * 6,
+                 [[0, 0, 0], [5, 0, 5], [10, 0, 10], [0, 5, 15], [5, 5, 20], [10, 5, 25]]),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("options, grid, shapes, starts", [
-    ({"grid": (7, 2), "batch_in_z": True}, "7,2,3", [(3, 5), (1, 5), (3, 5)], ROWS_AT_ONCE),
-    ({"grid": (7, 1, 2)}, "7,1,2", [(5,)] * 3, ONE_BY_ONE),
-], ids=["in z", "in order"])  # fmt: skip
-def test_fakecuda_nested_batches(gpus, package_cuda, options, grid, shapes, starts):
+@pytest.mark.parametrize("kind", NESTED_BATCHES)
+def test_fakecuda_nested_batches(gpus, package_cuda, kind):
     """If slices are the blocks' z, arrays have them as first dimension, of size 1 where they are not batched."""
+    options, sizes, grids, starts = NESTED_BATCHES[kind]
     op = own_op(package_cuda, "x, y, out", block=32, **options)
-    (x, x_data), (y, y_data) = aligned((3, 5)), aligned((2, 5))
+    (x, x_data), (y, y_data) = [aligned((size, 5)) for size in sizes]
     nested = jax.vmap(jax.vmap(op, in_axes=(0, None)), in_axes=(None, 0))
-    arrays_of_launches = [[spec(*shape) for shape in shapes]] * len(starts)
+    slices = [int(grid.split(",")[2]) for grid in grids]
+    shapes = [[(n, 5), (1, 5), (n, 5)] if options is IN_Z else [(5,)] * 3 for n in slices]
+    arrays_of_launches = [[spec(*shape) for shape in launch] for launch in shapes]
     launches, addresses = gpus.launches_and_addresses(package_cuda, arrays_of_launches, nested, x, y)
-    assert launches == [f"native 0: {grid} x 32,1,1 +0"] * len(starts)
+    assert launches == [f"native 0: {grid} x 32,1,1 +0" for grid in grids]
     _, _, out_data = addresses[0]
-    assert (np.array(addresses) - [x_data, y_data, out_data]).tolist() == starts
-
-
-def test_fakecuda_more_slices_than_a_grid_has_blocks(gpus, package_cuda):
-    x, x_data = aligned((65_538, 1))
-    chunks = [[spec(65_535, 1)] * 2, [spec(3, 1)] * 2]
-    op = jax.vmap(own_op(package_cuda, batch_in_z=True))
-    launches, [first, second] = gpus.launches_and_addresses(package_cuda, chunks, op, x)
-    assert launches == ["native 0: 1,1,65535 x 1,1,1 +0", "native 0: 1,1,3 x 1,1,1 +0"]
-    assert np.subtract(second, first).tolist() == [4 * 65_535] * 2 and first[0] == x_data
+    assert (np.array(addresses) - [x_data, y_data, out_data]).tolist() == (4 * np.array(starts)).tolist()
 
 
 def asks_for_z(i):
@@ -3689,13 +3674,6 @@ def test_fakecuda_a_batch_in_z_of_arrays_without_dimensions(gpus, package_cuda):
         assert len(gpus.launches(op, jnp.ones(4))) == 1
 
 
-def test_fakecuda_zeros_are_written_before_the_launches(gpus, package_cuda):
-    """In all slices at once, on the stream of the call."""
-    out = run_for_cuda(jax.vmap(own_op(package_cuda, zero_outputs=True)), jnp.ones((2, 3)))
-    np.testing.assert_array_equal(out, np.zeros((2, 3)))
-    assert gpus.log()[0] == "set 24 bytes to 0"
-
-
 @pytest.mark.parametrize("function, text, n_launches", [
     ("cuModuleLoadData", "cuModuleLoadData failed with CUDA_ERROR_OUT_OF_MEMORY: out of memory", 0),
     ("cuMemsetD8Async", "RuntimeError: CUDA_ERROR_OUT_OF_MEMORY: out of memory, when an output got its first values "
@@ -3714,7 +3692,7 @@ def test_fakecuda_a_failure_ends_the_call_and_no_other(gpus, package_cuda, funct
     with pytest.raises((ValueError, RuntimeError), match=re.escape(text)):  # at the lowering, or when it runs
         run_for_cuda(jax.vmap(op), batch)
     launch = "native 0: 1,2,1 x 64,4,1 +300000"
-    assert gpus.log().count(launch) == n_launches
+    assert gpus.log().count([launch, []]) == n_launches
     assert gpus.launches(jax.vmap(op), batch) == [launch] * 4
 
 
