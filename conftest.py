@@ -45,6 +45,8 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # many processe
 jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
 
 SIMULATOR = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0")
+if SIMULATOR:  # it polls its threads, and each waits that long for its turn
+    sys.setswitchinterval(1e-4)
 FAKE_DRIVER = "XLA_KERNELS_FAKE_CUDA" in os.environ
 
 

@@ -512,7 +512,7 @@ class Transformations:
     @gives(slices_of_first, n=5)
     def lax_map(call, inputs, batch):
         """Batches of slices, and what is left over."""
-        return jax.lax.map(lambda x: call(x, *inputs[1:]), batch[0][:5], batch_size=2)
+        return jax.jit(partial(jax.lax.map, lambda x: call(x, *inputs[1:]), batch_size=2))(batch[0][:5])
 
     @gives(slices_of_first, n=4)
     def scan(call, inputs, batch):
@@ -699,9 +699,17 @@ def load_and_run(needs, exported, call, inputs):
 
 TRANSFORMS = [name for name in vars(Transformations) if not name.startswith("_")]
 EVERY_DTYPE = ("eager", "vmap")  # run in all dtypes of an operation; derivatives in FLOATING, the others in float32
+# A language has one backend with every cell.  Its others, and JAX's own, differ in how a kernel is called, and not in
+# what it computes: of what they are called with, these operations have all there is.
+EVERY_OP = ("eager", "vmap", "grad")  # run with the other operations, too
+ON_EVERY_BACKEND = ("hadamard", "csr_event", "blend")
 NEED_STATE = ("loop_of_state",)
 SHARD_MAPS = ("shard_map", "eager_shard_map", "grad_of_shard_map", "shard_map_of_grad")
 ON_FOUR_DEVICES = ("pmap", "jit_over_mesh", *SHARD_MAPS)
+OPTIMIZED = (  # what XLA moves, copies, fuses or splits; `in_place` and `blend` are there for aliases
+    "jit", "vmap", "vmap_nested", "lax_map", "scan", "loop_of_state", "while_loop", "cond", "pmap", "shard_map",
+    "jit_over_mesh", "export", "grad_of_scan", "grad_of_shard_map", "shard_map_of_grad", "checkpoint",
+)  # fmt: skip
 
 
 # -- the cells -----------------------------------------------------------------------------------------
@@ -722,17 +730,22 @@ def all_cells():
     for transformation, op in itertools.product(TRANSFORMS, OPS):
         if transformation in DERIVATIVES and transformation not in OPS[op].derivatives:
             continue
-        for dtype, backend in itertools.product(dtypes_under(transformation, op), BACKENDS):
+        for dtype, backend in itertools.product(OPS[op].dtypes, BACKENDS):
             has_dtype = dtype in dtypes_of(BACKENDS[backend].language)
-            is_asked = dtype == "float32" or BACKENDS[backend].every_dtype
-            if has_dtype and is_asked and not left_out(op, backend, transformation):
+            if has_dtype and is_asked(op, backend, transformation, dtype) and not left_out(op, backend, transformation):
                 yield op, backend, transformation, dtype
 
 
-def dtypes_under(transformation, op):
+def is_asked(op, backend, transformation, dtype):
+    """Whether no other cell shows the same."""
+    whole = BACKENDS[backend].every_cell
+    if not (whole or transformation in EVERY_OP or op in ON_EVERY_BACKEND):
+        return False
+    if dtype == "float32":
+        return True
     if transformation in EVERY_DTYPE:
-        return OPS[op].dtypes
-    return [dtype for dtype in OPS[op].dtypes if dtype in (FLOATING if transformation in DERIVATIVES else ["float32"])]
+        return BACKENDS[backend].every_dtype
+    return dtype in FLOATING and transformation in DERIVATIVES and (whole or backend == "differentiable")
 
 
 def aligned_copy(x):
@@ -794,7 +807,20 @@ def marked(cell):
     """A cell as a parameter, with what it needs."""
     _, backend, transformation, _ = cell
     needed = [BACKENDS[backend].needs] + ["four devices"] * (transformation in ON_FOUR_DEVICES)
-    return pytest.param(*cell, marks=pytest.mark.needs(*needed))
+    marks = [pytest.mark.needs(*needed)] + [pytest.mark.optimized] * depends_on_passes(*cell)
+    return pytest.param(*cell, marks=marks)
+
+
+def depends_on_passes(op, backend, transformation, dtype):
+    """Whether LLVM or XLA could make something else of it: each of Numba's kernels; programs around a custom call.
+
+    Bare wrappers are what ops call, and other dtypes go the same way.
+    """
+    if dtype != "float32" or backend not in ("numba", "numba_parallel", "warp", "differentiable"):
+        return False
+    if transformation == "eager":
+        return True
+    return transformation in OPTIMIZED and op in ("hadamard", "csr_event", "in_place", "blend")
 
 
 def pytest_generate_tests(metafunc):
@@ -803,7 +829,6 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("op, backend, transformation, dtype", list(map(marked, all_cells())))
 
 
-@pytest.mark.optimized
 def test_matrix(op, backend, transformation, dtype):
     call = partial(call_backend, op, backend, np.dtype(dtype))
     if transformation in DERIVATIVES:
@@ -833,12 +858,19 @@ def skips_for(*requirements):
     return {f"{name}: {conftest.missing(name)}" for name in requirements if conftest.missing(name)}
 
 
-CELLS_IN_SIMULATOR = "test_matrix and {} and not (grad or checkpoint or eager_shard_map)"
-IN_SIMULATOR = {  # what each process runs; of derivatives `jvp` alone, as all others call kernels in its way
-    "numba_cuda_kernel": CELLS_IN_SIMULATOR.format("-numba_cuda_kernel-"),
-    "numba_cuda_callable": CELLS_IN_SIMULATOR.format("-numba_cuda_callable-"),
-    "numba_cuda": CELLS_IN_SIMULATOR.format("-numba_cuda-"),
-    "beside the matrix": "test_on_cuda or test_cudasim or (test_docstring and cuda)",
+# The simulator runs cells that differ in what CUDA is called with.  What XLA does with a call is the same on the CPU;
+# of derivatives there is `jvp` alone, as all others call kernels in its way.
+CELLS_IN_SIMULATOR = (
+    f"test_matrix and ({' or '.join(ON_EVERY_BACKEND)} or -eager- or -vmap-)"
+    " and not (grad or checkpoint or eager_shard_map)"
+)
+IN_SIMULATOR = {  # of each process the backends, and the tests
+    "ops": (["numba_cuda"], f"{CELLS_IN_SIMULATOR} and -numba_cuda-"),
+    "others": (
+        ["numba_cuda_callable", "numba_cuda_kernel"],
+        f"({CELLS_IN_SIMULATOR} and (numba_cuda_callable or numba_cuda_kernel) and float32 and not export)"
+        " or test_on_cuda or test_cudasim or (test_docstring and cuda)",
+    ),
 }
 
 
@@ -847,10 +879,11 @@ IN_SIMULATOR = {  # what each process runs; of derivatives `jvp` alone, as all o
 @pytest.mark.parametrize("part", IN_SIMULATOR)
 def test_cuda_simulator(part, tmp_path, record_property):
     """What needs a device, in the simulator, which Numba decides on when it is imported."""
-    outcomes = outcomes_elsewhere(IN_SIMULATOR[part], tmp_path, NUMBA_ENABLE_CUDASIM="1", JAX_PLATFORMS="cpu")
+    backends, tests = IN_SIMULATOR[part]
+    outcomes = outcomes_elsewhere(tests, tmp_path, NUMBA_ENABLE_CUDASIM="1", JAX_PLATFORMS="cpu")
     assert set(outcomes.values()) == {"passed"}
     cells = [re.findall(r"\w+", name)[1:] for name in outcomes if name.startswith("test_matrix")]
-    assert {op for op, *_ in cells} == set(OPS if part in BACKENDS else [])
+    assert {(op, backend) for op, backend, *_ in cells} == set(itertools.product(OPS, backends))
     record_property("simulated", cells)
 
 
@@ -872,7 +905,7 @@ def in_warp(op, kernel, outs, name=None, **options):
 def grid_and_block(op, outs):
     """Of small blocks, as Numba's simulator starts all threads."""
     dims = op.threads or outs[0].shape
-    block = {1: (8,), 2: (2, 4), 3: (2, 2, 2)}[len(dims)]
+    block = {1: (4,), 2: (2, 2), 3: (2, 2, 2)}[len(dims)]
     return tuple(-(-size // threads) for size, threads in zip(dims, block)), block
 
 
@@ -952,6 +985,7 @@ class Backend(typing.NamedTuple):
     without: typing.Any = types.MappingProxyType({})  # an operation, a transformation or both: why it cannot have them
     is_op: bool = True  # a kernel of an XLACustomKernel; else what `wrap` returns is called as it is
     every_dtype: bool = False  # else float32 alone, as another backend has the same kernel in all dtypes
+    every_cell: bool = False  # else those that `is_asked` names
 
 
 NO_SHARD_MAP = dict.fromkeys(SHARD_MAPS, "Pallas does not interpret under check_vma=True")
@@ -962,12 +996,12 @@ GRADIENTS_ALONE |= dict.fromkeys(["in_place", "blend"], "Warp's adjoints change 
 INTEGERS_ON_MESH = [("csr_event", "grad_of_shard_map"), ("csr_event", "shard_map_of_grad")]
 BARE = dict.fromkeys(INTEGERS_ON_MESH, "JAX's custom_jvp has no tangents of integers that vary over devices")
 BACKENDS = {
-    "numba": Backend("numba", "numba", in_numba, every_dtype=True),  # on the CPU, in one thread
+    "numba": Backend("numba", "numba", in_numba, every_dtype=True, every_cell=True),  # on the CPU, in one thread
     "numba_parallel": Backend("numba", "numba", partial(in_numba, parallel=True)),
-    "numba_cuda": Backend("cuda", "cuda", in_cuda, every_dtype=True),  # a GPU, or Numba's simulator
+    "numba_cuda": Backend("cuda", "cuda", in_cuda, every_dtype=True, every_cell=True),  # a GPU, or the simulator
     "numba_cuda_callable": Backend("cuda", "cuda", in_cuda_callable, NO_NAME, every_dtype=True),
-    "warp": Backend("warp", "warp", in_warp, every_dtype=True),  # on the CPU
-    "warp_gpu": Backend("warp", "warp_gpu", in_warp, every_dtype=True),
+    "warp": Backend("warp", "warp", in_warp, every_dtype=True, every_cell=True),  # on the CPU
+    "warp_gpu": Backend("warp", "warp_gpu", in_warp, every_dtype=True, every_cell=True),
     "pallas": Backend("pallas", "pallas", in_pallas, NO_SHARD_MAP | NO_CALL, every_dtype=True),
     "jax": Backend("jax", "jax", in_jax, NO_CALL, every_dtype=True),
     "numba_kernel": Backend("numba", "numba", in_numba, BARE, is_op=False),
