@@ -32,10 +32,10 @@ A call, from Python to machine code: `numba_kernel` makes a `_NumbaKernel`; `_Wr
 `_Wrapper._resolve` -> `_NumbaKernel._find_target`, which names it (`_Names`) and registers it (`_Target.register` ->
 `_compile_numba` -> `_Handler`, for which `_NumbaEmitter` writes what runs a slice) -> `_Call.bind` -> `_call_lowering`
 -> XLA -> the machine code of `_Handler` and, for a batch, of `_Driver`.
-An op under grad of vmap: `XLACustomKernel.__call__` -> `_find_call` -> `_OpCall.bind` (with a vjp rule
-`_bind_with_vjp`: a `jax.custom_vjp`, whose functions JAX batches) -> `_op_batching`, which records the vmap ->
-`_op_jvp`, `_op_transpose`, which vmap the user's rules -> `_op_lowering`, which knows the platform -> `_OpParams.run`
--> `_run_slice` -> the call of a wrapper, as above.
+An op under grad of vmap: `XLACustomKernel.__call__` -> `_OpCall.bind` (with a vjp rule `_bind_with_vjp`: a
+`jax.custom_vjp`, whose functions JAX batches) -> `_op_batching`, which records the vmap -> `_op_jvp`, `_op_transpose`,
+which vmap the user's rules -> `_op_lowering`, which knows the platform -> `_OpParams.run` -> `_run_slice` -> the call
+of a wrapper, as above.
 The order of a kernel's arguments: above `_NumbaWrapper`; `_CudaCallable` for callables; in
 `_WarpKernel._find_target`.  A dtype: above `_XLA_FFI_DATA_TYPES`.
 An exception in a slice: `_NumbaEmitter`, `_keep_message`, `_Driver.run`, `_Driver.work`.
@@ -5291,9 +5291,19 @@ class XLACustomKernel(_Kept):
     def __call__(self, /, *ins: Any, outs: Any, backend: str | None = None, **params: Any) -> Any:
         """Apply the op; see the class for the arguments."""
         is_traced = False
-        if not _INPUT_TYPES.issuperset(map(type, ins)):
-            ins, is_traced = _as_inputs(ins, self.title)
-        call = _find_call(self, ins, outs, backend, params)
+        for x in ins:
+            if type(x) not in _INPUT_TYPES:
+                ins, is_traced = _as_inputs(ins, self.title)
+                break
+        if callable(outs) and not isinstance(outs, type):  # such as jnp.float32
+            avals = [getattr(x, "aval", None) or jax.typeof(x) for x in ins]
+            outs = _call_with_specs(outs, f"{self.title}: outs", *avals)
+        key = None
+        try:
+            key = _outs_key(outs), backend, _tagged(params) if params else ()
+            call = self._calls[key]
+        except (KeyError, TypeError):
+            call = _new_call(self, outs, backend, params, key)
         if not is_traced:
             return call.jitted(*ins)
         call.check(ins)
@@ -5580,17 +5590,12 @@ class KernelEntry:
 # once, so that its errors are raised there, too.
 
 
-def _find_call(op: XLACustomKernel, args: Sequence, outs: Any, backend: Any, params: dict) -> _OpCall:
-    """What serves a call with these outs, backend and parameters: checked when it is new, then remembered."""
-    if callable(outs) and not isinstance(outs, type):  # such as jnp.float32
-        avals = [getattr(x, "aval", None) or jax.typeof(x) for x in args]
-        outs = _call_with_specs(outs, f"{op.title}: outs", *avals)
-    try:
-        key = (_outs_key(outs), backend, _tagged(params) if params else ())
-        known = op._calls.get(key)
-    except TypeError:  # something is not hashable: a parameter, which a new call says, or sizes that are arrays
-        return _OpCall(op, outs, backend, params)
-    return known or op._calls.keep(key, _OpCall(op, outs, backend, params))
+def _new_call(op: XLACustomKernel, outs: Any, backend: Any, params: dict, key: Any) -> _OpCall:
+    """What serves calls with these outs, backend and parameters: checked, then remembered where the key is one."""
+    call = _OpCall(op, outs, backend, params)
+    with contextlib.suppress(TypeError):  # sizes that are arrays cannot be hashed
+        return op._calls.keep(key, call) if key else call
+    return call
 
 
 _SPEC_TYPES: set[type] = {Spec, jax.core.ShapedArray, np.ndarray}  # exact types; those of JAX's arrays are added
@@ -5601,9 +5606,10 @@ def _outs_key(outs: Any) -> tuple:
     kind = type(outs)
     if kind in _SPEC_TYPES:
         return outs.shape, outs.dtype
-    if kind is tuple or kind is list or kind is dict:
-        names, items = (tuple(outs), outs.values()) if kind is dict else ((), outs)
-        return kind, names, *[(x.shape, x.dtype) if type(x) in _SPEC_TYPES else _outs_key(x) for x in items]
+    if kind is list or kind is tuple:
+        return kind, tuple([_outs_key(x) for x in outs])
+    if kind is dict:
+        return kind, tuple([(name, _outs_key(x)) for name, x in outs.items()])
     if isinstance(outs, jax.Array) and not isinstance(outs, jax.core.Tracer):
         _SPEC_TYPES.add(kind)
     leaves, tree = _flatten(outs, "outs")
