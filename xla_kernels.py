@@ -583,9 +583,8 @@ def _read(value: Any) -> _Value:
     name = f"{kind.__module__}.{kind.__qualname__}"
     is_numpys = isinstance(value, (np.generic, np.dtype)) and _is_stable(kind.__module__)
     if is_numpys or kind in (type(None), bool, int, float, complex, str, bytes):
-        return _Value(
-            f"{name} {pickle.dumps(value, protocol=4).hex()}", is_exact=True
-        )  # of NaNs and units of time, too
+        pickled = pickle.dumps(value, protocol=4)  # tells NaNs and units of time apart, too
+        return _Value(f"{name} {pickled.hex()}", is_exact=True)
     if isinstance(value, (tuple, list)):  # whose items are values of their own
         return _Value(f"{name} of {len(value)}", is_exact=kind in (tuple, list))
     if kind is types.ModuleType:
@@ -699,40 +698,40 @@ class _Names:
         """
         kernel = wrapper.kernel
         given = wrapper.options.name
-        what = tuple(vars(signature).values()), options, given
+        specialization = tuple(vars(signature).values()), options, given
         owner = wrapper if isinstance(kernel, types.FunctionType) else kernel
         with _LOCK:
             names = self.by_owner.setdefault(owner, {})
-            if what in names:
-                return names[what]
-            is_compiled = bool(getattr(kernel, "overloads", None))  # perhaps with other values
-            is_shared = freezes_globals and not is_compiled
-            shared, key, kept = self._shared(kernel, what) if is_shared else _NOT_SHARED
+            if specialization in names:
+                return names[specialization]
+            shared, key, kept = self._shared(kernel, specialization) if freezes_globals else _NOT_SHARED
+            if getattr(kernel, "overloads", None):  # compiled, perhaps with other values; looked at last: by any thread
+                shared, key, kept = _NOT_SHARED
             if key in shared:
-                names[what], _ = shared[key]
-                return names[what]
+                names[specialization], _ = shared[key]
+                return names[specialization]
         content = _References(kernel).content
         compiled = compile_kernel()  # without the lock, as this may take seconds
         with _LOCK:
-            if what in names:  # by another thread
-                return names[what]
+            if specialization in names:  # by another thread
+                return names[specialization]
             parts = content, *map(str, options), str(getattr(kernel, "targetoptions", ""))
             name = self._new(signature, given, *(() if given else parts))
             if compiled:
                 _register(name, platform, compiled)
-            names[what] = name
-            if key and key == self._shared(kernel, what)[1]:  # nothing that it reads changed meanwhile
+            names[specialization] = name
+            if key and key == self._shared(kernel, specialization)[1]:  # nothing that it reads changed meanwhile
                 shared[key] = name, kept
             return name
 
-    def _shared(self, kernel: Any, what: tuple) -> tuple[dict[Any, tuple], Any, Any]:
+    def _shared(self, kernel: Any, specialization: tuple) -> tuple[dict[Any, tuple], Any, Any]:
         """A table, the key of the kernel there, and what must stay alive with it; a key of None finds nothing."""
         references = _References(kernel)
         reads = _key_if_made_again(kernel, references)
         if reads:
-            return self.made_again, (reads, what), kernel
+            return self.made_again, (reads, specialization), kernel
         if isinstance(kernel, types.FunctionType):
-            key = what, references.content, tuple(map(id, references.inexact))
+            key = specialization, references.content, tuple(map(id, references.inexact))
             return self.by_function.setdefault(kernel, {}), key, references.inexact
         return _NOT_SHARED
 
@@ -1141,13 +1140,9 @@ def _batch_axes(candidates: Iterable[Sequence[Any]]) -> list:
     taken: set[str] = set()
     axes = []
     for entries in candidates:
-        found = None
-        for entry in entries:
-            names = entry if isinstance(entry, tuple) else (entry,)
-            if entry and found is None and taken.isdisjoint(names):
-                found = entry
-                taken.update(names)
-        axes.append(found)
+        named = {entry: entry if isinstance(entry, tuple) else (entry,) for entry in entries if entry}
+        axes.append(next((entry for entry, names in named.items() if taken.isdisjoint(names)), None))
+        taken.update(named.get(axes[-1], ()))
     return axes
 
 
@@ -1331,7 +1326,7 @@ def _lower_to_split_call(ctx: Any, operands: Any, call: _Call, outs: Sequence, n
     """The results of a call of which XLA may split the first `n_split` dimensions of the batch."""
     batch = call.batch
     depth = len(batch)
-    is_whole = _stay_whole(ctx.avals_in, depth)
+    is_whole = _are_whole(ctx.avals_in, depth)
     ranks_of_whole = [len(x.shape) - depth for x, whole in zip(ctx.avals_in, is_whole) if whole]
     n_batch_dims = max([n_split, *(rank + 1 for rank in ranks_of_whole)])
     ones = (1,) * (n_batch_dims + 1 - n_split)  # one more, as XLA leaves operands of just `n_batch_dims` whole
@@ -1371,7 +1366,7 @@ def _lower_untyped(function: Callable, ctx: Any, operands: Sequence, ins: Sequen
         return _lower(function, ctx.replace(avals_in=avals[0], avals_out=avals[1]), operands)
 
 
-def _stay_whole(ins: Sequence, depth: int) -> list[bool]:
+def _are_whole(ins: Sequence, depth: int) -> list[bool]:
     """Which operands are passed without batch: those that all slices share, but for the first in one case (above)."""
     is_shared = [all(size == 1 for size in x.shape[:depth]) for x in ins]
     follows_batched = [shared and not all(is_shared[:i]) for i, shared in enumerate(is_shared)]
@@ -1536,7 +1531,7 @@ class _BoundedCache(dict):
         return self.setdefault(key, value)
 
 
-class _Kept:
+class _PickledByName:
     """A copy is the object itself; a pickle is the variable of its own module that holds it.
 
     Without one, or in `__main__`, which is another module in other processes, it is what `_reduce_unnamed` gives.
@@ -1621,7 +1616,7 @@ def _loaded_by_value(key: bytes, data: bytes) -> Any:
 # -- 5.4 The wrapper -----------------------------------------------------------------------------------
 
 
-class _Wrapper(_Kept):
+class _Wrapper(_PickledByName):
     """A kernel as a JAX function.
 
     A backend gives `_find_target`: it checks dtypes and arguments, compiles (where there is a device of the platform,
@@ -1996,17 +1991,15 @@ class _Code:
         self.i64 = ir.IntType(64)
         self.module = ir.Module()
         self.module.triple = llvm.get_process_triple()
-        self.module.data_layout = str(_target_machine().target_data)
+        self.machine = _target_machine()
+        self.module.data_layout = str(self.machine.target_data)
         self.functions: dict[str, Any] = {}
         self.builder: Any = None
 
     # -- functions --
 
-    def define(self, name: str, body: Callable[..., Any], **structs: Any) -> None:
-        """Write a C function that takes integers and addresses, as `body` does, and returns one.
-
-        `structs` says which parameters point to structs, and of which kind.
-        """
+    def define(self, name: str, body: Callable[..., Any]) -> None:
+        """Write a C function that takes integers and addresses, as `body` does, and returns one."""
         names = inspect.signature(body).parameters
         function = self.ir.Function(self.module, self._function_type(names), name)
         self.functions[name] = function
@@ -2014,7 +2007,8 @@ class _Code:
         arguments = []
         for parameter, value in zip(names, function.args):
             word = _Word(self, value)
-            arguments.append(_Struct(self, structs[parameter], word) if parameter in structs else word)
+            struct = _STRUCT_PARAMETERS.get(parameter)
+            arguments.append(_Struct(self, struct, word) if struct else word)
         result = body(*arguments)
         if result is not None:  # None: the body has returned already
             self.ret(result)
@@ -2023,7 +2017,7 @@ class _Code:
         """Object code."""
         module = self.llvm.parse_assembly(str(self.module))
         module.verify()
-        return _target_machine().emit_object(module)
+        return self.machine.emit_object(module)
 
     def call(self, function: Any, *args: Any) -> _Word:
         """Call a function, as `value` takes it."""
@@ -2176,13 +2170,8 @@ class _Code:
 # the code of a handler is compiled once for each signature, and loaded again for each kernel: 1.5 ms instead of 8.
 
 
-@functools.cache
 def _target_machine() -> Any:
-    """LLVM's target machine; Numba's own always optimizes, which handlers do not need."""
-    return _new_target_machine()
-
-
-def _new_target_machine() -> Any:
+    """A target machine of LLVM; Numba's own always optimizes, which handlers do not need."""
     import llvmlite.binding as llvm
     from numba.core.registry import cpu_target
 
@@ -2197,8 +2186,7 @@ def _load_code(code: bytes) -> Any:
     """An execution engine with this object code, which stays in memory as long as the engine does."""
     import llvmlite.binding as llvm
 
-    machine = _new_target_machine()
-    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target_machine())
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
     return engine
@@ -2244,6 +2232,11 @@ _Batch = _words(
 # The caller waits for workers only, never for queued tasks: one may stand behind a caller that waits, a deadlock.
 _SharedBatch = _words("_SharedBatch", "batch next count chunk workers holders error idle", batch=_Batch)
 
+# The parameters of C functions that point to structs, by name.
+_STRUCT_PARAMETERS = {
+    "frame": XLA_FFI_CallFrame, "kernel": _Kernel, "cursors": _Cursor, "batch": _Batch, "shared": _SharedBatch
+}  # fmt: skip
+
 # In microseconds of work:
 _MEASURABLE = 1  # a shorter time does not tell how long other slices take
 _WORTH_SHARING = 40  # waking threads does not pay for less work than this
@@ -2267,20 +2260,19 @@ class _Driver(_Code):
         super().__init__()
         self.ticks = self.static("ticks", _Variable)  # of the clock in a microsecond
         self.one = self.static("one", _Variable, current=1)
-        frame = XLA_FFI_CallFrame
-        self.define("answer", self.answer, frame=frame)
-        self.define("error", self.error, frame=frame)
-        self.define("now", self.now)
-        self.define("fill", self.fill)
-        self.define("seek", self.seek, batch=_Batch, cursors=_Cursor)
-        self.define("run", self.run, batch=_Batch)
-        self.define("release", self.release, shared=_SharedBatch)
-        self.define("work", self.work, shared=_SharedBatch)
-        self.define("task", self.task, shared=_SharedBatch)
-        self.define("share", self.share, batch=_Batch)
-        self.define("finish", self.finish, batch=_Batch)
-        self.define("probe", self.probe, batch=_Batch)
-        self.define("drive", self.drive, frame=frame, kernel=_Kernel, cursors=_Cursor)
+        functions = (
+            self.answer,
+            self.error,
+            self.now,
+            self.fill,
+            self.seek,
+            self.run,
+            self.release,
+            self.work,
+            self.task,
+        )
+        for function in (*functions, self.share, self.finish, self.probe, self.drive):
+            self.define(function.__name__, function)
 
     def answer(self, frame: Any, traits: Any) -> Any:
         """On registration XLA asks for the API version and traits, through an extension; returns whether it does.
@@ -2589,11 +2581,9 @@ def _compile_handler(signature: _Signature, emitter: _Emitter) -> _Compiled:
     text = f"kernel '{signature.label}' was called with other buffers than {signature}"
     wrong_buffers = ctypes.create_string_buffer(text.encode("utf-8", "replace"))
     kernel.wrong_buffers = ctypes.addressof(wrong_buffers)
-    kernel.in_order = emitter.in_order
     kernel.slices = engine.get_function_address("slices")
-    kernel.entry = emitter.entry
-    kernel.lock = emitter.lock
-    kernel.report = emitter.report
+    for name in ("in_order", "entry", "lock", "report"):
+        setattr(kernel, name, getattr(emitter, name))
     for name in ("answer", "error", "fill", "drive"):
         setattr(kernel, name, driver.get_function_address(name))
     alive += [engine, driver, emitter, wrong_buffers]
@@ -2611,12 +2601,11 @@ class _Handler(_Code):
         self.n_buffers = len(signature.ranks)
         self.first_output = self.n_buffers if emitter.libcuda else signature.n_in
         self.kernel = self.static("kernel", _Kernel, n_buffers=self.n_buffers, first_output=self.first_output)
-        structs = {"frame": XLA_FFI_CallFrame, "cursors": _Cursor}
         is_enclosed = emitter.lock or emitter.starts_threads
-        self.define("bare_slices" if is_enclosed else "slices", self._slices, **structs)
+        self.define("bare_slices" if is_enclosed else "slices", self._slices)
         if is_enclosed:
-            self.define("slices", self._enclosed_slices, **structs)
-        self.define("handler", self._handler, frame=XLA_FFI_CallFrame)
+            self.define("slices", self._enclosed_slices)
+        self.define("handler", self._handler)
 
     # -- slices --
 
@@ -5232,7 +5221,7 @@ class _WarpEmitter(_Emitter):
 # -- 10.1 The op: registration, dispatch, rules --------------------------------------------------------
 
 
-class XLACustomKernel(_Kept):
+class XLACustomKernel(_PickledByName):
     """An operation with kernels for several backends that takes part in all of JAX's transformations.
 
     Kernels are registered with the `def_*_kernel` methods: as a *generator*, which is called with the static parameters
