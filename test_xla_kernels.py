@@ -3039,25 +3039,30 @@ def load_beside_another(program):
     return np.asarray(read_exported(program)(F32))
 
 
-@pytest.mark.processes
-def compiled_closures(values):
-    """For each value an executable of a kernel that has it in its closure, made in this order."""
-    kernels = closures("x[0] * np.sum(np.asarray(v))", values)
-    return [jax.jit(wrap(kernel, spec(1))).lower(FLOATS).compile() for kernel in kernels]
+VALUES = [2.0, -0.0, np.float32(3), np.arange(3), np.arange(3) + 2, np.arange(4)]
+FUNCTIONS_OF_NUMPY = [np.exp2, np.cosh]
 
 
-def load_executables(serialized, values):
-    compiled_closures(values)
+def executables(step):
+    """One of a kernel for each value and each function that it may read, made in this order."""
+    kernels = closures("x[0] * np.sum(np.asarray(v))", VALUES)
+    kernels += [reads(f"np.{function.__name__}(x[0])") for function in FUNCTIONS_OF_NUMPY]
+    return [jax.jit(wrap(kernel, spec(1))).lower(FLOATS).compile() for kernel in kernels[::step]]
+
+
+def load_executables(serialized):
+    executables(-1)
     load = serialize_executable.deserialize_and_load
     return [np.asarray(load(*data, execution_devices=jax.devices()[:1])(F32)) for data in serialized]
 
 
+@pytest.mark.processes
 def test_names_do_not_depend_on_the_order_in_which_kernels_are_made():
     """So that serialized executables of another process find the kernels of this one."""
-    values = [2.0, -0.0, np.float32(3), np.arange(3), np.arange(4)]
-    serialized = list(map(serialize_executable.serialize, compiled_closures(values)))
-    loaded = another_process().submit(load_executables, serialized, values[::-1]).result()
-    np.testing.assert_array_equal(np.concatenate(loaded), [F32[0] * np.sum(value) for value in values])
+    serialized = list(map(serialize_executable.serialize, executables(1)))
+    loaded = np.concatenate(another_process().submit(load_executables, serialized).result())
+    expected = [*(F32[0] * np.sum(value) for value in VALUES), *(function(F32[0]) for function in FUNCTIONS_OF_NUMPY)]
+    np.testing.assert_allclose(loaded, expected, rtol=1e-6)
 
 
 def test_a_kernel_of_the_users_name_is_found_in_another_process():
