@@ -4401,12 +4401,13 @@ def kernel_of_every_kind():
     class Settings:
         gain: float
         inner: Inner
+        turn: wp.mat22
 
     @unique_kernel
     def every(x: wp.array(dtype=wp.vec3), i: wp.int8, v: wp.vec3h, m: wp.mat33, s: Settings, n: wp.uint64,
               w: rows_of_floats, out: rows_of_floats):  # fmt: skip
         r, c = wp.tid()
-        values = float(i) + float(v[1]) + m[2, 1] + s.gain + s.inner.axis[2] + float(n)
+        values = float(i) + float(v[1]) + m[2, 1] + s.gain + s.inner.axis[2] + s.turn[1, 0] + float(n)
         out[r, c] = x[r][0] * w[r, c] + values
 
     settings = Settings()
@@ -4481,14 +4482,27 @@ def test_warp_dicts_have_names_of_output_parameters(tmp_path):
 
 @needs_warp
 def test_warp_struct_that_changes_is_another_value():
-    """And one that equals what it was is that value."""
+    """And one that equals what it was is that value, also in another object: then nothing is traced."""
     every, values = kernel_of_every_kind()
+    traced = []
+
+    def like_w(x, *others):
+        traced.append(x)
+        return others[-1]
+
+    f = xk.warp_kernel(every, like_w, launch_dims=lambda x, *_: (len(x), 3))
     changing = deepcopy(values["s"])
-    f = xk.warp_kernel(every, lambda x, *others: others[-1], launch_dims=lambda x, *_: (len(x), 3))
-    for settings, gain, n_rows in ((changing, 1.5, 2), (changing, 4.0, 2), (values["s"], 1.5, 1)):
-        settings.gain = gain
+    for settings, gain, turn, n_rows, n_traced in (
+        (changing, 1.5, 0.0, 2, 1),
+        (changing, 4.0, 0.0, 2, 2),
+        (changing, 4.0, 1.0, 2, 3),
+        (values["s"], 1.5, 0.0, 1, 4),
+        (values["s"], 1.5, 0.0, 2, 4),
+    ):
+        settings.gain, settings.turn = gain, wp.mat22(0.0, 0.0, turn, 0.0)
         x, w = [a[:n_rows] for a in EVERY]
-        check_close(f(x, *(values | {"s": settings}).values(), w), every_in_jax(x, w) + gain - 1.5)
+        check_close(f(x, *deepcopy(values | {"s": settings}).values(), w), every_in_jax(x, w) + gain - 1.5 + turn)
+        assert len(traced) == n_traced
 
 
 def add_to_histogram(index, weight, acc, **options):

@@ -4964,9 +4964,10 @@ def _number(value: Any) -> np.ndarray:
 def _value_key(value: Any) -> Any:
     """A key for a value: its memory, which the kernel gets, and itself, as functions such as `outs` get that."""
     if hasattr(value, "__ctype__"):  # a struct
-        return type(value), repr(value), bytes(value.__ctype__())
+        return type(value), bytes(value.__ctype__())
     array = _number(value)
-    return type(value), repr(value), array.dtype, array.tobytes()
+    shown = "" if hasattr(value, "_wp_scalar_type_") else repr(value)  # Warp's matrices show their address
+    return type(value), shown, array.dtype, array.tobytes()
 
 
 # -- 9.4 A launch, as Warp records it -----------------------------------------------------------------
