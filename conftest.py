@@ -5,6 +5,7 @@ import contextlib
 import ctypes.util
 import datetime
 import functools
+import gc
 import importlib
 import importlib.metadata
 import importlib.util
@@ -331,6 +332,11 @@ def pytest_collection_modifyitems(config, items):
     if cells:
         counts = collections.Counter(pair for cell in cells[0].module.all_cells() for pair in pairs_of(cell))
         getattr(config, "workeroutput", {})["counts"] = config.stash[COUNTS] = dict(counts)
+
+
+def pytest_collection_finish(session):
+    """What was imported and collected stays: Python's collector need not look through it again and again."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
