@@ -5108,6 +5108,7 @@ REFUSED_BY_WARP_KERNEL = [  # the text of an error, a kernel, arguments of a cal
     (r"'v' .*float32\[:,2\].*: wrong inner", "matvec", (spec(3, 2, 2), spec(3, 4)), {}),
     ("a launch has known dimensions", "multiply", (spec(*export.symbolic_shape("n")), THREE), {}),
     ("Warp counts extents and strides in 32 bits", "multiply", (spec(2**31), THREE), {}),
+    ("Warp counts extents and strides in 32 bits", "squares_of_rows", (spec(2, 2**29),), {}),
     (r"the parameters \(x, y, out\).* got 1 inputs and 1 outputs", "multiply", (THREE,), {}),
     (r"'h' is a struct .*Holder.* with arrays: .* for each field \(values\)", "takes_arrays_in_structs", (), {}),
     (r"'h' is an array of structs .*Pair.*: .* for each field \(low, high\)", "takes_arrays_of_structs", (), {}),

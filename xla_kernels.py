@@ -1306,14 +1306,14 @@ for _platform in ("cpu", "cuda"):  # so each gets a call of its own where a prog
 # - Only the leading dimensions that the number of all devices divides may be split: else XLA would run the kernel on
 #   padding, and a kernel that raises there leaves the other devices waiting.  It is not enough that some axes of a mesh
 #   divide one: what is sliced, such as `x[:4]` of eight slices, stays split over all eight devices.
-# - A call with side effects is not split: XLA would drop the flag.
+# - A call with side effects is refused: XLA would drop the flag.
 # The kernel's own dimensions are gathered: only `jax.shard_map` splits them.
 
 
 def _count_split(ctx: Any, call: _Call, outs: Sequence) -> int:
     """How many leading dimensions of the batch XLA may split."""
     n_devices = _devices_to_split_over(ctx)
-    if n_devices == 1 or call.has_side_effect or not outs:
+    if n_devices == 1 or not outs:
         return 0
     sizes = [size for aval in (*ctx.avals_in, *outs) for size in aval.shape]
     if not all(isinstance(size, int) for size in sizes):  # symbolic sizes cannot be written in a rule of Shardy's
