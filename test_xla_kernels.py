@@ -2611,10 +2611,14 @@ def test_equal_calls_run_once_unless_they_have_a_side_effect(has_side_effect, n_
 
 
 @pytest.mark.optimized
+@pytest.mark.parametrize("code, parameters, options", [
+    ("v[()] *= 0.5; n[()] += 1", "v, n", {"in_out_argnames": ["n", "v"]}),
+    ("new_v[()] = 0.5 * v; new_n[()] = n + 1", "v, n, new_v, new_n", {}),
+], ids=["in place", "new"])  # fmt: skip
 @pytest.mark.parametrize("transform", [lambda kernel: kernel, jax.jit, jax.vmap])
-def test_a_loop_whose_whole_state_is_what_a_kernel_gives(transform):
+def test_a_loop_whose_whole_state_is_what_a_kernel_gives(transform, code, parameters, options):
     """XLA alone moves such a call out of the loop, which then never ends."""
-    kernel = wrap(runs("v[()] *= 0.5; n[()] += 1", "v, n"), lambda v, n: (v, n), in_out_argnames=["n", "v"])
+    kernel = wrap(runs(code, parameters), lambda v, n: (v, n), **options)
     asked = []
 
     def goes_on(n):
