@@ -1663,14 +1663,15 @@ def test_what_is_compiled_is_logged_and_why_inputs_are_copied(caplog):
     assert re.search(text, caplog.text)
 
 
-def test_many_kernels_of_one_def_are_a_warning():
-    """Which is given once."""
+def test_many_kernels_of_one_def_are_a_warning(monkeypatch):
+    """Which is given once; by default for 50 kernels."""
+    monkeypatch.setattr(xk, "_MANY", 5)
     twice = numba.njit(lambda x: 2 * x)
-    kernels = [runs("out[0] = twice(x[0])", twice=twice) for _ in range(51)]
-    with pytest.warns(UserWarning, match="compiled 50 times.*make it once") as caught:
+    kernels = [runs("out[0] = twice(x[0])", twice=twice) for _ in range(6)]
+    with pytest.warns(UserWarning, match="compiled 5 times.*make it once") as caught:
         for kernel in kernels:
             jax.eval_shape(wrap(kernel), F32)
-    assert result_of(kernels[0]) == result_of(kernels[50]) == 2
+    assert result_of(kernels[0]) == result_of(kernels[5]) == 2
     assert [warning.filename for warning in caught] == [__file__]
 
 
