@@ -2322,6 +2322,19 @@ def test_a_kernel_that_may_write_to_an_input_gets_a_copy(code, parallel):
         np.testing.assert_array_equal(array, before)
 
 
+add_to_both = runs("for i in range(x.size): x[i] += y[i]; out[i] = x[i]", "x, y, out")
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("signatures", [["void(f4[:],f4[:],f4[:])"], []], ids=["typed", "on first call"])
+def test_what_is_guvectorized_may_write_to_an_input(signatures):
+    add = wrap(numba.guvectorize(*filter(None, [signatures]), "(n),(n)->(n)")(add_to_both), FLOATS)
+    x, y = jnp.arange(4.0), jnp.full(4, 10.0)
+    beside = jax.jit(lambda x, y: (add(x, y), add(x, y) + 0, x + 0))(x, y)
+    for result, expected in zip([add(x, y), *beside, x], [x + y, x + y, x + y, x, np.arange(4)]):
+        np.testing.assert_array_equal(result, expected)
+
+
 LARGE = spec(100_000)  # XLA keeps some bytes for itself
 
 

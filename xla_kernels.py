@@ -459,6 +459,8 @@ class _References:
         if not isinstance(function, types.FunctionType):
             self.unknown.append(f"a {type(function).__name__}")
             return
+        if kernel is not function and not _is_harmless(kernel):
+            self.unknown.append(f"itself (a {type(kernel).__name__} of {type(kernel).__module__})")
         self._seen.clear()  # each function names other parts of a module
         names = _names_in(function.__code__)
         self._names |= dict.fromkeys(names)
@@ -3289,7 +3291,8 @@ def _returns_nothing(kernel: Any) -> bool:
         if instruction.opname == "RETURN_CONST":  # Python < 3.14
             returned.append(instruction.argval)
         elif instruction.opname == "RETURN_VALUE":
-            returned.append(previous.argval if previous and previous.opname == "LOAD_CONST" else kernel)
+            is_constant = previous and previous.opname in ("LOAD_CONST", "LOAD_COMMON_CONSTANT")  # of Python 3.15
+            returned.append(previous.argval if is_constant else kernel)
         previous = instruction
     return all(value is None for value in returned)
 
