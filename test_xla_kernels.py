@@ -6597,6 +6597,30 @@ def test_mirrored_structs_equal_the_header():
         assert fields == fields_in_header(text, struct.__name__)[: len(fields)]
 
 
+class ListOfGpus:
+    """That of a package, which makes its items at the first look; no two threads may do so at once."""
+
+    n_looking = 0
+
+    def __getitem__(self, ordinal):
+        self.n_looking += 1
+        time.sleep(0.01)
+        self.n_looking -= 1
+        assert self.n_looking == 0
+        return contextlib.nullcontext()
+
+
+def test_one_thread_at_a_time_looks_at_the_list_of_gpus(monkeypatch):
+    monkeypatch.setattr(xk._NumbaCuda, "cuda", types.SimpleNamespace(gpus=ListOfGpus()))
+
+    def look(_):
+        with xk._NumbaCuda().on_device(0):
+            return True
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(look, range(8)))
+
+
 class SharesItsCode(xk._CallbackEmitter):
     """An emitter of code that holds the address of a function, which another kernel would call, too."""
 
@@ -6824,6 +6848,10 @@ def add_cpp(out, vmap_method="sequential"):
     return jax.ffi.ffi_call("bench_add", out, vmap_method=vmap_method)
 
 
+def add_in_z(out):
+    return xk.numba_cuda_kernel(cuda_jit(add_in("cuda")), out, launch_dims=out.size, batch_in_z=True)
+
+
 def add_op(out):
     op = xk.XLACustomKernel("bench_add")
     op.def_numba_kernel(add_in("numba"))
@@ -6868,6 +6896,13 @@ def adders():
     return over(on_platform, checked)
 
 
+def adders_in_a_loop():
+    paths = adders()
+    if jax.default_backend() == "cpu":
+        del paths["a jitted x + y"]  # XLA makes one addition of all
+    return paths
+
+
 def checked(make, out):
     """The path, after a look at its answer: a fast wrong one is worth no row."""
     add = make(out)
@@ -6890,9 +6925,7 @@ def add_in_place_of(x, y):
 
 def bench_per_call():
     """One call on 16 elements inside fori_loop"""
-    paths = adders()
-    del paths["a jitted x + y"]  # XLA makes one addition of all
-    return compare(over(paths, lambda make: timed_loop(make(spec(16)), *pair(16))))
+    return compare(over(adders_in_a_loop(), lambda make: timed_loop(make(spec(16)), *pair(16))))
 
 
 def bench_large():
@@ -6953,6 +6986,8 @@ def bench_vmap():
     paths = adders()
     if jax.default_backend() == "cpu":
         paths['C++ for XLA, "broadcast_all"'] = partial(add_cpp, vmap_method="broadcast_all")
+    else:
+        paths["numba_cuda_kernel, batch_in_z"] = add_in_z
     return compare(over(paths, lambda make: timed(jax.jit(jax.vmap(make(spec(16)))), *pair(1000, 16))))
 
 
@@ -7125,7 +7160,7 @@ def bench_spikes():
 
 # -- the tests that measure ----------------------------------------------------------------------------
 
-CPU_ONLY = {"state", "slices", "start", "network", "spikes"}
+CPU_ONLY = {"state", "slices", "few_slices", "start", "network", "spikes"}
 PICTURES = {"per_call": "speed", "spikes": "raster"}
 BENCHMARKS = {name[6:]: function for name, function in list(globals().items()) if name.startswith("bench_")}
 

@@ -3492,6 +3492,7 @@ _CUDA_LIMITS = {"grid": (2**31 - 1, 65535, 65535), "block": (1024, 1024, 64), "l
 _CUDA_LAUNCH_WORDS = 7  # of `_CudaLaunch`
 _CUDA_INSTALL = 'pip install "jax[cuda13]" "numba-cuda-mlir[cu13]" (CUDA 12: cuda12, cu12)'
 _CUDA_WRITERS = frozenset("atomic flat stcg stcs stwb stwt view".split())  # what `_refuse_writes_to_inputs` finds
+_GPUS_LOCK: threading.RLock = _SHARED.setdefault("gpus_lock", threading.RLock())
 # The simulator keeps the running kernel in globals, also in those of the kernel's module.
 _CUDASIM_LOCK: threading.RLock = _SHARED.setdefault("cudasim_lock", threading.RLock())
 
@@ -3919,7 +3920,8 @@ class _NumbaCuda:
     @contextlib.contextmanager
     def on_device(self, ordinal: int) -> Iterator:
         """Make a device's primary context current, which XLA uses, too."""
-        device = self.cuda.gpus[ordinal]
+        with _GPUS_LOCK:  # two threads that look at the list for the first time at once fail in numba_cuda_mlir
+            device = self.cuda.gpus[ordinal]
         device.__enter__()
         try:
             yield
