@@ -2915,10 +2915,12 @@ def numba_kernel(
       kernel: a function decorated with `numba.njit` (any options), `numba.vectorize` or `numba.guvectorize`, or a
         plain one, which is jitted.  Without it, `numba_kernel(outs=...)` is a decorator.
       outs: the outputs, uninitialized: a `jax.ShapeDtypeStruct` (anything with `.shape` and `.dtype`), a pytree of
-        them, or a callable of the inputs' `ShapeDtypeStruct`s that returns one.  Results have its structure.  A dict,
-        which stands alone, has the names of the kernel's output parameters, in any order.
-      vmap_method: "sequential" and "sequential_unrolled" run the slices of a batch in order on one thread; with any
-        other, XLA's threads share the slices of a batch for which that pays.  The results are the same.
+        them, or a callable of the inputs' `ShapeDtypeStruct`s that returns one, which runs at each trace and at no
+        later call.  Results have its structure.  A dict, which stands alone, has the names of the kernel's output
+        parameters, in any order.
+      vmap_method: "sequential" and "sequential_unrolled" run the slices of a batch in order on one thread, on each
+        device of a mesh those that it has; with any other, XLA's threads share the slices of a batch for which that
+        pays.  The results are the same.
       input_output_aliases: `{i: j}`: output j starts with the value of input i (or of that name) and, where XLA can,
         in its memory; the kernel gets one array for both.  The array that the caller holds is never changed.
       in_out_argnames: names of parameters that the kernel changes: each is given as an input, and its new value is a
