@@ -49,6 +49,7 @@ SIMULATOR = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0")
 if SIMULATOR:  # it polls its threads, and each waits that long for its turn
     sys.setswitchinterval(1e-4)
 FAKE_DRIVER = "XLA_KERNELS_FAKE_CUDA" in os.environ
+SUCCESSOR = "XLA_KERNELS_CUDA_SUCCESSOR" in os.environ  # test numba-cuda-mlir where numba-cuda is installed, too
 
 
 @functools.cache

@@ -62,7 +62,8 @@ try:
     from numba import cuda
 except ImportError:  # numba-cuda is too old for NumPy
     cuda = None
-if not conftest.SIMULATOR and getattr(cuda, "implementation", "Built-in") == "Built-in":  # without numba-cuda
+has_numba_cuda = getattr(cuda, "implementation", "Built-in") != "Built-in"
+if not conftest.SIMULATOR and (conftest.SUCCESSOR or not has_numba_cuda):
     with contextlib.suppress(ImportError):
         from numba_cuda_mlir import cuda
 cuda_float32 = np.float32 if "mlir" in getattr(cuda, "__name__", "") else numba.float32  # the simulator takes no dtype
