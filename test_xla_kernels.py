@@ -4472,6 +4472,18 @@ def test_warp_ops(name, warp_path):
     check_close(gradient(f, args)(*args), gradient(reference, args)(*args), 1e-4)
 
 
+def test_warp_tiles_need_whole_blocks(warp_path):
+    """Of a GPU; one of the CPU has one thread."""
+    _, (x,), reference = WARP_CASES["double_tiles"]
+    check_close(wrapped("double_tiles", tiled=False, launch_dims=(2, 64))(x), reference(x))
+    part = wrapped("double_tiles", tiled=False, launch_dims=(2, 1))
+    if warp_path == "cpu":
+        check_close(part(x), reference(x))
+    else:
+        with pytest.raises(ValueError, match="all 64 threads of a block .* are 2 threads: with tiled=True"):
+            part(x)
+
+
 def test_warp_values(warp_path):
     """Python's, NumPy's, JAX's and Warp's; they are data of one target."""
     typed = {"i": wp.int8(-3), "n": np.uint64(8)}

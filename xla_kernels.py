@@ -4369,7 +4369,7 @@ def warp_kernel(
         indices.
       block_dim: threads per block on a GPU, by default 256; a block on the CPU has one.
       tiled: True for kernels whose blocks work on tiles, as `warp.launch_tiled` starts them: `launch_dims`, up
-        to 3, counts blocks, of `block_dim` threads each.
+        to 3, counts blocks, of `block_dim` threads each.  Without it a GPU takes no part of a block of such a kernel.
       vmap_method, input_output_aliases, in_out_argnames, has_side_effect, scratch, name: as for `numba_kernel`.
       zero_outputs: True starts every output but the aliased ones from zeros, in each slice of a `vmap`.  By default a
         kernel that updates an output by an atomic, as `out[i] += v` does, or by `out[i] *= v` where nothing else
@@ -5066,6 +5066,11 @@ class _WarpTarget(_Target):
         """The grid of `wp_cuda_launch_kernel` (warp.cu): without a loop in the kernel, blocks fill three axes."""
         has_grid_stride = getattr(self.kernel, "grid_stride", True)  # set when the content was read
         n_threads = math.prod(self._dims_on("cuda"))
+        if n_threads % self._threads_of_block and _source_of(self.kernel).uses_tiles:
+            raise ValueError(
+                f"{self.title}: all {self._threads_of_block} threads of a block work on a tile, and launch_dims="
+                f"{self.launch_dims} are {n_threads} threads: with tiled=True launch_dims counts blocks"
+            )
         blocks = -(-n_threads // self._threads_of_block)
         x, y, z = min(blocks, _CUDA_LIMITS["grid"][0]), 1, 1
         if blocks and not has_grid_stride:
