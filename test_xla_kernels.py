@@ -4050,7 +4050,7 @@ def test_on_cuda_a_kernel_may_take_any_number_of_arrays():
 
     assert cuda_op(with_default)(F32)[0] == 2
     if is_successor(cuda):
-        with pytest.raises(TypeError, match="(?s)cannot compile kernel 'any_number'.*Stararg not supported"):
+        with pytest.raises(TypeError, match=r"(?s)cannot compile kernel 'any_number'.*Stararg not supported"):
             cuda_op(any_number)(F32)
     else:
         assert cuda_op(any_number)(F32)[0] == 2
@@ -4488,7 +4488,7 @@ def test_warp_tiles_need_whole_blocks(warp_path):
     if warp_path == "cpu":
         check_close(part(x), reference(x))
     else:
-        with pytest.raises(ValueError, match="all 64 threads of a block .* are 2 threads: with tiled=True"):
+        with pytest.raises(ValueError, match=r"all 64 threads of a block .* are 2 threads: with tiled=True"):
             part(x)
 
 
