@@ -2651,6 +2651,15 @@ def test_a_loop_whose_whole_state_is_what_a_kernel_gives(transform, code, parame
 # -- many threads, and what is registered --------------------------------------------------------------
 
 
+def test_threads_that_wrap_one_function_get_one_kernel():
+    """With a name, which no two kernels can have."""
+    triple = runs("out[:] = 3 * x")
+    wrappers = [xk.numba_kernel(triple, like_first, name="wrapped_by_threads") for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        for result in pool.map(lambda call: call(F32), wrappers):
+            np.testing.assert_array_equal(result, 3 * F32)
+
+
 def test_threads_that_trace_the_same_kernels_register_each_once():
     """16 threads race for 3 kernels of 2 dtypes each: a target that is registered twice is an error of XLA's."""
     start = threading.Barrier(16)

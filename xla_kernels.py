@@ -671,7 +671,7 @@ def _key_if_made_again(kernel: Any, references: _References) -> tuple | None:
 class _Names:
     """The names of targets.  What is registered keeps its name for ever, and no two kernels have one.
 
-    A kernel is compiled first, and then named.
+    A kernel of Numba is compiled first, and then named; one of Warp is named by what it is compiled from.
     """
 
     def __init__(self) -> None:
@@ -717,12 +717,17 @@ class _Names:
         with _LOCK:
             if specialization in names:  # by another thread
                 return names[specialization]
+            # Nothing that it reads changed meanwhile.
+            is_shared = key and key == self._shared(kernel, specialization)[1]
+            if is_shared and key in shared:  # by another thread
+                names[specialization], _ = shared[key]
+                return names[specialization]
             parts = content, *map(str, options), str(getattr(kernel, "targetoptions", ""))
             name = self._new(signature, given, *(() if given else parts))
             if compiled:
                 _register(name, platform, compiled)
             names[specialization] = name
-            if key and key == self._shared(kernel, specialization)[1]:  # nothing that it reads changed meanwhile
+            if is_shared:
                 shared[key] = name, kept
             return name
 
@@ -795,7 +800,7 @@ def _code_text(code: Any) -> str:
 # What lives how long:
 #     wrapper           as long as the user, or a function that JAX has cached, holds it
 #     kernel            as long as its wrappers; if it is made again, for ever, as `_Names.made_again` holds it
-#     `_Target`         as long as JAX's caches hold a trace that binds it; it holds texts and numbers alone
+#     `_Target`         as long as JAX's caches hold a trace that binds it; that of Warp holds the kernel and its values
 #     `_Compiled`       for ever, in `_TARGETS`, once it has a name: XLA has its address
 #     LLVM's engine     for ever, by `_Compiled.alive`, with what Numba or Warp compiled and with callbacks
 #     XLA's executable  as long as JAX's caches hold it; it finds the handler by its name
@@ -1625,7 +1630,7 @@ class _Wrapper(_PickledByName):
     or leaves that to `_Target.lowered`), and names what runs a call.  When it returns, the name is registered with XLA,
     or is going to be when the target is lowered.  `launch` is one array of 64-bit words, the attribute that the emitter
     of the backend reads: on a GPU it begins with `_CudaLaunch`, and for Warp the memory of a launch follows.
-    It may override `__call__`, `_leaves` and `_for_inputs`.
+    It may override `__call__`, `_leaves`, and the small methods that name parameters or look at options.
     """
 
     _xla_kernels_kind = "wrapper"  # see _MARK
@@ -2903,7 +2908,8 @@ def numba_kernel(
 
     Slices of a `vmap` may run on several threads at once, also where the kernel calls C functions: for a C library that
     is not thread-safe say `vmap_method="sequential"`.  Numba's `parallel=True` is seen in the kernel and in functions
-    that it names, and not behind a pointer that C code has.
+    that it names, and not behind a pointer that C code has.  Where `numba.threading_layer()` is workqueue, Numba ends
+    the process if you call a parallel function yourself while JAX runs a parallel kernel.
 
     A write to an input that Numba refuses is an error.  What Numba lets pass (`x.flat`, `np.frombuffer`, a dict of
     arrays, your own classes and intrinsics, C functions that get `x.ctypes`) gives the kernel a copy of each input that
@@ -2926,9 +2932,11 @@ def numba_kernel(
       in_out_argnames: names of parameters that the kernel changes: each is given as an input, and its new value is a
         result.  `outs` begins with them, in the kernel's order.
       scalars: the names of 0-d inputs that the kernel takes as numbers, or True for all of them.  For a constant of the
-        compiled kernel use a variable of its closure.
+        compiled kernel use a variable of its closure: each value makes a kernel, which costs some 75 ms, and 1 MB for
+        as long as the process lives.
       has_side_effect: True keeps the call even where its results are not used.
-      scratch: a spec or a tuple of them: uninitialized buffers passed after the outputs and not returned.
+      scratch: a spec, a tuple of them, or a callable like `outs`: uninitialized buffers passed after the outputs and
+        not returned.
       zero_outputs: True starts every output but the aliased ones from zeros, in each slice of a `vmap`.
       name: of your own choice: by it an exported program finds the kernel in another process (see `export_checks`).
 
