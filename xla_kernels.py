@@ -715,19 +715,18 @@ class _Names:
         content = _References(kernel).content
         compiled = compile_kernel()  # without the lock, as this may take seconds
         with _LOCK:
-            if specialization in names:  # by another thread
-                return names[specialization]
-            # Nothing that it reads changed meanwhile.
-            is_shared = key and key == self._shared(kernel, specialization)[1]
-            if is_shared and key in shared:  # by another thread
+            if key and key != self._shared(kernel, specialization)[1]:  # what it reads changed meanwhile
+                shared, key, kept = _NOT_SHARED
+            if specialization not in names and key in shared:  # by another thread, through another wrapper
                 names[specialization], _ = shared[key]
+            if specialization in names:  # by another thread
                 return names[specialization]
             parts = content, *map(str, options), str(getattr(kernel, "targetoptions", ""))
             name = self._new(signature, given, *(() if given else parts))
             if compiled:
                 _register(name, platform, compiled)
             names[specialization] = name
-            if is_shared:
+            if key:
                 shared[key] = name, kept
             return name
 
@@ -4377,7 +4376,8 @@ def warp_kernel(
         indices.
       block_dim: threads per block on a GPU, by default 256; a block on the CPU has one.
       tiled: True for kernels whose blocks work on tiles, as `warp.launch_tiled` starts them: `launch_dims`, up
-        to 3, counts blocks, of `block_dim` threads each.  Without it a GPU takes no part of a block of such a kernel.
+        to 3, counts blocks, of `block_dim` threads each.  Without it a GPU refuses such a kernel, unless its
+        threads are whole blocks.
       vmap_method, input_output_aliases, in_out_argnames, has_side_effect, scratch, name: as for `numba_kernel`.
       zero_outputs: True starts every output but the aliased ones from zeros, in each slice of a `vmap`.  By default a
         kernel that updates an output by an atomic, as `out[i] += v` does, or by `out[i] *= v` where nothing else
