@@ -577,7 +577,7 @@ def draw_speed(figure, title, rows, date):
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter("{x:g}")
     for number, row in enumerate(rows):
-        axes.plot(row["value"], number, "o", color=OURS if row["path"] in PATHS_OF_OURS else OTHERS)
+        axes.plot(row["value"], number, "o", color=OURS if row["path"].split(",")[0] in PATHS_OF_OURS else OTHERS)
         text = f"{row['value']:.3g}"
         axes.annotate(text, (row["value"], number), (8, 0), textcoords="offset points", verticalalignment="center")
     axes.set_yticks(range(len(rows)), [row["path"] for row in rows])

@@ -6878,16 +6878,18 @@ def add_cpp(out, vmap_method="sequential"):
     return jax.ffi.ffi_call("bench_add", out, vmap_method=vmap_method)
 
 
-def adds_in_place(out):
-    if jax.default_backend() == "cpu":
-        kernel = runs("for i in range(x.size): x[i] += y[i]", "x, y")
-        return xk.numba_kernel(kernel, out, in_out_argnames=["x"])
-    kernel = cuda_jit(runs("i = cuda.grid(1)\n    if i < x.size: x[i] += y[i]", "x, y", cuda=cuda))
-    return xk.numba_cuda_kernel(kernel, out, launch_dims=out.size, in_out_argnames=["x"])
+def add_cuda(out, **options):
+    return xk.numba_cuda_kernel(cuda_jit(add_in("cuda")), out, launch_dims=out.size, **options)
 
 
-def add_in_z(out):
-    return xk.numba_cuda_kernel(cuda_jit(add_in("cuda")), out, launch_dims=out.size, batch_in_z=True)
+def add_in_place_by_numba(out):
+    kernel = runs("for i in range(x.size): x[i] += y[i]", "x, y")
+    return xk.numba_kernel(kernel, out, in_out_argnames=["x"])
+
+
+def add_in_place_by_cuda(out):
+    kernel = runs("i = cuda.grid(1)\n    if i < x.size: x[i] += y[i]", "x, y", cuda=cuda)
+    return xk.numba_cuda_kernel(cuda_jit(kernel), out, launch_dims=out.size, in_out_argnames=["x"])
 
 
 def add_op(out):
@@ -6912,7 +6914,7 @@ def brainevent():
 
 ADD = {  # by the name of a path: the platform that it is for, and a function of the output's spec
     "numba_kernel": ("cpu", lambda out: xk.numba_kernel(add_in("numba"), out)),
-    "numba_cuda_kernel": ("gpu", lambda out: xk.numba_cuda_kernel(cuda_jit(add_in("cuda")), out, launch_dims=out.size)),
+    "numba_cuda_kernel": ("gpu", add_cuda),
     "warp_kernel": (None, lambda out: xk.warp_kernel(add_in("warp"), out)),
     "XLACustomKernel (Numba)": ("cpu", add_op),
     "C++ for XLA": ("cpu", add_cpp),
@@ -6926,21 +6928,21 @@ ADD = {  # by the name of a path: the platform that it is for, and a function of
     "jax.pure_callback": (None, lambda out: partial(jax.pure_callback, np.add, out, vmap_method="sequential")),
     "a jitted x + y": (None, lambda out: jax.jit(operator.add)),
 }  # fmt: skip
+IN_A_LOOP = ADD | {
+    "a jitted x + y": ("gpu", lambda out: jax.jit(operator.add)),  # on CPUs XLA makes one addition of all
+    "numba_kernel, in place": ("cpu", add_in_place_by_numba),
+    "numba_cuda_kernel, in place": ("gpu", add_in_place_by_cuda),
+}
+UNDER_VMAP = ADD | {
+    'C++ for XLA, "broadcast_all"': ("cpu", partial(add_cpp, vmap_method="broadcast_all")),
+    "numba_cuda_kernel, batch_in_z": ("gpu", partial(add_cuda, batch_in_z=True)),
+}
 
 
-def adders():
+def adders(table=ADD):
     """The paths of the platform."""
-    on_platform = {name: make for name, (platform, make) in ADD.items() if platform in (None, jax.default_backend())}
+    on_platform = {name: make for name, (platform, make) in table.items() if platform in (None, jax.default_backend())}
     return over(on_platform, checked)
-
-
-def adders_in_a_loop():
-    paths = adders()
-    if jax.default_backend() == "cpu":
-        del paths["a jitted x + y"]  # XLA makes one addition of all
-    else:
-        paths["numba_cuda_kernel, in place"] = adds_in_place
-    return paths
 
 
 def checked(make, out):
@@ -6960,15 +6962,12 @@ def pair(*shape):
 
 def bench_per_call():
     """One call on 16 elements inside fori_loop"""
-    return compare(over(adders_in_a_loop(), lambda make: timed_loop(make(spec(16)), *pair(16))))
+    return compare(over(adders(IN_A_LOOP), lambda make: timed_loop(make(spec(16)), *pair(16))))
 
 
 def bench_large():
     """One call on 1,000,000 elements inside fori_loop"""
-    paths = adders_in_a_loop()
-    if jax.default_backend() == "cpu":
-        paths["numba_kernel, in place"] = adds_in_place
-    return compare(over(paths, lambda make: timed_loop(make(spec(1_000_000)), *pair(1_000_000))))
+    return compare(over(adders(IN_A_LOOP), lambda make: timed_loop(make(spec(1_000_000)), *pair(1_000_000))))
 
 
 def bench_from_python():
@@ -7017,12 +7016,7 @@ def bench_state():
 
 def bench_vmap():
     """vmap over 1,000 slices of 16 elements; by others one after another, but for one that sees a single array"""
-    paths = adders()
-    if jax.default_backend() == "cpu":
-        paths['C++ for XLA, "broadcast_all"'] = partial(add_cpp, vmap_method="broadcast_all")
-    else:
-        paths["numba_cuda_kernel, batch_in_z"] = add_in_z
-    return compare(over(paths, lambda make: timed(jax.jit(jax.vmap(make(spec(16)))), *pair(1000, 16))))
+    return compare(over(adders(UNDER_VMAP), lambda make: timed(jax.jit(jax.vmap(make(spec(16)))), *pair(1000, 16))))
 
 
 def spin(x, out):
