@@ -912,7 +912,7 @@ def grid_and_block(op, outs):
 
 def in_cuda(op, kernel, outs, name=None, batch_in_z=False):
     grid, block = grid_and_block(op, outs)
-    options = {"batch_in_z": batch_in_z and len(grid) < 3, "name": name, **op.options}
+    options = {"vmap_method": None if batch_in_z else "sequential", "name": name, **op.options}
     return xk.numba_cuda_kernel(cuda_jit(kernel), outs, grid=grid, block=block, **options)
 
 
@@ -3347,9 +3347,6 @@ BLOCK = {"grid": 1, "block": 1}
     (ValueError, {"launch_dims": 1, "threads_per_block": 2048}, "from 1 to 1024; got 2048"),
     (TypeError, {"launch_dims": 1, "threads_per_block": (8, 8)}, "threads_per_block must be an int"),
     (ValueError, {**BLOCK, "shared_mem": -1}, "shared_mem must be a number of bytes; got -1"),
-    (ValueError, {**BLOCK, "batch_in_z": True, "vmap_method": "sequential"}, "vmap_method='sequential'"),
-    (ValueError, {"grid": (7, 1, 2), "block": 1, "batch_in_z": True}, "got grid=(7, 1, 2)"),
-    (ValueError, {"launch_dims": lambda x: (8, 8, 5), "batch_in_z": True}, "got grid=(1, 1, 2)"),
     (TypeError, {**BLOCK, "outs": spec(3, dtype=jnp.bfloat16)}, "output 0 is bfloat16[3]"),
     (TypeError, {**BLOCK, "kernel": HOST_KERNEL}, "@cuda.jit of numba or numba_cuda_mlir"),
 ])  # fmt: skip
@@ -3673,7 +3670,8 @@ def test_fakecuda_shared_memory_carveout(gpus, package_cuda):
 ], ids=str)  # fmt: skip
 def test_fakecuda_launches_natively_on_each_device_that_jax_lists(gpus, package_cuda, options, launch):
     """After zeros in all slices at once, on the stream of the call."""
-    op = jax.vmap(xk.numba_cuda_kernel(own_kernel(package_cuda, "x, out"), like_first, zero_outputs=True, **options))
+    options = {"vmap_method": "sequential", "zero_outputs": True, **options}
+    op = jax.vmap(xk.numba_cuda_kernel(own_kernel(package_cuda, "x, out"), like_first, **options))
     batch = jnp.ones((2, 3))
     for device in 0, 1:
         gpus.set(device=device)
@@ -3687,7 +3685,7 @@ def test_fakecuda_launches_natively_on_each_device_that_jax_lists(gpus, package_
         assert gpus.log() == [["set 24 bytes", 0]]
 
 
-IN_Z = {"grid": (7, 2), "batch_in_z": True}
+IN_Z = {"grid": (7, 2)}
 NESTED_BATCHES = {  # options, sizes of x and y, the grids, and where x, y and out start in each launch, in floats
     "in z": (IN_Z, (3, 2), ["7,2,3"] * 2, [[0, 0, 0], [0, 5, 15]]),
     "in z, more than a grid has blocks": (IN_Z, (65_538, 1), ["7,2,65535", "7,2,3"],
@@ -3730,13 +3728,9 @@ def test_fakecuda_a_kernel_that_asks_for_z_has_no_batch_in_z(gpus, package_cuda,
     kernel = own_kernel(package_cuda, "x, out", code, names=names)
     x = jnp.ones((4, 3), np.int32)
     for _ in range(2):
-        batched = jax.vmap(xk.numba_cuda_kernel(kernel, like_first, batch_in_z=True, **BLOCK))
-        if asks is None:
-            assert len(gpus.launches(batched, x)) == 1
-        else:
-            with pytest.raises(TypeError, match=f"'kernel' uses {asks}, and with batch_in_z=True blocks along z"):
-                gpus.launches(batched, x)
-    assert len(gpus.launches(jax.vmap(xk.numba_cuda_kernel(kernel, like_first, **BLOCK)), x)) == 4
+        batched = jax.vmap(xk.numba_cuda_kernel(kernel, like_first, **BLOCK))
+        assert len(gpus.launches(batched, x)) == (4 if asks else 1)
+    assert len(gpus.launches(jax.vmap(xk.numba_cuda_kernel(kernel, like_first, vmap_method="sequential", **BLOCK)), x)) == 4
 
 
 def test_fakecuda_a_device_function_is_no_kernel(package_cuda):
@@ -3747,13 +3741,10 @@ def test_fakecuda_a_device_function_is_no_kernel(package_cuda):
 def test_fakecuda_a_batch_in_z_of_arrays_without_dimensions(gpus, package_cuda):
     """reshape(()) of numba-cuda-mlir 0.6.0 fails; a scalar needs none."""
     kernel = own_kernel(package_cuda, "x, out", "out[0] = x + 1.0")
-    op = jax.vmap(xk.numba_cuda_kernel(kernel, spec(1), scalars=True, batch_in_z=True, **BLOCK))
+    op = jax.vmap(xk.numba_cuda_kernel(kernel, spec(1), scalars=True, **BLOCK))
     assert len(gpus.launches(op, jnp.ones(4))) == 1
-    op = jax.vmap(own_op(package_cuda, batch_in_z=True))
-    with contextlib.ExitStack() as stack:
-        if is_successor(package_cuda):
-            stack.enter_context(pytest.raises(TypeError, match=r"takes no arrays without dimensions.*scalars"))
-        assert len(gpus.launches(op, jnp.ones(4))) == 1
+    op = jax.vmap(own_op(package_cuda))
+    assert len(gpus.launches(op, jnp.ones(4))) == (4 if is_successor(package_cuda) else 1)
 
 
 @pytest.mark.parametrize("function, text, n_launches", [
@@ -3965,7 +3956,7 @@ def test_fakecuda_a_kernel_that_is_made_again_is_compiled_once(gpus, package_cud
 def test_fakecuda_kernel_that_does_not_take_buffers(gpus, package_cuda, scalars):
     kernel = written_for(package_cuda, cuda_axpy)
     kernel = package_cuda.jit(fastmath=True, lineinfo=True)(kernel)
-    for options, launches in ({}, ["1,1,1"] * 4), ({"batch_in_z": True}, ["1,1,4"]):
+    for options, launches in ({"vmap_method": "sequential"}, ["1,1,1"] * 4), ({}, ["1,1,4"]):
         op = axpy_op(kernel, scalars, **options)
         call = lambda x: op(n=8, a=2.0, x=x, y=x)
         assert gpus.launches(call, jnp.ones(8)) == ["native 0: 1,1,1 x 8,1,1 +0"]
@@ -3979,7 +3970,7 @@ def test_fakecuda_kernel_that_does_not_take_buffers(gpus, package_cuda, scalars)
 @in_axpy
 @pytest.mark.parametrize("batch_in_z", [False, True])
 def test_on_cuda_kernel_that_does_not_take_buffers(scalars, batch_in_z):
-    op = axpy_op(cuda.jit(cuda_axpy), scalars, batch_in_z=batch_in_z)
+    op = axpy_op(cuda.jit(cuda_axpy), scalars, vmap_method=None if batch_in_z else "sequential")
     x = jnp.arange(8.0)
     for n in 5, 3:
         call = functools.partial(op, n=n, a=2.0, x=x)
@@ -4007,17 +3998,13 @@ def test_on_cuda_dynamic_shared_memory():
 @on_device
 @pytest.mark.parametrize("batch_in_z", [False, True])
 def test_on_cuda_operands_without_dimensions_and_without_batch(batch_in_z):
-    @partial(cuda_op, batch_in_z=batch_in_z)
+    @partial(cuda_op, vmap_method=None if batch_in_z else "sequential")
     def scale(x, factor, out):
         i = cuda.grid(1)
         if i < out.size:
             out[i] = factor[()] * x[i]
 
     x, factors = jnp.arange(5.0), jnp.array([2.0, 3.0])
-    if batch_in_z and is_successor(cuda):  # which cannot make such an array of a batch
-        with pytest.raises(TypeError, match="takes no arrays without dimensions"):
-            scale(x, factors[0])
-        return
     np.testing.assert_array_equal(scale(x, factors[0]), [0, 2, 4, 6, 8])
     np.testing.assert_array_equal(jax.vmap(scale, (None, 0))(x, factors), [[0, 2, 4, 6, 8], [0, 3, 6, 9, 12]])
 
@@ -4729,6 +4716,7 @@ class FakeWarp(FakeGpus):
             cuMemsetD8Async=ctypes.CFUNCTYPE(number, pointer, ctypes.c_ubyte, size, pointer)(self.fill),
             cuCtxGetCurrent=lambda context: 0,
             cuCtxSetCurrent=lambda context: 0,
+            cuFuncGetAttribute=lambda value, attribute, function: 0,
         )
 
     def patch(self, monkeypatch):
@@ -4741,6 +4729,9 @@ class FakeWarp(FakeGpus):
         monkeypatch.setattr(wp, "launch", self.record)
         monkeypatch.setattr(wp.array, "__init__", make_on_cpu)
         self.grids, self.others = [], set()  # of launches: what goes with their grids
+        self.z = ctypes.c_uint32(0)
+        z = f"*(unsigned*){ctypes.addressof(self.z)}ull"
+        monkeypatch.setattr(xk, "_MOVE_SNIPPET", xk._MOVE_SNIPPET.replace("blockIdx.z", z))
 
     def copy(self, target, source, size, stream):
         ctypes.memmove(target, source, size)
@@ -4771,7 +4762,8 @@ class FakeWarp(FakeGpus):
         for param, passed in zip(launch.params, params):
             ctypes.memmove(ctypes.addressof(param), passed, ctypes.sizeof(param))
         launch.device = wp.get_device("cpu")
-        launch.launch()
+        for self.z.value in range(gz):
+            launch.launch()
         return 0
 
 
@@ -4793,7 +4785,7 @@ def test_warp_on_fake_gpu(fake_gpu):
     f, in_jax = over_first(call_every, args), over_first(every_in_jax, args)
     check_close(fake_gpu.run(gradient(f, args), *args), gradient(in_jax, args)(*args), 1e-4)
     assert fake_gpu.traits(gradient(f, args), *args) == {1}
-    assert fake_gpu.grids == [(2, 1, 1)] * 6
+    assert fake_gpu.grids == [(2, 1, 3)] * 2
     assert fake_gpu.others == {((4, 1, 1), 4 + 1, 0x5EED, 1)}  # on the stream and the device of the call
 
 
@@ -4934,10 +4926,10 @@ def kernel_with_body(body, tmp_path, x="floats", out="floats", options="module='
 
 @needs_fake_gpu
 @pytest.mark.parametrize("name", WARP_CASES)
-def test_warp_batches_on_a_gpu_are_a_launch_for_each_slice(name, fake_gpu):
+def test_warp_batches_on_a_gpu_are_one_launch(name, fake_gpu):
     f, reference, args = batched(name)
     check_close(fake_gpu.run(f, *args), reference(*args))
-    assert len(fake_gpu.grids) == 3
+    assert len(fake_gpu.grids) == 1
 
 
 # -- inputs are never changed, and outputs start from something ----------------------------------------
@@ -6676,7 +6668,7 @@ def test_fakecuda_all_is_compiled_when_a_call_is_traced(gpus, package_cuda, monk
     """Under the name that exported programs call; a batch, which has the same handler, reads no globals anew."""
     monkeypatch.setattr(xk, "_traced_platform", lambda: "cuda")
     name = f"exported.{package_cuda.__name__}.{batch_in_z}"
-    op = own_op(package_cuda, name=name, batch_in_z=batch_in_z)
+    op = own_op(package_cuda, name=name, vmap_method=None if batch_in_z else "sequential")
     jax.eval_shape(op, FLOATS)
     names = [target for target in gpus.handlers if target.startswith(name)]
     jax.eval_shape(jax.vmap(op), spec(4, 3))
@@ -6935,7 +6927,7 @@ IN_A_LOOP = ADD | {
 }
 UNDER_VMAP = ADD | {
     'C++ for XLA, "broadcast_all"': ("cpu", partial(add_cpp, vmap_method="broadcast_all")),
-    "numba_cuda_kernel, batch_in_z": ("gpu", partial(add_cuda, batch_in_z=True)),
+    "numba_cuda_kernel, batch_in_z": ("gpu", add_cuda),
 }
 
 

@@ -46,6 +46,7 @@ What two copies of this file share: `_SHARED`; how they know what is of the othe
 
 from __future__ import annotations
 
+import ast
 import builtins
 import collections
 import contextlib
@@ -811,6 +812,8 @@ class _Compiled(NamedTuple):
     address: int
     alive: Any
     copied: tuple[int, ...] = ()  # the inputs of which the kernel gets a copy
+    kernel: Any = None  # the handler's `_Kernel`
+    prepare_batch: Callable[[], Any] | None = None  # compiles what only batches need
 
 
 def _register(name: str, platform: str, compiled: _Compiled) -> None:
@@ -839,12 +842,15 @@ class _Target:
     def __repr__(self) -> str:
         return f"{self.name}{self.launch or ''}"
 
-    def lowered(self, platform: str) -> _Target:
+    def lowered(self, platform: str, has_batch: bool = False) -> _Target:
         """What runs a call on a platform: registered there, unless the program will run in another process."""
         if platform != self.platform:
             raise NotImplementedError(
                 f"{self.title} {self.where}; this call is compiled for {platform!r}: move it by jax.device_put"
             )
+        compiled = _TARGETS.get(self.name)
+        if has_batch and compiled and compiled.prepare_batch:
+            compiled.prepare_batch()
         return self
 
 
@@ -1204,7 +1210,7 @@ def _lower_to_custom_call(
     An alias lets XLA save a copy; it is the handler that makes sure that the output starts with the input.
     """
     platform, *_ = _platforms(ctx)  # several are refused
-    target = call.target.lowered(platform)
+    target = call.target.lowered(platform, bool(call.batch))
     if platform == "cpu" and call.starts:
         operands = _keep_in_place(ctx, operands, call, ins)
     lower = jax.ffi.ffi_lowering(
@@ -2593,7 +2599,7 @@ def _compile_handler(signature: _Signature, emitter: _Emitter) -> _Compiled:
     for name in ("answer", "error", "fill", "drive"):
         setattr(kernel, name, driver.get_function_address(name))
     alive += [engine, driver, emitter, wrong_buffers]
-    return _Compiled(engine.get_function_address("handler"), alive, signature.copied)
+    return _Compiled(engine.get_function_address("handler"), alive, signature.copied, kernel)
 
 
 class _Handler(_Code):
@@ -3489,7 +3495,7 @@ class _NumbaEmitter(_Emitter):
 #   Numba's cache, which has none, from names: test_fakecuda_a_kernel_in_numbas_cache_is_refused_again;
 #   what a launch needs besides (`extras`): test_fakecuda_kernels_that_only_numba_can_launch_are_refused,
 #   test_fakecuda_numbas_reference_counts;
-#   how z shows in PTX (`_check_ignores_z`): test_fakecuda_a_kernel_that_asks_for_z_has_no_batch_in_z;
+#   how z shows in PTX (`_asks_for_z`): test_fakecuda_a_kernel_that_asks_for_z_has_no_batch_in_z;
 #   that what is compiled keeps arrays alive: test_fakecuda_a_global_array_lives_as_long_as_the_program.
 # - Of the driver: its functions and the numbers of attributes in `_LibCuda`; and that the context of the call's device
 #   is current when XLA calls a handler.  test_fakecuda_a_failure_ends_the_call_and_no_other; the tests of a GPU.
@@ -3515,7 +3521,6 @@ def numba_cuda_kernel(
     launch_dims: Any = None,
     threads_per_block: int = 256,
     shared_mem: int = 0,
-    batch_in_z: bool = False,
     vmap_method: str | None = None,
     input_output_aliases: Mapping[int | str, int] | None = None,
     in_out_argnames: Sequence[str] | None = None,
@@ -3532,7 +3537,9 @@ def numba_cuda_kernel(
     XLA may capture the launch in a CUDA graph.  It is compiled where JAX has a GPU; elsewhere a program that calls it
     can be lowered for CUDA, and exported.
 
-    A `vmap` launches the kernel for each slice, in order; with `batch_in_z=True` once for all.
+    A `vmap` is one launch (per 65,535 slices), whose blocks along z are the slices: so no block may wait for one of
+    another slice.  It launches the kernel for each slice, in order, where `vmap_method="sequential"` says so, for a
+    grid of several blocks along z, and for kernels that ask for z of their blocks or grid, or are part of a cluster.
 
     A global array on the device is read where it lies, and stays in memory for ever; to write to it, as Numba lets a
     kernel do, changes JAX's array.  A kernel cannot raise: CUDA has no exceptions, and what Numba makes of `raise` is
@@ -3545,7 +3552,7 @@ def numba_cuda_kernel(
       kernel: a function decorated with `@cuda.jit` of `numba` (numba-cuda) or of its successor, `numba_cuda_mlir`.
         Without it, `numba_cuda_kernel(outs=...)` is a decorator, above `@cuda.jit`.
       outs, vmap_method, input_output_aliases, in_out_argnames, scalars, has_side_effect, scratch, zero_outputs,
-        name: as for `numba_kernel`.  With in-out arguments, scalars or `batch_in_z` the kernel is compiled as a device
+        name: as for `numba_kernel`.  With in-out arguments, scalars or a batch the kernel is compiled as a device
         function of one that passes them.
       grid, block: blocks in the grid and threads in a block: ints or tuples of up to three (x, y, z).  Where they
         depend on the inputs, make the wrapper inside of the function that calls it.
@@ -3555,18 +3562,13 @@ def numba_cuda_kernel(
         outputs are what they start from, or zeros.
       threads_per_block: block size over one-dimensional `launch_dims`: over two it is 16x16, over three 8x8x4.
       shared_mem: bytes of dynamic shared memory, up to the device's opt-in maximum.
-      batch_in_z: True runs a `vmap` as one launch (per 65,535 slices), whose blocks along z are the slices.  You say
-        by it that no block waits for another one: not all of them may run at once, so that would never end.  The grid
-        must have one block along z, and the kernel must not ask for z of its blocks or grid, nor be part of a cluster.
-        It goes with no `vmap_method="sequential"`, which means slices in order.  A kernel may need more registers by
-        it, and so smaller blocks.  The simulator takes no notice.
 
     Raises:
       TypeError: as `numba_kernel`, for dtypes that Numba CUDA lacks; and for kernels whose launch is more than one
         call of CUDA's driver (`debug=True`, cooperative ones, extensions, callbacks of modules): for these there is
-        `numba_cuda_callable`.  With `batch_in_z`, for kernels that ask for z.
-      ValueError: also neither or both launch forms, or one beyond CUDA's limits (1,024 threads in a block), or with
-        more than one block along z for `batch_in_z`; an output that starts with an array in the memory of the host.
+        `numba_cuda_callable`.
+      ValueError: also neither or both launch forms, or one beyond CUDA's limits (1,024 threads in a block); an output
+        that starts with an array in the memory of the host.
       NotImplementedError: on a platform other than CUDA, without the simulator.
       jax.errors.JaxRuntimeError: with CUDA's name for the error of a launch that failed, and the limit of the kernel
         that it exceeds.
@@ -3589,7 +3591,6 @@ def numba_cuda_kernel(
         launch_dims=launch_dims,
         threads_per_block=threads_per_block,
         shared_mem=shared_mem,
-        batch_in_z=batch_in_z,
         vmap_method=vmap_method,
         input_output_aliases=input_output_aliases,
         in_out_argnames=in_out_argnames,
@@ -3694,12 +3695,9 @@ class _CudaOptions(_Options):
     launch_dims: Any
     threads_per_block: int
     shared_mem: int
-    batch_in_z: bool
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.batch_in_z and self.in_order:
-            raise ValueError(f"batch_in_z=True runs slices at once, vmap_method={self.vmap_method!r} does it in order")
         forms = [name for name in ("grid", "block", "launch_dims") if getattr(self, name) is not None]
         if forms not in (["grid", "block"], ["launch_dims"]):
             raise ValueError(f"give either both grid and block, or launch_dims; got {' and '.join(forms) or 'neither'}")
@@ -3779,10 +3777,9 @@ class _CudaKernel(_CudaWrapper):
         package = self.package
         launch = self._launch_configuration(call.ins)
         [form] = self._forms(call, may_return=False)
-        batch_in_z = bool(self.options.batch_in_z)
-        compile_kernel = functools.partial(package.compile, self.kernel, form, batch_in_z)
+        options = form, self.options.in_order
+        compile_kernel = functools.partial(package.compile, self.kernel, *options)
         freezes_globals = package.platform == "cuda"  # Python reads a variable on each run
-        options = form, batch_in_z
         target = self._named_target(package, call, compile_kernel, launch.words, options, freezes_globals)
         return dataclasses.replace(target, runs_nothing=0 in launch.grid)
 
@@ -3795,10 +3792,7 @@ class _CudaKernel(_CudaWrapper):
             block = _dim3("block", _CUDA_BLOCKS.get(rank, self.options.threads_per_block))
             threads = _dim3("launch_dims", dims)
             grid = tuple(-(-size // per_block) for size, per_block in zip(threads, block, strict=True))
-        launch = _CudaLaunch(_dim3("grid", grid), _dim3("block", block), self.options.shared_mem)
-        if self.options.batch_in_z and launch.grid[2] > 1:
-            raise ValueError(f"with batch_in_z=True blocks along z are the slices of a batch; got grid={launch.grid}")
-        return launch
+        return _CudaLaunch(_dim3("grid", grid), _dim3("block", block), self.options.shared_mem)
 
 
 class _CudaCallable(_CudaWrapper):
@@ -3839,16 +3833,32 @@ class _NumbaCuda:
 
     # -- compiling --
 
-    def compile(self, kernel: Any, form: _Form, batch_in_z: bool, signature: _Signature) -> _Compiled:
-        """A handler that launches a kernel: for each slice, or once for a batch, whose slices are the blocks' z."""
+    def compile(self, kernel: Any, form: _Form, in_order: bool, signature: _Signature) -> _Compiled:
+        """A handler that launches a kernel: for each slice of a batch, until it is prepared to launch it once."""
+        reads = _References(kernel).content
         with self.on_device(_cuda_ordinals()[0]):
             compiled = self.compile_checked(self.adapted(kernel, form), signature)
-            if batch_in_z:
-                _check_ignores_z(self.code(compiled)[0], signature)
-                of_batch = dataclasses.replace(signature, ranks=tuple(rank + 1 for rank in signature.ranks))
-                compiled = self.compile_checked(self.adapted(kernel, form.for_batch(signature.ranks)), of_batch)
-        launcher = self.launcher(compiled, kernel.targetoptions.get("shared_memory_carveout"), signature.label)
-        return _compile_handler(signature, _CudaEmitter(self, launcher, batch_in_z))
+            asks_for_z = _asks_for_z(self.code(compiled)[0])
+        carveout = kernel.targetoptions.get("shared_memory_carveout")
+        handler = _compile_handler(signature, _CudaEmitter(self, self.launcher(compiled, carveout, signature.label)))
+
+        @functools.cache  # which keeps the second handler alive
+        def compile_in_z() -> _Compiled | None:
+            of_batch = dataclasses.replace(signature, ranks=tuple(rank + 1 for rank in signature.ranks))
+            try:
+                with self.on_device(_cuda_ordinals()[0]):
+                    compiled = self.compile_checked(self.adapted(kernel, form.for_batch(signature.ranks)), of_batch)
+                if reads != _References(kernel).content:
+                    raise ValueError("it reads other values than when it was compiled")
+                launcher = self.launcher(compiled, carveout, signature.label)
+                in_z = _compile_handler(signature, _CudaEmitter(self, launcher, handler.kernel.slices))
+                handler.kernel.slices = in_z.kernel.slices
+                return in_z
+            except Exception as error:  # of Numba: not all that it compiles can be a device function
+                _LOG.debug(f"{signature.label}: each slice of a batch is a launch: {type(error).__name__}: {error}")
+                return None
+
+        return handler if in_order or asks_for_z else handler._replace(prepare_batch=compile_in_z)
 
     def adapted(self, kernel: Any, form: _Form) -> Any:
         """The dispatcher of a kernel that takes all buffers: its own, or that of one which calls it on the device."""
@@ -3962,15 +3972,6 @@ class _NumbaCudaMlir(_NumbaCuda):
     where = f"NVIDIA GPUs ({_CUDA_INSTALL}), and has no simulator, as numba.cuda has; for CPUs use numba_kernel"
     device_options = types.MappingProxyType({"device": True, "inline": "always"})  # else it has no shared memory
 
-    def compile(self, kernel: Any, form: _Form, batch_in_z: bool, signature: _Signature) -> _Compiled:
-        if batch_in_z and any(signature.ranks[k] == 0 for k in form.arrays):
-            raise TypeError(
-                f"numba_cuda_kernel {signature.label!r}: with batch_in_z=True {self.name} takes no arrays without "
-                f"dimensions, which it cannot make of a batch; got {signature}: name inputs in scalars, or make the "
-                "arrays of shape (1,)"
-            )
-        return super().compile(kernel, form, batch_in_z, signature)
-
     def extras(self, dispatcher: Any, compiled: Any, ptx: str) -> dict[str, Any]:
         metadata = compiled.metadata
         return {
@@ -3997,7 +3998,7 @@ class _CudaSimulator(_NumbaCuda):
     platform = "cpu"
     where = "the CPU only where NUMBA_ENABLE_CUDASIM=1 is set; unset it"
 
-    def compile(self, kernel: Any, form: _Form, batch_in_z: bool, signature: _Signature) -> _Compiled:
+    def compile(self, kernel: Any, form: _Form, in_order: bool, signature: _Signature) -> _Compiled:
         function = form.adapter(kernel.py_func, f"return {_RETURNED}")
 
         def launched(*buffers: Any) -> None:
@@ -4095,11 +4096,15 @@ class _LibCuda:
             (0, "threads in a block, by its registers and launch_bounds", math.prod(launch.block)),
             (8, "bytes of dynamic shared memory", launch.shared_mem),
         ):
-            limit = _I32(2**31 - 1)
-            self.library.cuFuncGetAttribute(ctypes.byref(limit), attribute, _PTR(function))
-            if size > limit.value:
-                text += f"; on this GPU the kernel has at most {limit.value} {what}: {size} are too many"
+            limit = self.limit(function, attribute)
+            if size > limit:
+                text += f"; on this GPU the kernel has at most {limit} {what}: {size} are too many"
         return text
+
+    def limit(self, function: int, attribute: int) -> int:
+        limit = _I32(2**31 - 1)
+        self.library.cuFuncGetAttribute(ctypes.byref(limit), attribute, _PTR(function))
+        return limit.value
 
     def call(self, name: str, *args: Any) -> None:
         if code := getattr(self.library, name)(*args):
@@ -4207,16 +4212,11 @@ def _refuse_writes_to_inputs(record: Any) -> None:
 _CUDA_EXTERNALS = set("vprintf __assertfail malloc free numba_attempt_nocopy_reshape NRT_incref NRT_decref".split())
 
 
-def _check_ignores_z(ptx: str, signature: _Signature) -> None:
-    """An error if a kernel knows of the z of its blocks or grid, or may: z can then not count slices."""
-    asks = re.findall(r"%n?ctaid(?!\.[xy])[.\w]*|%gridid|%\w*cluster\w*|\.\w+cluster\b", ptx)
+def _asks_for_z(ptx: str) -> bool:
+    """Whether a kernel knows of the z of its blocks or grid, or may: z can then not count slices."""
+    asks = re.search(r"%n?ctaid(?!\.[xy])[.\w]*|%gridid|%\w*cluster\w*|\.\w+cluster\b", ptx)
     linked_later = set(re.findall(r"\.extern\s+\.func\s*(?:\([^)]*\)\s*)?(\w+)", ptx))
-    asks += sorted(linked_later - _CUDA_EXTERNALS)  # unknown code
-    if asks:
-        raise TypeError(
-            f"numba_cuda_kernel {signature.label!r} uses {asks[0]}, and with batch_in_z=True blocks along z are the "
-            "slices of a batch: leave batch_in_z out, for a launch for each slice"
-        )
+    return bool(asks or linked_later - _CUDA_EXTERNALS)  # unknown code
 
 
 def _ask_xla(handler: _Handler, function: str, kind: Any) -> Any:
@@ -4294,20 +4294,27 @@ class _CudaLauncher:
 class _CudaEmitter(_Emitter):
     traits = _COMMAND_BUFFER_COMPATIBLE  # nothing but launches, the same ones whenever it is called
 
-    def __init__(self, package: _NumbaCuda, launcher: _CudaLauncher, batch_in_z: bool) -> None:
+    # `for_each_slice`: for arrays that have the slices as first dimension, which are the blocks' z, the address of the
+    # function `slices` that launches each, where the blocks of a call have a z or too many threads.
+    def __init__(self, package: _NumbaCuda, launcher: _CudaLauncher, for_each_slice: int = 0) -> None:
         self.package = package
         self.launcher = launcher
         self.libcuda = launcher.libcuda
-        self.batch_in_z = batch_in_z  # arrays have the slices as first dimension, which are the blocks' z
+        self.for_each_slice = for_each_slice
 
     def write(self, handler: _Handler) -> None:
-        start = self.launcher.launch_in(handler)
-        if self.batch_in_z:
-            with handler.each_chunk(_CUDA_LIMITS["grid"][2]) as (arrays, count):
-                start(self._params(handler, arrays), z=count)
-        else:
+        if not self.for_each_slice:
+            start = self.launcher.launch_in(handler)
             with handler.each_slice() as arrays:
                 start(self._params(handler, arrays))
+            return
+        (_, _, z), block, _ = _CudaLaunch.read(handler.load, handler.launch)
+        most_threads = min(self.launcher.libcuda.limit(function, 0) for function in self.launcher.table if function)
+        with handler.when((z > 1) | (math.prod(block) > most_threads)):
+            handler.ret(handler.call(self.for_each_slice, handler.frame, handler.cursors, handler.count))
+        start = self.launcher.launch_in(handler)
+        with handler.each_chunk(_CUDA_LIMITS["grid"][2]) as (arrays, count):
+            start(self._params(handler, arrays), z=count)
 
     def _params(self, handler: _Handler, arrays: Sequence[_Array]) -> list[_Word]:
         """The addresses of the kernel's parameters."""
@@ -4325,7 +4332,8 @@ class _CudaEmitter(_Emitter):
 # - Silently, so that all tests named test_warp must pass before a version counts as supported: what the hash of a
 #   kernel leaves out (`_warp_content`); the C++ of a kernel (`_WarpSource`); how a launch is recorded, packed and run
 #   (`_record`, `_warp_blocks`), its grid (`_grid`), and which launches are more than the start of a kernel
-#   (`_command`); that tiles on CPUs have one memory for all threads (`_WarpEmitter`).
+#   (`_command`); that tiles on CPUs have one memory for all threads (`_WarpEmitter`); that kernels which loop over the
+#   grid know of no z, and how functions of C++ are made (`_kernel_in_z`).
 
 _WARP_INSTALL = "pip install warp-lang numba"
 _WARP_DTYPES = "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 bfloat16 float32 float64".split()
@@ -4358,7 +4366,9 @@ def warp_kernel(
     The kernel's parameters are the inputs, then the outputs, then the scratch buffers.  Arrays of vectors and
     matrices are JAX arrays with the elements in trailing dimensions; an array of one element may be 0-d, and None is a
     null array.  A kernel that writes to an input is refused (but one that does so through `x.ptr` is not seen).  A
-    `vmap` is one call: on a CPU threads share its slices, on a GPU there is a launch for each.
+    `vmap` is one call: on a CPU threads share its slices, on a GPU it is one launch (per 65,535 slices), or one for
+    each slice: where `vmap_method="sequential"` says so, of kernels with C++ or adjoints of your own, and of those that
+    Warp cannot build for batches.
 
     Parameters that are not arrays (scalars, vectors, matrices, structs) take values that are known when JAX traces,
     and JAX compiles a call again for each new one.  So what changes, such as a time step, is better a `warp.array` of
@@ -4875,6 +4885,8 @@ class _WarpSource:
             code.deterministic = type(code.deterministic)(code)
         code.build(builder)
         self.uses_tiles = False
+        self.has_own_code = False  # C++ or adjoints of the user's
+        self.kernels_in_z: dict[tuple, Any] = {}  # what `_kernel_in_z` made for these buffers, None if that is no use
         self.tid_counts: set[int] = set()  # how many indices `wp.tid()` gives, in each of its calls
         self.kinds = {f"wp::{name}": kind for name, kind in _WARP_ACCESSES.items()}  # by name in C++
         self.kinds |= dict.fromkeys((struct.native_name for struct in builder.structs), _READS)  # their constructors
@@ -4886,6 +4898,7 @@ class _WarpSource:
                 forward = [_UPDATES if re.search("atom|__sync|asm", snippet) else _STORES] * len(forward)
             if snippet or function.custom_grad_func or function.custom_replay_func:
                 again = [_UPDATES] * len(forward)
+                self.has_own_code = True
             for prefix, kinds in {"": forward, "adj_": again, "replay_": again}.items():
                 name = prefix + function.native_func
                 same_name = self.functions.get(name, [])  # for other types, or the user's own function adj_...
@@ -4996,7 +5009,8 @@ class _Packed(NamedTuple):
 
     words: tuple[int, ...]  # blocks of memory, one behind the other, in which pointers are 0
     block_sizes: tuple[int, ...]  # in words
-    pointers: tuple[tuple[int, int], ...]  # (number of the word, the buffer whose pointer belongs there)
+    # (number of the word, the buffer k whose pointer belongs there, or ~k for the bytes from one slice to the next)
+    pointers: tuple[tuple[int, int], ...]
     shared_mem: int
 
 
@@ -5027,14 +5041,19 @@ class _WarpTarget(_Target):
     signature: _Signature
     name_given: str | None  # the user's `name=`
     in_order: bool
+    is_in_z: bool = False  # the kernel is one that `_kernel_in_z` made
 
     def register_where_traced(self) -> None:
         platform = _traced_platform()
         if platform in ("cpu", "cuda") and not self.runs_nothing:
             self.lowered(platform)
+            if self.name_given and platform == "cuda":  # for exported programs, whose process may lower no batch
+                self.lowered(platform, has_batch=True)
 
-    def lowered(self, platform: str) -> _Target:
+    def lowered(self, platform: str, has_batch: bool = False) -> _Target:
         """Record a launch, and register what starts it."""
+        if platform == "cuda" and has_batch and not self.in_order and (in_z := self._in_z()):
+            return in_z
         if platform == "cuda" and not _cuda_ordinals():
             raise NotImplementedError(
                 f"{self.title}: to compile for CUDA takes a GPU, for which Warp says what a launch passes: JAX has none"
@@ -5048,6 +5067,8 @@ class _WarpTarget(_Target):
         launch = packed.words
         if platform == "cuda":
             begin = _CudaLaunch(self._grid(), (self._threads_of_block, 1, 1), packed.shared_mem)
+            if self.is_in_z and (exceeded := _LibCuda().exceeded(recorded[0].entry, begin)):
+                raise RuntimeError(exceeded)  # it may take more registers
             launch = *begin.words, *packed.words
         buffers = [(key, k) for key, k, _ in self.arrays]
         content = "warp", platform, self.in_order, kernel_content, tuple(buffers), self.block_dim
@@ -5060,6 +5081,20 @@ class _WarpTarget(_Target):
                 emitter = _WarpEmitter(self, platform, recorded)
                 _register(name, platform, _compile_handler(self.signature, emitter))
         return _Target(name, launch, platform=platform, title=self.title, where=self.where)
+
+    def _in_z(self) -> _Target | None:
+        """What runs a batch by one launch (9.5); None where each slice gets one."""
+        kernels = _source_of(self.kernel).kernels_in_z
+        buffers = tuple([(key, k) for key, k, _ in self.arrays])
+        try:
+            if buffers not in kernels:
+                kernels[buffers] = _kernel_in_z(self.kernel, buffers)
+            if kernels[buffers]:
+                return dataclasses.replace(self, kernel=kernels[buffers], is_in_z=True).lowered("cuda")
+        except Exception as error:  # of Warp: what it builds with parameters it may not with arrays that were moved
+            _LOG.debug(f"{self.title}: each slice of a batch is a launch: {type(error).__name__}: {error}")
+            kernels[buffers] = None
+        return None
 
     @property
     def _threads_of_block(self) -> int:
@@ -5108,18 +5143,20 @@ class _WarpTarget(_Target):
     def _record(self, wp: Any, device: str) -> _Recorded:
         """What Warp passes on a device.  Pointers are where two recordings with other stand-ins differ."""
         buffers = [k for _, k, _ in self.arrays]
-        first, second = [{k: int.from_bytes(os.urandom(7), "little") << 4 for k in buffers} for _ in range(2)]
+        steps = [~k for k in buffers] if self.is_in_z else []
+        numbers = [*buffers, *steps]
+        first, second = [{k: int.from_bytes(os.urandom(7), "little") << 4 for k in numbers} for _ in range(2)]
         command = self._command(wp, device, first)
         blocks = _warp_blocks(command)
         other_blocks = _warp_blocks(self._command(wp, device, second))
         words, other_words = [memoryview(b"".join(x)).cast("q").tolist() for x in (blocks, other_blocks)]
-        buffer_of = {stand_in: k for k, stand_in in first.items()}
+        number_of = {stand_in: k for k, stand_in in first.items()}
         pointers = []
         for n, (word, other) in enumerate(zip(words, other_words, strict=True)):
             if word != other:
-                pointers.append((n, buffer_of.get(word, -1)))
+                pointers.append((n, number_of.get(word, sys.maxsize)))
                 words[n] = 0
-        passed = {k for _, k, dims in self.arrays if 0 not in dims}
+        passed = {k for _, k, dims in self.arrays if 0 not in dims}.union(steps)
         if {k for _, k in pointers} != passed:
             raise NotImplementedError(f"{self.title}: this Warp passes arrays in an unknown way: use warp.jax_kernel")
         direction = "backward" if command.adjoint else "forward"
@@ -5145,7 +5182,8 @@ class _WarpTarget(_Target):
             gradients = [array(x, "gradient") if hasattr(t, "ndim") else t() for x, t in warp_types.items()]
             options |= {"adj_inputs": gradients, "adjoint": True}
         options["block_dim"] = 1 if device == "cpu" else self._threads_of_block
-        inputs = [self.values.get(name, array(name, "value")) for name in warp_types]
+        given = {**self.values, **{_STEP.format(k): pointers.get(~k) for _, k, _ in self.arrays}}
+        inputs = [given.get(name, array(name, "value")) for name in warp_types]
         try:
             command = wp.launch(self.kernel, self._dims_on(device), inputs, **options)
         except Exception as error:
@@ -5189,6 +5227,7 @@ class _WarpEmitter(_Emitter):
         self.recorded = recorded  # keeps Warp's modules loaded
         self.block_sizes = recorded[0].packed.block_sizes
         self.pointers = recorded[0].packed.pointers
+        self.is_in_z = target.is_in_z
         if platform == "cpu":
             self.entry = recorded[0].entry
             self.in_order = target.in_order
@@ -5209,13 +5248,79 @@ class _WarpEmitter(_Emitter):
         handler.copy_bytes(words, handler.launch + offset, 8 * sum(self.block_sizes))
         blocks = [words + 8 * start for start in itertools.accumulate(self.block_sizes[:-1], initial=0)]
         start = self.launcher.launch_in(handler) if self.libcuda else None
-        with handler.each_slice() as arrays:
+
+        def point_to(arrays: Sequence[_Array]) -> None:
             for n, k in self.pointers:
-                handler.store(arrays[k].pointer, words + 8 * n)
+                handler.store(arrays[k].pointer if k >= 0 else handler.cursors[~k].step, words + 8 * n)
+
+        if self.is_in_z:
+            with handler.each_chunk(_CUDA_LIMITS["grid"][2]) as (arrays, count):
+                point_to(arrays)
+                start(blocks, z=count)
+            return
+        with handler.each_slice() as arrays:
+            point_to(arrays)
             if start:
                 start(blocks)
             else:
                 handler.call(handler.kernel.entry, *blocks)
+
+
+# -- 9.5 A batch in one launch ------------------------------------------------------------------------
+# On a GPU the blocks along z of a launch are the slices of a batch: Warp counts threads along x alone, if its kernels
+# loop over the grid.  So a second kernel is the first one with lines in front that move each array to the slice of the
+# block.  By how many bytes from one slice to the next, the handler writes where it writes pointers: by 0 if all slices
+# share an array.
+#
+#     def kernel(x, factor, out):         def kernel(x, factor, out, _xla_step_0, _xla_step_1):
+#         i = wp.tid()                        x = _xla_move_0(x, _xla_step_0)
+#         out[i] = factor * x[i]              out = _xla_move_1(out, _xla_step_1)
+#                                             i = wp.tid()
+#                                             out[i] = factor * x[i]
+#
+# C++ of the user's may ask for z, and an adjoint of the user's own looks for gradients where those of arrays that were
+# moved are not: such kernels are launched for each slice.
+
+_STEP = "_xla_step_{}"
+_MOVE = "_xla_move_{}"
+_MOVE_SOURCE = "@wp.func_native()\ndef move(array, step): ..."  # where Warp looks for the decorator
+_MOVE_SNIPPET = "auto& p = array.{field}; p = (decltype(&*p))((char*)p + blockIdx.z * step); return array;"
+
+
+def _kernel_in_z(kernel: Any, buffers: Sequence[tuple[tuple[str, str], int]]) -> Any:
+    """The kernel whose blocks z work on slice z of these arrays and gradients; None if it may be another one."""
+    with _warp_session() as wp:
+        annotations = {arg.label: arg.type for arg in kernel.adj.args}
+        names = dict(_values_of(kernel.func))
+        same = _kernel_like(kernel, kernel.adj.source, annotations, names)
+        has_changed = _warp_content(wp, same)[2] != kernel.hash.hex()  # constants, since Warp read them
+        if has_changed or kernel.adj.transformers or _source_of(kernel).has_own_code:
+            return None
+        lines = []
+        for (name, role), k in buffers:
+
+            def move(array: Any, step: Any) -> Any: ...
+
+            kind = annotations[name]
+            move.__annotations__ = {"array": kind, "step": wp.int64, "return": kind}
+            snippet = _MOVE_SNIPPET.format(field="grad" if role == "gradient" else "data")
+            key = _MOVE.format(k)
+            names[key] = wp.Function(move, key, "", module=same.module, native_snippet=snippet, source=_MOVE_SOURCE)
+            annotations[_STEP.format(k)] = wp.int64
+            lines.append(f"{name} = {key}({name}, {_STEP.format(k)})")
+        tree: Any = ast.parse(kernel.adj.source)
+        tree.body[0].body[:0] = ast.parse("\n".join(lines)).body
+        return _kernel_like(kernel, ast.unparse(tree), annotations, names, grid_stride=True)
+
+
+def _kernel_like(kernel: Any, source: str, annotations: dict, names: dict, **options: Any) -> Any:
+    """A kernel in a module of its own, with this source, and these values for the names in it."""
+    read = kernel.func
+    function = types.FunctionType(read.__code__, names, read.__name__, read.__defaults__, read.__closure__)
+    function.__annotations__ = dict(annotations)
+    module = type(kernel.module)(f"{kernel.key}_{_hash(kernel.hash, source)}", None)  # Warp tells them apart by name
+    module.options.update(kernel.module.options)
+    return type(kernel)(function, kernel.key, module, {**kernel.options, **options}, source=source)
 
 
 # ======================================================================================================
