@@ -41,7 +41,7 @@ The order of a kernel's arguments: above `_NumbaWrapper`; `_CudaCallable` for ca
 An exception in a slice: `_NumbaEmitter`, `_keep_message`, `_Driver.run`, `_Driver.work`.
 A new backend takes four places: a section like 7 to 9 (what to install, dtypes, a public `..._kernel`, a `_Wrapper`,
 an `_Emitter`), a row in `_BACKENDS` with a check like `_check_numba`, a `def_..._kernel`, and `_is_stable`.
-What two copies of this file share: `_SHARED`; how they know what is of the other: `_MARK`.
+What two copies of this file share: `_SHARED`.
 """
 
 from __future__ import annotations
@@ -53,9 +53,6 @@ import contextlib
 import copy
 import ctypes
 import dataclasses
-import decimal
-import dis
-import enum
 import functools
 import hashlib
 import importlib
@@ -68,6 +65,7 @@ import mmap
 import operator
 import os
 import pickle
+import pkgutil
 import re
 import sys
 import threading
@@ -271,11 +269,6 @@ def _devices_to_split_over(ctx: Any) -> int:
     return math.prod(size for axis, size in mesh.shape.items() if axis not in mesh.manual_axes)
 
 
-def _is_on_host(aval: Any) -> bool:
-    """Whether a value is in the memory of the host (`pinned_host`) of a GPU."""
-    return getattr(getattr(aval, "memory_space", None), "name", "") == "Host"
-
-
 # -- dtypes of 64 bits ---------------------------------------------------------------------------------
 
 
@@ -376,24 +369,22 @@ _XLA_FFI_DATA_TYPES = {
 
 
 # ======================================================================================================
-# 3. Names, and what is registered with XLA under them.
+# 3. Names, targets, and what the source of a kernel shows.
 #
 # XLA finds the handlers of a program by their names, in the process that runs it; also for a program from JAX's
 # persistent cache.  So two kernels of a process that may differ must never share a name.
 # - A kernel is its object: a dispatcher, or a plain function, which is jitted where it is wrapped.  What it reads of
-#   globals is read when it is compiled, and never again, as in Numba.
-# - A plain function that is wrapped again is the same kernel if all that it reads is the same.
-# - A kernel made inside a function would be compiled, and kept for ever, at each call of that.  So what the same `def`
-#   made again is the same kernel, if it reads exact constants and stable modules alone (`_key_if_made_again`).  In
-#   doubt it is another one, which is compiled, too.
-# - The hash in a name holds all that a kernel reads, as far as it is known.  So in most cases names do not depend on
-#   the order in which kernels are made, and JAX's cache and serialized executables find them; but only `name=` promises
-#   that a kernel is found in another process.
+#   globals is read when it is compiled, as in Numba.
+# - What the same `def` made again, or a function that is wrapped again, is the same kernel if what it reads is equal:
+#   else a kernel made inside a function would be compiled, and kept for ever, at each call of that.
+# - The hash in a name holds a kernel's code, constants and helpers.  So in most cases names do not depend on the order
+#   in which kernels are made, and JAX's cache and serialized executables find them; but only `name=` promises that a
+#   kernel is found in another process.
 # XLA keeps raw pointers to handlers, so whatever is registered stays in memory until the process ends.
 
 # The version of the attribute `launch` and of the buffers that a handler expects: raise it when these change.  Names of
 # targets hold it, so that an exported program never calls a handler of another version.
-_LAYOUT = 7
+_LAYOUT = 8
 
 _LOG = logging.getLogger(__name__)
 
@@ -411,10 +402,9 @@ def _native_lock(name: str) -> int:
     return _SHARED.get(name) or _SHARED.setdefault(name, allocate())  # atomic: the first lock wins
 
 
-# -- 3.1 What a kernel refers to -----------------------------------------------------------------------
-# Four questions are answered by the source of a kernel alone, so that the answer is the same in every process, from a
-# cache, and beside any package: whether it may write to a read-only array unseen (7.3), whether it is a kernel that was
-# there before (3.2), what is hashed into its name (3.3), and which package launches it (8.2).
+# -- 3.1 What a kernel reads ---------------------------------------------------------------------------
+# One walk over code serves names (3.2), the reader of a kernel's source (3.4), and callables, which get arrays of the
+# package that they name (8.2).  It looks at code alone, so the answer is the same in every process, and from a cache.
 
 
 def _python(kernel: Any) -> Any:
@@ -423,250 +413,139 @@ def _python(kernel: Any) -> Any:
     function = getattr(dispatcher, "py_func", None)
     if function is None and hasattr(kernel, "adj"):  # Warp
         function = getattr(kernel, "func", None)
-    if type(kernel).__name__ == "CFunc":  # of Numba
-        function = kernel.__wrapped__
     return function or kernel
 
 
 def _is_stable(module: Any) -> bool:
     """Whether this is the name of a module whose attributes nobody is expected to assign anew."""
-    if str(module) == "numba.core.config":
-        return False
     root = str(module).partition(".")[0]
     return root in ("_operator", "builtins", "cmath", "heapq", "math", "numba", "numba_cuda_mlir", "numpy", "operator")
 
 
-class _References:
-    """What the code of a kernel, and of the jitted functions that it calls, refers to.
-
-    A name in code counts as a global variable and as an attribute, where it could be either: too much is found, never
-    too little.  Nested functions are part of the code.
-    """
-
-    def __init__(self, kernel: Any) -> None:
-        self.functions = [kernel]  # it, and what it calls that is jitted, directly or not
-        self.words: set[str] = set()  # names and texts in code, names of values, and what code does with dicts
-        self.values: list[tuple[str, Any]] = []  # of variables, and of what they have in modules that are not stable
-        self.unknown: list[str] = []  # what could do anything, such as somebody's class, as texts
-        self._names: dict[str, None] = {}
-        self._attributes = set(_KNOWN_ATTRIBUTES)
-        self._seen: list[Any] = []  # the modules and lists of the function that is being walked
-        for function in self.functions:  # which grows
-            self._walk(function)
-        self.unknown += [f"the attribute {name!r}" for name in self._names if name not in self._attributes]
-
-    def _walk(self, kernel: Any) -> None:
-        function = _python(kernel)
-        if not isinstance(function, types.FunctionType):
-            self.unknown.append(f"a {type(function).__name__}")
-            return
-        if kernel is not function and not _is_harmless(kernel):
-            self.unknown.append(f"itself (a {type(kernel).__name__} of {type(kernel).__module__})")
-        self._seen.clear()  # each function names other parts of a module
-        names = _names_in(function.__code__)
-        self._names |= dict.fromkeys(names)
-        self.words |= {*names, *_texts_in(function.__code__)}
-        values = list(_values_of(function))
-        for name, value in values:  # which grows
-            if isinstance(value, tuple) or (isinstance(value, list) and self._is_new(value)):
-                values += [(name, item) for item in value]
-            elif isinstance(value, types.ModuleType) and not _is_stable(value.__name__) and self._is_new(value):
-                values += _named_in(value, names)
-                if "__getattr__" in vars(value):  # by which it has other attributes
-                    values.append((name, _NotBound()))
-            self.values.append((name, value))
-            self._look_at(name, value, names)
-
-    def _is_new(self, holder: Any) -> bool:
-        is_new = not any(holder is other for other in self._seen)
-        self._seen.append(holder)
-        return is_new
-
-    def _look_at(self, name: str, value: Any, names: Sequence[str]) -> None:
-        """Note what a value is, and what the code may name in a stable module."""
-        kind = type(value)
-        self._attributes.add(name)
-        self.words |= {kind.__name__, str(getattr(value, "__name__", ""))}
-        if isinstance(value, types.ModuleType) and _is_stable(value.__name__) and self._is_new(value):
-            for attribute, item in _named_in(value, names):
-                self._look_at(attribute, item, names)
-        is_walked = _ready_kind(value) in ("numba", "numba_cuda") or kind.__name__ == "CFunc"
-        if is_walked and not any(value is function for function in self.functions):
-            self.functions.append(value)
-        if not _read(value).is_safe or (value is np.dot and name != "dot"):
-            self.unknown.append(f"{name!r} (a {kind.__name__} of {kind.__module__})")
-        owner = value if isinstance(value, type) else kind
-        if issubclass(owner, (tuple, enum.Enum)) or _is_stable(owner.__module__):
-            self._attributes.update(dir(owner))  # fields of a NamedTuple, members of an Enum
-
-    @property
-    def inexact(self) -> list[Any]:
-        """The values that may change: `content` does not say all of them."""
-        return [value for _, value in self.values if not _read(value).is_exact]
-
-    @functools.cached_property
-    def content(self) -> str:
-        """What the kernel reads, exactly but for `inexact`, as a text that is equal in all processes."""
-        parts = [_code_text(getattr(_python(function), "__code__", None)) for function in self.functions]
-        for name, value in self.values:
-            parts.append(f"{name} = {_read(value).text}")
-            if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-                parts.append(_hash(value.tobytes()))
-        return "\n".join(parts)
-
-
-_CALL_OF_MANY = "CALL_FUNCTION_EX"  # a call with a star, or with more than two arguments
-# Attributes of what kernels compute with.
-_KNOWN_ATTRIBUTES = frozenset(
-    itertools.chain(*map(dir, (np.ndarray, np.generic, np.dtype, complex, str, bytes, list, tuple, dict, set)))
-)
-
-
-@functools.lru_cache(maxsize=1024)
-def _codes_in(code: types.CodeType) -> tuple[types.CodeType, ...]:
-    """A function's code, and all that is nested in it."""
-    nested = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    return code, *itertools.chain.from_iterable(map(_codes_in, nested))
-
-
 @functools.lru_cache(maxsize=1024)
 def _names_in(code: types.CodeType) -> tuple[str, ...]:
-    """The names in code that may be of globals or of attributes, each once."""
-    return tuple(dict.fromkeys(itertools.chain.from_iterable(x.co_names for x in _codes_in(code))))
+    """The names in a function's code, and in what is nested in it, that may be of globals or attributes: each once."""
+    names = dict.fromkeys(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= dict.fromkeys(_names_in(constant))
+    return tuple(names)
 
 
-@functools.lru_cache(maxsize=1024)
-def _texts_in(code: types.CodeType) -> frozenset[str]:
-    """The texts in code, which may name an attribute, and what it does: operators, dicts, calls of many arguments."""
-    texts: set[str] = set()
-    for part in _codes_in(code):
-        texts.update(constant for constant in part.co_consts if isinstance(constant, str))
-        for instruction in dis.get_instructions(part):
-            texts.add(instruction.opname)
-            if instruction.opname in ("BINARY_OP", "COMPARE_OP"):
-                texts.add(instruction.argrepr.removeprefix("bool(").removesuffix(")"))  # such as +=
-            if instruction.opname in ("CALL", "CALL_KW") and (instruction.arg or 0) > 2:
-                texts.add(_CALL_OF_MANY)
-    return frozenset(texts)
-
-
-class _NotBound:
-    """In the place of a variable that has no value yet, or none that is found: each is another one."""
-
-
-def _values_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """The global and closure variables that a function's code may name, and its defaults."""
-    namespace = collections.ChainMap(function.__globals__, vars(builtins))
-    for name in _names_in(function.__code__):
-        with contextlib.suppress(KeyError):
-            yield name, namespace[name]
+def _variables_of(function: types.FunctionType) -> dict[str, Any]:
+    """The variables around a function that its code may name: a name counts as one where it may be an attribute."""
+    around = collections.ChainMap(function.__globals__, vars(builtins))
+    variables = {name: around[name] for name in _names_in(function.__code__) if name in around}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
-        value = _NotBound()
-        with contextlib.suppress(ValueError):
-            value = cell.cell_contents
-        yield name, value
-    yield from (("a default", value) for value in function.__defaults__ or ())
-    yield from (function.__kwdefaults__ or {}).items()
+        with contextlib.suppress(ValueError):  # it has no value yet
+            variables[name] = cell.cell_contents
+    return variables
 
 
-def _named_in(module: types.ModuleType, names: Iterable[str]) -> list[tuple[str, Any]]:
-    return [(name, vars(module)[name]) for name in names if name in vars(module)]
+def _values_of(function: Any) -> list[tuple[str, Any]]:
+    """What a function's code may name: variables, defaults, and what these hold."""
+    if not isinstance(function, types.FunctionType):
+        return []
+    values = [*_variables_of(function).items(), *(function.__kwdefaults__ or {}).items()]
+    values += [("a default", value) for value in function.__defaults__ or ()]
+    return _with_parts(values, _names_in(function.__code__))
 
 
-class _Value(NamedTuple):
-    """What is known of a value that code refers to."""
+def _with_parts(values: Iterable[tuple[str, Any]], names: Sequence[str] = ()) -> list[tuple[str, Any]]:
+    """Values, with the items of tuples and lists, and with what modules of the user's have under these names."""
+    found = list(values)
+    seen: list[Any] = []  # lists may hold themselves
+    for name, value in found:  # which grows
+        is_module = type(value) is types.ModuleType and not _is_stable(value.__name__)
+        if any(value is other for other in seen):
+            continue
+        if is_module:
+            seen.append(value)
+            found += [(x, vars(value)[x]) for x in names if x in vars(value)]
+        elif isinstance(value, (tuple, list)):
+            seen.append(value)
+            found += [(name, item) for item in value]
+    return found
 
-    text: str  # equal in all processes
-    is_exact: bool = False  # the text is that of equal values alone, and the value does not change
-    is_safe: bool = True  # gives a kernel no way around Numba's check of read-only arrays
+
+def _functions_of(kernel: Any) -> list[Any]:
+    """A kernel, and the jitted functions that it names, directly or not."""
+    functions = [kernel]
+    for function in functions:  # which grows
+        for _, value in _values_of(_python(function)):
+            is_jitted = _ready_kind(value) in ("numba", "numba_cuda")
+            if is_jitted and not any(value is other for other in functions):
+                functions.append(value)
+    return functions
 
 
-def _read(value: Any) -> _Value:
+# -- 3.2 Which kernels are one kernel, and names -------------------------------------------------------
+
+
+class _Same:
+    """Equal to what has the same object alone, which it keeps alive."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __eq__(self, other: Any) -> bool:
+        return self.value is getattr(other, "value", None)  # also of this class before a reload
+
+
+def _described(value: Any) -> tuple[str, _Same | None]:
+    """A text that is equal in all processes and, where equal values may have other texts or may change, the value.
+
+    The items of tuples and lists, and the attributes of modules, are values of their own (`_with_parts`).
+    """
     kind = type(value)
-    name = f"{kind.__module__}.{kind.__qualname__}"
-    is_numpys = isinstance(value, (np.generic, np.dtype)) and _is_stable(kind.__module__)
-    if is_numpys or kind in (type(None), bool, int, float, complex, str, bytes):
-        pickled = pickle.dumps(value, protocol=4)  # tells NaNs and units of time apart, too
-        return _Value(f"{name} {pickled.hex()}", is_exact=True)
-    if isinstance(value, (tuple, list)):  # whose items are values of their own
-        return _Value(f"{name} of {len(value)}", is_exact=kind in (tuple, list))
+    if isinstance(value, (np.generic, np.dtype)) or kind in (type(None), bool, int, float, complex, str, bytes):
+        return f"{kind.__name__} {pickle.dumps(value, protocol=4).hex()}", None  # tells -0.0, NaNs and dtypes apart
+    if kind in (tuple, list):
+        return f"{kind.__name__} of {len(value)}", None
+    if kind in (set, frozenset):  # options, such as those of fastmath
+        return f"{kind.__name__} {sorted(map(repr, value))}", None
     if kind is types.ModuleType:
-        return _Value(f"{name} {value.__name__}", is_exact=_is_stable(value.__name__))
-    if _is_public(value):
-        return _Value(f"{name} {value.__module__}.{value.__name__}", is_exact=True)
-    if kind is types.FunctionType and _is_stable(value.__module__) and not value.__closure__:
-        code = _code_text(value.__code__)
-        return _Value(f"{name} {value.__module__}.{value.__qualname__} {code}", is_exact=True, is_safe=False)
-    if _is_stable(kind.__module__) and ".types." in kind.__module__:  # a type of Numba's, such as numba.float32
-        return _Value(f"{name} {value}", is_exact=True)
-    if isinstance(value, enum.Enum):
-        return _Value(f"{name}.{value.name} {value.value!r}")
-    if isinstance(value, np.ndarray):
-        return _Value(f"{name} {value.dtype} {value.shape} {value.strides}")
-    return _Value(f"{name} {getattr(value, '__qualname__', '')}", is_safe=_is_harmless(value))
+        return f"module {value.__name__}", None
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return f"{value.dtype} {value.shape} {value.strides} {_hash(value.tobytes())}", None
+    owner = value if hasattr(value, "__qualname__") else kind
+    return f"{kind.__name__} {getattr(owner, '__module__', '')}.{owner.__qualname__}", _Same(value)
 
 
-def _is_harmless(value: Any) -> bool:
-    """Whether a value that may change gives a kernel no way to write to what Numba does not let it write to."""
-    kind = type(value)
-    if _ready_kind(value) in ("numba", "numba_cuda"):  # it is walked; a GUFunc stores to any argument
-        return "GUFunc" not in kind.__name__
-    if isinstance(value, type):
-        return issubclass(value, (tuple, BaseException, enum.Enum))
-    # What gives a C function the address of an array is a word of `_UNSEEN_WRITERS`.
-    is_c_function = isinstance(value, ctypes._CFuncPtr) or kind.__module__ == "_cffi_backend"  # type: ignore
-    constants = int, float, complex, str, bytes, range, slice, types.ModuleType, np.ufunc, np.generic, np.dtype
-    return is_c_function or isinstance(value, constants)
+def _reads_of(kernel: Any) -> tuple[tuple, ...]:
+    """What decides a kernel's machine code: its code, what that reads, options; and the same of its helpers."""
+    reads = []
+    for function in _functions_of(kernel):
+        python = _python(function)
+        options = {**getattr(function, "targetoptions", {}), "chip": None}  # numba_cuda_mlir sets it when it compiles
+        options |= getattr(function, "locals", {})
+        options["pipeline"] = str(getattr(getattr(function, "_compiler", None), "pipeline_class", None))
+        options["cache"] = str(type(getattr(function, "_cache", None)))  # its code may have read other globals
+        values = [*_values_of(python), *_with_parts(sorted(options.items()))]
+        code = getattr(python, "__code__", None)
+        reads.append((type(function), code, tuple((name, *_described(value)) for name, value in values)))
+    return tuple(reads)
 
 
-_PUBLIC_MODULES = ["numba", "numba.typed", "numba.cuda", "numba_cuda_mlir.cuda"]
-_PUBLIC_MODULES += [f"numba_cuda_mlir.cuda.{memory}" for memory in ("shared", "local", "const")]
+def _text_of(reads: Iterable[tuple]) -> str:
+    """The same as a text, which is equal in all processes; what may change has the text of others like it."""
+    lines = []
+    for kind, code, values in reads:
+        lines += [kind.__name__, _code_text(code), *(f"{name} = {text}" for name, text, _ in values)]
+    return "\n".join(lines)
 
 
-def _is_public(value: Any) -> bool:
-    """Whether this is a function or class that a stable module has under its name; of Numba, in its public modules.
-
-    Inside, Numba has functions that write to any array.
-    """
-    name = str(getattr(value, "__name__", None))
-    module = str(getattr(value, "__module__", None))
-    if not _is_stable(module):
-        return False
-    modules = _PUBLIC_MODULES if module.startswith("numba") else [module]
-    return any(vars(sys.modules[x]).get(name) is value for x in modules if x in sys.modules)
-
-
-# -- 3.2 Which kernels are one kernel ------------------------------------------------------------------
-
-
-def _key_if_made_again(kernel: Any, references: _References) -> tuple | None:
-    """A key for all that a kernel reads, with the `def` that made it; None where that may change.
-
-    A jitted helper that the kernel calls may change: by `recompile`, or by the types that it is compiled for first.
-    Known and accepted: a kernel that is made again after an `overload_method` was defined anew is the same one.
-    """
-    function = _python(kernel)
-    if not isinstance(function, types.FunctionType) or vars(function):  # Numba reads __wrapped__ and __signature__
-        return None
-    if kernel is not function and not hasattr(kernel, "overloads"):  # a ufunc
-        return None
-    options = {**getattr(kernel, "targetoptions", {}), "chip": None}  # which numba_cuda_mlir sets when it compiles
-    compiled_by = [*sorted(options.items()), *getattr(kernel, "locals", {}).items()]
-    for name, value in compiled_by:  # which grows
-        compiled_by += [(name, item) for item in value] if isinstance(value, (tuple, list)) else []
-    read = [_read(value) for _, value in compiled_by]
-    if references.inexact or not all(value.is_exact for value in read):
-        return None
-    described = tuple((name, value.text) for (name, _), value in zip(compiled_by, read))
-    pipeline = getattr(getattr(kernel, "_compiler", None), "pipeline_class", None)
-    if _is_stable(getattr(pipeline, "__module__", None)):
-        pipeline = str(pipeline)  # numba_cuda_mlir makes a class for each kernel, of its options
-    cache = type(getattr(kernel, "_cache", None))  # Numba's may have code that read other globals
-    # Equal code, as a module that is loaded again has: its globals are the same dict, which `made_again` keeps alive.
-    return type(kernel), function.__code__, id(function.__globals__), references.content, described, pipeline, cache
-
-
-# -- 3.3 Names -----------------------------------------------------------------------------------------
+def _code_text(code: Any) -> str:
+    """Bytecode (or a constant in it), to tell most kernels apart, in other processes, too."""
+    if isinstance(code, (tuple, frozenset)):
+        parts = map(_code_text, code)
+        return f"{type(code).__name__}({', '.join(sorted(parts) if isinstance(code, frozenset) else parts)})"
+    if not isinstance(code, types.CodeType):
+        return f"{type(code).__name__} {code!r}"
+    return f"{code.co_code.hex()} {code.co_names} {_code_text(code.co_consts)}"
 
 
 class _Names:
@@ -678,10 +557,7 @@ class _Names:
     def __init__(self) -> None:
         # Of a dispatcher, or of the wrapper of a plain function: {signature and options: name}
         self.by_owner: Any = weakref.WeakKeyDictionary()
-        # Of plain functions that are wrapped again: {(the same, what they read): (name, what may change of it)}
-        self.by_function: Any = weakref.WeakKeyDictionary()
-        # Of kernels that are made again: {(the same, what they read): (name, a kernel, which keeps its globals alive)}
-        self.made_again: dict[tuple, tuple] = {}
+        self.by_reads: dict[tuple, str] = {}  # of kernels that are made or wrapped again
         self.by_content: dict[tuple, str] = {}  # of Warp's kernels, which Warp has a hash of
         self.exported: set[str] = set()  # those that begin with the user's `name=`
 
@@ -701,46 +577,33 @@ class _Names:
         """
         kernel = wrapper.kernel
         given = wrapper.options.name
-        specialization = tuple(vars(signature).values()), options, given
-        owner = wrapper if isinstance(kernel, types.FunctionType) else kernel
+        is_plain = isinstance(kernel, types.FunctionType)
+        specialization = tuple(vars(signature).values()), options, given  # which are equal after a reload, too
         with _LOCK:
-            names = self.by_owner.setdefault(owner, {})
+            names = self.by_owner.setdefault(wrapper if is_plain else kernel, {})
             if specialization in names:
                 return names[specialization]
-            shared, key, kept = self._shared(kernel, specialization) if freezes_globals else _NOT_SHARED
-            if getattr(kernel, "overloads", None):  # compiled, perhaps with other values; looked at last: by any thread
-                shared, key, kept = _NOT_SHARED
-            if key in shared:
-                names[specialization], _ = shared[key]
-                return names[specialization]
-        content = _References(kernel).content
+            reads = _reads_of(kernel)
+            # A kernel that was compiled before may have read other values.  A ufunc, too, or one with a __wrapped__.
+            is_new = is_plain or not getattr(kernel, "overloads", True)
+            is_shared = freezes_globals and is_new and not vars(_python(kernel))
+            if is_shared and (reads, specialization) in self.by_reads:
+                return names.setdefault(specialization, self.by_reads[reads, specialization])
         compiled = compile_kernel()  # without the lock, as this may take seconds
         with _LOCK:
-            if key and key != self._shared(kernel, specialization)[1]:  # what it reads changed meanwhile
-                shared, key, kept = _NOT_SHARED
-            if specialization not in names and key in shared:  # by another thread, through another wrapper
-                names[specialization], _ = shared[key]
+            is_shared = is_shared and reads == _reads_of(kernel)  # else it changed meanwhile
+            if is_shared and (reads, specialization) in self.by_reads:  # by another thread, through another wrapper
+                names.setdefault(specialization, self.by_reads[reads, specialization])
             if specialization in names:  # by another thread
                 return names[specialization]
-            parts = content, *map(str, options), str(getattr(kernel, "targetoptions", ""))
-            name = self._new(signature, given, *(() if given else parts))
+            parts = () if given else (_text_of(reads), *map(str, options))
+            name = self._new(signature, given, *parts)
             if compiled:
                 _register(name, platform, compiled)
             names[specialization] = name
-            if key:
-                shared[key] = name, kept
+            if is_shared:
+                self.by_reads[reads, specialization] = name
             return name
-
-    def _shared(self, kernel: Any, specialization: tuple) -> tuple[dict[Any, tuple], Any, Any]:
-        """A table, the key of the kernel there, and what must stay alive with it; a key of None finds nothing."""
-        references = _References(kernel)
-        reads = _key_if_made_again(kernel, references)
-        if reads:
-            return self.made_again, (reads, specialization), kernel
-        if isinstance(kernel, types.FunctionType):
-            key = specialization, references.content, tuple(map(id, references.inexact))
-            return self.by_function.setdefault(kernel, {}), key, references.inexact
-        return _NOT_SHARED
 
     def of_content(self, content: tuple, signature: _Signature, given: str | None, memory: str) -> str:
         """The name of a kernel that is fully described by this content and by the memory of its launch."""
@@ -773,7 +636,6 @@ class _Names:
 
 
 _MANY = 50
-_NOT_SHARED: tuple[dict[Any, tuple], Any, Any] = ({}, None, None)
 _NAMES: _Names = globals().get("_NAMES") or _Names()  # importlib.reload keeps it, and with it the names of kernels
 
 
@@ -786,20 +648,10 @@ def _hash(*parts: str | bytes) -> str:
     return digest.hexdigest()
 
 
-def _code_text(code: Any) -> str:
-    """Bytecode (or a constant in it), to tell most kernels apart, in other processes, too."""
-    if isinstance(code, (tuple, frozenset)):
-        parts = map(_code_text, code)
-        return f"{type(code).__name__}({', '.join(sorted(parts) if isinstance(code, frozenset) else parts)})"
-    if not isinstance(code, types.CodeType):
-        return f"{type(code).__name__} {code!r}"
-    return f"{code.co_code.hex()} {code.co_names} {_code_text(code.co_consts)}"
-
-
-# -- 3.4 Targets ---------------------------------------------------------------------------------------
+# -- 3.3 Targets ---------------------------------------------------------------------------------------
 # What lives how long:
 #     wrapper           as long as the user, or a function that JAX has cached, holds it
-#     kernel            as long as its wrappers; if it is made again, for ever, as `_Names.made_again` holds it
+#     kernel            as long as its wrappers; what it reads, if it may be made again, for ever, by `_Names.by_reads`
 #     `_Target`         as long as JAX's caches hold a trace that binds it; that of Warp holds the kernel and its values
 #     `_Compiled`       for ever, in `_TARGETS`, once it has a name: XLA has its address
 #     LLVM's engine     for ever, by `_Compiled.alive`, with what Numba or Warp compiled and with callbacks
@@ -811,7 +663,6 @@ class _Compiled(NamedTuple):
 
     address: int
     alive: Any
-    copied: tuple[int, ...] = ()  # the inputs of which the kernel gets a copy
     kernel: Any = None  # the handler's `_Kernel`
     prepare_batch: Callable[[], Any] | None = None  # compiles what only batches need
 
@@ -832,7 +683,6 @@ class _Target:
     name: str
     launch: tuple[int, ...] = ()  # what the handler reads
     runs_nothing: bool = False  # for these shapes and options
-    copied: tuple[int, ...] = ()  # the inputs of which the kernel gets a copy, as it may write to them
     platform: str = ""
     # for error messages: the wrapper's name, and on which platforms it runs
     title: str = dataclasses.field(compare=False, default="")
@@ -880,6 +730,528 @@ class export_checks:
             yield export.DisabledSafetyCheck.custom_call(name)
 
 
+# -- 3.4 What the source of a kernel does to its arrays ------------------------------------------------
+# A small interpreter of Python's syntax trees, for Numba, Numba CUDA and Warp.  A variable is the set of what it may
+# be: views of parameters, numbers made of their elements, functions, modules.  Branches and loops join these sets.
+# - What is not modelled (a call of something unknown, a starred argument, ...) is an "unknown" access to each array
+#   that it gets.  An output then counts as stored to; an input does where no read-only type of Numba guards it.
+# - A file may have been edited since Python read it: a source counts only if it compiles to the kernel's own code.
+# What takes intent is not looked for: own intrinsics and overloads that store, addresses, C and C++ code.
+
+
+class _View(NamedTuple):
+    """What lies in the memory of a parameter: an array, or a number that was made of an element."""
+
+    parameter: str
+    ndim: float = math.inf  # that also of what has arrays in it, such as a tuple
+    is_number: bool = False
+    element: str = ""  # of a number: the element that it was made of, as the source names it
+    is_unguarded: bool = False  # Numba takes it for writable, even if the parameter is read-only
+    may_be_copy: bool = False
+
+
+class _Access(NamedTuple):
+    """What a source does to the array of a parameter."""
+
+    kind: str  # "stores"; "updates": `x[i] += 1`, `x[i] = 2 * x[i]`, atomics; "unknown"
+    text: str  # of the source
+    is_unguarded: bool  # Numba lets it pass, even if the parameter is read-only
+
+    @property
+    def is_unguarded_write(self) -> bool:
+        return self.is_unguarded and self.kind != "unknown"
+
+
+# Functions of NumPy, Numba CUDA and Warp, and methods of arrays, by name.
+_UPDATES = re.compile(r"(?:^|\.)(?:atomic\.\w+|(?:tile_)?atomic_\w+|ufunc\.at)$")
+_STORES = re.compile(r"(?:^|\.)(?:tile_store\w*|st(?:cg|cs|wb|wt)|copyto|fill_diagonal|nan_to_num|put|place|shuffle)$")
+_VIEWS = re.compile(
+    r"(?:^|\.)(?:T|real|imag|flat|view|where|select|as\w*array|frombuffer|nditer|reshape|ravel|transpose|squeeze|"
+    r"expand_dims|swapaxes|broadcast_\w+|atleast_\w+|flip\w*|rot90|diagonal|\w*split|"
+    r"zip|enumerate|reversed|iter|next|list|tuple)$"
+)
+_COPIES = re.compile(r"(?:^|\.)(?:array|astype|copy|flatten|sorted|\w+_like)$")
+_UNGUARDED_VIEWS = re.compile(r"(?:^|\.)(?:flat|view|as\w+array|frombuffer|nditer)$")  # Numba takes them for writable
+_UNGUARDED_NAMES = frozenset(  # of what Numba lets a kernel write by to an input
+    "ascontiguousarray asfortranarray at copyto fill_diagonal flat frombuffer nan_to_num nditer".split()
+)
+_WARP_READS = re.compile(r"(?:^|\.)(?:copy|len|lower_bound|print|sample_cdf|tile_load(?:_indexed)?|volume_sample\w*)$")
+_FACTS = frozenset("shape size ndim dtype strides itemsize nbytes".split())  # of an array
+_STORING_METHODS = frozenset("fill itemset partition put resize sort".split())
+_WHOLE = "the whole array"  # in the place of an element, where arithmetic takes an array
+
+
+class _Source:
+    """What the source of a kernel, and of the functions that it calls, does to its arrays.
+
+    `given` has what each argument of the kernel may be: a view of the parameter, or nothing for what is no array.
+    """
+
+    def __init__(self, kernel: Any, given: Sequence[_View | None]) -> None:
+        self.accesses: dict[str, list[_Access]] = collections.defaultdict(list)
+        self.replayed: set[str] = set()  # the parameters that Warp's adjoint of the kernel changes again
+        self.tid_counts: set[int] = set()  # how many indices Warp's `tid()` gives, in each of its calls
+        self.uses_tiles = False  # of Warp
+        self.has_own_code = False  # C++, or adjoints of the user's
+        self.names: dict[str, set] = {}  # what each variable may be
+        self.returned: set = set()  # what the function that is being read may return
+        self.results: dict[tuple, set] = {}  # of functions that were read, or are being read, with these arguments
+        self.n_targets: dict[ast.expr, int] = {}  # of the assignments of these calls
+        self.n_assignments = 0
+        self.assigned: dict[str, int] = {}  # the number of the last assignment to each variable
+        self.depth = 0  # of calls
+        self.call(kernel, [set() if view is None else {view} for view in given], {}, ast.Pass())
+
+    def note(
+        self, kind: str, found: Iterable, node: ast.AST, is_unguarded: bool = False, is_part: bool = False
+    ) -> None:
+        """Note an access to arrays.  A part is a component of an element, such as `x[i][0]`."""
+        for view in _arrays(found):
+            sure_kind = "unknown" if view.may_be_copy else kind
+            access = _Access(sure_kind, ast.unparse(node), is_unguarded or view.is_unguarded)
+            self.accesses[view.parameter].append(access)
+            if self.depth > 1 or is_part:
+                self.replayed.add(view.parameter)
+
+    # -- functions --
+
+    def call(self, function: Any, given: list[set], named: dict[str, set], node: ast.AST) -> set:
+        """What a function may return for these arguments, after a note of what it does to them."""
+        everything = set().union(*given, *named.values())
+        name = _name_of(function, node)
+        n_in = getattr(function, "nin", None)
+        if n_in is not None:  # a ufunc, or a gufunc: outputs follow its inputs
+            self.note("stores", set().union(*given[n_in:], named.get("out", set())), node)
+            return _numbers(everything)
+        overloads = self.users_functions(function)
+        if overloads:
+            return set().union(*[self.read(x, given, named, node) for x in overloads])
+        self.uses_tiles |= hasattr(function, "native_func") and name.startswith("tile")
+        first = given[0] if given else set()
+        if _UPDATES.search(name):
+            self.note("updates", first, node, is_unguarded=True)
+        elif _STORES.search(name) and (not name.endswith("nan_to_num") or _is_in_place(node)):
+            self.note("stores", first, node, is_unguarded=True)
+        elif name.endswith("dot") and (len(given) > 2 or "out" in named):
+            self.note("stores", set().union(*given[2:], named.get("out", set())), node, is_unguarded=True)
+        elif _VIEWS.search(name) or hasattr(function, "vars"):  # or a struct of Warp's
+            return _inside(everything, bool(_UNGUARDED_VIEWS.search(name)))
+        elif hasattr(function, "native_func"):
+            if not _WARP_READS.search(name):
+                self.note("unknown", everything, node)
+        elif isinstance(function, type) or _is_only_reading(function):
+            return _numbers(everything, with_arrays=False) | _maybe_inside(everything, name)
+        else:
+            self.note("unknown", everything, node)
+            return _inside(everything)
+        return _numbers(everything, with_arrays=False)
+
+    def users_functions(self, function: Any) -> list:
+        """The function, if its source is the user's; all of Warp's overloads, as it may choose any.
+
+        Numba calls a plain function by an overload alone, of which this may be no more than the name.
+        """
+        if hasattr(function, "user_overloads"):
+            overloads = *function.user_overloads.values(), *function.user_templates.values()
+            return [] if function.is_builtin() else [function, *overloads]
+        python = _python(function)
+        is_jitted = isinstance(python, types.FunctionType) and (python is not function or self.depth == 0)
+        is_users = is_jitted and not _is_stable(python.__module__)
+        return [function] if is_users or isinstance(function, (ast.FunctionDef, ast.Lambda)) else []
+
+    def read(self, function: Any, given: list[set], named: dict[str, set], node: ast.AST) -> set:
+        """Read a function of the user's, called with these arguments."""
+        tree = _tree_of(function)
+        everything = set().union(*given, *named.values())
+        if getattr(function, "custom_grad_func", None) or getattr(function, "custom_replay_func", None):
+            self.has_own_code = True
+            self.replayed |= {view.parameter for view in _arrays(everything)}
+        if tree is None or getattr(function, "native_snippet", None):  # no source, or C++
+            self.has_own_code = True
+            names = _UNGUARDED_NAMES.intersection(_names_in(getattr(_python(function), "__code__", _no_code)))
+            text = f"{_name_of(function, node)}, whose source is not there, names {', '.join(sorted(names))}"
+            kind, cause = ("stores", ast.Name(text)) if names else ("unknown", node)
+            self.note(kind, everything, cause, is_unguarded=bool(names), is_part=True)
+            return _inside(everything)
+        parameters = [*tree.args.posonlyargs, *tree.args.args]
+        arguments = {**dict(zip([x.arg for x in parameters], given)), **named}
+        if tree.args.vararg:
+            arguments[tree.args.vararg.arg] = _inside(set().union(*given[len(parameters) :]))
+        for parameter in parameters:
+            if parameter.annotation and "ref[" in ast.unparse(parameter.annotation):  # Warp's, to an element
+                found = {x._replace(is_number=False) for x in arguments.get(parameter.arg, ()) if isinstance(x, _View)}
+                self.note("unknown", found, node)
+        key = tree, frozenset((name, frozenset(found)) for name, found in arguments.items())
+        if key not in self.results:
+            self.results[key] = set()  # for a function that calls itself
+            self.results[key] = self.read_body(function, tree, arguments)
+        return self.results[key]
+
+    def read_body(self, function: Any, tree: Any, arguments: dict[str, set]) -> set:
+        outer = self.names, self.returned
+        is_nested = tree is function  # it sees the variables of the function around it
+        if not is_nested:
+            variables = _variables_of(_python(function)).items()
+            self.names = {name: {value} for name, value in variables if _is_named(value)}
+        self.names = {**self.names, **arguments}
+        self.returned = set()
+        self.depth += 1
+        if isinstance(tree, ast.Lambda):
+            self.returned = self.value(tree.body)
+        else:
+            self.run(tree.body)
+        result = self.returned
+        self.depth -= 1
+        self.names, self.returned = outer
+        return result
+
+    # -- statements --
+
+    def run(self, statements: Iterable[ast.stmt]) -> None:
+        for statement in statements:
+            self.statement(statement)
+
+    def statement(self, node: Any) -> None:
+        match node:
+            case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Tuple(elts=values)) if _are_pairs(
+                targets, values
+            ):
+                found_for_each = list(map(self.value, values))  # before any is assigned, as in `a, b = b, a`
+                for target, found in zip(targets, found_for_each):
+                    self.assign(target, found, node)
+            case ast.Assign(targets=targets, value=value):
+                self.n_targets[value] = len(getattr(targets[0], "elts", "1"))
+                found = self.value(value)
+                for target in targets:
+                    self.assign(target, found, node)
+            case ast.AnnAssign(target=target, value=ast.expr() as value):
+                self.assign(target, self.value(value), node)
+            case ast.AugAssign(target=target, value=value):
+                self.update(target, self.value(value), node)
+            case ast.If(test=test, body=body, orelse=orelse):
+                self.value(test)
+                self.branches(body, orelse)
+            case ast.For(target=target, iter=iterated, body=body, orelse=orelse):
+                self.loop(body, lambda: self.iterate(target, iterated, node))
+                self.run(orelse)
+            case ast.While(test=test, body=body, orelse=orelse):
+                self.loop(body, lambda: self.value(test))
+                self.run(orelse)
+            case ast.FunctionDef(name=name):
+                self.names[name] = {node}
+            case ast.Return(value=ast.expr() as value):
+                self.returned = self.returned | self.value(value)
+            case _:
+                self.parts(node)
+
+    def parts(self, node: ast.AST) -> None:
+        """What has no rule of its own: expressions, and blocks that may run."""
+        for _, field in ast.iter_fields(node):
+            items = field if isinstance(field, list) else [field]
+            if items and isinstance(items[0], ast.stmt):
+                self.branches(items, [])
+                continue
+            for item in items:
+                if isinstance(item, ast.expr):
+                    self.value(item)
+                elif isinstance(item, ast.AST):
+                    self.parts(item)
+
+    def branches(self, *blocks: Sequence[ast.stmt]) -> None:
+        before = self.names
+        ends = []
+        for block in blocks:
+            self.names = dict(before)
+            self.run(block)
+            ends.append(self.names)
+        self.names = _joined(*ends)
+
+    def loop(self, body: Sequence[ast.stmt], begin: Callable[[], Any]) -> None:
+        """Run a loop until no variable may be anything else, as one may be what the body assigns further down."""
+        while True:
+            before = self.names
+            self.names = dict(before)
+            begin()
+            self.run(body)
+            self.names = _joined(before, self.names)
+            if all(_without_elements(found) == _without_elements(before.get(x, ())) for x, found in self.names.items()):
+                return
+
+    # -- assignments --
+
+    def iterate(self, target: Any, iterated: Any, node: ast.AST) -> None:
+        """Assign an item of what a loop goes through."""
+        match target, iterated:
+            case ast.Tuple(elts=targets), ast.Call(func=ast.Name(id="zip"), args=args) if _are_pairs(targets, args):
+                for part, arg in zip(targets, args):
+                    self.assign(part, _indexed(self.value(arg), 1), node)
+            case ast.Tuple(elts=[index, part]), ast.Call(func=ast.Name(id="enumerate"), args=[arg]):
+                self.assign(index, set(), node)
+                self.assign(part, _indexed(self.value(arg), 1), node)
+            case _:
+                self.assign(target, _indexed(self.value(iterated), 1), node)
+
+    def assign(self, target: Any, found: set, node: ast.AST) -> None:
+        match target:
+            case ast.Name(id=name):
+                self.n_assignments += 1
+                self.assigned[name] = self.n_assignments
+                self.names[name] = found
+            case ast.Tuple(elts=targets) | ast.List(elts=targets):
+                for part in targets:
+                    self.assign(part, _indexed(found, 1), node)
+            case ast.Starred(value=part):
+                self.assign(part, _inside(found), node)
+            case ast.Attribute(value=ast.Name(id=name)):  # of a struct of Warp's, which then may have an array in it
+                self.names[name] = self.names.get(name, set()) | _inside(found)
+            case _:
+                arrays, is_part = self.place(target)
+                element = self.element(target)
+                for view in arrays:
+                    made_of = {x.element for x in found if isinstance(x, _View) and x.parameter == view.parameter}
+                    kind = "updates" if made_of & {element, _WHOLE} else "stores"
+                    self.note(kind, [view], node, is_part=is_part)
+
+    def update(self, target: Any, found: set, node: ast.AST) -> None:
+        if isinstance(target, ast.Name):
+            before = self.names.get(target.id, set())
+            self.note("updates", before, node)  # an array of NumPy's, in place
+            self.assign(target, set(_arrays(before)) | _numbers(before | found), node)
+        else:
+            arrays, is_part = self.place(target)
+            self.note("updates", arrays, node, is_part=is_part)
+
+    def place(self, target: Any) -> tuple[list[_View], bool]:
+        """The arrays that a target may be an element of, and whether it is a part of one."""
+        self.value(getattr(target, "slice", target))
+        arrays = _arrays(self.value(target.value))
+        if arrays:
+            return arrays, False
+        while isinstance(target, (ast.Subscript, ast.Attribute)):
+            target = target.value
+        return _arrays(self.value(target)), True
+
+    # -- expressions --
+
+    def element(self, node: Any) -> str:
+        """A text for an element, which is another one if a variable in it was assigned meanwhile."""
+        numbers = [self.assigned.get(x.id) for x in ast.walk(node) if isinstance(x, ast.Name)]
+        return f"{ast.unparse(node)} {numbers}"
+
+    def value(self, node: Any) -> set:
+        """What an expression may be."""
+        match node:
+            case ast.Name(id=name):
+                return {node.warp_func} if hasattr(node, "warp_func") else self.names.get(name, set())
+            case ast.Attribute(value=owner, attr=name):
+                return self.attribute(self.value(owner), name, node)
+            case ast.Subscript(value=owner, slice=index):
+                self.value(index)
+                return _indexed(self.value(owner), _count_indices(index), self.element(node))
+            case ast.IfExp(test=test, body=body, orelse=orelse):
+                self.value(test)
+                return _without_elements(self.value(body) | self.value(orelse))
+            case ast.BoolOp(values=values):
+                return set().union(*map(self.value, values))
+            case ast.Tuple(elts=parts) | ast.List(elts=parts):
+                return _inside(set().union(*map(self.value, parts)))
+            case ast.Lambda():
+                return {node}
+            case ast.NamedExpr(target=target, value=value):
+                found = self.value(value)
+                self.assign(target, found, node)
+                return found
+            case ast.Call():
+                return self.called(node)
+            case ast.ListComp(elt=item, generators=loops) | ast.GeneratorExp(elt=item, generators=loops):
+                for loop in loops:
+                    self.iterate(loop.target, loop.iter, node)
+                    list(map(self.value, loop.ifs))
+                return _inside(self.value(item))
+        found = set().union(*map(self.value, ast.iter_child_nodes(node)))
+        if isinstance(node, (ast.BinOp, ast.UnaryOp, ast.Compare)):
+            return _numbers(found)
+        self.note("unknown", found, node)
+        return _inside(found)
+
+    def attribute(self, owners: set, name: str, node: ast.AST) -> set:
+        found = set()
+        for owner in owners:
+            if not isinstance(owner, _View):
+                value = getattr(owner, name, None)
+                found |= {value} if _is_named(value) else set()
+            elif owner.is_number or name in _FACTS:
+                found |= {owner} if owner.is_number else set()
+            elif _VIEWS.search(name):
+                found |= _inside({owner}, bool(_UNGUARDED_VIEWS.search(name)))
+            elif owner.ndim == math.inf:  # a field of a struct or tuple
+                found.add(owner)
+            else:
+                self.note("unknown", {owner}, node)  # such as an address
+        return found
+
+    def called(self, node: ast.Call) -> set:
+        given = [self.value(x.value if isinstance(x, ast.Starred) else x) for x in node.args]
+        named = {str(x.arg): self.value(x.value) for x in node.keywords}
+        everything = set().union(*given, *named.values())
+        if "None" in named or any(isinstance(x, ast.Starred) for x in node.args):  # f(*args, **named)
+            self.note("unknown", everything, node)
+            return _inside(everything)
+        owners = self.value(node.func.value) if isinstance(node.func, ast.Attribute) else set()
+        views = {x for x in owners if isinstance(x, _View)}
+        if views and isinstance(node.func, ast.Attribute):
+            return self.method(views, node.func.attr, everything, node)
+        result: set = set()
+        for function in self.value(node.func) or {None}:
+            if getattr(function, "key", "") == "tid" and function.is_builtin():
+                self.tid_counts.add(self.n_targets.get(node, 1))
+            result = result | self.call(function, given, named, node)
+        return result
+
+    def method(self, owners: set, name: str, everything: set, node: ast.AST) -> set:
+        """A method of arrays, of numbers made of them, or of what has arrays in it."""
+        self.note("unknown", everything, node)
+        if name in _STORING_METHODS:
+            self.note("stores", owners, node)
+        elif not hasattr(np.ndarray, name):
+            self.note("unknown", owners, node)
+        elif _VIEWS.search(name):
+            return _inside(owners, bool(_UNGUARDED_VIEWS.search(name)))
+        return _numbers(owners, with_arrays=False) | _maybe_inside(owners, name)
+
+
+def _arrays(found: Iterable) -> list[_View]:
+    return [x for x in found if isinstance(x, _View) and not x.is_number]
+
+
+def _numbers(found: Iterable, with_arrays: bool = True) -> set:
+    """Numbers that are made of these."""
+    numbers = {x for x in found if isinstance(x, _View) and x.is_number}
+    if with_arrays:
+        numbers |= {_View(x.parameter, 0, is_number=True, element=_WHOLE) for x in _arrays(found)}
+    return numbers
+
+
+def _inside(found: Iterable, is_unguarded: bool = False) -> set:
+    """What has these in it, or is a view of them."""
+    views = {x._replace(ndim=math.inf, is_unguarded=is_unguarded or x.is_unguarded) for x in _arrays(found)}
+    return views | {x for x in found if not isinstance(x, _View) or x.is_number}
+
+
+def _maybe_inside(found: Iterable, name: str) -> set:
+    """The arrays that a function of NumPy returns for these, which may be copies, or surely are."""
+    if _COPIES.search(name):
+        return set()
+    return {x._replace(ndim=math.inf, may_be_copy=True) for x in _arrays(found)}
+
+
+def _indexed(found: Iterable, n: int, element: str = "") -> set:
+    """What an index of so many dimensions gives."""
+    result = set()
+    for x in found:
+        if not isinstance(x, _View) or x.is_number:
+            result.add(x)
+        elif n == 0 or x.ndim > n:
+            result.add(x._replace(ndim=x.ndim - n))
+        else:
+            result.add(_View(x.parameter, 0, is_number=True, element=element))
+    return result
+
+
+def _count_indices(index: Any) -> int:
+    """How many dimensions an index takes away; that of a 0-d array, `[()]`, its last."""
+    parts = index.elts if isinstance(index, ast.Tuple) else [index]
+    return sum(not _keeps_dimension(x) for x in parts) if parts else 1
+
+
+def _keeps_dimension(index: Any) -> bool:
+    return isinstance(index, ast.Slice) or (isinstance(index, ast.Constant) and index.value in (..., None))
+
+
+def _joined(*ends: dict[str, set]) -> dict[str, set]:
+    """What variables may be behind branches: a number is only made of an element for sure if it is in all of them."""
+    names = dict.fromkeys(itertools.chain(*ends))
+    joined = {}
+    for name in names:
+        found = [end.get(name, set()) for end in ends]
+        in_all = set.intersection(*map(set, found))
+        joined[name] = in_all | _without_elements(set().union(*found) - in_all)
+    return joined
+
+
+def _without_elements(found: Iterable) -> set:
+    return {x._replace(element="") if isinstance(x, _View) else x for x in found}
+
+
+def _are_pairs(targets: Sequence, values: Sequence) -> bool:
+    return len(targets) == len(values) and not any(isinstance(x, ast.Starred) for x in [*targets, *values])
+
+
+def _is_in_place(node: Any) -> bool:
+    """Whether a call of `nan_to_num(x, copy=True, ...)` may have another second argument."""
+    copies = [*node.args[1:2], *(x.value for x in node.keywords if x.arg == "copy")]
+    return any(not isinstance(x, ast.Constant) or not x.value for x in copies)
+
+
+def _is_named(value: Any) -> bool:
+    """Whether a reader looks at what a name stands for: modules, and what can be called."""
+    return isinstance(value, types.ModuleType) or (callable(value) and type(value).__hash__ is not None)
+
+
+def _is_only_reading(function: Any) -> bool:
+    """Whether this is a function of Python's or NumPy's, which has none of the names above."""
+    module = str(getattr(function, "__module__", None))
+    return _is_stable(module) and not module.startswith("numba")
+
+
+def _name_of(function: Any, node: Any) -> str:
+    """`atomic.add`, `fill_diagonal`: its own name, which for Warp is a key; of what is unknown, that in the code."""
+    name = getattr(function, "key", None) or getattr(function, "__qualname__", None)
+    return name if isinstance(name, str) else ast.unparse(getattr(node, "func", node))
+
+
+_no_code = compile("", "", "exec")
+
+
+def _tree_of(function: Any) -> Any:
+    """The syntax tree of a function; None where there is no source that is its own."""
+    if isinstance(function, ast.AST):  # a def in a kernel
+        return function
+    if hasattr(function, "adj"):  # Warp keeps it
+        return function.adj.tree.body[0]
+    code = getattr(_python(function), "__code__", None)
+    return _trees_of(code.co_filename, "".join(linecache.getlines(code.co_filename))).get(code) if code else None
+
+
+@functools.lru_cache(maxsize=8)
+def _trees_of(file: str, text: str) -> dict[types.CodeType, Any]:
+    """The syntax tree of each function in a file, by what it compiles to: equal code, in the same lines."""
+    nodes = collections.defaultdict(list)
+    codes: list[types.CodeType] = []
+    with contextlib.suppress(SyntaxError, ValueError):
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, (ast.FunctionDef, ast.Lambda)):
+                first_line = min([node.lineno, *(x.lineno for x in getattr(node, "decorator_list", ()))])
+                nodes[first_line, getattr(node, "name", "<lambda>")].append(node)
+        codes = [compile(text, file, "exec", dont_inherit=True)]
+    trees = {}
+    for code in codes:  # which grows
+        codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+        around = [node for node in nodes[code.co_firstlineno, code.co_name] if _is_around(node, code)]
+        if around:
+            trees[code] = min(around, key=lambda node: len(ast.unparse(node)))  # of lambdas in lambdas the innermost
+    return trees
+
+
+def _is_around(node: Any, code: types.CodeType) -> bool:
+    """Whether code lies in a function, to tell lambdas in one line apart."""
+    if not isinstance(node, ast.Lambda):
+        return True
+    first, last = (node.body.lineno, node.body.col_offset), (node.body.end_lineno, node.body.end_col_offset)
+    places = [(line, column) for line, _, column, end in code.co_positions() if line and end]
+    return all(first <= place <= last for place in places)
+
+
 # ======================================================================================================
 # 4. Specs and inputs: what comes in and what goes out, checked where the user's call is on the stack.
 # A spec is the shape and dtype of an array.
@@ -911,14 +1283,9 @@ def _is_leaf(x: Any) -> bool:
     return type(x) in _SYMBOLIC or _is_spec(x)  # for JAX a symbolic value has no leaves
 
 
-def _numbers(structure: Any) -> Any:
-    """A pytree of this structure, whose leaves are their numbers."""
-    return structure.unflatten(range(structure.num_leaves))
-
-
 def _has_dicts(structure: Any) -> bool:
-    parts = jax.tree.leaves(_numbers(structure), is_leaf=lambda x: isinstance(x, Mapping))
-    return any(isinstance(part, Mapping) for part in parts)
+    tree = structure.unflatten(range(structure.num_leaves))
+    return any(isinstance(part, Mapping) for part in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Mapping)))
 
 
 def _check_dtype(dtype: Any, what: str) -> None:
@@ -1094,14 +1461,7 @@ def _check_takes(signature: inspect.Signature, what: str, args: Sequence, params
 # -- 5.1 The primitive: what JAX's interpreters ask ----------------------------------------------------
 # An alias (i, j) says that output j starts with the value of input i.  A wrapper has the user's aliases, by name or
 # number; a `_Call` has aliases by number.
-# Only the results of a kernel are results of the primitive.  XLA's custom call has more outputs: scratch, and hidden
-# ones.  Where a kernel (x, y) -> out may write to x, XLA calls (x, y) -> (out, copy of x), and the kernel gets the copy
-# for x.
-
-
-def _starts(aliases: Iterable[tuple[int, int]], n_outs: int, copied: Iterable[int]) -> dict[int, int]:
-    """Which output of a custom call starts with an input, by input: the hidden ones stand behind all others."""
-    return dict(aliases) | dict(zip(copied, itertools.count(n_outs)))
+# Only the results of a kernel are results of the primitive.  XLA's custom call has more outputs: scratch.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -1127,17 +1487,10 @@ class _Call:
         """The results of the primitive."""
         return _call_p.bind(*args, call=self)
 
-    # -- once it is known what runs the call --
-
-    @property
-    def starts(self) -> dict[int, int]:
-        return _starts(self.aliases, len(self.outs), self.target.copied)
-
     @property
     def all_outs(self) -> list[Any]:
         """The abstract values of all outputs of the custom call."""
-        hidden = [self.ins[i] for i in self.target.copied]
-        return [jax.core.ShapedArray((*self.batch, *out.shape), out.dtype) for out in [*self.outs, *hidden]]
+        return [jax.core.ShapedArray((*self.batch, *out.shape), out.dtype) for out in self.outs]
 
     @property
     def runs_nothing(self) -> bool:
@@ -1178,8 +1531,6 @@ def _call_lowering(ctx: Any, *operands: Any, call: _Call) -> Any:
             f"{call.target.title} has side effects, and XLA does not say on which devices it runs them: over several, "
             "call it in a jax.shard_map over all axes of the mesh"
         )
-    if "cuda" in _platforms(ctx):
-        _check_starts_are_on_device(ctx, call)
     if call.runs_nothing:  # XLA before jax 0.10 refuses a call that launches nothing in a command buffer
         return _lower_to_starts(ctx, operands, call.aliases)
     outs = call.all_outs
@@ -1193,15 +1544,6 @@ def _call_lowering(ctx: Any, *operands: Any, call: _Call) -> Any:
     return results
 
 
-def _check_starts_are_on_device(ctx: Any, call: _Call) -> None:
-    for i, _ in call.aliases:
-        if _is_on_host(ctx.avals_in[i]):
-            raise ValueError(
-                f"{call.target.title}: an output starts with input {i}, which is in the memory of the host, and XLA "
-                "makes no output of that: move it by x = jax.device_put(x, jax.memory.Space.Device)"
-            )
-
-
 def _lower_to_custom_call(
     ctx: Any, operands: Any, call: _Call, ins: Sequence, outs: Sequence, **attributes: Any
 ) -> Any:
@@ -1209,13 +1551,13 @@ def _lower_to_custom_call(
 
     An alias lets XLA save a copy; it is the handler that makes sure that the output starts with the input.
     """
-    platform, *_ = _platforms(ctx)  # several are refused
+    platform, *_ = _platforms(ctx)  # cpu and cuda have rules of their own, and no other has kernels
     target = call.target.lowered(platform, bool(call.batch))
-    if platform == "cpu" and call.starts:
+    if platform == "cpu" and call.aliases:
         operands = _keep_in_place(ctx, operands, call, ins)
     lower = jax.ffi.ffi_lowering(
         target.name,
-        operand_output_aliases=call.starts,
+        operand_output_aliases=dict(call.aliases),
         has_side_effect=call.has_side_effect,
         extra_attributes=attributes,
     )
@@ -1228,10 +1570,10 @@ def _keep_in_place(ctx: Any, operands: Any, call: _Call, ins: Sequence) -> Any:
     `kernel(v.at[i].set(2.0), i)` in a loop over 20 MB: 1,400 us a step without, 1 with it (CPU, jax 0.12; XLA before
     jax 0.11.2 drops the barrier too early).  GPUs gain nothing, and would copy slices that are fused now.
     """
-    starts = call.starts
+    aliased = dict(call.aliases)
 
     def keep(*operands: Any) -> list:
-        return [jax.lax.optimization_barrier(x) if i in starts else x for i, x in enumerate(operands)]
+        return [jax.lax.optimization_barrier(x) if i in aliased else x for i, x in enumerate(operands)]
 
     return _lower_untyped(keep, ctx, operands, ins, ins)
 
@@ -1266,7 +1608,7 @@ def _call_batching(args: Any, dims: Any, *, call: _Call) -> Any:
     """One more leading dimension everywhere; size 1 says that an operand is the same for every slice."""
     size = next(x.shape[dim] for x, dim in zip(args, dims) if dim is not None)
     has_slices = [dim is not None for dim in dims]
-    for i in call.starts:
+    for i, _ in call.aliases:
         has_slices[i] = True  # each slice of the output starts with one of the input
     sizes = [size if has_slice else 1 for has_slice in has_slices]
     ins = map(_batch_in_front, args, dims, sizes)
@@ -1411,12 +1753,12 @@ def _factor_name(n: int) -> str:
 # -- 5.3 What a public function is given: a kernel, and options ----------------------------------------
 
 
-def _parameters(kernel: Any, with_defaults: bool = True) -> tuple[str, ...]:
+def _parameters(kernel: Any) -> tuple[str, ...]:
     """The names by which a kernel's arguments can be given, in order; none if the first have no names."""
     with contextlib.suppress(TypeError, ValueError):
         parameters = inspect.signature(_python(kernel)).parameters.values()
         named = itertools.takewhile(lambda parameter: parameter.kind is parameter.POSITIONAL_OR_KEYWORD, parameters)
-        return tuple(x.name for x in named if with_defaults or x.default is x.empty)
+        return tuple(x.name for x in named)
     return ()
 
 
@@ -1434,16 +1776,6 @@ def _signature_of(names: Iterable[str]) -> inspect.Signature:
     return inspect.Signature([inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names])
 
 
-# The mark of what is ours, also of another copy of this file: an attribute of the class, by which every copy knows it.
-# - "wrapper": it is called with arrays, and its `options.has_side_effect` is read.
-# - "op": the primitive of an op, of which other copies use `op`, `op.def_jvp_rule2` and `bind_batch`.
-_MARK = "_xla_kernels_kind"
-
-
-def _is_ours(x: Any, kind: str) -> bool:
-    return getattr(type(x), _MARK, None) == kind
-
-
 def _ready_kind(kernel: Any) -> str | None:
     """The backend of a compiled kernel (`@njit`, `@cuda.jit`, `@wp.kernel`), "wrapper" for ours; else None."""
     for cls in type(kernel).__mro__:
@@ -1451,7 +1783,7 @@ def _ready_kind(kernel: Any) -> str | None:
         for backend, row in _BACKENDS.items():
             if f"{package}.{cls.__name__}" in row.ready:
                 return backend
-    return "wrapper" if _is_ours(kernel, "wrapper") else None
+    return "wrapper" if isinstance(kernel, _Wrapper) else None
 
 
 def _wrong_kernel(user: str, takes: str, kernel: Any) -> TypeError:
@@ -1464,7 +1796,6 @@ def _wrong_kernel(user: str, takes: str, kernel: Any) -> TypeError:
 _WAYS_OUT = {  # by the name of a type
     "partial": "; write a function that calls it, whose closure has the constants",
     "method": "; write a function outside of the class: what it reads of `self` is an input, or in its closure",
-    "CFunc": "; give the Python function that it was made of, or numba.njit of that",
     "ufunc": '; make it by numba.vectorize without target= instead of target="parallel": vmap uses all cores',
 }
 
@@ -1543,14 +1874,8 @@ class _BoundedCache(dict):
         return self.setdefault(key, value)
 
 
-class _PickledByName:
-    """A copy is the object itself; a pickle is the variable of its own module that holds it.
-
-    Without one, or in `__main__`, which is another module in other processes, it is what `_reduce_unnamed` gives.
-    """
-
-    __name__: str
-    _reduce_unnamed: Callable[[], tuple]
+class _NotCopied:
+    """A copy is the object itself."""
 
     def __copy__(self) -> Any:
         return self
@@ -1558,77 +1883,32 @@ class _PickledByName:
     def __deepcopy__(self, memo: dict) -> Any:
         return self
 
-    def __reduce__(self) -> tuple:
-        variable = _variable_of(self)
-        return (_value_of, (*variable, self.__name__)) if variable else self._reduce_unnamed()
+
+def _variable_of(x: Any, modules: Iterable[str]) -> str:
+    """`module:variable` for the first variable of these modules that holds an object; else an empty text."""
+    for name in modules:
+        namespace: dict = {}
+        with contextlib.suppress(AttributeError):
+            namespace = object.__getattribute__(sys.modules.get(name), "__dict__")  # loads no module that is lazy
+        for variable, value in list(namespace.items()):
+            if value is x and not variable.startswith("_"):  # as the prompt keeps its last result in builtins._
+                return f"{name}:{variable}"
+    return ""
 
 
-def _variable_in(module: Any, x: Any) -> str | None:
-    """The name of the variable of a module that holds an object."""
-    namespace: dict = {}
-    with contextlib.suppress(AttributeError):  # `sys.modules` may have what is no module
-        namespace = object.__getattribute__(module, "__dict__")  # without loading a module that is lazy
-    for variable, value in list(namespace.items()):
-        if value is x and not variable.startswith("_"):  # as the prompt keeps its last result in builtins._
-            return variable
-    return None
+def _not_pickled(title: str) -> pickle.PicklingError:
+    return pickle.PicklingError(f"{title} is pickled by name: keep it in a variable of a module to import")
 
 
-def _variable_of(x: Any, modules: Iterable[str] = ()) -> tuple[str, str] | None:
-    """The names of a module and of its variable that hold an object: of its own module, or of one of these.
-
-    Not of `__main__`, which is another module in other processes.
-    """
-    main = sys.modules["__main__"]
-    for name in [getattr(x, "__module__", None), *modules]:
-        module = sys.modules.get(name or "")
-        variable = None if module is main else _variable_in(module, x)
-        if variable and getattr(module, "__spec__", None):  # else it cannot be imported
-            return str(name), variable
-    return None
-
-
-def _value_of(module: str, variable: str, name: str | None = None) -> Any:
-    value = getattr(importlib.import_module(module), variable)
-    if name not in (None, getattr(value, "__name__", None)):
-        raise pickle.UnpicklingError(f"{module}.{variable} is not {name!r} here, as it was where that was pickled")
-    return value
-
-
-# By an id that their pickles hold: so that a worker which gets a kernel twice makes it once.
-_SENT_BY_VALUE: _BoundedCache = _BoundedCache()
-
-
-def _dumps_by_value(wrapper: _Wrapper) -> bytes:
-    """The kernel, by name if a variable holds it, and the options of a wrapper, as plain `pickle` can read them."""
-    kernel = wrapper.kernel
-    variable = _variable_of(kernel)
-    try:
-        if not (variable or wrapper.has_kernels_by_value):
-            raise TypeError(f"Warp cannot send {kernel!r}")
-        serialize = _import("numba.core.serialize", "a pickle", _NUMBA_INSTALL)
-        return serialize.dumps((type(wrapper), variable, None if variable else kernel, wrapper.options))
-    except Exception as error:
-        raise pickle.PicklingError(
-            f"{wrapper.title} cannot be pickled by value ({type(error).__name__}: {error}): keep it in a variable of a "
-            "module that the other process imports, which is not __main__"
-        ) from error
-
-
-def _loaded_by_value(key: bytes, data: bytes) -> Any:
-    known = _SENT_BY_VALUE.get(key)
-    if known is not None:
-        return known
-    make, variable, kernel, options = pickle.loads(data)
-    wrapper = make(_value_of(*variable) if variable else kernel, options)
-    wrapper.pickle_key = key
-    return _SENT_BY_VALUE.keep(key, wrapper)
+def _loaded(data: bytes) -> Any:
+    make, *args = pickle.loads(data)
+    return make(*args)
 
 
 # -- 5.4 The wrapper -----------------------------------------------------------------------------------
 
 
-class _Wrapper(_PickledByName):
+class _Wrapper(_NotCopied):
     """A kernel as a JAX function.
 
     A backend gives `_find_target`: it checks dtypes and arguments, compiles (where there is a device of the platform,
@@ -1638,10 +1918,7 @@ class _Wrapper(_PickledByName):
     It may override `__call__`, `_leaves`, and the small methods that name parameters or look at options.
     """
 
-    _xla_kernels_kind = "wrapper"  # see _MARK
     decorator: str  # the public function that made it, for error messages
-    has_kernels_by_value = True  # pickles of kernels have their code
-    pickle_key: bytes | None = None
     _find_target: Callable[[_Call], _Target]
 
     def __init__(self, kernel: Any, options: Any, parameters: tuple[str, ...] | None = None) -> None:
@@ -1672,11 +1949,16 @@ class _Wrapper(_PickledByName):
     def __repr__(self) -> str:
         return f"<{self.decorator} {self.__name__}>"
 
-    def _reduce_unnamed(self) -> tuple:
-        data = _dumps_by_value(self)
-        key = vars(self).setdefault("pickle_key", os.urandom(16))  # atomic: the first one stays
-        _SENT_BY_VALUE.keep(key, self)
-        return _loaded_by_value, (key, data)
+    def __reduce__(self) -> tuple:
+        """By a variable of its module; without one, or in `__main__`, which is another module elsewhere, by value."""
+        modules = {getattr(self, "__module__", None), getattr(_python(self.kernel), "__module__", None)} - {"__main__"}
+        variable = _variable_of(self, sorted(filter(None, modules)))
+        return (pkgutil.resolve_name, (variable,)) if variable else (_loaded, (self._dumps(),))
+
+    def _dumps(self) -> bytes:
+        """The kernel with its code, and the options, as plain `pickle` can read them."""
+        serialize = _import("numba.core.serialize", "a pickle", _NUMBA_INSTALL)
+        return serialize.dumps((type(self), self.kernel, self.options))
 
     def __call__(self, /, *args: Any, **named: Any) -> Any:
         if named:
@@ -1719,46 +2001,22 @@ class _Wrapper(_PickledByName):
 
     def _trace(self, *args: Any) -> Any:
         ins = _input_specs(args, self.title, self.parameters)
-        outs, tree = _flat_specs(self._for_inputs("outs", ins), "outs", ins)
-        if not _has_dicts(tree):
-            return tree.unflatten(self._leaves(outs, *args))
-        order = self._order_of_dict(tree, ins)
-        results = self._leaves([outs[k] for k in order], *args)
-        return tree.unflatten([results[order.index(k)] for k in range(len(order))])
+        outs, tree = self._specs("outs", ins)
+        return tree.unflatten(self._leaves(outs, *args))
 
-    def _order_of_dict(self, tree: Any, ins: Sequence[Spec]) -> list[int]:
-        """Which leaf of `outs`, a dict of specs by the names of output parameters, each of these parameters has."""
-        names = self._output_names(ins)
-        outs = _numbers(tree)
-        if not names:
-            fix = "here there are none: give a tuple, or a NamedTuple, in the order of the outputs"
-        elif not isinstance(outs, Mapping) or not all(isinstance(leaf, int) for leaf in outs.values()):
-            fix = f"each of ({', '.join(names)}) is a spec, and no dict is in another pytree; or give tuples"
-        elif outs.keys() != {*names}:
-            fix = f"these are ({', '.join(names)}), not ({', '.join(map(str, outs))})"
-        else:
-            return [outs[name] for name in names]
-        raise ValueError(f"{self.title}: a dict as outs has the names of the kernel's output parameters: {fix}")
-
-    def _output_names(self, ins: Sequence[Spec]) -> list[str]:
-        """The parameters of the results, in the kernel's order."""
-        required = _parameters(self.kernel, with_defaults=False)
-        behind_inputs = [name for name in self.parameters[len(ins) :] if name in required]
-        n_outputs = len(behind_inputs) - len(self._scratch(ins))
-        return [*self.in_outs, *behind_inputs[:n_outputs]]
-
-    def _scratch(self, ins: Sequence[Spec]) -> list[Spec]:
-        scratch, tree = _flat_specs(self._for_inputs("scratch", ins), "scratch", ins)
+    def _specs(self, what: str, ins: Sequence[Spec]) -> tuple[list[Spec], Any]:
+        """The specs that an option gives for these inputs, in the order of the kernel's parameters."""
+        specs, tree = _flat_specs(self._for_inputs(what, ins), what, ins)
         if _has_dicts(tree):
-            raise ValueError(f"{self.title}: scratch is a spec, or a tuple of them in the kernel's order; got {tree}")
-        return scratch
+            raise TypeError(f"{self.title}: {what} is a dict, whose keys JAX sorts: give a tuple, or a NamedTuple")
+        return specs, tree
 
     def _leaves(self, outs: list[Spec], *args: Any) -> list:
         return self._resolve(_input_specs(args), outs).bind(args)
 
     def _resolve(self, ins: list[Spec], outs: list[Spec]) -> _Call:
         """The call with these inputs and declared outputs, and what runs it."""
-        scratch = self._scratch(ins)
+        scratch, _ = self._specs("scratch", ins)
         aliases = self._numbered_aliases(ins, outs)
         zeroed = set(range(len(outs))) - set(aliases.values()) if self.options.zero_outputs else ()
         buffers = tuple(ins), (*outs, *scratch), len(outs)
@@ -1809,6 +2067,42 @@ class _Wrapper(_PickledByName):
                 "output stands before the other outputs, kernel(in..., out...)"
             )
         return names.index(key)
+
+    def _check_accesses(self, call: _Call, source: _Source, buffers: Mapping[str, int], is_guarded: bool) -> None:
+        """Raise if the source writes to an input, or starts from what happens to be in the memory of an output.
+
+        `buffers` has the buffer of each array parameter.  `is_guarded` says that the compiler refuses the writes to
+        inputs that it sees.
+        """
+        n_in = len(call.ins)
+        aliases = dict(call.aliases)
+        starts = {*aliases.values(), *call.zeroed}
+        for name, k in buffers.items():
+            accesses = source.accesses[name]
+            if k < n_in and k not in aliases:
+                self._check_input(name, [x for x in accesses if not is_guarded or x.is_unguarded_write])
+            elif k >= n_in and k - n_in not in starts and self.options.zero_outputs is not False:
+                self._check_output(name, accesses, is_scratch=k - n_in >= call.n_results)
+
+    def _check_input(self, name: str, accesses: Sequence[_Access]) -> None:
+        if not accesses:
+            return
+        does = "may write" if accesses[0].kind == "unknown" else "writes"
+        raise TypeError(
+            f"{self.title} {does} to its input {name!r} by `{accesses[0].text:.80}`, and JAX may share inputs: write to "
+            f"an output, change a copy (y = {name}.copy()), or name {name!r} in in_out_argnames"
+        )
+
+    def _check_output(self, name: str, accesses: Sequence[_Access], is_scratch: bool) -> None:
+        if not {access.kind for access in accesses} <= {"updates"}:
+            return
+        ways = "say zero_outputs=True, or start it from an input by in_out_argnames or input_output_aliases"
+        if is_scratch:
+            ways = "make this scratch an output, and say zero_outputs=True"
+        problem = f"never stores to {name!r}; `{name}[...] = x` would, where `{name} = x` only gives it another meaning"
+        if accesses:
+            problem = f"only updates {name!r}, as in `{accesses[0].text:.80}`, from what happens to be in its memory"
+        raise TypeError(f"{self.title} {problem}: {ways} (zero_outputs=False, if it does store there before)")
 
     def _check_dtypes(self, call: _Call, allowed: frozenset[str], refused: str) -> None:
         results = call.outs[: call.n_results]
@@ -1863,18 +2157,13 @@ class _Signature:
     ranks: tuple[int, ...]
     aliases: tuple[tuple[int, int], ...] = ()  # (input, the output that starts with it)
     zeroed: tuple[int, ...] = ()  # the outputs that start from zeros
-    copied: tuple[int, ...] = ()  # inputs, each with a hidden output behind the others that starts with it
-
-    @property
-    def starts(self) -> dict[int, int]:
-        return _starts(self.aliases, len(self.ranks) - self.n_in, self.copied)
 
     def __str__(self) -> str:
         shown = []
         for dtype, rank in zip(self.dtypes, self.ranks, strict=True):
             shown.append(f"{dtype.name}[{','.join(':' * rank)}]")
         parts = [f"({', '.join(shown[: self.n_in])}) -> ({', '.join(shown[self.n_in :])})"]
-        parts += [f"output {j} starts as input {i}" for i, j in self.starts.items()]
+        parts += [f"output {j} starts as input {i}" for i, j in self.aliases]
         parts += [f"output {j} starts as zeros" for j in self.zeroed]
         return "; ".join(parts)
 
@@ -2216,7 +2505,7 @@ _Variable = _words("_Variable", "current")
 _Cursor = _words("_Cursor", "data step dims depth nbytes")
 
 # A kernel, in the memory of its handler.
-#   n_buffers           inputs and outputs, without hidden ones
+#   n_buffers           inputs and outputs
 #   first_output        buffers from here on may get huge pages, as their memory is mapped on first use: on a CPU the
 #                       outputs; on a GPU none, so it is `n_buffers`
 #   slice_ticks         what a slice took when that was last measured, and
@@ -2599,7 +2888,7 @@ def _compile_handler(signature: _Signature, emitter: _Emitter) -> _Compiled:
     for name in ("answer", "error", "fill", "drive"):
         setattr(kernel, name, driver.get_function_address(name))
     alive += [engine, driver, emitter, wrong_buffers]
-    return _Compiled(engine.get_function_address("handler"), alive, signature.copied, kernel)
+    return _Compiled(engine.get_function_address("handler"), alive, kernel)
 
 
 class _Handler(_Code):
@@ -2709,15 +2998,11 @@ class _Handler(_Code):
         return self.call(self.kernel.drive, frame, self.kernel, cursors, depth)
 
     def _read_buffers(self) -> tuple[list[Any], _Word]:
-        """The buffers, after a check of their number, dtypes and ranks, and how many batch dimensions they have.
-
-        Inputs come first, then outputs, the hidden ones last.
-        """
+        """The buffers, after a check of their number, dtypes and ranks, and how many batch dimensions they have."""
         args = self.frame.args
         rets = self.frame.rets
         signature = self.signature
         kinds = list(zip(signature.dtypes, signature.ranks, strict=True))
-        kinds += [kinds[i] for i in signature.copied]
         n_in = signature.n_in
         n_out = len(kinds) - n_in
         wrong_buffers = self.kernel.wrong_buffers
@@ -2743,7 +3028,7 @@ class _Handler(_Code):
         """
         outs = buffers[self.signature.n_in :]
         itemsizes = [dtype.itemsize for dtype in self.signature.dtypes]
-        for i, j in self.signature.starts.items():
+        for i, j in self.signature.aliases:
             with self.when(buffers[i].data != outs[j].data, likely=False):
                 self._fill(outs[j], buffers[i].data, itemsizes[i])
         for j in self.signature.zeroed:
@@ -2764,9 +3049,10 @@ class _Handler(_Code):
     def _cursors(self, buffers: Sequence[Any]) -> _Struct:
         """Cursors at the first slice.  A kernel gets the output itself in the place of an input that it starts with."""
         signature = self.signature
+        aliased = dict(signature.aliases)
         cursors = self.alloca(_Cursor, len(signature.ranks))
         for k, (dtype, rank) in enumerate(zip(signature.dtypes, signature.ranks, strict=True)):
-            buffer = buffers[signature.n_in + signature.starts[k]] if k in signature.starts else buffers[k]
+            buffer = buffers[signature.n_in + aliased[k]] if k in aliased else buffers[k]
             depth = buffer.rank - rank
             dims = buffer.dims + depth * 8
             sizes = [self.load(dims + 8 * axis) for axis in range(rank)]
@@ -2862,12 +3148,6 @@ _NUMBA_INSTALL = "pip install numba"
 _NUMBA_DTYPES = frozenset(
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float32 float64 complex64 complex128".split()
 )
-# What makes a writable array of a read-only one, or writes to it, and Numba (0.63 to 0.68) does not refuse it.  A dict
-# casts what is put into it to a writable array.
-_UNSEEN_WRITERS = frozenset(
-    "ascontiguousarray asfortranarray at ctypes fill_diagonal flat from_buffer frombuffer getattr nan_to_num nditer "
-    "view Dict List dict BUILD_MAP BUILD_CONST_KEY_MAP MAP_ADD".split()
-)
 _WRITES = "Cannot modify readonly array"  # in what Numba says
 # And in what it says of `x[0] = 1`, too, where that is a call; of `np.add(x, 1, x)`; and of `x += 1` (0.63 to 0.68).
 _SEEN_WRITES = re.compile(
@@ -2891,7 +3171,7 @@ def numba_kernel(
     scalars: Sequence[str] | bool = False,
     has_side_effect: bool = False,
     scratch: Any = None,
-    zero_outputs: bool = False,
+    zero_outputs: bool | None = None,
     name: str | None = None,
 ) -> Callable[..., Any]:
     """Make a Numba CPU kernel a JAX function.
@@ -2927,8 +3207,7 @@ def numba_kernel(
         plain one, which is jitted.  Without it, `numba_kernel(outs=...)` is a decorator.
       outs: the outputs, uninitialized: a `jax.ShapeDtypeStruct` (anything with `.shape` and `.dtype`), a pytree of
         them, or a callable of the inputs' `ShapeDtypeStruct`s that returns one, which runs at each trace and at no
-        later call.  Results have its structure.  A dict, which stands alone, has the names of the kernel's output
-        parameters, in any order.
+        later call.  Results have its structure, which has no dicts: JAX would sort their keys.
       vmap_method: "sequential" and "sequential_unrolled" run the slices of a batch in order on one thread, on each
         device of a mesh those that it has; with any other, XLA's threads share the slices of a batch for which that
         pays.  The results are the same.
@@ -2987,7 +3266,6 @@ def numba_kernel(
 #   the other outputs; scratch.  A 0-d input is an array, unless `scalars` names it.
 # - if it returns them (on CPUs): the inputs alone, 0-d ones as scalars.  Results go to the outputs after those of
 #   in-out arguments.  It has no scratch.
-# A hidden output is no argument: the kernel gets its memory instead of that of the input which it copies.
 
 
 class _NumbaWrapper(_Wrapper):
@@ -3028,6 +3306,19 @@ class _NumbaWrapper(_Wrapper):
             )
         return allowed
 
+    def _check_form(self, call: _Call, form: _Form, is_guarded: bool) -> None:
+        """Check what the kernel does to the arrays that this form gives it."""
+        specs = call.ins + call.outs
+        given: list[_View | None] = []
+        buffers: dict[str, int] = {}
+        for position, argument in enumerate(form.args):
+            k = form.buffer(argument)
+            name = self.parameters[position] if position < len(self.parameters) else f"argument {position}"
+            is_array = k in form.arrays
+            given.append(_View(name, len(specs[k].shape)) if is_array else None)
+            buffers |= {name: k} if is_array else {}
+        self._check_accesses(call, _Source(self.kernel, given), buffers, is_guarded)
+
     def _input_arguments(self, ins: Sequence[Spec], scalars: bool) -> list[str]:
         """An expression for each input; in-out arguments are the first outputs, and 0-d ones may be scalars."""
         arguments = []
@@ -3060,10 +3351,12 @@ class _NumbaKernel(_NumbaWrapper):
         self._check_dtypes(call, _NUMBA_DTYPES, "for which Numba has no CPU arithmetic")
         signature = call.signature(self.__name__)
         forms = self._forms(call, may_return=True)
-        options = "numba", self.options.in_order, numba.config.BOUNDSCHECK, *forms
+        is_checked = self.options.zero_outputs is not False
+        options = "numba", self.options.in_order, numba.config.BOUNDSCHECK, is_checked, *forms
 
         def compile_kernel() -> _Compiled:
-            return _compile_numba(self._numba_dispatcher, signature, forms, self.options.in_order)
+            check = functools.partial(self._check_form, call)
+            return _compile_numba(self._numba_dispatcher, signature, forms, self.options.in_order, check)
 
         try:
             name = _NAMES.of_kernel(self, signature, options, "cpu", compile_kernel)
@@ -3071,7 +3364,7 @@ class _NumbaKernel(_NumbaWrapper):
             vars(self).pop("_numba_dispatcher", None)  # made here: a new one next time, as it remembers the failure
             raise
         where = "runs on the CPU; for GPUs there are numba_cuda_kernel and warp_kernel"
-        return _Target(name, copied=_TARGETS[name].copied, platform="cpu", title=self.title, where=where)
+        return _Target(name, platform="cpu", title=self.title, where=where)
 
     @functools.cached_property
     def _numba_dispatcher(self) -> Any:
@@ -3112,7 +3405,11 @@ class _Form(NamedTuple):
     @property
     def arrays(self) -> list[int]:
         """The buffers that it takes as arrays, not as scalars."""
-        return [int(argument[1:]) for argument in self.args if "[()]" not in argument]
+        return [self.buffer(argument) for argument in self.args if "[()]" not in argument]
+
+    def buffer(self, argument: str) -> int:
+        """The number of the buffer in an argument."""
+        return int(argument[1:].partition("[")[0])
 
     def for_batch(self, ranks: Sequence[int]) -> _Form:
         """The same call on the GPU, with slice z of buffers that have the slices of a batch as first dimension."""
@@ -3146,39 +3443,36 @@ class _Form(NamedTuple):
 
 
 # -- 7.2 Compiling -------------------------------------------------------------------------------------
-# Numba's types, and what its compiler refuses.  Which inputs a kernel gets, by what Numba says of read-only ones:
-#
-#     it compiles the kernel                                       read-only
-#     it does, but the kernel names what writes unseen (7.3)       read-only, and copies *
-#     it sees a write: `x[0] = 1`, `x += 1`, `np.add(x, 1, x)`     the kernel is refused
-#     it has another error, and none with writable inputs          writable, and copies *
-#     it has another error, and one with writable inputs           the kernel is refused, with the first error
-#
-# * of the inputs that LLVM does not find to be only read.  Another error is, for example, that of a helper of explicit
-# signatures, of which libraries are full: it takes no read-only array.
+# Numba's types, and what its compiler refuses.  Inputs are read-only arrays, or writable ones if it takes no others, as
+# helpers of explicit signatures do, of which libraries are full; then the source must show that it only reads them.
 
 
 class _NumbaCode(NamedTuple):
     """The machine code of a kernel, and what the wrapper and the handler must know of it."""
 
     overload: Any  # of Numba, which keeps the code in memory
-    may_write: tuple[int, ...]  # the inputs that it may write to
-    reason: str  # why it may
-    uses_threads: bool
+    form: _Form
+    is_guarded: bool  # its inputs are read-only arrays
+    error: Exception | None = None  # why they are not
 
 
-def _compile_numba(kernel: Any, signature: _Signature, forms: list[_Form], in_order: bool) -> _Compiled:
-    """Compile the kernel for the signature, and the handler that calls it."""
+def _compile_numba(
+    kernel: Any, signature: _Signature, forms: list[_Form], in_order: bool, check: Callable[[_Form, bool], None]
+) -> _Compiled:
+    """Compile the kernel for the signature, and the handler that calls it; `check` raises if its source is wrong."""
     began = time.perf_counter()
     code = _compile_first_form(kernel, signature, forms)
-    emitter = _NumbaEmitter(signature.label, code, in_order)
-    aliased = dict(signature.aliases)
-    copied = tuple(i for i in code.may_write if i not in aliased)
-    compiled = _compile_handler(dataclasses.replace(signature, copied=copied), emitter)
+    try:
+        check(code.form, code.is_guarded)
+    except TypeError as error:
+        if code.error and _SEEN_WRITES.search(str(code.error)):
+            raise code.error from error
+        raise error from code.error
+    emitter = _NumbaEmitter(signature.label, code.overload, _uses_threads(code.overload, kernel), in_order)
+    compiled = _compile_handler(signature, emitter)
     slices = "run in order" if emitter.in_order else "share threads"
-    why = f"{copied}, as {code.reason}" if copied else "none"
     spent = f"{1e3 * (time.perf_counter() - began):.0f} ms"
-    _LOG.debug(f"compiled {signature.label} for {signature} in {spent}; slices {slices}; copied inputs: {why}")
+    _LOG.debug(f"compiled {signature.label} for {signature} in {spent}; slices {slices}")
     return compiled
 
 
@@ -3194,8 +3488,7 @@ def _array_types(nbtypes: Any, signature: _Signature, readonly: bool = True) -> 
 
 def _compile_first_form(kernel: Any, signature: _Signature, forms: Iterable[_Form]) -> _NumbaCode:
     """The kernel in the first form that compiles, else the first error."""
-    references = _References(kernel)
-    if getattr(kernel, "targetoptions", {}).get("forceobj") or "_ObjModeContextType" in references.words:
+    if _uses_object_mode(kernel):
         raise TypeError(
             f"numba_kernel {signature.label!r} uses Numba's object mode, which needs the GIL: call Python by "
             "jax.pure_callback, beside the kernel or instead of it"
@@ -3203,33 +3496,29 @@ def _compile_first_form(kernel: Any, signature: _Signature, forms: Iterable[_For
     errors: list[Exception] = []
     for form in forms:
         try:
-            return _compile_form(kernel, references, signature, form)
+            return _compile_form(kernel, signature, form)
         except TypeError as error:
             errors.append(error)
     raise errors[0]
 
 
-def _compile_form(kernel: Any, references: _References, signature: _Signature, form: _Form) -> _NumbaCode:
-    """The kernel with read-only inputs or, if it takes none, with writable ones: see the table above."""
+def _compile_form(kernel: Any, signature: _Signature, form: _Form) -> _NumbaCode:
+    """The kernel with read-only inputs or, if it takes none, with writable ones."""
     from numba import types as nbtypes
 
     argtypes = _array_types(nbtypes, signature)
-    reason = _why_it_may_write_unseen(references)
+    refusal = None
     try:
         dispatcher = _compile_call(form, kernel, argtypes)
     except Exception as error:
-        refusal = _refusal("Numba", signature, error, bool(form.results) and _returns_nothing(kernel))
-        if _SEEN_WRITES.search(str(error)):
-            raise refusal from error
+        refusal = _refusal("Numba", signature, error)
         argtypes = _array_types(nbtypes, signature, readonly=False)
-        reason = "it takes writable arrays alone"
         try:
             dispatcher = _compile_call(form, kernel, argtypes)
         except Exception:
             raise refusal from error
     overload = _compile_results(dispatcher, argtypes, signature, form)
-    may_write = _not_only_read(overload, signature) if reason else ()
-    return _NumbaCode(overload, may_write, reason, _uses_threads(overload, references))
+    return _NumbaCode(overload, form, is_guarded=refusal is None, error=refusal)
 
 
 def _compile_call(form: _Form, dispatcher: Any, argtypes: tuple) -> Any:
@@ -3298,20 +3587,6 @@ def _returned_leaves(kind: Any, expression: str = _RETURNED) -> dict[str, Any]:
     return leaves
 
 
-def _returns_nothing(kernel: Any) -> bool:
-    """Whether the source of a kernel returns None alone."""
-    returned: list[Any] = []
-    previous = None
-    for instruction in dis.get_instructions(_python(kernel)):
-        if instruction.opname == "RETURN_CONST":  # Python < 3.14
-            returned.append(instruction.argval)
-        elif instruction.opname == "RETURN_VALUE":
-            is_constant = previous and previous.opname in ("LOAD_CONST", "LOAD_COMMON_CONSTANT")  # of Python 3.15
-            returned.append(previous.argval if is_constant else kernel)
-        previous = instruction
-    return all(value is None for value in returned)
-
-
 def _is_declared(kind: Any, declared: tuple[np.dtype, int]) -> bool:
     """Whether a result has the declared dtype and rank; where x64 is disabled, 64 bits are declared as 32."""
     from numba import from_dtype
@@ -3327,13 +3602,11 @@ def _is_declared(kind: Any, declared: tuple[np.dtype, int]) -> bool:
     return element in allowed and (kind.ndim if is_array else 0) == rank
 
 
-def _refusal(by: str, signature: _Signature, error: Exception, returns_nothing: bool = False) -> TypeError:
+def _refusal(by: str, signature: _Signature, error: Exception) -> TypeError:
     """What a kernel that cannot be compiled has wrong, and what to do about it."""
     text = str(error) or type(error).__name__
-    hint = f"; it takes the {signature.n_in} inputs alone, so it must return the outputs" if returns_nothing else ""
-    if isinstance(error, _CudaRefusal):
-        hint += error.hint
-    elif _SEEN_WRITES.search(text):
+    hint = ""
+    if _SEEN_WRITES.search(text):
         hint += _READ_ONLY
     elif "must have void return type" in text or "to none" in text:
         hint += _RETURNS_A_VALUE
@@ -3348,73 +3621,25 @@ def _refusal(by: str, signature: _Signature, error: Exception, returns_nothing: 
     return TypeError(f"{by} cannot compile kernel {signature.label!r} for {signature}{hint}:\n{text}")
 
 
-# -- 7.3 Which inputs a kernel may write to, and whether it uses threads -------------------------------
+# -- 7.3 What the code of a kernel uses ----------------------------------------------------------------
 
 
-def _why_it_may_write_unseen(references: _References) -> str:
-    """Why a kernel may write to a read-only array in a way that Numba does not refuse; empty if it may not."""
-    words = sorted(references.words & _UNSEEN_WRITERS)
-    if words:
-        return f"it names {words[0]!r}, by which Numba lets a kernel write to any array"
-    if references.words >= {"dot", _CALL_OF_MANY}:
-        return "np.dot(a, b, out) may write to any array"
-    if references.unknown:
-        return f"it names {references.unknown[0]}, which may write to any array"
-    extended = _extension_of_users(references.words)
-    return f"somebody overloads {extended!r}, which it may use" if extended else ""
+def _uses_object_mode(kernel: Any) -> bool:
+    for function in _functions_of(kernel):
+        python = _python(function)
+        names = [*_names_in(getattr(python, "__code__", _no_code)), *(type(x).__name__ for _, x in _values_of(python))]
+        if getattr(function, "targetoptions", {}).get("forceobj") or {"objmode", "_ObjModeContextType"} & {*names}:
+            return True
+    return False
 
 
-def _extension_of_users(words: set[str]) -> str:
-    """A function, method or operator that code with these words may call, and that somebody extends; or empty.
-
-    What somebody makes of a function of his own is unknown to `_References`.  Of operators those that have a symbol are
-    words; any other counts as called.
-    """
-    from numba.core import utils
-    from numba.core.typing.templates import builtin_registry as registry
-
-    symbols = {**utils.BINOPS_TO_OPERATORS, **utils.INPLACE_BINOPS_TO_OPERATORS}
-    symbol_of = {function: symbol for symbol, function in symbols.items() if not symbol[0].isalpha()}
-    for template in (*registry.functions, *registry.attributes):
-        function = getattr(template, "_overload_func", None)
-        if not isinstance(function, types.FunctionType) or _is_stable(function.__globals__.get("__name__")):
-            continue
-        module = template.key.__module__
-        if not _is_stable(module):  # of somebody's own type or function
-            continue
-        name = str(getattr(template, "_attr", None) or getattr(template.key, "__name__", "a function"))
-        called = {name}
-        if module in ("_operator", "operator"):
-            symbol = symbol_of.get(template.key, "RESUME")  # an instruction that all code has
-            called |= {symbol, f"{symbol}="}  # `x += 1` may call what adds
-        if not called.isdisjoint(words):
-            return name
-    return ""
-
-
-def _llvm(overload: Any) -> Any:
-    """The optimized code of a function with all that it calls; what comes from Numba's cache has it for linking."""
-    return overload.library._shared_module or overload.library._final_module
-
-
-def _not_only_read(overload: Any, signature: _Signature) -> tuple[int, ...]:
-    """The inputs that the kernel may write to: those whose addresses LLVM could not mark as `readonly`."""
-    parameters = list(_llvm(overload).get_function(overload.fndesc.llvm_func_name).arguments)
-    may_write = []
-    position = 2 + 4  # two addresses for results; of each array meminfo, parent, nitems, itemsize, data, shape, strides
-    for i in range(signature.n_in):
-        attributes = set(parameters[position].attributes)
-        if attributes.isdisjoint({b"readonly", b"readnone"}):
-            may_write.append(i)
-        position += 5 + 2 * signature.ranks[i]
-    return tuple(may_write)
-
-
-def _uses_threads(overload: Any, references: _References) -> bool:
+def _uses_threads(overload: Any, kernel: Any) -> bool:
     """Whether the code starts Numba's threads, or names a parallel function, which it may call through a pointer."""
-    helpers = references.functions[1:]
+    helpers = _functions_of(kernel)[1:]
     names_parallel = any(getattr(helper, "targetoptions", {}).get("parallel") for helper in helpers)
-    return names_parallel or "@numba_parallel_for(" in str(_llvm(overload))
+    # The optimized code of a function with all that it calls; what comes from Numba's cache has it for linking.
+    llvm = overload.library._shared_module or overload.library._final_module
+    return names_parallel or "@numba_parallel_for(" in str(llvm)
 
 
 # -- 7.4 The emitter -----------------------------------------------------------------------------------
@@ -3436,12 +3661,11 @@ def _numba_params(array: _Array) -> list[Any]:
 
 
 class _NumbaEmitter(_Emitter):
-    def __init__(self, label: str, code: _NumbaCode, in_order: bool) -> None:
-        name = code.overload.fndesc.llvm_func_name
-        self.entry = code.overload.library.get_pointer_to_function(name)
-        self.in_order = in_order or code.uses_threads
-        self.starts_threads = code.uses_threads
-        if code.uses_threads:  # it may start Numba's threads, which use all cores
+    def __init__(self, label: str, overload: Any, uses_threads: bool, in_order: bool) -> None:
+        self.entry = overload.library.get_pointer_to_function(overload.fndesc.llvm_func_name)
+        self.in_order = in_order or uses_threads
+        self.starts_threads = uses_threads
+        if uses_threads:  # it may start Numba's threads, which use all cores
             self.lock = _lock_of_numbas_threads()
 
         def report(error: int) -> int:
@@ -3449,7 +3673,7 @@ class _NumbaEmitter(_Emitter):
 
         callback = ctypes.CFUNCTYPE(_PTR, _PTR)(report)
         self.report = ctypes.cast(callback, _PTR).value or 0
-        self.alive = code, callback
+        self.alive = overload, callback
         self.code_key = "numba", bool(self.lock), self.starts_threads
 
     def write(self, handler: _Handler) -> None:
@@ -3506,7 +3730,6 @@ _CUDA_BLOCKS = {2: (16, 16), 3: (8, 8, 4)}  # threads per block over launch_dims
 _CUDA_LIMITS = {"grid": (2**31 - 1, 65535, 65535), "block": (1024, 1024, 64), "launch_dims": (sys.maxsize,) * 3}
 _CUDA_LAUNCH_WORDS = 7  # of `_CudaLaunch`
 _CUDA_INSTALL = 'pip install "jax[cuda13]" "numba-cuda-mlir[cu13]" (CUDA 12: cuda12, cu12)'
-_CUDA_WRITERS = frozenset("atomic flat stcg stcs stwb stwt view".split())  # what `_refuse_writes_to_inputs` finds
 _GPUS_LOCK: threading.RLock = _SHARED.setdefault("gpus_lock", threading.RLock())
 # The simulator keeps the running kernel in globals, also in those of the kernel's module.
 _CUDASIM_LOCK: threading.RLock = _SHARED.setdefault("cudasim_lock", threading.RLock())
@@ -3527,7 +3750,7 @@ def numba_cuda_kernel(
     scalars: Sequence[str] | bool = False,
     has_side_effect: bool = False,
     scratch: Any = None,
-    zero_outputs: bool = False,
+    zero_outputs: bool | None = None,
     name: str | None = None,
 ) -> Callable[..., Any]:
     """Make a Numba CUDA kernel a JAX function.
@@ -3611,7 +3834,7 @@ def numba_cuda_callable(
     input_output_aliases: Mapping[int | str, int] | None = None,
     has_side_effect: bool = False,
     scratch: Any = None,
-    zero_outputs: bool = False,
+    zero_outputs: bool | None = None,
 ) -> Callable[..., Any]:
     """Make a Python function that launches Numba CUDA kernels a JAX function.
 
@@ -3746,6 +3969,7 @@ class _CudaWrapper(_NumbaWrapper):
         launch: tuple[int, ...] = (),
         options: tuple = (),
         freezes_globals: bool = False,
+        check: Callable[[], None] = lambda: None,
     ) -> _Target:
         """What `compile_kernel` makes of the signature of a call, if there is a GPU that it may run on."""
         _import("numba", self.decorator, _CUDA_INSTALL)
@@ -3754,6 +3978,7 @@ class _CudaWrapper(_NumbaWrapper):
         platform = package.platform
 
         def compile_here() -> _Compiled | None:
+            check()
             return compile_kernel(signature) if platform != "cuda" or _cuda_ordinals() else None
 
         options = "cuda", package.module, *options
@@ -3777,10 +4002,16 @@ class _CudaKernel(_CudaWrapper):
         package = self.package
         launch = self._launch_configuration(call.ins)
         [form] = self._forms(call, may_return=False)
-        options = form, self.options.in_order
-        compile_kernel = functools.partial(package.compile, self.kernel, *options)
+        options: tuple = (form, self.options.in_order)
+        check = functools.partial(self._check_form, call, form, is_guarded=True)
+
+        def compile_kernel(signature: _Signature) -> _Compiled:
+            return package.compile(self.kernel, *options, signature)
+
         freezes_globals = package.platform == "cuda"  # Python reads a variable on each run
-        target = self._named_target(package, call, compile_kernel, launch.words, options, freezes_globals)
+        is_checked = self.options.zero_outputs is not False
+        options = *options, is_checked
+        target = self._named_target(package, call, compile_kernel, launch.words, options, freezes_globals, check)
         return dataclasses.replace(target, runs_nothing=0 in launch.grid)
 
     def _launch_configuration(self, ins: Sequence[Spec]) -> _CudaLaunch:
@@ -3803,9 +4034,6 @@ class _CudaCallable(_CudaWrapper):
             takes = "a Python function that launches kernels (for one kernel use numba_cuda_kernel)"
             raise _wrong_kernel("numba_cuda_callable", takes, func)
         super().__init__(func, options)
-
-    def _output_names(self, ins: Sequence[Spec]) -> list[str]:
-        return super()._output_names(ins)[:-1]  # without the stream
 
     def _find_target(self, call: _Call) -> _Target:
         package = _cuda_package_named_by(self.kernel, self.title)
@@ -3835,7 +4063,7 @@ class _NumbaCuda:
 
     def compile(self, kernel: Any, form: _Form, in_order: bool, signature: _Signature) -> _Compiled:
         """A handler that launches a kernel: for each slice of a batch, until it is prepared to launch it once."""
-        reads = _References(kernel).content
+        reads = _reads_of(kernel)
         with self.on_device(_cuda_ordinals()[0]):
             compiled = self.compile_checked(self.adapted(kernel, form), signature)
             asks_for_z = _asks_for_z(self.code(compiled)[0])
@@ -3848,7 +4076,7 @@ class _NumbaCuda:
             try:
                 with self.on_device(_cuda_ordinals()[0]):
                     compiled = self.compile_checked(self.adapted(kernel, form.for_batch(signature.ranks)), of_batch)
-                if reads != _References(kernel).content:
+                if reads != _reads_of(kernel):
                     raise ValueError("it reads other values than when it was compiled")
                 launcher = self.launcher(compiled, carveout, signature.label)
                 in_z = _compile_handler(signature, _CudaEmitter(self, launcher, handler.kernel.slices))
@@ -4058,7 +4286,7 @@ def _cuda_package_named_by(func: Any, title: str) -> _NumbaCuda:
     """The package that makes the arrays and the stream of a callable: the one that its code names."""
     function = getattr(func, "__func__", func)  # of a method
     with _CUDASIM_LOCK:  # a simulated kernel may be running with its globals replaced
-        found = {_cuda_package(value) for _, value in _References(function).values}
+        found = {_cuda_package(value) for called in _functions_of(function) for _, value in _values_of(_python(called))}
     for package in (_NUMBA_CUDA_MLIR, _NUMBA_CUDA, _CUDA_SIMULATOR):
         if package in found:
             return package
@@ -4156,56 +4384,13 @@ def _compile_callable(package: _NumbaCuda, func: Any, signature: _Signature) -> 
     return _compile_handler(signature, package.callback(signature, run))
 
 
-def _type_records(annotation: Any) -> list[Any]:
-    """Numba's records of the types in a function and in those that it calls; a text for code from Numba's cache."""
-    records = [annotation]
-    for record in records:  # grows by those of called functions
-        for call, signature in getattr(record, "calltypes", {}).items():
-            if getattr(call, "op", None) == "call" and signature:
-                dispatcher: Any = getattr(record.typemap.get(call.func.name), "dispatcher", None)
-                if hasattr(dispatcher, "overloads"):
-                    called = getattr(dispatcher.overloads.get(signature.args), "type_annotation", None)
-                    records += [called] if called not in records else []
-    return records
-
-
 def _compile_cuda(dispatcher: Any, argtypes: tuple) -> Any:
-    """Compile for the current device; writes to inputs that Numba does not refuse are refused here."""
+    """Compile for the current device."""
     compiled = dispatcher.compile(argtypes)
-    if not compiled._type_annotation:  # it comes from Numba's cache, which keeps no record of types
-        references = _References(dispatcher)
-        if not references.unknown and _CUDA_WRITERS.isdisjoint(references.words):
-            return compiled
-        compiled = type(dispatcher)(dispatcher.py_func, dispatcher.targetoptions).compile(argtypes)
-    annotation = compiled._type_annotation
-    for record in _type_records(annotation):
-        _refuse_writes_to_inputs(record)
-    for name, kind in annotation.typemap.items():
+    for name, kind in getattr(compiled._type_annotation, "typemap", {}).items():
         if name.startswith(_RETURNED) and str(kind) != "none":
-            raise _CudaRefusal(f"it returns {kind}", _RETURNS_A_VALUE)
+            raise TypeError(f"it returns {kind}{_RETURNS_A_VALUE}")
     return compiled
-
-
-class _CudaRefusal(Exception):
-    """What is refused here of a kernel that Numba compiles: why, and what to do about it."""
-
-    def __init__(self, text: str, hint: str) -> None:
-        super().__init__(text)
-        self.hint = hint
-
-
-def _refuse_writes_to_inputs(record: Any) -> None:
-    """By atomics, stores of CUDA's own, and what makes a writable array of a read-only one."""
-    for kind in getattr(record, "typemap", {}).values():
-        if re.search(r"(array\.flat|Array\.view)\b.*readonly", str(kind)):  # numba_cuda_mlir's view is writable
-            raise _CudaRefusal(f"an input may be written to through {kind}", _READ_ONLY)
-    for call, signature in getattr(record, "calltypes", {}).items():
-        if getattr(call, "op", None) != "call":
-            continue
-        called = str(record.typemap[call.func.name])
-        is_store = re.search(r"\batomic\b|function st(cg|cs|wb|wt)\b", called)
-        if is_store and not getattr(signature.args[0], "mutable", True):
-            raise _CudaRefusal(f"{called} on an input, at {call.loc}", _READ_ONLY)
 
 
 # What PTX may declare to be linked later, of CUDA and of Numba.
@@ -4337,7 +4522,10 @@ class _CudaEmitter(_Emitter):
 
 _WARP_INSTALL = "pip install warp-lang numba"
 _WARP_DTYPES = "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 bfloat16 float32 float64".split()
-_WARP_LOCAL = re.compile("^_|cache|path|dir$|verbose|quiet|log_|print|version")  # settings of a machine, or of texts
+_WARP_SETTINGS = (  # that change numbers, of those that Warp's hashes and options do not have
+    "mode max_unroll verify_fp enable_vector_component_overwrites deterministic cpu_compiler_flags llvm_cuda "
+    "enable_mathdx_gemm enable_mathdx_solver enable_mathdx_fft enable_cpu_blocks"
+).split()
 _WARP_MAX_DIMS = 4
 _WARP_MAX_EXTENT = 2**31 - 1  # Warp keeps extents, strides in bytes and thread indices in 32-bit integers
 
@@ -4474,7 +4662,6 @@ class _WarpKernel(_Wrapper):
     """
 
     decorator = "warp_kernel"
-    has_kernels_by_value = False  # a pickle has all of the kernel's module, which is then there twice
 
     def __init__(self, kernel: Any, options: Any, values: Mapping[str, Any] | None = None) -> None:
         wp = _import("warp", "warp_kernel", _WARP_INSTALL)
@@ -4509,6 +4696,9 @@ class _WarpKernel(_Wrapper):
         values = {name: self.params[name].as_value(arguments.pop(name)) for name in valued}
         return self._with_values(values)._call_inputs([*arguments.values()])
 
+    def _dumps(self) -> bytes:
+        raise _not_pickled(self.title)  # a pickle would have all of the kernel's module, which is then there twice
+
     def _with_values(self, values: Mapping[str, Any]) -> _WarpKernel:
         if not values:
             return self
@@ -4540,32 +4730,9 @@ class _WarpKernel(_Wrapper):
             raise self._wrong_arity(f"got {given} (in-out arguments count as both)")
         for name, spec in zip(names, specs, strict=True):
             self.params[name].check(spec)
-        self._check_accesses(call, names)
+        buffers = {name: k for k, name in enumerate(names)}
+        self._check_accesses(call, _source_of(self.kernel), buffers, is_guarded=False)
         return self._target(call, {(name, "value"): k for k, name in enumerate(names)}, call.ins, self.title)
-
-    def _check_accesses(self, call: _Call, names: Sequence[str]) -> None:
-        """Raise if the kernel writes to an input, or adds to what happens to be in the memory of an output."""
-        accesses = _source_of(self.kernel).accesses
-        aliases = dict(call.aliases)
-        for i, name in enumerate(names[: len(call.ins)]):
-            if i not in aliases and accesses[name] != _READS:
-                raise TypeError(
-                    f"{self.title} writes to its input {name!r}, which JAX may share: name it in in_out_argnames, or "
-                    "write to an output (the parameters are inputs and values, then outputs)"
-                )
-        if self.options.zero_outputs not in (None, True):
-            return
-        starts = {*aliases.values(), *call.zeroed}  # the outputs that are something before the launch
-        for j, name in enumerate(names[len(call.ins) :]):
-            if j not in starts and accesses[name] in (_CHANGES, _UPDATES):
-                way = "say zero_outputs=True, or name it in in_out_argnames to start it from an input"
-                if j >= call.n_results:
-                    way = "make this scratch an output, and say zero_outputs=True"
-                how = "by an atomic" if accesses[name] == _UPDATES else "in place"
-                raise TypeError(
-                    f"{self.title} updates {name!r} {how}, from what happens to be in its memory: {way}"
-                    " (zero_outputs=False, if the kernel itself stores there before)"
-                )
 
     def _default_dims(self, title: str, name: str, dims: tuple[int, ...]) -> tuple[int, ...]:
         """The dimensions of the first array, if `wp.tid()` gives as many indices."""
@@ -4643,12 +4810,13 @@ class _WarpKernel(_Wrapper):
     def _resolve_adjoint(self, ins: tuple[Spec, ...], n_args: int) -> _Call:
         """The call of the adjoint: (inputs, outputs, cotangents) -> (those that it changes, gradients).
 
-        Changed are what `accesses_again` says, and the cotangents; the gradients of inputs of floats start from zeros.
+        Changed are what the adjoint replays of the kernel, and the cotangents; the gradients of inputs of floats start
+        from zeros.
         """
         names = self.parameters
         buffers = {(name, "value"): k for k, name in enumerate(names)}
-        again = _source_of(self.kernel).accesses_again
-        changed = [*(k for k, name in enumerate(names) if again[name]), *range(len(names), len(ins))]
+        replayed = _source_of(self.kernel).replayed
+        changed = [*(k for k, name in enumerate(names) if name in replayed), *range(len(names), len(ins))]
         float_ins = _floats(ins[:n_args])
         results = tuple(ins[k] for k in [*changed, *float_ins])
         float_outs = [k for k in _floats(ins[: len(names)]) if k >= n_args]
@@ -4804,14 +4972,10 @@ def _warp_param(wp: Any, kernel: str, name: str, warp_type: Any) -> _WarpParam:
 
 
 def _points_to_arrays(warp_type: Any) -> bool:
-    """Whether this is the type of arrays, of references to their elements, or of structs with these."""
-    if hasattr(warp_type, "ndim") or _is_reference(warp_type):
+    """Whether this is the type of arrays, or of structs with these."""
+    if hasattr(warp_type, "ndim"):
         return True
     return any(_points_to_arrays(field.type) for field in getattr(warp_type, "vars", {}).values())
-
-
-def _is_reference(warp_type: Any) -> bool:
-    return type(warp_type).__name__ == "Reference"
 
 
 def _warp_content(wp: Any, kernel: Any) -> tuple[str, ...]:
@@ -4822,166 +4986,22 @@ def _warp_content(wp: Any, kernel: Any) -> tuple[str, ...]:
     """
     kernel.module.get_module_hash()  # also hashes the kernels
     options = {**kernel.module.options, **kernel.options, "block_dim": None}  # in Warp 1.14 of the last launch
-    settings = {}
-    for name, value in vars(wp.config).items():
-        if isinstance(value, (bool, int, float, str)) and not _WARP_LOCAL.search(name):
-            settings[name] = value
-    sorted_items = sorted(options.items()), sorted(settings.items())
-    return wp.__version__, kernel.module.name, kernel.hash.hex(), str(sorted_items)
+    settings = [getattr(wp.config, name, None) for name in _WARP_SETTINGS]
+    return wp.__version__, kernel.module.name, kernel.hash.hex(), str(sorted(options.items())), str(settings)
 
 
-# -- what the C++ of a kernel shows ---------------------------------------------------------------------
-
-_WARP_SOURCES: Any = weakref.WeakKeyDictionary()  # kernel -> {content: `_WarpSource`}
-# What is done to an array, the worse the greater: an element is stored that was made of itself, or another one, or an
-# atomic, which reads, updates it.
-_READS, _CHANGES, _STORES, _UPDATES = range(4)
-_WARP_ACCESSES = dict.fromkeys(
-    "address copy len load lower_bound print sample_cdf select tile_load tile_load_indexed unot view "
-    "volume_sample_grad_index volume_sample_index where".split(),
-    _READS,
-) | dict.fromkeys("array_store store tile_store tile_store_indexed".split(), _STORES)
+_WARP_SOURCES: Any = weakref.WeakKeyDictionary()  # kernel -> {content: `_Source`}
 
 
-def _source_of(kernel: Any) -> _WarpSource:
+def _source_of(kernel: Any) -> _Source:
     with _warp_session() as wp:
         content = _warp_content(wp, kernel)
         sources = _WARP_SOURCES.setdefault(kernel, {})
         if content not in sources:
-            sources[content] = _WarpSource(kernel)
+            given = [_View(x.label, x.type.ndim) if hasattr(x.type, "ndim") else None for x in kernel.adj.args]
+            sources[content] = _Source(kernel, given)
+            sources[content].kernels_in_z = {}  # type: ignore
         return sources[content]
-
-
-class _WarpSource:
-    """What the C++ that Warp writes for a kernel shows; nothing is compiled.
-
-    Read are the lines that `ModuleBuilder` puts into the blocks of an `Adjoint`, for the kernel and for each function
-    that it calls.  A line has a call at most, such as `var_5 = wp::view(var_x, var_2);` or
-    `wp::array_store(var_5, var_0, var_1);`, and what it assigns to may lie in the memory of every array that it names.
-
-    - `accesses`: the worst of what is done to the array of each parameter, under whatever name, in whatever branch.  A
-      function of Warp that is not in `_WARP_ACCESSES` counts as one that updates all arrays that it gets; C++ of the
-      user's as one that stores in them, or, if it has a word such as `atomicAdd`, updates them.
-    - `accesses_again`: the same for what the adjoint runs, where functions of the user's own (`wp.func_grad`,
-      `wp.func_replay`, C++) count as ones that update all arrays that they get.
-
-    Not seen: what is written through `x.ptr`, or by C++ that hides an atomic, and that an output is read before a
-    kernel stores there, but for an update in place of what nothing else stores.
-    """
-
-    def __init__(self, kernel: Any) -> None:
-        class Builder(sys.modules[type(kernel).__module__].ModuleBuilder):  # type: ignore[misc]
-            def build_function(self, function: Any) -> None:
-                function.adj.skip_build = False  # Warp < 1.19 silently leaves out what failed once
-                super().build_function(function)
-
-        options = {**kernel.module.options, **kernel.options, "output_arch": None}
-        if "deterministic" in options:  # Warp >= 1.19; it changes the code for GPUs, where such launches are refused
-            options["deterministic"] = type(options["deterministic"])(0)
-        builder = Builder(kernel.module, options, types.SimpleNamespace(unique_kernels={}, get_unique_kernels=list))
-        kernel.adj.skip_build = False
-        code = copy.copy(kernel.adj)
-        if hasattr(code, "deterministic"):  # refers to the original
-            code.deterministic = type(code.deterministic)(code)
-        code.build(builder)
-        self.uses_tiles = False
-        self.has_own_code = False  # C++ or adjoints of the user's
-        self.kernels_in_z: dict[tuple, Any] = {}  # what `_kernel_in_z` made for these buffers, None if that is no use
-        self.tid_counts: set[int] = set()  # how many indices `wp.tid()` gives, in each of its calls
-        self.kinds = {f"wp::{name}": kind for name, kind in _WARP_ACCESSES.items()}  # by name in C++
-        self.kinds |= dict.fromkeys((struct.native_name for struct in builder.structs), _READS)  # their constructors
-        self.functions: dict[str, list[int]] = {}  # what a function of the user's, or its adjoint, does to arguments
-        for function in builder.functions:  # those that a function calls come before it
-            forward, again = [[*accesses.values()] for accesses in self._both_accesses(function.adj)]
-            snippet = function.native_snippet  # C++ of the user's
-            if snippet:
-                forward = [_UPDATES if re.search("atom|__sync|asm", snippet) else _STORES] * len(forward)
-            if snippet or function.custom_grad_func or function.custom_replay_func:
-                again = [_UPDATES] * len(forward)
-                self.has_own_code = True
-            for prefix, kinds in {"": forward, "adj_": again, "replay_": again}.items():
-                name = prefix + function.native_func
-                same_name = self.functions.get(name, [])  # for other types, or the user's own function adj_...
-                self.functions[name] = [*map(max, itertools.zip_longest(same_name, kinds, fillvalue=_READS))]
-        self.accesses, self.accesses_again = self._both_accesses(code)
-
-    def _both_accesses(self, code: Any) -> tuple[dict[str, int], dict[str, int]]:
-        """What is done to the memory of each parameter, and what the adjoint does."""
-        block = code.blocks[0]
-        again = [line for line in block.body_replay + block.body_reverse if not re.search("//|wp::adj_", line)]
-        return self._accesses(code, block.body_forward), self._accesses(code, again)
-
-    def _accesses(self, code: Any, lines: Iterable[str]) -> dict[str, int]:
-        arrays = _WarpArrays(code)
-        for line in lines:
-            self._read(line.strip(), arrays)
-        for name, kind in [*arrays.accesses.items()]:
-            arrays.access(kind, *arrays.origins_of(name))
-        without = getattr(code, "callable_arg_values", None) or ()  # C++ does not pass functions
-        return {x.label: arrays.accesses.get(x.emit(), _READS) for x in code.args if x.label not in without}
-
-    def _read(self, line: str, arrays: _WarpArrays) -> None:
-        left, _, right = line.rpartition(" = ")
-        function, *_ = re.findall(r"^([\w:]+)[(<]", right) or [""]
-        arguments = right.partition("(")[2].split(", ")
-        results = [left]
-        self.uses_tiles |= function.startswith("wp::tile_")
-        self.tid_counts.update(map(int, re.findall(r"^builtin_tid(\d)d", function)))
-        is_in_place = arrays.updates_in_place(left, function, right)
-        if not left.startswith("var_"):  # but with `*var_3`
-            arrays.access(_STORES, left)
-        if function in self.functions:
-            kinds = self.functions[function]
-            for kind, argument in zip(kinds, arguments):
-                arrays.access(kind, argument)
-            results += arguments[len(kinds) :]  # several results
-        elif function == "wp::assign" and not _is_reference(arrays.types.get(arguments[0])):  # in a loop
-            results.append(arguments[0])
-        elif function.startswith("wp::dense_"):  # those store in the last one
-            arrays.access(_STORES, *arrays.named(right)[-1:])
-        elif function:
-            kind = self.kinds.get(function.removeprefix("adj_"), _UPDATES)
-            arrays.access(_CHANGES if is_in_place else kind, right)
-        if function == "wp::store":  # perhaps of an array, in a field of a struct
-            results += arrays.origins_of(*arrays.named(arguments[0]))
-        for result in re.findall(r"var_\w+", str(results)):
-            arrays.origins[result].update(arrays.named(right))
-
-
-class _WarpArrays:
-    """The variables of some code that are arrays, or may refer to one: where they lie, and what is done to them."""
-
-    def __init__(self, code: Any) -> None:
-        self.types = {x.emit(): x.type for x in (*code.args, *code.variables) if _points_to_arrays(x.type)}
-        self.origins: dict[str, set[str]] = collections.defaultdict(set)  # variable -> those in whose memory it may lie
-        self.accesses: dict[str, int] = {}  # what is done under this name
-        self.elements: dict[str, set[str]] = collections.defaultdict(set)  # variable -> "array, index" it was made of
-
-    def named(self, text: str) -> list[str]:
-        return [name for name in re.findall(r"var_\w+", text) if name in self.types]
-
-    def access(self, kind: int, *texts: str) -> None:
-        for name in self.named(" ".join(texts)):
-            self.accesses[name] = max(self.accesses.get(name, _READS), kind)
-
-    def updates_in_place(self, left: str, function: str, right: str) -> bool:
-        """Whether a line stores an element that is made of itself, and not by a `where`, which also joins branches."""
-        used, value = right, ""
-        if function in ("wp::array_store", "wp::store"):
-            used, _, value = right.rpartition(", ")
-        elements = set(re.findall(r"wp::(?:address|index|array_store)\((var_\w+(?:, var_\w+)+)", used))
-        elements.update(*[self.elements[name] for name in re.findall(r"var_\w+", used)])
-        if left and function not in ("wp::where", "wp::select"):
-            self.elements[left] = elements
-        target = self.origins_of(*self.named(used))
-        return any(x.split(",")[0] in target for x in elements & self.elements[value.rstrip(");")])
-
-    def origins_of(self, *names: str) -> list[str]:
-        """These, and all variables in whose memory they may lie."""
-        found = [*names]
-        for name in found:  # which grows
-            found += self.origins[name].difference(found)
-        return found
 
 
 def _number(value: Any) -> np.ndarray:
@@ -5347,7 +5367,7 @@ def _kernel_like(kernel: Any, source: str, annotations: dict, names: dict, **opt
 # -- 10.1 The op: registration, dispatch, rules --------------------------------------------------------
 
 
-class XLACustomKernel(_PickledByName):
+class XLACustomKernel(_NotCopied):
     """An operation with kernels for several backends that takes part in all of JAX's transformations.
 
     Kernels are registered with the `def_*_kernel` methods: as a *generator*, which is called with the static parameters
@@ -5427,13 +5447,11 @@ class XLACustomKernel(_PickledByName):
     def __repr__(self) -> str:
         return f"<{self.title}: {self._registered()}>"
 
-    def _reduce_unnamed(self) -> tuple:
-        """By a variable of any module; also of `__main__`, which a pool of processes runs again, and others do not."""
-        in_main = _variable_in(sys.modules["__main__"], self)
-        variable = _variable_of(self, list(sys.modules)) or (in_main and ("__main__", in_main))
-        if variable:
-            return _value_of, (*variable, self.name)
-        raise pickle.PicklingError(f"{self.title} is pickled by name: keep it in a variable of a module to import")
+    def __reduce__(self) -> tuple:
+        variable = _variable_of(self, sorted(sys.modules, key="__main__".__eq__))  # which is another module elsewhere
+        if not variable:
+            raise _not_pickled(self.title)
+        return pkgutil.resolve_name, (variable,)
 
     # -- registration ----------------------------------------------------------------------------------
 
@@ -5504,6 +5522,7 @@ class XLACustomKernel(_PickledByName):
         """Drop what generators made, and JAX's traces with earlier kernels or rules, for which all its caches go."""
         self._functions = _BoundedCache()
         if self._is_traced:
+            self._is_traced = False
             jax.clear_caches()
 
     # -- dispatch --------------------------------------------------------------------------------------
@@ -5799,27 +5818,14 @@ def _check_static_params(op: str, params: dict) -> None:
 
 
 def _tagged(value: Any) -> Any:
-    """A key that differs for values which Python finds equal: 1, 1.0 and True; 0.0 and -0.0; Decimal("1") and "1.0"."""
-    if isinstance(value, dict):
+    """A key that differs for values which Python finds equal: 1, 1.0 and True; 0.0 and -0.0."""
+    kind = type(value)
+    if kind is dict:  # the parameters of a call
         return tuple([(name, _tagged(x)) for name, x in sorted(value.items())])
-    if type(value) in (int, str, bool):  # the most common ones
-        return type(value), value
-    base: Any = next(cls for cls in type(value).__mro__ if cls.__module__ in _MODULES_OF_EXACT_REPR)
-    parts = value
-    if isinstance(value, (tuple, frozenset)):
-        parts = base(map(_tagged, base.__iter__(value)))
-    elif isinstance(value, slice):
-        parts = tuple(map(_tagged, (value.start, value.stop, value.step)))
-    elif isinstance(value, _DIFFERENT_IF_EQUAL):
-        parts = base.__repr__(value)  # a subclass's own may say less; a NaN itself is not equal to another one
-    elif dataclasses.is_dataclass(type(value)) and type(value).__eq__ is not object.__eq__:
-        parts = tuple([_tagged(getattr(value, field.name)) for field in dataclasses.fields(value) if field.compare])
-    has_own_equality = type(value).__eq__ is not base.__eq__
-    return (type(value), parts, value) if has_own_equality else (type(value), parts)
-
-
-_DIFFERENT_IF_EQUAL = (float, complex, np.generic, decimal.Decimal, range)  # they may be
-_MODULES_OF_EXACT_REPR = ("builtins", "decimal", "ml_dtypes", "numpy")
+    if isinstance(value, tuple):
+        return kind, tuple(map(_tagged, value))
+    is_float = isinstance(value, (float, complex, np.inexact))  # also NaN, which is not equal to itself
+    return kind, repr(value) if is_float else value
 
 
 # -- 10.3 A kernel: from a generator, or a ready kernel, to its results --------------------------------
@@ -5942,7 +5948,6 @@ def _check_returned(what: str, returned: Sequence, declares: str, expected: Sequ
 class _OpPrimitive(Primitive):
     """The primitive of an op, whose one parameter is an `_OpParams`: bound by hand, it is given what makes one."""
 
-    _xla_kernels_kind = "op"  # see _MARK
     multiple_results = True
 
     def __init__(self, op: XLACustomKernel) -> None:
@@ -6118,7 +6123,7 @@ def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None],
       (5,) 0
     """
     primitive = getattr(prim, "primitive", prim)
-    is_op = _is_ours(primitive, "op")
+    is_op = isinstance(primitive, _OpPrimitive)
     if is_op and "outs" not in params:
         raise TypeError(f"general_batching_rule: outs, which op {primitive.name!r} needs, is missing: give one slice's")
     function = functools.partial(primitive.op if is_op else getattr(prim, "bind", prim), **params)
@@ -6231,7 +6236,7 @@ def defjvp(primitive: Any, *jvp_rules: Callable | None) -> None:
     primitive = getattr(primitive, "primitive", primitive)
     if not isinstance(primitive, Primitive):
         raise TypeError(f"defjvp: expected an XLACustomKernel or a jax Primitive, got {primitive!r}")
-    if _is_ours(primitive, "op"):
+    if isinstance(primitive, _OpPrimitive):
         primitive.op.def_jvp_rule2(*jvp_rules)
     else:
         rules = _rules_by_operand(f"defjvp of {primitive.name!r}", jvp_rules)
