@@ -454,16 +454,18 @@ def _values_of(function: Any) -> list[tuple[str, Any]]:
 def _with_parts(values: Iterable[tuple[str, Any]], names: Sequence[str] = ()) -> list[tuple[str, Any]]:
     """Values, with the items of tuples and lists, and with what modules of the user's have under these names."""
     found = list(values)
-    seen: list[Any] = []  # lists may hold themselves
+    seen: list[Any] = []
     for name, value in found:  # which grows
         is_module = type(value) is types.ModuleType and not _is_stable(value.__name__)
-        if any(value is other for other in seen):
-            continue
-        if is_module:
+        if is_module or isinstance(value, list):
+            before = [n for n, other in enumerate(seen) if other is value]
             seen.append(value)
+            if before:  # lists may hold themselves
+                found.append((name, before[0]))
+                continue
+        if is_module:
             found += [(x, vars(value)[x]) for x in names if x in vars(value)]
         elif isinstance(value, (tuple, list)):
-            seen.append(value)
             found += [(name, item) for item in value]
     return found
 
@@ -530,6 +532,12 @@ def _reads_of(kernel: Any) -> tuple[tuple, ...]:
     return tuple(reads)
 
 
+def _compiled_helpers(kernel: Any) -> tuple[_Same | None, ...]:
+    """What each helper was compiled to first, which `recompile` makes anew: it may have read other values."""
+    first = [next(iter(getattr(x, "overloads", {}).values()), None) for x in _functions_of(kernel)[1:]]
+    return tuple(x and _Same(x) for x in first)
+
+
 def _text_of(reads: Iterable[tuple]) -> str:
     """The same as a text, which is equal in all processes; what may change has the text of others like it."""
     lines = []
@@ -587,13 +595,15 @@ class _Names:
             # A kernel that was compiled before may have read other values.  A ufunc, too, or one with a __wrapped__.
             is_new = is_plain or not getattr(kernel, "overloads", True)
             is_shared = freezes_globals and is_new and not vars(_python(kernel))
-            if is_shared and (reads, specialization) in self.by_reads:
-                return names.setdefault(specialization, self.by_reads[reads, specialization])
+            key = specialization, reads, _compiled_helpers(kernel)
+            if is_shared and key in self.by_reads:
+                return names.setdefault(specialization, self.by_reads[key])
         compiled = compile_kernel()  # without the lock, as this may take seconds
         with _LOCK:
             is_shared = is_shared and reads == _reads_of(kernel)  # else it changed meanwhile
-            if is_shared and (reads, specialization) in self.by_reads:  # by another thread, through another wrapper
-                names.setdefault(specialization, self.by_reads[reads, specialization])
+            key = specialization, reads, _compiled_helpers(kernel)
+            if is_shared and key in self.by_reads:  # by another thread, through another wrapper
+                names.setdefault(specialization, self.by_reads[key])
             if specialization in names:  # by another thread
                 return names[specialization]
             parts = () if given else (_text_of(reads), *map(str, options))
@@ -602,7 +612,7 @@ class _Names:
                 _register(name, platform, compiled)
             names[specialization] = name
             if is_shared:
-                self.by_reads[reads, specialization] = name
+                self.by_reads[key] = name
             return name
 
     def of_content(self, content: tuple, signature: _Signature, given: str | None, memory: str) -> str:
@@ -800,7 +810,8 @@ class _Source:
         self.n_assignments = 0
         self.assigned: dict[str, int] = {}  # the number of the last assignment to each variable
         self.depth = 0  # of calls
-        self.call(kernel, [set() if view is None else {view} for view in given], {}, ast.Pass())
+        unknown = ast.Name("a kernel whose source is not there")
+        self.call(kernel, [set() if view is None else {view} for view in given], {}, unknown)
 
     def note(
         self, kind: str, found: Iterable, node: ast.AST, is_unguarded: bool = False, is_part: bool = False
@@ -826,7 +837,10 @@ class _Source:
         overloads = self.users_functions(function)
         if overloads:
             return set().union(*[self.read(x, given, named, node) for x in overloads])
-        self.uses_tiles |= hasattr(function, "native_func") and name.startswith("tile")
+        is_warps = isinstance(function, str) or hasattr(function, "native_func")
+        self.uses_tiles |= is_warps and name.startswith("tile")
+        if is_warps and name == "tid":
+            self.tid_counts.add(self.n_targets.get(node, 1))
         first = given[0] if given else set()
         if _UPDATES.search(name):
             self.note("updates", first, node, is_unguarded=True)
@@ -836,11 +850,12 @@ class _Source:
             self.note("stores", set().union(*given[2:], named.get("out", set())), node, is_unguarded=True)
         elif _VIEWS.search(name) or hasattr(function, "vars"):  # or a struct of Warp's
             return _inside(everything, bool(_UNGUARDED_VIEWS.search(name)))
-        elif hasattr(function, "native_func"):
+        elif is_warps:
             if not _WARP_READS.search(name):
                 self.note("unknown", everything, node)
         elif isinstance(function, type) or _is_only_reading(function):
-            return _numbers(everything, with_arrays=False) | _maybe_inside(everything, name)
+            is_pythons = getattr(function, "__module__", None) == "builtins"  # such as len
+            return _numbers(everything, with_arrays=False) | (set() if is_pythons else _maybe_inside(everything, name))
         else:
             self.note("unknown", everything, node)
             return _inside(everything)
@@ -866,6 +881,12 @@ class _Source:
         if getattr(function, "custom_grad_func", None) or getattr(function, "custom_replay_func", None):
             self.has_own_code = True
             self.replayed |= {view.parameter for view in _arrays(everything)}
+        parameters = [*tree.args.posonlyargs, *tree.args.args] if tree else []
+        arguments = {**dict(zip([x.arg for x in parameters], given)), **named}
+        for parameter in parameters:
+            if parameter.annotation and "ref[" in ast.unparse(parameter.annotation):  # Warp's, to an element
+                found = {x._replace(is_number=False) for x in arguments.get(parameter.arg, ()) if isinstance(x, _View)}
+                self.note("unknown", found, node)
         if tree is None or getattr(function, "native_snippet", None):  # no source, or C++
             self.has_own_code = True
             names = _UNGUARDED_NAMES.intersection(_names_in(getattr(_python(function), "__code__", _no_code)))
@@ -873,14 +894,8 @@ class _Source:
             kind, cause = ("stores", ast.Name(text)) if names else ("unknown", node)
             self.note(kind, everything, cause, is_unguarded=bool(names), is_part=True)
             return _inside(everything)
-        parameters = [*tree.args.posonlyargs, *tree.args.args]
-        arguments = {**dict(zip([x.arg for x in parameters], given)), **named}
         if tree.args.vararg:
             arguments[tree.args.vararg.arg] = _inside(set().union(*given[len(parameters) :]))
-        for parameter in parameters:
-            if parameter.annotation and "ref[" in ast.unparse(parameter.annotation):  # Warp's, to an element
-                found = {x._replace(is_number=False) for x in arguments.get(parameter.arg, ()) if isinstance(x, _View)}
-                self.note("unknown", found, node)
         key = tree, frozenset((name, frozenset(found)) for name, found in arguments.items())
         if key not in self.results:
             self.results[key] = set()  # for a function that calls itself
@@ -1078,8 +1093,8 @@ class _Source:
         found = set()
         for owner in owners:
             if not isinstance(owner, _View):
-                value = getattr(owner, name, None)
-                found |= {value} if _is_named(value) else set()
+                value = getattr(owner, name, name)  # Warp's modules have most of its functions by name alone
+                found |= {value if _is_named(value) else name}
             elif owner.is_number or name in _FACTS:
                 found |= {owner} if owner.is_number else set()
             elif _VIEWS.search(name):
@@ -1103,13 +1118,13 @@ class _Source:
             return self.method(views, node.func.attr, everything, node)
         result: set = set()
         for function in self.value(node.func) or {None}:
-            if getattr(function, "key", "") == "tid" and function.is_builtin():
-                self.tid_counts.add(self.n_targets.get(node, 1))
             result = result | self.call(function, given, named, node)
         return result
 
     def method(self, owners: set, name: str, everything: set, node: ast.AST) -> set:
         """A method of arrays, of numbers made of them, or of what has arrays in it."""
+        if name in _FACTS:  # such as x.dtype(0)
+            return _numbers(everything)
         self.note("unknown", everything, node)
         if name in _STORING_METHODS:
             self.note("stores", owners, node)
@@ -1195,7 +1210,8 @@ def _is_in_place(node: Any) -> bool:
 
 def _is_named(value: Any) -> bool:
     """Whether a reader looks at what a name stands for: modules, and what can be called."""
-    return isinstance(value, types.ModuleType) or (callable(value) and type(value).__hash__ is not None)
+    is_hashable = type(value).__hash__ is not None and not isinstance(value, ctypes._CFuncPtr)  # type: ignore
+    return is_hashable and (callable(value) or isinstance(value, types.ModuleType))
 
 
 def _is_only_reading(function: Any) -> bool:
@@ -1206,7 +1222,8 @@ def _is_only_reading(function: Any) -> bool:
 
 def _name_of(function: Any, node: Any) -> str:
     """`atomic.add`, `fill_diagonal`: its own name, which for Warp is a key; of what is unknown, that in the code."""
-    name = getattr(function, "key", None) or getattr(function, "__qualname__", None)
+    name = function if isinstance(function, str) else getattr(function, "key", None)
+    name = name or getattr(function, "__qualname__", None)
     return name if isinstance(name, str) else ast.unparse(getattr(node, "func", node))
 
 
@@ -2089,8 +2106,8 @@ class _Wrapper(_NotCopied):
             return
         does = "may write" if accesses[0].kind == "unknown" else "writes"
         raise TypeError(
-            f"{self.title} {does} to its input {name!r} by `{accesses[0].text:.80}`, and JAX may share inputs: write to "
-            f"an output, change a copy (y = {name}.copy()), or name {name!r} in in_out_argnames"
+            f"{self.title} {does} to its input {name!r} by `{accesses[0].text:.80}`, and JAX may share inputs: write "
+            f"to an output, change a copy (y = {name}.copy()), or name {name!r} in in_out_argnames"
         )
 
     def _check_output(self, name: str, accesses: Sequence[_Access], is_scratch: bool) -> None:
@@ -3465,7 +3482,7 @@ def _compile_numba(
     try:
         check(code.form, code.is_guarded)
     except TypeError as error:
-        if code.error and _SEEN_WRITES.search(str(code.error)):
+        if code.error and _READ_ONLY in str(code.error):
             raise code.error from error
         raise error from code.error
     emitter = _NumbaEmitter(signature.label, code.overload, _uses_threads(code.overload, kernel), in_order)
