@@ -742,7 +742,7 @@ class export_checks:
 
 # -- 3.4 What the source of a kernel does to its arrays ------------------------------------------------
 # A small interpreter of Python's syntax trees, for Numba, Numba CUDA and Warp.  A variable is the set of what it may
-# be: views of parameters, numbers made of their elements, functions, modules.  Branches and loops join these sets.
+# be: views of parameters, functions, modules; branches and loops join these sets.
 # - What is not modelled (a call of something unknown, a starred argument, ...) is an "unknown" access to each array
 #   that it gets.  An output then counts as stored to; an input does where no read-only type of Numba guards it.
 # - A file may have been edited since Python read it: a source counts only if it compiles to the kernel's own code.
@@ -750,12 +750,10 @@ class export_checks:
 
 
 class _View(NamedTuple):
-    """What lies in the memory of a parameter: an array, or a number that was made of an element."""
+    """An array that lies in the memory of a parameter."""
 
     parameter: str
     ndim: float = math.inf  # that also of what has arrays in it, such as a tuple
-    is_number: bool = False
-    element: str = ""  # of a number: the element that it was made of, as the source names it
     is_unguarded: bool = False  # Numba takes it for writable, even if the parameter is read-only
     may_be_copy: bool = False
 
@@ -772,7 +770,7 @@ class _Access(NamedTuple):
         return self.is_unguarded and self.kind != "unknown"
 
 
-# Functions of NumPy, Numba CUDA and Warp, and methods of arrays, by name.
+# Functions of NumPy, Numba CUDA and Warp, and attributes of arrays, by name.
 _UPDATES = re.compile(r"(?:^|\.)(?:atomic\.\w+|(?:tile_)?atomic_\w+|ufunc\.at)$")
 _STORES = re.compile(r"(?:^|\.)(?:tile_store\w*|st(?:cg|cs|wb|wt)|copyto|fill_diagonal|nan_to_num|put|place|shuffle)$")
 _VIEWS = re.compile(
@@ -780,21 +778,20 @@ _VIEWS = re.compile(
     r"expand_dims|swapaxes|broadcast_\w+|atleast_\w+|flip\w*|rot90|diagonal|\w*split|"
     r"zip|enumerate|reversed|iter|next|list|tuple)$"
 )
-_COPIES = re.compile(r"(?:^|\.)(?:array|astype|copy|flatten|sorted|\w+_like)$")
 _UNGUARDED_VIEWS = re.compile(r"(?:^|\.)(?:flat|view|as\w+array|frombuffer|nditer)$")  # Numba takes them for writable
 _UNGUARDED_NAMES = frozenset(  # of what Numba lets a kernel write by to an input
     "ascontiguousarray asfortranarray at copyto fill_diagonal flat frombuffer nan_to_num nditer".split()
 )
+_COPIES = re.compile(r"(?:^|\.)(?:array|astype|copy|flatten|sorted|\w+_like)$")
 _WARP_READS = re.compile(r"(?:^|\.)(?:copy|len|lower_bound|print|sample_cdf|tile_load(?:_indexed)?|volume_sample\w*)$")
 _FACTS = frozenset("shape size ndim dtype strides itemsize nbytes".split())  # of an array
 _STORING_METHODS = frozenset("fill itemset partition put resize sort".split())
-_WHOLE = "the whole array"  # in the place of an element, where arithmetic takes an array
 
 
 class _Source:
     """What the source of a kernel, and of the functions that it calls, does to its arrays.
 
-    `given` has what each argument of the kernel may be: a view of the parameter, or nothing for what is no array.
+    `given` has what each argument of the kernel is: a view of the parameter, or None for what is no array.
     """
 
     def __init__(self, kernel: Any, given: Sequence[_View | None]) -> None:
@@ -807,42 +804,32 @@ class _Source:
         self.returned: set = set()  # what the function that is being read may return
         self.results: dict[tuple, set] = {}  # of functions that were read, or are being read, with these arguments
         self.n_targets: dict[ast.expr, int] = {}  # of the assignments of these calls
-        self.n_assignments = 0
-        self.assigned: dict[str, int] = {}  # the number of the last assignment to each variable
         self.depth = 0  # of calls
-        unknown = ast.Name("a kernel whose source is not there")
-        self.call(kernel, [set() if view is None else {view} for view in given], {}, unknown)
+        self.call(kernel, [{view} - {None} for view in given], {}, ast.Name("a kernel whose source is not there"))
 
-    def note(
-        self, kind: str, found: Iterable, node: ast.AST, is_unguarded: bool = False, is_part: bool = False
-    ) -> None:
-        """Note an access to arrays.  A part is a component of an element, such as `x[i][0]`."""
+    def note(self, kind: str, found: Iterable, node: ast.AST, is_unguarded: bool = False) -> None:
+        """Note an access to arrays."""
         for view in _arrays(found):
             sure_kind = "unknown" if view.may_be_copy else kind
             access = _Access(sure_kind, ast.unparse(node), is_unguarded or view.is_unguarded)
             self.accesses[view.parameter].append(access)
-            if self.depth > 1 or is_part:
+            if self.depth > 1 or sure_kind == "unknown":
                 self.replayed.add(view.parameter)
 
     # -- functions --
 
-    def call(self, function: Any, given: list[set], named: dict[str, set], node: ast.AST) -> set:
+    def call(self, function: Any, given: list[set], named: dict[str, set], node: ast.expr) -> set:
         """What a function may return for these arguments, after a note of what it does to them."""
         everything = set().union(*given, *named.values())
+        first = given[0] if given else set()
         name = _name_of(function, node)
         n_in = getattr(function, "nin", None)
+        is_warps = isinstance(function, str) or hasattr(function, "native_func")
         if n_in is not None:  # a ufunc, or a gufunc: outputs follow its inputs
             self.note("stores", set().union(*given[n_in:], named.get("out", set())), node)
-            return _numbers(everything)
-        overloads = self.users_functions(function)
-        if overloads:
+        elif overloads := self.users_functions(function):
             return set().union(*[self.read(x, given, named, node) for x in overloads])
-        is_warps = isinstance(function, str) or hasattr(function, "native_func")
-        self.uses_tiles |= is_warps and name.startswith("tile")
-        if is_warps and name == "tid":
-            self.tid_counts.add(self.n_targets.get(node, 1))
-        first = given[0] if given else set()
-        if _UPDATES.search(name):
+        elif _UPDATES.search(name):
             self.note("updates", first, node, is_unguarded=True)
         elif _STORES.search(name) and (not name.endswith("nan_to_num") or _is_in_place(node)):
             self.note("stores", first, node, is_unguarded=True)
@@ -851,15 +838,16 @@ class _Source:
         elif _VIEWS.search(name) or hasattr(function, "vars"):  # or a struct of Warp's
             return _inside(everything, bool(_UNGUARDED_VIEWS.search(name)))
         elif is_warps:
+            self.uses_tiles |= "tile" in name
+            self.tid_counts |= {self.n_targets.get(node, 1)} if name == "tid" else set()
             if not _WARP_READS.search(name):
                 self.note("unknown", everything, node)
-        elif isinstance(function, type) or _is_only_reading(function):
-            is_pythons = getattr(function, "__module__", None) == "builtins"  # such as len
-            return _numbers(everything, with_arrays=False) | (set() if is_pythons else _maybe_inside(everything, name))
-        else:
+        elif not isinstance(function, type) and not _is_only_reading(function):
             self.note("unknown", everything, node)
             return _inside(everything)
-        return _numbers(everything, with_arrays=False)
+        elif getattr(function, "__module__", None) != "builtins" and not _COPIES.search(name):
+            return {x._replace(ndim=math.inf, may_be_copy=True) for x in _arrays(everything)}
+        return set()
 
     def users_functions(self, function: Any) -> list:
         """The function, if its source is the user's; all of Warp's overloads, as it may choose any.
@@ -878,22 +866,21 @@ class _Source:
         """Read a function of the user's, called with these arguments."""
         tree = _tree_of(function)
         everything = set().union(*given, *named.values())
+        parameters = [*tree.args.posonlyargs, *tree.args.args] if tree else []
+        for parameter, argument in zip(parameters, getattr(node, "args", ())):
+            if parameter.annotation and "ref[" in ast.unparse(parameter.annotation):  # Warp's, to an element
+                self.note("unknown", self.value(_root(argument)), node)
         if getattr(function, "custom_grad_func", None) or getattr(function, "custom_replay_func", None):
             self.has_own_code = True
             self.replayed |= {view.parameter for view in _arrays(everything)}
-        parameters = [*tree.args.posonlyargs, *tree.args.args] if tree else []
-        arguments = {**dict(zip([x.arg for x in parameters], given)), **named}
-        for parameter in parameters:
-            if parameter.annotation and "ref[" in ast.unparse(parameter.annotation):  # Warp's, to an element
-                found = {x._replace(is_number=False) for x in arguments.get(parameter.arg, ()) if isinstance(x, _View)}
-                self.note("unknown", found, node)
         if tree is None or getattr(function, "native_snippet", None):  # no source, or C++
             self.has_own_code = True
             names = _UNGUARDED_NAMES.intersection(_names_in(getattr(_python(function), "__code__", _no_code)))
             text = f"{_name_of(function, node)}, whose source is not there, names {', '.join(sorted(names))}"
             kind, cause = ("stores", ast.Name(text)) if names else ("unknown", node)
-            self.note(kind, everything, cause, is_unguarded=bool(names), is_part=True)
+            self.note(kind, everything, cause, is_unguarded=bool(names))
             return _inside(everything)
+        arguments = {**dict(zip([x.arg for x in parameters], given)), **named}
         if tree.args.vararg:
             arguments[tree.args.vararg.arg] = _inside(set().union(*given[len(parameters) :]))
         key = tree, frozenset((name, frozenset(found)) for name, found in arguments.items())
@@ -904,8 +891,7 @@ class _Source:
 
     def read_body(self, function: Any, tree: Any, arguments: dict[str, set]) -> set:
         outer = self.names, self.returned
-        is_nested = tree is function  # it sees the variables of the function around it
-        if not is_nested:
+        if tree is not function:  # else it is nested, and sees the variables of the function around it
             variables = _variables_of(_python(function)).items()
             self.names = {name: {value} for name, value in variables if _is_named(value)}
         self.names = {**self.names, **arguments}
@@ -928,21 +914,20 @@ class _Source:
 
     def statement(self, node: Any) -> None:
         match node:
-            case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Tuple(elts=values)) if _are_pairs(
-                targets, values
-            ):
-                found_for_each = list(map(self.value, values))  # before any is assigned, as in `a, b = b, a`
-                for target, found in zip(targets, found_for_each):
-                    self.assign(target, found, node)
+            case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Tuple(elts=parts)) if _pairs(targets, parts):
+                found_for_each = list(map(self.value, parts))  # before any is assigned, as in `a, b = b, a`
+                for target, part, found in zip(targets, parts, found_for_each):
+                    self.assign(target, found, node, part)
             case ast.Assign(targets=targets, value=value):
                 self.n_targets[value] = len(getattr(targets[0], "elts", "1"))
                 found = self.value(value)
                 for target in targets:
-                    self.assign(target, found, node)
+                    self.assign(target, found, node, value)
             case ast.AnnAssign(target=target, value=ast.expr() as value):
-                self.assign(target, self.value(value), node)
+                self.assign(target, self.value(value), node, value)
             case ast.AugAssign(target=target, value=value):
-                self.update(target, self.value(value), node)
+                self.value(value)
+                self.note("updates", self.place(target), node)
             case ast.If(test=test, body=body, orelse=orelse):
                 self.value(test)
                 self.branches(body, orelse)
@@ -983,21 +968,20 @@ class _Source:
 
     def loop(self, body: Sequence[ast.stmt], begin: Callable[[], Any]) -> None:
         """Run a loop until no variable may be anything else, as one may be what the body assigns further down."""
-        while True:
+        before: dict[str, set] | None = None
+        while self.names != before:
             before = self.names
             self.names = dict(before)
             begin()
             self.run(body)
             self.names = _joined(before, self.names)
-            if all(_without_elements(found) == _without_elements(before.get(x, ())) for x, found in self.names.items()):
-                return
 
     # -- assignments --
 
     def iterate(self, target: Any, iterated: Any, node: ast.AST) -> None:
         """Assign an item of what a loop goes through."""
         match target, iterated:
-            case ast.Tuple(elts=targets), ast.Call(func=ast.Name(id="zip"), args=args) if _are_pairs(targets, args):
+            case ast.Tuple(elts=targets), ast.Call(func=ast.Name(id="zip"), args=args) if _pairs(targets, args):
                 for part, arg in zip(targets, args):
                     self.assign(part, _indexed(self.value(arg), 1), node)
             case ast.Tuple(elts=[index, part]), ast.Call(func=ast.Name(id="enumerate"), args=[arg]):
@@ -1006,11 +990,9 @@ class _Source:
             case _:
                 self.assign(target, _indexed(self.value(iterated), 1), node)
 
-    def assign(self, target: Any, found: set, node: ast.AST) -> None:
+    def assign(self, target: Any, found: set, node: ast.AST, value: Any = None) -> None:
         match target:
             case ast.Name(id=name):
-                self.n_assignments += 1
-                self.assigned[name] = self.n_assignments
                 self.names[name] = found
             case ast.Tuple(elts=targets) | ast.List(elts=targets):
                 for part in targets:
@@ -1020,41 +1002,23 @@ class _Source:
             case ast.Attribute(value=ast.Name(id=name)):  # of a struct of Warp's, which then may have an array in it
                 self.names[name] = self.names.get(name, set()) | _inside(found)
             case _:
-                arrays, is_part = self.place(target)
-                element = self.element(target)
-                for view in arrays:
-                    made_of = {x.element for x in found if isinstance(x, _View) and x.parameter == view.parameter}
-                    kind = "updates" if made_of & {element, _WHOLE} else "stores"
-                    self.note(kind, [view], node, is_part=is_part)
+                self.note("updates" if _is_update(target, value) else "stores", self.place(target), node)
 
-    def update(self, target: Any, found: set, node: ast.AST) -> None:
+    def place(self, target: Any) -> set:
+        """The arrays that a target may be, or be a part of."""
         if isinstance(target, ast.Name):
-            before = self.names.get(target.id, set())
-            self.note("updates", before, node)  # an array of NumPy's, in place
-            self.assign(target, set(_arrays(before)) | _numbers(before | found), node)
-        else:
-            arrays, is_part = self.place(target)
-            self.note("updates", arrays, node, is_part=is_part)
-
-    def place(self, target: Any) -> tuple[list[_View], bool]:
-        """The arrays that a target may be an element of, and whether it is a part of one."""
+            return self.value(target)
         self.value(getattr(target, "slice", target))
-        arrays = _arrays(self.value(target.value))
-        if arrays:
-            return arrays, False
-        while isinstance(target, (ast.Subscript, ast.Attribute)):
-            target = target.value
-        return _arrays(self.value(target)), True
+        arrays = set(_arrays(self.value(target.value)))
+        if not arrays:  # a component of an element, such as x[i][0]
+            arrays = set(_arrays(self.value(_root(target))))
+            self.replayed |= {view.parameter for view in arrays}
+        return arrays
 
     # -- expressions --
 
-    def element(self, node: Any) -> str:
-        """A text for an element, which is another one if a variable in it was assigned meanwhile."""
-        numbers = [self.assigned.get(x.id) for x in ast.walk(node) if isinstance(x, ast.Name)]
-        return f"{ast.unparse(node)} {numbers}"
-
     def value(self, node: Any) -> set:
-        """What an expression may be."""
+        """What an expression may be, but for numbers."""
         match node:
             case ast.Name(id=name):
                 return {node.warp_func} if hasattr(node, "warp_func") else self.names.get(name, set())
@@ -1062,10 +1026,10 @@ class _Source:
                 return self.attribute(self.value(owner), name, node)
             case ast.Subscript(value=owner, slice=index):
                 self.value(index)
-                return _indexed(self.value(owner), _count_indices(index), self.element(node))
+                return _indexed(self.value(owner), _count_indices(index))
             case ast.IfExp(test=test, body=body, orelse=orelse):
                 self.value(test)
-                return _without_elements(self.value(body) | self.value(orelse))
+                return self.value(body) | self.value(orelse)
             case ast.BoolOp(values=values):
                 return set().union(*map(self.value, values))
             case ast.Tuple(elts=parts) | ast.List(elts=parts):
@@ -1085,7 +1049,7 @@ class _Source:
                 return _inside(self.value(item))
         found = set().union(*map(self.value, ast.iter_child_nodes(node)))
         if isinstance(node, (ast.BinOp, ast.UnaryOp, ast.Compare)):
-            return _numbers(found)
+            return set()
         self.note("unknown", found, node)
         return _inside(found)
 
@@ -1094,14 +1058,12 @@ class _Source:
         for owner in owners:
             if not isinstance(owner, _View):
                 value = getattr(owner, name, name)  # Warp's modules have most of its functions by name alone
-                found |= {value if _is_named(value) else name}
-            elif owner.is_number or name in _FACTS:
-                found |= {owner} if owner.is_number else set()
+                found.add(value if _is_named(value) else name)
             elif _VIEWS.search(name):
                 found |= _inside({owner}, bool(_UNGUARDED_VIEWS.search(name)))
             elif owner.ndim == math.inf:  # a field of a struct or tuple
                 found.add(owner)
-            else:
+            elif name not in _FACTS:
                 self.note("unknown", {owner}, node)  # such as an address
         return found
 
@@ -1112,19 +1074,15 @@ class _Source:
         if "None" in named or any(isinstance(x, ast.Starred) for x in node.args):  # f(*args, **named)
             self.note("unknown", everything, node)
             return _inside(everything)
-        owners = self.value(node.func.value) if isinstance(node.func, ast.Attribute) else set()
-        views = {x for x in owners if isinstance(x, _View)}
-        if views and isinstance(node.func, ast.Attribute):
-            return self.method(views, node.func.attr, everything, node)
-        result: set = set()
-        for function in self.value(node.func) or {None}:
-            result = result | self.call(function, given, named, node)
-        return result
+        if isinstance(node.func, ast.Attribute) and (arrays := _arrays(self.value(node.func.value))):
+            return self.method(arrays, node.func.attr, everything, node)
+        functions = self.value(node.func) or {None}
+        return set().union(*[self.call(function, given, named, node) for function in functions])
 
-    def method(self, owners: set, name: str, everything: set, node: ast.AST) -> set:
-        """A method of arrays, of numbers made of them, or of what has arrays in it."""
+    def method(self, owners: Sequence[_View], name: str, everything: set, node: ast.AST) -> set:
+        """A method of arrays, or of what has arrays in it."""
         if name in _FACTS:  # such as x.dtype(0)
-            return _numbers(everything)
+            return set()
         self.note("unknown", everything, node)
         if name in _STORING_METHODS:
             self.note("stores", owners, node)
@@ -1132,45 +1090,25 @@ class _Source:
             self.note("unknown", owners, node)
         elif _VIEWS.search(name):
             return _inside(owners, bool(_UNGUARDED_VIEWS.search(name)))
-        return _numbers(owners, with_arrays=False) | _maybe_inside(owners, name)
+        elif not _COPIES.search(name):
+            return {x._replace(ndim=math.inf, may_be_copy=True) for x in owners}
+        return set()
 
 
 def _arrays(found: Iterable) -> list[_View]:
-    return [x for x in found if isinstance(x, _View) and not x.is_number]
-
-
-def _numbers(found: Iterable, with_arrays: bool = True) -> set:
-    """Numbers that are made of these."""
-    numbers = {x for x in found if isinstance(x, _View) and x.is_number}
-    if with_arrays:
-        numbers |= {_View(x.parameter, 0, is_number=True, element=_WHOLE) for x in _arrays(found)}
-    return numbers
+    return [x for x in found if isinstance(x, _View)]
 
 
 def _inside(found: Iterable, is_unguarded: bool = False) -> set:
     """What has these in it, or is a view of them."""
     views = {x._replace(ndim=math.inf, is_unguarded=is_unguarded or x.is_unguarded) for x in _arrays(found)}
-    return views | {x for x in found if not isinstance(x, _View) or x.is_number}
+    return views | {x for x in found if not isinstance(x, _View)}
 
 
-def _maybe_inside(found: Iterable, name: str) -> set:
-    """The arrays that a function of NumPy returns for these, which may be copies, or surely are."""
-    if _COPIES.search(name):
-        return set()
-    return {x._replace(ndim=math.inf, may_be_copy=True) for x in _arrays(found)}
-
-
-def _indexed(found: Iterable, n: int, element: str = "") -> set:
-    """What an index of so many dimensions gives."""
-    result = set()
-    for x in found:
-        if not isinstance(x, _View) or x.is_number:
-            result.add(x)
-        elif n == 0 or x.ndim > n:
-            result.add(x._replace(ndim=x.ndim - n))
-        else:
-            result.add(_View(x.parameter, 0, is_number=True, element=element))
-    return result
+def _indexed(found: Iterable, n: int) -> set:
+    """What an index of so many dimensions gives: views of what has more, and nothing for numbers."""
+    views = {x._replace(ndim=x.ndim - n) for x in _arrays(found) if n == 0 or x.ndim > n}
+    return views | {x for x in found if not isinstance(x, _View)}
 
 
 def _count_indices(index: Any) -> int:
@@ -1184,22 +1122,28 @@ def _keeps_dimension(index: Any) -> bool:
 
 
 def _joined(*ends: dict[str, set]) -> dict[str, set]:
-    """What variables may be behind branches: a number is only made of an element for sure if it is in all of them."""
-    names = dict.fromkeys(itertools.chain(*ends))
-    joined = {}
-    for name in names:
-        found = [end.get(name, set()) for end in ends]
-        in_all = set.intersection(*map(set, found))
-        joined[name] = in_all | _without_elements(set().union(*found) - in_all)
-    return joined
+    return {name: set().union(*[end.get(name, set()) for end in ends]) for name in itertools.chain(*ends)}
 
 
-def _without_elements(found: Iterable) -> set:
-    return {x._replace(element="") if isinstance(x, _View) else x for x in found}
+def _root(target: Any) -> Any:
+    while isinstance(target, (ast.Subscript, ast.Attribute)):
+        target = target.value
+    return target
 
 
-def _are_pairs(targets: Sequence, values: Sequence) -> bool:
+def _pairs(targets: Sequence, values: Sequence) -> bool:
     return len(targets) == len(values) and not any(isinstance(x, ast.Starred) for x in [*targets, *values])
+
+
+def _is_update(target: Any, value: Any) -> bool:
+    """Whether the value of an assignment is surely made of what it assigns to: `x[i] = f(x[i])`, `x[:] = x + y`."""
+    text = ast.unparse(value) if value else ""
+    if re.search(r"\bif\b|\b(where|select)\(", text):
+        return False
+    operands = [x for node in ast.walk(value or target) if isinstance(node, ast.BinOp) for x in (node.left, node.right)]
+    is_whole = _count_indices(target.slice) == 0 if isinstance(target, ast.Subscript) else False
+    is_made_of_whole = is_whole and ast.unparse(target.value) in map(ast.unparse, operands)
+    return is_made_of_whole or any(ast.unparse(x) == ast.unparse(target) for x in ast.walk(value or ast.Pass()))
 
 
 def _is_in_place(node: Any) -> bool:
@@ -4543,6 +4487,7 @@ _WARP_SETTINGS = (  # that change numbers, of those that Warp's hashes and optio
     "mode max_unroll verify_fp enable_vector_component_overwrites deterministic cpu_compiler_flags llvm_cuda "
     "enable_mathdx_gemm enable_mathdx_solver enable_mathdx_fft enable_cpu_blocks"
 ).split()
+_WARP_LOCK: threading.RLock = _SHARED.setdefault("warp_lock", threading.RLock())
 _WARP_MAX_DIMS = 4
 _WARP_MAX_EXTENT = 2**31 - 1  # Warp keeps extents, strides in bytes and thread indices in 32-bit integers
 
@@ -4843,6 +4788,7 @@ class _WarpKernel(_Wrapper):
         zeroed = tuple(range(len(changed), len(results)))
         call = _Call(ins, results, len(results), aliases, zeroed, self.options.has_side_effect)
         target = self._target(call, buffers, ins[:n_args], f"the adjoint of {self.title}")
+        _warn_of_stale_values(self.kernel, self.params, self.title)
         return dataclasses.replace(call, target=target)
 
 
@@ -4857,9 +4803,9 @@ def _floats(arrays: Sequence[Any]) -> list[int]:
 
 @contextlib.contextmanager
 def _warp_session() -> Iterator[Any]:
-    """Warp, initialized, silent unless the user raised the verbosity, and locked, as loading modules is not safe."""
+    """Warp, initialized, silent unless the user raised the verbosity, and locked, as building modules is not safe."""
     wp = _import("warp", "warp_kernel", _WARP_INSTALL)
-    with _LOCK:
+    with _WARP_LOCK:
         level = wp.config.log_level
         try:
             wp.config.log_level = max(level, 30) if level >= 20 else level
@@ -5358,6 +5304,160 @@ def _kernel_like(kernel: Any, source: str, annotations: dict, names: dict, **opt
     module = type(kernel.module)(f"{kernel.key}_{_hash(kernel.hash, source)}", None)  # Warp tells them apart by name
     module.options.update(kernel.module.options)
     return type(kernel)(function, kernel.key, module, {**kernel.options, **options}, source=source)
+
+
+# -- 9.6 Gradients that Warp gets wrong ---------------------------------------------------------------
+# Warp's adjoint goes back through a loop of unknown length with the values that variables have at other times: what a
+# loop assigns is stale.  That is right for sums, whose adjoint needs no values, and silently wrong for products, for
+# functions and powers of what was summed, for conditions and for indices (compared with finite differences, Warp 1.14
+# to 1.19).  So is `o[i] = o[i] * y`, which overwrites what the adjoint needs.
+
+
+_WARNED_OF: Any = weakref.WeakSet()  # kernels
+
+
+class _StaleValues:
+    """Where the adjoint of a function needs a value that is stale: `found` has {line: (variable, text)}."""
+
+    def __init__(self, function: Any, inert: set[str], max_unroll: int) -> None:
+        self.function = function
+        self.inert = inert  # variables that have no gradient
+        self.max_unroll = max_unroll
+        self.stale: set[str] = set()
+        self.overwritten = ""  # the element that is being assigned
+        self.called: list[Any] = []  # the user's functions
+        self.found: dict[int, tuple[str, str]] = {}
+        tree = _tree_of(function)
+        self.assigned = {x.arg for x in tree.args.args}  # so far
+        self.variables = _variables_of(_python(function))
+        self.run(tree.body)
+
+    def need(self, node: Any, stale: Iterable[str]) -> None:
+        for name in sorted(stale):
+            self.found.setdefault(node.lineno + self.function.adj.fun_lineno - 1, (name, ast.unparse(node)))
+
+    def run(self, statements: Iterable[ast.stmt]) -> None:
+        for statement in statements:
+            self.statement(statement)
+
+    def statement(self, node: Any) -> None:
+        match node:
+            case ast.Assign(targets=[target], value=value):
+                self.assign(target, value)
+            case ast.AugAssign(target=target, op=op, value=value):
+                self.assign(target, ast.copy_location(ast.BinOp(target, op, value), node))
+            case ast.If(test=test, body=body, orelse=orelse):
+                self.need(test, self.value(test)[0])
+                self.run(body)
+                self.run(orelse)
+            case ast.For(target=target, iter=iterated, body=body):
+                self.assign(target, ast.Constant(0))
+                if self.is_unrolled(iterated, body):
+                    self.run(body)
+                else:
+                    self.loop(body)
+                    self.stale |= _stored_names(target)
+            case ast.While(test=test, body=body):
+                self.loop(body)
+            case ast.Expr(value=value) | ast.Return(value=ast.expr() as value):
+                self.value(value)
+
+    def is_unrolled(self, iterated: Any, body: Sequence[ast.stmt]) -> bool:
+        match iterated:
+            case ast.Call(func=ast.Name(id="range"), args=args):
+                numbers: list[Any] = [getattr(x, "value", self.variables.get(getattr(x, "id", ""))) for x in args]
+                is_known = all(isinstance(n, int) for n in numbers)
+                leaves_early = any(isinstance(x, (ast.Break, ast.Continue)) for s in body for x in ast.walk(s))
+                return is_known and not leaves_early and len(range(*numbers)) <= self.max_unroll
+        return False
+
+    def loop(self, body: Sequence[ast.stmt]) -> None:
+        changed = set().union(*map(_stored_names, body))
+        for _ in range(2):  # what is assigned further down is stale in the next round
+            self.stale |= changed & self.assigned
+            self.run(body)
+        self.stale |= changed
+
+    def assign(self, target: Any, value: Any) -> None:
+        self.overwritten = ast.unparse(target)
+        stale, has_gradient = self.value(value)
+        self.overwritten = ""
+        if isinstance(target, ast.Subscript):
+            self.need(target, self.value(target.slice)[0])
+        names = _stored_names(target)
+        self.assigned |= names
+        self.stale = self.stale | names if stale else self.stale - names
+        self.inert = self.inert - names if has_gradient else self.inert | names
+
+    def value(self, node: Any) -> tuple[set[str], bool]:
+        """The stale variables that an expression is made of, and whether it has a gradient."""
+        match node:
+            case ast.Name(id=name):
+                return {name} & self.stale, name not in self.inert
+            case ast.Attribute(attr=name) if name in _FACTS:
+                return set(), False
+            case ast.Subscript(value=array, slice=index):
+                self.need(node, self.value(index)[0])
+                stale, has_gradient = self.value(array)
+                text = ast.unparse(node)
+                return stale | ({text} if text == self.overwritten else set()), has_gradient
+            case ast.BinOp(left=left, op=op, right=right):
+                return self.operation(node, op, self.value(left), self.value(right))
+            case ast.Call():
+                return self.call(node)
+        parts = [self.value(x) for x in ast.iter_child_nodes(node)]
+        has_gradient = any(x for _, x in parts) and not isinstance(node, ast.Compare)
+        return set().union(*(stale for stale, _ in parts)), has_gradient
+
+    def operation(self, node: Any, op: ast.operator, left: tuple, right: tuple) -> tuple[set[str], bool]:
+        (a, a_has), (b, b_has) = left, right
+        if isinstance(op, ast.Mult):
+            is_wrong = (a and b_has) or (b and a_has)
+        else:
+            is_wrong = (b and (a_has or b_has)) or (a and (b_has or isinstance(op, ast.Pow)))
+        if is_wrong and not isinstance(op, (ast.Add, ast.Sub)):
+            self.need(node, a | b)
+        return a | b, a_has or b_has
+
+    def call(self, node: ast.Call) -> tuple[set[str], bool]:
+        values = [self.value(x) for x in node.args]
+        stale = set().union(*(x for x, _ in values))
+        has_gradient = any(x for _, x in values)
+        name = ast.unparse(node.func).rpartition(".")[2]
+        owner = self.variables.get(getattr(getattr(node.func, "value", None), "id", ""))
+        function: Any = getattr(owner, name, self.variables.get(name))
+        if hasattr(function, "adj") and not function.is_builtin():
+            self.called.append(function)
+        if name in ("atomic_add", "atomic_sub"):
+            self.need(node, set().union(*(x for x, _ in values[1:-1])))
+        elif has_gradient and not re.fullmatch(r"int|float\d*|(vec|mat|quat|spatial)\w*", name):
+            self.need(node, stale)
+        return stale, has_gradient
+
+
+def _stored_names(node: ast.AST) -> set[str]:
+    return {x.id for x in ast.walk(node) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
+
+
+def _warn_of_stale_values(kernel: Any, params: Mapping[str, _WarpParam], title: str) -> None:
+    """Warn of a gradient that is wrong, once for each kernel."""
+    if kernel in _WARNED_OF:
+        return
+    _WARNED_OF.add(kernel)
+    inert = {name for name, param in params.items() if not param.ndim or np.dtype(param.dtype).kind != "f"}
+    max_unroll = {**kernel.module.options, **kernel.options}.get("max_unroll", 16)
+    checks = [_StaleValues(kernel, inert, max_unroll)]
+    for check in checks:  # which grows
+        read = [other.function for other in checks]
+        checks += [_StaleValues(x, set(), max_unroll) for x in dict.fromkeys(check.called) if x not in read]
+    for line, (name, text) in itertools.chain(*(check.found.items() for check in checks)):
+        warnings.warn(
+            f"{title}: the gradient is wrong: Warp's adjoint needs a value of {name!r} in `{text:.60}` (line {line} of "
+            f"{kernel.adj.filename}), and a loop has assigned it anew since.  Put the loop into a wp.func that returns "
+            f"what it sums up, or give it a constant length of at most {max_unroll}, and compare the gradient by "
+            "jax.test_util.check_grads",
+            skip_file_prefixes=_FILES_BEFORE_THE_USERS,
+        )
 
 
 # ======================================================================================================
