@@ -813,7 +813,7 @@ class _Compiled(NamedTuple):
     alive: Any
     copied: tuple[int, ...] = ()  # the inputs of which the kernel gets a copy
     kernel: Any = None  # the handler's `_Kernel`
-    prepare_batch: Callable[[], Any] | None = None  # compiles what only batches need
+    batch: _CudaBatch | None = None
 
 
 def _register(name: str, platform: str, compiled: _Compiled) -> None:
@@ -849,9 +849,29 @@ class _Target:
                 f"{self.title} {self.where}; this call is compiled for {platform!r}: move it by jax.device_put"
             )
         compiled = _TARGETS.get(self.name)
-        if has_batch and compiled and compiled.prepare_batch:
-            compiled.prepare_batch()
+        if has_batch and compiled and compiled.batch:
+            with _or_each_slice(self.title):
+                compiled.batch.prepare(_CudaLaunch.of(self.launch))
         return self
+
+
+class _NoSingleLaunch(Exception):
+    """Why a batch on a GPU is a launch for each slice."""
+
+
+# What makes a batch a launch for each slice.  Numba and Warp raise what they like of code that they cannot compile; but
+# a mistake of this file must not look like that, so tests let only `_NoSingleLaunch` pass.
+_FALLS_BACK_ON: type[Exception] = Exception
+
+
+@contextlib.contextmanager
+def _or_each_slice(title: str) -> Iterator[None]:
+    """Where one launch is prepared for a batch: what is raised goes to the log, and each slice is a launch."""
+    try:
+        yield
+    except _FALLS_BACK_ON as error:
+        kind = "" if isinstance(error, _NoSingleLaunch) else f"{type(error).__name__}: "
+        _LOG.debug("%s: a batch is a launch for each slice: %s%.1000s", title, kind, " ".join(str(error).split()))
 
 
 class export_checks:
@@ -3722,10 +3742,13 @@ class _CudaLaunch(NamedTuple):
         return *self.grid, *self.block, self.shared_mem
 
     @classmethod
+    def of(cls, words: Sequence[Any]) -> _CudaLaunch:
+        return cls(tuple(words[:3]), tuple(words[3:6]), words[6])
+
+    @classmethod
     def read(cls, load: Callable[[Any], Any], address: Any) -> _CudaLaunch:
         """Read by a function that loads a word."""
-        words = [load(address + 8 * i) for i in range(_CUDA_LAUNCH_WORDS)]
-        return cls(tuple(words[:3]), tuple(words[3:6]), words[6])
+        return cls.of([load(address + 8 * i) for i in range(_CUDA_LAUNCH_WORDS)])
 
     def __str__(self) -> str:
         return f"grid={self.grid}, block={self.block}, shared_mem={self.shared_mem}"
@@ -3781,6 +3804,8 @@ class _CudaKernel(_CudaWrapper):
         compile_kernel = functools.partial(package.compile, self.kernel, *options)
         freezes_globals = package.platform == "cuda"  # Python reads a variable on each run
         target = self._named_target(package, call, compile_kernel, launch.words, options, freezes_globals)
+        if self.options.name and not self.options.in_order:  # for exported programs, whose process may lower no batch
+            target.lowered(package.platform, has_batch=True)
         return dataclasses.replace(target, runs_nothing=0 in launch.grid)
 
     def _launch_configuration(self, ins: Sequence[Spec]) -> _CudaLaunch:
@@ -3834,31 +3859,27 @@ class _NumbaCuda:
     # -- compiling --
 
     def compile(self, kernel: Any, form: _Form, in_order: bool, signature: _Signature) -> _Compiled:
-        """A handler that launches a kernel: for each slice of a batch, until it is prepared to launch it once."""
-        reads = _References(kernel).content
-        with self.on_device(_cuda_ordinals()[0]):
+        """A handler that launches a kernel: for each slice of a batch, until `_CudaBatch` makes it launch it once."""
+        what_it_read = _READ_WHEN_COMPILED.setdefault(kernel, _References(kernel).content)  # reader
+        ordinal = _cuda_ordinals()[0]
+        with self.on_device(ordinal):
             compiled = self.compile_checked(self.adapted(kernel, form), signature)
-            asks_for_z = _asks_for_z(self.code(compiled)[0])
+            ptx, _, _ = self.code(compiled)
         carveout = kernel.targetoptions.get("shared_memory_carveout")
         handler = _compile_handler(signature, _CudaEmitter(self, self.launcher(compiled, carveout, signature.label)))
 
-        @functools.cache  # which keeps the second handler alive
-        def compile_in_z() -> _Compiled | None:
+        def compile_in_z() -> tuple[_Compiled, int]:
+            _check_may_be_one_launch(kernel, ptx, in_order)
             of_batch = dataclasses.replace(signature, ranks=tuple(rank + 1 for rank in signature.ranks))
-            try:
-                with self.on_device(_cuda_ordinals()[0]):
-                    compiled = self.compile_checked(self.adapted(kernel, form.for_batch(signature.ranks)), of_batch)
-                if reads != _References(kernel).content:
-                    raise ValueError("it reads other values than when it was compiled")
-                launcher = self.launcher(compiled, carveout, signature.label)
-                in_z = _compile_handler(signature, _CudaEmitter(self, launcher, handler.kernel.slices))
-                handler.kernel.slices = in_z.kernel.slices
-                return in_z
-            except Exception as error:  # of Numba: not all that it compiles can be a device function
-                _LOG.debug(f"{signature.label}: each slice of a batch is a launch: {type(error).__name__}: {error}")
-                return None
+            with self.on_device(ordinal):
+                compiled = self.compile_checked(self.adapted(kernel, form.for_batch(signature.ranks)), of_batch)
+            if _References(kernel).content != what_it_read:  # reader
+                raise _NoSingleLaunch("it reads other values now than when it was compiled")
+            launcher = self.launcher(compiled, carveout, signature.label)
+            emitter = _CudaEmitter(self, launcher, for_each_slice=handler.kernel.slices)
+            return _compile_handler(signature, emitter), launcher.most_threads
 
-        return handler if in_order or asks_for_z else handler._replace(prepare_batch=compile_in_z)
+        return handler._replace(batch=_CudaBatch(handler, compile_in_z))
 
     def adapted(self, kernel: Any, form: _Form) -> Any:
         """The dispatcher of a kernel that takes all buffers: its own, or that of one which calls it on the device."""
@@ -3887,11 +3908,13 @@ class _NumbaCuda:
         percent = {"default": -1, "maxl1": 0, "maxshared": 100}.get(str(carveout).lower(), carveout)
         libcuda = _LibCuda()
         functions = {}
+        limits = []
         for ordinal in _cuda_ordinals():
             with self.on_device(ordinal):
                 _, entry, cubin = self.code(compiled)
                 functions[ordinal] = libcuda.load(cubin, entry, ordinal, percent)
-        return _CudaLauncher(label, libcuda, functions, compiled)
+                limits.append(libcuda.limit(functions[ordinal], _MAX_THREADS_PER_BLOCK))
+        return _CudaLauncher(label, libcuda, functions, compiled, most_threads=min(limits))
 
     def compile_typed(self, dispatcher: Any, signature: _Signature) -> Any:
         """Compile for our arrays: a TypeError if that cannot be."""
@@ -4073,6 +4096,9 @@ def _cuda_ordinals() -> list[int]:
     return sorted(device.local_hardware_id for device in _local_devices("cuda"))
 
 
+_MAX_THREADS_PER_BLOCK = 0  # CU_FUNC_ATTRIBUTE_...
+
+
 class _LibCuda:
     """libcuda: called from Python here, and by address from handlers."""
 
@@ -4093,7 +4119,7 @@ class _LibCuda:
         """The limits of a CUfunction that a launch exceeds."""
         text = ""
         for attribute, what, size in (
-            (0, "threads in a block, by its registers and launch_bounds", math.prod(launch.block)),
+            (_MAX_THREADS_PER_BLOCK, "threads in a block, by its registers and launch_bounds", math.prod(launch.block)),
             (8, "bytes of dynamic shared memory", launch.shared_mem),
         ):
             limit = self.limit(function, attribute)
@@ -4212,11 +4238,35 @@ def _refuse_writes_to_inputs(record: Any) -> None:
 _CUDA_EXTERNALS = set("vprintf __assertfail malloc free numba_attempt_nocopy_reshape NRT_incref NRT_decref".split())
 
 
-def _asks_for_z(ptx: str) -> bool:
-    """Whether a kernel knows of the z of its blocks or grid, or may: z can then not count slices."""
+# Of each kernel, what it read when it was first compiled: Numba reads a variable once for each compilation.
+_READ_WHEN_COMPILED: Any = weakref.WeakKeyDictionary()
+
+
+def _check_may_be_one_launch(kernel: Any, ptx: str, in_order: bool) -> None:
+    """Raise if a batch of a kernel must be a launch for each slice, whatever its shapes are."""
+    if in_order:
+        raise _NoSingleLaunch("vmap_method says that slices run in order")
+    if asks := _asks_for_z(ptx):
+        raise _NoSingleLaunch(f"blocks along z are the slices, and its PTX has {asks}")
+    if names := _device_arrays_named_by(kernel):
+        raise _NoSingleLaunch(f"it names arrays on the device, to which it may write: {', '.join(names)}")
+
+
+def _asks_for_z(ptx: str) -> str:
+    """What in PTX shows that a kernel knows of the z of its blocks or grid, or may: z can then not count slices."""
     asks = re.search(r"%n?ctaid(?!\.[xy])[.\w]*|%gridid|%\w*cluster\w*|\.\w+cluster\b", ptx)
     linked_later = set(re.findall(r"\.extern\s+\.func\s*(?:\([^)]*\)\s*)?(\w+)", ptx))
-    return bool(asks or linked_later - _CUDA_EXTERNALS)  # unknown code
+    unknown_code = sorted(linked_later - _CUDA_EXTERNALS)
+    return asks[0] if asks else ", ".join(unknown_code)
+
+
+def _device_arrays_named_by(kernel: Any) -> list[str]:
+    """Global arrays on the device, also those of functions that it calls: workspaces, counters, locks."""
+    found = []
+    for name, value in _References(kernel).values:  # reader
+        if not isinstance(value, types.ModuleType) and hasattr(value, "__cuda_array_interface__"):
+            found.append(repr(name))
+    return found
 
 
 def _ask_xla(handler: _Handler, function: str, kind: Any) -> Any:
@@ -4256,8 +4306,11 @@ class _CudaLauncher:
     """cuLaunchKernel, from a handler: on XLA's stream, with what was loaded for the call's device."""
 
     # `functions` are CUfunctions by CUDA ordinal, which `compiled` keeps alive, with the global arrays that they read.
-    def __init__(self, label: str, libcuda: _LibCuda, functions: Mapping[int, int], compiled: Any) -> None:
+    def __init__(
+        self, label: str, libcuda: _LibCuda, functions: Mapping[int, int], compiled: Any, most_threads: int = 1024
+    ) -> None:
         self.label = label
+        self.most_threads = most_threads  # in a block, on each GPU
         self.libcuda = libcuda
         self.compiled = compiled
         self.table = (_I64 * (max(functions) + 2))()  # the last 0 is for all other devices
@@ -4294,8 +4347,8 @@ class _CudaLauncher:
 class _CudaEmitter(_Emitter):
     traits = _COMMAND_BUFFER_COMPATIBLE  # nothing but launches, the same ones whenever it is called
 
-    # `for_each_slice`: for arrays that have the slices as first dimension, which are the blocks' z, the address of the
-    # function `slices` that launches each, where the blocks of a call have a z or too many threads.
+    # With `for_each_slice` arrays have the slices as first dimension, and the slices are the blocks along z.  That is
+    # the address of a function `slices` which launches each, for calls whose blocks cannot be that.
     def __init__(self, package: _NumbaCuda, launcher: _CudaLauncher, for_each_slice: int = 0) -> None:
         self.package = package
         self.launcher = launcher
@@ -4303,14 +4356,16 @@ class _CudaEmitter(_Emitter):
         self.for_each_slice = for_each_slice
 
     def write(self, handler: _Handler) -> None:
-        if not self.for_each_slice:
-            start = self.launcher.launch_in(handler)
-            with handler.each_slice() as arrays:
-                start(self._params(handler, arrays))
+        if self.for_each_slice:
+            self._write_in_z(handler)
             return
+        start = self.launcher.launch_in(handler)
+        with handler.each_slice() as arrays:
+            start(self._params(handler, arrays))
+
+    def _write_in_z(self, handler: _Handler) -> None:
         (_, _, z), block, _ = _CudaLaunch.read(handler.load, handler.launch)
-        most_threads = min(self.launcher.libcuda.limit(function, 0) for function in self.launcher.table if function)
-        with handler.when((z > 1) | (math.prod(block) > most_threads)):
+        with handler.when((z > 1) | (math.prod(block) > self.launcher.most_threads), likely=False):
             handler.ret(handler.call(self.for_each_slice, handler.frame, handler.cursors, handler.count))
         start = self.launcher.launch_in(handler)
         with handler.each_chunk(_CUDA_LIMITS["grid"][2]) as (arrays, count):
@@ -4321,6 +4376,34 @@ class _CudaEmitter(_Emitter):
         params = [word for array in arrays for word in self.package.params(array)]
         first = handler.array(params)
         return [first + 8 * i for i in range(len(params))]
+
+
+class _CudaBatch:
+    """Makes the handler of a kernel launch it once for a batch, from when such a batch is first lowered.
+
+    It stays under its name, so all programs that have this gain by it, also exported ones.
+    """
+
+    def __init__(self, handler: _Compiled, compile_in_z: Callable[[], tuple[_Compiled, int]]) -> None:
+        self.handler = handler  # which launches each slice
+        self.compile_in_z = compile_in_z  # gives another one, and how many threads its blocks may have
+        self.most_threads: int | None = None
+        self.lock = threading.Lock()
+
+    def prepare(self, launch: _CudaLaunch) -> None:
+        """A `_NoSingleLaunch`, or what the package raises, says why a batch with this launch stays as it is."""
+        if launch.grid[2] > 1:
+            raise _NoSingleLaunch(f"its grid={launch.grid} has several blocks along z")
+        with self.lock:
+            if self.most_threads is None:
+                in_z, self.most_threads = self.compile_in_z()
+                self.handler.alive.append(in_z)
+                # Calls may run meanwhile: they load this one aligned word, and do right by its old value and its new.
+                self.handler.kernel.slices = in_z.kernel.slices
+        if math.prod(launch.block) > self.most_threads:
+            raise _NoSingleLaunch(
+                f"its block={launch.block} has more than the {self.most_threads} threads of that form"
+            )
 
 
 # ======================================================================================================
@@ -4886,7 +4969,6 @@ class _WarpSource:
         code.build(builder)
         self.uses_tiles = False
         self.has_own_code = False  # C++ or adjoints of the user's
-        self.kernels_in_z: dict[tuple, Any] = {}  # what `_kernel_in_z` made for these buffers, None if that is no use
         self.tid_counts: set[int] = set()  # how many indices `wp.tid()` gives, in each of its calls
         self.kinds = {f"wp::{name}": kind for name, kind in _WARP_ACCESSES.items()}  # by name in C++
         self.kinds |= dict.fromkeys((struct.native_name for struct in builder.structs), _READS)  # their constructors
@@ -5047,19 +5129,20 @@ class _WarpTarget(_Target):
         platform = _traced_platform()
         if platform in ("cpu", "cuda") and not self.runs_nothing:
             self.lowered(platform)
-            if self.name_given and platform == "cuda":  # for exported programs, whose process may lower no batch
-                self.lowered(platform, has_batch=True)
+            if self.name_given and platform == "cuda" and not self.in_order:
+                self.lowered(platform, has_batch=True)  # for exported programs, whose process may lower no batch
 
     def lowered(self, platform: str, has_batch: bool = False) -> _Target:
         """Record a launch, and register what starts it."""
-        if platform == "cuda" and has_batch and not self.in_order and (in_z := self._in_z()):
-            return in_z
         if platform == "cuda" and not _cuda_ordinals():
             raise NotImplementedError(
                 f"{self.title}: to compile for CUDA takes a GPU, for which Warp says what a launch passes: JAX has none"
             )
         if platform not in ("cpu", "cuda"):
             return super().lowered(platform)  # raises
+        if platform == "cuda" and has_batch:
+            with _or_each_slice(self.title):
+                return self._in_z().lowered(platform)
         with _warp_session() as wp:
             recorded = self._record_on(wp, platform)
             kernel_content = _warp_content(wp, self.kernel)  # which may be another one than where it was traced
@@ -5067,9 +5150,9 @@ class _WarpTarget(_Target):
         launch = packed.words
         if platform == "cuda":
             begin = _CudaLaunch(self._grid(), (self._threads_of_block, 1, 1), packed.shared_mem)
-            if self.is_in_z and (exceeded := _LibCuda().exceeded(recorded[0].entry, begin)):
-                raise RuntimeError(exceeded)  # it may take more registers
             launch = *begin.words, *packed.words
+            if self.is_in_z and (exceeded := _LibCuda().exceeded(recorded[0].entry, begin)):
+                raise _NoSingleLaunch(f"it may need more registers than without a batch{exceeded}")
         buffers = [(key, k) for key, k, _ in self.arrays]
         content = "warp", platform, self.in_order, kernel_content, tuple(buffers), self.block_dim
         layout = platform, packed.shared_mem, packed.block_sizes, packed.pointers
@@ -5082,19 +5165,12 @@ class _WarpTarget(_Target):
                 _register(name, platform, _compile_handler(self.signature, emitter))
         return _Target(name, launch, platform=platform, title=self.title, where=self.where)
 
-    def _in_z(self) -> _Target | None:
-        """What runs a batch by one launch (9.5); None where each slice gets one."""
-        kernels = _source_of(self.kernel).kernels_in_z
+    def _in_z(self) -> _WarpTarget:
+        """What runs a batch by one launch (9.5)."""
+        if self.in_order:
+            raise _NoSingleLaunch("vmap_method says that slices run in order")
         buffers = tuple([(key, k) for key, k, _ in self.arrays])
-        try:
-            if buffers not in kernels:
-                kernels[buffers] = _kernel_in_z(self.kernel, buffers)
-            if kernels[buffers]:
-                return dataclasses.replace(self, kernel=kernels[buffers], is_in_z=True).lowered("cuda")
-        except Exception as error:  # of Warp: what it builds with parameters it may not with arrays that were moved
-            _LOG.debug(f"{self.title}: each slice of a batch is a launch: {type(error).__name__}: {error}")
-            kernels[buffers] = None
-        return None
+        return dataclasses.replace(self, kernel=_kernel_in_z(self.kernel, buffers), is_in_z=True)
 
     @property
     def _threads_of_block(self) -> int:
@@ -5247,7 +5323,7 @@ class _WarpEmitter(_Emitter):
         words = handler.alloca(_I64, sum(self.block_sizes))
         handler.copy_bytes(words, handler.launch + offset, 8 * sum(self.block_sizes))
         blocks = [words + 8 * start for start in itertools.accumulate(self.block_sizes[:-1], initial=0)]
-        start = self.launcher.launch_in(handler) if self.libcuda else None
+        start: Any = self.launcher.launch_in(handler) if self.libcuda else None
 
         def point_to(arrays: Sequence[_Array]) -> None:
             for n, k in self.pointers:
@@ -5285,32 +5361,49 @@ _STEP = "_xla_step_{}"
 _MOVE = "_xla_move_{}"
 _MOVE_SOURCE = "@wp.func_native()\ndef move(array, step): ..."  # where Warp looks for the decorator
 _MOVE_SNIPPET = "auto& p = array.{field}; p = (decltype(&*p))((char*)p + blockIdx.z * step); return array;"
+_KERNELS_IN_Z: Any = weakref.WeakKeyDictionary()  # kernel -> {(content, buffers): the kernel whose slices are along z}
 
 
-def _kernel_in_z(kernel: Any, buffers: Sequence[tuple[tuple[str, str], int]]) -> Any:
-    """The kernel whose blocks z work on slice z of these arrays and gradients; None if it may be another one."""
+def _kernel_in_z(kernel: Any, buffers: tuple[tuple[tuple[str, str], int], ...]) -> Any:
+    """The kernel whose blocks z work on slice z of these arrays and gradients."""
     with _warp_session() as wp:
-        annotations = {arg.label: arg.type for arg in kernel.adj.args}
-        names = dict(_values_of(kernel.func))
-        same = _kernel_like(kernel, kernel.adj.source, annotations, names)
-        has_changed = _warp_content(wp, same)[2] != kernel.hash.hex()  # constants, since Warp read them
-        if has_changed or kernel.adj.transformers or _source_of(kernel).has_own_code:
-            return None
-        lines = []
-        for (name, role), k in buffers:
+        made = _KERNELS_IN_Z.setdefault(kernel, {})
+        key = _warp_content(wp, kernel), buffers
+        if key not in made:
+            made[key] = _make_kernel_in_z(wp, kernel, buffers)
+        return made[key]
 
-            def move(array: Any, step: Any) -> Any: ...
 
-            kind = annotations[name]
-            move.__annotations__ = {"array": kind, "step": wp.int64, "return": kind}
-            snippet = _MOVE_SNIPPET.format(field="grad" if role == "gradient" else "data")
-            key = _MOVE.format(k)
-            names[key] = wp.Function(move, key, "", module=same.module, native_snippet=snippet, source=_MOVE_SOURCE)
-            annotations[_STEP.format(k)] = wp.int64
-            lines.append(f"{name} = {key}({name}, {_STEP.format(k)})")
-        tree: Any = ast.parse(kernel.adj.source)
-        tree.body[0].body[:0] = ast.parse("\n".join(lines)).body
-        return _kernel_like(kernel, ast.unparse(tree), annotations, names, grid_stride=True)
+def _make_kernel_in_z(wp: Any, kernel: Any, buffers: tuple[tuple[tuple[str, str], int], ...]) -> Any:
+    source = kernel.adj.source
+    annotations = {arg.label: arg.type for arg in kernel.adj.args}
+    names = dict(_values_of(kernel.func))  # reader
+    if kernel.adj.transformers:
+        raise _NoSingleLaunch("its code transformers would see another source")
+    if "_xla_" in source:
+        raise _NoSingleLaunch("names that begin with _xla_ are those of what is added to it")
+    if _source_of(kernel).has_own_code:  # reader
+        raise _NoSingleLaunch("it calls C++, or has adjoints, of your own")
+    same = _kernel_like(kernel, source, annotations, names)
+    _, _, hash_now, _ = _warp_content(wp, same)
+    if hash_now != kernel.hash.hex():
+        raise _NoSingleLaunch("what it names is something else now than when Warp read it")
+    lines = []
+    for (name, role), k in buffers:
+
+        def move(array: Any, step: Any) -> Any:
+            raise NotImplementedError  # in C++ alone
+
+        kind = annotations[name]
+        move.__annotations__ = {"array": kind, "step": wp.int64, "return": kind}
+        snippet = _MOVE_SNIPPET.format(field="grad" if role == "gradient" else "data")
+        key = _MOVE.format(k)
+        names[key] = wp.Function(move, key, "", module=same.module, native_snippet=snippet, source=_MOVE_SOURCE)
+        annotations[_STEP.format(k)] = wp.int64
+        lines.append(f"{name} = {key}({name}, {_STEP.format(k)})")
+    tree: Any = ast.parse(source)
+    tree.body[0].body[:0] = ast.parse("\n".join(lines)).body
+    return _kernel_like(kernel, ast.unparse(tree), annotations, names, grid_stride=True)
 
 
 def _kernel_like(kernel: Any, source: str, annotations: dict, names: dict, **options: Any) -> Any:
@@ -5318,7 +5411,8 @@ def _kernel_like(kernel: Any, source: str, annotations: dict, names: dict, **opt
     read = kernel.func
     function = types.FunctionType(read.__code__, names, read.__name__, read.__defaults__, read.__closure__)
     function.__annotations__ = dict(annotations)
-    module = type(kernel.module)(f"{kernel.key}_{_hash(kernel.hash, source)}", None)  # Warp tells them apart by name
+    # Warp tells modules apart by name.
+    module = type(kernel.module)(f"{kernel.key}_{_hash(kernel.module.name, kernel.hash, source)}", None)
     module.options.update(kernel.module.options)
     return type(kernel)(function, kernel.key, module, {**kernel.options, **options}, source=source)
 
