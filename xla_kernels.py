@@ -851,7 +851,7 @@ class _Target:
         compiled = _TARGETS.get(self.name)
         if has_batch and compiled and compiled.batch:
             with _or_each_slice(self.title):
-                compiled.batch.prepare(_CudaLaunch.of(self.launch))
+                compiled.batch.prepare(grid=self.launch[:3], block=self.launch[3:6])
         return self
 
 
@@ -3742,13 +3742,10 @@ class _CudaLaunch(NamedTuple):
         return *self.grid, *self.block, self.shared_mem
 
     @classmethod
-    def of(cls, words: Sequence[Any]) -> _CudaLaunch:
-        return cls(tuple(words[:3]), tuple(words[3:6]), words[6])
-
-    @classmethod
     def read(cls, load: Callable[[Any], Any], address: Any) -> _CudaLaunch:
         """Read by a function that loads a word."""
-        return cls.of([load(address + 8 * i) for i in range(_CUDA_LAUNCH_WORDS)])
+        words = [load(address + 8 * i) for i in range(_CUDA_LAUNCH_WORDS)]
+        return cls(tuple(words[:3]), tuple(words[3:6]), words[6])
 
     def __str__(self) -> str:
         return f"grid={self.grid}, block={self.block}, shared_mem={self.shared_mem}"
@@ -3873,11 +3870,12 @@ class _NumbaCuda:
             of_batch = dataclasses.replace(signature, ranks=tuple(rank + 1 for rank in signature.ranks))
             with self.on_device(ordinal):
                 compiled = self.compile_checked(self.adapted(kernel, form.for_batch(signature.ranks)), of_batch)
+                launcher = self.launcher(compiled, carveout, signature.label)
+                most_threads = min(launcher.libcuda.limit(function, 0) for function in launcher.table if function)
             if _References(kernel).content != what_it_read:  # reader
                 raise _NoSingleLaunch("it reads other values now than when it was compiled")
-            launcher = self.launcher(compiled, carveout, signature.label)
-            emitter = _CudaEmitter(self, launcher, for_each_slice=handler.kernel.slices)
-            return _compile_handler(signature, emitter), launcher.most_threads
+            emitter = _CudaEmitter(self, launcher, handler.kernel.slices, most_threads)
+            return _compile_handler(signature, emitter), most_threads
 
         return handler._replace(batch=_CudaBatch(handler, compile_in_z))
 
@@ -3908,13 +3906,11 @@ class _NumbaCuda:
         percent = {"default": -1, "maxl1": 0, "maxshared": 100}.get(str(carveout).lower(), carveout)
         libcuda = _LibCuda()
         functions = {}
-        limits = []
         for ordinal in _cuda_ordinals():
             with self.on_device(ordinal):
                 _, entry, cubin = self.code(compiled)
                 functions[ordinal] = libcuda.load(cubin, entry, ordinal, percent)
-                limits.append(libcuda.limit(functions[ordinal], _MAX_THREADS_PER_BLOCK))
-        return _CudaLauncher(label, libcuda, functions, compiled, most_threads=min(limits))
+        return _CudaLauncher(label, libcuda, functions, compiled)
 
     def compile_typed(self, dispatcher: Any, signature: _Signature) -> Any:
         """Compile for our arrays: a TypeError if that cannot be."""
@@ -4096,9 +4092,6 @@ def _cuda_ordinals() -> list[int]:
     return sorted(device.local_hardware_id for device in _local_devices("cuda"))
 
 
-_MAX_THREADS_PER_BLOCK = 0  # CU_FUNC_ATTRIBUTE_...
-
-
 class _LibCuda:
     """libcuda: called from Python here, and by address from handlers."""
 
@@ -4119,7 +4112,7 @@ class _LibCuda:
         """The limits of a CUfunction that a launch exceeds."""
         text = ""
         for attribute, what, size in (
-            (_MAX_THREADS_PER_BLOCK, "threads in a block, by its registers and launch_bounds", math.prod(launch.block)),
+            (0, "threads in a block, by its registers and launch_bounds", math.prod(launch.block)),
             (8, "bytes of dynamic shared memory", launch.shared_mem),
         ):
             limit = self.limit(function, attribute)
@@ -4306,11 +4299,8 @@ class _CudaLauncher:
     """cuLaunchKernel, from a handler: on XLA's stream, with what was loaded for the call's device."""
 
     # `functions` are CUfunctions by CUDA ordinal, which `compiled` keeps alive, with the global arrays that they read.
-    def __init__(
-        self, label: str, libcuda: _LibCuda, functions: Mapping[int, int], compiled: Any, most_threads: int = 1024
-    ) -> None:
+    def __init__(self, label: str, libcuda: _LibCuda, functions: Mapping[int, int], compiled: Any) -> None:
         self.label = label
-        self.most_threads = most_threads  # in a block, on each GPU
         self.libcuda = libcuda
         self.compiled = compiled
         self.table = (_I64 * (max(functions) + 2))()  # the last 0 is for all other devices
@@ -4347,29 +4337,29 @@ class _CudaLauncher:
 class _CudaEmitter(_Emitter):
     traits = _COMMAND_BUFFER_COMPATIBLE  # nothing but launches, the same ones whenever it is called
 
-    # With `for_each_slice` arrays have the slices as first dimension, and the slices are the blocks along z.  That is
-    # the address of a function `slices` which launches each, for calls whose blocks cannot be that.
-    def __init__(self, package: _NumbaCuda, launcher: _CudaLauncher, for_each_slice: int = 0) -> None:
+    # With `for_each_slice` arrays have the slices as first dimension, and these are the blocks along z.  It is the
+    # address of another handler's `slices`, which launches each: for calls whose blocks have a z, or too many threads.
+    def __init__(
+        self, package: _NumbaCuda, launcher: _CudaLauncher, for_each_slice: int = 0, most_threads: int = 0
+    ) -> None:
         self.package = package
         self.launcher = launcher
         self.libcuda = launcher.libcuda
         self.for_each_slice = for_each_slice
+        self.most_threads = most_threads
 
     def write(self, handler: _Handler) -> None:
         if self.for_each_slice:
-            self._write_in_z(handler)
-            return
+            (_, _, z), block, _ = _CudaLaunch.read(handler.load, handler.launch)
+            with handler.when((z > 1) | (math.prod(block) > self.most_threads), likely=False):
+                handler.ret(handler.call(self.for_each_slice, handler.frame, handler.cursors, handler.count))
         start = self.launcher.launch_in(handler)
-        with handler.each_slice() as arrays:
-            start(self._params(handler, arrays))
-
-    def _write_in_z(self, handler: _Handler) -> None:
-        (_, _, z), block, _ = _CudaLaunch.read(handler.load, handler.launch)
-        with handler.when((z > 1) | (math.prod(block) > self.launcher.most_threads), likely=False):
-            handler.ret(handler.call(self.for_each_slice, handler.frame, handler.cursors, handler.count))
-        start = self.launcher.launch_in(handler)
-        with handler.each_chunk(_CUDA_LIMITS["grid"][2]) as (arrays, count):
-            start(self._params(handler, arrays), z=count)
+        if self.for_each_slice:
+            with handler.each_chunk(_CUDA_LIMITS["grid"][2]) as (arrays, count):
+                start(self._params(handler, arrays), z=count)
+        else:
+            with handler.each_slice() as arrays:
+                start(self._params(handler, arrays))
 
     def _params(self, handler: _Handler, arrays: Sequence[_Array]) -> list[_Word]:
         """The addresses of the kernel's parameters."""
@@ -4390,20 +4380,18 @@ class _CudaBatch:
         self.most_threads: int | None = None
         self.lock = threading.Lock()
 
-    def prepare(self, launch: _CudaLaunch) -> None:
-        """A `_NoSingleLaunch`, or what the package raises, says why a batch with this launch stays as it is."""
-        if launch.grid[2] > 1:
-            raise _NoSingleLaunch(f"its grid={launch.grid} has several blocks along z")
+    def prepare(self, grid: tuple[int, ...], block: tuple[int, ...]) -> None:
+        """A `_NoSingleLaunch`, or what the package raises, says why a batch of such launches stays as it is."""
+        if grid[2] > 1:
+            raise _NoSingleLaunch(f"blocks along z are the slices, and it has some of its own: {grid=}")
         with self.lock:
             if self.most_threads is None:
                 in_z, self.most_threads = self.compile_in_z()
                 self.handler.alive.append(in_z)
                 # Calls may run meanwhile: they load this one aligned word, and do right by its old value and its new.
                 self.handler.kernel.slices = in_z.kernel.slices
-        if math.prod(launch.block) > self.most_threads:
-            raise _NoSingleLaunch(
-                f"its block={launch.block} has more than the {self.most_threads} threads of that form"
-            )
+        if math.prod(block) > self.most_threads:
+            raise _NoSingleLaunch(f"it may then have {self.most_threads} threads in a block, and {block=}")
 
 
 # ======================================================================================================
@@ -5149,10 +5137,7 @@ class _WarpTarget(_Target):
         packed = recorded[0].packed
         launch = packed.words
         if platform == "cuda":
-            begin = _CudaLaunch(self._grid(), (self._threads_of_block, 1, 1), packed.shared_mem)
-            launch = *begin.words, *packed.words
-            if self.is_in_z and (exceeded := _LibCuda().exceeded(recorded[0].entry, begin)):
-                raise _NoSingleLaunch(f"it may need more registers than without a batch{exceeded}")
+            launch = *self._begin(packed.shared_mem).words, *packed.words
         buffers = [(key, k) for key, k, _ in self.arrays]
         content = "warp", platform, self.in_order, kernel_content, tuple(buffers), self.block_dim
         layout = platform, packed.shared_mem, packed.block_sizes, packed.pointers
@@ -5171,6 +5156,9 @@ class _WarpTarget(_Target):
             raise _NoSingleLaunch("vmap_method says that slices run in order")
         buffers = tuple([(key, k) for key, k, _ in self.arrays])
         return dataclasses.replace(self, kernel=_kernel_in_z(self.kernel, buffers), is_in_z=True)
+
+    def _begin(self, shared_mem: int) -> _CudaLaunch:
+        return _CudaLaunch(self._grid(), (self._threads_of_block, 1, 1), shared_mem)
 
     @property
     def _threads_of_block(self) -> int:
@@ -5238,6 +5226,8 @@ class _WarpTarget(_Target):
         direction = "backward" if command.adjoint else "forward"
         entry = ctypes.cast(getattr(command.hooks, direction), _PTR).value or 0
         shared_mem = getattr(command.hooks, f"{direction}_smem_bytes")
+        if self.is_in_z and (exceeded := _LibCuda().exceeded(entry, self._begin(shared_mem))):
+            raise _NoSingleLaunch(f"it does not fit then{exceeded}")  # it may take more registers
         block_sizes = tuple(len(block) // 8 for block in blocks)
         return _Recorded(command, entry, _Packed(tuple(words), block_sizes, tuple(pointers), shared_mem))
 
@@ -5258,8 +5248,9 @@ class _WarpTarget(_Target):
             gradients = [array(x, "gradient") if hasattr(t, "ndim") else t() for x, t in warp_types.items()]
             options |= {"adj_inputs": gradients, "adjoint": True}
         options["block_dim"] = 1 if device == "cpu" else self._threads_of_block
-        given = {**self.values, **{_STEP.format(k): pointers.get(~k) for _, k, _ in self.arrays}}
-        inputs = [given.get(name, array(name, "value")) for name in warp_types]
+        steps = {_STEP.format(~k): step for k, step in pointers.items() if k < 0}
+        values = {**self.values, **steps}
+        inputs = [values.get(name, array(name, "value")) for name in warp_types]
         try:
             command = wp.launch(self.kernel, self._dims_on(device), inputs, **options)
         except Exception as error:
