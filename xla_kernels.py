@@ -859,14 +859,14 @@ class _NoSingleLaunch(Exception):
     """Why a batch on a GPU is a launch for each slice."""
 
 
-# What makes a batch a launch for each slice.  Numba and Warp raise what they like of code that they cannot compile; but
-# a mistake of this file must not look like that, so tests let only `_NoSingleLaunch` pass.
+# Numba and Warp raise anything for what they cannot compile.  So would a mistake of this file: tests narrow this to
+# `_NoSingleLaunch`, and see all others.
 _FALLS_BACK_ON: type[Exception] = Exception
 
 
 @contextlib.contextmanager
 def _or_each_slice(title: str) -> Iterator[None]:
-    """Where one launch is prepared for a batch: what is raised goes to the log, and each slice is a launch."""
+    """What is raised while one launch is prepared for a batch says, in the log, why each slice is a launch."""
     try:
         yield
     except _FALLS_BACK_ON as error:
@@ -3558,8 +3558,9 @@ def numba_cuda_kernel(
     can be lowered for CUDA, and exported.
 
     A `vmap` is one launch (per 65,535 slices), whose blocks along z are the slices: so no block may wait for one of
-    another slice.  It launches the kernel for each slice, in order, where `vmap_method="sequential"` says so, for a
-    grid of several blocks along z, and for kernels that ask for z of their blocks or grid, or are part of a cluster.
+    another slice.  It is a launch for each slice, in order, where `vmap_method="sequential"` says so, for a grid with
+    several blocks along z, and for a kernel that asks for z of its blocks or grid, is part of a cluster, or names an
+    array on the device, to which it may write; this module's logger says why, at level DEBUG.
 
     A global array on the device is read where it lies, and stays in memory for ever; to write to it, as Numba lets a
     kernel do, changes JAX's array.  A kernel cannot raise: CUDA has no exceptions, and what Numba makes of `raise` is
@@ -3861,16 +3862,17 @@ class _NumbaCuda:
         ordinal = _cuda_ordinals()[0]
         with self.on_device(ordinal):
             compiled = self.compile_checked(self.adapted(kernel, form), signature)
-            ptx, _, _ = self.code(compiled)
+            asks_for_z = _asks_for_z(self.code(compiled)[0])
         carveout = kernel.targetoptions.get("shared_memory_carveout")
         handler = _compile_handler(signature, _CudaEmitter(self, self.launcher(compiled, carveout, signature.label)))
 
         def compile_in_z() -> tuple[_Compiled, int]:
-            _check_may_be_one_launch(kernel, ptx, in_order)
+            _check_may_be_one_launch(kernel, asks_for_z, in_order)
             of_batch = dataclasses.replace(signature, ranks=tuple(rank + 1 for rank in signature.ranks))
             with self.on_device(ordinal):
                 compiled = self.compile_checked(self.adapted(kernel, form.for_batch(signature.ranks)), of_batch)
-                launcher = self.launcher(compiled, carveout, signature.label)
+            launcher = self.launcher(compiled, carveout, signature.label)
+            with self.on_device(ordinal):
                 most_threads = min(launcher.libcuda.limit(function, 0) for function in launcher.table if function)
             if _References(kernel).content != what_it_read:  # reader
                 raise _NoSingleLaunch("it reads other values now than when it was compiled")
@@ -4235,12 +4237,12 @@ _CUDA_EXTERNALS = set("vprintf __assertfail malloc free numba_attempt_nocopy_res
 _READ_WHEN_COMPILED: Any = weakref.WeakKeyDictionary()
 
 
-def _check_may_be_one_launch(kernel: Any, ptx: str, in_order: bool) -> None:
+def _check_may_be_one_launch(kernel: Any, asks_for_z: str, in_order: bool) -> None:
     """Raise if a batch of a kernel must be a launch for each slice, whatever its shapes are."""
     if in_order:
         raise _NoSingleLaunch("vmap_method says that slices run in order")
-    if asks := _asks_for_z(ptx):
-        raise _NoSingleLaunch(f"blocks along z are the slices, and its PTX has {asks}")
+    if asks_for_z:
+        raise _NoSingleLaunch(f"blocks along z are the slices, and its PTX has {asks_for_z}")
     if names := _device_arrays_named_by(kernel):
         raise _NoSingleLaunch(f"it names arrays on the device, to which it may write: {', '.join(names)}")
 
@@ -4369,9 +4371,9 @@ class _CudaEmitter(_Emitter):
 
 
 class _CudaBatch:
-    """Makes the handler of a kernel launch it once for a batch, from when such a batch is first lowered.
+    """Makes the handler of a kernel launch it once for a batch, from when a batch is first lowered.
 
-    It stays under its name, so all programs that have this gain by it, also exported ones.
+    It keeps its name, so that other programs, also exported ones, gain by it.
     """
 
     def __init__(self, handler: _Compiled, compile_in_z: Callable[[], tuple[_Compiled, int]]) -> None:
@@ -4437,9 +4439,9 @@ def warp_kernel(
     The kernel's parameters are the inputs, then the outputs, then the scratch buffers.  Arrays of vectors and
     matrices are JAX arrays with the elements in trailing dimensions; an array of one element may be 0-d, and None is a
     null array.  A kernel that writes to an input is refused (but one that does so through `x.ptr` is not seen).  A
-    `vmap` is one call: on a CPU threads share its slices, on a GPU it is one launch (per 65,535 slices), or one for
-    each slice: where `vmap_method="sequential"` says so, of kernels with C++ or adjoints of your own, and of those that
-    Warp cannot build for batches.
+    `vmap` is one call.  On a CPU threads share its slices.  On a GPU it is one launch (per 65,535 slices), so no block
+    may wait for one of another slice; or a launch for each, in order, where `vmap_method="sequential"` says so, and for
+    kernels with C++ or adjoints of your own: this module's logger says why, at level DEBUG.
 
     Parameters that are not arrays (scalars, vectors, matrices, structs) take values that are known when JAX traces,
     and JAX compiles a call again for each new one.  So what changes, such as a time step, is better a `warp.array` of
