@@ -799,7 +799,8 @@ def _code_text(code: Any) -> str:
 # -- 3.4 Targets ---------------------------------------------------------------------------------------
 # What lives how long:
 #     wrapper           as long as the user, or a function that JAX has cached, holds it
-#     kernel            as long as its wrappers; if it is made again, for ever, as `_Names.made_again` holds it
+#     kernel            as long as its wrappers; if it is made again, for ever, as `_Names.made_again` holds it, and so
+#                       if it is one of Numba CUDA, which `_Compiled.batch` may compile once more
 #     `_Target`         as long as JAX's caches hold a trace that binds it; that of Warp holds the kernel and its values
 #     `_Compiled`       for ever, in `_TARGETS`, once it has a name: XLA has its address
 #     LLVM's engine     for ever, by `_Compiled.alive`, with what Numba or Warp compiled and with callbacks
@@ -4406,7 +4407,7 @@ class _CudaBatch:
 #   kernel leaves out (`_warp_content`); the C++ of a kernel (`_WarpSource`); how a launch is recorded, packed and run
 #   (`_record`, `_warp_blocks`), its grid (`_grid`), and which launches are more than the start of a kernel
 #   (`_command`); that tiles on CPUs have one memory for all threads (`_WarpEmitter`); that kernels which loop over the
-#   grid know of no z, and how functions of C++ are made (`_kernel_in_z`).
+#   grid know of no z, and how functions of C++ are made (9.5: test_warp_a_batch_is_one_launch counts launches).
 
 _WARP_INSTALL = "pip install warp-lang numba"
 _WARP_DTYPES = "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 bfloat16 float32 float64".split()
@@ -5369,14 +5370,14 @@ def _kernel_in_z(kernel: Any, buffers: tuple[tuple[tuple[str, str], int], ...]) 
 
 def _make_kernel_in_z(wp: Any, kernel: Any, buffers: tuple[tuple[tuple[str, str], int], ...]) -> Any:
     source = kernel.adj.source
-    annotations = {arg.label: arg.type for arg in kernel.adj.args}
-    names = dict(_values_of(kernel.func))  # reader
     if kernel.adj.transformers:
         raise _NoSingleLaunch("its code transformers would see another source")
     if "_xla_" in source:
         raise _NoSingleLaunch("names that begin with _xla_ are those of what is added to it")
     if _source_of(kernel).has_own_code:  # reader
         raise _NoSingleLaunch("it calls C++, or has adjoints, of your own")
+    annotations = {arg.label: arg.type for arg in kernel.adj.args}
+    names = dict(_values_of(kernel.func))  # reader
     same = _kernel_like(kernel, source, annotations, names)
     _, _, hash_now, _ = _warp_content(wp, same)
     if hash_now != kernel.hash.hex():
