@@ -3730,7 +3730,8 @@ def test_fakecuda_a_kernel_that_asks_for_z_has_no_batch_in_z(gpus, package_cuda,
     for _ in range(2):
         batched = jax.vmap(xk.numba_cuda_kernel(kernel, like_first, **BLOCK))
         assert len(gpus.launches(batched, x)) == (4 if asks else 1)
-    assert len(gpus.launches(jax.vmap(xk.numba_cuda_kernel(kernel, like_first, vmap_method="sequential", **BLOCK)), x)) == 4
+    in_order = xk.numba_cuda_kernel(kernel, like_first, vmap_method="sequential", **BLOCK)
+    assert len(gpus.launches(jax.vmap(in_order), x)) == 4
 
 
 def test_fakecuda_a_device_function_is_no_kernel(package_cuda):
@@ -4708,6 +4709,7 @@ class FakeWarp(FakeGpus):
         super().__init__()
         self.load_library, self.make_array, self.record_on_cpu = ctypes.CDLL, wp.array.__init__, wp.launch
         self.recorded = {}  # by CUfunction
+        self.z = ctypes.c_uint32(0)  # of the block, whose address is in machine code
         number, size, pointer = ctypes.c_uint32, ctypes.c_size_t, ctypes.c_void_p
         launch = ctypes.CFUNCTYPE(number, pointer, *[number] * 7, pointer, ctypes.POINTER(pointer), pointer)
         self.library = types.SimpleNamespace(
@@ -4729,7 +4731,6 @@ class FakeWarp(FakeGpus):
         monkeypatch.setattr(wp, "launch", self.record)
         monkeypatch.setattr(wp.array, "__init__", make_on_cpu)
         self.grids, self.others = [], set()  # of launches: what goes with their grids
-        self.z = ctypes.c_uint32(0)
         z = f"*(unsigned*){ctypes.addressof(self.z)}ull"
         monkeypatch.setattr(xk, "_MOVE_SNIPPET", xk._MOVE_SNIPPET.replace("blockIdx.z", z))
 

@@ -661,7 +661,8 @@ def _hash(*parts: str | bytes) -> str:
 # -- 3.3 Targets ---------------------------------------------------------------------------------------
 # What lives how long:
 #     wrapper           as long as the user, or a function that JAX has cached, holds it
-#     kernel            as long as its wrappers; what it reads, if it may be made again, for ever, by `_Names.by_reads`
+#     kernel            as long as its wrappers; one of Numba CUDA for ever, as `_Compiled.batch` may compile it once more
+#     what it reads     for ever, by `_Names.by_reads`, if it may be made again
 #     `_Target`         as long as JAX's caches hold a trace that binds it; that of Warp holds the kernel and its values
 #     `_Compiled`       for ever, in `_TARGETS`, once it has a name: XLA has its address
 #     LLVM's engine     for ever, by `_Compiled.alive`, with what Numba or Warp compiled and with callbacks
@@ -674,7 +675,7 @@ class _Compiled(NamedTuple):
     address: int
     alive: Any
     kernel: Any = None  # the handler's `_Kernel`
-    prepare_batch: Callable[[], Any] | None = None  # compiles what only batches need
+    batch: _CudaBatch | None = None
 
 
 def _register(name: str, platform: str, compiled: _Compiled) -> None:
@@ -709,9 +710,29 @@ class _Target:
                 f"{self.title} {self.where}; this call is compiled for {platform!r}: move it by jax.device_put"
             )
         compiled = _TARGETS.get(self.name)
-        if has_batch and compiled and compiled.prepare_batch:
-            compiled.prepare_batch()
+        if has_batch and compiled and compiled.batch:
+            with _or_each_slice(self.title):
+                compiled.batch.prepare(grid=self.launch[:3], block=self.launch[3:6])
         return self
+
+
+class _NoSingleLaunch(Exception):
+    """Why a batch on a GPU is a launch for each slice."""
+
+
+# Numba and Warp raise anything for what they cannot compile.  So would a mistake of this file: tests narrow this to
+# `_NoSingleLaunch`, and see all others.
+_FALLS_BACK_ON: type[Exception] = Exception
+
+
+@contextlib.contextmanager
+def _or_each_slice(title: str) -> Iterator[None]:
+    """What is raised while one launch is prepared for a batch says, in the log, why each slice is a launch."""
+    try:
+        yield
+    except _FALLS_BACK_ON as error:
+        kind = "" if isinstance(error, _NoSingleLaunch) else f"{type(error).__name__}: "
+        _LOG.debug("%s: a batch is a launch for each slice: %s%.1000s", title, kind, " ".join(str(error).split()))
 
 
 class export_checks:
@@ -784,6 +805,7 @@ _UNGUARDED_NAMES = frozenset(  # of what Numba lets a kernel write by to an inpu
 )
 _COPIES = re.compile(r"(?:^|\.)(?:array|astype|copy|flatten|sorted|\w+_like)$")
 _WARP_READS = re.compile(r"(?:^|\.)(?:copy|len|lower_bound|print|sample_cdf|tile_load(?:_indexed)?|volume_sample\w*)$")
+_GLOBAL = "global "  # in front of the name of a global array on a GPU, in the place of a parameter's
 _FACTS = frozenset("shape size ndim dtype strides itemsize nbytes".split())  # of an array
 _STORING_METHODS = frozenset("fill itemset partition put resize sort".split())
 
@@ -894,6 +916,7 @@ class _Source:
         if tree is not function:  # else it is nested, and sees the variables of the function around it
             variables = _variables_of(_python(function)).items()
             self.names = {name: {value} for name, value in variables if _is_named(value)}
+            self.names |= {name: {_View(_GLOBAL + name)} for name, value in variables if _is_device_array(value)}
         self.names = {**self.names, **arguments}
         self.returned = set()
         self.depth += 1
@@ -1150,6 +1173,10 @@ def _is_in_place(node: Any) -> bool:
     """Whether a call of `nan_to_num(x, copy=True, ...)` may have another second argument."""
     copies = [*node.args[1:2], *(x.value for x in node.keywords if x.arg == "copy")]
     return any(not isinstance(x, ast.Constant) or not x.value for x in copies)
+
+
+def _is_device_array(value: Any) -> bool:
+    return not isinstance(value, types.ModuleType) and hasattr(value, "__cuda_array_interface__")
 
 
 def _is_named(value: Any) -> bool:
@@ -3722,8 +3749,9 @@ def numba_cuda_kernel(
     can be lowered for CUDA, and exported.
 
     A `vmap` is one launch (per 65,535 slices), whose blocks along z are the slices: so no block may wait for one of
-    another slice.  It launches the kernel for each slice, in order, where `vmap_method="sequential"` says so, for a
-    grid of several blocks along z, and for kernels that ask for z of their blocks or grid, or are part of a cluster.
+    another slice.  It is a launch for each slice, in order, where `vmap_method="sequential"` says so, for a grid with
+    several blocks along z, and for a kernel that asks for z of its blocks or grid, is part of a cluster, or names an
+    array on the device, to which it may write; this module's logger says why, at level DEBUG.
 
     A global array on the device is read where it lies, and stays in memory for ever; to write to it, as Numba lets a
     kernel do, changes JAX's array.  A kernel cannot raise: CUDA has no exceptions, and what Numba makes of `raise` is
@@ -3973,6 +4001,8 @@ class _CudaKernel(_CudaWrapper):
         is_checked = self.options.zero_outputs is not False
         options = *options, is_checked
         target = self._named_target(package, call, compile_kernel, launch.words, options, freezes_globals, check)
+        if self.options.name and not self.options.in_order:  # for exported programs, whose process may lower no batch
+            target.lowered(package.platform, has_batch=True)
         return dataclasses.replace(target, runs_nothing=0 in launch.grid)
 
     def _launch_configuration(self, ins: Sequence[Spec]) -> _CudaLaunch:
@@ -4023,31 +4053,29 @@ class _NumbaCuda:
     # -- compiling --
 
     def compile(self, kernel: Any, form: _Form, in_order: bool, signature: _Signature) -> _Compiled:
-        """A handler that launches a kernel: for each slice of a batch, until it is prepared to launch it once."""
-        reads = _reads_of(kernel)
-        with self.on_device(_cuda_ordinals()[0]):
+        """A handler that launches a kernel: for each slice of a batch, until `_CudaBatch` makes it launch it once."""
+        what_it_read = _READ_WHEN_COMPILED.setdefault(kernel, _reads_of(kernel))
+        ordinal = _cuda_ordinals()[0]
+        with self.on_device(ordinal):
             compiled = self.compile_checked(self.adapted(kernel, form), signature)
             asks_for_z = _asks_for_z(self.code(compiled)[0])
         carveout = kernel.targetoptions.get("shared_memory_carveout")
         handler = _compile_handler(signature, _CudaEmitter(self, self.launcher(compiled, carveout, signature.label)))
 
-        @functools.cache  # which keeps the second handler alive
-        def compile_in_z() -> _Compiled | None:
+        def compile_in_z() -> tuple[_Compiled, int]:
+            _check_may_be_one_launch(kernel, asks_for_z, in_order)
             of_batch = dataclasses.replace(signature, ranks=tuple(rank + 1 for rank in signature.ranks))
-            try:
-                with self.on_device(_cuda_ordinals()[0]):
-                    compiled = self.compile_checked(self.adapted(kernel, form.for_batch(signature.ranks)), of_batch)
-                if reads != _reads_of(kernel):
-                    raise ValueError("it reads other values than when it was compiled")
-                launcher = self.launcher(compiled, carveout, signature.label)
-                in_z = _compile_handler(signature, _CudaEmitter(self, launcher, handler.kernel.slices))
-                handler.kernel.slices = in_z.kernel.slices
-                return in_z
-            except Exception as error:  # of Numba: not all that it compiles can be a device function
-                _LOG.debug(f"{signature.label}: each slice of a batch is a launch: {type(error).__name__}: {error}")
-                return None
+            with self.on_device(ordinal):
+                compiled = self.compile_checked(self.adapted(kernel, form.for_batch(signature.ranks)), of_batch)
+            launcher = self.launcher(compiled, carveout, signature.label)
+            with self.on_device(ordinal):
+                most_threads = min(launcher.libcuda.limit(function, 0) for function in launcher.table if function)
+            if _reads_of(kernel) != what_it_read:
+                raise _NoSingleLaunch("it reads other values now than when it was compiled")
+            emitter = _CudaEmitter(self, launcher, handler.kernel.slices, most_threads)
+            return _compile_handler(signature, emitter), most_threads
 
-        return handler if in_order or asks_for_z else handler._replace(prepare_batch=compile_in_z)
+        return handler._replace(batch=_CudaBatch(handler, compile_in_z))
 
     def adapted(self, kernel: Any, form: _Form) -> Any:
         """The dispatcher of a kernel that takes all buffers: its own, or that of one which calls it on the device."""
@@ -4358,11 +4386,34 @@ def _compile_cuda(dispatcher: Any, argtypes: tuple) -> Any:
 _CUDA_EXTERNALS = set("vprintf __assertfail malloc free numba_attempt_nocopy_reshape NRT_incref NRT_decref".split())
 
 
-def _asks_for_z(ptx: str) -> bool:
-    """Whether a kernel knows of the z of its blocks or grid, or may: z can then not count slices."""
+# Of each kernel, what it read when it was first compiled: Numba reads a variable once for each compilation.
+_READ_WHEN_COMPILED: Any = weakref.WeakKeyDictionary()
+
+
+def _check_may_be_one_launch(kernel: Any, asks_for_z: str, in_order: bool) -> None:
+    """Raise if a batch of a kernel must be a launch for each slice, whatever its shapes are."""
+    if in_order:
+        raise _NoSingleLaunch("vmap_method says that slices run in order")
+    if asks_for_z:
+        raise _NoSingleLaunch(f"blocks along z are the slices, and its PTX has {asks_for_z}")
+    if names := _device_arrays_written_by(kernel):
+        raise _NoSingleLaunch(f"it may write to global arrays on the device: {', '.join(names)}")
+
+
+def _asks_for_z(ptx: str) -> str:
+    """What in PTX shows that a kernel knows of the z of its blocks or grid, or may: z can then not count slices."""
     asks = re.search(r"%n?ctaid(?!\.[xy])[.\w]*|%gridid|%\w*cluster\w*|\.\w+cluster\b", ptx)
     linked_later = set(re.findall(r"\.extern\s+\.func\s*(?:\([^)]*\)\s*)?(\w+)", ptx))
-    return bool(asks or linked_later - _CUDA_EXTERNALS)  # unknown code
+    unknown_code = sorted(linked_later - _CUDA_EXTERNALS)
+    return asks[0] if asks else ", ".join(unknown_code)
+
+
+def _device_arrays_written_by(kernel: Any) -> list[str]:
+    """Global arrays on the device that a kernel, or a function that it calls, may write to: workspaces, counters."""
+    values = [x for function in _functions_of(kernel) for x in _values_of(_python(function))]
+    named = [name for name, value in values if _is_device_array(value)]
+    source = _Source(kernel, [])
+    return [name for name in named if source.has_own_code or source.accesses[_GLOBAL + name]]
 
 
 def _ask_xla(handler: _Handler, function: str, kind: Any) -> Any:
@@ -4440,33 +4491,61 @@ class _CudaLauncher:
 class _CudaEmitter(_Emitter):
     traits = _COMMAND_BUFFER_COMPATIBLE  # nothing but launches, the same ones whenever it is called
 
-    # `for_each_slice`: for arrays that have the slices as first dimension, which are the blocks' z, the address of the
-    # function `slices` that launches each, where the blocks of a call have a z or too many threads.
-    def __init__(self, package: _NumbaCuda, launcher: _CudaLauncher, for_each_slice: int = 0) -> None:
+    # With `for_each_slice` arrays have the slices as first dimension, and these are the blocks along z.  It is the
+    # address of another handler's `slices`, which launches each: for calls whose blocks have a z, or too many threads.
+    def __init__(
+        self, package: _NumbaCuda, launcher: _CudaLauncher, for_each_slice: int = 0, most_threads: int = 0
+    ) -> None:
         self.package = package
         self.launcher = launcher
         self.libcuda = launcher.libcuda
         self.for_each_slice = for_each_slice
+        self.most_threads = most_threads
 
     def write(self, handler: _Handler) -> None:
-        if not self.for_each_slice:
-            start = self.launcher.launch_in(handler)
+        if self.for_each_slice:
+            (_, _, z), block, _ = _CudaLaunch.read(handler.load, handler.launch)
+            with handler.when((z > 1) | (math.prod(block) > self.most_threads), likely=False):
+                handler.ret(handler.call(self.for_each_slice, handler.frame, handler.cursors, handler.count))
+        start = self.launcher.launch_in(handler)
+        if self.for_each_slice:
+            with handler.each_chunk(_CUDA_LIMITS["grid"][2]) as (arrays, count):
+                start(self._params(handler, arrays), z=count)
+        else:
             with handler.each_slice() as arrays:
                 start(self._params(handler, arrays))
-            return
-        (_, _, z), block, _ = _CudaLaunch.read(handler.load, handler.launch)
-        most_threads = min(self.launcher.libcuda.limit(function, 0) for function in self.launcher.table if function)
-        with handler.when((z > 1) | (math.prod(block) > most_threads)):
-            handler.ret(handler.call(self.for_each_slice, handler.frame, handler.cursors, handler.count))
-        start = self.launcher.launch_in(handler)
-        with handler.each_chunk(_CUDA_LIMITS["grid"][2]) as (arrays, count):
-            start(self._params(handler, arrays), z=count)
 
     def _params(self, handler: _Handler, arrays: Sequence[_Array]) -> list[_Word]:
         """The addresses of the kernel's parameters."""
         params = [word for array in arrays for word in self.package.params(array)]
         first = handler.array(params)
         return [first + 8 * i for i in range(len(params))]
+
+
+class _CudaBatch:
+    """Makes the handler of a kernel launch it once for a batch, from when a batch is first lowered.
+
+    It keeps its name, so that other programs, also exported ones, gain by it.
+    """
+
+    def __init__(self, handler: _Compiled, compile_in_z: Callable[[], tuple[_Compiled, int]]) -> None:
+        self.handler = handler  # which launches each slice
+        self.compile_in_z = compile_in_z  # gives another one, and how many threads its blocks may have
+        self.most_threads: int | None = None
+        self.lock = threading.Lock()
+
+    def prepare(self, grid: tuple[int, ...], block: tuple[int, ...]) -> None:
+        """A `_NoSingleLaunch`, or what the package raises, says why a batch of such launches stays as it is."""
+        if grid[2] > 1:
+            raise _NoSingleLaunch(f"blocks along z are the slices, and it has some of its own: {grid=}")
+        with self.lock:
+            if self.most_threads is None:
+                in_z, self.most_threads = self.compile_in_z()
+                self.handler.alive.append(in_z)
+                # Calls may run meanwhile: they load this one aligned word, and do right by its old value and its new.
+                self.handler.kernel.slices = in_z.kernel.slices
+        if math.prod(block) > self.most_threads:
+            raise _NoSingleLaunch(f"it may then have {self.most_threads} threads in a block, and {block=}")
 
 
 # ======================================================================================================
@@ -4479,7 +4558,7 @@ class _CudaEmitter(_Emitter):
 #   kernel leaves out (`_warp_content`); the C++ of a kernel (`_WarpSource`); how a launch is recorded, packed and run
 #   (`_record`, `_warp_blocks`), its grid (`_grid`), and which launches are more than the start of a kernel
 #   (`_command`); that tiles on CPUs have one memory for all threads (`_WarpEmitter`); that kernels which loop over the
-#   grid know of no z, and how functions of C++ are made (`_kernel_in_z`).
+#   grid know of no z, and how functions of C++ are made (9.5: test_warp_a_batch_is_one_launch counts launches).
 
 _WARP_INSTALL = "pip install warp-lang numba"
 _WARP_DTYPES = "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 bfloat16 float32 float64".split()
@@ -4516,9 +4595,9 @@ def warp_kernel(
     The kernel's parameters are the inputs, then the outputs, then the scratch buffers.  Arrays of vectors and
     matrices are JAX arrays with the elements in trailing dimensions; an array of one element may be 0-d, and None is a
     null array.  A kernel that writes to an input is refused (but one that does so through `x.ptr` is not seen).  A
-    `vmap` is one call: on a CPU threads share its slices, on a GPU it is one launch (per 65,535 slices), or one for
-    each slice: where `vmap_method="sequential"` says so, of kernels with C++ or adjoints of your own, and of those that
-    Warp cannot build for batches.
+    `vmap` is one call.  On a CPU threads share its slices.  On a GPU it is one launch (per 65,535 slices), so no block
+    may wait for one of another slice; or a launch for each, in order, where `vmap_method="sequential"` says so, and for
+    kernels with C++ or adjoints of your own: this module's logger says why, at level DEBUG.
 
     Parameters that are not arrays (scalars, vectors, matrices, structs) take values that are known when JAX traces,
     and JAX compiles a call again for each new one.  So what changes, such as a time step, is better a `warp.array` of
@@ -4963,7 +5042,6 @@ def _source_of(kernel: Any) -> _Source:
         if content not in sources:
             given = [_View(x.label, x.type.ndim) if hasattr(x.type, "ndim") else None for x in kernel.adj.args]
             sources[content] = _Source(kernel, given)
-            sources[content].kernels_in_z = {}  # type: ignore
         return sources[content]
 
 
@@ -5030,29 +5108,27 @@ class _WarpTarget(_Target):
         platform = _traced_platform()
         if platform in ("cpu", "cuda") and not self.runs_nothing:
             self.lowered(platform)
-            if self.name_given and platform == "cuda":  # for exported programs, whose process may lower no batch
-                self.lowered(platform, has_batch=True)
+            if self.name_given and platform == "cuda" and not self.in_order:
+                self.lowered(platform, has_batch=True)  # for exported programs, whose process may lower no batch
 
     def lowered(self, platform: str, has_batch: bool = False) -> _Target:
         """Record a launch, and register what starts it."""
-        if platform == "cuda" and has_batch and not self.in_order and (in_z := self._in_z()):
-            return in_z
         if platform == "cuda" and not _cuda_ordinals():
             raise NotImplementedError(
                 f"{self.title}: to compile for CUDA takes a GPU, for which Warp says what a launch passes: JAX has none"
             )
         if platform not in ("cpu", "cuda"):
             return super().lowered(platform)  # raises
+        if platform == "cuda" and has_batch:
+            with _or_each_slice(self.title):
+                return self._in_z().lowered(platform)
         with _warp_session() as wp:
             recorded = self._record_on(wp, platform)
             kernel_content = _warp_content(wp, self.kernel)  # which may be another one than where it was traced
         packed = recorded[0].packed
         launch = packed.words
         if platform == "cuda":
-            begin = _CudaLaunch(self._grid(), (self._threads_of_block, 1, 1), packed.shared_mem)
-            if self.is_in_z and (exceeded := _LibCuda().exceeded(recorded[0].entry, begin)):
-                raise RuntimeError(exceeded)  # it may take more registers
-            launch = *begin.words, *packed.words
+            launch = *self._begin(packed.shared_mem).words, *packed.words
         buffers = [(key, k) for key, k, _ in self.arrays]
         content = "warp", platform, self.in_order, kernel_content, tuple(buffers), self.block_dim
         layout = platform, packed.shared_mem, packed.block_sizes, packed.pointers
@@ -5065,19 +5141,15 @@ class _WarpTarget(_Target):
                 _register(name, platform, _compile_handler(self.signature, emitter))
         return _Target(name, launch, platform=platform, title=self.title, where=self.where)
 
-    def _in_z(self) -> _Target | None:
-        """What runs a batch by one launch (9.5); None where each slice gets one."""
-        kernels = _source_of(self.kernel).kernels_in_z
+    def _in_z(self) -> _WarpTarget:
+        """What runs a batch by one launch (9.5)."""
+        if self.in_order:
+            raise _NoSingleLaunch("vmap_method says that slices run in order")
         buffers = tuple([(key, k) for key, k, _ in self.arrays])
-        try:
-            if buffers not in kernels:
-                kernels[buffers] = _kernel_in_z(self.kernel, buffers)
-            if kernels[buffers]:
-                return dataclasses.replace(self, kernel=kernels[buffers], is_in_z=True).lowered("cuda")
-        except Exception as error:  # of Warp: what it builds with parameters it may not with arrays that were moved
-            _LOG.debug(f"{self.title}: each slice of a batch is a launch: {type(error).__name__}: {error}")
-            kernels[buffers] = None
-        return None
+        return dataclasses.replace(self, kernel=_kernel_in_z(self.kernel, buffers), is_in_z=True)
+
+    def _begin(self, shared_mem: int) -> _CudaLaunch:
+        return _CudaLaunch(self._grid(), (self._threads_of_block, 1, 1), shared_mem)
 
     @property
     def _threads_of_block(self) -> int:
@@ -5145,6 +5217,8 @@ class _WarpTarget(_Target):
         direction = "backward" if command.adjoint else "forward"
         entry = ctypes.cast(getattr(command.hooks, direction), _PTR).value or 0
         shared_mem = getattr(command.hooks, f"{direction}_smem_bytes")
+        if self.is_in_z and (exceeded := _LibCuda().exceeded(entry, self._begin(shared_mem))):
+            raise _NoSingleLaunch(f"it does not fit then{exceeded}")  # it may take more registers
         block_sizes = tuple(len(block) // 8 for block in blocks)
         return _Recorded(command, entry, _Packed(tuple(words), block_sizes, tuple(pointers), shared_mem))
 
@@ -5165,8 +5239,9 @@ class _WarpTarget(_Target):
             gradients = [array(x, "gradient") if hasattr(t, "ndim") else t() for x, t in warp_types.items()]
             options |= {"adj_inputs": gradients, "adjoint": True}
         options["block_dim"] = 1 if device == "cpu" else self._threads_of_block
-        given = {**self.values, **{_STEP.format(k): pointers.get(~k) for _, k, _ in self.arrays}}
-        inputs = [given.get(name, array(name, "value")) for name in warp_types]
+        steps = {_STEP.format(~k): step for k, step in pointers.items() if k < 0}
+        values = {**self.values, **steps}
+        inputs = [values.get(name, array(name, "value")) for name in warp_types]
         try:
             command = wp.launch(self.kernel, self._dims_on(device), inputs, **options)
         except Exception as error:
@@ -5230,7 +5305,7 @@ class _WarpEmitter(_Emitter):
         words = handler.alloca(_I64, sum(self.block_sizes))
         handler.copy_bytes(words, handler.launch + offset, 8 * sum(self.block_sizes))
         blocks = [words + 8 * start for start in itertools.accumulate(self.block_sizes[:-1], initial=0)]
-        start = self.launcher.launch_in(handler) if self.libcuda else None
+        start: Any = self.launcher.launch_in(handler) if self.libcuda else None
 
         def point_to(arrays: Sequence[_Array]) -> None:
             for n, k in self.pointers:
@@ -5268,32 +5343,49 @@ _STEP = "_xla_step_{}"
 _MOVE = "_xla_move_{}"
 _MOVE_SOURCE = "@wp.func_native()\ndef move(array, step): ..."  # where Warp looks for the decorator
 _MOVE_SNIPPET = "auto& p = array.{field}; p = (decltype(&*p))((char*)p + blockIdx.z * step); return array;"
+_KERNELS_IN_Z: Any = weakref.WeakKeyDictionary()  # kernel -> {(content, buffers): the kernel whose slices are along z}
 
 
-def _kernel_in_z(kernel: Any, buffers: Sequence[tuple[tuple[str, str], int]]) -> Any:
-    """The kernel whose blocks z work on slice z of these arrays and gradients; None if it may be another one."""
+def _kernel_in_z(kernel: Any, buffers: tuple[tuple[tuple[str, str], int], ...]) -> Any:
+    """The kernel whose blocks z work on slice z of these arrays and gradients."""
     with _warp_session() as wp:
-        annotations = {arg.label: arg.type for arg in kernel.adj.args}
-        names = dict(_values_of(kernel.func))
-        same = _kernel_like(kernel, kernel.adj.source, annotations, names)
-        has_changed = _warp_content(wp, same)[2] != kernel.hash.hex()  # constants, since Warp read them
-        if has_changed or kernel.adj.transformers or _source_of(kernel).has_own_code:
-            return None
-        lines = []
-        for (name, role), k in buffers:
+        made = _KERNELS_IN_Z.setdefault(kernel, {})
+        key = _warp_content(wp, kernel), buffers
+        if key not in made:
+            made[key] = _make_kernel_in_z(wp, kernel, buffers)
+        return made[key]
 
-            def move(array: Any, step: Any) -> Any: ...
 
-            kind = annotations[name]
-            move.__annotations__ = {"array": kind, "step": wp.int64, "return": kind}
-            snippet = _MOVE_SNIPPET.format(field="grad" if role == "gradient" else "data")
-            key = _MOVE.format(k)
-            names[key] = wp.Function(move, key, "", module=same.module, native_snippet=snippet, source=_MOVE_SOURCE)
-            annotations[_STEP.format(k)] = wp.int64
-            lines.append(f"{name} = {key}({name}, {_STEP.format(k)})")
-        tree: Any = ast.parse(kernel.adj.source)
-        tree.body[0].body[:0] = ast.parse("\n".join(lines)).body
-        return _kernel_like(kernel, ast.unparse(tree), annotations, names, grid_stride=True)
+def _make_kernel_in_z(wp: Any, kernel: Any, buffers: tuple[tuple[tuple[str, str], int], ...]) -> Any:
+    source = kernel.adj.source
+    if kernel.adj.transformers:
+        raise _NoSingleLaunch("its code transformers would see another source")
+    if "_xla_" in source:
+        raise _NoSingleLaunch("names that begin with _xla_ are those of what is added to it")
+    if _source_of(kernel).has_own_code:
+        raise _NoSingleLaunch("it calls C++, or has adjoints, of your own")
+    annotations = {arg.label: arg.type for arg in kernel.adj.args}
+    names = _variables_of(kernel.func)
+    same = _kernel_like(kernel, source, annotations, names)
+    _, _, hash_now, _ = _warp_content(wp, same)
+    if hash_now != kernel.hash.hex():
+        raise _NoSingleLaunch("what it names is something else now than when Warp read it")
+    lines = []
+    for (name, role), k in buffers:
+
+        def move(array: Any, step: Any) -> Any:
+            raise NotImplementedError  # in C++ alone
+
+        kind = annotations[name]
+        move.__annotations__ = {"array": kind, "step": wp.int64, "return": kind}
+        snippet = _MOVE_SNIPPET.format(field="grad" if role == "gradient" else "data")
+        key = _MOVE.format(k)
+        names[key] = wp.Function(move, key, "", module=same.module, native_snippet=snippet, source=_MOVE_SOURCE)
+        annotations[_STEP.format(k)] = wp.int64
+        lines.append(f"{name} = {key}({name}, {_STEP.format(k)})")
+    tree: Any = ast.parse(source)
+    tree.body[0].body[:0] = ast.parse("\n".join(lines)).body
+    return _kernel_like(kernel, ast.unparse(tree), annotations, names, grid_stride=True)
 
 
 def _kernel_like(kernel: Any, source: str, annotations: dict, names: dict, **options: Any) -> Any:
@@ -5301,7 +5393,8 @@ def _kernel_like(kernel: Any, source: str, annotations: dict, names: dict, **opt
     read = kernel.func
     function = types.FunctionType(read.__code__, names, read.__name__, read.__defaults__, read.__closure__)
     function.__annotations__ = dict(annotations)
-    module = type(kernel.module)(f"{kernel.key}_{_hash(kernel.hash, source)}", None)  # Warp tells them apart by name
+    # Warp tells modules apart by name.
+    module = type(kernel.module)(f"{kernel.key}_{_hash(kernel.module.name, kernel.hash, source)}", None)
     module.options.update(kernel.module.options)
     return type(kernel)(function, kernel.key, module, {**kernel.options, **options}, source=source)
 
