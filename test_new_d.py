@@ -182,7 +182,7 @@ NEW_ERRORS = {
         ("numba", f"; {TAKES_NO_KEYWORDS}:", wrap(keyword_only_result), F32),
         ("numba", "; debug it in Python: wrapper.__wrapped__, or of @njit its .py_func, takes NumPy arrays:",
          wrap(stored("breakpoint()")), F32),
-        ("numba", "its inputs, the first parameters, are read-only.* write to an output, a parameter after them",
+        ("numba", "its inputs are read-only, .*: write to an output (a parameter after the inputs), name",
          wrap(copy, FLOATS), F32, F32),
         ("numba", "'copy' takes (x, out), but this call has 3 inputs and 1 outputs: it takes all by position, or",
          wrap(copy, FLOATS), F32, F32, F32),

@@ -2878,9 +2878,9 @@ _SEEN_WRITES = re.compile(
     rf"{_WRITES}|setitem\(readonly array|explicit output that is read-only|'NoneType' object has no attribute 'args'"
 )
 _READ_ONLY = (
-    "; its inputs, the first parameters, are read-only, because JAX may share them, and so are global arrays: write to "
-    "an output, a parameter after them, name what it changes in in_out_argnames, or use input_output_aliases to start "
-    "with an input's value"
+    "; its inputs are read-only, because JAX may share them, and so are global arrays: write to an output (a parameter "
+    "after the inputs), name what it changes in in_out_argnames, or use input_output_aliases to start with an input's "
+    "value"
 )
 # What Numba's text says (a pattern), and what to add: of the first that is found.
 _HELP = {
