@@ -1465,7 +1465,6 @@ _WAYS_OUT = {  # by the name of a type
     "ufunc": "; call it in a function, lambda x: np.sin(x), and make your own by numba.vectorize without target= "
     'instead of target="parallel": vmap uses all cores',
     "builtin_function_or_method": "; call it in a function, lambda x: math.sin(x)",
-    "_ArrayFunctionDispatcher": "; call it in a function, lambda x: np.sum(x)",
     "PjitFunction": "; JAX calls kernels, and not the other way: give a Python function, with np. for jnp.",
 }
 
