@@ -661,7 +661,7 @@ def _hash(*parts: str | bytes) -> str:
 # -- 3.3 Targets ---------------------------------------------------------------------------------------
 # What lives how long:
 #     wrapper           as long as the user, or a function that JAX has cached, holds it
-#     kernel            as long as its wrappers; one of Numba CUDA for ever, as `_Compiled.batch` may compile it once more
+#     kernel            as long as its wrappers; for Numba CUDA for ever: `_Compiled.batch` may compile it once more
 #     what it reads     for ever, by `_Names.by_reads`, if it may be made again
 #     `_Target`         as long as JAX's caches hold a trace that binds it; that of Warp holds the kernel and its values
 #     `_Compiled`       for ever, in `_TARGETS`, once it has a name: XLA has its address
@@ -1252,8 +1252,8 @@ def _is_spec(x: Any) -> bool:
 
 def _show(spec: Any) -> str:
     """A spec as people write it: float32[3,4]."""
-    if spec is None:
-        return "None"
+    if not _is_spec(spec):
+        return str(spec)
     sizes = ",".join(map(str, spec.shape))
     return f"{getattr(spec.dtype, 'name', spec.dtype)}[{sizes}]"
 
@@ -1302,14 +1302,13 @@ def _declared_spec(x: Any, what: str, ins: Sequence[Spec] | None) -> Spec:
     if not _is_spec(x):
         raise TypeError(
             f"{what} must be specs with both .shape and .dtype, such as jax.ShapeDtypeStruct(shape, dtype), or a "
-            f"callable of the inputs that returns them; got {x!r} of type {type(x).__name__}"
+            f"callable of the inputs' specs that returns them; got {x!r} of type {type(x).__name__}"
         )
     _check_dtype(x.dtype, what)
     try:
         shape = jax.core.ShapedArray(x.shape, np.float32).shape  # checked, of Python's ints and of symbolic sizes
     except TypeError as error:
-        error.add_note(f"{what}: {_GETS_SPECS}")
-        raise
+        raise TypeError(f"{what}: {_GETS_SPECS}; a shape is flat, such as (2, *x.shape): {error}") from error
     if any(isinstance(size, int) and size < 0 for size in shape):
         raise ValueError(f"{what} has a negative dimension in its shape {shape}")
     dtype = np.dtype(x.dtype)
@@ -1401,28 +1400,21 @@ def _from_dlpack(x: Any, what: str) -> Any:
         ) from error
 
 
-def _call_checked(function: Callable, what: str, /, *args: Any, **params: Any) -> Any:
-    """Call what the user gave; the error says so if it takes other arguments."""
-    try:
-        return function(*args, **params)
-    except TypeError:
-        with contextlib.suppress(ValueError):  # what has no signature
-            _check_takes(inspect.signature(function), what, args, params)
-        raise
-
-
 def _call_with_specs(option: Callable, what: str, *specs: Any) -> Any:
     """Call an option that is a function of the inputs' specs; the error says so if it wants their values."""
     try:
-        return _call_checked(option, what, *specs)
-    except TypeError as error:
-        error.add_note(f"{what}: {_GETS_SPECS}")
-        raise
+        return option(*specs)
+    except (AttributeError, IndexError, TypeError) as error:
+        with contextlib.suppress(ValueError):  # what has no signature
+            _check_takes(inspect.signature(option), what, specs)
+        shown = ", ".join(map(_show, specs))
+        raise TypeError(f"{what} of ({shown}): {error}: {_GETS_SPECS}") from error
 
 
 _GETS_SPECS = (
-    "a function gets specs (.shape and .dtype) of arrays, no values: a size that is one must be known before the call, "
-    "such as n in outs=jax.ShapeDtypeStruct((n,), dtype)"
+    "a function gets specs (.shape and .dtype) of arrays, no values; jax.eval_shape(f, ...) gives those of what f "
+    "returns; a size must be known before the call, such as n in outs=jax.ShapeDtypeStruct((n,), dtype), or is a fixed "
+    "capacity, with a count as one more output"
 )
 
 
@@ -1430,9 +1422,11 @@ def _check_takes(signature: inspect.Signature, what: str, args: Sequence, params
     try:
         signature.bind(*args, **dict.fromkeys(params))
     except TypeError as error:
-        shown = ", ".join([*(_show(x) if _is_spec(x) else str(x) for x in args), *(f"{name}=" for name in params)])
+        shown = ", ".join([*map(_show, args), *(f"{name}=" for name in params)])
+        missing = re.match(r"missing .*'(\w+)'", str(error))
+        fix = f", or call op(..., {missing[1]}=...)" if missing and not args else ""  # a generator gets params alone
         raise TypeError(
-            f"{what} takes {signature}, but this call gives it ({shown}): {error}; give it one parameter for each"
+            f"{what} takes {signature}, but this call gives it ({shown}): {error}; give it one parameter for each{fix}"
         ) from None
 
 
@@ -1607,16 +1601,19 @@ def _call_batching(args: Any, dims: Any, *, call: _Call) -> Any:
 def _call_jvp(primals: Sequence, tangents: Sequence, *, call: _Call) -> tuple:
     if any(jax.dtypes.issubdtype(out.dtype, np.inexact) for out in call.outs[: call.n_results]):
         raise TypeError(
-            f"{call.target.title} has no (further) derivative: {call.target.derivative}use jax.custom_vjp, or an "
-            "XLACustomKernel's rules"
+            f"{call.target.title} has no (further) derivative: {call.target.derivative}use jax.custom_vjp for grad, "
+            "jax.custom_jvp for jvp and hessian, or an XLACustomKernel's rules; jax.lax.stop_gradient(x) for inputs "
+            "that need none; a kernel that a rule calls needs a rule of its own where that is differentiated again"
         )
     results = call.bind(primals)
     return results, list(map(_zero_tangent, results))
 
 
 def _call_transpose(cts: Sequence, *operands: Any, call: _Call) -> list:
-    text = "cannot be transposed, as grad of a jax.custom_jvp does: use jax.custom_vjp, or an XLACustomKernel's rules"
-    raise NotImplementedError(f"{call.target.title} {text}")
+    raise NotImplementedError(
+        f"{call.target.title} cannot be transposed, as grad of a jax.custom_jvp does where its rule calls this with "
+        "tangents: use jax.custom_vjp, or an XLACustomKernel's rules"
+    )
 
 
 _call_p = Primitive("xla_kernel")
@@ -1784,7 +1781,10 @@ def _wrong_kernel(user: str, takes: str, kernel: Any) -> TypeError:
 _WAYS_OUT = {  # by the name of a type
     "partial": "; write a function that calls it, whose closure has the constants",
     "method": "; write a function outside of the class: what it reads of `self` is an input, or in its closure",
-    "ufunc": '; make it by numba.vectorize without target= instead of target="parallel": vmap uses all cores',
+    "ufunc": "; call it in a function, lambda x: np.sin(x), and make your own by numba.vectorize without target= "
+    'instead of target="parallel": vmap uses all cores',
+    "builtin_function_or_method": "; call it in a function, lambda x: math.sin(x)",
+    "PjitFunction": "; JAX calls kernels, and not the other way: give a Python function, with np. for jnp.",
 }
 
 
@@ -1888,6 +1888,16 @@ def _not_pickled(title: str) -> pickle.PicklingError:
     return pickle.PicklingError(f"{title} is pickled by name: keep it in a variable of a module to import")
 
 
+def _value_of(variable: str) -> Any:
+    try:
+        return pkgutil.resolve_name(variable)
+    except (ImportError, AttributeError) as error:
+        raise pickle.UnpicklingError(
+            f"there is no {variable} here: what is pickled by name travels by a variable of a module that both processes "
+            "import, which is not __main__"
+        ) from error
+
+
 def _loaded(data: bytes) -> Any:
     make, *args = pickle.loads(data)
     return make(*args)
@@ -1941,7 +1951,7 @@ class _Wrapper(_NotCopied):
         """By a variable of its module; without one, or in `__main__`, which is another module elsewhere, by value."""
         modules = {getattr(self, "__module__", None), getattr(_python(self.kernel), "__module__", None)} - {"__main__"}
         variable = _variable_of(self, sorted(filter(None, modules)))
-        return (pkgutil.resolve_name, (variable,)) if variable else (_loaded, (self._dumps(),))
+        return (_value_of, (variable,)) if variable else (_loaded, (self._dumps(),))
 
     def _dumps(self) -> bytes:
         """The kernel with its code, and the options, as plain `pickle` can read them."""
@@ -1994,7 +2004,7 @@ class _Wrapper(_NotCopied):
 
     def _specs(self, what: str, ins: Sequence[Spec]) -> tuple[list[Spec], Any]:
         """The specs that an option gives for these inputs, in the order of the kernel's parameters."""
-        specs, tree = _flat_specs(self._for_inputs(what, ins), what, ins)
+        specs, tree = _flat_specs(self._for_inputs(what, ins), f"{self.title}: {what}", ins)
         if _has_dicts(tree):
             raise TypeError(f"{self.title}: {what} is a dict, whose keys JAX sorts: give a tuple, or a NamedTuple")
         return specs, tree
@@ -3142,9 +3152,32 @@ _SEEN_WRITES = re.compile(
     rf"{_WRITES}|setitem\(readonly array|explicit output that is read-only|'NoneType' object has no attribute 'args'"
 )
 _READ_ONLY = (
-    "; its inputs are read-only, because JAX may share them, and so are global arrays: write to an output, name "
-    "what it changes in in_out_argnames, or use input_output_aliases to start with an input's value"
+    "; its inputs are read-only, because JAX may share them, and so are global arrays: write to an output (a parameter "
+    "after the inputs), name what it changes in in_out_argnames, or use input_output_aliases to start with an input's "
+    "value"
 )
+# What Numba's text says (a pattern), and what to add: of the first that is found.
+_HELP = {
+    r"Module\(<module 'jax\.random'": "noise is an input: draw it by jax.random before the call",
+    r"Module\(<module 'jax|<class 'jax[^']*(PjitFunction|ufunc|custom_[jv][jv]p)'": "a kernel cannot call JAX: write "
+    "np. for jnp., and loops for jax.lax and jax.vmap",
+    r"<class 'jax|readonly buffer\(": "it reads an array of JAX's, which must be an input, or NumPy's if it is a "
+    "constant",
+    r"attribute 'at' of type .*array": "write out[i] = 1.0 for out.at[i].set(1.0)",
+    r"Module\(<module 'scipy|<class 'numpy\.ufunc'": "Numba has no such function: there are math.erf and math.gamma; "
+    "on CPUs SciPy's C functions by get_cython_function_address, as in `bessel` of the README",
+    r"Module\(<module 'pdb|name 'breakpoint'": "debug it in Python: wrapper.__wrapped__, or of @njit its .py_func, "
+    "takes NumPy arrays",
+    r"IMPORT_NAME": "import outside of the kernel",
+    rf"<class '{re.escape(__name__)}\.": "a kernel cannot call a wrapper or an op: call the @numba.njit function in "
+    "it, wrapper.__wrapped__",
+    r"<class '(function|functools\.partial)'": "a function that it calls needs @numba.njit (for a GPU @cuda.jit), too",
+    r"Untyped global name|' in globals|, \(List\(": "globals and closures can be numbers, tuples and NumPy arrays: "
+    "what a dict, a list or an object has is an input, or a number in a closure",
+    r"Cannot bind 'args=.*\*, |^tuple index out of range$": "a parameter cannot be keyword-only: make it an input, or "
+    "a variable of the closure",  # the second is all that Numba 0.63 says
+    r"0d, C": "an array without dimensions is read and written as n[()], an input of them can be in scalars=",
+}
 _RETURNS_A_VALUE = "; it returns a value: write to the output arrays and return nothing"
 _RETURNED = "returned_by_kernel"  # in adapters: numba_cuda_mlir 0.6.0 cannot compile `return kernel()`
 
@@ -3176,8 +3209,10 @@ def numba_kernel(
 
     XLA may merge two equal calls into one, even if the kernel draws random numbers: `has_side_effect=True` prevents
     that.  Two calls with side effects are not ordered, unless one takes a result of the other.  Under `vmap` a `cond`
-    becomes a `select`: a kernel in a branch that is not taken runs, too, and what it raises is raised.  Kernels run on
-    XLA's threads: `np.random.seed` and `numba.set_num_threads`, which are per thread, miss them.
+    becomes a `select`: a kernel in a branch that is not taken runs, too, and what it raises is raised; and one in a
+    `while_loop` runs for slices that have finished, too, with their last state: guard its indices.  Kernels run on
+    XLA's threads: `np.random.seed` and `numba.set_num_threads`, which are per thread, miss them.  Ctrl-C does not stop
+    a kernel that never ends (Ctrl-\\ does).
 
     Slices of a `vmap` may run on several threads at once, also where the kernel calls C functions: for a C library that
     is not thread-safe say `vmap_method="sequential"`.  Numba's `parallel=True` is seen in the kernel and in functions
@@ -3289,7 +3324,7 @@ class _NumbaWrapper(_Wrapper):
             with_scratch = ", scratch included" if has_scratch else ""
             raise TypeError(
                 f"kernel {self.__name__!r} takes {takes}, but this call has {n_in} inputs and {n - n_in} outputs"
-                f"{with_scratch}: a kernel takes all{', or returns the outputs' if may_return else ''}. Name in "
+                f"{with_scratch}: it takes all by position{', or returns the outputs' if may_return else ''}. Name in "
                 "in_out_argnames what is both, or wrap it in a function, which has constants in its closure"
             )
         return allowed
@@ -3351,7 +3386,10 @@ class _NumbaKernel(_NumbaWrapper):
         except Exception:
             vars(self).pop("_numba_dispatcher", None)  # made here: a new one next time, as it remembers the failure
             raise
-        where = "runs on the CPU; for GPUs there are numba_cuda_kernel and warp_kernel"
+        where = (
+            "runs on the CPU; for GPUs there are numba_cuda_kernel and warp_kernel, and jax.pure_callback calls this one's "
+            "function"
+        )
         return _Target(name, platform="cpu", title=self.title, where=where)
 
     @functools.cached_property
@@ -3533,6 +3571,10 @@ def _compile_results(dispatcher: Any, argtypes: tuple, signature: _Signature, fo
     if len(leaves) != len(declared) or not all(map(_is_declared, leaves.values(), declared)):
         shown = ", ".join(f"{dtype.name}[{','.join(':' * rank)}]" for dtype, rank in declared)
         hint = "" if form.results else "; wrap one that does both in a function that drops the result"
+        for kind, (dtype, rank) in zip(leaves.values(), declared):
+            if re.match(r"(array\()?(int64|float64|complex128)", str(kind)) and not _is_declared(kind, (dtype, rank)):
+                cast = f".astype(np.{dtype}) or np.{dtype}(...)"
+                hint = f"; Python's numbers make 64 bits in Numba: cast by {cast}, or declare 64 bits in outs"
         raise TypeError(
             f"kernel {signature.label!r} returns {returned}, not {shown or 'nothing'}: with parameters for its outputs "
             f"it writes to them, and with the inputs alone it returns what outs declares{hint}"
@@ -3598,12 +3640,10 @@ def _refusal(by: str, signature: _Signature, error: Exception) -> TypeError:
         hint += _READ_ONLY
     elif "must have void return type" in text or "to none" in text:
         hint += _RETURNS_A_VALUE
-    elif "<class 'jax" in text or "readonly buffer(" in text:
-        hint += "; it reads an array of JAX's, which must be an input, or NumPy's if it is a constant"
     elif not jax.config.jax_enable_x64 and re.search(r"(?s)Known signatures:.*64|mismatch: (double|i64)", text):
         hint += "; it has a signature of 64 bits, which JAX truncates to 32 unless jax_enable_x64 is set"
-    elif "0d, C" in text:
-        hint += "; an array without dimensions is read and written as n[()], an input of them can be in scalars="
+    else:
+        hint += next((f"; {advice}" for said, advice in _HELP.items() if re.search(said, text)), "")
     if "'NoneType' object has no attribute 'args'" in text:  # what Numba says of `x += 1`, from inside
         text = "it updates an array in place"
     return TypeError(f"{by} cannot compile kernel {signature.label!r} for {signature}{hint}:\n{text}")
@@ -4612,7 +4652,8 @@ def warp_kernel(
         that start from no input are zero.
       launch_dims: the number of threads: an int, a tuple of up to 4, or a callable of the inputs; by default the shape
         of the first array that is not None (without the dimensions of its elements), if `wp.tid()` gives as many
-        indices.
+        indices.  More threads than elements write beyond arrays, which corrupts memory: `warp.config.mode = "debug"`,
+        set before the first call, finds that.
       block_dim: threads per block on a GPU, by default 256; a block on the CPU has one.
       tiled: True for kernels whose blocks work on tiles, as `warp.launch_tiled` starts them: `launch_dims`, up
         to 3, counts blocks, of `block_dim` threads each.  Without it a GPU refuses such a kernel, unless its
@@ -5585,7 +5626,8 @@ class XLACustomKernel(_NotCopied):
     the backend's own batching rules. Derivatives are given by the `def_*_rule` methods.
 
     An op has no side effects: a call whose results nobody uses is dropped, and two calls are not ordered. Under `vmap`
-    a `cond` becomes a `select`: a kernel in a branch that is not taken runs, too, and what it raises is raised.
+    a `cond` becomes a `select`: a kernel in a branch that is not taken runs, too, and what it raises is raised; in a
+    `while_loop` it runs for slices that have finished, too, with their last state.
 
     An op lives as long as the process, as JAX's tables hold its primitive.
 
@@ -5661,7 +5703,7 @@ class XLACustomKernel(_NotCopied):
         variable = _variable_of(self, sorted(sys.modules, key="__main__".__eq__))  # which is another module elsewhere
         if not variable:
             raise _not_pickled(self.title)
-        return pkgutil.resolve_name, (variable,)
+        return _value_of, (variable,)
 
     # -- registration ----------------------------------------------------------------------------------
 
@@ -5814,7 +5856,8 @@ class XLACustomKernel(_NotCopied):
 
         `fun(cotangents, *operands, **params)` gets a list with one cotangent per output (`ad.Zero` where it is zero),
         and an `ad.UndefinedPrimal` for every operand that the op is linear in (`ad.is_undefined_primal`). It returns
-        one cotangent per operand: None for those that are known.
+        one cotangent per operand: None for those that are known. It works under `vmap`, too, where JAX's
+        `linear_call` has no batching rule.
         """
         return self._define_rule("transpose", fun)
 
@@ -6086,7 +6129,12 @@ def _tolerant(fun: Callable, what: str) -> Callable:
     def call(*args: Any, **params: Any) -> Any:
         for name in unwanted & params.keys():
             del params[name]
-        return _call_checked(fun, what, *args, **params)
+        try:
+            return fun(*args, **params)
+        except TypeError:
+            with contextlib.suppress(ValueError):  # what has no signature
+                _check_takes(inspect.signature(fun), what, args, params)
+            raise
 
     return call
 
@@ -6114,7 +6162,10 @@ def _function_of_arrays(op_params: _OpParams, entry: KernelEntry, ins: Sequence)
     if known:
         return known
     outs = tuple([Spec(out.shape, out.dtype, **_varying(axes)) for out in op_params.outs])
-    what = "the generator (any plain function is one: @numba.njit makes a Numba kernel, lambda: f gives a function f)"
+    what = (
+        f"{op_params.op.title}: the generator (any plain function is one: @numba.njit makes a Numba kernel, lambda: f "
+        "gives a function f)"
+    )
     # What it computes with jax.numpy serves other traces, too: so it is an array, no tracer, and has no manual axes.
     without_manual = mesh.update_axis_types(dict.fromkeys(mesh.manual_axes, jax.sharding.AxisType.Auto))
     with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(without_manual):
