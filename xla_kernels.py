@@ -1893,8 +1893,8 @@ def _value_of(variable: str) -> Any:
         return pkgutil.resolve_name(variable)
     except (ImportError, AttributeError) as error:
         raise pickle.UnpicklingError(
-            f"there is no {variable} here: what is pickled by name travels by a variable of a module that both processes "
-            "import, which is not __main__"
+            f"there is no {variable} here: what is pickled by name travels by a variable of a module that both "
+            "processes import, which is not __main__"
         ) from error
 
 
@@ -3387,8 +3387,8 @@ class _NumbaKernel(_NumbaWrapper):
             vars(self).pop("_numba_dispatcher", None)  # made here: a new one next time, as it remembers the failure
             raise
         where = (
-            "runs on the CPU; for GPUs there are numba_cuda_kernel and warp_kernel, and jax.pure_callback calls this one's "
-            "function"
+            "runs on the CPU; for GPUs there are numba_cuda_kernel and warp_kernel, and jax.pure_callback calls this "
+            "one's function"
         )
         return _Target(name, platform="cpu", title=self.title, where=where)
 
@@ -4007,8 +4007,9 @@ class _CudaWrapper(_NumbaWrapper):
         platform = package.platform
 
         def compile_here() -> _Compiled | None:
+            compiled = compile_kernel(signature) if platform != "cuda" or _cuda_ordinals() else None
             check()
-            return compile_kernel(signature) if platform != "cuda" or _cuda_ordinals() else None
+            return compiled
 
         options = "cuda", package.module, *options
         name = _NAMES.of_kernel(self, signature, options, platform, compile_here, freezes_globals)
