@@ -786,10 +786,6 @@ class _Access(NamedTuple):
     text: str  # of the source
     is_unguarded: bool  # Numba lets it pass, even if the parameter is read-only
 
-    @property
-    def is_unguarded_write(self) -> bool:
-        return self.is_unguarded and self.kind != "unknown"
-
 
 # Functions of NumPy, Numba CUDA and Warp, and attributes of arrays, by name.
 _UPDATES = re.compile(r"(?:^|\.)(?:atomic\.\w+|(?:tile_)?atomic_\w+|ufunc\.at)$")
@@ -955,7 +951,7 @@ class _Source:
                 self.value(test)
                 self.branches(body, orelse)
             case ast.For(target=target, iter=iterated, body=body, orelse=orelse):
-                self.loop(body, lambda: self.iterate(target, iterated, node))
+                self.loop(body, lambda: self.assign(target, _indexed(self.value(iterated), 1), node))
                 self.run(orelse)
             case ast.While(test=test, body=body, orelse=orelse):
                 self.loop(body, lambda: self.value(test))
@@ -1001,18 +997,6 @@ class _Source:
 
     # -- assignments --
 
-    def iterate(self, target: Any, iterated: Any, node: ast.AST) -> None:
-        """Assign an item of what a loop goes through."""
-        match target, iterated:
-            case ast.Tuple(elts=targets), ast.Call(func=ast.Name(id="zip"), args=args) if _pairs(targets, args):
-                for part, arg in zip(targets, args):
-                    self.assign(part, _indexed(self.value(arg), 1), node)
-            case ast.Tuple(elts=[index, part]), ast.Call(func=ast.Name(id="enumerate"), args=[arg]):
-                self.assign(index, set(), node)
-                self.assign(part, _indexed(self.value(arg), 1), node)
-            case _:
-                self.assign(target, _indexed(self.value(iterated), 1), node)
-
     def assign(self, target: Any, found: set, node: ast.AST, value: Any = None) -> None:
         match target:
             case ast.Name(id=name):
@@ -1050,26 +1034,14 @@ class _Source:
             case ast.Subscript(value=owner, slice=index):
                 self.value(index)
                 return _indexed(self.value(owner), _count_indices(index))
-            case ast.IfExp(test=test, body=body, orelse=orelse):
-                self.value(test)
-                return self.value(body) | self.value(orelse)
-            case ast.BoolOp(values=values):
-                return set().union(*map(self.value, values))
+            case ast.IfExp() | ast.BoolOp():
+                return set().union(*map(self.value, ast.iter_child_nodes(node)))
             case ast.Tuple(elts=parts) | ast.List(elts=parts):
                 return _inside(set().union(*map(self.value, parts)))
             case ast.Lambda():
                 return {node}
-            case ast.NamedExpr(target=target, value=value):
-                found = self.value(value)
-                self.assign(target, found, node)
-                return found
             case ast.Call():
                 return self.called(node)
-            case ast.ListComp(elt=item, generators=loops) | ast.GeneratorExp(elt=item, generators=loops):
-                for loop in loops:
-                    self.iterate(loop.target, loop.iter, node)
-                    list(map(self.value, loop.ifs))
-                return _inside(self.value(item))
         found = set().union(*map(self.value, ast.iter_child_nodes(node)))
         if isinstance(node, (ast.BinOp, ast.UnaryOp, ast.Compare)):
             return set()
@@ -1104,18 +1076,16 @@ class _Source:
 
     def method(self, owners: Sequence[_View], name: str, everything: set, node: ast.AST) -> set:
         """A method of arrays, or of what has arrays in it."""
-        if name in _FACTS:  # such as x.dtype(0)
+        if name in _FACTS or _COPIES.search(name):  # such as x.dtype(0)
             return set()
         self.note("unknown", everything, node)
         if name in _STORING_METHODS:
             self.note("stores", owners, node)
         elif not hasattr(np.ndarray, name):
             self.note("unknown", owners, node)
-        elif _VIEWS.search(name):
-            return _inside(owners, bool(_UNGUARDED_VIEWS.search(name)))
-        elif not _COPIES.search(name):
-            return {x._replace(ndim=math.inf, may_be_copy=True) for x in owners}
-        return set()
+        is_view = bool(_VIEWS.search(name))
+        views = _inside(owners, bool(_UNGUARDED_VIEWS.search(name)))
+        return {x._replace(may_be_copy=x.may_be_copy or not is_view) for x in views}
 
 
 def _arrays(found: Iterable) -> list[_View]:
@@ -1137,11 +1107,8 @@ def _indexed(found: Iterable, n: int) -> set:
 def _count_indices(index: Any) -> int:
     """How many dimensions an index takes away; that of a 0-d array, `[()]`, its last."""
     parts = index.elts if isinstance(index, ast.Tuple) else [index]
-    return sum(not _keeps_dimension(x) for x in parts) if parts else 1
-
-
-def _keeps_dimension(index: Any) -> bool:
-    return isinstance(index, ast.Slice) or (isinstance(index, ast.Constant) and index.value in (..., None))
+    keeping = [x for x in parts if isinstance(x, ast.Slice) or getattr(x, "value", 0) in (..., None)]
+    return len(parts) - len(keeping) if parts else 1
 
 
 def _joined(*ends: dict[str, set]) -> dict[str, set]:
@@ -1160,13 +1127,11 @@ def _pairs(targets: Sequence, values: Sequence) -> bool:
 
 def _is_update(target: Any, value: Any) -> bool:
     """Whether the value of an assignment is surely made of what it assigns to: `x[i] = f(x[i])`, `x[:] = x + y`."""
-    text = ast.unparse(value) if value else ""
-    if re.search(r"\bif\b|\b(where|select)\(", text):
-        return False
-    operands = [x for node in ast.walk(value or target) if isinstance(node, ast.BinOp) for x in (node.left, node.right)]
-    is_whole = _count_indices(target.slice) == 0 if isinstance(target, ast.Subscript) else False
-    is_made_of_whole = is_whole and ast.unparse(target.value) in map(ast.unparse, operands)
-    return is_made_of_whole or any(ast.unparse(x) == ast.unparse(target) for x in ast.walk(value or ast.Pass()))
+    text = ast.unparse(target)
+    nodes = list(ast.walk(value or ast.Pass()))
+    operands = [ast.unparse(x) for node in nodes if isinstance(node, ast.BinOp) for x in (node.left, node.right)]
+    is_made_of = text in map(ast.unparse, nodes) or re.sub(r"\[(:|\.\.\.)\]$", "", text) in operands
+    return is_made_of and not re.search(r"\bif\b|\b(where|select)\(", ast.unparse(value))
 
 
 def _is_in_place(node: Any) -> bool:
@@ -1213,7 +1178,7 @@ def _tree_of(function: Any) -> Any:
 
 @functools.lru_cache(maxsize=8)
 def _trees_of(file: str, text: str) -> dict[types.CodeType, Any]:
-    """The syntax tree of each function in a file, by what it compiles to: equal code, in the same lines."""
+    """The syntax tree of each function in a file, by what it compiles to; not of lambdas that share a line."""
     nodes = collections.defaultdict(list)
     codes: list[types.CodeType] = []
     with contextlib.suppress(SyntaxError, ValueError):
@@ -1225,19 +1190,10 @@ def _trees_of(file: str, text: str) -> dict[types.CodeType, Any]:
     trees = {}
     for code in codes:  # which grows
         codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-        around = [node for node in nodes[code.co_firstlineno, code.co_name] if _is_around(node, code)]
-        if around:
-            trees[code] = min(around, key=lambda node: len(ast.unparse(node)))  # of lambdas in lambdas the innermost
+        found = nodes[code.co_firstlineno, code.co_name]
+        if len(found) == 1:
+            trees[code] = found[0]
     return trees
-
-
-def _is_around(node: Any, code: types.CodeType) -> bool:
-    """Whether code lies in a function, to tell lambdas in one line apart."""
-    if not isinstance(node, ast.Lambda):
-        return True
-    first, last = (node.body.lineno, node.body.col_offset), (node.body.end_lineno, node.body.end_col_offset)
-    places = [(line, column) for line, _, column, end in code.co_positions() if line and end]
-    return all(first <= place <= last for place in places)
 
 
 # ======================================================================================================
@@ -2078,7 +2034,9 @@ class _Wrapper(_NotCopied):
         for name, k in buffers.items():
             accesses = source.accesses[name]
             if k < n_in and k not in aliases:
-                self._check_input(name, [x for x in accesses if not is_guarded or x.is_unguarded_write])
+                self._check_input(
+                    name, [x for x in accesses if not is_guarded or (x.is_unguarded and x.kind != "unknown")]
+                )
             elif k >= n_in and k - n_in not in starts and self.options.zero_outputs is not False:
                 self._check_output(name, accesses, is_scratch=k - n_in >= call.n_results)
 
