@@ -856,7 +856,7 @@ class _Source:
         elif _VIEWS.search(name) or hasattr(function, "vars"):  # or a struct of Warp's
             return _inside(everything, bool(_UNGUARDED_VIEWS.search(name)))
         elif is_warps:
-            self.uses_tiles |= "tile" in name
+            self.uses_tiles |= bool(re.match("(un)?tile", name))
             self.tid_counts |= {self.n_targets.get(node, 1)} if name == "tid" else set()
             if not _WARP_READS.search(name):
                 self.note("unknown", everything, node)
@@ -2034,9 +2034,8 @@ class _Wrapper(_NotCopied):
         for name, k in buffers.items():
             accesses = source.accesses[name]
             if k < n_in and k not in aliases:
-                self._check_input(
-                    name, [x for x in accesses if not is_guarded or (x.is_unguarded and x.kind != "unknown")]
-                )
+                unguarded = [x for x in accesses if x.is_unguarded and x.kind != "unknown"]
+                self._check_input(name, unguarded if is_guarded else accesses)
             elif k >= n_in and k - n_in not in starts and self.options.zero_outputs is not False:
                 self._check_output(name, accesses, is_scratch=k - n_in >= call.n_results)
 
@@ -3123,7 +3122,7 @@ _HELP = {
     "constant",
     r"attribute 'at' of type .*array": "write out[i] = 1.0 for out.at[i].set(1.0)",
     r"Module\(<module 'scipy|<class 'numpy\.ufunc'": "Numba has no such function: there are math.erf and math.gamma; "
-    "on CPUs SciPy's C functions by get_cython_function_address, as in `bessel` of the README",
+    "on CPUs SciPy's C functions by get_cython_function_address, as in `bessel` of the README's examples",
     r"Module\(<module 'pdb|name 'breakpoint'": "debug it in Python: wrapper.__wrapped__, or of @njit its .py_func, "
     "takes NumPy arrays",
     r"IMPORT_NAME": "import outside of the kernel",
@@ -3990,15 +3989,11 @@ class _CudaKernel(_CudaWrapper):
         package = self.package
         launch = self._launch_configuration(call.ins)
         [form] = self._forms(call, may_return=False)
-        options: tuple = (form, self.options.in_order)
+        in_order = self.options.in_order
         check = functools.partial(self._check_form, call, form, is_guarded=True)
-
-        def compile_kernel(signature: _Signature) -> _Compiled:
-            return package.compile(self.kernel, *options, signature)
-
+        compile_kernel = functools.partial(package.compile, self.kernel, form, in_order)
         freezes_globals = package.platform == "cuda"  # Python reads a variable on each run
-        is_checked = self.options.zero_outputs is not False
-        options = *options, is_checked
+        options = form, in_order, self.options.zero_outputs is not False
         target = self._named_target(package, call, compile_kernel, launch.words, options, freezes_globals, check)
         if self.options.name and not self.options.in_order:  # for exported programs, whose process may lower no batch
             target.lowered(package.platform, has_batch=True)
