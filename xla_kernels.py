@@ -3090,23 +3090,18 @@ def _keep_message(error: BaseException, label: str) -> int:
 # ======================================================================================================
 # 7. Numba on CPU: a wrapper, and an emitter that calls what Numba compiled.
 #
-# What a new Numba may break.
-# - Loudly: `library._final_module` and `_shared_module`, `_compiler.pipeline_class`, the status of
-#   `call_conv.call_function`.
-# - Silently, so that tests of each must pass before it counts as supported: the parameters of arrays (`_numba_params`:
-#   the matrix; `_not_only_read`: test_only_the_input_that_a_kernel_may_write_to_is_copied), new ways to write to a
-#   read-only array (`_UNSEEN_WRITERS`, `_KNOWN_ATTRIBUTES`: test_a_kernel_that_may_write_to_an_input_gets_a_copy), how
-#   a start of threads shows in LLVM's text (`_uses_threads`: test_parallel_kernels_entered_at_once), and what the
-#   templates of users' overloads have (`_extension_of_users`: test_the_life_of_a_process_in_which_an_extension_writes).
+# What a new Numba may break: loudly `library._final_module`, `_shared_module`, the status of `call_conv.call_function`;
+# silently the parameters of arrays (`_numba_params`: the matrix), new ways to write to a read-only array (3.4: the
+# table of mistakes), and how LLVM's text shows that threads start (test_parallel_kernels_entered_at_once).
 
 _NUMBA_INSTALL = "pip install numba"
 _NUMBA_DTYPES = frozenset(
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float32 float64 complex64 complex128".split()
 )
-_WRITES = "Cannot modify readonly array"  # in what Numba says
-# And in what it says of `x[0] = 1`, too, where that is a call; of `np.add(x, 1, x)`; and of `x += 1` (0.63 to 0.68).
+# What Numba says of a write to a read-only array, last of `x += 1` (0.63 to 0.68).
 _SEEN_WRITES = re.compile(
-    rf"{_WRITES}|setitem\(readonly array|explicit output that is read-only|'NoneType' object has no attribute 'args'"
+    r"Cannot modify readonly array|setitem\(readonly array|explicit output that is read-only|"
+    "'NoneType' object has no attribute 'args'"
 )
 _READ_ONLY = (
     "; its inputs are read-only, because JAX may share them, and so are global arrays: write to an output (a parameter "
@@ -3161,8 +3156,8 @@ def numba_kernel(
     `XLACustomKernel` and `jax.custom_vjp`.
 
     A kernel is compiled once for each combination of dtypes and ranks (also one of explicit signatures, which may keep
-    `cache=True`).  Globals are read then and never again (not by `recompile` either).  A function that is wrapped
-    again is not compiled again; nor is one that is made again, if it reads equal constants and no functions of yours.
+    `cache=True`).  It reads globals then: this wrapper keeps their values, and a plain function that is wrapped again
+    reads them anew.  What is wrapped or made again is compiled once as long as what it reads is equal.
 
     XLA may merge two equal calls into one, even if the kernel draws random numbers: `has_side_effect=True` prevents
     that.  Two calls with side effects are not ordered, unless one takes a result of the other.  Under `vmap` a `cond`
@@ -3173,12 +3168,14 @@ def numba_kernel(
 
     Slices of a `vmap` may run on several threads at once, also where the kernel calls C functions: for a C library that
     is not thread-safe say `vmap_method="sequential"`.  Numba's `parallel=True` is seen in the kernel and in functions
-    that it names, and not behind a pointer that C code has.  Where `numba.threading_layer()` is workqueue, Numba ends
-    the process if you call a parallel function yourself while JAX runs a parallel kernel.
+    that it names.  Where `numba.threading_layer()` is workqueue, Numba ends the process if you call a parallel function
+    yourself while JAX runs a parallel kernel.
 
-    A write to an input that Numba refuses is an error.  What Numba lets pass (`x.flat`, `np.frombuffer`, a dict of
-    arrays, your own classes and intrinsics, C functions that get `x.ctypes`) gives the kernel a copy of each input that
-    LLVM does not find to be only read.  Not seen: an array whose address the kernel has from elsewhere.
+    A kernel that writes to an input is refused: by Numba's read-only arrays, and what these let pass (`x.flat`,
+    `np.fill_diagonal(x, 0)`, ...) by its source.  So is one that only updates an output, as `out[i] += v` does.  Where
+    there is no source (`exec`, an edited file), outputs are not looked at, and a kernel that takes writable arrays
+    alone, or names what writes so, is refused.  Not looked for is what takes intent: your own intrinsics and overloads
+    that store to their arguments, addresses (`x.ctypes`), C code.
 
     `1 / 0` raises in Numba, unless the kernel has `error_model="numpy"`.
 
@@ -3201,7 +3198,9 @@ def numba_kernel(
       has_side_effect: True keeps the call even where its results are not used.
       scratch: a spec, a tuple of them, or a callable like `outs`: uninitialized buffers passed after the outputs and
         not returned.
-      zero_outputs: True starts every output but the aliased ones from zeros, in each slice of a `vmap`.
+      zero_outputs: True starts every output but the aliased ones from zeros, in each slice of a `vmap`.  By default a
+        kernel whose source only updates an output, or never stores to it, is refused, unless it starts from an input;
+        False says that the kernel does store there before.
       name: of your own choice: by it an exported program finds the kernel in another process (see `export_checks`).
 
     Raises:
@@ -3430,28 +3429,26 @@ class _Form(NamedTuple):
 # helpers of explicit signatures do, of which libraries are full; then the source must show that it only reads them.
 
 
-class _NumbaCode(NamedTuple):
-    """The machine code of a kernel, and what the wrapper and the handler must know of it."""
-
-    overload: Any  # of Numba, which keeps the code in memory
-    form: _Form
-    is_guarded: bool  # its inputs are read-only arrays
-    error: Exception | None = None  # why they are not
-
-
 def _compile_numba(
     kernel: Any, signature: _Signature, forms: list[_Form], in_order: bool, check: Callable[[_Form, bool], None]
 ) -> _Compiled:
-    """Compile the kernel for the signature, and the handler that calls it; `check` raises if its source is wrong."""
+    """Compile the kernel in the first form that can be, and the handler that calls it."""
     began = time.perf_counter()
-    code = _compile_first_form(kernel, signature, forms)
-    try:
-        check(code.form, code.is_guarded)
-    except TypeError as error:
-        if code.error and _READ_ONLY in str(code.error):
-            raise code.error from error
-        raise error from code.error
-    emitter = _NumbaEmitter(signature.label, code.overload, _uses_threads(code.overload, kernel), in_order)
+    if _uses_object_mode(kernel):
+        raise TypeError(
+            f"numba_kernel {signature.label!r} uses Numba's object mode, which needs the GIL: call Python by "
+            "jax.pure_callback, beside the kernel or instead of it"
+        )
+    errors: list[Exception] = []
+    for form in forms:
+        try:
+            overload = _compile_form(kernel, signature, form, check)
+            break
+        except TypeError as error:
+            errors.append(error)
+    else:
+        raise errors[0]
+    emitter = _NumbaEmitter(signature.label, overload, _uses_threads(overload, kernel), in_order)
     compiled = _compile_handler(signature, emitter)
     slices = "run in order" if emitter.in_order else "share threads"
     spent = f"{1e3 * (time.perf_counter() - began):.0f} ms"
@@ -3469,24 +3466,8 @@ def _array_types(nbtypes: Any, signature: _Signature, readonly: bool = True) -> 
     return tuple(array_types)
 
 
-def _compile_first_form(kernel: Any, signature: _Signature, forms: Iterable[_Form]) -> _NumbaCode:
-    """The kernel in the first form that compiles, else the first error."""
-    if _uses_object_mode(kernel):
-        raise TypeError(
-            f"numba_kernel {signature.label!r} uses Numba's object mode, which needs the GIL: call Python by "
-            "jax.pure_callback, beside the kernel or instead of it"
-        )
-    errors: list[Exception] = []
-    for form in forms:
-        try:
-            return _compile_form(kernel, signature, form)
-        except TypeError as error:
-            errors.append(error)
-    raise errors[0]
-
-
-def _compile_form(kernel: Any, signature: _Signature, form: _Form) -> _NumbaCode:
-    """The kernel with read-only inputs or, if it takes none, with writable ones."""
+def _compile_form(kernel: Any, signature: _Signature, form: _Form, check: Callable[[_Form, bool], None]) -> Any:
+    """The kernel with read-only inputs or, if it takes none, with writable ones; `check` raises for its source."""
     from numba import types as nbtypes
 
     argtypes = _array_types(nbtypes, signature)
@@ -3500,8 +3481,13 @@ def _compile_form(kernel: Any, signature: _Signature, form: _Form) -> _NumbaCode
             dispatcher = _compile_call(form, kernel, argtypes)
         except Exception:
             raise refusal from error
-    overload = _compile_results(dispatcher, argtypes, signature, form)
-    return _NumbaCode(overload, form, is_guarded=refusal is None, error=refusal)
+    try:
+        check(form, refusal is None)
+    except TypeError as error:
+        if refusal and _READ_ONLY in str(refusal):
+            raise refusal from error
+        raise error from refusal
+    return _compile_results(dispatcher, argtypes, signature, form)
 
 
 def _compile_call(form: _Form, dispatcher: Any, argtypes: tuple) -> Any:
@@ -3611,11 +3597,14 @@ def _refusal(by: str, signature: _Signature, error: Exception) -> TypeError:
 
 def _uses_object_mode(kernel: Any) -> bool:
     for function in _functions_of(kernel):
-        python = _python(function)
-        names = [*_names_in(getattr(python, "__code__", _no_code)), *(type(x).__name__ for _, x in _values_of(python))]
-        if getattr(function, "targetoptions", {}).get("forceobj") or {"objmode", "_ObjModeContextType"} & {*names}:
+        words = {type(value).__name__ for _, value in _values_of(_python(function))}
+        words.update(_names_in(getattr(_python(function), "__code__", _no_code)))
+        if getattr(function, "targetoptions", {}).get("forceobj") or not words.isdisjoint(_OBJECT_MODE):
             return True
     return False
+
+
+_OBJECT_MODE = ("objmode", "_ObjModeContextType")  # as code names it, and the type of its value
 
 
 def _uses_threads(overload: Any, kernel: Any) -> bool:
