@@ -5643,7 +5643,7 @@ class XLACustomKernel(_NotCopied):
         return f"<{self.title}: {self._registered()}>"
 
     def __reduce__(self) -> tuple:
-        variable = _variable_of(self, sorted(sys.modules, key="__main__".__eq__))  # which is another module elsewhere
+        variable = _variable_of(self, sorted(sys.modules, key=lambda x: x.endswith("main__")))  # another one elsewhere
         if not variable:
             raise _not_pickled(self.title)
         return _value_of, (variable,)
