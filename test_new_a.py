@@ -530,7 +530,7 @@ def test_warp_a_constant_that_changed(run, reasons, monkeypatch):
     assert reasons() == {"what it names is something else now than when Warp read it"}
 
 
-def test_warp_what_does_not_build(run, reasons, monkeypatch, capfd):
+def test_warp_what_does_not_build(run, reasons, monkeypatch):
     """With the exception where tests let it pass; users get a line in the log, and a launch for each slice."""
     monkeypatch.setattr(xk, "_MOVE_SNIPPET", "this is no C++ {field}")
     kernel = fresh_kernel()
@@ -540,8 +540,7 @@ def test_warp_what_does_not_build(run, reasons, monkeypatch, capfd):
     monkeypatch.setattr(xk, "_FALLS_BACK_ON", Exception)
     kernel = fresh_kernel()
     check(run, xk.warp_kernel(kernel, like_first), (0, 0), PAIRS, 3)
-    (reason,) = reasons()
-    assert re.search(r"(?i)build|compil", reason)
+    assert any(re.search(r"(?i)build|compil", reason) for reason in reasons())  # Warp 1.14 reports it once
 
 
 def test_warp_what_does_not_fit(run, reasons, monkeypatch):
