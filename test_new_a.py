@@ -456,7 +456,7 @@ def test_warp_batches_share_a_kernel_whatever_their_slices_share(run, monkeypatc
 
 @needs_fake_gpu
 @pytest.mark.parametrize("options, n", [({}, 1), ({"name": "at_once"}, 2), ({"name": "one", **IN_ORDER}, 1)], ids=str)
-def test_warp_a_batch_is_built_when_a_kernel_with_a_name_is_traced(fake_gpu, monkeypatch, options, n):
+def test_warp_a_batch_is_built_when_a_kernel_with_a_name_is_traced(fake_gpu, monkeypatch, options, n):  # noqa: F811
     """An exported program may have a batch of it, in a process that lowers none."""
     monkeypatch.setattr(xk, "_traced_platform", lambda: "cuda")
     f = xk.warp_kernel(fresh_kernel(), like_first, **options)
