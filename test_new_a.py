@@ -767,7 +767,7 @@ def test_fakecuda_launches_that_share_a_handler(driven, reasons, monkeypatch):
     rows = [
         (1, 8, 3, "it may then have 7 threads in a block, and block=(8, 1, 1)"),
         (2, 4, 1, None),
-        ((1, 1, 2), 8, 3, Z_OF_ITS_OWN),
+        ((2, 1, 2), 4, 3, Z_OF_ITS_OWN.replace("(1, 1, 2)", "(2, 1, 2)")),
         (1, 8, 3, "it may then have 7 threads in a block, and block=(8, 1, 1)"),
     ]
     for grid, block, n, reason in rows:
