@@ -311,6 +311,7 @@ class Batch(typing.NamedTuple):
 
 
 FLOAT = np.dtype(np.float32)
+IN_ORDER = {"vmap_method": "sequential"}
 PAIRS = sample(3, 7), sample(3, 7, seed=1)
 SHARED = sample(3, 7), sample(7, seed=1)
 BINS = {"outs": (spec(4), spec(1)), "launch_dims": 7, "zero_outputs": True}
@@ -453,6 +454,19 @@ def test_warp_batches_share_a_kernel_whatever_their_slices_share(run, monkeypatc
     assert len(built) == 1
 
 
+@needs_fake_gpu
+@pytest.mark.parametrize("options, n", [({}, 1), ({"name": "at_once"}, 2), ({"name": "one", **IN_ORDER}, 1)], ids=str)
+def test_warp_a_batch_is_built_when_a_kernel_with_a_name_is_traced(fake_gpu, monkeypatch, options, n):  # noqa: F811
+    """An exported program may have a batch of it, in a process that lowers none."""
+    monkeypatch.setattr(xk, "_traced_platform", lambda: "cuda")
+    f = xk.warp_kernel(fresh_kernel(), like_first, **options)
+    before = len(fake_gpu.handlers)
+    jax.eval_shape(f, spec(7), spec(7))
+    assert len(fake_gpu.handlers) == before + n
+    fake_gpu.run(jax.vmap(f), *PAIRS)
+    assert len(fake_gpu.handlers) == before + n + (not options)
+
+
 def test_warp_threads_make_batches_at_once(run):
     kernel = fresh_kernel()
     x, y = PAIRS
@@ -485,7 +499,7 @@ def test_warp_batches_over_a_mesh():
 
 
 FALLBACKS = {  # a batch, and the reason
-    "in order": (Batch("add", PAIRS, {"vmap_method": "sequential"}), "vmap_method says that slices run in order"),
+    "in order": (Batch("add", PAIRS, IN_ORDER), "vmap_method says that slices run in order"),
     "C++": (Batch("in_c", PAIRS[:1]), "it calls C++, or has adjoints, of your own"),
     "adjoint": (Batch("own_adjoint", PAIRS[:1], gradient=True), "it calls C++, or has adjoints, of your own"),
     "our names": (Batch("our_names", PAIRS), "names that begin with _xla_ are those of what is added to it"),
@@ -530,7 +544,7 @@ def test_warp_a_constant_that_changed(run, reasons, monkeypatch):
     assert reasons() == {"what it names is something else now than when Warp read it"}
 
 
-def test_warp_what_does_not_build(run, reasons, monkeypatch, capfd):
+def test_warp_what_does_not_build(run, reasons, monkeypatch):
     """With the exception where tests let it pass; users get a line in the log, and a launch for each slice."""
     monkeypatch.setattr(xk, "_MOVE_SNIPPET", "this is no C++ {field}")
     kernel = fresh_kernel()
@@ -540,8 +554,7 @@ def test_warp_what_does_not_build(run, reasons, monkeypatch, capfd):
     monkeypatch.setattr(xk, "_FALLS_BACK_ON", Exception)
     kernel = fresh_kernel()
     check(run, xk.warp_kernel(kernel, like_first), (0, 0), PAIRS, 3)
-    (reason,) = reasons()
-    assert re.search(r"(?i)build|compil", reason)
+    assert any(re.search(r"(?i)build|compil", reason) for reason in reasons())  # Warp 1.14 reports it once
 
 
 def test_warp_what_does_not_fit(run, reasons, monkeypatch):
@@ -607,7 +620,7 @@ CUDA_BATCHES = {  # kernel, the inputs, options, in_axes, and why a batch is no 
     "scalar": (scalar, (PAIRS[0], sample(3)), {"scalars": ["factor"]}, (0, 0), None),
     "shared memory": (shared_memory, PAIRS, {}, (0, 0), None),
     "0-d arrays": (zero_d, (PAIRS[0], sample(3)), {}, (0, 0), {"numba_cuda_mlir.cuda": "TypeError: .*cannot compile"}),
-    "in order": (stencil, PAIRS, {"vmap_method": "sequential"}, (0, 0), "vmap_method says that slices run in order"),
+    "in order": (stencil, PAIRS, IN_ORDER, (0, 0), "vmap_method says that slices run in order"),
     "a grid with a z": (
         stencil,
         PAIRS,
@@ -754,7 +767,7 @@ def test_fakecuda_launches_that_share_a_handler(driven, reasons, monkeypatch):
     rows = [
         (1, 8, 3, "it may then have 7 threads in a block, and block=(8, 1, 1)"),
         (2, 4, 1, None),
-        ((1, 1, 2), 8, 3, Z_OF_ITS_OWN),
+        ((2, 1, 2), 4, 3, Z_OF_ITS_OWN.replace("(1, 1, 2)", "(2, 1, 2)")),
         (1, 8, 3, "it may then have 7 threads in a block, and block=(8, 1, 1)"),
     ]
     for grid, block, n, reason in rows:
@@ -803,7 +816,7 @@ def test_fakecuda_a_batch_is_prepared_when_a_kernel_with_a_name_is_traced(driven
         prepare(*args, **named)
 
     monkeypatch.setattr(xk._CudaBatch, "prepare", count)
-    for options, n in ({}, 0), ({"vmap_method": "sequential", "name": "in_order"}, 0), ({"name": "at_once"}, 1):
+    for options, n in ({}, 0), ({"name": "in_order", **IN_ORDER}, 0), ({"name": "at_once"}, 1):
         if name := options.get("name"):
             options = {**options, "name": f"{name}.{driven.cuda.__name__}"}
         jax.eval_shape(driven.op(stencil, **options), spec(7), spec(7))
