@@ -1,7 +1,8 @@
 """Measures what the README cites:  pip install -e ".[bench]" && python .ci/bench.py --out=figures
 
-Each comparison runs in a process of its own.  Its paths are prepared and their answers checked.  Then they take turns,
-round by round, so that what else the machine does meets all of them alike.  Where JAX finds a GPU, comparisons for it
+Each comparison runs in a process of its own.  Its paths are prepared and what they compute is checked (but Brian2's
+network, which draws its own numbers).  Then they take turns, round by round, so that what else the machine does meets
+all of them alike.  Where JAX finds a GPU, comparisons for it
 run as well: `-k gpu` runs these alone, and `-k cpu` the others.
 """
 
@@ -15,7 +16,6 @@ import importlib.metadata
 import importlib.util
 import itertools
 import json
-import math
 import operator
 import os
 import pathlib
@@ -43,11 +43,11 @@ import xla_kernels as xk  # noqa: E402
 # ======================================================================================================
 
 
-def compare(paths, case="", unit="µs"):
+def compare(paths):
     """Rows of a table: `paths` maps a name to a function that prepares it, and returns one that measures once."""
     rows, running = [], []
     for name, prepare in paths.items():
-        row = {"case": case, "path": name, "unit": unit}
+        row = {"path": name, "unit": "µs"}
         rows.append(row)
         try:
             measure = prepare()
@@ -100,10 +100,6 @@ def run_python(*args, timeout=None, cwd=ROOT, **environment):
     command = [sys.executable, "-W", "ignore", *map(str, args)]
     process = subprocess.run(command, env=environment, cwd=cwd, timeout=timeout, check=True, stdout=subprocess.PIPE)
     return process.stdout.decode()
-
-
-def count_cores():
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 # ======================================================================================================
@@ -161,20 +157,8 @@ def by_warp_itself(out):
     return lambda x, y: call(x, y)[0]
 
 
-def by_cuda_in_place(out):
-    return xk.numba_cuda_kernel(cuda_kernels()[1], out, launch_dims=out.size, in_out_argnames=["x"])
-
-
 def brainevent():
     return importlib.import_module("brainevent")
-
-
-def by_brainevent(out):
-    return brainevent().numba_kernel(numba.njit(add), outs=out, vmap_method="sequential")
-
-
-def by_brainevent_in_cuda(out):
-    return brainevent().numba_cuda_kernel(cuda_kernels()[0], outs=out, launch_dims=out.size)
 
 
 CPP = """
@@ -212,24 +196,30 @@ ADD = {  # by the name of a path: the platform that it is for, and a function of
     "numba_cuda_kernel": ("gpu", lambda out: xk.numba_cuda_kernel(cuda_kernels()[0], out, launch_dims=out.size)),
     "warp_kernel": (None, lambda out: xk.warp_kernel(warp_add(), out)),
     "C++ for XLA": ("cpu", by_cpp),
-    "brainevent.numba_kernel": ("cpu", by_brainevent),
-    "brainevent.numba_cuda_kernel": ("gpu", by_brainevent_in_cuda),
+    "brainevent.numba_kernel": (
+        "cpu", lambda out: brainevent().numba_kernel(numba.njit(add), outs=out, vmap_method="sequential"),
+    ),
+    "brainevent.numba_cuda_kernel": (
+        "gpu", lambda out: brainevent().numba_cuda_kernel(cuda_kernels()[0], outs=out, launch_dims=out.size),
+    ),
     "warp.jax_kernel": (None, by_warp_itself),
     "jax.pure_callback": (None, lambda out: partial(jax.pure_callback, np.add, out, vmap_method="sequential")),
     "a jitted x + y": (None, lambda out: jax.jit(operator.add)),
-}
+}  # fmt: skip
 IN_A_LOOP = ADD | {
     "a jitted x + y": ("gpu", lambda out: jax.jit(operator.add)),  # on CPUs XLA makes one addition of all
     "numba_kernel, in place": ("cpu", lambda out: xk.numba_kernel(add_in_place, out, in_out_argnames=["x"])),
-    "numba_cuda_kernel, in place": ("gpu", by_cuda_in_place),
-}
+    "numba_cuda_kernel, in place": (
+        "gpu", lambda out: xk.numba_cuda_kernel(cuda_kernels()[1], out, launch_dims=out.size, in_out_argnames=["x"]),
+    ),
+}  # fmt: skip
 UNDER_VMAP = ADD | {'C++ for XLA, "broadcast_all"': ("cpu", partial(by_cpp, vmap_method="broadcast_all"))}
 
 
-def compare_adders(table, measure, *args, case=""):
-    """Rows of the paths of this platform."""
+def adders(table, measure, *args):
+    """{name: a function that prepares it, and returns one that measures once}: the paths of this platform."""
     chosen = {name: make for name, (on, make) in table.items() if on in (None, jax.default_backend())}
-    return compare({name: partial(measure, make, *args) for name, make in chosen.items()}, case)
+    return {name: partial(measure, make, *args) for name, make in chosen.items()}
 
 
 def vector(size):
@@ -254,13 +244,14 @@ def from_python(make, transform, *shape):
     return timed(transform(make(vector(shape[-1]))), x, y, right=1 + np.asarray(y))
 
 
-def jitted_and_as_it_is():
-    jitted = compare_adders(ADD, from_python, jax.jit, 16, case="jitted")
-    return jitted + compare_adders(ADD, from_python, lambda call: call, 16, case="as it is")
+def python():
+    not_jitted = adders(ADD, from_python, lambda call: call, 16)
+    not_jitted = {f"{name}, not jitted": path for name, path in not_jitted.items()}
+    return compare(adders(ADD, from_python, jax.jit, 16) | not_jitted)
 
 
 # ======================================================================================================
-# State in place, slices on all cores, the start of a process
+# State in place, and the start of a process
 # ======================================================================================================
 
 
@@ -305,28 +296,6 @@ def state():
     return compare({name: partial(set_and_change, path) for name, path in paths.items()})
 
 
-def spin(x, out):
-    """Some 100 µs for each element."""
-    for i in range(x.size):
-        total = np.float32(0)
-        for j in range(20_000):
-            total += math.sin(x[i] + np.float32(j))
-        out[i] = total
-
-
-def slices():
-    x = np.arange(64, dtype=np.float32)
-    right = np.empty_like(x)
-    numba.njit(spin)(x, right)
-
-    def prepare(**options):
-        call = xk.numba_kernel(spin, lambda x: x, **options)
-        return timed(jax.jit(jax.vmap(call)), jnp.asarray(x)[:, None], right=right[:, None])
-
-    in_order = partial(prepare, vmap_method="sequential")
-    return compare({"numba_kernel": prepare, 'numba_kernel, "sequential"': in_order}, case=f"{count_cores()} cores")
-
-
 START = """
 import math, time
 import jax, numba, numpy as np
@@ -358,7 +327,7 @@ def start():
         file = pathlib.Path(folder, "kernels.py")
         file.write_text(START + "".join(map(KERNEL.format, range(20))) + FIRST_RESULT)
         took = {path: float(run_python(file)) for path in ("the first process", "the next")}
-    return [{"case": "", "path": path, "value": value, "unit": "ms"} for path, value in took.items()]
+    return [{"path": path, "value": value, "unit": "ms"} for path, value in took.items()]
 
 
 # ======================================================================================================
@@ -368,14 +337,12 @@ def start():
 
 def documented_network():
     """What the program in the documentation defines."""
-    block = re.compile(r"^#+ A network of spiking neurons\n.*?```python\n(.*?)```", re.DOTALL | re.MULTILINE)
+    documents = [ROOT / "README.md", *ROOT.glob(".github/*.md")]
+    text = "\n".join(document.read_text(encoding="utf-8") for document in documents)
+    code = re.search(r"## A network of spiking neurons\n.*?```python\n(.*?)```", text, re.DOTALL)[1]
     network = {}
-    for file in "README.md", ".github/EXAMPLES.md":
-        path = ROOT / file
-        if path.exists() and (found := block.search(path.read_text(encoding="utf-8"))):
-            exec(found[1], network)
-            return network
-    raise LookupError("no program under the heading 'A network of spiking neurons'")
+    exec(code, network)
+    return network
 
 
 def network_by_brainevent():
@@ -458,7 +425,7 @@ def spikes(every=16, bar=5):
     shown = np.stack([milliseconds, neurons], axis=1)[neurons % every == 0].round(1)
     counts, _ = np.histogram(network["steps"], np.arange(0, 5001, 10 * bar))
     rates = counts / n / (bar / 1000)
-    row = {"case": "", "path": "rate", "value": float(rates.mean()), "unit": "Hz", "rates": rates.round(2).tolist()}
+    row = {"path": "rate", "value": float(rates.mean()), "unit": "Hz", "rates": rates.round(2).tolist()}
     row |= {"spikes": shown.tolist(), "bar": bar, "every": every, "neurons": n, "excitatory": n * 4 // 5}
     return [row]
 
@@ -469,18 +436,20 @@ def spikes(every=16, bar=5):
 
 CUBA = "CUBA network (Brette et al. 2007) of 4,000 neurons, 80 synapses a neuron: one step of 0.1 ms"
 COMPARISONS = {  # a title, the rows, whether it is for GPUs too, the picture (of what a CPU does)
-    "call": ("One call on 16 elements inside fori_loop", lambda: compare_adders(IN_A_LOOP, in_loop, 16), True, "speed"),
+    "call": (
+        "One call on 16 elements inside fori_loop",
+        lambda: compare(adders(IN_A_LOOP, in_loop, 16)), True, "speed",
+    ),
     "large": (
         "One call on 1,000,000 elements inside fori_loop",
-        lambda: compare_adders(IN_A_LOOP, in_loop, 1_000_000), True, None,
+        lambda: compare(adders(IN_A_LOOP, in_loop, 1_000_000)), True, None,
     ),
-    "python": ("One call on 16 elements from Python: jitted, and as it is", jitted_and_as_it_is, True, None),
+    "python": ("One call on 16 elements from Python", python, True, None),
     "vmap": (
         "vmap over 1,000 slices of 16 elements",
-        lambda: compare_adders(UNDER_VMAP, from_python, lambda call: jax.jit(jax.vmap(call)), 1000, 16), True, None,
+        lambda: compare(adders(UNDER_VMAP, from_python, lambda call: jax.jit(jax.vmap(call)), 1000, 16)), True, None,
     ),
     "state": ("State of 20 MB that is set and then changed in place, in fori_loop", state, False, None),
-    "slices": ("vmap over 64 slices of 100 µs, on all cores and in order", slices, False, None),
     "start": ("From importing this library to the first result of 20 kernels with cache=True", start, False, None),
     "network": (CUBA, network, False, None),
     "spikes": ("Spikes of the CUBA network in half a second", spikes, False, "raster"),
@@ -494,7 +463,7 @@ def measured(name, on):
     try:
         output = run_python(*arguments, timeout=limit, JAX_PLATFORMS=platforms)
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-        return [{"case": "", "path": "the process", "note": f"{type(error).__name__}, after at most {limit} s"}]
+        return [{"path": "the process", "note": f"{type(error).__name__}, after at most {limit} s"}]
     return json.loads(output.splitlines()[-1])
 
 
@@ -523,7 +492,8 @@ def machine(gpu):
     for package in "jax jaxlib numba numba-cuda numba-cuda-mlir warp-lang numpy scipy brainevent brian2".split():
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-    where = ", ".join(filter(None, (processor, f"{count_cores()} cores", gpu)))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    where = ", ".join(filter(None, (processor, f"{cores} cores", gpu)))
     date = datetime.date.today().isoformat()
     return {"date": date, "commit": commit, "machine": where, "load": load, "versions": versions}
 
@@ -532,14 +502,14 @@ def markdown(report):
     """One table of all comparisons: medians, smallest and largest, and the ratio to the first row of each."""
     versions = ", ".join(map(" ".join, report["versions"].items()))
     text = f"{report['date']}, commit {report['commit']}; {report['machine']}, load {report['load']}; {versions}\n\n"
-    text += "| case | path | median | range | ratio |\n| --- | --- | --- | --- | --- |\n"
+    text += "| path | median | range | ratio |\n| --- | --- | --- | --- |\n"
     for title, table in report["tables"].items():
-        text += f"| **{title}** | | | | |\n"
+        text += f"| **{title}** | | | |\n"
         for row in table["rows"]:
             median = f"{row['value']:.3g} {row['unit']}" if "value" in row else row["note"].replace("|", "/")
             extent = f"{row['min']:.3g} - {row['max']:.3g}" if "min" in row else ""
             ratio = f"{row['ratio']:.3g}" if "ratio" in row else ""
-            text += f"| {row['case']} | {row['path']} | {median} | {extent} | {ratio} |\n"
+            text += f"| {row['path']} | {median} | {extent} | {ratio} |\n"
     return text
 
 
@@ -555,7 +525,7 @@ def write(report, prefix):
 # Of their own white background, so that they read alike on light and dark pages.
 
 OURS, OTHERS, SECOND = "#0969da", "#818b98", "#cf222e"
-PATHS_OF_OURS = ("numba_kernel", "warp_kernel", "numba_cuda_kernel", "XLACustomKernel (Numba)")
+PATHS_OF_OURS = ("numba_kernel", "warp_kernel", "numba_cuda_kernel")
 
 
 def draw(path, height, draw_in, *args):
@@ -592,8 +562,6 @@ def draw_speed(figure, title, rows, date):
 
 def draw_raster(figure, title, rows, date):
     """A dot for each spike, of excitatory and of inhibitory neurons; below them the rate."""
-    import numpy as np
-
     (row,) = rows
     spikes, bar, n_excitatory = np.array(row["spikes"]), row["bar"], row["excitatory"]  # spikes: (ms, neuron)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
