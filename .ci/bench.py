@@ -2,8 +2,8 @@
 
 Each comparison runs in a process of its own.  Its paths are prepared and what they compute is checked (but Brian2's
 network, which draws its own numbers).  Then they take turns, round by round, so that what else the machine does meets
-all of them alike.  Where JAX finds a GPU, comparisons for it
-run as well: `-k gpu` runs these alone, and `-k cpu` the others.
+all of them alike.  Where JAX finds a GPU, comparisons for it run as well: `-k gpu` runs these alone, and `-k cpu` the
+others.
 """
 
 import argparse
@@ -204,10 +204,10 @@ ADD = {  # by the name of a path: the platform that it is for, and a function of
     ),
     "warp.jax_kernel": (None, by_warp_itself),
     "jax.pure_callback": (None, lambda out: partial(jax.pure_callback, np.add, out, vmap_method="sequential")),
-    "a jitted x + y": (None, lambda out: jax.jit(operator.add)),
+    "x + y of jnp": (None, lambda out: operator.add),
 }  # fmt: skip
 IN_A_LOOP = ADD | {
-    "a jitted x + y": ("gpu", lambda out: jax.jit(operator.add)),  # on CPUs XLA makes one addition of all
+    "x + y of jnp": ("gpu", lambda out: operator.add),  # on CPUs XLA makes one addition of all
     "numba_kernel, in place": ("cpu", lambda out: xk.numba_kernel(add_in_place, out, in_out_argnames=["x"])),
     "numba_cuda_kernel, in place": (
         "gpu", lambda out: xk.numba_cuda_kernel(cuda_kernels()[1], out, launch_dims=out.size, in_out_argnames=["x"]),
