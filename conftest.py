@@ -226,8 +226,7 @@ def pytest_configure(config):
 
 
 def pytest_report_header(config):
-    head = f"{len(devices('cpu'))} CPU devices, {len(devices('cuda'))} GPUs; testing:"
-    others = []
+    tested, others = [], []
     for requirement in TESTED:
         try:
             reason = missing(requirement)
@@ -236,8 +235,9 @@ def pytest_report_header(config):
         if reason:
             others.append(f"skipped: {requirement} ({reason})")
         else:
-            head += f" {requirement}"
-    return [names_and_versions(versions_of(PACKAGES_OF_HEAD)), head, *others]
+            tested.append(requirement)
+    where = f"{len(devices('cpu'))} CPU devices, {len(devices('cuda'))} GPUs"
+    return [names_and_versions(versions_of(PACKAGES_OF_HEAD)), f"{where}; testing: {', '.join(tested)}", *others]
 
 
 def names_and_versions(versions):
