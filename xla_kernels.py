@@ -81,7 +81,7 @@ import jax
 import numpy as np
 from jax.interpreters import ad, batching, mlir
 
-__version__ = "0.6.0"
+__version__ = "0.7.0"
 __all__ = [
     "KernelEntry",
     "XLACustomKernel",
