@@ -5405,7 +5405,8 @@ class _StaleValues:
         self.called: list[Any] = []  # the user's functions
         self.found: dict[int, tuple[str, str]] = {}
         tree = _tree_of(function)
-        self.assigned = {x.arg for x in tree.args.args}  # so far
+        self.parameters = {x.arg for x in tree.args.args}
+        self.assigned = set(self.parameters)  # so far
         self.variables = _variables_of(_python(function))
         self.run(tree.body)
 
@@ -5427,13 +5428,15 @@ class _StaleValues:
                 self.need(test, self.value(test)[0])
                 self.run(body)
                 self.run(orelse)
+            case ast.Break():
+                self.need(node, {"what it leaves"})
             case ast.For(target=target, iter=iterated, body=body):
                 self.assign(target, ast.Constant(0))
                 if self.is_unrolled(iterated, body):
                     self.run(body)
                 else:
                     self.loop(body)
-                    self.stale |= _stored_names(target)
+                    self.stale |= self.stored_names(target)
             case ast.While(test=test, body=body):
                 self.loop(body)
             case ast.Expr(value=value) | ast.Return(value=ast.expr() as value):
@@ -5449,11 +5452,16 @@ class _StaleValues:
         return False
 
     def loop(self, body: Sequence[ast.stmt]) -> None:
-        changed = set().union(*map(_stored_names, body))
+        changed = set().union(*map(self.stored_names, body))
         for _ in range(2):  # what is assigned further down is stale in the next round
             self.stale |= changed & self.assigned
             self.run(body)
         self.stale |= changed
+
+    def stored_names(self, node: ast.AST) -> set[str]:
+        """The variables that are assigned there, or a part of which is: not the arrays of parameters."""
+        targets = [x for x in ast.walk(node) if isinstance(getattr(x, "ctx", None), ast.Store)]
+        return {getattr(_root(x), "id", "") for x in targets} - self.parameters - {""}
 
     def assign(self, target: Any, value: Any) -> None:
         self.overwritten = ast.unparse(target)
@@ -5461,9 +5469,10 @@ class _StaleValues:
         self.overwritten = ""
         if isinstance(target, ast.Subscript):
             self.need(target, self.value(target.slice)[0])
-        names = _stored_names(target)
+        names = self.stored_names(target)
         self.assigned |= names
-        self.stale = self.stale | names if stale else self.stale - names
+        is_part = isinstance(target, (ast.Subscript, ast.Attribute))
+        self.stale = self.stale | names if stale or (is_part and names & self.stale) else self.stale - names
         self.inert = self.inert - names if has_gradient else self.inert | names
 
     def value(self, node: Any) -> tuple[set[str], bool]:
@@ -5482,6 +5491,8 @@ class _StaleValues:
                 return self.operation(node, op, self.value(left), self.value(right))
             case ast.Call():
                 return self.call(node)
+            case ast.IfExp(test=test):
+                self.need(test, self.value(test)[0])
         parts = [self.value(x) for x in ast.iter_child_nodes(node)]
         has_gradient = any(x for _, x in parts) and not isinstance(node, ast.Compare)
         return set().union(*(stale for stale, _ in parts)), has_gradient
@@ -5512,10 +5523,6 @@ class _StaleValues:
         return stale, has_gradient
 
 
-def _stored_names(node: ast.AST) -> set[str]:
-    return {x.id for x in ast.walk(node) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
-
-
 def _warn_of_stale_values(kernel: Any, params: Mapping[str, _WarpParam], title: str) -> None:
     """Warn of a gradient that is wrong, once for each kernel."""
     if kernel in _WARNED_OF:
@@ -5529,9 +5536,9 @@ def _warn_of_stale_values(kernel: Any, params: Mapping[str, _WarpParam], title: 
         checks += [_StaleValues(x, set(), max_unroll) for x in dict.fromkeys(check.called) if x not in read]
     for line, (name, text) in itertools.chain(*(check.found.items() for check in checks)):
         warnings.warn(
-            f"{title}: the gradient is wrong: Warp's adjoint needs a value of {name!r} in `{text:.60}` (line {line} of "
-            f"{kernel.adj.filename}), and a loop has assigned it anew since.  Put the loop into a wp.func that returns "
-            f"what it sums up, or give it a constant length of at most {max_unroll}, and compare the gradient by "
+            f"{title}: the gradient may be wrong: Warp's adjoint needs {name!r} as it was in `{text:.60}` (line {line} "
+            f"of {kernel.adj.filename}), and has it as it is later.  Put the loop into a wp.func that returns what it "
+            f"sums up, or give it a constant length of at most {max_unroll}; then compare the gradient by "
             "jax.test_util.check_grads",
             skip_file_prefixes=_FILES_BEFORE_THE_USERS,
         )
