@@ -839,11 +839,13 @@ class _Source:
     def call(self, function: Any, given: list[set], named: dict[str, set], node: ast.expr) -> set:
         """What a function may return for these arguments, after a note of what it does to them."""
         everything = set().union(*given, *named.values())
-        first = given[0] if given else set()
+        first = given[0] if given else everything
         name = _name_of(function, node)
         n_in = getattr(function, "nin", None)
         is_warps = isinstance(function, str) or hasattr(function, "native_func")
-        if n_in is not None:  # a ufunc, or a gufunc: outputs follow its inputs
+        if hasattr(function, "gufunc_builder"):  # its source is for arrays of other ranks
+            return self.read(function, list(map(_inside, given)), {}, node)
+        if n_in is not None:  # a ufunc: outputs follow its inputs
             self.note("stores", set().union(*given[n_in:], named.get("out", set())), node)
         elif overloads := self.users_functions(function):
             return set().union(*[self.read(x, given, named, node) for x in overloads])
@@ -951,7 +953,7 @@ class _Source:
                 self.value(test)
                 self.branches(body, orelse)
             case ast.For(target=target, iter=iterated, body=body, orelse=orelse):
-                self.loop(body, lambda: self.assign(target, _indexed(self.value(iterated), 1), node))
+                self.loop(body, lambda: self.iterate(target, iterated, node))
                 self.run(orelse)
             case ast.While(test=test, body=body, orelse=orelse):
                 self.loop(body, lambda: self.value(test))
@@ -996,6 +998,14 @@ class _Source:
             self.names = _joined(before, self.names)
 
     # -- assignments --
+
+    def iterate(self, target: Any, iterated: Any, node: ast.AST) -> None:
+        match target, iterated:
+            case ast.Tuple(elts=targets), ast.Call(func=func, args=[ast.Tuple(elts=parts)]) if _pairs(targets, parts):
+                for part_of_target, part in zip(targets, parts):  # of np.nditer((x, y))
+                    self.iterate(part_of_target, ast.Call(func, [part], []), node)
+            case _:
+                self.assign(target, _indexed(self.value(iterated), 1), node)
 
     def assign(self, target: Any, found: set, node: ast.AST, value: Any = None) -> None:
         match target:
@@ -5351,7 +5361,7 @@ def _make_kernel_in_z(wp: Any, kernel: Any, buffers: tuple[tuple[tuple[str, str]
     annotations = {arg.label: arg.type for arg in kernel.adj.args}
     names = _variables_of(kernel.func)
     same = _kernel_like(kernel, source, annotations, names)
-    _, _, hash_now, _ = _warp_content(wp, same)
+    _, _, hash_now, *_ = _warp_content(wp, same)
     if hash_now != kernel.hash.hex():
         raise _NoSingleLaunch("what it names is something else now than when Warp read it")
     lines = []
