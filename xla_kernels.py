@@ -843,8 +843,8 @@ class _Source:
         name = _name_of(function, node)
         n_in = getattr(function, "nin", None)
         is_warps = isinstance(function, str) or hasattr(function, "native_func")
-        if hasattr(function, "gufunc_builder"):  # its source is for arrays of other ranks
-            return self.read(function, list(map(_inside, given)), {}, node)
+        if hasattr(function, "gufunc_builder"):  # gets writable arrays, of other ranks
+            return self.read(function, [_inside(x, is_unguarded=True) for x in given], {}, node)
         if n_in is not None:  # a ufunc: outputs follow its inputs
             self.note("stores", set().union(*given[n_in:], named.get("out", set())), node)
         elif overloads := self.users_functions(function):
