@@ -6839,7 +6839,7 @@ def test_conftest_grid(run_tests, pytester):
     jit      2      1. 1s
     vmap     1- 1.  1. 1a
 
-    dtype    numba      warp
+    dtype    numba     warp
     float32  2 1- 1.   2. 1a 1s
     int8     1 FAILED   1.
 
