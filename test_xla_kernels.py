@@ -6831,7 +6831,7 @@ def test_conftest_grid(run_tests, pytester):
     """What passed, failed, was skipped, was simulated, was not selected or is no cell is told apart, in every table."""
     result = run_tests(A_MATRIX, "--cells-out=cells", "--grid-out=grid.md", "-k", "not numba-vmap")
     grid = """
-    float32  numba   warp
+    float32  numba  warp
     add      1 1-   1a 1s
     lif      1 1.   2.
 
