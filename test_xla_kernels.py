@@ -5,7 +5,6 @@ import collections
 import contextlib
 import ctypes
 import dataclasses
-import decimal
 import doctest
 import enum
 import functools
@@ -933,10 +932,11 @@ def in_cuda(op, kernel, outs, name=None, **options):
 
 def in_cuda_callable(op, kernel, outs, name=None):
     grid, block = grid_and_block(op, outs)
+    cuda_kernel = cuda_jit(kernel)
 
     def launch(*arrays_and_stream):
         *buffers, stream = arrays_and_stream
-        cuda_jit(kernel)[grid, block, stream](*buffers)
+        cuda_kernel[grid, block, stream](*buffers)
 
     return xk.numba_cuda_callable(launch, outs, **op.options)
 
@@ -5471,10 +5471,7 @@ def product_op(backend="jax", define_derivative=Hadamard.differentiate):
     return op
 
 
-VALUES_FOR_SPECS = [lambda n: spec(n), lambda n: spec(int(n)), lambda n: spec(2 * n), lambda n: [spec()] * n]
-
-
-@pytest.mark.parametrize("outs", VALUES_FOR_SPECS)
+@pytest.mark.parametrize("outs", [lambda n: spec(2 * n), lambda n: [spec()] * n])
 @pytest.mark.parametrize("call", [lambda n, outs: wrap(outs=outs)(n), op_adding(a=1)])
 def test_outs_that_want_values_are_told_what_they_get(call, outs):
     with pytest.raises(TypeError, match=r"outs.*: a function gets specs .* of arrays, no values"):
@@ -5501,18 +5498,19 @@ def sum_of(f):
     return lambda *operands: f(*operands).sum()
 
 
-BATCHED = ["vmap_nested", "vmap_of_nothing", "jit_over_mesh", *SHARD_MAPS]
+BATCHES = "vmap_nested", "vmap_of_nothing", "shard_map", "grad_of_shard_map"
+GRADIENTS = "grad", "grad_of_nested_vmap", "vmap_of_grad", "shard_map_of_grad", "checkpoint"
 BESIDE_THE_MATRIX = [  # backend, how the derivative is defined, and the transformation
-    *itertools.product(["no_batching"], [Hadamard.differentiate], BATCHED),
-    *itertools.product(["jax"], [define_backward_pass], [t for t in DERIVATIVES if "grad" in t and "jvp" not in t]),
+    *itertools.product(["no_batching"], [Hadamard.differentiate], BATCHES),
+    *itertools.product(["jax"], [define_backward_pass], GRADIENTS),
 ]
 
 
 @pytest.mark.parametrize("backend, define_derivative, transformation", BESIDE_THE_MATRIX)
 def test_op_without_a_batching_rule_or_with_a_backward_pass(backend, define_derivative, transformation):
-    product = call_op(product_op(backend, define_derivative))
+    multiply = call_op(product_op(backend, define_derivative))
     program = getattr(Transformations, transformation)
-    results = program(lambda x, y: [product(x, y)], *inputs_and_batch("hadamard", "float32"))
+    results = program(lambda x, y: [multiply(x, y)], *inputs_and_batch("hadamard", "float32"))
     check_close(results, what_is_right("hadamard", transformation, "float32"), 1e-5)
 
 
@@ -5536,23 +5534,23 @@ def test_op_vmap_raises_what_is_no_missing_batching_rule():
 
 def test_op_with_a_backward_pass_takes_batches_of_numpy_arrays():
     """JAX's custom_vjp does not."""
-    product = call_op(product_op(define_derivative=define_backward_pass))
-    check_close(jax.jit(lambda x: jax.vmap(product)(x, ROWS))(ROWS), ROWS**2)
-    check_close(jax.jit(lambda: jax.vmap(jax.grad(sum_of(product)), (0, None))(ROWS, VECTOR))(), 0 * ROWS + VECTOR)
-    check_close(jax.jit(lambda: jax.grad(sum_of(jax.vmap(product)))(ROWS, ROWS))(), ROWS)
+    multiply = call_op(product_op(define_derivative=define_backward_pass))
+    check_close(jax.jit(lambda x: jax.vmap(multiply)(x, ROWS))(ROWS), ROWS**2)
+    check_close(jax.jit(lambda: jax.vmap(jax.grad(sum_of(multiply)), (0, None))(ROWS, VECTOR))(), 0 * ROWS + VECTOR)
+    check_close(jax.jit(lambda: jax.grad(sum_of(jax.vmap(multiply)))(ROWS, ROWS))(), ROWS)
 
 
-@pytest.mark.parametrize("transform", [jax.jit, jax.vmap, lambda f: jax.jit(jax.vmap(f)), jax.grad])
-@pytest.mark.parametrize("operand", [lambda x: x, lambda x: 1.0])
-def test_op_kernels_that_close_over_traced_values_are_refused(transform, operand):
-    def f(x):
+@pytest.mark.parametrize("transform", [jax.jit, jax.vmap, jax.grad])
+def test_op_kernels_that_close_over_traced_values_are_refused(transform):
+    """Also where no operand is traced."""
+
+    def scale_one(x):
         op = op_with(lambda: lambda y: x * y)
         op.def_jvp_rule2(lambda t, y: x * t)
-        return op(operand(x), outs=spec())
+        return op(1.0, outs=spec())
 
-    x = np.ones(() if transform is jax.grad else 3, np.float32)
     with pytest.raises(TypeError, match=r"'op': a kernel.*closes over a traced value: pass it as an operand"):
-        transform(lambda x: f(x[0]) if x.ndim else f(x))(x if transform in (jax.jit, jax.grad) else x[:, None])
+        transform(scale_one)(VECTOR if transform is jax.vmap else 1.0)
 
 
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
@@ -5567,6 +5565,7 @@ def test_op_kernels_know_no_axes_of_vmap(transform):
 
 
 # -- outs, operands, parameters ------------------------------------------------------------------------
+
 SPECS = [spec(8), spec(8, dtype=bool), spec(4), [spec(8)], [spec(4)], (spec(8),), {"a": spec(8)}, {"b": spec(8)}, ()]
 OUTS = [  # what `outs` may be, and as what it is understood
     *zip(SPECS, SPECS),
@@ -5586,29 +5585,32 @@ def test_op_returns_what_outs_describes():
 
 
 LOW_AND_HIGH = {"low": spec(), "high": spec()}
-Extremes = collections.namedtuple("Extremes", "low high")
-RETURNED = {  # what a kernel may return for outs that are a dict
-    "dict": lambda outs: lambda x: {"low": x.min(), "high": x.max()},
-    "of sorted outs": lambda outs: lambda x: dict(zip(["high", "low"], [x.max(), x.min()])),
-    "wrapper": lambda outs: wrap(lowest_and_highest, LOW_AND_HIGH),
-}
+RETURNED = [  # what a kernel may return for outs that are a dict
+    lambda x: {"low": x.min(), "high": x.max()},
+    lambda x: dict(zip(["high", "low"], [x.max(), x.min()])),
+]
 
 
-@pytest.mark.parametrize("kind", RETURNED)
-def test_op_returns_a_dict_that_its_kernel_returns(kind):
-    call = partial(op_with(RETURNED[kind]), outs=LOW_AND_HIGH)
+@pytest.mark.parametrize("kernel", RETURNED)
+def test_op_returns_a_dict_that_its_kernel_returns(kernel):
+    call = partial(op_of(kernel), outs=LOW_AND_HIGH)
     x = np.array([1, 2], np.float32)
     for f in (call, jax.jit(call), jax.disable_jit()(call)):
         assert f(x) == {"low": 1, "high": 2}
     assert jax.tree.map(list, jax.vmap(call)(np.stack([x, x + 1]))) == {"low": [1, 2], "high": [2, 3]}
 
 
-@pytest.mark.parametrize("kernel", [numba.njit(lowest_and_highest), lambda: lambda x: (x.min(), x.max())])
-def test_op_wants_a_dict_for_a_dict_or_a_namedtuple(kernel):
-    op = op_with(kernel)
-    assert op(VECTOR, outs=Extremes(spec(), spec())) == Extremes(1, 8)
-    with pytest.raises(ValueError, match=r"\(\*, \*\)\), but outs declares .*'high'.*or a NamedTuple, which"):
-        op(VECTOR, outs=LOW_AND_HIGH)
+OTHER_STRUCTURES = [  # what a kernel returns, and what outs declares
+    (lambda x: {"low": x.min(), "top": x.max()}, LOW_AND_HIGH),
+    (lambda x: {"low": x.min(), "top": x.max()}, [spec(), spec()]),
+    (lambda x: (x.min(), x.max()), LOW_AND_HIGH),  # in which order?
+]
+
+
+@pytest.mark.parametrize("kernel, outs", OTHER_STRUCTURES)
+def test_op_refuses_another_structure(kernel, outs):
+    with pytest.raises(ValueError, match=r"'op'.*returned .*\*, .*, but outs declares .*"):
+        op_of(kernel)(VECTOR, outs=outs)
 
 
 def test_sizes_may_be_numbers_of_jax():
@@ -5620,20 +5622,6 @@ def test_sizes_may_be_numbers_of_jax():
 def test_a_platform_is_refused_beside_another():
     with pytest.raises(NotImplementedError, match=r"runs on the CPU; .*this call is compiled for 'tpu'"):
         export.export(jax.jit(wrap()), platforms=["tpu", "rocm"])(FLOATS)
-
-
-def test_op_refuses_another_key():
-    op = op_of(lambda x: {"loss": x})
-    assert op(F32[0], outs=spec()) == op(F32[0], outs={"loss": spec()})["loss"] == F32[0]
-    with pytest.raises(ValueError, match=r"returned .*'loss'.*, but outs declares .*'gradient'.*: return that"):
-        op(F32[0], outs={"gradient": spec()})
-
-
-@pytest.mark.parametrize("outs", [LOW_AND_HIGH, [spec(), spec()]])
-def test_op_refuses_a_dict_of_other_keys(outs):
-    op = op_of(lambda x: {"low": x.min(), "top": x.max()})
-    with pytest.raises(ValueError, match=r"'op'.*returned .*'low': \*, 'top'.*return that, or declare a tuple"):
-        op(VECTOR, outs=outs)
 
 
 def test_op_operands_may_be_numbers_or_arrays_of_other_libraries():
@@ -5664,7 +5652,7 @@ class OfOtherLibrary:
         return self.array.__dlpack__(**options)
 
 
-@pytest.mark.parametrize("cut", [np.s_[:, 1], np.s_[::2, ::2], np.s_[::-1], np.s_[1], np.s_[2:2]])
+@pytest.mark.parametrize("cut", [np.s_[:, 1], np.s_[::-1]])
 def test_arrays_of_other_libraries_may_be_parts_of_arrays(cut):
     part = np.arange(12, dtype=np.float32).reshape(4, 3)[cut]
     kernel = xk.numba_kernel(lambda x: 2 * x, like_first)
@@ -5677,7 +5665,7 @@ def test_arrays_of_other_libraries_may_be_parts_of_arrays(cut):
 
 
 @needs_warp
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_warp_arrays_may_be_columns(dtype):
     rows = np.arange(12, dtype=np.float32).reshape(4, 3)
     column = wp.array(rows, dtype=getattr(wp, dtype), device="cpu")[:, 1]
@@ -5685,29 +5673,13 @@ def test_warp_arrays_may_be_columns(dtype):
     check_close(result.astype(np.float32), rows[:, 1] + 1)
 
 
-class OwnArray(np.ndarray):
-    pass
-
-
-OTHER_BYTE_ORDER = {  # how an array gets where it is called
-    "array": lambda x: x,
-    "without dimensions": lambda x: x[0, ...],
-    "subclass": lambda x: x.view(OwnArray),
-    "recarray": lambda x: x.view(np.recarray),
-    "of __jax_array__": lambda x: types.SimpleNamespace(__jax_array__=lambda: x),
-}
-
-
-@pytest.mark.parametrize("kind", OTHER_BYTE_ORDER)
 @pytest.mark.parametrize("call", [lambda x: add_one(x), partial(op_adding(a=1), outs=spec(4, dtype=np.int32))])
-def test_an_input_of_another_byte_order_is_refused_after_one_of_the_same_kind(call, kind):
+@pytest.mark.parametrize("view", [lambda x: x, lambda x: x.view(np.recarray)])
+def test_an_input_of_another_byte_order_is_refused_after_one_of_the_same_kind(call, view):
     native = np.arange(4, dtype=np.int32)
-    other = native.astype(native.dtype.newbyteorder())
-    make = OTHER_BYTE_ORDER[kind]
-    with contextlib.suppress(TypeError, ValueError):  # an op declares one shape
-        call(make(native))
+    call(view(native))
     with pytest.raises(TypeError, match=r"input 0.*of another byte order.*newbyteorder\("):
-        call(make(other))
+        call(view(native.astype(native.dtype.newbyteorder())))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -5719,11 +5691,7 @@ class Config:
 EQUAL_PARAMETERS = {  # Python calls them equal; their representations have different lengths
     "numbers": (1, 1.0, True, np.float32(1)),
     "zeros": (0.0, -0.0),
-    "NumPy's zeros": (np.float32(0.0), np.float32(-0.0)),
-    "ranges": (range(0, 9, 9), range(0, 10, 10)),
-    "slices": (slice(0.0), slice(-0.0)),
-    "dataclasses in tuples": ((Config(0.0),), (Config(-0.0),)),
-    "frozensets": (frozenset([1]), frozenset([1.0]), frozenset([True])),
+    "in tuples": ((np.float32(0.0),), (np.float32(-0.0),)),
 }
 
 
@@ -5743,96 +5711,7 @@ def test_op_tells_equal_parameters_apart(kind):
         assert f(0.0) == [len(repr(k)) for k in values]
 
 
-class Unit:
-    """A name that is compared without its case."""
-
-    def __init__(self, name):
-        self.name = name
-
-    def __eq__(self, other):
-        return self.name.lower() == other.name.lower()
-
-    def __hash__(self):
-        return hash(self.name.lower())
-
-
-def test_op_takes_parameters_that_their_class_finds_equal_for_one():
-    made = []
-    op = xk.XLACustomKernel("of_units")
-
-    @op.def_numba_kernel
-    def generator(unit):
-        made.append(unit.name)
-        return numba.njit(lambda x: 2 * x)
-
-    for name in ("mV", "MV", "nA"):
-        assert op(F32[0], outs=spec(), unit=Unit(name)) == 2 * F32[0]
-    assert made == ["mV", "nA"]
-
-
-class Rounded:
-    def __repr__(self):
-        return "about 1"
-
-
-class Volt(Rounded, float):
-    pass
-
-
-class Ratio(Rounded, decimal.Decimal):
-    pass
-
-
-class Single(Rounded, np.float64):
-    pass
-
-
-class Level(Rounded, float, enum.Enum):
-    LOW = 1.25
-    HIGH = 1.375
-
-
-class Tagged:
-    """Equal only to what has the same `value`, too."""
-
-    def __eq__(self, other):
-        return super().__eq__(other) and self.value == other.value
-
-    def __hash__(self):
-        return super().__hash__()
-
-    def __repr__(self):
-        return "tagged"
-
-    def __float__(self):
-        return self.value
-
-
-def tagged(base):
-    """Two objects that only differ in what their class adds to `base`."""
-    cls = type(base.__name__, (Tagged, base), {})
-    low, high = cls(), cls()
-    low.value, high.value = 1.25, 1.375
-    return low, high
-
-
-VALUES_OF_ONE_REPR = [
-    *[(Volt(1.25), Volt(1.375)), (Ratio("1.25"), Ratio("1.375")), (Single(1.25), Single(1.375)), Level],
-    *map(tagged, [tuple, frozenset, float, complex, decimal.Decimal, np.float64]),
-]
-
-
-@pytest.mark.parametrize("values", VALUES_OF_ONE_REPR)
-def test_op_tells_parameters_of_one_representation_apart(values):
-    op = op_of(lambda x, k: x + float(k))
-    for f in eager_and_jitted(lambda x: [op(x, outs=spec(), k=k) for k in values]):
-        assert f(0.0) == [1.25, 1.375]
-
-
 # -- arrays of 64 bits ---------------------------------------------------------------------------------
-
-HAS_EXPLICIT_X64 = hasattr(jax.config, "jax_explicit_x64_dtypes")  # jax >= 0.8
-TRUNCATED = "asks for int64, which JAX truncates to int32" if HAS_EXPLICIT_X64 else "int64"
 
 
 def increment_kernel(outs):
@@ -5841,7 +5720,7 @@ def increment_kernel(outs):
 
 @pytest.mark.parametrize("make", [increment_kernel, lambda outs: partial(op_with(increment_kernel), outs=outs)])
 def test_64_bits_where_x64_is_disabled(make):
-    """As JAX does: arrays keep them, and outs are truncated (jax >= 0.8: unless they are allowed)."""
+    """As JAX does: arrays keep them, and outs are truncated, unless they are allowed."""
     with x64():
         x = jnp.arange(3) + 2**40
     for f in eager_and_jitted(make(like_first)):
@@ -5849,11 +5728,10 @@ def test_64_bits_where_x64_is_disabled(make):
         assert got.dtype == np.int64 and got[0] == 2**40 + 1
         assert f(np.arange(3)).dtype == np.int32
     increment = make(spec(3, dtype=np.int64))
-    with pytest.warns(UserWarning, match=TRUNCATED):
+    with pytest.warns(UserWarning, match="asks for int64, which JAX truncates to int32"):
         assert increment(np.arange(3)).dtype == np.int32
-    if HAS_EXPLICIT_X64:
-        with conftest.configured("jax_explicit_x64_dtypes", "allow"):
-            assert increment(np.arange(3)).dtype == np.int64
+    with conftest.configured("jax_explicit_x64_dtypes", "allow"):
+        assert increment(np.arange(3)).dtype == np.int64
 
 
 @pytest.mark.parametrize("call", [lambda f: f, jax.jit, jax.vmap])
@@ -5878,12 +5756,18 @@ def test_op_says_what_it_has_and_carries_what_brainevent_attaches():
     assert (entry.backend, entry.platform, entry.kernel_generator, entry.fallback) == ("a", "cpu", add_to, False)
 
 
+NAMES_OF_BRAINEVENT = (
+    "KernelEntry", "XLACustomKernel", "defjvp", "general_batching_rule", "jaxinfo_to_warpinfo", "jaxtype_to_warptype",
+    "numba_cuda_callable", "numba_cuda_kernel", "numba_kernel",
+)  # fmt: skip
+
+
 @pytest.mark.needs("brainevent")
 def test_brainevents_names_and_signatures():
     """From BrainEvent, change the import: all but its own benchmark."""
     with warnings.catch_warnings(action="ignore"):
         theirs = importlib.import_module("brainevent._op")
-    for name in set(theirs.__all__) & set(xk.__all__):
+    for name in NAMES_OF_BRAINEVENT:
         check_accepts(getattr(xk, name), getattr(theirs, name))
     for name, method in vars(theirs.XLACustomKernel).items():
         if not name.startswith("_") and name != "benchmark":
@@ -6226,8 +6110,7 @@ def test_op_rules_see_no_zero_tangents_and_no_call_without_cotangents():
 
     op.def_jvp_rule2(tangent_of_x, lambda t, x, y: pytest.fail("y has no tangent"))
     product_with_weights = jax.vmap(lambda x: op(x, WEIGHTS, outs=x))
-    gradient = jax.grad(lambda x: product_with_weights(product_with_weights(x)).sum())
-    check_close(gradient(ROWS), np.zeros_like(ROWS))
+    check_close(jax.grad(lambda x: product_with_weights(product_with_weights(x)).sum())(ROWS), np.zeros_like(ROWS))
     assert seen == ["x", "x", "transpose"]
 
 
@@ -6241,8 +6124,8 @@ def test_op_takes_an_operand_without_value_as_outs(outs_of):
 
     op.def_jvp_rule(lambda primals, tangents: (multiply(*primals, primals[0]), multiply(primals[0], *tangents[::-1])))
     op.def_transpose_rule(lambda cts, x, y: [None, *multiply(x, cts[0], y)])
-    product = partial(op, WEIGHTS, outs=like_first)
-    for f in (lambda y: product(y).sum(), lambda y: jax.vmap(product)(jnp.stack([y, y])).sum() / 2):
+    weighted = partial(op, WEIGHTS, outs=like_first)
+    for f in (lambda y: weighted(y).sum(), lambda y: jax.vmap(weighted)(jnp.stack([y, y])).sum() / 2):
         check_close(jax.grad(f)(VECTOR), WEIGHTS)
 
 
@@ -6289,10 +6172,10 @@ def test_op_newest_rules_reach_warm_functions():
 
     op.def_jvp_rule(replaced_while_jax_traces)
     assert [derivative(0.0), derivative(0.0)] == [1, 7]  # from the next trace on
-    batched = jax.jit(jax.vmap(lambda x: op.primitive.bind(x, outs=(spec(),))[0]))  # also if bound by hand
+    of_batch = jax.jit(jax.vmap(lambda x: op.primitive.bind(x, outs=(spec(),))[0]))  # also if bound by hand
     for value in (2, 3):
         op.def_batching_rule(lambda args, axes, value=value: ([value * args[0]], axes))
-        assert batched(jnp.ones(1)) == value
+        assert of_batch(jnp.ones(1)) == value
 
 
 def test_defjvp_and_general_batching_take_a_primitive_of_someone_else():
@@ -6331,9 +6214,9 @@ def test_op_batching_rule_of_some_axes_leaves_others_to_the_general_one():
         return [products.T], [-2]
 
     matrix = ROWS @ ROWS.T
-    product = partial(op, outs=spec(3))
-    check_close(jax.vmap(product, (None, 0))(matrix, matrix), matrix @ matrix.T)
-    check_close(jax.vmap(product, (0, None))(np.stack([matrix, matrix]), matrix[0])[1], matrix @ matrix[0])
+    multiply = partial(op, outs=spec(3))
+    check_close(jax.vmap(multiply, (None, 0))(matrix, matrix), matrix @ matrix.T)
+    check_close(jax.vmap(multiply, (0, None))(np.stack([matrix, matrix]), matrix[0])[1], matrix @ matrix[0])
     assert seen == [(None, 0), (0, None)]
 
 
@@ -6353,32 +6236,58 @@ def spike_op(batching_rule=None):
     return spike
 
 
-SPIKE_RULES = {
-    "jax": lambda op, args, axes: ([jnp.where(args[0] > 0, args[1], 0)], [0]),
-    "kernel": lambda op, args, axes: ([jax.vmap(pass_where_positive(), axes)(*args).T], [-1]),
-    "op": lambda op, args, axes: xk.general_batching_rule(op, args, axes, outs=[spec(8)]),
-}
-SPIKE_NESTS = {  # functions of x and y [2, 3, 8], and what they are batched by
-    "one": lambda f: lambda x, y: jax.vmap(f)(x[0], y[0]),
-    "columns": lambda f: lambda x, y: jax.vmap(f, (1, 0))(x[0].T, y[0]),
-    "two": lambda f: jax.vmap(jax.vmap(f)),
-    "shared": lambda f: lambda x, y: jax.vmap(jax.vmap(f, (0, 0)), (0, None), 1)(x, y[0]),
-    "loop": lambda f: lambda x, y: jax.lax.map(lambda operands: jax.vmap(jax.jit(f))(*operands), (x, y)),
-}
+def spikes_by_jax(op, args, axes):
+    return [jnp.where(args[0] > 0, args[1], 0)], [0]
 
 
-@pytest.mark.parametrize("nest", SPIKE_NESTS)
-@pytest.mark.parametrize("rule", ["jax", "kernel", "op"])
-def test_op_with_a_batching_rule_keeps_its_derivatives(rule, nest):
+def spikes_by_kernel(op, args, axes):
+    return [jax.vmap(pass_where_positive(), axes)(*args).T], [-1]
+
+
+def spikes_by_op(op, args, axes):
+    return xk.general_batching_rule(op, args, axes, outs=[spec(8)])
+
+
+def batch_of_one(f, x, y):
+    return jax.vmap(f)(x[0], y[0])
+
+
+def batch_of_columns(f, x, y):
+    return jax.vmap(f, (1, 0))(x[0].T, y[0])
+
+
+def nested_batches(f, x, y):
+    return jax.vmap(jax.vmap(f))(x, y)
+
+
+def nested_batch_that_shares(f, x, y):
+    return jax.vmap(jax.vmap(f, (0, 0)), (0, None), 1)(x, y[0])
+
+
+def batches_in_a_loop(f, x, y):
+    return jax.lax.map(lambda operands: jax.vmap(jax.jit(f))(*operands), (x, y))
+
+
+RULES_AND_BATCHES = [
+    (spikes_by_jax, batch_of_columns),
+    (spikes_by_jax, nested_batch_that_shares),
+    (spikes_by_kernel, batch_of_one),
+    (spikes_by_kernel, nested_batches),
+    (spikes_by_op, batches_in_a_loop),
+]
+
+
+@pytest.mark.parametrize("rule, batch", RULES_AND_BATCHES)
+def test_op_with_a_batching_rule_keeps_its_derivatives(rule, batch):
     """What the rule runs has others, or none."""
     x = np.stack([ROWS - 4, 3 - ROWS])
     y = np.stack([ROWS, 2 * ROWS])
-    f, expected = (SPIKE_NESTS[nest](spike_op(rule)) for rule in (SPIKE_RULES[rule], None))
 
-    def derivatives(f):
+    def derivatives(op):
+        f = partial(batch, op)
         return jax.jvp(f, (x, y), (y, x)), jax.grad(lambda *operands: (f(*operands) ** 2).sum(), (0, 1))(x, y)
 
-    check_close(*jax.jit(lambda: (derivatives(f), derivatives(expected)))())
+    check_close(*jax.jit(lambda: (derivatives(spike_op(rule)), derivatives(spike_op())))())
 
 
 def test_op_batching_rule_runs_when_the_op_is_batched_if_that_has_no_derivative():
@@ -6471,10 +6380,13 @@ def matvec(x, w, out):
         out[i] = total
 
 
-@xk.numba_kernel(outs=lambda total, x: (total, spec(dtype=np.int32)), input_output_aliases={0: 0})
-def added_to(total, x, out, count):
+@xk.numba_kernel(
+    outs=lambda total, x: (total, spec(dtype=np.int32)), input_output_aliases={0: 0}, scratch=lambda total, x: x
+)
+def added_to(total, x, out, count, work):
     for i in range(x.size):
-        out[i] += x[i]
+        work[i] = out[i] + x[i]
+        out[i] = work[i]
     count[()] = x.size
 
 
@@ -6501,9 +6413,9 @@ COLLECTIVES = re.compile(r"\b(all-gather|all-to-all|collective-permute|all-reduc
 
 def check_split(function, args, expected):
     """The numbers are right, and nothing is moved between devices."""
-    compiled = jax.jit(function).lower(*args).compile()
-    check_close(compiled(*args), expected)
-    assert not COLLECTIVES.search(compiled.as_text())
+    executable = jax.jit(function).lower(*args).compile()
+    check_close(executable(*args), expected)
+    assert not COLLECTIVES.search(executable.as_text())
 
 
 X86, W66, X846 = [  # named by their shapes
@@ -6522,99 +6434,104 @@ def constrained(x, mesh, *axes):
 
 
 def over_d(x, w):
-    call = jax.shard_map(
+    return jax.shard_map(
         matvecs_of_blocks, mesh=four_devices(2, 2), in_specs=(P("d"), P()), out_specs=P("d"), axis_names={"d"}
-    )
-    return call(x, w)
+    )(x, w)
 
 
-SPLIT_PROGRAMS = {  # a function, its arrays with the axes that their dimensions are split over, and what is right
-    "what a shard_map leaves": (over_d, [(X846, "d", "e"), (W66,)], all_matvecs(X846)),
-    "two axes on one dimension": (matvecs_of_blocks, [(X846, ("d", "e")), (W66,)], all_matvecs(X846)),
-    "in a loop": (lambda x, w: jax.lax.fori_loop(0, 2, lambda _, x: matvecs_of_blocks(x, w), x),
-                  [(X846, "d"), (W66,)], all_matvecs(all_matvecs(X846))),
-    "batched by the inner vmap only": (jax.vmap(jax.vmap(running_product), (0, None)), [(X846, "d"), (X846[0],)],
-                                       X846.cumsum(2) * X846[0]),
-    "an alias, two results": (jax.vmap(added_to), [(X86, "d"), (X86, "d")], (2 * X86, np.full(8, 6, np.int32))),
-    "scratch and a hidden copy": (jax.vmap(fill_what_is_not_returned), [(X86, "d")], np.ones_like(X86)),
-    "seven slices, and those beside them": (lambda x, w: (matvecs(x[:7], w), x), [(X86,), (W66,)],
-                                            (all_matvecs(X86[:7]), X86)),
-    "two meshes": (lambda x, w: (matvecs_of_blocks(x, w), matvecs(constrained(x[:, 0], four_devices(4), "d"), w)),
-                   [(X846, ("d", "e")), (W66,)], (all_matvecs(X846), all_matvecs(2 * X846[:, 0]))),
-    "an abstract mesh": (lambda x, w: matvecs(constrained(x, four_devices(2, 2).abstract_mesh, "e"), w),
-                         [(X86, "e"), (W66,)], all_matvecs(2 * X86)),
-}  # fmt: skip
+def twice(x, w):
+    return jax.lax.fori_loop(0, 2, lambda _, x: matvecs_of_blocks(x, w), x)
 
 
-@pytest.mark.optimized
-@pytest.mark.parametrize("case", SPLIT_PROGRAMS)
-def test_xla_splits_a_batch(case):
-    function, arrays, expected = SPLIT_PROGRAMS[case]
-    check_split(function, [on_square(*array) for array in arrays], expected)
+def seven_and_all(x, w):
+    return matvecs(x[:7], w), x
 
 
-@pytest.mark.optimized
-@pytest.mark.parametrize("batched", list(itertools.product([True, False], repeat=3))[:-1])
-def test_xla_splits_a_batch_whose_shared_operands_have_any_rank(batched):
+def on_two_meshes(x, w):
+    return matvecs_of_blocks(x, w), matvecs(constrained(x[:, 0], four_devices(4), "d"), w)
+
+
+def on_abstract_mesh(x, w):
+    return matvecs(constrained(x, four_devices(2, 2).abstract_mesh, "e"), w)
+
+
+def sum_of_corners(x, y, z):
+    """Of operands of different ranks, of which the second is not batched."""
     add = wrap(runs("for i in range(3): out[i] = x[()] + y[0, 0, 0] + i * z[0]", "x, y, z, out"), spec(3))
-    in_axes = [0 if flag else None for flag in batched]
-    shapes = [[8] * flag + [2] * rank for flag, rank in zip(batched, (0, 3, 1))]
-    arrays = [np.random.default_rng(0).random(shape, np.float32) for shape in shapes]
-    args = [on_mesh(x, *["d"] * flag) for x, flag in zip(arrays, batched)]
-    in_jax = jax.vmap(lambda x, y, z: x + y[0, 0, 0] + jnp.arange(3) * z[0], in_axes)
-    check_split(jax.vmap(add, in_axes), args, in_jax(*arrays))
+    return jax.vmap(add, (0, None, 0))(x, y, z)
 
 
-def of_pairs(product):
-    return jax.vmap(jax.vmap(product, (None, 0)), (0, None))
+SPLIT_PROGRAMS = [  # a function, its arrays with the axes that their dimensions are split over, and what is right
+    (over_d, [(X846, "d", "e"), (W66,)], all_matvecs(X846)),
+    (twice, [(X846, ("d", "e")), (W66,)], all_matvecs(all_matvecs(X846))),
+    (jax.vmap(jax.vmap(running_product), (0, None)), [(X846, "d"), (X846[0],)], X846.cumsum(2) * X846[0]),
+    (jax.vmap(added_to), [(X86, "d"), (X86, "d")], (2 * X86, np.full(8, 6, np.int32))),
+    (seven_and_all, [(X86,), (W66,)], (all_matvecs(X86[:7]), X86)),
+    (on_two_meshes, [(X846, ("d", "e")), (W66,)], (all_matvecs(X846), all_matvecs(2 * X846[:, 0]))),
+    (on_abstract_mesh, [(X86, "e"), (W66,)], all_matvecs(2 * X86)),
+    (sum_of_corners, [(X86[:, 0], "d"), (X846[:2],), (X86, "d")],
+     X86[:, :1] + X846[0, 0, 0] + np.arange(3, dtype=np.float32) * X86[:, :1]),
+]  # fmt: skip
 
 
-def gradient_of_batch(product):
-    batch = jax.vmap(product, (0, None))
+@pytest.mark.parametrize("function, operands, expected", SPLIT_PROGRAMS)
+def test_xla_splits_a_batch(function, operands, expected):
+    """Of any shape, with aliases, scratch and shared operands: without moving anything between devices."""
+    check_split(function, [on_square(*operand) for operand in operands], expected)
+
+
+def of_pairs(multiply):
+    return jax.vmap(jax.vmap(multiply, (None, 0)), (0, None))
+
+
+def of_inner(multiply):
+    return jax.vmap(jax.vmap(multiply, (0, None)))
+
+
+def gradient_of_batch(multiply):
+    batch = jax.vmap(multiply, (0, None))
     return jax.grad(lambda x, y: (batch(x, y) ** 2).sum())
 
 
-def of_parts(product):
+def without_vmap(multiply):
+    return multiply
+
+
+def of_parts(multiply):
     """A device has a half of a slice."""
-    return lambda x, y: jax.vmap(product)(x.reshape(2, 8), y.reshape(2, 8)).ravel()
+    return lambda x, y: jax.vmap(multiply)(x.reshape(2, 8), y.reshape(2, 8)).ravel()
 
 
 CUBE = np.arange(128.0, dtype=np.float32).reshape(8, 4, 4)
 XS, YS = CUBE[:2]
 XS_FLAT = XS.ravel()
 INNER = (None, ("e", "d"))
-SHARDED = {  # what is done to the product of two vectors, the arrays, how these are split, and how the result is
-    "crossed": (of_pairs, (XS, YS), [("d",), ("e",)], ("d", "e")),
-    "only the second": (of_pairs, (XS, YS), [(), ("e",)], (None, "e")),
-    "inner": (lambda product: jax.vmap(jax.vmap(product, (0, None))), (CUBE, CUBE[:, 0]), [INNER, ()], INNER),
-    "grad": (gradient_of_batch, (XS, YS[0]), [("d",), ()], ("d",)),
-    # XLA must gather
-    "without vmap": (lambda product: product, (XS_FLAT, XS_FLAT), [("d",), ("d",)], None),
-    "an axis shared by two batches": (of_pairs, (XS, YS), [("d",), ("d",)], None),
-    "parts of slices": (of_parts, (XS_FLAT, XS_FLAT), [(("d", "e"),), (("d", "e"),)], None),
-}
+SHARDED = [  # kind, what is done to the product of two vectors, the arrays, how these are split, and how the result is
+    ("numba", of_pairs, (XS, YS), [("d",), ("e",)], ("d", "e")),
+    ("warp", of_pairs, (XS, YS), [(), ("e",)], (None, "e")),
+    ("explicit", of_inner, (CUBE, CUBE[:, 0]), [INNER, ()], INNER),
+    ("warp", gradient_of_batch, (XS, YS[0]), [("d",), ()], ("d",)),
+    ("explicit", gradient_of_batch, (XS, YS[0]), [("d",), ()], ("d",)),
+    # XLA must gather; with explicit axes JAX refuses it
+    ("numba", without_vmap, (XS_FLAT, XS_FLAT), [("d",), ("d",)], None),
+    ("warp", of_pairs, (XS, YS), [("d",), ("d",)], None),
+    ("numba", of_parts, (XS_FLAT, XS_FLAT), [(("d", "e"),), (("d", "e"),)], None),
+]
 
 
-def sharded_programs():
-    for kind, program in itertools.product(("numba", "explicit", "warp"), SHARDED):
-        *_, axes_of_result = SHARDED[program]
-        if kind != "explicit" or axes_of_result:  # JAX refuses the others
-            yield pytest.param(program, kind, marks=pytest.mark.needs("warp" if kind == "warp" else "numba"))
-
-
-@pytest.mark.optimized
-@pytest.mark.parametrize("program, kind", list(sharded_programs()))
-def test_what_is_sharded_stays_sharded_where_it_can(program, kind):
-    transform, arrays, placed, axes_of_result = SHARDED[program]
-    product = call_op(product_op("numba"))
+@pytest.mark.parametrize("kind, transform, operands, axes_of_operands, axes_of_result", [
+    pytest.param(*case, marks=pytest.mark.needs("warp" if case[0] == "warp" else "numba")) for case in SHARDED
+])  # fmt: skip
+def test_what_is_sharded_stays_sharded_where_it_can(kind, transform, operands, axes_of_operands, axes_of_result):
+    multiply = call_op(product_op("numba"))
     if kind == "warp":
-        product = xk.warp_kernel(warp_kernels().multiply, like_first, differentiable=True)
+        multiply = xk.warp_kernel(warp_kernels().multiply, like_first, differentiable=True)
     mesh = four_devices(2, 2, axis_type=EXPLICIT if kind == "explicit" else AUTO)
-    operands = [on_mesh(x, *axes, mesh=mesh) for x, axes in zip(arrays, placed)]
-    compiled = jax.jit(transform(product)).lower(*operands).compile()
-    result = compiled(*operands)
-    check_close(result, transform(operator.mul)(*arrays), 1e-6)
-    assert (COLLECTIVES.search(compiled.as_text()) is None) == bool(axes_of_result)
+    args = [on_mesh(x, *axes, mesh=mesh) for x, axes in zip(operands, axes_of_operands)]
+    executable = jax.jit(transform(multiply)).lower(*args).compile()
+    result = executable(*args)
+    check_close(result, transform(operator.mul)(*operands), 1e-6)
+    assert (COLLECTIVES.search(executable.as_text()) is None) == bool(axes_of_result)
     if axes_of_result:
         assert result.sharding.is_equivalent_to(jax.sharding.NamedSharding(mesh, P(*axes_of_result)), result.ndim)
 
@@ -6624,7 +6541,6 @@ def over_axis(f, axis, **mesh):
     return jax.shard_map(f, in_specs=P(axis), out_specs=P(axis), axis_names={axis}, **mesh)
 
 
-@pytest.mark.optimized
 def test_side_effects_need_a_sharding_that_says_where():
     two_by_two = four_devices(2, 2)
     add_aloud = wrap(runs("print('slice'); out[:] = x + 1"), has_side_effect=True)
@@ -6635,34 +6551,31 @@ def test_side_effects_need_a_sharding_that_says_where():
     check_close(jax.jit(over_both)(XS), XS + 1)
 
 
-@pytest.mark.optimized
 def test_donation_of_what_is_sharded():
-    """With scratch, and a hidden copy of y, which the kernel could write to."""
-    kernel = runs("memset(y.ctypes, 0, 0); work[:] = out * y; out[:] = work", "x, y, out, work", memset=memset)
-    product = jax.vmap(wrap(kernel, input_output_aliases={0: 0}, scratch=like_first))
+    kernel = runs("work[:] = out * y; out[:] = work", "x, y, out, work")
+    multiply = jax.vmap(wrap(kernel, input_output_aliases={0: 0}, scratch=like_first))
     x = jax.jit(jnp.negative)(on_mesh(XS, "d"))  # no view of NumPy's memory
     before = [shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards]
-    products = jax.jit(product, donate_argnums=0)(x, on_mesh(YS, "d"))
+    products = jax.jit(multiply, donate_argnums=0)(x, on_mesh(YS, "d"))
     assert [shard.data.unsafe_buffer_pointer() for shard in products.addressable_shards] == before
     check_close(products, -XS * YS)
 
 
-@pytest.mark.optimized
 @pytest.mark.parametrize("define_derivative", [Hadamard.differentiate, define_backward_pass])
 @pytest.mark.parametrize("x_axes, y_axes", [(("d",), ()), ((), ("d",))])
 def test_op_on_a_mesh_of_explicit_axes(x_axes, y_axes, define_derivative):
     """Also where its operands are split differently."""
-    product = call_op(product_op("jax", define_derivative))
+    multiply = call_op(product_op("jax", define_derivative))
     with jax.set_mesh(four_devices(4, axis_type=EXPLICIT)):
         x, y = jax.device_put(VECTOR, P(*x_axes)), jax.device_put(WEIGHTS, P(*y_axes))
-        check_close(jax.jit(product)(x, y), VECTOR * WEIGHTS)
-        x_gradient, y_gradient = jax.jit(jax.grad(sum_of(product), (0, 1)))(x, y)
+        check_close(jax.jit(multiply)(x, y), VECTOR * WEIGHTS)
+        x_gradient, y_gradient = jax.jit(jax.grad(sum_of(multiply), (0, 1)))(x, y)
         check_close(x_gradient, WEIGHTS)
         check_close(y_gradient, VECTOR)
 
 
 # ======================================================================================================
-# White-box tests: of what is inside the file and may change with it
+# What is inside the file and may change with it
 # ======================================================================================================
 
 
@@ -6722,17 +6635,6 @@ def test_one_thread_at_a_time_looks_at_the_list_of_gpus(monkeypatch):
         assert all(pool.map(look, range(8)))
 
 
-class SharesItsCode(xk._CallbackEmitter):
-    """An emitter of code that holds the address of a function, which another kernel would call, too."""
-
-    code_key = "shared"
-
-
-def test_code_that_kernels_share_holds_no_address():
-    with pytest.raises(AssertionError, match="may be an address"):
-        xk._compile_handler(xk._Signature("kernel", 0, (), ()), SharesItsCode(xk._Signature("kernel", 0, (), ()), None))
-
-
 def test_a_handler_of_another_layout_is_not_found():
     """As an exported program may ask for, of another version of this file."""
     target = target_of(wrap(name="of_this_layout"), FLOATS)
@@ -6742,17 +6644,17 @@ def test_a_handler_of_another_layout_is_not_found():
         jax.ffi.ffi_call(another, FLOATS)(F32)
 
 
-@pytest.mark.parametrize("batch_in_z", [False, True])
-def test_fakecuda_all_is_compiled_when_a_call_is_traced(gpus, package_cuda, monkeypatch, batch_in_z):
+@pytest.mark.parametrize("vmap_method, n_launches", [(None, 1), ("sequential", 4)])
+def test_fakecuda_all_is_compiled_when_a_call_is_traced(gpus, package_cuda, monkeypatch, vmap_method, n_launches):
     """Under the name that exported programs call; a batch, which has the same handler, reads no globals anew."""
     monkeypatch.setattr(xk, "_traced_platform", lambda: "cuda")
-    name = f"exported.{package_cuda.__name__}.{batch_in_z}"
-    op = own_op(package_cuda, name=name, vmap_method=None if batch_in_z else "sequential")
+    name = f"exported.{package_cuda.__name__}.{vmap_method}"
+    op = own_op(package_cuda, name=name, vmap_method=vmap_method)
     jax.eval_shape(op, FLOATS)
     names = [target for target in gpus.handlers if target.startswith(name)]
     jax.eval_shape(jax.vmap(op), spec(4, 3))
     assert [target for target in gpus.handlers if target.startswith(name)] == names and len(names) == 1
-    assert len(gpus.launches(jax.vmap(op), jnp.ones((4, 3)))) == (1 if batch_in_z else 4)
+    assert len(gpus.launches(jax.vmap(op), jnp.ones((4, 3)))) == n_launches
 
 
 # ======================================================================================================
@@ -6841,7 +6743,7 @@ def test_conftest_grid(run_tests, pytester):
 
     dtype    numba     warp
     float32  2 1- 1.   2. 1a 1s
-    int8     1 FAILED   1.
+    int8     1 FAILED  1.
 
     FAILED: lif-numba-jit-int8
     3: passed; 3s: on Numba's simulator of CUDA; 3-: not run
