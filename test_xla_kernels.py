@@ -814,8 +814,8 @@ def another_process():
 def loaded_elsewhere(call, *inputs):
     """What a call that can be pickled gives where it is exported here, and loaded in another process."""
     exported = exported_here(call, *inputs)
-    on_gpu = ["gpu"] * (default_platform() == "gpu")
-    return another_process().submit(load_and_run, on_gpu, exported, call, inputs).result()
+    needs = ["gpu"] * (default_platform() == "gpu")
+    return another_process().submit(load_and_run, needs, exported, call, inputs).result()
 
 
 def load_and_run(needs, exported, call, inputs):
@@ -1160,10 +1160,10 @@ def skips_for(*requirements):
 
 
 # What XLA does with a call is the same on the CPU.  So the simulator runs cells that differ in what CUDA is called
-# with: every operation and dtype alone and batched, and under the other transformations those that have all features.
+# with: every operation and dtype alone and batched, and two operations under the other transformations.
 IN_SIMULATOR = (
     "test_on_cuda or test_cudasim or (test_docstring and cuda)"
-    " or (test_matrix and numba_cuda and (-eager- or -vmap- or blend or (-numba_cuda- and (hadamard or csr_event)))"
+    " or (test_matrix and numba_cuda and (-eager- or -vmap- or blend or hadamard-numba_cuda-)"
     " and not (grad or checkpoint or eager_shard_map))"
 )
 
@@ -1378,7 +1378,7 @@ PATHS_OF_TABLE = (  # the names in the picture of what README's columns show, in
 
 def test_the_picture_of_speed_has_the_figures_of_the_readmes_table():
     """Each beside the name of what it was measured of."""
-    row, _of_gpu = re.findall(r"^\| add 16 elements, in `fori_loop` \|(.*)\|$", text_of("README.md"), re.MULTILINE)
+    row = re.search(r"^\| add 16 elements, in `fori_loop` \|(.*)\|$", text_of("README.md"), re.MULTILINE)[1]
     figures_of_table = [float(cell) for cell in row.split("|") if cell.strip()]
     heights = {text.text: float(text.get("y")) for text in picture("speed").iter("{http://www.w3.org/2000/svg}text")}
 
@@ -6224,8 +6224,8 @@ def test_op_batching_rule_runs_when_the_op_is_batched_if_that_has_no_derivative(
             total = jax.lax.psum(args[0], "outer").sum()
             return [scale * jnp.sin(args[0][0]), scale * total], [None, None]
 
-        batched = jax.vmap(lambda x: op(x, outs=lambda x: [x, spec()]), out_axes=None)
-        return jax.vmap(batched, axis_name="outer")(x)
+        of_rows = jax.vmap(lambda x: op(x, outs=lambda x: [x, spec()]), out_axes=None)
+        return jax.vmap(of_rows, axis_name="outer")(x)
 
     x = np.stack([ROWS, 2 * ROWS])
     sines, totals = jax.jit(f)(x, 3.0)
