@@ -1276,7 +1276,7 @@ def text_of(document):
 def blocks_of(document):
     """{(document, heading, number below it): (code, what it prints)}.
 
-    A block that does not begin with an import continues the last.  What a print gives is said by a comment at its end, or
+    """{(document, heading, number): (code, what it prints)}, with the number of the block below the heading.
     by a block of text below.
     """
     blocks, code = {}, ""
