@@ -1274,9 +1274,9 @@ def text_of(document):
 
 
 def blocks_of(document):
-    """{(document, heading, number below it): (code, what it prints)}.
+    """{(document, heading, number of the block below it): (code, what it prints)}.
 
-    """{(document, heading, number): (code, what it prints)}, with the number of the block below the heading.
+    A block that does not begin with an import continues the last.  What a print gives is said by a comment at its end, or
     by a block of text below.
     """
     blocks, code = {}, ""
