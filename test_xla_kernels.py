@@ -1276,8 +1276,8 @@ def text_of(document):
 def blocks_of(document):
     """{(document, heading, number of the block below it): (code, what it prints)}.
 
-    A block that does not begin with an import continues the last.  What a print gives is said by a comment at its end, or
-    by a block of text below.
+    A block that does not begin with an import continues the last.  What a print gives is said by a comment at its end,
+    or by a block of text below.
     """
     blocks, code = {}, ""
     for section in text_of(document).split("\n## "):
