@@ -256,6 +256,7 @@ def marked(cell):
 
 @pytest.mark.parametrize("op, backend, transformation, dtype", list(map(marked, all_cells())))
 def test_matrix(op, backend, transformation, dtype):
+    """Finds wrong numbers, shapes, dtypes and structures, another kernel's, and inputs that were changed."""
     inputs, batch = inputs_and_batch(op, dtype)
     before = jax.tree.map(np.copy, (inputs, batch))
     tolerance = DTYPES[dtype].tolerance
