@@ -217,7 +217,8 @@ LEFT_OUT = {  # why there are no such cells: what cannot be
             all_but(OPS, *WITH_ALL_FEATURES),
             all_but(BACKENDS, *WITH_EVERY_CELL),
             all_but(TRANSFORMATIONS, "eager", "vmap"),
-        )
+        ),
+        Cells(all_but(OPS, *WITH_ALL_FEATURES), transformations=("export",)),
     ],
     "other dtypes are called as float32 is": [
         Cells(transformations=all_but(FORWARD, "eager", "vmap"), dtypes=OTHER_DTYPES),
