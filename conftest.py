@@ -275,8 +275,9 @@ def pytest_collection_modifyitems(config, items):
     for number, item in enumerate(cells):
         item.user_properties.append(("cell", [number, *cell_of(item)]))
     if cells:
-        counts = collections.Counter(pair for cell in cells[0].module.all_cells() for pair in pairs_of(cell))
-        getattr(config, "workeroutput", {})["counts"] = config.stash[COUNTS] = dict(counts)
+        matrix = cells[0].module
+        left_out = [(cell, matrix.left_out(*cell)) for cell in matrix.possible_cells()]
+        getattr(config, "workeroutput", {})["left out"] = config.stash[LEFT_OUT] = left_out
 
 
 def pytest_collection_finish(session):
@@ -288,7 +289,7 @@ def pytest_collection_finish(session):
 # What came out: of all tests with --outcomes-out, and of the cells of the matrix as a grid at the end of a run
 # ======================================================================================================
 
-COUNTS = pytest.StashKey[dict]()  # how many cells there are for each pair that `pairs_of` gives
+LEFT_OUT = pytest.StashKey[list]()  # all cells that there could be, each with why it is left out, or None
 
 
 def is_cell(item):
@@ -300,17 +301,11 @@ def cell_of(item):
     return [item.callspec.params[name] for name in ("op", "backend", "transformation", "dtype")]
 
 
-def pairs_of(cell):
-    """Where a cell stands in the two tables of the grid: a row and a column of each."""
-    _, backend, transformation, dtype = cell
-    return (transformation, backend), (dtype, backend)
-
-
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node, error):
     """A worker of xdist is done; the process that prints the report collects no tests itself."""
-    if counts := getattr(node, "workeroutput", {}).get("counts"):
-        node.config.stash[COUNTS] = counts
+    if left_out := getattr(node, "workeroutput", {}).get("left out"):
+        node.config.stash[LEFT_OUT] = left_out
 
 
 def pytest_terminal_summary(terminalreporter, config):
@@ -322,8 +317,8 @@ def pytest_terminal_summary(terminalreporter, config):
         outcomes = {report.nodeid.partition("::")[2]: outcome for report, outcome in outcomes_of(reports)}
         pathlib.Path(path).write_text(json.dumps(outcomes), encoding="utf-8")
     if cells or simulated:
-        title = "matrix: cells that passed, of those that there are"
-        text = grids(cells, simulated, config.stash.get(COUNTS, {}))
+        title = "matrix: how many cells passed"
+        text = grid_text(cells, simulated, config.stash.get(LEFT_OUT, []))
         terminalreporter.section(title)
         terminalreporter.write(text)
         if path := config.getoption("--grid-out"):
@@ -350,48 +345,38 @@ def cells_of(reports):
     return [(cell, outcome) for (_, *cell), outcome in sorted(cells)], simulated
 
 
-def grids(cells, simulated, counts):
-    """Tables of transformations and of dtypes by backend; what failed, by name; and what the letters of skips mean."""
-    outcomes = {tuple(cell): outcome for cell, outcome in cells}
-    for cell in map(tuple, simulated):
-        if outcomes.get(cell) not in ("passed", "failed", "error"):
-            outcomes[cell] = "simulated"
-    by_transformation, by_dtype, reasons = {}, {}, []
+def grid_text(cells, simulated, left_out):
+    """Tables of operations, transformations and dtypes by backend; what failed, by name; and what the marks mean."""
+    outcomes = dict.fromkeys(map(tuple, simulated), "simulated")
+    for cell, outcome in cells:
+        if outcome in ("passed", "failed", "error") or tuple(cell) not in outcomes:
+            outcomes[tuple(cell)] = outcome
+    marks = {"passed": "", "failed": " FAILED", "error": " FAILED", "simulated": "s", None: "-"}
+    for outcome in outcomes.values():  # others are reasons of skips
+        marks.setdefault(outcome, string.ascii_lowercase.replace("s", "")[len(marks) - 5])
+    cells = {tuple(cell): "." if reason else marks[outcomes.get(tuple(cell))] for cell, reason in left_out}
+    float32 = {cell: mark for cell, mark in cells.items() if cell[3] == "float32"}
+    text = table_text("float32", 0, float32) + table_text("float32", 2, float32) + table_text("dtype", 3, cells)
     for cell, outcome in outcomes.items():
-        for table, pair in zip((by_transformation, by_dtype), pairs_of(cell)):
-            table.setdefault(pair, []).append(outcome)
-    text = grid_text(by_transformation, counts, reasons) + "\n" + grid_text(by_dtype, counts, reasons)
-    for cell, outcome in outcomes.items():
-        text += f"FAILED: {'-'.join(cell)}\n" * (outcome in ("failed", "error"))
-    for letter, reason in zip(string.ascii_lowercase, reasons):
-        text += f"{letter}: skipped: {reason}\n"
-    return text + "sim: on Numba's simulator of CUDA; n/a: there is no such cell; -: it was not run\n"
+        text += f"FAILED: {'-'.join(cell)}\n" * (marks[outcome] == " FAILED")
+    text += "3: passed; 3s: on Numba's simulator of CUDA; 3-: not run\n"
+    for outcome, mark in list(marks.items())[5:]:
+        text += f"3{mark}: skipped: {outcome}\n"
+    reasons = collections.Counter(reason for _, reason in left_out if reason)
+    return text + "".join(f"{count}.: left out: {reason}\n" for reason, count in reasons.items())
 
 
-def grid_text(table, counts, reasons):
-    """The text of {(row, column): outcomes}."""
-    rows, columns = [list(dict.fromkeys(names)) for names in zip(*table)]
-    lines = [["", *columns]]
+def table_text(title, axis, cells):
+    """For each name on an axis and each backend, how many cells there are of each mark."""
+    counts = collections.defaultdict(collections.Counter)
+    for cell, mark in cells.items():
+        counts[cell[axis], cell[1]][mark] += 1
+    rows, columns = [list(dict.fromkeys(names)) for names in zip(*counts)]
+    lines = [[title, *columns]]
     for row in rows:
-        pairs = [(row, column) for column in columns]
-        lines.append([row, *[pair_text(table.get(pair, []), counts.get(pair, 0), reasons) for pair in pairs]])
-    return "".join("  ".join(line).rstrip() + "\n" for line in aligned(lines))
-
-
-def pair_text(outcomes, count, reasons):
-    """How many passed of how many, how many failed, and letters for skips: "28 of 28 sim", "26 of 28 a", "n/a"."""
-    if not outcomes:
-        return "-" if count else "n/a"
-    n_passed = sum(outcome in ("passed", "simulated") for outcome in outcomes)
-    n_failed = sum(outcome in ("failed", "error") for outcome in outcomes)
-    parts = [f"{n_passed} of {count}"] * (n_passed > 0)
-    parts += [f"{n_failed} FAILED"] * (n_failed > 0)
-    parts += ["sim"] * ("simulated" in outcomes)
-    for reason in sorted(set(outcomes) - {"passed", "simulated", "failed", "error"}):
-        if reason not in reasons:
-            reasons.append(reason)
-        parts.append(string.ascii_lowercase[reasons.index(reason)])
-    return " ".join(parts)
+        entries = [sorted(counts[row, column].items()) for column in columns]
+        lines.append([row, *[" ".join(f"{count}{mark}" for mark, count in entry) for entry in entries]])
+    return "".join("  ".join(line).rstrip() + "\n" for line in aligned(lines)) + "\n"
 
 
 def aligned(rows):

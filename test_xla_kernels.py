@@ -5,13 +5,13 @@ import collections
 import contextlib
 import ctypes
 import dataclasses
-import decimal
 import doctest
 import enum
 import functools
 import gc
 import importlib.util
 import inspect
+import io
 import itertools
 import json
 import linecache
@@ -78,14 +78,14 @@ except ImportError:  # it needs absl with old versions of jax
 
 
 # ======================================================================================================
-# The matrix: operations x backends x transformations x dtypes, each a table here.
+# The matrix: operations x backends x transformations x dtypes.
 # Every cell runs a kernel and compares what it gives with NumPy: with a loop over slices where it is batched, with
 # differences where it is differentiated.  All other kernels of the cell's operation raise, so it shows who ran.
-# At the end of a run, conftest.py prints which cells passed.
+# At the end of a run, conftest.py prints which cells passed, and why others are left out.
 #
-# To add an operation: a class, and a row of OPS.  A transformation: a function among the Transformations, decorated
-# with what is right.  A backend: a function that wraps a kernel, and a row of BACKENDS; of another language, also a row
-# of LANGUAGES; and one of PACKAGES in conftest.py, where it needs a package that no other test does.
+# To add an operation: a row of OPS, a class, and a row of OPERATIONS.  A transformation: its name in FORWARD or
+# DERIVATIVES, and a function of that name in `Transformations`, decorated with what is right.  A backend: a row of
+# BACKENDS, a function that wraps a kernel, and a row of WRAPPERS; of another language, also a row of LANGUAGES.
 # ======================================================================================================
 
 
@@ -96,24 +96,189 @@ class Dtype(typing.NamedTuple):
 
 DTYPES = {
     "bool": Dtype(),
-    "int8": Dtype(),
-    "int16": Dtype(),
-    "int32": Dtype(),
-    "int64": Dtype(needs_x64=True),
-    "uint8": Dtype(),
-    "uint16": Dtype(),
-    "uint32": Dtype(),
-    "uint64": Dtype(needs_x64=True),
+    **dict.fromkeys(["int8", "int16", "int32", "uint8", "uint16", "uint32"], Dtype()),
+    **dict.fromkeys(["int64", "uint64"], Dtype(needs_x64=True)),
     "float16": Dtype(1e-2),
     "bfloat16": Dtype(5e-2),
-    "float32": Dtype(1e-5),
-    "float64": Dtype(1e-12, needs_x64=True),
-    "complex64": Dtype(1e-5),
-    "complex128": Dtype(1e-12, needs_x64=True),
+    **dict.fromkeys(["float32", "complex64"], Dtype(1e-5)),
+    **dict.fromkeys(["float64", "complex128"], Dtype(1e-12, needs_x64=True)),
 }
-NUMBERS = tuple(DTYPES)[1:]
-ONE_OF_EACH_KIND = ("int32", "float32", "float64", "complex64")
-FLOATING = ("float32", "float64")
+NUMBERS = tuple(name for name in DTYPES if name != "bool")
+FLOAT32, FLOATING = ("float32",), ("float32", "float64")
+
+OPS = {  # name: the dtypes that it is tested with
+    "reversed": ("bool", "float32"),  # computes nothing
+    "add": NUMBERS,  # arithmetic in every dtype
+    "leaky_relu": FLOAT32,  # a static parameter
+    "hadamard": ("int32", "float32", "float64", "complex64"),  # two dimensions; its derivative calls it
+    "matvec": FLOAT32,  # inputs of different ranks
+    "outer": FLOAT32,  # an output like no input
+    "transposed": FLOAT32,  # three dimensions
+    "csr_event": FLOATING,  # integers, bool, atomics, outputs of two shapes
+    "lif": FLOATING,  # outputs of two dtypes
+    "in_place": FLOAT32,  # an input that becomes the output
+    "blend": FLOAT32,  # the same with an input that vmap shares, and scratch
+}
+
+
+class Backend(typing.NamedTuple):
+    language: str  # in which its kernels are written: a row of LANGUAGES, or JAX
+    needs: str  # what must be there: see conftest.py
+    is_op: bool = True  # a kernel of an XLACustomKernel; else a wrapper that is called as it is
+
+
+BACKENDS = {
+    "numba": Backend("numba", "numba"),  # on the CPU, in one thread
+    "numba_parallel": Backend("numba", "numba"),
+    "numba_cuda": Backend("cuda", "cuda"),  # on a GPU, or in the simulator
+    "numba_cuda_callable": Backend("cuda", "cuda"),  # Python that launches the kernel
+    "warp": Backend("warp", "warp"),  # on the CPU
+    "warp_gpu": Backend("warp", "warp_gpu"),
+    "pallas": Backend("pallas", "pallas"),  # interpreted
+    "jax": Backend("jax", "jax"),
+    "numba_kernel": Backend("numba", "numba", is_op=False),
+    "numba_cuda_kernel": Backend("cuda", "cuda", is_op=False),  # launches each slice of a batch
+    "warp_kernel": Backend("warp", "warp", is_op=False),
+    "differentiable": Backend("warp", "warp", is_op=False),  # warp_kernel with Warp's own adjoint
+}
+
+SHARD_MAPS = ("shard_map", "eager_shard_map", "grad_of_shard_map", "shard_map_of_grad")
+FORWARD = (
+    "eager", "jit", "without_jit", "vmap", "vmap_every_input", "vmap_other_axes", "vmap_nested", "vmap_of_nothing",
+    "lax_map", "scan", "loop_of_state", "while_loop", "cond", "pmap", "shard_map", "eager_shard_map", "jit_over_mesh",
+    "export",
+)  # fmt: skip
+DERIVATIVES = (
+    "jvp", "grad", "grad_of_vmap", "grad_of_nested_vmap", "vmap_of_grad", "grad_of_scan", "grad_of_shard_map",
+    "shard_map_of_grad", "jvp_of_grad", "checkpoint",
+)  # fmt: skip
+TRANSFORMATIONS = FORWARD + DERIVATIVES
+
+
+class Cells(typing.NamedTuple):
+    """Cells of these names; of all names on an axis that is not given."""
+
+    ops: tuple = tuple(OPS)
+    backends: tuple = tuple(BACKENDS)
+    transformations: tuple = TRANSFORMATIONS
+    dtypes: tuple = tuple(DTYPES)
+
+
+def all_but(names, *others):
+    return tuple(name for name in names if name not in others)
+
+
+def in_language(language):
+    return tuple(name for name, backend in BACKENDS.items() if backend.language == language)
+
+
+NO_ARRAYS_OF = {  # language: dtypes
+    "numba": ("float16", "bfloat16"),
+    "cuda": ("bfloat16",),
+    "warp": ("complex64", "complex128"),
+    "pallas": ("complex64", "complex128"),
+    "jax": (),
+}
+WITH_EVERY_CELL = ("numba", "numba_cuda", "warp_gpu")  # of each language that this library calls
+WITH_ALL_FEATURES = ("hadamard", "csr_event", "blend")  # shapes, dtypes, aliases, scratch, own and JAX's derivatives
+OTHER_DTYPES = all_but(DTYPES, "float32")
+LEFT_OUT = {  # why there are no such cells: what cannot be
+    "the first output is not the next first input": [
+        Cells(("reversed", "matvec", "outer", "transposed", "csr_event"), transformations=("loop_of_state",))
+    ],
+    "its language has no arrays of this dtype": [
+        Cells(backends=in_language(language), dtypes=dtypes) for language, dtypes in NO_ARRAYS_OF.items()
+    ],
+    "a function that launches kernels has no name": [
+        Cells(backends=("numba_cuda_callable",), transformations=("export",))
+    ],
+    "Warp's adjoints are first derivatives in reverse mode, and change no arrays in place": [
+        Cells(backends=("differentiable",), transformations=("jvp", "jvp_of_grad")),
+        Cells(("in_place", "blend"), ("differentiable",)),
+    ],
+    "jax.custom_jvp has no tangents of integers that vary over devices": [
+        Cells(("csr_event",), ("numba_kernel", "numba_cuda_kernel", "warp_kernel"), SHARD_MAPS[2:])
+    ],
+    # and what would show nothing new
+    "all operations get their derivatives as csr_event or hadamard does": [
+        Cells(all_but(OPS, "csr_event", "hadamard"), transformations=all_but(DERIVATIVES, "jvp", "grad"))
+    ],
+    "JAX's own code: a few of each kind": [
+        Cells(
+            backends=("pallas", "jax"),
+            transformations=all_but(TRANSFORMATIONS, "eager", "vmap", "vmap_of_nothing", "grad"),
+        )
+    ],
+    "rows share columns, so that no loop over rows or columns is parallel": [
+        Cells(("csr_event",), ("numba_parallel", "pallas"))
+    ],
+    "hadamard, csr_event and blend have all that kernels are called with": [
+        Cells(
+            all_but(OPS, *WITH_ALL_FEATURES),
+            all_but(BACKENDS, *WITH_EVERY_CELL),
+            all_but(TRANSFORMATIONS, "eager", "vmap"),
+        ),
+        Cells(all_but(OPS, *WITH_ALL_FEATURES), transformations=("export",)),
+    ],
+    "other dtypes are called as float32 is": [
+        Cells(transformations=all_but(FORWARD, "eager", "vmap"), dtypes=OTHER_DTYPES),
+        Cells(transformations=DERIVATIVES, dtypes=all_but(DTYPES, *FLOATING)),
+        Cells(backends=all_but(BACKENDS, *WITH_EVERY_CELL, "warp", "differentiable"), dtypes=OTHER_DTYPES),
+        Cells(backends=("warp",), transformations=DERIVATIVES, dtypes=OTHER_DTYPES),
+        Cells(backends=("differentiable",), transformations=FORWARD, dtypes=OTHER_DTYPES),
+    ],
+}
+
+
+def left_out(*cell):
+    """Why there is no such cell, or None."""
+    for reason, patterns in LEFT_OUT.items():
+        for pattern in patterns:
+            if all(name in names for name, names in zip(cell, pattern)):
+                return reason
+    return None
+
+
+def possible_cells():
+    """Neighbours share kernels, which are compiled once."""
+    for op, dtypes in OPS.items():
+        yield from itertools.product([op], BACKENDS, TRANSFORMATIONS, dtypes)
+
+
+def all_cells():
+    return [cell for cell in possible_cells() if left_out(*cell) is None]
+
+
+def marked(cell):
+    """A cell as a parameter, with what it needs."""
+    _, backend, transformation, _ = cell
+    needed = [BACKENDS[backend].needs]
+    if transformation in ("pmap", "jit_over_mesh", *SHARD_MAPS):
+        needed.append("four devices")
+    return pytest.param(*cell, marks=pytest.mark.needs(*needed))
+
+
+@pytest.mark.parametrize("op, backend, transformation, dtype", list(map(marked, all_cells())))
+def test_matrix(op, backend, transformation, dtype):
+    """Finds wrong numbers, shapes, dtypes and structures, another kernel's, and inputs that were changed."""
+    inputs, batch = inputs_and_batch(op, dtype)
+    before = jax.tree.map(np.copy, (inputs, batch))
+    tolerance = DTYPES[dtype].tolerance
+    call = partial(call_backend, op, backend, np.dtype(dtype))
+    if transformation in DERIVATIVES:
+        call = with_derivative(call, op, backend)
+        tolerance = max(tolerance, ERROR_OF_DIFFERENCES)
+    with x64(DTYPES[dtype].needs_x64):
+        results = getattr(Transformations, transformation)(call, inputs, batch)
+    check_close(results, what_is_right(op, transformation, dtype), tolerance)
+    jax.tree.map(np.testing.assert_array_equal, (inputs, batch), before)
+
+
+# -- the operations ------------------------------------------------------------------------------------
+# What an `element` may use besides its arguments; `matrix_kernel` gives them their values.
+Scalar = None  # makes a number of the outputs' dtype
+where = None  # where(condition, a, b)
+alpha = None  # the static parameter of the call
 
 
 def random_array(rng, shape, dtype):
@@ -126,7 +291,7 @@ def random_array(rng, shape, dtype):
     return numbers.astype(dtype)
 
 
-def arrays(*shapes):
+def of_shapes(*shapes):
     """Makes the inputs of an operation: arrays of these shapes."""
 
     def inputs(rng, dtype):
@@ -135,19 +300,24 @@ def arrays(*shapes):
     return inputs
 
 
-# -- the operations ------------------------------------------------------------------------------------
-# `reference` computes the operation, with NumPy or with JAX as its inputs are; it may be a ufunc.
-# `element` is the body of a kernel that writes element i (or i, j, k) of the outputs, in all languages;
-# `numba`, `cuda`, `warp`, `jax` and `pallas` are whole kernels, where that does not do.
-# `differentiate` gives an op its rules, where the derivative of the reference does not do.
+class Operation:
+    """What a row of OPS is.  Beside what stands here:
 
-# What an `element` may use besides its arguments; `matrix_kernel` gives them their values.
-Scalar = None  # makes a number of the outputs' dtype
-where = None  # where(condition, a, b)
-alpha = None  # the static parameter of the call
+    `inputs(rng, dtype)` gives NumPy arrays.
+    `reference` computes the operation, with NumPy or with JAX as its inputs are; it may be a ufunc.
+    `element` is the body of a kernel that writes element i (or i, j, k) of the outputs, in all languages;
+    `numba`, `cuda` and `warp` are whole kernels, where that does not do.
+    `differentiate(op)` gives an op its rules, where the derivative of the reference does not do.
+    """
+
+    params = types.MappingProxyType({})  # static parameters of the call
+    options = types.MappingProxyType({})  # of the wrappers
+    threads = None  # where there is not one for each element of the first output
 
 
-class Reversed:
+class Reversed(Operation):
+    inputs = of_shapes(9)
+
     def reference(x):
         return x[::-1]
 
@@ -155,14 +325,18 @@ class Reversed:
         out[i] = x[x.shape[0] - 1 - i]
 
 
-class Add:
+class Add(Operation):
+    inputs = of_shapes(9, 9)
     reference = np.add
 
     def element(i, x, y, out):
         out[i] = x[i] + y[i]
 
 
-class LeakyRelu:
+class LeakyRelu(Operation):
+    inputs = of_shapes(9)
+    params = types.MappingProxyType({"alpha": 0.25})
+
     def reference(x, alpha):
         return x * (x > 0) + x.dtype.type(alpha) * x * (x <= 0)
 
@@ -170,7 +344,8 @@ class LeakyRelu:
         out[i] = where(x[i] > Scalar(0.0), x[i], Scalar(alpha) * x[i])
 
 
-class Hadamard:
+class Hadamard(Operation):
+    inputs = of_shapes((3, 5), (3, 5))
     reference = np.multiply
 
     def element(i, j, x, y, out):
@@ -195,7 +370,8 @@ class Hadamard:
             return None, *op(x, cotangent, **params)
 
 
-class Matvec:
+class Matvec(Operation):
+    inputs = of_shapes((6, 6), 6)
     reference = operator.matmul
 
     def element(i, a, x, out):
@@ -205,7 +381,9 @@ class Matvec:
         out[i] = total
 
 
-class Outer:
+class Outer(Operation):
+    inputs = of_shapes(4, 3)
+
     def reference(x, y):
         return x[:, None] * y
 
@@ -213,7 +391,9 @@ class Outer:
         out[i, j] = x[i] * y[j]
 
 
-class Transposed:
+class Transposed(Operation):
+    inputs = of_shapes((2, 3, 4))
+
     def reference(x):
         return x.T
 
@@ -221,10 +401,12 @@ class Transposed:
         out[i, j, k] = x[k, j, i]
 
 
-class CsrEvent:
+class CsrEvent(Operation):
     """The sum of the rows of a sparse matrix that spike, and how many do."""
 
     rows, columns = 12, 9
+    threads = (rows,)
+    options = types.MappingProxyType({"zero_outputs": True})
 
     def inputs(rng, dtype):
         counts = rng.integers(0, 5, CsrEvent.rows)
@@ -260,30 +442,10 @@ class CsrEvent:
             for k in range(indptr[i], indptr[i + 1]):
                 wp.atomic_add(out, indices[k], data[k])
 
-    def jax(data, indices, indptr, spikes):
-        first, stop = indptr[:-1], indptr[1:]
-        steps = (spikes & (first < stop)).astype(np.int32)
-        steps = jnp.zeros(data.size + 1, np.int32).at[first].add(steps).at[stop].add(-steps)
-        active = steps.cumsum()[:-1]
-        out = jnp.zeros(CsrEvent.columns, data.dtype).at[indices].add(data * active)
-        return out, jnp.count_nonzero(spikes, keepdims=True).astype(np.int32)
 
-    def pallas(data, indices, indptr, spikes, out, count):
-        out[...] = jnp.zeros_like(out)
-        count[...] = jnp.zeros_like(count)
+class Lif(Operation):
+    inputs = of_shapes(9, 9)
 
-        def add_element(k, _):
-            out[indices[k]] += data[k]
-
-        def add_row(i, _):
-            stop = jnp.where(spikes[i], indptr[i + 1], indptr[i])
-            jax.lax.fori_loop(indptr[i], stop, add_element, None)
-            count[0] += spikes[i].astype(np.int32)
-
-        jax.lax.fori_loop(0, spikes.size, add_row, None)
-
-
-class Lif:
     def reference(v, current):
         u = v + (current - v) * v.dtype.type(0.1)
         return u * (u <= 1), u > 1
@@ -294,7 +456,10 @@ class Lif:
         new_v[i] = where(u > Scalar(1.0), Scalar(0.0), u)
 
 
-class InPlace:
+class InPlace(Operation):
+    inputs = of_shapes(9, 9)
+    options = types.MappingProxyType({"input_output_aliases": {0: 0}})
+
     def reference(v, current):
         return v + (current - v) * v.dtype.type(0.1)
 
@@ -302,7 +467,9 @@ class InPlace:
         out[i] = out[i] + (current[i] - out[i]) * Scalar(0.1)
 
 
-class Blend:
+class Blend(Operation):
+    inputs = of_shapes(9, 9)
+    options = types.MappingProxyType({"input_output_aliases": {1: 0}, "scratch": lambda v, current: v})
     reference = InPlace.reference
 
     def element(i, v, current, out, work):
@@ -310,48 +477,13 @@ class Blend:
         out[i] = v[i] + work[i]
 
 
-class Op(typing.NamedTuple):
-    """An operation of the matrix."""
-
-    kernels: type  # its kernels and its reference
-    inputs: Callable  # (rng, dtype) -> NumPy arrays
-    dtypes: tuple = ("float32",)
-    state: bool = False  # the first output can be the first input of the next step
-    derivatives: tuple = ("jvp", "grad")  # or all
-    threads: tuple | None = None  # where there is not one for each element of the first output
-    params: typing.Any = types.MappingProxyType({})  # static parameters of the call
-    options: typing.Any = types.MappingProxyType({})  # of the wrappers
-
-
-DERIVATIVES = (
-    "jvp", "grad", "grad_of_vmap", "grad_of_nested_vmap", "vmap_of_grad", "grad_of_scan", "grad_of_shard_map",
-    "shard_map_of_grad", "jvp_of_grad", "checkpoint",
-)  # fmt: skip
-OPS = {
-    "reversed": Op(Reversed, arrays(9), ("bool", "float32")),  # computes nothing
-    "add": Op(Add, arrays(9, 9), NUMBERS, state=True),  # arithmetic in every dtype
-    "leaky_relu": Op(LeakyRelu, arrays(9), state=True, params={"alpha": 0.25}),  # a static parameter
-    "hadamard": Op(  # two dimensions; its derivative calls it
-        Hadamard, arrays((3, 5), (3, 5)), ONE_OF_EACH_KIND, state=True, derivatives=DERIVATIVES
-    ),
-    "matvec": Op(Matvec, arrays((6, 6), 6)),  # inputs of different ranks
-    "outer": Op(Outer, arrays(4, 3)),  # an output like no input
-    "transposed": Op(Transposed, arrays((2, 3, 4))),  # three dimensions
-    "csr_event": Op(  # integers, bool, atomics, outputs of two shapes
-        CsrEvent, CsrEvent.inputs, FLOATING, derivatives=DERIVATIVES, threads=(CsrEvent.rows,),
-        options={"zero_outputs": True},
-    ),
-    "lif": Op(Lif, arrays(9, 9), FLOATING, state=True),  # outputs of two dtypes
-    "in_place": Op(InPlace, arrays(9, 9), state=True, options={"input_output_aliases": {0: 0}}),
-    "blend": Op(  # starts as the input that vmap shares
-        Blend, arrays(9, 9), state=True, options={"input_output_aliases": {1: 0}, "scratch": lambda v, current: v}
-    ),
+OPERATIONS = {
+    "reversed": Reversed, "add": Add, "leaky_relu": LeakyRelu, "hadamard": Hadamard, "matvec": Matvec, "outer": Outer,
+    "transposed": Transposed, "csr_event": CsrEvent, "lif": Lif, "in_place": InPlace, "blend": Blend,
 }  # fmt: skip
 
 
 # -- the transformations -------------------------------------------------------------------------------
-
-
 # What is right, by NumPy: each a function of the reference, of NumPy arrays, and of the arguments of a transformation.
 
 
@@ -359,8 +491,8 @@ def alone(function, inputs, batch):
     return function(*inputs)
 
 
-def stacked(results, axis=0):
-    return [np.stack(slices, axis) for slices in zip(*results)]
+def stacked(results):
+    return [np.stack(slices) for slices in zip(*results)]
 
 
 def loop_over_first(function, n=None):
@@ -391,14 +523,6 @@ def third_state(function, inputs, batch):
     for _ in range(3):
         state, *_ = function(state, *others)
     return state
-
-
-def fourth_slice(function, inputs, batch):
-    return function(batch[0][3], *inputs[1:])
-
-
-def second_slice_and_inputs(function, inputs, batch):
-    return function(batch[0][1], *inputs[1:]), function(*inputs)
 
 
 STEP, ERROR_OF_DIFFERENCES = 1e-4, 1e-7  # of central differences in float64
@@ -459,9 +583,9 @@ RIGHT = {}  # by the name of a transformation
 def gives(right, **options):
     """Decorates a transformation with what is right."""
 
-    def decorate(transformation):
-        RIGHT[transformation.__name__] = partial(right, **options)
-        return transformation
+    def decorate(program):
+        RIGHT[program.__name__] = partial(right, **options)
+        return program
 
     return decorate
 
@@ -524,7 +648,7 @@ class Transformations:
         state, *others = inputs
         return jax.lax.fori_loop(0, 3, lambda _, state: call(state, *others)[0], state)
 
-    @gives(fourth_slice)
+    @gives(lambda function, inputs, batch: function(batch[0][3], *inputs[1:]))
     def while_loop(call, inputs, batch):
         """Until the results of a slice no longer follow from the step."""
 
@@ -535,7 +659,7 @@ class Transformations:
         _, results = jax.lax.while_loop(lambda i_and_results: i_and_results[0] < 4, step, (1, call(*inputs)))
         return results
 
-    @gives(second_slice_and_inputs)
+    @gives(lambda function, inputs, batch: (function(batch[0][1], *inputs[1:]), function(*inputs)))
     def cond(call, inputs, batch):
         @jax.jit
         def chosen(second):
@@ -687,8 +811,8 @@ def another_process():
 def loaded_elsewhere(call, *inputs):
     """What a call that can be pickled gives where it is exported here, and loaded in another process."""
     exported = exported_here(call, *inputs)
-    on_gpu = ["gpu"] * (default_platform() == "gpu")
-    return another_process().submit(load_and_run, on_gpu, exported, call, inputs).result()
+    needs = ["gpu"] * (default_platform() == "gpu")
+    return another_process().submit(load_and_run, needs, exported, call, inputs).result()
 
 
 def load_and_run(needs, exported, call, inputs):
@@ -698,78 +822,30 @@ def load_and_run(needs, exported, call, inputs):
         return jax.tree.map(np.asarray, read_exported(exported)(*inputs))
 
 
-TRANSFORMS = [name for name in vars(Transformations) if not name.startswith("_")]
-EVERY_DTYPE = ("eager", "vmap")  # run in all dtypes of an operation; derivatives in FLOATING, the others in float32
-# A language has one backend with every cell.  Its others, and JAX's own, differ in how a kernel is called, and not in
-# what it computes: of what they are called with, these operations have all there is.
-EVERY_OP = ("eager", "vmap", "grad")  # run with the other operations, too
-ON_EVERY_BACKEND = ("hadamard", "csr_event", "blend")
-NEED_STATE = ("loop_of_state",)
-SHARD_MAPS = ("shard_map", "eager_shard_map", "grad_of_shard_map", "shard_map_of_grad")
-ON_FOUR_DEVICES = ("pmap", "jit_over_mesh", *SHARD_MAPS)
-OPTIMIZED = (  # what XLA moves, copies, fuses or splits; `in_place` and `blend` are there for aliases
-    "jit", "vmap", "vmap_nested", "lax_map", "scan", "loop_of_state", "while_loop", "cond", "pmap", "shard_map",
-    "jit_over_mesh", "export", "grad_of_scan", "grad_of_shard_map", "shard_map_of_grad", "checkpoint",
-)  # fmt: skip
-
-
-# -- the cells -----------------------------------------------------------------------------------------
-
-
-def left_out(op, backend, transformation):
-    """Why there is no such cell, or None."""
-    if transformation in NEED_STATE and not OPS[op].state:
-        return "its first output is not its next first input"
-    kernels, language, without = OPS[op].kernels, BACKENDS[backend].language, BACKENDS[backend].without
-    if not (hasattr(kernels, language) or hasattr(kernels, "element")):
-        return f"{op} has no kernel in {language}"
-    return without.get(op) or without.get(transformation) or without.get((op, transformation))
-
-
-def all_cells():
-    """Neighbours share what is right."""
-    for transformation, op in itertools.product(TRANSFORMS, OPS):
-        if transformation in DERIVATIVES and transformation not in OPS[op].derivatives:
-            continue
-        for dtype, backend in itertools.product(OPS[op].dtypes, BACKENDS):
-            has_dtype = dtype in dtypes_of(BACKENDS[backend].language)
-            if has_dtype and is_asked(op, backend, transformation, dtype) and not left_out(op, backend, transformation):
-                yield op, backend, transformation, dtype
-
-
-def is_asked(op, backend, transformation, dtype):
-    """Whether no other cell shows the same."""
-    whole = BACKENDS[backend].every_cell
-    if not (whole or transformation in EVERY_OP or op in ON_EVERY_BACKEND):
-        return False
-    if dtype == "float32":
-        return True
-    if transformation in EVERY_DTYPE:
-        return BACKENDS[backend].every_dtype
-    return dtype in FLOATING and transformation in DERIVATIVES and (whole or backend == "differentiable")
+# -- what a cell needs ---------------------------------------------------------------------------------
 
 
 def aligned_copy(x):
     """A copy at an address that XLA needs no copy for, so that a kernel could write to it."""
     memory = np.empty(x.nbytes + 64, np.uint8)
     start = -memory.ctypes.data % 64
-    copy = memory[start : start + x.nbytes].view(x.dtype).reshape(x.shape)
-    copy[...] = x
-    return copy
+    at_address = memory[start : start + x.nbytes].view(x.dtype).reshape(x.shape)
+    at_address[...] = x
+    return at_address
 
 
 def inputs_and_batch(op, dtype):
     """The inputs of an operation, and eight slices of each that differ."""
-    inputs = OPS[op].inputs(np.random.default_rng(0), np.dtype(dtype))
+    inputs = OPERATIONS[op].inputs(np.random.default_rng(0), np.dtype(dtype))
     batch = [np.stack([np.roll(x, k) for k in range(8)]) for x in inputs]
     return tuple(map(aligned_copy, inputs)), tuple(map(aligned_copy, batch))
 
 
 def reference_of(name):
     """The reference of an operation; a ufunc is NumPy's or JAX's, as its inputs are."""
-    reference = OPS[name].kernels.reference
+    reference = OPERATIONS[name].reference
     if not isinstance(reference, np.ufunc):
-        return partial(reference, **OPS[name].params)
+        return partial(reference, **OPERATIONS[name].params)
 
     def ufunc(*inputs):
         library = jnp if isinstance(inputs[0], jax.Array) else np
@@ -804,90 +880,6 @@ def check_close(results, expected, tolerance=1e-5):
     jax.tree.map(check, results, expected)
 
 
-def marked(cell):
-    """A cell as a parameter, with what it needs."""
-    _, backend, transformation, _ = cell
-    needed = [BACKENDS[backend].needs] + ["four devices"] * (transformation in ON_FOUR_DEVICES)
-    marks = [pytest.mark.needs(*needed)] + [pytest.mark.optimized] * depends_on_passes(*cell)
-    return pytest.param(*cell, marks=marks)
-
-
-def depends_on_passes(op, backend, transformation, dtype):
-    """Whether LLVM or XLA could make something else of it: each of Numba's kernels; programs around a custom call.
-
-    Bare wrappers are what ops call, and other dtypes go the same way.
-    """
-    if dtype != "float32" or backend not in ("numba", "numba_parallel", "warp", "differentiable"):
-        return False
-    if transformation == "eager":
-        return True
-    return transformation in OPTIMIZED and op in ("hadamard", "csr_event", "in_place", "blend")
-
-
-def pytest_generate_tests(metafunc):
-    """The cells, once the tables of backends and languages below are there."""
-    if metafunc.function is test_matrix:
-        metafunc.parametrize("op, backend, transformation, dtype", list(map(marked, all_cells())))
-
-
-def test_matrix(op, backend, transformation, dtype):
-    call = partial(call_backend, op, backend, np.dtype(dtype))
-    if transformation in DERIVATIVES:
-        call = call_with_rule(op, backend, np.dtype(dtype))
-    arrays = inputs_and_batch(op, dtype)
-    before = jax.tree.map(np.copy, arrays)
-    with x64(DTYPES[dtype].needs_x64):
-        results = getattr(Transformations, transformation)(call, *arrays)
-    tolerance = DTYPES[dtype].tolerance
-    if transformation in DERIVATIVES:
-        tolerance = max(tolerance, ERROR_OF_DIFFERENCES)
-    check_close(results, what_is_right(op, transformation, dtype), tolerance)
-    jax.tree.map(np.testing.assert_array_equal, arrays, before)
-
-
-def outcomes_elsewhere(tests, folder, **environment):
-    """{test: "passed", or why it was skipped} of those that `-k tests` selects, in a process with this environment, in
-    which none may fail."""
-    path = folder / "outcomes"
-    options = ["-p", "no:cacheprovider", f"--outcomes-out={path}"]
-    run_python("-m", "pytest", "-q", __file__, "-k", tests, *options, **environment)
-    return json.loads(path.read_text())
-
-
-def skips_for(*requirements):
-    """Why tests that need these are skipped here: nothing where all are there."""
-    return {f"{name}: {conftest.missing(name)}" for name in requirements if conftest.missing(name)}
-
-
-# The simulator runs cells that differ in what CUDA is called with.  What XLA does with a call is the same on the CPU;
-# of derivatives there is `jvp` alone, as all others call kernels in its way.
-CELLS_IN_SIMULATOR = (
-    f"test_matrix and ({' or '.join(ON_EVERY_BACKEND)} or -eager- or -vmap-)"
-    " and not (grad or checkpoint or eager_shard_map)"
-)
-IN_SIMULATOR = {  # of each process the backends, and the tests
-    "ops": (["numba_cuda"], f"{CELLS_IN_SIMULATOR} and -numba_cuda-"),
-    "others": (
-        ["numba_cuda_callable", "numba_cuda_kernel"],
-        f"({CELLS_IN_SIMULATOR} and (numba_cuda_callable or numba_cuda_kernel) and float32 and not export)"
-        " or test_on_cuda or test_cudasim or (test_docstring and cuda)",
-    ),
-}
-
-
-@pytest.mark.processes
-@pytest.mark.needs("compiler")
-@pytest.mark.parametrize("part", IN_SIMULATOR)
-def test_cuda_simulator(part, tmp_path, record_property):
-    """What needs a device, in the simulator, which Numba decides on when it is imported."""
-    backends, tests = IN_SIMULATOR[part]
-    outcomes = outcomes_elsewhere(tests, tmp_path, NUMBA_ENABLE_CUDASIM="1", JAX_PLATFORMS="cpu")
-    assert set(outcomes.values()) == {"passed"}
-    cells = [re.findall(r"\w+", name)[1:] for name in outcomes if name.startswith("test_matrix")]
-    assert {(op, backend) for op, backend, *_ in cells} == set(itertools.product(OPS, backends))
-    record_property("simulated", cells)
-
-
 # -- backends: functions of an operation, its kernel and `outs` that return what JAX calls -------------
 # Each kernel has a name, by which another process finds it in an exported program.
 
@@ -910,60 +902,24 @@ def grid_and_block(op, outs):
     return tuple(-(-size // threads) for size, threads in zip(dims, block)), block
 
 
-def in_cuda(op, kernel, outs, name=None, batch_in_z=False):
+def in_cuda(op, kernel, outs, name=None, **options):
     grid, block = grid_and_block(op, outs)
-    options = {"vmap_method": None if batch_in_z else "sequential", "name": name, **op.options}
-    return xk.numba_cuda_kernel(cuda_jit(kernel), outs, grid=grid, block=block, **options)
+    return xk.numba_cuda_kernel(cuda_jit(kernel), outs, grid=grid, block=block, name=name, **options, **op.options)
 
 
 def in_cuda_callable(op, kernel, outs, name=None):
-    """Python that launches the kernel."""
     grid, block = grid_and_block(op, outs)
-    compiled = cuda_jit(kernel)
+    cuda_kernel = cuda_jit(kernel)
 
     def launch(*arrays_and_stream):
-        *arrays, stream = arrays_and_stream
-        compiled[grid, block, stream](*arrays)
+        *buffers, stream = arrays_and_stream
+        cuda_kernel[grid, block, stream](*buffers)
 
     return xk.numba_cuda_callable(launch, outs, **op.options)
 
 
-class Cell:
-    """An output of which one element is seen."""
-
-    def __init__(self, value):
-        self.value = value
-
-    def __getitem__(self, index):
-        return self.value
-
-    def __setitem__(self, index, value):
-        self.value = value
-
-
-def in_jax(op, element, outs, name=None):
-    """All elements by a vmap over their indices."""
-
-    def kernel(*inputs):
-        starts = [jnp.zeros(x.shape, x.dtype) for x in with_scratch(op, outs)]
-        for i, j in op.options.get("input_output_aliases", {}).items():
-            starts[j] = inputs[i]
-
-        def at(indices, starts):
-            cells = list(map(Cell, starts))
-            element(*indices, *inputs, *cells)
-            return [cell.value.astype(out.dtype) for cell, out in zip(cells, outs)]
-
-        indices = [index.ravel() for index in jnp.indices(outs[0].shape)]
-        results = jax.vmap(at)(indices, [start.ravel() for start in starts])
-        return [result.reshape(out.shape) for result, out in zip(results, outs)]
-
-    return element if hasattr(op.kernels, "jax") else kernel
-
-
-def with_scratch(op, outs):
-    """The outputs and the scratch, which is like the first output."""
-    return [*outs, *outs[: len(op.options.keys() & {"scratch"})]]
+def in_jax(op, kernel, outs, name=None):
+    return kernel
 
 
 def in_pallas(op, element, outs, name=None):
@@ -972,47 +928,29 @@ def in_pallas(op, element, outs, name=None):
     def kernel(*refs):
         element(*[pl.program_id(axis) for axis in range(outs[0].ndim)], *refs)
 
-    whole = hasattr(op.kernels, "pallas")
-    options = {"grid": () if whole else outs[0].shape, "interpret": True}
-    options["input_output_aliases"] = dict(op.options.get("input_output_aliases", {}))
-    call = pl.pallas_call(element if whole else kernel, with_scratch(op, outs), **options)
+    scratch = outs[: len(op.options.keys() & {"scratch"})]  # as an output, like the first
+    options = {"grid": outs[0].shape, "input_output_aliases": dict(op.options.get("input_output_aliases", {}))}
+    call = pl.pallas_call(kernel, [*outs, *scratch], interpret=True, **options)
     return lambda *inputs: call(*inputs)[: len(outs)]
 
 
-class Backend(typing.NamedTuple):
-    language: str  # in which its kernels are written: a row of LANGUAGES
-    needs: str  # what must be there: see conftest.CONDITIONS
-    wrap: Callable  # (op, kernel, outs, name) -> a function of the inputs
-    without: typing.Any = types.MappingProxyType({})  # an operation, a transformation or both: why it cannot have them
-    is_op: bool = True  # a kernel of an XLACustomKernel; else what `wrap` returns is called as it is
-    every_dtype: bool = False  # else float32 alone, as another backend has the same kernel in all dtypes
-    every_cell: bool = False  # else those that `is_asked` names
-
-
-NO_SHARD_MAP = dict.fromkeys(SHARD_MAPS, "Pallas does not interpret under check_vma=True")
-NO_NAME = {"export": "a function that launches kernels has no name"}
-NO_CALL = {"export": "JAX's own program, which calls nothing of this library"}
-GRADIENTS_ALONE = dict.fromkeys(["jvp", "jvp_of_grad"], "Warp's adjoints are for first derivatives in reverse mode")
-GRADIENTS_ALONE |= dict.fromkeys(["in_place", "blend"], "Warp's adjoints change no arrays in place")
-INTEGERS_ON_MESH = [("csr_event", "grad_of_shard_map"), ("csr_event", "shard_map_of_grad")]
-BARE = dict.fromkeys(INTEGERS_ON_MESH, "JAX's custom_jvp has no tangents of integers that vary over devices")
-BACKENDS = {
-    "numba": Backend("numba", "numba", in_numba, every_dtype=True, every_cell=True),  # on the CPU, in one thread
-    "numba_parallel": Backend("numba", "numba", partial(in_numba, parallel=True)),
-    "numba_cuda": Backend("cuda", "cuda", in_cuda, every_dtype=True, every_cell=True),  # a GPU, or the simulator
-    "numba_cuda_callable": Backend("cuda", "cuda", in_cuda_callable, NO_NAME, every_dtype=True),
-    "warp": Backend("warp", "warp", in_warp, every_dtype=True, every_cell=True),  # on the CPU
-    "warp_gpu": Backend("warp", "warp_gpu", in_warp, every_dtype=True, every_cell=True),
-    "pallas": Backend("pallas", "pallas", in_pallas, NO_SHARD_MAP | NO_CALL, every_dtype=True),
-    "jax": Backend("jax", "jax", in_jax, NO_CALL, every_dtype=True),
-    "numba_kernel": Backend("numba", "numba", in_numba, BARE, is_op=False),
-    "numba_cuda_kernel": Backend("cuda", "cuda", partial(in_cuda, batch_in_z=True), BARE, is_op=False),
-    "warp_kernel": Backend("warp", "warp", in_warp, BARE, is_op=False),
-    "differentiable": Backend("warp", "warp", partial(in_warp, differentiable=True), GRADIENTS_ALONE, False, True),
+WRAPPERS = {  # backend: a function of an operation, its kernel, its outs and a name
+    "numba": in_numba,
+    "numba_parallel": partial(in_numba, parallel=True),
+    "numba_cuda": in_cuda,
+    "numba_cuda_callable": in_cuda_callable,
+    "warp": in_warp,
+    "warp_gpu": in_warp,
+    "pallas": in_pallas,
+    "jax": in_jax,
+    "numba_kernel": in_numba,
+    "numba_cuda_kernel": partial(in_cuda, vmap_method="sequential"),
+    "warp_kernel": in_warp,
+    "differentiable": partial(in_warp, differentiable=True),
 }
 
 
-def refuse(outs, **params):
+def generate_nothing(outs, **params):
     raise AssertionError("a call that lost its backend")
 
 
@@ -1022,18 +960,17 @@ def custom_kernel(name, backend):
     op = xk.XLACustomKernel(name)
     for platform in ("cpu", "gpu"):
         for other in ("the default, as it is the first", *BACKENDS):
-            op.def_kernel(other, platform, refuse)
+            op.def_kernel(other, platform, generate_nothing)
     op.def_kernel(backend, conftest.platform_of([BACKENDS[backend].needs]), partial(generate, name, backend))
-    differentiate = getattr(OPS[name].kernels, "differentiate", partial(differentiate_reference, name))
+    differentiate = getattr(OPERATIONS[name], "differentiate", partial(differentiate_reference, name))
     differentiate(op)
     return op
 
 
 def generate(name, backend, outs, **params):
     """What `XLACustomKernel.def_kernel` takes, for each backend: a function of `outs` and the static parameters."""
-    language, _, wrap, *_ = BACKENDS[backend]
-    kernel = matrix_kernel(name, language, outs[0].dtype, **params)
-    return wrap(OPS[name], kernel, outs, name=f"{name}_{backend}")
+    kernel = matrix_kernel(name, BACKENDS[backend].language, outs[0].dtype, **params)
+    return WRAPPERS[backend](OPERATIONS[name], kernel, outs, name=f"{name}_{backend}")
 
 
 def differentiate_reference(name, op):
@@ -1050,7 +987,7 @@ def differentiate_reference(name, op):
 @functools.cache
 def bare_kernel(name, backend, dtype):
     _, outs, _ = specs_of(name, dtype)
-    return generate(name, backend, outs, **OPS[name].params)
+    return generate(name, backend, outs, **OPERATIONS[name].params)
 
 
 def call_backend(name, backend, dtype, *inputs):
@@ -1058,12 +995,11 @@ def call_backend(name, backend, dtype, *inputs):
     if not BACKENDS[backend].is_op:
         return bare_kernel(name, backend, dtype)(*inputs)
     _, outs, _ = specs_of(name, dtype)
-    return custom_kernel(name, backend)(*inputs, outs=outs, backend=backend, **OPS[name].params)
+    return custom_kernel(name, backend)(*inputs, outs=outs, backend=backend, **OPERATIONS[name].params)
 
 
-def call_with_rule(name, backend, dtype):
-    """The same with a derivative: a wrapper gets it from jax.custom_jvp, with a rule in jnp."""
-    call = partial(call_backend, name, backend, dtype)
+def with_derivative(call, name, backend):
+    """An op has its own, and Warp's adjoint is one; a bare wrapper gets it from jax.custom_jvp, with a rule in jnp."""
     if BACKENDS[backend].is_op or backend == "differentiable":
         return call
     with_rule = jax.custom_jvp(call)
@@ -1085,6 +1021,8 @@ def is_real(x):
 
 
 # -- languages, and what a kernel of each is made of ---------------------------------------------------
+
+
 def numba_loops(indices, out):
     for axis, index in enumerate(indices):
         loop = "range" if axis else "numba.prange"
@@ -1105,41 +1043,37 @@ def choose(condition, a, b):
     return a if condition else b
 
 
-def annotated(kernel, arrays):
-    kernel.__annotations__.update({name: xk.jaxinfo_to_warpinfo(x) for name, x in arrays.items()})
-    return wp.kernel(kernel, module="unique")
+def as_warp_kernel(function, specs):
+    function.__annotations__.update({name: xk.jaxinfo_to_warpinfo(array) for name, array in specs.items()})
+    return wp.kernel(function, module="unique")
 
 
 class Language(typing.NamedTuple):
     """How `matrix_kernel` makes a kernel of an `element`."""
 
-    start: Callable | None  # (indices, out) -> the lines before the element's; None: JAX traces it as it is
+    start: Callable | None  # (indices, out) -> the lines before the element's; None: Pallas traces it as it is
     where: Callable  # () -> `where`
-    lacks: tuple = ()  # dtypes that it has no arrays of
     scalar: Callable = operator.attrgetter("type")  # dtype -> `Scalar`
-    finish: Callable = lambda kernel, arrays: kernel  # (a Python function, the specs of its parameters) -> the kernel
+    finish: Callable = lambda function, specs: function  # (a Python function, {parameter: spec}) -> the kernel
 
 
-COMPLEX = ("complex64", "complex128")
-NOT_IN_WARP = COMPLEX if hasattr(wp, "bfloat16") else (*COMPLEX, "bfloat16")
 LANGUAGES = {
-    "numba": Language(numba_loops, functools.cache(lambda: numba.njit(choose)), ("float16", "bfloat16")),
-    "cuda": Language(cuda_thread, functools.cache(lambda: cuda.jit(device=True)(choose)), ("bfloat16",)),
-    "warp": Language(warp_thread, lambda: wp.where, NOT_IN_WARP, lambda d: xk.jaxtype_to_warptype(d), annotated),
-    "pallas": Language(None, lambda: jnp.where, COMPLEX),
-    "jax": Language(None, lambda: jnp.where),
+    "numba": Language(numba_loops, functools.cache(lambda: numba.njit(choose))),
+    "cuda": Language(cuda_thread, functools.cache(lambda: cuda.jit(device=True)(choose))),
+    "warp": Language(warp_thread, lambda: wp.where, lambda dtype: xk.jaxtype_to_warptype(dtype), as_warp_kernel),
+    "pallas": Language(None, lambda: jnp.where),
 }
 
 
 def dtypes_of(language):
     """The names of the dtypes that kernels in a language have arrays of."""
-    return [name for name in DTYPES if name not in LANGUAGES[language].lacks]
+    return all_but(DTYPES, *NO_ARRAYS_OF[language])
 
 
 @functools.cache
 def specs_of(name, dtype):
     """Of the inputs, the outputs and the scratch of an operation."""
-    op = OPS[name]
+    op = OPERATIONS[name]
     inputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in op.inputs(np.random.default_rng(0), dtype)]
     outs = jax.tree.leaves(jax.eval_shape(reference_of(name), *inputs))
     scratch = jax.tree.leaves(op.options.get("scratch", lambda *inputs: [])(*inputs))
@@ -1148,30 +1082,31 @@ def specs_of(name, dtype):
 
 @functools.cache
 def matrix_kernel(name, language, dtype, **params):
-    """The kernel of an operation in a language."""
-    start, make_where, _, scalar, finish = LANGUAGES[language]
-    op, specs = OPS[name], specs_of(name, dtype)
-    body = getattr(op.kernels, language, None) or op.kernels.element
-    namespace = globals() | {"Scalar": scalar(dtype), "where": make_where(), **params}
-    if start is None:
+    """The kernel of an operation in a language; JAX's is the reference."""
+    if language == "jax":
+        return reference_of(name)
+    op, how, specs = OPERATIONS[name], LANGUAGES[language], specs_of(name, dtype)
+    body = getattr(op, language, None) or op.element
+    namespace = globals() | {"Scalar": how.scalar(dtype), "where": how.where(), **params}
+    if how.start is None:
         return types.FunctionType(body.__code__, namespace)
     parameters = list(inspect.signature(body).parameters)
-    arrays = parameters[-sum(map(len, specs)) :]
-    indices, out = parameters[: -len(arrays)], arrays[len(specs[0])]
-    source = kernel_source(op.kernels.__name__, language, body, arrays, indices, out)
+    names = parameters[-sum(map(len, specs)) :]
+    indices, out = parameters[: -len(names)], names[len(specs[0])]
+    source = kernel_source(op.__name__, language, body, names, indices, out)
     file = f"<{name} in {language}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)  # Warp reads it there
     exec(compile(source, file, "exec"), namespace)
-    return finish(namespace[op.kernels.__name__], dict(zip(arrays, itertools.chain(*specs), strict=True)))
+    return how.finish(namespace[op.__name__], dict(zip(names, itertools.chain(*specs), strict=True)))
 
 
-def kernel_source(name, language, body, arrays, indices, out):
+def kernel_source(name, language, body, parameters, indices, out):
     """The text of a kernel: the statements of an element below what its language starts with."""
-    head = [f"def {name}({', '.join(arrays)}):"]
+    opening = [f"def {name}({', '.join(parameters)}):"]
     if indices:
-        head += LANGUAGES[language].start(indices, out)
+        opening += LANGUAGES[language].start(indices, out)
     lines, depth = [], 0
-    for line in head:
+    for line in opening:
         lines.append(" " * depth + line)
         depth += 4 * line.endswith(":")
     (function,) = ast.parse(textwrap.dedent(inspect.getsource(body))).body
@@ -1181,11 +1116,10 @@ def kernel_source(name, language, body, arrays, indices, out):
 
 
 # ======================================================================================================
-# The package: README, imports, vendored copies, several processes
+# Tests that start processes: what only another process can show
 # ======================================================================================================
 
 ROOT = pathlib.Path(__file__).parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def run_python(*args, cwd=ROOT, timeout=900, rc=0, **environment):
@@ -1202,134 +1136,78 @@ def run_python(*args, cwd=ROOT, timeout=900, rc=0, **environment):
     return process.stdout
 
 
-def readme_blocks_of(text):
-    """{(heading, number below it): code} of the README; one that does not begin with an import continues the last."""
-    blocks, code = {}, ""
-    for section in text.split("\n## "):
-        for number, block in enumerate(re.findall(r"```python\n(.*?)```", section, re.DOTALL)):
-            code = block if block.startswith("import") else code + block
-            blocks[section.partition("\n")[0], number] = code
-    return blocks
+def program_of(function):
+    """The body of a function of one line of head, as the text of a program."""
+    _, _, body = inspect.getsource(function).partition(":\n")
+    return textwrap.dedent(body)
 
 
-README_BLOCKS = readme_blocks_of(README)
+def outcomes_elsewhere(tests, folder, **environment):
+    """{test: "passed", or why it was skipped} of those that `-k tests` selects, in a process with this environment, in
+    which none may fail."""
+    path = folder / "outcomes"
+    options = ["-p", "no:cacheprovider", f"--outcomes-out={path}"]
+    run_python("-m", "pytest", "-q", __file__, "-k", tests, *options, **environment)
+    return json.loads(path.read_text())
 
 
-NEEDED_FOR = {"warp as wp": "warp", "import cuda": "cuda", 'find_library("m")': "libm"}
+def skips_for(*requirements):
+    """Why tests that need these are skipped here: nothing where all are there."""
+    return {f"{name}: {conftest.missing(name)}" for name in requirements if conftest.missing(name)}
 
 
-def readme_blocks():
-    for (heading, number), code in README_BLOCKS.items():
-        needed = [requirement for words, requirement in NEEDED_FOR.items() if words in code]
-        yield pytest.param(code, marks=pytest.mark.needs("numba", *needed), id=f"{heading} {number}")
+# What XLA does with a call is the same on the CPU.  So the simulator runs cells that differ in what CUDA is called
+# with: every operation and dtype alone and batched, and two operations under the other transformations.
+IN_SIMULATOR = (
+    "test_on_cuda or test_cudasim or (test_docstring and cuda)"
+    " or (test_matrix and numba_cuda and (-eager- or -vmap- or blend or hadamard-numba_cuda-)"
+    " and not (grad or checkpoint or eager_shard_map))"
+)
 
 
-@pytest.mark.parametrize("block", list(readme_blocks()))
-def test_readme_blocks_print_what_their_comments_say(block, tmp_path, monkeypatch, capsys):
-    if cuda:  # the package that is installed, or the simulator
-        block = block.replace("from numba_cuda_mlir import cuda", f"import {cuda.__name__} as cuda")
-    path = tmp_path / "block.py"
-    path.write_text(block, encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    if "XLA_FLAGS" in block:  # which count in a process that has one device otherwise
-        output = run_python(path, XLA_FLAGS="", JAX_PLATFORMS="cpu")
-    else:
-        runpy.run_path(str(path), run_name="__main__")
-        output = capsys.readouterr().out
-    assert output.splitlines() == re.findall(r"^print\(.*\)  # (.*)$", block, re.MULTILINE)
+@pytest.mark.processes
+@pytest.mark.needs("compiler")
+def test_cuda_simulator(tmp_path, record_property):
+    """What needs a device, in the simulator, which Numba decides on when it is imported."""
+    outcomes = outcomes_elsewhere(IN_SIMULATOR, tmp_path, NUMBA_ENABLE_CUDASIM="1", JAX_PLATFORMS="cpu")
+    assert set(outcomes.values()) == {"passed"}
+    cells = [re.findall(r"\w+", name)[1:] for name in outcomes if name.startswith("test_matrix")]
+    assert {(op, backend) for op, backend, *_ in cells} == set(itertools.product(OPS, in_language("cuda")))
+    record_property("simulated", cells)
 
 
-def picture(name):
-    return ElementTree.parse(ROOT / ".github" / f"{name}.svg")
+def load_backends_on_use():
+    import sys
 
+    import jax.numpy as jnp
 
-def relative(points):
-    """Where points lie between the least and the greatest of each coordinate, from 0 to 1."""
-    points = np.asarray(points)
-    return (points - points.min(0)) / np.ptp(points, axis=0)
+    import xla_kernels
 
+    def loaded():
+        return sorted({"numba", "warp", "llvmlite", "cuda"} & sys.modules.keys())
 
-@pytest.mark.needs("numba")
-def test_the_picture_of_spikes_is_what_the_readmes_program_computes():
-    drawn = spikes_of_the_readme()
-    spikes, dots = np.array(drawn["spikes"]), []
-    is_excitatory = spikes[:, 1] < drawn["excitatory"]
-    for kind in "inhibitory", "excitatory":
-        uses = picture("raster").findall(f".//*[@id='{kind}']//{{*}}use")
-        dots.append([(float(use.get("x")), -float(use.get("y"))) for use in uses])
-    expected = spikes[~is_excitatory], spikes[is_excitatory]
-    assert [*map(len, dots)] == [*map(len, expected)]
-    np.testing.assert_allclose(relative(np.concatenate(dots)), relative(np.concatenate(expected)), atol=1e-4)
+    def kernel(x, out):
+        for i in range(x.size):
+            out[i] = x[i]
 
-
-def test_the_picture_of_speed_has_the_figures_of_the_readmes_table():
-    row, _of_gpu = re.findall(r"^\| add 16 elements, in `fori_loop` (.*)$", README, re.MULTILINE)
-    texts = [text.text for text in picture("speed").iter("{http://www.w3.org/2000/svg}text")]
-    assert {cell.strip() for cell in row.split("|")} - {""} <= set(texts)
-
-
-def test_the_readme_links_what_there_is():
-    headings = re.findall(r"^## (.*)$", README, re.MULTILINE)
-    anchors = {"#" + re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
-    for link in re.findall(r"\]\(([^)]+)\)", README):
-        assert link in anchors or link.startswith("https://") or (ROOT / link).is_file(), link
-
-
-def test_the_readme_has_all_public_names():
-    (table,) = re.findall(r"^## All names\n+((?:\|.*\n)+)", README, re.MULTILINE)
-    first_cells = [line.split("|")[1] for line in table.splitlines()[2:]]
-    assert sorted(re.findall(r"\w+", " ".join(first_cells))) == sorted(xk.__all__)
-
-
-def test_the_badge_of_python_names_the_classifiers():
-    classifiers = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', (ROOT / "pyproject.toml").read_text())
-    assert f"Python: {' | '.join(classifiers)}" in (ROOT / ".github" / "python.svg").read_text()
-
-
-BACKENDS_LOAD_ON_USE = """
-import sys, jax.numpy as jnp, xla_kernels
-
-def loaded():
-    return sorted({"numba", "warp", "llvmlite", "cuda"} & sys.modules.keys())
-
-def kernel(x, out):
-    for i in range(x.size):
-        out[i] = x[i]
-
-xla_kernels.XLACustomKernel("op").def_warp_kernel(kernel)
-print(loaded())
-copy = xla_kernels.numba_kernel(kernel, lambda x: x)
-sys.modules["numba"] = None  # cannot be imported
-try:
-    copy(jnp.ones(3))
-except ImportError as error:
-    print(error)
-del sys.modules["numba"]
-print(copy(jnp.ones(3)), loaded())
-"""
+    xla_kernels.XLACustomKernel("op").def_warp_kernel(kernel)
+    print(loaded())
+    call = xla_kernels.numba_kernel(kernel, lambda x: x)
+    sys.modules["numba"] = None  # cannot be imported
+    try:
+        call(jnp.ones(3))
+    except ImportError as error:
+        print(error)
+    del sys.modules["numba"]
+    print(call(jnp.ones(3)), loaded())
 
 
 @pytest.mark.processes
 def test_backends_load_on_use_and_a_missing_one_is_explained():
-    at_import, error, after_use = run_python("-c", BACKENDS_LOAD_ON_USE).splitlines()
+    at_import, error, after_use = run_python("-c", program_of(load_backends_on_use)).splitlines()
     assert at_import == "[]"
     assert re.fullmatch(r"numba_kernel needs numba \(.*None in sys.modules\); install it: pip install numba.*", error)
     assert after_use == "[1. 1. 1.] ['llvmlite', 'numba']"
-
-
-def docstring_examples():
-    """Those of Warp need it; those of `numba.cuda` run in the simulator."""
-    for examples in doctest.DocTestFinder().find(xk):
-        source = "".join(example.source for example in examples.examples)
-        if source:
-            marks = [pytest.mark.needs("warp")] if re.search(r"\b(wp|warp)\b|_warp", source) else []
-            marks += [pytest.mark.needs("simulator")] * ("import cuda" in source)
-            yield pytest.param(examples, id=examples.name, marks=marks)
-
-
-@pytest.mark.parametrize("examples", list(docstring_examples()))
-def test_docstring_examples(examples):
-    assert doctest.DocTestRunner().run(examples).failed == 0
 
 
 WORKS = r"works, [\d.]+ µs per call under jit"
@@ -1349,44 +1227,194 @@ def test_self_check_of_the_file_alone(args, rc, tmp_path):
     assert re.search(f"^warp +cpu +{warp_says}", report, re.MULTILINE), report
 
 
-# -- several processes ---------------------------------------------------------------------------------
-
-DISTRIBUTED = """
+def square_on_four_devices():
+    port, number, collectives = sys.argv[1:]
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"localhost:{sys.argv[1]}", num_processes=2, process_id=int(sys.argv[2]))
-    P = jax.sharding.PartitionSpec
+    jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=int(number))
     square = xk.XLACustomKernel("square")
+
     @square.def_numba_kernel
     @numba.njit
     def kernel(x, out):
         out[()] = x[()] * x[()]
-    sharding = jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(jax.devices()), "d"), P("d"))
+
+    axes = jax.sharding.PartitionSpec("d")
+    sharding = jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(jax.devices()), "d"), axes)
     x = jax.make_array_from_callback((8,), sharding, lambda index: np.arange(8, dtype=np.float32)[index])
     squares = jax.jit(jax.vmap(lambda x: square(x, outs=x)))
     total = jax.jit(lambda x: squares(x).sum())(x)
-    assert not re.search(sys.argv[3], squares.lower(x).compile().as_text())
+    assert not re.search(collectives, squares.lower(x).compile().as_text())
     print("devices", len(jax.devices()), "total", float(total))
-    """
 
 
-def is_free(port):
+def free_port():
     with socket.socket() as listening:
-        return listening.connect_ex(("localhost", port)) != 0
+        listening.bind(("localhost", 0))
+        return listening.getsockname()[1]
 
 
-@pytest.mark.optimized
 @pytest.mark.processes
 def test_two_processes_share_a_mesh():
     """A batch of an op is split over the four devices of both."""
-    port = next(filter(is_free, range(20_000 + os.getpid() % 10_000, 32_768)))  # below those that systems give away
+    port = free_port()
 
     def run_process(number):
         two_devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-        return run_code(DISTRIBUTED, port, number, COLLECTIVES.pattern, **two_devices)
+        return run_code(program_of(square_on_four_devices), port, number, COLLECTIVES.pattern, **two_devices)
 
     with ThreadPoolExecutor(2) as pool:
         for output in pool.map(run_process, range(2)):
             assert "devices 4 total 140.0" in output
+
+
+# ======================================================================================================
+# The package: its documents, docstrings and pictures
+# ======================================================================================================
+
+DOCUMENTS = ("README.md",)  # whose blocks of Python run
+
+
+def text_of(document):
+    return (ROOT / document).read_text(encoding="utf-8")
+
+
+def blocks_of(document):
+    """{(document, heading, number of the block below it): (code, what it prints)}.
+
+    A block that does not begin with an import continues the last.  What a print gives is said by a comment at its end,
+    or by a block of text below.
+    """
+    blocks, code = {}, ""
+    for section in text_of(document).split("\n## "):
+        found = re.findall(r"```python\n(.*?)```(?:\n+```text\n(.*?)```)?", section, re.DOTALL)
+        for number, (block, text) in enumerate(found):
+            code = block if block.startswith("import") else code + block
+            prints = "\n".join(re.findall(r"^print\(.*\)  # (.*)$", code, re.MULTILINE)) + "\n" + text
+            blocks[document, section.partition("\n")[0], number] = code, prints
+    assert blocks, f"{document} has no block of Python"
+    return blocks
+
+
+BLOCKS = {name: block for document in DOCUMENTS for name, block in blocks_of(document).items()}
+
+
+def programs_with_needs():
+    for name, (code, _) in BLOCKS.items():
+        needed = ["numba"] + ["warp"] * ("warp as wp" in code) + ["cuda"] * ("import cuda" in code)
+        yield pytest.param(name, marks=pytest.mark.needs(*needed), id="{} {} {}".format(*name))
+
+
+@functools.cache
+def run_program(name):
+    """The globals and the output of a documented program, which runs in an empty folder."""
+    code, _ = BLOCKS[name]
+    if cuda:  # the package that is installed, or the simulator
+        code = code.replace("from numba_cuda_mlir import cuda", f"import {cuda.__name__} as cuda")
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        path = pathlib.Path(folder, "block.py")
+        path.write_text(code, encoding="utf-8")
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            return runpy.run_path(str(path), run_name="__main__"), output.getvalue()
+
+
+@pytest.mark.parametrize("name", list(programs_with_needs()))
+def test_documented_programs_print_what_is_written_there(name):
+    code, prints = BLOCKS[name]
+    if "scipy" in code:
+        pytest.importorskip("scipy")
+    _, output = run_program(name)
+    assert output.split() == prints.split()
+
+
+def docstring_examples():
+    """Those of Warp need it; those of `numba.cuda` run in the simulator."""
+    for examples in doctest.DocTestFinder().find(xk):
+        source = "".join(example.source for example in examples.examples)
+        if source:
+            marks = [pytest.mark.needs("warp")] if re.search(r"\b(wp|warp)\b|_warp", source) else []
+            marks += [pytest.mark.needs("simulator")] * ("import cuda" in source)
+            yield pytest.param(examples, id=examples.name, marks=marks)
+
+
+DOCSTRING_EXAMPLES = list(docstring_examples())
+assert DOCSTRING_EXAMPLES, "no docstring has an example"
+
+
+@pytest.mark.parametrize("examples", DOCSTRING_EXAMPLES)
+def test_docstring_examples(examples):
+    assert doctest.DocTestRunner().run(examples).failed == 0
+
+
+def picture(name):
+    return ElementTree.parse(ROOT / ".github" / f"{name}.svg")
+
+
+def spikes_of_the_network(every=16):
+    """(ms, neuron) of the inhibitory and of the excitatory neurons that its picture shows: every 16th."""
+    (program,) = [name for name in BLOCKS if name[1:] == ("A network of spiking neurons", 0)]
+    network, _ = run_program(program)
+    neurons = network["neurons"]
+    spikes = np.stack([network["steps"] * 0.1, neurons], axis=1)
+    is_shown, is_excitatory = neurons % every == 0, neurons < network["n"] * 4 // 5
+    return spikes[is_shown & ~is_excitatory], spikes[is_shown & is_excitatory]
+
+
+def relative(points):
+    """Where points lie between the least and the greatest of each coordinate, from 0 to 1."""
+    points = np.concatenate(points)
+    return (points - points.min(0)) / np.ptp(points, axis=0)
+
+
+@pytest.mark.needs("numba")
+def test_the_picture_of_spikes_is_what_the_documented_program_computes():
+    expected, dots = spikes_of_the_network(), []
+    for kind in "inhibitory", "excitatory":
+        uses = picture("raster").findall(f".//*[@id='{kind}']//{{*}}use")
+        dots.append([(float(use.get("x")), -float(use.get("y"))) for use in uses])
+    assert list(map(len, dots)) == list(map(len, expected))
+    np.testing.assert_allclose(relative(dots), relative(expected), atol=1e-4)
+
+
+PATHS_OF_TABLE = (  # the names in the picture of what README's columns show, in their order
+    "numba_kernel", "warp_kernel", "C++ for XLA", "brainevent.numba_kernel", "warp.jax_kernel", "jax.pure_callback",
+)  # fmt: skip
+
+
+def test_the_picture_of_speed_has_the_figures_of_the_readmes_table():
+    """Each beside the name of what it was measured of."""
+    row = re.search(r"^\| add 16 elements, in `fori_loop` \|(.*)\|$", text_of("README.md"), re.MULTILINE)[1]
+    figures_of_table = [float(cell) for cell in row.split("|") if cell.strip()]
+    heights = {text.text: float(text.get("y")) for text in picture("speed").iter("{http://www.w3.org/2000/svg}text")}
+
+    def figure_beside(path):
+        (figure,) = [text for text, y in heights.items() if text != path and abs(y - heights[path]) < 5]
+        return float(figure)
+
+    assert list(map(figure_beside, PATHS_OF_TABLE)) == figures_of_table
+
+
+def anchors_of(text):
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_documents_link_what_there_is(document):
+    links = re.findall(r"\]\(([^)]+)\)", text_of(document))
+    for path, _, anchor in [link.partition("#") for link in links if not link.startswith("https://")]:
+        target = (ROOT / document).parent / path if path else ROOT / document
+        assert target.is_file(), path
+        assert not anchor or anchor in anchors_of(target.read_text(encoding="utf-8")), anchor
+
+
+def test_the_readme_names_all_that_is_public():
+    readme = text_of("README.md")
+    assert [name for name in xk.__all__ if not re.search(rf"`{name}\b", readme)] == []
+
+
+def test_the_badge_of_python_names_the_classifiers():
+    classifiers = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', text_of("pyproject.toml"))
+    assert f"Python: {' | '.join(classifiers)}" in text_of(".github/python.svg")
 
 
 # ======================================================================================================
@@ -5393,10 +5421,7 @@ def product_op(backend="jax", define_derivative=Hadamard.differentiate):
     return op
 
 
-VALUES_FOR_SPECS = [lambda n: spec(n), lambda n: spec(int(n)), lambda n: spec(2 * n), lambda n: [spec()] * n]
-
-
-@pytest.mark.parametrize("outs", VALUES_FOR_SPECS)
+@pytest.mark.parametrize("outs", [lambda n: spec(2 * n), lambda n: [spec()] * n])
 @pytest.mark.parametrize("call", [lambda n, outs: wrap(outs=outs)(n), op_adding(a=1)])
 def test_outs_that_want_values_are_told_what_they_get(call, outs):
     with pytest.raises(TypeError, match=r"outs.*: a function gets specs .* of arrays, no values"):
@@ -5423,18 +5448,19 @@ def sum_of(f):
     return lambda *operands: f(*operands).sum()
 
 
-BATCHED = ["vmap_nested", "vmap_of_nothing", "jit_over_mesh", *SHARD_MAPS]
+BATCHES = "vmap_nested", "vmap_of_nothing", "shard_map", "grad_of_shard_map"
+GRADIENTS = "grad", "grad_of_nested_vmap", "vmap_of_grad", "shard_map_of_grad", "checkpoint"
 BESIDE_THE_MATRIX = [  # backend, how the derivative is defined, and the transformation
-    *itertools.product(["no_batching"], [Hadamard.differentiate], BATCHED),
-    *itertools.product(["jax"], [define_backward_pass], [t for t in TRANSFORMS if "grad" in t and "jvp" not in t]),
+    *itertools.product(["no_batching"], [Hadamard.differentiate], BATCHES),
+    *itertools.product(["jax"], [define_backward_pass], GRADIENTS),
 ]
 
 
 @pytest.mark.parametrize("backend, define_derivative, transformation", BESIDE_THE_MATRIX)
 def test_op_without_a_batching_rule_or_with_a_backward_pass(backend, define_derivative, transformation):
-    product = call_op(product_op(backend, define_derivative))
+    multiply = call_op(product_op(backend, define_derivative))
     program = getattr(Transformations, transformation)
-    results = program(lambda x, y: [product(x, y)], *inputs_and_batch("hadamard", "float32"))
+    results = program(lambda x, y: [multiply(x, y)], *inputs_and_batch("hadamard", "float32"))
     check_close(results, what_is_right("hadamard", transformation, "float32"), 1e-5)
 
 
@@ -5458,23 +5484,23 @@ def test_op_vmap_raises_what_is_no_missing_batching_rule():
 
 def test_op_with_a_backward_pass_takes_batches_of_numpy_arrays():
     """JAX's custom_vjp does not."""
-    product = call_op(product_op(define_derivative=define_backward_pass))
-    check_close(jax.jit(lambda x: jax.vmap(product)(x, ROWS))(ROWS), ROWS**2)
-    check_close(jax.jit(lambda: jax.vmap(jax.grad(sum_of(product)), (0, None))(ROWS, VECTOR))(), 0 * ROWS + VECTOR)
-    check_close(jax.jit(lambda: jax.grad(sum_of(jax.vmap(product)))(ROWS, ROWS))(), ROWS)
+    multiply = call_op(product_op(define_derivative=define_backward_pass))
+    check_close(jax.jit(lambda x: jax.vmap(multiply)(x, ROWS))(ROWS), ROWS**2)
+    check_close(jax.jit(lambda: jax.vmap(jax.grad(sum_of(multiply)), (0, None))(ROWS, VECTOR))(), 0 * ROWS + VECTOR)
+    check_close(jax.jit(lambda: jax.grad(sum_of(jax.vmap(multiply)))(ROWS, ROWS))(), ROWS)
 
 
-@pytest.mark.parametrize("transform", [jax.jit, jax.vmap, lambda f: jax.jit(jax.vmap(f)), jax.grad])
-@pytest.mark.parametrize("operand", [lambda x: x, lambda x: 1.0])
-def test_op_kernels_that_close_over_traced_values_are_refused(transform, operand):
-    def f(x):
+@pytest.mark.parametrize("transform", [jax.jit, jax.vmap, jax.grad])
+def test_op_kernels_that_close_over_traced_values_are_refused(transform):
+    """Also where no operand is traced."""
+
+    def scale_one(x):
         op = op_with(lambda: lambda y: x * y)
         op.def_jvp_rule2(lambda t, y: x * t)
-        return op(operand(x), outs=spec())
+        return op(1.0, outs=spec())
 
-    x = np.ones(() if transform is jax.grad else 3, np.float32)
     with pytest.raises(TypeError, match=r"'op': a kernel.*closes over a traced value: pass it as an operand"):
-        transform(lambda x: f(x[0]) if x.ndim else f(x))(x if transform in (jax.jit, jax.grad) else x[:, None])
+        transform(scale_one)(VECTOR if transform is jax.vmap else 1.0)
 
 
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
@@ -5489,6 +5515,7 @@ def test_op_kernels_know_no_axes_of_vmap(transform):
 
 
 # -- outs, operands, parameters ------------------------------------------------------------------------
+
 SPECS = [spec(8), spec(8, dtype=bool), spec(4), [spec(8)], [spec(4)], (spec(8),), {"a": spec(8)}, {"b": spec(8)}, ()]
 OUTS = [  # what `outs` may be, and as what it is understood
     *zip(SPECS, SPECS),
@@ -5508,29 +5535,28 @@ def test_op_returns_what_outs_describes():
 
 
 LOW_AND_HIGH = {"low": spec(), "high": spec()}
-Extremes = collections.namedtuple("Extremes", "low high")
-RETURNED = {  # what a kernel may return for outs that are a dict
-    "dict": lambda outs: lambda x: {"low": x.min(), "high": x.max()},
-    "of sorted outs": lambda outs: lambda x: dict(zip(["high", "low"], [x.max(), x.min()])),
-    "wrapper": lambda outs: wrap(lowest_and_highest, LOW_AND_HIGH),
-}
 
 
-@pytest.mark.parametrize("kind", RETURNED)
-def test_op_returns_a_dict_that_its_kernel_returns(kind):
-    call = partial(op_with(RETURNED[kind]), outs=LOW_AND_HIGH)
+def test_op_returns_a_dict_that_its_kernel_returns():
+    """With the keys in any order, which JAX sorts."""
+    call = partial(op_of(lambda x: {"low": x.min(), "high": x.max()}), outs=LOW_AND_HIGH)
     x = np.array([1, 2], np.float32)
     for f in (call, jax.jit(call), jax.disable_jit()(call)):
         assert f(x) == {"low": 1, "high": 2}
     assert jax.tree.map(list, jax.vmap(call)(np.stack([x, x + 1]))) == {"low": [1, 2], "high": [2, 3]}
 
 
-@pytest.mark.parametrize("kernel", [numba.njit(lowest_and_highest), lambda: lambda x: (x.min(), x.max())])
-def test_op_wants_a_dict_for_a_dict_or_a_namedtuple(kernel):
-    op = op_with(kernel)
-    assert op(VECTOR, outs=Extremes(spec(), spec())) == Extremes(1, 8)
-    with pytest.raises(ValueError, match=r"\(\*, \*\)\), but outs declares .*'high'.*or a NamedTuple, which"):
-        op(VECTOR, outs=LOW_AND_HIGH)
+OTHER_STRUCTURES = [  # what a kernel returns, and what outs declares
+    (lambda x: {"low": x.min(), "top": x.max()}, LOW_AND_HIGH),
+    (lambda x: {"low": x.min(), "top": x.max()}, [spec(), spec()]),
+    (lambda x: (x.min(), x.max()), LOW_AND_HIGH),  # in which order?
+]
+
+
+@pytest.mark.parametrize("kernel, outs", OTHER_STRUCTURES)
+def test_op_refuses_another_structure(kernel, outs):
+    with pytest.raises(ValueError, match=r"'op'.*returned .*\*, .*, but outs declares .*"):
+        op_of(kernel)(VECTOR, outs=outs)
 
 
 def test_sizes_may_be_numbers_of_jax():
@@ -5542,20 +5568,6 @@ def test_sizes_may_be_numbers_of_jax():
 def test_a_platform_is_refused_beside_another():
     with pytest.raises(NotImplementedError, match=r"runs on the CPU; .*this call is compiled for 'tpu'"):
         export.export(jax.jit(wrap()), platforms=["tpu", "rocm"])(FLOATS)
-
-
-def test_op_refuses_another_key():
-    op = op_of(lambda x: {"loss": x})
-    assert op(F32[0], outs=spec()) == op(F32[0], outs={"loss": spec()})["loss"] == F32[0]
-    with pytest.raises(ValueError, match=r"returned .*'loss'.*, but outs declares .*'gradient'.*: return that"):
-        op(F32[0], outs={"gradient": spec()})
-
-
-@pytest.mark.parametrize("outs", [LOW_AND_HIGH, [spec(), spec()]])
-def test_op_refuses_a_dict_of_other_keys(outs):
-    op = op_of(lambda x: {"low": x.min(), "top": x.max()})
-    with pytest.raises(ValueError, match=r"'op'.*returned .*'low': \*, 'top'.*return that, or declare a tuple"):
-        op(VECTOR, outs=outs)
 
 
 def test_op_operands_may_be_numbers_or_arrays_of_other_libraries():
@@ -5586,20 +5598,17 @@ class OfOtherLibrary:
         return self.array.__dlpack__(**options)
 
 
-@pytest.mark.parametrize("cut", [np.s_[:, 1], np.s_[::2, ::2], np.s_[::-1], np.s_[1], np.s_[2:2]])
+@pytest.mark.parametrize("cut", [np.s_[:, 1], np.s_[::-1]])
 def test_arrays_of_other_libraries_may_be_parts_of_arrays(cut):
     part = np.arange(12, dtype=np.float32).reshape(4, 3)[cut]
-    kernel = xk.numba_kernel(lambda x: 2 * x, like_first)
-    for f in (kernel, call_op(op_of(lambda x: 2 * x))):
-        check_close(f(OfOtherLibrary(part)), 2 * part)
-        with pytest.raises(
-            TypeError, match=r"(<lambda>|op).*: input 0.*: JAX cannot take this OfOther.*: pass a copy .*had"
-        ):
+    for f in (copy, call_op(op_of(lambda x: x))):
+        check_close(f(OfOtherLibrary(part)), part)
+        with pytest.raises(TypeError, match=r"(copy|op).*input 0.*: JAX cannot take this OfOther.*: pass a copy .*had"):
             f(OfOtherLibrary(part, is_exported=False))
 
 
 @needs_warp
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_warp_arrays_may_be_columns(dtype):
     rows = np.arange(12, dtype=np.float32).reshape(4, 3)
     column = wp.array(rows, dtype=getattr(wp, dtype), device="cpu")[:, 1]
@@ -5607,29 +5616,13 @@ def test_warp_arrays_may_be_columns(dtype):
     check_close(result.astype(np.float32), rows[:, 1] + 1)
 
 
-class OwnArray(np.ndarray):
-    pass
-
-
-OTHER_BYTE_ORDER = {  # how an array gets where it is called
-    "array": lambda x: x,
-    "without dimensions": lambda x: x[0, ...],
-    "subclass": lambda x: x.view(OwnArray),
-    "recarray": lambda x: x.view(np.recarray),
-    "of __jax_array__": lambda x: types.SimpleNamespace(__jax_array__=lambda: x),
-}
-
-
-@pytest.mark.parametrize("kind", OTHER_BYTE_ORDER)
 @pytest.mark.parametrize("call", [lambda x: add_one(x), partial(op_adding(a=1), outs=spec(4, dtype=np.int32))])
-def test_an_input_of_another_byte_order_is_refused_after_one_of_the_same_kind(call, kind):
+@pytest.mark.parametrize("view", [lambda x: x, lambda x: x.view(np.recarray)])
+def test_an_input_of_another_byte_order_is_refused_after_one_of_the_same_kind(call, view):
     native = np.arange(4, dtype=np.int32)
-    other = native.astype(native.dtype.newbyteorder())
-    make = OTHER_BYTE_ORDER[kind]
-    with contextlib.suppress(TypeError, ValueError):  # an op declares one shape
-        call(make(native))
+    call(view(native))
     with pytest.raises(TypeError, match=r"input 0.*of another byte order.*newbyteorder\("):
-        call(make(other))
+        call(view(native.astype(native.dtype.newbyteorder())))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -5638,22 +5631,13 @@ class Config:
     table: typing.Any = dataclasses.field(default=(), hash=False)
 
 
-EQUAL_PARAMETERS = {  # Python calls them equal; their representations have different lengths
-    "numbers": (1, 1.0, True, np.float32(1)),
-    "zeros": (0.0, -0.0),
-    "NumPy's zeros": (np.float32(0.0), np.float32(-0.0)),
-    "ranges": (range(0, 9, 9), range(0, 10, 10)),
-    "slices": (slice(0.0), slice(-0.0)),
-    "dataclasses in tuples": ((Config(0.0),), (Config(-0.0),)),
-    "frozensets": (frozenset([1]), frozenset([1.0]), frozenset([True])),
-}
+# Python calls the values in a row equal; their representations have different lengths
+EQUAL_PARAMETERS = [(1, 1.0, True, np.float32(1)), (0.0, -0.0), ((np.float32(0.0),), (np.float32(-0.0),))]
 
 
-@pytest.mark.parametrize("kind", EQUAL_PARAMETERS)
-def test_op_tells_equal_parameters_apart(kind):
+@pytest.mark.parametrize("values", EQUAL_PARAMETERS)
+def test_op_tells_equal_parameters_apart(values):
     op = op_of(lambda x, k: x + len(repr(k)))
-    values = EQUAL_PARAMETERS[kind]
-    assert len(set(values)) == 1
 
     def call(x):
         return [op(x, outs=spec(), k=k) for k in values]
@@ -5665,96 +5649,7 @@ def test_op_tells_equal_parameters_apart(kind):
         assert f(0.0) == [len(repr(k)) for k in values]
 
 
-class Unit:
-    """A name that is compared without its case."""
-
-    def __init__(self, name):
-        self.name = name
-
-    def __eq__(self, other):
-        return self.name.lower() == other.name.lower()
-
-    def __hash__(self):
-        return hash(self.name.lower())
-
-
-def test_op_takes_parameters_that_their_class_finds_equal_for_one():
-    made = []
-    op = xk.XLACustomKernel("of_units")
-
-    @op.def_numba_kernel
-    def generator(unit):
-        made.append(unit.name)
-        return numba.njit(lambda x: 2 * x)
-
-    for name in ("mV", "MV", "nA"):
-        assert op(F32[0], outs=spec(), unit=Unit(name)) == 2 * F32[0]
-    assert made == ["mV", "nA"]
-
-
-class Rounded:
-    def __repr__(self):
-        return "about 1"
-
-
-class Volt(Rounded, float):
-    pass
-
-
-class Ratio(Rounded, decimal.Decimal):
-    pass
-
-
-class Single(Rounded, np.float64):
-    pass
-
-
-class Level(Rounded, float, enum.Enum):
-    LOW = 1.25
-    HIGH = 1.375
-
-
-class Tagged:
-    """Equal only to what has the same `value`, too."""
-
-    def __eq__(self, other):
-        return super().__eq__(other) and self.value == other.value
-
-    def __hash__(self):
-        return super().__hash__()
-
-    def __repr__(self):
-        return "tagged"
-
-    def __float__(self):
-        return self.value
-
-
-def tagged(base):
-    """Two objects that only differ in what their class adds to `base`."""
-    cls = type(base.__name__, (Tagged, base), {})
-    low, high = cls(), cls()
-    low.value, high.value = 1.25, 1.375
-    return low, high
-
-
-VALUES_OF_ONE_REPR = [
-    *[(Volt(1.25), Volt(1.375)), (Ratio("1.25"), Ratio("1.375")), (Single(1.25), Single(1.375)), Level],
-    *map(tagged, [tuple, frozenset, float, complex, decimal.Decimal, np.float64]),
-]
-
-
-@pytest.mark.parametrize("values", VALUES_OF_ONE_REPR)
-def test_op_tells_parameters_of_one_representation_apart(values):
-    op = op_of(lambda x, k: x + float(k))
-    for f in eager_and_jitted(lambda x: [op(x, outs=spec(), k=k) for k in values]):
-        assert f(0.0) == [1.25, 1.375]
-
-
 # -- arrays of 64 bits ---------------------------------------------------------------------------------
-
-HAS_EXPLICIT_X64 = hasattr(jax.config, "jax_explicit_x64_dtypes")  # jax >= 0.8
-TRUNCATED = "asks for int64, which JAX truncates to int32" if HAS_EXPLICIT_X64 else "int64"
 
 
 def increment_kernel(outs):
@@ -5763,7 +5658,7 @@ def increment_kernel(outs):
 
 @pytest.mark.parametrize("make", [increment_kernel, lambda outs: partial(op_with(increment_kernel), outs=outs)])
 def test_64_bits_where_x64_is_disabled(make):
-    """As JAX does: arrays keep them, and outs are truncated (jax >= 0.8: unless they are allowed)."""
+    """As JAX does: arrays keep them, and outs are truncated, unless they are allowed."""
     with x64():
         x = jnp.arange(3) + 2**40
     for f in eager_and_jitted(make(like_first)):
@@ -5771,11 +5666,10 @@ def test_64_bits_where_x64_is_disabled(make):
         assert got.dtype == np.int64 and got[0] == 2**40 + 1
         assert f(np.arange(3)).dtype == np.int32
     increment = make(spec(3, dtype=np.int64))
-    with pytest.warns(UserWarning, match=TRUNCATED):
+    with pytest.warns(UserWarning, match="asks for int64, which JAX truncates to int32"):
         assert increment(np.arange(3)).dtype == np.int32
-    if HAS_EXPLICIT_X64:
-        with conftest.configured("jax_explicit_x64_dtypes", "allow"):
-            assert increment(np.arange(3)).dtype == np.int64
+    with conftest.configured("jax_explicit_x64_dtypes", "allow"):
+        assert increment(np.arange(3)).dtype == np.int64
 
 
 @pytest.mark.parametrize("call", [lambda f: f, jax.jit, jax.vmap])
@@ -5800,12 +5694,18 @@ def test_op_says_what_it_has_and_carries_what_brainevent_attaches():
     assert (entry.backend, entry.platform, entry.kernel_generator, entry.fallback) == ("a", "cpu", add_to, False)
 
 
+NAMES_OF_BRAINEVENT = (
+    "KernelEntry", "XLACustomKernel", "defjvp", "general_batching_rule", "jaxinfo_to_warpinfo", "jaxtype_to_warptype",
+    "numba_cuda_callable", "numba_cuda_kernel", "numba_kernel",
+)  # fmt: skip
+
+
 @pytest.mark.needs("brainevent")
 def test_brainevents_names_and_signatures():
     """From BrainEvent, change the import: all but its own benchmark."""
     with warnings.catch_warnings(action="ignore"):
         theirs = importlib.import_module("brainevent._op")
-    for name in set(theirs.__all__) & set(xk.__all__):
+    for name in NAMES_OF_BRAINEVENT:
         check_accepts(getattr(xk, name), getattr(theirs, name))
     for name, method in vars(theirs.XLACustomKernel).items():
         if not name.startswith("_") and name != "benchmark":
@@ -5902,48 +5802,41 @@ def test_op_warp_serves_the_cpu_only_where_nothing_else_does():
     assert call() == 1
 
 
-SHORTHANDS = {  # method: the platform and the backend that it registers for, and its arguments
-    "def_numba_kernel": ("cpu", "numba", ()),
-    "def_warp_kernel": ("gpu", "warp", ()),
-    "def_numba_cuda_kernel": ("gpu", "numba_cuda", ()),
-    "def_pallas_kernel": ("gpu", "pallas", ("cuda",)),
-    "def_triton_kernel": ("gpu", "triton", ()),
-    "def_cuda_raw_kernel": ("gpu", "cuda_raw", ()),
-    "def_kernel": ("tpu", "mine", ("mine", "tpu")),
-}
+SHORTHANDS = [  # a method, its arguments, and the platform and the backend that it registers for
+    ("def_numba_kernel", (), "cpu", "numba"),
+    ("def_warp_kernel", (), "gpu", "warp"),
+    ("def_numba_cuda_kernel", (), "gpu", "numba_cuda"),
+    ("def_pallas_kernel", ("cuda",), "gpu", "pallas"),
+    ("def_triton_kernel", (), "gpu", "triton"),
+    ("def_cuda_raw_kernel", (), "gpu", "cuda_raw"),
+    ("def_kernel", ("mine", "tpu"), "tpu", "mine"),
+    ("def_kernel", ("mine", "rocm"), "gpu", "mine"),
+]
 
 
-@pytest.mark.parametrize("name", SHORTHANDS)
-def test_op_shorthands_and_decorators(name):
-    platform, backend, args = SHORTHANDS[name]
+@pytest.mark.parametrize("name, args, platform, backend", SHORTHANDS)
+def test_op_shorthands_and_decorators(name, args, platform, backend):
     op, generator = xk.XLACustomKernel("op"), add_to(1)
     define = getattr(op, name)
     assert define(*args, generator) is generator and op.defaults[platform] == backend
+    assert op.available_backends(args[-1] if args else platform) == [backend]
     op.def_kernel("first", platform, generator, asdefault=True)
     assert define(*args)(generator) is generator and op.defaults[platform] == "first"
     assert define(*args, asdefault=True)(generator) is generator and op.defaults[platform] == backend
 
 
-@pytest.mark.parametrize("platform", ["gpu", "cuda", "rocm"])
-def test_op_names_of_the_platform_of_gpus(platform):
-    op = xk.XLACustomKernel("op")
-    op.def_kernel("a", platform, add_to(1))
-    assert op.defaults == {"gpu": "a"} and op.get_default(platform) == "a" and op.available_backends(platform) == ["a"]
+class SlowName(str):
+    """A name that is hashed in a time in which other threads run."""
+
+    def __hash__(self):
+        time.sleep(0.001)
+        return super().__hash__()
 
 
-def test_op_registration_while_other_threads_call():
-    op = op_adding(a=0)
-    calls = call_op(op), jax.jit(jax.vmap(call_op(op)))
-
-    def work(number):
-        for value in range(10):
-            if number == 0:
-                op.def_kernel("a", "cpu", add_to(value))
-            for call in calls:
-                assert 0 <= call(jnp.zeros(1))[0] < 10
-
-    in_threads(work, range(4))
-    assert [call(jnp.zeros(1))[0] for call in calls] == [9, 9]
+def test_op_keeps_what_several_threads_register_at_once():
+    op, names = xk.XLACustomKernel("op"), [SlowName(number) for number in range(8)]
+    in_threads(lambda name: op.def_kernel(name, "cpu", add_to(1)), names)
+    assert sorted(op.available_backends("cpu")) == names
 
 
 @pytest.mark.parametrize("platforms", [("cuda",), ("cpu", "cuda", "tpu")], ids="+".join)
@@ -6148,8 +6041,7 @@ def test_op_rules_see_no_zero_tangents_and_no_call_without_cotangents():
 
     op.def_jvp_rule2(tangent_of_x, lambda t, x, y: pytest.fail("y has no tangent"))
     product_with_weights = jax.vmap(lambda x: op(x, WEIGHTS, outs=x))
-    gradient = jax.grad(lambda x: product_with_weights(product_with_weights(x)).sum())
-    check_close(gradient(ROWS), np.zeros_like(ROWS))
+    check_close(jax.grad(lambda x: product_with_weights(product_with_weights(x)).sum())(ROWS), np.zeros_like(ROWS))
     assert seen == ["x", "x", "transpose"]
 
 
@@ -6163,8 +6055,8 @@ def test_op_takes_an_operand_without_value_as_outs(outs_of):
 
     op.def_jvp_rule(lambda primals, tangents: (multiply(*primals, primals[0]), multiply(primals[0], *tangents[::-1])))
     op.def_transpose_rule(lambda cts, x, y: [None, *multiply(x, cts[0], y)])
-    product = partial(op, WEIGHTS, outs=like_first)
-    for f in (lambda y: product(y).sum(), lambda y: jax.vmap(product)(jnp.stack([y, y])).sum() / 2):
+    weighted = partial(op, WEIGHTS, outs=like_first)
+    for f in (lambda y: weighted(y).sum(), lambda y: jax.vmap(weighted)(jnp.stack([y, y])).sum() / 2):
         check_close(jax.grad(f)(VECTOR), WEIGHTS)
 
 
@@ -6211,10 +6103,10 @@ def test_op_newest_rules_reach_warm_functions():
 
     op.def_jvp_rule(replaced_while_jax_traces)
     assert [derivative(0.0), derivative(0.0)] == [1, 7]  # from the next trace on
-    batched = jax.jit(jax.vmap(lambda x: op.primitive.bind(x, outs=(spec(),))[0]))  # also if bound by hand
+    of_batch = jax.jit(jax.vmap(lambda x: op.primitive.bind(x, outs=(spec(),))[0]))  # also if bound by hand
     for value in (2, 3):
         op.def_batching_rule(lambda args, axes, value=value: ([value * args[0]], axes))
-        assert batched(jnp.ones(1)) == value
+        assert of_batch(jnp.ones(1)) == value
 
 
 def test_defjvp_and_general_batching_take_a_primitive_of_someone_else():
@@ -6253,15 +6145,15 @@ def test_op_batching_rule_of_some_axes_leaves_others_to_the_general_one():
         return [products.T], [-2]
 
     matrix = ROWS @ ROWS.T
-    product = partial(op, outs=spec(3))
-    check_close(jax.vmap(product, (None, 0))(matrix, matrix), matrix @ matrix.T)
-    check_close(jax.vmap(product, (0, None))(np.stack([matrix, matrix]), matrix[0])[1], matrix @ matrix[0])
+    multiply = partial(op, outs=spec(3))
+    check_close(jax.vmap(multiply, (None, 0))(matrix, matrix), matrix @ matrix.T)
+    check_close(jax.vmap(multiply, (0, None))(np.stack([matrix, matrix]), matrix[0])[1], matrix @ matrix[0])
     assert seen == [(None, 0), (0, None)]
 
 
 @functools.cache
 def pass_where_positive():
-    return wrap(runs("out[:] = np.where(x > 0, y, 0)", "x, y, out"))
+    return wrap(runs("for i in range(x.size): out[i] = y[i] if x[i] > 0 else 0", "x, y, out"))
 
 
 def spike_op(batching_rule=None):
@@ -6275,32 +6167,38 @@ def spike_op(batching_rule=None):
     return spike
 
 
-SPIKE_RULES = {
-    "jax": lambda op, args, axes: ([jnp.where(args[0] > 0, args[1], 0)], [0]),
-    "kernel": lambda op, args, axes: ([jax.vmap(pass_where_positive(), axes)(*args).T], [-1]),
-    "op": lambda op, args, axes: xk.general_batching_rule(op, args, axes, outs=[spec(8)]),
-}
-SPIKE_NESTS = {  # functions of x and y [2, 3, 8], and what they are batched by
-    "one": lambda f: lambda x, y: jax.vmap(f)(x[0], y[0]),
-    "columns": lambda f: lambda x, y: jax.vmap(f, (1, 0))(x[0].T, y[0]),
-    "two": lambda f: jax.vmap(jax.vmap(f)),
-    "shared": lambda f: lambda x, y: jax.vmap(jax.vmap(f, (0, 0)), (0, None), 1)(x, y[0]),
-    "loop": lambda f: lambda x, y: jax.lax.map(lambda operands: jax.vmap(jax.jit(f))(*operands), (x, y)),
-}
+def in_jax_by_hand(op, args, axes):
+    return [jnp.where(args[0] > 0, args[1], 0)], [0]
 
 
-@pytest.mark.parametrize("nest", SPIKE_NESTS)
-@pytest.mark.parametrize("rule", ["jax", "kernel", "op"])
-def test_op_with_a_batching_rule_keeps_its_derivatives(rule, nest):
+def by_a_kernel(op, args, axes):
+    return [jax.vmap(pass_where_positive(), axes)(*args).T], [-1]
+
+
+def by_the_op(op, args, axes):
+    return xk.general_batching_rule(op, args, axes, outs=[spec(8)])
+
+
+RULES_AND_BATCHES = [  # and what is done to a function f of vectors, and to x and y, stacks of two by three
+    (in_jax_by_hand, lambda f, x, y: jax.vmap(f, (1, 0))(x[0].T, y[0])),
+    (in_jax_by_hand, lambda f, x, y: jax.vmap(jax.vmap(f, (0, 0)), (0, None), 1)(x, y[0])),
+    (by_a_kernel, lambda f, x, y: jax.vmap(f)(x[0], y[0])),
+    (by_a_kernel, lambda f, x, y: jax.vmap(jax.vmap(f))(x, y)),
+    (by_the_op, lambda f, x, y: jax.lax.map(lambda operands: jax.vmap(jax.jit(f))(*operands), (x, y))),
+]
+
+
+@pytest.mark.parametrize("rule, batch", RULES_AND_BATCHES)
+def test_op_with_a_batching_rule_keeps_its_derivatives(rule, batch):
     """What the rule runs has others, or none."""
     x = np.stack([ROWS - 4, 3 - ROWS])
     y = np.stack([ROWS, 2 * ROWS])
-    f, expected = (SPIKE_NESTS[nest](spike_op(rule)) for rule in (SPIKE_RULES[rule], None))
 
-    def derivatives(f):
+    def derivatives(op):
+        f = partial(batch, op)
         return jax.jvp(f, (x, y), (y, x)), jax.grad(lambda *operands: (f(*operands) ** 2).sum(), (0, 1))(x, y)
 
-    check_close(*jax.jit(lambda: (derivatives(f), derivatives(expected)))())
+    check_close(*jax.jit(lambda: (derivatives(spike_op(rule)), derivatives(spike_op())))())
 
 
 def test_op_batching_rule_runs_when_the_op_is_batched_if_that_has_no_derivative():
@@ -6314,8 +6212,8 @@ def test_op_batching_rule_runs_when_the_op_is_batched_if_that_has_no_derivative(
             total = jax.lax.psum(args[0], "outer").sum()
             return [scale * jnp.sin(args[0][0]), scale * total], [None, None]
 
-        batched = jax.vmap(lambda x: op(x, outs=lambda x: [x, spec()]), out_axes=None)
-        return jax.vmap(batched, axis_name="outer")(x)
+        of_rows = jax.vmap(lambda x: op(x, outs=lambda x: [x, spec()]), out_axes=None)
+        return jax.vmap(of_rows, axis_name="outer")(x)
 
     x = np.stack([ROWS, 2 * ROWS])
     sines, totals = jax.jit(f)(x, 3.0)
@@ -6324,11 +6222,13 @@ def test_op_batching_rule_runs_when_the_op_is_batched_if_that_has_no_derivative(
     check_close(jax.grad(lambda x: f(x, 3.0)[0].sum())(x)[:, 0], 3 * np.cos(x[:, 0]))
 
 
-def test_op_general_batching_is_registered_again():
+def test_op_batching_rule_runs_beside_derivatives_until_the_general_one_is_registered_again():
     op = op_adding(a=1)
-    op.def_batching_rule(lambda args, axes: pytest.fail("the rule before"))
-    op.register_general_batching()
-    check_close(jax.vmap(call_op(op))(ROWS), ROWS + 1)
+    op.def_jvp_rule2(lambda t, x: t)
+    op.def_batching_rule(lambda args, axes: ([args[0] + 2], axes))
+    for added in (2, 1):
+        check_close(jax.vmap(call_op(op))(ROWS), ROWS + added)
+        op.register_general_batching()
 
 
 # -- debugging and timing ------------------------------------------------------------------------------
@@ -6393,10 +6293,13 @@ def matvec(x, w, out):
         out[i] = total
 
 
-@xk.numba_kernel(outs=lambda total, x: (total, spec(dtype=np.int32)), input_output_aliases={0: 0})
-def added_to(total, x, out, count):
+@xk.numba_kernel(
+    outs=lambda total, x: (total, spec(dtype=np.int32)), input_output_aliases={0: 0}, scratch=lambda total, x: x
+)
+def added_to(total, x, out, count, work):
     for i in range(x.size):
-        out[i] += x[i]
+        work[i] = out[i] + x[i]
+        out[i] = work[i]
     count[()] = x.size
 
 
@@ -6423,9 +6326,9 @@ COLLECTIVES = re.compile(r"\b(all-gather|all-to-all|collective-permute|all-reduc
 
 def check_split(function, args, expected):
     """The numbers are right, and nothing is moved between devices."""
-    compiled = jax.jit(function).lower(*args).compile()
-    check_close(compiled(*args), expected)
-    assert not COLLECTIVES.search(compiled.as_text())
+    executable = jax.jit(function).lower(*args).compile()
+    check_close(executable(*args), expected)
+    assert not COLLECTIVES.search(executable.as_text())
 
 
 X86, W66, X846 = [  # named by their shapes
@@ -6444,99 +6347,94 @@ def constrained(x, mesh, *axes):
 
 
 def over_d(x, w):
-    call = jax.shard_map(
+    return jax.shard_map(
         matvecs_of_blocks, mesh=four_devices(2, 2), in_specs=(P("d"), P()), out_specs=P("d"), axis_names={"d"}
-    )
-    return call(x, w)
+    )(x, w)
 
 
-SPLIT_PROGRAMS = {  # a function, its arrays with the axes that their dimensions are split over, and what is right
-    "what a shard_map leaves": (over_d, [(X846, "d", "e"), (W66,)], all_matvecs(X846)),
-    "two axes on one dimension": (matvecs_of_blocks, [(X846, ("d", "e")), (W66,)], all_matvecs(X846)),
-    "in a loop": (lambda x, w: jax.lax.fori_loop(0, 2, lambda _, x: matvecs_of_blocks(x, w), x),
-                  [(X846, "d"), (W66,)], all_matvecs(all_matvecs(X846))),
-    "batched by the inner vmap only": (jax.vmap(jax.vmap(running_product), (0, None)), [(X846, "d"), (X846[0],)],
-                                       X846.cumsum(2) * X846[0]),
-    "an alias, two results": (jax.vmap(added_to), [(X86, "d"), (X86, "d")], (2 * X86, np.full(8, 6, np.int32))),
-    "scratch and a hidden copy": (jax.vmap(fill_what_is_not_returned), [(X86, "d")], np.ones_like(X86)),
-    "seven slices, and those beside them": (lambda x, w: (matvecs(x[:7], w), x), [(X86,), (W66,)],
-                                            (all_matvecs(X86[:7]), X86)),
-    "two meshes": (lambda x, w: (matvecs_of_blocks(x, w), matvecs(constrained(x[:, 0], four_devices(4), "d"), w)),
-                   [(X846, ("d", "e")), (W66,)], (all_matvecs(X846), all_matvecs(2 * X846[:, 0]))),
-    "an abstract mesh": (lambda x, w: matvecs(constrained(x, four_devices(2, 2).abstract_mesh, "e"), w),
-                         [(X86, "e"), (W66,)], all_matvecs(2 * X86)),
-}  # fmt: skip
+def on_two_meshes(x, w):
+    return matvecs_of_blocks(x, w), matvecs(constrained(x[:, 0], four_devices(4), "d"), w)
 
 
-@pytest.mark.optimized
-@pytest.mark.parametrize("case", SPLIT_PROGRAMS)
-def test_xla_splits_a_batch(case):
-    function, arrays, expected = SPLIT_PROGRAMS[case]
-    check_split(function, [on_square(*array) for array in arrays], expected)
-
-
-@pytest.mark.optimized
-@pytest.mark.parametrize("batched", list(itertools.product([True, False], repeat=3))[:-1])
-def test_xla_splits_a_batch_whose_shared_operands_have_any_rank(batched):
+def sum_of_corners(x, y, z):
+    """Of operands of different ranks, of which the second is not batched."""
     add = wrap(runs("for i in range(3): out[i] = x[()] + y[0, 0, 0] + i * z[0]", "x, y, z, out"), spec(3))
-    in_axes = [0 if flag else None for flag in batched]
-    shapes = [[8] * flag + [2] * rank for flag, rank in zip(batched, (0, 3, 1))]
-    arrays = [np.random.default_rng(0).random(shape, np.float32) for shape in shapes]
-    args = [on_mesh(x, *["d"] * flag) for x, flag in zip(arrays, batched)]
-    in_jax = jax.vmap(lambda x, y, z: x + y[0, 0, 0] + jnp.arange(3) * z[0], in_axes)
-    check_split(jax.vmap(add, in_axes), args, in_jax(*arrays))
+    return jax.vmap(add, (0, None, 0))(x, y, z)
 
 
-def of_pairs(product):
-    return jax.vmap(jax.vmap(product, (None, 0)), (0, None))
+SPLIT_PROGRAMS = [  # a function, its arrays with the axes that their dimensions are split over, and what is right
+    (over_d, [(X846, "d", "e"), (W66,)], all_matvecs(X846)),
+    (lambda x, w: jax.lax.fori_loop(0, 2, lambda _, x: matvecs_of_blocks(x, w), x), [(X846, ("d", "e")), (W66,)],
+     all_matvecs(all_matvecs(X846))),
+    (jax.vmap(jax.vmap(running_product), (0, None)), [(X846, "d"), (X846[0],)], X846.cumsum(2) * X846[0]),
+    (jax.vmap(added_to), [(X86, "d"), (X86, "d")], (2 * X86, np.full(8, 6, np.int32))),
+    (lambda x, w: (matvecs(x[:7], w), x), [(X86,), (W66,)], (all_matvecs(X86[:7]), X86)),
+    (on_two_meshes, [(X846, ("d", "e")), (W66,)], (all_matvecs(X846), all_matvecs(2 * X846[:, 0]))),
+    (lambda x, w: matvecs(constrained(x, four_devices(2, 2).abstract_mesh, "e"), w), [(X86, "e"), (W66,)],
+     all_matvecs(2 * X86)),
+    (sum_of_corners, [(X86[:, 0], "d"), (X846[:2],), (X86, "d")],
+     X86[:, :1] + X846[0, 0, 0] + np.arange(3, dtype=np.float32) * X86[:, :1]),
+]  # fmt: skip
 
 
-def gradient_of_batch(product):
-    batch = jax.vmap(product, (0, None))
+@pytest.mark.parametrize("function, operands, expected", SPLIT_PROGRAMS)
+def test_xla_splits_a_batch(function, operands, expected):
+    """Of any shape, with aliases, scratch and shared operands: without moving anything between devices."""
+    check_split(function, [on_square(*operand) for operand in operands], expected)
+
+
+def of_pairs(multiply):
+    return jax.vmap(jax.vmap(multiply, (None, 0)), (0, None))
+
+
+def of_inner(multiply):
+    return jax.vmap(jax.vmap(multiply, (0, None)))
+
+
+def gradient_of_batch(multiply):
+    batch = jax.vmap(multiply, (0, None))
     return jax.grad(lambda x, y: (batch(x, y) ** 2).sum())
 
 
-def of_parts(product):
+def without_vmap(multiply):
+    return multiply
+
+
+def of_parts(multiply):
     """A device has a half of a slice."""
-    return lambda x, y: jax.vmap(product)(x.reshape(2, 8), y.reshape(2, 8)).ravel()
+    return lambda x, y: jax.vmap(multiply)(x.reshape(2, 8), y.reshape(2, 8)).ravel()
 
 
 CUBE = np.arange(128.0, dtype=np.float32).reshape(8, 4, 4)
 XS, YS = CUBE[:2]
 XS_FLAT = XS.ravel()
 INNER = (None, ("e", "d"))
-SHARDED = {  # what is done to the product of two vectors, the arrays, how these are split, and how the result is
-    "crossed": (of_pairs, (XS, YS), [("d",), ("e",)], ("d", "e")),
-    "only the second": (of_pairs, (XS, YS), [(), ("e",)], (None, "e")),
-    "inner": (lambda product: jax.vmap(jax.vmap(product, (0, None))), (CUBE, CUBE[:, 0]), [INNER, ()], INNER),
-    "grad": (gradient_of_batch, (XS, YS[0]), [("d",), ()], ("d",)),
-    # XLA must gather
-    "without vmap": (lambda product: product, (XS_FLAT, XS_FLAT), [("d",), ("d",)], None),
-    "an axis shared by two batches": (of_pairs, (XS, YS), [("d",), ("d",)], None),
-    "parts of slices": (of_parts, (XS_FLAT, XS_FLAT), [(("d", "e"),), (("d", "e"),)], None),
-}
+SHARDED = [  # kind, what is done to the product of two vectors, the arrays, how these are split, and how the result is
+    ("numba", of_pairs, (XS, YS), [("d",), ("e",)], ("d", "e")),
+    ("warp", of_pairs, (XS, YS), [(), ("e",)], (None, "e")),
+    ("explicit", of_inner, (CUBE, CUBE[:, 0]), [INNER, ()], INNER),
+    ("warp", gradient_of_batch, (XS, YS[0]), [("d",), ()], ("d",)),
+    ("explicit", gradient_of_batch, (XS, YS[0]), [("d",), ()], ("d",)),
+    # XLA must gather; with explicit axes JAX refuses it
+    ("numba", without_vmap, (XS_FLAT, XS_FLAT), [("d",), ("d",)], None),
+    ("warp", of_pairs, (XS, YS), [("d",), ("d",)], None),
+    ("numba", of_parts, (XS_FLAT, XS_FLAT), [(("d", "e"),), (("d", "e"),)], None),
+]
 
 
-def sharded_programs():
-    for kind, program in itertools.product(("numba", "explicit", "warp"), SHARDED):
-        *_, axes_of_result = SHARDED[program]
-        if kind != "explicit" or axes_of_result:  # JAX refuses the others
-            yield pytest.param(program, kind, marks=pytest.mark.needs("warp" if kind == "warp" else "numba"))
-
-
-@pytest.mark.optimized
-@pytest.mark.parametrize("program, kind", list(sharded_programs()))
-def test_what_is_sharded_stays_sharded_where_it_can(program, kind):
-    transform, arrays, placed, axes_of_result = SHARDED[program]
-    product = call_op(product_op("numba"))
+@pytest.mark.parametrize("kind, transform, operands, axes_of_operands, axes_of_result", [
+    pytest.param(*case, marks=pytest.mark.needs("warp" if case[0] == "warp" else "numba")) for case in SHARDED
+])  # fmt: skip
+def test_what_is_sharded_stays_sharded_where_it_can(kind, transform, operands, axes_of_operands, axes_of_result):
+    multiply = call_op(product_op("numba"))
     if kind == "warp":
-        product = xk.warp_kernel(warp_kernels().multiply, like_first, differentiable=True)
+        multiply = xk.warp_kernel(warp_kernels().multiply, like_first, differentiable=True)
     mesh = four_devices(2, 2, axis_type=EXPLICIT if kind == "explicit" else AUTO)
-    operands = [on_mesh(x, *axes, mesh=mesh) for x, axes in zip(arrays, placed)]
-    compiled = jax.jit(transform(product)).lower(*operands).compile()
-    result = compiled(*operands)
-    check_close(result, transform(operator.mul)(*arrays), 1e-6)
-    assert (COLLECTIVES.search(compiled.as_text()) is None) == bool(axes_of_result)
+    args = [on_mesh(x, *axes, mesh=mesh) for x, axes in zip(operands, axes_of_operands)]
+    executable = jax.jit(transform(multiply)).lower(*args).compile()
+    result = executable(*args)
+    check_close(result, transform(operator.mul)(*operands), 1e-6)
+    assert (COLLECTIVES.search(executable.as_text()) is None) == bool(axes_of_result)
     if axes_of_result:
         assert result.sharding.is_equivalent_to(jax.sharding.NamedSharding(mesh, P(*axes_of_result)), result.ndim)
 
@@ -6546,7 +6444,6 @@ def over_axis(f, axis, **mesh):
     return jax.shard_map(f, in_specs=P(axis), out_specs=P(axis), axis_names={axis}, **mesh)
 
 
-@pytest.mark.optimized
 def test_side_effects_need_a_sharding_that_says_where():
     two_by_two = four_devices(2, 2)
     add_aloud = wrap(runs("print('slice'); out[:] = x + 1"), has_side_effect=True)
@@ -6557,34 +6454,31 @@ def test_side_effects_need_a_sharding_that_says_where():
     check_close(jax.jit(over_both)(XS), XS + 1)
 
 
-@pytest.mark.optimized
 def test_donation_of_what_is_sharded():
-    """With scratch, and a hidden copy of y, which the kernel could write to."""
-    kernel = runs("memset(y.ctypes, 0, 0); work[:] = out * y; out[:] = work", "x, y, out, work", memset=memset)
-    product = jax.vmap(wrap(kernel, input_output_aliases={0: 0}, scratch=like_first))
+    kernel = runs("work[:] = out * y; out[:] = work", "x, y, out, work")
+    multiply = jax.vmap(wrap(kernel, input_output_aliases={0: 0}, scratch=like_first))
     x = jax.jit(jnp.negative)(on_mesh(XS, "d"))  # no view of NumPy's memory
     before = [shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards]
-    products = jax.jit(product, donate_argnums=0)(x, on_mesh(YS, "d"))
+    products = jax.jit(multiply, donate_argnums=0)(x, on_mesh(YS, "d"))
     assert [shard.data.unsafe_buffer_pointer() for shard in products.addressable_shards] == before
     check_close(products, -XS * YS)
 
 
-@pytest.mark.optimized
 @pytest.mark.parametrize("define_derivative", [Hadamard.differentiate, define_backward_pass])
 @pytest.mark.parametrize("x_axes, y_axes", [(("d",), ()), ((), ("d",))])
 def test_op_on_a_mesh_of_explicit_axes(x_axes, y_axes, define_derivative):
     """Also where its operands are split differently."""
-    product = call_op(product_op("jax", define_derivative))
+    multiply = call_op(product_op("jax", define_derivative))
     with jax.set_mesh(four_devices(4, axis_type=EXPLICIT)):
         x, y = jax.device_put(VECTOR, P(*x_axes)), jax.device_put(WEIGHTS, P(*y_axes))
-        check_close(jax.jit(product)(x, y), VECTOR * WEIGHTS)
-        x_gradient, y_gradient = jax.jit(jax.grad(sum_of(product), (0, 1)))(x, y)
+        check_close(jax.jit(multiply)(x, y), VECTOR * WEIGHTS)
+        x_gradient, y_gradient = jax.jit(jax.grad(sum_of(multiply), (0, 1)))(x, y)
         check_close(x_gradient, WEIGHTS)
         check_close(y_gradient, VECTOR)
 
 
 # ======================================================================================================
-# White-box tests: of what is inside the file and may change with it
+# What is inside the file and may change with it
 # ======================================================================================================
 
 
@@ -6644,17 +6538,6 @@ def test_one_thread_at_a_time_looks_at_the_list_of_gpus(monkeypatch):
         assert all(pool.map(look, range(8)))
 
 
-class SharesItsCode(xk._CallbackEmitter):
-    """An emitter of code that holds the address of a function, which another kernel would call, too."""
-
-    code_key = "shared"
-
-
-def test_code_that_kernels_share_holds_no_address():
-    with pytest.raises(AssertionError, match="may be an address"):
-        xk._compile_handler(xk._Signature("kernel", 0, (), ()), SharesItsCode(xk._Signature("kernel", 0, (), ()), None))
-
-
 def test_a_handler_of_another_layout_is_not_found():
     """As an exported program may ask for, of another version of this file."""
     target = target_of(wrap(name="of_this_layout"), FLOATS)
@@ -6664,17 +6547,17 @@ def test_a_handler_of_another_layout_is_not_found():
         jax.ffi.ffi_call(another, FLOATS)(F32)
 
 
-@pytest.mark.parametrize("batch_in_z", [False, True])
-def test_fakecuda_all_is_compiled_when_a_call_is_traced(gpus, package_cuda, monkeypatch, batch_in_z):
+@pytest.mark.parametrize("vmap_method, n_launches", [(None, 1), ("sequential", 4)])
+def test_fakecuda_all_is_compiled_when_a_call_is_traced(gpus, package_cuda, monkeypatch, vmap_method, n_launches):
     """Under the name that exported programs call; a batch, which has the same handler, reads no globals anew."""
     monkeypatch.setattr(xk, "_traced_platform", lambda: "cuda")
-    name = f"exported.{package_cuda.__name__}.{batch_in_z}"
-    op = own_op(package_cuda, name=name, vmap_method=None if batch_in_z else "sequential")
+    name = f"exported.{package_cuda.__name__}.{vmap_method}"
+    op = own_op(package_cuda, name=name, vmap_method=vmap_method)
     jax.eval_shape(op, FLOATS)
     names = [target for target in gpus.handlers if target.startswith(name)]
     jax.eval_shape(jax.vmap(op), spec(4, 3))
     assert [target for target in gpus.handlers if target.startswith(name)] == names and len(names) == 1
-    assert len(gpus.launches(jax.vmap(op), jnp.ones((4, 3)))) == (1 if batch_in_z else 4)
+    assert len(gpus.launches(jax.vmap(op), jnp.ones((4, 3)))) == n_launches
 
 
 # ======================================================================================================
@@ -6690,19 +6573,21 @@ TWO_TESTS = """
     def test_of_nothing(): pass
 """
 A_MATRIX = """
+    import itertools
     import pytest
 
-    CELLS = [("add", "numba", "jit", "float32"), ("add", "warp", "jit", "float32"), ("add", "numba", "vmap", "float32"),
-             ("lif", "numba", "jit", "float32"), ("lif", "numba", "jit", "int8"), ("lif", "warp", "jit", "float32")]
+    def possible_cells():
+        yield from itertools.product(["add", "lif"], ["numba", "warp"], ["jit", "vmap"], ["float32"])
+        yield from itertools.product(["lif"], ["numba", "warp"], ["jit"], ["int8"])
 
-    def all_cells():
-        return CELLS
+    def left_out(op, backend, transformation, dtype):
+        return "no such lif" if op == "lif" and (transformation == "vmap" or backend == "warp") else None
 
-    @pytest.mark.parametrize("op, backend, transformation, dtype", CELLS)
+    @pytest.mark.parametrize("op, backend, transformation, dtype", [c for c in possible_cells() if not left_out(*c)])
     def test_matrix(op, backend, transformation, dtype, record_property):
         if backend == "warp":
             pytest.skip("no Warp")
-        record_property("simulated", [("lif", "warp", "jit", "float32")])
+        record_property("simulated", [("add", "warp", "jit", "float32")])
         assert dtype != "int8"
 """
 
@@ -6716,7 +6601,7 @@ def run_tests(pytester, monkeypatch):
 
     def run(source, *options):
         pytester.makepyfile(source)
-        always = ["-p", "no:cacheprovider", "-o", "testpaths=.", "--optimize"]
+        always = ["-p", "no:cacheprovider", "-o", "testpaths=."]
         with warnings.catch_warnings(action="ignore"):  # argparse of Python 3.12.1 warns of pytest's use
             return pytester.runpytest_inprocess(*always, *options, plugins=[conftest])
 
@@ -6748,23 +6633,30 @@ def test_conftest_outcomes_are_data(run_tests, pytester):
 
 
 def test_conftest_grid(run_tests, pytester):
-    result = run_tests(A_MATRIX, "--cells-out=cells", "--grid-out=grid.md", "-k", "not vmap-float32")
+    """What passed, failed, was skipped, was simulated, was not selected or is no cell is told apart, in every table."""
+    result = run_tests(A_MATRIX, "--cells-out=cells", "--grid-out=grid.md", "-k", "not numba-vmap")
     grid = """
-         numba            warp
-    jit  2 of 3 1 FAILED  1 of 2 sim a
+    float32  numba  warp
+    add      1 1-   1a 1s
+    lif      1 1.   2.
 
-             numba     warp
-    float32  2 of 3    1 of 2 sim a
-    int8     1 FAILED  n/a
+    float32  numba  warp
+    jit      2      1. 1s
+    vmap     1- 1.  1. 1a
+
+    dtype    numba     warp
+    float32  2 1- 1.   2. 1a 1s
+    int8     1 FAILED  1.
+
     FAILED: lif-numba-jit-int8
-    a: skipped: no Warp
+    3: passed; 3s: on Numba's simulator of CUDA; 3-: not run
+    3a: skipped: no Warp
+    4.: left out: no such lif
     """
     result.stdout.fnmatch_lines(textwrap.dedent(grid).split("\n")[1:-1], consecutive=True)
     assert textwrap.dedent(grid) in (pytester.path / "grid.md").read_text()
     cells = json.loads((pytester.path / "cells").read_text())
-    assert [(*cell, outcome) for cell, outcome in cells][:2] == [
-        ("add", "numba", "jit", "float32", "passed"), ("add", "warp", "jit", "float32", "no Warp"),
-    ]  # fmt: skip
+    assert cells[:2] == [[["add", "numba", "jit", "float32"], "passed"], [["add", "warp", "jit", "float32"], "no Warp"]]
 
 
 # ======================================================================================================
