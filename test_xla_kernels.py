@@ -1565,7 +1565,6 @@ def kernel_on_tangents(x):
 kernel_on_tangents.defjvp(lambda primals, tangents: (add_one(*primals), add_one(*tangents)))
 head = wrap(_head)
 ODD_TEXT = "größe 日本 \U0001f600 a\0" + "x" * 1_000_000
-ALIASED_TWICE = {"outs": FLOATS, "in_out_argnames": ["x"], "input_output_aliases": {0: 1}}
 
 
 def total_of_64_bits():
@@ -1971,16 +1970,6 @@ def test_globals_are_read_when_a_kernel_is_compiled():
     assert result_of(jitted.py_func) == result_of(numba.njit(jitted.py_func)) == 2
 
 
-def test_a_kernel_that_asks_for_no_cache_gets_none(tmp_path):
-    """Numba's may have code that read other globals."""
-    file = tmp_path / "kernels.py"
-    file.write_text("def kernel(x, out): out[0] = number")
-    code = compile(file.read_text(), file, "exec").co_consts[0]
-    read = {"__name__": "kernels"}
-    for read["number"], is_cached, expected in ((1, True, 1), (2, True, 1), (2, False, 2)):
-        assert result_of(numba.njit(cache=is_cached)(types.FunctionType(code, read))) == expected
-
-
 def test_a_kernel_that_numba_would_inline_keeps_its_options():
     """Where it returns its results, another function calls it."""
     kernel = numba.njit(boundscheck=True, inline="always")(lambda x: x[int(x[0])])
@@ -1991,22 +1980,14 @@ def test_a_kernel_that_numba_would_inline_keeps_its_options():
 
 
 def test_a_helper_is_what_it_was_compiled_to_until_it_is_recompiled():
-    compiled = helper("a + n", n=71)
-    assert result_of(calls_again(compiled)) == 72
-    compiled.py_func.__globals__["n"] = 1
-    assert [result_of(calls_again(function)) for function in (compiled, helper("a + n", n=1))] == [72, 2]
-    compiled.recompile()
-    assert result_of(calls_again(compiled)) == 2
-
-
-def test_a_kernel_sees_what_its_helper_was_recompiled_to():
-    """`K = 3; helper.recompile()`: also if the kernel is the same object, wrapped anew."""
-    twice = helper("k * a", k=2)
-    kernel = runs("out[0] = twice(x[0])", twice=twice)
-    assert result_of(kernel) == 2
-    twice.py_func.__globals__["k"] = 3
-    twice.recompile()
-    assert result_of(kernel) == result_of(calls_again(twice)) == 3
+    """As by `K = 3; helper.recompile()`, for a kernel that is wrapped anew and for one that is made again."""
+    times_k = helper("k * a", k=2)
+    kernel = runs("out[0] = times_k(x[0])", times_k=times_k)
+    assert result_of(kernel) == result_of(calls_again(times_k)) == 2
+    times_k.py_func.__globals__["k"] = 3
+    assert [result_of(calls_again(function)) for function in (times_k, helper("k * a", k=3))] == [2, 3]
+    times_k.recompile()
+    assert result_of(kernel) == result_of(calls_again(times_k)) == 3
 
 
 def test_a_kernel_sees_a_module_that_is_loaded_again(tmp_path, monkeypatch):
@@ -2042,16 +2023,13 @@ def test_a_kernel_that_is_made_again_for_each_shape_is_compiled_once():
 
         return wrap(jit(kernel))
 
-    for alpha, jit, dtype, again in (
-        (2.0, itself, "f4", False), (3.0, itself, "f8", False), (4.0, numba.njit, "f4", False),
-        (2.0, itself, "f4", True),
-    ):  # fmt: skip
-        with x64(), compiled_functions() as names:
+    for alpha, jit, count in ((2.0, itself, 1), (3.0, itself, 1), (3.0, numba.njit, 1), (2.0, itself, 0)):
+        with compiled_functions() as names:
             for n in (1, 2, 3):
-                x = np.full(n, 2, dtype)
-                np.testing.assert_array_equal(jax.jit(make(alpha, jit))(x), 2 * alpha * x / x)
-                np.testing.assert_array_equal(jax.vmap(make(alpha, jit))(x[None]), 2 * alpha * x[None] / x)
-        assert names.count("kernel") == (0 if again else 1)
+                x = np.full(n, 2, np.float32)
+                np.testing.assert_array_equal(jax.jit(make(alpha, jit))(x), alpha * x)
+                np.testing.assert_array_equal(jax.vmap(make(alpha, jit))(x[None]), alpha * x[None])
+        assert names.count("kernel") == count
 
 
 def test_a_plain_function_that_is_wrapped_again_is_compiled_once():
@@ -2126,19 +2104,13 @@ def test_what_has_no_variable_and_no_value_cannot_be_pickled(make):
         pickle.dumps(make())
 
 
-def divided_by(c, jit=itself):
-    return wrap(jit(lambda x: x / c))
-
-
-def halved_in_main():
-    return wrap(kernel_from("def kernel(x, out): out[:] = x / 2", __name__="__main__"))
+def divided_by(c):
+    return wrap(numba.njit(fastmath=True)(lambda x: x / c))
 
 
 PICKLED = {  # what gives x / 2, and has no variable, or one of a `__main__` that another process has not
     "closure": lambda: divided_by(2),
-    "jitted, with a helper": lambda: divided_by(2, numba.njit(fastmath=True)),
-    "of __main__": halved_in_main,
-    "vectorized": lambda: wrap(numba.vectorize(lambda x: x / 2)),
+    "of __main__": lambda: wrap(kernel_from("def kernel(x, out): out[:] = x / 2", __name__="__main__")),
 }
 
 
@@ -2301,7 +2273,11 @@ THREE_INPUTS = [SCALARS, VECTORS, VECTORS + 1]
 THREE_FLOATS, COUNT = spec(3), spec(dtype=np.int32)
 TWO_COUNTS = np.full(2, 2, np.int32)
 in_out = wrap(_running, lambda x, total: (total, x), in_out_argnames=iter(["total"]), zero_outputs=True)
-shifted = runs("for i in range(x.size): out[i] = x[i] + y", "x, y, out")
+
+
+def shifted(x, y, out):
+    for i in range(x.size):
+        out[i] = x[i] + y
 
 
 @functools.cache
@@ -2318,7 +2294,12 @@ call_typed_gu = on_first_call(lambda: guvectorized(["void(f4[:],f4,f4[:])"]))
 
 
 def calls_typed_add_one():
-    return wrap(runs("add_one(x, out)", add_one=typed_add_one()))
+    add = typed_add_one()
+
+    def kernel(x, out):
+        add(x, out)
+
+    return wrap(kernel)
 
 
 ONE_LINERS = {  # a function as it is, the same in Python, two slices of each input, and of those that go by keyword
@@ -2335,12 +2316,10 @@ ONE_LINERS = {  # a function as it is, the same in Python, two slices of each in
     "a name of any object": (wrap(runs("out[:] = x.ndim * x", ndim=DESCRIBED)), like_first, [VECTORS], {}),
     "a default": (wrap(runs("out[:] = n * x", "x, out, n=3")), lambda x: 3 * x, [VECTORS], {}),
     "typed": (call_typed, lambda x: x + 1, [VECTORS], {}),
-    "typed for other dtypes": (call_typed, lambda x: x + 1, [TWO_COUNTS[:, None]], {}),
     "vectorize": (wrap(numba.vectorize(_axpy), like_last), _axpy, THREE_INPUTS, {}),
     "guvectorize": (on_first_call(guvectorized), np.add, [VECTORS, SCALARS], {}),
     "typed guvectorize": (call_typed_gu, np.add, [VECTORS, SCALARS], {}),
     "scalars": (wrap(_head, scalars=True), _scaled_head, [VECTORS], {"alpha": SCALARS, "n": TWO_COUNTS}),
-    "named scalars": (wrap(_head, scalars=["alpha", "n"]), _scaled_head, [VECTORS, TWO_COUNTS, SCALARS], {}),
     "in-out": (in_out, lambda x, total: (x + total, 2 * (x + total)), [VECTORS], {"total": VECTORS + 1}),
 }  # fmt: skip
 
@@ -2498,10 +2477,6 @@ class Right:
         o: np.ndarray = out
         o[:] = x
 
-    def by_nditer(x, out):
-        for source, target in np.nditer((x, out)):
-            target[()] = 2 * source[()]
-
     def filled_before(x, out):
         out.fill(1)
         for i in range(x.size):
@@ -2611,6 +2586,16 @@ def test_an_output_that_is_updated_starts_from_zeros_or_from_an_input(kernel):
 def test_a_kernel_that_is_right_is_taken(kernel):
     x = FROM_ZERO + 1
     np.testing.assert_array_equal(wrap(kernel)(x), plainly(kernel, x, np.empty(4, np.float32)))
+
+
+def test_an_output_that_nditer_stores_to_is_taken():
+    """Apart from the others, as NumPy's own wants a flag for that."""
+
+    def doubled(x, out):
+        for source, target in np.nditer((x, out)):
+            target[()] = 2 * source[()]
+
+    np.testing.assert_array_equal(wrap(doubled)(F32), 2 * F32)
 
 
 def test_a_kernel_without_outputs_needs_no_store():
@@ -2765,32 +2750,26 @@ def test_state_that_a_kernel_changes_is_copied_where_that_of_jax_is(program, by,
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_a_side_effect_keeps_an_unused_call(kept):
+def test_a_side_effect_keeps_unused_and_equal_calls(kept):
     call = wrap(has_side_effect=kept)
 
     def unused_in_a_scan(x):
         return jax.lax.scan(lambda carry, _: (2 * carry, call(carry).sum()), x, None, length=3)[0]
 
-    compiled = jax.jit(unused_in_a_scan).lower(FLOATS).compile()
-    assert ("custom-call" in compiled.as_text()) == kept
-    np.testing.assert_array_equal(compiled(F32), 8 * F32)
-
-
-@pytest.mark.parametrize("has_side_effect, n_calls", [(False, 1), (True, 2)])
-def test_equal_calls_run_once_unless_they_have_a_side_effect(has_side_effect, n_calls):
-    call = wrap(has_side_effect=has_side_effect)
-    compiled = jax.jit(lambda x: (call(x), call(x))).lower(FLOATS).compile()
-    assert compiled.as_text().count("custom-call(") == n_calls
+    in_a_scan = jax.jit(unused_in_a_scan).lower(FLOATS).compile()
+    assert ("custom-call" in in_a_scan.as_text()) == kept
+    np.testing.assert_array_equal(in_a_scan(F32), 8 * F32)
+    twice = jax.jit(lambda x: (call(x), call(x))).lower(FLOATS).compile()
+    assert twice.as_text().count("custom-call(") == (2 if kept else 1)
 
 
 @pytest.mark.parametrize("code, parameters, options", [
     ("v[()] *= 0.5; n[()] += 1", "v, n", {"in_out_argnames": ["n", "v"]}),
     ("new_v[()] = 0.5 * v; new_n[()] = n + 1", "v, n, new_v, new_n", {}),
 ], ids=["in place", "new"])  # fmt: skip
-@pytest.mark.parametrize("transform", [itself, jax.vmap])
-def test_a_loop_whose_whole_state_is_what_a_kernel_gives(transform, code, parameters, options):
+def test_a_loop_whose_whole_state_is_what_a_kernel_gives(code, parameters, options):
     """XLA alone moves such a call out of the loop, which then never ends."""
-    kernel = wrap(runs(code, parameters), lambda v, n: (v, n), **options)
+    kernel = jax.vmap(wrap(runs(code, parameters), lambda v, n: (v, n), **options))
     asked = []
 
     def goes_on(n):
@@ -2800,7 +2779,7 @@ def test_a_loop_whose_whole_state_is_what_a_kernel_gives(transform, code, parame
     def condition(state):
         return jax.pure_callback(goes_on, spec(dtype=bool), state[1])
 
-    v, n = jax.lax.while_loop(condition, lambda state: transform(kernel)(*state), (8 * F32, np.zeros(4, np.int32)))
+    v, n = jax.lax.while_loop(condition, lambda state: kernel(*state), (8 * F32, np.zeros(4, np.int32)))
     np.testing.assert_array_equal(v, F32 / 128)
     np.testing.assert_array_equal(n, [10, 10, 10, 10])
 
@@ -2832,8 +2811,7 @@ def test_collected_wrappers_leave_their_kernels():
 
 
 @pytest.mark.parametrize("outs, args", [
-    (FLOATS, ()), (FLOATS, (F32, F32)), ([FLOATS, FLOATS], (F32,)), (FLOATS, (F32.astype(np.int32),)),
-    (spec(4, dtype=np.int32), (F32,)), (FLOATS, (F32[0],)), (spec(), (F32[0],)), (spec(), (F32,)),
+    (FLOATS, (F32, F32)), ([FLOATS, FLOATS], (F32,)), (FLOATS, (F32.astype(np.int32),)), (spec(), (F32,)),
 ])  # fmt: skip
 def test_buffers_of_another_count_rank_or_dtype_are_an_error(outs, args):
     """As another program of the same names could pass them."""
@@ -3477,21 +3455,6 @@ def test_fakecuda_kernels_that_only_numba_can_launch_are_refused(
     assert gpus.launches(xk.numba_cuda_callable(launch, like_first), F32) == ["numba 1: 1,1,1 x 8,1,1 +0"]
 
 
-@pytest.mark.needs("fake driver", "numba-cuda")
-@pytest.mark.parametrize("package_cuda", ["numba.cuda"], indirect=True)  # the successor inlines these functions
-@pytest.mark.parametrize("body, is_refused", [
-    ("out[0] = x[1:][0]", False), ("out[0] = np.empty(2, np.float32)[0]", True),
-], ids=["views", "allocates"])  # fmt: skip
-def test_fakecuda_numbas_reference_counts(gpus, package_cuda, monkeypatch, body, is_refused):
-    """As NUMBA_CUDA_ENABLE_NRT=1 enables them."""
-    monkeypatch.setattr(numba.config, "CUDA_ENABLE_NRT", True, raising=False)
-    op = xk.numba_cuda_kernel(own_kernel(package_cuda, "x, out", body, names={"np": np}), like_first, **BLOCK)
-    with contextlib.ExitStack() as stack:
-        if is_refused:
-            stack.enter_context(pytest.raises(TypeError, match=r"'kernel' has reference-counted memory: .*callable"))
-        assert len(gpus.launches(op, F32)) == 1
-
-
 @pytest.mark.parametrize("body, refused", [
     ("x[0] = out[0]", "its inputs are read-only"), ("return 1.0", "it returns a value"), ("out[0] = x.nope", "nope"),
 ])  # fmt: skip
@@ -3509,15 +3472,11 @@ class DeviceArray:
         return {"shape": (8,), "typestr": "<f4", "data": (0x7000, False), "version": 3}
 
 
-@pytest.mark.parametrize("parameters, options", [
-    ("x, out", {}), ("x, out", {"scalars": ["x"]}), ("x", {"in_out_argnames": ["x"]}),
-], ids=str)  # fmt: skip
-def test_fakecuda_a_global_array_lives_as_long_as_the_program(gpus, package_cuda, parameters, options):
+def test_fakecuda_a_global_array_lives_as_long_as_the_program(gpus, package_cuda):
     """Another array has its name before the program runs."""
-    kernel = own_kernel(package_cuda, parameters, "table[0]", names={"table": DeviceArray()})
+    kernel = own_kernel(package_cuda, "x, out", "table[0]", names={"table": DeviceArray()})
     array = weakref.ref(kernel.py_func.__globals__["table"])
-    op = jax.vmap(xk.numba_cuda_kernel(kernel, like_first, **BLOCK, **options))
-    run = program_for_cuda(op, jnp.ones(4))
+    run = program_for_cuda(jax.vmap(xk.numba_cuda_kernel(kernel, like_first, **BLOCK)), jnp.ones(4))
     kernel.py_func.__globals__["table"] = None
     gc.collect()
     assert array() is not None
@@ -3665,17 +3624,6 @@ def test_fakecuda_a_kernel_that_is_made_again_is_compiled_once(gpus, package_cud
     assert len(gpus.handlers) == before + 2
 
 
-@in_axpy
-def test_fakecuda_kernel_that_does_not_take_buffers(gpus, package_cuda, scalars):
-    kernel = written_for(package_cuda, cuda_axpy)
-    kernel = package_cuda.jit(fastmath=True, lineinfo=True)(kernel)
-    for options, launches in ({"vmap_method": "sequential"}, ["1,1,1"] * 4), ({}, ["1,1,4"]):
-        op = axpy_op(kernel, scalars, **options)
-        call = lambda x: op(n=8, a=2.0, x=x, y=x)
-        assert gpus.launches(call, jnp.ones(8)) == ["native 0: 1,1,1 x 8,1,1 +0"]
-        assert gpus.launches(jax.vmap(call), jnp.ones((4, 8))) == [f"native 0: {grid} x 8,1,1 +0" for grid in launches]
-
-
 # -- the simulator, and the same on a GPU --------------------------------------------------------------
 
 
@@ -3754,22 +3702,6 @@ def test_on_cuda_callable_launches_several_kernels():
     x = np.arange(30, dtype=np.float32).reshape(2, 3, 5)
     np.testing.assert_array_equal(five_times(x[0, 0]), 5 * x[0, 0])
     np.testing.assert_array_equal(jax.jit(jax.vmap(jax.vmap(five_times)))(x), 5 * x)
-
-
-@on_device
-def test_on_cuda_a_kernel_may_take_any_number_of_arrays():
-    def any_number(*arrays):
-        arrays[-1][0] = 2 * arrays[0][0]
-
-    def with_default(x, out, n=2):
-        out[0] = n * x[0]
-
-    assert cuda_op(with_default)(F32)[0] == 2
-    if is_successor(cuda):
-        with pytest.raises(TypeError, match=r"(?s)cannot compile kernel 'any_number'.*Stararg not supported"):
-            cuda_op(any_number)(F32)
-    else:
-        assert cuda_op(any_number)(F32)[0] == 2
 
 
 @on_device
@@ -4228,23 +4160,12 @@ def test_warp_struct_that_changes_is_another_value():
     """And one that equals what it was is that value, also in another object: then nothing is traced."""
     every, values = kernel_of_every_kind()
     traced = []
-
-    def like_w(x, *others):
-        traced.append(x)
-        return others[-1]
-
-    f = xk.warp_kernel(every, like_w, launch_dims=lambda x, *_: (len(x), 3))
-    changing = deepcopy(values["s"])
-    for settings, gain, turn, n_rows, n_traced in (
-        (changing, 1.5, 0.0, 2, 1),
-        (changing, 4.0, 0.0, 2, 2),
-        (changing, 4.0, 1.0, 2, 3),
-        (values["s"], 1.5, 0.0, 1, 4),
-        (values["s"], 1.5, 0.0, 2, 4),
-    ):
-        settings.gain, settings.turn = gain, wp.mat22(0.0, 0.0, turn, 0.0)
-        x, w = [a[:n_rows] for a in EVERY]
-        check_close(f(x, *deepcopy(values | {"s": settings}).values(), w), every_in_jax(x, w) + gain - 1.5 + turn)
+    f = xk.warp_kernel(every, lambda *args: traced.append(args) or args[-1], launch_dims=(2, 3))
+    settings = deepcopy(values["s"])
+    for gain, n_traced in ((1.5, 1), (4.0, 2), (1.5, 2)):
+        settings.gain = gain
+        result = f(EVERY[0], *deepcopy(values | {"s": settings}).values(), EVERY[1])
+        check_close(result, every_in_jax(*EVERY) + gain - 1.5)
         assert len(traced) == n_traced
 
 
@@ -4266,14 +4187,6 @@ def test_warp_in_out(warp_path):
 
 
 # -- derivatives ---------------------------------------------------------------------------------------
-
-
-@needs_warp
-def test_warp_derivatives_of_batches_of_numpy_arrays():
-    x = np.arange(6, dtype=np.float32).reshape(2, 3)
-    batched = jax.vmap(product(differentiable=True))
-    results, gradient = jax.jit(lambda: (batched(x, x), jax.grad(lambda x: batched(x, x).sum())(x)))()
-    check_close((results, gradient), (x**2, 2 * x))
 
 
 def test_warp_adjoints_change_no_outputs(warp_path, tmp_path):
@@ -4327,26 +4240,6 @@ def test_warp_generated_kernels_are_theirs_by_constant_and_option(warp_path, mon
     targets.append(target_of(kernel_with_a_constant(2.0), x))
     check_close(kernel_with_a_constant(2.0)(x), 2 * x)
     assert targets[0] == targets[1] != targets[2]
-
-
-def test_warp_kernels_are_one_kernel_where_they_are_warps(warp_path):
-    """Its hash does not tell these constants apart, but it builds each module on its own."""
-
-    def made(module, number):
-        @wp.kernel(module=module)
-        def is_number(x: wp.array(dtype=wp.uint32), out: ints):
-            out[wp.tid()] = int(wp.uint64(x[wp.tid()]) + wp.uint64(1099511627776) == wp.uint64(number))
-
-        return xk.warp_kernel(is_number, lambda x: spec(*x.shape, dtype=np.int32))
-
-    x = jnp.arange(3, dtype=jnp.uint32)
-    numbers = 2**40 + 1, 2**41 + 1  # equal in their lower 32 bits
-    first, second = [made(wp.get_module(f"module of {number}"), number) for number in numbers]
-    check_close(first(x), [0, 1, 0])
-    check_close(second(x), [0, 0, 0])
-    again = [made("unique", 2**40 + 2) for _ in range(2)]
-    check_close(again[0](x), [0, 0, 1])
-    assert target_of(again[0], x) == target_of(again[1], x) != target_of(first, x)
 
 
 def test_warp_threads_that_call_kernels_of_one_module(warp_path, monkeypatch):
@@ -4511,7 +4404,6 @@ def test_warp_grid_of_kernels_without_a_grid_stride(fake_gpu):
 
 FUNCTIONS = """
 import warp as wp
-factor = 2.0
 floats = wp.array(dtype=float)
 ints = wp.array(dtype=int)
 vectors = wp.array(dtype=wp.vec2)
@@ -4522,23 +4414,6 @@ def add(a: floats, i: int, value: float):
 @wp.func
 def add_by_name(a: floats, i: int):
     add(i=i, a=a, value=1.0)
-@wp.func
-def twice(a: floats, i: int):
-    return factor * a[i]
-@wp.func
-def change(v: wp.vec2):
-    v[0] = 1.0
-    return v[0]
-try:
-    @wp.func
-    def apply(f: wp.Function, a: floats, i: int):
-        return f(a, i)
-except RuntimeError:  # functions of this Warp take no functions
-    apply = None
-@wp.func
-def set_to_one(a: floats, i: int):
-    a[i] = 1.0
-    return i
 @wp.func
 def tail(a: floats):
     return a[1:]
@@ -4646,7 +4521,7 @@ WARP_WRITES = [  # statements that write to the input y, or x, an array of vecto
     "scale(y, i)",
     "wp.dense_solve(n=1, A=out, L=out, b=out, x=y)",
 ]
-WARP_WRITES_WITH_REFS = ["n = apply(set_to_one, y, i)", "set_ref(y[i])"]  # since Warp 1.19
+WRITE_BY_REF = "set_ref(y[i])"  # since Warp 1.19
 WARP_UPDATES = [  # statements that update the output, and its type
     ("wp.atomic_add(out, 0, y[i])", "floats"),
     ("out[i] += 1.0", "floats"),
@@ -4678,8 +4553,7 @@ WARP_STORES = [  # statements that store in the output, and change no input
     "for k in range(3):\n    if k > 0:\n        out[i] *= y[k]\n    else:\n        out[i] = y[k]",
     "for k in range(3):\n    out[i] = out[i] + y[k] if k > 0 else y[k]",
     "src = y\ndst = out\nsrc, dst = dst, src\nsrc[i] = dst[i]",
-    "z = y[1:]\nv = x[i]\nv[0] = 9.0\nn = wp.lower_bound(y, -9.0) + len(y) - y.shape[0]\n"
-    "second, w = second_and_tail(y)\nout[i] = x[i][0] + twice(z, n) + twice(a=y, i=i) + x[i].x + change(x[i]) + second - w[0]",
+    "v = x[i]\nv[0] = 9.0\nn = wp.lower_bound(y, -9.0) + len(y)\nout[i] = v[0] + x[i][0] + float(n)",
 ]
 SPECS_OF_OUT = {"floats": spec(3), "vectors": spec(3, 2), "rows": spec(3, 2)}
 
@@ -4699,7 +4573,7 @@ def warp_programs():
     bodies = [(body, "vectors", "floats") for body in WARP_WRITES + WARP_NEVER_STORES + WARP_STORES]
     bodies += [(body, "vectors", out) for body, out in WARP_UPDATES]
     if conftest.missing("warp 1.19") is None:
-        bodies += [(body, "vectors", "floats") for body in WARP_WRITES_WITH_REFS]
+        bodies.append((WRITE_BY_REF, "vectors", "floats"))
     with tempfile.TemporaryDirectory() as folder:
         options = "module=wp.get_module('programs'), enable_backward=False"
         started = [(f"i = wp.tid()\n{body}", x, out) for body, x, out in bodies]
@@ -4712,7 +4586,7 @@ X_AND_Y = sample(3, 2), sample(3, seed=1)
 
 @needs_warp
 @pytest.mark.parametrize("statement", [
-    *WARP_WRITES, *[pytest.param(body, marks=pytest.mark.needs("warp 1.19")) for body in WARP_WRITES_WITH_REFS],
+    *WARP_WRITES, pytest.param(WRITE_BY_REF, marks=pytest.mark.needs("warp 1.19")),
 ])  # fmt: skip
 def test_warp_kernel_that_writes_to_an_input_is_refused(statement):
     kernel = warp_programs()[statement]
@@ -4839,22 +4713,14 @@ def test_warp_default_launch_has_as_many_dimensions_as_the_kernel_has_indices(ki
 
 
 @pytest.mark.needs("warp 1.19")
-@pytest.mark.parametrize("by", ["kernel", "config"])
-def test_warp_deterministic_mode_on_the_cpu(by, tmp_path, monkeypatch):
+def test_warp_deterministic_mode_on_the_cpu(tmp_path, monkeypatch):
     """There it changes nothing, as in `wp.launch`; on a GPU it is refused when the launch is recorded."""
-    options = "module='unique'"
-    if by == "config":
-        monkeypatch.setattr(wp.config, "deterministic", wp.DeterministicMode.RUN_TO_RUN)
-    else:
-        options += ", module_options={'deterministic': wp.DeterministicMode.GPU_TO_GPU}"
-    body = "i = wp.tid()\nadd(out, 0, x[i])\nwp.atomic_add(out, 1, y[i])"
-    kernel = kernel_with_body(body, tmp_path, options=options)
+    monkeypatch.setattr(wp.config, "deterministic", wp.DeterministicMode.RUN_TO_RUN)
+    kernel = kernel_with_body("i = wp.tid()\nadd(out, 0, x[i])\nwp.atomic_add(out, 1, y[i])", tmp_path)
     f = xk.warp_kernel(kernel, spec(2), zero_outputs=True, differentiable=True)
     x, y = sample(3), sample(3, seed=1)
     check_close(f(x, y), [x.sum(), y.sum()])
     check_close(jax.grad(lambda x, y: f(x, y) @ jnp.arange(1.0, 3.0), (0, 1))(x, y), ([1, 1, 1], [2, 2, 2]))
-    with pytest.raises(TypeError, match="updates 'out' by an atomic"):
-        jax.eval_shape(xk.warp_kernel(kernel, spec(2)), x, y)
 
 
 # -- arguments -----------------------------------------------------------------------------------------
@@ -4941,11 +4807,9 @@ def test_warp_is_exported_for_two_platforms():
 
 
 @needs_warp
-@pytest.mark.parametrize("launch_dims", [None, 5, lambda x, y: x.shape])
-def test_warp_batches_of_any_size_are_exported(launch_dims):
+def test_warp_batches_of_any_size_are_exported():
     (n,) = export.symbolic_shape("n")
-    f = jax.vmap(product(launch_dims=launch_dims, name="for any number of slices"))
-    jax.eval_shape(f, spec(2, 5), spec(2, 5))
+    f = jax.vmap(product(launch_dims=lambda x, y: x.shape, name="for any number of slices"))
     program = export.export(jax.jit(f), disabled_checks=xk.export_checks())(spec(n, 5), spec(n, 5))
     x = sample(3, 5)
     check_close(program.call(x, x), x * x)
