@@ -1572,6 +1572,14 @@ def total_of_64_bits():
     return wrap(runs("out[0] = total(x)", total=total))
 
 
+def add_text():
+    wrap(runs("return x + 'a'", "x"))(F32)
+
+
+def add_to_input():
+    wrap(runs("x += 1; out[:] = x"))(F32)
+
+
 def no_kernel(x, out):
     pass
 
@@ -1632,7 +1640,9 @@ def call_with_side_effects():
 
 
 REGISTERED = "cpu: shape, raising, nothing, undecorated, numba; gpu: far"
-ERRORS = [  # where, the exception, a pattern of its text, and what is done
+# Where, the exception, what it says (parts of the text, with .* between them), and what is done, or what is called with
+# what inputs.
+ERRORS = [
     # Numba, and what all wrappers share: when a wrapper is made
     ("numba", TypeError, "numba.njit or a plain function; got int 3", lambda: wrap(3)),
     ("numba", TypeError, "got partial.*closure", lambda: wrap(partial(itself))),
@@ -1641,14 +1651,14 @@ ERRORS = [  # where, the exception, a pattern of its text, and what is done
     ("numba", TypeError, "got CFunc.*Python function", lambda: wrap(numba.cfunc("f4(f4)")(itself))),
     ("numba", TypeError, 'got ufunc.*instead of target="parallel"',
      lambda: wrap(numba.vectorize("f4(f4)", target="parallel")(itself))),
-    ("numba", TypeError, r"outs\[1\].*'f4'", lambda: wrap(outs=[FLOATS, "f4"])),
+    ("numba", TypeError, "outs[1].*'f4'", lambda: wrap(outs=[FLOATS, "f4"])),
     ("numba", TypeError, "outs is missing", lambda: wrap(outs=None)),
     ("numba", TypeError, ".shape and .dtype", lambda: wrap(outs=jnp.float32)),
     ("numba", TypeError, "input_output_aliases must be a dict", lambda: wrap(input_output_aliases=[(0, 0)])),
     ("numba", TypeError, 'scalars.*"x".*; got 3', lambda: wrap(scalars=3)),
-    ("numba", TypeError, r"printable text.*'a\\n'", lambda: wrap(name="a\n")),
+    ("numba", TypeError, r"printable text.*'a\n'", lambda: wrap(name="a\n")),
     ("numba", ValueError, "vmap_method.*'loop'", lambda: wrap(vmap_method="loop")),
-    ("numba", ValueError, r"negative.*\(-1,\)", lambda: wrap(outs=spec(-1))),
+    ("numba", ValueError, "negative.*(-1,)", lambda: wrap(outs=spec(-1))),
     ("numba", ValueError, "in_out_argnames=.*'t' must be the name of an array",
      lambda: wrap(_running, in_out_argnames=["t"])),
     ("numba", ValueError, "'x' is in scalars and in", lambda: wrap(in_out_argnames=["x"], scalars=["x"])),
@@ -1657,8 +1667,8 @@ ERRORS = [  # where, the exception, a pattern of its text, and what is done
     ("numba", TypeError, "input 0.*structured", lambda: wrap(itself)(np.zeros(3, "f4,i4"))),
     ("numba", TypeError, "input 0.*key_data", lambda: add_one(jax.random.key(0))),
     # outputs, and what starts from an input
-    ("numba", TypeError, r"scratch 0 is bfloat16\[4\]", lambda: wrap(scratch=spec(4, dtype=jnp.bfloat16))(F32)),
-    ("numba", TypeError, r"outs takes \(x, y\).*float32\[4\]", lambda: wrap(outs=lambda x, y: x)(F32)),
+    ("numba", TypeError, "scratch 0 is bfloat16[4]", lambda: wrap(scratch=spec(4, dtype=jnp.bfloat16))(F32)),
+    ("numba", TypeError, "outs takes (x, y).*float32[4]", lambda: wrap(outs=lambda x, y: x)(F32)),
     ("numba", TypeError, "unsupported operand", lambda: wrap(outs=lambda x: x + "a")(F32)),  # an error of its own
     ("numba", ValueError, "there is no output -1", lambda: wrap(input_output_aliases={0: -1})(F32)),
     ("numba", ValueError, "must be equal", lambda: wrap(outs=spec(3), input_output_aliases={0: 0})(F32)),
@@ -1669,21 +1679,20 @@ ERRORS = [  # where, the exception, a pattern of its text, and what is done
     ("numba", ValueError, "output 1 and output 0",
      lambda: wrap(_running, FLOATS, in_out_argnames=["x"], input_output_aliases={0: 1})(F32)),
     # the arguments of the kernel
-    ("numba", TypeError, r"\(x, out\).* 1 inputs and 2 outputs", lambda: wrap(outs=[FLOATS] * 2)(F32)),
+    ("numba", TypeError, "(x, out).* 1 inputs and 2 outputs", lambda: wrap(outs=[FLOATS] * 2)(F32)),
     ("numba", TypeError, "must return the outputs", lambda: wrap(outs=FLOATS)(F32, F32)),
-    ("numba", TypeError, r"got only \(x, alpha\)", lambda: head(F32, alpha=F32[0])),  # n is missing
+    ("numba", TypeError, "got only (x, alpha)", lambda: head(F32, alpha=F32[0])),  # n is missing
     ("numba", TypeError, "multiple values for argument 'x'", lambda: head(F32, x=F32)),  # by position and by keyword
     ("numba", TypeError, "position only", lambda: wrap(lambda x, /, n, out: None)(F32, n=F32[0])),
-    ("numba", TypeError, r"n\[\(\)\].*scalars=", lambda: head(F32, 2, 3.0)),
+    ("numba", TypeError, "n[()].*scalars=", lambda: head(F32, 2, 3.0)),
     # what the kernel does
     ("numba", TypeError, "pure_callback", lambda: wrap(runs("with numba.objmode():\n        print()"))(F32)),
     ("numba", TypeError, "'kernel' returns int64", lambda: wrap(runs("return x.size"))(F32)),
-    ("numba", TypeError, r"int32\[:\]", lambda: wrap(itself, spec(4, dtype=np.int32))(F32)),
-    ("numba", TypeError, r"returns list\(float64\).*, not float32\[\]", lambda: wrap(lambda x: [1.0], spec())(F32)),
-    ("numba", TypeError, r"returns class\(float32\), not float32\[\]", lambda: wrap(lambda x: np.float32, spec())(F32)),
-    ("numba", TypeError, r"(?s)cannot compile(?!.*must return)", lambda: wrap(runs("return x + 'a'", "x"))(F32)),
-    ("numba", TypeError, r"(?s)in_out_argnames(?!.*has no attribute 'args')",
-     lambda: wrap(runs("x += 1; out[:] = x"))(F32)),
+    ("numba", TypeError, "int32[:]", lambda: wrap(itself, spec(4, dtype=np.int32))(F32)),
+    ("numba", TypeError, "returns list(float64).*, not float32[]", lambda: wrap(lambda x: [1.0], spec())(F32)),
+    ("numba", TypeError, "returns class(float32), not float32[]", lambda: wrap(lambda x: np.float32, spec())(F32)),
+    ("numba", TypeError, "cannot compile", add_text),
+    ("numba", TypeError, "in_out_argnames", add_to_input),
     ("numba", TypeError, "drops the result",
      lambda: wrap(runs("x[0] = 1; return x", "x"), FLOATS, in_out_argnames=["x"])(F32)),
     ("numba", TypeError, "jax_enable_x64", lambda: total_of_64_bits()(F32)),
@@ -1695,11 +1704,11 @@ ERRORS = [  # where, the exception, a pattern of its text, and what is done
     ("numba", NotImplementedError, "numba_cuda_kernel",
      lambda: jax.jit(add_one).trace(F32).lower(lowering_platforms=("cuda",))),
     # when the kernel runs
-    ("numba", jax.errors.JaxRuntimeError, r"it returned an array of shape \(4,\), where outs declares \(2,\)",
+    ("numba", jax.errors.JaxRuntimeError, "it returned an array of shape (4,), where outs declares (2,)",
      lambda: wrap(transpose_of, spec(2))(F32)),
     ("numba", jax.errors.JaxRuntimeError, "LookupError: größe 日本 \U0001f600 a.*raised in kernel 'kernel'",
      lambda: raising(f"LookupError({ODD_TEXT!r})")(F32)),
-    ("numba", jax.errors.JaxRuntimeError, r"OwnError: \('mine', 3\)",
+    ("numba", jax.errors.JaxRuntimeError, "OwnError: ('mine', 3)",
      lambda: jax.jit(raising("OwnError('mine', 3)"))(F32)),
     ("numba", jax.errors.JaxRuntimeError, "ZeroDivisionError",
      lambda: jax.pmap(wrap(runs("out[0] = 1 // int(x[0] - 1)")))(F32[None])),
@@ -1714,43 +1723,42 @@ ERRORS = [  # where, the exception, a pattern of its text, and what is done
     ("cuda", TypeError, "threads_per_block must be an int",
      lambda: trace_cuda(launch_dims=1, threads_per_block=(8, 8))),
     ("cuda", ValueError, "shared_mem must be a number of bytes; got -1", lambda: trace_cuda(**BLOCK, shared_mem=-1)),
-    ("cuda", TypeError, r"output 0 is bfloat16\[3\]", lambda: trace_cuda(outs=spec(3, dtype=jnp.bfloat16), **BLOCK)),
-    ("cuda", TypeError, r"@cuda\.jit of numba or numba_cuda_mlir", lambda: trace_cuda(numba.njit(no_kernel), **BLOCK)),
+    ("cuda", TypeError, "output 0 is bfloat16[3]", lambda: trace_cuda(outs=spec(3, dtype=jnp.bfloat16), **BLOCK)),
+    ("cuda", TypeError, "@cuda.jit of numba or numba_cuda_mlir", lambda: trace_cuda(numba.njit(no_kernel), **BLOCK)),
     ("cuda", TypeError, "for this one there is numba_kernel", lambda: trace_cuda(numba_multiply, **BLOCK)),
     ("cuda", TypeError, "for one kernel use numba_cuda_kernel.*int 3", lambda: trace_callable(3)),
     ("cuda", TypeError, "names neither a kernel nor the `cuda`",
      lambda: trace_callable(lambda x, y, out, stream: math.pi)),
-    ("cuda", TypeError, r"\(x, out, stream\).*gives it \(float32\[3\], .*, a stream\)",
+    ("cuda", TypeError, "(x, out, stream).*gives it (float32[3], .*, a stream)",
      lambda: trace_callable(lambda x, out, stream: cuda)),
     # Warp: arrays
-    ("warp", TypeError, r"'multiply': argument 'x' is .*int32\[3\]: wrong dtype; cast it by jnp.asarray\(x, jnp.floa",
+    ("warp", TypeError, "'multiply': argument 'x' is .*int32[3]: wrong dtype; cast it by jnp.asarray(x, jnp.floa",
      lambda: trace_warp("multiply", INTEGERS, THREE)),
-    ("warp", TypeError, r"JAX keeps 64 bits .* x = jnp.asarray\(x, jnp.float64\)",
+    ("warp", TypeError, "JAX keeps 64 bits .* x = jnp.asarray(x, jnp.float64)",
      lambda: trace_warp("takes_doubles", THREE)),
-    ("warp", TypeError, r"'v' .*float32\[:,2\].*: wrong inner",
-     lambda: trace_warp("matvec", spec(3, 2, 2), spec(3, 4))),
-    ("warp", Exception, "a launch has known dimensions",
+    ("warp", TypeError, "'v' .*float32[:,2].*: wrong inner", lambda: trace_warp("matvec", spec(3, 2, 2), spec(3, 4))),
+    ("warp", NotImplementedError, "a launch has known dimensions",
      lambda: trace_warp("multiply", spec(*export.symbolic_shape("n")), THREE)),
     ("warp", ValueError, "Warp counts extents and strides in 32 bits",
      lambda: trace_warp("multiply", spec(2**31), THREE)),
     ("warp", ValueError, "Warp counts extents and strides in 32 bits",
      lambda: trace_warp("squares_of_rows", spec(2, 2**29))),
-    ("warp", TypeError, r"the parameters \(x, y, out\).* got 1 inputs and 1 outputs",
+    ("warp", TypeError, "the parameters (x, y, out).* got 1 inputs and 1 outputs",
      lambda: trace_warp("multiply", THREE)),
-    ("warp", TypeError, r"'h' is a struct .*Holder.* with arrays: .* for each field \(values\)",
+    ("warp", TypeError, "'h' is a struct .*Holder.* with arrays: .* for each field (values)",
      lambda: trace_warp("takes_arrays_in_structs")),
-    ("warp", TypeError, r"'h' is an array of structs .*Pair.*: .* for each field \(low, high\)",
+    ("warp", TypeError, "'h' is an array of structs .*Pair.*: .* for each field (low, high)",
      lambda: trace_warp("takes_arrays_of_structs")),
-    ("warp", TypeError, r"'t' is .*; supported are scalars, vectors and matrices, arrays of those, and structs",
+    ("warp", TypeError, "'t' is .*; supported are scalars, vectors and matrices, arrays of those, and structs",
      lambda: trace_warp("takes_indices")),
-    ("warp", TypeError, r"no generic kernel such as 'takes_anything': wp.overload\(kernel, ",
+    ("warp", TypeError, "no generic kernel such as 'takes_anything': wp.overload(kernel, ",
      lambda: trace_warp("takes_anything")),
     # Warp: launches, and what starts from an input
     ("warp", ValueError, "launch_dims is missing, and there is no array",
      lambda: trace_warp("takes_nothing", outs=(), has_side_effect=True)),
     ("warp", TypeError, "launch_dims must be an int or a tuple of ints; got",
      lambda: trace_warp("multiply", launch_dims="3")),
-    ("warp", ValueError, r"1 to 4 numbers from 0 to 2147483647; got \(-1,\)",
+    ("warp", ValueError, "1 to 4 numbers from 0 to 2147483647; got (-1,)",
      lambda: trace_warp("multiply", launch_dims=-1)),
     ("warp", ValueError, "block_dim must be 1 to 1024 threads; got 2048",
      lambda: trace_warp("multiply", block_dim=2048)),
@@ -1758,36 +1766,36 @@ ERRORS = [  # where, the exception, a pattern of its text, and what is done
      lambda: trace_warp("multiply", tiled=True)),
     ("warp", ValueError, "tiled launch_dims .* 1 to 3",
      lambda: trace_warp("multiply", tiled=True, launch_dims=(1,) * 4)),
-    ("warp", Exception, "True does not go with in_out",
+    ("warp", ValueError, "True does not go with in_out",
      lambda: trace_warp("histogram", in_out_argnames=["acc"], differentiable=True)),
-    ("warp", Exception, "'weight' .* by value: an output can start with an array",
+    ("warp", ValueError, "'weight' .* by value: an output can start with an array",
      lambda: trace_warp("histogram", input_output_aliases={1: 0})),
     # Warp: values and types
-    ("warp", TypeError, r"'s' \(struct .*Settings\) is passed .*got int 1, not an instance",
+    ("warp", TypeError, "'s' (struct .*Settings) is passed .*got int 1, not an instance",
      lambda: call_every(*EVERY, s=1)),
-    ("warp", Exception, r"(?s)\bm\b.*warp_kernel 'every'", lambda: call_every(*EVERY, m=[1.0, 2.0])),  # Warp's own text
-    ("warp", Exception, r"\bparam i\b.*", lambda: call_every(*EVERY, i=1.5)),
-    ("warp", Exception, r"'v' \(float16\[3\]\) .* not of one shape: make it a warp.vec3h",
+    ("warp", Exception, "param m .*warp_kernel 'every'", lambda: call_every(*EVERY, m=[1.0, 2.0])),  # Warp's own text
+    ("warp", Exception, " param i", lambda: call_every(*EVERY, i=1.5)),
+    ("warp", TypeError, "'v' (float16[3]) .* not of one shape: make it a warp.vec3h",
      lambda: call_every(*EVERY, v=((1, 2), 3))),
-    ("warp", Exception, r"'i' \(int8\) is passed by value; got int 300, which is out of its range",
+    ("warp", ValueError, "'i' (int8) is passed by value; got int 300, which is out of its range",
      lambda: call_every(*EVERY, i=300)),
-    ("warp", Exception, r"'i' \(int8\) is passed by value; .*300.*, which is",
+    ("warp", ValueError, "'i' (int8) is passed by value; .*300.*, which is",
      lambda: call_every(*EVERY, i=np.array(300))),
     ("warp", TypeError, "takes a function decorated with warp.kernel; got function",
      lambda: xk.warp_kernel(like_first, spec())),
     ("warp", ValueError, "Warp has no scalar type for dtype .*it has bool, .*float64",
      lambda: xk.jaxtype_to_warptype(np.complex64)),
-    ("warp", Exception, r"1 to 4 dimensions; got 0 in float32\[\]; reshape it to \(1,\)",
+    ("warp", ValueError, "1 to 4 dimensions; got 0 in float32[]; reshape it to (1,)",
      lambda: xk.jaxinfo_to_warpinfo(spec())),
     # ops: calls
-    ("op", ValueError, r"'shape' for platform 'cpu' returned \(float32\[4,2\]\), but outs declares \(float32\[8\]\)",
+    ("op", ValueError, "'shape' for platform 'cpu' returned (float32[4,2]), but outs declares (float32[8])",
      lambda: call_broken()),
     ("op", ValueError, f"no backend '' for platform 'cpu'; registered: {REGISTERED}", lambda: call_broken(backend="")),
     ("op", KeyError, "raised this; 'cpu' has shape, raising", lambda: call_broken(backend="raising")),
     ("op", TypeError, "got None", lambda: call_broken(backend="nothing")),
-    ("op", TypeError, r"lambda: f gives a function f\) takes \(x, out\), but this call gives it \(\)",
+    ("op", TypeError, "lambda: f gives a function f) takes (x, out), but this call gives it ()",
      lambda: call_broken(backend="undecorated")),
-    ("op", TypeError, r"\['alpha'\] need a generator", lambda: call_broken(backend="numba", alpha=2)),
+    ("op", TypeError, "['alpha'] need a generator", lambda: call_broken(backend="numba", alpha=2)),
     ("op", TypeError, "'alpha' must be hashable", lambda: call_broken(alpha=(Config(1.0, table=[1]),))),
     ("op", TypeError, "sorts the keys", lambda: call_broken(outs={1: spec(8), "one": spec(8)})),
     ("op", TypeError, "parameter 'k' is traced", lambda: jax.jit(call_op(op_adding(a=1)))(1.0, k=2.0)),
@@ -1838,17 +1846,25 @@ ERRORS_TO_COME = [  # MERGE: these join the table
 
 def rows(errors, *marks):
     """The rows as parameters of a test, which `-k` finds by where they are and by their text."""
-    for where, kind, text, do in errors:
+    for where, kind, text, call, *inputs in errors:
         needed = [pytest.mark.needs("warp")] if where == "warp" else []
         name = " ".join(re.findall(r"\w+", text)[:6])
-        yield pytest.param(kind, text, do, marks=[*needed, *marks], id=f"{where}: {name}")
+        yield pytest.param(kind, text, call, inputs, marks=[*needed, *marks], id=f"{where}: {name}")
 
 
-@pytest.mark.parametrize("kind, text, do", [*rows(ERRORS), *rows(ERRORS_TO_COME, to_come)])
-def test_mistakes_are_refused(kind, text, do):
-    with pytest.raises(kind, match=text):
-        jax.block_until_ready(do())
+@pytest.mark.parametrize("kind, text, call, inputs", [*rows(ERRORS), *rows(ERRORS_TO_COME, to_come)])
+def test_mistakes_are_refused(kind, text, call, inputs):
+    pattern = "(?s)" + ".*".join(map(re.escape, text.split(".*")))
+    with pytest.raises(kind, match=pattern):
+        jax.block_until_ready(call(*inputs))
     np.testing.assert_array_equal(add_one(F32), F32 + 1)  # the process goes on
+
+
+@pytest.mark.parametrize("mistake, hint", [(add_text, "must return"), (add_to_input, "has no attribute 'args'")])
+def test_hints_that_do_not_help_are_not_given(mistake, hint):
+    with pytest.raises(TypeError) as caught:
+        mistake()
+    assert hint not in str(caught.value)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int4"])
