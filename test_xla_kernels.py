@@ -3543,9 +3543,9 @@ def cuda_store_and_add(x, out):
     out[0] += x[0]
 
 
-def cuda_fill_rows(x, out):
-    for row in out.reshape((2, 2)):
-        row[0] = x[0]
+def cuda_store_by_a_view(x, out):
+    tail = out[1:]
+    tail[cuda.grid(1)] = x[0]
 
 
 def cuda_read_by_helper(x, out):
@@ -3604,7 +3604,7 @@ def test_fakecuda_a_kernel_that_only_updates_an_output_is_refused(gpus, package_
 
 
 @pytest.mark.parametrize("kernel, helper", [
-    (cuda_store_and_add, None), (cuda_by_helper, cuda_store_and_add), (cuda_fill_rows, None),
+    (cuda_store_and_add, None), (cuda_by_helper, cuda_store_and_add), (cuda_store_by_a_view, None),
     (cuda_read_by_helper, cuda_square),
 ])  # fmt: skip
 def test_fakecuda_a_kernel_that_is_right_is_taken(gpus, cached_in, kernel, helper):
