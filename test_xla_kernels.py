@@ -1640,8 +1640,8 @@ def call_with_side_effects():
 
 
 REGISTERED = "cpu: shape, raising, nothing, undecorated, numba; gpu: far"
-# Where, the exception, what it says (parts of the text, with .* between them), and what is done, or what is called with
-# what inputs.
+# The backend, the exception, what it says (parts of the text, with .* between them), and what is done, or called with
+# which inputs.
 ERRORS = [
     # Numba, and what all wrappers share: when a wrapper is made
     ("numba", TypeError, "numba.njit or a plain function; got int 3", lambda: wrap(3)),
@@ -1844,15 +1844,15 @@ ERRORS_TO_COME = [  # MERGE: these join the table
 ]
 
 
-def rows(errors, *marks):
-    """The rows as parameters of a test, which `-k` finds by where they are and by their text."""
-    for where, kind, text, call, *inputs in errors:
-        needed = [pytest.mark.needs("warp")] if where == "warp" else []
+def rows_of(errors, *marks):
+    """The rows as parameters of a test, which `-k` finds by backend they are and by their text."""
+    for backend, kind, text, call, *inputs in errors:
+        needed = [pytest.mark.needs("warp")] if backend == "warp" else []
         name = " ".join(re.findall(r"\w+", text)[:6])
-        yield pytest.param(kind, text, call, inputs, marks=[*needed, *marks], id=f"{where}: {name}")
+        yield pytest.param(kind, text, call, inputs, marks=[*needed, *marks], id=f"{backend}: {name}")
 
 
-@pytest.mark.parametrize("kind, text, call, inputs", [*rows(ERRORS), *rows(ERRORS_TO_COME, to_come)])
+@pytest.mark.parametrize("kind, text, call, inputs", [*rows_of(ERRORS), *rows_of(ERRORS_TO_COME, to_come)])
 def test_mistakes_are_refused(kind, text, call, inputs):
     pattern = "(?s)" + ".*".join(map(re.escape, text.split(".*")))
     with pytest.raises(kind, match=pattern):
@@ -2032,19 +2032,19 @@ def compiled_functions():
 def test_a_kernel_that_is_made_again_for_each_shape_is_compiled_once():
     """If it reads exact constants and stable modules alone."""
 
-    def make(alpha, jit):
+    def make(factor, jit):
         def kernel(x, out):
             for i in range(x.size):
-                out[i] = alpha * np.sqrt(2 * x[i])
+                out[i] = factor * np.sqrt(2 * x[i])
 
         return wrap(jit(kernel))
 
-    for alpha, jit, count in ((2.0, itself, 1), (3.0, itself, 1), (3.0, numba.njit, 1), (2.0, itself, 0)):
+    for factor, jit, count in ((2.0, itself, 1), (3.0, itself, 1), (3.0, numba.njit, 1), (2.0, itself, 0)):
         with compiled_functions() as names:
             for n in (1, 2, 3):
                 x = np.full(n, 2, np.float32)
-                np.testing.assert_array_equal(jax.jit(make(alpha, jit))(x), alpha * x)
-                np.testing.assert_array_equal(jax.vmap(make(alpha, jit))(x[None]), alpha * x[None])
+                np.testing.assert_array_equal(jax.jit(make(factor, jit))(x), factor * x)
+                np.testing.assert_array_equal(jax.vmap(make(factor, jit))(x[None]), factor * x[None])
         assert names.count("kernel") == count
 
 
@@ -2233,14 +2233,14 @@ def spin_on_a_thread(x, thread):
 @pytest.mark.parametrize("method", ["sequential", "sequential_unrolled", "broadcast_all", None])
 def test_each_slice_runs_once_on_any_thread_unless_in_order(method):
     outs = spec(1, dtype="float64"), spec(1, dtype="uint64")
-    spin = wrap(spin_on_a_thread, outs, in_out_argnames=["x"], vmap_method=method)
+    call = wrap(spin_on_a_thread, outs, in_out_argnames=["x"], vmap_method=method)
     x = np.arange(128.0).reshape(2, 64, 1)
     in_order = method in ("sequential", "sequential_unrolled")
     with x64(True):
-        batched = jax.jit(jax.vmap(jax.vmap(spin)))
-        expected = [[spin(value)[0] for value in row] for row in x]
+        in_batches = jax.jit(jax.vmap(jax.vmap(call)))
+        expected = [[call(value)[0] for value in row] for row in x]
         for _ in range(20 if in_order else 100):  # a busy machine may leave the caller alone
-            sums, threads = batched(x)
+            sums, threads = in_batches(x)
             np.testing.assert_array_equal(sums, expected)
             on_one_thread = len(np.unique(threads)) == 1
             if not on_one_thread:
@@ -2504,8 +2504,8 @@ class Right:
         add_into(out, x)
 
     def by_a_view(x, out):
-        head, tail = out[:1], out[1:]
-        head[:] = x[:1]
+        first, tail = out[:1], out[1:]
+        first[:] = x[:1]
         tail[:] = x[1:]
 
     def a_product(x, out):
@@ -2629,7 +2629,7 @@ def test_no_input_is_copied():
     """Not even for a function that is compiled for writable arrays alone, nor one that all slices share."""
     shared = jax.vmap(wrap(reads_both), (0, None))
     for kernel, *specs in ((calls_typed_add_one(), LARGE), (shared, spec(8, 1), LARGE)):
-        results = kernel(*[np.ones(spec.shape, np.float32) for spec in specs])
+        results = kernel(*[np.ones(each.shape, np.float32) for each in specs])
         np.testing.assert_array_equal(results, np.full(results.shape, 2))
         assert 0 <= copied_bytes(kernel, *specs) < 1000
 
@@ -2814,16 +2814,16 @@ def test_threads_that_wrap_one_function_get_one_kernel():
 
 def test_collected_wrappers_leave_their_kernels():
     """XLA keeps raw pointers to what was registered."""
-    compiled, wrappers = [], []
+    programs, wrappers = [], []
     for value in range(10):
         wrapper = wrap(reads("x[0] + value", value=value))
-        compiled.append(jax.jit(wrapper).lower(F32).compile())
+        programs.append(jax.jit(wrapper).lower(F32).compile())
         wrappers.append(weakref.ref(wrapper))
     del wrapper
     jax.clear_caches()
     gc.collect()
     assert [wrapper() for wrapper in wrappers] == [None] * 10
-    assert [float(call(F32)[0]) for call in compiled] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+    assert [float(call(F32)[0]) for call in programs] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
 
 
 @pytest.mark.parametrize("outs, args", [
@@ -2837,12 +2837,12 @@ def test_buffers_of_another_count_rank_or_dtype_are_an_error(outs, args):
 
 def load_copy(name, path=xk.__file__):
     """Another copy of the file in this process, under a name that it has while it is loaded."""
-    spec = importlib.util.spec_from_file_location(name, path)
-    copy = importlib.util.module_from_spec(spec)
+    found = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(found)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, name, copy)
-        spec.loader.exec_module(copy)
-    return copy
+        patch.setitem(sys.modules, name, module)
+        found.loader.exec_module(module)
+    return module
 
 
 def test_copies_of_this_file_in_a_process():
@@ -2888,8 +2888,8 @@ def executables(step):
     return [jax.jit(wrap(kernel, spec(1))).lower(FLOATS).compile() for kernel in kernels[::step]]
 
 
-def run_executable(compiled):
-    return np.asarray(compiled(F32))
+def run_executable(program):
+    return np.asarray(program(F32))
 
 
 def load_executables(serialized):
@@ -3231,7 +3231,7 @@ class FakeDriver(FakeGpus):
         return [json.loads(line) for line in self.driver.take_log().splitlines()]
 
     def launches(self, function, *args):
-        """What a call launched: on which device, grid, block, and shared memory."""
+        """What a call calls: on which device, grid, block, and shared memory."""
         return [launch for launch, _ in self.launches_and_words(function, *args)]
 
     def launches_and_words(self, function, *args):
@@ -3243,8 +3243,8 @@ class FakeDriver(FakeGpus):
         """The same, and the addresses of the arrays that each launch got: like these, and in row-major order."""
         self.set(n_params=sum(len(packed_array(package_cuda, 0, array)) for array in arrays_of_launches[0]))
         launches, addresses = [], []
-        launched = self.launches_and_words(function, *args)
-        for (launch, words), arrays in zip(launched, arrays_of_launches, strict=True):
+        calls = self.launches_and_words(function, *args)
+        for (launch, words), arrays in zip(calls, arrays_of_launches, strict=True):
             launches.append(launch)
             addresses.append([])
             for array in arrays:
@@ -3386,43 +3386,9 @@ def test_fakecuda_nested_batches(gpus, package_cuda, kind):
     assert (np.array(addresses) - [x_data, y_data, out_data]).tolist() == (4 * np.array(starts)).tolist()
 
 
-def asks_for_z(i):
-    """A helper of a kernel."""
-    return i + cuda.gridDim.z
-
-
-@pytest.mark.parametrize("asks, code", [
-    ("%ctaid.z", "out[0] = cuda.blockIdx.z"),
-    ("%ctaid.z", "out[cuda.grid(3)[0]] = cuda.grid(3)[2]"),
-    ("%nctaid.z", "out[0] = asks_for_z(1)"),
-    (None, "i, j = cuda.grid(2); cuda.atomic.add(out, i + j + cuda.threadIdx.z, cuda.blockDim.z)"),
-])  # fmt: skip
-def test_fakecuda_a_kernel_that_asks_for_z_has_no_batch_in_z(gpus, package_cuda, asks, code):
-    """With a launch for each slice it may ask."""
-    names = {"asks_for_z": package_cuda.jit(device=True)(written_for(package_cuda, asks_for_z))}
-    kernel = own_kernel(package_cuda, "x, out", code, names=names)
-    x = jnp.ones((4, 3), np.int32)
-    for _ in range(2):
-        batched = jax.vmap(xk.numba_cuda_kernel(kernel, like_first, **BLOCK))
-        assert len(gpus.launches(batched, x)) == (4 if asks else 1)
-    assert (
-        len(gpus.launches(jax.vmap(xk.numba_cuda_kernel(kernel, like_first, vmap_method="sequential", **BLOCK)), x))
-        == 4
-    )
-
-
 def test_fakecuda_a_device_function_is_no_kernel(package_cuda):
     with pytest.raises(TypeError, match=r"takes a function decorated with @cuda\.jit"):
         xk.numba_cuda_kernel(package_cuda.jit(device=True)(runs("out[0] = x[0]")), like_first, **BLOCK)
-
-
-def test_fakecuda_a_batch_in_z_of_arrays_without_dimensions(gpus, package_cuda):
-    """reshape(()) of numba-cuda-mlir 0.6.0 fails; a scalar needs none."""
-    kernel = own_kernel(package_cuda, "x, out", "out[0] = x + 1.0")
-    op = jax.vmap(xk.numba_cuda_kernel(kernel, spec(1), scalars=True, **BLOCK))
-    assert len(gpus.launches(op, jnp.ones(4))) == 1
-    op = jax.vmap(own_op(package_cuda))
-    assert len(gpus.launches(op, jnp.ones(4))) == (4 if is_successor(package_cuda) else 1)
 
 
 @pytest.mark.parametrize("function, text, n_launches", [
@@ -3727,28 +3693,30 @@ def test_on_cuda_callable_launches_several_kernels():
     "[pair[0][1, 8, stream](x, out) for _ in range(1)]",
 ], ids=["lambda", "def", "in a tuple"])  # fmt: skip
 def test_on_cuda_a_callable_names_its_package_anywhere(body):
-    copy = cuda.jit(cuda_copy)
-    function = runs(body, "x, out, stream", copy=copy, pair=(copy, 3))
+    kernel = cuda.jit(cuda_copy)
+    function = runs(body, "x, out, stream", copy=kernel, pair=(kernel, 3))
     np.testing.assert_array_equal(xk.numba_cuda_callable(function, like_first)(F32), F32)
 
 
 @on_device
 def test_on_cuda_exceptions_of_callables_reach_the_user():
     @xk.numba_cuda_callable(outs=like_first)
-    def refuse(x, out, stream):
+    def refuse_all(x, out, stream):
         raise LookupError(f"no table for {x.shape}", cuda)
 
-    with pytest.raises(RUNTIME_ERRORS, match=r"LookupError: .*no table for \(1, 3\).* \(raised in kernel 'refuse'\)"):
-        jax.block_until_ready(refuse(jnp.ones((1, 3))))
+    with pytest.raises(
+        RUNTIME_ERRORS, match=r"LookupError: .*no table for \(1, 3\).* \(raised in kernel 'refuse_all'\)"
+    ):
+        jax.block_until_ready(refuse_all(jnp.ones((1, 3))))
 
 
 @on_device
 def test_on_cuda_a_callable_runs_once_per_slice():
-    shapes, copy = [], cuda.jit(cuda_copy)
+    shapes, kernel = [], cuda.jit(cuda_copy)
 
     def launch(x, out, stream):
         shapes.append(x.shape)
-        copy[1, 8, stream](x, out)
+        kernel[1, 8, stream](x, out)
 
     x = np.arange(12, dtype=np.float32).reshape(3, 4)
     np.testing.assert_array_equal(jax.vmap(xk.numba_cuda_callable(launch, like_first))(x), x)
@@ -3797,8 +3765,8 @@ def gpu_copy(how):
     if how == "warp":
         relu = matrix_kernel("leaky_relu", "warp", np.dtype("float32"), alpha=0.5)  # copies positive numbers
         return xk.warp_kernel(relu, like_first)
-    copy = cuda.jit(cuda_copy)
-    return xk.numba_cuda_callable(lambda x, out, stream: copy[x.size // 256 + 1, 256, stream](x, out), like_first)
+    kernel = cuda.jit(cuda_copy)
+    return xk.numba_cuda_callable(lambda x, out, stream: kernel[x.size // 256 + 1, 256, stream](x, out), like_first)
 
 
 @on_gpu
@@ -3810,9 +3778,9 @@ def test_gpu_stream_order_under_load(how):
         b = a @ a
         return (k + 1) * b / jnp.max(b)
 
-    def chain(copy, a):
+    def chain(kernel, a):
         for k in range(20):
-            a = square(copy(square(a, k).ravel()).reshape(a.shape), k)
+            a = square(kernel(square(a, k).ravel()).reshape(a.shape), k)
         return a
 
     a = jnp.asarray(np.random.default_rng(3).uniform(size=(512, 512)).astype("float32"))
@@ -3848,11 +3816,11 @@ def starting_kernel(how):
         return jax.grad(lambda v, d: (add(v, d) ** 2).sum() / 2)
 
     @wp.kernel(module="unique")
-    def add_in_place(v: wp.array(dtype=float), d: wp.array(dtype=float)):
+    def add_to_v(v: wp.array(dtype=float), d: wp.array(dtype=float)):
         i = wp.tid()
         v[i] = v[i] + d[i]
 
-    return xk.warp_kernel(add_in_place, like_first, in_out_argnames=["v"])
+    return xk.warp_kernel(add_to_v, like_first, in_out_argnames=["v"])
 
 
 @on_gpu
@@ -4394,8 +4362,8 @@ def fake_gpu(monkeypatch):
 def test_warp_on_fake_gpu(fake_gpu):
     """Three slices, and the adjoint of each."""
     args = sample(3, 2, 3), EVERY[1]
-    f, in_jax = over_first(call_every, args), over_first(every_in_jax, args)
-    check_close(fake_gpu.run(gradient(f, args), *args), gradient(in_jax, args)(*args), 1e-4)
+    f, expected = over_first(call_every, args), over_first(every_in_jax, args)
+    check_close(fake_gpu.run(gradient(f, args), *args), gradient(expected, args)(*args), 1e-4)
     assert fake_gpu.traits(gradient(f, args), *args) == {1}
     assert fake_gpu.grids == [(2, 1, 3)] * 2
     assert fake_gpu.others == {((4, 1, 1), 4 + 1, 0x5EED, 1)}  # on the stream and the device of the call
@@ -4505,14 +4473,6 @@ def kernel_with_body(body, tmp_path, x="floats", out="floats", options="module='
     return kernel
 
 
-@needs_fake_gpu
-@pytest.mark.parametrize("name", WARP_CASES)
-def test_warp_batches_on_a_gpu_are_one_launch(name, fake_gpu):
-    f, reference, args = batched(name)
-    check_close(fake_gpu.run(f, *args), reference(*args))
-    assert len(fake_gpu.grids) == 1
-
-
 # -- inputs are never changed, and outputs start from something ----------------------------------------
 # What is taken gives what Warp's own launch gives.  The kernels are of one module, as Warp builds each for some 0.4 s.
 
@@ -4576,9 +4536,8 @@ SPECS_OF_OUT = {"floats": spec(3), "vectors": spec(3, 2), "rows": spec(3, 2)}
 
 def launched(kernel, x, y, out):
     """What x, y and out are after a launch of Warp's own of two threads, of which the output starts from this."""
-    arrays = [np.array(array) for array in (x, y, out)]
     kinds = [argument.type for argument in kernel.adj.args]
-    on_warp = [wp.array(array, dtype=kind.dtype, device="cpu") for array, kind in zip(arrays, kinds)]
+    on_warp = [wp.array(np.array(a), dtype=kind.dtype, device="cpu") for a, kind in zip((x, y, out), kinds)]
     wp.launch(kernel, dim=2, inputs=on_warp, device="cpu")
     return tuple(array.numpy() for array in on_warp)
 
