@@ -1580,13 +1580,13 @@ def add_to_input():
     wrap(runs("x += 1; out[:] = x"))(F32)
 
 
-def no_kernel(x, out):
-    pass
+def one_number(x, out):
+    out[0] = x[0]
 
 
 def trace_cuda(kernel=None, outs=FLOATS, **options):
     """Trace a kernel of CUDA, which compiles nothing."""
-    return jax.eval_shape(xk.numba_cuda_kernel(kernel or cuda.jit(no_kernel), outs, **options), FLOATS)
+    return jax.eval_shape(xk.numba_cuda_kernel(kernel or cuda.jit(one_number), outs, **options), FLOATS)
 
 
 def trace_callable(function):
@@ -1724,7 +1724,7 @@ ERRORS = [
      lambda: trace_cuda(launch_dims=1, threads_per_block=(8, 8))),
     ("cuda", ValueError, "shared_mem must be a number of bytes; got -1", lambda: trace_cuda(**BLOCK, shared_mem=-1)),
     ("cuda", TypeError, "output 0 is bfloat16[3]", lambda: trace_cuda(outs=spec(3, dtype=jnp.bfloat16), **BLOCK)),
-    ("cuda", TypeError, "@cuda.jit of numba or numba_cuda_mlir", lambda: trace_cuda(numba.njit(no_kernel), **BLOCK)),
+    ("cuda", TypeError, "@cuda.jit of numba or numba_cuda_mlir", lambda: trace_cuda(numba.njit(one_number), **BLOCK)),
     ("cuda", TypeError, "for this one there is numba_kernel", lambda: trace_cuda(numba_multiply, **BLOCK)),
     ("cuda", TypeError, "for one kernel use numba_cuda_kernel.*int 3", lambda: trace_callable(3)),
     ("cuda", TypeError, "names neither a kernel nor the `cuda`",
@@ -3045,8 +3045,8 @@ def program_for_cuda(function, *args):
 @compiled
 def test_cuda_nothing_to_run_is_no_call():
     """XLA may not capture an empty launch in a CUDA graph."""
-    kernel = cuda.jit(lambda x, y, z: None)
-    op = xk.numba_cuda_kernel(kernel, lambda x: (x, x), launch_dims=lambda x: x.size - 3, input_output_aliases={0: 1})
+    options = {"launch_dims": lambda x: x.size - 3, "input_output_aliases": {0: 1}, "zero_outputs": False}
+    op = xk.numba_cuda_kernel(cuda.jit(lambda x, y, z: None), lambda x: (x, x), **options)
     assert "custom_call" in lower_for_cuda(jax.vmap(op), spec(1, 4))
     assert "custom_call" not in lower_for_cuda(jax.vmap(op), spec(0, 4))
     assert "custom_call" not in lower_for_cuda(op, spec(3))
@@ -3470,6 +3470,7 @@ def test_fakecuda_a_global_array_lives_as_long_as_the_program(gpus, package_cuda
 
 def cuda_count(x, out):
     cuda.atomic.add(x, 0, 1.0)
+    out[0] = x[0]
 
 
 def cuda_count_in_def(x, out):
@@ -3477,6 +3478,7 @@ def cuda_count_in_def(x, out):
         cuda.atomic.add(x, 0, 1.0)
 
     count()
+    out[0] = x[0]
 
 
 def cuda_by_helper(x, out):
@@ -3485,6 +3487,7 @@ def cuda_by_helper(x, out):
 
 def cuda_store_by_another_name(x, out):
     store(x, 0, 1.0)  # noqa: F821
+    out[0] = x[0]
 
 
 def cuda_wait_for_all(x, out):
@@ -3966,7 +3969,7 @@ def warp_kernels():
 
     @unique_kernel
     def takes_doubles(x: wp.array(dtype=wp.float64), out: floats):
-        wp.tid()
+        out[wp.tid()] = float(x[wp.tid()])
 
     @unique_kernel
     def takes_arrays_in_structs(h: Holder, out: floats):
@@ -3983,7 +3986,7 @@ def warp_kernels():
 
     @unique_kernel
     def takes_indices(t: wp.indexedarray(dtype=float), out: floats):
-        wp.tid()
+        out[wp.tid()] = t[wp.tid()]
 
     @unique_kernel
     def takes_nothing():
@@ -4365,10 +4368,10 @@ def test_warp_grid_of_kernels_without_a_grid_stride(fake_gpu):
     def nothing(out: floats):
         wp.tid()
 
-    fake_gpu.run(xk.warp_kernel(nothing, spec(1), launch_dims=2**24 + 1, block_dim=32))
+    fake_gpu.run(xk.warp_kernel(nothing, spec(1), launch_dims=2**24 + 1, block_dim=32, zero_outputs=True))
     assert fake_gpu.grids == [(2**19, 2, 1)]
     with pytest.raises(ValueError, match=r"warp_kernel 'nothing': 1152921504606846976 threads are too many"):
-        jax.eval_shape(xk.warp_kernel(nothing, spec(1), launch_dims=(2**30, 2**30), block_dim=32))
+        jax.eval_shape(xk.warp_kernel(nothing, spec(1), launch_dims=(2**30, 2**30), block_dim=32, zero_outputs=True))
 
 
 # -- kernels of functions, and batches: a launch for each slice ------------------------------------------
