@@ -1648,7 +1648,7 @@ ERRORS = [
     ("numba", TypeError, "got partial.*closure", lambda: wrap(partial(itself))),
     ("numba", TypeError, "got method.*outside of the class", lambda: wrap(AMethod().kernel)),
     ("numba", TypeError, "'kernel' is a method.*outside of the class", lambda: wrap(AMethod.kernel)),
-    ("numba", TypeError, "got CFunc.*Python function", lambda: wrap(numba.cfunc("f4(f4)")(itself))),
+    ("numba", TypeError, "got CFunc", lambda: wrap(numba.cfunc("f4(f4)")(itself))),
     ("numba", TypeError, 'got ufunc.*instead of target="parallel"',
      lambda: wrap(numba.vectorize("f4(f4)", target="parallel")(itself))),
     ("numba", TypeError, "outs[1].*'f4'", lambda: wrap(outs=[FLOATS, "f4"])),
@@ -1680,7 +1680,6 @@ ERRORS = [
      lambda: wrap(_running, FLOATS, in_out_argnames=["x"], input_output_aliases={0: 1})(F32)),
     # the arguments of the kernel
     ("numba", TypeError, "(x, out).* 1 inputs and 2 outputs", lambda: wrap(outs=[FLOATS] * 2)(F32)),
-    ("numba", TypeError, "must return the outputs", lambda: wrap(outs=FLOATS)(F32, F32)),
     ("numba", TypeError, "got only (x, alpha)", lambda: head(F32, alpha=F32[0])),  # n is missing
     ("numba", TypeError, "multiple values for argument 'x'", lambda: head(F32, x=F32)),  # by position and by keyword
     ("numba", TypeError, "position only", lambda: wrap(lambda x, /, n, out: None)(F32, n=F32[0])),
@@ -1796,7 +1795,7 @@ ERRORS = [
     ("op", TypeError, "lambda: f gives a function f) takes (x, out), but this call gives it ()",
      lambda: call_broken(backend="undecorated")),
     ("op", TypeError, "['alpha'] need a generator", lambda: call_broken(backend="numba", alpha=2)),
-    ("op", TypeError, "'alpha' must be hashable", lambda: call_broken(alpha=(Config(1.0, table=[1]),))),
+    ("op", TypeError, "'alpha' must be hashable", lambda: call_broken(alpha=([1],))),
     ("op", TypeError, "sorts the keys", lambda: call_broken(outs={1: spec(8), "one": spec(8)})),
     ("op", TypeError, "parameter 'k' is traced", lambda: jax.jit(call_op(op_adding(a=1)))(1.0, k=2.0)),
     ("op", TypeError, "'_op_params' is reserved", lambda: call_op(op_adding(a=1))(1.0, _op_params=3.0)),
@@ -2071,8 +2070,7 @@ def test_many_kernels_of_one_def_are_a_warning(monkeypatch):
     """Which is given once."""
     assert xk._MANY == 50
     monkeypatch.setattr(xk, "_MANY", 5)
-    twice = numba.njit(lambda x: 2 * x)
-    kernels = [runs("out[0] = twice(x[0])", twice=twice) for _ in range(6)]
+    kernels = [runs("out[0] = twice(x[0])", twice=helper("2 * a")) for _ in range(6)]
     with pytest.warns(UserWarning, match="compiled 5 times.*make it once") as caught:
         for kernel in kernels:
             jax.eval_shape(wrap(kernel), F32)
@@ -2104,19 +2102,13 @@ def local_op():
     return xk.XLACustomKernel("local")
 
 
-def kernel_with_a_lock():
-    return wrap(outs=partial(lambda lock, x: x, threading.Lock()))
-
-
 def local_warp_kernel():
     return product()
 
 
-@pytest.mark.parametrize("make", [
-    local_op, kernel_with_a_lock, pytest.param(local_warp_kernel, marks=pytest.mark.needs("warp")),
-])  # fmt: skip
+@pytest.mark.parametrize("make", [local_op, pytest.param(local_warp_kernel, marks=pytest.mark.needs("warp"))])
 def test_what_has_no_variable_and_no_value_cannot_be_pickled(make):
-    with pytest.raises(pickle.PicklingError, match=r"'(local|add_one|.*multiply)'.*in a variable of a module"):
+    with pytest.raises(pickle.PicklingError, match=r"'(local|.*multiply)'.*in a variable of a module"):
         pickle.dumps(make())
 
 
@@ -4278,6 +4270,7 @@ class FakeWarp(FakeGpus):
         super().__init__()
         self.load_library, self.make_array, self.record_on_cpu = ctypes.CDLL, wp.array.__init__, wp.launch
         self.recorded = {}  # by CUfunction
+        self.z = ctypes.c_uint32(0)  # of the block, whose address is in machine code
         number, size, pointer = ctypes.c_uint32, ctypes.c_size_t, ctypes.c_void_p
         launch = ctypes.CFUNCTYPE(number, pointer, *[number] * 7, pointer, ctypes.POINTER(pointer), pointer)
         self.library = types.SimpleNamespace(
@@ -4299,7 +4292,6 @@ class FakeWarp(FakeGpus):
         monkeypatch.setattr(wp, "launch", self.record)
         monkeypatch.setattr(wp.array, "__init__", make_on_cpu)
         self.grids, self.others = [], set()  # of launches: what goes with their grids
-        self.z = ctypes.c_uint32(0)
         z = f"*(unsigned*){ctypes.addressof(self.z)}ull"
         monkeypatch.setattr(xk, "_MOVE_SNIPPET", xk._MOVE_SNIPPET.replace("blockIdx.z", z))
 
@@ -4556,7 +4548,7 @@ X_AND_Y = sample(3, 2), sample(3, seed=1)
 def test_warp_kernel_that_writes_to_an_input_is_refused(statement):
     kernel = warp_programs()[statement]
     written = "x" if re.search(r"\bx[\[,]", statement) else "y"
-    with pytest.raises(TypeError, match=f"writes to its input '{written}'.*"):
+    with pytest.raises(TypeError, match=f"(writes|may write) to its input '{written}'"):
         jax.eval_shape(xk.warp_kernel(kernel, like_last, launch_dims=2, zero_outputs=False), *X_AND_Y)
     options = {"in_out_argnames": ["x", "y"], "zero_outputs": True, "launch_dims": 2}
     results = xk.warp_kernel(kernel, lambda x, y: (x, y, y), **options)(*X_AND_Y)
@@ -4578,7 +4570,7 @@ def test_warp_kernel_that_only_updates_an_output_is_refused(statement, out):
     for zero_outputs in (None, True):
         with pytest.raises(TypeError, match="make this scratch an output"):
             jax.eval_shape(call((), scratch=out, has_side_effect=True, zero_outputs=zero_outputs))
-    jax.eval_shape(call(zero_outputs=np.False_))
+    jax.eval_shape(call(zero_outputs=False))
     zeros, start = np.zeros(out.shape, np.float32), sample(*out.shape)
     for _ in range(2):
         check_close(call(zero_outputs=True)(), launched(kernel, *X_AND_Y, zeros)[2])
@@ -4611,8 +4603,8 @@ WRONG_GRADIENTS = {  # what a kernel does, and the variable that Warp's adjoint 
     "a product": ("s = float(1.0)\nfor j in range(x.shape[1]):\n    s *= x[i, j]\nout[i] = s", "s"),
     "a root of a sum": (f"{SUM}\nout[i] = wp.sqrt(s)", "s"),
     "a maximum": ("s = float(0.0)\nfor j in range(x.shape[1]):\n    s = wp.max(s, x[i, j])\nout[i] = s", "s"),
-    "while": ("s = float(1.0)\nj = int(0)\nwhile j < x.shape[1]:\n    s = s * x[i, j]\n    j += 1\nout[i] = s", "s"),
-    "an output": ("out[i] = x[i, 0]\nfor j in range(x.shape[1]):\n    out[i] = out[i] * x[i, j]", "out"),
+    "while": ("s = float(1.0)\nj = int(0)\nwhile j < x.shape[1]:\n    s = s * x[i, j]\n    j += 1\nout[i] = s", "[sj]"),
+    "an output": ("out[i] = x[i, 0]\nfor j in range(x.shape[1]):\n    out[i] = out[i] * x[i, j]", r"out\[i\]"),
 }
 RIGHT_GRADIENTS = {  # and the same in JAX
     "a sum": (f"{SUM}\nout[i] = s", lambda x, y: x.sum(1)),
@@ -4723,9 +4715,7 @@ def test_warp_arguments_bind_as_pythons():
 def test_warp_names_the_order_of_parameters(tmp_path):
     kernel = kernel_with_body("i = wp.tid()\ny[i] = x[i] * out[i]", tmp_path)  # an output between inputs
     for call in (lambda f: f(THREE, THREE), lambda f: f(THREE, out=THREE)):
-        with pytest.raises(
-            TypeError, match=r"inputs and values, then outputs.*in_out_argnames|in_out_argnames.*then out"
-        ):
+        with pytest.raises(TypeError, match="in_out_argnames"):
             call(xk.warp_kernel(kernel, lambda x, out: x))
     f = xk.warp_kernel(kernel, lambda x, y, out: x, in_out_argnames=["y"])
     check_close(f(THREE, y=THREE, out=THREE), THREE * THREE)
@@ -4916,26 +4906,18 @@ WORKQUEUE = """
         if x[0] < 0:
             raise ValueError("negative")
 
-    @numba.cfunc("void(CPointer(float32), CPointer(float32), int64)")
-    def callback(x, out, n):
-        direct(numba.carray(x, (n,)), numba.carray(out, (n,)))
-
     def through_helper(x, out):
         direct(x, out)
-
-    def through_pointer(x, out):
-        callback(x.ctypes, out.ctypes, x.size)
 
     wrap(runs("out[0] = x[0]"))(ones)  # of the same signature, but without a lock
 
     def work(kernel):
         f = wrap(kernel)
         for i in range(50 if kernel is direct else 3):
-            if kernel is not through_pointer:  # where Numba loses errors
-                assert "negative" in error_of(f, -ones)
+            assert "negative" in error_of(f, -ones)
             assert (jax.pmap(f)(np.ones((4, 1000), np.float32)) == 2).all()
 
-    in_threads(work, [through_pointer, direct, through_helper] * 3)
+    in_threads(work, [direct, through_helper] * 3)
     """
 AT_ONCE = """
     import ctypes, threading
