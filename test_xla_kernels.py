@@ -3492,7 +3492,9 @@ def cuda_add_to_output(x, out):
 
 
 def cuda_count_in_output(x, out):
-    cuda.atomic.add(out, 0, x[cuda.grid(1)])
+    i = cuda.grid(1)
+    if i < x.size:
+        cuda.atomic.add(out, 0, x[i])
 
 
 def cuda_nothing(x, out):
