@@ -1985,6 +1985,16 @@ def test_globals_are_read_when_a_kernel_is_compiled():
     assert result_of(jitted.py_func) == result_of(numba.njit(jitted.py_func)) == 2
 
 
+def test_a_kernel_that_asks_for_no_cache_gets_none(tmp_path):
+    """Numba's may have code that read other globals."""
+    file = tmp_path / "kernels.py"
+    file.write_text("def kernel(x, out): out[0] = number")
+    code = compile(file.read_text(), file, "exec").co_consts[0]
+    read = {"__name__": "kernels"}
+    for read["number"], is_cached, expected in ((1, True, 1), (2, True, 1), (2, False, 2)):
+        assert result_of(numba.njit(cache=is_cached)(types.FunctionType(code, read))) == expected
+
+
 def test_a_kernel_that_numba_would_inline_keeps_its_options():
     """Where it returns its results, another function calls it."""
     kernel = numba.njit(boundscheck=True, inline="always")(lambda x: x[int(x[0])])
