@@ -1495,11 +1495,11 @@ def run_code(code, *argv, **env):
     return run_python("-c", "\n".join(sources), *argv, timeout=300, **{"JAX_PLATFORMS": "cpu", **env})
 
 
+# MERGE: the next three go with their last uses, in the sections of ops and of devices
 def lowest_and_highest(x, low, high):
     low[()], high[()] = x.min(), x.max()
 
 
-# MERGE: the next two go with their last uses, in the sections of ops and of devices
 memset = (ctypes.cdll.msvcrt if sys.platform == "win32" else ctypes.CDLL(None)).memset
 memset.argtypes, memset.restype = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t], ctypes.c_void_p
 fill_what_is_not_returned = wrap(runs("s[0] = np.nan\n    out[:] = 1", "x, out, s"), scratch=lambda x: spec(2))
