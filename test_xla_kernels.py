@@ -3618,9 +3618,9 @@ def test_fakecuda_a_kernel_that_is_made_again_is_compiled_once(gpus, package_cud
 
 @on_device
 @in_axpy
-@pytest.mark.parametrize("batch_in_z", [False, True])
-def test_on_cuda_kernel_that_does_not_take_buffers(scalars, batch_in_z):
-    op = axpy_op(cuda.jit(cuda_axpy), scalars, vmap_method=None if batch_in_z else "sequential")
+@pytest.mark.parametrize("vmap_method", [None, "sequential"])
+def test_on_cuda_kernel_that_does_not_take_buffers(scalars, vmap_method):
+    op = axpy_op(cuda.jit(cuda_axpy), scalars, vmap_method=vmap_method)
     x = jnp.arange(8.0)
     for n in 5, 3:
         call = functools.partial(op, n=n, a=2.0, x=x)
@@ -3646,9 +3646,9 @@ def test_on_cuda_dynamic_shared_memory():
 
 
 @on_device
-@pytest.mark.parametrize("batch_in_z", [False, True])
-def test_on_cuda_operands_without_dimensions_and_without_batch(batch_in_z):
-    @partial(cuda_op, vmap_method=None if batch_in_z else "sequential")
+@pytest.mark.parametrize("vmap_method", [None, "sequential"])
+def test_on_cuda_operands_without_dimensions_and_without_batch(vmap_method):
+    @partial(cuda_op, vmap_method=vmap_method)
     def scale(x, factor, out):
         i = cuda.grid(1)
         if i < out.size:
