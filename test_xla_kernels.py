@@ -1418,7 +1418,7 @@ def test_the_badge_of_python_names_the_classifiers():
 
 
 # ======================================================================================================
-# Numba on CPU, and with it what all wrappers share: the C interface, kernels, inputs, the primitive, the handler
+# What the tests of all sections use: specs, kernels made of a line, processes
 # ======================================================================================================
 
 
@@ -1469,7 +1469,7 @@ def kernel_from(source, *, name="kernel", **values):
 
 
 def runs(code, parameters="x, out", **values):
-    """A kernel with this body."""
+    """A kernel with this body, which has no source."""
     return kernel_from(f"def kernel({parameters}):\n    {code}", **values)
 
 
@@ -1484,7 +1484,7 @@ def target_of(function, *specs):
 
 
 def copied_bytes(function, *specs):
-    """What a program copies beside its inputs and outputs, such as inputs that a kernel may write to."""
+    """What a program copies beside its inputs and outputs."""
     lowered = getattr(function, "lower", jax.jit(function).lower)(*specs)
     return lowered.compile().memory_analysis().temp_size_in_bytes
 
@@ -1523,6 +1523,411 @@ def run_code(code, *argv, **env):
     return run_python("-c", "\n".join(sources), *argv, timeout=300, **{"JAX_PLATFORMS": "cpu", **env})
 
 
+
+# ======================================================================================================
+# Mistakes: each is refused in words that say the rule, the value and the way out.  Every mistake is a row
+# ======================================================================================================
+
+
+def _axpy(a, x, y):
+    return a * x + y
+
+
+def _head(x, n, alpha, out):
+    out[:] = 0
+    for i in range(n):
+        out[i] = alpha * x[i]
+
+
+def _running(x, total, out):
+    for i in range(x.size):
+        total[i] += x[i]
+        out[i] = 2 * total[i]
+
+
+@xk.numba_kernel(outs=like_first)
+def refuse_negative(x, out):
+    for i in range(x.size):
+        if x[i] < 0:
+            raise ValueError("negative element", x[i])
+        out[i] = x[i]
+
+
+def transpose_of(x):
+    return x.T
+
+
+def itself(x):
+    return x
+
+
+class AMethod:
+    def kernel(self, x, out):
+        out[:] = x
+
+
+class OwnError(LookupError):
+    pass
+
+
+def raising(error):
+    return wrap(runs(f"raise {error}", OwnError=OwnError))
+
+
+@jax.custom_jvp
+def kernel_on_tangents(x):
+    return add_one(x)
+
+
+kernel_on_tangents.defjvp(lambda primals, tangents: (add_one(*primals), add_one(*tangents)))
+head = wrap(_head)
+ODD_TEXT = "größe 日本 \U0001f600 a\0" + "x" * 1_000_000
+
+
+def total_of_64_bits():
+    total = numba.njit("float64(float64[::1])")(lambda x: x.sum())
+    return wrap(runs("out[0] = total(x)", total=total))
+
+
+def add_text():
+    wrap(runs("return x + 'a'", "x"))(F32)
+
+
+def add_to_input():
+    wrap(runs("x += 1; out[:] = x"))(F32)
+
+
+def one_number(x, out):
+    out[0] = x[0]
+
+
+def trace_cuda(kernel=None, outs=FLOATS, **options):
+    """Trace a kernel of CUDA, which compiles nothing."""
+    return jax.eval_shape(xk.numba_cuda_kernel(kernel or cuda.jit(one_number), outs, **options), FLOATS)
+
+
+def trace_callable(function):
+    return jax.eval_shape(xk.numba_cuda_callable(function, spec(3)), spec(3), spec(3))
+
+
+def trace_warp(name, *args, outs=like_first, **options):
+    """Trace a kernel of Warp's section."""
+    return jax.eval_shape(xk.warp_kernel(getattr(warp_kernels(), name), outs, **options), *args)
+
+
+def raise_key_error(*args):
+    raise KeyError("boom")
+
+
+def broken_op():
+    op = xk.XLACustomKernel("broken")
+    op.def_kernel("shape", "cpu", lambda: lambda x: jnp.reshape(x, (4, 2)))
+    op.def_kernel("raising", "cpu", lambda: raise_key_error)
+    op.def_kernel("nothing", "cpu", lambda: None)
+    op.def_kernel("far", "gpu", add_to(1))
+    op.def_kernel("undecorated", "cpu", add_one.__wrapped__)
+    op.def_numba_kernel(numba_multiply)
+    return op
+
+
+def call_broken(outs=spec(8), backend="shape", **params):
+    """Eagerly, and in a vmap under jit: both raise the same."""
+    call = partial(broken_op(), outs=outs, backend=backend, **params)
+    with pytest.raises(Exception) as first:
+        call(VECTOR)
+    with pytest.raises(first.type, match="'broken'"):
+        jax.jit(jax.vmap(call))(ROWS)
+    raise first.value
+
+
+def print_in_order(x):
+    jax.debug.print("{}", x, ordered=True)
+    return x
+
+
+def op_that_calls_itself():
+    op = op_adding(a=1)
+    op.def_jvp_rule2(lambda t, x: op(t, outs=like_first))
+    return call_op(op)
+
+
+def call_with_side_effects():
+    op = op_with(lambda: wrap(has_side_effect=True))
+    op(VECTOR, outs=like_first)
+
+
+REGISTERED = "cpu: shape, raising, nothing, undecorated, numba; gpu: far"
+# The backend, the exception, what it says (parts of the text, with .* between them), and what is done, or called with
+# which inputs.
+ERRORS = [
+    # Numba, and what all wrappers share: when a wrapper is made
+    ("numba", TypeError, "numba.njit or a plain function; got int 3", lambda: wrap(3)),
+    ("numba", TypeError, "got partial.*closure", lambda: wrap(partial(itself))),
+    ("numba", TypeError, "got method.*outside of the class", lambda: wrap(AMethod().kernel)),
+    ("numba", TypeError, "'kernel' is a method.*outside of the class", lambda: wrap(AMethod.kernel)),
+    ("numba", TypeError, "got CFunc", lambda: wrap(numba.cfunc("f4(f4)")(itself))),
+    ("numba", TypeError, 'got ufunc.*instead of target="parallel"',
+     lambda: wrap(numba.vectorize("f4(f4)", target="parallel")(itself))),
+    ("numba", TypeError, "outs[1].*'f4'", lambda: wrap(outs=[FLOATS, "f4"])),
+    ("numba", TypeError, "outs is missing", lambda: wrap(outs=None)),
+    ("numba", TypeError, ".shape and .dtype", lambda: wrap(outs=jnp.float32)),
+    ("numba", TypeError, "input_output_aliases must be a dict", lambda: wrap(input_output_aliases=[(0, 0)])),
+    ("numba", TypeError, 'scalars.*"x".*; got 3', lambda: wrap(scalars=3)),
+    ("numba", TypeError, r"printable text.*'a\n'", lambda: wrap(name="a\n")),
+    ("numba", ValueError, "vmap_method.*'loop'", lambda: wrap(vmap_method="loop")),
+    ("numba", ValueError, "negative.*(-1,)", lambda: wrap(outs=spec(-1))),
+    ("numba", ValueError, "in_out_argnames=.*'t' must be the name of an array",
+     lambda: wrap(_running, in_out_argnames=["t"])),
+    ("numba", ValueError, "'x' is in scalars and in", lambda: wrap(in_out_argnames=["x"], scalars=["x"])),
+    # inputs
+    ("numba", TypeError, "input 0.*list.*leaves", lambda: add_one([1, 2])),
+    ("numba", TypeError, "input 0.*structured", lambda: wrap(itself)(np.zeros(3, "f4,i4"))),
+    ("numba", TypeError, "input 0.*key_data", lambda: add_one(jax.random.key(0))),
+    # outputs, and what starts from an input
+    ("numba", TypeError, "scratch 0 is bfloat16[4]", lambda: wrap(scratch=spec(4, dtype=jnp.bfloat16))(F32)),
+    ("numba", TypeError, "outs takes (x, y).*float32[4]", lambda: wrap(outs=lambda x, y: x)(F32)),
+    ("numba", TypeError, "unsupported operand", lambda: wrap(outs=lambda x: x + "a")(F32)),  # an error of its own
+    ("numba", ValueError, "there is no output -1", lambda: wrap(input_output_aliases={0: -1})(F32)),
+    ("numba", ValueError, "must be equal", lambda: wrap(outs=spec(3), input_output_aliases={0: 0})(F32)),
+    ("numba", ValueError, "an output can alias one input",
+     lambda: wrap(outs=FLOATS, input_output_aliases={0: 0, 1: 0})(F32, F32)),
+    ("numba", ValueError, "'out' is not the name of an input.*before the other outputs",
+     lambda: wrap(_running, in_out_argnames=["out"])(F32)),
+    ("numba", ValueError, "output 1 and output 0",
+     lambda: wrap(_running, FLOATS, in_out_argnames=["x"], input_output_aliases={0: 1})(F32)),
+    # the arguments of the kernel
+    ("numba", TypeError, "(x, out).* 1 inputs and 2 outputs", lambda: wrap(outs=[FLOATS] * 2)(F32)),
+    ("numba", TypeError, "got only (x, alpha)", lambda: head(F32, alpha=F32[0])),  # n is missing
+    ("numba", TypeError, "multiple values for argument 'x'", lambda: head(F32, x=F32)),  # by position and by keyword
+    ("numba", TypeError, "position only", lambda: wrap(lambda x, /, n, out: None)(F32, n=F32[0])),
+    ("numba", TypeError, "n[()].*scalars=", lambda: head(F32, 2, 3.0)),
+    # what the kernel does
+    ("numba", TypeError, "pure_callback", lambda: wrap(runs("with numba.objmode():\n        print()"))(F32)),
+    ("numba", TypeError, "'kernel' returns int64", lambda: wrap(runs("return x.size"))(F32)),
+    ("numba", TypeError, "int32[:]", lambda: wrap(itself, spec(4, dtype=np.int32))(F32)),
+    ("numba", TypeError, "returns list(float64).*, not float32[]", lambda: wrap(lambda x: [1.0], spec())(F32)),
+    ("numba", TypeError, "returns class(float32), not float32[]", lambda: wrap(lambda x: np.float32, spec())(F32)),
+    ("numba", TypeError, "cannot compile", add_text),
+    ("numba", TypeError, "in_out_argnames", add_to_input),
+    ("numba", TypeError, "drops the result",
+     lambda: wrap(runs("x[0] = 1; return x", "x"), FLOATS, in_out_argnames=["x"])(F32)),
+    ("numba", TypeError, "jax_enable_x64", lambda: total_of_64_bits()(F32)),
+    ("numba", TypeError, "'kernel'.*array of JAX's, which must be an input",
+     lambda: wrap(runs("out[:] = a", a=jnp.ones(4)))(F32)),
+    # transformations
+    ("numba", TypeError, "derivative.*custom_vjp", lambda: jax.jvp(add_one, [F32], [F32])),
+    ("numba", NotImplementedError, "transposed.*custom_vjp", lambda: jax.grad(lambda x: kernel_on_tangents(x)[0])(F32)),
+    ("numba", NotImplementedError, "numba_cuda_kernel",
+     lambda: jax.jit(add_one).trace(F32).lower(lowering_platforms=("cuda",))),
+    # when the kernel runs
+    ("numba", jax.errors.JaxRuntimeError, "it returned an array of shape (4,), where outs declares (2,)",
+     lambda: wrap(transpose_of, spec(2))(F32)),
+    ("numba", jax.errors.JaxRuntimeError, "LookupError: größe 日本 \U0001f600 a.*raised in kernel 'kernel'",
+     lambda: raising(f"LookupError({ODD_TEXT!r})")(F32)),
+    ("numba", jax.errors.JaxRuntimeError, "OwnError: ('mine', 3)",
+     lambda: jax.jit(raising("OwnError('mine', 3)"))(F32)),
+    ("numba", jax.errors.JaxRuntimeError, "ZeroDivisionError",
+     lambda: jax.pmap(wrap(runs("out[0] = 1 // int(x[0] - 1)")))(F32[None])),
+    # Numba CUDA
+    ("cuda", ValueError, "grid and block, or launch_dims", lambda: trace_cuda()),
+    ("cuda", TypeError, "got 1.5", lambda: trace_cuda(grid=1.5, block=1)),
+    ("cuda", ValueError, "2048", lambda: trace_cuda(grid=1, block=(32, 64))),
+    ("cuda", ValueError, "block.z must be from 1 to 64; got 65", lambda: trace_cuda(grid=1, block=(1, 1, 65))),
+    ("cuda", ValueError, "grid.y must be from 0 to 65535; got 65536", lambda: trace_cuda(grid=(1, 65536), block=1)),
+    ("cuda", ValueError, "got -3", lambda: trace_cuda(launch_dims=lambda x: -3)),
+    ("cuda", ValueError, "from 1 to 1024; got 2048", lambda: trace_cuda(launch_dims=1, threads_per_block=2048)),
+    ("cuda", TypeError, "threads_per_block must be an int",
+     lambda: trace_cuda(launch_dims=1, threads_per_block=(8, 8))),
+    ("cuda", ValueError, "shared_mem must be a number of bytes; got -1", lambda: trace_cuda(**BLOCK, shared_mem=-1)),
+    ("cuda", TypeError, "output 0 is bfloat16[3]", lambda: trace_cuda(outs=spec(3, dtype=jnp.bfloat16), **BLOCK)),
+    ("cuda", TypeError, "@cuda.jit of numba or numba_cuda_mlir", lambda: trace_cuda(numba.njit(one_number), **BLOCK)),
+    ("cuda", TypeError, "for this one there is numba_kernel", lambda: trace_cuda(numba_multiply, **BLOCK)),
+    ("cuda", TypeError, "for one kernel use numba_cuda_kernel.*int 3", lambda: trace_callable(3)),
+    ("cuda", TypeError, "names neither a kernel nor the `cuda`",
+     lambda: trace_callable(lambda x, y, out, stream: math.pi)),
+    ("cuda", TypeError, "(x, out, stream).*gives it (float32[3], .*, a stream)",
+     lambda: trace_callable(lambda x, out, stream: cuda)),
+    # Warp: arrays
+    ("warp", TypeError, "'multiply': argument 'x' is .*int32[3]: wrong dtype; cast it by jnp.asarray(x, jnp.floa",
+     lambda: trace_warp("multiply", INTEGERS, THREE)),
+    ("warp", TypeError, "JAX keeps 64 bits .* x = jnp.asarray(x, jnp.float64)",
+     lambda: trace_warp("takes_doubles", THREE)),
+    ("warp", TypeError, "'v' .*float32[:,2].*: wrong inner", lambda: trace_warp("matvec", spec(3, 2, 2), spec(3, 4))),
+    ("warp", NotImplementedError, "a launch has known dimensions",
+     lambda: trace_warp("multiply", spec(*export.symbolic_shape("n")), THREE)),
+    ("warp", ValueError, "Warp counts extents and strides in 32 bits",
+     lambda: trace_warp("multiply", spec(2**31), THREE)),
+    ("warp", ValueError, "Warp counts extents and strides in 32 bits",
+     lambda: trace_warp("squares_of_rows", spec(2, 2**29))),
+    ("warp", TypeError, "the parameters (x, y, out).* got 1 inputs and 1 outputs",
+     lambda: trace_warp("multiply", THREE)),
+    ("warp", TypeError, "'h' is a struct .*Holder.* with arrays: .* for each field (values)",
+     lambda: trace_warp("takes_arrays_in_structs")),
+    ("warp", TypeError, "'h' is an array of structs .*Pair.*: .* for each field (low, high)",
+     lambda: trace_warp("takes_arrays_of_structs")),
+    ("warp", TypeError, "'t' is .*; supported are scalars, vectors and matrices, arrays of those, and structs",
+     lambda: trace_warp("takes_indices")),
+    ("warp", TypeError, "no generic kernel such as 'takes_anything': wp.overload(kernel, ",
+     lambda: trace_warp("takes_anything")),
+    # Warp: launches, and what starts from an input
+    ("warp", ValueError, "launch_dims is missing, and there is no array",
+     lambda: trace_warp("takes_nothing", outs=(), has_side_effect=True)),
+    ("warp", TypeError, "launch_dims must be an int or a tuple of ints; got",
+     lambda: trace_warp("multiply", launch_dims="3")),
+    ("warp", ValueError, "1 to 4 numbers from 0 to 2147483647; got (-1,)",
+     lambda: trace_warp("multiply", launch_dims=-1)),
+    ("warp", ValueError, "block_dim must be 1 to 1024 threads; got 2048",
+     lambda: trace_warp("multiply", block_dim=2048)),
+    ("warp", ValueError, "tiled=True needs launch_dims, the number of blocks",
+     lambda: trace_warp("multiply", tiled=True)),
+    ("warp", ValueError, "tiled launch_dims .* 1 to 3",
+     lambda: trace_warp("multiply", tiled=True, launch_dims=(1,) * 4)),
+    ("warp", ValueError, "True does not go with in_out",
+     lambda: trace_warp("histogram", in_out_argnames=["acc"], differentiable=True)),
+    ("warp", ValueError, "'weight' .* by value: an output can start with an array",
+     lambda: trace_warp("histogram", input_output_aliases={1: 0})),
+    # Warp: values and types
+    ("warp", TypeError, "'s' (struct .*Settings) is passed .*got int 1, not an instance",
+     lambda: call_every(*EVERY, s=1)),
+    ("warp", Exception, "param m .*warp_kernel 'every'", lambda: call_every(*EVERY, m=[1.0, 2.0])),  # Warp's own text
+    ("warp", Exception, " param i", lambda: call_every(*EVERY, i=1.5)),
+    ("warp", TypeError, "'v' (float16[3]) .* not of one shape: make it a warp.vec3h",
+     lambda: call_every(*EVERY, v=((1, 2), 3))),
+    ("warp", ValueError, "'i' (int8) is passed by value; got int 300, which is out of its range",
+     lambda: call_every(*EVERY, i=300)),
+    ("warp", ValueError, "'i' (int8) is passed by value; .*300.*, which is",
+     lambda: call_every(*EVERY, i=np.array(300))),
+    ("warp", TypeError, "takes a function decorated with warp.kernel; got function",
+     lambda: xk.warp_kernel(like_first, spec())),
+    ("warp", ValueError, "Warp has no scalar type for dtype .*it has bool, .*float64",
+     lambda: xk.jaxtype_to_warptype(np.complex64)),
+    ("warp", ValueError, "1 to 4 dimensions; got 0 in float32[]; reshape it to (1,)",
+     lambda: xk.jaxinfo_to_warpinfo(spec())),
+    # ops: calls
+    ("op", ValueError, "'shape' for platform 'cpu' returned (float32[4,2]), but outs declares (float32[8])",
+     lambda: call_broken()),
+    ("op", ValueError, f"no backend '' for platform 'cpu'; registered: {REGISTERED}", lambda: call_broken(backend="")),
+    ("op", KeyError, "raised this; 'cpu' has shape, raising", lambda: call_broken(backend="raising")),
+    ("op", TypeError, "got None", lambda: call_broken(backend="nothing")),
+    ("op", TypeError, "lambda: f gives a function f) takes (x, out), but this call gives it ()",
+     lambda: call_broken(backend="undecorated")),
+    ("op", TypeError, "['alpha'] need a generator", lambda: call_broken(backend="numba", alpha=2)),
+    ("op", TypeError, "'alpha' must be hashable", lambda: call_broken(alpha=([1],))),
+    ("op", TypeError, "sorts the keys", lambda: call_broken(outs={1: spec(8), "one": spec(8)})),
+    ("op", TypeError, "parameter 'k' is traced", lambda: jax.jit(call_op(op_adding(a=1)))(1.0, k=2.0)),
+    ("op", TypeError, "'_op_params' is reserved", lambda: call_op(op_adding(a=1))(1.0, _op_params=3.0)),
+    ("op", TypeError, "of another byte order", lambda: op_adding(a=1)(1.0, outs=np.ones(1, ">f4"))),
+    ("op", TypeError, "outs, which op 'op' needs, is missing",
+     lambda: xk.general_batching_rule(op_adding(a=1), (VECTOR,), (0,))),
+    ("op", ValueError, "no call function", lambda: op_adding(a=1).call(1)),
+    ("op", NotImplementedError, "no kernel for platform 'cpu'; registered: nothing",
+     lambda: xk.XLACustomKernel("empty")(VECTOR, outs=like_first)),
+    ("op", NotImplementedError, "no kernel for platform 'cpu'; registered: nothing",
+     lambda: xk.XLACustomKernel("empty").benchmark(VECTOR, outs=like_first)),
+    # ops: what is registered
+    ("op", TypeError, "backend must be a name, got 1", lambda: op_adding(a=1).def_kernel(1, "cpu", add_to(1))),
+    ("op", TypeError, "must be callable, got 'kernel'", lambda: op_adding(a=1).def_kernel("a", "cpu", "kernel")),
+    ("op", TypeError, "grid can be given with a ready kernel only",
+     lambda: op_adding(a=1).def_numba_kernel(add_to(1), grid=3)),
+    ("op", TypeError, "an op has no side effects", call_with_side_effects),
+    ("op", TypeError, "an op has no side effects",
+     lambda: op_adding(a=1).def_numba_kernel(numba_multiply, has_side_effect=True)),
+    ("op", TypeError, "an op has no side effects", lambda: op_adding(a=1).def_numba_kernel(wrap(has_side_effect=True))),
+    ("op", TypeError, "by def_vjp_rule", lambda: op_adding(a=1).def_numba_kernel(numba_multiply, differentiable=True)),
+    ("op", TypeError, "expected an XLACustomKernel or a jax Primitive, got 3", lambda: xk.defjvp(3)),
+    ("op", TypeError, "'op': def_jvp_rule2: the rule of operand 1 must be",
+     lambda: op_adding(a=1).def_jvp_rule2(None, "wrong")),
+    ("op", TypeError, "'op': a rule of def_vjp_rule must be callable",
+     lambda: op_adding(a=1).def_vjp_rule(add_to(1), "wrong")),
+    ("op", ValueError, "no backend '' for platform 'cpu'", lambda: op_adding(a=1).set_default("cpu", None)),
+    # ops: transformations
+    ("op", NotImplementedError, "'op' has no ordered effects", lambda: call_op(op_of(print_in_order))(1.0)),
+    ("op", NotImplementedError, "no ordered effects", lambda: jax.make_jaxpr(call_op(op_of(print_in_order)))(1.0)),
+    ("op", NotImplementedError, "calls the op on tangents", lambda: jax.grad(op_that_calls_itself())(1.0)),
+    ("op", NotImplementedError, "has no jvp rule", lambda: jax.grad(call_op(op_adding(a=1)))(1.0)),
+    # wrappers: dicts
+    ("numba", TypeError, "a tuple, or a NamedTuple", lambda: wrap(outs={"out": FLOATS})(F32)),
+    ("numba", TypeError, "a tuple, or a NamedTuple", lambda: wrap(outs=lambda x: [{"out": x}])(F32)),
+    ("numba", TypeError, "a tuple, or a NamedTuple", lambda: wrap(scratch={"s": FLOATS})(F32)),
+    ("cuda", TypeError, "a tuple, or a NamedTuple", lambda: trace_cuda(outs={"out": FLOATS}, **BLOCK)),
+    ("warp", TypeError, "a tuple, or a NamedTuple",
+     lambda: trace_warp("multiply", THREE, THREE, outs={"out": spec(3)})),
+]  # fmt: skip
+
+
+def rows_of(errors, *marks):
+    """The rows as parameters of a test, which `-k` finds by backend they are and by their text."""
+    for backend, kind, text, call, *inputs in errors:
+        needed = [pytest.mark.needs("warp")] if backend == "warp" else []
+        name = " ".join(re.findall(r"\w+", text)[:6])
+        yield pytest.param(kind, text, call, inputs, marks=[*needed, *marks], id=f"{backend}: {name}")
+
+
+@pytest.mark.parametrize("kind, text, call, inputs", list(rows_of(ERRORS)))
+def test_mistakes_are_refused(kind, text, call, inputs):
+    pattern = "(?s)" + ".*".join(map(re.escape, text.split(".*")))
+    with pytest.raises(kind, match=pattern):
+        jax.block_until_ready(call(*inputs))
+    np.testing.assert_array_equal(add_one(F32), F32 + 1)  # the process goes on
+
+
+@pytest.mark.parametrize("mistake, hint", [(add_text, "must return"), (add_to_input, "has no attribute 'args'")])
+def test_hints_that_do_not_help_are_not_given(mistake, hint):
+    with pytest.raises(TypeError) as caught:
+        mistake()
+    assert hint not in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int4"])
+def test_a_dtype_without_arithmetic_in_numba_is_refused_with_casts_that_can_be_pasted(dtype):
+    x = jnp.array([0, 1, 1, 2]).astype(dtype)
+    with pytest.raises(TypeError, match=rf"'add_one': input 0 is {dtype}\[4\]") as caught:
+        add_one(x)
+    result = eval(str(caught.value).partition("back: ")[2], {"f": add_one, "x": x, "jnp": jnp})
+    assert result.dtype == dtype
+    np.testing.assert_array_equal(result.astype(int), [1, 2, 2, 3])
+
+
+def test_op_backend_of_another_platform_can_be_traced_and_lowered_there_alone():
+    call = partial(broken_op(), outs=like_first, backend="far")
+    assert "stablehlo.add" in lower_for_cuda(call, VECTOR)
+    for function, x in ((call, VECTOR), (jax.jit(call), VECTOR), (jax.vmap(call), ROWS)):
+        with pytest.raises(ValueError, match="no backend 'far' for platform 'cpu'"):
+            function(x)
+
+
+def test_threads_that_raise_in_a_loop():
+    """What a call takes (references, the GIL, memory) is given back where its kernel fails, on every thread.
+
+    The text of an error lives until XLA has copied it, also where other threads fail meanwhile.
+    """
+
+    def work(number):
+        x = np.full(1, number, np.float32)
+        for _ in range(40):
+            assert refuse_negative(x)[0] == number
+            assert f"('negative element', -{number}.0)" in error_of(refuse_negative, -x)
+
+    in_threads(work, range(1, 9))
+
+
+def test_a_call_that_fails_gives_its_memory_back():
+    """References: each that a failing call kept would be some ten blocks a call."""
+    call = jax.jit(raising("LookupError('no such number')"))
+    for _ in range(3):
+        error_of(call, F32)
+    gc.collect()
+    blocks = sys.getallocatedblocks()
+    for _ in range(50):
+        error_of(call, F32)
+    gc.collect()
+    assert sys.getallocatedblocks() - blocks < 50
+
+
+# ======================================================================================================
+# ======================================================================================================
+
+
 # -- which kernels are one kernel -----------------------------------------------------------------------
 
 
@@ -1540,34 +1945,21 @@ def closures(expression, values):
 C_LIBRARY = ctypes.cdll.msvcrt if sys.platform == "win32" else ctypes.CDLL(None)
 
 
-def with_default(value):
-    def kernel(x, out, n=value):
-        out[0] = n
-
-    return kernel
-
-
 def overflows(x, out):
     total = 100 * int(x[0] + 1)
     total += 100
     out[0] = total
 
 
-TYPED = numba.void(numba.types.Array(numba.float32, 1, "C", readonly=True), numba.float32[::1])
-PAIR, ONES = (2.0, 3.0), (1.0, 1.0)
 HELPERS = [helper("a + 1"), helper("a + n", n=2), helper("a + 4", numba.vectorize)]
+NUMBERS = [0.0, -0.0, True, np.float32(1), np.int16(1)]
+ARRAYS = [np.eye(2), np.arange(4).reshape(2, 2), np.arange(4).reshape(2, 2, order="F")]
 LOOK_ALIKES = {  # kernels of equal text
-    "signs": closures("math.copysign(1.0, v)", [0.0, -0.0]),
-    "types of numbers": closures("np.array([v]).itemsize", [True, 1, np.float32(1), np.int16(1)]),
-    "tuples": closures("v[1]", [(0, 1), (0, 2), (0, 1.5)]),
-    "tuples in tuples": closures("v[1][0]", [(PAIR, PAIR, ONES), (PAIR, ONES, ONES)]),
-    "arrays": closures("v[1, 0]", [np.eye(2), np.arange(4).reshape(2, 2), np.arange(4).reshape(2, 2, order="F")]),
-    "dtypes": closures("np.zeros(1, v).itemsize", [np.float32, np.dtype("f8"), np.int16]),
+    "numbers": closures("math.copysign(np.array([v[1]]).itemsize, v[1])", [(0, number) for number in NUMBERS]),
+    "arrays": closures("v[1, 0]", ARRAYS),
     "functions": closures("v(x[0] + 1)", [math.sin, math.cos, np.tan, abs, *HELPERS]),
-    "defaults": [with_default(1), with_default(2)],
     "options": [numba.njit(locals={"total": kind})(overflows) for kind in (numba.int8, numba.int64)],
-    "with a signature": (numba.njit(TYPED, locals={"total": kind})(overflows) for kind in (numba.int8, numba.int64)),
-}  # the last row is a generator, which compiles nothing until its test takes them
+}
 
 
 @pytest.mark.parametrize("case", LOOK_ALIKES)
@@ -1624,12 +2016,28 @@ def test_a_kernel_that_numba_would_inline_keeps_its_options():
 
 
 def test_a_helper_is_what_it_was_compiled_to_until_it_is_recompiled():
-    compiled = helper("a + n", n=71)
-    assert result_of(calls_again(compiled)) == 72
-    compiled.py_func.__globals__["n"] = 1
-    assert [result_of(calls_again(function)) for function in (compiled, helper("a + n", n=1))] == [72, 2]
-    compiled.recompile()
-    assert result_of(calls_again(compiled)) == 2
+    """As by `K = 3; helper.recompile()`, for a kernel that is wrapped anew and for one that is made again."""
+    times_k = helper("k * a", k=2)
+    kernel = runs("out[0] = times_k(x[0])", times_k=times_k)
+    assert result_of(kernel) == result_of(calls_again(times_k)) == 2
+    times_k.py_func.__globals__["k"] = 3
+    assert [result_of(calls_again(function)) for function in (times_k, helper("k * a", k=3))] == [2, 3]
+    times_k.recompile()
+    assert result_of(kernel) == result_of(calls_again(times_k)) == 3
+
+
+def test_a_kernel_sees_a_module_that_is_loaded_again(tmp_path, monkeypatch):
+    """As by `importlib.reload(config)`."""
+    file = tmp_path / "reloaded_config.py"
+    file.write_text("K = 2")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # which would hide an edit in the same second
+    config = importlib.import_module("reloaded_config")
+    kernel = runs("out[0] = config.K * x[0]", config=config)
+    assert result_of(kernel) == 2
+    file.write_text("K = 3 ")
+    importlib.reload(config)
+    assert result_of(kernel) == 3
 
 
 @contextlib.contextmanager
@@ -1644,81 +2052,51 @@ def compiled_functions():
 def test_a_kernel_that_is_made_again_for_each_shape_is_compiled_once():
     """If it reads exact constants and stable modules alone."""
 
-    def make(alpha, jit=lambda kernel: kernel):
+    def make(factor, jit):
         def kernel(x, out):
             for i in range(x.size):
-                out[i] = alpha * np.sqrt(2 * x[i])
+                out[i] = factor * np.sqrt(2 * x[i])
 
         return wrap(jit(kernel))
 
-    for alpha, jit, dtype in ((2.0, None, "f4"), (3.0, None, "f4"), (3.0, None, "f8"), (4.0, numba.njit, "f4")):
-        with x64(), compiled_functions() as names:
-            for n in (1, 2, 3, 4):
-                call = make(alpha, *filter(None, [jit]))
-                x = np.full(n, 2, dtype)
-                np.testing.assert_array_equal(jax.jit(call)(x), 2 * alpha * x / x)
-                np.testing.assert_array_equal(jax.vmap(call)(x[None]), 2 * alpha * x[None] / 2)
-        assert names.count("kernel") == 1, (alpha, jit, dtype)
-    with compiled_functions() as names:
-        np.testing.assert_array_equal(make(2.0)(2 * F32), 4 * F32)
-    assert not names
+    for factor, jit, count in ((2.0, itself, 1), (3.0, itself, 1), (3.0, numba.njit, 1), (2.0, itself, 0)):
+        with compiled_functions() as names:
+            for n in (1, 2, 3):
+                x = np.full(n, 2, np.float32)
+                np.testing.assert_array_equal(jax.jit(make(factor, jit))(x), factor * x)
+                np.testing.assert_array_equal(jax.vmap(make(factor, jit))(x[None]), factor * x[None])
+        assert names.count("kernel") == count
 
 
 def test_a_plain_function_that_is_wrapped_again_is_compiled_once():
-    """Also one with a helper, or an array, until what it reads is another value."""
-    function = runs("out[:] = twice(x) + table[1]", twice=numba.njit(lambda x: 2 * x))
-    for table, expected in ((np.arange(2.0), 3), (np.array([0.0, 5.0]), 7)):
-        function.__globals__["table"] = table
+    """Also one with a helper, a type and an array, until what it reads is another value."""
+    function = runs("out[:] = twice(x) + table[1] + kind(x[0])", twice=numba.njit(lambda x: 2 * x))
+    array, another = np.arange(2.0), np.array([0.0, 5.0])
+    for table, kind, expected in ((array, numba.int8, 645), (another, numba.int8, 649), (array, numba.int16, 901)):
+        function.__globals__.update(table=table, kind=kind)
         for is_new in (True, False, False):
             with compiled_functions() as names:
-                result = jax.jit(lambda x: wrap(function)(x))(np.ones(3, np.float32))
+                result = jax.jit(lambda x: wrap(function)(x))(np.full(3, 300, np.float32))
             np.testing.assert_array_equal(result, [expected] * 3)
             assert names.count("kernel") == is_new
 
 
-def test_what_a_module_makes_of_a_name_may_change():
-    module = types.ModuleType("module_that_makes_names")
-    kernel = runs("out[0] = m.number", m=module)
-    for number in (1.0, 2.0):
-        has_number = types.SimpleNamespace(number=number)
-        module.__getattr__ = partial(getattr, has_number)
-        assert result_of(kernel) == number
-
-
-def test_what_is_compiled_is_logged_and_why_inputs_are_copied(caplog):
+def test_what_is_compiled_is_logged(caplog):
     caplog.set_level("DEBUG", logger=xk.__name__)
-    wrap(runs("x.flat[0] = 1; out[:] = x"), vmap_method="sequential")(F32)
-    text = r"compiled kernel for \(float32\[:\]\) .* ms; slices run in order; copied inputs: \(0,\), as .* 'flat'"
-    assert re.search(text, caplog.text)
+    wrap(runs("out[:] = x + 0.5"), vmap_method="sequential")(F32)
+    assert re.search(r"compiled kernel for \(float32\[:\]\) .* ms; slices run in order", caplog.text)
 
 
 def test_many_kernels_of_one_def_are_a_warning(monkeypatch):
-    """Which is given once; by default for 50 kernels."""
+    """Which is given once."""
+    assert xk._MANY == 50
     monkeypatch.setattr(xk, "_MANY", 5)
-    twice = numba.njit(lambda x: 2 * x)
-    kernels = [runs("out[0] = twice(x[0])", twice=twice) for _ in range(6)]
+    kernels = [runs("out[0] = twice(x[0])", twice=helper("2 * a")) for _ in range(6)]
     with pytest.warns(UserWarning, match="compiled 5 times.*make it once") as caught:
         for kernel in kernels:
             jax.eval_shape(wrap(kernel), F32)
     assert result_of(kernels[0]) == result_of(kernels[5]) == 2
     assert [warning.filename for warning in caught] == [__file__]
-
-
-def test_a_type_of_numba_is_exact():
-    """A kernel over one is compiled once, however often it is made."""
-
-    def make(kind):
-        def kernel(x, out):
-            for i in range(x.size):
-                out[i] = kind(x[i])
-
-        return wrap(kernel)
-
-    for kind, count in ((numba.int8, 1), (numba.int16, 1), (numba.int8, 0)):
-        with compiled_functions() as names:
-            for n in (1, 2):
-                np.testing.assert_array_equal(make(kind)(np.full(n, 300, "f4")), 44 if kind == numba.int8 else 300)
-        assert names.count("kernel") == count
 
 
 @pytest.mark.parametrize("size, step", [(4, 1), (4, 2), (200_000, 1)])
@@ -1736,312 +2114,43 @@ also_add_one = wrap(add_one.__wrapped__)
 
 
 @pytest.mark.parametrize("name", ["add_one", "also_add_one", "OP_OF_THIS_MODULE"])
-def test_copies_are_the_object_and_pickles_the_name_of_its_variable(name, monkeypatch):
+def test_copies_and_pickles_of_what_has_a_variable_are_the_object(name):
     kept = globals()[name]
-    data = pickle.dumps([kept])
-    assert pickle.loads(data)[0] is deepcopy(kept) is shallow_copy(kept) is kept
-    monkeypatch.setitem(globals(), name, None)
-    with pytest.raises(pickle.UnpicklingError, match="is not"):  # the name is all that is kept
-        pickle.loads(data)
+    assert pickle.loads(pickle.dumps([kept]))[0] is deepcopy(kept) is shallow_copy(kept) is kept
 
 
 def local_op():
     return xk.XLACustomKernel("local")
 
 
-def kernel_with_a_lock():
-    return wrap(outs=partial(lambda lock, x: x, threading.Lock()))
-
-
 def local_warp_kernel():
     return product()
 
 
-@pytest.mark.parametrize("make", [
-    local_op, kernel_with_a_lock, pytest.param(local_warp_kernel, marks=pytest.mark.needs("warp")),
-])  # fmt: skip
+@pytest.mark.parametrize("make", [local_op, pytest.param(local_warp_kernel, marks=pytest.mark.needs("warp"))])
 def test_what_has_no_variable_and_no_value_cannot_be_pickled(make):
-    with pytest.raises(pickle.PicklingError, match=r"'(local|add_one|.*multiply)'.*in a variable of a module"):
+    with pytest.raises(pickle.PicklingError, match=r"'(local|.*multiply)'.*in a variable of a module"):
         pickle.dumps(make())
 
 
-SENT = """
-    import concurrent.futures, functools, multiprocessing, os, pickle, subprocess, sys
-    import jax, numba, numpy as np
-    import xla_kernels as xk
-
-    def halved(x, out):
-        for i in range(x.size):
-            out[i] = x[i] / 2
-
-    half = xk.numba_kernel(halved, lambda x: x)
-
-    @xk.numba_kernel(outs=jax.ShapeDtypeStruct((3,), np.float32), name="decorated")
-    def decorated(x, out):
-        for i in range(x.size):
-            out[i] = x[i] / 2
-
-    @numba.njit
-    def half_of(v):
-        return v / 2
-
-    @numba.njit(fastmath=True)
-    def by_a_helper(x, out):
-        for i in range(x.size):
-            out[i] = half_of(x[i])
-
-    def divided_by(c):
-        return lambda x: x / c
-
-    def two_steps(x):
-        return 2 * half(half(x))
-
-    op = xk.XLACustomKernel("of another name")
-    op.def_numba_kernel(lambda outs: half)
-    call_op = functools.partial(op, outs=jax.ShapeDtypeStruct((3,), np.float32))
-    kernels = {
-        "plain": half,
-        "decorated": decorated,
-        "jitted, with a helper": xk.numba_kernel(by_a_helper, lambda x: x),
-        "of signatures": xk.numba_kernel(numba.njit("void(float32[::1], float32[::1])")(halved), lambda x: x),
-        "vectorized": xk.numba_kernel(numba.vectorize(lambda x: x / 2), lambda x: x),
-        "closure": xk.numba_kernel(divided_by(2), lambda x: x),
-        "names another": xk.numba_kernel(lambda x: x / 2, lambda x: jax.eval_shape(half, x)),
-    }
-    x = np.arange(3, dtype=np.float32)
-
-    def check(f):
-        np.testing.assert_array_equal(f(x), x / 2)
-        return f
-
-    def call(f):
-        return id(check(f)), os.getpid()
-
-    if __name__ == "__main__":
-        with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-            for name, kernel in kernels.items():
-                assert pickle.loads(pickle.dumps(kernel)) is kernel, name
-                (first, pid), second = [pool.submit(call, kernel).result() for _ in range(2)]
-                assert (first, pid) == second and pid != os.getpid(), name
-            assert pool.submit(call, call_op).result()[1] != os.getpid()
-        try:
-            import cloudpickle
-        except ImportError:
-            cloudpickle = pickle
-            two_steps = half
-        with open("kernels", "wb") as file:
-            pickle.dump([cloudpickle.dumps(f) for f in [*kernels.values(), two_steps]], file)
-        with open("op", "wb") as file:
-            pickle.dump(op, file)
-        subprocess.run([sys.executable, "elsewhere.py"], check=True)
-    """
-ELSEWHERE = """
-    import pickle, numpy as np
-
-    half = "another variable of this name"
-    x = np.arange(3, dtype=np.float32)
-    for data in pickle.load(open("kernels", "rb")):
-        f = pickle.loads(data)
-        np.testing.assert_array_equal(f(x), x / 2)
-        assert f.__name__ == "two_steps" or pickle.loads(data) is f
-    try:
-        pickle.load(open("op", "rb"))
-    except AttributeError as error:
-        assert "has no attribute 'op'" in str(error)
-    else:
-        raise AssertionError("an op that is not there")
-    """
+def divided_by(c):
+    return wrap(numba.njit(fastmath=True)(lambda x: x / c))
 
 
-@pytest.mark.processes
-def test_kernels_of_main_are_sent_to_other_processes(tmp_path):
-    """To a pool, and to one with another `__main__`; a process that gets a kernel twice makes it once."""
-    for file, code in (("main.py", SENT), ("elsewhere.py", ELSEWHERE)):
-        (tmp_path / file).write_text(textwrap.dedent(code), encoding="utf-8")
-    run_python("main.py", cwd=tmp_path, PYTHONPATH=str(ROOT), JAX_PLATFORMS="cpu")
-
-
-# -- errors: each says the rule, the value and the fix; here the words that matter --------------------
-
-
-def _axpy(a, x, y):
-    return a * x + y
-
-
-def _head(x, n, alpha, out):
-    out[:] = 0
-    for i in range(n):
-        out[i] = alpha * x[i]
-
-
-def _running(x, total, out):
-    for i in range(x.size):
-        total[i] += x[i]
-        out[i] = 2 * total[i]
-
-
-@xk.numba_kernel(outs=like_first)
-def refuse_negative(x, out):
-    for i in range(x.size):
-        if x[i] < 0:
-            raise ValueError("negative element", x[i])
-        out[i] = x[i]
-
-
-def transpose_of(x):
-    return x.T
-
-
-def itself(x):
-    return x
-
-
-class AMethod:
-    def kernel(self, x, out):
-        out[:] = x
-
-
-class OwnError(LookupError):
-    pass
-
-
-def raising(error):
-    return wrap(runs(f"raise {error}", OwnError=OwnError))
-
-
-@jax.custom_jvp
-def kernel_on_tangents(x):
-    return add_one(x)
-
-
-kernel_on_tangents.defjvp(lambda primals, tangents: (add_one(*primals), add_one(*tangents)))
-head = wrap(_head)
-ODD_TEXT = "größe 日本 \U0001f600 a\0" + "x" * 1_000_000
-ALIASED_TWICE = {"outs": FLOATS, "in_out_argnames": ["x"], "input_output_aliases": {0: 1}}
-
-
-def total_of_64_bits():
-    total = numba.njit("float64(float64[::1])")(lambda x: x.sum())
-    return wrap(runs("out[0] = total(x)", total=total))
-
-
-ERRORS = {  # a word of the error, a function, and its inputs
-    TypeError: [
-        # when a wrapper is made
-        ("numba.njit or a plain function; got int 3", partial(wrap, kernel=3)),
-        ("got partial.*closure", partial(wrap, kernel=partial(itself))),
-        ("got method.*outside of the class", partial(wrap, kernel=AMethod().kernel)),
-        ("'kernel' is a method.*outside of the class", partial(wrap, kernel=AMethod.kernel)),
-        ("got CFunc.*Python function", lambda: wrap(numba.cfunc("f4(f4)")(itself))),
-        ('got ufunc.*instead of target="parallel"', lambda: wrap(numba.vectorize("f4(f4)", target="parallel")(itself))),
-        (r"outs\[1\].*'f4'", partial(wrap, outs=[FLOATS, "f4"])),
-        ("outs is missing", partial(wrap, outs=None)),
-        (".shape and .dtype", partial(wrap, outs=jnp.float32)),
-        ("input_output_aliases must be a dict", partial(wrap, input_output_aliases=[(0, 0)])),
-        ('scalars.*"x".*; got 3', partial(wrap, scalars=3)),
-        (r"printable text.*'a\\n'", partial(wrap, name="a\n")),
-        # inputs
-        ("input 0.*list.*leaves", add_one, [1, 2]),
-        ("input 0.*structured", wrap(itself), np.zeros(3, "f4,i4")),
-        ("input 0.*key_data", lambda: add_one(jax.random.key(0))),
-        # outputs
-        (r"scratch 0 is bfloat16\[4\]", wrap(scratch=spec(4, dtype=jnp.bfloat16)), F32),
-        (r"outs takes \(x, y\).*float32\[4\]", wrap(outs=lambda x, y: x), F32),
-        ("unsupported operand", wrap(outs=lambda x: x + "a"), F32),  # an error inside of `outs` stays itself
-        # the arguments of the kernel
-        (r"\(x, out\).* 1 inputs and 2 outputs", wrap(outs=[FLOATS] * 2), F32),
-        ("must return the outputs", wrap(outs=FLOATS), F32, F32),
-        (r"got only \(x, alpha\)", partial(head, alpha=F32[0]), F32),  # n is missing
-        ("multiple values for argument 'x'", partial(head, x=F32), F32),  # by position and by keyword
-        ("position only", partial(wrap(lambda x, /, n, out: None), n=F32[0]), F32),
-        (r"n\[\(\)\].*scalars=", head, F32, 2, 3.0),
-        # what the kernel does
-        ("pure_callback", wrap(runs("with numba.objmode():\n        print()\n    out[:] = x")), F32),
-        ("'kernel' returns int64", wrap(runs("return x.size")), F32),
-        (r"int32\[:\]", wrap(itself, spec(4, dtype=np.int32)), F32),
-        (r"returns list\(float64\).*, not float32\[\]", wrap(lambda x: [1.0], spec()), F32),
-        (r"returns class\(float32\), not float32\[\]", wrap(lambda x: np.float32, spec()), F32),
-        (r"(?s)cannot compile(?!.*must return)", wrap(runs("return x + 'a'", "x")), F32),
-        (r"(?s)in_out_argnames(?!.*has no attribute 'args')", wrap(runs("x += 1; out[:] = x")), F32),
-        ("drops the result", wrap(runs("x[0] = 1; return x", "x"), FLOATS, in_out_argnames=["x"]), F32),
-        ("jax_enable_x64", on_first_call(total_of_64_bits), F32),
-        # transformations
-        ("derivative.*custom_vjp", partial(jax.jvp, add_one, [F32]), [F32]),
-        ("'kernel'.*array of JAX's, which must be an input", wrap(runs("out[:] = a", a=jnp.ones(4))), F32),
-    ],
-    NotImplementedError: [
-        ("numba_cuda_kernel", lambda: jax.jit(add_one).trace(F32).lower(lowering_platforms=("cuda",))),
-        ("transposed.*custom_vjp", jax.grad(lambda x: kernel_on_tangents(x)[0]), F32),
-    ],
-    ValueError: [
-        ("vmap_method.*'loop'", partial(wrap, vmap_method="loop")),
-        (r"negative.*\(-1,\)", partial(wrap, outs=spec(-1))),
-        ("in_out_argnames=.*'t' must be the name of an array", partial(wrap, kernel=_running, in_out_argnames=["t"])),
-        ("'x' is in scalars and in", partial(wrap, in_out_argnames=["x"], scalars=["x"])),
-        ("there is no output -1", wrap(input_output_aliases={0: -1}), F32),
-        ("must be equal", wrap(outs=spec(3), input_output_aliases={0: 0}), F32),
-        ("an output can alias one input", wrap(outs=FLOATS, input_output_aliases={0: 0, 1: 0}), F32, F32),
-        ("'out' is not the name of an input.*before the other outputs", wrap(_running, in_out_argnames=["out"]), F32),
-        ("output 1 and output 0", wrap(_running, **ALIASED_TWICE), F32),
-    ],
-    jax.errors.JaxRuntimeError: [  # when the kernel runs
-        (r"it returned an array of shape \(4,\), where outs declares \(2,\)", wrap(transpose_of, spec(2)), F32),
-        ("LookupError: größe 日本 \U0001f600 a.*raised in kernel 'kernel'", raising(f"LookupError({ODD_TEXT!r})"), F32),
-        (r"OwnError: \('mine', 3\)", jax.jit(raising("OwnError('mine', 3)")), F32),
-        ("ZeroDivisionError", jax.pmap(wrap(runs("out[0] = 1 // int(x[0] - 1)"))), F32[None]),
-    ],
+PICKLED = {  # what gives x / 2, and has no variable, or one of a `__main__` that another process has not
+    "closure": lambda: divided_by(2),
+    "of __main__": lambda: wrap(kernel_from("def kernel(x, out): out[:] = x / 2", __name__="__main__")),
 }
 
 
-@pytest.mark.parametrize("kind, text, call, inputs", [
-    (kind, text, call, inputs) for kind in ERRORS for text, call, *inputs in ERRORS[kind]
-])  # fmt: skip
-def test_errors_say_what_is_wrong(kind, text, call, inputs):
-    with pytest.raises(kind, match=text):
-        jax.block_until_ready(call(*inputs))
-    np.testing.assert_array_equal(add_one(F32), F32 + 1)  # the process goes on
+@pytest.mark.parametrize("case", PICKLED)
+def test_kernels_without_a_variable_are_sent_to_other_processes_by_value(case):
+    sent = another_process().submit(call_on_ones, PICKLED[case]())
+    np.testing.assert_array_equal(sent.result(), F32 / 2)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int4"])
-def test_a_dtype_without_arithmetic_in_numba_is_refused_with_casts_that_can_be_pasted(dtype):
-    x = jnp.array([0, 1, 1, 2]).astype(dtype)
-    with pytest.raises(TypeError, match=rf"'add_one': input 0 is {dtype}\[4\]") as caught:
-        add_one(x)
-    result = eval(str(caught.value).partition("back: ")[2], {"f": add_one, "x": x, "jnp": jnp})
-    assert result.dtype == dtype
-    np.testing.assert_array_equal(result.astype(int), [1, 2, 2, 3])
-
-
-@pytest.mark.optimized
-def test_threads_that_raise_in_a_loop():
-    """What a call takes (references, the GIL, memory) is given back where its kernel fails, on every thread.
-
-    The text of an error lives until XLA has copied it, also where other threads fail meanwhile.
-    """
-
-    def work(number):
-        x = np.full(1, number, np.float32)
-        for _ in range(40):
-            assert refuse_negative(x)[0] == number
-            assert f"('negative element', -{number}.0)" in error_of(refuse_negative, -x)
-
-    in_threads(work, range(1, 9))
-
-
-@pytest.mark.needs("linux")
-def test_a_call_that_fails_gives_its_memory_back():
-    """References, and the text of the error, here of 4 MB."""
-    resource = importlib.import_module("resource")  # which Windows has not
-    call = jax.jit(raising(f"LookupError({ODD_TEXT!r})"))
-    for _ in range(3):
-        error_of(call, F32)
-    gc.collect()
-    blocks, kilobytes = sys.getallocatedblocks(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for _ in range(50):
-        error_of(call, F32)
-    gc.collect()
-    assert sys.getallocatedblocks() - blocks < 500  # ten a call would be
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - kilobytes < 50_000  # 50 texts are 200,000
+def call_on_ones(kernel):
+    return np.asarray(kernel(F32))
 
 
 # -- transformations -----------------------------------------------------------------------------------
@@ -2133,19 +2242,18 @@ def spin_on_a_thread(x, thread):
     thread[0] = pthread_self()
 
 
-@pytest.mark.optimized
 @pytest.mark.needs("cores")
 @pytest.mark.parametrize("method", ["sequential", "sequential_unrolled", "broadcast_all", None])
 def test_each_slice_runs_once_on_any_thread_unless_in_order(method):
     outs = spec(1, dtype="float64"), spec(1, dtype="uint64")
-    spin = wrap(spin_on_a_thread, outs, in_out_argnames=["x"], vmap_method=method)
+    call = wrap(spin_on_a_thread, outs, in_out_argnames=["x"], vmap_method=method)
     x = np.arange(128.0).reshape(2, 64, 1)
     in_order = method in ("sequential", "sequential_unrolled")
     with x64(True):
-        batched = jax.jit(jax.vmap(jax.vmap(spin)))
-        expected = [[spin(value)[0] for value in row] for row in x]
+        in_batches = jax.jit(jax.vmap(jax.vmap(call)))
+        expected = [[call(value)[0] for value in row] for row in x]
         for _ in range(20 if in_order else 100):  # a busy machine may leave the caller alone
-            sums, threads = batched(x)
+            sums, threads = in_batches(x)
             np.testing.assert_array_equal(sums, expected)
             on_one_thread = len(np.unique(threads)) == 1
             if not on_one_thread:
@@ -2194,7 +2302,11 @@ THREE_INPUTS = [SCALARS, VECTORS, VECTORS + 1]
 THREE_FLOATS, COUNT = spec(3), spec(dtype=np.int32)
 TWO_COUNTS = np.full(2, 2, np.int32)
 in_out = wrap(_running, lambda x, total: (total, x), in_out_argnames=iter(["total"]), zero_outputs=True)
-shifted = runs("for i in range(x.size): out[i] = x[i] + y", "x, y, out")
+
+
+def shifted(x, y, out):
+    for i in range(x.size):
+        out[i] = x[i] + y
 
 
 @functools.cache
@@ -2211,7 +2323,12 @@ call_typed_gu = on_first_call(lambda: guvectorized(["void(f4[:],f4,f4[:])"]))
 
 
 def calls_typed_add_one():
-    return wrap(runs("add_one(x, out)", add_one=typed_add_one()))
+    add = typed_add_one()
+
+    def kernel(x, out):
+        add(x, out)
+
+    return wrap(kernel)
 
 
 ONE_LINERS = {  # a function as it is, the same in Python, two slices of each input, and of those that go by keyword
@@ -2219,29 +2336,21 @@ ONE_LINERS = {  # a function as it is, the same in Python, two slices of each in
     "returns another layout": (wrap(transpose_of, spec(3, 1)), np.transpose, [VECTORS[:, None]], {}),
     "returns a tuple": (wrap(_sum_and_twice, (spec(), (THREE_FLOATS, COUNT))), _sums_of_int32, [VECTORS], {}),
     "returns what outputs start as": (
-        wrap(_swap, _swap, input_output_aliases={0: 0, 1: 1}),
-        _swap,
-        [VECTORS, -VECTORS],
-        {},
+        wrap(_swap, _swap, input_output_aliases={0: 0, 1: 1}), _swap, [VECTORS, -VECTORS], {},
     ),
     "a view by strides": (
-        wrap(runs("out[:] = x[:, 1]"), spec(2)),
-        lambda x: x[:, 1],
-        [np.arange(12, dtype=np.float32).reshape(2, 2, 3)],
-        {},
+        wrap(runs("out[:] = x[:, 1]"), spec(2)), lambda x: x[:, 1], [np.arange(12, dtype="f4").reshape(2, 2, 3)], {},
     ),
     "star args": (wrap(runs("a[-1][:] = a[0]", "*a")), like_first, [VECTORS, VECTORS + 1], {}),
     "a name of any object": (wrap(runs("out[:] = x.ndim * x", ndim=DESCRIBED)), like_first, [VECTORS], {}),
     "a default": (wrap(runs("out[:] = n * x", "x, out, n=3")), lambda x: 3 * x, [VECTORS], {}),
     "typed": (call_typed, lambda x: x + 1, [VECTORS], {}),
-    "typed for other dtypes": (call_typed, lambda x: x + 1, [TWO_COUNTS[:, None]], {}),
     "vectorize": (wrap(numba.vectorize(_axpy), like_last), _axpy, THREE_INPUTS, {}),
     "guvectorize": (on_first_call(guvectorized), np.add, [VECTORS, SCALARS], {}),
     "typed guvectorize": (call_typed_gu, np.add, [VECTORS, SCALARS], {}),
     "scalars": (wrap(_head, scalars=True), _scaled_head, [VECTORS], {"alpha": SCALARS, "n": TWO_COUNTS}),
-    "named scalars": (wrap(_head, scalars=["alpha", "n"]), _scaled_head, [VECTORS, TWO_COUNTS, SCALARS], {}),
     "in-out": (in_out, lambda x, total: (x + total, 2 * (x + total)), [VECTORS], {"total": VECTORS + 1}),
-}
+}  # fmt: skip
 
 
 def check_slices(function, expected, inputs, named):
@@ -2262,129 +2371,277 @@ def test_numba_functions_in_one_line(name):
     check_slices(*ONE_LINERS[name])
 
 
-# -- inputs are never changed --------------------------------------------------------------------------
+# -- inputs are never changed, and outputs start from something ------------------------------------------
+# The library reads the source of these kernels, so they are functions of this file.
 
-
+ONES_4 = np.ones((4, 4), np.float32)
 add_in_place = numba.vectorize(lambda a, b: a + b)
-RECORDS = np.dtype([("a", np.float32)])
-contiguous, fill = np.ascontiguousarray, np.fill_diagonal  # under another name
-memset = C_LIBRARY.memset
-memset.argtypes, memset.restype = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t], ctypes.c_void_p
-put_in = numba.njit(runs("d[1] = x", "d, x"))
-square_of_ones = np.ones((4, 4), np.float32)
-dot = np.dot
-HELPERS_OF_MINE = types.ModuleType("helpers_of_mine")
-HELPERS_OF_MINE.flatset = numba.njit(runs("for f in (x.flat,): f[0] = 77", "x"))
 
 
-@numba.experimental.jitclass([("value", numba.float32)])
-class Setter:
-    def __init__(self, value):
-        self.value = value
-
-    def set(self, x):
-        x.flat[0] = self.value
+@numba.njit
+def store_in(array):
+    array.flat[0] = 77
 
 
-@numba.extending.intrinsic
-def store_first(typing_context, array):
-    """Store 77 in an array, whatever its type says."""
-
-    def codegen(context, builder, signature, arguments):
-        struct = context.make_array(signature.args[0])(context, builder, arguments[0])
-        builder.store(context.get_constant(numba.float32, 77), struct.data)
-        return context.get_dummy_value()
-
-    return numba.void(array), codegen
+@numba.njit
+def add_into(total, x):
+    for i in range(x.size):
+        total[i] += x[i]
 
 
-REFUSED_WRITES = [  # Numba sees that a read-only array is written to
-    "x[0] = 77", "x[1:] = 77", "x[x > 0] = 77", "x[::-1].sort()", "x.fill(77)", "np.random.shuffle(x)",
-    "x.view(np.int32)[0] = 77", "x.reshape((2, 2))[0, 0] = 77", "x.T[0] = 77", "np.asarray(x)[0] = 77",
-    "l = [out, x]; l[1][0] = 77", "a = out if out.size == 0 else x; a[0] = 77",
-    "x += 77", "y = x; y *= 77", "np.add(x, 77, x)", "add_in_place(x, out, x)",
-]  # fmt: skip
-COPIED_WRITES = [  # Numba does not, so that the kernel runs on a copy
-    "for a in (x, out): a[0] = 77", "np.nan_to_num(x, False)",
-    "a = (square_of_ones, out, x); np.dot(*a)",
-    "x.flat[0] = 77", "fill(x.reshape((2, 2)), 77)", "np.frombuffer(x, RECORDS)[0].a = 77",
-    "l = numba.typed.List(); l.append(out); l.append(x); l[1][0] = 77",
-    "d = {0: out}; put_in(d, x); d[1][0] = 77",
-    "add_in_place.at(x, np.arange(1), np.float32(77))",
-    "memset(x.ctypes, 77, 4)",
-    "np.dot(square_of_ones, out, x)", "product = np.dot; product(square_of_ones, out, x)",
-    "dot(square_of_ones, out, out=x)", "np.sum(np.dot(square_of_ones, out if out.size > 1 else out, x))",
-    "HELPERS_OF_MINE.flatset(x)", "store_first(x)", "Setter(77.0).set(x)",
-]  # fmt: skip
-CONTIGUOUS_WRITES = [  # refused before Numba 0.64, copied since: numba/numba#10390 makes these arrays writable
-    "np.asfortranarray(x)[0] = 77", "contiguous(x)[0] = 77",
-]  # fmt: skip
-(REFUSED_WRITES if numba.version_info.short < (0, 64) else COPIED_WRITES).extend(CONTIGUOUS_WRITES)
+@numba.njit
+def copy_into(out, x):
+    for i in range(x.size):
+        out[i] = x[i]
 
 
-def writes(code, **options):
-    """A kernel that writes to its input, and then to its output."""
-    return wrap(numba.njit(**options)(runs(f"{code}\n    for i in range(x.size): out[i] = x[i]", **globals())))
+class Writes:
+    """Kernels that write to their input in ways that Numba lets pass: another holder of it would see that."""
+
+    def by_flat(x, out):
+        x.flat[0] = 77
+        out[:] = x
+
+    def a_diagonal(x, out):
+        np.fill_diagonal(x.reshape((2, 2)), 77)
+        out[:] = x
+
+    def nans_in_place(x, out):
+        np.nan_to_num(x, False)
+        out[:] = x
+
+    def what_is_contiguous(x, out):
+        np.ascontiguousarray(x)[0] = 77
+        out[:] = x
+
+    def a_product(x, out):
+        np.dot(ONES_4, np.ones(4, np.float32), x)
+        out[:] = x
+
+    def in_a_helper(x, out):
+        store_in(x)
+        out[:] = x
+
+    def by_a_view(x, out):
+        tail = x[1:]
+        tail.flat[0] = 77
+        out[:] = x
+
+    def swapped(x, out):
+        source, target = x, out
+        source, target = target, source
+        out[:] = x
+        target.flat[0] = 77
 
 
-@pytest.mark.optimized
-@pytest.mark.parametrize("code", REFUSED_WRITES)
-def test_a_kernel_that_writes_to_an_input_is_refused(code):
-    with pytest.raises(TypeError, match=r"(?s)inputs are read-only, .*input_output_aliases"):
-        writes(code)(F32)
+class OnlyUpdates:
+    """Kernels that add to an output which nothing has filled, or never store to it: they give what memory held."""
+
+    def each_element(x, out):
+        for i in range(x.size):
+            out[i] += x[i]
+
+    def written_out(x, out):
+        for i in range(x.size):
+            out[i] = out[i] + x[i]
+
+    def a_histogram(x, out):
+        for v in x:
+            out[int(v)] += 1
+
+    def by_another_name(x, out):
+        total = out
+        for v in x:
+            total[0] += v
+
+    def by_a_view(x, out):
+        tail = out[1:]
+        tail[0] += x[0]
+
+    def in_a_helper(x, out):
+        add_into(out, x)
+
+    def in_one_branch(x, out):
+        if x[0] > 0:
+            out[0] -= x[0]
+
+    def assigned_anew(x, out):
+        out = 2 * x  # noqa: F841
+
+    def nothing(x, out):
+        pass
 
 
-@pytest.mark.optimized
-@pytest.mark.filterwarnings("ignore::numba.core.errors.NumbaWarning")  # `at` is experimental, a dict casts
-@pytest.mark.parametrize("parallel, code", [
-    *itertools.product([False], COPIED_WRITES),
-    *itertools.product([True], ["np.nan_to_num(x, False)", "x.flat[0] = 77"]),
+class Right:
+    """Kernels that are right, and look like those: they must be taken."""
+
+    def rows_of_enumerate(x, out):
+        for i, row in enumerate(out.reshape((2, 2))):
+            row[:] = x[i]
+
+    def rows_of_zip(x, out):
+        for row, v in zip(out.reshape((2, 2)), x):
+            row[:] = v
+
+    def two_at_once(x, out):
+        out[0], out[1] = divmod(x[3], x[2])
+        out[2], out[3] = x[0], x[1]
+
+    def swapped(x, out):
+        a, b = np.empty_like(out), out
+        a, b = b, a
+        b[:] = x
+        a[:] = b
+
+    def by_a_ufunc(x, out):
+        np.add(x, x, out)
+
+    def vectorized(x, out):
+        add_in_place(x, x, out)
+
+    def starred(x, out):
+        copy_into(*(out, x))
+
+    def annotated(x, out):
+        o: np.ndarray = out
+        o[:] = x
+
+    def filled_before(x, out):
+        out.fill(1)
+        for i in range(x.size):
+            out[i] += x[i]
+
+    def stored_in_a_loop_before(x, out):
+        for i in range(x.size):
+            out[i] = 0
+        add_into(out, x)
+
+    def by_a_view(x, out):
+        first, tail = out[:1], out[1:]
+        first[:] = x[:1]
+        tail[:] = x[1:]
+
+    def a_product(x, out):
+        np.dot(ONES_4, x, out)
+
+    def reads_flat(x, out):
+        for i, v in enumerate(x.flat):
+            out[i] = v + 1
+
+    def reads_what_is_contiguous(x, out):
+        out[:] = np.ascontiguousarray(x) + np.nan_to_num(x)
+
+    def writes_to_a_copy(x, out):
+        y = x.copy()
+        y.flat[0] = 77
+        out[:] = y
+
+    def is_assigned_anew(x, out):
+        x = x.copy()
+        x[0] = 77
+        out[:] = x
+
+
+def kernels_of(group):
+    """The functions of a class, as parameters of a test."""
+    return [pytest.param(kernel, id=name) for name, kernel in vars(group).items() if callable(kernel)]
+
+
+def plainly(kernel, x, out):
+    """What the output is after a call of Python's own."""
+    kernel(x.copy(), out)
+    return out
+
+
+FROM_ZERO = np.arange(4, dtype=np.float32)
+
+
+@pytest.mark.parametrize("code", [
+    "x[0] = 77", "x[x > 0] = 77", "x += 77", "x.T[0] = 77", "np.add(x, 77, x)", "add_in_place(x, out, x)",
 ])  # fmt: skip
-def test_a_kernel_that_may_write_to_an_input_gets_a_copy(code, parallel):
-    write = writes(code, parallel=parallel)
-    before = np.array([4.0, np.nan, 2.0, 1.0], np.float32)
-    x, batch = jnp.array(before), jnp.array([before, before])
-    seen, beside = jax.jit(lambda x: (write(x), x + 0))(x)
-    for result in (seen, write(x), *jax.vmap(write)(batch)):
-        assert not np.array_equal(result, before, equal_nan=True)  # what the kernel wrote to its copy, it reads there
-    for array in (x, beside, *batch):
-        np.testing.assert_array_equal(array, before)
+def test_what_numba_refuses_is_refused_in_words_of_jax(code):
+    with pytest.raises(TypeError, match=r"(?s)inputs are read-only, .*input_output_aliases"):
+        wrap(runs(f"{code}; out[:] = x", add_in_place=add_in_place))(F32)
 
 
-add_to_both = runs("for i in range(x.size): x[i] += y[i]; out[i] = x[i]", "x, y, out")
+@pytest.mark.parametrize("kernel", kernels_of(Writes))
+def test_a_kernel_that_writes_to_an_input_unseen_by_numba_is_refused(kernel):
+    """With a way out, by which it gives what Python gives."""
+    with pytest.raises(TypeError, match=r"(?s)kernel.*'x'.*in_out_argnames"):
+        wrap(kernel)(F32)
+    x = np.array([4, np.nan, 2, 1], np.float32)
+    changed = x.copy()
+    kernel(changed, np.zeros(4, np.float32))
+    results = wrap(kernel, lambda x: (x, x), in_out_argnames=["x"])(x)
+    np.testing.assert_array_equal(results[0], changed)
 
 
-@pytest.mark.optimized
 @pytest.mark.parametrize("signatures", [["void(f4[:],f4[:],f4[:])"], []], ids=["typed", "on first call"])
-def test_what_is_guvectorized_may_write_to_an_input(signatures):
-    add = wrap(numba.guvectorize(*filter(None, [signatures]), "(n),(n)->(n)")(add_to_both), FLOATS)
-    x, y = jnp.arange(4.0), jnp.full(4, 10.0)
-    beside = jax.jit(lambda x, y: (add(x, y), add(x, y) + 0, x + 0))(x, y)
-    for result, expected in zip([add(x, y), *beside, x], [x + y, x + y, x + y, x, np.arange(4)]):
-        np.testing.assert_array_equal(result, expected)
+def test_what_is_guvectorized_and_writes_to_an_input_is_refused(signatures):
+    """Numba has no read-only types for it."""
+
+    def add_to_both(x, y, out):
+        for i in range(x.size):
+            x[i] += y[i]
+            out[i] = x[i]
+
+    add = numba.guvectorize(*filter(None, [signatures]), "(n),(n)->(n)")(add_to_both)
+    with pytest.raises(TypeError, match=r"(?s)'x'.*in_out_argnames"):
+        wrap(add, FLOATS)(F32, F32)
+
+
+@pytest.mark.parametrize("jit", [itself, numba.njit, numba.njit(parallel=True)], ids=["plain", "jitted", "parallel"])
+@pytest.mark.parametrize("kernel", kernels_of(OnlyUpdates))
+def test_a_kernel_that_only_updates_an_output_is_refused(kernel, jit):
+    with pytest.raises(TypeError, match=r"(?s)'out'.*zero_outputs=True"):
+        jax.eval_shape(wrap(jit(kernel)), F32)
+
+
+@pytest.mark.parametrize("kernel", kernels_of(OnlyUpdates))
+def test_an_output_that_is_updated_starts_from_zeros_or_from_an_input(kernel):
+    """In each slice, and also in memory that was in use before."""
+    zeroed, aliased = wrap(kernel, zero_outputs=True), wrap(kernel, input_output_aliases={0: 0})
+    jax.eval_shape(wrap(kernel, zero_outputs=False), F32)
+    from_zeros = plainly(kernel, FROM_ZERO, np.zeros(4, np.float32))
+    for _ in range(2):
+        np.testing.assert_array_equal(jax.vmap(zeroed)(np.stack([FROM_ZERO] * 2)), [from_zeros] * 2)
+    np.testing.assert_array_equal(aliased(FROM_ZERO), plainly(kernel, FROM_ZERO, FROM_ZERO.copy()))
+
+
+@pytest.mark.parametrize("kernel", kernels_of(Right))
+def test_a_kernel_that_is_right_is_taken(kernel):
+    x = FROM_ZERO + 1
+    np.testing.assert_array_equal(wrap(kernel)(x), plainly(kernel, x, np.empty(4, np.float32)))
+
+
+def test_an_output_that_nditer_stores_to_is_taken():
+    """Apart from the others, as NumPy's own wants a flag for that."""
+
+    def doubled(x, out):
+        for source, target in np.nditer((x, out)):
+            target[()] = 2 * source[()]
+
+    np.testing.assert_array_equal(wrap(doubled)(F32), 2 * F32)
+
+
+def test_a_kernel_without_outputs_needs_no_store():
+    assert wrap(lambda x: None, (), has_side_effect=True)(F32) == ()
 
 
 LARGE = spec(100_000)  # XLA keeps some bytes for itself
 
 
-reads_x0 = runs("out[:] = x[0] + y\n    memset(x.ctypes, 0, 0)", "x, y, out", memset=memset)
-shares_y = runs("out[0] = x[0] + y[-1]", "x, y, out")
-COPIES = {  # a kernel, its inputs, and the bytes that it copies
-    "reads": (wrap(runs("out[:] = x + 1")), [LARGE], 0),
-    "reads in a loop": (wrap(runs("for i, v in enumerate(x.flat): out[i] = v + 1")), [LARGE], 0),
-    "gives it to a function for writable arrays": (on_first_call(calls_typed_add_one), [LARGE], 0),
-    "may write to x, not to y": (wrap(reads_x0, like_last), [spec(1, *LARGE.shape), LARGE], 4 * LARGE.size),
-    "slices share y": (jax.vmap(wrap(shares_y), (0, None)), [spec(8, 1), LARGE], 0),
-}
+def reads_both(x, y, out):
+    out[0] = x[0] + y[-1]
 
 
-@pytest.mark.optimized
-@pytest.mark.parametrize("case", COPIES)
-def test_only_the_input_that_a_kernel_may_write_to_is_copied(case):
-    kernel, specs, nbytes = COPIES[case]
-    results = kernel(*[np.ones(spec.shape, np.float32) for spec in specs])
-    np.testing.assert_array_equal(results, np.full(results.shape, 2))
-    assert 0 <= copied_bytes(kernel, *specs) - nbytes < 1000
+def test_no_input_is_copied():
+    """Not even for a function that is compiled for writable arrays alone, nor one that all slices share."""
+    shared = jax.vmap(wrap(reads_both), (0, None))
+    for kernel, *specs in ((calls_typed_add_one(), LARGE), (shared, spec(8, 1), LARGE)):
+        results = kernel(*[np.ones(each.shape, np.float32) for each in specs])
+        np.testing.assert_array_equal(results, np.full(results.shape, 2))
+        assert 0 <= copied_bytes(kernel, *specs) < 1000
 
 
 # -- aliases, scratch, effects -------------------------------------------------------------------------
@@ -2396,7 +2653,6 @@ def accumulate(acc, x, out):
         out[0] += x[i]
 
 
-@pytest.mark.optimized
 @pytest.mark.parametrize("batch", [(), (3,), (3, 2)])
 def test_what_starts_with_an_input_does_where_xla_lost_the_alias(batch):
     """An alias is a hint: fusions of slices on GPUs lose it.  Here the program has none."""
@@ -2406,97 +2662,6 @@ def test_what_starts_with_an_input_does_where_xla_lost_the_alias(batch):
     np.testing.assert_array_equal(acc, np.broadcast_to([10, 5], (*batch, 2)))
 
 
-def numbers_named(names):
-    return dict.fromkeys(names.split(), spec())
-
-
-def lowest_and_highest(x, low, high):
-    low[()], high[()] = x.min(), x.max()
-
-
-def double_both(v, a, two=2):
-    v[()] *= two
-    a[()] *= 2
-
-
-def double_in_scratch(x, z, a, two):
-    two[()] = 2
-    z[()] = two[()] * x[0]
-    a[()] = two[()] + x[0]
-
-
-DICTS = {  # a kernel, its options, inputs, and what it returns
-    "in order": (lowest_and_highest, {"outs": numbers_named("low high")}, [[2, 3]], {"low": 2, "high": 3}),
-    "in another order": (lowest_and_highest, {"outs": numbers_named("high low")}, [[2, 3]], {"low": 2, "high": 3}),
-    "in-outs": (double_both, {"outs": numbers_named("a v"), "in_out_argnames": ["v", "a"]}, [1, 2], {"v": 2, "a": 4}),
-    "ordered": (
-        lowest_and_highest,
-        {"outs": collections.OrderedDict(numbers_named("high low"))},
-        [[2, 3]],
-        collections.OrderedDict(high=3, low=2),
-    ),
-    "default": (
-        lowest_and_highest,
-        {"outs": collections.defaultdict(None, numbers_named("low high"))},
-        [[2, 3]],
-        {"low": 2, "high": 3},
-    ),
-    "scratch": (double_in_scratch, {"outs": numbers_named("a z"), "scratch": spec()}, [[3]], {"z": 6, "a": 5}),
-}
-
-
-@pytest.mark.parametrize("case", DICTS)
-def test_a_dict_has_the_names_of_output_parameters(case):
-    kernel, options, args, expected = DICTS[case]
-    call = wrap(kernel, name=f"dicts {case}", **options)
-    args = list(map(np.float32, args))
-    twice = [np.stack([x, x]) for x in args]
-    second = jax.tree.map(lambda x: x[1], jax.vmap(call)(*twice))
-    exported = export.export(jax.jit(call), disabled_checks=xk.export_checks())(*args).call(*args)
-    for result in (call(*args), jax.jit(call)(*args), second, exported):
-        assert jax.tree.map(float, result) == expected
-
-
-WRONG_DICTS = {
-    "another key": (
-        lowest_and_highest,
-        {"outs": numbers_named("low top")},
-        r"these are \(low, high\), not \(low, top\)",
-    ),
-    "a key less": (lowest_and_highest, {"outs": numbers_named("low")}, r"these are \(low, high\), not \(low\)"),
-    "in a list": (lowest_and_highest, {"outs": [numbers_named("low high")]}, "no dict is in another pytree"),
-    "of tuples": (lowest_and_highest, {"outs": {"low": (), "high": (spec(),) * 2}}, "no dict is in another pytree"),
-    "scratch": (
-        double_in_scratch,
-        {"outs": numbers_named("z a two"), "scratch": spec()},
-        r"these are \(z, a\), not \(a, two, z\)",
-    ),
-    "scratch as a dict": (lowest_and_highest, {"outs": spec(), "scratch": numbers_named("high")}, "scratch is a spec"),
-    "returned": (lambda x: (x, x), {"outs": numbers_named("a b")}, "there are none: give a tuple, or a NamedTuple"),
-    "no names": (lambda *x: None, {"outs": numbers_named("a b")}, "there are none: give a tuple, or a NamedTuple"),
-    "keys of two types": (lowest_and_highest, {"outs": {"a": spec(), 1: spec()}}, "must be of one type"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG_DICTS)
-def test_a_dict_of_other_names_is_refused(case):
-    kernel, options, text = WRONG_DICTS[case]
-    with pytest.raises((ValueError, TypeError), match=text):
-        wrap(kernel, **options)(F32)
-
-
-@pytest.mark.optimized
-def test_a_kernel_that_may_write_to_an_input_gets_a_copy_where_xla_lost_the_alias():
-    """Which stands behind the outputs."""
-    x = jnp.arange(4.0)
-    write = writes("x.flat[0] = 77")
-    out, copied = jax.ffi.ffi_call(target_of(write, FLOATS), (FLOATS, FLOATS))(x)
-    np.testing.assert_array_equal(out, [77, 1, 2, 3])
-    np.testing.assert_array_equal(copied, out)
-    np.testing.assert_array_equal(x, [0, 1, 2, 3])
-
-
-@pytest.mark.optimized
 def test_xla_is_told_of_an_alias():
     """So that it copies nothing where the input is donated."""
     donating = [jax.jit(call, donate_argnums=0) for call in (accumulate, lambda acc, x: add_one(acc))]
@@ -2504,19 +2669,15 @@ def test_xla_is_told_of_an_alias():
     assert told < 1000 < 400_000 <= not_told
 
 
-fill_what_is_not_returned = wrap(
-    runs("x.flat[0] = s[0] = np.nan\n    out[:] = 1", "x, out, s"), scratch=lambda x: spec(2, dtype=x.dtype)
-)
-
-
-@pytest.mark.parametrize(
-    "transform", [lambda f: f, jax.jit, jax.vmap, jax.disable_jit()], ids=["eager", "jit", "vmap", "disable_jit"]
-)
-def test_scratch_and_hidden_copies_are_no_results(transform):
+@pytest.mark.parametrize("transform", [itself, jax.jit, jax.vmap])
+def test_scratch_is_no_result(transform):
+    """Nor is it looked at by jax_debug_nans."""
     x = np.ones((2, 3), np.float32)
-    call = transform(fill_what_is_not_returned)
+    call = transform(wrap(runs("s[0] = np.nan\n    out[:] = 1", "x, out, s"), scratch=spec(2)))
     with jax.debug_nans(True):
         check_close(call(x), x)
+        with jax.disable_jit():
+            check_close(call(x), x)
     for equation in jax.make_jaxpr(call)(x).eqns:
         assert len(equation.outvars) == 1
 
@@ -2537,52 +2698,37 @@ def scan(step, v):
     return jax.lax.scan(body, v, jnp.arange(9))
 
 
-def count_up(step, v):
-    return jax.lax.while_loop(lambda state: state[1] < 9, lambda s: (step(s[1], s[0]), s[1] + 1), (v, 0))
-
-
-def in_some_steps(step, otherwise=lambda v: v):
-    return lambda i, v: jax.lax.cond(i % 2 == 0, partial(step, i), otherwise, v)
-
-
-def read_first(k):
+def read_first(k, i, state):
     """What README says where a state is read and then changed."""
-
-    def step(i, state):
-        v, y = jax.lax.optimization_barrier((state[0], state[0][i]))
-        return k(v, i), state[1] + y
-
-    return step
+    v, y = jax.lax.optimization_barrier((state[0], state[0][i]))
+    return k(v, i), state[1] + y
 
 
-LOOPS = {  # a program of a state `v` and of `k(v, i)`, which adds 1 to v[i]
-    "changed": lambda k: partial(fori, lambda i, v: k(v, i)),
-    "set before": lambda k: partial(fori, lambda i, v: k(v.at[i].set(2), i)),
-    "set after": lambda k: partial(fori, lambda i, v: k(v, i).at[i].set(2)),
-    "set before and after": lambda k: partial(fori, lambda i, v: k(v.at[i].set(2), i).at[i + 1].multiply(2)),
-    "set by what is read": lambda k: partial(fori, lambda i, v: k(v.at[i].set(v[i + 1]), i)),
-    "slice set before": lambda k: partial(fori, lambda i, v: k(jax.lax.dynamic_update_slice(v, F32, (i,)), i)),
-    "computed before": lambda k: partial(fori, lambda i, v: k(v * 0.5, i)),
-    "reshaped before": lambda k: partial(fori, lambda i, v: k(v.reshape(2, -1).at[0, i].set(2).ravel(), i)),
-    "changed twice": lambda k: partial(fori, lambda i, v: k(k(v, i).at[i].set(2), i + 1)),
-    "read before": lambda k: lambda v: fori(lambda i, s: (k(s[0], i), s[1] + s[0][i]), (v, 0.0)),
-    "read before, in order": lambda k: lambda v: fori(read_first(k), (v, 0.0)),
-    "one row": lambda k: lambda v: fori(lambda i, v: v.at[i].set(k(v[i], 0)), v.reshape(10, -1)),
-    "scan": lambda k: partial(scan, lambda i, v: k(v, i)),
-    "scan, set before": lambda k: partial(scan, lambda i, v: k(v.at[i].set(2), i)),
-    "while_loop, set before": lambda k: partial(count_up, lambda i, v: k(v.at[i].set(2), i)),
-    "cond": lambda k: partial(fori, in_some_steps(lambda i, v: k(v.at[i].set(2), i))),
-    "cond, set otherwise": lambda k: partial(scan, in_some_steps(lambda i, v: k(v, i), lambda v: v.at[1].set(3))),
-    "cond before": lambda k: partial(scan, lambda i, v: k(in_some_steps(lambda i, v: v.at[i].set(2))(i, v), i)),
-    "nested loops": lambda k: partial(fori, lambda i, v: fori(lambda j, v: k(v.at[j].set(2), i), v)),
-    "two states": lambda k: lambda v: fori(lambda i, s: [k(v.at[i].set(2), i) for v in s], [v, v + 1]),
-    "two that are swapped": lambda k: lambda v: fori(lambda i, s: [k(v.at[i].set(2), i) for v in s[::-1]], [v, v + 1]),
-    "vmap of a loop": lambda k: lambda v: jax.vmap(LOOPS["set before"](k))(v.reshape(4, -1)),
-    "vmap in a loop": lambda k: (
-        lambda v: fori(lambda i, v: jax.vmap(k, (0, None))(v.at[:, i].set(2), i), v.reshape(4, -1))
-    ),
-    "no loop": lambda k: lambda v: k(v.at[3].set(2), 3),
-}
+class Loops:
+    """Programs of a state `v` and of `k(v, i)`, which adds 1 to v[i]."""
+
+    def set_before(k, v):
+        return fori(lambda i, v: k(v.at[i].set(2), i), v)
+
+    def read_before(k, v):
+        return fori(lambda i, s: (k(s[0], i), s[1] + s[0][i]), (v, 0.0))
+
+    def read_before_in_order(k, v):
+        return fori(partial(read_first, k), (v, 0.0))
+
+    def one_row(k, v):
+        return fori(lambda i, v: v.at[i].set(k(v[i], 0)), v.reshape(10, -1))
+
+    def in_a_scan(k, v):
+        return scan(lambda i, v: k(v.at[i].set(2), i), v)
+
+    def in_a_branch(k, v):
+        return scan(lambda i, v: jax.lax.cond(i % 2 == 0, lambda v: k(v.at[i].set(2), i), lambda v: v, v), v)
+
+    def two_that_are_swapped(k, v):
+        return fori(lambda i, s: [k(v.at[i].set(2), i) for v in s[::-1]], [v, v + 1])
+
+
 add_1_at = wrap(runs("v[i] += 1", "v, i"), in_out_argnames=["v"], scalars=["i"])
 add_1_with_more = wrap(
     runs("two[0] = 2; old[()] = v[i]; v[i] += two[0] - 1", "v, i, old, two"),
@@ -2604,64 +2750,52 @@ ADD_1 = {  # `k(v, i)`: for each program of the first one, for one of the others
 
 
 def copies_of_state(function, **options):
-    """How often a program that is compiled as users do copies all of a state of this size: in all, and in loops."""
-    jax.config.update("jax_disable_most_optimizations", False)
-    try:
-        text = jax.jit(function, **options).lower(LARGE).compile().as_text()
-    finally:
-        fast = os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") == "1"  # as conftest.py sets it
-        jax.config.update("jax_disable_most_optimizations", fast)
+    """How often a program copies all of a state of this size: in all, and in loops."""
+    text = jax.jit(function, **options).lower(LARGE).compile().as_text()
     in_entry = re.compile(r"^ENTRY .*?^}", re.DOTALL | re.MULTILINE)
     return [len(re.findall(r"= f32\[[\d,]{6,}\]\S* copy\(", code)) for code in (text, in_entry.sub("", text))]
 
 
-@pytest.mark.parametrize("case, by, options", [
-    *((case, "numba", {}) for case in LOOPS),
-    *((case, "numba", {"donate_argnums": 0}) for case in ("set before", "no loop")),
-    *(("set before", by, {}) for by in ("another result and scratch", "op")),
-    pytest.param("set before", "warp", {}, marks=pytest.mark.needs("warp")),
+MUST_COPY = (Loops.read_before, Loops.two_that_are_swapped)  # as XLA does where JAX changes the state
+
+
+@pytest.mark.parametrize("program, by, options", [
+    *((program.values[0], "numba", {}) for program in kernels_of(Loops)),
+    (Loops.set_before, "numba", {"donate_argnums": 0}),
+    *((Loops.set_before, by, {}) for by in ("another result and scratch", "op")),
+    pytest.param(Loops.set_before, "warp", {}, marks=pytest.mark.needs("warp")),
 ])  # fmt: skip
-def test_state_that_a_kernel_changes_is_copied_where_that_of_jax_is(case, by, options):
-    program = LOOPS[case](ADD_1[by])
-    jaxs = LOOPS[case](lambda v, i: v.at[i].add(1))
-    check_close(program(jnp.arange(100.0)), jaxs(jnp.arange(100.0)))
+def test_state_that_a_kernel_changes_is_copied_where_that_of_jax_is(program, by, options):
+    by_kernel, by_jax = partial(program, ADD_1[by]), partial(program, lambda v, i: v.at[i].add(1))
+    check_close(by_kernel(jnp.arange(100.0)), by_jax(jnp.arange(100.0)))
     if jax.__version_info__ < (0, 11, 2):
         pytest.skip("XLA drops the barrier before it looks for copies")
-    copies, copies_of_jax = copies_of_state(program, **options), copies_of_state(jaxs, **options)
+    copies, copies_of_jax = copies_of_state(by_kernel, **options), copies_of_state(by_jax, **options)
     assert copies <= copies_of_jax
-    assert bool(copies_of_jax[1]) == (case in ("read before", "reshaped before", "two that are swapped"))
+    assert bool(copies_of_jax[1]) == (program in MUST_COPY)
 
 
-@pytest.mark.optimized
 @pytest.mark.parametrize("kept", [True, False])
-def test_a_side_effect_keeps_an_unused_call(kept):
+def test_a_side_effect_keeps_unused_and_equal_calls(kept):
     call = wrap(has_side_effect=kept)
 
     def unused_in_a_scan(x):
         return jax.lax.scan(lambda carry, _: (2 * carry, call(carry).sum()), x, None, length=3)[0]
 
-    compiled = jax.jit(unused_in_a_scan).lower(FLOATS).compile()
-    assert ("custom-call" in compiled.as_text()) == kept
-    np.testing.assert_array_equal(compiled(F32), 8 * F32)
+    in_a_scan = jax.jit(unused_in_a_scan).lower(FLOATS).compile()
+    assert ("custom-call" in in_a_scan.as_text()) == kept
+    np.testing.assert_array_equal(in_a_scan(F32), 8 * F32)
+    twice = jax.jit(lambda x: (call(x), call(x))).lower(FLOATS).compile()
+    assert twice.as_text().count("custom-call(") == (2 if kept else 1)
 
 
-@pytest.mark.optimized
-@pytest.mark.parametrize("has_side_effect, n_calls", [(False, 1), (True, 2)])
-def test_equal_calls_run_once_unless_they_have_a_side_effect(has_side_effect, n_calls):
-    call = wrap(has_side_effect=has_side_effect)
-    compiled = jax.jit(lambda x: (call(x), call(x))).lower(FLOATS).compile()
-    assert compiled.as_text().count("custom-call(") == n_calls
-
-
-@pytest.mark.optimized
 @pytest.mark.parametrize("code, parameters, options", [
     ("v[()] *= 0.5; n[()] += 1", "v, n", {"in_out_argnames": ["n", "v"]}),
     ("new_v[()] = 0.5 * v; new_n[()] = n + 1", "v, n, new_v, new_n", {}),
 ], ids=["in place", "new"])  # fmt: skip
-@pytest.mark.parametrize("transform", [lambda kernel: kernel, jax.jit, jax.vmap])
-def test_a_loop_whose_whole_state_is_what_a_kernel_gives(transform, code, parameters, options):
+def test_a_loop_whose_whole_state_is_what_a_kernel_gives(code, parameters, options):
     """XLA alone moves such a call out of the loop, which then never ends."""
-    kernel = wrap(runs(code, parameters), lambda v, n: (v, n), **options)
+    kernel = jax.vmap(wrap(runs(code, parameters), lambda v, n: (v, n), **options))
     asked = []
 
     def goes_on(n):
@@ -2671,7 +2805,7 @@ def test_a_loop_whose_whole_state_is_what_a_kernel_gives(transform, code, parame
     def condition(state):
         return jax.pure_callback(goes_on, spec(dtype=bool), state[1])
 
-    v, n = jax.lax.while_loop(condition, lambda state: transform(kernel)(*state), (8 * F32, np.zeros(4, np.int32)))
+    v, n = jax.lax.while_loop(condition, lambda state: kernel(*state), (8 * F32, np.zeros(4, np.int32)))
     np.testing.assert_array_equal(v, F32 / 128)
     np.testing.assert_array_equal(n, [10, 10, 10, 10])
 
@@ -2688,40 +2822,22 @@ def test_threads_that_wrap_one_function_get_one_kernel():
             np.testing.assert_array_equal(result, 3 * F32)
 
 
-def test_threads_that_trace_the_same_kernels_register_each_once():
-    """16 threads race for 3 kernels of 2 dtypes each: a target that is registered twice is an error of XLA's."""
-    start = threading.Barrier(16)
-    kernels = closures("x[0] + v", [0, 1, 2])
-
-    def work(number):
-        start.wait()
-        for i in range(6):
-            value = (number + i) % 3
-            add = wrap(kernels[value], lambda x: spec(1, dtype=x.dtype))
-            x = np.arange(1 + i, dtype=np.float32 if i < 3 else np.int32)
-            np.testing.assert_array_equal(jax.jit(lambda x: copy(add(x)))(x), x[:1] + value)
-            np.testing.assert_array_equal(jax.vmap(add)(x[None]), x[None, :1] + value)
-
-    in_threads(work, range(16))
-
-
 def test_collected_wrappers_leave_their_kernels():
     """XLA keeps raw pointers to what was registered."""
-    compiled, wrappers = [], []
+    programs, wrappers = [], []
     for value in range(10):
         wrapper = wrap(reads("x[0] + value", value=value))
-        compiled.append(jax.jit(wrapper).lower(F32).compile())
+        programs.append(jax.jit(wrapper).lower(F32).compile())
         wrappers.append(weakref.ref(wrapper))
     del wrapper
     jax.clear_caches()
     gc.collect()
     assert [wrapper() for wrapper in wrappers] == [None] * 10
-    assert [float(call(F32)[0]) for call in compiled] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+    assert [float(call(F32)[0]) for call in programs] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
 
 
 @pytest.mark.parametrize("outs, args", [
-    (FLOATS, ()), (FLOATS, (F32, F32)), ([FLOATS, FLOATS], (F32,)), (FLOATS, (F32.astype(np.int32),)),
-    (spec(4, dtype=np.int32), (F32,)), (FLOATS, (F32[0],)), (spec(), (F32[0],)), (spec(), (F32,)),
+    (FLOATS, (F32, F32)), ([FLOATS, FLOATS], (F32,)), (FLOATS, (F32.astype(np.int32),)), (spec(), (F32,)),
 ])  # fmt: skip
 def test_buffers_of_another_count_rank_or_dtype_are_an_error(outs, args):
     """As another program of the same names could pass them."""
@@ -2731,12 +2847,12 @@ def test_buffers_of_another_count_rank_or_dtype_are_an_error(outs, args):
 
 def load_copy(name, path=xk.__file__):
     """Another copy of the file in this process, under a name that it has while it is loaded."""
-    spec = importlib.util.spec_from_file_location(name, path)
-    copy = importlib.util.module_from_spec(spec)
+    found = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(found)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, name, copy)
-        spec.loader.exec_module(copy)
-    return copy
+        patch.setitem(sys.modules, name, module)
+        found.loader.exec_module(module)
+    return module
 
 
 def test_copies_of_this_file_in_a_process():
@@ -2745,18 +2861,6 @@ def test_copies_of_this_file_in_a_process():
     kernels = [module.numba_kernel(add_one.__wrapped__, like_first) for module in modules]
     chain = jax.jit(lambda x: functools.reduce(lambda x, kernel: kernel(x), kernels, x))
     np.testing.assert_array_equal(chain(F32), F32 + 3)
-
-
-def test_copies_of_this_file_know_wrappers_and_ops_of_each_other():
-    copy = load_copy("package.another")
-    for one, other in (xk, copy), (copy, xk):
-        op = one.XLACustomKernel("op")
-        op.def_numba_kernel(other.numba_kernel(add_one.__wrapped__, like_first))
-        other.defjvp(op, lambda t, x: [3 * t])
-        results, axes = other.general_batching_rule(op, (np.stack([F32, F32]),), (0,), outs=[spec(4)])
-        np.testing.assert_array_equal(results[0][1], F32 + 1)
-        assert axes == [0]
-        assert jax.grad(lambda x: op(x, outs=x).sum())(F32)[0] == 3
 
 
 def test_wrapped_is_plain_python():
@@ -2774,333 +2878,6 @@ def test_without_jit_a_call_says_what_to_do(monkeypatch):
     np.testing.assert_array_equal(made(F32), F32)
 
 
-# -- processes -----------------------------------------------------------------------------------------
-# What only a process of its own can show.  Those of one kind run in one process, as it takes 3 s to start, and 3 s to
-# compile the first `out[:] = x`, for the text of its error.
-
-
-SHARED_BATCHES = """
-    import faulthandler
-    faulthandler.dump_traceback_later(240, exit=True)
-
-    def spin(x, y, out):
-        total = 0.0
-        for i in range(300):
-            total += np.sin(x[0] * y[0] + i)
-        if x[1] < 0:
-            raise ValueError("bad slice")
-        out[0], out[1] = total, x[1]
-
-    def nest(method):
-        kernel = wrap(spin, vmap_method=method)
-        return jax.vmap(jax.vmap(jax.vmap(kernel, (0, 0)), (0, None)), (0, None))
-
-    x = np.arange(8 * 5 * 6 * 2, dtype=np.float32).reshape(8, 5, 6, 2)
-    y = np.arange(1, 7, dtype=np.float32)[:, None]
-    bad = x.copy()
-    bad[3, 2, 2, 1] = bad[5, 4, 1, 1] = -1
-    expected = np.asarray(nest("sequential")(x, y))
-    mesh, P = jax.sharding.Mesh(np.array(jax.devices()), ("i",)), jax.sharding.PartitionSpec
-    jitted = jax.jit(nest(None))
-    pmapped = jax.pmap(jax.vmap(jax.vmap(wrap(spin), (0, 0)), (0, None)), in_axes=(0, None))
-    sharded = jax.jit(jax.shard_map(nest(None), mesh=mesh, in_specs=(P("i"), P()), out_specs=P("i")))
-
-    def work(count):
-        for _ in range(count):
-            for f in (jitted, pmapped, sharded):
-                np.testing.assert_array_equal(f(x, y), expected)
-            assert "bad slice" in error_of(jitted, bad, y)
-
-    pmapped(x, y)  # the first call by one thread: JAX's own cache of pmap (0.9) fails where several trace it at once
-    in_threads(work, [10] * 16)
-
-    whole, split = [jax.sharding.NamedSharding(mesh, P(*axes)) for axes in ((), "i")]
-    kernel = jax.vmap(wrap(runs("if x[0] > 8: raise ValueError('too large')\\n    out[0] = x[0]")))
-    of_seven = jax.jit(lambda x: jax.lax.with_sharding_constraint(2 * kernel(x[:7]), whole), in_shardings=split)
-    slices = jax.device_put(np.arange(8, dtype=np.float32)[:, None], split)
-    assert of_seven(slices)[6] == 12
-    assert "too large" in error_of(of_seven, 2 * slices)
-    running = [pmapped(x + i, y) for i in range(100)]  # when the process ends
-    """
-
-
-@pytest.mark.optimized
-@pytest.mark.processes
-def test_batches_of_many_callers_on_many_devices():
-    """16 callers of 8 devices share XLA's threads, which none may wait for; ten rounds find a lost wake-up.
-
-    Nor is there one for each of seven slices.
-    """
-    run_code(SHARED_BATCHES, XLA_FLAGS="--xla_force_host_platform_device_count=8")
-
-
-LIFE_OF_A_PROCESS = """
-    import importlib, multiprocessing
-
-    def check(module=xk):
-        new = module.numba_kernel(add_one.__wrapped__, like_first)
-        assert held(ones)[3] == jax.vmap(new)(ones[None])[0, 3] == 2
-
-    held = jax.jit(add_one)
-    jax.eval_shape(add_one, ones)  # registered before JAX has a backend
-    if hasattr(os, "fork"):
-        child = multiprocessing.get_context("fork").Process(target=check)
-        child.start()
-        child.join()
-        assert child.exitcode == 0, "the forked process"
-    check()
-    jitted = numba.njit(add_one.__wrapped__)
-    for module in (xk, importlib.reload(xk)):  # named kernels are the same then
-        check(module)
-        for name, kernel in (("plain", add_one.__wrapped__), ("jitted", jitted)):
-            assert module.numba_kernel(kernel, like_first, name=name)(ones)[0] == 2
-
-    import operator  # users' extensions of Numba may write to inputs
-    from numba.extending import overload, overload_attribute
-
-    @overload_attribute(numba.types.Array, "zap")
-    def zap(x):
-        def get(x):
-            x.flat[0] = 77
-            return 1
-        return get
-
-    def shift(x, n):
-        if isinstance(x, numba.types.Array) and x.dtype == numba.float32:
-            def write(x, n):
-                x.flat[0] = 77
-                return n
-            return write
-
-    overload(operator.rshift)(shift)
-    overload(np.gradient)(types.FunctionType(shift.__code__, {"numba": numba}))  # of no module
-    for code in ("x.zap", "x >> 1", "np.gradient(x, 1)"):
-        x = jnp.arange(1.0, 5.0)
-        wrap(runs(f"out[0] = {code}"))(x)
-        assert x[0] == 1
-    """
-
-
-@pytest.mark.optimized
-@pytest.mark.processes
-def test_the_life_of_a_process_in_which_an_extension_writes():
-    """Fork, late start of the backend, reload, extensions of Numba."""
-    run_code(LIFE_OF_A_PROCESS)
-
-
-WORKQUEUE = """
-    @numba.njit(parallel=True)
-    def direct(x, out):
-        for i in numba.prange(x.size):
-            out[i] = x[i] + 1
-        if x[0] < 0:
-            raise ValueError("negative")
-
-    @numba.cfunc("void(CPointer(float32), CPointer(float32), int64)")
-    def callback(x, out, n):
-        direct(numba.carray(x, (n,)), numba.carray(out, (n,)))
-
-    def through_helper(x, out):
-        direct(x, out)
-
-    def through_pointer(x, out):
-        callback(x.ctypes, out.ctypes, x.size)
-
-    wrap(runs("out[0] = x[0]"))(ones)  # of the same signature, but without a lock
-
-    def work(kernel):
-        f = wrap(kernel)
-        for i in range(50 if kernel is direct else 3):
-            if kernel is not through_pointer:  # where Numba loses errors
-                assert "negative" in error_of(f, -ones)
-            assert (jax.pmap(f)(np.ones((4, 1000), np.float32)) == 2).all()
-
-    in_threads(work, [through_pointer, direct, through_helper] * 3)
-    """
-AT_ONCE = """
-    import ctypes, threading
-
-    layer = os.environ["NUMBA_THREADING_LAYER"]
-    at_once = layer != "workqueue"
-    both = threading.Barrier(2, timeout=30 if at_once else 1)
-
-    @ctypes.CFUNCTYPE(ctypes.c_int64)
-    def meets():
-        try:
-            both.wait()
-        except threading.BrokenBarrierError:
-            return False
-        return True
-
-    @numba.njit(parallel=True)
-    def meet(x, out):
-        for i in numba.prange(x.size):
-            out[i] = meets()
-
-    assert (jax.pmap(wrap(meet))(np.ones((2, 1), np.float32)) == at_once).all()
-    assert numba.threading_layer() == layer
-    """
-
-
-@pytest.mark.optimized
-@pytest.mark.processes
-@pytest.mark.parametrize("layer", [
-    "workqueue",
-    pytest.param("omp", marks=pytest.mark.needs("glibc")),
-    pytest.param("tbb", marks=pytest.mark.needs("linux", "tbb")),
-])  # fmt: skip
-def test_parallel_kernels_entered_at_once(layer):
-    """Numba's workqueue aborts a process in which two threads enter it; on other layers two kernels can meet."""
-    # where pip puts libtbb, which the loader does not find in a virtual environment
-    libraries = f"{sys.prefix}/lib:{os.environ.get('LD_LIBRARY_PATH', '')}"
-    code = WORKQUEUE + AT_ONCE if layer == "workqueue" else AT_ONCE
-    run_code(code, NUMBA_THREADING_LAYER=layer, LD_LIBRARY_PATH=libraries)
-
-
-SUBNORMAL = """
-    import itertools, multiprocessing
-
-    @numba.njit(parallel=True)
-    def halve(x, out):
-        for i in numba.prange(x.size):
-            out[i] = x[i] * np.float32(0.5)
-        if np.isnan(x[0]):
-            raise ValueError("nan")
-
-    def count_zeros(out):
-        return int((np.asarray(out) == 0).sum())
-
-    def by_numba():
-        out = np.empty_like(tiny)
-        halve(tiny, out)
-        return count_zeros(out)
-
-    def by_jax():
-        return count_zeros(kernel(tiny))
-
-    def in_loop():
-        return count_zeros(jax.jit(lambda x: jax.lax.fori_loop(0, 3, lambda _, y: kernel(x), x))(tiny))
-
-    def on_threads():
-        return count_zeros(jax.vmap(kernel)(np.stack([tiny] * 3))) + count_zeros(jax.pmap(kernel)(np.stack([tiny] * 4)))
-
-    def check(layer, step):
-        numba.config.THREADING_LAYER = layer
-        for run in [by_numba, by_jax, in_loop, on_threads][::step]:
-            assert run() == 0, run.__name__
-        assert "nan" in error_of(kernel, tiny * np.nan)
-        assert by_numba() == by_jax() == 0
-        flushed = jax.jit(lambda x: (kernel(x), x * np.float32(0.5)))(tiny)
-        assert count_zeros(flushed[0]) == 0 and count_zeros(flushed[1]) == tiny.size  # XLA goes on as before
-        assert numba.threading_layer() == layer
-
-    tiny = np.full(4096, 1e-40, np.float32)
-    kernel = wrap(halve)
-    for case in itertools.product(("workqueue", "omp"), (1, -1)):  # none has threads when the next is forked
-        child = multiprocessing.get_context("fork").Process(target=check, args=case)
-        child.start()
-        child.join()
-        assert child.exitcode == 0, case
-    """
-
-
-@pytest.mark.processes
-@pytest.mark.skipif(not hasattr(ctypes.pythonapi, "gnu_get_libc_version"), reason="the mode of floats of glibc alone")
-def test_subnormal_numbers_in_parallel_kernels():
-    """XLA's threads take them for 0, and Numba's inherit that: whichever starts first, and in each threading layer."""
-    run_code(SUBNORMAL)
-
-
-# -- kernels on disk: those that Numba caches ----------------------------------------------------------
-
-CACHED = """
-    import numba, numpy as np
-
-    @numba.njit(cache=True)
-    def copy(x, out):
-        for i in range(x.size):
-            out[i] = x[i]
-
-    @numba.njit(cache=True)
-    def writes(x, out):
-        x.flat[0] = 7
-        copy(x, out)
-
-    @numba.njit(cache=True)
-    def writes_in_a_dict(x, out):
-        rows = {0: out}
-        rows[1] = x
-        rows[1] /= 2
-        copy(rows[1], out)
-
-    @numba.njit(cache=True)
-    def by_a_helper(x, out):
-        writes_in_a_dict(x, out)
-
-    @numba.njit(cache=True, parallel=True)
-    def in_parallel(x, out):
-        for i in numba.prange(x.size):
-            out[i] = 2 * x[i]
-
-    @numba.njit(cache=True)
-    def multiplies(A, x, out):
-        copy(A @ x, out)
-    """
-CACHED_BY_NUMBA = """
-    from numba.core.event import install_recorder
-    import cached, jax.export
-
-    exported = pathlib.Path(sys.argv[2])
-    if exported.exists():
-        numba.extending.overload(add_one.__wrapped__)(lambda x, out: None)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    hits = []
-    jax.monitoring.register_event_listener(lambda event, **_: hits.append(event.endswith("/cache_hits")))
-    scaled = wrap(runs(f"out[0] = {sys.argv[1]} * x[0]"), name="scaled")
-    print("scaled", jax.jit(lambda x: jax.vmap(scaled)(x))(ones[None])[0, 0], "found:", any(hits))
-
-    x = jnp.asarray(ones)
-    with install_recorder("numba:compile") as recorder:
-        for name in ("by_a_helper", "writes", "writes_in_a_dict", "in_parallel"):
-            call = wrap(getattr(cached, name))
-            print(name, *call(x), *jax.vmap(call)(x[None])[0])
-        multiplies = wrap(cached.multiplies, lambda A, x: x, name="multiplies")
-        A = np.ones((1000, 1000), np.float32)
-        print("copied:", copied_bytes(multiplies, A, A[0]) > 1e6)
-    assert (x == 1).all()
-    print("compiled:", len(recorder.buffer) > 0)
-    if not exported.exists():
-        program = jax.export.export(jax.jit(multiplies), disabled_checks=xk.export_checks())(A, A[0])
-        exported.write_bytes(program.serialize())
-    assert (jax.export.deserialize(bytearray(exported.read_bytes())).call(A, A[0]) == 1000).all()
-    """
-OF_CACHED = """
-by_a_helper 0.5 0.5 0.5 0.5 0.5 0.5 0.5 0.5
-writes 7.0 1.0 1.0 1.0 7.0 1.0 1.0 1.0
-writes_in_a_dict 0.5 0.5 0.5 0.5 0.5 0.5 0.5 0.5
-in_parallel 2.0 2.0 2.0 2.0 2.0 2.0 2.0 2.0
-copied: False
-"""
-
-
-@pytest.mark.optimized
-@pytest.mark.processes
-@pytest.mark.filterwarnings("ignore::numba.core.errors.NumbaTypeSafetyWarning")
-def test_a_second_process_compiles_no_kernel_that_numba_caches(tmp_path):
-    """Nor does it write to inputs, or copy more of them, though what Numba loads does not say what is in it.
-
-    Somebody's overload in the second process changes nothing.  And programs that JAX keeps, or that are exported, run
-    the kernels of their process.
-    """
-    (tmp_path / "cached.py").write_text(textwrap.dedent(CACHED))
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    for factor, is_first in ((2, True), (3, False)):
-        environment = {"PYTHONPATH": path, "JAX_COMPILATION_CACHE_DIR": str(tmp_path)}
-        output = run_code(CACHED_BY_NUMBA, factor, tmp_path / "exported", **environment)
-        assert output == f"scaled {factor}.0 found: {not is_first}{OF_CACHED}compiled: {is_first}\n"
-
-
 # -- names, in this process and in others -------------------------------------------------------------
 
 
@@ -3110,30 +2887,34 @@ def load_beside_another(program):
     return np.asarray(read_exported(program)(F32))
 
 
-VALUES = [2.0, -0.0, np.float32(3), np.arange(3), np.arange(3) + 2, np.arange(4)]
-FUNCTIONS_OF_NUMPY = [np.exp2, np.cosh]
-
-
 def executables(step):
-    """One of a kernel for each value and each function that it may read, made in this order."""
-    kernels = closures("x[0] * np.sum(np.asarray(v))", VALUES)
-    kernels += [reads(f"np.{function.__name__}(x[0])") for function in FUNCTIONS_OF_NUMPY]
+    """Of kernels that differ in what they read, or in their options, made in this order."""
+    kernels = closures("x[0] + np.asarray(v).size", [np.float32(3), np.arange(3)])
+    kernels += closures("math.copysign(x[0] + v, v)", [0.0, -0.0, 2.0])
+    kernels += closures("x[0] + v[1] + 0.5", [np.arange(3), np.arange(3) + 2, (0, 4)])
+    kernels += [reads(f"np.{function}(x[0])") for function in ("sinh", "cosh")]
+    kernels.append(numba.njit(fastmath={"nnan", "nsz", "arcp", "contract"})(reads("x[0] / 7")))  # a set has no order
     return [jax.jit(wrap(kernel, spec(1))).lower(FLOATS).compile() for kernel in kernels[::step]]
+
+
+def run_executable(program):
+    return np.asarray(program(F32))
 
 
 def load_executables(serialized):
     executables(-1)
     load = serialize_executable.deserialize_and_load
-    return [np.asarray(load(*data, execution_devices=jax.devices()[:1])(F32)) for data in serialized]
+    return [run_executable(load(*data, execution_devices=jax.devices()[:1])) for data in serialized]
 
 
 @pytest.mark.processes
 def test_names_do_not_depend_on_the_order_in_which_kernels_are_made():
     """So that serialized executables of another process find the kernels of this one."""
-    serialized = list(map(serialize_executable.serialize, executables(1)))
-    loaded = np.concatenate(another_process().submit(load_executables, serialized).result())
-    expected = [*(F32[0] * np.sum(value) for value in VALUES), *(function(F32[0]) for function in FUNCTIONS_OF_NUMPY)]
-    np.testing.assert_allclose(loaded, expected, rtol=1e-6)
+    made = executables(1)
+    here = np.concatenate(list(map(run_executable, made)))
+    assert len(set(here)) == len(here)  # so each finds its own
+    loaded = another_process().submit(load_executables, list(map(serialize_executable.serialize, made))).result()
+    np.testing.assert_array_equal(np.concatenate(loaded), here)
 
 
 def test_a_kernel_of_the_users_name_is_found_in_another_process():
@@ -3161,70 +2942,6 @@ def test_a_kernel_without_a_name_is_not_exported():
         exported_here(wrap(), FLOATS)
 
 
-@pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
-def test_a_generator_that_computes_with_jnp_on_a_mesh(axis_type):
-    """It is called once for outputs that vary, and once for others; what it makes serves on and off the mesh."""
-    made = []
-
-    def generator(outs):
-        made.append(outs)
-        return partial(jnp.multiply, 2 * jnp.ones(4))
-
-    call = partial(op_with(generator), outs=lambda x: spec(*x.shape))
-    mesh = jax.make_mesh((4,), ("i",), axis_types=(axis_type,))
-    x = jax.device_put(np.ones((8, 4), np.float32), jax.sharding.NamedSharding(mesh, P("i")))
-    split = jax.shard_map(call, mesh=mesh, in_specs=P("i"), out_specs=P("i"))
-    with jax.set_mesh(mesh):
-        for f in (split, jax.jit(split)):
-            np.testing.assert_array_equal(f(x), np.full((8, 4), 2))
-    np.testing.assert_array_equal(split(x), np.full((8, 4), 2))
-    np.testing.assert_array_equal(call(jnp.ones((2, 4))), np.full((2, 4), 2))
-    assert len(made) == 2
-    smaller = jax.make_mesh((2,), ("i",), axis_types=(axis_type,))
-    for mesh in (mesh, smaller, mesh):
-        x = jax.device_put(np.ones((8, 4), np.float32), jax.sharding.NamedSharding(mesh, P("i")))
-        split = jax.shard_map(call, mesh=mesh, in_specs=P("i"), out_specs=P("i"))
-        with jax.set_mesh(mesh):
-            for f in (call, split):
-                np.testing.assert_array_equal(jax.jit(f)(x), np.full((8, 4), 2))
-
-
-def test_an_op_calls_a_generator_once_for_its_parameters():
-    """Also if that computes with jnp, under jit: it gets arrays, which serve the next trace, too."""
-    made = []
-    op = xk.XLACustomKernel("counted")
-
-    @op.def_numba_kernel
-    def generator(outs, power):
-        made.append((outs[0].shape, power))
-        factors = np.asarray(jnp.full(outs[0].shape, 2.0) ** power)
-        return wrap(lambda x: factors * x)
-
-    call = partial(op, outs=like_first)
-    for _ in range(2):
-        for power in (1, 2):
-            jax.clear_caches()
-            x = jnp.ones(3)
-            jax.jit(partial(call, power=power))(x)
-            jax.vmap(partial(call, power=power))(jnp.ones((4, 3)))
-            np.testing.assert_array_equal(call(x, power=power), np.full(3, 2.0**power))
-    assert made == [((3,), 1), ((3,), 2)]
-    op.def_numba_kernel(generator)
-    call(jnp.ones(3), power=1)
-    assert len(made) == 3
-
-
-def test_an_op_calls_a_generator_for_each_configuration():
-    def generator():
-        precision = jax.config.jax_default_matmul_precision
-        return lambda x: x + {"float32": 1, "bfloat16": 2}[precision]
-
-    add = call_op(op_with(generator))
-    for precision, value in (("float32", 1), ("bfloat16", 2), ("float32", 1)):
-        with jax.default_matmul_precision(precision):
-            assert [f(0) for f in eager_and_jitted(add)] == [value] * 2
-
-
 def test_a_named_kernel_that_is_defined_again_is_the_same_if_it_is_unchanged():
     """As by importlib.reload."""
     namespace = {"math": math, "constant": 1}
@@ -3243,7 +2960,7 @@ def test_a_named_kernel_that_is_defined_again_is_the_same_if_it_is_unchanged():
 
 simulated = pytest.mark.needs("simulator")
 compiled = pytest.mark.needs("compiler")
-on_gpu = pytest.mark.gpu
+on_gpu = pytest.mark.needs("gpu")
 on_device = pytest.mark.needs("cuda")  # on a GPU or, in the same way, in the simulator
 
 
@@ -3337,8 +3054,8 @@ def program_for_cuda(function, *args):
 @compiled
 def test_cuda_nothing_to_run_is_no_call():
     """XLA may not capture an empty launch in a CUDA graph."""
-    kernel = cuda.jit(lambda x, y, z: None)
-    op = xk.numba_cuda_kernel(kernel, lambda x: (x, x), launch_dims=lambda x: x.size - 3, input_output_aliases={0: 1})
+    options = {"launch_dims": lambda x: x.size - 3, "input_output_aliases": {0: 1}, "zero_outputs": False}
+    op = xk.numba_cuda_kernel(cuda.jit(lambda x, y, z: None), lambda x: (x, x), **options)
     assert "custom_call" in lower_for_cuda(jax.vmap(op), spec(1, 4))
     assert "custom_call" not in lower_for_cuda(jax.vmap(op), spec(0, 4))
     assert "custom_call" not in lower_for_cuda(op, spec(3))
@@ -3347,51 +3064,7 @@ def test_cuda_nothing_to_run_is_no_call():
     np.testing.assert_array_equal(kept, [0, 1, 2])
 
 
-def in_memory_of_host(x):
-    (device,) = jnp.asarray(x).devices()
-    return jax.device_put(x, jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host"))
-
-
-@compiled
-def test_cuda_an_output_starts_with_an_array_on_the_device():
-    op = xk.numba_cuda_kernel(cuda.jit(lambda x: None), like_first, in_out_argnames=["x"], **BLOCK)
-    x = in_memory_of_host(F32)
-    with pytest.raises(ValueError, match=r"<lambda>': an output starts with input 0, .*Space\.Device\)"):
-        lower_for_cuda(op, x)
-    assert "custom_call" in lower_for_cuda(lambda x: op(jax.device_put(x, jax.memory.Space.Device)), x)
-
-
-HOST_KERNEL = numba.njit(lambda x, out: None)
 BLOCK = {"grid": 1, "block": 1}
-
-
-@pytest.mark.parametrize("error, options, text", [
-    (ValueError, {}, "grid and block, or launch_dims"),
-    (TypeError, {"grid": 1.5, "block": 1}, "got 1.5"),
-    (ValueError, {"grid": 1, "block": (32, 64)}, "2048"),
-    (ValueError, {"grid": 1, "block": (1, 1, 65)}, "block.z must be from 1 to 64; got 65"),
-    (ValueError, {"grid": (1, 65536), "block": 1}, "grid.y must be from 0 to 65535; got 65536"),
-    (ValueError, {"launch_dims": lambda x: -3}, "got -3"),
-    (ValueError, {"launch_dims": 1, "threads_per_block": 2048}, "from 1 to 1024; got 2048"),
-    (TypeError, {"launch_dims": 1, "threads_per_block": (8, 8)}, "threads_per_block must be an int"),
-    (ValueError, {**BLOCK, "shared_mem": -1}, "shared_mem must be a number of bytes; got -1"),
-    (TypeError, {**BLOCK, "outs": spec(3, dtype=jnp.bfloat16)}, "output 0 is bfloat16[3]"),
-    (TypeError, {**BLOCK, "kernel": HOST_KERNEL}, "@cuda.jit of numba or numba_cuda_mlir"),
-])  # fmt: skip
-def test_cuda_refused_kernel(error, options, text):
-    options = {"kernel": cuda.jit(lambda x, out: None), "outs": spec(3), **options}
-    with pytest.raises(error, match=re.escape(text)):
-        jax.eval_shape(xk.numba_cuda_kernel(**options), spec(3))
-
-
-@pytest.mark.parametrize("func, text", [
-    (3, "for one kernel use numba_cuda_kernel.*int 3"),
-    (lambda x, y, out, stream: math.pi, "names neither a kernel nor the `cuda`"),
-    (lambda x, out, stream: cuda, r"\(x, out, stream\).*gives it \(float32\[3\], .*, a stream\)"),
-])  # fmt: skip
-def test_cuda_refused_callable(func, text):
-    with pytest.raises(TypeError, match=text):
-        jax.eval_shape(xk.numba_cuda_callable(func, spec(3)), spec(3), spec(3))
 
 
 @pytest.mark.needs("no gpu", "compiler")
@@ -3493,23 +3166,6 @@ R cuGetProcAddress_v2(const char *name, P *result, int version, D flags, int *st
 """
 
 
-@pytest.mark.processes
-@pytest.mark.needs("linux", "compiler", "real driver", "no gpu", "gcc", "cuda package")
-def test_cuda_fake_driver(tmp_path):
-    """Runs the tests below with the fake driver, on PTX of the packages that are here."""
-    (tmp_path / "fake.c").write_text(FAKE_DRIVER)
-    flags = "-shared -fPIC -w -Wl,-soname,libcuda.so.1 -o libcuda.so.1 fake.c -ldl".split()
-    subprocess.run(["gcc", *flags], cwd=tmp_path, check=True)
-    environment = {
-        "JAX_PLATFORMS": "cpu",
-        "LD_LIBRARY_PATH": f"{tmp_path}:{os.environ.get('LD_LIBRARY_PATH', '')}",
-        "NUMBA_CUDA_DRIVER": str(tmp_path / "libcuda.so.1"),
-        "XLA_KERNELS_FAKE_CUDA": "1",
-    }
-    outcomes = outcomes_elsewhere("test_fakecuda", tmp_path, **environment)
-    assert set(outcomes.values()) == {"passed"} | skips_for("numba-cuda", "numba-cuda-mlir")
-
-
 class FakeGpus:
     """Two GPUs that JAX lists; XLA gives handlers for CUDA a stream and a device, and runs them on the CPU."""
 
@@ -3584,7 +3240,7 @@ class FakeDriver(FakeGpus):
         return [json.loads(line) for line in self.driver.take_log().splitlines()]
 
     def launches(self, function, *args):
-        """What a call launched: on which device, grid, block, and shared memory."""
+        """What a call calls: on which device, grid, block, and shared memory."""
         return [launch for launch, _ in self.launches_and_words(function, *args)]
 
     def launches_and_words(self, function, *args):
@@ -3596,8 +3252,8 @@ class FakeDriver(FakeGpus):
         """The same, and the addresses of the arrays that each launch got: like these, and in row-major order."""
         self.set(n_params=sum(len(packed_array(package_cuda, 0, array)) for array in arrays_of_launches[0]))
         launches, addresses = [], []
-        launched = self.launches_and_words(function, *args)
-        for (launch, words), arrays in zip(launched, arrays_of_launches, strict=True):
+        calls = self.launches_and_words(function, *args)
+        for (launch, words), arrays in zip(calls, arrays_of_launches, strict=True):
             launches.append(launch)
             addresses.append([])
             for array in arrays:
@@ -3739,41 +3395,9 @@ def test_fakecuda_nested_batches(gpus, package_cuda, kind):
     assert (np.array(addresses) - [x_data, y_data, out_data]).tolist() == (4 * np.array(starts)).tolist()
 
 
-def asks_for_z(i):
-    """A helper of a kernel."""
-    return i + cuda.gridDim.z
-
-
-@pytest.mark.parametrize("asks, code", [
-    ("%ctaid.z", "out[0] = cuda.blockIdx.z"),
-    ("%ctaid.z", "out[cuda.grid(3)[0]] = cuda.grid(3)[2]"),
-    ("%nctaid.z", "out[0] = asks_for_z(1)"),
-    (None, "i, j = cuda.grid(2); cuda.atomic.add(out, i + j + cuda.threadIdx.z, cuda.blockDim.z)"),
-])  # fmt: skip
-def test_fakecuda_a_kernel_that_asks_for_z_has_no_batch_in_z(gpus, package_cuda, asks, code):
-    """With a launch for each slice it may ask."""
-    names = {"asks_for_z": package_cuda.jit(device=True)(written_for(package_cuda, asks_for_z))}
-    kernel = own_kernel(package_cuda, "x, out", code, names=names)
-    x = jnp.ones((4, 3), np.int32)
-    for _ in range(2):
-        batched = jax.vmap(xk.numba_cuda_kernel(kernel, like_first, **BLOCK))
-        assert len(gpus.launches(batched, x)) == (4 if asks else 1)
-    in_order = xk.numba_cuda_kernel(kernel, like_first, vmap_method="sequential", **BLOCK)
-    assert len(gpus.launches(jax.vmap(in_order), x)) == 4
-
-
 def test_fakecuda_a_device_function_is_no_kernel(package_cuda):
     with pytest.raises(TypeError, match=r"takes a function decorated with @cuda\.jit"):
         xk.numba_cuda_kernel(package_cuda.jit(device=True)(runs("out[0] = x[0]")), like_first, **BLOCK)
-
-
-def test_fakecuda_a_batch_in_z_of_arrays_without_dimensions(gpus, package_cuda):
-    """reshape(()) of numba-cuda-mlir 0.6.0 fails; a scalar needs none."""
-    kernel = own_kernel(package_cuda, "x, out", "out[0] = x + 1.0")
-    op = jax.vmap(xk.numba_cuda_kernel(kernel, spec(1), scalars=True, **BLOCK))
-    assert len(gpus.launches(op, jnp.ones(4))) == 1
-    op = jax.vmap(own_op(package_cuda))
-    assert len(gpus.launches(op, jnp.ones(4))) == (4 if is_successor(package_cuda) else 1)
 
 
 @pytest.mark.parametrize("function, text, n_launches", [
@@ -3822,40 +3446,13 @@ def test_fakecuda_kernels_that_only_numba_can_launch_are_refused(
     assert gpus.launches(xk.numba_cuda_callable(launch, like_first), F32) == ["numba 1: 1,1,1 x 8,1,1 +0"]
 
 
-@pytest.mark.needs("fake driver", "numba-cuda")
-@pytest.mark.parametrize("package_cuda", ["numba.cuda"], indirect=True)  # the successor inlines these functions
-@pytest.mark.parametrize("body, is_refused", [
-    ("out[0] = x[1:][0]", False), ("out[0] = np.empty(2, np.float32)[0]", True),
-], ids=["views", "allocates"])  # fmt: skip
-def test_fakecuda_numbas_reference_counts(gpus, package_cuda, monkeypatch, body, is_refused):
-    """As NUMBA_CUDA_ENABLE_NRT=1 enables them."""
-    monkeypatch.setattr(numba.config, "CUDA_ENABLE_NRT", True, raising=False)
-    op = xk.numba_cuda_kernel(own_kernel(package_cuda, "x, out", body, names={"np": np}), like_first, **BLOCK)
-    with contextlib.ExitStack() as stack:
-        if is_refused:
-            stack.enter_context(pytest.raises(TypeError, match=r"'kernel' has reference-counted memory: .*callable"))
-        assert len(gpus.launches(op, F32)) == 1
-
-
 @pytest.mark.parametrize("body, refused", [
-    ("x[0] = out[0]", "its inputs are read-only"),
-    ("cuda.atomic.add(x[1:], 0, 1)", "its inputs are read-only"),
-    ("store(x, 0, out[0])", "its inputs are read-only"),  # which Numba does not see
-    ("return 1.0", "it returns a value"),
-    ("out[0] = x.nope", "nope"),
+    ("x[0] = out[0]", "its inputs are read-only"), ("return 1.0", "it returns a value"), ("out[0] = x.nope", "nope"),
 ])  # fmt: skip
-def test_fakecuda_refused_kernels(gpus, package_cuda, body, refused):
-    kernel = own_kernel(package_cuda, "x, out", body, names={"store": package_cuda.stwt})
+def test_fakecuda_what_numba_refuses_is_refused_in_words_of_jax(gpus, package_cuda, body, refused):
+    kernel = own_kernel(package_cuda, "x, out", body)
     with pytest.raises(TypeError, match=rf"(?s)kernel 'kernel' for \(float32\[:\]\).*{refused}"):
         run_for_cuda(xk.numba_cuda_kernel(kernel, like_first, **BLOCK), F32)
-
-
-def test_fakecuda_a_kernel_that_reads_gets_no_copies(gpus, package_cuda):
-    """Names such as these alone do not write."""
-    body = "tile = x[0]; out[0] = view(tile) + flat[1]"
-    names = {"view": package_cuda.jit(device=True)(lambda x: x), "flat": np.ones(2, np.float32)}
-    op = xk.numba_cuda_kernel(own_kernel(package_cuda, "x, out", body, names=names), like_first, **BLOCK)
-    assert copied_bytes(program_for_cuda(op, LARGE), LARGE) < 1000
 
 
 class DeviceArray:
@@ -3866,23 +3463,23 @@ class DeviceArray:
         return {"shape": (8,), "typestr": "<f4", "data": (0x7000, False), "version": 3}
 
 
-@pytest.mark.parametrize("parameters, options", [
-    ("x, out", {}), ("x, out", {"scalars": ["x"]}), ("x", {"in_out_argnames": ["x"]}),
-], ids=str)  # fmt: skip
-def test_fakecuda_a_global_array_lives_as_long_as_the_program(gpus, package_cuda, parameters, options):
+def test_fakecuda_a_global_array_lives_as_long_as_the_program(gpus, package_cuda):
     """Another array has its name before the program runs."""
-    kernel = own_kernel(package_cuda, parameters, "table[0]", names={"table": DeviceArray()})
+    kernel = own_kernel(package_cuda, "x, out", "table[0]", names={"table": DeviceArray()})
     array = weakref.ref(kernel.py_func.__globals__["table"])
-    op = jax.vmap(xk.numba_cuda_kernel(kernel, like_first, **BLOCK, **options))
-    run = program_for_cuda(op, jnp.ones(4))
+    run = program_for_cuda(jax.vmap(xk.numba_cuda_kernel(kernel, like_first, **BLOCK)), jnp.ones(4))
     kernel.py_func.__globals__["table"] = None
     gc.collect()
     assert array() is not None
     run(jnp.ones(4))
 
 
+# The library reads the source of these kernels, also of those that are in Numba's cache.
+
+
 def cuda_count(x, out):
     cuda.atomic.add(x, 0, 1.0)
+    out[0] = x[0]
 
 
 def cuda_count_in_def(x, out):
@@ -3890,22 +3487,45 @@ def cuda_count_in_def(x, out):
         cuda.atomic.add(x, 0, 1.0)
 
     count()
+    out[0] = x[0]
 
 
-def cuda_count_in_lambda(x, out):
-    (lambda: cuda.atomic.add(x, 0, 1.0))()
-
-
-def cuda_count_by_helper(x, out):
+def cuda_by_helper(x, out):
     helper(x, out)
 
 
 def cuda_store_by_another_name(x, out):
     store(x, 0, 1.0)  # noqa: F821
+    out[0] = x[0]
 
 
 def cuda_wait_for_all(x, out):
     cuda.cg.this_grid().sync()
+    out[0] = x[0]
+
+
+def cuda_add_to_output(x, out):
+    out[cuda.grid(1)] += x[0]
+
+
+def cuda_count_in_output(x, out):
+    i = cuda.grid(1)
+    if i < x.size:
+        cuda.atomic.add(out, 0, x[i])
+
+
+def cuda_nothing(x, out):
+    cuda.grid(1)
+
+
+def cuda_store_and_add(x, out):
+    out[0] = x[0]
+    out[0] += x[0]
+
+
+def cuda_store_by_a_view(x, out):
+    tail = out[1:]
+    tail[cuda.grid(1)] = x[0]
 
 
 def cuda_read_by_helper(x, out):
@@ -3936,20 +3556,38 @@ def cached_in(package_cuda, tmp_path, monkeypatch):
     assert list(tmp_path.rglob("*.nbc"))
 
 
-@pytest.mark.parametrize("kernel, helper, refused", [
-    (cuda_count, None, "its inputs are read-only"),
-    (cuda_count_in_def, None, "its inputs are read-only"),
-    (cuda_count_in_lambda, None, "its inputs are read-only"),
-    (cuda_count_by_helper, cuda_count, "its inputs are read-only"),
-    (cuda_count_by_helper, cuda_count_in_def, "its inputs are read-only"),
-    (cuda_store_by_another_name, None, "its inputs are read-only"),
-    (cuda_wait_for_all, None, "a cooperative launch"),
+@pytest.mark.parametrize("kernel, helper", [
+    (cuda_count, None), (cuda_count_in_def, None), (cuda_by_helper, cuda_count), (cuda_store_by_another_name, None),
+    (cuda_wait_for_all, None),
 ])  # fmt: skip
-def test_fakecuda_a_kernel_in_numbas_cache_is_refused_again(gpus, package_cuda, cached_in, kernel, helper, refused):
+def test_fakecuda_a_kernel_that_is_refused_is_refused_from_numbas_cache_too(
+    gpus, package_cuda, cached_in, kernel, helper
+):
+    refused = "a cooperative launch" if kernel is cuda_wait_for_all else "its inputs are read-only|in_out_argnames"
     for _ in range(2):
         cached = cached_in(kernel, helper, store=package_cuda.stwt)
         with pytest.raises(TypeError, match=refused):
             run_for_cuda(xk.numba_cuda_kernel(cached, like_first, **BLOCK), F32)
+
+
+@pytest.mark.parametrize("kernel, helper", [
+    (cuda_add_to_output, None), (cuda_count_in_output, None), (cuda_by_helper, cuda_add_to_output),
+    (cuda_nothing, None),
+])  # fmt: skip
+def test_fakecuda_a_kernel_that_only_updates_an_output_is_refused(gpus, package_cuda, cached_in, kernel, helper):
+    for _ in range(2):
+        with pytest.raises(TypeError, match=r"(?s)'out'.*zero_outputs=True"):
+            run_for_cuda(xk.numba_cuda_kernel(cached_in(kernel, helper), like_first, **BLOCK), F32)
+        zeroed = xk.numba_cuda_kernel(cached_in(kernel, helper), like_first, zero_outputs=True, **BLOCK)
+        assert len(gpus.launches(zeroed, F32)) == 1
+
+
+@pytest.mark.parametrize("kernel, helper", [
+    (cuda_store_and_add, None), (cuda_by_helper, cuda_store_and_add), (cuda_store_by_a_view, None),
+    (cuda_read_by_helper, cuda_square),
+])  # fmt: skip
+def test_fakecuda_a_kernel_that_is_right_is_taken(gpus, cached_in, kernel, helper):
+    assert len(gpus.launches(xk.numba_cuda_kernel(cached_in(kernel, helper), like_first, **BLOCK), F32)) == 1
 
 
 def test_fakecuda_a_kernel_in_numbas_cache_is_not_compiled_again(gpus, cached_in, monkeypatch):
@@ -3981,25 +3619,14 @@ def test_fakecuda_a_kernel_that_is_made_again_is_compiled_once(gpus, package_cud
     assert len(gpus.handlers) == before + 2
 
 
-@in_axpy
-def test_fakecuda_kernel_that_does_not_take_buffers(gpus, package_cuda, scalars):
-    kernel = written_for(package_cuda, cuda_axpy)
-    kernel = package_cuda.jit(fastmath=True, lineinfo=True)(kernel)
-    for options, launches in ({"vmap_method": "sequential"}, ["1,1,1"] * 4), ({}, ["1,1,4"]):
-        op = axpy_op(kernel, scalars, **options)
-        call = lambda x: op(n=8, a=2.0, x=x, y=x)
-        assert gpus.launches(call, jnp.ones(8)) == ["native 0: 1,1,1 x 8,1,1 +0"]
-        assert gpus.launches(jax.vmap(call), jnp.ones((4, 8))) == [f"native 0: {grid} x 8,1,1 +0" for grid in launches]
-
-
 # -- the simulator, and the same on a GPU --------------------------------------------------------------
 
 
 @on_device
 @in_axpy
-@pytest.mark.parametrize("batch_in_z", [False, True])
-def test_on_cuda_kernel_that_does_not_take_buffers(scalars, batch_in_z):
-    op = axpy_op(cuda.jit(cuda_axpy), scalars, vmap_method=None if batch_in_z else "sequential")
+@pytest.mark.parametrize("vmap_method", [None, "sequential"])
+def test_on_cuda_kernel_that_does_not_take_buffers(scalars, vmap_method):
+    op = axpy_op(cuda.jit(cuda_axpy), scalars, vmap_method=vmap_method)
     x = jnp.arange(8.0)
     for n in 5, 3:
         call = functools.partial(op, n=n, a=2.0, x=x)
@@ -4025,9 +3652,9 @@ def test_on_cuda_dynamic_shared_memory():
 
 
 @on_device
-@pytest.mark.parametrize("batch_in_z", [False, True])
-def test_on_cuda_operands_without_dimensions_and_without_batch(batch_in_z):
-    @partial(cuda_op, vmap_method=None if batch_in_z else "sequential")
+@pytest.mark.parametrize("vmap_method", [None, "sequential"])
+def test_on_cuda_operands_without_dimensions_and_without_batch(vmap_method):
+    @partial(cuda_op, vmap_method=vmap_method)
     def scale(x, factor, out):
         i = cuda.grid(1)
         if i < out.size:
@@ -4047,6 +3674,13 @@ def test_on_cuda_arrays_without_elements():
     np.testing.assert_array_equal(cuda_op(cuda_copy, spec(2))(jnp.zeros(0)), [0, 0])
 
 
+@on_device
+def test_on_cuda_an_output_that_is_counted_in_starts_from_zeros():
+    count = cuda_op(cuda_count_in_output, spec(2), zero_outputs=True)
+    x = np.arange(12, dtype=np.float32).reshape(3, 4)
+    np.testing.assert_array_equal(jax.vmap(count)(x), [[6, 0], [22, 0], [38, 0]])
+
+
 class FiveTimes:
     """A method, with a kernel as its default."""
 
@@ -4059,57 +3693,41 @@ class FiveTimes:
 @on_device
 def test_on_cuda_callable_launches_several_kernels():
     """By way of a temporary buffer and of an array of its own, eagerly and for every slice."""
-    five_times = xk.numba_cuda_callable(FiveTimes().launch, lambda x: {"out": x}, scratch=like_first)
+    five_times = xk.numba_cuda_callable(FiveTimes().launch, like_first, scratch=like_first)
     x = np.arange(30, dtype=np.float32).reshape(2, 3, 5)
-    np.testing.assert_array_equal(five_times(x[0, 0])["out"], 5 * x[0, 0])
-    np.testing.assert_array_equal(jax.jit(jax.vmap(jax.vmap(five_times)))(x)["out"], 5 * x)
+    np.testing.assert_array_equal(five_times(x[0, 0]), 5 * x[0, 0])
+    np.testing.assert_array_equal(jax.jit(jax.vmap(jax.vmap(five_times)))(x), 5 * x)
 
 
 @on_device
-def test_on_cuda_a_kernel_may_take_any_number_of_arrays():
-    def any_number(*arrays):
-        arrays[-1][0] = 2 * arrays[0][0]
+def test_on_cuda_a_callable_may_name_its_package_in_a_function():
+    kernel = cuda.jit(cuda_copy)
 
-    def with_default(x, out, n=2):
-        out[0] = n * x[0]
+    def launches(x, out, stream):
+        (lambda: kernel[1, 8, stream](x, out))()
 
-    assert cuda_op(with_default)(F32)[0] == 2
-    if is_successor(cuda):
-        with pytest.raises(TypeError, match=r"(?s)cannot compile kernel 'any_number'.*Stararg not supported"):
-            cuda_op(any_number)(F32)
-    else:
-        assert cuda_op(any_number)(F32)[0] == 2
-
-
-@on_device
-@pytest.mark.parametrize("body", [
-    "(lambda: copy[1, 8, stream](x, out))()",
-    "def launch():\n        copy[1, 8, stream](x, out)\n    launch()",
-    "[pair[0][1, 8, stream](x, out) for _ in range(1)]",
-], ids=["lambda", "def", "in a tuple"])  # fmt: skip
-def test_on_cuda_a_callable_names_its_package_anywhere(body):
-    copy = cuda.jit(cuda_copy)
-    function = runs(body, "x, out, stream", copy=copy, pair=(copy, 3))
-    np.testing.assert_array_equal(xk.numba_cuda_callable(function, like_first)(F32), F32)
+    np.testing.assert_array_equal(xk.numba_cuda_callable(launches, like_first)(F32), F32)
 
 
 @on_device
 def test_on_cuda_exceptions_of_callables_reach_the_user():
     @xk.numba_cuda_callable(outs=like_first)
-    def refuse(x, out, stream):
+    def refuse_all(x, out, stream):
         raise LookupError(f"no table for {x.shape}", cuda)
 
-    with pytest.raises(RUNTIME_ERRORS, match=r"LookupError: .*no table for \(1, 3\).* \(raised in kernel 'refuse'\)"):
-        jax.block_until_ready(refuse(jnp.ones((1, 3))))
+    with pytest.raises(
+        RUNTIME_ERRORS, match=r"LookupError: .*no table for \(1, 3\).* \(raised in kernel 'refuse_all'\)"
+    ):
+        jax.block_until_ready(refuse_all(jnp.ones((1, 3))))
 
 
 @on_device
 def test_on_cuda_a_callable_runs_once_per_slice():
-    shapes, copy = [], cuda.jit(cuda_copy)
+    shapes, kernel = [], cuda.jit(cuda_copy)
 
     def launch(x, out, stream):
         shapes.append(x.shape)
-        copy[1, 8, stream](x, out)
+        kernel[1, 8, stream](x, out)
 
     x = np.arange(12, dtype=np.float32).reshape(3, 4)
     np.testing.assert_array_equal(jax.vmap(xk.numba_cuda_callable(launch, like_first))(x), x)
@@ -4158,8 +3776,8 @@ def gpu_copy(how):
     if how == "warp":
         relu = matrix_kernel("leaky_relu", "warp", np.dtype("float32"), alpha=0.5)  # copies positive numbers
         return xk.warp_kernel(relu, like_first)
-    copy = cuda.jit(cuda_copy)
-    return xk.numba_cuda_callable(lambda x, out, stream: copy[x.size // 256 + 1, 256, stream](x, out), like_first)
+    kernel = cuda.jit(cuda_copy)
+    return xk.numba_cuda_callable(lambda x, out, stream: kernel[x.size // 256 + 1, 256, stream](x, out), like_first)
 
 
 @on_gpu
@@ -4171,9 +3789,9 @@ def test_gpu_stream_order_under_load(how):
         b = a @ a
         return (k + 1) * b / jnp.max(b)
 
-    def chain(copy, a):
+    def chain(kernel, a):
         for k in range(20):
-            a = square(copy(square(a, k).ravel()).reshape(a.shape), k)
+            a = square(kernel(square(a, k).ravel()).reshape(a.shape), k)
         return a
 
     a = jnp.asarray(np.random.default_rng(3).uniform(size=(512, 512)).astype("float32"))
@@ -4209,11 +3827,11 @@ def starting_kernel(how):
         return jax.grad(lambda v, d: (add(v, d) ** 2).sum() / 2)
 
     @wp.kernel(module="unique")
-    def add_in_place(v: wp.array(dtype=float), d: wp.array(dtype=float)):
+    def add_to_v(v: wp.array(dtype=float), d: wp.array(dtype=float)):
         i = wp.tid()
         v[i] = v[i] + d[i]
 
-    return xk.warp_kernel(add_in_place, like_first, in_out_argnames=["v"])
+    return xk.warp_kernel(add_to_v, like_first, in_out_argnames=["v"])
 
 
 @on_gpu
@@ -4280,24 +3898,10 @@ def test_gpu_command_buffers(captured, tmp_path):
 
 @on_gpu
 def test_gpu_an_array_in_the_memory_of_the_host():
-    x = in_memory_of_host(np.arange(4, dtype=np.float32))
+    x = jnp.arange(4.0)
+    (device,) = x.devices()
+    x = jax.device_put(x, jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host"))
     np.testing.assert_array_equal(cuda_op(cuda_copy)(x), x)
-    add = cuda_op(cuda_add, input_output_aliases={0: 0})
-    with pytest.raises(ValueError, match="'cuda_add': an output starts with input 0, which is in the memory of the h"):
-        add(x, x)
-    on_device = jax.device_put(x, jax.memory.Space.Device)
-    np.testing.assert_array_equal(add(on_device, x), np.arange(4) + np.arange(4))
-
-
-@on_gpu
-@pytest.mark.parametrize("options, text", [
-    ({"grid": 1, "block": 256}, "at most 128 threads in a block, by its registers and launch_bounds: 256 are too"),
-    ({"grid": 1, "block": 8, "shared_mem": 2**30}, "bytes of dynamic shared memory: 1073741824 are too many"),
-])  # fmt: skip
-def test_gpu_a_launch_beyond_the_limits_of_a_kernel(options, text):
-    op = xk.numba_cuda_kernel(cuda.jit(launch_bounds=128)(cuda_copy), like_first, **options)
-    with pytest.raises(RUNTIME_ERRORS, match=text):
-        jax.block_until_ready(op(F32))
 
 
 @on_gpu
@@ -4375,7 +3979,7 @@ def warp_kernels():
 
     @unique_kernel
     def takes_doubles(x: wp.array(dtype=wp.float64), out: floats):
-        wp.tid()
+        out[wp.tid()] = float(x[wp.tid()])
 
     @unique_kernel
     def takes_arrays_in_structs(h: Holder, out: floats):
@@ -4392,7 +3996,7 @@ def warp_kernels():
 
     @unique_kernel
     def takes_indices(t: wp.indexedarray(dtype=float), out: floats):
-        wp.tid()
+        out[wp.tid()] = t[wp.tid()]
 
     @unique_kernel
     def takes_nothing():
@@ -4536,36 +4140,16 @@ def test_warp_values_are_exported():
 
 
 @needs_warp
-def test_warp_dicts_have_names_of_output_parameters(tmp_path):
-    kernel = kernel_with_body("i = wp.tid()\ny[i] = x[i]\nout[i] = 3.0 * x[i]", tmp_path)
-    for differentiable in (False, True):
-        call = xk.warp_kernel(kernel, lambda x: {"out": x, "y": x}, differentiable=differentiable)
-        check_close(jax.jit(call)(F32), {"y": F32, "out": 3 * F32})
-    check_close(jax.jit(jax.grad(lambda x: (call(x)["y"] + 10 * call(x)["out"]).sum()))(F32), 31 * F32)
-
-
-@needs_warp
 def test_warp_struct_that_changes_is_another_value():
     """And one that equals what it was is that value, also in another object: then nothing is traced."""
     every, values = kernel_of_every_kind()
     traced = []
-
-    def like_w(x, *others):
-        traced.append(x)
-        return others[-1]
-
-    f = xk.warp_kernel(every, like_w, launch_dims=lambda x, *_: (len(x), 3))
-    changing = deepcopy(values["s"])
-    for settings, gain, turn, n_rows, n_traced in (
-        (changing, 1.5, 0.0, 2, 1),
-        (changing, 4.0, 0.0, 2, 2),
-        (changing, 4.0, 1.0, 2, 3),
-        (values["s"], 1.5, 0.0, 1, 4),
-        (values["s"], 1.5, 0.0, 2, 4),
-    ):
-        settings.gain, settings.turn = gain, wp.mat22(0.0, 0.0, turn, 0.0)
-        x, w = [a[:n_rows] for a in EVERY]
-        check_close(f(x, *deepcopy(values | {"s": settings}).values(), w), every_in_jax(x, w) + gain - 1.5 + turn)
+    f = xk.warp_kernel(every, lambda *args: traced.append(args) or args[-1], launch_dims=(2, 3))
+    settings = deepcopy(values["s"])
+    for gain, n_traced in ((1.5, 1), (4.0, 2), (1.5, 2)):
+        settings.gain = gain
+        result = f(EVERY[0], *deepcopy(values | {"s": settings}).values(), EVERY[1])
+        check_close(result, every_in_jax(*EVERY) + gain - 1.5)
         assert len(traced) == n_traced
 
 
@@ -4589,14 +4173,6 @@ def test_warp_in_out(warp_path):
 # -- derivatives ---------------------------------------------------------------------------------------
 
 
-@needs_warp
-def test_warp_derivatives_of_batches_of_numpy_arrays():
-    x = np.arange(6, dtype=np.float32).reshape(2, 3)
-    batched = jax.vmap(product(differentiable=True))
-    results, gradient = jax.jit(lambda: (batched(x, x), jax.grad(lambda x: batched(x, x).sum())(x)))()
-    check_close((results, gradient), (x**2, 2 * x))
-
-
 def test_warp_adjoints_change_no_outputs(warp_path, tmp_path):
     """Warp runs the functions that a kernel calls again in the adjoint, which also changes its cotangent."""
     body = "i = wp.tid()\nout[i] = x[i]\nif x[i] > 2.0:\n    out[i] = y[i]\nadd(out, i, x[i] * x[i])"
@@ -4609,7 +4185,7 @@ def test_warp_adjoints_change_no_outputs(warp_path, tmp_path):
     check_close(out, [2, 6, 10, 17])
 
 
-@pytest.mark.parametrize("function", ["double", "double_by_call", "double_again", "double_again_by_call"])
+@pytest.mark.parametrize("function", ["double", "double_again_by_call"])
 def test_warp_custom_gradients_change_no_inputs(function, warp_path, tmp_path):
     """Those that write to an array of floats, or count calls, and functions that are run again by another one."""
     kernel = kernel_with_body(f"i = wp.tid()\nout[i] = y[i] * {function}(y, x, i)", tmp_path, x="ints")
@@ -4635,8 +4211,8 @@ def kernel_with_a_constant(constant):
     return xk.warp_kernel(scaled, like_first)
 
 
-def test_warp_generated_kernels_are_theirs_by_constant_and_setting(warp_path, monkeypatch):
-    """Options of the module and Warp's settings count, which are no part of Warp's own hash."""
+def test_warp_generated_kernels_are_theirs_by_constant_and_option(warp_path, monkeypatch):
+    """Options of the module count, which are no part of Warp's own hash."""
     x = jnp.arange(3.0)
     first = kernel_with_a_constant(2.0)
     for constant in (2.0, 3.0):
@@ -4646,39 +4222,15 @@ def test_warp_generated_kernels_are_theirs_by_constant_and_setting(warp_path, mo
     targets = [target_of(kernel_with_a_constant(2.0), x) for _ in range(2)]
     monkeypatch.setitem(options, "fast_math", not options["fast_math"])
     targets.append(target_of(kernel_with_a_constant(2.0), x))
-    traced = jax.jit(kernel_with_a_constant(2.0)).trace(x)
-    monkeypatch.setattr(wp.config, "verify_fp", True)
-    targets.append(target_of(kernel_with_a_constant(2.0), x))
     check_close(kernel_with_a_constant(2.0)(x), 2 * x)
-    assert targets[0] == targets[1] and len(set(targets)) == 3
-    assert targets[-1] in traced.lower().as_text()  # by what the settings are now
-
-
-def test_warp_kernels_are_one_kernel_where_they_are_warps(warp_path):
-    """Its hash does not tell these constants apart, but it builds each module on its own."""
-
-    def made(module, number):
-        @wp.kernel(module=module)
-        def is_number(x: wp.array(dtype=wp.uint32), out: ints):
-            out[wp.tid()] = int(wp.uint64(x[wp.tid()]) + wp.uint64(1099511627776) == wp.uint64(number))
-
-        return xk.warp_kernel(is_number, lambda x: spec(*x.shape, dtype=np.int32))
-
-    x = jnp.arange(3, dtype=jnp.uint32)
-    numbers = 2**40 + 1, 2**41 + 1  # equal in their lower 32 bits
-    first, second = [made(wp.get_module(f"module of {number}"), number) for number in numbers]
-    check_close(first(x), [0, 1, 0])
-    check_close(second(x), [0, 0, 0])
-    again = [made("unique", 2**40 + 2) for _ in range(2)]
-    check_close(again[0](x), [0, 0, 1])
-    assert target_of(again[0], x) == target_of(again[1], x) != target_of(first, x)
+    assert targets[0] == targets[1] != targets[2]
 
 
 def test_warp_threads_that_call_kernels_of_one_module(warp_path, monkeypatch):
     """How much Warp prints, which the library changes for a while, is the user's choice afterwards."""
     setting, choice = ("log_level", 20) if hasattr(wp.config, "log_level") else ("quiet", False)
     monkeypatch.setattr(wp.config, setting, choice)
-    constants = range(1, 9)
+    constants = range(1, 5)
     functions = [kernel_with_a_constant(float(constant)) for constant in constants]
 
     def work(constant):
@@ -4695,7 +4247,6 @@ SLICES = {  # how a kernel meets others: its body, options, threads that call it
 }
 
 
-@pytest.mark.optimized
 @needs_warp
 @pytest.mark.needs("cores")
 @pytest.mark.parametrize("how", SLICES)
@@ -4811,8 +4362,8 @@ def fake_gpu(monkeypatch):
 def test_warp_on_fake_gpu(fake_gpu):
     """Three slices, and the adjoint of each."""
     args = sample(3, 2, 3), EVERY[1]
-    f, in_jax = over_first(call_every, args), over_first(every_in_jax, args)
-    check_close(fake_gpu.run(gradient(f, args), *args), gradient(in_jax, args)(*args), 1e-4)
+    f, expected = over_first(call_every, args), over_first(every_in_jax, args)
+    check_close(fake_gpu.run(gradient(f, args), *args), gradient(expected, args)(*args), 1e-4)
     assert fake_gpu.traits(gradient(f, args), *args) == {1}
     assert fake_gpu.grids == [(2, 1, 3)] * 2
     assert fake_gpu.others == {((4, 1, 1), 4 + 1, 0x5EED, 1)}  # on the stream and the device of the call
@@ -4827,44 +4378,26 @@ def test_warp_grid_of_kernels_without_a_grid_stride(fake_gpu):
     def nothing(out: floats):
         wp.tid()
 
-    fake_gpu.run(xk.warp_kernel(nothing, spec(1), launch_dims=2**24 + 1, block_dim=32))
+    fake_gpu.run(xk.warp_kernel(nothing, spec(1), launch_dims=2**24 + 1, block_dim=32, zero_outputs=True))
     assert fake_gpu.grids == [(2**19, 2, 1)]
     with pytest.raises(ValueError, match=r"warp_kernel 'nothing': 1152921504606846976 threads are too many"):
-        jax.eval_shape(xk.warp_kernel(nothing, spec(1), launch_dims=(2**30, 2**30), block_dim=32))
+        jax.eval_shape(xk.warp_kernel(nothing, spec(1), launch_dims=(2**30, 2**30), block_dim=32, zero_outputs=True))
 
 
 # -- kernels of functions, and batches: a launch for each slice ------------------------------------------
 
 FUNCTIONS = """
 import warp as wp
-from warp import block_dim as threads
-factor = 2.0
 floats = wp.array(dtype=float)
 ints = wp.array(dtype=int)
 vectors = wp.array(dtype=wp.vec2)
+rows = wp.array2d(dtype=float)
 @wp.func
 def add(a: floats, i: int, value: float):
     a[i] += value
 @wp.func
 def add_by_name(a: floats, i: int):
     add(i=i, a=a, value=1.0)
-@wp.func
-def twice(a: floats, i: int):
-    return factor * a[i]
-@wp.func
-def change(v: wp.vec2):
-    v[0] = 1.0
-    return v[0]
-try:
-    @wp.func
-    def apply(f: wp.Function, a: floats, i: int):
-        return f(a, i)
-except RuntimeError:  # functions of this Warp take no functions
-    apply = None
-@wp.func
-def set_to_one(a: floats, i: int):
-    a[i] = 1.0
-    return i
 @wp.func
 def tail(a: floats):
     return a[1:]
@@ -4884,17 +4417,14 @@ try:
 except AttributeError:  # before Warp 1.19
     set_ref = None
 @wp.func
-def first(a: floats, i: int):
-    return a[0]
-@wp.func
-def adj_first(a: floats, i: int):  # in C++ an overload of the adjoint of `first`
-    a[i] = 9.0
-@wp.func
-def adj_reads(a: floats, i: int):
-    return a[i]
-@wp.func
 def scale(a: floats, i: int):
     a[i] *= 2.0
+@wp.func
+def total(x: rows, i: int):
+    s = float(0.0)
+    for j in range(x.shape[1]):
+        s += x[i, j]
+    return s
 @wp.func
 def double(a: floats, count: ints, i: int):
     return 2.0 * a[i]
@@ -4903,15 +4433,6 @@ def write_and_count(a: floats, count: ints, i: int, adj_ret: float):
     wp.adjoint[a][i] += 2.0 * adj_ret
     a[i] = 9.0
     wp.atomic_add(count, 0, 1)
-@wp.func
-def second(a: floats, i: int):
-    return a[1]
-@wp.func_grad(second)
-def write_second(a: floats, i: int, adj_ret: float):
-    a[1] = 9.0
-@wp.func
-def double_by_call(a: floats, count: ints, i: int):
-    return double(a, count, i)
 @wp.func
 def double_again(a: floats, count: ints, i: int):
     return 2.0 * a[i]
@@ -4922,17 +4443,6 @@ def count_replays(a: floats, count: ints, i: int):
 @wp.func
 def double_again_by_call(a: floats, count: ints, i: int):
     return double_again(a, count, i)
-def make_add(value: float):
-    @wp.func
-    def add_value(a: floats, i: int):
-        tail(a)[i] += value
-    return add_value
-@wp.func_native("a.data[0] = 1.0f;")
-def in_c(a: floats): ...
-@wp.func_native("wp::atomic_add(a, 0, 1.0f);")
-def add_in_c(a: floats): ...
-@wp.func_native("return 2.0f * x;")
-def twice_in_c(x: float) -> float: ...
 @wp.func_native('''
     static int inside;
     int count = __atomic_add_fetch(&inside, 1, __ATOMIC_SEQ_CST);
@@ -4945,179 +4455,208 @@ def meet(patience: float) -> float: ...  # how many threads are inside of it; th
 """
 
 
+def kernels_with_bodies(bodies, folder, options="module='unique'"):
+    """Kernels that may call these functions: of each body, and the types of x and out.  Warp reads the source."""
+    text = [FUNCTIONS]
+    names = ["kernel", *[f"kernel_{number}" for number in range(1, len(bodies))]]
+    for name, (body, x, out) in zip(names, bodies):
+        text.append(f"@wp.kernel({options})\ndef {name}(x: {x}, y: floats, out: {out}):")
+        text.append(textwrap.indent(body, "    "))
+    path = folder / "kernels.py"
+    path.write_text("\n".join(text))
+    found = runpy.run_path(str(path))
+    return [found[name] for name in names]
+
+
 def kernel_with_body(body, tmp_path, x="floats", out="floats", options="module='unique'"):
-    """A kernel that may call these functions; Warp reads the source."""
-    path = tmp_path / "kernels.py"
-    head = f"@wp.kernel({options})\ndef kernel(x: {x}, y: floats, out: {out}):"
-    path.write_text("\n".join([FUNCTIONS, head, textwrap.indent(body, "    ")]))
-    return runpy.run_path(str(path))["kernel"]
-
-
-@needs_fake_gpu
-@pytest.mark.parametrize("name", WARP_CASES)
-def test_warp_batches_on_a_gpu_are_one_launch(name, fake_gpu):
-    f, reference, args = batched(name)
-    check_close(fake_gpu.run(f, *args), reference(*args))
-    assert len(fake_gpu.grids) == 1
+    (kernel,) = kernels_with_bodies([(body, x, out)], tmp_path, options)
+    return kernel
 
 
 # -- inputs are never changed, and outputs start from something ----------------------------------------
+# What is taken gives what Warp's own launch gives.  The kernels are of one module, as Warp builds each for some 0.4 s.
 
-since_ref = pytest.mark.needs("warp 1.19")
-WARP_WRITES = [  # statements that write to the input y, or x
+WARP_WRITES = [  # statements that write to the input y, or x, an array of vectors
     "y[i] = 1.0",
     "x[i][0] = 1.0",
     "x[i].y -= 1.0",
-    "wp.atomic_add(y, i, 1.0)",
     "wp.atomic_add(arr=y, i=i, value=1.0)",
-    "n = wp.atomic_cas(y, i, 0.0, 1.0)",
-    "wp.tile_store(y, wp.tile_load(out, shape=3))",
-    "wp.tile_atomic_add(y, wp.tile_load(out, shape=3))",
+    "wp.tile_store(y, wp.tile_load(out, shape=2))",
     "add_by_name(y, i)",
     "add(y[1:], i, 1.0)",
-    "z = y[1:]\nz[i] = 1.0",
     "z = y\nw = z\nw[i] = 1.0",
     "z = out\nif i > 0:\n    z = y\nz[i] = 1.0",
-    "z = y if i > 0 else out\nz[i] = 1.0",
+    "src = y\ndst = out\nsrc, dst = dst, src\ndst[i] = 1.0",
+    "src = y\ndst = out\ndst[i] = src[i]\nfor k in range(2):\n    src, dst = dst, src\n    dst[i] = src[i] + 1.0",
     "tail(y)[i] = 1.0",
     "wp.where(i > 0, x, x)[i][0] = 1.0",
-    "wp.static(make_add(5.0))(y, i)",
     "second, z = second_and_tail(y)\nz[i] = second",
-    "z = out\nfor k in range(i):\n    z[k] = 1.0\n    z = y",
-    "z = out\nw = out\nfor k in range(i):\n    w[k] = 1.0\n    w = z\n    z = y",
+    "z = out\nfor k in range(2):\n    z[k] = 1.0\n    z = y",
     "h = Holder()\nh.a = y\nadd(h.a, i, 1.0)",
-    "h = Holder(y)\nh.a[i] = 1.0",
     "h = Holder(y)\nadd_to_held(h, i)",
-    pytest.param("n = apply(set_to_one, y, i)", marks=since_ref),
-    pytest.param("set_ref(y[i])", marks=since_ref),
-    "in_c(y)",
-    "add_in_c(y)",
-    "n = first(y, i)\nadj_first(y, i)",
     "scale(y, i)",
-    "a, k = wp.grad(second)(y, i)",
     "wp.dense_solve(n=1, A=out, L=out, b=out, x=y)",
 ]
-
-
-@needs_warp
-@pytest.mark.parametrize("statement", WARP_WRITES)
-def test_warp_kernel_that_writes_to_an_input_is_refused(statement, tmp_path):
-    kernel = kernel_with_body(f"i = wp.tid()\n{statement}", tmp_path, x="vectors")
-    written = "x" if re.search(r"\bx[\[,]", statement) else "y"
-    with pytest.raises(TypeError, match=f"warp_kernel 'kernel' writes to its input '{written}', which JAX may share"):
-        jax.eval_shape(xk.warp_kernel(kernel, like_last, zero_outputs=False), spec(3, 2), spec(3))
-    f = xk.warp_kernel(kernel, lambda x, y: (x, y, y), in_out_argnames=["x", "y"], zero_outputs=False, launch_dims=0)
-    jax.eval_shape(f, spec(3, 2), spec(3))
-
-
-WARP_UPDATES = [  # statements that update the output by an atomic, and the type of the output
+WRITE_BY_REF = "set_ref(y[i])"  # since Warp 1.19
+WARP_UPDATES = [  # statements that update the output, and its type
     ("wp.atomic_add(out, 0, y[i])", "floats"),
     ("out[i] += 1.0", "floats"),
-    ("out[i] -= 1.0", "floats"),
-    ("out[i] = 0.0\nout[i] += y[i]", "floats"),  # right, but it depends on what is stored where
-    pytest.param("out[i][0] += 1.0", "vectors", marks=since_ref),
+    ("out[i] = y[i] + 2.0 * out[i]", "floats"),
     ("out[i].y -= 1.0", "vectors"),
-    ("out[i] += wp.vec2(1.0, 2.0)", "vectors"),
-    ("out[i, 0] += 1.0", "wp.array2d(dtype=float)"),
-    ("row = out[i]\nrow[0] += 1.0", "wp.array2d(dtype=float)"),
+    ("out[i, 0] += 1.0", "rows"),
+    ("row = out[i]\nrow[0] += 1.0", "rows"),
     ("wp.atomic_max(out, i, 1.0)", "floats"),
-    ("wp.atomic_min(arr=out, i=i, value=1.0)", "floats"),
     ("n = wp.atomic_exch(out, i, 1.0)", "floats"),
-    ("n = wp.atomic_cas(out, i, 0.0, 1.0)", "floats"),
-    ("wp.tile_atomic_add(out, wp.tile_load(y, shape=3))", "floats"),
-    ("add(out, i, 1.0)", "floats"),
+    ("wp.tile_atomic_add(out, wp.tile_load(y, shape=2))", "floats"),
     ("add_by_name(out, i)", "floats"),
-    ("out[1:][i] += 1.0", "floats"),
     ("z = out\nif i > 0:\n    z = out[1:]\nz[i] += 1.0", "floats"),
-    ("z = tail(out)\nfor k in range(i):\n    z[k] += 1.0\n    z = out", "floats"),
     ("tail(out)[i] += 1.0", "floats"),
-    ("wp.where(i > 0, out, out)[i] += 1.0", "floats"),
-    ("wp.static(make_add(5.0))(out, i)", "floats"),
     ("second, z = second_and_tail(out)\nz[i] -= second", "floats"),
     ("h = Holder()\nh.a = out\nwp.atomic_add(h.a, i, 1.0)", "floats"),
     ("h = Holder(out)\nadd_to_held(h, i)", "floats"),
     ("if y[i] > 9.0:\n    out[i] += 1.0", "floats"),
-    ("add_in_c(out)", "floats"),
-    ("out[i] *= 2.0", "floats"),
-    ("out[i] += wp.int16(1)", "wp.array(dtype=wp.int16)"),
-    ("out[i] = y[i] + 2.0 * out[i]", "floats"),
-    ("out[i] *= 2.0", "vectors"),
-    ("out[i].y *= 2.0", "vectors"),
-    ("row = out[i]\nrow[0] *= y[i]", "wp.array2d(dtype=float)"),
     ("scale(out, i)", "floats"),
-    ("z = out[1:]\nif i > 0:\n    z[i] = wp.sin(z[i])", "floats"),
 ]
+WARP_NEVER_STORES = ["n = out.shape[0]", "z = out\nv = z[i]", "if i > 9:\n    n = len(out)"]
+WARP_STORES = [  # statements that store in the output, and change no input
+    "out[i] = y[i]",
+    "z = out[1:]\nz[i] = y[i]\nout[0] = x[i][0]",
+    "z = out\nz[i] = y[i]",
+    "h = Holder(out)\nh.a[i] = y[i]",
+    "wp.tile_store(out, wp.tile_load(y, shape=2))",
+    "out[i] = y[i]\nout[i] *= 2.0",
+    "out[i] = y[i]\nscale(out, i)",
+    "for k in range(3):\n    if k > 0:\n        out[i] *= y[k]\n    else:\n        out[i] = y[k]",
+    "for k in range(3):\n    out[i] = out[i] + y[k] if k > 0 else y[k]",
+    "src = y\ndst = out\nsrc, dst = dst, src\nsrc[i] = dst[i]",
+    "v = x[i]\nv[0] = 9.0\nn = wp.lower_bound(y, -9.0) + len(y)\nout[i] = v[0] + x[i][0] + float(n)",
+]
+SPECS_OF_OUT = {"floats": spec(3), "vectors": spec(3, 2), "rows": spec(3, 2)}
+
+
+def launched(kernel, x, y, out):
+    """What x, y and out are after a launch of Warp's own of two threads, of which the output starts from this."""
+    kinds = [argument.type for argument in kernel.adj.args]
+    on_warp = [wp.array(np.array(a), dtype=kind.dtype, device="cpu") for a, kind in zip((x, y, out), kinds)]
+    wp.launch(kernel, dim=2, inputs=on_warp, device="cpu")
+    return tuple(array.numpy() for array in on_warp)
+
+
+@functools.cache
+def warp_programs():
+    """{statements: kernel} of these tables, in one module."""
+    bodies = [(body, "vectors", "floats") for body in WARP_WRITES + WARP_NEVER_STORES + WARP_STORES]
+    bodies += [(body, "vectors", out) for body, out in WARP_UPDATES]
+    if conftest.missing("warp 1.19") is None:
+        bodies.append((WRITE_BY_REF, "vectors", "floats"))
+    with tempfile.TemporaryDirectory() as folder:
+        options = "module=wp.get_module('programs'), enable_backward=False"
+        started = [(f"i = wp.tid()\n{body}", x, out) for body, x, out in bodies]
+        kernels = kernels_with_bodies(started, pathlib.Path(folder), options)
+    return {body: kernel for (body, _, _), kernel in zip(bodies, kernels)}
+
+
+X_AND_Y = sample(3, 2), sample(3, seed=1)
 
 
 @needs_warp
-@pytest.mark.parametrize("statement, out", WARP_UPDATES)
-def test_warp_kernel_that_adds_to_what_is_in_memory_is_refused(statement, out, tmp_path):
-    kernel = kernel_with_body(f"i = wp.tid()\n{statement}", tmp_path, out=out)
-    specs = {"floats": spec(3), "wp.array(dtype=wp.int16)": spec(3, dtype=np.int16)}
-    spec_of_out = specs.get(out, spec(3, 2))
+@pytest.mark.parametrize("statement", [
+    *WARP_WRITES, pytest.param(WRITE_BY_REF, marks=pytest.mark.needs("warp 1.19")),
+])  # fmt: skip
+def test_warp_kernel_that_writes_to_an_input_is_refused(statement):
+    kernel = warp_programs()[statement]
+    written = "x" if re.search(r"\bx[\[,]", statement) else "y"
+    with pytest.raises(TypeError, match=f"(writes|may write) to its input '{written}'"):
+        jax.eval_shape(xk.warp_kernel(kernel, like_last, launch_dims=2, zero_outputs=False), *X_AND_Y)
+    options = {"in_out_argnames": ["x", "y"], "zero_outputs": True, "launch_dims": 2}
+    results = xk.warp_kernel(kernel, lambda x, y: (x, y, y), **options)(*X_AND_Y)
+    check_close(results, launched(kernel, *X_AND_Y, np.zeros(3, np.float32)))
 
-    def trace(outs=spec_of_out, **options):
-        given = spec(3), spec(3), *([spec_of_out] if "in_out_argnames" in options else [])
-        jax.eval_shape(xk.warp_kernel(kernel, outs, launch_dims=0, **options), *given)
 
-    refused = r"updates 'out' (by an atomic|in place), .*: say zero_outputs=True, or .* in_out_argnames .*False"
-    with pytest.raises(TypeError, match=refused):
-        trace()
-    for options in ({"zero_outputs": True}, {"zero_outputs": np.False_}, {"in_out_argnames": ["out"]}):
-        trace(**options)
+@needs_warp
+@pytest.mark.parametrize("statement, out", [
+    *WARP_UPDATES, *[(body, "floats") for body in WARP_NEVER_STORES],
+])  # fmt: skip
+def test_warp_kernel_that_only_updates_an_output_is_refused(statement, out):
+    kernel, out = warp_programs()[statement], SPECS_OF_OUT[out]
+
+    def call(outs=out, **options):
+        return partial(xk.warp_kernel(kernel, outs, launch_dims=2, **options), *X_AND_Y)
+
+    with pytest.raises(TypeError, match=r"'out'.*zero_outputs=True.*in_out_argnames"):
+        jax.eval_shape(call())
     for zero_outputs in (None, True):
-        with pytest.raises(TypeError, match=r"(by an atomic|in place), .*: make this scratch an output"):
-            trace((), scratch=spec_of_out, has_side_effect=True, zero_outputs=zero_outputs)
-
-
-WARP_STORES = [  # statements that store in the output, but add nothing to what is there
-    "out[i] = y[i]",
-    "z = out[1:]\nz[i] = y[i]",
-    "z = out\nfor k in range(i):\n    z[k] = 1.0\n    z = tail(out)",
-    "h = Holder(out)\nh.a[i] = y[i]",
-    "wp.tile_store(out, wp.tile_load(y, shape=3))",
-    "wp.dense_solve(n=1, A=y, L=y, b=y, x=out)",
-    "in_c(out)",
-    "wp.print(y)\nwp.print(out)",
-    "out[i] = adj_reads(y, i)",
-    "j = int(y[i])\nout[j] = float(j) + y[i]",
-    "out[i] = y[i]\nout[i] *= 2.0",
-    "out[i] = y[i]\nscale(out, i)",
-    "for k in range(i):\n    if k > 0:\n        out[i] *= y[k]\n    else:\n        out[i] = y[k]",
-    "for k in range(i):\n    v = y[k]\n    if k > 0:\n        v = out[i] + y[k]\n    out[i] = v",
-    "for k in range(i):\n    out[i] = out[i] + y[k] if k > 0 else y[k]",
-    "h = Holder(y)\nz = out\nw = y\nfor k in range(i):\n    z[k] = w[k] + h.a[k]\n    w = x",
-]
+        with pytest.raises(TypeError, match="make this scratch an output"):
+            jax.eval_shape(call((), scratch=out, has_side_effect=True, zero_outputs=zero_outputs))
+    jax.eval_shape(call(zero_outputs=False))
+    zeros, start = np.zeros(out.shape, np.float32), sample(*out.shape)
+    for _ in range(2):
+        check_close(call(zero_outputs=True)(), launched(kernel, *X_AND_Y, zeros)[2])
+    check_close(call(in_out_argnames=["out"])(start), launched(kernel, *X_AND_Y, start)[2])
 
 
 @needs_warp
 @pytest.mark.parametrize("statement", WARP_STORES)
-def test_warp_kernel_that_only_reads_inputs_and_stores_in_outputs_is_taken(statement, tmp_path):
-    kernel = kernel_with_body(f"i = wp.tid()\n{statement}", tmp_path)
-    jax.eval_shape(xk.warp_kernel(kernel, like_last, launch_dims=0), spec(3), spec(3))
+def test_warp_kernel_that_is_right_is_taken(statement):
+    kernel = warp_programs()[statement]
+    result = xk.warp_kernel(kernel, like_last, launch_dims=2)(*X_AND_Y)
+    check_close(result[:2], launched(kernel, *X_AND_Y, np.zeros(3, np.float32))[2][:2])
 
 
 def test_warp_outputs_that_are_added_to_start_from_zeros(warp_path, tmp_path):
     """In each slice, of kernels and of ops that register one with this option."""
     kernel = kernel_with_body("wp.atomic_add(out, 0, x[wp.tid()])", tmp_path)
     op = xk.XLACustomKernel("adds")
-    op.def_warp_kernel(kernel)
-    with pytest.raises(TypeError, match="say zero_outputs=True, or"):
-        op(F32, F32, outs=spec(2))
     op.def_warp_kernel(kernel, zero_outputs=True)
-    xs, expected = jnp.arange(6.0).reshape(2, 3), [[3, 0], [12, 0]]
-    check_close(jax.vmap(xk.warp_kernel(kernel, spec(2), zero_outputs=True))(xs, xs), expected)
-    check_close(jax.vmap(lambda x: op(x, x, outs=spec(2)))(xs), expected)
+    xs = jnp.arange(6.0).reshape(2, 3)
+    for call in (xk.warp_kernel(kernel, spec(2), zero_outputs=True), partial(op, outs=spec(2))):
+        check_close(jax.vmap(call)(xs, xs), [[3, 0], [12, 0]])
+
+
+# -- gradients that Warp gets wrong, in loops whose length it does not know ------------------------------
+
+SUM = "s = float(0.0)\nfor j in range(x.shape[1]):\n    s += x[i, j]"
+WRONG_GRADIENTS = {  # what a kernel does, and the variable that Warp's adjoint has the last value of
+    "a square of a sum": ("s = float(0.0)\nfor j in range(x.shape[1]):\n    s = s + x[i, j]\nout[i] = s * s", "s"),
+    "a product": ("s = float(1.0)\nfor j in range(x.shape[1]):\n    s *= x[i, j]\nout[i] = s", "s"),
+    "a root of a sum": (f"{SUM}\nout[i] = wp.sqrt(s)", "s"),
+    "a maximum": ("s = float(0.0)\nfor j in range(x.shape[1]):\n    s = wp.max(s, x[i, j])\nout[i] = s", "s"),
+    "while": ("s = float(1.0)\nj = int(0)\nwhile j < x.shape[1]:\n    s = s * x[i, j]\n    j += 1\nout[i] = s", "[sj]"),
+    "an output": ("out[i] = x[i, 0]\nfor j in range(x.shape[1]):\n    out[i] = out[i] * x[i, j]", r"out\[i\]"),
+}
+RIGHT_GRADIENTS = {  # and the same in JAX
+    "a sum": (f"{SUM}\nout[i] = s", lambda x, y: x.sum(1)),
+    "a weighted sum": (SUM.replace("x[i, j]", "y[i] * x[i, j]") + "\nout[i] = s", lambda x, y: y * x.sum(1)),
+    "a sum of squares": (SUM.replace("x[i, j]", "x[i, j] * x[i, j]") + "\nout[i] = s", lambda x, y: (x * x).sum(1)),
+    "a loop in a function": ("s = total(x, i)\nout[i] = s * s", lambda x, y: x.sum(1) ** 2),
+    "a constant bound": (f"{SUM}\nout[i] = s * s".replace("x.shape[1]", "3"), lambda x, y: x.sum(1) ** 2),
+}
 
 
 @needs_warp
-def test_warp_kernel_that_reads_an_input(tmp_path):
-    body = "i = wp.tid()\nz = y[1:]\nv = x[i]\nv[0] = 9.0\nn = wp.lower_bound(y, -9.0) + len(y) - y.shape[0]"
-    body += "\nsecond, w = second_and_tail(y)"
-    body += "\nout[i] = x[i][0] + twice(z, n) + twice(a=y, i=i) + x[i].x + change(x[i]) + second - w[0]"
-    x, y = sample(3, 2), sample(3)
-    f = xk.warp_kernel(kernel_with_body(body, tmp_path, x="vectors"), like_last)
-    check_close(f(x, y), 2 * (x[:, 0] + y[1] + y) + 1)
+@pytest.mark.parametrize("case", WRONG_GRADIENTS)
+def test_warp_gradient_through_a_loop_of_unknown_length_is_warned_about_once(case, tmp_path):
+    body, variable = WRONG_GRADIENTS[case]
+    f = xk.warp_kernel(
+        kernel_with_body(f"i = wp.tid()\n{body}", tmp_path, x="rows"), like_last, differentiable=True, launch_dims=3
+    )
+    x, y = sample(3, 3), sample(3)
+    with pytest.warns(UserWarning, match=rf"(?s)'kernel'.*'{variable}'.*wp\.func.*check_grads"):
+        jax.grad(lambda x: f(x, y).sum())(x)
+    with warnings.catch_warnings(action="error"):
+        jax.grad(lambda x: f(x, y).sum())(x)
+
+
+@needs_warp
+@pytest.mark.parametrize("case", RIGHT_GRADIENTS)
+def test_warp_gradient_that_is_right_is_not_warned_about(case, tmp_path):
+    body, reference = RIGHT_GRADIENTS[case]
+    f = xk.warp_kernel(
+        kernel_with_body(f"i = wp.tid()\n{body}", tmp_path, x="rows"), like_last, differentiable=True, launch_dims=3
+    )
+    args = sample(3, 3), sample(3, seed=1)
+    with warnings.catch_warnings(action="error"):
+        check_close(gradient(f, args)(*args), gradient(reference, args)(*args), 1e-4)
 
 
 # -- launches ------------------------------------------------------------------------------------------
@@ -5145,81 +4684,19 @@ def test_warp_default_launch_has_as_many_dimensions_as_the_kernel_has_indices(ki
 
 
 @pytest.mark.needs("warp 1.19")
-@pytest.mark.parametrize("by", ["kernel", "config"])
-def test_warp_deterministic_mode_on_the_cpu(by, tmp_path, monkeypatch):
+def test_warp_deterministic_mode_on_the_cpu(tmp_path, monkeypatch):
     """There it changes nothing, as in `wp.launch`; on a GPU it is refused when the launch is recorded."""
-    options = "module='unique'"
-    if by == "config":
-        monkeypatch.setattr(wp.config, "deterministic", wp.DeterministicMode.RUN_TO_RUN)
-    else:
-        options += ", module_options={'deterministic': wp.DeterministicMode.GPU_TO_GPU}"
-    body = "i = wp.tid()\nadd(out, 0, x[i])\nwp.atomic_add(out, 1, y[i])"
-    kernel = kernel_with_body(body, tmp_path, options=options)
+    monkeypatch.setattr(wp.config, "deterministic", wp.DeterministicMode.RUN_TO_RUN)
+    kernel = kernel_with_body("i = wp.tid()\nadd(out, 0, x[i])\nwp.atomic_add(out, 1, y[i])", tmp_path)
     f = xk.warp_kernel(kernel, spec(2), zero_outputs=True, differentiable=True)
     x, y = sample(3), sample(3, seed=1)
     check_close(f(x, y), [x.sum(), y.sum()])
     check_close(jax.grad(lambda x, y: f(x, y) @ jnp.arange(1.0, 3.0), (0, 1))(x, y), ([1, 1, 1], [2, 2, 2]))
-    with pytest.raises(TypeError, match="updates 'out' by an atomic"):
-        jax.eval_shape(xk.warp_kernel(kernel, spec(2)), x, y)
 
 
-# -- errors --------------------------------------------------------------------------------------------
+# -- arguments -----------------------------------------------------------------------------------------
 
 THREE, INTEGERS = sample(3), np.arange(3, dtype=np.int32)
-REFUSED_BY_WARP_KERNEL = [  # the text of an error, a kernel, arguments of a call, options
-    (
-        r"'multiply': argument 'x' is .*int32\[3\]: wrong dtype; cast it by jnp.asarray\(x, jnp.float32\)",
-        "multiply",
-        (INTEGERS, THREE),
-        {},
-    ),
-    (r"JAX keeps 64 bits .* x = jnp.asarray\(x, jnp.float64\)", "takes_doubles", (THREE,), {}),
-    (r"'v' .*float32\[:,2\].*: wrong inner", "matvec", (spec(3, 2, 2), spec(3, 4)), {}),
-    ("a launch has known dimensions", "multiply", (spec(*export.symbolic_shape("n")), THREE), {}),
-    ("Warp counts extents and strides in 32 bits", "multiply", (spec(2**31), THREE), {}),
-    ("Warp counts extents and strides in 32 bits", "squares_of_rows", (spec(2, 2**29),), {}),
-    (r"the parameters \(x, y, out\).* got 1 inputs and 1 outputs", "multiply", (THREE,), {}),
-    (r"'h' is a struct .*Holder.* with arrays: .* for each field \(values\)", "takes_arrays_in_structs", (), {}),
-    (r"'h' is an array of structs .*Pair.*: .* for each field \(low, high\)", "takes_arrays_of_structs", (), {}),
-    (r"'t' is .*; supported are scalars, vectors and matrices, arrays of those, and structs", "takes_indices", (), {}),
-    (r"no generic kernel such as 'takes_anything': wp.overload\(kernel, ", "takes_anything", (), {}),
-    ("launch_dims is missing, and there is no array", "takes_nothing", (), {"outs": (), "has_side_effect": True}),
-    (r"launch_dims must be an int or a tuple of ints; got", "multiply", (), {"launch_dims": "3"}),
-    (r"1 to 4 numbers from 0 to 2147483647; got \(-1,\)", "multiply", (), {"launch_dims": -1}),
-    (r"block_dim must be 1 to 1024 threads; got 2048", "multiply", (), {"block_dim": 2048}),
-    (r"tiled=True needs launch_dims, the number of blocks", "multiply", (), {"tiled": True}),
-    (r"tiled launch_dims .* 1 to 3", "multiply", (), {"tiled": True, "launch_dims": (1,) * 4}),
-    (r"True does not go with in_out", "histogram", (), {"in_out_argnames": ["acc"], "differentiable": True}),
-    (r"'weight' .* by value: an output can start with an array", "histogram", (), {"input_output_aliases": {1: 0}}),
-]
-
-
-REFUSED_VALUES_AND_TYPES = [  # the text of an error, which for values of a wrong type is Warp's own, and a call
-    (r"'s' \(struct .*Settings\) is passed .*got int 1, not an instance", partial(call_every, *EVERY, s=1)),
-    (r"(?s)Failed to convert .* param m to mat33f?.*warp_kernel 'every'", partial(call_every, *EVERY, m=[1.0, 2.0])),
-    (r"unable to pack kernel parameter type .*float.* for param i", partial(call_every, *EVERY, i=1.5)),
-    (r"'v' \(float16\[3\]\) .* not of one shape: make it a warp.vec3h", partial(call_every, *EVERY, v=((1, 2), 3))),
-    (r"'i' \(int8\) is passed by value; got int 300, which is out of its range", partial(call_every, *EVERY, i=300)),
-    (r"'i' \(int8\) is passed by value; .*300.*, which is", partial(call_every, *EVERY, i=np.array(300))),
-    (r"takes a function decorated with warp.kernel; got function", partial(xk.warp_kernel, like_first, spec())),
-    (r"Warp has no scalar type for dtype .*it has bool, .*float64", partial(xk.jaxtype_to_warptype, np.complex64)),
-    (r"1 to 4 dimensions; got 0 in float32\[\]; reshape it to \(1,\)", partial(xk.jaxinfo_to_warpinfo, spec())),
-]
-
-
-def traced(kernel, args, options):
-    """A call of a kernel of the table that is only traced."""
-    options = {"outs": like_first, **options}
-    return lambda: jax.eval_shape(xk.warp_kernel(getattr(warp_kernels(), kernel), **options), *args)
-
-
-@needs_warp
-@pytest.mark.parametrize("text, call", [
-    *REFUSED_VALUES_AND_TYPES, *[(text, traced(*call)) for text, *call in REFUSED_BY_WARP_KERNEL],
-])  # fmt: skip
-def test_warp_refuses(text, call):
-    with pytest.raises((TypeError, ValueError, NotImplementedError, RuntimeError), match=text):
-        call()
 
 
 def test_warp_arguments_as_kernels_take_them(warp_path):
@@ -5255,9 +4732,7 @@ def test_warp_arguments_bind_as_pythons():
 def test_warp_names_the_order_of_parameters(tmp_path):
     kernel = kernel_with_body("i = wp.tid()\ny[i] = x[i] * out[i]", tmp_path)  # an output between inputs
     for call in (lambda f: f(THREE, THREE), lambda f: f(THREE, out=THREE)):
-        with pytest.raises(
-            TypeError, match=r"inputs and values, then outputs.*in_out_argnames|in_out_argnames.*then out"
-        ):
+        with pytest.raises(TypeError, match="in_out_argnames"):
             call(xk.warp_kernel(kernel, lambda x, out: x))
     f = xk.warp_kernel(kernel, lambda x, y, out: x, in_out_argnames=["y"])
     check_close(f(THREE, y=THREE, out=THREE), THREE * THREE)
@@ -5301,11 +4776,9 @@ def test_warp_is_exported_for_two_platforms():
 
 
 @needs_warp
-@pytest.mark.parametrize("launch_dims", [None, 5, lambda x, y: x.shape])
-def test_warp_batches_of_any_size_are_exported(launch_dims):
+def test_warp_batches_of_any_size_are_exported():
     (n,) = export.symbolic_shape("n")
-    f = jax.vmap(product(launch_dims=launch_dims, name="for any number of slices"))
-    jax.eval_shape(f, spec(2, 5), spec(2, 5))
+    f = jax.vmap(product(launch_dims=lambda x, y: x.shape, name="for any number of slices"))
     program = export.export(jax.jit(f), disabled_checks=xk.export_checks())(spec(n, 5), spec(n, 5))
     x = sample(3, 5)
     check_close(program.call(x, x), x * x)
@@ -5334,13 +4807,323 @@ def test_warp_build_error_stays_an_error():
             xk.warp_kernel(broken, like_first)(jnp.arange(3.0))
 
 
-# -- Warp's own functions, no Warp ---------------------------------------------------------------------
-
-
 def test_warp_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "warp", None)
     with pytest.raises(ImportError, match=r"warp_kernel needs warp .*install it: pip install warp-lang numba"):
         xk.warp_kernel(like_first, spec(3))
+
+
+# ======================================================================================================
+# Processes: what only a process of its own can show.  Those of one kind run in one, as it takes 3 s to start
+# ======================================================================================================
+
+LIFE_OF_A_PROCESS = """
+    import importlib, multiprocessing
+
+    def check(module=xk):
+        new = module.numba_kernel(add_one.__wrapped__, like_first)
+        assert held(ones)[3] == jax.vmap(new)(ones[None])[0, 3] == 2
+
+    held = jax.jit(add_one)
+    jax.eval_shape(add_one, ones)  # registered before JAX has a backend
+    if hasattr(os, "fork"):
+        child = multiprocessing.get_context("fork").Process(target=check)
+        child.start()
+        child.join()
+        assert child.exitcode == 0, "the forked process"
+    check()
+    jitted = numba.njit(add_one.__wrapped__)
+    for module in (xk, importlib.reload(xk)):  # named kernels are the same then
+        check(module)
+        for name, kernel in (("plain", add_one.__wrapped__), ("jitted", jitted)):
+            assert module.numba_kernel(kernel, like_first, name=name)(ones)[0] == 2
+    """
+SHARED_BATCHES = """
+    def spin(x, y, out):
+        total = 0.0
+        for i in range(300):
+            total += np.sin(x[0] * y[0] + i)
+        if x[1] < 0:
+            raise ValueError("bad slice")
+        out[0], out[1] = total, x[1]
+
+    def nest(method):
+        kernel = wrap(spin, vmap_method=method)
+        return jax.vmap(jax.vmap(jax.vmap(kernel, (0, 0)), (0, None)), (0, None))
+
+    x = np.arange(8 * 5 * 6 * 2, dtype=np.float32).reshape(8, 5, 6, 2)
+    y = np.arange(1, 7, dtype=np.float32)[:, None]
+    bad = x.copy()
+    bad[3, 2, 2, 1] = bad[5, 4, 1, 1] = -1
+    expected = np.asarray(nest("sequential")(x, y))
+    mesh, P = jax.sharding.Mesh(np.array(jax.devices()), ("i",)), jax.sharding.PartitionSpec
+    jitted = jax.jit(nest(None))
+    pmapped = jax.pmap(jax.vmap(jax.vmap(wrap(spin), (0, 0)), (0, None)), in_axes=(0, None))
+    sharded = jax.jit(jax.shard_map(nest(None), mesh=mesh, in_specs=(P("i"), P()), out_specs=P("i")))
+
+    def work(count):
+        for _ in range(count):
+            for f in (jitted, pmapped, sharded):
+                np.testing.assert_array_equal(f(x, y), expected)
+            assert "bad slice" in error_of(jitted, bad, y)
+
+    pmapped(x, y)  # the first call by one thread: JAX's own cache of pmap (0.9) fails where several trace it at once
+    in_threads(work, [10] * 16)
+
+    whole, split = [jax.sharding.NamedSharding(mesh, P(*axes)) for axes in ((), "i")]
+    kernel = jax.vmap(wrap(runs("if x[0] > 8: raise ValueError('too large')\\n    out[0] = x[0]")))
+    of_seven = jax.jit(lambda x: jax.lax.with_sharding_constraint(2 * kernel(x[:7]), whole), in_shardings=split)
+    slices = jax.device_put(np.arange(8, dtype=np.float32)[:, None], split)
+    assert of_seven(slices)[6] == 12
+    assert "too large" in error_of(of_seven, 2 * slices)
+    running = [pmapped(x + i, y) for i in range(100)]  # when the process ends
+    """
+
+
+@pytest.mark.processes
+def test_the_life_of_a_process_and_batches_of_many_callers_on_many_devices():
+    """A fork, a late start of the backend, a reload.  Then 16 callers of 8 devices share XLA's threads, which none may
+    wait for; ten rounds find a lost wake-up.  Nor is there one for each of seven slices."""
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    run_code(textwrap.dedent(LIFE_OF_A_PROCESS) + textwrap.dedent(SHARED_BATCHES), **flags)
+
+
+SUBNORMAL = """
+    @numba.njit(parallel=True)
+    def halve(x, out):
+        for i in numba.prange(x.size):
+            out[i] = x[i] * np.float32(0.5)
+        if np.isnan(x[0]):
+            raise ValueError("nan")
+
+    def by_numba():
+        out = np.empty_like(tiny)
+        halve(tiny, out)
+        return out
+
+    tiny = np.full(4096, 1e-40, np.float32)
+    kernel = wrap(halve)
+    in_a_loop = jax.jit(lambda x: jax.lax.fori_loop(0, 3, lambda _, y: kernel(x), x))
+
+    def keeps(f, *args):
+        return np.asarray(f(*args)).all()
+
+    assert keeps(jax.pmap(kernel), np.stack([tiny] * 4))  # XLA's threads start Numba's
+    assert keeps(in_a_loop, tiny) and keeps(kernel, tiny) and keeps(by_numba)
+    assert "nan" in error_of(kernel, tiny * np.nan)
+    assert keeps(by_numba)
+    by_kernel, by_xla = map(np.asarray, jax.jit(lambda x: (kernel(x), x * np.float32(0.5)))(tiny))
+    assert by_kernel.all() and not by_xla.any()  # XLA goes on as before
+    """
+WORKQUEUE = """
+    @numba.njit(parallel=True)
+    def direct(x, out):
+        for i in numba.prange(x.size):
+            out[i] = x[i] + 1
+        if x[0] < 0:
+            raise ValueError("negative")
+
+    def through_helper(x, out):
+        direct(x, out)
+
+    wrap(runs("out[0] = x[0]"))(ones)  # of the same signature, but without a lock
+
+    def work(kernel):
+        f = wrap(kernel)
+        for i in range(50 if kernel is direct else 3):
+            assert "negative" in error_of(f, -ones)
+            assert (jax.pmap(f)(np.ones((4, 1000), np.float32)) == 2).all()
+
+    in_threads(work, [direct, through_helper] * 3)
+    """
+AT_ONCE = """
+    import ctypes, threading
+
+    layer = os.environ["NUMBA_THREADING_LAYER"]
+    at_once = layer != "workqueue"
+    both = threading.Barrier(2, timeout=30 if at_once else 1)
+
+    @ctypes.CFUNCTYPE(ctypes.c_int64)
+    def meets():
+        try:
+            both.wait()
+        except threading.BrokenBarrierError:
+            return False
+        return True
+
+    @numba.njit(parallel=True)
+    def meet(x, out):
+        for i in numba.prange(x.size):
+            out[i] = meets()
+
+    assert (jax.pmap(wrap(meet))(np.ones((2, 1), np.float32)) == at_once).all()
+    assert numba.threading_layer() == layer
+    """
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("layer", [
+    "workqueue",
+    pytest.param("omp", marks=pytest.mark.needs("glibc")),
+    pytest.param("tbb", marks=pytest.mark.needs("linux", "tbb")),
+])  # fmt: skip
+def test_parallel_kernels_in_each_threading_layer(layer):
+    """XLA's threads take subnormal numbers for 0, and Numba's inherit that from the thread that starts them.
+
+    And Numba's workqueue aborts a process in which two threads enter it; on other layers two kernels can meet.
+    """
+    # where pip puts libtbb, which the loader does not find in a virtual environment
+    libraries = f"{sys.prefix}/lib:{os.environ.get('LD_LIBRARY_PATH', '')}"
+    parts = [WORKQUEUE, AT_ONCE] if layer == "workqueue" else [AT_ONCE]
+    if hasattr(ctypes.pythonapi, "gnu_get_libc_version") and layer != "tbb":  # the mode of floats is of glibc alone
+        parts.insert(0, SUBNORMAL)
+    code = "\n".join(map(textwrap.dedent, parts))
+    run_code(code, NUMBA_THREADING_LAYER=layer, LD_LIBRARY_PATH=libraries)
+
+
+CACHED = """
+    import numba, numpy as np
+
+    @numba.njit(cache=True)
+    def copy(x, out):
+        for i in range(x.size):
+            out[i] = x[i]
+
+    @numba.njit(cache=True)
+    def by_a_helper(x, out):
+        copy(x, out)
+
+    @numba.njit(cache=True, parallel=True)
+    def in_parallel(x, out):
+        for i in numba.prange(x.size):
+            out[i] = 2 * x[i]
+
+    @numba.njit(cache=True)
+    def multiplies(A, x, out):
+        copy(A @ x, out)
+
+    @numba.njit(cache=True)
+    def writes(x, out):
+        x.flat[0] = 7
+        copy(x, out)
+    """
+CACHED_BY_NUMBA = """
+    from numba.core.event import install_recorder
+    import cached, jax.export
+
+    exported = pathlib.Path(sys.argv[2])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    hits = []
+    jax.monitoring.register_event_listener(lambda event, **_: hits.append(event.endswith("/cache_hits")))
+    scaled = wrap(runs(f"out[0] = {sys.argv[1]} * x[0]"), name="scaled")
+    print("scaled", jax.jit(lambda x: jax.vmap(scaled)(x))(ones[None])[0, 0], "found:", any(hits))
+
+    A = np.ones((1000, 1000), np.float32)
+    with install_recorder("numba:compile") as recorder:
+        multiplies = wrap(cached.multiplies, lambda A, x: x, name="multiplies")
+        print("multiplies", multiplies(A, A[0])[0])
+        for name in ("by_a_helper", "in_parallel"):
+            print(name, *wrap(getattr(cached, name))(ones))
+    print("compiled:", len(recorder.buffer) > 0)
+    if not exported.exists():
+        program = jax.export.export(jax.jit(multiplies), disabled_checks=xk.export_checks())(A, A[0])
+        exported.write_bytes(program.serialize())
+    assert (jax.export.deserialize(bytearray(exported.read_bytes())).call(A, A[0]) == 1000).all()
+    with pytest.raises(TypeError, match="in_out_argnames"):
+        wrap(cached.writes)(ones)
+    """
+OF_CACHED = "multiplies 1000.0\nby_a_helper 1.0 1.0 1.0 1.0\nin_parallel 2.0 2.0 2.0 2.0"
+
+
+@pytest.mark.processes
+def test_a_second_process_compiles_no_kernel_that_numba_caches(tmp_path):
+    """And refuses the same, though what Numba loads does not say what is in it.
+
+    Programs that JAX keeps, or that are exported, run the kernels of their process.
+    """
+    (tmp_path / "cached.py").write_text(textwrap.dedent(CACHED))
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    for factor, is_first in ((2, True), (3, False)):
+        environment = {"PYTHONPATH": path, "JAX_COMPILATION_CACHE_DIR": str(tmp_path)}
+        output = run_code(CACHED_BY_NUMBA, factor, tmp_path / "exported", **environment)
+        assert output == f"scaled {factor}.0 found: {not is_first}\n{OF_CACHED}\ncompiled: {is_first}\n"
+
+
+@pytest.mark.processes
+@pytest.mark.needs("linux", "compiler", "real driver", "no gpu", "gcc", "cuda package")
+def test_cuda_fake_driver(tmp_path):
+    """Runs the tests below with the fake driver, on PTX of the packages that are here."""
+    (tmp_path / "fake.c").write_text(FAKE_DRIVER)
+    flags = "-shared -fPIC -w -Wl,-soname,libcuda.so.1 -o libcuda.so.1 fake.c -ldl".split()
+    subprocess.run(["gcc", *flags], cwd=tmp_path, check=True)
+    environment = {
+        "JAX_PLATFORMS": "cpu",
+        "LD_LIBRARY_PATH": f"{tmp_path}:{os.environ.get('LD_LIBRARY_PATH', '')}",
+        "NUMBA_CUDA_DRIVER": str(tmp_path / "libcuda.so.1"),
+        "XLA_KERNELS_FAKE_CUDA": "1",
+    }
+    outcomes = outcomes_elsewhere("test_fakecuda", tmp_path, **environment)
+    assert set(outcomes.values()) == {"passed"} | skips_for("numba-cuda", "numba-cuda-mlir")
+
+
+# -- ops: what a generator makes ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+def test_a_generator_that_computes_with_jnp_on_a_mesh(axis_type):
+    """It is called once for outputs that vary, and once for others; what it makes serves on and off the mesh."""
+    made = []
+
+    def generator(outs):
+        made.append(outs)
+        return partial(jnp.multiply, 2 * jnp.ones(4))
+
+    call = partial(op_with(generator), outs=lambda x: spec(*x.shape))
+    np.testing.assert_array_equal(call(jnp.ones((2, 4))), np.full((2, 4), 2))
+    for n_devices in (4, 2, 4):
+        mesh = jax.make_mesh((n_devices,), ("i",), axis_types=(axis_type,))
+        x = jax.device_put(np.ones((8, 4), np.float32), jax.sharding.NamedSharding(mesh, P("i")))
+        split = jax.shard_map(call, mesh=mesh, in_specs=P("i"), out_specs=P("i"))
+        np.testing.assert_array_equal(split(x), np.full((8, 4), 2))
+        with jax.set_mesh(mesh):
+            for f in (split, jax.jit(split), jax.jit(call)):
+                np.testing.assert_array_equal(f(x), np.full((8, 4), 2))
+    assert [outs[0].shape for outs in made][:4] == [(2, 4), (2, 4), (8, 4), (4, 4)]  # first alone, then on a mesh
+
+
+def test_an_op_calls_a_generator_once_for_its_parameters():
+    """Also if that computes with jnp, under jit: it gets arrays, which serve the next trace, too."""
+    made = []
+    op = xk.XLACustomKernel("counted")
+
+    @op.def_numba_kernel
+    def generator(outs, power):
+        made.append((outs[0].shape, power))
+        factors = np.asarray(jnp.full(outs[0].shape, 2.0) ** power)
+        return wrap(lambda x: factors * x)
+
+    for power in (1, 2, 1, 2):
+        jax.clear_caches()
+        call = partial(op, outs=like_first, power=power)
+        for transform in (jax.jit, itself, jax.vmap):
+            x = jnp.ones((4, 3) if transform is jax.vmap else 3)
+            np.testing.assert_array_equal(transform(call)(x), 2.0**power * x)
+    assert made == [((3,), 1), ((3,), 2)]
+    op.def_numba_kernel(generator)
+    op(jnp.ones(3), outs=like_first, power=1)
+    assert len(made) == 3
+
+
+def test_an_op_calls_a_generator_for_each_configuration():
+    def generator():
+        precision = jax.config.jax_default_matmul_precision
+        return lambda x: x + {"float32": 1, "bfloat16": 2}[precision]
+
+    add = call_op(op_with(generator))
+    for precision, value in (("float32", 1), ("bfloat16", 2), ("float32", 1)):
+        with jax.default_matmul_precision(precision):
+            assert [f(0) for f in eager_and_jitted(add)] == [value] * 2
 
 
 # ======================================================================================================
@@ -5864,122 +5647,6 @@ def test_op_takes_ready_kernels(kind):
     kernel, options = READY_KERNELS[kind]
     assert op.def_numba_kernel(**options)(kernel) is kernel
     check_close(op(VECTOR, WEIGHTS, outs=[spec(8)])[0], VECTOR * WEIGHTS)
-
-
-# -- errors --------------------------------------------------------------------------------------------
-
-
-def raise_key_error(*args):
-    raise KeyError("boom")
-
-
-BROKEN_KERNELS = {"shape": lambda x: jnp.reshape(x, (4, 2)), "raising": raise_key_error, "nothing": None}
-
-
-def broken_op():
-    op = xk.XLACustomKernel("broken")
-    for backend, kernel in BROKEN_KERNELS.items():
-        op.def_kernel(backend, "cpu", lambda kernel=kernel: kernel)
-    op.def_kernel("far", "gpu", add_to(1))
-    op.def_kernel("undecorated", "cpu", add_one.__wrapped__)
-    op.def_numba_kernel(numba_multiply)
-    return op
-
-
-REGISTERED = "cpu: shape, raising, nothing, undecorated, numba; gpu: far"
-OP_ERRORS = {  # the error, what its text says, the options of a call
-    "wrong shape": (
-        ValueError,
-        "'shape' for platform 'cpu' returned (float32[4,2]), but outs declares (float32[8])",
-        {},
-    ),
-    "unknown backend": (ValueError, f"no backend '' for platform 'cpu'; registered: {REGISTERED}", {"backend": ""}),
-    "kernel raises": (KeyError, "raised this; 'cpu' has shape, raising", {"backend": "raising"}),
-    "no function": (TypeError, "got None", {"backend": "nothing"}),
-    "undecorated": (
-        TypeError,
-        "lambda: f gives a function f) takes (x, out), but this call gives it ()",
-        {"backend": "undecorated"},
-    ),
-    "ready kernel": (TypeError, "['alpha'] need a generator", {"backend": "numba", "alpha": 2}),
-    "list inside": (TypeError, "'alpha' must be hashable", {"alpha": (Config(1.0, table=[1]),)}),
-    "outs: keys": (TypeError, "sorts the keys", {"outs": {1: spec(8), "one": spec(8)}}),
-}
-
-
-def uses_of(call):
-    """Ways to call a function of an array of 8 elements."""
-    return partial(call, VECTOR), partial(jax.jit(call), VECTOR), partial(jax.vmap(call), ROWS)
-
-
-@pytest.mark.parametrize("case", OP_ERRORS)
-def test_op_errors(case):
-    error, text, options = OP_ERRORS[case]
-    for use in uses_of(partial(broken_op(), **{"outs": spec(8), "backend": "shape", **options})):
-        with pytest.raises(error, match=re.escape(text)) as raised:
-            use()
-        assert "'broken'" in "".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
-
-
-def test_op_backend_of_another_platform_can_be_traced_and_lowered_there_alone():
-    call = partial(broken_op(), outs=like_first, backend="far")
-    assert "stablehlo.add" in lower_for_cuda(call, VECTOR)
-    for use in uses_of(call):
-        with pytest.raises(ValueError, match="no backend 'far' for platform 'cpu'"):
-            use()
-
-
-def test_op_without_a_kernel_for_the_platform():
-    op = xk.XLACustomKernel("empty")
-    for call in (op, op.benchmark):
-        with pytest.raises(NotImplementedError, match="no kernel for platform 'cpu'; registered: nothing"):
-            call(VECTOR, outs=like_first)
-
-
-print_in_order = lambda x: jax.debug.print("{}", x, ordered=True) or x
-cuda_kernel_of = partial(xk.numba_cuda_kernel, outs=like_first, grid=1, block=1)
-
-
-def op_that_calls_itself():
-    op = op_adding(a=1)
-    op.def_jvp_rule2(lambda t, x: op(t, outs=like_first))
-    return call_op(op)
-
-
-def call_with_side_effects(op):
-    op.def_kernel("a", "cpu", lambda: wrap(has_side_effect=True))
-    op(VECTOR, outs=like_first)
-
-
-MISUSES = [  # the error, what its text says, what is done to an op
-    (TypeError, "backend must be a name, got 1", methodcaller("def_kernel", 1, "cpu", add_to(1))),
-    (TypeError, "must be callable, got 'kernel'", methodcaller("def_kernel", "a", "cpu", "kernel")),
-    (TypeError, "grid can be given with a ready kernel only", methodcaller("def_numba_kernel", add_to(1), grid=3)),
-    (TypeError, "an op has no side effects", call_with_side_effects),
-    (TypeError, "an op has no side effects", methodcaller("def_numba_kernel", numba_multiply, has_side_effect=True)),
-    (TypeError, "an op has no side effects", methodcaller("def_numba_kernel", wrap(has_side_effect=True))),
-    (TypeError, "of another byte order", lambda op: op(1.0, outs=np.ones(1, ">f4"))),
-    (TypeError, "expected an XLACustomKernel or a jax Primitive, got 3", lambda op: xk.defjvp(3)),
-    (TypeError, "'op': def_jvp_rule2: the rule of operand 1 must be", methodcaller("def_jvp_rule2", None, "wrong")),
-    (TypeError, "'op': a rule of def_vjp_rule must be callable", methodcaller("def_vjp_rule", add_to(1), "wrong")),
-    (TypeError, "by def_vjp_rule", methodcaller("def_numba_kernel", numba_multiply, differentiable=True)),
-    (TypeError, "parameter 'k' is traced", lambda op: jax.jit(call_op(op))(1.0, k=2.0)),
-    (TypeError, "'_op_params' is reserved", lambda op: call_op(op)(1.0, _op_params=3.0)),
-    (TypeError, "outs, which op 'op' needs, is missing", lambda op: xk.general_batching_rule(op, (VECTOR,), (0,))),
-    (ValueError, "no backend '' for platform 'cpu'", methodcaller("set_default", "cpu", None)),
-    (ValueError, "no call function", methodcaller("call", 1)),
-    (TypeError, "for this one there is numba_kernel", lambda op: cuda_kernel_of(numba_multiply)),
-    (NotImplementedError, "'op' has no ordered effects", lambda op: call_op(op_of(print_in_order))(1.0)),
-    (NotImplementedError, "no ordered effects", lambda op: jax.make_jaxpr(call_op(op_of(print_in_order)))(1.0)),
-    (NotImplementedError, "calls the op on tangents", lambda op: jax.grad(op_that_calls_itself())(1.0)),
-    (NotImplementedError, "has no jvp rule", lambda op: jax.grad(call_op(op))(1.0)),
-]
-
-
-@pytest.mark.parametrize("error, text, misuse", MISUSES)
-def test_op_misuse(error, text, misuse):
-    with pytest.raises(error, match=re.escape(text)):
-        misuse(op_adding(a=1))
 
 
 # -- derivatives, and rules of one's own for batches ---------------------------------------------------
