@@ -1,7 +1,6 @@
 """Tests of xla_kernels: the matrix of operations, backends and transformations, and everything that broke elsewhere."""
 
 import ast
-import collections
 import contextlib
 import ctypes
 import dataclasses
@@ -25,7 +24,6 @@ import re
 import runpy
 import shutil
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -1116,308 +1114,6 @@ def kernel_source(name, language, body, parameters, indices, out):
 
 
 # ======================================================================================================
-# Tests that start processes: what only another process can show
-# ======================================================================================================
-
-ROOT = pathlib.Path(__file__).parent
-
-
-def run_python(*args, cwd=ROOT, timeout=900, rc=0, **environment):
-    """Run Python in a fresh process that must end with `rc`; returns its output, or fails with it."""
-    search_path = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    paths = {"PYTHONPATH": os.pathsep.join(filter(None, search_path)), "PYTHONUTF8": "1"}
-    environment = {**os.environ, **paths, **environment}
-    command = [sys.executable, *map(str, args)]
-    pipes = {"capture_output": True, "encoding": "utf-8", "timeout": timeout}
-    process = subprocess.run(command, cwd=cwd, env=environment, **pipes)
-    assert process.returncode == rc, (
-        f"exit code {process.returncode}\n{process.stdout[-4000:]}\n{process.stderr[-4000:]}"
-    )
-    return process.stdout
-
-
-def program_of(function):
-    """The body of a function of one line of head, as the text of a program."""
-    _, _, body = inspect.getsource(function).partition(":\n")
-    return textwrap.dedent(body)
-
-
-def outcomes_elsewhere(tests, folder, **environment):
-    """{test: "passed", or why it was skipped} of those that `-k tests` selects, in a process with this environment, in
-    which none may fail."""
-    path = folder / "outcomes"
-    options = ["-p", "no:cacheprovider", f"--outcomes-out={path}"]
-    run_python("-m", "pytest", "-q", __file__, "-k", tests, *options, **environment)
-    return json.loads(path.read_text())
-
-
-def skips_for(*requirements):
-    """Why tests that need these are skipped here: nothing where all are there."""
-    return {f"{name}: {conftest.missing(name)}" for name in requirements if conftest.missing(name)}
-
-
-# What XLA does with a call is the same on the CPU.  So the simulator runs cells that differ in what CUDA is called
-# with: every operation and dtype alone and batched, and two operations under the other transformations.
-IN_SIMULATOR = (
-    "test_on_cuda or test_cudasim or (test_docstring and cuda)"
-    " or (test_matrix and numba_cuda and (-eager- or -vmap- or blend or hadamard-numba_cuda-)"
-    " and not (grad or checkpoint or eager_shard_map))"
-)
-
-
-@pytest.mark.processes
-@pytest.mark.needs("compiler")
-def test_cuda_simulator(tmp_path, record_property):
-    """What needs a device, in the simulator, which Numba decides on when it is imported."""
-    outcomes = outcomes_elsewhere(IN_SIMULATOR, tmp_path, NUMBA_ENABLE_CUDASIM="1", JAX_PLATFORMS="cpu")
-    assert set(outcomes.values()) == {"passed"}
-    cells = [re.findall(r"\w+", name)[1:] for name in outcomes if name.startswith("test_matrix")]
-    assert {(op, backend) for op, backend, *_ in cells} == set(itertools.product(OPS, in_language("cuda")))
-    record_property("simulated", cells)
-
-
-def load_backends_on_use():
-    import sys
-
-    import jax.numpy as jnp
-
-    import xla_kernels
-
-    def loaded():
-        return sorted({"numba", "warp", "llvmlite", "cuda"} & sys.modules.keys())
-
-    def kernel(x, out):
-        for i in range(x.size):
-            out[i] = x[i]
-
-    xla_kernels.XLACustomKernel("op").def_warp_kernel(kernel)
-    print(loaded())
-    call = xla_kernels.numba_kernel(kernel, lambda x: x)
-    sys.modules["numba"] = None  # cannot be imported
-    try:
-        call(jnp.ones(3))
-    except ImportError as error:
-        print(error)
-    del sys.modules["numba"]
-    print(call(jnp.ones(3)), loaded())
-
-
-@pytest.mark.processes
-def test_backends_load_on_use_and_a_missing_one_is_explained():
-    at_import, error, after_use = run_python("-c", program_of(load_backends_on_use)).splitlines()
-    assert at_import == "[]"
-    assert re.fullmatch(r"numba_kernel needs numba \(.*None in sys.modules\); install it: pip install numba.*", error)
-    assert after_use == "[1. 1. 1.] ['llvmlite', 'numba']"
-
-
-WORKS = r"works, [\d.]+ µs per call under jit"
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("args, rc", [(["my_kernels.py"], 0), (["-m", "my_kernels"], 1)], ids=["right", "broken"])
-def test_self_check_of_the_file_alone(args, rc, tmp_path):
-    """Under another name, in an empty folder, or beside a file that takes Warp's place."""
-    shutil.copy(ROOT / "xla_kernels.py", tmp_path / "my_kernels.py")
-    warp_says = "not available: " if conftest.missing("warp") else WORKS
-    if rc:
-        (tmp_path / "warp.py").touch()
-        warp_says = "FAILED: "
-    report = run_python(*args, cwd=tmp_path, rc=rc, PYTHONPATH=os.environ.get("PYTHONPATH", ""))
-    assert re.search(f"^numba +cpu +{WORKS}", report, re.MULTILINE), report
-    assert re.search(f"^warp +cpu +{warp_says}", report, re.MULTILINE), report
-
-
-def square_on_four_devices():
-    port, number, collectives = sys.argv[1:]
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=int(number))
-    square = xk.XLACustomKernel("square")
-
-    @square.def_numba_kernel
-    @numba.njit
-    def kernel(x, out):
-        out[()] = x[()] * x[()]
-
-    axes = jax.sharding.PartitionSpec("d")
-    sharding = jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(jax.devices()), "d"), axes)
-    x = jax.make_array_from_callback((8,), sharding, lambda index: np.arange(8, dtype=np.float32)[index])
-    squares = jax.jit(jax.vmap(lambda x: square(x, outs=x)))
-    total = jax.jit(lambda x: squares(x).sum())(x)
-    assert not re.search(collectives, squares.lower(x).compile().as_text())
-    print("devices", len(jax.devices()), "total", float(total))
-
-
-def free_port():
-    with socket.socket() as listening:
-        listening.bind(("localhost", 0))
-        return listening.getsockname()[1]
-
-
-@pytest.mark.processes
-def test_two_processes_share_a_mesh():
-    """A batch of an op is split over the four devices of both."""
-    port = free_port()
-
-    def run_process(number):
-        two_devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-        return run_code(program_of(square_on_four_devices), port, number, COLLECTIVES.pattern, **two_devices)
-
-    with ThreadPoolExecutor(2) as pool:
-        for output in pool.map(run_process, range(2)):
-            assert "devices 4 total 140.0" in output
-
-
-# ======================================================================================================
-# The package: its documents, docstrings and pictures
-# ======================================================================================================
-
-DOCUMENTS = ("README.md",)  # whose blocks of Python run
-
-
-def text_of(document):
-    return (ROOT / document).read_text(encoding="utf-8")
-
-
-def blocks_of(document):
-    """{(document, heading, number of the block below it): (code, what it prints)}.
-
-    A block that does not begin with an import continues the last.  What a print gives is said by a comment at its end,
-    or by a block of text below.
-    """
-    blocks, code = {}, ""
-    for section in text_of(document).split("\n## "):
-        found = re.findall(r"```python\n(.*?)```(?:\n+```text\n(.*?)```)?", section, re.DOTALL)
-        for number, (block, text) in enumerate(found):
-            code = block if block.startswith("import") else code + block
-            prints = "\n".join(re.findall(r"^print\(.*\)  # (.*)$", code, re.MULTILINE)) + "\n" + text
-            blocks[document, section.partition("\n")[0], number] = code, prints
-    assert blocks, f"{document} has no block of Python"
-    return blocks
-
-
-BLOCKS = {name: block for document in DOCUMENTS for name, block in blocks_of(document).items()}
-
-
-def programs_with_needs():
-    for name, (code, _) in BLOCKS.items():
-        needed = ["numba"] + ["warp"] * ("warp as wp" in code) + ["cuda"] * ("import cuda" in code)
-        yield pytest.param(name, marks=pytest.mark.needs(*needed), id="{} {} {}".format(*name))
-
-
-@functools.cache
-def run_program(name):
-    """The globals and the output of a documented program, which runs in an empty folder."""
-    code, _ = BLOCKS[name]
-    if cuda:  # the package that is installed, or the simulator
-        code = code.replace("from numba_cuda_mlir import cuda", f"import {cuda.__name__} as cuda")
-    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        path = pathlib.Path(folder, "block.py")
-        path.write_text(code, encoding="utf-8")
-        with contextlib.redirect_stdout(io.StringIO()) as output:
-            return runpy.run_path(str(path), run_name="__main__"), output.getvalue()
-
-
-@pytest.mark.parametrize("name", list(programs_with_needs()))
-def test_documented_programs_print_what_is_written_there(name):
-    code, prints = BLOCKS[name]
-    if "scipy" in code:
-        pytest.importorskip("scipy")
-    _, output = run_program(name)
-    assert output.split() == prints.split()
-
-
-def docstring_examples():
-    """Those of Warp need it; those of `numba.cuda` run in the simulator."""
-    for examples in doctest.DocTestFinder().find(xk):
-        source = "".join(example.source for example in examples.examples)
-        if source:
-            marks = [pytest.mark.needs("warp")] if re.search(r"\b(wp|warp)\b|_warp", source) else []
-            marks += [pytest.mark.needs("simulator")] * ("import cuda" in source)
-            yield pytest.param(examples, id=examples.name, marks=marks)
-
-
-DOCSTRING_EXAMPLES = list(docstring_examples())
-assert DOCSTRING_EXAMPLES, "no docstring has an example"
-
-
-@pytest.mark.parametrize("examples", DOCSTRING_EXAMPLES)
-def test_docstring_examples(examples):
-    assert doctest.DocTestRunner().run(examples).failed == 0
-
-
-def picture(name):
-    return ElementTree.parse(ROOT / ".github" / f"{name}.svg")
-
-
-def spikes_of_the_network(every=16):
-    """(ms, neuron) of the inhibitory and of the excitatory neurons that its picture shows: every 16th."""
-    (program,) = [name for name in BLOCKS if name[1:] == ("A network of spiking neurons", 0)]
-    network, _ = run_program(program)
-    neurons = network["neurons"]
-    spikes = np.stack([network["steps"] * 0.1, neurons], axis=1)
-    is_shown, is_excitatory = neurons % every == 0, neurons < network["n"] * 4 // 5
-    return spikes[is_shown & ~is_excitatory], spikes[is_shown & is_excitatory]
-
-
-def relative(points):
-    """Where points lie between the least and the greatest of each coordinate, from 0 to 1."""
-    points = np.concatenate(points)
-    return (points - points.min(0)) / np.ptp(points, axis=0)
-
-
-@pytest.mark.needs("numba")
-def test_the_picture_of_spikes_is_what_the_documented_program_computes():
-    expected, dots = spikes_of_the_network(), []
-    for kind in "inhibitory", "excitatory":
-        uses = picture("raster").findall(f".//*[@id='{kind}']//{{*}}use")
-        dots.append([(float(use.get("x")), -float(use.get("y"))) for use in uses])
-    assert list(map(len, dots)) == list(map(len, expected))
-    np.testing.assert_allclose(relative(dots), relative(expected), atol=1e-4)
-
-
-PATHS_OF_TABLE = (  # the names in the picture of what README's columns show, in their order
-    "numba_kernel", "warp_kernel", "C++ for XLA", "brainevent.numba_kernel", "warp.jax_kernel", "jax.pure_callback",
-)  # fmt: skip
-
-
-def test_the_picture_of_speed_has_the_figures_of_the_readmes_table():
-    """Each beside the name of what it was measured of."""
-    row = re.search(r"^\| add 16 elements, in `fori_loop` \|(.*)\|$", text_of("README.md"), re.MULTILINE)[1]
-    figures_of_table = [float(cell) for cell in row.split("|") if cell.strip()]
-    heights = {text.text: float(text.get("y")) for text in picture("speed").iter("{http://www.w3.org/2000/svg}text")}
-
-    def figure_beside(path):
-        (figure,) = [text for text, y in heights.items() if text != path and abs(y - heights[path]) < 5]
-        return float(figure)
-
-    assert list(map(figure_beside, PATHS_OF_TABLE)) == figures_of_table
-
-
-def anchors_of(text):
-    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
-
-
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_documents_link_what_there_is(document):
-    links = re.findall(r"\]\(([^)]+)\)", text_of(document))
-    for path, _, anchor in [link.partition("#") for link in links if not link.startswith("https://")]:
-        target = (ROOT / document).parent / path if path else ROOT / document
-        assert target.is_file(), path
-        assert not anchor or anchor in anchors_of(target.read_text(encoding="utf-8")), anchor
-
-
-def test_the_readme_names_all_that_is_public():
-    readme = text_of("README.md")
-    assert [name for name in xk.__all__ if not re.search(rf"`{name}\b", readme)] == []
-
-
-def test_the_badge_of_python_names_the_classifiers():
-    classifiers = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', text_of("pyproject.toml"))
-    assert f"Python: {' | '.join(classifiers)}" in text_of(".github/python.svg")
-
-
-# ======================================================================================================
 # What the tests of all sections use: specs, kernels made of a line, processes
 # ======================================================================================================
 
@@ -1521,7 +1217,6 @@ def run_code(code, *argv, **env):
     functions = like_first, add_one.__wrapped__, wrap, kernel_from, runs, reads, copied_bytes, in_threads, error_of
     sources = [IN_A_PROCESS, *map(inspect.getsource, functions), textwrap.dedent(code)]
     return run_python("-c", "\n".join(sources), *argv, timeout=300, **{"JAX_PLATFORMS": "cpu", **env})
-
 
 
 # ======================================================================================================
@@ -1925,6 +1620,7 @@ def test_a_call_that_fails_gives_its_memory_back():
 
 
 # ======================================================================================================
+# Numba on CPU, and with it what all wrappers share: the C interface, kernels, inputs, the primitive, the handler
 # ======================================================================================================
 
 
@@ -4814,319 +4510,6 @@ def test_warp_is_missing(monkeypatch):
 
 
 # ======================================================================================================
-# Processes: what only a process of its own can show.  Those of one kind run in one, as it takes 3 s to start
-# ======================================================================================================
-
-LIFE_OF_A_PROCESS = """
-    import importlib, multiprocessing
-
-    def check(module=xk):
-        new = module.numba_kernel(add_one.__wrapped__, like_first)
-        assert held(ones)[3] == jax.vmap(new)(ones[None])[0, 3] == 2
-
-    held = jax.jit(add_one)
-    jax.eval_shape(add_one, ones)  # registered before JAX has a backend
-    if hasattr(os, "fork"):
-        child = multiprocessing.get_context("fork").Process(target=check)
-        child.start()
-        child.join()
-        assert child.exitcode == 0, "the forked process"
-    check()
-    jitted = numba.njit(add_one.__wrapped__)
-    for module in (xk, importlib.reload(xk)):  # named kernels are the same then
-        check(module)
-        for name, kernel in (("plain", add_one.__wrapped__), ("jitted", jitted)):
-            assert module.numba_kernel(kernel, like_first, name=name)(ones)[0] == 2
-    """
-SHARED_BATCHES = """
-    def spin(x, y, out):
-        total = 0.0
-        for i in range(300):
-            total += np.sin(x[0] * y[0] + i)
-        if x[1] < 0:
-            raise ValueError("bad slice")
-        out[0], out[1] = total, x[1]
-
-    def nest(method):
-        kernel = wrap(spin, vmap_method=method)
-        return jax.vmap(jax.vmap(jax.vmap(kernel, (0, 0)), (0, None)), (0, None))
-
-    x = np.arange(8 * 5 * 6 * 2, dtype=np.float32).reshape(8, 5, 6, 2)
-    y = np.arange(1, 7, dtype=np.float32)[:, None]
-    bad = x.copy()
-    bad[3, 2, 2, 1] = bad[5, 4, 1, 1] = -1
-    expected = np.asarray(nest("sequential")(x, y))
-    mesh, P = jax.sharding.Mesh(np.array(jax.devices()), ("i",)), jax.sharding.PartitionSpec
-    jitted = jax.jit(nest(None))
-    pmapped = jax.pmap(jax.vmap(jax.vmap(wrap(spin), (0, 0)), (0, None)), in_axes=(0, None))
-    sharded = jax.jit(jax.shard_map(nest(None), mesh=mesh, in_specs=(P("i"), P()), out_specs=P("i")))
-
-    def work(count):
-        for _ in range(count):
-            for f in (jitted, pmapped, sharded):
-                np.testing.assert_array_equal(f(x, y), expected)
-            assert "bad slice" in error_of(jitted, bad, y)
-
-    pmapped(x, y)  # the first call by one thread: JAX's own cache of pmap (0.9) fails where several trace it at once
-    in_threads(work, [10] * 16)
-
-    whole, split = [jax.sharding.NamedSharding(mesh, P(*axes)) for axes in ((), "i")]
-    kernel = jax.vmap(wrap(runs("if x[0] > 8: raise ValueError('too large')\\n    out[0] = x[0]")))
-    of_seven = jax.jit(lambda x: jax.lax.with_sharding_constraint(2 * kernel(x[:7]), whole), in_shardings=split)
-    slices = jax.device_put(np.arange(8, dtype=np.float32)[:, None], split)
-    assert of_seven(slices)[6] == 12
-    assert "too large" in error_of(of_seven, 2 * slices)
-    running = [pmapped(x + i, y) for i in range(100)]  # when the process ends
-    """
-
-
-@pytest.mark.processes
-def test_the_life_of_a_process_and_batches_of_many_callers_on_many_devices():
-    """A fork, a late start of the backend, a reload.  Then 16 callers of 8 devices share XLA's threads, which none may
-    wait for; ten rounds find a lost wake-up.  Nor is there one for each of seven slices."""
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
-    run_code(textwrap.dedent(LIFE_OF_A_PROCESS) + textwrap.dedent(SHARED_BATCHES), **flags)
-
-
-SUBNORMAL = """
-    @numba.njit(parallel=True)
-    def halve(x, out):
-        for i in numba.prange(x.size):
-            out[i] = x[i] * np.float32(0.5)
-        if np.isnan(x[0]):
-            raise ValueError("nan")
-
-    def by_numba():
-        out = np.empty_like(tiny)
-        halve(tiny, out)
-        return out
-
-    tiny = np.full(4096, 1e-40, np.float32)
-    kernel = wrap(halve)
-    in_a_loop = jax.jit(lambda x: jax.lax.fori_loop(0, 3, lambda _, y: kernel(x), x))
-
-    def keeps(f, *args):
-        return np.asarray(f(*args)).all()
-
-    assert keeps(jax.pmap(kernel), np.stack([tiny] * 4))  # XLA's threads start Numba's
-    assert keeps(in_a_loop, tiny) and keeps(kernel, tiny) and keeps(by_numba)
-    assert "nan" in error_of(kernel, tiny * np.nan)
-    assert keeps(by_numba)
-    by_kernel, by_xla = map(np.asarray, jax.jit(lambda x: (kernel(x), x * np.float32(0.5)))(tiny))
-    assert by_kernel.all() and not by_xla.any()  # XLA goes on as before
-    """
-WORKQUEUE = """
-    @numba.njit(parallel=True)
-    def direct(x, out):
-        for i in numba.prange(x.size):
-            out[i] = x[i] + 1
-        if x[0] < 0:
-            raise ValueError("negative")
-
-    def through_helper(x, out):
-        direct(x, out)
-
-    wrap(runs("out[0] = x[0]"))(ones)  # of the same signature, but without a lock
-
-    def work(kernel):
-        f = wrap(kernel)
-        for i in range(50 if kernel is direct else 3):
-            assert "negative" in error_of(f, -ones)
-            assert (jax.pmap(f)(np.ones((4, 1000), np.float32)) == 2).all()
-
-    in_threads(work, [direct, through_helper] * 3)
-    """
-AT_ONCE = """
-    import ctypes, threading
-
-    layer = os.environ["NUMBA_THREADING_LAYER"]
-    at_once = layer != "workqueue"
-    both = threading.Barrier(2, timeout=30 if at_once else 1)
-
-    @ctypes.CFUNCTYPE(ctypes.c_int64)
-    def meets():
-        try:
-            both.wait()
-        except threading.BrokenBarrierError:
-            return False
-        return True
-
-    @numba.njit(parallel=True)
-    def meet(x, out):
-        for i in numba.prange(x.size):
-            out[i] = meets()
-
-    assert (jax.pmap(wrap(meet))(np.ones((2, 1), np.float32)) == at_once).all()
-    assert numba.threading_layer() == layer
-    """
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("layer", [
-    "workqueue",
-    pytest.param("omp", marks=pytest.mark.needs("glibc")),
-    pytest.param("tbb", marks=pytest.mark.needs("linux", "tbb")),
-])  # fmt: skip
-def test_parallel_kernels_in_each_threading_layer(layer):
-    """XLA's threads take subnormal numbers for 0, and Numba's inherit that from the thread that starts them.
-
-    And Numba's workqueue aborts a process in which two threads enter it; on other layers two kernels can meet.
-    """
-    # where pip puts libtbb, which the loader does not find in a virtual environment
-    libraries = f"{sys.prefix}/lib:{os.environ.get('LD_LIBRARY_PATH', '')}"
-    parts = [WORKQUEUE, AT_ONCE] if layer == "workqueue" else [AT_ONCE]
-    if hasattr(ctypes.pythonapi, "gnu_get_libc_version") and layer != "tbb":  # the mode of floats is of glibc alone
-        parts.insert(0, SUBNORMAL)
-    code = "\n".join(map(textwrap.dedent, parts))
-    run_code(code, NUMBA_THREADING_LAYER=layer, LD_LIBRARY_PATH=libraries)
-
-
-CACHED = """
-    import numba, numpy as np
-
-    @numba.njit(cache=True)
-    def copy(x, out):
-        for i in range(x.size):
-            out[i] = x[i]
-
-    @numba.njit(cache=True)
-    def by_a_helper(x, out):
-        copy(x, out)
-
-    @numba.njit(cache=True, parallel=True)
-    def in_parallel(x, out):
-        for i in numba.prange(x.size):
-            out[i] = 2 * x[i]
-
-    @numba.njit(cache=True)
-    def multiplies(A, x, out):
-        copy(A @ x, out)
-
-    @numba.njit(cache=True)
-    def writes(x, out):
-        x.flat[0] = 7
-        copy(x, out)
-    """
-CACHED_BY_NUMBA = """
-    from numba.core.event import install_recorder
-    import cached, jax.export
-
-    exported = pathlib.Path(sys.argv[2])
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    hits = []
-    jax.monitoring.register_event_listener(lambda event, **_: hits.append(event.endswith("/cache_hits")))
-    scaled = wrap(runs(f"out[0] = {sys.argv[1]} * x[0]"), name="scaled")
-    print("scaled", jax.jit(lambda x: jax.vmap(scaled)(x))(ones[None])[0, 0], "found:", any(hits))
-
-    A = np.ones((1000, 1000), np.float32)
-    with install_recorder("numba:compile") as recorder:
-        multiplies = wrap(cached.multiplies, lambda A, x: x, name="multiplies")
-        print("multiplies", multiplies(A, A[0])[0])
-        for name in ("by_a_helper", "in_parallel"):
-            print(name, *wrap(getattr(cached, name))(ones))
-    print("compiled:", len(recorder.buffer) > 0)
-    if not exported.exists():
-        program = jax.export.export(jax.jit(multiplies), disabled_checks=xk.export_checks())(A, A[0])
-        exported.write_bytes(program.serialize())
-    assert (jax.export.deserialize(bytearray(exported.read_bytes())).call(A, A[0]) == 1000).all()
-    with pytest.raises(TypeError, match="in_out_argnames"):
-        wrap(cached.writes)(ones)
-    """
-OF_CACHED = "multiplies 1000.0\nby_a_helper 1.0 1.0 1.0 1.0\nin_parallel 2.0 2.0 2.0 2.0"
-
-
-@pytest.mark.processes
-def test_a_second_process_compiles_no_kernel_that_numba_caches(tmp_path):
-    """And refuses the same, though what Numba loads does not say what is in it.
-
-    Programs that JAX keeps, or that are exported, run the kernels of their process.
-    """
-    (tmp_path / "cached.py").write_text(textwrap.dedent(CACHED))
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    for factor, is_first in ((2, True), (3, False)):
-        environment = {"PYTHONPATH": path, "JAX_COMPILATION_CACHE_DIR": str(tmp_path)}
-        output = run_code(CACHED_BY_NUMBA, factor, tmp_path / "exported", **environment)
-        assert output == f"scaled {factor}.0 found: {not is_first}\n{OF_CACHED}\ncompiled: {is_first}\n"
-
-
-@pytest.mark.processes
-@pytest.mark.needs("linux", "compiler", "real driver", "no gpu", "gcc", "cuda package")
-def test_cuda_fake_driver(tmp_path):
-    """Runs the tests below with the fake driver, on PTX of the packages that are here."""
-    (tmp_path / "fake.c").write_text(FAKE_DRIVER)
-    flags = "-shared -fPIC -w -Wl,-soname,libcuda.so.1 -o libcuda.so.1 fake.c -ldl".split()
-    subprocess.run(["gcc", *flags], cwd=tmp_path, check=True)
-    environment = {
-        "JAX_PLATFORMS": "cpu",
-        "LD_LIBRARY_PATH": f"{tmp_path}:{os.environ.get('LD_LIBRARY_PATH', '')}",
-        "NUMBA_CUDA_DRIVER": str(tmp_path / "libcuda.so.1"),
-        "XLA_KERNELS_FAKE_CUDA": "1",
-    }
-    outcomes = outcomes_elsewhere("test_fakecuda", tmp_path, **environment)
-    assert set(outcomes.values()) == {"passed"} | skips_for("numba-cuda", "numba-cuda-mlir")
-
-
-# -- ops: what a generator makes ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
-def test_a_generator_that_computes_with_jnp_on_a_mesh(axis_type):
-    """It is called once for outputs that vary, and once for others; what it makes serves on and off the mesh."""
-    made = []
-
-    def generator(outs):
-        made.append(outs)
-        return partial(jnp.multiply, 2 * jnp.ones(4))
-
-    call = partial(op_with(generator), outs=lambda x: spec(*x.shape))
-    np.testing.assert_array_equal(call(jnp.ones((2, 4))), np.full((2, 4), 2))
-    for n_devices in (4, 2, 4):
-        mesh = jax.make_mesh((n_devices,), ("i",), axis_types=(axis_type,))
-        x = jax.device_put(np.ones((8, 4), np.float32), jax.sharding.NamedSharding(mesh, P("i")))
-        split = jax.shard_map(call, mesh=mesh, in_specs=P("i"), out_specs=P("i"))
-        np.testing.assert_array_equal(split(x), np.full((8, 4), 2))
-        with jax.set_mesh(mesh):
-            for f in (split, jax.jit(split), jax.jit(call)):
-                np.testing.assert_array_equal(f(x), np.full((8, 4), 2))
-    assert [outs[0].shape for outs in made][:4] == [(2, 4), (2, 4), (8, 4), (4, 4)]  # first alone, then on a mesh
-
-
-def test_an_op_calls_a_generator_once_for_its_parameters():
-    """Also if that computes with jnp, under jit: it gets arrays, which serve the next trace, too."""
-    made = []
-    op = xk.XLACustomKernel("counted")
-
-    @op.def_numba_kernel
-    def generator(outs, power):
-        made.append((outs[0].shape, power))
-        factors = np.asarray(jnp.full(outs[0].shape, 2.0) ** power)
-        return wrap(lambda x: factors * x)
-
-    for power in (1, 2, 1, 2):
-        jax.clear_caches()
-        call = partial(op, outs=like_first, power=power)
-        for transform in (jax.jit, itself, jax.vmap):
-            x = jnp.ones((4, 3) if transform is jax.vmap else 3)
-            np.testing.assert_array_equal(transform(call)(x), 2.0**power * x)
-    assert made == [((3,), 1), ((3,), 2)]
-    op.def_numba_kernel(generator)
-    op(jnp.ones(3), outs=like_first, power=1)
-    assert len(made) == 3
-
-
-def test_an_op_calls_a_generator_for_each_configuration():
-    def generator():
-        precision = jax.config.jax_default_matmul_precision
-        return lambda x: x + {"float32": 1, "bfloat16": 2}[precision]
-
-    add = call_op(op_with(generator))
-    for precision, value in (("float32", 1), ("bfloat16", 2), ("float32", 1)):
-        with jax.default_matmul_precision(precision):
-            assert [f(0) for f in eager_and_jitted(add)] == [value] * 2
-
-
-# ======================================================================================================
 # XLACustomKernel
 # ======================================================================================================
 
@@ -6228,6 +5611,470 @@ def test_fakecuda_all_is_compiled_when_a_call_is_traced(gpus, package_cuda, monk
 
 
 # ======================================================================================================
+# Processes: what only a process of its own can show.  Those of one kind run in one, as it takes 3 s to start
+# ======================================================================================================
+
+LIFE_OF_A_PROCESS = """
+    import importlib, multiprocessing
+
+    def check(module=xk):
+        new = module.numba_kernel(add_one.__wrapped__, like_first)
+        assert held(ones)[3] == jax.vmap(new)(ones[None])[0, 3] == 2
+
+    held = jax.jit(add_one)
+    jax.eval_shape(add_one, ones)  # registered before JAX has a backend
+    if hasattr(os, "fork"):
+        child = multiprocessing.get_context("fork").Process(target=check)
+        child.start()
+        child.join()
+        assert child.exitcode == 0, "the forked process"
+    check()
+    jitted = numba.njit(add_one.__wrapped__)
+    for module in (xk, importlib.reload(xk)):  # named kernels are the same then
+        check(module)
+        for name, kernel in (("plain", add_one.__wrapped__), ("jitted", jitted)):
+            assert module.numba_kernel(kernel, like_first, name=name)(ones)[0] == 2
+    """
+SHARED_BATCHES = """
+    def spin(x, y, out):
+        total = 0.0
+        for i in range(300):
+            total += np.sin(x[0] * y[0] + i)
+        if x[1] < 0:
+            raise ValueError("bad slice")
+        out[0], out[1] = total, x[1]
+
+    def nest(method):
+        kernel = wrap(spin, vmap_method=method)
+        return jax.vmap(jax.vmap(jax.vmap(kernel, (0, 0)), (0, None)), (0, None))
+
+    x = np.arange(8 * 5 * 6 * 2, dtype=np.float32).reshape(8, 5, 6, 2)
+    y = np.arange(1, 7, dtype=np.float32)[:, None]
+    bad = x.copy()
+    bad[3, 2, 2, 1] = bad[5, 4, 1, 1] = -1
+    expected = np.asarray(nest("sequential")(x, y))
+    mesh, P = jax.sharding.Mesh(np.array(jax.devices()), ("i",)), jax.sharding.PartitionSpec
+    jitted = jax.jit(nest(None))
+    pmapped = jax.pmap(jax.vmap(jax.vmap(wrap(spin), (0, 0)), (0, None)), in_axes=(0, None))
+    sharded = jax.jit(jax.shard_map(nest(None), mesh=mesh, in_specs=(P("i"), P()), out_specs=P("i")))
+
+    def work(count):
+        for _ in range(count):
+            for f in (jitted, pmapped, sharded):
+                np.testing.assert_array_equal(f(x, y), expected)
+            assert "bad slice" in error_of(jitted, bad, y)
+
+    pmapped(x, y)  # the first call by one thread: JAX's own cache of pmap (0.9) fails where several trace it at once
+    in_threads(work, [10] * 16)
+
+    whole, split = [jax.sharding.NamedSharding(mesh, P(*axes)) for axes in ((), "i")]
+    kernel = jax.vmap(wrap(runs("if x[0] > 8: raise ValueError('too large')\\n    out[0] = x[0]")))
+    of_seven = jax.jit(lambda x: jax.lax.with_sharding_constraint(2 * kernel(x[:7]), whole), in_shardings=split)
+    slices = jax.device_put(np.arange(8, dtype=np.float32)[:, None], split)
+    assert of_seven(slices)[6] == 12
+    assert "too large" in error_of(of_seven, 2 * slices)
+    running = [pmapped(x + i, y) for i in range(100)]  # when the process ends
+    """
+
+
+@pytest.mark.processes
+def test_the_life_of_a_process_and_batches_of_many_callers_on_many_devices():
+    """A fork, a late start of the backend, a reload.  Then 16 callers of 8 devices share XLA's threads, which none may
+    wait for; ten rounds find a lost wake-up.  Nor is there one for each of seven slices."""
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    run_code(textwrap.dedent(LIFE_OF_A_PROCESS) + textwrap.dedent(SHARED_BATCHES), **flags)
+
+
+SUBNORMAL = """
+    @numba.njit(parallel=True)
+    def halve(x, out):
+        for i in numba.prange(x.size):
+            out[i] = x[i] * np.float32(0.5)
+        if np.isnan(x[0]):
+            raise ValueError("nan")
+
+    def by_numba():
+        out = np.empty_like(tiny)
+        halve(tiny, out)
+        return out
+
+    tiny = np.full(4096, 1e-40, np.float32)
+    kernel = wrap(halve)
+    in_a_loop = jax.jit(lambda x: jax.lax.fori_loop(0, 3, lambda _, y: kernel(x), x))
+
+    def keeps(f, *args):
+        return np.asarray(f(*args)).all()
+
+    assert keeps(jax.pmap(kernel), np.stack([tiny] * 4))  # XLA's threads start Numba's
+    assert keeps(in_a_loop, tiny) and keeps(kernel, tiny) and keeps(by_numba)
+    assert "nan" in error_of(kernel, tiny * np.nan)
+    assert keeps(by_numba)
+    by_kernel, by_xla = map(np.asarray, jax.jit(lambda x: (kernel(x), x * np.float32(0.5)))(tiny))
+    assert by_kernel.all() and not by_xla.any()  # XLA goes on as before
+    """
+WORKQUEUE = """
+    @numba.njit(parallel=True)
+    def direct(x, out):
+        for i in numba.prange(x.size):
+            out[i] = x[i] + 1
+        if x[0] < 0:
+            raise ValueError("negative")
+
+    def through_helper(x, out):
+        direct(x, out)
+
+    wrap(runs("out[0] = x[0]"))(ones)  # of the same signature, but without a lock
+
+    def work(kernel):
+        f = wrap(kernel)
+        for i in range(50 if kernel is direct else 3):
+            assert "negative" in error_of(f, -ones)
+            assert (jax.pmap(f)(np.ones((4, 1000), np.float32)) == 2).all()
+
+    in_threads(work, [direct, through_helper] * 3)
+    """
+AT_ONCE = """
+    import ctypes, threading
+
+    layer = os.environ["NUMBA_THREADING_LAYER"]
+    at_once = layer != "workqueue"
+    both = threading.Barrier(2, timeout=30 if at_once else 1)
+
+    @ctypes.CFUNCTYPE(ctypes.c_int64)
+    def meets():
+        try:
+            both.wait()
+        except threading.BrokenBarrierError:
+            return False
+        return True
+
+    @numba.njit(parallel=True)
+    def meet(x, out):
+        for i in numba.prange(x.size):
+            out[i] = meets()
+
+    assert (jax.pmap(wrap(meet))(np.ones((2, 1), np.float32)) == at_once).all()
+    assert numba.threading_layer() == layer
+    """
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("layer", [
+    "workqueue",
+    pytest.param("omp", marks=pytest.mark.needs("glibc")),
+    pytest.param("tbb", marks=pytest.mark.needs("linux", "tbb")),
+])  # fmt: skip
+def test_parallel_kernels_in_each_threading_layer(layer):
+    """XLA's threads take subnormal numbers for 0, and Numba's inherit that from the thread that starts them.
+
+    And Numba's workqueue aborts a process in which two threads enter it; on other layers two kernels can meet.
+    """
+    # where pip puts libtbb, which the loader does not find in a virtual environment
+    libraries = f"{sys.prefix}/lib:{os.environ.get('LD_LIBRARY_PATH', '')}"
+    parts = [WORKQUEUE, AT_ONCE] if layer == "workqueue" else [AT_ONCE]
+    if hasattr(ctypes.pythonapi, "gnu_get_libc_version") and layer != "tbb":  # the mode of floats is of glibc alone
+        parts.insert(0, SUBNORMAL)
+    code = "\n".join(map(textwrap.dedent, parts))
+    run_code(code, NUMBA_THREADING_LAYER=layer, LD_LIBRARY_PATH=libraries)
+
+
+CACHED = """
+    import numba, numpy as np
+
+    @numba.njit(cache=True)
+    def copy(x, out):
+        for i in range(x.size):
+            out[i] = x[i]
+
+    @numba.njit(cache=True)
+    def by_a_helper(x, out):
+        copy(x, out)
+
+    @numba.njit(cache=True, parallel=True)
+    def in_parallel(x, out):
+        for i in numba.prange(x.size):
+            out[i] = 2 * x[i]
+
+    @numba.njit(cache=True)
+    def multiplies(A, x, out):
+        copy(A @ x, out)
+
+    @numba.njit(cache=True)
+    def writes(x, out):
+        x.flat[0] = 7
+        copy(x, out)
+    """
+CACHED_BY_NUMBA = """
+    from numba.core.event import install_recorder
+    import cached, jax.export
+
+    exported = pathlib.Path(sys.argv[2])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    hits = []
+    jax.monitoring.register_event_listener(lambda event, **_: hits.append(event.endswith("/cache_hits")))
+    scaled = wrap(runs(f"out[0] = {sys.argv[1]} * x[0]"), name="scaled")
+    print("scaled", jax.jit(lambda x: jax.vmap(scaled)(x))(ones[None])[0, 0], "found:", any(hits))
+
+    A = np.ones((1000, 1000), np.float32)
+    with install_recorder("numba:compile") as recorder:
+        multiplies = wrap(cached.multiplies, lambda A, x: x, name="multiplies")
+        print("multiplies", multiplies(A, A[0])[0])
+        for name in ("by_a_helper", "in_parallel"):
+            print(name, *wrap(getattr(cached, name))(ones))
+    print("compiled:", len(recorder.buffer) > 0)
+    if not exported.exists():
+        program = jax.export.export(jax.jit(multiplies), disabled_checks=xk.export_checks())(A, A[0])
+        exported.write_bytes(program.serialize())
+    assert (jax.export.deserialize(bytearray(exported.read_bytes())).call(A, A[0]) == 1000).all()
+    with pytest.raises(TypeError, match="in_out_argnames"):
+        wrap(cached.writes)(ones)
+    """
+OF_CACHED = "multiplies 1000.0\nby_a_helper 1.0 1.0 1.0 1.0\nin_parallel 2.0 2.0 2.0 2.0"
+
+
+@pytest.mark.processes
+def test_a_second_process_compiles_no_kernel_that_numba_caches(tmp_path):
+    """And refuses the same, though what Numba loads does not say what is in it.
+
+    Programs that JAX keeps, or that are exported, run the kernels of their process.
+    """
+    (tmp_path / "cached.py").write_text(textwrap.dedent(CACHED))
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    for factor, is_first in ((2, True), (3, False)):
+        environment = {"PYTHONPATH": path, "JAX_COMPILATION_CACHE_DIR": str(tmp_path)}
+        output = run_code(CACHED_BY_NUMBA, factor, tmp_path / "exported", **environment)
+        assert output == f"scaled {factor}.0 found: {not is_first}\n{OF_CACHED}\ncompiled: {is_first}\n"
+
+
+@pytest.mark.processes
+@pytest.mark.needs("linux", "compiler", "real driver", "no gpu", "gcc", "cuda package")
+def test_cuda_fake_driver(tmp_path):
+    """Runs the tests below with the fake driver, on PTX of the packages that are here."""
+    (tmp_path / "fake.c").write_text(FAKE_DRIVER)
+    flags = "-shared -fPIC -w -Wl,-soname,libcuda.so.1 -o libcuda.so.1 fake.c -ldl".split()
+    subprocess.run(["gcc", *flags], cwd=tmp_path, check=True)
+    environment = {
+        "JAX_PLATFORMS": "cpu",
+        "LD_LIBRARY_PATH": f"{tmp_path}:{os.environ.get('LD_LIBRARY_PATH', '')}",
+        "NUMBA_CUDA_DRIVER": str(tmp_path / "libcuda.so.1"),
+        "XLA_KERNELS_FAKE_CUDA": "1",
+    }
+    outcomes = outcomes_elsewhere("test_fakecuda", tmp_path, **environment)
+    assert set(outcomes.values()) == {"passed"} | skips_for("numba-cuda", "numba-cuda-mlir")
+
+
+# -- ops: what a generator makes ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+def test_a_generator_that_computes_with_jnp_on_a_mesh(axis_type):
+    """It is called once for outputs that vary, and once for others; what it makes serves on and off the mesh."""
+    made = []
+
+    def generator(outs):
+        made.append(outs)
+        return partial(jnp.multiply, 2 * jnp.ones(4))
+
+    call = partial(op_with(generator), outs=lambda x: spec(*x.shape))
+    np.testing.assert_array_equal(call(jnp.ones((2, 4))), np.full((2, 4), 2))
+    for n_devices in (4, 2, 4):
+        mesh = jax.make_mesh((n_devices,), ("i",), axis_types=(axis_type,))
+        x = jax.device_put(np.ones((8, 4), np.float32), jax.sharding.NamedSharding(mesh, P("i")))
+        split = jax.shard_map(call, mesh=mesh, in_specs=P("i"), out_specs=P("i"))
+        np.testing.assert_array_equal(split(x), np.full((8, 4), 2))
+        with jax.set_mesh(mesh):
+            for f in (split, jax.jit(split), jax.jit(call)):
+                np.testing.assert_array_equal(f(x), np.full((8, 4), 2))
+    assert [outs[0].shape for outs in made][:4] == [(2, 4), (2, 4), (8, 4), (4, 4)]  # first alone, then on a mesh
+
+
+def test_an_op_calls_a_generator_once_for_its_parameters():
+    """Also if that computes with jnp, under jit: it gets arrays, which serve the next trace, too."""
+    made = []
+    op = xk.XLACustomKernel("counted")
+
+    @op.def_numba_kernel
+    def generator(outs, power):
+        made.append((outs[0].shape, power))
+        factors = np.asarray(jnp.full(outs[0].shape, 2.0) ** power)
+        return wrap(lambda x: factors * x)
+
+    for power in (1, 2, 1, 2):
+        jax.clear_caches()
+        call = partial(op, outs=like_first, power=power)
+        for transform in (jax.jit, itself, jax.vmap):
+            x = jnp.ones((4, 3) if transform is jax.vmap else 3)
+            np.testing.assert_array_equal(transform(call)(x), 2.0**power * x)
+    assert made == [((3,), 1), ((3,), 2)]
+    op.def_numba_kernel(generator)
+    op(jnp.ones(3), outs=like_first, power=1)
+    assert len(made) == 3
+
+
+def test_an_op_calls_a_generator_for_each_configuration():
+    def generator():
+        precision = jax.config.jax_default_matmul_precision
+        return lambda x: x + {"float32": 1, "bfloat16": 2}[precision]
+
+    add = call_op(op_with(generator))
+    for precision, value in (("float32", 1), ("bfloat16", 2), ("float32", 1)):
+        with jax.default_matmul_precision(precision):
+            assert [f(0) for f in eager_and_jitted(add)] == [value] * 2
+
+
+# -- the simulator, what is imported, the self-check, a mesh over two processes ------------------------
+
+
+ROOT = pathlib.Path(__file__).parent
+
+
+def run_python(*args, cwd=ROOT, timeout=900, rc=0, **environment):
+    """Run Python in a fresh process that must end with `rc`; returns its output, or fails with it."""
+    search_path = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    paths = {"PYTHONPATH": os.pathsep.join(filter(None, search_path)), "PYTHONUTF8": "1"}
+    environment = {**os.environ, **paths, **environment}
+    command = [sys.executable, *map(str, args)]
+    pipes = {"capture_output": True, "encoding": "utf-8", "timeout": timeout}
+    process = subprocess.run(command, cwd=cwd, env=environment, **pipes)
+    assert process.returncode == rc, (
+        f"exit code {process.returncode}\n{process.stdout[-4000:]}\n{process.stderr[-4000:]}"
+    )
+    return process.stdout
+
+
+def program_of(function):
+    """The body of a function of one line of head, as the text of a program."""
+    _, _, body = inspect.getsource(function).partition(":\n")
+    return textwrap.dedent(body)
+
+
+def outcomes_elsewhere(tests, folder, **environment):
+    """{test: "passed", or why it was skipped} of those that `-k tests` selects, in a process with this environment, in
+    which none may fail."""
+    path = folder / "outcomes"
+    options = ["-p", "no:cacheprovider", f"--outcomes-out={path}"]
+    run_python("-m", "pytest", "-q", __file__, "-k", tests, *options, **environment)
+    return json.loads(path.read_text())
+
+
+def skips_for(*requirements):
+    """Why tests that need these are skipped here: nothing where all are there."""
+    return {f"{name}: {conftest.missing(name)}" for name in requirements if conftest.missing(name)}
+
+
+# What XLA does with a call is the same on the CPU.  So the simulator runs cells that differ in what CUDA is called
+# with: every operation and dtype alone and batched, and two operations under the other transformations.
+IN_SIMULATOR = (
+    "test_on_cuda or test_cudasim or (test_docstring and cuda)"
+    " or (test_matrix and numba_cuda and (-eager- or -vmap- or blend or hadamard-numba_cuda-)"
+    " and not (grad or checkpoint or eager_shard_map))"
+)
+
+
+@pytest.mark.processes
+@pytest.mark.needs("compiler")
+def test_cuda_simulator(tmp_path, record_property):
+    """What needs a device, in the simulator, which Numba decides on when it is imported."""
+    outcomes = outcomes_elsewhere(IN_SIMULATOR, tmp_path, NUMBA_ENABLE_CUDASIM="1", JAX_PLATFORMS="cpu")
+    assert set(outcomes.values()) == {"passed"}
+    cells = [re.findall(r"\w+", name)[1:] for name in outcomes if name.startswith("test_matrix")]
+    assert {(op, backend) for op, backend, *_ in cells} == set(itertools.product(OPS, in_language("cuda")))
+    record_property("simulated", cells)
+
+
+def load_backends_on_use():
+    import sys
+
+    import jax.numpy as jnp
+
+    import xla_kernels
+
+    def loaded():
+        return sorted({"numba", "warp", "llvmlite", "cuda"} & sys.modules.keys())
+
+    def kernel(x, out):
+        for i in range(x.size):
+            out[i] = x[i]
+
+    xla_kernels.XLACustomKernel("op").def_warp_kernel(kernel)
+    print(loaded())
+    call = xla_kernels.numba_kernel(kernel, lambda x: x)
+    sys.modules["numba"] = None  # cannot be imported
+    try:
+        call(jnp.ones(3))
+    except ImportError as error:
+        print(error)
+    del sys.modules["numba"]
+    print(call(jnp.ones(3)), loaded())
+
+
+@pytest.mark.processes
+def test_backends_load_on_use_and_a_missing_one_is_explained():
+    at_import, error, after_use = run_python("-c", program_of(load_backends_on_use)).splitlines()
+    assert at_import == "[]"
+    assert re.fullmatch(r"numba_kernel needs numba \(.*None in sys.modules\); install it: pip install numba.*", error)
+    assert after_use == "[1. 1. 1.] ['llvmlite', 'numba']"
+
+
+WORKS = r"works, [\d.]+ µs per call under jit"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("args, rc", [(["my_kernels.py"], 0), (["-m", "my_kernels"], 1)], ids=["right", "broken"])
+def test_self_check_of_the_file_alone(args, rc, tmp_path):
+    """Under another name, in an empty folder, or beside a file that takes Warp's place."""
+    shutil.copy(ROOT / "xla_kernels.py", tmp_path / "my_kernels.py")
+    warp_says = "not available: " if conftest.missing("warp") else WORKS
+    if rc:
+        (tmp_path / "warp.py").touch()
+        warp_says = "FAILED: "
+    report = run_python(*args, cwd=tmp_path, rc=rc, PYTHONPATH=os.environ.get("PYTHONPATH", ""))
+    assert re.search(f"^numba +cpu +{WORKS}", report, re.MULTILINE), report
+    assert re.search(f"^warp +cpu +{warp_says}", report, re.MULTILINE), report
+
+
+def square_on_four_devices():
+    port, number, collectives = sys.argv[1:]
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=int(number))
+    square = xk.XLACustomKernel("square")
+
+    @square.def_numba_kernel
+    @numba.njit
+    def kernel(x, out):
+        out[()] = x[()] * x[()]
+
+    axes = jax.sharding.PartitionSpec("d")
+    sharding = jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(jax.devices()), "d"), axes)
+    x = jax.make_array_from_callback((8,), sharding, lambda index: np.arange(8, dtype=np.float32)[index])
+    squares = jax.jit(jax.vmap(lambda x: square(x, outs=x)))
+    total = jax.jit(lambda x: squares(x).sum())(x)
+    assert not re.search(collectives, squares.lower(x).compile().as_text())
+    print("devices", len(jax.devices()), "total", float(total))
+
+
+def free_port():
+    with socket.socket() as listening:
+        listening.bind(("localhost", 0))
+        return listening.getsockname()[1]
+
+
+@pytest.mark.processes
+def test_two_processes_share_a_mesh():
+    """A batch of an op is split over the four devices of both."""
+    port = free_port()
+
+    def run_process(number):
+        two_devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+        return run_code(program_of(square_on_four_devices), port, number, COLLECTIVES.pattern, **two_devices)
+
+    with ThreadPoolExecutor(2) as pool:
+        for output in pool.map(run_process, range(2)):
+            assert "devices 4 total 140.0" in output
+
+
+# ======================================================================================================
 # conftest.py: what is missing, what is required, and the grid
 # ======================================================================================================
 
@@ -6327,439 +6174,150 @@ def test_conftest_grid(run_tests, pytester):
 
 
 # ======================================================================================================
-# Benchmarks: pytest --bench [--bench-out=PREFIX].  They measure what the README cites, and assert no time.
-# Each comparison runs in a process of its own; its paths take turns, round by round.
+# The package: its documents, docstrings and pictures
 # ======================================================================================================
 
-
-def compare(paths, unit="µs", case="", rounds=15):
-    """Rows of one table: `paths` maps a name to a function that prepares it and returns one that measures once."""
-    rows, running = [], []
-    for name, prepare in paths.items():
-        row = {"case": case, "path": name, "unit": unit}
-        rows.append(row)
-        try:
-            run = prepare()
-            run()
-            running.append((row, run, []))
-        except Exception as error:
-            row["note"] = f"{error!r:.150}"
-    for _ in range(rounds):
-        for _, run, samples in running:
-            samples.append(run())
-    for row, _, samples in running:
-        row.update(value=statistics.median(samples), min=min(samples), max=max(samples), rounds=rounds)
-        if "value" in rows[0]:
-            row["ratio"] = row["value"] / rows[0]["value"]
-    return rows
+DOCUMENTS = ("README.md",)  # whose blocks of Python run
 
 
-def over(paths, measure):
-    """`paths` with every function handed to `measure` when its turn to be prepared comes."""
-    return {name: partial(measure, make) for name, make in paths.items()}
+def text_of(document):
+    return (ROOT / document).read_text(encoding="utf-8")
 
 
-def seconds(work, *args):
-    """How long a call of `work` and what it returns take."""
-    start = time.perf_counter()
-    jax.block_until_ready(work(*args))
-    return time.perf_counter() - start
+def blocks_of(document):
+    """{(document, heading, number of the block below it): (code, what it prints)}.
+
+    A block that does not begin with an import continues the last.  What a print gives is said by a comment at its end,
+    or by a block of text below.
+    """
+    blocks, code = {}, ""
+    for section in text_of(document).split("\n## "):
+        found = re.findall(r"```python\n(.*?)```(?:\n+```text\n(.*?)```)?", section, re.DOTALL)
+        for number, (block, text) in enumerate(found):
+            code = block if block.startswith("import") else code + block
+            prints = "\n".join(re.findall(r"^print\(.*\)  # (.*)$", code, re.MULTILINE)) + "\n" + text
+            blocks[document, section.partition("\n")[0], number] = code, prints
+    assert blocks, f"{document} has no block of Python"
+    return blocks
 
 
-def averaged(repeat, first):
-    """A function that measures one of the n calls that repeat(n) makes, in µs, with an n that takes about 20 ms."""
-    repeat(first)
-    n = max(1, int(0.02 * first / seconds(repeat, first)))
-    repeat(n)
-    return lambda: seconds(repeat, n) / n * 1e6
+BLOCKS = {name: block for document in DOCUMENTS for name, block in blocks_of(document).items()}
 
 
-def timed(function, *args):
-    """A function that measures one call of `function` in µs."""
-
-    def repeat(n):
-        for _ in range(n):
-            result = function(*args)
-        return result
-
-    return averaged(repeat, 2)
-
-
-def timed_loop(f, x, y):
-    """A function that measures one `f(x, y)` inside `lax.fori_loop`, in µs."""
-
-    def repeat(steps):
-        return run(x, steps)
-
-    @partial(jax.jit, static_argnums=1)
-    def run(x, steps):
-        return jax.lax.fori_loop(0, steps, lambda _, a: f(a, y), x)
-
-    return averaged(repeat, max(1, min(100, int(2e6 / x.size))))
-
-
-# -- one addition, along every path --------------------------------------------------------------------
-
-CPP_ADD = """
-#include "xla/ffi/api/ffi.h"
-namespace ffi = xla::ffi;
-using Array = ffi::Buffer<ffi::F32>;
-static ffi::Error Add(Array x, Array y, ffi::Result<Array> out) {
-  const float *a = x.typed_data(), *b = y.typed_data();
-  float *c = out->typed_data();
-  for (size_t i = 0, n = x.element_count(); i < n; ++i) c[i] = a[i] + b[i];
-  return ffi::Error::Success();
-}
-XLA_FFI_DEFINE_HANDLER_SYMBOL(handler, Add, ffi::Ffi::Bind().Arg<Array>().Arg<Array>().Ret<Array>());
-"""
+def programs_with_needs():
+    for name, (code, _) in BLOCKS.items():
+        needed = ["numba"] + ["warp"] * ("warp as wp" in code) + ["cuda"] * ("import cuda" in code)
+        yield pytest.param(name, marks=pytest.mark.needs(*needed), id="{} {} {}".format(*name))
 
 
 @functools.cache
-def register_cpp():
-    flags = ["-std=c++17", "-O3", "-march=native", "-shared", "-fPIC", "-w", f"-I{jax.ffi.include_dir()}"]
-    with tempfile.TemporaryDirectory() as folder:
-        source, path = pathlib.Path(folder, "library.cc"), pathlib.Path(folder, "library.so")
-        source.write_text(CPP_ADD)
-        subprocess.run(["g++", *flags, source, "-o", path], check=True)
-        library = ctypes.CDLL(str(path))
-    jax.ffi.register_ffi_target("bench_add", jax.ffi.pycapsule(library.handler), platform="cpu")
+def run_program(name):
+    """The globals and the output of a documented program, which runs in an empty folder."""
+    code, _ = BLOCKS[name]
+    if cuda:  # the package that is installed, or the simulator
+        code = code.replace("from numba_cuda_mlir import cuda", f"import {cuda.__name__} as cuda")
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        path = pathlib.Path(folder, "block.py")
+        path.write_text(code, encoding="utf-8")
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            return runpy.run_path(str(path), run_name="__main__"), output.getvalue()
 
 
-def add_cpp(out, vmap_method="sequential"):
-    register_cpp()
-    return jax.ffi.ffi_call("bench_add", out, vmap_method=vmap_method)
+@pytest.mark.parametrize("name", list(programs_with_needs()))
+def test_documented_programs_print_what_is_written_there(name):
+    code, prints = BLOCKS[name]
+    if "scipy" in code:
+        pytest.importorskip("scipy")
+    _, output = run_program(name)
+    assert output.split() == prints.split()
 
 
-def add_cuda(out, **options):
-    return xk.numba_cuda_kernel(cuda_jit(add_in("cuda")), out, launch_dims=out.size, **options)
+def docstring_examples():
+    """Those of Warp need it; those of `numba.cuda` run in the simulator."""
+    for examples in doctest.DocTestFinder().find(xk):
+        source = "".join(example.source for example in examples.examples)
+        if source:
+            marks = [pytest.mark.needs("warp")] if re.search(r"\b(wp|warp)\b|_warp", source) else []
+            marks += [pytest.mark.needs("simulator")] * ("import cuda" in source)
+            yield pytest.param(examples, id=examples.name, marks=marks)
 
 
-def add_in_place_by_numba(out):
-    kernel = runs("for i in range(x.size): x[i] += y[i]", "x, y")
-    return xk.numba_kernel(kernel, out, in_out_argnames=["x"])
+DOCSTRING_EXAMPLES = list(docstring_examples())
+assert DOCSTRING_EXAMPLES, "no docstring has an example"
 
 
-def add_in_place_by_cuda(out):
-    kernel = runs("i = cuda.grid(1)\n    if i < x.size: x[i] += y[i]", "x, y", cuda=cuda)
-    return xk.numba_cuda_kernel(cuda_jit(kernel), out, launch_dims=out.size, in_out_argnames=["x"])
+@pytest.mark.parametrize("examples", DOCSTRING_EXAMPLES)
+def test_docstring_examples(examples):
+    assert doctest.DocTestRunner().run(examples).failed == 0
 
 
-def add_op(out):
-    op = xk.XLACustomKernel("bench_add")
-    op.def_numba_kernel(add_in("numba"))
-    return partial(op, outs=out)
+def picture(name):
+    return ElementTree.parse(ROOT / ".github" / f"{name}.svg")
 
 
-def add_warp_jax(out):
-    call = wp.jax_kernel(add_in("warp"))
-    return lambda x, y: call(x, y)[0]
+def spikes_of_the_network(every=16):
+    """(ms, neuron) of the inhibitory and of the excitatory neurons that its picture shows: every 16th."""
+    (program,) = [name for name in BLOCKS if name[1:] == ("A network of spiking neurons", 0)]
+    network, _ = run_program(program)
+    neurons = network["neurons"]
+    spikes = np.stack([network["steps"] * 0.1, neurons], axis=1)
+    is_shown, is_excitatory = neurons % every == 0, neurons < network["n"] * 4 // 5
+    return spikes[is_shown & ~is_excitatory], spikes[is_shown & is_excitatory]
 
 
-def add_in(language):
-    kernel = matrix_kernel("add", language, np.dtype("float32"))
-    return numba_jit(kernel) if language == "numba" else kernel
+def relative(points):
+    """Where points lie between the least and the greatest of each coordinate, from 0 to 1."""
+    points = np.concatenate(points)
+    return (points - points.min(0)) / np.ptp(points, axis=0)
 
 
-def brainevent():
-    return importlib.import_module("brainevent")
+@pytest.mark.needs("numba")
+def test_the_picture_of_spikes_is_what_the_documented_program_computes():
+    expected, dots = spikes_of_the_network(), []
+    for kind in "inhibitory", "excitatory":
+        uses = picture("raster").findall(f".//*[@id='{kind}']//{{*}}use")
+        dots.append([(float(use.get("x")), -float(use.get("y"))) for use in uses])
+    assert list(map(len, dots)) == list(map(len, expected))
+    np.testing.assert_allclose(relative(dots), relative(expected), atol=1e-4)
 
 
-ADD = {  # by the name of a path: the platform that it is for, and a function of the output's spec
-    "numba_kernel": ("cpu", lambda out: xk.numba_kernel(add_in("numba"), out)),
-    "numba_cuda_kernel": ("gpu", add_cuda),
-    "warp_kernel": (None, lambda out: xk.warp_kernel(add_in("warp"), out)),
-    "XLACustomKernel (Numba)": ("cpu", add_op),
-    "C++ for XLA": ("cpu", add_cpp),
-    "brainevent.numba_kernel": (
-        "cpu", lambda out: brainevent().numba_kernel(add_in("numba"), outs=out, vmap_method="sequential"),
-    ),
-    "brainevent.numba_cuda_kernel": (
-        "gpu", lambda out: brainevent().numba_cuda_kernel(cuda.jit(add_in("cuda")), outs=out, launch_dims=out.size),
-    ),
-    "warp.jax_kernel": (None, add_warp_jax),
-    "jax.pure_callback": (None, lambda out: partial(jax.pure_callback, np.add, out, vmap_method="sequential")),
-    "a jitted x + y": (None, lambda out: jax.jit(operator.add)),
-}  # fmt: skip
-IN_A_LOOP = ADD | {
-    "a jitted x + y": ("gpu", lambda out: jax.jit(operator.add)),  # on CPUs XLA makes one addition of all
-    "numba_kernel, in place": ("cpu", add_in_place_by_numba),
-    "numba_cuda_kernel, in place": ("gpu", add_in_place_by_cuda),
-}
-UNDER_VMAP = ADD | {
-    'C++ for XLA, "broadcast_all"': ("cpu", partial(add_cpp, vmap_method="broadcast_all")),
-    "numba_cuda_kernel, batch_in_z": ("gpu", add_cuda),
-}
+PATHS_OF_TABLE = (  # the names in the picture of what README's columns show, in their order
+    "numba_kernel", "warp_kernel", "C++ for XLA", "brainevent.numba_kernel", "warp.jax_kernel", "jax.pure_callback",
+)  # fmt: skip
 
 
-def adders(table=ADD):
-    """The paths of the platform."""
-    on_platform = {name: make for name, (platform, make) in table.items() if platform in (None, jax.default_backend())}
-    return over(on_platform, checked)
+def test_the_picture_of_speed_has_the_figures_of_the_readmes_table():
+    """Each beside the name of what it was measured of."""
+    row = re.search(r"^\| add 16 elements, in `fori_loop` \|(.*)\|$", text_of("README.md"), re.MULTILINE)[1]
+    figures_of_table = [float(cell) for cell in row.split("|") if cell.strip()]
+    heights = {text.text: float(text.get("y")) for text in picture("speed").iter("{http://www.w3.org/2000/svg}text")}
 
+    def figure_beside(path):
+        (figure,) = [text for text, y in heights.items() if text != path and abs(y - heights[path]) < 5]
+        return float(figure)
 
-def checked(make, out):
-    """The path, after a look at its answer: a fast wrong one is worth no row."""
-    add = make(out)
-    x = jnp.arange(out.size, dtype=out.dtype)
-    np.testing.assert_array_equal(add(x, x), x + x)
-    return add
+    assert list(map(figure_beside, PATHS_OF_TABLE)) == figures_of_table
 
 
-def pair(*shape):
-    return jnp.ones(shape), jnp.full(shape, 1e-3)
+def anchors_of(text):
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
-# -- the comparisons -----------------------------------------------------------------------------------
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_documents_link_what_there_is(document):
+    links = re.findall(r"\]\(([^)]+)\)", text_of(document))
+    for path, _, anchor in [link.partition("#") for link in links if not link.startswith("https://")]:
+        target = (ROOT / document).parent / path if path else ROOT / document
+        assert target.is_file(), path
+        assert not anchor or anchor in anchors_of(target.read_text(encoding="utf-8")), anchor
 
 
-def bench_per_call():
-    """One call on 16 elements inside fori_loop"""
-    return compare(over(adders(IN_A_LOOP), lambda make: timed_loop(make(spec(16)), *pair(16))))
+def test_the_readme_names_all_that_is_public():
+    readme = text_of("README.md")
+    assert [name for name in xk.__all__ if not re.search(rf"`{name}\b", readme)] == []
 
 
-def bench_large():
-    """One call on 1,000,000 elements inside fori_loop"""
-    return compare(over(adders(IN_A_LOOP), lambda make: timed_loop(make(spec(1_000_000)), *pair(1_000_000))))
-
-
-def bench_from_python():
-    """One call on 16 elements from Python: jitted, and as it is"""
-    jitted = over(adders(), lambda make: timed(jax.jit(make(spec(16))), *pair(16)))
-    as_it_is = over(adders(), lambda make: timed(make(spec(16)), *pair(16)))
-    return compare(jitted, case="jitted") + compare(as_it_is, case="as it is")
-
-
-def add_1(v):
-    v[1] += 1
-
-
-def add_1_by_brainevent(v):
-    """Its kernels get the input, and an output that starts from it."""
-    in_place = numba_jit(runs("v[1] += 1", "_, v"))
-    return brainevent().numba_kernel(in_place, outs=spec(v.size), input_output_aliases={0: 0})(v)
-
-
-def timed_state(change):
-    """A function that measures one step that sets an element of 20 MB and then hands them to `change`, in µs."""
-
-    @partial(jax.jit, static_argnums=1, donate_argnums=0)
-    def run(v, steps):
-        return jax.lax.fori_loop(0, steps, lambda _, v: change(v.at[0].set(2.0)), v)
-
-    v = jnp.zeros(5_000_000)
-
-    def repeat(steps):
-        nonlocal v
-        v = run(v, steps)
-        return v
-
-    return averaged(repeat, 100)
-
-
-def bench_state():
-    """State of 20 MB that is set and then changed in place, in fori_loop"""
-    paths = {
-        "numba_kernel": xk.numba_kernel(add_1, like_first, in_out_argnames=["v"]),
-        "brainevent.numba_kernel": add_1_by_brainevent,
-        "jnp alone": lambda v: v.at[1].add(1),
-    }
-    return compare({name: partial(timed_state, change) for name, change in paths.items()})
-
-
-def bench_vmap():
-    """vmap over 1,000 slices of 16 elements; by others one after another, but for one that sees a single array"""
-    return compare(over(adders(UNDER_VMAP), lambda make: timed(jax.jit(jax.vmap(make(spec(16)))), *pair(1000, 16))))
-
-
-def spin(x, out):
-    """Some 100 µs for each element."""
-    for i in range(x.size):
-        total = np.float32(0)
-        for j in range(20_000):
-            total += math.sin(x[i] + np.float32(j))
-        out[i] = total
-
-
-def bench_slices():
-    """vmap over 64 slices of 100 µs, on all cores and in order"""
-
-    def batched(method):
-        call = xk.numba_kernel(spin, like_first, vmap_method=method)
-        return timed(jax.jit(jax.vmap(call)), jnp.arange(64.0).reshape(64, 1))
-
-    paths = {"numba_kernel": partial(batched, None), 'vmap_method="sequential"': partial(batched, "sequential")}
-    return compare(paths, case=f"{conftest.cores()} cores")
-
-
-def bench_few_slices():
-    """vmap over as many slices of 2 ms as there are cores, and one slice"""
-
-    def batched(count):
-        call = xk.numba_kernel(spin, like_first)
-        return timed(jax.jit(jax.vmap(call)), jnp.ones((count, 20)))
-
-    return compare({f"{count} slices": partial(batched, count) for count in (1, conftest.cores())})
-
-
-START = """
-import math, time
-import jax, numba, numpy as np
-
-start = time.perf_counter()
-import xla_kernels as xk
-kernels = []
-"""
-KERNEL = """
-@kernels.append
-@numba.njit(cache=True)
-def kernel_{0}(x, y, out):
-    for i in range(x.size):
-        out[i] = math.sin(x[i]) ** {0} + y[i]
-"""
-FIRST_RESULT = """
-x = np.ones(16, np.float32)
-calls = [xk.numba_kernel(kernel, lambda x, y: x) for kernel in kernels]
-jax.block_until_ready(jax.jit(lambda x: [call(x, x) for call in calls])(x))
-print(1e3 * (time.perf_counter() - start))
-"""
-
-
-def bench_start():
-    """From importing this library to the first result of 20 kernels with cache=True"""
-
-    def first_and_next(folder):
-        file = pathlib.Path(folder, "kernels.py")
-        file.write_text(START + "".join(map(KERNEL.format, range(20))) + FIRST_RESULT)
-        return [float(run_python(file)) for _ in range(2)]
-
-    with tempfile.TemporaryDirectory() as folder:
-        took = zip(("the first process", "the next"), first_and_next(folder))
-        return [{"case": "", "path": path, "value": value, "unit": "ms"} for path, value in took]
-
-
-# -- the network of spiking neurons --------------------------------------------------------------------
-# The README's program: CUBA, benchmark 2 of Brette et al. (2007), 5,000 steps of 4,000 neurons.
-
-
-def network_of_the_readme():
-    """What its program defines."""
-    network = {}
-    exec(README_BLOCKS["A network of spiking neurons", 0], network)
-    return network
-
-
-def network_of_brainevent():
-    """The same with a kernel of its."""
-    network = network_of_the_readme()
-    step = numba.njit(network["step"].__wrapped__)
-
-    @numba.njit
-    def in_place(_v, _ge, _gi, _wait, indptr, indices, v, ge, gi, wait):
-        step(v, ge, gi, wait, indptr, indices)
-
-    aliases = {0: 0, 1: 1, 2: 2, 3: 3}
-    numba_kernel = brainevent().numba_kernel
-    network["step"] = lambda *args: numba_kernel(in_place, outs=args[:4], input_output_aliases=aliases)(*args)
-    return network
-
-
-def timed_step(make):
-    """A function that measures one step of a network, in µs."""
-    network = make()
-
-    @jax.jit
-    def simulate(state):
-        return jax.lax.scan(lambda state, _: (network["advance"](state, _)[0], None), state, length=5000)
-
-    zeros = network["zeros"]
-    once = timed(simulate, (network["v"], zeros, zeros, zeros.astype(np.int32)))
-    return lambda: once() / 5000
-
-
-BRIAN2 = """
-import sys
-from brian2 import *
-n, steps, folder = 4000, 5000, sys.argv[1]
-set_device("cpp_standalone", build_on_run=False)
-prefs.core.default_float_dtype = np.float32
-equations = '''
-dv/dt = (ge + gi - (v + 49*mV)) / (20*ms) : volt (unless refractory)
-dge/dt = -ge / (5*ms) : volt
-dgi/dt = -gi / (10*ms) : volt
-'''
-neurons = NeuronGroup(n, equations, threshold="v > -50*mV", reset="v = -60*mV", refractory=5*ms, method="exact")
-neurons.v = "-60*mV + rand() * 10*mV"
-excitatory = Synapses(neurons[:n * 4 // 5], neurons, on_pre="ge += 1.62*mV")
-inhibitory = Synapses(neurons[n * 4 // 5:], neurons, on_pre="gi -= 9*mV")
-excitatory.connect(p=80 / n)
-inhibitory.connect(p=80 / n)
-run(steps * 0.1*ms)
-device.build(directory=folder, compile=True, run=False)
-"""
-
-
-def brian2_program():
-    """A function that runs Brian2's compiled program and reads the time of a step that it reports."""
-    folder = pathlib.Path(tempfile.mkdtemp())
-    run_python("-W", "ignore", "-c", BRIAN2, folder, cwd=folder)
-
-    def once():
-        subprocess.run([folder / "main"], check=True, capture_output=True, cwd=folder)
-        return float((folder / "results" / "last_run_info.txt").read_text().split()[0]) / 5000 * 1e6
-
-    return once
-
-
-def bench_network():
-    """CUBA network (Brette et al. 2007) of 4,000 neurons, 80 synapses a neuron: one step of 0.1 ms"""
-    networks = {"numba_kernel": network_of_the_readme, "brainevent.numba_kernel": network_of_brainevent}
-    return compare(over(networks, timed_step) | {"Brian2 C++ standalone, float32": brian2_program})
-
-
-def spikes_of_the_readme(every=16, bar=5):
-    """What its picture shows: (ms, neuron) of the spikes of some neurons, and the rate of all in each bar, in ms."""
-    network = network_of_the_readme()
-    n, milliseconds, neurons = network["n"], network["steps"] * 0.1, network["neurons"]
-    is_shown = neurons % every == 0
-    counts, _ = np.histogram(network["steps"], np.arange(0, 5001, 10 * bar))
-    return {
-        "spikes": np.stack([milliseconds, neurons], axis=1)[is_shown].round(1).tolist(),
-        "rates": (counts / n / (bar / 1000)).round(2).tolist(),
-        "bar": bar,
-        "every": every,
-        "neurons": n,
-        "excitatory": n * 4 // 5,
-    }
-
-
-def bench_spikes():
-    """Spikes of the CUBA network in half a second"""
-    drawn = spikes_of_the_readme()
-    return [{"case": "", "path": "rate", "value": float(np.mean(drawn["rates"])), "unit": "Hz", **drawn}]
-
-
-# -- the tests that measure ----------------------------------------------------------------------------
-
-CPU_ONLY = {"state", "slices", "few_slices", "start", "network", "spikes"}
-PICTURES = {"per_call": "speed", "spikes": "raster"}
-BENCHMARKS = {name[6:]: function for name, function in list(globals().items()) if name.startswith("bench_")}
-
-
-ON_PLATFORMS = [(name, "cpu") for name in BENCHMARKS]
-ON_PLATFORMS += [pytest.param(name, "gpu", marks=pytest.mark.gpu) for name in BENCHMARKS if name not in CPU_ONLY]
-
-
-@pytest.mark.bench
-@pytest.mark.parametrize("name, platform", ON_PLATFORMS)
-def test_bench(name, platform, bench_table):
-    title, picture = BENCHMARKS[name].__doc__, PICTURES.get(name)
-    settings = {"JAX_PLATFORMS": "cpu", "timeout": None}
-    if platform == "gpu":  # where pure_callback needs the CPU as well, and a hang is to cost one comparison only
-        settings = {"JAX_PLATFORMS": "cuda,cpu", "timeout": 150}
-        title, picture = f"{title} (GPU)", None
-    report = run_python("-W", "ignore", __file__, name, **settings)
-    bench_table(title, {"rows": json.loads(report.splitlines()[-1]), "picture": picture})
-
-
-if __name__ == "__main__":  # one comparison, in a process of its own
-    print(json.dumps(BENCHMARKS[sys.argv[1]]()))
+def test_the_badge_of_python_names_the_classifiers():
+    classifiers = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', text_of("pyproject.toml"))
+    assert f"Python: {' | '.join(classifiers)}" in text_of(".github/python.svg")
