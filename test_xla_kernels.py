@@ -6177,7 +6177,10 @@ def test_conftest_grid(run_tests, pytester):
 # The package: its documents, docstrings and pictures
 # ======================================================================================================
 
-DOCUMENTS = ("README.md",)  # whose blocks of Python run
+DOCUMENTS = (
+    "README.md", ".github/EXAMPLES.md", ".github/BENCHMARK.md", ".github/CHANGELOG.md", ".github/CONTRIBUTING.md"
+)  # fmt: skip
+WITH_PROGRAMS = DOCUMENTS[:2]  # whose blocks of Python run
 
 
 def text_of(document):
@@ -6190,8 +6193,10 @@ def blocks_of(document):
     A block that does not begin with an import continues the last.  What a print gives is said by a comment at its end,
     or by a block of text below.
     """
-    blocks, code = {}, ""
-    for section in text_of(document).split("\n## "):
+    text, blocks, code = text_of(document), {}, ""
+    fences = re.findall(r"^```(\w*)$", text, re.MULTILINE)
+    assert not any(fences[1::2]) and set(fences[::2]) <= {"python", "text", "sh"}, f"{document}: a block is not closed"
+    for section in text.split("\n## "):
         found = re.findall(r"```python\n(.*?)```(?:\n+```text\n(.*?)```)?", section, re.DOTALL)
         for number, (block, text) in enumerate(found):
             code = block if block.startswith("import") else code + block
@@ -6201,7 +6206,7 @@ def blocks_of(document):
     return blocks
 
 
-BLOCKS = {name: block for document in DOCUMENTS for name, block in blocks_of(document).items()}
+BLOCKS = {name: block for document in WITH_PROGRAMS for name, block in blocks_of(document).items()}
 
 
 def programs_with_needs():
@@ -6314,8 +6319,14 @@ def test_documents_link_what_there_is(document):
 
 
 def test_the_readme_names_all_that_is_public():
-    readme = text_of("README.md")
-    assert [name for name in xk.__all__ if not re.search(rf"`{name}\b", readme)] == []
+    section = text_of("README.md").partition("\n## What works where\n")[2].partition("\n## ")[0]
+    assert set(xk.__all__) <= set(re.findall(r"`(\w+)", section))
+
+
+def test_the_readmes_figures_are_those_of_the_benchmark():
+    section = text_of("README.md").partition("\n## Benchmark\n")[2]
+    rows = re.findall(r"^\|.*$", section, re.MULTILINE)
+    assert len(rows) > 2 and "\n".join(rows) in text_of(".github/BENCHMARK.md")
 
 
 def test_the_badge_of_python_names_the_classifiers():
