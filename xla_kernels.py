@@ -3572,17 +3572,16 @@ def _returned_leaves(kind: Any, expression: str = _RETURNED) -> dict[str, Any]:
 
 def _is_declared(kind: Any, declared: tuple[np.dtype, int]) -> bool:
     """Whether a result has the declared dtype and rank; where x64 is disabled, 64 bits are declared as 32."""
-    from numba import from_dtype
     from numba import types as nbtypes
+    from numba.np.numpy_support import as_dtype
 
     dtype, rank = declared
     is_array = isinstance(kind, nbtypes.Array)
-    element = kind.dtype if is_array or isinstance(kind, nbtypes.IntEnumMember) else kind
-    allowed = []
-    for name in _NUMBA_DTYPES:
-        if dtype in (np.dtype(name), jax.dtypes.canonicalize_dtype(name)):
-            allowed.append(from_dtype(np.dtype(name)))
-    return element in allowed and (kind.ndim if is_array else 0) == rank
+    with contextlib.suppress(NotImplementedError):  # of what has no dtype
+        returned = as_dtype(kind.dtype if is_array or isinstance(kind, nbtypes.IntEnumMember) else kind)
+        is_dtype = dtype in (returned, jax.dtypes.canonicalize_dtype(returned))
+        return is_dtype and returned.name in _NUMBA_DTYPES and (kind.ndim if is_array else 0) == rank
+    return False
 
 
 def _refusal(by: str, signature: _Signature, error: Exception) -> TypeError:
@@ -5439,7 +5438,7 @@ class _StaleValues:
                 self.run(body)
                 self.run(orelse)
             case ast.Break():
-                self.need(node, {"what it leaves"})
+                self.need(node, {"the loop that it leaves"})
             case ast.For(target=target, iter=iterated, body=body):
                 self.assign(target, ast.Constant(0))
                 if self.is_unrolled(iterated, body):
@@ -5509,11 +5508,9 @@ class _StaleValues:
 
     def operation(self, node: Any, op: ast.operator, left: tuple, right: tuple) -> tuple[set[str], bool]:
         (a, a_has), (b, b_has) = left, right
-        if isinstance(op, ast.Mult):
-            is_wrong = (a and b_has) or (b and a_has)
-        else:
-            is_wrong = (b and (a_has or b_has)) or (a and (b_has or isinstance(op, ast.Pow)))
-        if is_wrong and not isinstance(op, (ast.Add, ast.Sub)):
+        needs_left = a and (b_has or isinstance(op, ast.Pow))
+        needs_right = b and (a_has or (b_has and not isinstance(op, ast.Mult)))
+        if (needs_left or needs_right) and not isinstance(op, (ast.Add, ast.Sub)):
             self.need(node, a | b)
         return a | b, a_has or b_has
 
@@ -5539,7 +5536,7 @@ def _warn_of_stale_values(kernel: Any, params: Mapping[str, _WarpParam], title: 
         return
     _WARNED_OF.add(kernel)
     inert = {name for name, param in params.items() if not param.ndim or np.dtype(param.dtype).kind != "f"}
-    max_unroll = {**kernel.module.options, **kernel.options}.get("max_unroll", 16)
+    max_unroll = {**kernel.module.options, **kernel.options}.get("max_unroll") or 16
     checks = [_StaleValues(kernel, inert, max_unroll)]
     for check in checks:  # which grows
         read = [other.function for other in checks]
