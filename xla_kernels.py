@@ -3572,12 +3572,13 @@ def _returned_leaves(kind: Any, expression: str = _RETURNED) -> dict[str, Any]:
 
 def _is_declared(kind: Any, declared: tuple[np.dtype, int]) -> bool:
     """Whether a result has the declared dtype and rank; where x64 is disabled, 64 bits are declared as 32."""
+    from numba import errors
     from numba import types as nbtypes
     from numba.np.numpy_support import as_dtype
 
     dtype, rank = declared
     is_array = isinstance(kind, nbtypes.Array)
-    with contextlib.suppress(NotImplementedError):  # of what has no dtype
+    with contextlib.suppress(errors.NumbaNotImplementedError):  # of what has no dtype
         returned = as_dtype(kind.dtype if is_array or isinstance(kind, nbtypes.IntEnumMember) else kind)
         is_dtype = dtype in (returned, jax.dtypes.canonicalize_dtype(returned))
         return is_dtype and returned.name in _NUMBA_DTYPES and (kind.ndim if is_array else 0) == rank
