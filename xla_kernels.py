@@ -3834,23 +3834,8 @@ def numba_cuda_kernel(
       >>> add(np.ones(3), np.ones(3)).tolist()
       [2.0, 2.0, 2.0]
     """
-    options = _CudaOptions(
-        outs=outs,
-        grid=grid,
-        block=block,
-        launch_dims=launch_dims,
-        threads_per_block=threads_per_block,
-        shared_mem=shared_mem,
-        vmap_method=vmap_method,
-        input_output_aliases=input_output_aliases,
-        in_out_argnames=in_out_argnames,
-        scalars=scalars,
-        has_side_effect=has_side_effect,
-        scratch=scratch,
-        zero_outputs=zero_outputs,
-        name=name,
-    )
-    return _wrap(_CudaKernel, kernel, options)
+    options = dict(locals())  # all arguments
+    return _wrap(_CudaKernel, options.pop("kernel"), _CudaOptions(**options))
 
 
 def numba_cuda_callable(
@@ -3896,15 +3881,8 @@ def numba_cuda_callable(
       >>> scale_twice(np.ones(3, np.float32)).tolist()
       [4.0, 4.0, 4.0]
     """
-    options = _Options(
-        outs=outs,
-        vmap_method=vmap_method,
-        input_output_aliases=input_output_aliases,
-        has_side_effect=has_side_effect,
-        scratch=scratch,
-        zero_outputs=zero_outputs,
-    )
-    return _wrap(_CudaCallable, func, options)
+    options = dict(locals())  # all arguments
+    return _wrap(_CudaCallable, options.pop("func"), _Options(**options))
 
 
 # -- 8.1 Wrappers, and launch configurations ----------------------------------------------------------
@@ -3954,8 +3932,8 @@ class _CudaOptions(_Options):
         (self.shared_mem,) = _ints((self.shared_mem,), what)
         if not 0 <= self.shared_mem < 2**31:
             raise ValueError(what)
-        if not isinstance(self.threads_per_block, (int, np.integer)):
-            raise TypeError(f"threads_per_block must be an int, or give grid and block; got {self.threads_per_block!r}")
+        what = f"threads_per_block must be an int, or give grid and block; got {self.threads_per_block!r}"
+        _ints((self.threads_per_block,), what)
         _dim3("block", self.threads_per_block)
 
 
@@ -4116,7 +4094,7 @@ class _NumbaCuda:
             if _reads_of(kernel) != what_it_read:
                 raise _NoSingleLaunch("it reads other values now than when it was compiled")
             with self.on_device(_cuda_ordinals()[0]):
-                most_threads = min(in_z.libcuda.limit(function, 0) for function in in_z.table if function)
+                most_threads = min(in_z.libcuda.limit(_PTR(function), 0) for function in in_z.table if function)
             emitter = _CudaEmitter(self, in_z, handler.kernel.slices, most_threads)
             return _compile_handler(signature, emitter), most_threads
 
@@ -4154,15 +4132,11 @@ class _NumbaCuda:
 
         nbtypes = self.cuda.types if hasattr(self.cuda.types, "Array") else numba.types  # of the CUDA target of Numba
         try:
-            compiled = dispatcher.compile(_array_types(nbtypes, signature))
-            for name, kind in getattr(compiled._type_annotation, "typemap", {}).items():
-                if name.startswith(_RETURNED) and str(kind) != "none":
-                    raise TypeError(f"it returns {kind}{_RETURNS_A_VALUE}")
+            return dispatcher.compile(_array_types(nbtypes, signature))
         except ImportError as error:  # Numba's CudaSupportError and NvvmSupportError are ImportErrors
             raise ImportError(f"{_refusal(self.name, signature, error)}; {_CUDA_INSTALL}") from error
         except Exception as error:
             raise _refusal(self.name, signature, error) from error
-        return compiled
 
     def check_launch(self, dispatcher: Any, ptx: str, entry: str, signature: _Signature) -> None:
         """A TypeError for what cuLaunchKernel alone, with the parameters that a handler packs, cannot launch."""
@@ -4239,11 +4213,10 @@ class _CudaSimulator(_NumbaCuda):
     platform = "cpu"
 
     def compile(self, kernel: Any, form: _Form, in_order: bool, signature: _Signature) -> _Compiled:
-        function = form.adapter(kernel.py_func, f"return {_RETURNED}")
+        function = form.adapter(kernel.py_func)
 
         def launched(*buffers: Any) -> None:
-            if function(*buffers) is not None:
-                raise TypeError("the kernel returns a value: write to the output arrays and return nothing")
+            function(*buffers)
 
         # The simulator replaces `cuda` in the globals of what it launches: these must be the kernel's.
         namespace = kernel.py_func.__globals__
@@ -4323,11 +4296,10 @@ class _LibCuda:
         return ctypes.cast(getattr(self.library, name), _PTR).value or 0
 
     def describe(self, code: int) -> str:
-        """CUDA's name and text for an error."""
-        parts = [ctypes.c_char_p(), ctypes.c_char_p()]
-        self.library.cuGetErrorName(code, ctypes.byref(parts[0]))
-        self.library.cuGetErrorString(code, ctypes.byref(parts[1]))
-        return ": ".join(part.value.decode() for part in parts if part.value) or f"CUDA error {code}"
+        """CUDA's name for an error."""
+        name = ctypes.c_char_p()
+        self.library.cuGetErrorName(code, ctypes.byref(name))
+        return (name.value or b"an unknown error").decode()
 
     def exceeded(self, function: int, launch: _CudaLaunch) -> str:
         """The limits of a CUfunction that a launch exceeds."""
@@ -4336,14 +4308,15 @@ class _LibCuda:
             (0, "threads in a block, by its registers and launch_bounds", math.prod(launch.block)),
             (8, "bytes of dynamic shared memory", launch.shared_mem),
         ):
-            limit = self.limit(function, attribute)
+            limit = self.limit(_PTR(function), attribute)
             if size > limit:
                 text += f"; on this GPU the kernel has at most {limit} {what}: {size} are too many"
         return text
 
-    def limit(self, function: int, attribute: int) -> int:
+    def limit(self, function: Any, attribute: int) -> int:
+        """An attribute of a CUfunction."""
         limit = _I32(2**31 - 1)
-        self.library.cuFuncGetAttribute(ctypes.byref(limit), attribute, _PTR(function))
+        self.library.cuFuncGetAttribute(ctypes.byref(limit), attribute, function)
         return limit.value
 
     def call(self, name: str, *args: Any) -> None:
@@ -4363,13 +4336,12 @@ class _LibCuda:
         """The CUfunction `entry` in the current context, allowed all the shared memory that the device has."""
         module = _PTR()
         function = _PTR()
-        limit = _I32()
-        static = _I32()
+        most = _I32()
         self.call("cuModuleLoadData", ctypes.byref(module), cubin)
         self.call("cuModuleGetFunction", ctypes.byref(function), module, entry.encode())
-        self.call("cuDeviceGetAttribute", ctypes.byref(limit), 97, ordinal)  # MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
-        self.call("cuFuncGetAttribute", ctypes.byref(static), 1, function)  # SHARED_SIZE_BYTES
-        self.call("cuFuncSetAttribute", function, 8, limit.value - static.value)  # MAX_DYNAMIC_SHARED_SIZE_BYTES
+        self.call("cuDeviceGetAttribute", ctypes.byref(most), 97, ordinal)  # MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+        static = self.limit(function, 1)  # SHARED_SIZE_BYTES
+        self.call("cuFuncSetAttribute", function, 8, most.value - static)  # MAX_DYNAMIC_SHARED_SIZE_BYTES
         return function.value or 0
 
 
