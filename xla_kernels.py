@@ -3694,26 +3694,28 @@ class _NumbaEmitter(_Emitter):
 #
 # numba-cuda (0.30), its successor numba-cuda-mlir (0.6) and Numba's simulator compile; the driver loads and launches.
 # What a new one of these may break.
-# - Loudly, as the parameters that PTX declares are counted: `compile`, `targetoptions`, `py_func`, `_can_compile` of
-#   dispatchers; of what they compile `_codelibrary` and `entry_name`, or `ptx` and `metadata`; `cuda.gpus`,
-#   `from_cuda_array_interface`, `external_stream`; the simulator's `FakeCUDAArray` (test_cuda_simulator).
+# - Loudly: `compile`, `targetoptions`, `py_func`, `_can_compile` of dispatchers; of what they make `_codelibrary` and
+#   `entry_name`, or `ptx` and `metadata`; `cuda.gpus`, `from_cuda_array_interface`, `external_stream`; the simulator's
+#   `FakeCUDAArray` (test_cuda_simulator).
 # - Silently, so that these tests must pass before it counts as supported:
 #   the meaning of the parameters: test_fakecuda_parameters_mean_what_the_handler_packs, test_fakecuda_packs_arrays;
-#   writes to inputs, read from the types of `_type_annotation`: test_fakecuda_refused_kernels, and for code from
-#   Numba's cache, which has none, from names: test_fakecuda_a_kernel_in_numbas_cache_is_refused_again;
-#   what a launch needs besides (`extras`): test_fakecuda_kernels_that_only_numba_can_launch_are_refused,
+#   writes to inputs, and returned values: test_fakecuda_refused_kernels;
+#   what a launch needs besides (`check_launch`): test_fakecuda_kernels_that_only_numba_can_launch_are_refused,
 #   test_fakecuda_numbas_reference_counts;
-#   how z shows in PTX (`_asks_for_z`): test_fakecuda_a_kernel_that_asks_for_z_has_no_batch_in_z;
+#   how z shows in PTX (`_ASKS_FOR_Z`): test_fakecuda_a_kernel_that_asks_for_z_has_no_batch_in_z;
 #   that what is compiled keeps arrays alive: test_fakecuda_a_global_array_lives_as_long_as_the_program.
 # - Of the driver: its functions and the numbers of attributes in `_LibCuda`; and that the context of the call's device
 #   is current when XLA calls a handler.  test_fakecuda_a_failure_ends_the_call_and_no_other; the tests of a GPU.
-# A handler, its CUfunctions and what Numba compiled live until the process ends.
 
 _CUDA_DTYPES = _NUMBA_DTYPES | {"float16"}
 _CUDA_BLOCKS = {2: (16, 16), 3: (8, 8, 4)}  # threads per block over launch_dims of two and three dimensions
 _CUDA_LIMITS = {"grid": (2**31 - 1, 65535, 65535), "block": (1024, 1024, 64), "launch_dims": (sys.maxsize,) * 3}
 _CUDA_LAUNCH_WORDS = 7  # of `_CudaLaunch`
 _CUDA_INSTALL = 'pip install "jax[cuda13]" "numba-cuda-mlir[cu13]" (CUDA 12: cuda12, cu12)'
+_CUDA_WHERE = (
+    f"runs on NVIDIA GPUs ({_CUDA_INSTALL}) or, of numba.cuda where NUMBA_ENABLE_CUDASIM=1 is set, on CPUs alone, "
+    "in Python; for CPUs use numba_kernel"
+)
 _GPUS_LOCK: threading.RLock = _SHARED.setdefault("gpus_lock", threading.RLock())
 # The simulator keeps the running kernel in globals, also in those of the kernel's module.
 _CUDASIM_LOCK: threading.RLock = _SHARED.setdefault("cudasim_lock", threading.RLock())
@@ -3740,18 +3742,16 @@ def numba_cuda_kernel(
     """Make a Numba CUDA kernel a JAX function.
 
     The kernel is called as `kernel(in..., out..., scratch...)` with row-major device arrays (inputs read-only),
-    writes its outputs and returns nothing.  It is launched by machine code on XLA's stream: no Python, no GIL, and
-    XLA may capture the launch in a CUDA graph.  It is compiled where JAX has a GPU; elsewhere a program that calls it
-    can be lowered for CUDA, and exported.
+    writes its outputs and returns nothing.  Machine code launches it on XLA's stream: no Python, no GIL, and XLA may
+    capture the launch in a CUDA graph.  Without a GPU a program that calls it can be lowered for CUDA, and exported.
 
-    A `vmap` is one launch (per 65,535 slices), whose blocks along z are the slices: so no block may wait for one of
-    another slice.  It is a launch for each slice, in order, where `vmap_method="sequential"` says so, for a grid with
-    several blocks along z, and for a kernel that asks for z of its blocks or grid, is part of a cluster, or names an
-    array on the device, to which it may write; this module's logger says why, at level DEBUG.
+    A `vmap` is one launch (per 65,535 slices) whose blocks along z are the slices: so no block may wait for one of
+    another slice.  Each slice is a launch, in order, with `vmap_method="sequential"`, for a grid with several blocks
+    along z, and for a kernel that asks for z of its blocks or grid, is part of a cluster, or may write to a global
+    array on the device; this module's logger says why, at level DEBUG.
 
-    A global array on the device is read where it lies, and stays in memory for ever; to write to it, as Numba lets a
-    kernel do, changes JAX's array.  A kernel cannot raise: CUDA has no exceptions, and what Numba makes of `raise` is
-    not reported.
+    A global array on the device is read where it lies, and stays in memory for ever; a kernel that writes to it
+    changes JAX's array.  A kernel cannot raise: CUDA has no exceptions.
 
     With NUMBA_ENABLE_CUDASIM=1 (set before Numba is imported) kernels of `numba.cuda` run in Python on JAX's CPU
     backend.
@@ -3760,11 +3760,10 @@ def numba_cuda_kernel(
       kernel: a function decorated with `@cuda.jit` of `numba` (numba-cuda) or of its successor, `numba_cuda_mlir`.
         Without it, `numba_cuda_kernel(outs=...)` is a decorator, above `@cuda.jit`.
       outs, vmap_method, input_output_aliases, in_out_argnames, scalars, has_side_effect, scratch, zero_outputs,
-        name: as for `numba_kernel`.  With in-out arguments, scalars or a batch the kernel is compiled as a device
-        function of one that passes them.
+        name: as for `numba_kernel`.
       grid, block: blocks in the grid and threads in a block: ints or tuples of up to three (x, y, z).  Where they
         depend on the inputs, make the wrapper inside of the function that calls it.
-      launch_dims: instead of both, the number of threads, an int or a tuple of up to three (x, y, z), or a callable
+      launch_dims: instead of both, the number of threads: an int or a tuple of up to three (x, y, z), or a callable
         like `outs`.  Threads next to each other differ in x, so for a matrix it is `x.shape[::-1]`.  Whole blocks cover
         it, so the kernel must guard the edge (`if i < out.size`).  With no threads at all nothing is launched, and
         outputs are what they start from, or zeros.
@@ -3772,9 +3771,8 @@ def numba_cuda_kernel(
       shared_mem: bytes of dynamic shared memory, up to the device's opt-in maximum.
 
     Raises:
-      TypeError: as `numba_kernel`, for dtypes that Numba CUDA lacks; and for kernels whose launch is more than one
-        call of CUDA's driver (`debug=True`, cooperative ones, extensions, callbacks of modules): for these there is
-        `numba_cuda_callable`.
+      TypeError: as `numba_kernel`; and for kernels whose launch is more than one call of CUDA's driver (`debug=True`,
+        cooperative ones): for these there is `numba_cuda_callable`.
       ValueError: also neither or both launch forms, or one beyond CUDA's limits (1,024 threads in a block); an output
         that starts with an array in the memory of the host.
       NotImplementedError: on a platform other than CUDA, without the simulator.
@@ -3792,23 +3790,8 @@ def numba_cuda_kernel(
       >>> add(np.ones(3), np.ones(3)).tolist()
       [2.0, 2.0, 2.0]
     """
-    options = _CudaOptions(
-        outs=outs,
-        grid=grid,
-        block=block,
-        launch_dims=launch_dims,
-        threads_per_block=threads_per_block,
-        shared_mem=shared_mem,
-        vmap_method=vmap_method,
-        input_output_aliases=input_output_aliases,
-        in_out_argnames=in_out_argnames,
-        scalars=scalars,
-        has_side_effect=has_side_effect,
-        scratch=scratch,
-        zero_outputs=zero_outputs,
-        name=name,
-    )
-    return _wrap(_CudaKernel, kernel, options)
+    options = dict(locals())  # all arguments
+    return _wrap(_CudaKernel, options.pop("kernel"), _CudaOptions(**options))
 
 
 def numba_cuda_callable(
@@ -3824,18 +3807,17 @@ def numba_cuda_callable(
     """Make a Python function that launches Numba CUDA kernels a JAX function.
 
     `func(in..., out..., scratch..., stream)` runs on every call, with device arrays and a stream of the package that
-    it names, on XLA's memory, and the right device current.  It launches any number of kernels on that stream
+    it names, and the right device current.  It launches any number of kernels on that stream
     (`kernel[grid, block, stream](...)`), writes the outputs and not the inputs, keeps no array, calls no jax
-    function, and need not synchronize.  What it raises reaches the user with the result.  `vmap` calls it once per
-    slice.
+    function, and need not synchronize.  `vmap` calls it once per slice.
 
     Make it once: another function that a generator made counts as another.
 
     Args:
       func: the function (or a method).  Its code, that of nested functions included, names a kernel, or `cuda` of
         `numba` or of `numba_cuda_mlir`: as a global, in its closure, as a default, or in a module of yours.
-      outs, vmap_method, input_output_aliases, has_side_effect, scratch, zero_outputs: as for
-        `numba_kernel`; `scratch` gives temporary buffers without an allocation.
+      outs, vmap_method, input_output_aliases, has_side_effect, scratch, zero_outputs: as for `numba_kernel`; `scratch`
+        gives temporary buffers without an allocation.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as `numba_cuda_kernel`.
@@ -3855,15 +3837,8 @@ def numba_cuda_callable(
       >>> scale_twice(np.ones(3, np.float32)).tolist()
       [4.0, 4.0, 4.0]
     """
-    options = _Options(
-        outs=outs,
-        vmap_method=vmap_method,
-        input_output_aliases=input_output_aliases,
-        has_side_effect=has_side_effect,
-        scratch=scratch,
-        zero_outputs=zero_outputs,
-    )
-    return _wrap(_CudaCallable, func, options)
+    options = dict(locals())  # all arguments
+    return _wrap(_CudaCallable, options.pop("func"), _Options(**options))
 
 
 # -- 8.1 Wrappers, and launch configurations ----------------------------------------------------------
@@ -3913,8 +3888,8 @@ class _CudaOptions(_Options):
         (self.shared_mem,) = _ints((self.shared_mem,), what)
         if not 0 <= self.shared_mem < 2**31:
             raise ValueError(what)
-        if not isinstance(self.threads_per_block, (int, np.integer)):
-            raise TypeError(f"threads_per_block must be an int, or give grid and block; got {self.threads_per_block!r}")
+        what = f"threads_per_block must be an int, or give grid and block; got {self.threads_per_block!r}"
+        _ints((self.threads_per_block,), what)
         _dim3("block", self.threads_per_block)
 
 
@@ -3946,30 +3921,23 @@ def _word_at(address: int) -> int:
 class _CudaWrapper(_NumbaWrapper):
     """What one kernel and a callable share."""
 
-    def _named_target(
+    def _target_of(
         self,
         package: _NumbaCuda,
         call: _Call,
-        compile_kernel: Callable[[_Signature], _Compiled],
-        launch: tuple[int, ...] = (),
-        options: tuple = (),
+        compile_kernel: Callable[[_Signature], _Compiled | None],
+        *options: Any,
         freezes_globals: bool = False,
-        check: Callable[[], None] = lambda: None,
     ) -> _Target:
-        """What `compile_kernel` makes of the signature of a call, if there is a GPU that it may run on."""
+        """What `compile_kernel` makes of the signature of a call; or nothing, where a program is only lowered."""
         _import("numba", self.decorator, _CUDA_INSTALL)
         self._check_dtypes(call, _CUDA_DTYPES, "that Numba CUDA has no arrays of")
         signature = call.signature(self.__name__)
         platform = package.platform
-
-        def compile_here() -> _Compiled | None:
-            compiled = compile_kernel(signature) if platform != "cuda" or _cuda_ordinals() else None
-            check()
-            return compiled
-
+        compile_here = functools.partial(compile_kernel, signature)
         options = "cuda", package.module, *options
         name = _NAMES.of_kernel(self, signature, options, platform, compile_here, freezes_globals)
-        return _Target(name, launch, platform=platform, title=self.title, where=f"runs on {package.where}")
+        return _Target(name, platform=platform, title=self.title, where=_CUDA_WHERE)
 
 
 class _CudaKernel(_CudaWrapper):
@@ -3989,14 +3957,20 @@ class _CudaKernel(_CudaWrapper):
         launch = self._launch_configuration(call.ins)
         [form] = self._forms(call, may_return=False)
         in_order = self.options.in_order
-        check = functools.partial(self._check_form, call, form, is_guarded=True)
-        compile_kernel = functools.partial(package.compile, self.kernel, form, in_order)
+        is_checked = self.options.zero_outputs is not False
+
+        def compile_kernel(signature: _Signature) -> _Compiled | None:
+            compiled = package.compile(self.kernel, form, in_order, signature) if package.runs_here else None
+            self._check_form(call, form, is_guarded=True)
+            return compiled
+
         freezes_globals = package.platform == "cuda"  # Python reads a variable on each run
-        options = form, in_order, self.options.zero_outputs is not False
-        target = self._named_target(package, call, compile_kernel, launch.words, options, freezes_globals, check)
-        if self.options.name and not self.options.in_order:  # for exported programs, whose process may lower no batch
+        options = form, in_order, is_checked
+        target = self._target_of(package, call, compile_kernel, *options, freezes_globals=freezes_globals)
+        target = dataclasses.replace(target, launch=launch.words, runs_nothing=0 in launch.grid)
+        if self.options.name and not in_order:  # for exported programs, whose process may lower no batch
             target.lowered(package.platform, has_batch=True)
-        return dataclasses.replace(target, runs_nothing=0 in launch.grid)
+        return target
 
     def _launch_configuration(self, ins: Sequence[Spec]) -> _CudaLaunch:
         grid = self.options.grid
@@ -4022,7 +3996,15 @@ class _CudaCallable(_CudaWrapper):
     def _find_target(self, call: _Call) -> _Target:
         package = _cuda_package_named_by(self.kernel, self.title)
         _check_takes(inspect.signature(self.kernel), self.title, [*call.ins, *call.outs, "a stream"])
-        return self._named_target(package, call, functools.partial(_compile_callable, package, self.kernel))
+
+        def run(arrays: list, stream: Any, _: int) -> None:
+            if self.kernel(*arrays, stream) is not None:
+                raise TypeError("it returns a value: launch kernels that write to the outputs, and return nothing")
+
+        def compile_callable(signature: _Signature) -> _Compiled | None:
+            return _compile_handler(signature, package.callback(signature, run)) if package.runs_here else None
+
+        return self._target_of(package, call, compile_callable)
 
 
 # -- 8.2 The packages that compile kernels, and the driver --------------------------------------------
@@ -4035,7 +4017,6 @@ class _NumbaCuda:
     name = "Numba CUDA"
     module = "numba.cuda"
     platform = "cuda"
-    where = f"NVIDIA GPUs ({_CUDA_INSTALL}), or in Python if NUMBA_ENABLE_CUDASIM=1 was set; for CPUs use numba_kernel"
     device_options: Mapping[str, Any] = types.MappingProxyType({"device": True})
     params = staticmethod(_numba_params)  # one array as kernels take it
 
@@ -4043,29 +4024,34 @@ class _NumbaCuda:
     def cuda(self) -> Any:
         return importlib.import_module(self.module)
 
+    @property
+    def runs_here(self) -> bool:
+        return self.platform == "cpu" or bool(_cuda_ordinals())
+
     # -- compiling --
 
     def compile(self, kernel: Any, form: _Form, in_order: bool, signature: _Signature) -> _Compiled:
         """A handler that launches a kernel: for each slice of a batch, until `_CudaBatch` makes it launch it once."""
         what_it_read = _READ_WHEN_COMPILED.setdefault(kernel, _reads_of(kernel))
-        ordinal = _cuda_ordinals()[0]
-        with self.on_device(ordinal):
-            compiled = self.compile_checked(self.adapted(kernel, form), signature)
-            asks_for_z = _asks_for_z(self.code(compiled)[0])
-        carveout = kernel.targetoptions.get("shared_memory_carveout")
-        handler = _compile_handler(signature, _CudaEmitter(self, self.launcher(compiled, carveout, signature.label)))
+        launcher = self.launcher(self.adapted(kernel, form), signature)
+        handler = _compile_handler(signature, _CudaEmitter(self, launcher))
 
         def compile_in_z() -> tuple[_Compiled, int]:
-            _check_may_be_one_launch(kernel, asks_for_z, in_order)
+            if in_order:
+                raise _NoSingleLaunch("vmap_method says that slices run in order")
+            with self.on_device(_cuda_ordinals()[0]):
+                asks = _ASKS_FOR_Z.search(self.code(launcher.compiled)[0])
+            if asks:
+                raise _NoSingleLaunch(f"blocks along z are the slices, and its PTX has {asks[0]}")
+            if names := _device_arrays_written_by(kernel):
+                raise _NoSingleLaunch(f"it may write to global arrays on the device: {', '.join(names)}")
             of_batch = dataclasses.replace(signature, ranks=tuple(rank + 1 for rank in signature.ranks))
-            with self.on_device(ordinal):
-                compiled = self.compile_checked(self.adapted(kernel, form.for_batch(signature.ranks)), of_batch)
-            launcher = self.launcher(compiled, carveout, signature.label)
-            with self.on_device(ordinal):
-                most_threads = min(launcher.libcuda.limit(function, 0) for function in launcher.table if function)
+            in_z = self.launcher(self.adapted(kernel, form.for_batch(signature.ranks)), of_batch)
             if _reads_of(kernel) != what_it_read:
                 raise _NoSingleLaunch("it reads other values now than when it was compiled")
-            emitter = _CudaEmitter(self, launcher, handler.kernel.slices, most_threads)
+            with self.on_device(_cuda_ordinals()[0]):
+                most_threads = min(in_z.libcuda.limit(_PTR(function), 0) for function in in_z.table if function)
+            emitter = _CudaEmitter(self, in_z, handler.kernel.slices, most_threads)
             return _compile_handler(signature, emitter), most_threads
 
         return handler._replace(batch=_CudaBatch(handler, compile_in_z))
@@ -4082,67 +4068,55 @@ class _NumbaCuda:
             function = form.adapter(on_device, cuda=self.cuda)
         return type(kernel)(function, dict(options))
 
-    def compile_checked(self, dispatcher: Any, signature: _Signature) -> Any:
-        """Compile a kernel that cuLaunchKernel alone launches, with the parameters that a handler packs."""
-        compiled = self.compile_typed(dispatcher, signature)
-        ptx, entry, _ = self.code(compiled)
-        for feature, is_used in self.extras(dispatcher, compiled, ptx).items():
-            if is_used:
-                raise _not_launched_alone(signature, feature)
-        self.check_params(ptx, entry, signature)
-        return compiled
-
-    def launcher(self, compiled: Any, carveout: Any, label: str) -> _CudaLauncher:
-        """Load a kernel for every GPU."""
-        percent = {"default": -1, "maxl1": 0, "maxshared": 100}.get(str(carveout).lower(), carveout)
+    def launcher(self, dispatcher: Any, signature: _Signature) -> _CudaLauncher:
+        """Compile a kernel for our arrays, and load it for every GPU."""
+        ordinals = _cuda_ordinals()
+        with self.on_device(ordinals[0]):
+            compiled = self.compile_typed(dispatcher, signature)
+            ptx, entry, _ = self.code(compiled)
+        self.check_launch(dispatcher, ptx, entry, signature)
         libcuda = _LibCuda()
         functions = {}
-        for ordinal in _cuda_ordinals():
+        for ordinal in ordinals:
             with self.on_device(ordinal):
-                _, entry, cubin = self.code(compiled)
-                functions[ordinal] = libcuda.load(cubin, entry, ordinal, percent)
-        return _CudaLauncher(label, libcuda, functions, compiled)
+                functions[ordinal] = libcuda.load(self.code(compiled)[2], entry, ordinal)
+        return _CudaLauncher(signature.label, libcuda, functions, compiled)
 
     def compile_typed(self, dispatcher: Any, signature: _Signature) -> Any:
-        """Compile for our arrays: a TypeError if that cannot be."""
+        """Compile for the current device: a TypeError if that cannot be."""
         import numba
 
         nbtypes = self.cuda.types if hasattr(self.cuda.types, "Array") else numba.types  # of the CUDA target of Numba
         try:
-            return _compile_cuda(dispatcher, _array_types(nbtypes, signature))
+            return dispatcher.compile(_array_types(nbtypes, signature))
         except ImportError as error:  # Numba's CudaSupportError and NvvmSupportError are ImportErrors
             raise ImportError(f"{_refusal(self.name, signature, error)}; {_CUDA_INSTALL}") from error
         except Exception as error:
-            if re.search("No launch config|requires launch metadata", str(error)):
-                raise _not_launched_alone(signature, _DEPENDS_ON_LAUNCH) from error
             raise _refusal(self.name, signature, error) from error
 
-    def extras(self, dispatcher: Any, compiled: Any, ptx: str) -> dict[str, Any]:
-        """Features that cuLaunchKernel alone cannot launch -> whether the kernel has them."""
-        callbacks = getattr(compiled._codelibrary, "_setup_functions", None) or ()
-        return {
-            "debug=True": compiled.debug,  # Numba reads an error code back after the launch
-            "a cooperative launch": compiled.cooperative,
-            "extensions": compiled.extensions,
-            # that of float16 is Numba's own, and warns
-            "callbacks of its module": not all(_is_stable(callback.__module__) for callback in callbacks),
-            _DEPENDS_ON_LAUNCH: getattr(compiled, "launch_config_sensitive", False),
+    def check_launch(self, dispatcher: Any, ptx: str, entry: str, signature: _Signature) -> None:
+        """A TypeError for what cuLaunchKernel alone, with the parameters that a handler packs, cannot launch."""
+        n_params = sum(len(self.params(_Array.row_major(0, [1] * rank, 1))) for rank in signature.ranks)
+        found = re.search(rf"\.entry\s+{re.escape(entry)}\s*\(([^)]*)\)", ptx)
+        declared = re.findall(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)", found[1]) if found else []
+        extras = {
+            "debug=True": dispatcher.targetoptions.get("debug"),  # Numba reads an error code back after the launch
+            "a cooperative launch": "cudaCG" in ptx,
             "reference-counted memory": re.search(r"\bNRT_(Allocate|MemInfo_new|MemInfo_alloc)", ptx),
+            f"parameters that this version of {self.name} packs in another way": declared != ["u64"] * n_params,
         }
+        for extra, is_used in extras.items():
+            if is_used:
+                raise TypeError(
+                    f"numba_cuda_kernel {signature.label!r} has {extra}: its launch is more than one call of CUDA's "
+                    "driver, and a handler makes no other; launch it in a function, by numba_cuda_callable"
+                )
 
     def code(self, compiled: Any) -> tuple[str, str, bytes]:
         """PTX, the name of its entry, and the machine code for the current device."""
         library = compiled._codelibrary
         cubin = library.get_cubin()
         return library.get_asm_str(), compiled.entry_name, getattr(cubin, "code", cubin)
-
-    def check_params(self, ptx: str, entry: str, signature: _Signature) -> None:
-        """An error if PTX declares other parameters than those that the handler passes."""
-        n_params = sum(len(self.params(_Array.row_major(0, [1] * rank, 1))) for rank in signature.ranks)
-        found = re.search(rf"\.entry\s+{re.escape(entry)}\s*\(([^)]*)\)", ptx)
-        declared = re.findall(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)", found[1]) if found else []
-        if declared != ["u64"] * n_params:
-            raise _not_launched_alone(signature, f"parameters that this version of {self.name} packs in another way")
 
     # -- running --
 
@@ -4179,20 +4153,7 @@ class _NumbaCudaMlir(_NumbaCuda):
 
     name = "numba_cuda_mlir"
     module = "numba_cuda_mlir.cuda"
-    where = f"NVIDIA GPUs ({_CUDA_INSTALL}), and has no simulator, as numba.cuda has; for CPUs use numba_kernel"
     device_options = types.MappingProxyType({"device": True, "inline": "always"})  # else it has no shared memory
-
-    def extras(self, dispatcher: Any, compiled: Any, ptx: str) -> dict[str, Any]:
-        metadata = compiled.metadata
-        return {
-            "debug=True": dispatcher.targetoptions.get("debug"),
-            # by the PTX of what comes from its cache, which keeps no note
-            "a cooperative launch": metadata.get("use_cooperative") or "cudaCGSynchronize" in ptx,
-            "extensions": dispatcher.extensions,
-            "callbacks of its module": dispatcher._module_setup_callbacks or metadata.get("setup_callbacks"),
-            _DEPENDS_ON_LAUNCH: metadata.get("required_dynamic_shared_memory"),
-            "reference-counted memory": metadata.get("needs_nrt"),
-        }
 
     def code(self, compiled: Any) -> tuple[str, str, bytes]:
         return compiled.ptx, compiled.metadata["func_name"], compiled.metadata["cubin"]
@@ -4206,14 +4167,12 @@ class _CudaSimulator(_NumbaCuda):
     """Numba's simulator, which runs one kernel at a time, in Python."""
 
     platform = "cpu"
-    where = "the CPU only where NUMBA_ENABLE_CUDASIM=1 is set; unset it"
 
     def compile(self, kernel: Any, form: _Form, in_order: bool, signature: _Signature) -> _Compiled:
-        function = form.adapter(kernel.py_func, f"return {_RETURNED}")
+        function = form.adapter(kernel.py_func)
 
         def launched(*buffers: Any) -> None:
-            if function(*buffers) is not None:
-                raise TypeError("the kernel returns a value: write to the output arrays and return nothing")
+            function(*buffers)
 
         # The simulator replaces `cuda` in the globals of what it launches: these must be the kernel's.
         namespace = kernel.py_func.__globals__
@@ -4293,11 +4252,10 @@ class _LibCuda:
         return ctypes.cast(getattr(self.library, name), _PTR).value or 0
 
     def describe(self, code: int) -> str:
-        """CUDA's name and text for an error."""
-        parts = [ctypes.c_char_p(), ctypes.c_char_p()]
-        self.library.cuGetErrorName(code, ctypes.byref(parts[0]))
-        self.library.cuGetErrorString(code, ctypes.byref(parts[1]))
-        return ": ".join(part.value.decode() for part in parts if part.value) or f"CUDA error {code}"
+        """CUDA's name for an error."""
+        name = ctypes.c_char_p()
+        self.library.cuGetErrorName(code, ctypes.byref(name))
+        return (name.value or b"an unknown error").decode()
 
     def exceeded(self, function: int, launch: _CudaLaunch) -> str:
         """The limits of a CUfunction that a launch exceeds."""
@@ -4306,14 +4264,15 @@ class _LibCuda:
             (0, "threads in a block, by its registers and launch_bounds", math.prod(launch.block)),
             (8, "bytes of dynamic shared memory", launch.shared_mem),
         ):
-            limit = self.limit(function, attribute)
+            limit = self.limit(_PTR(function), attribute)
             if size > limit:
                 text += f"; on this GPU the kernel has at most {limit} {what}: {size} are too many"
         return text
 
-    def limit(self, function: int, attribute: int) -> int:
+    def limit(self, function: Any, attribute: int) -> int:
+        """An attribute of a CUfunction."""
         limit = _I32(2**31 - 1)
-        self.library.cuFuncGetAttribute(ctypes.byref(limit), attribute, _PTR(function))
+        self.library.cuFuncGetAttribute(ctypes.byref(limit), attribute, function)
         return limit.value
 
     def call(self, name: str, *args: Any) -> None:
@@ -4329,84 +4288,37 @@ class _LibCuda:
         finally:
             self.call("cuCtxSetCurrent", context)
 
-    def load(self, cubin: bytes, entry: str, ordinal: int, carveout: int | None) -> int:
+    def load(self, cubin: bytes, entry: str, ordinal: int) -> int:
         """The CUfunction `entry` in the current context, allowed all the shared memory that the device has."""
         module = _PTR()
         function = _PTR()
-        limit = _I32()
-        static = _I32()
+        most = _I32()
         self.call("cuModuleLoadData", ctypes.byref(module), cubin)
         self.call("cuModuleGetFunction", ctypes.byref(function), module, entry.encode())
-        self.call("cuDeviceGetAttribute", ctypes.byref(limit), 97, ordinal)  # MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
-        self.call("cuFuncGetAttribute", ctypes.byref(static), 1, function)  # SHARED_SIZE_BYTES
-        self.call("cuFuncSetAttribute", function, 8, limit.value - static.value)  # MAX_DYNAMIC_SHARED_SIZE_BYTES
-        if carveout is not None:
-            self.call("cuFuncSetAttribute", function, 9, carveout)  # PREFERRED_SHARED_MEMORY_CARVEOUT
+        self.call("cuDeviceGetAttribute", ctypes.byref(most), 97, ordinal)  # MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+        static = self.limit(function, 1)  # SHARED_SIZE_BYTES
+        self.call("cuFuncSetAttribute", function, 8, most.value - static)  # MAX_DYNAMIC_SHARED_SIZE_BYTES
         return function.value or 0
 
 
 # -- 8.3 From a kernel to a handler -------------------------------------------------------------------
 # Streams, devices and launches, whatever compiled the kernel.
 
-_DEPENDS_ON_LAUNCH = "code that depends on the launch"
-
-
-def _not_launched_alone(signature: _Signature, feature: str) -> TypeError:
-    return TypeError(
-        f"numba_cuda_kernel {signature.label!r} has {feature}: its launch is more than one call of CUDA's driver, and "
-        "a handler makes no other; launch it in a function, by numba_cuda_callable"
-    )
-
-
-def _compile_callable(package: _NumbaCuda, func: Any, signature: _Signature) -> _Compiled:
-    def run(arrays: list, stream: Any, _: int) -> None:
-        if func(*arrays, stream) is not None:
-            raise TypeError("it returns a value: launch kernels that write to the outputs, and return nothing")
-
-    return _compile_handler(signature, package.callback(signature, run))
-
-
-def _compile_cuda(dispatcher: Any, argtypes: tuple) -> Any:
-    """Compile for the current device."""
-    compiled = dispatcher.compile(argtypes)
-    for name, kind in getattr(compiled._type_annotation, "typemap", {}).items():
-        if name.startswith(_RETURNED) and str(kind) != "none":
-            raise TypeError(f"it returns {kind}{_RETURNS_A_VALUE}")
-    return compiled
-
-
-# What PTX may declare to be linked later, of CUDA and of Numba.
-_CUDA_EXTERNALS = set("vprintf __assertfail malloc free numba_attempt_nocopy_reshape NRT_incref NRT_decref".split())
-
-
+# What in PTX says that a kernel knows of the z of its blocks or grid, or calls code of others that may: then z cannot
+# count slices.
+_ASKS_FOR_Z = re.compile(
+    r"%n?ctaid(?!\.[xy])[.\w]*|%gridid|%\w*cluster\w*|\.\w+cluster\b|"
+    r"\.extern\s+\.func\s*(?:\([^)]*\)\s*)?(?!vprintf|__assertfail|malloc|free|numba_|NRT_)\w+"
+)
 # Of each kernel, what it read when it was first compiled: Numba reads a variable once for each compilation.
 _READ_WHEN_COMPILED: Any = weakref.WeakKeyDictionary()
 
 
-def _check_may_be_one_launch(kernel: Any, asks_for_z: str, in_order: bool) -> None:
-    """Raise if a batch of a kernel must be a launch for each slice, whatever its shapes are."""
-    if in_order:
-        raise _NoSingleLaunch("vmap_method says that slices run in order")
-    if asks_for_z:
-        raise _NoSingleLaunch(f"blocks along z are the slices, and its PTX has {asks_for_z}")
-    if names := _device_arrays_written_by(kernel):
-        raise _NoSingleLaunch(f"it may write to global arrays on the device: {', '.join(names)}")
-
-
-def _asks_for_z(ptx: str) -> str:
-    """What in PTX shows that a kernel knows of the z of its blocks or grid, or may: z can then not count slices."""
-    asks = re.search(r"%n?ctaid(?!\.[xy])[.\w]*|%gridid|%\w*cluster\w*|\.\w+cluster\b", ptx)
-    linked_later = set(re.findall(r"\.extern\s+\.func\s*(?:\([^)]*\)\s*)?(\w+)", ptx))
-    unknown_code = sorted(linked_later - _CUDA_EXTERNALS)
-    return asks[0] if asks else ", ".join(unknown_code)
-
-
 def _device_arrays_written_by(kernel: Any) -> list[str]:
     """Global arrays on the device that a kernel, or a function that it calls, may write to: workspaces, counters."""
-    values = [x for function in _functions_of(kernel) for x in _values_of(_python(function))]
-    named = [name for name, value in values if _is_device_array(value)]
     source = _Source(kernel, [])
-    return [name for name in named if source.has_own_code or source.accesses[_GLOBAL + name]]
+    values = [x for function in _functions_of(kernel) for x in _values_of(_python(function)) if _is_device_array(x[1])]
+    return [name for name, _ in values if source.has_own_code or source.accesses[_GLOBAL + name]]
 
 
 def _ask_xla(handler: _Handler, function: str, kind: Any) -> Any:
@@ -4425,15 +4337,8 @@ def _cuda_fill(handler: _Handler, libcuda: _LibCuda, target: _Word, source: Any,
     """Copy `source`, or write zeros if that is 0, on the call's stream, as CUDA graphs can capture it."""
     function = "cuMemsetD8Async" if isinstance(source, int) else "cuMemcpyDtoDAsync_v2"
     code = handler.call(libcuda.address(function), target, source, nbytes, _cuda_stream(handler))
-    label = handler.signature.label
-
-    def report(code: int) -> int:
-        return _keep_message(RuntimeError(f"{libcuda.describe(code)}, when an output got its first values"), label)
-
-    callback = ctypes.CFUNCTYPE(_PTR, _I32)(report)
-    handler.alive.append(callback)
-    with handler.when(code & 0xFFFF_FFFF, likely=False):  # a C int
-        handler.fail(handler.call(callback, code))
+    text = f"{function} failed where an output of kernel '{handler.signature.label}' gets its first values"
+    handler.fail(text, when=code & 0xFFFF_FFFF)  # a C int
 
 
 def _cuda_place(handler: _Handler) -> tuple[_Word, _Word]:
