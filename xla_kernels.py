@@ -74,7 +74,7 @@ import timeit
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -106,7 +106,6 @@ __all__ = [
 # - where a mesh and varying axes stand in a type, and `axis_context` (test_xla_splits_a_batch, the matrix's shard_map)
 
 Spec = jax.ShapeDtypeStruct
-_REF = getattr(jax, "Ref", ())  # mutable arrays, of jax >= 0.8
 _SYMBOLIC = (ad.Zero, ad.UndefinedPrimal)  # what rules of derivatives may get in the place of an array
 Primitive: Any = type(jax.lax.add_p)  # jax.extend.core.Primitive, without the 36 ms that importing jax.extend takes
 
@@ -213,10 +212,9 @@ def _mesh_of(avals: Sequence) -> Any:
 
 def _varying_axes(aval: Any) -> frozenset:
     """The manual mesh axes over which a value varies inside `shard_map`."""
-    axis_type = getattr(aval, "manual_axis_type", None)  # jax >= 0.11
-    if axis_type is not None:
-        return axis_type.varying
-    return getattr(aval, "vma", None) or frozenset()
+    if hasattr(aval, "manual_axis_type"):  # jax >= 0.11
+        return aval.manual_axis_type.varying
+    return aval.vma
 
 
 def _all_varying_axes(avals: Iterable) -> frozenset:
@@ -245,11 +243,7 @@ def _out_aval(shape: tuple, dtype: Any, ins: Sequence, axes: Sequence = ()) -> A
 def _make_varying(args: Sequence) -> list:
     """Inputs cast to vary over the same axes: the cast's transpose sums the cotangents of a replicated input."""
     axes = _all_varying_axes(map(jax.typeof, args))
-    varying = []
-    for x in args:
-        missing = tuple(axes - _varying_axes(jax.typeof(x)))
-        varying.append(jax.lax.pcast(x, missing, to="varying") if missing else x)
-    return varying
+    return [jax.lax.pcast(x, tuple(axes - _varying_axes(jax.typeof(x))), to="varying") for x in args]
 
 
 def _sharded_like(x: Any, aval: Any) -> Any:
@@ -1258,12 +1252,9 @@ def _show(spec: Any) -> str:
     return f"{getattr(spec.dtype, 'name', spec.dtype)}[{sizes}]"
 
 
-def _flatten(tree: Any, what: str) -> tuple[list, Any]:
+def _flatten(tree: Any) -> tuple[list, Any]:
     """The specs of a pytree, in JAX's order, and its structure."""
-    try:
-        leaves, structure = jax.tree.flatten(tree, _is_leaf)
-    except ValueError as error:
-        raise TypeError(f"{what}: JAX sorts the keys of a dict, so they must be of one type; got {tree}") from error
+    leaves, structure = jax.tree.flatten(tree, _is_leaf)
     return [x.aval if type(x) in _SYMBOLIC else x for x in leaves], structure
 
 
@@ -1279,10 +1270,6 @@ def _has_dicts(structure: Any) -> bool:
 def _check_dtype(dtype: Any, what: str) -> None:
     if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
         raise TypeError(f"{what} has the dtype {dtype}, which has no memory layout: pass jax.random.key_data(key)")
-    if issubclass(np.dtype(dtype).type, (np.flexible, np.object_, np.datetime64, np.timedelta64)):
-        raise TypeError(f"{what} has the dtype {dtype}: pass numbers, each field of a structured array on its own")
-    if not np.dtype(dtype).isnative:
-        raise TypeError(f'{what} has the dtype {dtype}, of another byte order: x.astype(x.dtype.newbyteorder("="))')
 
 
 def _flat_specs(specs: Any, what: str, ins: Sequence[Spec] | None = None) -> tuple[list[Spec], Any]:
@@ -1290,7 +1277,7 @@ def _flat_specs(specs: Any, what: str, ins: Sequence[Spec] | None = None) -> tup
 
     With `ins` they get the dtypes that JAX allows beside these inputs.
     """
-    leaves, tree = _flatten(specs, what)
+    leaves, tree = _flatten(specs)
     declared = []
     for i, leaf in enumerate(leaves):
         name = f"{what}[{i}]" if len(leaves) > 1 else what
@@ -1331,20 +1318,15 @@ def _input_name(i: int, title: str, parameters: Sequence[str]) -> str:
 
 
 def _input_specs(args: Sequence, title: str = "", parameters: Sequence[str] = ()) -> list[Spec]:
-    specs = []
-    for i, x in enumerate(args):
-        dtype = x.dtype if _is_spec(x) else jax.dtypes.result_type(x)
-        _check_dtype(dtype, _input_name(i, title, parameters))
-        if isinstance(x, (np.ndarray, np.generic)):  # JAX's own may be of 64 bits also where x64 is disabled
-            dtype = jax.dtypes.canonicalize_dtype(dtype)
-        specs.append(Spec(np.shape(x), dtype))
-    return specs
+    avals = list(map(jax.typeof, args))
+    for i, aval in enumerate(avals):
+        _check_dtype(aval.dtype, _input_name(i, title, parameters))
+    return [Spec(aval.shape, aval.dtype) for aval in avals]
 
 
 # Exact types that JAX takes, which are quick to find; it grows.  NumPy's array is none: its dtype is looked at.
 _INPUT_TYPES: set[type] = {bool, int, float, complex}
-# Those of native byte order: jitted functions read another one as native, once they know an array of that kind (jax
-# 0.12).
+# In native byte order: jitted functions that know such an array read other byte orders as native, too (jax 0.12).
 _PLAIN_DTYPES = frozenset(map(np.dtype, "?bhilqBHILQefdFD"))
 
 
@@ -1355,48 +1337,31 @@ def _as_inputs(args: Sequence, title: str, parameters: Sequence[str] = ()) -> tu
     for i, x in enumerate(args):
         if type(x) in _INPUT_TYPES or (type(x) is np.ndarray and x.dtype in _PLAIN_DTYPES):
             continue
-        if isinstance(x, _REF):
+        if isinstance(x, jax.Ref):
             raise TypeError(f"{_input_name(i, title, parameters)} is a jax.Ref: pass its value, ref[...]")
         if isinstance(x, jax.core.Tracer):
             is_traced = True
         else:
-            inputs[i] = _as_input(x, functools.partial(_input_name, i, title, parameters))
+            inputs[i] = _as_input(x, _input_name(i, title, parameters))
     return inputs, is_traced
 
 
-def _as_input(x: Any, name: Callable[[], str]) -> Any:
-    """An array of another library becomes one of JAX's, without a copy where JAX can share its memory."""
-    is_wrapped = hasattr(x, "__jax_array__")
-    if is_wrapped:
+def _as_input(x: Any, name: str) -> Any:
+    """An array of another library becomes one of JAX's, which shares its memory."""
+    if hasattr(x, "__jax_array__"):
         x = x.__jax_array__()
-    is_numpys = isinstance(x, np.ndarray)
-    if is_numpys and x.dtype not in _PLAIN_DTYPES:
-        _check_dtype(x.dtype, name())
-    if is_wrapped or is_numpys:
-        return x
     with contextlib.suppress(TypeError):
         jax.typeof(x)
-        _INPUT_TYPES.add(type(x))
+        if not isinstance(x, np.ndarray):
+            _INPUT_TYPES.add(type(x))
         return x
-    if hasattr(x, "__dlpack__"):
-        return _from_dlpack(x, name())
-    raise TypeError(
-        f"{name()} must be an array or a number; got {type(x).__name__} {x!r:.80}; pass its leaves one by one, or "
-        "convert it with jnp.asarray"
-    )
-
-
-def _from_dlpack(x: Any, what: str) -> Any:
-    """A copy if there are gaps in the memory, as in that of a column, which XLA does not take."""
     try:
         return jax.dlpack.from_dlpack(x)
     except Exception as error:
-        with contextlib.suppress(Exception):
-            has_own_copy = hasattr(x, "contiguous")  # Warp's and PyTorch's arrays, on GPUs too
-            copied = x.contiguous() if has_own_copy else np.ascontiguousarray(np.from_dlpack(x))
-            return jax.dlpack.from_dlpack(copied)
         raise TypeError(
-            f"{what}: JAX cannot take this {type(x).__name__}: pass a copy of it that is contiguous ({error})"
+            f"{name} must be a number or an array of numbers; got {type(x).__name__} {getattr(x, 'dtype', x)!s:.80}: "
+            "pass the leaves of a container and the fields of a structured array one by one, "
+            'x.astype(x.dtype.newbyteorder("=")) for another byte order, and a copy of what has gaps in its memory'
         ) from error
 
 
@@ -1405,8 +1370,6 @@ def _call_with_specs(option: Callable, what: str, *specs: Any) -> Any:
     try:
         return option(*specs)
     except (AttributeError, IndexError, TypeError) as error:
-        with contextlib.suppress(ValueError):  # what has no signature
-            _check_takes(inspect.signature(option), what, specs)
         shown = ", ".join(map(_show, specs))
         raise TypeError(f"{what} of ({shown}): {error}: {_GETS_SPECS}") from error
 
@@ -1436,8 +1399,8 @@ def _check_takes(signature: inspect.Signature, what: str, args: Sequence, params
 # (its outputs, its lowering, its vmap) stands first, then the wrapper, from which a backend derives its own.
 # From inside XLA and Numba:
 # - how XLA splits a batch, and how Shardy writes a rule (5.2; test_xla_splits_a_batch)
-# - two wrong passes (`_keep_from_loops`; test_a_loop_whose_whole_state_is_what_a_kernel_gives)
-# - which fusions work in place (`_keep_in_place`; test_state_that_a_kernel_changes_is_copied_where_that_of_jax_is)
+# - two wrong passes (`_call_lowering`; test_a_loop_whose_whole_state_is_what_a_kernel_gives)
+# - which fusions work in place (test_state_that_a_kernel_changes_is_copied_where_that_of_jax_is)
 # - Numba's pickles of functions (`_dumps_by_value`; test_kernels_of_main_are_sent_to_other_processes)
 
 # -- 5.1 The primitive: what JAX's interpreters ask ----------------------------------------------------
@@ -1468,15 +1431,6 @@ class _Call:
     def bind(self, args: Sequence) -> list:
         """The results of the primitive."""
         return _call_p.bind(*args, call=self)
-
-    @property
-    def all_outs(self) -> list[Any]:
-        """The abstract values of all outputs of the custom call."""
-        return [jax.core.ShapedArray((*self.batch, *out.shape), out.dtype) for out in self.outs]
-
-    @property
-    def runs_nothing(self) -> bool:
-        return self.target.runs_nothing or 0 in self.batch
 
 
 def _batch_axes(candidates: Iterable[Sequence[Any]]) -> list:
@@ -1513,16 +1467,19 @@ def _call_lowering(ctx: Any, *operands: Any, call: _Call) -> Any:
             f"{call.target.title} has side effects, and XLA does not say on which devices it runs them: over several, "
             "call it in a jax.shard_map over all axes of the mesh"
         )
-    if call.runs_nothing:  # XLA before jax 0.10 refuses a call that launches nothing in a command buffer
+    if call.target.runs_nothing or 0 in call.batch:  # XLA before jax 0.10 refuses this in a command buffer
         return _lower_to_starts(ctx, operands, call.aliases)
-    outs = call.all_outs
-    n_split = _count_split(ctx, call, outs)
+    outs = [jax.core.ShapedArray((*call.batch, *out.shape), out.dtype) for out in call.outs]
+    n_split = _count_split(ctx, call)
     if n_split:
         results = _lower_to_split_call(ctx, operands, call, outs, n_split)
     else:
         results = _lower_to_custom_call(ctx, operands, call, ctx.avals_in, outs)[: call.n_results]
+    # Two passes of XLA are wrong (jax 0.11.2 and 0.12).  A dynamic-slice fusion on GPUs lets a call write straight into
+    # the array that is updated, even if the call reads it.  And what moves invariant code out of a `while_loop` takes a
+    # call whose outputs are the whole state of the loop for a tuple, and its operands for the elements.
     if "cuda" in _platforms(ctx) or len(outs) > 1:
-        return _keep_from_loops(ctx, results)
+        return _lower_barriers(ctx, results, ctx.avals_out, range(len(results)))
     return results
 
 
@@ -1535,8 +1492,10 @@ def _lower_to_custom_call(
     """
     platform, *_ = _platforms(ctx)  # cpu and cuda have rules of their own, and no other has kernels
     target = call.target.lowered(platform, bool(call.batch))
+    # A fusion with what makes an aliased operand could not work in its memory: `kernel(v.at[i].set(2.0), i)` in a loop
+    # over 20 MB took 1,400 us a step for 1 (CPU, jax 0.12).  GPUs gain nothing, and would copy slices that are fused.
     if platform == "cpu" and call.aliases:
-        operands = _keep_in_place(ctx, operands, call, ins)
+        operands = _lower_barriers(ctx, operands, ins, dict(call.aliases))
     lower = jax.ffi.ffi_lowering(
         target.name,
         operand_output_aliases=dict(call.aliases),
@@ -1546,32 +1505,13 @@ def _lower_to_custom_call(
     return lower(ctx.replace(avals_in=ins, avals_out=outs), *operands, launch=np.array(target.launch, np.int64))
 
 
-def _keep_in_place(ctx: Any, operands: Any, call: _Call, ins: Sequence) -> Any:
-    """Keep XLA from fusing what makes an operand that an output starts with: such a fusion cannot work in its memory.
+def _lower_barriers(ctx: Any, values: Any, avals: Sequence, numbers: Container[int]) -> Any:
+    """The same values: XLA fuses, moves and merges no code over the barriers of those with these numbers."""
 
-    `kernel(v.at[i].set(2.0), i)` in a loop over 20 MB: 1,400 us a step without, 1 with it (CPU, jax 0.12; XLA before
-    jax 0.11.2 drops the barrier too early).  GPUs gain nothing, and would copy slices that are fused now.
-    """
-    aliased = dict(call.aliases)
+    def keep(*values: Any) -> list:
+        return [jax.lax.optimization_barrier(x) if k in numbers else x for k, x in enumerate(values)]
 
-    def keep(*operands: Any) -> list:
-        return [jax.lax.optimization_barrier(x) if i in aliased else x for i, x in enumerate(operands)]
-
-    return _lower_untyped(keep, ctx, operands, ins, ins)
-
-
-def _keep_from_loops(ctx: Any, results: Any) -> Any:
-    """Keep results of a call from two passes of XLA that are wrong (seen in jax 0.11.2 and 0.12).
-
-    A dynamic-slice fusion on GPUs lets a call write straight into the array that is updated, even if the call reads it.
-    Invariant code is moved out of a `while_loop`, and with it a call whose outputs are the whole state of the loop: as
-    the root of the body it is taken for a tuple, and its operands for the elements.
-    """
-
-    def keep(*results: Any) -> list:
-        return [jax.lax.optimization_barrier(result) for result in results]
-
-    return _lower(keep, ctx.replace(avals_in=ctx.avals_out), results)
+    return _lower_untyped(keep, ctx, values, avals, avals)
 
 
 def _lower_to_starts(ctx: Any, operands: Any, aliases: Sequence[tuple[int, int]]) -> Any:
@@ -1649,16 +1589,12 @@ for _platform in ("cpu", "cuda"):  # so each gets a call of its own where a prog
 # The kernel's own dimensions are gathered: only `jax.shard_map` splits them.
 
 
-def _count_split(ctx: Any, call: _Call, outs: Sequence) -> int:
+def _count_split(ctx: Any, call: _Call) -> int:
     """How many leading dimensions of the batch XLA may split."""
     n_devices = _devices_to_split_over(ctx)
-    if n_devices == 1 or not outs:
+    if n_devices == 1 or not call.outs:
         return 0
-    sizes = [size for aval in (*ctx.avals_in, *outs) for size in aval.shape]
-    if not all(isinstance(size, int) for size in sizes):  # symbolic sizes cannot be written in a rule of Shardy's
-        return 0
-    divisible = itertools.takewhile(lambda size: size % n_devices == 0, call.batch)
-    return len(list(divisible))
+    return len(list(itertools.takewhile(lambda size: size % n_devices == 0, call.batch)))
 
 
 def _lower_to_split_call(ctx: Any, operands: Any, call: _Call, outs: Sequence, n_split: int) -> Any:
@@ -1716,23 +1652,20 @@ def _are_whole(ins: Sequence, depth: int) -> list[bool]:
 
 def _sharding_rule(ins: Sequence, is_whole: Sequence[bool], outs: Sequence, n_common: int) -> str:
     """Shardy's rule of a call: arrays have so many leading dimensions in common; each other one is of its own."""
-    sizes = list(outs[0].shape[:n_common])  # by factor, which is what Shardy calls a dimension in rules
+    names = itertools.chain("ijklmnopqrstuvwxyz", map("z_{}".format, itertools.count(1)))  # as Shardy writes them
+    common = list(itertools.islice(names, n_common))
+    sizes = dict(zip(common, outs[0].shape))
 
     def dims(x: Any, whole: bool = False) -> str:
-        n = 0 if whole else n_common
-        factors = [*range(n), *range(len(sizes), len(sizes) + len(x.shape) - n)]
-        sizes.extend(x.shape[n:])
-        return f"[{', '.join(map(_factor_name, factors))}]"
+        own_sizes = x.shape if whole else x.shape[n_common:]
+        own = list(itertools.islice(names, len(own_sizes)))
+        sizes.update(zip(own, own_sizes))
+        return f"[{', '.join(own if whole else common + own)}]"
 
     operands = ", ".join(map(dims, ins, is_whole))
     results = ", ".join(map(dims, outs))
-    shown_sizes = ", ".join(f"{_factor_name(n)}={size}" for n, size in enumerate(sizes))
+    shown_sizes = ", ".join(map("{}={}".format, sizes, sizes.values()))
     return f"#sdy.op_sharding_rule<({operands})->({results}) {{{shown_sizes}}}>"
-
-
-def _factor_name(n: int) -> str:
-    """As Shardy writes them: i, j, ..., z, z_1, z_2, ..."""
-    return chr(ord("i") + n) if n < 18 else f"z_{n - 17}"
 
 
 # -- 5.3 What a public function is given: a kernel, and options ----------------------------------------
@@ -1753,12 +1686,9 @@ def _input_signature(parameters: Sequence[str], outs: Any) -> inspect.Signature:
         taken_by_outs = inspect.signature(outs).parameters.values()
         has_only_inputs = all(p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty for p in taken_by_outs)
         if has_only_inputs and len(taken_by_outs) <= len(parameters):
-            return _signature_of(parameters[: len(taken_by_outs)])
+            names = parameters[: len(taken_by_outs)]
+            return inspect.Signature([inspect.Parameter(name, p.kind) for name, p in zip(names, taken_by_outs)])
     return inspect.Signature([inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)])
-
-
-def _signature_of(names: Iterable[str]) -> inspect.Signature:
-    return inspect.Signature([inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names])
 
 
 def _ready_kind(kernel: Any) -> str | None:
@@ -1818,9 +1748,9 @@ class _Options:
             raise TypeError(f"name must be a printable text, under which XLA finds the kernel; got {self.name!r}")
         self.has_side_effect = bool(self.has_side_effect)
         self.input_output_aliases = self._checked_aliases()
-        self.in_out_argnames = self._checked_names("in_out_argnames", self.in_out_argnames)
+        self.in_out_argnames = _as_list(self.in_out_argnames)
         if not isinstance(self.scalars, bool):
-            self.scalars = self._checked_names("scalars", self.scalars)
+            self.scalars = _as_list(self.scalars)
 
     @property
     def in_order(self) -> bool:
@@ -1834,13 +1764,12 @@ class _Options:
         except (AttributeError, TypeError):
             raise TypeError(f"input_output_aliases must be a dict {{input: output}}; got {aliases!r}") from None
 
-    def _checked_names(self, option: str, names: Any) -> list[str]:
-        if names is None:
-            return []
-        checked: list = list(names) if isinstance(names, Iterable) else [None]
-        if isinstance(names, str) or not all(isinstance(name, str) for name in checked):
-            raise TypeError(f'{option} must be a list of names of parameters, such as ["x"]; got {names!r}')
-        return checked
+
+def _as_list(names: Any) -> list:
+    """An option that names parameters: the names are checked where the parameters are known."""
+    if names is None:
+        return []
+    return list(names) if isinstance(names, (list, tuple, set, frozenset)) else [names]
 
 
 def _wrap(make_wrapper: Callable[..., _Wrapper], kernel: Any, options: _Options) -> Any:
@@ -1851,10 +1780,7 @@ def _wrap(make_wrapper: Callable[..., _Wrapper], kernel: Any, options: _Options)
 
 
 class _BoundedCache(dict):
-    """Forgets all when it is full, as keys that change on every call would fill the memory.
-
-    Of two threads that keep a value for one key, both get the first one's.
-    """
+    """Forgets all when it is full, as keys may change on every call; threads get one value for one key."""
 
     def keep(self, key: Any, value: Any) -> Any:
         if len(self) >= 1024:
@@ -1865,19 +1791,16 @@ class _BoundedCache(dict):
 class _NotCopied:
     """A copy is the object itself."""
 
-    def __copy__(self) -> Any:
+    def __deepcopy__(self, memo: dict | None = None) -> Any:
         return self
 
-    def __deepcopy__(self, memo: dict) -> Any:
-        return self
+    __copy__ = __deepcopy__
 
 
 def _variable_of(x: Any, modules: Iterable[str]) -> str:
     """`module:variable` for the first variable of these modules that holds an object; else an empty text."""
     for name in modules:
-        namespace: dict = {}
-        with contextlib.suppress(AttributeError):
-            namespace = object.__getattribute__(sys.modules.get(name), "__dict__")  # loads no module that is lazy
+        namespace = getattr(sys.modules.get(name), "__dict__", {})
         for variable, value in list(namespace.items()):
             if value is x and not variable.startswith("_"):  # as the prompt keeps its last result in builtins._
                 return f"{name}:{variable}"
@@ -1923,8 +1846,6 @@ class _Wrapper(_NotCopied):
         self.kernel = kernel
         self.options = options
         self.parameters = _parameters(kernel) if parameters is None else parameters
-        self.named_parameters = _signature_of(self.parameters)
-        # as the kernel has them; jax.custom_vjp binds arguments by the signature
         self.__name__ = getattr(kernel, "__name__", None) or getattr(kernel, "key", None) or type(kernel).__name__
         self.__module__ = getattr(_python(kernel), "__module__", None)  # type: ignore[assignment]
         self.__doc__ = getattr(kernel, "__doc__", None)
@@ -1949,8 +1870,7 @@ class _Wrapper(_NotCopied):
 
     def __reduce__(self) -> tuple:
         """By a variable of its module; without one, or in `__main__`, which is another module elsewhere, by value."""
-        modules = {getattr(self, "__module__", None), getattr(_python(self.kernel), "__module__", None)} - {"__main__"}
-        variable = _variable_of(self, sorted(filter(None, modules)))
+        variable = _variable_of(self, {self.__module__} - {"__main__"})
         return (_value_of, (variable,)) if variable else (_loaded, (self._dumps(),))
 
     def _dumps(self) -> bytes:
@@ -1967,33 +1887,25 @@ class _Wrapper(_NotCopied):
         is_traced = False
         if not _INPUT_TYPES.issuperset(map(type, args)):
             args, is_traced = _as_inputs(args, self.title, self.parameters)
-        try:
-            return self._trace(*args) if is_traced else self._jitted(*args)
-        except TypeError:
-            _input_specs(args, self.title, self.parameters)  # explains better what is wrong with a dtype that JAX lacks
-            raise
+        return self._trace(*args) if is_traced else self._jitted(*args)
 
     def _bound(self, args: Sequence, named: Mapping[str, Any]) -> dict[str, Any]:
-        """What the first parameters get, bound as Python binds arguments."""
-        try:
-            arguments = self.named_parameters.bind_partial(*args, **named).arguments
-        except TypeError as error:
-            raise self._wrong_arity(str(error)) from None
-        if [*arguments] != [*self.named_parameters.parameters][: len(arguments)]:
-            raise self._wrong_arity(f"got only ({', '.join(arguments)})")
-        return arguments
+        """What the first parameters get, by position and by name."""
+        n = len(args) + len(named)
+        by_name = self.parameters[len(args) : n]
+        if len(self.parameters) < n or named.keys() != set(by_name):
+            raise self._wrong_arity(f"got {len(args)} by position and ({', '.join(named)}) by name")
+        return dict(zip(self.parameters, [*args, *map(named.get, by_name)]))
 
     def _wrong_arity(self, problem: str) -> TypeError:
-        takes = (
-            f"the parameters ({', '.join(self.parameters)}), inputs first" if self.parameters else "by position only"
-        )
-        return TypeError(f"{self.title} takes {takes}; {problem}")
+        takes = f"({', '.join(self.parameters)}), inputs first" if self.parameters else "by position only"
+        return TypeError(f"{self.title} takes the parameters {takes}; {problem}")
 
     def _check_names(self, option: str, names: Sequence[str]) -> None:
         for name in names:
-            if name not in self.parameters or names.count(name) > 1:
+            if name not in self.parameters:
                 shown = ", ".join(self.parameters)
-                raise ValueError(f"{option}={names}: {name!r} must be the name of an array parameter, once: {shown}")
+                raise ValueError(f"{option}={names}: {name!r} must be the name of an array parameter: {shown}")
 
     # -- from inputs to the primitive ------------------------------------------------------------------
 
@@ -2030,29 +1942,19 @@ class _Wrapper(_NotCopied):
 
     def _numbered_aliases(self, ins: Sequence[Spec], outs: Sequence[Spec]) -> dict[int, int]:
         """Which output starts with which input, checked: the aliases that the user gave, and in-out arguments."""
-        given = self.options.input_output_aliases
-        where = f"{self.title}: input_output_aliases={given}"
-        if self.in_outs:
-            where += f", and in_out_argnames={self.in_outs}, which must be like the first of outs, in this order"
-        aliases: dict[int, int] = {}
-        for key, j in [*given.items(), *((name, j) for j, name in enumerate(self.in_outs))]:
-            i = self._input_number(key, len(ins))
-            if aliases.setdefault(i, j) != j:
-                raise ValueError(f"{where}: input {i} cannot start both output {aliases[i]} and output {j}")
-        if len(set(aliases.values())) < len(aliases):
-            raise ValueError(f"{where}: an output can alias one input only")
-        for i, j in aliases.items():
-            for what, k, specs in (("input", i, ins), ("output", j, outs)):
-                if not 0 <= k < len(specs):
-                    n = len(specs)
-                    raise ValueError(f"{where}: there is no {what} {k}; the call has {n} {what}s, numbered from 0")
-            start = _show(ins[i])
-            out = _show(outs[j])
-            if start != out:
-                raise ValueError(
-                    f"{where}: input {i} ({start}) and output {j} ({out}) must be equal in shape and dtype"
-                )
-        return dict(sorted(aliases.items()))
+        given = [*self.options.input_output_aliases.items(), *((name, j) for j, name in enumerate(self.in_outs))]
+        pairs = {(self._input_number(key, len(ins)), j) for key, j in given}
+        aliases = dict(pairs)
+        is_one_to_one = len(pairs) == len(aliases) == len(set(aliases.values()))
+        starts = {i: _show(spec) for i, spec in enumerate(ins)}
+        results = {j: _show(spec) for j, spec in enumerate(outs)}
+        if not is_one_to_one or any(i not in starts or starts[i] != results.get(j) for i, j in pairs):
+            raise ValueError(
+                f"{self.title}: input_output_aliases={self.options.input_output_aliases}, in_out_argnames="
+                f"{self.in_outs}: each input starts one output, of its shape and dtype, and in-out arguments start the "
+                f"first of outs, in their order; the inputs are {starts}, and the outputs {results}"
+            )
+        return dict(sorted(pairs))
 
     def _input_number(self, key: int | str, n_in: int) -> int:
         """The number of an input that an alias names."""
@@ -2082,36 +1984,33 @@ class _Wrapper(_NotCopied):
             elif k >= n_in and k - n_in not in starts and self.options.zero_outputs is not False:
                 self._check_output(name, accesses, is_scratch=k - n_in >= call.n_results)
 
-    def _check_input(self, name: str, accesses: Sequence[_Access]) -> None:
-        if not accesses:
+    def _check_input(self, name: str, writes: Sequence[_Access]) -> None:
+        if not writes:
             return
-        does = "may write" if accesses[0].kind == "unknown" else "writes"
+        does = "may write" if writes[0].kind == "unknown" else "writes"
         raise TypeError(
-            f"{self.title} {does} to its input {name!r} by `{accesses[0].text:.80}`, and JAX may share inputs: write "
-            f"to an output, change a copy (y = {name}.copy()), or name {name!r} in in_out_argnames"
+            f"{self.title} {does} to its input {name!r} by `{writes[0].text:.80}`, and JAX may share inputs: write to "
+            f"an output, change a copy (y = {name}.copy()), or name {name!r} in in_out_argnames"
         )
 
     def _check_output(self, name: str, accesses: Sequence[_Access], is_scratch: bool) -> None:
-        if not {access.kind for access in accesses} <= {"updates"}:
+        if any(access.kind != "updates" for access in accesses):
             return
-        ways = "say zero_outputs=True, or start it from an input by in_out_argnames or input_output_aliases"
-        if is_scratch:
-            ways = "make this scratch an output, and say zero_outputs=True"
         problem = f"never stores to {name!r}; `{name}[...] = x` would, where `{name} = x` only gives it another meaning"
         if accesses:
             problem = f"only updates {name!r}, as in `{accesses[0].text:.80}`, from what happens to be in its memory"
+        ways = "say zero_outputs=True, or start it from an input by in_out_argnames or input_output_aliases"
+        if is_scratch:
+            ways = "make this scratch an output, and say zero_outputs=True"
         raise TypeError(f"{self.title} {problem}: {ways} (zero_outputs=False, if it does store there before)")
 
     def _check_dtypes(self, call: _Call, allowed: frozenset[str], refused: str) -> None:
-        results = call.outs[: call.n_results]
-        scratch = call.outs[call.n_results :]
-        for what, specs in (("input", call.ins), ("output", results), ("scratch", scratch)):
+        for what, specs in (("input", call.ins), ("output", call.outs)):  # scratch too
             for i, spec in enumerate(specs):
                 if np.dtype(spec.dtype).name not in allowed:
-                    fix = "f(x.astype(jnp.float32)).astype(x.dtype)"
                     raise TypeError(
                         f"{self.title}: {what} {i} is {_show(spec)}, a dtype {refused}; cast it, and the result back: "
-                        f"{fix}"
+                        "f(x.astype(jnp.float32)).astype(x.dtype)"
                     )
 
 
@@ -6000,7 +5899,7 @@ def _outs_key(outs: Any) -> tuple:
         return kind, tuple([(name, _outs_key(x)) for name, x in outs.items()])
     if isinstance(outs, jax.Array) and not isinstance(outs, jax.core.Tracer):
         _SPEC_TYPES.add(kind)
-    leaves, tree = _flatten(outs, "outs")
+    leaves, tree = _flatten(outs)
     shown = [(tuple(x.shape), x.dtype) if _is_spec(x) else x for x in leaves]
     return tree, *shown
 
@@ -6396,7 +6295,7 @@ def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None],
         outs = params.pop("outs")
         if callable(outs) and not isinstance(outs, type):
             outs = _call_with_specs(outs, "general_batching_rule: outs", *map(_without_axis, args, axes))
-        _, tree = _flatten(outs, "general_batching_rule: outs")
+        _, tree = _flatten(outs)
         out = jax.tree.unflatten(tree, primitive.bind_batch(args, axes, outs=outs, **params))
     else:
         in_axes, batch = _with_axes_in_front(args, axes)
