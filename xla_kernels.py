@@ -192,13 +192,6 @@ def _without_numpy(x: Any) -> Any:
     return jax.lax.squeeze(jax.lax.expand_dims(x, (0,)), (0,)) if is_numpys else x
 
 
-def _batch_in_front(x: Any, dim: int | None, size: int) -> Any:
-    """An operand with its batch, which gets this size if it has none, as the first dimension."""
-    if not isinstance(x, jax.Array):  # jax before 0.9.2 cannot transpose its own constants
-        x = np.asarray(x)
-    return batching.bdim_at_front(x, dim, size)
-
-
 # -- meshes, and the types of values on them -----------------------------------------------------------
 
 
@@ -248,10 +241,8 @@ def _make_varying(args: Sequence) -> list:
 
 def _sharded_like(x: Any, aval: Any) -> Any:
     """`x` with the sharding of `aval`, where that is part of the type: on meshes of explicit axes."""
-    axis_types = aval.sharding.mesh.axis_types or ()
-    if jax.sharding.AxisType.Explicit not in axis_types:
-        return x
-    return jax.sharding.reshard(x, aval.sharding)
+    is_explicit = jax.sharding.AxisType.Explicit in (aval.sharding.mesh.axis_types or ())
+    return jax.sharding.reshard(x, aval.sharding) if is_explicit else x
 
 
 def _devices_to_split_over(ctx: Any) -> int:
@@ -1434,17 +1425,14 @@ class _Call:
 
 
 def _batch_axes(candidates: Iterable[Sequence[Any]]) -> list:
-    """The mesh axes over which each dimension of a batch is split.
-
-    `candidates` has, for each dimension, the axes over which operands split it: the first not yet taken is chosen.
-    """
+    """The mesh axes of each dimension of a batch: the first of its `candidates` whose axes are still free."""
     taken: set[str] = set()
-    axes = []
+    chosen = []
     for entries in candidates:
         named = {entry: entry if isinstance(entry, tuple) else (entry,) for entry in entries if entry}
-        axes.append(next((entry for entry, names in named.items() if taken.isdisjoint(names)), None))
-        taken.update(named.get(axes[-1], ()))
-    return axes
+        chosen.append(next((entry for entry, names in named.items() if taken.isdisjoint(names)), None))
+        taken.update(named.get(chosen[-1], ()))
+    return chosen
 
 
 def _call_abstract_eval(*ins: Any, call: _Call) -> tuple:
@@ -1533,7 +1521,7 @@ def _call_batching(args: Any, dims: Any, *, call: _Call) -> Any:
     for i, _ in call.aliases:
         has_slices[i] = True  # each slice of the output starts with one of the input
     sizes = [size if has_slice else 1 for has_slice in has_slices]
-    ins = map(_batch_in_front, args, dims, sizes)
+    ins = map(batching.bdim_at_front, args, dims, sizes)
     batched = dataclasses.replace(call, batch=(size, *call.batch))
     return batched.bind([*ins]), [0] * call.n_results
 
@@ -1582,9 +1570,8 @@ for _platform in ("cpu", "cuda"):  # so each gets a call of its own where a prog
 #   every split operand has more dimensions than any shared one.
 # - An operand that only some of the vmaps batch is broadcast.  So is a shared first operand, if another shared operand
 #   follows a batched one: where shardings differ, XLA takes the first operand's for all (FindCommonSharding).
-# - Only the leading dimensions that the number of all devices divides may be split: else XLA would run the kernel on
-#   padding, and a kernel that raises there leaves the other devices waiting.  It is not enough that some axes of a mesh
-#   divide one: what is sliced, such as `x[:4]` of eight slices, stays split over all eight devices.
+# - Only leading dimensions that the number of all devices divides are split: a kernel that raises on XLA's padding
+#   leaves other devices waiting.  That axes of a mesh divide one is not enough: `x[:4]` stays split over all eight.
 # - A call with side effects is refused: XLA would drop the flag.
 # The kernel's own dimensions are gathered: only `jax.shard_map` splits them.
 
@@ -1602,9 +1589,9 @@ def _lower_to_split_call(ctx: Any, operands: Any, call: _Call, outs: Sequence, n
     batch = call.batch
     depth = len(batch)
     is_whole = _are_whole(ctx.avals_in, depth)
-    ranks_of_whole = [len(x.shape) - depth for x, whole in zip(ctx.avals_in, is_whole) if whole]
-    n_batch_dims = max([n_split, *(rank + 1 for rank in ranks_of_whole)])
-    ones = (1,) * (n_batch_dims + 1 - n_split)  # one more, as XLA leaves operands of just `n_batch_dims` whole
+    n_ones = max([0, *(len(x.shape) - depth for x, whole in zip(ctx.avals_in, is_whole) if whole)])
+    n_batch_dims = n_split + n_ones
+    ones = (1,) * (n_ones + 1)  # one more, as XLA leaves operands of just `n_batch_dims` whole
     leading = (*batch[:n_split], *ones, *batch[n_split:])
 
     def passed(x: Any, whole: bool = False) -> Any:
@@ -1744,10 +1731,7 @@ class _Options:
             raise ValueError(f"vmap_method must be one of {_VMAP_METHODS}; got {self.vmap_method!r}")
         if not callable(self.outs) or isinstance(self.outs, type):  # such as jnp.float32
             _flat_specs(self.outs, "outs")
-        if self.name is not None and not (isinstance(self.name, str) and self.name and self.name.isprintable()):
-            raise TypeError(f"name must be a printable text, under which XLA finds the kernel; got {self.name!r}")
-        self.has_side_effect = bool(self.has_side_effect)
-        self.input_output_aliases = self._checked_aliases()
+        self.input_output_aliases = dict(self.input_output_aliases or {})
         self.in_out_argnames = _as_list(self.in_out_argnames)
         if not isinstance(self.scalars, bool):
             self.scalars = _as_list(self.scalars)
@@ -1757,19 +1741,12 @@ class _Options:
         """Whether the slices of a batch run one after another, on one thread."""
         return str(self.vmap_method).startswith("sequential")
 
-    def _checked_aliases(self) -> dict[int | str, int]:
-        aliases = self.input_output_aliases or {}
-        try:
-            return {i if isinstance(i, str) else operator.index(i): operator.index(j) for i, j in aliases.items()}
-        except (AttributeError, TypeError):
-            raise TypeError(f"input_output_aliases must be a dict {{input: output}}; got {aliases!r}") from None
-
 
 def _as_list(names: Any) -> list:
     """An option that names parameters: the names are checked where the parameters are known."""
     if names is None:
         return []
-    return list(names) if isinstance(names, (list, tuple, set, frozenset)) else [names]
+    return list(names) if isinstance(names, Iterable) and not isinstance(names, str) else [names]
 
 
 def _wrap(make_wrapper: Callable[..., _Wrapper], kernel: Any, options: _Options) -> Any:
@@ -1832,11 +1809,9 @@ def _loaded(data: bytes) -> Any:
 class _Wrapper(_NotCopied):
     """A kernel as a JAX function.
 
-    A backend gives `_find_target`: it checks dtypes and arguments, compiles (where there is a device of the platform,
-    or leaves that to `_Target.lowered`), and names what runs a call.  When it returns, the name is registered with XLA,
-    or is going to be when the target is lowered.  `launch` is one array of 64-bit words, the attribute that the emitter
-    of the backend reads: on a GPU it begins with `_CudaLaunch`, and for Warp the memory of a launch follows.
-    It may override `__call__`, `_leaves`, and the small methods that name parameters or look at options.
+    A backend gives `_find_target`: it checks dtypes and arguments, and names what runs a call, which it compiles where
+    there is a device of the platform, or else in `_Target.lowered`.  It may override `__call__`, `_leaves`, and the
+    small methods that name parameters or look at options.
     """
 
     decorator: str  # the public function that made it, for error messages
@@ -1982,7 +1957,7 @@ class _Wrapper(_NotCopied):
             if k < n_in and k not in aliases:
                 self._check_input(name, [x for x in accesses if not is_guarded or x.is_unguarded_write])
             elif k >= n_in and k - n_in not in starts and self.options.zero_outputs is not False:
-                self._check_output(name, accesses, is_scratch=k - n_in >= call.n_results)
+                self._check_output(name, accesses)
 
     def _check_input(self, name: str, writes: Sequence[_Access]) -> None:
         if not writes:
@@ -1993,16 +1968,16 @@ class _Wrapper(_NotCopied):
             f"an output, change a copy (y = {name}.copy()), or name {name!r} in in_out_argnames"
         )
 
-    def _check_output(self, name: str, accesses: Sequence[_Access], is_scratch: bool) -> None:
+    def _check_output(self, name: str, accesses: Sequence[_Access]) -> None:
         if any(access.kind != "updates" for access in accesses):
             return
         problem = f"never stores to {name!r}; `{name}[...] = x` would, where `{name} = x` only gives it another meaning"
         if accesses:
             problem = f"only updates {name!r}, as in `{accesses[0].text:.80}`, from what happens to be in its memory"
-        ways = "say zero_outputs=True, or start it from an input by in_out_argnames or input_output_aliases"
-        if is_scratch:
-            ways = "make this scratch an output, and say zero_outputs=True"
-        raise TypeError(f"{self.title} {problem}: {ways} (zero_outputs=False, if it does store there before)")
+        raise TypeError(
+            f"{self.title} {problem}: say zero_outputs=True (which is for outputs, not for scratch), or start it from "
+            "an input by in_out_argnames or input_output_aliases (zero_outputs=False, if it does store there before)"
+        )
 
     def _check_dtypes(self, call: _Call, allowed: frozenset[str], refused: str) -> None:
         for what, specs in (("input", call.ins), ("output", call.outs)):  # scratch too
@@ -6334,7 +6309,7 @@ def _run_batching_rule(op_params: _OpParams, rule: Callable, in_axes: tuple, *ba
     """The results of the user's rule for a vmap that is recorded, whose axis is in front."""
     size = batch[in_axes.index(0)].shape[0]
     results, axes = _call_batching_rule(op_params, rule, batch, in_axes)
-    return [_batch_in_front(x, axis, size) for x, axis in zip(results, axes)]
+    return [batching.bdim_at_front(x, axis, size) for x, axis in zip(results, axes)]
 
 
 def _with_axes_in_front(args: Sequence, axes: Sequence[int | None]) -> tuple[tuple, list]:
