@@ -13,6 +13,11 @@ no Python runs during a call, except for errors and for kernels that must run in
 
     add(jnp.arange(3.0), jnp.ones(3))            # works under jit, vmap, scan, shard_map, export
 
+What a user does by mistake is right, or refused with the way out.  What takes intent is the user's own responsibility,
+as in Numba, Warp and C++: own intrinsics, jitclasses and overloads that store to their arguments, raw addresses (C and
+C++ code, too), containers that hide an array, classes that lie in `__eq__`, and globals that another thread assigns
+while a kernel is compiled.
+
 `python -m xla_kernels` shows which backends work on this machine.  Needs Python 3.12, jax 0.9 and NumPy 2.0; of its
 backends Numba 0.63, which Warp's calls need too, and Warp 1.14.
 
@@ -20,7 +25,7 @@ A map of this file, whose sections begin under a line of `=`:
 
     1  JAX               what differs between its versions, what it does not document, and what it lacks
     2  C structs         those of XLA that a handler reads and writes: what a new jaxlib may change
-    3  Names             which kernels are one kernel, and what is registered with XLA under which name
+    3  Names             which kernels are one kernel, what is registered with XLA, and what a kernel's source shows
     4  Specs and inputs  what comes in and goes out, checked where the user's call is on the stack
     5  The primitive     one call of one target, split over a mesh by XLA; and `_Wrapper`, which all backends share
     6  The handler       machine code that XLA calls: it runs a kernel for each slice of a batch
@@ -28,20 +33,16 @@ A map of this file, whose sections begin under a line of `=`:
     10 XLACustomKernel   one operation, many backends, all of JAX's transformations
     11 Backends          one row each, and the self-check
 
-A call, from Python to machine code: `numba_kernel` makes a `_NumbaKernel`; `_Wrapper.__call__` -> `_Wrapper._trace` ->
-`_Wrapper._resolve` -> `_NumbaKernel._find_target`, which names it (`_Names`) and registers it (`_Target.register` ->
-`_compile_numba` -> `_Handler`, for which `_NumbaEmitter` writes what runs a slice) -> `_Call.bind` -> `_call_lowering`
--> XLA -> the machine code of `_Handler` and, for a batch, of `_Driver`.
-An op under grad of vmap: `XLACustomKernel.__call__` -> `_OpCall.bind` (with a vjp rule `_bind_with_vjp`: a
-`jax.custom_vjp`, whose functions JAX batches) -> `_op_batching`, which records the vmap -> `_op_jvp`, `_op_transpose`,
-which vmap the user's rules -> `_op_lowering`, which knows the platform -> `_OpParams.run` -> `_run_slice` -> the call
-of a wrapper, as above.
-The order of a kernel's arguments: above `_NumbaWrapper`; `_CudaCallable` for callables; in
-`_WarpKernel._find_target`.  A dtype: above `_XLA_FFI_DATA_TYPES`.
+A call: `numba_kernel` makes a `_NumbaKernel`; `_Wrapper.__call__` -> `_Wrapper._trace` -> `_Wrapper._resolve` ->
+`_NumbaKernel._find_target`, which names it (`_Names`) and registers it (`_Target.register` -> `_compile_numba` ->
+`_Handler`, for which `_NumbaEmitter` writes what runs a slice) -> `_Call.bind` -> `_call_lowering` -> XLA -> the
+machine code of `_Handler` and, for a batch, of `_Driver`.
+An op under grad of vmap: `XLACustomKernel.__call__` -> `_OpCall.bind` -> `_op_batching`, which records the vmap ->
+`_op_jvp`, `_op_transpose`, which vmap the user's rules -> `_op_lowering`, which knows the platform -> `_OpParams.run`
+-> `_run_slice` -> the call of a wrapper, as above.
+The order of a kernel's arguments: above `_NumbaWrapper`; in `_WarpKernel._find_target`.
 An exception in a slice: `_NumbaEmitter`, `_keep_message`, `_Driver.run`, `_Driver.work`.
-A new backend takes four places: a section like 7 to 9 (what to install, dtypes, a public `..._kernel`, a `_Wrapper`,
-an `_Emitter`), a row in `_BACKENDS` with a check like `_check_numba`, a `def_..._kernel`, and `_is_stable`.
-What two copies of this file share: `_SHARED`.
+A new backend takes a section like 7 to 9, a row in `_BACKENDS`, a `def_..._kernel`, and `_is_stable`.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ import ctypes
 import dataclasses
 import functools
 import hashlib
-import importlib
+import importlib.util
 import inspect
 import itertools
 import linecache
@@ -1351,8 +1352,8 @@ def _as_input(x: Any, name: str) -> Any:
     except Exception as error:
         raise TypeError(
             f"{name} must be a number or an array of numbers; got {type(x).__name__} {getattr(x, 'dtype', x)!s:.80}: "
-            "pass the leaves of a container and the fields of a structured array one by one, "
-            'x.astype(x.dtype.newbyteorder("=")) for another byte order, and a copy of what has gaps in its memory'
+            "pass the leaves of a container and the fields of a structured array one by one, an array of another byte "
+            'order as x.astype(x.dtype.newbyteorder("=")), and what has gaps in its memory as a copy'
         ) from error
 
 
@@ -1386,13 +1387,12 @@ def _check_takes(signature: inspect.Signature, what: str, args: Sequence, params
 
 # ======================================================================================================
 # 5. The primitive behind every wrapper: one call of one target.
-# A wrapper finds the target of a call, and binds the primitive `xla_kernel` with it; what JAX asks of the primitive
-# (its outputs, its lowering, its vmap) stands first, then the wrapper, from which a backend derives its own.
+# A wrapper (5.4) finds the target of a call, and binds the primitive `xla_kernel` (5.1) with it.
 # From inside XLA and Numba:
 # - how XLA splits a batch, and how Shardy writes a rule (5.2; test_xla_splits_a_batch)
 # - two wrong passes (`_call_lowering`; test_a_loop_whose_whole_state_is_what_a_kernel_gives)
 # - which fusions work in place (test_state_that_a_kernel_changes_is_copied_where_that_of_jax_is)
-# - Numba's pickles of functions (`_dumps_by_value`; test_kernels_of_main_are_sent_to_other_processes)
+# - Numba's pickles of functions (`_Wrapper._dumps`; test_kernels_of_main_are_sent_to_other_processes)
 
 # -- 5.1 The primitive: what JAX's interpreters ask ----------------------------------------------------
 # An alias (i, j) says that output j starts with the value of input i.  A wrapper has the user's aliases, by name or
@@ -1450,7 +1450,8 @@ def _platforms(ctx: Any) -> Sequence[str]:
 
 
 def _call_lowering(ctx: Any, *operands: Any, call: _Call) -> Any:
-    if call.has_side_effect and _devices_to_split_over(ctx) > 1:
+    n_devices = _devices_to_split_over(ctx)
+    if call.has_side_effect and n_devices > 1:
         raise NotImplementedError(
             f"{call.target.title} has side effects, and XLA does not say on which devices it runs them: over several, "
             "call it in a jax.shard_map over all axes of the mesh"
@@ -1458,11 +1459,12 @@ def _call_lowering(ctx: Any, *operands: Any, call: _Call) -> Any:
     if call.target.runs_nothing or 0 in call.batch:  # XLA before jax 0.10 refuses this in a command buffer
         return _lower_to_starts(ctx, operands, call.aliases)
     outs = [jax.core.ShapedArray((*call.batch, *out.shape), out.dtype) for out in call.outs]
-    n_split = _count_split(ctx, call)
+    can_split = outs and n_devices > 1
+    n_split = len([*itertools.takewhile(lambda size: size % n_devices == 0, call.batch)]) if can_split else 0
     if n_split:
         results = _lower_to_split_call(ctx, operands, call, outs, n_split)
     else:
-        results = _lower_to_custom_call(ctx, operands, call, ctx.avals_in, outs)[: call.n_results]
+        results = _lower_to_custom_call(ctx, operands, call, ctx.avals_in, outs)
     # Two passes of XLA are wrong (jax 0.11.2 and 0.12).  A dynamic-slice fusion on GPUs lets a call write straight into
     # the array that is updated, even if the call reads it.  And what moves invariant code out of a `while_loop` takes a
     # call whose outputs are the whole state of the loop for a tuple, and its operands for the elements.
@@ -1474,7 +1476,7 @@ def _call_lowering(ctx: Any, *operands: Any, call: _Call) -> Any:
 def _lower_to_custom_call(
     ctx: Any, operands: Any, call: _Call, ins: Sequence, outs: Sequence, **attributes: Any
 ) -> Any:
-    """The values of all outputs of the custom call.
+    """The results of the custom call.
 
     An alias lets XLA save a copy; it is the handler that makes sure that the output starts with the input.
     """
@@ -1490,7 +1492,8 @@ def _lower_to_custom_call(
         has_side_effect=call.has_side_effect,
         extra_attributes=attributes,
     )
-    return lower(ctx.replace(avals_in=ins, avals_out=outs), *operands, launch=np.array(target.launch, np.int64))
+    values = lower(ctx.replace(avals_in=ins, avals_out=outs), *operands, launch=np.array(target.launch, np.int64))
+    return values[: call.n_results]
 
 
 def _lower_barriers(ctx: Any, values: Any, avals: Sequence, numbers: Container[int]) -> Any:
@@ -1572,16 +1575,7 @@ for _platform in ("cpu", "cuda"):  # so each gets a call of its own where a prog
 #   follows a batched one: where shardings differ, XLA takes the first operand's for all (FindCommonSharding).
 # - Only leading dimensions that the number of all devices divides are split: a kernel that raises on XLA's padding
 #   leaves other devices waiting.  That axes of a mesh divide one is not enough: `x[:4]` stays split over all eight.
-# - A call with side effects is refused: XLA would drop the flag.
 # The kernel's own dimensions are gathered: only `jax.shard_map` splits them.
-
-
-def _count_split(ctx: Any, call: _Call) -> int:
-    """How many leading dimensions of the batch XLA may split."""
-    n_devices = _devices_to_split_over(ctx)
-    if n_devices == 1 or not call.outs:
-        return 0
-    return len(list(itertools.takewhile(lambda size: size % n_devices == 0, call.batch)))
 
 
 def _lower_to_split_call(ctx: Any, operands: Any, call: _Call, outs: Sequence, n_split: int) -> Any:
@@ -1617,7 +1611,7 @@ def _lower_to_split_call(ctx: Any, operands: Any, call: _Call, outs: Sequence, n
         "sdy.sharding_rule": mlir.ir.Attribute.parse(rule),
     }
     operands = _lower_untyped(reshape_operands, ctx, operands, ctx.avals_in, ins)
-    results = _lower_to_custom_call(ctx, operands, call, ins, passed_outs, **attributes)[: call.n_results]
+    results = _lower_to_custom_call(ctx, operands, call, ins, passed_outs, **attributes)
     return _lower_untyped(reshape_results, ctx, results, passed_outs[: call.n_results], ctx.avals_out)
 
 
@@ -1830,7 +1824,6 @@ class _Wrapper(_NotCopied):
         if self.parameters[:1] == ("self",):
             raise TypeError(f"{self.title} is a method, whose `self` is no array{_WAYS_OUT['method']}")
         self._check_names("in_out_argnames", options.in_out_argnames)
-        self._check_names("input_output_aliases", [i for i in options.input_output_aliases if isinstance(i, str)])
         # those that are returned too, in the kernel's order: the first outputs start with them
         self.in_outs = [name for name in self.parameters if name in options.in_out_argnames]
 
@@ -6549,10 +6542,8 @@ def _check_numba() -> Callable:
 
 
 def _check_numba_cuda() -> Callable:
-    try:
-        cuda = importlib.import_module("numba_cuda_mlir.cuda")
-    except ImportError:
-        cuda = _import("numba.cuda", "the check of numba_cuda", _CUDA_INSTALL)
+    package = "numba_cuda_mlir" if importlib.util.find_spec("numba_cuda_mlir") else "numba"
+    cuda = _import(f"{package}.cuda", "the check of numba_cuda", _CUDA_INSTALL)
 
     @cuda.jit
     def kernel(x: Any, y: Any, out: Any) -> None:
