@@ -1269,6 +1269,8 @@ def _flat_specs(specs: Any, what: str, ins: Sequence[Spec] | None = None) -> tup
 
     With `ins` they get the dtypes that JAX allows beside these inputs.
     """
+    if specs is None:
+        raise TypeError(f"{what} is missing: give specs, such as outs=lambda x: x; for none, () and has_side_effect")
     leaves, tree = _flatten(specs)
     declared = []
     for i, leaf in enumerate(leaves):
@@ -1717,14 +1719,11 @@ class _Options:
     name: str | None = None
 
     def __post_init__(self) -> None:
-        if self.outs is None:
-            raise TypeError(
-                "outs is missing: give the results' specs, such as outs=lambda x: x; for none, () and has_side_effect"
-            )
         if self.vmap_method not in _VMAP_METHODS:
             raise ValueError(f"vmap_method must be one of {_VMAP_METHODS}; got {self.vmap_method!r}")
         if not callable(self.outs) or isinstance(self.outs, type):  # such as jnp.float32
             _flat_specs(self.outs, "outs")
+        self.scratch = self.scratch or ()
         self.input_output_aliases = dict(self.input_output_aliases or {})
         self.in_out_argnames = _as_list(self.in_out_argnames)
         if not isinstance(self.scalars, bool):
@@ -4589,7 +4588,7 @@ class _WarpOptions(_Options):
             raise ValueError("tiled=True needs launch_dims, the number of blocks")
         if self.launch_dims is not None and not callable(self.launch_dims):
             self.checked_dims(self.launch_dims)
-        if self.differentiable and (self.input_output_aliases or self.in_out_argnames or self.scratch is not None):
+        if self.differentiable and (self.input_output_aliases or self.in_out_argnames or self.scratch):
             raise ValueError(
                 "differentiable=True does not go with in_out_argnames, input_output_aliases or scratch: the adjoint "
                 "needs the values that a kernel overwrites; return what is in scratch as an output"
@@ -5877,8 +5876,6 @@ class _OpCall:
 
     def __init__(self, op: XLACustomKernel, outs: Any, backend: str | None, params: dict) -> None:
         self.what = f"{op.title}: outs"
-        if outs is None:
-            raise TypeError(f"{self.what} is missing: give the results' specs, such as outs=lambda x: x")
         _check_static_params(op.title, {"backend": backend, **params})
         self.specs, self.tree = _flat_specs(outs, self.what)
         self.op = op
