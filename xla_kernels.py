@@ -1925,7 +1925,7 @@ class _Wrapper(_NotCopied):
 
     def _input_number(self, key: int | str, n_in: int) -> int:
         """The number of an input that an alias names."""
-        if isinstance(key, int):
+        if not isinstance(key, str):
             return key
         names = self.parameters[:n_in]
         if key not in names:
