@@ -1918,7 +1918,7 @@ class _Wrapper(_NotCopied):
         if not is_one_to_one or any(i not in starts or starts[i] != results.get(j) for i, j in pairs):
             raise ValueError(
                 f"{self.title}: input_output_aliases={self.options.input_output_aliases}, in_out_argnames="
-                f"{self.in_outs}: an input can start one output, and an output can start from one input, of equal shape "
+                f"{self.in_outs}: an input can start one output, an output can start from one input, of equal shape "
                 f"and dtype; in-out arguments start the first of outs, in order; inputs: {starts}; outputs: {results}"
             )
         return dict(sorted(pairs))
