@@ -13,6 +13,11 @@ no Python runs during a call, except for errors and for kernels that must run in
 
     add(jnp.arange(3.0), jnp.ones(3))            # works under jit, vmap, scan, shard_map, export
 
+What a user does by mistake is right, or refused with the way out.  What takes intent is the user's own responsibility,
+as in Numba, Warp and C++: own intrinsics, jitclasses and overloads that store to their arguments, raw addresses (C and
+C++ code, too), containers that hide an array, classes that lie in `__eq__`, and globals that another thread assigns
+while a kernel is compiled.
+
 `python -m xla_kernels` shows which backends work on this machine.  Needs Python 3.12, jax 0.9 and NumPy 2.0; of its
 backends Numba 0.63, which Warp's calls need too, and Warp 1.14.
 
@@ -20,7 +25,7 @@ A map of this file, whose sections begin under a line of `=`:
 
     1  JAX               what differs between its versions, what it does not document, and what it lacks
     2  C structs         those of XLA that a handler reads and writes: what a new jaxlib may change
-    3  Names             which kernels are one kernel, and what is registered with XLA under which name
+    3  Names             which kernels are one kernel, what is registered with XLA, and what a kernel's source shows
     4  Specs and inputs  what comes in and goes out, checked where the user's call is on the stack
     5  The primitive     one call of one target, split over a mesh by XLA; and `_Wrapper`, which all backends share
     6  The handler       machine code that XLA calls: it runs a kernel for each slice of a batch
@@ -28,20 +33,16 @@ A map of this file, whose sections begin under a line of `=`:
     10 XLACustomKernel   one operation, many backends, all of JAX's transformations
     11 Backends          one row each, and the self-check
 
-A call, from Python to machine code: `numba_kernel` makes a `_NumbaKernel`; `_Wrapper.__call__` -> `_Wrapper._trace` ->
-`_Wrapper._resolve` -> `_NumbaKernel._find_target`, which names it (`_Names`) and registers it (`_Target.register` ->
-`_compile_numba` -> `_Handler`, for which `_NumbaEmitter` writes what runs a slice) -> `_Call.bind` -> `_call_lowering`
--> XLA -> the machine code of `_Handler` and, for a batch, of `_Driver`.
-An op under grad of vmap: `XLACustomKernel.__call__` -> `_OpCall.bind` (with a vjp rule `_bind_with_vjp`: a
-`jax.custom_vjp`, whose functions JAX batches) -> `_op_batching`, which records the vmap -> `_op_jvp`, `_op_transpose`,
-which vmap the user's rules -> `_op_lowering`, which knows the platform -> `_OpParams.run` -> `_run_slice` -> the call
-of a wrapper, as above.
-The order of a kernel's arguments: above `_NumbaWrapper`; `_CudaCallable` for callables; in
-`_WarpKernel._find_target`.  A dtype: above `_XLA_FFI_DATA_TYPES`.
+A call: `numba_kernel` makes a `_NumbaKernel`; `_Wrapper.__call__` -> `_Wrapper._trace` -> `_Wrapper._resolve` ->
+`_NumbaKernel._find_target`, which names it (`_Names`) and registers it (`_Target.register` -> `_compile_numba` ->
+`_Handler`, for which `_NumbaEmitter` writes what runs a slice) -> `_Call.bind` -> `_call_lowering` -> XLA -> the
+machine code of `_Handler` and, for a batch, of `_Driver`.
+An op under grad of vmap: `XLACustomKernel.__call__` -> `_OpCall.bind` -> `_op_batching`, which records the vmap ->
+`_op_jvp`, `_op_transpose`, which vmap the user's rules -> `_op_lowering`, which knows the platform -> `_OpParams.run`
+-> `_run_slice` -> the call of a wrapper, as above.
+The order of a kernel's arguments: above `_NumbaWrapper`; in `_WarpKernel._find_target`.
 An exception in a slice: `_NumbaEmitter`, `_keep_message`, `_Driver.run`, `_Driver.work`.
-A new backend takes four places: a section like 7 to 9 (what to install, dtypes, a public `..._kernel`, a `_Wrapper`,
-an `_Emitter`), a row in `_BACKENDS` with a check like `_check_numba`, a `def_..._kernel`, and `_is_stable`.
-What two copies of this file share: `_SHARED`.
+A new backend takes a section like 7 to 9, a row in `_BACKENDS`, a `def_..._kernel`, and `_is_stable`.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ import ctypes
 import dataclasses
 import functools
 import hashlib
-import importlib
+import importlib.util
 import inspect
 import itertools
 import linecache
@@ -74,7 +75,7 @@ import timeit
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -106,7 +107,6 @@ __all__ = [
 # - where a mesh and varying axes stand in a type, and `axis_context` (test_xla_splits_a_batch, the matrix's shard_map)
 
 Spec = jax.ShapeDtypeStruct
-_REF = getattr(jax, "Ref", ())  # mutable arrays, of jax >= 0.8
 _SYMBOLIC = (ad.Zero, ad.UndefinedPrimal)  # what rules of derivatives may get in the place of an array
 Primitive: Any = type(jax.lax.add_p)  # jax.extend.core.Primitive, without the 36 ms that importing jax.extend takes
 
@@ -193,13 +193,6 @@ def _without_numpy(x: Any) -> Any:
     return jax.lax.squeeze(jax.lax.expand_dims(x, (0,)), (0,)) if is_numpys else x
 
 
-def _batch_in_front(x: Any, dim: int | None, size: int) -> Any:
-    """An operand with its batch, which gets this size if it has none, as the first dimension."""
-    if not isinstance(x, jax.Array):  # jax before 0.9.2 cannot transpose its own constants
-        x = np.asarray(x)
-    return batching.bdim_at_front(x, dim, size)
-
-
 # -- meshes, and the types of values on them -----------------------------------------------------------
 
 
@@ -213,10 +206,9 @@ def _mesh_of(avals: Sequence) -> Any:
 
 def _varying_axes(aval: Any) -> frozenset:
     """The manual mesh axes over which a value varies inside `shard_map`."""
-    axis_type = getattr(aval, "manual_axis_type", None)  # jax >= 0.11
-    if axis_type is not None:
-        return axis_type.varying
-    return getattr(aval, "vma", None) or frozenset()
+    if hasattr(aval, "manual_axis_type"):  # jax >= 0.11
+        return aval.manual_axis_type.varying
+    return aval.vma
 
 
 def _all_varying_axes(avals: Iterable) -> frozenset:
@@ -245,19 +237,13 @@ def _out_aval(shape: tuple, dtype: Any, ins: Sequence, axes: Sequence = ()) -> A
 def _make_varying(args: Sequence) -> list:
     """Inputs cast to vary over the same axes: the cast's transpose sums the cotangents of a replicated input."""
     axes = _all_varying_axes(map(jax.typeof, args))
-    varying = []
-    for x in args:
-        missing = tuple(axes - _varying_axes(jax.typeof(x)))
-        varying.append(jax.lax.pcast(x, missing, to="varying") if missing else x)
-    return varying
+    return [jax.lax.pcast(x, tuple(axes - _varying_axes(jax.typeof(x))), to="varying") for x in args]
 
 
 def _sharded_like(x: Any, aval: Any) -> Any:
     """`x` with the sharding of `aval`, where that is part of the type: on meshes of explicit axes."""
-    axis_types = aval.sharding.mesh.axis_types or ()
-    if jax.sharding.AxisType.Explicit not in axis_types:
-        return x
-    return jax.sharding.reshard(x, aval.sharding)
+    is_explicit = jax.sharding.AxisType.Explicit in (aval.sharding.mesh.axis_types or ())
+    return jax.sharding.reshard(x, aval.sharding) if is_explicit else x
 
 
 def _devices_to_split_over(ctx: Any) -> int:
@@ -1224,12 +1210,9 @@ def _show(spec: Any) -> str:
     return f"{getattr(spec.dtype, 'name', spec.dtype)}[{sizes}]"
 
 
-def _flatten(tree: Any, what: str) -> tuple[list, Any]:
+def _flatten(tree: Any) -> tuple[list, Any]:
     """The specs of a pytree, in JAX's order, and its structure."""
-    try:
-        leaves, structure = jax.tree.flatten(tree, _is_leaf)
-    except ValueError as error:
-        raise TypeError(f"{what}: JAX sorts the keys of a dict, so they must be of one type; got {tree}") from error
+    leaves, structure = jax.tree.flatten(tree, _is_leaf)
     return [x.aval if type(x) in _SYMBOLIC else x for x in leaves], structure
 
 
@@ -1245,10 +1228,6 @@ def _has_dicts(structure: Any) -> bool:
 def _check_dtype(dtype: Any, what: str) -> None:
     if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
         raise TypeError(f"{what} has the dtype {dtype}, which has no memory layout: pass jax.random.key_data(key)")
-    if issubclass(np.dtype(dtype).type, (np.flexible, np.object_, np.datetime64, np.timedelta64)):
-        raise TypeError(f"{what} has the dtype {dtype}: pass numbers, each field of a structured array on its own")
-    if not np.dtype(dtype).isnative:
-        raise TypeError(f'{what} has the dtype {dtype}, of another byte order: x.astype(x.dtype.newbyteorder("="))')
 
 
 def _flat_specs(specs: Any, what: str, ins: Sequence[Spec] | None = None) -> tuple[list[Spec], Any]:
@@ -1256,7 +1235,9 @@ def _flat_specs(specs: Any, what: str, ins: Sequence[Spec] | None = None) -> tup
 
     With `ins` they get the dtypes that JAX allows beside these inputs.
     """
-    leaves, tree = _flatten(specs, what)
+    if specs is None:
+        raise TypeError(f"{what} is missing: give specs, such as outs=lambda x: x; for none, () and has_side_effect")
+    leaves, tree = _flatten(specs)
     declared = []
     for i, leaf in enumerate(leaves):
         name = f"{what}[{i}]" if len(leaves) > 1 else what
@@ -1297,20 +1278,15 @@ def _input_name(i: int, title: str, parameters: Sequence[str]) -> str:
 
 
 def _input_specs(args: Sequence, title: str = "", parameters: Sequence[str] = ()) -> list[Spec]:
-    specs = []
-    for i, x in enumerate(args):
-        dtype = x.dtype if _is_spec(x) else jax.dtypes.result_type(x)
-        _check_dtype(dtype, _input_name(i, title, parameters))
-        if isinstance(x, (np.ndarray, np.generic)):  # JAX's own may be of 64 bits also where x64 is disabled
-            dtype = jax.dtypes.canonicalize_dtype(dtype)
-        specs.append(Spec(np.shape(x), dtype))
-    return specs
+    avals = list(map(jax.typeof, args))
+    for i, aval in enumerate(avals):
+        _check_dtype(aval.dtype, _input_name(i, title, parameters))
+    return [Spec(aval.shape, aval.dtype) for aval in avals]
 
 
 # Exact types that JAX takes, which are quick to find; it grows.  NumPy's array is none: its dtype is looked at.
 _INPUT_TYPES: set[type] = {bool, int, float, complex}
-# Those of native byte order: jitted functions read another one as native, once they know an array of that kind (jax
-# 0.12).
+# In native byte order: jitted functions that know such an array read other byte orders as native, too (jax 0.12).
 _PLAIN_DTYPES = frozenset(map(np.dtype, "?bhilqBHILQefdFD"))
 
 
@@ -1321,48 +1297,31 @@ def _as_inputs(args: Sequence, title: str, parameters: Sequence[str] = ()) -> tu
     for i, x in enumerate(args):
         if type(x) in _INPUT_TYPES or (type(x) is np.ndarray and x.dtype in _PLAIN_DTYPES):
             continue
-        if isinstance(x, _REF):
+        if isinstance(x, jax.Ref):
             raise TypeError(f"{_input_name(i, title, parameters)} is a jax.Ref: pass its value, ref[...]")
         if isinstance(x, jax.core.Tracer):
             is_traced = True
         else:
-            inputs[i] = _as_input(x, functools.partial(_input_name, i, title, parameters))
+            inputs[i] = _as_input(x, _input_name(i, title, parameters))
     return inputs, is_traced
 
 
-def _as_input(x: Any, name: Callable[[], str]) -> Any:
-    """An array of another library becomes one of JAX's, without a copy where JAX can share its memory."""
-    is_wrapped = hasattr(x, "__jax_array__")
-    if is_wrapped:
+def _as_input(x: Any, name: str) -> Any:
+    """An array of another library becomes one of JAX's, which shares its memory."""
+    if hasattr(x, "__jax_array__"):
         x = x.__jax_array__()
-    is_numpys = isinstance(x, np.ndarray)
-    if is_numpys and x.dtype not in _PLAIN_DTYPES:
-        _check_dtype(x.dtype, name())
-    if is_wrapped or is_numpys:
-        return x
     with contextlib.suppress(TypeError):
         jax.typeof(x)
-        _INPUT_TYPES.add(type(x))
+        if not isinstance(x, np.ndarray):
+            _INPUT_TYPES.add(type(x))
         return x
-    if hasattr(x, "__dlpack__"):
-        return _from_dlpack(x, name())
-    raise TypeError(
-        f"{name()} must be an array or a number; got {type(x).__name__} {x!r:.80}; pass its leaves one by one, or "
-        "convert it with jnp.asarray"
-    )
-
-
-def _from_dlpack(x: Any, what: str) -> Any:
-    """A copy if there are gaps in the memory, as in that of a column, which XLA does not take."""
     try:
         return jax.dlpack.from_dlpack(x)
     except Exception as error:
-        with contextlib.suppress(Exception):
-            has_own_copy = hasattr(x, "contiguous")  # Warp's and PyTorch's arrays, on GPUs too
-            copied = x.contiguous() if has_own_copy else np.ascontiguousarray(np.from_dlpack(x))
-            return jax.dlpack.from_dlpack(copied)
         raise TypeError(
-            f"{what}: JAX cannot take this {type(x).__name__}: pass a copy of it that is contiguous ({error})"
+            f"{name} must be a number or an array of numbers; got {type(x).__name__} {getattr(x, 'dtype', x)!s:.80}: "
+            "pass the leaves of a container and the fields of a structured array one by one, an array of another byte "
+            'order as x.astype(x.dtype.newbyteorder("=")), and what has gaps in its memory as a copy'
         ) from error
 
 
@@ -1371,8 +1330,6 @@ def _call_with_specs(option: Callable, what: str, *specs: Any) -> Any:
     try:
         return option(*specs)
     except (AttributeError, IndexError, TypeError) as error:
-        with contextlib.suppress(ValueError):  # what has no signature
-            _check_takes(inspect.signature(option), what, specs)
         shown = ", ".join(map(_show, specs))
         raise TypeError(f"{what} of ({shown}): {error}: {_GETS_SPECS}") from error
 
@@ -1398,13 +1355,12 @@ def _check_takes(signature: inspect.Signature, what: str, args: Sequence, params
 
 # ======================================================================================================
 # 5. The primitive behind every wrapper: one call of one target.
-# A wrapper finds the target of a call, and binds the primitive `xla_kernel` with it; what JAX asks of the primitive
-# (its outputs, its lowering, its vmap) stands first, then the wrapper, from which a backend derives its own.
+# A wrapper (5.4) finds the target of a call, and binds the primitive `xla_kernel` (5.1) with it.
 # From inside XLA and Numba:
 # - how XLA splits a batch, and how Shardy writes a rule (5.2; test_xla_splits_a_batch)
-# - two wrong passes (`_keep_from_loops`; test_a_loop_whose_whole_state_is_what_a_kernel_gives)
-# - which fusions work in place (`_keep_in_place`; test_state_that_a_kernel_changes_is_copied_where_that_of_jax_is)
-# - Numba's pickles of functions (`_dumps_by_value`; test_kernels_of_main_are_sent_to_other_processes)
+# - two wrong passes (`_call_lowering`; test_a_loop_whose_whole_state_is_what_a_kernel_gives)
+# - which fusions work in place (test_state_that_a_kernel_changes_is_copied_where_that_of_jax_is)
+# - Numba's pickles of functions (`_Wrapper._dumps`; test_kernels_of_main_are_sent_to_other_processes)
 
 # -- 5.1 The primitive: what JAX's interpreters ask ----------------------------------------------------
 # An alias (i, j) says that output j starts with the value of input i.  A wrapper has the user's aliases, by name or
@@ -1435,28 +1391,16 @@ class _Call:
         """The results of the primitive."""
         return _call_p.bind(*args, call=self)
 
-    @property
-    def all_outs(self) -> list[Any]:
-        """The abstract values of all outputs of the custom call."""
-        return [jax.core.ShapedArray((*self.batch, *out.shape), out.dtype) for out in self.outs]
-
-    @property
-    def runs_nothing(self) -> bool:
-        return self.target.runs_nothing or 0 in self.batch
-
 
 def _batch_axes(candidates: Iterable[Sequence[Any]]) -> list:
-    """The mesh axes over which each dimension of a batch is split.
-
-    `candidates` has, for each dimension, the axes over which operands split it: the first not yet taken is chosen.
-    """
+    """The mesh axes of each dimension of a batch: the first of its `candidates` whose axes are still free."""
     taken: set[str] = set()
-    axes = []
+    chosen = []
     for entries in candidates:
         named = {entry: entry if isinstance(entry, tuple) else (entry,) for entry in entries if entry}
-        axes.append(next((entry for entry, names in named.items() if taken.isdisjoint(names)), None))
-        taken.update(named.get(axes[-1], ()))
-    return axes
+        chosen.append(next((entry for entry, names in named.items() if taken.isdisjoint(names)), None))
+        taken.update(named.get(chosen[-1], ()))
+    return chosen
 
 
 def _call_abstract_eval(*ins: Any, call: _Call) -> tuple:
@@ -1474,70 +1418,59 @@ def _platforms(ctx: Any) -> Sequence[str]:
 
 
 def _call_lowering(ctx: Any, *operands: Any, call: _Call) -> Any:
-    if call.has_side_effect and _devices_to_split_over(ctx) > 1:
+    n_devices = _devices_to_split_over(ctx)
+    if call.has_side_effect and n_devices > 1:
         raise NotImplementedError(
             f"{call.target.title} has side effects, and XLA does not say on which devices it runs them: over several, "
             "call it in a jax.shard_map over all axes of the mesh"
         )
-    if call.runs_nothing:  # XLA before jax 0.10 refuses a call that launches nothing in a command buffer
+    if call.target.runs_nothing or 0 in call.batch:  # XLA before jax 0.10 refuses this in a command buffer
         return _lower_to_starts(ctx, operands, call.aliases)
-    outs = call.all_outs
-    n_split = _count_split(ctx, call, outs)
+    outs = [jax.core.ShapedArray((*call.batch, *out.shape), out.dtype) for out in call.outs]
+    can_split = outs and n_devices > 1
+    n_split = len([*itertools.takewhile(lambda size: size % n_devices == 0, call.batch)]) if can_split else 0
     if n_split:
         results = _lower_to_split_call(ctx, operands, call, outs, n_split)
     else:
-        results = _lower_to_custom_call(ctx, operands, call, ctx.avals_in, outs)[: call.n_results]
+        results = _lower_to_custom_call(ctx, operands, call, ctx.avals_in, outs)
+    # Two passes of XLA are wrong (jax 0.11.2 and 0.12).  A dynamic-slice fusion on GPUs lets a call write straight into
+    # the array that is updated, even if the call reads it.  And what moves invariant code out of a `while_loop` takes a
+    # call whose outputs are the whole state of the loop for a tuple, and its operands for the elements.
     if "cuda" in _platforms(ctx) or len(outs) > 1:
-        return _keep_from_loops(ctx, results)
+        return _lower_barriers(ctx, results, ctx.avals_out, range(len(results)))
     return results
 
 
 def _lower_to_custom_call(
     ctx: Any, operands: Any, call: _Call, ins: Sequence, outs: Sequence, **attributes: Any
 ) -> Any:
-    """The values of all outputs of the custom call.
+    """The results of the custom call.
 
     An alias lets XLA save a copy; it is the handler that makes sure that the output starts with the input.
     """
     platform, *_ = _platforms(ctx)  # cpu and cuda have rules of their own, and no other has kernels
     target = call.target.lowered(platform, bool(call.batch))
+    # A fusion with what makes an aliased operand could not work in its memory: `kernel(v.at[i].set(2.0), i)` in a loop
+    # over 20 MB took 1,400 us a step for 1 (CPU, jax 0.12).  GPUs gain nothing, and would copy slices that are fused.
     if platform == "cpu" and call.aliases:
-        operands = _keep_in_place(ctx, operands, call, ins)
+        operands = _lower_barriers(ctx, operands, ins, dict(call.aliases))
     lower = jax.ffi.ffi_lowering(
         target.name,
         operand_output_aliases=dict(call.aliases),
         has_side_effect=call.has_side_effect,
         extra_attributes=attributes,
     )
-    return lower(ctx.replace(avals_in=ins, avals_out=outs), *operands, launch=np.array(target.launch, np.int64))
+    values = lower(ctx.replace(avals_in=ins, avals_out=outs), *operands, launch=np.array(target.launch, np.int64))
+    return values[: call.n_results]
 
 
-def _keep_in_place(ctx: Any, operands: Any, call: _Call, ins: Sequence) -> Any:
-    """Keep XLA from fusing what makes an operand that an output starts with: such a fusion cannot work in its memory.
+def _lower_barriers(ctx: Any, values: Any, avals: Sequence, numbers: Container[int]) -> Any:
+    """The same values: XLA fuses, moves and merges no code over the barriers of those with these numbers."""
 
-    `kernel(v.at[i].set(2.0), i)` in a loop over 20 MB: 1,400 us a step without, 1 with it (CPU, jax 0.12; XLA before
-    jax 0.11.2 drops the barrier too early).  GPUs gain nothing, and would copy slices that are fused now.
-    """
-    aliased = dict(call.aliases)
+    def keep(*values: Any) -> list:
+        return [jax.lax.optimization_barrier(x) if k in numbers else x for k, x in enumerate(values)]
 
-    def keep(*operands: Any) -> list:
-        return [jax.lax.optimization_barrier(x) if i in aliased else x for i, x in enumerate(operands)]
-
-    return _lower_untyped(keep, ctx, operands, ins, ins)
-
-
-def _keep_from_loops(ctx: Any, results: Any) -> Any:
-    """Keep results of a call from two passes of XLA that are wrong (seen in jax 0.11.2 and 0.12).
-
-    A dynamic-slice fusion on GPUs lets a call write straight into the array that is updated, even if the call reads it.
-    Invariant code is moved out of a `while_loop`, and with it a call whose outputs are the whole state of the loop: as
-    the root of the body it is taken for a tuple, and its operands for the elements.
-    """
-
-    def keep(*results: Any) -> list:
-        return [jax.lax.optimization_barrier(result) for result in results]
-
-    return _lower(keep, ctx.replace(avals_in=ctx.avals_out), results)
+    return _lower_untyped(keep, ctx, values, avals, avals)
 
 
 def _lower_to_starts(ctx: Any, operands: Any, aliases: Sequence[tuple[int, int]]) -> Any:
@@ -1559,7 +1492,7 @@ def _call_batching(args: Any, dims: Any, *, call: _Call) -> Any:
     for i, _ in call.aliases:
         has_slices[i] = True  # each slice of the output starts with one of the input
     sizes = [size if has_slice else 1 for has_slice in has_slices]
-    ins = map(_batch_in_front, args, dims, sizes)
+    ins = map(batching.bdim_at_front, args, dims, sizes)
     batched = dataclasses.replace(call, batch=(size, *call.batch))
     return batched.bind([*ins]), [0] * call.n_results
 
@@ -1608,23 +1541,9 @@ for _platform in ("cpu", "cuda"):  # so each gets a call of its own where a prog
 #   every split operand has more dimensions than any shared one.
 # - An operand that only some of the vmaps batch is broadcast.  So is a shared first operand, if another shared operand
 #   follows a batched one: where shardings differ, XLA takes the first operand's for all (FindCommonSharding).
-# - Only the leading dimensions that the number of all devices divides may be split: else XLA would run the kernel on
-#   padding, and a kernel that raises there leaves the other devices waiting.  It is not enough that some axes of a mesh
-#   divide one: what is sliced, such as `x[:4]` of eight slices, stays split over all eight devices.
-# - A call with side effects is refused: XLA would drop the flag.
+# - Only leading dimensions that the number of all devices divides are split: a kernel that raises on XLA's padding
+#   leaves other devices waiting.  That axes of a mesh divide one is not enough: `x[:4]` stays split over all eight.
 # The kernel's own dimensions are gathered: only `jax.shard_map` splits them.
-
-
-def _count_split(ctx: Any, call: _Call, outs: Sequence) -> int:
-    """How many leading dimensions of the batch XLA may split."""
-    n_devices = _devices_to_split_over(ctx)
-    if n_devices == 1 or not outs:
-        return 0
-    sizes = [size for aval in (*ctx.avals_in, *outs) for size in aval.shape]
-    if not all(isinstance(size, int) for size in sizes):  # symbolic sizes cannot be written in a rule of Shardy's
-        return 0
-    divisible = itertools.takewhile(lambda size: size % n_devices == 0, call.batch)
-    return len(list(divisible))
 
 
 def _lower_to_split_call(ctx: Any, operands: Any, call: _Call, outs: Sequence, n_split: int) -> Any:
@@ -1632,9 +1551,9 @@ def _lower_to_split_call(ctx: Any, operands: Any, call: _Call, outs: Sequence, n
     batch = call.batch
     depth = len(batch)
     is_whole = _are_whole(ctx.avals_in, depth)
-    ranks_of_whole = [len(x.shape) - depth for x, whole in zip(ctx.avals_in, is_whole) if whole]
-    n_batch_dims = max([n_split, *(rank + 1 for rank in ranks_of_whole)])
-    ones = (1,) * (n_batch_dims + 1 - n_split)  # one more, as XLA leaves operands of just `n_batch_dims` whole
+    n_ones = max([0, *(len(x.shape) - depth for x, whole in zip(ctx.avals_in, is_whole) if whole)])
+    n_batch_dims = n_split + n_ones
+    ones = (1,) * (n_ones + 1)  # one more, as XLA leaves operands of just `n_batch_dims` whole
     leading = (*batch[:n_split], *ones, *batch[n_split:])
 
     def passed(x: Any, whole: bool = False) -> Any:
@@ -1660,7 +1579,7 @@ def _lower_to_split_call(ctx: Any, operands: Any, call: _Call, outs: Sequence, n
         "sdy.sharding_rule": mlir.ir.Attribute.parse(rule),
     }
     operands = _lower_untyped(reshape_operands, ctx, operands, ctx.avals_in, ins)
-    results = _lower_to_custom_call(ctx, operands, call, ins, passed_outs, **attributes)[: call.n_results]
+    results = _lower_to_custom_call(ctx, operands, call, ins, passed_outs, **attributes)
     return _lower_untyped(reshape_results, ctx, results, passed_outs[: call.n_results], ctx.avals_out)
 
 
@@ -1682,23 +1601,20 @@ def _are_whole(ins: Sequence, depth: int) -> list[bool]:
 
 def _sharding_rule(ins: Sequence, is_whole: Sequence[bool], outs: Sequence, n_common: int) -> str:
     """Shardy's rule of a call: arrays have so many leading dimensions in common; each other one is of its own."""
-    sizes = list(outs[0].shape[:n_common])  # by factor, which is what Shardy calls a dimension in rules
+    names = itertools.chain("ijklmnopqrstuvwxyz", map("z_{}".format, itertools.count(1)))  # as Shardy writes them
+    common = list(itertools.islice(names, n_common))
+    sizes = dict(zip(common, outs[0].shape))
 
     def dims(x: Any, whole: bool = False) -> str:
-        n = 0 if whole else n_common
-        factors = [*range(n), *range(len(sizes), len(sizes) + len(x.shape) - n)]
-        sizes.extend(x.shape[n:])
-        return f"[{', '.join(map(_factor_name, factors))}]"
+        own_sizes = x.shape if whole else x.shape[n_common:]
+        own = list(itertools.islice(names, len(own_sizes)))
+        sizes.update(zip(own, own_sizes))
+        return f"[{', '.join(own if whole else common + own)}]"
 
     operands = ", ".join(map(dims, ins, is_whole))
     results = ", ".join(map(dims, outs))
-    shown_sizes = ", ".join(f"{_factor_name(n)}={size}" for n, size in enumerate(sizes))
+    shown_sizes = ", ".join(map("{}={}".format, sizes, sizes.values()))
     return f"#sdy.op_sharding_rule<({operands})->({results}) {{{shown_sizes}}}>"
-
-
-def _factor_name(n: int) -> str:
-    """As Shardy writes them: i, j, ..., z, z_1, z_2, ..."""
-    return chr(ord("i") + n) if n < 18 else f"z_{n - 17}"
 
 
 # -- 5.3 What a public function is given: a kernel, and options ----------------------------------------
@@ -1719,12 +1635,9 @@ def _input_signature(parameters: Sequence[str], outs: Any) -> inspect.Signature:
         taken_by_outs = inspect.signature(outs).parameters.values()
         has_only_inputs = all(p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty for p in taken_by_outs)
         if has_only_inputs and len(taken_by_outs) <= len(parameters):
-            return _signature_of(parameters[: len(taken_by_outs)])
+            names = parameters[: len(taken_by_outs)]
+            return inspect.Signature([inspect.Parameter(name, p.kind) for name, p in zip(names, taken_by_outs)])
     return inspect.Signature([inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)])
-
-
-def _signature_of(names: Iterable[str]) -> inspect.Signature:
-    return inspect.Signature([inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names])
 
 
 def _ready_kind(kernel: Any) -> str | None:
@@ -1772,41 +1685,27 @@ class _Options:
     name: str | None = None
 
     def __post_init__(self) -> None:
-        if self.outs is None:
-            raise TypeError(
-                "outs is missing: give the results' specs, such as outs=lambda x: x; for none, () and has_side_effect"
-            )
         if self.vmap_method not in _VMAP_METHODS:
             raise ValueError(f"vmap_method must be one of {_VMAP_METHODS}; got {self.vmap_method!r}")
         if not callable(self.outs) or isinstance(self.outs, type):  # such as jnp.float32
             _flat_specs(self.outs, "outs")
-        if self.name is not None and not (isinstance(self.name, str) and self.name and self.name.isprintable()):
-            raise TypeError(f"name must be a printable text, under which XLA finds the kernel; got {self.name!r}")
-        self.has_side_effect = bool(self.has_side_effect)
-        self.input_output_aliases = self._checked_aliases()
-        self.in_out_argnames = self._checked_names("in_out_argnames", self.in_out_argnames)
+        self.scratch = self.scratch or ()
+        self.input_output_aliases = dict(self.input_output_aliases or {})
+        self.in_out_argnames = _as_list(self.in_out_argnames)
         if not isinstance(self.scalars, bool):
-            self.scalars = self._checked_names("scalars", self.scalars)
+            self.scalars = _as_list(self.scalars)
 
     @property
     def in_order(self) -> bool:
         """Whether the slices of a batch run one after another, on one thread."""
         return str(self.vmap_method).startswith("sequential")
 
-    def _checked_aliases(self) -> dict[int | str, int]:
-        aliases = self.input_output_aliases or {}
-        try:
-            return {i if isinstance(i, str) else operator.index(i): operator.index(j) for i, j in aliases.items()}
-        except (AttributeError, TypeError):
-            raise TypeError(f"input_output_aliases must be a dict {{input: output}}; got {aliases!r}") from None
 
-    def _checked_names(self, option: str, names: Any) -> list[str]:
-        if names is None:
-            return []
-        checked: list = list(names) if isinstance(names, Iterable) else [None]
-        if isinstance(names, str) or not all(isinstance(name, str) for name in checked):
-            raise TypeError(f'{option} must be a list of names of parameters, such as ["x"]; got {names!r}')
-        return checked
+def _as_list(names: Any) -> list:
+    """An option that names parameters: the names are checked where the parameters are known."""
+    if names is None:
+        return []
+    return list(names) if isinstance(names, Iterable) and not isinstance(names, str) else [names]
 
 
 def _wrap(make_wrapper: Callable[..., _Wrapper], kernel: Any, options: _Options) -> Any:
@@ -1817,10 +1716,7 @@ def _wrap(make_wrapper: Callable[..., _Wrapper], kernel: Any, options: _Options)
 
 
 class _BoundedCache(dict):
-    """Forgets all when it is full, as keys that change on every call would fill the memory.
-
-    Of two threads that keep a value for one key, both get the first one's.
-    """
+    """Forgets all when it is full, as keys may change on every call; threads get one value for one key."""
 
     def keep(self, key: Any, value: Any) -> Any:
         if len(self) >= 1024:
@@ -1831,19 +1727,16 @@ class _BoundedCache(dict):
 class _NotCopied:
     """A copy is the object itself."""
 
-    def __copy__(self) -> Any:
+    def __deepcopy__(self, memo: dict | None = None) -> Any:
         return self
 
-    def __deepcopy__(self, memo: dict) -> Any:
-        return self
+    __copy__ = __deepcopy__
 
 
 def _variable_of(x: Any, modules: Iterable[str]) -> str:
     """`module:variable` for the first variable of these modules that holds an object; else an empty text."""
     for name in modules:
-        namespace: dict = {}
-        with contextlib.suppress(AttributeError):
-            namespace = object.__getattribute__(sys.modules.get(name), "__dict__")  # loads no module that is lazy
+        namespace = getattr(sys.modules.get(name), "__dict__", {})
         for variable, value in list(namespace.items()):
             if value is x and not variable.startswith("_"):  # as the prompt keeps its last result in builtins._
                 return f"{name}:{variable}"
@@ -1875,11 +1768,9 @@ def _loaded(data: bytes) -> Any:
 class _Wrapper(_NotCopied):
     """A kernel as a JAX function.
 
-    A backend gives `_find_target`: it checks dtypes and arguments, compiles (where there is a device of the platform,
-    or leaves that to `_Target.lowered`), and names what runs a call.  When it returns, the name is registered with XLA,
-    or is going to be when the target is lowered.  `launch` is one array of 64-bit words, the attribute that the emitter
-    of the backend reads: on a GPU it begins with `_CudaLaunch`, and for Warp the memory of a launch follows.
-    It may override `__call__`, `_leaves`, and the small methods that name parameters or look at options.
+    A backend gives `_find_target`: it checks dtypes and arguments, and names what runs a call, which it compiles where
+    there is a device of the platform, or else in `_Target.lowered`.  It may override `__call__`, `_leaves`, and the
+    small methods that name parameters or look at options.
     """
 
     decorator: str  # the public function that made it, for error messages
@@ -1889,8 +1780,6 @@ class _Wrapper(_NotCopied):
         self.kernel = kernel
         self.options = options
         self.parameters = _parameters(kernel) if parameters is None else parameters
-        self.named_parameters = _signature_of(self.parameters)
-        # as the kernel has them; jax.custom_vjp binds arguments by the signature
         self.__name__ = getattr(kernel, "__name__", None) or getattr(kernel, "key", None) or type(kernel).__name__
         self.__module__ = getattr(_python(kernel), "__module__", None)  # type: ignore[assignment]
         self.__doc__ = getattr(kernel, "__doc__", None)
@@ -1900,7 +1789,6 @@ class _Wrapper(_NotCopied):
         if self.parameters[:1] == ("self",):
             raise TypeError(f"{self.title} is a method, whose `self` is no array{_WAYS_OUT['method']}")
         self._check_names("in_out_argnames", options.in_out_argnames)
-        self._check_names("input_output_aliases", [i for i in options.input_output_aliases if isinstance(i, str)])
         # those that are returned too, in the kernel's order: the first outputs start with them
         self.in_outs = [name for name in self.parameters if name in options.in_out_argnames]
 
@@ -1915,8 +1803,7 @@ class _Wrapper(_NotCopied):
 
     def __reduce__(self) -> tuple:
         """By a variable of its module; without one, or in `__main__`, which is another module elsewhere, by value."""
-        modules = {getattr(self, "__module__", None), getattr(_python(self.kernel), "__module__", None)} - {"__main__"}
-        variable = _variable_of(self, sorted(filter(None, modules)))
+        variable = _variable_of(self, {self.__module__} - {"__main__"})
         return (_value_of, (variable,)) if variable else (_loaded, (self._dumps(),))
 
     def _dumps(self) -> bytes:
@@ -1933,33 +1820,25 @@ class _Wrapper(_NotCopied):
         is_traced = False
         if not _INPUT_TYPES.issuperset(map(type, args)):
             args, is_traced = _as_inputs(args, self.title, self.parameters)
-        try:
-            return self._trace(*args) if is_traced else self._jitted(*args)
-        except TypeError:
-            _input_specs(args, self.title, self.parameters)  # explains better what is wrong with a dtype that JAX lacks
-            raise
+        return self._trace(*args) if is_traced else self._jitted(*args)
 
     def _bound(self, args: Sequence, named: Mapping[str, Any]) -> dict[str, Any]:
-        """What the first parameters get, bound as Python binds arguments."""
-        try:
-            arguments = self.named_parameters.bind_partial(*args, **named).arguments
-        except TypeError as error:
-            raise self._wrong_arity(str(error)) from None
-        if [*arguments] != [*self.named_parameters.parameters][: len(arguments)]:
-            raise self._wrong_arity(f"got only ({', '.join(arguments)})")
-        return arguments
+        """What the first parameters get, by position and by name."""
+        n = len(args) + len(named)
+        by_name = self.parameters[len(args) : n]
+        if len(self.parameters) < n or named.keys() != set(by_name):
+            raise self._wrong_arity(f"got {len(args)} by position and ({', '.join(named)}) by name")
+        return dict(zip(self.parameters, [*args, *map(named.get, by_name)]))
 
     def _wrong_arity(self, problem: str) -> TypeError:
-        takes = (
-            f"the parameters ({', '.join(self.parameters)}), inputs first" if self.parameters else "by position only"
-        )
-        return TypeError(f"{self.title} takes {takes}; {problem}")
+        takes = f"({', '.join(self.parameters)}), inputs first" if self.parameters else "by position only"
+        return TypeError(f"{self.title} takes the parameters {takes}; {problem}")
 
     def _check_names(self, option: str, names: Sequence[str]) -> None:
         for name in names:
-            if name not in self.parameters or names.count(name) > 1:
+            if name not in self.parameters:
                 shown = ", ".join(self.parameters)
-                raise ValueError(f"{option}={names}: {name!r} must be the name of an array parameter, once: {shown}")
+                raise ValueError(f"{option}={names}: {name!r} must be the name of an array parameter: {shown}")
 
     # -- from inputs to the primitive ------------------------------------------------------------------
 
@@ -1996,33 +1875,23 @@ class _Wrapper(_NotCopied):
 
     def _numbered_aliases(self, ins: Sequence[Spec], outs: Sequence[Spec]) -> dict[int, int]:
         """Which output starts with which input, checked: the aliases that the user gave, and in-out arguments."""
-        given = self.options.input_output_aliases
-        where = f"{self.title}: input_output_aliases={given}"
-        if self.in_outs:
-            where += f", and in_out_argnames={self.in_outs}, which must be like the first of outs, in this order"
-        aliases: dict[int, int] = {}
-        for key, j in [*given.items(), *((name, j) for j, name in enumerate(self.in_outs))]:
-            i = self._input_number(key, len(ins))
-            if aliases.setdefault(i, j) != j:
-                raise ValueError(f"{where}: input {i} cannot start both output {aliases[i]} and output {j}")
-        if len(set(aliases.values())) < len(aliases):
-            raise ValueError(f"{where}: an output can alias one input only")
-        for i, j in aliases.items():
-            for what, k, specs in (("input", i, ins), ("output", j, outs)):
-                if not 0 <= k < len(specs):
-                    n = len(specs)
-                    raise ValueError(f"{where}: there is no {what} {k}; the call has {n} {what}s, numbered from 0")
-            start = _show(ins[i])
-            out = _show(outs[j])
-            if start != out:
-                raise ValueError(
-                    f"{where}: input {i} ({start}) and output {j} ({out}) must be equal in shape and dtype"
-                )
-        return dict(sorted(aliases.items()))
+        given = [*self.options.input_output_aliases.items(), *((name, j) for j, name in enumerate(self.in_outs))]
+        pairs = {(self._input_number(key, len(ins)), j) for key, j in given}
+        aliases = dict(pairs)
+        is_one_to_one = len(pairs) == len(aliases) == len(set(aliases.values()))
+        starts = {i: _show(spec) for i, spec in enumerate(ins)}
+        results = {j: _show(spec) for j, spec in enumerate(outs)}
+        if not is_one_to_one or any(i not in starts or starts[i] != results.get(j) for i, j in pairs):
+            raise ValueError(
+                f"{self.title}: input_output_aliases={self.options.input_output_aliases}, in_out_argnames="
+                f"{self.in_outs}: an input can start one output, an output can start from one input, of equal shape "
+                f"and dtype; in-out arguments start the first of outs, in order; inputs: {starts}; outputs: {results}"
+            )
+        return dict(sorted(pairs))
 
     def _input_number(self, key: int | str, n_in: int) -> int:
         """The number of an input that an alias names."""
-        if isinstance(key, int):
+        if not isinstance(key, str):
             return key
         names = self.parameters[:n_in]
         if key not in names:
@@ -2047,38 +1916,35 @@ class _Wrapper(_NotCopied):
                 unguarded = [x for x in accesses if x.is_unguarded and x.kind != "unknown"]
                 self._check_input(name, unguarded if is_guarded else accesses)
             elif k >= n_in and k - n_in not in starts and self.options.zero_outputs is not False:
-                self._check_output(name, accesses, is_scratch=k - n_in >= call.n_results)
+                self._check_output(name, accesses)
 
-    def _check_input(self, name: str, accesses: Sequence[_Access]) -> None:
-        if not accesses:
+    def _check_input(self, name: str, writes: Sequence[_Access]) -> None:
+        if not writes:
             return
-        does = "may write" if accesses[0].kind == "unknown" else "writes"
+        does = "may write" if writes[0].kind == "unknown" else "writes"
         raise TypeError(
-            f"{self.title} {does} to its input {name!r} by `{accesses[0].text:.80}`, and JAX may share inputs: write "
-            f"to an output, change a copy (y = {name}.copy()), or name {name!r} in in_out_argnames"
+            f"{self.title} {does} to its input {name!r} by `{writes[0].text:.80}`, and JAX may share inputs: write to "
+            f"an output, change a copy (y = {name}.copy()), or name {name!r} in in_out_argnames"
         )
 
-    def _check_output(self, name: str, accesses: Sequence[_Access], is_scratch: bool) -> None:
-        if not {access.kind for access in accesses} <= {"updates"}:
+    def _check_output(self, name: str, accesses: Sequence[_Access]) -> None:
+        if any(access.kind != "updates" for access in accesses):
             return
-        ways = "say zero_outputs=True, or start it from an input by in_out_argnames or input_output_aliases"
-        if is_scratch:
-            ways = "make this scratch an output, and say zero_outputs=True"
         problem = f"never stores to {name!r}; `{name}[...] = x` would, where `{name} = x` only gives it another meaning"
         if accesses:
             problem = f"only updates {name!r}, as in `{accesses[0].text:.80}`, from what happens to be in its memory"
-        raise TypeError(f"{self.title} {problem}: {ways} (zero_outputs=False, if it does store there before)")
+        raise TypeError(
+            f"{self.title} {problem}: say zero_outputs=True (which is for outputs, not for scratch), or start it from "
+            "an input by in_out_argnames or input_output_aliases (zero_outputs=False, if it does store there before)"
+        )
 
     def _check_dtypes(self, call: _Call, allowed: frozenset[str], refused: str) -> None:
-        results = call.outs[: call.n_results]
-        scratch = call.outs[call.n_results :]
-        for what, specs in (("input", call.ins), ("output", results), ("scratch", scratch)):
+        for what, specs in (("input", call.ins), ("output", call.outs)):  # scratch too
             for i, spec in enumerate(specs):
                 if np.dtype(spec.dtype).name not in allowed:
-                    fix = "f(x.astype(jnp.float32)).astype(x.dtype)"
                     raise TypeError(
                         f"{self.title}: {what} {i} is {_show(spec)}, a dtype {refused}; cast it, and the result back: "
-                        f"{fix}"
+                        "f(x.astype(jnp.float32)).astype(x.dtype)"
                     )
 
 
@@ -4579,7 +4445,7 @@ class _WarpOptions(_Options):
             raise ValueError("tiled=True needs launch_dims, the number of blocks")
         if self.launch_dims is not None and not callable(self.launch_dims):
             self.checked_dims(self.launch_dims)
-        if self.differentiable and (self.input_output_aliases or self.in_out_argnames or self.scratch is not None):
+        if self.differentiable and (self.input_output_aliases or self.in_out_argnames or self.scratch):
             raise ValueError(
                 "differentiable=True does not go with in_out_argnames, input_output_aliases or scratch: the adjoint "
                 "needs the values that a kernel overwrites; return what is in scratch as an output"
@@ -5862,7 +5728,7 @@ def _outs_key(outs: Any) -> tuple:
         return kind, tuple([(name, _outs_key(x)) for name, x in outs.items()])
     if isinstance(outs, jax.Array) and not isinstance(outs, jax.core.Tracer):
         _SPEC_TYPES.add(kind)
-    leaves, tree = _flatten(outs, "outs")
+    leaves, tree = _flatten(outs)
     shown = [(tuple(x.shape), x.dtype) if _is_spec(x) else x for x in leaves]
     return tree, *shown
 
@@ -5872,8 +5738,6 @@ class _OpCall:
 
     def __init__(self, op: XLACustomKernel, outs: Any, backend: str | None, params: dict) -> None:
         self.what = f"{op.title}: outs"
-        if outs is None:
-            raise TypeError(f"{self.what} is missing: give the results' specs, such as outs=lambda x: x")
         _check_static_params(op.title, {"backend": backend, **params})
         self.specs, self.tree = _flat_specs(outs, self.what)
         self.op = op
@@ -6258,7 +6122,7 @@ def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None],
         outs = params.pop("outs")
         if callable(outs) and not isinstance(outs, type):
             outs = _call_with_specs(outs, "general_batching_rule: outs", *map(_without_axis, args, axes))
-        _, tree = _flatten(outs, "general_batching_rule: outs")
+        _, tree = _flatten(outs)
         out = jax.tree.unflatten(tree, primitive.bind_batch(args, axes, outs=outs, **params))
     else:
         in_axes, batch = _with_axes_in_front(args, axes)
@@ -6297,7 +6161,7 @@ def _run_batching_rule(op_params: _OpParams, rule: Callable, in_axes: tuple, *ba
     """The results of the user's rule for a vmap that is recorded, whose axis is in front."""
     size = batch[in_axes.index(0)].shape[0]
     results, axes = _call_batching_rule(op_params, rule, batch, in_axes)
-    return [_batch_in_front(x, axis, size) for x, axis in zip(results, axes)]
+    return [batching.bdim_at_front(x, axis, size) for x, axis in zip(results, axes)]
 
 
 def _with_axes_in_front(args: Sequence, axes: Sequence[int | None]) -> tuple[tuple, list]:
@@ -6537,10 +6401,8 @@ def _check_numba() -> Callable:
 
 
 def _check_numba_cuda() -> Callable:
-    try:
-        cuda = importlib.import_module("numba_cuda_mlir.cuda")
-    except ImportError:
-        cuda = _import("numba.cuda", "the check of numba_cuda", _CUDA_INSTALL)
+    package = "numba_cuda_mlir" if importlib.util.find_spec("numba_cuda_mlir") else "numba"
+    cuda = _import(f"{package}.cuda", "the check of numba_cuda", _CUDA_INSTALL)
 
     @cuda.jit
     def kernel(x: Any, y: Any, out: Any) -> None:
