@@ -1427,7 +1427,8 @@ def _call_lowering(ctx: Any, *operands: Any, call: _Call) -> Any:
     if call.target.runs_nothing or 0 in call.batch:  # XLA before jax 0.10 refuses this in a command buffer
         return _lower_to_starts(ctx, operands, call.aliases)
     outs = [jax.core.ShapedArray((*call.batch, *out.shape), out.dtype) for out in call.outs]
-    can_split = outs and n_devices > 1
+    is_known = all(isinstance(size, int) for x in (*ctx.avals_in, *outs) for size in x.shape)  # as Shardy's rules want
+    can_split = outs and n_devices > 1 and is_known
     n_split = len([*itertools.takewhile(lambda size: size % n_devices == 0, call.batch)]) if can_split else 0
     if n_split:
         results = _lower_to_split_call(ctx, operands, call, outs, n_split)
@@ -3656,8 +3657,23 @@ def numba_cuda_kernel(
       >>> add(np.ones(3), np.ones(3)).tolist()
       [2.0, 2.0, 2.0]
     """
-    options = dict(locals())  # all arguments
-    return _wrap(_CudaKernel, options.pop("kernel"), _CudaOptions(**options))
+    options = _CudaOptions(
+        outs=outs,
+        grid=grid,
+        block=block,
+        launch_dims=launch_dims,
+        threads_per_block=threads_per_block,
+        shared_mem=shared_mem,
+        vmap_method=vmap_method,
+        input_output_aliases=input_output_aliases,
+        in_out_argnames=in_out_argnames,
+        scalars=scalars,
+        has_side_effect=has_side_effect,
+        scratch=scratch,
+        zero_outputs=zero_outputs,
+        name=name,
+    )
+    return _wrap(_CudaKernel, kernel, options)
 
 
 def numba_cuda_callable(
@@ -3703,8 +3719,15 @@ def numba_cuda_callable(
       >>> scale_twice(np.ones(3, np.float32)).tolist()
       [4.0, 4.0, 4.0]
     """
-    options = dict(locals())  # all arguments
-    return _wrap(_CudaCallable, options.pop("func"), _Options(**options))
+    options = _Options(
+        outs=outs,
+        vmap_method=vmap_method,
+        input_output_aliases=input_output_aliases,
+        has_side_effect=has_side_effect,
+        scratch=scratch,
+        zero_outputs=zero_outputs,
+    )
+    return _wrap(_CudaCallable, func, options)
 
 
 # -- 8.1 Wrappers, and launch configurations ----------------------------------------------------------
