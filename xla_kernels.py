@@ -3439,17 +3439,14 @@ def _returned_leaves(kind: Any, expression: str = _RETURNED) -> dict[str, Any]:
 
 def _is_declared(kind: Any, declared: tuple[np.dtype, int]) -> bool:
     """Whether a result has the declared dtype and rank; where x64 is disabled, 64 bits are declared as 32."""
-    from numba import errors
+    from numba import from_dtype
     from numba import types as nbtypes
-    from numba.np.numpy_support import as_dtype
 
     dtype, rank = declared
     is_array = isinstance(kind, nbtypes.Array)
-    with contextlib.suppress(errors.NumbaNotImplementedError):  # of what has no dtype
-        returned = as_dtype(kind.dtype if is_array or isinstance(kind, nbtypes.IntEnumMember) else kind)
-        is_dtype = dtype in (returned, jax.dtypes.canonicalize_dtype(returned))
-        return is_dtype and returned.name in _NUMBA_DTYPES and (kind.ndim if is_array else 0) == rank
-    return False
+    element = kind.dtype if is_array or isinstance(kind, nbtypes.IntEnumMember) else kind
+    names = [name for name in _NUMBA_DTYPES if dtype in (np.dtype(name), jax.dtypes.canonicalize_dtype(name))]
+    return element in [from_dtype(np.dtype(name)) for name in names] and (kind.ndim if is_array else 0) == rank
 
 
 def _refusal(by: str, signature: _Signature, error: Exception) -> TypeError:
