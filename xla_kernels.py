@@ -4554,9 +4554,9 @@ class _CudaBatch:
 # - Loudly: attributes of kernels, modules, and types of arrays, structs and elements (`_warp_param`, `_warp_content`).
 # - Silently, so that all tests named test_warp must pass before a version counts as supported: what the hash of a
 #   kernel leaves out (`_warp_content`); how a launch is recorded, packed and run (`_record`, `_warp_blocks`), its grid
-#   (`_grid`), and which launches are more than the start of a kernel (`_command`); that tiles on CPUs have one memory
-#   for all threads (`_WarpEmitter`); that kernels which loop over the grid know of no z, and how functions of C++ are
-#   made (9.5: test_warp_a_batch_is_one_launch counts launches).
+#   (`_cuda_launch`), and which launches are more than the start of a kernel (`_command`); that tiles on CPUs have one
+#   memory for all threads (`_WarpEmitter`); that kernels which loop over the grid know of no z, and how functions of
+#   C++ are made (9.5: test_warp_a_batch_is_one_launch counts launches).
 
 _WARP_INSTALL = "pip install warp-lang numba"
 _WARP_DTYPES = "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 bfloat16 float32 float64".split()
@@ -4609,8 +4609,8 @@ def warp_kernel(
         indices.  More threads than elements write beyond arrays, which corrupts memory: `warp.config.mode = "debug"`,
         set before the first call, finds that.
       block_dim: threads per block on a GPU, by default 256; a block on the CPU has one.
-      tiled: True for kernels whose blocks work on tiles, as `warp.launch_tiled` starts them: `launch_dims`, up
-        to 3, counts blocks, of `block_dim` threads each.
+      tiled: True for kernels whose blocks work on tiles, as `warp.launch_tiled` starts them: `launch_dims`, up to 3,
+        counts blocks.
       vmap_method, input_output_aliases, in_out_argnames, has_side_effect, scratch, name: as for `numba_kernel`.
       zero_outputs: True starts every output but the aliased ones from zeros, in each slice of a `vmap`.  By default a
         kernel that only updates an output, as `out[i] += v` does, is refused unless the output starts from an input;
@@ -4622,10 +4622,9 @@ def warp_kernel(
       A function whose result has the structure of `outs`.
 
     Raises:
-      TypeError: a generic kernel; arrays that do not fit; a traced value for a parameter that is no array; an array
-        that the kernel must not write to.
-      ValueError: launch dimensions that are out of range or missing; in-out arguments, aliases or scratch with
-        `differentiable`.  RuntimeError: Warp's own, for a value of a wrong type.
+      TypeError: a generic kernel; arrays that do not fit or that it must not write to; traced values.
+      ValueError: launch dimensions that are out of range or missing; what does not go with `differentiable`.
+      RuntimeError: Warp's own, for a value of a wrong type.
       NotImplementedError: launches that are more than the start of a kernel (on GPUs Warp's deterministic mode and
         clusters, its blocks on CPUs), for which there is `warp.jax_kernel`; to compile for CUDA where JAX has no GPU.
 
@@ -4954,16 +4953,13 @@ class _WarpParam:
         is_array = len(spec.shape) >= self.ndim and spec.shape[self.ndim :] == self.inner
         if not is_array and spec.shape != self.inner:  # that of one element
             raise TypeError(f"{what}: wrong shape; trailing dimensions hold the elements of a vector or matrix")
-        if not all(isinstance(n, int) for n in spec.shape):
-            raise NotImplementedError(f"{what}: a launch has known dimensions; export a program for each shape")
         if max(1, *spec.shape, math.prod(spec.shape[1:]) * spec.dtype.itemsize) > _WARP_MAX_EXTENT:
             raise ValueError(f"{what}: Warp counts extents and strides in 32 bits, at most {_WARP_MAX_EXTENT}")
 
 
 def _warp_param(wp: Any, kernel: str, name: str, warp_type: Any) -> _WarpParam:
     scalars = {scalar: dtype for dtype, scalar in _warp_scalars(wp).items()}
-    scalars |= {float: np.dtype("float32"), int: np.dtype("int32"), bool: np.dtype("bool")}
-    scalars[wp.handle] = np.dtype("uint64")
+    scalars |= {float: np.dtype("f4"), int: np.dtype("i4"), bool: np.dtype("?"), wp.handle: np.dtype("u8")}
     is_array = isinstance(warp_type, wp.array) or getattr(warp_type, "_concrete_cls", None) is wp.array
     element = warp_type.dtype if is_array else warp_type
     dtype = scalars.get(getattr(element, "_wp_scalar_type_", element))
@@ -4975,14 +4971,13 @@ def _warp_param(wp: Any, kernel: str, name: str, warp_type: Any) -> _WarpParam:
             "for each field"
         )
     inner = tuple(getattr(element, "_shape_", ()))
-    return _WarpParam(kernel, name, warp_type, dtype, inner, warp_type.ndim if is_array else 0)
+    return _WarpParam(kernel, name, warp_type, dtype, inner, ndim=warp_type.ndim if is_array else 0)
 
 
 def _points_to_arrays(warp_type: Any) -> bool:
     """Whether this is the type of arrays, or of structs with these."""
-    if hasattr(warp_type, "ndim"):
-        return True
-    return any(_points_to_arrays(field.type) for field in getattr(warp_type, "vars", {}).values())
+    fields = getattr(warp_type, "vars", {}).values()
+    return hasattr(warp_type, "ndim") or any(_points_to_arrays(field.type) for field in fields)
 
 
 def _warp_content(wp: Any, kernel: Any) -> tuple[str, ...]:
@@ -5069,17 +5064,19 @@ class _WarpTarget(_Target):
 
     def lowered(self, platform: str, has_batch: bool = False) -> _Target:
         """Record a launch, and register what starts it."""
-        if platform != "cpu" and not (platform == "cuda" and _cuda_ordinals()):
+        devices = {"cpu": ["cpu"], "cuda": [f"cuda:{n}" for n in _cuda_ordinals()]}.get(platform)
+        if not devices:
             return super().lowered(platform)  # raises
         if platform == "cuda" and has_batch:
             with _or_each_slice(self.title):
                 return self._in_z().lowered(platform)
-        with _warp_session() as wp:
-            recorded = self._record_on(wp, platform)
+        context = _LibCuda().keeping_context() if platform == "cuda" else contextlib.nullcontext()
+        with _warp_session() as wp, context:  # Warp may leave another device's context current
+            recorded = [self._record(wp, device) for device in devices]
             kernel_content = _warp_content(wp, self.kernel)  # which may be another one than where it was traced
         _, _, shared_mem, words, block_sizes, pointers = recorded[0]
         if platform == "cuda":
-            words = [*self._begin(shared_mem).words, *words]
+            words = [*self._cuda_launch(shared_mem).words, *words]
         content = "warp", self.in_order, kernel_content, self.block_dim
         layout = platform, shared_mem, block_sizes, pointers
         name = _NAMES.of_content(content, self.signature, self.name_given, str(layout))
@@ -5098,9 +5095,6 @@ class _WarpTarget(_Target):
         buffers = tuple([(name, field, k) for name, field, k, _ in self.arrays])
         return dataclasses.replace(self, kernel=_kernel_in_z(self.kernel, buffers), is_in_z=True)
 
-    def _begin(self, shared_mem: int) -> _CudaLaunch:
-        return _CudaLaunch(self._grid(), (self._threads_of_block, 1, 1), shared_mem)
-
     @property
     def _threads_of_block(self) -> int:
         return self.block_dim or 256
@@ -5110,27 +5104,22 @@ class _WarpTarget(_Target):
             return *self.launch_dims[:-1], self._threads_of_block
         return self.launch_dims
 
-    def _grid(self) -> tuple[int, int, int]:
-        """The grid of `wp_cuda_launch_kernel` (warp.cu): without a loop in the kernel, blocks fill three axes."""
+    def _cuda_launch(self, shared_mem: int) -> _CudaLaunch:
+        """As `wp_cuda_launch_kernel` (warp.cu) has it: without a loop in the kernel, blocks fill three axes."""
+        threads = self._threads_of_block
         n_threads = math.prod(self._dims_on("cuda"))
-        if n_threads % self._threads_of_block and _source_of(self.kernel).uses_tiles:
+        if n_threads % threads and _source_of(self.kernel).uses_tiles:
             raise ValueError(
-                f"{self.title}: all {self._threads_of_block} threads of a block work on a tile, and launch_dims="
-                f"{self.launch_dims} are {n_threads} threads: with tiled=True launch_dims counts blocks"
+                f"{self.title}: all {threads} threads of a block work on a tile, and launch_dims={self.launch_dims} "
+                f"are {n_threads} threads: with tiled=True launch_dims counts blocks"
             )
-        blocks = -(-n_threads // self._threads_of_block)
-        if getattr(self.kernel, "grid_stride", True):  # set when the content was read
-            return min(blocks, _CUDA_LIMITS["grid"][0]), 1, 1
-        x = min(blocks, 2**24 // self._threads_of_block)
-        y = min(-(-blocks // x), 65535)
-        return x, y, -(-blocks // (x * y))
-
-    def _record_on(self, wp: Any, platform: str) -> list[_Recorded]:
-        """What Warp passes on each device of a platform."""
-        if platform == "cpu":
-            return [self._record(wp, "cpu")]
-        with _LibCuda().keeping_context():  # Warp may leave another device's context current
-            return [self._record(wp, f"cuda:{n}") for n in _cuda_ordinals()]
+        blocks = -(-n_threads // threads)
+        x, y, z = min(blocks, _CUDA_LIMITS["grid"][0]), 1, 1
+        if not getattr(self.kernel, "grid_stride", True):  # set when the content was read
+            x = min(blocks, 2**24 // threads)
+            y = min(-(-blocks // x), 65535)
+            z = -(-blocks // (x * y))
+        return _CudaLaunch((x, y, z), (threads, 1, 1), shared_mem)
 
     def _record(self, wp: Any, device: str) -> _Recorded:
         """What Warp passes on a device.  Pointers are where it passes stand-ins: random numbers, equal to no other."""
@@ -5150,7 +5139,7 @@ class _WarpTarget(_Target):
         direction = "backward" if command.adjoint else "forward"
         entry = ctypes.cast(getattr(command.hooks, direction), _PTR).value or 0
         shared_mem = getattr(command.hooks, f"{direction}_smem_bytes")
-        if self.is_in_z and (exceeded := _LibCuda().exceeded(entry, self._begin(shared_mem))):
+        if self.is_in_z and (exceeded := _LibCuda().exceeded(entry, self._cuda_launch(shared_mem))):
             raise _NoSingleLaunch(f"it does not fit then{exceeded}")  # it may take more registers
         block_sizes = tuple([len(block) // 8 for block in blocks])
         return _Recorded(command, entry, shared_mem, words, block_sizes, pointers)
@@ -5158,18 +5147,20 @@ class _WarpTarget(_Target):
     def _command(self, wp: Any, device: str, pointers: Mapping[int, int]) -> Any:
         """Warp's recorded launch, with these pointers to buffers; compiles and loads the kernel."""
         warp_types = {arg.label: arg.type for arg in self.kernel.adj.args}
-        arrays: dict = {}
+        data = dict(self.values)
+        grad: dict[str, Any] = {}
         for name, field, k, dims in reversed(self.arrays):  # gradients first
-            array_options = {"dtype": warp_types[name].dtype, "device": device, "grad": arrays.get((name, "grad"))}
-            arrays[name, field] = wp.array(ptr=pointers[k], shape=dims, **array_options)
-        steps = {_STEP.format(~k): step for k, step in pointers.items() if k < 0}
-        values = {**self.values, **steps}
-        inputs = [values.get(name, arrays.get((name, "data"))) for name in warp_types]
+            dtype = warp_types[name].dtype
+            array = wp.array(ptr=pointers[k], shape=dims, dtype=dtype, device=device, grad=grad.get(name))
+            (data if field == "data" else grad)[name] = array
+            if self.is_in_z:
+                data[_STEP.format(k)] = pointers[~k]
+        inputs = [data[name] for name in warp_types]
         block_dim = 1 if device == "cpu" else self._threads_of_block
         options: dict[str, Any] = {"device": device, "block_dim": block_dim, "record_cmd": True, "record_tape": False}
         note = f"This was raised for {self.title}"
-        if any(field == "grad" for _, field in arrays):
-            gradients = [arrays.get((name, "grad")) if hasattr(t, "ndim") else t() for name, t in warp_types.items()]
+        if grad:
+            gradients = [grad.get(name) if hasattr(t, "ndim") else t() for name, t in warp_types.items()]
             options |= {"adj_inputs": gradients, "adjoint": True}
             note += ", which enable_backward=False leaves out (of the kernel, its module, or in warp.config)"
         try:
@@ -5179,10 +5170,8 @@ class _WarpTarget(_Target):
             raise
         if command is None:  # some versions of Warp report a failed build once only
             raise RuntimeError(f"Warp cannot build kernel {self.kernel.key!r}: see its first error, or its log")
-        has_cpu_blocks = (
-            device == "cpu" and getattr(wp.config, "enable_cpu_blocks", False) and (self.block_dim or 1) > 1
-        )
-        if has_cpu_blocks or type(command).__name__ != "Launch" or getattr(command, "cluster_dim", 1) != 1:
+        has_blocks = device == "cpu" and getattr(wp.config, "enable_cpu_blocks", False) and (self.block_dim or 1) > 1
+        if has_blocks or type(command).__name__ != "Launch" or getattr(command, "cluster_dim", 1) != 1:
             raise NotImplementedError(
                 f"{self.title}: in deterministic mode, of clusters, or of enable_cpu_blocks' blocks, a launch is more "
                 "than the start of a kernel: call it by warp.jax_kernel"
@@ -5253,10 +5242,9 @@ class _WarpEmitter(_Emitter):
 
 
 # -- 9.5 A batch in one launch ------------------------------------------------------------------------
-# On a GPU the blocks along z of a launch are the slices of a batch: Warp counts threads along x alone, if its kernels
-# loop over the grid.  So a second kernel is the first one with lines in front that move each array to the slice of the
-# block.  By how many bytes from one slice to the next, the handler writes where it writes pointers: by 0 if all slices
-# share an array.
+# On a GPU the blocks along z are the slices of a batch, as Warp counts threads along x alone, if kernels loop over the
+# grid.  A second kernel is the first one with lines in front that move each array to the slice of the block, by a step
+# in bytes that the handler writes where it writes pointers: 0 if all slices share an array.
 #
 #     def kernel(x, factor, out):         def kernel(x, factor, out, _xla_step_0, _xla_step_1):
 #         i = wp.tid()                        x = _xla_move_0(x, _xla_step_0)
@@ -5264,11 +5252,10 @@ class _WarpEmitter(_Emitter):
 #                                             i = wp.tid()
 #                                             out[i] = factor * x[i]
 #
-# C++ of the user's may ask for z, and an adjoint of the user's own looks for gradients where those of arrays that were
-# moved are not: such kernels are launched for each slice.
+# C++ of the user's may ask for z, and the user's own adjoints look for gradients where those of moved arrays are not:
+# such kernels are launched for each slice.
 
 _STEP = "_xla_step_{}"
-_MOVE = "_xla_move_{}"
 _MOVE_SOURCE = "@wp.func_native()\ndef move(array, step): ..."  # where Warp looks for the decorator
 _MOVE_SNIPPET = "auto& p = array.{field}; p = (decltype(&*p))((char*)p + blockIdx.z * step); return array;"
 _KERNELS_IN_Z = _BoundedCache()  # (content, buffers) -> the kernel whose slices are along z
@@ -5288,19 +5275,18 @@ def _make_kernel_in_z(wp: Any, kernel: Any, buffers: Sequence[tuple[str, str, in
     annotations = {arg.label: arg.type for arg in kernel.adj.args}
     names = _variables_of(kernel.func)
     same = _kernel_like(kernel, source, annotations, names)
-    same.module.get_module_hash()
+    same.module.get_module_hash()  # also hashes the kernels
     if same.hash != kernel.hash:
         raise _NoSingleLaunch("what it names is something else now than when Warp read it")
     lines = []
     for name, field, k in buffers:
 
-        def move(array: Any, step: Any) -> Any:
-            raise NotImplementedError  # in C++ alone
+        def move(array: Any, step: Any) -> Any: ...  # in C++ alone
 
         kind = annotations[name]
         move.__annotations__ = {"array": kind, "step": wp.int64, "return": kind}
         snippet = _MOVE_SNIPPET.format(field=field)
-        key = _MOVE.format(k)
+        key = f"_xla_move_{k}"
         names[key] = wp.Function(move, key, "", module=same.module, native_snippet=snippet, source=_MOVE_SOURCE)
         annotations[_STEP.format(k)] = wp.int64
         lines.append(f"{name} = {key}({name}, {_STEP.format(k)})")
