@@ -4673,15 +4673,6 @@ class _WarpOptions(_Options):
                 "needs the values that a kernel overwrites; return what is in scratch as an output"
             )
 
-    def checked_dims(self, launch_dims: Any) -> tuple[int, ...]:
-        """The dimensions of a launch; if it is tiled, followed by 1 for the threads of a block."""
-        most = _WARP_MAX_DIMS - self.tiled
-        what = f"launch_dims must be an int, or 1 to {most}, from 0 to {_WARP_MAX_EXTENT}; got {launch_dims!r}"
-        dims = _ints(launch_dims, what)
-        if not 1 <= len(dims) <= most or min(dims) < 0 or max(dims) > _WARP_MAX_EXTENT:
-            raise ValueError(what)
-        return (*dims, 1) if self.tiled else dims
-
 
 class _WarpKernel(_Wrapper):
     """A kernel, or one with `values` for some parameters: those that are no arrays, and None for null arrays.
@@ -4747,7 +4738,7 @@ class _WarpKernel(_Wrapper):
         if len(names) != len(specs):
             given = f"{n_in + len(self.values)} inputs and {len(call.outs)} outputs"
             raise self._wrong_arity(f"got {given} (in-out arguments count as both)")
-        for name, spec in zip(names, specs, strict=True):
+        for name, spec in zip(names, specs):
             self.params[name].check(spec)
         buffers = {name: k for k, name in enumerate(names)}
         self._check_accesses(call, _source_of(self.kernel), buffers, is_guarded=False)
@@ -4761,10 +4752,7 @@ class _WarpKernel(_Wrapper):
         options = self.options
         specs = call.ins + call.outs
         arrays = [(name, field, k, self.params[name].dims(specs[k].shape)) for name, field, k in buffers]
-        launch_dims = self._for_inputs("launch_dims", user_ins)
-        if launch_dims is None:
-            launch_dims = self._default_dims(title, arrays[0][-1] if arrays else ())
-        launch_dims = options.checked_dims(launch_dims)
+        launch_dims = self._launch_dims(title, user_ins, arrays[0][-1] if arrays else ())
         with _warp_session() as wp:
             content = _warp_content(wp, self.kernel)
         target = _WarpTarget(
@@ -4788,14 +4776,23 @@ class _WarpKernel(_Wrapper):
         target.register_where_traced()
         return target
 
-    def _default_dims(self, title: str, dims: tuple[int, ...]) -> tuple[int, ...]:
-        """The dimensions of the first array, if `wp.tid()` gives as many indices."""
-        counts = _source_of(self.kernel).tid_counts or {0}
-        if counts != {len(dims)}:
-            raise ValueError(
-                f"{title}: launch_dims is missing, and the shape of the first array, {dims}, does not do, as wp.tid() "
-                f"gives {' or '.join(map(str, sorted(counts)))} indices: give launch_dims, such as n, or (n, m) for two"
-            )
+    def _launch_dims(self, title: str, user_ins: Sequence[Spec], first_dims: tuple[int, ...]) -> tuple[int, ...]:
+        """The dimensions of a launch, by default those of the first array; if it is tiled, of its blocks."""
+        launch_dims = self._for_inputs("launch_dims", user_ins)
+        if launch_dims is None:
+            launch_dims = first_dims
+            counts = _source_of(self.kernel).tid_counts or {0}
+            if counts != {len(first_dims)}:
+                raise ValueError(
+                    f"{title}: launch_dims is missing, and the shape of the first array, {first_dims}, does not do, as "
+                    f"wp.tid() gives {' or '.join(map(str, sorted(counts)))} indices: give launch_dims, such as n, or "
+                    "(n, m) for two"
+                )
+        most = _WARP_MAX_DIMS - self.options.tiled
+        what = f"{title}: launch_dims must be 1 to {most} numbers from 0 to {_WARP_MAX_EXTENT}; got {launch_dims!r}"
+        dims = _ints(launch_dims, what)
+        if not 1 <= len(dims) <= most or min(dims) < 0 or max(dims) > _WARP_MAX_EXTENT:
+            raise ValueError(what)
         return dims
 
     # -- derivatives -----------------------------------------------------------------------------------
@@ -4953,6 +4950,8 @@ class _WarpParam:
         is_array = len(spec.shape) >= self.ndim and spec.shape[self.ndim :] == self.inner
         if not is_array and spec.shape != self.inner:  # that of one element
             raise TypeError(f"{what}: wrong shape; trailing dimensions hold the elements of a vector or matrix")
+        if not all(isinstance(n, int) for n in spec.shape):
+            raise NotImplementedError(f"{what}: a launch has known dimensions; export a program for each shape")
         if max(1, *spec.shape, math.prod(spec.shape[1:]) * spec.dtype.itemsize) > _WARP_MAX_EXTENT:
             raise ValueError(f"{what}: Warp counts extents and strides in 32 bits, at most {_WARP_MAX_EXTENT}")
 
@@ -5100,9 +5099,8 @@ class _WarpTarget(_Target):
         return self.block_dim or 256
 
     def _dims_on(self, device: str) -> tuple[int, ...]:
-        if self.is_tiled and device != "cpu":
-            return *self.launch_dims[:-1], self._threads_of_block
-        return self.launch_dims
+        threads = 1 if device == "cpu" else self._threads_of_block
+        return (*self.launch_dims, threads) if self.is_tiled else self.launch_dims
 
     def _cuda_launch(self, shared_mem: int) -> _CudaLaunch:
         """As `wp_cuda_launch_kernel` (warp.cu) has it: without a loop in the kernel, blocks fill three axes."""
