@@ -4985,6 +4985,7 @@ def _warp_content(wp: Any, kernel: Any) -> tuple[str, ...]:
     Warp's hash does not tell apart some constants, such as those of float64, but what it builds is a module's own; a
     kernel that is made again in a unique module gets the module, and is the kernel, that Warp has for that hash.
     """
+    kernel.adj.skip_build = False  # Warp < 1.19 makes an empty kernel, in silence, of what it could not build before
     kernel.module.get_module_hash()  # also hashes the kernels
     options = kernel.module.resolve_options(wp.config) | kernel.options
     options["block_dim"] = None  # in Warp 1.14 that of the last launch
