@@ -4336,20 +4336,15 @@ class _CudaBatch:
 # 9. Warp: a wrapper with a derivative, and an emitter that calls Warp's code on CPUs and GPUs.
 #
 # What a new Warp may break.
-# - Loudly: `is_generic`, `func` and `adj.args` (`label`, `type`), hashes and options of kernels and modules, types of
-#   arrays, structs and elements (`_warp_param`).
+# - Loudly: attributes of kernels, modules, and types of arrays, structs and elements (`_warp_param`, `_warp_content`).
 # - Silently, so that all tests named test_warp must pass before a version counts as supported: what the hash of a
-#   kernel leaves out (`_warp_content`); the C++ of a kernel (`_WarpSource`); how a launch is recorded, packed and run
-#   (`_record`, `_warp_blocks`), its grid (`_grid`), and which launches are more than the start of a kernel
-#   (`_command`); that tiles on CPUs have one memory for all threads (`_WarpEmitter`); that kernels which loop over the
-#   grid know of no z, and how functions of C++ are made (9.5: test_warp_a_batch_is_one_launch counts launches).
+#   kernel leaves out (`_warp_content`); how a launch is recorded, packed and run (`_record`, `_warp_blocks`), its grid
+#   (`_cuda_launch`), and which launches are more than the start of a kernel (`_command`); that tiles on CPUs have one
+#   memory for all threads (`_WarpEmitter`); that kernels which loop over the grid know of no z, and how functions of
+#   C++ are made (9.5: test_warp_a_batch_is_one_launch counts launches).
 
 _WARP_INSTALL = "pip install warp-lang numba"
 _WARP_DTYPES = "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 bfloat16 float32 float64".split()
-_WARP_SETTINGS = (  # that change numbers, of those that Warp's hashes and options do not have
-    "mode max_unroll verify_fp enable_vector_component_overwrites deterministic cpu_compiler_flags llvm_cuda "
-    "enable_mathdx_gemm enable_mathdx_solver enable_mathdx_fft enable_cpu_blocks"
-).split()
 _WARP_LOCK: threading.RLock = _SHARED.setdefault("warp_lock", threading.RLock())
 _WARP_MAX_DIMS = 4
 _WARP_MAX_EXTENT = 2**31 - 1  # Warp keeps extents, strides in bytes and thread indices in 32-bit integers
@@ -4378,17 +4373,17 @@ def warp_kernel(
 
     The kernel's parameters are the inputs, then the outputs, then the scratch buffers.  Arrays of vectors and
     matrices are JAX arrays with the elements in trailing dimensions; an array of one element may be 0-d, and None is a
-    null array.  A kernel that writes to an input is refused (but one that does so through `x.ptr` is not seen).  A
-    `vmap` is one call.  On a CPU threads share its slices.  On a GPU it is one launch (per 65,535 slices), so no block
-    may wait for one of another slice; or a launch for each, in order, where `vmap_method="sequential"` says so, and for
-    kernels with C++ or adjoints of your own: this module's logger says why, at level DEBUG.
+    null array.  A kernel that writes to an input is refused.  A `vmap` is one call: on a CPU threads share its slices;
+    on a GPU it is one launch (per 65,535 slices), so no block may wait for one of another slice; or a launch for each,
+    in order, where `vmap_method="sequential"` says so, and for kernels with C++ or adjoints of your own (this module's
+    logger says why, at level DEBUG).
 
-    Parameters that are not arrays (scalars, vectors, matrices, structs) take values that are known when JAX traces,
-    and JAX compiles a call again for each new one.  So what changes, such as a time step, is better a `warp.array` of
-    shape (1,).  Functions and constants that a kernel names are those of when JAX traced the call; if you define them
-    anew, make the wrapper anew.  For kernels that are made in a loop, `warp.kernel(module="unique")` saves builds of
-    whole modules.  Two kernels of one module (or unique ones) that differ only in an int beyond 32 bits or a float's
-    last digits are the same kernel to Warp; give such constants a type.
+    Parameters that are not arrays (scalars, vectors, matrices, structs) take values that are known when JAX traces;
+    JAX compiles a call again for each new one, so what changes, such as a time step, is better a `warp.array` of shape
+    (1,).  Functions and constants that a kernel names are those of when JAX traced the call; if you define them anew,
+    make the wrapper anew.  For kernels that are made in a loop, `warp.kernel(module="unique")` saves builds of whole
+    modules.  Kernels of one module (or unique ones) that differ only in an int beyond 32 bits or a float's last digits
+    are the same kernel to Warp; give such constants a type.
 
     Args:
       kernel: a function decorated with `warp.kernel`, not generic; without it, `warp_kernel(outs=...)` is a decorator.
@@ -4399,14 +4394,12 @@ def warp_kernel(
         indices.  More threads than elements write beyond arrays, which corrupts memory: `warp.config.mode = "debug"`,
         set before the first call, finds that.
       block_dim: threads per block on a GPU, by default 256; a block on the CPU has one.
-      tiled: True for kernels whose blocks work on tiles, as `warp.launch_tiled` starts them: `launch_dims`, up
-        to 3, counts blocks, of `block_dim` threads each.  Without it a GPU refuses such a kernel, unless its
-        threads are whole blocks.
+      tiled: True for kernels whose blocks work on tiles, as `warp.launch_tiled` starts them: `launch_dims`, up to 3,
+        counts blocks.
       vmap_method, input_output_aliases, in_out_argnames, has_side_effect, scratch, name: as for `numba_kernel`.
       zero_outputs: True starts every output but the aliased ones from zeros, in each slice of a `vmap`.  By default a
-        kernel that updates an output by an atomic, as `out[i] += v` does, or by `out[i] *= v` where nothing else
-        stores, is refused unless the output starts from an input; False says that the kernel itself stores there
-        before.
+        kernel that only updates an output, as `out[i] += v` does, is refused unless the output starts from an input;
+        False says that the kernel itself stores there before.
       differentiable: True gives reverse mode, first derivatives only, through the kernel's own adjoint, for arrays of
         floats.
 
@@ -4414,10 +4407,9 @@ def warp_kernel(
       A function whose result has the structure of `outs`.
 
     Raises:
-      TypeError: a generic kernel; arrays that do not fit; a traced value for a parameter that is no array; an array
-        that the kernel must not write to.
-      ValueError: launch dimensions that are out of range or missing; in-out arguments, aliases or scratch with
-        `differentiable`.  RuntimeError: Warp's own, for a value of a wrong type.
+      TypeError: a generic kernel; arrays that do not fit or that it must not write to; traced values.
+      ValueError: launch dimensions that are out of range or missing; what does not go with `differentiable`.
+      RuntimeError: Warp's own, for a value of a wrong type.
       NotImplementedError: launches that are more than the start of a kernel (on GPUs Warp's deterministic mode and
         clusters, its blocks on CPUs), for which there is `warp.jax_kernel`; to compile for CUDA where JAX has no GPU.
 
@@ -4457,28 +4449,14 @@ class _WarpOptions(_Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.block_dim is not None:
-            what = f"block_dim must be 1 to 1024 threads; got {self.block_dim!r}"
-            (self.block_dim,) = _ints((self.block_dim,), what)  # a Python int
-            if not 1 <= self.block_dim <= 1024:
-                raise ValueError(what)
+            (self.block_dim,) = _ints((self.block_dim,), f"block_dim must be an int; got {self.block_dim!r}")
         if self.tiled and self.launch_dims is None:
             raise ValueError("tiled=True needs launch_dims, the number of blocks")
-        if self.launch_dims is not None and not callable(self.launch_dims):
-            self.checked_dims(self.launch_dims)
         if self.differentiable and (self.input_output_aliases or self.in_out_argnames or self.scratch):
             raise ValueError(
                 "differentiable=True does not go with in_out_argnames, input_output_aliases or scratch: the adjoint "
                 "needs the values that a kernel overwrites; return what is in scratch as an output"
             )
-
-    def checked_dims(self, launch_dims: Any) -> tuple[int, ...]:
-        """The dimensions of a launch; if it is tiled, followed by 1 for the threads of a block."""
-        dims = _ints(launch_dims, f"launch_dims must be an int or a tuple of ints; got {launch_dims!r}")
-        what = "tiled launch_dims" if self.tiled else "launch_dims"
-        most = _WARP_MAX_DIMS - 1 if self.tiled else _WARP_MAX_DIMS
-        if not 1 <= len(dims) <= most or min(dims) < 0 or max(dims) > _WARP_MAX_EXTENT:
-            raise ValueError(f"{what} must be 1 to {most} numbers from 0 to {_WARP_MAX_EXTENT}; got {dims}")
-        return (*dims, 1) if self.tiled else dims
 
 
 class _WarpKernel(_Wrapper):
@@ -4499,37 +4477,29 @@ class _WarpKernel(_Wrapper):
         self.params = {x.label: _warp_param(wp, kernel.func.__name__, x.label, x.type) for x in kernel.adj.args}
         self.values = copy.deepcopy(values or {})  # for later traces, too: structs may change
         super().__init__(kernel, options, tuple(name for name in self.params if name not in self.values))
-        self.by_values = _BoundedCache()  # this kernel with other values
+        self.by_values = _BoundedCache({(): self})  # this kernel with other values
         self.by_value_names = {name for name, param in self.params.items() if not param.ndim}
-        for key in options.input_output_aliases:
-            self._input_number(key, len(self.parameters))  # refuses values
 
     def _input_number(self, key: Any, n_in: int) -> int:
         name = dict(enumerate(self.params)).get(key, key)  # a number counts all arguments of a call, values too
-        if name in self.by_value_names:
-            raise ValueError(f"{self.params[name].by_value_text}: an output can start with an array alone")
         return super()._input_number(name, n_in)
 
     # -- from a call to its inputs ---------------------------------------------------------------------
 
     def __call__(self, /, *args: Any, **named: Any) -> Any:
-        if not named and not self.by_value_names and not any(x is None for x in args):
+        if not named and not self.by_value_names and types.NoneType not in map(type, args):
             return self._call_inputs(args)
         arguments = self._bound(args, named)
         if not self.by_value_names <= arguments.keys():
             raise self._wrong_arity(f"got only ({', '.join(arguments)})")
         valued = [name for name, x in arguments.items() if name in self.by_value_names or x is None]
         values = {name: self.params[name].as_value(arguments.pop(name)) for name in valued}
-        return self._with_values(values)._call_inputs([*arguments.values()])
+        key = tuple([(name, _value_key(x)) for name, x in values.items()])
+        wrapper = self.by_values.get(key) or self.by_values.keep(key, _WarpKernel(self.kernel, self.options, values))
+        return wrapper._call_inputs([*arguments.values()])
 
     def _dumps(self) -> bytes:
         raise _not_pickled(self.title)  # a pickle would have all of the kernel's module, which is then there twice
-
-    def _with_values(self, values: Mapping[str, Any]) -> _WarpKernel:
-        if not values:
-            return self
-        key = tuple([(name, _value_key(x)) for name, x in values.items()])
-        return self.by_values.get(key) or self.by_values.keep(key, _WarpKernel(self.kernel, self.options, values))
 
     def _for_inputs(self, what: str, ins: Sequence[Spec]) -> Any:
         """An option, which may be a callable of all that the call got, values included."""
@@ -4539,10 +4509,9 @@ class _WarpKernel(_Wrapper):
         return super()._for_inputs(what, arguments)
 
     def _wrong_arity(self, problem: str) -> TypeError:
-        names = ", ".join(self.params)
         return TypeError(
-            f"{self.title} takes the parameters ({names}) in this order: inputs and values, then outputs and scratch; "
-            f"{problem}.  An output in front of an input or a value is given, too, and named in in_out_argnames"
+            f"{self.title} takes the parameters ({', '.join(self.params)}): inputs and values, then outputs, scratch; "
+            f"{problem}.  An output in front of an input is given, too, and named in in_out_argnames"
         )
 
     # -- from a call to a target -----------------------------------------------------------------------
@@ -4554,52 +4523,35 @@ class _WarpKernel(_Wrapper):
         if len(names) != len(specs):
             given = f"{n_in + len(self.values)} inputs and {len(call.outs)} outputs"
             raise self._wrong_arity(f"got {given} (in-out arguments count as both)")
-        for name, spec in zip(names, specs, strict=True):
+        for name, spec in zip(names, specs):
             self.params[name].check(spec)
         buffers = {name: k for k, name in enumerate(names)}
         self._check_accesses(call, _source_of(self.kernel), buffers, is_guarded=False)
-        return self._target(call, {(name, "value"): k for k, name in enumerate(names)}, call.ins, self.title)
+        return self._target(call, [(name, "data", k) for name, k in buffers.items()], call.ins, self.title)
 
-    def _default_dims(self, title: str, name: str, dims: tuple[int, ...]) -> tuple[int, ...]:
-        """The dimensions of the first array, if `wp.tid()` gives as many indices."""
-        counts = _source_of(self.kernel).tid_counts or {0}
-        if counts != {len(dims)}:
-            raise ValueError(
-                f"{title}: launch_dims is missing, and the shape of {name!r}, {dims}, does not do, as wp.tid() gives "
-                f"{' or '.join(map(str, sorted(counts)))} indices: give launch_dims, such as n, or (n, m) for two"
-            )
-        return dims
-
-    def _target(self, call: _Call, buffers: Mapping, user_ins: Sequence[Spec], title: str) -> _WarpTarget:
+    def _target(self, call: _Call, buffers: Sequence, user_ins: Sequence[Spec], title: str) -> _WarpTarget:
         """What launches the kernel, or with gradients its adjoint, on the buffers of a call.
 
-        `buffers` maps (name of a parameter, "value" or "gradient") to the number of a buffer, the first array's first.
-        Options that are callables get `user_ins`.
+        `buffers` are the first three of `_WarpTarget.arrays`.  Options that are callables get `user_ins`.
         """
         options = self.options
         specs = call.ins + call.outs
-        arrays = [(key, k, self.params[key[0]].dims(specs[k].shape)) for key, k in buffers.items()]
-        launch_dims = self._for_inputs("launch_dims", user_ins)
-        if launch_dims is None:
-            if not arrays:
-                raise ValueError(f"{title}: launch_dims is missing, and there is no array of that shape")
-            (first, _), _, dims = arrays[0]
-            launch_dims = self._default_dims(title, first, dims)
-        checked_dims = options.checked_dims(launch_dims)
+        arrays = [(name, field, k, self.params[name].dims(specs[k].shape)) for name, field, k in buffers]
+        launch_dims = self._launch_dims(title, user_ins, arrays[0][-1] if arrays else ())
         with _warp_session() as wp:
             content = _warp_content(wp, self.kernel)
         target = _WarpTarget(
             self.__name__,
-            runs_nothing=0 in checked_dims,
+            runs_nothing=0 in launch_dims,
             title=title,
-            where="runs on CPUs and NVIDIA GPUs",
+            where="runs on CPUs, and on NVIDIA GPUs where JAX has one",
             derivative="" if options.differentiable else "say differentiable=True for reverse mode, or ",
             kernel=self.kernel,
             values=self.values,
             content=content,
-            value_keys=tuple([(name, _value_key(x)) for name, x in self.values.items()]),
+            value_keys=tuple([_value_key(x) for x in self.values.values()]),
             arrays=tuple(arrays),
-            launch_dims=checked_dims,
+            launch_dims=launch_dims,
             block_dim=options.block_dim,
             is_tiled=options.tiled,
             signature=call.signature(self.__name__),
@@ -4608,6 +4560,25 @@ class _WarpKernel(_Wrapper):
         )
         target.register_where_traced()
         return target
+
+    def _launch_dims(self, title: str, user_ins: Sequence[Spec], first_dims: tuple[int, ...]) -> tuple[int, ...]:
+        """The dimensions of a launch, by default those of the first array; if it is tiled, of its blocks."""
+        launch_dims = self._for_inputs("launch_dims", user_ins)
+        if launch_dims is None:
+            launch_dims = first_dims
+            counts = _source_of(self.kernel).tid_counts or {0}
+            if counts != {len(first_dims)}:
+                raise ValueError(
+                    f"{title}: launch_dims is missing, and the shape of the first array, {first_dims}, does not do, as "
+                    f"wp.tid() gives {' or '.join(map(str, sorted(counts)))} indices: give launch_dims, such as n, or "
+                    "(n, m) for two"
+                )
+        most = _WARP_MAX_DIMS - self.options.tiled
+        what = f"{title}: launch_dims must be 1 to {most} numbers from 0 to {_WARP_MAX_EXTENT}; got {launch_dims!r}"
+        dims = _ints(launch_dims, what)
+        if not 1 <= len(dims) <= most or min(dims) < 0 or max(dims) > _WARP_MAX_EXTENT:
+            raise ValueError(what)
+        return dims
 
     # -- derivatives -----------------------------------------------------------------------------------
 
@@ -4640,14 +4611,14 @@ class _WarpKernel(_Wrapper):
         from zeros.
         """
         names = self.parameters
-        buffers = {(name, "value"): k for k, name in enumerate(names)}
         replayed = _source_of(self.kernel).replayed
         changed = [*(k for k, name in enumerate(names) if name in replayed), *range(len(names), len(ins))]
         float_ins = _floats(ins[:n_args])
-        results = tuple(ins[k] for k in [*changed, *float_ins])
-        float_outs = [k for k in _floats(ins[: len(names)]) if k >= n_args]
-        buffers |= {(names[k], "gradient"): j for j, k in enumerate(float_outs, start=len(names))}
-        buffers |= {(names[k], "gradient"): j for j, k in enumerate(float_ins, start=len(ins) + len(changed))}
+        float_outs = [n_args + j for j in _floats(ins[n_args : len(names)])]
+        results = tuple([ins[k] for k in (*changed, *float_ins)])
+        buffers = [(name, "data", k) for k, name in enumerate(names)]
+        buffers += [(names[k], "grad", j) for j, k in enumerate(float_outs, start=len(names))]
+        buffers += [(names[k], "grad", j) for j, k in enumerate(float_ins, start=len(ins) + len(changed))]
         aliases = tuple((k, j) for j, k in enumerate(changed))
         zeroed = tuple(range(len(changed), len(results)))
         call = _Call(ins, results, len(results), aliases, zeroed, self.options.has_side_effect)
@@ -4704,8 +4675,8 @@ def jaxinfo_to_warpinfo(info: Any) -> Any:
     """
     ndim = len(info.shape)
     if not 1 <= ndim <= _WARP_MAX_DIMS:
-        hint = "; reshape it to (1,)" if ndim == 0 else ""
-        raise ValueError(f"Warp arrays have 1 to {_WARP_MAX_DIMS} dimensions; got {ndim} in {_show(info)}{hint}")
+        what = f"Warp arrays have 1 to {_WARP_MAX_DIMS} dimensions; got {ndim} in {_show(info)}"
+        raise ValueError(f"{what}; reshape it to (1,), or to fewer dimensions")
     wp = _import("warp", "jaxinfo_to_warpinfo", _WARP_INSTALL)
     return wp.array(dtype=jaxtype_to_warptype(info.dtype), ndim=ndim)
 
@@ -4735,44 +4706,35 @@ class _WarpParam:
         dims = [":"] * self.ndim + [str(n) for n in self.inner]
         return f"{scalar}[{','.join(dims)}]" if dims else scalar
 
-    @property
-    def by_value_text(self) -> str:
-        return f"warp_kernel {self.kernel!r}: parameter {self.name!r} ({self}) is passed by value"
-
     def as_value(self, value: Any) -> Any:
         """What a call gives, which JAX must know."""
         if isinstance(value, jax.core.Tracer):
-            raise TypeError(
-                f"{self.by_value_text}; got {value}, which JAX traces: make it a warp.array of shape (1,), or give a "
-                "Python value (under jax.jit a static argument)"
-            )
-        refused = f"{self.by_value_text}; got {type(value).__name__} {value!r:.80}"
+            fix = "make it a warp.array of shape (1,), or give a Python value (under jax.jit a static argument)"
+            raise TypeError(self._refused(value, f"which JAX traces: {fix}"))
         if self.dtype is None and not isinstance(getattr(value, "_ctype", None), self.type.ctype):
-            raise TypeError(f"{refused}, not an instance of that struct")  # Warp would read it as one
-        try:
-            number = _number(value)
-        except ValueError:  # such as of ((1, 2, 3), (0, 0, 0, 1))
-            type_name = getattr(self.type, "__name__", self.type)
-            raise TypeError(f"{refused}, whose parts are not of one shape: make it a warp.{type_name}") from None
+            raise TypeError(self._refused(value, "not an instance of that struct"))  # Warp would read it as one
         if self.dtype and self.dtype.kind in "iu":
             limits = np.iinfo(self.dtype)
-            if not all(limits.min <= n <= limits.max for n in number.ravel().tolist() if isinstance(n, int)):
-                raise ValueError(f"{refused}, which is out of its range")  # Warp would wrap it around
-        is_foreign = hasattr(value, "__array__") and not isinstance(value, (np.ndarray, np.generic))
-        return np.asarray(value) if is_foreign else value
+            numbers = [n for n in _objects(value).ravel() if isinstance(n, (int, np.integer))]
+            if not all(limits.min <= n <= limits.max for n in numbers):
+                raise ValueError(self._refused(value, "which is out of its range"))  # Warp would wrap it around
+        return np.asarray(value) if isinstance(value, jax.Array) else value
+
+    def _refused(self, value: Any, why: str) -> str:
+        given = f"{type(value).__name__} {value!r:.80}"
+        return f"warp_kernel {self.kernel!r}: parameter {self.name!r} ({self}) is passed by value; got {given}, {why}"
 
     def check(self, spec: Spec) -> None:
         """Raise if an array of this spec cannot be the argument."""
         what = f"warp_kernel {self.kernel!r}: argument {self.name!r} is a warp.array, {self} for JAX; got {_show(spec)}"
         if spec.dtype != self.dtype:
-            hint = f"cast it by jnp.asarray({self.name}, jnp.{self.dtype}), or annotate it with jaxinfo_to_warpinfo"
-            if np.dtype(spec.dtype).itemsize == 4 and str(self.dtype).endswith("64"):
-                hint = f"JAX keeps 64 bits `with jax.enable_x64(True): x = jnp.asarray(x, jnp.{self.dtype})`"
-            raise TypeError(f"{what}: wrong dtype; {hint}")
-        if len(spec.shape) != self.ndim + len(self.inner) and spec.shape != self.inner:  # that of one element
-            raise TypeError(f"{what}: wrong number of dimensions")
-        if self.inner and spec.shape[-len(self.inner) :] != self.inner:
-            raise TypeError(f"{what}: wrong inner dimensions, which hold the elements of the vector or matrix")
+            fix = f"cast it by jnp.asarray({self.name}, jnp.{self.dtype}), or annotate it with jaxinfo_to_warpinfo"
+            if str(self.dtype).endswith("64"):
+                fix = f"JAX keeps 64 bits `with jax.enable_x64(True): x = jnp.asarray(x, jnp.{self.dtype})`"
+            raise TypeError(f"{what}: wrong dtype; {fix}")
+        is_array = len(spec.shape) >= self.ndim and spec.shape[self.ndim :] == self.inner
+        if not is_array and spec.shape != self.inner:  # that of one element
+            raise TypeError(f"{what}: wrong shape; trailing dimensions hold the elements of a vector or matrix")
         if not all(isinstance(n, int) for n in spec.shape):
             raise NotImplementedError(f"{what}: a launch has known dimensions; export a program for each shape")
         if max(1, *spec.shape, math.prod(spec.shape[1:]) * spec.dtype.itemsize) > _WARP_MAX_EXTENT:
@@ -4781,67 +4743,62 @@ class _WarpParam:
 
 def _warp_param(wp: Any, kernel: str, name: str, warp_type: Any) -> _WarpParam:
     scalars = {scalar: dtype for dtype, scalar in _warp_scalars(wp).items()}
-    scalars |= {float: np.dtype("float32"), int: np.dtype("int32"), bool: np.dtype("bool")}
-    scalars[wp.handle] = np.dtype("uint64")
+    scalars |= {float: np.dtype("f4"), int: np.dtype("i4"), bool: np.dtype("?"), wp.handle: np.dtype("u8")}
     is_array = isinstance(warp_type, wp.array) or getattr(warp_type, "_concrete_cls", None) is wp.array
     element = warp_type.dtype if is_array else warp_type
     dtype = scalars.get(getattr(element, "_wp_scalar_type_", element))
-    is_struct = hasattr(element, "ctype") and hasattr(element, "vars")
-    what = f"warp_kernel {kernel!r}: parameter {name!r} is "
-    if is_struct and (is_array or _points_to_arrays(element)):
-        shown = f"an array of structs {element.key}" if is_array else f"a struct {element.key} with arrays"
-        raise TypeError(f"{what}{shown}: give the kernel one parameter for each field ({', '.join(element.vars)})")
-    if dtype is None and not is_struct:
-        supported = "scalars, vectors and matrices, arrays of those, and structs without arrays"
-        raise TypeError(f"{what}{warp_type!r}; supported are {supported}")
+    is_plain_struct = hasattr(element, "vars") and not is_array and not _points_to_arrays(element)
+    if dtype is None and not is_plain_struct:
+        raise TypeError(
+            f"warp_kernel {kernel!r}: parameter {name!r} is {getattr(element, 'key', warp_type)!r}; supported are "
+            "scalars, vectors and matrices, arrays of those, and structs without arrays: give the kernel one parameter "
+            "for each field"
+        )
     inner = tuple(getattr(element, "_shape_", ()))
-    return _WarpParam(kernel, name, warp_type, dtype, inner, warp_type.ndim if is_array else 0)
+    return _WarpParam(kernel, name, warp_type, dtype, inner, ndim=warp_type.ndim if is_array else 0)
 
 
 def _points_to_arrays(warp_type: Any) -> bool:
     """Whether this is the type of arrays, or of structs with these."""
-    if hasattr(warp_type, "ndim"):
-        return True
-    return any(_points_to_arrays(field.type) for field in getattr(warp_type, "vars", {}).values())
+    fields = getattr(warp_type, "vars", {}).values()
+    return hasattr(warp_type, "ndim") or any(_points_to_arrays(field.type) for field in fields)
 
 
 def _warp_content(wp: Any, kernel: Any) -> tuple[str, ...]:
-    """What decides a kernel's machine code: its module, Warp's hash (of code, constants, types), options and settings.
+    """What decides a kernel's machine code: its module, Warp's hash (of code, constants, types), and options.
 
     Warp's hash does not tell apart some constants, such as those of float64, but what it builds is a module's own; a
     kernel that is made again in a unique module gets the module, and is the kernel, that Warp has for that hash.
     """
+    kernel.adj.skip_build = False  # Warp < 1.19 makes an empty kernel, in silence, of what it could not build before
     kernel.module.get_module_hash()  # also hashes the kernels
-    options = {**kernel.module.options, **kernel.options, "block_dim": None}  # in Warp 1.14 of the last launch
-    settings = [getattr(wp.config, name, None) for name in _WARP_SETTINGS]
-    return wp.__version__, kernel.module.name, kernel.hash.hex(), str(sorted(options.items())), str(settings)
+    options = kernel.module.resolve_options(wp.config) | kernel.options
+    options["block_dim"] = None  # in Warp 1.14 that of the last launch
+    return wp.__version__, kernel.module.name, kernel.hash.hex(), str(options)
 
 
-_WARP_SOURCES: Any = weakref.WeakKeyDictionary()  # kernel -> {content: `_Source`}
+_WARP_SOURCES = _BoundedCache()  # content -> `_Source`
 
 
 def _source_of(kernel: Any) -> _Source:
     with _warp_session() as wp:
         content = _warp_content(wp, kernel)
-        sources = _WARP_SOURCES.setdefault(kernel, {})
-        if content not in sources:
+        if content not in _WARP_SOURCES:
             given = [_View(x.label, x.type.ndim) if hasattr(x.type, "ndim") else None for x in kernel.adj.args]
-            sources[content] = _Source(kernel, given)
-        return sources[content]
+            _WARP_SOURCES.keep(content, _Source(kernel, given))
+        return _WARP_SOURCES[content]
 
 
-def _number(value: Any) -> np.ndarray:
-    """A value that is no struct, as an array: Warp's scalars keep their number in `value`."""
-    return np.asarray(getattr(value, "value", value))
+def _objects(value: Any) -> np.ndarray:
+    """The numbers of a value, as Python's: Warp's scalars keep theirs in `value`."""
+    return np.asarray(getattr(value, "value", value), object)
 
 
-def _value_key(value: Any) -> Any:
-    """A key for a value: its memory, which the kernel gets, and itself, as functions such as `outs` get that."""
+def _value_key(value: Any) -> tuple:
+    """Tells values apart, for the kernel and for functions such as `outs`, which get what a call gives."""
     if hasattr(value, "__ctype__"):  # a struct
         return type(value), bytes(value.__ctype__())
-    array = _number(value)
-    shown = "" if hasattr(value, "_wp_scalar_type_") else repr(value)  # Warp's matrices show their address
-    return type(value), shown, array.dtype, array.tobytes()
+    return type(value), getattr(value, "dtype", None), str(_objects(value).tolist())
 
 
 # -- 9.4 A launch, as Warp records it -----------------------------------------------------------------
@@ -4850,22 +4807,16 @@ def _value_key(value: Any) -> Any:
 # a handler copies them, and writes the pointers of a slice where stand-ins stood.
 
 
-class _Packed(NamedTuple):
-    """What Warp passes in a launch, on each device of a platform the same."""
-
-    words: tuple[int, ...]  # blocks of memory, one behind the other, in which pointers are 0
-    block_sizes: tuple[int, ...]  # in words
-    # (number of the word, the buffer k whose pointer belongs there, or ~k for the bytes from one slice to the next)
-    pointers: tuple[tuple[int, int], ...]
-    shared_mem: int
-
-
 class _Recorded(NamedTuple):
-    """A launch that Warp has recorded for a device."""
+    """A launch that Warp has recorded for a device; what is passed is the same on each device of a platform."""
 
     command: Any  # Warp's, which keeps the module of the kernel loaded
     entry: int  # the machine code, on a GPU a CUfunction
-    packed: _Packed
+    shared_mem: int
+    words: list[int]  # blocks of memory, one behind the other
+    block_sizes: tuple[int, ...]  # in words
+    # (number of the word, the buffer k whose pointer belongs there, or ~k for the bytes from one slice to the next)
+    pointers: tuple[tuple[int, int], ...]
 
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
@@ -4879,8 +4830,8 @@ class _WarpTarget(_Target):
     values: Mapping[str, Any] = dataclasses.field(compare=False)
     content: tuple  # what decides the kernel's machine code; compared for the kernel
     value_keys: tuple  # compared for the values
-    # ((name of a parameter, "value" or "gradient"), number of the buffer, dimensions of the array there)
-    arrays: tuple[tuple[tuple[str, str], int, tuple[int, ...]], ...]
+    # (name of a parameter, "data" or "grad", number of the buffer, dimensions of the array there)
+    arrays: tuple[tuple[str, str, int, tuple[int, ...]], ...]
     launch_dims: tuple[int, ...]
     block_dim: int | None
     is_tiled: bool
@@ -4898,25 +4849,21 @@ class _WarpTarget(_Target):
 
     def lowered(self, platform: str, has_batch: bool = False) -> _Target:
         """Record a launch, and register what starts it."""
-        if platform == "cuda" and not _cuda_ordinals():
-            raise NotImplementedError(
-                f"{self.title}: to compile for CUDA takes a GPU, for which Warp says what a launch passes: JAX has none"
-            )
-        if platform not in ("cpu", "cuda"):
+        devices = {"cpu": ["cpu"], "cuda": [f"cuda:{n}" for n in _cuda_ordinals()]}.get(platform)
+        if not devices:
             return super().lowered(platform)  # raises
         if platform == "cuda" and has_batch:
             with _or_each_slice(self.title):
                 return self._in_z().lowered(platform)
-        with _warp_session() as wp:
-            recorded = self._record_on(wp, platform)
+        context = _LibCuda().keeping_context() if platform == "cuda" else contextlib.nullcontext()
+        with _warp_session() as wp, context:  # Warp may leave another device's context current
+            recorded = [self._record(wp, device) for device in devices]
             kernel_content = _warp_content(wp, self.kernel)  # which may be another one than where it was traced
-        packed = recorded[0].packed
-        launch = packed.words
+        _, _, shared_mem, words, block_sizes, pointers = recorded[0]
         if platform == "cuda":
-            launch = *self._begin(packed.shared_mem).words, *packed.words
-        buffers = [(key, k) for key, k, _ in self.arrays]
-        content = "warp", platform, self.in_order, kernel_content, tuple(buffers), self.block_dim
-        layout = platform, packed.shared_mem, packed.block_sizes, packed.pointers
+            words = [*self._cuda_launch(shared_mem).words, *words]
+        content = "warp", self.in_order, kernel_content, self.block_dim
+        layout = platform, shared_mem, block_sizes, pointers
         name = _NAMES.of_content(content, self.signature, self.name_given, str(layout))
 
         with _LOCK:
@@ -4924,125 +4871,94 @@ class _WarpTarget(_Target):
                 _import("numba", "warp_kernel compiles what XLA calls with Numba's LLVM: it", _NUMBA_INSTALL)
                 emitter = _WarpEmitter(self, platform, recorded)
                 _register(name, platform, _compile_handler(self.signature, emitter))
-        return _Target(name, launch, platform=platform, title=self.title, where=self.where)
+        return _Target(name, tuple(words), platform=platform, title=self.title, where=self.where)
 
     def _in_z(self) -> _WarpTarget:
         """What runs a batch by one launch (9.5)."""
         if self.in_order:
             raise _NoSingleLaunch("vmap_method says that slices run in order")
-        buffers = tuple([(key, k) for key, k, _ in self.arrays])
+        buffers = tuple([(name, field, k) for name, field, k, _ in self.arrays])
         return dataclasses.replace(self, kernel=_kernel_in_z(self.kernel, buffers), is_in_z=True)
-
-    def _begin(self, shared_mem: int) -> _CudaLaunch:
-        return _CudaLaunch(self._grid(), (self._threads_of_block, 1, 1), shared_mem)
 
     @property
     def _threads_of_block(self) -> int:
         return self.block_dim or 256
 
     def _dims_on(self, device: str) -> tuple[int, ...]:
-        if self.is_tiled and device != "cpu":
-            return *self.launch_dims[:-1], self._threads_of_block
-        return self.launch_dims
+        threads = 1 if device == "cpu" else self._threads_of_block
+        return (*self.launch_dims, threads) if self.is_tiled else self.launch_dims
 
-    def _grid(self) -> tuple[int, int, int]:
-        """The grid of `wp_cuda_launch_kernel` (warp.cu): without a loop in the kernel, blocks fill three axes."""
-        has_grid_stride = getattr(self.kernel, "grid_stride", True)  # set when the content was read
+    def _cuda_launch(self, shared_mem: int) -> _CudaLaunch:
+        """As `wp_cuda_launch_kernel` (warp.cu) has it: without a loop in the kernel, blocks fill three axes."""
+        threads = self._threads_of_block
         n_threads = math.prod(self._dims_on("cuda"))
-        if n_threads % self._threads_of_block and _source_of(self.kernel).uses_tiles:
+        if n_threads % threads and _source_of(self.kernel).uses_tiles:
             raise ValueError(
-                f"{self.title}: all {self._threads_of_block} threads of a block work on a tile, and launch_dims="
-                f"{self.launch_dims} are {n_threads} threads: with tiled=True launch_dims counts blocks"
+                f"{self.title}: all {threads} threads of a block work on a tile, and launch_dims={self.launch_dims} "
+                f"are {n_threads} threads: with tiled=True launch_dims counts blocks"
             )
-        blocks = -(-n_threads // self._threads_of_block)
+        blocks = -(-n_threads // threads)
         x, y, z = min(blocks, _CUDA_LIMITS["grid"][0]), 1, 1
-        if blocks and not has_grid_stride:
-            x = min(blocks, 2**24 // self._threads_of_block)
+        if not getattr(self.kernel, "grid_stride", True):  # set when the content was read
+            x = min(blocks, 2**24 // threads)
             y = min(-(-blocks // x), 65535)
             z = -(-blocks // (x * y))
-        if z > 65535 or n_threads > sys.maxsize:
-            limit = "" if has_grid_stride else " without a grid stride"
-            raise ValueError(f"{self.title}: {n_threads} threads are too many for one launch{limit}")
-        return x, y, z
-
-    def _record_on(self, wp: Any, platform: str) -> list[_Recorded]:
-        """What Warp passes on each device of a platform: the same on all."""
-        if platform == "cpu":
-            if getattr(wp.config, "enable_cpu_blocks", False) and (self.block_dim or 1) > 1:  # Warp >= 1.19
-                raise NotImplementedError(
-                    f"{self.title}: with warp.config.enable_cpu_blocks, Warp's scheduler runs blocks of "
-                    f"{self.block_dim} threads, and a handler runs no scheduler: use block_dim=1, or warp.jax_kernel"
-                )
-            return [self._record(wp, "cpu")]
-        with _LibCuda().keeping_context():  # Warp may leave another device's context current
-            recorded = [self._record(wp, f"cuda:{n}") for n in _cuda_ordinals()]
-        if len({launch.packed for launch in recorded}) > 1:
-            raise NotImplementedError(f"{self.title}: Warp passes other bytes on another GPU")
-        return recorded
+        return _CudaLaunch((x, y, z), (threads, 1, 1), shared_mem)
 
     def _record(self, wp: Any, device: str) -> _Recorded:
-        """What Warp passes on a device.  Pointers are where two recordings with other stand-ins differ."""
-        buffers = [k for _, k, _ in self.arrays]
-        steps = [~k for k in buffers] if self.is_in_z else []
-        numbers = [*buffers, *steps]
-        first, second = [{k: int.from_bytes(os.urandom(7), "little") << 4 for k in numbers} for _ in range(2)]
-        command = self._command(wp, device, first)
+        """What Warp passes on a device.  Pointers are where it passes stand-ins: random numbers, equal to no other."""
+        numbers = [k for _, _, k, _ in self.arrays]
+        if self.is_in_z:
+            numbers += [~k for k in numbers]
+        stand_ins = {k: int.from_bytes(os.urandom(7), "little") << 4 for k in numbers}
+        command = self._command(wp, device, stand_ins)
         blocks = _warp_blocks(command)
-        other_blocks = _warp_blocks(self._command(wp, device, second))
-        words, other_words = [memoryview(b"".join(x)).cast("q").tolist() for x in (blocks, other_blocks)]
-        number_of = {stand_in: k for k, stand_in in first.items()}
-        pointers = []
-        for n, (word, other) in enumerate(zip(words, other_words, strict=True)):
-            if word != other:
-                pointers.append((n, number_of.get(word, sys.maxsize)))
-                words[n] = 0
-        passed = {k for _, k, dims in self.arrays if 0 not in dims}.union(steps)
-        if {k for _, k in pointers} != passed:
+        words = memoryview(b"".join(blocks)).cast("q").tolist()
+        number_of = {stand_in: k for k, stand_in in stand_ins.items()}
+        pointers = tuple([(n, number_of[word]) for n, word in enumerate(words) if word in number_of])
+        if {k for _, k in pointers} != set(numbers):
             raise NotImplementedError(f"{self.title}: this Warp passes arrays in an unknown way: use warp.jax_kernel")
+        for n, _ in pointers:
+            words[n] = 0
         direction = "backward" if command.adjoint else "forward"
         entry = ctypes.cast(getattr(command.hooks, direction), _PTR).value or 0
         shared_mem = getattr(command.hooks, f"{direction}_smem_bytes")
-        if self.is_in_z and (exceeded := _LibCuda().exceeded(entry, self._begin(shared_mem))):
+        if self.is_in_z and (exceeded := _LibCuda().exceeded(entry, self._cuda_launch(shared_mem))):
             raise _NoSingleLaunch(f"it does not fit then{exceeded}")  # it may take more registers
-        block_sizes = tuple(len(block) // 8 for block in blocks)
-        return _Recorded(command, entry, _Packed(tuple(words), block_sizes, tuple(pointers), shared_mem))
+        block_sizes = tuple([len(block) // 8 for block in blocks])
+        return _Recorded(command, entry, shared_mem, words, block_sizes, pointers)
 
     def _command(self, wp: Any, device: str, pointers: Mapping[int, int]) -> Any:
         """Warp's recorded launch, with these pointers to buffers; compiles and loads the kernel."""
-        arrays = {key: (0 if 0 in dims else pointers[k], dims) for key, k, dims in self.arrays}
         warp_types = {arg.label: arg.type for arg in self.kernel.adj.args}
-
-        def array(name: str, role: str) -> Any:
-            if (name, role) not in arrays:
-                return None
-            pointer, dims = arrays[name, role]
-            gradient = array(name, "gradient") if role == "value" else None
-            return wp.array(ptr=pointer, shape=dims, dtype=warp_types[name].dtype, device=device, grad=gradient)
-
-        options: dict[str, Any] = {"device": device, "record_cmd": True, "record_tape": False}
-        if any(role == "gradient" for _, role in arrays):
-            gradients = [array(x, "gradient") if hasattr(t, "ndim") else t() for x, t in warp_types.items()]
+        data = dict(self.values)
+        grad: dict[str, Any] = {}
+        for name, field, k, dims in reversed(self.arrays):  # gradients first
+            dtype = warp_types[name].dtype
+            array = wp.array(ptr=pointers[k], shape=dims, dtype=dtype, device=device, grad=grad.get(name))
+            (data if field == "data" else grad)[name] = array
+            if self.is_in_z:
+                data[_STEP.format(k)] = pointers[~k]
+        inputs = [data[name] for name in warp_types]
+        block_dim = 1 if device == "cpu" else self._threads_of_block
+        options: dict[str, Any] = {"device": device, "block_dim": block_dim, "record_cmd": True, "record_tape": False}
+        note = f"This was raised for {self.title}"
+        if grad:
+            gradients = [grad.get(name) if hasattr(t, "ndim") else t() for name, t in warp_types.items()]
             options |= {"adj_inputs": gradients, "adjoint": True}
-        options["block_dim"] = 1 if device == "cpu" else self._threads_of_block
-        steps = {_STEP.format(~k): step for k, step in pointers.items() if k < 0}
-        values = {**self.values, **steps}
-        inputs = [values.get(name, array(name, "value")) for name in warp_types]
+            note += ", which enable_backward=False leaves out (of the kernel, its module, or in warp.config)"
         try:
             command = wp.launch(self.kernel, self._dims_on(device), inputs, **options)
         except Exception as error:
-            error.add_note(f"This was raised for {self.title}.")
-            if "backward kernel" in str(error):
-                error.add_note(
-                    "differentiable=True needs the kernel's adjoint, which enable_backward=False leaves out: in "
-                    "warp.kernel, in the options of its module, or in warp.config"
-                )
+            error.add_note(note)
             raise
         if command is None:  # some versions of Warp report a failed build once only
             raise RuntimeError(f"Warp cannot build kernel {self.kernel.key!r}: see its first error, or its log")
-        if type(command).__name__ != "Launch" or getattr(command, "cluster_dim", 1) != 1:
+        has_blocks = device == "cpu" and getattr(wp.config, "enable_cpu_blocks", False) and (self.block_dim or 1) > 1
+        if has_blocks or type(command).__name__ != "Launch" or getattr(command, "cluster_dim", 1) != 1:
             raise NotImplementedError(
-                f"{self.title}: in deterministic mode, or of clusters, a launch is more than the start of a kernel: "
-                "call it by warp.jax_kernel"
+                f"{self.title}: in deterministic mode, of clusters, or of enable_cpu_blocks' blocks, a launch is more "
+                "than the start of a kernel: call it by warp.jax_kernel"
             )
         return command
 
@@ -5068,8 +4984,8 @@ class _WarpEmitter(_Emitter):
 
     def __init__(self, target: _WarpTarget, platform: str, recorded: Sequence[_Recorded]) -> None:
         self.recorded = recorded  # keeps Warp's modules loaded
-        self.block_sizes = recorded[0].packed.block_sizes
-        self.pointers = recorded[0].packed.pointers
+        self.block_sizes = recorded[0].block_sizes
+        self.pointers = recorded[0].pointers
         self.is_in_z = target.is_in_z
         if platform == "cpu":
             self.entry = recorded[0].entry
@@ -5110,10 +5026,9 @@ class _WarpEmitter(_Emitter):
 
 
 # -- 9.5 A batch in one launch ------------------------------------------------------------------------
-# On a GPU the blocks along z of a launch are the slices of a batch: Warp counts threads along x alone, if its kernels
-# loop over the grid.  So a second kernel is the first one with lines in front that move each array to the slice of the
-# block.  By how many bytes from one slice to the next, the handler writes where it writes pointers: by 0 if all slices
-# share an array.
+# On a GPU the blocks along z are the slices of a batch, as Warp counts threads along x alone, if kernels loop over the
+# grid.  A second kernel is the first one with lines in front that move each array to the slice of the block, by a step
+# in bytes that the handler writes where it writes pointers: 0 if all slices share an array.
 #
 #     def kernel(x, factor, out):         def kernel(x, factor, out, _xla_step_0, _xla_step_1):
 #         i = wp.tid()                        x = _xla_move_0(x, _xla_step_0)
@@ -5121,50 +5036,41 @@ class _WarpEmitter(_Emitter):
 #                                             i = wp.tid()
 #                                             out[i] = factor * x[i]
 #
-# C++ of the user's may ask for z, and an adjoint of the user's own looks for gradients where those of arrays that were
-# moved are not: such kernels are launched for each slice.
+# C++ of the user's may ask for z, and the user's own adjoints look for gradients where those of moved arrays are not:
+# such kernels are launched for each slice.
 
 _STEP = "_xla_step_{}"
-_MOVE = "_xla_move_{}"
 _MOVE_SOURCE = "@wp.func_native()\ndef move(array, step): ..."  # where Warp looks for the decorator
 _MOVE_SNIPPET = "auto& p = array.{field}; p = (decltype(&*p))((char*)p + blockIdx.z * step); return array;"
-_KERNELS_IN_Z: Any = weakref.WeakKeyDictionary()  # kernel -> {(content, buffers): the kernel whose slices are along z}
+_KERNELS_IN_Z = _BoundedCache()  # (content, buffers) -> the kernel whose slices are along z
 
 
-def _kernel_in_z(kernel: Any, buffers: tuple[tuple[tuple[str, str], int], ...]) -> Any:
+def _kernel_in_z(kernel: Any, buffers: tuple[tuple[str, str, int], ...]) -> Any:
     """The kernel whose blocks z work on slice z of these arrays and gradients."""
     with _warp_session() as wp:
-        made = _KERNELS_IN_Z.setdefault(kernel, {})
         key = _warp_content(wp, kernel), buffers
-        if key not in made:
-            made[key] = _make_kernel_in_z(wp, kernel, buffers)
-        return made[key]
+        return _KERNELS_IN_Z.get(key) or _KERNELS_IN_Z.keep(key, _make_kernel_in_z(wp, kernel, buffers))
 
 
-def _make_kernel_in_z(wp: Any, kernel: Any, buffers: tuple[tuple[tuple[str, str], int], ...]) -> Any:
+def _make_kernel_in_z(wp: Any, kernel: Any, buffers: Sequence[tuple[str, str, int]]) -> Any:
     source = kernel.adj.source
-    if kernel.adj.transformers:
-        raise _NoSingleLaunch("its code transformers would see another source")
-    if "_xla_" in source:
-        raise _NoSingleLaunch("names that begin with _xla_ are those of what is added to it")
     if _source_of(kernel).has_own_code:
         raise _NoSingleLaunch("it calls C++, or has adjoints, of your own")
     annotations = {arg.label: arg.type for arg in kernel.adj.args}
     names = _variables_of(kernel.func)
     same = _kernel_like(kernel, source, annotations, names)
-    _, _, hash_now, *_ = _warp_content(wp, same)
-    if hash_now != kernel.hash.hex():
+    same.module.get_module_hash()  # also hashes the kernels
+    if same.hash != kernel.hash:
         raise _NoSingleLaunch("what it names is something else now than when Warp read it")
     lines = []
-    for (name, role), k in buffers:
+    for name, field, k in buffers:
 
-        def move(array: Any, step: Any) -> Any:
-            raise NotImplementedError  # in C++ alone
+        def move(array: Any, step: Any) -> Any: ...  # in C++ alone
 
         kind = annotations[name]
         move.__annotations__ = {"array": kind, "step": wp.int64, "return": kind}
-        snippet = _MOVE_SNIPPET.format(field="grad" if role == "gradient" else "data")
-        key = _MOVE.format(k)
+        snippet = _MOVE_SNIPPET.format(field=field)
+        key = f"_xla_move_{k}"
         names[key] = wp.Function(move, key, "", module=same.module, native_snippet=snippet, source=_MOVE_SOURCE)
         annotations[_STEP.format(k)] = wp.int64
         lines.append(f"{name} = {key}({name}, {_STEP.format(k)})")
@@ -5181,7 +5087,8 @@ def _kernel_like(kernel: Any, source: str, annotations: dict, names: dict, **opt
     # Warp tells modules apart by name.
     module = type(kernel.module)(f"{kernel.key}_{_hash(kernel.module.name, kernel.hash, source)}", None)
     module.options.update(kernel.module.options)
-    return type(kernel)(function, kernel.key, module, {**kernel.options, **options}, source=source)
+    transformers = kernel.adj.transformers
+    return type(kernel)(function, kernel.key, module, {**kernel.options, **options}, transformers, source)
 
 
 # -- 9.6 Gradients that Warp gets wrong ---------------------------------------------------------------
