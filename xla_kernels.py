@@ -4865,12 +4865,13 @@ class _WarpTarget(_Target):
         content = "warp", self.in_order, kernel_content, self.block_dim
         layout = platform, shared_mem, block_sizes, pointers
         name = _NAMES.of_content(content, self.signature, self.name_given, str(layout))
-
-        with _LOCK:
-            if name not in _TARGETS:
-                _import("numba", "warp_kernel compiles what XLA calls with Numba's LLVM: it", _NUMBA_INSTALL)
-                emitter = _WarpEmitter(self, platform, recorded)
-                _register(name, platform, _compile_handler(self.signature, emitter))
+        if name not in _TARGETS:
+            _import("numba", "warp_kernel compiles what XLA calls with Numba's LLVM: it", _NUMBA_INSTALL)
+            emitter = _WarpEmitter(self, platform, recorded)  # without the lock, as Warp may be building in a thread
+            compiled = _compile_handler(self.signature, emitter)
+            with _LOCK:
+                if name not in _TARGETS:
+                    _register(name, platform, compiled)
         return _Target(name, tuple(words), platform=platform, title=self.title, where=self.where)
 
     def _in_z(self) -> _WarpTarget:
@@ -5056,6 +5057,8 @@ def _make_kernel_in_z(wp: Any, kernel: Any, buffers: Sequence[tuple[str, str, in
     source = kernel.adj.source
     if _source_of(kernel).has_own_code:
         raise _NoSingleLaunch("it calls C++, or has adjoints, of your own")
+    if kernel.adj.transformers:
+        raise _NoSingleLaunch("its code transformers would see another source")
     annotations = {arg.label: arg.type for arg in kernel.adj.args}
     names = _variables_of(kernel.func)
     same = _kernel_like(kernel, source, annotations, names)
@@ -5087,8 +5090,7 @@ def _kernel_like(kernel: Any, source: str, annotations: dict, names: dict, **opt
     # Warp tells modules apart by name.
     module = type(kernel.module)(f"{kernel.key}_{_hash(kernel.module.name, kernel.hash, source)}", None)
     module.options.update(kernel.module.options)
-    transformers = kernel.adj.transformers
-    return type(kernel)(function, kernel.key, module, {**kernel.options, **options}, transformers, source)
+    return type(kernel)(function, kernel.key, module, {**kernel.options, **options}, source=source)
 
 
 # -- 9.6 Gradients that Warp gets wrong ---------------------------------------------------------------
