@@ -5597,8 +5597,6 @@ def _warn_of_stale_values(kernel: Any, params: Mapping[str, _WarpParam], title: 
 
 # ======================================================================================================
 # 10. XLACustomKernel: one operation, many backends, all of JAX's transformations.
-# An op (10.1), a call of it (10.2), a kernel (10.3), and the rules of its primitive (10.4 to 10.6).
-#
 # An op is a JAX primitive.  A call binds it with the static parameters; only its lowering knows the platform, and so
 # the backend: it traces that backend's kernel and lowers the result.  Until then all transformations act on the
 # primitive, with the derivative rules of the user.
@@ -5623,13 +5621,11 @@ class XLACustomKernel(_NotCopied):
 
     Kernels are registered with the `def_*_kernel` methods: as a *generator*, which is called with the static parameters
     of a call and returns the function to trace, or ready-made (`@njit`, `@cuda.jit`, `@wp.kernel`). `vmap` is handed to
-    the backend's own batching rules. Derivatives are given by the `def_*_rule` methods.
+    the backend's own batching rules. Derivatives are given by the `def_*_rule` methods. An op is never collected.
 
     An op has no side effects: a call whose results nobody uses is dropped, and two calls are not ordered. Under `vmap`
     a `cond` becomes a `select`: a kernel in a branch that is not taken runs, too, and what it raises is raised; in a
     `while_loop` it runs for slices that have finished, too, with their last state.
-
-    An op lives as long as the process, as JAX's tables hold its primitive.
 
     Args:
       name: shown in jaxprs and error messages; it need not be unique.
@@ -5724,8 +5720,7 @@ class XLACustomKernel(_NotCopied):
     def def_kernel(self, backend: str, platform: str, kg: Any = None, asdefault: bool = False, **options: Any) -> Any:
         """Register a kernel for a backend and a platform; returns it, or a decorator where it is left out.
 
-        It replaces the backend's kernel from the next trace on, also in functions that were compiled with the old one:
-        these are traced again.
+        It replaces the backend's kernel, also in functions that were compiled with the old one: these are traced again.
 
         Args:
           backend: any name; `"numba"`, `"warp"`, `"numba_cuda"`, `"pallas"`, `"triton"`, `"cuda_raw"` have shorthands.
@@ -5979,8 +5974,6 @@ class KernelEntry:
 
 
 # -- 10.2 A call: from op(...) to its primitive --------------------------------------------------------
-# Operands, outs and static parameters are checked where the user's call is on the stack.  A kernel is traced there
-# once, so that its errors are raised there, too.
 
 
 def _call_key(outs: Any, backend: str | None, params: dict) -> tuple:
@@ -6140,21 +6133,17 @@ def _outputs(what: str, returned: Any, outs: Sequence, tree: Any) -> list:
 def _as_declared(what: str, returned: Sequence, declares: str, expected: Sequence) -> list:
     """What a kernel or a rule returned, as arrays of these shapes and dtypes; None fits everything, on either side."""
     arrays = list(map(_as_array, returned))
-    _check_returned(what, arrays, declares, expected)
-    return arrays
-
-
-def _as_array(x: Any) -> Any:
-    return x if x is None or isinstance(x, jax.Array) else jax.numpy.asarray(x)  # asarray would truncate 64 bits
-
-
-def _check_returned(what: str, returned: Sequence, declares: str, expected: Sequence) -> None:
-    shown = list(map(_show, returned))
+    shown = list(map(_show, arrays))
     wanted = list(map(_show, expected))
     fits = [pair[0] == pair[1] or "None" in pair for pair in zip(shown, wanted)]
     if len(shown) != len(wanted) or not all(fits):
         fix = "return as many, of equal shape and dtype (None for zero in a rule), or correct what is declared"
         raise ValueError(f"{what} returned ({', '.join(shown)}), but {declares} ({', '.join(wanted)}): {fix}")
+    return arrays
+
+
+def _as_array(x: Any) -> Any:
+    return x if x is None or isinstance(x, jax.Array) else jax.numpy.asarray(x)  # asarray would truncate 64 bits
 
 
 # -- 10.4 The primitive: its rules for JAX's interpreters ----------------------------------------------
@@ -6209,7 +6198,7 @@ class _OpParams:
     tree: Any  # the structure of outs
     vmaps: tuple = ()  # the recorded ones (10.5): the `in_axes` of each
     batch: tuple[int, ...] = ()  # and its size
-    innermost_by_rule: bool = False  # whether the op's batching rule does the innermost of the vmaps
+    batching_rule: Callable | None = None  # of the user, if it does the innermost of the vmaps
 
     @property
     def batched_outs(self) -> list[Spec]:
@@ -6241,9 +6230,8 @@ class _OpParams:
         """The jaxpr of a kernel: for a batch by the batching rules of what it calls, or else slice by slice."""
         run_slice: Any = functools.partial(_run_slice, self, entry)
         vmaps = self.vmaps
-        rule = self.op._rules.get("batching")
-        if rule and self.innermost_by_rule:
-            run_slice = functools.partial(_run_batching_rule, self, rule, vmaps[-1])
+        if self.batching_rule:
+            run_slice = functools.partial(_run_batching_rule, self, vmaps[-1])
             vmaps = vmaps[:-1]
         try:
             return _trace_closed(self.op, functools.reduce(jax.vmap, reversed(vmaps), run_slice), ins)
@@ -6294,8 +6282,8 @@ def _op_lowering(op_params: _OpParams, ctx: Any, *ins: Any) -> Any:
 # what runs a slice, or is a rule (10.6).
 #
 # The op's own batching rule, too, runs at lowering: what it runs may have no derivatives, or others than the op
-# (surrogate gradients).  A mark says that it does the innermost of the recorded vmaps; what the rule itself binds by
-# `general_batching_rule` has none, or lowering would never end.
+# (surrogate gradients).  It does the innermost of the recorded vmaps, but not of those that the rule itself binds by
+# `general_batching_rule`, or lowering would never end.
 
 
 def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None], /, **params: Any) -> tuple:
@@ -6336,24 +6324,24 @@ def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None],
 def _op_batching(op_params: _OpParams, args: Sequence, axes: Sequence) -> tuple:
     rule = op_params.op._rules.get("batching")
     if rule and not op_params.vmaps:  # it is for the op on one slice, not on the batch of a recorded vmap
+        op_params = dataclasses.replace(op_params, batching_rule=rule)
         in_axes, batch = _with_axes_in_front(args, axes)
-        run_rule = functools.partial(_run_batching_rule, op_params, rule, in_axes)
+        run_rule = functools.partial(_run_batching_rule, op_params, in_axes)
         _trace_closed(op_params.op, run_rule, batch)  # for its errors, here, where the user's call is on the stack
-        op_params = dataclasses.replace(op_params, innermost_by_rule=True)
     results = op_params.bind_batch(args, axes)
     return results, [0] * len(results)
 
 
-def _run_batching_rule(op_params: _OpParams, rule: Callable, in_axes: tuple, *batch: Any) -> list:
-    """The results of the user's rule for one vmap, with its axis in front."""
+def _run_batching_rule(op_params: Any, in_axes: tuple, *batch: Any) -> list:
+    """The results of the user's rule for one vmap, whose axis is in front."""
     what = f"the batching rule of {op_params.op.name!r}"
-    results, axes = rule(batch, in_axes, **op_params.rule_params)
+    results, axes = op_params.batching_rule(batch, in_axes, **op_params.rule_params)
     if not isinstance(results, (list, tuple)) or not isinstance(axes, (list, tuple)) or len(results) != len(axes):
         raise TypeError(f"{what} must return (results, their axes), two sequences of one length; got {results}, {axes}")
-    results = list(map(_as_array, results))
-    _check_returned(what, list(map(_without_axis, results, axes)), "the slices of outs are", op_params.outs)
     size = batch[in_axes.index(0)].shape[0]
-    return [_batch_in_front(x, axis, size) for x, axis in zip(results, axes)]
+    in_front = [_batch_in_front(x, axis, size) for x, axis in zip(results, axes)]
+    expected = [Spec((size, *out.shape), out.dtype) for out in op_params.outs]
+    return _as_declared(what, in_front, "outs, with the batch in front, are", expected)
 
 
 def _with_axes_in_front(args: Sequence, axes: Sequence[int | None]) -> tuple[tuple, list]:
@@ -6362,15 +6350,12 @@ def _with_axes_in_front(args: Sequence, axes: Sequence[int | None]) -> tuple[tup
     return in_axes, [jax.numpy.moveaxis(x, axis, 0) if axis else x for x, axis in zip(args, axes)]
 
 
-def _without_axis(x: Any, axis: int | None) -> Any:
-    """The spec of a slice; the axis may count from the end, as JAX takes it."""
-    aval = jax.typeof(x)
-    sizes = list(aval.shape)
+def _without_axis(x: Any, axis: int | None) -> Spec:
+    """The spec of a slice."""
+    sizes = list(np.shape(x))
     if axis is not None:
-        if not -len(sizes) <= axis < len(sizes):
-            raise ValueError(f"a batch along axis {axis} of an array that has {len(sizes)} dimensions, {_show(aval)}")
         del sizes[axis]
-    return Spec(tuple(sizes), aval.dtype)
+    return Spec(sizes, jax.typeof(x).dtype)
 
 
 def _sequential(function: Callable, in_axes: tuple) -> Callable:
@@ -6386,10 +6371,8 @@ def _sequential(function: Callable, in_axes: tuple) -> Callable:
 
 # -- 10.6 Derivatives ----------------------------------------------------------------------------------
 # A user's rule is vmapped by the recorded vmaps: tangents are batched as their primals, cotangents by all, as outputs.
-#
-# Zeros are symbolic.  JAX gives rules `ad.Zero` and `ad.UndefinedPrimal`, which `jax.vmap` cannot batch, so
-# `_symbolic_slice` gives them the shape of a slice.
-# A rule may return a zero as None, `ad.Zero` or an undefined primal; `_from_rule` makes it None.
+# JAX gives rules `ad.Zero` and `ad.UndefinedPrimal`, which `jax.vmap` cannot batch: `_symbolic_slice` gives them the
+# shape of a slice.  A rule may return a zero as None, `ad.Zero` or an undefined primal: `_from_rule` makes it None.
 
 
 def defjvp(primitive: Any, *jvp_rules: Callable | None) -> None:
@@ -6401,10 +6384,6 @@ def defjvp(primitive: Any, *jvp_rules: Callable | None) -> None:
         operand's tangent causes, in a list or tuple (one array if there is one output; None for zero), and is only
         called for an operand that is differentiated. None in place of a rule: the operand contributes nothing.
         `params` is as in :meth:`XLACustomKernel.def_jvp_rule`.
-
-    Raises:
-      TypeError: `primitive` is neither op nor primitive, or a rule is not callable.
-      ValueError: when differentiated, rules and operands differ in number, or tangents do not match the outputs.
 
     Example:
       >>> op = XLACustomKernel("multiply")
@@ -6456,7 +6435,7 @@ def _op_jvp(op_params: _OpParams, primals: Sequence, tangents: Sequence) -> tupl
     """The op's jvp rule, which is for one slice, under the recorded vmaps."""
     rule = _derivative_rule(op_params.op, "jvp")
     what = f"the jvp rule of {op_params.op.name!r}"
-    one_slice = dataclasses.replace(op_params, vmaps=(), batch=(), innermost_by_rule=False)
+    one_slice = dataclasses.replace(op_params, vmaps=(), batch=(), batching_rule=None)
 
     def of_slice(primals: tuple, tangents: tuple) -> tuple:
         if isinstance(rule, list):  # of `defjvp`
@@ -6547,15 +6526,18 @@ def _from_rule(what: str, returned: Any, declares: str, avals: Sequence) -> list
     return [None if x is None or aval is None else _sharded_like(x, aval) for x, aval in zip(arrays, expected)]
 
 
+_RULES_TO_DEFINE = {  # a rule that is missing -> what to use
+    "jvp": "def_jvp_rule2, def_jvp_rule or def_vjp_rule",
+    "transpose": "def_transpose_rule or def_vjp_rule, or jvp rules in jax.numpy, where one calls the op on tangents",
+}
+
+
 def _derivative_rule(op: XLACustomKernel, kind: str) -> Any:
     rule = op._rules.get(kind)
     if rule is None:
-        other = "define the derivative with def_jvp_rule2 or def_vjp_rule"
-        if kind == "transpose" and "jvp" in op._rules:
-            other = "write its jvp rule, which calls the op on tangents, in jax.numpy"
         raise NotImplementedError(
-            f"{op.title} has no {kind} rule, which a derivative needs: use def_{kind}_rule, or {other}, or keep the op "
-            "out of it with jax.lax.stop_gradient"
+            f"{op.title} has no {kind} rule, which a derivative needs: use {_RULES_TO_DEFINE[kind]}, or keep the op out of "
+            "it with jax.lax.stop_gradient"
         )
     return rule
 
