@@ -5930,23 +5930,27 @@ class XLACustomKernel(_NotCopied):
         for name in [backend] if backend else self.available_backends(platform):
             call = jax.jit(functools.partial(self, outs=outs, backend=name, **params))
             timer = timeit.Timer(lambda call=call: jax.block_until_ready(call(*args)))  # type: ignore[misc]
+            row = _BenchmarkRow(name)
             try:
                 first = timer.timeit(1)
                 times = timer.repeat(int(np.clip(0.2 / timer.timeit(1), 5, 10_000)), 1)
                 results = np.concatenate([np.ravel(x) for x in [*jax.tree.leaves(call(*args)), 0j]])
+                reference = results if reference is None else reference
+                differs = ~np.isclose(results, reference, 0, 0, equal_nan=True)
+                difference = np.max(np.abs(results[differs] - reference[differs]), initial=0.0)
+                row = _BenchmarkRow(name, 1e3 * first, 1e6 * np.median(times), difference)
             except Exception as error:
-                rows.append(_BenchmarkRow(name, error=f"{type(error).__name__}: {error}".partition("\n")[0]))
-                continue
-            reference = results if reference is None else reference
-            differs = ~np.isclose(results, reference, 0, 0, equal_nan=True)
-            difference = np.max(np.abs(results[differs] - reference[differs]), initial=0.0)
-            rows.append(_BenchmarkRow(name, 1e3 * first, 1e6 * float(np.median(times)), float(difference)))
+                row = row._replace(error=f"{type(error).__name__}: {error}".partition("\n")[0])
+            rows.append(row)
         return _OpBenchmark(rows)
 
 
-_BenchmarkRow = collections.namedtuple(  # backend is a name, error a text; the others are floats
-    "_BenchmarkRow", "backend first_ms median_us difference error", defaults=(math.nan, math.nan, math.nan, "")
-)
+class _BenchmarkRow(NamedTuple):
+    backend: str
+    first_ms: float = math.nan
+    median_us: float = math.nan
+    difference: float = math.nan
+    error: str = ""
 
 
 class _OpBenchmark(NamedTuple):
@@ -6095,11 +6099,10 @@ def _run_slice(op_params: _OpParams, entry: KernelEntry, *ins: Any) -> list:
 
 
 def _function_of_arrays(op_params: _OpParams, entry: KernelEntry, ins: Sequence) -> Callable:
-    """What the generator returns for these parameters and outs, which it is asked for once under a configuration."""
+    """What the generator returns for these parameters and outs, which it is asked for once."""
     axes = _all_varying_axes(map(jax.typeof, ins))
     mesh = jax.sharding.get_abstract_mesh()  # an array that the generator makes has it in its type
-    configuration = tuple([getattr(jax.config, name, None) for name in jax.config.values])  # of this thread
-    key = entry, op_params.outs, axes, mesh, op_params.key, configuration
+    key = entry, op_params.outs, axes, mesh, op_params.key
     functions = op_params.op._functions
     known = functions.get(key)
     if known:
@@ -6496,7 +6499,6 @@ def _symbolic_slice(x: Any, depth: int) -> Any:
 
 def _bind_with_vjp(op_params: _OpParams, ins: Sequence, fwd: Callable, bwd: Callable) -> list:
     """Bind the op with its vjp rule."""
-    ins = _make_varying(ins)
     avals = list(map(jax.typeof, ins))
     params = op_params.rule_params
     what = f"the vjp rule of {op_params.op.name!r}"
@@ -6526,18 +6528,12 @@ def _from_rule(what: str, returned: Any, declares: str, avals: Sequence) -> list
     return [None if x is None or aval is None else _sharded_like(x, aval) for x, aval in zip(arrays, expected)]
 
 
-_RULES_TO_DEFINE = {  # a rule that is missing -> what to use
-    "jvp": "def_jvp_rule2, def_jvp_rule or def_vjp_rule",
-    "transpose": "def_transpose_rule or def_vjp_rule, or jvp rules in jax.numpy, where one calls the op on tangents",
-}
-
-
 def _derivative_rule(op: XLACustomKernel, kind: str) -> Any:
     rule = op._rules.get(kind)
     if rule is None:
         raise NotImplementedError(
-            f"{op.title} has no {kind} rule, which a derivative needs: use {_RULES_TO_DEFINE[kind]}, or keep the op out of "
-            "it with jax.lax.stop_gradient"
+            f"{op.title} has no {kind} rule, which a derivative needs: use def_{kind}_rule, def_jvp_rule2 (where a rule "
+            "calls the op on tangents, in jax.numpy) or def_vjp_rule, or keep the op out with jax.lax.stop_gradient"
         )
     return rule
 
