@@ -5680,16 +5680,18 @@ class XLACustomKernel(_NotCopied):
         if callable(outs):
             avals = [getattr(x, "aval", None) or jax.typeof(x) for x in ins]
             outs = _call_with_specs(outs, f"{self.title}: outs", *avals)
+        key = None
         try:
-            call = self._calls[_call_key(outs, backend, params)]
+            key = _outs_key(outs), backend, _tagged(params) if params else ()
+            call = self._calls[key]
         except (KeyError, TypeError):
-            call = self._new_call(outs, backend, params)
+            call = self._new_call(outs, backend, params, key)
         if not is_traced:
             return call.jitted(*ins)
         call.check(ins)
         return call.bind(*ins)
 
-    def _new_call(self, outs: Any, backend: str | None, params: dict) -> _OpCall:
+    def _new_call(self, outs: Any, backend: str | None, params: dict, key: Any) -> _OpCall:
         if outs is None:
             raise TypeError(f"{self.title}: outs is missing: give the results' specs, such as outs=lambda x: x")
         for name, value in params.items():
@@ -5703,7 +5705,7 @@ class XLACustomKernel(_NotCopied):
                 ) from None
         call = _OpCall(self.primitive.op_params(outs, backend, **params))
         with contextlib.suppress(TypeError):  # sizes that are arrays cannot be hashed
-            return self._calls.keep(_call_key(outs, backend, params), call)
+            return self._calls.keep(key, call) if key else call
         return call
 
     def __repr__(self) -> str:
@@ -5980,17 +5982,13 @@ class KernelEntry:
 # -- 10.2 A call: from op(...) to its primitive --------------------------------------------------------
 
 
-def _call_key(outs: Any, backend: str | None, params: dict) -> tuple:
-    return _outs_key(outs), backend, _tagged(params) if params else ()
-
-
 def _outs_key(outs: Any) -> tuple:
-    """Equal for equal structures of equal specs.  What is common is found by its type: JAX takes longer to flatten."""
+    """Equal for equal structures of equal specs.  To flatten a list costs an eager call more than JAX's own work."""
     kind = type(outs)
-    if kind is Spec or kind is jax.core.ShapedArray:
-        return outs.shape, outs.dtype
     if kind is list or kind is tuple:
         return kind, tuple([_outs_key(x) for x in outs])
+    if kind is Spec or (hasattr(outs, "shape") and hasattr(outs, "dtype")):
+        return outs.shape, outs.dtype
     leaves, tree = _flatten(outs, "outs")
     return tree, *[(x.shape, x.dtype) if _is_spec(x) else x for x in leaves]
 
@@ -6043,8 +6041,7 @@ def _tagged(value: Any) -> Any:
 
 
 # -- 10.3 A kernel: from a generator, or a ready kernel, to its results --------------------------------
-# For one slice and one backend.  What is registered is a generator, which returns a function of arrays, or a ready
-# kernel (of Numba or Warp, or a wrapper), of which `_wrap_ready` makes one.
+# For one slice and one backend.
 
 
 def _as_generator(kernel: str, kg: Any, options: dict) -> Callable:
@@ -6135,7 +6132,8 @@ def _outputs(what: str, returned: Any, outs: Sequence, tree: Any) -> list:
 
 def _as_declared(what: str, returned: Sequence, declares: str, expected: Sequence) -> list:
     """What a kernel or a rule returned, as arrays of these shapes and dtypes; None fits everything, on either side."""
-    arrays = list(map(_as_array, returned))
+    # no asarray of arrays, as it truncates 64 bits
+    arrays = [x if x is None or isinstance(x, jax.Array) else jax.numpy.asarray(x) for x in returned]
     shown = list(map(_show, arrays))
     wanted = list(map(_show, expected))
     fits = [pair[0] == pair[1] or "None" in pair for pair in zip(shown, wanted)]
@@ -6143,10 +6141,6 @@ def _as_declared(what: str, returned: Sequence, declares: str, expected: Sequenc
         fix = "return as many, of equal shape and dtype (None for zero in a rule), or correct what is declared"
         raise ValueError(f"{what} returned ({', '.join(shown)}), but {declares} ({', '.join(wanted)}): {fix}")
     return arrays
-
-
-def _as_array(x: Any) -> Any:
-    return x if x is None or isinstance(x, jax.Array) else jax.numpy.asarray(x)  # asarray would truncate 64 bits
 
 
 # -- 10.4 The primitive: its rules for JAX's interpreters ----------------------------------------------
@@ -6532,7 +6526,7 @@ def _derivative_rule(op: XLACustomKernel, kind: str) -> Any:
     rule = op._rules.get(kind)
     if rule is None:
         raise NotImplementedError(
-            f"{op.title} has no {kind} rule, which a derivative needs: use def_{kind}_rule, def_jvp_rule2 (where a rule "
+            f"{op.title} has no {kind} rule, which a derivative needs: use def_{kind}_rule, def_jvp_rule2 (where one "
             "calls the op on tangents, in jax.numpy) or def_vjp_rule, or keep the op out with jax.lax.stop_gradient"
         )
     return rule
