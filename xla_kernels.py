@@ -6253,7 +6253,7 @@ def _trace_closed(op: XLACustomKernel, function: Callable, ins: Sequence) -> Any
                 "use the collective outside of it"
             )
         if "Ordered" in kind:  # JAX has no token for it when an op is lowered
-            raise NotImplementedError(f"{what} has ordered effects ({kind}), an op has none: call the kernel itself")
+            raise NotImplementedError(f"{op.title} has no ordered effects, here {kind}: call its kernel itself")
     return closed
 
 
