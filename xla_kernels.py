@@ -6437,10 +6437,11 @@ def _op_jvp(op_params: _OpParams, primals: Sequence, tangents: Sequence) -> tupl
     def of_slice(primals: tuple, tangents: tuple) -> tuple:
         if isinstance(rule, list):  # of `defjvp`
             outputs = one_slice.bind(*primals)
-            return outputs, _add_tangents(op_params.op, rule, primals, tangents, outputs, op_params.rule_params)
-        outputs, tangents_out = rule(primals, tangents, **op_params.rule_params)
-        leaves = jax.tree.leaves(outputs)
-        outputs = _as_declared(what, leaves, "outs declares", op_params.outs or leaves)
+            tangents_out = _add_tangents(op_params.op, rule, primals, tangents, outputs, op_params.rule_params)
+        else:
+            outputs, tangents_out = rule(primals, tangents, **op_params.rule_params)
+            leaves = jax.tree.leaves(outputs)
+            outputs = _as_declared(what, leaves, "outs declares", op_params.outs or leaves)
         return outputs, _from_rule(what, tangents_out, "the outputs are", list(map(jax.typeof, outputs)))
 
     vmaps = [(in_axes, in_axes) for in_axes in op_params.vmaps]
