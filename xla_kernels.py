@@ -5254,8 +5254,6 @@ def _warn_of_stale_values(kernel: Any, params: Mapping[str, _WarpParam], title: 
 
 # ======================================================================================================
 # 10. XLACustomKernel: one operation, many backends, all of JAX's transformations.
-# An op (10.1), a call of it (10.2), a kernel (10.3), and the rules of its primitive (10.4 to 10.6).
-#
 # An op is a JAX primitive.  A call binds it with the static parameters; only its lowering knows the platform, and so
 # the backend: it traces that backend's kernel and lowers the result.  Until then all transformations act on the
 # primitive, with the derivative rules of the user.
@@ -5265,13 +5263,12 @@ def _warn_of_stale_values(kernel: Any, params: Mapping[str, _WarpParam], title: 
 #   test_matrix, test_op_takes_an_operand_without_value_as_outs
 # - "Batching rule for", which begins an error where a primitive has no such rule: test_op_without_a_batching_rule_...
 # - tracers among the constants of a jaxpr that closes over them: test_op_kernels_that_close_over_traced_values_...
-# - the class names of a jaxpr's effects (`_check_effects`): test_op_kernels_know_no_axes_of_vmap, test_op_misuse
-# - that `jax.clear_caches` drops what is being traced, too: test_op_that_changes_while_it_is_lowered_is_traced_again
+# - the class names of a jaxpr's effects (`_trace_closed`): test_op_kernels_know_no_axes_of_vmap, test_op_misuse
 # - `val` and `primal` of tracers (`_without_numpy`): test_op_with_a_backward_pass_takes_batches_of_numpy_arrays
 #
-# What serves BrainEvent alone: the methods from `def_call` to `def_benchmark_data`, `register_general_batching`; that a
-# primitive can be bound by hand, also without outs (`_OpPrimitive.op_params`, `params["outs"] or` in `_op_jvp`); and
-# that rules may return an undefined operand for zero (`_from_rule`).
+# What serves BrainEvent alone: the methods from `def_call` to `def_benchmark_data`, `register_general_batching`; that
+# rules and the primitive can be called by hand, also without outs (`_OpPrimitive.op_params`, `_op_jvp`); and that rules
+# may return an undefined operand for zero (`_from_rule`).
 
 # -- 10.1 The op: registration, dispatch, rules --------------------------------------------------------
 
@@ -5281,13 +5278,11 @@ class XLACustomKernel(_NotCopied):
 
     Kernels are registered with the `def_*_kernel` methods: as a *generator*, which is called with the static parameters
     of a call and returns the function to trace, or ready-made (`@njit`, `@cuda.jit`, `@wp.kernel`). `vmap` is handed to
-    the backend's own batching rules. Derivatives are given by the `def_*_rule` methods.
+    the backend's own batching rules. Derivatives are given by the `def_*_rule` methods. An op is never collected.
 
     An op has no side effects: a call whose results nobody uses is dropped, and two calls are not ordered. Under `vmap`
     a `cond` becomes a `select`: a kernel in a branch that is not taken runs, too, and what it raises is raised; in a
     `while_loop` it runs for slices that have finished, too, with their last state.
-
-    An op lives as long as the process, as JAX's tables hold its primitive.
 
     Args:
       name: shown in jaxprs and error messages; it need not be unique.
@@ -5303,7 +5298,7 @@ class XLACustomKernel(_NotCopied):
         own that are equal are one (but 1, 1.0 and True are three).
 
     Raises:
-      TypeError: a parameter is traced or not hashable, or an operand is no array.
+      TypeError: a parameter is not hashable, such as a traced value, or an operand is no array.
       ValueError: the backend is unknown, or a kernel returns something else than `outs` declares.
       NotImplementedError: there is no kernel for the platform, or a derivative without a rule is asked for.
       What a generator or kernel raises, with a note of the op and the backend.
@@ -5321,10 +5316,9 @@ class XLACustomKernel(_NotCopied):
         self.name = self.__name__ = name
         self.title = f"XLACustomKernel {name!r}"  # for errors
         self.primitive = _OpPrimitive(self)
-        self._lock = threading.RLock()
-        self._kernels: dict[str, dict[str, KernelEntry]] = {}
+        self._kernels: dict[str, dict[str, KernelEntry]] = {}  # by platform and backend
         self._chosen: dict[str, str] = {}  # platform -> default set by asdefault=True or set_default
-        self._rules: dict[str, Any] = {}  # "batching", "jvp", "transpose", "vjp": the newest of each
+        self._rules: dict[str, Any] = {}  # "batching", "jvp", "transpose", "vjp": the newest of each, or None
         self._is_traced = False  # whether JAX's caches may hold traces with the present kernels and rules
         self._calls = _BoundedCache()  # by their outs, backend and static parameters
         self._functions = _BoundedCache()  # what generators returned
@@ -5340,7 +5334,7 @@ class XLACustomKernel(_NotCopied):
             if type(x) not in _INPUT_TYPES:
                 ins, is_traced = _as_inputs(ins, self.title)
                 break
-        if callable(outs) and not isinstance(outs, type):  # such as jnp.float32
+        if callable(outs):
             avals = [getattr(x, "aval", None) or jax.typeof(x) for x in ins]
             outs = _call_with_specs(outs, f"{self.title}: outs", *avals)
         key = None
@@ -5348,11 +5342,28 @@ class XLACustomKernel(_NotCopied):
             key = _outs_key(outs), backend, _tagged(params) if params else ()
             call = self._calls[key]
         except (KeyError, TypeError):
-            call = _new_call(self, outs, backend, params, key)
+            call = self._new_call(outs, backend, params, key)
         if not is_traced:
             return call.jitted(*ins)
         call.check(ins)
         return call.bind(*ins)
+
+    def _new_call(self, outs: Any, backend: str | None, params: dict, key: Any) -> _OpCall:
+        if outs is None:
+            raise TypeError(f"{self.title}: outs is missing: give the results' specs, such as outs=lambda x: x")
+        for name, value in params.items():
+            try:
+                hash(value)
+            except TypeError:
+                raise TypeError(
+                    f"{self.title}: parameter {name!r} must be hashable, as parameters are static; got {value!r:.80} "
+                    f"of type {type(value).__name__}: pass a number or a tuple (of a function under jax.jit, one of "
+                    "its static_argnames), or pass an array as an operand"
+                ) from None
+        call = _OpCall(self.primitive.op_params(outs, backend, **params))
+        with contextlib.suppress(TypeError):  # sizes that are arrays cannot be hashed
+            return self._calls.keep(key, call) if key else call
+        return call
 
     def __repr__(self) -> str:
         return f"<{self.title}: {self._registered()}>"
@@ -5368,8 +5379,7 @@ class XLACustomKernel(_NotCopied):
     def def_kernel(self, backend: str, platform: str, kg: Any = None, asdefault: bool = False, **options: Any) -> Any:
         """Register a kernel for a backend and a platform; returns it, or a decorator where it is left out.
 
-        It replaces the backend's kernel from the next trace on, also in functions that were compiled with the old one:
-        these are traced again.
+        It replaces the backend's kernel, also in functions that were compiled with the old one: these are traced again.
 
         Args:
           backend: any name; `"numba"`, `"warp"`, `"numba_cuda"`, `"pallas"`, `"triton"`, `"cuda_raw"` have shorthands.
@@ -5410,21 +5420,18 @@ class XLACustomKernel(_NotCopied):
 
     def _define(self, backend: str, platforms: Sequence[str], kg: Any, asdefault: bool, options: dict) -> Any:
         """Register a kernel for `platforms`: on those after the first it is a fallback."""
+        if not isinstance(backend, str) or not isinstance(platforms[0], str):
+            raise TypeError(f"{self.title}: backend and platform must be names, got {backend!r} and {platforms[0]!r}")
         if kg is None:
             return functools.partial(self._define, backend, platforms, asdefault=asdefault, options=options)
-        for what, name in (("backend", backend), ("platform", platforms[0])):
-            if not isinstance(name, str) or not name:
-                raise TypeError(f"def_kernel: {what} must be a name, got {name!r}")
         generator = _as_generator(f"{self.title}: the kernel of backend {backend!r}", kg, options)
         for i, platform in enumerate(map(_platform_name, platforms)):
-            entry = KernelEntry(backend, platform, generator, fallback=i > 0)
-            with self._lock:
-                entries = self._kernels.get(platform, {})
-                if entry.fallback and backend in entries and not entries[backend].fallback:
-                    continue  # registered for this platform itself
-                self._kernels[platform] = {**entries, backend: entry}  # anew: other threads read without the lock
-            if asdefault and not entry.fallback:
-                self._chosen[platform] = backend
+            entries = self._kernels.setdefault(platform, {})
+            if i > 0 and backend in entries and not entries[backend].fallback:
+                continue  # registered for this platform itself
+            entries[backend] = KernelEntry(backend, platform, generator, fallback=i > 0)
+        if asdefault:
+            self._chosen[_platform_name(platforms[0])] = backend
         self._drop_traces()
         return kg
 
@@ -5449,8 +5456,7 @@ class XLACustomKernel(_NotCopied):
     def set_default(self, platform: str, backend: str) -> None:
         """Make `backend`, which must be registered, the default of `platform`, also in functions compiled before."""
         name = _platform_name(platform)
-        entry = self._entry(name, backend or "")  # "", as None would mean the present default
-        self._chosen[name] = entry.backend
+        self._chosen[name] = self._entry(name, backend).backend
         self._drop_traces()
 
     def available_backends(self, platform: str) -> list[str]:
@@ -5459,12 +5465,11 @@ class XLACustomKernel(_NotCopied):
 
     def _choices(self, platform: str) -> dict[str | None, KernelEntry]:
         """The kernel for each `backend` that a call may name; None is the default."""
-        chosen = self._chosen.get(platform)  # before the kernels, as `_define` sets it after them
-        entries: dict[Any, KernelEntry] = self._kernels.get(platform, {})
-        if not entries:
-            return {}
-        first = min(entries.values(), key=operator.attrgetter("fallback"))
-        return {None: entries[chosen] if chosen else first, **entries}
+        choices: dict[Any, KernelEntry] = dict(self._kernels.get(platform, {}))  # a copy, as threads may register
+        if choices:
+            first = min(choices.values(), key=operator.attrgetter("fallback"))
+            choices[None] = choices.get(self._chosen.get(platform), first)
+        return choices
 
     def _entry(self, platform: str, backend: str | None) -> KernelEntry:
         """The kernel that serves a call, or an error that says what is registered."""
@@ -5486,9 +5491,8 @@ class XLACustomKernel(_NotCopied):
     def def_batching_rule(self, fun: Callable) -> Callable:
         """Override batching: `fun(args, axes, **params) -> (outputs, output_axes)`; usable as a decorator.
 
-        `axes` holds the batched axis of each operand or None; `params` is as in :meth:`def_jvp_rule`. The rule of an op
-        that has a jvp or a transpose rule, too, runs when the op is lowered, with batches in front: so it must not
-        close over traced values, and derivatives are by the op's rules.
+        `axes` holds 0 for a batched operand, else None; `params` is as in :meth:`def_jvp_rule`. The rule runs when the
+        op is lowered: derivatives are by the op's rules, and it must not close over traced values.
         """
         return self._define_rule("batching", fun)
 
@@ -5544,11 +5548,9 @@ class XLACustomKernel(_NotCopied):
 
     def _set_rule(self, kind: str, rule: Any) -> None:
         """Replace a rule (None: by the default)."""
-        with self._lock:
-            rules = {**self._rules, kind: rule}  # a new dict: other threads read without the lock
-            if kind == "jvp":
-                rules["vjp"] = None  # of the two, the newest counts
-            self._rules = {name: rule for name, rule in rules.items() if rule is not None}
+        if kind == "jvp":
+            self._rules["vjp"] = None  # of the two, the newest counts
+        self._rules[kind] = rule
         self._drop_traces()
 
     # -- what BrainEvent's operators attach to an op ---------------------------------------------------
@@ -5587,23 +5589,27 @@ class XLACustomKernel(_NotCopied):
         for name in [backend] if backend else self.available_backends(platform):
             call = jax.jit(functools.partial(self, outs=outs, backend=name, **params))
             timer = timeit.Timer(lambda call=call: jax.block_until_ready(call(*args)))  # type: ignore[misc]
+            row = _BenchmarkRow(name)
             try:
                 first = timer.timeit(1)
                 times = timer.repeat(int(np.clip(0.2 / timer.timeit(1), 5, 10_000)), 1)
                 results = np.concatenate([np.ravel(x) for x in [*jax.tree.leaves(call(*args)), 0j]])
+                reference = results if reference is None else reference
+                differs = ~np.isclose(results, reference, 0, 0, equal_nan=True)
+                difference = np.max(np.abs(results[differs] - reference[differs]), initial=0.0)
+                row = _BenchmarkRow(name, 1e3 * first, 1e6 * np.median(times), difference)
             except Exception as error:
-                rows.append(_BenchmarkRow(name, error=f"{type(error).__name__}: {error}".partition("\n")[0]))
-                continue
-            reference = results if reference is None else reference
-            differs = ~np.isclose(results, reference, 0, 0, equal_nan=True)
-            difference = np.max(np.abs(results[differs] - reference[differs]), initial=0.0)
-            rows.append(_BenchmarkRow(name, 1e3 * first, 1e6 * float(np.median(times)), float(difference)))
+                row = row._replace(error=f"{type(error).__name__}: {error}".partition("\n")[0])
+            rows.append(row)
         return _OpBenchmark(rows)
 
 
-_BenchmarkRow = collections.namedtuple(  # backend is a name, error a text; the others are floats
-    "_BenchmarkRow", "backend first_ms median_us difference error", defaults=(math.nan, math.nan, math.nan, "")
-)
+class _BenchmarkRow(NamedTuple):
+    backend: str
+    first_ms: float = math.nan
+    median_us: float = math.nan
+    difference: float = math.nan
+    error: str = ""
 
 
 class _OpBenchmark(NamedTuple):
@@ -5631,99 +5637,53 @@ class KernelEntry:
 
 
 # -- 10.2 A call: from op(...) to its primitive --------------------------------------------------------
-# Operands, outs and static parameters are checked where the user's call is on the stack.  A kernel is traced there
-# once, so that its errors are raised there, too.
-
-
-def _new_call(op: XLACustomKernel, outs: Any, backend: Any, params: dict, key: Any) -> _OpCall:
-    """What serves calls with these outs, backend and parameters: checked, then remembered where the key is one."""
-    call = _OpCall(op, outs, backend, params)
-    with contextlib.suppress(TypeError):  # sizes that are arrays cannot be hashed
-        return op._calls.keep(key, call) if key else call
-    return call
-
-
-_SPEC_TYPES: set[type] = {Spec, jax.core.ShapedArray, np.ndarray}  # exact types; those of JAX's arrays are added
 
 
 def _outs_key(outs: Any) -> tuple:
     """Equal for equal structures of equal specs.  To flatten a list costs an eager call more than JAX's own work."""
     kind = type(outs)
-    if kind in _SPEC_TYPES:
-        return outs.shape, outs.dtype
     if kind is list or kind is tuple:
         return kind, tuple([_outs_key(x) for x in outs])
-    if kind is dict:
-        return kind, tuple([(name, _outs_key(x)) for name, x in outs.items()])
-    if isinstance(outs, jax.Array) and not isinstance(outs, jax.core.Tracer):
-        _SPEC_TYPES.add(kind)
+    if kind is Spec or (hasattr(outs, "shape") and hasattr(outs, "dtype")):
+        return outs.shape, outs.dtype
     leaves, tree = _flatten(outs)
-    shown = [(tuple(x.shape), x.dtype) if _is_spec(x) else x for x in leaves]
-    return tree, *shown
+    return tree, *[(x.shape, x.dtype) if _is_spec(x) else x for x in leaves]
 
 
 class _OpCall:
     """An op with fixed outs, backend and static parameters; eager calls go through its `jitted`."""
 
-    def __init__(self, op: XLACustomKernel, outs: Any, backend: str | None, params: dict) -> None:
-        self.what = f"{op.title}: outs"
-        _check_static_params(op.title, {"backend": backend, **params})
-        self.specs, self.tree = _flat_specs(outs, self.what)
-        self.op = op
-        self.backend = backend
-        self.params = params
+    def __init__(self, declared: _OpParams) -> None:
+        self.op = declared.op
+        self.declared = declared
         self.checked = _BoundedCache()
         self.jitted = jax.jit(self.bind)
 
     def bind(self, *ins: Any) -> Any:
         """The op on tracers (or, under disable_jit, on arrays)."""
         self.op._is_traced = True  # here, too, as a vjp rule that JAX's caches hold need not bind the primitive
+        op_params = self.op_params(ins)
         rule = self.op._rules.get("vjp")
-        results = _bind_with_vjp(self, ins, *rule) if rule else self.bind_primitive(*ins)
-        return self.tree.unflatten(results)
-
-    def bind_primitive(self, *ins: Any) -> list:
-        return self.op.primitive.bind(*ins, _op_params=self.op_params(ins))
+        results = _bind_with_vjp(op_params, ins, *rule) if rule else op_params.bind(*ins)
+        return op_params.tree.unflatten(results)
 
     def op_params(self, ins: Sequence) -> _OpParams:
         # the dtypes are decided here and not on construction: jax_enable_x64 can change between two calls
-        outs, _ = _flat_specs(self.specs, self.what, _input_specs(ins))
-        return _OpParams(self.op, tuple(outs), self.backend, self.params, tree=self.tree)
+        outs, _ = _flat_specs(self.declared.outs, f"{self.op.title}: outs", _input_specs(ins))
+        return dataclasses.replace(self.declared, outs=tuple(outs))
 
     def check(self, ins: Sequence) -> None:
         """Trace the kernel that will probably run, once for these inputs, so that its errors are raised here."""
-        platform = _default_platform()
-        platforms = [name for name in list(self.op._kernels) if self.backend in self.op._choices(name)]
-        if platforms and platform not in platforms:
-            return  # if it is lowered for this one after all, the lowering raises
-        entry = self.op._entry(platform, self.backend)
+        entry = self.op._choices(_default_platform()).get(self.declared.backend)
         key = (entry, jax.sharding.get_abstract_mesh(), *_input_specs(ins))
-        if self.checked.get(key):
-            return
+        if entry is None or self.checked.get(key):
+            return  # without a kernel, the lowering raises
         try:
             self.op_params(ins).traced(entry, ins)
         except Exception:
             if jax.default_backend() == "cpu":  # else the platform may be another one: the lowering raises
                 raise
         self.checked.keep(key, True)
-
-
-def _check_static_params(op: str, params: dict) -> None:
-    for name, value in params.items():
-        if name == "_op_params":
-            raise TypeError(f"{op}: the parameter name {name!r} is reserved; use another one")
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
-            raise TypeError(
-                f"{op}: parameter {name!r} is traced ({value}), but keyword parameters are static: pass it as an "
-                f"operand, or compile the caller with jax.jit(..., static_argnames={name!r})"
-            )
-        try:
-            hash((value, _tagged(value)))
-        except TypeError:
-            raise TypeError(
-                f"{op}: parameter {name!r} must be hashable, got {value!r:.80} of type {type(value).__name__}: pass a "
-                "number or a tuple, or pass the array as an operand"
-            ) from None
 
 
 def _tagged(value: Any) -> Any:
@@ -5738,16 +5698,12 @@ def _tagged(value: Any) -> Any:
 
 
 # -- 10.3 A kernel: from a generator, or a ready kernel, to its results --------------------------------
-# For one slice and one backend.  What is registered is a generator, which returns a function of arrays, or a ready
-# kernel (of Numba or Warp, or a wrapper), of which `_wrap_ready` makes one.
+# For one slice and one backend.
 
 
 def _as_generator(kernel: str, kg: Any, options: dict) -> Callable:
     """The generator of a ready kernel; any other is the user's own function, which `KernelEntry` holds as it is."""
     kind = _ready_kind(kg)
-    _check_no_side_effect(kernel, options.get("has_side_effect"), kg)
-    if options.get("differentiable"):
-        raise TypeError(f"{kernel}: differentiable=True has no effect in an op: give its derivative by def_vjp_rule")
     if options and kind not in _BACKENDS:
         raise TypeError(f"{kernel}: {', '.join(options)} can be given with a ready kernel only; else in its wrapper")
     if kind is not None:
@@ -5755,11 +5711,6 @@ def _as_generator(kernel: str, kg: Any, options: dict) -> Callable:
     if not callable(kg):
         raise TypeError(f"{kernel} (a generator, or a Numba, Numba CUDA or Warp kernel) must be callable, got {kg!r}")
     return kg
-
-
-def _check_no_side_effect(what: str, option: Any, function: Any) -> None:
-    if option or getattr(getattr(function, "options", None), "has_side_effect", False):
-        raise TypeError(f"{what}: an op has no side effects, as a call with unused results is dropped: call the kernel")
 
 
 def _wrap_ready(kernel: Any, options: dict, /, outs: tuple, **params: Any) -> Any:
@@ -5772,14 +5723,9 @@ def _wrap_ready(kernel: Any, options: dict, /, outs: tuple, **params: Any) -> An
 
 def _tolerant(fun: Callable, what: str) -> Callable:
     """`fun`, called without those of `outs` and `backend` that its signature does not take."""
-    if not callable(fun):
-        raise TypeError(f"{what} must be callable, got {fun!r}")
-    unwanted: set[str] = set()
-    with contextlib.suppress(TypeError, ValueError):  # no signature
-        parameters = inspect.signature(fun).parameters
-        kinds = [parameter.kind for parameter in parameters.values()]
-        if inspect.Parameter.VAR_KEYWORD not in kinds:
-            unwanted = {"outs", "backend"} - parameters.keys()
+    signature = inspect.signature(fun)
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+    unwanted = set() if takes_all else {"outs", "backend"} - signature.parameters.keys()
 
     @functools.wraps(fun)
     def call(*args: Any, **params: Any) -> Any:
@@ -5788,8 +5734,7 @@ def _tolerant(fun: Callable, what: str) -> Callable:
         try:
             return fun(*args, **params)
         except TypeError:
-            with contextlib.suppress(ValueError):  # what has no signature
-                _check_takes(inspect.signature(fun), what, args, params)
+            _check_takes(signature, what, args, params)
             raise
 
     return call
@@ -5812,7 +5757,7 @@ def _function_of_arrays(op_params: _OpParams, entry: KernelEntry, ins: Sequence)
     axes = _all_varying_axes(map(jax.typeof, ins))
     mesh = jax.sharding.get_abstract_mesh()  # an array that the generator makes has it in its type
     configuration = tuple([getattr(jax.config, name, None) for name in jax.config.values])  # of this thread
-    key = entry, op_params.outs, axes, mesh, _tagged(op_params.params), configuration
+    key = entry, op_params.outs, axes, mesh, op_params.key, configuration
     functions = op_params.op._functions
     known = functions.get(key)
     if known:
@@ -5829,7 +5774,8 @@ def _function_of_arrays(op_params: _OpParams, entry: KernelEntry, ins: Sequence)
         function = _wrap_ready(returned, {}, op_params.outs)
     if not callable(function):
         raise TypeError(f"the generator must return the function to trace, got {function!r}")
-    _check_no_side_effect("the generator's kernel", False, function)
+    if getattr(getattr(function, "options", None), "has_side_effect", False):
+        raise TypeError("an op has no side effects, as a call with unused results is dropped: call the kernel itself")
     return functions.keep(key, function)
 
 
@@ -5839,23 +5785,20 @@ def _outputs(what: str, returned: Any, outs: Sequence, tree: Any) -> list:
     if structure != tree and (_has_dicts(tree) or (_has_dicts(structure) and len(leaves) > 1)):
         fix = "return that, or declare a tuple, or a NamedTuple, which keeps names and order"
         raise ValueError(f"{what} returned {structure}, but outs declares {tree}: {fix}")
-    arrays = list(map(_as_array, leaves))
-    _check_returned(what, arrays, "outs declares", outs)
-    return arrays
+    return _as_declared(what, leaves, "outs declares", outs)
 
 
-def _as_array(x: Any) -> Any:
-    return x if isinstance(x, jax.Array) else jax.numpy.asarray(x)  # asarray would truncate 64 bits
-
-
-def _check_returned(what: str, returned: Sequence, declares: str, expected: Sequence) -> None:
-    """Compare shapes and dtypes; None fits everything, on either side."""
-    shown = list(map(_show, returned))
+def _as_declared(what: str, returned: Sequence, declares: str, expected: Sequence) -> list:
+    """What a kernel or a rule returned, as arrays of these shapes and dtypes; None fits everything, on either side."""
+    # no asarray of arrays, as it truncates 64 bits
+    arrays = [x if x is None or isinstance(x, jax.Array) else jax.numpy.asarray(x) for x in returned]
+    shown = list(map(_show, arrays))
     wanted = list(map(_show, expected))
     fits = [pair[0] == pair[1] or "None" in pair for pair in zip(shown, wanted)]
     if len(shown) != len(wanted) or not all(fits):
         fix = "return as many, of equal shape and dtype (None for zero in a rule), or correct what is declared"
         raise ValueError(f"{what} returned ({', '.join(shown)}), but {declares} ({', '.join(wanted)}): {fix}")
+    return arrays
 
 
 # -- 10.4 The primitive: its rules for JAX's interpreters ----------------------------------------------
@@ -5883,11 +5826,7 @@ class _OpPrimitive(Primitive):
 
         def call(*args: Any, **params: Any) -> Any:
             self.op._is_traced = True
-            functions = self.op._functions
-            result = function(self.op_params(**params), *args)
-            if functions is not self.op._functions:  # kernels or rules changed meanwhile
-                jax.clear_caches()
-            return result
+            return function(self.op_params(**params), *args)
 
         return call
 
@@ -5896,44 +5835,25 @@ class _OpPrimitive(Primitive):
         if _op_params:
             return _op_params
         specs, tree = _flat_specs(outs, f"{self.op.title}: outs")
-        return _OpParams(self.op, tuple(specs), backend, params, tree=tree)
+        return _OpParams(self.op, tuple(specs), backend, params, _tagged(params), tree)
 
     def bind(self, /, *args: Any, **params: Any) -> Any:
         return super().bind(*_make_varying(args), _op_params=self.op_params(**params))
 
-    def bind_batch(self, args: Sequence, axes: Sequence[int | None], /, **params: Any) -> list:
-        """Bind with one more vmap; the batched axes of the results are in front."""
-        in_axes, batch = _with_axes_in_front(args, axes)
-        inner = self.op_params(**params)
-        size = batch[in_axes.index(0)].shape[0]
-        outer = dataclasses.replace(inner, batch=(size, *inner.batch), vmaps=(in_axes, *inner.vmaps))
-        return self.bind(*batch, _op_params=outer)
 
-
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class _OpParams:
     """What the primitive of an op was bound with, or will be."""
 
     op: XLACustomKernel = dataclasses.field(repr=False)
     outs: tuple  # of one slice
     backend: str | None
-    params: dict[str, Any]  # static; as one, because functions of JAX have arguments of any name
-    tree: Any = None  # the structure of outs
+    params: dict[str, Any] = dataclasses.field(compare=False)  # static; in one, as they may have any name
+    key: tuple = dataclasses.field(repr=False)  # of params, for JAX's caches, which would take 1 and 1.0 for the same
+    tree: Any  # the structure of outs
     vmaps: tuple = ()  # the recorded ones (10.5): the `in_axes` of each
     batch: tuple[int, ...] = ()  # and its size
-    innermost_by_rule: bool = False  # whether the op's batching rule does the innermost of the vmaps
-
-    @functools.cached_property
-    def key(self) -> tuple:
-        """What JAX's caches compare: exactly, as they would take 1 and 1.0 for the same parameter."""
-        vmaps = self.vmaps, self.batch, self.innermost_by_rule
-        return self.outs, self.backend, _tagged(self.params), self.tree, *vmaps
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-    def __eq__(self, other: Any) -> bool:
-        return type(other) is _OpParams and self.key == other.key
+    batching_rule: Callable | None = None  # of the user, if it does the innermost of the vmaps
 
     @property
     def batched_outs(self) -> list[Spec]:
@@ -5943,6 +5863,16 @@ class _OpParams:
     def rule_params(self) -> dict[str, Any]:
         """What a user's rules get, which are for one slice."""
         return {**self.params, "outs": self.outs, "backend": self.backend}
+
+    def bind(self, *ins: Any) -> list:
+        return self.op.primitive.bind(*ins, _op_params=self)
+
+    def bind_batch(self, args: Sequence, axes: Sequence[int | None]) -> list:
+        """Bind with one more vmap; the batched axes of the results are in front."""
+        in_axes, batch = _with_axes_in_front(args, axes)
+        size = batch[in_axes.index(0)].shape[0]
+        outer = dataclasses.replace(self, batch=(size, *self.batch), vmaps=(in_axes, *self.vmaps))
+        return outer.bind(*batch)
 
     def run(self, entry: KernelEntry, *ins: Any) -> list:
         """The results of a kernel."""
@@ -5955,9 +5885,8 @@ class _OpParams:
         """The jaxpr of a kernel: for a batch by the batching rules of what it calls, or else slice by slice."""
         run_slice: Any = functools.partial(_run_slice, self, entry)
         vmaps = self.vmaps
-        rule = self.op._rules.get("batching")
-        if rule and self.innermost_by_rule:
-            run_slice = functools.partial(_run_batching_rule, self, rule, vmaps[-1])
+        if self.batching_rule:
+            run_slice = functools.partial(_run_batching_rule, self, vmaps[-1])
             vmaps = vmaps[:-1]
         try:
             return _trace_closed(self.op, functools.reduce(jax.vmap, reversed(vmaps), run_slice), ins)
@@ -5968,30 +5897,22 @@ class _OpParams:
 
 
 def _trace_closed(op: XLACustomKernel, function: Callable, ins: Sequence) -> Any:
-    """The jaxpr of a function, for the op's lowering, when traced values of the user's program are gone."""
-    problem = f"{op.title}: a kernel, or a batching rule, closes over a traced value: pass it as an operand"
-    try:
-        closed = jax.make_jaxpr(function)(*ins)
-    except jax.errors.UnexpectedTracerError as error:
-        raise TypeError(problem) from error
+    """The jaxpr of a function, for the op's lowering: traced values and axes of `vmap` of the program are gone then."""
+    closed = jax.make_jaxpr(function)(*ins)
+    what = f"{op.title}: a kernel, or a batching rule,"
     if any(isinstance(x, jax.core.Tracer) for x in closed.consts):
-        raise TypeError(problem)
-    _check_effects(op, closed.effects)
+        raise TypeError(f"{what} closes over a traced value: pass it as an operand")
+    for effect in closed.effects:
+        kind = type(effect).__name__
+        axis = getattr(effect, "name", None)
+        if kind == "NamedAxisEffect" and axis not in jax.sharding.get_abstract_mesh().manual_axes:
+            raise NotImplementedError(
+                f"{what} names the axis {axis!r} of a vmap, and only jax.shard_map and jax.pmap name axes for ops: "
+                "use the collective outside of it"
+            )
+        if "Ordered" in kind:  # JAX has no token for it when an op is lowered
+            raise NotImplementedError(f"{op.title} has no ordered effects, here {kind}: call its kernel itself")
     return closed
-
-
-def _check_effects(op: XLACustomKernel, effects: Iterable) -> None:
-    """Raise if a kernel names axes of `vmap`, which are gone when the op is lowered, or has effects in order."""
-    names = {effect.name for effect in effects if type(effect).__name__ == "NamedAxisEffect"}
-    unknown = sorted(names - {*jax.sharding.get_abstract_mesh().manual_axes}, key=str)
-    if unknown:
-        raise NotImplementedError(
-            f"{op.title}: a kernel, or a batching rule, names the axes {unknown} of a vmap, and only jax.shard_map and "
-            "jax.pmap name axes for ops: use the collective outside of it"
-        )
-    ordered = [type(effect).__name__ for effect in effects if "Ordered" in type(effect).__name__]
-    if ordered:  # JAX has no token for them when an op is lowered
-        raise NotImplementedError(f"{op.title} has no ordered effects, here {ordered}: call its kernel itself")
 
 
 def _op_abstract_eval(op_params: _OpParams, *avals: Any) -> list:
@@ -6015,11 +5936,10 @@ def _op_lowering(op_params: _OpParams, ctx: Any, *ins: Any) -> Any:
 # batched operands.  `_OpParams.vmaps` has the `in_axes` of each, the outermost first.  By these `jax.vmap` then batches
 # what runs a slice, or is a rule (10.6).
 #
-# A batching rule cannot be differentiated through: kernels have no derivatives, and the op's rules may deliberately
-# differ (surrogate gradients).  So an op with derivative rules records the vmap and runs its batching rule only at
-# lowering: by a mark, which stays when further vmaps are recorded around it, and which nothing has that the rule itself
-# binds by `general_batching_rule`, or lowering would never end.  Of an op without such rules it runs at once, as any of
-# JAX's: it may close over traced values, use names of outer vmaps, be differentiated, and return what is no batch.
+# An op's own batching rule runs at once, as any of JAX's, so it may be differentiated and close over traced values.
+# But that of an op with derivative rules runs at lowering, too: what it runs may have no derivatives, or others than the
+# op (surrogate gradients).  It does the innermost of the recorded vmaps, but not of those that the rule itself binds by
+# `general_batching_rule`, or lowering would never end.
 
 
 def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None], /, **params: Any) -> tuple:
@@ -6041,56 +5961,46 @@ def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None],
     """
     primitive = getattr(prim, "primitive", prim)
     is_op = isinstance(primitive, _OpPrimitive)
-    if is_op and "outs" not in params:
-        raise TypeError(f"general_batching_rule: outs, which op {primitive.name!r} needs, is missing: give one slice's")
     function = functools.partial(primitive.op if is_op else getattr(prim, "bind", prim), **params)
     if all(axis is None for axis in axes):
         out = function(*args)
         return out, jax.tree.map(lambda _: None, out)
     if is_op:
-        outs = params.pop("outs")
-        if callable(outs) and not isinstance(outs, type):
-            outs = _call_with_specs(outs, "general_batching_rule: outs", *map(_without_axis, args, axes))
-        _, tree = _flatten(outs)
-        out = jax.tree.unflatten(tree, primitive.bind_batch(args, axes, outs=outs, **params))
+        if callable(params.get("outs")):
+            slices = map(_without_axis, args, axes)
+            params["outs"] = _call_with_specs(params["outs"], "general_batching_rule: outs", *slices)
+        op_params = primitive.op_params(**params)
+        out = op_params.tree.unflatten(op_params.bind_batch(args, axes))
     else:
         in_axes, batch = _with_axes_in_front(args, axes)
         out = _sequential(function, in_axes)(*batch)
     return out, jax.tree.map(lambda _: 0, out)
 
 
-def _op_batching(op_params: _OpParams, args: Sequence, axes: Sequence) -> Any:
+def _op_batching(op_params: _OpParams, args: Sequence, axes: Sequence) -> tuple:
     rule = op_params.op._rules.get("batching")
     if rule and not op_params.vmaps:  # it is for the op on one slice, not on the batch of a recorded vmap
+        op_params = dataclasses.replace(op_params, batching_rule=rule)
+        in_axes, batch = _with_axes_in_front(args, axes)
+        run_rule = functools.partial(_run_batching_rule, op_params, in_axes)
         if op_params.op._rules.keys().isdisjoint({"jvp", "transpose"}):
-            return _call_batching_rule(op_params, rule, args, axes)
-        axes, args = _with_axes_in_front(args, axes)
-        run_rule = functools.partial(_run_batching_rule, op_params, rule, axes)
-        _trace_closed(op_params.op, run_rule, args)  # for its errors, here, where the user's call is on the stack
-        op_params = dataclasses.replace(op_params, innermost_by_rule=True)
-    results = op_params.op.primitive.bind_batch(args, axes, _op_params=op_params)
+            results = run_rule(*batch)
+            return results, [0] * len(results)
+        _trace_closed(op_params.op, run_rule, batch)  # for its errors, here, where the user's call is on the stack
+    results = op_params.bind_batch(args, axes)
     return results, [0] * len(results)
 
 
-def _call_batching_rule(op_params: _OpParams, rule: Callable, args: Sequence, axes: Sequence) -> tuple[list, list]:
-    """The results of the user's rule for one vmap, and their axes."""
+def _run_batching_rule(op_params: Any, in_axes: tuple, *batch: Any) -> list:
+    """The results of the user's rule for one vmap, whose axis is in front."""
     what = f"the batching rule of {op_params.op.name!r}"
-    results, result_axes = rule(args, axes, **op_params.rule_params)
-    if not isinstance(results, (list, tuple)) or not isinstance(result_axes, (list, tuple)):
-        raise TypeError(f"{what} must return (results, their axes), two sequences; got {results}")
-    if len(results) != len(result_axes):
-        raise ValueError(f"{what} must return one axis per result; got {len(results)} results, axes {result_axes}")
-    results = list(map(_as_array, results))
-    _check_returned(what, list(map(_without_axis, results, result_axes)), "the slices of outs are", op_params.outs)
-    axes_from_the_front = [axis if axis is None else axis % np.ndim(x) for x, axis in zip(results, result_axes)]
-    return results, axes_from_the_front
-
-
-def _run_batching_rule(op_params: _OpParams, rule: Callable, in_axes: tuple, *batch: Any) -> list:
-    """The results of the user's rule for a vmap that is recorded, whose axis is in front."""
+    results, axes = op_params.batching_rule(batch, in_axes, **op_params.rule_params)
+    if not isinstance(results, (list, tuple)) or not isinstance(axes, (list, tuple)) or len(results) != len(axes):
+        raise TypeError(f"{what} must return (results, their axes), two sequences of one length; got {results}, {axes}")
     size = batch[in_axes.index(0)].shape[0]
-    results, axes = _call_batching_rule(op_params, rule, batch, in_axes)
-    return [batching.bdim_at_front(x, axis, size) for x, axis in zip(results, axes)]
+    in_front = [batching.bdim_at_front(x, axis, size) for x, axis in zip(results, axes)]
+    expected = [Spec((size, *out.shape), out.dtype) for out in op_params.outs]
+    return _as_declared(what, in_front, "outs, with the batch in front, are", expected)
 
 
 def _with_axes_in_front(args: Sequence, axes: Sequence[int | None]) -> tuple[tuple, list]:
@@ -6099,15 +6009,12 @@ def _with_axes_in_front(args: Sequence, axes: Sequence[int | None]) -> tuple[tup
     return in_axes, [jax.numpy.moveaxis(x, axis, 0) if axis else x for x, axis in zip(args, axes)]
 
 
-def _without_axis(x: Any, axis: int | None) -> Any:
-    """The spec of a slice; the axis may count from the end, as JAX takes it."""
-    aval = jax.typeof(x)
-    sizes = list(aval.shape)
+def _without_axis(x: Any, axis: int | None) -> Spec:
+    """The spec of a slice."""
+    sizes = list(np.shape(x))
     if axis is not None:
-        if not -len(sizes) <= axis < len(sizes):
-            raise ValueError(f"a batch along axis {axis} of an array that has {len(sizes)} dimensions, {_show(aval)}")
         del sizes[axis]
-    return Spec(tuple(sizes), aval.dtype)
+    return Spec(sizes, jax.typeof(x).dtype)
 
 
 def _sequential(function: Callable, in_axes: tuple) -> Callable:
@@ -6123,10 +6030,8 @@ def _sequential(function: Callable, in_axes: tuple) -> Callable:
 
 # -- 10.6 Derivatives ----------------------------------------------------------------------------------
 # A user's rule is vmapped by the recorded vmaps: tangents are batched as their primals, cotangents by all, as outputs.
-#
-# Zeros are symbolic.  JAX gives rules `ad.Zero` and `ad.UndefinedPrimal`, which `jax.vmap` cannot batch, so
-# `_symbolic_slice` gives them the shape of a slice.
-# A rule may return a zero as None, `ad.Zero` or an undefined primal; `_from_rule` makes it None.
+# JAX gives rules `ad.Zero` and `ad.UndefinedPrimal`, which `jax.vmap` cannot batch: `_symbolic_slice` gives them the
+# shape of a slice.  A rule may return a zero as None, `ad.Zero` or an undefined primal: `_from_rule` makes it None.
 
 
 def defjvp(primitive: Any, *jvp_rules: Callable | None) -> None:
@@ -6138,10 +6043,6 @@ def defjvp(primitive: Any, *jvp_rules: Callable | None) -> None:
         operand's tangent causes, in a list or tuple (one array if there is one output; None for zero), and is only
         called for an operand that is differentiated. None in place of a rule: the operand contributes nothing.
         `params` is as in :meth:`XLACustomKernel.def_jvp_rule`.
-
-    Raises:
-      TypeError: `primitive` is neither op nor primitive, or a rule is not callable.
-      ValueError: when differentiated, rules and operands differ in number, or tangents do not match the outputs.
 
     Example:
       >>> op = XLACustomKernel("multiply")
@@ -6161,8 +6062,7 @@ def defjvp(primitive: Any, *jvp_rules: Callable | None) -> None:
 
 
 def _rules_by_operand(what: str, rules: Sequence) -> list:
-    names = [f"{what}: the rule of operand {i}" for i in range(len(rules))]
-    return [rule if rule is None else _tolerant(rule, name) for rule, name in zip(rules, names)]
+    return [rule and _tolerant(rule, f"{what}: the rule of operand {i}") for i, rule in enumerate(rules)]
 
 
 def _jvp_by_operand(primitive: Any, rules: Sequence, primals: Any, tangents: Any, /, **params: Any) -> tuple:
@@ -6194,19 +6094,17 @@ def _op_jvp(op_params: _OpParams, primals: Sequence, tangents: Sequence) -> tupl
     """The op's jvp rule, which is for one slice, under the recorded vmaps."""
     rule = _derivative_rule(op_params.op, "jvp")
     what = f"the jvp rule of {op_params.op.name!r}"
-    params = op_params.rule_params
-    one_slice = dataclasses.replace(op_params, vmaps=(), batch=(), innermost_by_rule=False)
+    one_slice = dataclasses.replace(op_params, vmaps=(), batch=(), batching_rule=None)
 
     def of_slice(primals: tuple, tangents: tuple) -> tuple:
         if isinstance(rule, list):  # of `defjvp`
-            outputs = op_params.op.primitive.bind(*primals, _op_params=one_slice)
-            tangents_out = _add_tangents(op_params.op, rule, primals, tangents, outputs, params)
+            outputs = one_slice.bind(*primals)
+            tangents_out = _add_tangents(op_params.op, rule, primals, tangents, outputs, op_params.rule_params)
         else:
-            outputs, tangents_out = rule(primals, tangents, **params)
-        tree = op_params.tree if _has_dicts(jax.tree.structure(outputs)) else jax.tree.structure([*op_params.outs])
-        outputs = _outputs(what, outputs, params["outs"] or jax.tree.leaves(outputs), tree)
-        avals = list(map(jax.typeof, outputs))
-        return outputs, _from_rule(what, tangents_out, "the outputs are", avals)
+            outputs, tangents_out = rule(primals, tangents, **op_params.rule_params)
+            leaves = jax.tree.leaves(outputs)
+            outputs = _as_declared(what, leaves, "outs declares", op_params.outs or leaves)
+        return outputs, _from_rule(what, tangents_out, "the outputs are", list(map(jax.typeof, outputs)))
 
     vmaps = [(in_axes, in_axes) for in_axes in op_params.vmaps]
     outputs, tangents_out = _vmap_rule(of_slice, vmaps, primals, tangents)
@@ -6256,25 +6154,23 @@ def _symbolic_slice(x: Any, depth: int) -> Any:
     return type(x)(aval)
 
 
-def _bind_with_vjp(call: _OpCall, ins: Sequence, fwd: Callable, bwd: Callable) -> list:
-    """Bind the op with its vjp rule, whose functions get the parameters of a call with these operands."""
-    ins = _make_varying(ins)
+def _bind_with_vjp(op_params: _OpParams, ins: Sequence, fwd: Callable, bwd: Callable) -> list:
+    """Bind the op with its vjp rule."""
     avals = list(map(jax.typeof, ins))
-    op_params = call.op_params(ins)
     params = op_params.rule_params
-    what = f"the vjp rule of {call.op.name!r}"
+    what = f"the vjp rule of {op_params.op.name!r}"
 
     def forward(*ins: Any) -> tuple:
         returned = fwd(*ins, **params)
         if not isinstance(returned, (tuple, list)) or len(returned) != 2:
             raise TypeError(f"{what}: fwd must return (results, residuals); got {returned!r:.80}")
-        return _outputs(what, returned[0], op_params.outs, call.tree), returned[1]
+        return _outputs(what, returned[0], op_params.outs, op_params.tree), returned[1]
 
     def backward(residuals: Any, cotangents: Any) -> tuple:
-        returned = bwd(residuals, call.tree.unflatten(cotangents), **params)
+        returned = bwd(residuals, op_params.tree.unflatten(cotangents), **params)
         return tuple(_from_rule(what, returned, "the operands are", avals))
 
-    return _with_vjp(call.bind_primitive, forward, backward)(*ins)
+    return _with_vjp(op_params.bind, forward, backward)(*ins)
 
 
 def _from_rule(what: str, returned: Any, declares: str, avals: Sequence) -> list:
@@ -6283,21 +6179,18 @@ def _from_rule(what: str, returned: Any, declares: str, avals: Sequence) -> list
         raise TypeError(f"{what} returned {returned!r:.80}: return a tuple, in the order of what it is for")
     if not isinstance(returned, (list, tuple)):
         returned = [returned]
-    arrays = [None if x is None or isinstance(x, _SYMBOLIC) else _as_array(x) for x in returned]
+    terms = [None if isinstance(x, _SYMBOLIC) else x for x in returned]
     expected = [aval if aval and jax.dtypes.issubdtype(aval.dtype, np.inexact) else None for aval in avals]
-    _check_returned(what, arrays, declares, expected)
+    arrays = _as_declared(what, terms, declares, expected)
     return [None if x is None or aval is None else _sharded_like(x, aval) for x, aval in zip(arrays, expected)]
 
 
 def _derivative_rule(op: XLACustomKernel, kind: str) -> Any:
     rule = op._rules.get(kind)
     if rule is None:
-        other = "define the derivative with def_jvp_rule2 or def_vjp_rule"
-        if kind == "transpose" and "jvp" in op._rules:
-            other = "write its jvp rule, which calls the op on tangents, in jax.numpy"
         raise NotImplementedError(
-            f"{op.title} has no {kind} rule, which a derivative needs: use def_{kind}_rule, or {other}, or keep the op "
-            "out of it with jax.lax.stop_gradient"
+            f"{op.title} has no {kind} rule, which a derivative needs: use def_{kind}_rule, def_jvp_rule2 (where one "
+            "calls the op on tangents, in jax.numpy) or def_vjp_rule, or keep the op out with jax.lax.stop_gradient"
         )
     return rule
 
