@@ -5937,7 +5937,7 @@ def _op_lowering(op_params: _OpParams, ctx: Any, *ins: Any) -> Any:
 # what runs a slice, or is a rule (10.6).
 #
 # An op's own batching rule runs at once, as any of JAX's, so it may be differentiated and close over traced values.
-# But that of an op with derivative rules runs at lowering, too: what it runs may have no derivatives, or others than the
+# But that of an op with derivative rules runs at lowering: what it runs may have no derivatives, or others than the
 # op (surrogate gradients).  It does the innermost of the recorded vmaps, but not of those that the rule itself binds by
 # `general_batching_rule`, or lowering would never end.
 
