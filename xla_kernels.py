@@ -1318,10 +1318,13 @@ def _as_input(x: Any, name: str) -> Any:
     try:
         return jax.dlpack.from_dlpack(x)
     except Exception as error:
+        with contextlib.suppress(Exception):  # a column has gaps in its memory, which XLA does not take
+            is_on_gpu = hasattr(x, "contiguous")  # or may be: Warp's and PyTorch's arrays
+            return jax.dlpack.from_dlpack(x.contiguous() if is_on_gpu else np.ascontiguousarray(np.from_dlpack(x)))
         raise TypeError(
             f"{name} must be a number or an array of numbers; got {type(x).__name__} {getattr(x, 'dtype', x)!s:.80}: "
-            "pass the leaves of a container and the fields of a structured array one by one, an array of another byte "
-            'order as x.astype(x.dtype.newbyteorder("=")), and what has gaps in its memory as a copy'
+            "pass the leaves of a container and the fields of a structured array one by one, and an array of another "
+            'byte order as x.astype(x.dtype.newbyteorder("="))'
         ) from error
 
 
@@ -1935,8 +1938,8 @@ class _Wrapper(_NotCopied):
         if accesses:
             problem = f"only updates {name!r}, as in `{accesses[0].text:.80}`, from what happens to be in its memory"
         raise TypeError(
-            f"{self.title} {problem}: say zero_outputs=True (which is for outputs, not for scratch), or start it from "
-            "an input by in_out_argnames or input_output_aliases (zero_outputs=False, if it does store there before)"
+            f"{self.title} {problem}: say zero_outputs=True (make scratch an output for that), or start it from an "
+            "input by in_out_argnames or input_output_aliases (zero_outputs=False, if it does store there before)"
         )
 
     def _check_dtypes(self, call: _Call, allowed: frozenset[str], refused: str) -> None:
