@@ -1324,7 +1324,7 @@ def _as_input(x: Any, name: str) -> Any:
         raise TypeError(
             f"{name} must be a number or an array of numbers; got {type(x).__name__} {getattr(x, 'dtype', x)!s:.80}: "
             "pass the leaves of a container and the fields of a structured array one by one, and an array of another "
-            'byte order as x.astype(x.dtype.newbyteorder("="))'
+            f'byte order as x.astype(x.dtype.newbyteorder("=")) ({error})'
         ) from error
 
 
