@@ -615,7 +615,7 @@ class _Names:
         if given and first in _TAKEN:
             raise ValueError(
                 f"name={given!r}: another kernel of this process, or this one with other options, has this name, for "
-                "the same signature; give each a name of its own, and wrap a kernel that is made again once"
+                "the same signature; give each a name of its own, and make a kernel, and what it calls, once"
             )
         names = itertools.chain([first], (f"{first}.{number}" for number in itertools.count(2)))
         number, name = next((number, name) for number, name in enumerate(names, 1) if name not in _TAKEN)
@@ -839,8 +839,8 @@ class _Source:
             self.note("updates", first, node, is_unguarded=True)
         elif _STORES.search(name) and (not name.endswith("nan_to_num") or _is_in_place(node)):
             self.note("stores", first, node, is_unguarded=True)
-        elif name.endswith("dot") and (len(given) > 2 or "out" in named):
-            self.note("stores", set().union(*given[2:], named.get("out", set())), node, is_unguarded=True)
+        elif outs := _arrays(_passed_as_out(function, given, named)):
+            self.note("stores", outs, node, is_unguarded=True)
         elif _VIEWS.search(name) or hasattr(function, "vars"):  # or a struct of Warp's
             return _inside(everything, bool(_UNGUARDED_VIEWS.search(name)))
         elif is_warps:
@@ -889,7 +889,7 @@ class _Source:
         arguments = {**dict(zip([x.arg for x in parameters], given)), **named}
         if tree.args.vararg:
             arguments[tree.args.vararg.arg] = _inside(set().union(*given[len(parameters) :]))
-        key = tree, frozenset((name, frozenset(found)) for name, found in arguments.items())
+        key = function, frozenset((name, frozenset(found)) for name, found in arguments.items())
         if key not in self.results:
             self.results[key] = set()  # for a function that calls itself
             self.results[key] = self.read_body(function, tree, arguments)
@@ -1048,8 +1048,10 @@ class _Source:
         found = set()
         for owner in owners:
             if not isinstance(owner, _View):
-                value = getattr(owner, name, name)  # Warp's modules have most of its functions by name alone
-                found.add(value if _is_named(value) else name)
+                value = None
+                with contextlib.suppress(Exception):  # of modules that load what is asked for
+                    value = getattr(owner, name)
+                found.add(value if _is_named(value) else name)  # Warp has most of its functions by name alone
             elif _VIEWS.search(name):
                 found |= _inside({owner}, bool(_UNGUARDED_VIEWS.search(name)))
             elif owner.ndim == math.inf:  # a field of a struct or tuple
@@ -1128,6 +1130,16 @@ def _is_update(target: Any, value: Any) -> bool:
     operands = [ast.unparse(x) for node in nodes if isinstance(node, ast.BinOp) for x in (node.left, node.right)]
     is_made_of = text in map(ast.unparse, nodes) or re.sub(r"\[(:|\.\.\.)\]$", "", text) in operands
     return is_made_of and not re.search(r"\bif\b|\b(where|select)\(", ast.unparse(value))
+
+
+def _passed_as_out(function: Any, given: Sequence[set], named: Mapping[str, set]) -> set:
+    """What a function of NumPy gets as `out`."""
+    position = 2  # of np.dot, which has no signature
+    if getattr(function, "__name__", "") != "dot":
+        with contextlib.suppress(TypeError, ValueError):
+            position = [*inspect.signature(function).parameters, "out"].index("out")
+    is_numpys = str(getattr(function, "__module__", "")).partition(".")[0] == "numpy"
+    return set().union(*given[position : position + 1], named.get("out", set())) if is_numpys else set()
 
 
 def _is_in_place(node: Any) -> bool:
@@ -5158,11 +5170,18 @@ class _StaleValues:
     def is_unrolled(self, iterated: Any, body: Sequence[ast.stmt]) -> bool:
         match iterated:
             case ast.Call(func=ast.Name(id="range"), args=args):
-                numbers: list[Any] = [getattr(x, "value", self.variables.get(getattr(x, "id", ""))) for x in args]
+                numbers = list(map(self.constant, args))
                 is_known = all(isinstance(n, int) for n in numbers)
                 leaves_early = any(isinstance(x, (ast.Break, ast.Continue)) for s in body for x in ast.walk(s))
                 return is_known and not leaves_early and len(range(*numbers)) <= self.max_unroll
         return False
+
+    def constant(self, node: Any) -> Any:
+        """The value of a number, of a global variable or an attribute of one, or of arithmetic with these."""
+        if not any(isinstance(x, (ast.Call, ast.Subscript)) for x in ast.walk(node)):
+            with contextlib.suppress(Exception):
+                return eval(ast.unparse(node), {}, self.variables)
+        return None
 
     def loop(self, body: Sequence[ast.stmt]) -> None:
         changed = set().union(*map(self.stored_names, body))
@@ -5219,7 +5238,7 @@ class _StaleValues:
         return a | b, a_has or b_has
 
     def call(self, node: ast.Call) -> tuple[set[str], bool]:
-        values = [self.value(x) for x in node.args]
+        values = [self.value(x) for x in [*node.args, *(keyword.value for keyword in node.keywords)]]
         stale = set().union(*(x for x, _ in values))
         has_gradient = any(x for _, x in values)
         name = ast.unparse(node.func).rpartition(".")[2]
@@ -5229,7 +5248,7 @@ class _StaleValues:
             self.called.append(function)
         if name in ("atomic_add", "atomic_sub"):
             self.need(node, set().union(*(x for x, _ in values[1:-1])))
-        elif has_gradient and not re.fullmatch(r"int|float\d*|(vec|mat|quat|spatial)\w*", name):
+        elif has_gradient and not isinstance(function, type):  # which is linear, as wp.vec3 is
             self.need(node, stale)
         return stale, has_gradient
 
@@ -5694,8 +5713,8 @@ def _tagged(value: Any) -> Any:
     kind = type(value)
     if kind is dict:  # the parameters of a call
         return tuple([(name, _tagged(x)) for name, x in sorted(value.items())])
-    if isinstance(value, tuple):
-        return kind, tuple(map(_tagged, value))
+    if isinstance(value, (tuple, frozenset)):
+        return kind, (tuple if isinstance(value, tuple) else frozenset)(map(_tagged, value))
     is_float = isinstance(value, (float, complex, np.inexact))  # also NaN, which is not equal to itself
     return kind, repr(value) if is_float else value
 
@@ -5755,11 +5774,20 @@ def _run_slice(op_params: _OpParams, entry: KernelEntry, *ins: Any) -> list:
     return _outputs(what, results, op_params.outs, op_params.tree)
 
 
+# What arrays depend on that a generator may make.
+_OPTIONS_OF_ARRAYS = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_numpy_dtype_promotion",
+    "jax_default_prng_impl",
+)
+
+
 def _function_of_arrays(op_params: _OpParams, entry: KernelEntry, ins: Sequence) -> Callable:
     """What the generator returns for these parameters and outs, which it is asked for once under a configuration."""
     axes = _all_varying_axes(map(jax.typeof, ins))
     mesh = jax.sharding.get_abstract_mesh()  # an array that the generator makes has it in its type
-    configuration = tuple([getattr(jax.config, name, None) for name in jax.config.values])  # of this thread
+    configuration = tuple([getattr(jax.config, option, None) for option in _OPTIONS_OF_ARRAYS])  # of this thread
     key = entry, op_params.outs, axes, mesh, op_params.key, configuration
     functions = op_params.op._functions
     known = functions.get(key)
