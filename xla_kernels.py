@@ -2376,8 +2376,8 @@ class _Code:
         return self.select(first < second, first, second)
 
     @contextlib.contextmanager
-    def loop(self, start: Any, stop: Any) -> Iterator[_Word]:
-        with self.cgutils.for_range(self.builder, self.value(stop), self.value(start)) as loop:
+    def loop(self, count: Any) -> Iterator[_Word]:
+        with self.cgutils.for_range(self.builder, self.value(count)) as loop:
             yield _Word(self, loop.index)
 
     @contextlib.contextmanager
@@ -2485,7 +2485,7 @@ class _Driver(_Code):
     def now(self) -> Any:
         """A monotonic clock, in ticks: on x86 the processor's, as a system call may take 400 ns."""
         if self.has_counter:
-            counter = self.module.declare_intrinsic("llvm.readcyclecounter", (), self.ir.FunctionType(self.i64, []))
+            counter = self.module.declare_intrinsic("llvm.readcyclecounter", (), self._function_type(0))
             return _Word(self, self.builder.call(counter, []))
         timespec = self.alloca(_I64, 2)  # seconds and nanoseconds
         self.call("clock_gettime", time.CLOCK_MONOTONIC, timespec)
@@ -2516,11 +2516,11 @@ class _Driver(_Code):
         n_buffers = batch.kernel.n_buffers
         self.copy_bytes(cursors, batch.cursors, n_buffers * ctypes.sizeof(_Cursor))
         rest = self.variable(index)
-        with self.loop(0, batch.depth) as d:
+        with self.loop(batch.depth) as d:
             size = self.load(batch.sizes + d * 8)
             position = rest.current % size
             rest.current = rest.current // size
-            with self.loop(0, n_buffers) as k:
+            with self.loop(n_buffers) as k:
                 stride = self.load(batch.strides + (d * n_buffers + k) * 8)
                 cursors[k].data = cursors[k].data + position * stride
 
@@ -2577,8 +2577,8 @@ class _Driver(_Code):
         shared.idle = self.call("PyThread_allocate_lock")
         self.call("PyThread_acquire_lock", shared.idle, 1)
         args = self.new(XLA_FFI_ThreadPool_Schedule_Args, ctx=batch.frame.ctx, task="work", data=shared)
-        with self.loop(0, helpers):  # which may come too late
-            self.api(batch.frame, "ThreadPool_Schedule", args)  # fails where ThreadPool_NumThreads does
+        with self.loop(helpers):  # which may come too late
+            self.api(batch.frame, "ThreadPool_Schedule", args)  # cannot fail where the number is known
         self.call("work", shared)
         self.call("PyThread_acquire_lock", shared.idle, 1)
         error = shared.error
@@ -2625,7 +2625,7 @@ class _Driver(_Code):
         batch = self.new(_Batch, frame=frame, kernel=kernel, cursors=cursors, depth=depth, count=1, slice_nbytes=0)
         batch.sizes = self.alloca(_I64, depth)
         batch.strides = self.alloca(_I64, depth * kernel.n_buffers)
-        with self.loop(0, depth) as d:
+        with self.loop(depth) as d:
             self._measure_dimension(batch, d)
         self._find_inner_loops(batch)
         with self.when((batch.count < 2) | kernel.in_order):
@@ -2642,7 +2642,7 @@ class _Driver(_Code):
         """The size and strides of dimension d of the batch, 0 being the innermost."""
         n_buffers = batch.kernel.n_buffers
         size = self.variable(1)
-        with self.loop(0, n_buffers) as k:
+        with self.loop(n_buffers) as k:
             cursor = batch.cursors[k]
             own_size = self.variable(1)
             with self.when(cursor.depth > 0):
@@ -2658,12 +2658,12 @@ class _Driver(_Code):
     def _find_inner_loops(self, batch: Any) -> None:
         """One inner loop is all of the batch if each buffer has all slices or only one, else its last dimension."""
         is_one_loop = self.variable(1)
-        with self.loop(0, batch.kernel.n_buffers) as k:
+        with self.loop(batch.kernel.n_buffers) as k:
             cursor = batch.cursors[k]
             is_one_loop.current = is_one_loop.current & ((cursor.count == 1) | (cursor.count == batch.count))
             batch.slice_nbytes = batch.slice_nbytes + cursor.nbytes
         batch.inner = self.select(is_one_loop.current, batch.count, self.load(batch.sizes))
-        with self.loop(0, batch.kernel.n_buffers) as k:
+        with self.loop(batch.kernel.n_buffers) as k:
             cursor = batch.cursors[k]
             step = self.select(cursor.count == 1, 0, cursor.nbytes)
             cursor.step = self.select(is_one_loop.current, step, self.load(batch.strides + k * 8))
@@ -2767,7 +2767,7 @@ class _Handler(_Code):
         """A loop over the slices, in which the emitter writes what runs one of them on its arrays."""
         firsts = self._first_slice()
         steps = [self.cursors[k].step for k in range(len(firsts))]
-        with self.loop(0, self.count) as i:
+        with self.loop(self.count) as i:
             yield [first._replace(pointer=first.pointer + step * i) for first, step in zip(firsts, steps, strict=True)]
 
     @contextlib.contextmanager
@@ -2777,7 +2777,7 @@ class _Handler(_Code):
         An array that is the same for all slices has the size 1 there.
         """
         firsts = self._first_slice()
-        with self.loop(0, (self.count + (most - 1)) // most) as chunk:
+        with self.loop((self.count + (most - 1)) // most) as chunk:
             start = chunk * most
             count = self.minimum(self.count - start, most)
             arrays = []
@@ -2857,7 +2857,7 @@ class _Handler(_Code):
         sources = {j: buffers[i].data for i, j in signature.aliases}
         for j, out in enumerate(buffers[signature.n_in :]):
             nbytes = self.variable(cursors[signature.n_in + j].nbytes)
-            with self.loop(0, depth) as d:
+            with self.loop(depth) as d:
                 nbytes.current = nbytes.current * self.load(out.dims + 8 * d)
             if not self.emitter.libcuda:
                 self._use_huge_pages(out.data, nbytes.current)
