@@ -1972,17 +1972,14 @@ class _Wrapper(_NotCopied):
 #   1. `handler` checks the buffers and writes what outputs start from.  Without a batch it runs the kernel at once.
 #   2. `slices(frame, cursors, count)` runs the kernel on `count` slices.  A cursor knows where a buffer's slice is, and
 #      how far it is to the next one.
-# `handler` and `slices` are compiled for each kernel.  What kernels have in common is compiled once per process, in
-# `_Driver`:
+# Both are compiled for each signature.  What all handlers have in common is compiled once per process, in `_Driver`:
 #   3. `drive` finds the slices of a batch, and the inner loops: slices that are one step apart in every buffer, as in
 #      NumPy's ufuncs.
 #   4. `run` runs a range of slices, one inner loop after another.
-#   5. Two estimates say whether threads pay.  `drive` takes what the last call of the kernel noted, if its slices were
-#      as large, and if threads pay, they share all slices.  Else `probe` measures: it runs the first slices on this
-#      thread, and more and more of them, until the rest is seen to be worth sharing, or done.
+#   5. Two estimates say whether threads pay: what the last call of the kernel noted, if its slices were as large; else
+#      `probe` measures, while it runs more and more slices on this thread.
 #   6. XLA's threads and this one `share` slices: each takes chunk after chunk until none is left.
-# The slice that fails earliest, which need not be the one of the lowest index, gives the call its error: nobody takes a
-# chunk after that, and chunks that are being run elsewhere are waited for.
+# One of the slices that fail, not always the first, gives the call its error; nobody takes a chunk after that.
 # Relies on sections 1 and 2, llvmlite, and the C API of CPython.  The emitter of a backend writes what runs one slice.
 # From inside XLA, Numba and the C library:
 # - XLA's threads (test_each_slice_runs_once_on_any_thread_unless_in_order), and where it loses an alias
@@ -2016,24 +2013,18 @@ class _Signature:
 
 
 class _Array(NamedTuple):
-    """One buffer of a slice: its address, the kernel's dimensions, strides in bytes and the size of an element."""
+    """One buffer of a slice, in row-major order: its address, the kernel's dimensions and the size of an element."""
 
     pointer: Any
     dims: list[Any]
-    strides: list[Any]
     itemsize: int
 
-    @classmethod
-    def row_major(cls, pointer: Any, dims: list[Any], itemsize: int) -> _Array:
-        return cls(pointer, dims, _row_major(dims, itemsize), itemsize)
-
-
-def _row_major(dims: Sequence[Any], unit: int) -> list[Any]:
-    """The strides of an array whose elements are `unit` long."""
-    strides = [unit]
-    for size in reversed(dims[1:]):
-        strides.insert(0, strides[0] * size)
-    return strides[: len(dims)]
+    def strides(self, unit: int) -> list[Any]:
+        """From one position to the next in each dimension, where an element is `unit` long."""
+        strides = [unit]
+        for size in reversed(self.dims[1:]):
+            strides.insert(0, strides[0] * size)
+        return strides[: len(self.dims)]
 
 
 class _Emitter:
@@ -2077,8 +2068,6 @@ class _Word:
         self.value = value
 
     def _calculate(self, operation: str, other: Any) -> _Word:
-        if operation == "add" and isinstance(other, int) and other == 0:
-            return self  # adding 0: LLVM, which does not optimize here, would keep the sum
         operands = self.value, self.code.value(other)
         return _Word(self.code, getattr(self.code.builder, operation)(*operands))
 
@@ -2127,12 +2116,11 @@ class _Struct(_Word):
 class _Code:
     """An LLVM module that is being written, and the tools to write with; not optimized, which saves 40 ms a kernel."""
 
-    def __init__(self, is_shared: bool = True) -> None:
+    def __init__(self) -> None:
         import llvmlite.binding as llvm
         from llvmlite import ir
         from numba.core import cgutils
 
-        self.is_shared = is_shared  # code that holds an address is right for one kernel alone
         self.llvm = llvm
         self.ir = ir
         self.cgutils = cgutils
@@ -2141,22 +2129,19 @@ class _Code:
         self.module.triple = llvm.get_process_triple()
         self.machine = _target_machine()
         self.module.data_layout = str(self.machine.target_data)
-        self.functions: dict[str, Any] = {}
         self.builder: Any = None
 
     # -- functions --
 
     def define(self, name: str, body: Callable[..., Any]) -> None:
         """Write a C function that takes integers and addresses, as `body` does, and returns one."""
-        names = inspect.signature(body).parameters
-        function = self.ir.Function(self.module, self._function_type(names), name)
-        self.functions[name] = function
+        parameters = inspect.signature(body).parameters
+        function = self.ir.Function(self.module, self._function_type(len(parameters)), name)
         self.builder = self.ir.IRBuilder(function.append_basic_block())
         arguments = []
-        for parameter, value in zip(names, function.args):
-            word = _Word(self, value)
-            struct = _STRUCT_PARAMETERS.get(parameter)
-            arguments.append(_Struct(self, struct, word) if struct else word)
+        for parameter, value in zip(parameters, function.args, strict=True):
+            kind = _STRUCT_PARAMETERS.get(parameter, _I64)
+            arguments.append(_Struct(self, kind, _Word(self, value)))
         result = body(*arguments)
         if result is not None:  # None: the body has returned already
             self.ret(result)
@@ -2168,21 +2153,12 @@ class _Code:
         return self.machine.emit_object(module)
 
     def call(self, function: Any, *args: Any) -> _Word:
-        """Call a function, as `value` takes it."""
-        pointer = self.builder.inttoptr(self.value(function), self._function_type(args).as_pointer())
-        return self._call_pointer(pointer, args)
+        """Call a function, as `value` takes it, with words; it returns one."""
+        pointer = self.builder.inttoptr(self.value(function), self._function_type(len(args)).as_pointer())
+        return _Word(self, self.builder.call(pointer, [self.value(x) for x in args]))
 
-    def external(self, name: str, *args: Any) -> _Word:
-        """Call a function of CPython or the C library, which is found by its name when the code is loaded."""
-        kind = self._function_type(args)
-        function = self.cgutils.get_or_insert_function(self.module, kind, name)  # perhaps of Numba's types
-        return self._call_pointer(self.builder.bitcast(function, kind.as_pointer()), args)
-
-    def _function_type(self, parameters: Any) -> Any:
-        return self.ir.FunctionType(self.i64, [self.i64] * len(parameters))
-
-    def _call_pointer(self, pointer: Any, args: Sequence) -> _Word:
-        return _Word(self, self.builder.call(pointer, list(map(self.value, args))))
+    def _function_type(self, n_parameters: int) -> Any:
+        return self.ir.FunctionType(self.i64, [self.i64] * n_parameters)
 
     def api(self, frame: Any, name: str, args: Any) -> _Word:
         """Call a function of XLA's API table; it gives an XLA_FFI_Error* or 0."""
@@ -2191,16 +2167,15 @@ class _Code:
     # -- values and memory --
 
     def value(self, x: Any) -> Any:
-        """LLVM's value of a word, a number, or the address of a C function or, by its name, of one of this module."""
+        """LLVM's value of a word, a number, or the address of a C function, also by its name.
+
+        The name is of a function of this module, or of CPython or the C library, where it is found on loading.
+        """
         if isinstance(x, _Word):
             return x.value
         if isinstance(x, str):
-            return self.functions[x].ptrtoint(self.i64)
-        is_number = isinstance(x, int)
-        number = int((x if is_number else ctypes.cast(x, _PTR).value) or 0)
-        if self.is_shared and (not is_number or abs(number) >= 1 << 32):
-            raise AssertionError(f"{x!r} may be an address, and several kernels share this code: put it into _Kernel")
-        return self.ir.Constant(self.i64, number)
+            return self.cgutils.get_or_insert_function(self.module, self._function_type(0), x).ptrtoint(self.i64)
+        return self.ir.Constant(self.i64, x if isinstance(x, int) else ctypes.cast(x, _PTR).value)
 
     def word(self, x: Any) -> _Word:
         return _Word(self, self.value(x))
@@ -2221,16 +2196,6 @@ class _Code:
 
     def copy_bytes(self, target: Any, source: Any, nbytes: Any) -> None:
         self.cgutils.raw_memcpy(self.builder, self.pointer(target), self.pointer(source), self.value(nbytes), 1)
-
-    def zero_bytes(self, target: Any, nbytes: Any) -> None:
-        self.cgutils.memset(self.builder, self.pointer(target), self.value(nbytes), 0)
-
-    def static(self, name: str, kind: Any, **fields: Any) -> _Struct:
-        """A struct of words in the module's own memory, with these values at first."""
-        values = [int(fields.get(field, 0)) for field, _ in kind._fields_]
-        memory = self.ir.GlobalVariable(self.module, self.ir.ArrayType(self.i64, len(values)), name)
-        memory.initializer = self.ir.Constant(memory.value_type, values)
-        return _Struct(self, kind, _Word(self, memory.ptrtoint(self.i64)))
 
     def alloca(self, kind: Any, count: Any = 1) -> _Struct:
         """So many structs or words on the stack; a constant count is allocated once, in the entry block."""
@@ -2264,15 +2229,9 @@ class _Code:
             setattr(struct, name, value)
         return struct
 
-    def atomic_add(self, address: Any, value: Any) -> _Word:
-        """Atomic fetch-and-add: returns what the word was."""
-        return _Word(self, self.builder.atomic_rmw("add", self.pointer(address, 8), self.value(value), "seq_cst"))
-
-    def compare_and_swap(self, address: Any, old: Any, new: Any) -> _Word:
-        """Whether a word was `old`, and is `new` now."""
-        words = self.value(old), self.value(new)
-        result = self.builder.cmpxchg(self.pointer(address, 8), *words, "seq_cst")
-        return _Word(self, self.builder.zext(self.builder.extract_value(result, 1), self.i64))
+    def atomic(self, operation: str, address: Any, value: Any) -> _Word:
+        """LLVM's atomic "add", "sub" or "xchg" of a word: returns what it was."""
+        return _Word(self, self.builder.atomic_rmw(operation, self.pointer(address, 8), self.value(value), "seq_cst"))
 
     # -- control flow --
 
@@ -2299,8 +2258,8 @@ class _Code:
         return self.select(first < second, first, second)
 
     @contextlib.contextmanager
-    def loop(self, start: Any, stop: Any) -> Iterator[_Word]:
-        with self.cgutils.for_range(self.builder, self.value(stop), self.value(start)) as loop:
+    def loop(self, count: Any) -> Iterator[_Word]:
+        with self.cgutils.for_range(self.builder, self.value(count)) as loop:
             yield _Word(self, loop.index)
 
     @contextlib.contextmanager
@@ -2347,38 +2306,38 @@ def _load_code(code: bytes) -> Any:
 _Variable = _words("_Variable", "current")
 
 # Where a buffer's slice is: `data`.  `dims` points to the kernel's dimensions, before which lie `depth` of the batch,
-# or none.  `nbytes` is the size of a slice, and `step` is how far the next slice of the inner loop is: 0 if that is the
-# same one.
-_Cursor = _words("_Cursor", "data step dims depth nbytes")
+# or none.  `nbytes` is the size of a slice, `count` is how many slices the buffer has, and `step` is how far the next
+# slice of the inner loop is: 0 if that is the same one.
+_Cursor = _words("_Cursor", "data step dims depth nbytes count")
 
 # A kernel, in the memory of its handler.
-#   n_buffers           inputs and outputs
-#   first_output        buffers from here on may get huge pages, as their memory is mapped on first use: on a CPU the
-#                       outputs; on a GPU none, so it is `n_buffers`
 #   slice_ticks         what a slice took when that was last measured, and
 #   slice_nbytes        how large the buffers of that slice were: a hint, which any thread may overwrite
-#   in_order and later  filled in when the code is loaded: functions of the handler and of the driver, the text of an
-#                       error, and what the emitter gives
-_Kernel = _words(
-    "_Kernel",
-    "n_buffers first_output slice_ticks slice_nbytes "
-    "in_order slices wrong_buffers entry lock report answer error fill drive",
-)
+#   n_buffers and later filled in when the code is loaded: the number of inputs and outputs, functions of the handler
+#                       and of the driver, the text of an error, and what the emitter gives
+_Kernel = _words("_Kernel", "slice_ticks slice_nbytes n_buffers slices drive wrong_buffers in_order entry lock report")
 
-# A call with a batch.  The cursors stand at its first slice.  `sizes` are those of its `depth` dimensions, outermost
-# first, `count` is their product; slices [k * inner, (k + 1) * inner) are one step apart: an inner loop.
+# A call with a batch.  The cursors stand at its first slice.  `sizes` are those of its `depth` dimensions, innermost
+# first; `count` is their product.  `strides` has for each dimension the bytes from one position to the next in each
+# buffer, 0 where that broadcasts.  Slices [k * inner, (k + 1) * inner) are one step apart: an inner loop.
+# `slice_nbytes` is what a slice of all buffers takes.
 _Batch = _words(
-    "_Batch", "frame kernel cursors depth sizes count inner", frame=XLA_FFI_CallFrame, kernel=_Kernel, cursors=_Cursor
+    "_Batch",
+    "frame kernel cursors depth sizes strides count inner slice_nbytes",
+    frame=XLA_FFI_CallFrame,
+    kernel=_Kernel,
+    cursors=_Cursor,
 )
 
 # A batch that several threads share.  On the heap, as queued tasks may outlive the call.
 #   next     the first slice that nobody has taken (atomic fetch-and-add of `chunk`); beyond `count` nothing is left
-#   workers  threads inside `work`, the caller too; once it is 0 it stays 0
-#   holders  references: one for each queued task and one for the caller; the last one frees the memory
-#   error    the first XLA_FFI_Error*, by compare-and-swap; later ones are destroyed
-#   idle     a lock that the last worker releases, to wake the caller
-# The caller waits for workers only, never for queued tasks: one may stand behind a caller that waits, a deadlock.
-_SharedBatch = _words("_SharedBatch", "batch next count chunk workers holders error idle", batch=_Batch)
+#   left     slices that are not done; who takes it to 0 wakes the caller, whose `batch` may be gone from then on
+#   holders  references: one for each `work`, queued or not, and one for the caller; the last one frees the memory
+#   error    the last XLA_FFI_Error*; those before it are destroyed
+#   idle     a lock that is released when nothing is left, to wake the caller
+# The caller waits for slices that were taken, never for queued tasks: one may stand behind a caller that waits, a
+# deadlock.
+_SharedBatch = _words("_SharedBatch", "batch next count chunk left holders error idle", batch=_Batch)
 
 # The parameters of C functions that point to structs, by name.
 _STRUCT_PARAMETERS = {
@@ -2391,211 +2350,122 @@ _WORTH_SHARING = 40  # waking threads does not pay for less work than this
 _WORTH_A_THREAD = 15  # each thread that is woken must have this much work
 _CHUNK = 20  # work that a thread takes at a time: little, as cores differ in speed
 
-_HUGE_PAGE_MIN = 1 << 22  # bytes, from which on NumPy asks for huge pages too
-_MADV_HUGEPAGE = 14  # sys/mman.h of Linux
-_FE_DFL_ENV = -1  # fenv.h of glibc on x86-64 and on arm64
-_FENV_WORDS = 32  # more than fenv_t has there: 4 and 1
-
 
 class _Driver(_Code):
     """What all handlers have in common, compiled once.  Each public method is written as a C function.
 
     Python's own `if` and `for` decide what is written; `when`, `loop` and `forever` are in the code that is.
-    They are defined in order of use: a call by name needs the function to be there.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.ticks = self.static("ticks", _Variable)  # of the clock in a microsecond
-        self.one = self.static("one", _Variable, current=1)
-        functions = (
-            self.answer,
-            self.error,
-            self.now,
-            self.fill,
-            self.seek,
-            self.run,
-            self.release,
-            self.work,
-            self.task,
-        )
-        for function in (*functions, self.share, self.finish, self.probe, self.drive):
-            self.define(function.__name__, function)
+        self.has_counter = self.module.triple.startswith("x86_64")
+        self.ticks = 3000 if self.has_counter else 1000  # in a microsecond; of x86 2000 to 4000, near enough here
+        for name in ("now", "run", "work", "share", "probe", "drive"):  # each calls those before it
+            self.define(name, getattr(self, name))
 
-    def answer(self, frame: Any, traits: Any) -> Any:
-        """On registration XLA asks for the API version and traits, through an extension; returns whether it does.
+    def now(self) -> Any:
+        """A monotonic clock, in ticks: on x86 the processor's, as a system call may take 400 ns."""
+        if self.has_counter:
+            counter = self.module.declare_intrinsic("llvm.readcyclecounter", (), self._function_type(0))
+            return _Word(self, self.builder.call(counter, []))
+        timespec = self.alloca(_I64, 2)  # seconds and nanoseconds
+        self.call("clock_gettime", time.CLOCK_MONOTONIC, timespec)
+        return self.load(timespec) * 10**9 + self.load(timespec + 8)
 
-        The minor version is XLA's own: it accepts no newer one.
-        """
-        position = self.variable(frame.extension_start)
+    # -- a range of slices on one thread --
+
+    def run(self, batch: Any, first: Any, stop: Any) -> Any:
+        """Run the slices [first, stop), by inner loops, unless one fails; gives its XLA_FFI_Error*."""
+        cursors = self.alloca(_Cursor, batch.kernel.n_buffers)
+        start = self.variable(first)
         with self.forever():
-            found = _Struct(self, XLA_FFI_Metadata_Extension, position.current)
-            self.ret(0, when=position.current == 0)
-            with self.when(found.extension_base.type == _EXTENSION_METADATA):
-                metadata = found.metadata
-                metadata.traits = traits
-                metadata.api_version.major_version = _API_MAJOR
-                metadata.api_version.minor_version = frame.api.api_version.minor_version
-                self.ret(1)
-            position.current = found.extension_base.next
+            index = start.current
+            self.ret(0, when=index >= stop)
+            self._seek(batch, cursors, index)
+            count = self.minimum(batch.inner - index % batch.inner, stop - index)
+            error = self.call(batch.kernel.slices, batch.frame, cursors, count)
+            self.ret(error, when=error != 0)
+            start.current = index + count
 
-    def error(self, frame: Any, message: Any, code: Any) -> Any:
-        """A new XLA_FFI_Error* with a copy of the message."""
-        return self.api(frame, "Error_Create", self.new(XLA_FFI_Error_Create_Args, message=message, errc=code))
+    def _seek(self, batch: Any, cursors: Any, index: Any) -> None:
+        """Point `cursors` at slice `index`.
+
+        For example slice 4 of a batch of 2 x 3 is at the positions 1 and 1.  A buffer with all six slices, of 100 bytes
+        each, has the strides 300 and 100: its slice begins at byte 400.  One of 1 x 3 slices has the strides 0 and 100:
+        byte 100.
+        """
+        n_buffers = batch.kernel.n_buffers
+        self.copy_bytes(cursors, batch.cursors, n_buffers * ctypes.sizeof(_Cursor))
+        rest = self.variable(index)
+        with self.loop(batch.depth) as d:
+            size = self.load(batch.sizes + d * 8)
+            position = rest.current % size
+            rest.current = rest.current // size
+            with self.loop(n_buffers) as k:
+                stride = self.load(batch.strides + (d * n_buffers + k) * 8)
+                cursors[k].data = cursors[k].data + position * stride
+
+    # -- a batch on several threads: the invariants stand above `_SharedBatch` --
+
+    def work(self, shared: Any) -> Any:
+        """Take chunks and run them until none is left or one fails: on the caller's thread, or as a task of XLA's."""
+        with self.forever():
+            first = self.atomic("add", shared.address_of("next"), shared.chunk)
+            with self.when(first >= shared.count):
+                self._release(shared)
+                self.ret(0)
+            stop = self.minimum(first + shared.chunk, shared.count)
+            began = self.call("now")
+            error = self.call("run", shared.batch, first, stop)
+            self._remember(shared.batch, self.call("now") - began, stop - first)
+            n_done = self.variable(stop - first)
+            with self.when(error != 0):
+                # `next` becomes more than any index: what nobody has taken, nobody will
+                first_free = self.atomic("add", shared.address_of("next"), shared.count)
+                n_done.current = n_done.current + shared.count - self.minimum(first_free, shared.count)
+                self._destroy(shared.batch.frame, self.atomic("xchg", shared.address_of("error"), error))
+            n_left = self.atomic("sub", shared.address_of("left"), n_done.current)
+            with self.when(n_left == n_done.current):
+                self.call("PyThread_release_lock", shared.idle)
+
+    def _release(self, shared: Any) -> None:
+        """Give up a reference; the last one frees the memory."""
+        with self.when(self.atomic("sub", shared.address_of("holders"), 1) == 1):
+            self.call("PyThread_free_lock", shared.idle)
+            self.call("PyMem_RawFree", shared)
 
     def _destroy(self, frame: Any, error: Any) -> None:
         with self.when(error != 0):
             self.api(frame, "Error_Destroy", self.new(XLA_FFI_Error_Destroy_Args, error=error))
 
-    def now(self) -> Any:
-        """A monotonic clock, in ticks: on x86 the processor's, as a system call may take 400 ns."""
-        if self.module.triple.startswith("x86_64"):
-            counter = self.module.declare_intrinsic("llvm.readcyclecounter", (), self.ir.FunctionType(self.i64, []))
-            return _Word(self, self.builder.call(counter, []))
-        timespec = self.alloca(_I64, 2)  # seconds and nanoseconds
-        self.external("clock_gettime", time.CLOCK_MONOTONIC, timespec)
-        return self.load(timespec) * 10**9 + self.load(timespec + 8)
-
-    def fill(self, target: Any, source: Any, nbytes: Any) -> Any:
-        """Write what starts an output in the memory of the host: a copy of `source`, or zeros if that is 0."""
-        self._use_huge_pages(target, nbytes)
-        with self.when(source == 0):
-            self.zero_bytes(target, nbytes)
-            self.ret(0)
-        self.copy_bytes(target, source, nbytes)
-        return 0
-
-    def _use_huge_pages(self, data: Any, nbytes: Any) -> None:
-        """Ask Linux for huge pages under a large output, as NumPy does for its arrays."""
-        # To fault XLA's fresh memory in by 4 KiB pages took 40 ms of the 43 ms of an add of 1e7 float32.
-        if sys.platform == "linux":
-            with self.when(nbytes >= _HUGE_PAGE_MIN):
-                skip = self.word(mmap.PAGESIZE) - data % mmap.PAGESIZE  # the range must start at a page
-                self.external("madvise", data + skip, nbytes - skip, _MADV_HUGEPAGE)
-
-    # -- a range of slices on one thread --
-
-    def seek(self, batch: Any, cursors: Any, index: Any) -> Any:
-        """Point `cursors` at slice `index`; gives the number of slices before it in its inner loop.
-
-        Dimension d of the batch has `size` positions, and a buffer `own_size` positions: as many, or one.  `strides`
-        has, for each buffer, the bytes from one position to the next.
-
-        For example slice 4 of a batch of 2 x 3 is at the positions 1 and 1.  A buffer with all six slices, of 100 bytes
-        each, has the strides 300 and 100: its slice begins at byte 400.  One of 1 x 3 slices has the strides 300 and
-        100, too, but its first dimension broadcasts: byte 100.
-        """
-        kernel = batch.kernel
-        strides = self.alloca(_I64, kernel.n_buffers)
-        with self.loop(0, kernel.n_buffers) as k:
-            self.copy_bytes(cursors[k], batch.cursors[k], ctypes.sizeof(_Cursor))
-            self.store(cursors[k].nbytes, strides + 8 * k)
-        rest = self.variable(index)
-        with self.loop(1, batch.depth + 1) as d:  # from the innermost dimension to the outermost
-            size = self.load(batch.sizes + (batch.depth - d) * 8)
-            position = rest.current % size
-            rest.current = rest.current // size
-            with self.loop(0, kernel.n_buffers) as k:
-                cursor = cursors[k]
-                own_size = self._batch_size(cursor, d)
-                stride = self.load(strides + 8 * k)
-                cursor.data = cursor.data + self.select(own_size == 1, 0, position * stride)  # size 1 broadcasts
-                self.store(stride * own_size, strides + 8 * k)
-        return index % batch.inner
-
-    def run(self, batch: Any, first: Any, stop: Any) -> Any:
-        """Run the slices [first, stop), by inner loops, unless one fails; gives its XLA_FFI_Error*."""
-        position = self.variable(first)
-        cursors = self.alloca(_Cursor, batch.kernel.n_buffers)
-        with self.forever():
-            start = position.current
-            self.ret(0, when=start >= stop)
-            left_in_loop = batch.inner - self.call("seek", batch, cursors, start)
-            count = self.minimum(left_in_loop, stop - start)
-            error = self.call(batch.kernel.slices, batch.frame, cursors, count)
-            self.ret(error, when=error != 0)
-            position.current = start + count
-
-    # -- a batch on several threads: the invariants stand above `_SharedBatch` --
-
-    def release(self, shared: Any) -> Any:
-        """Give up a reference; the last one frees the memory."""
-        with self.when(self.atomic_add(shared.address_of("holders"), -1) == 1):
-            self.external("PyThread_free_lock", shared.idle)
-            self.external("PyMem_RawFree", shared)
-        return 0
-
-    def work(self, shared: Any) -> Any:
-        """Take chunks and run them until none is left or one fails."""
-        with self.forever():
-            first = self.atomic_add(shared.address_of("next"), shared.chunk)
-            self.ret(0, when=first >= shared.count)
-            stop = self.minimum(first + shared.chunk, shared.count)
-            began = self.call("now")
-            error = self.call("run", shared.batch, first, stop)
-            self._remember(shared.batch, self.call("now") - began, stop - first)
-            with self.when(error != 0):
-                # `next` becomes more than any index: nothing is left for the others.
-                self.atomic_add(shared.address_of("next"), shared.count)
-                is_first = self.compare_and_swap(shared.address_of("error"), 0, error)
-                with self.when(is_first == 0):
-                    self._destroy(shared.batch.frame, error)
-                self.ret(0)
-
-    def task(self, shared: Any) -> Any:
-        """What a thread of XLA runs: it joins the workers unless none is left, and as the last one wakes the caller."""
-        with self.forever():  # again if another thread changed `workers` between the load and the compare-and-swap
-            workers = self.atomic_add(shared.address_of("workers"), 0)
-            with self.when(workers == 0):  # the caller may have returned: its batch is gone, `shared` is not
-                self.ret(self.call("release", shared))
-            has_joined = self.compare_and_swap(shared.address_of("workers"), workers, workers + 1)  # never from 0
-            with self.when(has_joined):
-                self.call("work", shared)
-                is_last = self.atomic_add(shared.address_of("workers"), -1) == 1
-                with self.when(is_last):  # so the caller is no worker any more: it waits
-                    self.external("PyThread_release_lock", shared.idle)
-                self.ret(self.call("release", shared))
-
-    def share(self, batch: Any, first: Any, helpers: Any, chunk: Any) -> Any:
-        """Run the slices from `first` on, with up to `helpers` of XLA's threads, which may come too late."""
-        shared = _Struct(self, _SharedBatch, self.external("PyMem_RawMalloc", ctypes.sizeof(_SharedBatch)))
-        idle = self.external("PyThread_allocate_lock")
-        with self.when((shared == 0) | (idle == 0)):  # out of memory, which one thread does not need
+    def share(self, batch: Any, first: Any, work: Any) -> Any:
+        """Run the slices from `first` on, which take `work` microseconds, on as many of XLA's threads as pay."""
+        n_threads = self.variable(0)  # none where the call has none
+        args = self.new(XLA_FFI_ThreadPool_NumThreads_Args, ctx=batch.frame.ctx, num_threads=n_threads)
+        self._destroy(batch.frame, self.api(batch.frame, "ThreadPool_NumThreads", args))
+        n_slices = batch.count - first
+        helpers = self.minimum(self.minimum(n_threads.current, n_slices) - 1, work // _WORTH_A_THREAD)
+        with self.when(helpers < 1):
             self.ret(self.call("run", batch, first, batch.count))
+        shared = _Struct(self, _SharedBatch, self.call("PyMem_RawMalloc", ctypes.sizeof(_SharedBatch)))
         shared.batch = batch
         shared.next = first
         shared.count = batch.count
-        shared.chunk = chunk
-        shared.workers = 1  # the caller
-        shared.holders = helpers + 1  # counted before any task runs
+        shared.chunk = n_slices * _CHUNK // work + 1
+        shared.left = n_slices
+        shared.holders = helpers + 2  # counted before any task runs
         shared.error = 0
-        shared.idle = idle
-        self.external("PyThread_acquire_lock", idle, 1)  # for the last worker to release
-        args = self.new(XLA_FFI_ThreadPool_Schedule_Args, ctx=batch.frame.ctx, task="task", data=shared)
-        with self.loop(0, helpers):
-            error = self.api(batch.frame, "ThreadPool_Schedule", args)
-            with self.when(error != 0):  # no task will give up its reference
-                self._destroy(batch.frame, error)
-                self.call("release", shared)
-        self.call("work", shared)  # until no slice is left to take; those that others took may still run
-        with self.when(self.atomic_add(shared.address_of("workers"), -1) > 1):
-            self.external("PyThread_acquire_lock", shared.idle, 1)
-        error = shared.error  # from here on nobody works, and nobody will: `workers` is 0
-        self.call("release", shared)
+        shared.idle = self.call("PyThread_allocate_lock")
+        self.call("PyThread_acquire_lock", shared.idle, 1)
+        args = self.new(XLA_FFI_ThreadPool_Schedule_Args, ctx=batch.frame.ctx, task="work", data=shared)
+        with self.loop(helpers):  # which may come too late
+            self.api(batch.frame, "ThreadPool_Schedule", args)  # cannot fail where the number is known
+        self.call("work", shared)
+        self.call("PyThread_acquire_lock", shared.idle, 1)
+        error = shared.error
+        self._release(shared)
         return error
-
-    def finish(self, batch: Any, first: Any, work: Any) -> Any:
-        """Run the slices from `first` on, which take `work` microseconds, on as many threads as pay."""
-        n_threads = self.variable(0)  # XLA's, none where the call has none
-        args = self.new(XLA_FFI_ThreadPool_NumThreads_Args, ctx=batch.frame.ctx, num_threads=n_threads)
-        self._destroy(batch.frame, self.api(batch.frame, "ThreadPool_NumThreads", args))
-        left = batch.count - first
-        others = self.minimum(n_threads.current, left) - 1
-        helpers = self.minimum(others, work // _WORTH_A_THREAD)
-        chunk = left * _CHUNK // work
-        with self.when(helpers > 0):
-            self.ret(self.call("share", batch, first, helpers, self.select(chunk < 1, 1, chunk)))
-        return self.call("run", batch, first, batch.count)
 
     def probe(self, batch: Any) -> Any:
         """Run slices on this thread, in ranges of 1, 8, 64, ..., until one took long enough to estimate the rest.
@@ -2603,106 +2473,88 @@ class _Driver(_Code):
         For calls without a note of how long such slices take, and those that an earlier call found too short to share.
         A range that is too short for the clock means only that it is harmless to run eight times as many slices here.
         """
-        ticks = self.ticks.current
-        began = self.variable(self.call("now"))  # when the newest range began
-        n_newest = self.variable(1)  # how many slices it has
-        n_done = self.variable(1)
+        start = self.variable(1)
+        count = self.variable(1)
+        began = self.variable(self.call("now"))
         error = self.call(batch.kernel.slices, batch.frame, batch.cursors, 1)
         self.ret(error, when=error != 0)
         with self.forever():
-            left = batch.count - n_done.current
+            left = batch.count - start.current
             self.ret(0, when=left == 0)
             now = self.call("now")
             took = now - began.current
-            with self.when(took > ticks * _MEASURABLE):
-                self._remember(batch, took, n_newest.current)
-                work = took * left // n_newest.current // ticks
+            with self.when(took > self.ticks * _MEASURABLE):
+                self._remember(batch, took, count.current)
+                work = took * left // count.current // self.ticks
                 with self.when(work > _WORTH_SHARING):
-                    self.ret(self.call("finish", batch, n_done.current, work))
+                    self.ret(self.call("share", batch, start.current, work))
             began.current = now
-            n_newest.current = self.minimum(n_newest.current * 8, left)
-            stop = n_done.current + n_newest.current
-            error = self.call("run", batch, n_done.current, stop)
+            count.current = self.minimum(count.current * 8, left)
+            stop = start.current + count.current
+            error = self.call("run", batch, start.current, stop)
             self.ret(error, when=error != 0)
-            n_done.current = stop
+            start.current = stop
 
     def _remember(self, batch: Any, took: Any, count: Any) -> None:
         """Note for later calls what slices took: then `drive` need not measure."""
         batch.kernel.slice_ticks = took // count
-        batch.kernel.slice_nbytes = self._slice_nbytes(batch)
-
-    def _slice_nbytes(self, batch: Any) -> _Word:
-        nbytes = self.variable(0)
-        with self.loop(0, batch.kernel.n_buffers) as k:
-            nbytes.current = nbytes.current + batch.cursors[k].nbytes
-        return nbytes.current
+        batch.kernel.slice_nbytes = batch.slice_nbytes
 
     # -- a call --
 
     def drive(self, frame: Any, kernel: Any, cursors: Any, depth: Any) -> Any:
         """Run a call with `depth` batch dimensions, whose first slice the cursors stand at."""
-        batch = self.new(_Batch, frame=frame, kernel=kernel, cursors=cursors, depth=depth, count=1, inner=1)
+        batch = self.new(_Batch, frame=frame, kernel=kernel, cursors=cursors, depth=depth, count=1, slice_nbytes=0)
         batch.sizes = self.alloca(_I64, depth)
-        with self.loop(0, depth) as d:
-            size = self.variable(1)
-            with self.loop(0, kernel.n_buffers) as k:
-                own_size = self._batch_size(cursors[k], batch.depth - d)
-                size.current = self.select(own_size == 1, size.current, own_size)
-            self.store(size.current, batch.sizes + d * 8)
-            batch.count = batch.count * size.current
-        with self.when(depth > 0):
-            self._find_inner_loops(batch)
-        with self.loop(kernel.first_output, kernel.n_buffers) as k:
-            self._use_huge_pages(cursors[k].data, cursors[k].nbytes * batch.count)
+        batch.strides = self.alloca(_I64, depth * kernel.n_buffers)
+        with self.loop(depth) as d:
+            self._measure_dimension(batch, d)
+        self._find_inner_loops(batch)
         with self.when((batch.count < 2) | kernel.in_order):
             with self.when(batch.count == batch.inner):
                 self.ret(self.call(kernel.slices, frame, cursors, batch.count))
             self.ret(self.call("run", batch, 0, batch.count))
-        with self.when(kernel.slice_ticks != 0):
-            is_known = kernel.slice_nbytes == self._slice_nbytes(batch)
-            work = self.select(is_known, kernel.slice_ticks, 0) * batch.count // self.ticks.current
-            with self.when(work > _WORTH_SHARING):
-                self.ret(self.call("finish", batch, 0, work))
+        is_known = kernel.slice_nbytes == batch.slice_nbytes
+        work = kernel.slice_ticks * is_known * batch.count // self.ticks
+        with self.when(work > _WORTH_SHARING):
+            self.ret(self.call("share", batch, 0, work))
         return self.call("probe", batch)
 
-    def _batch_size(self, cursor: Any, d: Any) -> _Word:
-        """The size of a buffer along dimension d of the batch, 1 being the innermost; 1 if it has no batch."""
-        return self.load(self.select(cursor.depth == 0, self.one, cursor.dims - d * 8))
+    def _measure_dimension(self, batch: Any, d: Any) -> None:
+        """The size and strides of dimension d of the batch, 0 being the innermost."""
+        n_buffers = batch.kernel.n_buffers
+        size = self.variable(1)
+        with self.loop(n_buffers) as k:
+            cursor = batch.cursors[k]
+            own_size = self.variable(1)
+            with self.when(cursor.depth > 0):
+                own_size.current = self.load(cursor.dims - (d + 1) * 8)
+            is_shared = own_size.current == 1
+            size.current = self.select(is_shared, size.current, own_size.current)
+            stride = self.select(is_shared, 0, cursor.nbytes * cursor.count)
+            self.store(stride, batch.strides + (d * n_buffers + k) * 8)
+            cursor.count = cursor.count * own_size.current
+        self.store(size.current, batch.sizes + d * 8)
+        batch.count = batch.count * size.current
 
     def _find_inner_loops(self, batch: Any) -> None:
         """One inner loop is all of the batch if each buffer has all slices or only one, else its last dimension."""
         is_one_loop = self.variable(1)
-        with self.loop(0, batch.kernel.n_buffers) as k:
-            own_count = self._own_count(batch, k)
-            is_one_loop.current = is_one_loop.current & ((own_count == 1) | (own_count == batch.count))
-        last = self.load(batch.sizes + (batch.depth - 1) * 8)
-        batch.inner = self.select(is_one_loop.current, batch.count, last)
-        with self.loop(0, batch.kernel.n_buffers) as k:
+        with self.loop(batch.kernel.n_buffers) as k:
             cursor = batch.cursors[k]
-            along_last = self._batch_size(cursor, 1)
-            along_loop = self.select(is_one_loop.current, self._own_count(batch, k), along_last)
-            cursor.step = self.select(along_loop == 1, 0, cursor.nbytes)
-
-    def _own_count(self, batch: Any, k: Any) -> _Word:
-        """How many slices buffer k has in memory."""
-        count = self.variable(1)
-        with self.loop(1, batch.depth + 1) as d:
-            count.current = count.current * self._batch_size(batch.cursors[k], d)
-        return count.current
+            is_one_loop.current = is_one_loop.current & ((cursor.count == 1) | (cursor.count == batch.count))
+            batch.slice_nbytes = batch.slice_nbytes + cursor.nbytes
+        batch.inner = self.select(is_one_loop.current, batch.count, self.load(batch.sizes))
+        with self.loop(batch.kernel.n_buffers) as k:
+            cursor = batch.cursors[k]
+            step = self.select(cursor.count == 1, 0, cursor.nbytes)
+            cursor.step = self.select(is_one_loop.current, step, self.load(batch.strides + k * 8))
 
 
 @functools.cache
 def _driver() -> Any:
     """The execution engine that has the driver's functions."""
-    engine = _load_code(_Driver().compile())
-    read_clock = ctypes.CFUNCTYPE(_I64)(engine.get_function_address("now"))
-    began = time.perf_counter()
-    ticks = read_clock()
-    time.sleep(0.001)
-    seconds = time.perf_counter() - began
-    per_microsecond = int((read_clock() - ticks) / seconds / 1e6)
-    _I64.from_address(engine.get_global_value_address("ticks")).value = max(1, per_microsecond)
-    return engine
+    return _load_code(_Driver().compile())
 
 
 # -- 6.5 A handler -------------------------------------------------------------------------------------
@@ -2710,6 +2562,13 @@ def _driver() -> Any:
 
 
 _HANDLERS: dict[tuple, bytes] = {}  # the object code of those that several kernels share
+
+
+# Of Linux and its C libraries:
+_HUGE_PAGE_MIN = 1 << 22  # bytes, from which on NumPy asks for huge pages too
+_MADV_HUGEPAGE = 14  # sys/mman.h
+_FE_DFL_ENV = -1  # fenv.h on x86-64 and on arm64
+_FENV_WORDS = 32  # more than fenv_t has there: 4 and 1
 
 
 def _compile_handler(signature: _Signature, emitter: _Emitter) -> _Compiled:
@@ -2729,11 +2588,11 @@ def _compile_handler(signature: _Signature, emitter: _Emitter) -> _Compiled:
     text = f"kernel '{signature.label}' was called with other buffers than {signature}"
     wrong_buffers = ctypes.create_string_buffer(text.encode("utf-8", "replace"))
     kernel.wrong_buffers = ctypes.addressof(wrong_buffers)
+    kernel.n_buffers = len(signature.ranks)
     kernel.slices = engine.get_function_address("slices")
+    kernel.drive = driver.get_function_address("drive")
     for name in ("in_order", "entry", "lock", "report"):
         setattr(kernel, name, getattr(emitter, name))
-    for name in ("answer", "error", "fill", "drive"):
-        setattr(kernel, name, driver.get_function_address(name))
     alive += [engine, driver, emitter, wrong_buffers]
     return _Compiled(engine.get_function_address("handler"), alive, kernel)
 
@@ -2742,13 +2601,13 @@ class _Handler(_Code):
     """Writes what is compiled for one signature."""
 
     def __init__(self, signature: _Signature, emitter: _Emitter) -> None:
-        super().__init__(is_shared=emitter.code_key is not None)
+        super().__init__()
         self.signature = signature
         self.emitter = emitter
         self.alive: list[Any] = []  # kept alive, as the machine code holds their addresses
-        self.n_buffers = len(signature.ranks)
-        self.first_output = self.n_buffers if emitter.libcuda else signature.n_in
-        self.kernel = self.static("kernel", _Kernel, n_buffers=self.n_buffers, first_output=self.first_output)
+        memory = self.ir.GlobalVariable(self.module, self.ir.ArrayType(self.i64, len(_Kernel._fields_)), "kernel")
+        memory.initializer = self.ir.Constant(memory.value_type, None)  # zeros
+        self.kernel = _Struct(self, _Kernel, _Word(self, memory.ptrtoint(self.i64)))
         is_enclosed = emitter.lock or emitter.starts_threads
         self.define("bare_slices" if is_enclosed else "slices", self._slices)
         if is_enclosed:
@@ -2770,32 +2629,27 @@ class _Handler(_Code):
         XLA's threads take subnormal numbers for 0, and threads that they start inherit that: without the default mode
         the result depends on who starts a thread, also in the user's own parallel functions.
         """
-        resets_floats = self.emitter.starts_threads and self._can_reset_floats()
+        has_known_mode = sys.platform == "linux" and self.module.triple.startswith(("x86_64", "aarch64"))
+        resets_floats = self.emitter.starts_threads and has_known_mode
         if self.emitter.lock:
-            self.external("PyThread_acquire_lock", self.kernel.lock, 1)
+            self.call("PyThread_acquire_lock", self.kernel.lock, 1)
         if resets_floats:
             mode = self.alloca(_I64, _FENV_WORDS)
-            self.external("fegetenv", mode)
-            self.external("fesetenv", _FE_DFL_ENV)
+            self.call("fegetenv", mode)
+            self.call("fesetenv", _FE_DFL_ENV)
         error = self.call("bare_slices", frame, cursors, count)
         if resets_floats:
-            self.external("fesetenv", mode)
+            self.call("fesetenv", mode)
         if self.emitter.lock:
-            self.external("PyThread_release_lock", self.kernel.lock)
+            self.call("PyThread_release_lock", self.kernel.lock)
         return error
-
-    def _can_reset_floats(self) -> bool:
-        """Whether this is glibc on x86-64 or arm64, whose default mode is known here; elsewhere it is left alone."""
-        functions = ("gnu_get_libc_version", "fegetenv", "fesetenv")
-        is_known = self.module.triple.startswith(("x86_64", "aarch64"))
-        return is_known and all(hasattr(ctypes.pythonapi, name) for name in functions)
 
     @contextlib.contextmanager
     def each_slice(self) -> Iterator[list[_Array]]:
         """A loop over the slices, in which the emitter writes what runs one of them on its arrays."""
         firsts = self._first_slice()
         steps = [self.cursors[k].step for k in range(len(firsts))]
-        with self.loop(0, self.count) as i:
+        with self.loop(self.count) as i:
             yield [first._replace(pointer=first.pointer + step * i) for first, step in zip(firsts, steps, strict=True)]
 
     @contextlib.contextmanager
@@ -2805,7 +2659,7 @@ class _Handler(_Code):
         An array that is the same for all slices has the size 1 there.
         """
         firsts = self._first_slice()
-        with self.loop(0, (self.count + (most - 1)) // most) as chunk:
+        with self.loop((self.count + (most - 1)) // most) as chunk:
             start = chunk * most
             count = self.minimum(self.count - start, most)
             arrays = []
@@ -2813,7 +2667,7 @@ class _Handler(_Code):
                 step = self.cursors[k].step
                 is_shared = step == 0
                 dims = [self.select(is_shared, 1, count), *first.dims]
-                arrays.append(_Array.row_major(first.pointer + step * start, dims, first.itemsize))
+                arrays.append(_Array(first.pointer + step * start, dims, first.itemsize))
             yield arrays, count
 
     def _first_slice(self) -> list[_Array]:
@@ -2822,7 +2676,7 @@ class _Handler(_Code):
         for k, (dtype, rank) in enumerate(zip(self.signature.dtypes, self.signature.ranks, strict=True)):
             cursor = self.cursors[k]
             dims = [self.load(cursor.dims + 8 * axis) for axis in range(rank)]
-            arrays.append(_Array.row_major(cursor.data, dims, dtype.itemsize))
+            arrays.append(_Array(cursor.data, dims, dtype.itemsize))
         return arrays
 
     # -- the call --
@@ -2831,18 +2685,26 @@ class _Handler(_Code):
         """Run a call: at once if it has no batch, else by the driver."""
         self.frame = frame
         with self.when(frame.extension_start != 0, likely=False):
-            is_registration = self.call(self.kernel.answer, frame, self.emitter.traits)
-            self.ret(0, when=is_registration)
+            self._register(_Struct(self, XLA_FFI_Metadata_Extension, frame.extension_start))
         self.ret(0, when=frame.stage != _STAGE_EXECUTE)
         buffers, depth = self._read_buffers()
-        self._start_outputs(buffers)
         cursors = self._cursors(buffers)
-        needs_driver = depth
-        for k in range(self.first_output, self.n_buffers):  # for huge pages
-            needs_driver = needs_driver | (cursors[k].nbytes >= _HUGE_PAGE_MIN)
-        with self.when(needs_driver == 0):
+        self._start_outputs(buffers, cursors, depth)
+        with self.when(depth == 0):
             self.ret(self.call("slices", frame, cursors, 1))
         return self.call(self.kernel.drive, frame, self.kernel, cursors, depth)
+
+    def _register(self, extension: Any) -> None:
+        """On registration XLA asks for the API version and traits, through an extension.
+
+        The minor version is XLA's own: it accepts no newer one.
+        """
+        with self.when(extension.extension_base.type == _EXTENSION_METADATA):
+            extension.metadata.traits = self.emitter.traits
+            version = extension.metadata.api_version
+            version.major_version = _API_MAJOR
+            version.minor_version = self.frame.api.api_version.minor_version
+            self.ret(0)
 
     def _read_buffers(self) -> tuple[list[Any], _Word]:
         """The buffers, after a check of their number, dtypes and ranks, and how many batch dimensions they have."""
@@ -2867,31 +2729,43 @@ class _Handler(_Code):
         self.fail(wrong_buffers, _ERROR_INVALID_ARGUMENT, when=is_wrong)
         return buffers, depth
 
-    def _start_outputs(self, buffers: Sequence[Any]) -> None:
+    def _start_outputs(self, buffers: Sequence[Any], cursors: _Struct, depth: _Word) -> None:
         """Write the values that outputs start with, for all slices at once.
 
         XLA gives an output that starts with an input the memory of that input, or of a copy; but not always: in a
         dynamic-slice fusion on GPUs (XLA of jax 0.11.2) the alias is lost, and the output is uninitialized.
         """
-        outs = buffers[self.signature.n_in :]
-        itemsizes = [dtype.itemsize for dtype in self.signature.dtypes]
-        for i, j in self.signature.aliases:
-            with self.when(buffers[i].data != outs[j].data, likely=False):
-                self._fill(outs[j], buffers[i].data, itemsizes[i])
-        for j in self.signature.zeroed:
-            self._fill(outs[j], 0, itemsizes[self.signature.n_in + j])
+        signature = self.signature
+        sources = {j: buffers[i].data for i, j in signature.aliases}
+        for j, out in enumerate(buffers[signature.n_in :]):
+            nbytes = self.variable(cursors[signature.n_in + j].nbytes)
+            with self.loop(depth) as d:
+                nbytes.current = nbytes.current * self.load(out.dims + 8 * d)
+            if not self.emitter.libcuda:
+                self._use_huge_pages(out.data, nbytes.current)
+            if j in signature.zeroed:
+                self._fill(out, 0, nbytes.current)
+            elif j in sources:
+                with self.when(sources[j] != out.data, likely=False):
+                    self._fill(out, sources[j], nbytes.current)
 
-    def _fill(self, out: Any, source: Any, itemsize: int) -> None:
+    def _use_huge_pages(self, data: Any, nbytes: Any) -> None:
+        """Ask Linux for huge pages under a large output, as NumPy does for its arrays."""
+        # To fault XLA's fresh memory in by 4 KiB pages took 40 ms of the 43 ms of an add of 1e7 float32.
+        if sys.platform == "linux":
+            with self.when(nbytes >= _HUGE_PAGE_MIN, likely=False):
+                skip = self.word(mmap.PAGESIZE) - data % mmap.PAGESIZE  # the range must start at a page
+                self.call("madvise", data + skip, nbytes - skip, _MADV_HUGEPAGE)
+
+    def _fill(self, out: Any, source: Any, nbytes: Any) -> None:
         """Write a copy of `source`, or zeros if that is 0, to an output with all its slices."""
-        size = self.variable(itemsize)
-        with self.loop(0, out.rank) as d:
-            size.current = size.current * self.load(out.dims + 8 * d)
-        nbytes = size.current
-        if self.emitter.libcuda is None:
-            self.call(self.kernel.fill, out.data, source, nbytes)
-        else:
+        if self.emitter.libcuda:
             with self.when(nbytes > 0):
                 _cuda_fill(self, self.emitter.libcuda, out.data, source, nbytes)
+        elif isinstance(source, int):
+            self.cgutils.memset(self.builder, self.pointer(out.data), self.value(nbytes), 0)
+        else:
+            self.copy_bytes(out.data, source, nbytes)
 
     def _cursors(self, buffers: Sequence[Any]) -> _Struct:
         """Cursors at the first slice.  A kernel gets the output itself in the place of an input that it starts with."""
@@ -2909,18 +2783,16 @@ class _Handler(_Code):
             cursor.dims = dims
             cursor.depth = depth
             cursor.nbytes = math.prod(sizes) * dtype.itemsize
+            cursor.count = 1
         return cursors
 
     # -- for emitters --
 
-    def fail(self, message: str | _Word, code: int = _ERROR_INTERNAL, when: Any = True) -> None:
-        """Return an error from the function; the message is a text or, when the code runs, the address of one."""
-        if isinstance(message, str):
-            text = self.cgutils.make_bytearray(message.encode() + b"\0")
-            constant = self.cgutils.global_constant(self.module, self.module.get_unique_name("text"), text)
-            message = _Word(self, constant.ptrtoint(self.i64))
+    def fail(self, message: Any, code: int = _ERROR_INTERNAL, when: Any = True) -> None:
+        """Return an error from the function; `message` is the address of a text, which XLA copies."""
         with self.when(when, likely=False):
-            self.ret(self.call(self.kernel.error, self.frame, message, code))
+            args = self.new(XLA_FFI_Error_Create_Args, message=message, errc=code)
+            self.ret(self.api(self.frame, "Error_Create", args))
 
     @property
     def launch(self) -> _Word:
@@ -3520,7 +3392,7 @@ def _lock_of_numbas_threads() -> int:
 
 def _numba_params(array: _Array) -> list[Any]:
     """An array as Numba's functions and kernels take it: meminfo, parent, nitems, itemsize, data, shape, strides."""
-    return [0, 0, math.prod(array.dims), array.itemsize, array.pointer, *array.dims, *array.strides]
+    return [0, 0, math.prod(array.dims), array.itemsize, array.pointer, *array.dims, *array.strides(array.itemsize)]
 
 
 class _NumbaEmitter(_Emitter):
@@ -3561,9 +3433,9 @@ class _NumbaEmitter(_Emitter):
         python = context.get_python_api(handler.builder)
         gil = python.gil_ensure()
         context.call_conv.raise_error(handler.builder, python, status)
-        error = handler.external("PyErr_GetRaisedException")
+        error = handler.call("PyErr_GetRaisedException")
         message = handler.call(handler.kernel.report, error)
-        handler.external("Py_DecRef", error)
+        handler.call("Py_DecRef", error)
         python.gil_release(gil)
         return message
 
@@ -3997,7 +3869,7 @@ class _NumbaCuda:
 
     def check_launch(self, dispatcher: Any, ptx: str, entry: str, signature: _Signature) -> None:
         """A TypeError for what cuLaunchKernel alone, with the parameters that a handler packs, cannot launch."""
-        n_params = sum(len(self.params(_Array.row_major(0, [1] * rank, 1))) for rank in signature.ranks)
+        n_params = sum(len(self.params(_Array(0, [1] * rank, 1))) for rank in signature.ranks)
         found = re.search(rf"\.entry\s+{re.escape(entry)}\s*\(([^)]*)\)", ptx)
         declared = re.findall(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)", found[1]) if found else []
         extras = {
@@ -4061,7 +3933,7 @@ class _NumbaCudaMlir(_NumbaCuda):
 
     def params(self, array: _Array) -> list[Any]:  # type: ignore[override]
         """Data, data again, offset, shape, strides in elements."""
-        return [array.pointer, array.pointer, 0, *array.dims, *_row_major(array.dims, 1)]
+        return [array.pointer, array.pointer, 0, *array.dims, *array.strides(1)]
 
 
 class _CudaSimulator(_NumbaCuda):
@@ -4274,7 +4146,9 @@ class _CudaLauncher:
         is_known = (ordinal >= 0) & (ordinal < last)
         function = handler.load(handler.select(is_known, ordinal, last) * 8 + ctypes.addressof(self.table))
         lost = f"kernel '{self.label}' is not loaded on this GPU, which JAX did not list as a local device"
-        handler.fail(lost, when=function == 0)
+        text = ctypes.create_string_buffer(lost.encode("utf-8", "replace"))
+        handler.alive.append(text)
+        handler.fail(ctypes.addressof(text), when=function == 0)
         attribute = handler.launch
         (x, y, z), block, shared_mem = _CudaLaunch.read(handler.load, attribute)
 
