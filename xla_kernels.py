@@ -34,8 +34,8 @@ A map of this file, whose sections begin under a line of `=`:
     11 Backends          one row each, and the self-check
 
 A call: `numba_kernel` makes a `_NumbaKernel`; `_Wrapper.__call__` -> `_Wrapper._trace` -> `_Wrapper._resolve` ->
-`_NumbaKernel._find_target`, which names it (`_Names`) and registers it (`_Target.register` -> `_compile_numba` ->
-`_Handler`, for which `_NumbaEmitter` writes what runs a slice) -> `_Call.bind` -> `_call_lowering` -> XLA -> the
+`_NumbaKernel._find_target` -> `_Names.of_kernel`, which compiles it (`_compile_numba` -> `_Handler`, for which
+`_NumbaEmitter` writes what runs a slice), names and registers it -> `_Call.bind` -> `_call_lowering` -> XLA -> the
 machine code of `_Handler` and, for a batch, of `_Driver`.
 An op under grad of vmap: `XLACustomKernel.__call__` -> `_OpCall.bind` -> `_op_batching`, which records the vmap ->
 `_op_jvp`, `_op_transpose`, which vmap the user's rules -> `_op_lowering`, which knows the platform -> `_OpParams.run`
@@ -103,7 +103,7 @@ __all__ = [
 # A new JAX may change the context of lowering rules and what `mlir`, `ad` and `batching` export: errors would say so.
 # From inside JAX:
 # - `_apply_primitive`, a mark on a function that keeps `jax_debug_nans` from running it again (test_debug_nans)
-# - the effect of `jax.ffi.ffi_call`, read from a jaxpr (test_a_side_effect_keeps_an_unused_call)
+# - the effect of `jax.ffi.ffi_call`, read from a jaxpr (test_a_side_effect_keeps...)
 # - where a mesh and varying axes stand in a type, and `axis_context` (test_xla_splits_a_batch, the matrix's shard_map)
 
 Spec = jax.ShapeDtypeStruct
@@ -1207,7 +1207,7 @@ def _trees_of(file: str, text: str) -> dict[types.CodeType, Any]:
 # ======================================================================================================
 # 4. Specs and inputs: what comes in and what goes out, checked where the user's call is on the stack.
 # A spec is the shape and dtype of an array.
-# From inside JAX: that its fast path looks at no byte order (test_an_input_of_another_byte_order_is_refused...).
+# From inside JAX: its fast path looks at no byte order.
 
 
 def _is_spec(x: Any) -> bool:
@@ -1375,7 +1375,7 @@ def _check_takes(signature: inspect.Signature, what: str, args: Sequence, params
 # - how XLA splits a batch, and how Shardy writes a rule (5.2; test_xla_splits_a_batch)
 # - two wrong passes (`_call_lowering`; test_a_loop_whose_whole_state_is_what_a_kernel_gives)
 # - which fusions work in place (test_state_that_a_kernel_changes_is_copied_where_that_of_jax_is)
-# - Numba's pickles of functions (`_Wrapper._dumps`; test_kernels_of_main_are_sent_to_other_processes)
+# - Numba's pickles of functions (`_Wrapper._dumps`; test_kernels_of_main_are_pickled...)
 
 # -- 5.1 The primitive: what JAX's interpreters ask ----------------------------------------------------
 # An alias (i, j) says that output j starts with the value of input i.  A wrapper has the user's aliases, by name or
@@ -3447,16 +3447,10 @@ class _NumbaEmitter(_Emitter):
 # What a new one of these may break.
 # - Loudly: `compile`, `targetoptions`, `py_func`, `_can_compile` of dispatchers; of what they make `_codelibrary` and
 #   `entry_name`, or `ptx` and `metadata`; `cuda.gpus`, `from_cuda_array_interface`, `external_stream`; the simulator's
-#   `FakeCUDAArray` (test_cuda_simulator).
-# - Silently, so that these tests must pass before it counts as supported:
-#   the meaning of the parameters: test_fakecuda_parameters_mean_what_the_handler_packs, test_fakecuda_packs_arrays;
-#   writes to inputs, and returned values: test_fakecuda_refused_kernels;
-#   what a launch needs besides (`check_launch`): test_fakecuda_kernels_that_only_numba_can_launch_are_refused,
-#   test_fakecuda_numbas_reference_counts;
-#   how z shows in PTX (`_ASKS_FOR_Z`): test_fakecuda_a_kernel_that_asks_for_z_has_no_batch_in_z;
-#   that what is compiled keeps arrays alive: test_fakecuda_a_global_array_lives_as_long_as_the_program.
-# - Of the driver: its functions and the numbers of attributes in `_LibCuda`; and that the context of the call's device
-#   is current when XLA calls a handler.  test_fakecuda_a_failure_ends_the_call_and_no_other; the tests of a GPU.
+#   `FakeCUDAArray`.
+# - Silently, so that all tests named test_fakecuda must pass before it counts as supported: the meaning of parameters,
+#   what a launch needs besides (`check_launch`), how z shows in PTX (`_ASKS_FOR_Z`), that compiled code keeps arrays
+#   alive, and that the context of the call's device is current when XLA calls a handler.
 
 _CUDA_DTYPES = _NUMBA_DTYPES | {"float16"}
 _CUDA_BLOCKS = {2: (16, 16), 3: (8, 8, 4)}  # threads per block over launch_dims of two and three dimensions
@@ -5154,13 +5148,9 @@ def _warn_of_stale_values(kernel: Any, params: Mapping[str, _WarpParam], title: 
 # the backend: it traces that backend's kernel and lowers the result.  Until then all transformations act on the
 # primitive, with the derivative rules of the user.
 #
-# What it takes from inside JAX, and the tests that guard it:
-# - what its interpreters ask of a primitive (10.4 to 10.6), `ad.Zero`, `ad.UndefinedPrimal` and their `aval`:
-#   test_matrix, test_op_takes_an_operand_without_value_as_outs
-# - "Batching rule for", which begins an error where a primitive has no such rule: test_op_without_a_batching_rule_...
-# - tracers among the constants of a jaxpr that closes over them: test_op_kernels_that_close_over_traced_values_...
-# - the class names of a jaxpr's effects (`_trace_closed`): test_op_kernels_know_no_axes_of_vmap, test_op_misuse
-# - `val` and `primal` of tracers (`_without_numpy`): test_op_with_a_backward_pass_takes_batches_of_numpy_arrays
+# What it takes from inside JAX, beside what interpreters ask of a primitive: "Batching rule for", which begins an error
+# where a primitive has none; tracers among the constants of a jaxpr; the class names of a jaxpr's effects; `val` and
+# `primal` of tracers (`_without_numpy`).
 #
 # What serves BrainEvent alone: the methods from `def_call` to `def_benchmark_data`, `register_general_batching`; that
 # rules and the primitive can be called by hand, also without outs (`_OpPrimitive.op_params`, `_op_jvp`); and that rules
