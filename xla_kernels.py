@@ -1375,7 +1375,7 @@ def _check_takes(signature: inspect.Signature, what: str, args: Sequence, params
 # - how XLA splits a batch, and how Shardy writes a rule (5.2; test_xla_splits_a_batch)
 # - two wrong passes (`_call_lowering`; test_a_loop_whose_whole_state_is_what_a_kernel_gives)
 # - which fusions work in place (test_state_that_a_kernel_changes_is_copied_where_that_of_jax_is)
-# - Numba's pickles of functions (`_Wrapper._dumps`; test_kernels_of_main_are_pickled...)
+# - Numba's pickles of functions (`_Wrapper._dumps`; test_copies_and_pickles...)
 
 # -- 5.1 The primitive: what JAX's interpreters ask ----------------------------------------------------
 # An alias (i, j) says that output j starts with the value of input i.  A wrapper has the user's aliases, by name or
@@ -1985,7 +1985,7 @@ class _Wrapper(_NotCopied):
 # - XLA's threads (test_each_slice_runs_once_on_any_thread_unless_in_order), and where it loses an alias
 #   (test_what_starts_with_an_input_does_where_xla_lost_the_alias)
 # - Numba's `cgutils`, and the CPU that it compiles for (`magic_tuple`): all tests of kernels
-# - the default mode of floats of glibc (`_FE_DFL_ENV`; test_subnormal_numbers_in_parallel_kernels)
+# - the default mode of floats of glibc (`_FE_DFL_ENV`; test_parallel_kernels_in_each_threading_layer)
 
 # -- 6.1 What a backend gives: a signature, and an emitter ---------------------------------------------
 # One slice: its buffers and their dimensions.
@@ -2856,7 +2856,7 @@ def _keep_message(error: BaseException, label: str) -> int:
 #
 # What a new Numba may break: loudly `library._final_module`, `_shared_module`, the status of `call_conv.call_function`;
 # silently the parameters of arrays (`_numba_params`: the matrix), new ways to write to a read-only array (3.4: the
-# table of mistakes), and how LLVM's text shows that threads start (test_parallel_kernels_entered_at_once).
+# table of mistakes), and how LLVM's text shows that threads start (test_parallel_kernels_in_each_threading_layer).
 
 _NUMBA_INSTALL = "pip install numba"
 _NUMBA_DTYPES = frozenset(
