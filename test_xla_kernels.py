@@ -77,13 +77,14 @@ except ImportError:  # it needs absl with old versions of jax
 
 # ======================================================================================================
 # The matrix: operations x backends x transformations x dtypes.
-# Every cell runs a kernel and compares what it gives with NumPy: with a loop over slices where it is batched, with
-# differences where it is differentiated.  All other kernels of the cell's operation raise, so it shows who ran.
+# Every cell runs a kernel and compares what it gives with NumPy, with a loop over slices where it is batched; where it
+# is differentiated, with JAX's derivative of the reference.  All other kernels of the operation raise, so it shows who
+# ran.
 # At the end of a run, conftest.py prints which cells passed, and why others are left out.
 #
 # To add an operation: a row of OPS, a class, and a row of OPERATIONS.  A transformation: its name in FORWARD or
-# DERIVATIVES, and a function of that name in `Transformations`, decorated with what is right.  A backend: a row of
-# BACKENDS, a function that wraps a kernel, and a row of WRAPPERS; of another language, also a row of LANGUAGES.
+# DERIVATIVES, and a function of that name in `Transformations`, of FORWARD decorated with what is right.  A backend: a
+# row of BACKENDS, a function that wraps a kernel, and a row of WRAPPERS; of another language, also one of LANGUAGES.
 # ======================================================================================================
 
 
@@ -109,7 +110,6 @@ OPS = {  # name: the dtypes that it is tested with
     "add": NUMBERS,  # arithmetic in every dtype
     "leaky_relu": FLOAT32,  # a static parameter
     "hadamard": ("int32", "float32", "float64", "complex64"),  # two dimensions; its derivative calls it
-    "matvec": FLOAT32,  # inputs of different ranks
     "outer": FLOAT32,  # an output like no input
     "transposed": FLOAT32,  # three dimensions
     "csr_event": FLOATING,  # integers, bool, atomics, outputs of two shapes
@@ -182,7 +182,7 @@ WITH_ALL_FEATURES = ("hadamard", "csr_event", "blend")  # shapes, dtypes, aliase
 OTHER_DTYPES = all_but(DTYPES, "float32")
 LEFT_OUT = {  # why there are no such cells: what cannot be
     "the first output is not the next first input": [
-        Cells(("reversed", "matvec", "outer", "transposed", "csr_event"), transformations=("loop_of_state",))
+        Cells(("reversed", "outer", "transposed", "csr_event"), transformations=("loop_of_state",))
     ],
     "its language has no arrays of this dtype": [
         Cells(backends=in_language(language), dtypes=dtypes) for language, dtypes in NO_ARRAYS_OF.items()
@@ -265,10 +265,9 @@ def test_matrix(op, backend, transformation, dtype):
     call = partial(call_backend, op, backend, np.dtype(dtype))
     if transformation in DERIVATIVES:
         call = with_derivative(call, op, backend)
-        tolerance = max(tolerance, ERROR_OF_DIFFERENCES)
     with x64(DTYPES[dtype].needs_x64):
         results = getattr(Transformations, transformation)(call, inputs, batch)
-    check_close(results, what_is_right(op, transformation, dtype), tolerance)
+        check_close(results, what_is_right(op, transformation, dtype), tolerance)
     jax.tree.map(np.testing.assert_array_equal, (inputs, batch), before)
 
 
@@ -368,17 +367,6 @@ class Hadamard(Operation):
             return None, *op(x, cotangent, **params)
 
 
-class Matvec(Operation):
-    inputs = of_shapes((6, 6), 6)
-    reference = operator.matmul
-
-    def element(i, a, x, out):
-        total = Scalar(0.0)
-        for j in range(x.shape[0]):
-            total += a[i, j] * x[j]
-        out[i] = total
-
-
 class Outer(Operation):
     inputs = of_shapes(4, 3)
 
@@ -476,7 +464,7 @@ class Blend(Operation):
 
 
 OPERATIONS = {
-    "reversed": Reversed, "add": Add, "leaky_relu": LeakyRelu, "hadamard": Hadamard, "matvec": Matvec, "outer": Outer,
+    "reversed": Reversed, "add": Add, "leaky_relu": LeakyRelu, "hadamard": Hadamard, "outer": Outer,
     "transposed": Transposed, "csr_event": CsrEvent, "lif": Lif, "in_place": InPlace, "blend": Blend,
 }  # fmt: skip
 
@@ -521,58 +509,6 @@ def third_state(function, inputs, batch):
     for _ in range(3):
         state, *_ = function(state, *others)
     return state
-
-
-STEP, ERROR_OF_DIFFERENCES = 1e-4, 1e-7  # of central differences in float64
-
-
-def in_float64(x):
-    return np.asarray(x, np.float64) if is_real(x) else np.asarray(x)
-
-
-def change_along(function, inputs, tangents):
-    """The change of the real results in a direction of the real inputs."""
-
-    def at(step):
-        moved = [in_float64(x) + step * t if is_real(x) else x for x, t in zip(inputs, tangents)]
-        return filter(is_real, function(*moved))
-
-    return [(plus - minus) / (2 * STEP) for plus, minus in zip(at(STEP), at(-STEP))]
-
-
-def differences(function):
-    """As `gradient`, which it is compared with."""
-
-    def sum_of_sines(*inputs):
-        return [sum(np.sin(result).sum(keepdims=True) for result in function(*inputs) if is_real(result))]
-
-    def gradients(*inputs):
-        results = []
-        for i, x in enumerate(inputs):
-            if is_real(x):
-                units = np.eye(x.size).reshape(x.size, *x.shape)
-                rows = [[unit if k == i else 0 for k in range(len(inputs))] for unit in units]
-                changes = [change_along(sum_of_sines, inputs, row)[0] for row in rows]
-                results.append(np.reshape(changes, x.shape))
-        return results
-
-    return gradients
-
-
-def results_and_changes(function, inputs, batch):
-    return function(*inputs), change_along(function, inputs, [x[1] for x in batch])
-
-
-def of_gradient(right):
-    return lambda function, inputs, batch: right(differences(function), inputs, batch)
-
-
-def gradient_of_slices(function, inputs, batch, n=None):
-    return differences(loop_over_first(function))(batch[0][:n], *inputs[1:])
-
-
-def gradient_of_pairs(function, inputs, batch):
-    return differences(loop_over_pairs(function))(batch[0], *[x[:2] for x in batch[1:]])
 
 
 RIGHT = {}  # by the name of a transformation
@@ -691,52 +627,42 @@ class Transformations:
         """To a process that has traced the same kernel."""
         return loaded_elsewhere(call, *inputs)
 
-    @gives(results_and_changes)
     def jvp(call, inputs, batch):
         tangents = tuple(x[1] if is_real(x) else zero_tangent(x[1]) for x in batch)
         results, tangents_out = jax.jvp(call, inputs, tangents)
         return results, list(filter(is_real, tangents_out))
 
-    @gives(of_gradient(alone))
     def grad(call, inputs, batch):
         return gradient(call, inputs)(*inputs)
 
-    @gives(gradient_of_slices)
     def grad_of_vmap(call, inputs, batch):
         """The gradient of the shared input adds up those of the slices."""
         return jax.jit(gradient(over_first(call, inputs), inputs))(batch[0], *inputs[1:])
 
-    @gives(gradient_of_pairs)
     def grad_of_nested_vmap(call, inputs, batch):
         return jax.jit(gradient(all_pairs(call, inputs), inputs))(batch[0], *[x[:2] for x in batch[1:]])
 
-    @gives(of_gradient(slices_of_first))
     def vmap_of_grad(call, inputs, batch):
         return jax.jit(over_first(gradient(call, inputs), inputs))(batch[0], *inputs[1:])
 
-    @gives(gradient_of_slices, n=4)
     def grad_of_scan(call, inputs, batch):
         return jax.jit(gradient(partial(scan_slices, call), inputs))(batch[0][:4], *inputs[1:])
 
-    @gives(gradient_of_slices)
     def grad_of_shard_map(call, inputs, batch):
         """The gradient of the replicated input adds up those of the devices."""
         split = over_devices(over_first(call, inputs), inputs)
         return jax.jit(gradient(split, inputs))(batch[0], *inputs[1:])
 
-    @gives(gradient_of_slices)
     def shard_map_of_grad(call, inputs, batch):
         """The cotangent of a replicated input is summed over the devices."""
         gradients = gradient(over_first(call, inputs), inputs)
         out_specs = [SPLIT, *[REPLICATED for x in inputs[1:] if is_real(x)]]
         return jax.jit(over_devices(gradients, inputs, out_specs))(batch[0], *inputs[1:])
 
-    @gives(of_gradient(results_and_changes))
     def jvp_of_grad(call, inputs, batch):
         """Forward over reverse: the change of the gradients in a direction."""
         return Transformations.jvp(jax.jit(gradient(call, inputs)), inputs, batch)
 
-    @gives(of_gradient(alone))
     def checkpoint(call, inputs, batch):
         """Computes again in the backward pass."""
         return jax.jit(gradient(jax.checkpoint(call), inputs))(*inputs)
@@ -859,10 +785,11 @@ def reference_list(name):
 
 @functools.cache
 def what_is_right(op, transformation, dtype):
-    expected = RIGHT[transformation](reference_list(op), *inputs_and_batch(op, dtype))
-    if transformation in DERIVATIVES:  # computed in float64
-        expected = jax.tree.map(lambda x: x.astype(dtype) if is_real(x) else x, expected)
-    return expected
+    """By a loop in NumPy; of a derivative, what JAX gives for the reference."""
+    inputs, batch = inputs_and_batch(op, dtype)
+    if transformation in DERIVATIVES:
+        return getattr(Transformations, transformation)(reference_list(op), inputs, batch)
+    return RIGHT[transformation](reference_list(op), inputs, batch)
 
 
 def check_close(results, expected, tolerance=1e-5):
@@ -1648,11 +1575,7 @@ def overflows(x, out):
 
 
 HELPERS = [helper("a + 1"), helper("a + n", n=2), helper("a + 4", numba.vectorize)]
-NUMBERS = [0.0, -0.0, True, np.float32(1), np.int16(1)]
-ARRAYS = [np.eye(2), np.arange(4).reshape(2, 2), np.arange(4).reshape(2, 2, order="F")]
-LOOK_ALIKES = {  # kernels of equal text
-    "numbers": closures("math.copysign(np.array([v[1]]).itemsize, v[1])", [(0, number) for number in NUMBERS]),
-    "arrays": closures("v[1, 0]", ARRAYS),
+LOOK_ALIKES = {  # kernels of equal text; for numbers and arrays see test_names_do_not_depend_on_the_order
     "functions": closures("v(x[0] + 1)", [math.sin, math.cos, np.tan, abs, *HELPERS]),
     "options": [numba.njit(locals={"total": kind})(overflows) for kind in (numba.int8, numba.int64)],
 }
@@ -1692,23 +1615,11 @@ def test_globals_are_read_when_a_kernel_is_compiled():
     assert result_of(jitted.py_func) == result_of(numba.njit(jitted.py_func)) == 2
 
 
-def test_a_kernel_that_asks_for_no_cache_gets_none(tmp_path):
-    """Numba's may have code that read other globals."""
-    file = tmp_path / "kernels.py"
-    file.write_text("def kernel(x, out): out[0] = number")
-    code = compile(file.read_text(), file, "exec").co_consts[0]
-    read = {"__name__": "kernels"}
-    for read["number"], is_cached, expected in ((1, True, 1), (2, True, 1), (2, False, 2)):
-        assert result_of(numba.njit(cache=is_cached)(types.FunctionType(code, read))) == expected
-
-
 def test_a_kernel_that_numba_would_inline_keeps_its_options():
     """Where it returns its results, another function calls it."""
-    kernel = numba.njit(boundscheck=True, inline="always")(lambda x: x[int(x[0])])
-    call = wrap(kernel, outs=spec())
+    call = wrap(numba.njit(boundscheck=True, inline="always")(lambda x: x[int(x[0])]), outs=spec())
     assert call(jnp.array([1.0, 5.0])) == 5
-    with pytest.raises(RUNTIME_ERRORS, match="IndexError"):
-        call(jnp.array([2.0, 5.0]))
+    assert "IndexError" in error_of(call, jnp.array([2.0, 5.0]))
 
 
 def test_a_helper_is_what_it_was_compiled_to_until_it_is_recompiled():
@@ -1722,18 +1633,12 @@ def test_a_helper_is_what_it_was_compiled_to_until_it_is_recompiled():
     assert result_of(kernel) == result_of(calls_again(times_k)) == 3
 
 
-def test_a_kernel_sees_a_module_that_is_loaded_again(tmp_path, monkeypatch):
-    """As by `importlib.reload(config)`."""
-    file = tmp_path / "reloaded_config.py"
-    file.write_text("K = 2")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # which would hide an edit in the same second
-    config = importlib.import_module("reloaded_config")
+def test_a_kernel_sees_a_module_that_is_loaded_again():
+    """As by `importlib.reload(config)`, which assigns its variables anew."""
+    config = types.ModuleType("config")
     kernel = runs("out[0] = config.K * x[0]", config=config)
-    assert result_of(kernel) == 2
-    file.write_text("K = 3 ")
-    importlib.reload(config)
-    assert result_of(kernel) == 3
+    for config.K in (2, 3):
+        assert result_of(kernel) == config.K
 
 
 @contextlib.contextmanager
@@ -1770,10 +1675,9 @@ def test_a_plain_function_that_is_wrapped_again_is_compiled_once():
     array, another = np.arange(2.0), np.array([0.0, 5.0])
     for table, kind, expected in ((array, numba.int8, 645), (another, numba.int8, 649), (array, numba.int16, 901)):
         function.__globals__.update(table=table, kind=kind)
-        for is_new in (True, False, False):
+        for is_new in (True, False):
             with compiled_functions() as names:
-                result = jax.jit(lambda x: wrap(function)(x))(np.full(3, 300, np.float32))
-            np.testing.assert_array_equal(result, [expected] * 3)
+                assert result_of(function, np.full(3, 300, np.float32)) == expected
             assert names.count("kernel") == is_new
 
 
@@ -1902,12 +1806,10 @@ def random_nest(rng, rank, dtype):
     return [rng.integers(0, 4, shape).astype(dtype) for shape in shapes.values()], nest
 
 
-@pytest.mark.parametrize("rank, dtype", [
-    (0, "float32"), (2, "float32"), (4, "int8"), (2, "complex64"),
-])  # fmt: skip
+@pytest.mark.parametrize("rank, dtype", [(0, "float32"), (2, "complex64"), (4, "int8")])
 def test_any_nest_of_vmaps_is_a_loop_over_slices(rank, dtype):
     rng = np.random.default_rng(rank)
-    cases = [random_nest(rng, rank, dtype) for _ in range(40)]
+    cases = [random_nest(rng, rank, dtype) for _ in range(25)]
 
     @partial(jax.jit, static_argnums=0)
     def run(function, operands):
@@ -1939,7 +1841,7 @@ def spin_on_a_thread(x, thread):
 
 
 @pytest.mark.needs("cores")
-@pytest.mark.parametrize("method", ["sequential", "sequential_unrolled", "broadcast_all", None])
+@pytest.mark.parametrize("method", ["sequential", "sequential_unrolled", None])
 def test_each_slice_runs_once_on_any_thread_unless_in_order(method):
     outs = spec(1, dtype="float64"), spec(1, dtype="uint64")
     call = wrap(spin_on_a_thread, outs, in_out_argnames=["x"], vmap_method=method)
@@ -1957,19 +1859,13 @@ def test_each_slice_runs_once_on_any_thread_unless_in_order(method):
     assert on_one_thread == in_order
 
 
-def test_no_argument():
-    count = wrap(runs("out[:] = np.arange(out.size)", "out"), [spec(3, dtype=np.int32)])
-    np.testing.assert_array_equal(count()[0], [0, 1, 2])
-    np.testing.assert_array_equal(jax.vmap(lambda x: x + count()[0])(np.zeros(2, np.int32)), [[0, 1, 2]] * 2)
-
-
 # -- kernels -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("outs, signature", [(like_first, "(*args)"), (itself, "(x)"), (spec(3), "(*args)")])
 def test_wrappers_show_their_kernel_and_the_signature_of_their_inputs(outs, signature):
     """By which jax.custom_vjp binds arguments."""
-    assert repr(add_one) == "<numba_kernel add_one>"
+    assert repr(add_one) == "<numba_kernel add_one>" and inspect.isfunction(add_one.__wrapped__)
     square = wrap(lambda x: x * x, outs)
     assert str(inspect.signature(square)) == signature
     with_vjp = jax.custom_vjp(square)
@@ -2007,6 +1903,7 @@ def shifted(x, y, out):
 
 @functools.cache
 def typed_add_one():
+    """Compiled for writable arrays alone."""
     return numba.njit(["void(f8[:],f8[:])", "void(f4[::1],f4[::1])"])(add_one.__wrapped__)
 
 
@@ -2102,10 +1999,6 @@ class Writes:
         np.fill_diagonal(x.reshape((2, 2)), 77)
         out[:] = x
 
-    def nans_in_place(x, out):
-        np.nan_to_num(x, False)
-        out[:] = x
-
     def what_is_contiguous(x, out):
         np.ascontiguousarray(x)[0] = 77
         out[:] = x
@@ -2123,12 +2016,6 @@ class Writes:
         tail.flat[0] = 77
         out[:] = x
 
-    def swapped(x, out):
-        source, target = x, out
-        source, target = target, source
-        out[:] = x
-        target.flat[0] = 77
-
 
 class OnlyUpdates:
     """Kernels that add to an output which nothing has filled, or never store to it: they give what memory held."""
@@ -2137,18 +2024,9 @@ class OnlyUpdates:
         for i in range(x.size):
             out[i] += x[i]
 
-    def written_out(x, out):
-        for i in range(x.size):
-            out[i] = out[i] + x[i]
-
     def a_histogram(x, out):
         for v in x:
             out[int(v)] += 1
-
-    def by_another_name(x, out):
-        total = out
-        for v in x:
-            total[0] += v
 
     def by_a_view(x, out):
         tail = out[1:]
@@ -2174,10 +2052,6 @@ class Right:
     def rows_of_enumerate(x, out):
         for i, row in enumerate(out.reshape((2, 2))):
             row[:] = x[i]
-
-    def rows_of_zip(x, out):
-        for row, v in zip(out.reshape((2, 2)), x):
-            row[:] = v
 
     def two_at_once(x, out):
         out[0], out[1] = divmod(x[3], x[2])
@@ -2207,11 +2081,6 @@ class Right:
         for i in range(x.size):
             out[i] += x[i]
 
-    def stored_in_a_loop_before(x, out):
-        for i in range(x.size):
-            out[i] = 0
-        add_into(out, x)
-
     def by_a_view(x, out):
         first, tail = out[:1], out[1:]
         first[:] = x[:1]
@@ -2220,17 +2089,10 @@ class Right:
     def a_product(x, out):
         np.dot(ONES_4, x, out)
 
-    def reads_flat(x, out):
-        for i, v in enumerate(x.flat):
-            out[i] = v + 1
-
-    def reads_what_is_contiguous(x, out):
+    def reads_what_may_be_a_view(x, out):
         out[:] = np.ascontiguousarray(x) + np.nan_to_num(x)
-
-    def writes_to_a_copy(x, out):
-        y = x.copy()
-        y.flat[0] = 77
-        out[:] = y
+        for i, v in enumerate(x.flat):
+            out[i] += v
 
     def is_assigned_anew(x, out):
         x = x.copy()
@@ -2272,8 +2134,7 @@ def test_a_kernel_that_writes_to_an_input_unseen_by_numba_is_refused(kernel):
     np.testing.assert_array_equal(results[0], changed)
 
 
-@pytest.mark.parametrize("signatures", [["void(f4[:],f4[:],f4[:])"], []], ids=["typed", "on first call"])
-def test_what_is_guvectorized_and_writes_to_an_input_is_refused(signatures):
+def test_what_is_guvectorized_and_writes_to_an_input_is_refused():
     """Numba has no read-only types for it."""
 
     def add_to_both(x, y, out):
@@ -2281,27 +2142,30 @@ def test_what_is_guvectorized_and_writes_to_an_input_is_refused(signatures):
             x[i] += y[i]
             out[i] = x[i]
 
-    add = numba.guvectorize(*filter(None, [signatures]), "(n),(n)->(n)")(add_to_both)
-    with pytest.raises(TypeError, match=r"(?s)'x'.*in_out_argnames"):
-        wrap(add, FLOATS)(F32, F32)
+    for signatures in ([["void(f4[:],f4[:],f4[:])"]], []):
+        with pytest.raises(TypeError, match=r"(?s)'x'.*in_out_argnames"):
+            wrap(numba.guvectorize(*signatures, "(n),(n)->(n)")(add_to_both), FLOATS)(F32, F32)
 
 
-@pytest.mark.parametrize("jit", [itself, numba.njit, numba.njit(parallel=True)], ids=["plain", "jitted", "parallel"])
 @pytest.mark.parametrize("kernel", kernels_of(OnlyUpdates))
-def test_a_kernel_that_only_updates_an_output_is_refused(kernel, jit):
-    with pytest.raises(TypeError, match=r"(?s)'out'.*zero_outputs=True"):
-        jax.eval_shape(wrap(jit(kernel)), F32)
+def test_a_kernel_that_only_updates_an_output_is_refused(kernel):
+    for jit in (itself, numba.njit, numba.njit(parallel=True)):
+        with pytest.raises(TypeError, match=r"(?s)'out'.*zero_outputs=True"):
+            jax.eval_shape(wrap(jit(kernel)), F32)
 
 
 @pytest.mark.parametrize("kernel", kernels_of(OnlyUpdates))
 def test_an_output_that_is_updated_starts_from_zeros_or_from_an_input(kernel):
     """In each slice, and also in memory that was in use before."""
     zeroed, aliased = wrap(kernel, zero_outputs=True), wrap(kernel, input_output_aliases={0: 0})
-    jax.eval_shape(wrap(kernel, zero_outputs=False), F32)
     from_zeros = plainly(kernel, FROM_ZERO, np.zeros(4, np.float32))
     for _ in range(2):
         np.testing.assert_array_equal(jax.vmap(zeroed)(np.stack([FROM_ZERO] * 2)), [from_zeros] * 2)
     np.testing.assert_array_equal(aliased(FROM_ZERO), plainly(kernel, FROM_ZERO, FROM_ZERO.copy()))
+
+
+def test_zero_outputs_false_takes_what_only_updates():
+    assert jax.eval_shape(wrap(OnlyUpdates.each_element, zero_outputs=False), F32) == FLOATS
 
 
 @pytest.mark.parametrize("kernel", kernels_of(Right))
@@ -2349,7 +2213,7 @@ def accumulate(acc, x, out):
         out[0] += x[i]
 
 
-@pytest.mark.parametrize("batch", [(), (3,), (3, 2)])
+@pytest.mark.parametrize("batch", [(), (3, 2)])
 def test_what_starts_with_an_input_does_where_xla_lost_the_alias(batch):
     """An alias is a hint: fusions of slices on GPUs lose it.  Here the program has none."""
     acc, x = jnp.broadcast_to(jnp.array([10.0, 5.0]), (*batch, 2)), jnp.broadcast_to(jnp.arange(4.0), (*batch, 4))
@@ -2372,8 +2236,6 @@ def test_scratch_is_no_result(transform):
     call = transform(wrap(runs("s[0] = np.nan\n    out[:] = 1", "x, out, s"), scratch=spec(2)))
     with jax.debug_nans(True):
         check_close(call(x), x)
-        with jax.disable_jit():
-            check_close(call(x), x)
     for equation in jax.make_jaxpr(call)(x).eqns:
         assert len(equation.outvars) == 1
 
@@ -2381,48 +2243,30 @@ def test_scratch_is_no_result(transform):
 # -- state that kernels change in place ----------------------------------------------------------------
 
 
-def fori(step, *state):
-    """Nine steps, each of which gets its number and the state."""
-    return jax.lax.fori_loop(0, 9, step, *state)
-
-
-def scan(step, v):
-    def body(v, i):
-        v = step(i, v)
-        return v, v[i]
-
-    return jax.lax.scan(body, v, jnp.arange(9))
-
-
-def read_first(k, i, state):
-    """What README says where a state is read and then changed."""
-    v, y = jax.lax.optimization_barrier((state[0], state[0][i]))
-    return k(v, i), state[1] + y
-
-
 class Loops:
     """Programs of a state `v` and of `k(v, i)`, which adds 1 to v[i]."""
 
     def set_before(k, v):
-        return fori(lambda i, v: k(v.at[i].set(2), i), v)
+        return jax.lax.fori_loop(0, 9, lambda i, v: k(v.at[i].set(2), i), v)
 
     def read_before(k, v):
-        return fori(lambda i, s: (k(s[0], i), s[1] + s[0][i]), (v, 0.0))
+        """As README says."""
 
-    def read_before_in_order(k, v):
-        return fori(partial(read_first, k), (v, 0.0))
+        def step(i, state):
+            v, total = state
+            v, y = jax.lax.optimization_barrier((v, v[i]))
+            return k(v, i), total + y
+
+        return jax.lax.fori_loop(0, 9, step, (v, 0.0))
 
     def one_row(k, v):
-        return fori(lambda i, v: v.at[i].set(k(v[i], 0)), v.reshape(10, -1))
+        return jax.lax.fori_loop(0, 9, lambda i, v: v.at[i].set(k(v[i], 0)), v.reshape(10, -1))
 
-    def in_a_scan(k, v):
-        return scan(lambda i, v: k(v.at[i].set(2), i), v)
+    def in_a_scan_and_a_branch(k, v):
+        def step(v, i):
+            return jax.lax.cond(i % 2 == 0, lambda v: k(v.at[i].set(2), i), lambda v: v, v), v[i]
 
-    def in_a_branch(k, v):
-        return scan(lambda i, v: jax.lax.cond(i % 2 == 0, lambda v: k(v.at[i].set(2), i), lambda v: v, v), v)
-
-    def two_that_are_swapped(k, v):
-        return fori(lambda i, s: [k(v.at[i].set(2), i) for v in s[::-1]], [v, v + 1])
+        return jax.lax.scan(step, v, jnp.arange(9))
 
 
 add_1_at = wrap(runs("v[i] += 1", "v, i"), in_out_argnames=["v"], scalars=["i"])
@@ -2452,9 +2296,6 @@ def copies_of_state(function, **options):
     return [len(re.findall(r"= f32\[[\d,]{6,}\]\S* copy\(", code)) for code in (text, in_entry.sub("", text))]
 
 
-MUST_COPY = (Loops.read_before, Loops.two_that_are_swapped)  # as XLA does where JAX changes the state
-
-
 @pytest.mark.parametrize("program, by, options", [
     *((program.values[0], "numba", {}) for program in kernels_of(Loops)),
     (Loops.set_before, "numba", {"donate_argnums": 0}),
@@ -2466,9 +2307,8 @@ def test_state_that_a_kernel_changes_is_copied_where_that_of_jax_is(program, by,
     check_close(by_kernel(jnp.arange(100.0)), by_jax(jnp.arange(100.0)))
     if jax.__version_info__ < (0, 11, 2):
         pytest.skip("XLA drops the barrier before it looks for copies")
-    copies, copies_of_jax = copies_of_state(by_kernel, **options), copies_of_state(by_jax, **options)
-    assert copies <= copies_of_jax
-    assert bool(copies_of_jax[1]) == (program in MUST_COPY)
+    in_all, in_loops = copies_of_state(by_kernel, **options)
+    assert in_loops == 0 and in_all <= copies_of_state(by_jax, **options)[0]
 
 
 @pytest.mark.parametrize("kept", [True, False])
@@ -2520,15 +2360,13 @@ def test_threads_that_wrap_one_function_get_one_kernel():
 
 def test_collected_wrappers_leave_their_kernels():
     """XLA keeps raw pointers to what was registered."""
-    programs, wrappers = [], []
-    for value in range(10):
-        wrapper = wrap(reads("x[0] + value", value=value))
-        programs.append(jax.jit(wrapper).lower(F32).compile())
-        wrappers.append(weakref.ref(wrapper))
-    del wrapper
+    wrappers = [wrap(reads("x[0] + value", value=value)) for value in range(10)]
+    programs = [jax.jit(wrapper).lower(F32).compile() for wrapper in wrappers]
+    references = list(map(weakref.ref, wrappers))
+    wrappers.clear()
     jax.clear_caches()
     gc.collect()
-    assert [wrapper() for wrapper in wrappers] == [None] * 10
+    assert [reference() for reference in references] == [None] * 10
     assert [float(call(F32)[0]) for call in programs] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
 
 
@@ -2559,21 +2397,6 @@ def test_copies_of_this_file_in_a_process():
     np.testing.assert_array_equal(chain(F32), F32 + 3)
 
 
-def test_wrapped_is_plain_python():
-    out = np.zeros(4, np.float32)
-    add_one.__wrapped__(F32, out)
-    np.testing.assert_array_equal(out, F32 + 1)
-
-
-def test_without_jit_a_call_says_what_to_do(monkeypatch):
-    made = wrap(lambda x: x)
-    monkeypatch.setattr(numba.config, "DISABLE_JIT", True)
-    with pytest.raises(RuntimeError, match="forbids: unset it; to debug"):
-        made(F32)
-    monkeypatch.undo()
-    np.testing.assert_array_equal(made(F32), F32)
-
-
 # -- names, in this process and in others -------------------------------------------------------------
 
 
@@ -2585,9 +2408,10 @@ def load_beside_another(program):
 
 def executables(step):
     """Of kernels that differ in what they read, or in their options, made in this order."""
-    kernels = closures("x[0] + np.asarray(v).size", [np.float32(3), np.arange(3)])
-    kernels += closures("math.copysign(x[0] + v, v)", [0.0, -0.0, 2.0])
+    kernels = closures("math.copysign(np.array([v]).itemsize + x[0], v)", [0.0, -0.0, True, np.float32(1), np.int16(1)])
+    kernels += closures("x[0] + np.asarray(v).size + 0.25", [np.float32(3), np.arange(3)])
     kernels += closures("x[0] + v[1] + 0.5", [np.arange(3), np.arange(3) + 2, (0, 4)])
+    kernels += closures("x[0] + v[1, 0] + 0.75", [np.arange(4).reshape(2, 2, order=order) for order in "CF"])
     kernels += [reads(f"np.{function}(x[0])") for function in ("sinh", "cosh")]
     kernels.append(numba.njit(fastmath={"nnan", "nsz", "arcp", "contract"})(reads("x[0] / 7")))  # a set has no order
     return [jax.jit(wrap(kernel, spec(1))).lower(FLOATS).compile() for kernel in kernels[::step]]
@@ -2631,11 +2455,6 @@ def test_a_kernel_that_does_not_compile_takes_no_name_and_can_be_mended():
     kernel.__globals__["late"] = 5
     assert call(F32)[0] == 5
     assert wrap(name="mended")(F32)[0] == 2
-
-
-def test_a_kernel_without_a_name_is_not_exported():
-    with pytest.raises(ValueError, match="custom call"):
-        exported_here(wrap(), FLOATS)
 
 
 def test_a_named_kernel_that_is_defined_again_is_the_same_if_it_is_unchanged():
