@@ -1958,10 +1958,18 @@ class Writes:
         store_in(x)
         out[:] = x
 
-    def by_a_view(x, out):
-        tail = x[1:]
-        tail.flat[0] = 77
+    def in_a_second_step(x, out):
+        target = np.zeros_like(x)
+        for _ in range(2):
+            target.flat[0] = 77
+            target = x[1:]
         out[:] = x
+
+    def swapped(x, out):
+        source, target = x, out
+        source, target = target, source
+        out[:] = x
+        target.flat[0] = 77
 
 
 class OnlyUpdates:
@@ -2003,12 +2011,6 @@ class Right:
     def two_at_once(x, out):
         out[0], out[1] = divmod(x[3], x[2])
         out[2], out[3] = x[0], x[1]
-
-    def swapped(x, out):
-        a, b = np.empty_like(out), out
-        a, b = b, a
-        b[:] = x
-        a[:] = b
 
     def by_a_ufunc(x, out):
         np.add(x, x, out)
