@@ -73,14 +73,13 @@ except ImportError:  # it needs absl with old versions of jax
 
 # ======================================================================================================
 # The matrix: operations x backends x transformations x dtypes.
-# Every cell runs a kernel and compares what it gives with NumPy, with a loop over slices where it is batched; where it
-# is differentiated, with JAX's derivative of the reference.  All other kernels of the operation raise, so it shows who
-# ran.
+# Every cell runs a kernel and compares what it gives with a reference, which NumPy computes, or JAX where it is
+# transformed.  All other kernels of the cell's operation raise, so it shows who ran.
 # At the end of a run, conftest.py prints which cells passed, and why others are left out.
 #
 # To add an operation: a row of OPS, a class, and a row of OPERATIONS.  A transformation: its name in FORWARD or
-# DERIVATIVES, and a function of that name in `Transformations`, of FORWARD decorated with what is right.  A backend: a
-# row of BACKENDS, a function that wraps a kernel, and a row of WRAPPERS; of another language, also one of LANGUAGES.
+# DERIVATIVES, and a function of that name in `Transformations`.  A backend: a row of BACKENDS, a function that wraps a
+# kernel, and a row of WRAPPERS; of another language, also a row of LANGUAGES.
 # ======================================================================================================
 
 
@@ -466,58 +465,14 @@ OPERATIONS = {
 
 
 # -- the transformations -------------------------------------------------------------------------------
-# What is right, by NumPy: each a function of the reference, of NumPy arrays, and of the arguments of a transformation.
 
 
-def alone(function, inputs, batch):
-    return function(*inputs)
-
-
-def stacked(results):
-    return [np.stack(slices) for slices in zip(*results)]
-
-
-def loop_over_first(function, n=None):
-    """Of batches of the first input, whose slices share the others."""
-    return lambda first, *others: stacked([function(x, *others) for x in first[:n]])
-
-
-def loop_over_pairs(function):
-    """The second slices are the outer ones."""
-    loop = loop_over_first(function)
-    return lambda first, *others: stacked([loop(first, *slices) for slices in zip(*others)] or [loop(first)] * 2)
-
-
-def slices_of_first(function, inputs, batch, n=None):
-    return loop_over_first(function, n)(batch[0], *inputs[1:])
-
-
-def slices_of_every_input(function, inputs, batch):
-    return stacked([function(*slices) for slices in zip(*batch)])
-
-
-def pairs_of_slices(function, inputs, batch):
-    return loop_over_pairs(function)(batch[0], *[x[:2] for x in batch[1:]])
-
-
-def third_state(function, inputs, batch):
-    state, *others = inputs
-    for _ in range(3):
-        state, *_ = function(state, *others)
-    return state
-
-
-RIGHT = {}  # by the name of a transformation
-
-
-def gives(right, **options):
-    """Decorates a transformation with what is right."""
-
-    def decorate(program):
-        RIGHT[program.__name__] = partial(right, **options)
-        return program
-
-    return decorate
+SAME_RESULTS_AS = {  # what is right is what the reference gives under this simpler one
+    **dict.fromkeys(["jit", "without_jit", "export"], "eager"),
+    **dict.fromkeys(["shard_map", "eager_shard_map", "jit_over_mesh"], "vmap"),
+    **dict.fromkeys(["grad_of_shard_map", "shard_map_of_grad"], "grad_of_vmap"),
+    "checkpoint": "grad",
+}
 
 
 class Transformations:
@@ -526,59 +481,47 @@ class Transformations:
     `call` returns a list of arrays.
     """
 
-    @gives(alone)
     def eager(call, inputs, batch):
         return call(*inputs)
 
-    @gives(alone)
     def jit(call, inputs, batch):
         return jax.jit(call)(*inputs)
 
-    @gives(alone)
     def without_jit(call, inputs, batch):
         with jax.disable_jit():
             return call(*inputs)
 
-    @gives(slices_of_first)
     def vmap(call, inputs, batch):
         return over_first(call, inputs)(batch[0], *inputs[1:])
 
-    @gives(slices_of_every_input)
     def vmap_every_input(call, inputs, batch):
         return jax.vmap(call)(*batch)
 
-    @gives(slices_of_every_input)
     def vmap_other_axes(call, inputs, batch):
         last = [jnp.moveaxis(x, 0, -1) for x in batch]
         results = jax.vmap(call, in_axes=-1, out_axes=-1)(*last)
         return [jnp.moveaxis(result, -1, 0) for result in results]
 
-    @gives(pairs_of_slices)
     def vmap_nested(call, inputs, batch):
         return jax.jit(all_pairs(call, inputs))(batch[0], *[x[:2] for x in batch[1:]])
 
-    @gives(slices_of_first, n=2)
     def vmap_of_nothing(call, inputs, batch):
         """Before two slices, as nothing has no values."""
         vmapped = over_first(call, inputs)
         parts = [vmapped(slices, *inputs[1:]) for slices in (batch[0][:0], batch[0][:2])]
         return [jnp.concatenate(results) for results in zip(*parts)]
 
-    @gives(slices_of_first, n=5)
     def lax_map(call, inputs, batch):
         """Batches of slices, and what is left over."""
         return jax.jit(partial(jax.lax.map, lambda x: call(x, *inputs[1:]), batch_size=2))(batch[0][:5])
 
-    @gives(slices_of_first, n=4)
     def scan(call, inputs, batch):
         return jax.jit(partial(scan_slices, call))(batch[0][:4], *inputs[1:])
 
-    @gives(third_state)
     def loop_of_state(call, inputs, batch):
         state, *others = inputs
         return jax.lax.fori_loop(0, 3, lambda _, state: call(state, *others)[0], state)
 
-    @gives(lambda function, inputs, batch: function(batch[0][3], *inputs[1:]))
     def while_loop(call, inputs, batch):
         """Until the results of a slice no longer follow from the step."""
 
@@ -589,7 +532,6 @@ class Transformations:
         _, results = jax.lax.while_loop(lambda i_and_results: i_and_results[0] < 4, step, (1, call(*inputs)))
         return results
 
-    @gives(lambda function, inputs, batch: (function(batch[0][1], *inputs[1:]), function(*inputs)))
     def cond(call, inputs, batch):
         @jax.jit
         def chosen(second):
@@ -597,28 +539,23 @@ class Transformations:
 
         return chosen(True), chosen(False)
 
-    @gives(slices_of_first, n=4)
     def pmap(call, inputs, batch):
         devices = list(mesh_of_four().devices)
         in_axes = (0, *[None] * (len(inputs) - 1))
         return jax.pmap(call, in_axes=in_axes, devices=devices)(batch[0][:4], *inputs[1:])
 
-    @gives(slices_of_first)
     def shard_map(call, inputs, batch):
         split = over_devices(over_first(call, inputs), inputs)
         return jax.jit(split)(batch[0], *inputs[1:])
 
-    @gives(slices_of_first)
     def eager_shard_map(call, inputs, batch):
         return over_devices(over_first(call, inputs), inputs)(batch[0], *inputs[1:])
 
-    @gives(slices_of_first)
     def jit_over_mesh(call, inputs, batch):
         """XLA splits the batch."""
         first = jax.device_put(batch[0], jax.sharding.NamedSharding(mesh_of_four(), SPLIT))
         return jax.jit(over_first(call, inputs))(first, *inputs[1:])
 
-    @gives(alone)
     def export(call, inputs, batch):
         """To a process that has traced the same kernel."""
         return loaded_elsewhere(call, *inputs)
@@ -781,11 +718,9 @@ def reference_list(name):
 
 @functools.cache
 def what_is_right(op, transformation, dtype):
-    """By a loop in NumPy; of a derivative, what JAX gives for the reference."""
-    inputs, batch = inputs_and_batch(op, dtype)
-    if transformation in DERIVATIVES:
-        return getattr(Transformations, transformation)(reference_list(op), inputs, batch)
-    return RIGHT[transformation](reference_list(op), inputs, batch)
+    """What NumPy gives for the reference and, under a transformation, JAX."""
+    program = getattr(Transformations, SAME_RESULTS_AS.get(transformation, transformation))
+    return program(reference_list(op), *inputs_and_batch(op, dtype))
 
 
 def check_close(results, expected, tolerance=1e-5):
@@ -1688,16 +1623,12 @@ def divided_by(c):
     return wrap(numba.njit(fastmath=True)(lambda x: x / c))
 
 
-PICKLED = {  # what gives x / 2, and has no variable, or one of a `__main__` that another process has not
-    "closure": lambda: divided_by(2),
-    "of __main__": lambda: wrap(kernel_from("def kernel(x, out): out[:] = x / 2", __name__="__main__")),
-}
-
-
-@pytest.mark.parametrize("case", PICKLED)
-def test_kernels_without_a_variable_are_sent_to_other_processes_by_value(case):
-    sent = another_process().submit(call_on_ones, PICKLED[case]())
-    np.testing.assert_array_equal(sent.result(), F32 / 2)
+def test_kernels_without_a_variable_are_sent_to_other_processes_by_value(monkeypatch):
+    """Or with one of `__main__`, which another process has not."""
+    of_main = wrap(kernel_from("def kernel(x, out): out[:] = x / 2", __name__="__main__"))
+    monkeypatch.setattr(sys.modules["__main__"], "of_main", of_main, raising=False)
+    for kernel in (divided_by(2), of_main):
+        np.testing.assert_array_equal(another_process().submit(call_on_ones, kernel).result(), F32 / 2)
 
 
 def call_on_ones(kernel):
@@ -4594,9 +4525,12 @@ def test_op_warp_serves_the_cpu_only_where_nothing_else_does():
     op.def_numba_kernel(add_to(2))
     assert op.defaults == {"gpu": "warp", "cpu": "numba"}
     assert call() == 2 and call(backend="warp") == 1
+    op.def_kernel("warp", "cpu", add_to(3))  # which no kernel for the GPU replaces
+    op.def_warp_kernel(add_to(4))
+    assert call(backend="warp") == 3
     op.set_default("cpu", "warp")
-    op.def_kernel("jax", "cpu", add_to(3))
-    assert call() == 1
+    op.def_kernel("jax", "cpu", add_to(5))
+    assert call() == 3
 
 
 SHORTHANDS = [  # a method, its arguments, and the platform and the backend that it registers for
@@ -4860,12 +4794,14 @@ def test_op_with_a_batching_rule_keeps_its_derivatives(batch):
 
 
 def test_op_batching_rule_runs_beside_derivatives_until_the_general_one_is_registered_again():
-    op = op_adding(a=1)
-    op.def_jvp_rule2(lambda t, x: t)
-    op.def_batching_rule(lambda args, axes: ([args[0] + 2], axes))
-    for added in (2, 1):
-        check_close(jax.vmap(call_op(op))(ROWS), ROWS + added)
-        op.register_general_batching()
+    """Its axes may count from the end."""
+    op, with_derivative = op_adding(a=1), op_adding(a=1)
+    with_derivative.def_jvp_rule2(lambda t, x: t)
+    for each in (op, with_derivative):
+        each.def_batching_rule(lambda args, axes: ([args[0].T + 2], [-1]))
+        for added in (2, 1):
+            check_close(jax.vmap(call_op(each))(ROWS), ROWS + added)
+            each.register_general_batching()
 
 
 # -- debugging and timing ------------------------------------------------------------------------------
