@@ -1614,9 +1614,13 @@ def test_copies_and_pickles_of_what_has_a_variable_are_the_object(name):
     assert pickle.loads(pickle.dumps([kept]))[0] is deepcopy(kept) is shallow_copy(kept) is kept
 
 
-def test_an_op_without_a_variable_cannot_be_pickled():
-    with pytest.raises(pickle.PicklingError, match=r"'local'.*in a variable of a module"):
-        pickle.dumps(xk.XLACustomKernel("local"))
+@pytest.mark.parametrize("make, name", [
+    (lambda: xk.XLACustomKernel("local"), "local"),
+    pytest.param(lambda: product(), "multiply", marks=pytest.mark.needs("warp")),
+], ids=["op", "warp"])  # fmt: skip
+def test_what_has_no_variable_and_no_value_cannot_be_pickled(make, name):
+    with pytest.raises(pickle.PicklingError, match=rf"'.*{name}'.*in a variable of a module"):
+        pickle.dumps(make())
 
 
 def divided_by(c):
