@@ -4300,6 +4300,13 @@ def test_op_without_a_batching_rule_or_with_a_backward_pass(backend, define_deri
     check_close(results, what_is_right("hadamard", transformation, "float32"), 1e-5)
 
 
+def test_op_with_a_backward_pass_takes_batches_of_numpy_arrays():
+    """JAX's custom_vjp does not."""
+    multiply = call_op(product_op(define_derivative=define_backward_pass))
+    check_close(jax.jit(lambda x: jax.vmap(multiply)(x, ROWS))(ROWS), ROWS**2)
+    check_close(jax.jit(lambda: jax.grad(sum_of(jax.vmap(multiply)))(ROWS, ROWS))(), ROWS)
+
+
 def test_op_vmap_is_that_of_the_backend():
     def multiply_by_rank(x):
         return jax.pure_callback(lambda x: x * np.ndim(x), x, x, vmap_method="broadcast_all")
@@ -4535,6 +4542,18 @@ def test_op_warp_serves_the_cpu_only_where_nothing_else_does():
     op.set_default("cpu", "warp")
     op.def_kernel("jax", "cpu", add_to(5))
     assert call() == 3
+
+
+def test_op_that_changes_while_it_is_lowered_is_traced_again():
+    """By another thread."""
+
+    def kernel(x):
+        in_threads(lambda value: op.def_kernel("jax", "cpu", add_to(value)), [10])
+        return x + 1
+
+    op = op_of(kernel)
+    call = jax.jit(call_op(op))
+    assert call(0.0) in (1, 10) and call(0.0) == 10
 
 
 SHORTHANDS = [  # a method, its arguments, and the platform and the backend that it registers for
