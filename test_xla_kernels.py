@@ -4544,18 +4544,6 @@ def test_op_warp_serves_the_cpu_only_where_nothing_else_does():
     assert call() == 3
 
 
-def test_op_that_changes_while_it_is_lowered_is_traced_again():
-    """By another thread."""
-
-    def kernel(x):
-        in_threads(lambda value: op.def_kernel("jax", "cpu", add_to(value)), [10])
-        return x + 1
-
-    op = op_of(kernel)
-    call = jax.jit(call_op(op))
-    assert call(0.0) in (1, 10) and call(0.0) == 10
-
-
 SHORTHANDS = [  # a method, its arguments, and the platform and the backend that it registers for
     ("def_numba_kernel", (), "cpu", "numba"),
     ("def_warp_kernel", (), "gpu", "warp"),
