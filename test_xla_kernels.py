@@ -5512,9 +5512,8 @@ def programs_with_needs():
         yield pytest.param(name, marks=pytest.mark.needs(*needed), id="{} {} {}".format(*name))
 
 
-@functools.cache
-def run_program(name):
-    """The globals and the output of a documented program, which runs in an empty folder."""
+def output_of_program(name):
+    """The output of a documented program, which runs in an empty folder."""
     code, _ = BLOCKS[name]
     if cuda:  # the package that is installed, or the simulator
         code = code.replace("from numba_cuda_mlir import cuda", f"import {cuda.__name__} as cuda")
@@ -5522,7 +5521,8 @@ def run_program(name):
         path = pathlib.Path(folder, "block.py")
         path.write_text(code, encoding="utf-8")
         with contextlib.redirect_stdout(io.StringIO()) as output:
-            return runpy.run_path(str(path), run_name="__main__"), output.getvalue()
+            runpy.run_path(str(path), run_name="__main__")
+    return output.getvalue()
 
 
 @pytest.mark.parametrize("name", list(programs_with_needs()))
@@ -5530,8 +5530,7 @@ def test_documented_programs_print_what_is_written_there(name):
     code, prints = BLOCKS[name]
     if "scipy" in code:
         pytest.importorskip("scipy")
-    _, output = run_program(name)
-    assert output.split() == prints.split()
+    assert output_of_program(name).split() == prints.split()
 
 
 def docstring_examples():
@@ -5553,26 +5552,6 @@ def test_docstring_examples(examples):
     assert doctest.DocTestRunner().run(examples).failed == 0
 
 
-def picture(name):
-    return ElementTree.parse(ROOT / ".github" / f"{name}.svg")
-
-
-def spikes_of_the_network(every=16):
-    """Of the inhibitory and of the excitatory neurons that its picture shows: every 16th."""
-    (program,) = [name for name in BLOCKS if name[1:] == ("A network of spiking neurons", 0)]
-    network, _ = run_program(program)
-    shown = network["neurons"][network["neurons"] % every == 0]
-    is_excitatory = shown < network["n"] * 4 // 5
-    return shown[~is_excitatory], shown[is_excitatory]
-
-
-@pytest.mark.needs("numba")
-def test_the_picture_of_spikes_is_what_the_documented_program_computes():
-    """As many of each kind."""
-    dots = [picture("raster").findall(f".//*[@id='{kind}']//{{*}}use") for kind in ("inhibitory", "excitatory")]
-    assert list(map(len, dots)) == list(map(len, spikes_of_the_network()))
-
-
 PATHS_OF_TABLE = (  # the names in the picture of what README's columns show, in their order
     "numba_kernel", "warp_kernel", "C++ for XLA", "brainevent.numba_kernel", "warp.jax_kernel", "jax.pure_callback",
 )  # fmt: skip
@@ -5582,7 +5561,8 @@ def test_the_picture_of_speed_has_the_figures_of_the_readmes_table():
     """Each beside the name of what it was measured of."""
     row = re.search(r"^\| add 16 elements, in `fori_loop` \|(.*)\|$", text_of("README.md"), re.MULTILINE)[1]
     figures_of_table = [float(cell) for cell in row.split("|") if cell.strip()]
-    heights = {text.text: float(text.get("y")) for text in picture("speed").iter("{http://www.w3.org/2000/svg}text")}
+    picture = ElementTree.parse(ROOT / ".github" / "speed.svg")
+    heights = {text.text: float(text.get("y")) for text in picture.iter("{http://www.w3.org/2000/svg}text")}
 
     def figure_beside(path):
         (figure,) = [text for text, y in heights.items() if text != path and abs(y - heights[path]) < 5]
