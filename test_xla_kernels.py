@@ -3,7 +3,6 @@
 import ast
 import contextlib
 import ctypes
-import dataclasses
 import doctest
 import enum
 import functools
@@ -23,13 +22,10 @@ import pickle
 import re
 import runpy
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 import textwrap
-import threading
-import time
 import types
 import typing
 import warnings
@@ -77,13 +73,13 @@ except ImportError:  # it needs absl with old versions of jax
 
 # ======================================================================================================
 # The matrix: operations x backends x transformations x dtypes.
-# Every cell runs a kernel and compares what it gives with NumPy: with a loop over slices where it is batched, with
-# differences where it is differentiated.  All other kernels of the cell's operation raise, so it shows who ran.
+# Every cell runs a kernel and compares what it gives with a reference, which NumPy computes, or JAX where it is
+# transformed.  All other kernels of the cell's operation raise, so it shows who ran.
 # At the end of a run, conftest.py prints which cells passed, and why others are left out.
 #
 # To add an operation: a row of OPS, a class, and a row of OPERATIONS.  A transformation: its name in FORWARD or
-# DERIVATIVES, and a function of that name in `Transformations`, decorated with what is right.  A backend: a row of
-# BACKENDS, a function that wraps a kernel, and a row of WRAPPERS; of another language, also a row of LANGUAGES.
+# DERIVATIVES, and a function of that name in `Transformations`.  A backend: a row of BACKENDS, a function that wraps a
+# kernel, and a row of WRAPPERS; of another language, also a row of LANGUAGES.
 # ======================================================================================================
 
 
@@ -109,7 +105,6 @@ OPS = {  # name: the dtypes that it is tested with
     "add": NUMBERS,  # arithmetic in every dtype
     "leaky_relu": FLOAT32,  # a static parameter
     "hadamard": ("int32", "float32", "float64", "complex64"),  # two dimensions; its derivative calls it
-    "matvec": FLOAT32,  # inputs of different ranks
     "outer": FLOAT32,  # an output like no input
     "transposed": FLOAT32,  # three dimensions
     "csr_event": FLOATING,  # integers, bool, atomics, outputs of two shapes
@@ -182,7 +177,7 @@ WITH_ALL_FEATURES = ("hadamard", "csr_event", "blend")  # shapes, dtypes, aliase
 OTHER_DTYPES = all_but(DTYPES, "float32")
 LEFT_OUT = {  # why there are no such cells: what cannot be
     "the first output is not the next first input": [
-        Cells(("reversed", "matvec", "outer", "transposed", "csr_event"), transformations=("loop_of_state",))
+        Cells(("reversed", "outer", "transposed", "csr_event"), transformations=("loop_of_state",))
     ],
     "its language has no arrays of this dtype": [
         Cells(backends=in_language(language), dtypes=dtypes) for language, dtypes in NO_ARRAYS_OF.items()
@@ -265,10 +260,9 @@ def test_matrix(op, backend, transformation, dtype):
     call = partial(call_backend, op, backend, np.dtype(dtype))
     if transformation in DERIVATIVES:
         call = with_derivative(call, op, backend)
-        tolerance = max(tolerance, ERROR_OF_DIFFERENCES)
     with x64(DTYPES[dtype].needs_x64):
         results = getattr(Transformations, transformation)(call, inputs, batch)
-    check_close(results, what_is_right(op, transformation, dtype), tolerance)
+        check_close(results, what_is_right(op, transformation, dtype), tolerance)
     jax.tree.map(np.testing.assert_array_equal, (inputs, batch), before)
 
 
@@ -368,17 +362,6 @@ class Hadamard(Operation):
             return None, *op(x, cotangent, **params)
 
 
-class Matvec(Operation):
-    inputs = of_shapes((6, 6), 6)
-    reference = operator.matmul
-
-    def element(i, a, x, out):
-        total = Scalar(0.0)
-        for j in range(x.shape[0]):
-            total += a[i, j] * x[j]
-        out[i] = total
-
-
 class Outer(Operation):
     inputs = of_shapes(4, 3)
 
@@ -476,116 +459,20 @@ class Blend(Operation):
 
 
 OPERATIONS = {
-    "reversed": Reversed, "add": Add, "leaky_relu": LeakyRelu, "hadamard": Hadamard, "matvec": Matvec, "outer": Outer,
+    "reversed": Reversed, "add": Add, "leaky_relu": LeakyRelu, "hadamard": Hadamard, "outer": Outer,
     "transposed": Transposed, "csr_event": CsrEvent, "lif": Lif, "in_place": InPlace, "blend": Blend,
 }  # fmt: skip
 
 
 # -- the transformations -------------------------------------------------------------------------------
-# What is right, by NumPy: each a function of the reference, of NumPy arrays, and of the arguments of a transformation.
 
 
-def alone(function, inputs, batch):
-    return function(*inputs)
-
-
-def stacked(results):
-    return [np.stack(slices) for slices in zip(*results)]
-
-
-def loop_over_first(function, n=None):
-    """Of batches of the first input, whose slices share the others."""
-    return lambda first, *others: stacked([function(x, *others) for x in first[:n]])
-
-
-def loop_over_pairs(function):
-    """The second slices are the outer ones."""
-    loop = loop_over_first(function)
-    return lambda first, *others: stacked([loop(first, *slices) for slices in zip(*others)] or [loop(first)] * 2)
-
-
-def slices_of_first(function, inputs, batch, n=None):
-    return loop_over_first(function, n)(batch[0], *inputs[1:])
-
-
-def slices_of_every_input(function, inputs, batch):
-    return stacked([function(*slices) for slices in zip(*batch)])
-
-
-def pairs_of_slices(function, inputs, batch):
-    return loop_over_pairs(function)(batch[0], *[x[:2] for x in batch[1:]])
-
-
-def third_state(function, inputs, batch):
-    state, *others = inputs
-    for _ in range(3):
-        state, *_ = function(state, *others)
-    return state
-
-
-STEP, ERROR_OF_DIFFERENCES = 1e-4, 1e-7  # of central differences in float64
-
-
-def in_float64(x):
-    return np.asarray(x, np.float64) if is_real(x) else np.asarray(x)
-
-
-def change_along(function, inputs, tangents):
-    """The change of the real results in a direction of the real inputs."""
-
-    def at(step):
-        moved = [in_float64(x) + step * t if is_real(x) else x for x, t in zip(inputs, tangents)]
-        return filter(is_real, function(*moved))
-
-    return [(plus - minus) / (2 * STEP) for plus, minus in zip(at(STEP), at(-STEP))]
-
-
-def differences(function):
-    """As `gradient`, which it is compared with."""
-
-    def sum_of_sines(*inputs):
-        return [sum(np.sin(result).sum(keepdims=True) for result in function(*inputs) if is_real(result))]
-
-    def gradients(*inputs):
-        results = []
-        for i, x in enumerate(inputs):
-            if is_real(x):
-                units = np.eye(x.size).reshape(x.size, *x.shape)
-                rows = [[unit if k == i else 0 for k in range(len(inputs))] for unit in units]
-                changes = [change_along(sum_of_sines, inputs, row)[0] for row in rows]
-                results.append(np.reshape(changes, x.shape))
-        return results
-
-    return gradients
-
-
-def results_and_changes(function, inputs, batch):
-    return function(*inputs), change_along(function, inputs, [x[1] for x in batch])
-
-
-def of_gradient(right):
-    return lambda function, inputs, batch: right(differences(function), inputs, batch)
-
-
-def gradient_of_slices(function, inputs, batch, n=None):
-    return differences(loop_over_first(function))(batch[0][:n], *inputs[1:])
-
-
-def gradient_of_pairs(function, inputs, batch):
-    return differences(loop_over_pairs(function))(batch[0], *[x[:2] for x in batch[1:]])
-
-
-RIGHT = {}  # by the name of a transformation
-
-
-def gives(right, **options):
-    """Decorates a transformation with what is right."""
-
-    def decorate(program):
-        RIGHT[program.__name__] = partial(right, **options)
-        return program
-
-    return decorate
+SAME_RESULTS_AS = {  # what is right is what the reference gives under this simpler one
+    **dict.fromkeys(["jit", "without_jit", "export"], "eager"),
+    **dict.fromkeys(["shard_map", "eager_shard_map", "jit_over_mesh"], "vmap"),
+    **dict.fromkeys(["grad_of_shard_map", "shard_map_of_grad"], "grad_of_vmap"),
+    "checkpoint": "grad",
+}
 
 
 class Transformations:
@@ -594,59 +481,47 @@ class Transformations:
     `call` returns a list of arrays.
     """
 
-    @gives(alone)
     def eager(call, inputs, batch):
         return call(*inputs)
 
-    @gives(alone)
     def jit(call, inputs, batch):
         return jax.jit(call)(*inputs)
 
-    @gives(alone)
     def without_jit(call, inputs, batch):
         with jax.disable_jit():
             return call(*inputs)
 
-    @gives(slices_of_first)
     def vmap(call, inputs, batch):
         return over_first(call, inputs)(batch[0], *inputs[1:])
 
-    @gives(slices_of_every_input)
     def vmap_every_input(call, inputs, batch):
         return jax.vmap(call)(*batch)
 
-    @gives(slices_of_every_input)
     def vmap_other_axes(call, inputs, batch):
         last = [jnp.moveaxis(x, 0, -1) for x in batch]
         results = jax.vmap(call, in_axes=-1, out_axes=-1)(*last)
         return [jnp.moveaxis(result, -1, 0) for result in results]
 
-    @gives(pairs_of_slices)
     def vmap_nested(call, inputs, batch):
         return jax.jit(all_pairs(call, inputs))(batch[0], *[x[:2] for x in batch[1:]])
 
-    @gives(slices_of_first, n=2)
     def vmap_of_nothing(call, inputs, batch):
         """Before two slices, as nothing has no values."""
         vmapped = over_first(call, inputs)
         parts = [vmapped(slices, *inputs[1:]) for slices in (batch[0][:0], batch[0][:2])]
         return [jnp.concatenate(results) for results in zip(*parts)]
 
-    @gives(slices_of_first, n=5)
     def lax_map(call, inputs, batch):
         """Batches of slices, and what is left over."""
         return jax.jit(partial(jax.lax.map, lambda x: call(x, *inputs[1:]), batch_size=2))(batch[0][:5])
 
-    @gives(slices_of_first, n=4)
     def scan(call, inputs, batch):
         return jax.jit(partial(scan_slices, call))(batch[0][:4], *inputs[1:])
 
-    @gives(third_state)
     def loop_of_state(call, inputs, batch):
         state, *others = inputs
         return jax.lax.fori_loop(0, 3, lambda _, state: call(state, *others)[0], state)
 
-    @gives(lambda function, inputs, batch: function(batch[0][3], *inputs[1:]))
     def while_loop(call, inputs, batch):
         """Until the results of a slice no longer follow from the step."""
 
@@ -657,7 +532,6 @@ class Transformations:
         _, results = jax.lax.while_loop(lambda i_and_results: i_and_results[0] < 4, step, (1, call(*inputs)))
         return results
 
-    @gives(lambda function, inputs, batch: (function(batch[0][1], *inputs[1:]), function(*inputs)))
     def cond(call, inputs, batch):
         @jax.jit
         def chosen(second):
@@ -665,78 +539,63 @@ class Transformations:
 
         return chosen(True), chosen(False)
 
-    @gives(slices_of_first, n=4)
     def pmap(call, inputs, batch):
         devices = list(mesh_of_four().devices)
         in_axes = (0, *[None] * (len(inputs) - 1))
         return jax.pmap(call, in_axes=in_axes, devices=devices)(batch[0][:4], *inputs[1:])
 
-    @gives(slices_of_first)
     def shard_map(call, inputs, batch):
         split = over_devices(over_first(call, inputs), inputs)
         return jax.jit(split)(batch[0], *inputs[1:])
 
-    @gives(slices_of_first)
     def eager_shard_map(call, inputs, batch):
         return over_devices(over_first(call, inputs), inputs)(batch[0], *inputs[1:])
 
-    @gives(slices_of_first)
     def jit_over_mesh(call, inputs, batch):
         """XLA splits the batch."""
         first = jax.device_put(batch[0], jax.sharding.NamedSharding(mesh_of_four(), SPLIT))
         return jax.jit(over_first(call, inputs))(first, *inputs[1:])
 
-    @gives(alone)
     def export(call, inputs, batch):
         """To a process that has traced the same kernel."""
         return loaded_elsewhere(call, *inputs)
 
-    @gives(results_and_changes)
     def jvp(call, inputs, batch):
         tangents = tuple(x[1] if is_real(x) else zero_tangent(x[1]) for x in batch)
         results, tangents_out = jax.jvp(call, inputs, tangents)
         return results, list(filter(is_real, tangents_out))
 
-    @gives(of_gradient(alone))
     def grad(call, inputs, batch):
         return gradient(call, inputs)(*inputs)
 
-    @gives(gradient_of_slices)
     def grad_of_vmap(call, inputs, batch):
         """The gradient of the shared input adds up those of the slices."""
         return jax.jit(gradient(over_first(call, inputs), inputs))(batch[0], *inputs[1:])
 
-    @gives(gradient_of_pairs)
     def grad_of_nested_vmap(call, inputs, batch):
         return jax.jit(gradient(all_pairs(call, inputs), inputs))(batch[0], *[x[:2] for x in batch[1:]])
 
-    @gives(of_gradient(slices_of_first))
     def vmap_of_grad(call, inputs, batch):
         return jax.jit(over_first(gradient(call, inputs), inputs))(batch[0], *inputs[1:])
 
-    @gives(gradient_of_slices, n=4)
     def grad_of_scan(call, inputs, batch):
         return jax.jit(gradient(partial(scan_slices, call), inputs))(batch[0][:4], *inputs[1:])
 
-    @gives(gradient_of_slices)
     def grad_of_shard_map(call, inputs, batch):
         """The gradient of the replicated input adds up those of the devices."""
         split = over_devices(over_first(call, inputs), inputs)
         return jax.jit(gradient(split, inputs))(batch[0], *inputs[1:])
 
-    @gives(gradient_of_slices)
     def shard_map_of_grad(call, inputs, batch):
         """The cotangent of a replicated input is summed over the devices."""
         gradients = gradient(over_first(call, inputs), inputs)
         out_specs = [SPLIT, *[REPLICATED for x in inputs[1:] if is_real(x)]]
         return jax.jit(over_devices(gradients, inputs, out_specs))(batch[0], *inputs[1:])
 
-    @gives(of_gradient(results_and_changes))
     def jvp_of_grad(call, inputs, batch):
         """Forward over reverse: the change of the gradients in a direction."""
         return Transformations.jvp(jax.jit(gradient(call, inputs)), inputs, batch)
 
-    @gives(of_gradient(alone))
     def checkpoint(call, inputs, batch):
         """Computes again in the backward pass."""
         return jax.jit(gradient(jax.checkpoint(call), inputs))(*inputs)
@@ -859,10 +718,9 @@ def reference_list(name):
 
 @functools.cache
 def what_is_right(op, transformation, dtype):
-    expected = RIGHT[transformation](reference_list(op), *inputs_and_batch(op, dtype))
-    if transformation in DERIVATIVES:  # computed in float64
-        expected = jax.tree.map(lambda x: x.astype(dtype) if is_real(x) else x, expected)
-    return expected
+    """What NumPy gives for the reference and, under a transformation, JAX."""
+    program = getattr(Transformations, SAME_RESULTS_AS.get(transformation, transformation))
+    return program(reference_list(op), *inputs_and_batch(op, dtype))
 
 
 def check_close(results, expected, tolerance=1e-5):
@@ -1638,30 +1496,19 @@ def closures(expression, values):
     return list(map(kernel_from(source, name="make"), values))
 
 
-C_LIBRARY = ctypes.cdll.msvcrt if sys.platform == "win32" else ctypes.CDLL(None)
-
-
 def overflows(x, out):
     total = 100 * int(x[0] + 1)
     total += 100
     out[0] = total
 
 
-HELPERS = [helper("a + 1"), helper("a + n", n=2), helper("a + 4", numba.vectorize)]
-NUMBERS = [0.0, -0.0, True, np.float32(1), np.int16(1)]
-ARRAYS = [np.eye(2), np.arange(4).reshape(2, 2), np.arange(4).reshape(2, 2, order="F")]
-LOOK_ALIKES = {  # kernels of equal text
-    "numbers": closures("math.copysign(np.array([v[1]]).itemsize, v[1])", [(0, number) for number in NUMBERS]),
-    "arrays": closures("v[1, 0]", ARRAYS),
-    "functions": closures("v(x[0] + 1)", [math.sin, math.cos, np.tan, abs, *HELPERS]),
-    "options": [numba.njit(locals={"total": kind})(overflows) for kind in (numba.int8, numba.int64)],
-}
-
-
-@pytest.mark.parametrize("case", LOOK_ALIKES)
-def test_kernels_that_differ_give_different_results(case):
-    results = [float(wrap(kernel)(np.zeros(1, np.float32))[0]) for kernel in LOOK_ALIKES[case]]
-    assert len(set(results)) == len(results) > 1, results
+def test_kernels_of_equal_text_differ_in_what_they_call_and_in_their_options():
+    """For numbers and arrays see test_names_do_not_depend_on_the_order_in_which_kernels_are_made."""
+    helpers = [helper("a + 1"), helper("a + n", n=2), helper("a + 4", numba.vectorize)]
+    kernels = closures("v(x[0] + 1)", [math.sin, math.cos, np.tan, abs, *helpers])
+    kernels += [numba.njit(locals={"total": kind})(overflows) for kind in (numba.int8, numba.int64)]
+    results = [result_of(kernel, np.zeros(1, np.float32)) for kernel in kernels]
+    assert len(set(results)) == len(results), results
 
 
 # A kernel object is compiled once for each signature: what it reads of globals is read then, and never again.
@@ -1669,15 +1516,6 @@ def test_kernels_that_differ_give_different_results(case):
 
 def result_of(kernel, x=F32):
     return float(wrap(kernel)(x).ravel()[0])
-
-
-def calls_again(function):
-    """A kernel that the same `def` makes each time."""
-
-    def kernel(x, out):
-        out[0] = function(x[0])
-
-    return kernel
 
 
 def test_globals_are_read_when_a_kernel_is_compiled():
@@ -1692,48 +1530,12 @@ def test_globals_are_read_when_a_kernel_is_compiled():
     assert result_of(jitted.py_func) == result_of(numba.njit(jitted.py_func)) == 2
 
 
-def test_a_kernel_that_asks_for_no_cache_gets_none(tmp_path):
-    """Numba's may have code that read other globals."""
-    file = tmp_path / "kernels.py"
-    file.write_text("def kernel(x, out): out[0] = number")
-    code = compile(file.read_text(), file, "exec").co_consts[0]
-    read = {"__name__": "kernels"}
-    for read["number"], is_cached, expected in ((1, True, 1), (2, True, 1), (2, False, 2)):
-        assert result_of(numba.njit(cache=is_cached)(types.FunctionType(code, read))) == expected
-
-
-def test_a_kernel_that_numba_would_inline_keeps_its_options():
-    """Where it returns its results, another function calls it."""
-    kernel = numba.njit(boundscheck=True, inline="always")(lambda x: x[int(x[0])])
-    call = wrap(kernel, outs=spec())
-    assert call(jnp.array([1.0, 5.0])) == 5
-    with pytest.raises(RUNTIME_ERRORS, match="IndexError"):
-        call(jnp.array([2.0, 5.0]))
-
-
-def test_a_helper_is_what_it_was_compiled_to_until_it_is_recompiled():
-    """As by `K = 3; helper.recompile()`, for a kernel that is wrapped anew and for one that is made again."""
-    times_k = helper("k * a", k=2)
-    kernel = runs("out[0] = times_k(x[0])", times_k=times_k)
-    assert result_of(kernel) == result_of(calls_again(times_k)) == 2
-    times_k.py_func.__globals__["k"] = 3
-    assert [result_of(calls_again(function)) for function in (times_k, helper("k * a", k=3))] == [2, 3]
-    times_k.recompile()
-    assert result_of(kernel) == result_of(calls_again(times_k)) == 3
-
-
-def test_a_kernel_sees_a_module_that_is_loaded_again(tmp_path, monkeypatch):
-    """As by `importlib.reload(config)`."""
-    file = tmp_path / "reloaded_config.py"
-    file.write_text("K = 2")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # which would hide an edit in the same second
-    config = importlib.import_module("reloaded_config")
+def test_a_kernel_sees_a_module_that_is_loaded_again():
+    """As by `importlib.reload(config)`, which assigns its variables anew."""
+    config = types.ModuleType("config")
     kernel = runs("out[0] = config.K * x[0]", config=config)
-    assert result_of(kernel) == 2
-    file.write_text("K = 3 ")
-    importlib.reload(config)
-    assert result_of(kernel) == 3
+    for config.K in (2, 3):
+        assert result_of(kernel) == config.K
 
 
 @contextlib.contextmanager
@@ -1748,19 +1550,17 @@ def compiled_functions():
 def test_a_kernel_that_is_made_again_for_each_shape_is_compiled_once():
     """If it reads exact constants and stable modules alone."""
 
-    def make(factor, jit):
+    def make(factor):
         def kernel(x, out):
             for i in range(x.size):
                 out[i] = factor * np.sqrt(2 * x[i])
 
-        return wrap(jit(kernel))
+        return kernel
 
     for factor, jit, count in ((2.0, itself, 1), (3.0, itself, 1), (3.0, numba.njit, 1), (2.0, itself, 0)):
         with compiled_functions() as names:
             for n in (1, 2, 3):
-                x = np.full(n, 2, np.float32)
-                np.testing.assert_array_equal(jax.jit(make(factor, jit))(x), factor * x)
-                np.testing.assert_array_equal(jax.vmap(make(factor, jit))(x[None]), factor * x[None])
+                np.testing.assert_array_equal(wrap(jit(make(factor)))(np.full(n, 2, np.float32)), [2 * factor] * n)
         assert names.count("kernel") == count
 
 
@@ -1770,10 +1570,9 @@ def test_a_plain_function_that_is_wrapped_again_is_compiled_once():
     array, another = np.arange(2.0), np.array([0.0, 5.0])
     for table, kind, expected in ((array, numba.int8, 645), (another, numba.int8, 649), (array, numba.int16, 901)):
         function.__globals__.update(table=table, kind=kind)
-        for is_new in (True, False, False):
+        for is_new in (True, False):
             with compiled_functions() as names:
-                result = jax.jit(lambda x: wrap(function)(x))(np.full(3, 300, np.float32))
-            np.testing.assert_array_equal(result, [expected] * 3)
+                assert result_of(function, np.full(3, 300, np.float32)) == expected
             assert names.count("kernel") == is_new
 
 
@@ -1815,17 +1614,12 @@ def test_copies_and_pickles_of_what_has_a_variable_are_the_object(name):
     assert pickle.loads(pickle.dumps([kept]))[0] is deepcopy(kept) is shallow_copy(kept) is kept
 
 
-def local_op():
-    return xk.XLACustomKernel("local")
-
-
-def local_warp_kernel():
-    return product()
-
-
-@pytest.mark.parametrize("make", [local_op, pytest.param(local_warp_kernel, marks=pytest.mark.needs("warp"))])
-def test_what_has_no_variable_and_no_value_cannot_be_pickled(make):
-    with pytest.raises(pickle.PicklingError, match=r"'(local|.*multiply)'.*in a variable of a module"):
+@pytest.mark.parametrize("make, name", [
+    (lambda: xk.XLACustomKernel("local"), "local"),
+    pytest.param(lambda: product(), "multiply", marks=pytest.mark.needs("warp")),
+], ids=["op", "warp"])  # fmt: skip
+def test_what_has_no_variable_and_no_value_cannot_be_pickled(make, name):
+    with pytest.raises(pickle.PicklingError, match=rf"'.*{name}'.*in a variable of a module"):
         pickle.dumps(make())
 
 
@@ -1833,16 +1627,12 @@ def divided_by(c):
     return wrap(numba.njit(fastmath=True)(lambda x: x / c))
 
 
-PICKLED = {  # what gives x / 2, and has no variable, or one of a `__main__` that another process has not
-    "closure": lambda: divided_by(2),
-    "of __main__": lambda: wrap(kernel_from("def kernel(x, out): out[:] = x / 2", __name__="__main__")),
-}
-
-
-@pytest.mark.parametrize("case", PICKLED)
-def test_kernels_without_a_variable_are_sent_to_other_processes_by_value(case):
-    sent = another_process().submit(call_on_ones, PICKLED[case]())
-    np.testing.assert_array_equal(sent.result(), F32 / 2)
+def test_kernels_without_a_variable_are_sent_to_other_processes_by_value(monkeypatch):
+    """Or with one of `__main__`, which another process has not."""
+    of_main = wrap(kernel_from("def kernel(x, out): out[:] = x / 2", __name__="__main__"))
+    monkeypatch.setattr(sys.modules["__main__"], "of_main", of_main, raising=False)
+    for kernel in (divided_by(2), of_main):
+        np.testing.assert_array_equal(another_process().submit(call_on_ones, kernel).result(), F32 / 2)
 
 
 def call_on_ones(kernel):
@@ -1902,12 +1692,10 @@ def random_nest(rng, rank, dtype):
     return [rng.integers(0, 4, shape).astype(dtype) for shape in shapes.values()], nest
 
 
-@pytest.mark.parametrize("rank, dtype", [
-    (0, "float32"), (2, "float32"), (4, "int8"), (2, "complex64"),
-])  # fmt: skip
+@pytest.mark.parametrize("rank, dtype", [(0, "float32"), (2, "complex64"), (4, "int8")])
 def test_any_nest_of_vmaps_is_a_loop_over_slices(rank, dtype):
     rng = np.random.default_rng(rank)
-    cases = [random_nest(rng, rank, dtype) for _ in range(40)]
+    cases = [random_nest(rng, rank, dtype) for _ in range(25)]
 
     @partial(jax.jit, static_argnums=0)
     def run(function, operands):
@@ -1925,21 +1713,19 @@ def test_any_nest_of_vmaps_is_a_loop_over_slices(rank, dtype):
 
 
 pthread_self = numba.types.ExternalFunction("pthread_self", numba.types.uint64())
-labs = C_LIBRARY.labs  # is called through a pointer
-labs.argtypes, labs.restype = [ctypes.c_long], ctypes.c_long
 
 
 def spin_on_a_thread(x, thread):
     """Some 50 µs of work that gives something else if it is done twice; says which thread did it."""
     total = 0.0
     for i in range(5000):
-        total += math.sin(x[0] + labs(-i))
+        total += math.sin(x[0] + i)
     x[0] = total
     thread[0] = pthread_self()
 
 
 @pytest.mark.needs("cores")
-@pytest.mark.parametrize("method", ["sequential", "sequential_unrolled", "broadcast_all", None])
+@pytest.mark.parametrize("method", ["sequential", "sequential_unrolled", None])
 def test_each_slice_runs_once_on_any_thread_unless_in_order(method):
     outs = spec(1, dtype="float64"), spec(1, dtype="uint64")
     call = wrap(spin_on_a_thread, outs, in_out_argnames=["x"], vmap_method=method)
@@ -1957,19 +1743,13 @@ def test_each_slice_runs_once_on_any_thread_unless_in_order(method):
     assert on_one_thread == in_order
 
 
-def test_no_argument():
-    count = wrap(runs("out[:] = np.arange(out.size)", "out"), [spec(3, dtype=np.int32)])
-    np.testing.assert_array_equal(count()[0], [0, 1, 2])
-    np.testing.assert_array_equal(jax.vmap(lambda x: x + count()[0])(np.zeros(2, np.int32)), [[0, 1, 2]] * 2)
-
-
 # -- kernels -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("outs, signature", [(like_first, "(*args)"), (itself, "(x)"), (spec(3), "(*args)")])
 def test_wrappers_show_their_kernel_and_the_signature_of_their_inputs(outs, signature):
     """By which jax.custom_vjp binds arguments."""
-    assert repr(add_one) == "<numba_kernel add_one>"
+    assert repr(add_one) == "<numba_kernel add_one>" and inspect.isfunction(add_one.__wrapped__)
     square = wrap(lambda x: x * x, outs)
     assert str(inspect.signature(square)) == signature
     with_vjp = jax.custom_vjp(square)
@@ -2007,15 +1787,15 @@ def shifted(x, y, out):
 
 @functools.cache
 def typed_add_one():
+    """Compiled for writable arrays alone."""
     return numba.njit(["void(f8[:],f8[:])", "void(f4[::1],f4[::1])"])(add_one.__wrapped__)
 
 
-def guvectorized(*signatures):
-    return wrap(numba.guvectorize(*signatures, "(n),()->(n)")(shifted), THREE_FLOATS)
+def guvectorized():
+    return wrap(numba.guvectorize("(n),()->(n)")(shifted), THREE_FLOATS)
 
 
 call_typed = on_first_call(lambda: wrap(typed_add_one()))
-call_typed_gu = on_first_call(lambda: guvectorized(["void(f4[:],f4,f4[:])"]))
 
 
 def calls_typed_add_one():
@@ -2043,7 +1823,6 @@ ONE_LINERS = {  # a function as it is, the same in Python, two slices of each in
     "typed": (call_typed, lambda x: x + 1, [VECTORS], {}),
     "vectorize": (wrap(numba.vectorize(_axpy), like_last), _axpy, THREE_INPUTS, {}),
     "guvectorize": (on_first_call(guvectorized), np.add, [VECTORS, SCALARS], {}),
-    "typed guvectorize": (call_typed_gu, np.add, [VECTORS, SCALARS], {}),
     "scalars": (wrap(_head, scalars=True), _scaled_head, [VECTORS], {"alpha": SCALARS, "n": TWO_COUNTS}),
     "in-out": (in_out, lambda x, total: (x + total, 2 * (x + total)), [VECTORS], {"total": VECTORS + 1}),
 }  # fmt: skip
@@ -2102,10 +1881,6 @@ class Writes:
         np.fill_diagonal(x.reshape((2, 2)), 77)
         out[:] = x
 
-    def nans_in_place(x, out):
-        np.nan_to_num(x, False)
-        out[:] = x
-
     def what_is_contiguous(x, out):
         np.ascontiguousarray(x)[0] = 77
         out[:] = x
@@ -2118,9 +1893,11 @@ class Writes:
         store_in(x)
         out[:] = x
 
-    def by_a_view(x, out):
-        tail = x[1:]
-        tail.flat[0] = 77
+    def in_a_second_step(x, out):
+        target = np.zeros_like(x)
+        for _ in range(2):
+            target.flat[0] = 77
+            target = x[1:]
         out[:] = x
 
     def swapped(x, out):
@@ -2137,18 +1914,9 @@ class OnlyUpdates:
         for i in range(x.size):
             out[i] += x[i]
 
-    def written_out(x, out):
-        for i in range(x.size):
-            out[i] = out[i] + x[i]
-
     def a_histogram(x, out):
         for v in x:
             out[int(v)] += 1
-
-    def by_another_name(x, out):
-        total = out
-        for v in x:
-            total[0] += v
 
     def by_a_view(x, out):
         tail = out[1:]
@@ -2157,9 +1925,9 @@ class OnlyUpdates:
     def in_a_helper(x, out):
         add_into(out, x)
 
-    def in_one_branch(x, out):
+    def written_out_in_one_branch(x, out):
         if x[0] > 0:
-            out[0] -= x[0]
+            out[0] = out[0] - x[0]
 
     def assigned_anew(x, out):
         out = 2 * x  # noqa: F841
@@ -2175,19 +1943,9 @@ class Right:
         for i, row in enumerate(out.reshape((2, 2))):
             row[:] = x[i]
 
-    def rows_of_zip(x, out):
-        for row, v in zip(out.reshape((2, 2)), x):
-            row[:] = v
-
     def two_at_once(x, out):
         out[0], out[1] = divmod(x[3], x[2])
         out[2], out[3] = x[0], x[1]
-
-    def swapped(x, out):
-        a, b = np.empty_like(out), out
-        a, b = b, a
-        b[:] = x
-        a[:] = b
 
     def by_a_ufunc(x, out):
         np.add(x, x, out)
@@ -2207,11 +1965,6 @@ class Right:
         for i in range(x.size):
             out[i] += x[i]
 
-    def stored_in_a_loop_before(x, out):
-        for i in range(x.size):
-            out[i] = 0
-        add_into(out, x)
-
     def by_a_view(x, out):
         first, tail = out[:1], out[1:]
         first[:] = x[:1]
@@ -2220,17 +1973,10 @@ class Right:
     def a_product(x, out):
         np.dot(ONES_4, x, out)
 
-    def reads_flat(x, out):
-        for i, v in enumerate(x.flat):
-            out[i] = v + 1
-
-    def reads_what_is_contiguous(x, out):
+    def reads_what_may_be_a_view(x, out):
         out[:] = np.ascontiguousarray(x) + np.nan_to_num(x)
-
-    def writes_to_a_copy(x, out):
-        y = x.copy()
-        y.flat[0] = 77
-        out[:] = y
+        for i, v in enumerate(x.flat):
+            out[i] += v
 
     def is_assigned_anew(x, out):
         x = x.copy()
@@ -2272,8 +2018,7 @@ def test_a_kernel_that_writes_to_an_input_unseen_by_numba_is_refused(kernel):
     np.testing.assert_array_equal(results[0], changed)
 
 
-@pytest.mark.parametrize("signatures", [["void(f4[:],f4[:],f4[:])"], []], ids=["typed", "on first call"])
-def test_what_is_guvectorized_and_writes_to_an_input_is_refused(signatures):
+def test_what_is_guvectorized_and_writes_to_an_input_is_refused():
     """Numba has no read-only types for it."""
 
     def add_to_both(x, y, out):
@@ -2281,27 +2026,30 @@ def test_what_is_guvectorized_and_writes_to_an_input_is_refused(signatures):
             x[i] += y[i]
             out[i] = x[i]
 
-    add = numba.guvectorize(*filter(None, [signatures]), "(n),(n)->(n)")(add_to_both)
-    with pytest.raises(TypeError, match=r"(?s)'x'.*in_out_argnames"):
-        wrap(add, FLOATS)(F32, F32)
+    for signatures in ([["void(f4[:],f4[:],f4[:])"]], []):
+        with pytest.raises(TypeError, match=r"(?s)'x'.*in_out_argnames"):
+            wrap(numba.guvectorize(*signatures, "(n),(n)->(n)")(add_to_both), FLOATS)(F32, F32)
 
 
-@pytest.mark.parametrize("jit", [itself, numba.njit, numba.njit(parallel=True)], ids=["plain", "jitted", "parallel"])
 @pytest.mark.parametrize("kernel", kernels_of(OnlyUpdates))
-def test_a_kernel_that_only_updates_an_output_is_refused(kernel, jit):
-    with pytest.raises(TypeError, match=r"(?s)'out'.*zero_outputs=True"):
-        jax.eval_shape(wrap(jit(kernel)), F32)
+def test_a_kernel_that_only_updates_an_output_is_refused(kernel):
+    for jit in (itself, numba.njit, numba.njit(parallel=True)):
+        with pytest.raises(TypeError, match=r"(?s)'out'.*zero_outputs=True"):
+            jax.eval_shape(wrap(jit(kernel)), F32)
 
 
 @pytest.mark.parametrize("kernel", kernels_of(OnlyUpdates))
 def test_an_output_that_is_updated_starts_from_zeros_or_from_an_input(kernel):
     """In each slice, and also in memory that was in use before."""
     zeroed, aliased = wrap(kernel, zero_outputs=True), wrap(kernel, input_output_aliases={0: 0})
-    jax.eval_shape(wrap(kernel, zero_outputs=False), F32)
     from_zeros = plainly(kernel, FROM_ZERO, np.zeros(4, np.float32))
     for _ in range(2):
         np.testing.assert_array_equal(jax.vmap(zeroed)(np.stack([FROM_ZERO] * 2)), [from_zeros] * 2)
     np.testing.assert_array_equal(aliased(FROM_ZERO), plainly(kernel, FROM_ZERO, FROM_ZERO.copy()))
+
+
+def test_zero_outputs_false_takes_what_only_updates():
+    assert jax.eval_shape(wrap(OnlyUpdates.each_element, zero_outputs=False), F32) == FLOATS
 
 
 @pytest.mark.parametrize("kernel", kernels_of(Right))
@@ -2349,7 +2097,7 @@ def accumulate(acc, x, out):
         out[0] += x[i]
 
 
-@pytest.mark.parametrize("batch", [(), (3,), (3, 2)])
+@pytest.mark.parametrize("batch", [(), (3, 2)])
 def test_what_starts_with_an_input_does_where_xla_lost_the_alias(batch):
     """An alias is a hint: fusions of slices on GPUs lose it.  Here the program has none."""
     acc, x = jnp.broadcast_to(jnp.array([10.0, 5.0]), (*batch, 2)), jnp.broadcast_to(jnp.arange(4.0), (*batch, 4))
@@ -2372,8 +2120,6 @@ def test_scratch_is_no_result(transform):
     call = transform(wrap(runs("s[0] = np.nan\n    out[:] = 1", "x, out, s"), scratch=spec(2)))
     with jax.debug_nans(True):
         check_close(call(x), x)
-        with jax.disable_jit():
-            check_close(call(x), x)
     for equation in jax.make_jaxpr(call)(x).eqns:
         assert len(equation.outvars) == 1
 
@@ -2381,68 +2127,35 @@ def test_scratch_is_no_result(transform):
 # -- state that kernels change in place ----------------------------------------------------------------
 
 
-def fori(step, *state):
-    """Nine steps, each of which gets its number and the state."""
-    return jax.lax.fori_loop(0, 9, step, *state)
-
-
-def scan(step, v):
-    def body(v, i):
-        v = step(i, v)
-        return v, v[i]
-
-    return jax.lax.scan(body, v, jnp.arange(9))
-
-
-def read_first(k, i, state):
-    """What README says where a state is read and then changed."""
-    v, y = jax.lax.optimization_barrier((state[0], state[0][i]))
-    return k(v, i), state[1] + y
-
-
 class Loops:
     """Programs of a state `v` and of `k(v, i)`, which adds 1 to v[i]."""
 
     def set_before(k, v):
-        return fori(lambda i, v: k(v.at[i].set(2), i), v)
+        return jax.lax.fori_loop(0, 9, lambda i, v: k(v.at[i].set(2), i), v)
 
     def read_before(k, v):
-        return fori(lambda i, s: (k(s[0], i), s[1] + s[0][i]), (v, 0.0))
+        """As README says."""
 
-    def read_before_in_order(k, v):
-        return fori(partial(read_first, k), (v, 0.0))
+        def step(i, state):
+            v, total = state
+            v, y = jax.lax.optimization_barrier((v, v[i]))
+            return k(v, i), total + y
 
-    def one_row(k, v):
-        return fori(lambda i, v: v.at[i].set(k(v[i], 0)), v.reshape(10, -1))
+        return jax.lax.fori_loop(0, 9, step, (v, 0.0))
 
-    def in_a_scan(k, v):
-        return scan(lambda i, v: k(v.at[i].set(2), i), v)
+    def in_a_scan_and_a_branch(k, v):
+        def step(v, i):
+            v = jax.lax.cond(i % 2 == 0, lambda v: k(v.at[i].set(2), i), lambda v: v, v)
+            return v, v[i]
 
-    def in_a_branch(k, v):
-        return scan(lambda i, v: jax.lax.cond(i % 2 == 0, lambda v: k(v.at[i].set(2), i), lambda v: v, v), v)
-
-    def two_that_are_swapped(k, v):
-        return fori(lambda i, s: [k(v.at[i].set(2), i) for v in s[::-1]], [v, v + 1])
+        return jax.lax.scan(step, v, jnp.arange(9))
 
 
 add_1_at = wrap(runs("v[i] += 1", "v, i"), in_out_argnames=["v"], scalars=["i"])
-add_1_with_more = wrap(
-    runs("two[0] = 2; old[()] = v[i]; v[i] += two[0] - 1", "v, i, old, two"),
-    lambda v, i: (v, spec()), in_out_argnames=["v"], scalars=["i"], scratch=spec(1),
-)  # fmt: skip
 
 
-def add_1_by_warp(v, i):
-    options = {"outs": like_last, "in_out_argnames": ["acc"], "launch_dims": 1}
-    return xk.warp_kernel(warp_kernels().histogram, **options)(jnp.reshape(i, 1), 1.0, v)
-
-
-ADD_1 = {  # `k(v, i)`: for each program of the first one, for one of the others
-    "numba": add_1_at,
-    "another result and scratch": lambda v, i: add_1_with_more(v, i)[0],
-    "op": lambda v, i: op_with(lambda outs: add_1_at)(v, i, outs=like_first),
-    "warp": add_1_by_warp,
-}
+def add_1_in_op(v, i):
+    return op_with(lambda outs: add_1_at)(v, i, outs=like_first)
 
 
 def copies_of_state(function, **options):
@@ -2452,23 +2165,18 @@ def copies_of_state(function, **options):
     return [len(re.findall(r"= f32\[[\d,]{6,}\]\S* copy\(", code)) for code in (text, in_entry.sub("", text))]
 
 
-MUST_COPY = (Loops.read_before, Loops.two_that_are_swapped)  # as XLA does where JAX changes the state
-
-
-@pytest.mark.parametrize("program, by, options", [
-    *((program.values[0], "numba", {}) for program in kernels_of(Loops)),
-    (Loops.set_before, "numba", {"donate_argnums": 0}),
-    *((Loops.set_before, by, {}) for by in ("another result and scratch", "op")),
-    pytest.param(Loops.set_before, "warp", {}, marks=pytest.mark.needs("warp")),
+@pytest.mark.parametrize("program, k, options", [
+    *((program.values[0], add_1_at, {}) for program in kernels_of(Loops)),
+    (Loops.set_before, add_1_at, {"donate_argnums": 0}),
+    (Loops.set_before, add_1_in_op, {}),
 ])  # fmt: skip
-def test_state_that_a_kernel_changes_is_copied_where_that_of_jax_is(program, by, options):
-    by_kernel, by_jax = partial(program, ADD_1[by]), partial(program, lambda v, i: v.at[i].add(1))
+def test_state_that_a_kernel_changes_is_copied_where_that_of_jax_is(program, k, options):
+    by_kernel, by_jax = partial(program, k), partial(program, lambda v, i: v.at[i].add(1))
     check_close(by_kernel(jnp.arange(100.0)), by_jax(jnp.arange(100.0)))
     if jax.__version_info__ < (0, 11, 2):
         pytest.skip("XLA drops the barrier before it looks for copies")
-    copies, copies_of_jax = copies_of_state(by_kernel, **options), copies_of_state(by_jax, **options)
-    assert copies <= copies_of_jax
-    assert bool(copies_of_jax[1]) == (program in MUST_COPY)
+    in_all, in_loops = copies_of_state(by_kernel, **options)
+    assert in_loops == 0 and in_all <= copies_of_state(by_jax, **options)[0]
 
 
 @pytest.mark.parametrize("kept", [True, False])
@@ -2520,15 +2228,13 @@ def test_threads_that_wrap_one_function_get_one_kernel():
 
 def test_collected_wrappers_leave_their_kernels():
     """XLA keeps raw pointers to what was registered."""
-    programs, wrappers = [], []
-    for value in range(10):
-        wrapper = wrap(reads("x[0] + value", value=value))
-        programs.append(jax.jit(wrapper).lower(F32).compile())
-        wrappers.append(weakref.ref(wrapper))
-    del wrapper
+    wrappers = [wrap(reads("x[0] + value", value=value)) for value in range(10)]
+    programs = [jax.jit(wrapper).lower(F32).compile() for wrapper in wrappers]
+    references = list(map(weakref.ref, wrappers))
+    wrappers.clear()
     jax.clear_caches()
     gc.collect()
-    assert [wrapper() for wrapper in wrappers] == [None] * 10
+    assert [reference() for reference in references] == [None] * 10
     assert [float(call(F32)[0]) for call in programs] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
 
 
@@ -2559,21 +2265,6 @@ def test_copies_of_this_file_in_a_process():
     np.testing.assert_array_equal(chain(F32), F32 + 3)
 
 
-def test_wrapped_is_plain_python():
-    out = np.zeros(4, np.float32)
-    add_one.__wrapped__(F32, out)
-    np.testing.assert_array_equal(out, F32 + 1)
-
-
-def test_without_jit_a_call_says_what_to_do(monkeypatch):
-    made = wrap(lambda x: x)
-    monkeypatch.setattr(numba.config, "DISABLE_JIT", True)
-    with pytest.raises(RuntimeError, match="forbids: unset it; to debug"):
-        made(F32)
-    monkeypatch.undo()
-    np.testing.assert_array_equal(made(F32), F32)
-
-
 # -- names, in this process and in others -------------------------------------------------------------
 
 
@@ -2585,9 +2276,10 @@ def load_beside_another(program):
 
 def executables(step):
     """Of kernels that differ in what they read, or in their options, made in this order."""
-    kernels = closures("x[0] + np.asarray(v).size", [np.float32(3), np.arange(3)])
-    kernels += closures("math.copysign(x[0] + v, v)", [0.0, -0.0, 2.0])
+    kernels = closures("math.copysign(np.array([v]).itemsize + x[0], v)", [0.0, -0.0, True, np.float32(1), np.int16(1)])
+    kernels += closures("x[0] + np.asarray(v).size + 0.25", [np.float32(3), np.arange(3)])
     kernels += closures("x[0] + v[1] + 0.5", [np.arange(3), np.arange(3) + 2, (0, 4)])
+    kernels += closures("x[0] + v[1, 0] + 0.75", [np.arange(4).reshape(2, 2, order=order) for order in "CF"])
     kernels += [reads(f"np.{function}(x[0])") for function in ("sinh", "cosh")]
     kernels.append(numba.njit(fastmath={"nnan", "nsz", "arcp", "contract"})(reads("x[0] / 7")))  # a set has no order
     return [jax.jit(wrap(kernel, spec(1))).lower(FLOATS).compile() for kernel in kernels[::step]]
@@ -2631,11 +2323,6 @@ def test_a_kernel_that_does_not_compile_takes_no_name_and_can_be_mended():
     kernel.__globals__["late"] = 5
     assert call(F32)[0] == 5
     assert wrap(name="mended")(F32)[0] == 2
-
-
-def test_a_kernel_without_a_name_is_not_exported():
-    with pytest.raises(ValueError, match="custom call"):
-        exported_here(wrap(), FLOATS)
 
 
 def test_a_named_kernel_that_is_defined_again_is_the_same_if_it_is_unchanged():
@@ -4594,31 +4281,14 @@ def test_outs_that_want_values_are_told_what_they_get(call, outs):
         call(3, outs=outs)
 
 
-@pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
-@pytest.mark.parametrize("call", [lambda x: add_one(x), call_op(op_adding(a=1))])
-def test_a_reference_is_no_input(call, transform):
-    with pytest.raises(TypeError, match=r"input 0.* is a jax.Ref: pass its value, ref\[\.\.\.\]"):
-        transform(call)(jax.new_ref(jnp.ones(4)))
-
-
-@pytest.mark.parametrize("call", [lambda x: add_one(x), call_op(op_adding(a=1))])
-def test_fields_are_no_input(call):
-    fields = np.rec.array([(1.0, 2)], dtype=[("a", "f4"), ("b", "i4")])
-    for x in (fields, np.asarray(fields)):
-        with pytest.raises(TypeError, match=r"('add_one': input 0 \('x'\)|'op': input 0) has the dtype.*each field"):
-            call(x)
-
-
 def sum_of(f):
     """A function whose gradient can be asked for."""
     return lambda *operands: f(*operands).sum()
 
 
-BATCHES = "vmap_nested", "vmap_of_nothing", "shard_map", "grad_of_shard_map"
-GRADIENTS = "grad", "grad_of_nested_vmap", "vmap_of_grad", "shard_map_of_grad", "checkpoint"
 BESIDE_THE_MATRIX = [  # backend, how the derivative is defined, and the transformation
-    *itertools.product(["no_batching"], [Hadamard.differentiate], BATCHES),
-    *itertools.product(["jax"], [define_backward_pass], GRADIENTS),
+    *itertools.product(["no_batching"], [Hadamard.differentiate], ["vmap_nested", "grad_of_shard_map"]),
+    *itertools.product(["jax"], [define_backward_pass], ["grad_of_nested_vmap", "shard_map_of_grad"]),
 ]
 
 
@@ -4630,30 +4300,18 @@ def test_op_without_a_batching_rule_or_with_a_backward_pass(backend, define_deri
     check_close(results, what_is_right("hadamard", transformation, "float32"), 1e-5)
 
 
+def test_op_with_a_backward_pass_takes_batches_of_numpy_arrays():
+    """JAX's custom_vjp does not."""
+    multiply = call_op(product_op(define_derivative=define_backward_pass))
+    check_close(jax.jit(lambda x: jax.vmap(multiply)(x, ROWS))(ROWS), ROWS**2)
+    check_close(jax.jit(lambda: jax.grad(sum_of(jax.vmap(multiply)))(ROWS, ROWS))(), ROWS)
+
+
 def test_op_vmap_is_that_of_the_backend():
     def multiply_by_rank(x):
         return jax.pure_callback(lambda x: x * np.ndim(x), x, x, vmap_method="broadcast_all")
 
     check_close(jax.vmap(call_op(op_of(multiply_by_rank)))(ROWS), 2 * ROWS)
-
-
-def test_op_vmap_raises_what_is_no_missing_batching_rule():
-    kernel = jax.custom_batching.custom_vmap(jnp.sin)
-
-    @kernel.def_vmap
-    def refuse(axis_size, in_batched, x):
-        raise NotImplementedError("no batches of sines")
-
-    with pytest.raises(NotImplementedError, match="no batches of sines"):
-        jax.vmap(call_op(op_of(kernel)))(ROWS)
-
-
-def test_op_with_a_backward_pass_takes_batches_of_numpy_arrays():
-    """JAX's custom_vjp does not."""
-    multiply = call_op(product_op(define_derivative=define_backward_pass))
-    check_close(jax.jit(lambda x: jax.vmap(multiply)(x, ROWS))(ROWS), ROWS**2)
-    check_close(jax.jit(lambda: jax.vmap(jax.grad(sum_of(multiply)), (0, None))(ROWS, VECTOR))(), 0 * ROWS + VECTOR)
-    check_close(jax.jit(lambda: jax.grad(sum_of(jax.vmap(multiply)))(ROWS, ROWS))(), ROWS)
 
 
 @pytest.mark.parametrize("transform", [jax.jit, jax.vmap, jax.grad])
@@ -4669,20 +4327,20 @@ def test_op_kernels_that_close_over_traced_values_are_refused(transform):
         transform(scale_one)(VECTOR if transform is jax.vmap else 1.0)
 
 
-@pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
-def test_op_kernels_know_no_axes_of_vmap(transform):
-    total = op_of(lambda x: jax.lax.psum(x, "i"))
-    call = transform(jax.vmap(call_op(total), axis_name="i"))
-    with pytest.raises(NotImplementedError, match=r"'op': .*names the axes \['i'\] of a vmap, and only jax.shard_map"):
-        call(ROWS)
+def test_op_kernels_know_no_axes_of_vmap():
+    total = call_op(op_of(lambda x: jax.lax.psum(x, "i")))
+    text = r"'op': .*names the axes \['i'\] of a vmap, and only jax.shard_map"
+    for call in eager_and_jitted(jax.vmap(total, axis_name="i")):
+        with pytest.raises(NotImplementedError, match=text):
+            call(ROWS)
     mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
-    on_devices = jax.shard_map(call_op(total), mesh=mesh, in_specs=P("i"), out_specs=P("i"))
-    check_close(on_devices(np.stack([VECTOR, VECTOR + 1])), np.stack([2 * VECTOR + 1] * 2))
+    on_devices = jax.shard_map(total, mesh=mesh, in_specs=P("i"), out_specs=P("i"))
+    check_close(on_devices(ROWS[:2]), np.stack([ROWS[:2].sum(0)] * 2))
 
 
 # -- outs, operands, parameters ------------------------------------------------------------------------
 
-SPECS = [spec(8), spec(8, dtype=bool), spec(4), [spec(8)], [spec(4)], (spec(8),), {"a": spec(8)}, {"b": spec(8)}, ()]
+SPECS = [spec(8), spec(8, dtype=bool), spec(4), [spec(8)], [spec(4)], (spec(8),), {"low": spec(8), "high": spec(4)}, ()]
 OUTS = [  # what `outs` may be, and as what it is understood
     *zip(SPECS, SPECS),
     (lambda x: (x, {"x": x}), (spec(8), {"x": spec(8)})),
@@ -4700,48 +4358,20 @@ def test_op_returns_what_outs_describes():
             assert jax.eval_shape(like_first, f(VECTOR)) == understood
 
 
-LOW_AND_HIGH = {"low": spec(), "high": spec()}
-
-
-def test_op_returns_a_dict_that_its_kernel_returns():
-    """With the keys in any order, which JAX sorts."""
-    call = partial(op_of(lambda x: {"low": x.min(), "high": x.max()}), outs=LOW_AND_HIGH)
-    x = np.array([1, 2], np.float32)
-    for f in (call, jax.jit(call), jax.disable_jit()(call)):
-        assert f(x) == {"low": 1, "high": 2}
-    assert jax.tree.map(list, jax.vmap(call)(np.stack([x, x + 1]))) == {"low": [1, 2], "high": [2, 3]}
-
-
-OTHER_STRUCTURES = [  # what a kernel returns, and what outs declares
-    (lambda x: {"low": x.min(), "top": x.max()}, LOW_AND_HIGH),
-    (lambda x: {"low": x.min(), "top": x.max()}, [spec(), spec()]),
-    (lambda x: (x.min(), x.max()), LOW_AND_HIGH),  # in which order?
-]
-
-
-@pytest.mark.parametrize("kernel, outs", OTHER_STRUCTURES)
-def test_op_refuses_another_structure(kernel, outs):
-    with pytest.raises(ValueError, match=r"'op'.*returned .*\*, .*, but outs declares .*"):
-        op_of(kernel)(VECTOR, outs=outs)
-
-
-def test_sizes_may_be_numbers_of_jax():
-    like_four = jax.ShapeDtypeStruct((jnp.int32(4),), np.float32)
-    for call in (wrap(outs=like_four), partial(op_of(lambda x: x + 1), outs=like_four)):
-        np.testing.assert_array_equal(call(F32), F32 + 1)
-
-
-def test_a_platform_is_refused_beside_another():
-    with pytest.raises(NotImplementedError, match=r"runs on the CPU; .*this call is compiled for 'tpu'"):
-        export.export(jax.jit(wrap()), platforms=["tpu", "rocm"])(FLOATS)
+def test_op_refuses_another_structure():
+    """Also a tuple for a dict: in which order?"""
+    for kernel, outs in (
+        (lambda x: {"low": x.min(), "top": x.max()}, [spec(), spec()]),
+        (lambda x: (x.min(), x.max()), {"low": spec(), "high": spec()}),
+    ):
+        with pytest.raises(ValueError, match=r"'op'.*returned .*\*, .*, but outs declares .*"):
+            op_of(kernel)(VECTOR, outs=outs)
 
 
 def test_op_operands_may_be_numbers_or_arrays_of_other_libraries():
-    two = jnp.int32(2)
-    of_dlpack = types.SimpleNamespace(__dlpack__=two.__dlpack__, __dlpack_device__=two.__dlpack_device__)
-    of_jax_array = types.SimpleNamespace(__jax_array__=lambda: two)
+    of_jax_array = types.SimpleNamespace(__jax_array__=lambda: jnp.int32(2))
     double = call_op(op_of(lambda x: x + x))
-    for operand in (2, of_dlpack, of_jax_array):
+    for operand in (2, OfOtherLibrary(np.array(2, np.int32)), of_jax_array):
         for f in eager_and_jitted(partial(double, operand)):
             assert f() == 4 and f().dtype == np.int32
     without_operands = partial(op_of(lambda: {"any container": np.float32([3, 4])}), outs=spec(2))
@@ -4769,32 +4399,24 @@ def test_arrays_of_other_libraries_may_be_parts_of_arrays(cut):
     part = np.arange(12, dtype=np.float32).reshape(4, 3)[cut]
     for f in (copy, call_op(op_of(lambda x: x))):
         check_close(f(OfOtherLibrary(part)), part)
-        with pytest.raises(TypeError, match=r"(copy|op).*input 0.*: JAX cannot take this OfOther.*: pass a copy .*had"):
-            f(OfOtherLibrary(part, is_exported=False))
 
 
-@needs_warp
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_warp_arrays_may_be_columns(dtype):
-    rows = np.arange(12, dtype=np.float32).reshape(4, 3)
-    column = wp.array(rows, dtype=getattr(wp, dtype), device="cpu")[:, 1]
-    result = op_of(lambda x: x + 1)(column, outs=spec(4, dtype=dtype))
-    check_close(result.astype(np.float32), rows[:, 1] + 1)
+REFUSED_INPUTS = {  # by all that is called, in these words
+    "reference": (lambda: jax.new_ref(jnp.ones(4)), r"is a jax.Ref: pass its value, ref\[\.\.\.\]"),
+    "fields": (lambda: np.ones(4, [("a", "f4"), ("b", "i4")]), "has the dtype.*each field"),
+    "byte order": (lambda: F32.astype(">f4"), r"of another byte order.*newbyteorder\("),
+    "not to be had": (lambda: OfOtherLibrary(F32, is_exported=False), "JAX cannot take this .*pass a copy .*had"),
+}
 
 
-@pytest.mark.parametrize("call", [lambda x: add_one(x), partial(op_adding(a=1), outs=spec(4, dtype=np.int32))])
-@pytest.mark.parametrize("view", [lambda x: x, lambda x: x.view(np.recarray)])
-def test_an_input_of_another_byte_order_is_refused_after_one_of_the_same_kind(call, view):
-    native = np.arange(4, dtype=np.int32)
-    call(view(native))
-    with pytest.raises(TypeError, match=r"input 0.*of another byte order.*newbyteorder\("):
-        call(view(native.astype(native.dtype.newbyteorder())))
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    scale: float
-    table: typing.Any = dataclasses.field(default=(), hash=False)
+@pytest.mark.parametrize("case", REFUSED_INPUTS)
+@pytest.mark.parametrize("call", [lambda x: add_one(x), call_op(op_adding(a=1))])
+def test_what_is_no_input(call, case):
+    """Also behind an array of the same kind."""
+    make, text = REFUSED_INPUTS[case]
+    call(F32)
+    with pytest.raises(TypeError, match=f"'(add_one|op)': input 0.*{text}"):
+        call(make())
 
 
 # Python calls the values in a row equal; their representations have different lengths
@@ -4832,25 +4454,16 @@ def test_64_bits_where_x64_is_disabled(make):
         assert got.dtype == np.int64 and got[0] == 2**40 + 1
         assert f(np.arange(3)).dtype == np.int32
     increment = make(spec(3, dtype=np.int64))
-    with pytest.warns(UserWarning, match="asks for int64, which JAX truncates to int32"):
+    with pytest.warns(UserWarning, match="asks for int64, which JAX truncates to int32.*jax_enable_x64") as caught:
         assert increment(np.arange(3)).dtype == np.int32
+    assert {warning.filename for warning in caught} == {__file__}
     with conftest.configured("jax_explicit_x64_dtypes", "allow"):
         assert increment(np.arange(3)).dtype == np.int64
 
 
-@pytest.mark.parametrize("call", [lambda f: f, jax.jit, jax.vmap])
-def test_the_warning_of_64_bits_names_the_users_line(call):
-    with pytest.warns(UserWarning, match="float64.*jax_enable_x64") as caught:
-        call(wrap(copy.__wrapped__, lambda x: spec(*x.shape, dtype=np.float64)))(F32[None])
-    assert {warning.filename for warning in caught} == {__file__}
-
-
 def test_op_says_what_it_has_and_carries_what_brainevent_attaches():
-    op = xk.XLACustomKernel("op", doc="Adds one.")
-    op.def_kernel("a", "cpu", add_to(1))
-    op.def_kernel("b", "cpu", add_to(2))
-    op.def_jvp_rule2(None)
-    assert op.__doc__ == "Adds one." and repr(op) == "<XLACustomKernel 'op': cpu: a, b>"
+    op = op_adding(a=1, b=2)
+    assert repr(op) == "<XLACustomKernel 'op': cpu: a, b>" and xk.XLACustomKernel("op", doc="Adds.").__doc__ == "Adds."
     assert op.defaults == {"cpu": "a"} and op.get_default("cpu") == "a" and op.get_default("tpu") is None
     assert op.available_backends("cpu") == ["a", "b"] and op.available_backends("tpu") == []
     op.def_call(lambda x, backend=None: (x, backend))
@@ -4915,46 +4528,6 @@ def test_op_change_reaches_warm_functions(case):
         assert call(jnp.zeros(1)) == changed
 
 
-@pytest.mark.parametrize("n_calls", range(3))
-def test_op_that_changes_while_it_is_lowered_is_traced_again(n_calls):
-    """A kernel is replaced when its generator is called, when it is traced, and when it is lowered."""
-    op = xk.XLACustomKernel("op")
-    calls = itertools.count()
-
-    def replace():
-        if next(calls) == n_calls:
-            thread = threading.Thread(target=op.def_kernel, args=("a", "cpu", add_to(10)))
-            thread.start()
-            thread.join()
-
-    def kernel(x):
-        replace()
-        jax.debug.callback(lambda: None, ordered=False)
-        return x + 1
-
-    def generator():
-        replace()
-        return kernel
-
-    op.def_kernel("a", "cpu", generator)
-    call = jax.jit(call_op(op))
-    assert call(0.0) in (1, 10) and call(0.0) == 10
-    assert next(calls) > n_calls
-
-
-@pytest.mark.parametrize("define, backend", [("def_warp_kernel", "warp"), ("def_numba_cuda_kernel", "numba_cuda")])
-def test_op_keeps_what_was_registered_for_the_cpu_itself(define, backend, monkeypatch):
-    monkeypatch.setattr(numba.core.config, "ENABLE_CUDASIM", 1)
-    op = xk.XLACustomKernel("op")
-    call = partial(op, 0, outs=like_first, backend=backend)
-    for value in (1, 2):
-        getattr(op, define)(add_to(value))
-        assert call() == value
-    op.def_kernel(backend, "cpu", add_to(3))
-    getattr(op, define)(add_to(4))
-    assert call() == 3 and "dense<4" in lower_for_cuda(call_op(op), 0)
-
-
 def test_op_warp_serves_the_cpu_only_where_nothing_else_does():
     op = xk.XLACustomKernel("warp")
     call = partial(op, 0, outs=like_first)
@@ -4963,9 +4536,12 @@ def test_op_warp_serves_the_cpu_only_where_nothing_else_does():
     op.def_numba_kernel(add_to(2))
     assert op.defaults == {"gpu": "warp", "cpu": "numba"}
     assert call() == 2 and call(backend="warp") == 1
+    op.def_kernel("warp", "cpu", add_to(3))  # which no kernel for the GPU replaces
+    op.def_warp_kernel(add_to(4))
+    assert call(backend="warp") == 3
     op.set_default("cpu", "warp")
-    op.def_kernel("jax", "cpu", add_to(3))
-    assert call() == 1
+    op.def_kernel("jax", "cpu", add_to(5))
+    assert call() == 3
 
 
 SHORTHANDS = [  # a method, its arguments, and the platform and the backend that it registers for
@@ -4991,20 +4567,6 @@ def test_op_shorthands_and_decorators(name, args, platform, backend):
     assert define(*args, asdefault=True)(generator) is generator and op.defaults[platform] == backend
 
 
-class SlowName(str):
-    """A name that is hashed in a time in which other threads run."""
-
-    def __hash__(self):
-        time.sleep(0.001)
-        return super().__hash__()
-
-
-def test_op_keeps_what_several_threads_register_at_once():
-    op, names = xk.XLACustomKernel("op"), [SlowName(number) for number in range(8)]
-    in_threads(lambda name: op.def_kernel(name, "cpu", add_to(1)), names)
-    assert sorted(op.available_backends("cpu")) == names
-
-
 @pytest.mark.parametrize("platforms", [("cuda",), ("cpu", "cuda", "tpu")], ids="+".join)
 def test_op_platform_is_that_of_the_lowering(platforms):
     op, values = xk.XLACustomKernel("where"), {"cpu": 1.0, "cuda": 2.0, "tpu": 3.0}
@@ -5015,19 +4577,57 @@ def test_op_platform_is_that_of_the_lowering(platforms):
         assert (f"dense<{value}" in text) == (platform in platforms)
 
 
+# -- what a generator makes -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+def test_a_generator_that_computes_with_jnp_on_a_mesh(axis_type):
+    """What it makes serves on and off the mesh."""
+    call = partial(op_with(lambda outs: partial(jnp.multiply, 2 * jnp.ones(4))), outs=lambda x: spec(*x.shape))
+    np.testing.assert_array_equal(call(jnp.ones((2, 4))), np.full((2, 4), 2))
+    for n_devices in (4, 2):
+        mesh = jax.make_mesh((n_devices,), ("i",), axis_types=(axis_type,))
+        x = jax.device_put(np.ones((8, 4), np.float32), jax.sharding.NamedSharding(mesh, P("i")))
+        split = jax.shard_map(call, mesh=mesh, in_specs=P("i"), out_specs=P("i"))
+        with jax.set_mesh(mesh):
+            for f in (split, jax.jit(split), jax.jit(call)):
+                np.testing.assert_array_equal(f(x), np.full((8, 4), 2))
+
+
+def test_an_op_calls_a_generator_once_for_its_parameters():
+    """Also if that computes with jnp, under jit: it gets arrays, which serve the next trace, too."""
+    made = []
+    op = xk.XLACustomKernel("counted")
+
+    @op.def_numba_kernel
+    def generator(outs, power):
+        made.append((outs[0].shape, power))
+        factors = np.asarray(jnp.full(outs[0].shape, 2.0) ** power)
+        return wrap(lambda x: factors * x)
+
+    for power in (1, 2, 1, 2):
+        jax.clear_caches()
+        call = partial(op, outs=like_first, power=power)
+        for transform in (jax.jit, itself, jax.vmap):
+            x = jnp.ones((4, 3) if transform is jax.vmap else 3)
+            np.testing.assert_array_equal(transform(call)(x), 2.0**power * x)
+    assert made == [((3,), 1), ((3,), 2)]
+    op.def_numba_kernel(generator)
+    op(jnp.ones(3), outs=like_first, power=1)
+    assert len(made) == 3
+
+
 # -- ready kernels -------------------------------------------------------------------------------------
-READY_KERNELS = {  # and their options
-    "wrapper": (wrap(numba_multiply), {}),
-    "generator of a dispatcher": (lambda outs: numba_multiply, {}),
-    "in place": (numba.njit(runs("out[:] *= y", "x, y, out")), {"input_output_aliases": {0: 0}}),
-    "guvectorize": (numba.guvectorize("(n),(n)->(n)")(numba_multiply.py_func), {}),
-}
 
 
-@pytest.mark.parametrize("kind", READY_KERNELS)
-def test_op_takes_ready_kernels(kind):
+@pytest.mark.parametrize("kernel, options", [
+    (wrap(numba_multiply), {}),
+    (lambda outs: numba_multiply, {}),  # a generator of a dispatcher
+    (numba.njit(runs("out[:] *= y", "x, y, out")), {"input_output_aliases": {0: 0}}),
+    (numba.guvectorize("(n),(n)->(n)")(numba_multiply.py_func), {}),
+], ids=["wrapper", "generator", "in place", "guvectorize"])  # fmt: skip
+def test_op_takes_ready_kernels(kernel, options):
     op = xk.XLACustomKernel("multiply")
-    kernel, options = READY_KERNELS[kind]
     assert op.def_numba_kernel(**options)(kernel) is kernel
     check_close(op(VECTOR, WEIGHTS, outs=[spec(8)])[0], VECTOR * WEIGHTS)
 
@@ -5095,7 +4695,7 @@ def test_op_rules_see_no_zero_tangents_and_no_call_without_cotangents():
     assert seen == ["x", "x", "transpose"]
 
 
-@pytest.mark.parametrize("outs_of", [lambda x: x, lambda x: (x,), lambda x: {"x": x}])
+@pytest.mark.parametrize("outs_of", [lambda x: x, lambda x: {"x": x}])
 def test_op_takes_an_operand_without_value_as_outs(outs_of):
     """In rules JAX gives an operand that the op is linear in, and a tangent that is zero, by type alone."""
     op = op_of(lambda x, y: jax.tree.map(lambda x: x * y, outs_of(x)))
@@ -5141,20 +4741,12 @@ def test_op_rule_errors(case):
 def test_op_newest_rules_reach_warm_functions():
     op = op_adding(a=1)
     derivative = jax.jit(jax.grad(call_op(op)))
+    of_batch = jax.jit(jax.vmap(lambda x: op.primitive.bind(x, outs=(spec(),))[0]))  # also if bound by hand
     for value in (2, 3):  # by rules that hold no call of the op
         op.def_jvp_rule(lambda primals, tangents, value=value: (primals, [value * tangents[0]]))
         assert derivative(0.0) == value
         op.def_vjp_rule(lambda x: (x, None), lambda residuals, ct, value=value: -value * ct)
         assert derivative(0.0) == -value
-
-    def replaced_while_jax_traces(primals, tangents):
-        op.def_jvp_rule(lambda primals, tangents: (primals, [7 * tangents[0]]))
-        return primals, tangents
-
-    op.def_jvp_rule(replaced_while_jax_traces)
-    assert [derivative(0.0), derivative(0.0)] == [1, 7]  # from the next trace on
-    of_batch = jax.jit(jax.vmap(lambda x: op.primitive.bind(x, outs=(spec(),))[0]))  # also if bound by hand
-    for value in (2, 3):
         op.def_batching_rule(lambda args, axes, value=value: ([value * args[0]], axes))
         assert of_batch(jnp.ones(1)) == value
 
@@ -5170,77 +4762,38 @@ def test_defjvp_and_general_batching_take_a_primitive_of_someone_else():
     check_close(jax.vmap(square_p.bind, 1)(ROWS.T), ROWS**2)
 
 
-@pytest.mark.parametrize("outs", [lambda x: x, spec(8), [spec(8)], {"sum": spec(8)}])
-@pytest.mark.parametrize("as_primitive", [False, True])
-def test_op_general_batching_of_a_batch_or_of_none(as_primitive, outs):
+@pytest.mark.parametrize("outs", [like_first, [spec(8)], {"sum": spec(8)}])
+def test_op_general_batching_of_a_batch_or_of_none(outs):
     op = op_with(lambda: lambda x: {"sum": x + 1} if isinstance(outs, dict) else x + 1)
     structure = jax.tree.structure(outs(spec(8)) if callable(outs) else outs)
-    for x, axis in ((VECTOR, None), (ROWS, 0)):
-        result, axes = xk.general_batching_rule(op.primitive if as_primitive else op, (x,), (axis,), outs=outs)
+    for primitive, (x, axis) in itertools.product((op, op.primitive), ((VECTOR, None), (ROWS, 0))):
+        result, axes = xk.general_batching_rule(primitive, (x,), (axis,), outs=outs)
         check_close(result, structure.unflatten([x + 1]))
         assert axes == structure.unflatten([axis])
 
 
-def test_op_batching_rule_of_some_axes_leaves_others_to_the_general_one():
-    """The product with a vector becomes one with a matrix, where the vectors alone are batched."""
-    op = op_of(operator.matmul)
-    seen = []
-
-    @op.def_batching_rule
-    def rule(args, axes, **options):
-        seen.append(tuple(axes))
-        if axes[0] is not None:
-            return xk.general_batching_rule(op, args, axes, **options)
-        (products,) = op(args[0], args[1].T, outs=[spec(3, 3)])
-        return [products.T], [-2]
-
-    matrix = ROWS @ ROWS.T
-    multiply = partial(op, outs=spec(3))
-    check_close(jax.vmap(multiply, (None, 0))(matrix, matrix), matrix @ matrix.T)
-    check_close(jax.vmap(multiply, (0, None))(np.stack([matrix, matrix]), matrix[0])[1], matrix @ matrix[0])
-    assert seen == [(None, 0), (0, None)]
-
-
-@functools.cache
-def pass_where_positive():
-    return wrap(runs("for i in range(x.size): out[i] = y[i] if x[i] > 0 else 0", "x, y, out"))
-
-
 def spike_op(batching_rule=None):
     """Passes y where x > 0, with a surrogate derivative by x: y."""
-    op = op_with(pass_where_positive)
+    op = op_of(lambda x, y: jnp.where(x > 0, y, 0))
     spike = call_op(op)
     op.def_jvp_rule2(lambda t, x, y: t * y, lambda t, x, y: spike(x, t))
     op.def_transpose_rule(lambda cts, x, y: [None, spike(x, cts[0])])
     if batching_rule:
-        op.def_batching_rule(lambda args, axes, outs: batching_rule(op, args, axes))
+        op.def_batching_rule(batching_rule)
     return spike
 
 
-def in_jax_by_hand(op, args, axes):
-    return [jnp.where(args[0] > 0, args[1], 0)], [0]
+def with_axis_at_the_end(args, axes, outs):
+    x, y = [jnp.moveaxis(arg, axis, 0) for arg, axis in zip(args, axes)]
+    return [jnp.where(x > 0, y, 0).T], [-1]
 
 
-def by_a_kernel(op, args, axes):
-    return [jax.vmap(pass_where_positive(), axes)(*args).T], [-1]
-
-
-def by_the_op(op, args, axes):
-    return xk.general_batching_rule(op, args, axes, outs=[spec(8)])
-
-
-RULES_AND_BATCHES = [  # and what is done to a function f of vectors, and to x and y, stacks of two by three
-    (in_jax_by_hand, lambda f, x, y: jax.vmap(f, (1, 0))(x[0].T, y[0])),
-    (in_jax_by_hand, lambda f, x, y: jax.vmap(jax.vmap(f, (0, 0)), (0, None), 1)(x, y[0])),
-    (by_a_kernel, lambda f, x, y: jax.vmap(f)(x[0], y[0])),
-    (by_a_kernel, lambda f, x, y: jax.vmap(jax.vmap(f))(x, y)),
-    (by_the_op, lambda f, x, y: jax.lax.map(lambda operands: jax.vmap(jax.jit(f))(*operands), (x, y))),
-]
-
-
-@pytest.mark.parametrize("rule, batch", RULES_AND_BATCHES)
-def test_op_with_a_batching_rule_keeps_its_derivatives(rule, batch):
-    """What the rule runs has others, or none."""
+@pytest.mark.parametrize("batch", [  # of a function of vectors, and of stacks of two by three
+    lambda f, x, y: jax.vmap(f, (1, 0))(x[0].T, y[0]),
+    lambda f, x, y: jax.vmap(jax.vmap(f))(x, y),
+])  # fmt: skip
+def test_op_with_a_batching_rule_keeps_its_derivatives(batch):
+    """What the rule runs has others."""
     x = np.stack([ROWS - 4, 3 - ROWS])
     y = np.stack([ROWS, 2 * ROWS])
 
@@ -5248,37 +4801,18 @@ def test_op_with_a_batching_rule_keeps_its_derivatives(rule, batch):
         f = partial(batch, op)
         return jax.jvp(f, (x, y), (y, x)), jax.grad(lambda *operands: (f(*operands) ** 2).sum(), (0, 1))(x, y)
 
-    check_close(*jax.jit(lambda: (derivatives(spike_op(rule)), derivatives(spike_op())))())
-
-
-def test_op_batching_rule_runs_when_the_op_is_batched_if_that_has_no_derivative():
-    """So it may return what is no batch, close over traced values, use names of axes, and be differentiated."""
-
-    def f(x, scale):
-        op = op_with(lambda: lambda x: [jnp.sin(x), x.sum()])
-
-        @op.def_batching_rule
-        def sines_of_all(args, axes, outs):
-            total = jax.lax.psum(args[0], "outer").sum()
-            return [scale * jnp.sin(args[0][0]), scale * total], [None, None]
-
-        of_rows = jax.vmap(lambda x: op(x, outs=lambda x: [x, spec()]), out_axes=None)
-        return jax.vmap(of_rows, axis_name="outer")(x)
-
-    x = np.stack([ROWS, 2 * ROWS])
-    sines, totals = jax.jit(f)(x, 3.0)
-    check_close(sines, 3 * np.sin(x[:, 0]))
-    check_close(totals, [3 * x.sum()] * 2)
-    check_close(jax.grad(lambda x: f(x, 3.0)[0].sum())(x)[:, 0], 3 * np.cos(x[:, 0]))
+    check_close(*jax.jit(lambda: (derivatives(spike_op(with_axis_at_the_end)), derivatives(spike_op())))())
 
 
 def test_op_batching_rule_runs_beside_derivatives_until_the_general_one_is_registered_again():
-    op = op_adding(a=1)
-    op.def_jvp_rule2(lambda t, x: t)
-    op.def_batching_rule(lambda args, axes: ([args[0] + 2], axes))
-    for added in (2, 1):
-        check_close(jax.vmap(call_op(op))(ROWS), ROWS + added)
-        op.register_general_batching()
+    """Its axes may count from the end."""
+    op, with_derivative = op_adding(a=1), op_adding(a=1)
+    with_derivative.def_jvp_rule2(lambda t, x: t)
+    for each in (op, with_derivative):
+        each.def_batching_rule(lambda args, axes: ([args[0].T + 2], [-1]))
+        for added in (2, 1):
+            check_close(jax.vmap(call_op(each))(ROWS), ROWS + added)
+            each.register_general_batching()
 
 
 # -- debugging and timing ------------------------------------------------------------------------------
@@ -5310,9 +4844,6 @@ def test_op_benchmark_compares_backends():
     assert np.isnan(bad.first_ms) and "KeyError" in bad.error
     (chosen,) = op.benchmark(VECTOR, outs=like_first, backend="c").rows
     assert chosen.backend == "c" and chosen.difference == 0
-    of_two = op_with(lambda: lambda x: [x, x])
-    of_two.def_kernel("nan", "cpu", lambda: lambda x: [x, np.nan * x])
-    assert np.isnan(of_two.benchmark(VECTOR, outs=lambda x: [x, x]).rows[1].difference)
     assert op_adding(a=np.nan, b=np.nan).benchmark(VECTOR, outs=like_first).rows[1].difference == 0
     calls = itertools.count(1)
     failing = op_with(lambda: lambda x: jax.pure_callback(lambda x: 1 / (3 - next(calls)) + x, x, x))
@@ -5367,18 +4898,7 @@ def on_mesh(x, *axes, mesh=None):
     return jax.device_put(x, jax.sharding.NamedSharding(mesh or four_devices(4), P(*axes)))
 
 
-def on_square(x, *axes):
-    return on_mesh(x, *axes, mesh=four_devices(2, 2))
-
-
 COLLECTIVES = re.compile(r"\b(all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter)(?:-start)?\(")
-
-
-def check_split(function, args, expected):
-    """The numbers are right, and nothing is moved between devices."""
-    executable = jax.jit(function).lower(*args).compile()
-    check_close(executable(*args), expected)
-    assert not COLLECTIVES.search(executable.as_text())
 
 
 X86, W66, X846 = [  # named by their shapes
@@ -5392,18 +4912,10 @@ def all_matvecs(rows):
     return rows @ W66.T
 
 
-def constrained(x, mesh, *axes):
-    return jax.lax.with_sharding_constraint(2 * x, jax.sharding.NamedSharding(mesh, P(*axes)))
-
-
 def over_d(x, w):
     return jax.shard_map(
         matvecs_of_blocks, mesh=four_devices(2, 2), in_specs=(P("d"), P()), out_specs=P("d"), axis_names={"d"}
     )(x, w)
-
-
-def on_two_meshes(x, w):
-    return matvecs_of_blocks(x, w), matvecs(constrained(x[:, 0], four_devices(4), "d"), w)
 
 
 def sum_of_corners(x, y, z):
@@ -5412,81 +4924,50 @@ def sum_of_corners(x, y, z):
     return jax.vmap(add, (0, None, 0))(x, y, z)
 
 
+multiply_in_op = call_op(product_op("numba"))
+
+
+def of_parts(x, y):
+    """A device has a half of a slice."""
+    return jax.vmap(multiply_in_op)(x.reshape(2, 4), y.reshape(2, 4)).ravel()
+
+
+def gradient_of_squares(x, y):
+    return jax.grad(lambda x: (jax.vmap(multiply_in_op, (0, None))(x, y) ** 2).sum())(x)
+
+
+XS, YS = X846[:2, :, :4]
 SPLIT_PROGRAMS = [  # a function, its arrays with the axes that their dimensions are split over, and what is right
     (over_d, [(X846, "d", "e"), (W66,)], all_matvecs(X846)),
-    (lambda x, w: jax.lax.fori_loop(0, 2, lambda _, x: matvecs_of_blocks(x, w), x), [(X846, ("d", "e")), (W66,)],
-     all_matvecs(all_matvecs(X846))),
     (jax.vmap(jax.vmap(running_product), (0, None)), [(X846, "d"), (X846[0],)], X846.cumsum(2) * X846[0]),
     (jax.vmap(added_to), [(X86, "d"), (X86, "d")], (2 * X86, np.full(8, 6, np.int32))),
     (lambda x, w: (matvecs(x[:7], w), x), [(X86,), (W66,)], (all_matvecs(X86[:7]), X86)),
-    (on_two_meshes, [(X846, ("d", "e")), (W66,)], (all_matvecs(X846), all_matvecs(2 * X846[:, 0]))),
-    (lambda x, w: matvecs(constrained(x, four_devices(2, 2).abstract_mesh, "e"), w), [(X86, "e"), (W66,)],
-     all_matvecs(2 * X86)),
     (sum_of_corners, [(X86[:, 0], "d"), (X846[:2],), (X86, "d")],
      X86[:, :1] + X846[0, 0, 0] + np.arange(3, dtype=np.float32) * X86[:, :1]),
+    (jax.vmap(jax.vmap(multiply_in_op, (None, 0)), (0, None)), [(XS, "d"), (YS, "e")], XS[:, None] * YS),
+]  # fmt: skip
+SPLIT_EXPLICITLY = [
+    (jax.vmap(jax.vmap(multiply_in_op, (0, None))), [(X846, None, ("e", "d")), (X846[:, 0],)], X846 * X846[:, :1]),
+    (gradient_of_squares, [(XS, "d"), (YS[0],)], 2 * XS * YS[0] ** 2),
+]  # fmt: skip
+GATHERED = [  # by XLA; with explicit axes JAX refuses it
+    (multiply_in_op, [(X86[:, 0], "d"), (X86[:, 1], "d")], X86[:, 0] * X86[:, 1]),
+    (of_parts, [(X846[0, :, :].ravel()[:8], ("d", "e"))] * 2, X846[0, :, :].ravel()[:8] ** 2),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("function, operands, expected", SPLIT_PROGRAMS)
-def test_xla_splits_a_batch(function, operands, expected):
-    """Of any shape, with aliases, scratch and shared operands: without moving anything between devices."""
-    check_split(function, [on_square(*operand) for operand in operands], expected)
-
-
-def of_pairs(multiply):
-    return jax.vmap(jax.vmap(multiply, (None, 0)), (0, None))
-
-
-def of_inner(multiply):
-    return jax.vmap(jax.vmap(multiply, (0, None)))
-
-
-def gradient_of_batch(multiply):
-    batch = jax.vmap(multiply, (0, None))
-    return jax.grad(lambda x, y: (batch(x, y) ** 2).sum())
-
-
-def without_vmap(multiply):
-    return multiply
-
-
-def of_parts(multiply):
-    """A device has a half of a slice."""
-    return lambda x, y: jax.vmap(multiply)(x.reshape(2, 8), y.reshape(2, 8)).ravel()
-
-
-CUBE = np.arange(128.0, dtype=np.float32).reshape(8, 4, 4)
-XS, YS = CUBE[:2]
-XS_FLAT = XS.ravel()
-INNER = (None, ("e", "d"))
-SHARDED = [  # kind, what is done to the product of two vectors, the arrays, how these are split, and how the result is
-    ("numba", of_pairs, (XS, YS), [("d",), ("e",)], ("d", "e")),
-    ("warp", of_pairs, (XS, YS), [(), ("e",)], (None, "e")),
-    ("explicit", of_inner, (CUBE, CUBE[:, 0]), [INNER, ()], INNER),
-    ("warp", gradient_of_batch, (XS, YS[0]), [("d",), ()], ("d",)),
-    ("explicit", gradient_of_batch, (XS, YS[0]), [("d",), ()], ("d",)),
-    # XLA must gather; with explicit axes JAX refuses it
-    ("numba", without_vmap, (XS_FLAT, XS_FLAT), [("d",), ("d",)], None),
-    ("warp", of_pairs, (XS, YS), [("d",), ("d",)], None),
-    ("numba", of_parts, (XS_FLAT, XS_FLAT), [(("d", "e"),), (("d", "e"),)], None),
-]
-
-
-@pytest.mark.parametrize("kind, transform, operands, axes_of_operands, axes_of_result", [
-    pytest.param(*case, marks=pytest.mark.needs("warp" if case[0] == "warp" else "numba")) for case in SHARDED
+@pytest.mark.parametrize("function, operands, expected, axis_type, moves", [
+    *((*row, AUTO, False) for row in SPLIT_PROGRAMS),
+    *((*row, EXPLICIT, False) for row in SPLIT_EXPLICITLY),
+    *((*row, AUTO, True) for row in GATHERED),
 ])  # fmt: skip
-def test_what_is_sharded_stays_sharded_where_it_can(kind, transform, operands, axes_of_operands, axes_of_result):
-    multiply = call_op(product_op("numba"))
-    if kind == "warp":
-        multiply = xk.warp_kernel(warp_kernels().multiply, like_first, differentiable=True)
-    mesh = four_devices(2, 2, axis_type=EXPLICIT if kind == "explicit" else AUTO)
-    args = [on_mesh(x, *axes, mesh=mesh) for x, axes in zip(operands, axes_of_operands)]
-    executable = jax.jit(transform(multiply)).lower(*args).compile()
-    result = executable(*args)
-    check_close(result, transform(operator.mul)(*operands), 1e-6)
-    assert (COLLECTIVES.search(executable.as_text()) is None) == bool(axes_of_result)
-    if axes_of_result:
-        assert result.sharding.is_equivalent_to(jax.sharding.NamedSharding(mesh, P(*axes_of_result)), result.ndim)
+def test_xla_splits_a_batch(function, operands, expected, axis_type, moves):
+    """With aliases, scratch and shared operands; nothing moves between devices, unless a slice is split."""
+    mesh = four_devices(2, 2, axis_type=axis_type)
+    args = [on_mesh(x, *axes, mesh=mesh) for x, *axes in operands]
+    executable = jax.jit(function).lower(*args).compile()
+    check_close(executable(*args), expected)
+    assert bool(COLLECTIVES.search(executable.as_text())) == moves
 
 
 def over_axis(f, axis, **mesh):
@@ -5562,39 +5043,6 @@ def test_mirrored_structs_equal_the_header():
     for struct in structs:
         fields = [(name, ctypes.sizeof(kind)) for name, kind in struct._fields_]
         assert fields == fields_in_header(text, struct.__name__)[: len(fields)]
-
-
-class ListOfGpus:
-    """That of a package, which makes its items at the first look; no two threads may do so at once."""
-
-    n_looking = 0
-
-    def __getitem__(self, ordinal):
-        self.n_looking += 1
-        time.sleep(0.01)
-        self.n_looking -= 1
-        assert self.n_looking == 0
-        return contextlib.nullcontext()
-
-
-def test_one_thread_at_a_time_looks_at_the_list_of_gpus(monkeypatch):
-    monkeypatch.setattr(xk._NumbaCuda, "cuda", types.SimpleNamespace(gpus=ListOfGpus()))
-
-    def look(_):
-        with xk._NumbaCuda().on_device(0):
-            return True
-
-    with ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(look, range(8)))
-
-
-def test_a_handler_of_another_layout_is_not_found():
-    """As an exported program may ask for, of another version of this file."""
-    target = target_of(wrap(name="of_this_layout"), FLOATS)
-    another = target.replace(f".{xk._LAYOUT}.", f".{xk._LAYOUT + 1}.")
-    assert another != target
-    with pytest.raises(jax.errors.JaxRuntimeError, match=re.escape(another)):
-        jax.ffi.ffi_call(another, FLOATS)(F32)
 
 
 @pytest.mark.parametrize("vmap_method, n_launches", [(None, 1), ("sequential", 4)])
@@ -5700,15 +5148,9 @@ SUBNORMAL = """
 
     tiny = np.full(4096, 1e-40, np.float32)
     kernel = wrap(halve)
-    in_a_loop = jax.jit(lambda x: jax.lax.fori_loop(0, 3, lambda _, y: kernel(x), x))
-
-    def keeps(f, *args):
-        return np.asarray(f(*args)).all()
-
-    assert keeps(jax.pmap(kernel), np.stack([tiny] * 4))  # XLA's threads start Numba's
-    assert keeps(in_a_loop, tiny) and keeps(kernel, tiny) and keeps(by_numba)
-    assert "nan" in error_of(kernel, tiny * np.nan)
-    assert keeps(by_numba)
+    assert np.asarray(jax.pmap(kernel)(np.stack([tiny] * 4))).all()  # XLA's threads start Numba's
+    assert np.asarray(kernel(tiny)).all() and by_numba().all()
+    assert "nan" in error_of(kernel, tiny * np.nan) and by_numba().all()
     by_kernel, by_xla = map(np.asarray, jax.jit(lambda x: (kernel(x), x * np.float32(0.5)))(tiny))
     assert by_kernel.all() and not by_xla.any()  # XLA goes on as before
     """
@@ -5733,49 +5175,18 @@ WORKQUEUE = """
 
     in_threads(work, [direct, through_helper] * 3)
     """
-AT_ONCE = """
-    import ctypes, threading
-
-    layer = os.environ["NUMBA_THREADING_LAYER"]
-    at_once = layer != "workqueue"
-    both = threading.Barrier(2, timeout=30 if at_once else 1)
-
-    @ctypes.CFUNCTYPE(ctypes.c_int64)
-    def meets():
-        try:
-            both.wait()
-        except threading.BrokenBarrierError:
-            return False
-        return True
-
-    @numba.njit(parallel=True)
-    def meet(x, out):
-        for i in numba.prange(x.size):
-            out[i] = meets()
-
-    assert (jax.pmap(wrap(meet))(np.ones((2, 1), np.float32)) == at_once).all()
-    assert numba.threading_layer() == layer
-    """
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("layer", [
-    "workqueue",
-    pytest.param("omp", marks=pytest.mark.needs("glibc")),
-    pytest.param("tbb", marks=pytest.mark.needs("linux", "tbb")),
-])  # fmt: skip
+@pytest.mark.parametrize("layer", ["workqueue", pytest.param("omp", marks=pytest.mark.needs("glibc"))])
 def test_parallel_kernels_in_each_threading_layer(layer):
     """XLA's threads take subnormal numbers for 0, and Numba's inherit that from the thread that starts them.
 
-    And Numba's workqueue aborts a process in which two threads enter it; on other layers two kernels can meet.
+    And Numba's workqueue aborts a process in which two threads enter it.
     """
-    # where pip puts libtbb, which the loader does not find in a virtual environment
-    libraries = f"{sys.prefix}/lib:{os.environ.get('LD_LIBRARY_PATH', '')}"
-    parts = [WORKQUEUE, AT_ONCE] if layer == "workqueue" else [AT_ONCE]
-    if hasattr(ctypes.pythonapi, "gnu_get_libc_version") and layer != "tbb":  # the mode of floats is of glibc alone
-        parts.insert(0, SUBNORMAL)
-    code = "\n".join(map(textwrap.dedent, parts))
-    run_code(code, NUMBA_THREADING_LAYER=layer, LD_LIBRARY_PATH=libraries)
+    has_floats = hasattr(ctypes.pythonapi, "gnu_get_libc_version")  # the mode of floats is of glibc
+    parts = [SUBNORMAL] * has_floats + [WORKQUEUE] * (layer == "workqueue")
+    run_code("\n".join(map(textwrap.dedent, parts)), NUMBA_THREADING_LAYER=layer)
 
 
 CACHED = """
@@ -5806,9 +5217,8 @@ CACHED = """
     """
 CACHED_BY_NUMBA = """
     from numba.core.event import install_recorder
-    import cached, jax.export
+    import cached
 
-    exported = pathlib.Path(sys.argv[2])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     hits = []
@@ -5818,15 +5228,10 @@ CACHED_BY_NUMBA = """
 
     A = np.ones((1000, 1000), np.float32)
     with install_recorder("numba:compile") as recorder:
-        multiplies = wrap(cached.multiplies, lambda A, x: x, name="multiplies")
-        print("multiplies", multiplies(A, A[0])[0])
+        print("multiplies", wrap(cached.multiplies, lambda A, x: x)(A, A[0])[0])
         for name in ("by_a_helper", "in_parallel"):
             print(name, *wrap(getattr(cached, name))(ones))
     print("compiled:", len(recorder.buffer) > 0)
-    if not exported.exists():
-        program = jax.export.export(jax.jit(multiplies), disabled_checks=xk.export_checks())(A, A[0])
-        exported.write_bytes(program.serialize())
-    assert (jax.export.deserialize(bytearray(exported.read_bytes())).call(A, A[0]) == 1000).all()
     with pytest.raises(TypeError, match="in_out_argnames"):
         wrap(cached.writes)(ones)
     """
@@ -5837,13 +5242,13 @@ OF_CACHED = "multiplies 1000.0\nby_a_helper 1.0 1.0 1.0 1.0\nin_parallel 2.0 2.0
 def test_a_second_process_compiles_no_kernel_that_numba_caches(tmp_path):
     """And refuses the same, though what Numba loads does not say what is in it.
 
-    Programs that JAX keeps, or that are exported, run the kernels of their process.
+    Programs that JAX keeps run the kernels of their process.
     """
     (tmp_path / "cached.py").write_text(textwrap.dedent(CACHED))
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     for factor, is_first in ((2, True), (3, False)):
         environment = {"PYTHONPATH": path, "JAX_COMPILATION_CACHE_DIR": str(tmp_path)}
-        output = run_code(CACHED_BY_NUMBA, factor, tmp_path / "exported", **environment)
+        output = run_code(CACHED_BY_NUMBA, factor, **environment)
         assert output == f"scaled {factor}.0 found: {not is_first}\n{OF_CACHED}\ncompiled: {is_first}\n"
 
 
@@ -5864,66 +5269,7 @@ def test_cuda_fake_driver(tmp_path):
     assert set(outcomes.values()) == {"passed"} | skips_for("numba-cuda", "numba-cuda-mlir")
 
 
-# -- ops: what a generator makes ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
-def test_a_generator_that_computes_with_jnp_on_a_mesh(axis_type):
-    """It is called once for outputs that vary, and once for others; what it makes serves on and off the mesh."""
-    made = []
-
-    def generator(outs):
-        made.append(outs)
-        return partial(jnp.multiply, 2 * jnp.ones(4))
-
-    call = partial(op_with(generator), outs=lambda x: spec(*x.shape))
-    np.testing.assert_array_equal(call(jnp.ones((2, 4))), np.full((2, 4), 2))
-    for n_devices in (4, 2, 4):
-        mesh = jax.make_mesh((n_devices,), ("i",), axis_types=(axis_type,))
-        x = jax.device_put(np.ones((8, 4), np.float32), jax.sharding.NamedSharding(mesh, P("i")))
-        split = jax.shard_map(call, mesh=mesh, in_specs=P("i"), out_specs=P("i"))
-        np.testing.assert_array_equal(split(x), np.full((8, 4), 2))
-        with jax.set_mesh(mesh):
-            for f in (split, jax.jit(split), jax.jit(call)):
-                np.testing.assert_array_equal(f(x), np.full((8, 4), 2))
-    assert [outs[0].shape for outs in made][:4] == [(2, 4), (2, 4), (8, 4), (4, 4)]  # first alone, then on a mesh
-
-
-def test_an_op_calls_a_generator_once_for_its_parameters():
-    """Also if that computes with jnp, under jit: it gets arrays, which serve the next trace, too."""
-    made = []
-    op = xk.XLACustomKernel("counted")
-
-    @op.def_numba_kernel
-    def generator(outs, power):
-        made.append((outs[0].shape, power))
-        factors = np.asarray(jnp.full(outs[0].shape, 2.0) ** power)
-        return wrap(lambda x: factors * x)
-
-    for power in (1, 2, 1, 2):
-        jax.clear_caches()
-        call = partial(op, outs=like_first, power=power)
-        for transform in (jax.jit, itself, jax.vmap):
-            x = jnp.ones((4, 3) if transform is jax.vmap else 3)
-            np.testing.assert_array_equal(transform(call)(x), 2.0**power * x)
-    assert made == [((3,), 1), ((3,), 2)]
-    op.def_numba_kernel(generator)
-    op(jnp.ones(3), outs=like_first, power=1)
-    assert len(made) == 3
-
-
-def test_an_op_calls_a_generator_for_each_configuration():
-    def generator():
-        precision = jax.config.jax_default_matmul_precision
-        return lambda x: x + {"float32": 1, "bfloat16": 2}[precision]
-
-    add = call_op(op_with(generator))
-    for precision, value in (("float32", 1), ("bfloat16", 2), ("float32", 1)):
-        with jax.default_matmul_precision(precision):
-            assert [f(0) for f in eager_and_jitted(add)] == [value] * 2
-
-
-# -- the simulator, what is imported, the self-check, a mesh over two processes ------------------------
+# -- the simulator, what is imported, the self-check ----------------------------------------------------
 
 
 ROOT = pathlib.Path(__file__).parent
@@ -5967,7 +5313,7 @@ def skips_for(*requirements):
 # with: every operation and dtype alone and batched, and two operations under the other transformations.
 IN_SIMULATOR = (
     "test_on_cuda or test_cudasim or (test_docstring and cuda)"
-    " or (test_matrix and numba_cuda and (-eager- or -vmap- or blend or hadamard-numba_cuda-)"
+    " or (test_matrix and numba_cuda and (-eager- or -vmap-float32 or blend or hadamard-numba_cuda-)"
     " and not (grad or checkpoint or eager_shard_map))"
 )
 
@@ -6034,46 +5380,6 @@ def test_self_check_of_the_file_alone(args, rc, tmp_path):
     assert re.search(f"^warp +cpu +{warp_says}", report, re.MULTILINE), report
 
 
-def square_on_four_devices():
-    port, number, collectives = sys.argv[1:]
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=int(number))
-    square = xk.XLACustomKernel("square")
-
-    @square.def_numba_kernel
-    @numba.njit
-    def kernel(x, out):
-        out[()] = x[()] * x[()]
-
-    axes = jax.sharding.PartitionSpec("d")
-    sharding = jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(jax.devices()), "d"), axes)
-    x = jax.make_array_from_callback((8,), sharding, lambda index: np.arange(8, dtype=np.float32)[index])
-    squares = jax.jit(jax.vmap(lambda x: square(x, outs=x)))
-    total = jax.jit(lambda x: squares(x).sum())(x)
-    assert not re.search(collectives, squares.lower(x).compile().as_text())
-    print("devices", len(jax.devices()), "total", float(total))
-
-
-def free_port():
-    with socket.socket() as listening:
-        listening.bind(("localhost", 0))
-        return listening.getsockname()[1]
-
-
-@pytest.mark.processes
-def test_two_processes_share_a_mesh():
-    """A batch of an op is split over the four devices of both."""
-    port = free_port()
-
-    def run_process(number):
-        two_devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-        return run_code(program_of(square_on_four_devices), port, number, COLLECTIVES.pattern, **two_devices)
-
-    with ThreadPoolExecutor(2) as pool:
-        for output in pool.map(run_process, range(2)):
-            assert "devices 4 total 140.0" in output
-
-
 # ======================================================================================================
 # conftest.py: what is missing, what is required, and the grid
 # ======================================================================================================
@@ -6122,28 +5428,19 @@ def run_tests(pytester, monkeypatch):
     return run
 
 
-def test_conftest_what_is_missing_is_skipped_with_the_reason(run_tests):
-    result = run_tests(TWO_TESTS)
+def test_conftest_what_is_missing_is_skipped_with_the_reason(run_tests, pytester):
+    """Which the outcomes say, too."""
+    result = run_tests(TWO_TESTS, "--outcomes-out=outcomes")
     result.assert_outcomes(passed=1, skipped=1)
     result.stdout.fnmatch_lines(["skipped: warp (warp is not installed)", "SKIPPED * warp: warp is not installed"])
+    outcomes = json.loads((pytester.path / "outcomes").read_text())
+    assert outcomes == {"test_of_nothing": "passed", "test_of_warp": "warp: warp is not installed"}
 
 
 def test_conftest_what_is_required_fails(run_tests):
     result = run_tests(TWO_TESTS, "--require=numba,warp")
     result.assert_outcomes(passed=1, errors=1)
     result.stdout.fnmatch_lines(["*--require=warp: warp is not installed"])
-
-
-def test_conftest_refuses_a_requirement_that_it_does_not_know(run_tests):
-    result = run_tests(TWO_TESTS, "--require=wrap")
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["*--require=wrap: unknown; choose from numba, *"])
-
-
-def test_conftest_outcomes_are_data(run_tests, pytester):
-    run_tests(TWO_TESTS, "--outcomes-out=outcomes")
-    outcomes = json.loads((pytester.path / "outcomes").read_text())
-    assert outcomes == {"test_of_nothing": "passed", "test_of_warp": "warp: warp is not installed"}
 
 
 def test_conftest_grid(run_tests, pytester):
@@ -6215,9 +5512,8 @@ def programs_with_needs():
         yield pytest.param(name, marks=pytest.mark.needs(*needed), id="{} {} {}".format(*name))
 
 
-@functools.cache
-def run_program(name):
-    """The globals and the output of a documented program, which runs in an empty folder."""
+def output_of_program(name):
+    """The output of a documented program, which runs in an empty folder."""
     code, _ = BLOCKS[name]
     if cuda:  # the package that is installed, or the simulator
         code = code.replace("from numba_cuda_mlir import cuda", f"import {cuda.__name__} as cuda")
@@ -6225,7 +5521,8 @@ def run_program(name):
         path = pathlib.Path(folder, "block.py")
         path.write_text(code, encoding="utf-8")
         with contextlib.redirect_stdout(io.StringIO()) as output:
-            return runpy.run_path(str(path), run_name="__main__"), output.getvalue()
+            runpy.run_path(str(path), run_name="__main__")
+    return output.getvalue()
 
 
 @pytest.mark.parametrize("name", list(programs_with_needs()))
@@ -6233,8 +5530,7 @@ def test_documented_programs_print_what_is_written_there(name):
     code, prints = BLOCKS[name]
     if "scipy" in code:
         pytest.importorskip("scipy")
-    _, output = run_program(name)
-    assert output.split() == prints.split()
+    assert output_of_program(name).split() == prints.split()
 
 
 def docstring_examples():
@@ -6256,36 +5552,6 @@ def test_docstring_examples(examples):
     assert doctest.DocTestRunner().run(examples).failed == 0
 
 
-def picture(name):
-    return ElementTree.parse(ROOT / ".github" / f"{name}.svg")
-
-
-def spikes_of_the_network(every=16):
-    """(ms, neuron) of the inhibitory and of the excitatory neurons that its picture shows: every 16th."""
-    (program,) = [name for name in BLOCKS if name[1:] == ("A network of spiking neurons", 0)]
-    network, _ = run_program(program)
-    neurons = network["neurons"]
-    spikes = np.stack([network["steps"] * 0.1, neurons], axis=1)
-    is_shown, is_excitatory = neurons % every == 0, neurons < network["n"] * 4 // 5
-    return spikes[is_shown & ~is_excitatory], spikes[is_shown & is_excitatory]
-
-
-def relative(points):
-    """Where points lie between the least and the greatest of each coordinate, from 0 to 1."""
-    points = np.concatenate(points)
-    return (points - points.min(0)) / np.ptp(points, axis=0)
-
-
-@pytest.mark.needs("numba")
-def test_the_picture_of_spikes_is_what_the_documented_program_computes():
-    expected, dots = spikes_of_the_network(), []
-    for kind in "inhibitory", "excitatory":
-        uses = picture("raster").findall(f".//*[@id='{kind}']//{{*}}use")
-        dots.append([(float(use.get("x")), -float(use.get("y"))) for use in uses])
-    assert list(map(len, dots)) == list(map(len, expected))
-    np.testing.assert_allclose(relative(dots), relative(expected), atol=1e-4)
-
-
 PATHS_OF_TABLE = (  # the names in the picture of what README's columns show, in their order
     "numba_kernel", "warp_kernel", "C++ for XLA", "brainevent.numba_kernel", "warp.jax_kernel", "jax.pure_callback",
 )  # fmt: skip
@@ -6295,7 +5561,8 @@ def test_the_picture_of_speed_has_the_figures_of_the_readmes_table():
     """Each beside the name of what it was measured of."""
     row = re.search(r"^\| add 16 elements, in `fori_loop` \|(.*)\|$", text_of("README.md"), re.MULTILINE)[1]
     figures_of_table = [float(cell) for cell in row.split("|") if cell.strip()]
-    heights = {text.text: float(text.get("y")) for text in picture("speed").iter("{http://www.w3.org/2000/svg}text")}
+    picture = ElementTree.parse(ROOT / ".github" / "speed.svg")
+    heights = {text.text: float(text.get("y")) for text in picture.iter("{http://www.w3.org/2000/svg}text")}
 
     def figure_beside(path):
         (figure,) = [text for text, y in heights.items() if text != path and abs(y - heights[path]) < 5]
