@@ -649,7 +649,7 @@ def check_reasons(found, expected):
 
 DRIVERS = [  # the fake driver for each package, and a GPU for the one that is tested
     *[pytest.param(module, marks=pytest.mark.needs("fake driver", CUDA_MODULES[module])) for module in CUDA_MODULES],
-    pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.needs("cuda", "compiler")]),
+    pytest.param("gpu", marks=[pytest.mark.needs("gpu"), pytest.mark.needs("cuda", "compiler")]),
 ]
 
 
@@ -893,7 +893,7 @@ else:
 """
 
 
-@pytest.mark.gpu
+@pytest.mark.needs("gpu")
 @pytest.mark.processes
 @pytest.mark.parametrize("language", [
     pytest.param("warp", marks=pytest.mark.needs("warp_gpu")),

@@ -1275,6 +1275,14 @@ def kernel_on_tangents(x):
 
 
 kernel_on_tangents.defjvp(lambda primals, tangents: (add_one(*primals), add_one(*tangents)))
+
+
+@jax.custom_vjp
+def kernel_in_a_rule(x):
+    return add_one(x)
+
+
+kernel_in_a_rule.defvjp(lambda x: (add_one(x), x), lambda x, ct: (add_one(x) * ct,))
 head = wrap(_head)
 ODD_TEXT = "größe 日本 \U0001f600 a\0" + "x" * 1_000_000
 
@@ -1335,6 +1343,38 @@ def call_broken(outs=spec(8), backend="shape", **params):
     raise first.value
 
 
+def scale_op():
+    op = xk.XLACustomKernel("scale")
+    op.def_kernel("jax", "cpu", lambda n: lambda x: n * x)
+    return op
+
+
+def call_scale(x, outs=like_first, **params):
+    return scale_op()(x, outs=outs, **{"n": 2.0, **params})
+
+
+def pickled_in_main(x):
+    """What another process reads, whose `__main__` is another one."""
+    main = sys.modules["__main__"]
+    main.op_of_main = x
+    try:
+        data = pickle.dumps(x)
+    finally:
+        del main.op_of_main
+    return pickle.loads(data)
+
+
+def with_x64(kernel, x, outs=like_first):
+    with x64():
+        return wrap(kernel, outs)(x)
+
+
+def with_scipy(call):
+    """A call by the name of a function in scipy.special, in a kernel."""
+    special = pytest.importorskip("scipy.special")
+    return wrap(runs(f"out[0] = {call}(x[0])", special=special, j0=special.j0))(F32)
+
+
 def print_in_order(x):
     jax.debug.print("{}", x, ordered=True)
     return x
@@ -1351,6 +1391,31 @@ def call_with_side_effects():
     op(VECTOR, outs=like_first)
 
 
+# What kernels cannot do, as a line of a beginner's program has it, and what the message says after Numba's reason.
+CALLS_NO_JAX = "a kernel cannot call JAX: write np. for jnp., and loops for jax.lax and jax.vmap"
+NUMBERS_ALONE = (
+    "globals and closures can be numbers, tuples and NumPy arrays: what a dict, a list or an object has is an input"
+)
+WHAT_HELPS = [
+    ("out[:] = jnp.sin(x)", {"jnp": jnp}, CALLS_NO_JAX),
+    ("out[:] = jax.vmap(abs)(x)", {"jax": jax}, CALLS_NO_JAX),
+    ("out[:] = sin(x)", {"sin": jnp.sin}, CALLS_NO_JAX),
+    ("out[:] = add(x, x)", {"add": jnp.add}, CALLS_NO_JAX),
+    ("out[:] = relu(x)", {"relu": jax.nn.relu}, CALLS_NO_JAX),
+    ("out[:] = jax.random.normal(jax.random.key(0), (4,))", {"jax": jax}, "noise is an input: draw it by jax.random before the call"),
+    ("out.at[0].set(1.0)", {}, "write out[i] = 1.0 for out.at[i].set(1.0)"),
+    ("import math; out[0] = math.sin(x[0])", {}, "import outside of the kernel"),
+    ("out[:] = wrapped(x)", {"wrapped": add_one},
+     "a kernel cannot call a wrapper or an op: call the @numba.njit function in it, wrapper.__wrapped__"),
+    ("out[:] = op(x, out, 1)", {"op": scale_op()}, "a kernel cannot call a wrapper or an op"),
+    ("copy(x, out)", {"copy": itself}, "a function that it calls needs @numba.njit (for a GPU @cuda.jit), too"),
+    ("out[0] = a['gain']", {"a": {"gain": 2.0}}, NUMBERS_ALONE),
+    ("out[0] = a.adj", {"a": DESCRIBED}, NUMBERS_ALONE),
+    ("out[0] = a[0]", {"a": [2.0]}, NUMBERS_ALONE),
+    ("breakpoint()", {}, "debug it in Python: wrapper.__wrapped__, or of @njit its .py_func, takes NumPy arrays"),
+]  # fmt: skip
+SPECS_NO_VALUES = ": a function gets specs (.shape and .dtype) of arrays, no values; jax.eval_shape(f, ...) gives"
+C_FUNCTIONS = "math.erf and math.gamma; on CPUs SciPy's C functions by get_cython_function_address, as in `bessel`"
 REGISTERED = "cpu: shape, raising, nothing, undecorated, numba; gpu: far"
 # The backend, the exception, what it says (parts of the text, with .* between them), and what is done, or called with
 # which inputs.
@@ -1363,6 +1428,12 @@ ERRORS = [
     ("numba", TypeError, "got CFunc", lambda: wrap(numba.cfunc("f4(f4)")(itself))),
     ("numba", TypeError, 'got ufunc.*instead of target="parallel"',
      lambda: wrap(numba.vectorize("f4(f4)", target="parallel")(itself))),
+    ("numba", TypeError, "got ufunc <ufunc 'sin'>; call it in a function, lambda x: np.sin(x), ", lambda: wrap(np.sin)),
+    ("numba", TypeError, "got ufunc <ufunc 'erf'>; call it in a function",
+     lambda: wrap(pytest.importorskip("scipy.special").erf)),
+    ("numba", TypeError, "got builtin_function_or_method .*; call it in a function, lambda x: math.sin(x)",
+     lambda: wrap(abs)),
+    ("numba", TypeError, "got PjitFunction .*: give a Python function, with np. for jnp.", lambda: wrap(jnp.sin)),
     ("numba", TypeError, "outs[1].*'f4'", lambda: wrap(outs=[FLOATS, "f4"])),
     ("numba", TypeError, "outs is missing", lambda: wrap(outs=None)),
     ("numba", TypeError, ".shape and .dtype", lambda: wrap(outs=jnp.float32)),
@@ -1381,7 +1452,21 @@ ERRORS = [
     # outputs, and what starts from an input
     ("numba", TypeError, "scratch 0 is bfloat16[4]", lambda: wrap(scratch=spec(4, dtype=jnp.bfloat16))(F32)),
     ("numba", TypeError, "outs takes (x, y).*float32[4]", lambda: wrap(outs=lambda x, y: x)(F32)),
-    ("numba", TypeError, "unsupported operand", lambda: wrap(outs=lambda x: x + "a")(F32)),  # an error of its own
+    ("numba", TypeError, "'add_one': outs of (float32[4]): 'ShapeDtypeStruct' object is not subscriptable"
+     + SPECS_NO_VALUES, lambda: wrap(outs=lambda x: x[0])(F32)),
+    ("numba", TypeError, "has no attribute 'astype'" + SPECS_NO_VALUES, lambda: wrap(outs=lambda x: x.astype("f4"))(F32)),
+    ("numba", TypeError, "'int' and 'ShapeDtypeStruct'" + SPECS_NO_VALUES, lambda: wrap(outs=lambda x: 2 * x)(F32)),
+    ("numba", TypeError, "or is a fixed capacity, with a count as one more output",
+     lambda: wrap(outs=lambda x: x[x > 1])(F32)),
+    ("numba", TypeError, "outs of (float32[4], int32[]): .* not 'ShapeDtypeStruct': a function gets specs",
+     lambda: wrap(outs=lambda x, n: spec(int(n)))(F32, np.int32(1))),
+    ("numba", TypeError, "concatenate requires ndarray .*: a function gets specs",
+     lambda: wrap(outs=lambda x: jnp.concatenate([x, x]))(F32)),
+    ("numba", TypeError, "outs: a function gets specs .*; a shape is flat, such as (2, *x.shape): .*, got (2, (4,))",
+     lambda: wrap(outs=lambda x: spec(2, x.shape))(F32)),
+    ("numba", TypeError, "outs of (float32[4]): tuple index out of range: a function gets specs",
+     lambda: wrap(outs=lambda x: spec(x.shape[1]))(F32)),
+    ("numba", TypeError, "scratch of (float32[4]): .*: a function gets specs", lambda: wrap(scratch=lambda x: x[0])(F32)),
     ("numba", ValueError, "there is no output -1", lambda: wrap(input_output_aliases={0: -1})(F32)),
     ("numba", ValueError, "must be equal", lambda: wrap(outs=spec(3), input_output_aliases={0: 0})(F32)),
     ("numba", ValueError, "an output can alias one input",
@@ -1391,7 +1476,11 @@ ERRORS = [
     ("numba", ValueError, "output 1 and output 0",
      lambda: wrap(_running, FLOATS, in_out_argnames=["x"], input_output_aliases={0: 1})(F32)),
     # the arguments of the kernel
-    ("numba", TypeError, "(x, out).* 1 inputs and 2 outputs", lambda: wrap(outs=[FLOATS] * 2)(F32)),
+    ("numba", TypeError, "takes (x, out), but this call has 1 inputs and 2 outputs: it takes all by position, or",
+     lambda: wrap(outs=[FLOATS] * 2)(F32)),
+    ("numba", TypeError, "a parameter cannot be keyword-only: make it an input, or a variable of the closure:",
+     lambda: wrap(runs("out[:] = x + n", "x, out, *, n=3"))(F32)),
+    ("numba", TypeError, "; a parameter cannot be keyword-only:", lambda: wrap(runs("return x + n", "x, *, n=3"))(F32)),
     ("numba", TypeError, "got only (x, alpha)", lambda: head(F32, alpha=F32[0])),  # n is missing
     ("numba", TypeError, "multiple values for argument 'x'", lambda: head(F32, x=F32)),  # by position and by keyword
     ("numba", TypeError, "position only", lambda: wrap(lambda x, /, n, out: None)(F32, n=F32[0])),
@@ -1399,21 +1488,36 @@ ERRORS = [
     # what the kernel does
     ("numba", TypeError, "pure_callback", lambda: wrap(runs("with numba.objmode():\n        print()"))(F32)),
     ("numba", TypeError, "'kernel' returns int64", lambda: wrap(runs("return x.size"))(F32)),
-    ("numba", TypeError, "int32[:]", lambda: wrap(itself, spec(4, dtype=np.int32))(F32)),
+    ("numba", TypeError, "not float32[:]: .*: cast by .astype(np.float32) or np.float32(...), or declare 64 bits in outs",
+     lambda: with_x64(lambda x: 0.5 * x, F32)),
+    ("numba", TypeError, "returns int64, not int32[]: .*: cast by .astype(np.int32) or np.int32(...), or declare 64 bits",
+     lambda: with_x64(lambda x: x + 1, np.int32(1))),
+    ("numba", TypeError, "not float32[:], float32[]: .*: cast by .astype(np.float32)",
+     lambda: with_x64(lambda x: (0.5 * x, x[0]), F32, lambda x: (x, spec()))),
     ("numba", TypeError, "returns list(float64).*, not float32[]", lambda: wrap(lambda x: [1.0], spec())(F32)),
     ("numba", TypeError, "returns class(float32), not float32[]", lambda: wrap(lambda x: np.float32, spec())(F32)),
     ("numba", TypeError, "cannot compile", add_text),
     ("numba", TypeError, "in_out_argnames", add_to_input),
+    ("numba", TypeError, "its inputs are read-only, .*: write to an output (a parameter after the inputs), name",
+     lambda: wrap(outs=FLOATS)(F32, F32)),
+    ("numba", TypeError, "; write out[i] = 1.0 for out.at[i].set(1.0):", lambda: wrap(lambda x: x.at[0].set(1.0))(F32)),
+    *[("numba", TypeError, f"; {text}", wrap(runs(line, **values)), F32) for line, values, text in WHAT_HELPS],
+    ("numba", TypeError, C_FUNCTIONS, lambda: with_scipy("special.j0")),
+    ("numba", TypeError, C_FUNCTIONS, lambda: with_scipy("j0")),
     ("numba", TypeError, "drops the result",
      lambda: wrap(runs("x[0] = 1; return x", "x"), FLOATS, in_out_argnames=["x"])(F32)),
     ("numba", TypeError, "jax_enable_x64", lambda: total_of_64_bits()(F32)),
     ("numba", TypeError, "'kernel'.*array of JAX's, which must be an input",
      lambda: wrap(runs("out[:] = a", a=jnp.ones(4)))(F32)),
     # transformations
-    ("numba", TypeError, "derivative.*custom_vjp", lambda: jax.jvp(add_one, [F32], [F32])),
-    ("numba", NotImplementedError, "transposed.*custom_vjp", lambda: jax.grad(lambda x: kernel_on_tangents(x)[0])(F32)),
-    ("numba", NotImplementedError, "numba_cuda_kernel",
-     lambda: jax.jit(add_one).trace(F32).lower(lowering_platforms=("cuda",))),
+    ("numba", TypeError, "use jax.custom_vjp for grad, jax.custom_jvp for jvp and hessian, or an XLACustomKernel's rules; "
+     "jax.lax.stop_gradient(x) for inputs that need none", lambda: jax.jvp(add_one, [F32], [F32])),
+    ("numba", TypeError, "a kernel that a rule calls needs a rule of its own where that is differentiated again",
+     lambda: jax.jacobian(jax.jacobian(kernel_in_a_rule))(F32)),
+    ("numba", NotImplementedError, "cannot be transposed, as grad of a jax.custom_jvp does where its rule calls this with "
+     "tangents: use", lambda: jax.grad(lambda x: kernel_on_tangents(x)[0])(F32)),
+    ("numba", NotImplementedError, "GPUs there are numba_cuda_kernel and warp_kernel, and jax.pure_callback calls this "
+     "one's function", lambda: jax.jit(add_one).trace(F32).lower(lowering_platforms=("cuda",))),
     # when the kernel runs
     ("numba", jax.errors.JaxRuntimeError, "it returned an array of shape (4,), where outs declares (2,)",
      lambda: wrap(transpose_of, spec(2))(F32)),
@@ -1454,6 +1558,10 @@ ERRORS = [
      lambda: trace_warp("multiply", spec(2**31), THREE)),
     ("warp", ValueError, "Warp counts extents and strides in 32 bits",
      lambda: trace_warp("squares_of_rows", spec(2, 2**29))),
+    ("warp", TypeError, "'multiply': outs of (float32[3], float32[3]): .*: a function gets specs",
+     lambda: trace_warp("multiply", THREE, THREE, outs=lambda x, y: x[0])),
+    ("warp", TypeError, "say differentiable=True for reverse mode, or use jax.custom_vjp for grad, jax.custom_jvp for jvp",
+     lambda: jax.jvp(product(), PAIR, PAIR)),
     ("warp", TypeError, "the parameters (x, y, out).* got 1 inputs and 1 outputs",
      lambda: trace_warp("multiply", THREE)),
     ("warp", TypeError, "'h' is a struct .*Holder.* with arrays: .* for each field (values)",
@@ -1506,6 +1614,16 @@ ERRORS = [
     ("op", TypeError, "got None", lambda: call_broken(backend="nothing")),
     ("op", TypeError, "lambda: f gives a function f) takes (x, out), but this call gives it ()",
      lambda: call_broken(backend="undecorated")),
+    ("op", TypeError, "'scale': outs of (float32[4]): 'ShapedArray' object is not subscriptable" + SPECS_NO_VALUES,
+     lambda: call_scale(F32, outs=lambda x: x[0])),
+    ("op", TypeError, "'scale': outs of (float32[4]): unsupported operand .*: a function gets specs",
+     lambda: jax.jit(partial(call_scale, outs=lambda x: 2 * x))(F32)),
+    ("op", TypeError, "a callable of the inputs' specs that returns them; got <function",
+     lambda: call_scale(F32, outs=lambda x: x.T)),
+    ("op", TypeError, "'scale': the generator (.*) takes (n), .*; give it one parameter for each, or call op(..., n=...)",
+     lambda: scale_op()(F32, outs=FLOATS)),
+    ("op", pickle.UnpicklingError, "op_of_main here: what is pickled by name travels by a variable of a module that both "
+     "processes import, which is not __m", lambda: pickled_in_main(xk.XLACustomKernel("scale"))),
     ("op", TypeError, "['alpha'] need a generator", lambda: call_broken(backend="numba", alpha=2)),
     ("op", TypeError, "'alpha' must be hashable", lambda: call_broken(alpha=([1],))),
     ("op", TypeError, "sorts the keys", lambda: call_broken(outs={1: spec(8), "one": spec(8)})),
@@ -1561,9 +1679,33 @@ def rows_of(errors, *marks):
 @pytest.mark.parametrize("kind, text, call, inputs", list(rows_of(ERRORS)))
 def test_mistakes_are_refused(kind, text, call, inputs):
     pattern = "(?s)" + ".*".join(map(re.escape, text.split(".*")))
-    with pytest.raises(kind, match=pattern):
+    with pytest.raises(kind) as caught:
         jax.block_until_ready(call(*inputs))
+    first_line = str(caught.value).partition("\n")[0]  # below it may stand what Numba says
+    assert re.search(pattern, "\n".join([first_line, *getattr(caught.value, "__notes__", [])]))
     np.testing.assert_array_equal(add_one(F32), F32 + 1)  # the process goes on
+
+
+FIXES = {  # as the messages have them: a kernel, its outs, and what is right
+    "np.float32(...)": (lambda x: np.float32(0.5) * x, FLOATS, F32 / 2),
+    ".astype(np.float32)": (lambda x: (0.5 * x).astype(np.float32), FLOATS, F32 / 2),
+    "64 bits in outs": (lambda x: 0.5 * x, spec(4, dtype=np.float64), F32 / 2),
+    "lambda x: np.sin(x)": (lambda x: np.sin(x), FLOATS, np.sin(F32)),
+    "eval_shape": (lambda x: x[:2] + x[2:], lambda x: jax.eval_shape(lambda x: x[:2] + x[2:], x), F32[:2] * 2),
+    "(2, *x.shape)": (lambda x: np.stack((x, x)), lambda x: spec(2, *x.shape), np.ones((2, 4))),
+    "wrapper.__wrapped__": (runs("f(x, out)", f=numba.njit(add_one.__wrapped__)), FLOATS, F32 + 1),
+}
+
+
+@pytest.mark.parametrize("fix", FIXES)
+def test_the_fix_of_a_message_works(fix):
+    kernel, outs, result = FIXES[fix]
+    np.testing.assert_allclose(with_x64(kernel, F32, outs), result, rtol=1e-6)
+
+
+def test_an_input_that_needs_no_gradient_needs_no_derivative():
+    gradient = jax.grad(lambda x, y: add_one(jax.lax.stop_gradient(x)) @ y, 1)
+    np.testing.assert_array_equal(gradient(F32, F32), F32 + 1)
 
 
 @pytest.mark.parametrize("mistake, hint", [(add_text, "must return"), (add_to_input, "has no attribute 'args'")])
@@ -3144,10 +3286,11 @@ def test_fakecuda_kernels_that_only_numba_can_launch_are_refused(
 
 @pytest.mark.parametrize("body, refused", [
     ("x[0] = out[0]", "its inputs are read-only"), ("return 1.0", "it returns a value"), ("out[0] = x.nope", "nope"),
+    ("out[0] = jnp.sin(x[0])", CALLS_NO_JAX), ("out.at[0].set(1.0)", "write out[i] = 1.0"), ("out[0] = a[0]", NUMBERS_ALONE),
 ])  # fmt: skip
 def test_fakecuda_what_numba_refuses_is_refused_in_words_of_jax(gpus, package_cuda, body, refused):
-    kernel = own_kernel(package_cuda, "x, out", body)
-    with pytest.raises(TypeError, match=rf"(?s)kernel 'kernel' for \(float32\[:\]\).*{refused}"):
+    kernel = own_kernel(package_cuda, "x, out", body, names={"jnp": jnp, "a": {0: 2.0}})
+    with pytest.raises(TypeError, match=rf"(?s)kernel 'kernel' for \(float32\[:\]\).*{re.escape(refused)}"):
         run_for_cuda(xk.numba_cuda_kernel(kernel, like_first, **BLOCK), F32)
 
 
