@@ -4496,7 +4496,7 @@ WARP_GRADIENTS = {  # a kernel on a row of x, the same in JAX, and of what the a
     "an inner loop": (f"{SUM_OF_SUMS}\nout[i] = t", lambda x: x.sum() ** 2, ("s", "t += s * x[i, k]")),
     "an element": ("v = wp.vec3(0.0, 0.0, 0.0)\nfor j in range(x.shape[1]):\n    v[0] += x[i, j]\nout[i] = v[0] * v[0]",
                    lambda x: x.sum() ** 2, ("v", "out[i] = v[0] * v[0]")),
-    "break": ("s = float(0.0)\nfor j in range(9):\n    if j == 4:\n        break\n    s += x[i, 0]\nout[i] = s",
+    "break": ("s = float(0.0)\nfor j in range(20):\n    if j == 4:\n        break\n    s += x[i, 0]\nout[i] = s",
               lambda x: 4 * x[0], ("what it leaves", "break")),
 }  # fmt: skip
 
