@@ -2805,6 +2805,10 @@ on_gpu = pytest.mark.needs("gpu")
 on_device = pytest.mark.needs("cuda")  # on a GPU or, in the same way, in the simulator
 
 
+def sample(*shape, seed=0):
+    return np.random.default_rng(seed).uniform(-2, 2, shape).astype(np.float32)
+
+
 def cuda_copy(x, out):
     i = cuda.grid(1)
     if i < out.size:
@@ -3757,6 +3761,243 @@ def test_gpu_every_device():
         np.testing.assert_array_equal(out, 2 * x)
 
 
+# -- a batch is one launch: with the fake driver for each package, and on a GPU --------------------------
+
+LAUNCHED = []  # an item for each launch of handlers that count
+
+
+@functools.cache
+def counting(address):
+    """A C function that counts, and calls cuLaunchKernel at this address."""
+    number, pointer = ctypes.c_uint32, ctypes.c_void_p
+    kind = ctypes.CFUNCTYPE(number, pointer, *[number] * 7, pointer, pointer, pointer)
+    launch = kind(address)
+
+    def count(*args):
+        LAUNCHED.append(1)
+        return launch(*args)
+
+    return kind(count)
+
+
+def count_launches(monkeypatch):
+    """Of handlers that are compiled from now on."""
+    find = xk._LibCuda.address
+
+    def address(libcuda, name):
+        found = find(libcuda, name)
+        return ctypes.cast(counting(found), ctypes.c_void_p).value if name == "cuLaunchKernel" else found
+
+    monkeypatch.setattr(xk._LibCuda, "address", address)
+
+
+@pytest.fixture(autouse=True)
+def no_mistake_looks_like_a_fallback(monkeypatch):
+    """In all tests: what is raised while a batch becomes one launch is raised, but for the library's own reasons."""
+    monkeypatch.setattr(xk, "_FALLS_BACK_ON", xk._NoSingleLaunch)
+
+
+@pytest.fixture
+def reasons(caplog):
+    """Gives why batches that were lowered since it was last asked are a launch for each slice."""
+    caplog.set_level("DEBUG", "xla_kernels")
+
+    def take():
+        texts = {text.partition("a batch is a launch for each slice: ")[2] for text in caplog.messages}
+        caplog.clear()
+        return texts - {""}
+
+    return take
+
+
+def run_on_gpu(function, *args):
+    return jax.block_until_ready(jax.jit(function)(*args))
+
+
+class OnGpu(typing.NamedTuple):
+    """A GPU, or a fake one."""
+
+    run: Callable  # (function, *args) -> what a program for CUDA gives
+    cuda: types.ModuleType | None = None
+    has_numbers: bool = True  # the fake driver runs no kernel
+
+    def check(self, function, inputs, n_launches, expected=None):
+        """A batch of the inputs that have as many slices as the first takes so many launches, and is right."""
+        in_axes = [0 if x.shape[0] == len(inputs[0]) else None for x in inputs]
+
+        def each_slice(*args):
+            def call(slices):
+                slices = iter(slices)
+                return function(*[x if axis is None else next(slices) for x, axis in zip(args, in_axes)])
+
+            return jax.lax.map(call, [x for x, axis in zip(args, in_axes) if axis == 0])
+
+        LAUNCHED.clear()
+        results = self.run(jax.vmap(function, in_axes), *inputs)
+        assert len(LAUNCHED) == n_launches
+        if self.has_numbers:
+            check_close(results, self.run(each_slice, *inputs) if expected is None else expected, 1e-4)
+
+    def check_threads(self, op):
+        """They make batches of it at once."""
+        LAUNCHED.clear()
+        in_threads(lambda n: self.run(jax.vmap(op), *[np.tile(x, (n, 1)) for x in PAIRS]), [1, 2, 3, 4])
+        assert len(LAUNCHED) == 4
+
+
+ON_CUDA = [  # a process has one driver
+    *[pytest.param(module, marks=pytest.mark.needs(package)) for module, package in CUDA_MODULES.items()],
+] if conftest.FAKE_DRIVER else [pytest.param("gpu", marks=pytest.mark.needs("gpu", "cuda", "compiler"))]  # fmt: skip
+
+
+@pytest.fixture(params=ON_CUDA)
+def cuda_on_gpu(request, monkeypatch):
+    count_launches(monkeypatch)
+    if request.param == "gpu":
+        return OnGpu(run_on_gpu, cuda)
+    request.getfixturevalue("gpus")
+    return OnGpu(run_for_cuda, importlib.import_module(request.param), has_numbers=False)
+
+
+PAIRS, SHARED = (sample(3, 7), sample(3, 7, seed=1)), (sample(3, 7), sample(7, seed=1))
+IN_ORDER = {"vmap_method": "sequential"}
+EACH = "i = cuda.grid(1)\n    if i < 7: "
+X_Y_OUT = "x, y, out", f"{EACH}out[i] = x[max(i - 1, 0)] + y[i]"
+REVERSE = """i = cuda.grid(1)
+    tile = cuda.shared.array(8, "float32")
+    tile[cuda.threadIdx.x] = x[min(i, 6)]
+    cuda.syncthreads()
+    if i < 7: out[i] = tile[7 - cuda.threadIdx.x] + y[i]"""
+CUDA_BATCHES = {  # parameters and what a thread does, the inputs, options, and why three slices are three launches
+    "stencil": (X_Y_OUT, PAIRS, {}, None),
+    "shared operand": (X_Y_OUT, SHARED, {}, None),
+    "1,000 slices": (X_Y_OUT, (sample(1000, 7), sample(1000, 7)), {}, None),
+    "in-out": (("x, y", f"{EACH}y[i] = 2 * y[i] + x[i]"), PAIRS, {"outs": like_last, "in_out_argnames": ["y"]}, None),
+    "scalar": (("x, a, out", f"{EACH}out[i] = x[i] * a"), (PAIRS[0], sample(3)), {"scalars": ["a"]}, None),
+    "shared memory": (("x, y, out", REVERSE), PAIRS, {}, None),
+    "0-d arrays": (("x, a, out", f"{EACH}out[i] = x[i] * a[()]"), (PAIRS[0], sample(3)), {},
+                   {"numba_cuda_mlir.cuda": "TypeError: .*cannot compile"}),
+    "in order": (X_Y_OUT, PAIRS, IN_ORDER, "vmap_method says that slices run in order"),
+    "a grid with a z": (X_Y_OUT, PAIRS, {"launch_dims": None, "grid": (1, 1, 2), "block": 8},
+                        r"blocks along z are the slices, and it has some of its own: grid=\(1, 1, 2\)"),
+    "asks for z": (("x, y, out", f"{EACH}out[i] = x[i] + cuda.gridDim.z"), PAIRS, {},
+                   "blocks along z are the slices, and its PTX has %n?ctaid.z"),
+}  # fmt: skip
+
+
+def batch_op(kernel, **options):
+    return xk.numba_cuda_kernel(kernel, **{"outs": like_first, "launch_dims": 7, "threads_per_block": 8, **options})
+
+
+@pytest.mark.parametrize("kind", CUDA_BATCHES)
+def test_fakecuda_or_gpu_batch_is_one_launch(cuda_on_gpu, kind, reasons, monkeypatch):
+    (parameters, body), inputs, options, reason = CUDA_BATCHES[kind]
+    if isinstance(reason, dict):  # an error of one package
+        monkeypatch.setattr(xk, "_FALLS_BACK_ON", Exception)
+        reason = reason.get(cuda_on_gpu.cuda.__name__)
+    kernel = own_kernel(cuda_on_gpu.cuda, parameters, body)
+    cuda_on_gpu.check(batch_op(kernel, **options), inputs, 3 if reason else 1)
+    found = reasons()
+    assert len(found) == bool(reason) and all(re.match(reason, text) for text in found)
+
+
+def cuda_read_table(x, out):
+    out[0] = table[0] + x[0]  # noqa: F821
+
+
+def cuda_count_in_table(x, out):
+    if cuda.grid(1) == 0:
+        table[0] += 1  # noqa: F821
+        out[0] = table[0] + x[0]  # noqa: F821
+
+
+@pytest.mark.parametrize("kernel, helper, n_launches", [
+    (cuda_read_table, None, 1), (cuda_count_in_table, None, 3), (cuda_by_helper, cuda_count_in_table, 3),
+])  # fmt: skip
+def test_fakecuda_or_gpu_kernel_that_writes_to_a_global_array_is_a_launch_for_each_slice(
+    cuda_on_gpu, kernel, helper, n_launches, reasons
+):
+    """One launch would race in silence."""
+    package = cuda_on_gpu.cuda
+    table = package.to_device(np.zeros(8, np.float32)) if cuda_on_gpu.has_numbers else DeviceArray()
+    if helper:
+        helper = package.jit(device=True)(written_for(package, helper, table=table))
+    op = batch_op(package.jit(written_for(package, kernel, table=table, helper=helper)), zero_outputs=True)
+    x, _ = PAIRS
+    counts = np.arange(1, 4) if n_launches == 3 else np.zeros(3)
+    expected = np.zeros_like(x)
+    expected[:, 0] = x[:, 0] + counts
+    cuda_on_gpu.check(op, [x], n_launches, expected)
+    assert reasons() == ({"it may write to global arrays on the device: table"} if n_launches == 3 else set())
+
+
+def test_fakecuda_or_gpu_batch_reads_what_the_kernel_read(cuda_on_gpu, reasons):
+    """Also where another wrapper had it compiled."""
+    kernel = own_kernel(cuda_on_gpu.cuda, "x, out", f"{EACH}out[i] = factor * x[i]", names={"factor": 2.0})
+    x, _ = PAIRS
+    cuda_on_gpu.run(batch_op(kernel), x[0])
+    kernel.py_func.__globals__["factor"] = 3.0
+    for more in {}, {"input_output_aliases": {0: 0}}:
+        cuda_on_gpu.check(batch_op(kernel, **more), [x], 3, 2 * x)
+        assert reasons() == {"it reads other values now than when it was compiled"}
+
+
+def test_fakecuda_or_gpu_launches_that_share_a_handler(cuda_on_gpu, reasons, monkeypatch):
+    """Those with too many threads for the form of batches, or with a z, are launched for each slice."""
+    limit = xk._LibCuda.limit
+    monkeypatch.setattr(xk._LibCuda, "limit", lambda *args: 7 if args[2] == 0 else limit(*args))
+    kernel = own_kernel(cuda_on_gpu.cuda, *X_Y_OUT)
+    too_many = "it may then have 7 threads in a block, and block=(8, 1, 1)"
+    has_z = "blocks along z are the slices, and it has some of its own: grid=(2, 1, 2)"
+    for grid, block, n, reason in (1, 8, 3, too_many), (2, 4, 1, None), ((2, 1, 2), 4, 3, has_z), (1, 8, 3, too_many):
+        cuda_on_gpu.check(xk.numba_cuda_kernel(kernel, like_first, grid=grid, block=block), PAIRS, n)
+        assert reasons() == {reason} - {None}
+
+
+def test_fakecuda_or_gpu_threads_make_batches_at_once(cuda_on_gpu):
+    cuda_on_gpu.check_threads(batch_op(own_kernel(cuda_on_gpu.cuda, *X_Y_OUT)))
+
+
+@pytest.mark.parametrize("ptx, asks", [
+    ("mov.u32 %r1, %ctaid.z;", "%ctaid.z"), ("mov.v4.u32 {%r1, %r2, %r3, %r4}, %nctaid;", "%nctaid"),
+    ("mov.u64 %rd1, %gridid;", "%gridid"), (".entry kernel() .explicitcluster {", ".explicitcluster"),
+    ("mov.u32 %r1, %cluster_ctaid.x;", "%cluster_ctaid"),
+    (".extern .func (.param .b32 result) of_the_user (.param .b64 x);", "of_the_user"),
+    (".extern .func (.param .b32 result) vprintf (.param .b64 x);", ""),
+    ("mov.u32 %r1, %ctaid.x; mov.u32 %r2, %ntid.z; mov.u32 %r3, %tid.z; mov.u32 %r4, %nctaid.y;", ""),
+])  # fmt: skip
+def test_ptx_that_asks_for_z(ptx, asks):
+    assert xk._asks_for_z(ptx) == asks
+
+
+def named_op(language):
+    """x + y, by a kernel with a name."""
+    if language == "warp":
+        return xk.warp_kernel(matrix_kernel("add", "warp", np.dtype("float32")), like_first, name="batch in warp")
+    return batch_op(cuda.jit(cuda_add), name="batch in cuda")
+
+
+def run_batch_elsewhere(language, exported, *xs):
+    """In another process, which has traced a slice: what an exported program gives, and by how many launches."""
+    with conftest.computing_for(["gpu"]), pytest.MonkeyPatch.context() as monkeypatch:
+        count_launches(monkeypatch)
+        jax.eval_shape(named_op(language), spec(7), spec(7))
+        result = np.asarray(read_exported(exported)(*xs))
+        return result, len(LAUNCHED)
+
+
+@on_gpu
+@pytest.mark.parametrize("language", [pytest.param("cuda", marks=compiled), with_warp("warp")])
+def test_gpu_batch_of_any_size_is_one_launch_in_another_process(language):
+    (n,) = export.symbolic_shape("n")
+    function = jax.jit(jax.vmap(named_op(language)))
+    jax.eval_shape(named_op(language), spec(7), spec(7))  # registers what `export_checks` names
+    program = export.export(function, platforms=["cuda"], disabled_checks=xk.export_checks())(spec(n, 7), spec(n, 7))
+    result, n_launches = another_process().submit(run_batch_elsewhere, language, program.serialize(), *PAIRS).result()
+    np.testing.assert_allclose(result, PAIRS[0] + PAIRS[1], 1e-6)
+    assert n_launches == 1
+
+
 # ======================================================================================================
 # Warp
 # ======================================================================================================
@@ -3766,10 +4007,6 @@ unique_kernel = wp and wp.kernel(module="unique")
 floats = wp and wp.array(dtype=float)
 rows_of_floats = wp and wp.array2d(dtype=float)
 ints = wp and wp.array(dtype=wp.int32)
-
-
-def sample(*shape, seed=0):
-    return np.random.default_rng(seed).uniform(-2, 2, shape).astype(np.float32)
 
 
 # -- kernels, how they are wrapped, and the same in JAX ------------------------------------------------
@@ -4227,14 +4464,22 @@ def test_warp_grid_of_kernels_without_a_grid_stride(fake_gpu):
         jax.eval_shape(xk.warp_kernel(nothing, spec(1), launch_dims=(2**30, 2**30), block_dim=32, zero_outputs=True))
 
 
-# -- kernels of functions, and batches: a launch for each slice ------------------------------------------
+# -- functions, and kernels that call them ---------------------------------------------------------------
 
 FUNCTIONS = """
 import warp as wp
+from typing import Any
 floats = wp.array(dtype=float)
 ints = wp.array(dtype=int)
 vectors = wp.array(dtype=wp.vec2)
 rows = wp.array2d(dtype=float)
+halves = wp.array3d(dtype=wp.float16)
+cubes = wp.array4d(dtype=float)
+FACTOR = wp.constant(2.5)
+@wp.struct
+class Params:
+    a: float
+    n: int
 @wp.func
 def add(a: floats, i: int, value: float):
     a[i] += value
@@ -4292,6 +4537,14 @@ def count_replays(a: floats, count: ints, i: int):
 @wp.func
 def double_again_by_call(a: floats, count: ints, i: int):
     return double_again(a, count, i)
+@wp.func_native("return x + 1.0f;")
+def native(x: float) -> float: ...
+@wp.func
+def cube(x: float):
+    return x * x * x
+@wp.func_grad(cube)
+def adj_cube(x: float, adj_ret: float):
+    wp.adjoint[x] += 30.0 * x * x * adj_ret  # ten times too large, to see that it is called
 @wp.func_native('''
     static int inside;
     int count = __atomic_add_fetch(&inside, 1, __ATOMIC_SEQ_CST);
@@ -4304,13 +4557,12 @@ def meet(patience: float) -> float: ...  # how many threads are inside of it; th
 """
 
 
-def kernels_with_bodies(bodies, folder, options="module='unique'"):
-    """Kernels that may call these functions: of each body, and the types of x and out.  Warp reads the source."""
+def kernels_from(sources, folder, options="module='unique'"):
+    """Kernels that may call these functions, of their parameters and bodies.  Warp reads the source."""
     text = [FUNCTIONS]
-    names = ["kernel", *[f"kernel_{number}" for number in range(1, len(bodies))]]
-    for name, (body, x, out) in zip(names, bodies):
-        text.append(f"@wp.kernel({options})\ndef {name}(x: {x}, y: floats, out: {out}):")
-        text.append(textwrap.indent(body, "    "))
+    names = ["kernel", *[f"kernel_{number}" for number in range(1, len(sources))]]
+    for name, (parameters, body) in zip(names, sources):
+        text.append(f"@wp.kernel({options})\ndef {name}({parameters}):\n{textwrap.indent(body, '    ')}")
     path = folder / "kernels.py"
     path.write_text("\n".join(text))
     found = runpy.run_path(str(path))
@@ -4318,8 +4570,243 @@ def kernels_with_bodies(bodies, folder, options="module='unique'"):
 
 
 def kernel_with_body(body, tmp_path, x="floats", out="floats", options="module='unique'"):
-    (kernel,) = kernels_with_bodies([(body, x, out)], tmp_path, options)
+    (kernel,) = kernels_from([(f"x: {x}, y: floats, out: {out}", body)], tmp_path, options)
     return kernel
+
+
+# -- a batch is one launch: on a GPU that is made of the CPU, and on a real one --------------------------
+
+
+class WarpBatch(typing.NamedTuple):
+    """A kernel on three slices of its inputs; in its body, i is the first index."""
+
+    body: str
+    inputs: tuple
+    parameters: str = "x: floats, y: floats, out: floats"
+    options: typing.Any = types.MappingProxyType({})
+    gradient: bool = False
+    reason: str | None = None  # why three slices are three launches
+
+    def op(self):
+        kernel = kernels_of_batches()[self.parameters, self.body]
+        kernel = wp.overload(kernel, [floats, floats]) if kernel.is_generic else kernel
+        return xk.warp_kernel(kernel, **{"outs": like_first, "differentiable": self.gradient, **self.options})
+
+    def function(self):
+        """Of a slice of the inputs."""
+        op = self.op()
+        if "Params" in self.parameters:
+            params = op.__wrapped__.func.__globals__["Params"]()
+            params.a, params.n = 3.0, 4
+            return lambda x: op(x, params, wp.vec3(1.0, 2.0, 3.0), 5, None)
+        if self.gradient:
+            return jax.grad(lambda *x: jnp.sin(op(*x)).sum(), tuple(range(len(self.inputs))))
+        return op
+
+
+X_OUT = "x: floats, out: floats"
+ADD = "out[i] = x[i] + 2.0 * y[i]"
+LOSS = "out[i] = wp.sin(x[i]) * y[i] + x[wp.max(i - 1, 0)]"
+IN_OUT = {"parameters": "x: floats, y: floats", "options": {"outs": like_last, "in_out_argnames": ["y"]}}
+TILES = "i, t = wp.tid()\nwp.tile_store(out, 2.0 * wp.tile_load(x, shape=64, offset=i * 64), offset=i * 64)"
+ON_TILES = {"launch_dims": 2, "tiled": True, "block_dim": 64}
+HALVES, EMPTY = sample(3, 2, 3, 2).astype(np.float16), np.zeros((3, 0), np.float32)
+OF_THE_USER = "it calls C++, or has adjoints, of your own"
+WARP_BATCHES = {
+    "elementwise": WarpBatch(ADD, PAIRS),
+    "shared operand": WarpBatch(ADD, SHARED),
+    "1,000 slices": WarpBatch(ADD, (sample(1000, 16), sample(1000, 16))),
+    "large blocks": WarpBatch(ADD, (sample(3, 1030), sample(3, 1030)), options={"block_dim": 1024}),
+    "four dimensions": WarpBatch("i, j, k, m = wp.tid()\nout[i, j, k, m] = x[i, j, k, m] + float(m)",
+                                 (sample(3, 2, 1, 3, 2),), "x: cubes, out: cubes"),
+    "vectors": WarpBatch("v = m[i] * x[i]\nv[0] += 1.0\nout[i] = v", (sample(3, 6, 2), sample(3, 6, 2, 2)),
+                         "x: vectors, m: wp.array(dtype=wp.mat22), out: vectors"),
+    "dtypes and views": WarpBatch(
+        "i, j, k = wp.tid()\nout[i, j, k] = wp.where(c[i], x[i][j, k] + wp.float16(b[i]), wp.float16(q[i][3]))",
+        (HALVES, np.ones((3, 2), np.uint8), np.eye(3, 2, dtype=bool), sample(3, 2, 4)),
+        "x: halves, b: wp.array(dtype=wp.uint8), c: wp.array(dtype=wp.bool), q: wp.array(dtype=wp.quat), out: halves"),
+    "in-out": WarpBatch("y[i] = y[i] * 2.0 + x[i]", PAIRS, **IN_OUT),
+    "in-out from what is shared": WarpBatch("y[i] = y[i] * 2.0 + x[i]", SHARED, **IN_OUT),
+    "atomics into zeros": WarpBatch("wp.atomic_add(out, i % 4, x[i])", PAIRS[:1], X_OUT,
+                                    {"outs": spec(4), "zero_outputs": True, "launch_dims": 7}),
+    "values": WarpBatch("out[i] = p.a * x[i] + float(p.n) + v[1] + float(s)\nif none:\n    out[i] = none[i]", PAIRS[:1],
+                        "x: floats, p: Params, v: wp.vec3, s: wp.int64, none: floats, out: floats"),
+    "gradient": WarpBatch(LOSS, PAIRS, gradient=True),
+    "gradient, shared operand": WarpBatch(LOSS, SHARED, gradient=True),
+    "gradient, vectors": WarpBatch("wp.atomic_add(out, 0, wp.dot(x[i], x[i]))", (sample(3, 7, 2),),
+                                   "x: vectors, out: floats", {"outs": spec(1), "zero_outputs": True}, gradient=True),
+    "tiles": WarpBatch(TILES, (sample(3, 128),), X_OUT, ON_TILES),
+    "gradient of tiles": WarpBatch(TILES, (sample(3, 128),), X_OUT, ON_TILES, gradient=True),
+    "0-d and empty": WarpBatch("out[i] = x[i] * y[0] + float(z.shape[0])", (PAIRS[0], sample(3), EMPTY),
+                               "x: floats, y: floats, z: floats, out: floats"),
+    "nothing": WarpBatch(ADD, (EMPTY, EMPTY)),
+    "functions and names": WarpBatch("z = out\nif i % 2 == 0:\n    z[i] = 1.0\nelse:\n    add(out, i, tail(x)[0])",
+                                     PAIRS[:1], X_OUT, {"zero_outputs": True}),
+    "a parameter is assigned": WarpBatch("for k in range(7):\n    if k == i:\n        x = y\nout[i] = x[i]", PAIRS),
+    "constants": WarpBatch("if i == 6: return\nfor j in range(wp.static(2)):\n    out[i] = x[i] * FACTOR + float(j)",
+                           PAIRS[:1], X_OUT, {"zero_outputs": True}),
+    "an overload": WarpBatch("out[i] = x[i] + x[i]", PAIRS[:1], "x: wp.array(dtype=Any), out: wp.array(dtype=Any)"),
+    "in order": WarpBatch(ADD, PAIRS, options=IN_ORDER, reason="vmap_method says that slices run in order"),
+    "C++": WarpBatch("out[i] = native(x[i])", PAIRS[:1], X_OUT, reason=OF_THE_USER),
+    "an adjoint": WarpBatch("out[i] = cube(x[i])", PAIRS[:1], X_OUT, gradient=True, reason=OF_THE_USER),
+    "our names": WarpBatch("_xla_step_0 = x[i]\nout[i] = _xla_step_0", PAIRS[:1], X_OUT,
+                           reason="names that begin with _xla_ are those of what is added to it"),
+}  # fmt: skip
+
+
+@functools.cache
+def kernels_of_batches():
+    """{(parameters, body): kernel}, in one module, as Warp builds each for some 0.4 s."""
+    sources = list(dict.fromkeys((batch.parameters, batch.body) for batch in WARP_BATCHES.values()))
+    started = [(parameters, body if "wp.tid()" in body else f"i = wp.tid()\n{body}") for parameters, body in sources]
+    with tempfile.TemporaryDirectory() as folder:
+        kernels = kernels_from(started, pathlib.Path(folder), "module=wp.get_module('batches')")
+    return dict(zip(sources, kernels))
+
+
+@pytest.fixture(
+    params=[pytest.param("fake", marks=needs_fake_gpu), pytest.param("gpu", marks=pytest.mark.needs("warp_gpu"))]
+)
+def warp_on_gpu(request, monkeypatch):
+    count_launches(monkeypatch)
+    if request.param == "gpu":
+        return OnGpu(run_on_gpu)
+    request.getfixturevalue("fake_gpu")
+    return OnGpu(run_for_cuda)
+
+
+@pytest.mark.parametrize("kind", WARP_BATCHES)
+def test_warp_batch_is_one_launch(warp_on_gpu, kind, reasons):
+    batch = WARP_BATCHES[kind]
+    n_launches = 3 if batch.reason else min(1, batch.inputs[0].size)
+    warp_on_gpu.check(batch.function(), batch.inputs, n_launches * (1 + batch.gradient))
+    assert reasons() == {batch.reason} - {None}
+
+
+def fresh_kernel(**options):
+    """x + factor * y, by a kernel that no other test has made."""
+    factor = next(KERNEL_NUMBERS)
+
+    @wp.kernel(module="unique", **options)
+    def fresh(x: floats, y: floats, out: floats):
+        i = wp.tid()
+        out[i] = x[i] + float(factor) * y[i]
+
+    return fresh
+
+
+def test_warp_batches_share_a_kernel_whatever_their_slices_share(warp_on_gpu, monkeypatch):
+    built, make = [], xk._make_kernel_in_z
+    monkeypatch.setattr(xk, "_make_kernel_in_z", lambda *args: built.append(args) or make(*args))
+    op = xk.warp_kernel(fresh_kernel(), like_first)
+    for inputs in (PAIRS, SHARED, [np.tile(x, (2, 1)) for x in PAIRS]):
+        warp_on_gpu.check(op, inputs, 1)
+    assert len(built) == 1
+
+
+@pytest.mark.needs("warp 1.15")
+def test_warp_batch_of_a_kernel_without_a_grid_stride_is_one_launch(warp_on_gpu):
+    warp_on_gpu.check(xk.warp_kernel(fresh_kernel(grid_stride=False), like_first), PAIRS, 1)
+
+
+@pytest.mark.parametrize("inner, outer, n_launches", [
+    ((0, 0), (0, 0), 1), ((0, None), (0, None), 1),
+    ((None, 0), (0, None), 3), ((0, 0), (None, 0), 3),  # slices are not one step apart: one for each inner loop
+])  # fmt: skip
+def test_warp_nested_batches(warp_on_gpu, inner, outer, n_launches):
+    op = WARP_BATCHES["elementwise"].op()
+    args = [sample(*[3] * (a == 0), *[2] * (b == 0), 7, seed=a == 0) for a, b in zip(outer, inner)]
+    LAUNCHED.clear()
+    results = warp_on_gpu.run(jax.vmap(jax.vmap(op, inner), outer), *args)
+    assert len(LAUNCHED) == n_launches
+    check_close(results, jax.vmap(jax.vmap(lambda x, y: x + 2 * y, inner), outer)(*args))
+
+
+def test_warp_70_000_slices(warp_on_gpu):
+    """A grid has 65,535 blocks along z."""
+    x, y = sample(70_000, 2), sample(70_000, 2, seed=1)
+    warp_on_gpu.check(WARP_BATCHES["elementwise"].op(), (x, y), 2, x + 2 * y)
+
+
+def test_warp_gradients_of_batches_in_loops_and_of_what_slices_share(warp_on_gpu):
+    def in_jax(x, y):
+        return jnp.sin(x) * y + x[jnp.maximum(jnp.arange(7) - 1, 0)]
+
+    def gradients(function, x, y):
+        of_shared = jax.grad(lambda y: jax.vmap(lambda x: function(x, y))(x).sum())(y[0])
+        loop = lambda x, y: jax.lax.scan(lambda x, _: (function(x, y), None), x, length=2)[0].sum()
+        return jax.vmap(jax.grad(loop, (0, 1)))(x, y), of_shared
+
+    LAUNCHED.clear()
+    results = warp_on_gpu.run(partial(gradients, WARP_BATCHES["gradient"].op()), *PAIRS)
+    assert len(LAUNCHED) == 4 + 2
+    check_close(results, gradients(in_jax, *PAIRS), 1e-3)
+
+
+@needs_fake_gpu
+@pytest.mark.parametrize("options, n", [({}, 1), ({"name": "at_once"}, 2), ({"name": "one", **IN_ORDER}, 1)], ids=str)
+def test_warp_batch_is_built_when_a_kernel_with_a_name_is_traced(fake_gpu, monkeypatch, options, n):
+    """An exported program may have a batch of it, in a process that lowers none."""
+    monkeypatch.setattr(xk, "_traced_platform", lambda: "cuda")
+    op = xk.warp_kernel(fresh_kernel(), like_first, **options)
+    before = len(fake_gpu.handlers)
+    jax.eval_shape(op, spec(7), spec(7))
+    assert len(fake_gpu.handlers) == before + n
+    fake_gpu.run(jax.vmap(op), *PAIRS)
+    assert len(fake_gpu.handlers) == before + n + (not options)
+
+
+def test_warp_threads_make_batches_at_once(warp_on_gpu):
+    warp_on_gpu.check_threads(xk.warp_kernel(fresh_kernel(), like_first))
+
+
+@pytest.mark.needs("warp_gpu")
+def test_warp_batches_over_a_mesh_are_a_launch_on_each_device(monkeypatch):
+    count_launches(monkeypatch)
+    mesh = jax.make_mesh((len(jax.devices("cuda")),), "i", devices=jax.devices("cuda"))
+    x, y = sample(8, 7), sample(7, seed=1)
+    put = lambda array, *axes: jax.device_put(array, jax.NamedSharding(mesh, jax.P(*axes)))
+    LAUNCHED.clear()
+    results = run_on_gpu(jax.vmap(WARP_BATCHES["elementwise"].op(), (0, None)), put(x, "i"), put(y))
+    assert len(LAUNCHED) == mesh.size
+    check_close(results, x + 2 * y)
+
+
+def add_a_transformer(monkeypatch, kernel):
+    monkeypatch.setattr(kernel.adj, "transformers", [ast.NodeTransformer()])
+
+
+def change_its_constant(monkeypatch, kernel):
+    monkeypatch.setattr(kernel.func.__closure__[0], "cell_contents", 0.5)
+
+
+def break_what_is_added(monkeypatch, kernel):
+    monkeypatch.setattr(xk, "_MOVE_SNIPPET", "this is no C++ {field}")
+
+
+def need_many_registers(monkeypatch, kernel):
+    """So that few threads are left, for which a mere number stands."""
+    monkeypatch.setattr(xk._LibCuda, "limit", lambda libcuda, function, attribute: 255)
+
+
+@pytest.mark.parametrize("happen, reason", [
+    (add_a_transformer, "its code transformers would see another source"),
+    (change_its_constant, "what it names is something else now than when Warp read it"),
+    (break_what_is_added, "(?i).*(build|compil)"),
+    (need_many_registers, "it does not fit then; on this GPU the kernel has at most 255 threads in a block, by its "),
+])  # fmt: skip
+def test_warp_batch_is_a_launch_for_each_slice_after_all(warp_on_gpu, reasons, monkeypatch, happen, reason):
+    """By something that is known when its kernel is made or built.  Its numbers are those of before."""
+    kernel = fresh_kernel()
+    op, (x, y), factor = xk.warp_kernel(kernel, like_first), PAIRS, kernel.func.__closure__[0].cell_contents
+    warp_on_gpu.run(op, x[0], y[0])
+    happen(monkeypatch, kernel)
+    if happen is break_what_is_added:  # users get no error, and tests do
+        with pytest.raises(Exception, match=reason):
+            warp_on_gpu.run(jax.vmap(op), x, y)
+        monkeypatch.setattr(xk, "_FALLS_BACK_ON", Exception)
+    warp_on_gpu.check(op, PAIRS, 3, x + factor * y)
+    assert any(re.match(reason, text) for text in reasons())
 
 
 # -- inputs are never changed, and outputs start from something ----------------------------------------
@@ -4400,8 +4887,8 @@ def warp_programs():
         bodies.append((WRITE_BY_REF, "vectors", "floats"))
     with tempfile.TemporaryDirectory() as folder:
         options = "module=wp.get_module('programs'), enable_backward=False"
-        started = [(f"i = wp.tid()\n{body}", x, out) for body, x, out in bodies]
-        kernels = kernels_with_bodies(started, pathlib.Path(folder), options)
+        sources = [(f"x: {x}, y: floats, out: {out}", f"i = wp.tid()\n{body}") for body, x, out in bodies]
+        kernels = kernels_from(sources, pathlib.Path(folder), options)
     return {body: kernel for (body, _, _), kernel in zip(bodies, kernels)}
 
 
@@ -4503,9 +4990,9 @@ WARP_GRADIENTS = {  # a kernel on a row of x, the same in JAX, and of what the a
 
 @pytest.fixture(scope="module")
 def kernels_of_gradients(tmp_path_factory):
-    bodies = [(f"i = wp.tid()\n{body}", "rows", "floats") for body, _, _ in WARP_GRADIENTS.values()]
-    module = "module=wp.get_module('gradients')"
-    return dict(zip(WARP_GRADIENTS, kernels_with_bodies(bodies, tmp_path_factory.mktemp("gradients"), module)))
+    parameters, module = "x: rows, y: floats, out: floats", "module=wp.get_module('gradients')"
+    sources = [(parameters, f"i = wp.tid()\n{body}") for body, _, _ in WARP_GRADIENTS.values()]
+    return dict(zip(WARP_GRADIENTS, kernels_from(sources, tmp_path_factory.mktemp("gradients"), module)))
 
 
 @needs_warp
