@@ -1567,9 +1567,9 @@ ERRORS = [
      lambda: jax.jvp(product(), PAIR, PAIR)),
     ("warp", TypeError, "the parameters (x, y, out).* got 1 inputs and 1 outputs",
      lambda: trace_warp("multiply", THREE)),
-    ("warp", TypeError, "'h' is a struct .*Holder.* with arrays: .* for each field (values)",
+    ("warp", TypeError, "'h' is a struct .*Holder.* with arrays: .* for each field (a)",
      lambda: trace_warp("takes_arrays_in_structs")),
-    ("warp", TypeError, "'h' is an array of structs .*Pair.*: .* for each field (low, high)",
+    ("warp", TypeError, "'h' is an array of structs .*Params.*: .* for each field (a, n)",
      lambda: trace_warp("takes_arrays_of_structs")),
     ("warp", TypeError, "'t' is .*; supported are scalars, vectors and matrices, arrays of those, and structs",
      lambda: trace_warp("takes_indices")),
@@ -3403,38 +3403,28 @@ def cached_in(package_cuda, tmp_path, monkeypatch):
     assert list(tmp_path.rglob("*.nbc"))
 
 
-@pytest.mark.parametrize("kernel, helper", [
-    (cuda_count, None), (cuda_count_in_def, None), (cuda_by_helper, cuda_count), (cuda_store_by_another_name, None),
-    (cuda_wait_for_all, None),
+READ_ONLY, UPDATED = "its inputs are read-only|in_out_argnames", "(?s)'out'.*zero_outputs=True"
+
+
+@pytest.mark.parametrize("kernel, helper, refused", [
+    (cuda_count, None, READ_ONLY), (cuda_count_in_def, None, READ_ONLY), (cuda_by_helper, cuda_count, READ_ONLY),
+    (cuda_store_by_another_name, None, READ_ONLY), (cuda_wait_for_all, None, "a cooperative launch"),
+    (cuda_add_to_output, None, UPDATED), (cuda_count_in_output, None, UPDATED),
+    (cuda_by_helper, cuda_add_to_output, UPDATED), (cuda_nothing, None, UPDATED),
+    (cuda_store_and_add, None, None), (cuda_by_helper, cuda_store_and_add, None), (cuda_store_by_a_view, None, None),
+    (cuda_read_by_helper, cuda_square, None),
 ])  # fmt: skip
-def test_fakecuda_a_kernel_that_is_refused_is_refused_from_numbas_cache_too(
-    gpus, package_cuda, cached_in, kernel, helper
+def test_fakecuda_kernels_are_read_also_if_they_are_in_numbas_cache(
+    gpus, package_cuda, cached_in, kernel, helper, refused
 ):
-    refused = "a cooperative launch" if kernel is cuda_wait_for_all else "its inputs are read-only|in_out_argnames"
     for _ in range(2):
         cached = cached_in(kernel, helper, store=package_cuda.stwt)
-        with pytest.raises(TypeError, match=refused):
-            run_for_cuda(xk.numba_cuda_kernel(cached, like_first, **BLOCK), F32)
-
-
-@pytest.mark.parametrize("kernel, helper", [
-    (cuda_add_to_output, None), (cuda_count_in_output, None), (cuda_by_helper, cuda_add_to_output),
-    (cuda_nothing, None),
-])  # fmt: skip
-def test_fakecuda_a_kernel_that_only_updates_an_output_is_refused(gpus, package_cuda, cached_in, kernel, helper):
-    for _ in range(2):
-        with pytest.raises(TypeError, match=r"(?s)'out'.*zero_outputs=True"):
-            run_for_cuda(xk.numba_cuda_kernel(cached_in(kernel, helper), like_first, **BLOCK), F32)
-        zeroed = xk.numba_cuda_kernel(cached_in(kernel, helper), like_first, zero_outputs=True, **BLOCK)
-        assert len(gpus.launches(zeroed, F32)) == 1
-
-
-@pytest.mark.parametrize("kernel, helper", [
-    (cuda_store_and_add, None), (cuda_by_helper, cuda_store_and_add), (cuda_store_by_a_view, None),
-    (cuda_read_by_helper, cuda_square),
-])  # fmt: skip
-def test_fakecuda_a_kernel_that_is_right_is_taken(gpus, cached_in, kernel, helper):
-    assert len(gpus.launches(xk.numba_cuda_kernel(cached_in(kernel, helper), like_first, **BLOCK), F32)) == 1
+        if refused:
+            with pytest.raises(TypeError, match=refused):
+                run_for_cuda(xk.numba_cuda_kernel(cached, like_first, **BLOCK), F32)
+        if refused in (UPDATED, None):
+            op = xk.numba_cuda_kernel(cached, like_first, zero_outputs=refused and True, **BLOCK)
+            assert len(gpus.launches(op, F32)) == 1
 
 
 def test_fakecuda_a_kernel_in_numbas_cache_is_not_compiled_again(gpus, cached_in, monkeypatch):
@@ -3500,7 +3490,9 @@ def test_on_cuda_dynamic_shared_memory():
 
 @on_device
 @pytest.mark.parametrize("vmap_method", [None, "sequential"])
-def test_on_cuda_operands_without_dimensions_and_without_batch(vmap_method):
+def test_on_cuda_operands_without_dimensions_and_without_batch(vmap_method, monkeypatch):
+    monkeypatch.setattr(xk, "_FALLS_BACK_ON", Exception)  # numba_cuda_mlir cannot compile them as one launch
+
     @partial(cuda_op, vmap_method=vmap_method)
     def scale(x, factor, out):
         i = cuda.grid(1)
@@ -3547,34 +3539,29 @@ def test_on_cuda_callable_launches_several_kernels():
 
 
 @on_device
-def test_on_cuda_a_callable_may_name_its_package_in_a_function():
-    kernel = cuda.jit(cuda_copy)
-
-    def launches(x, out, stream):
-        (lambda: kernel[1, 8, stream](x, out))()
-
-    np.testing.assert_array_equal(xk.numba_cuda_callable(launches, like_first)(F32), F32)
-
-
-@on_device
-def test_on_cuda_exceptions_of_callables_reach_the_user():
-    @xk.numba_cuda_callable(outs=like_first)
+def test_on_cuda_errors_of_callables_reach_the_user():
     def refuse_all(x, out, stream):
         raise LookupError(f"no table for {x.shape}", cuda)
 
-    with pytest.raises(
-        RUNTIME_ERRORS, match=r"LookupError: .*no table for \(1, 3\).* \(raised in kernel 'refuse_all'\)"
+    def generate(x, out, stream):  # which does not begin
+        yield cuda
+
+    for function, text in (
+        (refuse_all, r"LookupError: .*no table for \(1, 3\).* \(raised in kernel 'refuse_all'\)"),
+        (generate, "it returns a value: launch kernels that write to the outputs"),
     ):
-        jax.block_until_ready(refuse_all(jnp.ones((1, 3))))
+        with pytest.raises(RUNTIME_ERRORS, match=text):
+            jax.block_until_ready(xk.numba_cuda_callable(function, like_first)(jnp.ones((1, 3))))
 
 
 @on_device
 def test_on_cuda_a_callable_runs_once_per_slice():
+    """It may name its package in a function."""
     shapes, kernel = [], cuda.jit(cuda_copy)
 
     def launch(x, out, stream):
         shapes.append(x.shape)
-        kernel[1, 8, stream](x, out)
+        (lambda: kernel[1, 8, stream](x, out))()
 
     x = np.arange(12, dtype=np.float32).reshape(3, 4)
     np.testing.assert_array_equal(jax.vmap(xk.numba_cuda_callable(launch, like_first))(x), x)
@@ -3587,17 +3574,6 @@ def test_on_cuda_a_ready_kernel_in_an_op_has_a_thread_for_each_element():
     op.def_numba_cuda_kernel(cuda.jit(cuda_add))
     x = np.arange(12, dtype=np.float32).reshape(3, 4)
     np.testing.assert_array_equal(jax.vmap(call_op(op))(x, x), 2 * x)
-
-
-@on_device
-def test_on_cuda_a_callable_that_returns_a_value_is_refused():
-    """As a generator does, which has not begun."""
-
-    def launch(x, out, stream):
-        yield cuda
-
-    with pytest.raises(RUNTIME_ERRORS, match="it returns a value: launch kernels that write to the outputs"):
-        jax.block_until_ready(xk.numba_cuda_callable(launch, like_first)(F32))
 
 
 @simulated
@@ -4006,87 +3982,40 @@ needs_warp = pytest.mark.needs("warp")
 unique_kernel = wp and wp.kernel(module="unique")
 floats = wp and wp.array(dtype=float)
 rows_of_floats = wp and wp.array2d(dtype=float)
-ints = wp and wp.array(dtype=wp.int32)
 
 
 # -- kernels, how they are wrapped, and the same in JAX ------------------------------------------------
 
 
+WARP_KERNELS = {  # parameters, and what a thread does
+    "multiply": ("x: floats, y: floats, out: floats", "i = wp.tid()\nout[i] = x[i] * y[i]"),
+    "matvec": ("m: wp.array(dtype=wp.mat22), v: vectors, out: vectors", "i = wp.tid()\nout[i] = m[i] * v[i]"),
+    "squares_of_rows": (
+        "x: rows, out: floats",
+        "i = wp.tid()\nrow = x[i]\ns = float(0.0)\nfor j in range(row.shape[0]):\n    s += row[j] * row[j]\nout[i] = s",
+    ),
+    "smooth": (
+        "x: floats, k: ints, squares: floats, sines: floats, count: ints",
+        "i = wp.tid()\nsquares[i] = x[i] * x[k[i]]\nif i < sines.shape[0]:\n    sines[i] = wp.sin(x[i])\ncount[i] = 1",
+    ),
+    "histogram": ("index: ints, weight: float, acc: floats", "wp.atomic_add(acc, index[wp.tid()], weight)"),
+    "double_tiles": (
+        "x: floats, out: floats",
+        "i, _thread = wp.tid()\nt = wp.tile_load(x, shape=64, offset=i * 64, storage='shared')\n"
+        "wp.tile_store(out, t * 2.0, offset=i * 64)",
+    ),
+    "takes_doubles": ("x: wp.array(dtype=wp.float64), out: floats", "out[wp.tid()] = float(x[wp.tid()])"),
+    "takes_arrays_in_structs": ("h: Holder, out: floats", "out[wp.tid()] = h.a[wp.tid()]"),
+    "takes_arrays_of_structs": ("h: wp.array(dtype=Params), out: floats", "out[wp.tid()] = h[wp.tid()].a"),
+    "takes_indices": ("t: wp.indexedarray(dtype=float), out: floats", "out[wp.tid()] = t[wp.tid()]"),
+    "takes_nothing": ("", "wp.tid()"),
+    "takes_anything": ("x: wp.array(dtype=Any), out: wp.array(dtype=Any)", "out[wp.tid()] = x[wp.tid()]"),
+}
+
+
 @functools.cache
 def warp_kernels():
-    """The kernels of this section; made on first use, so that the file loads without Warp."""
-
-    @unique_kernel
-    def multiply(x: floats, y: floats, out: floats):
-        i = wp.tid()
-        out[i] = x[i] * y[i]
-
-    @unique_kernel
-    def matvec(m: wp.array(dtype=wp.mat22), v: wp.array(dtype=wp.vec2), out: wp.array(dtype=wp.vec2)):
-        i = wp.tid()
-        out[i] = m[i] * v[i]
-
-    @unique_kernel
-    def squares_of_rows(x: rows_of_floats, out: floats):
-        i = wp.tid()
-        row = x[i]
-        total = float(0.0)  # noqa: UP018
-        for j in range(row.shape[0]):
-            total += row[j] * row[j]
-        out[i] = total
-
-    @unique_kernel
-    def smooth(x: floats, k: ints, squares: floats, sines: floats, count: ints):
-        i = wp.tid()
-        squares[i] = x[i] * x[k[i]]
-        if i < sines.shape[0]:
-            sines[i] = wp.sin(x[i])
-        count[i] = 1
-
-    @unique_kernel
-    def histogram(index: ints, weight: float, acc: floats):
-        wp.atomic_add(acc, index[wp.tid()], weight)
-
-    @unique_kernel
-    def double_tiles(x: floats, out: floats):
-        i, _thread = wp.tid()
-        t = wp.tile_load(x, shape=64, offset=i * 64, storage="shared")
-        wp.tile_store(out, t * 2.0, offset=i * 64)
-
-    @wp.struct
-    class Holder:
-        values: floats
-
-    @unique_kernel
-    def takes_doubles(x: wp.array(dtype=wp.float64), out: floats):
-        out[wp.tid()] = float(x[wp.tid()])
-
-    @unique_kernel
-    def takes_arrays_in_structs(h: Holder, out: floats):
-        out[wp.tid()] = h.values[wp.tid()]
-
-    @wp.struct
-    class Pair:
-        low: float
-        high: float
-
-    @unique_kernel
-    def takes_arrays_of_structs(h: wp.array(dtype=Pair), out: floats):
-        out[wp.tid()] = h[wp.tid()].low
-
-    @unique_kernel
-    def takes_indices(t: wp.indexedarray(dtype=float), out: floats):
-        out[wp.tid()] = t[wp.tid()]
-
-    @unique_kernel
-    def takes_nothing():
-        wp.tid()
-
-    @unique_kernel
-    def takes_anything(x: wp.array(dtype=typing.Any), out: wp.array(dtype=typing.Any)):
-        out[wp.tid()] = x[wp.tid()]
-
-    return types.SimpleNamespace(**locals())
+    return types.SimpleNamespace(**kernels_from(WARP_KERNELS))
 
 
 PAIR = sample(5), sample(5, seed=1)
@@ -4253,11 +4182,11 @@ def test_warp_in_out(warp_path):
 # -- derivatives ---------------------------------------------------------------------------------------
 
 
-def test_warp_adjoints_change_no_outputs(warp_path, tmp_path):
+def test_warp_adjoints_change_no_outputs(warp_path):
     """Warp runs the functions that a kernel calls again in the adjoint, which also changes its cotangent."""
     body = "i = wp.tid()\nout[i] = x[i]\nif x[i] > 2.0:\n    out[i] = y[i]\nadd(out, i, x[i] * x[i])"
     options = {"differentiable": True, "zero_outputs": False}  # as the kernel stores in `out` before it adds to it
-    f = xk.warp_kernel(kernel_with_body(body, tmp_path), like_first, **options)
+    f = xk.warp_kernel(kernel_with_body(body), like_first, **options)
     out, pullback = jax.vjp(f, jnp.arange(1.0, 5.0), jnp.ones(4))
     ct = jnp.arange(4.0)
     check_close(pullback(ct), ([0, 5, 12, 24], [0, 0, 2, 3]))
@@ -4266,9 +4195,9 @@ def test_warp_adjoints_change_no_outputs(warp_path, tmp_path):
 
 
 @pytest.mark.parametrize("function", ["double", "double_again_by_call"])
-def test_warp_custom_gradients_change_no_inputs(function, warp_path, tmp_path):
+def test_warp_custom_gradients_change_no_inputs(function, warp_path):
     """Those that write to an array of floats, or count calls, and functions that are run again by another one."""
-    kernel = kernel_with_body(f"i = wp.tid()\nout[i] = y[i] * {function}(y, x, i)", tmp_path, x="ints")
+    kernel = kernel_with_body(f"i = wp.tid()\nout[i] = y[i] * {function}(y, x, i)", x="ints")
     f = xk.warp_kernel(kernel, like_last, differentiable=True)
     count, y, ct = jnp.zeros(3, jnp.int32), jnp.arange(1.0, 4.0), jnp.arange(3.0)
     out, pullback = jax.vjp(lambda y: f(count, y), y)
@@ -4330,10 +4259,10 @@ SLICES = {  # how a kernel meets others: its body, options, threads that call it
 @needs_warp
 @pytest.mark.needs("cores")
 @pytest.mark.parametrize("how", SLICES)
-def test_warp_slices_of_a_batch_run_on_all_threads_unless_in_order_or_on_tiles(how, tmp_path):
+def test_warp_slices_of_a_batch_run_on_all_threads_unless_in_order_or_on_tiles(how):
     """Warp keeps the CPU's memory of all tiles behind one pointer."""
     body, options, n_threads, overlap = SLICES[how]
-    f = xk.warp_kernel(kernel_with_body(body, tmp_path), like_first, launch_dims=1, **options)
+    f = xk.warp_kernel(kernel_with_body(body), like_first, launch_dims=1, **options)
     run = jax.jit(jax.vmap(f, (0, None)))
     patience = np.full((16, 1), 1e6, np.float32)
 
@@ -4557,21 +4486,20 @@ def meet(patience: float) -> float: ...  # how many threads are inside of it; th
 """
 
 
-def kernels_from(sources, folder, options="module='unique'"):
-    """Kernels that may call these functions, of their parameters and bodies.  Warp reads the source."""
+def kernels_from(sources, options="module='unique'", folder=None):
+    """{name: kernel}: of {name: (parameters, body)}, which may have these functions.  Warp reads the file."""
     text = [FUNCTIONS]
-    names = ["kernel", *[f"kernel_{number}" for number in range(1, len(sources))]]
-    for name, (parameters, body) in zip(names, sources):
+    for name, (parameters, body) in sources.items():
         text.append(f"@wp.kernel({options})\ndef {name}({parameters}):\n{textwrap.indent(body, '    ')}")
-    path = folder / "kernels.py"
-    path.write_text("\n".join(text))
-    found = runpy.run_path(str(path))
-    return [found[name] for name in names]
+    with tempfile.TemporaryDirectory() as temporary:
+        path = pathlib.Path(folder or temporary, "kernels.py")
+        path.write_text("\n".join(text))
+        found = runpy.run_path(str(path))
+    return {name: found[name] for name in sources}
 
 
-def kernel_with_body(body, tmp_path, x="floats", out="floats", options="module='unique'"):
-    (kernel,) = kernels_from([(f"x: {x}, y: floats, out: {out}", body)], tmp_path, options)
-    return kernel
+def kernel_with_body(body, x="floats", out="floats"):
+    return kernels_from({"kernel": (f"x: {x}, y: floats, out: {out}", body)})["kernel"]
 
 
 # -- a batch is one launch: on a GPU that is made of the CPU, and on a real one --------------------------
@@ -4657,11 +4585,10 @@ WARP_BATCHES = {
 @functools.cache
 def kernels_of_batches():
     """{(parameters, body): kernel}, in one module, as Warp builds each for some 0.4 s."""
-    sources = list(dict.fromkeys((batch.parameters, batch.body) for batch in WARP_BATCHES.values()))
-    started = [(parameters, body if "wp.tid()" in body else f"i = wp.tid()\n{body}") for parameters, body in sources]
-    with tempfile.TemporaryDirectory() as folder:
-        kernels = kernels_from(started, pathlib.Path(folder), "module=wp.get_module('batches')")
-    return dict(zip(sources, kernels))
+    keys = dict.fromkeys((batch.parameters, batch.body) for batch in WARP_BATCHES.values())
+    started = [(parameters, body if "wp.tid()" in body else f"i = wp.tid()\n{body}") for parameters, body in keys]
+    sources = {f"kernel_{number}": source for number, source in enumerate(started)}
+    return dict(zip(keys, kernels_from(sources, "module=wp.get_module('batches')").values()))
 
 
 @pytest.fixture(
@@ -4885,11 +4812,12 @@ def warp_programs():
     bodies += [(body, "vectors", out) for body, out in WARP_UPDATES]
     if conftest.missing("warp 1.19") is None:
         bodies.append((WRITE_BY_REF, "vectors", "floats"))
-    with tempfile.TemporaryDirectory() as folder:
-        options = "module=wp.get_module('programs'), enable_backward=False"
-        sources = [(f"x: {x}, y: floats, out: {out}", f"i = wp.tid()\n{body}") for body, x, out in bodies]
-        kernels = kernels_from(sources, pathlib.Path(folder), options)
-    return {body: kernel for (body, _, _), kernel in zip(bodies, kernels)}
+    sources = {
+        f"kernel_{number}": (f"x: {x}, y: floats, out: {out}", f"i = wp.tid()\n{body}")
+        for number, (body, x, out) in enumerate(bodies)
+    }
+    kernels = kernels_from(sources, "module=wp.get_module('programs'), enable_backward=False")
+    return {body: kernel for (body, _, _), kernel in zip(bodies, kernels.values())}
 
 
 X_AND_Y = sample(3, 2), sample(3, seed=1)
@@ -4939,9 +4867,9 @@ def test_warp_kernel_that_is_right_is_taken(statement):
     check_close(result[:2], launched(kernel, *X_AND_Y, np.zeros(3, np.float32))[2][:2])
 
 
-def test_warp_outputs_that_are_added_to_start_from_zeros(warp_path, tmp_path):
+def test_warp_outputs_that_are_added_to_start_from_zeros(warp_path):
     """In each slice, of kernels and of ops that register one with this option."""
-    kernel = kernel_with_body("wp.atomic_add(out, 0, x[wp.tid()])", tmp_path)
+    kernel = kernel_with_body("wp.atomic_add(out, 0, x[wp.tid()])")
     op = xk.XLACustomKernel("adds")
     op.def_warp_kernel(kernel, zero_outputs=True)
     xs = jnp.arange(6.0).reshape(2, 3)
@@ -4990,9 +4918,12 @@ WARP_GRADIENTS = {  # a kernel on a row of x, the same in JAX, and of what the a
 
 @pytest.fixture(scope="module")
 def kernels_of_gradients(tmp_path_factory):
-    parameters, module = "x: rows, y: floats, out: floats", "module=wp.get_module('gradients')"
-    sources = [(parameters, f"i = wp.tid()\n{body}") for body, _, _ in WARP_GRADIENTS.values()]
-    return dict(zip(WARP_GRADIENTS, kernels_from(sources, tmp_path_factory.mktemp("gradients"), module)))
+    sources = {
+        f"kernel_{number}": ("x: rows, y: floats, out: floats", f"i = wp.tid()\n{body}")
+        for number, (body, _, _) in enumerate(WARP_GRADIENTS.values())
+    }
+    kernels = kernels_from(sources, "module=wp.get_module('gradients')", tmp_path_factory.mktemp("gradients"))
+    return dict(zip(WARP_GRADIENTS, kernels.values()))
 
 
 @needs_warp
@@ -5032,8 +4963,8 @@ WARP_INDICES = [  # the type of the first array, its shape, the start of a kerne
 
 @needs_warp
 @pytest.mark.parametrize("kind, shape, start, n", WARP_INDICES)
-def test_warp_default_launch_has_as_many_dimensions_as_the_kernel_has_indices(kind, shape, start, n, tmp_path):
-    kernel = kernel_with_body(f"{start}\nout[i] = y[i]", tmp_path, x=kind)
+def test_warp_default_launch_has_as_many_dimensions_as_the_kernel_has_indices(kind, shape, start, n):
+    kernel = kernel_with_body(f"{start}\nout[i] = y[i]", x=kind)
     text = f"'kernel': launch_dims is missing, .* wp.tid.. gives {n} indices: give launch_dims, such as n, or"
     for options in ({}, {"differentiable": True}):
         f = xk.warp_kernel(kernel, like_last, **options)
@@ -5043,10 +4974,10 @@ def test_warp_default_launch_has_as_many_dimensions_as_the_kernel_has_indices(ki
 
 
 @pytest.mark.needs("warp 1.19")
-def test_warp_deterministic_mode_on_the_cpu(tmp_path, monkeypatch):
+def test_warp_deterministic_mode_on_the_cpu(monkeypatch):
     """There it changes nothing, as in `wp.launch`; on a GPU it is refused when the launch is recorded."""
     monkeypatch.setattr(wp.config, "deterministic", wp.DeterministicMode.RUN_TO_RUN)
-    kernel = kernel_with_body("i = wp.tid()\nadd(out, 0, x[i])\nwp.atomic_add(out, 1, y[i])", tmp_path)
+    kernel = kernel_with_body("i = wp.tid()\nadd(out, 0, x[i])\nwp.atomic_add(out, 1, y[i])")
     f = xk.warp_kernel(kernel, spec(2), zero_outputs=True, differentiable=True)
     x, y = sample(3), sample(3, seed=1)
     check_close(f(x, y), [x.sum(), y.sum()])
@@ -5088,8 +5019,8 @@ def test_warp_arguments_bind_as_pythons():
 
 
 @needs_warp
-def test_warp_names_the_order_of_parameters(tmp_path):
-    kernel = kernel_with_body("i = wp.tid()\ny[i] = x[i] * out[i]", tmp_path)  # an output between inputs
+def test_warp_names_the_order_of_parameters():
+    kernel = kernel_with_body("i = wp.tid()\ny[i] = x[i] * out[i]")  # an output between inputs
     for call in (lambda f: f(THREE, THREE), lambda f: f(THREE, out=THREE)):
         with pytest.raises(TypeError, match="in_out_argnames"):
             call(xk.warp_kernel(kernel, lambda x, out: x))
@@ -5098,9 +5029,9 @@ def test_warp_names_the_order_of_parameters(tmp_path):
 
 
 @needs_warp
-def test_warp_names_the_settings_that_are_in_the_way(monkeypatch, tmp_path):
+def test_warp_names_the_settings_that_are_in_the_way(monkeypatch):
     monkeypatch.setattr(wp.config, "enable_backward", False)
-    kernel = kernel_with_body("i = wp.tid()\nout[i] = x[i]", tmp_path)
+    kernel = kernel_with_body("i = wp.tid()\nout[i] = x[i]")
     with pytest.raises(TypeError, match=r"'kernel' has no .* derivative: say differentiable=True for reverse mode"):
         jax.grad(lambda x: xk.warp_kernel(kernel, like_first)(x, x).sum())(THREE)
     f = xk.warp_kernel(kernel, like_first, differentiable=True)
