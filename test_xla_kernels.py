@@ -3878,33 +3878,28 @@ def test_fakecuda_or_gpu_batch_is_one_launch(cuda_on_gpu, kind, reasons, monkeyp
 
 
 def cuda_read_table(x, out):
-    out[0] = table[0] + x[0]  # noqa: F821
+    out[0] = table[0]  # noqa: F821
 
 
 def cuda_count_in_table(x, out):
     if cuda.grid(1) == 0:
         table[0] += 1  # noqa: F821
-        out[0] = table[0] + x[0]  # noqa: F821
+        out[0] = table[0]  # noqa: F821
 
 
-@pytest.mark.parametrize("kernel, helper, n_launches", [
-    (cuda_read_table, None, 1), (cuda_count_in_table, None, 3), (cuda_by_helper, cuda_count_in_table, 3),
+@pytest.mark.parametrize("kernel, helper, counts", [
+    (cuda_read_table, None, [0, 0, 0]), (cuda_count_in_table, None, [1, 2, 3]),
+    (cuda_by_helper, cuda_count_in_table, [1, 2, 3]),
 ])  # fmt: skip
-def test_fakecuda_or_gpu_kernel_that_writes_to_a_global_array_is_a_launch_for_each_slice(
-    cuda_on_gpu, kernel, helper, n_launches, reasons
-):
+def test_fakecuda_or_gpu_kernel_that_may_write_to_a_global_array(cuda_on_gpu, kernel, helper, counts, reasons):
     """One launch would race in silence."""
     package = cuda_on_gpu.cuda
-    table = package.to_device(np.zeros(8, np.float32)) if cuda_on_gpu.has_numbers else DeviceArray()
+    names = {"table": package.to_device(np.zeros(8, "f4")) if cuda_on_gpu.has_numbers else DeviceArray()}
     if helper:
-        helper = package.jit(device=True)(written_for(package, helper, table=table))
-    op = batch_op(package.jit(written_for(package, kernel, table=table, helper=helper)), zero_outputs=True)
-    x, _ = PAIRS
-    counts = np.arange(1, 4) if n_launches == 3 else np.zeros(3)
-    expected = np.zeros_like(x)
-    expected[:, 0] = x[:, 0] + counts
-    cuda_on_gpu.check(op, [x], n_launches, expected)
-    assert reasons() == ({"it may write to global arrays on the device: table"} if n_launches == 3 else set())
+        names["helper"] = package.jit(device=True)(written_for(package, helper, **names))
+    op = batch_op(package.jit(written_for(package, kernel, **names)), outs=spec(1))
+    cuda_on_gpu.check(op, PAIRS[:1], 3 if any(counts) else 1, np.float32(counts)[:, None])
+    assert reasons() == ({"it may write to global arrays on the device: table"} if any(counts) else set())
 
 
 def test_fakecuda_or_gpu_batch_reads_what_the_kernel_read(cuda_on_gpu, reasons):
@@ -4512,6 +4507,7 @@ class WarpBatch(typing.NamedTuple):
     inputs: tuple
     parameters: str = "x: floats, y: floats, out: floats"
     options: typing.Any = types.MappingProxyType({})
+    values: tuple = ()  # of the parameters after the inputs
     gradient: bool = False
     reason: str | None = None  # why three slices are three launches
 
@@ -4523,13 +4519,8 @@ class WarpBatch(typing.NamedTuple):
     def function(self):
         """Of a slice of the inputs."""
         op = self.op()
-        if "Params" in self.parameters:
-            params = op.__wrapped__.func.__globals__["Params"]()
-            params.a, params.n = 3.0, 4
-            return lambda x: op(x, params, wp.vec3(1.0, 2.0, 3.0), 5, None)
-        if self.gradient:
-            return jax.grad(lambda *x: jnp.sin(op(*x)).sum(), tuple(range(len(self.inputs))))
-        return op
+        loss = lambda *x: jnp.sin(op(*x)).sum()
+        return jax.grad(loss, tuple(range(len(self.inputs)))) if self.gradient else lambda *x: op(*x, *self.values)
 
 
 X_OUT = "x: floats, out: floats"
@@ -4557,8 +4548,8 @@ WARP_BATCHES = {
     "in-out from what is shared": WarpBatch("y[i] = y[i] * 2.0 + x[i]", SHARED, **IN_OUT),
     "atomics into zeros": WarpBatch("wp.atomic_add(out, i % 4, x[i])", PAIRS[:1], X_OUT,
                                     {"outs": spec(4), "zero_outputs": True, "launch_dims": 7}),
-    "values": WarpBatch("out[i] = p.a * x[i] + float(p.n) + v[1] + float(s)\nif none:\n    out[i] = none[i]", PAIRS[:1],
-                        "x: floats, p: Params, v: wp.vec3, s: wp.int64, none: floats, out: floats"),
+    "values": WarpBatch("out[i] = x[i] + v[1] + float(s)\nif none:\n    out[i] = none[i]", PAIRS[:1],
+                        "x: floats, v: wp.vec3, s: wp.int64, none: floats, out: floats", values=((1, 2, 3), 5, None)),
     "gradient": WarpBatch(LOSS, PAIRS, gradient=True),
     "gradient, shared operand": WarpBatch(LOSS, SHARED, gradient=True),
     "gradient, vectors": WarpBatch("wp.atomic_add(out, 0, wp.dot(x[i], x[i]))", (sample(3, 7, 2),),
@@ -4636,38 +4627,32 @@ def test_warp_batch_of_a_kernel_without_a_grid_stride_is_one_launch(warp_on_gpu)
     warp_on_gpu.check(xk.warp_kernel(fresh_kernel(grid_stride=False), like_first), PAIRS, 1)
 
 
-@pytest.mark.parametrize("inner, outer, n_launches", [
-    ((0, 0), (0, 0), 1), ((0, None), (0, None), 1),
-    ((None, 0), (0, None), 3), ((0, 0), (None, 0), 3),  # slices are not one step apart: one for each inner loop
-])  # fmt: skip
-def test_warp_nested_batches(warp_on_gpu, inner, outer, n_launches):
-    op = WARP_BATCHES["elementwise"].op()
-    args = [sample(*[3] * (a == 0), *[2] * (b == 0), 7, seed=a == 0) for a, b in zip(outer, inner)]
+def sum_after_two_calls(f, x, y):
+    return jax.lax.scan(lambda x, _: (f(x, y), None), x, length=2)[0].sum()
+
+
+PROGRAMS = {  # of a function of x and y, the shapes of these, and how many launches that takes
+    "nested": (lambda f: jax.vmap(jax.vmap(f)), (3, 2, 7), (3, 2, 7), 1),
+    "nested, shared by both": (lambda f: jax.vmap(jax.vmap(f, (0, None)), (0, None)), (3, 2, 7), (7,), 1),
+    # slices are not one step apart: a launch for each inner loop
+    "pairs": (lambda f: jax.vmap(jax.vmap(f, (None, 0)), (0, None)), (3, 7), (2, 7), 3),
+    "nested, shared by one": (lambda f: jax.vmap(jax.vmap(f), (0, None)), (3, 2, 7), (2, 7), 3),
+    "70,000 slices": (jax.vmap, (70_000, 7), (70_000, 7), 2),  # a grid has 65,535 blocks along z
+    "gradient of a loop": (lambda f: jax.vmap(jax.grad(partial(sum_after_two_calls, f), (0, 1))), (3, 7), (3, 7), 4),
+    "gradient of what is shared": (
+        lambda f: jax.grad(lambda x, y: jax.vmap(f, (0, None))(x, y).sum(), 1), (3, 7), (7,), 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", PROGRAMS)
+def test_warp_programs_of_batches(warp_on_gpu, kind):
+    program, *shapes, n_launches = PROGRAMS[kind]
+    args = [sample(*shape, seed=shape[0]) for shape in shapes]
     LAUNCHED.clear()
-    results = warp_on_gpu.run(jax.vmap(jax.vmap(op, inner), outer), *args)
+    results = warp_on_gpu.run(program(WARP_BATCHES["gradient"].op()), *args)
     assert len(LAUNCHED) == n_launches
-    check_close(results, jax.vmap(jax.vmap(lambda x, y: x + 2 * y, inner), outer)(*args))
-
-
-def test_warp_70_000_slices(warp_on_gpu):
-    """A grid has 65,535 blocks along z."""
-    x, y = sample(70_000, 2), sample(70_000, 2, seed=1)
-    warp_on_gpu.check(WARP_BATCHES["elementwise"].op(), (x, y), 2, x + 2 * y)
-
-
-def test_warp_gradients_of_batches_in_loops_and_of_what_slices_share(warp_on_gpu):
-    def in_jax(x, y):
-        return jnp.sin(x) * y + x[jnp.maximum(jnp.arange(7) - 1, 0)]
-
-    def gradients(function, x, y):
-        of_shared = jax.grad(lambda y: jax.vmap(lambda x: function(x, y))(x).sum())(y[0])
-        loop = lambda x, y: jax.lax.scan(lambda x, _: (function(x, y), None), x, length=2)[0].sum()
-        return jax.vmap(jax.grad(loop, (0, 1)))(x, y), of_shared
-
-    LAUNCHED.clear()
-    results = warp_on_gpu.run(partial(gradients, WARP_BATCHES["gradient"].op()), *PAIRS)
-    assert len(LAUNCHED) == 4 + 2
-    check_close(results, gradients(in_jax, *PAIRS), 1e-3)
+    in_jax = lambda x, y: jnp.sin(x) * y + x[jnp.maximum(jnp.arange(7) - 1, 0)]
+    check_close(results, program(in_jax)(*args), 1e-3)
 
 
 @needs_fake_gpu
@@ -4699,36 +4684,23 @@ def test_warp_batches_over_a_mesh_are_a_launch_on_each_device(monkeypatch):
     check_close(results, x + 2 * y)
 
 
-def add_a_transformer(monkeypatch, kernel):
-    monkeypatch.setattr(kernel.adj, "transformers", [ast.NodeTransformer()])
-
-
-def change_its_constant(monkeypatch, kernel):
-    monkeypatch.setattr(kernel.func.__closure__[0], "cell_contents", 0.5)
-
-
-def break_what_is_added(monkeypatch, kernel):
-    monkeypatch.setattr(xk, "_MOVE_SNIPPET", "this is no C++ {field}")
-
-
-def need_many_registers(monkeypatch, kernel):
-    """So that few threads are left, for which a mere number stands."""
-    monkeypatch.setattr(xk._LibCuda, "limit", lambda libcuda, function, attribute: 255)
+NO_CPP = "_MOVE_SNIPPET", "this is no C++ {field}"
 
 
 @pytest.mark.parametrize("happen, reason", [
-    (add_a_transformer, "its code transformers would see another source"),
-    (change_its_constant, "what it names is something else now than when Warp read it"),
-    (break_what_is_added, "(?i).*(build|compil)"),
-    (need_many_registers, "it does not fit then; on this GPU the kernel has at most 255 threads in a block, by its "),
+    (lambda patch, kernel: patch(kernel.adj, "transformers", [ast.NodeTransformer()]), "its code transformers would"),
+    (lambda patch, kernel: patch(kernel.func.__closure__[0], "cell_contents", 0.5), "what it names is something else"),
+    (lambda patch, kernel: patch(xk, *NO_CPP), "(?i).*(build|compil)"),
+    # as its registers leave few threads, for which a mere number stands
+    (lambda patch, kernel: patch(xk._LibCuda, "limit", lambda *args: 255), "it does not fit then; .* at most 255 thre"),
 ])  # fmt: skip
 def test_warp_batch_is_a_launch_for_each_slice_after_all(warp_on_gpu, reasons, monkeypatch, happen, reason):
     """By something that is known when its kernel is made or built.  Its numbers are those of before."""
     kernel = fresh_kernel()
     op, (x, y), factor = xk.warp_kernel(kernel, like_first), PAIRS, kernel.func.__closure__[0].cell_contents
     warp_on_gpu.run(op, x[0], y[0])
-    happen(monkeypatch, kernel)
-    if happen is break_what_is_added:  # users get no error, and tests do
+    happen(monkeypatch.setattr, kernel)
+    if xk._MOVE_SNIPPET in NO_CPP:  # users get no error, and tests do
         with pytest.raises(Exception, match=reason):
             warp_on_gpu.run(jax.vmap(op), x, y)
         monkeypatch.setattr(xk, "_FALLS_BACK_ON", Exception)
