@@ -1663,11 +1663,7 @@ ERRORS = [
     ("op", NotImplementedError, "has no jvp rule", lambda: jax.grad(call_op(op_adding(a=1)))(1.0)),
     # wrappers: dicts
     ("numba", TypeError, "a tuple, or a NamedTuple", lambda: wrap(outs={"out": FLOATS})(F32)),
-    ("numba", TypeError, "a tuple, or a NamedTuple", lambda: wrap(outs=lambda x: [{"out": x}])(F32)),
     ("numba", TypeError, "a tuple, or a NamedTuple", lambda: wrap(scratch={"s": FLOATS})(F32)),
-    ("cuda", TypeError, "a tuple, or a NamedTuple", lambda: trace_cuda(outs={"out": FLOATS}, **BLOCK)),
-    ("warp", TypeError, "a tuple, or a NamedTuple",
-     lambda: trace_warp("multiply", THREE, THREE, outs={"out": spec(3)})),
 ]  # fmt: skip
 
 
@@ -2829,14 +2825,6 @@ def cuda_axpy(n, a, x, y):
         y[i] += a * tile[i]
 
 
-def axpy_op(kernel, scalars, **options):
-    """Takes the array x, the array y that it changes, and n and a, which are scalars."""
-    return xk.numba_cuda_kernel(kernel, spec(8), in_out_argnames=["y"], scalars=scalars, grid=1, block=8, **options)
-
-
-in_axpy = pytest.mark.parametrize("scalars", [("n", "a"), True], ids=["scalars", "all scalars"])
-
-
 def cuda_op(kernel, outs=like_first, **options):
     """`kernel` with a thread for each element of its first input."""
     options = {"launch_dims": lambda x, *_: x.size, "threads_per_block": 8, **options}
@@ -3460,10 +3448,11 @@ def test_fakecuda_a_kernel_that_is_made_again_is_compiled_once(gpus, package_cud
 
 
 @on_device
-@in_axpy
+@pytest.mark.parametrize("scalars", [("n", "a"), True], ids=["scalars", "all scalars"])
 @pytest.mark.parametrize("vmap_method", [None, "sequential"])
 def test_on_cuda_kernel_that_does_not_take_buffers(scalars, vmap_method):
-    op = axpy_op(cuda.jit(cuda_axpy), scalars, vmap_method=vmap_method)
+    options = {"in_out_argnames": ["y"], "scalars": scalars, "grid": 1, "block": 8, "vmap_method": vmap_method}
+    op = xk.numba_cuda_kernel(cuda.jit(cuda_axpy), spec(8), **options)
     x = jnp.arange(8.0)
     for n in 5, 3:
         call = functools.partial(op, n=n, a=2.0, x=x)
@@ -4000,6 +3989,10 @@ WARP_KERNELS = {  # parameters, and what a thread does
         "i, _thread = wp.tid()\nt = wp.tile_load(x, shape=64, offset=i * 64, storage='shared')\n"
         "wp.tile_store(out, t * 2.0, offset=i * 64)",
     ),
+    "indices": (
+        "x: cubes, out: cubes",
+        "i, j, k, m = wp.tid()\nout[i, j, k, m] = x[i, j, k, m] * float(1000 * i + 100 * j + 10 * k + m)",
+    ),
     "takes_doubles": ("x: wp.array(dtype=wp.float64), out: floats", "out[wp.tid()] = float(x[wp.tid()])"),
     "takes_arrays_in_structs": ("h: Holder, out: floats", "out[wp.tid()] = h.a[wp.tid()]"),
     "takes_arrays_of_structs": ("h: wp.array(dtype=Params), out: floats", "out[wp.tid()] = h[wp.tid()].a"),
@@ -4027,6 +4020,11 @@ WARP_CASES = {  # by the name of the kernel: options of warp_kernel, arguments o
         {"outs": like_first, "launch_dims": 2, "tiled": True, "block_dim": 64},
         (sample(128),),
         lambda x: 2 * x,
+    ),
+    "indices": (
+        {"outs": like_first},
+        (sample(2, 3, 4, 5),),
+        lambda x: x * jnp.einsum("aijkm,a->ijkm", np.indices((2, 3, 4, 5)), np.array([1000, 100, 10, 1])),
     ),
 }
 
@@ -5045,16 +5043,6 @@ def test_warp_batches_of_any_size_are_exported():
     program = export.export(jax.jit(f), disabled_checks=xk.export_checks())(spec(n, 5), spec(n, 5))
     x = sample(3, 5)
     check_close(program.call(x, x), x * x)
-
-
-def test_warp_launches_of_four_dimensions(warp_path):
-    @unique_kernel
-    def indices(out: wp.array4d(dtype=float)):
-        i, j, k, m = wp.tid()
-        out[i, j, k, m] = float(1000 * i + 100 * j + 10 * k + m)
-
-    out = xk.warp_kernel(indices, spec(2, 3, 4, 5), launch_dims=(2, 3, 4, 5))()
-    check_close(out, np.einsum("aijkm,a->ijkm", np.indices((2, 3, 4, 5)), [1000, 100, 10, 1]).astype(np.float32))
 
 
 @needs_warp
