@@ -4880,6 +4880,10 @@ WARP_GRADIENTS = {  # a kernel on a row of x, the same in JAX, and of what the a
                            lambda x: x[0] ** 20, ("s", "s = s * x[i, 0]")),
     "a product in a function": ("out[i] = row_product(x, i)", jnp.prod, ("s", "s = s * x[i, j]")),
     "an inner loop": (f"{SUM_OF_SUMS}\nout[i] = t", lambda x: x.sum() ** 2, ("s", "t += s * x[i, k]")),
+    "an earlier round": (
+        "s = float(0.0)\nt = float(0.0)\nfor j in range(x.shape[1]):\n    t += s * s\n    s += x[i, j]\nout[i] = t",
+        lambda x: ((jnp.cumsum(x) - x) ** 2).sum(), ("s", "t += s * s"),
+    ),
     "an element": ("v = wp.vec3(0.0, 0.0, 0.0)\nfor j in range(x.shape[1]):\n    v[0] += x[i, j]\nout[i] = v[0] * v[0]",
                    lambda x: x.sum() ** 2, ("v", "out[i] = v[0] * v[0]")),
     "break": ("s = float(0.0)\nfor j in range(20):\n    if j == 4:\n        break\n    s += x[i, 0]\nout[i] = s",
