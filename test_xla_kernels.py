@@ -4709,10 +4709,10 @@ def test_warp_batch_is_a_launch_for_each_slice_after_all(warp_on_gpu, reasons, m
     happen(monkeypatch.setattr, kernel)
     if xk._MOVE_SNIPPET in NO_CPP:  # users get no error, and tests do
         with pytest.raises(Exception, match=reason):
-            warp_on_gpu.run(jax.vmap(op), x, y)
+            warp_on_gpu.run(jax.vmap(xk.warp_kernel(fresh_kernel(), like_first)), x, y)
         monkeypatch.setattr(xk, "_FALLS_BACK_ON", Exception)
     warp_on_gpu.check(op, PAIRS, 3, x + factor * y)
-    assert any(re.match(reason, text) for text in reasons())
+    assert any(re.match(reason, text) for text in reasons())  # Warp 1.14 says once that it cannot build a kernel
 
 
 # -- inputs are never changed, and outputs start from something ----------------------------------------
