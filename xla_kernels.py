@@ -2794,6 +2794,11 @@ class _Handler(_Code):
             args = self.new(XLA_FFI_Error_Create_Args, message=message, errc=code)
             self.ret(self.api(self.frame, "Error_Create", args))
 
+    def text(self, text: str) -> int:
+        """The address of a text, for code that is not shared."""
+        self.alive.append(ctypes.create_string_buffer(text.encode("utf-8", "replace")))
+        return ctypes.addressof(self.alive[-1])
+
     @property
     def launch(self) -> _Word:
         """The address of the integers of a call's one attribute, `launch`, which may be none."""
@@ -4105,7 +4110,7 @@ def _cuda_fill(handler: _Handler, libcuda: _LibCuda, target: _Word, source: Any,
     function = "cuMemsetD8Async" if isinstance(source, int) else "cuMemcpyDtoDAsync_v2"
     code = handler.call(libcuda.address(function), target, source, nbytes, _cuda_stream(handler))
     text = f"{function} failed where an output of kernel '{handler.signature.label}' gets its first values"
-    handler.fail(text, when=code & 0xFFFF_FFFF)  # a C int
+    handler.fail(handler.text(text), when=code & 0xFFFF_FFFF)  # a C int
 
 
 def _cuda_place(handler: _Handler) -> tuple[_Word, _Word]:
@@ -4140,9 +4145,7 @@ class _CudaLauncher:
         is_known = (ordinal >= 0) & (ordinal < last)
         function = handler.load(handler.select(is_known, ordinal, last) * 8 + ctypes.addressof(self.table))
         lost = f"kernel '{self.label}' is not loaded on this GPU, which JAX did not list as a local device"
-        text = ctypes.create_string_buffer(lost.encode("utf-8", "replace"))
-        handler.alive.append(text)
-        handler.fail(ctypes.addressof(text), when=function == 0)
+        handler.fail(handler.text(lost), when=function == 0)
         attribute = handler.launch
         (x, y, z), block, shared_mem = _CudaLaunch.read(handler.load, attribute)
 
@@ -6014,7 +6017,7 @@ def _op_transpose(op_params: _OpParams, cts: Sequence, *operands: Any) -> list:
     """The op's transpose rule, which is for one slice, under the recorded vmaps."""
     rule = _derivative_rule(op_params.op, "transpose")
     if all(type(ct) is ad.Zero for ct in cts):
-        return [None] * len(operands)
+        return [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in operands]
     what = f"the transpose rule of {op_params.op.name!r}"
 
     def of_slice(cts: tuple, operands: tuple) -> list:
