@@ -1297,9 +1297,7 @@ ERRORS = [
     ("numba", TypeError, "outs[1].*'f4'", lambda: wrap(outs=[FLOATS, "f4"])),
     ("numba", TypeError, "outs is missing", lambda: wrap(outs=None)),
     ("numba", TypeError, ".shape and .dtype", lambda: wrap(outs=jnp.float32)),
-    ("numba", TypeError, "input_output_aliases must be a dict", lambda: wrap(input_output_aliases=[(0, 0)])),
-    ("numba", TypeError, 'scalars.*"x".*; got 3', lambda: wrap(scalars=3)),
-    ("numba", TypeError, r"printable text.*'a\n'", lambda: wrap(name="a\n")),
+    ("numba", ValueError, "scalars=[3]: 3 must be the name of an array parameter", lambda: wrap(scalars=3)),
     ("numba", ValueError, "vmap_method.*'loop'", lambda: wrap(vmap_method="loop")),
     ("numba", ValueError, "negative.*(-1,)", lambda: wrap(outs=spec(-1))),
     ("numba", ValueError, "in_out_argnames=.*'t' must be the name of an array",
@@ -1310,8 +1308,10 @@ ERRORS = [
     ("numba", TypeError, "input 0.*structured", lambda: wrap(itself)(np.zeros(3, "f4,i4"))),
     ("numba", TypeError, "input 0.*key_data", lambda: add_one(jax.random.key(0))),
     # outputs, and what starts from an input
-    ("numba", TypeError, "scratch 0 is bfloat16[4]", lambda: wrap(scratch=spec(4, dtype=jnp.bfloat16))(F32)),
-    ("numba", TypeError, "outs takes (x, y).*float32[4]", lambda: wrap(outs=lambda x, y: x)(F32)),
+    ("numba", TypeError, "output 1 is bfloat16[4], a dtype for which",
+     lambda: wrap(scratch=spec(4, dtype=jnp.bfloat16))(F32)),
+    ("numba", TypeError, "outs of (float32[4]): .*missing 1 required positional argument: 'y'",
+     lambda: wrap(outs=lambda x, y: x)(F32)),
     ("numba", TypeError, "'add_one': outs of (float32[4]): 'ShapeDtypeStruct' object is not subscriptable"
      + SPECS_NO_VALUES, lambda: wrap(outs=lambda x: x[0])(F32)),
     ("numba", TypeError, "has no attribute 'astype'" + SPECS_NO_VALUES,
@@ -1329,13 +1329,15 @@ ERRORS = [
      lambda: wrap(outs=lambda x: spec(x.shape[1]))(F32)),
     ("numba", TypeError, "scratch of (float32[4]): .*: a function gets specs",
      lambda: wrap(scratch=lambda x: x[0])(F32)),
-    ("numba", ValueError, "there is no output -1", lambda: wrap(input_output_aliases={0: -1})(F32)),
-    ("numba", ValueError, "must be equal", lambda: wrap(outs=spec(3), input_output_aliases={0: 0})(F32)),
-    ("numba", ValueError, "an output can alias one input",
+    ("numba", ValueError, "aliases={0: -1}.*an input can start one output",
+     lambda: wrap(input_output_aliases={0: -1})(F32)),
+    ("numba", ValueError, "an output can start from one input, of equal shape and dtype",
+     lambda: wrap(outs=spec(3), input_output_aliases={0: 0})(F32)),
+    ("numba", ValueError, "an output can start from one input",
      lambda: wrap(outs=FLOATS, input_output_aliases={0: 0, 1: 0})(F32, F32)),
     ("numba", ValueError, "'out' is not the name of an input.*before the other outputs",
      lambda: wrap(_running, in_out_argnames=["out"])(F32)),
-    ("numba", ValueError, "output 1 and output 0",
+    ("numba", ValueError, "{0: 1}, in_out_argnames=['x']: an input can start one output",
      lambda: wrap(_running, FLOATS, in_out_argnames=["x"], input_output_aliases={0: 1})(F32)),
     # the arguments of the kernel
     ("numba", TypeError, "takes (x, out), but this call has 1 inputs and 2 outputs: it takes all by position, or",
@@ -1343,8 +1345,8 @@ ERRORS = [
     ("numba", TypeError, "a parameter cannot be keyword-only: make it an input, or a variable of the closure:",
      lambda: wrap(runs("out[:] = x + n", "x, out, *, n=3"))(F32)),
     ("numba", TypeError, "; a parameter cannot be keyword-only:", lambda: wrap(runs("return x + n", "x, *, n=3"))(F32)),
-    ("numba", TypeError, "got only (x, alpha)", lambda: head(F32, alpha=F32[0])),  # n is missing
-    ("numba", TypeError, "multiple values for argument 'x'", lambda: head(F32, x=F32)),  # by position and by keyword
+    ("numba", TypeError, "got 1 by position and (alpha) by name", lambda: head(F32, alpha=F32[0])),  # n is missing
+    ("numba", TypeError, "got 1 by position and (x) by name", lambda: head(F32, x=F32)),  # by position and by keyword
     ("numba", TypeError, "position only", lambda: wrap(lambda x, /, n, out: None)(F32, n=F32[0])),
     ("numba", TypeError, "n[()].*scalars=", lambda: head(F32, 2, 3.0)),
     # what the kernel does
@@ -1413,7 +1415,7 @@ ERRORS = [
      lambda: trace_warp("multiply", INTEGERS, THREE)),
     ("warp", TypeError, "JAX keeps 64 bits .* x = jnp.asarray(x, jnp.float64)",
      lambda: trace_warp("takes_doubles", THREE)),
-    ("warp", TypeError, "'v' .*float32[:,2].*: wrong inner", lambda: trace_warp("matvec", spec(3, 2, 2), spec(3, 4))),
+    ("warp", TypeError, "'v' .*float32[:,2].*: wrong shape", lambda: trace_warp("matvec", spec(3, 2, 2), spec(3, 4))),
     ("warp", NotImplementedError, "a launch has known dimensions",
      lambda: trace_warp("multiply", spec(*export.symbolic_shape("n")), THREE)),
     ("warp", ValueError, "Warp counts extents and strides in 32 bits",
@@ -1426,37 +1428,33 @@ ERRORS = [
      lambda: jax.jvp(product(), PAIR, PAIR)),
     ("warp", TypeError, "the parameters (x, y, out).* got 1 inputs and 1 outputs",
      lambda: trace_warp("multiply", THREE)),
-    ("warp", TypeError, "'h' is a struct .*Holder.* with arrays: .* for each field (a)",
+    ("warp", TypeError, "'h' is 'Holder'; supported are .* one parameter for each field",
      lambda: trace_warp("takes_arrays_in_structs")),
-    ("warp", TypeError, "'h' is an array of structs .*Params.*: .* for each field (a, n)",
+    ("warp", TypeError, "'h' is 'Params'; supported are .* one parameter for each field",
      lambda: trace_warp("takes_arrays_of_structs")),
     ("warp", TypeError, "'t' is .*; supported are scalars, vectors and matrices, arrays of those, and structs",
      lambda: trace_warp("takes_indices")),
     ("warp", TypeError, "no generic kernel such as 'takes_anything': wp.overload(kernel, ",
      lambda: trace_warp("takes_anything")),
     # Warp: launches, and what starts from an input
-    ("warp", ValueError, "launch_dims is missing, and there is no array",
+    ("warp", ValueError, "launch_dims is missing, and the shape of the first array, (), does not do",
      lambda: trace_warp("takes_nothing", outs=(), has_side_effect=True)),
-    ("warp", TypeError, "launch_dims must be an int or a tuple of ints; got",
-     lambda: trace_warp("multiply", launch_dims="3")),
-    ("warp", ValueError, "1 to 4 numbers from 0 to 2147483647; got (-1,)",
-     lambda: trace_warp("multiply", launch_dims=-1)),
-    ("warp", ValueError, "block_dim must be 1 to 1024 threads; got 2048",
-     lambda: trace_warp("multiply", block_dim=2048)),
+    ("warp", TypeError, "launch_dims must be 1 to 4 (tiled: 3) numbers from 0 to 2147483647; got 3",
+     lambda: trace_warp("multiply", THREE, THREE, launch_dims="3")),
+    ("warp", ValueError, "1 to 4 (tiled: 3) numbers from 0 to 2147483647; got -1",
+     lambda: trace_warp("multiply", THREE, THREE, launch_dims=-1)),
     ("warp", ValueError, "tiled=True needs launch_dims, the number of blocks",
      lambda: trace_warp("multiply", tiled=True)),
-    ("warp", ValueError, "tiled launch_dims .* 1 to 3",
-     lambda: trace_warp("multiply", tiled=True, launch_dims=(1,) * 4)),
+    ("warp", ValueError, "launch_dims must be 1 to 4 (tiled: 3)",
+     lambda: trace_warp("multiply", THREE, THREE, tiled=True, launch_dims=(1,) * 4)),
     ("warp", ValueError, "True does not go with in_out",
      lambda: trace_warp("histogram", in_out_argnames=["acc"], differentiable=True)),
-    ("warp", ValueError, "'weight' .* by value: an output can start with an array",
-     lambda: trace_warp("histogram", input_output_aliases={1: 0})),
     # Warp: values and types
     ("warp", TypeError, "'s' (struct .*Settings) is passed .*got int 1, not an instance",
      lambda: call_every(*EVERY, s=1)),
     ("warp", Exception, "param m .*warp_kernel 'every'", lambda: call_every(*EVERY, m=[1.0, 2.0])),  # Warp's own text
     ("warp", Exception, " param i", lambda: call_every(*EVERY, i=1.5)),
-    ("warp", TypeError, "'v' (float16[3]) .* not of one shape: make it a warp.vec3h",
+    ("warp", ValueError, "Failed to convert argument for param v to vec3h",
      lambda: call_every(*EVERY, v=((1, 2), 3))),
     ("warp", ValueError, "'i' (int8) is passed by value; got int 300, which is out of its range",
      lambda: call_every(*EVERY, i=300)),
@@ -1488,11 +1486,9 @@ ERRORS = [
      "that both processes import, which is not __m", lambda: pickled_in_main(xk.XLACustomKernel("scale"))),
     ("op", TypeError, "['alpha'] need a generator", lambda: call_broken(backend="numba", alpha=2)),
     ("op", TypeError, "'alpha' must be hashable", lambda: call_broken(alpha=([1],))),
-    ("op", TypeError, "sorts the keys", lambda: call_broken(outs={1: spec(8), "one": spec(8)})),
-    ("op", TypeError, "parameter 'k' is traced", lambda: jax.jit(call_op(op_adding(a=1)))(1.0, k=2.0)),
-    ("op", TypeError, "'_op_params' is reserved", lambda: call_op(op_adding(a=1))(1.0, _op_params=3.0)),
-    ("op", TypeError, "of another byte order", lambda: op_adding(a=1)(1.0, outs=np.ones(1, ">f4"))),
-    ("op", TypeError, "outs, which op 'op' needs, is missing",
+    ("op", TypeError, "parameter 'k' must be hashable, as parameters are static; got JitTracer",
+     lambda: jax.jit(call_op(op_adding(a=1)))(1.0, k=2.0)),
+    ("op", TypeError, "outs of XLACustomKernel 'op' is missing: give one slice's",
      lambda: xk.general_batching_rule(op_adding(a=1), (VECTOR,), (0,))),
     ("op", ValueError, "no call function", lambda: op_adding(a=1).call(1)),
     ("op", NotImplementedError, "no kernel for platform 'cpu'; registered: nothing",
@@ -1500,21 +1496,17 @@ ERRORS = [
     ("op", NotImplementedError, "no kernel for platform 'cpu'; registered: nothing",
      lambda: xk.XLACustomKernel("empty").benchmark(VECTOR, outs=like_first)),
     # ops: what is registered
-    ("op", TypeError, "backend must be a name, got 1", lambda: op_adding(a=1).def_kernel(1, "cpu", add_to(1))),
+    ("op", TypeError, "backend and platform must be names, got 1",
+     lambda: op_adding(a=1).def_kernel(1, "cpu", add_to(1))),
     ("op", TypeError, "must be callable, got 'kernel'", lambda: op_adding(a=1).def_kernel("a", "cpu", "kernel")),
     ("op", TypeError, "grid can be given with a ready kernel only",
      lambda: op_adding(a=1).def_numba_kernel(add_to(1), grid=3)),
     ("op", TypeError, "an op has no side effects", call_with_side_effects),
-    ("op", TypeError, "an op has no side effects",
-     lambda: op_adding(a=1).def_numba_kernel(numba_multiply, has_side_effect=True)),
-    ("op", TypeError, "an op has no side effects", lambda: op_adding(a=1).def_numba_kernel(wrap(has_side_effect=True))),
-    ("op", TypeError, "by def_vjp_rule", lambda: op_adding(a=1).def_numba_kernel(numba_multiply, differentiable=True)),
     ("op", TypeError, "expected an XLACustomKernel or a jax Primitive, got 3", lambda: xk.defjvp(3)),
-    ("op", TypeError, "'op': def_jvp_rule2: the rule of operand 1 must be",
+    ("op", TypeError, "'wrong' is not a callable object",
      lambda: op_adding(a=1).def_jvp_rule2(None, "wrong")),
-    ("op", TypeError, "'op': a rule of def_vjp_rule must be callable",
+    ("op", TypeError, "'wrong' is not a callable object",
      lambda: op_adding(a=1).def_vjp_rule(add_to(1), "wrong")),
-    ("op", ValueError, "no backend '' for platform 'cpu'", lambda: op_adding(a=1).set_default("cpu", None)),
     # ops: transformations
     ("op", NotImplementedError, "'op' has no ordered effects", lambda: call_op(op_of(print_in_order))(1.0)),
     ("op", NotImplementedError, "no ordered effects", lambda: jax.make_jaxpr(call_op(op_of(print_in_order)))(1.0)),
@@ -3623,7 +3615,8 @@ def test_fakecuda_or_gpu_threads_make_batches_at_once(cuda_on_gpu, monkeypatch):
     ("mov.u32 %r1, %ctaid.x; mov.u32 %r2, %ntid.z; mov.u32 %r3, %tid.z; mov.u32 %r4, %nctaid.y;", ""),
 ])  # fmt: skip
 def test_ptx_that_asks_for_z(ptx, asks):
-    assert xk._asks_for_z(ptx) == asks
+    found = xk._ASKS_FOR_Z.search(ptx)
+    assert asks in found[0] if asks else found is None
 
 
 def named_op(language):
@@ -4079,8 +4072,6 @@ def test_warp_grid_of_kernels_without_a_grid_stride(fake_gpu):
 
     fake_gpu.run(xk.warp_kernel(nothing, spec(1), launch_dims=2**24 + 1, block_dim=32, zero_outputs=True))
     assert fake_gpu.grids == [(2**19, 2, 1)]
-    with pytest.raises(ValueError, match=r"warp_kernel 'nothing': 1152921504606846976 threads are too many"):
-        jax.eval_shape(xk.warp_kernel(nothing, spec(1), launch_dims=(2**30, 2**30), block_dim=32, zero_outputs=True))
 
 
 # -- functions, and kernels that call them ---------------------------------------------------------------
@@ -4263,8 +4254,6 @@ WARP_BATCHES = {
     "in order": WarpBatch(ADD, PAIRS, options=IN_ORDER, reason="vmap_method says that slices run in order"),
     "C++": WarpBatch("out[i] = native(x[i])", PAIRS[:1], X_OUT, reason=OF_THE_USER),
     "an adjoint": WarpBatch("out[i] = cube(x[i])", PAIRS[:1], X_OUT, gradient=True, reason=OF_THE_USER),
-    "our names": WarpBatch("_xla_step_0 = x[i]\nout[i] = _xla_step_0", PAIRS[:1], X_OUT,
-                           reason="names that begin with _xla_ are those of what is added to it"),
 }  # fmt: skip
 
 
@@ -4517,7 +4506,7 @@ def test_warp_kernel_that_only_updates_an_output_is_refused(statement, out):
     with pytest.raises(TypeError, match=r"'out'.*zero_outputs=True.*in_out_argnames"):
         jax.eval_shape(call())
     for zero_outputs in (None, True):
-        with pytest.raises(TypeError, match="make this scratch an output"):
+        with pytest.raises(TypeError, match="make scratch an output"):
             jax.eval_shape(call((), scratch=out, has_side_effect=True, zero_outputs=zero_outputs))
     jax.eval_shape(call(zero_outputs=False))
     zeros, start = np.zeros(out.shape, np.float32), sample(*out.shape)
@@ -4583,7 +4572,7 @@ WARP_GRADIENTS = {  # a kernel on a row of x, the same in JAX, and of what the a
     "an element": ("v = wp.vec3(0.0, 0.0, 0.0)\nfor j in range(x.shape[1]):\n    v[0] += x[i, j]\nout[i] = v[0] * v[0]",
                    lambda x: x.sum() ** 2, ("v", "out[i] = v[0] * v[0]")),
     "break": ("s = float(0.0)\nfor j in range(20):\n    if j == 4:\n        break\n    s += x[i, 0]\nout[i] = s",
-              lambda x: 4 * x[0], ("what it leaves", "break")),
+              lambda x: 4 * x[0], ("the loop that it leaves", "break")),
 }  # fmt: skip
 
 
@@ -4680,9 +4669,9 @@ def test_warp_arguments_bind_as_pythons():
     f = xk.warp_kernel(warp_kernels().histogram, spec(3), zero_outputs=True)
     check_close(f(weight=jnp.int32(2), index=INTEGERS), [2, 2, 2])
     check_close(jax.jit(f, static_argnums=1)(INTEGERS, 0.5), [0.5, 0.5, 0.5])
-    with pytest.raises(TypeError, match=r"the parameters \(index, w.* multiple values for argument 'index'"):
+    with pytest.raises(TypeError, match=r"the parameters \(index, w.* got 1 by position and \(index\) by name"):
         f(INTEGERS, index=3)
-    with pytest.raises(TypeError, match=r"got only \(index, acc\)"):
+    with pytest.raises(TypeError, match=r"got 1 by position and \(acc\) by name"):
         f(INTEGERS, acc=THREE)
     text = r"'weight' \(float32\) .* got .* make it a warp.array of shape \(1,\), .* static argument"
     with pytest.raises(TypeError, match=text):
@@ -4711,7 +4700,7 @@ def test_warp_names_the_settings_that_are_in_the_way(monkeypatch):
     assert "enable_backward=False leaves out" in " ".join(caught.value.__notes__)
     monkeypatch.setattr(wp.config, "enable_cpu_blocks", True, raising=False)  # came with Warp 1.19
     check_close(product(launch_dims=3)(THREE, THREE), THREE * THREE)
-    with pytest.raises(NotImplementedError, match=r"enable_cpu_blocks, .* blocks of 4 threads, .*: use block_dim=1"):
+    with pytest.raises(NotImplementedError, match="enable_cpu_blocks' blocks, a launch is more than"):
         product(block_dim=4)(THREE, THREE)
 
 
@@ -4897,7 +4886,7 @@ def test_op_kernels_that_close_over_traced_values_are_refused(transform):
 
 def test_op_kernels_know_no_axes_of_vmap():
     total = call_op(op_of(lambda x: jax.lax.psum(x, "i")))
-    text = r"'op': .*names the axes \['i'\] of a vmap, and only jax.shard_map"
+    text = r"'op': .*names the axis 'i' of a vmap, and only jax.shard_map"
     for call in eager_and_jitted(jax.vmap(total, axis_name="i")):
         with pytest.raises(NotImplementedError, match=text):
             call(ROWS)
@@ -4971,9 +4960,12 @@ def test_arrays_of_other_libraries_may_be_parts_of_arrays(cut):
 
 REFUSED_INPUTS = {  # by all that is called, in these words
     "reference": (lambda: jax.new_ref(jnp.ones(4)), r"is a jax.Ref: pass its value, ref\[\.\.\.\]"),
-    "fields": (lambda: np.ones(4, [("a", "f4"), ("b", "i4")]), "has the dtype.*each field"),
+    "fields": (
+        lambda: np.ones(4, [("a", "f4"), ("b", "i4")]),
+        "must be a number or an array.*the fields of a structured array one by one",
+    ),
     "byte order": (lambda: F32.astype(">f4"), r"of another byte order.*newbyteorder\("),
-    "not to be had": (lambda: OfOtherLibrary(F32, is_exported=False), "JAX cannot take this .*pass a copy .*had"),
+    "not to be had": (lambda: OfOtherLibrary(F32, is_exported=False), "must be a number or an array.*not to be had"),
 }
 
 
@@ -5288,10 +5280,18 @@ RULE_ERRORS = {  # the method that defines a rule of the product, its arguments,
     "transpose": ("def_transpose_rule", [lambda cts, x, y: cts], "but the operands are (None, float32[8])"),
     "vjp: no residuals": ("def_vjp_rule", [lambda x, y: x * y, lambda y, ct: (ct, ct)], "return (results, residuals)"),
     "vjp: dict": ("def_vjp_rule", [lambda x, y: (x, y), lambda y, ct: {"x": ct}], "return a tuple"),
-    "batch: no axis": ("def_batching_rule", [lambda args, axes: (args[:1], [None])], "(float32[3,8]), but the slices"),
-    "batch: no such axis": ("def_batching_rule", [lambda args, axes: (args[:1], [2])], "along axis 2"),
-    "batch: too few axes": ("def_batching_rule", [lambda args, axes: (args[:1], [])], "one axis per result; got 1"),
-    "batch: too many axes": ("def_batching_rule", [lambda args, axes: (args[:1], [0, 0])], "one axis per result"),
+    "batch: no axis": (
+        "def_batching_rule",
+        [lambda args, axes: (args[:1], [None])],
+        "(float32[3,3,8]), but outs, with the batch in front",
+    ),
+    "batch: no such axis": ("def_batching_rule", [lambda args, axes: (args[:1], [2])], "axis 2 is out of bounds"),
+    "batch: too few axes": ("def_batching_rule", [lambda args, axes: (args[:1], [])], "two sequences of one length"),
+    "batch: too many axes": (
+        "def_batching_rule",
+        [lambda args, axes: (args[:1], [0, 0])],
+        "two sequences of one length",
+    ),
     "batch: no sequences": ("def_batching_rule", [lambda args, axes: (args[0], 0)], "two sequences"),
 }
 

@@ -5864,7 +5864,9 @@ def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None],
         out = function(*args)
         return out, jax.tree.map(lambda _: None, out)
     if is_op:
-        if callable(params.get("outs")):
+        if "outs" not in params:
+            raise TypeError(f"general_batching_rule: outs of {primitive.op.title} is missing: give one slice's")
+        if callable(params["outs"]):
             slices = map(_without_axis, args, axes)
             params["outs"] = _call_with_specs(params["outs"], "general_batching_rule: outs", *slices)
         op_params = primitive.op_params(**params)
