@@ -1439,7 +1439,7 @@ ERRORS = [
     # Warp: launches, and what starts from an input
     ("warp", ValueError, "launch_dims is missing, and the shape of the first array, (), does not do",
      lambda: trace_warp("takes_nothing", outs=(), has_side_effect=True)),
-    ("warp", TypeError, "launch_dims must be 1 to 4 numbers from 0 to 2147483647; got 3",
+    ("warp", TypeError, "launch_dims must be 1 to 4 numbers from 0 to 2147483647; got '3'",
      lambda: trace_warp("multiply", THREE, THREE, launch_dims="3")),
     ("warp", ValueError, "1 to 4 numbers from 0 to 2147483647; got -1",
      lambda: trace_warp("multiply", THREE, THREE, launch_dims=-1)),
