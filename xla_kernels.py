@@ -5582,8 +5582,9 @@ def _tagged(value: Any) -> Any:
         return tuple([(name, _tagged(x)) for name, x in sorted(value.items())])
     if isinstance(value, (tuple, frozenset)):
         return kind, (tuple if isinstance(value, tuple) else frozenset)(map(_tagged, value))
-    is_float = isinstance(value, (float, complex, np.inexact))  # also NaN, which is not equal to itself
-    return kind, repr(value) if is_float else value
+    if isinstance(value, (float, complex, np.inexact)):  # also NaN, which is not equal to itself
+        return kind, float.hex(value) if isinstance(value, float) else np.asarray(value).tobytes()
+    return kind, value
 
 
 # -- 10.3 A kernel: from a generator, or a ready kernel, to its results --------------------------------
