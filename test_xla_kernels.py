@@ -1601,7 +1601,7 @@ def test_threads_that_raise_in_a_loop():
 def test_a_call_that_fails_gives_its_memory_back():
     """References: each that a failing call kept would be some ten blocks a call."""
     call = jax.jit(raising("LookupError('no such number')"))
-    for _ in range(3):
+    for _ in range(20):
         error_of(call, F32)
     gc.collect()
     blocks = sys.getallocatedblocks()
@@ -2143,7 +2143,7 @@ def test_what_numba_refuses_is_refused_in_words_of_jax(code):
 @pytest.mark.parametrize("kernel", kernels_of(Writes))
 def test_a_kernel_that_writes_to_an_input_unseen_by_numba_is_refused(kernel):
     """With a way out, by which it gives what Python gives."""
-    with pytest.raises(TypeError, match=r"(?s)kernel.*'x'.*in_out_argnames"):
+    with pytest.raises(TypeError, match=r"(?s)kernel.*in_out_argnames"):
         wrap(kernel)(F32)
     x = np.array([4, np.nan, 2, 1], np.float32)
     changed = x.copy()

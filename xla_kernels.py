@@ -193,6 +193,13 @@ def _without_numpy(x: Any) -> Any:
     return jax.lax.squeeze(jax.lax.expand_dims(x, (0,)), (0,)) if is_numpys else x
 
 
+def _batch_in_front(x: Any, dim: int | None, size: int) -> Any:
+    """An operand with its batch, which gets this size if it has none, as the first dimension."""
+    if not isinstance(x, jax.Array):  # jax before 0.9.2 cannot transpose its own constants
+        x = np.asarray(x)
+    return batching.bdim_at_front(x, dim, size)
+
+
 # -- meshes, and the types of values on them -----------------------------------------------------------
 
 
@@ -1508,7 +1515,7 @@ def _call_batching(args: Any, dims: Any, *, call: _Call) -> Any:
     for i, _ in call.aliases:
         has_slices[i] = True  # each slice of the output starts with one of the input
     sizes = [size if has_slice else 1 for has_slice in has_slices]
-    ins = map(batching.bdim_at_front, args, dims, sizes)
+    ins = map(_batch_in_front, args, dims, sizes)
     batched = dataclasses.replace(call, batch=(size, *call.batch))
     return batched.bind([*ins]), [0] * call.n_results
 
@@ -5899,7 +5906,7 @@ def _run_batching_rule(op_params: Any, in_axes: tuple, *batch: Any) -> list:
     if not isinstance(results, (list, tuple)) or not isinstance(axes, (list, tuple)) or len(results) != len(axes):
         raise TypeError(f"{what} must return (results, their axes), two sequences of one length; got {results}, {axes}")
     size = batch[in_axes.index(0)].shape[0]
-    in_front = [batching.bdim_at_front(x, axis, size) for x, axis in zip(results, axes)]
+    in_front = [_batch_in_front(x, axis, size) for x, axis in zip(results, axes)]
     expected = [Spec((size, *out.shape), out.dtype) for out in op_params.outs]
     return _as_declared(what, in_front, "outs, with the batch in front, are", expected)
 
