@@ -1599,7 +1599,7 @@ def test_threads_that_raise_in_a_loop():
 
 
 def test_a_call_that_fails_gives_its_memory_back():
-    """References: each that a failing call kept would be some ten blocks a call."""
+    """References: each that a failing call kept would be some ten blocks a call.  jax 0.9 keeps three itself."""
     call = jax.jit(raising("LookupError('no such number')"))
     for _ in range(20):
         error_of(call, F32)
@@ -1608,7 +1608,7 @@ def test_a_call_that_fails_gives_its_memory_back():
     for _ in range(50):
         error_of(call, F32)
     gc.collect()
-    assert sys.getallocatedblocks() - blocks < 50
+    assert sys.getallocatedblocks() - blocks < (50 if jax.__version_info__ >= (0, 11) else 250)
 
 
 # ======================================================================================================
