@@ -4024,7 +4024,7 @@ class FakeWarp(FakeGpus):
         function = ctypes.cast(code, ctypes.c_void_p).value + ordinal  # another one on each device
         launch.hooks = type(hooks)(*[ctypes.c_void_p(function)] * 2, block_dim + 1, block_dim + 1)
         launch.device = types.SimpleNamespace(is_cpu=False)
-        self.recorded[function] = launch, hooks, ordinal
+        self.recorded.setdefault(function, (launch, hooks, ordinal))  # the first: another thread may read this one
         return launch
 
     def launch(self, function, gx, gy, gz, bx, by, bz, shared_memory, stream, params, extra):
@@ -4571,6 +4571,14 @@ WARP_GRADIENTS = {  # a kernel on a row of x, the same in JAX, and of what the a
     ),
     "an element": ("v = wp.vec3(0.0, 0.0, 0.0)\nfor j in range(x.shape[1]):\n    v[0] += x[i, j]\nout[i] = v[0] * v[0]",
                    lambda x: x.sum() ** 2, ("v", "out[i] = v[0] * v[0]")),
+    "a length that was counted": (
+        f"m = int(0)\nfor j in range(x.shape[1]):\n    m += 1\n{SUM.replace('x.shape[1]', 'm')}out[i] = s", jnp.sum,
+        ("m", "for j in range(m):"),
+    ),
+    "a branch that begins anew": (f"{SUM}if i > 5:\n    s = 0.0\nout[i] = s * s", lambda x: x.sum() ** 2,
+                                  ("s", "out[i] = s * s")),
+    "one more branch": (f"{SUM}a = x[i, 0]\nif i > 5:\n    a = 1.0\nout[i] = a * s", lambda x: x[0] * x.sum(),
+                        ("s", "out[i] = a * s")),
     "break": ("s = float(0.0)\nfor j in range(20):\n    if j == 4:\n        break\n    s += x[i, 0]\nout[i] = s",
               lambda x: 4 * x[0], ("the loop that it leaves", "break")),
 }  # fmt: skip

@@ -13,13 +13,13 @@ no Python runs during a call, except for errors and for kernels that must run in
 
     add(jnp.arange(3.0), jnp.ones(3))            # works under jit, vmap, scan, shard_map, export
 
-What a user does by mistake is right, or refused with the way out.  What takes intent is the user's own responsibility,
-as in Numba, Warp and C++: own intrinsics, jitclasses and overloads that store to their arguments, raw addresses (C and
-C++ code, too), containers that hide an array, classes that lie in `__eq__`, and globals that another thread assigns
-while a kernel is compiled.
+A mistake either works as it was meant, or is refused with what to do instead.  What takes intent is the user's own
+responsibility, as in Numba, Warp and C++: own intrinsics, jitclasses and overloads that store to their arguments, raw
+addresses (C and C++ code, too), containers that hide an array, classes that lie in `__eq__`, and globals that another
+thread assigns while a kernel is compiled.
 
-`python -m xla_kernels` shows which backends work on this machine.  Needs Python 3.12, jax 0.9 and NumPy 2.0; of its
-backends Numba 0.63, which Warp's calls need too, and Warp 1.14.
+`python -m xla_kernels` shows which backends work on this machine.  Needs Python 3.12, jax 0.9 and NumPy 2.0; the
+Numba and Warp backends need Numba 0.63, that of Warp also Warp 1.14.
 
 A map of this file, whose sections begin under a line of `=`:
 
@@ -1987,7 +1987,7 @@ class _Wrapper(_NotCopied):
 #      `probe` measures, while it runs more and more slices on this thread.
 #   6. XLA's threads and this one `share` slices: each takes chunk after chunk until none is left.
 # One of the slices that fail, not always the first, gives the call its error; nobody takes a chunk after that.
-# Relies on sections 1 and 2, llvmlite, and the C API of CPython.  The emitter of a backend writes what runs one slice.
+# Relies on sections 1 to 3, Numba, llvmlite, and the C API of CPython.  The emitter of a backend writes what runs one slice.
 # From inside XLA, Numba and the C library:
 # - XLA's threads (test_each_slice_runs_once_on_any_thread_unless_in_order), and where it loses an alias
 #   (test_what_starts_with_an_input_does_where_xla_lost_the_alias)
@@ -2359,7 +2359,7 @@ _CHUNK = 20  # work that a thread takes at a time: little, as cores differ in sp
 
 
 class _Driver(_Code):
-    """What all handlers have in common, compiled once.  Each public method is written as a C function.
+    """What all handlers have in common, compiled once.  Each method that `__init__` names becomes a C function.
 
     Python's own `if` and `for` decide what is written; `when`, `loop` and `forever` are in the code that is.
     """
@@ -2455,7 +2455,14 @@ class _Driver(_Code):
         helpers = self.minimum(self.minimum(n_threads.current, n_slices) - 1, work // _WORTH_A_THREAD)
         with self.when(helpers < 1):
             self.ret(self.call("run", batch, first, batch.count))
-        shared = _Struct(self, _SharedBatch, self.call("PyMem_RawMalloc", ctypes.sizeof(_SharedBatch)))
+        memory = self.call("PyMem_RawMalloc", ctypes.sizeof(_SharedBatch))
+        idle = self.call("PyThread_allocate_lock")
+        with self.when((memory == 0) | (idle == 0)):  # no memory is left: PyMem_RawFree takes null, too
+            self.call("PyMem_RawFree", memory)
+            with self.when(idle != 0):
+                self.call("PyThread_free_lock", idle)
+            self.ret(self.call("run", batch, first, batch.count))
+        shared = _Struct(self, _SharedBatch, memory)
         shared.batch = batch
         shared.next = first
         shared.count = batch.count
@@ -2463,7 +2470,7 @@ class _Driver(_Code):
         shared.left = n_slices
         shared.holders = helpers + 2  # counted before any task runs
         shared.error = 0
-        shared.idle = self.call("PyThread_allocate_lock")
+        shared.idle = idle
         self.call("PyThread_acquire_lock", shared.idle, 1)
         args = self.new(XLA_FFI_ThreadPool_Schedule_Args, ctx=batch.frame.ctx, task="work", data=shared)
         with self.loop(helpers):  # which may come too late
@@ -2893,7 +2900,7 @@ _HELP = {
     "constant",
     r"attribute 'at' of type .*array": "write out[i] = 1.0 for out.at[i].set(1.0)",
     r"Module\(<module 'scipy|<class 'numpy\.ufunc'": "Numba has no such function: there are math.erf and math.gamma; "
-    "on CPUs SciPy's C functions by get_cython_function_address, as in `bessel` of the README's examples",
+    "on CPUs SciPy's C functions by get_cython_function_address, as in `bessel` of the project's EXAMPLES.md",
     r"Module\(<module 'pdb|name 'breakpoint'": "debug it in Python: wrapper.__wrapped__, or of @njit its .py_func, "
     "takes NumPy arrays",
     r"IMPORT_NAME": "import outside of the kernel",
@@ -3776,8 +3783,10 @@ class _CudaCallable(_CudaWrapper):
         package = _cuda_package_named_by(self.kernel, self.title)
         _check_takes(inspect.signature(self.kernel), self.title, [*call.ins, *call.outs, "a stream"])
 
+        function = self.kernel  # what runs it lives for ever: not so the wrapper
+
         def run(arrays: list, stream: Any, _: int) -> None:
-            if self.kernel(*arrays, stream) is not None:
+            if function(*arrays, stream) is not None:
                 raise TypeError("it returns a value: launch kernels that write to the outputs, and return nothing")
 
         def compile_callable(signature: _Signature) -> _Compiled | None:
@@ -4343,6 +4352,8 @@ class _WarpOptions(_Options):
         super().__post_init__()
         if self.block_dim is not None:
             (self.block_dim,) = _ints((self.block_dim,), f"block_dim must be an int; got {self.block_dim!r}")
+            if self.block_dim < 1:
+                raise ValueError(f"block_dim must be at least 1; got {self.block_dim}")
         if self.tiled and self.launch_dims is None:
             raise ValueError("tiled=True needs launch_dims, the number of blocks")
         if self.differentiable and (self.input_output_aliases or self.in_out_argnames or self.scratch):
@@ -5029,11 +5040,11 @@ class _StaleValues:
                 self.assign(target, ast.copy_location(ast.BinOp(target, op, value), node))
             case ast.If(test=test, body=body, orelse=orelse):
                 self.need(test, self.value(test)[0])
-                self.run(body)
-                self.run(orelse)
+                self.branches(body, orelse)
             case ast.Break():
                 self.need(node, {"the loop that it leaves"})
             case ast.For(target=target, iter=iterated, body=body):
+                self.need(iterated, self.value(iterated)[0])
                 self.assign(target, ast.Constant(0))
                 if self.is_unrolled(iterated, body):
                     self.run(body)
@@ -5041,9 +5052,20 @@ class _StaleValues:
                     self.loop(body)
                     self.stale |= self.stored_names(target)
             case ast.While(test=test, body=body):
+                self.need(test, self.value(test)[0])  # before the loop: what it counts itself, Warp counts anew
                 self.loop(body)
             case ast.Expr(value=value) | ast.Return(value=ast.expr() as value):
                 self.value(value)
+
+    def branches(self, *branches: Sequence[ast.stmt]) -> None:
+        before = self.stale, self.inert, self.assigned
+        after = []
+        for branch in branches:
+            self.stale, self.inert, self.assigned = map(set, before)
+            self.run(branch)
+            after.append((self.stale, self.inert, self.assigned))
+        stale, inert, assigned = zip(*after)
+        self.stale, self.inert, self.assigned = set().union(*stale), set.intersection(*inert), set().union(*assigned)
 
     def is_unrolled(self, iterated: Any, body: Sequence[ast.stmt]) -> bool:
         match iterated:
@@ -5135,7 +5157,6 @@ def _warn_of_stale_values(kernel: Any, params: Mapping[str, _WarpParam], title: 
     """Warn of a gradient that is wrong, once for each kernel."""
     if kernel in _WARNED_OF:
         return
-    _WARNED_OF.add(kernel)
     inert = {name for name, param in params.items() if not param.ndim or np.dtype(param.dtype).kind != "f"}
     max_unroll = {**kernel.module.options, **kernel.options}.get("max_unroll") or 16
     checks = [_StaleValues(kernel, inert, max_unroll)]
@@ -5145,11 +5166,12 @@ def _warn_of_stale_values(kernel: Any, params: Mapping[str, _WarpParam], title: 
     for line, (name, text) in itertools.chain(*(check.found.items() for check in checks)):
         warnings.warn(
             f"{title}: the gradient may be wrong: Warp's adjoint needs {name!r} as it was in `{text:.60}` (line {line} "
-            f"of {kernel.adj.filename}), and has it as it is later.  Put the loop into a wp.func that returns what it "
+            f"of {kernel.adj.filename}), and has its value at another time.  Put the loop into a wp.func that returns what it "
             f"sums up, or give it a constant length of at most {max_unroll}; then compare the gradient by "
             "jax.test_util.check_grads",
             skip_file_prefixes=_FILES_BEFORE_THE_USERS,
         )
+    _WARNED_OF.add(kernel)
 
 
 # ======================================================================================================
@@ -5590,7 +5612,9 @@ def _tagged(value: Any) -> Any:
     if isinstance(value, (tuple, frozenset)):
         return kind, (tuple if isinstance(value, tuple) else frozenset)(map(_tagged, value))
     if isinstance(value, (float, complex, np.inexact)):  # also NaN, which is not equal to itself
-        return kind, float.hex(value) if isinstance(value, float) else np.asarray(value).tobytes()
+        bits = float.hex(value) if isinstance(value, float) else np.asarray(value).tobytes()
+        is_plain = kind in (float, complex) or isinstance(value, np.inexact)
+        return (kind, bits) if is_plain else (kind, bits, value)
     return kind, value
 
 
