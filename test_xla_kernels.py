@@ -5381,6 +5381,12 @@ def test_op_batching_rule_runs_beside_derivatives_until_the_general_one_is_regis
             each.register_general_batching()
 
 
+def test_op_without_derivative_rules_has_those_of_what_its_batching_rule_runs():
+    op = op_of(lambda x: x**2)
+    op.def_batching_rule(lambda args, axes: ([args[0] ** 2], axes))
+    check_close(jax.grad(lambda x: jax.vmap(call_op(op))(x).sum())(ROWS), 2 * ROWS)
+
+
 # -- debugging and timing ------------------------------------------------------------------------------
 
 

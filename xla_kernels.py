@@ -1987,7 +1987,8 @@ class _Wrapper(_NotCopied):
 #      `probe` measures, while it runs more and more slices on this thread.
 #   6. XLA's threads and this one `share` slices: each takes chunk after chunk until none is left.
 # One of the slices that fail, not always the first, gives the call its error; nobody takes a chunk after that.
-# Relies on sections 1 to 3, Numba, llvmlite, and the C API of CPython.  The emitter of a backend writes what runs one slice.
+# Relies on sections 1 to 3, Numba, llvmlite, and the C API of CPython.  The emitter of a backend writes what runs one
+# slice.
 # From inside XLA, Numba and the C library:
 # - XLA's threads (test_each_slice_runs_once_on_any_thread_unless_in_order), and where it loses an alias
 #   (test_what_starts_with_an_input_does_where_xla_lost_the_alias)
@@ -5166,8 +5167,8 @@ def _warn_of_stale_values(kernel: Any, params: Mapping[str, _WarpParam], title: 
     for line, (name, text) in itertools.chain(*(check.found.items() for check in checks)):
         warnings.warn(
             f"{title}: the gradient may be wrong: Warp's adjoint needs {name!r} as it was in `{text:.60}` (line {line} "
-            f"of {kernel.adj.filename}), and has its value at another time.  Put the loop into a wp.func that returns what it "
-            f"sums up, or give it a constant length of at most {max_unroll}; then compare the gradient by "
+            f"of {kernel.adj.filename}), and has its value at another time.  Put the loop into a wp.func that returns "
+            f"what it sums up, or give it a constant length of at most {max_unroll}; then compare the gradient by "
             "jax.test_util.check_grads",
             skip_file_prefixes=_FILES_BEFORE_THE_USERS,
         )
