@@ -337,8 +337,7 @@ def start():
 
 def documented_network():
     """What the program in the documentation defines."""
-    documents = [ROOT / "README.md", *ROOT.glob(".github/*.md")]
-    text = "\n".join(document.read_text(encoding="utf-8") for document in documents)
+    text = (ROOT / ".github" / "EXAMPLES.md").read_text(encoding="utf-8")
     code = re.search(r"## A network of spiking neurons\n.*?```python\n(.*?)```", text, re.DOTALL)[1]
     network = {}
     exec(code, network)
@@ -518,7 +517,8 @@ def write(report, prefix):
     pathlib.Path(f"{prefix}.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     pathlib.Path(f"{prefix}.md").write_text(markdown(report), encoding="utf-8")
     for title, table in report["tables"].items():
-        if picture := table["picture"]:
+        picture = table["picture"]
+        if picture and not any(map(is_failure, table["rows"])):
             draw(f"{prefix}-{picture}.svg", *PICTURES[picture], title, table["rows"], report["date"])
 
 
