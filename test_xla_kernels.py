@@ -6134,10 +6134,11 @@ def test_the_picture_of_speed_has_the_figures_of_the_readmes_table():
     row = re.search(r"^\| add 16 elements, in `fori_loop` \|(.*)\|$", text_of("README.md"), re.MULTILINE)[1]
     figures_of_table = [float(cell) for cell in row.split("|") if cell.strip()]
     picture = ElementTree.parse(ROOT / ".github" / "speed.svg")
-    heights = {text.text: float(text.get("y")) for text in picture.iter("{http://www.w3.org/2000/svg}text")}
+    texts = [(x.text, float(x.get("y"))) for x in picture.iter("{http://www.w3.org/2000/svg}text")]
 
     def figure_beside(path):
-        (figure,) = [text for text, y in heights.items() if text != path and abs(y - heights[path]) < 5]
+        height = dict(texts)[path]
+        (figure,) = [text for text, y in texts if text != path and abs(y - height) < 5]
         return float(figure)
 
     assert list(map(figure_beside, PATHS_OF_TABLE)) == figures_of_table
