@@ -64,26 +64,19 @@ def gpu():
     return next(iter(devices("cuda")), None)
 
 
-def cores():
-    """Those that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def installed(package):
     return importlib.util.find_spec(package) is not None
 
 
+@functools.cache
+def distributions():
+    """The version of each that is installed, by its name."""
+    return {found.name: found.version for found in reversed([*importlib.metadata.distributions()])}
+
+
 def runs_cuda():
     """Whether Numba CUDA kernels run here: on a GPU, with a package that compiles them, or on the simulator."""
-    return SIMULATOR or (gpu() and (can_import("numba_cuda_mlir.cuda") or can_import("numba.cuda")))
-
-
-def can_import(module):
-    try:
-        importlib.import_module(module)
-    except ImportError:
-        return False
-    return True
+    return SIMULATOR or (gpu() and (installed("numba_cuda_mlir") or installed("numba_cuda")))
 
 
 def warp():
@@ -127,10 +120,10 @@ CONDITIONS = {  # by the names that the mark `needs` takes
     "real driver": Condition(not FAKE_DRIVER, "runs once, without the fake driver"),
     "linux": Condition(sys.platform == "linux", "CUDA's driver and threads have other names on another system"),
     "glibc": Condition(hasattr(ctypes.pythonapi, "gnu_get_libc_version"), "its modes of floats, and Numba's omp"),
-    "cores": Condition(cores() > 1 and sys.platform != "win32", "needs two cores that share the slices of a batch"),
+    "cores": Condition(os.cpu_count() > 1 and sys.platform != "win32", "threads share slices on two cores"),
     "gcc": Condition(shutil.which("gcc"), "no C compiler", tested=True),
     "brainevent": Condition(installed("brainevent"), "brainevent is not installed", tested=True),
-    "tbb": Condition(lambda: versions_of(["tbb"]), "tbb is not installed"),
+    "tbb": Condition(lambda: "tbb" in distributions(), "tbb is not installed"),
 }
 TESTED = [name for name, condition in CONDITIONS.items() if condition.tested]
 
@@ -138,8 +131,6 @@ TESTED = [name for name, condition in CONDITIONS.items() if condition.tested]
 @functools.cache
 def missing(requirement):
     """Why something cannot be tested here, or None; that an installed package cannot be imported is an error."""
-    if requirement not in CONDITIONS:
-        raise ValueError(f"needs({requirement!r}): unknown; choose from {', '.join(CONDITIONS)}, or add it there")
     is_met, reason, package, *_ = CONDITIONS[requirement]
     try:
         importlib.import_module(package)
@@ -204,14 +195,10 @@ def computing(request):
         yield
 
 
-PACKAGES_OF_HEAD = "jax jaxlib numpy numba warp-lang numba-cuda numba-cuda-mlir brainevent".split()
-
-
 def pytest_addoption(parser):
     names = {"default": [], "type": lambda names: names.split(",")}
     parser.addoption("--require", metavar="NAMES", help="fail where one of these is missing, do not skip", **names)
     parser.addoption("--warnings-are-errors", action="store_true", help="but for those that pyproject.toml ignores")
-    parser.addoption("--cells-out", metavar="PATH", help="write which cells of the matrix passed")
     parser.addoption("--outcomes-out", metavar="PATH", help="write which tests passed, and why others were skipped")
     parser.addoption("--grid-out", metavar="PATH", help="append the grid of the matrix, as Markdown")
 
@@ -227,55 +214,35 @@ def pytest_configure(config):
 
 def pytest_report_header(config):
     tested, others = [], []
-    for requirement in TESTED:
+    for name in TESTED:
         try:
-            reason = missing(requirement)
+            reason = missing(name)
         except ImportError as error:
             reason = f"BROKEN: {error}"
-        if reason:
-            others.append(f"skipped: {requirement} ({reason})")
-        else:
-            tested.append(requirement)
+        others += [f"skipped: {name} ({reason})"] if reason else []
+        tested += [] if reason else [name]
     where = f"{len(devices('cpu'))} CPU devices, {len(devices('cuda'))} GPUs"
-    return [names_and_versions(versions_of(PACKAGES_OF_HEAD)), f"{where}; testing: {', '.join(tested)}", *others]
+    return [versions(), f"{where}; testing: {', '.join(tested)}", *others]
 
 
-def names_and_versions(versions):
-    return ", ".join(map(" ".join, versions.items()))
-
-
-def versions_of(packages):
-    """{package: version} of those that are installed."""
-    versions = {}
-    for package in packages:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    return versions
+def versions():
+    packages = "jax jaxlib numpy numba warp-lang numba-cuda numba-cuda-mlir brainevent".split()
+    return ", ".join(f"{name} {version}" for name, version in distributions().items() if name in packages)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config):
     """Beside a GPU a few, as each has a CUDA context there."""
     if finds_gpu() and "PYTEST_XDIST_AUTO_NUM_WORKERS" not in os.environ:
-        return min(4, cores())
+        return 4
     return None  # xdist's own number
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_cmdline_main(config):
-    """With -n but no --dist, let workers that are done take over tests from others."""
-    if getattr(config.option, "numprocesses", None) and config.option.dist == "no":
-        config.option.dist = "worksteal"
 
 
 def pytest_collection_modifyitems(config, items):
     """First the tests that start processes, as they take longest."""
     items.sort(key=lambda item: item.get_closest_marker("processes") is None)
-    cells = [item for item in items if is_cell(item)]
-    for number, item in enumerate(cells):
-        item.user_properties.append(("cell", [number, *cell_of(item)]))
-    if cells:
-        matrix = cells[0].module
+    matrix = next((item.module for item in items if item.originalname == "test_matrix"), None)
+    if matrix:
         left_out = [(cell, matrix.left_out(*cell)) for cell in matrix.possible_cells()]
         getattr(config, "workeroutput", {})["left out"] = config.stash[LEFT_OUT] = left_out
 
@@ -285,20 +252,9 @@ def pytest_collection_finish(session):
     gc.freeze()
 
 
-# ======================================================================================================
-# What came out: of all tests with --outcomes-out, and of the cells of the matrix as a grid at the end of a run
-# ======================================================================================================
+# -- what came out: of all tests with --outcomes-out, and the grid of the matrix at the end of a run --------
 
 LEFT_OUT = pytest.StashKey[list]()  # all cells that there could be, each with why it is left out, or None
-
-
-def is_cell(item):
-    return item.originalname == "test_matrix"
-
-
-def cell_of(item):
-    """Operation, backend, transformation and dtype: what a report carries, also from a worker of xdist."""
-    return [item.callspec.params[name] for name in ("op", "backend", "transformation", "dtype")]
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -309,60 +265,45 @@ def pytest_testnodedown(node, error):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    reports = terminalreporter.stats
-    cells, simulated = cells_of(reports)
-    if path := config.getoption("--cells-out"):
-        pathlib.Path(path).write_text(json.dumps(cells), encoding="utf-8")
+    outcomes, simulated = {}, []
+    for outcome in ("passed", "failed", "error", "skipped"):
+        for report in terminalreporter.stats.get(outcome, []):
+            reason = report.longrepr[2].removeprefix("Skipped: ") if outcome == "skipped" else ""
+            outcomes[report.nodeid.partition("::")[2]] = reason or outcome
+            simulated += dict(getattr(report, "user_properties", [])).get("simulated", [])
     if path := config.getoption("--outcomes-out"):
-        outcomes = {report.nodeid.partition("::")[2]: outcome for report, outcome in outcomes_of(reports)}
         pathlib.Path(path).write_text(json.dumps(outcomes), encoding="utf-8")
-    if cells or simulated:
+    if simulated or any(name.startswith("test_matrix[") for name in outcomes):
+        text = grid_text(config.stash.get(LEFT_OUT, []), outcomes, ["-".join(cell) for cell in simulated])
         title = "matrix: how many cells passed"
-        text = grid_text(cells, simulated, config.stash.get(LEFT_OUT, []))
         terminalreporter.section(title)
         terminalreporter.write(text)
         if path := config.getoption("--grid-out"):
-            head = names_and_versions(versions_of(PACKAGES_OF_HEAD))
             with open(path, "a", encoding="utf-8") as file:
-                file.write(f"### {title}\n\nPython {platform.python_version()}, {head}\n\n```\n{text}```\n\n")
+                file.write(f"### {title}\n\nPython {platform.python_version()}, {versions()}\n\n```\n{text}```\n\n")
 
 
-def outcomes_of(reports):
-    """(report, outcome) of each test: "passed", "failed", "error", or the reason of a skip."""
-    for outcome in ("passed", "failed", "error", "skipped"):
-        for report in reports.get(outcome, []):
-            yield report, report.longrepr[2].removeprefix("Skipped: ") if outcome == "skipped" else outcome
-
-
-def cells_of(reports):
-    """[(cell, outcome)] of those that ran here, in the order of the file; and those that passed in the simulator."""
-    cells, simulated = [], []
-    for report, outcome in outcomes_of(reports):
-        properties = dict(getattr(report, "user_properties", []))
-        simulated += properties.get("simulated", [])
-        if "cell" in properties:
-            cells.append((properties["cell"], outcome))
-    return [(cell, outcome) for (_, *cell), outcome in sorted(cells)], simulated
-
-
-def grid_text(cells, simulated, left_out):
+def grid_text(all_cells, outcomes, simulated):
     """Tables of operations, transformations and dtypes by backend; what failed, by name; and what the marks mean."""
-    outcomes = dict.fromkeys(map(tuple, simulated), "simulated")
-    for cell, outcome in cells:
-        if outcome in ("passed", "failed", "error") or tuple(cell) not in outcomes:
-            outcomes[tuple(cell)] = outcome
     marks = {"passed": "", "failed": " FAILED", "error": " FAILED", "simulated": "s", None: "-"}
-    for outcome in outcomes.values():  # others are reasons of skips
-        marks.setdefault(outcome, string.ascii_lowercase.replace("s", "")[len(marks) - 5])
-    cells = {tuple(cell): "." if reason else marks[outcomes.get(tuple(cell))] for cell, reason in left_out}
+    letters = iter(string.ascii_lowercase.replace("s", ""))
+    cells, failed = {}, ""
+    for cell, reason in all_cells:
+        name = "-".join(cell)
+        outcome = outcomes.get(f"test_matrix[{name}]")
+        if name in simulated and outcome not in ("passed", "failed", "error"):
+            outcome = "simulated"
+        if outcome not in marks:  # the reason of a skip
+            marks[outcome] = next(letters)
+        cells[tuple(cell)] = "." if reason else marks[outcome]
+        if marks[outcome] == " FAILED":
+            failed += f"FAILED: {name}\n"
     float32 = {cell: mark for cell, mark in cells.items() if cell[3] == "float32"}
     text = table_text("float32", 0, float32) + table_text("float32", 2, float32) + table_text("dtype", 3, cells)
-    for cell, outcome in outcomes.items():
-        text += f"FAILED: {'-'.join(cell)}\n" * (marks[outcome] == " FAILED")
-    text += "3: passed; 3s: on Numba's simulator of CUDA; 3-: not run\n"
+    text += f"{failed}3: passed; 3s: on Numba's simulator of CUDA; 3-: not run\n"
     for outcome, mark in list(marks.items())[5:]:
         text += f"3{mark}: skipped: {outcome}\n"
-    reasons = collections.Counter(reason for _, reason in left_out if reason)
+    reasons = collections.Counter(reason for _, reason in all_cells if reason)
     return text + "".join(f"{count}.: left out: {reason}\n" for reason, count in reasons.items())
 
 
@@ -376,10 +317,5 @@ def table_text(title, axis, cells):
     for row in rows:
         entries = [sorted(counts[row, column].items()) for column in columns]
         lines.append([row, *[" ".join(f"{count}{mark}" for mark, count in entry) for entry in entries]])
-    return "".join("  ".join(line).rstrip() + "\n" for line in aligned(lines)) + "\n"
-
-
-def aligned(rows):
-    """The rows, with spaces that make each cell as wide as its column."""
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return [list(map(str.ljust, row, widths)) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    return "".join("  ".join(map(str.ljust, line, widths)).rstrip() + "\n" for line in lines) + "\n"
