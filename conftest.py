@@ -5,7 +5,6 @@ import contextlib
 import ctypes
 import functools
 import gc
-import importlib
 import importlib.metadata
 import importlib.util
 import inspect

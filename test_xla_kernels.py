@@ -106,8 +106,7 @@ OPS = {  # name: the dtypes that it is tested with
     "add": NUMBERS,  # arithmetic in every dtype
     "leaky_relu": FLOAT32,  # a static parameter
     "hadamard": ("int32", "float32", "float64", "complex64"),  # two dimensions; its derivative calls it
-    "outer": FLOAT32,  # an output like no input
-    "transposed": FLOAT32,  # three dimensions
+    "transposed": FLOAT32,  # three dimensions, an output like no input
     "csr_event": FLOATING,  # integers, bool, atomics, outputs of two shapes
     "lif": FLOATING,  # outputs of two dtypes
     "in_place": FLOAT32,  # an input that becomes the output
@@ -138,9 +137,8 @@ BACKENDS = {
 
 SHARD_MAPS = ("shard_map", "eager_shard_map", "grad_of_shard_map", "shard_map_of_grad")
 FORWARD = (
-    "eager", "jit", "without_jit", "vmap", "vmap_every_input", "vmap_other_axes", "vmap_nested", "vmap_of_nothing",
-    "lax_map", "scan", "loop_of_state", "while_loop", "cond", "pmap", "shard_map", "eager_shard_map", "jit_over_mesh",
-    "export",
+    "eager", "jit", "without_jit", "vmap", "vmap_other_axes", "vmap_nested", "vmap_of_nothing", "scan",
+    "loop_of_state", "while_loop", "cond", "pmap", "shard_map", "eager_shard_map", "jit_over_mesh", "export",
 )  # fmt: skip
 DERIVATIVES = (
     "jvp", "grad", "grad_of_vmap", "grad_of_nested_vmap", "vmap_of_grad", "grad_of_scan", "grad_of_shard_map",
@@ -178,7 +176,7 @@ WITH_ALL_FEATURES = ("hadamard", "csr_event", "blend")  # shapes, dtypes, aliase
 OTHER_DTYPES = all_but(DTYPES, "float32")
 LEFT_OUT = {  # why there are no such cells: what cannot be
     "the first output is not the next first input": [
-        Cells(("reversed", "outer", "transposed", "csr_event"), transformations=("loop_of_state",))
+        Cells(("reversed", "transposed", "csr_event"), transformations=("loop_of_state",))
     ],
     "its language has no arrays of this dtype": [
         Cells(backends=in_language(language), dtypes=dtypes) for language, dtypes in NO_ARRAYS_OF.items()
@@ -217,6 +215,7 @@ LEFT_OUT = {  # why there are no such cells: what cannot be
     "other dtypes are called as float32 is": [
         Cells(transformations=all_but(FORWARD, "eager", "vmap"), dtypes=OTHER_DTYPES),
         Cells(transformations=DERIVATIVES, dtypes=all_but(DTYPES, *FLOATING)),
+        Cells(transformations=all_but(DERIVATIVES, "jvp", "grad"), dtypes=OTHER_DTYPES),
         Cells(backends=all_but(BACKENDS, *WITH_EVERY_CELL, "warp", "differentiable"), dtypes=OTHER_DTYPES),
         Cells(backends=("warp",), transformations=DERIVATIVES, dtypes=OTHER_DTYPES),
         Cells(backends=("differentiable",), transformations=FORWARD, dtypes=OTHER_DTYPES),
@@ -363,16 +362,6 @@ class Hadamard(Operation):
             return None, *op(x, cotangent, **params)
 
 
-class Outer(Operation):
-    inputs = of_shapes(4, 3)
-
-    def reference(x, y):
-        return x[:, None] * y
-
-    def element(i, j, x, y, out):
-        out[i, j] = x[i] * y[j]
-
-
 class Transposed(Operation):
     inputs = of_shapes((2, 3, 4))
 
@@ -460,8 +449,8 @@ class Blend(Operation):
 
 
 OPERATIONS = {
-    "reversed": Reversed, "add": Add, "leaky_relu": LeakyRelu, "hadamard": Hadamard, "outer": Outer,
-    "transposed": Transposed, "csr_event": CsrEvent, "lif": Lif, "in_place": InPlace, "blend": Blend,
+    "reversed": Reversed, "add": Add, "leaky_relu": LeakyRelu, "hadamard": Hadamard, "transposed": Transposed,
+    "csr_event": CsrEvent, "lif": Lif, "in_place": InPlace, "blend": Blend,
 }  # fmt: skip
 
 
@@ -495,10 +484,8 @@ class Transformations:
     def vmap(call, inputs, batch):
         return over_first(call, inputs)(batch[0], *inputs[1:])
 
-    def vmap_every_input(call, inputs, batch):
-        return jax.vmap(call)(*batch)
-
     def vmap_other_axes(call, inputs, batch):
+        """Of every input."""
         last = [jnp.moveaxis(x, 0, -1) for x in batch]
         results = jax.vmap(call, in_axes=-1, out_axes=-1)(*last)
         return [jnp.moveaxis(result, -1, 0) for result in results]
@@ -511,10 +498,6 @@ class Transformations:
         vmapped = over_first(call, inputs)
         parts = [vmapped(slices, *inputs[1:]) for slices in (batch[0][:0], batch[0][:2])]
         return [jnp.concatenate(results) for results in zip(*parts)]
-
-    def lax_map(call, inputs, batch):
-        """Batches of slices, and what is left over."""
-        return jax.jit(partial(jax.lax.map, lambda x: call(x, *inputs[1:]), batch_size=2))(batch[0][:5])
 
     def scan(call, inputs, batch):
         return jax.jit(partial(scan_slices, call))(batch[0][:4], *inputs[1:])
