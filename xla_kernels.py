@@ -4261,7 +4261,7 @@ def warp_kernel(
     outs: Any = None,
     *,
     launch_dims: Any = None,
-    block_dim: int | None = None,
+    block_dim: int = 256,
     tiled: bool = False,
     vmap_method: str | None = None,
     input_output_aliases: Mapping[int | str, int] | None = None,
@@ -4296,7 +4296,7 @@ def warp_kernel(
         of the first array that is not None (without the dimensions of its elements), if `wp.tid()` gives as many
         indices.  More threads than elements write beyond arrays, which corrupts memory: `warp.config.mode = "debug"`,
         set before the first call, finds that.
-      block_dim: threads per block on a GPU, by default 256; a block on the CPU has one.
+      block_dim: threads per block on a GPU; a block on the CPU has one.
       tiled: True for kernels whose blocks work on tiles, as `warp.launch_tiled` starts them: `launch_dims`, up to 3,
         counts blocks.
       vmap_method, input_output_aliases, in_out_argnames, has_side_effect, scratch, name: as for `numba_kernel`.
@@ -4345,16 +4345,16 @@ def warp_kernel(
 @dataclasses.dataclass(kw_only=True)
 class _WarpOptions(_Options):
     launch_dims: Any
-    block_dim: int | None
+    block_dim: int
     tiled: bool
     differentiable: bool
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.block_dim is not None:
-            (self.block_dim,) = _ints((self.block_dim,), f"block_dim must be an int; got {self.block_dim!r}")
-            if self.block_dim < 1:
-                raise ValueError(f"block_dim must be at least 1; got {self.block_dim}")
+        what = f"block_dim must be an int of at least 1; got {self.block_dim!r}"
+        (self.block_dim,) = _ints((self.block_dim,), what)
+        if self.block_dim < 1:
+            raise ValueError(what)
         if self.tiled and self.launch_dims is None:
             raise ValueError("tiled=True needs launch_dims, the number of blocks")
         if self.differentiable and (self.input_output_aliases or self.in_out_argnames or self.scratch):
@@ -4379,7 +4379,7 @@ class _WarpKernel(_Wrapper):
         if kernel.is_generic:
             fix = "wp.overload(kernel, [types of its parameters]) gives one that is not"
             raise TypeError(f"warp_kernel takes no generic kernel such as {kernel.func.__name__!r}: {fix}")
-        self.params = {x.label: _warp_param(wp, kernel.func.__name__, x.label, x.type) for x in kernel.adj.args}
+        self.params = {x.label: _warp_param(wp, kernel, x) for x in kernel.adj.args}
         self.values = copy.deepcopy(values or {})  # for later traces, too: structs may change
         super().__init__(kernel, options, tuple(name for name in self.params if name not in self.values))
         self.by_values = _BoundedCache({(): self})  # this kernel with other values
@@ -4395,8 +4395,6 @@ class _WarpKernel(_Wrapper):
         if not named and not self.by_value_names and types.NoneType not in map(type, args):
             return self._call_inputs(args)
         arguments = self._bound(args, named)
-        if not self.by_value_names <= arguments.keys():
-            raise self._wrong_arity(f"got only ({', '.join(arguments)})")
         valued = [name for name, x in arguments.items() if name in self.by_value_names or x is None]
         values = {name: self.params[name].as_value(arguments.pop(name)) for name in valued}
         key = tuple([(name, _value_key(x)) for name, x in values.items()])
@@ -4408,16 +4406,11 @@ class _WarpKernel(_Wrapper):
 
     def _for_inputs(self, what: str, ins: Sequence[Spec]) -> Any:
         """An option, which may be a callable of all that the call got, values included."""
-        specs = iter(ins)
-        given = [*self.params][: len(ins) + len(self.values)]
-        arguments = [self.values[name] if name in self.values else next(specs) for name in given]
+        arguments: list[Any] = [*ins]
+        names = [*self.params]
+        for name, value in self.values.items():  # in the kernel's order
+            arguments.insert(names.index(name), value)
         return super()._for_inputs(what, arguments)
-
-    def _wrong_arity(self, problem: str) -> TypeError:
-        return TypeError(
-            f"{self.title} takes the parameters ({', '.join(self.params)}): inputs and values, then outputs, scratch; "
-            f"{problem}.  An output in front of an input is given, too, and named in in_out_argnames"
-        )
 
     # -- from a call to a target -----------------------------------------------------------------------
 
@@ -4426,47 +4419,45 @@ class _WarpKernel(_Wrapper):
         specs = call.ins + call.outs
         names = [*self.parameters[:n_in], *self.in_outs, *self.parameters[n_in:]]  # of each buffer
         if len(names) != len(specs):
-            given = f"{n_in + len(self.values)} inputs and {len(call.outs)} outputs"
-            raise self._wrong_arity(f"got {given} (in-out arguments count as both)")
+            raise self._wrong_arity(f"got {n_in} inputs and {len(call.outs)} outputs (in-out arguments count as both)")
         for name, spec in zip(names, specs):
             self.params[name].check(spec)
         buffers = {name: k for k, name in enumerate(names)}
         self._check_accesses(call, _source_of(self.kernel), buffers, is_guarded=False)
-        return self._target(call, [(name, "data", k) for name, k in buffers.items()], call.ins, self.title)
+        return self._target(call, {(name, "data"): k for name, k in buffers.items()}, call.ins)
 
-    def _target(self, call: _Call, buffers: Sequence, user_ins: Sequence[Spec], title: str) -> _WarpTarget:
+    def _target(self, call: _Call, buffers: Mapping[tuple[str, str], int], user_ins: Sequence[Spec]) -> _WarpTarget:
         """What launches the kernel, or with gradients its adjoint, on the buffers of a call.
 
-        `buffers` are the first three of `_WarpTarget.arrays`.  Options that are callables get `user_ins`.
+        `buffers` has their numbers, as in `_WarpTarget.arrays`.  Options that are callables get `user_ins`.
         """
         options = self.options
         specs = call.ins + call.outs
-        arrays = [(name, field, k, self.params[name].dims(specs[k].shape)) for name, field, k in buffers]
-        launch_dims = self._launch_dims(title, user_ins, arrays[0][-1] if arrays else ())
-        with _warp_session() as wp:
-            content = _warp_content(wp, self.kernel)
+        arrays = [(*key, k, self.params[key[0]].dims(specs[k].shape)) for key, k in buffers.items()]
+        launch_dims = self._launch_dims(user_ins, arrays[0][-1] if arrays else ())
+        values = [_value_key(x) for x in self.values.values()]
         target = _WarpTarget(
             self.__name__,
             runs_nothing=0 in launch_dims,
-            title=title,
+            title=self.title,
             where="runs on CPUs, and on NVIDIA GPUs where JAX has one",
             derivative="" if options.differentiable else "say differentiable=True for reverse mode, or ",
             kernel=self.kernel,
             values=self.values,
-            content=content,
-            value_keys=tuple([_value_key(x) for x in self.values.values()]),
+            options=options,
+            key=(_warp_content(self.kernel), *values, options.block_dim, options.tiled, options.name, options.in_order),
             arrays=tuple(arrays),
             launch_dims=launch_dims,
-            block_dim=options.block_dim,
-            is_tiled=options.tiled,
             signature=call.signature(self.__name__),
-            name_given=options.name,
-            in_order=options.in_order,
         )
-        target.register_where_traced()
+        platform = _traced_platform()
+        if platform in ("cpu", "cuda") and not target.runs_nothing:
+            target.lowered(platform)
+            if options.name:
+                target.lowered(platform, has_batch=True)  # for exported programs, whose process may lower no batch
         return target
 
-    def _launch_dims(self, title: str, user_ins: Sequence[Spec], first_dims: tuple[int, ...]) -> tuple[int, ...]:
+    def _launch_dims(self, user_ins: Sequence[Spec], first_dims: tuple[int, ...]) -> tuple[int, ...]:
         """The dimensions of a launch, by default those of the first array; if it is tiled, of its blocks."""
         launch_dims = self._for_inputs("launch_dims", user_ins)
         if launch_dims is None:
@@ -4474,12 +4465,13 @@ class _WarpKernel(_Wrapper):
             counts = _source_of(self.kernel).tid_counts or {0}
             if counts != {len(first_dims)}:
                 raise ValueError(
-                    f"{title}: launch_dims is missing, and the shape of the first array, {first_dims}, does not do, as "
-                    f"wp.tid() gives {' or '.join(map(str, sorted(counts)))} indices: give launch_dims, such as n, or "
-                    "(n, m) for two"
+                    f"{self.title}: launch_dims is missing, and the shape of the first array, {first_dims}, does not "
+                    f"do, as wp.tid() gives {' or '.join(map(str, sorted(counts)))} indices: give launch_dims, such as "
+                    "n, or (n, m) for two"
                 )
         most = _WARP_MAX_DIMS - self.options.tiled
-        what = f"{title}: launch_dims must be 1 to {most} numbers from 0 to {_WARP_MAX_EXTENT}; got {launch_dims!r}"
+        limits = f"1 to {most} numbers from 0 to {_WARP_MAX_EXTENT}"
+        what = f"{self.title}: launch_dims must be {limits}; got {launch_dims!r}"
         dims = _ints(launch_dims, what)
         if not 1 <= len(dims) <= most or min(dims) < 0 or max(dims) > _WARP_MAX_EXTENT:
             raise ValueError(what)
@@ -4499,35 +4491,34 @@ class _WarpKernel(_Wrapper):
         return _with_vjp(plain, forward, self._backward)(*args)
 
     def _backward(self, residuals: Any, cotangents: Sequence) -> tuple:
-        """One adjoint launch, whose last results are the gradients of the inputs of floats."""
+        """One adjoint launch, whose first results are the gradients of the inputs of floats."""
         args, outs = residuals
         operands = _make_varying([*args, *outs, *(cotangents[j] for j in _floats(outs))])
         call = self._resolve_adjoint(tuple(_input_specs(operands)), len(args))
-        results = call.bind(operands)
         cotangents_of_args: list[Any] = [None] * len(args)  # a zero, for JAX
-        for i in reversed(_floats(args)):
-            cotangents_of_args[i] = _sharded_like(results.pop(), jax.typeof(args[i]))
+        for i, gradient in zip(_floats(args), call.bind(operands)):
+            cotangents_of_args[i] = _sharded_like(gradient, jax.typeof(args[i]))
         return tuple(cotangents_of_args)
 
     def _resolve_adjoint(self, ins: tuple[Spec, ...], n_args: int) -> _Call:
-        """The call of the adjoint: (inputs, outputs, cotangents) -> (those that it changes, gradients).
+        """The call of the adjoint: (inputs, outputs, cotangents) -> (gradients, those that it changes).
 
-        Changed are what the adjoint replays of the kernel, and the cotangents; the gradients of inputs of floats start
-        from zeros.
+        The gradients, of inputs of floats, start from zeros.  Changed are what the adjoint replays of the kernel, and
+        the cotangents.
         """
         names = self.parameters
         replayed = _source_of(self.kernel).replayed
-        changed = [*(k for k, name in enumerate(names) if name in replayed), *range(len(names), len(ins))]
         float_ins = _floats(ins[:n_args])
-        float_outs = [n_args + j for j in _floats(ins[n_args : len(names)])]
-        results = tuple([ins[k] for k in (*changed, *float_ins)])
-        buffers = [(name, "data", k) for k, name in enumerate(names)]
-        buffers += [(names[k], "grad", j) for j, k in enumerate(float_outs, start=len(names))]
-        buffers += [(names[k], "grad", j) for j, k in enumerate(float_ins, start=len(ins) + len(changed))]
-        aliases = tuple((k, j) for j, k in enumerate(changed))
-        zeroed = tuple(range(len(changed), len(results)))
+        float_outs = _floats(ins[n_args : len(names)])
+        operands = [(name, "data") for name in names] + [(names[n_args + j], "grad") for j in float_outs]
+        changed = [k for k, (name, field) in enumerate(operands) if field == "grad" or name in replayed]
+        gradients = [(names[i], "grad") for i in float_ins]
+        buffers = {buffer: k for k, buffer in enumerate([*operands, *gradients])}
+        results = tuple([ins[k] for k in (*float_ins, *changed)])
+        aliases = tuple([(k, j) for j, k in enumerate(changed, start=len(gradients))])
+        zeroed = tuple(range(len(gradients)))
         call = _Call(ins, results, len(results), aliases, zeroed, self.options.has_side_effect)
-        target = self._target(call, buffers, ins[:n_args], f"the adjoint of {self.title}")
+        target = self._target(call, buffers, ins[:n_args])
         _warn_of_stale_values(self.kernel, self.params, self.title)
         return dataclasses.replace(call, target=target)
 
@@ -4548,7 +4539,8 @@ def _warp_session() -> Iterator[Any]:
     with _WARP_LOCK:
         level = wp.config.log_level
         try:
-            wp.config.log_level = max(level, 30) if level >= 20 else level
+            if level == 20:  # INFO, the default
+                wp.config.log_level = 30
             wp.init()
             yield wp
         finally:
@@ -4563,12 +4555,10 @@ def _warp_scalars(wp: Any) -> dict[np.dtype, Any]:
 def jaxtype_to_warptype(dtype: Any) -> Any:
     """The Warp scalar type of what NumPy reads as a dtype; a ValueError for one that Warp lacks."""
     wp = _import("warp", "jaxtype_to_warptype", _WARP_INSTALL)
-    scalars = _warp_scalars(wp)
     try:
-        return scalars[np.dtype(dtype)]
+        return _warp_scalars(wp)[np.dtype(dtype)]
     except (KeyError, TypeError):
-        names = ", ".join(key.name for key in scalars)
-        raise ValueError(f"Warp has no scalar type for dtype {dtype!r}; it has {names}") from None
+        raise ValueError(f"Warp has no scalar type for dtype {dtype!r}; it has {', '.join(_WARP_DTYPES)}") from None
 
 
 def jaxinfo_to_warpinfo(info: Any) -> Any:
@@ -4593,18 +4583,16 @@ def jaxinfo_to_warpinfo(info: Any) -> Any:
 class _WarpParam:
     """One parameter: an array of `ndim` dimensions, or what is passed by value (`ndim` is 0)."""
 
-    kernel: str
-    name: str
+    title: str  # for errors
     type: Any
     dtype: np.dtype | None  # of the scalars; None for a struct
     inner: tuple[int, ...]  # the shape of one element: () for scalars, (3,) for vec3
     ndim: int
 
     def dims(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The dimensions of an array without those of its elements; an array of one element may lack dimensions."""
+        """The dimensions of an array without those of its elements; an array of one element may have no others."""
         outer = shape[: len(shape) - len(self.inner)]
-        missing = [1] * (self.ndim - len(outer))
-        return (*outer, *missing)
+        return tuple(outer) or (1,) * self.ndim
 
     def __str__(self) -> str:
         scalar = self.dtype.name if self.dtype else f"struct {self.type.key}"
@@ -4620,20 +4608,19 @@ class _WarpParam:
             raise TypeError(self._refused(value, "not an instance of that struct"))  # Warp would read it as one
         if self.dtype and self.dtype.kind in "iu":
             limits = np.iinfo(self.dtype)
-            numbers = [n for n in _objects(value).ravel() if isinstance(n, (int, np.integer))]
-            if not all(limits.min <= n <= limits.max for n in numbers):
-                raise ValueError(self._refused(value, "which is out of its range"))  # Warp would wrap it around
+            for n in _objects(value).ravel():
+                if isinstance(n, (int, np.integer)) and not limits.min <= n <= limits.max:  # Warp would wrap it around
+                    raise ValueError(self._refused(value, "which is out of its range"))
         return np.asarray(value) if isinstance(value, jax.Array) else value
 
     def _refused(self, value: Any, why: str) -> str:
-        given = f"{type(value).__name__} {value!r:.80}"
-        return f"warp_kernel {self.kernel!r}: parameter {self.name!r} ({self}) is passed by value; got {given}, {why}"
+        return f"{self.title} ({self}) is passed by value; got {type(value).__name__} {value!r:.80}, {why}"
 
     def check(self, spec: Spec) -> None:
         """Raise if an array of this spec cannot be the argument."""
-        what = f"warp_kernel {self.kernel!r}: argument {self.name!r} is a warp.array, {self} for JAX; got {_show(spec)}"
+        what = f"{self.title} is a warp.array, {self} for JAX; got {_show(spec)}"
         if spec.dtype != self.dtype:
-            fix = f"cast it by jnp.asarray({self.name}, jnp.{self.dtype}), or annotate it with jaxinfo_to_warpinfo"
+            fix = f"cast it by jnp.asarray(x, jnp.{self.dtype}), or annotate it with jaxinfo_to_warpinfo"
             if str(self.dtype).endswith("64"):
                 fix = f"JAX keeps 64 bits `with jax.enable_x64(True): x = jnp.asarray(x, jnp.{self.dtype})`"
             raise TypeError(f"{what}: wrong dtype; {fix}")
@@ -4646,7 +4633,9 @@ class _WarpParam:
             raise ValueError(f"{what}: Warp counts extents and strides in 32 bits, at most {_WARP_MAX_EXTENT}")
 
 
-def _warp_param(wp: Any, kernel: str, name: str, warp_type: Any) -> _WarpParam:
+def _warp_param(wp: Any, kernel: Any, argument: Any) -> _WarpParam:
+    title = f"warp_kernel {kernel.func.__name__!r}: argument {argument.label!r}"
+    warp_type = argument.type
     scalars = {scalar: dtype for dtype, scalar in _warp_scalars(wp).items()}
     scalars |= {float: np.dtype("f4"), int: np.dtype("i4"), bool: np.dtype("?"), wp.handle: np.dtype("u8")}
     is_array = isinstance(warp_type, wp.array) or getattr(warp_type, "_concrete_cls", None) is wp.array
@@ -4655,12 +4644,11 @@ def _warp_param(wp: Any, kernel: str, name: str, warp_type: Any) -> _WarpParam:
     is_plain_struct = hasattr(element, "vars") and not is_array and not _points_to_arrays(element)
     if dtype is None and not is_plain_struct:
         raise TypeError(
-            f"warp_kernel {kernel!r}: parameter {name!r} is {getattr(element, 'key', warp_type)!r}; supported are "
-            "scalars, vectors and matrices, arrays of those, and structs without arrays: give the kernel one parameter "
-            "for each field"
+            f"{title} is {getattr(element, 'key', warp_type)!r}; supported are scalars, vectors and matrices, arrays "
+            "of those, and structs without arrays: give the kernel one parameter for each field"
         )
     inner = tuple(getattr(element, "_shape_", ()))
-    return _WarpParam(kernel, name, warp_type, dtype, inner, ndim=warp_type.ndim if is_array else 0)
+    return _WarpParam(title, warp_type, dtype, inner, ndim=warp_type.ndim if is_array else 0)
 
 
 def _points_to_arrays(warp_type: Any) -> bool:
@@ -4669,29 +4657,30 @@ def _points_to_arrays(warp_type: Any) -> bool:
     return hasattr(warp_type, "ndim") or any(_points_to_arrays(field.type) for field in fields)
 
 
-def _warp_content(wp: Any, kernel: Any) -> tuple[str, ...]:
+def _warp_content(kernel: Any) -> tuple[str, ...]:
     """What decides a kernel's machine code: its module, Warp's hash (of code, constants, types), and options.
 
     Warp's hash does not tell apart some constants, such as those of float64, but what it builds is a module's own; a
     kernel that is made again in a unique module gets the module, and is the kernel, that Warp has for that hash.
     """
-    kernel.adj.skip_build = False  # Warp < 1.19 makes an empty kernel, in silence, of what it could not build before
-    kernel.module.get_module_hash()  # also hashes the kernels
-    options = kernel.module.resolve_options(wp.config) | kernel.options
-    options["block_dim"] = None  # in Warp 1.14 that of the last launch
-    return wp.__version__, kernel.module.name, kernel.hash.hex(), str(options)
+    with _warp_session() as wp:
+        # Warp < 1.19 makes an empty kernel, in silence, of what it could not build before.
+        kernel.adj.skip_build = False
+        kernel.module.get_module_hash()  # also hashes the kernels
+        options = kernel.module.resolve_options(wp.config) | kernel.options
+        options["block_dim"] = None  # in Warp 1.14 that of the last launch
+        return wp.__version__, kernel.module.name, kernel.hash.hex(), str(options)
 
 
 _WARP_SOURCES = _BoundedCache()  # content -> `_Source`
 
 
 def _source_of(kernel: Any) -> _Source:
-    with _warp_session() as wp:
-        content = _warp_content(wp, kernel)
-        if content not in _WARP_SOURCES:
-            given = [_View(x.label, x.type.ndim) if hasattr(x.type, "ndim") else None for x in kernel.adj.args]
-            _WARP_SOURCES.keep(content, _Source(kernel, given))
-        return _WARP_SOURCES[content]
+    content = _warp_content(kernel)
+    if content not in _WARP_SOURCES:
+        given = [_View(x.label, x.type.ndim) if hasattr(x.type, "ndim") else None for x in kernel.adj.args]
+        return _WARP_SOURCES.keep(content, _Source(kernel, given))
+    return _WARP_SOURCES[content]
 
 
 def _objects(value: Any) -> np.ndarray:
@@ -4717,11 +4706,16 @@ class _Recorded(NamedTuple):
 
     command: Any  # Warp's, which keeps the module of the kernel loaded
     entry: int  # the machine code, on a GPU a CUfunction
-    shared_mem: int
-    words: list[int]  # blocks of memory, one behind the other
+    words: tuple[int, ...]  # on a GPU a `_CudaLaunch`; then blocks of memory, one behind the other
     block_sizes: tuple[int, ...]  # in words
-    # (number of the word, the buffer k whose pointer belongs there, or ~k for the bytes from one slice to the next)
+    # (number of the word in the blocks, the buffer k whose pointer belongs there, or ~k for the bytes from one slice to
+    # the next)
     pointers: tuple[tuple[int, int], ...]
+
+
+def _stand_in(k: int) -> int:
+    """What stands for the pointer to buffer k: a number that is no other by accident, aligned as pointers are."""
+    return 0x5EED_0F0A_C417_0000 + 16 * k
 
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
@@ -4733,24 +4727,13 @@ class _WarpTarget(_Target):
 
     kernel: Any = dataclasses.field(compare=False)
     values: Mapping[str, Any] = dataclasses.field(compare=False)
-    content: tuple  # what decides the kernel's machine code; compared for the kernel
-    value_keys: tuple  # compared for the values
+    options: _WarpOptions = dataclasses.field(compare=False)
+    key: tuple  # compared for these three
     # (name of a parameter, "data" or "grad", number of the buffer, dimensions of the array there)
     arrays: tuple[tuple[str, str, int, tuple[int, ...]], ...]
     launch_dims: tuple[int, ...]
-    block_dim: int | None
-    is_tiled: bool
     signature: _Signature
-    name_given: str | None  # the user's `name=`
-    in_order: bool
     is_in_z: bool = False  # the kernel is one that `_kernel_in_z` made
-
-    def register_where_traced(self) -> None:
-        platform = _traced_platform()
-        if platform in ("cpu", "cuda") and not self.runs_nothing:
-            self.lowered(platform)
-            if self.name_given and platform == "cuda" and not self.in_order:
-                self.lowered(platform, has_batch=True)  # for exported programs, whose process may lower no batch
 
     def lowered(self, platform: str, has_batch: bool = False) -> _Target:
         """Record a launch, and register what starts it."""
@@ -4763,104 +4746,92 @@ class _WarpTarget(_Target):
         context = _LibCuda().keeping_context() if platform == "cuda" else contextlib.nullcontext()
         with _warp_session() as wp, context:  # Warp may leave another device's context current
             recorded = [self._record(wp, device) for device in devices]
-            kernel_content = _warp_content(wp, self.kernel)  # which may be another one than where it was traced
-        _, _, shared_mem, words, block_sizes, pointers = recorded[0]
-        if platform == "cuda":
-            words = [*self._cuda_launch(shared_mem).words, *words]
-        content = "warp", self.in_order, kernel_content, self.block_dim
-        layout = platform, shared_mem, block_sizes, pointers
-        name = _NAMES.of_content(content, self.signature, self.name_given, str(layout))
-        if name not in _TARGETS:
-            _import("numba", "warp_kernel compiles what XLA calls with Numba's LLVM: it", _NUMBA_INSTALL)
-            emitter = _WarpEmitter(self, platform, recorded)  # without the lock, as Warp may be building in a thread
-            compiled = _compile_handler(self.signature, emitter)
-            with _LOCK:
-                if name not in _TARGETS:
-                    _register(name, platform, compiled)
-        return _Target(name, tuple(words), platform=platform, title=self.title, where=self.where)
+            first = recorded[0]
+            # The content may be another one than where the kernel was traced.
+            content = "warp", self.options.in_order, _warp_content(self.kernel), self.options.block_dim
+            layout = platform, first.block_sizes, first.pointers
+            name = _NAMES.of_content(content, self.signature, self.options.name, str(layout))
+            if name not in _TARGETS:
+                _import("numba", "warp_kernel compiles what XLA calls with Numba's LLVM: it", _NUMBA_INSTALL)
+                emitter = _WarpEmitter(self, platform, recorded)
+                _register(name, platform, _compile_handler(self.signature, emitter))
+        return _Target(name, first.words, platform=platform, title=self.title, where=self.where)
 
     def _in_z(self) -> _WarpTarget:
         """What runs a batch by one launch (9.5)."""
-        if self.in_order:
+        if self.options.in_order:
             raise _NoSingleLaunch("vmap_method says that slices run in order")
-        buffers = tuple([(name, field, k) for name, field, k, _ in self.arrays])
+        buffers = tuple([array[:3] for array in self.arrays])
         return dataclasses.replace(self, kernel=_kernel_in_z(self.kernel, buffers), is_in_z=True)
 
-    @property
-    def _threads_of_block(self) -> int:
-        return self.block_dim or 256
+    def _record(self, wp: Any, device: str) -> _Recorded:
+        """What Warp passes on a device.  Pointers are where it passes stand-ins."""
+        command = self._command(wp, device)
+        blocks = _warp_blocks(command)
+        words = memoryview(b"".join(blocks)).cast("q").tolist()
+        numbers = [k for _, _, k, _ in self.arrays]
+        if self.is_in_z:
+            numbers += [~k for k in numbers]
+        by_stand_in = {_stand_in(k): k for k in numbers}
+        pointers = [(n, by_stand_in[word]) for n, word in enumerate(words) if word in by_stand_in]
+        if not by_stand_in.keys() <= set(words):
+            raise NotImplementedError(f"{self.title}: this Warp passes arrays in an unknown way: use warp.jax_kernel")
+        direction = "backward" if command.adjoint else "forward"
+        entry = ctypes.cast(getattr(command.hooks, direction), _PTR).value or 0
+        if not command.device.is_cpu:
+            launch = self._cuda_launch(command, getattr(command.hooks, f"{direction}_smem_bytes"))
+            if self.is_in_z and (exceeded := _LibCuda().exceeded(entry, launch)):
+                raise _NoSingleLaunch(f"it does not fit then{exceeded}")  # it may take more registers
+            words[:0] = launch.words
+        block_sizes = tuple([len(block) // 8 for block in blocks])
+        return _Recorded(command, entry, tuple(words), block_sizes, tuple(pointers))
 
-    def _dims_on(self, device: str) -> tuple[int, ...]:
-        threads = 1 if device == "cpu" else self._threads_of_block
-        return (*self.launch_dims, threads) if self.is_tiled else self.launch_dims
-
-    def _cuda_launch(self, shared_mem: int) -> _CudaLaunch:
-        """As `wp_cuda_launch_kernel` (warp.cu) has it: without a loop in the kernel, blocks fill three axes."""
-        threads = self._threads_of_block
-        n_threads = math.prod(self._dims_on("cuda"))
+    def _cuda_launch(self, command: Any, shared_mem: int) -> _CudaLaunch:
+        """As `wp_cuda_launch_kernel` (warp.cu) has it: without a loop in the kernel, an axis has 2**24 threads."""
+        threads = self.options.block_dim
+        n_threads = command.bounds.size
         if n_threads % threads and _source_of(self.kernel).uses_tiles:
             raise ValueError(
                 f"{self.title}: all {threads} threads of a block work on a tile, and launch_dims={self.launch_dims} "
                 f"are {n_threads} threads: with tiled=True launch_dims counts blocks"
             )
-        blocks = -(-n_threads // threads)
-        x, y, z = min(blocks, _CUDA_LIMITS["grid"][0]), 1, 1
+        x, y = -(-n_threads // threads), 1
         if not getattr(self.kernel, "grid_stride", True):  # set when the content was read
-            x = min(blocks, 2**24 // threads)
-            y = min(-(-blocks // x), 65535)
-            z = -(-blocks // (x * y))
-        return _CudaLaunch((x, y, z), (threads, 1, 1), shared_mem)
+            n_blocks = x
+            x = min(n_blocks, 2**24 // threads)
+            y = -(-n_blocks // x)
+        return _CudaLaunch((x, y, 1), (threads, 1, 1), shared_mem)
 
-    def _record(self, wp: Any, device: str) -> _Recorded:
-        """What Warp passes on a device.  Pointers are where it passes stand-ins: random numbers, equal to no other."""
-        numbers = [k for _, _, k, _ in self.arrays]
-        if self.is_in_z:
-            numbers += [~k for k in numbers]
-        stand_ins = {k: int.from_bytes(os.urandom(7), "little") << 4 for k in numbers}
-        command = self._command(wp, device, stand_ins)
-        blocks = _warp_blocks(command)
-        words = memoryview(b"".join(blocks)).cast("q").tolist()
-        number_of = {stand_in: k for k, stand_in in stand_ins.items()}
-        pointers = tuple([(n, number_of[word]) for n, word in enumerate(words) if word in number_of])
-        if {k for _, k in pointers} != set(numbers):
-            raise NotImplementedError(f"{self.title}: this Warp passes arrays in an unknown way: use warp.jax_kernel")
-        for n, _ in pointers:
-            words[n] = 0
-        direction = "backward" if command.adjoint else "forward"
-        entry = ctypes.cast(getattr(command.hooks, direction), _PTR).value or 0
-        shared_mem = getattr(command.hooks, f"{direction}_smem_bytes")
-        if self.is_in_z and (exceeded := _LibCuda().exceeded(entry, self._cuda_launch(shared_mem))):
-            raise _NoSingleLaunch(f"it does not fit then{exceeded}")  # it may take more registers
-        block_sizes = tuple([len(block) // 8 for block in blocks])
-        return _Recorded(command, entry, shared_mem, words, block_sizes, pointers)
-
-    def _command(self, wp: Any, device: str, pointers: Mapping[int, int]) -> Any:
-        """Warp's recorded launch, with these pointers to buffers; compiles and loads the kernel."""
+    def _command(self, wp: Any, device: str) -> Any:
+        """Warp's recorded launch, with stand-ins for pointers; compiles and loads the kernel."""
         warp_types = {arg.label: arg.type for arg in self.kernel.adj.args}
         data = dict(self.values)
         grad: dict[str, Any] = {}
         for name, field, k, dims in reversed(self.arrays):  # gradients first
             dtype = warp_types[name].dtype
-            array = wp.array(ptr=pointers[k], shape=dims, dtype=dtype, device=device, grad=grad.get(name))
+            array = wp.array(ptr=_stand_in(k), shape=dims, dtype=dtype, device=device, grad=grad.get(name))
             (data if field == "data" else grad)[name] = array
             if self.is_in_z:
-                data[_STEP.format(k)] = pointers[~k]
+                data[_STEP.format(k)] = _stand_in(~k)
         inputs = [data[name] for name in warp_types]
-        block_dim = 1 if device == "cpu" else self._threads_of_block
-        options: dict[str, Any] = {"device": device, "block_dim": block_dim, "record_cmd": True, "record_tape": False}
+        is_tiled = self.options.tiled
+        block_dim = 1 if device == "cpu" else self.options.block_dim
+        dims = (*self.launch_dims, block_dim) if is_tiled else self.launch_dims
+        options: dict[str, Any] = {"device": device, "block_dim": block_dim, "record_cmd": True}
         note = f"This was raised for {self.title}"
         if grad:
             gradients = [grad.get(name) if hasattr(t, "ndim") else t() for name, t in warp_types.items()]
             options |= {"adj_inputs": gradients, "adjoint": True}
-            note += ", which enable_backward=False leaves out (of the kernel, its module, or in warp.config)"
+            note += ", whose adjoint enable_backward=False leaves out (of the kernel, its module, or in warp.config)"
         try:
-            command = wp.launch(self.kernel, self._dims_on(device), inputs, **options)
+            command = wp.launch(self.kernel, dims, inputs, **options)
         except Exception as error:
             error.add_note(note)
             raise
         if command is None:  # some versions of Warp report a failed build once only
             raise RuntimeError(f"Warp cannot build kernel {self.kernel.key!r}: see its first error, or its log")
-        has_blocks = device == "cpu" and getattr(wp.config, "enable_cpu_blocks", False) and (self.block_dim or 1) > 1
+        wants_blocks = device == "cpu" and getattr(wp.config, "enable_cpu_blocks", False)
+        has_blocks = wants_blocks and (is_tiled or _source_of(self.kernel).uses_tiles)
         if has_blocks or type(command).__name__ != "Launch" or getattr(command, "cluster_dim", 1) != 1:
             raise NotImplementedError(
                 f"{self.title}: in deterministic mode, of clusters, or of enable_cpu_blocks' blocks, a launch is more "
@@ -4895,7 +4866,7 @@ class _WarpEmitter(_Emitter):
         self.is_in_z = target.is_in_z
         if platform == "cpu":
             self.entry = recorded[0].entry
-            self.in_order = target.in_order
+            self.in_order = target.options.in_order
             if _source_of(target.kernel).uses_tiles:
                 # Warp keeps the CPU memory of tiles behind one static pointer (tile.h): such kernels must not overlap
                 self.lock = _native_lock("tile_lock")
@@ -4954,16 +4925,14 @@ _KERNELS_IN_Z = _BoundedCache()  # (content, buffers) -> the kernel whose slices
 def _kernel_in_z(kernel: Any, buffers: tuple[tuple[str, str, int], ...]) -> Any:
     """The kernel whose blocks z work on slice z of these arrays and gradients."""
     with _warp_session() as wp:
-        key = _warp_content(wp, kernel), buffers
+        key = _warp_content(kernel), buffers
         return _KERNELS_IN_Z.get(key) or _KERNELS_IN_Z.keep(key, _make_kernel_in_z(wp, kernel, buffers))
 
 
 def _make_kernel_in_z(wp: Any, kernel: Any, buffers: Sequence[tuple[str, str, int]]) -> Any:
     source = kernel.adj.source
-    if _source_of(kernel).has_own_code:
-        raise _NoSingleLaunch("it calls C++, or has adjoints, of your own")
-    if kernel.adj.transformers:
-        raise _NoSingleLaunch("its code transformers would see another source")
+    if _source_of(kernel).has_own_code or kernel.adj.transformers:  # which would see another source
+        raise _NoSingleLaunch("it calls C++, or has adjoints or code transformers, of your own")
     annotations = {arg.label: arg.type for arg in kernel.adj.args}
     names = _variables_of(kernel.func)
     same = _kernel_like(kernel, source, annotations, names)
@@ -4989,8 +4958,7 @@ def _make_kernel_in_z(wp: Any, kernel: Any, buffers: Sequence[tuple[str, str, in
 
 def _kernel_like(kernel: Any, source: str, annotations: dict, names: dict, **options: Any) -> Any:
     """A kernel in a module of its own, with this source, and these values for the names in it."""
-    read = kernel.func
-    function = types.FunctionType(read.__code__, names, read.__name__, read.__defaults__, read.__closure__)
+    function = types.FunctionType(kernel.func.__code__, names, closure=kernel.func.__closure__)
     function.__annotations__ = dict(annotations)
     # Warp tells modules apart by name.
     module = type(kernel.module)(f"{kernel.key}_{_hash(kernel.module.name, kernel.hash, source)}", None)
