@@ -4278,8 +4278,8 @@ def warp_kernel(
     matrices are JAX arrays with the elements in trailing dimensions; an array of one element may be 0-d, and None is a
     null array.  A kernel that writes to an input is refused.  A `vmap` is one call: on a CPU threads share its slices;
     on a GPU it is one launch (per 65,535 slices), so no block may wait for one of another slice; or a launch for each,
-    in order, where `vmap_method="sequential"` says so, and for kernels with C++ or adjoints of your own (this module's
-    logger says why, at level DEBUG).
+    in order, where `vmap_method="sequential"` says so, and for kernels with C++, adjoints or code transformers of your
+    own (this module's logger says why, at level DEBUG).
 
     Parameters that are not arrays (scalars, vectors, matrices, structs) take values that are known when JAX traces;
     JAX compiles a call again for each new one, so what changes, such as a time step, is better a `warp.array` of shape
@@ -4444,11 +4444,14 @@ class _WarpKernel(_Wrapper):
             derivative="" if options.differentiable else "say differentiable=True for reverse mode, or ",
             kernel=self.kernel,
             values=self.values,
-            options=options,
-            key=(_warp_content(self.kernel), *values, options.block_dim, options.tiled, options.name, options.in_order),
+            key=(_warp_content(self.kernel), *values),
             arrays=tuple(arrays),
             launch_dims=launch_dims,
+            block_dim=options.block_dim,
+            is_tiled=options.tiled,
             signature=call.signature(self.__name__),
+            given_name=options.name,
+            in_order=options.in_order,
         )
         platform = _traced_platform()
         if platform in ("cpu", "cuda") and not target.runs_nothing:
@@ -4677,10 +4680,8 @@ _WARP_SOURCES = _BoundedCache()  # content -> `_Source`
 
 def _source_of(kernel: Any) -> _Source:
     content = _warp_content(kernel)
-    if content not in _WARP_SOURCES:
-        given = [_View(x.label, x.type.ndim) if hasattr(x.type, "ndim") else None for x in kernel.adj.args]
-        return _WARP_SOURCES.keep(content, _Source(kernel, given))
-    return _WARP_SOURCES[content]
+    given = [_View(x.label, x.type.ndim) if hasattr(x.type, "ndim") else None for x in kernel.adj.args]
+    return _WARP_SOURCES.get(content) or _WARP_SOURCES.keep(content, _Source(kernel, given))
 
 
 def _objects(value: Any) -> np.ndarray:
@@ -4727,12 +4728,15 @@ class _WarpTarget(_Target):
 
     kernel: Any = dataclasses.field(compare=False)
     values: Mapping[str, Any] = dataclasses.field(compare=False)
-    options: _WarpOptions = dataclasses.field(compare=False)
-    key: tuple  # compared for these three
+    key: tuple  # compared for these two
     # (name of a parameter, "data" or "grad", number of the buffer, dimensions of the array there)
     arrays: tuple[tuple[str, str, int, tuple[int, ...]], ...]
     launch_dims: tuple[int, ...]
+    block_dim: int
+    is_tiled: bool
     signature: _Signature
+    given_name: str | None  # the user's `name=`
+    in_order: bool
     is_in_z: bool = False  # the kernel is one that `_kernel_in_z` made
 
     def lowered(self, platform: str, has_batch: bool = False) -> _Target:
@@ -4748,9 +4752,9 @@ class _WarpTarget(_Target):
             recorded = [self._record(wp, device) for device in devices]
             first = recorded[0]
             # The content may be another one than where the kernel was traced.
-            content = "warp", self.options.in_order, _warp_content(self.kernel), self.options.block_dim
+            content = "warp", self.in_order, _warp_content(self.kernel), self.block_dim
             layout = platform, first.block_sizes, first.pointers
-            name = _NAMES.of_content(content, self.signature, self.options.name, str(layout))
+            name = _NAMES.of_content(content, self.signature, self.given_name, str(layout))
             if name not in _TARGETS:
                 _import("numba", "warp_kernel compiles what XLA calls with Numba's LLVM: it", _NUMBA_INSTALL)
                 emitter = _WarpEmitter(self, platform, recorded)
@@ -4759,7 +4763,7 @@ class _WarpTarget(_Target):
 
     def _in_z(self) -> _WarpTarget:
         """What runs a batch by one launch (9.5)."""
-        if self.options.in_order:
+        if self.in_order:
             raise _NoSingleLaunch("vmap_method says that slices run in order")
         buffers = tuple([array[:3] for array in self.arrays])
         return dataclasses.replace(self, kernel=_kernel_in_z(self.kernel, buffers), is_in_z=True)
@@ -4788,19 +4792,17 @@ class _WarpTarget(_Target):
 
     def _cuda_launch(self, command: Any, shared_mem: int) -> _CudaLaunch:
         """As `wp_cuda_launch_kernel` (warp.cu) has it: without a loop in the kernel, an axis has 2**24 threads."""
-        threads = self.options.block_dim
+        threads = self.block_dim
         n_threads = command.bounds.size
         if n_threads % threads and _source_of(self.kernel).uses_tiles:
             raise ValueError(
                 f"{self.title}: all {threads} threads of a block work on a tile, and launch_dims={self.launch_dims} "
                 f"are {n_threads} threads: with tiled=True launch_dims counts blocks"
             )
-        x, y = -(-n_threads // threads), 1
-        if not getattr(self.kernel, "grid_stride", True):  # set when the content was read
-            n_blocks = x
-            x = min(n_blocks, 2**24 // threads)
-            y = -(-n_blocks // x)
-        return _CudaLaunch((x, y, 1), (threads, 1, 1), shared_mem)
+        blocks = -(-n_threads // threads)
+        has_loop = getattr(self.kernel, "grid_stride", True)  # set when the content was read
+        x = blocks if has_loop else min(blocks, 2**24 // threads)
+        return _CudaLaunch((x, -(-blocks // x), 1), (threads, 1, 1), shared_mem)
 
     def _command(self, wp: Any, device: str) -> Any:
         """Warp's recorded launch, with stand-ins for pointers; compiles and loads the kernel."""
@@ -4814,9 +4816,8 @@ class _WarpTarget(_Target):
             if self.is_in_z:
                 data[_STEP.format(k)] = _stand_in(~k)
         inputs = [data[name] for name in warp_types]
-        is_tiled = self.options.tiled
-        block_dim = 1 if device == "cpu" else self.options.block_dim
-        dims = (*self.launch_dims, block_dim) if is_tiled else self.launch_dims
+        block_dim = 1 if device == "cpu" else self.block_dim
+        dims = (*self.launch_dims, block_dim) if self.is_tiled else self.launch_dims
         options: dict[str, Any] = {"device": device, "block_dim": block_dim, "record_cmd": True}
         note = f"This was raised for {self.title}"
         if grad:
@@ -4831,7 +4832,7 @@ class _WarpTarget(_Target):
         if command is None:  # some versions of Warp report a failed build once only
             raise RuntimeError(f"Warp cannot build kernel {self.kernel.key!r}: see its first error, or its log")
         wants_blocks = device == "cpu" and getattr(wp.config, "enable_cpu_blocks", False)
-        has_blocks = wants_blocks and (is_tiled or _source_of(self.kernel).uses_tiles)
+        has_blocks = wants_blocks and (self.is_tiled or _source_of(self.kernel).uses_tiles)
         if has_blocks or type(command).__name__ != "Launch" or getattr(command, "cluster_dim", 1) != 1:
             raise NotImplementedError(
                 f"{self.title}: in deterministic mode, of clusters, or of enable_cpu_blocks' blocks, a launch is more "
@@ -4864,19 +4865,18 @@ class _WarpEmitter(_Emitter):
         self.block_sizes = recorded[0].block_sizes
         self.pointers = recorded[0].pointers
         self.is_in_z = target.is_in_z
-        if platform == "cpu":
-            self.entry = recorded[0].entry
-            self.in_order = target.options.in_order
-            if _source_of(target.kernel).uses_tiles:
-                # Warp keeps the CPU memory of tiles behind one static pointer (tile.h): such kernels must not overlap
-                self.lock = _native_lock("tile_lock")
-                self.in_order = True
-            self.code_key = "warp", self.block_sizes, self.pointers, bool(self.lock)
-        else:
+        if platform == "cuda":
             self.libcuda = _LibCuda()
             functions = dict(zip(_cuda_ordinals(), [x.entry for x in recorded], strict=True))
             self.launcher = _CudaLauncher(target.signature.label, self.libcuda, functions, recorded)
             self.traits = _COMMAND_BUFFER_COMPATIBLE  # it only launches, always the same
+            return
+        self.entry = recorded[0].entry
+        if _source_of(target.kernel).uses_tiles:
+            # Warp keeps the CPU memory of tiles behind one static pointer (tile.h): such kernels must not overlap.
+            self.lock = _native_lock("tile_lock")
+        self.in_order = target.in_order or bool(self.lock)
+        self.code_key = "warp", self.block_sizes, self.pointers, bool(self.lock)
 
     def write(self, handler: _Handler) -> None:
         offset = 8 * _CUDA_LAUNCH_WORDS if self.libcuda else 0
