@@ -4242,7 +4242,7 @@ class _CudaBatch:
 # - Loudly: attributes of kernels, modules, and types of arrays, structs and elements (`_warp_param`, `_warp_content`).
 # - Silently, so that all tests named test_warp must pass before a version counts as supported: what the hash of a
 #   kernel leaves out (`_warp_content`); how a launch is recorded, packed and run (`_record`, `_warp_blocks`), its grid
-#   (`_cuda_launch`), and which launches are more than the start of a kernel (`_command`); that tiles on CPUs have one
+#   (`cuda_launch`), and which launches are more than the start of a kernel (`_record`); that tiles on CPUs have one
 #   memory for all threads (`_WarpEmitter`); that kernels which loop over the grid know of no z, and how functions of
 #   C++ are made (9.5: test_warp_a_batch_is_one_launch counts launches).
 
@@ -4274,19 +4274,19 @@ def warp_kernel(
 ) -> Callable[..., Any]:
     """Make an NVIDIA Warp kernel a JAX function, on CPUs and GPUs.
 
-    The kernel's parameters are the inputs, then the outputs, then the scratch buffers.  Arrays of vectors and
-    matrices are JAX arrays with the elements in trailing dimensions; an array of one element may be 0-d, and None is a
-    null array.  A kernel that writes to an input is refused.  A `vmap` is one call: on a CPU threads share its slices;
-    on a GPU it is one launch (per 65,535 slices), so no block may wait for one of another slice; or a launch for each,
-    in order, where `vmap_method="sequential"` says so, and for kernels with C++, adjoints or code transformers of your
-    own (this module's logger says why, at level DEBUG).
+    The kernel's parameters are the inputs, then the outputs, then the scratch buffers.  Arrays of vectors and matrices
+    have the elements in trailing dimensions; an array of one element may be 0-d, and None is a null array.  A kernel
+    that writes to an input is refused.  A `vmap` is one call: on a CPU threads share its slices; on a GPU it is one
+    launch (per 65,535 slices), so no block may wait for one of another slice; or a launch for each, in order, with
+    `vmap_method="sequential"`, and for kernels with C++, adjoints or code transformers of your own (this module's
+    logger says why, at level DEBUG).
 
-    Parameters that are not arrays (scalars, vectors, matrices, structs) take values that are known when JAX traces;
-    JAX compiles a call again for each new one, so what changes, such as a time step, is better a `warp.array` of shape
-    (1,).  Functions and constants that a kernel names are those of when JAX traced the call; if you define them anew,
-    make the wrapper anew.  For kernels that are made in a loop, `warp.kernel(module="unique")` saves builds of whole
-    modules.  Kernels of one module (or unique ones) that differ only in an int beyond 32 bits or a float's last digits
-    are the same kernel to Warp; give such constants a type.
+    Other parameters (scalars, vectors, matrices, structs) take values that are known when JAX traces; each new one
+    compiles the call again, so what changes, such as a time step, is better a `warp.array` of shape (1,).  Functions
+    and constants that a kernel names are those of when JAX traced the call; if you define them anew, make the wrapper
+    anew.  For kernels made in a loop, `warp.kernel(module="unique")` saves builds of whole modules.  Kernels of one
+    module (or unique ones) that differ only in an int beyond 32 bits or a float's last digits are the same kernel to
+    Warp; give such constants a type.
 
     Args:
       kernel: a function decorated with `warp.kernel`, not generic; without it, `warp_kernel(outs=...)` is a decorator.
@@ -4433,9 +4433,8 @@ class _WarpKernel(_Wrapper):
         """
         options = self.options
         specs = call.ins + call.outs
-        arrays = [(*key, k, self.params[key[0]].dims(specs[k].shape)) for key, k in buffers.items()]
+        arrays = [(name, field, k, self.params[name].dims(specs[k].shape)) for (name, field), k in buffers.items()]
         launch_dims = self._launch_dims(user_ins, arrays[0][-1] if arrays else ())
-        values = [_value_key(x) for x in self.values.values()]
         target = _WarpTarget(
             self.__name__,
             runs_nothing=0 in launch_dims,
@@ -4444,7 +4443,7 @@ class _WarpKernel(_Wrapper):
             derivative="" if options.differentiable else "say differentiable=True for reverse mode, or ",
             kernel=self.kernel,
             values=self.values,
-            key=(_warp_content(self.kernel), *values),
+            key=(_warp_content(self.kernel), *map(_value_key, self.values.values())),
             arrays=tuple(arrays),
             launch_dims=launch_dims,
             block_dim=options.block_dim,
@@ -4504,10 +4503,9 @@ class _WarpKernel(_Wrapper):
         return tuple(cotangents_of_args)
 
     def _resolve_adjoint(self, ins: tuple[Spec, ...], n_args: int) -> _Call:
-        """The call of the adjoint: (inputs, outputs, cotangents) -> (gradients, those that it changes).
+        """The call of the adjoint: (inputs, outputs, cotangents) -> (gradients, what it changes).
 
-        The gradients, of inputs of floats, start from zeros.  Changed are what the adjoint replays of the kernel, and
-        the cotangents.
+        Gradients start from zeros.  It changes what it replays of the kernel, and the cotangents.
         """
         names = self.parameters
         replayed = _source_of(self.kernel).replayed
@@ -4702,20 +4700,11 @@ def _value_key(value: Any) -> tuple:
 # a handler copies them, and writes the pointers of a slice where stand-ins stood.
 
 
-class _Recorded(NamedTuple):
-    """A launch that Warp has recorded for a device; what is passed is the same on each device of a platform."""
-
-    command: Any  # Warp's, which keeps the module of the kernel loaded
-    entry: int  # the machine code, on a GPU a CUfunction
-    words: tuple[int, ...]  # on a GPU a `_CudaLaunch`; then blocks of memory, one behind the other
-    block_sizes: tuple[int, ...]  # in words
-    # (number of the word in the blocks, the buffer k whose pointer belongs there, or ~k for the bytes from one slice to
-    # the next)
-    pointers: tuple[tuple[int, int], ...]
-
-
 def _stand_in(k: int) -> int:
-    """What stands for the pointer to buffer k: a number that is no other by accident, aligned as pointers are."""
+    """What stands for the pointer to buffer k, or for ~k, the bytes from one slice of it to the next.
+
+    A number that no other is by accident, aligned as pointers are.
+    """
     return 0x5EED_0F0A_C417_0000 + 16 * k
 
 
@@ -4749,17 +4738,15 @@ class _WarpTarget(_Target):
                 return self._in_z().lowered(platform)
         context = _LibCuda().keeping_context() if platform == "cuda" else contextlib.nullcontext()
         with _warp_session() as wp, context:  # Warp may leave another device's context current
-            recorded = [self._record(wp, device) for device in devices]
-            first = recorded[0]
+            emitter = _WarpEmitter(self, [self._record(wp, device) for device in devices])
             # The content may be another one than where the kernel was traced.
             content = "warp", self.in_order, _warp_content(self.kernel), self.block_dim
-            layout = platform, first.block_sizes, first.pointers
+            layout = platform, emitter.block_sizes, emitter.pointers
             name = _NAMES.of_content(content, self.signature, self.given_name, str(layout))
             if name not in _TARGETS:
                 _import("numba", "warp_kernel compiles what XLA calls with Numba's LLVM: it", _NUMBA_INSTALL)
-                emitter = _WarpEmitter(self, platform, recorded)
                 _register(name, platform, _compile_handler(self.signature, emitter))
-        return _Target(name, first.words, platform=platform, title=self.title, where=self.where)
+        return _Target(name, emitter.launch, platform=platform, title=self.title, where=self.where)
 
     def _in_z(self) -> _WarpTarget:
         """What runs a batch by one launch (9.5)."""
@@ -4768,43 +4755,7 @@ class _WarpTarget(_Target):
         buffers = tuple([array[:3] for array in self.arrays])
         return dataclasses.replace(self, kernel=_kernel_in_z(self.kernel, buffers), is_in_z=True)
 
-    def _record(self, wp: Any, device: str) -> _Recorded:
-        """What Warp passes on a device.  Pointers are where it passes stand-ins."""
-        command = self._command(wp, device)
-        blocks = _warp_blocks(command)
-        words = memoryview(b"".join(blocks)).cast("q").tolist()
-        numbers = [k for _, _, k, _ in self.arrays]
-        if self.is_in_z:
-            numbers += [~k for k in numbers]
-        by_stand_in = {_stand_in(k): k for k in numbers}
-        pointers = [(n, by_stand_in[word]) for n, word in enumerate(words) if word in by_stand_in]
-        if not by_stand_in.keys() <= set(words):
-            raise NotImplementedError(f"{self.title}: this Warp passes arrays in an unknown way: use warp.jax_kernel")
-        direction = "backward" if command.adjoint else "forward"
-        entry = ctypes.cast(getattr(command.hooks, direction), _PTR).value or 0
-        if not command.device.is_cpu:
-            launch = self._cuda_launch(command, getattr(command.hooks, f"{direction}_smem_bytes"))
-            if self.is_in_z and (exceeded := _LibCuda().exceeded(entry, launch)):
-                raise _NoSingleLaunch(f"it does not fit then{exceeded}")  # it may take more registers
-            words[:0] = launch.words
-        block_sizes = tuple([len(block) // 8 for block in blocks])
-        return _Recorded(command, entry, tuple(words), block_sizes, tuple(pointers))
-
-    def _cuda_launch(self, command: Any, shared_mem: int) -> _CudaLaunch:
-        """As `wp_cuda_launch_kernel` (warp.cu) has it: without a loop in the kernel, an axis has 2**24 threads."""
-        threads = self.block_dim
-        n_threads = command.bounds.size
-        if n_threads % threads and _source_of(self.kernel).uses_tiles:
-            raise ValueError(
-                f"{self.title}: all {threads} threads of a block work on a tile, and launch_dims={self.launch_dims} "
-                f"are {n_threads} threads: with tiled=True launch_dims counts blocks"
-            )
-        blocks = -(-n_threads // threads)
-        has_loop = getattr(self.kernel, "grid_stride", True)  # set when the content was read
-        x = blocks if has_loop else min(blocks, 2**24 // threads)
-        return _CudaLaunch((x, -(-blocks // x), 1), (threads, 1, 1), shared_mem)
-
-    def _command(self, wp: Any, device: str) -> Any:
+    def _record(self, wp: Any, device: str) -> Any:
         """Warp's recorded launch, with stand-ins for pointers; compiles and loads the kernel."""
         warp_types = {arg.label: arg.type for arg in self.kernel.adj.args}
         data = dict(self.values)
@@ -4840,6 +4791,30 @@ class _WarpTarget(_Target):
             )
         return command
 
+    def pointers_in(self, words: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        """(number of the word, k) for each stand-in."""
+        numbers = [k for _, _, k, _ in self.arrays]
+        if self.is_in_z:
+            numbers += [~k for k in numbers]
+        by_stand_in = {_stand_in(k): k for k in numbers}
+        if not by_stand_in.keys() <= set(words):
+            raise NotImplementedError(f"{self.title}: this Warp passes arrays in an unknown way: use warp.jax_kernel")
+        return tuple([(n, by_stand_in[word]) for n, word in enumerate(words) if word in by_stand_in])
+
+    def cuda_launch(self, command: Any, shared_mem: int) -> _CudaLaunch:
+        """As `wp_cuda_launch_kernel` (warp.cu) has it: without a loop in the kernel, an axis has 2**24 threads."""
+        threads = self.block_dim
+        n_threads = command.bounds.size
+        if n_threads % threads and _source_of(self.kernel).uses_tiles:
+            raise ValueError(
+                f"{self.title}: all {threads} threads of a block work on a tile, and launch_dims={self.launch_dims} "
+                f"are {n_threads} threads: with tiled=True launch_dims counts blocks"
+            )
+        blocks = -(-n_threads // threads)
+        has_loop = getattr(self.kernel, "grid_stride", True)  # set when the content was read
+        x = blocks if has_loop else min(blocks, 2**24 // threads)
+        return _CudaLaunch((x, -(-blocks // x), 1), (threads, 1, 1), shared_mem)
+
 
 def _warp_blocks(command: Any) -> list[bytes]:
     """The memory of each parameter, padded to words.  A launch on the CPU is run for that, with nothing behind it."""
@@ -4858,32 +4833,46 @@ def _warp_blocks(command: Any) -> list[bytes]:
 
 
 class _WarpEmitter(_Emitter):
-    """Copies the memory of a launch, and for each slice starts the kernel's machine code."""
+    """Copies the memory of a launch that Warp recorded, and for each slice starts the kernel's machine code."""
 
-    def __init__(self, target: _WarpTarget, platform: str, recorded: Sequence[_Recorded]) -> None:
-        self.recorded = recorded  # keeps Warp's modules loaded
-        self.block_sizes = recorded[0].block_sizes
-        self.pointers = recorded[0].pointers
+    def __init__(self, target: _WarpTarget, commands: Sequence[Any]) -> None:
+        command = commands[0]  # what is passed is the same on each device of a platform
+        direction = "backward" if command.adjoint else "forward"
+        self.commands = commands  # keep Warp's modules loaded
+        self.entries = [ctypes.cast(getattr(x.hooks, direction), _PTR).value or 0 for x in commands]
+        blocks = _warp_blocks(command)
+        words = memoryview(b"".join(blocks)).cast("q").tolist()
+        self.block_sizes = tuple([len(block) // 8 for block in blocks])
+        self.pointers = target.pointers_in(words)
         self.is_in_z = target.is_in_z
-        if platform == "cuda":
-            self.libcuda = _LibCuda()
-            functions = dict(zip(_cuda_ordinals(), [x.entry for x in recorded], strict=True))
-            self.launcher = _CudaLauncher(target.signature.label, self.libcuda, functions, recorded)
-            self.traits = _COMMAND_BUFFER_COMPATIBLE  # it only launches, always the same
+        if command.device.is_cpu:
+            self.launch = tuple(words)
+            self.entry = self.entries[0]
+            if _source_of(target.kernel).uses_tiles:
+                # Warp keeps the CPU memory of tiles behind one static pointer (tile.h): such kernels must not overlap.
+                self.lock = _native_lock("tile_lock")
+            self.in_order = target.in_order or bool(self.lock)
+            self.code_key = "warp", self.block_sizes, self.pointers, bool(self.lock)
             return
-        self.entry = recorded[0].entry
-        if _source_of(target.kernel).uses_tiles:
-            # Warp keeps the CPU memory of tiles behind one static pointer (tile.h): such kernels must not overlap.
-            self.lock = _native_lock("tile_lock")
-        self.in_order = target.in_order or bool(self.lock)
-        self.code_key = "warp", self.block_sizes, self.pointers, bool(self.lock)
+        self.libcuda = _LibCuda()
+        launch = target.cuda_launch(command, getattr(command.hooks, f"{direction}_smem_bytes"))
+        self.launch = (*launch.words, *words)
+        self.traits = _COMMAND_BUFFER_COMPATIBLE  # it only launches, always the same
+        exceeded = max([self.libcuda.exceeded(entry, launch) for entry in self.entries])
+        if self.is_in_z and exceeded:  # it may take more registers
+            raise _NoSingleLaunch(f"it does not fit then{exceeded}")
 
     def write(self, handler: _Handler) -> None:
         offset = 8 * _CUDA_LAUNCH_WORDS if self.libcuda else 0
         words = handler.alloca(_I64, sum(self.block_sizes))
         handler.copy_bytes(words, handler.launch + offset, 8 * sum(self.block_sizes))
         blocks = [words + 8 * start for start in itertools.accumulate(self.block_sizes[:-1], initial=0)]
-        start: Any = self.launcher.launch_in(handler) if self.libcuda else None
+        start: Any = None
+        if self.libcuda:
+            functions = dict(zip(_cuda_ordinals(), self.entries, strict=True))
+            launcher = _CudaLauncher(handler.signature.label, self.libcuda, functions, self.commands)
+            handler.alive.append(launcher)
+            start = launcher.launch_in(handler)
 
         def point_to(arrays: Sequence[_Array]) -> None:
             for n, k in self.pointers:
