@@ -354,7 +354,7 @@ XLA_FFI_CallFrame = _sized_struct(
 
 # A new dtype is added in four places: its number in c_api.h here; its name in what backends take (_NUMBA_DTYPES,
 # _CUDA_DTYPES, _WARP_DTYPES); its type there (`_array_types`, which looks for that name in Numba;
-# `_NumbaCuda.callback`, by `typestr`; `_warp_scalars`); the docstrings, which say what is refused.
+# `_NumbaCuda.callback`, by `typestr`; `_warp_param`); the docstrings, which say what is refused.
 _XLA_FFI_DATA_TYPES = {
     "bool": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint8": 6, "uint16": 7, "uint32": 8, "uint64": 9,
     "float16": 10, "float32": 11, "float64": 12, "complex64": 15, "bfloat16": 16, "complex128": 18,
@@ -4496,30 +4496,31 @@ class _WarpKernel(_Wrapper):
         """One adjoint launch, whose first results are the gradients of the inputs of floats."""
         args, outs = residuals
         operands = _make_varying([*args, *outs, *(cotangents[j] for j in _floats(outs))])
-        call = self._resolve_adjoint(tuple(_input_specs(operands)), len(args))
+        call = self._resolve_adjoint(_input_specs(args), _input_specs(outs))
         cotangents_of_args: list[Any] = [None] * len(args)  # a zero, for JAX
         for i, gradient in zip(_floats(args), call.bind(operands)):
             cotangents_of_args[i] = _sharded_like(gradient, jax.typeof(args[i]))
         return tuple(cotangents_of_args)
 
-    def _resolve_adjoint(self, ins: tuple[Spec, ...], n_args: int) -> _Call:
+    def _resolve_adjoint(self, args: list[Spec], outs: list[Spec]) -> _Call:
         """The call of the adjoint: (inputs, outputs, cotangents) -> (gradients, what it changes).
 
         Gradients start from zeros.  It changes what it replays of the kernel, and the cotangents.
         """
         names = self.parameters
-        replayed = _source_of(self.kernel).replayed
-        float_ins = _floats(ins[:n_args])
-        float_outs = _floats(ins[n_args : len(names)])
-        operands = [(name, "data") for name in names] + [(names[n_args + j], "grad") for j in float_outs]
-        changed = [k for k, (name, field) in enumerate(operands) if field == "grad" or name in replayed]
-        gradients = [(names[i], "grad") for i in float_ins]
+        float_args = _floats(args)
+        float_outs = _floats(outs)
+        ins = (*args, *outs, *(outs[j] for j in float_outs))
+        operands = [(name, "data") for name in names] + [(names[len(args) + j], "grad") for j in float_outs]
+        gradients = [(names[i], "grad") for i in float_args]
         buffers = {buffer: k for k, buffer in enumerate([*operands, *gradients])}
-        results = tuple([ins[k] for k in (*float_ins, *changed)])
+        replayed = _source_of(self.kernel).replayed
+        changed = [k for k, (name, field) in enumerate(operands) if field == "grad" or name in replayed]
+        results = tuple([ins[k] for k in (*float_args, *changed)])
         aliases = tuple([(k, j) for j, k in enumerate(changed, start=len(gradients))])
         zeroed = tuple(range(len(gradients)))
         call = _Call(ins, results, len(results), aliases, zeroed, self.options.has_side_effect)
-        target = self._target(call, buffers, ins[:n_args])
+        target = self._target(call, buffers, args)
         _warn_of_stale_values(self.kernel, self.params, self.title)
         return dataclasses.replace(call, target=target)
 
@@ -4548,16 +4549,12 @@ def _warp_session() -> Iterator[Any]:
             wp.config.log_level = level
 
 
-def _warp_scalars(wp: Any) -> dict[np.dtype, Any]:
-    """NumPy dtype -> Warp scalar type."""
-    return {np.dtype(name): getattr(wp, name) for name in _WARP_DTYPES}
-
-
 def jaxtype_to_warptype(dtype: Any) -> Any:
     """The Warp scalar type of what NumPy reads as a dtype; a ValueError for one that Warp lacks."""
     wp = _import("warp", "jaxtype_to_warptype", _WARP_INSTALL)
+    scalars = {np.dtype(name): getattr(wp, name) for name in _WARP_DTYPES}
     try:
-        return _warp_scalars(wp)[np.dtype(dtype)]
+        return scalars[np.dtype(dtype)]
     except (KeyError, TypeError):
         raise ValueError(f"Warp has no scalar type for dtype {dtype!r}; it has {', '.join(_WARP_DTYPES)}") from None
 
@@ -4597,7 +4594,7 @@ class _WarpParam:
 
     def __str__(self) -> str:
         scalar = self.dtype.name if self.dtype else f"struct {self.type.key}"
-        dims = [":"] * self.ndim + [str(n) for n in self.inner]
+        dims = [":"] * self.ndim + [*map(str, self.inner)]
         return f"{scalar}[{','.join(dims)}]" if dims else scalar
 
     def as_value(self, value: Any) -> Any:
@@ -4637,12 +4634,12 @@ class _WarpParam:
 def _warp_param(wp: Any, kernel: Any, argument: Any) -> _WarpParam:
     title = f"warp_kernel {kernel.func.__name__!r}: argument {argument.label!r}"
     warp_type = argument.type
-    scalars = {scalar: dtype for dtype, scalar in _warp_scalars(wp).items()}
+    scalars = {getattr(wp, name): np.dtype(name) for name in _WARP_DTYPES}
     scalars |= {float: np.dtype("f4"), int: np.dtype("i4"), bool: np.dtype("?"), wp.handle: np.dtype("u8")}
     is_array = isinstance(warp_type, wp.array) or getattr(warp_type, "_concrete_cls", None) is wp.array
     element = warp_type.dtype if is_array else warp_type
     dtype = scalars.get(getattr(element, "_wp_scalar_type_", element))
-    is_plain_struct = hasattr(element, "vars") and not is_array and not _points_to_arrays(element)
+    is_plain_struct = hasattr(element, "vars") and not _points_to_arrays(warp_type)
     if dtype is None and not is_plain_struct:
         raise TypeError(
             f"{title} is {getattr(element, 'key', warp_type)!r}; supported are scalars, vectors and matrices, arrays "
