@@ -4493,32 +4493,32 @@ class _WarpKernel(_Wrapper):
         return _with_vjp(plain, forward, self._backward)(*args)
 
     def _backward(self, residuals: Any, cotangents: Sequence) -> tuple:
-        """One adjoint launch, whose first results are the gradients of the inputs of floats."""
+        """One adjoint launch, whose last results are the gradients of the inputs of floats."""
         args, outs = residuals
         operands = _make_varying([*args, *outs, *(cotangents[j] for j in _floats(outs))])
         call = self._resolve_adjoint(_input_specs(args), _input_specs(outs))
         cotangents_of_args: list[Any] = [None] * len(args)  # a zero, for JAX
-        for i, gradient in zip(_floats(args), call.bind(operands)):
+        for i, gradient in zip(reversed(_floats(args)), reversed(call.bind(operands))):
             cotangents_of_args[i] = _sharded_like(gradient, jax.typeof(args[i]))
         return tuple(cotangents_of_args)
 
     def _resolve_adjoint(self, args: list[Spec], outs: list[Spec]) -> _Call:
-        """The call of the adjoint: (inputs, outputs, cotangents) -> (gradients, what it changes).
+        """The call of the adjoint: (inputs, outputs, cotangents) -> (what it changes, gradients).
 
-        Gradients start from zeros.  It changes what it replays of the kernel, and the cotangents.
+        It changes what it replays of the kernel, and the cotangents.  Gradients start from zeros.
         """
         names = self.parameters
         float_args = _floats(args)
         float_outs = _floats(outs)
         ins = (*args, *outs, *(outs[j] for j in float_outs))
         operands = [(name, "data") for name in names] + [(names[len(args) + j], "grad") for j in float_outs]
-        gradients = [(names[i], "grad") for i in float_args]
-        buffers = {buffer: k for k, buffer in enumerate([*operands, *gradients])}
+        buffers = {buffer: k for k, buffer in enumerate(operands)}
         replayed = _source_of(self.kernel).replayed
-        changed = [k for k, (name, field) in enumerate(operands) if field == "grad" or name in replayed]
-        results = tuple([ins[k] for k in (*float_args, *changed)])
-        aliases = tuple([(k, j) for j, k in enumerate(changed, start=len(gradients))])
-        zeroed = tuple(range(len(gradients)))
+        changed = [k for (name, field), k in buffers.items() if field == "grad" or name in replayed]
+        buffers |= {(names[i], "grad"): k for k, i in enumerate(float_args, start=len(ins) + len(changed))}
+        results = tuple([ins[k] for k in (*changed, *float_args)])
+        aliases = tuple([(k, j) for j, k in enumerate(changed)])
+        zeroed = tuple(range(len(changed), len(results)))
         call = _Call(ins, results, len(results), aliases, zeroed, self.options.has_side_effect)
         target = self._target(call, buffers, args)
         _warn_of_stale_values(self.kernel, self.params, self.title)
