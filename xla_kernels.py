@@ -354,7 +354,7 @@ XLA_FFI_CallFrame = _sized_struct(
 
 # A new dtype is added in four places: its number in c_api.h here; its name in what backends take (_NUMBA_DTYPES,
 # _CUDA_DTYPES, _WARP_DTYPES); its type there (`_array_types`, which looks for that name in Numba;
-# `_NumbaCuda.callback`, by `typestr`; `_warp_scalars`); the docstrings, which say what is refused.
+# `_NumbaCuda.callback`, by `typestr`; `_warp_param`); the docstrings, which say what is refused.
 _XLA_FFI_DATA_TYPES = {
     "bool": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint8": 6, "uint16": 7, "uint32": 8, "uint64": 9,
     "float16": 10, "float32": 11, "float64": 12, "complex64": 15, "bfloat16": 16, "complex128": 18,
@@ -4242,7 +4242,7 @@ class _CudaBatch:
 # - Loudly: attributes of kernels, modules, and types of arrays, structs and elements (`_warp_param`, `_warp_content`).
 # - Silently, so that all tests named test_warp must pass before a version counts as supported: what the hash of a
 #   kernel leaves out (`_warp_content`); how a launch is recorded, packed and run (`_record`, `_warp_blocks`), its grid
-#   (`_cuda_launch`), and which launches are more than the start of a kernel (`_command`); that tiles on CPUs have one
+#   (`cuda_launch`), and which launches are more than the start of a kernel (`_record`); that tiles on CPUs have one
 #   memory for all threads (`_WarpEmitter`); that kernels which loop over the grid know of no z, and how functions of
 #   C++ are made (9.5: test_warp_a_batch_is_one_launch counts launches).
 
@@ -4261,7 +4261,7 @@ def warp_kernel(
     outs: Any = None,
     *,
     launch_dims: Any = None,
-    block_dim: int | None = None,
+    block_dim: int = 256,
     tiled: bool = False,
     vmap_method: str | None = None,
     input_output_aliases: Mapping[int | str, int] | None = None,
@@ -4274,19 +4274,19 @@ def warp_kernel(
 ) -> Callable[..., Any]:
     """Make an NVIDIA Warp kernel a JAX function, on CPUs and GPUs.
 
-    The kernel's parameters are the inputs, then the outputs, then the scratch buffers.  Arrays of vectors and
-    matrices are JAX arrays with the elements in trailing dimensions; an array of one element may be 0-d, and None is a
-    null array.  A kernel that writes to an input is refused.  A `vmap` is one call: on a CPU threads share its slices;
-    on a GPU it is one launch (per 65,535 slices), so no block may wait for one of another slice; or a launch for each,
-    in order, where `vmap_method="sequential"` says so, and for kernels with C++ or adjoints of your own (this module's
+    The kernel's parameters are the inputs, then the outputs, then the scratch buffers.  Arrays of vectors and matrices
+    have the elements in trailing dimensions; an array of one element may be 0-d, and None is a null array.  A kernel
+    that writes to an input is refused.  A `vmap` is one call: on a CPU threads share its slices; on a GPU it is one
+    launch (per 65,535 slices), so no block may wait for one of another slice; or a launch for each, in order, with
+    `vmap_method="sequential"`, and for kernels with C++, adjoints or code transformers of your own (this module's
     logger says why, at level DEBUG).
 
-    Parameters that are not arrays (scalars, vectors, matrices, structs) take values that are known when JAX traces;
-    JAX compiles a call again for each new one, so what changes, such as a time step, is better a `warp.array` of shape
-    (1,).  Functions and constants that a kernel names are those of when JAX traced the call; if you define them anew,
-    make the wrapper anew.  For kernels that are made in a loop, `warp.kernel(module="unique")` saves builds of whole
-    modules.  Kernels of one module (or unique ones) that differ only in an int beyond 32 bits or a float's last digits
-    are the same kernel to Warp; give such constants a type.
+    Other parameters (scalars, vectors, matrices, structs) take values that are known when JAX traces; each new one
+    compiles the call again, so what changes, such as a time step, is better a `warp.array` of shape (1,).  Functions
+    and constants that a kernel names are those of when JAX traced the call; if you define them anew, make the wrapper
+    anew.  For kernels made in a loop, `warp.kernel(module="unique")` saves builds of whole modules.  Kernels of one
+    module (or unique ones) that differ only in an int beyond 32 bits or a float's last digits are the same kernel to
+    Warp; give such constants a type.
 
     Args:
       kernel: a function decorated with `warp.kernel`, not generic; without it, `warp_kernel(outs=...)` is a decorator.
@@ -4296,7 +4296,7 @@ def warp_kernel(
         of the first array that is not None (without the dimensions of its elements), if `wp.tid()` gives as many
         indices.  More threads than elements write beyond arrays, which corrupts memory: `warp.config.mode = "debug"`,
         set before the first call, finds that.
-      block_dim: threads per block on a GPU, by default 256; a block on the CPU has one.
+      block_dim: threads per block on a GPU; a block on the CPU has one.
       tiled: True for kernels whose blocks work on tiles, as `warp.launch_tiled` starts them: `launch_dims`, up to 3,
         counts blocks.
       vmap_method, input_output_aliases, in_out_argnames, has_side_effect, scratch, name: as for `numba_kernel`.
@@ -4345,16 +4345,16 @@ def warp_kernel(
 @dataclasses.dataclass(kw_only=True)
 class _WarpOptions(_Options):
     launch_dims: Any
-    block_dim: int | None
+    block_dim: int
     tiled: bool
     differentiable: bool
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.block_dim is not None:
-            (self.block_dim,) = _ints((self.block_dim,), f"block_dim must be an int; got {self.block_dim!r}")
-            if self.block_dim < 1:
-                raise ValueError(f"block_dim must be at least 1; got {self.block_dim}")
+        what = f"block_dim must be an int of at least 1; got {self.block_dim!r}"
+        (self.block_dim,) = _ints((self.block_dim,), what)
+        if self.block_dim < 1:
+            raise ValueError(what)
         if self.tiled and self.launch_dims is None:
             raise ValueError("tiled=True needs launch_dims, the number of blocks")
         if self.differentiable and (self.input_output_aliases or self.in_out_argnames or self.scratch):
@@ -4379,7 +4379,7 @@ class _WarpKernel(_Wrapper):
         if kernel.is_generic:
             fix = "wp.overload(kernel, [types of its parameters]) gives one that is not"
             raise TypeError(f"warp_kernel takes no generic kernel such as {kernel.func.__name__!r}: {fix}")
-        self.params = {x.label: _warp_param(wp, kernel.func.__name__, x.label, x.type) for x in kernel.adj.args}
+        self.params = {x.label: _warp_param(wp, kernel, x) for x in kernel.adj.args}
         self.values = copy.deepcopy(values or {})  # for later traces, too: structs may change
         super().__init__(kernel, options, tuple(name for name in self.params if name not in self.values))
         self.by_values = _BoundedCache({(): self})  # this kernel with other values
@@ -4395,8 +4395,6 @@ class _WarpKernel(_Wrapper):
         if not named and not self.by_value_names and types.NoneType not in map(type, args):
             return self._call_inputs(args)
         arguments = self._bound(args, named)
-        if not self.by_value_names <= arguments.keys():
-            raise self._wrong_arity(f"got only ({', '.join(arguments)})")
         valued = [name for name, x in arguments.items() if name in self.by_value_names or x is None]
         values = {name: self.params[name].as_value(arguments.pop(name)) for name in valued}
         key = tuple([(name, _value_key(x)) for name, x in values.items()])
@@ -4408,16 +4406,11 @@ class _WarpKernel(_Wrapper):
 
     def _for_inputs(self, what: str, ins: Sequence[Spec]) -> Any:
         """An option, which may be a callable of all that the call got, values included."""
-        specs = iter(ins)
-        given = [*self.params][: len(ins) + len(self.values)]
-        arguments = [self.values[name] if name in self.values else next(specs) for name in given]
+        arguments: list[Any] = [*ins]
+        names = [*self.params]
+        for name, value in self.values.items():  # in the kernel's order
+            arguments.insert(names.index(name), value)
         return super()._for_inputs(what, arguments)
-
-    def _wrong_arity(self, problem: str) -> TypeError:
-        return TypeError(
-            f"{self.title} takes the parameters ({', '.join(self.params)}): inputs and values, then outputs, scratch; "
-            f"{problem}.  An output in front of an input is given, too, and named in in_out_argnames"
-        )
 
     # -- from a call to a target -----------------------------------------------------------------------
 
@@ -4426,47 +4419,47 @@ class _WarpKernel(_Wrapper):
         specs = call.ins + call.outs
         names = [*self.parameters[:n_in], *self.in_outs, *self.parameters[n_in:]]  # of each buffer
         if len(names) != len(specs):
-            given = f"{n_in + len(self.values)} inputs and {len(call.outs)} outputs"
-            raise self._wrong_arity(f"got {given} (in-out arguments count as both)")
+            raise self._wrong_arity(f"got {n_in} inputs and {len(call.outs)} outputs (in-out arguments count as both)")
         for name, spec in zip(names, specs):
             self.params[name].check(spec)
         buffers = {name: k for k, name in enumerate(names)}
         self._check_accesses(call, _source_of(self.kernel), buffers, is_guarded=False)
-        return self._target(call, [(name, "data", k) for name, k in buffers.items()], call.ins, self.title)
+        return self._target(call, {(name, "data"): k for name, k in buffers.items()}, call.ins)
 
-    def _target(self, call: _Call, buffers: Sequence, user_ins: Sequence[Spec], title: str) -> _WarpTarget:
+    def _target(self, call: _Call, buffers: Mapping[tuple[str, str], int], user_ins: Sequence[Spec]) -> _WarpTarget:
         """What launches the kernel, or with gradients its adjoint, on the buffers of a call.
 
-        `buffers` are the first three of `_WarpTarget.arrays`.  Options that are callables get `user_ins`.
+        `buffers` has their numbers, as in `_WarpTarget.arrays`.  Options that are callables get `user_ins`.
         """
         options = self.options
         specs = call.ins + call.outs
-        arrays = [(name, field, k, self.params[name].dims(specs[k].shape)) for name, field, k in buffers]
-        launch_dims = self._launch_dims(title, user_ins, arrays[0][-1] if arrays else ())
-        with _warp_session() as wp:
-            content = _warp_content(wp, self.kernel)
+        arrays = [(name, field, k, self.params[name].dims(specs[k].shape)) for (name, field), k in buffers.items()]
+        launch_dims = self._launch_dims(user_ins, arrays[0][-1] if arrays else ())
         target = _WarpTarget(
             self.__name__,
             runs_nothing=0 in launch_dims,
-            title=title,
+            title=self.title,
             where="runs on CPUs, and on NVIDIA GPUs where JAX has one",
             derivative="" if options.differentiable else "say differentiable=True for reverse mode, or ",
             kernel=self.kernel,
             values=self.values,
-            content=content,
-            value_keys=tuple([_value_key(x) for x in self.values.values()]),
+            key=(_warp_content(self.kernel), *map(_value_key, self.values.values())),
             arrays=tuple(arrays),
             launch_dims=launch_dims,
             block_dim=options.block_dim,
             is_tiled=options.tiled,
             signature=call.signature(self.__name__),
-            name_given=options.name,
+            given_name=options.name,
             in_order=options.in_order,
         )
-        target.register_where_traced()
+        platform = _traced_platform()
+        if platform in ("cpu", "cuda") and not target.runs_nothing:
+            target.lowered(platform)
+            if options.name:
+                target.lowered(platform, has_batch=True)  # for exported programs, whose process may lower no batch
         return target
 
-    def _launch_dims(self, title: str, user_ins: Sequence[Spec], first_dims: tuple[int, ...]) -> tuple[int, ...]:
+    def _launch_dims(self, user_ins: Sequence[Spec], first_dims: tuple[int, ...]) -> tuple[int, ...]:
         """The dimensions of a launch, by default those of the first array; if it is tiled, of its blocks."""
         launch_dims = self._for_inputs("launch_dims", user_ins)
         if launch_dims is None:
@@ -4474,12 +4467,13 @@ class _WarpKernel(_Wrapper):
             counts = _source_of(self.kernel).tid_counts or {0}
             if counts != {len(first_dims)}:
                 raise ValueError(
-                    f"{title}: launch_dims is missing, and the shape of the first array, {first_dims}, does not do, as "
-                    f"wp.tid() gives {' or '.join(map(str, sorted(counts)))} indices: give launch_dims, such as n, or "
-                    "(n, m) for two"
+                    f"{self.title}: launch_dims is missing, and the shape of the first array, {first_dims}, does not "
+                    f"do, as wp.tid() gives {' or '.join(map(str, sorted(counts)))} indices: give launch_dims, such as "
+                    "n, or (n, m) for two"
                 )
         most = _WARP_MAX_DIMS - self.options.tiled
-        what = f"{title}: launch_dims must be 1 to {most} numbers from 0 to {_WARP_MAX_EXTENT}; got {launch_dims!r}"
+        limits = f"1 to {most} numbers from 0 to {_WARP_MAX_EXTENT}"
+        what = f"{self.title}: launch_dims must be {limits}; got {launch_dims!r}"
         dims = _ints(launch_dims, what)
         if not 1 <= len(dims) <= most or min(dims) < 0 or max(dims) > _WARP_MAX_EXTENT:
             raise ValueError(what)
@@ -4502,32 +4496,31 @@ class _WarpKernel(_Wrapper):
         """One adjoint launch, whose last results are the gradients of the inputs of floats."""
         args, outs = residuals
         operands = _make_varying([*args, *outs, *(cotangents[j] for j in _floats(outs))])
-        call = self._resolve_adjoint(tuple(_input_specs(operands)), len(args))
-        results = call.bind(operands)
+        call = self._resolve_adjoint(_input_specs(args), _input_specs(outs))
         cotangents_of_args: list[Any] = [None] * len(args)  # a zero, for JAX
-        for i in reversed(_floats(args)):
-            cotangents_of_args[i] = _sharded_like(results.pop(), jax.typeof(args[i]))
+        for i, gradient in zip(reversed(_floats(args)), reversed(call.bind(operands))):
+            cotangents_of_args[i] = _sharded_like(gradient, jax.typeof(args[i]))
         return tuple(cotangents_of_args)
 
-    def _resolve_adjoint(self, ins: tuple[Spec, ...], n_args: int) -> _Call:
-        """The call of the adjoint: (inputs, outputs, cotangents) -> (those that it changes, gradients).
+    def _resolve_adjoint(self, args: list[Spec], outs: list[Spec]) -> _Call:
+        """The call of the adjoint: (inputs, outputs, cotangents) -> (what it changes, gradients).
 
-        Changed are what the adjoint replays of the kernel, and the cotangents; the gradients of inputs of floats start
-        from zeros.
+        It changes what it replays of the kernel, and the cotangents.  Gradients start from zeros.
         """
         names = self.parameters
+        float_args = _floats(args)
+        float_outs = _floats(outs)
+        ins = (*args, *outs, *(outs[j] for j in float_outs))
+        operands = [(name, "data") for name in names] + [(names[len(args) + j], "grad") for j in float_outs]
+        buffers = {buffer: k for k, buffer in enumerate(operands)}
         replayed = _source_of(self.kernel).replayed
-        changed = [*(k for k, name in enumerate(names) if name in replayed), *range(len(names), len(ins))]
-        float_ins = _floats(ins[:n_args])
-        float_outs = [n_args + j for j in _floats(ins[n_args : len(names)])]
-        results = tuple([ins[k] for k in (*changed, *float_ins)])
-        buffers = [(name, "data", k) for k, name in enumerate(names)]
-        buffers += [(names[k], "grad", j) for j, k in enumerate(float_outs, start=len(names))]
-        buffers += [(names[k], "grad", j) for j, k in enumerate(float_ins, start=len(ins) + len(changed))]
-        aliases = tuple((k, j) for j, k in enumerate(changed))
+        changed = [k for (name, field), k in buffers.items() if field == "grad" or name in replayed]
+        buffers |= {(names[i], "grad"): k for k, i in enumerate(float_args, start=len(ins) + len(changed))}
+        results = tuple([ins[k] for k in (*changed, *float_args)])
+        aliases = tuple([(k, j) for j, k in enumerate(changed)])
         zeroed = tuple(range(len(changed), len(results)))
         call = _Call(ins, results, len(results), aliases, zeroed, self.options.has_side_effect)
-        target = self._target(call, buffers, ins[:n_args], f"the adjoint of {self.title}")
+        target = self._target(call, buffers, args)
         _warn_of_stale_values(self.kernel, self.params, self.title)
         return dataclasses.replace(call, target=target)
 
@@ -4548,27 +4541,22 @@ def _warp_session() -> Iterator[Any]:
     with _WARP_LOCK:
         level = wp.config.log_level
         try:
-            wp.config.log_level = max(level, 30) if level >= 20 else level
+            if level == 20:  # INFO, the default
+                wp.config.log_level = 30
             wp.init()
             yield wp
         finally:
             wp.config.log_level = level
 
 
-def _warp_scalars(wp: Any) -> dict[np.dtype, Any]:
-    """NumPy dtype -> Warp scalar type."""
-    return {np.dtype(name): getattr(wp, name) for name in _WARP_DTYPES}
-
-
 def jaxtype_to_warptype(dtype: Any) -> Any:
     """The Warp scalar type of what NumPy reads as a dtype; a ValueError for one that Warp lacks."""
     wp = _import("warp", "jaxtype_to_warptype", _WARP_INSTALL)
-    scalars = _warp_scalars(wp)
+    scalars = {np.dtype(name): getattr(wp, name) for name in _WARP_DTYPES}
     try:
         return scalars[np.dtype(dtype)]
     except (KeyError, TypeError):
-        names = ", ".join(key.name for key in scalars)
-        raise ValueError(f"Warp has no scalar type for dtype {dtype!r}; it has {names}") from None
+        raise ValueError(f"Warp has no scalar type for dtype {dtype!r}; it has {', '.join(_WARP_DTYPES)}") from None
 
 
 def jaxinfo_to_warpinfo(info: Any) -> Any:
@@ -4593,22 +4581,20 @@ def jaxinfo_to_warpinfo(info: Any) -> Any:
 class _WarpParam:
     """One parameter: an array of `ndim` dimensions, or what is passed by value (`ndim` is 0)."""
 
-    kernel: str
-    name: str
+    title: str  # for errors
     type: Any
     dtype: np.dtype | None  # of the scalars; None for a struct
     inner: tuple[int, ...]  # the shape of one element: () for scalars, (3,) for vec3
     ndim: int
 
     def dims(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The dimensions of an array without those of its elements; an array of one element may lack dimensions."""
+        """The dimensions of an array without those of its elements; an array of one element may have no others."""
         outer = shape[: len(shape) - len(self.inner)]
-        missing = [1] * (self.ndim - len(outer))
-        return (*outer, *missing)
+        return tuple(outer) or (1,) * self.ndim
 
     def __str__(self) -> str:
         scalar = self.dtype.name if self.dtype else f"struct {self.type.key}"
-        dims = [":"] * self.ndim + [str(n) for n in self.inner]
+        dims = [":"] * self.ndim + [*map(str, self.inner)]
         return f"{scalar}[{','.join(dims)}]" if dims else scalar
 
     def as_value(self, value: Any) -> Any:
@@ -4620,20 +4606,19 @@ class _WarpParam:
             raise TypeError(self._refused(value, "not an instance of that struct"))  # Warp would read it as one
         if self.dtype and self.dtype.kind in "iu":
             limits = np.iinfo(self.dtype)
-            numbers = [n for n in _objects(value).ravel() if isinstance(n, (int, np.integer))]
-            if not all(limits.min <= n <= limits.max for n in numbers):
-                raise ValueError(self._refused(value, "which is out of its range"))  # Warp would wrap it around
+            for n in _objects(value).ravel():
+                if isinstance(n, (int, np.integer)) and not limits.min <= n <= limits.max:  # Warp would wrap it around
+                    raise ValueError(self._refused(value, "which is out of its range"))
         return np.asarray(value) if isinstance(value, jax.Array) else value
 
     def _refused(self, value: Any, why: str) -> str:
-        given = f"{type(value).__name__} {value!r:.80}"
-        return f"warp_kernel {self.kernel!r}: parameter {self.name!r} ({self}) is passed by value; got {given}, {why}"
+        return f"{self.title} ({self}) is passed by value; got {type(value).__name__} {value!r:.80}, {why}"
 
     def check(self, spec: Spec) -> None:
         """Raise if an array of this spec cannot be the argument."""
-        what = f"warp_kernel {self.kernel!r}: argument {self.name!r} is a warp.array, {self} for JAX; got {_show(spec)}"
+        what = f"{self.title} is a warp.array, {self} for JAX; got {_show(spec)}"
         if spec.dtype != self.dtype:
-            fix = f"cast it by jnp.asarray({self.name}, jnp.{self.dtype}), or annotate it with jaxinfo_to_warpinfo"
+            fix = f"cast it by jnp.asarray(x, jnp.{self.dtype}), or annotate it with jaxinfo_to_warpinfo"
             if str(self.dtype).endswith("64"):
                 fix = f"JAX keeps 64 bits `with jax.enable_x64(True): x = jnp.asarray(x, jnp.{self.dtype})`"
             raise TypeError(f"{what}: wrong dtype; {fix}")
@@ -4646,21 +4631,22 @@ class _WarpParam:
             raise ValueError(f"{what}: Warp counts extents and strides in 32 bits, at most {_WARP_MAX_EXTENT}")
 
 
-def _warp_param(wp: Any, kernel: str, name: str, warp_type: Any) -> _WarpParam:
-    scalars = {scalar: dtype for dtype, scalar in _warp_scalars(wp).items()}
+def _warp_param(wp: Any, kernel: Any, argument: Any) -> _WarpParam:
+    title = f"warp_kernel {kernel.func.__name__!r}: argument {argument.label!r}"
+    warp_type = argument.type
+    scalars = {getattr(wp, name): np.dtype(name) for name in _WARP_DTYPES}
     scalars |= {float: np.dtype("f4"), int: np.dtype("i4"), bool: np.dtype("?"), wp.handle: np.dtype("u8")}
     is_array = isinstance(warp_type, wp.array) or getattr(warp_type, "_concrete_cls", None) is wp.array
     element = warp_type.dtype if is_array else warp_type
     dtype = scalars.get(getattr(element, "_wp_scalar_type_", element))
-    is_plain_struct = hasattr(element, "vars") and not is_array and not _points_to_arrays(element)
+    is_plain_struct = hasattr(element, "vars") and not _points_to_arrays(warp_type)
     if dtype is None and not is_plain_struct:
         raise TypeError(
-            f"warp_kernel {kernel!r}: parameter {name!r} is {getattr(element, 'key', warp_type)!r}; supported are "
-            "scalars, vectors and matrices, arrays of those, and structs without arrays: give the kernel one parameter "
-            "for each field"
+            f"{title} is {getattr(element, 'key', warp_type)!r}; supported are scalars, vectors and matrices, arrays "
+            "of those, and structs without arrays: give the kernel one parameter for each field"
         )
     inner = tuple(getattr(element, "_shape_", ()))
-    return _WarpParam(kernel, name, warp_type, dtype, inner, ndim=warp_type.ndim if is_array else 0)
+    return _WarpParam(title, warp_type, dtype, inner, ndim=warp_type.ndim if is_array else 0)
 
 
 def _points_to_arrays(warp_type: Any) -> bool:
@@ -4669,29 +4655,28 @@ def _points_to_arrays(warp_type: Any) -> bool:
     return hasattr(warp_type, "ndim") or any(_points_to_arrays(field.type) for field in fields)
 
 
-def _warp_content(wp: Any, kernel: Any) -> tuple[str, ...]:
+def _warp_content(kernel: Any) -> tuple[str, ...]:
     """What decides a kernel's machine code: its module, Warp's hash (of code, constants, types), and options.
 
     Warp's hash does not tell apart some constants, such as those of float64, but what it builds is a module's own; a
     kernel that is made again in a unique module gets the module, and is the kernel, that Warp has for that hash.
     """
-    kernel.adj.skip_build = False  # Warp < 1.19 makes an empty kernel, in silence, of what it could not build before
-    kernel.module.get_module_hash()  # also hashes the kernels
-    options = kernel.module.resolve_options(wp.config) | kernel.options
-    options["block_dim"] = None  # in Warp 1.14 that of the last launch
-    return wp.__version__, kernel.module.name, kernel.hash.hex(), str(options)
+    with _warp_session() as wp:
+        # Warp < 1.19 makes an empty kernel, in silence, of what it could not build before.
+        kernel.adj.skip_build = False
+        kernel.module.get_module_hash()  # also hashes the kernels
+        options = kernel.module.resolve_options(wp.config) | kernel.options
+        options["block_dim"] = None  # in Warp 1.14 that of the last launch
+        return wp.__version__, kernel.module.name, kernel.hash.hex(), str(options)
 
 
 _WARP_SOURCES = _BoundedCache()  # content -> `_Source`
 
 
 def _source_of(kernel: Any) -> _Source:
-    with _warp_session() as wp:
-        content = _warp_content(wp, kernel)
-        if content not in _WARP_SOURCES:
-            given = [_View(x.label, x.type.ndim) if hasattr(x.type, "ndim") else None for x in kernel.adj.args]
-            _WARP_SOURCES.keep(content, _Source(kernel, given))
-        return _WARP_SOURCES[content]
+    content = _warp_content(kernel)
+    given = [_View(x.label, x.type.ndim) if hasattr(x.type, "ndim") else None for x in kernel.adj.args]
+    return _WARP_SOURCES.get(content) or _WARP_SOURCES.keep(content, _Source(kernel, given))
 
 
 def _objects(value: Any) -> np.ndarray:
@@ -4712,16 +4697,12 @@ def _value_key(value: Any) -> tuple:
 # a handler copies them, and writes the pointers of a slice where stand-ins stood.
 
 
-class _Recorded(NamedTuple):
-    """A launch that Warp has recorded for a device; what is passed is the same on each device of a platform."""
+def _stand_in(k: int) -> int:
+    """What stands for the pointer to buffer k, or for ~k, the bytes from one slice of it to the next.
 
-    command: Any  # Warp's, which keeps the module of the kernel loaded
-    entry: int  # the machine code, on a GPU a CUfunction
-    shared_mem: int
-    words: list[int]  # blocks of memory, one behind the other
-    block_sizes: tuple[int, ...]  # in words
-    # (number of the word, the buffer k whose pointer belongs there, or ~k for the bytes from one slice to the next)
-    pointers: tuple[tuple[int, int], ...]
+    A number that no other is by accident, aligned as pointers are.
+    """
+    return 0x5EED_0F0A_C417_0000 + 16 * k
 
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
@@ -4733,24 +4714,16 @@ class _WarpTarget(_Target):
 
     kernel: Any = dataclasses.field(compare=False)
     values: Mapping[str, Any] = dataclasses.field(compare=False)
-    content: tuple  # what decides the kernel's machine code; compared for the kernel
-    value_keys: tuple  # compared for the values
+    key: tuple  # compared for these two
     # (name of a parameter, "data" or "grad", number of the buffer, dimensions of the array there)
     arrays: tuple[tuple[str, str, int, tuple[int, ...]], ...]
     launch_dims: tuple[int, ...]
-    block_dim: int | None
+    block_dim: int
     is_tiled: bool
     signature: _Signature
-    name_given: str | None  # the user's `name=`
+    given_name: str | None  # the user's `name=`
     in_order: bool
     is_in_z: bool = False  # the kernel is one that `_kernel_in_z` made
-
-    def register_where_traced(self) -> None:
-        platform = _traced_platform()
-        if platform in ("cpu", "cuda") and not self.runs_nothing:
-            self.lowered(platform)
-            if self.name_given and platform == "cuda" and not self.in_order:
-                self.lowered(platform, has_batch=True)  # for exported programs, whose process may lower no batch
 
     def lowered(self, platform: str, has_batch: bool = False) -> _Target:
         """Record a launch, and register what starts it."""
@@ -4762,111 +4735,82 @@ class _WarpTarget(_Target):
                 return self._in_z().lowered(platform)
         context = _LibCuda().keeping_context() if platform == "cuda" else contextlib.nullcontext()
         with _warp_session() as wp, context:  # Warp may leave another device's context current
-            recorded = [self._record(wp, device) for device in devices]
-            kernel_content = _warp_content(wp, self.kernel)  # which may be another one than where it was traced
-        _, _, shared_mem, words, block_sizes, pointers = recorded[0]
-        if platform == "cuda":
-            words = [*self._cuda_launch(shared_mem).words, *words]
-        content = "warp", self.in_order, kernel_content, self.block_dim
-        layout = platform, shared_mem, block_sizes, pointers
-        name = _NAMES.of_content(content, self.signature, self.name_given, str(layout))
-        if name not in _TARGETS:
-            _import("numba", "warp_kernel compiles what XLA calls with Numba's LLVM: it", _NUMBA_INSTALL)
-            emitter = _WarpEmitter(self, platform, recorded)  # without the lock, as Warp may be building in a thread
-            compiled = _compile_handler(self.signature, emitter)
-            with _LOCK:
-                if name not in _TARGETS:
-                    _register(name, platform, compiled)
-        return _Target(name, tuple(words), platform=platform, title=self.title, where=self.where)
+            emitter = _WarpEmitter(self, [self._record(wp, device) for device in devices])
+            # The content may be another one than where the kernel was traced.
+            content = "warp", self.in_order, _warp_content(self.kernel), self.block_dim
+            layout = platform, emitter.block_sizes, emitter.pointers
+            name = _NAMES.of_content(content, self.signature, self.given_name, str(layout))
+            if name not in _TARGETS:
+                _import("numba", "warp_kernel compiles what XLA calls with Numba's LLVM: it", _NUMBA_INSTALL)
+                _register(name, platform, _compile_handler(self.signature, emitter))
+        return _Target(name, emitter.launch, platform=platform, title=self.title, where=self.where)
 
     def _in_z(self) -> _WarpTarget:
         """What runs a batch by one launch (9.5)."""
         if self.in_order:
             raise _NoSingleLaunch("vmap_method says that slices run in order")
-        buffers = tuple([(name, field, k) for name, field, k, _ in self.arrays])
+        buffers = tuple([array[:3] for array in self.arrays])
         return dataclasses.replace(self, kernel=_kernel_in_z(self.kernel, buffers), is_in_z=True)
 
-    @property
-    def _threads_of_block(self) -> int:
-        return self.block_dim or 256
-
-    def _dims_on(self, device: str) -> tuple[int, ...]:
-        threads = 1 if device == "cpu" else self._threads_of_block
-        return (*self.launch_dims, threads) if self.is_tiled else self.launch_dims
-
-    def _cuda_launch(self, shared_mem: int) -> _CudaLaunch:
-        """As `wp_cuda_launch_kernel` (warp.cu) has it: without a loop in the kernel, blocks fill three axes."""
-        threads = self._threads_of_block
-        n_threads = math.prod(self._dims_on("cuda"))
-        if n_threads % threads and _source_of(self.kernel).uses_tiles:
-            raise ValueError(
-                f"{self.title}: all {threads} threads of a block work on a tile, and launch_dims={self.launch_dims} "
-                f"are {n_threads} threads: with tiled=True launch_dims counts blocks"
-            )
-        blocks = -(-n_threads // threads)
-        x, y, z = min(blocks, _CUDA_LIMITS["grid"][0]), 1, 1
-        if not getattr(self.kernel, "grid_stride", True):  # set when the content was read
-            x = min(blocks, 2**24 // threads)
-            y = min(-(-blocks // x), 65535)
-            z = -(-blocks // (x * y))
-        return _CudaLaunch((x, y, z), (threads, 1, 1), shared_mem)
-
-    def _record(self, wp: Any, device: str) -> _Recorded:
-        """What Warp passes on a device.  Pointers are where it passes stand-ins: random numbers, equal to no other."""
-        numbers = [k for _, _, k, _ in self.arrays]
-        if self.is_in_z:
-            numbers += [~k for k in numbers]
-        stand_ins = {k: int.from_bytes(os.urandom(7), "little") << 4 for k in numbers}
-        command = self._command(wp, device, stand_ins)
-        blocks = _warp_blocks(command)
-        words = memoryview(b"".join(blocks)).cast("q").tolist()
-        number_of = {stand_in: k for k, stand_in in stand_ins.items()}
-        pointers = tuple([(n, number_of[word]) for n, word in enumerate(words) if word in number_of])
-        if {k for _, k in pointers} != set(numbers):
-            raise NotImplementedError(f"{self.title}: this Warp passes arrays in an unknown way: use warp.jax_kernel")
-        for n, _ in pointers:
-            words[n] = 0
-        direction = "backward" if command.adjoint else "forward"
-        entry = ctypes.cast(getattr(command.hooks, direction), _PTR).value or 0
-        shared_mem = getattr(command.hooks, f"{direction}_smem_bytes")
-        if self.is_in_z and (exceeded := _LibCuda().exceeded(entry, self._cuda_launch(shared_mem))):
-            raise _NoSingleLaunch(f"it does not fit then{exceeded}")  # it may take more registers
-        block_sizes = tuple([len(block) // 8 for block in blocks])
-        return _Recorded(command, entry, shared_mem, words, block_sizes, pointers)
-
-    def _command(self, wp: Any, device: str, pointers: Mapping[int, int]) -> Any:
-        """Warp's recorded launch, with these pointers to buffers; compiles and loads the kernel."""
+    def _record(self, wp: Any, device: str) -> Any:
+        """Warp's recorded launch, with stand-ins for pointers; compiles and loads the kernel."""
         warp_types = {arg.label: arg.type for arg in self.kernel.adj.args}
         data = dict(self.values)
         grad: dict[str, Any] = {}
         for name, field, k, dims in reversed(self.arrays):  # gradients first
             dtype = warp_types[name].dtype
-            array = wp.array(ptr=pointers[k], shape=dims, dtype=dtype, device=device, grad=grad.get(name))
+            array = wp.array(ptr=_stand_in(k), shape=dims, dtype=dtype, device=device, grad=grad.get(name))
             (data if field == "data" else grad)[name] = array
             if self.is_in_z:
-                data[_STEP.format(k)] = pointers[~k]
+                data[_STEP.format(k)] = _stand_in(~k)
         inputs = [data[name] for name in warp_types]
-        block_dim = 1 if device == "cpu" else self._threads_of_block
-        options: dict[str, Any] = {"device": device, "block_dim": block_dim, "record_cmd": True, "record_tape": False}
+        block_dim = 1 if device == "cpu" else self.block_dim
+        dims = (*self.launch_dims, block_dim) if self.is_tiled else self.launch_dims
+        options: dict[str, Any] = {"device": device, "block_dim": block_dim, "record_cmd": True}
         note = f"This was raised for {self.title}"
         if grad:
             gradients = [grad.get(name) if hasattr(t, "ndim") else t() for name, t in warp_types.items()]
             options |= {"adj_inputs": gradients, "adjoint": True}
-            note += ", which enable_backward=False leaves out (of the kernel, its module, or in warp.config)"
+            note += ", whose adjoint enable_backward=False leaves out (of the kernel, its module, or in warp.config)"
         try:
-            command = wp.launch(self.kernel, self._dims_on(device), inputs, **options)
+            command = wp.launch(self.kernel, dims, inputs, **options)
         except Exception as error:
             error.add_note(note)
             raise
         if command is None:  # some versions of Warp report a failed build once only
             raise RuntimeError(f"Warp cannot build kernel {self.kernel.key!r}: see its first error, or its log")
-        has_blocks = device == "cpu" and getattr(wp.config, "enable_cpu_blocks", False) and (self.block_dim or 1) > 1
+        wants_blocks = device == "cpu" and getattr(wp.config, "enable_cpu_blocks", False)
+        has_blocks = wants_blocks and (self.is_tiled or _source_of(self.kernel).uses_tiles)
         if has_blocks or type(command).__name__ != "Launch" or getattr(command, "cluster_dim", 1) != 1:
             raise NotImplementedError(
                 f"{self.title}: in deterministic mode, of clusters, or of enable_cpu_blocks' blocks, a launch is more "
                 "than the start of a kernel: call it by warp.jax_kernel"
             )
         return command
+
+    def pointers_in(self, words: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        """(number of the word, k) for each stand-in."""
+        numbers = [k for _, _, k, _ in self.arrays]
+        if self.is_in_z:
+            numbers += [~k for k in numbers]
+        by_stand_in = {_stand_in(k): k for k in numbers}
+        if not by_stand_in.keys() <= set(words):
+            raise NotImplementedError(f"{self.title}: this Warp passes arrays in an unknown way: use warp.jax_kernel")
+        return tuple([(n, by_stand_in[word]) for n, word in enumerate(words) if word in by_stand_in])
+
+    def cuda_launch(self, command: Any, shared_mem: int) -> _CudaLaunch:
+        """As `wp_cuda_launch_kernel` (warp.cu) has it: without a loop in the kernel, an axis has 2**24 threads."""
+        threads = self.block_dim
+        n_threads = command.bounds.size
+        if n_threads % threads and _source_of(self.kernel).uses_tiles:
+            raise ValueError(
+                f"{self.title}: all {threads} threads of a block work on a tile, and launch_dims={self.launch_dims} "
+                f"are {n_threads} threads: with tiled=True launch_dims counts blocks"
+            )
+        blocks = -(-n_threads // threads)
+        has_loop = getattr(self.kernel, "grid_stride", True)  # set when the content was read
+        x = blocks if has_loop else min(blocks, 2**24 // threads)
+        return _CudaLaunch((x, -(-blocks // x), 1), (threads, 1, 1), shared_mem)
 
 
 def _warp_blocks(command: Any) -> list[bytes]:
@@ -4886,33 +4830,46 @@ def _warp_blocks(command: Any) -> list[bytes]:
 
 
 class _WarpEmitter(_Emitter):
-    """Copies the memory of a launch, and for each slice starts the kernel's machine code."""
+    """Copies the memory of a launch that Warp recorded, and for each slice starts the kernel's machine code."""
 
-    def __init__(self, target: _WarpTarget, platform: str, recorded: Sequence[_Recorded]) -> None:
-        self.recorded = recorded  # keeps Warp's modules loaded
-        self.block_sizes = recorded[0].block_sizes
-        self.pointers = recorded[0].pointers
+    def __init__(self, target: _WarpTarget, commands: Sequence[Any]) -> None:
+        command = commands[0]  # what is passed is the same on each device of a platform
+        direction = "backward" if command.adjoint else "forward"
+        self.commands = commands  # keep Warp's modules loaded
+        self.entries = [ctypes.cast(getattr(x.hooks, direction), _PTR).value or 0 for x in commands]
+        blocks = _warp_blocks(command)
+        words = memoryview(b"".join(blocks)).cast("q").tolist()
+        self.block_sizes = tuple([len(block) // 8 for block in blocks])
+        self.pointers = target.pointers_in(words)
         self.is_in_z = target.is_in_z
-        if platform == "cpu":
-            self.entry = recorded[0].entry
-            self.in_order = target.in_order
+        if command.device.is_cpu:
+            self.launch = tuple(words)
+            self.entry = self.entries[0]
             if _source_of(target.kernel).uses_tiles:
-                # Warp keeps the CPU memory of tiles behind one static pointer (tile.h): such kernels must not overlap
+                # Warp keeps the CPU memory of tiles behind one static pointer (tile.h): such kernels must not overlap.
                 self.lock = _native_lock("tile_lock")
-                self.in_order = True
+            self.in_order = target.in_order or bool(self.lock)
             self.code_key = "warp", self.block_sizes, self.pointers, bool(self.lock)
-        else:
-            self.libcuda = _LibCuda()
-            functions = dict(zip(_cuda_ordinals(), [x.entry for x in recorded], strict=True))
-            self.launcher = _CudaLauncher(target.signature.label, self.libcuda, functions, recorded)
-            self.traits = _COMMAND_BUFFER_COMPATIBLE  # it only launches, always the same
+            return
+        self.libcuda = _LibCuda()
+        launch = target.cuda_launch(command, getattr(command.hooks, f"{direction}_smem_bytes"))
+        self.launch = (*launch.words, *words)
+        self.traits = _COMMAND_BUFFER_COMPATIBLE  # it only launches, always the same
+        exceeded = max([self.libcuda.exceeded(entry, launch) for entry in self.entries])
+        if self.is_in_z and exceeded:  # it may take more registers
+            raise _NoSingleLaunch(f"it does not fit then{exceeded}")
 
     def write(self, handler: _Handler) -> None:
         offset = 8 * _CUDA_LAUNCH_WORDS if self.libcuda else 0
         words = handler.alloca(_I64, sum(self.block_sizes))
         handler.copy_bytes(words, handler.launch + offset, 8 * sum(self.block_sizes))
         blocks = [words + 8 * start for start in itertools.accumulate(self.block_sizes[:-1], initial=0)]
-        start: Any = self.launcher.launch_in(handler) if self.libcuda else None
+        start: Any = None
+        if self.libcuda:
+            functions = dict(zip(_cuda_ordinals(), self.entries, strict=True))
+            launcher = _CudaLauncher(handler.signature.label, self.libcuda, functions, self.commands)
+            handler.alive.append(launcher)
+            start = launcher.launch_in(handler)
 
         def point_to(arrays: Sequence[_Array]) -> None:
             for n, k in self.pointers:
@@ -4954,16 +4911,14 @@ _KERNELS_IN_Z = _BoundedCache()  # (content, buffers) -> the kernel whose slices
 def _kernel_in_z(kernel: Any, buffers: tuple[tuple[str, str, int], ...]) -> Any:
     """The kernel whose blocks z work on slice z of these arrays and gradients."""
     with _warp_session() as wp:
-        key = _warp_content(wp, kernel), buffers
+        key = _warp_content(kernel), buffers
         return _KERNELS_IN_Z.get(key) or _KERNELS_IN_Z.keep(key, _make_kernel_in_z(wp, kernel, buffers))
 
 
 def _make_kernel_in_z(wp: Any, kernel: Any, buffers: Sequence[tuple[str, str, int]]) -> Any:
     source = kernel.adj.source
-    if _source_of(kernel).has_own_code:
-        raise _NoSingleLaunch("it calls C++, or has adjoints, of your own")
-    if kernel.adj.transformers:
-        raise _NoSingleLaunch("its code transformers would see another source")
+    if _source_of(kernel).has_own_code or kernel.adj.transformers:  # which would see another source
+        raise _NoSingleLaunch("it calls C++, or has adjoints or code transformers, of your own")
     annotations = {arg.label: arg.type for arg in kernel.adj.args}
     names = _variables_of(kernel.func)
     same = _kernel_like(kernel, source, annotations, names)
@@ -4989,8 +4944,7 @@ def _make_kernel_in_z(wp: Any, kernel: Any, buffers: Sequence[tuple[str, str, in
 
 def _kernel_like(kernel: Any, source: str, annotations: dict, names: dict, **options: Any) -> Any:
     """A kernel in a module of its own, with this source, and these values for the names in it."""
-    read = kernel.func
-    function = types.FunctionType(read.__code__, names, read.__name__, read.__defaults__, read.__closure__)
+    function = types.FunctionType(kernel.func.__code__, names, closure=kernel.func.__closure__)
     function.__annotations__ = dict(annotations)
     # Warp tells modules apart by name.
     module = type(kernel.module)(f"{kernel.key}_{_hash(kernel.module.name, kernel.hash, source)}", None)
