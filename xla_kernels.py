@@ -2865,7 +2865,7 @@ def _keep_message(error: BaseException, label: str) -> int:
         text = f"{type(error).__name__}: {error}"
     except BaseException:
         text = f"{type(error).__name__} (its text cannot be shown)"
-    hint = _READ_ONLY if "destination is read-only" in text else ""  # as NumPy says it
+    hint = f"; {_READ_ONLY}" if "destination is read-only" in text else ""  # as NumPy says it
     text = f"{text[:10_000]}{hint} (raised in kernel '{label}')".replace("\0", "\\0")
     _MESSAGES[threading.get_ident()] = message = ctypes.create_string_buffer(text.encode("utf-8", "replace"))
     return ctypes.addressof(message)
@@ -2882,18 +2882,19 @@ _NUMBA_INSTALL = "pip install numba"
 _NUMBA_DTYPES = frozenset(
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float32 float64 complex64 complex128".split()
 )
-# What Numba says of a write to a read-only array, last of `x += 1` (0.63 to 0.68).
-_SEEN_WRITES = re.compile(
-    r"Cannot modify readonly array|setitem\(readonly array|explicit output that is read-only|"
-    "'NoneType' object has no attribute 'args'"
-)
+_UPDATED_IN_PLACE = "'NoneType' object has no attribute 'args'"  # what Numba says of `x += 1` (0.63 to 0.68)
 _READ_ONLY = (
-    "; its inputs are read-only, because JAX may share them, and so are global arrays: write to an output (a parameter "
+    "its inputs are read-only, because JAX may share them, and so are global arrays: write to an output (a parameter "
     "after the inputs), name what it changes in in_out_argnames, or use input_output_aliases to start with an input's "
     "value"
 )
 # What Numba's text says (a pattern), and what to add: of the first that is found.
 _HELP = {
+    r"Cannot modify readonly array|setitem\(readonly array|explicit output that is read-only|"
+    + _UPDATED_IN_PLACE: _READ_ONLY,
+    r"must have void return type|to none": "it returns a value: write to the output arrays and return nothing",
+    r"(?s)Known signatures:.*64|mismatch: (double|i64)": "it has a signature of 64 bits, which JAX truncates to 32 "
+    "unless jax_enable_x64 is set",
     r"Module\(<module 'jax\.random'": "noise is an input: draw it by jax.random before the call",
     r"Module\(<module 'jax|<class 'jax[^']*(PjitFunction|ufunc|custom_[jv][jv]p)'": "a kernel cannot call JAX: write "
     "np. for jnp., and loops for jax.lax and jax.vmap",
@@ -2914,7 +2915,6 @@ _HELP = {
     "a variable of the closure",  # the second is all that Numba 0.63 says
     r"0d, C": "an array without dimensions is read and written as n[()], an input of them can be in scalars=",
 }
-_RETURNS_A_VALUE = "; it returns a value: write to the output arrays and return nothing"
 _RETURNED = "returned_by_kernel"  # in adapters: numba_cuda_mlir 0.6.0 cannot compile `return kernel()`
 
 
@@ -3007,18 +3007,8 @@ def numba_kernel(
       >>> cumsum(jnp.array([1.0, 2.0, 3.0])).tolist()
       [1.0, 3.0, 6.0]
     """
-    options = _Options(
-        outs=outs,
-        vmap_method=vmap_method,
-        input_output_aliases=input_output_aliases,
-        in_out_argnames=in_out_argnames,
-        scalars=scalars,
-        has_side_effect=has_side_effect,
-        scratch=scratch,
-        zero_outputs=zero_outputs,
-        name=name,
-    )
-    return _wrap(_NumbaKernel, kernel, options)
+    options = dict(locals())  # all arguments by name
+    return _wrap(_NumbaKernel, options.pop("kernel"), _Options(**options))
 
 
 # -- 7.1 The wrapper, and the forms in which it may call a function ------------------------------------
@@ -3049,11 +3039,15 @@ class _NumbaWrapper(_Wrapper):
         n = n_in + len(call.outs)
         has_scratch = len(call.outs) > call.n_results
         written = tuple(range(n_in + len(self.in_outs), n))  # outputs and scratch
-        inputs = self._input_arguments(call.ins, scalars=self.all_scalars)
-        forms = [_Form(n, (*inputs, *(f"b{k}" for k in written)))]
+        inputs = list(range(n_in))
+        for j, name in enumerate(self.in_outs):
+            inputs[self.parameters.index(name)] = n_in + j  # in-out arguments are the first outputs
+        without_dims = frozenset(i for i, spec in enumerate(call.ins) if not spec.shape)
+        named = {self.parameters.index(name) for name in self.scalars}
+        scalars = without_dims if self.all_scalars else without_dims & named
+        forms = [_Form(n, (*inputs, *written), scalars)]
         if may_return and written and not has_scratch:
-            inputs = self._input_arguments(call.ins, scalars=True)
-            forms.append(_Form(n, tuple(inputs), written))
+            forms.append(_Form(n, tuple(inputs), without_dims, written))
         takes = inspect.signature(_python(self.kernel))
         allowed = []
         for form in forms:
@@ -3074,26 +3068,14 @@ class _NumbaWrapper(_Wrapper):
         specs = call.ins + call.outs
         given: list[_View | None] = []
         buffers: dict[str, int] = {}
-        for position, argument in enumerate(form.args):
-            k = form.buffer(argument)
+        for position, k in enumerate(form.args):
             name = self.parameters[position] if position < len(self.parameters) else f"argument {position}"
-            is_array = k in form.arrays
-            given.append(_View(name, len(specs[k].shape)) if is_array else None)
-            buffers |= {name: k} if is_array else {}
-        self._check_accesses(call, _Source(self.kernel, given), buffers, is_guarded)
-
-    def _input_arguments(self, ins: Sequence[Spec], scalars: bool) -> list[str]:
-        """An expression for each input; in-out arguments are the first outputs, and 0-d ones may be scalars."""
-        arguments = []
-        in_outs = itertools.count(len(ins))
-        for i, (spec, name) in enumerate(itertools.zip_longest(ins, self.parameters[: len(ins)])):
-            if name in self.in_outs:
-                arguments.append(f"b{next(in_outs)}")
-            elif not spec.shape and (scalars or name in self.scalars):
-                arguments.append(f"b{i}[()]")
+            if k in form.scalars:
+                given.append(None)
             else:
-                arguments.append(f"b{i}")
-        return arguments
+                given.append(_View(name, len(specs[k].shape)))
+                buffers[name] = k
+        self._check_accesses(call, _Source(self.kernel, given), buffers, is_guarded)
 
 
 class _NumbaKernel(_NumbaWrapper):
@@ -3119,22 +3101,17 @@ class _NumbaKernel(_NumbaWrapper):
 
         def compile_kernel() -> _Compiled:
             check = functools.partial(self._check_form, call)
-            return _compile_numba(self._numba_dispatcher, signature, forms, self.options.in_order, check)
+            return _compile_numba(self._dispatcher(), signature, forms, self.options.in_order, check)
 
-        try:
-            name = _NAMES.of_kernel(self, signature, options, "cpu", compile_kernel)
-        except Exception:
-            vars(self).pop("_numba_dispatcher", None)  # made here: a new one next time, as it remembers the failure
-            raise
+        name = _NAMES.of_kernel(self, signature, options, "cpu", compile_kernel)
         where = (
             "runs on the CPU; for GPUs there are numba_cuda_kernel and warp_kernel, and jax.pure_callback calls this "
             "one's function"
         )
         return _Target(name, platform="cpu", title=self.title, where=where)
 
-    @functools.cached_property
-    def _numba_dispatcher(self) -> Any:
-        """The kernel as Numba compiles it: a plain function is jitted here, once.
+    def _dispatcher(self) -> Any:
+        """The kernel as Numba compiles it: a plain function is jitted here.
 
         So is one of explicit signatures, to take read-only arrays; and one that Numba would inline, which then would
         lose its options.
@@ -3156,38 +3133,30 @@ class _Form(NamedTuple):
     """One way to call a function with the `n` buffers b0, b1, ... of a call: inputs, then outputs and scratch."""
 
     n: int
-    args: tuple[str, ...]
+    args: tuple[int, ...]
+    scalars: frozenset[int] = frozenset()  # those of `args` that it takes as numbers
     results: tuple[int, ...] = ()  # the buffers for what it returns; without any it writes to its arguments
-
-    @classmethod
-    def plain(cls, n: int) -> _Form:
-        return cls(n, tuple(f"b{k}" for k in range(n)))
+    # Where buffers have the slices of a batch as first dimension, and slice z is taken: the ranks without that.
+    slice_ranks: tuple[int, ...] | None = None
 
     def is_plain_for(self, kernel: Any) -> bool:
         """Whether the kernel takes the buffers as they are, by position."""
         parameters = inspect.signature(_python(kernel)).parameters
-        return self == _Form.plain(len(parameters)) and len(parameters) == len(_parameters(kernel))
+        n = len(parameters)
+        return self == _Form(n, tuple(range(n))) and n == len(_parameters(kernel))
 
-    @property
-    def arrays(self) -> list[int]:
-        """The buffers that it takes as arrays, not as scalars."""
-        return [self.buffer(argument) for argument in self.args if "[()]" not in argument]
+    def for_batch(self, ranks: tuple[int, ...]) -> _Form:
+        """The same call on the GPU, with slice z of the buffers."""
+        return self._replace(slice_ranks=ranks)
 
-    def buffer(self, argument: str) -> int:
-        """The number of the buffer in an argument."""
-        return int(argument[1:].partition("[")[0])
-
-    def for_batch(self, ranks: Sequence[int]) -> _Form:
-        """The same call on the GPU, with slice z of buffers that have the slices of a batch as first dimension."""
-
-        def slice_of(argument: str) -> str:
-            buffer, is_scalar, _ = argument.partition("[()]")
-            z = f"min(cuda.blockIdx.z, {buffer}.shape[0] - 1)"  # size 1 broadcasts
-            if is_scalar or ranks[int(buffer[1:])]:
-                return f"{buffer}[{z}]"
-            return f"{buffer}[{z} : {z} + 1].reshape(())"
-
-        return self._replace(args=tuple(map(slice_of, self.args)))
+    def _expression(self, k: int) -> str:
+        """An argument, in the adapter."""
+        if self.slice_ranks is None:
+            return f"b{k}[()]" if k in self.scalars else f"b{k}"
+        z = f"min(cuda.blockIdx.z, b{k}.shape[0] - 1)"  # size 1 broadcasts
+        if k in self.scalars or self.slice_ranks[k]:
+            return f"b{k}[{z}]"
+        return f"b{k}[{z} : {z} + 1].reshape(())"
 
     def adapter(self, kernel: Any, *ends: str, **namespace: Any) -> Callable[..., Any]:
         """A function of all buffers that calls `kernel`, and goes on with these lines.
@@ -3198,8 +3167,9 @@ class _Form(NamedTuple):
                 returned_by_kernel = kernel(b0[()], b1)
                 b2[...] = returned_by_kernel
         """
-        parameters = ", ".join(_Form.plain(self.n).args)
-        lines = [f"def adapter({parameters}):", f"{_RETURNED} = kernel({', '.join(self.args)})", *ends]
+        parameters = ", ".join(f"b{k}" for k in range(self.n))
+        arguments = ", ".join(map(self._expression, self.args))
+        lines = [f"def adapter({parameters}):", f"{_RETURNED} = kernel({arguments})", *ends]
         text = "\n    ".join(lines) + "\n"
         file = f"<adapter {_hash(text)}>"
         linecache.cache[file] = len(text), None, text.splitlines(True), file  # Numba finds lines there
@@ -3295,11 +3265,12 @@ def _compile_results(dispatcher: Any, argtypes: tuple, signature: _Signature, fo
     returned = overload.signature.return_type
     leaves = _returned_leaves(returned)
     declared = [(signature.dtypes[k], signature.ranks[k]) for k in form.results]
-    if len(leaves) != len(declared) or not all(map(_is_declared, leaves.values(), declared)):
+    wrong = [(kind, x) for kind, x in zip(leaves.values(), declared) if not _is_declared(kind, x)]
+    if wrong or len(leaves) != len(declared):
         shown = ", ".join(f"{dtype.name}[{','.join(':' * rank)}]" for dtype, rank in declared)
         hint = "" if form.results else "; wrap one that does both in a function that drops the result"
-        for kind, (dtype, rank) in zip(leaves.values(), declared):
-            if re.match(r"(array\()?(int64|float64|complex128)", str(kind)) and not _is_declared(kind, (dtype, rank)):
+        for kind, (dtype, _) in wrong:
+            if re.match(r"(array\()?(int64|float64|complex128)", str(kind)):
                 cast = f".astype(np.{dtype}) or np.{dtype}(...)"
                 hint = f"; Python's numbers make 64 bits in Numba: cast by {cast}, or declare 64 bits in outs"
         raise TypeError(
@@ -3317,7 +3288,7 @@ def _compile_results(dispatcher: Any, argtypes: tuple, signature: _Signature, fo
         if signature.ranks[k]:
             stores.append(f"if {leaf}.shape != b{k}.shape: raise ShapeError({leaf}.shape, b{k}.shape)")
         stores.append(f"b{k}[...] = {leaf}")
-    stored = numba.njit(_Form.plain(form.n).adapter(dispatcher, *copies, *stores, ShapeError=ShapeError))
+    stored = numba.njit(_Form(form.n, tuple(range(form.n))).adapter(dispatcher, *copies, *stores, ShapeError=ShapeError))
     stored.compile(argtypes)
     return stored.overloads[argtypes]
 
@@ -3359,16 +3330,8 @@ def _is_declared(kind: Any, declared: tuple[np.dtype, int]) -> bool:
 def _refusal(by: str, signature: _Signature, error: Exception) -> TypeError:
     """What a kernel that cannot be compiled has wrong, and what to do about it."""
     text = str(error) or type(error).__name__
-    hint = ""
-    if _SEEN_WRITES.search(text):
-        hint += _READ_ONLY
-    elif "must have void return type" in text or "to none" in text:
-        hint += _RETURNS_A_VALUE
-    elif not jax.config.jax_enable_x64 and re.search(r"(?s)Known signatures:.*64|mismatch: (double|i64)", text):
-        hint += "; it has a signature of 64 bits, which JAX truncates to 32 unless jax_enable_x64 is set"
-    else:
-        hint += next((f"; {advice}" for said, advice in _HELP.items() if re.search(said, text)), "")
-    if "'NoneType' object has no attribute 'args'" in text:  # what Numba says of `x += 1`, from inside
+    hint = next((f"; {advice}" for said, advice in _HELP.items() if re.search(said, text)), "")
+    if _UPDATED_IN_PLACE in text:
         text = "it updates an array in place"
     return TypeError(f"{by} cannot compile kernel {signature.label!r} for {signature}{hint}:\n{text}")
 
@@ -3377,15 +3340,13 @@ def _refusal(by: str, signature: _Signature, error: Exception) -> TypeError:
 
 
 def _uses_object_mode(kernel: Any) -> bool:
+    """By its name or its type: on XLA's threads, Numba loses what Python raises in it."""
     for function in _functions_of(kernel):
-        words = {type(value).__name__ for _, value in _values_of(_python(function))}
-        words.update(_names_in(getattr(_python(function), "__code__", _no_code)))
-        if getattr(function, "targetoptions", {}).get("forceobj") or not words.isdisjoint(_OBJECT_MODE):
+        names = _names_in(getattr(_python(function), "__code__", _no_code))
+        kinds = [type(value).__name__ for _, value in _values_of(_python(function))]
+        if "objmode" in names or "_ObjModeContextType" in kinds:
             return True
     return False
-
-
-_OBJECT_MODE = ("objmode", "_ObjModeContextType")  # as code names it, and the type of its value
 
 
 def _uses_threads(overload: Any, kernel: Any) -> bool:
@@ -3555,23 +3516,8 @@ def numba_cuda_kernel(
       >>> add(np.ones(3), np.ones(3)).tolist()
       [2.0, 2.0, 2.0]
     """
-    options = _CudaOptions(
-        outs=outs,
-        grid=grid,
-        block=block,
-        launch_dims=launch_dims,
-        threads_per_block=threads_per_block,
-        shared_mem=shared_mem,
-        vmap_method=vmap_method,
-        input_output_aliases=input_output_aliases,
-        in_out_argnames=in_out_argnames,
-        scalars=scalars,
-        has_side_effect=has_side_effect,
-        scratch=scratch,
-        zero_outputs=zero_outputs,
-        name=name,
-    )
-    return _wrap(_CudaKernel, kernel, options)
+    options = dict(locals())  # all arguments by name
+    return _wrap(_CudaKernel, options.pop("kernel"), _CudaOptions(**options))
 
 
 def numba_cuda_callable(
@@ -3617,15 +3563,8 @@ def numba_cuda_callable(
       >>> scale_twice(np.ones(3, np.float32)).tolist()
       [4.0, 4.0, 4.0]
     """
-    options = _Options(
-        outs=outs,
-        vmap_method=vmap_method,
-        input_output_aliases=input_output_aliases,
-        has_side_effect=has_side_effect,
-        scratch=scratch,
-        zero_outputs=zero_outputs,
-    )
-    return _wrap(_CudaCallable, func, options)
+    options = dict(locals())  # all arguments by name
+    return _wrap(_CudaCallable, options.pop("func"), _Options(**options))
 
 
 # -- 8.1 Wrappers, and launch configurations ----------------------------------------------------------
