@@ -2039,7 +2039,7 @@ class _Emitter:
     """The part of a handler that a backend gives: how one slice is run.
 
     `_compile_handler` keeps an emitter as long as the process lives, with all that it refers to: machine code has
-    addresses of that.  What only the code of one handler refers to is appended to `handler.alive`.
+    addresses of that.
 
     Handlers of equal signature and `code_key` share their code, which the first one's `write` has written.  So it holds
     no address: what differs between kernels, `entry`, `report` and `lock`, it loads from the memory of each handler,
@@ -2322,8 +2322,8 @@ _Cursor = _words("_Cursor", "data step dims depth nbytes count")
 #   slice_ticks         what a slice took when that was last measured, and
 #   slice_nbytes        how large the buffers of that slice were: a hint, which any thread may overwrite
 #   n_buffers and later filled in when the code is loaded: the number of inputs and outputs, functions of the handler
-#                       and of the driver, the text of an error, and what the emitter gives
-_Kernel = _words("_Kernel", "slice_ticks slice_nbytes n_buffers slices drive wrong_buffers in_order entry lock report")
+#                       and of the driver, and what the emitter gives
+_Kernel = _words("_Kernel", "slice_ticks slice_nbytes n_buffers slices drive in_order entry lock report")
 
 # A call with a batch.  The cursors stand at its first slice.  `sizes` are those of its `depth` dimensions, innermost
 # first; `count` is their product.  `strides` has for each dimension the bytes from one position to the next in each
@@ -2393,7 +2393,7 @@ class _Driver(_Code):
             self._seek(batch, cursors, index)
             count = self.minimum(batch.inner - index % batch.inner, stop - index)
             error = self.call(batch.kernel.slices, batch.frame, cursors, count)
-            self.ret(error, when=error != 0)
+            self.ret(error, when=error)
             start.current = index + count
 
     def _seek(self, batch: Any, cursors: Any, index: Any) -> None:
@@ -2428,7 +2428,7 @@ class _Driver(_Code):
             error = self.call("run", shared.batch, first, stop)
             self._remember(shared.batch, self.call("now") - began, stop - first)
             n_done = self.variable(stop - first)
-            with self.when(error != 0):
+            with self.when(error):
                 # `next` becomes more than any index: what nobody has taken, nobody will
                 first_free = self.atomic("add", shared.address_of("next"), shared.count)
                 n_done.current = n_done.current + shared.count - self.minimum(first_free, shared.count)
@@ -2444,26 +2444,17 @@ class _Driver(_Code):
             self.call("PyMem_RawFree", shared)
 
     def _destroy(self, frame: Any, error: Any) -> None:
-        with self.when(error != 0):
+        with self.when(error):
             self.api(frame, "Error_Destroy", self.new(XLA_FFI_Error_Destroy_Args, error=error))
 
     def share(self, batch: Any, first: Any, work: Any) -> Any:
         """Run the slices from `first` on, which take `work` microseconds, on as many of XLA's threads as pay."""
-        n_threads = self.variable(0)  # none where the call has none
+        n_threads = self.variable(1)  # stays so where the call has no others
         args = self.new(XLA_FFI_ThreadPool_NumThreads_Args, ctx=batch.frame.ctx, num_threads=n_threads)
         self._destroy(batch.frame, self.api(batch.frame, "ThreadPool_NumThreads", args))
         n_slices = batch.count - first
         helpers = self.minimum(self.minimum(n_threads.current, n_slices) - 1, work // _WORTH_A_THREAD)
-        with self.when(helpers < 1):
-            self.ret(self.call("run", batch, first, batch.count))
-        memory = self.call("PyMem_RawMalloc", ctypes.sizeof(_SharedBatch))
-        idle = self.call("PyThread_allocate_lock")
-        with self.when((memory == 0) | (idle == 0)):  # no memory is left: PyMem_RawFree takes null, too
-            self.call("PyMem_RawFree", memory)
-            with self.when(idle != 0):
-                self.call("PyThread_free_lock", idle)
-            self.ret(self.call("run", batch, first, batch.count))
-        shared = _Struct(self, _SharedBatch, memory)
+        shared = _Struct(self, _SharedBatch, self.call("PyMem_RawMalloc", ctypes.sizeof(_SharedBatch)))
         shared.batch = batch
         shared.next = first
         shared.count = batch.count
@@ -2471,7 +2462,7 @@ class _Driver(_Code):
         shared.left = n_slices
         shared.holders = helpers + 2  # counted before any task runs
         shared.error = 0
-        shared.idle = idle
+        shared.idle = self.call("PyThread_allocate_lock")
         self.call("PyThread_acquire_lock", shared.idle, 1)
         args = self.new(XLA_FFI_ThreadPool_Schedule_Args, ctx=batch.frame.ctx, task="work", data=shared)
         with self.loop(helpers):  # which may come too late
@@ -2488,27 +2479,22 @@ class _Driver(_Code):
         For calls without a note of how long such slices take, and those that an earlier call found too short to share.
         A range that is too short for the clock means only that it is harmless to run eight times as many slices here.
         """
-        start = self.variable(1)
+        start = self.variable(0)
         count = self.variable(1)
-        began = self.variable(self.call("now"))
-        error = self.call(batch.kernel.slices, batch.frame, batch.cursors, 1)
-        self.ret(error, when=error != 0)
         with self.forever():
-            left = batch.count - start.current
-            self.ret(0, when=left == 0)
-            now = self.call("now")
-            took = now - began.current
+            stop = start.current + count.current
+            began = self.call("now")
+            error = self.call("run", batch, start.current, stop)
+            took = self.call("now") - began
+            left = batch.count - stop
+            self.ret(error, when=error | (left == 0))
             with self.when(took > self.ticks * _MEASURABLE):
                 self._remember(batch, took, count.current)
                 work = took * left // count.current // self.ticks
                 with self.when(work > _WORTH_SHARING):
-                    self.ret(self.call("share", batch, start.current, work))
-            began.current = now
-            count.current = self.minimum(count.current * 8, left)
-            stop = start.current + count.current
-            error = self.call("run", batch, start.current, stop)
-            self.ret(error, when=error != 0)
+                    self.ret(self.call("share", batch, stop, work))
             start.current = stop
+            count.current = self.minimum(count.current * 8, left)
 
     def _remember(self, batch: Any, took: Any, count: Any) -> None:
         """Note for later calls what slices took: then `drive` need not measure."""
@@ -2590,26 +2576,19 @@ def _compile_handler(signature: _Signature, emitter: _Emitter) -> _Compiled:
     """Compile a handler, or take the code of another one of this signature, and load it."""
     key = dataclasses.replace(signature, label=""), emitter.code_key
     code = _HANDLERS.get(key)
-    alive: list[Any] = []
     if code is None:
-        handler = _Handler(signature, emitter)
-        code = handler.compile()
-        alive = handler.alive
+        code = _Handler(signature, emitter).compile()
         if emitter.code_key is not None:
             _HANDLERS[key] = code
     engine = _load_code(code)
     driver = _driver()
     kernel = _Kernel.from_address(engine.get_global_value_address("kernel"))
-    text = f"kernel '{signature.label}' was called with other buffers than {signature}"
-    wrong_buffers = ctypes.create_string_buffer(text.encode("utf-8", "replace"))
-    kernel.wrong_buffers = ctypes.addressof(wrong_buffers)
     kernel.n_buffers = len(signature.ranks)
     kernel.slices = engine.get_function_address("slices")
     kernel.drive = driver.get_function_address("drive")
     for name in ("in_order", "entry", "lock", "report"):
         setattr(kernel, name, getattr(emitter, name))
-    alive += [engine, driver, emitter, wrong_buffers]
-    return _Compiled(engine.get_function_address("handler"), alive, kernel)
+    return _Compiled(engine.get_function_address("handler"), [engine, driver, emitter], kernel)
 
 
 class _Handler(_Code):
@@ -2619,7 +2598,6 @@ class _Handler(_Code):
         super().__init__()
         self.signature = signature
         self.emitter = emitter
-        self.alive: list[Any] = []  # kept alive, as the machine code holds their addresses
         memory = self.ir.GlobalVariable(self.module, self.ir.ArrayType(self.i64, len(_Kernel._fields_)), "kernel")
         memory.initializer = self.ir.Constant(memory.value_type, None)  # zeros
         self.kernel = _Struct(self, _Kernel, _Word(self, memory.ptrtoint(self.i64)))
@@ -2644,8 +2622,7 @@ class _Handler(_Code):
         XLA's threads take subnormal numbers for 0, and threads that they start inherit that: without the default mode
         the result depends on who starts a thread, also in the user's own parallel functions.
         """
-        has_known_mode = sys.platform == "linux" and self.module.triple.startswith(("x86_64", "aarch64"))
-        resets_floats = self.emitter.starts_threads and has_known_mode
+        resets_floats = self.emitter.starts_threads and sys.platform == "linux"
         if self.emitter.lock:
             self.call("PyThread_acquire_lock", self.kernel.lock, 1)
         if resets_floats:
@@ -2699,7 +2676,7 @@ class _Handler(_Code):
     def _handler(self, frame: Any) -> Any:
         """Run a call: at once if it has no batch, else by the driver."""
         self.frame = frame
-        with self.when(frame.extension_start != 0, likely=False):
+        with self.when(frame.extension_start, likely=False):
             self._register(_Struct(self, XLA_FFI_Metadata_Extension, frame.extension_start))
         self.ret(0, when=frame.stage != _STAGE_EXECUTE)
         buffers, depth = self._read_buffers()
@@ -2729,7 +2706,7 @@ class _Handler(_Code):
         kinds = list(zip(signature.dtypes, signature.ranks, strict=True))
         n_in = signature.n_in
         n_out = len(kinds) - n_in
-        wrong_buffers = self.kernel.wrong_buffers
+        wrong_buffers = self.text(f"a kernel was called with other buffers than {signature}")
         self.fail(wrong_buffers, _ERROR_INVALID_ARGUMENT, when=(args.size != n_in) | (rets.size != n_out))
         addresses = [args.args + 8 * i for i in range(n_in)]
         addresses += [rets.rets + 8 * j for j in range(n_out)]
@@ -2769,8 +2746,8 @@ class _Handler(_Code):
         # To fault XLA's fresh memory in by 4 KiB pages took 40 ms of the 43 ms of an add of 1e7 float32.
         if sys.platform == "linux":
             with self.when(nbytes >= _HUGE_PAGE_MIN, likely=False):
-                skip = self.word(mmap.PAGESIZE) - data % mmap.PAGESIZE  # the range must start at a page
-                self.call("madvise", data + skip, nbytes - skip, _MADV_HUGEPAGE)
+                first_page = (data + (mmap.PAGESIZE - 1)) & -mmap.PAGESIZE
+                self.call("madvise", first_page, data + nbytes - first_page, _MADV_HUGEPAGE)
 
     def _fill(self, out: Any, source: Any, nbytes: Any) -> None:
         """Write a copy of `source`, or zeros if that is 0, to an output with all its slices."""
@@ -2809,10 +2786,10 @@ class _Handler(_Code):
             args = self.new(XLA_FFI_Error_Create_Args, message=message, errc=code)
             self.ret(self.api(self.frame, "Error_Create", args))
 
-    def text(self, text: str) -> int:
-        """The address of a text, for code that is not shared."""
-        self.alive.append(ctypes.create_string_buffer(text.encode("utf-8", "replace")))
-        return ctypes.addressof(self.alive[-1])
+    def text(self, text: str) -> _Word:
+        """The address of a text."""
+        characters = self.cgutils.make_bytearray(text.encode("utf-8", "replace") + b"\0")
+        return _Word(self, self.cgutils.global_constant(self.module, "text", characters).ptrtoint(self.i64))
 
     @property
     def launch(self) -> _Word:
@@ -2853,7 +2830,7 @@ class _CallbackEmitter(_Emitter):
             for array in arrays:
                 words += array.dims
             message = handler.call(self.callback, handler.array([*words, handler.launch, *place]))
-            handler.fail(message, when=message != 0)
+            handler.fail(message, when=message)
 
 
 _MESSAGES: dict[int, Any] = {}  # by thread: a text must live until XLA has copied it
@@ -3322,7 +3299,7 @@ def _is_declared(kind: Any, declared: tuple[np.dtype, int]) -> bool:
 
     dtype, rank = declared
     is_array = isinstance(kind, nbtypes.Array)
-    element = kind.dtype if is_array or isinstance(kind, nbtypes.IntEnumMember) else kind
+    element = kind.dtype if is_array else kind
     names = [name for name in _NUMBA_DTYPES if dtype in (np.dtype(name), jax.dtypes.canonicalize_dtype(name))]
     return element in [from_dtype(np.dtype(name)) for name in names] and (kind.ndim if is_array else 0) == rank
 
@@ -4053,7 +4030,7 @@ def _ask_xla(handler: _Handler, function: str, kind: Any) -> Any:
     """What a function of XLA's API fills in, or the end of the handler with its error."""
     args = handler.new(kind, ctx=handler.frame.ctx)
     error = handler.api(handler.frame, function, args)
-    handler.ret(error, when=error != 0)
+    handler.ret(error, when=error)
     return args
 
 
