@@ -292,7 +292,6 @@ _I32 = ctypes.c_int32
 _SIZE = ctypes.c_size_t
 _STAGE_EXECUTE = 3
 _EXTENSION_METADATA = 1
-_ERROR_INVALID_ARGUMENT = 3
 _ERROR_INTERNAL = 13
 _COMMAND_BUFFER_COMPATIBLE = 1
 
@@ -352,13 +351,9 @@ XLA_FFI_CallFrame = _sized_struct(
     attrs=XLA_FFI_Attrs,
 )
 
-# A new dtype is added in four places: its number in c_api.h here; its name in what backends take (_NUMBA_DTYPES,
-# _CUDA_DTYPES, _WARP_DTYPES); its type there (`_array_types`, which looks for that name in Numba;
-# `_NumbaCuda.callback`, by `typestr`; `_warp_scalars`); the docstrings, which say what is refused.
-_XLA_FFI_DATA_TYPES = {
-    "bool": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint8": 6, "uint16": 7, "uint32": 8, "uint64": 9,
-    "float16": 10, "float32": 11, "float64": 12, "complex64": 15, "bfloat16": 16, "complex128": 18,
-}  # fmt: skip
+# A new dtype is added in three places: its name in what backends take (_NUMBA_DTYPES, _CUDA_DTYPES, _WARP_DTYPES); its
+# type there (`_array_types`, which looks for that name in Numba; `_NumbaCuda.callback`, by `typestr`; `_warp_scalars`);
+# the docstrings, which say what is refused.
 
 
 # ======================================================================================================
@@ -1976,7 +1971,7 @@ class _Wrapper(_NotCopied):
 #
 # XLA calls `handler` with the buffers of a call.  The dimensions of a batch come before those of the kernel; a buffer
 # that is the same for all slices has the size 1 there (size 1 broadcasts).
-#   1. `handler` checks the buffers and writes what outputs start from.  Without a batch it runs the kernel at once.
+#   1. `handler` writes what outputs start from.  Without a batch it runs the kernel at once.
 #   2. `slices(frame, cursors, count)` runs the kernel on `count` slices.  A cursor knows where a buffer's slice is, and
 #      how far it is to the next one.
 # Both are compiled for each signature.  What all handlers have in common is compiled once per process, in `_Driver`:
@@ -2184,9 +2179,6 @@ class _Code:
         if isinstance(x, str):
             return self.cgutils.get_or_insert_function(self.module, self._function_type(0), x).ptrtoint(self.i64)
         return self.ir.Constant(self.i64, x if isinstance(x, int) else ctypes.cast(x, _PTR).value)
-
-    def word(self, x: Any) -> _Word:
-        return _Word(self, self.value(x))
 
     def pointer(self, address: Any, size: int = 1) -> Any:
         """LLVM's pointer to an integer of so many bytes."""
@@ -2512,8 +2504,6 @@ class _Driver(_Code):
             self._measure_dimension(batch, d)
         self._find_inner_loops(batch)
         with self.when((batch.count < 2) | kernel.in_order):
-            with self.when(batch.count == batch.inner):
-                self.ret(self.call(kernel.slices, frame, cursors, batch.count))
             self.ret(self.call("run", batch, 0, batch.count))
         is_known = kernel.slice_nbytes == batch.slice_nbytes
         work = kernel.slice_ticks * is_known * batch.count // self.ticks
@@ -2699,27 +2689,18 @@ class _Handler(_Code):
             self.ret(0)
 
     def _read_buffers(self) -> tuple[list[Any], _Word]:
-        """The buffers, after a check of their number, dtypes and ranks, and how many batch dimensions they have."""
-        args = self.frame.args
-        rets = self.frame.rets
-        signature = self.signature
-        kinds = list(zip(signature.dtypes, signature.ranks, strict=True))
-        n_in = signature.n_in
-        n_out = len(kinds) - n_in
-        wrong_buffers = self.text(f"a kernel was called with other buffers than {signature}")
-        self.fail(wrong_buffers, _ERROR_INVALID_ARGUMENT, when=(args.size != n_in) | (rets.size != n_out))
-        addresses = [args.args + 8 * i for i in range(n_in)]
-        addresses += [rets.rets + 8 * j for j in range(n_out)]
+        """The buffers, and how many batch dimensions they have.
+
+        They are those of the signature, which is in the hash of the target's name.
+        """
+        args = self.frame.args.args
+        rets = self.frame.rets.rets
+        ranks = self.signature.ranks
+        n_in = self.signature.n_in
+        addresses = [args + 8 * i for i in range(n_in)]
+        addresses += [rets + 8 * j for j in range(len(ranks) - n_in)]
         buffers = [_Struct(self, XLA_FFI_Buffer, self.load(address)) for address in addresses]
-        depth = buffers[-1].rank - kinds[-1][1] if buffers else self.word(0)
-        is_wrong = depth < 0
-        for k, (buffer, (dtype, rank)) in enumerate(zip(buffers, kinds, strict=True)):
-            has_other_rank = buffer.rank != depth + rank
-            if k < n_in:  # an operand that all slices share may have no batch dimensions
-                has_other_rank = has_other_rank & (buffer.rank != rank)
-            is_wrong = is_wrong | has_other_rank | (buffer.dtype != _XLA_FFI_DATA_TYPES[dtype.name])
-        self.fail(wrong_buffers, _ERROR_INVALID_ARGUMENT, when=is_wrong)
-        return buffers, depth
+        return buffers, buffers[-1].rank - ranks[-1] if buffers else _Word(self, self.value(0))
 
     def _start_outputs(self, buffers: Sequence[Any], cursors: _Struct, depth: _Word) -> None:
         """Write the values that outputs start with, for all slices at once.
@@ -2780,10 +2761,10 @@ class _Handler(_Code):
 
     # -- for emitters --
 
-    def fail(self, message: Any, code: int = _ERROR_INTERNAL, when: Any = True) -> None:
+    def fail(self, message: Any, when: Any = True) -> None:
         """Return an error from the function; `message` is the address of a text, which XLA copies."""
         with self.when(when, likely=False):
-            args = self.new(XLA_FFI_Error_Create_Args, message=message, errc=code)
+            args = self.new(XLA_FFI_Error_Create_Args, message=message, errc=_ERROR_INTERNAL)
             self.ret(self.api(self.frame, "Error_Create", args))
 
     def text(self, text: str) -> _Word:
@@ -2804,19 +2785,17 @@ class _Handler(_Code):
 class _CallbackEmitter(_Emitter):
     """Runs a slice by calling Python, under the GIL: for what cannot be native."""
 
-    # `body(pointers, dims, launch, stream, ordinal)` gets the addresses and dimensions of the buffers, the address of
-    # the attribute `launch` and, with `libcuda`, a CUDA stream and device.  What it raises the user sees.
+    # `body(buffers, launch, stream, ordinal)` gets the address and dimensions of each buffer, the address of the
+    # attribute `launch` and, with `libcuda`, a CUDA stream and device.  What it raises the user sees.
     def __init__(self, signature: _Signature, body: Callable[..., None], libcuda: Any = None) -> None:
         self.libcuda = libcuda
-        ranks = signature.ranks
-        n_words = len(ranks) + sum(ranks) + 3
+        n_words = len(signature.ranks) + sum(signature.ranks) + 3
 
         def callback(words: Any) -> int | None:
             try:
                 numbers = iter(words[:n_words])
-                pointers = list(itertools.islice(numbers, len(ranks)))
-                dims = [tuple(itertools.islice(numbers, rank)) for rank in ranks]
-                body(pointers, dims, *numbers)
+                buffers = [(next(numbers), tuple(itertools.islice(numbers, rank))) for rank in signature.ranks]
+                body(buffers, *numbers)
             except BaseException as error:  # nothing may unwind into XLA
                 return _keep_message(error, signature.label)
             return None
@@ -2826,9 +2805,7 @@ class _CallbackEmitter(_Emitter):
     def write(self, handler: _Handler) -> None:
         place = _cuda_place(handler) if self.libcuda else (0, 0)
         with handler.each_slice() as arrays:
-            words = [array.pointer for array in arrays]
-            for array in arrays:
-                words += array.dims
+            words = [word for array in arrays for word in (array.pointer, *array.dims)]
             message = handler.call(self.callback, handler.array([*words, handler.launch, *place]))
             handler.fail(message, when=message)
 
@@ -3265,7 +3242,8 @@ def _compile_results(dispatcher: Any, argtypes: tuple, signature: _Signature, fo
         if signature.ranks[k]:
             stores.append(f"if {leaf}.shape != b{k}.shape: raise ShapeError({leaf}.shape, b{k}.shape)")
         stores.append(f"b{k}[...] = {leaf}")
-    stored = numba.njit(_Form(form.n, tuple(range(form.n))).adapter(dispatcher, *copies, *stores, ShapeError=ShapeError))
+    all_buffers = _Form(form.n, tuple(range(form.n)))
+    stored = numba.njit(all_buffers.adapter(dispatcher, *copies, *stores, ShapeError=ShapeError))
     stored.compile(argtypes)
     return stored.overloads[argtypes]
 
@@ -3339,15 +3317,6 @@ def _uses_threads(overload: Any, kernel: Any) -> bool:
 # Numba's calling convention, exceptions and threads.
 
 
-def _lock_of_numbas_threads() -> int:
-    """What to hold while they run; 0 for a layer of threads that needs no lock."""
-    import numba
-
-    numba.get_num_threads()  # starts Numba's threads: only then their layer is known
-    is_workqueue = numba.threading_layer() == "workqueue"  # this layer aborts the process when two threads enter it
-    return _native_lock("workqueue_lock") if is_workqueue else 0
-
-
 def _numba_params(array: _Array) -> list[Any]:
     """An array as Numba's functions and kernels take it: meminfo, parent, nitems, itemsize, data, shape, strides."""
     return [0, 0, math.prod(array.dims), array.itemsize, array.pointer, *array.dims, *array.strides(array.itemsize)]
@@ -3355,11 +3324,15 @@ def _numba_params(array: _Array) -> list[Any]:
 
 class _NumbaEmitter(_Emitter):
     def __init__(self, label: str, overload: Any, uses_threads: bool, in_order: bool) -> None:
+        import numba
+
         self.entry = overload.library.get_pointer_to_function(overload.fndesc.llvm_func_name)
         self.in_order = in_order or uses_threads
         self.starts_threads = uses_threads
         if uses_threads:  # it may start Numba's threads, which use all cores
-            self.lock = _lock_of_numbas_threads()
+            numba.get_num_threads()  # starts them: only then their layer is known
+            if numba.threading_layer() == "workqueue":  # which aborts the process when two threads enter it
+                self.lock = _native_lock("workqueue_lock")
 
         def report(error: int) -> int:
             return _keep_message(ctypes.cast(error, ctypes.py_object).value, label)
@@ -3413,7 +3386,7 @@ class _NumbaEmitter(_Emitter):
 _CUDA_DTYPES = _NUMBA_DTYPES | {"float16"}
 _CUDA_BLOCKS = {2: (16, 16), 3: (8, 8, 4)}  # threads per block over launch_dims of two and three dimensions
 _CUDA_LIMITS = {"grid": (2**31 - 1, 65535, 65535), "block": (1024, 1024, 64), "launch_dims": (sys.maxsize,) * 3}
-_CUDA_LAUNCH_WORDS = 7  # of `_CudaLaunch`
+_CUDA_LAUNCH_WORDS = 7  # of grid, block and shared_mem: with these the attribute `launch` of a call on a GPU begins
 _CUDA_INSTALL = 'pip install "jax[cuda13]" "numba-cuda-mlir[cu13]" (CUDA 12: cuda12, cu12)'
 _CUDA_WHERE = (
     f"runs on NVIDIA GPUs ({_CUDA_INSTALL}) or, of numba.cuda where NUMBA_ENABLE_CUDASIM=1 is set, on CPUs alone, "
@@ -3593,32 +3566,10 @@ class _CudaOptions(_Options):
             raise ValueError(what)
         what = f"threads_per_block must be an int, or give grid and block; got {self.threads_per_block!r}"
         _ints((self.threads_per_block,), what)
-        _dim3("block", self.threads_per_block)
 
 
-class _CudaLaunch(NamedTuple):
-    """What cuLaunchKernel gets, but for parameters: the words that begin the attribute `launch` of a call on a GPU."""
-
-    grid: tuple[Any, ...]
-    block: tuple[Any, ...]
-    shared_mem: Any
-
-    @property
-    def words(self) -> tuple[Any, ...]:
-        return *self.grid, *self.block, self.shared_mem
-
-    @classmethod
-    def read(cls, load: Callable[[Any], Any], address: Any) -> _CudaLaunch:
-        """Read by a function that loads a word."""
-        words = [load(address + 8 * i) for i in range(_CUDA_LAUNCH_WORDS)]
-        return cls(tuple(words[:3]), tuple(words[3:6]), words[6])
-
-    def __str__(self) -> str:
-        return f"grid={self.grid}, block={self.block}, shared_mem={self.shared_mem}"
-
-
-def _word_at(address: int) -> int:
-    return _I64.from_address(address).value
+def _launch_at(address: int) -> tuple[int, ...]:
+    return tuple((_I64 * _CUDA_LAUNCH_WORDS).from_address(address))
 
 
 class _CudaWrapper(_NumbaWrapper):
@@ -3670,12 +3621,12 @@ class _CudaKernel(_CudaWrapper):
         freezes_globals = package.platform == "cuda"  # Python reads a variable on each run
         options = form, in_order, is_checked
         target = self._target_of(package, call, compile_kernel, *options, freezes_globals=freezes_globals)
-        target = dataclasses.replace(target, launch=launch.words, runs_nothing=0 in launch.grid)
+        target = dataclasses.replace(target, launch=launch, runs_nothing=0 in launch[:3])
         if self.options.name and not in_order:  # for exported programs, whose process may lower no batch
             target.lowered(package.platform, has_batch=True)
         return target
 
-    def _launch_configuration(self, ins: Sequence[Spec]) -> _CudaLaunch:
+    def _launch_configuration(self, ins: Sequence[Spec]) -> tuple[int, ...]:
         grid = self.options.grid
         block = self.options.block
         dims = self._for_inputs("launch_dims", ins)
@@ -3684,7 +3635,7 @@ class _CudaKernel(_CudaWrapper):
             block = _dim3("block", _CUDA_BLOCKS.get(rank, self.options.threads_per_block))
             threads = _dim3("launch_dims", dims)
             grid = tuple(-(-size // per_block) for size, per_block in zip(threads, block, strict=True))
-        return _CudaLaunch(_dim3("grid", grid), _dim3("block", block), self.options.shared_mem)
+        return *_dim3("grid", grid), *_dim3("block", block), self.options.shared_mem
 
 
 class _CudaCallable(_CudaWrapper):
@@ -3807,7 +3758,6 @@ class _NumbaCuda:
         extras = {
             "debug=True": dispatcher.targetoptions.get("debug"),  # Numba reads an error code back after the launch
             "a cooperative launch": "cudaCG" in ptx,
-            "reference-counted memory": re.search(r"\bNRT_(Allocate|MemInfo_new|MemInfo_alloc)", ptx),
             f"parameters that this version of {self.name} packs in another way": declared != ["u64"] * n_params,
         }
         for extra, is_used in extras.items():
@@ -3841,10 +3791,10 @@ class _NumbaCuda:
     def callback(self, signature: _Signature, run: Callable[[list, Any, int], None]) -> _CallbackEmitter:
         """Calls `run(arrays, stream, launch)` in Python for every slice, with the call's device current."""
 
-        def body(buffers: list[int], dims: list[tuple], launch: int, stream: int, ordinal: int) -> None:
+        def body(buffers: list[tuple[int, tuple]], launch: int, stream: int, ordinal: int) -> None:
             with self.on_device(ordinal):
                 arrays = []
-                for pointer, shape, dtype in zip(buffers, dims, signature.dtypes, strict=True):
+                for (pointer, shape), dtype in zip(buffers, signature.dtypes, strict=True):
                     view = {"shape": shape, "typestr": dtype.str, "data": (pointer, False), "version": 3}
                     view["stream"] = stream  # copies and fills of the array run on it too
                     arrays.append(self.cuda.from_cuda_array_interface(view, sync=False))
@@ -3884,18 +3834,18 @@ class _CudaSimulator(_NumbaCuda):
         simulated = self.cuda.jit(types.FunctionType(launched.__code__, namespace, closure=launched.__closure__))
 
         def run(arrays: list, stream: Any, launch: int) -> None:
-            grid, block, shared_mem = _CudaLaunch.read(_word_at, launch)
-            simulated[grid, block, stream, shared_mem](*arrays)
+            words = _launch_at(launch)
+            simulated[words[:3], words[3:6], stream, words[6]](*arrays)
 
         return _compile_handler(signature, self.callback(signature, run))
 
     def callback(self, signature: _Signature, run: Callable[[list, Any, int], None]) -> _CallbackEmitter:
         from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
 
-        def body(buffers: list[int], dims: list[tuple], launch: int, *_: int) -> None:
+        def body(buffers: list[tuple[int, tuple]], launch: int, *_: int) -> None:
             arrays = []
-            for k, (dtype, address, shape) in enumerate(zip(signature.dtypes, buffers, dims, strict=True)):
-                memory = (ctypes.c_char * (dtype.itemsize * math.prod(shape))).from_address(address)
+            for k, ((pointer, shape), dtype) in enumerate(zip(buffers, signature.dtypes, strict=True)):
+                memory = (ctypes.c_char * (dtype.itemsize * math.prod(shape))).from_address(pointer)
                 array = np.ndarray(shape, dtype, memory)
                 array.flags.writeable = k >= signature.n_in
                 arrays.append(FakeCUDAArray(array))
@@ -3962,12 +3912,12 @@ class _LibCuda:
         self.library.cuGetErrorName(code, ctypes.byref(name))
         return (name.value or b"an unknown error").decode()
 
-    def exceeded(self, function: int, launch: _CudaLaunch) -> str:
+    def exceeded(self, function: int, launch: tuple[int, ...]) -> str:
         """The limits of a CUfunction that a launch exceeds."""
         text = ""
         for attribute, what, size in (
-            (0, "threads in a block, by its registers and launch_bounds", math.prod(launch.block)),
-            (8, "bytes of dynamic shared memory", launch.shared_mem),
+            (0, "threads in a block, by its registers and launch_bounds", math.prod(launch[3:6])),
+            (8, "bytes of dynamic shared memory", launch[6]),
         ):
             limit = self.limit(_PTR(function), attribute)
             if size > limit:
@@ -4052,6 +4002,11 @@ def _cuda_place(handler: _Handler) -> tuple[_Word, _Word]:
     return _cuda_stream(handler), ordinal
 
 
+def _launch_words(handler: _Handler) -> list[_Word]:
+    first = handler.launch
+    return [handler.load(first + 8 * i) for i in range(_CUDA_LAUNCH_WORDS)]
+
+
 class _CudaLauncher:
     """cuLaunchKernel, from a handler: on XLA's stream, with what was loaded for the call's device."""
 
@@ -4060,13 +4015,14 @@ class _CudaLauncher:
         self.label = label
         self.libcuda = libcuda
         self.compiled = compiled
-        self.table = (_I64 * (max(functions) + 2))()  # the last 0 is for all other devices
+        self.table = (_I64 * (max(functions) + 1))()
         for ordinal, function in functions.items():
             self.table[ordinal] = function
 
         def report(code: int, function: int, address: int) -> int:
-            launch = _CudaLaunch.read(_word_at, address)
-            text = f"{libcuda.describe(code)}, from a launch with {launch}{libcuda.exceeded(function, launch)}"
+            launch = _launch_at(address)
+            shown = f"grid={launch[:3]}, block={launch[3:6]}, shared_mem={launch[6]}"
+            text = f"{libcuda.describe(code)}, from a launch with {shown}{libcuda.exceeded(function, launch)}"
             return _keep_message(RuntimeError(text), label)
 
         self.report = ctypes.CFUNCTYPE(_PTR, _I32, _PTR, _PTR)(report)
@@ -4074,19 +4030,14 @@ class _CudaLauncher:
     def launch_in(self, handler: _Handler) -> Callable[..., None]:
         """Write what all launches of a call share; returns what writes one, for parameters at these addresses."""
         stream, ordinal = _cuda_place(handler)
-        last = len(self.table) - 1
-        is_known = (ordinal >= 0) & (ordinal < last)
-        function = handler.load(handler.select(is_known, ordinal, last) * 8 + ctypes.addressof(self.table))
-        lost = f"kernel '{self.label}' is not loaded on this GPU, which JAX did not list as a local device"
-        handler.fail(handler.text(lost), when=function == 0)
-        attribute = handler.launch
-        (x, y, z), block, shared_mem = _CudaLaunch.read(handler.load, attribute)
+        function = handler.load(ordinal * 8 + ctypes.addressof(self.table))
+        x, y, z, *others = _launch_words(handler)
 
         def start(params: Sequence[Any], z: Any = z) -> None:
-            args = function, x, y, z, *block, shared_mem, stream, handler.array(params), 0
+            args = function, x, y, z, *others, stream, handler.array(params), 0
             code = handler.call(self.libcuda.address("cuLaunchKernel"), *args)
             with handler.when(code & 0xFFFF_FFFF, likely=False):  # a C int
-                handler.fail(handler.call(self.report, code, function, attribute))
+                handler.fail(handler.call(self.report, code, function, handler.launch))
 
         return start
 
@@ -4107,8 +4058,9 @@ class _CudaEmitter(_Emitter):
 
     def write(self, handler: _Handler) -> None:
         if self.for_each_slice:
-            (_, _, z), block, _ = _CudaLaunch.read(handler.load, handler.launch)
-            with handler.when((z > 1) | (math.prod(block) > self.most_threads), likely=False):
+            launch = _launch_words(handler)
+            has_z = launch[2] > 1
+            with handler.when(has_z | (math.prod(launch[3:6]) > self.most_threads), likely=False):
                 handler.ret(handler.call(self.for_each_slice, handler.frame, handler.cursors, handler.count))
         start = self.launcher.launch_in(handler)
         if self.for_each_slice:
@@ -4143,6 +4095,7 @@ class _CudaBatch:
             raise _NoSingleLaunch(f"blocks along z are the slices, and it has some of its own: {grid=}")
         with self.lock:
             if self.most_threads is None:
+                self.most_threads = sys.maxsize  # what fails says so once, and is not tried again
                 in_z, self.most_threads = self.compile_in_z()
                 self.handler.alive.append(in_z)
                 # Calls may run meanwhile: they load this one aligned word, and do right by its old value and its new.
@@ -4682,7 +4635,7 @@ class _WarpTarget(_Target):
             kernel_content = _warp_content(wp, self.kernel)  # which may be another one than where it was traced
         _, _, shared_mem, words, block_sizes, pointers = recorded[0]
         if platform == "cuda":
-            words = [*self._cuda_launch(shared_mem).words, *words]
+            words = [*self._cuda_launch(shared_mem), *words]
         content = "warp", self.in_order, kernel_content, self.block_dim
         layout = platform, shared_mem, block_sizes, pointers
         name = _NAMES.of_content(content, self.signature, self.name_given, str(layout))
@@ -4710,7 +4663,7 @@ class _WarpTarget(_Target):
         threads = 1 if device == "cpu" else self._threads_of_block
         return (*self.launch_dims, threads) if self.is_tiled else self.launch_dims
 
-    def _cuda_launch(self, shared_mem: int) -> _CudaLaunch:
+    def _cuda_launch(self, shared_mem: int) -> tuple[int, ...]:
         """As `wp_cuda_launch_kernel` (warp.cu) has it: without a loop in the kernel, blocks fill three axes."""
         threads = self._threads_of_block
         n_threads = math.prod(self._dims_on("cuda"))
@@ -4725,7 +4678,7 @@ class _WarpTarget(_Target):
             x = min(blocks, 2**24 // threads)
             y = min(-(-blocks // x), 65535)
             z = -(-blocks // (x * y))
-        return _CudaLaunch((x, y, z), (threads, 1, 1), shared_mem)
+        return x, y, z, threads, 1, 1, shared_mem
 
     def _record(self, wp: Any, device: str) -> _Recorded:
         """What Warp passes on a device.  Pointers are where it passes stand-ins: random numbers, equal to no other."""
