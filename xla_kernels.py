@@ -72,6 +72,7 @@ import sys
 import threading
 import time
 import timeit
+import traceback
 import types
 import warnings
 import weakref
@@ -2815,10 +2816,7 @@ _MESSAGES: dict[int, Any] = {}  # by thread: a text must live until XLA has copi
 
 def _keep_message(error: BaseException, label: str) -> int:
     """The address of the text for JAX's error.  Never raises, as its caller is machine code."""
-    try:
-        text = f"{type(error).__name__}: {error}"
-    except BaseException:
-        text = f"{type(error).__name__} (its text cannot be shown)"
+    text = "".join(traceback.format_exception_only(error)).strip()
     hint = f"; {_READ_ONLY}" if "destination is read-only" in text else ""  # as NumPy says it
     text = f"{text[:10_000]}{hint} (raised in kernel '{label}')".replace("\0", "\\0")
     _MESSAGES[threading.get_ident()] = message = ctypes.create_string_buffer(text.encode("utf-8", "replace"))
@@ -2980,12 +2978,9 @@ class _NumbaWrapper(_Wrapper):
 
     def __init__(self, kernel: Any, options: _Options) -> None:
         super().__init__(kernel, options)
-        self.all_scalars = options.scalars is True
-        self.scalars = [] if self.all_scalars else list(options.scalars or ())
-        self._check_names("scalars", self.scalars)
-        for name in self.in_outs:
-            if name in self.scalars:
-                raise ValueError(f"{name!r} is in scalars and in in_out_argnames: what a kernel changes is an array")
+        scalars = self.parameters if options.scalars is True else options.scalars or ()
+        self._check_names("scalars", scalars)
+        self.scalars = {self.parameters.index(name) for name in scalars}  # by number
 
     def _forms(self, call: _Call, may_return: bool) -> list[_Form]:
         """The calls that the kernel's parameters allow: it writes its outputs or, if it may, returns them."""
@@ -2997,9 +2992,7 @@ class _NumbaWrapper(_Wrapper):
         for j, name in enumerate(self.in_outs):
             inputs[self.parameters.index(name)] = n_in + j  # in-out arguments are the first outputs
         without_dims = frozenset(i for i, spec in enumerate(call.ins) if not spec.shape)
-        named = {self.parameters.index(name) for name in self.scalars}
-        scalars = without_dims if self.all_scalars else without_dims & named
-        forms = [_Form(n, (*inputs, *written), scalars)]
+        forms = [_Form(n, (*inputs, *written), without_dims & self.scalars)]
         if may_return and written and not has_scratch:
             forms.append(_Form(n, tuple(inputs), without_dims, written))
         takes = inspect.signature(_python(self.kernel))
@@ -3009,11 +3002,10 @@ class _NumbaWrapper(_Wrapper):
                 takes.bind(*form.args)
                 allowed.append(form)
         if not allowed:
-            with_scratch = ", scratch included" if has_scratch else ""
             raise TypeError(
-                f"kernel {self.__name__!r} takes {takes}, but this call has {n_in} inputs and {n - n_in} outputs"
-                f"{with_scratch}: it takes all by position{', or returns the outputs' if may_return else ''}. Name in "
-                "in_out_argnames what is both, or wrap it in a function, which has constants in its closure"
+                f"kernel {self.__name__!r} takes {takes}, but this call has {n_in} inputs and {n - n_in} outputs, "
+                f"scratch included: it takes all by position{', or returns the outputs' if may_return else ''}. Name "
+                "in in_out_argnames what is both, or wrap it in a function, which has constants in its closure"
             )
         return allowed
 
@@ -3090,7 +3082,7 @@ class _Form(NamedTuple):
     args: tuple[int, ...]
     scalars: frozenset[int] = frozenset()  # those of `args` that it takes as numbers
     results: tuple[int, ...] = ()  # the buffers for what it returns; without any it writes to its arguments
-    # Where buffers have the slices of a batch as first dimension, and slice z is taken: the ranks without that.
+    # On a GPU, where buffers have the slices of a batch as first dimension, and slice z is taken: the ranks without it.
     slice_ranks: tuple[int, ...] | None = None
 
     def is_plain_for(self, kernel: Any) -> bool:
@@ -3098,10 +3090,6 @@ class _Form(NamedTuple):
         parameters = inspect.signature(_python(kernel)).parameters
         n = len(parameters)
         return self == _Form(n, tuple(range(n))) and n == len(_parameters(kernel))
-
-    def for_batch(self, ranks: tuple[int, ...]) -> _Form:
-        """The same call on the GPU, with slice z of the buffers."""
-        return self._replace(slice_ranks=ranks)
 
     def _expression(self, k: int) -> str:
         """An argument, in the adapter."""
@@ -3124,11 +3112,8 @@ class _Form(NamedTuple):
         parameters = ", ".join(f"b{k}" for k in range(self.n))
         arguments = ", ".join(map(self._expression, self.args))
         lines = [f"def adapter({parameters}):", f"{_RETURNED} = kernel({arguments})", *ends]
-        text = "\n    ".join(lines) + "\n"
-        file = f"<adapter {_hash(text)}>"
-        linecache.cache[file] = len(text), None, text.splitlines(True), file  # Numba finds lines there
         namespace["kernel"] = kernel
-        exec(compile(text, file, "exec"), namespace)
+        exec("\n    ".join(lines), namespace)
         return namespace["adapter"]
 
 
@@ -3240,20 +3225,13 @@ def _compile_results(dispatcher: Any, argtypes: tuple, signature: _Signature, fo
             copies.append(f"r{k} = {leaf}.copy()")  # it may be a view of an output that is stored before
             leaf = f"r{k}"
         if signature.ranks[k]:
-            stores.append(f"if {leaf}.shape != b{k}.shape: raise ShapeError({leaf}.shape, b{k}.shape)")
+            problem = f"'it returned an array of shape', {leaf}.shape, 'where outs declares', b{k}.shape"
+            stores.append(f"if {leaf}.shape != b{k}.shape: raise ValueError({problem})")
         stores.append(f"b{k}[...] = {leaf}")
     all_buffers = _Form(form.n, tuple(range(form.n)))
-    stored = numba.njit(all_buffers.adapter(dispatcher, *copies, *stores, ShapeError=ShapeError))
+    stored = numba.njit(all_buffers.adapter(dispatcher, *copies, *stores))
     stored.compile(argtypes)
     return stored.overloads[argtypes]
-
-
-class ShapeError(ValueError):
-    """A kernel returned an array of another shape than `outs` declares."""
-
-    def __str__(self) -> str:
-        returned, declared = self.args
-        return f"it returned an array of shape {returned}, where outs declares {declared}"
 
 
 def _returned_leaves(kind: Any, expression: str = _RETURNED) -> dict[str, Any]:
@@ -3670,10 +3648,9 @@ class _CudaCallable(_CudaWrapper):
 class _NumbaCuda:
     """numba-cuda, or the CUDA target that Numba comes with.  Its successor and the simulator are this with changes."""
 
-    name = "Numba CUDA"
     module = "numba.cuda"
     platform = "cuda"
-    device_options: Mapping[str, Any] = types.MappingProxyType({"device": True})
+    inline = "never"
     params = staticmethod(_numba_params)  # one array as kernels take it
 
     @property
@@ -3695,14 +3672,12 @@ class _NumbaCuda:
         def compile_in_z() -> tuple[_Compiled, int]:
             if in_order:
                 raise _NoSingleLaunch("vmap_method says that slices run in order")
-            with self.on_device(_cuda_ordinals()[0]):
-                asks = _ASKS_FOR_Z.search(self.code(launcher.compiled)[0])
-            if asks:
+            if asks := _ASKS_FOR_Z.search(launcher.ptx):
                 raise _NoSingleLaunch(f"blocks along z are the slices, and its PTX has {asks[0]}")
             if names := _device_arrays_written_by(kernel):
                 raise _NoSingleLaunch(f"it may write to global arrays on the device: {', '.join(names)}")
             of_batch = dataclasses.replace(signature, ranks=tuple(rank + 1 for rank in signature.ranks))
-            in_z = self.launcher(self.adapted(kernel, form.for_batch(signature.ranks)), of_batch)
+            in_z = self.launcher(self.adapted(kernel, form._replace(slice_ranks=signature.ranks)), of_batch)
             if _reads_of(kernel) != what_it_read:
                 raise _NoSingleLaunch("it reads other values now than when it was compiled")
             with self.on_device(_cuda_ordinals()[0]):
@@ -3720,7 +3695,7 @@ class _NumbaCuda:
         function = kernel.py_func  # of explicit signatures
         options = kernel.targetoptions
         if not is_plain:
-            on_device = type(kernel)(function, {**options, **self.device_options})
+            on_device = type(kernel)(function, {**options, "device": True, "inline": self.inline})
             function = form.adapter(on_device, cuda=self.cuda)
         return type(kernel)(function, dict(options))
 
@@ -3736,7 +3711,7 @@ class _NumbaCuda:
         for ordinal in ordinals:
             with self.on_device(ordinal):
                 functions[ordinal] = libcuda.load(self.code(compiled)[2], entry, ordinal)
-        return _CudaLauncher(signature.label, libcuda, functions, compiled)
+        return _CudaLauncher(signature.label, libcuda, functions, compiled, ptx)
 
     def compile_typed(self, dispatcher: Any, signature: _Signature) -> Any:
         """Compile for the current device: a TypeError if that cannot be."""
@@ -3745,10 +3720,8 @@ class _NumbaCuda:
         nbtypes = self.cuda.types if hasattr(self.cuda.types, "Array") else numba.types  # of the CUDA target of Numba
         try:
             return dispatcher.compile(_array_types(nbtypes, signature))
-        except ImportError as error:  # Numba's CudaSupportError and NvvmSupportError are ImportErrors
-            raise ImportError(f"{_refusal(self.name, signature, error)}; {_CUDA_INSTALL}") from error
         except Exception as error:
-            raise _refusal(self.name, signature, error) from error
+            raise _refusal(self.module, signature, error) from error
 
     def check_launch(self, dispatcher: Any, ptx: str, entry: str, signature: _Signature) -> None:
         """A TypeError for what cuLaunchKernel alone, with the parameters that a handler packs, cannot launch."""
@@ -3758,7 +3731,7 @@ class _NumbaCuda:
         extras = {
             "debug=True": dispatcher.targetoptions.get("debug"),  # Numba reads an error code back after the launch
             "a cooperative launch": "cudaCG" in ptx,
-            f"parameters that this version of {self.name} packs in another way": declared != ["u64"] * n_params,
+            f"parameters that this version of {self.module} packs in another way": declared != ["u64"] * n_params,
         }
         for extra, is_used in extras.items():
             if is_used:
@@ -3806,9 +3779,8 @@ class _NumbaCuda:
 class _NumbaCudaMlir(_NumbaCuda):
     """numba-cuda-mlir, as of 0.6.0.  It has no simulator, and compiles for the GPU at hand only."""
 
-    name = "numba_cuda_mlir"
     module = "numba_cuda_mlir.cuda"
-    device_options = types.MappingProxyType({"device": True, "inline": "always"})  # else it has no shared memory
+    inline = "always"  # else a kernel that another one calls has no shared memory
 
     def code(self, compiled: Any) -> tuple[str, str, bytes]:
         return compiled.ptx, compiled.metadata["func_name"], compiled.metadata["cubin"]
@@ -4011,10 +3983,12 @@ class _CudaLauncher:
     """cuLaunchKernel, from a handler: on XLA's stream, with what was loaded for the call's device."""
 
     # `functions` are CUfunctions by CUDA ordinal, which `compiled` keeps alive, with the global arrays that they read.
-    def __init__(self, label: str, libcuda: _LibCuda, functions: Mapping[int, int], compiled: Any) -> None:
-        self.label = label
+    def __init__(
+        self, label: str, libcuda: _LibCuda, functions: Mapping[int, int], compiled: Any, ptx: str = ""
+    ) -> None:
         self.libcuda = libcuda
         self.compiled = compiled
+        self.ptx = ptx
         self.table = (_I64 * (max(functions) + 1))()
         for ordinal, function in functions.items():
             self.table[ordinal] = function
