@@ -72,6 +72,7 @@ import sys
 import threading
 import time
 import timeit
+import traceback
 import types
 import warnings
 import weakref
@@ -292,7 +293,6 @@ _I32 = ctypes.c_int32
 _SIZE = ctypes.c_size_t
 _STAGE_EXECUTE = 3
 _EXTENSION_METADATA = 1
-_ERROR_INVALID_ARGUMENT = 3
 _ERROR_INTERNAL = 13
 _COMMAND_BUFFER_COMPATIBLE = 1
 
@@ -352,13 +352,9 @@ XLA_FFI_CallFrame = _sized_struct(
     attrs=XLA_FFI_Attrs,
 )
 
-# A new dtype is added in four places: its number in c_api.h here; its name in what backends take (_NUMBA_DTYPES,
-# _CUDA_DTYPES, _WARP_DTYPES); its type there (`_array_types`, which looks for that name in Numba;
-# `_NumbaCuda.callback`, by `typestr`; `_warp_param`); the docstrings, which say what is refused.
-_XLA_FFI_DATA_TYPES = {
-    "bool": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint8": 6, "uint16": 7, "uint32": 8, "uint64": 9,
-    "float16": 10, "float32": 11, "float64": 12, "complex64": 15, "bfloat16": 16, "complex128": 18,
-}  # fmt: skip
+# A new dtype is added in three places: its name in what backends take (_NUMBA_DTYPES, _CUDA_DTYPES, _WARP_DTYPES); its
+# type there (`_array_types`, which looks for that name in Numba; `_NumbaCuda.callback`, by `typestr`; `_warp_param`);
+# the docstrings, which say what is refused.
 
 
 # ======================================================================================================
@@ -1976,7 +1972,7 @@ class _Wrapper(_NotCopied):
 #
 # XLA calls `handler` with the buffers of a call.  The dimensions of a batch come before those of the kernel; a buffer
 # that is the same for all slices has the size 1 there (size 1 broadcasts).
-#   1. `handler` checks the buffers and writes what outputs start from.  Without a batch it runs the kernel at once.
+#   1. `handler` writes what outputs start from.  Without a batch it runs the kernel at once.
 #   2. `slices(frame, cursors, count)` runs the kernel on `count` slices.  A cursor knows where a buffer's slice is, and
 #      how far it is to the next one.
 # Both are compiled for each signature.  What all handlers have in common is compiled once per process, in `_Driver`:
@@ -2039,7 +2035,7 @@ class _Emitter:
     """The part of a handler that a backend gives: how one slice is run.
 
     `_compile_handler` keeps an emitter as long as the process lives, with all that it refers to: machine code has
-    addresses of that.  What only the code of one handler refers to is appended to `handler.alive`.
+    addresses of that.
 
     Handlers of equal signature and `code_key` share their code, which the first one's `write` has written.  So it holds
     no address: what differs between kernels, `entry`, `report` and `lock`, it loads from the memory of each handler,
@@ -2185,9 +2181,6 @@ class _Code:
             return self.cgutils.get_or_insert_function(self.module, self._function_type(0), x).ptrtoint(self.i64)
         return self.ir.Constant(self.i64, x if isinstance(x, int) else ctypes.cast(x, _PTR).value)
 
-    def word(self, x: Any) -> _Word:
-        return _Word(self, self.value(x))
-
     def pointer(self, address: Any, size: int = 1) -> Any:
         """LLVM's pointer to an integer of so many bytes."""
         return self.builder.inttoptr(self.value(address), self.ir.IntType(8 * size).as_pointer())
@@ -2322,8 +2315,8 @@ _Cursor = _words("_Cursor", "data step dims depth nbytes count")
 #   slice_ticks         what a slice took when that was last measured, and
 #   slice_nbytes        how large the buffers of that slice were: a hint, which any thread may overwrite
 #   n_buffers and later filled in when the code is loaded: the number of inputs and outputs, functions of the handler
-#                       and of the driver, the text of an error, and what the emitter gives
-_Kernel = _words("_Kernel", "slice_ticks slice_nbytes n_buffers slices drive wrong_buffers in_order entry lock report")
+#                       and of the driver, and what the emitter gives
+_Kernel = _words("_Kernel", "slice_ticks slice_nbytes n_buffers slices drive in_order entry lock report")
 
 # A call with a batch.  The cursors stand at its first slice.  `sizes` are those of its `depth` dimensions, innermost
 # first; `count` is their product.  `strides` has for each dimension the bytes from one position to the next in each
@@ -2393,7 +2386,7 @@ class _Driver(_Code):
             self._seek(batch, cursors, index)
             count = self.minimum(batch.inner - index % batch.inner, stop - index)
             error = self.call(batch.kernel.slices, batch.frame, cursors, count)
-            self.ret(error, when=error != 0)
+            self.ret(error, when=error)
             start.current = index + count
 
     def _seek(self, batch: Any, cursors: Any, index: Any) -> None:
@@ -2428,7 +2421,7 @@ class _Driver(_Code):
             error = self.call("run", shared.batch, first, stop)
             self._remember(shared.batch, self.call("now") - began, stop - first)
             n_done = self.variable(stop - first)
-            with self.when(error != 0):
+            with self.when(error):
                 # `next` becomes more than any index: what nobody has taken, nobody will
                 first_free = self.atomic("add", shared.address_of("next"), shared.count)
                 n_done.current = n_done.current + shared.count - self.minimum(first_free, shared.count)
@@ -2444,26 +2437,17 @@ class _Driver(_Code):
             self.call("PyMem_RawFree", shared)
 
     def _destroy(self, frame: Any, error: Any) -> None:
-        with self.when(error != 0):
+        with self.when(error):
             self.api(frame, "Error_Destroy", self.new(XLA_FFI_Error_Destroy_Args, error=error))
 
     def share(self, batch: Any, first: Any, work: Any) -> Any:
         """Run the slices from `first` on, which take `work` microseconds, on as many of XLA's threads as pay."""
-        n_threads = self.variable(0)  # none where the call has none
+        n_threads = self.variable(1)  # stays so where the call has no others
         args = self.new(XLA_FFI_ThreadPool_NumThreads_Args, ctx=batch.frame.ctx, num_threads=n_threads)
         self._destroy(batch.frame, self.api(batch.frame, "ThreadPool_NumThreads", args))
         n_slices = batch.count - first
         helpers = self.minimum(self.minimum(n_threads.current, n_slices) - 1, work // _WORTH_A_THREAD)
-        with self.when(helpers < 1):
-            self.ret(self.call("run", batch, first, batch.count))
-        memory = self.call("PyMem_RawMalloc", ctypes.sizeof(_SharedBatch))
-        idle = self.call("PyThread_allocate_lock")
-        with self.when((memory == 0) | (idle == 0)):  # no memory is left: PyMem_RawFree takes null, too
-            self.call("PyMem_RawFree", memory)
-            with self.when(idle != 0):
-                self.call("PyThread_free_lock", idle)
-            self.ret(self.call("run", batch, first, batch.count))
-        shared = _Struct(self, _SharedBatch, memory)
+        shared = _Struct(self, _SharedBatch, self.call("PyMem_RawMalloc", ctypes.sizeof(_SharedBatch)))
         shared.batch = batch
         shared.next = first
         shared.count = batch.count
@@ -2471,7 +2455,7 @@ class _Driver(_Code):
         shared.left = n_slices
         shared.holders = helpers + 2  # counted before any task runs
         shared.error = 0
-        shared.idle = idle
+        shared.idle = self.call("PyThread_allocate_lock")
         self.call("PyThread_acquire_lock", shared.idle, 1)
         args = self.new(XLA_FFI_ThreadPool_Schedule_Args, ctx=batch.frame.ctx, task="work", data=shared)
         with self.loop(helpers):  # which may come too late
@@ -2488,27 +2472,22 @@ class _Driver(_Code):
         For calls without a note of how long such slices take, and those that an earlier call found too short to share.
         A range that is too short for the clock means only that it is harmless to run eight times as many slices here.
         """
-        start = self.variable(1)
+        start = self.variable(0)
         count = self.variable(1)
-        began = self.variable(self.call("now"))
-        error = self.call(batch.kernel.slices, batch.frame, batch.cursors, 1)
-        self.ret(error, when=error != 0)
         with self.forever():
-            left = batch.count - start.current
-            self.ret(0, when=left == 0)
-            now = self.call("now")
-            took = now - began.current
+            stop = start.current + count.current
+            began = self.call("now")
+            error = self.call("run", batch, start.current, stop)
+            took = self.call("now") - began
+            left = batch.count - stop
+            self.ret(error, when=error | (left == 0))
             with self.when(took > self.ticks * _MEASURABLE):
                 self._remember(batch, took, count.current)
                 work = took * left // count.current // self.ticks
                 with self.when(work > _WORTH_SHARING):
-                    self.ret(self.call("share", batch, start.current, work))
-            began.current = now
-            count.current = self.minimum(count.current * 8, left)
-            stop = start.current + count.current
-            error = self.call("run", batch, start.current, stop)
-            self.ret(error, when=error != 0)
+                    self.ret(self.call("share", batch, stop, work))
             start.current = stop
+            count.current = self.minimum(count.current * 8, left)
 
     def _remember(self, batch: Any, took: Any, count: Any) -> None:
         """Note for later calls what slices took: then `drive` need not measure."""
@@ -2526,8 +2505,6 @@ class _Driver(_Code):
             self._measure_dimension(batch, d)
         self._find_inner_loops(batch)
         with self.when((batch.count < 2) | kernel.in_order):
-            with self.when(batch.count == batch.inner):
-                self.ret(self.call(kernel.slices, frame, cursors, batch.count))
             self.ret(self.call("run", batch, 0, batch.count))
         is_known = kernel.slice_nbytes == batch.slice_nbytes
         work = kernel.slice_ticks * is_known * batch.count // self.ticks
@@ -2590,26 +2567,19 @@ def _compile_handler(signature: _Signature, emitter: _Emitter) -> _Compiled:
     """Compile a handler, or take the code of another one of this signature, and load it."""
     key = dataclasses.replace(signature, label=""), emitter.code_key
     code = _HANDLERS.get(key)
-    alive: list[Any] = []
     if code is None:
-        handler = _Handler(signature, emitter)
-        code = handler.compile()
-        alive = handler.alive
+        code = _Handler(signature, emitter).compile()
         if emitter.code_key is not None:
             _HANDLERS[key] = code
     engine = _load_code(code)
     driver = _driver()
     kernel = _Kernel.from_address(engine.get_global_value_address("kernel"))
-    text = f"kernel '{signature.label}' was called with other buffers than {signature}"
-    wrong_buffers = ctypes.create_string_buffer(text.encode("utf-8", "replace"))
-    kernel.wrong_buffers = ctypes.addressof(wrong_buffers)
     kernel.n_buffers = len(signature.ranks)
     kernel.slices = engine.get_function_address("slices")
     kernel.drive = driver.get_function_address("drive")
     for name in ("in_order", "entry", "lock", "report"):
         setattr(kernel, name, getattr(emitter, name))
-    alive += [engine, driver, emitter, wrong_buffers]
-    return _Compiled(engine.get_function_address("handler"), alive, kernel)
+    return _Compiled(engine.get_function_address("handler"), [engine, driver, emitter], kernel)
 
 
 class _Handler(_Code):
@@ -2619,7 +2589,6 @@ class _Handler(_Code):
         super().__init__()
         self.signature = signature
         self.emitter = emitter
-        self.alive: list[Any] = []  # kept alive, as the machine code holds their addresses
         memory = self.ir.GlobalVariable(self.module, self.ir.ArrayType(self.i64, len(_Kernel._fields_)), "kernel")
         memory.initializer = self.ir.Constant(memory.value_type, None)  # zeros
         self.kernel = _Struct(self, _Kernel, _Word(self, memory.ptrtoint(self.i64)))
@@ -2644,8 +2613,7 @@ class _Handler(_Code):
         XLA's threads take subnormal numbers for 0, and threads that they start inherit that: without the default mode
         the result depends on who starts a thread, also in the user's own parallel functions.
         """
-        has_known_mode = sys.platform == "linux" and self.module.triple.startswith(("x86_64", "aarch64"))
-        resets_floats = self.emitter.starts_threads and has_known_mode
+        resets_floats = self.emitter.starts_threads and sys.platform == "linux"
         if self.emitter.lock:
             self.call("PyThread_acquire_lock", self.kernel.lock, 1)
         if resets_floats:
@@ -2699,7 +2667,7 @@ class _Handler(_Code):
     def _handler(self, frame: Any) -> Any:
         """Run a call: at once if it has no batch, else by the driver."""
         self.frame = frame
-        with self.when(frame.extension_start != 0, likely=False):
+        with self.when(frame.extension_start, likely=False):
             self._register(_Struct(self, XLA_FFI_Metadata_Extension, frame.extension_start))
         self.ret(0, when=frame.stage != _STAGE_EXECUTE)
         buffers, depth = self._read_buffers()
@@ -2722,27 +2690,18 @@ class _Handler(_Code):
             self.ret(0)
 
     def _read_buffers(self) -> tuple[list[Any], _Word]:
-        """The buffers, after a check of their number, dtypes and ranks, and how many batch dimensions they have."""
-        args = self.frame.args
-        rets = self.frame.rets
-        signature = self.signature
-        kinds = list(zip(signature.dtypes, signature.ranks, strict=True))
-        n_in = signature.n_in
-        n_out = len(kinds) - n_in
-        wrong_buffers = self.kernel.wrong_buffers
-        self.fail(wrong_buffers, _ERROR_INVALID_ARGUMENT, when=(args.size != n_in) | (rets.size != n_out))
-        addresses = [args.args + 8 * i for i in range(n_in)]
-        addresses += [rets.rets + 8 * j for j in range(n_out)]
+        """The buffers, and how many batch dimensions they have.
+
+        They are those of the signature, which is in the hash of the target's name.
+        """
+        args = self.frame.args.args
+        rets = self.frame.rets.rets
+        ranks = self.signature.ranks
+        n_in = self.signature.n_in
+        addresses = [args + 8 * i for i in range(n_in)]
+        addresses += [rets + 8 * j for j in range(len(ranks) - n_in)]
         buffers = [_Struct(self, XLA_FFI_Buffer, self.load(address)) for address in addresses]
-        depth = buffers[-1].rank - kinds[-1][1] if buffers else self.word(0)
-        is_wrong = depth < 0
-        for k, (buffer, (dtype, rank)) in enumerate(zip(buffers, kinds, strict=True)):
-            has_other_rank = buffer.rank != depth + rank
-            if k < n_in:  # an operand that all slices share may have no batch dimensions
-                has_other_rank = has_other_rank & (buffer.rank != rank)
-            is_wrong = is_wrong | has_other_rank | (buffer.dtype != _XLA_FFI_DATA_TYPES[dtype.name])
-        self.fail(wrong_buffers, _ERROR_INVALID_ARGUMENT, when=is_wrong)
-        return buffers, depth
+        return buffers, buffers[-1].rank - ranks[-1] if buffers else _Word(self, self.value(0))
 
     def _start_outputs(self, buffers: Sequence[Any], cursors: _Struct, depth: _Word) -> None:
         """Write the values that outputs start with, for all slices at once.
@@ -2769,8 +2728,8 @@ class _Handler(_Code):
         # To fault XLA's fresh memory in by 4 KiB pages took 40 ms of the 43 ms of an add of 1e7 float32.
         if sys.platform == "linux":
             with self.when(nbytes >= _HUGE_PAGE_MIN, likely=False):
-                skip = self.word(mmap.PAGESIZE) - data % mmap.PAGESIZE  # the range must start at a page
-                self.call("madvise", data + skip, nbytes - skip, _MADV_HUGEPAGE)
+                first_page = (data + (mmap.PAGESIZE - 1)) & -mmap.PAGESIZE
+                self.call("madvise", first_page, data + nbytes - first_page, _MADV_HUGEPAGE)
 
     def _fill(self, out: Any, source: Any, nbytes: Any) -> None:
         """Write a copy of `source`, or zeros if that is 0, to an output with all its slices."""
@@ -2803,16 +2762,16 @@ class _Handler(_Code):
 
     # -- for emitters --
 
-    def fail(self, message: Any, code: int = _ERROR_INTERNAL, when: Any = True) -> None:
+    def fail(self, message: Any, when: Any = True) -> None:
         """Return an error from the function; `message` is the address of a text, which XLA copies."""
         with self.when(when, likely=False):
-            args = self.new(XLA_FFI_Error_Create_Args, message=message, errc=code)
+            args = self.new(XLA_FFI_Error_Create_Args, message=message, errc=_ERROR_INTERNAL)
             self.ret(self.api(self.frame, "Error_Create", args))
 
-    def text(self, text: str) -> int:
-        """The address of a text, for code that is not shared."""
-        self.alive.append(ctypes.create_string_buffer(text.encode("utf-8", "replace")))
-        return ctypes.addressof(self.alive[-1])
+    def text(self, text: str) -> _Word:
+        """The address of a text."""
+        characters = self.cgutils.make_bytearray(text.encode("utf-8", "replace") + b"\0")
+        return _Word(self, self.cgutils.global_constant(self.module, "text", characters).ptrtoint(self.i64))
 
     @property
     def launch(self) -> _Word:
@@ -2827,19 +2786,17 @@ class _Handler(_Code):
 class _CallbackEmitter(_Emitter):
     """Runs a slice by calling Python, under the GIL: for what cannot be native."""
 
-    # `body(pointers, dims, launch, stream, ordinal)` gets the addresses and dimensions of the buffers, the address of
-    # the attribute `launch` and, with `libcuda`, a CUDA stream and device.  What it raises the user sees.
+    # `body(buffers, launch, stream, ordinal)` gets the address and dimensions of each buffer, the address of the
+    # attribute `launch` and, with `libcuda`, a CUDA stream and device.  What it raises the user sees.
     def __init__(self, signature: _Signature, body: Callable[..., None], libcuda: Any = None) -> None:
         self.libcuda = libcuda
-        ranks = signature.ranks
-        n_words = len(ranks) + sum(ranks) + 3
+        n_words = len(signature.ranks) + sum(signature.ranks) + 3
 
         def callback(words: Any) -> int | None:
             try:
                 numbers = iter(words[:n_words])
-                pointers = list(itertools.islice(numbers, len(ranks)))
-                dims = [tuple(itertools.islice(numbers, rank)) for rank in ranks]
-                body(pointers, dims, *numbers)
+                buffers = [(next(numbers), tuple(itertools.islice(numbers, rank))) for rank in signature.ranks]
+                body(buffers, *numbers)
             except BaseException as error:  # nothing may unwind into XLA
                 return _keep_message(error, signature.label)
             return None
@@ -2849,11 +2806,9 @@ class _CallbackEmitter(_Emitter):
     def write(self, handler: _Handler) -> None:
         place = _cuda_place(handler) if self.libcuda else (0, 0)
         with handler.each_slice() as arrays:
-            words = [array.pointer for array in arrays]
-            for array in arrays:
-                words += array.dims
+            words = [word for array in arrays for word in (array.pointer, *array.dims)]
             message = handler.call(self.callback, handler.array([*words, handler.launch, *place]))
-            handler.fail(message, when=message != 0)
+            handler.fail(message, when=message)
 
 
 _MESSAGES: dict[int, Any] = {}  # by thread: a text must live until XLA has copied it
@@ -2861,11 +2816,8 @@ _MESSAGES: dict[int, Any] = {}  # by thread: a text must live until XLA has copi
 
 def _keep_message(error: BaseException, label: str) -> int:
     """The address of the text for JAX's error.  Never raises, as its caller is machine code."""
-    try:
-        text = f"{type(error).__name__}: {error}"
-    except BaseException:
-        text = f"{type(error).__name__} (its text cannot be shown)"
-    hint = _READ_ONLY if "destination is read-only" in text else ""  # as NumPy says it
+    text = "".join(traceback.format_exception_only(error)).strip()
+    hint = f"; {_READ_ONLY}" if "destination is read-only" in text else ""  # as NumPy says it
     text = f"{text[:10_000]}{hint} (raised in kernel '{label}')".replace("\0", "\\0")
     _MESSAGES[threading.get_ident()] = message = ctypes.create_string_buffer(text.encode("utf-8", "replace"))
     return ctypes.addressof(message)
@@ -2882,18 +2834,19 @@ _NUMBA_INSTALL = "pip install numba"
 _NUMBA_DTYPES = frozenset(
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float32 float64 complex64 complex128".split()
 )
-# What Numba says of a write to a read-only array, last of `x += 1` (0.63 to 0.68).
-_SEEN_WRITES = re.compile(
-    r"Cannot modify readonly array|setitem\(readonly array|explicit output that is read-only|"
-    "'NoneType' object has no attribute 'args'"
-)
+_UPDATED_IN_PLACE = "'NoneType' object has no attribute 'args'"  # what Numba says of `x += 1` (0.63 to 0.68)
 _READ_ONLY = (
-    "; its inputs are read-only, because JAX may share them, and so are global arrays: write to an output (a parameter "
+    "its inputs are read-only, because JAX may share them, and so are global arrays: write to an output (a parameter "
     "after the inputs), name what it changes in in_out_argnames, or use input_output_aliases to start with an input's "
     "value"
 )
 # What Numba's text says (a pattern), and what to add: of the first that is found.
 _HELP = {
+    r"Cannot modify readonly array|setitem\(readonly array|explicit output that is read-only|"
+    + _UPDATED_IN_PLACE: _READ_ONLY,
+    r"must have void return type|to none": "it returns a value: write to the output arrays and return nothing",
+    r"(?s)Known signatures:.*64|mismatch: (double|i64)": "it has a signature of 64 bits, which JAX truncates to 32 "
+    "unless jax_enable_x64 is set",
     r"Module\(<module 'jax\.random'": "noise is an input: draw it by jax.random before the call",
     r"Module\(<module 'jax|<class 'jax[^']*(PjitFunction|ufunc|custom_[jv][jv]p)'": "a kernel cannot call JAX: write "
     "np. for jnp., and loops for jax.lax and jax.vmap",
@@ -2914,7 +2867,6 @@ _HELP = {
     "a variable of the closure",  # the second is all that Numba 0.63 says
     r"0d, C": "an array without dimensions is read and written as n[()], an input of them can be in scalars=",
 }
-_RETURNS_A_VALUE = "; it returns a value: write to the output arrays and return nothing"
 _RETURNED = "returned_by_kernel"  # in adapters: numba_cuda_mlir 0.6.0 cannot compile `return kernel()`
 
 
@@ -3007,18 +2959,8 @@ def numba_kernel(
       >>> cumsum(jnp.array([1.0, 2.0, 3.0])).tolist()
       [1.0, 3.0, 6.0]
     """
-    options = _Options(
-        outs=outs,
-        vmap_method=vmap_method,
-        input_output_aliases=input_output_aliases,
-        in_out_argnames=in_out_argnames,
-        scalars=scalars,
-        has_side_effect=has_side_effect,
-        scratch=scratch,
-        zero_outputs=zero_outputs,
-        name=name,
-    )
-    return _wrap(_NumbaKernel, kernel, options)
+    options = dict(locals())  # all arguments by name
+    return _wrap(_NumbaKernel, options.pop("kernel"), _Options(**options))
 
 
 # -- 7.1 The wrapper, and the forms in which it may call a function ------------------------------------
@@ -3036,12 +2978,9 @@ class _NumbaWrapper(_Wrapper):
 
     def __init__(self, kernel: Any, options: _Options) -> None:
         super().__init__(kernel, options)
-        self.all_scalars = options.scalars is True
-        self.scalars = [] if self.all_scalars else list(options.scalars or ())
-        self._check_names("scalars", self.scalars)
-        for name in self.in_outs:
-            if name in self.scalars:
-                raise ValueError(f"{name!r} is in scalars and in in_out_argnames: what a kernel changes is an array")
+        scalars = self.parameters if options.scalars is True else options.scalars or ()
+        self._check_names("scalars", scalars)
+        self.scalars = {self.parameters.index(name) for name in scalars}  # by number
 
     def _forms(self, call: _Call, may_return: bool) -> list[_Form]:
         """The calls that the kernel's parameters allow: it writes its outputs or, if it may, returns them."""
@@ -3049,11 +2988,13 @@ class _NumbaWrapper(_Wrapper):
         n = n_in + len(call.outs)
         has_scratch = len(call.outs) > call.n_results
         written = tuple(range(n_in + len(self.in_outs), n))  # outputs and scratch
-        inputs = self._input_arguments(call.ins, scalars=self.all_scalars)
-        forms = [_Form(n, (*inputs, *(f"b{k}" for k in written)))]
+        inputs = list(range(n_in))
+        for j, name in enumerate(self.in_outs):
+            inputs[self.parameters.index(name)] = n_in + j  # in-out arguments are the first outputs
+        without_dims = frozenset(i for i, spec in enumerate(call.ins) if not spec.shape)
+        forms = [_Form(n, (*inputs, *written), without_dims & self.scalars)]
         if may_return and written and not has_scratch:
-            inputs = self._input_arguments(call.ins, scalars=True)
-            forms.append(_Form(n, tuple(inputs), written))
+            forms.append(_Form(n, tuple(inputs), without_dims, written))
         takes = inspect.signature(_python(self.kernel))
         allowed = []
         for form in forms:
@@ -3061,11 +3002,10 @@ class _NumbaWrapper(_Wrapper):
                 takes.bind(*form.args)
                 allowed.append(form)
         if not allowed:
-            with_scratch = ", scratch included" if has_scratch else ""
             raise TypeError(
-                f"kernel {self.__name__!r} takes {takes}, but this call has {n_in} inputs and {n - n_in} outputs"
-                f"{with_scratch}: it takes all by position{', or returns the outputs' if may_return else ''}. Name in "
-                "in_out_argnames what is both, or wrap it in a function, which has constants in its closure"
+                f"kernel {self.__name__!r} takes {takes}, but this call has {n_in} inputs and {n - n_in} outputs, "
+                f"scratch included: it takes all by position{', or returns the outputs' if may_return else ''}. Name "
+                "in in_out_argnames what is both, or wrap it in a function, which has constants in its closure"
             )
         return allowed
 
@@ -3074,26 +3014,14 @@ class _NumbaWrapper(_Wrapper):
         specs = call.ins + call.outs
         given: list[_View | None] = []
         buffers: dict[str, int] = {}
-        for position, argument in enumerate(form.args):
-            k = form.buffer(argument)
+        for position, k in enumerate(form.args):
             name = self.parameters[position] if position < len(self.parameters) else f"argument {position}"
-            is_array = k in form.arrays
-            given.append(_View(name, len(specs[k].shape)) if is_array else None)
-            buffers |= {name: k} if is_array else {}
-        self._check_accesses(call, _Source(self.kernel, given), buffers, is_guarded)
-
-    def _input_arguments(self, ins: Sequence[Spec], scalars: bool) -> list[str]:
-        """An expression for each input; in-out arguments are the first outputs, and 0-d ones may be scalars."""
-        arguments = []
-        in_outs = itertools.count(len(ins))
-        for i, (spec, name) in enumerate(itertools.zip_longest(ins, self.parameters[: len(ins)])):
-            if name in self.in_outs:
-                arguments.append(f"b{next(in_outs)}")
-            elif not spec.shape and (scalars or name in self.scalars):
-                arguments.append(f"b{i}[()]")
+            if k in form.scalars:
+                given.append(None)
             else:
-                arguments.append(f"b{i}")
-        return arguments
+                given.append(_View(name, len(specs[k].shape)))
+                buffers[name] = k
+        self._check_accesses(call, _Source(self.kernel, given), buffers, is_guarded)
 
 
 class _NumbaKernel(_NumbaWrapper):
@@ -3119,22 +3047,17 @@ class _NumbaKernel(_NumbaWrapper):
 
         def compile_kernel() -> _Compiled:
             check = functools.partial(self._check_form, call)
-            return _compile_numba(self._numba_dispatcher, signature, forms, self.options.in_order, check)
+            return _compile_numba(self._dispatcher(), signature, forms, self.options.in_order, check)
 
-        try:
-            name = _NAMES.of_kernel(self, signature, options, "cpu", compile_kernel)
-        except Exception:
-            vars(self).pop("_numba_dispatcher", None)  # made here: a new one next time, as it remembers the failure
-            raise
+        name = _NAMES.of_kernel(self, signature, options, "cpu", compile_kernel)
         where = (
             "runs on the CPU; for GPUs there are numba_cuda_kernel and warp_kernel, and jax.pure_callback calls this "
             "one's function"
         )
         return _Target(name, platform="cpu", title=self.title, where=where)
 
-    @functools.cached_property
-    def _numba_dispatcher(self) -> Any:
-        """The kernel as Numba compiles it: a plain function is jitted here, once.
+    def _dispatcher(self) -> Any:
+        """The kernel as Numba compiles it: a plain function is jitted here.
 
         So is one of explicit signatures, to take read-only arrays; and one that Numba would inline, which then would
         lose its options.
@@ -3156,38 +3079,26 @@ class _Form(NamedTuple):
     """One way to call a function with the `n` buffers b0, b1, ... of a call: inputs, then outputs and scratch."""
 
     n: int
-    args: tuple[str, ...]
+    args: tuple[int, ...]
+    scalars: frozenset[int] = frozenset()  # those of `args` that it takes as numbers
     results: tuple[int, ...] = ()  # the buffers for what it returns; without any it writes to its arguments
-
-    @classmethod
-    def plain(cls, n: int) -> _Form:
-        return cls(n, tuple(f"b{k}" for k in range(n)))
+    # On a GPU, where buffers have the slices of a batch as first dimension, and slice z is taken: the ranks without it.
+    slice_ranks: tuple[int, ...] | None = None
 
     def is_plain_for(self, kernel: Any) -> bool:
         """Whether the kernel takes the buffers as they are, by position."""
         parameters = inspect.signature(_python(kernel)).parameters
-        return self == _Form.plain(len(parameters)) and len(parameters) == len(_parameters(kernel))
+        n = len(parameters)
+        return self == _Form(n, tuple(range(n))) and n == len(_parameters(kernel))
 
-    @property
-    def arrays(self) -> list[int]:
-        """The buffers that it takes as arrays, not as scalars."""
-        return [self.buffer(argument) for argument in self.args if "[()]" not in argument]
-
-    def buffer(self, argument: str) -> int:
-        """The number of the buffer in an argument."""
-        return int(argument[1:].partition("[")[0])
-
-    def for_batch(self, ranks: Sequence[int]) -> _Form:
-        """The same call on the GPU, with slice z of buffers that have the slices of a batch as first dimension."""
-
-        def slice_of(argument: str) -> str:
-            buffer, is_scalar, _ = argument.partition("[()]")
-            z = f"min(cuda.blockIdx.z, {buffer}.shape[0] - 1)"  # size 1 broadcasts
-            if is_scalar or ranks[int(buffer[1:])]:
-                return f"{buffer}[{z}]"
-            return f"{buffer}[{z} : {z} + 1].reshape(())"
-
-        return self._replace(args=tuple(map(slice_of, self.args)))
+    def _expression(self, k: int) -> str:
+        """An argument, in the adapter."""
+        if self.slice_ranks is None:
+            return f"b{k}[()]" if k in self.scalars else f"b{k}"
+        z = f"min(cuda.blockIdx.z, b{k}.shape[0] - 1)"  # size 1 broadcasts
+        if k in self.scalars or self.slice_ranks[k]:
+            return f"b{k}[{z}]"
+        return f"b{k}[{z} : {z} + 1].reshape(())"
 
     def adapter(self, kernel: Any, *ends: str, **namespace: Any) -> Callable[..., Any]:
         """A function of all buffers that calls `kernel`, and goes on with these lines.
@@ -3198,13 +3109,11 @@ class _Form(NamedTuple):
                 returned_by_kernel = kernel(b0[()], b1)
                 b2[...] = returned_by_kernel
         """
-        parameters = ", ".join(_Form.plain(self.n).args)
-        lines = [f"def adapter({parameters}):", f"{_RETURNED} = kernel({', '.join(self.args)})", *ends]
-        text = "\n    ".join(lines) + "\n"
-        file = f"<adapter {_hash(text)}>"
-        linecache.cache[file] = len(text), None, text.splitlines(True), file  # Numba finds lines there
+        parameters = ", ".join(f"b{k}" for k in range(self.n))
+        arguments = ", ".join(map(self._expression, self.args))
+        lines = [f"def adapter({parameters}):", f"{_RETURNED} = kernel({arguments})", *ends]
         namespace["kernel"] = kernel
-        exec(compile(text, file, "exec"), namespace)
+        exec("\n    ".join(lines), namespace)
         return namespace["adapter"]
 
 
@@ -3295,11 +3204,12 @@ def _compile_results(dispatcher: Any, argtypes: tuple, signature: _Signature, fo
     returned = overload.signature.return_type
     leaves = _returned_leaves(returned)
     declared = [(signature.dtypes[k], signature.ranks[k]) for k in form.results]
-    if len(leaves) != len(declared) or not all(map(_is_declared, leaves.values(), declared)):
+    wrong = [(kind, x) for kind, x in zip(leaves.values(), declared) if not _is_declared(kind, x)]
+    if wrong or len(leaves) != len(declared):
         shown = ", ".join(f"{dtype.name}[{','.join(':' * rank)}]" for dtype, rank in declared)
         hint = "" if form.results else "; wrap one that does both in a function that drops the result"
-        for kind, (dtype, rank) in zip(leaves.values(), declared):
-            if re.match(r"(array\()?(int64|float64|complex128)", str(kind)) and not _is_declared(kind, (dtype, rank)):
+        for kind, (dtype, _) in wrong:
+            if re.match(r"(array\()?(int64|float64|complex128)", str(kind)):
                 cast = f".astype(np.{dtype}) or np.{dtype}(...)"
                 hint = f"; Python's numbers make 64 bits in Numba: cast by {cast}, or declare 64 bits in outs"
         raise TypeError(
@@ -3315,19 +3225,13 @@ def _compile_results(dispatcher: Any, argtypes: tuple, signature: _Signature, fo
             copies.append(f"r{k} = {leaf}.copy()")  # it may be a view of an output that is stored before
             leaf = f"r{k}"
         if signature.ranks[k]:
-            stores.append(f"if {leaf}.shape != b{k}.shape: raise ShapeError({leaf}.shape, b{k}.shape)")
+            problem = f"'it returned an array of shape', {leaf}.shape, 'where outs declares', b{k}.shape"
+            stores.append(f"if {leaf}.shape != b{k}.shape: raise ValueError({problem})")
         stores.append(f"b{k}[...] = {leaf}")
-    stored = numba.njit(_Form.plain(form.n).adapter(dispatcher, *copies, *stores, ShapeError=ShapeError))
+    all_buffers = _Form(form.n, tuple(range(form.n)))
+    stored = numba.njit(all_buffers.adapter(dispatcher, *copies, *stores))
     stored.compile(argtypes)
     return stored.overloads[argtypes]
-
-
-class ShapeError(ValueError):
-    """A kernel returned an array of another shape than `outs` declares."""
-
-    def __str__(self) -> str:
-        returned, declared = self.args
-        return f"it returned an array of shape {returned}, where outs declares {declared}"
 
 
 def _returned_leaves(kind: Any, expression: str = _RETURNED) -> dict[str, Any]:
@@ -3351,7 +3255,7 @@ def _is_declared(kind: Any, declared: tuple[np.dtype, int]) -> bool:
 
     dtype, rank = declared
     is_array = isinstance(kind, nbtypes.Array)
-    element = kind.dtype if is_array or isinstance(kind, nbtypes.IntEnumMember) else kind
+    element = kind.dtype if is_array else kind
     names = [name for name in _NUMBA_DTYPES if dtype in (np.dtype(name), jax.dtypes.canonicalize_dtype(name))]
     return element in [from_dtype(np.dtype(name)) for name in names] and (kind.ndim if is_array else 0) == rank
 
@@ -3359,16 +3263,8 @@ def _is_declared(kind: Any, declared: tuple[np.dtype, int]) -> bool:
 def _refusal(by: str, signature: _Signature, error: Exception) -> TypeError:
     """What a kernel that cannot be compiled has wrong, and what to do about it."""
     text = str(error) or type(error).__name__
-    hint = ""
-    if _SEEN_WRITES.search(text):
-        hint += _READ_ONLY
-    elif "must have void return type" in text or "to none" in text:
-        hint += _RETURNS_A_VALUE
-    elif not jax.config.jax_enable_x64 and re.search(r"(?s)Known signatures:.*64|mismatch: (double|i64)", text):
-        hint += "; it has a signature of 64 bits, which JAX truncates to 32 unless jax_enable_x64 is set"
-    else:
-        hint += next((f"; {advice}" for said, advice in _HELP.items() if re.search(said, text)), "")
-    if "'NoneType' object has no attribute 'args'" in text:  # what Numba says of `x += 1`, from inside
+    hint = next((f"; {advice}" for said, advice in _HELP.items() if re.search(said, text)), "")
+    if _UPDATED_IN_PLACE in text:
         text = "it updates an array in place"
     return TypeError(f"{by} cannot compile kernel {signature.label!r} for {signature}{hint}:\n{text}")
 
@@ -3377,15 +3273,13 @@ def _refusal(by: str, signature: _Signature, error: Exception) -> TypeError:
 
 
 def _uses_object_mode(kernel: Any) -> bool:
+    """By its name or its type: on XLA's threads, Numba loses what Python raises in it."""
     for function in _functions_of(kernel):
-        words = {type(value).__name__ for _, value in _values_of(_python(function))}
-        words.update(_names_in(getattr(_python(function), "__code__", _no_code)))
-        if getattr(function, "targetoptions", {}).get("forceobj") or not words.isdisjoint(_OBJECT_MODE):
+        names = _names_in(getattr(_python(function), "__code__", _no_code))
+        kinds = [type(value).__name__ for _, value in _values_of(_python(function))]
+        if "objmode" in names or "_ObjModeContextType" in kinds:
             return True
     return False
-
-
-_OBJECT_MODE = ("objmode", "_ObjModeContextType")  # as code names it, and the type of its value
 
 
 def _uses_threads(overload: Any, kernel: Any) -> bool:
@@ -3401,15 +3295,6 @@ def _uses_threads(overload: Any, kernel: Any) -> bool:
 # Numba's calling convention, exceptions and threads.
 
 
-def _lock_of_numbas_threads() -> int:
-    """What to hold while they run; 0 for a layer of threads that needs no lock."""
-    import numba
-
-    numba.get_num_threads()  # starts Numba's threads: only then their layer is known
-    is_workqueue = numba.threading_layer() == "workqueue"  # this layer aborts the process when two threads enter it
-    return _native_lock("workqueue_lock") if is_workqueue else 0
-
-
 def _numba_params(array: _Array) -> list[Any]:
     """An array as Numba's functions and kernels take it: meminfo, parent, nitems, itemsize, data, shape, strides."""
     return [0, 0, math.prod(array.dims), array.itemsize, array.pointer, *array.dims, *array.strides(array.itemsize)]
@@ -3417,11 +3302,15 @@ def _numba_params(array: _Array) -> list[Any]:
 
 class _NumbaEmitter(_Emitter):
     def __init__(self, label: str, overload: Any, uses_threads: bool, in_order: bool) -> None:
+        import numba
+
         self.entry = overload.library.get_pointer_to_function(overload.fndesc.llvm_func_name)
         self.in_order = in_order or uses_threads
         self.starts_threads = uses_threads
         if uses_threads:  # it may start Numba's threads, which use all cores
-            self.lock = _lock_of_numbas_threads()
+            numba.get_num_threads()  # starts them: only then their layer is known
+            if numba.threading_layer() == "workqueue":  # which aborts the process when two threads enter it
+                self.lock = _native_lock("workqueue_lock")
 
         def report(error: int) -> int:
             return _keep_message(ctypes.cast(error, ctypes.py_object).value, label)
@@ -3475,7 +3364,7 @@ class _NumbaEmitter(_Emitter):
 _CUDA_DTYPES = _NUMBA_DTYPES | {"float16"}
 _CUDA_BLOCKS = {2: (16, 16), 3: (8, 8, 4)}  # threads per block over launch_dims of two and three dimensions
 _CUDA_LIMITS = {"grid": (2**31 - 1, 65535, 65535), "block": (1024, 1024, 64), "launch_dims": (sys.maxsize,) * 3}
-_CUDA_LAUNCH_WORDS = 7  # of `_CudaLaunch`
+_CUDA_LAUNCH_WORDS = 7  # of grid, block and shared_mem: with these the attribute `launch` of a call on a GPU begins
 _CUDA_INSTALL = 'pip install "jax[cuda13]" "numba-cuda-mlir[cu13]" (CUDA 12: cuda12, cu12)'
 _CUDA_WHERE = (
     f"runs on NVIDIA GPUs ({_CUDA_INSTALL}) or, of numba.cuda where NUMBA_ENABLE_CUDASIM=1 is set, on CPUs alone, "
@@ -3555,23 +3444,8 @@ def numba_cuda_kernel(
       >>> add(np.ones(3), np.ones(3)).tolist()
       [2.0, 2.0, 2.0]
     """
-    options = _CudaOptions(
-        outs=outs,
-        grid=grid,
-        block=block,
-        launch_dims=launch_dims,
-        threads_per_block=threads_per_block,
-        shared_mem=shared_mem,
-        vmap_method=vmap_method,
-        input_output_aliases=input_output_aliases,
-        in_out_argnames=in_out_argnames,
-        scalars=scalars,
-        has_side_effect=has_side_effect,
-        scratch=scratch,
-        zero_outputs=zero_outputs,
-        name=name,
-    )
-    return _wrap(_CudaKernel, kernel, options)
+    options = dict(locals())  # all arguments by name
+    return _wrap(_CudaKernel, options.pop("kernel"), _CudaOptions(**options))
 
 
 def numba_cuda_callable(
@@ -3617,15 +3491,8 @@ def numba_cuda_callable(
       >>> scale_twice(np.ones(3, np.float32)).tolist()
       [4.0, 4.0, 4.0]
     """
-    options = _Options(
-        outs=outs,
-        vmap_method=vmap_method,
-        input_output_aliases=input_output_aliases,
-        has_side_effect=has_side_effect,
-        scratch=scratch,
-        zero_outputs=zero_outputs,
-    )
-    return _wrap(_CudaCallable, func, options)
+    options = dict(locals())  # all arguments by name
+    return _wrap(_CudaCallable, options.pop("func"), _Options(**options))
 
 
 # -- 8.1 Wrappers, and launch configurations ----------------------------------------------------------
@@ -3677,32 +3544,10 @@ class _CudaOptions(_Options):
             raise ValueError(what)
         what = f"threads_per_block must be an int, or give grid and block; got {self.threads_per_block!r}"
         _ints((self.threads_per_block,), what)
-        _dim3("block", self.threads_per_block)
 
 
-class _CudaLaunch(NamedTuple):
-    """What cuLaunchKernel gets, but for parameters: the words that begin the attribute `launch` of a call on a GPU."""
-
-    grid: tuple[Any, ...]
-    block: tuple[Any, ...]
-    shared_mem: Any
-
-    @property
-    def words(self) -> tuple[Any, ...]:
-        return *self.grid, *self.block, self.shared_mem
-
-    @classmethod
-    def read(cls, load: Callable[[Any], Any], address: Any) -> _CudaLaunch:
-        """Read by a function that loads a word."""
-        words = [load(address + 8 * i) for i in range(_CUDA_LAUNCH_WORDS)]
-        return cls(tuple(words[:3]), tuple(words[3:6]), words[6])
-
-    def __str__(self) -> str:
-        return f"grid={self.grid}, block={self.block}, shared_mem={self.shared_mem}"
-
-
-def _word_at(address: int) -> int:
-    return _I64.from_address(address).value
+def _launch_at(address: int) -> tuple[int, ...]:
+    return tuple((_I64 * _CUDA_LAUNCH_WORDS).from_address(address))
 
 
 class _CudaWrapper(_NumbaWrapper):
@@ -3754,12 +3599,12 @@ class _CudaKernel(_CudaWrapper):
         freezes_globals = package.platform == "cuda"  # Python reads a variable on each run
         options = form, in_order, is_checked
         target = self._target_of(package, call, compile_kernel, *options, freezes_globals=freezes_globals)
-        target = dataclasses.replace(target, launch=launch.words, runs_nothing=0 in launch.grid)
+        target = dataclasses.replace(target, launch=launch, runs_nothing=0 in launch[:3])
         if self.options.name and not in_order:  # for exported programs, whose process may lower no batch
             target.lowered(package.platform, has_batch=True)
         return target
 
-    def _launch_configuration(self, ins: Sequence[Spec]) -> _CudaLaunch:
+    def _launch_configuration(self, ins: Sequence[Spec]) -> tuple[int, ...]:
         grid = self.options.grid
         block = self.options.block
         dims = self._for_inputs("launch_dims", ins)
@@ -3768,7 +3613,7 @@ class _CudaKernel(_CudaWrapper):
             block = _dim3("block", _CUDA_BLOCKS.get(rank, self.options.threads_per_block))
             threads = _dim3("launch_dims", dims)
             grid = tuple(-(-size // per_block) for size, per_block in zip(threads, block, strict=True))
-        return _CudaLaunch(_dim3("grid", grid), _dim3("block", block), self.options.shared_mem)
+        return *_dim3("grid", grid), *_dim3("block", block), self.options.shared_mem
 
 
 class _CudaCallable(_CudaWrapper):
@@ -3803,10 +3648,9 @@ class _CudaCallable(_CudaWrapper):
 class _NumbaCuda:
     """numba-cuda, or the CUDA target that Numba comes with.  Its successor and the simulator are this with changes."""
 
-    name = "Numba CUDA"
     module = "numba.cuda"
     platform = "cuda"
-    device_options: Mapping[str, Any] = types.MappingProxyType({"device": True})
+    inline = "never"
     params = staticmethod(_numba_params)  # one array as kernels take it
 
     @property
@@ -3828,14 +3672,12 @@ class _NumbaCuda:
         def compile_in_z() -> tuple[_Compiled, int]:
             if in_order:
                 raise _NoSingleLaunch("vmap_method says that slices run in order")
-            with self.on_device(_cuda_ordinals()[0]):
-                asks = _ASKS_FOR_Z.search(self.code(launcher.compiled)[0])
-            if asks:
+            if asks := _ASKS_FOR_Z.search(launcher.ptx):
                 raise _NoSingleLaunch(f"blocks along z are the slices, and its PTX has {asks[0]}")
             if names := _device_arrays_written_by(kernel):
                 raise _NoSingleLaunch(f"it may write to global arrays on the device: {', '.join(names)}")
             of_batch = dataclasses.replace(signature, ranks=tuple(rank + 1 for rank in signature.ranks))
-            in_z = self.launcher(self.adapted(kernel, form.for_batch(signature.ranks)), of_batch)
+            in_z = self.launcher(self.adapted(kernel, form._replace(slice_ranks=signature.ranks)), of_batch)
             if _reads_of(kernel) != what_it_read:
                 raise _NoSingleLaunch("it reads other values now than when it was compiled")
             with self.on_device(_cuda_ordinals()[0]):
@@ -3853,7 +3695,7 @@ class _NumbaCuda:
         function = kernel.py_func  # of explicit signatures
         options = kernel.targetoptions
         if not is_plain:
-            on_device = type(kernel)(function, {**options, **self.device_options})
+            on_device = type(kernel)(function, {**options, "device": True, "inline": self.inline})
             function = form.adapter(on_device, cuda=self.cuda)
         return type(kernel)(function, dict(options))
 
@@ -3869,7 +3711,7 @@ class _NumbaCuda:
         for ordinal in ordinals:
             with self.on_device(ordinal):
                 functions[ordinal] = libcuda.load(self.code(compiled)[2], entry, ordinal)
-        return _CudaLauncher(signature.label, libcuda, functions, compiled)
+        return _CudaLauncher(signature.label, libcuda, functions, compiled, ptx)
 
     def compile_typed(self, dispatcher: Any, signature: _Signature) -> Any:
         """Compile for the current device: a TypeError if that cannot be."""
@@ -3878,10 +3720,8 @@ class _NumbaCuda:
         nbtypes = self.cuda.types if hasattr(self.cuda.types, "Array") else numba.types  # of the CUDA target of Numba
         try:
             return dispatcher.compile(_array_types(nbtypes, signature))
-        except ImportError as error:  # Numba's CudaSupportError and NvvmSupportError are ImportErrors
-            raise ImportError(f"{_refusal(self.name, signature, error)}; {_CUDA_INSTALL}") from error
         except Exception as error:
-            raise _refusal(self.name, signature, error) from error
+            raise _refusal(self.module, signature, error) from error
 
     def check_launch(self, dispatcher: Any, ptx: str, entry: str, signature: _Signature) -> None:
         """A TypeError for what cuLaunchKernel alone, with the parameters that a handler packs, cannot launch."""
@@ -3891,8 +3731,7 @@ class _NumbaCuda:
         extras = {
             "debug=True": dispatcher.targetoptions.get("debug"),  # Numba reads an error code back after the launch
             "a cooperative launch": "cudaCG" in ptx,
-            "reference-counted memory": re.search(r"\bNRT_(Allocate|MemInfo_new|MemInfo_alloc)", ptx),
-            f"parameters that this version of {self.name} packs in another way": declared != ["u64"] * n_params,
+            f"parameters that this version of {self.module} packs in another way": declared != ["u64"] * n_params,
         }
         for extra, is_used in extras.items():
             if is_used:
@@ -3925,10 +3764,10 @@ class _NumbaCuda:
     def callback(self, signature: _Signature, run: Callable[[list, Any, int], None]) -> _CallbackEmitter:
         """Calls `run(arrays, stream, launch)` in Python for every slice, with the call's device current."""
 
-        def body(buffers: list[int], dims: list[tuple], launch: int, stream: int, ordinal: int) -> None:
+        def body(buffers: list[tuple[int, tuple]], launch: int, stream: int, ordinal: int) -> None:
             with self.on_device(ordinal):
                 arrays = []
-                for pointer, shape, dtype in zip(buffers, dims, signature.dtypes, strict=True):
+                for (pointer, shape), dtype in zip(buffers, signature.dtypes, strict=True):
                     view = {"shape": shape, "typestr": dtype.str, "data": (pointer, False), "version": 3}
                     view["stream"] = stream  # copies and fills of the array run on it too
                     arrays.append(self.cuda.from_cuda_array_interface(view, sync=False))
@@ -3940,9 +3779,8 @@ class _NumbaCuda:
 class _NumbaCudaMlir(_NumbaCuda):
     """numba-cuda-mlir, as of 0.6.0.  It has no simulator, and compiles for the GPU at hand only."""
 
-    name = "numba_cuda_mlir"
     module = "numba_cuda_mlir.cuda"
-    device_options = types.MappingProxyType({"device": True, "inline": "always"})  # else it has no shared memory
+    inline = "always"  # else a kernel that another one calls has no shared memory
 
     def code(self, compiled: Any) -> tuple[str, str, bytes]:
         return compiled.ptx, compiled.metadata["func_name"], compiled.metadata["cubin"]
@@ -3968,18 +3806,18 @@ class _CudaSimulator(_NumbaCuda):
         simulated = self.cuda.jit(types.FunctionType(launched.__code__, namespace, closure=launched.__closure__))
 
         def run(arrays: list, stream: Any, launch: int) -> None:
-            grid, block, shared_mem = _CudaLaunch.read(_word_at, launch)
-            simulated[grid, block, stream, shared_mem](*arrays)
+            words = _launch_at(launch)
+            simulated[words[:3], words[3:6], stream, words[6]](*arrays)
 
         return _compile_handler(signature, self.callback(signature, run))
 
     def callback(self, signature: _Signature, run: Callable[[list, Any, int], None]) -> _CallbackEmitter:
         from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
 
-        def body(buffers: list[int], dims: list[tuple], launch: int, *_: int) -> None:
+        def body(buffers: list[tuple[int, tuple]], launch: int, *_: int) -> None:
             arrays = []
-            for k, (dtype, address, shape) in enumerate(zip(signature.dtypes, buffers, dims, strict=True)):
-                memory = (ctypes.c_char * (dtype.itemsize * math.prod(shape))).from_address(address)
+            for k, ((pointer, shape), dtype) in enumerate(zip(buffers, signature.dtypes, strict=True)):
+                memory = (ctypes.c_char * (dtype.itemsize * math.prod(shape))).from_address(pointer)
                 array = np.ndarray(shape, dtype, memory)
                 array.flags.writeable = k >= signature.n_in
                 arrays.append(FakeCUDAArray(array))
@@ -4046,12 +3884,12 @@ class _LibCuda:
         self.library.cuGetErrorName(code, ctypes.byref(name))
         return (name.value or b"an unknown error").decode()
 
-    def exceeded(self, function: int, launch: _CudaLaunch) -> str:
+    def exceeded(self, function: int, launch: tuple[int, ...]) -> str:
         """The limits of a CUfunction that a launch exceeds."""
         text = ""
         for attribute, what, size in (
-            (0, "threads in a block, by its registers and launch_bounds", math.prod(launch.block)),
-            (8, "bytes of dynamic shared memory", launch.shared_mem),
+            (0, "threads in a block, by its registers and launch_bounds", math.prod(launch[3:6])),
+            (8, "bytes of dynamic shared memory", launch[6]),
         ):
             limit = self.limit(_PTR(function), attribute)
             if size > limit:
@@ -4114,7 +3952,7 @@ def _ask_xla(handler: _Handler, function: str, kind: Any) -> Any:
     """What a function of XLA's API fills in, or the end of the handler with its error."""
     args = handler.new(kind, ctx=handler.frame.ctx)
     error = handler.api(handler.frame, function, args)
-    handler.ret(error, when=error != 0)
+    handler.ret(error, when=error)
     return args
 
 
@@ -4136,21 +3974,29 @@ def _cuda_place(handler: _Handler) -> tuple[_Word, _Word]:
     return _cuda_stream(handler), ordinal
 
 
+def _launch_words(handler: _Handler) -> list[_Word]:
+    first = handler.launch
+    return [handler.load(first + 8 * i) for i in range(_CUDA_LAUNCH_WORDS)]
+
+
 class _CudaLauncher:
     """cuLaunchKernel, from a handler: on XLA's stream, with what was loaded for the call's device."""
 
     # `functions` are CUfunctions by CUDA ordinal, which `compiled` keeps alive, with the global arrays that they read.
-    def __init__(self, label: str, libcuda: _LibCuda, functions: Mapping[int, int], compiled: Any) -> None:
-        self.label = label
+    def __init__(
+        self, label: str, libcuda: _LibCuda, functions: Mapping[int, int], compiled: Any, ptx: str = ""
+    ) -> None:
         self.libcuda = libcuda
         self.compiled = compiled
-        self.table = (_I64 * (max(functions) + 2))()  # the last 0 is for all other devices
+        self.ptx = ptx
+        self.table = (_I64 * (max(functions) + 1))()
         for ordinal, function in functions.items():
             self.table[ordinal] = function
 
         def report(code: int, function: int, address: int) -> int:
-            launch = _CudaLaunch.read(_word_at, address)
-            text = f"{libcuda.describe(code)}, from a launch with {launch}{libcuda.exceeded(function, launch)}"
+            launch = _launch_at(address)
+            shown = f"grid={launch[:3]}, block={launch[3:6]}, shared_mem={launch[6]}"
+            text = f"{libcuda.describe(code)}, from a launch with {shown}{libcuda.exceeded(function, launch)}"
             return _keep_message(RuntimeError(text), label)
 
         self.report = ctypes.CFUNCTYPE(_PTR, _I32, _PTR, _PTR)(report)
@@ -4158,19 +4004,14 @@ class _CudaLauncher:
     def launch_in(self, handler: _Handler) -> Callable[..., None]:
         """Write what all launches of a call share; returns what writes one, for parameters at these addresses."""
         stream, ordinal = _cuda_place(handler)
-        last = len(self.table) - 1
-        is_known = (ordinal >= 0) & (ordinal < last)
-        function = handler.load(handler.select(is_known, ordinal, last) * 8 + ctypes.addressof(self.table))
-        lost = f"kernel '{self.label}' is not loaded on this GPU, which JAX did not list as a local device"
-        handler.fail(handler.text(lost), when=function == 0)
-        attribute = handler.launch
-        (x, y, z), block, shared_mem = _CudaLaunch.read(handler.load, attribute)
+        function = handler.load(ordinal * 8 + ctypes.addressof(self.table))
+        x, y, z, *others = _launch_words(handler)
 
         def start(params: Sequence[Any], z: Any = z) -> None:
-            args = function, x, y, z, *block, shared_mem, stream, handler.array(params), 0
+            args = function, x, y, z, *others, stream, handler.array(params), 0
             code = handler.call(self.libcuda.address("cuLaunchKernel"), *args)
             with handler.when(code & 0xFFFF_FFFF, likely=False):  # a C int
-                handler.fail(handler.call(self.report, code, function, attribute))
+                handler.fail(handler.call(self.report, code, function, handler.launch))
 
         return start
 
@@ -4191,8 +4032,9 @@ class _CudaEmitter(_Emitter):
 
     def write(self, handler: _Handler) -> None:
         if self.for_each_slice:
-            (_, _, z), block, _ = _CudaLaunch.read(handler.load, handler.launch)
-            with handler.when((z > 1) | (math.prod(block) > self.most_threads), likely=False):
+            launch = _launch_words(handler)
+            has_z = launch[2] > 1
+            with handler.when(has_z | (math.prod(launch[3:6]) > self.most_threads), likely=False):
                 handler.ret(handler.call(self.for_each_slice, handler.frame, handler.cursors, handler.count))
         start = self.launcher.launch_in(handler)
         if self.for_each_slice:
@@ -4227,6 +4069,7 @@ class _CudaBatch:
             raise _NoSingleLaunch(f"blocks along z are the slices, and it has some of its own: {grid=}")
         with self.lock:
             if self.most_threads is None:
+                self.most_threads = sys.maxsize  # what fails says so once, and is not tried again
                 in_z, self.most_threads = self.compile_in_z()
                 self.handler.alive.append(in_z)
                 # Calls may run meanwhile: they load this one aligned word, and do right by its old value and its new.
@@ -4798,7 +4641,7 @@ class _WarpTarget(_Target):
             raise NotImplementedError(f"{self.title}: this Warp passes arrays in an unknown way: use warp.jax_kernel")
         return tuple([(n, by_stand_in[word]) for n, word in enumerate(words) if word in by_stand_in])
 
-    def cuda_launch(self, command: Any, shared_mem: int) -> _CudaLaunch:
+    def cuda_launch(self, command: Any, shared_mem: int) -> tuple[int, ...]:
         """As `wp_cuda_launch_kernel` (warp.cu) has it: without a loop in the kernel, an axis has 2**24 threads."""
         threads = self.block_dim
         n_threads = command.bounds.size
@@ -4810,7 +4653,7 @@ class _WarpTarget(_Target):
         blocks = -(-n_threads // threads)
         has_loop = getattr(self.kernel, "grid_stride", True)  # set when the content was read
         x = blocks if has_loop else min(blocks, 2**24 // threads)
-        return _CudaLaunch((x, -(-blocks // x), 1), (threads, 1, 1), shared_mem)
+        return x, -(-blocks // x), 1, threads, 1, 1, shared_mem
 
 
 def _warp_blocks(command: Any) -> list[bytes]:
@@ -4853,7 +4696,9 @@ class _WarpEmitter(_Emitter):
             return
         self.libcuda = _LibCuda()
         launch = target.cuda_launch(command, getattr(command.hooks, f"{direction}_smem_bytes"))
-        self.launch = (*launch.words, *words)
+        self.launch = (*launch, *words)
+        functions = dict(zip(_cuda_ordinals(), self.entries, strict=True))
+        self.launcher = _CudaLauncher(target.signature.label, self.libcuda, functions, commands)
         self.traits = _COMMAND_BUFFER_COMPATIBLE  # it only launches, always the same
         exceeded = max([self.libcuda.exceeded(entry, launch) for entry in self.entries])
         if self.is_in_z and exceeded:  # it may take more registers
@@ -4866,10 +4711,7 @@ class _WarpEmitter(_Emitter):
         blocks = [words + 8 * start for start in itertools.accumulate(self.block_sizes[:-1], initial=0)]
         start: Any = None
         if self.libcuda:
-            functions = dict(zip(_cuda_ordinals(), self.entries, strict=True))
-            launcher = _CudaLauncher(handler.signature.label, self.libcuda, functions, self.commands)
-            handler.alive.append(launcher)
-            start = launcher.launch_in(handler)
+            start = self.launcher.launch_in(handler)
 
         def point_to(arrays: Sequence[_Array]) -> None:
             for n, k in self.pointers:
