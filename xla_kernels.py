@@ -145,11 +145,9 @@ def _local_devices(platform: str) -> list:
 
 @functools.lru_cache(maxsize=4096)
 def _jitted_primitive(primitive: Any, **params: Any) -> Callable:
-    def bind(*args: Any) -> Any:
-        return primitive.bind(*args, **params)
-
-    bind.__name__ = bind.__qualname__ = primitive.name
-    bind._apply_primitive = True  # type: ignore[attr-defined]  # or jax_debug_nans runs it without jit, again and again
+    bind: Any = functools.partial(primitive.bind, **params)
+    bind.__name__ = primitive.name
+    bind._apply_primitive = True  # or jax_debug_nans runs it without jit, again and again
     return jax.jit(bind)
 
 
@@ -167,7 +165,7 @@ def _lower(function: Callable, ctx: Any, operands: Sequence) -> Any:
 @functools.cache
 def _side_effect() -> frozenset:
     """The effect of `jax.ffi.ffi_call(has_side_effect=True)`, which JAX knows how to keep and to order."""
-    call = jax.ffi.ffi_call("xla_kernels.effect", Spec((), np.float32), has_side_effect=True)
+    call = jax.ffi.ffi_call("xla_kernels.effect", (), has_side_effect=True)
     return frozenset(jax.make_jaxpr(call)().effects)
 
 
@@ -241,7 +239,7 @@ def _make_varying(args: Sequence) -> list:
 
 def _sharded_like(x: Any, aval: Any) -> Any:
     """`x` with the sharding of `aval`, where that is part of the type: on meshes of explicit axes."""
-    is_explicit = jax.sharding.AxisType.Explicit in (aval.sharding.mesh.axis_types or ())
+    is_explicit = jax.sharding.AxisType.Explicit in aval.sharding.mesh.axis_types
     return jax.sharding.reshard(x, aval.sharding) if is_explicit else x
 
 
@@ -260,14 +258,6 @@ def _devices_to_split_over(ctx: Any) -> int:
 def _zeros(like: Any) -> Any:
     """`jnp.zeros_like`, but without truncation to 32 bits where x64 is disabled."""
     return ad.instantiate_zeros(ad.Zero(jax.core.ShapedArray(like.shape, like.dtype)))
-
-
-def _allowed_dtype(dtype: np.dtype, ins: Sequence) -> np.dtype:
-    """The dtype of a declared output: of 64 bits where x64 is enabled, or these are allowed, or an input has them."""
-    is_allowed = jax.config.jax_explicit_x64_dtypes.name == "ALLOW"
-    if is_allowed or any(x.dtype == dtype for x in ins):
-        return dtype
-    return jax.dtypes.canonicalize_dtype(dtype)
 
 
 # ======================================================================================================
@@ -385,11 +375,10 @@ def _native_lock(name: str) -> int:
 
 def _python(kernel: Any) -> Any:
     """The Python function of a kernel that Numba jitted or vectorized, or Warp decorated; a plain function itself."""
+    if hasattr(kernel, "adj"):  # Warp
+        return getattr(kernel, "func", None) or kernel
     dispatcher = getattr(kernel, "_dispatcher", kernel)  # where numba.vectorize keeps it
-    function = getattr(dispatcher, "py_func", None)
-    if function is None and hasattr(kernel, "adj"):  # Warp
-        function = getattr(kernel, "func", None)
-    return function or kernel
+    return getattr(dispatcher, "py_func", None) or kernel
 
 
 def _is_stable(module: Any) -> bool:
@@ -401,11 +390,11 @@ def _is_stable(module: Any) -> bool:
 @functools.lru_cache(maxsize=1024)
 def _names_in(code: types.CodeType) -> tuple[str, ...]:
     """The names in a function's code, and in what is nested in it, that may be of globals or attributes: each once."""
-    names = dict.fromkeys(code.co_names)
+    names = list(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            names |= dict.fromkeys(_names_in(constant))
-    return tuple(names)
+            names += _names_in(constant)
+    return tuple(dict.fromkeys(names))
 
 
 def _variables_of(function: types.FunctionType) -> dict[str, Any]:
@@ -422,8 +411,9 @@ def _values_of(function: Any) -> list[tuple[str, Any]]:
     """What a function's code may name: variables, defaults, and what these hold."""
     if not isinstance(function, types.FunctionType):
         return []
-    values = [*_variables_of(function).items(), *(function.__kwdefaults__ or {}).items()]
-    values += [("a default", value) for value in function.__defaults__ or ()]
+    variables = _variables_of(function).items()
+    keywords = (function.__kwdefaults__ or {}).items()
+    values = [*variables, *keywords, ("defaults", function.__defaults__)]
     return _with_parts(values, _names_in(function.__code__))
 
 
@@ -472,7 +462,7 @@ def _described(value: Any) -> tuple[str, Any]:
     The items of tuples and lists, and the attributes of modules, are values of their own (`_with_parts`).
     """
     kind = type(value)
-    if isinstance(value, (np.generic, np.dtype)) or kind in (type(None), bool, int, float, complex, str, bytes):
+    if isinstance(value, np.generic) or kind in (bool, int, float, complex, str, bytes):
         return f"{kind.__name__} {pickle.dumps(value, protocol=4)!r}", None  # tells -0.0, NaNs and dtypes apart
     if kind in (tuple, list):
         return f"{kind.__name__} of {len(value)}", None
@@ -589,11 +579,11 @@ class _Names:
             number += 1
             name = f"{first}.{number}"
         if number == _MANY:
-            text = (
+            warnings.warn(
                 f"kernel {signature.label!r} was compiled {_MANY} times from one def, with equal constants: each time "
-                "costs some 75 ms, and 1 MB for as long as the process lives; make it once, and what it calls, too"
+                "costs some 75 ms, and 1 MB for as long as the process lives; make it once, and what it calls, too",
+                skip_file_prefixes=_FILES_BEFORE_THE_USERS,
             )
-            warnings.warn(text, skip_file_prefixes=_FILES_BEFORE_THE_USERS)
         _TAKEN.add(name)
         if given:
             self.exported.add(name)
@@ -606,15 +596,14 @@ _NAMES: _Names = globals().get("_NAMES") or _Names()  # importlib.reload keeps i
 
 def _hash(*parts: str) -> str:
     """A hash of 96 bits that is equal in all processes."""
-    text = "\n".join(parts)
-    return hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=12).hexdigest()
+    return hashlib.blake2b("\n".join(parts).encode("utf-8", "replace"), digest_size=12).hexdigest()
 
 
 # -- 3.3 Targets ---------------------------------------------------------------------------------------
 # What lives how long:
 #     wrapper           as long as the user, or a function that JAX has cached, holds it
 #     kernel            as long as its wrappers; for Numba CUDA for ever: `_Compiled.batch` may compile it once more
-#     what it reads     for ever, by `_Names.by_reads`, if it may be made again
+#     what it reads     for ever, by `_Names.by_content`, if it may be made again
 #     `_Target`         as long as JAX's caches hold a trace that binds it; that of Warp holds the kernel and its values
 #     `_Compiled`       for ever, in `_TARGETS`, once it has a name: XLA has its address
 #     LLVM's engine     for ever, by `_Compiled.alive`, with what Numba or Warp compiled and with callbacks
@@ -653,7 +642,7 @@ class _Target:
     derivative: str = ""  # how to get one, where the wrapper has some
 
     def __repr__(self) -> str:
-        return f"{self.name}{self.launch or ''}"
+        return f"{self.name}{self.launch}"
 
     def lowered(self, platform: str, has_batch: bool = False) -> _Target:
         """What runs a call on a platform: registered there, unless the program will run in another process."""
@@ -679,7 +668,7 @@ def _or_each_slice(title: str) -> Iterator[None]:
         yield
     except Exception as error:  # Numba and Warp raise anything for what they cannot compile
         kind = "" if isinstance(error, _NoSingleLaunch) else f"{type(error).__name__}: "
-        _LOG.debug("%s: a batch is a launch for each slice: %s%.1000s", title, kind, " ".join(str(error).split()))
+        _LOG.debug("%s: a batch is a launch for each slice: %s%.1000s", title, kind, error)
 
 
 class export_checks:
@@ -702,10 +691,7 @@ class export_checks:
     def __iter__(self) -> Iterator:
         from jax import export
 
-        with _LOCK:
-            names = sorted(_NAMES.exported)
-        for name in names:
-            yield export.DisabledSafetyCheck.custom_call(name)
+        return map(export.DisabledSafetyCheck.custom_call, sorted(_NAMES.exported))
 
 
 # -- 3.4 What the source of a kernel does to its arrays ------------------------------------------------
@@ -1230,10 +1216,13 @@ def _declared_spec(x: Any, what: str, ins: Sequence[Spec] | None) -> Spec:
     dtype = np.dtype(x.dtype)
     if ins is None:
         return Spec(shape, dtype)
-    allowed = _allowed_dtype(dtype, ins)
+    is_allowed = jax.config.jax_explicit_x64_dtypes.name == "ALLOW" or any(x.dtype == dtype for x in ins)
+    allowed = dtype if is_allowed else jax.dtypes.canonicalize_dtype(dtype)  # of 64 bits if x64 is enabled
     if allowed != dtype:
-        text = f"{what} asks for {dtype}, which JAX truncates to {allowed} unless jax_enable_x64 is set"
-        warnings.warn(text, skip_file_prefixes=_FILES_BEFORE_THE_USERS)
+        warnings.warn(
+            f"{what} asks for {dtype}, which JAX truncates to {allowed} unless jax_enable_x64 is set",
+            skip_file_prefixes=_FILES_BEFORE_THE_USERS,
+        )
     return Spec(shape, allowed)
 
 
@@ -1316,7 +1305,7 @@ def _check_takes(signature: inspect.Signature, what: str, args: Sequence, params
     try:
         signature.bind(*args, **dict.fromkeys(params))
     except TypeError as error:
-        shown = ", ".join([*map(_show, args), *(f"{name}=" for name in params)])
+        shown = ", ".join([*map(_show, args), *map("{}=".format, params)])
         fix = "" if args else ", or pass what it lacks to op(...) by name"  # a generator gets params alone
         raise TypeError(
             f"{what} takes {signature}, but this call gives it ({shown}): {error}; give it one parameter for each{fix}"
@@ -5129,8 +5118,8 @@ def _warn_of_stale_values(kernel: Any, params: Mapping[str, _WarpParam], title: 
 # primitive, with the derivative rules of the user.
 #
 # What it takes from inside JAX, beside what interpreters ask of a primitive: "Batching rule for", which begins an error
-# where a primitive has none; tracers among the constants of a jaxpr; the class names of a jaxpr's effects; `val` and
-# `primal` of tracers (`_without_numpy`).
+# where a primitive has none; tracers among the constants of a jaxpr; the class names of a jaxpr's effects; `val` of
+# tracers (`_without_numpy`).
 #
 # What serves BrainEvent alone: the methods from `def_call` to `def_benchmark_data`, `register_general_batching`; that
 # rules and the primitive can be called by hand, also without outs (`_OpPrimitive.op_params`, `_op_jvp`); and that rules
