@@ -21,7 +21,7 @@ thread assigns while a kernel is compiled.
 `python -m xla_kernels` shows which backends work on this machine.  Needs Python 3.12, jax 0.9 and NumPy 2.0; the
 Numba and Warp backends need Numba 0.63, that of Warp also Warp 1.14.
 
-A map of this file, whose sections begin under a line of `=`:
+A map of this file:
 
     1  JAX               what differs between its versions, what it does not document, and what it lacks
     2  C structs         those of XLA that a handler reads and writes: what a new jaxlib may change
@@ -33,10 +33,9 @@ A map of this file, whose sections begin under a line of `=`:
     10 XLACustomKernel   one operation, many backends, all of JAX's transformations
     11 Backends          one row each, and the self-check
 
-A call: `numba_kernel` makes a `_NumbaKernel`; `_Wrapper.__call__` -> `_Wrapper._trace` -> `_Wrapper._resolve` ->
-`_NumbaKernel._find_target` -> `_Names.of_kernel`, which compiles it (`_compile_numba` -> `_Handler`, for which
-`_NumbaEmitter` writes what runs a slice), names and registers it -> `_Call.bind` -> `_call_lowering` -> XLA -> the
-machine code of `_Handler` and, for a batch, of `_Driver`.
+A call: `_Wrapper.__call__` -> `_Wrapper._trace` -> `_Wrapper._resolve` -> `_NumbaKernel._find_target` ->
+`_Names.of_kernel`, which compiles it (`_compile_numba` -> `_Handler`, for which `_NumbaEmitter` writes what runs a
+slice), names and registers it -> `_Call.bind` -> `_call_lowering` -> XLA -> the code of `_Handler` and `_Driver`.
 An op under grad of vmap: `XLACustomKernel.__call__` -> `_OpCall.bind` -> `_op_batching`, which records the vmap ->
 `_op_jvp`, `_op_transpose`, which vmap the user's rules -> `_op_lowering`, which knows the platform -> `_OpParams.run`
 -> `_run_slice` -> the call of a wrapper, as above.
@@ -146,7 +145,7 @@ def _local_devices(platform: str) -> list:
 @functools.lru_cache(maxsize=4096)
 def _jitted_primitive(primitive: Any, **params: Any) -> Callable:
     bind: Any = functools.partial(primitive.bind, **params)
-    bind.__name__ = primitive.name
+    bind.__name__ = bind.__qualname__ = primitive.name
     bind._apply_primitive = True  # or jax_debug_nans runs it without jit, again and again
     return jax.jit(bind)
 
@@ -189,6 +188,11 @@ def _batch_in_front(x: Any, dim: int | None, size: int) -> Any:
     if not isinstance(x, jax.Array):  # jax before 0.9.2 cannot transpose its own constants
         x = np.asarray(x)
     return batching.bdim_at_front(x, dim, size)
+
+
+def _zeros(like: Any) -> Any:
+    """`jnp.zeros_like`, but without truncation to 32 bits where x64 is disabled."""
+    return ad.instantiate_zeros(ad.Zero(jax.core.ShapedArray(like.shape, like.dtype)))
 
 
 # -- meshes, and the types of values on them -----------------------------------------------------------
@@ -252,19 +256,10 @@ def _devices_to_split_over(ctx: Any) -> int:
     return math.prod(size for axis, size in mesh.shape.items() if axis not in mesh.manual_axes)
 
 
-# -- dtypes of 64 bits ---------------------------------------------------------------------------------
-
-
-def _zeros(like: Any) -> Any:
-    """`jnp.zeros_like`, but without truncation to 32 bits where x64 is disabled."""
-    return ad.instantiate_zeros(ad.Zero(jax.core.ShapedArray(like.shape, like.dtype)))
-
-
 # ======================================================================================================
 # 2. The C structs of jaxlib/include/xla/ffi/api/c_api.h that a handler reads and writes.
-# XLA adds fields at the end of a struct only, so these fit every later jaxlib; a test compares them with the installed
-# header (test_mirrored_structs_equal_the_header).  A new major version may change anything: XLA refuses a handler that
-# reports another one.
+# XLA adds fields at the end of a struct only, so these fit every later jaxlib (test_mirrored_structs_equal_the_header).
+# A new major version may change anything: XLA refuses a handler that reports another one.
 
 _API_MAJOR = 0
 
@@ -339,17 +334,14 @@ _XLA_FFI_DATA_TYPES = {
 #
 # XLA finds the handlers of a program by their names, in the process that runs it; also for a program from JAX's
 # persistent cache.  So two kernels of a process that may differ must never share a name.
-# - A kernel is its object: a dispatcher, or a plain function, which is jitted where it is wrapped.  What it reads of
-#   globals is read when it is compiled, as in Numba.
+# - A kernel is its object: a dispatcher, or a plain function.  Globals are read when it is compiled, as in Numba.
 # - What the same `def` made again, or a function that is wrapped again, is the same kernel if what it reads is equal:
 #   else a kernel made inside a function would be compiled, and kept for ever, at each call of that.
-# - The hash in a name holds a kernel's code, constants and helpers.  So in most cases names do not depend on the order
-#   in which kernels are made, and JAX's cache and serialized executables find them; but only `name=` promises that a
-#   kernel is found in another process.
-# XLA keeps raw pointers to handlers, so whatever is registered stays in memory until the process ends.
+# - The hash in a name holds code, constants and helpers.  So mostly names do not depend on the order in which kernels
+#   are made, and JAX's cache and serialized executables find them; but only `name=` promises that.
 
-# The version of the attribute `launch` and of the buffers that a handler expects: raise it when these change.  Names of
-# targets hold it, so that an exported program never calls a handler of another version.
+# The version of the attribute `launch` and of the buffers that a handler expects, in names of targets: raise it when
+# these change, so that an exported program never calls a handler of another version.
 _LAYOUT = 8
 
 _LOG = logging.getLogger(__name__)
@@ -358,14 +350,14 @@ _LOG = logging.getLogger(__name__)
 _SHARED: dict[str, Any] = vars(sys.modules.setdefault("_xla_kernels_shared", types.ModuleType("_xla_kernels_shared")))
 _LOCK: threading.RLock = _SHARED.setdefault("lock", threading.RLock())
 _TAKEN: set[str] = _SHARED.setdefault("names", set())
-_TARGETS: dict[str, _Compiled] = _SHARED.setdefault("targets", {})  # by name; never shrinks: XLA keeps pointers
+_TARGETS: dict[str, _Compiled] = _SHARED.setdefault("targets", {})  # by name, for ever: XLA keeps pointers
 
 
 def _native_lock(name: str) -> int:
     """The address of a lock that all copies share, for machine code: CPython's, which can be taken without the GIL."""
     allocate = ctypes.pythonapi.PyThread_allocate_lock
     allocate.restype = _PTR
-    return _SHARED.get(name) or _SHARED.setdefault(name, allocate())  # atomic: the first lock wins
+    return _SHARED.setdefault(name, allocate())  # atomic: the first lock wins, and others cost some bytes
 
 
 # -- 3.1 What a kernel reads ---------------------------------------------------------------------------
@@ -636,10 +628,10 @@ class _Target:
     launch: tuple[int, ...] = ()  # what the handler reads
     runs_nothing: bool = False  # for these shapes and options
     platform: str = ""
-    # for error messages: the wrapper's name, and on which platforms it runs
+    # for error messages: the wrapper's name, on which platforms it runs, and how to get a derivative
     title: str = ""
     where: str = ""
-    derivative: str = ""  # how to get one, where the wrapper has some
+    derivative: str = ""
 
     def __repr__(self) -> str:
         return f"{self.name}{self.launch}"
@@ -1177,7 +1169,7 @@ def _flatten(tree: Any) -> tuple[list, Any]:
 
 def _has_dicts(structure: Any) -> bool:
     node = structure.node_data()  # None of a leaf
-    return bool(node) and (issubclass(node[0], Mapping) or any(map(_has_dicts, structure.children())))
+    return node and (issubclass(node[0], Mapping) or any(map(_has_dicts, structure.children())))
 
 
 def _check_dtype(dtype: Any, what: str) -> None:
