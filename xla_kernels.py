@@ -461,8 +461,7 @@ def _described(value: Any) -> tuple[str, Any]:
     if kind in (set, frozenset):  # options, such as those of fastmath
         return f"{kind.__name__} {sorted(map(repr, value))}", None
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        content = hashlib.blake2b(value.tobytes()).hexdigest()
-        return f"{value.dtype} {value.shape} {value.strides} {content}", None
+        return f"{value.dtype} {value.shape} {value.strides} {hashlib.blake2b(value.tobytes()).hexdigest()}", None
     if kind is types.CodeType:
         constants = [_described(constant)[0] for _, constant in _with_parts([("", value.co_consts)])]
         return f"{value.co_code.hex()} {value.co_names} {constants}", value
@@ -476,9 +475,9 @@ def _reads_of(kernel: Any) -> tuple[tuple, ...]:
         python = _python(function)
         options = {**getattr(function, "targetoptions", {}), "chip": None}  # numba_cuda_mlir sets it when it compiles
         options["locals"] = sorted(getattr(function, "locals", {}).items())
-        options["pipeline"] = getattr(getattr(function, "_compiler", None), "pipeline_class", None)
+        # As a text, as numba_cuda_mlir makes one for each dispatcher.
+        options["pipeline"] = str(getattr(getattr(function, "_compiler", None), "pipeline_class", None))
         options["cache"] = type(getattr(function, "_cache", None))  # its code may have read other globals
-        options["kind"] = type(function)
         options["code"] = getattr(python, "__code__", None)
         values = [*_with_parts(sorted(options.items())), *_values_of(python)]
         reads += [(name, *_described(value)) for name, value in values]
@@ -660,7 +659,7 @@ def _or_each_slice(title: str) -> Iterator[None]:
         yield
     except Exception as error:  # Numba and Warp raise anything for what they cannot compile
         kind = "" if isinstance(error, _NoSingleLaunch) else f"{type(error).__name__}: "
-        _LOG.debug("%s: a batch is a launch for each slice: %s%.1000s", title, kind, error)
+        _LOG.debug("%s: a batch is a launch for each slice: %s%.1000s", title, kind, " ".join(str(error).split()))
 
 
 class export_checks:
