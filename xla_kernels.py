@@ -21,7 +21,7 @@ thread assigns while a kernel is compiled.
 `python -m xla_kernels` shows which backends work on this machine.  Needs Python 3.12, jax 0.9 and NumPy 2.0; the
 Numba and Warp backends need Numba 0.63, that of Warp also Warp 1.14.
 
-A map of this file, whose sections begin under a line of `=`:
+A map of this file:
 
     1  JAX               what differs between its versions, what it does not document, and what it lacks
     2  C structs         those of XLA that a handler reads and writes: what a new jaxlib may change
@@ -33,10 +33,9 @@ A map of this file, whose sections begin under a line of `=`:
     10 XLACustomKernel   one operation, many backends, all of JAX's transformations
     11 Backends          one row each, and the self-check
 
-A call: `numba_kernel` makes a `_NumbaKernel`; `_Wrapper.__call__` -> `_Wrapper._trace` -> `_Wrapper._resolve` ->
-`_NumbaKernel._find_target` -> `_Names.of_kernel`, which compiles it (`_compile_numba` -> `_Handler`, for which
-`_NumbaEmitter` writes what runs a slice), names and registers it -> `_Call.bind` -> `_call_lowering` -> XLA -> the
-machine code of `_Handler` and, for a batch, of `_Driver`.
+A call: `_Wrapper.__call__` -> `_Wrapper._trace` -> `_Wrapper._resolve` -> `_NumbaKernel._find_target` ->
+`_Names.of_kernel`, which compiles it (`_compile_numba` -> `_Handler`, for which `_NumbaEmitter` writes what runs a
+slice), names and registers it -> `_Call.bind` -> `_call_lowering` -> XLA -> the code of `_Handler` and `_Driver`.
 An op under grad of vmap: `XLACustomKernel.__call__` -> `_OpCall.bind` -> `_op_batching`, which records the vmap ->
 `_op_jvp`, `_op_transpose`, which vmap the user's rules -> `_op_lowering`, which knows the platform -> `_OpParams.run`
 -> `_run_slice` -> the call of a wrapper, as above.
@@ -134,12 +133,6 @@ def _default_platform() -> str:
     return _platform_name(device if isinstance(device, str) else device.platform)
 
 
-def _traced_platform() -> str:
-    """The same, but `cuda` where JAX has such a GPU: for it a trace compiles, so that errors are raised there."""
-    platform = _default_platform()
-    return "cuda" if platform == "gpu" and _local_devices("cuda") else platform
-
-
 def _local_devices(platform: str) -> list:
     """The devices of this process, none where JAX has no such platform."""
     with contextlib.suppress(RuntimeError):
@@ -152,11 +145,9 @@ def _local_devices(platform: str) -> list:
 
 @functools.lru_cache(maxsize=4096)
 def _jitted_primitive(primitive: Any, **params: Any) -> Callable:
-    def bind(*args: Any) -> Any:
-        return primitive.bind(*args, **params)
-
+    bind: Any = functools.partial(primitive.bind, **params)
     bind.__name__ = bind.__qualname__ = primitive.name
-    bind._apply_primitive = True  # type: ignore[attr-defined]  # or jax_debug_nans runs it without jit, again and again
+    bind._apply_primitive = True  # or jax_debug_nans runs it without jit, again and again
     return jax.jit(bind)
 
 
@@ -174,7 +165,7 @@ def _lower(function: Callable, ctx: Any, operands: Sequence) -> Any:
 @functools.cache
 def _side_effect() -> frozenset:
     """The effect of `jax.ffi.ffi_call(has_side_effect=True)`, which JAX knows how to keep and to order."""
-    call = jax.ffi.ffi_call("xla_kernels.effect", Spec((), np.float32), has_side_effect=True)
+    call = jax.ffi.ffi_call("xla_kernels.effect", (), has_side_effect=True)
     return frozenset(jax.make_jaxpr(call)().effects)
 
 
@@ -189,9 +180,8 @@ def _without_numpy(x: Any) -> Any:
     """The same value; where `vmap` batches a NumPy array in `jit`, as one of JAX, which custom_vjp wants (to 0.12)."""
     value = x
     while isinstance(value, jax.core.Tracer):
-        value = getattr(value, "val", getattr(value, "primal", None))  # of vmap, and of jvp
-    is_numpys = value is not x and isinstance(value, (np.ndarray, np.generic))
-    return jax.lax.squeeze(jax.lax.expand_dims(x, (0,)), (0,)) if is_numpys else x
+        value = getattr(value, "val", None)  # what vmap batches
+    return jax.numpy.copy(x) if isinstance(value, np.ndarray) else x  # which XLA does not copy
 
 
 def _batch_in_front(x: Any, dim: int | None, size: int) -> Any:
@@ -199,6 +189,11 @@ def _batch_in_front(x: Any, dim: int | None, size: int) -> Any:
     if not isinstance(x, jax.Array):  # jax before 0.9.2 cannot transpose its own constants
         x = np.asarray(x)
     return batching.bdim_at_front(x, dim, size)
+
+
+def _zeros(like: Any) -> Any:
+    """`jnp.zeros_like`, but without truncation to 32 bits where x64 is disabled."""
+    return ad.instantiate_zeros(ad.Zero(jax.core.ShapedArray(like.shape, like.dtype)))
 
 
 # -- meshes, and the types of values on them -----------------------------------------------------------
@@ -237,8 +232,7 @@ def _out_aval(shape: tuple, dtype: Any, ins: Sequence, axes: Sequence = ()) -> A
     mesh = _mesh_of(ins)
     if mesh.empty:
         return jax.core.ShapedArray(shape, dtype)
-    not_split = [None] * (len(shape) - len(axes))
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes, *not_split))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
     return jax.core.ShapedArray(shape, dtype, sharding=sharding, **_varying(_all_varying_axes(ins)))
 
 
@@ -250,7 +244,7 @@ def _make_varying(args: Sequence) -> list:
 
 def _sharded_like(x: Any, aval: Any) -> Any:
     """`x` with the sharding of `aval`, where that is part of the type: on meshes of explicit axes."""
-    is_explicit = jax.sharding.AxisType.Explicit in (aval.sharding.mesh.axis_types or ())
+    is_explicit = jax.sharding.AxisType.Explicit in aval.sharding.mesh.axis_types
     return jax.sharding.reshard(x, aval.sharding) if is_explicit else x
 
 
@@ -263,27 +257,10 @@ def _devices_to_split_over(ctx: Any) -> int:
     return math.prod(size for axis, size in mesh.shape.items() if axis not in mesh.manual_axes)
 
 
-# -- dtypes of 64 bits ---------------------------------------------------------------------------------
-
-
-def _zeros(like: Any) -> Any:
-    """`jnp.zeros_like`, but without truncation to 32 bits where x64 is disabled."""
-    return ad.instantiate_zeros(ad.Zero(jax.core.ShapedArray(like.shape, like.dtype)))
-
-
-def _allowed_dtype(dtype: Any, ins: Sequence) -> np.dtype:
-    """The dtype of a declared output: of 64 bits where x64 is enabled, or these are allowed, or an input has them."""
-    is_allowed = jax.config.jax_explicit_x64_dtypes.name == "ALLOW"
-    if is_allowed or any(x.dtype == dtype for x in ins):
-        return np.dtype(dtype)
-    return np.dtype(jax.dtypes.canonicalize_dtype(dtype))
-
-
 # ======================================================================================================
 # 2. The C structs of jaxlib/include/xla/ffi/api/c_api.h that a handler reads and writes.
-# XLA adds fields at the end of a struct only, so these fit every later jaxlib; a test compares them with the installed
-# header (test_mirrored_structs_equal_the_header).  A new major version may change anything: XLA refuses a handler that
-# reports another one.
+# XLA adds fields at the end of a struct only, so these fit every later jaxlib (test_mirrored_structs_equal_the_header).
+# A new major version may change anything: XLA refuses a handler that reports another one.
 
 _API_MAJOR = 0
 
@@ -297,59 +274,50 @@ _ERROR_INTERNAL = 13
 _COMMAND_BUFFER_COMPATIBLE = 1
 
 
-def _struct(name: str, **fields: Any) -> Any:
-    return type(name, (ctypes.Structure,), {"_fields_": list(fields.items())})
+def _struct(**fields: Any) -> Any:
+    return type("Struct", (ctypes.Structure,), {"_fields_": list(fields.items())})
 
 
-def _sized_struct(name: str, **fields: Any) -> Any:
+def _sized_struct(**fields: Any) -> Any:
     """A struct that begins with its own size and a list of extensions, as nearly all do."""
-    return _struct(name, struct_size=_SIZE, extension_start=_PTR, **fields)
+    return _struct(struct_size=_SIZE, extension_start=_PTR, **fields)
 
 
-def _words(name: str, fields: str, **pointers: Any) -> Any:
+def _words(fields: str, **pointers: Any) -> Any:
     """A struct of 64-bit words, some of which point to structs."""
     kinds: dict[str, Any] = dict.fromkeys(fields.split(), _I64)
     kinds |= {field: ctypes.POINTER(kind) for field, kind in pointers.items()}
-    return _struct(name, **kinds)
+    return _struct(**kinds)
 
 
-XLA_FFI_InternalExtension = _struct("XLA_FFI_InternalExtension", struct_size=_SIZE, type=_I32, next=_PTR)
-XLA_FFI_Api_Version = _sized_struct("XLA_FFI_Api_Version", major_version=_I32, minor_version=_I32)
-XLA_FFI_Metadata = _struct("XLA_FFI_Metadata", struct_size=_SIZE, api_version=XLA_FFI_Api_Version, traits=_I32)
+XLA_FFI_InternalExtension = _struct(struct_size=_SIZE, type=_I32, next=_PTR)
+XLA_FFI_Api_Version = _sized_struct(major_version=_I32, minor_version=_I32)
+XLA_FFI_Metadata = _struct(struct_size=_SIZE, api_version=XLA_FFI_Api_Version, traits=_I32)
 XLA_FFI_Metadata_Extension = _struct(
-    "XLA_FFI_Metadata_Extension", extension_base=XLA_FFI_InternalExtension, metadata=ctypes.POINTER(XLA_FFI_Metadata)
+    extension_base=XLA_FFI_InternalExtension, metadata=ctypes.POINTER(XLA_FFI_Metadata)
 )
-XLA_FFI_Buffer = _sized_struct("XLA_FFI_Buffer", dtype=_I32, data=_PTR, rank=_I64, dims=_PTR)
-XLA_FFI_Array = _struct("XLA_FFI_Array", dtype=_I32, size=_SIZE, data=_PTR)
-XLA_FFI_Args = _sized_struct("XLA_FFI_Args", size=_I64, types=_PTR, args=_PTR)
-XLA_FFI_Rets = _sized_struct("XLA_FFI_Rets", size=_I64, types=_PTR, rets=_PTR)
-XLA_FFI_Attrs = _sized_struct("XLA_FFI_Attrs", size=_I64, types=_PTR, names=_PTR, attrs=_PTR)
-XLA_FFI_Error_Create_Args = _sized_struct("XLA_FFI_Error_Create_Args", message=_PTR, errc=_I32)
-XLA_FFI_Error_Destroy_Args = _sized_struct("XLA_FFI_Error_Destroy_Args", error=_PTR)
-XLA_FFI_ThreadPool_Schedule_Args = _sized_struct("XLA_FFI_ThreadPool_Schedule_Args", ctx=_PTR, task=_PTR, data=_PTR)
-XLA_FFI_ThreadPool_NumThreads_Args = _sized_struct("XLA_FFI_ThreadPool_NumThreads_Args", ctx=_PTR, num_threads=_PTR)
-XLA_FFI_Stream_Get_Args = _sized_struct("XLA_FFI_Stream_Get_Args", ctx=_PTR, stream=_PTR)
-XLA_FFI_DeviceOrdinal_Get_Args = _sized_struct("XLA_FFI_DeviceOrdinal_Get_Args", ctx=_PTR, device_ordinal=_I32)
+XLA_FFI_Buffer = _sized_struct(dtype=_I32, data=_PTR, rank=_I64, dims=_PTR)
+XLA_FFI_Array = _struct(dtype=_I32, size=_SIZE, data=_PTR)
+XLA_FFI_Args = _sized_struct(size=_I64, types=_PTR, args=_PTR)
+XLA_FFI_Rets = _sized_struct(size=_I64, types=_PTR, rets=_PTR)
+XLA_FFI_Attrs = _sized_struct(size=_I64, types=_PTR, names=_PTR, attrs=_PTR)
+XLA_FFI_Error_Create_Args = _sized_struct(message=_PTR, errc=_I32)
+XLA_FFI_Error_Destroy_Args = _sized_struct(error=_PTR)
+XLA_FFI_ThreadPool_Schedule_Args = _sized_struct(ctx=_PTR, task=_PTR, data=_PTR)
+XLA_FFI_ThreadPool_NumThreads_Args = _sized_struct(ctx=_PTR, num_threads=_PTR)
+XLA_FFI_Stream_Get_Args = _sized_struct(ctx=_PTR, stream=_PTR)
+XLA_FFI_DeviceOrdinal_Get_Args = _sized_struct(ctx=_PTR, device_ordinal=_I32)
 _API_FUNCTIONS = (
     "Error_Create Error_GetDetails Error_Destroy Handler_Register Stream_Get Type_Register InvokeContext_Get "
     "State_Set State_Get DeviceMemory_Allocate DeviceMemory_Free ThreadPool_Schedule ThreadPool_NumThreads "
     "Future_Create Future_SetAvailable Future_SetError RunId_Get DeviceOrdinal_Get"
 ).split()
 XLA_FFI_Api = _sized_struct(
-    "XLA_FFI_Api",
-    api_version=XLA_FFI_Api_Version,
-    internal_api=_PTR,
-    **{f"XLA_FFI_{name}": _PTR for name in _API_FUNCTIONS},
+    api_version=XLA_FFI_Api_Version, internal_api=_PTR, **{f"XLA_FFI_{name}": _PTR for name in _API_FUNCTIONS}
 )
 
 XLA_FFI_CallFrame = _sized_struct(
-    "XLA_FFI_CallFrame",
-    api=ctypes.POINTER(XLA_FFI_Api),
-    ctx=_PTR,
-    stage=_I32,
-    args=XLA_FFI_Args,
-    rets=XLA_FFI_Rets,
-    attrs=XLA_FFI_Attrs,
+    api=ctypes.POINTER(XLA_FFI_Api), ctx=_PTR, stage=_I32, args=XLA_FFI_Args, rets=XLA_FFI_Rets, attrs=XLA_FFI_Attrs
 )
 
 # A new dtype is added in three places: its name in what backends take (_NUMBA_DTYPES, _CUDA_DTYPES, _WARP_DTYPES); its
@@ -362,17 +330,14 @@ XLA_FFI_CallFrame = _sized_struct(
 #
 # XLA finds the handlers of a program by their names, in the process that runs it; also for a program from JAX's
 # persistent cache.  So two kernels of a process that may differ must never share a name.
-# - A kernel is its object: a dispatcher, or a plain function, which is jitted where it is wrapped.  What it reads of
-#   globals is read when it is compiled, as in Numba.
+# - A kernel is its object: a dispatcher, or a plain function.  Globals are read when it is compiled, as in Numba.
 # - What the same `def` made again, or a function that is wrapped again, is the same kernel if what it reads is equal:
 #   else a kernel made inside a function would be compiled, and kept for ever, at each call of that.
-# - The hash in a name holds a kernel's code, constants and helpers.  So in most cases names do not depend on the order
-#   in which kernels are made, and JAX's cache and serialized executables find them; but only `name=` promises that a
-#   kernel is found in another process.
-# XLA keeps raw pointers to handlers, so whatever is registered stays in memory until the process ends.
+# - The hash in a name holds code, constants and helpers.  So mostly names do not depend on the order in which kernels
+#   are made, and JAX's cache and serialized executables find them; but only `name=` promises that.
 
-# The version of the attribute `launch` and of the buffers that a handler expects: raise it when these change.  Names of
-# targets hold it, so that an exported program never calls a handler of another version.
+# The version of the attribute `launch` and of the buffers that a handler expects, in names of targets: raise it when
+# these change, so that an exported program never calls a handler of another version.
 _LAYOUT = 8
 
 _LOG = logging.getLogger(__name__)
@@ -381,14 +346,14 @@ _LOG = logging.getLogger(__name__)
 _SHARED: dict[str, Any] = vars(sys.modules.setdefault("_xla_kernels_shared", types.ModuleType("_xla_kernels_shared")))
 _LOCK: threading.RLock = _SHARED.setdefault("lock", threading.RLock())
 _TAKEN: set[str] = _SHARED.setdefault("names", set())
-_TARGETS: dict[str, _Compiled] = _SHARED.setdefault("targets", {})  # by name; never shrinks: XLA keeps pointers
+_TARGETS: dict[str, _Compiled] = _SHARED.setdefault("targets", {})  # by name, for ever: XLA keeps pointers
 
 
 def _native_lock(name: str) -> int:
     """The address of a lock that all copies share, for machine code: CPython's, which can be taken without the GIL."""
     allocate = ctypes.pythonapi.PyThread_allocate_lock
     allocate.restype = _PTR
-    return _SHARED.get(name) or _SHARED.setdefault(name, allocate())  # atomic: the first lock wins
+    return _SHARED.setdefault(name, allocate())  # atomic: the first lock wins, and others cost some bytes
 
 
 # -- 3.1 What a kernel reads ---------------------------------------------------------------------------
@@ -398,11 +363,10 @@ def _native_lock(name: str) -> int:
 
 def _python(kernel: Any) -> Any:
     """The Python function of a kernel that Numba jitted or vectorized, or Warp decorated; a plain function itself."""
+    if hasattr(kernel, "adj"):  # Warp
+        return getattr(kernel, "func", None) or kernel
     dispatcher = getattr(kernel, "_dispatcher", kernel)  # where numba.vectorize keeps it
-    function = getattr(dispatcher, "py_func", None)
-    if function is None and hasattr(kernel, "adj"):  # Warp
-        function = getattr(kernel, "func", None)
-    return function or kernel
+    return getattr(dispatcher, "py_func", None) or kernel
 
 
 def _is_stable(module: Any) -> bool:
@@ -414,11 +378,11 @@ def _is_stable(module: Any) -> bool:
 @functools.lru_cache(maxsize=1024)
 def _names_in(code: types.CodeType) -> tuple[str, ...]:
     """The names in a function's code, and in what is nested in it, that may be of globals or attributes: each once."""
-    names = dict.fromkeys(code.co_names)
+    names = list(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            names |= dict.fromkeys(_names_in(constant))
-    return tuple(names)
+            names += _names_in(constant)
+    return tuple(dict.fromkeys(names))
 
 
 def _variables_of(function: types.FunctionType) -> dict[str, Any]:
@@ -435,27 +399,22 @@ def _values_of(function: Any) -> list[tuple[str, Any]]:
     """What a function's code may name: variables, defaults, and what these hold."""
     if not isinstance(function, types.FunctionType):
         return []
-    values = [*_variables_of(function).items(), *(function.__kwdefaults__ or {}).items()]
-    values += [("a default", value) for value in function.__defaults__ or ()]
+    variables = _variables_of(function).items()
+    keywords = (function.__kwdefaults__ or {}).items()
+    values = [*variables, *keywords, ("defaults", function.__defaults__)]
     return _with_parts(values, _names_in(function.__code__))
 
 
 def _with_parts(values: Iterable[tuple[str, Any]], names: Sequence[str] = ()) -> list[tuple[str, Any]]:
     """Values, with the items of tuples and lists, and with what modules of the user's have under these names."""
     found = list(values)
-    seen: list[Any] = []
+    modules = set()  # as they may have one another
     for name, value in found:  # which grows
-        is_module = type(value) is types.ModuleType and not _is_stable(value.__name__)
-        if is_module or isinstance(value, list):
-            before = [n for n, other in enumerate(seen) if other is value]
-            seen.append(value)
-            if before:  # lists may hold themselves
-                found.append((name, before[0]))
-                continue
-        if is_module:
-            found += [(x, vars(value)[x]) for x in names if x in vars(value)]
-        elif isinstance(value, (tuple, list)):
+        if isinstance(value, (tuple, list)):
             found += [(name, item) for item in value]
+        elif type(value) is types.ModuleType and not _is_stable(value.__name__) and value not in modules:
+            modules.add(value)
+            found += [(x, vars(value)[x]) for x in names if x in vars(value)]
     return found
 
 
@@ -464,8 +423,7 @@ def _functions_of(kernel: Any) -> list[Any]:
     functions = [kernel]
     for function in functions:  # which grows
         for _, value in _values_of(_python(function)):
-            is_jitted = _ready_kind(value) in ("numba", "numba_cuda")
-            if is_jitted and not any(value is other for other in functions):
+            if _ready_kind(value) in ("numba", "numba_cuda") and value not in functions:
                 functions.append(value)
     return functions
 
@@ -486,63 +444,46 @@ class _Same:
         return self.value is getattr(other, "value", None)  # also of this class before a reload
 
 
-def _described(value: Any) -> tuple[str, _Same | None]:
-    """A text that is equal in all processes and, where equal values may have other texts or may change, the value.
+def _described(value: Any) -> tuple[str, Any]:
+    """A text that is equal in all processes, and what else tells values apart.
 
     The items of tuples and lists, and the attributes of modules, are values of their own (`_with_parts`).
     """
     kind = type(value)
-    if isinstance(value, (np.generic, np.dtype)) or kind in (type(None), bool, int, float, complex, str, bytes):
-        return f"{kind.__name__} {pickle.dumps(value, protocol=4).hex()}", None  # tells -0.0, NaNs and dtypes apart
+    if isinstance(value, np.generic) or kind in (bool, int, float, complex, str, bytes):
+        return f"{kind.__name__} {pickle.dumps(value, protocol=4)!r}", None  # tells -0.0, NaNs and dtypes apart
     if kind in (tuple, list):
         return f"{kind.__name__} of {len(value)}", None
     if kind in (set, frozenset):  # options, such as those of fastmath
         return f"{kind.__name__} {sorted(map(repr, value))}", None
-    if kind is types.ModuleType:
-        return f"module {value.__name__}", None
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        return f"{value.dtype} {value.shape} {value.strides} {_hash(value.tobytes())}", None
-    owner = value if hasattr(value, "__qualname__") else kind
-    return f"{kind.__name__} {getattr(owner, '__module__', '')}.{owner.__qualname__}", _Same(value)
+        return f"{value.dtype} {value.shape} {value.strides} {hashlib.blake2b(value.tobytes()).hexdigest()}", None
+    if kind is types.CodeType:
+        constants = [_described(constant)[0] for _, constant in _with_parts([("", value.co_consts)])]
+        return f"{value.co_code.hex()} {value.co_names} {constants}", value
+    return f"{kind.__name__} {getattr(value, '__module__', '')} {getattr(value, '__name__', '')}", _Same(value)
 
 
 def _reads_of(kernel: Any) -> tuple[tuple, ...]:
-    """What decides a kernel's machine code: its code, what that reads, options; and the same of its helpers."""
+    """What decides a kernel's machine code: options, its code, and what that reads; and the same of its helpers."""
     reads = []
     for function in _functions_of(kernel):
         python = _python(function)
         options = {**getattr(function, "targetoptions", {}), "chip": None}  # numba_cuda_mlir sets it when it compiles
-        options |= getattr(function, "locals", {})
+        options["locals"] = sorted(getattr(function, "locals", {}).items())
+        # As a text, as numba_cuda_mlir makes one for each dispatcher.
         options["pipeline"] = str(getattr(getattr(function, "_compiler", None), "pipeline_class", None))
-        options["cache"] = str(type(getattr(function, "_cache", None)))  # its code may have read other globals
-        values = [*_values_of(python), *_with_parts(sorted(options.items()))]
-        code = getattr(python, "__code__", None)
-        reads.append((type(function), code, tuple((name, *_described(value)) for name, value in values)))
+        options["cache"] = type(getattr(function, "_cache", None))  # its code may have read other globals
+        options["code"] = getattr(python, "__code__", None)
+        values = [*_with_parts(sorted(options.items())), *_values_of(python)]
+        reads += [(name, *_described(value)) for name, value in values]
     return tuple(reads)
 
 
-def _compiled_helpers(kernel: Any) -> tuple[_Same | None, ...]:
+def _compiled_helpers(kernel: Any) -> tuple[_Same, ...]:
     """What each helper was compiled to first, which `recompile` makes anew: it may have read other values."""
-    first = [next(iter(getattr(x, "overloads", {}).values()), None) for x in _functions_of(kernel)[1:]]
-    return tuple(x and _Same(x) for x in first)
-
-
-def _text_of(reads: Iterable[tuple]) -> str:
-    """The same as a text, which is equal in all processes; what may change has the text of others like it."""
-    lines = []
-    for kind, code, values in reads:
-        lines += [kind.__name__, _code_text(code), *(f"{name} = {text}" for name, text, _ in values)]
-    return "\n".join(lines)
-
-
-def _code_text(code: Any) -> str:
-    """Bytecode (or a constant in it), to tell most kernels apart, in other processes, too."""
-    if isinstance(code, (tuple, frozenset)):
-        parts = map(_code_text, code)
-        return f"{type(code).__name__}({', '.join(sorted(parts) if isinstance(code, frozenset) else parts)})"
-    if not isinstance(code, types.CodeType):
-        return f"{type(code).__name__} {code!r}"
-    return f"{code.co_code.hex()} {code.co_names} {_code_text(code.co_consts)}"
+    helpers = _functions_of(kernel)[1:]
+    return tuple([_Same(next(iter(getattr(helper, "overloads", {}).values()), None)) for helper in helpers])
 
 
 class _Names:
@@ -554,9 +495,10 @@ class _Names:
     def __init__(self) -> None:
         # Of a dispatcher, or of the wrapper of a plain function: {signature and options: name}
         self.by_owner: Any = weakref.WeakKeyDictionary()
-        self.by_reads: dict[tuple, str] = {}  # of kernels that are made or wrapped again
-        self.by_content: dict[tuple, str] = {}  # of Warp's kernels, which Warp has a hash of
+        # Of Numba's kernels that are made or wrapped again; and of Warp's, which Warp has a hash of
+        self.by_content: dict[tuple, str] = {}
         self.exported: set[str] = set()  # those that begin with the user's `name=`
+        self.compiling = threading.RLock()  # Numba, too, compiles on one thread at a time
 
     def of_kernel(
         self,
@@ -578,30 +520,26 @@ class _Names:
         specialization = tuple(vars(signature).values()), options, given  # which are equal after a reload, too
         with _LOCK:
             names = self.by_owner.setdefault(wrapper if is_plain else kernel, {})
-            if specialization in names:
+        if specialization in names:
+            return names[specialization]
+        with self.compiling:
+            if specialization in names:  # by another thread
                 return names[specialization]
             reads = _reads_of(kernel)
             # A kernel that was compiled before may have read other values.  A ufunc, too, or one with a __wrapped__.
             is_new = is_plain or not getattr(kernel, "overloads", True)
             is_shared = freezes_globals and is_new and not vars(_python(kernel))
-            key = specialization, reads, _compiled_helpers(kernel)
-            if is_shared and key in self.by_reads:
-                return names.setdefault(specialization, self.by_reads[key])
-        compiled = compile_kernel()  # without the lock, as this may take seconds
-        with _LOCK:
-            is_shared = is_shared and reads == _reads_of(kernel)  # else it changed meanwhile
-            key = specialization, reads, _compiled_helpers(kernel)
-            if is_shared and key in self.by_reads:  # by another thread, through another wrapper
-                names.setdefault(specialization, self.by_reads[key])
-            if specialization in names:  # by another thread
-                return names[specialization]
-            parts = () if given else (_text_of(reads), *map(str, options))
-            name = self._new(signature, given, *parts)
-            if compiled:
-                _register(name, platform, compiled)
+            name = self.by_content.get((specialization, reads, _compiled_helpers(kernel))) if is_shared else None
+            if name is None:
+                compiled = compile_kernel()
+                texts = [f"{variable} = {text}" for variable, text, _ in reads]
+                with _LOCK:
+                    name = self._new(signature, given, [*texts, *map(str, options)])
+                if compiled:
+                    _register(name, platform, compiled)
+                if is_shared:
+                    self.by_content[specialization, reads, _compiled_helpers(kernel)] = name
             names[specialization] = name
-            if is_shared:
-                self.by_reads[key] = name
             return name
 
     def of_content(self, content: tuple, signature: _Signature, given: str | None, memory: str) -> str:
@@ -609,25 +547,30 @@ class _Names:
         key = content, tuple(vars(signature).values()), given, memory
         with _LOCK:
             if key not in self.by_content:
-                parts = [memory] if given else [memory, *map(str, content)]
-                self.by_content[key] = self._new(signature, given, *parts)
+                self.by_content[key] = self._new(signature, given, map(str, content), memory)
             return self.by_content[key]
 
-    def _new(self, signature: _Signature, given: str | None, *more: str) -> str:
-        first = f"{given or f'{__name__}.{signature.label}'}.{_LAYOUT}.{_hash(str(signature), *more)}"
-        if given and first in _TAKEN:
-            raise ValueError(
-                f"name={given!r}: another kernel of this process, or this one with other options, has this name, for "
-                "the same signature; give each a name of its own, and make a kernel, and what it calls, once"
-            )
-        names = itertools.chain([first], (f"{first}.{number}" for number in itertools.count(2)))
-        number, name = next((number, name) for number, name in enumerate(names, 1) if name not in _TAKEN)
+    def _new(self, signature: _Signature, given: str | None, content: Iterable[str], memory: str = "") -> str:
+        hashed = [str(signature), memory]
+        if not given:
+            hashed += content
+        first = f"{given or f'{__name__}.{signature.label}'}.{_LAYOUT}.{_hash(*hashed)}"
+        name = first
+        number = 1
+        while name in _TAKEN:
+            if given:
+                raise ValueError(
+                    f"name={given!r}: another kernel of this process, or this one with other options, has this name, "
+                    "for the same signature; give each a name of its own, and make a kernel, and what it calls, once"
+                )
+            number += 1
+            name = f"{first}.{number}"
         if number == _MANY:
-            text = (
+            warnings.warn(
                 f"kernel {signature.label!r} was compiled {_MANY} times from one def, with equal constants: each time "
-                "costs some 75 ms, and 1 MB for as long as the process lives; make it once, and what it calls, too"
+                "costs some 75 ms, and 1 MB for as long as the process lives; make it once, and what it calls, too",
+                skip_file_prefixes=_FILES_BEFORE_THE_USERS,
             )
-            warnings.warn(text, skip_file_prefixes=_FILES_BEFORE_THE_USERS)
         _TAKEN.add(name)
         if given:
             self.exported.add(name)
@@ -638,20 +581,16 @@ _MANY = 50
 _NAMES: _Names = globals().get("_NAMES") or _Names()  # importlib.reload keeps it, and with it the names of kernels
 
 
-def _hash(*parts: str | bytes) -> str:
+def _hash(*parts: str) -> str:
     """A hash of 96 bits that is equal in all processes."""
-    digest = hashlib.blake2b(digest_size=12)
-    for part in parts:
-        digest.update(part if isinstance(part, bytes) else part.encode("utf-8", "replace"))
-        digest.update(b"\n")
-    return digest.hexdigest()
+    return hashlib.blake2b("\n".join(parts).encode("utf-8", "replace"), digest_size=12).hexdigest()
 
 
 # -- 3.3 Targets ---------------------------------------------------------------------------------------
 # What lives how long:
 #     wrapper           as long as the user, or a function that JAX has cached, holds it
 #     kernel            as long as its wrappers; for Numba CUDA for ever: `_Compiled.batch` may compile it once more
-#     what it reads     for ever, by `_Names.by_reads`, if it may be made again
+#     what it reads     for ever, by `_Names.by_content`, if it may be made again
 #     `_Target`         as long as JAX's caches hold a trace that binds it; that of Warp holds the kernel and its values
 #     `_Compiled`       for ever, in `_TARGETS`, once it has a name: XLA has its address
 #     LLVM's engine     for ever, by `_Compiled.alive`, with what Numba or Warp compiled and with callbacks
@@ -684,13 +623,13 @@ class _Target:
     launch: tuple[int, ...] = ()  # what the handler reads
     runs_nothing: bool = False  # for these shapes and options
     platform: str = ""
-    # for error messages: the wrapper's name, and on which platforms it runs
-    title: str = dataclasses.field(compare=False, default="")
-    where: str = dataclasses.field(compare=False, default="")
-    derivative: str = dataclasses.field(compare=False, default="")  # how to get one, where the wrapper has some
+    # for error messages: the wrapper's name, on which platforms it runs, and how to get a derivative
+    title: str = ""
+    where: str = ""
+    derivative: str = ""
 
     def __repr__(self) -> str:
-        return f"{self.name}{self.launch or ''}"
+        return f"{self.name}{self.launch}"
 
     def lowered(self, platform: str, has_batch: bool = False) -> _Target:
         """What runs a call on a platform: registered there, unless the program will run in another process."""
@@ -709,17 +648,12 @@ class _NoSingleLaunch(Exception):
     """Why a batch on a GPU is a launch for each slice."""
 
 
-# Numba and Warp raise anything for what they cannot compile.  So would a mistake of this file: tests narrow this to
-# `_NoSingleLaunch`, and see all others.
-_FALLS_BACK_ON: type[Exception] = Exception
-
-
 @contextlib.contextmanager
 def _or_each_slice(title: str) -> Iterator[None]:
     """What is raised while one launch is prepared for a batch says, in the log, why each slice is a launch."""
     try:
         yield
-    except _FALLS_BACK_ON as error:
+    except Exception as error:  # Numba and Warp raise anything for what they cannot compile
         kind = "" if isinstance(error, _NoSingleLaunch) else f"{type(error).__name__}: "
         _LOG.debug("%s: a batch is a launch for each slice: %s%.1000s", title, kind, " ".join(str(error).split()))
 
@@ -744,10 +678,7 @@ class export_checks:
     def __iter__(self) -> Iterator:
         from jax import export
 
-        with _LOCK:
-            names = sorted(_NAMES.exported)
-        for name in names:
-            yield export.DisabledSafetyCheck.custom_call(name)
+        return map(export.DisabledSafetyCheck.custom_call, sorted(_NAMES.exported))
 
 
 # -- 3.4 What the source of a kernel does to its arrays ------------------------------------------------
@@ -1227,17 +1158,13 @@ def _show(spec: Any) -> str:
 
 def _flatten(tree: Any) -> tuple[list, Any]:
     """The specs of a pytree, in JAX's order, and its structure."""
-    leaves, structure = jax.tree.flatten(tree, _is_leaf)
-    return [x.aval if type(x) in _SYMBOLIC else x for x in leaves], structure
-
-
-def _is_leaf(x: Any) -> bool:
-    return type(x) in _SYMBOLIC or _is_spec(x)  # for JAX a symbolic value has no leaves
+    leaves, structure = jax.tree.flatten(tree, lambda x: hasattr(x, "aval") or _is_spec(x))
+    return [getattr(x, "aval", x) for x in leaves], structure  # arrays and symbolic values have one
 
 
 def _has_dicts(structure: Any) -> bool:
-    tree = structure.unflatten(range(structure.num_leaves))
-    return any(isinstance(part, Mapping) for part in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Mapping)))
+    node = structure.node_data()  # None of a leaf
+    return node and (issubclass(node[0], Mapping) or any(map(_has_dicts, structure.children())))
 
 
 def _check_dtype(dtype: Any, what: str) -> None:
@@ -1276,10 +1203,13 @@ def _declared_spec(x: Any, what: str, ins: Sequence[Spec] | None) -> Spec:
     dtype = np.dtype(x.dtype)
     if ins is None:
         return Spec(shape, dtype)
-    allowed = _allowed_dtype(dtype, ins)
+    is_allowed = jax.config.jax_explicit_x64_dtypes.name == "ALLOW" or any(x.dtype == dtype for x in ins)
+    allowed = dtype if is_allowed else jax.dtypes.canonicalize_dtype(dtype)  # of 64 bits if x64 is enabled
     if allowed != dtype:
-        text = f"{what} asks for {dtype}, which JAX truncates to {allowed} unless jax_enable_x64 is set"
-        warnings.warn(text, skip_file_prefixes=_FILES_BEFORE_THE_USERS)
+        warnings.warn(
+            f"{what} asks for {dtype}, which JAX truncates to {allowed} unless jax_enable_x64 is set",
+            skip_file_prefixes=_FILES_BEFORE_THE_USERS,
+        )
     return Spec(shape, allowed)
 
 
@@ -1333,9 +1263,8 @@ def _as_input(x: Any, name: str) -> Any:
     try:
         return jax.dlpack.from_dlpack(x)
     except Exception as error:
-        with contextlib.suppress(Exception):  # a column has gaps in its memory, which XLA does not take
-            is_on_gpu = hasattr(x, "contiguous")  # or may be: Warp's and PyTorch's arrays
-            return jax.dlpack.from_dlpack(x.contiguous() if is_on_gpu else np.ascontiguousarray(np.from_dlpack(x)))
+        with contextlib.suppress(Exception):  # of PyTorch and Warp: XLA does not take memory with gaps, as of a column
+            return jax.dlpack.from_dlpack(x.contiguous())
         raise TypeError(
             f"{name} must be a number or an array of numbers; got {type(x).__name__} {getattr(x, 'dtype', x)!s:.80}: "
             "pass the leaves of a container and the fields of a structured array one by one, and an array of another "
@@ -1363,9 +1292,8 @@ def _check_takes(signature: inspect.Signature, what: str, args: Sequence, params
     try:
         signature.bind(*args, **dict.fromkeys(params))
     except TypeError as error:
-        shown = ", ".join([*map(_show, args), *(f"{name}=" for name in params)])
-        missing = re.match(r"missing .*'(\w+)'", str(error))
-        fix = f", or call op(..., {missing[1]}=...)" if missing and not args else ""  # a generator gets params alone
+        shown = ", ".join([*map(_show, args), *map("{}=".format, params)])
+        fix = "" if args else ", or pass what it lacks to op(...) by name"  # a generator gets params alone
         raise TypeError(
             f"{what} takes {signature}, but this call gives it ({shown}): {error}; give it one parameter for each{fix}"
         ) from None
@@ -2304,26 +2232,25 @@ def _load_code(code: bytes) -> Any:
 # XLA's table of functions and its threads.  Does not know dtypes, nor what a slice does.
 
 
-_Variable = _words("_Variable", "current")
+_Variable = _words("current")
 
 # Where a buffer's slice is: `data`.  `dims` points to the kernel's dimensions, before which lie `depth` of the batch,
 # or none.  `nbytes` is the size of a slice, `count` is how many slices the buffer has, and `step` is how far the next
 # slice of the inner loop is: 0 if that is the same one.
-_Cursor = _words("_Cursor", "data step dims depth nbytes count")
+_Cursor = _words("data step dims depth nbytes count")
 
 # A kernel, in the memory of its handler.
 #   slice_ticks         what a slice took when that was last measured, and
 #   slice_nbytes        how large the buffers of that slice were: a hint, which any thread may overwrite
 #   n_buffers and later filled in when the code is loaded: the number of inputs and outputs, functions of the handler
 #                       and of the driver, and what the emitter gives
-_Kernel = _words("_Kernel", "slice_ticks slice_nbytes n_buffers slices drive in_order entry lock report")
+_Kernel = _words("slice_ticks slice_nbytes n_buffers slices drive in_order entry lock report")
 
 # A call with a batch.  The cursors stand at its first slice.  `sizes` are those of its `depth` dimensions, innermost
 # first; `count` is their product.  `strides` has for each dimension the bytes from one position to the next in each
 # buffer, 0 where that broadcasts.  Slices [k * inner, (k + 1) * inner) are one step apart: an inner loop.
 # `slice_nbytes` is what a slice of all buffers takes.
 _Batch = _words(
-    "_Batch",
     "frame kernel cursors depth sizes strides count inner slice_nbytes",
     frame=XLA_FFI_CallFrame,
     kernel=_Kernel,
@@ -2338,7 +2265,7 @@ _Batch = _words(
 #   idle     a lock that is released when nothing is left, to wake the caller
 # The caller waits for slices that were taken, never for queued tasks: one may stand behind a caller that waits, a
 # deadlock.
-_SharedBatch = _words("_SharedBatch", "batch next count chunk left holders error idle", batch=_Batch)
+_SharedBatch = _words("batch next count chunk left holders error idle", batch=_Batch)
 
 # The parameters of C functions that point to structs, by name.
 _STRUCT_PARAMETERS = {
@@ -4295,7 +4222,7 @@ class _WarpKernel(_Wrapper):
             given_name=options.name,
             in_order=options.in_order,
         )
-        platform = _traced_platform()
+        platform = _default_platform().replace("gpu", "cuda")
         if platform in ("cpu", "cuda") and not target.runs_nothing:
             target.lowered(platform)
             if options.name:
@@ -4789,7 +4716,7 @@ def _kernel_like(kernel: Any, source: str, annotations: dict, names: dict, **opt
     function = types.FunctionType(kernel.func.__code__, names, closure=kernel.func.__closure__)
     function.__annotations__ = dict(annotations)
     # Warp tells modules apart by name.
-    module = type(kernel.module)(f"{kernel.key}_{_hash(kernel.module.name, kernel.hash, source)}", None)
+    module = type(kernel.module)(f"{kernel.key}_{_hash(kernel.module.name, kernel.hash.hex(), source)}", None)
     module.options.update(kernel.module.options)
     return type(kernel)(function, kernel.key, module, {**kernel.options, **options}, source=source)
 
@@ -4978,8 +4905,8 @@ def _warn_of_stale_values(kernel: Any, params: Mapping[str, _WarpParam], title: 
 # primitive, with the derivative rules of the user.
 #
 # What it takes from inside JAX, beside what interpreters ask of a primitive: "Batching rule for", which begins an error
-# where a primitive has none; tracers among the constants of a jaxpr; the class names of a jaxpr's effects; `val` and
-# `primal` of tracers (`_without_numpy`).
+# where a primitive has none; tracers among the constants of a jaxpr; the class names of a jaxpr's effects; `val` of
+# tracers (`_without_numpy`).
 #
 # What serves BrainEvent alone: the methods from `def_call` to `def_benchmark_data`, `register_general_batching`; that
 # rules and the primitive can be called by hand, also without outs (`_OpPrimitive.op_params`, `_op_jvp`); and that rules
