@@ -867,19 +867,20 @@ class _Source(_Interpreter):
         self.results: dict[tuple[Any, frozenset], set] = {}
         self.n_targets: dict[ast.expr, int] = {}  # of the assignments of these calls
         self.depth = 0  # of calls
-        self.call(kernel, [{view} - {None} for view in given], {}, ast.Name("a kernel whose source is not there"))
+        start = ast.Call(ast.Name("source not found: kernel"), [], [])
+        self.call(kernel, [{view} - {None} for view in given], {}, start)
 
-    def note(self, kind: str, found: Iterable, node: ast.AST, is_unguarded: bool = False) -> None:
-        """Note an access to arrays."""
+    def note(self, kind: str, found: Iterable, node: ast.AST) -> None:
+        """Note an access to arrays.  Numba refuses a statement that assigns to an input, and lets functions pass."""
         for view in _arrays(found):
-            access = _Access(kind, ast.unparse(node), is_unguarded or view.is_unguarded)
-            self.accesses[view.parameter].append(access)
+            is_unguarded = view.is_unguarded or isinstance(node, ast.expr)
+            self.accesses[view.parameter].append(_Access(kind, ast.unparse(node), is_unguarded))
             if self.depth > 1 or kind == "unknown":
                 self.replayed.add(view.parameter)
 
     # -- functions --
 
-    def call(self, function: Any, given: list[set], named: dict[str, set], node: ast.expr) -> set:
+    def call(self, function: Any, given: list[set], named: dict[str, set], node: ast.Call) -> set:
         """What a function may return for these arguments, after a note of what it does to them."""
         if hasattr(function, "gufunc_builder"):  # gets writable arrays, of other ranks
             given = [_inside(x, is_unguarded=True) for x in given]
@@ -892,16 +893,17 @@ class _Source(_Interpreter):
         if name == "tid":
             self.tid_counts.add(self.n_targets.get(node, 1))
         self.uses_tiles |= name.startswith(("tile", "untile"))
+        copies_by_default = own_name == "nan_to_num" and len(given) < 2 and "copy" not in named
         if _UPDATES.search(name):
-            self.note("updates", first, node, is_unguarded=True)
-        elif _STORES.search(name) and (own_name != "nan_to_num" or _is_in_place(node)):
-            self.note("stores", first, node, is_unguarded=True)
+            self.note("updates", first, node)
+        elif _STORES.search(name) and not copies_by_default and "copy=True" not in ast.unparse(node):
+            self.note("stores", first, node)
         elif _VIEWS.search(name):
-            return _inside(everything, own_name in _UNGUARDED and not _is_of_tuple(node))
+            is_of_one = not any(isinstance(x, ast.Tuple) for x in node.args)  # unlike np.nditer((x, out))
+            return _inside(everything, own_name in _UNGUARDED and is_of_one)
         elif _only_reads(function, name):
             n_in = getattr(function, "nin", _INPUTS_BEFORE_OUT.get(own_name, len(given)))
-            outs = set().union(*given[n_in:], named.get("out", set()))
-            self.note("stores", outs, node, is_unguarded=True)
+            self.note("stores", set().union(*given[n_in:], named.get("out", set())), node)
         else:
             if not isinstance(function, type) and not hasattr(function, "vars"):  # else a type or struct holds them
                 self.note("unknown", everything, node)
@@ -919,29 +921,26 @@ class _Source(_Interpreter):
         python = _python(function)
         is_jitted = isinstance(python, types.FunctionType) and (python is not function or self.depth == 0)
         is_users = is_jitted and not _is_stable(python.__module__) and not _is_ufunc(function)
-        return [function] if is_users or isinstance(function, (ast.FunctionDef, ast.Lambda)) else []
+        return [function] if is_users or isinstance(function, ast.FunctionDef) else []
 
-    def read(self, function: Any, given: list[set], named: dict[str, set], node: ast.AST) -> set:
+    def read(self, function: Any, given: list[set], named: dict[str, set], node: ast.Call) -> set:
         """Read a function of the user's, called with these arguments."""
         tree = _tree_of(function)
         everything = set().union(*given, *named.values())
-        is_unread = tree is None or getattr(function, "native_snippet", None)  # no source, or C++
-        if is_unread or getattr(function, "custom_grad_func", None) or getattr(function, "custom_replay_func", None):
-            self.has_own_code = True
-            self.replayed |= {view.parameter for view in _arrays(everything)}
-        if is_unread:
-            names = _UNGUARDED.intersection(_names_in(getattr(_python(function), "__code__", _no_code)))
-            text = f"{_name_of(function, node)}, whose source is not there, names {', '.join(sorted(names))}"
-            kind, cause = ("stores", ast.Name(text)) if names else ("unknown", node)
-            self.note(kind, everything, cause, is_unguarded=bool(names))
-            return _inside(everything)
-        parameters = [*tree.args.posonlyargs, *tree.args.args]
-        for parameter, argument in zip(parameters, getattr(node, "args", ())):
+        parameters = [*tree.args.posonlyargs, *tree.args.args] if tree else []
+        for parameter, argument in zip(parameters, node.args):
             if parameter.annotation and "ref[" in ast.unparse(parameter.annotation):  # Warp's, to an element
                 self.note("unknown", self.value(_root(argument)), node)
+        own_code = [getattr(function, x, None) for x in ("native_snippet", "custom_grad_func", "custom_replay_func")]
+        if tree is None or any(own_code):
+            self.has_own_code = True
+            self.replayed |= {view.parameter for view in _arrays(everything)}
+        if tree is None or own_code[0] or tree.args.vararg:
+            names = _UNGUARDED.intersection(_names_in(getattr(_python(function), "__code__", _no_code)))
+            text = f"source not found: {_name_of(function, node)}, which names {', '.join(sorted(names))}"
+            self.note("stores" if names else "unknown", everything, ast.Name(text) if names else node)
+            return _inside(everything)
         arguments = {**dict(zip([x.arg for x in parameters], given)), **named}
-        if tree.args.vararg:
-            arguments[tree.args.vararg.arg] = _inside(set().union(*given[len(parameters) :]))
         key = function, frozenset((name, frozenset(found)) for name, found in arguments.items())
         if key not in self.results:
             self.results[key] = set()  # for a function that calls itself
@@ -953,10 +952,8 @@ class _Source(_Interpreter):
         if tree is not function:  # else it is nested, and sees the variables of the function around it
             self.names = {}
             for name, value in _variables_of(_python(function)).items():
-                if _is_device_array(value):
-                    self.names[name] = {_View(_GLOBAL + name)}
-                elif _is_named(value):
-                    self.names[name] = {value}
+                with contextlib.suppress(TypeError):  # of what has no hash
+                    self.names[name] = {_View(_GLOBAL + name) if _is_device_array(value) else value}
         self.names = {**self.names, **arguments, "return": set()}
         self.depth += 1
         self.run(tree.body if isinstance(tree.body, list) else [ast.Return(tree.body)])
@@ -995,8 +992,6 @@ class _Source(_Interpreter):
             case ast.Tuple(elts=targets) | ast.List(elts=targets):
                 for part in targets:
                     self.assign(part, _indexed(found, 1), node)
-            case ast.Starred(value=part):
-                self.assign(part, _inside(found), node)
             case ast.Attribute(value=ast.Name(id=name)):  # of a struct of Warp's, which then may have an array in it
                 self.names[name] = self.names.get(name, set()) | _inside(found)
             case _:
@@ -1023,32 +1018,27 @@ class _Source(_Interpreter):
             case ast.Subscript(value=owner, slice=index):
                 self.value(index)
                 return _indexed(self.value(owner), _count_indices(index))
-            case ast.IfExp() | ast.BoolOp():
-                return set().union(*map(self.value, ast.iter_child_nodes(node)))
-            case ast.Tuple(elts=parts) | ast.List(elts=parts):
-                return _inside(set().union(*map(self.value, parts)))
-            case ast.Lambda():
-                return {node}
             case ast.Call():
                 return self.called(node)
         found = set().union(*map(self.value, ast.iter_child_nodes(node)))
         if isinstance(node, (ast.BinOp, ast.UnaryOp, ast.Compare)):
             return set()
-        self.note("unknown", found, node)
+        if isinstance(node, (ast.IfExp, ast.BoolOp)):
+            return found
+        if not isinstance(node, (ast.Tuple, ast.List)):
+            self.note("unknown", found, node)
         return _inside(found)
 
     def called(self, node: ast.Call) -> set:
-        given = [self.value(x.value if isinstance(x, ast.Starred) else x) for x in node.args]
+        given = [self.value(x) for x in node.args]
         named = {str(x.arg): self.value(x.value) for x in node.keywords}
-        if "None" in named or any(isinstance(x, ast.Starred) for x in node.args):  # f(*args, **named)
-            everything = set().union(*given, *named.values())
-            self.note("unknown", everything, node)
-            return _inside(everything)
-        functions = self.value(node.func)
+        functions = self.value(node.func) or {None}
         if isinstance(node.func, ast.Attribute) and (owners := _arrays(self.value(node.func.value))):  # a method
             given = [set(owners), *given]
             functions = {getattr(np.ndarray, node.func.attr, None)}
-        return set().union(*[self.call(function, given, named, node) for function in functions or {None}])
+        if any(isinstance(x, ast.Starred) for x in node.args):
+            functions = {None}
+        return set().union(*[self.call(function, given, named, node) for function in functions])
 
 
 def _arrays(found: Iterable) -> list[_View]:
@@ -1057,31 +1047,27 @@ def _arrays(found: Iterable) -> list[_View]:
 
 def _inside(found: Iterable, is_unguarded: bool = False) -> set:
     """What has these in it, or is a view of them."""
-    views = {x._replace(ndim=math.inf, is_unguarded=is_unguarded or x.is_unguarded) for x in _arrays(found)}
-    return views | {x for x in found if not isinstance(x, _View)}
+    return {x._replace(ndim=math.inf, is_unguarded=is_unguarded or x.is_unguarded) for x in _arrays(found)}
 
 
 def _indexed(found: Iterable, n: int) -> set:
     """What an index of so many dimensions gives: views of what has more, and nothing for numbers."""
-    views = {x._replace(ndim=x.ndim - n) for x in _arrays(found) if n == 0 or x.ndim > n}
-    return views | {x for x in found if not isinstance(x, _View)}
+    return {x._replace(ndim=x.ndim - n) for x in _arrays(found) if x.ndim > n}
 
 
 def _attribute(owner: Any, name: str) -> set:
     if isinstance(owner, _View):
         is_fact = name in _FACTS and owner.ndim < math.inf  # else it may be a field of a struct
         return set() if is_fact else _inside({owner}, name in _UNGUARDED)
-    value = None
-    with contextlib.suppress(Exception):  # of modules that load what is asked for
-        value = getattr(owner, name)
-    return {value if _is_named(value) else name}  # Warp has most of its functions by name alone
+    with contextlib.suppress(Exception):  # of modules that load what is asked for, and of what has no hash
+        return {getattr(owner, name)}
+    return {name}  # Warp has most of its functions by name alone
 
 
 def _count_indices(index: Any) -> int:
-    """How many dimensions an index takes away; that of a 0-d array, `[()]`, its last."""
+    """How many dimensions an index takes away."""
     parts = index.elts if isinstance(index, ast.Tuple) else [index]
-    keeping = [x for x in parts if isinstance(x, ast.Slice) or getattr(x, "value", 0) in (..., None)]
-    return len(parts) - len(keeping) if parts else 1
+    return sum(not isinstance(x, ast.Slice) and getattr(x, "value", 0) not in (..., None) for x in parts)
 
 
 def _root(target: Any) -> Any:
@@ -1107,25 +1093,8 @@ def _is_update(target: Any, value: Any) -> bool:
     return is_made_of and not re.search(r"\bif\b|\b(where|select)\(", ast.unparse(value))
 
 
-def _is_in_place(node: Any) -> bool:
-    """Whether a call of `nan_to_num(x, copy=True, ...)` may have another second argument."""
-    copies = [*node.args[1:2], *(x.value for x in node.keywords if x.arg == "copy")]
-    return any(not isinstance(x, ast.Constant) or not x.value for x in copies)
-
-
-def _is_of_tuple(node: Any) -> bool:
-    """As `np.nditer((x, out))`, of which each array gets the other's views, too."""
-    return any(isinstance(x, ast.Tuple) for x in node.args)
-
-
 def _is_device_array(value: Any) -> bool:
     return not isinstance(value, types.ModuleType) and hasattr(value, "__cuda_array_interface__")
-
-
-def _is_named(value: Any) -> bool:
-    """Whether a reader looks at what a name stands for: modules, and what can be called."""
-    is_hashable = type(value).__hash__ is not None and not isinstance(value, ctypes._CFuncPtr)  # type: ignore
-    return is_hashable and (callable(value) or isinstance(value, types.ModuleType))
 
 
 def _is_ufunc(function: Any) -> bool:
@@ -1164,20 +1133,19 @@ def _tree_of(function: Any) -> Any:
 @functools.lru_cache(maxsize=8)
 def _trees_of(file: str, text: str) -> dict[types.CodeType, Any]:
     """The syntax tree of each function in a file, by what it compiles to; not of lambdas that share a line."""
+    trees = {}
     nodes = collections.defaultdict(list)
-    codes: list[types.CodeType] = []
     with contextlib.suppress(SyntaxError, ValueError):
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, (ast.FunctionDef, ast.Lambda)):
-                first_line = min([node.lineno, *(x.lineno for x in getattr(node, "decorator_list", ()))])
+                first_line = [*getattr(node, "decorator_list", ()), node][0].lineno
                 nodes[first_line, getattr(node, "name", "<lambda>")].append(node)
         codes = [compile(text, file, "exec", dont_inherit=True)]
-    trees = {}
-    for code in codes:  # which grows
-        codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-        found = nodes[code.co_firstlineno, code.co_name]
-        if len(found) == 1:
-            trees[code] = found[0]
+        for code in codes:  # which grows
+            codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+            found = nodes[code.co_firstlineno, code.co_name]
+            if len(found) == 1:
+                trees[code] = found[0]
     return trees
 
 
@@ -4980,17 +4948,17 @@ _GRADIENT = "has a gradient"
 
 
 class _StaleValues(_Interpreter):
-    """Where the adjoint of a function needs a value that is stale: `found` has {line: (variable, text)}.
+    """Where the adjoint of a function needs a value that is stale: `found` has {(file, line): (variable, text)}.
 
     Here a variable, or an expression, is the set of the stale variables in it, and _GRADIENT if it has one.
     """
 
     def __init__(self, function: Any, inert: Container[str], max_unroll: int) -> None:
         super().__init__()
-        self.first_line = function.adj.fun_lineno
+        self.adj = function.adj
         self.max_unroll = max_unroll
         self.overwritten = ""  # the element that is being assigned
-        self.found: dict[int, tuple[str, str]] = {}
+        self.found: dict[tuple[str, int], tuple[str, str]] = {}
         tree = _tree_of(function)
         self.parameters = {x.arg for x in tree.args.args}
         self.names = {name: {_GRADIENT} for name in self.parameters if name not in inert}
@@ -4999,7 +4967,8 @@ class _StaleValues(_Interpreter):
 
     def need(self, node: Any, found: set) -> None:
         for name in sorted(found - {_GRADIENT}):
-            self.found.setdefault(node.lineno + self.first_line - 1, (name, ast.unparse(node)))
+            place = self.adj.filename, node.lineno + self.adj.fun_lineno - 1
+            self.found.setdefault(place, (name, ast.unparse(node)))
 
     def statement(self, node: Any) -> None:
         match node:
@@ -5013,7 +4982,7 @@ class _StaleValues(_Interpreter):
             case ast.Break():
                 self.need(node, {"the loop that it leaves"})
             case ast.For(target=target, iter=iterated, body=body):
-                self.need(iterated, self.value(iterated))
+                self.need(iterated, self.value(iterated))  # such as a length that a loop has counted
                 run = self.run if self.is_unrolled(iterated, body) else self.loop
                 run([ast.Assign([target], ast.Constant(0)), *body])
             case ast.While(test=test, body=body):
@@ -5023,10 +4992,10 @@ class _StaleValues(_Interpreter):
                 super().statement(node)
 
     def is_unrolled(self, iterated: Any, body: Sequence[ast.stmt]) -> bool:
-        numbers = [self.constant(x) for x in getattr(iterated, "args", None) or [iterated]]
-        is_known = all(isinstance(n, int) for n in numbers)
         leaves_early = any(isinstance(x, (ast.Break, ast.Continue)) for s in body for x in ast.walk(s))
-        return is_known and not leaves_early and len(range(*numbers)) <= self.max_unroll
+        with contextlib.suppress(AttributeError, TypeError):  # it is no range, or of a number that is not known
+            return len(range(*map(self.constant, iterated.args))) <= self.max_unroll and not leaves_early
+        return False
 
     def constant(self, node: Any) -> Any:
         """The value of a number, of a global variable or an attribute of one, or of arithmetic with these."""
@@ -5043,14 +5012,13 @@ class _StaleValues(_Interpreter):
     def stored_names(self, node: ast.AST) -> set[str]:
         """The variables that are assigned there, or a part of which is: not the arrays of parameters."""
         targets = [x for x in ast.walk(node) if isinstance(getattr(x, "ctx", None), ast.Store)]
-        return {getattr(_root(x), "id", "") for x in targets} - self.parameters - {""}
+        return {getattr(_root(x), "id", "") for x in targets} - self.parameters
 
     def assign(self, target: Any, value: Any) -> None:
         self.overwritten = ast.unparse(target)
         found = self.value(value)
         self.overwritten = ""
-        if isinstance(target, ast.Subscript):
-            self.need(target, self.value(target.slice))
+        self.value(target)  # with indices
         for name in self.stored_names(target):
             if isinstance(target, (ast.Subscript, ast.Attribute)):  # of which the rest stays
                 found = found | self.names.get(name, set())
@@ -5089,8 +5057,9 @@ class _StaleValues(_Interpreter):
 
 def _is_linear(op: ast.operator, a: set, b: set) -> bool:
     """Whether the adjoint of `a op b` needs neither value: what is empty has no gradient, and is never stale."""
-    is_scaled = isinstance(op, (ast.Mult, ast.MatMult, ast.Div)) and not b
-    return is_scaled or isinstance(op, (ast.Add, ast.Sub)) or (isinstance(op, (ast.Mult, ast.MatMult)) and not a)
+    if isinstance(op, (ast.Mult, ast.MatMult)):
+        return not a or not b
+    return isinstance(op, (ast.Add, ast.Sub)) or (isinstance(op, ast.Div) and not b)
 
 
 def _warn_of_stale_values(kernel: Any, params: Mapping[str, _WarpParam], title: str) -> None:
@@ -5101,8 +5070,7 @@ def _warn_of_stale_values(kernel: Any, params: Mapping[str, _WarpParam], title: 
     max_unroll = {**kernel.module.options, **kernel.options}.get("max_unroll") or 16
     found: dict[tuple[str, int], tuple[str, str]] = {}
     for n, function in enumerate(dict.fromkeys(function for function, _ in _source_of(kernel).results)):
-        stale = _StaleValues(function, () if n else inert, max_unroll)  # the first is the kernel
-        found |= {(function.adj.filename, line): place for line, place in stale.found.items()}
+        found |= _StaleValues(function, () if n else inert, max_unroll).found  # the first is the kernel
     for (file, line), (name, text) in found.items():
         warnings.warn(
             f"{title}: the gradient may be wrong: Warp's adjoint needs {name!r} as it was in `{text:.60}` (line {line} "
