@@ -935,12 +935,14 @@ class _Source(_Interpreter):
         if tree is None or any(own_code):
             self.has_own_code = True
             self.replayed |= {view.parameter for view in _arrays(everything)}
-        if tree is None or own_code[0] or tree.args.vararg:
+        if tree is None or own_code[0]:  # no source, or C++
             names = _UNGUARDED.intersection(_names_in(getattr(_python(function), "__code__", _no_code)))
             text = f"source not found: {_name_of(function, node)}, which names {', '.join(sorted(names))}"
             self.note("stores" if names else "unknown", everything, ast.Name(text) if names else node)
             return _inside(everything)
         arguments = {**dict(zip([x.arg for x in parameters], given)), **named}
+        if tree.args.vararg:
+            arguments[tree.args.vararg.arg] = _inside(set().union(*given[len(parameters) :]))
         key = function, frozenset((name, frozenset(found)) for name, found in arguments.items())
         if key not in self.results:
             self.results[key] = set()  # for a function that calls itself
