@@ -764,7 +764,7 @@ class export_checks:
 
 
 class _Interpreter:
-    """Runs statements; `names` has what each variable may be.  Section 9.6 has other sets than `_Source`."""
+    """Runs statements; `names` has what each variable may be, as a set: of what, `value` says."""
 
     def __init__(self) -> None:
         self.names: dict[str, set] = {}
@@ -971,10 +971,10 @@ class _Source(_Interpreter):
             case ast.Assign(targets=targets, value=value):
                 self.n_targets[value] = len(getattr(targets[0], "elts", "1"))
                 for target in targets:
-                    pairs = _pairs(target, value)
-                    found_for_each = [self.value(part) for _, part in pairs]  # before any is assigned: `a, b = b, a`
-                    for (part, _), found in zip(pairs, found_for_each):
-                        self.assign(part, found, node)
+                    parts, values = _parts(target, value)
+                    found = list(map(self.value, values))  # before any is assigned, as in `a, b = b, a`
+                    for part, found_for_part in zip(parts, found):
+                        self.assign(part, found_for_part, node)
             case ast.AnnAssign(target=target, value=ast.expr() as value):
                 self.assign(target, self.value(value), node)
             case ast.AugAssign(target=target, value=value):
@@ -1078,12 +1078,12 @@ def _root(target: Any) -> Any:
     return target
 
 
-def _pairs(target: Any, value: Any) -> list[tuple[Any, Any]]:
+def _parts(target: Any, value: Any) -> tuple[list, list]:
     """What an assignment assigns to, and what it assigns there."""
     match target, value:
         case ast.Tuple(elts=targets), ast.Tuple(elts=values) if len(targets) == len(values):
-            return list(zip(targets, values))
-    return [(target, value)]
+            return targets, values
+    return [target], [value]
 
 
 def _is_update(target: Any, value: Any) -> bool:
